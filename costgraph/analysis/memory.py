@@ -1,0 +1,275 @@
+"""Peak memory: the most bytes that are live at once, as a formula in which counts of Repeats may be symbols."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from ..bind import Formula, answer, bindings, need_bound
+from ..dominance import prune
+from ..extremum import Owner, extremum
+from ..graph import Graph
+from ..op import Op
+from ..polynomial import Monomial, Poly, Rational, total
+from .lifetimes import Program, copies_for, copies_needed, play
+
+__all__ = ["Moment", "Timeline", "live_bytes", "peak_memory", "peak_regimes", "timeline"]
+
+# Unrolled further than this, a timeline is played with the iterations that can differ alone.
+_MOST_STEPS = 200_000
+
+
+def live_bytes(program: Program) -> Iterator[tuple[int, Poly]]:
+    """Yield the bytes that are live at each step at which something is born or workspace is needed."""
+    births: dict[int, list[Poly]] = {}
+    deaths: dict[int, list[Poly]] = {}
+    start = [life.bytes for life in program.lives if life.born is None]
+    for life in program.lives:
+        if life.born is not None:
+            births.setdefault(life.born, []).append(life.bytes)
+            if life.dies is not None:
+                deaths.setdefault(life.dies, []).append(life.bytes)
+    live: dict[Monomial, Rational] = dict(total(start).terms)
+    if not program.steps:
+        yield -1, Poly(dict(live))
+    for now, step in enumerate(program.steps):
+        for p in births.get(now, ()):
+            _accumulate(live, p, 1)
+        if now in births or now == 0 or step.workspace:
+            at = Poly(dict(live))
+            yield now, at + step.workspace if step.workspace else at
+        for p in deaths.get(now, ()):
+            _accumulate(live, p, -1)
+
+
+def _accumulate(live: dict[Monomial, Rational], p: Poly, sign: int) -> None:
+    for m, c in p.terms.items():
+        value = live.get(m, 0) + sign * c
+        if value:
+            live[m] = value
+        else:
+            del live[m]
+
+
+def peak_regimes(graph: Graph, values: Mapping[str, Poly]) -> list[tuple[Poly, Owner]]:
+    """Return the live bytes at every op that may hold the peak, dominated ones left out.
+
+    Parameters
+    ----------
+    graph : Graph
+        What is asked.
+    values : mapping of str to Poly
+        Bound sizes: only their counts of Repeats matter here.
+
+    Returns
+    -------
+    list of (Poly, Owner)
+        Not yet bound.
+    """
+    copies = copies_for(values)
+    key = ("peak", tuple(copies(op) for op in graph.walk() if op.kind.body == "repeated"))
+    if key not in graph.cache:
+        program = play(graph, copies)
+        candidates = [
+            (p, Owner(program.steps[at].where, program.steps[at].op.phase) if at >= 0 else Owner())
+            for at, p in live_bytes(program)
+        ]
+        graph.cache[key] = prune(candidates, graph.root.relations)
+    out: list[tuple[Poly, Owner]] = graph.cache[key]
+    return out
+
+
+def peak_memory(graph: Graph, /, **dims: int) -> Formula:
+    """Return the peak memory: the most bytes live at once.
+
+    Parameters
+    ----------
+    graph : Graph
+        What is asked.
+    **dims : int
+        Sizes to bind.
+
+    Returns
+    -------
+    int or sympy.Expr
+        Bytes; unbound, a `costgraph.Max` whose regimes name the op and the phase that own them (`regimes`). A symbolic
+        count of a Repeat is taken as at least `timeline(graph).holds_from` of it; a bound one is exact from 1 on.
+
+    Raises
+    ------
+    BindingError
+        If a size cannot be bound.
+
+    Notes
+    -----
+    At each op, all storages that are live while it runs, its operands, results and stated workspace included; the
+    maximum over ops. Inputs, parameters, buffers and caches live throughout, outputs from birth to the end, anything
+    else to the last op that reads it or a view of it.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> B, D, F, K = cg.dims("B D F K")
+    >>> with cg.Graph("g") as g:
+    ...     h = cg.einsum(g.input("x", (B, D)), g.param("w1", (D, F)), "b d, d f -> b f")
+    ...     g.output(cg.einsum(cg.relu(h), g.param("w2", (F, K)), "b f, f k -> b k"))
+    >>> cg.peak_memory(g, B=2, D=3, F=5, K=7)
+    304
+    >>> [r.op for r in cg.regimes(cg.peak_memory(g))]
+    ['relu', 'einsum_1']
+    """
+    values = bindings(graph, dims)
+    found = [(p.bind(values), owner) for p, owner in peak_regimes(graph, values)]
+    if all(p.constant is not None for p, _ in found):
+        return answer(max((p for p, _ in found), key=lambda p: p.constant or 0))
+    return answer(extremum(prune(found, graph.root.relations) if values else found))
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Live memory at one step."""
+
+    op: str
+    """op that runs, iterations of a Repeat in brackets"""
+    phase: str
+    """its phase"""
+    bytes: Formula
+    """bytes live while it runs"""
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Live memory over the program."""
+
+    peak: Formula
+    """most bytes live at once"""
+    moments: tuple[Moment, ...]
+    """steps at which memory is taken, in order"""
+    holds_from: dict[str, int]
+    """for each count of a Repeat that is a symbol, the least value for which the formulas hold"""
+    _roles: dict[str, Formula] | None
+
+    def _held(self) -> Moment:
+        need_bound([self.peak], "what holds the peak")
+        return next(m for m in self.moments if m.bytes == self.peak)
+
+    @property
+    def op(self) -> str:
+        """Op that holds the peak; needs all sizes bound, as `regimes` has the cases otherwise."""
+        return self._held().op
+
+    @property
+    def phase(self) -> str:
+        """Phase of that op."""
+        return self._held().phase
+
+    @property
+    def by_role(self) -> dict[str, Formula]:
+        """Bytes at the peak by role of the storage; needs all sizes bound."""
+        need_bound([self.peak], "roles at the peak")
+        assert self._roles is not None
+        return self._roles
+
+    def plot(self, path: object = None) -> object:
+        """Draw live bytes over steps, the peak marked; needs all sizes bound and matplotlib.
+
+        Parameters
+        ----------
+        path : str or path-like, optional
+            File to write.
+
+        Returns
+        -------
+        matplotlib.figure.Figure
+            The figure.
+        """
+        from ..report.plots import plot_timeline
+
+        need_bound([self.peak], "plot of a timeline")
+        return plot_timeline(self, path)
+
+
+def _played_out(graph: Graph, values: Mapping[str, Poly]) -> int:
+    """Return how many steps the program has with every loop played out, or one more than can be."""
+
+    def steps(g: Graph) -> int:
+        out = 0
+        for op in g.ops:
+            if op.kind.body == "repeated":
+                count = op.attrs["count"].bind(values).constant
+                out += (_MOST_STEPS if count is None else int(count)) * steps(op.body)  # type: ignore[arg-type]
+            else:
+                out += 1
+        return out
+
+    return steps(graph)
+
+
+def timeline(graph: Graph, /, **dims: int) -> Timeline:
+    """Return the live memory over the program.
+
+    Parameters
+    ----------
+    graph : Graph
+        What is asked.
+    **dims : int
+        Sizes to bind; with all of them, loops are played out (up to 200,000 steps).
+
+    Returns
+    -------
+    Timeline
+        `.peak`, `.op`, `.phase`, `.by_role`, `.moments` and `.plot(path)`.
+
+    Raises
+    ------
+    BindingError
+        If a size cannot be bound.
+    """
+    values = bindings(graph, dims)
+    whole = _played_out(graph, values) <= _MOST_STEPS
+    copies = (lambda op: int(op.attrs["count"].bind(values).constant)) if whole else copies_for(values)
+    program = play(graph, copies)
+    live = [(at, p.bind(values)) for at, p in live_bytes(program)]
+    moments = tuple(
+        Moment(program.steps[at].where, program.steps[at].op.phase, answer(p))
+        if at >= 0
+        else Moment("", "forward", answer(p))
+        for at, p in live
+    )
+    if all(p.constant is not None for _, p in live):
+        at, most = max(live, key=lambda item: item[1].constant or 0)
+        roles: dict[str, list[Poly]] = {}
+        for life in program.lives:
+            if (life.born is None or life.born <= at) and (life.dies is None or life.dies >= at):
+                roles.setdefault(life.role, []).append(life.bytes.bind(values))
+        if at >= 0 and program.steps[at].workspace:
+            roles["workspace"] = [program.steps[at].workspace.bind(values)]
+        by_role = {role: answer(total(parts)) for role, parts in roles.items()}
+        return Timeline(answer(most), moments, {}, by_role)
+    return Timeline(peak_memory(graph, **dims), moments, _holds_from(graph, values), None)
+
+
+def _holds_from(graph: Graph, values: Mapping[str, Poly]) -> dict[str, int]:
+    """Find for each symbolic count the least value at which fewer iterations give the same peak."""
+    out = {}
+    loops = [op for op in graph.walk() if op.kind.body == "repeated"]
+    general = copies_for(values)
+    full = {p for p, _ in peak_regimes(graph, values)}
+    for loop in loops:
+        count = loop.attrs["count"].bind(values)
+        if count.constant is not None:
+            continue
+        least = copies_needed(loop)
+        while least > 1:
+            fewer = least - 1
+
+            def copies(op: Op, loop: Op = loop, fewer: int = fewer) -> int:
+                return fewer if op is loop else general(op)
+
+            found = prune(((p, None) for _, p in live_bytes(play(graph, copies))), graph.root.relations)
+            if {p for p, _ in found} != full:
+                break
+            least = fewer
+        for name in count.names():
+            out[name] = max(least, out.get(name, 1))
+    return out

@@ -1,0 +1,134 @@
+"""Scaled dot-product attention: as separate ops, or as one kernel that never writes the scores."""
+
+from __future__ import annotations
+
+from .domain import Domain
+from .errors import GraphError, ShapeError
+from .graph import current_graph, scope
+from .nn import softmax
+from .ops.blocks import fused
+from .ops.einsum import einsum
+from .ops.layout import rearrange
+from .ops.pointwise import pointwise
+from .ops.stochastic import dropout
+from .polynomial import poly
+from .tensor import Tensor
+
+__all__ = ["attention"]
+
+_SCORES = "b g r s k, b g t k -> b g r s t"
+_REDUCE = "b g r s t, b g t v -> b g r s v"
+# flash kernels write the heads of a position side by side, so that merging them afterwards is a view
+_FLASH_REDUCE = "b g r s t, b g t v -> b s g r v"
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool = True,
+    window: object = None,
+    kernel: str = "flash",
+    *,
+    softcap: float | None = None,
+    p: float = 0,
+    name: str = "attention",
+) -> Tensor:
+    """Attend from queries to keys: softmax(q @ k.T / sqrt(K)) @ v.
+
+    Parameters
+    ----------
+    q : Tensor
+        Shape (b, h, s, k).
+    k, v : Tensor
+        Shapes (b, g, t, k) and (b, g, t, v); g divides h, each group of h/g heads shares one.
+    causal : bool
+        Hide later keys; queries and keys are aligned at their last positions.
+    window : sympy.Expr or int, optional
+        See only the last `window` keys, the own one included; without `causal`, less than that away on either side.
+    kernel : str
+        flash: one kernel that computes exactly the pairs that are seen and reads and writes q, k, v and the result
+        alone. eager: an op each for scores, scale, mask, softmax and reduction; the whole square is computed whatever
+        the mask, and the scores of size (b, h, s, t) reach memory.
+    softcap : float, optional
+        Bound the scores by c*tanh(scores/c).
+    p : float
+        Dropout of the probabilities; flash draws it inside the kernel.
+    name : str
+        Scope of the ops, or name of the kernel.
+
+    Returns
+    -------
+    Tensor
+        Shape (b, h, s, v). FLOPs of kind matmul: 2*(k + v) for each batch, head and pair of positions.
+
+    Raises
+    ------
+    GraphError, ShapeError
+        If shapes do not fit, or the kernel is unknown.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> B, H, S, K = cg.dims("B H S K")
+    >>> with cg.Graph("g") as g:
+    ...     q, k, v = (g.input(n, (B, H, S, K)) for n in "qkv")
+    ...     y = cg.attention(q, k, v, causal=True)
+    >>> cg.matmul_flops(g)
+    2*B*H*K*S**2 + 2*B*H*K*S
+    >>> cg.matmul_flops(g, count="full")
+    4*B*H*K*S**2
+    """
+    graph = current_graph(q.graph)
+    for what, t in (("q", q), ("k", k), ("v", v)):
+        if t.ndim != 4:
+            raise ShapeError(
+                f"attention {name!r}: {what} is {t!r}, expected four axes (batch, heads, positions, size)"
+            )
+    if kernel not in ("flash", "eager"):
+        raise GraphError(f"attention {name!r}: kernel {kernel!r}, expected 'flash' or 'eager'")
+    heads, groups = q.sizes[1], k.sizes[1]
+    share = heads / groups
+    if share.constant is not None and not isinstance(share.constant, int):
+        raise ShapeError(
+            f"attention {name!r}: {heads} query heads over {groups} key heads, expected a multiple"
+        )
+    q, k, v = (graph.adopt(t) for t in (q, k, v))
+    domain = None
+    if causal or window is not None:
+        domain = Domain(causal, None if window is None else poly(window))
+    q = rearrange(q, "b (g r) s k -> b g r s k", g=groups.expr, name="groups")
+
+    def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        # nothing outside the domain is computed, by this op or by those that read it
+        restricted = {} if domain is None else {"domain": domain, "over": ("s", "t")}
+        with scope("scores"):
+            scores = einsum(q, k, _SCORES, name="matmul", **restricted)
+        y = softmax(_scaled(scores, softcap))
+        return _reduced(dropout(y, p), v, _FLASH_REDUCE)
+
+    def eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with scope("scores"):
+            scores = einsum(q, k, _SCORES, name="matmul")
+        y = _scaled(scores, softcap)
+        y = y if domain is None else pointwise("causal_mask", y, name="mask")
+        return _reduced(dropout(softmax(y), p), v, _REDUCE)
+
+    if kernel == "flash":
+        made = fused(name, flash, q, k, v)
+    else:
+        with scope(name):
+            made = eager(q, k, v)
+    assert isinstance(made, Tensor)
+    order = "b s g r v" if kernel == "flash" else "b g r s v"
+    return rearrange(made, f"{order} -> b (g r) s v", name="heads")
+
+
+def _scaled(scores: Tensor, softcap: float | None) -> Tensor:
+    y = pointwise("mul", scores, 1.0, name="scale")
+    return y if softcap is None else pointwise("softcap", y)
+
+
+def _reduced(y: Tensor, v: Tensor, pattern: str) -> Tensor:
+    with scope("reduce"):
+        return einsum(y, v, pattern, name="matmul")

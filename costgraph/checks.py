@@ -1,0 +1,70 @@
+"""What a graph must keep: looked at when its context closes, when it is loaded and when it is frozen."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import networkx as nx
+
+from .errors import GraphError
+from .op import Op
+from .tensor import Storage, Tensor
+
+if TYPE_CHECKING:
+    from .graph import Graph
+
+__all__ = ["check"]
+
+
+def check(graph: Graph) -> None:
+    """Raise GraphError where a graph, or a body inside it, breaks a rule."""
+    for g in graph.bodies():
+        _check_nodes(g)
+        _check_order(g)
+        _check_overwritten(g)
+
+
+def _check_nodes(graph: Graph) -> None:
+    for node in graph.nodes:
+        if not isinstance(node, Op | Tensor):
+            raise GraphError(f"graph {graph.name!r}: node {node!r}, expected tensors and ops only")
+    if not nx.is_directed_acyclic_graph(graph):
+        raise GraphError(f"graph {graph.name!r}: its edges make a cycle, expected none")
+
+
+def _check_order(graph: Graph) -> None:
+    ready = {t for t in graph.tensors if t.producer is None}
+    for op in graph.ops:
+        for t in (*op.operands, *op.results):
+            if t not in graph or not (graph.has_edge(t, op) if t in op.operands else graph.has_edge(op, t)):
+                raise GraphError(f"op {op.name!r}: tensor {t.name!r} is not joined to it, expected an edge")
+        late = next((t for t in op.operands if t not in ready), None)
+        if late is not None:
+            raise GraphError(f"op {op.name!r}: reads {late.name!r} before it is made, expected program order")
+        if op.kind.body == "fused" and not op.results:
+            raise GraphError(
+                f"kernel {op.name!r}: nothing outside reads what it makes, expected a result that is used"
+            )
+        ready.update(op.results)
+
+
+def _check_overwritten(graph: Graph) -> None:
+    """An op in place leaves nothing of the old values: whoever reads them afterwards is wrong."""
+    gone: dict[Tensor, Op] = {}
+    by_storage: dict[Storage, list[Tensor]] = {}
+    for op in graph.ops:
+        lost = next((t for t in op.operands if t in gone), None)
+        if lost is not None:
+            raise GraphError(
+                f"op {op.name!r}: reads {lost.name!r}, which {gone[lost].name!r} has overwritten in place"
+            )
+        for t in op.operands:
+            by_storage.setdefault(t.storage, []).append(t)
+        if op.attrs.get("inplace"):
+            for t in by_storage[op.operands[0].storage]:
+                gone[t] = op
+        for t in op.results:
+            by_storage.setdefault(t.storage, []).append(t)
+    lost = next((t for t in graph.outputs if t in gone), None)
+    if lost is not None:
+        raise GraphError(f"output {lost.name!r}: {gone[lost].name!r} has overwritten it in place")

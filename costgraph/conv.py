@@ -1,0 +1,252 @@
+"""Convolution and pooling: windows that slide over named axes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import sympy
+
+from . import rules
+from .errors import GraphError, PatternError, ShapeError
+from .graph import apply, current_graph, scope
+from .nn import _one
+from .op import Attrs, OpKind, Result
+from .ops.blocks import fused
+from .ops.einsum import EINSUM
+from .ops.layout import reshape
+from .ops.registry import register
+from .pattern import Affine, Axes, Pattern, parse_pattern
+from .polynomial import Poly, poly
+from .tensor import Tensor
+
+__all__ = ["POOL", "conv", "pool"]
+
+
+def _pooled(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
+    (x,) = operands
+    names = [n for a in attrs["pattern"].result for n in a.names]
+    return [Result(tuple(attrs["extents"][n] for n in names), x.dtype)]
+
+
+POOL = register(
+    OpKind(
+        name="pool",
+        infer=_pooled,
+        flops=rules.per_index_point,
+        reads=rules.reached_by_index,
+        writes=rules.all_results,
+    )
+)
+
+
+def _each(value: object, rank: int, what: str, least: int) -> tuple[int, ...]:
+    values = tuple(value) if isinstance(value, Sequence) else (value,) * rank
+    if len(values) != rank or any(isinstance(v, bool) or not isinstance(v, int) or v < least for v in values):
+        raise ShapeError(f"{what}={value!r}: expected an integer of at least {least}, or {rank} of them")
+    return values
+
+
+def _slid(
+    x: Tensor, window: tuple[int, ...], stride: object, padding: object, dilation: object
+) -> tuple[list[Affine], list[Poly]]:
+    """Return the indices of the last axes and the sizes that they make (torch's formula for Conv2d)."""
+    rank = len(window)
+    steps, gaps = _each(stride, rank, "stride", 1), _each(dilation, rank, "dilation", 1)
+    same = padding == "same"
+    if same and steps != (1,) * rank:
+        raise ShapeError(f"padding='same' with stride={stride!r}, expected a stride of 1")
+    pads = (
+        tuple(g * (w - 1) // 2 for g, w in zip(gaps, window, strict=True))
+        if same
+        else _each(padding, rank, "padding", 0)
+    )
+    indices, sizes = [], []
+    for i, (w, s, g, p) in enumerate(zip(window, steps, gaps, pads, strict=True)):
+        size = x.sizes[x.ndim - rank + i]
+        made = size if same else poly(sympy.floor(((size + 2 * p - g * (w - 1) - 1) / s).expr)) + 1
+        if made.constant is not None and made.constant < 1:
+            raise ShapeError(
+                f"window of {w} on axis {x.ndim - rank + i} of {x!r}: expected it to fit, padding included"
+            )
+        indices.append(Affine(((f"o{i}", s), (f"w{i}", g)), -p))
+        sizes.append(made)
+    return indices, sizes
+
+
+def conv(
+    x: Tensor,
+    pattern: str,
+    *,
+    window: int | Sequence[int],
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] | str = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: object = 1,
+    bias: bool = False,
+    name: str = "conv",
+    **sizes: object,
+) -> Tensor:
+    """Convolve: a contraction over a window and the input channels of a group.
+
+    Parameters
+    ----------
+    x : Tensor
+        Batch and channels first, the axes that the window slides over last, one to three of them.
+    pattern : str
+        Axes before and after: `"b c h w -> b o h w"`. The one that the right side leaves out is the input channel,
+        the one that it adds the output channel.
+    window : int or sequence of int
+        Size of the window along each sliding axis.
+    stride, padding, dilation : int or sequence of int
+        As in torch.nn.Conv2d; `padding="same"` keeps the size.
+    groups : sympy.Expr or int
+        Groups of channels that do not mix; as many as channels for a depthwise convolution.
+    bias : bool
+        Add a parameter of the output channels, in the same kernel.
+    name : str
+        Scope of the parameters and of the op.
+    **sizes : sympy.Expr or int
+        Size of the output channel.
+
+    Returns
+    -------
+    Tensor
+        FLOPs: 2 * output points * window * input channels of a group. Padded positions count, as torch counts them.
+
+    Raises
+    ------
+    PatternError, ShapeError
+        If the pattern or a size does not fit.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> B, C, H, W, O = cg.dims("B C H W O")
+    >>> with cg.Graph("g") as g:
+    ...     y = cg.conv(g.input("x", (B, C, H, W)), "b c h w -> b o h w", window=(3, 3), padding=1, o=O)
+    >>> y.shape, cg.matmul_flops(g)
+    ((B, O, H, W), 18*B*C*H*O*W)
+    """
+    spans = (window,) if isinstance(window, int) else tuple(window)
+    parsed = parse_pattern(pattern, (x.ndim,))
+    before, after = parsed.operand_names(0), parsed.result_names
+    if any(len(a.names) != 1 or isinstance(a, Affine) for a in (*parsed.operands[0], *parsed.result)):
+        raise PatternError(f"conv {name!r}: pattern {pattern!r}, expected single named axes")
+    old, new = [n for n in before if n not in after], [n for n in after if n not in before]
+    sliding = before[len(before) - len(spans) :]
+    if (
+        len(old) != 1
+        or len(new) != 1
+        or after[len(after) - len(spans) :] != sliding
+        or after.index(new[0]) != before.index(old[0])
+    ):
+        raise PatternError(
+            f"conv {name!r}: pattern {pattern!r} with a window of {len(spans)} axes, expected one channel replaced by "
+            f"another in its place and the sliding axes last"
+        )
+    if set(sizes) != set(new):
+        raise ShapeError(f"conv {name!r}: sizes given for {sorted(sizes)}, expected {new[0]}=...")
+    spans = _each(spans, len(spans), "window", 1)
+    graph = current_graph(x.graph)
+    x = graph.adopt(x)
+    place = before.index(old[0])
+    many, channels, made = poly(groups), x.sizes[place], poly(sizes[new[0]])
+    for what, size in (("input", channels), ("output", made)):
+        share = (size / many).constant
+        if share is not None and (not isinstance(share, int) or share < 1):
+            raise ShapeError(f"conv {name!r}: {size} {what} channels in {many} groups, expected a multiple")
+    indices, out = _slid(x, spans, stride, padding, dilation)
+    outer = {n: x.sizes[i] for i, n in enumerate(before[: -len(spans)]) if i != place}
+    extents = {
+        **{f"n_{n}": size for n, size in outer.items()},
+        "g": many, "c": channels / many, "o": made / many,
+        **{f"o{i}": size for i, size in enumerate(out)}, **{f"w{i}": poly(w) for i, w in enumerate(spans)},
+    }  # fmt: skip
+    taps = tuple(Axes((f"w{i}",)) for i in range(len(spans)))
+
+    def operand(channel: str) -> list[Axes | Affine]:
+        return [
+            Axes(("g", channel)) if i == place else Axes((f"n_{n}",))
+            for i, n in enumerate(before[: -len(spans)])
+        ]
+
+    full = Pattern(
+        (
+            (*operand("c"), *indices),
+            (Axes(("g", "o")), Axes(("c",)), *taps),
+        ),
+        (*operand("o"), *(Axes((f"o{i}",)) for i in range(len(spans)))),
+    )
+    with scope(name):
+        weight = graph.param("weight", (made, channels / many, *spans))
+        attrs = {"pattern": full, "extents": extents, "domain": None, "dtype": x.dtype}
+        if not bias:
+            return apply(EINSUM, [x, weight], attrs, "conv")[0]
+        shift = graph.param("bias", (made,))
+
+        def product(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+            return apply(EINSUM, [x, w], attrs, "conv")[0] + reshape(b, (made, *(1,) * len(spans)))
+
+        return _one(fused("conv", product, x, weight, shift))
+
+
+def pool(
+    x: Tensor,
+    operation: str,
+    *,
+    window: int | Sequence[int],
+    stride: int | Sequence[int] | None = None,
+    padding: int | Sequence[int] = 0,
+    name: str = "",
+) -> Tensor:
+    """Reduce windows of the last axes to their maximum or mean.
+
+    Parameters
+    ----------
+    x : Tensor
+        Sliding axes last.
+    operation : str
+        max or mean.
+    window : int or sequence of int
+        Size of the window along each sliding axis.
+    stride, padding : int or sequence of int
+        As in torch.nn.MaxPool2d; the stride is the window by default.
+    name : str
+        Name of the op.
+
+    Returns
+    -------
+    Tensor
+        FLOPs: one for each element of each window.
+
+    Raises
+    ------
+    GraphError, ShapeError
+        If the operation is unknown or the window does not fit.
+    """
+    if operation not in ("max", "mean"):
+        raise GraphError(f"pool: operation {operation!r}, expected 'max' or 'mean'")
+    spans = _each(
+        (window,) if isinstance(window, int) else tuple(window),
+        1 if isinstance(window, int) else len(window),
+        "window",
+        1,
+    )
+    graph = current_graph(x.graph)
+    x = graph.adopt(x)
+    if x.ndim < len(spans):
+        raise ShapeError(f"pool of {x!r} with a window of {len(spans)} axes, expected at least as many")
+    indices, out = _slid(x, spans, spans if stride is None else stride, padding, 1)
+    kept = tuple(Axes((f"n{i}",)) for i in range(x.ndim - len(spans)))
+    pattern = Pattern(((*kept, *indices),), (*kept, *(Axes((f"o{i}",)) for i in range(len(spans)))))
+    extents = {
+        **{f"n{i}": size for i, size in enumerate(x.sizes[: len(kept)])},
+        **{f"o{i}": size for i, size in enumerate(out)},
+        **{f"w{i}": poly(w) for i, w in enumerate(spans)},
+    }
+    return apply(
+        POOL,
+        [x],
+        {"pattern": pattern, "extents": extents, "operation": operation},
+        name or f"{operation}_pool",
+    )[0]

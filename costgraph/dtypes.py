@@ -1,0 +1,349 @@
+"""Number formats: bits, exponent, mantissa, range and shared scales, and the common format of two operands.
+
+Sources: IEEE 754-2019 (fp64, fp32, fp16); Wang and Kanwar 2019 for bf16; NVIDIA A100 whitepaper for tf32;
+OCP 8-bit Floating Point Specification (OFP8) 1.0 for E4M3 and E5M2; OCP Microscaling Formats (MX) 1.0 for
+fp6, fp4, E8M0 and the formats with a scale for 32 elements; NVIDIA's description of NVFP4 (E2M1, an E4M3
+scale for 16 elements and one fp32 scale for the tensor). The result of two formats is torch's, from
+``torch.promote_types``, where torch has one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from types import MappingProxyType
+
+from costgraph.errors import FormatError
+
+__all__ = ["ALIASES", "DTYPES", "BlockScale", "DType", "bits_per_element", "dtype", "promote"]
+
+
+@dataclass(frozen=True)
+class BlockScale:
+    """A scale that elements of a block format share."""
+
+    bits: int
+    """bits of one scale"""
+    per: int | None
+    """elements along the innermost axis that share it; None: one for the whole tensor"""
+    format: str
+    """name of the scale's own format"""
+
+
+@dataclass(frozen=True)
+class DType:
+    """A number format.
+
+    The range of a block format is that of its elements, before any scale is applied.
+
+    Examples
+    --------
+    >>> fp16 = dtype("fp16")
+    >>> fp16.bits, fp16.exponent, fp16.mantissa, fp16.max, fp16.bytes
+    (16, 5, 10, Fraction(65504, 1), Fraction(2, 1))
+    >>> fp16.round(1e-8), dtype("bf16").round(1e-8) > 0
+    (0.0, True)
+    """
+
+    name: str
+    bits: int
+    """bits that one element takes in memory, without scales"""
+    kind: str
+    """"float", "int" or "bool\""""
+    exponent: int = 0
+    """exponent bits of a float"""
+    mantissa: int = 0
+    """mantissa bits of a float, without the implied one"""
+    signed: bool = True
+    specials: str = "ieee"
+    """codes of a float that are no numbers: "ieee" the top exponent, "nan" the last of it, "none" no code"""
+    scale: tuple[BlockScale, ...] = ()
+    """scales of a block format"""
+
+    @property
+    def bytes(self) -> Fraction:
+        """Bytes of one element in memory, without scales."""
+        return Fraction(self.bits, 8)
+
+    @property
+    def max(self) -> Fraction:
+        """Largest finite value."""
+        if self.kind == "bool":
+            return Fraction(1)
+        if self.kind == "int":
+            return Fraction(2 ** (self.bits - self.signed) - 1)
+        top = 2**self.exponent - 1 - self._bias - (self.specials == "ieee")
+        if self.specials != "nan":
+            return (2 - self.epsilon) * _power_of_two(top)
+        # without a mantissa the NaN takes the top exponent, else the last code of it
+        return (2 - 2 * self.epsilon) * _power_of_two(top) if self.mantissa else _power_of_two(top - 1)
+
+    @property
+    def min(self) -> Fraction:
+        """Least finite value."""
+        if self.kind == "int":
+            return -self.max - 1 if self.signed else Fraction(0)
+        if self.kind == "bool":
+            return Fraction(0)
+        return -self.max if self.signed else self.smallest_normal
+
+    @property
+    def smallest_normal(self) -> Fraction:
+        """Smallest positive value of full precision."""
+        self._only_float("smallest normal value")
+        return _power_of_two(self._lowest)
+
+    @property
+    def smallest_subnormal(self) -> Fraction:
+        """Smallest positive value; E8M0 has no subnormals, so that it is its smallest normal one."""
+        self._only_float("smallest subnormal value")
+        return _power_of_two(self._lowest - self.mantissa)
+
+    @property
+    def epsilon(self) -> Fraction:
+        """Distance from 1 to the next larger value."""
+        self._only_float("epsilon")
+        return Fraction(1, 2**self.mantissa)
+
+    @property
+    def block(self) -> int | None:
+        """Elements along the innermost axis that share a scale; None where there are no such scales."""
+        return next((s.per for s in self.scale if s.per is not None), None)
+
+    @property
+    def scale_bits(self) -> int:
+        """Bits of scale for one block."""
+        return sum(s.bits for s in self.scale if s.per is not None)
+
+    @property
+    def tensor_bits(self) -> int:
+        """Bits of scale that are stored once for a tensor."""
+        return sum(s.bits for s in self.scale if s.per is None)
+
+    def round(self, x: float) -> float:
+        """Return the value of the format that is nearest to ``x``; of two equally near ones, the even one.
+
+        What is too large becomes infinity in the formats of 16 bits and more, as IEEE 754 has it, and the
+        largest value of its sign in integers and in floats of 8 bits and fewer, as in the saturating mode of
+        OFP8 and MX. In bool, everything but 0 is 1. NaN stays NaN where there is one.
+
+        Raises
+        ------
+        FormatError
+            For a block format, which rounds a whole block at once; for NaN or infinity in a format that has
+            nothing for it; for a value that is not positive in E8M0.
+
+        Examples
+        --------
+        >>> dtype("fp8_e4m3").round(1000.0), dtype("bf16").round(1.005), dtype("int8").round(2.5)
+        (448.0, 1.0078125, 2.0)
+        """
+        if self.scale:
+            raise FormatError(
+                f"{self.name}: cannot round {x!r} alone, blocks share scales; expected a format without them"
+            )
+        if self.kind == "bool":
+            return float(x != 0)
+        if math.isnan(x):
+            if self.kind == "int" or self.specials == "none":
+                raise FormatError(f"{self.name}: cannot round nan, the format has none; expected a number")
+            return x
+        if self.kind == "float" and not self.signed and x <= 0:
+            raise FormatError(
+                f"{self.name}: cannot round {x!r}, the format holds powers of two; expected a positive number"
+            )
+        if math.isinf(x):
+            return x if self._overflows else float(self.max if x > 0 else self.min)
+        return self._nearest(x)
+
+    def _nearest(self, x: float) -> float:
+        if self.kind == "int":
+            return float(min(max(Fraction(round(x)), self.min), self.max))
+        _, exponent = math.frexp(x)  # x = m * 2**exponent with 1/2 <= |m| < 1
+        quantum = _power_of_two(max(exponent - 1, self._lowest) - self.mantissa)
+        size = round(abs(Fraction(x)) / quantum) * quantum
+        if not self.signed:
+            size = max(size, self.smallest_normal)
+        if size > self.max:
+            return math.copysign(math.inf if self._overflows else float(self.max), x)
+        return math.copysign(float(size), x)
+
+    @property
+    def _bias(self) -> int:
+        return int(2 ** (self.exponent - 1)) - 1
+
+    @property
+    def _lowest(self) -> int:
+        """Exponent of the smallest normal value; E8M0 uses the code that others keep for subnormals."""
+        return 1 - self._bias if self.mantissa else -self._bias
+
+    @property
+    def _overflows(self) -> bool:
+        return self.bits >= 16 and self.kind == "float"
+
+    def _only_float(self, what: str) -> None:
+        if self.kind != "float":
+            raise FormatError(
+                f"{self.name}: a format of kind {self.kind!r} has no {what}; expected a float format"
+            )
+
+
+def _power_of_two(exponent: int) -> Fraction:
+    return Fraction(1 << exponent) if exponent >= 0 else Fraction(1, 1 << -exponent)
+
+
+def _mx(name: str, bits: int, exponent: int, mantissa: int, specials: str) -> DType:
+    return DType(name, bits, "float", exponent, mantissa, True, specials, (BlockScale(8, 32, "fp8_e8m0"),))
+
+
+_FORMATS = (
+    DType("fp64", 64, "float", 11, 52),
+    DType("fp32", 32, "float", 8, 23),
+    DType("tf32", 32, "float", 8, 10),  # 19 bits take part in a product, the memory holds 32
+    DType("fp16", 16, "float", 5, 10),
+    DType("bf16", 16, "float", 8, 7),
+    DType("fp8_e4m3", 8, "float", 4, 3, specials="nan"),
+    DType("fp8_e5m2", 8, "float", 5, 2),
+    DType("fp8_e8m0", 8, "float", 8, 0, signed=False, specials="nan"),
+    DType("fp6_e2m3", 6, "float", 2, 3, specials="none"),
+    DType("fp6_e3m2", 6, "float", 3, 2, specials="none"),
+    DType("fp4_e2m1", 4, "float", 2, 1, specials="none"),
+    DType("int64", 64, "int"),
+    DType("int32", 32, "int"),
+    DType("int16", 16, "int"),
+    DType("int8", 8, "int"),
+    DType("uint8", 8, "int", signed=False),
+    DType("int4", 4, "int"),
+    DType("bool", 8, "bool"),
+    _mx("mxfp8", 8, 4, 3, "nan"),
+    _mx("mxfp8_e5m2", 8, 5, 2, "ieee"),
+    _mx("mxfp6", 6, 2, 3, "none"),
+    _mx("mxfp6_e3m2", 6, 3, 2, "none"),
+    _mx("mxfp4", 4, 2, 1, "none"),
+    DType(
+        "nvfp4", 4, "float", 2, 1, True, "none", (BlockScale(8, 16, "fp8_e4m3"), BlockScale(32, None, "fp32"))
+    ),
+)
+
+DTYPES: Mapping[str, DType] = MappingProxyType({f.name: f for f in _FORMATS})
+"""Every format by its name."""
+
+_OTHER_NAMES = {
+    "fp64": ("float64", "double"),
+    "fp32": ("float32", "float"),
+    "tf32": ("tfloat32",),
+    "fp16": ("float16", "half"),
+    "bf16": ("bfloat16",),
+    "fp8_e4m3": ("fp8", "e4m3", "float8_e4m3fn"),
+    "fp8_e5m2": ("e5m2", "float8_e5m2"),
+    "fp8_e8m0": ("e8m0", "float8_e8m0fnu"),
+    "fp6_e2m3": ("fp6", "e2m3"),
+    "fp6_e3m2": ("e3m2",),
+    "fp4_e2m1": ("fp4", "e2m1"),
+    "int64": ("long",),
+    "int32": ("int",),
+    "int16": ("short",),
+    "int8": ("char",),
+    "uint8": ("byte",),
+    "mxfp8": ("mxfp8_e4m3",),
+    "mxfp6": ("mxfp6_e2m3",),
+    "mxfp4": ("mxfp4_e2m1",),
+}
+
+ALIASES: Mapping[str, str] = MappingProxyType(
+    {other: name for name, others in _OTHER_NAMES.items() for other in others}
+)
+"""Other names of the formats, torch's among them."""
+
+_KINDS = ("bool", "int", "float")
+
+
+def dtype(name_or_dtype: str | DType) -> DType:
+    """Return the format of that name; a format is returned as it is.
+
+    Raises
+    ------
+    FormatError
+        If there is no format of that name; the text lists those known and the nearest one.
+
+    Examples
+    --------
+    >>> dtype("bfloat16").name, dtype("fp8").name
+    ('bf16', 'fp8_e4m3')
+    """
+    if isinstance(name_or_dtype, DType):
+        return name_or_dtype
+    known = ", ".join(DTYPES)
+    if not isinstance(name_or_dtype, str):
+        raise FormatError(f"number format {name_or_dtype!r}: expected a name or a DType; known are {known}")
+    name = ALIASES.get(name_or_dtype, name_or_dtype)
+    if name in DTYPES:
+        return DTYPES[name]
+    near = difflib.get_close_matches(name_or_dtype.lower(), [*DTYPES, *ALIASES], n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise FormatError(f"number format {name_or_dtype!r} is unknown: {hint}known are {known}")
+
+
+def promote(a: str | DType, b: str | DType) -> DType:
+    """Return the format of the result of two tensors, as ``torch.promote_types`` has it.
+
+    A float wins over an int, an int over a bool; of two floats the wider wins; bf16 with fp16 is fp32, int8
+    with uint8 is int16. Where torch has no result, as for its own fp8 formats, the same rules hold: a float
+    of 8 bits or fewer, or a block format, beside a float of 16 bits and more gives the latter.
+
+    Raises
+    ------
+    FormatError
+        If both are floats of 8 bits or fewer and differ: neither holds the other, so one has to be cast.
+
+    Examples
+    --------
+    >>> promote("bf16", "fp16").name, promote("int64", "fp16").name, promote("int8", "uint8").name
+    ('fp32', 'fp16', 'int16')
+    """
+    first, second = dtype(a), dtype(b)
+    if first == second:
+        return first
+    if first.kind != second.kind:
+        return max(first, second, key=lambda d: _KINDS.index(d.kind))
+    if first.kind == "int":
+        return _promote_ints(first, second)
+    if max(first.bits, second.bits) <= 8:
+        raise FormatError(
+            f"{first.name} with {second.name}: neither holds the values of the other; "
+            "expected equal formats or one of 16 bits and more, cast one of the two first"
+        )
+    for wide, narrow in ((first, second), (second, first)):
+        if narrow.bits <= 8 or (wide.exponent >= narrow.exponent and wide.mantissa >= narrow.mantissa):
+            return wide
+    return DTYPES["fp32"]
+
+
+def _promote_ints(first: DType, second: DType) -> DType:
+    if first.signed == second.signed:
+        return max(first, second, key=lambda d: d.bits)
+    signed = first if first.signed else second
+    return signed if signed.bits > 8 else DTYPES["int16"]
+
+
+def bits_per_element(name_or_dtype: str | DType) -> Fraction:
+    """Return the bits that an element of a large tensor takes, with its share of the block scales.
+
+    Scales that are stored once for a tensor vanish in the limit; a tensor whose innermost axis is no multiple
+    of the block takes more.
+
+    Raises
+    ------
+    FormatError
+        If there is no such format.
+
+    Examples
+    --------
+    >>> float(bits_per_element("mxfp4")), float(bits_per_element("nvfp4")), bits_per_element("bf16")
+    (4.25, 4.5, Fraction(16, 1))
+    """
+    format_ = dtype(name_or_dtype)
+    return format_.bits + (Fraction(format_.scale_bits, format_.block) if format_.block else Fraction(0))

@@ -1,0 +1,236 @@
+"""Formulas and assumptions as text: a small grammar of its own, since sympy's parser evaluates Python.
+
+formula  = term {("+" | "-") term}
+term     = factor {("*" | "/") factor}
+factor   = "-" factor | power
+power    = atom ["**" factor]
+atom     = integer | decimal | name | function "(" formula {"," formula} ")" | "(" formula ")"
+function = "Max" | "Min" | "floor" | "ceiling"
+relation = formula ("==" | ">=" | "<=" | ">" | "<") formula
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from fractions import Fraction
+
+import sympy
+
+from .dominance import Relation
+from .errors import CostGraphError, PatternError
+from .extremum import Max, Min
+from .polynomial import ONE, Poly, atom, poly
+from .symbols import is_name, shorten
+
+__all__ = ["parse_formula", "parse_relation"]
+
+_TOKEN = re.compile(r"\s*(?:(\d+(?:\.\d+)?)|([A-Za-z_]\w*)|(\*\*|==|>=|<=|[-+*/(),<>])|(\S))", re.ASCII)
+# Bounds on what is read: deeper, longer or larger is no formula of a model.
+_LONGEST = 20_000
+_DEEPEST = 60
+_MOST_DIGITS = 40
+_FUNCTIONS: dict[str, Callable[..., sympy.Expr]] = {
+    "Max": Max,
+    "Min": Min,
+    "floor": sympy.floor,
+    "ceiling": sympy.ceiling,
+}
+
+
+class _Reader:
+    """Recursive descent over the tokens of one text."""
+
+    def __init__(self, text: str, place: str) -> None:
+        if not isinstance(text, str):
+            raise PatternError(f"{place}: got {text!r}, expected text")
+        if len(text) > _LONGEST:
+            raise PatternError(f"{place}: {len(text)} characters, expected at most {_LONGEST}")
+        self.text, self.place = text, place
+        self.tokens: list[tuple[str, int]] = []
+        for match in _TOKEN.finditer(text):
+            if match.group(4):
+                raise self.error(f"character {match.group(4)!r} at position {match.start(4)}")
+            found = match.group(1) or match.group(2) or match.group(3)
+            self.tokens.append((found, match.start(match.lastindex or 0)))
+        self.at = 0
+        self.depth = 0
+
+    def error(self, what: str) -> PatternError:
+        return PatternError(
+            f"{self.place}: {what} in {shorten(self.text)}; expected a formula such as '2*B*S + D/H' or a relation "
+            f"such as 'F >= D'"
+        )
+
+    def peek(self) -> str:
+        return self.tokens[self.at][0] if self.at < len(self.tokens) else ""
+
+    def take(self, *wanted: str) -> str:
+        token = self.peek()
+        if token in wanted and token:
+            self.at += 1
+            return token
+        return ""
+
+    def need(self, wanted: str) -> None:
+        if not self.take(wanted):
+            raise self.error(f"{self.place_of_next()}, expected {wanted!r}")
+
+    def place_of_next(self) -> str:
+        if self.at < len(self.tokens):
+            token, position = self.tokens[self.at]
+            return f"{shorten(token)} at position {position}"
+        return "the end of the text"
+
+    def formula(self) -> Poly:
+        self.depth += 1
+        if self.depth > _DEEPEST:
+            raise self.error(f"more than {_DEEPEST} levels of brackets")
+        parts = [self.term()]
+        while sign := self.take("+", "-"):
+            parts.append(self.term() if sign == "+" else -self.term())
+        self.depth -= 1
+        out = parts[0]
+        for part in parts[1:]:
+            out = out + part
+        return out
+
+    def term(self) -> Poly:
+        out = self.factor()
+        while sign := self.take("*", "/"):
+            right = self.factor()
+            out = out * right if sign == "*" else out / right
+        return out
+
+    def factor(self) -> Poly:
+        negative = False
+        while self.take("-"):
+            negative = not negative
+        out = self.power()
+        return -out if negative else out
+
+    def power(self) -> Poly:
+        base = self.atom()
+        if not self.take("**"):
+            return base
+        self.depth += 1
+        if self.depth > _DEEPEST:
+            raise self.error(f"more than {_DEEPEST} levels of powers")
+        exponent = self.factor()
+        self.depth -= 1
+        value = exponent.constant
+        if isinstance(value, int):
+            return base**value
+        if base == ONE:
+            return ONE
+        if isinstance(value, Fraction) or (base.constant is not None and base.constant <= 0):
+            raise self.error("an exponent that is no integer, of a base that is no formula in symbols")
+        return atom(sympy.Pow(base.expr, exponent.expr))
+
+    def atom(self) -> Poly:
+        token = self.peek()
+        if not token:
+            raise self.error(self.place_of_next())
+        if token[0].isdigit():
+            if len(token) > _MOST_DIGITS:
+                raise self.error(f"a number of {len(token)} digits")
+            self.at += 1
+            return poly(Fraction(token))
+        if self.take("("):
+            inner = self.formula()
+            self.need(")")
+            return inner
+        if not is_name(token):
+            raise self.error(self.place_of_next())
+        self.at += 1
+        if not self.take("("):
+            return poly(sympy.Symbol(token, integer=True, positive=True))
+        function = _FUNCTIONS.get(token)
+        if function is None:
+            raise self.error(f"function {token!r}, expected one of {', '.join(_FUNCTIONS)},")
+        arguments = [self.formula()]
+        while self.take(","):
+            arguments.append(self.formula())
+        self.need(")")
+        if function in (sympy.floor, sympy.ceiling) and len(arguments) != 1:
+            raise self.error(f"{len(arguments)} arguments of {token}, expected one")
+        value = function(*(a.expr for a in arguments))
+        return atom(value) if value.func in _FUNCTIONS.values() or value.is_Atom else poly(value)
+
+    def end(self) -> None:
+        if self.at < len(self.tokens):
+            raise self.error(self.place_of_next())
+
+
+def parse_formula(text: str, place: str = "formula") -> Poly:
+    """Read a formula.
+
+    Parameters
+    ----------
+    text : str
+        Integers, decimals, names, `+ - * / **`, brackets, `Max`, `Min`, `floor` and `ceiling`.
+    place : str
+        Where the text stood, for the error message.
+
+    Returns
+    -------
+    Poly
+        The formula, exact.
+
+    Raises
+    ------
+    PatternError
+        If the text is anything else.
+
+    Examples
+    --------
+    >>> parse_formula("2*B*(D + 1)")
+    2*B*D + 2*B
+    """
+    reader = _Reader(text, place)
+    try:
+        out = reader.formula()
+        reader.end()
+    except PatternError:
+        raise
+    except CostGraphError as error:  # the algebra knows the value, this text its place
+        raise reader.error(str(error)) from None
+    return out
+
+
+def parse_relation(text: str, place: str = "assumption") -> Relation:
+    """Read an assumption such as `F >= D`, `D == H*K` or `S <= 1024`.
+
+    Parameters
+    ----------
+    text : str
+        Two formulas with `==`, `>=`, `<=`, `>` or `<` between them.
+    place : str
+        Where the text stood, for the error message.
+
+    Returns
+    -------
+    Relation
+        For sizes, which are integers: `a > b` is kept as `a - b - 1 >= 0`.
+
+    Raises
+    ------
+    PatternError
+        If the text is anything else.
+    """
+    reader = _Reader(text, place)
+    try:
+        left = reader.formula()
+        sign = reader.take("==", ">=", "<=", ">", "<")
+        if not sign:
+            raise reader.error(f"{reader.place_of_next()}, expected one of == >= <= > <")
+        right = reader.formula()
+        reader.end()
+    except PatternError:
+        raise
+    except CostGraphError as error:
+        raise reader.error(str(error)) from None
+    difference = right - left if sign in ("<=", "<") else left - right
+    if sign in ("<", ">"):
+        difference = difference - 1
+    return Relation(text.strip(), difference, equal=sign == "==", subject=sorted(left.names()))

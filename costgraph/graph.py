@@ -1,0 +1,466 @@
+"""The graph: a networkx DiGraph with two kinds of node, tensors and ops, in program order.
+
+Program order is the order of the nodes. Ops are added by the functions in `costgraph.ops` and `costgraph.nn`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import TracebackType
+from typing import Any
+
+import networkx as nx
+
+from .checks import check
+from .dominance import Relations
+from .dtypes import DType
+from .dtypes import dtype as find_dtype
+from .errors import CostGraphError, GraphError, ShapeError
+from .grammar import parse_relation
+from .layout import Sizes
+from .op import Attrs, Op, OpKind, Result
+from .polynomial import Poly, poly
+from .symbols import is_name, shorten
+from .tensor import Tensor
+
+__all__ = ["Graph", "apply", "current_graph", "scope", "sizes_of"]
+
+_CURRENT: ContextVar[Graph | None] = ContextVar("costgraph_current", default=None)
+_SCOPE: ContextVar[tuple[str, ...]] = ContextVar("costgraph_scope", default=())
+
+
+class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
+    """A model: tensors and ops in program order.
+
+    Parameters
+    ----------
+    name : str
+        Name in reports.
+    dtype : str or DType
+        Number format of inputs and parameters that name none.
+
+    Raises
+    ------
+    FormatError
+        If the number format is unknown.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> B, D, F = cg.dims("B D F")
+    >>> with cg.Graph("mlp") as g:
+    ...     x = g.input("x", (B, D))
+    ...     g.output(cg.einsum(x, g.param("w", (D, F)), "b d, d f -> b f"))
+    >>> cg.flops(g)
+    2*B*D*F
+    """
+
+    def __init__(self, name: object = "graph", dtype: str | DType = "fp32", **attr: object) -> None:
+        # networkx's own functions make graphs of this class with no argument, or with data to copy
+        super().__init__(None if isinstance(name, str) else name, **attr)
+        self.graph.setdefault("name", name if isinstance(name, str) else "graph")
+        self.dtype = find_dtype(dtype)
+        self.outputs: list[Tensor] = self.graph.setdefault("outputs", [])
+        self.formals: list[Tensor] = []
+        self.relations = Relations()
+        self.defaults: dict[str, int] = {}
+        self.loss: str | None = None
+        self.parent: Graph | None = None
+        self.fused = False
+        self.owner: Op | None = None
+        self.cache: dict[object, Any] = {}
+        self._captured: dict[Tensor, Tensor] = {}
+        self._taken: dict[str, int] = {}
+        self._tokens: list[Any] = []
+
+    # -- structure -----------------------------------------------------------------------------------------------
+
+    @property
+    def ops(self) -> list[Op]:
+        """Ops in program order, those inside bodies left out."""
+        return [n for n in self.nodes if isinstance(n, Op)]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Tensors in program order."""
+        return [n for n in self.nodes if isinstance(n, Tensor)]
+
+    @property
+    def root(self) -> Graph:
+        """The outermost graph."""
+        return self if self.parent is None else self.parent.root
+
+    def walk(self) -> Iterator[Op]:
+        """Yield every op, those inside bodies included, an op before its body's."""
+        for op in self.ops:
+            yield op
+            if op.body is not None:
+                yield from op.body.walk()
+
+    def bodies(self) -> Iterator[Graph]:
+        """Yield this graph and every graph inside it."""
+        yield self
+        for op in self.ops:
+            if op.body is not None:
+                yield from op.body.bodies()
+
+    @property
+    def params(self) -> list[Tensor]:
+        """Parameters, those of bodies included: a body's belong to each of its iterations."""
+        return [t for g in self.bodies() for t in g.tensors if t.role == "param"]
+
+    def __repr__(self) -> str:
+        return f"Graph({self.name!r}: {len(self.ops)} ops, {len(self.tensors)} tensors)"
+
+    # -- declaring -----------------------------------------------------------------------------------------------
+
+    def input(self, name: str, shape: Sequence[object], dtype: str | DType | None = None) -> Tensor:
+        """Declare a tensor that the caller owns.
+
+        Parameters
+        ----------
+        name : str
+            Name, unique in the graph.
+        shape : sequence of sympy.Expr or int
+            Sizes; `()` for a scalar.
+        dtype : str or DType, optional
+            Number format, the graph's by default.
+
+        Returns
+        -------
+        Tensor
+            With role input.
+
+        Raises
+        ------
+        GraphError, ShapeError, FormatError
+            If the name is taken, a size is no size, or the format is unknown.
+        """
+        return self.root._source(name, shape, dtype, "input")
+
+    def param(
+        self, name: str, shape: Sequence[object], dtype: str | DType | None = None, *, grad: bool = True
+    ) -> Tensor:
+        """Declare a parameter; inside the body of a Repeat, one for each iteration.
+
+        Parameters
+        ----------
+        name : str
+            Name, prefixed by the scope and unique in the graph.
+        shape : sequence of sympy.Expr or int
+            Sizes.
+        dtype : str or DType, optional
+            Number format, the graph's by default.
+        grad : bool
+            False for a frozen parameter, which gets no gradient.
+
+        Returns
+        -------
+        Tensor
+            With role param.
+
+        Raises
+        ------
+        GraphError, ShapeError, FormatError
+            As `input`.
+        """
+        return self._home()._source(name, shape, dtype, "param", requires_grad=grad)
+
+    def buffer(
+        self, name: str, shape: Sequence[object], dtype: str | DType | None = None, *, role: str = "buffer"
+    ) -> Tensor:
+        """Declare what lives throughout and is no parameter: a table of constants, or with role cache a state."""
+        if role not in ("buffer", "cache"):
+            raise GraphError(f"buffer {name!r}: role {role!r}, expected 'buffer' or 'cache'")
+        return self._home()._source(name, shape, dtype, role)
+
+    def output(self, *tensors: Tensor) -> None:
+        """Declare results of the graph: they live from birth to the end.
+
+        Parameters
+        ----------
+        *tensors : Tensor
+            Tensors of this graph; several calls add up.
+
+        Raises
+        ------
+        GraphError
+            If one is no tensor, or of another graph.
+        """
+        self._modify()
+        for t in tensors:
+            if not isinstance(t, Tensor):
+                raise GraphError(f"output of graph {self.name!r}: got {type(t).__name__}, expected a tensor")
+            self.outputs.append(self.adopt(t))
+
+    def assume(self, *relations: str) -> None:
+        """State what is known of sizes, so that formulas narrow and bound sizes are checked.
+
+        Parameters
+        ----------
+        *relations : str
+            Such as `"F >= D"`, `"D == H*K"`, `"S <= 1024"`; `costgraph.grammar` has the grammar.
+
+        Raises
+        ------
+        PatternError
+            If a text is no relation, or contradicts what is known.
+        """
+        known = self.root.relations.relations
+        self.root.relations = Relations([*known, *(parse_relation(r) for r in relations)])
+        self._modify()
+
+    def freeze(self) -> Graph:
+        """Validate, then refuse every later change."""
+        self.validate()
+        for g in self.bodies():
+            nx.freeze(g)
+        return self
+
+    # -- as a context --------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Graph:
+        self._tokens.append(_CURRENT.set(self))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        _CURRENT.reset(self._tokens.pop())
+        if kind is None and self.parent is None:
+            self.validate()
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _modify(self) -> None:
+        if nx.is_frozen(self):
+            raise GraphError(f"graph {self.name!r} is frozen, expected one that can still be changed")
+        graph: Graph | None = self
+        while graph is not None:
+            graph.cache.clear()
+            graph = graph.parent
+
+    def _home(self) -> Graph:
+        """Where a parameter declared now belongs: the innermost body being built that is not fused."""
+        home = current_graph(self)
+        while home.fused and home.parent is not None:
+            home = home.parent
+        return home
+
+    def unique(self, base: str) -> str:
+        """Return the name, numbered if it is taken."""
+        taken = self.root._taken
+        number = taken.get(base, 0)
+        name = base
+        while name in taken:
+            name = f"{base}_{number}"
+            number += 1
+        taken[base] = max(number, 1)
+        taken.setdefault(name, 1)
+        return name
+
+    def _source(
+        self,
+        name: str,
+        shape: Sequence[object],
+        dtype: str | DType | None,
+        role: str,
+        *,
+        requires_grad: bool = False,
+    ) -> Tensor:
+        if not isinstance(name, str) or not all(is_name(part) for part in name.replace(".", "/").split("/")):
+            raise GraphError(
+                f"{role} {shorten(str(name))}: expected a name of letters, digits, '_', '.' and '/'"
+            )
+        full = "/".join((*_SCOPE.get(), name)) if role != "input" else name
+        if full in self.root._taken:
+            raise GraphError(
+                f"{role} {full!r}: the name is taken in graph {self.root.name!r}, expected a new one"
+            )
+        self._modify()
+        format_ = self.root.dtype if dtype is None else find_dtype(dtype)
+        tensor = Tensor(
+            self, full, sizes_of(shape, f"{role} {full!r}"), format_, role=role, requires_grad=requires_grad
+        )
+        self.root._taken[full] = 1
+        self.add_node(tensor)
+        return tensor
+
+    def formal(self, like: Tensor, name: str, sizes: Sizes, strides: Sizes) -> Tensor:
+        """Add an input of a body, which stands for a tensor outside."""
+        tensor = Tensor(self, self.unique(name), sizes, like.dtype, role="formal", strides=strides)
+        tensor.domain = like.domain
+        self.formals.append(tensor)
+        self.add_node(tensor)
+        return tensor
+
+    def adopt(self, tensor: Tensor) -> Tensor:
+        """Return the tensor as this graph sees it: itself, a captured one, or what a finished kernel hands out."""
+        home = tensor.graph
+        if home is self or tensor in self:
+            return tensor
+        ancestor = self.parent
+        while ancestor is not None and ancestor is not home:
+            ancestor = ancestor.parent
+        if ancestor is not None:
+            return self.capture(self.parent.adopt(tensor))  # type: ignore[union-attr]  # it has an ancestor
+        if home.fused and home.owner is not None:
+            return self.adopt(home.export(tensor))
+        if home.owner is not None and home.root is self.root:
+            raise GraphError(
+                f"tensor {tensor.name!r} is made inside {home.owner.name!r}: expected it among the results of its body"
+            )
+        raise GraphError(
+            f"tensor {tensor.name!r} belongs to graph {home.root.name!r}, expected one of graph {self.root.name!r}"
+        )
+
+    def capture(self, outer: Tensor) -> Tensor:
+        """Return this body's input that stands for a tensor of the graph around it."""
+        found = self._captured.get(outer)
+        if found is None:
+            found = self._captured[outer] = self.formal(outer, f"{outer.name}.in", outer.sizes, outer.strides)
+            found.offset = outer.offset
+        return found
+
+    @property
+    def captured(self) -> tuple[Tensor, ...]:
+        """Tensors of the graph around that ops in here read."""
+        return tuple(self._captured)
+
+    def export(self, tensor: Tensor) -> Tensor:
+        """Return the outer tensor for one made inside this fused body: read outside, it has to reach memory."""
+        owner = self.owner
+        assert owner is not None
+        if tensor in self.outputs:
+            return owner.results[self.outputs.index(tensor)]
+        for outer, inner in self._captured.items():
+            if inner is tensor:
+                return outer
+        owner.graph._modify()
+        self.outputs.append(tensor)
+        name = tensor.name if owner.results else None
+        owner.graph.add_result(owner, Result(tensor.sizes, tensor.dtype, domain=tensor.domain), name)
+        return owner.results[-1]
+
+    def add_result(self, op: Op, result: Result, name: str | None = None) -> None:
+        """Attach one more result to an op."""
+        base = op.operands[result.of] if result.of is not None else None
+        tensor = Tensor(
+            self,
+            self.unique(name or op.name) if name or op.results else op.name,
+            result.sizes,
+            result.dtype,
+            role="activation",
+            strides=result.strides,
+            offset=result.offset,
+            storage=None if base is None else base.storage,
+        )
+        tensor.producer = op
+        tensor.domain = result.domain
+        op.results += (tensor,)
+        self.add_node(tensor)
+        self.add_edge(op, tensor)
+
+    def add_op(
+        self, kind: OpKind, operands: Iterable[Tensor], attrs: Attrs, name: str, phase: str = "forward"
+    ) -> Op:
+        """Append an op; its results are inferred."""
+        self._modify()
+        adopted = tuple(self.adopt(t) for t in operands)
+        full = self.unique("/".join((*_SCOPE.get(), name)))
+        try:
+            results = kind.infer(adopted, attrs)
+        except CostGraphError as error:
+            self.root._taken.pop(full)
+            raise type(error)(f"{full!r} in graph {self.root.name!r}: {error}") from None
+        op = Op(self, kind, full, adopted, attrs, "/".join(_SCOPE.get()), phase)
+        self.add_node(op)
+        self.add_edges_from((t, op) for t in adopted)
+        for result in results:
+            self.add_result(op, result)
+        return op
+
+    def start_body(self, name: str, *, fused: bool) -> Graph:
+        """Return an empty body graph of this one."""
+        self._modify()
+        body = Graph(name, dtype=self.dtype)
+        body.parent = self
+        body.fused = fused
+        return body
+
+    def same(self, a: Poly, b: Poly) -> bool:
+        """Whether two sizes are equal, assumptions included."""
+        known = self.root.relations
+        return a == b or (bool(known.relations) and known.reduce(a) == known.reduce(b))
+
+    def validate(self) -> None:
+        """Check that the graph means something.
+
+        Raises
+        ------
+        GraphError
+            If program order is broken, a kernel has no result that anyone reads, or a tensor is read after an op has
+            overwritten it in place.
+        """
+        check(self)
+
+
+def sizes_of(shape: Sequence[object], place: str) -> Sizes:
+    """Return a shape as polynomials, each known to be positive where it is a number."""
+    if isinstance(shape, str | bytes) or not isinstance(shape, Iterable):
+        raise GraphError(f"{place}: shape {shape!r}, expected a tuple of sizes such as (B, S, D)")
+    sizes = []
+    for i, size in enumerate(shape):
+        try:
+            value = poly(size)
+        except CostGraphError as error:
+            raise type(error)(f"{place}: axis {i}: {error}") from None
+        if value.constant is not None and (not isinstance(value.constant, int) or value.constant < 1):
+            raise ShapeError(f"{place}: axis {i} has size {value}, expected a positive integer")
+        sizes.append(value)
+    return tuple(sizes)
+
+
+def current_graph(of: Graph | None = None) -> Graph:
+    """Return the graph that an op added now goes to: the body being built, if it is one of the same graph."""
+    current = _CURRENT.get()
+    if of is None:
+        if current is None:
+            raise GraphError("no graph is open, expected 'with costgraph.Graph(...) as g:' around")
+        return current
+    if current is not None and current.root is of.root:
+        return current
+    return of.root
+
+
+def apply(kind: OpKind, operands: Sequence[Tensor], attrs: Attrs, name: str) -> tuple[Tensor, ...]:
+    """Append an op of some kind to the graph of its operands and return its results."""
+    for i, t in enumerate(operands):
+        if not isinstance(t, Tensor):
+            raise GraphError(f"{kind.name}: operand {i + 1} is {type(t).__name__}, expected a tensor")
+    graph = current_graph(operands[0].graph if operands else None)
+    return graph.add_op(kind, operands, attrs, name).results
+
+
+@contextmanager
+def scope(name: str) -> Iterator[None]:
+    """Prefix the names of ops and parameters made inside: the rows of a cost table are grouped by it.
+
+    Parameters
+    ----------
+    name : str
+        One or several levels, separated by `/`.
+
+    Raises
+    ------
+    GraphError
+        If a level is no identifier.
+    """
+    levels = tuple(name.split("/")) if isinstance(name, str) else ()
+    if not levels or not all(is_name(level) for level in levels):
+        raise GraphError(f"scope {shorten(str(name))}: expected identifiers separated by '/'")
+    token = _SCOPE.set((*_SCOPE.get(), *levels))
+    try:
+        yield
+    finally:
+        _SCOPE.reset(token)

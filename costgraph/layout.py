@@ -1,0 +1,138 @@
+"""Sizes and strides of tensors, with symbols in them: which view is free and which needs a copy.
+
+The rules are torch's, each symbol taken as larger than 1; a size that is literally 1 has no say in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from math import prod
+
+from .dominance import lower
+from .polynomial import ONE, ZERO, Poly
+
+__all__ = ["Sizes", "contiguous", "distinct", "elementwise", "is_dense", "numel", "view"]
+
+Sizes = tuple[Poly, ...]
+
+
+def numel(sizes: Sequence[Poly]) -> Poly:
+    """Return the number of elements."""
+    return prod(sizes, start=ONE)
+
+
+@lru_cache(maxsize=1 << 14)
+def contiguous(sizes: Sizes) -> Sizes:
+    """Return the strides of a dense tensor whose last axis is the fastest."""
+    out = [ONE]
+    for size in reversed(sizes[1:]):
+        out.append(out[-1] * size)
+    return tuple(reversed(out)) if sizes else ()
+
+
+def distinct(sizes: Sequence[Poly], strides: Sequence[Poly]) -> Poly:
+    """Return the number of different elements behind a view: an expanded axis repeats the same ones."""
+    return numel([n for n, s in zip(sizes, strides, strict=True) if s])
+
+
+def is_dense(sizes: Sizes, strides: Sizes) -> bool:
+    """Whether the view covers one block of memory without gaps, in any order of its axes."""
+    left = {i for i, n in enumerate(sizes) if n != ONE}
+    expected = ONE
+    while left:
+        found = next((i for i in left if strides[i] == expected), None)
+        if found is None:
+            return False
+        expected = expected * sizes[found]
+        left.discard(found)
+    return True
+
+
+def view(sizes: Sizes, strides: Sizes, new: Sizes) -> Sizes | None:
+    """Return the strides under which the same memory has the sizes `new`, or None if that needs a copy.
+
+    torch's `computeStride`: axes that lie in one piece of memory may be merged and split, others may not.
+    """
+    old = [(n, s) for n, s in zip(sizes, strides, strict=True) if n != ONE]
+    chunks: list[tuple[Poly, Poly]] = []  # elements and innermost stride of each piece
+    for n, s in old:
+        if chunks and chunks[-1][1] == n * s:
+            chunks[-1] = (chunks[-1][0] * n, s)
+        else:
+            chunks.append((n, s))
+    out: list[Poly] = []
+    at = len(new) - 1
+    for elements, stride in reversed(chunks):
+        covered = ONE
+        while at >= 0 and (covered != elements or new[at] == ONE):
+            out.append(stride * covered)
+            covered = covered * new[at]
+            at -= 1
+        if covered != elements:
+            return None
+    while at >= 0:
+        if new[at] != ONE:
+            return None
+        out.append(out[-1] if out else ONE)
+        at -= 1
+    return tuple(reversed(out))
+
+
+@lru_cache(maxsize=1 << 14)
+def _compare(a: Poly, b: Poly) -> int:
+    if a == b:
+        return 0
+    ratio = b / a
+    least = lower(ratio)
+    if least is not None and least >= 1:
+        return -1
+    least = lower(a / b)
+    return 1 if least is not None and least >= 1 else 0
+
+
+def elementwise(sizes: Sizes, operands: Sequence[tuple[Sizes, Sizes]]) -> Sizes:
+    """Return the strides of an elementwise result: the order of the operands' axes is kept.
+
+    torch's `TensorIterator.reorder_dimensions`; `operands` are (sizes, strides), broadcast from the right.
+    """
+    if all(s == contiguous(n) for n, s in operands if n == sizes):
+        # the ordinary case; a broadcast operand alone cannot reorder what it does not have
+        if any(n == sizes for n, _ in operands):
+            return contiguous(sizes)
+    rank = len(sizes)
+    aligned = [_aligned(rank, n, s) for n, s in operands]
+    order = list(range(rank - 1, -1, -1))  # fastest first
+    for i in range(1, rank):
+        moving = i
+        for j in range(i - 1, -1, -1):
+            swap = _should_swap(order[j], order[moving], aligned, sizes)
+            if swap > 0:
+                order[j], order[moving] = order[moving], order[j]
+                moving = j
+            elif swap < 0:
+                break
+    out, step = [ONE] * rank, ONE
+    for axis in order:
+        out[axis] = step
+        step = step * sizes[axis]
+    return tuple(out)
+
+
+def _aligned(rank: int, sizes: Sizes, strides: Sizes) -> list[Poly]:
+    """Strides of an operand under broadcasting: 0 where it is repeated."""
+    return [ZERO] * (rank - len(sizes)) + [
+        ZERO if n == ONE else s for n, s in zip(sizes, strides, strict=True)
+    ]
+
+
+def _should_swap(a: int, b: int, aligned: Sequence[Sequence[Poly]], sizes: Sizes) -> int:
+    for strides in aligned:
+        if not strides[a] or not strides[b]:
+            continue
+        order = _compare(strides[a], strides[b])
+        if order:
+            return order
+        if strides[a] == strides[b] and _compare(sizes[a], sizes[b]) > 0:
+            return 1
+    return 0

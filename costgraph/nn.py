@@ -1,0 +1,399 @@
+"""What models are written with. Everything here is made of the ops below it; no cost is stated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from .errors import GraphError, PatternError, ShapeError
+from .graph import current_graph, scope
+from .ops.blocks import fused
+from .ops.einsum import einsum
+from .ops.extents import extents_of
+from .ops.index import gather, take_along
+from .ops.layout import concat, reshape, slice_axis
+from .ops.pointwise import cast, pointwise
+from .ops.reduce import reduce
+from .ops.stochastic import dropout
+from .pattern import Affine, parse_pattern
+from .polynomial import poly
+from .tensor import Tensor
+
+__all__ = [
+    "cross_entropy", "embedding", "gated_mlp", "gelu", "layer_norm", "linear", "log_softmax", "mlp", "relu",
+    "rms_norm", "rotary", "rotary_tables", "sigmoid", "silu", "softmax", "tanh",
+]  # fmt: skip
+
+
+def relu(x: Tensor, *, inplace: bool = False) -> Tensor:
+    """max(x, 0): 1 FLOP an element."""
+    return pointwise("relu", x, inplace=inplace)
+
+
+def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
+    """GELU: 5 FLOPs an element with erf, 9 with `approximate="tanh"`, one of them transcendental."""
+    if approximate not in ("none", "tanh"):
+        raise GraphError(f"gelu: approximate={approximate!r}, expected 'none' or 'tanh'")
+    return pointwise("gelu" if approximate == "none" else "gelu_tanh", x)
+
+
+def silu(x: Tensor, *, inplace: bool = False) -> Tensor:
+    """X / (1 + exp(-x)): 4 FLOPs an element, one of them transcendental."""
+    return pointwise("silu", x, inplace=inplace)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + exp(-x)): 4 FLOPs an element, one of them transcendental."""
+    return pointwise("sigmoid", x)
+
+
+def tanh(x: Tensor) -> Tensor:
+    """tanh(x): one transcendental an element."""
+    return pointwise("tanh", x)
+
+
+def linear(
+    x: Tensor,
+    pattern: str,
+    *,
+    bias: bool = False,
+    weight: Tensor | None = None,
+    name: str = "linear",
+    **sizes: object,
+) -> Tensor:
+    """Multiply by a weight: axes that the right side leaves out are contracted, those that it adds are new.
+
+    Parameters
+    ----------
+    x : Tensor
+        Activations.
+    pattern : str
+        Axes before and after: `"b s d -> b s f"`, or with heads apart `"b s d -> b s h k"`.
+    bias : bool
+        Add a parameter of the new axes, in the same kernel as the product.
+    weight : Tensor, optional
+        A tied weight, with the contracted axes first and the new ones last; by default a new parameter.
+    name : str
+        Scope of the parameters and of the op.
+    **sizes : sympy.Expr or int
+        Sizes of the new axes.
+
+    Returns
+    -------
+    Tensor
+        FLOPs: 2 for each index point of the pattern, and 1 for each element of the result with a bias.
+
+    Raises
+    ------
+    PatternError, ShapeError
+        If nothing is contracted or new, or sizes do not fit.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> B, S, D, F = cg.dims("B S D F")
+    >>> with cg.Graph("g") as g:
+    ...     y = cg.linear(g.input("x", (B, S, D)), "b s d -> b s f", f=F, bias=True, name="up")
+    >>> cg.param_count(g), cg.matmul_flops(g)
+    (D*F + F, 2*B*D*F*S)
+    """
+    parsed = parse_pattern(pattern, (x.ndim,))
+    before, after = parsed.operand_names(0), parsed.result_names
+    if any(isinstance(a, Affine) for a in parsed.operands[0]):
+        raise PatternError(
+            f"linear {name!r}: pattern {pattern!r} has an index such as h*2+r, expected conv for that"
+        )
+    contracted = [n for n in before if n not in after]
+    new = [n for n in after if n not in before]
+    if not contracted or not new:
+        raise PatternError(
+            f"linear {name!r}: pattern {pattern!r} contracts {contracted} and adds {new}, expected both"
+        )
+    graph = current_graph(x.graph)
+    extents = extents_of(graph, parsed, [graph.adopt(x)], {k: poly(v) for k, v in sizes.items()})
+    missing = [n for n in new if n not in extents]
+    if missing:
+        raise ShapeError(
+            f"linear {name!r}: size of new axis {missing[0]!r} is not given, expected {missing[0]}=..."
+        )
+    left = " ".join(map(str, parsed.operands[0]))
+    text = f"{left}, {' '.join(contracted + new)} -> {' '.join(map(str, parsed.result))}"
+    given = {n: extents[n] for n in contracted}
+    with scope(name):
+        if weight is None:
+            weight = graph.param("weight", [extents[n] for n in contracted + new])
+        if not bias:
+            return einsum(x, weight, text, name="matmul", **given)
+        if after[len(after) - len(new) :] != tuple(new) or any(len(a.names) != 1 for a in parsed.result):
+            raise PatternError(
+                f"linear {name!r}: pattern {pattern!r} with a bias, expected the new axes last and unmerged"
+            )
+        b = graph.param("bias", [extents[n] for n in new])
+
+        def product(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+            return einsum(x, w, text, name="matmul", **given) + b
+
+        return _one(fused("addmm", product, x, weight, b))
+
+
+def _one(made: Tensor | tuple[Tensor, ...]) -> Tensor:
+    assert isinstance(made, Tensor)
+    return made
+
+
+def embedding(ids: Tensor, table: Tensor, *, name: str = "embedding") -> Tensor:
+    """Look up rows of a table: no FLOPs, reads the rows and the indices (see `gather`)."""
+    return gather(table, ids, name=name)
+
+
+def _last(x: Tensor, axis: int) -> tuple[str, str]:
+    """Patterns that reduce one axis and keep it with size 1."""
+    if isinstance(axis, bool) or not isinstance(axis, int) or not -x.ndim <= axis < x.ndim:
+        raise ShapeError(f"axis {axis!r} of {x!r}: expected an integer from {-x.ndim} to {x.ndim - 1}")
+    names = [f"a{i}" for i in range(x.ndim)]
+    kept = [*names]
+    kept[axis % x.ndim] = "1"
+    return " ".join(names), " ".join(kept)
+
+
+def softmax(x: Tensor, axis: int = -1, *, name: str = "softmax") -> Tensor:
+    """Exponentials that add up to 1, in one kernel.
+
+    Parameters
+    ----------
+    x : Tensor
+        Any shape.
+    axis : int
+        Axis along which they add up to 1.
+    name : str
+        Name of the kernel.
+
+    Returns
+    -------
+    Tensor
+        FLOPs an element: maximum, subtraction, sum and division, and one exp (derived from the ops inside).
+
+    Raises
+    ------
+    ShapeError
+        If there is no such axis.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> B, S = cg.dims("B S")
+    >>> with cg.Graph("g") as g:
+    ...     p = cg.softmax(g.input("x", (B, S)), -1)
+    >>> cg.flops(g), cg.bytes_moved(g)
+    (5*B*S, 8*B*S)
+    """
+    names, kept = _last(x, axis)
+
+    def body(x: Tensor) -> Tensor:
+        e = pointwise("exp", x - reduce(x, f"{names} -> {kept}", "max"))
+        return e / reduce(e, f"{names} -> {kept}", "sum")
+
+    return _one(fused(name, body, x))
+
+
+def log_softmax(x: Tensor, axis: int = -1, *, name: str = "log_softmax") -> Tensor:
+    """Logarithm of the softmax, in one kernel."""
+    names, kept = _last(x, axis)
+
+    def body(x: Tensor) -> Tensor:
+        shifted = x - reduce(x, f"{names} -> {kept}", "max")
+        return shifted - pointwise("log", reduce(pointwise("exp", shifted), f"{names} -> {kept}", "sum"))
+
+    return _one(fused(name, body, x))
+
+
+def layer_norm(x: Tensor, *, affine: bool = True, bias: bool = True, name: str = "layer_norm") -> Tensor:
+    """Normalise the last axis to mean 0 and variance 1, then scale and shift by parameters, in one kernel.
+
+    Parameters
+    ----------
+    x : Tensor
+        The last axis is normalised.
+    affine, bias : bool
+        Whether there is a scale, and with it a shift, of the size of the last axis.
+    name : str
+        Scope of the parameters, and name of the kernel.
+
+    Returns
+    -------
+    Tensor
+        FLOPs an element: mean, subtraction, square, mean, product, and one each for scale and shift.
+
+    Raises
+    ------
+    ShapeError
+        If `x` is a scalar.
+    """
+    names, kept = _last(x, -1)
+    graph = current_graph(x.graph)
+
+    def body(x: Tensor, weight: Tensor | None = None, shift: Tensor | None = None) -> Tensor:
+        centred = x - reduce(x, f"{names} -> {kept}", "mean")
+        variance = reduce(pointwise("square", centred), f"{names} -> {kept}", "mean")
+        y = centred * pointwise("rsqrt", variance + 1e-5)
+        y = y if weight is None else y * weight
+        return y if shift is None else y + shift
+
+    with scope(name):
+        params = [graph.param("weight", x.sizes[-1:])] if affine else []
+        params += [graph.param("bias", x.sizes[-1:])] if affine and bias else []
+        return _one(fused("norm", body, x, *params))
+
+
+def rms_norm(x: Tensor, *, affine: bool = True, name: str = "rms_norm") -> Tensor:
+    """Divide by the root mean square of the last axis, then scale by a parameter, in one kernel.
+
+    Parameters
+    ----------
+    x : Tensor
+        The last axis is normalised.
+    affine : bool
+        Whether there is a scale of the size of the last axis.
+    name : str
+        Scope of the parameter, and name of the kernel.
+
+    Returns
+    -------
+    Tensor
+        FLOPs an element: square, mean, product, and one for the scale.
+
+    Raises
+    ------
+    ShapeError
+        If `x` is a scalar.
+    """
+    names, kept = _last(x, -1)
+    graph = current_graph(x.graph)
+
+    def body(x: Tensor, weight: Tensor | None = None) -> Tensor:
+        power = reduce(pointwise("square", x), f"{names} -> {kept}", "mean")
+        y = x * pointwise("rsqrt", power + 1e-6)
+        return y if weight is None else y * weight
+
+    with scope(name):
+        params = [graph.param("weight", x.sizes[-1:])] if affine else []
+        return _one(fused("norm", body, x, *params))
+
+
+def rotary_tables(
+    positions: Tensor, size: object, *, base: float = 10000.0, name: str = "rope"
+) -> tuple[Tensor, Tensor]:
+    """Make the cosines and sines of rotary position embeddings, once for all layers.
+
+    Parameters
+    ----------
+    positions : Tensor
+        Integers of shape (S,).
+    size : sympy.Expr or int
+        Size of a head, even.
+    base : float
+        Of the geometric progression of frequencies; it changes no cost.
+    name : str
+        Scope of the frequencies, a buffer in fp32.
+
+    Returns
+    -------
+    tuple of Tensor
+        Cosines and sines, (S, size/2) each, in fp32.
+    """
+    graph = current_graph(positions.graph)
+    with scope(name):
+        frequencies = graph.buffer("inv_freq", (poly(size) / 2,), dtype="fp32")
+        angles = einsum(cast(positions, "fp32"), frequencies, "s, k -> s k", name="angles")
+        return pointwise("cos", angles), pointwise("sin", angles)
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, name: str = "rotary") -> Tensor:
+    """Rotate pairs of the last axis by an angle for each position, in one kernel (Su et al. 2021, eq. 34).
+
+    Parameters
+    ----------
+    x : Tensor
+        Shape (..., S, K), K even.
+    cos, sin : Tensor
+        Shape (S, K/2), from `rotary_tables`.
+    name : str
+        Name of the kernel.
+
+    Returns
+    -------
+    Tensor
+        FLOPs: 3 an element (two products, and a sum or difference).
+    """
+    half = x.sizes[-1] / 2
+
+    def body(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        a, b = slice_axis(x, -1, 0, half), slice_axis(x, -1, half, half)
+        made = [pointwise("sub", a * cos, b * sin), pointwise("add", b * cos, a * sin)]
+        return cast(concat(made, -1), x.dtype)
+
+    return _one(fused(name, body, x, cos, sin))
+
+
+def mlp(
+    x: Tensor,
+    f: object,
+    *,
+    activation: Callable[[Tensor], Tensor] = gelu,
+    bias: bool = False,
+    p: float = 0,
+    name: str = "mlp",
+) -> Tensor:
+    """Two linear layers with an activation between them: (b, s, d) to (b, s, f) and back."""
+    with scope(name):
+        h = activation(linear(x, "... d -> ... f", f=f, bias=bias, name="up"))
+        return dropout(linear(h, "... f -> ... d", d=x.sizes[-1], bias=bias, name="down"), p)
+
+
+def gated_mlp(
+    x: Tensor,
+    f: object,
+    *,
+    activation: Callable[[Tensor], Tensor] = silu,
+    bias: bool = False,
+    name: str = "mlp",
+) -> Tensor:
+    """Gated linear unit (Shazeer 2020): down(activation(gate(x)) * up(x))."""
+    with scope(name):
+        gate = activation(linear(x, "... d -> ... f", f=f, bias=bias, name="gate"))
+        h = gate * linear(x, "... d -> ... f", f=f, bias=bias, name="up")
+        return linear(h, "... f -> ... d", d=x.sizes[-1], bias=bias, name="down")
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, *, name: str = "cross_entropy") -> Tensor:
+    """Mean over all positions of minus the log-probability of the target.
+
+    Parameters
+    ----------
+    logits : Tensor
+        Shape (..., V).
+    targets : Tensor
+        Integers of shape (...); nothing is shifted.
+    name : str
+        Scope of the two kernels.
+
+    Returns
+    -------
+    Tensor
+        A scalar. As in torch, a kernel writes all log-probabilities, of the size of the logits, and a second one
+        picks the targets' and averages them.
+
+    Raises
+    ------
+    ShapeError
+        If shapes do not fit, or the targets are no integers.
+    """
+    with scope(name):
+        log_p = log_softmax(logits)
+        ids = reshape(targets, (*targets.sizes, 1), name="targets")
+
+        def body(log_p: Tensor, ids: Tensor) -> Tensor:
+            picked = take_along(log_p, ids)
+            names = " ".join(f"a{i}" for i in range(picked.ndim))
+            return -reduce(picked, f"{names} -> ", "mean")
+
+        return _one(fused("nll", body, log_p, ids))

@@ -1,0 +1,89 @@
+"""Op nodes and the records of op kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from .dtypes import DType
+from .layout import Sizes
+from .polynomial import ZERO, Poly
+from .tensor import Tensor
+
+if TYPE_CHECKING:
+    from .graph import Graph
+
+__all__ = ["Attrs", "Op", "OpKind", "Result"]
+
+Attrs = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What an op kind infers of one of its results."""
+
+    sizes: Sizes
+    """Shape."""
+    dtype: DType
+    """Number format."""
+    strides: Sizes | None = None
+    """Elements between neighbours along each axis; None for a fresh dense tensor."""
+    of: int | None = None
+    """Index of the operand whose storage it shares, None for a storage of its own."""
+    offset: Poly = ZERO
+    """First element within the storage."""
+    domain: tuple[object, int, int] | None = None
+    """Restriction of its index points, as in Tensor."""
+
+
+@dataclass(frozen=True)
+class OpKind:
+    """The record of an op kind: facts and named rules, no arithmetic of its own."""
+
+    name: str
+    """Name in tables and files."""
+    infer: Callable[[Sequence[Tensor], Attrs], Sequence[Result]]
+    """Shapes, formats and layouts of the results; raises where operands do not fit."""
+    flops: Callable[[Op], Any]
+    """Rule of `costgraph.rules` for its FLOPs."""
+    reads: Callable[[Op], Sequence[Poly]]
+    """Rule for the elements that it reads of each operand."""
+    writes: Callable[[Op], Sequence[Poly]]
+    """Rule for the elements that it writes of each result."""
+    body: str | None = None
+    """fused or repeated where the op runs a body graph, None otherwise."""
+
+
+class Op:
+    """An op node: one kernel, which reads each operand once and writes each result once."""
+
+    __slots__ = ("attrs", "graph", "kind", "name", "operands", "phase", "results", "scope")
+
+    def __init__(
+        self,
+        graph: Graph,
+        kind: OpKind,
+        name: str,
+        operands: tuple[Tensor, ...],
+        attrs: Attrs,
+        scope: str,
+        phase: str,
+    ) -> None:
+        self.graph = graph
+        self.kind = kind
+        self.name = name
+        self.operands = operands
+        self.results: tuple[Tensor, ...] = ()
+        self.attrs = MappingProxyType(dict(attrs))
+        self.scope = scope
+        self.phase = phase
+
+    @property
+    def body(self) -> Graph | None:
+        """The graph that a Kernel fuses or a Repeat repeats."""
+        return self.attrs.get("body")
+
+    def __repr__(self) -> str:
+        return f"{self.name}[{self.kind.name}]"

@@ -1,0 +1,287 @@
+"""Ops with a body: fused kernels, and repeats whose count may be a symbol."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from .. import rules
+from ..errors import GraphError, ShapeError
+from ..graph import _CURRENT, _SCOPE, Graph, current_graph, sizes_of
+from ..layout import contiguous
+from ..op import Attrs, OpKind, Result
+from ..polynomial import poly
+from ..symbols import is_name, shorten
+from ..tensor import Tensor
+from .layout import contiguous_copy
+from .pointwise import pointwise
+from .registry import register
+
+__all__ = ["KERNEL", "REPEAT", "Carry", "fused", "kernel", "repeat", "scan"]
+
+Carry = Tensor | tuple[Tensor, ...]
+
+
+def _kernel_results(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
+    body: Graph = attrs["body"]
+    return [Result(t.sizes, t.dtype, domain=t.domain) for t in body.outputs]
+
+
+def _repeat_results(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
+    body, carries, count = attrs["body"], attrs["carries"], attrs["count"]
+    out = []
+    for i, t in enumerate(body.outputs):
+        if i < carries:
+            entry = operands[i]
+            if (
+                t.dtype != entry.dtype
+                or len(t.sizes) != entry.ndim
+                or not all(map(entry.graph.same, t.sizes, entry.sizes))
+            ):
+                raise ShapeError(
+                    f"carry {i + 1} enters the body as {entry!r} and leaves it as {t!r}, expected the same"
+                )
+            out.append(Result(entry.sizes, t.dtype))
+        else:
+            out.append(Result((count, *t.sizes), t.dtype))
+    return out
+
+
+KERNEL = register(
+    OpKind(
+        name="kernel",
+        infer=_kernel_results,
+        flops=rules.in_the_body,
+        reads=rules.read_by_the_body,
+        writes=rules.all_results,
+        body="fused",
+    )
+)
+REPEAT = register(
+    OpKind(
+        name="repeat",
+        infer=_repeat_results,
+        flops=rules.in_the_body,
+        reads=rules.nothing,
+        writes=rules.nothing,
+        body="repeated",
+    )
+)
+
+
+@contextmanager
+def kernel(name: str, *, workspace: object = 0) -> Iterator[Graph]:
+    """Fuse the ops made inside into one kernel: what they pass to each other never reaches memory.
+
+    Parameters
+    ----------
+    name : str
+        Name of the kernel, also the scope of the ops inside.
+    workspace : sympy.Expr or int
+        Bytes that it needs while it runs, beside operands and results.
+
+    Yields
+    ------
+    Graph
+        The body.
+
+    Raises
+    ------
+    GraphError
+        If no graph is open. That nothing made inside is used outside is found when the graph is validated.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> B, D = cg.dims("B D")
+    >>> with cg.Graph("g") as g:
+    ...     x = g.input("x", (B, D))
+    ...     with cg.kernel("scaled_relu"):
+    ...         y = cg.relu(2 * x)
+    ...     g.output(y)
+    >>> cg.flops(g), cg.bytes_moved(g)
+    (2*B*D, 8*B*D)
+    """
+    graph = current_graph()
+    if not is_name(name):
+        raise GraphError(f"kernel {shorten(str(name))}: expected an identifier")
+    body = graph.start_body(name, fused=True)
+    tokens = _CURRENT.set(body), _SCOPE.set((*_SCOPE.get(), name))
+    try:
+        yield body
+    finally:
+        _CURRENT.reset(tokens[0])
+        _SCOPE.reset(tokens[1])
+    attrs = {"body": body, "workspace": poly(workspace)}
+    body.owner = graph.add_op(KERNEL, body.captured, attrs, name)
+    # its bytes stand in the table beside the FLOPs of the ops inside
+    body.owner.scope = "/".join((*_SCOPE.get(), name))
+
+
+def fused(name: str, function: Callable[..., Carry], *operands: Tensor, **options: object) -> Carry:
+    """Run a function of tensors inside one kernel and hand out what it returns."""
+    if not operands or not all(isinstance(t, Tensor) for t in operands):
+        raise GraphError(f"{name}: operands {operands!r}, expected tensors")
+    graph = current_graph(operands[0].graph)
+    token = _CURRENT.set(graph)
+    try:
+        with kernel(name) as body:
+            made = function(*operands, **options)
+    finally:
+        _CURRENT.reset(token)
+    return tuple(body.export(t) for t in made) if isinstance(made, tuple) else body.export(made)
+
+
+def repeat(count: object, body: Callable[..., Carry], x: Carry, *, name: str = "repeat") -> Carry:
+    """Apply a body several times, the count a symbol if one likes: a stack of layers.
+
+    Parameters
+    ----------
+    count : sympy.Expr or int
+        Number of iterations, at least 1.
+    body : callable
+        `body(x) -> x`, called once with the tensors of one iteration. Parameters declared inside belong to each
+        iteration; tensors from outside are shared by all of them.
+    x : Tensor or tuple of Tensor
+        What the first iteration starts from; a tuple is passed as several arguments.
+    name : str
+        Name of the op, also the scope of what is inside.
+
+    Returns
+    -------
+    Tensor or tuple of Tensor
+        What the last iteration returns.
+
+    Raises
+    ------
+    GraphError, ShapeError
+        If the body returns something else than it was given.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> B, D, L = cg.dims("B D L")
+    >>> with cg.Graph("g") as g:
+    ...     layer = lambda x: cg.relu(cg.linear(x, "b d -> b e", e=D))
+    ...     g.output(cg.repeat(L, layer, g.input("x", (B, D)), name="layers"))
+    >>> cg.matmul_flops(g), cg.param_count(g)
+    (2*B*D**2*L, D**2*L)
+    """
+    carries = x if isinstance(x, tuple) else (x,)
+
+    def step(*args: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        made = body(*args)
+        return (made if isinstance(made, tuple) else (made,)), ()
+
+    out, _ = _loop(count, step, carries, (), name)
+    return out if isinstance(x, tuple) else out[0]
+
+
+def scan(
+    count: object,
+    body: Callable[..., tuple[Carry, Carry]],
+    carry: Carry,
+    xs: Carry = (),
+    *,
+    name: str = "scan",
+) -> tuple[Carry, Carry]:
+    """Apply a body along the first axis of tensors: a recurrence over time, as `jax.lax.scan`.
+
+    Parameters
+    ----------
+    count : sympy.Expr or int
+        Number of iterations, the size of the first axis of every `xs`.
+    body : callable
+        `body(carry, x) -> (carry, y)`: `x` is one slice of `xs`, a view; `y` is written into one slice of a stack.
+        Tuples stand for several tensors on either place.
+    carry : Tensor or tuple of Tensor
+        State before the first iteration.
+    xs : Tensor or tuple of Tensor
+        Read slice by slice; `()` for none, and then the body gets `()`.
+    name : str
+        Name of the op, also the scope of what is inside.
+
+    Returns
+    -------
+    carry, ys
+        The last state, and the slices in one tensor (or tuple of tensors) with a first axis of size `count`, whose
+        storage lives from the first iteration on.
+
+    Raises
+    ------
+    GraphError, ShapeError
+        If the body returns something else than such a pair, or the first axes differ.
+    """
+    single = not isinstance(carry, tuple)
+    shapes: list[bool] = []
+
+    def step(*args: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        state, rest = args[: len(carries)], args[len(carries) :]
+        made = body(state[0] if single else state, rest[0] if isinstance(xs, Tensor) else rest)
+        if not isinstance(made, tuple) or len(made) != 2:
+            raise GraphError(f"scan {name!r}: the body returned {made!r}, expected a pair (carry, y)")
+        after, y = made
+        shapes.append(isinstance(y, Tensor))
+        return (after if isinstance(after, tuple) else (after,)), (
+            (y,) if isinstance(y, Tensor) else tuple(y or ())
+        )
+
+    carries = carry if isinstance(carry, tuple) else (carry,)
+    out, ys = _loop(count, step, carries, xs if isinstance(xs, tuple) else (xs,), name)
+    return (out[0] if single else out), (ys[0] if shapes[0] else ys)
+
+
+def _loop(
+    count: object,
+    step: Callable[..., tuple[tuple[Tensor, ...], tuple[Tensor, ...]]],
+    carries: tuple[Tensor, ...],
+    xs: tuple[Tensor, ...],
+    name: str,
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    (times,) = sizes_of((count,), f"repeat {name!r}: count")
+    if not carries or not all(isinstance(t, Tensor) for t in (*carries, *xs)):
+        raise GraphError(f"repeat {name!r}: got {carries + xs!r}, expected tensors to start from")
+    if not is_name(name):
+        raise GraphError(f"repeat {shorten(str(name))}: expected an identifier as its name")
+    graph = current_graph(carries[0].graph)
+    # a carry has one layout in all iterations: the dense one
+    carries = tuple(contiguous_copy(graph.adopt(t)) for t in carries)
+    xs = tuple(graph.adopt(t) for t in xs)
+    for t in xs:
+        if t.ndim == 0 or not graph.same(t.sizes[0], times):
+            raise ShapeError(
+                f"repeat {name!r}: {t!r} is read slice by slice, expected a first axis of size {times}"
+            )
+    body = graph.start_body(name, fused=False)
+    tokens = _CURRENT.set(body), _SCOPE.set((*_SCOPE.get(), name))
+    try:
+        inner = [
+            body.formal(t, f"{name}.carry{i}", t.sizes, contiguous(t.sizes)) for i, t in enumerate(carries)
+        ]
+        inner += [body.formal(t, f"{name}.x{i}", t.sizes[1:], t.strides[1:]) for i, t in enumerate(xs)]
+        after, ys = step(*inner)
+        if len(after) != len(carries) or not all(isinstance(t, Tensor) for t in (*after, *ys)):
+            raise GraphError(
+                f"repeat {name!r}: the body returned {after + ys!r}, expected {len(carries)} tensors to carry on"
+            )
+        after = tuple(contiguous_copy(body.adopt(t)) for t in after)
+        body.outputs += [*after, *_slices(body, after, ys)]
+    finally:
+        _CURRENT.reset(tokens[0])
+        _SCOPE.reset(tokens[1])
+    attrs = {"body": body, "count": times, "carries": len(carries), "xs": len(xs)}
+    op = graph.add_op(REPEAT, (*carries, *xs, *body.captured), attrs, name)
+    body.owner = op
+    return op.results[: len(carries)], op.results[len(carries) :]
+
+
+def _slices(body: Graph, after: Sequence[Tensor], ys: Sequence[Tensor]) -> list[Tensor]:
+    """Return what is written into the stacks: storages of their own, copied where they are not."""
+    used = {t.storage for t in (*body.formals, *after)}
+    out = []
+    for y in map(body.adopt, ys):
+        own = y.storage.role == "activation" and y.storage not in used and y.is_contiguous and not y.is_view
+        y = y if own else pointwise("copy", y, name="stack")
+        used.add(y.storage)
+        out.append(contiguous_copy(y))
+    return out

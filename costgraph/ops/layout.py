@@ -1,0 +1,318 @@
+"""Ops that move or rename elements: rearrange, reshape, slice, expand, concat. A view is free, a copy is not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import sympy
+
+from .. import rules
+from ..errors import GraphError, PatternError, ShapeError
+from ..graph import apply, current_graph, sizes_of
+from ..layout import Sizes, numel, view
+from ..op import Attrs, OpKind, Result
+from ..pattern import Affine, parse_pattern
+from ..polynomial import ONE, ZERO, Poly, poly, total
+from ..symbols import is_name
+from ..tensor import Tensor
+from .extents import extents_of
+from .registry import register
+
+__all__ = [
+    "concat",
+    "contiguous_copy",
+    "expand",
+    "index",
+    "rearrange",
+    "reshape",
+    "slice_axis",
+    "split",
+    "stack",
+]
+
+
+def _moved(x: Tensor, axes: Sequence[int | None]) -> tuple[object, int, int] | None:
+    """Follow a restriction to where its two axes have gone; `axes` are the old places of the new ones."""
+    if x.domain is None:
+        return None
+    domain, query, key = x.domain
+    if query not in axes or key not in axes:
+        raise ShapeError(
+            f"{x!r} is restricted to a domain, expected its axes {query} and {key} to stay as they are"
+        )
+    return domain, axes.index(query), axes.index(key)
+
+
+def _rearranged(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
+    (x,) = operands
+    split, order, merged = attrs["split"], attrs["order"], attrs["merged"]
+    if not x.graph.same(numel(split), x.numel) or not x.graph.same(
+        numel(merged), numel([split[i] for i in order])
+    ):
+        raise ShapeError(f"{x!r} has {x.numel} elements, ({', '.join(map(str, merged))}) has {numel(merged)}")
+    domain = (
+        _moved(x, [i if n == x.sizes[i] else None for i, n in zip(order, merged, strict=False)])
+        if x.domain
+        else None
+    )
+    strides = view(x.sizes, x.strides, split)
+    if strides is not None:
+        sizes, strides = tuple(split[i] for i in order), tuple(strides[i] for i in order)
+        strides = view(sizes, strides, merged)
+    if strides is None or attrs.get("copy"):
+        return [Result(merged, x.dtype, domain=domain)]
+    return [Result(merged, x.dtype, strides, of=0, offset=x.offset, domain=domain)]
+
+
+def _sliced(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
+    (x,) = operands
+    axis, start, size, step = attrs["axis"], attrs["start"], attrs["size"], attrs["step"]
+    last = start + (size - 1) * step + 1
+    for what, value in (("start", start), ("size", size - 1), ("room", x.sizes[axis] - last)):
+        if value.constant is not None and value.constant < 0:
+            raise ShapeError(
+                f"slice of {x!r}: {what} is {value} on axis {axis}, expected start={start}, size={size}, step={step} "
+                f"within {x.sizes[axis]}"
+            )
+    sizes = (*x.sizes[:axis], size, *x.sizes[axis + 1 :])
+    strides = (*x.strides[:axis], x.strides[axis] * step, *x.strides[axis + 1 :])
+    return [Result(sizes, x.dtype, strides, of=0, offset=x.offset + start * x.strides[axis])]
+
+
+def _expanded(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
+    (x,) = operands
+    sizes: Sizes = attrs["sizes"]
+    kept: Sequence[int | None] = attrs["kept"]
+    strides = []
+    for size, at in zip(sizes, kept, strict=True):
+        if at is not None and x.sizes[at] != ONE and not x.graph.same(size, x.sizes[at]):
+            raise ShapeError(
+                f"expand of {x!r}: axis {at} to {size}, expected its own size or an axis of size 1"
+            )
+        strides.append(ZERO if at is None or (x.sizes[at] == ONE and size != ONE) else x.strides[at])
+    return [Result(sizes, x.dtype, tuple(strides), of=0, offset=x.offset, domain=_moved(x, list(kept)))]
+
+
+def _joined(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
+    axis, first = attrs["axis"], operands[0]
+    for t in operands[1:]:
+        if t.dtype != first.dtype:
+            raise ShapeError(f"concat of {first!r} and {t!r}: expected one number format")
+        fits = t.ndim == first.ndim and all(
+            i == axis or t.graph.same(a, b) for i, (a, b) in enumerate(zip(t.sizes, first.sizes, strict=True))
+        )
+        if not fits:
+            raise ShapeError(f"concat of {first!r} and {t!r}: expected equal sizes on all axes but {axis}")
+    sizes = (*first.sizes[:axis], total(t.sizes[axis] for t in operands), *first.sizes[axis + 1 :])
+    return [Result(sizes, first.dtype)]
+
+
+REARRANGE = register(
+    OpKind(
+        "rearrange",
+        _rearranged,
+        flops=rules.free,
+        reads=rules.moved_if_copied,
+        writes=rules.written_if_copied,
+    )
+)
+SLICE = register(OpKind("slice", _sliced, flops=rules.free, reads=rules.nothing, writes=rules.nothing))
+EXPAND = register(OpKind("expand", _expanded, flops=rules.free, reads=rules.nothing, writes=rules.nothing))
+CONCAT = register(OpKind("concat", _joined, flops=rules.free, reads=rules.whole, writes=rules.all_results))
+
+
+def rearrange(x: Tensor, pattern: str, *, name: str = "rearrange", **sizes: object) -> Tensor:
+    """Permute, split and merge axes, as einops does.
+
+    Parameters
+    ----------
+    x : Tensor
+        What is rearranged.
+    pattern : str
+        Such as `"b s (h k) -> b h s k"`.
+    name : str
+        Name of the op.
+    **sizes : sympy.Expr or int
+        Sizes of split axes.
+
+    Returns
+    -------
+    Tensor
+        A view where strides allow it, which costs nothing, else a dense copy, which is one read and one write.
+
+    Raises
+    ------
+    PatternError, ShapeError
+        If the pattern does not fit.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> B, S, H, K = cg.dims("B S H K")
+    >>> with cg.Graph("g") as g:
+    ...     heads = cg.rearrange(g.input("x", (B, S, H*K)), "b s (h k) -> b h s k", h=H)
+    ...     back = cg.rearrange(heads, "b h s k -> b h (s k)")
+    >>> heads.shape, heads.is_view, back.is_view
+    ((B, H, S, K), True, False)
+    """
+    if not isinstance(x, Tensor) or not isinstance(pattern, str):
+        raise GraphError(
+            f"rearrange: got ({type(x).__name__}, {type(pattern).__name__}), expected a tensor and a pattern"
+        )
+    parsed = parse_pattern(pattern, (x.ndim,))
+    if any(isinstance(a, Affine) for a in (*parsed.operands[0], *parsed.result)):
+        raise PatternError(f"pattern {pattern!r}: an index such as h*2+r, expected names")
+    names = parsed.operand_names(0)
+    if len(set(names)) != len(names) or set(names) != set(parsed.result_names):
+        raise PatternError(f"pattern {pattern!r}: expected the same axes on both sides, each once")
+    graph = current_graph(x.graph)
+    extents = extents_of(graph, parsed, [x], {k: poly(v) for k, v in sizes.items()})
+    unused = sorted(set(extents) - set(names))
+    if unused:
+        raise PatternError(f"pattern {pattern!r}: size given for {unused[0]!r}, which is no axis of it")
+    attrs = {
+        "pattern": parsed,
+        "split": tuple(extents[n] for n in names),
+        "order": tuple(names.index(n) for n in parsed.result_names),
+        "merged": tuple(prod((extents[n] for n in a.names), start=ONE) for a in parsed.result),
+    }
+    return apply(REARRANGE, [x], attrs, name)[0]
+
+
+def reshape(x: Tensor, shape: Sequence[object], *, name: str = "reshape") -> Tensor:
+    """Give a tensor another shape with as many elements: a view where strides allow it, else a copy."""
+    sizes = sizes_of(shape, name)
+    return apply(REARRANGE, [x], {"split": x.sizes, "order": tuple(range(x.ndim)), "merged": sizes}, name)[0]
+
+
+def contiguous_copy(x: Tensor, *, name: str = "contiguous") -> Tensor:
+    """Return the tensor itself if it is dense in the order of its axes, else such a copy."""
+    if x.is_contiguous:
+        return x
+    attrs = {"split": x.sizes, "order": tuple(range(x.ndim)), "merged": x.sizes, "copy": True}
+    return apply(REARRANGE, [x], attrs, name)[0]
+
+
+def _axis(x: Tensor, axis: int) -> int:
+    if isinstance(axis, bool) or not isinstance(axis, int) or not -x.ndim <= axis < x.ndim:
+        raise ShapeError(f"axis {axis!r} of {x!r}: expected an integer from {-x.ndim} to {x.ndim - 1}")
+    return axis % x.ndim
+
+
+def slice_axis(
+    x: Tensor, axis: int, start: object, size: object, step: int = 1, *, name: str = "slice"
+) -> Tensor:
+    """Take `size` positions of one axis from `start` on, every `step`-th: a view.
+
+    Raises
+    ------
+    ShapeError
+        If the positions are known to lie outside.
+    """
+    if isinstance(step, bool) or not isinstance(step, int) or step < 1:
+        raise ShapeError(f"slice of {x!r}: step {step!r}, expected a positive integer")
+    attrs = {"axis": _axis(x, axis), "start": poly(start), "size": poly(size), "step": step}
+    return apply(SLICE, [x], attrs, name)[0]
+
+
+def split(x: Tensor, sizes: Sequence[object], axis: int = -1, *, name: str = "split") -> tuple[Tensor, ...]:
+    """Cut one axis into consecutive parts: views.
+
+    Raises
+    ------
+    ShapeError
+        If the sizes do not add up.
+    """
+    parts = [poly(s) for s in sizes]
+    at = _axis(x, axis)
+    if not current_graph(x.graph).same(total(parts), x.sizes[at]):
+        raise ShapeError(f"split of {x!r}: parts {parts} add up to {total(parts)}, expected {x.sizes[at]}")
+    return tuple(slice_axis(x, at, total(parts[:i]), part, name=name) for i, part in enumerate(parts))
+
+
+def expand(x: Tensor, pattern: str, *, name: str = "expand", **sizes: object) -> Tensor:
+    """Repeat along new axes or axes of size 1, without a copy: `expand(x, "s d -> b s d", b=B)`.
+
+    Raises
+    ------
+    PatternError, ShapeError
+        If the pattern merges axes, or leaves one out.
+    """
+    parsed = parse_pattern(pattern, (x.ndim,))
+    left = [a.names for a in parsed.operands[0]]
+    right = [a.names for a in parsed.result]
+    given = {k: poly(v) for k, v in sizes.items()}
+    if any(len(n) > 1 for n in left + right) or any(n not in right for n in left if n):
+        raise PatternError(f"pattern {pattern!r}: expected single axes, all of the operand's kept")
+    if any(not is_name(k) or (k,) not in right for k in given):
+        raise PatternError(f"pattern {pattern!r}: sizes for {sorted(given)}, expected axes of the result")
+    kept = tuple(left.index(n) if n and n in left else None for n in right)
+    out = []
+    for n, at in zip(right, kept, strict=True):
+        size = given.get(n[0]) if n else ONE
+        if size is None and at is None:
+            raise PatternError(f"pattern {pattern!r}: size of new axis {n[0]!r} is not given")
+        out.append(size if size is not None else x.sizes[at])  # type: ignore[index]  # at is known here
+    return apply(EXPAND, [x], {"sizes": tuple(out), "kept": kept}, name)[0]
+
+
+def concat(tensors: Sequence[Tensor], axis: int = -1, *, name: str = "concat") -> Tensor:
+    """Join tensors along an axis: one read of each and one write of the result.
+
+    Raises
+    ------
+    GraphError, ShapeError
+        If there is no tensor, or shapes or formats differ.
+    """
+    tensors = list(tensors)
+    if not tensors or not all(isinstance(t, Tensor) for t in tensors):
+        raise GraphError(f"concat of {tensors!r}: expected a list of tensors")
+    return apply(CONCAT, tensors, {"axis": _axis(tensors[0], axis)}, name)[0]
+
+
+def stack(tensors: Sequence[Tensor], *, name: str = "stack") -> Tensor:
+    """Join tensors along a new first axis."""
+    return concat([reshape(t, (1, *t.sizes)) for t in tensors], 0, name=name)
+
+
+def index(x: Tensor, key: object) -> Tensor:
+    """Apply what stands in `x[...]`: integers, slices, None and Ellipsis, all of them views."""
+    keys = list(key) if isinstance(key, tuple) else [key]
+    used = sum(k is not None and k is not Ellipsis for k in keys)
+    if used > x.ndim or keys.count(Ellipsis) > 1:
+        raise ShapeError(f"index {key!r} of {x!r}: {used} axes, expected at most {x.ndim}")
+    if Ellipsis not in keys:
+        keys.append(Ellipsis)
+    at = keys.index(Ellipsis)
+    keys[at : at + 1] = [slice(None)] * (x.ndim - used)
+    shape: list[Poly] = []
+    axis = 0
+    for k in keys:
+        if k is None:
+            shape.append(ONE)
+            continue
+        if isinstance(k, slice):
+            x = _slice(x, axis, k)
+            shape.append(x.sizes[axis])
+        else:
+            start = _position(k, x.sizes[axis])
+            x = slice_axis(x, axis, start, ONE, name="index")
+        axis += 1
+    return x if tuple(shape) == x.sizes else reshape(x, shape, name="index")
+
+
+def _position(k: object, size: Poly) -> Poly:
+    value = poly(k)
+    return value + size if value.constant is not None and value.constant < 0 else value
+
+
+def _slice(x: Tensor, axis: int, k: slice) -> Tensor:
+    size = x.sizes[axis]
+    step = 1 if k.step is None else k.step
+    start = ZERO if k.start is None else _position(k.start, size)
+    stop = size if k.stop is None else _position(k.stop, size)
+    if start == ZERO and stop == size and step == 1:
+        return x
+    count = stop - start if step == 1 else poly(sympy.ceiling(((stop - start) / step).expr))
+    return slice_axis(x, axis, start, count, step)

@@ -1,0 +1,72 @@
+"""What Python's operators do on tensors."""
+
+from __future__ import annotations
+
+from ..errors import GraphError, ShapeError
+from ..tensor import OPERATORS, Tensor
+from .einsum import einsum
+from .layout import index, rearrange
+from .pointwise import pointwise
+
+__all__ = ["matmul", "transpose"]
+
+
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    """Multiply matrices as `numpy.matmul` does: the last two axes, the others broadcast.
+
+    Parameters
+    ----------
+    a, b : Tensor
+        At least one axis each; a single axis is a vector.
+
+    Returns
+    -------
+    Tensor
+        An einsum of the two.
+
+    Raises
+    ------
+    GraphError, ShapeError
+        If one is no tensor or a scalar, or sizes do not fit.
+    """
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        raise GraphError(f"@ of {type(a).__name__} and {type(b).__name__}, expected two tensors")
+    if not a.ndim or not b.ndim:
+        raise ShapeError(f"@ of {a!r} and {b!r}: expected at least one axis each")
+    batch = [f"b{i}" for i in range(max(a.ndim, b.ndim) - 2)][::-1]
+    left = [*batch[len(batch) - (a.ndim - 2) :], "i", "k"] if a.ndim > 1 else ["k"]
+    right = [*batch[len(batch) - (b.ndim - 2) :], "k", "j"] if b.ndim > 1 else ["k"]
+    out = [*batch, *(["i"] if a.ndim > 1 else []), *(["j"] if b.ndim > 1 else [])]
+    for t, names in ((a, left), (b, right)):
+        for i, n in enumerate(names[: max(t.ndim - 2, 0)]):
+            # a batch axis of size 1 is repeated
+            other = b if t is a else a
+            if (
+                t.sizes[i] == 1
+                and n in (right if t is a else left)
+                and other.sizes[(right if t is a else left).index(n)] != 1
+            ):
+                names[i] = "1"
+    return einsum(a, b, f"{' '.join(left)}, {' '.join(right)} -> {' '.join(out)}", name="matmul")
+
+
+def transpose(x: Tensor) -> Tensor:
+    """Exchange the last two axes: a view."""
+    if x.ndim < 2:
+        raise ShapeError(f"transpose of {x!r}: expected at least two axes")
+    return rearrange(x, "... i j -> ... j i", name="transpose")
+
+
+def _binary(function: str) -> None:
+    def operator(a: object, b: object) -> Tensor:
+        return pointwise(function, a, b)  # type: ignore[arg-type]  # pointwise refuses what is no number
+
+    OPERATORS[function] = operator
+
+
+for _function in ("add", "sub", "mul", "div", "pow"):
+    _binary(_function)
+OPERATORS["neg"] = lambda x: pointwise("neg", x)
+OPERATORS["matmul"] = matmul
+OPERATORS["index"] = index
+OPERATORS["transpose"] = transpose

@@ -1,0 +1,171 @@
+"""Ops whose costs are stated rather than derived, and moves between memories and devices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from .. import rules
+from ..dtypes import dtype as find_dtype
+from ..errors import GraphError
+from ..graph import apply, sizes_of
+from ..op import Attrs, Op, OpKind, Result
+from ..polynomial import ZERO, Poly, poly
+from ..rules import Flops
+from ..tensor import Tensor
+from .registry import register
+
+__all__ = ["COLLECTIVES", "collective", "opaque", "transfer"]
+
+#: Collectives and what each does to the first axis: times the number of ranks, divided by it, or nothing.
+COLLECTIVES = {"all_reduce": 0, "all_gather": 1, "reduce_scatter": -1, "all_to_all": 0, "send": 0}
+
+
+def _stated_results(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
+    return [Result(sizes, dtype) for sizes, dtype in attrs["outputs"]]
+
+
+def _same_shape(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
+    return [Result(operands[0].sizes, operands[0].dtype)]
+
+
+def _after_collective(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
+    (x,) = operands
+    first = x.sizes[0] * attrs["ranks"] ** COLLECTIVES[attrs["collective"]] if x.ndim else None
+    return [Result(x.sizes if first is None else (first, *x.sizes[1:]), x.dtype)]
+
+
+def _reduction(op: Op) -> Flops:
+    """Count one addition for each element and each rank but one, spread evenly over the ranks."""
+    if op.attrs["collective"] not in ("all_reduce", "reduce_scatter"):
+        return Flops()
+    ranks: Poly = op.attrs["ranks"]
+    return Flops(pointwise=rules.points(op.operands[0]) * (ranks - 1) / ranks)
+
+
+OPAQUE = register(
+    OpKind("opaque", _stated_results, rules.stated_flops, rules.stated_reads, rules.stated_writes)
+)
+TRANSFER = register(OpKind("transfer", _same_shape, rules.free, rules.whole, rules.all_results))
+COLLECTIVE = register(OpKind("collective", _after_collective, _reduction, rules.whole, rules.all_results))
+
+
+def opaque(
+    name: str,
+    inputs: Sequence[Tensor],
+    outputs: Sequence[tuple[Sequence[object], object]],
+    *,
+    flops: object,
+    reads: Sequence[object] | None = None,
+    writes: Sequence[object] | None = None,
+    workspace: object = 0,
+) -> tuple[Tensor, ...]:
+    """State the costs of an op that the others cannot express.
+
+    Parameters
+    ----------
+    name : str
+        Name of the op.
+    inputs : sequence of Tensor
+        What it reads.
+    outputs : sequence of (shape, dtype)
+        What it makes.
+    flops : formula, or mapping of kind to formula
+        FLOPs: a formula alone is pointwise; kinds are matmul, pointwise and transcendental. There is no default: an
+        op that does nothing says 0.
+    reads, writes : sequence of formula, optional
+        Elements read of each input and written of each output; by default all of them.
+    workspace : formula
+        Bytes that it needs while it runs, beside inputs and outputs.
+
+    Returns
+    -------
+    tuple of Tensor
+        One tensor for each output.
+
+    Raises
+    ------
+    GraphError, ShapeError, FormatError
+        If a kind of FLOPs is unknown, counts differ, or a shape or format is none.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> N, = (cg.dims("N"),)
+    >>> with cg.Graph("g") as g:
+    ...     y, = cg.opaque("fft", [g.input("x", (N,))], [((N,), "fp32")], flops={"pointwise": 5*N})
+    >>> cg.flops(g), cg.bytes_moved(g)
+    (5*N, 8*N)
+    """
+    kinds = dict(flops) if isinstance(flops, Mapping) else {"pointwise": flops}
+    unknown = sorted(set(kinds) - {"matmul", "pointwise", "transcendental"})
+    if unknown:
+        raise GraphError(
+            f"opaque {name!r}: FLOPs of kind {unknown[0]!r}, expected matmul, pointwise or transcendental"
+        )
+    made = []
+    for i, output in enumerate(outputs):
+        if not isinstance(output, tuple) or len(output) != 2:
+            raise GraphError(f"opaque {name!r}: output {i + 1} is {output!r}, expected a pair (shape, dtype)")
+        made.append((sizes_of(output[0], f"opaque {name!r}: output {i + 1}"), find_dtype(output[1])))  # type: ignore[arg-type]
+    for what, stated, expected in (("reads", reads, inputs), ("writes", writes, outputs)):
+        if stated is not None and len(stated) != len(expected):
+            raise GraphError(
+                f"opaque {name!r}: {len(stated)} {what}, expected one for each of {len(expected)}"
+            )
+    attrs = {
+        **{
+            kind: poly(kinds[kind]) if kind in kinds else ZERO
+            for kind in ("matmul", "pointwise", "transcendental")
+        },
+        "outputs": tuple(made),
+        "reads": None if reads is None else tuple(map(poly, reads)),
+        "writes": None if writes is None else tuple(map(poly, writes)),
+        "workspace": poly(workspace),
+    }
+    return apply(OPAQUE, list(inputs), attrs, name)
+
+
+def transfer(x: Tensor, link: str = "pcie", *, name: str = "transfer") -> Tensor:
+    """Copy a tensor over a link with a bandwidth of its own: host to device, or back.
+
+    Parameters
+    ----------
+    x : Tensor
+        What is copied.
+    link : str
+        Name of the link in the hardware specification, `pcie` by default.
+    name : str
+        Name of the op.
+
+    Returns
+    -------
+    Tensor
+        The copy. Its bytes count once, as bytes over the link, in the roofline's time.
+    """
+    if not isinstance(link, str):
+        raise GraphError(f"transfer: link {link!r}, expected the name of a link such as 'pcie'")
+    return apply(TRANSFER, [x], {"link": link}, name)[0]
+
+
+def collective(x: Tensor, collective: str, ranks: object, *, name: str = "") -> Tensor:
+    """Declare a collective over some ranks: its reduction's FLOPs and what it reads and writes on one rank.
+
+    Parameters
+    ----------
+    x : Tensor
+        What each rank brings.
+    collective : str
+        One of `COLLECTIVES`; all_gather multiplies the first axis by the ranks, reduce_scatter divides it.
+    ranks : sympy.Expr or int
+        Number of ranks.
+    name : str
+        Name of the op, by default the collective's.
+
+    Returns
+    -------
+    Tensor
+        What each rank gets. The time on the network has no rule yet: a roofline of it is an error.
+    """
+    if collective not in COLLECTIVES:
+        raise GraphError(f"collective {collective!r}: expected one of {', '.join(COLLECTIVES)}")
+    return apply(COLLECTIVE, [x], {"collective": collective, "ranks": poly(ranks)}, name or collective)[0]

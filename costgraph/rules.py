@@ -1,0 +1,298 @@
+"""Named rules that op records assign: the only arithmetic of FLOPs and of elements touched.
+
+A FLOP rule returns `Flops`; a reading or writing rule returns elements, one amount for each operand or result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import sympy
+
+from .dominance import lower
+from .errors import UnsupportedError
+from .extremum import Max, smaller
+from .op import Op
+from .pattern import Affine, Pattern
+from .polynomial import ONE, ZERO, Poly, poly
+from .tensor import Tensor
+
+if TYPE_CHECKING:
+    from .domain import Domain
+
+__all__ = [
+    "Flops", "all_results", "elements", "free", "in_the_body", "moved_if_copied", "multiply_add", "nothing",
+    "per_element", "per_element_reduced", "per_index_point", "per_update", "points", "reached_by_index", "read_by_the_body", "rows_read",
+    "rows_written", "stated_flops", "stated_reads", "stated_writes", "updates_written", "whole", "written_if_copied",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Flops:
+    """FLOPs by the unit of the hardware that does them."""
+
+    matmul: Poly = ZERO
+    """multiplies and adds of contractions, as executed"""
+    full: Poly = ZERO
+    """the same with every domain ignored"""
+    pointwise: Poly = ZERO
+    """single arithmetic operations"""
+    transcendental: Poly = ZERO
+    """exp, log, sqrt, sin, tanh, erf and the like"""
+
+    def __mul__(self, times: Poly) -> Flops:
+        return Flops(
+            self.matmul * times, self.full * times, self.pointwise * times, self.transcendental * times
+        )
+
+
+# -- index points ------------------------------------------------------------------------------------------------
+
+
+def points(t: Tensor, *, stored: bool = False) -> Poly:
+    """Return the index points of a tensor that hold anything; with `stored`, each element of an expanded one once."""
+    sizes = [ONE if stored and not s else n for n, s in zip(t.sizes, t.strides, strict=True)]
+    if t.domain is None:
+        return prod(sizes, start=ONE)
+    domain, query, key = t.domain
+    rest = prod((n for i, n in enumerate(sizes) if i not in (query, key)), start=ONE)
+    return rest * domain.points(t.sizes[query], t.sizes[key])  # type: ignore[attr-defined]
+
+
+def elements(t: Tensor) -> Poly:
+    """Return the different elements of a tensor that hold anything."""
+    return points(t, stored=True)
+
+
+def _once(op: Op, amounts: Sequence[Poly]) -> tuple[Poly, ...]:
+    """Count what several operands have in common once, at the first of them."""
+    out = list(amounts)
+    first: dict[tuple[object, ...], int] = {}
+    for i, t in enumerate(op.operands):
+        region = t.region()
+        j = first.setdefault(region, i)
+        if j != i:
+            out[j], out[i] = _larger(out[j], out[i]), ZERO
+    for region, i in first.items():
+        whole_region = (region[0],)
+        if region != whole_region and whole_region in first:
+            out[i] = ZERO
+    return tuple(out)
+
+
+def _larger(a: Poly, b: Poly) -> Poly:
+    return (
+        a
+        if a == b or (lower(a - b) or -1) >= 0
+        else b
+        if (lower(b - a) or -1) >= 0
+        else poly(Max(a.expr, b.expr))
+    )
+
+
+# -- FLOPs -------------------------------------------------------------------------------------------------------
+
+
+def free(op: Op) -> Flops:
+    """Return no FLOPs: said by ops that only move or rename."""
+    return Flops()
+
+
+def in_the_body(op: Op) -> Flops:
+    """Return no FLOPs of its own: those of the body are counted where they stand."""
+    return Flops()
+
+
+def _contraction(op: Op) -> tuple[Pattern, dict[str, Poly], tuple[Domain, str, str] | None]:
+    return op.attrs["pattern"], op.attrs["extents"], op.attrs.get("domain")
+
+
+def multiply_add(op: Op) -> Flops:
+    """Count 2 for every index point where an axis is summed, 1 where none is (a product alone)."""
+    pattern, extents, restriction = _contraction(op)
+    if "orders" in op.attrs:  # several contraction orders, none of which is always the best
+        cost = op.attrs["orders"]
+        return Flops(matmul=cost, full=cost)
+    full = executed = prod(extents.values(), start=ONE)
+    if restriction is not None:
+        domain, query, key = restriction
+        others = prod((n for name, n in extents.items() if name not in (query, key)), start=ONE)
+        executed = others * domain.points(extents[query], extents[key])
+    if set(extents) - set(pattern.result_names):
+        return Flops(matmul=2 * executed, full=2 * full)
+    return Flops(pointwise=executed)
+
+
+def per_element(op: Op) -> Flops:
+    """Count what the table of functions says for each index point of the result."""
+    function = op.attrs["function"]
+    count = points(op.results[0])
+    return Flops(pointwise=count * function.flops, transcendental=count * function.transcendentals)
+
+
+def per_element_reduced(op: Op) -> Flops:
+    """Count one for each element that is reduced."""
+    return Flops(pointwise=points(op.operands[0]))
+
+
+def per_index_point(op: Op) -> Flops:
+    """Count one for every index point: each element of each window that slides over an operand."""
+    return Flops(pointwise=prod(op.attrs["extents"].values(), start=ONE))
+
+
+def per_update(op: Op) -> Flops:
+    """Count one addition for each element that is scattered."""
+    return Flops(pointwise=points(op.operands[-1])) if op.attrs.get("mode") == "add" else Flops()
+
+
+def stated_flops(op: Op) -> Flops:
+    """Return the formulas that the caller stated."""
+    a = op.attrs
+    return Flops(a["matmul"], a["matmul"], a["pointwise"], a["transcendental"])
+
+
+# -- elements read -----------------------------------------------------------------------------------------------
+
+
+def nothing(op: Op) -> tuple[Poly, ...]:
+    """Return zero for every operand: said by ops that touch no memory of their own."""
+    return (ZERO,) * max(len(op.operands), len(op.results))
+
+
+def whole(op: Op) -> tuple[Poly, ...]:
+    """Return every different element of every operand, once."""
+    return _once(op, [elements(t) for t in op.operands])
+
+
+def read_by_the_body(op: Op) -> tuple[Poly, ...]:
+    """Return what the ops inside a fused body read of each operand, a view inside standing for its source."""
+    assert op.body is not None
+    amounts = {f.storage: ZERO for f in op.body.formals}
+    for inner in op.body.ops:
+        for t, amount in zip(inner.operands, inner.kind.reads(inner), strict=False):
+            if t.storage in amounts:
+                amounts[t.storage] = _larger(amounts[t.storage], amount)
+    return _once(op, [amounts[f.storage] for f in op.body.formals])
+
+
+def moved_if_copied(op: Op) -> tuple[Poly, ...]:
+    """Return everything if the result has a storage of its own, nothing if it is a view."""
+    return whole(op) if op.results[0].storage is not op.operands[0].storage else nothing(op)
+
+
+def written_if_copied(op: Op) -> tuple[Poly, ...]:
+    """Return the result if it has a storage of its own, nothing if it is a view."""
+    return all_results(op) if op.results[0].storage is not op.operands[0].storage else nothing(op)
+
+
+def rows_read(op: Op) -> tuple[Poly, ...]:
+    """Return the rows of a table that are looked up, not the table, and the indices."""
+    table, ids = op.operands
+    return points(op.results[0]), elements(ids)
+
+
+def rows_written(op: Op) -> tuple[Poly, ...]:
+    """Return what a scatter reads: indices and updates, and the rows that it adds to."""
+    target, ids, updates = op.operands
+    count = elements(updates)
+    return (count if op.attrs["mode"] == "add" else ZERO), elements(ids), count
+
+
+def reached_by_index(op: Op) -> tuple[Poly, ...]:
+    """Return the elements that the index points of a contraction reach in each operand."""
+    pattern, extents, restriction = _contraction(op)
+    amounts = []
+    for i, t in enumerate(op.operands):
+        names = pattern.operand_names(i)
+        left = ONE
+        skip: tuple[str, ...] = ()
+        if restriction is not None:
+            left, skip = _restricted(restriction, names, extents)
+        seen: set[str] = set()
+        for dim, size, stride in zip(pattern.operands[i], t.sizes, t.strides, strict=True):
+            if isinstance(dim, Affine):
+                left = left * _reached(dim, extents, size)
+            elif stride and dim.names and dim.names[0] not in skip and dim.names[0] not in seen:
+                left = left * size
+                seen.add(dim.names[0])  # a diagonal: one axis in two places
+        amounts.append(left)
+    return _once(op, amounts)
+
+
+def _restricted(
+    restriction: tuple[Domain, str, str], names: Sequence[str], extents: dict[str, Poly]
+) -> tuple[Poly, tuple[str, ...]]:
+    domain, query, key = restriction
+    queries, keys = extents[query], extents[key]
+    if query in names and key in names:
+        return domain.points(queries, keys), (query, key)
+    if query in names:
+        return domain.queries_used(queries, keys), (query,)
+    return (domain.keys_used(queries, keys), (key,)) if key in names else (ONE, ())
+
+
+def _reached(index: Affine, extents: dict[str, Poly], size: Poly) -> Poly:
+    """Count the positions of an axis that an affine index reaches, padding left out.
+
+    With `stride*h + dilation*r - padding`, the window positions fall into classes modulo the stride; within a class
+    the positions of neighbouring h follow each other without gaps.
+    """
+    if len(index.terms) == 1:
+        ((name, step),) = index.terms
+        return (
+            extents[name] if index.offset >= 0 else _clipped(0, ZERO, extents[name], step, index.offset, size)
+        )
+    # the axis whose extent is no plain number runs along the output, the other one along the window
+    terms = sorted(index.terms, key=lambda term: extents[term[0]].constant is not None)
+    (along, stride), *others = terms
+    if len(others) != 1 or not isinstance(extents[others[0][0]].constant, int):
+        known = [extents[n] for n, _ in index.terms]
+        if all(step == 1 for _, step in index.terms) and index.offset >= 0:
+            return sum(known, start=ZERO) - (len(known) - 1)
+        raise UnsupportedError(
+            f"index {index}: expected a window of numeric size to count the elements that it reaches"
+        )
+    window, dilation = others[0]
+    classes: dict[int, list[int]] = {}
+    for r in range(int(extents[window].constant or 0)):
+        classes.setdefault(r * dilation % stride, []).append(r * dilation // stride)
+    parts = [
+        _clipped(rest + stride * min(q), poly(max(q) - min(q)), extents[along], stride, index.offset, size)
+        for rest, q in classes.items()
+    ]
+    return sum(parts, start=ZERO)
+
+
+def _clipped(first: int, extra: Poly, count: Poly, stride: int, offset: int, size: Poly) -> Poly:
+    """Count k in 0 .. count + extra - 1 with 0 <= first + stride*k + offset < size."""
+    begin = max(0, -((first + offset) // stride))
+    end = poly(sympy.floor(((size - 1 - first - offset) / stride).expr)) + 1
+    return smaller(count + extra, end) - begin
+
+
+def stated_reads(op: Op) -> tuple[Poly, ...]:
+    """Return the elements that the caller stated, as many for each operand."""
+    stated: Any = op.attrs["reads"]
+    return whole(op) if stated is None else tuple(stated)
+
+
+def stated_writes(op: Op) -> tuple[Poly, ...]:
+    """Return the elements that the caller stated, as many for each result."""
+    stated: Any = op.attrs["writes"]
+    return all_results(op) if stated is None else tuple(stated)
+
+
+# -- elements written --------------------------------------------------------------------------------------------
+
+
+def all_results(op: Op) -> tuple[Poly, ...]:
+    """Return every element of every result."""
+    return tuple(elements(t) for t in op.results)
+
+
+def updates_written(op: Op) -> tuple[Poly, ...]:
+    """Return the rows that a scatter changes."""
+    return (elements(op.operands[2]),)

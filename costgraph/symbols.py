@@ -1,0 +1,112 @@
+"""The only place where a symbol is made, so that one name is one symbol everywhere."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+
+import sympy
+
+from .errors import BindingError, PatternError
+
+__all__ = ["dims", "is_name", "read_size", "symbol"]
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+# Names become keyword arguments, columns and axis labels: longer ones are a mistake or an attack.
+_LONGEST_NAME = 64
+_SIZE = re.compile(r"(\d{1,30})(?:\.(\d{1,30}))?(?:[eE]\+?(\d{1,2}))?(Ki|Mi|Gi|Ti|K|k|M|G|B|T)?\Z")
+_SCALES = {
+    "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40,
+    "K": 10**3, "k": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12,
+}  # fmt: skip
+
+
+def is_name(text: str) -> bool:
+    """Whether `text` can name a dimension, an axis, a tensor or a model parameter."""
+    return len(text) <= _LONGEST_NAME and _NAME.match(text) is not None
+
+
+def shorten(text: str, most: int = 60) -> str:
+    """Cut a text from outside to what an error message can carry."""
+    return repr(text if len(text) <= most else text[: most - 3] + "...")
+
+
+@cache
+def symbol(name: str) -> sympy.Symbol:
+    """Return the positive integer symbol of this name."""
+    if not is_name(name):
+        raise PatternError(
+            f"dimension name {shorten(name)}: expected a letter or underscore followed by letters, digits or "
+            f"underscores, at most {_LONGEST_NAME} in all"
+        )
+    return sympy.Symbol(name, integer=True, positive=True)
+
+
+def dims(names: str) -> sympy.Symbol | tuple[sympy.Symbol, ...]:
+    """Declare dimensions: positive integer symbols, the same symbol for the same name everywhere.
+
+    Parameters
+    ----------
+    names : str
+        Names separated by spaces or commas.
+
+    Returns
+    -------
+    sympy.Symbol or tuple of sympy.Symbol
+        One symbol for one name, as `sympy.symbols` does, otherwise a tuple.
+
+    Raises
+    ------
+    PatternError
+        If there is no name, or one is not an identifier.
+
+    Examples
+    --------
+    >>> B, S = dims("B S")
+    >>> B * S
+    B*S
+    >>> dims("B") is B
+    True
+    """
+    if not isinstance(names, str):
+        raise PatternError(f"dims: got {names!r}, expected names in one string, such as 'B S D'")
+    found = tuple(symbol(n) for n in names.replace(",", " ").split())
+    if not found:
+        raise PatternError(f"dims: got {shorten(names)}, expected at least one name")
+    return found if len(found) > 1 else found[0]
+
+
+def read_size(text: str, place: str) -> int:
+    """Read a size as people write it: `8192`, `8Ki` (8192), `70B` (70e9), `1.5M`, `1e6`.
+
+    Parameters
+    ----------
+    text : str
+        Digits with an optional fraction, power of ten and scale; Ki is 2**10, K is 10**3.
+    place : str
+        Where the text stood, for the error message.
+
+    Returns
+    -------
+    int
+        The size, a positive whole number.
+
+    Raises
+    ------
+    BindingError
+        If the text is no such number, or the number is not whole and positive.
+
+    Examples
+    --------
+    >>> read_size("8Ki", "S"), read_size("1.5M", "N")
+    (8192, 1500000)
+    """
+    match = _SIZE.match(text)
+    if match is None:
+        raise BindingError(f"{place}: got {shorten(text)}, expected a size such as 8192, 8Ki, 1.5M or 70B")
+    whole, fraction, power, scale = match.groups()
+    digits = int(whole + (fraction or "")) * 10 ** int(power or 0) * _SCALES.get(scale or "", 1)
+    value, rest = divmod(digits, 10 ** len(fraction or ""))
+    if rest or value < 1:
+        raise BindingError(f"{place}: got {shorten(text)}, expected a positive whole number")
+    return value

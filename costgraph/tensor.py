@@ -1,0 +1,208 @@
+"""Tensors: sizes, number format, strides, and the storage that they are a view of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import sympy
+
+from .dtypes import DType
+from .layout import Sizes, contiguous, distinct, numel
+from .polynomial import ZERO, Poly, poly
+
+if TYPE_CHECKING:
+    from .graph import Graph, Op
+
+__all__ = ["OPERATORS", "SOURCES", "Storage", "Tensor", "nbytes"]
+
+#: What `+`, `@`, indexing and the like do: filled by `costgraph.ops.operators`, as ops are made of tensors.
+OPERATORS: dict[str, Callable[..., Tensor]] = {}
+
+#: Roles of tensors that no op makes; all but a body's own inputs live from the first op to the last.
+SOURCES = ("input", "param", "buffer", "cache", "formal")
+
+
+def nbytes(sizes: Sequence[Poly], dtype: DType) -> Poly:
+    """Return the bytes that a dense tensor takes, the scales of block formats included.
+
+    Parameters
+    ----------
+    sizes : sequence of Poly
+        Shape, the innermost axis last: blocks that share a scale run along it.
+    dtype : DType
+        Number format.
+
+    Returns
+    -------
+    Poly
+        Bytes; elements below a byte are packed without gaps.
+    """
+    count = numel(sizes)
+    out = count * dtype.bits / 8
+    if dtype.block is not None:
+        last = sizes[-1] if sizes else poly(1)
+        blocks = poly(sympy.ceiling((last / dtype.block).expr))
+        out = out + numel(sizes[:-1]) * blocks * dtype.scale_bits / 8 + poly(dtype.tensor_bits) / 8
+    return out
+
+
+class Storage:
+    """A block of memory: what lives and dies. Views share the storage of the tensor that they were made from."""
+
+    __slots__ = ("bytes", "elements", "name", "role")
+
+    def __init__(self, name: str, sizes: Sizes, dtype: DType, role: str) -> None:
+        self.name = name
+        """Name of the tensor that it was made for."""
+        self.elements = numel(sizes)
+        """Elements it holds."""
+        self.bytes = nbytes(sizes, dtype)
+        """Bytes it takes."""
+        self.role = role
+        """input, param, buffer, cache, formal (a body's own input) or activation."""
+
+
+class Tensor:
+    """A tensor node of a graph.
+
+    Tensors are made by `Graph.input`, `Graph.param` and by ops. `+ - * / @`, `-x`, `x.T`, `x.mT` and indexing with
+    slices work as they do in NumPy.
+    """
+
+    __slots__ = (
+        "domain",
+        "dtype",
+        "graph",
+        "name",
+        "offset",
+        "producer",
+        "requires_grad",
+        "sizes",
+        "storage",
+        "strides",
+    )
+
+    def __init__(
+        self,
+        graph: Graph,
+        name: str,
+        sizes: Sizes,
+        dtype: DType,
+        *,
+        role: str,
+        strides: Sizes | None = None,
+        offset: Poly = ZERO,
+        storage: Storage | None = None,
+        requires_grad: bool = False,
+    ) -> None:
+        self.graph = graph
+        self.name = name
+        self.sizes = sizes
+        self.dtype = dtype
+        self.strides = contiguous(sizes) if strides is None else strides
+        self.offset = offset
+        self.storage = Storage(name, sizes, dtype, role) if storage is None else storage
+        self.requires_grad = requires_grad
+        self.producer: Op | None = None
+        self.domain: tuple[object, int, int] | None = None
+        """Index points that hold anything: (Domain, query axis, key axis), None for all."""
+
+    @property
+    def role(self) -> str:
+        """Role of the storage."""
+        return self.storage.role
+
+    @property
+    def shape(self) -> tuple[sympy.Expr, ...]:
+        """Sizes as sympy expressions."""
+        return tuple(n.expr for n in self.sizes)
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.sizes)
+
+    @property
+    def numel(self) -> Poly:
+        """Number of index points."""
+        return numel(self.sizes)
+
+    @property
+    def is_view(self) -> bool:
+        """Whether the storage belongs to another tensor."""
+        return self.producer is not None and any(t.storage is self.storage for t in self.producer.operands)
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the strides are those of a fresh tensor."""
+        fresh = contiguous(self.sizes)
+        return all(s == f or n == 1 for n, s, f in zip(self.sizes, self.strides, fresh, strict=True))
+
+    @property
+    def touched(self) -> Poly:
+        """Number of different elements: an expanded axis repeats the same ones."""
+        return distinct(self.sizes, self.strides)
+
+    def region(self) -> tuple[object, ...]:
+        """Identify the elements that the tensor stands for: equal for views of the same elements."""
+        if self.touched == self.storage.elements:
+            return (self.storage,)
+        pieces = frozenset((n, s) for n, s in zip(self.sizes, self.strides, strict=True) if s and n != 1)
+        return (self.storage, self.offset, pieces)
+
+    def element_bytes(self) -> Poly:
+        """Return the bytes moved for each element, scales included."""
+        return (
+            self.storage.bytes / self.storage.elements
+            if self.dtype.block is not None
+            else poly(self.dtype.bits) / 8
+        )
+
+    def __add__(self, other: object) -> Tensor:
+        return OPERATORS["add"](self, other)
+
+    def __sub__(self, other: object) -> Tensor:
+        return OPERATORS["sub"](self, other)
+
+    def __mul__(self, other: object) -> Tensor:
+        return OPERATORS["mul"](self, other)
+
+    def __truediv__(self, other: object) -> Tensor:
+        return OPERATORS["div"](self, other)
+
+    def __pow__(self, other: object) -> Tensor:
+        return OPERATORS["pow"](self, other)
+
+    def __radd__(self, other: object) -> Tensor:
+        return OPERATORS["add"](other, self)
+
+    def __rsub__(self, other: object) -> Tensor:
+        return OPERATORS["sub"](other, self)
+
+    def __rmul__(self, other: object) -> Tensor:
+        return OPERATORS["mul"](other, self)
+
+    def __rtruediv__(self, other: object) -> Tensor:
+        return OPERATORS["div"](other, self)
+
+    def __neg__(self) -> Tensor:
+        return OPERATORS["neg"](self)
+
+    def __matmul__(self, other: object) -> Tensor:
+        return OPERATORS["matmul"](self, other)
+
+    def __getitem__(self, key: object) -> Tensor:
+        return OPERATORS["index"](self, key)
+
+    __iter__ = None  # indexing would otherwise make it look like an endless sequence
+
+    @property
+    def mT(self) -> Tensor:
+        """View with the last two axes exchanged."""
+        return OPERATORS["transpose"](self)
+
+    T = mT
+
+    def __repr__(self) -> str:
+        return f"{self.name}({', '.join(map(str, self.sizes))}; {self.dtype.name})"

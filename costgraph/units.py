@@ -1,0 +1,363 @@
+"""Quantities of a device: an exact number, its base unit and its source, and the text that people read.
+
+The vocabulary is closed. ``GB`` is 10**9 bytes and ``GiB`` is 2**30 bytes, everywhere; ``FLOP`` is an amount
+and ``FLOP/s`` a rate. A number stays an int or a Fraction, so that a printed 989.4 TFLOP/s is 989400000000000
+FLOP/s and not the binary fraction beside it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import numbers
+import reprlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from decimal import Decimal, localcontext
+from fractions import Fraction
+
+from costgraph.errors import SpecError
+
+__all__ = ["BASE_UNITS", "UNITS", "Quantity", "exact", "format_bytes", "format_quantity", "quantity"]
+
+Number = int | Fraction
+
+BASE_UNITS = ("FLOP/s", "B/s", "B", "Hz", "W", "s", "1", "FLOP", "FLOP/B")
+"""What a Quantity is stored in. FLOP and FLOP/B are what the others are multiplied and divided into."""
+
+_DECIMAL = {"": 0, "k": 3, "M": 6, "G": 9, "T": 12, "P": 15, "E": 18}
+_BINARY = {"Ki": 10, "Mi": 20, "Gi": 30, "Ti": 40, "Pi": 50}
+
+# a decimal with a larger exponent is no property of a device, and its Fraction would fill the memory
+_LARGEST_EXPONENT = 400
+
+
+def _units() -> dict[str, tuple[Fraction, str]]:
+    """Every unit that may be written, with its factor and its base unit."""
+    table = {"1": (Fraction(1), "1")}
+    for prefix, power in _DECIMAL.items():
+        factor = Fraction(10**power)
+        for base in ("FLOP/s", "B/s", "B", "Hz", "W", "FLOP"):
+            table[prefix + base] = (factor, base)
+        table[f"{prefix}bit/s"] = (factor / 8, "B/s")
+    for prefix, power in _BINARY.items():
+        table[f"{prefix}B"] = (Fraction(2**power), "B")
+        table[f"{prefix}B/s"] = (Fraction(2**power), "B/s")
+    table["KB"], table["KB/s"] = table["kB"], table["kB/s"]
+    table["FLOP/B"] = (Fraction(1), "FLOP/B")
+    table.update(
+        {
+            f"{prefix}s": (Fraction(1, 10**n), "s")
+            for prefix, n in zip(("", "m", "u", "n"), (0, 3, 6, 9), strict=True)
+        }
+    )
+    return table
+
+
+UNITS = _units()
+"""Unit as written -> (factor, base unit): ``UNITS["Gbit/s"] == (Fraction(125000000), "B/s")``."""
+
+# what a division means; anything else has no name here and is refused
+_QUOTIENTS = {
+    ("FLOP/s", "B/s"): "FLOP/B",
+    ("FLOP", "B"): "FLOP/B",
+    ("FLOP", "FLOP/s"): "s",
+    ("B", "B/s"): "s",
+    ("FLOP", "s"): "FLOP/s",
+    ("B", "s"): "B/s",
+}
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A number with its base unit and the source that says so.
+
+    Raises
+    ------
+    SpecError
+        If ``unit`` is no base unit, or ``value`` is not a finite number.
+
+    Examples
+    --------
+    >>> peak, bandwidth = Quantity(989400000000000, "FLOP/s"), Quantity(3350000000000, "B/s")
+    >>> (peak / bandwidth).unit, round(peak / bandwidth)
+    ('FLOP/B', 295)
+    >>> print(peak)
+    989.4 TFLOP/s
+    """
+
+    value: Number
+    """in ``unit``; an int where it is whole"""
+    unit: str
+    """one of BASE_UNITS"""
+    source: str = ""
+    """keys of the sources of a specification, or a reference; empty for a derived quantity"""
+    note: str = ""
+    """what a reader has to know about the number"""
+
+    def __post_init__(self) -> None:
+        if self.unit not in BASE_UNITS:
+            raise SpecError(
+                f"quantity: unit {self.unit!r} is no base unit; expected one of {', '.join(BASE_UNITS)}"
+            )
+        object.__setattr__(self, "value", exact(self.value))
+
+    def __add__(self, other: Quantity) -> Quantity:
+        return self._sum(other, 1)
+
+    def __sub__(self, other: Quantity) -> Quantity:
+        return self._sum(other, -1)
+
+    def __truediv__(self, other: Quantity) -> Quantity:
+        if not isinstance(other, Quantity):
+            return NotImplemented
+        if other.value == 0:
+            raise SpecError(f"quantity: {self} divided by {other}; expected a divisor that is not zero")
+        if self.unit == other.unit:
+            unit = "1"
+        elif other.unit == "1":
+            unit = self.unit
+        elif (self.unit, other.unit) in _QUOTIENTS:
+            unit = _QUOTIENTS[self.unit, other.unit]
+        else:
+            raise SpecError(
+                f"quantity: {self} divided by {other} has no unit here; expected one of {_known_quotients()}"
+            )
+        return Quantity(exact(Fraction(self.value) / other.value), unit)
+
+    def __float__(self) -> float:
+        return float(self.value)
+
+    def __round__(self) -> int:
+        return round(self.value)
+
+    def __str__(self) -> str:
+        return format_quantity(self.value, self.unit)
+
+    def _sum(self, other: Quantity, sign: int) -> Quantity:
+        if not isinstance(other, Quantity):
+            return NotImplemented
+        if self.unit != other.unit:
+            raise SpecError(
+                f"quantity: {self} in {self.unit} and {other} in {other.unit} have no sum; expected one unit"
+            )
+        return Quantity(self.value + sign * other.value, self.unit)
+
+
+def _known_quotients() -> str:
+    return ", ".join(f"({a})/({b}) = {c}" for (a, b), c in _QUOTIENTS.items())
+
+
+def exact(value: object) -> Number:
+    """Return the number that ``value`` is printed as, without binary error: an int where it is whole.
+
+    Parameters
+    ----------
+    value : int, Fraction, Decimal or float
+        A float counts as its shortest decimal text: 989.4 is 4947/5.
+
+    Raises
+    ------
+    SpecError
+        If it is not a finite number; a truth value is none.
+
+    Examples
+    --------
+    >>> exact(989.4), exact(80.0)
+    (Fraction(4947, 5), 80)
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Real | Decimal):
+        raise SpecError(
+            f"quantity: value {value!r} is no number; expected an int, a Fraction, a Decimal or a float"
+        )
+    if isinstance(value, numbers.Rational):
+        fraction = Fraction(int(value.numerator), int(value.denominator))
+        if max(abs(fraction.numerator), fraction.denominator) > 10**_LARGEST_EXPONENT:
+            raise SpecError(f"quantity: value is out of range; expected a number to 1e{_LARGEST_EXPONENT}")
+    else:
+        decimal = value if isinstance(value, Decimal) else Decimal(repr(float(value)))
+        if not decimal.is_finite() or abs(decimal.adjusted()) > _LARGEST_EXPONENT:
+            raise SpecError(
+                f"quantity: value {value} is out of range; expected a finite number to 1e{_LARGEST_EXPONENT}"
+            )
+        fraction = Fraction(decimal)
+    return fraction.numerator if fraction.denominator == 1 else fraction
+
+
+def quantity(value: object, unit: str, source: str = "", note: str = "") -> Quantity:
+    """Return a number in a scaled unit as an exact Quantity in its base unit.
+
+    Parameters
+    ----------
+    value : int, Fraction, Decimal or float
+        In ``unit``.
+    unit : str
+        One of UNITS: FLOP/s, B/s, B, Hz, W and FLOP with k M G T P E, B and B/s also with Ki Mi Gi Ti Pi,
+        bit/s with k M G T P E, s with m u n, and 1 for a count. ``KB`` is ``kB``, 1000 bytes.
+    source, note : str
+        As in Quantity.
+
+    Raises
+    ------
+    SpecError
+        If the unit is unknown or the value is not a finite number.
+
+    Examples
+    --------
+    >>> quantity(989.4, "TFLOP/s").value
+    989400000000000
+    >>> quantity(80, "GB").value, quantity(80, "GiB").value, quantity(400, "Gbit/s").value
+    (80000000000, 85899345920, 50000000000)
+    """
+    if not isinstance(unit, str) or unit not in UNITS:
+        raise SpecError(
+            f"quantity: unit {unit!r} of value {value} is unknown; expected one of {', '.join(UNITS)}"
+        )
+    factor, base = UNITS[unit]
+    return Quantity(exact(Fraction(exact(value)) * factor), base, source, note)
+
+
+def format_quantity(value: object, unit: str) -> str:
+    """Return a text for people: four significant digits and a unit with a decimal prefix.
+
+    Parameters
+    ----------
+    value : int, Fraction, Decimal or float
+        In ``unit``.
+    unit : str
+        One of UNITS.
+
+    Raises
+    ------
+    SpecError
+        As ``quantity``.
+
+    Examples
+    --------
+    >>> format_quantity(989400000000000, "FLOP/s"), format_quantity(80e9, "B"), format_quantity(0, "B/s")
+    ('989.4 TFLOP/s', '80 GB', '0 B/s')
+    """
+    measured = quantity(value, unit)
+    if measured.unit in ("1", "FLOP/B"):
+        text = _digits(_rounded(measured.value))
+        return text if measured.unit == "1" else f"{text} FLOP/B"
+    prefixes = {"": 0, "m": -3, "u": -6, "n": -9} if measured.unit == "s" else _DECIMAL
+    least, *_, most = sorted(prefixes.values())
+    number = _rounded(measured.value)
+    power = min(max(number.adjusted() // 3 * 3, least), most) if number else 0
+    scaled = number.scaleb(-power)
+    if scaled.adjusted() > 3:  # past the largest prefix a power of ten is easier to read
+        return f"{_digits(number)} {measured.unit}"
+    prefix = next(name for name, exponent in prefixes.items() if exponent == power)
+    return f"{_digits(scaled)} {prefix}{measured.unit}"
+
+
+def format_bytes(n: object) -> str:
+    """Return bytes as a text for people, decimal first and binary in brackets.
+
+    Parameters
+    ----------
+    n : int, Fraction, Decimal or float
+        Bytes.
+
+    Raises
+    ------
+    SpecError
+        If it is not a finite number.
+
+    Examples
+    --------
+    >>> format_bytes(16_060_522_496), format_bytes(8192), format_bytes(512)
+    ('16.06 GB (14.96 GiB)', '8.192 kB (8 KiB)', '512 B')
+    """
+    value = Fraction(exact(n))
+    if abs(value) < 1000:
+        return format_quantity(value, "B")
+    binary = f"{_digits(_rounded(value))} B"
+    for prefix, power in _BINARY.items():
+        scaled = _rounded(Fraction(value, 2**power))
+        if abs(scaled) >= 1:
+            binary = f"{_digits(scaled)} {prefix}B"
+    return f"{format_quantity(value, 'B')} ({binary})"
+
+
+def _rounded(value: Number) -> Decimal:
+    """Four significant digits of an exact number; never through a float, which overflows."""
+    with localcontext() as context:
+        context.prec = 4
+        return Decimal(value.numerator) / Decimal(value.denominator)
+
+
+def _digits(number: Decimal) -> str:
+    number = number.normalize()
+    if number and not -4 <= number.adjusted() <= 5:
+        mantissa = format(number.scaleb(-number.adjusted()), "f")
+        return f"{mantissa}e{number.adjusted():+03d}"
+    return format(number, "f") if math.isfinite(number) else str(number)
+
+
+# What follows reads files: not for users, and every refusal names the place.
+
+
+def read_quantity(place: str, entry: object, base: str | None, sources: Mapping[str, str]) -> Quantity:
+    """Return the quantity of a table of value, unit, source and perhaps note; base None allows any unit."""
+    if not isinstance(entry, dict):
+        form = '{ value = 1.5, unit = "TB/s", source = ["KEY"] }'
+        raise SpecError(f"{place} = {show(entry)}: expected a table such as {form}")
+    check_keys(place, entry, ("value", "unit", "source", "note"))
+    value, unit, keys = entry.get("value"), entry.get("unit"), entry.get("source")
+    if isinstance(value, bool) or not isinstance(value, int | Decimal):
+        raise SpecError(f"{place}.value = {show(value)}: expected a number")
+    if not isinstance(unit, str) or unit not in UNITS:
+        raise SpecError(f"{place}.unit = {show(unit)}: expected one of {', '.join(UNITS)}")
+    if base is not None and UNITS[unit][1] != base:
+        raise SpecError(f"{place}.unit = {show(unit)}: expected a unit of {base}")
+    if not isinstance(keys, list) or not keys:
+        raise SpecError(f"{place}.source = {show(keys)}: expected a list of keys of [sources]")
+    known = ", ".join(sources) or "none yet"
+    for key in keys:
+        if not isinstance(key, str) or key not in sources:
+            raise SpecError(f"{place}.source has {show(key)}: expected keys of [sources], which has {known}")
+    note = check_text(f"{place}.note", entry["note"]) if "note" in entry else ""
+    try:
+        made = quantity(value, unit, ", ".join(keys), note)
+    except SpecError:
+        raise SpecError(f"{place}.value = {show(value)}: expected a finite number") from None
+    if made.value <= 0:
+        raise SpecError(f"{place}.value = {show(value)}: expected a number above 0")
+    return made
+
+
+def check_keys(place: str, keys: Iterable[str], known: Iterable[str]) -> None:
+    """Refuse every key that is not ``known``, if there are any, and every key that speaks of sparsity."""
+    known = list(known)
+    for key in keys:
+        if "spars" in key.lower():
+            raise SpecError(f"{place} {show(key)}: expected dense rates only; halve one with 2:4 sparsity")
+        if known and key not in known:
+            expected = f"{near(key, known)}expected one of {', '.join(known)}"
+            raise SpecError(f"{place} {show(key)} is unknown: {expected}")
+
+
+def check_text(place: str, value: object) -> str:
+    """Return ``value`` if it is a text with something in it."""
+    if not isinstance(value, str) or not value.strip():
+        raise SpecError(f"{place} = {show(value)}: expected a text")
+    return value
+
+
+def near(name: str, known: Iterable[str]) -> str:
+    """Return a question that proposes the names like this one, or nothing."""
+    names = difflib.get_close_matches(name.lower(), list(known), n=3)
+    return f"did you mean {' or '.join(names)}? " if names else ""
+
+
+def show(value: object) -> str:
+    """Return a short text of what was met in a file, however large it is."""
+    if value is None:
+        return "nothing"
+    if isinstance(value, Decimal):
+        return str(value)[:40]
+    if isinstance(value, int) and value.bit_length() > 400:  # Python refuses to print the longest ones
+        return "a huge integer"
+    return reprlib.repr(value)
