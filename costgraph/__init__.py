@@ -1,13 +1,20 @@
-"""Symbolic costs of models: FLOPs, bytes moved and peak memory as formulas."""
+"""Symbolic costs of models: FLOPs, bytes moved, peak memory and roofline as formulas.
+
+A model is declared as a graph of einsum-style ops. What it costs is derived from the graph, with every size a symbol
+if one likes, and becomes a number once sizes are bound.
+"""
 
 from .analysis.costs import Cost, CostRow, Costs, bytes_moved, costs, flops, intensity, matmul_flops
-from .analysis.lifetimes import lifetimes
-from .analysis.memory import peak_memory, timeline
+from .analysis.crossover import crossover
+from .analysis.lifetimes import Lifetime, lifetimes
+from .analysis.memory import Timeline, peak_memory, timeline
 from .analysis.params import param_bytes, param_count
+from .analysis.roofline import Roofline, RooflineRow, roofline
 from .attention import attention
 from .bind import compile, evaluate
 from .conv import conv, pool
 from .domain import Domain
+from .dtypes import DTYPES, DType, bits_per_element, dtype
 from .errors import (
     BindingError,
     CostGraphError,
@@ -20,6 +27,8 @@ from .errors import (
 )
 from .extremum import Max, Min, regimes
 from .graph import Graph, scope
+from .hardware import Hardware, list_hardware, load_hardware
+from .io import load, save
 from .nn import (
     cross_entropy,
     embedding,
@@ -31,8 +40,6 @@ from .nn import (
     mlp,
     relu,
     rms_norm,
-    rotary,
-    rotary_tables,
     sigmoid,
     silu,
     softmax,
@@ -41,10 +48,121 @@ from .nn import (
 from .ops.blocks import kernel, repeat, scan
 from .ops.einsum import einsum
 from .ops.index import arange, gather, scatter, take_along
-from .ops.layout import concat, expand, rearrange, reshape, slice_axis, split, stack
+from .ops.layout import concat, contiguous_copy, expand, rearrange, reshape, slice_axis, split, stack
 from .ops.operators import matmul, transpose
 from .ops.pointwise import cast, pointwise
 from .ops.reduce import reduce
 from .ops.stated import collective, opaque, transfer
 from .ops.stochastic import dropout
+from .planning import largest
+from .report import Report, report
+from .rotary import rotary, rotary_tables
 from .symbols import dims
+from .tensor import Tensor
+from .transforms.fuse import fuse
+from .transforms.unroll import unroll
+
+# isort: split
+# models are written with the public names above
+from . import models
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Report",
+    "report",
+    "models",
+    "largest",
+    "fuse",
+    "load",
+    "save",
+    "unroll",
+    "BindingError",
+    "Cost",
+    "CostGraphError",
+    "CostRow",
+    "Costs",
+    "DTYPES",
+    "DType",
+    "Domain",
+    "FormatError",
+    "Graph",
+    "GraphError",
+    "Hardware",
+    "Lifetime",
+    "Max",
+    "Min",
+    "PatternError",
+    "Roofline",
+    "RooflineRow",
+    "ShapeError",
+    "SpecError",
+    "Tensor",
+    "Timeline",
+    "UnsupportedError",
+    "arange",
+    "attention",
+    "bits_per_element",
+    "bytes_moved",
+    "cast",
+    "collective",
+    "compile",
+    "concat",
+    "contiguous_copy",
+    "conv",
+    "costs",
+    "cross_entropy",
+    "crossover",
+    "dims",
+    "dropout",
+    "dtype",
+    "einsum",
+    "embedding",
+    "evaluate",
+    "expand",
+    "flops",
+    "gated_mlp",
+    "gather",
+    "gelu",
+    "intensity",
+    "kernel",
+    "layer_norm",
+    "lifetimes",
+    "linear",
+    "list_hardware",
+    "load_hardware",
+    "log_softmax",
+    "matmul",
+    "matmul_flops",
+    "mlp",
+    "opaque",
+    "param_bytes",
+    "param_count",
+    "peak_memory",
+    "pointwise",
+    "pool",
+    "rearrange",
+    "reduce",
+    "regimes",
+    "relu",
+    "repeat",
+    "reshape",
+    "rms_norm",
+    "roofline",
+    "rotary",
+    "rotary_tables",
+    "scan",
+    "scatter",
+    "scope",
+    "sigmoid",
+    "silu",
+    "slice_axis",
+    "softmax",
+    "split",
+    "stack",
+    "take_along",
+    "tanh",
+    "timeline",
+    "transfer",
+    "transpose",
+]

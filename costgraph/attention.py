@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from numbers import Real
+from typing import Any
+
+from .arguments import need_choice, need_flag, need_tensor, positive
 from .domain import Domain
 from .errors import GraphError, ShapeError
 from .graph import current_graph, scope
@@ -11,7 +15,6 @@ from .ops.einsum import einsum
 from .ops.layout import rearrange
 from .ops.pointwise import pointwise
 from .ops.stochastic import dropout
-from .polynomial import poly
 from .tensor import Tensor
 
 __all__ = ["attention"]
@@ -79,29 +82,28 @@ def attention(
     >>> cg.matmul_flops(g, count="full")
     4*B*H*K*S**2
     """
+    need_tensor(f"attention {name!r}", q, k, v)
+    need_flag(f"attention {name!r}", causal=causal)
+    need_choice(f"attention {name!r}: kernel", kernel, ("flash", "eager"))
+    if softcap is not None and not (_is_number(softcap) and softcap > 0):
+        raise GraphError(f"attention {name!r}: softcap {softcap!r}, expected a positive number")
     graph = current_graph(q.graph)
     for what, t in (("q", q), ("k", k), ("v", v)):
         if t.ndim != 4:
-            raise ShapeError(
-                f"attention {name!r}: {what} is {t!r}, expected four axes (batch, heads, positions, size)"
-            )
-    if kernel not in ("flash", "eager"):
-        raise GraphError(f"attention {name!r}: kernel {kernel!r}, expected 'flash' or 'eager'")
+            raise ShapeError(f"attention {name!r}: {what} is {t!r}, expected four axes (batch, heads, positions, size)")
     heads, groups = q.sizes[1], k.sizes[1]
     share = heads / groups
     if share.constant is not None and not isinstance(share.constant, int):
-        raise ShapeError(
-            f"attention {name!r}: {heads} query heads over {groups} key heads, expected a multiple"
-        )
+        raise ShapeError(f"attention {name!r}: {heads} query heads over {groups} key heads, expected a multiple")
     q, k, v = (graph.adopt(t) for t in (q, k, v))
     domain = None
     if causal or window is not None:
-        domain = Domain(causal, None if window is None else poly(window))
+        domain = Domain(causal, None if window is None else positive(f"attention {name!r}: window", window))
     q = rearrange(q, "b (g r) s k -> b g r s k", g=groups.expr, name="groups")
 
     def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         # nothing outside the domain is computed, by this op or by those that read it
-        restricted = {} if domain is None else {"domain": domain, "over": ("s", "t")}
+        restricted: dict[str, Any] = {} if domain is None else {"domain": domain, "over": ("s", "t")}
         with scope("scores"):
             scores = einsum(q, k, _SCORES, name="matmul", **restricted)
         y = softmax(_scaled(scores, softcap))
@@ -122,6 +124,10 @@ def attention(
     assert isinstance(made, Tensor)
     order = "b s g r v" if kernel == "flash" else "b g r s v"
     return rearrange(made, f"{order} -> b (g r) s v", name="heads")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _scaled(scores: Tensor, softcap: float | None) -> Tensor:

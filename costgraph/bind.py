@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from fractions import Fraction
-from typing import Any
+from operator import index
+from typing import Any, TypeAlias
 
 import numpy as np
 import sympy
 
 from .dominance import solve
 from .errors import BindingError, ShapeError
-from .extremum import Max, Min
+from .extremum import as_expr
 from .graph import Graph
-from .polynomial import Poly, Rational, as_poly, generator, poly
-from .symbols import shorten
+from .polynomial import Poly, Rational, as_poly, poly
+from .sweep import checked, lambdified, plan
+from .symbols import check_symbol, shorten
 
 __all__ = ["Formula", "answer", "bindings", "compile", "evaluate", "known_names", "need_bound"]
 
 #: What a question answers with: a number once every symbol is bound, else a formula.
-Formula = int | float | sympy.Expr
+Formula: TypeAlias = int | float | sympy.Expr
 
 # A chunk of each array and of the sums built from it stays in the second-level cache.
 _CHUNK = 1 << 14
@@ -61,10 +63,11 @@ def known_names(graph: Graph) -> frozenset[str]:
     return names
 
 
-def _delicate(graph: Graph) -> list[tuple[Poly, str]]:
-    """Sizes that may turn out not to be positive whole numbers, each with a tensor that has it."""
+def _delicate(graph: Graph) -> list[tuple[Poly, str, int]]:
+    """Sizes that may turn out not to be whole numbers or too small, each with what has it and its least value."""
     if "delicate" not in graph.cache:
         found: dict[Poly, str] = {}
+        rooms: dict[Poly, str] = {}
         for g in graph.bodies():
             for t in g.tensors:
                 for i, n in enumerate(t.sizes):
@@ -73,15 +76,16 @@ def _delicate(graph: Graph) -> list[tuple[Poly, str]]:
             for op in g.ops:
                 if "count" in op.attrs and not _always_size(op.attrs["count"]):
                     found.setdefault(op.attrs["count"], f"count of {op.name!r}")
-        graph.cache["delicate"] = list(found.items())
-    out: list[tuple[Poly, str]] = graph.cache["delicate"]
+                if "room" in op.attrs and not _always_size(op.attrs["room"]):
+                    rooms.setdefault(op.attrs["room"], f"what is left beyond {op.name!r}")
+        sizes = [(p, place, 1) for p, place in found.items()]
+        graph.cache["delicate"] = sizes + [(p, place, 0) for p, place in rooms.items()]
+    out: list[tuple[Poly, str, int]] = graph.cache["delicate"]
     return out
 
 
 def _always_size(p: Poly) -> bool:
-    return all(
-        isinstance(c, int) and c > 0 and all(e > 0 and k[0] != "~" for k, e in m) for m, c in p.terms.items()
-    )
+    return all(isinstance(c, int) and c > 0 and all(e > 0 and k[0] != "~" for k, e in m) for m, c in p.terms.items())
 
 
 def bindings(graph: Graph, dims: Mapping[str, object]) -> dict[str, Poly]:
@@ -109,32 +113,32 @@ def bindings(graph: Graph, dims: Mapping[str, object]) -> dict[str, Poly]:
     for name in dims:
         if name not in names:
             raise BindingError(
-                f"{shorten(name)} is no dimension of graph {graph.root.name!r}, expected one of {', '.join(sorted(names))}"
+                f"{shorten(name)} is no dimension of graph {graph.root.name!r}, "
+                f"expected one of {', '.join(sorted(names))}"
             )
     chosen = {**{k: v for k, v in graph.root.defaults.items() if k in names}, **dims}
     values = {name: as_poly(size_of(name, value)) for name, value in chosen.items()}
     _apply_equalities(graph, values)
     for relation in graph.root.relations.relations:
         relation.check(values)
-    for size, place in _delicate(graph):
+    for size, place, least in _delicate(graph):
         if size.names() <= values.keys():
             bound = size.bind(values).constant
-            if bound is not None and (not isinstance(bound, int) or bound < 1):
+            if bound is not None and (not isinstance(bound, int) or bound < least):
                 used = ", ".join(f"{n}={values[n]}" for n in sorted(size.names()))
-                raise BindingError(
-                    f"{used}: {place} has size {size} = {bound}, expected a positive whole number"
-                )
+                expected = "a positive whole number" if least else "a whole number that is not negative"
+                raise BindingError(f"{used}: {place} has size {size} = {bound}, expected {expected}")
     return values
 
 
 def size_of(name: str, value: object) -> int:
     """Return a bound size, or raise BindingError if it is not a positive integer."""
-    if isinstance(value, bool | np.bool_) or not hasattr(value, "__index__"):
-        if isinstance(value, sympy.Integer):
-            value = int(value)
-        else:
-            raise BindingError(f"{name}={value!r}: expected a positive integer")
-    size = int(value.__index__())
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        size = index(value)  # type: ignore[arg-type]  # what has no such method is refused here
+    except TypeError:
+        raise BindingError(f"{name}={value!r:.60}: expected a positive integer") from None
     if size < 1:
         raise BindingError(f"{name}={size}: expected a positive integer")
     return size
@@ -150,9 +154,7 @@ def _apply_equalities(graph: Graph, values: dict[str, Poly]) -> None:
         name, value = found
         number = value.constant
         if number is not None and (not isinstance(number, int) or number < 1):
-            raise BindingError(
-                f"assumption {relation.text!r} makes {name}={number}, expected a positive integer"
-            )
+            raise BindingError(f"assumption {relation.text!r} makes {name}={number}, expected a positive integer")
         for k, v in values.items():
             values[k] = v.bind({name: value})
         values[name] = value
@@ -163,7 +165,10 @@ def _apply_equalities(graph: Graph, values: dict[str, Poly]) -> None:
 
 def number(value: Rational) -> int | float:
     """Return an exact number as Python's: int where it is whole."""
-    return int(value) if isinstance(value, int) or value.denominator == 1 else float(value)
+    try:
+        return int(value) if value.denominator == 1 else float(value)
+    except OverflowError:
+        raise BindingError("a fraction beyond 1.8e308: expected smaller sizes") from None
 
 
 def answer(value: Poly | sympy.Expr) -> Formula:
@@ -186,7 +191,11 @@ def answer(value: Poly | sympy.Expr) -> Formula:
         value = value.expr
     if value.is_Rational:
         return number(Fraction(int(value.p), int(value.q)))
-    return value if value.free_symbols else float(value)
+    if value.free_symbols:
+        return value
+    if value.is_finite is not True or value.is_real is not True:
+        raise BindingError(f"{shorten(str(value))}: expected a finite number")
+    return float(value)
 
 
 def need_bound(formulas: Iterable[Formula], question: str) -> None:
@@ -223,111 +232,57 @@ def evaluate(formula: Formula, /, **dims: int) -> int | float:
     >>> evaluate(6*N*D, N=70*10**9, D=15*10**12)
     6300000000000000000000000
     """
-    formula = sympy.sympify(formula, strict=True)
-    names = {s.name for s in formula.free_symbols}
+    formula = as_expr(formula)
+    for s in formula.free_symbols:
+        check_symbol(s)
+    symbols = {s.name: s for s in formula.free_symbols}
     for name in dims:
-        if name not in names:
+        if name not in symbols:
             raise BindingError(
-                f"{shorten(name)} is not in the formula, expected one of {', '.join(sorted(names)) or 'none'}"
+                f"{shorten(name)} is not in the formula, expected one of {', '.join(sorted(symbols)) or 'none'}"
             )
-    missing = sorted(names - dims.keys())
+    missing = sorted(symbols.keys() - dims.keys())
     if missing:
         raise BindingError(f"evaluate: no size for {', '.join(missing)}")
     values = {name: as_poly(size_of(name, value)) for name, value in dims.items()}
     try:
-        return answer(poly(formula).bind(values))  # type: ignore[return-value]  # nothing is left to bind
-    except ShapeError:  # floats and functions that costs do not have
-        return answer(formula.subs({k: v.expr for k, v in values.items()}))  # type: ignore[return-value]
+        found = poly(formula)
+    except ShapeError:  # floats, which costs do not have
+        return _answered(formula.xreplace({symbols[k]: v.expr for k, v in values.items()}))
+    try:
+        return _answered(found.bind(values))
+    except ShapeError as error:  # a division by zero, or a number without end
+        raise BindingError(f"{', '.join(f'{k}={v}' for k, v in values.items())}: {error}") from None
+
+
+def _answered(value: Poly | sympy.Expr) -> int | float:
+    out = answer(value)
+    if not isinstance(out, int | float):
+        raise BindingError(f"{shorten(str(out))}: expected a number")
+    return out
 
 
 # -- sweeps ------------------------------------------------------------------------------------------------------
-
-_Chunk = np.ndarray[Any, np.dtype[np.float64]]
-_Plan = Callable[[dict[str, Any]], Any]
-
-
-def _plan(p: Poly) -> _Plan:
-    """Nest a polynomial around its commonest generators (Horner): fewer passes over the arrays."""
-    counts: dict[str, int] = {}
-    for m in p.terms:
-        for k, e in m:
-            if e > 0:
-                counts[k] = counts.get(k, 0) + 1
-    best = max(sorted(counts), key=counts.__getitem__, default=None)
-    if best is None or counts[best] < 2:
-        return _sum(p)
-    over = Poly({((best, 1),): 1})
-    inside = Poly({m: c for m, c in p.terms.items() if dict(m).get(best, 0) > 0}) / over
-    rest = Poly({m: c for m, c in p.terms.items() if dict(m).get(best, 0) <= 0})
-    factor, inner, outer = _generator(best), _plan(inside), _plan(rest) if rest else None
-    if outer is None:
-        return lambda env: inner(env) * factor(env)
-
-    def nested(env: dict[str, Any]) -> Any:
-        product = inner(env) * factor(env)
-        # the product is an array of this call alone
-        return (
-            np.add(product, outer(env), out=product)
-            if isinstance(product, np.ndarray)
-            else product + outer(env)
-        )
-
-    return nested
-
-
-def _sum(p: Poly) -> _Plan:
-    terms = [(float(c), [(_generator(k), e) for k, e in m]) for m, c in p.terms.items()]
-
-    def total(env: dict[str, Any]) -> Any:
-        out: Any = 0.0
-        for c, factors in terms:
-            part: Any = c
-            for factor, e in factors:
-                part = part * (factor(env) if e == 1 else factor(env) ** float(e))
-            out = out + part
-        return out
-
-    return total
-
-
-def _generator(key: str) -> _Plan:
-    if key[0] != "~":
-        return lambda env: env[key]
-    expr = generator(key)
-    parts = [_plan(poly(a)) for a in expr.args]
-    if isinstance(expr, Max | Min):
-        join = np.maximum if isinstance(expr, Max) else np.minimum
-        return lambda env: _fold(join, [part(env) for part in parts])
-    if isinstance(expr, sympy.floor | sympy.ceiling):
-        step = np.floor if isinstance(expr, sympy.floor) else np.ceil
-        return lambda env: step(parts[0](env))
-    if isinstance(expr, sympy.Pow):
-        return lambda env: np.power(np.asarray(parts[0](env), dtype=np.float64), parts[1](env))
-    names = sorted(s.name for s in expr.free_symbols)
-    call = sympy.lambdify([sympy.Symbol(n, integer=True, positive=True) for n in names], expr, "numpy")
-    return lambda env: call(*(env[n] for n in names))
-
-
-def _fold(join: Any, values: list[Any]) -> Any:
-    out = values[0]
-    for v in values[1:]:
-        out = join(out, v)
-    return out
 
 
 class Compiled:
     """A formula as a function of named arrays; made by `compile`."""
 
     def __init__(self, formula: Formula) -> None:
-        self.formula = sympy.sympify(formula, strict=True)
+        self.formula = as_expr(formula)
+        for s in self.formula.free_symbols:
+            check_symbol(s)
         self.names: tuple[str, ...] = tuple(sorted(s.name for s in self.formula.free_symbols))
         """Arguments, in alphabetical order."""
-        self._plan = _plan(poly(self.formula))
+        try:
+            self._plan = plan(poly(self.formula))
+        except ShapeError:  # floats, which costs do not have
+            self._plan = lambdified(self.formula)
 
     def __repr__(self) -> str:
         return f"Compiled({', '.join(self.names)} -> {self.formula})"
 
-    def __call__(self, **arrays: Any) -> Any:
+    def __call__(self, /, **arrays: Any) -> Any:
         """Evaluate at every point.
 
         Parameters
@@ -343,40 +298,27 @@ class Compiled:
         Raises
         ------
         BindingError
-            If a name is missing or unknown, or a size is not a positive integer.
+            If a name is missing or unknown, a size is not a positive integer, or a result is no finite number.
         """
         if arrays.keys() != set(self.names):
-            raise BindingError(
-                f"compiled formula: got {sorted(arrays)}, expected sizes for {list(self.names)}"
-            )
-        if all(isinstance(v, int) for v in arrays.values()):
+            raise BindingError(f"compiled formula: got {sorted(arrays)}, expected sizes for {list(self.names)}")
+        if all(hasattr(v, "__index__") and not np.ndim(v) for v in arrays.values()):
             return evaluate(self.formula, **arrays)
-        operands = [_checked(name, arrays[name]) for name in self.names]
-        loop = np.nditer(
-            [*operands, None],
-            flags=["external_loop", "buffered", "zerosize_ok"],
-            op_flags=[["readonly"]] * len(operands) + [["writeonly", "allocate"]],  # type: ignore[list-item]
-            op_dtypes=[np.dtype(np.float64)] * (len(operands) + 1),
-            casting="unsafe",
-            buffersize=_CHUNK,
-        )
-        with loop:
+        operands: list[Any] = [checked(name, arrays[name]) for name in self.names]
+        settings: dict[str, Any] = {
+            "flags": ["external_loop", "buffered", "zerosize_ok"],
+            "op_flags": [["readonly"]] * len(operands) + [["writeonly", "allocate"]],
+            "op_dtypes": [np.dtype(np.float64)] * (len(operands) + 1),
+            "casting": "unsafe",
+            "buffersize": _CHUNK,
+        }
+        loop = np.nditer([*operands, None], **settings)
+        with loop, np.errstate(all="ignore"):
             for *chunk, out in loop:
                 out[...] = self._plan(dict(zip(self.names, chunk, strict=True)))
-            return loop.operands[-1]
-
-
-def _checked(name: str, value: Any) -> np.ndarray[Any, Any]:
-    array = np.asarray(value)
-    if array.dtype.kind not in "iuf" or (array.size and not (array.min() >= 1)):
-        raise BindingError(f"{name}: array of {array.dtype} from {value!r:.80}, expected positive integers")
-    if (
-        array.dtype.kind == "f"
-        and array.size
-        and not (np.isfinite(array).all() and (array == np.floor(array)).all())
-    ):
-        raise BindingError(f"{name}: array of {array.dtype} from {value!r:.80}, expected positive integers")
-    return array
+                if not np.isfinite(out).all():
+                    raise BindingError(f"{shorten(str(self.formula))}: beyond 1.8e308, or a division by zero")
+            return loop.operands[-1][()]
 
 
 def compile(formula: Formula, /) -> Compiled:

@@ -42,10 +42,18 @@ def _check_order(graph: Graph) -> None:
         if late is not None:
             raise GraphError(f"op {op.name!r}: reads {late.name!r} before it is made, expected program order")
         if op.kind.body == "fused" and not op.results:
-            raise GraphError(
-                f"kernel {op.name!r}: nothing outside reads what it makes, expected a result that is used"
-            )
+            raise GraphError(f"kernel {op.name!r}: nothing outside reads what it makes, expected a result that is used")
         ready.update(op.results)
+
+
+def _overwritten_by(op: Op) -> list[Storage]:
+    """Storages of operands that an op leaves with other values: its own, or those that its iterations carry on."""
+    if op.attrs.get("inplace"):
+        return [op.operands[0].storage]
+    if op.body is None or op.kind.body != "repeated":
+        return []
+    outside = {f.storage: t.storage for f, t in zip(op.body.formals, op.operands, strict=True)}
+    return [outside[s] for inner in op.body.ops for s in _overwritten_by(inner) if s in outside]
 
 
 def _check_overwritten(graph: Graph) -> None:
@@ -55,13 +63,11 @@ def _check_overwritten(graph: Graph) -> None:
     for op in graph.ops:
         lost = next((t for t in op.operands if t in gone), None)
         if lost is not None:
-            raise GraphError(
-                f"op {op.name!r}: reads {lost.name!r}, which {gone[lost].name!r} has overwritten in place"
-            )
+            raise GraphError(f"op {op.name!r}: reads {lost.name!r}, which {gone[lost].name!r} has overwritten in place")
         for t in op.operands:
             by_storage.setdefault(t.storage, []).append(t)
-        if op.attrs.get("inplace"):
-            for t in by_storage[op.operands[0].storage]:
+        for storage in _overwritten_by(op):
+            for t in by_storage[storage]:
                 gone[t] = op
         for t in op.results:
             by_storage.setdefault(t.storage, []).append(t)

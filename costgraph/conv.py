@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import sympy
 
 from . import rules
-from .errors import GraphError, PatternError, ShapeError
+from .arguments import named, need_choice, need_flag, need_tensor, positive
+from .errors import PatternError, ShapeError
 from .graph import apply, current_graph, scope
 from .nn import _one
 from .op import Attrs, OpKind, Result
@@ -40,7 +42,7 @@ POOL = register(
 
 
 def _each(value: object, rank: int, what: str, least: int) -> tuple[int, ...]:
-    values = tuple(value) if isinstance(value, Sequence) else (value,) * rank
+    values: tuple[Any, ...] = tuple(value) if isinstance(value, list | tuple) else (value,) * rank
     if len(values) != rank or any(isinstance(v, bool) or not isinstance(v, int) or v < least for v in values):
         raise ShapeError(f"{what}={value!r}: expected an integer of at least {least}, or {rank} of them")
     return values
@@ -52,7 +54,7 @@ def _slid(
     """Return the indices of the last axes and the sizes that they make (torch's formula for Conv2d)."""
     rank = len(window)
     steps, gaps = _each(stride, rank, "stride", 1), _each(dilation, rank, "dilation", 1)
-    same = padding == "same"
+    same = isinstance(padding, str) and padding == "same"
     if same and steps != (1,) * rank:
         raise ShapeError(f"padding='same' with stride={stride!r}, expected a stride of 1")
     pads = (
@@ -63,7 +65,8 @@ def _slid(
     indices, sizes = [], []
     for i, (w, s, g, p) in enumerate(zip(window, steps, gaps, pads, strict=True)):
         size = x.sizes[x.ndim - rank + i]
-        made = size if same else poly(sympy.floor(((size + 2 * p - g * (w - 1) - 1) / s).expr)) + 1
+        # floor((n - 1)/s) + 1 is ceiling(n/s) for whole n: one atom instead of a sum
+        made = size if same else poly(sympy.ceiling(((size + 2 * p - g * (w - 1)) / s).expr))
         if made.constant is not None and made.constant < 1:
             raise ShapeError(
                 f"window of {w} on axis {x.ndim - rank + i} of {x!r}: expected it to fit, padding included"
@@ -76,6 +79,7 @@ def _slid(
 def conv(
     x: Tensor,
     pattern: str,
+    /,
     *,
     window: int | Sequence[int],
     stride: int | Sequence[int] = 1,
@@ -96,7 +100,7 @@ def conv(
         Axes before and after: `"b c h w -> b o h w"`. The one that the right side leaves out is the input channel,
         the one that it adds the output channel.
     window : int or sequence of int
-        Size of the window along each sliding axis.
+        Size of the window along each sliding axis; an integer is for all of them.
     stride, padding, dilation : int or sequence of int
         As in torch.nn.Conv2d; `padding="same"` keeps the size.
     groups : sympy.Expr or int
@@ -127,59 +131,33 @@ def conv(
     >>> y.shape, cg.matmul_flops(g)
     ((B, O, H, W), 18*B*C*H*O*W)
     """
-    spans = (window,) if isinstance(window, int) else tuple(window)
-    parsed = parse_pattern(pattern, (x.ndim,))
-    before, after = parsed.operand_names(0), parsed.result_names
-    if any(len(a.names) != 1 or isinstance(a, Affine) for a in (*parsed.operands[0], *parsed.result)):
-        raise PatternError(f"conv {name!r}: pattern {pattern!r}, expected single named axes")
-    old, new = [n for n in before if n not in after], [n for n in after if n not in before]
-    sliding = before[len(before) - len(spans) :]
-    if (
-        len(old) != 1
-        or len(new) != 1
-        or after[len(after) - len(spans) :] != sliding
-        or after.index(new[0]) != before.index(old[0])
-    ):
-        raise PatternError(
-            f"conv {name!r}: pattern {pattern!r} with a window of {len(spans)} axes, expected one channel replaced by "
-            f"another in its place and the sliding axes last"
-        )
-    if set(sizes) != set(new):
-        raise ShapeError(f"conv {name!r}: sizes given for {sorted(sizes)}, expected {new[0]}=...")
-    spans = _each(spans, len(spans), "window", 1)
+    need_tensor("conv", x)
+    need_flag("conv", bias=bias)
     graph = current_graph(x.graph)
     x = graph.adopt(x)
-    place = before.index(old[0])
-    many, channels, made = poly(groups), x.sizes[place], poly(sizes[new[0]])
+    place, spans = _channel(x, pattern, window, name)
+    new = parse_pattern(pattern, (x.ndim,)).result_names[place]
+    if set(sizes) != {new}:
+        raise ShapeError(f"conv {name!r}: sizes given for {sorted(sizes)}, expected {new}=...")
+    many = positive(f"conv {name!r}: groups", groups)
+    channels, made = x.sizes[place], positive(f"conv {name!r}: size of {new!r}", sizes[new])
     for what, size in (("input", channels), ("output", made)):
         share = (size / many).constant
         if share is not None and (not isinstance(share, int) or share < 1):
             raise ShapeError(f"conv {name!r}: {size} {what} channels in {many} groups, expected a multiple")
     indices, out = _slid(x, spans, stride, padding, dilation)
-    outer = {n: x.sizes[i] for i, n in enumerate(before[: -len(spans)]) if i != place}
+    full = _contraction(place, indices)
     extents = {
-        **{f"n_{n}": size for n, size in outer.items()},
-        "g": many, "c": channels / many, "o": made / many,
-        **{f"o{i}": size for i, size in enumerate(out)}, **{f"w{i}": poly(w) for i, w in enumerate(spans)},
-    }  # fmt: skip
-    taps = tuple(Axes((f"w{i}",)) for i in range(len(spans)))
-
-    def operand(channel: str) -> list[Axes | Affine]:
-        return [
-            Axes(("g", channel)) if i == place else Axes((f"n_{n}",))
-            for i, n in enumerate(before[: -len(spans)])
-        ]
-
-    full = Pattern(
-        (
-            (*operand("c"), *indices),
-            (Axes(("g", "o")), Axes(("c",)), *taps),
-        ),
-        (*operand("o"), *(Axes((f"o{i}",)) for i in range(len(spans)))),
-    )
+        **{f"n{i}": size for i, size in enumerate(x.sizes[:place])},
+        "g": many,
+        "c": channels / many,
+        "o": made / many,
+        **{f"o{i}": size for i, size in enumerate(out)},
+        **{f"w{i}": poly(w) for i, w in enumerate(spans)},
+    }
+    attrs = {"pattern": full, "extents": extents, "domain": None, "dtype": x.dtype}
     with scope(name):
         weight = graph.param("weight", (made, channels / many, *spans))
-        attrs = {"pattern": full, "extents": extents, "domain": None, "dtype": x.dtype}
         if not bias:
             return apply(EINSUM, [x, weight], attrs, "conv")[0]
         shift = graph.param("bias", (made,))
@@ -188,6 +166,34 @@ def conv(
             return apply(EINSUM, [x, w], attrs, "conv")[0] + reshape(b, (made, *(1,) * len(spans)))
 
         return _one(fused("conv", product, x, weight, shift))
+
+
+def _channel(x: Tensor, pattern: str, window: int | Sequence[int], name: str) -> tuple[int, tuple[int, ...]]:
+    """Return the place of the channel, which one side has under another name, and the window of the axes after it."""
+    parsed = parse_pattern(pattern, (x.ndim,))
+    if any(len(a.names) != 1 or isinstance(a, Affine) for a in (*parsed.operands[0], *parsed.result)):
+        raise PatternError(f"conv {name!r}: pattern {pattern!r}, expected single named axes")
+    before, after = parsed.operand_names(0), parsed.result_names
+    changed = [i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b]
+    if x.ndim != len(before):
+        raise ShapeError(f"conv {name!r}: {x!r} has {x.ndim} axes, the pattern {pattern!r} has {len(before)}")
+    if len(before) != len(after) or len(changed) != 1 or changed[0] == len(before) - 1:
+        raise PatternError(
+            f"conv {name!r}: pattern {pattern!r}, expected one channel replaced by another in its place and "
+            f"the sliding axes after it"
+        )
+    return changed[0], _each(window, len(before) - changed[0] - 1, "window", 1)
+
+
+def _contraction(place: int, indices: Sequence[Affine]) -> Pattern:
+    """Return the pattern of a convolution: batch axes, channels in groups, then the sliding axes."""
+    batch = [Axes((f"n{i}",)) for i in range(place)]
+    taps = [Axes((f"w{i}",)) for i in range(len(indices))]
+    out = [Axes((f"o{i}",)) for i in range(len(indices))]
+    return Pattern(
+        ((*batch, Axes(("g", "c")), *indices), (Axes(("g", "o")), Axes(("c",)), *taps)),
+        (*batch, Axes(("g", "o")), *out),
+    )
 
 
 def pool(
@@ -208,7 +214,7 @@ def pool(
     operation : str
         max or mean.
     window : int or sequence of int
-        Size of the window along each sliding axis.
+        Size of the window along each sliding axis; an integer is for all axes after the first two.
     stride, padding : int or sequence of int
         As in torch.nn.MaxPool2d; the stride is the window by default.
     name : str
@@ -224,14 +230,15 @@ def pool(
     GraphError, ShapeError
         If the operation is unknown or the window does not fit.
     """
-    if operation not in ("max", "mean"):
-        raise GraphError(f"pool: operation {operation!r}, expected 'max' or 'mean'")
-    spans = _each(
-        (window,) if isinstance(window, int) else tuple(window),
-        1 if isinstance(window, int) else len(window),
-        "window",
-        1,
-    )
+    need_tensor("pool", x)
+    need_choice("pool: operation", operation, ("max", "mean"))
+    # an integer is for all axes after batch and channel
+    spans = _each(window, len(window) if isinstance(window, list | tuple) else max(x.ndim - 2, 1), "window", 1)
+    if not spans:
+        raise ShapeError(f"window={window!r}: expected one axis at least")
+    for span, pad in zip(spans, _each(padding, len(spans), "padding", 0), strict=True):
+        if 2 * pad > span:  # a window could lie in the padding alone
+            raise ShapeError(f"pool: padding {pad}, expected at most half of the window of {span}")
     graph = current_graph(x.graph)
     x = graph.adopt(x)
     if x.ndim < len(spans):
@@ -248,5 +255,5 @@ def pool(
         POOL,
         [x],
         {"pattern": pattern, "extents": extents, "operation": operation},
-        name or f"{operation}_pool",
+        named(name, f"{operation}_pool"),
     )[0]

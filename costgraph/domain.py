@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .arguments import need_flag, positive
 from .errors import ShapeError
 from .extremum import at_least_zero, smaller
 from .polynomial import ZERO, Poly
@@ -30,6 +31,9 @@ class Domain:
     """How many positions are seen, the own one included, or None for all."""
 
     def __post_init__(self) -> None:
+        need_flag("domain", causal=self.causal)
+        if self.window is not None:  # a number or symbol is taken as well
+            object.__setattr__(self, "window", positive("domain: window", self.window))
         if not self.causal and self.window is None:
             raise ShapeError("domain: neither causal nor a window, expected one of them at least")
 
@@ -45,9 +49,7 @@ class Domain:
         if self.causal:
             return self._rows(keys) - self._rows(at_least_zero(keys - queries))
         if queries != keys:
-            raise ShapeError(
-                f"window without causal: {queries} queries and {keys} keys, expected as many of both"
-            )
+            raise ShapeError(f"window without causal: {queries} queries and {keys} keys, expected as many of both")
         return 2 * self._rows(keys) - keys
 
     def _rows(self, n: Poly) -> Poly:

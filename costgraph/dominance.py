@@ -8,8 +8,7 @@ F = D + f with f >= 0. The test is sufficient, not necessary: what it cannot dec
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from fractions import Fraction
-from math import prod
+from math import ceil, floor, lcm, prod
 from operator import ge
 from typing import TypeVar
 
@@ -18,89 +17,70 @@ import sympy
 from .errors import BindingError, PatternError
 from .polynomial import ONE, Poly, Rational, as_poly, generator, poly, total
 
-__all__ = ["BOUNDS", "NOTHING_KNOWN", "Relation", "Relations", "lower", "prune", "solve"]
+__all__ = ["BOUNDS", "NOTHING_KNOWN", "Relation", "Relations", "integral", "lower", "prune", "solve"]
 
 Label = TypeVar("Label")
 
 _SLACK = "+"  # first letter of a generator that is at least 0
 #: Lower bound of an atom by the type of its expression; filled by the modules that define such types.
-BOUNDS: dict[type, Callable[[sympy.Expr], Rational | None]] = {}
+BOUNDS: dict[type, Callable[[sympy.Expr, Relations], Rational | None]] = {}
 
 
-def _pow_bound(expr: sympy.Expr) -> Rational | None:
-    # (1 - k/E)**T with k <= E, and 1/(S + T): positive bases, so at least 0
-    return 0
+def _pow_bound(expr: sympy.Expr, known: Relations) -> Rational | None:
+    # (1 - k/E)**T where k <= E is known, and 1/(S + T)
+    return 0 if known.nonnegative(poly(expr.base)) else None
 
 
-def _rounded_bound(expr: sympy.Expr) -> Rational | None:
-    least = lower(poly(expr.args[0]))
+def _rounded_bound(expr: sympy.Expr, known: Relations) -> Rational | None:
+    least = lower(poly(expr.args[0]), known)
     if least is None:
         return None
-    return least.__floor__() if isinstance(expr, sympy.floor) else least.__ceil__()
+    return floor(least) if isinstance(expr, sympy.floor) else ceil(least)
 
 
 BOUNDS |= {sympy.Pow: _pow_bound, sympy.floor: _rounded_bound, sympy.ceiling: _rounded_bound}
 
 
-def _least(key: str) -> Rational | None:
-    """Lower bound of a generator, None where nothing is known."""
-    if key[0] == _SLACK:
-        return 0
-    if key[0] != "~":
-        return 1
-    expr = generator(key)
-    bound = BOUNDS.get(type(expr))
-    return None if bound is None else bound(expr)
+def lower(p: Poly, known: Relations | None = None) -> Rational | None:
+    """Return a number that the polynomial is never below, or None where none is found.
 
-
-def _shifted(p: Poly) -> Poly | None:
-    """Write each generator as its lower bound plus a generator that is at least 0; None where one has no bound."""
-    p = _cleared(p)
-    new = {}
-    for key in p.keys():
-        least = _least(key)
-        if least is None:
-            return None
-        if least:
-            new[key] = as_poly(least) + Poly({((_SLACK + key, 1),): 1})
-    return p.substitute(new)
-
-
-def _cleared(p: Poly) -> Poly:
-    """Multiply by what makes all exponents nonnegative: the sign stays, as generators are positive."""
-    lowest: dict[str, int] = {}
-    for m in p.terms:
-        for k, e in m:
-            if e < 0:
-                lowest[k] = min(e, lowest.get(k, 0))
-    return p * Poly({tuple(sorted((k, -e) for k, e in lowest.items())): 1}) if lowest else p
-
-
-def lower(p: Poly) -> Rational | None:
-    """Return a number that the polynomial is never below, or None where none is found."""
+    Examples
+    --------
+    >>> from costgraph.grammar import parse_formula
+    >>> lower(parse_formula("B*S - B + 3")), lower(parse_formula("B - S"))
+    (3, None)
+    """
+    known = known or NOTHING_KNOWN
+    least = {k: known.least(k) for k in p.generators()}
+    if None in least.values():
+        return None
+    positive = all(b is not None and b >= 0 for b in least.values())
+    if positive and all(c >= 0 for m, c in p.terms.items() if m):
+        if all(e > 0 for m in p.terms for _, e in m):
+            return sum((c * prod((least[k] or 0) ** e for k, e in m) for m, c in p.terms.items()), start=0)
+        return p.terms.get((), 0)  # a reciprocal comes as near to 0 as it likes
     if any(e < 0 for m in p.terms for _, e in m):
-        return 0 if all(c >= 0 for c in p.terms.values()) else None
-    if all(c >= 0 for m, c in p.terms.items() if m):
-        least = {k: _least(k) for k in p.keys()}
-        return None if None in least.values() else _exact(p, least)
-    shifted = _shifted(p)
+        return 0 if known.nonnegative(p) else None
+    shifted = known.shifted(p)
     if shifted is None or any(c < 0 for m, c in shifted.terms.items() if m):
         return None
     return shifted.terms.get((), 0)
 
 
-def _exact(p: Poly, at: Mapping[str, Rational | None]) -> Rational:
-    return sum((c * prod((at[k] or 0) ** e for k, e in m) for m, c in p.terms.items()), start=0)
+def _alone(p: Poly, key: str) -> tuple[Rational, Poly] | None:
+    """Return the coefficient of a generator and the rest, if it occurs on its own and nowhere else."""
+    coefficient = p.terms.get(((key, 1),))
+    rest = p - Poly({((key, 1),): coefficient or 0})
+    return None if coefficient is None or key in rest.names() else (coefficient, rest)
 
 
 def solve(p: Poly, prefer: Sequence[str] = ()) -> tuple[str, Poly] | None:
     """Solve `p == 0` for a symbol: one that stands alone with a number, or one factor of two monomials."""
-    names = [*prefer, *sorted(k for k in p.keys() if k[0] not in "~" + _SLACK and k not in prefer)]
+    names = [*prefer, *sorted(_symbols(p) - set(prefer))]
     for key in names:
-        alone = p.terms.get(((key, 1),))
-        rest = p - Poly({((key, 1),): alone}) if alone else p
-        if alone and key not in rest.names():
-            return key, rest * _tidy_inverse(-alone)
+        found = _alone(p, key)
+        if found is not None:
+            return key, found[1] / -found[0]
     if len(p.terms) == 2:
         (m, c), (n, d) = sorted(p.terms.items())
         ratio = Poly({m: -c}) / Poly({n: d})  # == 1
@@ -108,27 +88,47 @@ def solve(p: Poly, prefer: Sequence[str] = ()) -> tuple[str, Poly] | None:
             power = next((e for m in ratio.terms for k, e in m if k == key), 0)
             if abs(power) == 1:
                 rest = ratio / Poly({((key, power),): 1})
-                return key, rest if power == -1 else ONE / rest
+                if key not in rest.names():
+                    return key, rest if power == -1 else ONE / rest
     return None
 
 
-def _tidy_inverse(c: Rational) -> Fraction:
-    return Fraction(1) / c
+def integral(p: Poly) -> Poly | None:
+    """Return a positive multiple that is an integer for all sizes, or None where an atom need not be one."""
+    cleared = NOTHING_KNOWN.cleared(p)
+    if cleared is None or any(k[0] == "~" and not generator(k).is_integer for k in cleared.generators()):
+        return None
+    return cleared * lcm(*(c.denominator for c in cleared.terms.values()))
 
 
 class Relation:
-    """One assumption: `difference == 0` or `difference >= 0`, with its text."""
+    """One assumption on sizes, with its text.
 
-    def __init__(self, text: str, difference: Poly, *, equal: bool, subject: Sequence[str] = ()) -> None:
+    Parameters
+    ----------
+    text : str
+        As it was stated.
+    difference : Poly
+        What is at least 0; exactly 0 if `equal`, more than 0 if `strict`.
+    subject : sequence of str
+        Symbols on the left, preferred when it is solved.
+    """
+
+    def __init__(
+        self, text: str, difference: Poly, *, equal: bool, strict: bool = False, subject: Sequence[str] = ()
+    ) -> None:
+        whole = integral(difference) if strict else None
         self.text = text
-        self.difference = difference
+        # an integer above 0 is at least 1
+        self.difference = difference if whole is None else whole - 1
         self.equal = equal
-        self.subject = subject  # the symbols on the left, preferred when it is solved
+        self.strict = strict and whole is None
+        self.subject = subject
 
     def check(self, values: Mapping[str, Poly]) -> None:
         """Raise BindingError if bound sizes break the assumption."""
         left = self.difference.bind(values).constant
-        if left is not None and (left < 0 or (self.equal and left != 0)):
+        if left is not None and (left < 0 or (self.equal and left != 0) or (self.strict and left == 0)):
             used = {k: v.constant for k, v in sorted(values.items()) if k in self.difference.names()}
             bound = ", ".join(f"{k}={v}" for k, v in used.items())
             raise BindingError(f"{bound}: against the assumption {self.text!r}")
@@ -149,97 +149,190 @@ class Relations:
     """
 
     def __init__(self, relations: Iterable[Relation] = ()) -> None:
-        self.relations: tuple[Relation, ...] = ()
+        self.relations: tuple[Relation, ...] = tuple(relations)
+        self._equal: list[tuple[str, Poly]] = []
         self._steps: list[tuple[str, Poly]] = []
         self._most: dict[str, Rational] = {}
-        for relation in relations:
+        self._least: dict[str, Rational | None] = {}
+        # what eliminates symbols comes first, so that bounds are about those that are left
+        for relation in sorted(self.relations, key=lambda r: not r.equal):
             self._admit(relation)
-            self.relations += (relation,)
-            for known in self.relations:
-                self._refute(known)
+        for step in (self._limit, self._refute):
+            for relation in self.relations:
+                step(relation)
+
+    # -- reading assumptions -------------------------------------------------------------------------------------
 
     def _admit(self, relation: Relation) -> None:
-        difference = self.substituted(relation.difference)
-        self._refute(relation)
-        subject = [s for s in relation.subject if s in difference.keys()]
-        if relation.equal:
-            found = solve(_cleared(difference), subject)
-            if found is not None:
-                self._steps.append(found)
+        """Keep D == H*K and F >= D as substitutions."""
+        self._least.clear()  # bounds of atoms may be better now
+        difference = self._expressed(relation.difference)
+        if difference is None:
             return
-        difference = _cleared(difference)
-        for key in sorted(k for k in difference.keys() if k[0] not in "~" + _SLACK):
-            alone = difference.terms.get(((key, 1),), 0)
-            rest = difference - Poly({((key, 1),): alone}) if alone else difference
-            if key in rest.names() or not alone:
+        subject = [s for s in relation.subject if s in difference.generators()]
+        if relation.equal:
+            found = solve(difference, subject)
+            value = None if found is None else found[1].constant
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise self._contradiction(relation)
+            self._equal += [] if found is None else [found]
+            return
+        for key in [*subject, *sorted(_symbols(difference) - set(subject))]:
+            found_alone = _alone(difference, key)
+            if found_alone is None or found_alone[0] < 0:
                 continue
-            bound = rest * _tidy_inverse(-alone)
-            if alone > 0:
-                # F >= D: F = D + f, where a bound below 1 says nothing new
-                if bound.constant is None or bound.constant > 1:
-                    self._steps.append((key, bound + Poly({((_SLACK + key + relation.text, 1),): 1})))
-                return
+            bound = found_alone[1] / -found_alone[0]
             if bound.constant is not None:
-                self._most[key] = min(bound.constant, self._most.get(key, bound.constant))
+                bound = as_poly(ceil(bound.constant))
+            # a bound below 1 says nothing new
+            if bound.constant is None or bound.constant > 1:
+                self._steps.append((key, bound + Poly({((_SLACK + key + relation.text, 1),): 1})))
                 return
+
+    def _limit(self, relation: Relation) -> None:
+        """Keep S <= 1024 as bounds from above, of slacks too."""
+        difference = None if relation.equal else self._expressed(relation.difference)
+        if difference is None:
+            return
+        for key in sorted(k for k in difference.generators() if k[0] != "~"):
+            found = _alone(difference, key)
+            room = None if found is None or found[0] > 0 else lower(found[1] / found[0], self)
+            if room is None:  # the generator is at most -room
+                continue
+            most = -room if key[0] == _SLACK else floor(-room)
+            if most < (self.least(key) or 0):
+                raise self._contradiction(relation)
+            self._most[key] = min(most, self._most.get(key, most))
 
     def _refute(self, relation: Relation) -> None:
         difference = relation.difference
-        if self.positive(-difference) or (relation.equal and self.positive(difference)):
-            others = [r.text for r in self.relations if r is not relation]
-            against = " and ".join(repr(t) for t in others) if others else "every positive integer"
-            raise PatternError(f"assumption {relation.text!r}: contradicts {against}")
+        wrong = self.nonnegative(-difference) if relation.strict else self.positive(-difference)
+        if wrong or (relation.equal and self.positive(difference)):
+            raise self._contradiction(relation)
 
-    def substituted(self, p: Poly) -> Poly:
-        """Return the polynomial with everything known substituted into it."""
-        for key, value in self._steps:
-            if key in p.keys():
-                p = p.substitute({key: value})
-        return p
+    def _contradiction(self, relation: Relation) -> PatternError:
+        """Name one other assumption where one is enough."""
+        others = [r for r in self.relations if r is not relation]
+        fewer = [c for c in ([], *([r] for r in others)) if len(c) < len(others)]
+        against = next((c for c in fewer if _contradicts([relation, *c])), others)
+        texts = " and ".join(repr(r.text) for r in against)
+        return PatternError(f"assumption {relation.text!r}: contradicts {texts or 'every positive integer'}")
+
+    # -- forms that are easy to compare --------------------------------------------------------------------------
+
+    def least(self, key: str) -> Rational | None:
+        """Lower bound of a generator, None where nothing is known."""
+        if key[0] != "~":
+            return 0 if key[0] == _SLACK else 1
+        if key not in self._least:
+            expr = generator(key)
+            bound = BOUNDS.get(type(expr))
+            self._least[key] = None if bound is None else bound(expr, self)
+        return self._least[key]
+
+    def cleared(self, p: Poly) -> Poly | None:
+        """Multiply by what makes all exponents nonnegative: the sign stays, or None where a sign is not known."""
+        negative = [factor for m in p.terms for factor in m if factor[1] < 0]
+        if not negative:
+            return p
+        lowest = dict(sorted(negative, reverse=True))  # of several exponents of a generator the least comes last
+        if any((least := self.least(k)) is None or least < 0 for k in lowest):
+            return None
+        return p * Poly({tuple(sorted((k, -e) for k, e in lowest.items())): 1})
+
+    def shifted(self, p: Poly) -> Poly | None:
+        """Write each generator as its lower bound plus a generator that is at least 0; None where one has no bound."""
+        new = {}
+        for key in p.generators():
+            least = self.least(key)
+            if least is None:
+                return None
+            if least:
+                new[key] = as_poly(least) + Poly({((_SLACK + key, 1),): 1})
+        return p.substitute(new)
 
     def reduce(self, p: Poly) -> Poly:
         """Eliminate what an equality gives, so that equal sizes become the same polynomial."""
-        for relation in self.relations:
-            if relation.equal:
-                found = solve(relation.difference, relation.subject)
-                if found is not None:
-                    p = p.bind(dict([found]))
+        for key, value in self._equal:
+            p = p.bind({key: value})
         return p
 
+    def _expressed(self, p: Poly) -> Poly | None:
+        """Return something of the same sign with everything known substituted into it, without reciprocals."""
+        out = self.cleared(self.reduce(p))
+        for key, value in self._steps:
+            if out is not None and key in out.generators():
+                out = self.cleared(out.substitute({key: value}))
+        return out
+
     def _expanded(self, p: Poly) -> Poly | None:
-        p = self.substituted(p)
+        out = self._expressed(p)
+        if out is None:
+            return None
         for key, most in self._most.items():
-            degree = max((e for m in p.terms for k, e in m if k == key), default=0)
+            degree = max((e for m in out.terms for k, e in m if k == key), default=0)
             if degree:
-                # 1 <= S <= U is S = (U + t)/(1 + t) with t >= 0; the denominator is multiplied away
+                # L <= S <= U is S = (U + L*t)/(1 + t) with t >= 0; the denominator is multiplied away
                 t = Poly({((_SLACK + key + "<", 1),): 1})
                 parts = []
-                for m, c in p.terms.items():
+                for m, c in out.terms.items():
                     power = dict(m).get(key, 0)
                     rest = Poly({tuple(f for f in m if f[0] != key): c})
-                    parts.append(rest * (t + most) ** power * (t + 1) ** (degree - power))
-                p = total(parts)
-        return _shifted(p)
+                    parts.append(rest * (t * (self.least(key) or 0) + most) ** power * (t + 1) ** (degree - power))
+                out = total(parts)
+        return self.shifted(out)
 
-    def clip(self, key: str, value: int) -> int:
-        """Return a value for a generator that is not above what it is assumed to be at most."""
-        return min(value, self._most.get(key, value).__floor__())
+    # -- answers -------------------------------------------------------------------------------------------------
 
     def nonnegative(self, p: Poly) -> bool:
         """Whether the polynomial is known to be at least 0 for all admissible sizes."""
-        if all(c >= 0 for c in p.terms.values()) and all((_least(k) or -1) >= 0 for k in p.keys()):
+        plain = self.cleared(p)
+        if _no_negative(None if plain is None else self.shifted(plain)):
             return True
-        shifted = self._expanded(_cleared(p))
-        return shifted is not None and all(c >= 0 for c in shifted.terms.values())
+        return bool(self.relations) and _no_negative(self._expanded(p))
 
     def positive(self, p: Poly) -> bool:
         """Whether the polynomial is known to be above 0 for all admissible sizes."""
-        shifted = self._expanded(_cleared(p))
-        return (
-            shifted is not None
-            and shifted.terms.get((), 0) > 0
-            and all(c >= 0 for c in shifted.terms.values())
-        )
+        whole = integral(p)
+        if whole is not None:
+            return self.nonnegative(whole - 1)
+        # bounds from above are left out: (U + t)/(1 + t) reaches its lower end only in the limit
+        out = self._expressed(p)
+        found = None if out is None else self.shifted(out)
+        return found is not None and found.terms.get((), 0) > 0 and _no_negative(found)
+
+    def free(self, keys: set[str]) -> list[str]:
+        """Return the generators that decide the values of others."""
+        known = self._equal + self._steps
+        return sorted(keys.union(*(value.generators() for _, value in known)) - {key for key, _ in known})
+
+    def sample(self, at: Mapping[str, int]) -> dict[str, Rational] | None:
+        """Return a value for every generator, or None where these values of the free ones are not admissible."""
+        # an atom is a number of its own here, so that what is not provable may be refuted wrongly:
+        # a regime too many, never one too few
+        raised = {k: max(v, ceil(self.least(k) or 0)) for k, v in at.items()}
+        values: dict[str, Rational] = {k: min(v, floor(self._most.get(k, v))) for k, v in raised.items()}
+        for key, value in reversed(self._equal + self._steps):
+            values[key] = value.evaluate(values.__getitem__)
+            if values[key] < 1:
+                return None
+        return values
+
+
+def _symbols(p: Poly) -> set[str]:
+    return {k for k in p.generators() if k[0] not in "~" + _SLACK}
+
+
+def _no_negative(p: Poly | None) -> bool:
+    return p is not None and all(c >= 0 for c in p.terms.values())
+
+
+def _contradicts(relations: list[Relation]) -> bool:
+    try:
+        Relations(relations)
+    except PatternError:
+        return True
+    return False
 
 
 NOTHING_KNOWN = Relations()
@@ -278,8 +371,7 @@ def prune(
         first.setdefault(p, label)
     if len(first) == 1:
         return list(first.items())
-    sign = 1 if largest else -1
-    values = _samples(first, relations, sign)
+    values = _samples(first, relations, 1 if largest else -1)
 
     def dominates(q: Poly, p: Poly) -> bool:
         # a point where q is smaller settles it; only the others need a proof
@@ -294,16 +386,13 @@ def prune(
     return [(p, label) for p, label in first.items() if p in final]
 
 
-def _samples(candidates: Iterable[Poly], relations: Relations, sign: int) -> dict[Poly, list[float]]:
+def _samples(candidates: Iterable[Poly], relations: Relations, sign: int) -> dict[Poly, list[Rational]]:
     """Values of each candidate at a few admissible points: exact, since all sizes there are integers."""
-    reduced = {p: relations.substituted(p) for p in candidates}
-    keys = sorted({k for q in reduced.values() for k in q.keys()})
+    keys = relations.free({k for p in candidates for k in p.generators()})
     points = [{k: at(i) for i, k in enumerate(keys)} for at in _POINTS]
     # one generator large among small ones, and small among large ones
     points += [
-        {k: big if k == one else small for k in keys}
-        for one in keys[:16]
-        for big, small in ((10**6, 1), (1, 999))
+        {k: big if k == one else small for k in keys} for one in keys[:16] for big, small in ((10**6, 1), (1, 999))
     ]
-    points = [{k: relations.clip(k, v) for k, v in point.items()} for point in points]
-    return {p: [sign * q.evaluate(point.__getitem__) for point in points] for p, q in reduced.items()}
+    admissible = [values for at in points if (values := relations.sample(at)) is not None]
+    return {p: [sign * p.evaluate(values.__getitem__) for values in admissible] for p in candidates}

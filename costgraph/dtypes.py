@@ -186,9 +186,7 @@ class DType:
 
     def _only_float(self, what: str) -> None:
         if self.kind != "float":
-            raise FormatError(
-                f"{self.name}: a format of kind {self.kind!r} has no {what}; expected a float format"
-            )
+            raise FormatError(f"{self.name}: a format of kind {self.kind!r} has no {what}; expected a float format")
 
 
 def _power_of_two(exponent: int) -> Fraction:
@@ -223,9 +221,7 @@ _FORMATS = (
     _mx("mxfp6", 6, 2, 3, "none"),
     _mx("mxfp6_e3m2", 6, 3, 2, "none"),
     _mx("mxfp4", 4, 2, 1, "none"),
-    DType(
-        "nvfp4", 4, "float", 2, 1, True, "none", (BlockScale(8, 16, "fp8_e4m3"), BlockScale(32, None, "fp32"))
-    ),
+    DType("nvfp4", 4, "float", 2, 1, True, "none", (BlockScale(8, 16, "fp8_e4m3"), BlockScale(32, None, "fp32"))),
 )
 
 DTYPES: Mapping[str, DType] = MappingProxyType({f.name: f for f in _FORMATS})

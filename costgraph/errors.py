@@ -15,8 +15,15 @@ __all__ = [
 ]
 
 
+_LONGEST = 2000
+
+
 class CostGraphError(Exception):
     """Root of all errors that the library raises on purpose."""
+
+    def __init__(self, text: str = "") -> None:
+        # a message quotes what it met, and that may be a book
+        super().__init__(text if len(text) <= _LONGEST else f"{text[: _LONGEST - 500]} ... {text[-490:]}")
 
 
 class PatternError(CostGraphError):

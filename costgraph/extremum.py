@@ -12,8 +12,10 @@ from typing import Any, ClassVar, NamedTuple
 import sympy
 from sympy.printing.str import StrPrinter
 
-from .dominance import BOUNDS, lower, prune
-from .polynomial import Poly, Rational, atom, poly
+from .dominance import BOUNDS, Relations, lower, prune
+from .errors import ShapeError
+from .polynomial import Poly, Rational, generator, poly
+from .symbols import is_number_like
 
 __all__ = ["Max", "Min", "Owner", "Regime", "extremum", "regimes"]
 
@@ -38,7 +40,20 @@ class Regime(NamedTuple):
     """Phase of that op."""
 
 
-class _Extremum(sympy.Expr):  # type: ignore[misc]  # sympy has no types
+class _AtOnce(sympy.Expr):  # type: ignore[misc]  # sympy has no types
+    """What replaces many symbols by numbers in one pass, where sympy takes one pass for each."""
+
+    __slots__ = ()
+
+    def subs(self, *args: Any, **kwargs: Any) -> sympy.Expr:
+        """Replace as sympy does; the order of numbers has no say."""
+        rule = {k: sympy.sympify(v) for k, v in args[0].items()} if len(args) == 1 and isinstance(args[0], dict) else {}
+        if rule and all(k in self.free_symbols and v.is_Integer for k, v in rule.items()):
+            return self.xreplace(rule)
+        return super().subs(*args, **kwargs)
+
+
+class _Extremum(_AtOnce):
     """Common part of Max and Min: arguments are pruned when the object is made."""
 
     __slots__ = ("owners",)
@@ -51,16 +66,18 @@ class _Extremum(sympy.Expr):  # type: ignore[misc]  # sympy has no types
     _sympy: ClassVar[Any]
 
     def __new__(cls, *args: object, owners: Sequence[Owner] | None = None) -> sympy.Expr:
-        flat: list[tuple[sympy.Expr, Owner]] = []
-        for i, arg in enumerate(args):
-            expr = sympy.sympify(arg, strict=True)
-            owner = owners[i] if owners is not None else Owner()
-            flat += zip(expr.args, expr.owners, strict=True) if isinstance(expr, cls) else [(expr, owner)]
-        if not flat:
-            raise TypeError(f"{cls.__name__}: expected at least one argument")
-        if any(e.is_Float for e, _ in flat) and all(e.is_number for e, _ in flat):
-            return cls._sympy(*(e for e, _ in flat))
-        return _build(cls, prune([(poly(e), o) for e, o in flat], largest=cls._largest))
+        if not args:
+            raise ShapeError(f"{cls.__name__}: expected at least one argument")
+        given = list(zip(map(as_expr, args), owners or [Owner()] * len(args), strict=True))
+        try:
+            return _build(cls, prune(_flat(cls, [(poly(e), o) for e, o in given]), largest=cls._largest))
+        except ShapeError:
+            if not all(is_number_like(e) for e, _ in given):
+                raise
+        # floats, and symbols that sympy puts in for a while: left as they are
+        if all(e.is_number for e, _ in given):
+            return cls._sympy(*(e for e, _ in given))
+        return _node(cls, sorted(given, key=lambda item: sympy.default_sort_key(item[0])))
 
     @property
     def func(self) -> Any:
@@ -70,17 +87,20 @@ class _Extremum(sympy.Expr):  # type: ignore[misc]  # sympy has no types
         return lambda *args: type(self)(*args, owners=self.owners if len(args) == len(self.owners) else None)
 
     def _hashable_content(self) -> tuple[object, ...]:
-        return (*self.args, self.owners)
+        return (*self.args, tuple((o.op or "", o.phase or "") for o in self.owners))  # sympy compares these by <
 
     def __reduce__(self) -> tuple[object, ...]:
         return _restore, (type(self), self.args, self.owners)
 
-    __reduce_ex__ = lambda self, protocol: self.__reduce__()  # noqa: E731  # sympy defines it for its own slots
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
+        return self.__reduce__()  # sympy defines it for its own slots
 
     def _eval_subs(self, old: sympy.Expr, new: sympy.Expr) -> sympy.Expr | None:
         return self._bound({old: new})
 
     def _xreplace(self, rule: Mapping[sympy.Basic, sympy.Basic]) -> tuple[sympy.Basic, bool]:
+        if not isinstance(rule, Mapping):  # a function of every node that sympy's own tools pass
+            return super()._xreplace(rule)
         if self in rule:
             return rule[self], True
         if self.free_symbols.isdisjoint(rule) and all(k.is_Symbol for k in rule):
@@ -90,17 +110,19 @@ class _Extremum(sympy.Expr):  # type: ignore[misc]  # sympy has no types
 
     def _bound(self, rule: Mapping[sympy.Basic, sympy.Basic]) -> sympy.Expr | None:
         """Replace symbols without building a sympy sum on the way; None where the rule is of another kind."""
-        if not all(
-            k.is_Symbol and isinstance(v, sympy.Expr) and not v.has(sympy.Float) for k, v in rule.items()
-        ):
+        if not all(k.is_Symbol for k in rule):
             return None
-        values = {k.name: poly(v) for k, v in rule.items()}
-        candidates = [(poly(a).bind(values), o) for a, o in zip(self.args, self.owners, strict=True)]
-        return _build(type(self), prune(candidates, largest=self._largest))
+        try:
+            values = {k.name: poly(v) for k, v in rule.items() if k in self.free_symbols}
+            candidates = [(poly(a).bind(values), o) for a, o in zip(self.args, self.owners, strict=True)]
+        except ShapeError:  # what the algebra does not know
+            return None
+        return _build(type(self), prune(_flat(type(self), candidates), largest=self._largest))
 
     def _eval_derivative(self, symbol: sympy.Symbol) -> sympy.Expr:
         # where one argument is the extremum, the derivative is that argument's
-        return sympy.Add(*(Holds(i, self) * a.diff(symbol) for i, a in enumerate(self.args)))
+        slopes = sympy.Tuple(*(_slope(a, symbol) for a in self.args))
+        return Chosen(1 if self._largest else -1, sympy.Tuple(*self.args), slopes)
 
     def _eval_is_positive(self) -> bool | None:
         found = [a.is_positive for a in self.args]
@@ -112,7 +134,7 @@ class _Extremum(sympy.Expr):  # type: ignore[misc]  # sympy has no types
     def _eval_evalf(self, prec: int) -> sympy.Expr:
         return self._sympy(*(a._evalf(prec) for a in self.args)) if not self.free_symbols else None
 
-    def _eval_rewrite(self, rule: object, args: Sequence[sympy.Expr], **hints: object) -> sympy.Expr | None:
+    def _eval_rewrite(self, rule: Any, args: Sequence[sympy.Expr], **hints: object) -> sympy.Expr | None:
         # sympy's own class compares when it is made: that is what is too slow
         return self._sympy(*args, evaluate=False) if rule is self._sympy else None
 
@@ -141,11 +163,13 @@ class _Extremum(sympy.Expr):  # type: ignore[misc]  # sympy has no types
     _lambdacode = _mpmathcode = _pythoncode
 
     def _numpycode(self, printer: StrPrinter) -> str:
-        # maximum.reduce would need arguments of one shape
-        text = printer._print(self.args[0])
-        for a in self.args[1:]:
-            text = f"{printer._module_format(f'numpy.{self._numpy}')}({text}, {printer._print(a)})"
-        return str(text)
+        # maximum.reduce would need arguments of one shape; in pairs of pairs, as Python limits nested brackets
+        join = printer._module_format(f"numpy.{self._numpy}")
+        texts = [printer._print(a) for a in self.args]
+        while len(texts) > 1:
+            pairs = [texts[i : i + 2] for i in range(0, len(texts), 2)]
+            texts = [f"{join}({', '.join(pair)})" if len(pair) > 1 else pair[0] for pair in pairs]
+        return str(texts[0])
 
     _scipycode = _numpycode
 
@@ -192,62 +216,109 @@ class Min(_Extremum):
     _largest, _numpy, _python, _sympy = False, "minimum", "min", sympy.Min
 
 
-class Holds(sympy.Expr):  # type: ignore[misc]  # sympy has no types
-    """1 where argument number `index` is the extremum (the first of equals), else 0: what a derivative needs."""
+class Chosen(_AtOnce):
+    """The value that belongs to the extreme one of some keys, the first of equals: the derivative of an extremum.
+
+    Parameters
+    ----------
+    sign : int
+        1 where the largest key decides, -1 where the smallest does.
+    keys, values : sympy.Tuple
+        Formulas, one value for each key.
+    """
 
     is_commutative = True
     is_real = True
 
-    def __new__(cls, index: int, of: sympy.Expr) -> sympy.Expr:
-        """Return a number where the extremum has none or only numeric arguments left."""
-        index = sympy.Integer(index)
-        if not isinstance(of, _Extremum):
-            # the extremum was decided by a substitution; which argument it was is no longer known
-            return sympy.Expr.__new__(cls, index, of)
-        return sympy.Expr.__new__(cls, index, of)
+    def __new__(cls, sign: int, keys: sympy.Tuple, values: sympy.Tuple) -> sympy.Expr:
+        """Return the value itself once it is decided."""
+        if len(set(values)) == 1:
+            return values[0]
+        if all(k.is_number for k in keys):
+            return values[max(range(len(keys)), key=lambda i: (sign * keys[i], -i))]
+        return sympy.Expr.__new__(cls, sympy.Integer(sign), keys, values)
 
-    @property
-    def free_symbols(self) -> set[sympy.Symbol]:
-        """Symbols on which the choice depends."""
-        return set(self.args[1].free_symbols)
-
-    def _eval_subs(self, old: sympy.Expr, new: sympy.Expr) -> sympy.Expr:
-        return self._decide({old: new})
-
-    def _xreplace(self, rule: dict[sympy.Expr, sympy.Expr]) -> tuple[sympy.Expr, bool]:
-        return self._decide(rule), True
-
-    def _decide(self, rule: dict[sympy.Expr, sympy.Expr]) -> sympy.Expr:
-        index, of = self.args
-        args = [a.xreplace(rule) for a in of.args]
-        if all(a.is_number for a in args):
-            best = max(args) if of._largest else min(args)
-            return sympy.Integer(int(args.index(best) == index))
-        kept = sympy.Expr.__new__(type(of), *args)  # unpruned: the index must keep its meaning
-        kept.owners = of.owners
-        return sympy.Expr.__new__(Holds, index, kept)
+    def _eval_subs(self, old: sympy.Expr, new: sympy.Expr) -> sympy.Expr | None:
+        try:
+            values = {old.name: poly(new)} if old in self.free_symbols else {}
+            keys, slopes = ([poly(e).bind(values).expr for e in part] for part in self.args[1:])
+        except ShapeError:  # what the algebra does not know
+            return None
+        return Chosen(self.args[0], sympy.Tuple(*keys), sympy.Tuple(*slopes))
 
     def _eval_derivative(self, symbol: sympy.Symbol) -> sympy.Expr:
-        return sympy.Integer(0)
+        sign, keys, values = self.args
+        return Chosen(sign, keys, sympy.Tuple(*(_slope(v, symbol) for v in values)))
+
+    def _eval_simplify(self, **kwargs: object) -> sympy.Expr:
+        return self
+
+    def _code(self, printer: Any, choice: str) -> str:
+        sign, keys, values = ([printer._print(e) for e in part] for part in ([self.args[0]], *self.args[1:]))
+        return f"(lambda k, v: {choice})([{sign[0]}*({f'), {sign[0]}*('.join(keys)})], [{', '.join(values)}])"
 
     def _numpycode(self, printer: Any) -> str:
-        index, of = self.args
-        own = printer._print(of.args[index])
-        return f"(({own}) == ({printer._print(of)}))"
+        select, maximum = (printer._module_format(f"numpy.{name}") for name in ("select", "maximum"))
+        reduce = printer._module_format("functools.reduce")
+        return self._code(printer, f"{select}([x == {reduce}({maximum}, k) for x in k], v)")
 
-    _lambdacode = _pythoncode = _mpmathcode = _scipycode = _numpycode
+    _scipycode = _numpycode
+
+    def _pythoncode(self, printer: Any) -> str:
+        return self._code(printer, "v[k.index(max(k))]")
+
+    _lambdacode = _mpmathcode = _pythoncode
+
+
+def _slope(expr: sympy.Expr, symbol: sympy.Symbol) -> sympy.Expr:
+    """Return the derivative of a sum of monomials term by term, of anything else by sympy."""
+    try:
+        p = poly(expr)
+    except ShapeError:
+        return expr.diff(symbol)
+    if any(symbol in generator(k).free_symbols for k in p.generators() if k[0] == "~"):
+        return expr.diff(symbol)
+    powers = {m: dict(m).get(symbol.name, 0) for m in p.terms}
+    return (Poly({m: c * powers[m] for m, c in p.terms.items() if powers[m]}) / Poly({((symbol.name, 1),): 1})).expr
 
 
 def _restore(cls: type[_Extremum], args: tuple[sympy.Expr, ...], owners: tuple[Owner, ...]) -> sympy.Expr:
     return cls(*args, owners=owners)
 
 
+def as_expr(value: object) -> sympy.Expr:
+    """Return a number or formula as sympy has it, or raise ShapeError: text and truth values are neither."""
+    try:
+        expr = None if isinstance(value, bool | str) else sympy.sympify(value, strict=True)
+    except (sympy.SympifyError, TypeError, ValueError):
+        expr = None
+    if not isinstance(expr, sympy.Expr):
+        raise ShapeError(f"{value!r:.60}: expected a number or a formula in symbols from costgraph.dims")
+    return expr
+
+
+def _flat(cls: type[_Extremum], candidates: Sequence[tuple[Poly, Owner]]) -> list[tuple[Poly, Owner]]:
+    """Take the arguments of a Max inside a Max as its own."""
+    out: list[tuple[Poly, Owner]] = []
+    for p, owner in candidates:
+        inner = p.expr if len(p.terms) == 1 and p.generators() and len(p.generators()) == 1 else None
+        if isinstance(inner, cls):
+            out += zip(map(poly, inner.args), inner.owners, strict=True)
+        else:
+            out.append((p, owner))
+    return out
+
+
 def _build(cls: type[_Extremum], kept: list[tuple[Poly, Owner]]) -> sympy.Expr:
     if len(kept) == 1:
         return kept[0][0].expr
-    kept.sort(key=lambda item: item[0].sort_key())
-    out = sympy.Expr.__new__(cls, *(p.expr for p, _ in kept))
-    out.owners = tuple(o for _, o in kept)
+    kept.sort(key=lambda item: (len(item[0].terms), item[0].sort_key()))
+    return _node(cls, [(p.expr, o) for p, o in kept])
+
+
+def _node(cls: type[_Extremum], given: Sequence[tuple[sympy.Expr, Owner]]) -> sympy.Expr:
+    out = sympy.Expr.__new__(cls, *(e for e, _ in given))
+    out.owners = tuple(o for _, o in given)
     return out
 
 
@@ -276,7 +347,7 @@ def regimes(formula: sympy.Expr | int | float) -> list[Regime]:
     >>> [r.formula for r in regimes(1 + Max(B*D, B*F))]
     [B*D + 1, B*F + 1]
     """
-    formula = sympy.sympify(formula, strict=True)
+    formula = as_expr(formula)
     found = next((e for e in sympy.preorder_traversal(formula) if isinstance(e, _Extremum)), None)
     if found is None:
         return [Regime(formula, None, None)]
@@ -288,9 +359,9 @@ def regimes(formula: sympy.Expr | int | float) -> list[Regime]:
     return out
 
 
-def least_of(expr: sympy.Expr) -> Rational | None:
+def least_of(expr: sympy.Expr, known: Relations) -> Rational | None:
     """Lower bound of a Max or Min from those of its arguments."""
-    bounds = [lower(poly(a)) for a in expr.args]
+    bounds = [lower(poly(a), known) for a in expr.args]
     if isinstance(expr, Max):
         return max((b for b in bounds if b is not None), default=None)
     return None if None in bounds else min(b for b in bounds if b is not None)
@@ -301,13 +372,9 @@ BOUNDS |= {Max: least_of, Min: least_of}
 
 def at_least_zero(p: Poly) -> Poly:
     """Return max(0, p) as a polynomial: p itself where it is known not to be negative."""
-    return _as_generator(Max(0, p.expr))
+    return poly(Max(0, p.expr))
 
 
 def smaller(a: Poly, b: Poly) -> Poly:
     """Return min(a, b) as a polynomial."""
-    return a if a == b else _as_generator(Min(a.expr, b.expr))
-
-
-def _as_generator(expr: sympy.Expr) -> Poly:
-    return atom(expr) if isinstance(expr, _Extremum) else poly(expr)
+    return a if a == b else poly(Min(a.expr, b.expr))

@@ -20,8 +20,8 @@ import sympy
 from .dominance import Relation
 from .errors import CostGraphError, PatternError
 from .extremum import Max, Min
-from .polynomial import ONE, Poly, atom, poly
-from .symbols import is_name, shorten
+from .polynomial import Poly, poly, power, total
+from .symbols import is_name, shorten, symbol
 
 __all__ = ["parse_formula", "parse_relation"]
 
@@ -30,6 +30,9 @@ _TOKEN = re.compile(r"\s*(?:(\d+(?:\.\d+)?)|([A-Za-z_]\w*)|(\*\*|==|>=|<=|[-+*/(
 _LONGEST = 20_000
 _DEEPEST = 60
 _MOST_DIGITS = 40
+_MOST_ARGUMENTS = 200
+_MOST_TERMS = 200_000
+_MOST_BITS = 1 << 13
 _FUNCTIONS: dict[str, Callable[..., sympy.Expr]] = {
     "Max": Max,
     "Min": Min,
@@ -43,7 +46,7 @@ class _Reader:
 
     def __init__(self, text: str, place: str) -> None:
         if not isinstance(text, str):
-            raise PatternError(f"{place}: got {text!r}, expected text")
+            raise PatternError(f"{place}: got {text!r:.60}, expected text")
         if len(text) > _LONGEST:
             raise PatternError(f"{place}: {len(text)} characters, expected at most {_LONGEST}")
         self.text, self.place = text, place
@@ -55,6 +58,7 @@ class _Reader:
             self.tokens.append((found, match.start(match.lastindex or 0)))
         self.at = 0
         self.depth = 0
+        self.terms = 0  # of all intermediate results
 
     def error(self, what: str) -> PatternError:
         return PatternError(
@@ -90,16 +94,13 @@ class _Reader:
         while sign := self.take("+", "-"):
             parts.append(self.term() if sign == "+" else -self.term())
         self.depth -= 1
-        out = parts[0]
-        for part in parts[1:]:
-            out = out + part
-        return out
+        return self.checked(total(parts))
 
     def term(self) -> Poly:
         out = self.factor()
         while sign := self.take("*", "/"):
             right = self.factor()
-            out = out * right if sign == "*" else out / right
+            out = self.checked(out * right if sign == "*" else out / right)
         return out
 
     def factor(self) -> Poly:
@@ -118,14 +119,19 @@ class _Reader:
             raise self.error(f"more than {_DEEPEST} levels of powers")
         exponent = self.factor()
         self.depth -= 1
-        value = exponent.constant
-        if isinstance(value, int):
-            return base**value
-        if base == ONE:
-            return ONE
-        if isinstance(value, Fraction) or (base.constant is not None and base.constant <= 0):
-            raise self.error("an exponent that is no integer, of a base that is no formula in symbols")
-        return atom(sympy.Pow(base.expr, exponent.expr))
+        if base.constant is not None and base.constant <= 0 and exponent.constant is None:
+            raise self.error(f"a power of {base}, expected a positive number")
+        if isinstance(exponent.constant, Fraction):
+            raise self.error(f"the exponent {exponent}, expected an integer or a formula in symbols,")
+        return self.checked(power(base, exponent) if exponent.constant is None else base**exponent.constant)
+
+    def checked(self, value: Poly) -> Poly:
+        """Bound what a text of a few characters can ask for."""
+        self.terms += len(value.terms)
+        digits = max((max(abs(c.numerator), c.denominator) for c in value.terms.values()), default=0)
+        if self.terms > _MOST_TERMS or digits.bit_length() > _MOST_BITS:
+            raise self.error("sums or numbers too large to be written out")
+        return value
 
     def atom(self) -> Poly:
         token = self.peek()
@@ -144,7 +150,7 @@ class _Reader:
             raise self.error(self.place_of_next())
         self.at += 1
         if not self.take("("):
-            return poly(sympy.Symbol(token, integer=True, positive=True))
+            return poly(symbol(token))
         function = _FUNCTIONS.get(token)
         if function is None:
             raise self.error(f"function {token!r}, expected one of {', '.join(_FUNCTIONS)},")
@@ -152,10 +158,10 @@ class _Reader:
         while self.take(","):
             arguments.append(self.formula())
         self.need(")")
-        if function in (sympy.floor, sympy.ceiling) and len(arguments) != 1:
-            raise self.error(f"{len(arguments)} arguments of {token}, expected one")
-        value = function(*(a.expr for a in arguments))
-        return atom(value) if value.func in _FUNCTIONS.values() or value.is_Atom else poly(value)
+        most = 1 if function in (sympy.floor, sympy.ceiling) else _MOST_ARGUMENTS
+        if len(arguments) > most:
+            raise self.error(f"{len(arguments)} arguments of {token}, expected at most {most},")
+        return poly(function(*(a.expr for a in arguments)))
 
     def end(self) -> None:
         if self.at < len(self.tokens):
@@ -231,6 +237,6 @@ def parse_relation(text: str, place: str = "assumption") -> Relation:
     except CostGraphError as error:
         raise reader.error(str(error)) from None
     difference = right - left if sign in ("<=", "<") else left - right
-    if sign in ("<", ">"):
-        difference = difference - 1
-    return Relation(text.strip(), difference, equal=sign == "==", subject=sorted(left.names()))
+    return Relation(
+        text.strip(), difference, equal=sign == "==", strict=sign in ("<", ">"), subject=sorted(left.names())
+    )

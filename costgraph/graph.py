@@ -9,26 +9,43 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import TracebackType
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import networkx as nx
 
+from .arguments import need_choice, need_flag, need_name, sizes_of
 from .checks import check
 from .dominance import Relations
 from .dtypes import DType
 from .dtypes import dtype as find_dtype
-from .errors import CostGraphError, GraphError, ShapeError
+from .errors import CostGraphError, GraphError
 from .grammar import parse_relation
 from .layout import Sizes
 from .op import Attrs, Op, OpKind, Result
-from .polynomial import Poly, poly
+from .polynomial import Poly
 from .symbols import is_name, shorten
 from .tensor import Tensor
 
-__all__ = ["Graph", "apply", "current_graph", "scope", "sizes_of"]
+__all__ = ["Graph", "apply", "current_graph", "need_graph", "scope", "sizes_of"]
+
+T = TypeVar("T")
 
 _CURRENT: ContextVar[Graph | None] = ContextVar("costgraph_current", default=None)
 _SCOPE: ContextVar[tuple[str, ...]] = ContextVar("costgraph_scope", default=())
+
+
+class _Carried(Generic[T]):
+    """An attribute kept in the dictionary that networkx hands on to copies, views and reversed graphs."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, graph: Graph, owner: type) -> T:
+        out: T = graph.graph[self.name]
+        return out
+
+    def __set__(self, graph: Graph, value: T) -> None:
+        graph.graph[self.name] = value
 
 
 class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
@@ -57,16 +74,21 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
     2*B*D*F
     """
 
+    dtype = _Carried[DType]()
+    outputs = _Carried[list[Tensor]]()
+    relations = _Carried[Relations]()
+    defaults = _Carried[dict[str, int]]()
+    loss = _Carried[str | None]()
+
     def __init__(self, name: object = "graph", dtype: str | DType = "fp32", **attr: object) -> None:
+        if name is not None and not isinstance(name, str | nx.Graph):
+            raise GraphError(f"graph: name {name!r}, expected text")
         # networkx's own functions make graphs of this class with no argument, or with data to copy
         super().__init__(None if isinstance(name, str) else name, **attr)
         self.graph.setdefault("name", name if isinstance(name, str) else "graph")
-        self.dtype = find_dtype(dtype)
-        self.outputs: list[Tensor] = self.graph.setdefault("outputs", [])
+        facts = {"dtype": find_dtype(dtype), "outputs": [], "relations": Relations(), "defaults": {}, "loss": None}
+        self.graph |= {key: value for key, value in facts.items() if key not in self.graph}
         self.formals: list[Tensor] = []
-        self.relations = Relations()
-        self.defaults: dict[str, int] = {}
-        self.loss: str | None = None
         self.parent: Graph | None = None
         self.fused = False
         self.owner: Op | None = None
@@ -74,6 +96,13 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
         self._captured: dict[Tensor, Tensor] = {}
         self._taken: dict[str, int] = {}
         self._tokens: list[Any] = []
+
+    def copy(self, as_view: bool = False) -> Graph:
+        """Return a graph of the same nodes, in which nodes can be removed; ops of its tensors go to the original."""
+        out: Graph = super().copy(as_view=as_view)
+        if not as_view:
+            out.outputs, out.defaults = list(self.outputs), dict(self.defaults)
+        return out
 
     # -- structure -----------------------------------------------------------------------------------------------
 
@@ -109,7 +138,7 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
     @property
     def params(self) -> list[Tensor]:
         """Parameters, those of bodies included: a body's belong to each of its iterations."""
-        return [t for g in self.bodies() for t in g.tensors if t.role == "param"]
+        return [t for g in self.bodies() for t in g.tensors if t.role == "param" and t.producer is None]
 
     def __repr__(self) -> str:
         return f"Graph({self.name!r}: {len(self.ops)} ops, {len(self.tensors)} tensors)"
@@ -166,14 +195,14 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
         GraphError, ShapeError, FormatError
             As `input`.
         """
+        need_flag(f"param {name!r}", grad=grad)
         return self._home()._source(name, shape, dtype, "param", requires_grad=grad)
 
     def buffer(
         self, name: str, shape: Sequence[object], dtype: str | DType | None = None, *, role: str = "buffer"
     ) -> Tensor:
         """Declare what lives throughout and is no parameter: a table of constants, or with role cache a state."""
-        if role not in ("buffer", "cache"):
-            raise GraphError(f"buffer {name!r}: role {role!r}, expected 'buffer' or 'cache'")
+        need_choice(f"buffer {name!r}: role", role, ("buffer", "cache"))
         return self._home()._source(name, shape, dtype, role)
 
     def output(self, *tensors: Tensor) -> None:
@@ -269,14 +298,10 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
         requires_grad: bool = False,
     ) -> Tensor:
         if not isinstance(name, str) or not all(is_name(part) for part in name.replace(".", "/").split("/")):
-            raise GraphError(
-                f"{role} {shorten(str(name))}: expected a name of letters, digits, '_', '.' and '/'"
-            )
+            raise GraphError(f"{role} {shorten(str(name))}: expected a name of letters, digits, '_', '.' and '/'")
         full = "/".join((*_SCOPE.get(), name)) if role != "input" else name
         if full in self.root._taken:
-            raise GraphError(
-                f"{role} {full!r}: the name is taken in graph {self.root.name!r}, expected a new one"
-            )
+            raise GraphError(f"{role} {full!r}: the name is taken in graph {self.root.name!r}, expected a new one")
         self._modify()
         format_ = self.root.dtype if dtype is None else find_dtype(dtype)
         tensor = Tensor(
@@ -361,15 +386,16 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
         self.add_node(tensor)
         self.add_edge(op, tensor)
 
-    def add_op(
-        self, kind: OpKind, operands: Iterable[Tensor], attrs: Attrs, name: str, phase: str = "forward"
-    ) -> Op:
+    def add_op(self, kind: OpKind, operands: Iterable[Tensor], attrs: Attrs, name: str, phase: str = "forward") -> Op:
         """Append an op; its results are inferred."""
+        need_name(kind.name, name)
         self._modify()
         adopted = tuple(self.adopt(t) for t in operands)
         full = self.unique("/".join((*_SCOPE.get(), name)))
         try:
             results = kind.infer(adopted, attrs)
+            for i, result in enumerate(results):
+                sizes_of(result.sizes, f"result {i + 1}")
         except CostGraphError as error:
             self.root._taken.pop(full)
             raise type(error)(f"{full!r} in graph {self.root.name!r}: {error}") from None
@@ -405,20 +431,10 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
         check(self)
 
 
-def sizes_of(shape: Sequence[object], place: str) -> Sizes:
-    """Return a shape as polynomials, each known to be positive where it is a number."""
-    if isinstance(shape, str | bytes) or not isinstance(shape, Iterable):
-        raise GraphError(f"{place}: shape {shape!r}, expected a tuple of sizes such as (B, S, D)")
-    sizes = []
-    for i, size in enumerate(shape):
-        try:
-            value = poly(size)
-        except CostGraphError as error:
-            raise type(error)(f"{place}: axis {i}: {error}") from None
-        if value.constant is not None and (not isinstance(value.constant, int) or value.constant < 1):
-            raise ShapeError(f"{place}: axis {i} has size {value}, expected a positive integer")
-        sizes.append(value)
-    return tuple(sizes)
+def need_graph(place: str, graph: object) -> None:
+    """Raise GraphError if a question is asked of something else than a graph."""
+    if not isinstance(graph, Graph):
+        raise GraphError(f"{place}: got {type(graph).__name__}, expected a graph")
 
 
 def current_graph(of: Graph | None = None) -> Graph:

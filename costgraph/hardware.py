@@ -105,9 +105,7 @@ class Hardware:
     def __hash__(self) -> int:
         return hash((self.id, self.name))
 
-    def rate(
-        self, dtype_name: str | DType, unit: str = "matmul", fallback: Fallback | None = None
-    ) -> Quantity:
+    def rate(self, dtype_name: str | DType, unit: str = "matmul", fallback: Fallback | None = None) -> Quantity:
         """Return the peak rate in FLOP/s for operands of a number format.
 
         Parameters
@@ -341,9 +339,7 @@ def _build(path: Path, data: dict[str, Any]) -> Hardware:
         check_keys(f"{path}: [{name}]", entries, slots)
         if "type" in entries:
             types[name] = check_text(f"{path}: {name}.type", entries.pop("type"))
-        found = {
-            k: read_quantity(f"{path}: {name}.{k}", v, slots.get(k), sources) for k, v in entries.items()
-        }
+        found = {k: read_quantity(f"{path}: {name}.{k}", v, slots.get(k), sources) for k, v in entries.items()}
         if found:
             tables[name] = found
     if not tables["peak"]:

@@ -96,10 +96,10 @@ def elementwise(sizes: Sizes, operands: Sequence[tuple[Sizes, Sizes]]) -> Sizes:
 
     torch's `TensorIterator.reorder_dimensions`; `operands` are (sizes, strides), broadcast from the right.
     """
-    if all(s == contiguous(n) for n, s in operands if n == sizes):
+    full = [s for n, s in operands if n == sizes]
+    if full and all(s == contiguous(sizes) for s in full):
         # the ordinary case; a broadcast operand alone cannot reorder what it does not have
-        if any(n == sizes for n, _ in operands):
-            return contiguous(sizes)
+        return contiguous(sizes)
     rank = len(sizes)
     aligned = [_aligned(rank, n, s) for n, s in operands]
     order = list(range(rank - 1, -1, -1))  # fastest first
@@ -121,9 +121,7 @@ def elementwise(sizes: Sizes, operands: Sequence[tuple[Sizes, Sizes]]) -> Sizes:
 
 def _aligned(rank: int, sizes: Sizes, strides: Sizes) -> list[Poly]:
     """Strides of an operand under broadcasting: 0 where it is repeated."""
-    return [ZERO] * (rank - len(sizes)) + [
-        ZERO if n == ONE else s for n, s in zip(sizes, strides, strict=True)
-    ]
+    return [ZERO] * (rank - len(sizes)) + [ZERO if n == ONE else s for n, s in zip(sizes, strides, strict=True)]
 
 
 def _should_swap(a: int, b: int, aligned: Sequence[Sequence[Poly]], sizes: Sizes) -> int:

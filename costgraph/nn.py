@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
-from .errors import GraphError, PatternError, ShapeError
+from .arguments import need_call, need_choice, need_flag, need_tensor
+from .arguments import sizes as sizes_by_name
+from .errors import PatternError, ShapeError
 from .graph import current_graph, scope
 from .ops.blocks import fused
 from .ops.einsum import einsum
 from .ops.extents import extents_of
 from .ops.index import gather, take_along
-from .ops.layout import concat, reshape, slice_axis
-from .ops.pointwise import cast, pointwise
+from .ops.layout import reshape
+from .ops.pointwise import pointwise
 from .ops.reduce import reduce
 from .ops.stochastic import dropout
 from .pattern import Affine, parse_pattern
-from .polynomial import poly
 from .tensor import Tensor
 
 __all__ = [
     "cross_entropy", "embedding", "gated_mlp", "gelu", "layer_norm", "linear", "log_softmax", "mlp", "relu",
-    "rms_norm", "rotary", "rotary_tables", "sigmoid", "silu", "softmax", "tanh",
+    "rms_norm", "sigmoid", "silu", "softmax", "tanh",
 ]  # fmt: skip
 
 
@@ -31,8 +33,7 @@ def relu(x: Tensor, *, inplace: bool = False) -> Tensor:
 
 def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
     """GELU: 5 FLOPs an element with erf, 9 with `approximate="tanh"`, one of them transcendental."""
-    if approximate not in ("none", "tanh"):
-        raise GraphError(f"gelu: approximate={approximate!r}, expected 'none' or 'tanh'")
+    need_choice("gelu: approximate", approximate, ("none", "tanh"))
     return pointwise("gelu" if approximate == "none" else "gelu_tanh", x)
 
 
@@ -54,6 +55,7 @@ def tanh(x: Tensor) -> Tensor:
 def linear(
     x: Tensor,
     pattern: str,
+    /,
     *,
     bias: bool = False,
     weight: Tensor | None = None,
@@ -96,28 +98,29 @@ def linear(
     >>> cg.param_count(g), cg.matmul_flops(g)
     (D*F + F, 2*B*D*F*S)
     """
+    need_tensor("linear", x, *(() if weight is None else (weight,)))
+    need_flag("linear", bias=bias)
     parsed = parse_pattern(pattern, (x.ndim,))
     before, after = parsed.operand_names(0), parsed.result_names
     if any(isinstance(a, Affine) for a in parsed.operands[0]):
-        raise PatternError(
-            f"linear {name!r}: pattern {pattern!r} has an index such as h*2+r, expected conv for that"
-        )
+        raise PatternError(f"linear {name!r}: pattern {pattern!r} has an index such as h*2+r, expected conv for that")
     contracted = [n for n in before if n not in after]
     new = [n for n in after if n not in before]
     if not contracted or not new:
-        raise PatternError(
-            f"linear {name!r}: pattern {pattern!r} contracts {contracted} and adds {new}, expected both"
-        )
+        raise PatternError(f"linear {name!r}: pattern {pattern!r} contracts {contracted} and adds {new}, expected both")
     graph = current_graph(x.graph)
-    extents = extents_of(graph, parsed, [graph.adopt(x)], {k: poly(v) for k, v in sizes.items()})
+    extents = extents_of(graph, parsed, [graph.adopt(x)], sizes_by_name(f"linear {name!r}", sizes))
+    unused = sorted(set(extents) - {*before, *after})
+    if unused:
+        raise PatternError(f"linear {name!r}: size given for {unused[0]!r}, which is no axis of {pattern!r}")
+    if weight is not None and weight.ndim == len(contracted) + len(new):
+        extents |= {n: size for n, size in zip(contracted + new, weight.sizes, strict=True) if n not in extents}
     missing = [n for n in new if n not in extents]
     if missing:
-        raise ShapeError(
-            f"linear {name!r}: size of new axis {missing[0]!r} is not given, expected {missing[0]}=..."
-        )
+        raise ShapeError(f"linear {name!r}: size of new axis {missing[0]!r} is not given, expected {missing[0]}=...")
     left = " ".join(map(str, parsed.operands[0]))
     text = f"{left}, {' '.join(contracted + new)} -> {' '.join(map(str, parsed.result))}"
-    given = {n: extents[n] for n in contracted}
+    given: dict[str, Any] = {n: extents[n] for n in contracted}
     with scope(name):
         if weight is None:
             weight = graph.param("weight", [extents[n] for n in contracted + new])
@@ -147,6 +150,7 @@ def embedding(ids: Tensor, table: Tensor, *, name: str = "embedding") -> Tensor:
 
 def _last(x: Tensor, axis: int) -> tuple[str, str]:
     """Patterns that reduce one axis and keep it with size 1."""
+    need_tensor("softmax or norm", x)
     if isinstance(axis, bool) or not isinstance(axis, int) or not -x.ndim <= axis < x.ndim:
         raise ShapeError(f"axis {axis!r} of {x!r}: expected an integer from {-x.ndim} to {x.ndim - 1}")
     names = [f"a{i}" for i in range(x.ndim)]
@@ -229,6 +233,7 @@ def layer_norm(x: Tensor, *, affine: bool = True, bias: bool = True, name: str =
         If `x` is a scalar.
     """
     names, kept = _last(x, -1)
+    need_flag("layer_norm", affine=affine, bias=bias)
     graph = current_graph(x.graph)
 
     def body(x: Tensor, weight: Tensor | None = None, shift: Tensor | None = None) -> Tensor:
@@ -267,6 +272,7 @@ def rms_norm(x: Tensor, *, affine: bool = True, name: str = "rms_norm") -> Tenso
         If `x` is a scalar.
     """
     names, kept = _last(x, -1)
+    need_flag("rms_norm", affine=affine)
     graph = current_graph(x.graph)
 
     def body(x: Tensor, weight: Tensor | None = None) -> Tensor:
@@ -279,61 +285,6 @@ def rms_norm(x: Tensor, *, affine: bool = True, name: str = "rms_norm") -> Tenso
         return _one(fused("norm", body, x, *params))
 
 
-def rotary_tables(
-    positions: Tensor, size: object, *, base: float = 10000.0, name: str = "rope"
-) -> tuple[Tensor, Tensor]:
-    """Make the cosines and sines of rotary position embeddings, once for all layers.
-
-    Parameters
-    ----------
-    positions : Tensor
-        Integers of shape (S,).
-    size : sympy.Expr or int
-        Size of a head, even.
-    base : float
-        Of the geometric progression of frequencies; it changes no cost.
-    name : str
-        Scope of the frequencies, a buffer in fp32.
-
-    Returns
-    -------
-    tuple of Tensor
-        Cosines and sines, (S, size/2) each, in fp32.
-    """
-    graph = current_graph(positions.graph)
-    with scope(name):
-        frequencies = graph.buffer("inv_freq", (poly(size) / 2,), dtype="fp32")
-        angles = einsum(cast(positions, "fp32"), frequencies, "s, k -> s k", name="angles")
-        return pointwise("cos", angles), pointwise("sin", angles)
-
-
-def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, name: str = "rotary") -> Tensor:
-    """Rotate pairs of the last axis by an angle for each position, in one kernel (Su et al. 2021, eq. 34).
-
-    Parameters
-    ----------
-    x : Tensor
-        Shape (..., S, K), K even.
-    cos, sin : Tensor
-        Shape (S, K/2), from `rotary_tables`.
-    name : str
-        Name of the kernel.
-
-    Returns
-    -------
-    Tensor
-        FLOPs: 3 an element (two products, and a sum or difference).
-    """
-    half = x.sizes[-1] / 2
-
-    def body(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        a, b = slice_axis(x, -1, 0, half), slice_axis(x, -1, half, half)
-        made = [pointwise("sub", a * cos, b * sin), pointwise("add", b * cos, a * sin)]
-        return cast(concat(made, -1), x.dtype)
-
-    return _one(fused(name, body, x, cos, sin))
-
-
 def mlp(
     x: Tensor,
     f: object,
@@ -344,6 +295,8 @@ def mlp(
     name: str = "mlp",
 ) -> Tensor:
     """Two linear layers with an activation between them: (b, s, d) to (b, s, f) and back."""
+    need_tensor("mlp", x)
+    need_call("mlp: activation", activation)
     with scope(name):
         h = activation(linear(x, "... d -> ... f", f=f, bias=bias, name="up"))
         return dropout(linear(h, "... f -> ... d", d=x.sizes[-1], bias=bias, name="down"), p)
@@ -358,6 +311,8 @@ def gated_mlp(
     name: str = "mlp",
 ) -> Tensor:
     """Gated linear unit (Shazeer 2020): down(activation(gate(x)) * up(x))."""
+    need_tensor("gated_mlp", x)
+    need_call("gated_mlp: activation", activation)
     with scope(name):
         gate = activation(linear(x, "... d -> ... f", f=f, bias=bias, name="gate"))
         h = gate * linear(x, "... d -> ... f", f=f, bias=bias, name="up")
@@ -387,6 +342,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, *, name: str = "cross_entropy
     ShapeError
         If shapes do not fit, or the targets are no integers.
     """
+    need_tensor("cross_entropy", logits, targets)
     with scope(name):
         log_p = log_softmax(logits)
         ids = reshape(targets, (*targets.sizes, 1), name="targets")

@@ -13,6 +13,7 @@ from .polynomial import ZERO, Poly
 from .tensor import Tensor
 
 if TYPE_CHECKING:
+    from .domain import Domain
     from .graph import Graph
 
 __all__ = ["Attrs", "Op", "OpKind", "Result"]
@@ -34,7 +35,7 @@ class Result:
     """Index of the operand whose storage it shares, None for a storage of its own."""
     offset: Poly = ZERO
     """First element within the storage."""
-    domain: tuple[object, int, int] | None = None
+    domain: tuple[Domain, int, int] | None = None
     """Restriction of its index points, as in Tensor."""
 
 

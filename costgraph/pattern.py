@@ -20,6 +20,7 @@ from .symbols import is_name, shorten
 __all__ = ["Affine", "Axes", "Pattern", "parse_pattern"]
 
 _LONGEST = 4000
+_HIDDEN = re.compile(r"_\d+\Z", re.ASCII)  # an axis behind '...'
 _TOKEN = re.compile(r"\(|\)|[^\s()]+")
 _TERM = re.compile(r"([+-]?)(?:(\d{1,9})\*)?([A-Za-z_]\w*|\d{1,9})(?:\*(\d{1,9}))?", re.ASCII)
 
@@ -77,7 +78,7 @@ class Pattern:
         return tuple(n for a in self.operands[i] for n in a.names)
 
 
-def _affine(token: str, text: str) -> Affine:
+def _affine(token: str, text: str) -> Axes | Affine:
     terms: dict[str, int] = {}
     offset = end = 0
     for match in _TERM.finditer(token):
@@ -98,6 +99,8 @@ def _affine(token: str, text: str) -> Affine:
         raise PatternError(
             f"pattern {shorten(text)}: {shorten(token)} is neither a name, 1, (a b) nor an index such as h*2+r"
         )
+    if not offset and list(terms.values()) == [1]:
+        return Axes(tuple(terms))
     return Affine(tuple(terms.items()), offset)
 
 
@@ -111,14 +114,10 @@ def _operand(part: str, text: str, rank: int | None) -> tuple[Axes | Affine, ...
             out.append(Axes(tuple(group)))
             group = None
         elif token in "()":
-            raise PatternError(
-                f"pattern {shorten(text)}: unexpected {token!r}, expected brackets in pairs, not nested"
-            )
+            raise PatternError(f"pattern {shorten(text)}: unexpected {token!r}, expected brackets in pairs, not nested")
         elif group is not None:
             if token != "1" and not is_name(token):
-                raise PatternError(
-                    f"pattern {shorten(text)}: {shorten(token)} in brackets, expected axis names"
-                )
+                raise PatternError(f"pattern {shorten(text)}: {shorten(token)} in brackets, expected axis names")
             group += [token] if token != "1" else []
         elif token == "1":
             out.append(Axes(()))
@@ -138,22 +137,19 @@ def _without_ellipsis(axes: list[Axes | Affine], text: str, rank: int | None) ->
     if not at:
         return tuple(axes)
     if len(at) > 1:
-        raise PatternError(
-            f"pattern {shorten(text)}: '...' twice in one operand, expected it once at the most"
-        )
+        raise PatternError(f"pattern {shorten(text)}: '...' twice in one operand, expected it once at the most")
+    if any(_HIDDEN.match(n) for a in axes for n in a.names):
+        raise PatternError(f"pattern {shorten(text)}: names such as '_0' beside '...', expected others: it makes these")
     if rank is None:
         return tuple(axes)
     hidden = rank - (len(axes) - 1)
     if hidden < 0:
-        raise PatternError(
-            f"pattern {shorten(text)}: an operand of {rank} axes, expected at least {len(axes) - 1}"
-        )
+        raise PatternError(f"pattern {shorten(text)}: an operand of {rank} axes, expected at least {len(axes) - 1}")
     # numbered from the last, so that operands of different rank align as NumPy's do
     names = [Axes((f"_{i}",)) for i in range(hidden - 1, -1, -1)]
-    return tuple(axes[: at[0]] + names + axes[at[0] + 1 :])  # type: ignore[arg-type]
+    return tuple(axes[: at[0]] + names + axes[at[0] + 1 :])
 
 
-@lru_cache(maxsize=4096)
 def parse_pattern(text: str, ranks: tuple[int, ...] | None = None) -> Pattern:
     """Read a pattern.
 
@@ -172,13 +168,21 @@ def parse_pattern(text: str, ranks: tuple[int, ...] | None = None) -> Pattern:
     Raises
     ------
     PatternError
-        If the text is no pattern, a name of the result is in no operand's reach, or the number of operands differs.
+        If the text is no pattern, the number of operands differs from that of `ranks`, or an operand has fewer axes
+        than its part of the pattern.
 
     Examples
     --------
     >>> str(parse_pattern("b (h k) ->  b h k"))
     'b (h k) -> b h k'
     """
+    if not isinstance(text, str):
+        raise PatternError(f"pattern {text!r:.60}: expected text such as 'b s d -> b s'")
+    return _parsed(text, ranks)
+
+
+@lru_cache(maxsize=4096)
+def _parsed(text: str, ranks: tuple[int, ...] | None) -> Pattern:
     if len(text) > _LONGEST:
         raise PatternError(f"pattern of {len(text)} characters, expected at most {_LONGEST}")
     sides = text.split("->")
@@ -196,16 +200,11 @@ def parse_pattern(text: str, ranks: tuple[int, ...] | None = None) -> Pattern:
 
 
 def _longest_ellipsis(parts: Sequence[str], operands: Sequence[Sequence[Axes | Affine]]) -> int:
-    counts = [
-        sum(a.names[:1] != () and a.names[0][0] == "_" and a.names[0][1:].isdigit() for a in o)
-        for o in operands
-    ]
+    counts = [sum(_HIDDEN.match(n) is not None for a in o for n in a.names) for o in operands]
     return max((c for c, p in zip(counts, parts, strict=True) if "..." in p), default=0)
 
 
-def _check_names(
-    operands: Sequence[Sequence[Axes | Affine]], result: Sequence[Axes | Affine], text: str
-) -> None:
+def _check_names(operands: Sequence[Sequence[Axes | Affine]], result: Sequence[Axes | Affine], text: str) -> None:
     for where, dims in [(f"operand {i + 1}", o) for i, o in enumerate(operands)] + [("the result", result)]:
         # an axis may stand in two affine indices of one operand, a plain one only once
         names = [n for a in dims if isinstance(a, Axes) for n in a.names]
@@ -213,6 +212,4 @@ def _check_names(
         if twice and where == "the result":
             raise PatternError(f"pattern {shorten(text)}: axis {twice[0]!r} twice in {where}, expected once")
     if any(isinstance(a, Affine) for a in result):
-        raise PatternError(
-            f"pattern {shorten(text)}: an index with '*' or '+' in the result, expected plain axes"
-        )
+        raise PatternError(f"pattern {shorten(text)}: an index with '*' or '+' in the result, expected plain axes")

@@ -12,50 +12,30 @@ from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
 from functools import lru_cache
 from itertools import chain
+from math import gcd, lcm, prod
+from operator import index
+from typing import Any
 
 import sympy
 
 from .errors import ShapeError
-from .symbols import symbol
+from .generators import HIGHEST_EXPONENT, Monomial, atom_key, generator, product, times
+from .symbols import check_symbol, symbol
 
 __all__ = ["ONE", "ZERO", "Monomial", "Poly", "Rational", "generator", "poly", "total"]
 
 Rational = int | Fraction
-Monomial = tuple[tuple[str, int], ...]  # sorted by generator key
 
-# Powers beyond this are no sizes of tensors; expanding them would take for ever.
+# Sums raised to more than this are no sizes of tensors; expanding them would take for ever.
 _HIGHEST_POWER = 64
 _MOST_TERMS = 100_000
-
-_atoms: dict[str, sympy.Expr] = {}
-_keys: dict[sympy.Expr, str] = {}
-
-
-def generator(key: str) -> sympy.Expr:
-    """Return the sympy expression that a generator's key stands for."""
-    return _atoms[key] if key[0] == "~" else symbol(key)
-
-
-def _atom_key(expr: sympy.Expr) -> str:
-    key = _keys.get(expr)
-    if key is None:
-        key = f"~{expr}"
-        while key in _atoms:  # equal text, another expression: the owners of a maximum may differ
-            key += "'"
-        _atoms[key], _keys[expr] = expr, key
-    return key
+_MOST_STEPS = 2000  # of a division
+# A number raised to a power when symbols are bound stays exact up to this many bits, about what 10**6 operations do.
+_MOST_BITS = 1 << 18
 
 
 def _tidy(value: Rational) -> Rational:
-    return value.numerator if isinstance(value, Fraction) and value.denominator == 1 else value
-
-
-@lru_cache(maxsize=1 << 16)
-def _times(a: Monomial, b: Monomial) -> Monomial:
-    powers = dict(a)
-    for key, power in b:
-        powers[key] = powers.get(key, 0) + power
-    return tuple(sorted((k, p) for k, p in powers.items() if p))
+    return value.numerator if type(value) is not int and value.denominator == 1 else value
 
 
 class Poly:
@@ -92,26 +72,30 @@ class Poly:
 
     def __mul__(self, other: Poly | Rational) -> Poly:
         other = as_poly(other)
+        if len(self.terms) == 1 == len(other.terms):  # sizes are monomials nearly always
+            ((m, c),), ((n, d),) = self.terms.items(), other.terms.items()
+            return Poly({times(m, n): _tidy(c * d)})
         if len(self.terms) * len(other.terms) > _MOST_TERMS:
-            raise ShapeError(
-                f"a product of {len(self.terms)} by {len(other.terms)} terms is no size of a tensor"
-            )
+            raise ShapeError(f"a product of {len(self.terms)} by {len(other.terms)} terms is no size of a tensor")
         out: dict[Monomial, Rational] = {}
         for m, c in self.terms.items():
             for n, d in other.terms.items():
-                key = _times(m, n)
+                key = times(m, n)
                 out[key] = out.get(key, 0) + c * d
         return Poly({m: _tidy(c) for m, c in out.items() if c})
 
     __rmul__ = __mul__
 
     def __pow__(self, power: int) -> Poly:
-        if abs(power) > _HIGHEST_POWER:
-            raise ShapeError(
-                f"({self})**{power}: expected an exponent between -{_HIGHEST_POWER} and {_HIGHEST_POWER}"
-            )
+        single = len(self.terms) == 1
+        most = HIGHEST_EXPONENT if single else _HIGHEST_POWER
+        if abs(power) > most:
+            raise ShapeError(f"({self.brief()})**{power}: expected an exponent between -{most} and {most}")
         if power < 0:
             return (ONE / self) ** -power
+        if single:
+            ((m, c),) = self.terms.items()
+            return Poly({times((), tuple((k, e * power) for k, e in m)): c**power})
         out = ONE
         for _ in range(power):
             out = out * self
@@ -120,36 +104,63 @@ class Poly:
     def __truediv__(self, other: Poly | Rational) -> Poly:
         other = as_poly(other)
         if not other.terms:
-            raise ShapeError(f"({self}) / 0: expected a divisor that is not zero")
+            raise ShapeError(f"({self.brief()}) / 0: expected a divisor that is not zero")
         if len(other.terms) == 1:
             ((m, c),) = other.terms.items()
             return self * Poly({tuple((k, -p) for k, p in m): _tidy(Fraction(1) / c)})
         quotient = self._divide(other)
-        return self * atom(1 / other.expr) if quotient is None else quotient
+        if quotient is None:
+            content = other._content()
+            quotient = self / content * atom(1 / (other / content).expr)
+        return quotient
+
+    def _content(self) -> Poly:
+        """Return the common factor of all terms, so that multiples of a sum have one reciprocal as an atom."""
+        powers = {k: self._range(k)[0] for k in self.generators()}
+        scale = Fraction(
+            gcd(*(c.numerator for c in self.terms.values())), lcm(*(c.denominator for c in self.terms.values()))
+        )
+        sign = 1 if self.terms[max(self.terms)] > 0 else -1
+        return Poly({tuple(sorted((k, e) for k, e in powers.items() if e)): sign * scale})
 
     def _divide(self, divisor: Poly) -> Poly | None:
-        """Return the exact quotient by a sum, or None; leading terms are those of the highest total degree."""
-        lead, coefficient = max(divisor.terms.items(), key=_degree)
-        inverse = Poly({tuple((k, -p) for k, p in lead): _tidy(Fraction(1) / coefficient)})
-        rest, parts = self, []
-        for _ in range(len(self.terms)):
-            if not rest.terms:
-                return total(parts)
-            part = Poly(dict([max(rest.terms.items(), key=_degree)])) * inverse
+        """Return the exact quotient by a sum, or None: least and greatest exponents of a product are sums."""
+        keys = sorted(self.generators() | divisor.generators())
+        ranges = [(self._range(k), divisor._range(k)) for k in keys]
+        allowed = [(low - its_low, high - its_high) for (low, high), (its_low, its_high) in ranges]
+
+        def rank(m: Monomial) -> tuple[int, ...]:
+            powers = dict(m)
+            return sum(powers.values()), *(powers.get(k, 0) for k in keys)
+
+        lead = max(divisor.terms, key=rank)
+        inverse = ONE / Poly({lead: divisor.terms[lead]})
+        rest, parts = self, list[Poly]()
+        while rest.terms and len(parts) < _MOST_STEPS:
+            top = max(rest.terms, key=rank)
+            part = Poly({top: rest.terms[top]}) * inverse
+            (powers,) = map(dict, part.terms)
+            if any(not low <= powers.get(k, 0) <= high for k, (low, high) in zip(keys, allowed, strict=True)):
+                return None
             parts.append(part)
             rest = rest - part * divisor
         return None if rest.terms else total(parts)
 
+    def _range(self, key: str) -> tuple[int, int]:
+        found = [dict(m).get(key, 0) for m in self.terms]
+        return min(found, default=0), max(found, default=0)
+
     # -- identity ------------------------------------------------------------------------------------------------
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, int | Fraction):
-            other = as_poly(other)
-        return self.terms == other.terms if isinstance(other, Poly) else NotImplemented
+        if isinstance(other, Poly):
+            return self is other or self.terms == other.terms
+        return self.terms == as_poly(other).terms if isinstance(other, int | Fraction) else NotImplemented
 
     def __hash__(self) -> int:
         if self._hash is None:
-            self._hash = hash(frozenset(self.terms.items()))
+            constant = self.constant  # equal to the number, so hashed as it
+            self._hash = hash(frozenset(self.terms.items()) if constant is None else constant)
         return self._hash
 
     def __bool__(self) -> bool:
@@ -157,6 +168,10 @@ class Poly:
 
     def __repr__(self) -> str:
         return str(self.expr)
+
+    def brief(self) -> str:
+        """Return the text of the first few terms: what an error message can carry."""
+        return str(self) if len(self.terms) <= 8 else f"{Poly(dict(list(self.terms.items())[:8]))} + ..."
 
     def sort_key(self) -> tuple[tuple[Monomial, Rational], ...]:
         """Order polynomials by their content, never by the order in which they were made."""
@@ -171,53 +186,55 @@ class Poly:
             return 0
         return self.terms.get(()) if len(self.terms) == 1 else None
 
-    def keys(self) -> set[str]:
+    def generators(self) -> set[str]:
         """Keys of the generators that occur."""
         return {k for m in self.terms for k, _ in m}
 
+    keys = generators
+
     def names(self) -> set[str]:
         """Names of the symbols that occur, inside atoms too."""
-        found = set()
-        for key in self.keys():
-            found |= {s.name for s in _atoms[key].free_symbols} if key[0] == "~" else {key}
-        return found
+        keys = self.generators()
+        return {s.name for k in keys if k[0] == "~" for s in generator(k).free_symbols} | {
+            k for k in keys if k[0] != "~"
+        }
 
     def bind(self, values: Mapping[str, Poly]) -> Poly:
         """Replace symbols by polynomials, inside atoms too."""
-        keys = self.keys()
-        inside = {k for k in keys if k[0] == "~" and any(s.name in values for s in _atoms[k].free_symbols)}
+        keys = self.generators()
+        inside = {k for k in keys if k[0] == "~" and any(s.name in values for s in generator(k).free_symbols)}
         if not inside and keys.isdisjoint(values):
             return self
         new = {k: v for k, v in values.items() if k in keys}
-        exprs = {symbol(k): v.expr for k, v in values.items()} if inside else {}
-        new |= {k: poly(_atoms[k].xreplace(exprs)) for k in inside}
+        new |= {k: _bound_atom(generator(k), values) for k in inside}
         return self.substitute(new)
 
     def substitute(self, new: Mapping[str, Poly]) -> Poly:
         """Replace generators by polynomials, without looking inside atoms."""
+        numbers = {k: Fraction(c) for k, v in new.items() if (c := v.constant)}
         parts = []
         for m, c in self.terms.items():
-            kept = tuple((k, p) for k, p in m if k not in new)
-            part = Poly({kept: c})
             for k, p in m:
-                if k in new:
+                if k in numbers:
+                    c = c * numbers[k] ** p
+            part = Poly({tuple((k, p) for k, p in m if k not in new): _tidy(c)})
+            for k, p in m:
+                if k in new and k not in numbers:
                     part = part * new[k] ** p
             parts.append(part)
         return total(parts)
 
-    def evaluate(self, value: Callable[[str], float]) -> float:
+    def evaluate(self, value: Callable[[str], Any]) -> Any:
         """Return the sum with every generator replaced by a number: exact if those are ints or Fractions."""
-        out: float = 0
-        seen: dict[str, float] = {}
+        out: Any = 0
+        seen: dict[str, Any] = {}
         for m, c in self.terms.items():
-            part: float = c
+            part: Any = c
             for k, p in m:
                 x = seen.get(k)
                 if x is None:
                     x = seen[k] = value(k)
-                part = (
-                    part * x**p if p > 0 else part * (Fraction(1) / x if isinstance(x, int) else 1 / x) ** -p
-                )
+                part = part * x**p if p > 0 else part * (1 / Fraction(x) if isinstance(x, int) else 1 / x) ** -p
             out += part
         return out
 
@@ -225,17 +242,9 @@ class Poly:
     def expr(self) -> sympy.Expr:
         """The same sum as a sympy expression."""
         if self._expr is None:
-            self._expr = sympy.Add(*(_monomial_expr(m, c) for m, c in self.terms.items()))
+            number = sympy.Rational
+            self._expr = sympy.Add(*(number(c.numerator, c.denominator) * product(m) for m, c in self.terms.items()))
         return self._expr
-
-
-def _degree(item: tuple[Monomial, Rational]) -> tuple[int, Monomial]:
-    return sum(p for _, p in item[0]), item[0]
-
-
-def _monomial_expr(monomial: Monomial, coefficient: Rational) -> sympy.Expr:
-    number = sympy.Rational(coefficient.numerator, coefficient.denominator)
-    return sympy.Mul(number, *(sympy.Pow(generator(k), p) for k, p in monomial))
 
 
 ZERO = Poly({})
@@ -246,6 +255,8 @@ def as_poly(value: Poly | Rational) -> Poly:
     """Return a number as a polynomial, a polynomial as it is."""
     if isinstance(value, Poly):
         return value
+    if type(value) is not int and not isinstance(value, Fraction):
+        return poly(value)  # NumPy's integers, and the refusal of everything inexact
     return Poly({(): value}) if value else ZERO
 
 
@@ -261,35 +272,91 @@ def atom(expr: sympy.Expr) -> Poly:
     """Return an expression as one generator, or its value where it is a number."""
     if expr.is_Rational:
         return as_poly(_tidy(Fraction(expr.p, expr.q)))
-    return Poly({((_atom_key(expr), 1),): 1})
+    return Poly({((atom_key(expr), 1),): 1})
 
 
 @lru_cache(maxsize=1 << 14)
 def _from_expr(expr: sympy.Expr) -> Poly:
     if expr.is_Symbol:
-        if expr != symbol(expr.name):
-            raise ShapeError(
-                f"symbol {expr.name} has assumptions {expr.assumptions0}; expected the positive integer symbol "
-                f"that costgraph.dims({expr.name!r}) returns"
-            )
+        check_symbol(expr)
         return Poly({((expr.name, 1),): 1})
     if expr.is_Rational:
         return as_poly(_tidy(Fraction(int(expr.p), int(expr.q))))
     if expr.is_Add:
         return total(_from_expr(a) for a in expr.args)
     if expr.is_Mul:
-        out = ONE
-        for a in expr.args:
-            out = out * _from_expr(a)
-        return out
-    if expr.is_Pow and expr.exp.is_Integer and abs(expr.exp.p) <= _HIGHEST_POWER:
-        base = _from_expr(expr.base)
-        return base**expr.exp.p if expr.exp.p > 0 or len(base.terms) == 1 else atom(expr)
-    if expr.is_Float or not expr.is_commutative or expr.is_finite is False:
-        raise ShapeError(
-            f"{expr}: expected an exact size, made of integers and of symbols from costgraph.dims"
-        )
+        return prod(map(_from_expr, expr.args), start=ONE)
+    if expr.is_Pow:
+        return power(_from_expr(expr.base), _from_expr(expr.exp))
+    if isinstance(expr, sympy.floor | sympy.ceiling):  # one form, however its sum was written
+        plain = expr.func(_from_expr(expr.args[0]).expr)
+        return atom(expr) if plain == expr else _from_expr(plain)
     return atom(expr)
+
+
+def power(base: Poly, exponent: Poly) -> Poly:
+    """Return a power in one form, whatever it was made of: sympy joins `2 * 2**T` to `2**(T + 1)`.
+
+    An exponent with symbols is split at its sums and whole multiples; what is then left is an atom.
+    """
+    fixed, number = exponent.constant, base.constant
+    if isinstance(fixed, int) and number is not None:
+        return _number_power(number, fixed)
+    if isinstance(fixed, int) and (abs(fixed) <= _HIGHEST_POWER or len(base.terms) == 1):
+        return base**fixed
+    if number is None and len(base.terms) == 1:
+        ((m, c),) = base.terms.items()
+        if c > 0 and (c, m) != (1, ((m[0][0], 1),)):  # (2*B)**T is 2**T * B**T, as all of them are positive
+            factors = [power(Poly({((k, 1),): 1}), exponent * e) for k, e in m]
+            return prod(factors, start=power(as_poly(c), exponent))
+    if number is not None and number < 0 and not all(isinstance(c, int) for c in exponent.terms.values()):
+        raise ShapeError(f"({number})**({exponent}): expected a base that is not negative")
+    if number is not None and number.numerator == 1:
+        return ONE if number == 1 else power(as_poly(number.denominator), -exponent)
+    expr = sympy.Pow(base.expr, exponent.expr)
+    if not expr.is_Pow:
+        return _from_expr(expr)
+    return atom(expr) if fixed is not None else _split_power(expr)
+
+
+def _split_power(expr: sympy.Pow) -> Poly:
+    base, exponent = expr.base, _from_expr(expr.exp)
+    negative = [c < 0 for c in exponent.terms.values()]
+    if any(negative) and not (base.is_Symbol or base.is_Rational):
+        # 0**(T - 1) is 0, where 0**T / 0 is nothing
+        return ONE / power(_from_expr(base), -exponent) if all(negative) else atom(expr)
+    out = ONE
+    for m, c in exponent.terms.items():
+        if not m and isinstance(c, int):
+            out = out * power(_from_expr(base), as_poly(c))
+        else:
+            unit = Poly({m: _tidy(Fraction(1, c.denominator))})
+            out = out * atom(sympy.Pow(base, unit.expr)) ** c.numerator
+    return out
+
+
+def _number_power(number: Rational, exponent: int) -> Poly:
+    if not number and exponent < 0:
+        raise ShapeError(f"0**{exponent}: expected a base that is not zero")
+    bits = max(number.numerator.bit_length(), number.denominator.bit_length()) * abs(exponent)
+    if number in (0, 1, -1) or bits <= _MOST_BITS:
+        return as_poly(_tidy(Fraction(number) ** exponent))
+    try:
+        # what is no integer is handed out as a float anyway
+        if not isinstance(number, int) or exponent < 0:
+            return as_poly(_tidy(Fraction(float(number) ** exponent)))
+    except OverflowError:
+        pass
+    raise ShapeError(f"a power of {bits} bits is no size of a tensor")
+
+
+def _bound_atom(expr: sympy.Expr, values: Mapping[str, Poly]) -> Poly:
+    """Return an atom with symbols replaced, never through a power of numbers that sympy would write out."""
+    if expr.is_Pow:
+        return power(_from_expr(expr.base).bind(values), _from_expr(expr.exp).bind(values))
+    if isinstance(expr, sympy.floor | sympy.ceiling):
+        return _from_expr(expr.func(_from_expr(expr.args[0]).bind(values).expr))
+    return _from_expr(expr.xreplace({symbol(k): v.expr for k, v in values.items()}))
 
 
 def poly(value: object) -> Poly:
@@ -309,15 +376,13 @@ def poly(value: object) -> Poly:
         return value
     if isinstance(value, sympy.Expr):
         return _from_expr(value)
-    if isinstance(value, bool | str | float):
-        raise ShapeError(
-            f"size {value!r}: expected an integer or an expression in symbols from costgraph.dims"
-        )
     if isinstance(value, Fraction):
         return as_poly(_tidy(value))
     try:
-        return as_poly(value.__index__())  # type: ignore[attr-defined]  # NumPy's integers have it too
-    except AttributeError:
+        if isinstance(value, bool):
+            raise TypeError
+        return as_poly(index(value))  # type: ignore[arg-type]  # NumPy's integers too; what is none fails
+    except TypeError:
         raise ShapeError(
-            f"size {value!r}: expected an integer or an expression in symbols from costgraph.dims"
+            f"size {value!r:.60}: expected an integer or an expression in symbols from costgraph.dims"
         ) from None

@@ -7,27 +7,48 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce as fold
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 import sympy
 
-from .dominance import lower
 from .errors import UnsupportedError
-from .extremum import Max, smaller
+from .extremum import at_least_zero, smaller
 from .op import Op
 from .pattern import Affine, Pattern
 from .polynomial import ONE, ZERO, Poly, poly
+from .reach import elements_read, larger
 from .tensor import Tensor
 
 if TYPE_CHECKING:
     from .domain import Domain
 
 __all__ = [
-    "Flops", "all_results", "elements", "free", "in_the_body", "moved_if_copied", "multiply_add", "nothing",
-    "per_element", "per_element_reduced", "per_index_point", "per_update", "points", "reached_by_index", "read_by_the_body", "rows_read",
-    "rows_written", "stated_flops", "stated_reads", "stated_writes", "updates_written", "whole", "written_if_copied",
-]  # fmt: skip
+    "Flops",
+    "all_results",
+    "elements",
+    "free",
+    "in_the_body",
+    "moved_if_copied",
+    "multiply_add",
+    "nothing",
+    "per_element",
+    "per_element_reduced",
+    "per_index_point",
+    "per_update",
+    "points",
+    "reached_by_index",
+    "read_by_the_body",
+    "rows_read",
+    "rows_written",
+    "stated_flops",
+    "stated_reads",
+    "stated_writes",
+    "updates_written",
+    "whole",
+    "written_if_copied",
+]
 
 
 @dataclass(frozen=True)
@@ -44,9 +65,7 @@ class Flops:
     """exp, log, sqrt, sin, tanh, erf and the like"""
 
     def __mul__(self, times: Poly) -> Flops:
-        return Flops(
-            self.matmul * times, self.full * times, self.pointwise * times, self.transcendental * times
-        )
+        return Flops(self.matmul * times, self.full * times, self.pointwise * times, self.transcendental * times)
 
 
 # -- index points ------------------------------------------------------------------------------------------------
@@ -59,7 +78,7 @@ def points(t: Tensor, *, stored: bool = False) -> Poly:
         return prod(sizes, start=ONE)
     domain, query, key = t.domain
     rest = prod((n for i, n in enumerate(sizes) if i not in (query, key)), start=ONE)
-    return rest * domain.points(t.sizes[query], t.sizes[key])  # type: ignore[attr-defined]
+    return rest * domain.points(t.sizes[query], t.sizes[key])
 
 
 def elements(t: Tensor) -> Poly:
@@ -75,22 +94,12 @@ def _once(op: Op, amounts: Sequence[Poly]) -> tuple[Poly, ...]:
         region = t.region()
         j = first.setdefault(region, i)
         if j != i:
-            out[j], out[i] = _larger(out[j], out[i]), ZERO
+            out[j], out[i] = larger(out[j], out[i]), ZERO
     for region, i in first.items():
         whole_region = (region[0],)
         if region != whole_region and whole_region in first:
             out[i] = ZERO
     return tuple(out)
-
-
-def _larger(a: Poly, b: Poly) -> Poly:
-    return (
-        a
-        if a == b or (lower(a - b) or -1) >= 0
-        else b
-        if (lower(b - a) or -1) >= 0
-        else poly(Max(a.expr, b.expr))
-    )
 
 
 # -- FLOPs -------------------------------------------------------------------------------------------------------
@@ -170,12 +179,11 @@ def whole(op: Op) -> tuple[Poly, ...]:
 def read_by_the_body(op: Op) -> tuple[Poly, ...]:
     """Return what the ops inside a fused body read of each operand, a view inside standing for its source."""
     assert op.body is not None
-    amounts = {f.storage: ZERO for f in op.body.formals}
-    for inner in op.body.ops:
-        for t, amount in zip(inner.operands, inner.kind.reads(inner), strict=False):
-            if t.storage in amounts:
-                amounts[t.storage] = _larger(amounts[t.storage], amount)
-    return _once(op, [amounts[f.storage] for f in op.body.formals])
+    amounts = []
+    for f in op.body.formals:
+        handed = [elements(t) for t in op.body.outputs if t.storage is f.storage]  # a view is written out: a copy
+        amounts.append(fold(larger, handed, elements_read(op.body, f)))
+    return _once(op, amounts)
 
 
 def moved_if_copied(op: Op) -> tuple[Poly, ...]:
@@ -190,13 +198,13 @@ def written_if_copied(op: Op) -> tuple[Poly, ...]:
 
 def rows_read(op: Op) -> tuple[Poly, ...]:
     """Return the rows of a table that are looked up, not the table, and the indices."""
-    table, ids = op.operands
+    _, ids = op.operands
     return points(op.results[0]), elements(ids)
 
 
 def rows_written(op: Op) -> tuple[Poly, ...]:
     """Return what a scatter reads: indices and updates, and the rows that it adds to."""
-    target, ids, updates = op.operands
+    _, ids, updates = op.operands
     count = elements(updates)
     return (count if op.attrs["mode"] == "add" else ZERO), elements(ids), count
 
@@ -238,39 +246,53 @@ def _reached(index: Affine, extents: dict[str, Poly], size: Poly) -> Poly:
     """Count the positions of an axis that an affine index reaches, padding left out.
 
     With `stride*h + dilation*r - padding`, the window positions fall into classes modulo the stride; within a class
-    the positions of neighbouring h follow each other without gaps.
+    each of them is the start of a run of as many positions as there are h.
     """
     if len(index.terms) == 1:
         ((name, step),) = index.terms
-        return (
-            extents[name] if index.offset >= 0 else _clipped(0, ZERO, extents[name], step, index.offset, size)
-        )
-    # the axis whose extent is no plain number runs along the output, the other one along the window
-    terms = sorted(index.terms, key=lambda term: extents[term[0]].constant is not None)
-    (along, stride), *others = terms
-    if len(others) != 1 or not isinstance(extents[others[0][0]].constant, int):
+        return extents[name] if index.offset >= 0 else _united([(0, 0)], 0, extents[name], step, index.offset, size)
+    # the axis whose extent is no plain number, or the larger one, runs along the output, the other along the window
+    terms = sorted(index.terms, key=lambda term: _window_first(extents[term[0]]))
+    (window, dilation), *others = terms
+    if len(others) != 1 or not isinstance(extents[window].constant, int):
         known = [extents[n] for n, _ in index.terms]
         if all(step == 1 for _, step in index.terms) and index.offset >= 0:
             return sum(known, start=ZERO) - (len(known) - 1)
         raise UnsupportedError(
             f"index {index}: expected a window of numeric size to count the elements that it reaches"
         )
-    window, dilation = others[0]
-    classes: dict[int, list[int]] = {}
+    along, stride = others[0]
+    classes: dict[int, list[tuple[int, int]]] = {}
     for r in range(int(extents[window].constant or 0)):
-        classes.setdefault(r * dilation % stride, []).append(r * dilation // stride)
-    parts = [
-        _clipped(rest + stride * min(q), poly(max(q) - min(q)), extents[along], stride, index.offset, size)
-        for rest, q in classes.items()
-    ]
+        at = r * dilation // stride
+        runs = classes.setdefault(r * dilation % stride, [])
+        if runs and at <= runs[-1][1] + 1:
+            runs[-1] = (runs[-1][0], at)
+        else:
+            runs.append((at, at))
+    parts = [_united(runs, rest, extents[along], stride, index.offset, size) for rest, runs in classes.items()]
     return sum(parts, start=ZERO)
 
 
-def _clipped(first: int, extra: Poly, count: Poly, stride: int, offset: int, size: Poly) -> Poly:
-    """Count k in 0 .. count + extra - 1 with 0 <= first + stride*k + offset < size."""
+def _window_first(extent: Poly) -> tuple[bool, int]:
+    size = extent.constant
+    return size is None, int(size or 0)
+
+
+def _united(runs: Sequence[tuple[int, int]], first: int, count: Poly, stride: int, offset: int, size: Poly) -> Poly:
+    """Count k with a <= k < b + count for one of the runs (a, b), and 0 <= first + stride*k + offset < size."""
     begin = max(0, -((first + offset) // stride))
-    end = poly(sympy.floor(((size - 1 - first - offset) / stride).expr)) + 1
-    return smaller(count + extra, end) - begin
+    end = poly(sympy.ceiling(((size - first - offset) / stride).expr))
+    if len(runs) == 1:  # neighbours follow each other without gaps, and the padding is less than the window
+        ((a, b),) = runs
+        return smaller(count + b, end) - max(a, begin)
+    parts = []
+    for i, (a, b) in enumerate(runs):
+        last = smaller(count + b, end)
+        if i + 1 < len(runs):  # what the next run reaches as well counts there
+            last = smaller(last, poly(max(runs[i + 1][0], begin)))
+        parts.append(at_least_zero(last - max(a, begin)))
+    return sum(parts, start=ZERO)
 
 
 def stated_reads(op: Op) -> tuple[Poly, ...]:

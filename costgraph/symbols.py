@@ -7,23 +7,23 @@ from functools import cache
 
 import sympy
 
-from .errors import BindingError, PatternError
+from .errors import BindingError, PatternError, ShapeError
 
 __all__ = ["dims", "is_name", "read_size", "symbol"]
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 # Names become keyword arguments, columns and axis labels: longer ones are a mistake or an attack.
 _LONGEST_NAME = 64
-_SIZE = re.compile(r"(\d{1,30})(?:\.(\d{1,30}))?(?:[eE]\+?(\d{1,2}))?(Ki|Mi|Gi|Ti|K|k|M|G|B|T)?\Z")
+_SIZE = re.compile(r"(\d{1,30})(?:\.(\d{1,30}))?(?:[eE]\+?(\d{1,2}))?(Ki|Mi|Gi|Ti|K|k|M|G|B|T)?\Z", re.ASCII)
 _SCALES = {
     "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40,
     "K": 10**3, "k": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12,
 }  # fmt: skip
 
 
-def is_name(text: str) -> bool:
+def is_name(text: object) -> bool:
     """Whether `text` can name a dimension, an axis, a tensor or a model parameter."""
-    return len(text) <= _LONGEST_NAME and _NAME.match(text) is not None
+    return isinstance(text, str) and len(text) <= _LONGEST_NAME and _NAME.match(text) is not None
 
 
 def shorten(text: str, most: int = 60) -> str:
@@ -36,10 +36,36 @@ def symbol(name: str) -> sympy.Symbol:
     """Return the positive integer symbol of this name."""
     if not is_name(name):
         raise PatternError(
-            f"dimension name {shorten(name)}: expected a letter or underscore followed by letters, digits or "
+            f"dimension name {shorten(str(name))}: expected a letter or underscore followed by letters, digits or "
             f"underscores, at most {_LONGEST_NAME} in all"
         )
     return sympy.Symbol(name, integer=True, positive=True)
+
+
+def check_symbol(expr: sympy.Symbol) -> None:
+    """Raise ShapeError for a symbol that `symbol` did not make: equal names would not be equal sizes."""
+    if not is_name(expr.name) or expr != symbol(expr.name):
+        given = ", ".join(k for k, v in sorted(expr.assumptions0.items()) if v) or "none"
+        raise ShapeError(
+            f"symbol {shorten(expr.name)} has the assumptions {given}; expected the positive integer symbol that "
+            f"costgraph.dims returns"
+        )
+
+
+def is_number_like(expr: sympy.Expr) -> bool:
+    """Whether a formula can be a finite real number, as far as sympy knows."""
+    refused = not expr.is_commutative or expr.is_finite is False or expr.is_real is False
+    return not refused and not expr.atoms(sympy.I, sympy.nan, sympy.oo, -sympy.oo, sympy.zoo)
+
+
+def check_exact(expr: sympy.Expr) -> None:
+    """Raise ShapeError for a formula with inexact, infinite or complex numbers, or symbols of another origin."""
+    if not is_number_like(expr) or expr.atoms(sympy.Float):
+        raise ShapeError(
+            f"{shorten(str(expr))}: expected an exact size, made of integers and of symbols from costgraph.dims"
+        )
+    for s in sorted(expr.free_symbols, key=str):
+        check_symbol(s)
 
 
 def dims(names: str) -> sympy.Symbol | tuple[sympy.Symbol, ...]:
@@ -101,12 +127,13 @@ def read_size(text: str, place: str) -> int:
     >>> read_size("8Ki", "S"), read_size("1.5M", "N")
     (8192, 1500000)
     """
-    match = _SIZE.match(text)
+    match = _SIZE.match(text) if isinstance(text, str) else None
     if match is None:
-        raise BindingError(f"{place}: got {shorten(text)}, expected a size such as 8192, 8Ki, 1.5M or 70B")
+        raise BindingError(f"{place}: got {shorten(str(text))}, expected a size such as 8192, 8Ki, 1.5M or 70B")
     whole, fraction, power, scale = match.groups()
-    digits = int(whole + (fraction or "")) * 10 ** int(power or 0) * _SCALES.get(scale or "", 1)
-    value, rest = divmod(digits, 10 ** len(fraction or ""))
+    # int(): an exponent that may be negative makes a power anything, for a type checker
+    digits = int(whole + (fraction or "")) * int(10 ** int(power or 0)) * _SCALES.get(scale or "", 1)
+    value, rest = divmod(digits, int(10 ** len(fraction or "")))
     if rest or value < 1:
         raise BindingError(f"{place}: got {shorten(text)}, expected a positive whole number")
     return value

@@ -12,7 +12,9 @@ from .layout import Sizes, contiguous, distinct, numel
 from .polynomial import ZERO, Poly, poly
 
 if TYPE_CHECKING:
-    from .graph import Graph, Op
+    from .domain import Domain
+    from .graph import Graph
+    from .op import Op
 
 __all__ = ["OPERATORS", "SOURCES", "Storage", "Tensor", "nbytes"]
 
@@ -39,7 +41,7 @@ def nbytes(sizes: Sequence[Poly], dtype: DType) -> Poly:
         Bytes; elements below a byte are packed without gaps.
     """
     count = numel(sizes)
-    out = count * dtype.bits / 8
+    out = count * (dtype.bits // 8 if dtype.bits % 8 == 0 else dtype.bytes)
     if dtype.block is not None:
         last = sizes[-1] if sizes else poly(1)
         blocks = poly(sympy.ceiling((last / dtype.block).expr))
@@ -105,7 +107,7 @@ class Tensor:
         self.storage = Storage(name, sizes, dtype, role) if storage is None else storage
         self.requires_grad = requires_grad
         self.producer: Op | None = None
-        self.domain: tuple[object, int, int] | None = None
+        self.domain: tuple[Domain, int, int] | None = None
         """Index points that hold anything: (Domain, query axis, key axis), None for all."""
 
     @property
@@ -153,11 +155,7 @@ class Tensor:
 
     def element_bytes(self) -> Poly:
         """Return the bytes moved for each element, scales included."""
-        return (
-            self.storage.bytes / self.storage.elements
-            if self.dtype.block is not None
-            else poly(self.dtype.bits) / 8
-        )
+        return self.storage.bytes / self.storage.elements if self.dtype.block is not None else poly(self.dtype.bytes)
 
     def __add__(self, other: object) -> Tensor:
         return OPERATORS["add"](self, other)
@@ -195,10 +193,11 @@ class Tensor:
     def __getitem__(self, key: object) -> Tensor:
         return OPERATORS["index"](self, key)
 
+    __array_ufunc__ = None  # NumPy's operands would otherwise go through their own elements one by one
     __iter__ = None  # indexing would otherwise make it look like an endless sequence
 
     @property
-    def mT(self) -> Tensor:
+    def mT(self) -> Tensor:  # noqa: N802  # torch's name
         """View with the last two axes exchanged."""
         return OPERATORS["transpose"](self)
 

@@ -46,10 +46,7 @@ def _units() -> dict[str, tuple[Fraction, str]]:
     table["KB"], table["KB/s"] = table["kB"], table["kB/s"]
     table["FLOP/B"] = (Fraction(1), "FLOP/B")
     table.update(
-        {
-            f"{prefix}s": (Fraction(1, 10**n), "s")
-            for prefix, n in zip(("", "m", "u", "n"), (0, 3, 6, 9), strict=True)
-        }
+        {f"{prefix}s": (Fraction(1, 10**n), "s") for prefix, n in zip(("", "m", "u", "n"), (0, 3, 6, 9), strict=True)}
     )
     return table
 
@@ -97,9 +94,7 @@ class Quantity:
 
     def __post_init__(self) -> None:
         if self.unit not in BASE_UNITS:
-            raise SpecError(
-                f"quantity: unit {self.unit!r} is no base unit; expected one of {', '.join(BASE_UNITS)}"
-            )
+            raise SpecError(f"quantity: unit {self.unit!r} is no base unit; expected one of {', '.join(BASE_UNITS)}")
         object.__setattr__(self, "value", exact(self.value))
 
     def __add__(self, other: Quantity) -> Quantity:
@@ -167,9 +162,7 @@ def exact(value: object) -> Number:
     (Fraction(4947, 5), 80)
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Real | Decimal):
-        raise SpecError(
-            f"quantity: value {value!r} is no number; expected an int, a Fraction, a Decimal or a float"
-        )
+        raise SpecError(f"quantity: value {value!r} is no number; expected an int, a Fraction, a Decimal or a float")
     if isinstance(value, numbers.Rational):
         fraction = Fraction(int(value.numerator), int(value.denominator))
         if max(abs(fraction.numerator), fraction.denominator) > 10**_LARGEST_EXPONENT:
@@ -210,9 +203,7 @@ def quantity(value: object, unit: str, source: str = "", note: str = "") -> Quan
     (80000000000, 85899345920, 50000000000)
     """
     if not isinstance(unit, str) or unit not in UNITS:
-        raise SpecError(
-            f"quantity: unit {unit!r} of value {value} is unknown; expected one of {', '.join(UNITS)}"
-        )
+        raise SpecError(f"quantity: unit {unit!r} of value {value} is unknown; expected one of {', '.join(UNITS)}")
     factor, base = UNITS[unit]
     return Quantity(exact(Fraction(exact(value)) * factor), base, source, note)
 

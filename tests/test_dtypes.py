@@ -71,9 +71,7 @@ def test_formats_by_hand(name, exponent, mantissa, largest, normal, subnormal):
     assert ours.smallest_subnormal == subnormal
 
 
-@pytest.mark.parametrize(
-    "name", [n for n, f in DTYPES.items() if f.kind == "float" and f.signed and not f.scale]
-)
+@pytest.mark.parametrize("name", [n for n, f in DTYPES.items() if f.kind == "float" and f.signed and not f.scale])
 def test_bits_are_sign_exponent_and_mantissa(name):
     ours = dtype(name)
     stored = 19 if name == "tf32" else ours.bits  # tf32 is kept in 32 bits and uses 19
@@ -131,9 +129,7 @@ def samples(ours: DType) -> list[float]:
     edges = [float(ours.max), float(ours.smallest_normal), float(ours.smallest_subnormal)]
     base += [e * f for e in edges for f in (0.49, 0.5, 0.51, 0.75, 0.999, 1, 1.01)]
     random = np.random.default_rng(0)
-    base += list(
-        np.exp(random.uniform(math.log(float(ours.smallest_subnormal)), math.log(float(ours.max)), 200))
-    )
+    base += list(np.exp(random.uniform(math.log(float(ours.smallest_subnormal)), math.log(float(ours.max)), 200)))
     base = [float(np.float32(x)) for x in base if float(x) < 3.4e38]  # torch casts from fp32
     return base + [-x for x in base]
 
@@ -143,9 +139,7 @@ def test_rounding_is_that_of_torch(name):
     torch = pytest.importorskip("torch")
     ours = dtype(name)
     values = [x for x in samples(ours) if abs(x) <= ours.max]
-    theirs = (
-        torch.tensor(values, dtype=torch.float32).to(getattr(torch, TORCH_FLOATS[name])).double().tolist()
-    )
+    theirs = torch.tensor(values, dtype=torch.float32).to(getattr(torch, TORCH_FLOATS[name])).double().tolist()
     assert [ours.round(x) for x in values] == theirs
 
 
@@ -242,9 +236,7 @@ def test_the_bytes_of_a_block_tensor_follow_from_the_facts():
     nvfp4 = dtype("nvfp4")
     outer, inner = 3, 40  # three rows of 40: 60 bytes of elements, ceil(40/16) = 3 scales a row, one fp32
     scales = math.ceil(inner / nvfp4.block) * outer
-    assert (
-        outer * inner * nvfp4.bytes + Fraction(scales * nvfp4.scale_bits + nvfp4.tensor_bits, 8) == 60 + 9 + 4
-    )
+    assert outer * inner * nvfp4.bytes + Fraction(scales * nvfp4.scale_bits + nvfp4.tensor_bits, 8) == 60 + 9 + 4
 
 
 def test_elements_of_block_formats_are_those_of_the_plain_ones():

@@ -124,8 +124,7 @@ def test_capacity_is_the_vendors_and_the_measured_one_on_request():
     assert load_hardware("mi300x").capacity().value == 192 * 2**30
     assert load_hardware("a100-40-pcie").capacity(measured=True).value == 42_298_834_944
     assert error_of(load_hardware("h100-sxm").capacity, measured=True) == (
-        "hardware h100-sxm: memory.measured is missing; expected it there, "
-        "or measured=False for the vendor's 80 GB"
+        "hardware h100-sxm: memory.measured is missing; expected it there, or measured=False for the vendor's 80 GB"
     )
 
 
@@ -293,12 +292,9 @@ def test_files_that_cannot_be_read(write, tmp_path):
     assert refusal(tmp_path) == "no such file; expected a TOML file"
     assert refusal(write("name = ")) == "Invalid value (at end of document); expected a readable TOML file"
     assert refusal(write("name = 5 5\n")) == (
-        "Expected newline or end of document after a statement (at line 1, column 10); "
-        "expected a readable TOML file"
+        "Expected newline or end of document after a statement (at line 1, column 10); expected a readable TOML file"
     )
-    assert refusal(write(b"\x00\x01")) == (
-        "Invalid statement (at line 1, column 1); expected a readable TOML file"
-    )
+    assert refusal(write(b"\x00\x01")) == ("Invalid statement (at line 1, column 1); expected a readable TOML file")
     assert refusal(write(b"name = '\xff'")) == "byte 8 is no UTF-8; expected a TOML file"
     assert refusal(write(b"#" * (2**20 + 1))) == "larger than 1 MiB; expected the specification of one device"
     assert refusal(write("x = " + "[" * 100_000)) == "nested too deep; expected the tables of a specification"
@@ -388,9 +384,7 @@ def test_a_device_without_a_peak_or_a_bandwidth_is_refused(write):
     without_peak = head + "[memory]" + rest.partition("[memory]")[2]
     assert refusal(write(without_peak)) == "[peak] has no rate; expected one at least, such as peak.bf16"
     lines = [line for line in OWN.splitlines() if not line.startswith("bandwidth")]
-    assert (
-        refusal(write("\n".join(lines))) == "memory.bandwidth is missing; expected it in every specification"
-    )
+    assert refusal(write("\n".join(lines))) == "memory.bandwidth is missing; expected it in every specification"
     assert refusal(write("")) == "[peak] has no rate; expected one at least, such as peak.bf16"
 
 

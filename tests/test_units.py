@@ -81,10 +81,7 @@ def test_what_is_no_number_is_refused(value, text):
 def test_unknown_unit_lists_the_known_ones(unit):
     with pytest.raises(SpecError) as error:
         quantity(1, unit)
-    assert (
-        str(error.value)
-        == f"quantity: unit {unit!r} of value 1 is unknown; expected one of {', '.join(UNITS)}"
-    )
+    assert str(error.value) == f"quantity: unit {unit!r} of value 1 is unknown; expected one of {', '.join(UNITS)}"
 
 
 def test_a_quantity_has_a_base_unit():
@@ -111,9 +108,7 @@ def test_arithmetic_without_meaning_is_refused():
     assert str(error.value) == "quantity: 1 GB in B and 1 GB/s in B/s have no sum; expected one unit"
     with pytest.raises(SpecError) as error:
         quantity(1, "W") / quantity(1, "GB")
-    assert str(error.value).startswith(
-        "quantity: 1 W divided by 1 GB has no unit here; expected one of (FLOP/s)/(B/s)"
-    )
+    assert str(error.value).startswith("quantity: 1 W divided by 1 GB has no unit here; expected one of (FLOP/s)/(B/s)")
     with pytest.raises(SpecError, match="expected a divisor that is not zero"):
         quantity(1, "W") / quantity(0, "W")
     with pytest.raises(TypeError):

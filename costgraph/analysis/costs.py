@@ -8,10 +8,11 @@ from functools import reduce as fold
 
 import sympy
 
+from ..arguments import need_call, need_choice, need_flag
 from ..bind import Formula, answer, bindings, known_names, size_of
 from ..dtypes import promote
 from ..errors import BindingError, GraphError
-from ..graph import Graph
+from ..graph import Graph, need_graph
 from ..op import Op
 from ..polynomial import ONE, Poly, as_poly, total
 from ..rules import Flops
@@ -31,6 +32,11 @@ __all__ = [
 
 _FLOP_KINDS = ("matmul", "pointwise", "transcendental")
 _COUNTS = ("executed", "full")
+_VALUES = {
+    "kind": (*_FLOP_KINDS, "data"),
+    "direction": ("compute", "read", "write"),
+    "phase": ("forward", "recompute", "backward", "optimizer"),
+}
 
 
 @dataclass(frozen=True)
@@ -121,8 +127,9 @@ class Costs:
         GraphError
             If there is no such column.
         """
-        for column in wanted:
+        for column, value in wanted.items():
             _need_column(column)
+            _need_value(column, value)
         kept = [r for r in self.rows if all(_matches(getattr(r, c), w, c) for c, w in wanted.items())]
         return replace(self, rows=tuple(kept))
 
@@ -142,6 +149,8 @@ class Costs:
             A mapping from value to table; `.total()` sums each.
         """
         _need_column(column)
+        if depth is not None and (isinstance(depth, bool) or not isinstance(depth, int) or depth < 1):
+            raise GraphError(f"costs: depth {depth!r}, expected a positive integer")
         out: dict[str, list[CostRow]] = {}
         for r in self.rows:
             key = getattr(r, column)
@@ -167,9 +176,7 @@ class Costs:
         """
         for name in dims:
             if name not in self.names:
-                raise BindingError(
-                    f"{name!r} is no dimension, expected one of {', '.join(sorted(self.names))}"
-                )
+                raise BindingError(f"{name!r} is no dimension, expected one of {', '.join(sorted(self.names))}")
         values = {k: as_poly(size_of(k, v)) for k, v in dims.items()}
         return replace(self, rows=tuple(replace(r, amount=r.amount.bind(values)) for r in self.rows))
 
@@ -187,9 +194,15 @@ class Grouped(dict[str, Costs]):
 
 
 def _need_column(column: str) -> None:
-    columns = [f.name for f in fields(CostRow) if f.name != "amount"]
-    if column not in columns:
-        raise GraphError(f"costs: column {column!r}, expected one of {', '.join(columns)}")
+    need_choice("costs: column", column, [f.name for f in fields(CostRow) if f.name != "amount"])
+
+
+def _need_value(column: str, wanted: object) -> None:
+    """Refuse what no row can have: a misspelt kind would add up to nothing."""
+    if not isinstance(wanted, str):
+        need_call(f"costs: {column}", wanted)
+    elif column in _VALUES:
+        need_choice(f"costs: {column}", wanted, _VALUES[column])
 
 
 def _matches(value: str, wanted: str | Callable[[str], bool], column: str) -> bool:
@@ -223,7 +236,8 @@ def _main_kind(flops: Flops) -> str:
 def _inner_flops(op: Op) -> Flops:
     """FLOPs of a kernel's body, to name the kind of its bytes."""
     if op.body is None:
-        return op.kind.flops(op)
+        own: Flops = op.kind.flops(op)
+        return own
     parts = [inner.kind.flops(inner) for inner, _, _ in executions(op.body)]
     return Flops(*(total(getattr(p, f.name) for p in parts) for f in fields(Flops)))
 
@@ -242,8 +256,6 @@ def _traffic(op: Op) -> Iterator[tuple[str, str, Poly]]:
 
 
 def _rows(graph: Graph, count: str) -> tuple[CostRow, ...]:
-    if count not in _COUNTS:
-        raise GraphError(f"count={count!r}: expected 'executed' or 'full'")
     if ("costs", count) in graph.cache:
         return graph.cache["costs", count]  # type: ignore[no-any-return]
     rows = []
@@ -252,9 +264,7 @@ def _rows(graph: Graph, count: str) -> tuple[CostRow, ...]:
         for kind in _FLOP_KINDS:
             amount = own.full if kind == "matmul" and count == "full" else getattr(own, kind)
             if amount:
-                rows.append(
-                    CostRow(op.name, op.scope, op.phase, kind, compute_dtype(op), "compute", amount * times)
-                )
+                rows.append(CostRow(op.name, op.scope, op.phase, kind, compute_dtype(op), "compute", amount * times))
         if moves:
             kind = _main_kind(_inner_flops(op))
             for direction, dtype, amount in _traffic(op):
@@ -264,6 +274,8 @@ def _rows(graph: Graph, count: str) -> tuple[CostRow, ...]:
 
 
 def _bound_rows(graph: Graph, count: str, dims: Mapping[str, object]) -> tuple[CostRow, ...]:
+    need_graph("costs", graph)
+    need_choice("count", count, _COUNTS)
     values = bindings(graph, dims)
     rows = _rows(graph, count)
     return tuple(replace(r, amount=r.amount.bind(values)) for r in rows) if values else rows
@@ -305,9 +317,9 @@ def costs(graph: Graph, /, *, count: str = "executed", **dims: int) -> Costs:
     return Costs(_bound_rows(graph, count, dims), known_names(graph))
 
 
-def _sum_of(
-    graph: Graph, dims: Mapping[str, object], count: str, wanted: Callable[[CostRow], bool]
-) -> Formula:
+def _sum_of(graph: Graph, dims: Mapping[str, object], count: str, wanted: Callable[[CostRow], bool]) -> Formula:
+    need_graph("costs", graph)
+    need_choice("count", count, _COUNTS)
     key = ("sum", count, wanted)
     if key not in graph.cache:
         graph.cache[key] = total(r.amount for r in _rows(graph, count) if wanted(r))
@@ -397,6 +409,8 @@ def bytes_moved(graph: Graph, /, fused: bool = False, **dims: int) -> Formula:
     BindingError
         If a size cannot be bound.
     """
+    need_graph("bytes_moved", graph)
+    need_flag("bytes_moved", fused=fused)
     if not fused:
         return _sum_of(graph, dims, "executed", _is_traffic)
     return answer(compulsory(graph).bind(bindings(graph, dims)))
@@ -428,9 +442,7 @@ def intensity(graph: Graph, /, fused: bool = False, **dims: int) -> Formula:
     if moved == 0:
         raise GraphError(f"intensity of graph {graph.name!r}: it moves no bytes, expected an op that does")
     ratio = sympy.sympify(work) / sympy.sympify(moved)
-    return answer(
-        sympy.cancel(ratio) if not ratio.atoms(sympy.floor, sympy.ceiling) and _small(ratio) else ratio
-    )
+    return answer(sympy.cancel(ratio) if not ratio.atoms(sympy.floor, sympy.ceiling) and _small(ratio) else ratio)
 
 
 def _small(ratio: sympy.Expr) -> bool:

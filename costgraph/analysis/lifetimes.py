@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from math import lcm
+from types import MappingProxyType
 
 from ..bind import Formula, answer, bindings
-from ..graph import Graph
+from ..graph import Graph, need_graph
 from ..op import Op
 from ..polynomial import ONE, ZERO, Poly
 from ..tensor import Storage, Tensor
 
-__all__ = ["Life", "Lifetime", "Program", "Step", "copies_needed", "lifetimes", "play"]
+__all__ = ["Life", "Lifetime", "Program", "Step", "copies_needed", "lifetimes", "period", "play"]
 
 
 @dataclass(eq=False)
@@ -56,24 +58,41 @@ class Program:
     """Storages, those that live throughout first."""
 
 
-def copies_needed(op: Op) -> int:
-    """Return how many iterations of a Repeat stand for all of them: the first, one in the middle, the last.
-
-    More where a body hands its carries around: what is made in one iteration may then live through several.
-    """
+def _handed_on(op: Op) -> dict[int, int]:
+    """Carries that a body hands on in another place: where each goes, and which one it was."""
     body = op.body
     assert body is not None
     carries = op.attrs["carries"]
     entries = {f.storage: i for i, f in enumerate(body.formals[:carries])}
-    moved = sum(entries.get(t.storage, i) != i for i, t in enumerate(body.outputs[:carries]))
-    return 3 + moved
+    return {i: entries[t.storage] for i, t in enumerate(body.outputs[:carries]) if entries.get(t.storage, i) != i}
+
+
+def copies_needed(op: Op) -> int:
+    """Return how many iterations of a Repeat stand for all of them: the first, one in the middle, the last.
+
+    More where a body hands its carries around: what is made in one iteration then lives through some more, and the
+    one in the middle needs as many before it and after it.
+    """
+    return 3 + 2 * len(_handed_on(op))
+
+
+def period(op: Op) -> int:
+    """Return after how many iterations the carries that a body only exchanges are back in their places."""
+    moves, out = _handed_on(op), 1
+    for start in moves:
+        at, length = moves[start], 1
+        while at in moves and at != start and length <= len(moves):
+            at, length = moves[at], length + 1
+        out = lcm(out, length) if at == start else out
+    return out
 
 
 class _Player:
     """Runs a graph step by step, keeping track of which storage stands behind each tensor."""
 
-    def __init__(self, copies: Callable[[Op], int]) -> None:
+    def __init__(self, copies: Callable[[Op], int], values: Mapping[str, Poly]) -> None:
         self.copies = copies
+        self.values = values
         self.program = Program()
 
     def sources(self, graph: Graph, env: dict[Storage, Life], times: Poly = ONE) -> None:
@@ -118,7 +137,7 @@ class _Player:
         stacks = [self.birth(t, start, label) for t in op.results[carries:]]
         fixed = {f.storage: env[t.storage] for f, t in zip(body.formals, op.operands, strict=True)}
         state = [env[t.storage] for t in op.operands[:carries]]
-        count, times = op.attrs["count"], self.copies(op)
+        count, times = op.attrs["count"].bind(self.values), self.copies(op)
         for i in range(times):
             inner = {**env, **fixed}
             inner |= {f.storage: life for f, life in zip(body.formals[:carries], state, strict=True)}
@@ -134,12 +153,13 @@ def _iteration(i: int, times: int, count: Poly) -> str:
     """Name an iteration: its number, or what it stands for where the count is a symbol."""
     if count.constant == times:
         return str(i)
-    if i == times - 1:
-        return str(count - 1).replace(" ", "")
-    return str(i) if i < times - 2 else "i"
+    middle = times // 2
+    return str(i) if i < middle else "i" if i == middle else str(count - (times - i)).replace(" ", "")
 
 
-def play(graph: Graph, copies: Callable[[Op], int] = copies_needed) -> Program:
+def play(
+    graph: Graph, copies: Callable[[Op], int] = copies_needed, values: Mapping[str, Poly] = MappingProxyType({})
+) -> Program:
     """Run a graph.
 
     Parameters
@@ -148,13 +168,15 @@ def play(graph: Graph, copies: Callable[[Op], int] = copies_needed) -> Program:
         What runs.
     copies : callable
         How many iterations to play of each Repeat.
+    values : mapping of str to Poly
+        Bound sizes: they name the iterations.
 
     Returns
     -------
     Program
         Steps and storages.
     """
-    player = _Player(copies)
+    player = _Player(copies, values)
     env: dict[Storage, Life] = {}
     player.sources(graph, env)
     player.run(graph, env, "")
@@ -181,13 +203,15 @@ class Lifetime:
     """last op that needs it, None for what stays to the end"""
 
 
-def copies_for(values: Mapping[str, Poly]) -> Callable[[Op], int]:
-    """Return the rule for how many iterations to play, once some sizes are bound."""
+def copies_for(values: Mapping[str, Poly], extra: int = 0) -> Callable[[Op], int]:
+    """Return the rule for how many iterations to play, once some sizes are bound; `extra` where a count is open."""
 
     def copies(op: Op) -> int:
         count = op.attrs["count"].bind(values).constant
         needed = copies_needed(op)
-        return needed if count is None else min(int(count), needed)
+        if count is None:
+            return needed + extra % period(op)
+        return int(count) if count <= needed else needed + (int(count) - needed) % period(op)
 
     return copies
 
@@ -223,12 +247,13 @@ def lifetimes(graph: Graph, /, **dims: int) -> list[Lifetime]:
     >>> [(r.tensor, r.role, r.born, r.dies) for r in cg.lifetimes(g)]
     [('x', 'input', None, None), ('relu', 'activation', 'relu', 'relu_1'), ('relu_1', 'output', 'relu_1', None)]
     """
+    need_graph("lifetimes", graph)
     return list(_rows(graph, dims))
 
 
 def _rows(graph: Graph, dims: Mapping[str, object]) -> Iterator[Lifetime]:
     values = bindings(graph, dims)
-    program = play(graph, copies_for(values))
+    program = play(graph, copies_for(values), values)
     for life in program.lives:
         born = None if life.born is None else program.steps[life.born].where
         dies = None if life.dies is None else program.steps[life.dies].where

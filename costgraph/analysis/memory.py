@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import lcm
 
 from ..bind import Formula, answer, bindings, need_bound
 from ..dominance import prune
 from ..extremum import Owner, extremum
-from ..graph import Graph
+from ..graph import Graph, need_graph
 from ..op import Op
 from ..polynomial import Monomial, Poly, Rational, total
-from .lifetimes import Program, copies_for, copies_needed, play
+from .hooks import PLOTTERS
+from .lifetimes import Program, copies_for, copies_needed, period, play
 
 __all__ = ["Moment", "Timeline", "live_bytes", "peak_memory", "peak_regimes", "timeline"]
 
 # Unrolled further than this, a timeline is played with the iterations that can differ alone.
-_MOST_STEPS = 200_000
+_MOST_STEPS = 20_000
 
 
 def live_bytes(program: Program) -> Iterator[tuple[int, Poly]]:
@@ -66,12 +68,16 @@ def peak_regimes(graph: Graph, values: Mapping[str, Poly]) -> list[tuple[Poly, O
     list of (Poly, Owner)
         Not yet bound.
     """
-    copies = copies_for(values)
-    key = ("peak", tuple(copies(op) for op in graph.walk() if op.kind.body == "repeated"))
+    loops = [op for op in graph.walk() if op.kind.body == "repeated"]
+    # where a body exchanges carries, an open count may leave them in any of their places
+    ends = lcm(*(period(op) for op in loops if op.attrs["count"].bind(values).constant is None))
+    rules = [copies_for(values, extra) for extra in range(ends)]
+    key = ("peak", tuple(copies(op) for copies in rules for op in loops))
     if key not in graph.cache:
-        program = play(graph, copies)
+        programs = [play(graph, copies) for copies in rules]
         candidates = [
             (p, Owner(program.steps[at].where, program.steps[at].op.phase) if at >= 0 else Owner())
+            for program in programs
             for at, p in live_bytes(program)
         ]
         graph.cache[key] = prune(candidates, graph.root.relations)
@@ -114,10 +120,11 @@ def peak_memory(graph: Graph, /, **dims: int) -> Formula:
     ...     h = cg.einsum(g.input("x", (B, D)), g.param("w1", (D, F)), "b d, d f -> b f")
     ...     g.output(cg.einsum(cg.relu(h), g.param("w2", (F, K)), "b f, f k -> b k"))
     >>> cg.peak_memory(g, B=2, D=3, F=5, K=7)
-    304
+    320
     >>> [r.op for r in cg.regimes(cg.peak_memory(g))]
     ['relu', 'einsum_1']
     """
+    need_graph("peak_memory", graph)
     values = bindings(graph, dims)
     found = [(p.bind(values), owner) for p, owner in peak_regimes(graph, values)]
     if all(p.constant is not None for p, _ in found):
@@ -183,10 +190,8 @@ class Timeline:
         matplotlib.figure.Figure
             The figure.
         """
-        from ..report.plots import plot_timeline
-
         need_bound([self.peak], "plot of a timeline")
-        return plot_timeline(self, path)
+        return PLOTTERS["timeline"](self, path)
 
 
 def _played_out(graph: Graph, values: Mapping[str, Poly]) -> int:
@@ -197,7 +202,7 @@ def _played_out(graph: Graph, values: Mapping[str, Poly]) -> int:
         for op in g.ops:
             if op.kind.body == "repeated":
                 count = op.attrs["count"].bind(values).constant
-                out += (_MOST_STEPS if count is None else int(count)) * steps(op.body)  # type: ignore[arg-type]
+                out += (_MOST_STEPS + 1 if count is None else int(count)) * steps(op.body)  # type: ignore[arg-type]
             else:
                 out += 1
         return out
@@ -213,7 +218,7 @@ def timeline(graph: Graph, /, **dims: int) -> Timeline:
     graph : Graph
         What is asked.
     **dims : int
-        Sizes to bind; with all of them, loops are played out (up to 200,000 steps).
+        Sizes to bind; with all of them, loops are played out (up to 20,000 steps).
 
     Returns
     -------
@@ -225,10 +230,11 @@ def timeline(graph: Graph, /, **dims: int) -> Timeline:
     BindingError
         If a size cannot be bound.
     """
+    need_graph("timeline", graph)
     values = bindings(graph, dims)
     whole = _played_out(graph, values) <= _MOST_STEPS
     copies = (lambda op: int(op.attrs["count"].bind(values).constant)) if whole else copies_for(values)
-    program = play(graph, copies)
+    program = play(graph, copies, values)
     live = [(at, p.bind(values)) for at, p in live_bytes(program)]
     moments = tuple(
         Moment(program.steps[at].where, program.steps[at].op.phase, answer(p))
@@ -245,13 +251,13 @@ def timeline(graph: Graph, /, **dims: int) -> Timeline:
         if at >= 0 and program.steps[at].workspace:
             roles["workspace"] = [program.steps[at].workspace.bind(values)]
         by_role = {role: answer(total(parts)) for role, parts in roles.items()}
-        return Timeline(answer(most), moments, {}, by_role)
+        return Timeline(answer(most), moments, {} if whole else _holds_from(graph, values), by_role)
     return Timeline(peak_memory(graph, **dims), moments, _holds_from(graph, values), None)
 
 
 def _holds_from(graph: Graph, values: Mapping[str, Poly]) -> dict[str, int]:
     """Find for each symbolic count the least value at which fewer iterations give the same peak."""
-    out = {}
+    out: dict[str, int] = {}
     loops = [op for op in graph.walk() if op.kind.body == "repeated"]
     general = copies_for(values)
     full = {p for p, _ in peak_regimes(graph, values)}

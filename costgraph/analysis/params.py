@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..bind import Formula, answer, bindings
-from ..graph import Graph
+from ..graph import Graph, need_graph
 from ..polynomial import Poly, total
 from .traffic import repeated_bodies
 
@@ -11,11 +11,12 @@ __all__ = ["param_bytes", "param_count"]
 
 
 def _sum(graph: Graph, *, of_bytes: bool) -> Poly:
+    need_graph("parameters", graph)
     return total(
         (t.storage.bytes if of_bytes else t.storage.elements) * times
         for g, times in repeated_bodies(graph)
         for t in g.tensors
-        if t.role == "param"
+        if t.role == "param" and t.producer is None  # a view of one is not another
     )
 
 

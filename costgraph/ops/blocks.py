@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import overload
 
 from .. import rules
+from ..arguments import amount, need_call
 from ..errors import GraphError, ShapeError
 from ..graph import _CURRENT, _SCOPE, Graph, current_graph, sizes_of
 from ..layout import contiguous
 from ..op import Attrs, OpKind, Result
-from ..polynomial import poly
 from ..symbols import is_name, shorten
 from ..tensor import Tensor
 from .layout import contiguous_copy
@@ -105,6 +106,7 @@ def kernel(name: str, *, workspace: object = 0) -> Iterator[Graph]:
     graph = current_graph()
     if not is_name(name):
         raise GraphError(f"kernel {shorten(str(name))}: expected an identifier")
+    space = amount(f"kernel {name!r}: workspace", workspace)
     body = graph.start_body(name, fused=True)
     tokens = _CURRENT.set(body), _SCOPE.set((*_SCOPE.get(), name))
     try:
@@ -112,7 +114,7 @@ def kernel(name: str, *, workspace: object = 0) -> Iterator[Graph]:
     finally:
         _CURRENT.reset(tokens[0])
         _SCOPE.reset(tokens[1])
-    attrs = {"body": body, "workspace": poly(workspace)}
+    attrs = {"body": body, "workspace": space}
     body.owner = graph.add_op(KERNEL, body.captured, attrs, name)
     # its bytes stand in the table beside the FLOPs of the ops inside
     body.owner.scope = "/".join((*_SCOPE.get(), name))
@@ -130,6 +132,16 @@ def fused(name: str, function: Callable[..., Carry], *operands: Tensor, **option
     finally:
         _CURRENT.reset(token)
     return tuple(body.export(t) for t in made) if isinstance(made, tuple) else body.export(made)
+
+
+@overload
+def repeat(count: object, body: Callable[..., Tensor], x: Tensor, *, name: str = ...) -> Tensor: ...
+
+
+@overload
+def repeat(
+    count: object, body: Callable[..., tuple[Tensor, ...]], x: tuple[Tensor, ...], *, name: str = ...
+) -> tuple[Tensor, ...]: ...
 
 
 def repeat(count: object, body: Callable[..., Carry], x: Carry, *, name: str = "repeat") -> Carry:
@@ -167,6 +179,7 @@ def repeat(count: object, body: Callable[..., Carry], x: Carry, *, name: str = "
     >>> cg.matmul_flops(g), cg.param_count(g)
     (2*B*D**2*L, D**2*L)
     """
+    need_call("repeat: body", body)
     carries = x if isinstance(x, tuple) else (x,)
 
     def step(*args: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -212,6 +225,7 @@ def scan(
     GraphError, ShapeError
         If the body returns something else than such a pair, or the first axes differ.
     """
+    need_call("scan: body", body)
     single = not isinstance(carry, tuple)
     shapes: list[bool] = []
 
@@ -221,10 +235,10 @@ def scan(
         if not isinstance(made, tuple) or len(made) != 2:
             raise GraphError(f"scan {name!r}: the body returned {made!r}, expected a pair (carry, y)")
         after, y = made
+        if not isinstance(y, Tensor | tuple | None):
+            raise GraphError(f"scan {name!r}: the body returned y = {y!r}, expected a tensor, a tuple or None")
         shapes.append(isinstance(y, Tensor))
-        return (after if isinstance(after, tuple) else (after,)), (
-            (y,) if isinstance(y, Tensor) else tuple(y or ())
-        )
+        return (after if isinstance(after, tuple) else (after,)), ((y,) if isinstance(y, Tensor) else tuple(y or ()))
 
     carries = carry if isinstance(carry, tuple) else (carry,)
     out, ys = _loop(count, step, carries, xs if isinstance(xs, tuple) else (xs,), name)
@@ -249,15 +263,11 @@ def _loop(
     xs = tuple(graph.adopt(t) for t in xs)
     for t in xs:
         if t.ndim == 0 or not graph.same(t.sizes[0], times):
-            raise ShapeError(
-                f"repeat {name!r}: {t!r} is read slice by slice, expected a first axis of size {times}"
-            )
+            raise ShapeError(f"repeat {name!r}: {t!r} is read slice by slice, expected a first axis of size {times}")
     body = graph.start_body(name, fused=False)
     tokens = _CURRENT.set(body), _SCOPE.set((*_SCOPE.get(), name))
     try:
-        inner = [
-            body.formal(t, f"{name}.carry{i}", t.sizes, contiguous(t.sizes)) for i, t in enumerate(carries)
-        ]
+        inner = [body.formal(t, f"{name}.carry{i}", t.sizes, contiguous(t.sizes)) for i, t in enumerate(carries)]
         inner += [body.formal(t, f"{name}.x{i}", t.sizes[1:], t.strides[1:]) for i, t in enumerate(xs)]
         after, ys = step(*inner)
         if len(after) != len(carries) or not all(isinstance(t, Tensor) for t in (*after, *ys)):

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from operator import index
 from typing import Any
 
 import sympy
 
 from .. import rules
+from ..arguments import need_list
+from ..arguments import sizes as sizes_by_name
 from ..domain import Domain
 from ..dtypes import dtype as find_dtype
 from ..dtypes import promote
@@ -39,10 +42,11 @@ def _slide(pattern: Pattern, operands: Sequence[Tensor], extents: dict[str, Poly
                 names = " and ".join(n for n, _ in unknown)
                 raise ShapeError(f"{where}: sizes of {names} are not known, expected all but one")
             last = sum((step * (extents[n] - 1) for n, step in dim.terms if n in extents), start=poly(0))
-            room = size - 1 - 2 * dim.offset - last
+            # padding is on both sides, positions that an index skips are at the start alone
+            room = size - 1 - last - (2 if dim.offset < 0 else 1) * dim.offset
             if unknown:
                 name, step = unknown[0]
-                extents[name] = poly(sympy.floor((room / step).expr)) + 1
+                extents[name] = poly(sympy.ceiling(((room + 1) / step).expr))
                 room = poly(0)
             known = extents[unknown[0][0]] if unknown else room + 1
             if known.constant is not None and known.constant < 1:
@@ -55,19 +59,13 @@ def _infer(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
     pattern, extents = attrs["pattern"], attrs["extents"]
     for i, t in enumerate(operands):
         for dim, size in zip(pattern.operands[i], t.sizes, strict=True):
-            if isinstance(dim, Axes) and not t.graph.same(
-                prod((extents[n] for n in dim.names), start=ONE), size
-            ):
-                raise ShapeError(
-                    f"operand {i + 1} {t!r}: an axis of size {size} where the pattern {dim} makes another"
-                )
+            if isinstance(dim, Axes) and not t.graph.same(prod((extents[n] for n in dim.names), start=ONE), size):
+                raise ShapeError(f"operand {i + 1} {t!r}: an axis of size {size} where the pattern {dim} makes another")
     sizes = tuple(prod((extents[n] for n in a.names), start=ONE) for a in pattern.result)
     return [Result(sizes, attrs["dtype"], domain=_result_domain(pattern, attrs.get("domain")))]
 
 
-def _result_domain(
-    pattern: Pattern, restriction: tuple[Domain, str, str] | None
-) -> tuple[object, int, int] | None:
+def _result_domain(pattern: Pattern, restriction: tuple[Domain, str, str] | None) -> tuple[Domain, int, int] | None:
     if restriction is None:
         return None
     places = [a.names for a in pattern.result]
@@ -85,7 +83,7 @@ def _inherited(pattern: Pattern, operands: Sequence[Tensor]) -> tuple[Domain, st
             found.add((domain, pattern.operands[i][query].names[0], pattern.operands[i][key].names[0]))
     if len(found) > 1:
         raise ShapeError("operands restricted to two different domains, expected one")
-    return found.pop() if found else None  # type: ignore[return-value]
+    return found.pop() if found else None
 
 
 EINSUM = register(
@@ -150,14 +148,14 @@ def einsum(
     >>> y.shape, cg.flops(g)
     ((B, F), 2*B*D*F)
     """
-    *operands, text = args
+    *operands, text = args or ("",)
     if not isinstance(text, str) or not operands or not all(isinstance(t, Tensor) for t in operands):
         kinds = ", ".join(type(a).__name__ for a in args)
         raise GraphError(f"einsum: got ({kinds}), expected tensors first and the pattern last")
     tensors: list[Tensor] = list(operands)  # type: ignore[arg-type]
     pattern = parse_pattern(text, tuple(t.ndim for t in tensors))
     graph = current_graph(tensors[0].graph)
-    extents = extents_of(graph, pattern, tensors, {k: poly(v) for k, v in sizes.items()})
+    extents = extents_of(graph, pattern, tensors, sizes_by_name("einsum", sizes))
     _slide(pattern, tensors, extents)
     _check_axes(pattern, extents, text)
     attrs: dict[str, Any] = {
@@ -195,16 +193,15 @@ def _check_axes(pattern: Pattern, extents: dict[str, Poly], text: str) -> None:
         raise PatternError(f"pattern {text!r}: size given for {unused[0]!r}, which is no axis of it")
 
 
-def _domain(
-    domain: Domain | None, over: Sequence[str], extents: dict[str, Poly]
-) -> tuple[Domain, str, str] | None:
-    if domain is None and not over:
+def _domain(domain: Domain | None, over: Sequence[str], extents: dict[str, Poly]) -> tuple[Domain, str, str] | None:
+    if domain is None and isinstance(over, list | tuple) and not over:
         return None
     if (
         not isinstance(domain, Domain)
-        or isinstance(over, str)
+        or not isinstance(over, list | tuple)
         or len(over) != 2
-        or any(a not in extents for a in over)
+        or over[0] == over[1]
+        or any(not isinstance(a, str) or a not in extents for a in over)
     ):
         raise PatternError(
             f"einsum: domain={domain!r} over {over!r}, expected a Domain and two axes of the pattern such as ('s', 't')"
@@ -235,22 +232,20 @@ def _chain(
     axes = [frozenset(pattern.operand_names(i)) for i in range(len(tensors))]
     result = frozenset(pattern.result_names)
     if any(isinstance(d, Affine) for o in pattern.operands for d in o) or attrs["domain"] is not None:
-        raise GraphError(
-            "einsum: three operands with an affine index or a domain, expected it on two operands"
-        )
+        raise GraphError("einsum: three operands with an affine index or a domain, expected it on two operands")
     if order is None:
         found = best_orders(axes, result, extents, graph.root.relations)
         if len(found.paths) > 1:
-            return apply(
-                EINSUM, tensors, {**attrs, "orders": found.flops, "workspace": found.workspace}, name
-            )[0]
+            space = found.workspace * attrs["dtype"].bits / 8  # bytes of the elements
+            return apply(EINSUM, tensors, {**attrs, "orders": found.flops, "workspace": space}, name)[0]
         order = found.paths[0]
-    left = list(
-        zip(tensors, (pattern.operand_names(i) for i in range(len(tensors))), pattern.operands, strict=True)
-    )
+    need_list("einsum: order", order)
+    left = list(zip(tensors, (pattern.operand_names(i) for i in range(len(tensors))), pattern.operands, strict=True))
     for step, pair in enumerate(order):
         try:
-            i, j = sorted(pair, reverse=True)
+            i, j = sorted(map(index, pair), reverse=True)
+            if not 0 <= j < i:
+                raise IndexError
             (b, b_names, b_dims), (a, a_names, a_dims) = left.pop(i), left.pop(j)
         except (ValueError, IndexError, TypeError):
             raise GraphError(
@@ -265,7 +260,5 @@ def _chain(
         made = apply(EINSUM, [a, b], {**attrs, "pattern": pair_pattern, "extents": used}, name)[0]
         left.append((made, kept, dims))
     if len(left) != 1:
-        raise GraphError(
-            f"einsum: order {order!r} leaves {len(left)} tensors, expected pairs until one is left"
-        )
+        raise GraphError(f"einsum: order {order!r} leaves {len(left)} tensors, expected pairs until one is left")
     return left[0][0]

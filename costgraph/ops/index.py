@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .. import rules
-from ..errors import GraphError, ShapeError
+from ..arguments import need_choice, need_flag, positive
+from ..dtypes import dtype as find_dtype
+from ..errors import ShapeError
 from ..graph import apply
 from ..layout import Sizes
 from ..op import Attrs, Op, OpKind, Result
-from ..polynomial import Poly, poly
+from ..polynomial import Poly
 from ..tensor import Tensor
 from .registry import register
 
@@ -38,9 +40,7 @@ def _scattered(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
     _need_integers(ids)
     expected: Sizes = (*ids.sizes, *target.sizes[1:])
     if len(expected) != updates.ndim or not all(map(target.graph.same, expected, updates.sizes)):
-        raise ShapeError(
-            f"updates {updates!r}: expected ({', '.join(map(str, expected))}) for {ids!r} into {target!r}"
-        )
+        raise ShapeError(f"updates {updates!r}: expected ({', '.join(map(str, expected))}) for {ids!r} into {target!r}")
     if updates.dtype != target.dtype:
         raise ShapeError(f"updates {updates!r} into {target!r}: expected one number format")
     if not attrs.get("inplace"):
@@ -58,12 +58,8 @@ def _scatter_writes(op: Op) -> tuple[Poly, ...]:
     return rules.updates_written(op) if op.attrs.get("inplace") else rules.all_results(op)
 
 
-GATHER = register(
-    OpKind("gather", _gathered, flops=rules.free, reads=rules.rows_read, writes=rules.all_results)
-)
-SCATTER = register(
-    OpKind("scatter", _scattered, flops=rules.per_update, reads=_scatter_reads, writes=_scatter_writes)
-)
+GATHER = register(OpKind("gather", _gathered, flops=rules.free, reads=rules.rows_read, writes=rules.all_results))
+SCATTER = register(OpKind("scatter", _scattered, flops=rules.per_update, reads=_scatter_reads, writes=_scatter_writes))
 ARANGE = register(
     OpKind(
         "arange",
@@ -150,14 +146,13 @@ def scatter(
     GraphError, ShapeError
         If the mode is unknown, or shapes or formats do not fit.
     """
-    if mode not in ("add", "set"):
-        raise GraphError(f"scatter: mode {mode!r}, expected 'add' or 'set'")
+    need_choice("scatter: mode", mode, ("add", "set"))
+    need_flag("scatter", inplace=inplace)
     attrs = {"mode": mode, **({"inplace": True} if inplace else {})}
     return apply(SCATTER, [target, ids, updates], attrs, name)[0]
 
 
 def arange(size: object, dtype: object = "int64", *, name: str = "arange") -> Tensor:
     """Make 0, 1, ..., size - 1: no FLOPs, one write. The graph is the one that is open."""
-    from ..dtypes import dtype as find_dtype
-
-    return apply(ARANGE, [], {"size": poly(size), "dtype": find_dtype(dtype)}, name)[0]  # type: ignore[arg-type]
+    attrs = {"size": positive("arange: size", size), "dtype": find_dtype(dtype)}  # type: ignore[arg-type]  # refuses what is none
+    return apply(ARANGE, [], attrs, name)[0]

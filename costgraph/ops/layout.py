@@ -8,6 +8,9 @@ from math import prod
 import sympy
 
 from .. import rules
+from ..arguments import need_list, need_tensor
+from ..arguments import sizes as sizes_by_name
+from ..domain import Domain
 from ..errors import GraphError, PatternError, ShapeError
 from ..graph import apply, current_graph, sizes_of
 from ..layout import Sizes, numel, view
@@ -32,29 +35,23 @@ __all__ = [
 ]
 
 
-def _moved(x: Tensor, axes: Sequence[int | None]) -> tuple[object, int, int] | None:
+def _moved(x: Tensor, axes: Sequence[int | None]) -> tuple[Domain, int, int] | None:
     """Follow a restriction to where its two axes have gone; `axes` are the old places of the new ones."""
     if x.domain is None:
         return None
     domain, query, key = x.domain
     if query not in axes or key not in axes:
-        raise ShapeError(
-            f"{x!r} is restricted to a domain, expected its axes {query} and {key} to stay as they are"
-        )
+        raise ShapeError(f"{x!r} is restricted to a domain, expected its axes {query} and {key} to stay as they are")
     return domain, axes.index(query), axes.index(key)
 
 
 def _rearranged(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
     (x,) = operands
     split, order, merged = attrs["split"], attrs["order"], attrs["merged"]
-    if not x.graph.same(numel(split), x.numel) or not x.graph.same(
-        numel(merged), numel([split[i] for i in order])
-    ):
+    if not x.graph.same(numel(split), x.numel) or not x.graph.same(numel(merged), numel([split[i] for i in order])):
         raise ShapeError(f"{x!r} has {x.numel} elements, ({', '.join(map(str, merged))}) has {numel(merged)}")
     domain = (
-        _moved(x, [i if n == x.sizes[i] else None for i, n in zip(order, merged, strict=False)])
-        if x.domain
-        else None
+        _moved(x, [i if n == x.sizes[i] else None for i, n in zip(order, merged, strict=False)]) if x.domain else None
     )
     strides = view(x.sizes, x.strides, split)
     if strides is not None:
@@ -65,19 +62,24 @@ def _rearranged(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
     return [Result(merged, x.dtype, strides, of=0, offset=x.offset, domain=domain)]
 
 
+def _room(whole: Poly, start: Poly, size: Poly, step: int) -> Poly:
+    """Return how many positions are left behind the last one of a slice."""
+    return whole - start - (size - 1) * step - 1
+
+
 def _sliced(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
     (x,) = operands
     axis, start, size, step = attrs["axis"], attrs["start"], attrs["size"], attrs["step"]
-    last = start + (size - 1) * step + 1
-    for what, value in (("start", start), ("size", size - 1), ("room", x.sizes[axis] - last)):
-        if value.constant is not None and value.constant < 0:
+    for what, value in (("start", start), ("size", size - 1), ("room", _room(x.sizes[axis], start, size, step))):
+        if value.constant is not None and (value.constant < 0 or not isinstance(value.constant, int)):
             raise ShapeError(
                 f"slice of {x!r}: {what} is {value} on axis {axis}, expected start={start}, size={size}, step={step} "
                 f"within {x.sizes[axis]}"
             )
     sizes = (*x.sizes[:axis], size, *x.sizes[axis + 1 :])
     strides = (*x.strides[:axis], x.strides[axis] * step, *x.strides[axis + 1 :])
-    return [Result(sizes, x.dtype, strides, of=0, offset=x.offset + start * x.strides[axis])]
+    domain = _moved(x, [None if i == axis else i for i in range(x.ndim)])
+    return [Result(sizes, x.dtype, strides, of=0, offset=x.offset + start * x.strides[axis], domain=domain)]
 
 
 def _expanded(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
@@ -87,9 +89,7 @@ def _expanded(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
     strides = []
     for size, at in zip(sizes, kept, strict=True):
         if at is not None and x.sizes[at] != ONE and not x.graph.same(size, x.sizes[at]):
-            raise ShapeError(
-                f"expand of {x!r}: axis {at} to {size}, expected its own size or an axis of size 1"
-            )
+            raise ShapeError(f"expand of {x!r}: axis {at} to {size}, expected its own size or an axis of size 1")
         strides.append(ZERO if at is None or (x.sizes[at] == ONE and size != ONE) else x.strides[at])
     return [Result(sizes, x.dtype, tuple(strides), of=0, offset=x.offset, domain=_moved(x, list(kept)))]
 
@@ -122,7 +122,7 @@ EXPAND = register(OpKind("expand", _expanded, flops=rules.free, reads=rules.noth
 CONCAT = register(OpKind("concat", _joined, flops=rules.free, reads=rules.whole, writes=rules.all_results))
 
 
-def rearrange(x: Tensor, pattern: str, *, name: str = "rearrange", **sizes: object) -> Tensor:
+def rearrange(x: Tensor, pattern: str, /, *, name: str = "rearrange", **sizes: object) -> Tensor:
     """Permute, split and merge axes, as einops does.
 
     Parameters
@@ -156,10 +156,7 @@ def rearrange(x: Tensor, pattern: str, *, name: str = "rearrange", **sizes: obje
     >>> heads.shape, heads.is_view, back.is_view
     ((B, H, S, K), True, False)
     """
-    if not isinstance(x, Tensor) or not isinstance(pattern, str):
-        raise GraphError(
-            f"rearrange: got ({type(x).__name__}, {type(pattern).__name__}), expected a tensor and a pattern"
-        )
+    need_tensor("rearrange", x)
     parsed = parse_pattern(pattern, (x.ndim,))
     if any(isinstance(a, Affine) for a in (*parsed.operands[0], *parsed.result)):
         raise PatternError(f"pattern {pattern!r}: an index such as h*2+r, expected names")
@@ -167,7 +164,7 @@ def rearrange(x: Tensor, pattern: str, *, name: str = "rearrange", **sizes: obje
     if len(set(names)) != len(names) or set(names) != set(parsed.result_names):
         raise PatternError(f"pattern {pattern!r}: expected the same axes on both sides, each once")
     graph = current_graph(x.graph)
-    extents = extents_of(graph, parsed, [x], {k: poly(v) for k, v in sizes.items()})
+    extents = extents_of(graph, parsed, [x], sizes_by_name("rearrange", sizes))
     unused = sorted(set(extents) - set(names))
     if unused:
         raise PatternError(f"pattern {pattern!r}: size given for {unused[0]!r}, which is no axis of it")
@@ -182,12 +179,14 @@ def rearrange(x: Tensor, pattern: str, *, name: str = "rearrange", **sizes: obje
 
 def reshape(x: Tensor, shape: Sequence[object], *, name: str = "reshape") -> Tensor:
     """Give a tensor another shape with as many elements: a view where strides allow it, else a copy."""
-    sizes = sizes_of(shape, name)
+    need_tensor("reshape", x)
+    sizes = sizes_of(shape, f"reshape of {x!r}")
     return apply(REARRANGE, [x], {"split": x.sizes, "order": tuple(range(x.ndim)), "merged": sizes}, name)[0]
 
 
 def contiguous_copy(x: Tensor, *, name: str = "contiguous") -> Tensor:
     """Return the tensor itself if it is dense in the order of its axes, else such a copy."""
+    need_tensor("contiguous", x)
     if x.is_contiguous:
         return x
     attrs = {"split": x.sizes, "order": tuple(range(x.ndim)), "merged": x.sizes, "copy": True}
@@ -200,9 +199,7 @@ def _axis(x: Tensor, axis: int) -> int:
     return axis % x.ndim
 
 
-def slice_axis(
-    x: Tensor, axis: int, start: object, size: object, step: int = 1, *, name: str = "slice"
-) -> Tensor:
+def slice_axis(x: Tensor, axis: int, start: object, size: object, step: int = 1, *, name: str = "slice") -> Tensor:
     """Take `size` positions of one axis from `start` on, every `step`-th: a view.
 
     Raises
@@ -210,9 +207,13 @@ def slice_axis(
     ShapeError
         If the positions are known to lie outside.
     """
+    need_tensor("slice", x)
     if isinstance(step, bool) or not isinstance(step, int) or step < 1:
         raise ShapeError(f"slice of {x!r}: step {step!r}, expected a positive integer")
-    attrs = {"axis": _axis(x, axis), "start": poly(start), "size": poly(size), "step": step}
+    at, first, count = _axis(x, axis), poly(start), poly(size)
+    attrs = {"axis": at, "start": first, "size": count, "step": step}
+    # looked at again when sizes are bound
+    attrs["room"] = _room(x.sizes[at], first, count, step)
     return apply(SLICE, [x], attrs, name)[0]
 
 
@@ -224,14 +225,15 @@ def split(x: Tensor, sizes: Sequence[object], axis: int = -1, *, name: str = "sp
     ShapeError
         If the sizes do not add up.
     """
-    parts = [poly(s) for s in sizes]
+    need_tensor("split", x)
+    parts = sizes_of(sizes, f"split of {x!r}")
     at = _axis(x, axis)
     if not current_graph(x.graph).same(total(parts), x.sizes[at]):
-        raise ShapeError(f"split of {x!r}: parts {parts} add up to {total(parts)}, expected {x.sizes[at]}")
+        raise ShapeError(f"split of {x!r}: parts {list(parts)} add up to {total(parts)}, expected {x.sizes[at]}")
     return tuple(slice_axis(x, at, total(parts[:i]), part, name=name) for i, part in enumerate(parts))
 
 
-def expand(x: Tensor, pattern: str, *, name: str = "expand", **sizes: object) -> Tensor:
+def expand(x: Tensor, pattern: str, /, *, name: str = "expand", **sizes: object) -> Tensor:
     """Repeat along new axes or axes of size 1, without a copy: `expand(x, "s d -> b s d", b=B)`.
 
     Raises
@@ -239,10 +241,11 @@ def expand(x: Tensor, pattern: str, *, name: str = "expand", **sizes: object) ->
     PatternError, ShapeError
         If the pattern merges axes, or leaves one out.
     """
+    need_tensor("expand", x)
     parsed = parse_pattern(pattern, (x.ndim,))
     left = [a.names for a in parsed.operands[0]]
     right = [a.names for a in parsed.result]
-    given = {k: poly(v) for k, v in sizes.items()}
+    given = sizes_by_name("expand", sizes)
     if any(len(n) > 1 for n in left + right) or any(n not in right for n in left if n):
         raise PatternError(f"pattern {pattern!r}: expected single axes, all of the operand's kept")
     if any(not is_name(k) or (k,) not in right for k in given):
@@ -265,26 +268,26 @@ def concat(tensors: Sequence[Tensor], axis: int = -1, *, name: str = "concat") -
     GraphError, ShapeError
         If there is no tensor, or shapes or formats differ.
     """
-    tensors = list(tensors)
-    if not tensors or not all(isinstance(t, Tensor) for t in tensors):
-        raise GraphError(f"concat of {tensors!r}: expected a list of tensors")
+    need_tensor("concat", *need_list("concat", tensors))
+    if not tensors:
+        raise GraphError("concat: got no tensor, expected one at least")
     return apply(CONCAT, tensors, {"axis": _axis(tensors[0], axis)}, name)[0]
 
 
 def stack(tensors: Sequence[Tensor], *, name: str = "stack") -> Tensor:
     """Join tensors along a new first axis."""
+    need_tensor("stack", *need_list("stack", tensors))
     return concat([reshape(t, (1, *t.sizes)) for t in tensors], 0, name=name)
 
 
 def index(x: Tensor, key: object) -> Tensor:
     """Apply what stands in `x[...]`: integers, slices, None and Ellipsis, all of them views."""
     keys = list(key) if isinstance(key, tuple) else [key]
+    dots = [i for i, k in enumerate(keys) if k is Ellipsis]
     used = sum(k is not None and k is not Ellipsis for k in keys)
-    if used > x.ndim or keys.count(Ellipsis) > 1:
-        raise ShapeError(f"index {key!r} of {x!r}: {used} axes, expected at most {x.ndim}")
-    if Ellipsis not in keys:
-        keys.append(Ellipsis)
-    at = keys.index(Ellipsis)
+    if used > x.ndim or len(dots) > 1:
+        raise ShapeError(f"index {key!r} of {x!r}: {used} axes, expected at most {x.ndim} and '...' once")
+    at = dots[0] if dots else len(keys)
     keys[at : at + 1] = [slice(None)] * (x.ndim - used)
     shape: list[Poly] = []
     axis = 0
@@ -296,22 +299,30 @@ def index(x: Tensor, key: object) -> Tensor:
             x = _slice(x, axis, k)
             shape.append(x.sizes[axis])
         else:
-            start = _position(k, x.sizes[axis])
+            start = _position(x, k, x.sizes[axis])
             x = slice_axis(x, axis, start, ONE, name="index")
         axis += 1
     return x if tuple(shape) == x.sizes else reshape(x, shape, name="index")
 
 
-def _position(k: object, size: Poly) -> Poly:
+def _position(x: Tensor, k: object, size: Poly) -> Poly:
+    if isinstance(k, Tensor):
+        raise ShapeError(f"index {k!r} of {x!r}: expected integers and slices, or costgraph.gather for a tensor")
     value = poly(k)
-    return value + size if value.constant is not None and value.constant < 0 else value
+    if value.constant is None:
+        return value
+    if not isinstance(value.constant, int):
+        raise ShapeError(f"index {value} of {x!r}: expected an integer")
+    return value + size if value.constant < 0 else value
 
 
 def _slice(x: Tensor, axis: int, k: slice) -> Tensor:
     size = x.sizes[axis]
     step = 1 if k.step is None else k.step
-    start = ZERO if k.start is None else _position(k.start, size)
-    stop = size if k.stop is None else _position(k.stop, size)
+    if isinstance(step, bool) or not isinstance(step, int) or step < 1:
+        raise ShapeError(f"slice of {x!r}: step {step!r}, expected a positive integer")
+    start = ZERO if k.start is None else _position(x, k.start, size)
+    stop = size if k.stop is None else _position(x, k.stop, size)
     if start == ZERO and stop == size and step == 1:
         return x
     count = stop - start if step == 1 else poly(sympy.ceiling(((stop - start) / step).expr))

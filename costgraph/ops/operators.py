@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..arguments import need_tensor
 from ..errors import GraphError, ShapeError
 from ..tensor import OPERATORS, Tensor
 from .einsum import einsum
@@ -52,6 +53,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 
 def transpose(x: Tensor) -> Tensor:
     """Exchange the last two axes: a view."""
+    need_tensor("transpose", x)
     if x.ndim < 2:
         raise ShapeError(f"transpose of {x!r}: expected at least two axes")
     return rearrange(x, "... i j -> ... j i", name="transpose")

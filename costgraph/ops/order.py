@@ -29,7 +29,7 @@ class Orders(NamedTuple):
     flops: Poly
     """FLOPs: of the one path, or the Min over them."""
     workspace: Poly
-    """Elements of the intermediates that live at once, the most over the paths."""
+    """Elements of the intermediates that live at once, the most over the paths that are best for sizes above 1."""
 
 
 def best_orders(
@@ -86,8 +86,15 @@ def best_orders(
             best[part] = prune(found, relations, largest=False)
     top = best[everything]
     flops = top[0][0] if len(top) == 1 else atom(Min(*(p.expr for p, _ in top)))
-    spaces = [_space(tree, axes, kept, extents)[1] for _, tree in top]
+    spaces = [_space(tree, axes, kept, extents)[1] for tree in _ordinary(top)]
     return Orders([_path(tree, n) for _, tree in top], flops, poly(Max(*(s.expr for s in spaces))))
+
+
+def _ordinary(orders: list[tuple[Poly, Tree]]) -> list[Tree]:
+    """Leave out orders that are best only where sizes are 1: an outer product there is as small as anything."""
+    names = {k for p, _ in orders for k in p.generators() if k[0] != "~"}
+    larger = {k: Poly({((k, 1),): 1}) + 1 for k in names}
+    return [tree for _, tree in prune([(p.substitute(larger), tree) for p, tree in orders], largest=False)]
 
 
 def _path(tree: Tree, n: int) -> Path:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce as fold
-from numbers import Real
+from numbers import Integral, Real
+
+import numpy as np
 
 from .. import rules
+from ..arguments import named, need_flag, need_tensor
 from ..dtypes import DType, promote
 from ..dtypes import dtype as find_dtype
 from ..errors import GraphError, ShapeError
@@ -117,21 +120,31 @@ def _broadcast(operands: Sequence[Tensor]) -> Sizes:
     return tuple(out)
 
 
-def _format(function: Function, operands: Sequence[Tensor], wanted: DType | None) -> DType:
+def _format(function: Function, operands: Sequence[Tensor], wanted: DType | None, numbers: str) -> DType:
     if wanted is not None:
         return wanted
     if function.result == "bool":
         return find_dtype("bool")
-    # a condition or mask has no say in the format of what it selects
-    voters = (
-        operands[1:]
-        if function.name == "where"
-        else operands[:1]
-        if function.name == "masked_fill"
-        else operands
-    )
+    # a condition, a mask and what fills it have no say in the format of what is selected
+    voters = operands[1:] if function.name == "where" else operands[:1] if function.name == "masked_fill" else operands
     common = fold(promote, (t.dtype for t in voters))
+    if function.name != "masked_fill":
+        common = _with_numbers(common, numbers)
     return find_dtype("fp32") if function.result == "float" and common.kind != "float" else common
+
+
+def _with_numbers(common: DType, numbers: str) -> DType:
+    """Return the format after numbers have had their say: torch's rule, only a kind above the tensors' counts."""
+    if numbers == "float" and common.kind != "float":
+        return find_dtype("fp32")
+    return find_dtype("int64") if numbers == "int" and common.kind == "bool" else common
+
+
+def _kind_of(numbers: Sequence[object]) -> str:
+    """Return the highest kind among Python numbers: float, int or bool."""
+    if all(isinstance(n, bool | np.bool_) for n in numbers):
+        return "bool"
+    return "int" if all(isinstance(n, Integral) for n in numbers) else "float"
 
 
 def _infer(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
@@ -141,7 +154,7 @@ def _infer(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
         raise ShapeError(f"{function.name} of {len(operands) + scalars} operands, expected {function.arity}")
     sizes = _broadcast(operands)
     domain = next((t.domain for t in operands if t.domain is not None and t.sizes == sizes), None)
-    result = _format(function, operands, attrs.get("dtype"))
+    result = _format(function, operands, attrs.get("dtype"), attrs.get("numbers", "bool"))
     if attrs.get("inplace"):
         first = operands[0]
         if first.sizes != sizes or first.dtype != result or first.touched != first.numel:
@@ -149,9 +162,7 @@ def _infer(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
                 f"in place into {first!r}: expected an operand of the result's shape and format, not expanded"
             )
         return [Result(sizes, result, first.strides, of=0, offset=first.offset, domain=domain)]
-    return [
-        Result(sizes, result, elementwise(sizes, [(t.sizes, t.strides) for t in operands]), domain=domain)
-    ]
+    return [Result(sizes, result, elementwise(sizes, [(t.sizes, t.strides) for t in operands]), domain=domain)]
 
 
 POINTWISE = register(
@@ -167,7 +178,7 @@ POINTWISE = register(
 
 def pointwise(
     function: str | Function,
-    *operands: Tensor | Real,
+    *operands: Tensor | float,
     inplace: bool = False,
     dtype: object = None,
     name: str = "",
@@ -207,25 +218,27 @@ def pointwise(
     5*B*D
     """
     record = FUNCTIONS.get(function) if isinstance(function, str) else function
-    if record is None:
+    if not isinstance(record, Function):
         raise GraphError(f"pointwise: function {function!r}, expected one of {', '.join(FUNCTIONS)}")
     tensors = [t for t in operands if isinstance(t, Tensor)]
     numbers = [t for t in operands if not isinstance(t, Tensor)]
     if not tensors or not all(isinstance(n, Real) for n in numbers):
-        raise GraphError(
-            f"{record.name}: operands {operands!r}, expected tensors and numbers, one tensor at least"
-        )
+        raise GraphError(f"{record.name}: operands {operands!r}, expected tensors and numbers, one tensor at least")
+    need_flag(record.name, inplace=inplace)
     attrs: dict[str, object] = {"function": record}
     if numbers:
-        attrs["scalars"] = len(numbers)
+        attrs["scalars"], attrs["numbers"] = len(numbers), _kind_of(numbers)
     if inplace:
+        if not isinstance(operands[0], Tensor):
+            raise GraphError(f"{record.name}: in place into {operands[0]!r}, expected a tensor first")
         attrs["inplace"] = True
     if dtype is not None:
         attrs["dtype"] = find_dtype(dtype)  # type: ignore[arg-type]
-    return apply(POINTWISE, tensors, attrs, name or record.name)[0]
+    return apply(POINTWISE, tensors, attrs, named(name, record.name))[0]
 
 
 def cast(x: Tensor, dtype: object, *, name: str = "cast") -> Tensor:
     """Convert to another number format: no FLOPs, one read and one write; free if it has the format already."""
+    need_tensor("cast", x)
     wanted = find_dtype(dtype)  # type: ignore[arg-type]
     return x if x.dtype == wanted else pointwise("cast", x, dtype=wanted, name=name)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from .. import rules
+from ..arguments import named, need_choice, need_tensor
+from ..arguments import sizes as sizes_by_name
 from ..dtypes import dtype as find_dtype
-from ..errors import GraphError, PatternError
+from ..errors import PatternError, ShapeError
 from ..graph import apply, current_graph
-from ..layout import contiguous, elementwise
 from ..op import Attrs, OpKind, Result
 from ..pattern import Affine, Axes, Pattern, parse_pattern
-from ..polynomial import ONE, poly
+from ..polynomial import ONE
 from ..tensor import Tensor
 from .extents import extents_of
 from .layout import rearrange
@@ -30,7 +32,6 @@ def _infer(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
     kept = [a.names[0] if a.names else None for a in pattern.result]
     places = [names.index(n) if n is not None else None for n in kept]
     sizes = tuple(ONE if p is None else x.sizes[p] for p in places)
-    strides = tuple(ONE if p is None else x.strides[p] for p in places)
     domain = None
     if x.domain is not None and x.domain[1] in places and x.domain[2] in places:
         domain = (x.domain[0], places.index(x.domain[1]), places.index(x.domain[2]))
@@ -39,8 +40,9 @@ def _infer(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
     if operation in ("sum", "prod") and x.dtype.kind != "float":
         dtype = "int64"  # torch's rule: sums of integers and of bools are 64-bit
     result = x.dtype if dtype is None else find_dtype(dtype)
-    order = elementwise(sizes, [(sizes, strides)]) if sizes else contiguous(sizes)
-    return [Result(sizes, result, order, domain=domain)]
+    if operation == "mean" and result.kind != "float":
+        raise ShapeError(f"mean of {x!r}: expected a floating format")
+    return [Result(sizes, result, domain=domain)]  # dense in the order of its axes, whatever that of the operand
 
 
 REDUCE = register(
@@ -54,7 +56,7 @@ REDUCE = register(
 )
 
 
-def reduce(x: Tensor, pattern: str, operation: str, *, name: str = "", **sizes: object) -> Tensor:
+def reduce(x: Tensor, pattern: str, /, operation: str, *, name: str = "", **sizes: object) -> Tensor:
     """Reduce the axes that the right side of the pattern leaves out.
 
     Parameters
@@ -89,33 +91,30 @@ def reduce(x: Tensor, pattern: str, operation: str, *, name: str = "", **sizes: 
     >>> y.shape, cg.flops(g)
     ((B, S), B*D*S)
     """
-    if operation not in REDUCTIONS:
-        raise GraphError(f"reduce: operation {operation!r}, expected one of {', '.join(REDUCTIONS)}")
-    if not isinstance(x, Tensor) or not isinstance(pattern, str):
-        raise GraphError(
-            f"reduce: got ({type(x).__name__}, {type(pattern).__name__}), expected a tensor and a pattern"
-        )
+    need_choice("reduce: operation", operation, REDUCTIONS)
+    need_tensor("reduce", x)
     parsed = parse_pattern(pattern, (x.ndim,))
     if any(isinstance(a, Affine) for a in (*parsed.operands[0], *parsed.result)):
         raise PatternError(f"pattern {pattern!r}: an index such as h*2+r, expected names")
+    names = parsed.operand_names(0)
+    if len(set(names)) < len(names):
+        raise PatternError(f"pattern {pattern!r}: expected each axis of the operand once")
     graph = current_graph(x.graph)
     x = graph.adopt(x)
-    extents = extents_of(graph, parsed, [x], {k: poly(v) for k, v in sizes.items()})
+    extents = extents_of(graph, parsed, [x], sizes_by_name("reduce", sizes))
+    unused = sorted(set(extents) - set(names))
+    if unused:
+        raise PatternError(f"pattern {pattern!r}: size given for {unused[0]!r}, which is no axis of it")
     missing = sorted(set(parsed.result_names) - set(parsed.operand_names(0)))
     if missing:
         raise PatternError(f"pattern {pattern!r}: axis {missing[0]!r} of the result is not in the operand")
     if set(parsed.result_names) == set(parsed.operand_names(0)):
-        raise PatternError(
-            f"pattern {pattern!r}: nothing is reduced, expected an axis that the result leaves out"
-        )
-    names = parsed.operand_names(0)
+        raise PatternError(f"pattern {pattern!r}: nothing is reduced, expected an axis that the result leaves out")
     if any(len(a.names) != 1 for a in parsed.operands[0]):
-        given = {n: extents[n] for n in names}
+        given: dict[str, Any] = {n: extents[n] for n in names}
         x = rearrange(x, f"{' '.join(map(str, parsed.operands[0]))} -> {' '.join(names)}", **given)
-    plain = parse_pattern(
-        f"{' '.join(names)} -> {' '.join(a.names[0] if a.names else '1' for a in _flat(parsed))}"
-    )
-    (y,) = apply(REDUCE, [x], {"pattern": plain, "operation": operation}, name or operation)
+    plain = parse_pattern(f"{' '.join(names)} -> {' '.join(a.names[0] if a.names else '1' for a in _flat(parsed))}")
+    (y,) = apply(REDUCE, [x], {"pattern": plain, "operation": operation}, named(name, operation))
     if any(len(a.names) > 1 for a in parsed.result):
         given = {n: extents[n] for n in parsed.result_names}
         left = " ".join(a.names[0] if a.names else "1" for a in _flat(parsed))

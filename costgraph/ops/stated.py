@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from .. import rules
+from ..arguments import amount, named, need_choice, need_list, positive
 from ..dtypes import dtype as find_dtype
 from ..errors import GraphError
 from ..graph import apply, sizes_of
 from ..op import Attrs, Op, OpKind, Result
-from ..polynomial import ZERO, Poly, poly
+from ..polynomial import ZERO, Poly
 from ..rules import Flops
 from ..tensor import Tensor
 from .registry import register
@@ -18,6 +19,9 @@ __all__ = ["COLLECTIVES", "collective", "opaque", "transfer"]
 
 #: Collectives and what each does to the first axis: times the number of ranks, divided by it, or nothing.
 COLLECTIVES = {"all_reduce": 0, "all_gather": 1, "reduce_scatter": -1, "all_to_all": 0, "send": 0}
+
+
+_KINDS = ("matmul", "pointwise", "transcendental")
 
 
 def _stated_results(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
@@ -42,9 +46,7 @@ def _reduction(op: Op) -> Flops:
     return Flops(pointwise=rules.points(op.operands[0]) * (ranks - 1) / ranks)
 
 
-OPAQUE = register(
-    OpKind("opaque", _stated_results, rules.stated_flops, rules.stated_reads, rules.stated_writes)
-)
+OPAQUE = register(OpKind("opaque", _stated_results, rules.stated_flops, rules.stated_reads, rules.stated_writes))
 TRANSFER = register(OpKind("transfer", _same_shape, rules.free, rules.whole, rules.all_results))
 COLLECTIVE = register(OpKind("collective", _after_collective, _reduction, rules.whole, rules.all_results))
 
@@ -96,33 +98,34 @@ def opaque(
     >>> cg.flops(g), cg.bytes_moved(g)
     (5*N, 8*N)
     """
+    place = f"opaque {name!r}"
     kinds = dict(flops) if isinstance(flops, Mapping) else {"pointwise": flops}
-    unknown = sorted(set(kinds) - {"matmul", "pointwise", "transcendental"})
-    if unknown:
-        raise GraphError(
-            f"opaque {name!r}: FLOPs of kind {unknown[0]!r}, expected matmul, pointwise or transcendental"
-        )
+    if not kinds:
+        raise GraphError(f"{place}: no FLOPs stated, expected 0 of an op that does none")
+    for kind in kinds:
+        need_choice(f"{place}: FLOPs of kind", kind, _KINDS)
+    need_list(f"{place}: inputs", inputs)
     made = []
-    for i, output in enumerate(outputs):
+    for i, output in enumerate(need_list(f"{place}: outputs", outputs)):
         if not isinstance(output, tuple) or len(output) != 2:
-            raise GraphError(f"opaque {name!r}: output {i + 1} is {output!r}, expected a pair (shape, dtype)")
-        made.append((sizes_of(output[0], f"opaque {name!r}: output {i + 1}"), find_dtype(output[1])))  # type: ignore[arg-type]
-    for what, stated, expected in (("reads", reads, inputs), ("writes", writes, outputs)):
-        if stated is not None and len(stated) != len(expected):
-            raise GraphError(
-                f"opaque {name!r}: {len(stated)} {what}, expected one for each of {len(expected)}"
-            )
+            raise GraphError(f"{place}: output {i + 1} is {output!r}, expected a pair (shape, dtype)")
+        made.append((sizes_of(output[0], f"{place}: output {i + 1}"), find_dtype(output[1])))
     attrs = {
-        **{
-            kind: poly(kinds[kind]) if kind in kinds else ZERO
-            for kind in ("matmul", "pointwise", "transcendental")
-        },
+        **{kind: amount(f"{place}: {kind} FLOPs", kinds.get(kind, ZERO)) for kind in _KINDS},
         "outputs": tuple(made),
-        "reads": None if reads is None else tuple(map(poly, reads)),
-        "writes": None if writes is None else tuple(map(poly, writes)),
-        "workspace": poly(workspace),
+        "reads": _stated(f"{place}: reads", reads, len(inputs)),
+        "writes": _stated(f"{place}: writes", writes, len(outputs)),
+        "workspace": amount(f"{place}: workspace", workspace),
     }
     return apply(OPAQUE, list(inputs), attrs, name)
+
+
+def _stated(place: str, amounts: Sequence[object] | None, expected: int) -> tuple[Poly, ...] | None:
+    if amounts is None:
+        return None
+    if len(need_list(place, amounts)) != expected:
+        raise GraphError(f"{place}: {len(amounts)} amounts, expected one for each of {expected}")
+    return tuple(amount(f"{place} {i + 1}", a) for i, a in enumerate(amounts))
 
 
 def transfer(x: Tensor, link: str = "pcie", *, name: str = "transfer") -> Tensor:
@@ -166,6 +169,6 @@ def collective(x: Tensor, collective: str, ranks: object, *, name: str = "") -> 
     Tensor
         What each rank gets. The time on the network has no rule yet: a roofline of it is an error.
     """
-    if collective not in COLLECTIVES:
-        raise GraphError(f"collective {collective!r}: expected one of {', '.join(COLLECTIVES)}")
-    return apply(COLLECTIVE, [x], {"collective": collective, "ranks": poly(ranks)}, name or collective)[0]
+    need_choice("collective", collective, tuple(COLLECTIVES))
+    attrs = {"collective": collective, "ranks": positive("collective: ranks", ranks)}
+    return apply(COLLECTIVE, [x], attrs, named(name, collective))[0]

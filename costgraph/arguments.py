@@ -1,0 +1,106 @@
+"""What public functions ask of their arguments before they look inside them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from .errors import CostGraphError, GraphError, ShapeError
+from .layout import Sizes
+from .polynomial import Poly, poly
+from .symbols import shorten
+from .tensor import Tensor
+
+__all__ = [
+    "amount", "named", "need_call", "need_choice", "need_flag", "need_list", "need_name", "need_tensor", "positive",
+    "sizes", "sizes_of",
+]  # fmt: skip
+
+
+_LONGEST_NAME = 500  # scopes included
+
+
+def _kind(value: object) -> str:
+    return "None" if value is None else type(value).__name__
+
+
+def need_tensor(place: str, *values: object) -> None:
+    """Raise GraphError if a value is no tensor."""
+    for value in values:
+        if not isinstance(value, Tensor):
+            raise GraphError(f"{place}: got {_kind(value)}, expected a tensor")
+
+
+def need_choice(place: str, value: object, choices: Collection[str]) -> None:
+    """Raise GraphError if a value is none of some words."""
+    if not isinstance(value, str) or value not in choices:
+        raise GraphError(f"{place} {shorten(repr(value))[1:-1]}, expected one of {', '.join(choices)}")
+
+
+def need_flag(place: str, **flags: object) -> None:
+    """Raise GraphError if a switch is something else than True or False: a tensor there is a mistake."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise GraphError(f"{place}: {name} is {_kind(value)}, expected True or False")
+
+
+def need_call(place: str, value: object) -> None:
+    """Raise GraphError if a value is no function."""
+    if not callable(value) or isinstance(value, type):
+        raise GraphError(f"{place}: got {_kind(value)}, expected a function")
+
+
+def need_list(place: str, value: object) -> Sequence[Any]:
+    """Return a list or tuple, or raise GraphError: text and sets have no order that anyone meant."""
+    if not isinstance(value, list | tuple):
+        raise GraphError(f"{place}: got {_kind(value)}, expected a list")
+    return value
+
+
+def need_name(place: str, value: object) -> None:
+    """Raise GraphError if a value cannot name an op: it stands in tables, files and error messages."""
+    text = value if isinstance(value, str) else ""
+    if not 0 < len(text) <= _LONGEST_NAME or not text.isprintable() or " " in text:
+        raise GraphError(f"{place}: name {shorten(str(value))}, expected text without spaces")
+
+
+def named(name: object, default: str) -> Any:
+    """Return the name, or the default where it is empty."""
+    return default if isinstance(name, str) and not name else name
+
+
+def positive(place: str, value: object) -> Poly:
+    """Return a size as a polynomial, known to be a positive integer where it is a number."""
+    try:
+        out = poly(value)
+    except CostGraphError as error:
+        raise type(error)(f"{place}: {error}") from None
+    if out.constant is not None and (not isinstance(out.constant, int) or out.constant < 1):
+        raise ShapeError(f"{place}: {out}, expected a positive integer")
+    return out
+
+
+def amount(place: str, value: object) -> Poly:
+    """Return stated FLOPs, bytes or elements as a polynomial, not negative where it is a number."""
+    try:
+        out = poly(value)
+    except CostGraphError as error:
+        raise type(error)(f"{place}: {error}") from None
+    if out.constant is not None and out.constant < 0:
+        raise ShapeError(f"{place}: {out}, expected an amount that is not negative")
+    return out
+
+
+def sizes_of(shape: Sequence[object], place: str) -> Sizes:
+    """Return a shape as polynomials, each known to be positive where it is a number."""
+    if isinstance(shape, str | bytes | set | frozenset | Mapping | Tensor) or not isinstance(shape, Iterable):
+        raise GraphError(f"{place}: shape {shape!r}, expected a tuple of sizes such as (B, S, D)")
+    sizes = []
+    for i, size in enumerate(shape):
+        sizes.append(positive(f"{place}: axis {i}", size))
+    return tuple(sizes)
+
+
+def sizes(place: str, given: Mapping[str, object]) -> dict[str, Poly]:
+    """Return the sizes that a caller gave by name of the axis."""
+    return {name: positive(f"{place}: size of {name!r}", value) for name, value in given.items()}

@@ -1,0 +1,50 @@
+"""GPT-2 and GPT-3: learned positions, LayerNorm, one linear layer for queries, keys and values, a tied head.
+
+Sizes: GPT-2 from the `config.json` of openai-community/gpt2, gpt2-medium, gpt2-large and gpt2-xl; GPT-3 from
+Brown et al. 2020 (arXiv 2005.14165), table 2.1. Order of ops: `GPT2LMHeadModel` of transformers. GPT-3 has
+locally banded attention in every other layer; all of them are declared dense.
+"""
+
+from __future__ import annotations
+
+import costgraph as cg
+
+PRESETS: dict[str, dict[str, int]] = {
+    "gpt2": {"D": 768, "H": 12, "F": 3072, "L": 12, "V": 50257, "P": 1024},
+    "gpt2-medium": {"D": 1024, "H": 16, "F": 4096, "L": 24, "V": 50257, "P": 1024},
+    "gpt2-large": {"D": 1280, "H": 20, "F": 5120, "L": 36, "V": 50257, "P": 1024},
+    "gpt2-xl": {"D": 1600, "H": 25, "F": 6400, "L": 48, "V": 50257, "P": 1024},
+    "gpt3-175b": {"D": 12288, "H": 96, "F": 49152, "L": 96, "V": 50257, "P": 2048},
+}
+
+
+def gpt2(name: str, attention: str, dropout: float, dtype: str) -> cg.Graph:
+    """Declare GPT-2: tokens (B, S) to logits (B, S, V)."""
+    B, S, D, H, F, L, V, P = cg.dims("B S D H F L V P")
+
+    def block(x: cg.Tensor) -> cg.Tensor:
+        y = cg.layer_norm(x, name="attention/norm")
+        qkv = cg.linear(y, "b s d -> b s n h k", n=3, h=H, k=D / H, bias=True, name="attention/kqv")
+        q, k, v = (cg.rearrange(qkv[:, :, i], "b s h k -> b h s k") for i in range(3))
+        y = cg.attention(q, k, v, causal=True, kernel=attention, p=dropout, name="attention")
+        y = cg.rearrange(y, "b h s k -> b s (h k)", name="attention/merge")
+        y = cg.linear(y, "b s e -> b s d", d=D, bias=True, name="attention/proj")
+        x = x + cg.dropout(y, dropout)
+        y = cg.layer_norm(x, name="mlp/norm")
+        y = cg.linear(y, "b s d -> b s f", f=F, bias=True, name="mlp/ffw1")
+        y = cg.gelu(y, approximate="tanh")
+        y = cg.linear(y, "b s f -> b s d", d=D, bias=True, name="mlp/ffw2")
+        return x + cg.dropout(y, dropout)
+
+    with cg.Graph(name, dtype=dtype) as g:
+        g.assume("S <= P")
+        tokens = g.input("tokens", (B, S), dtype="int64")
+        table = g.param("tokens/table", (V, D))
+        x = cg.embedding(tokens, table)
+        x = x + cg.embedding(cg.arange(S), g.param("positions/table", (P, D)))
+        x = cg.repeat(L, block, cg.dropout(x, dropout), name="layers")
+        x = cg.layer_norm(x, name="norm")
+        with cg.scope("head"):
+            g.output(cg.einsum(x, table, "b s d, v d -> b s v", name="matmul"))
+    g.loss = "cross_entropy"
+    return g

@@ -1,0 +1,25 @@
+"""A perceptron: a linear layer in, L hidden ones, one out, with ReLU between them.
+
+Sizes: `NeuralNetwork` of the PyTorch tutorial "Quickstart", images of 28 x 28 in ten classes.
+"""
+
+from __future__ import annotations
+
+import costgraph as cg
+
+PRESETS: dict[str, dict[str, int]] = {"mlp": {"D": 784, "F": 512, "L": 1, "C": 10}}
+
+
+def mlp(name: str, attention: str, dropout: float, dtype: str) -> cg.Graph:
+    """Declare a perceptron: features (B, D) to logits (B, C); it has no attention."""
+    B, D, F, L, C = cg.dims("B D F L C")
+
+    def hidden(x: cg.Tensor, name: str = "linear") -> cg.Tensor:
+        return cg.dropout(cg.relu(cg.linear(x, "b d -> b f", f=F, bias=True, name=name)), dropout)
+
+    with cg.Graph(name, dtype=dtype) as g:
+        x = hidden(g.input("x", (B, D)), "first")
+        x = cg.repeat(L, hidden, x, name="layers")
+        g.output(cg.linear(x, "b f -> b c", c=C, bias=True, name="head"))
+    g.loss = "cross_entropy"
+    return g

@@ -1,0 +1,85 @@
+"""How large: questions of planning, answered by search on the derived formulas."""
+
+from __future__ import annotations
+
+from .analysis.memory import peak_memory
+from .bind import known_names, need_bound
+from .errors import BindingError
+from .graph import Graph
+from .hardware import Hardware, load_hardware
+
+__all__ = ["largest"]
+
+# Beyond this the answer is that the dimension takes no memory.
+_MOST = 2**62
+
+
+def largest(
+    graph: Graph,
+    symbol: str,
+    /,
+    *,
+    hardware: str | Hardware | None = None,
+    memory: float | None = None,
+    **dims: int,
+) -> int:
+    """Return the largest size of a dimension for which the peak memory fits.
+
+    Parameters
+    ----------
+    graph : Graph
+        What has to fit.
+    symbol : str
+        Dimension that is searched, such as `"B"`; peak memory never falls as it grows.
+    hardware : str or Hardware, optional
+        Device whose capacity is the limit, as its vendor states it.
+    memory : int or float, optional
+        Limit in bytes; one of the two has to be given.
+    **dims : int
+        Sizes of all other dimensions.
+
+    Returns
+    -------
+    int
+        The largest size that fits, 0 if not even 1 does.
+
+    Raises
+    ------
+    BindingError
+        If a dimension is unknown or left open, no limit or two are given, or every size fits.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> B, D = cg.dims("B D")
+    >>> with cg.Graph("g") as g:
+    ...     g.output(cg.relu(g.input("x", (B, D))))
+    >>> cg.largest(g, "B", memory=80e9, D=1000)  # 8*B*D bytes
+    10000000
+    """
+    if symbol not in known_names(graph) or symbol in dims:
+        raise BindingError(
+            f"largest: {symbol!r}, expected an open dimension of {', '.join(sorted(known_names(graph)))}"
+        )
+    if (hardware is None) == (memory is None):
+        raise BindingError("largest: expected a limit, either hardware= or memory=")
+    limit = memory if hardware is None else load_hardware(hardware).capacity().value
+    if isinstance(limit, bool | str) or limit is None or not limit > 0:
+        raise BindingError(f"largest: memory={memory!r}, expected a positive number of bytes")
+
+    def fits(size: int) -> bool:
+        peak = peak_memory(graph, **{**dims, symbol: size})
+        need_bound([peak], f"largest {symbol}")
+        return bool(peak <= limit)
+
+    if not fits(1):
+        return 0
+    low, high = 1, 2
+    while fits(high):
+        low, high = high, high * 2
+        if high > _MOST:
+            raise BindingError(f"largest: every {symbol} fits, expected a dimension that takes memory")
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

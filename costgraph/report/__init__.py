@@ -1,0 +1,21 @@
+"""Reports: the only place where figures become text, files or pictures."""
+
+from . import plots
+from .data import Figure, Part, Peak, Report, report
+from .formula import common_part, formula_latex, formula_python, formula_text
+from .plots import plot_roofline, plot_timeline
+
+__all__ = [
+    "Figure",
+    "Part",
+    "Peak",
+    "Report",
+    "common_part",
+    "formula_latex",
+    "formula_python",
+    "formula_text",
+    "plot_roofline",
+    "plot_timeline",
+    "plots",
+    "report",
+]

@@ -1,0 +1,325 @@
+"""The commands of the command line: what is asked, and which formatter answers. Errors are `costgraph.cli`'s."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from typing import Annotated
+
+import sympy
+import typer
+from rich.markup import escape
+
+from .. import __version__
+from ..analysis.crossover import crossover
+from ..bind import bindings
+from ..errors import BindingError, FormatError
+from ..graph import Graph
+from ..hardware import load_hardware
+from ..symbols import is_name, read_size, shorten
+from . import lists, text
+from .data import peak_cases, report
+from .files import to_csv, to_json, write
+from .formula import formula_text, shared, write_formula
+from .plots import check_path, plot_timeline
+from .quantities import QUANTITIES, quantity_of, symbolic
+
+__all__ = ["app", "load_model", "read_sizes"]
+
+app = typer.Typer(
+    name="costgraph",
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    help="Symbolic costs of models: FLOPs, bytes moved, peak memory and roofline.\n\n"
+    "\b\nExamples:\n"
+    "  costgraph report llama-3-8b --hardware h100-sxm B=1 S=8192\n"
+    "  costgraph formula llama-3-8b peak-memory\n"
+    "  costgraph hardware h100-sxm",
+)
+
+# -- arguments ---------------------------------------------------------------------------------------------------
+
+_MODEL_HELP = "A preset (costgraph models), or the .json file of a saved graph."
+_DEVICE_HELP = "Device (costgraph hardware), or the .toml file of one."
+_FALLBACK_HELP = "Format whose rate stands in for one that the device lacks."
+
+_Model = Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL_HELP)]
+_Sizes = Annotated[list[str] | None, typer.Argument(metavar="NAME=SIZE", help="Sizes: 8192, 8Ki, 1.5M, 70B.")]
+_Hardware = Annotated[str | None, typer.Option("--hardware", metavar="NAME", help=_DEVICE_HELP)]
+_Device = Annotated[str, typer.Option("--hardware", metavar="NAME", help=_DEVICE_HELP)]
+_Attention = Annotated[str | None, typer.Option("--attention", metavar="KERNEL", help="flash (the default) or eager.")]
+_Format = Annotated[str | None, typer.Option("--dtype", metavar="FORMAT", help="Of the model; bf16 by default.")]
+_Dropout = Annotated[float | None, typer.Option("--dropout", metavar="P", help="Probability; 0 by default.")]
+_Symbolic = Annotated[bool, typer.Option("--symbolic", help="Drop the preset's default sizes.")]
+_Count = Annotated[str, typer.Option("--count", metavar="HOW", help="Matmul FLOPs of the tables: executed, or full.")]
+_Fallback = Annotated[str | None, typer.Option("--fallback", metavar="FORMAT", help=_FALLBACK_HELP)]
+_Depth = Annotated[int, typer.Option("--depth", min=1, metavar="N", help="Levels of module scope in the table.")]
+_Sort = Annotated[str, typer.Option("--sort", metavar="BY", help="Rows of the table: order, time, flops or bytes.")]
+_Formulas = Annotated[bool, typer.Option("--formulas", help="Add the closed forms.")]
+_Json = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write JSON; - is the standard output.")]
+_Csv = Annotated[str | None, typer.Option("--csv", metavar="FILE", help="Write CSV; - is the standard output.")]
+_Plot = Annotated[str | None, typer.Option("--plot", metavar="FILE", help="Draw the roofline: .png, .svg or .pdf.")]
+_Memory = Annotated[str | None, typer.Option("--memory-plot", metavar="FILE", help="Draw live memory over steps.")]
+
+#: Words that questions take beside sizes: a dimension of such a name cannot be bound from here.
+_RESERVED = ("count", "depth", "fallback", "fused")
+
+
+def read_sizes(words: list[str] | None) -> dict[str, int]:
+    """Read sizes as they stand on a command line.
+
+    Parameters
+    ----------
+    words : list of str
+        Each `NAME=SIZE`.
+
+    Returns
+    -------
+    dict of str to int
+        Sizes by name.
+
+    Raises
+    ------
+    BindingError
+        If a word is no such pair, or a name stands there twice.
+
+    Examples
+    --------
+    >>> read_sizes(["B=1", "S=8Ki"])
+    {'B': 1, 'S': 8192}
+    """
+    out: dict[str, int] = {}
+    for word in words or ():
+        name, mark, size = word.partition("=")
+        if not mark or not is_name(name):
+            raise BindingError(f"{shorten(word)}: expected NAME=SIZE, such as B=1 or S=8Ki")
+        if name in out:
+            raise BindingError(f"{name}: given twice, expected one size")
+        if name in _RESERVED:
+            raise BindingError(f"{name}={shorten(size)}: a word of the library, expected a dimension of another name")
+        out[name] = read_size(size, name)
+    return out
+
+
+def load_model(
+    model: str, attention: str | None, dtype: str | None, dropout: float | None, symbolic_: bool = False
+) -> Graph:
+    """Return a preset, or the graph of a file whose name ends in .json.
+
+    Parameters
+    ----------
+    model : str
+        Name or path.
+    attention, dtype, dropout : optional
+        As `costgraph.models.load`; a file has them already.
+    symbolic_ : bool
+        Whether default sizes are dropped.
+
+    Returns
+    -------
+    Graph
+        The model.
+
+    Raises
+    ------
+    FormatError, GraphError
+        If there is no such file or model, or an option does not fit.
+    """
+    options = {k: v for k, v in (("attention", attention), ("dtype", dtype), ("dropout", dropout)) if v is not None}
+    if model.lower().endswith(".json"):
+        if options:
+            raise FormatError(f"--{next(iter(options))}: {shorten(model)} is a saved graph, expected a preset for that")
+        from ..io import load as load_file
+
+        graph = load_file(model)
+    else:
+        from ..models import load
+
+        graph = load(model, **options)  # type: ignore[arg-type]  # each option has the type of its parameter
+    return symbolic(graph) if symbolic_ else graph
+
+
+def _say(lines: str) -> None:
+    """Write lines; what the output's encoding lacks becomes a question mark, and a rule a row of hyphens."""
+    encoding = sys.stdout.encoding or "utf-8"
+    if not encoding.lower().startswith("utf"):
+        lines = lines.replace("\u2500", "-").encode(encoding, "replace").decode(encoding)
+    sys.stdout.write(lines + "\n")
+
+
+def _screen() -> tuple[int, bool]:
+    """Return the columns of the output, and whether it shows colors."""
+    terminal = sys.stdout.isatty()
+    # 80 where nobody says otherwise: a pipe has no width
+    width = shutil.get_terminal_size().columns if terminal or "COLUMNS" in os.environ else text.WIDTH
+    return max(width, 40), terminal and "NO_COLOR" not in os.environ
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        _say(f"costgraph {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Take what stands before a command."""
+
+
+# -- report ------------------------------------------------------------------------------------------------------
+
+
+@app.command("report", short_help="Costs of a model, on a device if one is named.")
+def report_command(
+    model: _Model, sizes: _Sizes = None, hardware: _Hardware = None, attention: _Attention = None,
+    dtype: _Format = None, dropout: _Dropout = None, symbolic: _Symbolic = False, count: _Count = "executed",
+    fallback: _Fallback = None, depth: _Depth = 2, sort: _Sort = "order", formulas: _Formulas = False,
+    json: _Json = None, csv: _Csv = None, plot: _Plot = None, memory_plot: _Memory = None,
+) -> None:  # fmt: skip
+    r"""Print what a model costs: parameters, FLOPs, bytes moved, peak memory, and times on a device.
+
+    Sizes that are left open stay symbols, and formulas stand in the place of numbers.
+
+    \b
+    Example:
+      costgraph report llama-3-8b --hardware h100-sxm B=1 S=8192
+    """
+    _check_files(json, csv, plot, memory_plot)
+    dims = read_sizes(sizes)
+    graph = load_model(model, attention, dtype, dropout, symbolic)
+    found = report(graph, hardware, count=count, fallback=fallback, depth=depth, **dims).sorted(sort)
+    if plot is not None:
+        found.plot(plot)
+    if memory_plot is not None:
+        from ..analysis.memory import timeline
+
+        room = None if found.hardware is None else float(found.hardware.memory.value)
+        plot_timeline(timeline(graph, **dims), memory_plot, capacity=room)
+    for path, form in ((json, to_json), (csv, to_csv)):
+        if path == "-":
+            sys.stdout.write(form(found))
+        elif path is not None:
+            write(path, form(found))
+    if "-" not in (json, csv):
+        width, color = _screen()
+        _say(text.render(found, formulas=formulas, width=width, color=color))
+
+
+def _check_files(json: str | None, csv: str | None, *plots: str | None) -> None:
+    """Refuse what cannot be written before anything is derived."""
+    if json == csv == "-":
+        raise FormatError("--json - and --csv -: the standard output takes one of them, expected a file for the other")
+    for path in plots:
+        if path is not None:
+            check_path(path)
+
+
+# -- formula -----------------------------------------------------------------------------------------------------
+
+
+@app.command("formula", short_help="Closed form of one quantity of a model.")
+def formula_command(
+    model: _Model,
+    quantity: Annotated[str, typer.Argument(metavar="QUANTITY", help=f"peak-memory, {', '.join(QUANTITIES)}.")],
+    sizes: _Sizes = None,
+    format: Annotated[str, typer.Option("--format", help="text, latex or python.")] = "text",
+    preset: Annotated[bool, typer.Option("--preset", help="Bind the preset's default sizes.")] = False,
+    attention: _Attention = None, dtype: _Format = None, dropout: _Dropout = None,
+) -> None:  # fmt: skip
+    r"""Print the closed form of a quantity, every size a symbol unless it is bound.
+
+    \b
+    Examples:
+      costgraph formula llama-3-8b matmul-flops
+      costgraph formula llama-3-8b peak-memory --preset --format python
+    """
+    dims = read_sizes(sizes)
+    if quantity != "peak-memory" and quantity not in QUANTITIES:
+        known = ", ".join(["peak-memory", *QUANTITIES])
+        raise FormatError(f"quantity {shorten(quantity)}: expected one of {known}")
+    graph = load_model(model, attention, dtype, dropout, not preset)
+    if quantity == "peak-memory":
+        _peak_formula(graph, dims, format)
+        return
+    found = quantity_of(graph, quantity, dims)
+    if found is None:
+        raise BindingError(f"{quantity} of graph {shorten(graph.name)}: no bytes are moved, expected an op that does")
+    title, unit, _ = QUANTITIES[quantity]
+    unit = "a count" if unit == "1" else unit
+    _say(write_formula(found, format, quantity.replace("-", "_"), f"{title}, {unit}"))
+
+
+def _peak_formula(graph: Graph, dims: Mapping[str, int], how: str) -> None:
+    from ..analysis.memory import peak_memory
+
+    _say(write_formula(peak_memory(graph, **dims), how, "peak_memory", "peak memory, B"))
+    if how != "text":
+        return
+    cases = peak_cases(graph, bindings(graph, dims))
+    _, rests = shared([c.formula for c in cases])
+    places = [text.clean(f"{c.op or 'throughout'} ({c.phase or 'forward'})") for c in cases]
+    rows = [(place, escape(formula_text(rest))) for place, rest in zip(places, rests, strict=True)]
+    head = "held by" if len(cases) == 1 else "the cases, less what all share, are held by"
+    _say(text.draw(["", head, text.grid(rows if len(cases) > 1 else [(places[0], "")])], _screen()[0]))
+
+
+# -- crossover ---------------------------------------------------------------------------------------------------
+
+
+@app.command("crossover", short_help="Size at which a model becomes compute-bound.")
+def crossover_command(
+    model: _Model,
+    symbol: Annotated[str, typer.Argument(metavar="SYMBOL", help="Dimension that is solved for.")],
+    hardware: _Device,
+    sizes: _Sizes = None,
+    fallback: _Fallback = None,
+    attention: _Attention = None, dtype: _Format = None, dropout: _Dropout = None, symbolic: _Symbolic = False,
+) -> None:  # fmt: skip
+    r"""Print the size at which compute time overtakes memory time, all ops together as declared.
+
+    \b
+    Example:
+      costgraph crossover llama-3-8b B --hardware h100-sxm S=1
+    """
+    dims = read_sizes(sizes)
+    graph = load_model(model, attention, dtype, dropout, symbolic)
+    found = crossover(graph, hardware, symbol, fallback=fallback, **dims)
+    if isinstance(found, sympy.Expr):
+        _say(f"compute time equals memory time at {symbol} = {formula_text(found, grouped=True)}")
+    elif found == 0:
+        _say(f"compute-bound at every {symbol}")
+    elif found == float("inf"):
+        _say(f"memory-bound at every {symbol}")
+    else:
+        _say(f"compute time equals memory time at {symbol} = {float(found):.6g}")
+
+
+# -- lists -------------------------------------------------------------------------------------------------------
+
+
+@app.command("models", short_help="List the presets.")
+def models_command() -> None:
+    """List the presets with their parameters and default sizes."""
+    width, color = _screen()
+    _say(text.draw([lists.models()], width, color=color))
+
+
+@app.command("hardware", short_help="List the devices, or all that is known of one.")
+def hardware_command(
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="A device, or the .toml file of one.")] = None,
+) -> None:
+    r"""List the devices; of one, every quantity with its unit, sources and noted disagreements.
+
+    \b
+    Example:
+      costgraph hardware h100-sxm
+    """
+    width, color = _screen()
+    _say(text.draw([lists.devices()] if name is None else lists.device(load_hardware(name)), width, color=color))

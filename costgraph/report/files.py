@@ -1,0 +1,215 @@
+"""A report as JSON and as CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import sympy
+
+from ..analysis.roofline import Roofline
+from ..bind import Formula
+from ..errors import FormatError
+from ..extremum import Regime
+from ..symbols import shorten
+from .data import Part, Report
+from .formula import formula_text
+
+__all__ = ["SCHEMA", "rows", "to_csv", "to_json", "write"]
+
+SCHEMA = "costgraph/report/1"
+"""What the JSON of this version calls itself; another number means other keys."""
+
+_COLUMNS = ("part", "name", "quantity", "value", "unit", "formula")
+
+
+def write(path: str | os.PathLike[str], text: str) -> None:
+    """Write a text file.
+
+    Parameters
+    ----------
+    path : str or path-like
+        Where to; an existing file is replaced.
+    text : str
+        What is written, as UTF-8.
+
+    Raises
+    ------
+    FormatError
+        If the file cannot be written.
+    """
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise FormatError(f"{shorten(str(path), 200)}: {reason}, expected a file that can be written") from None
+
+
+def _number(value: Formula | None) -> int | float | None:
+    """Return a number that JSON has; a formula and infinity are None."""
+    if value is None or isinstance(value, sympy.Expr) or not math.isfinite(value):
+        return None
+    return _plain(value)
+
+
+def _figure(value: Formula, unit: str, formula: Formula | None = None) -> dict[str, Any]:
+    out: dict[str, Any] = {"value": _number(value), "unit": unit}
+    if isinstance(value, sympy.Expr):
+        out["bound"] = formula_text(value)
+    if formula is not None:
+        out["formula"] = formula_text(formula)
+    return out
+
+
+def _cases(cases: tuple[Regime, ...]) -> list[dict[str, Any]]:
+    return [{"formula": formula_text(c.formula), "unit": "B", "op": c.op, "phase": c.phase} for c in cases]
+
+
+def _peak(r: Report) -> dict[str, Any]:
+    capacity = None if r.hardware is None else {"value": _number(_plain(r.hardware.memory.value)), "unit": "B"}
+    return {
+        **_figure(r.peak.value, "B"),
+        "op": r.peak.op,
+        "phase": r.peak.phase,
+        "by_role": {role: _figure(v, "B") for role, v in r.peak.by_role.items()},
+        "cases": _cases(r.peak.regimes),
+        "formulas": _cases(r.peak.formula),
+        "capacity": capacity,
+        "fits": r.fits,
+    }
+
+
+def _plain(value: Any) -> int | float:
+    return value if isinstance(value, int) else float(value)
+
+
+def _times(times: Roofline | None) -> dict[str, Any] | None:
+    if times is None:
+        return None
+    return {
+        "ridge": _figure(times.ridge, "FLOP/B"),
+        "lower_bound": _figure(times.lower_bound, "s"),
+        "estimate": _figure(times.estimate, "s"),
+        "bound": times.bound,
+        "ops": [
+            {
+                "op": row.op,
+                "scope": row.scope,
+                "phase": row.phase,
+                "kind": row.kind,
+                "flops": _figure(row.flops, "FLOP"),
+                "bytes": _figure(row.bytes, "B"),
+                "intensity": _figure(row.intensity, "FLOP/B"),
+                "compute": _figure(row.compute_s, "s"),
+                "memory": _figure(row.memory_s, "s"),
+                "bound": row.bound,
+            }
+            for row in times.rows
+        ],
+    }
+
+
+def _part(part: Part) -> dict[str, Any]:
+    out: dict[str, Any] = {"name": part.name}
+    for quantity, unit in _PART_UNITS.items():
+        out[quantity] = _figure(getattr(part.value, quantity), unit, getattr(part.formula, quantity))
+    if part.seconds is not None:
+        out |= {
+            "time": _figure(part.seconds, "s"),
+            "share": part.share,
+            "bound": part.bound,
+            "bound_share": part.bound_share,
+        }
+    return out
+
+
+_PART_UNITS = {
+    "flops": "FLOP", "matmul": "FLOP", "pointwise": "FLOP", "transcendental": "FLOP",
+    "bytes": "B", "read": "B", "written": "B",
+}  # fmt: skip
+
+
+def to_json(r: Report) -> str:
+    """Return a report as JSON.
+
+    Parameters
+    ----------
+    r : Report
+        What is written.
+
+    Returns
+    -------
+    str
+        An object with a `schema`; every amount is an object of value, unit and, where there is one, formula. The value
+        of what is not bound is null, and `bound` is then the formula in what is open. Infinity is null.
+    """
+    device = None if r.hardware is None else {"id": r.hardware.id, "name": r.hardware.name}
+    data = {
+        "schema": SCHEMA,
+        "graph": r.graph,
+        "hardware": device,
+        "sizes": dict(r.sizes),
+        "given": sorted(r.given),
+        "unbound": list(r.unbound),
+        "unused": list(r.unused),
+        "count": r.count,
+        "figures": {name: _figure(f.value, f.unit, f.formula) for name, f in r.figures.items()},
+        "peak_memory": _peak(r),
+        "roofline": _times(r.roofline),
+        "scopes": [_part(p) for p in r.scopes],
+        "phases": [_part(p) for p in r.phases],
+    }
+    return json.dumps(data, indent=2, allow_nan=False) + "\n"
+
+
+def rows(r: Report) -> Iterator[tuple[str, str, str, object, str, str]]:
+    """Yield the values of a report, one each: part, name, quantity, value, unit, formula."""
+    for name, f in r.figures.items():
+        yield ("graph", "", name, _cell(f.value), f.unit, formula_text(f.formula))
+    yield ("graph", "", "peak-memory", _cell(r.peak.value), "B", "")
+    for role, amount in r.peak.by_role.items():
+        yield ("role at the peak", role, "bytes", _cell(amount), "B", "")
+    if r.roofline is not None:
+        yield ("graph", "", "ridge", _cell(r.roofline.ridge), "FLOP/B", "")
+        yield ("graph", "", "lower-bound", r.roofline.lower_bound, "s", "")
+        yield ("graph", "", "estimate", r.roofline.estimate, "s", "")
+    for kind, parts in (("scope", r.scopes), ("phase", r.phases)):
+        for part in parts:
+            for quantity, unit in _PART_UNITS.items():
+                value, formula = getattr(part.value, quantity), getattr(part.formula, quantity)
+                yield (kind, part.name, quantity, _cell(value), unit, formula_text(formula))
+            if part.seconds is not None:
+                yield (kind, part.name, "time", part.seconds, "s", "")
+                yield (kind, part.name, "share", part.share, "1", "")
+                yield (kind, part.name, "bound", part.bound or "", "", "")
+
+
+def _cell(value: Formula) -> object:
+    return formula_text(value) if isinstance(value, sympy.Expr) else value
+
+
+def to_csv(r: Report) -> str:
+    """Return a report as CSV: one value a line, with its unit.
+
+    Parameters
+    ----------
+    r : Report
+        What is written.
+
+    Returns
+    -------
+    str
+        A head line, and part (graph, role at the peak, scope, phase), name, quantity, value, unit, formula. The value
+        of what is not bound is its formula in what is open.
+    """
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(_COLUMNS)
+    writer.writerows(rows(r))
+    return file.getvalue()

@@ -1,0 +1,336 @@
+"""Formulas as text, LaTeX and Python source. A maximum is written with what all its cases share taken out."""
+
+from __future__ import annotations
+
+import keyword
+import math
+import re
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any
+
+import sympy
+from sympy.printing.latex import LatexPrinter
+from sympy.printing.str import StrPrinter
+
+from ..bind import Formula
+from ..errors import FormatError, UnsupportedError
+from ..extremum import Max, Min
+from ..polynomial import Poly, generator, poly
+from ..symbols import is_name, shorten
+
+__all__ = [
+    "FORMATS",
+    "common_part",
+    "factored",
+    "formula_latex",
+    "formula_python",
+    "formula_text",
+    "shared",
+    "write_formula",
+]
+
+
+def common_part(formula: Formula) -> tuple[sympy.Expr, sympy.Expr]:
+    """Split a Max or Min into what all its cases share and the rest.
+
+    Parameters
+    ----------
+    formula : sympy.Expr or number
+        Of anything but a Max or Min, nothing is shared.
+
+    Returns
+    -------
+    tuple of sympy.Expr
+        (common, rest), whose sum is the formula: of each monomial the smallest coefficient over all cases.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> B, D, F, K = cg.dims("B D F K")
+    >>> common_part(cg.Max(4*D*F + 8*B*F, 4*D*F + 4*B*F + 4*B*K))
+    (4*B*F + 4*D*F, Max(4*B*F, 4*B*K))
+    """
+    expr = sympy.sympify(formula, strict=True)
+    if not isinstance(expr, Max | Min):
+        return sympy.Integer(0), expr
+    common, rests = shared(expr.args)
+    return common, type(expr)(*rests, owners=expr.owners)
+
+
+def shared(cases: Sequence[Formula]) -> tuple[sympy.Expr, list[sympy.Expr]]:
+    """Split several formulas into what all share and the rest of each; a single one is all rest."""
+    if len(cases) == 1:
+        return sympy.Integer(0), [sympy.sympify(cases[0], strict=True)]
+    polys = [poly(sympy.sympify(c, strict=True)) for c in cases]
+    least = {m: min(p.terms.get(m, 0) for p in polys) for m in {m for p in polys for m in p.terms}}
+    common = Poly({m: c for m, c in sorted(least.items()) if c})
+    return common.expr, [(p - common).expr for p in polys]
+
+
+def _content(expr: sympy.Expr) -> tuple[Poly, Poly]:
+    """Split a sum into the largest factor that all its terms have, and the sum of what is left."""
+    p = poly(expr)
+    if len(p.terms) < 2:
+        return Poly({(): 1}), p
+    numbers = [Fraction(c) for c in p.terms.values()]
+    number = Fraction(math.gcd(*(c.numerator for c in numbers)), math.lcm(*(c.denominator for c in numbers)))
+    powers = [dict(m) for m in p.terms]
+    shared = {k: min(m.get(k, 0) for m in powers) for k in powers[0]}
+    factor = Poly({tuple(sorted((k, e) for k, e in shared.items() if e > 0)): number})
+    return factor, p / factor
+
+
+def _product(expr: sympy.Expr, show: Callable[[sympy.Expr], str], marks: Sequence[str]) -> str:
+    """Write a sum as factor * (...); sympy would multiply the factor into the sum."""
+    factor, inside = _content(expr)
+    text = show(inside.expr)
+    times, opening, closing = marks
+    return text if factor == 1 else f"{show(factor.expr)}{times}{opening}{text}{closing}"
+
+
+def _assemble(formula: Formula, show: Callable[[sympy.Expr], str], marks: Sequence[str]) -> str:
+    """Write common * (...) + Max(...), or the formula as it is where nothing is shared."""
+    common, rest = common_part(formula)
+    if common == 0 or not isinstance(rest, Max | Min):
+        return show(sympy.sympify(formula, strict=True))
+    return f"{_product(common, show, marks)} + {show(rest)}"
+
+
+# -- text --------------------------------------------------------------------------------------------------------
+
+
+class _Text(StrPrinter):  # type: ignore[misc]  # sympy has no types
+    """sympy's text, with digits grouped as in Python source where asked."""
+
+    # sympy would otherwise let a Max print itself, ungrouped
+    printmethod = "_costgraph_text"
+
+    def __init__(self, grouped: bool) -> None:
+        super().__init__()
+        self.grouped = grouped
+
+    def _print_Integer(self, expr: sympy.Integer) -> str:  # noqa: N802  # sympy's naming
+        return f"{int(expr):_}" if self.grouped else str(int(expr))
+
+    def _print_Rational(self, expr: sympy.Rational) -> str:  # noqa: N802
+        return f"{int(expr.p):_}/{int(expr.q):_}" if self.grouped else f"{expr.p}/{expr.q}"
+
+    def _extremum(self, expr: sympy.Expr) -> str:
+        return f"{type(expr).__name__}({', '.join(self._print(a) for a in expr.args)})"
+
+    _print_Max = _extremum  # noqa: N815  # sympy's naming
+    _print_Min = _extremum  # noqa: N815
+
+
+def formula_text(formula: Formula, *, grouped: bool = False) -> str:
+    """Write a formula as text.
+
+    Parameters
+    ----------
+    formula : sympy.Expr or number
+        What is written.
+    grouped : bool
+        Group digits by `_`, as Python source allows.
+
+    Returns
+    -------
+    str
+        One line.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> B, D, F, K = cg.dims("B D F K")
+    >>> formula_text(4*D*F + 4*F*K + cg.Max(8*B*F, 4*B*F + 4*B*K))
+    '4*D*F + 4*F*K + Max(8*B*F, 4*B*F + 4*B*K)'
+    >>> formula_text(cg.Max(4*D*F + 4*F*K + 8*B*F, 4*D*F + 4*F*K + 4*B*K))
+    '4*F*(D + K) + Max(8*B*F, 4*B*K)'
+    """
+    printer = _Text(grouped)
+    return _assemble(formula, printer.doprint, ("*", "(", ")"))
+
+
+def factored(formula: Formula, *, grouped: bool = False) -> str:
+    """Write a sum as text, with the largest common factor in front."""
+    return _product(sympy.sympify(formula, strict=True), _Text(grouped).doprint, ("*", "(", ")"))
+
+
+# -- LaTeX -------------------------------------------------------------------------------------------------------
+
+
+class _Latex(LatexPrinter):  # type: ignore[misc]  # sympy has no types
+    """sympy's LaTeX; names of several letters are words, never products or subscripts."""
+
+    def _print_Symbol(self, expr: sympy.Symbol, style: str = "plain") -> str:  # noqa: N802
+        name = str(expr.name)
+        return name if re.fullmatch(r"[A-Za-z]", name) else rf"\mathit{{{name.replace('_', chr(92) + '_')}}}"
+
+
+def formula_latex(formula: Formula) -> str:
+    r"""Write a formula as LaTeX, for math mode.
+
+    Parameters
+    ----------
+    formula : sympy.Expr or number
+        What is written.
+
+    Returns
+    -------
+    str
+        One line, without dollar signs.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> B, n_heads = cg.dims("B n_heads")
+    >>> print(formula_latex(2*B*n_heads**2))
+    2 B \mathit{n\_heads}^{2}
+    """
+    return _assemble(formula, _Latex().doprint, (" ", r"\left(", r"\right)"))
+
+
+# -- Python ------------------------------------------------------------------------------------------------------
+
+_IMPORTS = ((r"\bmath\.", "import math"), (r"\bFraction\(", "from fractions import Fraction"))
+_USED = {"math", "Fraction", "max", "min", *keyword.kwlist}
+
+
+class _Source:
+    """Writes expressions that are exact for Python integers; a name that Python uses gets an underscore."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.names: dict[str, str] = {}
+        taken = {*names, *_USED}
+        for n in names:
+            free = n
+            while n in _USED and free in taken:
+                free += "_"
+            taken.add(free)
+            self.names[n] = free
+
+    def ratio(self, expr: sympy.Expr) -> str:
+        """Write anything that a question answers with."""
+        if expr.is_Mul:  # an intensity: one division, not one for each term
+            above, below = expr.as_numer_denom()
+            return self.poly(poly(above)) if below == 1 else self.divided(poly(above), poly(below))
+        common, rest = common_part(expr)
+        return self.poly(poly(rest)) if common == 0 else f"{self.poly(poly(common))} + {self.poly(poly(rest))}"
+
+    def divided(self, above: Poly, below: Poly) -> str:
+        return f"Fraction({self.poly(above)}, {self.poly(below)})"
+
+    def poly(self, p: Poly) -> str:
+        lowest: dict[str, int] = {}
+        for m in p.terms:
+            for k, e in m:
+                lowest[k] = min(e, lowest.get(k, 0))
+        scale = math.lcm(*(Fraction(c).denominator for c in p.terms.values()))
+        below = Poly({tuple(sorted((k, -e) for k, e in lowest.items() if e < 0)): scale})
+        return self.sum(p) if below == 1 else self.divided(p * below, below)
+
+    def sum(self, p: Poly) -> str:
+        parts = []
+        for m, c in sorted(p.terms.items(), key=lambda t: (-sum(e for _, e in t[0]), t[0])):
+            factors = [f"{self.generator(k)}**{e}" if e != 1 else self.generator(k) for k, e in m]
+            if abs(c) != 1 or not factors:
+                factors.insert(0, str(abs(c)))
+            parts.append(("- " if c < 0 else "+ ") + "*".join(factors))
+        text = " ".join(parts) or "0"
+        return text.replace("- ", "-", 1) if text.startswith("-") else text.removeprefix("+ ")
+
+    def generator(self, key: str) -> str:
+        if key[0] != "~":
+            return self.names[key]
+        expr = generator(key)
+        arguments = [self.poly(poly(a)) for a in expr.args]
+        if isinstance(expr, Max | Min):
+            return f"{'max' if isinstance(expr, Max) else 'min'}({', '.join(arguments)})"
+        if isinstance(expr, sympy.floor | sympy.ceiling):
+            return f"math.{'floor' if isinstance(expr, sympy.floor) else 'ceil'}({arguments[0]})"
+        if isinstance(expr, sympy.Pow):
+            # without Fraction, 1/(a + b) would lose digits
+            return f"(Fraction({arguments[0]})**({arguments[1]}))"
+        raise UnsupportedError(
+            f"Python source of {expr}: no rule for {type(expr).__name__}, expected format text or latex"
+        )
+
+
+def formula_python(formula: Formula, name: str = "formula", summary: str = "") -> str:
+    """Write a formula as the source of a Python function, exact for integers.
+
+    Parameters
+    ----------
+    formula : sympy.Expr or number
+        What is written.
+    name : str
+        Name of the function.
+    summary : str
+        Its docstring.
+
+    Returns
+    -------
+    str
+        Source that needs the standard library alone; the arguments are the symbols in alphabetical order, those that
+        are words of Python with an underscore.
+
+    Raises
+    ------
+    FormatError
+        If the name is no identifier.
+    UnsupportedError
+        If the formula has a function without a rule.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> B, F, K = cg.dims("B F K")
+    >>> print(formula_python(cg.Max(8*B*F, 4*B*F + 4*B*K), "peak"))
+    def peak(B, F, K):
+        return 4*B*F + max(4*B*F, 4*B*K)
+    """
+    if not is_name(name) or keyword.iskeyword(name):
+        raise FormatError(f"Python source: name {shorten(name)}, expected an identifier")
+    expr = sympy.sympify(formula, strict=True)
+    source = _Source(sorted(s.name for s in expr.free_symbols))
+    body = source.ratio(expr) if expr.free_symbols else repr(formula)
+    lines = [f"def {name}({', '.join(source.names[n] for n in sorted(source.names))}):"]
+    if summary:
+        lines.append('    """' + re.sub(r'[^ -~]|[\\"]', "", summary) + '"""')
+    imports = [f"{how}\n" for mark, how in _IMPORTS if re.search(mark, body)]
+    return "".join(imports) + ("\n\n" if imports else "") + "\n".join([*lines, f"    return {body}"])
+
+
+#: How a formula can be written, by the name that the command line uses.
+FORMATS: dict[str, Callable[..., Any]] = {
+    "text": formula_text,
+    "latex": formula_latex,
+    "python": formula_python,
+}
+
+
+def write_formula(formula: Formula, how: str, name: str, summary: str) -> str:
+    """Write a formula in one of the formats.
+
+    Parameters
+    ----------
+    formula : sympy.Expr or number
+        What is written.
+    how : str
+        One of `FORMATS`.
+    name, summary : str
+        Of the Python function; other formats have none.
+
+    Returns
+    -------
+    str
+        One line, or several of Python.
+
+    Raises
+    ------
+    FormatError
+        If the format is unknown.
+    """
+    if how not in FORMATS:
+        raise FormatError(f"format {shorten(how)}: expected one of {', '.join(FORMATS)}")
+    return str(formula_python(formula, name, summary) if how == "python" else FORMATS[how](formula))

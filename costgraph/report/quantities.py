@@ -1,0 +1,62 @@
+"""The quantities that a report shows and that the command line knows by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from copy import copy
+
+from ..analysis.costs import bytes_moved, costs, flops, intensity, matmul_flops
+from ..analysis.params import param_bytes, param_count
+from ..bind import Formula
+from ..graph import Graph
+
+__all__ = ["QUANTITIES", "quantity_of", "symbolic"]
+
+_Ask = Callable[..., Formula]
+
+QUANTITIES: dict[str, tuple[str, str, _Ask]] = {
+    "params": ("parameters", "1", param_count),
+    "param-bytes": ("bytes of parameters", "B", param_bytes),
+    "flops": ("FLOPs", "FLOP", flops),
+    "matmul-flops": ("matmul FLOPs", "FLOP", matmul_flops),
+    "matmul-flops-full": ("matmul FLOPs, full squares", "FLOP", lambda g, **d: matmul_flops(g, "full", **d)),
+    "pointwise-flops": ("pointwise FLOPs", "FLOP", lambda g, **d: _kind(g, "pointwise", d)),
+    "transcendental-flops": ("transcendental FLOPs", "FLOP", lambda g, **d: _kind(g, "transcendental", d)),
+    "bytes": ("bytes moved, as declared", "B", bytes_moved),
+    "fused-bytes": ("bytes moved, fused bound", "B", lambda g, **d: bytes_moved(g, True, **d)),
+    "intensity": ("intensity, as declared", "FLOP/B", intensity),
+    "fused-intensity": ("intensity, fused bound", "FLOP/B", lambda g, **d: intensity(g, True, **d)),
+}
+"""Title, unit and question of each figure, by name."""
+
+
+def _kind(graph: Graph, kind: str, dims: Mapping[str, int]) -> Formula:
+    found: Formula = getattr(costs(graph, **dict(dims)).total(), kind)  # type: ignore[arg-type]  # no size is a count
+    return found
+
+
+def symbolic(graph: Graph) -> Graph:
+    """Return the same graph without its default sizes; ops, tensors and what was derived are shared.
+
+    Parameters
+    ----------
+    graph : Graph
+        What is asked.
+
+    Returns
+    -------
+    Graph
+        For questions whose answers are formulas.
+    """
+    twin = copy(graph.root)
+    # networkx keeps the facts of a graph in a dictionary, which a shallow copy would share
+    twin.graph = dict(twin.graph)
+    twin.defaults = {}
+    return twin
+
+
+def quantity_of(graph: Graph, name: str, dims: Mapping[str, int]) -> Formula | None:
+    """Return one of `QUANTITIES`, or None for an intensity of what moves nothing."""
+    if "intensity" in name and bytes_moved(graph, "fused" in name, **dims) == 0:
+        return None
+    return QUANTITIES[name][2](graph, **dims)

@@ -1,0 +1,332 @@
+"""A report as text for a terminal, a pipe or a notebook; needs rich."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Iterator, Sequence
+
+import sympy
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.markup import escape
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from ..analysis.costs import Cost
+from ..analysis.roofline import Roofline
+from ..bind import Formula
+from ..extremum import Regime
+from ..units import format_bytes, format_quantity
+from .data import Figure, Part, Report
+from .formula import factored, formula_text, shared
+from .quantities import QUANTITIES
+
+__all__ = ["WIDTH", "clean", "draw", "exact", "grid", "listing", "percent", "render", "show"]
+
+#: Columns of what is no terminal.
+WIDTH = 80
+
+_LONGEST_NAME = 120
+
+
+def clean(text: str, most: int = _LONGEST_NAME) -> str:
+    """Return a text from outside as rich may print it: no markup, no control characters, not too long."""
+    short = text if len(text) <= most else text[: most - 3] + "..."
+    return escape("".join(c if c.isprintable() else ascii(c)[1:-1] for c in short))
+
+
+def show(value: Formula, unit: str) -> str:
+    """Return an amount for people, with its unit; a formula with the unit in brackets.
+
+    Examples
+    --------
+    >>> show(16_060_522_496, "B"), show(140_786_504_056_832, "FLOP"), show(8_030_261_248, "1")
+    ('16.06 GB (14.96 GiB)', '140.8 TFLOP', '8,030,261,248')
+    """
+    if isinstance(value, sympy.Expr):
+        text = formula_text(value, grouped=True)
+        return text if unit == "1" else f"{text}  [{unit}]"
+    if unit == "B":
+        return format_bytes(value)
+    if unit == "1" and isinstance(value, int):
+        return f"{value:,}"
+    return format_quantity(value, unit)
+
+
+def exact(value: Formula, unit: str) -> str:
+    """Return an exact count with its unit and grouped digits, where `show` rounds one."""
+    if not isinstance(value, int) or unit == "1" or value < 10_000:
+        return ""
+    return f"{value:,} {unit}"
+
+
+def percent(share: float) -> str:
+    """Return a part of a whole as text."""
+    return f"{100 * share:.1f}%"
+
+
+def draw(parts: Iterable[RenderableType], width: int | None = None, *, color: bool = False) -> str:
+    """Return what rich makes of some renderables.
+
+    Parameters
+    ----------
+    parts : iterable of rich renderables
+        One below the other.
+    width : int, optional
+        Columns, 80 by default.
+    color : bool
+        Whether escape sequences of a terminal are wanted.
+
+    Returns
+    -------
+    str
+        Lines without spaces at their ends.
+    """
+    file = io.StringIO()
+    console = Console(
+        file=file,
+        width=width or WIDTH,
+        force_terminal=color,
+        no_color=not color,
+        color_system="standard" if color else None,
+        emoji=False,
+        highlight=False,
+        legacy_windows=False,
+    )
+    console.print(Group(*parts))
+    return "\n".join(line.rstrip() for line in file.getvalue().rstrip().split("\n"))
+
+
+def grid(rows: Iterable[Sequence[str]], *, narrow: int = 1) -> Table:
+    """Return rows as columns without lines, the last column wide; `narrow` columns before it never wrap."""
+    table = Table.grid(padding=(0, 2))
+    for _ in range(narrow):
+        table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def listing(title: str, head: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> Table:
+    """Return a table with a head; `left` columns are texts, the others numbers."""
+    table = Table(
+        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1)
+    )
+    for i, name in enumerate(head):
+        number = i >= left
+        table.add_column(name, justify="right" if number else "left", overflow="fold", no_wrap=number)
+    found = list(rows)
+    for i, row in enumerate(found):
+        table.add_row(*row, end_section=i + 2 == len(found) and found[-1][0] == "total")
+    return table
+
+
+# -- sections ----------------------------------------------------------------------------------------------------
+
+
+def _heading(r: Report) -> Iterator[RenderableType]:
+    device = f" on {clean(r.hardware.name)}" if r.hardware else ""
+    yield f"[bold]{clean(r.graph)}{device}[/bold]"
+    given = [f"{k}={v}" for k, v in r.sizes.items() if k in r.given]
+    default = [f"{k}={v}" for k, v in r.sizes.items() if k not in r.given]
+    rows = [("sizes", " ".join(given))] if given else []
+    rows += [("preset", " ".join(default))] if default else []
+    rows += [("unbound", " ".join(r.unbound))] if r.unbound else []
+    yield grid(rows)
+    yield ""
+
+
+def _figure_rows(r: Report) -> Iterator[tuple[str, str]]:
+    short = {
+        "param-bytes": "bytes", "matmul-flops": "matmul", "matmul-flops-full": "matmul, full squares",
+        "pointwise-flops": "pointwise", "transcendental-flops": "transcendental",
+    }  # fmt: skip
+    for name, (title, _, _) in QUANTITIES.items():
+        if name in r.figures:
+            figure = r.figures[name]
+            label = f"  {short[name]}" if name in short else title
+            yield label, _amount(figure) + _beside_ridge(r, name)
+        else:
+            yield title, "no bytes are moved"
+    if r.roofline and r.roofline.ridge:
+        yield "ridge point", f"{show(r.roofline.ridge, 'FLOP/B')} = {_ridge(r.roofline)}"
+
+
+def _amount(figure: Figure) -> str:
+    text, count = show(figure.value, figure.unit), exact(figure.value, figure.unit)
+    return escape(f"{text} = {count}" if count else text)
+
+
+def _ridge(times: Roofline) -> str:
+    peak, bandwidth = times.ridge * float(times.hardware.bandwidth.value), times.hardware.bandwidth
+    return f"{format_quantity(peak, 'FLOP/s')} / {bandwidth}"
+
+
+def _beside_ridge(r: Report, name: str) -> str:
+    if r.roofline is None or not r.roofline.ridge or "intensity" not in name:
+        return ""
+    value = r.roofline.fused_intensity if name.startswith("fused") else r.roofline.intensity
+    return ", above the ridge point" if value >= r.roofline.ridge else ", below the ridge point"
+
+
+def _peak_rows(r: Report) -> Iterator[tuple[str, str]]:
+    if r.peak.op is None:
+        yield from _open_peak(r.peak.regimes)
+    else:
+        yield "peak memory", _amount(Figure("", "B", r.peak.value, r.peak.value))
+        yield "  held by", _holder(r.peak.op, r.peak.phase)
+        for role, amount in sorted(r.peak.by_role.items()):
+            yield f"  {role}", f"{show(amount, 'B')}{_part_of(amount, r.peak.value)}"
+    if r.hardware is not None:
+        yield f"capacity of {clean(r.hardware.id, 20)}", _capacity(r)
+
+
+def _open_peak(cases: Sequence[Regime]) -> Iterator[tuple[str, str]]:
+    """Show the peak while a size is open: what all cases share, then what each adds."""
+    if len(cases) == 1:
+        yield "peak memory", escape(show(cases[0].formula, "B"))
+        yield "  held by", _holder(cases[0].op, cases[0].phase)
+        return
+    common, rests = shared([case.formula for case in cases])
+    yield "peak memory", escape(f"{factored(common, grouped=True)} + the largest of  [B]")
+    for case, rest in zip(cases, rests, strict=True):
+        yield "", f"{escape(formula_text(rest, grouped=True))}\n  at {_holder(case.op, case.phase)}"
+
+
+def _holder(op: str | None, phase: str | None) -> str:
+    return f"{clean(op)} ({phase or 'forward'})" if op else "what is there throughout"
+
+
+def _part_of(amount: Formula, whole: Formula) -> str:
+    return f", {percent(float(amount / whole))}" if whole else ""
+
+
+def _capacity(r: Report) -> str:
+    assert r.hardware is not None
+    room = r.hardware.memory
+    text = f"{format_bytes(room.value)} by the vendor"
+    if r.fits is None:
+        return escape(f"{text}: whether it fits depends on {', '.join(r.unbound)}")
+    used = percent(float(r.peak.value) / float(room.value))
+    return escape(f"{text}: {'fits' if r.fits else 'does NOT fit'}, {used} used")
+
+
+def _time_rows(r: Report) -> Iterator[tuple[str, str]]:
+    if r.hardware is None:
+        yield "time", "needs a device: --hardware NAME"
+    elif r.roofline is None:
+        yield "time, roofline", f"needs sizes, still unbound: {', '.join(r.unbound)}"
+    else:
+        yield "time, lower bound", show(r.roofline.lower_bound, "s") + ", no run is faster"
+        whole = r.roofline.estimate
+        by_bound: dict[str, float] = {}
+        for row in r.roofline.rows:
+            by_bound[row.bound] = by_bound.get(row.bound, 0.0) + row.seconds
+        parts = [f"{percent(s / whole)} of it {b}-bound" for b, s in by_bound.items() if whole]
+        yield "time, estimate", ", ".join([show(whole, "s"), *sorted(parts)])
+
+
+def _table(title: str, head: str, parts: Sequence[Part], r: Report) -> RenderableType:
+    if any(isinstance(v, sympy.Expr) for p in parts for v in (p.value.flops, p.value.bytes)):
+        return _formulas_by(title, head, parts, bound=True)
+    whole = sum((p.value for p in parts), start=Cost())
+    rows = [(_name(p), *_amounts(p.value)) for p in [*parts, Part("total", whole, whole)]]
+    if r.roofline is None:
+        shares = [percent(float(p.value.flops / whole.flops)) if whole.flops else "" for p in parts]
+        with_shares = [(*row, share) for row, share in zip(rows, [*shares, ""], strict=True)]
+        return listing(title, (head, "FLOPs", "bytes", "of FLOPs"), with_shares)
+    times = [*map(_times, parts), (show(r.roofline.estimate, "s"), "", "")]
+    timed = [(*row, *time) for row, time in zip(rows, times, strict=True)]
+    return listing(title, (head, "FLOPs", "bytes", "time", "of time", "bound"), timed)
+
+
+def _amounts(cost: Cost) -> tuple[str, str]:
+    return show(cost.flops, "FLOP"), format_quantity(cost.bytes, "B")
+
+
+def _times(p: Part) -> tuple[str, str, str]:
+    bound = f"{p.bound} {100 * (p.bound_share or 0.0):.0f}%" if p.bound else ""
+    return show(p.seconds or 0.0, "s"), percent(p.share or 0.0), bound
+
+
+def _name(part: Part) -> str:
+    return clean(part.name) or "(no scope)"
+
+
+def _formulas_by(title: str, head: str, parts: Sequence[Part], *, bound: bool) -> RenderableType:
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column(head, overflow="fold", ratio=1)
+    table.add_column("", no_wrap=True)
+    table.add_column("formula", overflow="fold", ratio=3)
+    for p in parts:
+        cost = p.value if bound else p.formula
+        table.add_row(_name(p), "FLOP", escape(formula_text(cost.flops, grouped=True)))
+        table.add_row("", "B", escape(formula_text(cost.bytes, grouped=True)))
+    return table
+
+
+def _formulas(r: Report) -> Iterator[RenderableType]:
+    yield ""
+    yield "[bold]formulas[/bold]"
+    for figure in r.figures.values():
+        if figure.unit != "FLOP/B":
+            yield _block(f"{figure.title} [{figure.unit}]", formula_text(figure.formula, grouped=True))
+    yield _block("intensities [FLOP/B]", "FLOPs / bytes moved, as declared or by the fused bound")
+    yield from _peak_formula(r.peak.formula)
+    yield ""
+    yield _formulas_by(f"formulas by scope, matmul FLOPs {r.count}", "scope", r.scopes, bound=False)
+
+
+def _peak_formula(cases: Sequence[Regime]) -> Iterator[RenderableType]:
+    """Write what all cases share once, then what each adds, with its op."""
+    common, rests = shared([case.formula for case in cases])
+    if len(cases) > 1:
+        yield _block("peak memory [B]: the largest of the cases below, each added to", factored(common, grouped=True))
+    for case, rest in zip(cases, rests, strict=True):
+        place = f"at {case.op or 'the start'} ({case.phase or 'forward'})"
+        label = f"  {place}" if len(cases) > 1 else f"peak memory [B] {place}"
+        yield _block(label, formula_text(rest, grouped=True))
+
+
+def _block(title: str, text: str) -> RenderableType:
+    return Group(Text(title), Padding(Text(text, overflow="fold"), (0, 0, 0, 4)))
+
+
+def sections(r: Report, *, formulas: bool = False) -> Iterator[RenderableType]:
+    """Yield the parts of a report, one below the other."""
+    yield from _heading(r)
+    yield grid([*_figure_rows(r), *_peak_rows(r), *_time_rows(r)])
+    if r.unused:
+        names = ", ".join(r.unused)
+        yield f"\nnote: dimension {names} appears in no figure"
+    yield ""
+    counted = "" if r.count == "executed" else ", matmul FLOPs of full squares"
+    yield _table(f"by module scope{counted}", "scope", r.scopes, r)
+    if len(r.phases) > 1:
+        yield _table(f"by phase{counted}", "phase", r.phases, r)
+    if formulas:
+        yield from _formulas(r)
+
+
+def render(r: Report, *, formulas: bool = False, width: int | None = None, color: bool = False) -> str:
+    """Return a report as text.
+
+    Parameters
+    ----------
+    r : Report
+        What is shown.
+    formulas : bool
+        Add the closed forms.
+    width : int, optional
+        Columns, 80 by default.
+    color : bool
+        Whether escape sequences of a terminal are wanted.
+
+    Returns
+    -------
+    str
+        Lines without spaces at their ends.
+    """
+    return draw(sections(r, formulas=formulas), width, color=color)

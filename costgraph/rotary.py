@@ -1,0 +1,81 @@
+"""Rotary position embeddings."""
+
+from __future__ import annotations
+
+from numbers import Real
+
+from .arguments import need_tensor, positive
+from .errors import GraphError, ShapeError
+from .graph import current_graph, scope
+from .nn import _one
+from .ops.blocks import fused
+from .ops.einsum import einsum
+from .ops.layout import concat, slice_axis
+from .ops.pointwise import cast, pointwise
+from .tensor import Tensor
+
+__all__ = ["rotary", "rotary_tables"]
+
+
+def rotary_tables(
+    positions: Tensor, size: object, *, base: float = 10000.0, name: str = "rope"
+) -> tuple[Tensor, Tensor]:
+    """Make the cosines and sines of rotary position embeddings, once for all layers.
+
+    Parameters
+    ----------
+    positions : Tensor
+        Integers of shape (S,).
+    size : sympy.Expr or int
+        Size of a head, even.
+    base : float
+        Of the geometric progression of frequencies; it changes no cost.
+    name : str
+        Scope of the frequencies, a buffer in fp32.
+
+    Returns
+    -------
+    tuple of Tensor
+        Cosines and sines, (S, size/2) each, in fp32.
+    """
+    need_tensor("rotary_tables", positions)
+    if isinstance(base, bool) or not isinstance(base, Real) or not base > 0:
+        raise GraphError(f"rotary_tables: base {base!r}, expected a positive number")
+    if positions.dtype.kind != "int" or positions.ndim != 1:
+        raise ShapeError(f"rotary_tables: positions {positions!r}, expected integers of one axis")
+    graph = current_graph(positions.graph)
+    half = positive("rotary_tables: size", size) / 2
+    with scope(name):
+        frequencies = graph.buffer("inv_freq", (half,), dtype="fp32")
+        angles = einsum(cast(positions, "fp32"), frequencies, "s, k -> s k", name="angles")
+        return pointwise("cos", angles), pointwise("sin", angles)
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, name: str = "rotary") -> Tensor:
+    """Rotate pairs of the last axis by an angle for each position, in one kernel (Su et al. 2021, eq. 34).
+
+    Parameters
+    ----------
+    x : Tensor
+        Shape (..., S, K), K even.
+    cos, sin : Tensor
+        Shape (S, K/2), from `rotary_tables`.
+    name : str
+        Name of the kernel.
+
+    Returns
+    -------
+    Tensor
+        FLOPs: 3 an element (two products, and a sum or difference).
+    """
+    need_tensor("rotary", x, cos, sin)
+    if x.ndim < 2:
+        raise ShapeError(f"rotary of {x!r}: expected at least two axes (positions, size)")
+    half = positive(f"rotary of {x!r}: half of the last axis", x.sizes[-1] / 2)
+
+    def body(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        a, b = slice_axis(x, -1, 0, half), slice_axis(x, -1, half, half)
+        made = [pointwise("sub", a * cos, b * sin), pointwise("add", b * cos, a * sin)]
+        return cast(concat(made, -1), x.dtype)
+
+    return _one(fused(name, body, x, cos, sin))

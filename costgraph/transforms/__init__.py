@@ -1,0 +1,1 @@
+"""Graph -> Graph. A transform never edits the graph that it was given."""

@@ -1,0 +1,186 @@
+"""Fusion: several ops become one kernel, so that what they pass to each other never reaches memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..errors import GraphError
+from ..graph import _CURRENT, Graph
+from ..op import Op
+from ..ops.blocks import KERNEL
+from ..polynomial import ONE, Poly, total
+from .rewrite import Rewriter
+
+__all__ = ["fuse"]
+
+
+def fuse(graph: Graph, /, scope: str | None = None) -> Graph:
+    """Fuse ops into kernels.
+
+    Parameters
+    ----------
+    graph : Graph
+        What is fused; it stays as it is.
+    scope : str, optional
+        Fuse every op inside this module scope, whatever its kind, into one kernel for each place where it runs. By
+        default chains of elementwise ops, reductions of trailing axes and kernels made of them are fused wherever it
+        is legal.
+
+    Returns
+    -------
+    Graph
+        With the same FLOPs, and never more bytes moved.
+
+    Raises
+    ------
+    GraphError
+        If no op is in the scope, or one outside would have to run in the middle of the kernel.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> B, D = cg.dims("B D")
+    >>> with cg.Graph("g") as g:
+    ...     g.output(cg.gelu(2 * g.input("x", (B, D)) + 1))
+    >>> cg.bytes_moved(g), cg.bytes_moved(cg.fuse(g))
+    (24*B*D, 8*B*D)
+    """
+    groups = _by_scope(graph, scope) if scope is not None else [g for b in _bodies(graph) for g in _chains(b)]
+    last = {group[-1]: group for group in groups}
+    inner = {op for group in groups for op in group}
+
+    def emit(rewriter: Rewriter, op: Op, new: Graph) -> bool:
+        if op not in inner:
+            return False
+        if op in last:
+            _kernel(rewriter, last[op], new, scope)
+        return True
+
+    return Rewriter(emit=emit).run(graph)
+
+
+def _bodies(graph: Graph) -> list[Graph]:
+    """The graph and the bodies of its Repeats: those of kernels are fused already."""
+    out = [graph]
+    for op in graph.ops:
+        if op.kind.body == "repeated" and op.body is not None:
+            out += _bodies(op.body)
+    return out
+
+
+def _kernel(rewriter: Rewriter, group: Sequence[Op], new: Graph, scope: str | None) -> None:
+    name = scope.replace("/", "_") if scope is not None else "fused"
+    prefix = f"{group[-1].scope}/" if scope is None and group[-1].scope else ""
+    body = new.start_body(name, fused=True)
+    token = _CURRENT.set(body)
+    try:
+        for op in group:
+            rewriter.copy(op, body)
+    finally:
+        _CURRENT.reset(token)
+    space = total(op.attrs["workspace"] for op in group if "workspace" in op.attrs)
+    made = new.add_op(KERNEL, body.captured, {"body": body, "workspace": space}, prefix + name, group[0].phase)
+    made.scope = scope if scope is not None else group[-1].scope
+    body.owner = made
+
+
+# -- what may be fused -------------------------------------------------------------------------------------------
+
+
+def _by_scope(graph: Graph, scope: str) -> list[list[Op]]:
+    groups = []
+    for body in _bodies(graph):
+        group = [op for op in body.ops if op.scope == scope or op.scope.startswith(f"{scope}/")]
+        if not group:
+            continue
+        if any(op.kind.body == "repeated" for op in group):
+            raise GraphError(
+                f"fuse scope {scope!r}: {group[0].name!r} holds a Repeat, expected ops that one kernel can run"
+            )
+        between = _in_between(body.ops, group)
+        if between is not None:
+            raise GraphError(
+                f"fuse scope {scope!r}: {between.name!r} outside needs what is made inside before it ends, expected "
+                f"ops that can run without a break"
+            )
+        groups.append(group)
+    if not groups:
+        raise GraphError(f"fuse: no op in scope {scope!r} of graph {graph.name!r}")
+    return groups
+
+
+def _in_between(order: Sequence[Op], group: Sequence[Op]) -> Op | None:
+    """Return an op outside the group that runs before its end and either reads from it or overwrites in place."""
+    members = set(group)
+    made = {t for op in group for t in op.results}
+    read = {t.storage for op in group for t in op.operands}
+    for op in order[order.index(group[0]) : order.index(group[-1])]:
+        if op in members:
+            continue
+        if made.intersection(op.operands):
+            return op
+        if op.attrs.get("inplace") and op.operands[0].storage in read:
+            return op
+    return None
+
+
+def _is_light(op: Op) -> bool:
+    """Whether an op does its work element by element, or along the innermost axes."""
+    if op.attrs.get("inplace") or op.attrs.get("workspace"):
+        return False
+    if op.kind.name == "reduce":
+        return _is_trailing(op)
+    if op.kind.body == "fused" and op.body is not None:
+        return all(_is_light(inner) for inner in op.body.ops)
+    return op.kind.name in ("pointwise", "dropout")
+
+
+def _is_trailing(op: Op) -> bool:
+    """Whether a reduction leaves the leading axes as they are, so that a row stays with one block of threads."""
+    pattern = op.attrs["pattern"]
+    names = [a.names for a in pattern.operands[0]]
+    kept = [a.names for a in pattern.result if a.names]
+    return names[: len(kept)] == kept
+
+
+def _space(op: Op) -> tuple[Poly, ...]:
+    """Shape that an op runs over: that of its largest tensor."""
+    sizes = max(((t.sizes, t.ndim) for t in (*op.operands, *op.results)), key=lambda item: item[1])[0]
+    for t in (*op.operands, *op.results):
+        if t.ndim == len(sizes):
+            sizes = tuple(b if a == ONE else a for a, b in zip(sizes, t.sizes, strict=True))
+    return sizes
+
+
+def _chains(graph: Graph) -> list[list[Op]]:
+    """Grow chains in program order: an op joins the chain of a producer with the same iteration space."""
+    chain_of: dict[Op, list[Op]] = {}
+    chains: list[list[Op]] = []
+    order = graph.ops
+    place = {op: i for i, op in enumerate(order)}
+    for op in order:
+        if not _is_light(op):
+            continue
+        producers = dict.fromkeys(t.producer for t in op.operands if t.producer is not None)
+        for producer in producers:
+            chain = chain_of.get(producer)
+            if chain is not None and _joins(order[place[chain[0]] : place[op] + 1], chain, op, producer):
+                chain.append(op)
+                chain_of[op] = chain
+                break
+        else:
+            chain_of[op] = [op]
+            chains.append(chain_of[op])
+    return [chain for chain in chains if len(chain) > 1]
+
+
+def _joins(order: Sequence[Op], chain: list[Op], op: Op, producer: Op) -> bool:
+    rows = _space(chain[0])
+    space = _space(op)
+    # after a reduction only the leading axes are left, and they have to be the chain's
+    if space[: len(rows)] != rows[: len(space)] or (not space and rows and producer.kind.name != "reduce"):
+        return False
+    if not all(t.domain == op.results[0].domain for t in op.operands if t.domain is not None):
+        return False
+    whole = producer.kind.name == "reduce" and not producer.results[0].sizes
+    return not whole and _in_between(order, [*chain, op]) is None

@@ -1,0 +1,105 @@
+"""Copying a graph op by op: what every transform does, except where it does something else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ..domain import Domain
+from ..graph import _SCOPE, Graph
+from ..op import Op
+from ..polynomial import Poly
+from ..tensor import Tensor
+
+__all__ = ["Rewriter", "bound_attributes"]
+
+
+def bound_attributes(value: Any, values: Mapping[str, Poly]) -> Any:
+    """Return an attribute of an op with sizes put in for symbols."""
+    if not values:
+        return value
+    if isinstance(value, Poly):
+        return value.bind(values)
+    if isinstance(value, Domain):
+        return value if value.window is None else replace(value, window=value.window.bind(values))
+    if isinstance(value, tuple):
+        return tuple(bound_attributes(v, values) for v in value)
+    if isinstance(value, dict):
+        return {k: bound_attributes(v, values) for k, v in value.items()}
+    return value
+
+
+class Rewriter:
+    """Builds a new graph from an old one in program order.
+
+    Parameters
+    ----------
+    values : mapping of str to Poly
+        Sizes that are put in for symbols on the way.
+    emit : callable, optional
+        `emit(rewriter, op, graph) -> bool`: adds what stands for an op and says whether it did; what it leaves alone
+        is copied.
+    """
+
+    def __init__(
+        self, values: Mapping[str, Poly] | None = None, emit: Callable[[Rewriter, Op, Graph], bool] | None = None
+    ) -> None:
+        self.values = dict(values or {})
+        self.tensors: dict[Tensor, Tensor] = {}
+        """What stands for each tensor of the old graph."""
+        self._emit = emit
+
+    def run(self, old: Graph, name: str | None = None) -> Graph:
+        """Return the new graph."""
+        new = Graph(old.name if name is None else name, dtype=old.dtype)
+        new.relations, new.defaults, new.loss = old.relations, dict(old.defaults), old.loss
+        token = _SCOPE.set(())  # names are complete already
+        try:
+            self.fill(old, new)
+            new.output(*(self.tensors[t] for t in old.outputs))
+        finally:
+            _SCOPE.reset(token)
+        new.validate()
+        return new
+
+    def fill(self, old: Graph, new: Graph, suffix: str = "") -> None:
+        """Copy sources and ops; inputs of a body have to be in `tensors` already."""
+        for node in list(old.nodes):
+            if isinstance(node, Op):
+                if self._emit is None or not self._emit(self, node, new):
+                    self.copy(node, new, suffix)
+            elif node.producer is None and node.role != "formal":
+                self.tensors[node] = self.source(node, new, suffix)
+
+    def source(self, old: Tensor, new: Graph, suffix: str = "") -> Tensor:
+        """Copy an input, parameter, buffer or cache."""
+        sizes = tuple(n.bind(self.values) for n in old.sizes)
+        tensor = Tensor(
+            new, new.unique(old.name + suffix), sizes, old.dtype, role=old.role, requires_grad=old.requires_grad
+        )
+        new.add_node(tensor)
+        return tensor
+
+    def copy(self, op: Op, new: Graph, suffix: str = "") -> Op:
+        """Copy an op, its body included."""
+        attrs = {k: bound_attributes(v, self.values) for k, v in op.attrs.items() if k != "body"}
+        if op.body is not None:
+            attrs["body"] = self.body(op.body, new, suffix)
+        made = new.add_op(op.kind, [self.tensors[t] for t in op.operands], attrs, op.name + suffix, op.phase)
+        made.scope = op.scope
+        if made.body is not None:
+            made.body.owner = made
+        self.tensors |= dict(zip(op.results, made.results, strict=True))
+        return made
+
+    def body(self, old: Graph, new: Graph, suffix: str = "") -> Graph:
+        """Copy a body; results of its op are in the order of its outputs."""
+        body = new.start_body(old.name, fused=old.fused)
+        for f in old.formals:
+            sizes, strides = (tuple(p.bind(self.values) for p in ps) for ps in (f.sizes, f.strides))
+            self.tensors[f] = body.formal(f, f.name + suffix, sizes, strides)
+            self.tensors[f].offset = f.offset.bind(self.values)
+        self.fill(old, body, suffix)
+        body.outputs += [body.adopt(self.tensors[t]) for t in old.outputs]
+        return body

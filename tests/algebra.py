@@ -1,0 +1,89 @@
+"""Oracles and strategies for the tests of the algebra: exact Fractions at points, no code of the library."""
+
+from fractions import Fraction
+from math import ceil, floor, prod
+
+import sympy
+from hypothesis import strategies as st
+
+from costgraph import Max, Min, dims
+
+NAMES = ("A", "B", "C", "D")
+SYMBOLS = dims("A B C D")
+A, B, C, D = SYMBOLS
+
+
+def value(expr: sympy.Expr, point: dict[str, int]) -> Fraction:
+    """The exact value of a formula at a point, by Python's own arithmetic."""
+    if expr.is_Symbol:
+        return Fraction(point[expr.name])
+    if expr.is_Rational:
+        return Fraction(int(expr.p), int(expr.q))
+    inner = [value(a, point) for a in expr.args]
+    kind = type(expr).__name__
+    if kind == "Pow":
+        assert inner[1].denominator == 1
+        return inner[0] ** int(inner[1])
+    by_kind = {
+        "Add": sum,
+        "Mul": prod,
+        "Max": max,
+        "Min": min,
+        "floor": lambda x: floor(x[0]),
+        "ceiling": lambda x: ceil(x[0]),
+    }
+    return Fraction(by_kind[kind](inner))
+
+
+def points(most: int = 50, names: tuple[str, ...] = NAMES) -> st.SearchStrategy[dict[str, int]]:
+    """Sizes for every name, small ones and large ones."""
+    size = st.one_of(st.integers(1, 3), st.integers(1, most))
+    return st.fixed_dictionaries(dict.fromkeys(names, size))
+
+
+rationals = st.fractions(min_value=-20, max_value=20, max_denominator=6)
+
+
+@st.composite
+def sums(draw, lowest: int = -2, highest: int = 3, most: int = 5, coefficients=rationals) -> sympy.Expr:
+    """A sum of monomials in A, B, C, D as a sympy expression."""
+    terms = draw(
+        st.lists(st.tuples(coefficients, st.tuples(*[st.integers(lowest, highest)] * 4)), min_size=0, max_size=most)
+    )
+    return sympy.Add(
+        *(
+            sympy.Rational(c.numerator, c.denominator) * sympy.Mul(*(s**e for s, e in zip(SYMBOLS, es, strict=True)))
+            for c, es in ((Fraction(c), es) for c, es in terms)
+        )
+    )
+
+
+whole = st.integers(-9, 9)
+
+
+@st.composite
+def atoms(draw) -> sympy.Expr:
+    """What is no polynomial: rounded sums, extremes, reciprocals, powers with symbols in the exponent."""
+    one, two = draw(sums(0, 2, 3, whole)), draw(sums(0, 1, 3, whole))
+    k = draw(st.integers(1, 5))
+    kind = draw(st.sampled_from(["floor", "ceiling", "Max", "Min", "reciprocal", "routing", "power"]))
+    if kind == "floor":
+        return sympy.floor(one / k)
+    if kind == "ceiling":
+        return sympy.ceiling(one / (k * A))
+    if kind == "Max":
+        return Max(one, two)
+    if kind == "Min":
+        return Min(one, two, k)
+    if kind == "reciprocal":
+        return 1 / (k * A + B)
+    if kind == "routing":
+        return (1 - A / (A + k * B)) ** draw(st.sampled_from([C, 2 * C, C + D]))
+    return draw(st.sampled_from([sympy.Integer(2), sympy.Integer(k), sympy.Rational(1, 2), A])) ** (B + draw(whole))
+
+
+@st.composite
+def mixed(draw) -> sympy.Expr:
+    """A sum of monomials, some of them times an atom."""
+    parts = draw(st.lists(st.tuples(sums(-1, 2, 2), atoms()), max_size=2))
+    return sympy.Add(draw(sums(most=3)), *(p * a for p, a in parts))

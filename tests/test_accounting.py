@@ -1,0 +1,183 @@
+import pytest
+from sympy import Rational, limit, oo, simplify
+
+import costgraph as cg
+
+B, S, D, F, K, H, L, V, W, N = cg.dims("B S D F K H L V W N")
+MIB = 2**20
+
+
+def product(left, right, pattern, dtype="bf16"):
+    with cg.Graph("g", dtype=dtype) as g:
+        g.output(cg.einsum(g.input("x", left), g.param("w", right), pattern))
+    return g
+
+
+# -- tensors, formats, movement ------------------------------------------------------------------------------------
+
+
+def test_two_small_tensors_take_8192_bytes():
+    with cg.Graph("g", dtype="fp32") as g:
+        g.input("x", (32, 32)), g.input("y", (32, 32))
+    assert cg.peak_memory(g) == 2 * 32 * 32 * 4 == 8192
+
+
+@pytest.mark.parametrize(("dtype", "mib"), [("fp32", 2304), ("bf16", 1152), ("fp16", 1152), ("fp8_e4m3", 576)])
+def test_the_feed_forward_matrix_of_gpt3_takes_whole_mebibytes(dtype, mib):
+    with cg.Graph("g", dtype=dtype) as g:
+        g.param("w", (12288, 49152))
+    assert cg.param_bytes(g) == mib * MIB
+    assert cg.param_count(g) == 12288 * 49152
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [
+        ("mxfp8", 8 * 64 * 4096 + 8 * 64 * 128),  # a scale of 8 bits for each of 4096/32 blocks of a row
+        ("mxfp4", 4 * 64 * 4096 + 8 * 64 * 128),
+        ("nvfp4", 4 * 64 * 4096 + 8 * 64 * 256 + 32),  # for each of 4096/16, and one of 32 bits a tensor
+    ],
+)
+def test_block_formats_take_their_scales(dtype, expected):
+    with cg.Graph("g", dtype=dtype) as g:
+        g.param("w", (64, 4096))
+    assert 8 * cg.param_bytes(g) == expected
+
+
+def test_views_move_nothing_and_a_reshape_of_a_transposed_tensor_reads_and_writes():
+    with cg.Graph("g") as g:
+        x = g.input("x", (S, D))
+        for y in (x[1:], x.T, cg.reshape(x, (D, S)), cg.expand(x, "s d -> b s d", b=B)):
+            assert y.is_view
+        assert cg.bytes_moved(g) == 0
+        g.output(cg.reshape(x.T, (S * D,)))
+    assert cg.bytes_moved(g) == 4 * S * D + 4 * S * D
+
+
+def test_host_to_device_moves_each_byte_once_over_the_link():
+    with cg.Graph("g", dtype="bf16") as g:
+        g.output(cg.transfer(g.input("x", (B, S)), "pcie"))
+    assert cg.costs(g).total().written == 2 * B * S
+
+
+# -- FLOPs -----------------------------------------------------------------------------------------------------------
+
+
+def test_matmul_is_a_multiply_and_an_add_for_each_i_j_k():
+    assert cg.flops(product((B, D), (D, K), "b d, d k -> b k")) == 2 * B * D * K
+
+
+@pytest.mark.parametrize("function", ["add", "mul", "relu"])
+def test_elementwise_is_one_an_element(function):
+    with cg.Graph("g") as g:
+        x = g.input("x", (B, D))
+        g.output(cg.relu(x) if function == "relu" else cg.pointwise(function, x, x))
+    assert cg.flops(g) == B * D
+
+
+def transformer(kernel="flash"):
+    with cg.Graph("decoder", dtype="bf16") as g:
+        tokens = g.input("tokens", (B, S), dtype="int64")
+        x = cg.embedding(tokens, g.param("embed", (V, D)))
+
+        def block(x):
+            h = cg.rms_norm(x, name="norm1")
+            heads = [cg.linear(h, "b s d -> b h s k", h=H, k=K, name=n) for n in ("wq", "wk", "wv")]
+            y = cg.attention(*heads, kernel=kernel)
+            x = x + cg.linear(y, "b h s k -> b s d", d=D, name="wo")
+            return x + cg.gated_mlp(cg.rms_norm(x, name="norm2"), F)
+
+        x = cg.repeat(L, block, x, name="layers")
+        g.output(cg.linear(cg.rms_norm(x), "b s d -> b s v", v=V, name="head"))
+    return g
+
+
+def test_two_nd_falls_out_of_a_dense_transformer_with_its_remainder_beside_it():
+    g = transformer()
+    matrices = L * (4 * D * H * K + 3 * D * F) + D * V  # what each token is multiplied with
+    embeddings, scales = V * D, D * (2 * L + 1)
+    assert (cg.param_count(g) - matrices - embeddings - scales).expand() == 0
+    rest = cg.matmul_flops(g) - 2 * matrices * B * S
+    assert (rest - 4 * L * B * H * K * S * (S + 1) / 2).expand() == 0  # causal pairs, scores and values
+    full = cg.matmul_flops(g, "full") - 2 * matrices * B * S
+    assert (full - 4 * L * B * H * K * S**2).expand() == 0  # the whole square
+
+
+def test_embedding_lookups_are_no_matmuls():
+    assert not any(r.kind == "matmul" for r in cg.costs(transformer()).filter(op="embedding"))
+
+
+@pytest.mark.parametrize("s", [1, 2, 7, 16])
+@pytest.mark.parametrize("w", [1, 3, 7, 50])
+def test_causal_and_window_are_exact_counts(s, w):
+    for window, pairs in (
+        (None, s * (s + 1) // 2),
+        (W, min(s, w) * s - min(s, w) * (min(s, w) - 1) // 2),
+    ):
+        with cg.Graph("g") as g:
+            q, k, v = (g.input(n, (B, H, S, K)) for n in "qkv")
+            g.output(cg.attention(q, k, v, window=window))
+        bound = {"B": 2, "H": 3, "K": 5, "S": s} | ({} if window is None else {"W": w})
+        assert cg.matmul_flops(g, **bound) == 4 * 5 * 2 * 3 * pairs
+        assert cg.matmul_flops(g, "full", **bound) == 4 * 5 * 2 * 3 * s * s
+
+
+def test_convolution_is_two_for_each_output_point_window_position_and_channel():
+    with cg.Graph("g") as g:
+        g.output(cg.conv(g.input("x", (B, D, S, S)), "b c h w -> b o h w", window=3, padding=1, o=F))
+    assert cg.matmul_flops(g) == 2 * (B * F * S * S) * 9 * D  # padded positions count, as torch counts them
+
+
+def test_experts_cost_what_the_router_activates():
+    experts, chosen = cg.dims("E k")
+    with cg.Graph("moe") as g:
+        x = g.input("x", (B, S, D))
+        cg.linear(x, "b s d -> b s e", e=experts, name="router")
+        # every token goes to k of the experts: E groups of B*S*k/E tokens
+        slots = cg.reshape(cg.expand(x, "b s d -> b s k d", k=chosen), (experts, B * S * chosen / experts, D))
+        h = cg.einsum(slots, g.param("up", (experts, D, F)), "e t d, e d f -> e t f")
+        g.output(cg.einsum(h, g.param("down", (experts, F, D)), "e t f, e f d -> e t d"))
+    assert cg.costs(g).filter(op="einsum").total().matmul + cg.costs(g).filter(op="einsum_1").total().matmul == (
+        2 * 2 * B * S * chosen * D * F  # 2 * active parameters * tokens
+    )
+    assert cg.param_count(g) == 2 * experts * D * F + D * experts
+
+
+# -- intensity -------------------------------------------------------------------------------------------------------
+
+
+def test_relu_in_bf16_has_an_intensity_of_a_quarter():
+    with cg.Graph("g", dtype="bf16") as g:
+        g.output(cg.relu(g.input("x", (N,))))
+    assert cg.intensity(g) == 0.25  # one FLOP for two bytes read and two written
+
+
+def test_a_dot_product_tends_to_a_half():
+    found = cg.intensity(product((N,), (N,), "n, n -> "))
+    assert simplify(found - 2 * N / (4 * N + 2)) == 0  # two vectors read, one number written
+    assert limit(found, N, oo) == Rational(1, 2)
+
+
+def test_a_matrix_times_a_vector_tends_to_one():
+    found = cg.intensity(product((N,), (N, N), "n, n m -> m"))
+    assert simplify(found - 2 * N**2 / (2 * N**2 + 4 * N)) == 0
+    assert limit(found, N, oo) == 1
+
+
+def test_a_square_matmul_has_a_third_of_its_size():
+    assert cg.intensity(product((N, N), (N, N), "i k, k j -> i j")) == N / 3  # 2 n**3 / (3 * 2 n**2)
+    # 989.5e12 / 3.35e12 is 295.4: compute-bound from 3 times that
+    assert cg.intensity(product((N, N), (N, N), "i k, k j -> i j"), N=886) < 295.4 < 887 / 3
+
+
+def test_a_thin_matmul_tends_to_its_batch():
+    found = cg.intensity(product((B, D), (D, F), "b d, d f -> b f"))
+    assert limit(limit(found, D, oo), F, oo) == B
+
+
+def test_decoding_one_token_is_a_matrix_times_a_vector_for_each_sequence():
+    one = product((B, 1, D), (D, F), "b s d, d f -> b s f")
+    many = product((B, S, D), (D, F), "b s d, d f -> b s f")
+    sizes = {"B": 1, "D": 4096, "F": 11008}
+    assert cg.intensity(one, **sizes) < 1
+    assert cg.intensity(many, S=2048, **sizes) > 295

@@ -1,0 +1,158 @@
+import pytest
+import torch
+from oracles import counted, graph_of, touched
+
+import costgraph as cg
+from costgraph import GraphError, PatternError, ShapeError
+
+B, C, H, W, O = cg.dims("B C H W O")
+AXES = {1: "w", 2: "h w", 3: "t h w"}
+
+
+def pattern(rank):
+    return f"b c {AXES[rank]} -> b o {AXES[rank]}"
+
+
+CASES = [
+    # rank, size, channels, out, window, stride, padding, dilation, groups
+    (1, (11,), 4, 6, (3,), 1, 0, 1, 1),
+    (1, (11,), 4, 6, (2,), 3, 1, 1, 2),
+    (1, (13,), 4, 4, (4,), 1, 3, 1, 4),
+    (2, (11, 13), 4, 6, (3, 3), 1, 1, 1, 1),
+    (2, (11, 13), 4, 6, (3, 5), (2, 3), (1, 2), (1, 2), 2),
+    (2, (14, 14), 3, 5, (7, 7), 2, 3, 1, 1),
+    (2, (8, 8), 3, 5, (4, 4), 4, 0, 1, 1),
+    (2, (7, 7), 4, 4, (1, 1), 2, 0, 1, 4),
+    (3, (5, 7, 11), 2, 3, (2, 3, 3), (1, 2, 2), (0, 1, 1), 1, 1),
+    (2, (9, 9), 4, 6, (3, 3), 1, "same", 1, 1),
+    (2, (9, 9), 4, 6, (2, 4), 1, "same", 2, 2),
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("bias", [False, True])
+def test_shapes_and_flops_are_torchs_and_each_input_element_is_read_once(case, bias):
+    rank, size, channels, out, window, stride, padding, dilation, groups = case
+    options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    run = (torch.conv1d, torch.conv2d, torch.conv3d)[rank - 1]
+    shapes = (2, channels, *size), (out, channels // groups, *window), (out,)
+    with torch.device("meta"):
+        expected = run(torch.empty(shapes[0]), torch.empty(shapes[1]), **options).shape
+    theirs = counted(lambda x, w, b: run(x, w, b if bias else None, **options), *shapes)
+
+    def build(x):
+        return cg.conv(x, pattern(rank), window=window, bias=bias, o=out, **options)
+
+    g, y = graph_of(build, shapes[0])
+    assert y.shape == tuple(expected)
+    assert cg.matmul_flops(g) == theirs
+    count = expected.numel()
+    assert cg.flops(g) == theirs + (count if bias else 0)
+    each = [v if isinstance(v, tuple) else (v,) * rank for v in (stride, dilation)]
+    pads = [d * (w - 1) // 2 for w, d in zip(window, each[1], strict=True)]
+    pads = pads if padding == "same" else padding if isinstance(padding, tuple) else (padding,) * rank
+    reached = 2 * channels
+    for n, made, w, s, d, p in zip(size, expected[2:], window, *each, pads, strict=True):
+        reached *= touched(n, made, w, s, d, p)
+    weights = out * (channels // groups)
+    for w in window:
+        weights *= w
+    total = cg.costs(g).total()
+    assert total.read == 4 * (reached + weights + (out if bias else 0))
+    assert total.written == 4 * count
+    assert cg.param_count(g) == weights + (out if bias else 0)
+
+
+@pytest.mark.parametrize(("stride", "padding", "dilation"), [(1, 1, 1), (2, 3, 1), (3, 0, 2), (1, "same", 3)])
+def test_symbolic_sizes_become_torchs_when_bound(stride, padding, dilation):
+    options = {"stride": stride, "padding": padding, "dilation": dilation}
+    with cg.Graph("g") as g:
+        g.output(cg.conv(g.input("x", (B, C, H, W)), pattern(2), window=(3, 5), o=O, **options))
+    for h, w in ((13, 17), (14, 19), (27, 18)):
+        shapes = (2, 3, h, w), (7, 3, 3, 5)
+        theirs = counted(lambda x, k: torch.conv2d(x, k, **options), *shapes)
+        assert cg.matmul_flops(g, B=2, C=3, H=h, W=w, O=7) == theirs
+
+
+def test_flops_are_two_for_each_output_point_window_position_and_input_channel():
+    with cg.Graph("g") as g:
+        y = cg.conv(g.input("x", (B, C, H, W)), pattern(2), window=3, padding=1, o=O)
+        g.output(y)
+    assert y.shape == (B, O, H, W)
+    assert cg.matmul_flops(g) == 2 * (B * O * H * W) * (3 * 3) * C
+    assert cg.bytes_moved(g) == 4 * (B * C * H * W + 9 * C * O + B * O * H * W)
+
+
+def test_depthwise_convolution_with_symbolic_groups():
+    with cg.Graph("g") as g:
+        g.output(cg.conv(g.input("x", (B, C, W)), pattern(1), window=4, padding=3, groups=C, o=C))
+    assert cg.matmul_flops(g, B=2, C=5, W=7) == 2 * (2 * 5 * (7 + 3)) * 4  # one input channel a group
+    assert cg.param_count(g) == 4 * C
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "window", "stride", "padding"),
+    [(1, (11,), 3, None, 0), (2, (11, 13), (2, 3), (1, 2), 1), (2, (14, 14), 3, 2, 1), (3, (5, 7, 9), 2, None, 0)],
+)
+@pytest.mark.parametrize("operation", ["max", "mean"])
+def test_pooling_has_torchs_shapes_and_one_flop_a_window_element(operation, rank, size, window, stride, padding):
+    name = {"max": "max_pool", "mean": "avg_pool"}[operation]
+    run = getattr(torch.nn.functional, f"{name}{rank}d")
+    expected = run(torch.ones(2, 3, *size), window, stride=stride, padding=padding).shape
+    g, y = graph_of(lambda x: cg.pool(x, operation, window=window, stride=stride, padding=padding), (2, 3, *size))
+    assert y.shape == tuple(expected)
+    taps = 1
+    for w in window if isinstance(window, tuple) else (window,) * rank:
+        taps *= w
+    assert cg.flops(g) == expected.numel() * taps
+    assert cg.matmul_flops(g) == 0
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda x: cg.conv(3, "b c h w -> b o h w", window=3, o=5), GraphError, "conv: got int, expected a tensor"),
+        (lambda x: cg.conv(x, "b c h w -> b c h w", window=3, o=5), PatternError, "expected one channel replaced"),
+        (lambda x: cg.conv(x, "b c h w -> b o w h", window=3, o=5), PatternError, "expected one channel replaced"),
+        (lambda x: cg.conv(x, "b c (h w) -> b o (h w)", window=3, o=5), PatternError, "expected single named axes"),
+        (lambda x: cg.conv(x, "b c h -> b o h", window=3, o=5), ShapeError, "has 4 axes, the pattern .* has 3"),
+        (lambda x: cg.conv(x, "b c h w -> b o h w", window=3), ShapeError, r"sizes given for \[\], expected o=..."),
+        (lambda x: cg.conv(x, "b c h w -> b o h w", window=3, o=5, q=3), ShapeError, "expected o=..."),
+        (lambda x: cg.conv(x, "b c h w -> b o h w", window=3, o=0), ShapeError, "size of 'o': 0, expected a positive"),
+        (lambda x: cg.conv(x, "b c h w -> b o h w", window=3, groups=3, o=6), ShapeError,
+         "4 input channels in 3 groups"),
+        (lambda x: cg.conv(x, "b c h w -> b o h w", window=3, groups=2, o=5), ShapeError,
+         "5 output channels in 2 groups"),
+        (lambda x: cg.conv(x, "b c h w -> b o h w", window=3, groups=-1, o=5), ShapeError,
+         "groups: -1, expected a positive"),
+        (lambda x: cg.conv(x, "b c h w -> b o h w", window=(3, 3, 3), o=5), ShapeError,
+         r"window=\(3, 3, 3\): expected"),
+        (lambda x: cg.conv(x, "b c h w -> b o h w", window=0, o=5), ShapeError,
+         "window=0: expected an integer of at least 1"),
+        (lambda x: cg.conv(x, "b c h w -> b o h w", window="3", o=5), ShapeError, "window='3': expected an integer"),
+        (lambda x: cg.conv(x, "b c h w -> b o h w", window=3, stride=0, o=5), ShapeError, "stride=0: expected"),
+        (lambda x: cg.conv(x, "b c h w -> b o h w", window=3, dilation=None, o=5), ShapeError,
+         "dilation=None: expected"),
+        (lambda x: cg.conv(x, "b c h w -> b o h w", window=3, padding=-1, o=5), ShapeError, "padding=-1: expected"),
+        (lambda x: cg.conv(x, "b c h w -> b o h w", window=3, padding="valid", o=5), ShapeError,
+         "padding='valid': expected"),
+        (lambda x: cg.conv(x, "b c h w -> b o h w", window=3, padding="same", stride=2, o=5), ShapeError,
+         "expected a stride of 1"),
+        (lambda x: cg.conv(x, "b c h w -> b o h w", window=11, o=5), ShapeError,
+         "window of 11 on axis 2 .*: expected it to fit"),
+        (lambda x: cg.conv(x, "b c h w -> b o h w", window=3, bias=None, o=5), GraphError,
+         "bias is None, expected True or False"),
+        (lambda x: cg.pool(x, "sum", window=2), GraphError, "operation 'sum', expected one of max, mean"),
+        (lambda x: cg.pool(3, "max", window=2), GraphError, "pool: got int, expected a tensor"),
+        (lambda x: cg.pool(x, "max", window=()), ShapeError, "expected one axis at least"),
+        (lambda x: cg.pool(x, "max", window=11), ShapeError, "expected it to fit, padding included"),
+        (lambda x: cg.pool(x, "max", window=2, padding=2), ShapeError,
+         "padding 2, expected at most half of the window of 2"),
+        (lambda x: cg.pool(x, "max", window=(1,) * 5), ShapeError, "window of 5 axes, expected at least as many"),
+    ],
+)  # fmt: skip
+def test_refusals_name_the_place_the_value_and_what_was_expected(call, error, text):
+    with cg.Graph("g") as g:
+        x = g.input("x", (2, 4, 9, 9))
+        with pytest.raises(error, match=text):
+            call(x)

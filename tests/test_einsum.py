@@ -1,0 +1,367 @@
+from itertools import combinations
+
+import numpy as np
+import opt_einsum
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import index_points, pairs, touched
+
+import costgraph as cg
+from costgraph import GraphError, PatternError, ShapeError
+
+B, S, D, F, H, W, C, R, O = cg.dims("B S D F H W C R O")
+SIZES = {"b": 2, "s": 3, "d": 5, "f": 7, "h": 11, "k": 13, "t": 3}
+
+
+def made(pattern, *shapes, **options):
+    with cg.Graph("g") as g:
+        g.output(cg.einsum(*(g.input(f"x{i}", s) for i, s in enumerate(shapes)), pattern, **options))
+    return g
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "b d, d f -> b f",
+        "b s d, d f -> b s f",
+        "b s d, b t d -> b s t",
+        "b d, b d -> b",
+        "b d, b d -> ",
+        "b, d -> b d",
+        "b d, b d -> b d",
+        "b d, f -> b d f",
+        "b s, s -> s",
+        "b d, d -> ",
+    ],
+)
+def test_flops_are_two_an_index_point_where_an_axis_is_summed_and_one_elsewhere(pattern):
+    left = pattern.split("->")[0].split(",")
+    g = made(pattern, *(tuple(SIZES[a] for a in part.split()) for part in left))
+    assert cg.flops(g) == index_points(pattern, SIZES)
+    summed = set(left[0].split() + left[1].split()) - set(pattern.split("->")[1].split())
+    # a contraction is matmul, a product alone is pointwise
+    assert cg.matmul_flops(g) == (cg.flops(g) if summed else 0)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "shapes", "options", "equation", "result"),
+    [
+        ("b s (h k), (h k) d -> b s d", ((2, 3, 10), (10, 7)), {"h": 2}, "abc,cd->abd", (2, 3, 7)),
+        ("b s d, d (h k) -> b h s k", ((2, 3, 5), (5, 6)), {"h": 2}, None, (2, 2, 3, 3)),
+        ("... d, d f -> ... f", ((2, 3, 5), (5, 7)), {}, "abc,cd->abd", (2, 3, 7)),
+        ("... i k, ... k j -> ... i j", ((2, 3, 5), (3, 5, 7))[::1], {}, None, None),
+        ("b 1 d, d f -> b f 1", ((2, 1, 5), (5, 7)), {}, None, (2, 7, 1)),
+    ],
+)
+def test_merged_axes_ellipsis_and_ones(pattern, shapes, options, equation, result):
+    if result is None:  # batches of different rank align from the right, as NumPy's do
+        shapes = ((2, 3, 5, 7), (3, 7, 11))
+        result = np.matmul(np.ones(shapes[0]), np.ones(shapes[1])).shape
+    g = made(pattern, *shapes, **options)
+    assert g.outputs[0].shape == result
+    if equation is not None:
+        assert np.einsum(equation, *(np.ones(s) for s in shapes)).shape == result
+        assert cg.flops(g) == 2 * np.prod([*shapes[0], shapes[1][1]])
+
+
+def test_a_tensor_times_itself_is_read_once():
+    with cg.Graph("g") as g:
+        x = g.input("x", (3, 5))
+        g.output(cg.einsum(x, x, "b d, c d -> b c"))
+    assert cg.flops(g) == 2 * 3 * 3 * 5  # (b, c, d)
+    assert cg.bytes_moved(g) == 4 * (3 * 5) + 4 * (3 * 3)  # x once, the result
+
+
+def test_a_tensor_times_its_own_transpose_is_read_once():
+    with cg.Graph("g") as g:
+        x = g.input("x", (3, 5))
+        g.output(x @ x.T)
+    assert cg.bytes_moved(g) == 4 * 15 + 4 * 9
+
+
+def test_broadcast_operand_is_read_at_its_own_size():
+    with cg.Graph("g") as g:
+        w = cg.expand(g.param("w", (5, 7)), "d f -> b d f", b=11)
+        g.output(cg.einsum(g.input("x", (11, 3, 5)), w, "b s d, b d f -> b s f"))
+    assert cg.bytes_moved(g) == 4 * (11 * 3 * 5 + 5 * 7 + 11 * 3 * 7)
+
+
+def test_diagonal_reads_the_diagonal_alone():
+    g = made("i i, i -> i", (5, 5), (5,))
+    assert cg.flops(g) == 5
+    assert cg.bytes_moved(g) == 4 * (5 + 5 + 5)  # diagonal, vector, result
+
+
+def test_single_operand_is_a_sum_or_a_view():
+    with cg.Graph("g") as g:
+        x = g.input("x", (3, 5))
+        summed, turned = cg.einsum(x, "b d -> d"), cg.einsum(x, "b d -> d b")
+        g.output(summed)
+    assert cg.flops(g) == 15  # one for each element that is reduced
+    assert turned.is_view
+
+
+# -- contraction orders ------------------------------------------------------------------------------------------
+
+
+def test_given_order_is_the_one_that_is_charged():
+    shapes = (2, 3), (3, 5), (5, 7)
+    left = made("a b, b c, c d -> a d", *shapes, order=((0, 1), (0, 1)))
+    right = made("a b, b c, c d -> a d", *shapes, order=((1, 2), (0, 1)))
+    assert cg.flops(left) == 2 * 2 * 3 * 5 + 2 * 2 * 5 * 7  # (ab,bc) then (ac,cd)
+    assert cg.flops(right) == 2 * 3 * 5 * 7 + 2 * 2 * 3 * 7  # (bc,cd) then (ab,bd)
+    assert len(left.ops) == 2
+
+
+_NAMES = "abcdef"
+
+
+@st.composite
+def networks(draw):
+    operands = draw(
+        st.lists(st.lists(st.sampled_from(_NAMES), min_size=1, max_size=3, unique=True), min_size=3, max_size=4)
+    )
+    used = sorted({n for o in operands for n in o})
+    result = draw(st.lists(st.sampled_from(used), max_size=3, unique=True))
+    sizes = {n: draw(st.integers(2, 9)) for n in used}
+    return operands, result, sizes
+
+
+def paths(n):
+    if n == 1:
+        yield ()
+    for pair in combinations(range(n), 2):
+        for rest in paths(n - 1):
+            yield (pair, *rest)
+
+
+def best(operands, result, sizes):
+    """Least cost over all paths, each as opt_einsum charges it: its own search leaves some out."""
+    equation = ",".join("".join(o) for o in operands) + "->" + "".join(result)
+    shapes = [tuple(sizes[n] for n in o) for o in operands]
+    charged = (opt_einsum.contract_path(equation, *shapes, shapes=True, optimize=p)[1] for p in paths(len(shapes)))
+    return min(int(info.opt_cost) for info in charged)
+
+
+@given(networks())
+@settings(max_examples=120, deadline=None)
+def test_chosen_order_costs_what_opt_einsum_finds_optimal(network):
+    operands, result, sizes = network
+    pattern = f"{', '.join(' '.join(o) for o in operands)} -> {' '.join(result)}"
+    g = made(pattern, *(tuple(sizes[n] for n in o) for o in operands))
+    assert cg.flops(g) == best(operands, result, sizes)
+
+
+@given(networks(), st.data())
+@settings(max_examples=60, deadline=None)
+def test_min_over_orders_is_optimal_at_every_size(network, data):
+    operands, result, sizes = network
+    symbols = {n: cg.dims(f"N{n}") for n in sizes}
+    pattern = f"{', '.join(' '.join(o) for o in operands)} -> {' '.join(result)}"
+    g = made(pattern, *(tuple(symbols[n] for n in o) for o in operands))
+    for _ in range(3):
+        point = {n: data.draw(st.integers(1, 60), label=n) for n in sizes}
+        assert cg.flops(g, **{f"N{n}": v for n, v in point.items()}) == best(operands, result, point)
+
+
+def test_best_order_changes_with_the_batch():
+    g = made("b s, s h, h d -> b d", (B, 512), (512, 512), (512, 512))
+    # left to right: bs,sh then bh,hd; right first: sh,hd then bs,sd
+    assert cg.flops(g, B=64) == 2 * (2 * 64 * 512 * 512)
+    assert cg.flops(g, B=4096) == 2 * 512**3 + 2 * 4096 * 512**2
+    assert len(cg.regimes(cg.flops(g))) == 2
+
+
+def test_workspace_of_an_undecided_order_is_the_bytes_of_its_intermediate():
+    g = made("b s, s h, h d -> b d", (B, S), (S, H), (H, D))
+    b, s, h, d = 3, 5, 7, 11
+    inside = max(4 * b * h, 4 * s * d)  # the intermediate of either order, in fp32
+    live = 4 * (b * s + s * h + h * d) + 4 * b * d
+    assert cg.peak_memory(g, B=b, S=s, H=h, D=d) == live + inside
+
+
+def test_an_assumption_can_decide_the_order():
+    with cg.Graph("g") as g:
+        g.assume("B >= 2*S")
+        x, y, z = g.input("x", (B, S)), g.input("y", (S, S)), g.input("z", (S, S))
+        g.output(cg.einsum(x, y, z, "b s, s h, h d -> b d"))
+    assert len(g.ops) == 2
+    assert cg.flops(g, B=10, S=3) == 2 * 3**3 + 2 * 10 * 3**2  # right first: S**3 <= B*S**2/2
+
+
+# -- affine indices ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stride", [1, 2, 3, 5])
+@pytest.mark.parametrize("dilation", [1, 2, 3])
+@pytest.mark.parametrize("padding", [0, 1, 2, 4])
+@pytest.mark.parametrize(("size", "window"), [(11, 3), (11, 1), (11, 2), (7, 3), (13, 4)])
+def test_affine_index_reads_what_a_convolution_reads(size, window, stride, dilation, padding):
+    assert size + 2 * padding >= dilation * (window - 1) + 1  # it fits
+    index = f"h*{stride}+r*{dilation}" + (f"-{padding}" if padding else "")
+    pattern = f"b c {index}, o c r -> b o h"
+    theirs = torch.nn.functional.conv1d(
+        torch.empty(2, 3, size), torch.empty(5, 3, window), stride=stride, dilation=dilation, padding=padding
+    )
+    out = theirs.shape[-1]
+    read = 4 * (2 * 3 * touched(size, out, window, stride, dilation, padding) + 5 * 3 * window)
+    for length, bound in ((size, {}), (W, {"W": size})):
+        g = made(pattern, (2, 3, length), (5, 3, window))
+        if not bound:
+            assert g.outputs[0].shape == tuple(theirs.shape)
+        assert cg.flops(g, **bound) == 2 * 2 * 5 * out * 3 * window
+        assert cg.costs(g, **bound).filter(direction="read").total().read == read
+
+
+def test_order_of_the_terms_of_an_index_does_not_matter():
+    for text in ("h*3+r", "r+h*3"):
+        g = made(f"{text}, r -> h", (11,), (2,))
+        assert cg.costs(g).total().read == 4 * (touched(11, 4, 2, 3, 1, 0) + 2)
+
+
+def test_positive_offset_of_an_index_skips_the_first_positions():
+    g = made("h+2, d -> h d", (7,), (3,))
+    assert g.outputs[0].shape == (5, 3)  # x[2] ... x[6]
+    assert cg.costs(g).total().read == 4 * (5 + 3)
+
+
+@pytest.mark.parametrize("size", [5, 6, 7, 9])
+def test_two_dimensional_window_touches_the_product_of_its_axes(size):
+    g = made("b c h*2+r-1 w*3+q, o c r q -> b o h w", (2, 3, size, W), (5, 3, 3, 2))
+    out = [(size + 2 - 3) // 2 + 1, (8 - 2) // 3 + 1]
+    assert tuple(n.subs(W, 8) for n in g.outputs[0].shape) == (2, 5, *out)
+    rows, columns = touched(size, out[0], 3, 2, 1, 1), touched(8, out[1], 2, 3, 1, 0)
+    assert cg.costs(g, W=8).total().read == 4 * (2 * 3 * rows * columns + 5 * 3 * 3 * 2)
+
+
+def test_a_window_of_symbolic_size_is_counted_where_it_is_exact_and_refused_elsewhere():
+    g = made("h+r, r -> h", (W,), (R,))
+    assert cg.costs(g, W=11, R=3).total().read == 4 * (11 + 3)
+    with pytest.raises(cg.UnsupportedError, match="expected a window of numeric size to count the elements"):
+        cg.bytes_moved(made("h*2+r, r -> h", (W,), (R,)))
+
+
+# -- domains -----------------------------------------------------------------------------------------------------
+
+_SHAPES = [(1, 1), (5, 5), (7, 7), (3, 7), (1, 7), (7, 3), (6, 11)]
+_WINDOWS = [(True, None), (True, 1), (True, 3), (True, 7), (True, 20), (False, 1), (False, 3), (False, 20)]
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "causal", "window"),
+    # a window to both sides needs as many queries as keys
+    [(*shape, *domain) for shape in _SHAPES for domain in _WINDOWS if domain[0] or shape[0] == shape[1]],
+)
+def test_domain_counts_and_touches_exactly_the_pairs_that_are_seen(queries, keys, causal, window):
+    seen = pairs(queries, keys, causal, window)
+    rows, columns = len({s for s, _ in seen}), len({t for _, t in seen})
+    n, m, w = cg.dims("S T W")
+    numeric = (queries, keys, window, {})
+    bound = {"S": queries, "T": keys, "W": window}
+    symbolic = (n, n if not causal or queries == keys else m, None if window is None else w, bound)
+    for q, k, span, values in (numeric, symbolic):
+        g = made("b s d, b t d -> b s t", (2, q, 5), (2, k, 5), domain=cg.Domain(causal, span), over=("s", "t"))
+        known = {name for t in g.tensors for size in t.shape for name in map(str, size.free_symbols)}
+        if span is w:
+            known.add("W")
+        values = {name: v for name, v in values.items() if name in known}
+        assert cg.matmul_flops(g, **values) == 2 * 2 * 5 * len(seen)
+        assert cg.matmul_flops(g, "full", **values) == 2 * 2 * 5 * queries * keys
+        total = cg.costs(g, **values).total()
+        assert total.read == 4 * 2 * 5 * (rows + columns)
+        assert total.written == 4 * 2 * len(seen)
+
+
+def test_domain_is_inherited_by_what_reads_the_scores():
+    with cg.Graph("g") as g:
+        scores = cg.einsum(
+            g.input("q", (5, 3)), g.input("k", (7, 3)), "s d, t d -> s t", domain=cg.Domain(True), over=("s", "t")
+        )
+        g.output(cg.einsum(cg.relu(scores), g.input("v", (7, 2)), "s t, t v -> s v"))
+    seen = len(pairs(5, 7, True, None))
+    assert cg.matmul_flops(g) == 2 * 3 * seen + 2 * 2 * seen
+    assert cg.costs(g).filter(op="relu").total().pointwise == seen
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pattern", "shapes", "options", "error", "text"),
+    [
+        ("b d, d f -> b f", [(2, 3), (5, 7)], {}, ShapeError, "axis 'd' has size 3 in operand 1 .* and 5 in operand 2"),
+        ("b d, d f -> b f", [(2, 3)], {}, PatternError, "describes 2 operands, got 1"),
+        ("b d -> b x", [(2, 3)], {}, PatternError, "axis 'x' of the result is in no operand"),
+        ("b d, d f -> b f", [(2, 3), (3, 5)], {"q": 3}, PatternError, "size given for 'q', which is no axis of it"),
+        ("b d, d f -> b f", [(2, 3), (3, 5)], {"order": [(0, 1)]}, GraphError, "order of two operands or less"),
+        ("b d, d (f g) -> b f", [(2, 3), (3, 5)], {}, ShapeError, r"sizes of f and g in \(f g\) are not known"),
+        ("b d, d (f g) -> b f", [(2, 3), (3, 5)], {"f": 2}, ShapeError, r"does not split into \(f g\)"),
+        ("b d, d (f g) -> b f", [(2, 3), (3, 5)], {"f": 2, "g": 2}, ShapeError, r"\(f g\) makes 4"),
+        ("b d, d -> b", [(2, 3), (3, 5)], {}, ShapeError, "has 2 axes, the pattern 'd' has 1"),
+        ("b 1, d -> b", [(2, 3), (3,)], {}, ShapeError, "an axis of size 3 where the pattern has 1"),
+        ("h*2+r -> h r", [(7,)], {"r": 3}, PatternError, "needs a second operand"),
+        ("i i -> i", [(3, 3)], {}, PatternError, "the diagonal of a single operand"),
+        ("h+r, d -> h d", [(7,), (3,)], {}, ShapeError, "sizes of h and r are not known"),
+        ("h+r, r -> h", [(3,), (5,)], {}, ShapeError, "reaches beyond an axis of size 3"),
+        ("h+r, r, h -> h", [(7,), (3,), (5,)], {}, GraphError, "three operands with an affine index or a domain"),
+        ("a b, b c, c d -> a d", [(2, 3)] + [(3, 3)] * 2, {"order": [(0, 5)]}, GraphError,
+         "step 1: expected two positions"),
+        ("a b, b c, c d -> a d", [(2, 3)] + [(3, 3)] * 2, {"order": [(0, 0)]}, GraphError,
+         "step 1: expected two positions"),
+        ("a b, b c, c d -> a d", [(2, 3)] + [(3, 3)] * 2, {"order": [(0, -1)]}, GraphError,
+         "step 1: expected two positions"),
+        ("a b, b c, c d -> a d", [(2, 3)] + [(3, 3)] * 2, {"order": [(0, 1)]}, GraphError, "leaves 2 tensors"),
+        ("a b, b c, c d -> a d", [(2, 3)] + [(3, 3)] * 2, {"order": 3}, GraphError, "order: got int, expected a list"),
+        ("s d, t d -> s t", [(2, 3), (2, 3)], {"domain": cg.Domain(True)}, PatternError,
+         "expected a Domain and two axes"),
+        ("s d, t d -> s t", [(2, 3), (2, 3)], {"domain": cg.Domain(True), "over": ("s", "q")}, PatternError,
+         "two axes"),
+        ("s d, t d -> s t", [(2, 3), (2, 3)], {"domain": cg.Domain(True), "over": ("s", "s")}, PatternError,
+         "two axes"),
+        ("s d, t d -> s t", [(2, 3), (5, 3)], {"domain": cg.Domain(False, 2), "over": ("s", "t")}, ShapeError,
+         "window without causal: 2 queries and 5 keys"),
+        ("b d, d f -> b f", [(2, 3), (3, 5)], {"dtype": "fp33"}, cg.FormatError, "fp33"),
+        (" -> ", [(2,)], {}, ShapeError, "has 1 axes, the pattern '' has 0"),
+    ],
+)  # fmt: skip
+def test_refusals_name_the_place_the_value_and_what_was_expected(pattern, shapes, options, error, text):
+    with pytest.raises(error, match=text):
+        made(pattern, *shapes, **options)
+
+
+def test_nine_operands_need_an_order():
+    with pytest.raises(GraphError, match="einsum of 9 operands: expected order="):
+        made(f"{', '.join(['a a'.replace(' a', '')] * 9)} -> a", *[(2,)] * 9)
+
+
+def test_arguments_are_tensors_and_a_pattern():
+    with pytest.raises(GraphError, match=r"got \(\), expected tensors first and the pattern last"):
+        cg.einsum()
+    with pytest.raises(GraphError, match=r"got \(str, int\), expected tensors first"):
+        cg.einsum("a -> a", 3)
+
+
+def test_operands_under_two_domains_are_refused():
+    with cg.Graph("g") as g:
+        q, k = g.input("q", (5, 3)), g.input("k", (5, 3))
+        one, two = (
+            cg.einsum(q, k, "s d, t d -> s t", domain=d, over=("s", "t")) for d in (cg.Domain(True), cg.Domain(True, 2))
+        )
+        with pytest.raises(ShapeError, match="two different domains"):
+            cg.einsum(one, two, "s t, s t -> s")
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"causal": False}, "neither causal nor a window"),
+        ({"causal": 1}, "causal is int, expected True or False"),
+        ({"causal": True, "window": 0}, "window: 0, expected a positive integer"),
+        ({"causal": True, "window": 2.5}, "window: size '?2.5'?: expected an integer"),
+    ],
+)
+def test_domain_refuses_what_restricts_nothing(options, text):
+    with pytest.raises(cg.CostGraphError, match=text):
+        cg.Domain(**options)

@@ -1,0 +1,338 @@
+"""Max and Min as sympy objects: every use has the value that Python's max and min have at points."""
+
+import copy
+import math
+import pickle
+import random
+import warnings
+
+import numpy as np
+import pytest
+import sympy
+from algebra import SYMBOLS, A, B, C, D, mixed, points, sums, value
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+import costgraph as cg
+from costgraph import Max, Min, ShapeError, dims, regimes
+from costgraph.extremum import Owner, extremum
+from costgraph.polynomial import poly
+
+fast = settings(max_examples=40, deadline=None)
+several = st.lists(st.one_of(sums(0, 2, 3, st.integers(-3, 5)), mixed()), min_size=1, max_size=5)
+extremes = st.sampled_from([(Max, max), (Min, min)])
+
+
+def at(expr, point):
+    return expr.xreplace({s: sympy.Integer(point[s.name]) for s in SYMBOLS})
+
+
+def exactly(number):
+    return sympy.Rational(number.numerator, number.denominator)
+
+
+def big(seed=1, arguments=20, terms=20):
+    """A Max of polynomials of many terms in 8 symbols."""
+    rnd = random.Random(seed)
+    names = dims("A B C D E F G H")
+    return Max(
+        *(
+            sympy.Add(
+                *(
+                    rnd.randint(1, 50) * sympy.Mul(*(s ** rnd.choice([0, 0, 1, 1, 2]) for s in names))
+                    for _ in range(terms)
+                )
+            )
+            for _ in range(arguments)
+        )
+    )
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+
+@fast
+@given(several, extremes, points())
+def test_value_is_that_of_python(exprs, kinds, point):
+    ours, python = kinds
+    expected = python(value(e, point) for e in exprs)
+    built = ours(*exprs)
+    assert value(built, point) == expected
+    assert at(built, point) == exactly(expected)
+    assert built.subs({s: point[s.name] for s in SYMBOLS}) == exactly(expected)
+    one_by_one = built
+    for s in SYMBOLS:
+        one_by_one = one_by_one.subs(s, point[s.name])
+    assert one_by_one == exactly(expected)
+
+
+@fast
+@given(several, extremes, points())
+def test_arithmetic_and_nesting_keep_the_value(exprs, kinds, point):
+    ours, python = kinds
+    expected = python(value(e, point) for e in exprs)
+    built = ours(*exprs)
+    x = point["A"]
+    assert value(built + A, point) == expected + x
+    assert value(3 * A * built, point) == 3 * x * expected
+    assert value(built**2, point) == expected**2
+    assert value(Max(A, built), point) == max(x, expected)
+    assert value(Min(A, 1 + built), point) == min(x, 1 + expected)
+    assert value(sympy.expand((A + 1) * (built + 1)), point) == (x + 1) * (expected + 1)
+    assert (poly(built) * 2 - poly(A)).bind({k: poly(v) for k, v in point.items()}) == poly(2 * exactly(expected) - x)
+
+
+@fast
+@given(several, extremes, points(9))
+def test_substituting_formulas(exprs, kinds, point):
+    ours, python = kinds
+    inner = {**point, "A": point["B"] * point["C"]}
+    expected = python(value(e, inner) for e in exprs)
+    assert value(ours(*exprs).subs(A, B * C), point) == expected
+    assert value(ours(*exprs).xreplace({A: B * C}), point) == expected
+
+
+@fast
+@given(several, extremes)
+def test_form_is_canonical(exprs, kinds):
+    ours, _ = kinds
+    built = ours(*exprs)
+    assert ours(*reversed(exprs)) == built
+    assert hash(ours(*reversed(exprs))) == hash(built)
+    assert not isinstance(built, Max | Min) or built.func(*built.args) == built
+    assert pickle.loads(pickle.dumps(built)) == built
+    assert copy.copy(built) == copy.deepcopy(built) == built
+    assert ours(built, built) == built
+    assert not built.atoms(sympy.Float)
+
+
+def test_arguments_are_pruned_and_flattened():
+    assert Max(B * D, 2 * B * D, A * B) == Max(A * B, 2 * B * D)
+    assert str(Max(B * D, 2 * B * D, A * B)) == "Max(A*B, 2*B*D)"
+    assert Max(A, Max(B, C)) == Max(A, B, C)
+    assert Max(A, Max(B, C).subs(B, D)) == Max(A, C, D)
+    assert Max(A, B).subs(B, Max(C, D)) == Max(A, C, D)
+    assert Max(3, 5) == 5
+    assert Max(A) == A
+    assert Max(A, 1) == A
+    assert Max(A, B).free_symbols == {A, B}
+    assert Max(A, B).is_positive
+    assert Max(A, B).is_integer
+    assert Max(A, B).is_real
+
+
+@pytest.mark.parametrize(
+    "wrong", ["A", None, True, [A], sympy.true, A > 1, sympy.nan, sympy.I, sympy.oo, sympy.zoo, object]
+)
+def test_what_is_no_formula_is_refused(wrong):
+    with pytest.raises(ShapeError):
+        Max(A, wrong)
+    with pytest.raises(ShapeError):
+        Max()
+
+
+# -- derivatives -------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(sums(0, 3, 3, st.integers(-3, 5)), min_size=2, max_size=4), extremes, points())
+def test_derivatives_away_from_ties(exprs, kinds, point):
+    ours, python = kinds
+    values = [value(e, point) for e in exprs]
+    assume(values.count(python(values)) == 1)
+    expected = value(sympy.expand(sympy.diff(exprs[values.index(python(values))], A)), point)
+    slope = ours(*exprs).diff(A)
+    assert at(slope, point) == exactly(expected)
+    assert slope.subs({s: point[s.name] for s in SYMBOLS}) == exactly(expected)
+    numbers = [point[s.name] for s in SYMBOLS]
+    for modules in ("numpy", "math"):
+        assert float(sympy.lambdify(SYMBOLS, slope, modules)(*numbers)) == pytest.approx(float(expected))
+    # a difference quotient close enough that no other argument takes over
+    step = 1e-6
+    call = sympy.lambdify(SYMBOLS, ours(*exprs), "math")
+    ahead, behind = (call(numbers[0] + h, *numbers[1:]) for h in (step, -step))
+    gap = min(abs(v - python(values)) for v in values if v != python(values))
+    if gap > 1:
+        assert (ahead - behind) / (2 * step) == pytest.approx(
+            float(expected), rel=1e-3, abs=1e-2 * max(1, abs(python(values)))
+        )
+
+
+def test_derivative_on_arrays_of_many_shapes():
+    slope = sympy.lambdify((A, B), Max(A * B, B**2, 5 * A).diff(A), "numpy")
+    a, b = np.arange(1.0, 5).reshape(4, 1), np.arange(1.0, 9)
+    expected = np.select(
+        [a * b == np.maximum(np.maximum(a * b, b**2), 5 * a), 5 * a >= np.maximum(a * b, b**2)], [b + 0 * a, 5.0], 0.0
+    )
+    assert np.array_equal(slope(a, b), expected)
+    assert Max(A, B).diff(C) == 0
+    assert Max(A, B).diff(A).diff(A) == 0
+    assert Max(A**2, B).diff(A).diff(A).subs({A: 3, B: 1}) == 2
+    assert (C * Max(A, B) ** 2).diff(A).subs({A: 3, B: 1, C: 2}) == 12
+
+
+# -- sympy's own functions ---------------------------------------------------------------------------------------------
+
+
+@fast
+@given(several, extremes, points())
+def test_lambdify_on_numpy_and_math(exprs, kinds, point):
+    ours, python = kinds
+    built, numbers = ours(*exprs), [point[s.name] for s in SYMBOLS]
+    expected = float(python(value(e, point) for e in exprs))
+    assert float(sympy.lambdify(SYMBOLS, built, "math")(*numbers)) == pytest.approx(expected)
+    arrays = [np.array([n, n], dtype=float) for n in numbers]
+    assert np.allclose(sympy.lambdify(SYMBOLS, built, "numpy")(*arrays), expected)
+
+
+def test_lambdify_of_more_arguments_than_python_nests_brackets():
+    rows = Max(*(k * A + (300 - k) ** 2 * B for k in range(1, 250)))
+    call = sympy.lambdify((A, B), rows, "numpy")
+    assert call(np.array([1.0]), np.array([2.0]))[0] == int(rows.subs({A: 1, B: 2}))
+
+
+def test_printing():
+    m = Max(A * B, C)
+    assert str(m) == repr(m) == "Max(A*B, C)"
+    assert str(2 * m + 1) == "2*Max(A*B, C) + 1"
+    assert str(m**2) == "Max(A*B, C)**2"
+    assert sympy.latex(m) == r"\max\left(A B, C\right)"
+    assert sympy.latex(Min(A, B) ** 2) == r"\min\left(A, B\right)^{2}"
+    assert sympy.pretty(m, use_unicode=False) == "Max(A*B, C)"
+    assert sympy.ccode(m)
+    assert sympy.pycode(m) == "max(A*B, C)"
+
+
+def test_rewrite_and_evalf():
+    m = Max(A * B, C)
+    rewritten = m.rewrite(sympy.Max)
+    assert type(rewritten) is sympy.Max
+    assert rewritten.subs({A: 2, B: 3, C: 5}) == 6
+    assert m.evalf() == m
+    assert float(m.evalf(subs={A: 2, B: 3, C: 5})) == 6.0
+    assert Max(sympy.sqrt(2), sympy.Rational(3, 2)).evalf() == 1.5
+
+
+def test_sympys_functions_keep_the_value():
+    m, point = Max(A * B, C, D**2), {"A": 3, "B": 4, "C": 7, "D": 2}
+    number = 12
+    for name, expr, expected in [
+        ("expand", sympy.expand((A + 1) * (m + B)), 4 * (number + 4)),
+        ("simplify", sympy.simplify(m * A + m), number * 4),
+        ("collect", sympy.collect(A * m + B * m, m), number * 7),
+        ("factor", sympy.factor(A * m + B * m), number * 7),
+        ("together", sympy.together(m / A + 1), 5),
+        ("cancel", sympy.cancel((A * m + A) / A), number + 1),
+        ("subexpressions", sympy.cse(m + A)[1][0].subs(list(reversed(sympy.cse(m + A)[0]))), number + 3),
+        ("doit", m.doit(), number),
+        ("nsimplify", sympy.nsimplify(m), number),
+        ("Piecewise", sympy.Piecewise((m, A > 2), (B, True)), number),
+        ("sympy.Max", sympy.Max(m, A), number),
+        ("sympy.Min", sympy.Min(m, 5), 5),
+        ("Abs", abs(m), number),
+        ("replace", m.replace(D, C), 49),
+        ("ordered", sorted([m, A, Min(A, B)], key=sympy.default_sort_key)[-1] * 0 + m, number),
+    ]:
+        assert expr.subs({s: point[s.name] for s in SYMBOLS}) == expected, name
+    assert sympy.solve(D - m.subs(D, 1), D) == [m.subs(D, 1)]
+    assert m.subs(sympy.Symbol("A"), 5) == m, "another symbol of that name"
+    assert m.subs(A * B, C) == Max(C, D**2)
+
+
+def test_floats_are_carried_where_the_user_brings_them():
+    m = Max(A, B)
+    assert (0.5 * m + 1.5).subs({A: 3, B: 4}) == 3.5
+    assert Max(A, 2.5).subs(A, 2) == 2.5
+    assert m.subs(A, 0.5).subs(B, 3) == 3
+    assert cg.evaluate(0.5 * m, A=3, B=4) == 2.0
+    assert Max(2.5, 1) == 2.5
+    with pytest.raises(ShapeError, match=r"Max\(2.5, A\)': expected an exact size"):
+        poly(Max(A, 2.5))
+
+
+# -- owners and regimes ------------------------------------------------------------------------------------------------
+
+OWNED = Max(A * B, C, D**2, owners=[Owner("up", "forward"), Owner("down", "backward"), Owner(None, None)])
+
+
+def owners(m):
+    return {str(r.formula): (r.op, r.phase) for r in regimes(m)}
+
+
+def test_owners_stay_with_their_arguments():
+    expected = {"A*B": ("up", "forward"), "C": ("down", "backward"), "D**2": (None, None)}
+    assert owners(OWNED) == expected
+    for same in (
+        pickle.loads(pickle.dumps(OWNED)),
+        copy.deepcopy(OWNED),
+        OWNED.func(*OWNED.args),
+        Max(OWNED),
+        poly(3 * OWNED + A).expr.atoms(Max).pop(),
+        sympy.expand(2 * OWNED).atoms(Max).pop(),
+        OWNED.subs(sympy.Symbol("x"), 1),
+    ):
+        assert same == OWNED
+        assert owners(same) == expected
+    assert owners(OWNED.subs(A, 2)) == {"2*B": ("up", "forward"), "C": ("down", "backward"), "D**2": (None, None)}
+    assert owners(OWNED.xreplace({D: B, C: D})) == {
+        "A*B": ("up", "forward"),
+        "D": ("down", "backward"),
+        "B**2": (None, None),
+    }
+    assert owners(Max(OWNED, A**5))["A**5"] == (None, None)
+    assert Max(A * B, C, D**2) != OWNED
+    assert {OWNED, Max(A * B, C, D**2)} == {Max(*OWNED.args, owners=OWNED.owners), Max(A * B, C, D**2)}
+    assert str(OWNED + Max(A * B, C, D**2)) == "Max(A*B, C, D**2) + Max(A*B, C, D**2)"
+
+
+@pytest.mark.parametrize(
+    ("formula", "expected"),
+    [
+        (Max(A, B), [A, B]),
+        (Min(A, B), [A, B]),
+        (1 + Max(A, B), [A + 1, B + 1]),
+        (C * Max(A, B), [A * C, B * C]),
+        (3 * C * Max(A, B) + D, [3 * A * C + D, 3 * B * C + D]),
+        (Max(A, C + Min(B, D)), [A, C + Min(B, D)]),
+        (A * B + 1, [A * B + 1]),
+        (5, [5]),
+        (2.5, [2.5]),
+    ],
+)
+def test_regimes(formula, expected):
+    assert [r.formula for r in regimes(formula)] == expected
+
+
+def test_regimes_of_no_formula():
+    with pytest.raises(ShapeError, match="expected a number or a formula"):
+        regimes("Max(A, B)")
+
+
+def test_extremum_takes_what_was_pruned_already():
+    found = extremum([(poly(A), Owner("a")), (poly(B), Owner("b"))], largest=False)
+    assert found == Min(A, B, owners=[Owner("a"), Owner("b")])
+    assert extremum([(poly(A), Owner("a"))]) == A
+
+
+# -- size --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_large_maximum_works_in_every_use():
+    m, point = big(), {n: i + 2 for i, n in enumerate("ABCDEFGH")}
+    bound = {s: point[s.name] for s in m.free_symbols}
+    expected = max(value(a, point) for a in m.args)
+    assert len(m.args) > 15
+    assert m.subs(bound) == m.xreplace({s: sympy.Integer(v) for s, v in bound.items()}) == expected
+    assert (A * m + 1).subs(bound) == 2 * expected + 1
+    assert pickle.loads(pickle.dumps(m)) == m == m.func(*m.args)
+    order = sorted(m.free_symbols, key=str)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert sympy.lambdify(order, m, "numpy")(*(float(bound[s]) for s in order)) == expected
+    assert m.diff(A).subs(bound) == value(
+        sympy.expand(next(a for a in m.args if value(a, point) == expected).diff(A)), point
+    )
+    # a derivative holds each argument once, not once for each of them
+    assert m.diff(A).count_ops() < 4 * m.count_ops()
+    assert math.isclose(cg.evaluate(m, **point), expected)
+    assert len(regimes(1 + m)) == len(m.args)

@@ -1,0 +1,314 @@
+import networkx as nx
+import pytest
+
+import costgraph as cg
+from costgraph import BindingError, GraphError, PatternError, ShapeError
+from costgraph.op import Op
+from costgraph.ops.registry import KINDS, register
+from costgraph.tensor import Tensor
+
+B, S, D, F, H, K = cg.dims("B S D F H K")
+
+
+def small():
+    with cg.Graph("small") as g:
+        x = g.input("x", (B, D))
+        h = cg.linear(x, "b d -> b f", f=F, name="up")
+        g.output(cg.linear(cg.relu(h), "b f -> b d", d=D, name="down"))
+    return g
+
+
+# -- as a networkx graph -------------------------------------------------------------------------------------------
+
+
+def test_nodes_are_tensors_and_ops_and_edges_join_one_to_the_other():
+    g = small()
+    assert all(isinstance(n, Op | Tensor) for n in g.nodes)
+    assert all(isinstance(a, Op) != isinstance(b, Op) for a, b in g.edges)
+    assert nx.is_bipartite(g)
+
+
+def test_program_order_is_a_topological_order():
+    g = small()
+    place = {n: i for i, n in enumerate(g.nodes)}
+    assert all(place[a] < place[b] for a, b in g.edges)
+    assert [n.name for n in nx.lexicographical_topological_sort(g, key=place.get)] == [n.name for n in g.nodes]
+
+
+def test_descendants_are_what_depends_on_a_tensor():
+    g = small()
+    x = g.tensors[0]
+    assert nx.descendants(g, x) == set(g.nodes) - {x} - set(g.params)
+    assert nx.ancestors(g, g.outputs[0]) == set(g.nodes) - {g.outputs[0]}
+
+
+def test_copies_subgraphs_and_reversed_views_keep_nodes_and_order():
+    g = small()
+    copy = g.copy()
+    assert type(copy) is cg.Graph
+    assert list(copy.nodes) == list(g.nodes)
+    assert (cg.flops(copy), cg.peak_memory(copy)) == (cg.flops(g), cg.peak_memory(g))
+    ops = g.subgraph(g.ops[:1] + list(g.ops[0].operands) + list(g.ops[0].results))
+    assert cg.flops(ops) == 2 * B * D * F
+    turned = g.reverse(copy=False)
+    assert set(turned.edges) == {(b, a) for a, b in g.edges}
+    assert nx.dag_longest_path_length(g) == 6  # three ops, each between two tensors
+
+
+def test_a_copy_can_be_changed_without_the_original():
+    g = small()
+    nodes = len(g)
+    copy = g.copy()
+    copy.remove_node(copy.outputs[0])
+    assert len(g) == nodes
+
+
+def test_copies_and_views_keep_defaults_assumptions_and_outputs():
+    g = small()
+    g.assume("F >= D")
+    g.defaults["B"] = 3
+    for other in (g.copy(), g.subgraph(list(g)), g.reverse(copy=False), nx.DiGraph.copy(g)):
+        assert other.outputs == g.outputs
+        assert cg.flops(other, D=5, F=7) == 3 * (2 * 2 * 5 * 7 + 7)
+        with pytest.raises(BindingError, match="against the assumption 'F >= D'"):
+            cg.flops(other, D=7, F=5)
+    copy = g.copy()
+    copy.output(copy.tensors[0])
+    assert len(g.outputs) == 1
+
+
+def test_frozen_graphs_answer_and_refuse_changes():
+    g = small().freeze()
+    assert nx.is_frozen(g)
+    assert cg.flops(g, B=2, D=3, F=5) == 2 * 2 * 3 * 5 * 2 + 2 * 5
+    for change in (
+        lambda: g.input("y", (B,)),
+        lambda: g.param("w", (B,)),
+        lambda: g.output(g.tensors[0]),
+        lambda: cg.relu(g.tensors[0]),
+    ):
+        with pytest.raises(GraphError, match="graph 'small' is frozen, expected one that can still be changed"):
+            change()
+
+
+# -- names and scopes ------------------------------------------------------------------------------------------------
+
+
+def test_names_are_unique_and_scopes_nest():
+    with cg.Graph("g") as g:
+        x = g.input("x", (B, D))
+        with cg.scope("block/attn"):
+            for _ in range(3):
+                x = cg.relu(x)
+            w = g.param("w", (D,))
+        with cg.scope("block"), cg.scope("mlp"):
+            x = cg.relu(x * w)
+        g.output(x)
+    names = [op.name for op in g.ops]
+    assert names == ["block/attn/relu", "block/attn/relu_1", "block/attn/relu_2", "block/mlp/mul", "block/mlp/relu"]
+    assert w.name == "block/attn/w"
+    assert len({n.name for n in g.tensors}) == len(g.tensors)
+    assert {op.scope for op in g.ops} == {"block/attn", "block/mlp"}
+
+
+def test_an_op_never_takes_a_name_that_is_taken():
+    with cg.Graph("g") as g:
+        x = g.input("relu", (B,))
+        y = cg.relu(cg.relu(x))
+    assert [op.name for op in g.ops] == ["relu_1", "relu_2"]
+    assert y.name == "relu_2"
+
+
+def test_ops_go_to_the_graph_of_their_operands_without_a_context():
+    g = cg.Graph("g")
+    y = cg.relu(g.input("x", (B,)))
+    assert y in g
+
+
+# -- declaring -------------------------------------------------------------------------------------------------------
+
+
+def test_formats_are_the_graphs_unless_given():
+    with cg.Graph("g", dtype="bf16") as g:
+        assert g.input("x", (B,)).dtype.name == "bf16"
+        assert g.param("w", (B,), dtype="fp32").dtype.name == "fp32"
+        assert not g.param("f", (B,), grad=False).requires_grad
+
+
+def test_a_tensor_may_be_output_twice_and_is_written_once():
+    with cg.Graph("g") as g:
+        y = cg.relu(g.input("x", (B,)))
+        g.output(y, y)
+    assert cg.bytes_moved(g, fused=True) == 4 * B + 4 * B
+    assert cg.peak_memory(g) == 8 * B
+
+
+def test_an_input_may_be_an_output_and_nothing_moves():
+    with cg.Graph("g") as g:
+        g.output(g.input("x", (B,)))
+    assert cg.bytes_moved(g, fused=True) == 0
+    assert cg.peak_memory(g) == 4 * B
+
+
+def test_an_empty_graph_costs_nothing():
+    g = cg.Graph("empty")
+    assert (cg.flops(g), cg.bytes_moved(g), cg.param_count(g), cg.peak_memory(g)) == (0, 0, 0, 0)
+    assert (len(cg.costs(g)), cg.lifetimes(g)) == (0, [])
+    with pytest.raises(GraphError, match="intensity of graph 'empty': it moves no bytes"):
+        cg.intensity(g)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda g: g.input("x", (B,)), GraphError, "input 'x': the name is taken in graph 'g', expected a new one"),
+        (lambda g: g.input("a b", (B,)), GraphError, "input 'a b': expected a name of letters, digits"),
+        (lambda g: g.input(None, (B,)), GraphError, "input 'None': expected a name"),
+        (lambda g: g.input("1x", (B,)), GraphError, "input '1x': expected a name"),
+        (lambda g: g.input("y", "BS"), GraphError, "input 'y': shape 'BS', expected a tuple of sizes"),
+        (lambda g: g.input("y", 3), GraphError, "input 'y': shape 3, expected a tuple of sizes"),
+        (lambda g: g.input("y", {2, 3}), GraphError, "expected a tuple of sizes"),
+        (lambda g: g.input("y", (2, 0)), ShapeError, "input 'y': axis 1: 0, expected a positive integer"),
+        (lambda g: g.input("y", (B / B / 2,)), ShapeError, "input 'y': axis 0: 1/2, expected a positive integer"),
+        (lambda g: g.input("y", (2.0,)), ShapeError, "input 'y': axis 0: size '?2.0"),
+        (lambda g: g.input("y", (None,)), ShapeError, "input 'y': axis 0: size '?None"),
+        (lambda g: g.input("y", (B,), dtype="fp33"), cg.FormatError, "fp33"),
+        (lambda g: g.param("w", (B,), grad=None), GraphError, "param 'w': grad is None, expected True or False"),
+        (lambda g: g.buffer("b", (B,), role="input"), GraphError, "role 'input', expected one of buffer, cache"),
+        (lambda g: g.output(3), GraphError, "output of graph 'g': got int, expected a tensor"),
+        (lambda g: g.output(cg.Graph("o").input("z", (B,))), GraphError,
+         "tensor 'z' belongs to graph 'o', expected one of graph 'g'"),
+        (lambda g: cg.relu(g.tensors[0]) + cg.Graph("o").input("z", (B,)), GraphError,
+         "tensor 'z' belongs to graph 'o'"),
+        (lambda g: cg.scope("a b").__enter__(), GraphError, "scope 'a b': expected identifiers separated by '/'"),
+        (lambda g: cg.scope("").__enter__(), GraphError, "scope '': expected identifiers"),
+        (lambda g: cg.scope(None).__enter__(), GraphError, "scope 'None': expected identifiers"),
+        (lambda g: cg.Graph(3), GraphError, "graph: name 3, expected text"),
+        (lambda g: cg.Graph("h", dtype="fp33"), cg.FormatError, "fp33"),
+        (lambda g: cg.flops(3), GraphError, "got int, expected a graph"),
+        (lambda g: cg.peak_memory(None), GraphError, "peak_memory: got NoneType, expected a graph"),
+        (lambda g: cg.lifetimes("g"), GraphError, "lifetimes: got str, expected a graph"),
+        (lambda g: cg.timeline("g"), GraphError, "timeline: got str, expected a graph"),
+        (lambda g: cg.param_count([]), GraphError, "got list, expected a graph"),
+        (lambda g: register(KINDS["einsum"]), GraphError, "op kind 'einsum' is registered already"),
+    ],
+)  # fmt: skip
+def test_refusals_name_the_place_the_value_and_what_was_expected(call, error, text):
+    with cg.Graph("g") as g:
+        g.input("x", (B,))
+        with pytest.raises(error, match=text):
+            call(g)
+
+
+def test_a_refused_op_leaves_no_trace():
+    g = small()
+    nodes = list(g.nodes)
+    with pytest.raises(ShapeError, match="'add' in graph 'small': axis -2 has sizes B and F"):
+        g.tensors[0] + g.params[0].T
+    assert [n for n in g.nodes if n not in nodes and n.name == "add"] == []
+    assert cg.relu(g.tensors[0]).name == "relu_1"
+
+
+# -- validation --------------------------------------------------------------------------------------------------------
+
+
+def test_nodes_of_another_kind_are_refused():
+    g = small()
+    g.add_node("stranger")
+    with pytest.raises(GraphError, match="node 'stranger', expected tensors and ops only"):
+        g.validate()
+
+
+def test_cycles_are_refused():
+    g = small()
+    g.add_edge(g.outputs[0], g.ops[0])
+    with pytest.raises(GraphError, match="its edges make a cycle, expected none"):
+        g.validate()
+
+
+def test_operands_without_an_edge_are_refused():
+    g = small()
+    g.remove_edge(g.tensors[0], g.ops[0])
+    with pytest.raises(GraphError, match="op 'up/matmul': tensor 'x' is not joined to it, expected an edge"):
+        g.validate()
+
+
+def test_ops_out_of_program_order_are_refused():
+    g = small()
+    late = cg.Graph("late")
+    for node in sorted(g.nodes, key=lambda n: isinstance(n, Op) and n.name == "up/matmul"):
+        late.add_node(node)
+    late.add_edges_from(g.edges)
+    with pytest.raises(GraphError, match="reads 'up/matmul' before it is made, expected program order"):
+        late.validate()
+
+
+def test_a_graph_is_validated_when_its_context_closes_but_not_over_an_error_inside():
+    def build():
+        with cg.Graph("g") as g:
+            with cg.kernel("k"):
+                cg.relu(g.input("x", (B,)))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        build()
+
+
+# -- assumptions and bindings -----------------------------------------------------------------------------------------
+
+
+def test_assumed_equalities_tie_sizes_together():
+    with cg.Graph("g") as g:
+        g.assume("D == H*K", "F >= D")
+        x = cg.reshape(g.input("x", (B, D)), (B, H, K))
+        g.output(cg.relu(x))
+    assert cg.flops(g, B=2, H=3, K=5) == 2 * 15
+    assert cg.flops(g, B=2, D=15, H=3, K=5) == 30
+
+
+@pytest.mark.parametrize(
+    ("dims", "text"),
+    [
+        ({"B": 2, "D": 14, "H": 3, "K": 5}, "against the assumption 'D == H[*]K'|makes"),
+        ({"F": 3, "D": 4}, "against the assumption 'F >= D'"),
+        ({"B": 0}, "B=0: expected a positive integer"),
+        ({"B": -1}, "B=-1: expected a positive integer"),
+        ({"B": 2.0}, "B=.*: expected a positive integer"),
+        ({"B": "2"}, "B=.*: expected a positive integer"),
+        ({"B": None}, "B=.*: expected a positive integer"),
+        ({"B": True}, "B=.*: expected a positive integer"),
+        ({"B": int}, "B=.*: expected a positive integer"),
+        ({"Q": 2}, "'Q' is no dimension of graph 'g', expected one of B, D, F, H, K"),
+        ({"D": 15, "H": 2}, "K|H=2"),
+    ],
+)
+@pytest.mark.parametrize("question", [cg.flops, cg.bytes_moved, cg.peak_memory, cg.param_count, cg.costs, cg.lifetimes])
+def test_bad_bindings_are_refused_by_every_question(question, dims, text):
+    with cg.Graph("g") as g:
+        g.assume("D == H*K", "F >= D")
+        w = g.param("w", (D, F))
+        g.output(cg.reshape(cg.einsum(g.input("x", (B, D)), w, "b d, d f -> b f"), (B, F)))
+        g.output(cg.reshape(g.tensors[1], (B, H, K)))
+    with pytest.raises(BindingError, match=text):
+        question(g, **dims)
+
+
+@pytest.mark.parametrize("text", ["F", "F >> D", "F == ", 3, "F >= D +", "__import__('os')", "F >= D; D"])
+def test_what_is_no_relation_is_refused(text):
+    with pytest.raises(PatternError, match="expected"):
+        cg.Graph("g").assume(text)
+
+
+def test_contradictions_are_refused():
+    g = cg.Graph("g")
+    g.assume("D == H*K")
+    with pytest.raises(PatternError, match="contradicts"):
+        g.assume("D < H")
+
+
+def test_sizes_that_bind_to_no_whole_number_are_refused():
+    with cg.Graph("g") as g:
+        g.output(cg.rearrange(g.input("x", (B, D)), "b (h k) -> b h k", h=H))
+    assert cg.peak_memory(g, B=2, D=15, H=3) == 4 * 30
+    with pytest.raises(BindingError, match="D=14, H=3: axis 2 of 'rearrange' has size D/H = 14/3"):
+        cg.flops(g, D=14, H=3)

@@ -1,0 +1,252 @@
+import einops
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import graph_of, same_layout
+
+import costgraph as cg
+from costgraph import GraphError, PatternError, ShapeError
+
+B, S, D, H, K = cg.dims("B S D H K")
+LETTERS = "abcdefgh"
+
+
+def factor_pairs(n):
+    return [(i, n // i) for i in range(1, n + 1) if n % i == 0]
+
+
+def permuted(draw, mine, theirs):
+    order = draw(st.permutations(range(theirs.ndim)))
+    left, right = (" ".join(LETTERS[i] for i in axes) for axes in (range(theirs.ndim), order))
+    return cg.rearrange(mine, f"{left} -> {right}"), theirs.permute(order)
+
+
+def reshaped(draw, mine, theirs):
+    sizes = list(theirs.shape)
+    if len(sizes) > 1 and draw(st.booleans()):
+        at = draw(st.integers(0, len(sizes) - 2))
+        sizes[at : at + 2] = [sizes[at] * sizes[at + 1]]
+    else:
+        at = draw(st.integers(0, len(sizes) - 1))
+        sizes[at : at + 1] = draw(st.sampled_from(factor_pairs(sizes[at])))
+    return cg.reshape(mine, tuple(sizes)), theirs.reshape(sizes)
+
+
+def sliced(draw, mine, theirs):
+    axis = draw(st.integers(0, theirs.ndim - 1))
+    start = draw(st.integers(0, theirs.shape[axis] - 1))
+    stop = draw(st.integers(start + 1, theirs.shape[axis]))
+    step = draw(st.integers(1, 3))
+    key = (*[slice(None)] * axis, slice(start, stop, step))
+    return mine[key], theirs[key]
+
+
+def picked(draw, mine, theirs):
+    if theirs.ndim < 2:
+        return mine, theirs
+    at = draw(st.integers(-theirs.shape[0], theirs.shape[0] - 1))
+    return mine[at], theirs[at]
+
+
+def widened(draw, mine, theirs):
+    at = draw(st.integers(0, theirs.ndim))
+    key = (*[slice(None)] * at, None)
+    return mine[key], theirs[key]
+
+
+def expanded(draw, mine, theirs):
+    size = draw(st.integers(2, 3))
+    names = " ".join(LETTERS[: theirs.ndim])
+    return cg.expand(mine, f"{names} -> n {names}", n=size), theirs.expand(size, *theirs.shape)
+
+
+def dense(draw, mine, theirs):
+    return cg.contiguous_copy(mine), theirs.contiguous()
+
+
+MOVES = (permuted, reshaped, reshaped, sliced, picked, widened, expanded, dense)
+
+
+@given(st.data())
+@settings(max_examples=300, deadline=None)
+def test_views_copies_shapes_strides_and_offsets_are_those_of_torch(data):
+    shape = data.draw(st.lists(st.integers(2, 6), min_size=1, max_size=4))
+    base = theirs = torch.empty(shape)
+    with cg.Graph("g") as g:
+        mine = g.input("x", tuple(shape))
+        for _ in range(data.draw(st.integers(1, 5))):
+            if theirs.ndim > 6 or theirs.numel() > 5000:
+                break
+            mine, theirs = data.draw(st.sampled_from(MOVES))(data.draw, mine, theirs)
+            same_layout(mine, theirs, base)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "shape", "sizes"),
+    [
+        ("b s (h k) -> b h s k", (2, 3, 10), {"h": 5}),
+        ("b h s k -> b s (h k)", (2, 3, 5, 7), {}),
+        ("b h s k -> (b h) s k", (2, 3, 5, 7), {}),
+        ("b c (h p) (w q) -> b (h w) (c p q)", (2, 3, 4, 6), {"p": 2, "q": 3}),
+        ("... d -> d ...", (2, 3, 5), {}),
+        ("a b -> a 1 b", (2, 3), {}),
+        ("a 1 b -> (a b)", (2, 1, 3), {}),
+        ("(a b c) -> c b a", (30,), {"a": 2, "b": 3}),
+        ("a -> a", (3,), {}),
+    ],
+)
+def test_rearrange_agrees_with_einops_on_torch_tensors(pattern, shape, sizes):
+    base = torch.empty(shape)
+    theirs = einops.rearrange(base, pattern, **sizes)
+    g, mine = graph_of(lambda x: cg.rearrange(x, pattern, **sizes), shape)
+    same_layout(mine, theirs, base)
+    moved = 0 if mine.is_view else 2 * 4 * theirs.numel()  # a copy is one read and one write in fp32
+    assert cg.bytes_moved(g) == moved
+    assert cg.flops(g) == 0
+
+
+def test_reshape_of_a_transposed_tensor_copies():
+    with cg.Graph("g") as g:
+        x = g.input("x", (B, S, D))
+        turned = cg.rearrange(x, "b s d -> b d s")
+        flat = cg.reshape(turned, (B, D * S))
+        g.output(flat)
+    assert turned.is_view
+    assert not flat.is_view
+    assert cg.bytes_moved(g, B=2, S=3, D=5) == 2 * 4 * 2 * 3 * 5
+    assert [r.role for r in cg.lifetimes(g)] == ["input", "output"]
+
+
+def test_symbolic_heads_split_as_a_view_and_merge_after_the_transpose_as_a_copy():
+    with cg.Graph("g") as g:
+        heads = cg.rearrange(g.input("x", (B, S, H * K)), "b s (h k) -> b h s k", h=H)
+        back = cg.rearrange(heads, "b h s k -> b s (h k)")
+        joined = cg.rearrange(heads, "b h s k -> b h (s k)")
+    assert heads.is_view
+    assert tuple(s.expr for s in heads.strides) == (S * H * K, K, H * K, 1)
+    assert back.is_view  # the same memory again
+    assert not joined.is_view
+
+
+def test_a_symbol_counts_as_larger_than_one_and_a_literal_one_has_no_say():
+    with cg.Graph("g") as g:
+        x, y = g.input("x", (B, S, D)), g.input("y", (1, S, D))
+        assert not cg.rearrange(x, "b s d -> (s b) d").is_view
+        assert cg.rearrange(y, "b s d -> (s b) d").is_view
+
+
+def test_an_equality_of_sizes_lets_a_reshape_pass():
+    with cg.Graph("g") as g:
+        g.assume("D == H*K")
+        y = cg.reshape(g.input("x", (B, D)), (B, H, K))
+    assert y.shape == (B, H, K)
+
+
+def test_expanded_tensor_stores_and_moves_its_own_elements():
+    with cg.Graph("g") as g:
+        y = cg.expand(g.input("x", (S, D)), "s d -> b s d", b=B)
+        g.output(cg.relu(y))
+    assert y.is_view
+    assert cg.flops(g, B=7, S=3, D=5) == 7 * 3 * 5
+    assert cg.bytes_moved(g, B=7, S=3, D=5) == 4 * 3 * 5 + 4 * 7 * 3 * 5
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_concat_and_split_have_numpys_shapes_and_concat_moves_every_byte_twice(axis):
+    parts = [torch.empty(2, 3), torch.empty(2, 3)]
+    g, mine = graph_of(lambda a, b: cg.concat([a, b], axis), (2, 3), (2, 3))
+    assert mine.shape == tuple(torch.cat(parts, axis).shape)
+    assert cg.bytes_moved(g) == 4 * 2 * (2 * 6)
+    whole = torch.empty(5, 7)
+    sizes = [2, 3] if axis == 0 else [1, 6]
+    _, pieces = graph_of(lambda x: cg.split(x, sizes, axis), (5, 7), output=False)
+    for piece, expected in zip(pieces, torch.split(whole, sizes, axis), strict=True):
+        same_layout(piece, expected, whole)
+
+
+def test_concat_of_a_tensor_with_itself_reads_it_once():
+    g, _ = graph_of(lambda a: cg.concat([a, a], 0), (2, 3))
+    assert cg.bytes_moved(g) == 4 * 6 + 4 * 12
+
+
+def test_stack_has_a_new_first_axis():
+    g, mine = graph_of(lambda a, b: cg.stack([a, b]), (2, 3), (2, 3))
+    assert mine.shape == tuple(torch.stack([torch.empty(2, 3)] * 2).shape)
+    assert cg.bytes_moved(g) == 4 * 12 + 4 * 12
+
+
+def test_slices_of_symbolic_sizes():
+    with cg.Graph("g") as g:
+        x = g.input("x", (B, S))
+        assert x[:, 1:].shape == (B, S - 1)
+        assert x[:, :-1].shape == (B, S - 1)
+        assert x[-1].shape == (S,)
+        assert x[..., ::2].shape[1].subs(S, 7) == 4  # positions 0, 2, 4, 6
+        g.output(cg.relu(x[:, :512]))
+    assert cg.flops(g, B=1, S=512) == 512
+    with pytest.raises(cg.BindingError, match=r"S=511: .* 'slice_3' has size S - 512 = -1"):
+        cg.flops(g, B=1, S=511)
+
+
+def test_views_of_a_restricted_tensor_keep_the_domain():
+    with cg.Graph("g") as g:
+        q = g.input("q", (2, 5, 3))
+        scores = cg.einsum(q, q, "b s d, b t d -> b s t", domain=cg.Domain(True), over=("s", "t"))
+        g.output(cg.relu(cg.rearrange(scores, "b s t -> s b t")[:, :1]))
+        with pytest.raises(ShapeError, match="restricted to a domain, expected its axes 1 and 2 to stay"):
+            scores[:, 1:]
+    assert cg.costs(g).filter(op="relu").total().pointwise == 5 * 6 // 2  # one batch of a causal square
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda x: cg.rearrange(x, "a b -> b"), PatternError, "expected the same axes on both sides, each once"),
+        (lambda x: cg.rearrange(x, "a b -> b a c"), PatternError, "expected the same axes on both sides"),
+        (lambda x: cg.rearrange(x, "a b -> b a", c=2), PatternError, "size given for 'c', which is no axis of it"),
+        (lambda x: cg.rearrange(x, "a b"), PatternError, "expected exactly one '->'"),
+        (lambda x: cg.rearrange(x, "a+1 b -> a b"), PatternError, "an index such as h"),
+        (lambda x: cg.rearrange(x, 3), PatternError, "pattern 3: expected text"),
+        (lambda x: cg.rearrange(3, "a -> a"), GraphError, "rearrange: got int, expected a tensor"),
+        (lambda x: cg.rearrange(x, "a (b c) -> a b c", b=2), ShapeError,
+         r"an axis of size 5 does not split into \(b c\)"),
+        (lambda x: cg.rearrange(x, "a b -> b a", b=0), ShapeError, "size of 'b': 0, expected a positive integer"),
+        (lambda x: cg.reshape(x, (4, 4)), ShapeError, r"has 15 elements, \(4, 4\) has 16"),
+        (lambda x: cg.reshape(x, {3, 5}), GraphError, "expected a tuple of sizes"),
+        (lambda x: cg.reshape(x, (-1,)), ShapeError, "axis 0: -1, expected a positive integer"),
+        (lambda x: cg.reshape(None, (15,)), GraphError, "reshape: got None, expected a tensor"),
+        (lambda x: cg.slice_axis(x, 1, 3, 3), ShapeError, "room is -1 on axis 1"),
+        (lambda x: cg.slice_axis(x, 1, -1, 3), ShapeError, "start is -1 on axis 1"),
+        (lambda x: cg.slice_axis(x, 1, 0, 0), ShapeError, "size is -1 on axis 1"),
+        (lambda x: cg.slice_axis(x, 2, 0, 1), ShapeError, "axis 2 of .*: expected an integer from -2 to 1"),
+        (lambda x: cg.slice_axis(x, 1, 0, 1, 0), ShapeError, "step 0, expected a positive integer"),
+        (lambda x: x[3], ShapeError, "room is -1 on axis 0"),
+        (lambda x: x[1, 2, 3], ShapeError, "3 axes, expected at most 2"),
+        (lambda x: x[..., ...], ShapeError, "'...' once"),
+        (lambda x: x[::-1], ShapeError, "step -1, expected a positive integer"),
+        (lambda x: x[1.5], ShapeError, "1.5"),
+        (lambda x: x[x], ShapeError, "costgraph.gather for a tensor"),
+        (lambda x: cg.split(x, [2, 2], 1), ShapeError, r"parts \[2, 2\] add up to 4, expected 5"),
+        (lambda x: cg.split(x, {2, 3}, 1), GraphError, "expected a tuple of sizes"),
+        (lambda x: cg.expand(x, "a b -> a (b c)", c=2), PatternError,
+         "expected single axes, all of the operand's kept"),
+        (lambda x: cg.expand(x, "a b -> a"), PatternError, "all of the operand's kept"),
+        (lambda x: cg.expand(x, "a b -> c a b"), PatternError, "size of new axis 'c' is not given"),
+        (lambda x: cg.expand(x, "a b -> a b", c=3), PatternError, r"sizes for \['c'\], expected axes of the result"),
+        (lambda x: cg.expand(x, "a b -> a b", b=7), ShapeError,
+         "axis 1 to 7, expected its own size or an axis of size 1"),
+        (lambda x: cg.concat([]), GraphError, "got no tensor, expected one at least"),
+        (lambda x: cg.concat([x, x[:, :2]], 0), ShapeError, "expected equal sizes on all axes but 0"),
+        (lambda x: cg.concat([x, cg.cast(x, "bf16")], 0), ShapeError, "expected one number format"),
+        (lambda x: cg.concat(x), GraphError, "concat: got Tensor, expected a list"),
+        (lambda x: cg.stack([x, 3]), GraphError, "stack: got int, expected a tensor"),
+        (lambda x: cg.transpose(x[0]), ShapeError, "expected at least two axes"),
+        (lambda x: iter(x), TypeError, "not iterable"),
+    ],
+)  # fmt: skip
+def test_refusals_name_the_place_the_value_and_what_was_expected(call, error, text):
+    with cg.Graph("g") as g:
+        x = g.input("x", (3, 5))
+        with pytest.raises(error, match=text):
+            call(x)

@@ -1,0 +1,202 @@
+import pytest
+import torch
+from oracles import counted, graph_of
+from sympy import expand
+
+import costgraph as cg
+from costgraph import GraphError, PatternError, ShapeError
+
+B, S, D, F, H, K, V = cg.dims("B S D F H K V")
+F32 = 4
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear_counts_as_torchs_addmm_and_a_bias_is_one_flop_an_element(bias):
+    theirs = counted(lambda x, w, b: torch.nn.functional.linear(x, w, b if bias else None), (6, 5), (7, 5), (7,))
+    g, y = graph_of(lambda x: cg.linear(x, "b d -> b f", f=7, bias=bias), (6, 5))
+    assert cg.matmul_flops(g) == theirs
+    assert cg.flops(g) == theirs + (6 * 7 if bias else 0)
+    assert cg.param_count(g) == 5 * 7 + (7 if bias else 0)
+    assert cg.bytes_moved(g) == F32 * (6 * 5 + 5 * 7 + (7 if bias else 0) + 6 * 7)  # one kernel
+    assert y.shape == (6, 7)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "sizes", "weight", "shape"),
+    [
+        ("b s d -> b s h k", {"h": 2, "k": 3}, (5, 2, 3), (2, 3, 2, 3)),
+        ("b s d -> b h s k", {"h": 2, "k": 3}, (5, 2, 3), (2, 2, 3, 3)),
+        ("b s d -> b s (h k)", {"h": 2, "k": 3}, (5, 2, 3), (2, 3, 6)),
+        ("b s (d e) -> b s f", {"d": 5, "f": 7}, (5, 1, 7), (2, 3, 7)),
+        ("... d -> ... f", {"f": 7}, (5, 7), (2, 3, 7)),
+    ],
+)
+def test_linear_contracts_what_the_right_side_leaves_out(pattern, sizes, weight, shape):
+    g, y = graph_of(lambda x: cg.linear(x, pattern, **sizes), (2, 3, 5))
+    assert y.shape == shape
+    assert g.params[0].shape == weight
+    count = 2 * 3
+    for n in weight:
+        count *= n
+    assert cg.flops(g) == 2 * count
+
+
+def test_tied_weight_is_one_parameter():
+    with cg.Graph("g") as g:
+        table = g.param("table", (V, D))
+        x = cg.embedding(g.input("ids", (B,), dtype="int64"), table)
+        g.output(cg.linear(x, "b d -> b v", weight=table.T, name="head"))
+    assert cg.param_count(g) == V * D
+    assert cg.matmul_flops(g) == 2 * B * V * D
+
+
+def test_axes_may_be_called_like_arguments():
+    with cg.Graph("g") as g:
+        x = g.input("x", (2, 15))
+        assert cg.rearrange(x, "b (x pattern) -> x b pattern", x=3).shape == (3, 2, 5)
+        assert cg.reduce(x, "b (x y) -> b y", "sum", x=3).shape == (2, 5)
+        assert cg.expand(x, "b d -> x b d", x=3).shape == (3, 2, 15)
+        assert cg.linear(x, "b d -> b x", x=3).shape == (2, 3)
+
+
+def test_softmax_is_one_kernel_of_four_flops_and_one_exp():
+    for axis in (-1, 0, 1):
+        g, _ = graph_of(lambda x, axis=axis: cg.softmax(x, axis), (3, 5, 7))
+        total = cg.costs(g).total()
+        # maximum, subtraction, sum, division
+        assert (total.pointwise, total.transcendental) == (4 * 105, 105)
+        assert (total.read, total.written) == (F32 * 105, F32 * 105)
+        assert cg.peak_memory(g) == F32 * 2 * 105
+
+
+def test_log_softmax_takes_one_logarithm_a_row():
+    g, _ = graph_of(cg.log_softmax, (3, 5))
+    total = cg.costs(g).total()
+    # maximum, subtraction, sum, subtraction; exp for each, log for each row
+    assert (total.pointwise, total.transcendental) == (4 * 15, 15 + 3)
+    assert cg.bytes_moved(g) == F32 * 30
+
+
+@pytest.mark.parametrize(("affine", "bias", "params"), [(True, True, 2), (True, False, 1), (False, True, 0)])
+def test_layer_norm_is_one_kernel(affine, bias, params):
+    g, _ = graph_of(lambda x: cg.layer_norm(x, affine=affine, bias=bias), (3, 5, 7))
+    total = cg.costs(g).total()
+    # mean, subtraction, square, mean, product, scale, shift; for each row epsilon and a root
+    assert (total.pointwise, total.transcendental) == ((5 + params) * 105 + 15, 15)
+    assert (total.read, total.written) == (F32 * (105 + 7 * params), F32 * 105)
+    assert cg.param_count(g) == 7 * params
+
+
+def test_rms_norm_is_one_kernel():
+    g, _ = graph_of(cg.rms_norm, (3, 5, 7))
+    total = cg.costs(g).total()
+    # square, mean, product, scale; for each row epsilon and a root
+    assert (total.pointwise, total.transcendental) == (4 * 105 + 15, 15)
+    assert (total.read, total.written) == (F32 * (105 + 7), F32 * 105)
+
+
+def test_rotary_is_three_flops_an_element_and_tables_are_made_once():
+    with cg.Graph("g", dtype="bf16") as g:
+        cos, sin = cg.rotary_tables(cg.arange(5), 6)
+        y = cg.rotary(g.input("q", (2, 3, 5, 6)), cos, sin)
+        g.output(y)
+    assert (cos.shape, y.shape, y.dtype.name) == ((5, 3), (2, 3, 5, 6), "bf16")
+    rotation = cg.costs(g).filter(op="rotary").total()
+    # two products and a sum or difference
+    assert rotation.flops == 3 * 2 * 3 * 5 * 6
+    assert rotation.read == 2 * 2 * 3 * 5 * 6 + 4 * 2 * (5 * 3)
+    assert rotation.written == 2 * 2 * 3 * 5 * 6
+    # an angle for each position and frequency, its cosine and its sine
+    assert cg.costs(g).filter(scope="rope").total().flops == 3 * 5 * 3
+
+
+def test_cross_entropy_writes_all_log_probabilities_then_picks_the_targets():
+    with cg.Graph("g") as g:
+        loss = cg.cross_entropy(g.input("logits", (2, 3, 7)), g.input("targets", (2, 3), dtype="int64"))
+        g.output(loss)
+    assert loss.shape == ()
+    total = cg.costs(g).total()
+    rows, cells = 6, 42
+    # log_softmax as above; the mean over rows and its sign
+    assert (total.pointwise, total.transcendental) == (4 * cells + rows + 1, cells + rows)
+    assert total.read == F32 * cells + F32 * rows + 8 * rows
+    assert total.written == F32 * cells + F32
+    assert cg.peak_memory(g) == 8 * rows + F32 * (2 * cells + 1)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_mlp_is_two_products_and_gated_mlp_three(bias):
+    extra = F + D if bias else 0
+    g, y = graph_of(lambda x: cg.mlp(x, F, bias=bias), (B, S, D))
+    assert y.shape == (B, S, D)
+    assert cg.matmul_flops(g) == 2 * 2 * B * S * D * F
+    assert cg.param_count(g) == 2 * D * F + extra
+    g, y = graph_of(lambda x: cg.gated_mlp(x, F, bias=bias), (B, S, D))
+    assert y.shape == (B, S, D)
+    assert cg.matmul_flops(g) == 3 * 2 * B * S * D * F
+    assert cg.param_count(g) == 3 * D * F + extra + (F if bias else 0)
+    # silu: three and one exp; the product of gate and up
+    activation = (4 + 1) * B * S * F
+    rest = cg.flops(g) - cg.matmul_flops(g) - activation
+    assert expand(rest - (B * S * (2 * F + D) if bias else 0)) == 0
+
+
+@pytest.mark.parametrize(
+    ("function", "flops"),
+    [
+        (cg.relu, 1),
+        (cg.gelu, 5),
+        (cg.silu, 4),
+        (cg.sigmoid, 4),
+        (cg.tanh, 1),
+        (lambda x: cg.gelu(x, approximate="tanh"), 9),
+    ],
+)
+def test_activations_cost_what_their_docstrings_say(function, flops):
+    g, _ = graph_of(function, (B, D))
+    assert cg.flops(g) == flops * B * D
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda x, i: cg.linear(x, "b d -> d b"), PatternError, r"contracts \[\] and adds \[\], expected both"),
+        (lambda x, i: cg.linear(x, "b d -> b"), PatternError, r"contracts \['d'\] and adds \[\]"),
+        (lambda x, i: cg.linear(x, "b d -> b f"), ShapeError, "size of new axis 'f' is not given, expected f=..."),
+        (lambda x, i: cg.linear(x, "b d*2 -> b f", f=3), PatternError, "expected conv for that"),
+        (lambda x, i: cg.linear(x, "b d -> f b", f=3, bias=True), PatternError,
+         "expected the new axes last and unmerged"),
+        (lambda x, i: cg.linear(x, "b d -> b f", f=3, q=3), PatternError,
+         "size given for 'q', which is no axis of 'b d -> b f'"),
+        (lambda x, i: cg.linear(x, "b d -> b f", f=0), ShapeError, "size of 'f': 0, expected a positive integer"),
+        (lambda x, i: cg.linear(x, "b d -> b f", f=3, bias=1), GraphError, "bias is int, expected True or False"),
+        (lambda x, i: cg.linear(x, "b d -> b f", f=3, weight=3), GraphError, "linear: got int, expected a tensor"),
+        (lambda x, i: cg.linear(x, "b d -> b f", f=3, weight=x), ShapeError, "axis 'd' has size 5"),
+        (lambda x, i: cg.linear(x, "b d -> b f", f=3, name="a b"), GraphError, "scope 'a b': expected identifiers"),
+        (lambda x, i: cg.linear(None, "b d -> b f", f=3), GraphError, "linear: got None, expected a tensor"),
+        (lambda x, i: cg.softmax(x, 2), ShapeError, "axis 2 of .*: expected an integer from -2 to 1"),
+        (lambda x, i: cg.softmax(x, None), ShapeError, "axis None of"),
+        (lambda x, i: cg.softmax(3), GraphError, "got int, expected a tensor"),
+        (lambda x, i: cg.softmax(x, name="a b"), GraphError, "kernel 'a b': expected an identifier"),
+        (lambda x, i: cg.layer_norm(cg.reduce(x, "a b -> ", "sum")), ShapeError, "axis -1 of"),
+        (lambda x, i: cg.layer_norm(x, affine=None), GraphError, "affine is None, expected True or False"),
+        (lambda x, i: cg.rms_norm(x, affine=3), GraphError, "affine is int, expected True or False"),
+        (lambda x, i: cg.embedding(x, x), ShapeError, "expected an integer format"),
+        (lambda x, i: cg.rotary_tables(x, 6), ShapeError, "expected integers of one axis"),
+        (lambda x, i: cg.rotary_tables(i, 5), ShapeError, "5/2, expected a positive integer"),
+        (lambda x, i: cg.rotary_tables(i, 6, base=0), GraphError, "base 0, expected a positive number"),
+        (lambda x, i: cg.rotary(x, x, x), ShapeError, "half of the last axis: 5/2, expected a positive integer"),
+        (lambda x, i: cg.rotary(x[0], x, x), ShapeError, "expected at least two axes"),
+        (lambda x, i: cg.mlp(x, 4, activation=3), GraphError, "activation: got int, expected a function"),
+        (lambda x, i: cg.gated_mlp(x, 4, activation=x), GraphError, "activation: got Tensor, expected a function"),
+        (lambda x, i: cg.mlp(3, 4), GraphError, "mlp: got int, expected a tensor"),
+        (lambda x, i: cg.cross_entropy(x, x), ShapeError, "expected an integer format"),
+        (lambda x, i: cg.cross_entropy(x, None), GraphError, "cross_entropy: got None, expected a tensor"),
+        (lambda x, i: cg.cross_entropy(x, cg.arange(7)), ShapeError, "expected the same axes except the last"),
+    ],
+)  # fmt: skip
+def test_refusals_name_the_place_the_value_and_what_was_expected(call, error, text):
+    g = cg.Graph("g")
+    with g, pytest.raises(error, match=text):
+        call(g.input("x", (3, 5)), g.input("ids", (3,), dtype="int64"))
+    assert cg.flops(g) >= 0

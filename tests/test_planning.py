@@ -1,0 +1,75 @@
+import pytest
+
+import costgraph as cg
+from costgraph import BindingError, SpecError
+
+B, D, H, S = cg.dims("B D H S")
+
+
+def relu():
+    with cg.Graph("relu") as g:
+        g.output(cg.relu(g.input("x", (B, D))))
+    return g
+
+
+def test_the_largest_size_is_found_by_hand_count():
+    # input and output of 4 bytes: 8*B*D <= 80e9
+    assert cg.largest(relu(), "B", memory=80e9, D=1000) == 10_000_000
+    assert cg.largest(relu(), "B", memory=80e9 - 1, D=1000) == 9_999_999
+
+
+def test_a_device_limits_by_its_vendors_capacity():
+    assert cg.largest(relu(), "B", hardware="h100-sxm", D=1000) == 10_000_000  # 80 GB is 80e9
+
+
+def test_nothing_fits():
+    assert cg.largest(relu(), "B", memory=7, D=1) == 0
+
+
+@pytest.mark.parametrize("limit", [10**7, 10**8, 3 * 10**8])
+def test_the_answer_fits_and_one_more_does_not(limit):
+    g = cg.models.load("gpt2", symbolic=True)
+    sizes = {"S": 5, "D": 12, "H": 2, "F": 7, "L": 3, "V": 11, "P": 16}
+    best = cg.largest(g, "B", memory=limit, **sizes)
+    assert cg.peak_memory(g, B=best, **sizes) <= limit < cg.peak_memory(g, B=best + 1, **sizes)
+
+
+def test_depth_can_be_searched_too():
+    with cg.Graph("deep") as g:
+        L = cg.dims("L")
+        g.output(cg.repeat(L, lambda x: cg.relu(cg.linear(x, "b d -> b e", e=D)), g.input("x", (B, D))))
+    # parameters 4*L*D^2 beside the input and two activations
+    best = cg.largest(g, "L", memory=10**6, B=2, D=10)
+    assert best == (10**6 - 4 * 3 * 2 * 10) // 400
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"D": 3}, "expected a limit, either hardware= or memory="),
+        ({"D": 3, "memory": 5, "hardware": "h100-sxm"}, "expected a limit, either"),
+        ({"memory": 100}, "still unbound: D"),
+        ({"D": 3, "memory": -1}, "memory=-1, expected a positive number of bytes"),
+        ({"D": 3, "memory": "8G"}, "memory='8G', expected a positive number of bytes"),
+        ({"D": 3, "memory": float("nan")}, "expected a positive number of bytes"),
+        ({"D": 3, "B": 3, "memory": 5}, "'B', expected an open dimension"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused(options, text):
+    with pytest.raises(BindingError) as caught:
+        cg.largest(relu(), "B", **options)
+    assert text in str(caught.value)
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(BindingError, match="'Q', expected an open dimension of B, D"):
+        cg.largest(relu(), "Q", memory=5)
+    with pytest.raises(SpecError, match="h100"):
+        cg.largest(relu(), "B", hardware="h1000", D=3)
+
+
+def test_a_dimension_that_takes_no_memory_is_refused():
+    with cg.Graph("free") as g:
+        g.output(cg.repeat(S, cg.relu, g.input("x", (B,))))
+    with pytest.raises(BindingError, match="every S fits"):
+        cg.largest(g, "S", memory=10**6, B=2)

@@ -1,0 +1,146 @@
+import subprocess
+import sys
+
+import pytest
+
+import costgraph as cg
+from costgraph.report import plot_roofline, plot_timeline, plots
+
+pytest.importorskip("matplotlib")
+
+SIZES = {"B": 8, "D": 64, "F": 256}
+
+
+def model(name="mlp"):
+    B, D, F = cg.dims("B D F")
+    with cg.Graph(name, dtype="bf16") as g:
+        h = cg.relu(cg.linear(g.input("x", (B, D)), "b d -> b f", f=F, name="up"))
+        y = cg.linear(h, "b f -> b d", d=D, name="down")
+        ids = g.input("ids", (B,), dtype="int64")
+        g.output(y, cg.embedding(ids, g.param("table", (F, D))))
+    return g
+
+
+def texts(figure):
+    (ax,) = figure.axes
+    legend = [t.get_text() for part in figure.legends for t in (*part.get_texts(), part.get_title())]
+    return [ax.get_title(), ax.get_xlabel(), ax.get_ylabel(), *(t.get_text() for t in ax.texts), *legend]
+
+
+def test_roofline_names_its_axes_roofs_ridge_and_ops():
+    figure = cg.roofline(model(), "h100-sxm", **SIZES).plot()
+    shown = texts(figure)
+    assert shown[:3] == [
+        "mlp on NVIDIA H100 SXM5 80GB",
+        "arithmetic intensity, as declared [FLOP/B]",
+        "attainable rate [FLOP/s]",
+    ]
+    assert {
+        "matmul bf16, 989.4 TFLOP/s",
+        "vector, 66.9 TFLOP/s",
+        "memory, 3.35 TB/s",
+        "ridge point, 295.3 FLOP/B",
+    } <= set(shown)
+    assert {"matmul", "pointwise"} <= set(shown)
+    assert any("1 op(s) without FLOPs or bytes are not shown" in t for t in shown)
+    assert any(t.startswith("up/matmul, ") for t in shown)
+    (ax,) = figure.axes
+    assert (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
+    areas = {c.get_label(): max(c.get_sizes()) for c in ax.collections}
+    assert areas["matmul"] > areas["pointwise"]
+
+
+def test_roofline_points_lie_where_the_rows_say():
+    found = cg.roofline(model(), "h100-sxm", **SIZES)
+    (ax,) = plot_roofline(found).axes
+    points = {tuple(map(float, p)) for c in ax.collections for p in c.get_offsets()}
+    assert points == {(r.intensity, r.attainable) for r in found.rows if r.flops}
+
+
+def test_timeline_marks_the_peak_and_the_capacity():
+    line = cg.timeline(model(), **SIZES)
+    figure = plot_timeline(line, capacity=80e9)
+    shown = texts(figure)
+    assert "live memory [B]" in shown
+    assert any(line.op in t for t in shown)
+    assert "capacity, 80 GB (74.51 GiB)" in shown
+    (ax,) = figure.axes
+    assert max(ax.lines[0].get_ydata()) == line.peak
+    assert len(texts(line.plot())) < len(shown)  # no capacity line
+
+
+@pytest.mark.parametrize("ending", ["png", "PNG", "svg", "pdf"])
+def test_files_are_written(tmp_path, ending):
+    for answer in (cg.roofline(model(), "h100-sxm", **SIZES), cg.timeline(model(), **SIZES)):
+        path = tmp_path / f"{type(answer).__name__}.{ending}"
+        answer.plot(path)
+        assert path.stat().st_size > 5000
+        head = path.read_bytes()[:200]
+        assert {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}[ending.lower()] in head
+
+
+def test_a_graph_with_nothing_to_draw_is_drawn_empty(tmp_path):
+    N = cg.dims("N")
+    with cg.Graph("views") as g:
+        g.output(g.input("x", (N, N)).T)
+    cg.roofline(g, "h100-sxm", N=2).plot(tmp_path / "roof.png")
+    cg.timeline(g, N=2).plot(tmp_path / "line.png")
+
+
+def test_names_from_outside_are_no_mathematics(tmp_path):
+    g = model("$\\frac{1}{$\x1b[31m" * 20)
+    cg.roofline(g, "h100-sxm", **SIZES).plot(tmp_path / "roof.png")
+
+
+def test_phases_are_marked():
+    line = cg.timeline(model(), **SIZES)
+    moments = [
+        type(line.moments[0])("a", "forward", 8),
+        type(line.moments[0])("b", "backward", 24),
+        type(line.moments[0])("c", "optimizer", 16),
+    ]
+    figure = plot_timeline(type(line)(24, tuple(moments), {}, {}))
+    assert {"forward", "backward", "optimizer"} <= set(texts(figure))
+
+
+def test_bad_paths_are_refused(tmp_path):
+    found, line = cg.roofline(model(), "h100-sxm", **SIZES), cg.timeline(model(), **SIZES)
+    for answer in (found, line):
+        with pytest.raises(cg.FormatError, match=r"'roof\.gif', expected a file ending in \.png, \.svg, \.pdf"):
+            answer.plot("roof.gif")
+        with pytest.raises(cg.FormatError, match="No such file or directory"):
+            answer.plot(tmp_path / "missing" / "roof.png")
+        with pytest.raises(cg.FormatError, match="path 3, expected a text or a path"):
+            answer.plot(3)
+
+
+def test_unbound_timelines_are_refused():
+    with pytest.raises(cg.BindingError, match="still unbound: B, D, F"):
+        cg.timeline(model()).plot()
+
+
+def test_missing_matplotlib_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(cg.UnsupportedError, match=r'pip install "costgraph\[plot\]"'):
+        cg.timeline(model(), **SIZES).plot()
+
+
+def test_nothing_global_is_touched():
+    code = (
+        "import sys, costgraph as cg, costgraph.report as r\n"
+        "assert not {'matplotlib', 'rich', 'typer'} & sys.modules.keys()\n"
+        "B = cg.dims('B')\n"
+        "with cg.Graph('g') as g:\n"
+        "    g.output(cg.relu(g.input('x', (B,))))\n"
+        "cg.roofline(g, 'h100-sxm', B=3).plot()\n"
+        "assert 'matplotlib.pyplot' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_plotters_are_registered():
+    from costgraph.analysis.hooks import PLOTTERS
+
+    assert PLOTTERS["roofline"] is plots.plot_roofline
+    assert PLOTTERS["timeline"] is plots.plot_timeline

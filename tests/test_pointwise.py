@@ -1,0 +1,224 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import graph_of, like, same_layout, strides
+
+import costgraph as cg
+from costgraph import GraphError, ShapeError
+from costgraph.ops.pointwise import FUNCTIONS, Function
+
+B, S, D = cg.dims("B S D")
+FLOATS = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+OTHERS = {"int64": torch.int64, "int32": torch.int32, "uint8": torch.uint8, "bool": torch.bool}
+FORMATS = FLOATS | OTHERS
+NAMES = {v: k for k, v in FORMATS.items()}
+
+
+@pytest.mark.parametrize("first", FORMATS)
+@pytest.mark.parametrize("second", FORMATS)
+@pytest.mark.parametrize("function", ["add", "mul", "div", "maximum", "less"])
+def test_format_of_a_result_is_torchs(first, second, function):
+    shape = (2, 3)
+    tensors = torch.ones(shape, dtype=FORMATS[first]), torch.ones(shape, dtype=FORMATS[second])
+    run = {"add": torch.add, "mul": torch.mul, "div": torch.div, "maximum": torch.maximum, "less": torch.less}
+    expected = run[function](*tensors).dtype
+    with cg.Graph("g") as g:
+        y = cg.pointwise(function, g.input("a", shape, dtype=first), g.input("b", shape, dtype=second))
+    assert y.dtype.name == NAMES[expected]
+
+
+@pytest.mark.parametrize("first", FORMATS)
+@pytest.mark.parametrize("number", [2, 2.5, True])
+def test_format_with_a_number_is_torchs(first, number):
+    expected = (torch.ones(2, dtype=FORMATS[first]) + number).dtype
+    with cg.Graph("g") as g:
+        y = g.input("a", (2,), dtype=first) + number
+    assert y.dtype.name == NAMES[expected]
+
+
+@given(st.data())
+@settings(max_examples=300, deadline=None)
+def test_order_of_a_results_axes_in_memory_is_torchs(data):
+    shape = data.draw(st.lists(st.integers(2, 5), min_size=1, max_size=4))
+    with cg.Graph("g") as g:
+        mine, theirs = [], []
+        for n in range(data.draw(st.integers(1, 3))):
+            kept = data.draw(st.integers(0, len(shape) - 1)) if n else 0
+            sizes = [1 if n and data.draw(st.booleans()) else size for size in shape[kept:]]
+            order = data.draw(st.permutations(range(len(sizes))))
+            t = torch.empty([sizes[i] for i in order])
+            back = sorted(range(len(order)), key=order.__getitem__)
+            names = "abcd"[: len(order)]
+            x = cg.rearrange(like(g, t, f"x{n}"), f"{' '.join(names)} -> {' '.join(names[i] for i in back)}")
+            mine, theirs = [*mine, x], [*theirs, t.permute(back)]
+        if len(mine) == 1:
+            y, expected = cg.relu(mine[0]), torch.relu(theirs[0])
+        elif len(mine) == 2:
+            y, expected = mine[0] + mine[1], theirs[0] + theirs[1]
+        else:
+            y, expected = cg.pointwise("lerp", *mine), torch.lerp(*theirs)
+    assert y.shape == tuple(expected.shape)
+    assert strides(y) == expected.stride()
+
+
+@pytest.mark.parametrize("shapes", [((3, 5), (5,)), ((3, 1), (1, 5)), ((7, 3, 5), (3, 1)), ((), (3,)), ((3, 5), ())])
+def test_broadcast_operands_are_read_at_their_own_size(shapes):
+    result = np.broadcast_shapes(*shapes)
+    g, y = graph_of(lambda a, b: a + b, *shapes)
+    assert y.shape == result
+    assert cg.flops(g) == np.prod(result, dtype=int)  # one an element of the result
+    assert cg.bytes_moved(g) == 4 * sum(int(np.prod(s)) for s in (*shapes, result))
+
+
+def test_every_function_charges_its_own_count_for_each_element():
+    for function in FUNCTIONS.values():
+        with cg.Graph("g") as g:
+            operands = [g.input(f"x{i}", (3, 5)) for i in range(function.arity)]
+            g.output(cg.pointwise(function.name, *operands))
+        total = cg.costs(g).total()
+        assert (total.pointwise, total.transcendental) == (15 * function.flops, 15 * function.transcendentals)
+
+
+def test_a_function_of_ones_own_is_charged_as_stated():
+    with cg.Graph("g") as g:
+        g.output(cg.pointwise(Function("cube", 1, 2), g.input("x", (B, D))))
+    assert cg.flops(g) == 2 * B * D
+
+
+def test_relu_in_bf16_moves_four_bytes_an_element_for_one_flop():
+    g, _ = graph_of(cg.relu, (B, D), dtype="bf16")
+    assert cg.bytes_moved(g) == 2 * B * D + 2 * B * D
+    assert cg.intensity(g) == 0.25
+
+
+def test_operators_are_pointwise_ops():
+    with cg.Graph("g") as g:
+        x, y = g.input("x", (3,)), g.input("y", (3,))
+        made = [x + y, x - y, x * y, x / y, x**2, -x, 1 + x, 1 - x, 2 * x, 1 / x, np.float64(2) * x, x + np.float32(1)]
+    assert [t.producer.attrs["function"].name for t in made] == [
+        "add", "sub", "mul", "div", "pow", "neg", "add", "sub", "mul", "div", "mul", "add",
+    ]  # fmt: skip
+    assert all(t.shape == (3,) for t in made)
+
+
+def test_numpy_arrays_are_no_operands():
+    with cg.Graph("g") as g:
+        x = g.input("x", (3,))
+        with pytest.raises(GraphError, match="expected tensors and numbers"):
+            np.ones(3) + x
+
+
+def test_a_number_is_free_to_read():
+    g, _ = graph_of(lambda x: x * 2.5, (3, 5))
+    assert cg.bytes_moved(g) == 4 * 15 + 4 * 15
+
+
+def test_cast_moves_bytes_of_both_formats_and_is_free_where_nothing_changes():
+    g, _ = graph_of(lambda x: cg.cast(x, "bf16"), (3, 5))
+    assert cg.bytes_moved(g) == 4 * 15 + 2 * 15
+    assert cg.flops(g) == 0
+    with cg.Graph("g") as g:
+        x = g.input("x", (3, 5))
+        assert cg.cast(x, "fp32") is x
+
+
+def test_in_place_writes_into_the_storage_of_its_operand():
+    with cg.Graph("g") as g:
+        h = cg.gelu(g.input("x", (3, 5)))
+        y = cg.relu(h, inplace=True)
+        g.output(y)
+    assert y.is_view
+    assert cg.bytes_moved(g) == 4 * (4 * 15)  # x, h; h again, y
+    assert cg.peak_memory(g) == 4 * (2 * 15)  # x, and one storage for h and y
+
+
+def test_in_place_keeps_the_strides_of_its_operand():
+    base = torch.empty(3, 5)
+    with cg.Graph("g") as g:
+        y = cg.relu(g.input("x", (3, 5)).T, inplace=True)
+    same_layout(y, torch.relu_(base.T), base)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda h: (cg.relu(h, inplace=True), h + 1), "op 'add': reads 'gelu', which 'relu' has overwritten in place"),
+        (lambda h: (h.T, cg.relu(h, inplace=True), h), "output 'gelu': 'relu' has overwritten it in place"),
+    ],
+)
+def test_reading_what_was_overwritten_is_refused(make, text):
+    def build():
+        with cg.Graph("g") as g:
+            g.output(make(cg.gelu(g.input("x", (3, 5))))[-1])
+
+    with pytest.raises(GraphError, match=text):
+        build()
+
+
+def test_reading_a_view_of_what_was_overwritten_is_refused():
+    g = cg.Graph("g")
+    h = cg.gelu(g.input("x", (3, 5)))
+    view = h.T
+    cg.relu(h, inplace=True)
+    g.output(cg.tanh(view))
+    with pytest.raises(GraphError, match="op 'tanh': reads 'transpose', which 'relu' has overwritten"):
+        g.validate()
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda x, y: cg.pointwise("tan", x), GraphError, "function 'tan', expected one of copy, cast, add"),
+        (lambda x, y: cg.pointwise(None, x), GraphError, "function None, expected one of"),
+        (lambda x, y: cg.pointwise("add", x), ShapeError, "add of 1 operands, expected 2"),
+        (lambda x, y: cg.pointwise("add", 1, 2), GraphError, "expected tensors and numbers, one tensor at least"),
+        (lambda x, y: x + "1", GraphError, "expected tensors and numbers"),
+        (lambda x, y: x + None, GraphError, "expected tensors and numbers"),
+        (lambda x, y: x + 1j, GraphError, "expected tensors and numbers"),
+        (lambda x, y: x + y, ShapeError, "axis -1 has sizes 5 and 7 in x.* and y.*, expected equal sizes or 1"),
+        (lambda x, y: cg.relu(x, inplace=1), GraphError, "relu: inplace is int, expected True or False"),
+        (lambda x, y: cg.pointwise("sub", 1, x, inplace=True), GraphError, "in place into 1, expected a tensor first"),
+        (lambda x, y: cg.pointwise("add", x[:1], x, inplace=True), ShapeError,
+         "in place into slice.*: expected an operand"),
+        (lambda x, y: cg.pointwise("less", x, x, inplace=True), ShapeError, "of the result's shape and format"),
+        (lambda x, y: cg.relu(cg.expand(x, "a b -> c a b", c=2), inplace=True), ShapeError, "not expanded"),
+        (lambda x, y: cg.cast(None, "fp32"), GraphError, "cast: got None, expected a tensor"),
+        (lambda x, y: cg.pointwise("relu", x, dtype=3), cg.FormatError, "3"),
+        (lambda x, y: cg.pointwise("relu", x, name="a b"), GraphError, "name 'a b', expected text without spaces"),
+        (lambda x, y: cg.pointwise("relu", x, name=None), GraphError, "name 'None', expected text without spaces"),
+        (lambda x, y: cg.gelu(x, approximate="erf"), GraphError, "approximate 'erf', expected one of none, tanh"),
+        (lambda x, y: x @ 3, GraphError, "@ of Tensor and int, expected two tensors"),
+        (lambda x, y: cg.matmul(x, cg.reduce(x, "a b -> ", "sum")), ShapeError, "expected at least one axis each"),
+        (lambda x, y: cg.dropout(x, 1), GraphError, "p=1, expected a number from 0 to below 1"),
+        (lambda x, y: cg.dropout(x, -0.1), GraphError, "p=-0.1"),
+        (lambda x, y: cg.dropout(x, None), GraphError, "p=None"),
+        (lambda x, y: cg.dropout(x, float("nan")), GraphError, "p=nan"),
+    ],
+)  # fmt: skip
+def test_refusals_name_the_place_the_value_and_what_was_expected(call, error, text):
+    g = cg.Graph("g")
+    with pytest.raises(error, match=text):
+        call(g.input("x", (3, 5)), g.input("y", (3, 7)))
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [((3, 5), (5, 7)), ((2, 3, 5), (5, 7)), ((2, 3, 5), (2, 5, 7)), ((11, 1, 3, 5), (2, 5, 7)), ((5,), (5, 7)),
+     ((3, 5), (5,)), ((5,), (5,)), ((1, 3, 5), (2, 5, 7)), ((2, 3, 5), (1, 5, 7))],
+)  # fmt: skip
+def test_matmul_has_numpys_shapes_and_counts_every_multiply_and_add(a, b):
+    result = np.matmul(np.ones(a), np.ones(b))
+    g, y = graph_of(lambda x, w: x @ w, a, b)
+    assert y.shape == np.shape(result)
+    assert cg.flops(g) == 2 * np.size(result) * 5
+
+
+def test_dropout_writes_its_mask_and_is_free_without_a_probability():
+    g, _ = graph_of(lambda x: cg.dropout(x, 0.1), (3, 5), dtype="bf16")
+    assert cg.flops(g) == 2 * 15
+    assert cg.bytes_moved(g) == 2 * 15 + 2 * 15 + 15  # x, y, a mask of one byte
+    with cg.Graph("g") as g:
+        x = g.input("x", (3, 5))
+        assert cg.dropout(x, 0) is x

@@ -1,0 +1,399 @@
+import math
+import textwrap
+from fractions import Fraction
+
+import pytest
+import sympy
+
+import costgraph as cg
+
+H100 = "h100-sxm"
+PEAK, VECTOR, BANDWIDTH = Fraction(9894, 10) * 10**12, Fraction(669, 10) * 10**12, Fraction(335, 100) * 10**12
+
+TOML = """
+name = "a device of one's own"
+vendor = "nobody"
+[sources]
+HAND = "written for a test"
+[peak]
+bf16 = { value = 100, unit = "TFLOP/s", source = ["HAND"] }
+fp32 = { value = 10, unit = "TFLOP/s", source = ["HAND"] }
+[vector]
+fp32 = { value = 10, unit = "TFLOP/s", source = ["HAND"] }
+[memory]
+capacity = { value = 8, unit = "GB", source = ["HAND"] }
+bandwidth = { value = 1, unit = "TB/s", source = ["HAND"] }
+[pcie]
+x16_per_direction = { value = 10, unit = "GB/s", source = ["HAND"] }
+"""
+
+
+@pytest.fixture
+def own(tmp_path):
+    path = tmp_path / "own.toml"
+    path.write_text(textwrap.dedent(TOML))
+    return str(path)
+
+
+def matmul(dtype="bf16"):
+    N = cg.dims("N")
+    with cg.Graph("matmul", dtype=dtype) as g:
+        g.output(g.input("a", (N, N)) @ g.input("b", (N, N)))
+    return g
+
+
+def layer(dtype="bf16"):
+    B, D, F = cg.dims("B D F")
+    with cg.Graph("layer", dtype=dtype) as g:
+        g.output(cg.einsum(g.input("x", (B, D)), g.param("w", (D, F)), "b d, d f -> b f"))
+    return g
+
+
+def mlp(dtype="bf16"):
+    B, D, F = cg.dims("B D F")
+    with cg.Graph("mlp", dtype=dtype) as g:
+        h = cg.gelu(cg.linear(g.input("x", (B, D)), "b d -> b f", f=F, bias=True, name="up"))
+        g.output(cg.softmax(cg.linear(h, "b f -> b d", d=D, name="down"), -1))
+    return g
+
+
+def attention(kernel="flash", window=None, dtype="bf16"):
+    B, H, S, K, L = cg.dims("B H S K L")
+    with cg.Graph("attention", dtype=dtype) as g:
+
+        def body(x):
+            return x + cg.attention(x, x, x, causal=True, window=window, kernel=kernel)
+
+        g.output(cg.repeat(L, body, g.input("x", (B, H, S, K)), name="layers"))
+    return g
+
+
+def projected():
+    """A projection and attention: S**2, S and a constant in one balance of times."""
+    B, H, S, K = cg.dims("B H S K")
+    with cg.Graph("projected", dtype="bf16") as g:
+        q = cg.einsum(g.input("x", (B, H, S, K)), g.param("w", (K, K)), "b h s j, j k -> b h s k")
+        g.output(cg.attention(q, q, q, causal=True))
+    return g
+
+
+# -- the taught rows ---------------------------------------------------------------------------------------------
+
+
+def test_ridge_point_of_h100_is_295():
+    found = cg.roofline(matmul(), H100, N=1024)
+    assert found.ridge == float(PEAK / BANDWIDTH)
+    assert round(found.ridge) == 295
+
+
+def test_relu_in_bf16_has_intensity_one_quarter():
+    N = cg.dims("N")
+    with cg.Graph("relu", dtype="bf16") as g:
+        g.output(cg.relu(g.input("x", (N,))))
+    # 1 FLOP, 2 bytes read and 2 written, for each element
+    assert cg.intensity(g) == 0.25
+    row = cg.roofline(g, H100, N=10**6).rows[0]
+    assert (row.flops, row.bytes, row.intensity, row.bound) == (10**6, 4 * 10**6, 0.25, "memory")
+    assert row.attainable == pytest.approx(float(BANDWIDTH / 4))
+    assert cg.crossover(g, H100, "N") == math.inf
+
+
+def test_dot_product_in_bf16_tends_to_one_half():
+    N = cg.dims("N")
+    with cg.Graph("dot", dtype="bf16") as g:
+        g.output(cg.einsum(g.input("x", (N,)), g.input("y", (N,)), "n, n ->"))
+    # 2n by the convention (a multiply and an add for each index point), 2n + 2n read, 2 written
+    assert sympy.simplify(cg.intensity(g) - 2 * N / (4 * N + 2)) == 0
+    assert sympy.limit(cg.intensity(g), N, sympy.oo) == sympy.Rational(1, 2)
+    assert cg.roofline(g, H100, N=10**9).rows[0].intensity == pytest.approx(0.5)
+
+
+def test_matrix_times_vector_in_bf16_tends_to_one():
+    N = cg.dims("N")
+    with cg.Graph("matvec", dtype="bf16") as g:
+        g.output(cg.einsum(g.input("a", (N, N)), g.input("x", (N,)), "n m, m -> n"))
+    # 2n^2 FLOPs over n^2 + n + n elements of 2 bytes
+    assert sympy.simplify(cg.intensity(g) - 2 * N**2 / (2 * N**2 + 4 * N)) == 0
+    assert cg.roofline(g, H100, N=10**5).rows[0].intensity == pytest.approx(1, rel=1e-4)
+
+
+def test_square_matmul_in_bf16_has_intensity_n_over_3_and_turns_at_886():
+    N = cg.dims("N")
+    g = matmul()
+    assert sympy.simplify(cg.intensity(g) - N / 3) == 0  # 2n^3 / (3 n^2 * 2 B)
+    turn = cg.crossover(g, H100, "N")
+    assert turn == pytest.approx(float(3 * PEAK / BANDWIDTH))
+    assert round(turn) == 886
+    assert [cg.roofline(g, H100, N=n).rows[0].bound for n in (886, 887)] == ["memory", "compute"]
+
+
+def test_thin_layer_turns_where_the_batch_is_the_ridge_point():
+    B, D, F = cg.dims("B D F")
+    g = layer()
+    # 2BDF / (2(BD + DF + BF)) tends to B for B << D, F
+    assert sympy.limit(cg.intensity(g).subs({F: 4 * D}), D, sympy.oo) == B
+    turn = cg.crossover(g, H100, "B")
+    ridge = PEAK / BANDWIDTH
+    # 2BDF/P = 2(BD + DF + BF)/W  <=>  B = r DF / (DF - r(D + F))
+    expected = ridge.numerator * D * F / (ridge.denominator * D * F - ridge.numerator * (D + F))
+    assert sympy.cancel(turn - expected) == 0
+    assert cg.crossover(g, H100, "B", D=10**7, F=10**7) == pytest.approx(295.3, rel=1e-3)
+    assert cg.crossover(g, H100, "B", D=512, F=512) == math.inf  # r(D + F) > DF
+
+
+# -- rows by hand ------------------------------------------------------------------------------------------------
+
+
+def test_rows_totals_and_times_by_hand(own):
+    B, D, F = 64, 1024, 4096
+    found = cg.roofline(mlp(), own, B=B, D=D, F=F)
+    up, gelu, down, _ = found.rows
+    assert (up.kind, gelu.kind, down.kind) == ("matmul", "pointwise", "matmul")
+    assert up.flops == 2 * B * D * F + B * F  # the bias is in the kernel
+    assert up.bytes == 2 * (B * D + D * F + F + B * F)
+    # at 100 TFLOP/s on the matrix unit and 10 TFLOP/s on the vector unit
+    assert up.compute_s == pytest.approx(2 * B * D * F / 100e12 + B * F / 10e12)
+    assert up.memory_s == pytest.approx(up.bytes / 1e12)
+    assert gelu.flops == 5 * B * F
+    assert gelu.memory_s == pytest.approx(4 * B * F / 1e12)
+    assert down.flops == 2 * B * F * D
+    assert found.flops == cg.flops(mlp(), B=B, D=D, F=F) == sum(r.flops for r in found.rows)
+    assert found.bytes == cg.bytes_moved(mlp(), B=B, D=D, F=F) == sum(r.bytes for r in found.rows)
+    assert found.fused_bytes == cg.bytes_moved(mlp(), fused=True, B=B, D=D, F=F)
+    assert found.estimate == pytest.approx(sum(max(r.compute_s, r.memory_s) for r in found.rows))
+    matrix = 2 * 2 * B * D * F / 100e12
+    vector = (found.flops - 4 * B * D * F) / 10e12
+    assert found.lower_bound == pytest.approx(max(matrix, vector, found.fused_bytes / 1e12))
+    assert found.ridge == 100
+    assert found.rates == {"matmul bf16": 100e12, "vector": 10e12}
+    assert found.bound == "memory"
+    assert found.intensity == pytest.approx(found.flops / found.bytes)
+    assert found.fused_intensity > found.intensity
+
+
+def test_one_kernel_is_one_row_with_all_that_is_fused_into_it(own):
+    found = cg.roofline(attention(), own, B=1, H=2, S=128, K=64, L=3)
+    kernel = next(r for r in found.rows if r.kind == "matmul")
+    pairs = 128 * 129 // 2
+    assert cg.matmul_flops(attention(), B=1, H=2, S=128, K=64, L=3) == 3 * 2 * 4 * 64 * pairs
+    assert kernel.flops > 3 * 2 * 4 * 64 * pairs  # the softmax is in there
+    assert kernel.bytes == 3 * 2 * 2 * 128 * 64 * 2  # one tensor is q, k and v; it and the result, of 2 bytes
+
+
+def test_fp32_products_share_the_vector_unit_where_the_device_has_one_rate_for_both(own):
+    N = cg.dims("N")
+    with cg.Graph("g", dtype="fp32") as g:
+        g.output(cg.relu(g.input("a", (N, N)) @ g.input("b", (N, N))))
+    found = cg.roofline(g, own, N=2048)
+    # 2 n^3 and n^2 on one unit: they add up
+    assert found.lower_bound == pytest.approx((2 * 2048**3 + 2048**2) / 10e12)
+
+
+def test_fp64_products_do_not_share_the_vector_unit_because_a_rate_is_the_same_by_chance():
+    N = cg.dims("N")
+    with cg.Graph("g", dtype="fp64") as g:
+        g.output(cg.relu(g.input("a", (N, N)) @ g.input("b", (N, N))))
+    h100 = cg.load_hardware(H100)
+    assert h100.peak["fp64"].value == h100.vector["fp32"].value != h100.vector["fp64"].value
+    assert cg.roofline(g, H100, N=4096).lower_bound == pytest.approx(2 * 4096**3 / float(VECTOR))
+
+
+def test_views_take_no_time():
+    N = cg.dims("N")
+    with cg.Graph("views") as g:
+        g.output(g.input("x", (N, N)).T)
+    found = cg.roofline(g, H100, N=4)
+    assert (found.rows, found.lower_bound, found.estimate, found.ridge) == ((), 0, 0, 0)
+    assert found.intensity == found.fused_intensity == math.inf
+    assert found.bound == "memory"
+
+
+# -- transfers and collectives -----------------------------------------------------------------------------------
+
+
+def test_a_transfer_is_one_stream_over_its_link(own):
+    N = cg.dims("N")
+    with cg.Graph("g", dtype="fp32") as g:
+        g.output(cg.relu(cg.transfer(g.input("x", (N,)))))
+    found = cg.roofline(g, own, N=10**6)
+    assert found.rows[0].bound == "link"
+    assert found.rows[0].memory_s == pytest.approx(4e6 / 10e9)  # 4 MB over 10 GB/s, counted once
+    assert found.rows[1].memory_s == pytest.approx(8e6 / 1e12)
+    assert found.estimate == pytest.approx(4e6 / 10e9 + 8e6 / 1e12)
+    assert found.lower_bound == pytest.approx(4e6 / 10e9)
+    assert found.bound == "link"
+
+
+def test_a_link_that_the_device_lacks_is_an_error(own):
+    N = cg.dims("N")
+    with cg.Graph("g") as g:
+        g.output(cg.transfer(g.input("x", (N,)), "network"))
+    with pytest.raises(cg.SpecError, match=r"network\.per_direction is missing"):
+        cg.roofline(g, own, N=8)
+
+
+def test_a_collective_has_no_time_yet():
+    N = cg.dims("N")
+    with cg.Graph("g") as g:
+        g.output(cg.collective(g.input("x", (N,)), "all_reduce", 8))
+    with pytest.raises(cg.UnsupportedError, match="'all_reduce' is a collective"):
+        cg.roofline(g, H100, N=8)
+
+
+# -- errors ------------------------------------------------------------------------------------------------------
+
+
+def test_a_rate_that_is_missing_is_an_error_and_a_fallback_has_to_be_named():
+    g = matmul()
+    with pytest.raises(cg.SpecError, match=r"no matmul rate peak\.bf16 for bf16"):
+        cg.roofline(g, "v100-sxm2-16gb", N=64)
+    v100 = cg.load_hardware("v100-sxm2-16gb")
+    found = cg.roofline(g, v100, fallback="fp16", N=8192)
+    assert found.rates == {"matmul bf16": float(v100.peak["fp16"].value)}
+    assert found.rows[0].compute_s == pytest.approx(2 * 8192**3 / float(v100.peak["fp16"].value))
+    assert cg.roofline(g, v100, fallback={"bf16": "fp16"}, N=8192).estimate == found.estimate
+    with pytest.raises(cg.SpecError, match="nor one for its fallback"):
+        cg.roofline(g, v100, fallback="fp8", N=64)
+
+
+def test_unbound_symbols_are_all_named():
+    with pytest.raises(cg.BindingError, match="still unbound: D, F"):
+        cg.roofline(layer(), H100, B=1)
+    with pytest.raises(cg.BindingError, match="'Q' is no dimension"):
+        cg.roofline(layer(), H100, B=1, D=2, F=3, Q=4)
+
+
+def test_crossover_refuses_what_it_cannot_solve_for():
+    g = layer()
+    with pytest.raises(cg.BindingError, match="'Q', expected an open dimension of B, D, F"):
+        cg.crossover(g, H100, "Q")
+    with pytest.raises(cg.BindingError, match="'B', expected an open dimension"):
+        cg.crossover(g, H100, "B", B=3)
+    with pytest.raises(cg.GraphError, match="crossover of int"):
+        cg.crossover(3, H100, "B")
+    with pytest.raises(cg.UnsupportedError, match=r"no closed form for S in .* expected sizes for B, H, K"):
+        cg.crossover(projected(), H100, "S")
+
+
+def test_crossover_of_an_op_that_does_nothing():
+    M, N = cg.dims("M N")
+    with cg.Graph("views") as g:
+        g.output(cg.relu(g.input("x", (M, N)).T))
+    with pytest.raises(cg.GraphError, match="does nothing that takes time"):
+        cg.crossover(g.ops[0], H100, "N")
+
+
+# -- properties --------------------------------------------------------------------------------------------------
+
+GRAPHS = {
+    "matmul": (matmul, {"N": 300}),
+    "matmul-fp32": (lambda: matmul("fp32"), {"N": 4000}),
+    "layer": (layer, {"B": 7, "D": 300, "F": 5000}),
+    "mlp": (mlp, {"B": 512, "D": 1024, "F": 4096}),
+    "mlp-fp32": (lambda: mlp("fp32"), {"B": 1, "D": 11, "F": 13}),
+    "flash": (attention, {"B": 2, "H": 8, "S": 2048, "K": 64, "L": 4}),
+    "eager": (lambda: attention("eager"), {"B": 2, "H": 8, "S": 2048, "K": 64, "L": 4}),
+    "window": (lambda: attention(window=cg.dims("W")), {"B": 1, "H": 2, "S": 999, "K": 32, "L": 2, "W": 100}),
+}
+
+
+@pytest.mark.parametrize("device", cg.list_hardware())
+@pytest.mark.parametrize("name", GRAPHS)
+def test_no_estimate_is_below_the_lower_bound(name, device):
+    declare, sizes = GRAPHS[name]
+    hardware = cg.load_hardware(device)
+    # formats that a device lacks, on whichever unit it has
+    stand_in = next(f for f in ("bf16", "fp16", "fp32", *hardware.peak) if f in hardware.peak)
+    found = cg.roofline(declare(), hardware, fallback=stand_in, **sizes)
+    assert 0 < found.lower_bound <= found.estimate * (1 + 1e-12)
+    assert found.fused_bytes <= found.bytes
+    for row in found.rows:
+        assert row.seconds == max(row.compute_s, row.memory_s)
+        assert row.attainable <= max(found.rates.values(), default=0) * (1 + 1e-12)
+        assert row.attainable <= row.intensity * float(hardware.bandwidth.value) * (1 + 1e-12)
+
+
+# -- crossover against a scan ------------------------------------------------------------------------------------
+
+
+def excess(g, hardware, sizes):
+    rows = cg.roofline(g, hardware, **sizes).rows
+    return sum(r.compute_s for r in rows) - sum(r.memory_s for r in rows)
+
+
+def agrees_with_a_scan(g, hardware, symbol, sizes, upto):
+    turn = cg.crossover(g, hardware, symbol, **sizes)
+    first = next((n for n in range(1, upto) if excess(g, hardware, {**sizes, symbol: n}) >= 0), None)
+    if first is None:
+        assert turn >= upto - 1
+    elif first == 1:
+        assert turn <= 1
+    else:
+        assert math.ceil(turn - 1e-9) == first
+
+
+@pytest.mark.parametrize(
+    ("declare", "symbol", "sizes"),
+    [
+        (matmul, "N", {}),
+        (layer, "B", {"D": 1000, "F": 3000}),
+        (layer, "D", {"B": 150, "F": 3000}),
+        (layer, "F", {"B": 250, "D": 900}),
+        (mlp, "F", {"B": 300, "D": 700}),
+        (attention, "S", {"B": 1, "H": 2, "K": 128, "L": 1}),  # a domain: S**2 and S beside the constant
+        (attention, "S", {"B": 3, "H": 2, "K": 64, "L": 5}),
+        (projected, "S", {"B": 1, "H": 1, "K": 800}),
+        (lambda: attention("eager"), "K", {"B": 1, "H": 2, "S": 600, "L": 2}),
+        (lambda: attention(window=cg.dims("W")), "W", {"B": 1, "H": 2, "K": 128, "L": 1, "S": 300}),
+    ],
+)
+def test_crossover_is_where_a_scan_finds_it(own, declare, symbol, sizes):
+    agrees_with_a_scan(declare(), own, symbol, sizes, 1000)
+
+
+def test_crossover_of_one_op_is_that_of_a_graph_with_it_alone():
+    g = mlp()
+    up = next(op for op in g.ops if op.scope.startswith("up"))
+    B, D, F = cg.dims("B D F")
+    with cg.Graph("alone", dtype="bf16") as alone:
+        alone.output(cg.linear(alone.input("x", (B, D)), "b d -> b f", f=F, bias=True, name="up"))
+    assert cg.crossover(up, H100, "B", D=4096, F=4096) == cg.crossover(alone, H100, "B", D=4096, F=4096)
+
+
+def stated(flops):
+    """An op whose FLOPs are stated, reading 4 bytes an element and writing as many."""
+    N = cg.dims("N")
+    with cg.Graph("stated", dtype="fp32") as g:
+        (y,) = cg.opaque("op", [g.input("x", (N, N, N))], [((N, N, N), "fp32")], flops={"matmul": flops(N)})
+        g.output(y)
+    return g
+
+
+def test_crossover_where_growth_makes_it_memory_bound(own):
+    # 8 N^3 B at 1 TB/s against 8e6 * 10 FLOP at 10 TFLOP/s: equal at N = 100, compute-bound below
+    g = stated(lambda N: 80_000_000)
+    assert excess(g, own, {"N": 99}) > 0 > excess(g, own, {"N": 101})
+    assert cg.crossover(g, own, "N") == 101  # the first size after the change
+    assert cg.crossover(stated(lambda N: 81 * N**3), own, "N") == 0
+    assert cg.crossover(stated(lambda N: 79 * N**3), own, "N") == math.inf
+
+
+def test_several_crossovers_are_an_error(own):
+    g = stated(lambda N: 80 * N**3 + 80 * (N**4 - 1000 * N**3 + 10_000 * N**2))
+    with pytest.raises(cg.UnsupportedError, match="N has several, above 8, 512"):
+        cg.crossover(g, own, "N")
+    # narrow heads: the softmax bounds by compute what their products do not yet
+    with pytest.raises(cg.UnsupportedError, match="K has several, above 2, 1024"):
+        cg.crossover(projected(), own, "K", B=1, H=2, S=60)
+
+
+# -- devices of one's own ----------------------------------------------------------------------------------------
+
+
+def test_a_toml_file_of_ones_own(own):
+    found = cg.roofline(matmul(), own, N=299)
+    assert found.hardware.name == "a device of one's own"
+    assert found.ridge == 100
+    assert cg.crossover(matmul(), own, "N") == 300  # n/3 = 100
+    assert found.rows[0].bound == "memory"
+    assert cg.roofline(matmul(), cg.load_hardware(own), N=300).rows[0].bound == "compute"
