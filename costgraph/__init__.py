@@ -4,12 +4,13 @@ A model is declared as a graph of einsum-style ops. What it costs is derived fro
 if one likes, and becomes a number once sizes are bound.
 """
 
-from .analysis.costs import Cost, CostRow, Costs, bytes_moved, costs, flops, intensity, matmul_flops
+from .analysis.costs import bytes_moved, costs, flops, intensity, matmul_flops
 from .analysis.crossover import crossover
 from .analysis.lifetimes import Lifetime, lifetimes
 from .analysis.memory import Timeline, peak_memory, timeline
 from .analysis.params import param_bytes, param_count
 from .analysis.roofline import Roofline, RooflineRow, roofline
+from .analysis.table import Cost, CostRow, Costs
 from .attention import attention
 from .bind import compile, evaluate
 from .conv import conv, pool

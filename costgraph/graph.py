@@ -3,6 +3,8 @@
 Program order is the order of the nodes. Ops are added by the functions in `costgraph.ops` and `costgraph.nn`.
 """
 
+# Longer than other files: one class, half of it the documentation of what users call.
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence

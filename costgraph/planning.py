@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from .analysis.memory import peak_memory
-from .bind import known_names, need_bound
+from .bind import need_bound
 from .errors import BindingError
 from .graph import Graph
 from .hardware import Hardware, load_hardware
+from .sizes import known_names
 
 __all__ = ["largest"]
 

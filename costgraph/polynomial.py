@@ -190,8 +190,6 @@ class Poly:
         """Keys of the generators that occur."""
         return {k for m in self.terms for k, _ in m}
 
-    keys = generators
-
     def names(self) -> set[str]:
         """Names of the symbols that occur, inside atoms too."""
         keys = self.generators()

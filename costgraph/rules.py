@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce as fold
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import sympy
 
@@ -296,15 +296,19 @@ def _united(runs: Sequence[tuple[int, int]], first: int, count: Poly, stride: in
 
 
 def stated_reads(op: Op) -> tuple[Poly, ...]:
-    """Return the elements that the caller stated, as many for each operand."""
-    stated: Any = op.attrs["reads"]
-    return whole(op) if stated is None else tuple(stated)
+    """Return the elements that the stated bytes of each operand are, or each operand whole."""
+    stated: Sequence[Poly] | None = op.attrs["reads"]
+    return whole(op) if stated is None else _in_elements(op.operands, stated)
 
 
 def stated_writes(op: Op) -> tuple[Poly, ...]:
-    """Return the elements that the caller stated, as many for each result."""
-    stated: Any = op.attrs["writes"]
-    return all_results(op) if stated is None else tuple(stated)
+    """Return the elements that the stated bytes of each result are, or each result whole."""
+    stated: Sequence[Poly] | None = op.attrs["writes"]
+    return all_results(op) if stated is None else _in_elements(op.results, stated)
+
+
+def _in_elements(tensors: Sequence[Tensor], amounts: Sequence[Poly]) -> tuple[Poly, ...]:
+    return tuple(a / t.element_bytes() for t, a in zip(tensors, amounts, strict=True))
 
 
 # -- elements written --------------------------------------------------------------------------------------------

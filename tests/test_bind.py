@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 import costgraph as cg
 from costgraph import BindingError, CostGraphError, Max, Min, ShapeError, bind
-from costgraph.bind import answer, bindings, known_names, need_bound, size_of
+from costgraph.bind import answer, need_bound
 from costgraph.polynomial import poly
+from costgraph.sizes import bindings, known_names, size_of
 
 fast = settings(max_examples=60, deadline=None)
 

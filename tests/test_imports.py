@@ -28,6 +28,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("domain", "reach", "rules"),
     ("checks",),
     ("graph",),
+    ("sizes",),
     ("ops.*",),
     ("nn", "rotary", "attention", "conv"),
     ("io",),

@@ -7,12 +7,13 @@ from collections.abc import Mapping
 
 import sympy
 
-from ..bind import Formula, answer, bindings, known_names
+from ..bind import Formula, answer
 from ..errors import BindingError, GraphError, UnsupportedError
 from ..graph import Graph
 from ..hardware import Hardware, load_hardware
 from ..op import Op
 from ..polynomial import ONE, Poly, total
+from ..sizes import bindings, known_names
 from .roofline import Fallback, exact, works
 
 __all__ = ["crossover"]

@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from math import lcm
 from types import MappingProxyType
 
-from ..bind import Formula, answer, bindings
+from ..bind import Formula, answer
 from ..graph import Graph, need_graph
 from ..op import Op
 from ..polynomial import ONE, ZERO, Poly
+from ..sizes import bindings
 from ..tensor import Storage, Tensor
 
 __all__ = ["Life", "Lifetime", "Program", "Step", "copies_needed", "lifetimes", "period", "play"]

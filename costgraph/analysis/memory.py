@@ -6,12 +6,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import lcm
 
-from ..bind import Formula, answer, bindings, need_bound
+from ..bind import Formula, answer, need_bound
 from ..dominance import prune
 from ..extremum import Owner, extremum
 from ..graph import Graph, need_graph
 from ..op import Op
 from ..polynomial import Monomial, Poly, Rational, total
+from ..sizes import bindings
 from .hooks import PLOTTERS
 from .lifetimes import Program, copies_for, copies_needed, period, play
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from ..bind import Formula, answer, bindings
+from ..bind import Formula, answer
 from ..graph import Graph, need_graph
 from ..polynomial import Poly, total
+from ..sizes import bindings
 from .traffic import repeated_bodies
 
 __all__ = ["param_bytes", "param_count"]

@@ -7,12 +7,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
-from ..bind import bindings, known_names, number
+from ..bind import number
 from ..errors import BindingError, UnsupportedError
 from ..graph import Graph
 from ..hardware import Hardware, load_hardware
 from ..op import Op
 from ..polynomial import ZERO, Poly, total
+from ..sizes import bindings, known_names
 from .costs import compute_dtype, executions
 from .hooks import PLOTTERS
 from .traffic import compulsory

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from .. import rules
 from ..arguments import amount, named, need_choice, need_list, positive
+from ..dtypes import DType
 from ..dtypes import dtype as find_dtype
 from ..errors import GraphError
-from ..graph import apply, sizes_of
+from ..graph import Graph, apply, current_graph, sizes_of
+from ..layout import Sizes
 from ..op import Attrs, Op, OpKind, Result
 from ..polynomial import ZERO, Poly
 from ..rules import Flops
@@ -54,35 +57,35 @@ COLLECTIVE = register(OpKind("collective", _after_collective, _reduction, rules.
 def opaque(
     name: str,
     inputs: Sequence[Tensor],
-    outputs: Sequence[tuple[Sequence[object], object]],
+    outputs: object,
     *,
     flops: object,
-    reads: Sequence[object] | None = None,
-    writes: Sequence[object] | None = None,
+    reads: object = None,
+    writes: object = None,
     workspace: object = 0,
-) -> tuple[Tensor, ...]:
+) -> Any:
     """State the costs of an op that the others cannot express.
 
     Parameters
     ----------
     name : str
         Name of the op.
-    inputs : sequence of Tensor
+    inputs : list of Tensor
         What it reads.
-    outputs : sequence of (shape, dtype)
-        What it makes.
+    outputs : output, or list of them
+        What it makes: a shape, in the graph's number format, or a pair (shape, dtype).
     flops : formula, or mapping of kind to formula
         FLOPs: a formula alone is pointwise; kinds are matmul, pointwise and transcendental. There is no default: an
         op that does nothing says 0.
-    reads, writes : sequence of formula, optional
-        Elements read of each input and written of each output; by default all of them.
+    reads, writes : formula, or list of formulas, optional
+        Bytes read and written, in all or of each input and output; by default each is touched once as a whole.
     workspace : formula
         Bytes that it needs while it runs, beside inputs and outputs.
 
     Returns
     -------
-    tuple of Tensor
-        One tensor for each output.
+    Tensor or tuple of Tensor
+        A tensor for one output, a tuple for a list of them.
 
     Raises
     ------
@@ -92,11 +95,11 @@ def opaque(
     Examples
     --------
     >>> import costgraph as cg
-    >>> N, = (cg.dims("N"),)
+    >>> N = cg.dims("N")
     >>> with cg.Graph("g") as g:
-    ...     y, = cg.opaque("fft", [g.input("x", (N,))], [((N,), "fp32")], flops={"pointwise": 5*N})
+    ...     y = cg.opaque("fft", [g.input("x", (N,))], (N,), flops={"pointwise": 5 * N}, reads=8 * N)
     >>> cg.flops(g), cg.bytes_moved(g)
-    (5*N, 8*N)
+    (5*N, 12*N)
     """
     place = f"opaque {name!r}"
     kinds = dict(flops) if isinstance(flops, Mapping) else {"pointwise": flops}
@@ -105,27 +108,38 @@ def opaque(
     for kind in kinds:
         need_choice(f"{place}: FLOPs of kind", kind, _KINDS)
     need_list(f"{place}: inputs", inputs)
-    made = []
-    for i, output in enumerate(need_list(f"{place}: outputs", outputs)):
-        if not isinstance(output, tuple) or len(output) != 2:
-            raise GraphError(f"{place}: output {i + 1} is {output!r}, expected a pair (shape, dtype)")
-        made.append((sizes_of(output[0], f"{place}: output {i + 1}"), find_dtype(output[1])))
+    listed = outputs if isinstance(outputs, list) else [outputs]
+    graph = current_graph(inputs[0].graph if inputs and isinstance(inputs[0], Tensor) else None)
     attrs = {
         **{kind: amount(f"{place}: {kind} FLOPs", kinds.get(kind, ZERO)) for kind in _KINDS},
-        "outputs": tuple(made),
+        "outputs": tuple(_output(f"{place}: output {i + 1}", o, graph) for i, o in enumerate(listed)),
         "reads": _stated(f"{place}: reads", reads, len(inputs)),
-        "writes": _stated(f"{place}: writes", writes, len(outputs)),
+        "writes": _stated(f"{place}: writes", writes, len(listed)),
         "workspace": amount(f"{place}: workspace", workspace),
     }
-    return apply(OPAQUE, list(inputs), attrs, name)
+    made = apply(OPAQUE, list(inputs), attrs, name)
+    return made if isinstance(outputs, list) else made[0]
 
 
-def _stated(place: str, amounts: Sequence[object] | None, expected: int) -> tuple[Poly, ...] | None:
-    if amounts is None:
+def _output(place: str, output: object, graph: Graph) -> tuple[Sizes, DType]:
+    if not isinstance(output, tuple):
+        raise GraphError(f"{place} is {output!r}, expected a shape or a pair (shape, dtype)")
+    if len(output) == 2 and isinstance(output[0], tuple | list):
+        return sizes_of(output[0], place), find_dtype(output[1])
+    return sizes_of(output, place), graph.root.dtype
+
+
+def _stated(place: str, stated: object, expected: int) -> tuple[Poly, ...] | None:
+    """Return bytes for each of some tensors; an amount for all of them stands at the first."""
+    if stated is None:
         return None
-    if len(need_list(place, amounts)) != expected:
-        raise GraphError(f"{place}: {len(amounts)} amounts, expected one for each of {expected}")
-    return tuple(amount(f"{place} {i + 1}", a) for i, a in enumerate(amounts))
+    if not isinstance(stated, list | tuple):
+        if not expected:
+            raise GraphError(f"{place}: {stated!r} bytes, expected an input that they are of")
+        return amount(place, stated), *(ZERO,) * (expected - 1)
+    if len(stated) != expected:
+        raise GraphError(f"{place}: {len(stated)} amounts, expected one for each of {expected}")
+    return tuple(amount(f"{place} {i + 1}", a) for i, a in enumerate(stated))
 
 
 def transfer(x: Tensor, link: str = "pcie", *, name: str = "transfer") -> Tensor:

@@ -14,10 +14,10 @@ from rich.markup import escape
 
 from .. import __version__
 from ..analysis.crossover import crossover
-from ..bind import bindings
 from ..errors import BindingError, FormatError
 from ..graph import Graph
 from ..hardware import load_hardware
+from ..sizes import bindings
 from ..symbols import is_name, read_size, shorten
 from . import lists, text
 from .data import peak_cases, report

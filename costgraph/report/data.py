@@ -8,16 +8,18 @@ from dataclasses import dataclass, field, replace
 
 import sympy
 
-from ..analysis.costs import Cost, CostRow, Costs, costs, executions, unused_names
+from ..analysis.costs import costs, executions, unused_names
 from ..analysis.memory import peak_regimes, timeline
 from ..analysis.roofline import Roofline, RooflineRow, roofline
-from ..bind import Formula, answer, bindings, known_names
+from ..analysis.table import Cost, CostRow, Costs
+from ..bind import Formula, answer
 from ..dominance import prune
 from ..errors import BindingError, GraphError
 from ..extremum import Regime
 from ..graph import Graph
 from ..hardware import Hardware, load_hardware
 from ..polynomial import Poly
+from ..sizes import bindings, known_names
 from ..symbols import shorten
 from .quantities import QUANTITIES, quantity_of, symbolic
 

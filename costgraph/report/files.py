@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import sympy
 
@@ -18,8 +18,10 @@ from ..bind import Formula
 from ..errors import FormatError
 from ..extremum import Regime
 from ..symbols import shorten
-from .data import Part, Report
 from .formula import formula_text
+
+if TYPE_CHECKING:
+    from .data import Part, Report
 
 __all__ = ["SCHEMA", "rows", "to_csv", "to_json", "write"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import sympy
 from rich import box
@@ -13,14 +14,16 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ..analysis.costs import Cost
 from ..analysis.roofline import Roofline
+from ..analysis.table import Cost
 from ..bind import Formula
 from ..extremum import Regime
 from ..units import format_bytes, format_quantity
-from .data import Figure, Part, Report
 from .formula import factored, formula_text, shared
 from .quantities import QUANTITIES
+
+if TYPE_CHECKING:
+    from .data import Part, Report
 
 __all__ = ["WIDTH", "clean", "draw", "exact", "grid", "listing", "percent", "render", "show"]
 
@@ -147,15 +150,15 @@ def _figure_rows(r: Report) -> Iterator[tuple[str, str]]:
         if name in r.figures:
             figure = r.figures[name]
             label = f"  {short[name]}" if name in short else title
-            yield label, _amount(figure) + _beside_ridge(r, name)
+            yield label, _amount(figure.value, figure.unit) + _beside_ridge(r, name)
         else:
             yield title, "no bytes are moved"
     if r.roofline and r.roofline.ridge:
         yield "ridge point", f"{show(r.roofline.ridge, 'FLOP/B')} = {_ridge(r.roofline)}"
 
 
-def _amount(figure: Figure) -> str:
-    text, count = show(figure.value, figure.unit), exact(figure.value, figure.unit)
+def _amount(value: Formula, unit: str) -> str:
+    text, count = show(value, unit), exact(value, unit)
     return escape(f"{text} = {count}" if count else text)
 
 
@@ -175,7 +178,7 @@ def _peak_rows(r: Report) -> Iterator[tuple[str, str]]:
     if r.peak.op is None:
         yield from _open_peak(r.peak.regimes)
     else:
-        yield "peak memory", _amount(Figure("", "B", r.peak.value, r.peak.value))
+        yield "peak memory", _amount(r.peak.value, "B")
         yield "  held by", _holder(r.peak.op, r.peak.phase)
         for role, amount in sorted(r.peak.by_role.items()):
             yield f"  {role}", f"{show(amount, 'B')}{_part_of(amount, r.peak.value)}"
@@ -232,7 +235,7 @@ def _table(title: str, head: str, parts: Sequence[Part], r: Report) -> Renderabl
     if any(isinstance(v, sympy.Expr) for p in parts for v in (p.value.flops, p.value.bytes)):
         return _formulas_by(title, head, parts, bound=True)
     whole = sum((p.value for p in parts), start=Cost())
-    rows = [(_name(p), *_amounts(p.value)) for p in [*parts, Part("total", whole, whole)]]
+    rows = [*((_name(p), *_amounts(p.value)) for p in parts), ("total", *_amounts(whole))]
     if r.roofline is None:
         shares = [percent(float(p.value.flops / whole.flops)) if whole.flops else "" for p in parts]
         with_shares = [(*row, share) for row, share in zip(rows, [*shares, ""], strict=True)]

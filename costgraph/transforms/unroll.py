@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ..bind import bindings
 from ..errors import BindingError
 from ..graph import Graph
 from ..layout import contiguous, numel
@@ -11,6 +10,7 @@ from ..ops.layout import REARRANGE, SLICE
 from ..ops.registry import register
 from ..polynomial import ONE, as_poly
 from ..rules import free, nothing
+from ..sizes import bindings
 from ..tensor import Tensor
 from .rewrite import Rewriter
 

@@ -1,0 +1,194 @@
+"""The table of costs: rows that can be filtered, grouped, summed and bound."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+
+from ..arguments import need_call, need_choice
+from ..bind import Formula, answer
+from ..errors import BindingError, GraphError
+from ..polynomial import Poly, as_poly, total
+from ..sizes import size_of
+
+__all__ = ["FLOP_KINDS", "Cost", "CostRow", "Costs", "Grouped"]
+
+#: Kinds of FLOPs that hardware treats differently.
+FLOP_KINDS = ("matmul", "pointwise", "transcendental")
+_VALUES = {
+    "kind": (*FLOP_KINDS, "data"),
+    "direction": ("compute", "read", "write"),
+    "phase": ("forward", "recompute", "backward", "optimizer"),
+}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A sum of costs: small, additive."""
+
+    matmul: Formula = 0
+    """FLOPs of contractions: a multiply and an add for each index point"""
+    pointwise: Formula = 0
+    """FLOPs of single arithmetic operations"""
+    transcendental: Formula = 0
+    """FLOPs of exp, log, sqrt and the like"""
+    read: Formula = 0
+    """bytes read"""
+    written: Formula = 0
+    """bytes written"""
+
+    @property
+    def flops(self) -> Formula:
+        """FLOPs of all kinds."""
+        return self.matmul + self.pointwise + self.transcendental
+
+    @property
+    def bytes(self) -> Formula:
+        """Bytes moved, read and written."""
+        return self.read + self.written
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+
+@dataclass(frozen=True)
+class CostRow:
+    """One entry of the table: FLOPs of one kind, or bytes in one direction, of one op."""
+
+    op: str
+    """name of the op"""
+    scope: str
+    """module scope, levels separated by /"""
+    phase: str
+    """forward, recompute, backward or optimizer"""
+    kind: str
+    """matmul, pointwise or transcendental; of bytes the first of these that the op has FLOPs of, else data"""
+    dtype: str
+    """number format: of FLOPs the one that they are done in, of bytes the stored one"""
+    direction: str
+    """compute, read or write"""
+    amount: Poly
+    """FLOPs where the direction is compute, else bytes; all iterations of a Repeat together"""
+
+    @property
+    def value(self) -> Formula:
+        """The amount as a formula, or a number."""
+        return answer(self.amount)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """A table of costs that can be filtered, grouped, summed and bound."""
+
+    rows: tuple[CostRow, ...]
+    """The entries, in program order."""
+    names: frozenset[str] = frozenset()
+    """Dimensions of the graph that they come from: what `bind` takes."""
+
+    def __iter__(self) -> Iterator[CostRow]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def filter(self, **wanted: str | Callable[[str], bool]) -> Costs:
+        """Keep the rows whose columns have these values.
+
+        Parameters
+        ----------
+        **wanted : str or callable
+            By column: op, scope, phase, kind, dtype, direction. A scope or an op stands for all that is inside it
+            (`scope="layers/attn"`); a callable decides by the column's text.
+
+        Returns
+        -------
+        Costs
+            Fewer rows.
+
+        Raises
+        ------
+        GraphError
+            If there is no such column.
+        """
+        for column, value in wanted.items():
+            _need_column(column)
+            _need_value(column, value)
+        kept = [r for r in self.rows if all(_matches(getattr(r, c), w, c) for c, w in wanted.items())]
+        return replace(self, rows=tuple(kept))
+
+    def group(self, column: str, depth: int | None = None) -> Grouped:
+        """Split the table by a column.
+
+        Parameters
+        ----------
+        column : str
+            op, scope, phase, kind, dtype or direction.
+        depth : int, optional
+            Levels of a scope to keep.
+
+        Returns
+        -------
+        Grouped
+            A mapping from value to table; `.total()` sums each.
+        """
+        _need_column(column)
+        if depth is not None and (isinstance(depth, bool) or not isinstance(depth, int) or depth < 1):
+            raise GraphError(f"costs: depth {depth!r}, expected a positive integer")
+        out: dict[str, list[CostRow]] = {}
+        for r in self.rows:
+            key = getattr(r, column)
+            out.setdefault(key if depth is None else "/".join(key.split("/")[:depth]), []).append(r)
+        return Grouped({k: replace(self, rows=tuple(v)) for k, v in out.items()})
+
+    def total(self) -> Cost:
+        """Add up all rows."""
+        sums = {}
+        for kind in FLOP_KINDS:
+            sums[kind] = total(r.amount for r in self.rows if r.direction == "compute" and r.kind == kind)
+        read = total(r.amount for r in self.rows if r.direction == "read")
+        written = total(r.amount for r in self.rows if r.direction == "write")
+        return Cost(**{k: answer(p) for k, p in sums.items()}, read=answer(read), written=answer(written))
+
+    def bind(self, **dims: int) -> Costs:
+        """Put sizes into every row.
+
+        Raises
+        ------
+        BindingError
+            If a name is no dimension of the graph, or a size is not a positive integer.
+        """
+        for name in dims:
+            if name not in self.names:
+                raise BindingError(f"{name!r} is no dimension, expected one of {', '.join(sorted(self.names))}")
+        values = {k: as_poly(size_of(k, v)) for k, v in dims.items()}
+        return replace(self, rows=tuple(replace(r, amount=r.amount.bind(values)) for r in self.rows))
+
+
+class Grouped(dict[str, Costs]):
+    """Tables by the value of a column."""
+
+    def total(self) -> dict[str, Cost]:
+        """Add up each table."""
+        return {k: v.total() for k, v in self.items()}
+
+    def bind(self, **dims: int) -> Grouped:
+        """Put sizes into every table."""
+        return Grouped({k: v.bind(**dims) for k, v in self.items()})
+
+
+def _need_column(column: str) -> None:
+    need_choice("costs: column", column, [f.name for f in fields(CostRow) if f.name != "amount"])
+
+
+def _need_value(column: str, wanted: object) -> None:
+    """Refuse what no row can have: a misspelt kind would add up to nothing."""
+    if not isinstance(wanted, str):
+        need_call(f"costs: {column}", wanted)
+    elif column in _VALUES:
+        need_choice(f"costs: {column}", wanted, _VALUES[column])
+
+
+def _matches(value: str, wanted: str | Callable[[str], bool], column: str) -> bool:
+    if callable(wanted):
+        return wanted(value)
+    return value == wanted or (column in ("scope", "op") and value.startswith(f"{wanted}/"))
