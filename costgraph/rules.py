@@ -262,8 +262,11 @@ def _reached(index: Affine, extents: dict[str, Poly], size: Poly) -> Poly:
             f"index {index}: expected a window of numeric size to count the elements that it reaches"
         )
     along, stride = others[0]
+    width = int(extents[window].constant or 0)
+    if dilation == 1 and stride <= width and index.offset <= 0:
+        return _one_piece(width, extents[along], stride, -index.offset, size)
     classes: dict[int, list[tuple[int, int]]] = {}
-    for r in range(int(extents[window].constant or 0)):
+    for r in range(width):
         at = r * dilation // stride
         runs = classes.setdefault(r * dilation % stride, [])
         if runs and at <= runs[-1][1] + 1:
@@ -277,6 +280,14 @@ def _reached(index: Affine, extents: dict[str, Poly], size: Poly) -> Poly:
 def _window_first(extent: Poly) -> tuple[bool, int]:
     size = extent.constant
     return size is None, int(size or 0)
+
+
+def _one_piece(width: int, count: Poly, stride: int, padding: int, size: Poly) -> Poly:
+    """Count the positions that windows reach which touch or overlap: all from the first to the end of the last."""
+    fits = poly(sympy.ceiling(((size + 2 * padding - width + 1) / stride).expr))
+    if count == fits and padding >= stride - 1:
+        return size  # what the last window leaves over, at most stride - 1, is padding
+    return smaller((count - 1) * stride + width - padding, size)
 
 
 def _united(runs: Sequence[tuple[int, int]], first: int, count: Poly, stride: int, offset: int, size: Poly) -> Poly:

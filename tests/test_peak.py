@@ -130,3 +130,13 @@ def test_loops_are_played_out_in_a_bound_timeline():
     assert len(line.moments) == 10
     assert line.moments[-1].op == "layers/tanh[4]"
     assert line.peak == cg.peak_memory(g, B=3, L=5) == 4 * 3 * 3  # the input, and what an op reads and writes
+
+
+def test_a_timeline_names_the_op_even_where_one_case_is_left():
+    B, D = cg.dims("B D")
+    with cg.Graph("g") as g:
+        g.output(cg.relu(g.input("x", (B, D))))
+    shape = cg.timeline(g)
+    assert [(r.formula, r.op, r.phase) for r in shape.regimes] == [(8 * B * D, "relu", "forward")]  # input and output
+    assert (shape.op, shape.phase) == ("relu", "forward")
+    assert [(r.formula, r.op) for r in cg.timeline(g, B=2, D=3).regimes] == [(48, "relu")]

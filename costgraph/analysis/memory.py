@@ -8,7 +8,7 @@ from math import lcm
 
 from ..bind import Formula, answer, need_bound
 from ..dominance import prune
-from ..extremum import Owner, extremum
+from ..extremum import Owner, Regime, extremum
 from ..graph import Graph, need_graph
 from ..op import Op
 from ..polynomial import Monomial, Poly, Rational, total
@@ -126,11 +126,14 @@ def peak_memory(graph: Graph, /, **dims: int) -> Formula:
     ['relu', 'einsum_1']
     """
     need_graph("peak_memory", graph)
-    values = bindings(graph, dims)
+    return answer(extremum(_bound_regimes(graph, bindings(graph, dims))))
+
+
+def _bound_regimes(graph: Graph, values: Mapping[str, Poly]) -> list[tuple[Poly, Owner]]:
     found = [(p.bind(values), owner) for p, owner in peak_regimes(graph, values)]
     if all(p.constant is not None for p, _ in found):
-        return answer(max((p for p, _ in found), key=lambda p: p.constant or 0))
-    return answer(extremum(prune(found, graph.root.relations) if values else found))
+        return [max(found, key=lambda item: item[0].constant or 0)]
+    return prune(found, graph.root.relations) if values else found
 
 
 @dataclass(frozen=True)
@@ -156,14 +159,17 @@ class Timeline:
     holds_from: dict[str, int]
     """for each count of a Repeat that is a symbol, the least value for which the formulas hold"""
     _roles: dict[str, Formula] | None
+    regimes: tuple[Regime, ...] = ()
+    """what the peak can be, with the op and the phase that own each case; one once all sizes are bound"""
 
     def _held(self) -> Moment:
-        need_bound([self.peak], "what holds the peak")
+        if len(self.regimes) > 1:
+            need_bound([self.peak], "what holds the peak")
         return next(m for m in self.moments if m.bytes == self.peak)
 
     @property
     def op(self) -> str:
-        """Op that holds the peak; needs all sizes bound, as `regimes` has the cases otherwise."""
+        """Op that holds the peak; needs sizes to be bound where `regimes` has several cases."""
         return self._held().op
 
     @property
@@ -252,8 +258,13 @@ def timeline(graph: Graph, /, **dims: int) -> Timeline:
         if at >= 0 and program.steps[at].workspace:
             roles["workspace"] = [program.steps[at].workspace.bind(values)]
         by_role = {role: answer(total(parts)) for role, parts in roles.items()}
-        return Timeline(answer(most), moments, {} if whole else _holds_from(graph, values), by_role)
-    return Timeline(peak_memory(graph, **dims), moments, _holds_from(graph, values), None)
+        owner = program.steps[at].where if at >= 0 else None, program.steps[at].op.phase if at >= 0 else None
+        return Timeline(
+            answer(most), moments, {} if whole else _holds_from(graph, values), by_role, (Regime(most.expr, *owner),)
+        )
+    found = _bound_regimes(graph, values)
+    regimes = tuple(Regime(p.expr, *owner) for p, owner in found)
+    return Timeline(answer(extremum(found)), moments, _holds_from(graph, values), None, regimes)
 
 
 def _holds_from(graph: Graph, values: Mapping[str, Poly]) -> dict[str, int]:
