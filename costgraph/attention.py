@@ -82,48 +82,55 @@ def attention(
     >>> cg.matmul_flops(g, count="full")
     4*B*H*K*S**2
     """
-    need_tensor(f"attention {name!r}", q, k, v)
-    need_flag(f"attention {name!r}", causal=causal)
-    need_choice(f"attention {name!r}: kernel", kernel, ("flash", "eager"))
+    place = f"attention {name!r}"
+    need_choice(f"{place}: kernel", kernel, ("flash", "eager"))
     if softcap is not None and not (_is_number(softcap) and softcap > 0):
-        raise GraphError(f"attention {name!r}: softcap {softcap!r}, expected a positive number")
-    graph = current_graph(q.graph)
-    for what, t in (("q", q), ("k", k), ("v", v)):
-        if t.ndim != 4:
-            raise ShapeError(f"attention {name!r}: {what} is {t!r}, expected four axes (batch, heads, positions, size)")
-    heads, groups = q.sizes[1], k.sizes[1]
-    share = heads / groups
-    if share.constant is not None and not isinstance(share.constant, int):
-        raise ShapeError(f"attention {name!r}: {heads} query heads over {groups} key heads, expected a multiple")
-    q, k, v = (graph.adopt(t) for t in (q, k, v))
+        raise GraphError(f"{place}: softcap {softcap!r}, expected a positive number")
+    need_flag(place, causal=causal)
+    q, k, v = _checked(place, q, k, v)
     domain = None
     if causal or window is not None:
-        domain = Domain(causal, None if window is None else positive(f"attention {name!r}: window", window))
-    q = rearrange(q, "b (g r) s k -> b g r s k", g=groups.expr, name="groups")
-
-    def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        # nothing outside the domain is computed, by this op or by those that read it
-        restricted: dict[str, Any] = {} if domain is None else {"domain": domain, "over": ("s", "t")}
-        with scope("scores"):
-            scores = einsum(q, k, _SCORES, name="matmul", **restricted)
-        y = softmax(_scaled(scores, softcap))
-        return _reduced(dropout(y, p), v, _FLASH_REDUCE)
-
-    def eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with scope("scores"):
-            scores = einsum(q, k, _SCORES, name="matmul")
-        y = _scaled(scores, softcap)
-        y = y if domain is None else pointwise("causal_mask", y, name="mask")
-        return _reduced(dropout(softmax(y), p), v, _REDUCE)
-
+        domain = Domain(causal, None if window is None else positive(f"{place}: window", window))
+    q = rearrange(q, "b (g r) s k -> b g r s k", g=k.sizes[1].expr, name="groups")
     if kernel == "flash":
-        made = fused(name, flash, q, k, v)
+        made = fused(name, _flash, q, k, v, domain=domain, softcap=softcap, p=p)
     else:
         with scope(name):
-            made = eager(q, k, v)
+            made = _eager(q, k, v, masked=domain is not None, softcap=softcap, p=p)
     assert isinstance(made, Tensor)
     order = "b s g r v" if kernel == "flash" else "b g r s v"
     return rearrange(made, f"{order} -> b (g r) s v", name="heads")
+
+
+def _checked(place: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return queries, keys and values as the open graph sees them."""
+    need_tensor(place, *tensors)
+    for what, t in zip("qkv", tensors, strict=True):
+        if t.ndim != 4:
+            raise ShapeError(f"{place}: {what} is {t!r}, expected four axes (batch, heads, positions, size)")
+    heads, groups = tensors[0].sizes[1], tensors[1].sizes[1]
+    share = (heads / groups).constant
+    if share is not None and not isinstance(share, int):
+        raise ShapeError(f"{place}: {heads} query heads over {groups} key heads, expected a multiple")
+    graph = current_graph(tensors[0].graph)
+    return tuple(graph.adopt(t) for t in tensors)
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, *, domain: Domain | None, softcap: float | None, p: float) -> Tensor:
+    # nothing outside the domain is computed, by the first product or by those that read it
+    restricted: dict[str, Any] = {} if domain is None else {"domain": domain, "over": ("s", "t")}
+    with scope("scores"):
+        scores = einsum(q, k, _SCORES, name="matmul", **restricted)
+    y = softmax(_scaled(scores, softcap))
+    return _reduced(dropout(y, p), v, _FLASH_REDUCE)
+
+
+def _eager(q: Tensor, k: Tensor, v: Tensor, *, masked: bool, softcap: float | None, p: float) -> Tensor:
+    with scope("scores"):
+        scores = einsum(q, k, _SCORES, name="matmul")
+    y = _scaled(scores, softcap)
+    y = pointwise("causal_mask", y, name="mask") if masked else y
+    return _reduced(dropout(softmax(y), p), v, _REDUCE)
 
 
 def _is_number(value: object) -> bool:

@@ -141,10 +141,7 @@ def conv(
         raise ShapeError(f"conv {name!r}: sizes given for {sorted(sizes)}, expected {new}=...")
     many = positive(f"conv {name!r}: groups", groups)
     channels, made = x.sizes[place], positive(f"conv {name!r}: size of {new!r}", sizes[new])
-    for what, size in (("input", channels), ("output", made)):
-        share = (size / many).constant
-        if share is not None and (not isinstance(share, int) or share < 1):
-            raise ShapeError(f"conv {name!r}: {size} {what} channels in {many} groups, expected a multiple")
+    _check_groups(f"conv {name!r}", many, input=channels, output=made)
     indices, out = _slid(x, spans, stride, padding, dilation)
     full = _contraction(place, indices)
     extents = {
@@ -166,6 +163,13 @@ def conv(
             return apply(EINSUM, [x, w], attrs, "conv")[0] + reshape(b, (made, *(1,) * len(spans)))
 
         return _one(fused("conv", product, x, weight, shift))
+
+
+def _check_groups(place: str, groups: Poly, **channels: Poly) -> None:
+    for what, size in channels.items():
+        share = (size / groups).constant
+        if share is not None and (not isinstance(share, int) or share < 1):
+            raise ShapeError(f"{place}: {size} {what} channels in {groups} groups, expected a multiple")
 
 
 def _channel(x: Tensor, pattern: str, window: int | Sequence[int], name: str) -> tuple[int, tuple[int, ...]]:

@@ -253,11 +253,14 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
     # -- as a context --------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Graph:
-        self._tokens.append(_CURRENT.set(self))
+        # a graph that is declared while another one is open starts with no scope of that one
+        self._tokens.append((_CURRENT.set(self), _SCOPE.set(())))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
-        _CURRENT.reset(self._tokens.pop())
+        current, levels = self._tokens.pop()
+        _CURRENT.reset(current)
+        _SCOPE.reset(levels)
         if kind is None and self.parent is None:
             self.validate()
 

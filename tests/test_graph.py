@@ -312,3 +312,12 @@ def test_sizes_that_bind_to_no_whole_number_are_refused():
     assert cg.peak_memory(g, B=2, D=15, H=3) == 4 * 30
     with pytest.raises(BindingError, match="D=14, H=3: axis 2 of 'rearrange' has size D/H = 14/3"):
         cg.flops(g, D=14, H=3)
+
+
+def test_a_graph_declared_inside_a_scope_of_another_has_names_of_its_own():
+    with cg.Graph("outer") as outer, cg.scope("attn"):
+        a = outer.param("w", (2,))
+        with cg.Graph("inner") as inner:
+            b = inner.param("w", (2,))
+        c = outer.param("v", (2,))
+    assert [t.name for t in (a, b, c)] == ["attn/w", "w", "attn/v"]

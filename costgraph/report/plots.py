@@ -134,7 +134,8 @@ def _roofs(ax: Any, roofline: Roofline, low: float, high: float) -> None:
     if roofline.ridge:
         ax.axvline(roofline.ridge, color=_FAINT, linewidth=1, linestyle=":")
         text = f"ridge point, {format_quantity(roofline.ridge, 'FLOP/B')}"
-        _note(ax, text, (roofline.ridge, roofline.ridge * bandwidth), (-6, 17), "right")
+        # at the foot of its line, where there are neither roofs nor points
+        _note(ax, text, (roofline.ridge, low * bandwidth / 1.5), (-6, 8), "right")
 
 
 def _note(ax: Any, text: str, place: tuple[float, float], offset: tuple[float, float], side: str) -> None:
