@@ -404,7 +404,7 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
         except CostGraphError as error:
             self.root._taken.pop(full)
             raise type(error)(f"{full!r} in graph {self.root.name!r}: {error}") from None
-        op = Op(self, kind, full, adopted, attrs, "/".join(_SCOPE.get()), phase)
+        op = Op(self, kind, full, adopted, attrs, full.rpartition("/")[0], phase)
         self.add_node(op)
         self.add_edges_from((t, op) for t in adopted)
         for result in results:

@@ -378,8 +378,9 @@ def test_colors_only_where_a_terminal_reads(monkeypatch, capsys):
 
 
 def test_the_documented_output_is_the_output(capsys):
-    text = (pathlib.Path(__file__).parent.parent / "docs" / "cli.md").read_text()
+    root = pathlib.Path(__file__).parent.parent
+    text = (root / "README.md").read_text() + (root / "docs" / "cli.md").read_text()
     blocks = re.findall(r"```console\n\$ costgraph (.*)\n([^`]*)```", text)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     for words, expected in blocks:
         assert good(capsys, *words.split()) == expected

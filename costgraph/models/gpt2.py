@@ -31,9 +31,9 @@ def gpt2(name: str, attention: str, dropout: float, dtype: str) -> cg.Graph:
         y = cg.linear(y, "b s e -> b s d", d=D, bias=True, name="attention/proj")
         x = x + cg.dropout(y, dropout)
         y = cg.layer_norm(x, name="mlp/norm")
-        y = cg.linear(y, "b s d -> b s f", f=F, bias=True, name="mlp/ffw1")
-        y = cg.gelu(y, approximate="tanh")
-        y = cg.linear(y, "b s f -> b s d", d=D, bias=True, name="mlp/ffw2")
+        with cg.scope("mlp"):
+            y = cg.gelu(cg.linear(y, "b s d -> b s f", f=F, bias=True, name="ffw1"), approximate="tanh")
+            y = cg.linear(y, "b s f -> b s d", d=D, bias=True, name="ffw2")
         return x + cg.dropout(y, dropout)
 
     with cg.Graph(name, dtype=dtype) as g:

@@ -36,7 +36,8 @@ def llama(name: str, attention: str, dropout: float, dtype: str) -> cg.Graph:
         def block(x: cg.Tensor) -> cg.Tensor:
             y = cg.rms_norm(x, name="attention/norm")
             q, k, v = (heads(y, n, f"attention/{c}") for c, n in (("q", H), ("k", G), ("v", G)))
-            q, k = cg.rotary(q, cos, sin), cg.rotary(k, cos, sin)
+            with cg.scope("attention"):
+                q, k = cg.rotary(q, cos, sin), cg.rotary(k, cos, sin)
             y = cg.attention(q, k, v, causal=True, kernel=attention, p=dropout, name="attention")
             y = cg.rearrange(y, "b h s k -> b s (h k)", name="attention/merge")
             x = x + cg.linear(y, "b s e -> b s d", d=D, name="attention/proj")
