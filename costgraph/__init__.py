@@ -27,7 +27,7 @@ from .errors import (
     UnsupportedError,
 )
 from .extremum import Max, Min, regimes
-from .graph import Graph, scope
+from .graph import Graph
 from .hardware import Hardware, list_hardware, load_hardware
 from .io import load, save
 from .nn import (
@@ -58,6 +58,7 @@ from .ops.stochastic import dropout
 from .planning import largest
 from .report import Report, report
 from .rotary import rotary, rotary_tables
+from .scopes import scope
 from .symbols import dims
 from .tensor import Tensor
 from .transforms.fuse import fuse

@@ -8,13 +8,14 @@ from typing import Any
 from .arguments import need_choice, need_flag, need_tensor, positive
 from .domain import Domain
 from .errors import GraphError, ShapeError
-from .graph import current_graph, scope
+from .graph import current_graph
 from .nn import softmax
 from .ops.blocks import fused
 from .ops.einsum import einsum
 from .ops.layout import rearrange
 from .ops.pointwise import pointwise
 from .ops.stochastic import dropout
+from .scopes import scope
 from .tensor import Tensor
 
 __all__ = ["attention"]

@@ -10,7 +10,7 @@ import sympy
 from . import rules
 from .arguments import named, need_choice, need_flag, need_tensor, positive
 from .errors import PatternError, ShapeError
-from .graph import apply, current_graph, scope
+from .graph import apply, current_graph
 from .nn import _one
 from .op import Attrs, OpKind, Result
 from .ops.blocks import fused
@@ -19,6 +19,7 @@ from .ops.layout import reshape
 from .ops.registry import register
 from .pattern import Affine, Axes, Pattern, parse_pattern
 from .polynomial import Poly, poly
+from .scopes import module
 from .tensor import Tensor
 
 __all__ = ["POOL", "conv", "pool"]
@@ -153,7 +154,7 @@ def conv(
         **{f"w{i}": poly(w) for i, w in enumerate(spans)},
     }
     attrs = {"pattern": full, "extents": extents, "domain": None, "dtype": x.dtype}
-    with scope(name):
+    with module(graph, name):
         weight = graph.param("weight", (made, channels / many, *spans))
         if not bias:
             return apply(EINSUM, [x, weight], attrs, "conv")[0]

@@ -8,8 +8,6 @@ Program order is the order of the nodes. Ops are added by the functions in `cost
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
@@ -25,15 +23,13 @@ from .grammar import parse_relation
 from .layout import Sizes
 from .op import Attrs, Op, OpKind, Result
 from .polynomial import Poly
+from .scopes import CURRENT, SCOPE
 from .symbols import is_name, shorten
 from .tensor import Tensor
 
-__all__ = ["Graph", "apply", "current_graph", "need_graph", "scope", "sizes_of"]
+__all__ = ["Graph", "apply", "current_graph", "need_graph", "sizes_of"]
 
 T = TypeVar("T")
-
-_CURRENT: ContextVar[Graph | None] = ContextVar("costgraph_current", default=None)
-_SCOPE: ContextVar[tuple[str, ...]] = ContextVar("costgraph_scope", default=())
 
 
 class _Carried(Generic[T]):
@@ -97,6 +93,8 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
         self.cache: dict[object, Any] = {}
         self._captured: dict[Tensor, Tensor] = {}
         self._taken: dict[str, int] = {}
+        self.modules: set[str] = set()
+        """Scopes that a layer or a Repeat has for itself."""
         self._tokens: list[Any] = []
 
     def copy(self, as_view: bool = False) -> Graph:
@@ -254,13 +252,13 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
 
     def __enter__(self) -> Graph:
         # a graph that is declared while another one is open starts with no scope of that one
-        self._tokens.append((_CURRENT.set(self), _SCOPE.set(())))
+        self._tokens.append((CURRENT.set(self), SCOPE.set(())))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
         current, levels = self._tokens.pop()
-        _CURRENT.reset(current)
-        _SCOPE.reset(levels)
+        CURRENT.reset(current)
+        SCOPE.reset(levels)
         if kind is None and self.parent is None:
             self.validate()
 
@@ -304,7 +302,7 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
     ) -> Tensor:
         if not isinstance(name, str) or not all(is_name(part) for part in name.replace(".", "/").split("/")):
             raise GraphError(f"{role} {shorten(str(name))}: expected a name of letters, digits, '_', '.' and '/'")
-        full = "/".join((*_SCOPE.get(), name)) if role != "input" else name
+        full = "/".join((*SCOPE.get(), name)) if role != "input" else name
         if full in self.root._taken:
             raise GraphError(f"{role} {full!r}: the name is taken in graph {self.root.name!r}, expected a new one")
         self._modify()
@@ -396,7 +394,7 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
         need_name(kind.name, name)
         self._modify()
         adopted = tuple(self.adopt(t) for t in operands)
-        full = self.unique("/".join((*_SCOPE.get(), name)))
+        full = self.unique("/".join((*SCOPE.get(), name)))
         try:
             results = kind.infer(adopted, attrs)
             for i, result in enumerate(results):
@@ -444,7 +442,7 @@ def need_graph(place: str, graph: object) -> None:
 
 def current_graph(of: Graph | None = None) -> Graph:
     """Return the graph that an op added now goes to: the body being built, if it is one of the same graph."""
-    current = _CURRENT.get()
+    current = CURRENT.get()
     if of is None:
         if current is None:
             raise GraphError("no graph is open, expected 'with costgraph.Graph(...) as g:' around")
@@ -461,27 +459,3 @@ def apply(kind: OpKind, operands: Sequence[Tensor], attrs: Attrs, name: str) -> 
             raise GraphError(f"{kind.name}: operand {i + 1} is {type(t).__name__}, expected a tensor")
     graph = current_graph(operands[0].graph if operands else None)
     return graph.add_op(kind, operands, attrs, name).results
-
-
-@contextmanager
-def scope(name: str) -> Iterator[None]:
-    """Prefix the names of ops and parameters made inside: the rows of a cost table are grouped by it.
-
-    Parameters
-    ----------
-    name : str
-        One or several levels, separated by `/`.
-
-    Raises
-    ------
-    GraphError
-        If a level is no identifier.
-    """
-    levels = tuple(name.split("/")) if isinstance(name, str) else ()
-    if not levels or not all(is_name(level) for level in levels):
-        raise GraphError(f"scope {shorten(str(name))}: expected identifiers separated by '/'")
-    token = _SCOPE.set((*_SCOPE.get(), *levels))
-    try:
-        yield
-    finally:
-        _SCOPE.reset(token)

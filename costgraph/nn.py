@@ -8,7 +8,7 @@ from typing import Any
 from .arguments import need_call, need_choice, need_flag, need_tensor
 from .arguments import sizes as sizes_by_name
 from .errors import PatternError, ShapeError
-from .graph import current_graph, scope
+from .graph import current_graph
 from .ops.blocks import fused
 from .ops.einsum import einsum
 from .ops.extents import extents_of
@@ -18,6 +18,7 @@ from .ops.pointwise import pointwise
 from .ops.reduce import reduce
 from .ops.stochastic import dropout
 from .pattern import Affine, parse_pattern
+from .scopes import module
 from .tensor import Tensor
 
 __all__ = [
@@ -121,7 +122,7 @@ def linear(
     left = " ".join(map(str, parsed.operands[0]))
     text = f"{left}, {' '.join(contracted + new)} -> {' '.join(map(str, parsed.result))}"
     given: dict[str, Any] = {n: extents[n] for n in contracted}
-    with scope(name):
+    with module(graph, name):
         if weight is None:
             weight = graph.param("weight", [extents[n] for n in contracted + new])
         if not bias:
@@ -243,7 +244,7 @@ def layer_norm(x: Tensor, *, affine: bool = True, bias: bool = True, name: str =
         y = y if weight is None else y * weight
         return y if shift is None else y + shift
 
-    with scope(name):
+    with module(graph, name):
         params = [graph.param("weight", x.sizes[-1:])] if affine else []
         params += [graph.param("bias", x.sizes[-1:])] if affine and bias else []
         return _one(fused("norm", body, x, *params))
@@ -280,7 +281,7 @@ def rms_norm(x: Tensor, *, affine: bool = True, name: str = "rms_norm") -> Tenso
         y = x * pointwise("rsqrt", power + 1e-6)
         return y if weight is None else y * weight
 
-    with scope(name):
+    with module(graph, name):
         params = [graph.param("weight", x.sizes[-1:])] if affine else []
         return _one(fused("norm", body, x, *params))
 
@@ -297,7 +298,7 @@ def mlp(
     """Two linear layers with an activation between them: (b, s, d) to (b, s, f) and back."""
     need_tensor("mlp", x)
     need_call("mlp: activation", activation)
-    with scope(name):
+    with module(current_graph(x.graph), name):
         h = activation(linear(x, "... d -> ... f", f=f, bias=bias, name="up"))
         return dropout(linear(h, "... f -> ... d", d=x.sizes[-1], bias=bias, name="down"), p)
 
@@ -313,7 +314,7 @@ def gated_mlp(
     """Gated linear unit (Shazeer 2020): down(activation(gate(x)) * up(x))."""
     need_tensor("gated_mlp", x)
     need_call("gated_mlp: activation", activation)
-    with scope(name):
+    with module(current_graph(x.graph), name):
         gate = activation(linear(x, "... d -> ... f", f=f, bias=bias, name="gate"))
         h = gate * linear(x, "... d -> ... f", f=f, bias=bias, name="up")
         return linear(h, "... f -> ... d", d=x.sizes[-1], bias=bias, name="down")
@@ -343,7 +344,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, *, name: str = "cross_entropy
         If shapes do not fit, or the targets are no integers.
     """
     need_tensor("cross_entropy", logits, targets)
-    with scope(name):
+    with module(current_graph(logits.graph), name):
         log_p = log_softmax(logits)
         ids = reshape(targets, (*targets.sizes, 1), name="targets")
 

@@ -6,12 +6,13 @@ from numbers import Real
 
 from .arguments import need_tensor, positive
 from .errors import GraphError, ShapeError
-from .graph import current_graph, scope
+from .graph import current_graph
 from .nn import _one
 from .ops.blocks import fused
 from .ops.einsum import einsum
 from .ops.layout import concat, slice_axis
 from .ops.pointwise import cast, pointwise
+from .scopes import module
 from .tensor import Tensor
 
 __all__ = ["rotary", "rotary_tables"]
@@ -45,7 +46,7 @@ def rotary_tables(
         raise ShapeError(f"rotary_tables: positions {positions!r}, expected integers of one axis")
     graph = current_graph(positions.graph)
     half = positive("rotary_tables: size", size) / 2
-    with scope(name):
+    with module(graph, name):
         frequencies = graph.buffer("inv_freq", (half,), dtype="fp32")
         angles = einsum(cast(positions, "fp32"), frequencies, "s, k -> s k", name="angles")
         return pointwise("cos", angles), pointwise("sin", angles)

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1] / "costgraph"
+import costgraph
+
+# the package that is tested, in a checkout or installed from a wheel
+ROOT = Path(costgraph.__file__).resolve().parent
 
 # From the bottom up. A module imports from its own layer and from those above it in this list; "ops.*" stands for
 # every module of that package which no other line names. A new module belongs in the lowest layer that it can be in.
@@ -27,6 +30,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("op",),
     ("domain", "reach", "rules"),
     ("checks",),
+    ("scopes",),
     ("graph",),
     ("sizes",),
     ("ops.*",),

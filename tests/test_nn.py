@@ -200,3 +200,20 @@ def test_refusals_name_the_place_the_value_and_what_was_expected(call, error, te
     with g, pytest.raises(error, match=text):
         call(g.input("x", (3, 5)), g.input("ids", (3,), dtype="int64"))
     assert cg.flops(g) >= 0
+
+
+def test_layers_without_names_are_numbered():
+    with cg.Graph("g") as g:
+        x = g.input("x", (B, D))
+        for _ in range(2):
+            x = cg.mlp(cg.rms_norm(x), F)
+            x = cg.linear(x, "b d -> b e", e=D)
+        for _ in range(2):
+            x = cg.repeat(3, lambda x: cg.layer_norm(x), x)
+        g.output(x)
+    names = [t.name for t in g.params]
+    assert len(set(names)) == len(names) == 12
+    assert {"rms_norm/weight", "rms_norm_1/weight", "mlp_1/up/weight", "linear_1/weight"} <= set(names)
+    assert {"repeat/layer_norm/bias", "repeat_1/layer_norm/bias"} <= set(names)
+    # rows of a table follow the names
+    assert {"mlp/up", "mlp_1/up"} <= {r.scope for r in cg.costs(g)}

@@ -9,9 +9,10 @@ from typing import overload
 from .. import rules
 from ..arguments import amount, need_call
 from ..errors import GraphError, ShapeError
-from ..graph import _CURRENT, _SCOPE, Graph, current_graph, sizes_of
+from ..graph import Graph, current_graph, sizes_of
 from ..layout import contiguous
 from ..op import Attrs, OpKind, Result
+from ..scopes import SCOPE, building, module, scope
 from ..symbols import is_name, shorten
 from ..tensor import Tensor
 from .layout import contiguous_copy
@@ -108,16 +109,12 @@ def kernel(name: str, *, workspace: object = 0) -> Iterator[Graph]:
         raise GraphError(f"kernel {shorten(str(name))}: expected an identifier")
     space = amount(f"kernel {name!r}: workspace", workspace)
     body = graph.start_body(name, fused=True)
-    tokens = _CURRENT.set(body), _SCOPE.set((*_SCOPE.get(), name))
-    try:
+    with scope(name), building(body):
         yield body
-    finally:
-        _CURRENT.reset(tokens[0])
-        _SCOPE.reset(tokens[1])
     attrs = {"body": body, "workspace": space}
     body.owner = graph.add_op(KERNEL, body.captured, attrs, name)
     # its bytes stand in the table beside the FLOPs of the ops inside
-    body.owner.scope = "/".join((*_SCOPE.get(), name))
+    body.owner.scope = "/".join((*SCOPE.get(), name))
 
 
 def fused(name: str, function: Callable[..., Carry], *operands: Tensor, **options: object) -> Carry:
@@ -125,12 +122,8 @@ def fused(name: str, function: Callable[..., Carry], *operands: Tensor, **option
     if not operands or not all(isinstance(t, Tensor) for t in operands):
         raise GraphError(f"{name}: operands {operands!r}, expected tensors")
     graph = current_graph(operands[0].graph)
-    token = _CURRENT.set(graph)
-    try:
-        with kernel(name) as body:
-            made = function(*operands, **options)
-    finally:
-        _CURRENT.reset(token)
+    with building(graph), kernel(name) as body:
+        made = function(*operands, **options)
     return tuple(body.export(t) for t in made) if isinstance(made, tuple) else body.export(made)
 
 
@@ -265,8 +258,7 @@ def _loop(
         if t.ndim == 0 or not graph.same(t.sizes[0], times):
             raise ShapeError(f"repeat {name!r}: {t!r} is read slice by slice, expected a first axis of size {times}")
     body = graph.start_body(name, fused=False)
-    tokens = _CURRENT.set(body), _SCOPE.set((*_SCOPE.get(), name))
-    try:
+    with module(graph, name) as own, building(body):
         inner = [body.formal(t, f"{name}.carry{i}", t.sizes, contiguous(t.sizes)) for i, t in enumerate(carries)]
         inner += [body.formal(t, f"{name}.x{i}", t.sizes[1:], t.strides[1:]) for i, t in enumerate(xs)]
         after, ys = step(*inner)
@@ -276,11 +268,8 @@ def _loop(
             )
         after = tuple(contiguous_copy(body.adopt(t)) for t in after)
         body.outputs += [*after, *_slices(body, after, ys)]
-    finally:
-        _CURRENT.reset(tokens[0])
-        _SCOPE.reset(tokens[1])
     attrs = {"body": body, "count": times, "carries": len(carries), "xs": len(xs)}
-    op = graph.add_op(REPEAT, (*carries, *xs, *body.captured), attrs, name)
+    op = graph.add_op(REPEAT, (*carries, *xs, *body.captured), attrs, own)
     body.owner = op
     return op.results[: len(carries)], op.results[len(carries) :]
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..errors import GraphError
-from ..graph import _CURRENT, Graph
+from ..graph import Graph
 from ..op import Op
 from ..ops.blocks import KERNEL
 from ..polynomial import ONE, Poly, total
+from ..scopes import building
 from .rewrite import Rewriter
 
 __all__ = ["fuse"]
@@ -72,12 +73,9 @@ def _kernel(rewriter: Rewriter, group: Sequence[Op], new: Graph, scope: str | No
     name = scope.replace("/", "_") if scope is not None else "fused"
     prefix = f"{group[-1].scope}/" if scope is None and group[-1].scope else ""
     body = new.start_body(name, fused=True)
-    token = _CURRENT.set(body)
-    try:
+    with building(body):
         for op in group:
             rewriter.copy(op, body)
-    finally:
-        _CURRENT.reset(token)
     space = total(op.attrs["workspace"] for op in group if "workspace" in op.attrs)
     made = new.add_op(KERNEL, body.captured, {"body": body, "workspace": space}, prefix + name, group[0].phase)
     made.scope = scope if scope is not None else group[-1].scope

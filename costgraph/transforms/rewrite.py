@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from ..domain import Domain
-from ..graph import _SCOPE, Graph
+from ..graph import Graph
 from ..op import Op
 from ..polynomial import Poly
+from ..scopes import SCOPE
 from ..tensor import Tensor
 
 __all__ = ["Rewriter", "bound_attributes"]
@@ -54,12 +55,12 @@ class Rewriter:
         """Return the new graph."""
         new = Graph(old.name if name is None else name, dtype=old.dtype)
         new.relations, new.defaults, new.loss = old.relations, dict(old.defaults), old.loss
-        token = _SCOPE.set(())  # names are complete already
+        token = SCOPE.set(())  # names are complete already
         try:
             self.fill(old, new)
             new.output(*(self.tensors[t] for t in old.outputs))
         finally:
-            _SCOPE.reset(token)
+            SCOPE.reset(token)
         new.validate()
         return new
 
