@@ -7,7 +7,7 @@ from .bind import need_bound
 from .errors import BindingError
 from .graph import Graph
 from .hardware import Hardware, load_hardware
-from .sizes import known_names
+from .sizes import need_open
 
 __all__ = ["largest"]
 
@@ -58,10 +58,7 @@ def largest(
     >>> cg.largest(g, "B", memory=80e9, D=1000)  # 8*B*D bytes
     10000000
     """
-    if symbol not in known_names(graph) or symbol in dims:
-        raise BindingError(
-            f"largest: {symbol!r}, expected an open dimension of {', '.join(sorted(known_names(graph)))}"
-        )
+    need_open(graph, symbol, dims, "largest")
     if (hardware is None) == (memory is None):
         raise BindingError("largest: expected a limit, either hardware= or memory=")
     limit = memory if hardware is None else load_hardware(hardware).capacity().value

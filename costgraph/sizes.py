@@ -11,7 +11,7 @@ from .graph import Graph
 from .polynomial import Poly, as_poly
 from .symbols import shorten
 
-__all__ = ["bindings", "known_names", "size_of"]
+__all__ = ["bindings", "known_names", "need_open", "size_of"]
 
 
 def _polys(value: object) -> Iterable[Poly]:
@@ -142,3 +142,10 @@ def _apply_equalities(graph: Graph, values: dict[str, Poly]) -> None:
         for k, v in values.items():
             values[k] = v.bind({name: value})
         values[name] = value
+
+
+def need_open(graph: Graph, symbol: str, dims: Mapping[str, object], question: str) -> None:
+    """Raise BindingError unless a symbol is a dimension of the graph that is not bound: what is solved for."""
+    names = known_names(graph)
+    if symbol not in names or symbol in dims:
+        raise BindingError(f"{question}: {symbol!r}, expected an open dimension of {', '.join(sorted(names))}")

@@ -79,7 +79,7 @@ def dims(names: str) -> sympy.Symbol | tuple[sympy.Symbol, ...]:
     Returns
     -------
     sympy.Symbol or tuple of sympy.Symbol
-        One symbol for one name, as `sympy.symbols` does, otherwise a tuple.
+        One symbol for one name, as `sympy.symbols` does, otherwise a tuple; a comma at the end makes one of one.
 
     Raises
     ------
@@ -99,7 +99,7 @@ def dims(names: str) -> sympy.Symbol | tuple[sympy.Symbol, ...]:
     found = tuple(symbol(n) for n in names.replace(",", " ").split())
     if not found:
         raise PatternError(f"dims: got {shorten(names)}, expected at least one name")
-    return found if len(found) > 1 else found[0]
+    return found if len(found) > 1 or names.rstrip().endswith(",") else found[0]
 
 
 def read_size(text: str, place: str) -> int:

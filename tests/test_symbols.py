@@ -120,3 +120,7 @@ def test_what_is_no_size(text):
 def test_sizes_that_are_not_positive_whole_numbers(text):
     with pytest.raises(BindingError, match=f"S: got '{text}', expected a positive whole number"):
         read_size(text, "S")
+
+
+def test_a_comma_at_the_end_makes_a_tuple_of_one():
+    assert dims("B,") == (dims("B"),)

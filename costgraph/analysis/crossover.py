@@ -8,12 +8,12 @@ from collections.abc import Mapping
 import sympy
 
 from ..bind import Formula, answer
-from ..errors import BindingError, GraphError, UnsupportedError
+from ..errors import GraphError, UnsupportedError
 from ..graph import Graph
 from ..hardware import Hardware, load_hardware
 from ..op import Op
 from ..polynomial import ONE, Poly, total
-from ..sizes import bindings, known_names
+from ..sizes import bindings, need_open
 from .roofline import Fallback, exact, works
 
 __all__ = ["crossover"]
@@ -65,10 +65,7 @@ def crossover(
         raise GraphError(f"crossover of {type(of).__name__}, expected a graph or one of its ops")
     device = load_hardware(hardware)
     graph = of if isinstance(of, Graph) else of.graph.root
-    if symbol not in known_names(graph) or symbol in dims:
-        raise BindingError(
-            f"crossover: {symbol!r}, expected an open dimension of {', '.join(sorted(known_names(graph)))}"
-        )
+    need_open(graph, symbol, dims, "crossover")
     values = bindings(graph, dims)
     values.pop(symbol, None)
     chosen = [w for w in works(graph) if of is graph or w.op is of]
