@@ -72,6 +72,8 @@ class Poly:
 
     def __mul__(self, other: Poly | Rational) -> Poly:
         other = as_poly(other)
+        if self is ONE:
+            return other
         if len(self.terms) == 1 == len(other.terms):  # sizes are monomials nearly always
             ((m, c),), ((n, d),) = self.terms.items(), other.terms.items()
             return Poly({times(m, n): _tidy(c * d)})

@@ -28,6 +28,8 @@ def at_least(a: Poly, b: Poly) -> bool:
 
 def larger(a: Poly, b: Poly) -> Poly:
     """Return the larger of two amounts, a Max where it depends on the sizes."""
+    if not a:
+        return b
     return a if at_least(a, b) else b if at_least(b, a) else poly(Max(a.expr, b.expr))
 
 
