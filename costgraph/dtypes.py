@@ -257,7 +257,7 @@ ALIASES: Mapping[str, str] = MappingProxyType(
 _KINDS = ("bool", "int", "float")
 
 
-def dtype(name_or_dtype: str | DType) -> DType:
+def dtype(name_or_dtype: object) -> DType:
     """Return the format of that name; a format is returned as it is.
 
     Raises

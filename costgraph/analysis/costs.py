@@ -78,7 +78,7 @@ def _traffic(op: Op) -> Iterator[tuple[str, str, Poly]]:
 
 def _rows(graph: Graph, count: str) -> tuple[CostRow, ...]:
     if ("costs", count) in graph.cache:
-        return graph.cache["costs", count]  # type: ignore[no-any-return]
+        return graph.cache["costs", count]  # type: ignore[no-any-return]  # of any answer
     rows = []
     for op, times, moves in executions(graph):
         own = op.kind.flops(op)

@@ -152,7 +152,7 @@ def einsum(
     if not isinstance(text, str) or not operands or not all(isinstance(t, Tensor) for t in operands):
         kinds = ", ".join(type(a).__name__ for a in args)
         raise GraphError(f"einsum: got ({kinds}), expected tensors first and the pattern last")
-    tensors: list[Tensor] = list(operands)  # type: ignore[arg-type]
+    tensors: list[Tensor] = list(operands)  # type: ignore[arg-type]  # checked above
     pattern = parse_pattern(text, tuple(t.ndim for t in tensors))
     graph = current_graph(tensors[0].graph)
     extents = extents_of(graph, pattern, tensors, sizes_by_name("einsum", sizes))
@@ -212,7 +212,7 @@ def _domain(domain: Domain | None, over: Sequence[str], extents: dict[str, Poly]
 
 def _format(tensors: Sequence[Tensor], wanted: object) -> Any:
     if wanted is not None:
-        return find_dtype(wanted)  # type: ignore[arg-type]
+        return find_dtype(wanted)
     out = tensors[0].dtype
     for t in tensors[1:]:
         out = promote(out, t.dtype)

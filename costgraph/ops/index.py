@@ -154,5 +154,5 @@ def scatter(
 
 def arange(size: object, dtype: object = "int64", *, name: str = "arange") -> Tensor:
     """Make 0, 1, ..., size - 1: no FLOPs, one write. The graph is the one that is open."""
-    attrs = {"size": positive("arange: size", size), "dtype": find_dtype(dtype)}  # type: ignore[arg-type]  # refuses what is none
+    attrs = {"size": positive("arange: size", size), "dtype": find_dtype(dtype)}
     return apply(ARANGE, [], attrs, name)[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 from math import prod
 from typing import NamedTuple
@@ -118,11 +118,14 @@ def _path(tree: Tree, n: int) -> Path:
 
 
 def _space(
-    tree: Tree, axes: Sequence[frozenset[str]], kept: object, extents: Mapping[str, Poly]
+    tree: Tree,
+    axes: Sequence[frozenset[str]],
+    kept: Callable[[frozenset[int]], frozenset[str]],
+    extents: Mapping[str, Poly],
 ) -> tuple[frozenset[int], Poly]:
     """Return the operands under a tree and the elements of the intermediates made under it, itself left out."""
     if isinstance(tree, int):
         return frozenset([tree]), ZERO
     (a, x), (b, y) = (_space(t, axes, kept, extents) for t in tree)
-    own = [prod((extents[n] for n in sorted(kept(p))), start=ONE) for p in (a, b) if len(p) > 1]  # type: ignore[operator]
+    own = [prod((extents[n] for n in sorted(kept(p))), start=ONE) for p in (a, b) if len(p) > 1]
     return a | b, sum([x, y, *own], start=ZERO)

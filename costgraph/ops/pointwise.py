@@ -233,12 +233,12 @@ def pointwise(
             raise GraphError(f"{record.name}: in place into {operands[0]!r}, expected a tensor first")
         attrs["inplace"] = True
     if dtype is not None:
-        attrs["dtype"] = find_dtype(dtype)  # type: ignore[arg-type]
+        attrs["dtype"] = find_dtype(dtype)
     return apply(POINTWISE, tensors, attrs, named(name, record.name))[0]
 
 
 def cast(x: Tensor, dtype: object, *, name: str = "cast") -> Tensor:
     """Convert to another number format: no FLOPs, one read and one write; free if it has the format already."""
     need_tensor("cast", x)
-    wanted = find_dtype(dtype)  # type: ignore[arg-type]
+    wanted = find_dtype(dtype)
     return x if x.dtype == wanted else pointwise("cast", x, dtype=wanted, name=name)

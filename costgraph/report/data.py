@@ -143,7 +143,7 @@ class Report:
         if not all(isinstance(v, int | float) for v in found):
             left = f"sizes for {', '.join(self.unbound)}" if self.unbound else "a device"
             raise BindingError(f"sort by {by}: expected numbers, needs {left}")
-        return replace(self, scopes=tuple(sorted(self.scopes, key=key, reverse=True)))  # type: ignore[arg-type]
+        return replace(self, scopes=tuple(sorted(self.scopes, key=key, reverse=True)))  # type: ignore[arg-type]  # all bound
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
         """Write all figures, tables and formulas as JSON; FormatError if the file cannot be written."""

@@ -113,14 +113,14 @@ class _Text(StrPrinter):  # type: ignore[misc]  # sympy has no types
     def _print_Integer(self, expr: sympy.Integer) -> str:  # noqa: N802  # sympy's naming
         return f"{int(expr):_}" if self.grouped else str(int(expr))
 
-    def _print_Rational(self, expr: sympy.Rational) -> str:  # noqa: N802
+    def _print_Rational(self, expr: sympy.Rational) -> str:  # noqa: N802  # sympy's naming
         return f"{int(expr.p):_}/{int(expr.q):_}" if self.grouped else f"{expr.p}/{expr.q}"
 
     def _extremum(self, expr: sympy.Expr) -> str:
         return f"{type(expr).__name__}({', '.join(self._print(a) for a in expr.args)})"
 
     _print_Max = _extremum  # noqa: N815  # sympy's naming
-    _print_Min = _extremum  # noqa: N815
+    _print_Min = _extremum  # noqa: N815  # as above
 
 
 def formula_text(formula: Formula, *, grouped: bool = False) -> str:
@@ -162,7 +162,7 @@ def factored(formula: Formula, *, grouped: bool = False) -> str:
 class _Latex(LatexPrinter):  # type: ignore[misc]  # sympy has no types
     """sympy's LaTeX; names of several letters are words, never products or subscripts."""
 
-    def _print_Symbol(self, expr: sympy.Symbol, style: str = "plain") -> str:  # noqa: N802
+    def _print_Symbol(self, expr: sympy.Symbol, style: str = "plain") -> str:  # noqa: N802  # sympy's naming
         name = str(expr.name)
         return name if re.fullmatch(r"[A-Za-z]", name) else rf"\mathit{{{name.replace('_', chr(92) + '_')}}}"
 
