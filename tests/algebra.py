@@ -1,5 +1,7 @@
 """Oracles and strategies for the tests of the algebra: exact Fractions at points, no code of the library."""
 
+import subprocess
+import sys
 from fractions import Fraction
 from math import ceil, floor, prod
 
@@ -87,3 +89,17 @@ def mixed(draw) -> sympy.Expr:
     """A sum of monomials, some of them times an atom."""
     parts = draw(st.lists(st.tuples(sums(-1, 2, 2), atoms()), max_size=2))
     return sympy.Add(draw(sums(most=3)), *(p * a for p, a in parts))
+
+
+def outputs_under_hash_seeds(code: str) -> set[str]:
+    """Run a program under several values of PYTHONHASHSEED and return what it prints."""
+    return {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("0", "5", "77")
+    }
