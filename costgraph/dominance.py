@@ -388,11 +388,13 @@ def prune(
 
 def _samples(candidates: Iterable[Poly], relations: Relations, sign: int) -> dict[Poly, list[Rational]]:
     """Values of each candidate at a few admissible points: exact, since all sizes there are integers."""
-    keys = relations.free({k for p in candidates for k in p.generators()})
+    shared = set.intersection(*(set(p.terms.items()) for p in candidates))  # cancels in every comparison
+    parts = {p: Poly({m: c for m, c in p.terms.items() if (m, c) not in shared}) for p in candidates}
+    keys = relations.free({k for part in parts.values() for k in part.generators()})
     points = [{k: at(i) for i, k in enumerate(keys)} for at in _POINTS]
     # one generator large among small ones, and small among large ones
     points += [
         {k: big if k == one else small for k in keys} for one in keys[:16] for big, small in ((10**6, 1), (1, 999))
     ]
     admissible = [values for at in points if (values := relations.sample(at)) is not None]
-    return {p: [sign * p.evaluate(values.__getitem__) for values in admissible] for p in candidates}
+    return {p: [sign * part.evaluate(values.__getitem__) for values in admissible] for p, part in parts.items()}

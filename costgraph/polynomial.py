@@ -74,6 +74,8 @@ class Poly:
         other = as_poly(other)
         if self is ONE:
             return other
+        if other is ONE:
+            return self
         if len(self.terms) == 1 == len(other.terms):  # sizes are monomials nearly always
             ((m, c),), ((n, d),) = self.terms.items(), other.terms.items()
             return Poly({times(m, n): _tidy(c * d)})

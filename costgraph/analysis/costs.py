@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
+from functools import lru_cache
 from functools import reduce as fold
 
 import sympy
@@ -50,17 +51,10 @@ def compute_dtype(op: Op) -> str:
     return fold(promote, floats).name
 
 
-def _main_kind(flops: Flops) -> str:
-    return next((k for k in FLOP_KINDS if getattr(flops, k)), "data")
-
-
-def _inner_flops(op: Op) -> Flops:
-    """FLOPs of a kernel's body, to name the kind of its bytes."""
-    if op.body is None:
-        own: Flops = op.kind.flops(op)
-        return own
-    parts = [inner.kind.flops(inner) for inner, _, _ in executions(op.body)]
-    return Flops(*(total(getattr(p, f.name) for p in parts) for f in fields(Flops)))
+def _main_kind(op: Op, flops_of: Callable[[Op], Flops]) -> str:
+    """Name the kind of an op's bytes: the first kind of FLOPs that it, or what is fused into it, has any of."""
+    inside = [op] if op.body is None else [inner for inner, _, _ in executions(op.body)]
+    return next((k for k in FLOP_KINDS if any(getattr(flops_of(i), k) for i in inside)), "data")
 
 
 def _traffic(op: Op) -> Iterator[tuple[str, str, Poly]]:
@@ -80,14 +74,15 @@ def _rows(graph: Graph, count: str) -> tuple[CostRow, ...]:
     if ("costs", count) in graph.cache:
         return graph.cache["costs", count]  # type: ignore[no-any-return]  # of any answer
     rows = []
+    flops_of = lru_cache(maxsize=None)(lambda op: op.kind.flops(op))  # of what is fused, asked twice
     for op, times, moves in executions(graph):
-        own = op.kind.flops(op)
+        own = flops_of(op)
         for kind in FLOP_KINDS:
             amount = own.full if kind == "matmul" and count == "full" else getattr(own, kind)
             if amount:
                 rows.append(CostRow(op.name, op.scope, op.phase, kind, compute_dtype(op), "compute", amount * times))
         if moves:
-            kind = _main_kind(_inner_flops(op))
+            kind = _main_kind(op, flops_of)
             for direction, dtype, amount in _traffic(op):
                 rows.append(CostRow(op.name, op.scope, op.phase, kind, dtype, direction, amount * times))
     graph.cache["costs", count] = tuple(rows)
