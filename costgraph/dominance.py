@@ -369,7 +369,7 @@ def prune(
     first: dict[Poly, Label] = {}
     for p, label in candidates:
         first.setdefault(p, label)
-    if len(first) == 1:
+    if len(first) < 2:
         return list(first.items())
     values = _samples(first, relations, 1 if largest else -1)
 
