@@ -47,9 +47,9 @@ class _AtOnce(sympy.Expr):  # type: ignore[misc]  # sympy has no types
 
     def subs(self, *args: Any, **kwargs: Any) -> sympy.Expr:
         """Replace as sympy does; the order of numbers has no say."""
-        rule = {k: sympy.sympify(v) for k, v in args[0].items()} if len(args) == 1 and isinstance(args[0], dict) else {}
-        if rule and all(k in self.free_symbols and v.is_Integer for k, v in rule.items()):
-            return self.xreplace(rule)
+        rule = args[0] if len(args) == 1 and isinstance(args[0], dict) else {}
+        if rule and all(k in self.free_symbols and isinstance(v, int | sympy.Integer) for k, v in rule.items()):
+            return self.xreplace({k: sympy.Integer(v) for k, v in rule.items()})
         return super().subs(*args, **kwargs)
 
 

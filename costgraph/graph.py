@@ -7,7 +7,8 @@ Program order is the order of the nodes. Ops are added by the functions in `cost
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import wraps
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
@@ -46,6 +47,17 @@ class _Carried(Generic[T]):
         graph.graph[self.name] = value
 
 
+def _changing(method: Callable[..., None]) -> Callable[..., None]:
+    """Let one of networkx's own ways to change a graph forget what was derived before."""
+
+    @wraps(method)
+    def changed(self: Graph, *args: Any, **kwargs: Any) -> None:
+        self._modify()
+        method(self, *args, **kwargs)
+
+    return changed
+
+
 class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
     """A model: tensors and ops in program order.
 
@@ -77,6 +89,11 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
     relations = _Carried[Relations]()
     defaults = _Carried[dict[str, int]]()
     loss = _Carried[str | None]()
+
+    remove_node = _changing(nx.DiGraph.remove_node)
+    remove_nodes_from = _changing(nx.DiGraph.remove_nodes_from)
+    remove_edge = _changing(nx.DiGraph.remove_edge)
+    remove_edges_from = _changing(nx.DiGraph.remove_edges_from)
 
     def __init__(self, name: object = "graph", dtype: str | DType = "fp32", **attr: object) -> None:
         if name is not None and not isinstance(name, str | nx.Graph):

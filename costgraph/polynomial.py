@@ -343,13 +343,14 @@ def _number_power(number: Rational, exponent: int) -> Poly:
     bits = max(number.numerator.bit_length(), number.denominator.bit_length()) * abs(exponent)
     if number in (0, 1, -1) or bits <= _MOST_BITS:
         return as_poly(_tidy(Fraction(number) ** exponent))
+    too_large = ShapeError(f"a power of {bits} bits is no size of a tensor")
+    if isinstance(number, int) and exponent > 0:
+        raise too_large
     try:
         # what is no integer is handed out as a float anyway
-        if not isinstance(number, int) or exponent < 0:
-            return as_poly(_tidy(Fraction(float(number) ** exponent)))
+        return as_poly(_tidy(Fraction(float(number) ** exponent)))
     except OverflowError:
-        pass
-    raise ShapeError(f"a power of {bits} bits is no size of a tensor")
+        raise too_large from None
 
 
 def _bound_atom(expr: sympy.Expr, values: Mapping[str, Poly]) -> Poly:

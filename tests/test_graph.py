@@ -321,3 +321,17 @@ def test_a_graph_declared_inside_a_scope_of_another_has_names_of_its_own():
             b = inner.param("w", (2,))
         c = outer.param("v", (2,))
     assert [t.name for t in (a, b, c)] == ["attn/w", "w", "attn/v"]
+
+
+def test_removing_nodes_by_networkx_forgets_what_was_derived():
+    B = cg.dims("B")
+    with cg.Graph("g") as g:
+        kept = cg.relu(g.input("x", (B,)))
+        cg.tanh(kept)
+        g.output(kept)
+    assert cg.flops(g) == 2 * B
+    g.remove_nodes_from([g.ops[1], *g.ops[1].results])
+    assert (cg.flops(g), cg.bytes_moved(g), cg.peak_memory(g)) == (B, 8 * B, 8 * B)
+    g.freeze()
+    with pytest.raises(nx.NetworkXError, match="Frozen graph"):
+        g.remove_node(g.ops[0])

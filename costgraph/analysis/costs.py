@@ -13,6 +13,7 @@ from ..arguments import need_choice, need_flag
 from ..bind import Formula, answer
 from ..dtypes import promote
 from ..errors import GraphError
+from ..extremum import as_expr
 from ..graph import Graph, need_graph
 from ..op import Op
 from ..polynomial import ONE, Poly, total
@@ -257,7 +258,7 @@ def intensity(graph: Graph, /, fused: bool = False, **dims: int) -> Formula:
     work, moved = flops(graph, **dims), bytes_moved(graph, fused, **dims)
     if moved == 0:
         raise GraphError(f"intensity of graph {graph.name!r}: it moves no bytes, expected an op that does")
-    ratio = sympy.sympify(work) / sympy.sympify(moved)
+    ratio = as_expr(work) / as_expr(moved)
     return answer(sympy.cancel(ratio) if not ratio.atoms(sympy.floor, sympy.ceiling) and _small(ratio) else ratio)
 
 

@@ -16,7 +16,7 @@ from ..sizes import bindings
 from .hooks import PLOTTERS
 from .lifetimes import Program, copies_for, copies_needed, period, play
 
-__all__ = ["Moment", "Timeline", "live_bytes", "peak_memory", "peak_regimes", "timeline"]
+__all__ = ["Moment", "Timeline", "live_bytes", "peak_cases", "peak_memory", "timeline"]
 
 # Unrolled further than this, a timeline is played with the iterations that can differ alone.
 _MOST_STEPS = 20_000
@@ -54,7 +54,7 @@ def _accumulate(live: dict[Monomial, Rational], p: Poly, sign: int) -> None:
             del live[m]
 
 
-def peak_regimes(graph: Graph, values: Mapping[str, Poly]) -> list[tuple[Poly, Owner]]:
+def _regimes(graph: Graph, values: Mapping[str, Poly]) -> list[tuple[Poly, Owner]]:
     """Return the live bytes at every op that may hold the peak, dominated ones left out.
 
     Parameters
@@ -129,8 +129,13 @@ def peak_memory(graph: Graph, /, **dims: int) -> Formula:
     return answer(extremum(_bound_regimes(graph, bindings(graph, dims))))
 
 
+def peak_cases(graph: Graph, values: Mapping[str, Poly]) -> tuple[Regime, ...]:
+    """Return what the peak can be, with the op and the phase that own each case, also where there is only one."""
+    return tuple(Regime(p.expr, owner.op, owner.phase) for p, owner in _bound_regimes(graph, values))
+
+
 def _bound_regimes(graph: Graph, values: Mapping[str, Poly]) -> list[tuple[Poly, Owner]]:
-    found = [(p.bind(values), owner) for p, owner in peak_regimes(graph, values)]
+    found = [(p.bind(values), owner) for p, owner in _regimes(graph, values)]
     if all(p.constant is not None for p, _ in found):
         return [max(found, key=lambda item: item[0].constant or 0)]
     return prune(found, graph.root.relations) if values else found
@@ -262,9 +267,8 @@ def timeline(graph: Graph, /, **dims: int) -> Timeline:
         return Timeline(
             answer(most), moments, {} if whole else _holds_from(graph, values), by_role, (Regime(most.expr, *owner),)
         )
-    found = _bound_regimes(graph, values)
-    regimes = tuple(Regime(p.expr, *owner) for p, owner in found)
-    return Timeline(answer(extremum(found)), moments, _holds_from(graph, values), None, regimes)
+    peak = answer(extremum(_bound_regimes(graph, values)))
+    return Timeline(peak, moments, _holds_from(graph, values), None, peak_cases(graph, values))
 
 
 def _holds_from(graph: Graph, values: Mapping[str, Poly]) -> dict[str, int]:
@@ -272,7 +276,7 @@ def _holds_from(graph: Graph, values: Mapping[str, Poly]) -> dict[str, int]:
     out: dict[str, int] = {}
     loops = [op for op in graph.walk() if op.kind.body == "repeated"]
     general = copies_for(values)
-    full = {p for p, _ in peak_regimes(graph, values)}
+    full = {p for p, _ in _regimes(graph, values)}
     for loop in loops:
         count = loop.attrs["count"].bind(values)
         if count.constant is not None:

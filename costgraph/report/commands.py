@@ -14,13 +14,14 @@ from rich.markup import escape
 
 from .. import __version__
 from ..analysis.crossover import crossover
+from ..analysis.memory import peak_cases
 from ..errors import BindingError, FormatError
 from ..graph import Graph
 from ..hardware import load_hardware
 from ..sizes import bindings
 from ..symbols import is_name, read_size, shorten
 from . import lists, text
-from .data import peak_cases, report
+from .data import report
 from .files import to_csv, to_json, write
 from .formula import formula_text, shared, write_formula
 from .plots import check_path, plot_timeline

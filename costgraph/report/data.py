@@ -9,11 +9,10 @@ from dataclasses import dataclass, field, replace
 import sympy
 
 from ..analysis.costs import costs, executions, unused_names
-from ..analysis.memory import peak_regimes, timeline
+from ..analysis.memory import peak_cases, timeline
 from ..analysis.roofline import Roofline, RooflineRow, roofline
 from ..analysis.table import Cost, CostRow, Costs
-from ..bind import Formula, answer
-from ..dominance import prune
+from ..bind import Formula
 from ..errors import BindingError, GraphError
 from ..extremum import Regime
 from ..graph import Graph
@@ -23,7 +22,7 @@ from ..sizes import bindings, known_names
 from ..symbols import shorten
 from .quantities import QUANTITIES, quantity_of, symbolic
 
-__all__ = ["SORTS", "Figure", "Part", "Peak", "Report", "peak_cases", "report"]
+__all__ = ["SORTS", "Figure", "Part", "Peak", "Report", "report"]
 
 
 @dataclass(frozen=True)
@@ -205,16 +204,6 @@ def _figures(graph: Graph, dims: Mapping[str, int]) -> dict[str, Figure]:
 # -- peak --------------------------------------------------------------------------------------------------------
 
 
-def peak_cases(graph: Graph, values: Mapping[str, Poly]) -> tuple[Regime, ...]:
-    """Return the cases of the peak memory with their ops, also where there is only one."""
-    found = [(p.bind(values), owner) for p, owner in peak_regimes(graph, values)]
-    if all(p.constant is not None for p, _ in found):
-        kept = [max(found, key=lambda item: item[0].constant or 0)]
-    else:
-        kept = prune(found, graph.root.relations)
-    return tuple(Regime(answer(p), owner.op, owner.phase) for p, owner in kept)
-
-
 def _peak(graph: Graph, dims: Mapping[str, int], values: Mapping[str, Poly]) -> Peak:
     line = timeline(graph, **dims)
     number = not isinstance(line.peak, sympy.Expr)
@@ -223,7 +212,7 @@ def _peak(graph: Graph, dims: Mapping[str, int], values: Mapping[str, Poly]) -> 
         op=line.op if number else None,
         phase=line.phase if number else None,
         by_role=line.by_role if number else {},
-        regimes=peak_cases(graph, values),
+        regimes=line.regimes,
         formula=peak_cases(graph, {}),
     )
 
