@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
+from .dominance import lower
 from .errors import CostGraphError, GraphError, ShapeError
 from .layout import Sizes
 from .polynomial import Poly, poly
-from .symbols import shorten
+from .symbols import shown
 from .tensor import Tensor
 
 __all__ = [
@@ -34,7 +36,7 @@ def need_tensor(place: str, *values: object) -> None:
 def need_choice(place: str, value: object, choices: Collection[str]) -> None:
     """Raise GraphError if a value is none of some words."""
     if not isinstance(value, str) or value not in choices:
-        raise GraphError(f"{place} {shorten(repr(value))[1:-1]}, expected one of {', '.join(choices)}")
+        raise GraphError(f"{place} {shown(value)}, expected one of {', '.join(choices)}")
 
 
 def need_flag(place: str, **flags: object) -> None:
@@ -61,12 +63,16 @@ def need_name(place: str, value: object) -> None:
     """Raise GraphError if a value cannot name an op: it stands in tables, files and error messages."""
     text = value if isinstance(value, str) else ""
     if not 0 < len(text) <= _LONGEST_NAME or not text.isprintable() or " " in text:
-        raise GraphError(f"{place}: name {shorten(str(value))}, expected text without spaces")
+        raise GraphError(f"{place}: name {shown(value)}, expected text without spaces")
 
 
 def named(name: object, default: str) -> Any:
     """Return the name, or the default where it is empty."""
     return default if isinstance(name, str) and not name else name
+
+
+def _text(size: Poly) -> str:
+    return shown(size.constant) if isinstance(size.constant, int) else size.brief()
 
 
 def positive(place: str, value: object) -> Poly:
@@ -75,9 +81,17 @@ def positive(place: str, value: object) -> Poly:
         out = poly(value)
     except CostGraphError as error:
         raise type(error)(f"{place}: {error}") from None
-    if out.constant is not None and (not isinstance(out.constant, int) or out.constant < 1):
-        raise ShapeError(f"{place}: {out}, expected a positive integer")
+    if _is_no_size(out):
+        raise ShapeError(f"{place}: {_text(out)}, expected a positive integer")
     return out
+
+
+@lru_cache(maxsize=1 << 12)  # asked of every axis of every tensor, and they are the same few
+def _is_no_size(size: Poly) -> bool:
+    if size.constant is not None:
+        return not isinstance(size.constant, int) or size.constant < 1
+    most = lower(-size)
+    return most is not None and most >= 0  # -B is below 1 for all sizes
 
 
 def amount(place: str, value: object) -> Poly:
@@ -86,15 +100,16 @@ def amount(place: str, value: object) -> Poly:
         out = poly(value)
     except CostGraphError as error:
         raise type(error)(f"{place}: {error}") from None
-    if out.constant is not None and out.constant < 0:
-        raise ShapeError(f"{place}: {out}, expected an amount that is not negative")
+    most = lower(-out) if out.constant is None else -out.constant
+    if most is not None and most > 0:
+        raise ShapeError(f"{place}: {_text(out)}, expected an amount that is not negative")
     return out
 
 
 def sizes_of(shape: Sequence[object], place: str) -> Sizes:
     """Return a shape as polynomials, each known to be positive where it is a number."""
     if isinstance(shape, str | bytes | set | frozenset | Mapping | Tensor) or not isinstance(shape, Iterable):
-        raise GraphError(f"{place}: shape {shape!r}, expected a tuple of sizes such as (B, S, D)")
+        raise GraphError(f"{place}: shape {shown(shape)}, expected a tuple of sizes such as (B, S, D)")
     sizes = []
     for i, size in enumerate(shape):
         sizes.append(positive(f"{place}: axis {i}", size))
@@ -103,4 +118,4 @@ def sizes_of(shape: Sequence[object], place: str) -> Sizes:
 
 def sizes(place: str, given: Mapping[str, object]) -> dict[str, Poly]:
     """Return the sizes that a caller gave by name of the axis."""
-    return {name: positive(f"{place}: size of {name!r}", value) for name, value in given.items()}
+    return {name: positive(f"{place}: size of {shown(name)}", value) for name, value in given.items()}

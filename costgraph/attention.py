@@ -8,12 +8,12 @@ from typing import Any
 from .arguments import need_choice, need_flag, need_tensor, positive
 from .domain import Domain
 from .errors import GraphError, ShapeError
-from .graph import current_graph
+from .graph import apply, current_graph
 from .nn import softmax
 from .ops.blocks import fused
 from .ops.einsum import einsum
 from .ops.layout import rearrange
-from .ops.pointwise import pointwise
+from .ops.pointwise import FUNCTIONS, POINTWISE, pointwise
 from .ops.stochastic import dropout
 from .scopes import scope
 from .tensor import Tensor
@@ -97,7 +97,7 @@ def attention(
         made = fused(name, _flash, q, k, v, domain=domain, softcap=softcap, p=p)
     else:
         with scope(name):
-            made = _eager(q, k, v, masked=domain is not None, softcap=softcap, p=p)
+            made = _eager(q, k, v, domain=domain, softcap=softcap, p=p)
     assert isinstance(made, Tensor)
     order = "b s g r v" if kernel == "flash" else "b g r s v"
     return rearrange(made, f"{order} -> b (g r) s v", name="heads")
@@ -126,11 +126,13 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, *, domain: Domain | None, softcap: f
     return _reduced(dropout(y, p), v, _FLASH_REDUCE)
 
 
-def _eager(q: Tensor, k: Tensor, v: Tensor, *, masked: bool, softcap: float | None, p: float) -> Tensor:
+def _eager(q: Tensor, k: Tensor, v: Tensor, *, domain: Domain | None, softcap: float | None, p: float) -> Tensor:
     with scope("scores"):
         scores = einsum(q, k, _SCORES, name="matmul")
     y = _scaled(scores, softcap)
-    y = pointwise("causal_mask", y, name="mask") if masked else y
+    if domain is not None:  # which keys are hidden changes no cost of an op on the whole square
+        attrs = {"function": FUNCTIONS["causal_mask"], "masked": domain}
+        (y,) = apply(POINTWISE, [y], attrs, "mask")
     return _reduced(dropout(softmax(y), p), v, _REDUCE)
 
 

@@ -16,7 +16,7 @@ from .sizes import size_of
 from .sweep import checked, lambdified, plan
 from .symbols import check_symbol, shorten
 
-__all__ = ["Formula", "answer", "compile", "evaluate", "need_bound", "number"]
+__all__ = ["Formula", "answer", "compile", "evaluate", "need_bound", "number", "real"]
 
 #: What a question answers with: a number once every symbol is bound, else a formula.
 Formula: TypeAlias = int | float | sympy.Expr
@@ -31,6 +31,14 @@ def number(value: Rational) -> int | float:
         return int(value) if value.denominator == 1 else float(value)
     except OverflowError:
         raise BindingError("a fraction beyond 1.8e308: expected smaller sizes") from None
+
+
+def real(value: Rational) -> float:
+    """Return an exact number as a float."""
+    try:
+        return float(value)
+    except OverflowError:
+        raise BindingError("a number beyond 1.8e308: expected smaller sizes") from None
 
 
 def answer(value: Poly | sympy.Expr) -> Formula:

@@ -13,7 +13,7 @@ from .tensor import Storage, Tensor
 if TYPE_CHECKING:
     from .graph import Graph
 
-__all__ = ["check"]
+__all__ = ["check", "overwritten_by"]
 
 
 def check(graph: Graph) -> None:
@@ -46,14 +46,14 @@ def _check_order(graph: Graph) -> None:
         ready.update(op.results)
 
 
-def _overwritten_by(op: Op) -> list[Storage]:
+def overwritten_by(op: Op) -> list[Storage]:
     """Storages of operands that an op leaves with other values: its own, or those that its iterations carry on."""
     if op.attrs.get("inplace"):
         return [op.operands[0].storage]
     if op.body is None or op.kind.body != "repeated":
         return []
     outside = {f.storage: t.storage for f, t in zip(op.body.formals, op.operands, strict=True)}
-    return [outside[s] for inner in op.body.ops for s in _overwritten_by(inner) if s in outside]
+    return [outside[s] for inner in op.body.ops for s in overwritten_by(inner) if s in outside]
 
 
 def _check_overwritten(graph: Graph) -> None:
@@ -66,7 +66,7 @@ def _check_overwritten(graph: Graph) -> None:
             raise GraphError(f"op {op.name!r}: reads {lost.name!r}, which {gone[lost].name!r} has overwritten in place")
         for t in op.operands:
             by_storage.setdefault(t.storage, []).append(t)
-        for storage in _overwritten_by(op):
+        for storage in overwritten_by(op):
             for t in by_storage[storage]:
                 gone[t] = op
         for t in op.results:

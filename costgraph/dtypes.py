@@ -17,6 +17,7 @@ from fractions import Fraction
 from types import MappingProxyType
 
 from costgraph.errors import FormatError
+from costgraph.symbols import shown
 
 __all__ = ["ALIASES", "DTYPES", "BlockScale", "DType", "bits_per_element", "dtype", "promote"]
 
@@ -274,13 +275,13 @@ def dtype(name_or_dtype: object) -> DType:
         return name_or_dtype
     known = ", ".join(DTYPES)
     if not isinstance(name_or_dtype, str):
-        raise FormatError(f"number format {name_or_dtype!r}: expected a name or a DType; known are {known}")
+        raise FormatError(f"number format {shown(name_or_dtype)}: expected a name or a DType; known are {known}")
     name = ALIASES.get(name_or_dtype, name_or_dtype)
     if name in DTYPES:
         return DTYPES[name]
     near = difflib.get_close_matches(name_or_dtype.lower(), [*DTYPES, *ALIASES], n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
-    raise FormatError(f"number format {name_or_dtype!r} is unknown: {hint}known are {known}")
+    raise FormatError(f"number format {shown(name_or_dtype)} is unknown: {hint}known are {known}")
 
 
 def promote(a: str | DType, b: str | DType) -> DType:

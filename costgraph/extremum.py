@@ -15,7 +15,7 @@ from sympy.printing.str import StrPrinter
 from .dominance import BOUNDS, Relations, lower, prune
 from .errors import ShapeError
 from .polynomial import Poly, Rational, generator, poly
-from .symbols import is_number_like
+from .symbols import is_number_like, shown
 
 __all__ = ["Max", "Min", "Owner", "Regime", "extremum", "regimes"]
 
@@ -82,7 +82,7 @@ class _Extremum(_AtOnce):
     @property
     def func(self) -> Any:
         """Rebuild with the owners kept: what sympy's traversals call."""
-        if not any(self.owners):
+        if not any(o.op or o.phase for o in self.owners):
             return type(self)
         return lambda *args: type(self)(*args, owners=self.owners if len(args) == len(self.owners) else None)
 
@@ -113,10 +113,13 @@ class _Extremum(_AtOnce):
         if not all(k.is_Symbol for k in rule):
             return None
         try:
-            values = {k.name: poly(v) for k, v in rule.items() if k in self.free_symbols}
-            candidates = [(poly(a).bind(values), o) for a, o in zip(self.args, self.owners, strict=True)]
+            return self.bound({k.name: poly(v) for k, v in rule.items() if k in self.free_symbols})
         except ShapeError:  # what the algebra does not know
             return None
+
+    def bound(self, values: Mapping[str, Poly]) -> sympy.Expr:
+        """Replace symbols in every argument; ShapeError where a number would be too large to be written out."""
+        candidates = [(poly(a).bind(values), o) for a, o in zip(self.args, self.owners, strict=True)]
         return _build(type(self), prune(_flat(type(self), candidates), largest=self._largest))
 
     def _eval_derivative(self, symbol: sympy.Symbol) -> sympy.Expr:
@@ -293,7 +296,7 @@ def as_expr(value: object) -> sympy.Expr:
     except (sympy.SympifyError, TypeError, ValueError):
         expr = None
     if not isinstance(expr, sympy.Expr):
-        raise ShapeError(f"{value!r:.60}: expected a number or a formula in symbols from costgraph.dims")
+        raise ShapeError(f"{shown(value)}: expected a number or a formula in symbols from costgraph.dims")
     return expr
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from fractions import Fraction
+from math import comb
 
 import sympy
 
@@ -21,7 +22,7 @@ from .dominance import Relation
 from .errors import CostGraphError, PatternError
 from .extremum import Max, Min
 from .polynomial import Poly, poly, power, total
-from .symbols import is_name, shorten, symbol
+from .symbols import is_name, shorten, shown, symbol
 
 __all__ = ["parse_formula", "parse_relation"]
 
@@ -31,7 +32,9 @@ _LONGEST = 20_000
 _DEEPEST = 60
 _MOST_DIGITS = 40
 _MOST_ARGUMENTS = 200
-_MOST_TERMS = 200_000
+_MOST_TERMS = 2000  # of a sum; what is asked of it later takes the square of them
+_MOST_WORK = 20_000  # terms of all intermediate sums
+_MOST_ROUNDED = 200  # terms in a floor or a ceiling
 _MOST_BITS = 1 << 13
 _FUNCTIONS: dict[str, Callable[..., sympy.Expr]] = {
     "Max": Max,
@@ -46,7 +49,7 @@ class _Reader:
 
     def __init__(self, text: str, place: str) -> None:
         if not isinstance(text, str):
-            raise PatternError(f"{place}: got {text!r:.60}, expected text")
+            raise PatternError(f"{place}: got {shown(text)}, expected text")
         if len(text) > _LONGEST:
             raise PatternError(f"{place}: {len(text)} characters, expected at most {_LONGEST}")
         self.text, self.place = text, place
@@ -100,6 +103,8 @@ class _Reader:
         out = self.factor()
         while sign := self.take("*", "/"):
             right = self.factor()
+            if len(out.terms) * len(right.terms) > _MOST_WORK:
+                raise self.error(f"{len(out.terms)} by {len(right.terms)} terms, too large to be written out,")
             out = self.checked(out * right if sign == "*" else out / right)
         return out
 
@@ -123,13 +128,22 @@ class _Reader:
             raise self.error(f"a power of {base}, expected a positive number")
         if isinstance(exponent.constant, Fraction):
             raise self.error(f"the exponent {exponent}, expected an integer or a formula in symbols,")
-        return self.checked(power(base, exponent) if exponent.constant is None else base**exponent.constant)
+        if exponent.constant is None:
+            return self.checked(power(base, exponent))
+        self.need_room(base, abs(exponent.constant))
+        return self.checked(base**exponent.constant)
+
+    def need_room(self, base: Poly, exponent: int) -> None:
+        """Refuse a power of a sum that would be too long, before it is multiplied out."""
+        n = len(base.terms)
+        if n > 1 and (exponent > _MOST_TERMS or comb(n + exponent - 1, exponent) > _MOST_TERMS):
+            raise self.error("sums or numbers too large to be written out")
 
     def checked(self, value: Poly) -> Poly:
         """Bound what a text of a few characters can ask for."""
         self.terms += len(value.terms)
         digits = max((max(abs(c.numerator), c.denominator) for c in value.terms.values()), default=0)
-        if self.terms > _MOST_TERMS or digits.bit_length() > _MOST_BITS:
+        if len(value.terms) > _MOST_TERMS or self.terms > _MOST_WORK or digits.bit_length() > _MOST_BITS:
             raise self.error("sums or numbers too large to be written out")
         return value
 
@@ -161,7 +175,9 @@ class _Reader:
         most = 1 if function in (sympy.floor, sympy.ceiling) else _MOST_ARGUMENTS
         if len(arguments) > most:
             raise self.error(f"{len(arguments)} arguments of {token}, expected at most {most},")
-        return poly(function(*(a.expr for a in arguments)))
+        if most == 1 and len(arguments[0].terms) > _MOST_ROUNDED:
+            raise self.error(f"{len(arguments[0].terms)} terms in {token}, expected at most {_MOST_ROUNDED},")
+        return self.checked(poly(function(*(a.expr for a in arguments))))
 
     def end(self) -> None:
         if self.at < len(self.tokens):

@@ -16,7 +16,7 @@ import networkx as nx
 
 from .arguments import need_choice, need_flag, need_name, sizes_of
 from .checks import check
-from .dominance import Relations
+from .dominance import NOTHING_KNOWN, Relations
 from .dtypes import DType
 from .dtypes import dtype as find_dtype
 from .errors import CostGraphError, GraphError
@@ -101,7 +101,7 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
         # networkx's own functions make graphs of this class with no argument, or with data to copy
         super().__init__(None if isinstance(name, str) else name, **attr)
         self.graph.setdefault("name", name if isinstance(name, str) else "graph")
-        facts = {"dtype": find_dtype(dtype), "outputs": [], "relations": Relations(), "defaults": {}, "loss": None}
+        facts = {"dtype": find_dtype(dtype), "outputs": [], "relations": NOTHING_KNOWN, "defaults": {}, "loss": None}
         self.graph |= {key: value for key, value in facts.items() if key not in self.graph}
         self.formals: list[Tensor] = []
         self.parent: Graph | None = None
@@ -436,8 +436,10 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
 
     def same(self, a: Poly, b: Poly) -> bool:
         """Whether two sizes are equal, assumptions included."""
+        if a == b:
+            return True
         known = self.root.relations
-        return a == b or (bool(known.relations) and known.reduce(a) == known.reduce(b))
+        return bool(known.relations) and known.reduce(a) == known.reduce(b)
 
     def validate(self) -> None:
         """Check that the graph means something.

@@ -62,6 +62,7 @@ _RATE_KEYS = {
 }
 
 _MOST_BYTES = 2**20
+_MOST_DOTS = 1000  # in a line: the time for a key grows as the square of their number
 
 Fallback = str | DType | Mapping[str, str]
 
@@ -132,9 +133,9 @@ class Hardware:
         >>> print(load_hardware("v100-sxm2-16gb").rate("bf16", fallback="fp16"))
         125 TFLOP/s
         """
-        table = {"matmul": "peak", "vector": "vector"}.get(unit)
+        table = {"matmul": "peak", "vector": "vector"}.get(unit) if isinstance(unit, str) else None
         if table is None:
-            raise SpecError(f"hardware {self.id}: unit {unit!r} is unknown; expected 'matmul' or 'vector'")
+            raise SpecError(f"hardware {self.id}: unit {show(unit)} is unknown; expected 'matmul' or 'vector'")
         wanted = dtype(dtype_name).name
         key = _rate_key(wanted, unit, self.peak)
         found = self.tables[table].get(key)
@@ -197,9 +198,9 @@ class Hardware:
         >>> print(load_hardware("h100-sxm").link("pcie"))
         63 GB/s
         """
-        if kind not in _LINK_KINDS:
+        if not isinstance(kind, str) or kind not in _LINK_KINDS:
             known = ", ".join(_LINK_KINDS)
-            raise SpecError(f"hardware {self.id}: link {kind!r} is unknown; expected one of {known}")
+            raise SpecError(f"hardware {self.id}: link {show(kind)} is unknown; expected one of {known}")
         table, key = _LINK_KINDS[kind]
         there = self.tables.get(table, {})
         if key in there:
@@ -311,7 +312,10 @@ def _read(path: Path) -> dict[str, Any]:
             raw = file.read(_MOST_BYTES + 1)
         if len(raw) > _MOST_BYTES:
             raise SpecError(f"{path}: larger than 1 MiB; expected the specification of one device")
-        return tomllib.loads(raw.decode(), parse_float=Decimal)
+        text = raw.decode()
+        if max(line.count(".") for line in text.split("\n")) > _MOST_DOTS:
+            raise SpecError(f"{path}: a line with more than {_MOST_DOTS} dots; expected short keys")
+        return tomllib.loads(text, parse_float=Decimal)
     except UnicodeDecodeError as error:
         raise SpecError(f"{path}: byte {error.start} is no UTF-8; expected a TOML file") from None
     except RecursionError:

@@ -12,7 +12,7 @@ from math import prod
 from .dominance import lower
 from .polynomial import ONE, ZERO, Poly
 
-__all__ = ["Sizes", "contiguous", "distinct", "elementwise", "is_dense", "numel", "view"]
+__all__ = ["Sizes", "contiguous", "distinct", "elementwise", "numel", "view"]
 
 Sizes = tuple[Poly, ...]
 
@@ -34,19 +34,6 @@ def contiguous(sizes: Sizes) -> Sizes:
 def distinct(sizes: Sequence[Poly], strides: Sequence[Poly]) -> Poly:
     """Return the number of different elements behind a view: an expanded axis repeats the same ones."""
     return numel([n for n, s in zip(sizes, strides, strict=True) if s])
-
-
-def is_dense(sizes: Sizes, strides: Sizes) -> bool:
-    """Whether the view covers one block of memory without gaps, in any order of its axes."""
-    left = {i for i, n in enumerate(sizes) if n != ONE}
-    expected = ONE
-    while left:
-        found = next((i for i in left if strides[i] == expected), None)
-        if found is None:
-            return False
-        expected = expected * sizes[found]
-        left.discard(found)
-    return True
 
 
 def view(sizes: Sizes, strides: Sizes, new: Sizes) -> Sizes | None:

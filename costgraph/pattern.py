@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from .errors import PatternError
-from .symbols import is_name, shorten
+from .symbols import is_name, shorten, shown
 
 __all__ = ["Affine", "Axes", "Pattern", "parse_pattern"]
 
@@ -177,7 +177,7 @@ def parse_pattern(text: str, ranks: tuple[int, ...] | None = None) -> Pattern:
     'b (h k) -> b h k'
     """
     if not isinstance(text, str):
-        raise PatternError(f"pattern {text!r:.60}: expected text such as 'b s d -> b s'")
+        raise PatternError(f"pattern {shown(text)}: expected text such as 'b s d -> b s'")
     return _parsed(text, ranks)
 
 

@@ -19,23 +19,26 @@ from typing import Any
 import sympy
 
 from .errors import ShapeError
-from .generators import HIGHEST_EXPONENT, Monomial, atom_key, generator, product, times
-from .symbols import check_symbol, symbol
+from .generators import (
+    HIGHEST_EXPONENT,
+    Monomial,
+    Rational,
+    atom_key,
+    generator,
+    is_reciprocal,
+    number_power,
+    product,
+    tidy,
+    times,
+)  # fmt: skip
+from .symbols import check_symbol, shown, symbol
 
 __all__ = ["ONE", "ZERO", "Monomial", "Poly", "Rational", "generator", "poly", "total"]
-
-Rational = int | Fraction
 
 # Sums raised to more than this are no sizes of tensors; expanding them would take for ever.
 _HIGHEST_POWER = 64
 _MOST_TERMS = 100_000
 _MOST_STEPS = 2000  # of a division
-# A number raised to a power when symbols are bound stays exact up to this many bits, about what 10**6 operations do.
-_MOST_BITS = 1 << 18
-
-
-def _tidy(value: Rational) -> Rational:
-    return value.numerator if type(value) is not int and value.denominator == 1 else value
 
 
 class Poly:
@@ -71,14 +74,14 @@ class Poly:
         return as_poly(other) + -self
 
     def __mul__(self, other: Poly | Rational) -> Poly:
-        other = as_poly(other)
+        other = other if type(other) is Poly else as_poly(other)
         if self is ONE:
             return other
         if other is ONE:
             return self
-        if len(self.terms) == 1 == len(other.terms):  # sizes are monomials nearly always
+        if len(self.terms) == 1 == len(other.terms):
             ((m, c),), ((n, d),) = self.terms.items(), other.terms.items()
-            return Poly({times(m, n): _tidy(c * d)})
+            return _product_of_terms(m, c, n, d)
         if len(self.terms) * len(other.terms) > _MOST_TERMS:
             raise ShapeError(f"a product of {len(self.terms)} by {len(other.terms)} terms is no size of a tensor")
         out: dict[Monomial, Rational] = {}
@@ -86,7 +89,7 @@ class Poly:
             for n, d in other.terms.items():
                 key = times(m, n)
                 out[key] = out.get(key, 0) + c * d
-        return Poly({m: _tidy(c) for m, c in out.items() if c})
+        return Poly({m: tidy(c) for m, c in out.items() if c})
 
     __rmul__ = __mul__
 
@@ -111,7 +114,9 @@ class Poly:
             raise ShapeError(f"({self.brief()}) / 0: expected a divisor that is not zero")
         if len(other.terms) == 1:
             ((m, c),) = other.terms.items()
-            return self * Poly({tuple((k, -p) for k, p in m): _tidy(Fraction(1) / c)})
+            sums = [(k, p) for k, p in m if p > 0 and is_reciprocal(k)]  # 1/(1/(A + 1)) is A + 1 again
+            inverse = Poly({tuple((k, -p) for k, p in m if (k, p) not in sums): tidy(Fraction(1) / c)})
+            return prod((_from_expr(1 / generator(k)) ** p for k, p in sums), start=self * inverse)
         quotient = self._divide(other)
         if quotient is None:
             content = other._content()
@@ -124,8 +129,10 @@ class Poly:
         scale = Fraction(
             gcd(*(c.numerator for c in self.terms.values())), lcm(*(c.denominator for c in self.terms.values()))
         )
-        sign = 1 if self.terms[max(self.terms)] > 0 else -1
-        return Poly({tuple(sorted((k, e) for k, e in powers.items() if e)): sign * scale})
+        common = tuple(sorted((k, e) for k, e in powers.items() if e))
+        # of what is left once it is divided out: the sign is then that of the sum, whatever it is multiplied by
+        rest = {times(m, tuple((k, -e) for k, e in common)): c for m, c in self.terms.items()}
+        return Poly({common: scale if rest[max(rest)] > 0 else -scale})
 
     def _divide(self, divisor: Poly) -> Poly | None:
         """Return the exact quotient by a sum, or None: least and greatest exponents of a product are sums."""
@@ -171,7 +178,10 @@ class Poly:
         return bool(self.terms)
 
     def __repr__(self) -> str:
-        return str(self.expr)
+        try:
+            return str(self.expr)
+        except ValueError:  # Python refuses to write out integers of more than 4,300 digits
+            return f"a formula with {shown(max((abs(c.numerator) for c in self.terms.values()), default=0))}"
 
     def brief(self) -> str:
         """Return the text of the first few terms: what an error message can carry."""
@@ -219,7 +229,7 @@ class Poly:
             for k, p in m:
                 if k in numbers:
                     c = c * numbers[k] ** p
-            part = Poly({tuple((k, p) for k, p in m if k not in new): _tidy(c)})
+            part = Poly({tuple((k, p) for k, p in m if k not in new): tidy(c)})
             for k, p in m:
                 if k in new and k not in numbers:
                     part = part * new[k] ** p
@@ -236,6 +246,9 @@ class Poly:
                 x = seen.get(k)
                 if x is None:
                     x = seen[k] = value(k)
+                if p == 1:
+                    part = part * x
+                    continue
                 part = part * x**p if p > 0 else part * (1 / Fraction(x) if isinstance(x, int) else 1 / x) ** -p
             out += part
         return out
@@ -262,18 +275,24 @@ def as_poly(value: Poly | Rational) -> Poly:
     return Poly({(): value}) if value else ZERO
 
 
+@lru_cache(maxsize=1 << 16)
+def _product_of_terms(m: Monomial, c: Rational, n: Monomial, d: Rational) -> Poly:
+    # sizes are monomials nearly always, and of a large graph the same few: kept once, they are nothing to collect
+    return Poly({times(m, n): tidy(c * d)})
+
+
 def total(parts: Iterable[Poly]) -> Poly:
     """Return the sum of polynomials in one pass."""
     out: dict[Monomial, Rational] = {}
     for monomial, c in chain.from_iterable(p.terms.items() for p in parts):
         out[monomial] = out.get(monomial, 0) + c
-    return Poly({m: _tidy(c) for m, c in out.items() if c})
+    return Poly({m: tidy(c) for m, c in out.items() if c})
 
 
 def atom(expr: sympy.Expr) -> Poly:
     """Return an expression as one generator, or its value where it is a number."""
     if expr.is_Rational:
-        return as_poly(_tidy(Fraction(expr.p, expr.q)))
+        return as_poly(tidy(Fraction(expr.p, expr.q)))
     return Poly({((atom_key(expr), 1),): 1})
 
 
@@ -283,7 +302,7 @@ def _from_expr(expr: sympy.Expr) -> Poly:
         check_symbol(expr)
         return Poly({((expr.name, 1),): 1})
     if expr.is_Rational:
-        return as_poly(_tidy(Fraction(int(expr.p), int(expr.q))))
+        return as_poly(tidy(Fraction(int(expr.p), int(expr.q))))
     if expr.is_Add:
         return total(_from_expr(a) for a in expr.args)
     if expr.is_Mul:
@@ -303,7 +322,7 @@ def power(base: Poly, exponent: Poly) -> Poly:
     """
     fixed, number = exponent.constant, base.constant
     if isinstance(fixed, int) and number is not None:
-        return _number_power(number, fixed)
+        return as_poly(number_power(number, fixed))
     if isinstance(fixed, int) and (abs(fixed) <= _HIGHEST_POWER or len(base.terms) == 1):
         return base**fixed
     if number is None and len(base.terms) == 1:
@@ -332,25 +351,9 @@ def _split_power(expr: sympy.Pow) -> Poly:
         if not m and isinstance(c, int):
             out = out * power(_from_expr(base), as_poly(c))
         else:
-            unit = Poly({m: _tidy(Fraction(1, c.denominator))})
+            unit = Poly({m: tidy(Fraction(1, c.denominator))})
             out = out * atom(sympy.Pow(base, unit.expr)) ** c.numerator
     return out
-
-
-def _number_power(number: Rational, exponent: int) -> Poly:
-    if not number and exponent < 0:
-        raise ShapeError(f"0**{exponent}: expected a base that is not zero")
-    bits = max(number.numerator.bit_length(), number.denominator.bit_length()) * abs(exponent)
-    if number in (0, 1, -1) or bits <= _MOST_BITS:
-        return as_poly(_tidy(Fraction(number) ** exponent))
-    too_large = ShapeError(f"a power of {bits} bits is no size of a tensor")
-    if isinstance(number, int) and exponent > 0:
-        raise too_large
-    try:
-        # what is no integer is handed out as a float anyway
-        return as_poly(_tidy(Fraction(float(number) ** exponent)))
-    except OverflowError:
-        raise too_large from None
 
 
 def _bound_atom(expr: sympy.Expr, values: Mapping[str, Poly]) -> Poly:
@@ -359,6 +362,8 @@ def _bound_atom(expr: sympy.Expr, values: Mapping[str, Poly]) -> Poly:
         return power(_from_expr(expr.base).bind(values), _from_expr(expr.exp).bind(values))
     if isinstance(expr, sympy.floor | sympy.ceiling):
         return _from_expr(expr.func(_from_expr(expr.args[0]).bind(values).expr))
+    if hasattr(expr, "bound"):  # a maximum, whose arguments are bound as sums are
+        return _from_expr(expr.bound(values))
     return _from_expr(expr.xreplace({symbol(k): v.expr for k, v in values.items()}))
 
 
@@ -380,12 +385,12 @@ def poly(value: object) -> Poly:
     if isinstance(value, sympy.Expr):
         return _from_expr(value)
     if isinstance(value, Fraction):
-        return as_poly(_tidy(value))
+        return as_poly(tidy(value))
     try:
         if isinstance(value, bool):
             raise TypeError
         return as_poly(index(value))  # type: ignore[arg-type]  # NumPy's integers too; what is none fails
     except TypeError:
         raise ShapeError(
-            f"size {value!r:.60}: expected an integer or an expression in symbols from costgraph.dims"
+            f"size {shown(value)}: expected an integer or an expression in symbols from costgraph.dims"
         ) from None

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from math import prod
 from typing import TYPE_CHECKING
 
 from .dominance import lower
 from .extremum import Max
 from .op import Op
-from .polynomial import ZERO, Poly, poly, total
+from .polynomial import ONE, ZERO, Poly, poly, total
 from .tensor import Tensor
 
 if TYPE_CHECKING:
     from .graph import Graph
 
-__all__ = ["at_least", "elements_read", "larger"]
+__all__ = ["at_least", "elements_read", "larger", "points", "together"]
 
 
 def at_least(a: Poly, b: Poly) -> bool:
@@ -31,6 +32,16 @@ def larger(a: Poly, b: Poly) -> Poly:
     if not a:
         return b
     return a if at_least(a, b) else b if at_least(b, a) else poly(Max(a.expr, b.expr))
+
+
+def points(t: Tensor, *, stored: bool = False) -> Poly:
+    """Return the index points of a tensor that hold anything; with `stored`, each element of an expanded one once."""
+    sizes = [ONE if stored and not s else n for n, s in zip(t.sizes, t.strides, strict=True)]
+    if t.domain is None:
+        return prod(sizes, start=ONE)
+    domain, query, key = t.domain
+    rest = prod((n for i, n in enumerate(sizes) if i not in (query, key)), start=ONE)
+    return rest * domain.points(t.sizes[query], t.sizes[key])
 
 
 def elements_read(graph: Graph, tensor: Tensor) -> Poly:
@@ -60,8 +71,7 @@ def elements_read(graph: Graph, tensor: Tensor) -> Poly:
         ):
             inner = elements_read(graph, result)
             if op.kind.name == "slice":
-                start, size, step = op.attrs["start"], op.attrs["size"], op.attrs["step"]
-                slices.setdefault(op.attrs["axis"], []).append((start, start + (size - 1) * step + 1, inner))
+                slices.setdefault(op.attrs["axis"], []).append((*_span(op), inner))
             else:
                 most = larger(most, inner)
             continue
@@ -89,6 +99,26 @@ def _read_by_loop(op: Op, i: int) -> Poly:
     assert body is not None
     inner = elements_read(body, body.formals[i])
     return inner * op.attrs["count"] if first <= i < first + op.attrs["xs"] else inner
+
+
+def together(tensors: Sequence[Tensor]) -> Poly:
+    """Return the different elements of tensors of one storage: slices that are apart add up, others may overlap."""
+    if len(tensors) == 1:
+        return points(tensors[0], stored=True)
+    makers = [t.producer for t in tensors]
+    slices = [op for op in makers if op is not None and op.kind.name == "slice"]
+    if len(slices) == len(tensors) and len({(op.operands[0], op.attrs["axis"]) for op in slices}) == 1:
+        return _together([(*_span(op), points(op.results[0], stored=True)) for op in slices])
+    most = ZERO
+    for t in tensors:
+        most = larger(most, points(t, stored=True))
+    return most
+
+
+def _span(op: Op) -> tuple[Poly, Poly]:
+    """Return where a slice begins and ends on its axis."""
+    start: Poly = op.attrs["start"]
+    return start, start + (op.attrs["size"] - 1) * op.attrs["step"] + 1
 
 
 def _together(parts: list[tuple[Poly, Poly, Poly]]) -> Poly:

@@ -15,10 +15,11 @@ import sympy
 
 from .errors import UnsupportedError
 from .extremum import at_least_zero, smaller
+from .layout import distinct
 from .op import Op
 from .pattern import Affine, Pattern
 from .polynomial import ONE, ZERO, Poly, poly
-from .reach import elements_read, larger
+from .reach import elements_read, larger, points
 from .tensor import Tensor
 
 if TYPE_CHECKING:
@@ -69,16 +70,6 @@ class Flops:
 
 
 # -- index points ------------------------------------------------------------------------------------------------
-
-
-def points(t: Tensor, *, stored: bool = False) -> Poly:
-    """Return the index points of a tensor that hold anything; with `stored`, each element of an expanded one once."""
-    sizes = [ONE if stored and not s else n for n, s in zip(t.sizes, t.strides, strict=True)]
-    if t.domain is None:
-        return prod(sizes, start=ONE)
-    domain, query, key = t.domain
-    rest = prod((n for i, n in enumerate(sizes) if i not in (query, key)), start=ONE)
-    return rest * domain.points(t.sizes[query], t.sizes[key])
 
 
 def elements(t: Tensor) -> Poly:
@@ -198,8 +189,14 @@ def written_if_copied(op: Op) -> tuple[Poly, ...]:
 
 def rows_read(op: Op) -> tuple[Poly, ...]:
     """Return the rows of a table that are looked up, not the table, and the indices."""
-    _, ids = op.operands
-    return points(op.results[0]), elements(ids)
+    table, ids = op.operands
+    if op.attrs["mode"] == "along":
+        *lead, last = zip(ids.sizes, ids.strides, table.strides, strict=True)
+        rows = prod((n for n, i, t in lead if t or (i and last[2])), start=ONE)
+        found = last[0] if last[1] and last[2] else ONE
+        return rows * found, elements(ids)
+    rows = elements(ids) if table.strides[0] else ONE  # all rows of an expanded table are one
+    return rows * distinct(table.sizes[1:], table.strides[1:]), elements(ids)
 
 
 def rows_written(op: Op) -> tuple[Poly, ...]:
@@ -221,11 +218,14 @@ def reached_by_index(op: Op) -> tuple[Poly, ...]:
             left, skip = _restricted(restriction, names, extents)
         seen: set[str] = set()
         for dim, size, stride in zip(pattern.operands[i], t.sizes, t.strides, strict=True):
+            if not stride:
+                continue  # an expanded axis repeats the same elements
             if isinstance(dim, Affine):
                 left = left * _reached(dim, extents, size)
-            elif stride and dim.names and dim.names[0] not in skip and dim.names[0] not in seen:
-                left = left * size
-                seen.add(dim.names[0])  # a diagonal: one axis in two places
+            else:
+                new = [n for n in dim.names if n not in skip and n not in seen]
+                left = prod((extents[n] for n in new), start=left)
+                seen.update(new)  # a diagonal: one axis in two places
         amounts.append(left)
     return _once(op, amounts)
 

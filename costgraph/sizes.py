@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from operator import index
 
 from .dominance import solve
 from .errors import BindingError
 from .graph import Graph
 from .polynomial import Poly, as_poly
-from .symbols import shorten
+from .symbols import shorten, shown
 
 __all__ = ["bindings", "known_names", "need_open", "size_of"]
+
+
+# No size has so many, and what is multiplied out of them could not be printed.
+_MOST_BITS = 1024
 
 
 def _polys(value: object) -> Iterable[Poly]:
@@ -62,12 +67,15 @@ def _delicate(graph: Graph) -> list[tuple[Poly, str, int]]:
                     found.setdefault(op.attrs["count"], f"count of {op.name!r}")
                 if "room" in op.attrs and not _always_size(op.attrs["room"]):
                     rooms.setdefault(op.attrs["room"], f"what is left beyond {op.name!r}")
+                if "start" in op.attrs and not _always_size(op.attrs["start"]):
+                    rooms.setdefault(op.attrs["start"], f"start of {op.name!r}")
         sizes = [(p, place, 1) for p, place in found.items()]
         graph.cache["delicate"] = sizes + [(p, place, 0) for p, place in rooms.items()]
     out: list[tuple[Poly, str, int]] = graph.cache["delicate"]
     return out
 
 
+@lru_cache(maxsize=1 << 12)
 def _always_size(p: Poly) -> bool:
     return all(isinstance(c, int) and c > 0 and all(e > 0 and k[0] != "~" for k, e in m) for m, c in p.terms.items())
 
@@ -109,10 +117,14 @@ def bindings(graph: Graph, dims: Mapping[str, object]) -> dict[str, Poly]:
         if size.names() <= values.keys():
             bound = size.bind(values).constant
             if bound is not None and (not isinstance(bound, int) or bound < least):
-                used = ", ".join(f"{n}={values[n]}" for n in sorted(size.names()))
+                used = ", ".join(f"{n}={_value(values[n])}" for n in sorted(size.names()))
                 expected = "a positive whole number" if least else "a whole number that is not negative"
-                raise BindingError(f"{used}: {place} has size {size} = {bound}, expected {expected}")
+                raise BindingError(f"{used}: {place} has size {size} = {_value(as_poly(bound))}, expected {expected}")
     return values
+
+
+def _value(p: Poly) -> str:
+    return shown(p.constant) if isinstance(p.constant, int) else str(p)
 
 
 def size_of(name: str, value: object) -> int:
@@ -122,9 +134,11 @@ def size_of(name: str, value: object) -> int:
             raise TypeError
         size = index(value)  # type: ignore[arg-type]  # what has no such method is refused here
     except TypeError:
-        raise BindingError(f"{name}={value!r:.60}: expected a positive integer") from None
+        raise BindingError(f"{name}={shown(value)}: expected a positive integer") from None
+    if size.bit_length() > _MOST_BITS:
+        raise BindingError(f"{name}={shown(size)}: expected a positive integer of at most {_MOST_BITS} bits")
     if size < 1:
-        raise BindingError(f"{name}={size}: expected a positive integer")
+        raise BindingError(f"{name}={shown(size)}: expected a positive integer")
     return size
 
 
@@ -138,7 +152,9 @@ def _apply_equalities(graph: Graph, values: dict[str, Poly]) -> None:
         name, value = found
         number = value.constant
         if number is not None and (not isinstance(number, int) or number < 1):
-            raise BindingError(f"assumption {relation.text!r} makes {name}={number}, expected a positive integer")
+            raise BindingError(
+                f"assumption {relation.text!r} makes {name}={_value(as_poly(number))}, expected a positive integer"
+            )
         for k, v in values.items():
             values[k] = v.bind({name: value})
         values[name] = value
@@ -148,4 +164,4 @@ def need_open(graph: Graph, symbol: str, dims: Mapping[str, object], question: s
     """Raise BindingError unless a symbol is a dimension of the graph that is not bound: what is solved for."""
     names = known_names(graph)
     if symbol not in names or symbol in dims:
-        raise BindingError(f"{question}: {symbol!r}, expected an open dimension of {', '.join(sorted(names))}")
+        raise BindingError(f"{question}: {shown(symbol)}, expected an open dimension of {', '.join(sorted(names))}")

@@ -12,7 +12,7 @@ import sympy
 from .errors import BindingError
 from .extremum import Max, Min
 from .polynomial import Poly, generator, poly
-from .symbols import symbol
+from .symbols import shown, symbol
 
 __all__ = ["checked", "lambdified", "plan"]
 
@@ -131,5 +131,5 @@ def checked(name: str, value: Any) -> np.ndarray[Any, Any]:
         array.dtype.kind == "f" and bool(np.isfinite(array).all() and (array == np.floor(array)).all())
     )
     if not whole or (array.size and array.min() < 1):
-        raise BindingError(f"{name}: array of {array.dtype} from {value!r:.80}, expected positive integers")
+        raise BindingError(f"{name}: array of {array.dtype} from {shown(value, 80)}, expected positive integers")
     return array

@@ -9,7 +9,7 @@ import sympy
 
 from .errors import BindingError, PatternError, ShapeError
 
-__all__ = ["dims", "is_name", "read_size", "symbol"]
+__all__ = ["dims", "is_name", "read_size", "shorten", "shown", "symbol"]
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 # Names become keyword arguments, columns and axis labels: longer ones are a mistake or an attack.
@@ -31,12 +31,29 @@ def shorten(text: str, most: int = 60) -> str:
     return repr(text if len(text) <= most else text[: most - 3] + "...")
 
 
+# Python refuses to write out integers of more than 4,300 digits, and an error text has no room for them.
+_MOST_BITS = 400
+
+
+def shown(value: object, most: int = 60) -> str:
+    """Return a short text of anything that was met, whatever it is."""
+    if isinstance(value, str):
+        return shorten(value, most)
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        return f"an integer of {value.bit_length()} bits"
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # such an integer somewhere inside, or no end of brackets
+        return f"a {type(value).__name__} too large to be shown"
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
 @cache
 def symbol(name: str) -> sympy.Symbol:
     """Return the positive integer symbol of this name."""
     if not is_name(name):
         raise PatternError(
-            f"dimension name {shorten(str(name))}: expected a letter or underscore followed by letters, digits or "
+            f"dimension name {shown(name)}: expected a letter or underscore followed by letters, digits or "
             f"underscores, at most {_LONGEST_NAME} in all"
         )
     return sympy.Symbol(name, integer=True, positive=True)
@@ -95,7 +112,7 @@ def dims(names: str) -> sympy.Symbol | tuple[sympy.Symbol, ...]:
     True
     """
     if not isinstance(names, str):
-        raise PatternError(f"dims: got {names!r}, expected names in one string, such as 'B S D'")
+        raise PatternError(f"dims: got {shown(names)}, expected names in one string, such as 'B S D'")
     found = tuple(symbol(n) for n in names.replace(",", " ").split())
     if not found:
         raise PatternError(f"dims: got {shorten(names)}, expected at least one name")
@@ -129,7 +146,8 @@ def read_size(text: str, place: str) -> int:
     """
     match = _SIZE.match(text) if isinstance(text, str) else None
     if match is None:
-        raise BindingError(f"{place}: got {shorten(str(text))}, expected a size such as 8192, 8Ki, 1.5M or 70B")
+        given = shorten(text if isinstance(text, str) else shown(text))
+        raise BindingError(f"{place}: got {given}, expected a size such as 8192, 8Ki, 1.5M or 70B")
     whole, fraction, power, scale = match.groups()
     # int(): an exponent that may be negative makes a power anything, for a type checker
     digits = int(whole + (fraction or "")) * int(10 ** int(power or 0)) * _SCALES.get(scale or "", 1)

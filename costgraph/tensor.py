@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from fractions import Fraction
+from functools import cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import sympy
@@ -16,10 +20,15 @@ if TYPE_CHECKING:
     from .graph import Graph
     from .op import Op
 
-__all__ = ["OPERATORS", "SOURCES", "Storage", "Tensor", "nbytes"]
+__all__ = ["ALIASES", "OPERATORS", "SOURCES", "Storage", "Tensor", "nbytes"]
 
 #: What `+`, `@`, indexing and the like do: filled by `costgraph.ops.operators`, as ops are made of tensors.
 OPERATORS: dict[str, Callable[..., Tensor]] = {}
+
+#: What storages of a body's inputs stand for in the iteration that is looked at: a storage and an offset in it.
+ALIASES: ContextVar[Mapping[Storage, tuple[Storage, Poly]]] = ContextVar(
+    "costgraph_aliases", default=MappingProxyType({})
+)
 
 #: Roles of tensors that no op makes; all but a body's own inputs live from the first op to the last.
 SOURCES = ("input", "param", "buffer", "cache", "formal")
@@ -47,6 +56,11 @@ def nbytes(sizes: Sequence[Poly], dtype: DType) -> Poly:
         blocks = poly(sympy.ceiling((last / dtype.block).expr))
         out = out + numel(sizes[:-1]) * blocks * dtype.scale_bits / 8 + poly(dtype.tensor_bits) / 8
     return out
+
+
+@cache
+def _bytes_of(bits: int) -> Poly:
+    return poly(Fraction(bits, 8))
 
 
 class Storage:
@@ -148,14 +162,20 @@ class Tensor:
 
     def region(self) -> tuple[object, ...]:
         """Identify the elements that the tensor stands for: equal for views of the same elements."""
-        if self.touched == self.storage.elements:
-            return (self.storage,)
+        storage, offset, aliases = self.storage, self.offset, ALIASES.get()
+        while storage in aliases:
+            storage, delta = aliases[storage]
+            offset = offset + delta
+        if self.touched == storage.elements:
+            return (storage,)
         pieces = frozenset((n, s) for n, s in zip(self.sizes, self.strides, strict=True) if s and n != 1)
-        return (self.storage, self.offset, pieces)
+        return (storage, offset, pieces)
 
     def element_bytes(self) -> Poly:
         """Return the bytes moved for each element, scales included."""
-        return self.storage.bytes / self.storage.elements if self.dtype.block is not None else poly(self.dtype.bytes)
+        if self.dtype.block is None:
+            return _bytes_of(self.dtype.bits)
+        return self.storage.bytes / self.storage.elements
 
     def __add__(self, other: object) -> Tensor:
         return OPERATORS["add"](self, other)

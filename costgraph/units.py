@@ -32,6 +32,10 @@ _BINARY = {"Ki": 10, "Mi": 20, "Gi": 30, "Ti": 40, "Pi": 50}
 _LARGEST_EXPONENT = 400
 
 
+# no device has such numbers, and times made of them would be no floats
+_LEAST, _MOST = Fraction(1, 10**60), 10**60
+
+
 def _units() -> dict[str, tuple[Fraction, str]]:
     """Every unit that may be written, with its factor and its base unit."""
     table = {"1": (Fraction(1), "1")}
@@ -94,7 +98,9 @@ class Quantity:
 
     def __post_init__(self) -> None:
         if self.unit not in BASE_UNITS:
-            raise SpecError(f"quantity: unit {self.unit!r} is no base unit; expected one of {', '.join(BASE_UNITS)}")
+            raise SpecError(
+                f"quantity: unit {show(self.unit)} is no base unit; expected one of {', '.join(BASE_UNITS)}"
+            )
         object.__setattr__(self, "value", exact(self.value))
 
     def __add__(self, other: Quantity) -> Quantity:
@@ -162,7 +168,8 @@ def exact(value: object) -> Number:
     (Fraction(4947, 5), 80)
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Real | Decimal):
-        raise SpecError(f"quantity: value {value!r} is no number; expected an int, a Fraction, a Decimal or a float")
+        met = "None" if value is None else show(value)  # nothing is what a file leaves out
+        raise SpecError(f"quantity: value {met} is no number; expected an int, a Fraction, a Decimal or a float")
     if isinstance(value, numbers.Rational):
         fraction = Fraction(int(value.numerator), int(value.denominator))
         if max(abs(fraction.numerator), fraction.denominator) > 10**_LARGEST_EXPONENT:
@@ -171,7 +178,7 @@ def exact(value: object) -> Number:
         decimal = value if isinstance(value, Decimal) else Decimal(repr(float(value)))
         if not decimal.is_finite() or abs(decimal.adjusted()) > _LARGEST_EXPONENT:
             raise SpecError(
-                f"quantity: value {value} is out of range; expected a finite number to 1e{_LARGEST_EXPONENT}"
+                f"quantity: value {show(value)} is out of range; expected a finite number to 1e{_LARGEST_EXPONENT}"
             )
         fraction = Fraction(decimal)
     return fraction.numerator if fraction.denominator == 1 else fraction
@@ -203,7 +210,9 @@ def quantity(value: object, unit: str, source: str = "", note: str = "") -> Quan
     (80000000000, 85899345920, 50000000000)
     """
     if not isinstance(unit, str) or unit not in UNITS:
-        raise SpecError(f"quantity: unit {unit!r} of value {value} is unknown; expected one of {', '.join(UNITS)}")
+        raise SpecError(
+            f"quantity: unit {show(unit)} of value {show(value)} is unknown; expected one of {', '.join(UNITS)}"
+        )
     factor, base = UNITS[unit]
     return Quantity(exact(Fraction(exact(value)) * factor), base, source, note)
 
@@ -316,6 +325,8 @@ def read_quantity(place: str, entry: object, base: str | None, sources: Mapping[
         raise SpecError(f"{place}.value = {show(value)}: expected a finite number") from None
     if made.value <= 0:
         raise SpecError(f"{place}.value = {show(value)}: expected a number above 0")
+    if not _LEAST <= made.value <= _MOST:
+        raise SpecError(f"{place}.value = {show(value)} {unit}: expected a number from 1e-60 to 1e60")
     return made
 
 
@@ -351,4 +362,7 @@ def show(value: object) -> str:
         return str(value)[:40]
     if isinstance(value, int) and value.bit_length() > 400:  # Python refuses to print the longest ones
         return "a huge integer"
-    return reprlib.repr(value)
+    try:
+        return reprlib.repr(value)
+    except ValueError:  # such an integer inside something else
+        return f"a {type(value).__name__} with a huge integer"

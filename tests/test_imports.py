@@ -35,14 +35,14 @@ LAYERS: list[tuple[str, ...]] = [
     ("sizes",),
     ("ops.*",),
     ("nn", "rotary", "attention", "conv"),
-    ("io",),
+    ("attribute_types", "attributes", "reader", "io"),
     ("transforms.*",),
     ("sweep", "bind"),
     ("analysis.*",),
     ("planning",),
     ("models.*",),
     ("report.*",),
-    ("cli",),
+    ("cli", "testing.*"),
     ("__main__",),
 ]
 # The zoo is written with public names alone, so that a user's model can be written in the same way; its registry is

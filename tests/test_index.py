@@ -98,4 +98,4 @@ def test_expanded_indices_are_read_once():
 
     g, y = graph_of(build, (11, 2))
     assert y.shape == (5, 3, 2)
-    assert cg.costs(g).filter(op="gather").total().read == 4 * (5 * 3 * 2) + 8 * 3
+    assert cg.costs(g).filter(op="gather").total().read == 4 * (3 * 2) + 8 * 3  # as many rows as different indices

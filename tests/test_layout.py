@@ -230,7 +230,7 @@ def test_views_of_a_restricted_tensor_keep_the_domain():
         (lambda x: cg.split(x, [2, 2], 1), ShapeError, r"parts \[2, 2\] add up to 4, expected 5"),
         (lambda x: cg.split(x, {2, 3}, 1), GraphError, "expected a tuple of sizes"),
         (lambda x: cg.expand(x, "a b -> a (b c)", c=2), PatternError,
-         "expected single axes, all of the operand's kept"),
+         "expected single axes, each once, all of the operand's kept"),
         (lambda x: cg.expand(x, "a b -> a"), PatternError, "all of the operand's kept"),
         (lambda x: cg.expand(x, "a b -> c a b"), PatternError, "size of new axis 'c' is not given"),
         (lambda x: cg.expand(x, "a b -> a b", c=3), PatternError, r"sizes for \['c'\], expected axes of the result"),
@@ -250,3 +250,29 @@ def test_refusals_name_the_place_the_value_and_what_was_expected(call, error, te
         x = g.input("x", (3, 5))
         with pytest.raises(error, match=text):
             call(x)
+
+
+def test_a_symbol_with_a_minus_counts_from_the_end():
+    A, S, T = cg.dims("A S T")
+    with cg.Graph("g") as g:
+        x = g.input("x", (A, S))
+        y = x[:, -T:]
+        g.output(cg.relu(y))
+    assert y.shape == (A, T)
+    assert cg.bytes_moved(g, A=2, S=5, T=3) == 4 * 2 * (2 * 3)  # read and written
+    with pytest.raises(cg.BindingError, match="start of 'slice' has size S - T = -2, expected a whole number"):
+        cg.bytes_moved(g, A=2, S=3, T=5)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text"),
+    [("s d -> t s d", "has 3 axes, the pattern 's d -> t s d' has 2"), ("b s 1 -> b s 1 t", "has 1")],
+)
+def test_an_expand_that_does_not_fit_is_refused(pattern, text):
+    B, S, D = cg.dims("B S D")
+    with cg.Graph("g") as g:
+        x = g.input("x", (B, S, D))
+        with pytest.raises(cg.ShapeError, match=text):
+            cg.expand(x, pattern, t=3)
+        with pytest.raises(cg.PatternError, match="each once"):
+            cg.expand(x, "b b d -> b d")

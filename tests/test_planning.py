@@ -73,3 +73,11 @@ def test_a_dimension_that_takes_no_memory_is_refused():
         g.output(cg.repeat(S, cg.relu, g.input("x", (B,))))
     with pytest.raises(BindingError, match="every S fits"):
         cg.largest(g, "S", memory=10**6, B=2)
+
+
+def test_a_time_that_no_float_holds_is_refused():
+    A, B = cg.dims("A B")
+    with cg.Graph("g") as g:
+        g.output(cg.relu(g.input("x", (A, B))))
+    with pytest.raises(cg.BindingError, match=r"a number beyond 1\.8e308: expected smaller sizes"):
+        cg.roofline(g, "h100-sxm", A=10**300, B=10**300)

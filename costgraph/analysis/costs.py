@@ -19,6 +19,8 @@ from ..op import Op
 from ..polynomial import ONE, Poly, total
 from ..rules import Flops
 from ..sizes import bindings, known_names
+from .aliases import aliased, situations
+from .collecting import collection_paused
 from .table import FLOP_KINDS, CostRow, Costs
 from .traffic import compulsory
 
@@ -35,11 +37,17 @@ _COUNTS = ("executed", "full")
 
 
 def executions(graph: Graph, times: Poly = ONE, *, moves: bool = True) -> Iterator[tuple[Op, Poly, bool]]:
-    """Yield every op that does something, how often it runs, and whether its operands are in memory."""
+    """Yield every op that does something, how often it runs, and whether its operands are in memory.
+
+    An op is yielded again for iterations of a Repeat in which it reads another number of different tensors; what it
+    reads has to be asked for before the next one.
+    """
     for op in graph.ops:
         if op.kind.body == "repeated":
             assert op.body is not None
-            yield from executions(op.body, times * op.attrs["count"], moves=moves)
+            for aliases, runs in situations(op):
+                with aliased(aliases):
+                    yield from executions(op.body, times * runs, moves=moves)
             continue
         yield op, times, moves
         if op.body is not None:
@@ -68,9 +76,10 @@ def _traffic(op: Op) -> Iterator[tuple[str, str, Poly]]:
             if amount:
                 by_format.setdefault(t.dtype.name, []).append(amount * t.element_bytes())
         for dtype, parts in by_format.items():
-            yield direction, dtype, total(parts)
+            yield direction, dtype, parts[0] if len(parts) == 1 else total(parts)
 
 
+@collection_paused()
 def _rows(graph: Graph, count: str) -> tuple[CostRow, ...]:
     if ("costs", count) in graph.cache:
         return graph.cache["costs", count]  # type: ignore[no-any-return]  # of any answer

@@ -21,7 +21,7 @@ from ..tensor import Storage, Tensor
 __all__ = ["Life", "Lifetime", "Program", "Step", "copies_needed", "lifetimes", "period", "play"]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Life:
     """A storage while the program runs."""
 
@@ -37,7 +37,7 @@ class Life:
     """last step that needs it, None for what stays to the end"""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Step:
     """One op of the program, at one iteration of the loops around it."""
 

@@ -13,6 +13,7 @@ from ..graph import Graph, need_graph
 from ..op import Op
 from ..polynomial import Monomial, Poly, Rational, total
 from ..sizes import bindings
+from .collecting import collection_paused
 from .hooks import PLOTTERS
 from .lifetimes import Program, copies_for, copies_needed, period, play
 
@@ -54,6 +55,7 @@ def _accumulate(live: dict[Monomial, Rational], p: Poly, sign: int) -> None:
             del live[m]
 
 
+@collection_paused()
 def _regimes(graph: Graph, values: Mapping[str, Poly]) -> list[tuple[Poly, Owner]]:
     """Return the live bytes at every op that may hold the peak, dominated ones left out.
 
@@ -76,11 +78,12 @@ def _regimes(graph: Graph, values: Mapping[str, Poly]) -> list[tuple[Poly, Owner
     key = ("peak", tuple(copies(op) for copies in rules for op in loops))
     if key not in graph.cache:
         programs = [play(graph, copies) for copies in rules]
-        candidates = [
+        # one by one: most of them are equal, and only the first of equal ones is kept
+        candidates = (
             (p, Owner(program.steps[at].where, program.steps[at].op.phase) if at >= 0 else Owner())
             for program in programs
             for at, p in live_bytes(program)
-        ]
+        )
         graph.cache[key] = prune(candidates, graph.root.relations)
     out: list[tuple[Poly, Owner]] = graph.cache[key]
     return out
@@ -214,7 +217,8 @@ def _played_out(graph: Graph, values: Mapping[str, Poly]) -> int:
         for op in g.ops:
             if op.kind.body == "repeated":
                 count = op.attrs["count"].bind(values).constant
-                out += (_MOST_STEPS + 1 if count is None else int(count)) * steps(op.body)  # type: ignore[arg-type]  # it has one
+                inner = max(steps(op.body), 1)  # type: ignore[arg-type]  # it has one
+                out += (_MOST_STEPS + 1 if count is None else int(count)) * inner
             else:
                 out += 1
         return out

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
-from ..bind import number
+from ..bind import number, real
 from ..errors import BindingError, UnsupportedError
 from ..graph import Graph
 from ..hardware import Hardware, load_hardware
@@ -151,12 +151,12 @@ class Roofline:
     @property
     def intensity(self) -> float:
         """FLOP/B as declared."""
-        return float(self.flops / self.bytes) if self.bytes else math.inf
+        return real(self.flops / self.bytes) if self.bytes else math.inf
 
     @property
     def fused_intensity(self) -> float:
         """FLOP/B of the bytes that no fusion avoids."""
-        return float(self.flops / self.fused_bytes) if self.fused_bytes else math.inf
+        return real(self.flops / self.fused_bytes) if self.fused_bytes else math.inf
 
     @property
     def bound(self) -> str:
@@ -261,8 +261,8 @@ def roofline(graph: Graph, hardware: str | Hardware, /, *, fallback: Fallback = 
         bytes=number(exact(total(w.bytes for w in works(graph)).bind(values))),
         fused_bytes=number(fused),
         ridge=_ridge(graph, values, device, fallback),
-        lower_bound=float(max(*units.values(), fused / Fraction(device.bandwidth.value))),
-        estimate=float(estimate),
+        lower_bound=real(max(*units.values(), fused / Fraction(device.bandwidth.value))),
+        estimate=real(estimate),
         rates=_rates(graph, device, fallback),
     )
 
@@ -312,9 +312,9 @@ def _row(work: Work, values: Mapping[str, Poly], compute: Fraction, memory: Frac
         kind=max(amounts, key=lambda k: amounts[k])[0] if amounts else "data",
         flops=number(flops),
         bytes=number(moved),
-        intensity=float(flops / moved) if moved else math.inf,
-        compute_s=float(compute),
-        memory_s=float(memory),
+        intensity=real(flops / moved) if moved else math.inf,
+        compute_s=real(compute),
+        memory_s=real(memory),
         bound="compute" if compute >= memory else slow,
-        attainable=float(flops / seconds) if seconds else 0.0,
+        attainable=real(flops / seconds) if seconds else 0.0,
     )

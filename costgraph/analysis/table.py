@@ -51,7 +51,7 @@ class Cost:
         return Cost(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class CostRow:
     """One entry of the table: FLOPs of one kind, or bytes in one direction, of one op."""
 

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from ..extremum import Min
 from ..graph import Graph
 from ..polynomial import ONE, Poly, poly, total
-from ..reach import at_least, elements_read
-from ..rules import elements
+from ..reach import at_least, elements_read, together
 from ..tensor import SOURCES, Tensor
 
 __all__ = ["compulsory", "repeated_bodies"]
@@ -29,11 +28,29 @@ def _smaller(a: Poly, b: Poly) -> Poly:
 
 def _made(t: Tensor) -> tuple[object, ...] | None:
     """Identify the elements that an output needs written: None where a loop may only have handed them on."""
-    op = t.producer
+    source = t
+    while source.is_view and source.producer is not None:
+        source = next(o for o in source.producer.operands if o.storage is t.storage)
+    op = source.producer
     if op is None or op.body is None or op.kind.body != "repeated":
         return t.region()
-    inner = op.body.outputs[op.results.index(t)]
-    return None if inner.role != "activation" else (op, *inner.region())
+    inner = op.body.outputs[op.results.index(source)]
+    made = None if inner.role != "activation" else _made(inner)
+    return None if made is None else (op, *made, *t.region()[1:])
+
+
+def _outputs(graph: Graph) -> Iterator[Poly]:
+    """Yield the bytes of each storage that outputs need written; of parts that may overlap the largest."""
+    by_storage: dict[object, dict[tuple[object, ...], Tensor]] = {}
+    for t in graph.outputs:
+        if t.storage.role == "activation" and (made := _made(t)):
+            by_storage.setdefault(t.storage, {}).setdefault(made, t)
+    seen: set[tuple[object, ...]] = set()
+    for found in by_storage.values():
+        tensors = [t for made, t in found.items() if made not in seen]
+        seen.update(found)
+        if tensors:
+            yield together(tensors) * tensors[0].element_bytes()
 
 
 def compulsory(graph: Graph) -> Poly:
@@ -57,11 +74,7 @@ def compulsory(graph: Graph) -> Poly:
                 if t.producer is None and t.role in SOURCES and t.role != "formal":
                     touched = _smaller(elements_read(g, t), t.storage.elements)
                     parts.append(touched * t.element_bytes() * times)
-        written: set[tuple[object, ...]] = set()
-        for t in graph.outputs:
-            if t.storage.role == "activation" and (made := _made(t)) and made not in written:
-                written.add(made)
-                parts.append(elements(t) * t.element_bytes())
+        parts += _outputs(graph)
         graph.cache["compulsory"] = total(parts)
     out: Poly = graph.cache["compulsory"]
     return out

@@ -10,7 +10,7 @@ from ..dtypes import DType
 from ..dtypes import dtype as find_dtype
 from ..errors import FormatError, GraphError
 from ..graph import Graph
-from ..symbols import shorten
+from ..symbols import shown
 from . import gpt2, llama, mlp
 
 __all__ = ["load", "names"]
@@ -92,12 +92,12 @@ def load(
     C*F + C + D*F + F**2*L + F*L + F
     """
     if not isinstance(name, str) or name not in _MODELS:
-        near = get_close_matches(str(name).lower()[:64], _MODELS, n=4, cutoff=0.5)
-        raise GraphError(f"model {shorten(str(name))}: unknown, expected one of {', '.join(near or names())}")
-    if attention not in ("flash", "eager"):
-        raise GraphError(f"model {name!r}: attention {attention!r}, expected 'flash' or 'eager'")
+        near = get_close_matches(shown(name).lower().strip("'"), _MODELS, n=4, cutoff=0.5)
+        raise GraphError(f"model {shown(name)}: unknown, expected one of {', '.join(near or names())}")
+    if not isinstance(attention, str) or attention not in ("flash", "eager"):
+        raise GraphError(f"model {name!r}: attention {shown(attention)}, expected 'flash' or 'eager'")
     if isinstance(dropout, bool) or not isinstance(dropout, Real) or not 0 <= dropout < 1:
-        raise GraphError(f"model {name!r}: dropout {dropout!r}, expected a number from 0 to below 1")
+        raise GraphError(f"model {name!r}: dropout {shown(dropout)}, expected a number from 0 to below 1")
     format_ = find_dtype(dtype)
     if format_.kind != "float":
         raise FormatError(f"model {name!r}: dtype {format_.name!r}, expected a floating format")

@@ -254,6 +254,9 @@ def _loop(
     # a carry has one layout in all iterations: the dense one
     carries = tuple(contiguous_copy(graph.adopt(t)) for t in carries)
     xs = tuple(graph.adopt(t) for t in xs)
+    limited = next((t for t in (*carries, *xs) if t.domain is not None), None)
+    if limited is not None:
+        raise ShapeError(f"repeat {name!r}: {limited!r} is restricted to a domain, expected a tensor that is whole")
     for t in xs:
         if t.ndim == 0 or not graph.same(t.sizes[0], times):
             raise ShapeError(f"repeat {name!r}: {t!r} is read slice by slice, expected a first axis of size {times}")

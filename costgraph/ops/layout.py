@@ -11,6 +11,7 @@ from .. import rules
 from ..arguments import need_list, need_tensor
 from ..arguments import sizes as sizes_by_name
 from ..domain import Domain
+from ..dominance import lower
 from ..errors import GraphError, PatternError, ShapeError
 from ..graph import apply, current_graph, sizes_of
 from ..layout import Sizes, numel, view
@@ -212,7 +213,7 @@ def slice_axis(x: Tensor, axis: int, start: object, size: object, step: int = 1,
         raise ShapeError(f"slice of {x!r}: step {step!r}, expected a positive integer")
     at, first, count = _axis(x, axis), poly(start), poly(size)
     attrs = {"axis": at, "start": first, "size": count, "step": step}
-    # looked at again when sizes are bound
+    # looked at again when sizes are bound, as is the start
     attrs["room"] = _room(x.sizes[at], first, count, step)
     return apply(SLICE, [x], attrs, name)[0]
 
@@ -246,8 +247,14 @@ def expand(x: Tensor, pattern: str, /, *, name: str = "expand", **sizes: object)
     left = [a.names for a in parsed.operands[0]]
     right = [a.names for a in parsed.result]
     given = sizes_by_name("expand", sizes)
-    if any(len(n) > 1 for n in left + right) or any(n not in right for n in left if n):
-        raise PatternError(f"pattern {pattern!r}: expected single axes, all of the operand's kept")
+    names = [n for n in left if n]
+    if any(len(n) > 1 for n in left + right) or any(n not in right for n in names) or len(set(names)) < len(names):
+        raise PatternError(f"pattern {pattern!r}: expected single axes, each once, all of the operand's kept")
+    if len(left) != x.ndim:
+        raise ShapeError(f"{x!r} has {x.ndim} axes, the pattern {pattern!r} has {len(left)}")
+    odd = next((n for n, size in zip(left, x.sizes, strict=True) if not n and size != ONE), None)
+    if odd is not None:
+        raise ShapeError(f"{x!r}: an axis of another size where the pattern {pattern!r} has 1")
     if any(not is_name(k) or (k,) not in right for k in given):
         raise PatternError(f"pattern {pattern!r}: sizes for {sorted(given)}, expected axes of the result")
     kept = tuple(left.index(n) if n and n in left else None for n in right)
@@ -309,8 +316,9 @@ def _position(x: Tensor, k: object, size: Poly) -> Poly:
     if isinstance(k, Tensor):
         raise ShapeError(f"index {k!r} of {x!r}: expected integers and slices, or costgraph.gather for a tensor")
     value = poly(k)
-    if value.constant is None:
-        return value
+    if value.constant is None:  # -T counts from the end, as -2 does
+        least = lower(-value)
+        return value + size if least is not None and least > 0 else value
     if not isinstance(value.constant, int):
         raise ShapeError(f"index {value} of {x!r}: expected an integer")
     return value + size if value.constant < 0 else value

@@ -59,7 +59,7 @@ def _table() -> dict[str, Function]:
         f("logical_and", 2, 1, result="bool", formula="a and b"),
         f("where", 3, 1, formula="a if c else b"),
         f("masked_fill", 2, 1, formula="fill if mask else x"),
-        f("causal_mask", 1, 1, formula="x, or -inf where the key is later than the query"),
+        f("causal_mask", 1, 1, formula="x, or -inf where the query does not see the key"),
         f("fma", 3, 2, formula="a * b + c"),
         f("lerp", 3, 3, formula="a + t * (b - a)"),
         f("neg", 1, 1, formula="-x"),
@@ -89,10 +89,10 @@ def _table() -> dict[str, Function]:
         f("silu", 1, 3, 1, "float", "x / (1 + exp(-x))"),
         f("gelu", 1, 4, 1, "float", "0.5 * x * (1 + erf(x * sqrt(1/2)))"),
         f("gelu_tanh", 1, 8, 1, "float", "0.5 * x * (1 + tanh(c * (x + 0.044715 * x*x*x)))"),
-        f("quick_gelu", 1, 4, 1, "float", "x / (1 + exp(-1.702 * x))"),
+        f("quick_gelu", 1, 3, 1, "float", "x / (1 + exp(-1.702 * x))"),
         f("softplus", 1, 1, 2, "float", "log(1 + exp(x))"),
         f("mish", 1, 2, 3, "float", "x * tanh(log(1 + exp(x)))"),
-        f("elu", 1, 3, 1, "float", "x if x > 0 else a * (exp(x) - 1)"),
+        f("elu", 1, 4, 1, "float", "x if x > 0 else a * (exp(x) - 1)"),
         f("softcap", 1, 2, 1, "float", "c * tanh(x / c)"),
         f("hardsigmoid", 1, 4, formula="min(max(x + 3, 0), 6) / 6"),
         f("hardswish", 1, 5, formula="x * min(max(x + 3, 0), 6) / 6"),
@@ -147,11 +147,18 @@ def _kind_of(numbers: Sequence[object]) -> str:
     return "int" if all(isinstance(n, Integral) for n in numbers) else "float"
 
 
+def _plain(number: object) -> int | float:
+    """Return a number as one of Python's own, which a file can hold."""
+    if isinstance(number, np.generic):
+        number = number.item()
+    return number if isinstance(number, int | float) else float(number)  # type: ignore[arg-type]  # a Real
+
+
 def _infer(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
     function = attrs["function"]
-    scalars = attrs.get("scalars", 0)
-    if len(operands) + scalars != function.arity:
-        raise ShapeError(f"{function.name} of {len(operands) + scalars} operands, expected {function.arity}")
+    numbers = [n for n in attrs.get("scalars", ()) if n is not None]
+    if len(operands) + len(numbers) != function.arity:
+        raise ShapeError(f"{function.name} of {len(operands) + len(numbers)} operands, expected {function.arity}")
     sizes = _broadcast(operands)
     domain = next((t.domain for t in operands if t.domain is not None and t.sizes == sizes), None)
     result = _format(function, operands, attrs.get("dtype"), attrs.get("numbers", "bool"))
@@ -227,7 +234,9 @@ def pointwise(
     need_flag(record.name, inplace=inplace)
     attrs: dict[str, object] = {"function": record}
     if numbers:
-        attrs["scalars"], attrs["numbers"] = len(numbers), _kind_of(numbers)
+        # None where a tensor stands
+        scalars = tuple(None if isinstance(t, Tensor) else _plain(t) for t in operands)
+        attrs["scalars"], attrs["numbers"] = scalars, _kind_of(numbers)
     if inplace:
         if not isinstance(operands[0], Tensor):
             raise GraphError(f"{record.name}: in place into {operands[0]!r}, expected a tensor first")

@@ -19,7 +19,7 @@ from ..graph import Graph
 from ..hardware import Hardware, load_hardware
 from ..polynomial import Poly
 from ..sizes import bindings, known_names
-from ..symbols import shorten
+from ..symbols import shorten, shown
 from .quantities import QUANTITIES, quantity_of, symbolic
 
 __all__ = ["SORTS", "Figure", "Part", "Peak", "Report", "report"]
@@ -134,7 +134,7 @@ class Report:
             If that needs numbers and a size is open or there is no device, or the order is unknown.
         """
         if by not in SORTS:
-            raise GraphError(f"sort by {by!r}: expected one of {', '.join(SORTS)}")
+            raise GraphError(f"sort by {shown(by)}: expected one of {', '.join(SORTS)}")
         key = SORTS[by]
         if key is None:
             return self
@@ -327,7 +327,7 @@ def report(
     ([('up', 'compute'), ('', 'memory')], True)
     """
     if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
-        raise GraphError(f"report: depth={depth!r}, expected a whole number from 1")
+        raise GraphError(f"report: depth={depth!r:.60}, expected a whole number from 1")
     device = None if hardware is None else load_hardware(hardware)
     values = bindings(graph, dims)
     sizes = {k: int(v.constant) for k, v in sorted(values.items()) if v.constant is not None}

@@ -13,7 +13,7 @@ from ..analysis.memory import Timeline
 from ..analysis.roofline import Roofline, RooflineRow
 from ..bind import need_bound
 from ..errors import FormatError, UnsupportedError
-from ..symbols import shorten
+from ..symbols import shorten, shown
 from ..units import format_bytes, format_quantity
 
 __all__ = ["plot_roofline", "plot_timeline"]
@@ -40,7 +40,7 @@ def _figure(width: float, height: float) -> Any:
 def check_path(path: object) -> None:
     """Raise FormatError if no picture can have this path."""
     if not isinstance(path, str | os.PathLike):
-        raise FormatError(f"plot: path {path!r:.80}, expected a text or a path")
+        raise FormatError(f"plot: path {shown(path, 80)}, expected a text or a path")
     if Path(path).suffix.lower() not in _ENDINGS:
         raise FormatError(f"plot: {shorten(os.fspath(path), 200)}, expected a file ending in {', '.join(_ENDINGS)}")
 

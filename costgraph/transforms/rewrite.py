@@ -101,6 +101,7 @@ class Rewriter:
             sizes, strides = (tuple(p.bind(self.values) for p in ps) for ps in (f.sizes, f.strides))
             self.tensors[f] = body.formal(f, f.name + suffix, sizes, strides)
             self.tensors[f].offset = f.offset.bind(self.values)
+            self.tensors[f].domain = bound_attributes(f.domain, self.values)
         self.fill(old, body, suffix)
         body.outputs += [body.adopt(self.tensors[t]) for t in old.outputs]
         return body

@@ -1,0 +1,250 @@
+"""Arithmetic that counts what it does, and the value of a formula by Python's own fractions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from fractions import Fraction
+from functools import partial
+from math import ceil, floor, inf, prod
+from typing import Any
+
+import numpy as np
+import sympy
+
+from ..errors import GraphError, UnsupportedError
+
+__all__ = ["FUNCTIONS", "Number", "Tally", "erf", "function", "value"]
+
+
+@dataclass
+class Tally:
+    """What was counted, one by one."""
+
+    matmul: Any = 0
+    """multiplies and adds at index points of contractions"""
+    full: Any = 0
+    """the same, with the points that a domain leaves out"""
+    pointwise: Any = 0
+    """adds, multiplies, divides, comparisons and selections of single elements"""
+    transcendental: Any = 0
+    """exp, log, sqrt, sin, tanh, erf and the like"""
+
+    def __add__(self, other: Tally) -> Tally:
+        return Tally(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+
+class Number:
+    """A number whose arithmetic is counted."""
+
+    __slots__ = ("tally", "value")
+
+    def __init__(self, value: Any, tally: Tally) -> None:
+        self.value = value
+        self.tally = tally
+
+    def once(self, value: Any) -> Number:
+        """Count one operation, which gave this value."""
+        self.tally.pointwise += 1
+        return Number(value, self.tally)
+
+    def through(self, name: str) -> Number:
+        """Count one transcendental function."""
+        self.tally.transcendental += 1
+        return Number(_TRANSCENDENTAL[name](np.float64(self.value)), self.tally)
+
+    def __add__(self, other: object) -> Number:
+        return self.once(self.value + _plain(other))
+
+    def __sub__(self, other: object) -> Number:
+        return self.once(self.value - _plain(other))
+
+    def __rsub__(self, other: object) -> Number:
+        return self.once(_plain(other) - self.value)
+
+    def __mul__(self, other: object) -> Number:
+        return self.once(self.value * _plain(other))
+
+    def __truediv__(self, other: object) -> Number:
+        return self.once(np.float64(self.value) / _plain(other))
+
+    def __rtruediv__(self, other: object) -> Number:
+        return self.once(_plain(other) / np.float64(self.value))
+
+    def __neg__(self) -> Number:
+        return self.once(-self.value)
+
+    __radd__ = __add__
+    __rmul__ = __mul__
+
+
+def _plain(x: object) -> Any:
+    return x.value if isinstance(x, Number) else x
+
+
+def erf(x: Any) -> Any:
+    """Return the error function of each element."""
+    from math import erf as one
+
+    return np.vectorize(one, otypes=[float])(x)
+
+
+_TRANSCENDENTAL: dict[str, Callable[[Any], Any]] = {
+    "exp": np.exp,
+    "expm1": np.expm1,
+    "log": np.log,
+    "log1p": np.log1p,
+    "sqrt": np.sqrt,
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+    "sin": np.sin,
+    "cos": np.cos,
+    "tanh": np.tanh,
+    "erf": lambda x: float(erf(x)),
+}
+
+
+def _larger(a: Any, b: Any) -> Number:
+    return _number(a, b).once(np.maximum(_plain(a), _plain(b)))
+
+
+def _smaller(a: Any, b: Any) -> Number:
+    return _number(a, b).once(np.minimum(_plain(a), _plain(b)))
+
+
+def _select(condition: Any, a: Any, b: Any) -> Number:
+    return _number(condition, a, b).once(_plain(a) if _plain(condition) else _plain(b))
+
+
+def _number(*given: Any) -> Number:
+    return next(x for x in given if isinstance(x, Number))
+
+
+def _softplus(x: Number) -> Number:
+    return (1 + x.through("exp")).through("log")
+
+
+_HALF = 0.5**0.5
+_GELU = (2 / np.pi) ** 0.5
+
+#: What each elementwise function does with the numbers at one index point. Constants that a graph does not state
+#: (slopes, limits) have the usual values.
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "copy": lambda x: x,
+    "cast": lambda x: x,
+    "add": lambda a, b: a + b,
+    "sub": lambda a, b: a - b,
+    "mul": lambda a, b: a * b,
+    "div": lambda a, b: a / b,
+    "maximum": _larger,
+    "minimum": _smaller,
+    "pow": lambda a, b: (b * Number(_plain(a), _number(a, b).tally).through("log")).through("exp"),
+    "eq": lambda a, b: _number(a, b).once(_plain(a) == _plain(b)),
+    "less": lambda a, b: _number(a, b).once(_plain(a) < _plain(b)),
+    "logical_and": lambda a, b: _number(a, b).once(bool(_plain(a)) and bool(_plain(b))),
+    "where": _select,
+    "masked_fill": lambda x, mask: _select(mask, 0.0, x),
+    "fma": lambda a, b, c: a * b + c,
+    "lerp": lambda a, b, t: a + t * (b - a),
+    "neg": lambda x: -x,
+    "abs": lambda x: x.once(abs(x.value)),
+    "sign": lambda x: x.once(np.sign(x.value)),
+    "square": lambda x: x * x,
+    "reciprocal": lambda x: 1 / x,
+    "clamp": lambda x: _smaller(_larger(x, 0), 1),
+    "round": lambda x: x.once(np.round(x.value)),
+    "floor": lambda x: x.once(np.floor(x.value)),
+    "logical_not": lambda x: x.once(not x.value),
+    "relu": lambda x: _larger(x, 0),
+    "relu6": lambda x: _smaller(_larger(x, 0), 6),
+    "relu2": lambda x: (lambda r: r * r)(_larger(x, 0)),
+    "leaky_relu": lambda x: _larger(x, 0.01 * x),
+    "sigmoid": lambda x: 1 / (1 + (-x).through("exp")),
+    "silu": lambda x: x / (1 + (-x).through("exp")),
+    "gelu": lambda x: 0.5 * x * (1 + (x * _HALF).through("erf")),
+    "gelu_tanh": lambda x: 0.5 * x * (1 + (_GELU * (x + 0.044715 * x * x * x)).through("tanh")),
+    "quick_gelu": lambda x: x / (1 + (-1.702 * x).through("exp")),
+    "softplus": _softplus,
+    "mish": lambda x: x * _softplus(x).through("tanh"),
+    "elu": lambda x: _select(x.once(x.value > 0), x, 1.0 * (x.through("exp") - 1)),
+    "softcap": lambda x: 30.0 * (x / 30.0).through("tanh"),
+    "hardsigmoid": lambda x: _smaller(_larger(x + 3, 0), 6) / 6,
+    "hardswish": lambda x: x * _smaller(_larger(x + 3, 0), 6) / 6,
+}
+FUNCTIONS |= {name: partial(Number.through, name=name) for name in _TRANSCENDENTAL}
+
+
+def function(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Say what an elementwise function of one's own does with numbers, so that its count can be checked.
+
+    Parameters
+    ----------
+    name : str
+        Name of the `Function` record.
+
+    Returns
+    -------
+    callable
+        Decorator of a function of `Number`: `+ - * /` and `x.through("exp")` are counted.
+
+    Raises
+    ------
+    GraphError
+        If the name has a meaning already.
+    """
+
+    def register(meaning: Callable[..., Any]) -> Callable[..., Any]:
+        if name in FUNCTIONS:
+            raise GraphError(f"function {name!r} has a meaning already, expected a new name")
+        FUNCTIONS[name] = meaning
+        return meaning
+
+    return register
+
+
+# -- the value of a formula --------------------------------------------------------------------------------------
+
+_FOLDS: dict[str, Callable[[list[Fraction]], Any]] = {
+    "Add": sum,
+    "Mul": prod,
+    "Max": max,
+    "Min": min,
+    "floor": lambda x: floor(x[0]),
+    "ceiling": lambda x: ceil(x[0]),
+}
+
+
+def value(expr: sympy.Expr | int | float, point: Mapping[str, int]) -> Fraction | float:
+    """Return the exact value of a formula, by Python's own arithmetic.
+
+    Parameters
+    ----------
+    expr : sympy.Expr or number
+        Sums, products, powers with whole exponents, Max, Min, floor and ceiling.
+    point : mapping of str to int
+        A size for each symbol.
+
+    Returns
+    -------
+    fractions.Fraction or float
+        The value; infinity for sympy's.
+
+    Raises
+    ------
+    UnsupportedError
+        If the formula has anything else in it.
+    """
+    if isinstance(expr, int | float):
+        return Fraction(expr)
+    if expr.is_Symbol:
+        return Fraction(point[expr.name])
+    if expr.is_Rational:
+        return Fraction(int(expr.p), int(expr.q))
+    if expr is sympy.oo:
+        return inf
+    inner: list[Any] = [value(a, point) for a in expr.args]
+    kind = type(expr).__name__
+    if kind == "Pow" and Fraction(inner[1]).denominator == 1:
+        return Fraction(inner[0] ** int(inner[1]))
+    if kind not in _FOLDS:
+        raise UnsupportedError(f"value of {expr}: {kind}, expected one of {', '.join(_FOLDS)} or a whole power")
+    return Fraction(_FOLDS[kind](inner))

@@ -1,0 +1,201 @@
+"""Samples of ops with a body, and whole graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hypothesis import strategies as st
+
+from ..attention import attention
+from ..graph import Graph, current_graph
+from ..nn import layer_norm, linear, log_softmax, rms_norm, softmax
+from ..ops.blocks import kernel, repeat, scan
+from ..ops.einsum import einsum
+from ..ops.pointwise import cast, pointwise
+from ..ops.reduce import reduce
+from ..ops.registry import KINDS
+from ..sizes import known_names
+from ..symbols import dims
+from ..tensor import Tensor
+from .samples import SAMPLES, sample
+from .sketch import Case, Sketch
+
+__all__ = ["graphs", "ops"]
+
+#: What a fused kernel holds: ops that move or compute elements.
+_FUSED = ("einsum", "pointwise", "reduce", "rearrange", "slice", "expand", "concat", "gather", "dropout", "pool")
+_DEEPEST = 2
+
+
+def _grow(s: Sketch, kinds: Sequence[str], least: int, most: int) -> list[Tensor]:
+    """Draw some ops and return what they made."""
+    out: list[Tensor] = []
+    for _ in range(s.number(least, most)):
+        made = SAMPLES[s.one_of(kinds)](s)
+        s.made(*made)
+        out += made
+    return [t for t in out if t in s.pool]
+
+
+@sample("kernel")
+def _kernel(s: Sketch) -> Sequence[Tensor]:
+    return s.one_of([_drawn_kernel, _layer, _attention])(s)
+
+
+def _layer(s: Sketch) -> Sequence[Tensor]:
+    """A layer that is one kernel."""
+    x = s.tensor(lambda t: t.ndim >= 1, s.shape(s.number(1, 3)))
+    name = s.one_of(["softmax", "log_softmax", "layer_norm", "rms_norm", "linear"])
+    if name == "linear" and x.dtype.bits >= 16:
+        return [linear(x, "... i -> ... o", o=2, bias=True)]
+    if name.endswith("softmax"):
+        return [(softmax if name == "softmax" else log_softmax)(x, s.number(0, x.ndim - 1))]
+    small = x.dtype.bits < 16  # parameters of the graph's own format have to have a common one with it
+    norm = layer_norm if name == "layer_norm" else rms_norm
+    return [norm(cast(x, "bf16") if small else x, affine=s.chance(1))]
+
+
+def _attention(s: Sketch) -> Sequence[Tensor]:
+    """Attention in one kernel, or an op each for its steps; queries may share keys, and see some of them."""
+    groups, share = s.number(1, 2), s.number(1, 2)
+    queries = s.one_of([2, 3, dims("A")])
+    window = s.one_of([None, 2, dims("W")])
+    s.point.setdefault("W", s.number(1, 4))
+    causal = s.chance(1)
+    keys = s.one_of([queries, 5]) if causal or window is None else queries
+    q = s.fresh((1, groups * share, queries, 2), "fp32")
+    k, v = (s.fresh((1, groups, keys, 2), "fp32") for _ in "kv")
+    kernel_ = s.one_of(["flash", "eager"])
+    return [attention(q, k, v, causal, window, kernel_, softcap=s.one_of([None, 30.0]), p=s.one_of([0, 0.5]))]
+
+
+def _drawn_kernel(s: Sketch) -> Sequence[Tensor]:
+    s.tensor()
+    space = s.one_of([0, 0, 96, 8 * dims("A")])
+    with kernel("fused", workspace=space) as body, s.inside(changes=False):
+        made: list[Tensor] = []
+        while not made:
+            made = [t for t in _grow(s, _FUSED, 1, 3) if t.graph is body and t.producer is not None]
+    # something outside has to read what it makes
+    handed = [body.export(t) for t in s.some(made, 1)]
+    return [t for t in handed if t.dtype.kind == "float"]
+
+
+def _count(s: Sketch) -> Any:
+    s.point.setdefault("L", s.number(1, 4))
+    s.point.setdefault("T", s.number(1, 3))
+    return s.one_of([dims("L"), dims("T"), 1, 2, 3])
+
+
+def _kinds(s: Sketch) -> Sequence[str]:
+    return [k for k in SAMPLES if s.depth < _DEEPEST or KINDS[k].body is None]
+
+
+def _like(s: Sketch, x: Tensor, made: Sequence[Tensor]) -> Tensor:
+    """Turn what a body made into something of the shape and format of a carry."""
+    fits = [t for t in made if t.sizes == x.sizes and t.dtype == x.dtype and t.domain is None]
+    if fits and s.chance(1):
+        return s.one_of(fits)
+    floats = [t for t in made if t.dtype.kind == "float" and t.dtype.bits >= 16 and t.domain is None]
+    if floats and s.chance(1):
+        y = floats[-1]
+        names = " ".join(f"a{i}" for i in range(y.ndim))
+        y = reduce(y, f"{names} -> ", "sum") if y.ndim else y
+        return cast(pointwise("add", x, y), x.dtype)
+    if x.ndim and s.value(x.sizes[-1]) <= 5 and x.dtype.bits >= 16 and s.chance(1):
+        w = s.fresh((x.sizes[-1].expr, x.sizes[-1].expr), x.dtype.name, "param")
+        return einsum(x, w, "... i, i j -> ... j")
+    return s.one_of([x, pointwise("relu", x), pointwise("neg", x)])
+
+
+@sample("repeat")
+def _repeat(s: Sketch) -> Sequence[Tensor]:
+    many = s.one_of([1, 1, 2])
+    carries = tuple(s.tensor(lambda t: s.elements(t) <= 20, s.shape(s.number(0, 2), 20)) for _ in range(many))
+    count = _count(s)
+    stacked = s.chance(1)
+    xs = tuple(s.fresh((count, *s.shape(1, 6)), "fp32") for _ in range(s.number(0, 1))) if stacked else ()
+
+    def inner(*tensors: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        with s.inside(*tensors):
+            made = _grow(s, _kinds(s), 0, 3)
+            # slices of block formats have scales of their own: a known deviation
+            here = [t for t in made if t.graph is current_graph() and t.dtype.block is None]
+            after = [_like(s, x, made) for x in tensors[: len(carries)]]
+        if len(after) == 2 and after[0].sizes == after[1].sizes and after[0].dtype == after[1].dtype and s.chance(1):
+            after.reverse()
+        return after, s.some(here[-2:])
+
+    if not stacked:
+        out = repeat(count, lambda *t: tuple(inner(*t)[0]), carries)
+        return list(out)
+
+    def step(carry: tuple[Tensor, ...], x: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        after, ys = inner(*carry, *x)
+        return tuple(after), tuple(ys)
+
+    state, ys = scan(count, step, carries, xs)
+    return [*_tuple(state), *_tuple(ys)]
+
+
+def _tuple(made: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return made if isinstance(made, tuple) else (made,)
+
+
+def _finish(s: Sketch) -> Case:
+    """Declare outputs: what nobody reads, and some of what others read as well."""
+    graph = s.graph
+    here = [t for t in s.pool if t.producer is not None]
+    unread = [t for t in here if t in graph and not graph.out_degree(t)]
+    for t in dict.fromkeys([*s.some(unread, 1), *s.some(here[-3:])]):
+        graph.output(t)
+    if not graph.outputs:
+        graph.output(pointwise("relu", s.fresh((2,), "fp32")))
+    return Case(graph, {name: s.point[name] for name in sorted(known_names(graph))})
+
+
+def _case(draw: Callable[[Any], Any], kinds: Sequence[str], must: str | None, most: int) -> Case:
+    with Graph("drawn", dtype="fp32") as graph:
+        s = Sketch(draw, graph)
+        _grow(s, kinds, 0 if must else 1, most)
+        if must:
+            s.made(*SAMPLES[must](s))
+            _grow(s, ("pointwise", "rearrange"), 0, 1)
+        return _finish(s)
+
+
+@st.composite
+def ops(draw: Callable[[Any], Any], kind: str) -> Case:
+    """Draw graphs around an op of one kind: operands of all layouts before it, sometimes a reader behind it.
+
+    Parameters
+    ----------
+    kind : str
+        Name of an op kind with a sample.
+
+    Returns
+    -------
+    strategy of Case
+        (graph, point): every dimension of the graph has a size in `point`.
+    """
+    return _case(draw, ("rearrange", "slice", "expand", "pointwise"), kind, 2)
+
+
+@st.composite
+def graphs(draw: Callable[[Any], Any], most: int = 6, kinds: Sequence[str] = ()) -> Case:
+    """Draw whole graphs: views, several consumers, ops in place, kernels, nested loops, domains, lookups.
+
+    Parameters
+    ----------
+    most : int
+        Most ops at the outermost level.
+    kinds : sequence of str
+        Kinds of ops, all that have a sample by default.
+
+    Returns
+    -------
+    strategy of Case
+        (graph, point): every dimension of the graph has a size in `point`.
+    """
+    return _case(draw, tuple(kinds) or tuple(SAMPLES), None, most)

@@ -1,0 +1,318 @@
+"""An interpreter that executes a graph on NumPy arrays index point by index point and counts what it does.
+
+It is slow and simple, and shares no formula with the library: FLOPs are counted as they are done, bytes as addresses
+that are touched, memory as buffers that come and go. What it takes from a graph are facts: the order of the ops, their
+patterns and sizes, number formats, and the workspace that kernels state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from ..errors import BindingError, GraphError, UnsupportedError
+from ..graph import Graph, need_graph
+from ..op import Op
+from ..sizes import bindings, known_names
+from ..tensor import Storage, Tensor
+from .arithmetic import Tally
+from .meanings import MEANINGS, Meaning
+from .replay import Event, peak_of
+from .values import Array, At, Buffer, Sizes, Value, storage_bytes
+
+__all__ = ["Counted", "Run", "run"]
+
+
+@dataclass
+class Counted:
+    """What one op did, in all of its iterations together."""
+
+    tally: Tally = field(default_factory=Tally)
+    """FLOPs by kind"""
+    read: Any = 0
+    """bytes of the different elements that each execution read"""
+    written: Any = 0
+    """bytes of the different elements that each execution wrote"""
+    repeats: bool = False
+    """whether an index looked up a row twice: formulas count it as often as it is looked up"""
+    widest: Any = 0
+    """bytes read, of the widest part alone where several ops in a kernel read different parts of an operand"""
+
+
+@dataclass
+class Run:
+    """What was counted while a graph ran."""
+
+    outputs: tuple[Array, ...] = ()
+    """results of the graph"""
+    ops: dict[str, Counted] = field(default_factory=dict)
+    """what each op did, by its name"""
+    values: list[tuple[Tensor, Value]] = field(default_factory=list)
+    """every tensor that was made, in order"""
+    events: list[Event] = field(default_factory=list)
+    """every op that ran, with the buffers that it made and touched"""
+    buffers: list[Buffer] = field(default_factory=list)
+    """what is there throughout"""
+    params: int = 0
+    """elements of all parameters"""
+    param_bytes: Fraction = Fraction(0)
+    """bytes of all parameters"""
+    touched: dict[Buffer, set[int]] = field(default_factory=dict)
+    """addresses read by any op, in what is there throughout"""
+
+    def _sum(self, kind: str) -> Any:
+        return sum(getattr(c.tally, kind) for c in self.ops.values())
+
+    @property
+    def matmul(self) -> Any:
+        """FLOPs of contractions, as executed."""
+        return self._sum("matmul")
+
+    @property
+    def full(self) -> Any:
+        """FLOPs of contractions, with every domain ignored."""
+        return self._sum("full")
+
+    @property
+    def pointwise(self) -> Any:
+        """FLOPs of single arithmetic operations."""
+        return self._sum("pointwise")
+
+    @property
+    def transcendental(self) -> Any:
+        """FLOPs of exp, log, sqrt and the like."""
+        return self._sum("transcendental")
+
+    @property
+    def flops(self) -> Any:
+        """FLOPs of all kinds."""
+        return self.matmul + self.pointwise + self.transcendental
+
+    @property
+    def bytes_moved(self) -> Any:
+        """Bytes that the ops read and wrote, each a kernel of its own."""
+        return _whole(sum(c.read + c.written for c in self.ops.values()))
+
+    @property
+    def repeats(self) -> bool:
+        """Whether an index looked up a row twice: then the formulas are upper bounds of bytes."""
+        return any(c.repeats for c in self.ops.values())
+
+    @property
+    def peak(self) -> Any:
+        """Most bytes live at once."""
+        return _whole(peak_of(self.events, self.buffers, self._kept)[0])
+
+    _kept: list[Buffer] = field(default_factory=list)
+
+
+def run(
+    graph: Graph,
+    inputs: Mapping[str, Any] | None = None,
+    *,
+    seed: int = 0,
+    meanings: Mapping[str, Meaning] | None = None,
+    **dims: int,
+) -> Run:
+    """Execute a graph index point by index point and count.
+
+    Parameters
+    ----------
+    graph : Graph
+        What runs.
+    inputs : mapping of str to array, optional
+        Values of inputs and parameters by name; by default random numbers from 0.5 to 2, and 0, 1, 2, ... for integer
+        formats.
+    seed : int
+        Of the random numbers.
+    meanings : mapping of str to callable, optional
+        What op kinds do, instead of `costgraph.testing.MEANINGS`.
+    **dims : int
+        A size for every dimension that has no default; small primes show most.
+
+    Returns
+    -------
+    Run
+        FLOPs by kind, bytes moved, peak memory, parameters and the values of the outputs.
+
+    Raises
+    ------
+    BindingError, UnsupportedError
+        If a dimension has no size, or an op kind has no meaning.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> from costgraph import testing
+    >>> B, D, F = cg.dims("B D F")
+    >>> with cg.Graph("g") as g:
+    ...     g.output(cg.relu(cg.einsum(g.input("x", (B, D)), g.param("w", (D, F)), "b d, d f -> b f")))
+    >>> counted = testing.run(g, B=2, D=3, F=5)
+    >>> counted.matmul, counted.pointwise, counted.bytes_moved, counted.peak
+    (60, 10, 204, 164)
+    >>> cg.matmul_flops(g, B=2, D=3, F=5), cg.bytes_moved(g, B=2, D=3, F=5), cg.peak_memory(g, B=2, D=3, F=5)
+    (60, 204, 164)
+    """
+    need_graph("run", graph)
+    values = bindings(graph, dims)  # refuses what the graph's assumptions do
+    point = {name: int(p.constant) for name, p in values.items() if p.constant is not None}
+    open_ = sorted(known_names(graph) - point.keys())
+    if open_:
+        raise BindingError(f"run of graph {graph.name!r}: {', '.join(open_)} not bound, expected a size for each")
+    sources = {t.name for g in graph.bodies() for t in g.tensors if t.producer is None and t.role != "formal"}
+    if inputs is not None and not inputs.keys() <= sources:
+        odd = sorted(set(inputs) - sources)[0]
+        raise GraphError(
+            f"run of graph {graph.name!r}: value for {odd!r}, expected one of {', '.join(sorted(sources))}"
+        )
+    interpreter = _Interpreter(Sizes(point), dict(inputs or {}), seed, MEANINGS if meanings is None else meanings)
+    env: dict[Tensor, Value] = {}
+    with np.errstate(all="ignore"):
+        interpreter.graph(graph, env, "", {}, inside=False)
+    out = interpreter.out
+    out.outputs = tuple(env[t].array for t in graph.outputs)
+    out._kept = [env[t].buffer for t in graph.outputs]
+    return out
+
+
+class _Interpreter:
+    """Runs a graph, the bodies inside it included."""
+
+    def __init__(self, sizes: Sizes, inputs: dict[str, Any], seed: int, meanings: Mapping[str, Meaning]) -> None:
+        self.sizes = sizes
+        self.inputs = inputs
+        self.random = np.random.default_rng(seed)
+        self.meanings = meanings
+        self.out = Run()
+        self.new: list[Buffer] = []  # made since the last op ran
+
+    def graph(
+        self, graph: Graph, env: dict[Tensor, Value], where: str, placed: dict[Storage, Value], *, inside: bool
+    ) -> list[dict[Buffer, set[int]]]:
+        """Run the ops of a graph; returns the addresses that each of them reads."""
+        for t in graph.tensors:
+            if t.producer is None and t.role != "formal":
+                env[t] = self.source(t, where)
+        reads = []
+        for op in graph.ops:
+            self.out.ops.setdefault(op.name, Counted())
+            if op.kind.body == "repeated":
+                self.loop(op, env, where)
+                continue
+            if op.kind.body == "fused":
+                at = self.kernel(op, env, where, placed, inside=inside)
+            else:
+                at = At(op, self.sizes, [env[t] for t in op.operands], placed, inside, where)
+                if op.kind.name not in self.meanings:
+                    raise UnsupportedError(
+                        f"op kind {op.kind.name!r} of {op.name!r} has no meaning, expected one from "
+                        f"costgraph.testing.meaning"
+                    )
+                self.meanings[op.kind.name](at)
+            self.finish(at, env, inside=inside)
+            reads.append(at.read_at)
+        return reads
+
+    def source(self, t: Tensor, where: str) -> Value:
+        """Make an input, parameter, buffer or cache; one of each iteration for those of a Repeat's body."""
+        shape = tuple(self.sizes(n) for n in t.sizes)
+        name = t.name + where
+        if t.name in self.inputs:
+            array = np.array(self.inputs[t.name], dtype=float)
+            if array.shape != shape:
+                raise BindingError(f"value of {t.name!r} has shape {array.shape}, expected {shape}")
+        elif t.dtype.kind == "float":
+            array = self.random.uniform(0.5, 2, shape)
+        else:
+            top = 2 if t.dtype.kind == "bool" else max(int(np.prod(shape)), 1)
+            array = np.arange(int(np.prod(shape)), dtype=float).reshape(shape) % top
+        buffer = Buffer(name, storage_bytes(shape, t.dtype), np.ascontiguousarray(array).reshape(shape), True)
+        self.out.buffers.append(buffer)
+        if t.role == "param":
+            self.out.params += buffer.array.size
+            self.out.param_bytes += buffer.bytes
+        value = Value(buffer.array, buffer, self.sizes.domain(t))
+        self.out.values.append((t, value))
+        return value
+
+    def kernel(self, op: Op, env: dict[Tensor, Value], where: str, placed: dict[Storage, Value], *, inside: bool) -> At:
+        """Run a fused body: what its ops pass to each other is no memory."""
+        body = op.body
+        assert body is not None
+        at = At(op, self.sizes, [env[t] for t in op.operands], placed, inside, where)
+        inner = {**env, **dict(zip(body.formals, at.operands, strict=True))}
+        memory = {v.buffer for v in at.operands}
+        parts = self.graph(body, inner, where, {}, inside=True)
+        for i, t in enumerate(body.outputs):
+            v = inner[t]
+            parts.append({v.buffer: {v.address(index) for index in v.points()}})
+            for index in v.points():
+                at.write(v.array[index], *index, to=i)
+        for part in parts:
+            for buffer in memory & part.keys():
+                at.read_at.setdefault(buffer, set()).update(part[buffer])
+        widest = {b: max((p[b] for p in parts if b in p), key=len) for b in at.read_at}
+        at.stated["widest"] = _bytes(widest)
+        at.repeats = any(self.out.ops[inner_op.name].repeats for inner_op in body.walk())
+        return at
+
+    def loop(self, op: Op, env: dict[Tensor, Value], where: str) -> None:
+        """Run a body as often as the count says."""
+        body, carries, xs = op.body, op.attrs["carries"], op.attrs["xs"]
+        assert body is not None
+        operands = [env[t] for t in op.operands]
+        stacks = []
+        for t in op.results[carries:]:
+            shape = tuple(self.sizes(n) for n in t.sizes)
+            buffer = Buffer(t.name + where, storage_bytes(shape, t.dtype), np.full(shape, np.nan))
+            self.new.append(buffer)
+            stacks.append(Value(buffer.array, buffer, self.sizes.domain(t)))
+        state = operands[:carries]
+        for i in range(self.sizes(op.attrs["count"])):
+            slices = [Value(v.array[i, ...], v.buffer) for v in operands[carries : carries + xs]]
+            inner = {**env, **dict(zip(body.formals, [*state, *slices, *operands[carries + xs :]], strict=True))}
+            placed = {
+                t.storage: Value(v.array[i, ...], v.buffer) for t, v in zip(body.outputs[carries:], stacks, strict=True)
+            }
+            self.graph(body, inner, f"{where}[{i}]", placed, inside=False)
+            state = [inner[t] for t in body.outputs[:carries]]
+        if self.out.events:
+            self.out.events[-1].touched += [v.buffer for v in stacks]
+        env |= dict(zip(op.results, [*state, *stacks], strict=True))
+
+    def finish(self, at: At, env: dict[Tensor, Value], *, inside: bool) -> None:
+        """Add up what an op did, and note which buffers it needed."""
+        for i, t in enumerate(at.op.results):
+            env[t] = at.result(i)
+            self.out.values.append((t, env[t]))
+        counted = self.out.ops[at.op.name]
+        counted.tally += at.tally
+        counted.repeats |= at.repeats
+        if inside:
+            return
+        for buffer, addresses in at.read_at.items():
+            if buffer.throughout:
+                self.out.touched.setdefault(buffer, set()).update(addresses)
+        read = at.stated.get("reads", _bytes(at.read_at))
+        counted.read += read
+        counted.widest += at.stated.get("widest", read)
+        counted.written += at.stated.get("writes", _bytes(at.written_at))
+        known = {v.buffer for v in at.operands}
+        made = [v.buffer for v in at.made.values() if v.buffer not in known]
+        touched = [*known, *(v.buffer for v in at.made.values())]
+        workspace = at.attr("workspace", 0) or 0
+        self.out.events.append(Event(at.op.name + at.where, self.new + made, touched, workspace))
+        self.new = []
+
+
+def _whole(amount: Any) -> Any:
+    """Return an int where there is no part of a byte."""
+    return int(amount) if Fraction(amount).denominator == 1 else amount
+
+
+def _bytes(addresses: Mapping[Buffer, set[int]]) -> Any:
+    return sum(len(found) * buffer.element for buffer, found in addresses.items())

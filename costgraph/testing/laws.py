@@ -1,0 +1,343 @@
+"""The laws that every graph keeps, whatever its ops: each is a function of a trial that raises AssertionError.
+
+Oracles are outside the code under test: the interpreter's counts, NumPy's own functions and layouts, a replay of
+buffers, an unrolled graph, Python's fractions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from fractions import Fraction
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from ..analysis.costs import bytes_moved, costs, flops, intensity, matmul_flops
+from ..analysis.lifetimes import copies_needed, lifetimes, play
+from ..analysis.memory import live_bytes, peak_memory, timeline
+from ..analysis.params import param_bytes, param_count
+from ..bind import evaluate
+from ..errors import UnsupportedError
+from ..graph import Graph
+from ..op import Op
+from ..polynomial import Poly
+from ..sizes import bindings, known_names
+from ..transforms.unroll import unroll
+from .arithmetic import value
+from .interpreter import Run, run
+from .meanings import MEANINGS
+from .reference import REFERENCE
+
+__all__ = ["LAWS", "Law", "Trial", "check", "law"]
+
+Law = Callable[["Trial"], None]
+
+#: Every law by its name.
+LAWS: dict[str, Law] = {}
+
+#: What a graph is asked: each gives a number once all sizes are bound.
+QUESTIONS: dict[str, Callable[..., Any]] = {
+    "flops": flops,
+    "matmul_flops": matmul_flops,
+    "full": lambda g, **dims: matmul_flops(g, count="full", **dims),
+    "bytes_moved": bytes_moved,
+    "fused": lambda g, **dims: bytes_moved(g, fused=True, **dims),
+    "param_count": param_count,
+    "param_bytes": param_bytes,
+    "peak_memory": peak_memory,
+}
+
+
+def law(function: Law) -> Law:
+    """Add a law."""
+    LAWS[function.__name__] = function
+    return function
+
+
+class Trial:
+    """A graph at one point, and what the interpreter counted there.
+
+    Parameters
+    ----------
+    graph : Graph
+        What is held to the laws.
+    point : mapping of str to int
+        A size for every dimension.
+    """
+
+    def __init__(self, graph: Graph, point: Mapping[str, int]) -> None:
+        self.graph = graph
+        self.point = dict(point)
+
+    @cached_property
+    def run(self) -> Run:
+        """What the interpreter counted."""
+        return run(self.graph, None, meanings=MEANINGS, **self.point)
+
+    @cached_property
+    def answers(self) -> dict[str, Any]:
+        """What the library says with all sizes bound."""
+        return {name: ask(self.graph, **self.point) for name, ask in QUESTIONS.items()}
+
+    @cached_property
+    def counts(self) -> list[str]:
+        """Symbols that only count iterations: they may be 1, and change no layout."""
+        loops = [op.attrs["count"] for op in self.graph.walk() if op.kind.body == "repeated"]
+        names = {n for p in loops for n in p.names() if len(p.names()) == 1 and p.terms == {((n, 1),): 1}}
+        sizes = {n for g in self.graph.bodies() for t in g.tensors for p in t.sizes for n in p.names()}
+        return sorted(names - sizes)
+
+
+def check(graph: Graph, laws: Iterable[str] | None = None, **point: int) -> None:
+    """Hold a graph to the laws.
+
+    Parameters
+    ----------
+    graph : Graph
+        What is held to them.
+    laws : iterable of str, optional
+        Names of laws, all by default.
+    **point : int
+        A size above 1 for every dimension: a size of 1 makes some copies free, as `docs/deviations.md` says.
+
+    Raises
+    ------
+    AssertionError
+        If one is broken: the text says which, where, and both figures.
+    UnsupportedError, BindingError
+        If a law is unknown, an op kind has no meaning, or a dimension has no size.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> from costgraph import testing
+    >>> B, D = cg.dims("B D")
+    >>> with cg.Graph("g") as g:
+    ...     g.output(cg.softmax(cg.linear(g.input("x", (B, D)), "b d -> b f", f=D)))
+    >>> testing.check(g, B=3, D=5)
+    """
+    chosen = list(LAWS if laws is None else laws)
+    unknown = sorted(set(chosen) - LAWS.keys())
+    if unknown:
+        raise UnsupportedError(f"check: law {unknown[0]!r}, expected one of {', '.join(LAWS)}")
+    trial = Trial(graph, {**{k: v for k, v in graph.defaults.items() if k in known_names(graph)}, **point})
+    for name in chosen:
+        try:
+            LAWS[name](trial)
+        except AssertionError as error:
+            raise AssertionError(f"law {name!r} at {trial.point}: {error}") from None
+
+
+def same(found: Any, expected: Any, what: str) -> None:
+    """Compare two figures: exactly, or where the library has to round to a float, to its nearest one."""
+    exact = float(expected) if isinstance(found, float) else Fraction(expected)
+    assert found == exact, f"{what} is {found}, expected {expected}"
+
+
+# -- against the interpreter -------------------------------------------------------------------------------------
+
+
+def _amounts(trial: Trial, count: str = "executed") -> dict[str, dict[str, Any]]:
+    """Return what the table of costs says of each op, by kind and direction."""
+    out: dict[str, dict[str, Any]] = {}
+    for row in costs(trial.graph, count=count).bind(**trial.point):
+        key = row.kind if row.direction == "compute" else row.direction
+        of = out.setdefault(row.op, {})
+        of[key] = of.get(key, 0) + (row.amount.constant if row.amount.constant is not None else 0)
+    return out
+
+
+@law
+def flops_of_each_kind_are_what_the_interpreter_counts(trial: Trial) -> None:
+    """A multiply and an add for each index point of a contraction, one by one for everything else."""
+    executed, full = _amounts(trial), _amounts(trial, "full")
+    for name, counted in trial.run.ops.items():
+        mine = executed.get(name, {})
+        for kind in ("matmul", "pointwise", "transcendental"):
+            same(mine.get(kind, 0), getattr(counted.tally, kind), f"{kind} FLOPs of {name!r}")
+        same(full.get(name, {}).get("matmul", 0), counted.tally.full, f"matmul FLOPs of {name!r}, domains ignored")
+    same(trial.answers["flops"], trial.run.flops, "FLOPs")
+    same(trial.answers["matmul_flops"], trial.run.matmul, "matmul FLOPs")
+    same(trial.answers["full"], trial.run.full, "matmul FLOPs, domains ignored")
+
+
+@law
+def bytes_moved_are_the_elements_that_are_touched(trial: Trial) -> None:
+    """Every different element once an op; of parts of one operand that overlap in a kernel the widest at least."""
+    executed = _amounts(trial)
+    for name, counted in trial.run.ops.items():
+        mine = executed.get(name, {})
+        read, written = mine.get("read", 0), mine.get("write", 0)
+        if counted.repeats:
+            assert read >= counted.read, f"bytes read by {name!r} are {read}, expected {counted.read} at least"
+            assert written >= counted.written, f"{name!r} writes {written} bytes, expected {counted.written} at least"
+            continue
+        same(written, counted.written, f"bytes written by {name!r}")
+        if counted.widest == counted.read:
+            same(read, counted.read, f"bytes read by {name!r}")
+        else:
+            least, most = counted.widest, counted.read
+            assert least <= read <= most, f"bytes read by {name!r} are {read}, expected {least} to {most}"
+
+
+@law
+def the_fused_bound_is_below_everything(trial: Trial) -> None:
+    """Never above the bytes as declared, nor above what is touched of inputs and made as outputs."""
+    bound = float(trial.answers["fused"])  # fractions of bytes come as the nearest float
+    assert bound <= float(trial.answers["bytes_moved"]), f"fused bytes {bound} above the declared ones"
+    if trial.run.repeats or any(op.kind.name == "opaque" for op in trial.graph.walk()):
+        return  # of lookups and stated amounts the formulas know less
+    touched = sum(len(found) * b.element for b, found in trial.run.touched.items())
+    written = {(b, a) for t, b, found in _made(trial) for a in found}
+    most = touched + sum(b.element for b, _ in written)
+    assert bound <= float(most), f"fused bytes are {bound}, expected at most {most}: inputs touched and outputs"
+
+
+def _made(trial: Trial) -> Iterable[tuple[int, Any, list[int]]]:
+    """Yield the addresses of outputs that are no inputs."""
+    by_tensor = dict(trial.run.values)
+    for i, t in enumerate(trial.graph.outputs):
+        v = by_tensor.get(t)
+        if v is not None and not v.buffer.throughout:
+            yield i, v.buffer, [v.address(index) for index in v.points()]
+        elif v is None:  # the result of a loop
+            found = trial.run.outputs[i]
+            buffer = trial.run._kept[i]
+            if not buffer.throughout:
+                yield i, buffer, list(range(found.size))
+
+
+@law
+def peak_memory_is_that_of_a_replay(trial: Trial) -> None:
+    """Buffers taken when an op makes them, given back after the last op that touches them."""
+    same(trial.answers["peak_memory"], trial.run.peak, "peak memory")
+    line = timeline(trial.graph, **trial.point)
+    same(line.peak, trial.run.peak, "peak of the timeline")
+    same(sum(map(Fraction, line.by_role.values())), trial.run.peak, "bytes by role at the peak")
+    fixed = sum(b.bytes for b in trial.run.buffers)
+    kept = sum(b.bytes for b in set(trial.run._kept) if not b.throughout)
+    assert trial.run.peak >= fixed + kept, f"peak {trial.run.peak} below parameters, inputs and outputs"
+    rows = lifetimes(trial.graph, **trial.point)
+    same(sum(Fraction(r.bytes) for r in rows if r.born is None), fixed, "bytes of what lives throughout")
+
+
+@law
+def parameters_are_those_of_all_iterations(trial: Trial) -> None:
+    """Elements and bytes of every parameter that the interpreter made."""
+    same(trial.answers["param_count"], trial.run.params, "parameters")
+    same(trial.answers["param_bytes"], trial.run.param_bytes, "bytes of parameters")
+
+
+@law
+def outputs_are_those_of_numpy(trial: Trial) -> None:
+    """The interpreter computes what NumPy's own functions do: it counts the right thing."""
+    expected = run(trial.graph, None, meanings={**MEANINGS, **REFERENCE}, **trial.point).outputs
+    for t, mine, other in zip(trial.graph.outputs, trial.run.outputs, expected, strict=True):
+        assert np.allclose(mine, other, rtol=1e-6, atol=1e-9, equal_nan=True), f"values of {t.name!r} differ"
+
+
+@law
+def layouts_are_those_of_numpy(trial: Trial) -> None:
+    """Shape, strides and view or copy, as NumPy decides them for sizes above 1."""
+    inner = {t for g in trial.graph.bodies() if g.parent is not None for t in g.tensors}
+    by_tensor = dict(trial.run.values)
+    for t, v in trial.run.values:
+        shape = tuple(value(p.expr, trial.point) for p in t.sizes)
+        assert v.array.shape == shape, f"shape of {t.name!r} is {shape}, expected {v.array.shape}"
+        for n, mine, bytes_ in zip(shape, t.strides, v.array.strides, strict=True):
+            assert n == 1 or value(mine.expr, trial.point) * 8 == bytes_, (
+                f"strides of {t.name!r} are {t.strides}, expected {[s // 8 for s in v.array.strides]}"
+            )
+        base = None if t.producer is None or t in inner else next(iter(t.producer.operands), None)
+        if base is not None and t.producer is not None and t.producer.body is None and base in by_tensor:
+            shared = v.buffer is by_tensor[base].buffer
+            assert shared == (t.storage is base.storage), f"{t.name!r} is {'a view' if shared else 'a copy'} in NumPy"
+
+
+# -- formulas ----------------------------------------------------------------------------------------------------
+
+
+def _bound(trial: Trial, names: Iterable[str]) -> dict[str, int]:
+    return {n: trial.point[n] for n in names}
+
+
+@law
+def a_formula_at_a_point_is_the_answer_there(trial: Trial) -> None:
+    """By Python's fractions and by `evaluate`, in one step and in two; the peak from the least count that it states."""
+    least = timeline(trial.graph).holds_from
+    loops = [op for op in trial.graph.walk() if op.kind.body == "repeated"]
+    most = max(map(copies_needed, loops), default=3)  # 3, more where a body hands a carry on to another place
+    assert all(n <= most for n in least.values()), f"the peak holds from {least}, expected {most} at the most"
+    names = sorted(trial.point)
+    for question, ask in QUESTIONS.items():
+        expected = trial.answers[question]
+        formula = ask(trial.graph)
+        holds = question != "peak_memory" or all(trial.point[n] >= k for n, k in least.items())
+        if holds:
+            same(expected, value(formula, trial.point), f"{question}: bound, against the formula at the point")
+            same(expected, Fraction(evaluate(formula, **_used(formula, trial.point))), f"{question}: evaluate")
+        for some in (names[: len(names) // 2], names[1::2]):
+            if question == "peak_memory" and not all(trial.point[n] >= k for n, k in least.items() if n not in some):
+                continue
+            partly = ask(trial.graph, **_bound(trial, some))
+            same(expected, value(partly, trial.point), f"{question}: bound in two steps, {some} first")
+
+
+def _used(formula: Any, point: Mapping[str, int]) -> dict[str, int]:
+    symbols = {s.name for s in getattr(formula, "free_symbols", ())}
+    return {k: v for k, v in point.items() if k in symbols}
+
+
+@law
+def pruning_changes_no_value(trial: Trial) -> None:
+    """The largest of all live sets, none of them left out, is the peak."""
+    values = bindings(trial.graph, trial.point)
+
+    def copies(op: Op) -> int:
+        return int(op.attrs["count"].bind(values).constant)
+
+    live = [value(p.expr, trial.point) for _, p in live_bytes(play(trial.graph, copies, values))]
+    same(trial.answers["peak_memory"], Fraction(max(live)), "peak memory")
+
+
+@law
+def a_repeat_is_its_iterations(trial: Trial) -> None:
+    """FLOPs, bytes, parameters and peak of the unrolled graph, from one iteration on."""
+    least = timeline(trial.graph).holds_from
+    points = [{**trial.point, name: n} for name in trial.counts for n in (1, 2, 3, 4)] or [trial.point]
+    for point in points:
+        plain = unroll(trial.graph, **point)
+        for question, ask in QUESTIONS.items():
+            if question == "fused":
+                continue  # a lower bound, and a tighter one where a loop is unrolled
+            same(ask(trial.graph, **point), Fraction(ask(plain)), f"{question} at {point}, of the loop and unrolled")
+            if question == "peak_memory" and all(point[n] >= k for n, k in least.items()):
+                same(ask(plain), value(ask(trial.graph), point), f"{question} at {point}, the closed form")
+
+
+@law
+def costs_grow_with_every_size(trial: Trial) -> None:
+    """No cost falls when a size grows by one; sizes that others are divided by aside."""
+    tied = {n for relation in trial.graph.relations.relations for n in relation.difference.names()}
+    for name in sorted(known_names(trial.graph) - _divisors(trial.graph) - tied):
+        larger = {**trial.point, name: trial.point[name] + 1}
+        for question, ask in QUESTIONS.items():
+            before, after = trial.answers[question], ask(trial.graph, **larger)
+            assert after >= before, f"{question} falls from {before} to {after} with {name}={larger[name]}"
+
+
+def _divisors(graph: Graph) -> set[str]:
+    """Symbols that some size is divided by: ranks, groups, heads that share a width."""
+    sizes = [p for g in graph.bodies() for t in g.tensors for p in t.sizes]
+    sizes += [p for op in graph.walk() for v in op.attrs.values() for p in (v.values() if isinstance(v, dict) else [v])]
+    return {k for p in sizes if isinstance(p, Poly) for m in p.terms for k, e in m if e < 0}
+
+
+@law
+def intensity_is_flops_over_bytes(trial: Trial) -> None:
+    """FLOPs by bytes moved, also as a formula."""
+    moved = trial.answers["bytes_moved"]
+    if moved:
+        expected = Fraction(trial.answers["flops"]) / Fraction(moved)
+        assert abs(float(intensity(trial.graph, False, **trial.point)) - float(expected)) <= 1e-12 * float(expected)

@@ -1,0 +1,412 @@
+"""What each op kind does, index point by index point. Nothing here asks the library for a formula."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fractions import Fraction
+from itertools import combinations, product
+from typing import Any
+
+import numpy as np
+
+from ..errors import GraphError, UnsupportedError
+from ..pattern import Affine, Axes
+from .arithmetic import FUNCTIONS, Number, Tally
+from .values import At, Point, sees
+
+__all__ = ["MEANINGS", "Meaning", "meaning"]
+
+Meaning = Callable[[At], None]
+
+#: What each op kind without a body does, by its name.
+MEANINGS: dict[str, Meaning] = {}
+
+
+def meaning(kind: str) -> Callable[[Meaning], Meaning]:
+    """Say what an op kind does, index point by index point, so that the laws can hold it to its record.
+
+    Parameters
+    ----------
+    kind : str
+        Name of the op kind.
+
+    Returns
+    -------
+    callable
+        Decorator of a function of `At`: `at.read(operand, *index)`, `at.number(operand, *index)`,
+        `at.write(value, *index)`, `at.attr(name)` and `at.tally`.
+
+    Raises
+    ------
+    GraphError
+        If the kind has a meaning already.
+    """
+
+    def register(function: Meaning) -> Meaning:
+        if kind in MEANINGS:
+            raise GraphError(f"op kind {kind!r} has a meaning already, expected a new one")
+        MEANINGS[kind] = function
+        return function
+
+    return register
+
+
+# -- contractions ------------------------------------------------------------------------------------------------
+
+
+def _place(dim: Axes | Affine, at: Mapping[str, int], extents: Mapping[str, int]) -> int:
+    """Return the position along one dimension of a tensor at an index point."""
+    if isinstance(dim, Affine):
+        return sum(step * at[name] for name, step in dim.terms) + dim.offset
+    position = 0
+    for name in dim.names:
+        position = position * extents[name] + at[name]
+    return position
+
+
+def _index_points(extents: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    for point in product(*map(range, extents.values())):
+        yield dict(zip(extents, point, strict=True))
+
+
+def _inside(index: Point, shape: Point) -> bool:
+    """Whether an element is there: a window may stand over the padding."""
+    return all(0 <= i < n for i, n in zip(index, shape, strict=True))
+
+
+@meaning("einsum")
+def _einsum(at: At) -> None:
+    pattern, extents = at.op.attrs["pattern"], at.attr("extents")
+    restriction = at.op.attrs.get("domain")
+    summed = set(extents) - set(pattern.result_names)
+    array = at.result().array
+    if restriction is None:
+        array[...] = 0
+    for point in _index_points(extents):
+        if restriction is not None:
+            domain, q, k = restriction
+            window = None if domain.window is None else at.sizes(domain.window)
+            if not sees(domain, window, point[q], point[k], extents[q], extents[k]):
+                at.tally.full += 2 if summed else 0
+                continue
+        out = tuple(_place(d, point, extents) for d in pattern.result)
+        term = 1.0
+        for i, dims in enumerate(pattern.operands):
+            index = tuple(_place(d, point, extents) for d in dims)
+            term = term * at.read(i, *index) if _inside(index, at.operands[i].array.shape) else 0.0
+        at.write(term + (0 if np.isnan(array[out]) else array[out]), *out)
+        _charge(at, summed)
+    _fill_unreached(at)
+    if "orders" in at.op.attrs:
+        cheapest = _cheapest([set(_names(d)) for d in pattern.operands], set(pattern.result_names), extents)
+        at.tally.matmul = at.tally.full = cheapest
+
+
+def _fill_unreached(at: At) -> None:
+    """Sums of no term are 0: rows of a domain that see nothing, written all the same."""
+    v = at.result()
+    for index in v.points():
+        if np.isnan(v.array[index]):
+            at.write(0.0, *index)
+
+
+def _charge(at: At, summed: set[str]) -> None:
+    """Count a multiply and an add for an index point, a product alone where nothing is summed."""
+    if summed:
+        at.tally.matmul += 2
+        at.tally.full += 2
+    else:
+        at.tally.pointwise += 1
+
+
+def _names(dims: Sequence[Axes | Affine]) -> list[str]:
+    return [n for d in dims for n in d.names]
+
+
+def _cheapest(operands: list[set[str]], result: set[str], extents: Mapping[str, int]) -> int:
+    """Try every order of contracting in pairs and return the fewest FLOPs."""
+    if len(operands) == 1:
+        return 0
+    found = []
+    for i, j in combinations(range(len(operands)), 2):
+        rest = [o for n, o in enumerate(operands) if n not in (i, j)]
+        axes = operands[i] | operands[j]
+        kept = axes & result.union(*rest)
+        points = sum(1 for _ in _index_points({n: extents[n] for n in sorted(axes)}))
+        found.append(points * (2 if axes - kept else 1) + _cheapest([*rest, kept], result, extents))
+    return min(found)
+
+
+@meaning("pool")
+def _pool(at: At) -> None:
+    pattern, extents = at.op.attrs["pattern"], at.attr("extents")
+    out, shape = at.result().array, at.operands[0].array.shape
+    largest = at.op.attrs["operation"] == "max"
+    window = 1
+    for name in extents:
+        window *= 1 if name in pattern.result_names else extents[name]
+    for point in _index_points(extents):
+        index = tuple(_place(d, point, extents) for d in pattern.operands[0])
+        to = tuple(_place(d, point, extents) for d in pattern.result)
+        x = at.read(0, *index) if _inside(index, shape) else (-np.inf if largest else 0.0)
+        old = out[to]
+        new = (x if np.isnan(old) else max(old, x)) if largest else x / window + (0 if np.isnan(old) else old)
+        at.write(new, *to)
+        at.tally.pointwise += 1
+
+
+# -- element by element ------------------------------------------------------------------------------------------
+
+
+def _aligned(index: Point, shape: Point) -> Point:
+    """Return where an operand of a shape is read at an index point of the result: NumPy's broadcasting."""
+    tail = index[len(index) - len(shape) :]
+    return tuple(0 if n == 1 else i for i, n in zip(tail, shape, strict=True))
+
+
+def _like(at: At) -> Any:
+    """Let NumPy lay out the result of its own elementwise functions on these operands."""
+    arrays = [v.array for v in at.operands]
+    flags: Any = [["readonly"]] * len(arrays) + [["writeonly", "allocate"]]
+    return np.nditer([*arrays, None], op_flags=flags, order="K").operands[-1]
+
+
+@meaning("pointwise")
+def _pointwise(at: At) -> None:
+    name = at.op.attrs["function"].name
+    if name == "causal_mask":
+        _mask(at)
+        return
+    if name not in FUNCTIONS:
+        raise UnsupportedError(f"function {name!r} has no meaning, expected one from costgraph.testing.function")
+    if at.op.attrs.get("inplace"):
+        at.made[0] = at.operands[0]
+    result = at.result(like=_like(at))
+    template = at.op.attrs.get("scalars") or (None,) * len(at.operands)
+    for index in result.points():
+        given, operands = [], iter(enumerate(at.operands))
+        for scalar in template:
+            if scalar is None:
+                i, v = next(operands)
+                given.append(at.number(i, *_aligned(index, v.array.shape)))
+            else:
+                given.append(scalar)
+        at.write(FUNCTIONS[name](*given), *index)
+
+
+def _mask(at: At) -> None:
+    domain = at.op.attrs.get("masked")
+    window = None if domain is None or domain.window is None else at.sizes(domain.window)
+    result = at.result(like=_like(at))
+    *_, queries, keys = result.array.shape
+    for index in result.points():
+        x = at.number(0, *index)
+        seen = domain is None or sees(domain, window, index[-2], index[-1], queries, keys)
+        at.write(x.once(x.value if seen else -np.inf), *index)
+
+
+@meaning("dropout")
+def _dropout(at: At) -> None:
+    p = at.op.attrs["p"]
+    like = _like(at)
+    result, mask = at.result(0, like), at.result(1, like)
+    draw = np.random.default_rng(0)
+    for index in result.points():
+        x = at.number(0, *index)
+        keep = float(draw.random() >= p)
+        at.write(x * keep * (1 / (1 - p)), *index)
+        mask.array[index] = keep
+        at.written_at.setdefault(mask.buffer, set()).add(mask.address(index))
+
+
+_STEPS: dict[str, tuple[float, Callable[[Any, Any], Any]]] = {
+    "sum": (0.0, lambda a, x: a + x),
+    "mean": (0.0, lambda a, x: a + x),
+    "max": (-np.inf, max),
+    "min": (np.inf, min),
+    "prod": (1.0, lambda a, x: a * x),
+    "any": (0.0, lambda a, x: float(bool(a) or bool(x))),
+    "all": (1.0, lambda a, x: float(bool(a) and bool(x))),
+}
+
+
+@meaning("reduce")
+def _reduce(at: At) -> None:
+    pattern, operation = at.op.attrs["pattern"], at.op.attrs["operation"]
+    names = [d.names[0] if d.names else None for d in pattern.operands[0]]
+    places = [names.index(d.names[0]) if d.names else None for d in pattern.result]
+    kept: dict[Point, list[Any]] = {}
+    for index in at.operands[0].points():
+        out = tuple(0 if p is None else index[p] for p in places)
+        kept.setdefault(out, []).append(at.read(0, *index))
+        at.tally.pointwise += 1  # the division of a mean is part of its last addition
+    for out in at.result().points():
+        at.write(_reduced(operation, kept.get(out, [])), *out)
+
+
+def _reduced(operation: str, elements: list[Any]) -> Any:
+    if operation in ("argmax", "argmin"):
+        best = max(elements) if operation == "argmax" else min(elements)
+        return elements.index(best)
+    start, step = _STEPS[operation]
+    for x in elements:
+        start = step(start, x)
+    return start / len(elements) if operation == "mean" and elements else start
+
+
+# -- moving elements ---------------------------------------------------------------------------------------------
+
+
+def _copied(at: At, source: Any, i: int = 0) -> None:
+    """Copy an array of places in operand `i` into the result, element by element, if it is no view of it."""
+    result = at.view(source, i)
+    if result.buffer is at.operands[i].buffer:
+        return
+    v = at.operands[i]
+    where = np.empty(v.array.shape, dtype=object)
+    for index in product(*map(range, v.array.shape)):
+        where[index] = index
+    where = _rearranged(at, where)
+    for index in result.points():
+        at.write(at.read(i, *where[index]), *index)
+
+
+def _rearranged(at: At, array: Any) -> Any:
+    return array.reshape(at.attr("split")).transpose(at.op.attrs["order"]).reshape(at.attr("merged"))
+
+
+@meaning("rearrange")
+def _rearrange(at: At) -> None:
+    _copied(at, _rearranged(at, at.operands[0].array))
+
+
+@meaning("slice")
+def _slice(at: At) -> None:
+    axis, start, size, step = (at.attr(n) for n in ("axis", "start", "size", "step"))
+    array = at.operands[0].array
+    if not 0 <= start <= start + (size - 1) * step < array.shape[axis]:
+        raise GraphError(f"slice {at.op.name!r} of {array.shape}: {size} from {start} by {step} lie outside")
+    at.view(array[(slice(None),) * axis + (slice(start, start + (size - 1) * step + 1, step),)])
+
+
+@meaning("expand")
+def _expand(at: At) -> None:
+    kept, sizes, array = at.op.attrs["kept"], at.attr("sizes"), at.operands[0].array
+    places = [k for k in kept if k is not None]
+    index = tuple(None if k is None else slice(None) for k in kept)
+    at.view(np.broadcast_to(array.transpose(places)[index], sizes))
+
+
+@meaning("concat")
+def _concat(at: At) -> None:
+    axis, done = at.op.attrs["axis"], 0
+    for i, v in enumerate(at.operands):
+        for index in product(*map(range, v.array.shape)):
+            at.write(at.read(i, *index), *index[:axis], index[axis] + done, *index[axis + 1 :])
+        done += v.array.shape[axis]
+
+
+@meaning("transfer")
+def _transfer(at: At) -> None:
+    for index in at.operands[0].points():
+        at.write(at.read(0, *index), *index)
+
+
+@meaning("arange")
+def _arange(at: At) -> None:
+    for i in range(at.attr("size")):
+        at.write(i, i)
+
+
+@meaning("empty")
+def _empty(at: At) -> None:
+    at.result()
+
+
+# -- by index ----------------------------------------------------------------------------------------------------
+
+
+def _rows(at: At, rows: int) -> dict[Point, int]:
+    """Read every index once; those beyond the table wrap around. The same row twice is noted."""
+    table, ids = at.operands[:2]
+    found = {index: int(at.read(1, *index)) % rows for index in product(*map(range, ids.array.shape))}
+    along = at.op.attrs["mode"] == "along"
+    looks: dict[int, set[int]] = {}
+    for index, row in found.items():
+        where = (*index[:-1], row) if along else (row,) + (0,) * (table.array.ndim - 1)
+        looks.setdefault(table.address(where), set()).add(ids.address(index))
+    at.repeats = at.repeats or any(len(cells) > 1 for cells in looks.values())
+    return found
+
+
+@meaning("gather")
+def _gather(at: At) -> None:
+    table = at.operands[0].array
+    if at.op.attrs["mode"] == "along":
+        for index, row in _rows(at, table.shape[-1]).items():
+            at.write(at.read(0, *index[:-1], row), *index)
+        return
+    for index, row in _rows(at, table.shape[0]).items():
+        for rest in product(*map(range, table.shape[1:])):
+            at.write(at.read(0, row, *rest), *index, *rest)
+
+
+@meaning("scatter")
+def _scatter(at: At) -> None:
+    target, _, updates = at.operands
+    add = at.op.attrs["mode"] == "add"
+    if at.op.attrs.get("inplace"):
+        at.made[0] = target
+    else:
+        for index in product(*map(range, target.array.shape)):
+            at.write(at.read(0, *index), *index)
+    result = at.result().array
+    for index, row in _rows(at, target.array.shape[0]).items():
+        for rest in product(*map(range, target.array.shape[1:])):
+            x = at.number(2, *index, *rest)
+            if not add:
+                at.write(x, row, *rest)
+                continue
+            if at.op.attrs.get("inplace"):
+                at.read(0, row, *rest)
+            at.write(x + result[(row, *rest)], row, *rest)
+    assert updates.array.size or not add
+
+
+# -- stated ------------------------------------------------------------------------------------------------------
+
+
+@meaning("opaque")
+def _opaque(at: At) -> None:
+    """Take what is stated for true: nothing says what the op does."""
+    matmul, pointwise, transcendental = (at.attr(k) for k in ("matmul", "pointwise", "transcendental"))
+    at.tally = Tally(matmul, matmul, pointwise, transcendental)
+    for i in range(len(at.op.results)):
+        for index in product(*map(range, at.result(i).array.shape)):
+            at.write(0.0, *index, to=i)
+    for i, v in enumerate(at.operands):
+        for index in v.points():
+            at.read(i, *index)
+    for direction in ("reads", "writes"):
+        if at.op.attrs[direction] is not None:
+            at.stated[direction] = sum(at.attr(direction))
+
+
+@meaning("collective")
+def _collective(at: At) -> None:
+    """Play the ranks, all of which bring the same: additions are spread evenly over them."""
+    name, ranks = at.op.attrs["collective"], at.attr("ranks")
+    x = at.operands[0]
+    additions = 0
+    first = at.result().array.shape[0] if at.result().array.ndim else 1
+    for index in product(*map(range, x.array.shape)):
+        total = Number(at.read(0, *index), Tally())
+        if name in ("all_reduce", "reduce_scatter"):
+            for _ in range(ranks - 1):
+                total = total + x.array[index]
+                additions += 1
+        for copy in range(ranks if name == "all_gather" else 1):
+            to = (index[0] + copy * x.array.shape[0], *index[1:]) if index else index
+            if not to or to[0] < first:  # the other rows are another rank's
+                at.write(total, *to)
+    at.tally.pointwise += Fraction(additions, ranks)

@@ -1,0 +1,206 @@
+"""The same op kinds by NumPy's own whole-array functions: what the interpreter's values are held against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import reduce as fold
+from string import ascii_letters
+from typing import Any
+
+import numpy as np
+
+from .arithmetic import erf
+from .meanings import Meaning
+from .values import Array, At, Value, sees
+
+__all__ = ["REFERENCE"]
+
+
+def _whole(function: Callable[[At], Array]) -> Meaning:
+    """Write a whole array into the first result, where it holds anything."""
+
+    def run(at: At) -> None:
+        found = function(at)
+        result = at.result()
+        held = _held(result)
+        result.array[held] = np.broadcast_to(found, result.array.shape)[held]
+
+    return run
+
+
+def _held(v: Value) -> Array:
+    held = np.zeros(v.array.shape, dtype=bool)
+    for index in v.points():
+        held[index] = True
+    return held
+
+
+def _filled(v: Value, fill: float) -> Array:
+    """Return the array with what holds nothing replaced."""
+    return np.where(_held(v), v.array, fill)
+
+
+# -- contractions ------------------------------------------------------------------------------------------------
+
+
+def _windows(at: At, i: int, letters: Mapping[str, str], fill: float) -> tuple[Array, str]:
+    """Return an operand with one axis for each name, windows cut out by NumPy's indexing, and these as letters."""
+    dims, extents = at.op.attrs["pattern"].operands[i], at.attr("extents")
+    names = list(dict.fromkeys(n for d in dims for n in d.names))
+    grid = dict(zip(names, np.indices([extents[n] for n in names]), strict=True)) if names else {}
+    places, outside = [], np.zeros([extents[n] for n in names], dtype=bool)
+    for d, size in zip(dims, at.operands[i].array.shape, strict=True):
+        if hasattr(d, "terms"):
+            place = sum(step * grid[n] for n, step in d.terms) + d.offset
+        else:
+            place = fold(lambda p, n: p * extents[n] + grid[n], d.names, np.zeros_like(outside, dtype=int))
+        outside |= (place < 0) | (place >= size)
+        places.append(np.clip(place, 0, size - 1))
+    array = _filled(at.operands[i], 0.0)[tuple(places)] if places else at.operands[i].array
+    return np.where(outside, fill, array), "".join(letters[n] for n in names)
+
+
+def _einsum(at: At) -> Array:
+    pattern, extents = at.op.attrs["pattern"], at.attr("extents")
+    letters = dict(zip(extents, ascii_letters, strict=False))
+    operands = [_windows(at, i, letters, 0.0) for i in range(len(pattern.operands))]
+    if at.op.attrs.get("domain") is not None:
+        domain, q, k = at.op.attrs["domain"]
+        window = None if domain.window is None else at.sizes(domain.window)
+        rows, columns = extents[q], extents[k]
+        seen = [[sees(domain, window, s, t, rows, columns) for t in range(columns)] for s in range(rows)]
+        operands.append((np.array(seen, dtype=float), letters[q] + letters[k]))
+    result = "".join(letters[n] for n in pattern.result_names)
+    made = np.einsum(",".join(text for _, text in operands) + "->" + result, *(array for array, _ in operands))
+    return np.asarray(made).reshape(at.result().array.shape)
+
+
+def _pool(at: At) -> Array:
+    pattern, extents = at.op.attrs["pattern"], at.attr("extents")
+    largest = at.op.attrs["operation"] == "max"
+    windows, _ = _windows(at, 0, dict(zip(extents, ascii_letters, strict=False)), -np.inf if largest else 0.0)
+    names = list(dict.fromkeys(n for d in pattern.operands[0] for n in d.names))
+    axes = tuple(i for i, n in enumerate(names) if n not in pattern.result_names)
+    return np.asarray(windows.max(axes) if largest else windows.mean(axes))
+
+
+# -- element by element ------------------------------------------------------------------------------------------
+
+
+def _sigmoid(x: Array) -> Array:
+    return np.asarray(1 / (1 + np.exp(-x)))
+
+
+_NUMPY: dict[str, Callable[..., Any]] = {
+    "copy": np.positive, "cast": np.positive, "add": np.add, "sub": np.subtract, "mul": np.multiply,
+    "div": np.true_divide, "maximum": np.maximum, "minimum": np.minimum,
+    "pow": lambda a, b: np.where(np.less_equal(a, 0), np.exp(b * np.log(a)), np.power(a, b)),
+    "eq": np.equal, "less": np.less, "logical_and": np.logical_and, "where": lambda c, a, b: np.where(c, a, b),
+    "masked_fill": lambda x, mask: np.where(mask, 0.0, x), "fma": lambda a, b, c: np.add(np.multiply(a, b), c),
+    "lerp": lambda a, b, t: a + t * np.subtract(b, a), "neg": np.negative, "abs": np.abs, "sign": np.sign,
+    "square": np.square, "reciprocal": np.reciprocal, "clamp": lambda x: np.clip(x, 0, 1), "round": np.round,
+    "floor": np.floor, "logical_not": np.logical_not, "relu": lambda x: np.where(np.isnan(x), x, np.clip(x, 0, None)),
+    "relu6": lambda x: np.clip(x, 0, 6), "relu2": lambda x: np.clip(x, 0, None) ** 2,
+    "leaky_relu": lambda x: np.where(x > 0, x, 0.01 * x), "sigmoid": _sigmoid, "silu": lambda x: x * _sigmoid(x),
+    "gelu": lambda x: x * (0.5 + 0.5 * erf(x / np.sqrt(2))), "quick_gelu": lambda x: x * _sigmoid(1.702 * x),
+    "gelu_tanh": lambda x: x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))),
+    "softplus": lambda x: np.logaddexp(0, x), "mish": lambda x: x * np.tanh(np.logaddexp(0, x)),
+    "elu": lambda x: np.where(x > 0, x, np.expm1(x)), "softcap": lambda x: 30 * np.tanh(x / 30),
+    "hardsigmoid": lambda x: np.clip(x / 6 + 0.5, 0, 1), "hardswish": lambda x: x * np.clip(x / 6 + 0.5, 0, 1),
+    "exp": np.exp, "expm1": np.expm1, "log": np.log, "log1p": np.log1p, "sqrt": np.sqrt,
+    "rsqrt": lambda x: np.reciprocal(np.sqrt(x)), "sin": np.sin, "cos": np.cos, "tanh": np.tanh, "erf": erf,
+}  # fmt: skip
+
+
+def _pointwise(at: At) -> Array:
+    name = at.op.attrs["function"].name
+    arrays = iter([_filled(v, np.nan) for v in at.operands])
+    template = at.op.attrs.get("scalars") or (None,) * len(at.operands)
+    if at.op.attrs.get("inplace"):
+        at.made[0] = at.operands[0]
+    given = [next(arrays) if s is None else s for s in template]
+    if name != "causal_mask":
+        return np.asarray(_NUMPY[name](*given), dtype=float)
+    rows, columns = given[0].shape[-2:]
+    domain = at.op.attrs.get("masked")
+    if domain is None:
+        return np.asarray(given[0])
+    window = None if domain.window is None else at.sizes(domain.window)
+    seen = np.tril(np.ones((rows, columns)), columns - rows) if domain.causal else np.ones((rows, columns))
+    if window is not None:
+        seen = np.triu(seen, columns - rows - window + 1)
+        seen = seen if domain.causal else np.tril(seen, columns - rows + window - 1)
+    return np.where(seen, given[0], -np.inf)
+
+
+def _reduce(at: At) -> Array:
+    pattern, operation = at.op.attrs["pattern"], at.op.attrs["operation"]
+    names = [d.names[0] if d.names else None for d in pattern.operands[0]]
+    kept = [d.names[0] for d in pattern.result if d.names]
+    axes = tuple(i for i, n in enumerate(names) if n not in kept)
+    fill = {"max": -np.inf, "min": np.inf, "prod": 1.0, "all": 1.0, "argmax": -np.inf, "argmin": np.inf}
+    array = _filled(at.operands[0], fill.get(operation, 0.0))
+    if operation in ("argmax", "argmin"):
+        found = getattr(np, operation)(array, axis=axes[0])
+    elif operation == "mean":
+        found = array.sum(axis=axes) / np.maximum(_held(at.operands[0]).sum(axis=axes), 1)
+    else:
+        found = getattr(np, operation)(array, axis=axes)
+    order = [n for n in names if n in kept]
+    found = np.transpose(found, [order.index(n) for n in kept])
+    return np.asarray(found, dtype=float).reshape(at.result().array.shape)
+
+
+# -- moving elements ---------------------------------------------------------------------------------------------
+
+
+def _rearrange(at: At) -> None:
+    x = at.operands[0].array
+    moved = x.reshape(at.attr("split")).transpose(at.op.attrs["order"]).reshape(at.attr("merged"))
+    result = at.view(moved)
+    if result.buffer is not at.operands[0].buffer:
+        result.array[...] = moved
+
+
+def _gather(at: At) -> Array:
+    table, ids = (v.array for v in at.operands)
+    if at.op.attrs["mode"] == "along":
+        return np.take_along_axis(table, ids.astype(int) % table.shape[-1], -1)
+    return np.take(table, ids.astype(int), axis=0, mode="wrap")
+
+
+def _scatter(at: At) -> Array:
+    target, ids, updates = (v.array for v in at.operands)
+    if at.op.attrs.get("inplace"):
+        at.made[0] = at.operands[0]
+    out = np.array(target)
+    rows = ids.astype(int) % target.shape[0]
+    if at.op.attrs["mode"] == "add":
+        np.add.at(out, rows, updates)
+    else:
+        out[rows] = updates
+    return out
+
+
+def _collective(at: At) -> Array:
+    name, ranks, x = at.op.attrs["collective"], at.attr("ranks"), at.operands[0].array
+    if name == "all_gather":
+        return np.concatenate([x] * ranks) if x.ndim else x
+    total = x * ranks if name in ("all_reduce", "reduce_scatter") else x
+    return np.split(total, ranks)[0] if name == "reduce_scatter" and x.ndim else total
+
+
+#: What op kinds do, by NumPy's whole-array functions; of others the interpreter's own meaning stands.
+REFERENCE: dict[str, Meaning] = {
+    "einsum": _whole(_einsum),
+    "pool": _whole(_pool),
+    "pointwise": _whole(_pointwise),
+    "reduce": _whole(_reduce),
+    "rearrange": _rearrange,
+    "concat": _whole(lambda at: np.concatenate([v.array for v in at.operands], at.op.attrs["axis"])),
+    "transfer": _whole(lambda at: at.operands[0].array),
+    "arange": _whole(lambda at: np.arange(at.attr("size"), dtype=float)),
+    "gather": _whole(_gather),
+    "scatter": _whole(_scatter),
+    "collective": _whole(_collective),
+}

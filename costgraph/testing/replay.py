@@ -1,0 +1,63 @@
+"""Memory by replay: buffers are taken when an op makes them and given back after the last op that touches them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from .values import Buffer
+
+__all__ = ["Event", "peak_of"]
+
+
+@dataclass
+class Event:
+    """An op that ran."""
+
+    op: str
+    """its name, with the iteration of each loop around it"""
+    made: list[Buffer]
+    """buffers that it took"""
+    touched: list[Buffer]
+    """buffers that it needed, these included"""
+    workspace: Any = 0
+    """bytes beside them"""
+
+
+def peak_of(events: Sequence[Event], throughout: Iterable[Buffer], kept: Iterable[Buffer]) -> tuple[Any, str]:
+    """Return the most bytes live at once, and the op at which they are.
+
+    Parameters
+    ----------
+    events : sequence of Event
+        The ops that ran, in order.
+    throughout : iterable of Buffer
+        What is there before the first op and after the last one.
+    kept : iterable of Buffer
+        Outputs: from birth to the end.
+
+    Returns
+    -------
+    bytes : int or Fraction
+        The peak.
+    op : str
+        Where it is first reached, empty if no op ran.
+    """
+    last: dict[Buffer, int] = {}
+    for i, event in enumerate(events):
+        for buffer in (*event.made, *event.touched):
+            last[buffer] = i
+    for buffer in kept:
+        last[buffer] = len(events)
+    live = set(throughout)
+    fixed = set(live)
+    most, where = sum((b.bytes for b in live), start=Fraction(0)), ""
+    for i, event in enumerate(events):
+        live.update(event.made)
+        taken = sum((b.bytes for b in live), start=Fraction(0)) + event.workspace
+        if taken > most:
+            most, where = taken, event.op
+        live = {b for b in live if b in fixed or last[b] > i}
+    return most, where

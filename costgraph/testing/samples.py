@@ -1,0 +1,375 @@
+"""One sample for each op kind: how to draw an op of it, with operands of all layouts that it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+from ..conv import conv, pool
+from ..domain import Domain
+from ..errors import GraphError
+from ..graph import apply
+from ..ops.einsum import einsum
+from ..ops.index import arange, gather, scatter, take_along
+from ..ops.layout import concat, contiguous_copy, expand, index, rearrange, reshape, slice_axis
+from ..ops.pointwise import FUNCTIONS, cast, pointwise
+from ..ops.reduce import REDUCTIONS, reduce
+from ..ops.stated import COLLECTIVES, collective, opaque, transfer
+from ..ops.stochastic import dropout
+from ..polynomial import poly
+from ..symbols import dims
+from ..tensor import Tensor
+from ..transforms.unroll import EMPTY
+from .sketch import LARGEST, MOST_POINTS, Sketch, together
+
+__all__ = ["SAMPLES", "Sample", "sample"]
+
+Sample = Callable[[Sketch], Sequence[Tensor]]
+
+#: How to draw an op of each kind, by its name.
+SAMPLES: dict[str, Sample] = {}
+
+
+def sample(kind: str) -> Callable[[Sample], Sample]:
+    """Say how to draw an op of a kind, so that the laws can hold it on inputs that nobody chose.
+
+    Parameters
+    ----------
+    kind : str
+        Name of the op kind.
+
+    Returns
+    -------
+    callable
+        Decorator of a function that gets a `Sketch`, adds one op to the open graph and returns what others may read
+        of it.
+
+    Raises
+    ------
+    GraphError
+        If the kind has a sample already.
+    """
+
+    def register(function: Sample) -> Sample:
+        if kind in SAMPLES:
+            raise GraphError(f"op kind {kind!r} has a sample already, expected a new one")
+        SAMPLES[kind] = function
+        return function
+
+    return register
+
+
+def _names(count: int, first: str = "a") -> list[str]:
+    return [f"{first}{i}" for i in range(count)]
+
+
+# -- contractions ------------------------------------------------------------------------------------------------
+
+
+@sample("einsum")
+def _einsum(s: Sketch) -> Sequence[Tensor]:
+    return s.one_of([_product, _product, _product, _windows, _restricted, _convolution])(s)
+
+
+def _product(s: Sketch) -> Sequence[Tensor]:
+    """Two or three operands that share some axes, in any order, merged and split."""
+    operands = [s.tensor(lambda t: s.elements(t) <= 30)]
+    known: dict[str, Any] = {}
+    patterns = [_named(s, operands[0], known)]
+    for _ in range(s.one_of([1, 1, 1, 2])):
+        fits = [t for t in s.pool if all(together(t.dtype, o.dtype) for o in operands) and t.domain is None]
+        kept = s.some(list(known), 0)[:2]
+        shape = (*(known[n] for n in kept), *s.shape(s.number(0, 1), 6))
+        least = min(operands, key=lambda o: o.dtype.bits)
+        other = s.one_of(fits) if fits and s.chance(1) else s.fresh(shape, s.partner(least))
+        before = dict(known)
+        pattern = _named(s, other, known, kept)
+        if prod(map(s.value, known.values())) > MOST_POINTS:
+            known.clear()
+            known.update(before)
+            continue
+        operands.append(other)
+        patterns.append(pattern)
+    if len(operands) == 1:
+        operands.append(s.fresh((), s.partner(operands[0])))
+        patterns.append([])
+    left = s.some(list(known))
+    while prod(s.value(known[n]) for n in left) > LARGEST:
+        left.pop()
+    result = _merged(s, s.order(left))
+    return [einsum(*operands, f"{', '.join(' '.join(p) for p in patterns)} -> {' '.join(result)}")]
+
+
+def _named(s: Sketch, t: Tensor, known: dict[str, Any], shared: Sequence[str] = ()) -> list[str]:
+    """Name the axes of an operand: as one of the same size is named already, or anew."""
+    out: list[str] = []
+    for size in t.sizes:
+        same = [n for n, k in known.items() if poly(k) == size and (n not in out or s.chance(4))]
+        wanted = [n for n in same if n in shared]
+        name = s.one_of(wanted or same) if same and (wanted or s.chance(1)) else f"a{len(known)}"
+        known.setdefault(name, size)
+        out.append(name)
+    return out
+
+
+def _merged(s: Sketch, names: Sequence[str]) -> list[str]:
+    if len(names) > 1 and s.chance(2):
+        at = s.number(0, len(names) - 2)
+        return [*names[:at], f"({names[at]} {names[at + 1]})", *names[at + 2 :]]
+    return list(names)
+
+
+def _windows(s: Sketch) -> Sequence[Tensor]:
+    """A window that slides over one axis, by an index such as a*2+r*3-1."""
+    width, stride, dilation = s.number(1, 4), s.number(1, 3), s.number(1, 3)
+    reach = (width - 1) * dilation
+    padding = s.number(0, reach)
+    batch, length = s.shape(s.number(0, 1), 5), s.size()
+    if s.value(length) + 2 * padding - reach < 1:
+        length = poly(length).expr + reach
+    x = s.fresh((*batch, length), s.one_of(["fp32", "bf16"]))
+    if x.ndim == 2 and s.chance(1):
+        x = rearrange(rearrange(x, "a b -> b a"), "b a -> a b")
+    w = s.fresh((width,), "fp32")
+    at = "+".join(s.order([f"o*{stride}", f"r*{dilation}"])) + (f"-{padding}" if padding else "")
+    names = _names(len(batch))
+    kept = s.order([*names, "o"]) if s.chance(1) else names
+    return [einsum(x, w, f"{' '.join([*names, at])}, r -> {' '.join(kept)}")]
+
+
+def _convolution(s: Sketch) -> Sequence[Tensor]:
+    width, padding = s.number(1, 3), s.number(0, 1)
+    groups = s.one_of([1, 1, 2])
+    shape = (s.size(), groups * s.number(1, 2), *(s.number(width, width + 2) for _ in range(s.number(1, 2))))
+    spread = "h w"[: 2 * len(shape) - 5]
+    if s.value(shape[0]) * prod(shape[1:]) > LARGEST:
+        shape = (1, *shape[1:])
+    x = s.fresh(shape, "fp32", "input")
+    y = conv(
+        x,
+        f"b c {spread} -> b o {spread}",
+        window=(width,) * (len(shape) - 2),
+        stride=s.number(1, 2),
+        padding=min(padding, width),
+        groups=groups,
+        bias=s.chance(2),
+        o=2 * groups,
+    )
+    return [y]
+
+
+def _restricted(s: Sketch) -> Sequence[Tensor]:
+    """Scores of a causal or a windowed attention, and what reads them."""
+    (window,) = (s.one_of([None, None, 2, dims("W")]),)
+    s.point.setdefault("W", s.number(1, 4))
+    causal = s.chance(1) or window is None
+    queries = s.size()
+    keys = queries if not causal or s.chance(1) else s.size()
+    domain = Domain(causal, None if window is None else poly(window))
+    d = s.number(1, 2)
+    q, k = s.fresh((queries, d), "fp32"), s.fresh((keys, d), s.one_of(["fp32", "bf16"]))
+    scores = einsum(q, k, s.one_of(["s d, t d -> s t", "s d, t d -> t s"]), domain=domain, over=("s", "t"))
+    out = [scores]
+    if s.chance(1):
+        out.append(pointwise(s.one_of(["exp", "gelu", "square"]), out[-1]))
+    if s.chance(1):
+        names = "s t" if scores.domain is not None and scores.domain[1] == 0 else "t s"
+        v = s.fresh((keys, d), "fp32")
+        out.append(einsum(out[-1], v, f"{names}, t d -> s d"))
+    elif s.chance(1):
+        out.append(reduce(out[-1], s.one_of(["a b -> a", "a b -> b", "a b -> a 1"]), s.one_of(["sum", "max"])))
+    return out
+
+
+@sample("pool")
+def _pool(s: Sketch) -> Sequence[Tensor]:
+    width = s.number(1, 3)
+    x = s.tensor(lambda t: t.ndim >= 1 and s.value(t.sizes[-1]) >= width, (*s.shape(1, 6), s.number(width, 5)))
+    operation = s.one_of(["max", "mean"])
+    padding = s.number(0, width // 2)
+    return [pool(x, operation, window=(width,), stride=s.number(1, 3), padding=padding)]
+
+
+# -- element by element ------------------------------------------------------------------------------------------
+
+_PLAIN = sorted(name for name, f in FUNCTIONS.items() if name not in ("cast", "where", "masked_fill"))
+
+
+@sample("pointwise")
+def _pointwise(s: Sketch) -> Sequence[Tensor]:
+    x = s.tensor()
+    if s.chance(6):
+        return [cast(x, s.one_of([n for n in ("fp32", "bf16", "fp64", "int64") if n != x.dtype.name]))]
+    if s.chance(6):
+        mask = s.fresh(x.shape, "bool")
+        return [pointwise("masked_fill", x, mask) if s.chance(1) else pointwise("where", mask, x, 0.0)]
+    function = FUNCTIONS[s.one_of(_PLAIN)]
+    if function.name == "causal_mask" and x.ndim < 2:
+        function = FUNCTIONS["relu"]
+    operands: list[Any] = [x]
+    for _ in range(function.arity - 1):
+        operands.append(s.one_of([2, 0.5, -1.5]) if s.chance(2) else _beside(s, x))
+    tensors = [t for t in operands if isinstance(t, Tensor)]
+    changes = s.may_change(x) and function.result == "same" and x.touched == x.numel
+    if changes and s.chance(1) and all(t.dtype == x.dtype and t.sizes == x.sizes for t in tensors):
+        return [pointwise(function, *operands, inplace=True)]
+    return [pointwise(function, *s.order(operands))]
+
+
+def _beside(s: Sketch, x: Tensor) -> Tensor:
+    """Another operand: of the same shape, or of one that is broadcast to it."""
+    found = [t for t in s.pool if t.sizes == x.sizes and together(t.dtype, x.dtype) and t.domain is None]
+    if found and s.chance(1):
+        return s.one_of(found)
+    shape = [n if s.chance(2) else 1 for n in x.shape[s.number(0, x.ndim) :]]
+    return s.fresh(shape if s.chance(1) else x.shape, s.partner(x))
+
+
+@sample("dropout")
+def _dropout(s: Sketch) -> Sequence[Tensor]:
+    return [dropout(s.tensor(), s.one_of([0.1, 0.5]), mask=s.one_of(["bool", "fp32"]))]
+
+
+@sample("reduce")
+def _reduce(s: Sketch) -> Sequence[Tensor]:
+    x = s.tensor(lambda t: t.ndim >= 1, s.shape(s.number(1, 3)))
+    names = _names(x.ndim)
+    gone = s.some(names, 1)
+    kept = s.order([n for n in names if n not in gone])
+    if s.chance(1):
+        kept.insert(s.number(0, len(kept)), "1")
+    operation = s.one_of([r for r in REDUCTIONS if len(gone) == 1 or not r.startswith("arg")])
+    return [reduce(x, f"{' '.join(names)} -> {' '.join(kept)}", operation)]
+
+
+# -- moving elements ---------------------------------------------------------------------------------------------
+
+
+@sample("rearrange")
+def _rearrange(s: Sketch) -> Sequence[Tensor]:
+    x = s.tensor(lambda t: t.ndim >= 1, s.shape(s.number(1, 3)))
+    if s.chance(4):
+        return [contiguous_copy(x)]
+    if s.chance(4):
+        return [reshape(x, s.one_of([(x.numel,), (*x.sizes, 1), (1, *x.sizes), x.sizes]))]
+    left, right, given = [], [], {}
+    for i, size in enumerate(x.sizes):
+        factor = next((f for f in (2, 3, *dims("A B C D")) if _divides(f, size)), None)
+        if factor is None or s.chance(1):
+            left.append(f"a{i}")
+            right.append(f"a{i}")
+        else:
+            left.append(f"(a{i} b{i})")
+            right += [f"a{i}", f"b{i}"]
+            given[f"b{i}"] = factor
+    right = _merged(s, s.order(right) if s.chance(1) else right)
+    return [rearrange(x, f"{' '.join(left)} -> {' '.join(right)}", **given)]
+
+
+def _divides(factor: Any, size: Any) -> bool:
+    quotient = poly(size) / poly(factor)
+    whole = all(isinstance(c, int) and all(e > 0 for _, e in m) for m, c in quotient.terms.items())
+    return whole and quotient != 1
+
+
+@sample("slice")
+def _slice(s: Sketch) -> Sequence[Tensor]:
+    x = s.tensor(lambda t: t.ndim >= 1, s.shape(s.number(1, 3)))
+    axis = s.number(0, x.ndim - 1)
+    long = s.value(x.sizes[axis])
+    if s.chance(2):
+        return [index(x, (slice(None),) * axis + (s.one_of([0, -1, slice(None, None, 2), None, slice(1)]),))]
+    if s.chance(1) and x.sizes[axis].constant is None and long > 1:
+        return [slice_axis(x, axis, s.number(0, 1), x.sizes[axis] - 1)]
+    start = s.number(0, long - 1)
+    step = s.number(1, 2)
+    return [slice_axis(x, axis, start, s.number(1, (long - 1 - start) // step + 1), step)]
+
+
+@sample("expand")
+def _expand(s: Sketch) -> Sequence[Tensor]:
+    x = s.tensor(lambda t: t.ndim <= 2 and s.elements(t) <= 24, s.shape(s.number(0, 2), 12))
+    names = _names(x.ndim)
+    new = s.one_of([2, 3, *dims("A B")])
+    at = s.number(0, x.ndim)
+    given = {"n": new} | {n: new for n, size in zip(names, x.sizes, strict=True) if size == 1 and s.chance(1)}
+    if s.elements(x) * s.value(new) ** len(given) > LARGEST:
+        given = {"n": 1}
+    return [expand(x, f"{' '.join(names)} -> {' '.join([*names[:at], 'n', *names[at:]])}", **given)]
+
+
+@sample("concat")
+def _concat(s: Sketch) -> Sequence[Tensor]:
+    x = s.tensor(lambda t: t.ndim >= 1 and s.elements(t) <= 24, s.shape(s.number(1, 3), 24))
+    axis = s.number(0, x.ndim - 1)
+    others = [t for t in s.pool if t.dtype == x.dtype and t.sizes == x.sizes and t.domain is None]
+    shape = (*x.shape[:axis], s.one_of([1, 2, dims("A")]), *x.shape[axis + 1 :])
+    parts = [x, s.one_of(others) if others and s.chance(1) else s.fresh(shape, x.dtype.name)]
+    return [concat(s.order(parts), axis)]
+
+
+@sample("transfer")
+def _transfer(s: Sketch) -> Sequence[Tensor]:
+    return [transfer(s.tensor())]
+
+
+@sample("empty")
+def _empty(s: Sketch) -> Sequence[Tensor]:
+    apply(EMPTY, [], {"sizes": tuple(map(poly, s.shape())), "dtype": s.fresh(()).dtype}, "empty")
+    return []  # nobody reads what was never written
+
+
+# -- by index ----------------------------------------------------------------------------------------------------
+
+
+def _ids(s: Sketch, most: int, *lead: Any) -> Tensor:
+    """Indices: 0, 1, 2, ... when the graph runs, different ones if there are no more than rows."""
+    fitting = [n for n in (2, 3, *dims("A B")) if s.value(n) <= most]
+    shape = (s.one_of(fitting),) if fitting and not s.chance(3) else s.one_of([(1,), (2, 2)])
+    return s.fresh((*lead, *shape) if lead else shape, s.one_of(["int64", "int32"]), "input")
+
+
+@sample("gather")
+def _gather(s: Sketch) -> Sequence[Tensor]:
+    x = s.tensor(lambda t: t.ndim >= 1 and s.elements(t) <= 36, s.shape(s.number(1, 3), 36))
+    if s.chance(1):
+        return [gather(x, _ids(s, s.value(x.sizes[0])))]
+    ids = s.fresh((*x.shape[:-1], s.number(1, s.value(x.sizes[-1]))), "int64", "input")
+    return [take_along(x, ids)]
+
+
+@sample("scatter")
+def _scatter(s: Sketch) -> Sequence[Tensor]:
+    x = s.tensor(lambda t: t.ndim >= 1 and s.elements(t) <= 36, s.shape(s.number(1, 3), 36))
+    ids = _ids(s, s.value(x.sizes[0]))
+    updates = s.fresh((*ids.shape, *x.shape[1:]), x.dtype.name)
+    changes = s.may_change(x) and x.touched == x.numel and s.chance(1)
+    return [scatter(x, ids, updates, s.one_of(["add", "set"]), inplace=changes)]
+
+
+@sample("arange")
+def _arange(s: Sketch) -> Sequence[Tensor]:
+    made = arange(s.size(), s.one_of(["int64", "int32", "fp32"]))
+    return [made if made.dtype.kind == "float" else cast(made, "fp32")]
+
+
+# -- stated ------------------------------------------------------------------------------------------------------
+
+
+@sample("opaque")
+def _opaque(s: Sketch) -> Sequence[Tensor]:
+    x, size = s.tensor(), s.size()
+    amounts: dict[str, Any] = {} if s.chance(1) else {"reads": 8 * size, "writes": 8 * size}
+    flops = s.one_of([0, 5 * size, {"matmul": 2 * size, "transcendental": 3}])
+    return [opaque("stated", [x], (size,), flops=flops, workspace=s.one_of([0, 64, 16 * size]), **amounts)]
+
+
+@sample("collective")
+def _collective(s: Sketch) -> Sequence[Tensor]:
+    kind = s.one_of(sorted(COLLECTIVES))
+    ranks: Any = s.one_of([2, 3, dims("A")])
+    if kind == "reduce_scatter":
+        rows: Any = s.one_of([1, dims("B")])
+        return [collective(s.fresh((ranks * rows, *s.shape(1, 4))), kind, ranks)]
+    return [collective(s.tensor(lambda t: s.elements(t) <= 20, s.shape(1, 20)), kind, ranks)]

@@ -1,0 +1,17 @@
+"""Hostile inputs within a bound on memory, in a process of their own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+
+
+def test_hostile_inputs_need_little_memory():
+    paths = os.pathsep.join([str(HERE), str(HERE.parent), str(HERE.parent.parent)])
+    done = subprocess.run(
+        [sys.executable, str(HERE / "worst.py")],
+        capture_output=True, text=True, timeout=300, check=False, env={**os.environ, "PYTHONPATH": paths},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]

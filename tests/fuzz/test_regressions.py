@@ -1,0 +1,239 @@
+"""Every defect that fuzzing found, with the input that showed it."""
+
+import json
+import time
+
+import pytest
+from damage import changed, saved
+from hostile import nested
+
+import costgraph as cg
+from costgraph import units
+from costgraph.grammar import parse_formula
+
+B, S, D, H, K, L = cg.dims("B S D H K L")
+HUGE = 10**5000
+
+
+def damaged(folder, name, route, value):
+    path = folder / "f.json"
+    path.write_text(json.dumps(changed(saved(name, folder), route, "replace", value)))
+    return path
+
+
+def op(folder, name, kind):
+    return next(i for i, n in enumerate(saved(name, folder)["nodes"]) if n.get("kind") == kind)
+
+
+# -- numbers that Python does not print ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda: cg.flops(cg.models.load("mlp"), B=-HUGE), cg.BindingError, "B=an integer of 16610 bits"),
+        (lambda: cg.flops(cg.models.load("mlp"), B=HUGE), cg.BindingError, "of at most 1024 bits"),
+        (lambda: cg.Graph("g").input("x", (-HUGE,)), cg.ShapeError, "an integer of 16610 bits, expected a positive"),
+        (lambda: cg.dims(HUGE), cg.PatternError, "got an integer of 16610 bits"),
+        (lambda: cg.dims([HUGE]), cg.PatternError, "a list too large to be shown"),
+        (lambda: parse_formula([HUGE]), cg.PatternError, "a list too large to be shown"),
+        (lambda: cg.dtype(HUGE), cg.FormatError, "an integer of 16610 bits"),
+        (lambda: cg.models.load(HUGE), cg.GraphError, "an integer of 16610 bits"),
+        (lambda: cg.models.load("gpt2", attention=HUGE), cg.GraphError, "an integer of 16610 bits"),
+        (lambda: cg.load_hardware([HUGE]), cg.SpecError, "a list with a huge integer"),
+        (lambda: units.quantity(HUGE, "no unit"), cg.SpecError, "of value a huge integer is unknown"),
+        (lambda: units.exact([HUGE]), cg.SpecError, "a list with a huge integer"),
+        (lambda: cg.load(nested(10**4)), cg.FormatError, "a list too large to be shown"),
+        (lambda: cg.load_hardware("h100-sxm").link(bytearray(b"1")), cg.SpecError, "is unknown"),
+    ],
+)
+def test_what_python_does_not_print_is_refused_by_the_library(call, error, text):
+    with pytest.raises(error, match=text):
+        call()
+
+
+# -- formulas ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["(A+B+C+D)**64", "(A+B+C+D)**40", "*".join(f"(A{i}+1)" for i in range(16))])
+def test_long_sums_are_refused_before_they_are_multiplied_out(text):
+    start = time.process_time()
+    with pytest.raises(cg.PatternError, match="too large to be written out"):
+        parse_formula(text)
+    assert time.process_time() - start < 2
+
+
+def test_many_terms_in_a_ceiling_are_refused():
+    with pytest.raises(cg.PatternError, match="terms in ceiling, expected at most 200"):
+        parse_formula("ceiling((A+B+C)**30/7)")
+
+
+@pytest.mark.parametrize("text", ["(2 / B) / (1 - A)", "1 / (1 / (1 + A))", "3 / (0.5 / (B - 0.5))", "1/(1-A)"])
+def test_the_text_of_a_quotient_is_read_as_the_same_formula(text):
+    found = parse_formula(text)
+    assert parse_formula(str(found)) == found
+
+
+def test_a_power_inside_a_maximum_is_not_written_out_when_it_is_bound():
+    formula = parse_formula("Max(A, 7**(B**40))").expr
+    with pytest.raises(cg.BindingError, match="is no size of a tensor"):
+        cg.evaluate(formula, A=3, B=3)
+
+
+@pytest.mark.parametrize("size", [-B, -B * S - 1, 1 - B])
+def test_a_size_below_1_for_all_symbols_is_refused(size):
+    with pytest.raises(cg.ShapeError, match="expected a positive integer"):
+        cg.Graph("g").input("x", (size,))
+
+
+# -- graphs --------------------------------------------------------------------------------------------------------
+
+
+def test_a_graph_whose_shapes_need_an_assumption_is_loaded(tmp_path):
+    with cg.Graph("g") as g:
+        g.assume("D == H*K")
+        g.output(cg.einsum(g.input("x", (B, D)), g.param("w", (H * K, S)), "b d, d s -> b s"))
+    cg.save(g, tmp_path / "g.json")
+    assert cg.flops(cg.load(tmp_path / "g.json")) == cg.flops(g)
+
+
+def test_infinity_in_an_attribute_is_saved_and_loaded(tmp_path):
+    with cg.Graph("g") as g:
+        x = g.input("x", (B, S))
+        g.output(cg.pointwise("maximum", x, float("-inf")))
+    cg.save(g, tmp_path / "g.json")
+    json.loads((tmp_path / "g.json").read_text(), parse_constant=pytest.fail)
+    assert cg.flops(cg.load(tmp_path / "g.json")) == B * S
+
+
+@pytest.mark.parametrize("size", ["0", "-5", "1/2", "0 - D"])
+def test_a_size_of_an_input_that_is_none_is_refused(tmp_path, size):
+    path = damaged(tmp_path, "dense", ("nodes", 0, "shape", 0), size)
+    with pytest.raises(cg.FormatError, match=r"input 'x': axis 0: .*, expected a positive integer"):
+        cg.load(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "attribute", "value", "text"),
+    [
+        ("dense", "rearrange", "order", {"tuple": [0, 0, 0, 0]}, "order"),
+        ("dense", "rearrange", "copy", "yes", "attribute 'copy' of 'rearrange' is 'yes', expected True, or nothing"),
+        ("dense", "slice", "room", {"size": "5"}, "room '5'"),
+        ("dense", "slice", "axis", -1, "expected an integer of at least 0"),
+        ("dense", "expand", "kept", {"tuple": [0, 0, 2, None]}, "kept"),
+        ("dense", "concat", "axis", 9, "axis 9"),
+        ("dense", "reduce", "operation", "median", "expected one of sum, mean"),
+        ("varied", "einsum", "body", {"size": "1"}, "attribute 'body' of 'einsum', expected none but"),
+        ("varied", "einsum", "extents", {"dict": {"b": {"size": "B"}}}, "extents of 'b'"),
+        ("varied", "gather", "mode", "rwos", "expected rows or along"),
+        ("varied", "scatter", "inplace", 1, "expected True, or nothing"),
+        ("varied", "opaque", "pointwise", {"size": "-T"}, "expected an amount that is not negative"),
+        ("varied", "opaque", "workspace", 7, "expected an amount that is not negative"),
+        ("varied", "collective", "ranks", {"size": "0"}, "expected a positive size"),
+        ("varied", "dropout", "p", 1.5, "expected a number between 0 and 1"),
+        ("looped", "repeat", "count", {"size": "1/2"}, "expected a positive size"),
+        ("looped", "repeat", "count", {"size": "-L"}, "expected a positive size"),
+        ("looped", "repeat", "xs", 5, "carries and 5 slices"),
+    ],
+)
+def test_attributes_that_do_not_fit_the_operands_are_refused(tmp_path, name, kind, attribute, value, text):
+    path = damaged(tmp_path, name, ("nodes", op(tmp_path, name, kind), "attrs", attribute), value)
+    with pytest.raises(cg.FormatError) as caught:
+        cg.load(path)
+    assert "are malformed" in str(caught.value)
+    assert text in str(caught.value)
+
+
+def test_the_stated_flops_of_a_product_of_three_are_derived_again(tmp_path):
+    i = next(i for i, n in enumerate(saved("varied", tmp_path)["nodes"]) if "orders" in n.get("attrs", {}))
+    path = damaged(tmp_path, "varied", ("nodes", i, "attrs", "orders"), {"size": "1"})
+    with pytest.raises(cg.FormatError, match="orders '1': expected what agrees with the operands"):
+        cg.load(path)
+
+
+@pytest.mark.parametrize(
+    ("route", "value", "text"),
+    [
+        (("directed",), False, "another kind of graph"),
+        (("graph", "loss"), 3, "3, expected str"),
+        (("graph", "defaults"), {"no name": 3}, "default 'no name', expected the name of a dimension"),
+        (("nodes", 0, "type"), "input", "type 'input', expected 'op' or 'tensor'"),
+        (("nodes", 0, "id"), "x y", "name 'x y', expected text without spaces"),
+        (("nodes", 3, "phase"), "later", "phase 'later', expected one of forward"),
+        (("nodes", 3, "dtype"), "fp64", "phase"),
+    ],
+)
+def test_what_a_saved_file_never_says_is_refused(tmp_path, route, value, text):
+    data = saved("dense", tmp_path)
+    node = next(i for i, n in enumerate(data["nodes"]) if n["type"] == "op")
+    route = tuple(node if k == 3 and route[-1] == "phase" else k for k in route)
+    if route[-1] == "dtype":
+        route = ("nodes", next(i for i, n in enumerate(data["nodes"]) if n.get("role") == "result"), "dtype")
+        text = "has format 'fp64', expected 'bf16'"
+    path = damaged(tmp_path, "dense", route, value)
+    with pytest.raises(cg.FormatError) as caught:
+        cg.load(path)
+    assert text in str(caught.value)
+
+
+def test_a_tensor_that_no_op_makes_is_refused(tmp_path):
+    data = saved("dense", tmp_path)
+    data["nodes"].append({"id": "ghost", "type": "tensor", "role": "result", "shape": ["B"], "dtype": "fp32"})
+    path = tmp_path / "f.json"
+    path.write_text(json.dumps(data))
+    with pytest.raises(cg.FormatError, match="tensor 'ghost' is no result of an op"):
+        cg.load(path)
+
+
+def test_a_key_that_stands_twice_is_refused(tmp_path):
+    path = tmp_path / "f.json"
+    saved("dense", tmp_path)
+    path.write_text((tmp_path / "dense.json").read_text().replace('"loss": null', '"loss": null, "loss": "x"', 1))
+    with pytest.raises(cg.FormatError, match="key 'loss' twice in one object"):
+        cg.load(path)
+
+
+def test_repeats_in_repeats_are_bounded(tmp_path):
+    def nest(level):
+        if level == 0:
+            return cg.relu
+        inner = nest(level - 1)
+        return lambda x: cg.repeat(L, inner, cg.relu(x), name=f"r{level}")
+
+    with cg.Graph("g") as g:
+        g.output(nest(9)(g.input("x", (B, D))))
+    cg.save(g, tmp_path / "g.json")
+    with pytest.raises(cg.FormatError, match="repeats in repeats, expected at most 8 levels"):
+        cg.load(tmp_path / "g.json")
+
+
+def test_a_file_without_an_end_is_refused():
+    with pytest.raises(cg.FormatError, match="expected a regular file"):
+        cg.load("/dev/zero")
+
+
+def test_a_graph_is_loaded_inside_an_open_scope(tmp_path):
+    data = saved("dense", tmp_path)
+    with cg.Graph("outer"), cg.scope("inside"):
+        assert len(cg.load(tmp_path / "dense.json").nodes) == len(data["nodes"])
+
+
+# -- devices -------------------------------------------------------------------------------------------------------
+
+
+def test_a_key_of_many_dots_is_refused_in_time(tmp_path):
+    path = tmp_path / "f.toml"
+    path.write_text("a." * 10**5 + "b = 1")
+    start = time.process_time()
+    with pytest.raises(cg.SpecError, match="a line with more than 1000 dots"):
+        cg.load_hardware(path)
+    assert time.process_time() - start < 2
+
+
+@pytest.mark.parametrize("value", ["1e-400", "1e61"])
+def test_a_rate_that_no_float_holds_is_refused(tmp_path, value):
+    path = tmp_path / "f.toml"
+    source = 'unit = "B/s", source = ["A"] }'
+    path.write_text(f'[sources]\nA = "x"\n[memory]\nbandwidth = {{ value = {value}, {source}\n')
+    with pytest.raises(cg.SpecError, match=r"memory\.bandwidth\.value = .* B/s: expected a number from 1e-60 to 1e60"):
+        cg.load_hardware(path)

@@ -1,0 +1,47 @@
+"""The laws notice: three deliberate faults or more for each family of rules are each caught by one of them."""
+
+from collections import Counter
+
+import pytest
+from faults import FAULTS, broken
+from hypothesis import HealthCheck, Phase, given, settings
+
+from costgraph import testing
+from costgraph.errors import CostGraphError
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f"{f.family}-{f.what}".replace(" ", "_"))
+def test_a_law_notices(fault):
+    assert caught(fault), f"no law noticed: {fault.what}"
+
+
+def caught(fault):
+    """Return the name of the law that a fault broke, or the error that it led to."""
+    for kind in fault.kinds:
+
+        @settings(
+            max_examples=400,
+            phases=[Phase.generate],  # which graph shows it does not matter here
+            deadline=None,
+            derandomize=True,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(case=testing.ops(kind))
+        def drawn(case):
+            testing.check(case.graph, **case.point)
+
+        try:
+            with broken(fault):
+                drawn()
+        except AssertionError as error:
+            return str(error).split("'")[1]
+        except CostGraphError as error:
+            return type(error).__name__
+        except BaseExceptionGroup as group:
+            return str(group.exceptions[0]).split("'")[1]
+    return None
+
+
+def test_every_family_has_three_faults():
+    assert min(Counter(f.family for f in FAULTS).values()) >= 3

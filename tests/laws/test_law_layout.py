@@ -1,0 +1,84 @@
+"""View or copy, shape and strides of every op in drawn graphs, as torch decides them on the same strides."""
+
+import pytest
+import torch
+from budget import examples, multiplier
+from hypothesis import HealthCheck, given, settings
+
+from costgraph import testing
+
+drawn = settings(
+    max_examples=examples(400),
+    deadline=None,
+    derandomize=multiplier() == 1,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+def number(p, point):
+    return int(testing.value(p.expr, point))
+
+
+def meta(t, point):
+    """The same layout as a torch tensor without storage, in torch's own format where it matters: one for all."""
+    sizes, strides = ([number(p, point) for p in ps] for ps in (t.sizes, t.strides))
+    return torch.empty_strided(sizes, strides, device="meta")
+
+
+def moved(op, x, point):
+    a = {k: v for k, v in op.attrs.items() if k != "pattern"}
+    if op.kind.name == "rearrange":
+        split, merged = ([number(p, point) for p in a[k]] for k in ("split", "merged"))
+        y = x.reshape(split).permute(a["order"]).reshape(merged)
+        return y.clone(memory_format=torch.contiguous_format) if a.get("copy") else y
+    if op.kind.name == "slice":
+        start, size = number(a["start"], point), number(a["size"], point)
+        key = (slice(None),) * a["axis"] + (slice(start, start + (size - 1) * a["step"] + 1, a["step"]),)
+        return x[key]
+    kept = [i for i in a["kept"] if i is not None]
+    assert kept == sorted(kept)
+    for i, k in enumerate(a["kept"]):
+        x = x.unsqueeze(i) if k is None else x
+    return x.expand([number(p, point) for p in a["sizes"]])
+
+
+def check(op, point):
+    name = op.kind.name
+    operands = [meta(t, point) for t in op.operands]
+    mine = op.results[0]
+    if name in ("rearrange", "slice", "expand"):
+        theirs = moved(op, operands[0], point)
+        shared = theirs.untyped_storage()._cdata == operands[0].untyped_storage()._cdata
+        assert shared == mine.is_view, f"{op.name}: {'a view' if shared else 'a copy'} in torch"
+    elif name == "pointwise" and not op.attrs.get("inplace"):
+        functions = {1: torch.neg, 2: torch.add, 3: lambda c, a, b: torch.where(c.bool(), a, b)}
+        masks = [t.bool() if i == 0 and len(operands) == 3 else t for i, t in enumerate(operands)]
+        theirs = functions[len(operands)](*masks)
+    else:
+        return False
+    assert [number(p, point) for p in mine.sizes] == list(theirs.shape)
+    for n, s, t in zip(theirs.shape, mine.strides, theirs.stride(), strict=True):
+        assert n == 1 or number(s, point) == t, f"{op.name}: strides {mine.strides}, torch has {theirs.stride()}"
+    return True
+
+
+@drawn
+@given(case=testing.graphs(most=8, kinds=("rearrange", "slice", "expand", "pointwise", "repeat", "kernel")))
+def test_layouts_are_those_of_torch(case):
+    for op in case.graph.walk():
+        check(op, case.point)
+
+
+@pytest.mark.parametrize("kind", ["rearrange", "slice", "expand", "pointwise"])
+def test_the_check_looks_at_ops_of_every_kind(kind):
+    """Each kind is looked at in most drawn graphs: the law above does not hold by skipping."""
+    looked = []
+
+    @settings(max_examples=30, database=None, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(case=testing.ops(kind))
+    def count(case):
+        looked.append(any(check(op, case.point) for op in case.graph.walk() if op.kind.name == kind))
+
+    count()
+    assert sum(looked) > len(looked) / 2

@@ -1,0 +1,132 @@
+"""What the laws have found, each as a plain case with its derivation; the point is held to all laws besides."""
+
+import pytest
+
+import costgraph as cg
+from costgraph import testing
+
+A, B, D, L, W = cg.dims("A B D L W")
+
+
+@pytest.mark.parametrize(
+    ("function", "pointwise"),
+    [
+        ("quick_gelu", 3),  # x / (1 + exp(-1.702 * x)): product, sum, quotient
+        ("elu", 4),  # x if x > 0 else a * (exp(x) - 1): comparison, selection, product, difference
+    ],
+)
+def test_functions_cost_what_their_formulas_do(function, pointwise):
+    with cg.Graph("g") as g:
+        g.output(cg.pointwise(function, g.input("x", (A,))))
+    assert cg.flops(g, A=7) == 7 * (pointwise + 1)  # and one exp
+    testing.check(g, A=7)
+
+
+def test_a_window_over_an_expanded_axis_reads_one_element():
+    with cg.Graph("g") as g:
+        g.output(cg.pool(cg.expand(g.input("x", ()), " -> a", a=A), "max", window=(2,), stride=1))
+    assert cg.costs(g).filter(op="max_pool").bind(A=5).total().read == 4
+    testing.check(g, A=5)
+
+
+def test_rows_of_an_expanded_table_are_one():
+    with cg.Graph("g") as g:
+        table = cg.expand(g.input("row", (D,)), "d -> a d", a=A)
+        g.output(cg.gather(table, g.input("ids", (B,), dtype="int64")))
+    assert cg.costs(g).filter(op="gather").bind(A=5, B=3, D=2).total().read == 4 * 2 + 8 * 3
+    testing.check(g, A=5, B=3, D=2)
+
+
+def test_an_axis_merged_with_one_of_a_domain_is_read():
+    with cg.Graph("g") as g:
+        q, k = g.input("q", (A * D,)), g.input("k", (A, D))
+        domain = cg.Domain(causal=True)
+        g.output(cg.einsum(q, k, "(s d), t d -> s t", domain=domain, over=("s", "t"), d=D))
+    assert cg.costs(g).bind(A=5, D=3).total().read == 4 * (5 * 3 + 5 * 3)  # every query and every key, whole rows
+    testing.check(g, A=5, D=3)
+
+
+def test_what_a_loop_starts_from_is_read_once_where_the_body_reads_it_as_well():
+    with cg.Graph("g") as g:
+        x = g.input("x", (D,))
+        g.output(cg.repeat(L, lambda h: h + x, x))
+    # x + x reads D elements in the first iteration, h + x reads 2*D in each of the others; each writes D
+    assert cg.bytes_moved(g, D=3, L=5) == 4 * (2 * 3 + 4 * 3 * 3)
+    assert cg.bytes_moved(g, D=3, L=1) == 4 * 2 * 3
+    testing.check(g, D=3, L=5)
+
+
+def test_carries_that_change_places_meet_every_other_iteration():
+    with cg.Graph("g") as g:
+        x, y = g.input("x", (D,)), g.input("y", (D,))
+        a, b = cg.repeat(L, lambda a, b: (b, cg.relu(a + y)), (y, x))
+        g.output(a, b)
+    testing.check(g, D=3, L=4)
+    for n in range(1, 7):
+        assert cg.bytes_moved(g, D=3, L=n) == cg.bytes_moved(cg.unroll(g, L=n), D=3)
+
+
+def test_an_output_that_is_part_of_another_is_written_once():
+    with cg.Graph("g") as g:
+        y = cg.relu(g.input("x", (A,)))
+        g.output(y[:2], y)
+    assert cg.bytes_moved(g, fused=True, A=5) == cg.bytes_moved(g, A=5) == 4 * (5 + 5)
+    testing.check(g, A=5)
+
+
+def test_parts_of_one_result_that_are_apart_are_all_written():
+    with cg.Graph("g") as g:
+        y = cg.relu(g.input("x", (3 * A,)))
+        g.output(*cg.split(y, [A, A, A])[:2])
+    assert cg.bytes_moved(g, fused=True, A=5) == 4 * (3 * 5 + 2 * 5)
+    testing.check(g, A=5)
+
+
+def test_a_view_of_what_a_loop_hands_on_is_not_written():
+    with cg.Graph("g") as g:
+        x = g.input("x", (A, D))
+        g.output(cg.rearrange(cg.repeat(L, lambda h: h, x), "a d -> d a"))
+    assert cg.bytes_moved(g, fused=True, A=2, D=3, L=2) == 0
+    testing.check(g, A=2, D=3, L=2)
+
+
+def test_a_window_inside_a_kernel_is_bound_when_a_loop_is_unrolled():
+    with cg.Graph("g") as g:
+        q, k, v = (g.input(n, (1, 1, A, 2)) for n in "qkv")
+        g.output(cg.attention(q, k, v, window=W))
+    assert cg.flops(cg.unroll(g, A=5, W=2)) == cg.flops(g, A=5, W=2)
+    testing.check(g, A=5, W=2)
+
+
+def test_numbers_among_operands_are_kept_with_their_places():
+    with cg.Graph("g") as g:
+        g.output(1 - g.input("x", (2,)), cg.pointwise("maximum", g.input("y", (2,)), float("-inf")))
+    one, other = testing.run(g, {"x": [3.0, 5.0], "y": [7.0, -1.0]}).outputs
+    assert one.tolist() == [-2.0, -4.0]
+    assert other.tolist() == [7.0, -1.0]
+    testing.check(g)
+
+
+@pytest.mark.parametrize("window", [None, 2, W])
+@pytest.mark.parametrize("causal", [True, False])
+def test_attention_in_one_kernel_computes_what_separate_ops_do(causal, window):
+    outputs = []
+    for kernel in ("flash", "eager"):
+        with cg.Graph("g") as g:
+            q = g.input("q", (1, 2, 3, 2))
+            k, v = (g.input(n, (1, 1, 3 if window else 5, 2)) for n in "kv")
+            g.output(cg.attention(q, k, v, causal, window, kernel))
+        dims = {"W": 2} if window is W else {}
+        outputs.append(testing.run(g, **dims).outputs[0])
+        testing.check(g, **dims)
+    assert abs(outputs[0] - outputs[1]).max() < 1e-12
+
+
+def test_a_loop_over_a_restricted_tensor_is_refused():
+    with cg.Graph("g") as g:
+        s = cg.einsum(g.input("q", (A, D)), g.input("k", (A, D)), "s d, t d -> s t",
+                      domain=cg.Domain(causal=True), over=("s", "t"))  # fmt: skip
+        with pytest.raises(cg.ShapeError, match="is restricted to a domain, expected a tensor that is whole"):
+            cg.repeat(2, lambda x: cg.relu(x), s)
+        with pytest.raises(cg.ShapeError, match="is restricted to a domain, expected a tensor that is whole"):
+            cg.scan(A, lambda c, x: (c, x), g.input("c", (D,)), s)

@@ -1,0 +1,38 @@
+import gc
+
+import pytest
+
+import costgraph as cg
+from costgraph.analysis.collecting import collection_paused
+
+B = cg.dims("B")
+
+
+@pytest.fixture
+def collector():
+    running = gc.isenabled()
+    yield
+    (gc.enable if running else gc.disable)()
+
+
+@pytest.mark.parametrize("running", [True, False])
+def test_the_collector_is_afterwards_as_it_was(collector, running):
+    with cg.Graph("g") as g:
+        g.output(cg.relu(g.input("x", (B,))))
+    (gc.enable if running else gc.disable)()
+    cg.flops(g)
+    cg.peak_memory(g)
+    assert gc.isenabled() is running
+
+
+def test_an_error_inside_lets_the_collector_run_again(collector):
+    gc.enable()
+
+    @collection_paused()
+    def fail():
+        assert not gc.isenabled()
+        raise ValueError("inside")
+
+    with pytest.raises(ValueError, match="inside"):
+        fail()
+    assert gc.isenabled()
