@@ -4,6 +4,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+LLAMA_7B = {"D": 4096, "H": 32, "G": 32, "K": 128, "F": 11008, "L": 32, "V": 32000}
+
 
 def later_keys(ids):
     return torch.ones((ids.shape[1],) * 2, dtype=torch.bool, device=ids.device).triu(1)

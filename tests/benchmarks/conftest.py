@@ -1,0 +1,21 @@
+"""What a record of benchmarks says of the machine, beside what pytest-benchmark writes down."""
+
+import os
+from importlib.metadata import PackageNotFoundError, version
+
+PACKAGES = ("costgraph", "sympy", "networkx", "numpy", "torch", "opt_einsum", "pytest-benchmark")
+
+
+def versions():
+    out = {}
+    for name in PACKAGES:
+        try:
+            out[name] = version(name)
+        except PackageNotFoundError:  # torch is optional
+            continue
+    return out
+
+
+def pytest_benchmark_update_machine_info(config, machine_info):
+    machine_info["versions"] = versions()
+    machine_info["load"] = os.getloadavg()[0]

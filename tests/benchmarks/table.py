@@ -1,0 +1,113 @@
+"""The page `docs/benchmarks.md`, out of the record that pytest-benchmark writes.
+
+python -m pytest -q tests/benchmarks --benchmark-json=benchmarks.json
+python tests/benchmarks/table.py benchmarks.json > docs/benchmarks.md
+"""
+
+import json
+import sys
+from pathlib import Path
+
+COMMAND = "python -m pytest -q tests/benchmarks --benchmark-json=benchmarks.json"
+
+HEAD = """\
+# Benchmarks
+
+Measured, not derived: how long the library itself takes. The record is of {date}, on {machine}; {versions}. {load}
+
+```sh
+{command}
+python tests/benchmarks/table.py benchmarks.json > docs/benchmarks.md
+```
+
+Seconds depend on the machine and are printed to give an idea. The tests assert ratios alone, of two times taken in turn
+in one process, and exponents: the slope of a straight line through log time over log size, 1 where time is in
+proportion to size. All are seconds of the processor, of one call or the best of several; only an import is timed by
+the clock.
+A ratio above 1 says how many times faster costgraph is, unless its name says another thing.
+"""
+
+#: What each benchmark measures and what its figures mean, in the order of the page.
+ABOUT = {
+    "test_time_grows_in_proportion_to_the_ops[chain]": "A chain of ReLUs: declared, its FLOPs, bytes and peak derived."
+    " What exceeds 1 in the exponent is Python's collector of cyclic garbage, at work from some 10^4 ops on.",
+    "test_time_grows_in_proportion_to_the_ops[residual]": "The same for residual blocks of six ops and a weight each,"
+    " in which three ops read what enters a block.",
+    "test_closed_form_peak_against_the_live_sets_that_survive": "The peak as a closed form, by the number of live sets"
+    " none of which another one dominates; each is compared with each.",
+    "test_depth_costs_nothing": "All formulas of llama-2-7b with 3200 layers bound, over those with 32: the depth is a"
+    " symbol until then. The ratio is the time of the deeper one over that of the other.",
+    "test_deriving_formulas_against_counting_with_torch": "llama-2-7b declared and FLOPs, bytes and peak derived as"
+    " formulas, against one count of FLOPs alone at one size by torch's FlopCounterMode on the meta device.",
+    "test_order_of_a_contraction_against_opt_einsum[five tensors]": "The cheapest order of a contraction of five"
+    " tensors with numbers for sizes: a checked graph and its FLOPs here, the order and its FLOPs in opt_einsum, which"
+    " is the faster one. Sizes that are symbols it cannot take.",
+    "test_order_of_a_contraction_against_opt_einsum[four tensors]": "The same for four tensors.",
+    "test_maximum_against_that_of_sympy": "`cg.Max` of ten sums of ten terms against `sympy.Max` of the same; an"
+    " operation of sympy's is given up after eight seconds, its ratio is then at least what is printed.",
+    "test_sweep_against_lambdify": "A formula of 20 terms over a million points, against sympy.lambdify.",
+    "test_sweep_of_a_peak_against_lambdify_of_its_cases": "A peak that is a maximum of several cases over a million"
+    " points, against sympy.lambdify of the cases and NumPy's maximum.",
+    "test_import_costs_little_more_than_what_it_imports": "`import costgraph` in a fresh interpreter, what it imports"
+    " included, over that of what it imports alone.",
+    "test_loading_a_file_grows_in_proportion_to_its_size": "`cg.load` of residual blocks. The ratios are those of a"
+    " graph of 10^3 ops: how many times as long it takes as to read the same text, and as to declare the graph.",
+    "test_a_model_of_the_zoo_is_declared_as_fast_as_torch_makes_its_modules": "`cg.models.load` of llama-2-7b, against"
+    " the modules of the same model on the meta device.",
+}
+
+
+def figure(value):
+    return f"{value:,}" if isinstance(value, int) else f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def wrapped(text, width=120):
+    lines, line = [], ""
+    for word in text.split():
+        if len(line) + len(word) + 1 > width:
+            lines.append(line)
+            line = ""
+        line = f"{line} {word}".strip()
+    return "\n".join([*lines, line])
+
+
+def machine_of(info):
+    cpu = info.get("cpu", {})
+    name = cpu.get("brand_raw") or info.get("processor") or info.get("machine")
+    return (
+        f"{name}, {cpu.get('count') or '?'} cores, {info['system']} {info['release']}, Python {info['python_version']}"
+    )
+
+
+def head(record):
+    info = record["machine_info"]
+    load = info.get("load", 0)
+    busy = f"Other work ran on the machine: its load was {load:.1f} when the run began." if load >= 0.5 else ""
+    text = HEAD.format(
+        date=record["datetime"][:10],
+        machine=machine_of(info),
+        versions=", ".join(f"{k} {v}" for k, v in info.get("versions", {}).items()),
+        load=busy,
+        command=COMMAND,
+    )
+    first, second, *rest = text.split("\n\n")
+    return "\n\n".join([first, wrapped(second), *rest])
+
+
+def section(benchmark):
+    title = benchmark["name"].removeprefix("test_").replace("_", " ")
+    rows = "\n".join(f"| {name} | {figure(value)} |" for name, value in benchmark["extra_info"].items())
+    return f"\n## {title}\n\n{wrapped(ABOUT[benchmark['name']])}\n\n| figure | value |\n|---|---|\n{rows}\n"
+
+
+def page(record):
+    """Return the page for a record: one section for each benchmark that has something to say."""
+    found = {b["name"]: b for b in record["benchmarks"]}
+    unknown = sorted(found.keys() - ABOUT.keys())
+    if unknown:
+        raise SystemExit(f"table.py: nothing is known of {', '.join(unknown)}, expected a line in ABOUT")
+    return head(record) + "".join(section(found[name]) for name in ABOUT if name in found)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page(json.loads(Path(sys.argv[1]).read_text())))

@@ -1,0 +1,72 @@
+"""What comes before any question: the import, files of graphs, models of the zoo."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from test_derivation import residual
+from timing import best, growth, once
+
+import costgraph as cg
+from costgraph import models
+
+IMPORTS = """
+import sys
+from time import perf_counter
+start = perf_counter()
+import sympy, networkx, numpy
+middle = perf_counter()
+# the bytecode of a checkout may be missing, that of an installed package is not
+sys.dont_write_bytecode, sys.pycache_prefix = False, sys.argv[1]
+import costgraph
+print(middle - start, perf_counter() - start)
+"""
+
+
+def test_import_costs_little_more_than_what_it_imports(benchmark, tmp_path):
+    def times():
+        command = [sys.executable, "-c", IMPORTS, str(tmp_path)]
+        run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+        return map(float, run.stdout.split())
+
+    benchmark.pedantic(times, rounds=1)
+    theirs, ours = map(min, zip(*(times() for _ in range(7)), strict=True))
+    benchmark.extra_info["milliseconds"] = ours * 1e3
+    benchmark.extra_info["milliseconds, sympy, networkx and numpy"] = theirs * 1e3
+    benchmark.extra_info["ratio"] = ours / theirs
+    assert ours / theirs <= 1.3
+
+
+def test_loading_a_file_grows_in_proportion_to_its_size(benchmark, tmp_path):
+    times = {}
+    for ops in (10**2, 10**3, 10**4):
+        path = tmp_path / f"{ops}.json"
+        cg.save(residual(ops), path)
+        times[path.stat().st_size] = min(once(lambda path=path: cg.load(path)) for _ in range(10**4 // ops // 10 + 1))
+    path = tmp_path / "1000.json"
+    load, text, declare = best(5, lambda: cg.load(path), lambda: json.loads(path.read_text()), lambda: residual(10**3))
+    benchmark.extra_info |= {f"seconds of {size} bytes": seconds for size, seconds in times.items()}
+    benchmark.extra_info["growth exponent"] = growth(times)
+    benchmark.extra_info["ratio to json.load"] = load / text
+    benchmark.extra_info["ratio to declaring it"] = load / declare
+    benchmark.pedantic(cg.load, (path,), rounds=3)
+    assert growth(times) <= 1.15
+    # each op is declared anew, with all its checks
+    assert load / declare <= 5
+
+
+def test_a_model_of_the_zoo_is_declared_as_fast_as_torch_makes_its_modules(benchmark):
+    torch = pytest.importorskip("torch")
+    from plain_torch import LLAMA_7B, Llama
+
+    def modules():
+        with torch.device("meta"):
+            return Llama(**LLAMA_7B)
+
+    ours, theirs = best(10, lambda: models.load("llama-2-7b"), modules)
+    benchmark.extra_info["milliseconds"] = ours * 1e3
+    benchmark.extra_info["milliseconds, modules on meta"] = theirs * 1e3
+    benchmark.extra_info["ratio"] = theirs / ours
+    benchmark.pedantic(models.load, ("llama-2-7b",), rounds=5)
+    assert ours <= 2 * theirs
