@@ -1,0 +1,115 @@
+"""The documentation: formulas derived on the page, and a reference that leaves no public name out."""
+
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import sympy
+
+import costgraph
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+BUILDERS = ("sphinx", "myst_parser", "numpydoc")
+needs_sphinx = pytest.mark.skipif(
+    any(find_spec(name) is None for name in BUILDERS), reason="needs costgraph[docs]: sphinx, myst-parser and numpydoc"
+)
+
+CONF = f"""
+import sys
+sys.path.insert(0, {str(DOCS / "_ext")!r})
+extensions = ["myst_parser", "derived"]
+html_math_renderer = "mathml"
+"""
+PAGE = """# Page
+
+```python
+>>> import costgraph as cg
+>>> B, D, F = cg.dims("B D F")
+>>> size = 2 * B * D
+
+```
+
+```{derived} size
+:of: first
+```
+
+```python
+>>> size = cg.Max(B * F, B * D)
+
+```
+
+```{derived} size
+```
+"""
+
+
+def build(folder, page):
+    (folder / "conf.py").write_text(CONF)
+    (folder / "index.md").write_text(page)
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", folder, folder / "out"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.returncode, done.stderr, folder / "out" / "index.html"
+
+
+def formulas(page):
+    """Text of each block of mathematics."""
+    blocks = re.findall(r'<div class="math">(.*?)</div>', page.read_text(encoding="utf-8"), re.DOTALL)
+    return ["".join(re.sub(r"<[^>]*>", "", b).split()) for b in blocks]
+
+
+@needs_sphinx
+def test_a_formula_is_evaluated_where_it_stands(tmp_path):
+    code, said, page = build(tmp_path, PAGE)
+    assert code == 0, said
+    assert formulas(page) == ["first=2BD", "max{BD,BF}"]
+
+
+@needs_sphinx
+@pytest.mark.parametrize(
+    ("page", "text"),
+    [
+        (PAGE.replace("{derived} size\n```", "{derived} width\n```"), "NameError: name 'width' is not defined"),
+        (PAGE.replace(">>> size = 2 * B * D\n", ">>> 2 * B * D\nB*D\n>>> size = 2 * B * D\n"), "Expected:"),
+        (PAGE.replace("{derived} size\n```", "{derived} 'size'\n```"), "SympifyError"),
+    ],
+    ids=["unknown name", "failing example", "text"],
+)
+def test_what_cannot_be_derived_fails_the_build(tmp_path, page, text):
+    code, said, _ = build(tmp_path, page)
+    assert code != 0
+    assert text in said
+
+
+@needs_sphinx
+def test_a_long_sum_keeps_all_its_terms():
+    sys.path.insert(0, str(DOCS / "_ext"))
+    try:
+        from derived import TERMS_A_LINE, latex
+    finally:
+        sys.path.pop(0)
+    names = costgraph.dims(" ".join(f"a{i}" for i in range(2 * TERMS_A_LINE + 1)))
+    total = sum(names[1:]) - names[0]
+    text = latex(total)
+    assert text.count(r"\\") == 2
+    on_one_line = re.sub(r"\\(begin|end)\{aligned\}|\\\\|[&\s]", "", text)
+    assert on_one_line == sympy.latex(total).replace(" ", "")
+
+
+def listed():
+    """Names that the pages of the reference document."""
+    pages = [page.read_text(encoding="utf-8") for page in (DOCS / "reference").glob("*.md")]
+    entry = re.compile(r"^\.\. auto\w+:: (?:costgraph\.)?(\w+)$", re.MULTILINE)
+    return {name for page in pages for name in entry.findall(page)}
+
+
+def test_every_public_name_is_in_the_reference():
+    assert sorted(set(costgraph.__all__) - listed()) == []
+
+
+def test_every_page_is_in_the_site():
+    entries = re.findall(r"^[\w/]+$", (DOCS / "index.md").read_text(encoding="utf-8"), re.MULTILINE)
+    pages = [str(p.relative_to(DOCS).with_suffix("")) for p in DOCS.rglob("*.md") if "_build" not in p.parts]
+    assert sorted([*entries, "index"]) == sorted(pages)
