@@ -118,6 +118,7 @@ TABLE: dict[str, dict[str, _Row]] = {
         "dtype": _DTYPE,
         "orders?": _AMOUNT,
         "workspace?": _AMOUNT,
+        "rooms?": ("a tuple of formulas", _tuple(lambda v: isinstance(v, Poly))),
     },
     "pool": {"pattern": _PATTERN, "extents": _EXTENTS, "operation": ("max or mean", _one_of("max", "mean"))},
     "pointwise": {

@@ -89,6 +89,7 @@ def _indexed(operands: Sequence[Tensor], attrs: Attrs) -> None:
     )
     names = {n for o in pattern.operands for a in o for n in a.names}
     _need(set(extents) == names | set(pattern.result_names), f"extents of {shown(', '.join(extents))}")
+    rooms = set()
     for i, t in enumerate(operands):
         for dim, size in zip(pattern.operands[i], t.sizes, strict=True):
             if isinstance(dim, Axes):
@@ -98,8 +99,10 @@ def _indexed(operands: Sequence[Tensor], attrs: Attrs) -> None:
                 )
             else:
                 last = sum((step * (extents[n] - 1) for n, step in dim.terms), start=as_poly(0))
-                room = (size - 1 - last - (2 if dim.offset < 0 else 1) * dim.offset).constant
-                _need(room is None or room >= 0, f"index {dim} of operand {i + 1} {t!r} reaches beyond its axis")
+                rooms.add(size - 1 - last - (2 if dim.offset < 0 else 1) * dim.offset)
+                beyond = any(r.constant is not None and r.constant < 0 for r in rooms)
+                _need(not beyond, f"index {dim} of operand {i + 1} {t!r} reaches beyond its axis")
+    _need(rooms.issuperset(attrs.get("rooms", ())), "what stated outputs leave over of an axis")
 
 
 def _einsum(operands: Sequence[Tensor], attrs: Attrs) -> None:

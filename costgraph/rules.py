@@ -65,9 +65,6 @@ class Flops:
     transcendental: Poly = ZERO
     """exp, log, sqrt, sin, tanh, erf and the like"""
 
-    def __mul__(self, times: Poly) -> Flops:
-        return Flops(self.matmul * times, self.full * times, self.pointwise * times, self.transcendental * times)
-
 
 # -- index points ------------------------------------------------------------------------------------------------
 
@@ -287,7 +284,7 @@ def _one_piece(width: int, count: Poly, stride: int, padding: int, size: Poly) -
     fits = poly(sympy.ceiling(((size + 2 * padding - width + 1) / stride).expr))
     if count == fits and padding >= stride - 1:
         return size  # what the last window leaves over, at most stride - 1, is padding
-    return smaller((count - 1) * stride + width - padding, size)
+    return at_least_zero(smaller((count - 1) * stride + width - padding, size))  # all of them may be in the padding
 
 
 def _united(runs: Sequence[tuple[int, int]], first: int, count: Poly, stride: int, offset: int, size: Poly) -> Poly:
@@ -296,7 +293,7 @@ def _united(runs: Sequence[tuple[int, int]], first: int, count: Poly, stride: in
     end = poly(sympy.ceiling(((size - first - offset) / stride).expr))
     if len(runs) == 1:  # neighbours follow each other without gaps, and the padding is less than the window
         ((a, b),) = runs
-        return smaller(count + b, end) - max(a, begin)
+        return at_least_zero(smaller(count + b, end) - max(a, begin))
     parts = []
     for i, (a, b) in enumerate(runs):
         last = smaller(count + b, end)

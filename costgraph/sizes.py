@@ -67,6 +67,9 @@ def _delicate(graph: Graph) -> list[tuple[Poly, str, int]]:
                     found.setdefault(op.attrs["count"], f"count of {op.name!r}")
                 if "room" in op.attrs and not _always_size(op.attrs["room"]):
                     rooms.setdefault(op.attrs["room"], f"what is left beyond {op.name!r}")
+                for room in op.attrs.get("rooms", ()):
+                    if not _always_size(room):
+                        rooms.setdefault(room, f"what is left beyond {op.name!r}")
                 if "start" in op.attrs and not _always_size(op.attrs["start"]):
                     rooms.setdefault(op.attrs["start"], f"start of {op.name!r}")
         sizes = [(p, place, 1) for p, place in found.items()]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import sympy
 
@@ -91,18 +90,8 @@ def _root(excess: Poly, symbol: str) -> Formula:
         return 0 if signs != {False} else math.inf
     least = min(sums)
     if max(sums) - least == 1:
-        return answer(sympy.cancel(-sums[least].expr / sums[least + 1].expr)) if _decided(sums) else _edge(sums)
+        return answer(sympy.cancel(-sums[least].expr / sums[least + 1].expr))
     return _search(excess, symbol)
-
-
-def _decided(sums: Mapping[int, Poly]) -> bool:
-    """Whether the root is not known to be negative."""
-    low, high = sums[min(sums)], sums[max(sums)]
-    return not (low.constant is not None and high.constant is not None and (low.constant < 0) == (high.constant < 0))
-
-
-def _edge(sums: Mapping[int, Poly]) -> Formula:
-    return math.inf if (sums[max(sums)].constant or 0) < 0 else 0
 
 
 def _search(excess: Poly, symbol: str) -> Formula:

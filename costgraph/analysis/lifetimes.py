@@ -145,8 +145,6 @@ class _Player:
             inner |= {t.storage: life for t, life in zip(body.outputs[carries:], stacks, strict=True)}
             self.run(body, inner, f"{label}[{_iteration(i, times, count)}]")
             state = [inner[t.storage] for t in body.outputs[:carries]]
-        for life in stacks:
-            self.touch(life, max(start, len(self.program.steps) - 1))
         env |= {t.storage: life for t, life in zip(op.results, [*state, *stacks], strict=True)}
 
 

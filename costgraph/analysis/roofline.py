@@ -151,12 +151,12 @@ class Roofline:
     @property
     def intensity(self) -> float:
         """FLOP/B as declared."""
-        return real(self.flops / self.bytes) if self.bytes else math.inf
+        return float(self.flops / self.bytes) if self.bytes else math.inf
 
     @property
     def fused_intensity(self) -> float:
         """FLOP/B of the bytes that no fusion avoids."""
-        return real(self.flops / self.fused_bytes) if self.fused_bytes else math.inf
+        return float(self.flops / self.fused_bytes) if self.fused_bytes else math.inf
 
     @property
     def bound(self) -> str:

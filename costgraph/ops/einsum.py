@@ -30,8 +30,12 @@ from .registry import register
 __all__ = ["EINSUM", "einsum"]
 
 
-def _slide(pattern: Pattern, operands: Sequence[Tensor], extents: dict[str, Poly]) -> None:
-    """Find the extents of outputs that only an affine index names: as many windows as fit, padding on both sides."""
+def _slide(pattern: Pattern, operands: Sequence[Tensor], extents: dict[str, Poly]) -> tuple[Poly, ...]:
+    """Find the extents of outputs that only an affine index names: as many windows as fit, padding on both sides.
+
+    Returns what stated outputs leave over of each axis: looked at again when sizes are bound.
+    """
+    rooms = []
     for i, t in enumerate(operands):
         for dim, size in zip(pattern.operands[i], t.sizes, strict=True):
             if not isinstance(dim, Affine):
@@ -48,11 +52,14 @@ def _slide(pattern: Pattern, operands: Sequence[Tensor], extents: dict[str, Poly
                 name, step = unknown[0]
                 extents[name] = poly(sympy.ceiling(((room + 1) / step).expr))
                 room = poly(0)
+            elif room.constant is None:
+                rooms.append(room)
             known = extents[unknown[0][0]] if unknown else room + 1
             if known.constant is not None and known.constant < 1:
                 raise ShapeError(
                     f"{where}: reaches beyond an axis of size {size}, expected a smaller window or more padding"
                 )
+    return tuple(rooms)
 
 
 def _infer(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
@@ -156,7 +163,7 @@ def einsum(
     pattern = parse_pattern(text, tuple(t.ndim for t in tensors))
     graph = current_graph(tensors[0].graph)
     extents = extents_of(graph, pattern, tensors, sizes_by_name("einsum", sizes))
-    _slide(pattern, tensors, extents)
+    rooms = _slide(pattern, tensors, extents)
     _check_axes(pattern, extents, text)
     attrs: dict[str, Any] = {
         "pattern": pattern,
@@ -164,6 +171,8 @@ def einsum(
         "domain": _domain(domain, over, extents) or _inherited(pattern, tensors),
         "dtype": _format(tensors, dtype),
     }
+    if rooms:
+        attrs["rooms"] = rooms
     if len(tensors) == 1 and attrs["domain"] is None:
         return _single(tensors[0], pattern, text, name)
     if len(tensors) > 2:

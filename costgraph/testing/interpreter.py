@@ -280,8 +280,6 @@ class _Interpreter:
             }
             self.graph(body, inner, f"{where}[{i}]", placed, inside=False)
             state = [inner[t] for t in body.outputs[:carries]]
-        if self.out.events:
-            self.out.events[-1].touched += [v.buffer for v in stacks]
         env |= dict(zip(op.results, [*state, *stacks], strict=True))
 
     def finish(self, at: At, env: dict[Tensor, Value], *, inside: bool) -> None:

@@ -130,3 +130,39 @@ def test_a_loop_over_a_restricted_tensor_is_refused():
             cg.repeat(2, lambda x: cg.relu(x), s)
         with pytest.raises(cg.ShapeError, match="is restricted to a domain, expected a tensor that is whole"):
             cg.scan(A, lambda c, x: (c, x), g.input("c", (D,)), s)
+
+
+@pytest.mark.parametrize(
+    ("index", "read"),
+    [
+        ("h-5", 0),  # position -5 alone
+        ("h*2+r*3-3", 1),  # positions -3 and 0
+        ("h+r-3", 0),  # positions -3 and -2
+    ],
+)
+def test_stated_outputs_in_the_padding_read_nothing_there(index, read):
+    with cg.Graph("g") as g:
+        x, w = g.input("x", (5,)), g.input("w", (2,))
+        g.output(cg.einsum(x, w, f"{index}, r -> h" if "r" in index else f"{index}, d -> h d", h=1))
+    assert cg.costs(g).total().read == 4 * (read + 2)
+    testing.check(g)
+
+
+def test_stated_outputs_that_reach_beyond_a_bound_axis_are_refused(tmp_path):
+    with cg.Graph("g") as g:
+        x, w = g.input("x", (A,)), g.input("w", (3,))
+        g.output(cg.einsum(x, w, "h*2, d -> h d", h=B))
+    assert cg.flops(g, A=7, B=4) == 4 * 3  # positions 0, 2, 4, 6
+    with pytest.raises(cg.BindingError, match="what is left beyond 'einsum' has size A - 2\\*B \\+ 1 = -2"):
+        cg.flops(g, A=5, B=4)
+    testing.check(g, A=7, B=3)
+
+
+def test_a_stack_that_nobody_reads_dies_with_its_last_slice():
+    with cg.Graph("g") as g:
+        x, y = g.input("x", (D,)), g.input("y", (D,))
+        out, _ = cg.scan(L, lambda c, _: (cg.relu(c), cg.gelu(y)), x)
+        g.output(out)
+    for n in (1, 2, 3, 5):
+        assert cg.peak_memory(g, D=3, L=n) == cg.peak_memory(cg.unroll(g, L=n), D=3)
+    testing.check(g, D=3, L=2)

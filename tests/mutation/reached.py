@@ -1,0 +1,233 @@
+"""Which tests reach which lines, how long each takes, and the child processes in which tests run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mutants import Mutant
+
+ROOT = Path(__file__).resolve().parents[2]
+ARGUMENTS = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:benchmark", "--assert=plain", "--tb=no"]
+ARGUMENTS += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
+TESTS = ["tests", "--ignore=tests/benchmarks", "--ignore=tests/mutation"]
+# tests that a module's own name does not lead to
+HOMES = {
+    "rules": ["einsum", "conv", "attention", "index", "reduce", "stated"],
+    "domain": ["attention"],
+    "reach": ["costs", "index", "layout", "transforms"],
+    "layout": ["pointwise"],
+    "ops/extents": ["einsum"],
+    "dominance": ["extremum"],
+    "analysis/roofline": ["models"],
+    "transforms/fuse": ["transforms"],
+    "transforms/rewrite": ["transforms"],
+    "transforms/unroll": ["transforms"],
+    "analysis/costs": ["einsum", "reduce"],
+    "analysis/params": ["nn", "repeat"],
+    "analysis/memory": ["peak", "repeat"],
+    "analysis/lifetimes": ["repeat", "peak"],
+    "analysis/traffic": ["costs"],
+    "ops/order": ["einsum"],
+    "generators": ["polynomial"],
+}
+# -- children ----------------------------------------------------------------------------------------------------
+
+
+def in_child(work: Callable[[], int], seconds: float = 0) -> tuple[int, str]:
+    """Run a function in a fork; return its exit status, negative for a signal, and what it wrote to descriptor 3."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.close(reading)
+        os.dup2(writing, 3)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        if seconds:
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+        status = 70
+        try:
+            status = work()
+        finally:
+            os._exit(status)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        said = pipe.read()
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return status, said
+
+
+def say(text: str) -> None:
+    """Tell the parent something."""
+    os.write(3, text.encode())
+
+
+def quiet() -> None:
+    """Send what tests print nowhere."""
+    null = os.open(os.environ.get("MUTLOG", os.devnull), os.O_RDWR | os.O_CREAT, 0o644)
+    for descriptor in (0, 1, 2):
+        os.dup2(null, descriptor)
+
+
+def prepare() -> None:
+    """Import what is heavy, and let hypothesis find the same examples each time."""
+    import einops  # noqa: F401
+    import hypothesis
+    import matplotlib.figure  # noqa: F401
+    import networkx  # noqa: F401
+    import opt_einsum  # noqa: F401
+    import rich.console  # noqa: F401
+    import sympy  # noqa: F401
+    import torch.utils.flop_counter
+    import typer.testing  # noqa: F401
+    from hypothesis import HealthCheck, Phase
+
+    torch.set_num_threads(1)
+    hypothesis.settings.register_profile(
+        "mutation",
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=[Phase.explicit, Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    hypothesis.settings.load_profile("mutation")
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+    os.chdir(ROOT)
+
+
+# -- which test reaches which line -------------------------------------------------------------------------------
+
+
+class Reached:
+    """A pytest plugin that notes which lines each test runs, and how long it takes."""
+
+    def __init__(self, out: Path) -> None:
+        import coverage
+
+        self.out = out
+        self.cover = coverage.Coverage(data_file=None, source=[str(ROOT / "costgraph")])
+        self.seconds: dict[str, float] = {}
+        self.failed: list[str] = []
+        self.elsewhere: set[str] = set()  # tests that start another process: no change would reach it
+        start = subprocess.Popen.__init__
+
+        def noted(*args: Any, **options: Any) -> None:
+            self.elsewhere.add(self.now)
+            start(*args, **options)
+
+        subprocess.Popen.__init__ = noted  # type: ignore[method-assign]
+        self.cover.start()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Any:
+        self.now = item.nodeid
+        self.cover.switch_context(item.nodeid)
+        begin = time.perf_counter()
+        result = yield
+        self.seconds[item.nodeid] = time.perf_counter() - begin
+        return result
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.failed.append(report.nodeid)
+
+    def pytest_sessionfinish(self) -> None:
+        self.cover.stop()
+        data = self.cover.get_data()
+        usable = {t: s for t, s in self.seconds.items() if t not in self.elsewhere and t not in self.failed}
+        lines = {
+            str(Path(file).relative_to(ROOT)): {n: [t for t in ts if t in usable] for n, ts in found.items()}
+            for file in data.measured_files()
+            if (found := data.contexts_by_lineno(file))
+        }
+        imports = {
+            str(Path(file).relative_to(ROOT)): [n for n, ts in data.contexts_by_lineno(file).items() if "" in ts]
+            for file in data.measured_files()
+        }
+        found = {"tests": usable, "failed": self.failed, "lines": lines, "imports": imports}
+        self.out.write_text(json.dumps(found))
+
+
+def reached(out: Path) -> dict[str, Any]:
+    """Run the tests once without a change: all of them, or, where no code has changed since, the new ones."""
+    code, tests = ((ROOT / part).rglob("*.py") for part in ("costgraph", "tests"))
+    known: dict[str, Any] = {"tests": {}, "failed": [], "lines": {}, "imports": {}}
+    todo = TESTS
+    if out.exists() and all(f.stat().st_mtime < out.stat().st_mtime for f in code):
+        known = json.loads(out.read_text())
+        newer = [f for f in tests if f.stat().st_mtime > out.stat().st_mtime and f.parent.name != "mutation"]
+        todo = [str(f.relative_to(ROOT)) for f in newer if f.name.startswith("test_")]
+    if todo:
+        new = out.with_suffix(".new")
+
+        def work() -> int:
+            quiet()
+            return int(pytest.main([*ARGUMENTS, *todo], plugins=[Reached(new)]))
+
+        in_child(work)
+        known = _joined(known, json.loads(new.read_text()), todo)
+        out.write_text(json.dumps(known))
+    if known["failed"]:
+        print(f"left out, as they fail without a change: {known['failed']}")
+    return known
+
+
+def _joined(old: dict[str, Any], new: dict[str, Any], files: list[str]) -> dict[str, Any]:
+    """Put measurements together; of the files that were measured again the old ones are dropped."""
+
+    def stays(test: str) -> bool:
+        return test.split("::")[0] not in files
+
+    lines: dict[str, dict[str, list[str]]] = {}
+    for part, kept in ((old, stays), (new, bool)):
+        for file, found in part["lines"].items():
+            for n, names in found.items():
+                lines.setdefault(file, {}).setdefault(n, []).extend(filter(kept, names))
+    return {
+        "tests": {t: s for t, s in old["tests"].items() if stays(t)} | new["tests"],
+        "failed": [*filter(stays, old["failed"]), *new["failed"]],
+        "lines": lines,
+        "imports": old["imports"] or new["imports"],
+    }
+
+
+class Choice:
+    """Which tests a mutant meets, and in which order."""
+
+    def __init__(self, module: str, found: dict[str, Any]) -> None:
+        self.seconds: dict[str, float] = found["tests"]
+        self.lines = {int(n): ts for n, ts in found["lines"].get(f"costgraph/{module}.py", {}).items()}
+        self.imports = set(found["imports"].get(f"costgraph/{module}.py", ()))
+        stem = module.rsplit("/", 1)[-1]
+        self.homes = [
+            tuple(f"tests/test_{n}{end}" for n in names for end in (".py", "_more.py"))
+            for names in ((stem,), HOMES.get(module, ()))
+        ]
+        self.kills: dict[str, Counter[str]] = defaultdict(Counter)
+
+    def at_import(self, mutant: Mutant) -> bool:
+        """Whether a mutant is in what runs at import alone, such as a function that fills a table."""
+        reached = any(self.lines.get(n) for n in mutant.lines)
+        return not mutant.function or (not reached and self.imports.issuperset(mutant.lines))
+
+    def of(self, mutant: Mutant) -> list[str]:
+        """Return the tests that run one of its lines: those that noticed its neighbours first, then the quick ones."""
+        where = self.lines if self.at_import(mutant) else mutant.lines
+        tests = {t for n in where for t in self.lines.get(n, ())}
+        if self.at_import(mutant):  # a test that looks at a table runs no line of its module
+            tests |= {t for t in self.seconds if t.startswith(self.homes[0])}
+        kills = self.kills[mutant.function]
+
+        def rank(test: str) -> tuple[object, ...]:
+            return -kills[test], *(not test.startswith(home) for home in self.homes), self.seconds[test]
+
+        return sorted(tests, key=rank)

@@ -1,0 +1,95 @@
+"""Layout with symbols as sizes, against torch at numbers."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import graph_of
+
+import costgraph as cg
+
+SIZES = {"A": 2, "B": 3, "C": 5, "D": 7}
+SYMBOLS = dict(zip(SIZES, cg.dims("A B C D"), strict=True))
+VALUES = {SYMBOLS[a]: n for a, n in SIZES.items()}
+
+
+def at_sizes(tensor):
+    return tuple(int(s.expr.subs(VALUES)) for s in tensor.strides)
+
+
+@st.composite
+def operands(draw):
+    """Symbolic axes, and for each operand the order in memory of those that it has; 1 where it is broadcast."""
+    shape = draw(st.lists(st.sampled_from(sorted(SIZES)), min_size=1, max_size=4))
+    out = []
+    for n in range(draw(st.integers(1, 3))):
+        kept = shape[draw(st.integers(0, len(shape) - 1)) if n else 0 :]
+        sizes = [1 if n and draw(st.booleans()) else size for size in kept]
+        out.append((sizes, draw(st.permutations(range(len(sizes))))))
+    return out
+
+
+@given(operands())
+@settings(max_examples=200, deadline=None)
+def test_order_of_a_results_axes_in_memory_is_torchs_with_symbols_as_sizes(case):
+    with cg.Graph("g") as g:
+        mine, theirs = [], []
+        for n, (sizes, order) in enumerate(case):
+            x = g.input(f"x{n}", tuple(SYMBOLS.get(sizes[i], 1) for i in order))
+            t = torch.empty([SIZES.get(sizes[i], 1) for i in order])
+            back = sorted(range(len(order)), key=order.__getitem__)
+            names = "abcd"[: len(order)]
+            mine.append(cg.rearrange(x, f"{' '.join(names)} -> {' '.join(names[i] for i in back)}"))
+            theirs.append(t.permute(back))
+        if len(mine) == 1:
+            y, expected = cg.relu(mine[0]), torch.relu(theirs[0])
+        elif len(mine) == 2:
+            y, expected = mine[0] + mine[1], theirs[0] + theirs[1]
+        else:
+            y, expected = cg.pointwise("lerp", *mine), torch.lerp(*theirs)
+    assert at_sizes(y) == expected.stride()
+
+
+@pytest.mark.parametrize(
+    ("shape", "order", "new"),
+    [
+        ("AB", (0, 1), [("A", "B")]),  # merged
+        ("AB", (1, 0), [("A", "B")]),  # merged across a transpose: a copy
+        ("ABC", (1, 0, 2), [("A",), ("B", "C")]),
+        ("ABC", (0, 2, 1), [("A", "B"), ("C",)]),
+        ("ABC", (2, 0, 1), [("C",), ("A", "B")]),
+        ("ABCD", (2, 3, 0, 1), [("C", "D"), (), ("A", "B")]),
+        ("ABCD", (0, 1, 3, 2), [(), ("A", "B"), ("D",), ("C",), ()]),
+    ],
+)
+def test_a_reshape_of_a_permuted_tensor_is_a_view_where_it_is_one_in_torch(shape, order, new):
+    base = torch.empty([SIZES[a] for a in shape])
+    turned = base.permute(order)
+    product = {"": 1}
+    for group in new:
+        product[group] = 1
+        for a in group:
+            product[group] = product[group] * SYMBOLS[a]
+    theirs = turned.reshape([int(n.subs(VALUES)) if hasattr(n, "subs") else n for n in map(product.get, new)])
+
+    def build(x):
+        axes = [shape[i] for i in order]
+        return cg.reshape(
+            cg.rearrange(x, f"{' '.join(shape)} -> {' '.join(axes)}"), tuple(product[group] for group in new)
+        )
+
+    _, mine = graph_of(build, tuple(SYMBOLS[a] for a in shape))
+    assert mine.is_view == (theirs.untyped_storage().data_ptr() == base.untyped_storage().data_ptr())
+    for n, a, b in zip(theirs.shape, at_sizes(mine), theirs.stride(), strict=True):
+        assert n == 1 or a == b
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2, 3])
+def test_a_scalar_becomes_axes_of_size_one_and_back(rank):
+    with cg.Graph("g") as g:
+        wide = cg.reshape(g.input("x", ()), (1,) * rank)
+        back = cg.reshape(wide, ())
+    theirs = torch.empty(()).reshape((1,) * rank)
+    assert (wide.shape, at_sizes(wide)) == (tuple(theirs.shape), theirs.stride())
+    assert (back.shape, back.strides) == ((), ())
+    assert back.is_view
