@@ -146,6 +146,8 @@ class Poly:
 
         lead = max(divisor.terms, key=rank)
         inverse = ONE / Poly({lead: divisor.terms[lead]})
+        if len(inverse.terms) > 1:  # the reciprocal of a reciprocal is a sum
+            return None
         rest, parts = self, list[Poly]()
         while rest.terms and len(parts) < _MOST_STEPS:
             top = max(rest.terms, key=rank)

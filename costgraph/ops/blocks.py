@@ -283,7 +283,8 @@ def _slices(body: Graph, after: Sequence[Tensor], ys: Sequence[Tensor]) -> list[
     out = []
     for y in map(body.adopt, ys):
         own = y.storage.role == "activation" and y.storage not in used and y.is_contiguous and not y.is_view
-        y = y if own else pointwise("copy", y, name="stack")
+        looped = y.producer is not None and y.producer.kind.body == "repeated"  # an iteration of it made the storage
+        y = y if own and not looped else pointwise("copy", y, name="stack")
         used.add(y.storage)
         out.append(contiguous_copy(y))
     return out

@@ -174,13 +174,13 @@ def _like(at: At) -> Any:
 @meaning("pointwise")
 def _pointwise(at: At) -> None:
     name = at.op.attrs["function"].name
+    if at.op.attrs.get("inplace"):
+        at.made[0] = at.operands[0]
     if name == "causal_mask":
         _mask(at)
         return
     if name not in FUNCTIONS:
         raise UnsupportedError(f"function {name!r} has no meaning, expected one from costgraph.testing.function")
-    if at.op.attrs.get("inplace"):
-        at.made[0] = at.operands[0]
     result = at.result(like=_like(at))
     template = at.op.attrs.get("scalars") or (None,) * len(at.operands)
     for index in result.points():

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from .arithmetic import erf
-from .meanings import Meaning
+from .meanings import MEANINGS, Meaning
 from .values import Array, At, Value, sees
 
 __all__ = ["REFERENCE"]
@@ -133,6 +133,12 @@ def _pointwise(at: At) -> Array:
     return np.where(seen, given[0], -np.inf)
 
 
+def _function(at: At) -> None:
+    # of a function of one's own NumPy knows nothing
+    name = at.op.attrs["function"].name
+    (_whole(_pointwise) if name in _NUMPY or name == "causal_mask" else MEANINGS["pointwise"])(at)
+
+
 def _reduce(at: At) -> Array:
     pattern, operation = at.op.attrs["pattern"], at.op.attrs["operation"]
     names = [d.names[0] if d.names else None for d in pattern.operands[0]]
@@ -194,7 +200,7 @@ def _collective(at: At) -> Array:
 REFERENCE: dict[str, Meaning] = {
     "einsum": _whole(_einsum),
     "pool": _whole(_pool),
-    "pointwise": _whole(_pointwise),
+    "pointwise": _function,
     "reduce": _whole(_reduce),
     "rearrange": _rearrange,
     "concat": _whole(lambda at: np.concatenate([v.array for v in at.operands], at.op.attrs["axis"])),

@@ -10,6 +10,7 @@ from ..op import Op
 from ..ops.blocks import KERNEL
 from ..polynomial import ONE, Poly, total
 from ..scopes import building
+from ..tensor import Tensor
 from .rewrite import Rewriter
 
 __all__ = ["fuse"]
@@ -30,7 +31,8 @@ def fuse(graph: Graph, /, scope: str | None = None) -> Graph:
     Returns
     -------
     Graph
-        With the same FLOPs, and never more bytes moved.
+        With the same FLOPs, and by default never more bytes moved. A kernel of a scope writes its results dense in
+        the order of their axes, also where a view of the result was free before and is a copy then.
 
     Raises
     ------
@@ -80,6 +82,8 @@ def _kernel(rewriter: Rewriter, group: Sequence[Op], new: Graph, scope: str | No
     made = new.add_op(KERNEL, body.captured, {"body": body, "workspace": space}, prefix + name, group[0].phase)
     made.scope = scope if scope is not None else group[-1].scope
     body.owner = made
+    for t in _read_outside(group):  # now, so that results stand right behind their op as in a file
+        body.export(rewriter.tensors[t])
 
 
 # -- what may be fused -------------------------------------------------------------------------------------------
@@ -169,7 +173,20 @@ def _chains(graph: Graph) -> list[list[Op]]:
         else:
             chain_of[op] = [op]
             chains.append(chain_of[op])
-    return [chain for chain in chains if len(chain) > 1]
+    return [chain for chain in chains if len(chain) > 1 and _is_worth_it(chain)]
+
+
+def _is_worth_it(chain: Sequence[Op]) -> bool:
+    """Whether something is read outside, and all of it lies as a kernel would write it: else views become copies."""
+    read = _read_outside(chain)
+    return bool(read) and all(t.is_contiguous for t in read)
+
+
+def _read_outside(group: Sequence[Op]) -> list[Tensor]:
+    """Tensors made in a group that have to reach memory."""
+    members, graph = set(group), group[0].graph
+    made = [t for op in group for t in op.results]
+    return [t for t in made if t in graph.outputs or not members.issuperset(graph.successors(t))]
 
 
 def _joins(order: Sequence[Op], chain: list[Op], op: Op, producer: Op) -> bool:

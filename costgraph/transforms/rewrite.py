@@ -73,7 +73,7 @@ class Rewriter:
             elif node.producer is None and node.role != "formal":
                 self.tensors[node] = self.source(node, new, suffix)
 
-    def source(self, old: Tensor, new: Graph, suffix: str = "") -> Tensor:
+    def source(self, old: Tensor, new: Graph, suffix: str) -> Tensor:
         """Copy an input, parameter, buffer or cache."""
         sizes = tuple(n.bind(self.values) for n in old.sizes)
         tensor = Tensor(
@@ -94,7 +94,7 @@ class Rewriter:
         self.tensors |= dict(zip(op.results, made.results, strict=True))
         return made
 
-    def body(self, old: Graph, new: Graph, suffix: str = "") -> Graph:
+    def body(self, old: Graph, new: Graph, suffix: str) -> Graph:
         """Copy a body; results of its op are in the order of its outputs."""
         body = new.start_body(old.name, fused=old.fused)
         for f in old.formals:

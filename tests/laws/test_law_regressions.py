@@ -166,3 +166,28 @@ def test_a_stack_that_nobody_reads_dies_with_its_last_slice():
     for n in (1, 2, 3, 5):
         assert cg.peak_memory(g, D=3, L=n) == cg.peak_memory(cg.unroll(g, L=n), D=3)
     testing.check(g, D=3, L=2)
+
+
+def test_stated_bytes_of_a_tensor_with_shared_scales_are_those_stated():
+    with cg.Graph("g") as g:
+        x = cg.reduce(g.input("x", (A, A + 1), dtype="mxfp8"), "a b -> b", "sum")
+        g.output(cg.opaque("stated", [x], (A,), flops=0, reads=8 * A))
+    assert cg.costs(g).filter(op="stated").bind(A=5).total().read == 8 * 5
+    testing.check(g, A=5)
+
+
+def test_what_an_inner_loop_makes_is_copied_into_the_stack_of_the_outer_one():
+    with cg.Graph("g") as g:
+        x, y = g.input("x", (D,)), g.input("y", (D,))
+        out, ys = cg.scan(L, lambda c, _: (cg.relu(c), cg.repeat(2, cg.gelu, y)), x)
+        g.output(out, ys)
+    for n in (1, 2, 5):
+        assert cg.peak_memory(g, D=3, L=n) == cg.peak_memory(cg.unroll(g, L=n), D=3)
+    testing.check(g, D=3, L=2)
+
+
+def test_a_mask_may_be_written_in_place():
+    with cg.Graph("g") as g:
+        g.output(cg.pointwise("causal_mask", cg.relu(g.input("x", (A, A))), inplace=True))
+    assert cg.peak_memory(g, A=5) == 4 * (25 + 25)  # the input and one storage
+    testing.check(g, A=5)

@@ -19,7 +19,12 @@ from mutants import Mutant
 ROOT = Path(__file__).resolve().parents[2]
 ARGUMENTS = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:benchmark", "--assert=plain", "--tb=no"]
 ARGUMENTS += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
-TESTS = ["tests", "--ignore=tests/benchmarks", "--ignore=tests/mutation"]
+FEW_LAWS = "tests/mutation/laws_for_mutants.py"
+LONG = [
+    "tests/benchmarks", "tests/fuzz", "tests/mutation/test_mutants.py",
+    *(f"tests/laws/test_law_{n}.py" for n in ("faults", "graphs", "layout", "ops", "order", "patterns", "transforms")),
+]  # fmt: skip
+TESTS = ["tests", FEW_LAWS, *(f"--ignore={path}" for path in LONG)]
 # tests that a module's own name does not lead to
 HOMES = {
     "rules": ["einsum", "conv", "attention", "index", "reduce", "stated"],
@@ -164,8 +169,10 @@ def reached(out: Path) -> dict[str, Any]:
     todo = TESTS
     if out.exists() and all(f.stat().st_mtime < out.stat().st_mtime for f in code):
         known = json.loads(out.read_text())
-        newer = [f for f in tests if f.stat().st_mtime > out.stat().st_mtime and f.parent.name != "mutation"]
-        todo = [str(f.relative_to(ROOT)) for f in newer if f.name.startswith("test_")]
+        newer = [str(f.relative_to(ROOT)) for f in tests if f.stat().st_mtime > out.stat().st_mtime]
+        todo = [
+            f for f in newer if (Path(f).name.startswith("test_") or f == FEW_LAWS) and not f.startswith(tuple(LONG))
+        ]
     if todo:
         new = out.with_suffix(".new")
 

@@ -1,0 +1,72 @@
+"""Draw new graphs for so many minutes and hold each to all laws: python tests/laws/hunt.py --minutes 60 --seed 1
+
+Prints every broken law with the smallest graph that breaks it, and at the end how many graphs were drawn.
+"""
+
+import argparse
+import random
+import time
+from collections import Counter
+
+from hypothesis import HealthCheck, given, seed, settings
+
+from costgraph import testing
+from costgraph.ops.registry import KINDS
+
+
+def strategies():
+    """What is drawn in turn: graphs of several sizes, loops and kernels in each other, and graphs around each kind."""
+    yield "graphs", testing.graphs()
+    yield "large graphs", testing.graphs(most=14)
+    yield "nested", testing.graphs(most=3, kinds=("repeat", "kernel", "pointwise", "einsum"))
+    for kind in sorted(KINDS):
+        yield kind, testing.ops(kind)
+
+
+def drawn(strategy, number, examples, counts, name):
+    """Hold some graphs to the laws; returns the error of the smallest one that breaks any."""
+
+    @seed(number)
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+        report_multiple_bugs=False,
+    )
+    @given(strategy)
+    def hold(case):
+        counts[name] += 1
+        counts["ops"] += sum(1 for _ in case.graph.walk())
+        testing.check(case.graph, **case.point)
+
+    try:
+        hold()
+    except Exception as error:  # whatever a law or the library says is a finding
+        return error
+    return None
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=60)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--examples", type=int, default=30, help="graphs of one kind in a row")
+    given_ = parser.parse_args()
+    numbers, counts, findings = random.Random(given_.seed), Counter(), 0
+    end = time.monotonic() + 60 * given_.minutes
+    while time.monotonic() < end:
+        for name, strategy in strategies():
+            number = numbers.getrandbits(32)
+            error = drawn(strategy, number, given_.examples, counts, name)
+            if error is not None:
+                findings += 1
+                print(f"FOUND in {name}, seed {number}: {type(error).__name__}: {error}\n", flush=True)
+            if time.monotonic() > end:
+                break
+    graphs = sum(n for name, n in counts.items() if name != "ops")
+    print(f"{graphs} graphs of {counts['ops']} ops held to {len(testing.LAWS)} laws, {findings} findings")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""Loops in which tensors are one in some iterations: the same model with a Python loop reads what it reads."""
+
+import pytest
+import sympy
+
+import costgraph as cg
+from costgraph.tensor import ALIASES
+
+D, L, N = cg.dims("D L N")
+
+
+def rolled(body, start, count=L):
+    with cg.Graph("rolled") as g:
+        xs = [g.input(n, (D,)) for n in "xyz"]
+        made = cg.repeat(count, lambda *hs: body(hs, xs), tuple(xs[i] for i in start))
+        g.output(*made)
+    return g
+
+
+def by_hand(body, start, count):
+    with cg.Graph("by hand") as g:
+        xs = [g.input(n, (D,)) for n in "xyz"]
+        hs = tuple(xs[i] for i in start)
+        for _ in range(count):
+            hs = body(hs, xs)
+        g.output(*dict.fromkeys(hs))
+    return g
+
+
+# what one iteration does with its carries and the captured x, y, z; where the carries start
+BODIES = {
+    "starts from what it reads": (lambda h, x: (h[0] + x[0],), [0]),
+    "starts from another": (lambda h, x: (h[0] + x[0],), [1]),
+    "reads it in two ops": (lambda h, x: ((h[0] + x[0]) * x[0],), [0]),
+    "reads it beside another": (lambda h, x: (cg.pointwise("fma", h[0], x[0], x[1]),), [1]),
+    "two carries start from one": (lambda h, x: (h[0] * h[1], cg.relu(h[1])), [0, 0]),
+    "two carries start from one and stay": (lambda h, x: (h[0], h[1] * h[0]), [0, 0]),
+    "nothing changes": (lambda h, x: (h[0], cg.relu(h[0] + x[0])), [0, 1]),
+    "changing places": (lambda h, x: (h[1], cg.relu(h[0] + x[0])), [0, 1]),
+    "changing places, both read": (lambda h, x: (h[1], h[0] * h[1]), [0, 0]),
+    "turning without work": (lambda h, x: (h[1], h[0], h[2] + h[0] * x[0]), [0, 1, 2]),
+    "turning three": (lambda h, x: (h[1], h[2], h[0], h[3] + h[0] * x[0]), [0, 1, 2, 2]),
+    "turning three, two read": (lambda h, x: (h[2], h[0], h[1], (h[3] + h[0]) * x[1]), [0, 1, 2, 1]),
+    "one result in two places": (lambda h, x: (cg.relu(h[0] + h[1]),) * 2, [0, 1]),
+    "one result in two places, from one": (lambda h, x: (cg.relu(h[0] + h[1]),) * 2, [0, 0]),
+    "an older one": (lambda h, x: (cg.relu(h[0] + h[1]), h[0]), [0, 0]),
+    "an older one twice": (lambda h, x: (cg.relu(h[1] + h[2]), h[0], h[0]), [0, 1, 2]),
+    "older and older": (lambda h, x: (cg.relu(h[0] + h[2]), h[0], h[1]), [0, 1, 0]),
+    "older ones in two rows": (lambda h, x: (cg.relu(h[1] + h[3]), h[0], h[0], h[2]), [0, 1, 2, 1]),
+    "the captured one last": (lambda h, x: (h[1], h[2], x[0], h[3] * h[0] + x[0]), [1, 2, 1, 2]),
+    "a captured one is handed on": (lambda h, x: (x[1], h[0] * x[1], h[0] + h[1]), [0, 1, 2]),
+    "a captured one comes later": (lambda h, x: (h[1], x[0], h[2] + h[0] * x[0]), [1, 2, 2]),
+    "shared at first, not read": (lambda h, x: (cg.relu(h[0]), h[0], h[1] * x[0]), [0, 0, 0]),
+    "every second and then never": (lambda h, x: (h[1], h[0], h[2] * h[0], cg.relu(h[3] + x[0])), [0, 1, 0, 0]),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+@pytest.mark.parametrize("count", range(1, 9))
+def test_a_loop_reads_what_it_reads_written_out(name, count):
+    body, start = BODIES[name]
+    plain = by_hand(body, start, count)
+    g = rolled(body, start)
+    for ask in (cg.bytes_moved, cg.flops):
+        expected = ask(plain, D=7)
+        assert ask(g, D=7, L=count) == expected
+        assert ask(rolled(body, start, count), D=7) == expected
+        formula = ask(g)
+        assert cg.evaluate(formula, **{s.name: {"D": 7, "L": count}[s.name] for s in formula.free_symbols}) == expected
+    assert cg.bytes_moved(cg.unroll(g, L=count), D=7) == cg.bytes_moved(plain, D=7)
+    assert not ALIASES.get()
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        # x + x reads D, h + x reads 2*D in the other iterations, each writes D; 4 bytes an element
+        ("starts from what it reads", 4 * (2 * D + 3 * D * (L - 1))),
+        ("starts from another", 4 * 3 * D * L),
+        # h0 * h1 of one tensor, and in the others of two; relu reads and writes
+        ("two carries start from one", 4 * (2 * D + 3 * D * (L - 1) + 2 * D * L)),
+        # the third carry starts as x as well, but no op reads x beside the second: relu, and h1 * x
+        ("one result in two places", 4 * (3 * D + 2 * D * (L - 1) + 2 * D * L)),
+        ("one result in two places, from one", 4 * (2 * D * L + 2 * D * L)),
+        # h0 + h1 is of one tensor at first alone
+        ("an older one", 4 * (2 * D + 3 * D * (L - 1) + 2 * D * L)),
+    ],
+)
+def test_a_formula_has_one_part_for_each_way_of_sharing(name, expected):
+    assert sympy.expand(cg.bytes_moved(rolled(*BODIES[name])) - expected) == 0
+
+
+def test_what_comes_back_every_other_iteration_has_a_formula_of_halves():
+    formula = cg.bytes_moved(rolled(*BODIES["changing places"]), D=7)
+    found = [cg.evaluate(formula, L=n) for n in range(1, 7)]
+    assert found == [cg.bytes_moved(by_hand(*BODIES["changing places"], n), D=7) for n in range(1, 7)]
+    # what only starts differently is told without rounding, however long its carries take to come back
+    for name in ("older and older", "turning without work", "shared at first, not read"):
+        body, start = BODIES[name]
+        assert cg.bytes_moved(rolled(body, start), D=7, L=12) == cg.bytes_moved(by_hand(body, start, 12), D=7)
+
+
+def nested(x, count, inner, loop):
+    def body(h):
+        return loop(inner, lambda k: cg.relu(k * h + x), h)
+
+    return loop(count, body, x)
+
+
+def plain_loop(count, body, x):
+    for _ in range(count):
+        x = body(x)
+    return x
+
+
+@pytest.mark.parametrize("inner", [1, 2, 3])
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_a_loop_in_a_loop_knows_what_the_outer_one_starts_from(count, inner):
+    graphs = []
+    for loop, counts in ((cg.repeat, (L, N)), (plain_loop, (count, inner))):
+        with cg.Graph("g") as g:
+            g.output(nested(g.input("x", (D,)), *counts, loop))
+        graphs.append(g)
+    assert cg.bytes_moved(graphs[0], D=7, L=count, N=inner) == cg.bytes_moved(graphs[1], D=7)
+
+
+@pytest.mark.parametrize("first", ["same", "apart", "elsewhere"])
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_parts_of_a_captured_tensor_are_told_apart_by_where_they_begin(first, count):
+    def body(h, w):
+        begin = {"same": 2, "apart": 5, "elsewhere": 0}[first]
+        part = w[2:7]
+        return part, cg.relu(h[0] * w[begin : begin + 5] + h[1])
+
+    with cg.Graph("g") as g:
+        w, x = g.input("w", (13,)), g.input("x", (5,))
+        g.output(*cg.repeat(L, lambda *h: body(h, w), (x, x)))
+    with cg.Graph("plain") as plain:
+        w, x = plain.input("w", (13,)), plain.input("x", (5,))
+        h = (x, x)
+        for _ in range(count):
+            h = body(h, w)
+        plain.output(*h)
+    assert cg.bytes_moved(g, L=count) == cg.bytes_moved(plain)
+
+
+@pytest.mark.parametrize("pair", ["same", "shifted", "captured"])
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_slices_of_one_tensor_in_step_are_one_and_shifted_ones_are_two(pair, count):
+    def pieces(rows, length):
+        return {"same": (rows[:length], rows[:length]), "shifted": (rows[:length], rows[1:])}.get(
+            pair, (rows[:length], rows[1:])
+        )
+
+    with cg.Graph("g") as g:
+        rows, h = g.input("rows", (L + 1, 7)), g.input("h", (7,))
+        last = rows[0]
+
+        def step(h, ab):
+            return cg.relu(h + ab[0] * (last if pair == "captured" else ab[1]))
+
+        g.output(cg.scan(L, lambda h, ab: (step(h, ab), ()), h, pieces(rows, L))[0])
+    with cg.Graph("plain") as plain:
+        rows, h = plain.input("rows", (count + 1, 7)), plain.input("h", (7,))
+        last = rows[0]
+        first, second = pieces(rows, count)
+        for i in range(count):
+            h = step(h, (first[i], second[i]))
+        plain.output(h)
+    if pair == "captured":  # row 0 in the first iteration alone is both: that slices meet a row is not looked at
+        assert cg.bytes_moved(g, L=count) - cg.bytes_moved(plain) in (0, 4 * 7)
+    else:
+        assert cg.bytes_moved(g, L=count) == cg.bytes_moved(plain)

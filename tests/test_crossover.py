@@ -1,0 +1,79 @@
+"""Crossovers of stated amounts: the size at which they are equal is put in, and has to come out."""
+
+import math
+
+import pytest
+
+import costgraph as cg
+
+N, M, B = cg.dims("N M B")
+# 10 TFLOP/s and 1 TB/s: a byte takes as long as 10 FLOPs
+SLOW = """
+name = "slow"
+[peak]
+"""
+
+
+def stated(flops, *shape):
+    """An op that reads and writes 4 bytes for each element, which is 80 FLOPs of time, and does what is stated."""
+    with cg.Graph("stated", dtype="fp32") as g:
+        (y,) = cg.opaque("op", [g.input("x", shape)], [(shape, "fp32")], flops={"matmul": flops})
+        g.output(y)
+    return g
+
+
+@pytest.mark.parametrize(
+    "turn", [2, 3, 7, 8, 9, 2**31 - 1, 2**58 + 5, 2**59, 2**59 + 12345, 2**60 - 1, 2**60]
+)
+def test_a_search_finds_the_size_that_was_put_in(own, turn):
+    # N^5 / turn^2 against N^3: the same at N = turn, compute-bound from there on
+    g = stated(80 * N**5 / turn**2, N, N, N)
+    assert cg.crossover(g, own, "N") == turn
+
+
+@pytest.mark.parametrize("turn", [2, 3, 7, 100, 2**40 + 1])
+def test_a_search_finds_where_growth_makes_it_memory_bound(own, turn):
+    # turn^2 * N against N^3: the same at N = turn, and memory-bound from the next size on
+    assert cg.crossover(stated(80 * turn**2 * N, N, N, N), own, "N") == turn + 1
+
+
+def test_a_search_without_a_change_says_which_bound_it_is(own):
+    # N^5 - N^3 + N is positive for each size
+    above = N**5 - N**3 + N
+    assert cg.crossover(stated(80 * (N**3 + above), N, N, N), own, "N") == 0
+    assert cg.crossover(stated(80 * (N**3 - above), N, N, N), own, "N") == math.inf
+    # it changes beyond every size that is looked at
+    assert cg.crossover(stated(80 * N**5 / (2**60 + 1) ** 2, N, N, N), own, "N") == math.inf
+
+
+def test_sums_that_cancel_leave_no_power_behind(own):
+    # 80*N^2*B of both: the rest is N^2 against nothing
+    assert cg.crossover(stated(80 * N**2 * B + N**2, N, N, B), own, "N", B=3) == 0
+    assert cg.crossover(stated(80 * N**2 * B, N, N, B), own, "N") == 0
+    assert cg.crossover(stated(80 * N**2 * B - N**2, N, N, B), own, "N") == math.inf
+
+
+def test_a_ratio_of_two_sums_is_a_formula_in_the_other_sizes(own):
+    # N^3 * 80 / 7 against N^2 * M * 80: equal at N = 7*M
+    g = stated(80 * N**3 / 7, N, N, M)
+    assert cg.crossover(g, own, "N") == 7 * M
+    assert cg.crossover(g, own, "N", M=11) == 77
+    # the other way round: more M makes it memory-bound
+    assert cg.crossover(g, own, "M") == N / 7
+    with pytest.raises(cg.UnsupportedError, match=r"no closed form for N in .* expected sizes for M"):
+        cg.crossover(stated(80 * N**4 / 7, N, N, M), own, "N")
+    # N^4 / 7 against N^2 * 28: N^2 = 196
+    assert cg.crossover(stated(80 * N**4 / 7, N, N, M), own, "N", M=28) == 14
+
+
+def test_an_op_is_asked_alone_and_a_graph_all_together(own):
+    with cg.Graph("two", dtype="fp32") as g:
+        x = g.input("x", (N, N, N))
+        (y,) = cg.opaque("a", [x], [((N, N, N), "fp32")], flops={"matmul": 80 * N**4 / 5})
+        (z,) = cg.opaque("b", [y], [((N, N, N), "fp32")], flops={"matmul": 80 * N**4 / 7})
+        g.output(z)
+    first, second = g.ops
+    assert (cg.crossover(first, own, "N"), cg.crossover(second, own, "N")) == (5, 7)
+    # N/5 + N/7 = 2
+    assert cg.crossover(g, own, "N") == pytest.approx(2 * 35 / 12, rel=1e-12)
+    assert cg.crossover(first, cg.load_hardware(own), "N") == 5

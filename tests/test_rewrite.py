@@ -1,0 +1,101 @@
+"""A graph copied op by op: names, scopes, bodies and what an op is replaced by."""
+
+import pytest
+
+import costgraph as cg
+from costgraph.transforms.rewrite import Rewriter
+
+B, D, L, W = cg.dims("B D L W")
+
+
+def layered():
+    with cg.Graph("layered") as g:
+
+        def layer(x):
+            with cg.scope("mlp"):
+                return cg.softmax(cg.linear(x, "b d -> b e", e=D, name="w"), name="soft")
+
+        g.output(cg.relu(cg.repeat(L, layer, g.input("x", (B, D)), name="layers")))
+    return g
+
+
+def facts(g):
+    return [(op.name, op.kind.name, op.scope, op.phase) for op in g.walk()], [
+        [t.name for t in body.tensors] for body in g.bodies()
+    ]
+
+
+def test_a_copy_has_the_names_and_scopes_of_what_it_was_made_of():
+    g = layered()
+    assert facts(Rewriter().run(g)) == facts(g)
+    assert (Rewriter().run(g).name, Rewriter().run(g, "other").name) == ("layered", "other")
+
+
+def test_ops_of_copied_bodies_belong_to_the_copied_ops():
+    copied = Rewriter().run(layered())
+    (loop, _) = copied.ops
+    inner = loop.body.ops[0].results[0]
+    with pytest.raises(cg.GraphError, match=r"is made inside 'layers': expected it among the results of its body"):
+        cg.relu(inner)
+        copied.output(inner)
+    for op in copied.walk():
+        assert op.body is None or op.body.owner is op
+
+
+def test_what_a_copied_kernel_makes_inside_can_be_read_outside():
+    with cg.Graph("g") as g:
+        x = g.input("x", (B, D))
+        with cg.kernel("both"):
+            y = cg.tanh(x)
+            z = cg.relu(y)
+        g.output(z)
+    copied = Rewriter().run(g)
+    inner = copied.ops[0].body.ops[0].results[0]
+    copied.output(inner)
+    assert cg.bytes_moved(copied, B=3, D=5) == 4 * 3 * (3 * 5)  # x read, two results written
+
+
+def test_transforms_leave_the_scope_that_is_open_alone():
+    g = layered()
+    with cg.Graph("outer") as outer, cg.scope("a"):
+        cg.unroll(g, L=2)
+        outer.output(cg.relu(outer.input("x", (B,))))
+    assert [op.name for op in outer.ops] == ["a/relu"]
+    with cg.scope("a"):
+        assert facts(cg.unroll(g, L=1)) == facts(cg.unroll(layered(), L=1))
+        assert not any(op.name.startswith("a/") for op in cg.unroll(g, L=2).ops)
+
+
+def test_what_is_emitted_is_held_to_the_rules_of_a_graph():
+    def emit(rewriter, op, new):
+        made = rewriter.copy(op, new)
+        made.results[0].graph.remove_edge(made, made.results[0])
+        return True
+
+    with cg.Graph("g") as g:
+        g.output(cg.relu(g.input("x", (B,))))
+    with pytest.raises(cg.GraphError, match="is not joined to it, expected an edge"):
+        Rewriter(emit=emit).run(g)
+
+
+def test_what_is_left_alone_by_emit_is_copied():
+    g = layered()
+    seen = []
+    made = Rewriter(emit=lambda rewriter, op, new: seen.append(op.name)).run(g)
+    assert facts(made) == facts(g)
+    assert seen == [op.name for op in g.walk()]
+
+
+def test_sizes_are_bound_where_a_kernel_captures_parts_that_overlap():
+    with cg.Graph("g") as g:
+        x = g.input("x", (W + 7,))
+        first, second = x[:7], x[W : W + 7]
+        with cg.kernel("sum"):
+            y = first + second
+        g.output(y)
+    for w in (1, 3, 5, 11):
+        flat = cg.unroll(g, W=w)
+        assert cg.bytes_moved(flat) == cg.bytes_moved(g, W=w)
+        (kernel,) = [op for op in flat.ops if op.kind.body]
+        # the second begins w elements behind the first, for the op outside and for those inside
+        assert [f.offset for f in kernel.body.formals] == [t.offset for t in kernel.operands] == [0, w]
