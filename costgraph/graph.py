@@ -441,6 +441,11 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
         known = self.root.relations
         return bool(known.relations) and known.reduce(a) == known.reduce(b)
 
+    def told(self, sizes: Sizes) -> Sizes:
+        """Return sizes or strides with assumed equalities put in: what is equal is then the same polynomial."""
+        known = self.root.relations
+        return tuple(map(known.reduce, sizes)) if known.relations else sizes
+
     def validate(self) -> None:
         """Check that the graph means something.
 

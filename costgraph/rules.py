@@ -112,7 +112,8 @@ def multiply_add(op: Op) -> Flops:
     pattern, extents, restriction = _contraction(op)
     if "orders" in op.attrs:  # several contraction orders, none of which is always the best
         cost = op.attrs["orders"]
-        return Flops(matmul=cost, full=cost)
+        summed = set(extents) - set(pattern.result_names)
+        return Flops(matmul=cost, full=cost) if summed else Flops(pointwise=cost)
     full = executed = prod(extents.values(), start=ONE)
     if restriction is not None:
         domain, query, key = restriction

@@ -153,7 +153,7 @@ class Tensor:
     def is_contiguous(self) -> bool:
         """Whether the strides are those of a fresh tensor."""
         fresh = contiguous(self.sizes)
-        return all(s == f or n == 1 for n, s, f in zip(self.sizes, self.strides, fresh, strict=True))
+        return all(n == 1 or self.graph.same(s, f) for n, s, f in zip(self.sizes, self.strides, fresh, strict=True))
 
     @property
     def touched(self) -> Poly:
@@ -166,10 +166,11 @@ class Tensor:
         while storage in aliases:
             storage, delta = aliases[storage]
             offset = offset + delta
-        if self.touched == storage.elements:
+        if self.graph.same(self.touched, storage.elements):
             return (storage,)
-        pieces = frozenset((n, s) for n, s in zip(self.sizes, self.strides, strict=True) if s and n != 1)
-        return (storage, offset, pieces)
+        told = self.graph.told
+        pieces = frozenset((n, s) for n, s in zip(told(self.sizes), told(self.strides), strict=True) if s and n != 1)
+        return (storage, *told((offset,)), pieces)
 
     def element_bytes(self) -> Poly:
         """Return the bytes moved for each element, scales included."""

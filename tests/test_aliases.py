@@ -51,6 +51,9 @@ BODIES = {
     "a captured one is handed on": (lambda h, x: (x[1], h[0] * x[1], h[0] + h[1]), [0, 1, 2]),
     "a captured one comes later": (lambda h, x: (h[1], x[0], h[2] + h[0] * x[0]), [1, 2, 2]),
     "shared at first, not read": (lambda h, x: (cg.relu(h[0]), h[0], h[1] * x[0]), [0, 0, 0]),
+    "older ones of two": (lambda h, x: (cg.relu(h[2] + h[3]), cg.tanh(h[3]), h[0], h[1]), [0, 1, 2, 1]),
+    "turning beside it": (lambda h, x: (h[1], h[0], cg.relu(h[2] + x[0])), [1, 2, 0]),
+    "shared, but never in one op": (lambda h, x: (cg.relu(h[0] + x[2]), h[0], h[1], cg.relu(h[2])), [0, 0, 0, 1]),
     "every second and then never": (lambda h, x: (h[1], h[0], h[2] * h[0], cg.relu(h[3] + x[0])), [0, 1, 0, 0]),
 }
 
@@ -84,6 +87,10 @@ def test_a_loop_reads_what_it_reads_written_out(name, count):
         ("one result in two places, from one", 4 * (2 * D * L + 2 * D * L)),
         # h0 + h1 is of one tensor at first alone
         ("an older one", 4 * (2 * D + 3 * D * (L - 1) + 2 * D * L)),
+        # what comes into the two others has no reader beside it, and what turns does no work
+        ("older and older", 4 * (2 * D + 3 * D * (L - 1) + 2 * D * L)),
+        ("turning beside it", 4 * (2 * D + 3 * D * (L - 1) + 2 * D * L)),
+        ("shared, but never in one op", 4 * (3 * D + 2 * D + 2 * D) * L),
     ],
 )
 def test_a_formula_has_one_part_for_each_way_of_sharing(name, expected):
@@ -100,28 +107,65 @@ def test_what_comes_back_every_other_iteration_has_a_formula_of_halves():
         assert cg.bytes_moved(rolled(body, start), D=7, L=12) == cg.bytes_moved(by_hand(body, start, 12), D=7)
 
 
-def nested(x, count, inner, loop):
-    def body(h):
-        return loop(inner, lambda k: cg.relu(k * h + x), h)
-
-    return loop(count, body, x)
-
-
 def plain_loop(count, body, x):
     for _ in range(count):
         x = body(x)
     return x
 
 
+def multiplied(loop, inner, w, x, y):
+    return lambda h: loop(inner, lambda k: cg.relu(k * h + x), h)
+
+
+def from_elsewhere(loop, inner, w, x, y):
+    return lambda h: loop(inner, lambda k: cg.pointwise("fma", k, h, x), y)
+
+
+def handing_on_a_part(loop, inner, w, x, y):
+    def body(h, total):
+        return w[2:9], loop(inner, lambda k: cg.pointwise("fma", k, h, w[2:9]), total)
+
+    return body
+
+
+@pytest.mark.parametrize("case", [multiplied, from_elsewhere, handing_on_a_part])
 @pytest.mark.parametrize("inner", [1, 2, 3])
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
-def test_a_loop_in_a_loop_knows_what_the_outer_one_starts_from(count, inner):
-    graphs = []
-    for loop, counts in ((cg.repeat, (L, N)), (plain_loop, (count, inner))):
+def test_a_loop_in_a_loop_knows_what_the_outer_one_starts_from(case, count, inner):
+    found = []
+    for rolled_up in (True, False):
         with cg.Graph("g") as g:
-            g.output(nested(g.input("x", (D,)), *counts, loop))
-        graphs.append(g)
-    assert cg.bytes_moved(graphs[0], D=7, L=count, N=inner) == cg.bytes_moved(graphs[1], D=7)
+            w, x, y = g.input("w", (13,)), g.input("x", (7,)), g.input("y", (7,))
+            body = case(cg.repeat if rolled_up else plain_loop, N if rolled_up else inner, w, x, y)
+            if case is handing_on_a_part:
+                h = (x, y)
+                h = cg.repeat(L, body, h) if rolled_up else plain_loop(count, lambda h, b=body: b(*h), h)
+                g.output(*h)
+            else:
+                g.output(cg.repeat(L, body, x) if rolled_up else plain_loop(count, body, x))
+        found.append(cg.bytes_moved(g, **({"L": count, "N": inner} if rolled_up else {})))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("begin", [0, 2, 3])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_loop_that_starts_from_a_part_reads_it_once_where_it_is_captured(begin, count):
+    with cg.Graph("g") as g:
+        w = g.input("w", (13,))
+        start, read = w[2:7], w[begin : begin + 5]
+        g.output(cg.repeat(L, lambda h: cg.relu(h * read), start))
+    # the product reads 5 or 10 elements at first and 10 later, and writes 5; relu reads and writes 5
+    first = 5 if begin == 2 else 10
+    assert cg.bytes_moved(g, L=count) == 4 * (first + 10 * (count - 1) + (5 + 10) * count)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_numbers_in_a_row_are_read_one_in_each_step(count):
+    with cg.Graph("g") as g:
+        row, other, h = g.input("row", (L,)), g.input("other", (L,)), g.input("h", ())
+        g.output(cg.scan(L, lambda h, ab: (cg.pointwise("fma", h, *ab[:2]) * ab[2], ()), h, (row, row, other))[0])
+    # h, one number of the row; the result and one number of the other: each op writes one
+    assert cg.bytes_moved(g, L=count) == 4 * count * (2 + 1 + 2 + 1)
 
 
 @pytest.mark.parametrize("first", ["same", "apart", "elsewhere"])

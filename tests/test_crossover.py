@@ -7,11 +7,28 @@ import pytest
 import costgraph as cg
 
 N, M, B = cg.dims("N M B")
-# 10 TFLOP/s and 1 TB/s: a byte takes as long as 10 FLOPs
-SLOW = """
+
+TOML = """
 name = "slow"
+vendor = "nobody"
+[sources]
+HAND = "written for a test"
 [peak]
+fp32 = { value = 10, unit = "TFLOP/s", source = ["HAND"] }
+[vector]
+fp32 = { value = 10, unit = "TFLOP/s", source = ["HAND"] }
+[memory]
+capacity = { value = 8, unit = "GB", source = ["HAND"] }
+bandwidth = { value = 1, unit = "TB/s", source = ["HAND"] }
 """
+
+
+@pytest.fixture
+def own(tmp_path):
+    """A device on which a byte takes as long as 10 FLOPs."""
+    path = tmp_path / "own.toml"
+    path.write_text(TOML)
+    return str(path)
 
 
 def stated(flops, *shape):
@@ -22,9 +39,7 @@ def stated(flops, *shape):
     return g
 
 
-@pytest.mark.parametrize(
-    "turn", [2, 3, 7, 8, 9, 2**31 - 1, 2**58 + 5, 2**59, 2**59 + 12345, 2**60 - 1, 2**60]
-)
+@pytest.mark.parametrize("turn", [2, 3, 7, 8, 9, 2**31 - 1, 2**58 + 5, 2**59, 2**59 + 12345, 2**60 - 1, 2**60])
 def test_a_search_finds_the_size_that_was_put_in(own, turn):
     # N^5 / turn^2 against N^3: the same at N = turn, compute-bound from there on
     g = stated(80 * N**5 / turn**2, N, N, N)

@@ -36,7 +36,6 @@ def test_ops_of_copied_bodies_belong_to_the_copied_ops():
     (loop, _) = copied.ops
     inner = loop.body.ops[0].results[0]
     with pytest.raises(cg.GraphError, match=r"is made inside 'layers': expected it among the results of its body"):
-        cg.relu(inner)
         copied.output(inner)
     for op in copied.walk():
         assert op.body is None or op.body.owner is op

@@ -1,5 +1,7 @@
 """What transforms keep, and which ops one kernel may and may not run."""
 
+from contextlib import nullcontext
+
 import pytest
 
 import costgraph as cg
@@ -121,3 +123,190 @@ def test_what_overwrites_an_operand_in_between_keeps_a_scope_apart():
         g.output(y + w + v)
     with pytest.raises(cg.GraphError, match="'relu' outside needs what is made inside"):
         cg.fuse(g, scope="a")
+
+
+# -- which ops share a kernel, by name ---------------------------------------------------------------------------------
+
+
+def scores(x, **options):
+    """Products of queries and keys with a domain."""
+    q, k = x(7, 3), x(7, 3)
+    return cg.einsum(q, k, "s d, t d -> s t", domain=cg.Domain(causal=True, **options), over=("s", "t"))
+
+
+def unfused_and_fused(build):
+    with cg.Graph("g") as g:
+        made = build(lambda *shape: g.input(f"x{len(g)}", shape))
+        g.output(*made if isinstance(made, tuple) else (made,))
+    made = cg.fuse(g)
+    assert cg.flops(made) == cg.flops(g)
+    return g, made
+
+
+@pytest.mark.parametrize("scopes", [("", "a", "b"), ("", "", "b"), ("a", "a", ""), ("a", "", "b")])
+def test_a_kernel_is_named_by_the_last_of_several_scopes(scopes):
+    with cg.Graph("g") as g:
+        y = g.input("x", (7, 5))
+        for name in scopes:
+            with cg.scope(name) if name else nullcontext():
+                y = cg.pointwise("exp", y)
+        g.output(y)
+    (kernel,) = cg.fuse(g).ops
+    last = scopes[-1]
+    assert (kernel.name, kernel.scope, kernel.phase) == (f"{last}/fused" if last else "fused", last, "forward")
+    assert [op.scope for op in kernel.body.ops] == list(scopes)
+
+
+def test_a_kernel_of_a_scope_has_the_scope_asked_for():
+    with cg.Graph("g") as g:
+        with cg.scope("a"):
+            y = cg.relu(g.input("x", (7, 5)))
+            with cg.scope("b"):
+                y = cg.tanh(y)
+        with cg.scope("ab"):
+            y = cg.tanh(y)
+        g.output(y)
+    kernel, other = cg.fuse(g, scope="a").ops
+    assert (kernel.name, kernel.scope, other.name) == ("a", "a", "ab/tanh")
+    assert fused_ops(cg.fuse(g, "a/b")) == [["tanh"]]
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_ops_between_do_no_harm_unless_they_touch_what_the_chain_reads(inplace):
+    def build(x):
+        a, z = x(7, 5), cg.gelu(x(7, 5)) @ x(5, 5)
+        h = cg.relu(a)
+        w = cg.relu(z, inplace=True) if inplace else a @ x(5, 5)
+        return cg.tanh(h), w
+
+    _, made = unfused_and_fused(build)
+    assert ["relu", "tanh"] in fused_ops(made)
+
+
+def test_ops_in_place_and_kernels_with_workspace_are_left_alone():
+    def in_place(x):
+        return cg.tanh(cg.relu(cg.gelu(x(7, 5)) @ x(5, 5), inplace=True))
+
+    def with_space(x):
+        with cg.kernel("k", workspace=100):
+            y = cg.relu(x(7, 5))
+        return cg.tanh(y)
+
+    def without(x):
+        with cg.kernel("k"):
+            y = cg.relu(x(7, 5))
+        return cg.tanh(y)
+
+    assert fused_ops(unfused_and_fused(in_place)[1]) == []
+    assert fused_ops(unfused_and_fused(with_space)[1]) == [["relu"]]
+    assert fused_ops(unfused_and_fused(without)[1]) == [["k", "tanh"]]
+
+
+def test_a_kernel_with_a_product_inside_is_not_light():
+    def build(x):
+        with cg.kernel("k"):
+            y = cg.tanh(cg.relu(x(7, 5) @ x(5, 5)))
+        return cg.tanh(y)
+
+    assert fused_ops(unfused_and_fused(build)[1]) == [["matmul", "relu", "tanh"]]
+
+
+def test_a_scope_with_a_loop_and_other_ops_is_refused():
+    with cg.Graph("g") as g, cg.scope("a"):
+        g.output(cg.tanh(cg.repeat(3, cg.relu, cg.relu(g.input("x", (7, 5))), name="loop")))
+    with pytest.raises(cg.GraphError, match="holds a Repeat, expected ops that one kernel can run"):
+        cg.fuse(g, scope="a")
+
+
+def test_dropout_joins_a_chain():
+    _, made = unfused_and_fused(lambda x: cg.relu(cg.dropout(cg.tanh(x(7, 5)), 0.1)))
+    assert fused_ops(made) == [["tanh", "dropout", "relu"]]
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_every_result_that_is_read_lies_as_a_kernel_writes_it(turned):
+    def build(x):
+        y = cg.relu(cg.rearrange(x(7, 5), "a b -> b a") if turned else x(5, 7))
+        return y, cg.reduce(y, "b a -> b", "sum")
+
+    g, made = unfused_and_fused(build)
+    assert [t.is_contiguous for t in g.outputs] == [not turned, True]
+    assert fused_ops(made) == ([] if turned else [["relu", "sum"]])
+
+
+def test_a_loop_is_no_part_of_a_chain_and_its_body_has_chains_of_its_own():
+    def build(x):
+        h = cg.tanh(cg.relu(x(7, 5)))
+        h = cg.repeat(3, lambda y: cg.tanh(cg.relu(y)), h, name="loop")
+        return cg.relu(cg.tanh(h))
+
+    g, made = unfused_and_fused(build)
+    assert [op.kind.name for op in made.ops] == ["kernel", "repeat", "kernel"]
+    assert [len(names) for names in fused_ops(made)] == [2, 2]
+    (loop,) = [op for op in made.ops if op.kind.body == "repeated"]
+    assert fused_ops(loop.body) == [["relu", "tanh"]]
+    # two ops read and write 35 elements each, a kernel once; before, three times in the loop and after it
+    assert (cg.bytes_moved(g), cg.bytes_moved(made)) == (5 * 4 * 4 * 35, 5 * 2 * 4 * 35)
+
+
+def test_ops_with_other_domains_are_apart():
+    def same(x):
+        return cg.relu(scores(x)) + x(7, 7)
+
+    def other(x):
+        return cg.relu(scores(x)) + scores(x, window=3)
+
+    assert fused_ops(unfused_and_fused(same)[1]) == [["relu", "add"]]
+    assert fused_ops(unfused_and_fused(other)[1]) == []
+
+
+@pytest.mark.parametrize(
+    ("pattern", "kernels"),
+    [
+        ("a b c -> a b", [["relu", "sum", "tanh"]]),
+        ("a b c -> a b 1", [["relu", "sum"]]),  # rows of one element are no rows of five
+        ("a b c -> a", [["relu", "sum", "tanh"]]),
+        ("a b c -> b c", []),
+        ("a b c -> a c", []),
+        ("a b c -> b a", []),
+        ("a b c -> a 1 c", []),
+        # one number of all: whoever reads it waits for the whole
+        ("a b c -> ", [["relu", "sum"]]),
+    ],
+)
+def test_reductions_of_trailing_axes_join_a_chain(pattern, kernels):
+    _, made = unfused_and_fused(lambda x: cg.tanh(cg.reduce(cg.relu(x(2, 3, 5)), pattern, "sum")))
+    assert fused_ops(made) == kernels
+
+
+def test_what_is_broadcast_into_a_chain_does_not_begin_it():
+    def small_first(x):
+        return cg.tanh(cg.relu(x(5)) + x(7, 5))  # relu runs over 5, the sum over 7 * 5
+
+    def leading(x):
+        return cg.relu(cg.relu(x(7, 5)) + x(5))
+
+    def column(x):
+        return cg.tanh(cg.relu(x(7, 1)) * x(7, 5))
+
+    assert fused_ops(unfused_and_fused(small_first)[1]) == [["add", "tanh"]]
+    assert fused_ops(unfused_and_fused(leading)[1]) == [["relu", "add", "relu_1"]]
+    assert fused_ops(unfused_and_fused(column)[1]) == [["mul", "tanh"]]
+
+
+def test_a_chain_goes_on_with_its_first_producer_that_allows_it():
+    def build(x):
+        a, b = cg.relu(x(7, 5)), cg.tanh(x(7, 5))
+        return a + b
+
+    _, made = unfused_and_fused(build)
+    assert fused_ops(made) == [["relu", "add"]]
+    # tanh reads and writes 35, the kernel reads two and writes one
+    assert cg.bytes_moved(made) == 4 * 35 * (2 + 3)
+
+
+def test_a_number_made_of_numbers_is_fused():
+    _, made = unfused_and_fused(lambda x: cg.tanh(cg.relu(x())))
+    assert fused_ops(made) == [["relu", "tanh"]]
+    _, made = unfused_and_fused(lambda x: cg.relu(cg.tanh(cg.reduce(x(7, 5), "a b -> ", "sum"))))
+    assert fused_ops(made) == [["tanh", "relu"]]

@@ -54,10 +54,11 @@ def _rearranged(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
     domain = (
         _moved(x, [i if n == x.sizes[i] else None for i, n in zip(order, merged, strict=False)]) if x.domain else None
     )
-    strides = view(x.sizes, x.strides, split)
+    told = x.graph.told
+    strides = view(told(x.sizes), told(x.strides), told(split))
     if strides is not None:
         sizes, strides = tuple(split[i] for i in order), tuple(strides[i] for i in order)
-        strides = view(sizes, strides, merged)
+        strides = view(told(sizes), strides, told(merged))
     if strides is None or attrs.get("copy"):
         return [Result(merged, x.dtype, domain=domain)]
     return [Result(merged, x.dtype, strides, of=0, offset=x.offset, domain=domain)]

@@ -169,7 +169,9 @@ def _infer(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
                 f"in place into {first!r}: expected an operand of the result's shape and format, not expanded"
             )
         return [Result(sizes, result, first.strides, of=0, offset=first.offset, domain=domain)]
-    return [Result(sizes, result, elementwise(sizes, [(t.sizes, t.strides) for t in operands]), domain=domain)]
+    told = operands[0].graph.told
+    strides = elementwise(told(sizes), [(told(t.sizes), told(t.strides)) for t in operands])
+    return [Result(sizes, result, strides, domain=domain)]
 
 
 POINTWISE = register(
@@ -229,7 +231,7 @@ def pointwise(
         raise GraphError(f"pointwise: function {function!r}, expected one of {', '.join(FUNCTIONS)}")
     tensors = [t for t in operands if isinstance(t, Tensor)]
     numbers = [t for t in operands if not isinstance(t, Tensor)]
-    if not tensors or not all(isinstance(n, Real) for n in numbers):
+    if not tensors or not all(isinstance(n, Real | np.bool_) for n in numbers):
         raise GraphError(f"{record.name}: operands {operands!r}, expected tensors and numbers, one tensor at least")
     need_flag(record.name, inplace=inplace)
     attrs: dict[str, object] = {"function": record}

@@ -101,7 +101,7 @@ def renaming_symbols_renames_formulas(trial: Trial) -> None:
             new = {others[n]: trial.point[n] for n in names}
             same(value(found, new), value(expected, trial.point), f"{question} in other symbols")
             swapped = {dims(n): dims(others[n]) for n in names}
-            if question != "peak_memory":  # its cases may stand in another order
+            if expected.is_polynomial():  # other forms of the same function are as good
                 assert sympy.expand(expected.xreplace(swapped) - found) == 0, f"{question} is {found}, was {expected}"
         else:
             same(found, expected, f"{question} in other symbols")

@@ -99,7 +99,7 @@ def _einsum(at: At) -> None:
     _fill_unreached(at)
     if "orders" in at.op.attrs:
         cheapest = _cheapest([set(_names(d)) for d in pattern.operands], set(pattern.result_names), extents)
-        at.tally.matmul = at.tally.full = cheapest
+        at.tally = Tally(cheapest, cheapest) if summed else Tally(pointwise=cheapest)
 
 
 def _fill_unreached(at: At) -> None:
@@ -165,8 +165,15 @@ def _aligned(index: Point, shape: Point) -> Point:
 
 
 def _like(at: At) -> Any:
-    """Let NumPy lay out the result of its own elementwise functions on these operands."""
+    """Let NumPy lay out the result of its own elementwise functions on these operands.
+
+    Where two operands have their axes in different orders, NumPy prefers that of C, and torch that of the first.
+    """
     arrays = [v.array for v in at.operands]
+    shape = np.broadcast_shapes(*(a.shape for a in arrays))
+    whole = [a for a in arrays if a.shape == shape and 0 not in a.strides]
+    if len({np.empty_like(a).strides for a in whole}) > 1:
+        arrays = whole[:1]
     flags: Any = [["readonly"]] * len(arrays) + [["writeonly", "allocate"]]
     return np.nditer([*arrays, None], op_flags=flags, order="K").operands[-1]
 
@@ -190,7 +197,7 @@ def _pointwise(at: At) -> None:
                 i, v = next(operands)
                 given.append(at.number(i, *_aligned(index, v.array.shape)))
             else:
-                given.append(scalar)
+                given.append(Number(scalar, at.tally))
         at.write(FUNCTIONS[name](*given), *index)
 
 

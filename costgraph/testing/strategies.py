@@ -30,15 +30,24 @@ class DrawnPattern(NamedTuple):
     """shape of the result"""
 
 
-@st.composite
-def sizes(draw: Callable[[Any], Any], names: Sequence[str] = ("A", "B", "C")) -> sympy.Expr:
+def sizes(names: Sequence[str] = ("A", "B", "C")) -> st.SearchStrategy[sympy.Expr]:
     """Draw a size: a product of symbols and small numbers, sometimes a sum of two.
 
     Parameters
     ----------
     names : sequence of str
         Symbols that it may be made of.
+
+    Returns
+    -------
+    strategy of sympy.Expr
+        Positive whole numbers at every point.
     """
+    return _sizes(tuple(names))
+
+
+@st.composite
+def _sizes(draw: Callable[[Any], Any], names: Sequence[str]) -> sympy.Expr:
     symbols = [dims(n) for n in names]
     factors = draw(st.lists(st.sampled_from(symbols), max_size=3))
     out = sympy.Mul(draw(st.sampled_from([1, 1, 2, 3])), *factors)
@@ -46,17 +55,38 @@ def sizes(draw: Callable[[Any], Any], names: Sequence[str] = ("A", "B", "C")) ->
 
 
 def points(names: Sequence[str]) -> st.SearchStrategy[dict[str, int]]:
-    """Draw a small prime for each name."""
+    """Draw a point: a small prime for each name.
+
+    Parameters
+    ----------
+    names : sequence of str
+        Symbols.
+
+    Returns
+    -------
+    strategy of dict
+        Name to prime.
+    """
     return st.fixed_dictionaries({n: st.sampled_from(_PRIMES) for n in names})
 
 
 def dtypes(kind: str | None = None) -> st.SearchStrategy[DType]:
-    """Draw a number format, of one kind (float, int or bool) if it is given."""
+    """Draw a number format.
+
+    Parameters
+    ----------
+    kind : str, optional
+        float, int or bool; any by default.
+
+    Returns
+    -------
+    strategy of DType
+        One of `costgraph.DTYPES`.
+    """
     return st.sampled_from([d for d in DTYPES.values() if kind in (None, d.kind)])
 
 
-@st.composite
-def patterns(draw: Callable[[Any], Any], operands: int = 1) -> DrawnPattern:
+def patterns(operands: int = 1) -> st.SearchStrategy[DrawnPattern]:
     """Draw a pattern: of one operand a rearrangement, of several a contraction.
 
     Parameters
@@ -69,6 +99,11 @@ def patterns(draw: Callable[[Any], Any], operands: int = 1) -> DrawnPattern:
     strategy of DrawnPattern
         The text, and sizes and shapes that fit it.
     """
+    return _patterns(operands)
+
+
+@st.composite
+def _patterns(draw: Callable[[Any], Any], operands: int) -> DrawnPattern:
     letters = draw(st.lists(st.sampled_from("abhkst"), min_size=1, max_size=5))
     names = [f"{letter}{i}" for i, letter in enumerate(letters)]
     extents = {n: draw(st.sampled_from([1, 2, 2, 3, 5])) for n in names}

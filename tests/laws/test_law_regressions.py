@@ -191,3 +191,30 @@ def test_a_mask_may_be_written_in_place():
         g.output(cg.pointwise("causal_mask", cg.relu(g.input("x", (A, A))), inplace=True))
     assert cg.peak_memory(g, A=5) == 4 * (25 + 25)  # the input and one storage
     testing.check(g, A=5)
+
+
+def test_sizes_that_are_assumed_equal_have_one_layout():
+    with cg.Graph("g") as g:
+        g.assume("D == A*B")
+        x = cg.rearrange(g.input("x", (A, D / A)), "a b -> b a")
+        y = x + g.input("y", (B, A))
+        z = cg.reshape(cg.rearrange(y, "b a -> a b"), (D,))
+        g.output(z)
+    assert z.is_view  # the sum keeps the order of the axes of x
+    assert cg.bytes_moved(g, A=2, B=3) == 4 * 3 * 6
+    testing.check(g, A=2, B=3, D=6)
+
+
+def test_products_of_several_tensors_are_elementwise_work():
+    with cg.Graph("g") as g:
+        g.output(cg.einsum(g.input("x", (2, 1)), g.input("y", (A,)), g.input("z", ()), "a b, c, -> a b c"))
+    assert cg.matmul_flops(g) == 0
+    assert cg.flops(g, A=5) == 2 * 5 + 2  # x*z first, then times y: cheaper than 3*A from A = 3 on
+    testing.check(g, A=5)
+
+
+def test_numbers_count_as_operands_do():
+    with cg.Graph("g") as g:
+        g.output(cg.pointwise("fma", 2.0, 0.5, g.input("x", (A,))))
+    assert cg.flops(g, A=7) == 2 * 7  # a product and a sum an element, whatever stands in memory
+    testing.check(g, A=7)
