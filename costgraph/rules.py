@@ -86,7 +86,8 @@ def _once(op: Op, amounts: Sequence[Poly]) -> tuple[Poly, ...]:
     for region, i in first.items():
         whole_region = (region[0],)
         if region != whole_region and whole_region in first:
-            out[i] = ZERO
+            j = first[whole_region]  # of which an index may reach a part alone
+            out[j], out[i] = larger(out[j], out[i]), ZERO
     return tuple(out)
 
 

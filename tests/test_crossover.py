@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import sympy
 
 import costgraph as cg
 
@@ -92,3 +93,18 @@ def test_an_op_is_asked_alone_and_a_graph_all_together(own):
     # N/5 + N/7 = 2
     assert cg.crossover(g, own, "N") == pytest.approx(2 * 35 / 12, rel=1e-12)
     assert cg.crossover(first, cg.load_hardware(own), "N") == 5
+
+
+def test_a_size_inside_a_rounding_is_searched_for(own):
+    # N^3 * ceil(N / 7) against N^2 * 60: 19 * 3 is below 60, 20 * 3 is not
+    g = stated(80 * N**3 * sympy.ceiling(N / 7), N, N, 60)
+    assert cg.crossover(g, own, "N") == 20
+    with pytest.raises(cg.UnsupportedError, match=r"no closed form for N in .* expected sizes for M"):
+        cg.crossover(stated(80 * N**3 * sympy.ceiling(N / 7), N, N, M), own, "N")
+
+
+def test_a_default_of_the_size_that_is_asked_for_does_not_count(own):
+    g = stated(80 * N**3 / 7, N, N, M)
+    g.defaults.update(N=3, M=2)
+    assert cg.crossover(g, own, "N") == 14
+    assert cg.crossover(g, own, "N", M=11) == 77

@@ -166,6 +166,7 @@ def test_numbers_have_the_say_that_torch_gives_them(dtype, number):
     assert formats[y.dtype.name] == expected
     (kept,) = [n for n in y.producer.attrs["scalars"] if n is not None]
     assert kept == plain
+    assert y.producer.attrs["numbers"] == type(plain).__name__
     assert type(kept) is type(plain)  # one of Python's own, which a file can hold
     assert np.allclose(testing.run(g, {"x": [1.0, 0.0, 1.0]}).outputs[0], np.array([1.0, 0.0, 1.0]) * plain)
 

@@ -103,3 +103,18 @@ def test_a_reduction_in_a_body_captures_what_it_reads():
         g.output(y)
     assert cg.flops(g, L=2) == 2 * (3 * 5 * 7 + 3 * 5) + 3 * 5 * 7
     testing.check(g, L=2)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "bool", "int64"])
+def test_a_mean_of_integers_is_refused_as_in_torch(dtype):
+    with cg.Graph("g") as g:
+        x = g.input("x", (3, 5), dtype=dtype)
+        with pytest.raises(cg.ShapeError, match=r"mean of .* expected a floating format"):
+            cg.reduce(x, "a b -> a", "mean")
+        for half in ("bf16", "fp64"):
+            assert cg.reduce(g.input(half, (3, 5), dtype=half), "a b -> a", "mean").dtype.name == half
+
+
+def test_a_size_that_is_none_names_the_function():
+    with cg.Graph("g") as g, pytest.raises(cg.CostGraphError, match=r"^reduce: "):
+        cg.reduce(g.input("x", (6, 5)), "(a b) c -> a", "sum", a="two")

@@ -310,3 +310,15 @@ def test_a_number_made_of_numbers_is_fused():
     assert fused_ops(made) == [["relu", "tanh"]]
     _, made = unfused_and_fused(lambda x: cg.relu(cg.tanh(cg.reduce(x(7, 5), "a b -> ", "sum"))))
     assert fused_ops(made) == [["tanh", "relu"]]
+
+
+def test_an_unrolled_stack_begins_as_storage_without_content():
+    with cg.Graph("g") as g:
+        _, ys = cg.scan(L, lambda h, x: (cg.relu(h), h + x), g.input("h", (D,)), g.input("xs", (L, D)))
+        g.output(ys)
+    flat = cg.unroll(g, L=3)
+    assert [op.kind.name for op in flat.ops].count("empty") == 1
+    assert flat.ops[0].kind.name == "empty"
+    rows = {row.op: row for row in cg.costs(flat)}
+    assert flat.ops[0].name not in rows  # nothing is read or written
+    assert cg.peak_memory(flat, D=7) == cg.peak_memory(g, L=3, D=7)

@@ -40,7 +40,9 @@ class Counted:
     repeats: bool = False
     """whether an index looked up a row twice: formulas count it as often as it is looked up"""
     widest: Any = 0
-    """bytes read, of the widest part alone where several ops in a kernel read different parts of an operand"""
+    """bytes read, of the widest part alone where different parts of one storage are read"""
+    most: Any = 0
+    """bytes read, parts of one storage that overlap counted for each operand"""
 
 
 @dataclass
@@ -297,7 +299,9 @@ class _Interpreter:
                 self.out.touched.setdefault(buffer, set()).update(addresses)
         read = at.stated.get("reads", _bytes(at.read_at))
         counted.read += read
-        counted.widest += at.stated.get("widest", read)
+        widest, most = _parts(at)
+        counted.widest += at.stated.get("widest", widest if "reads" not in at.stated else read)
+        counted.most += max(read, most) if "reads" not in at.stated else read
         counted.written += at.stated.get("writes", _bytes(at.written_at))
         known = {v.buffer for v in at.operands}
         made = [v.buffer for v in at.made.values() if v.buffer not in known]
@@ -305,6 +309,15 @@ class _Interpreter:
         workspace = at.attr("workspace", 0) or 0
         self.out.events.append(Event(at.op.name + at.where, self.new + made, touched, workspace))
         self.new = []
+
+
+def _parts(at: At) -> tuple[Any, Any]:
+    """Return the bytes that an op reads, of the widest part of each storage, and of all its different parts."""
+    parts: dict[Buffer, set[frozenset[int]]] = {}
+    for i, addresses in at.read_by.items():
+        parts.setdefault(at.operands[i].buffer, set()).add(frozenset(addresses))
+    widest = sum(max(map(len, found)) * buffer.element for buffer, found in parts.items())
+    return widest, sum(sum(map(len, found)) * buffer.element for buffer, found in parts.items())
 
 
 def _whole(amount: Any) -> Any:

@@ -164,7 +164,7 @@ def flops_of_each_kind_are_what_the_interpreter_counts(trial: Trial) -> None:
 
 @law
 def bytes_moved_are_the_elements_that_are_touched(trial: Trial) -> None:
-    """Every different element once an op; of parts of one operand that overlap in a kernel the widest at least."""
+    """Every different element once an op; of different parts of one storage the widest at least, all of them at most."""
     executed = _amounts(trial)
     for name, counted in trial.run.ops.items():
         mine = executed.get(name, {})
@@ -177,7 +177,7 @@ def bytes_moved_are_the_elements_that_are_touched(trial: Trial) -> None:
         if counted.widest == counted.read:
             same(read, counted.read, f"bytes read by {name!r}")
         else:
-            least, most = counted.widest, counted.read
+            least, most = counted.widest, counted.most
             assert least <= read <= most, f"bytes read by {name!r} are {read}, expected {least} to {most}"
 
 

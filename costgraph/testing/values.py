@@ -149,6 +149,8 @@ class At:
     """FLOPs counted"""
     read_at: dict[Buffer, set[int]] = field(default_factory=dict)
     """addresses read"""
+    read_by: dict[int, set[int]] = field(default_factory=dict)
+    """the same by operand"""
     written_at: dict[Buffer, set[int]] = field(default_factory=dict)
     """addresses written"""
     stated: dict[str, Any] = field(default_factory=dict)
@@ -165,7 +167,9 @@ class At:
     def read(self, i: int, *index: int) -> Any:
         """Read an element of an operand."""
         v = self.operands[i]
-        self.read_at.setdefault(v.buffer, set()).add(v.address(index))
+        address = v.address(index)
+        self.read_at.setdefault(v.buffer, set()).add(address)
+        self.read_by.setdefault(i, set()).add(address)
         return v.array[index].item()
 
     def number(self, i: int, *index: int) -> Number:
