@@ -164,7 +164,7 @@ def flops_of_each_kind_are_what_the_interpreter_counts(trial: Trial) -> None:
 
 @law
 def bytes_moved_are_the_elements_that_are_touched(trial: Trial) -> None:
-    """Every different element once an op; of different parts of one storage the widest at least, all of them at most."""
+    """Every different element once an op; of different parts of one storage the widest at least, all at most."""
     executed = _amounts(trial)
     for name, counted in trial.run.ops.items():
         mine = executed.get(name, {})

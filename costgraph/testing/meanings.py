@@ -167,12 +167,13 @@ def _aligned(index: Point, shape: Point) -> Point:
 def _like(at: At) -> Any:
     """Let NumPy lay out the result of its own elementwise functions on these operands.
 
-    Where two operands have their axes in different orders, NumPy prefers that of C, and torch that of the first.
+    Where two operands have their axes in different orders, NumPy prefers that of C, and torch, which the library
+    follows, that of the first.
     """
     arrays = [v.array for v in at.operands]
     shape = np.broadcast_shapes(*(a.shape for a in arrays))
     whole = [a for a in arrays if a.shape == shape and 0 not in a.strides]
-    if len({np.empty_like(a).strides for a in whole}) > 1:
+    if whole and (whole[0] is arrays[0] or len({np.empty_like(a).strides for a in whole}) > 1):
         arrays = whole[:1]
     flags: Any = [["readonly"]] * len(arrays) + [["writeonly", "allocate"]]
     return np.nditer([*arrays, None], op_flags=flags, order="K").operands[-1]

@@ -218,3 +218,12 @@ def test_numbers_count_as_operands_do():
         g.output(cg.pointwise("fma", 2.0, 0.5, g.input("x", (A,))))
     assert cg.flops(g, A=7) == 2 * 7  # a product and a sum an element, whatever stands in memory
     testing.check(g, A=7)
+
+
+def test_the_first_operand_orders_the_axes_as_in_torch():
+    with cg.Graph("g") as g:
+        x = cg.rearrange(g.input("x", (A, B, D)), "a b d -> d b a")
+        y = cg.softmax(x, 0)
+        g.output(y, x - g.input("y", (B, A)))
+    assert g.outputs[1].strides == x.strides
+    testing.check(g, A=2, B=3, D=5)
