@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import networkx as nx
@@ -46,10 +47,26 @@ def _check_order(graph: Graph) -> None:
         ready.update(op.results)
 
 
+def _behind(t: Tensor) -> Iterator[Storage]:
+    """Yield the storages that a tensor may lie in: its own, and that of a carry which a loop only hands on."""
+    while t.is_view and t.producer is not None:
+        t = next(o for o in t.producer.operands if o.storage is t.storage)
+    yield t.storage
+    op = t.producer
+    if op is None or op.body is None or op.kind.body != "repeated":
+        return
+    inputs = {f.storage: o for f, o in zip(op.body.formals, op.operands, strict=True)}
+    handed = [inputs[s] for s in _behind(op.body.outputs[op.results.index(t)]) if s in inputs]
+    carries = op.operands[: op.attrs["carries"]]
+    # carries that change places may have been in any of them
+    for o in dict.fromkeys((*handed, *(carries if any(h in carries for h in handed) else ()))):
+        yield from _behind(o)
+
+
 def overwritten_by(op: Op) -> list[Storage]:
     """Storages of operands that an op leaves with other values: its own, or those that its iterations carry on."""
     if op.attrs.get("inplace"):
-        return [op.operands[0].storage]
+        return list(_behind(op.operands[0]))
     if op.body is None or op.kind.body != "repeated":
         return []
     outside = {f.storage: t.storage for f, t in zip(op.body.formals, op.operands, strict=True)}
@@ -67,7 +84,7 @@ def _check_overwritten(graph: Graph) -> None:
         for t in op.operands:
             by_storage.setdefault(t.storage, []).append(t)
         for storage in overwritten_by(op):
-            for t in by_storage[storage]:
+            for t in by_storage.get(storage, ()):
                 gone[t] = op
         for t in op.results:
             by_storage.setdefault(t.storage, []).append(t)

@@ -3,7 +3,6 @@
 import subprocess
 import sys
 from fractions import Fraction
-from math import ceil, floor, prod
 
 import sympy
 from hypothesis import strategies as st
@@ -13,28 +12,6 @@ from costgraph import Max, Min, dims
 NAMES = ("A", "B", "C", "D")
 SYMBOLS = dims("A B C D")
 A, B, C, D = SYMBOLS
-
-
-def value(expr: sympy.Expr, point: dict[str, int]) -> Fraction:
-    """The exact value of a formula at a point, by Python's own arithmetic."""
-    if expr.is_Symbol:
-        return Fraction(point[expr.name])
-    if expr.is_Rational:
-        return Fraction(int(expr.p), int(expr.q))
-    inner = [value(a, point) for a in expr.args]
-    kind = type(expr).__name__
-    if kind == "Pow":
-        assert inner[1].denominator == 1
-        return inner[0] ** int(inner[1])
-    by_kind = {
-        "Add": sum,
-        "Mul": prod,
-        "Max": max,
-        "Min": min,
-        "floor": lambda x: floor(x[0]),
-        "ceiling": lambda x: ceil(x[0]),
-    }
-    return Fraction(by_kind[kind](inner))
 
 
 def points(most: int = 50, names: tuple[str, ...] = NAMES) -> st.SearchStrategy[dict[str, int]]:

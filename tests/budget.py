@@ -2,6 +2,8 @@
 
 import os
 
+from hypothesis import HealthCheck, settings
+
 VARIABLE = "COSTGRAPH_EXAMPLES"
 
 
@@ -16,3 +18,14 @@ def multiplier() -> int:
 def examples(n: int) -> int:
     """`n` examples, times the multiplier."""
     return n * multiplier()
+
+
+def drawing(n: int) -> settings:
+    """Settings for drawn graphs: a plain run draws the same ones each time, a larger budget new ones."""
+    return settings(
+        max_examples=examples(n),
+        deadline=None,  # an interpreter is slow, and a machine may be busy
+        derandomize=multiplier() == 1,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )

@@ -6,7 +6,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import sympy
-from algebra import NAMES, SYMBOLS, A, B, C, D, atoms, mixed, points, value
+from algebra import NAMES, SYMBOLS, A, B, C, D, atoms, mixed, points
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +15,7 @@ from costgraph import BindingError, CostGraphError, Max, Min, ShapeError, bind
 from costgraph.bind import answer, need_bound
 from costgraph.polynomial import poly
 from costgraph.sizes import bindings, known_names, size_of
+from costgraph.testing import value
 
 fast = settings(max_examples=60, deadline=None)
 

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 import sympy
-from algebra import NAMES, A, B, C, D, atoms, mixed, outputs_under_hash_seeds, points, sums, value
+from algebra import NAMES, A, B, C, D, atoms, mixed, outputs_under_hash_seeds, points, sums
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +14,7 @@ from costgraph import BindingError, PatternError, dims
 from costgraph.dominance import NOTHING_KNOWN, Relations, lower, prune, solve
 from costgraph.grammar import parse_formula, parse_relation
 from costgraph.polynomial import as_poly, poly
+from costgraph.testing import value
 
 fast = settings(max_examples=60, deadline=None)
 

@@ -9,7 +9,7 @@ import warnings
 import numpy as np
 import pytest
 import sympy
-from algebra import SYMBOLS, A, B, C, D, mixed, points, sums, value
+from algebra import SYMBOLS, A, B, C, D, mixed, points, sums
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +17,7 @@ import costgraph as cg
 from costgraph import Max, Min, ShapeError, dims, regimes
 from costgraph.extremum import Owner, extremum
 from costgraph.polynomial import poly
+from costgraph.testing import value
 
 fast = settings(max_examples=40, deadline=None)
 several = st.lists(st.one_of(sums(0, 2, 3, st.integers(-3, 5)), mixed()), min_size=1, max_size=5)

@@ -8,13 +8,14 @@ from fractions import Fraction
 
 import pytest
 import sympy
-from algebra import A, B, C, D, atoms, mixed, points, value
+from algebra import A, B, C, D, atoms, mixed, points
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from costgraph import Max, Min, PatternError
 from costgraph.grammar import parse_formula, parse_relation
 from costgraph.polynomial import as_poly, poly
+from costgraph.testing import value
 
 OPERATORS = {
     ast.Add: operator.add,

@@ -6,12 +6,13 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import sympy
-from algebra import A, B, C, D, atoms, mixed, outputs_under_hash_seeds, points, sums, value
+from algebra import A, B, C, D, atoms, mixed, outputs_under_hash_seeds, points, sums
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from costgraph import CostGraphError, Max, Min, ShapeError, dims
 from costgraph.polynomial import ONE, ZERO, Poly, as_poly, generator, poly, power, total
+from costgraph.testing import value
 
 fast = settings(max_examples=40, deadline=None)
 

@@ -6,13 +6,14 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import sympy
-from algebra import A, B, C, mixed, points, sums, value
+from algebra import A, B, C, mixed, points, sums
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from costgraph import ShapeError
 from costgraph.generators import HIGHEST_EXPONENT
 from costgraph.polynomial import ONE, ZERO, as_poly, poly, power
+from costgraph.testing import value
 
 fast = settings(max_examples=60, deadline=None)
 

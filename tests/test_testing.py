@@ -50,9 +50,9 @@ def test_an_op_of_ones_own_is_held_to_the_laws(twice):
         testing.hold("twice")
     testing.sample("twice")(draws_twice(twice))
     testing.hold("twice", examples=10)
-    with pytest.raises(cg.GraphError, match="'twice' has a meaning already, expected a new one"):
+    with pytest.raises(cg.GraphError, match="'twice' has a meaning already, expected a new name"):
         testing.meaning("twice")(means_twice)
-    with pytest.raises(cg.GraphError, match="'twice' has a sample already, expected a new one"):
+    with pytest.raises(cg.GraphError, match="'twice' has a sample already, expected a new name"):
         testing.sample("twice")(draws_twice(twice))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 from math import lcm
 
 from ..bind import Formula, answer, need_bound
@@ -276,26 +277,36 @@ def timeline(graph: Graph, /, **dims: int) -> Timeline:
 
 
 def _holds_from(graph: Graph, values: Mapping[str, Poly]) -> dict[str, int]:
-    """Find for each symbolic count the least value at which fewer iterations give the same peak."""
-    out: dict[str, int] = {}
-    loops = [op for op in graph.walk() if op.kind.body == "repeated"]
+    """Find for each symbolic count the least value at which fewer iterations give the same peak.
+
+    Loops of the same count have fewer iterations together, and counts that differ at the same time or one alone.
+    """
+    groups: dict[Poly, list[Op]] = {}
+    for op in graph.walk():
+        if op.kind.body == "repeated" and op.attrs["count"].bind(values).constant is None:
+            groups.setdefault(op.attrs["count"].bind(values), []).append(op)
     general = copies_for(values)
     full = {p for p, _ in _regimes(graph, values)}
-    for loop in loops:
-        count = loop.attrs["count"].bind(values)
-        if count.constant is not None:
-            continue
-        least = copies_needed(loop)
-        while least > 1:
-            fewer = least - 1
+    least: dict[Poly, int] = {}
 
-            def copies(op: Op, loop: Op = loop, fewer: int = fewer) -> int:
-                return fewer if op is loop else general(op)
+    def same(chosen: Mapping[Poly, int | None]) -> bool:
+        """Whether the peak is the same with so many iterations of some loops."""
 
-            found = prune(((p, None) for _, p in live_bytes(play(graph, copies))), graph.root.relations)
-            if {p for p, _ in found} != full:
-                break
-            least = fewer
+        def copies(op: Op) -> int:
+            fewer = chosen.get(op.attrs["count"].bind(values))
+            return general(op) if fewer is None else min(fewer, general(op))
+
+        found = prune(((p, None) for _, p in live_bytes(play(graph, copies))), graph.root.relations)
+        return {p for p, _ in found} == full
+
+    for count, loops in groups.items():
+        n = max(map(copies_needed, loops))
+        others = [dict(zip(least, picked, strict=True)) for picked in product(*((None, k) for k in least.values()))]
+        while n > 1 and all(same({**other, count: n - 1}) for other in others):
+            n -= 1
+        least[count] = n
+    out: dict[str, int] = {}
+    for count, n in least.items():
         for name in count.names():
-            out[name] = max(least, out.get(name, 1))
+            out[name] = max(n, out.get(name, 1))
     return out

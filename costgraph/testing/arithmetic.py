@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import sympy
 
-from ..errors import GraphError, UnsupportedError
+from ..errors import UnsupportedError
+from .tables import adding
 
 __all__ = ["FUNCTIONS", "Number", "Tally", "erf", "function", "value"]
 
@@ -191,14 +192,7 @@ def function(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     GraphError
         If the name has a meaning already.
     """
-
-    def register(meaning: Callable[..., Any]) -> Callable[..., Any]:
-        if name in FUNCTIONS:
-            raise GraphError(f"function {name!r} has a meaning already, expected a new name")
-        FUNCTIONS[name] = meaning
-        return meaning
-
-    return register
+    return adding(FUNCTIONS, name, "function", "a meaning")
 
 
 # -- the value of a formula --------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import numpy as np
 from ..errors import GraphError, UnsupportedError
 from ..pattern import Affine, Axes
 from .arithmetic import FUNCTIONS, Number, Tally
+from .tables import adding
 from .values import At, Point, sees
 
 __all__ = ["MEANINGS", "Meaning", "meaning"]
@@ -41,14 +42,7 @@ def meaning(kind: str) -> Callable[[Meaning], Meaning]:
     GraphError
         If the kind has a meaning already.
     """
-
-    def register(function: Meaning) -> Meaning:
-        if kind in MEANINGS:
-            raise GraphError(f"op kind {kind!r} has a meaning already, expected a new one")
-        MEANINGS[kind] = function
-        return function
-
-    return register
+    return adding(MEANINGS, kind, "op kind", "a meaning")
 
 
 # -- contractions ------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from typing import Any
 
 from ..conv import conv, pool
 from ..domain import Domain
-from ..errors import GraphError
 from ..graph import apply
 from ..ops.einsum import einsum
 from ..ops.index import arange, gather, scatter, take_along
@@ -22,6 +21,7 @@ from ..symbols import dims
 from ..tensor import Tensor
 from ..transforms.unroll import EMPTY
 from .sketch import LARGEST, MOST_POINTS, Sketch, together
+from .tables import adding
 
 __all__ = ["SAMPLES", "Sample", "sample"]
 
@@ -50,14 +50,7 @@ def sample(kind: str) -> Callable[[Sample], Sample]:
     GraphError
         If the kind has a sample already.
     """
-
-    def register(function: Sample) -> Sample:
-        if kind in SAMPLES:
-            raise GraphError(f"op kind {kind!r} has a sample already, expected a new one")
-        SAMPLES[kind] = function
-        return function
-
-    return register
+    return adding(SAMPLES, kind, "op kind", "a sample")
 
 
 def _names(count: int, first: str = "a") -> list[str]:

@@ -1,18 +1,12 @@
 """Whole drawn graphs are held to every law."""
 
 import pytest
-from budget import examples, multiplier
-from hypothesis import HealthCheck, given, settings
+from budget import drawing, examples
+from hypothesis import given, settings
 
 from costgraph import testing
 
-drawn = settings(
-    max_examples=examples(100),
-    deadline=None,  # an interpreter is slow, and a machine may be busy
-    derandomize=multiplier() == 1,  # the fixed budget draws the same graphs each time, a larger one new ones
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
+drawn = drawing(100)
 
 
 @pytest.mark.parametrize("law", testing.LAWS)

@@ -2,18 +2,12 @@
 
 import pytest
 import torch
-from budget import examples, multiplier
+from budget import drawing
 from hypothesis import HealthCheck, given, settings
 
 from costgraph import testing
 
-drawn = settings(
-    max_examples=examples(400),
-    deadline=None,
-    derandomize=multiplier() == 1,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
+drawn = drawing(400)
 
 
 def number(p, point):

@@ -3,16 +3,16 @@
 from string import ascii_letters
 
 import numpy as np
-from budget import examples, multiplier
+from budget import drawing
 from einops import rearrange as theirs
-from hypothesis import given, settings
+from hypothesis import given
 
 import costgraph as cg
 from costgraph import testing
 from costgraph.pattern import parse_pattern
 from costgraph.symbols import is_name
 
-drawn = settings(max_examples=examples(200), deadline=None, derandomize=multiplier() == 1, database=None)
+drawn = drawing(200)
 
 
 @drawn

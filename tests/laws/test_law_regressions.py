@@ -227,3 +227,23 @@ def test_the_first_operand_orders_the_axes_as_in_torch():
         g.output(y, x - g.input("y", (B, A)))
     assert g.outputs[1].strides == x.strides
     testing.check(g, A=2, B=3, D=5)
+
+
+def test_writing_into_what_a_loop_hands_on_overwrites_what_it_started_from():
+    with pytest.raises(cg.GraphError, match="reads 'relu', which 'abs' has overwritten in place"), cg.Graph("g") as g:  # noqa: PT012  # found when the graph closes
+        x = cg.relu(g.input("x", (D,)))
+        y = cg.repeat(L, lambda h: h, x)
+        cg.pointwise("abs", y, inplace=True)
+        g.output(cg.gelu(x))
+
+
+def test_nested_loops_of_one_count_are_short_together():
+    with cg.Graph("g") as g:
+        x = g.input("x", (D,))
+        g.output(cg.repeat(L, lambda h: cg.repeat(L, cg.gelu, h), x))
+    formula, least = cg.peak_memory(g), cg.timeline(g).holds_from["L"]
+    for n in range(least, 6):
+        assert testing.value(formula, {"D": 3, "L": n}) == cg.peak_memory(cg.unroll(g, L=n), D=3)
+    assert cg.peak_memory(g, L=1, D=3) == 4 * (3 + 3)  # the input and one result
+    assert least == 2  # from two iterations on what one makes is there beside what it read
+    testing.check(g, D=3, L=1)

@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from budget import examples, multiplier
-from hypothesis import HealthCheck, given, settings
+from budget import drawing, examples
+from hypothesis import given, settings
 
 import costgraph as cg
 from costgraph import testing
@@ -13,13 +13,7 @@ A, B, D, L, N = cg.dims("A B D L N")
 LOOPS = ("repeat", "pointwise", "einsum", "rearrange", "slice", "reduce")
 CHAINS = ("pointwise", "reduce", "dropout", "kernel", "expand", "rearrange", "repeat")
 
-drawn = settings(
-    max_examples=examples(60),
-    deadline=None,  # an interpreter is slow, and a machine may be busy
-    derandomize=multiplier() == 1,  # the fixed budget draws the same graphs each time, a larger one new ones
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
+drawn = drawing(60)
 
 
 def base(name):
