@@ -4,7 +4,7 @@ What the library holds its own ops to is here for the ops of others: `meaning` s
 point, `sample` how to draw one, and `hold` checks its record against both on drawn graphs.
 """
 
-from . import identity  # the laws in it
+from . import identity, lookups  # the laws and the meanings in them
 from .arithmetic import FUNCTIONS, Number, Tally, function, value
 from .bodies import graphs, ops
 from .hold import hold
@@ -18,6 +18,6 @@ from .values import At
 
 __all__ = [
     "FUNCTIONS", "LAWS", "MEANINGS", "SAMPLES", "At", "Case", "Counted", "DrawnPattern", "Number", "Run", "Sketch",
-    "Tally", "Trial", "check", "dtypes", "function", "graphs", "hold", "identity", "law", "meaning", "ops", "patterns",
-    "points", "run", "sample", "sizes", "value",
+    "Tally", "Trial", "check", "dtypes", "function", "graphs", "hold", "identity", "law", "lookups", "meaning", "ops",
+    "patterns", "points", "run", "sample", "sizes", "value",
 ]  # fmt: skip
