@@ -8,10 +8,10 @@ from ..layout import contiguous, numel
 from ..op import Op, OpKind, Result
 from ..ops.layout import REARRANGE, SLICE
 from ..ops.registry import register
-from ..polynomial import ONE, as_poly
+from ..polynomial import ONE, Poly, as_poly
 from ..rules import free, nothing
 from ..sizes import bindings
-from ..tensor import Tensor
+from ..tensor import Storage, Tensor
 from .rewrite import Rewriter
 
 __all__ = ["unroll"]
@@ -85,10 +85,19 @@ def _emit(rewriter: Rewriter, op: Op, new: Graph) -> bool:
         for t, stack in zip(body.outputs[carries:], stacks, strict=True):
             # what an iteration makes for a stack is written into its slice at once
             made = rewriter.tensors[t]
-            made.storage, made.strides = stack.storage, contiguous(made.sizes)
-            made.offset = as_poly(i) * numel(made.sizes)
+            made.strides = contiguous(made.sizes)
+            _move(made, made.storage, stack.storage, as_poly(i) * numel(made.sizes))
     rewriter.tensors |= dict(zip(op.results, [*state, *stacks], strict=True))
     return True
+
+
+def _move(t: Tensor, old: Storage, new: Storage, offset: Poly) -> None:
+    """Let a tensor, and what is a view of it, lie in another storage."""
+    t.storage, t.offset = new, t.offset + offset
+    for op in t.graph.successors(t):
+        for result in op.results:
+            if result.storage is old:
+                _move(result, old, new, offset)
 
 
 def _slice(t: Tensor, i: int, new: Graph) -> Tensor:

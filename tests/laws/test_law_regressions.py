@@ -247,3 +247,16 @@ def test_nested_loops_of_one_count_are_short_together():
     assert cg.peak_memory(g, L=1, D=3) == 4 * (3 + 3)  # the input and one result
     assert least == 2  # from two iterations on what one makes is there beside what it read
     testing.check(g, D=3, L=1)
+
+
+def test_a_view_of_what_is_stacked_stays_a_view_when_the_loop_is_unrolled():
+    with cg.Graph("g") as g:
+        x = g.input("x", (A, D))
+
+        def step(c, _):
+            y = cg.relu(x)
+            return cg.reduce(cg.reshape(y, (A * D,)), "a -> ", "sum") + c, y
+
+        g.output(*cg.scan(L, step, g.input("c", ())))
+    assert cg.bytes_moved(cg.unroll(g, L=3), A=2, D=5) == cg.bytes_moved(g, A=2, D=5, L=3)
+    testing.check(g, A=2, D=5, L=3)
