@@ -253,9 +253,9 @@ def expand(x: Tensor, pattern: str, /, *, name: str = "expand", **sizes: object)
         raise PatternError(f"pattern {pattern!r}: expected single axes, each once, all of the operand's kept")
     if len(left) != x.ndim:
         raise ShapeError(f"{x!r} has {x.ndim} axes, the pattern {pattern!r} has {len(left)}")
-    odd = next((n for n, size in zip(left, x.sizes, strict=True) if not n and size != ONE), None)
-    if odd is not None:
-        raise ShapeError(f"{x!r}: an axis of another size where the pattern {pattern!r} has 1")
+    for i, (axis, long) in enumerate(zip(left, x.sizes, strict=True)):
+        if not axis and long != ONE:
+            raise ShapeError(f"{x!r}: axis {i} has size {long}, the pattern {pattern!r} has 1 there")
     if any(not is_name(k) or (k,) not in right for k in given):
         raise PatternError(f"pattern {pattern!r}: sizes for {sorted(given)}, expected axes of the result")
     kept = tuple(left.index(n) if n and n in left else None for n in right)

@@ -109,14 +109,10 @@ def _like(s: Sketch, x: Tensor, made: Sequence[Tensor]) -> Tensor:
     return s.one_of([x, pointwise("relu", x), pointwise("neg", x)])
 
 
-def _may_be_carried(s: Sketch) -> Callable[[Tensor], bool]:
-    return lambda t: s.elements(t) <= 20
-
-
 @sample("repeat")
 def _repeat(s: Sketch) -> Sequence[Tensor]:
     many = s.one_of([1, 1, 2])
-    carries = tuple(s.tensor(_may_be_carried(s), s.shape(s.number(0, 2), 20)) for _ in range(many))
+    carries = tuple(s.tensor(lambda t: s.elements(t) <= 20, s.shape(s.number(0, 2), 20)) for _ in range(many))
     carries = tuple(t if t.dtype.block is None else cast(t, "bf16") for t in carries)
     count = _count(s)
     stacked = s.chance(1)

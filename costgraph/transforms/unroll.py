@@ -93,11 +93,11 @@ def _emit(rewriter: Rewriter, op: Op, new: Graph) -> bool:
 
 def _move(t: Tensor, old: Storage, new: Storage, offset: Poly) -> None:
     """Let a tensor, and what is a view of it, lie in another storage."""
-    t.storage, t.offset = new, t.offset + offset
-    for op in t.graph.successors(t):
-        for result in op.results:
-            if result.storage is old:
-                _move(result, old, new, offset)
+    left = [t]
+    while left:
+        moved = left.pop()
+        moved.storage, moved.offset = new, moved.offset + offset
+        left += [r for op in moved.graph.successors(moved) for r in op.results if r.storage is old and r not in left]
 
 
 def _slice(t: Tensor, i: int, new: Graph) -> Tensor:
