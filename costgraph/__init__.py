@@ -10,9 +10,13 @@ from .analysis.lifetimes import Lifetime, lifetimes
 from .analysis.memory import Timeline, peak_memory, timeline
 from .analysis.params import param_bytes, param_count
 from .analysis.roofline import Roofline, RooflineRow, roofline
+from .analysis.saved import saved_bytes
 from .analysis.table import Cost, CostRow, Costs
+from .analysis.training import hardware_flops, hfu, mfu, model_flops, step_tokens
+from .analysis.training_memory import StateBytes, activation_memory, bytes_per_param, saved_state_bytes, state_bytes
 from .attention import attention
 from .bind import compile, evaluate
+from .checkpointing import best_interval, checkpoint_for
 from .conv import conv, pool
 from .domain import Domain
 from .dtypes import DTYPES, DType, bits_per_element, dtype
@@ -55,14 +59,35 @@ from .ops.pointwise import cast, pointwise
 from .ops.reduce import reduce
 from .ops.stated import collective, opaque, transfer
 from .ops.stochastic import dropout
-from .planning import largest
+from .optimizers import SGD, Adafactor, AdaGrad, Adam, AdamW, Lion, Muon, RMSProp
+from .planning import (
+    LeadingTerm,
+    Preflight,
+    PreflightCheck,
+    dataset_bytes,
+    dataset_tokens,
+    largest,
+    largest_params,
+    leading_term,
+    preflight,
+    training_days,
+    training_flops,
+    training_seconds,
+    training_tokens,
+)
 from .report import Report, report
 from .rotary import rotary, rotary_tables
 from .scopes import scope
 from .symbols import dims
 from .tensor import Tensor
+from .transforms.backward import backward
+from .transforms.checkpoint import Checkpoint, every, every_block, from_start, selective
 from .transforms.fuse import fuse
+from .transforms.policy import Policy
+from .transforms.precision import apply_precision
+from .transforms.training import training_step
 from .transforms.unroll import unroll
+from .vjp.table import Pull, vjp
 
 # isort: split
 # models are written with the public names above
@@ -75,10 +100,52 @@ __all__ = [
     "report",
     "models",
     "largest",
+    "PreflightCheck",
+    "LeadingTerm",
+    "Preflight",
+    "StateBytes",
+    "activation_memory",
+    "bytes_per_param",
+    "dataset_bytes",
+    "dataset_tokens",
+    "hardware_flops",
+    "hfu",
+    "largest_params",
+    "leading_term",
+    "mfu",
+    "model_flops",
+    "preflight",
+    "saved_state_bytes",
+    "state_bytes",
+    "step_tokens",
+    "training_days",
+    "training_flops",
+    "training_seconds",
+    "training_tokens",
     "fuse",
+    "Checkpoint",
+    "best_interval",
+    "checkpoint_for",
+    "Policy",
+    "apply_precision",
+    "training_step",
+    "SGD",
+    "AdaGrad",
+    "Adafactor",
+    "Adam",
+    "AdamW",
+    "Lion",
+    "Muon",
+    "RMSProp",
+    "backward",
+    "every",
+    "every_block",
+    "from_start",
+    "selective",
     "load",
     "save",
     "unroll",
+    "vjp",
     "BindingError",
     "Cost",
     "CostGraphError",
@@ -95,6 +162,7 @@ __all__ = [
     "Max",
     "Min",
     "PatternError",
+    "Pull",
     "Roofline",
     "RooflineRow",
     "ShapeError",
@@ -151,6 +219,7 @@ __all__ = [
     "reshape",
     "rms_norm",
     "roofline",
+    "saved_bytes",
     "rotary",
     "rotary_tables",
     "scan",

@@ -94,7 +94,7 @@ def attention(
         domain = Domain(causal, None if window is None else positive(f"{place}: window", window))
     q = rearrange(q, "b (g r) s k -> b g r s k", g=k.sizes[1].expr, name="groups")
     if kernel == "flash":
-        made = fused(name, _flash, q, k, v, domain=domain, softcap=softcap, p=p)
+        made = fused(name, _flash, q, k, v, backward="flash", domain=domain, softcap=softcap, p=p)
     else:
         with scope(name):
             made = _eager(q, k, v, domain=domain, softcap=softcap, p=p)

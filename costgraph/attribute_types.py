@@ -15,7 +15,7 @@ from .ops.stated import COLLECTIVES
 from .pattern import Pattern
 from .polynomial import Poly
 
-__all__ = ["TABLE"]
+__all__ = ["ANY", "TABLE"]
 
 _Fits = Callable[[Any], bool]
 
@@ -70,8 +70,22 @@ def _restriction(value: object) -> bool:
     return isinstance(value, tuple) and [type(v) for v in value] == [Domain, str, str] and value[1] != value[2]
 
 
+def _places(value: object) -> bool:
+    return isinstance(value, tuple) and [type(v) for v in value] == [Domain, int, int] and value[1] != value[2]
+
+
 def _output(value: object) -> bool:
     return isinstance(value, tuple) and len(value) == 2 and _tuple(_size)(value[0]) and isinstance(value[1], DType)
+
+
+def _stated_backward(value: object) -> bool:
+    """Whether it says what the gradients of an opaque op cost."""
+    rows = {
+        "matmul": _amount, "pointwise": _amount, "transcendental": _amount, "workspace": _amount,
+        "reads": _maybe(_tuple(_amount)), "writes": _maybe(_tuple(_amount)),
+        "inputs": _tuple(_count(0)), "outputs": _tuple(_count(0)),
+    }  # fmt: skip
+    return isinstance(value, dict) and value.keys() == rows.keys() and all(rows[k](v) for k, v in value.items())
 
 
 def _is_number(value: object) -> bool:
@@ -91,7 +105,15 @@ def _function(value: object) -> bool:
         and _count(0)(value.flops)
         and _count(0)(value.transcendentals)
         and _one_of("same", "float", "bool")(value.result)
+        and _maybe(_tuple(_maybe(_gradient)))(value.grad)
     )
+
+
+def _gradient(value: object) -> bool:
+    """Whether it is an expression of the gradient of a function."""
+    if isinstance(value, tuple):
+        return len(value) > 1 and isinstance(value[0], str) and all(map(_gradient, value[1:]))
+    return _one_of("g", "y", "a", "b", "c")(value) or _is_number(value)
 
 
 _Row = tuple[str, _Fits]
@@ -106,7 +128,11 @@ _FLAG: _Row = ("True, or nothing", _true)
 _FUNCTION: _Row = ("an elementwise function", _function)
 _INDEX: _Row = ("an integer of at least 0", _count(0))
 _STEP: _Row = ("an integer of at least 1", _count(1))
+_POOLING: _Row = ("max or mean", _one_of("max", "mean"))
 _BODY: _Row = ("a graph", lambda v: hasattr(v, "formals"))
+
+#: Attributes that an op of any kind may have: inside a kernel, that its result is kept for the backward pass.
+ANY: dict[str, _Row] = {"save": _FLAG}
 
 #: The attributes of each kind, what each has to be in words and as a test; '?' marks what may be missing. Kinds of
 #: one's own check theirs when they infer.
@@ -119,11 +145,13 @@ TABLE: dict[str, dict[str, _Row]] = {
         "orders?": _AMOUNT,
         "workspace?": _AMOUNT,
         "rooms?": ("a tuple of formulas", _tuple(lambda v: isinstance(v, Poly))),
+        "sizes?": _SIZES,
     },
-    "pool": {"pattern": _PATTERN, "extents": _EXTENTS, "operation": ("max or mean", _one_of("max", "mean"))},
+    "pool": {"pattern": _PATTERN, "extents": _EXTENTS, "operation": _POOLING, "indices?": _FLAG},
+    "unpool": {"pattern": _PATTERN, "extents": _EXTENTS, "operation": _POOLING},
     "pointwise": {
         "function": _FUNCTION,
-        "scalars?": ("a tuple of numbers and None", _tuple(_maybe(_is_number))),
+        "scalars?": ("a tuple of numbers, sizes and None", _tuple(_maybe(lambda v: _is_number(v) or _size(v)))),
         "numbers?": ("bool, int or float", _one_of("bool", "int", "float")),
         "inplace?": _FLAG,
         "dtype?": _DTYPE,
@@ -148,11 +176,19 @@ TABLE: dict[str, dict[str, _Row]] = {
         "size": _SIZE,
         "step": _STEP,
         "room?": _AMOUNT,
+        "split?": _FLAG,
     },
-    "expand": {"sizes": _SIZES, "kept": ("a tuple of integers and None", _tuple(_maybe(_count(0))))},
+    "pad": {"axis": _INDEX, "start": _AMOUNT, "step": _STEP, "full": _SIZE, "room": _AMOUNT},
+    "fill": {"sizes": _SIZES, "dtype": _DTYPE, "value": ("a number", _is_number)},
+    "assign": {"inplace": _FLAG},
+    "expand": {
+        "sizes": _SIZES,
+        "kept": ("a tuple of integers and None", _tuple(_maybe(_count(0)))),
+        "domain?": ("a domain and two axes", _places),
+    },
     "concat": {"axis": _INDEX},
     "gather": {"mode": ("rows or along", _one_of("rows", "along"))},
-    "scatter": {"mode": ("add or set", _one_of("add", "set")), "inplace?": _FLAG},
+    "scatter": {"mode": ("add or set", _one_of("add", "set")), "inplace?": _FLAG, "along?": _FLAG},
     "arange": {"size": _SIZE, "dtype": _DTYPE},
     "empty": {"sizes": _SIZES, "dtype": _DTYPE},
     "opaque": {
@@ -163,9 +199,24 @@ TABLE: dict[str, dict[str, _Row]] = {
         "reads": _AMOUNTS,
         "writes": _AMOUNTS,
         "workspace": _AMOUNT,
+        "backward?": ("the costs of a backward pass", _stated_backward),
     },
     "transfer": {"link": ("the name of a link", _is(str))},
     "collective": {"collective": (f"one of {', '.join(COLLECTIVES)}", _one_of(*COLLECTIVES)), "ranks": _SIZE},
-    "kernel": {"body": _BODY, "workspace": _AMOUNT},
-    "repeat": {"body": _BODY, "count": _SIZE, "carries": _STEP, "xs": _INDEX},
+    "kernel": {"body": _BODY, "workspace": _AMOUNT, "backward?": ("the name of a way to go back", _is(str))},
+    "repeat": {
+        "body": _BODY,
+        "count": _AMOUNT,  # 0 only where 'least' says so
+        "carries": _INDEX,
+        "xs": _INDEX,
+        "saved?": _INDEX,
+        "reverse?": _FLAG,
+        "least?": ("0, or nothing", lambda v: v == 0 and _count(0)(v)),
+    },
+    "absent": {"sizes": _SIZES, "dtype": _DTYPE, "pieces": _INDEX},
+    "accumulate": {"inplace": _FLAG},
+    "stacked": {},
 }
+# of every kind: whether a kernel keeps what it makes for the backward pass, and whether it is computed again there
+for _rows in TABLE.values():
+    _rows |= {"save?": _FLAG, "again?": _FLAG}

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from .attribute_types import TABLE
+from .attribute_types import ANY, TABLE
 from .errors import GraphError, ShapeError
 from .layout import contiguous
 from .ops.order import best_orders
@@ -30,7 +30,8 @@ Attrs = Mapping[str, Any]
 
 _OPERANDS = {
     "pool": 1, "reduce": 1, "rearrange": 1, "slice": 1, "expand": 1, "dropout": 1, "transfer": 1, "collective": 1,
-    "gather": 2, "scatter": 3, "arange": 0, "empty": 0,
+    "gather": 2, "scatter": 3, "arange": 0, "empty": 0, "fill": 0, "assign": 2, "pad": 1,
+    "absent": 0, "accumulate": 2,
 }  # fmt: skip
 
 
@@ -63,6 +64,8 @@ def check_attributes(kind: str, operands: Sequence[Tensor], attrs: Attrs, known:
 def _check_types(kind: str, attrs: Attrs) -> None:
     rows = {name.rstrip("?"): row for name, row in TABLE[kind].items()}
     for name in attrs:
+        if name in ANY and ANY[name][1](attrs[name]):
+            continue
         if name not in rows:
             raise GraphError(f"attribute {shown(name)} of {kind!r}, expected none but {', '.join(rows)}")
     for name, (what, fits) in rows.items():
@@ -89,27 +92,44 @@ def _indexed(operands: Sequence[Tensor], attrs: Attrs) -> None:
     )
     names = {n for o in pattern.operands for a in o for n in a.names}
     _need(set(extents) == names | set(pattern.result_names), f"extents of {shown(', '.join(extents))}")
+    same = operands[0].graph.same
+    places = [
+        (dim, size, f"operand {i + 1} {t!r}")
+        for i, t in enumerate(operands)
+        for dim, size in zip(pattern.operands[i], t.sizes, strict=True)
+    ]
+    if "sizes" in attrs:
+        _need(len(attrs["sizes"]) == len(pattern.result), f"sizes of the result of pattern {shown(str(pattern))}")
+        places += [(dim, n, "the result") for dim, n in zip(pattern.result, attrs["sizes"], strict=True)]
     rooms = set()
-    for i, t in enumerate(operands):
-        for dim, size in zip(pattern.operands[i], t.sizes, strict=True):
-            if isinstance(dim, Axes):
-                _need(
-                    t.graph.same(prod((extents[n] for n in dim.names), start=ONE), size),
-                    f"axis {dim} of operand {i + 1} {t!r}",
-                )
-            else:
-                last = sum((step * (extents[n] - 1) for n, step in dim.terms), start=as_poly(0))
-                rooms.add(size - 1 - last - (2 if dim.offset < 0 else 1) * dim.offset)
-                beyond = any(r.constant is not None and r.constant < 0 for r in rooms)
-                _need(not beyond, f"index {dim} of operand {i + 1} {t!r} reaches beyond its axis")
+    for dim, size, where in places:
+        if isinstance(dim, Axes):
+            _need(same(prod((extents[n] for n in dim.names), start=ONE), size), f"axis {dim} of {where}")
+            continue
+        last = sum((step * (extents[n] - 1) for n, step in dim.terms), start=as_poly(0))
+        room = size - 1 - last - (2 if dim.offset < 0 else 1) * dim.offset
+        rooms.add(room)
+        beyond = room.constant is not None and room.constant < 0
+        _need(not beyond, f"index {dim} of {where} reaches beyond its axis")
     _need(rooms.issuperset(attrs.get("rooms", ())), "what stated outputs leave over of an axis")
+
+
+def _need_plain(pattern: Pattern) -> None:
+    """Refuse indices and diagonals on the right side, which only a contraction with stated sizes may have."""
+    plain = all(isinstance(a, Axes) for a in pattern.result) and len(set(pattern.result_names)) == len(
+        pattern.result_names
+    )
+    _need(plain, f"the result of pattern {shown(str(pattern))}")
 
 
 def _einsum(operands: Sequence[Tensor], attrs: Attrs) -> None:
     pattern, restriction = attrs["pattern"], attrs["domain"]
+    _need(bool(operands), "no operand")
     _indexed(operands, attrs)
-    inside = {n for i in range(len(operands)) for n in pattern.operand_names(i)}
-    _need(set(pattern.result_names) <= inside, f"the result of pattern {shown(str(pattern))}")
+    if "sizes" not in attrs:
+        _need_plain(pattern)
+        inside = {n for i in range(len(operands)) for n in pattern.operand_names(i)}
+        _need(set(pattern.result_names) <= inside, f"the result of pattern {shown(str(pattern))}")
     if restriction is not None:
         domain, query, key = restriction
         _need({query, key} <= set(attrs["extents"]), f"domain over {shown(query)} and {shown(key)}")
@@ -135,9 +155,21 @@ def _pool(operands: Sequence[Tensor], attrs: Attrs) -> None:
     _indexed(operands, attrs)
     pattern: Pattern = attrs["pattern"]
     _need(len(pattern.operands) == 1, "a pooling of several operands")
+    _need_plain(pattern)
     kept = [a.names for a in pattern.operands[0] if isinstance(a, Axes)]
     slid = [(a.terms[0][0],) for a in pattern.operands[0] if isinstance(a, Affine)]
     _need([a.names for a in pattern.result] == kept + slid, f"the result of pattern {shown(str(pattern))}")
+    _need("indices" not in attrs or attrs["operation"] == "max", "indices of a mean")
+
+
+def _unpool(operands: Sequence[Tensor], attrs: Attrs) -> None:
+    largest = attrs["operation"] == "max"
+    _need(len(operands) == (3 if largest else 2), f"{len(operands)} operands of a {attrs['operation']}")
+    gradient, x = operands[:2]
+    _pool([x], attrs)
+    made = tuple(attrs["extents"][n] for n in attrs["pattern"].result_names)
+    for t in (gradient, *operands[2:]):
+        _need(len(made) == t.ndim and all(map(t.graph.same, made, t.sizes)), f"shape of {t!r}")
 
 
 def _pointwise(operands: Sequence[Tensor], attrs: Attrs) -> None:
@@ -158,6 +190,7 @@ def _reduce(operands: Sequence[Tensor], attrs: Attrs) -> None:
     before, after = pattern.operand_names(0), set(pattern.result_names)
     once = len(set(before)) == len(before) == operands[0].ndim
     _need(plain and once and after < set(before), f"pattern {shown(str(pattern))}")
+    _need_plain(pattern)
 
 
 def _rearrange(operands: Sequence[Tensor], attrs: Attrs) -> None:
@@ -185,6 +218,13 @@ def _slice(operands: Sequence[Tensor], attrs: Attrs) -> None:
     _need(attrs.get("room", left) == left, f"room {shown(str(attrs.get('room')))}")
 
 
+def _pad(operands: Sequence[Tensor], attrs: Attrs) -> None:
+    (x,), axis = operands, attrs["axis"]
+    _need(axis < x.ndim, f"axis {axis} of {x!r}")
+    left = attrs["full"] - attrs["start"] - (x.sizes[axis] - 1) * attrs["step"] - 1
+    _need(attrs["room"] == left, f"room {shown(str(attrs['room']))}")
+
+
 def _expand(operands: Sequence[Tensor], attrs: Attrs) -> None:
     (x,), kept = operands, attrs["kept"]
     _need(len(kept) == len(attrs["sizes"]), f"kept {shown(kept)} of {len(attrs['sizes'])} axes")
@@ -193,6 +233,10 @@ def _expand(operands: Sequence[Tensor], attrs: Attrs) -> None:
     _need(
         all(x.sizes[i] == ONE for i in range(x.ndim) if i not in used), f"kept {shown(kept)} leaves out axes of {x!r}"
     )
+    if "domain" in attrs:
+        domain, *places = attrs["domain"]
+        _need(all(0 <= i < len(kept) for i in places) and x.domain is None, f"domain over {shown(places)}")
+        domain.points(*(attrs["sizes"][i] for i in places))  # refuses what it cannot count
 
 
 def _concat(operands: Sequence[Tensor], attrs: Attrs) -> None:
@@ -202,6 +246,10 @@ def _concat(operands: Sequence[Tensor], attrs: Attrs) -> None:
 def _opaque(operands: Sequence[Tensor], attrs: Attrs) -> None:
     for name, count in (("reads", len(operands)), ("writes", len(attrs["outputs"]))):
         _need(attrs[name] is None or len(attrs[name]) == count, f"{name} of {count} tensors")
+    if "backward" in attrs:
+        stated, counts = attrs["backward"], (len(operands), len(attrs["outputs"]))
+        for name, count in zip(("inputs", "outputs"), counts, strict=True):
+            _need(all(i < count for i in stated[name]), f"backward: {name} {shown(stated[name])} of {count}")
 
 
 # -- bodies ------------------------------------------------------------------------------------------------------
@@ -238,9 +286,11 @@ def _kernel(operands: Sequence[Tensor], attrs: Attrs) -> None:
 
 def _repeat(operands: Sequence[Tensor], attrs: Attrs) -> None:
     body, count, carries, xs = attrs["body"], attrs["count"], attrs["carries"], attrs["xs"]
+    saved = attrs.get("saved", 0)
+    _need("least" in attrs or count.constant != 0, "count 0")
     _formals(operands, body)
     _need(carries + xs <= len(operands), f"{carries} carries and {xs} slices of {len(operands)} operands")
-    _need(carries <= len(body.outputs), f"{carries} carries of {len(body.outputs)} outputs")
+    _need(carries + saved <= len(body.outputs), f"{carries} carries, {saved} saved of {len(body.outputs)} outputs")
     for i, (outer, inner) in enumerate(zip(operands, body.formals, strict=True)):
         if i < carries:
             _need(inner.dtype == outer.dtype and inner.sizes == outer.sizes, f"carry {inner!r} of {outer!r}")
@@ -250,12 +300,17 @@ def _repeat(operands: Sequence[Tensor], attrs: Attrs) -> None:
             _need_fit(outer, inner, 1)
         else:
             _need_fit(outer, inner)
-    for t in body.outputs[:carries]:
-        _need(t.is_contiguous, f"strides of carry {t!r}")
+        pieces = outer.storage.pieces
+        left = max(pieces - 1, 0) if carries <= i < carries + xs else pieces
+        _need(inner.storage.pieces == left, f"{inner.storage.pieces} axes of pieces of {inner!r}, {pieces} outside")
+    for i, t in enumerate(body.outputs[: len(body.outputs) - saved]):
+        _need(i >= carries or t.is_contiguous, f"strides of carry {t!r}")
+        pieces = operands[i].storage.pieces if i < carries else 0
+        _need(t.storage.pieces == pieces, f"{t.storage.pieces} axes of pieces of {t!r}, {pieces} outside")
 
 
 _CHECKS: dict[str, Callable[[Sequence[Any], Attrs], None]] = {
-    "einsum": _einsum, "pool": _pool, "pointwise": _pointwise, "dropout": _dropout, "reduce": _reduce,
-    "rearrange": _rearrange, "slice": _slice, "expand": _expand, "concat": _concat, "opaque": _opaque,
-    "kernel": _kernel, "repeat": _repeat,
+    "einsum": _einsum, "pool": _pool, "unpool": _unpool, "pointwise": _pointwise, "dropout": _dropout,
+    "reduce": _reduce, "rearrange": _rearrange, "slice": _slice, "pad": _pad, "expand": _expand, "concat": _concat,
+    "opaque": _opaque, "kernel": _kernel, "repeat": _repeat,
 }  # fmt: skip

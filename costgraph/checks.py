@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import networkx as nx
@@ -47,8 +48,12 @@ def _check_order(graph: Graph) -> None:
         ready.update(op.results)
 
 
-def _behind(t: Tensor) -> Iterator[Storage]:
-    """Yield the storages that a tensor may lie in: its own, and that of a carry which a loop only hands on."""
+def _behind(t: Tensor, first: Mapping[Storage, Tensor] = MappingProxyType({})) -> Iterator[Storage]:
+    """Yield the storages that a tensor may lie in: its own, and that of a carry which a loop only hands on.
+
+    `first` has the tensor that each storage was made for, where that is known: of a sum in place there are many views.
+    """
+    t = first.get(t.storage, t)
     while t.is_view and t.producer is not None:
         t = next(o for o in t.producer.operands if o.storage is t.storage)
     yield t.storage
@@ -60,13 +65,13 @@ def _behind(t: Tensor) -> Iterator[Storage]:
     carries = op.operands[: op.attrs["carries"]]
     # carries that change places may have been in any of them
     for o in dict.fromkeys((*handed, *(carries if any(h in carries for h in handed) else ()))):
-        yield from _behind(o)
+        yield from _behind(o, first)
 
 
-def overwritten_by(op: Op) -> list[Storage]:
+def overwritten_by(op: Op, first: Mapping[Storage, Tensor] = MappingProxyType({})) -> list[Storage]:
     """Storages of operands that an op leaves with other values: its own, or those that its iterations carry on."""
     if op.attrs.get("inplace"):
-        return list(_behind(op.operands[0]))
+        return [s for i in op.attrs.get("changed", (0,)) for s in _behind(op.operands[i], first)]
     if op.body is None or op.kind.body != "repeated":
         return []
     outside = {f.storage: t.storage for f, t in zip(op.body.formals, op.operands, strict=True)}
@@ -76,17 +81,19 @@ def overwritten_by(op: Op) -> list[Storage]:
 def _check_overwritten(graph: Graph) -> None:
     """An op in place leaves nothing of the old values: whoever reads them afterwards is wrong."""
     gone: dict[Tensor, Op] = {}
+    first: dict[Storage, Tensor] = {}
     by_storage: dict[Storage, list[Tensor]] = {}
     for op in graph.ops:
         lost = next((t for t in op.operands if t in gone), None)
         if lost is not None:
             raise GraphError(f"op {op.name!r}: reads {lost.name!r}, which {gone[lost].name!r} has overwritten in place")
         for t in op.operands:
+            first.setdefault(t.storage, t)
             by_storage.setdefault(t.storage, []).append(t)
-        for storage in overwritten_by(op):
-            for t in by_storage.get(storage, ()):
-                gone[t] = op
+        for storage in overwritten_by(op, first):
+            gone |= dict.fromkeys(by_storage.pop(storage, ()), op)
         for t in op.results:
+            first.setdefault(t.storage, t)
             by_storage.setdefault(t.storage, []).append(t)
     lost = next((t for t in graph.outputs if t in gone), None)
     if lost is not None:

@@ -9,26 +9,44 @@ import sympy
 
 from . import rules
 from .arguments import named, need_choice, need_flag, need_tensor, positive
+from .dtypes import dtype as find_dtype
 from .errors import PatternError, ShapeError
 from .graph import apply, current_graph
 from .nn import _one
-from .op import Attrs, OpKind, Result
+from .op import Attrs, Op, OpKind, Result
 from .ops.blocks import fused
 from .ops.einsum import EINSUM
 from .ops.layout import reshape
 from .ops.registry import register
 from .pattern import Affine, Axes, Pattern, parse_pattern
-from .polynomial import Poly, poly
+from .polynomial import ZERO, Poly, poly
 from .scopes import module
 from .tensor import Tensor
 
-__all__ = ["POOL", "conv", "pool"]
+__all__ = ["POOL", "UNPOOL", "conv", "pool"]
 
 
 def _pooled(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
     (x,) = operands
     names = [n for a in attrs["pattern"].result for n in a.names]
-    return [Result(tuple(attrs["extents"][n] for n in names), x.dtype)]
+    sizes = tuple(attrs["extents"][n] for n in names)
+    # where each maximum stood, which a backward pass reads
+    places = [Result(sizes, find_dtype("int64"))] if attrs.get("indices") else []
+    return [Result(sizes, x.dtype), *places]
+
+
+def _unpooled(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
+    gradient, x, *indices = operands
+    made = tuple(attrs["extents"][n] for n in attrs["pattern"].result_names)
+    for t in (gradient, *indices):
+        if t.ndim != len(made) or not all(map(x.graph.same, t.sizes, made)):
+            raise ShapeError(f"unpool of {t!r}: expected ({', '.join(map(str, made))})")
+    return [Result(x.sizes, x.dtype)]
+
+
+def _unpool_reads(op: Op) -> tuple[Poly, ...]:
+    # of the input of the pooling the shape alone is needed, but torch keeps it all the same
+    return tuple(ZERO if i == 1 else rules.elements(t) for i, t in enumerate(op.operands))
 
 
 POOL = register(
@@ -37,6 +55,16 @@ POOL = register(
         infer=_pooled,
         flops=rules.per_index_point,
         reads=rules.reached_by_index,
+        writes=rules.all_results,
+    )
+)
+#: Gradient of a pooling: operands are that of its result, its input and, of a maximum, where each maximum stood.
+UNPOOL = register(
+    OpKind(
+        name="unpool",
+        infer=_unpooled,
+        flops=rules.per_index_point,
+        reads=_unpool_reads,
         writes=rules.all_results,
     )
 )
@@ -163,7 +191,7 @@ def conv(
         def product(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
             return apply(EINSUM, [x, w], attrs, "conv")[0] + reshape(b, (made, *(1,) * len(spans)))
 
-        return _one(fused("conv", product, x, weight, shift))
+        return _one(fused("conv", product, x, weight, shift, backward="ops"))
 
 
 def _check_groups(place: str, groups: Poly, **channels: Poly) -> None:

@@ -24,7 +24,7 @@ from .grammar import parse_relation
 from .layout import Sizes
 from .op import Attrs, Op, OpKind, Result
 from .polynomial import Poly
-from .scopes import CURRENT, SCOPE
+from .scopes import CURRENT, PHASE, SCOPE
 from .symbols import is_name, shorten
 from .tensor import Tensor
 
@@ -88,6 +88,8 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
     outputs = _Carried[list[Tensor]]()
     relations = _Carried[Relations]()
     defaults = _Carried[dict[str, int]]()
+    gradients = _Carried[dict[Tensor, Tensor]]()
+    """Gradients of parameters and inputs: they live from the first contribution to the end."""
     loss = _Carried[str | None]()
 
     remove_node = _changing(nx.DiGraph.remove_node)
@@ -102,6 +104,7 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
         super().__init__(None if isinstance(name, str) else name, **attr)
         self.graph.setdefault("name", name if isinstance(name, str) else "graph")
         facts = {"dtype": find_dtype(dtype), "outputs": [], "relations": NOTHING_KNOWN, "defaults": {}, "loss": None}
+        facts["gradients"] = {}
         self.graph |= {key: value for key, value in facts.items() if key not in self.graph}
         self.formals: list[Tensor] = []
         self.parent: Graph | None = None
@@ -118,7 +121,7 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
         """Return a graph of the same nodes, in which nodes can be removed; ops of its tensors go to the original."""
         out: Graph = super().copy(as_view=as_view)
         if not as_view:
-            out.outputs, out.defaults = list(self.outputs), dict(self.defaults)
+            out.outputs, out.defaults, out.gradients = list(self.outputs), dict(self.defaults), dict(self.gradients)
         return out
 
     # -- structure -----------------------------------------------------------------------------------------------
@@ -162,7 +165,9 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
 
     # -- declaring -----------------------------------------------------------------------------------------------
 
-    def input(self, name: str, shape: Sequence[object], dtype: str | DType | None = None) -> Tensor:
+    def input(
+        self, name: str, shape: Sequence[object], dtype: str | DType | None = None, *, grad: bool = False
+    ) -> Tensor:
         """Declare a tensor that the caller owns.
 
         Parameters
@@ -173,6 +178,8 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
             Sizes; `()` for a scalar.
         dtype : str or DType, optional
             Number format, the graph's by default.
+        grad : bool
+            True where the backward pass should make its gradient.
 
         Returns
         -------
@@ -184,7 +191,8 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
         GraphError, ShapeError, FormatError
             If the name is taken, a size is no size, or the format is unknown.
         """
-        return self.root._source(name, shape, dtype, "input")
+        need_flag(f"input {name!r}", grad=grad)
+        return self.root._source(name, shape, dtype, "input", requires_grad=grad)
 
     def param(
         self, name: str, shape: Sequence[object], dtype: str | DType | None = None, *, grad: bool = True
@@ -218,8 +226,8 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
     def buffer(
         self, name: str, shape: Sequence[object], dtype: str | DType | None = None, *, role: str = "buffer"
     ) -> Tensor:
-        """Declare what lives throughout and is no parameter: a table of constants, or with role cache a state."""
-        need_choice(f"buffer {name!r}: role", role, ("buffer", "cache"))
+        """Declare what lives throughout and is no parameter: constants, or with role cache or state what is kept."""
+        need_choice(f"buffer {name!r}: role", role, ("buffer", "cache", "state", "gradient"))
         return self._home()._source(name, shape, dtype, role)
 
     def output(self, *tensors: Tensor) -> None:
@@ -331,9 +339,10 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
         self.add_node(tensor)
         return tensor
 
-    def formal(self, like: Tensor, name: str, sizes: Sizes, strides: Sizes) -> Tensor:
+    def formal(self, like: Tensor, name: str, sizes: Sizes, strides: Sizes, pieces: int | None = None) -> Tensor:
         """Add an input of a body, which stands for a tensor outside."""
-        tensor = Tensor(self, self.unique(name), sizes, like.dtype, role="formal", strides=strides)
+        pieces = like.storage.pieces if pieces is None else pieces
+        tensor = Tensor(self, self.unique(name), sizes, like.dtype, role="formal", strides=strides, pieces=pieces)
         tensor.domain = like.domain
         self.formals.append(tensor)
         self.add_node(tensor)
@@ -399,6 +408,7 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
             strides=result.strides,
             offset=result.offset,
             storage=None if base is None else base.storage,
+            pieces=result.pieces,
         )
         tensor.producer = op
         tensor.domain = result.domain
@@ -406,7 +416,7 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
         self.add_node(tensor)
         self.add_edge(op, tensor)
 
-    def add_op(self, kind: OpKind, operands: Iterable[Tensor], attrs: Attrs, name: str, phase: str = "forward") -> Op:
+    def add_op(self, kind: OpKind, operands: Iterable[Tensor], attrs: Attrs, name: str, phase: str | None = None) -> Op:
         """Append an op; its results are inferred."""
         need_name(kind.name, name)
         self._modify()
@@ -419,7 +429,7 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
         except CostGraphError as error:
             self.root._taken.pop(full)
             raise type(error)(f"{full!r} in graph {self.root.name!r}: {error}") from None
-        op = Op(self, kind, full, adopted, attrs, full.rpartition("/")[0], phase)
+        op = Op(self, kind, full, adopted, attrs, full.rpartition("/")[0], phase or PHASE.get())
         self.add_node(op)
         self.add_edges_from((t, op) for t in adopted)
         for result in results:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from math import isfinite
 from pathlib import Path
@@ -72,12 +72,15 @@ def _node_data(node: Tensor | Op) -> dict[str, Any]:
             "shape": [str(n) for n in node.sizes],
             "dtype": node.dtype.name,
         }
-        if node.role == "formal":
+        if node.role == "formal" and node.producer is None:
             data |= {"strides": [str(s) for s in node.strides], "offset": str(node.offset)}
             data["domain"] = None if node.domain is None else _encode(node.domain)
         if node.producer is not None:
             data["role"] = "result"
-        return data | ({"grad": node.requires_grad} if data["role"] == "param" else {})
+        elif node.storage.pieces:
+            data["pieces"] = node.storage.pieces
+        stated = data["role"] == "param" or (data["role"] == "input" and node.requires_grad)
+        return data | ({"grad": node.requires_grad} if stated else {})
     return {
         "type": "op",
         "kind": node.kind.name,
@@ -87,6 +90,16 @@ def _node_data(node: Tensor | Op) -> dict[str, Any]:
         "scope": node.scope,
         "phase": node.phase,
     }
+
+
+def _ordered(graph: Graph) -> Iterator[Tensor | Op]:
+    """Yield the nodes of a graph, results behind their op: one that was asked for later stands elsewhere."""
+    for node in graph.nodes:
+        if isinstance(node, Op):
+            yield node
+            yield from node.results
+        elif node.producer is None:
+            yield node
 
 
 def _graph_data(graph: Graph) -> dict[str, Any]:
@@ -103,7 +116,9 @@ def _graph_data(graph: Graph) -> dict[str, Any]:
             "defaults": dict(graph.defaults),
             "loss": graph.loss,
         }
-    plain.add_nodes_from((node_id(n), _node_data(n)) for n in graph.nodes)
+        if graph.gradients:
+            plain.graph["gradients"] = [[t.name, g.name] for t, g in graph.gradients.items()]
+    plain.add_nodes_from((node_id(n), _node_data(n)) for n in _ordered(graph))
     plain.add_edges_from((node_id(a), node_id(b)) for a, b in graph.edges)
     data: dict[str, Any] = nx.node_link_data(plain, edges="edges")
     return data

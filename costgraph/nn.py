@@ -7,14 +7,16 @@ from typing import Any
 
 from .arguments import need_call, need_choice, need_flag, need_tensor
 from .arguments import sizes as sizes_by_name
+from .dtypes import dtype as find_dtype
+from .dtypes import promote
 from .errors import PatternError, ShapeError
 from .graph import current_graph
-from .ops.blocks import fused
+from .ops.blocks import fused, save
 from .ops.einsum import einsum
 from .ops.extents import extents_of
 from .ops.index import gather, take_along
 from .ops.layout import reshape
-from .ops.pointwise import pointwise
+from .ops.pointwise import cast, pointwise
 from .ops.reduce import reduce
 from .ops.stochastic import dropout
 from .pattern import Affine, parse_pattern
@@ -136,7 +138,7 @@ def linear(
         def product(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
             return einsum(x, w, text, name="matmul", **given) + b
 
-        return _one(fused("addmm", product, x, weight, b))
+        return _one(fused("addmm", product, x, weight, b, backward="ops"))
 
 
 def _one(made: Tensor | tuple[Tensor, ...]) -> Tensor:
@@ -197,7 +199,7 @@ def softmax(x: Tensor, axis: int = -1, *, name: str = "softmax") -> Tensor:
         e = pointwise("exp", x - reduce(x, f"{names} -> {kept}", "max"))
         return e / reduce(e, f"{names} -> {kept}", "sum")
 
-    return _one(fused(name, body, x))
+    return _one(fused(name, body, x, backward="softmax"))
 
 
 def log_softmax(x: Tensor, axis: int = -1, *, name: str = "log_softmax") -> Tensor:
@@ -208,7 +210,12 @@ def log_softmax(x: Tensor, axis: int = -1, *, name: str = "log_softmax") -> Tens
         shifted = x - reduce(x, f"{names} -> {kept}", "max")
         return shifted - pointwise("log", reduce(pointwise("exp", shifted), f"{names} -> {kept}", "sum"))
 
-    return _one(fused(name, body, x))
+    return _one(fused(name, body, x, backward="log_softmax"))
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Return what statistics are taken of: a kernel calculates in fp32 at least."""
+    return cast(x, promote(x.dtype, find_dtype("fp32"))) if x.dtype.kind == "float" else x
 
 
 def layer_norm(x: Tensor, *, affine: bool = True, bias: bool = True, name: str = "layer_norm") -> Tensor:
@@ -238,11 +245,12 @@ def layer_norm(x: Tensor, *, affine: bool = True, bias: bool = True, name: str =
     graph = current_graph(x.graph)
 
     def body(x: Tensor, weight: Tensor | None = None, shift: Tensor | None = None) -> Tensor:
-        centred = x - reduce(x, f"{names} -> {kept}", "mean")
+        wide = _wide(x)
+        centred = wide - save(reduce(wide, f"{names} -> {kept}", "mean"))
         variance = reduce(pointwise("square", centred), f"{names} -> {kept}", "mean")
-        y = centred * pointwise("rsqrt", variance + 1e-5)
+        y = centred * save(pointwise("rsqrt", variance + 1e-5))
         y = y if weight is None else y * weight
-        return y if shift is None else y + shift
+        return cast(y if shift is None else y + shift, x.dtype)
 
     with module(graph, name):
         params = [graph.param("weight", x.sizes[-1:])] if affine else []
@@ -277,9 +285,10 @@ def rms_norm(x: Tensor, *, affine: bool = True, name: str = "rms_norm") -> Tenso
     graph = current_graph(x.graph)
 
     def body(x: Tensor, weight: Tensor | None = None) -> Tensor:
-        power = reduce(pointwise("square", x), f"{names} -> {kept}", "mean")
-        y = x * pointwise("rsqrt", power + 1e-6)
-        return y if weight is None else y * weight
+        wide = _wide(x)
+        power = reduce(pointwise("square", wide), f"{names} -> {kept}", "mean")
+        y = wide * save(pointwise("rsqrt", power + 1e-6))
+        return cast(y if weight is None else y * weight, x.dtype)
 
     with module(graph, name):
         params = [graph.param("weight", x.sizes[-1:])] if affine else []

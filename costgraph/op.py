@@ -37,6 +37,8 @@ class Result:
     """First element within the storage."""
     domain: tuple[Domain, int, int] | None = None
     """Restriction of its index points, as in Tensor."""
+    pieces: int = 0
+    """Leading axes whose positions are storages of their own, as in Storage."""
 
 
 @dataclass(frozen=True)

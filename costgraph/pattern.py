@@ -150,7 +150,7 @@ def _without_ellipsis(axes: list[Axes | Affine], text: str, rank: int | None) ->
     return tuple(axes[: at[0]] + names + axes[at[0] + 1 :])
 
 
-def parse_pattern(text: str, ranks: tuple[int, ...] | None = None) -> Pattern:
+def parse_pattern(text: str, ranks: tuple[int, ...] | None = None, *, scattered: bool = False) -> Pattern:
     """Read a pattern.
 
     Parameters
@@ -159,6 +159,8 @@ def parse_pattern(text: str, ranks: tuple[int, ...] | None = None) -> Pattern:
         Such as `"b s d, d f -> b s f"`.
     ranks : tuple of int, optional
         Number of axes of each operand: what `...` stands for follows from them.
+    scattered : bool
+        Allow indices and diagonals on the right side, which gradients of contractions have.
 
     Returns
     -------
@@ -178,11 +180,11 @@ def parse_pattern(text: str, ranks: tuple[int, ...] | None = None) -> Pattern:
     """
     if not isinstance(text, str):
         raise PatternError(f"pattern {shown(text)}: expected text such as 'b s d -> b s'")
-    return _parsed(text, ranks)
+    return _parsed(text, ranks, scattered)
 
 
 @lru_cache(maxsize=4096)
-def _parsed(text: str, ranks: tuple[int, ...] | None) -> Pattern:
+def _parsed(text: str, ranks: tuple[int, ...] | None, scattered: bool) -> Pattern:
     if len(text) > _LONGEST:
         raise PatternError(f"pattern of {len(text)} characters, expected at most {_LONGEST}")
     sides = text.split("->")
@@ -195,7 +197,8 @@ def _parsed(text: str, ranks: tuple[int, ...] | None) -> Pattern:
     result = _operand(sides[1], text, None)
     if ranks is not None:
         result = _without_ellipsis(list(result), text, _longest_ellipsis(parts, operands) + len(result) - 1)
-    _check_names(operands, result, text)
+    if not scattered:
+        _check_names(operands, result, text)
     return Pattern(operands, result)
 
 

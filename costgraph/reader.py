@@ -95,7 +95,7 @@ class Reader:
             "size": lambda v: self.size(v, where),
             "float": lambda v: {"inf": inf, "-inf": -inf, "nan": nan}[v],
             "dtype": find_dtype,
-            "pattern": parse_pattern,
+            "pattern": lambda v: parse_pattern(v, scattered=True),
             "function": _function,
             "domain": lambda v: self.domain(v, parent, where),
             "graph": lambda v: self.graph(v, parent, where),
@@ -138,6 +138,8 @@ class Reader:
                 tensors[node["id"]] = self.source(graph, node, spot)
         graph.formals = [self.tensor(tensors, n, where) for n in self.texts(facts, "formals", where)]
         graph.outputs.extend(self.tensor(tensors, n, where) for n in self.texts(facts, "outputs", where))
+        if parent is None:
+            graph.gradients = self.gradients(facts, tensors, where)
         self.agree(graph, data, where)
         self.depth -= 1
         return graph
@@ -157,7 +159,8 @@ class Reader:
         need_name(role, name)
         self.claim(graph, name, where)
         shape = [self.size(s, where) for s in self.texts(node, "shape", where)]
-        grad = self.need(node, "grad", bool, where) if role == "param" else False
+        stated = role == "param" or (role == "input" and "grad" in node)
+        grad = self.need(node, "grad", bool, where) if stated else False
         strides = None
         if role == "formal":
             strides = tuple(self.size(s, where) for s in self.texts(node, "strides", where))
@@ -165,13 +168,38 @@ class Reader:
                 raise self.error(f"{where}: {len(strides)} strides of {len(shape)} axes, expected one of each")
         tensor = Tensor(
             graph, name, sizes_of(shape, f"{role} {name!r}"), find_dtype(self.need(node, "dtype", str, where)),
-            role=role, strides=strides, requires_grad=grad,
+            role=role, strides=strides, requires_grad=grad, pieces=self.pieces(node, len(shape), where),
         )  # fmt: skip
         if role == "formal":
             tensor.offset = self.size(node.get("offset"), where)
             tensor.domain = _restriction(self.decode(node.get("domain"), graph, where), tensor)
         graph.add_node(tensor)
         return tensor
+
+    def pieces(self, node: dict[str, Any], axes: int, where: str) -> int:
+        """Return how many leading axes of a source have a storage for each of their positions."""
+        pieces: int = self.need(node, "pieces", int, where) if "pieces" in node else 0
+        if not 0 <= pieces <= axes:
+            raise self.error(f"{where}: {shown(pieces)} leading axes of pieces, expected 0 to {axes}")
+        return pieces
+
+    def gradients(self, data: Any, tensors: Mapping[str, Tensor], where: str) -> dict[Tensor, Tensor]:
+        """Return which tensor is the gradient of which source."""
+        out: dict[Tensor, Tensor] = {}
+        for i in range(len(self.need(data, "gradients", list, where)) if "gradients" in data else 0):
+            spot = f"{where}: gradient {i + 1}"
+            pair = data["gradients"][i]
+            names = self.texts({"pair": pair}, "pair", spot)
+            if len(names) != 2:
+                raise self.error(f"{spot}: {shown(pair)}, expected the names of a source and of its gradient")
+            of, gradient = (self.tensor(tensors, n, spot) for n in names)
+            if of.producer is not None or of.role not in ("input", "param") or of in out:
+                raise self.error(f"{spot}: of {of.name!r}, expected a parameter or an input, once")
+            fits = gradient.sizes == of.sizes and gradient.storage.pieces == of.storage.pieces
+            if not fits or gradient.dtype.kind != "float":
+                raise self.error(f"{spot}: {gradient!r} of {of!r}, expected a floating tensor of its shape and pieces")
+            out[of] = gradient
+        return out
 
     def claim(self, graph: Graph, name: str, where: str) -> None:
         """Take a name, which nothing else may have."""
@@ -206,6 +234,9 @@ class Reader:
         try:
             attrs = {k: self.decode(v, graph, where) for k, v in self.need(node, "attrs", dict, where).items()}
             self.check(kind.name, operands, attrs)
+            whole = next((t for t in operands if t.storage.pieces and kind.body != "repeated"), None)
+            if whole is not None:
+                raise GraphError(f"{kind.name} of {whole!r}, expected a loop: it has a storage for each iteration")
             op = graph.add_op(kind, operands, attrs, name, phase)
             if op.body is not None:
                 op.body.owner, op.body.fused = op, kind.body == "fused"
@@ -271,7 +302,12 @@ def _function(data: Any) -> Function:
     names = [f.name for f in fields(Function)]
     if sorted(data) != sorted(names):
         raise TypeError(f"function {shown(sorted(data))}, expected {', '.join(names)}")
-    return Function(**data)
+    return Function(**{**data, "grad": _tuples(data["grad"])})
+
+
+def _tuples(value: Any) -> Any:
+    """Return nested lists, as a file has them, as tuples."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def need(place: str, data: Any, key: str, kind: type, where: str) -> Any:

@@ -10,7 +10,7 @@ from .graph import current_graph
 from .nn import _one
 from .ops.blocks import fused
 from .ops.einsum import einsum
-from .ops.layout import concat, slice_axis
+from .ops.layout import concat, split
 from .ops.pointwise import cast, pointwise
 from .scopes import module
 from .tensor import Tensor
@@ -75,7 +75,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, name: str = "rotary") -> Tens
     half = positive(f"rotary of {x!r}: half of the last axis", x.sizes[-1] / 2)
 
     def body(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        a, b = slice_axis(x, -1, 0, half), slice_axis(x, -1, half, half)
+        a, b = split(x, (half, half), -1)
         made = [pointwise("sub", a * cos, b * sin), pointwise("add", b * cos, a * sin)]
         return cast(concat(made, -1), x.dtype)
 

@@ -109,18 +109,23 @@ def _contraction(op: Op) -> tuple[Pattern, dict[str, Poly], tuple[Domain, str, s
 
 
 def multiply_add(op: Op) -> Flops:
-    """Count 2 for every index point where an axis is summed, 1 where none is (a product alone)."""
+    """Count 2 for every index point where a sum is made, 1 where none is (a product alone).
+
+    A sum is made where the result leaves out an axis, or where an index of several axes puts points on one place.
+    """
     pattern, extents, restriction = _contraction(op)
+    summed = bool(set(extents) - set(pattern.result_names)) or any(
+        isinstance(a, Affine) and len(a.terms) > 1 for a in pattern.result
+    )
     if "orders" in op.attrs:  # several contraction orders, none of which is always the best
         cost = op.attrs["orders"]
-        summed = set(extents) - set(pattern.result_names)
         return Flops(matmul=cost, full=cost) if summed else Flops(pointwise=cost)
     full = executed = prod(extents.values(), start=ONE)
     if restriction is not None:
         domain, query, key = restriction
         others = prod((n for name, n in extents.items() if name not in (query, key)), start=ONE)
         executed = others * domain.points(extents[query], extents[key])
-    if set(extents) - set(pattern.result_names):
+    if summed:
         return Flops(matmul=2 * executed, full=2 * full)
     return Flops(pointwise=executed)
 

@@ -13,12 +13,26 @@ from .symbols import is_name, shorten
 if TYPE_CHECKING:
     from .graph import Graph
 
-__all__ = ["CURRENT", "SCOPE", "building", "module", "scope"]
+__all__ = ["CURRENT", "PHASE", "SCOPE", "building", "module", "phase", "scope"]
 
 #: The graph, or the body of one, that is being built.
 CURRENT: ContextVar[Graph | None] = ContextVar("costgraph_current", default=None)
 #: Levels of the scope that is open.
 SCOPE: ContextVar[tuple[str, ...]] = ContextVar("costgraph_scope", default=())
+
+
+#: Phase of ops that are made now: forward, recompute, backward or optimizer.
+PHASE: ContextVar[str] = ContextVar("costgraph_phase", default="forward")
+
+
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Let ops that are made now belong to a phase."""
+    token = PHASE.set(name)
+    try:
+        yield
+    finally:
+        PHASE.reset(token)
 
 
 @contextmanager

@@ -60,11 +60,14 @@ def _delicate(graph: Graph) -> list[tuple[Poly, str, int]]:
         for g in graph.bodies():
             for t in g.tensors:
                 for i, n in enumerate(t.sizes):
+                    if i < t.storage.pieces:
+                        continue  # as many as a loop has iterations, whose count is looked at
                     if n not in found and not _always_size(n):
                         found[n] = f"axis {i} of {t.name!r}"
             for op in g.ops:
                 if "count" in op.attrs and not _always_size(op.attrs["count"]):
-                    found.setdefault(op.attrs["count"], f"count of {op.name!r}")
+                    where = rooms if op.attrs.get("least") == 0 else found
+                    where.setdefault(op.attrs["count"], f"count of {op.name!r}")
                 if "room" in op.attrs and not _always_size(op.attrs["room"]):
                     rooms.setdefault(op.attrs["room"], f"what is left beyond {op.name!r}")
                 for room in op.attrs.get("rooms", ()):

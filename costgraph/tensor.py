@@ -31,7 +31,7 @@ ALIASES: ContextVar[Mapping[Storage, tuple[Storage, Poly]]] = ContextVar(
 )
 
 #: Roles of tensors that no op makes; all but a body's own inputs live from the first op to the last.
-SOURCES = ("input", "param", "buffer", "cache", "formal")
+SOURCES = ("input", "param", "buffer", "cache", "state", "gradient", "formal")
 
 
 def nbytes(sizes: Sequence[Poly], dtype: DType) -> Poly:
@@ -66,9 +66,9 @@ def _bytes_of(bits: int) -> Poly:
 class Storage:
     """A block of memory: what lives and dies. Views share the storage of the tensor that they were made from."""
 
-    __slots__ = ("bytes", "elements", "name", "role")
+    __slots__ = ("bytes", "elements", "name", "pieces", "role")
 
-    def __init__(self, name: str, sizes: Sizes, dtype: DType, role: str) -> None:
+    def __init__(self, name: str, sizes: Sizes, dtype: DType, role: str, pieces: int = 0) -> None:
         self.name = name
         """Name of the tensor that it was made for."""
         self.elements = numel(sizes)
@@ -76,7 +76,9 @@ class Storage:
         self.bytes = nbytes(sizes, dtype)
         """Bytes it takes."""
         self.role = role
-        """input, param, buffer, cache, formal (a body's own input) or activation."""
+        """input, param, buffer, cache, state (of an optimizer), formal (a body's own input) or activation."""
+        self.pieces = pieces
+        """Leading axes whose positions are blocks of their own: one for each iteration of that many loops."""
 
 
 class Tensor:
@@ -111,6 +113,7 @@ class Tensor:
         offset: Poly = ZERO,
         storage: Storage | None = None,
         requires_grad: bool = False,
+        pieces: int = 0,
     ) -> None:
         self.graph = graph
         self.name = name
@@ -118,7 +121,7 @@ class Tensor:
         self.dtype = dtype
         self.strides = contiguous(sizes) if strides is None else strides
         self.offset = offset
-        self.storage = Storage(name, sizes, dtype, role) if storage is None else storage
+        self.storage = Storage(name, sizes, dtype, role, pieces) if storage is None else storage
         self.requires_grad = requires_grad
         self.producer: Op | None = None
         self.domain: tuple[Domain, int, int] | None = None

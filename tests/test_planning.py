@@ -81,3 +81,38 @@ def test_a_time_that_no_float_holds_is_refused():
         g.output(cg.relu(g.input("x", (A, B))))
     with pytest.raises(cg.BindingError, match=r"a number beyond 1\.8e308: expected smaller sizes"):
         cg.roofline(g, "h100-sxm", A=10**300, B=10**300)
+
+
+def gpt(**options):
+    return cg.training_step(cg.models.load("gpt2"), precision="bf16", **options)
+
+
+TINY = {"D": 12, "H": 3, "F": 11, "L": 3, "V": 13, "P": 17, "S": 7, "B": 2}
+
+
+@pytest.mark.parametrize("symbol", ["B", "L", "F", "V"])
+@pytest.mark.parametrize("options", [{}, {"checkpoint": cg.every_block()}], ids=["kept", "again"])
+def test_the_largest_step_fits_and_one_more_does_not(symbol, options):
+    step, limit = gpt(**options), 3 * 10**6
+    sizes = {k: v for k, v in TINY.items() if k != symbol}
+    best = cg.largest(step, symbol, memory=limit, **sizes)
+    assert best > TINY[symbol]
+    fits, more = (cg.peak_memory(step, **sizes, **{symbol: best + i}) for i in (0, 1))
+    assert fits <= limit < more
+
+
+def test_the_largest_batch_of_a_step_on_a_device():
+    step = gpt(checkpoint=cg.every_block())
+    best = cg.largest(step, "B", hardware="h100-sxm", S=1024)
+    assert cg.peak_memory(step, B=best, S=1024) <= 80e9 < cg.peak_memory(step, B=best + 1, S=1024)
+    assert best > cg.largest(gpt(), "B", hardware="h100-sxm", S=1024)
+
+
+def test_only_multiples_are_tried_for_a_width_that_heads_share():
+    step = gpt()
+    sizes = {k: v for k, v in TINY.items() if k != "D"}
+    best = cg.largest(step, "D", memory=10**7, multiple_of=3, **sizes)
+    assert best % 3 == 0
+    assert cg.peak_memory(step, D=best, **sizes) <= 10**7 < cg.peak_memory(step, D=best + 3, **sizes)
+    with pytest.raises(BindingError, match="largest: multiple_of=0: expected a positive integer"):
+        cg.largest(step, "D", memory=10**7, multiple_of=0, **sizes)

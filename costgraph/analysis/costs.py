@@ -12,13 +12,14 @@ import sympy
 from ..arguments import need_choice, need_flag
 from ..bind import Formula, answer
 from ..dtypes import promote
-from ..errors import GraphError
+from ..errors import GraphError, UnsupportedError
 from ..extremum import as_expr
 from ..graph import Graph, need_graph
 from ..op import Op
-from ..polynomial import ONE, Poly, total
+from ..polynomial import ONE, ZERO, Poly, total
 from ..rules import Flops
 from ..sizes import bindings, known_names
+from ..tensor import Storage, Tensor
 from .aliases import aliased, situations
 from .collecting import collection_paused
 from .table import FLOP_KINDS, CostRow, Costs
@@ -42,21 +43,56 @@ def executions(graph: Graph, times: Poly = ONE, *, moves: bool = True) -> Iterat
     An op is yielded again for iterations of a Repeat in which it reads another number of different tensors; what it
     reads has to be asked for before the next one.
     """
+    yield from _executions(graph, times, moves, {})
+
+
+def _executions(graph: Graph, times: Poly, moves: bool, absent: dict[Tensor, Poly]) -> Iterator[tuple[Op, Poly, bool]]:
+    """As above; `absent` has the sums that are not there yet, and in how many of the executions they are not."""
     for op in graph.ops:
         if op.kind.body == "repeated":
-            assert op.body is not None
-            for aliases, runs in situations(op):
-                with aliased(aliases):
-                    yield from executions(op.body, times * runs, moves=moves)
+            yield from _iterations(op, times, moves, absent)
             continue
-        yield op, times, moves
+        if op.kind.name == "absent":
+            absent[op.results[0]] = times
+            continue
+        runs = times
+        if op.kind.name == "accumulate":  # the first term of a sum becomes it
+            runs = times - absent.get(op.operands[0], ZERO)
+            if not runs:
+                continue
+        yield op, runs, moves
         if op.body is not None:
-            yield from executions(op.body, times, moves=False)
+            yield from _executions(op.body, times, False, absent)
+
+
+def _iterations(op: Op, times: Poly, moves: bool, absent: dict[Tensor, Poly]) -> Iterator[tuple[Op, Poly, bool]]:
+    body, first = op.body, op.attrs["carries"]
+    assert body is not None
+    for nth, (aliases, runs) in enumerate(_situations(op)):
+        inner = {}
+        for i, (f, t) in enumerate(zip(body.formals, op.operands, strict=True)):
+            if t in absent and (nth == 0 or i >= first):
+                inner[f] = absent[t] * runs if i >= first else absent[t]
+        with aliased(aliases):
+            yield from _executions(body, times * runs, moves, inner)
+
+
+def _situations(op: Op) -> list[tuple[Mapping[Storage, tuple[Storage, Poly]], Poly]]:
+    """Return the situations of a loop; one up to the iteration of the loop around runs 0 + 1 + ... times."""
+    found = situations(op)
+    if not op.attrs.get("until"):
+        return found
+    if len(found) > 1:
+        raise UnsupportedError(f"{op.name!r} reads one tensor under two names, expected a loop that reads each once")
+    # as often in the mean
+    return [(found[0][0], (op.attrs["count"] - 1) / 2)]
 
 
 def compute_dtype(op: Op) -> str:
     """Return the format that an op calculates in: the common one of its floating operands, else of its result."""
     floats = [t.dtype for t in op.operands if t.dtype.kind == "float"] or [t.dtype for t in op.results[:1]]
+    if op.kind.name == "einsum" and len({f.bits for f in floats}) == 1 and floats[0].bits <= 8:
+        return max(floats, key=lambda f: f.mantissa).name  # E4M3 times E5M2 runs on the units of either
     return fold(promote, floats).name
 
 

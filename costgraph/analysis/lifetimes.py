@@ -6,35 +6,21 @@ inputs, parameters, buffers and caches live throughout, outputs to the end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import lcm
 from types import MappingProxyType
 
 from ..bind import Formula, answer
 from ..graph import Graph, need_graph
+from ..layout import numel
 from ..op import Op
-from ..polynomial import ONE, ZERO, Poly
+from ..polynomial import ONE, ZERO, Poly, as_poly
 from ..sizes import bindings
 from ..tensor import Storage, Tensor
+from .families import Family, Held, Life, Rest, piece
 
 __all__ = ["Life", "Lifetime", "Program", "Step", "copies_needed", "lifetimes", "period", "play"]
-
-
-@dataclass(eq=False, slots=True)
-class Life:
-    """A storage while the program runs."""
-
-    name: str
-    """name of the tensor that it was made for, with its iteration"""
-    role: str
-    """input, param, buffer, cache, output or activation"""
-    bytes: Poly
-    """bytes it takes"""
-    born: int | None
-    """step that makes it, None for what is there from the start"""
-    dies: int | None
-    """last step that needs it, None for what stays to the end"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +60,37 @@ def copies_needed(op: Op) -> int:
     More where a body hands its carries around: what is made in one iteration then lives through some more, and the
     one in the middle needs as many before it and after it.
     """
-    return 3 + 2 * len(_handed_on(op))
+    if not _leaves_storages(op):
+        return 3 + 2 * len(_handed_on(op))
+    # what an iteration leaves behind changes from one to the next: two in the middle, at either end, are looked at
+    most = 4 + 2 * max(len(_handed_on(o)) for o in _leaving(op))
+    # a loop up to the iteration of another one has as many iterations as it needs in those behind the middle
+    return most + 2 * any(o.attrs.get("until") for o in op.graph.root.walk())
+
+
+def _leaves_storages(op: Op) -> bool:
+    """Whether a loop makes, or reads, one storage an iteration that does not live throughout."""
+    first = op.attrs["carries"]
+    read = op.operands[first : first + op.attrs["xs"]]
+    return bool(op.attrs.get("saved")) or any(t.storage.pieces and t.role in ("activation", "formal") for t in read)
+
+
+def _leaving(op: Op) -> list[Op]:
+    """List the loops of a graph that leave storages behind: as many iterations are looked at of each of them."""
+    root = op.graph.root
+    if "leaving" not in root.cache:
+        loops = (o for o in root.walk() if o.kind.body == "repeated")
+        root.cache["leaving"] = [o for o in loops if _leaves_storages(o)]
+    found: list[Op] = root.cache["leaving"]
+    return found
 
 
 def period(op: Op) -> int:
     """Return after how many iterations the carries that a body only exchanges are back in their places."""
+    return lcm(*map(_period, _leaving(op) if _leaves_storages(op) else [op]))
+
+
+def _period(op: Op) -> int:
     moves, out = _handed_on(op), 1
     for start in moves:
         at, length = moves[start], 1
@@ -95,65 +107,108 @@ class _Player:
         self.copies = copies
         self.values = values
         self.program = Program()
+        self.around: list[tuple[int, int, Poly]] = []
+        """iteration of each loop around, of how many that are played, and the count"""
 
-    def sources(self, graph: Graph, env: dict[Storage, Life], times: Poly = ONE) -> None:
+    def sources(self, graph: Graph, env: dict[Storage, Held], times: Poly = ONE) -> None:
         """Add what lives throughout: in a Repeat's body, that of all its iterations at once."""
         for t in graph.tensors:
             if t.producer is None and t.role != "formal":
-                env[t.storage] = Life(t.name, t.role, t.storage.bytes * times, None, None)
-                self.program.lives.append(env[t.storage])
+                many = times * numel(t.sizes[: t.storage.pieces])
+                life = env[t.storage] = Life(t.name, t.role, t.storage.bytes * times, None, None, many)
+                self.program.lives.append(life)
         for op in graph.ops:
             if op.body is not None:
                 self.sources(op.body, env, times * op.attrs["count"] if op.kind.body == "repeated" else times)
 
-    def run(self, graph: Graph, env: dict[Storage, Life], label: str) -> None:
+    def run(self, graph: Graph, env: dict[Storage, Held], label: tuple[object, ...]) -> None:
         for op in graph.ops:
             if op.kind.body == "repeated":
                 self.loop(op, env, label)
-                continue
-            now = len(self.program.steps)
-            for t in op.operands:
-                self.touch(env[t.storage], now)
-            for t in op.results:
-                if t.storage not in env:
-                    env[t.storage] = self.birth(t, now, label)
-                self.touch(env[t.storage], now)
-            self.program.steps.append(Step(op, op.name + label, op.attrs.get("workspace", ZERO)))
+            elif op.kind.name == "absent":
+                env[op.results[0].storage] = None
+            elif op.kind.name == "accumulate" and env[op.operands[0].storage] is None:
+                env[op.operands[0].storage] = env[op.operands[1].storage]
+            else:
+                self.step(op, env, label)
 
-    def birth(self, t: Tensor, now: int, label: str) -> Life:
-        life = Life(t.name + label, "activation", t.storage.bytes, now, now)
+    def step(self, op: Op, env: dict[Storage, Held], label: tuple[object, ...]) -> None:
+        now = len(self.program.steps)
+        for t in op.operands:
+            self.touch(env[t.storage], now)
+        for t in op.results:
+            if t.storage not in env:
+                env[t.storage] = self.birth(t, now, label, op.phase)
+            self.touch(env[t.storage], now)
+        self.program.steps.append(Step(op, op.name + "".join(map(str, label)), op.attrs.get("workspace", ZERO)))
+
+    def birth(self, t: Tensor, now: int, label: tuple[object, ...], phase: str) -> Life:
+        role = "activation" if phase == "forward" else "temporary"
+        life = Life(t.name + "".join(map(str, label)), role, t.storage.bytes, now, now, ONE, (t.storage, *label))
         self.program.lives.append(life)
         return life
 
     @staticmethod
-    def touch(life: Life, now: int) -> None:
-        if life.dies is not None:
-            life.dies = max(life.dies, now)
+    def touch(held: Held, now: int) -> None:
+        for life in held.every() if held is not None else ():
+            if life.dies is not None:
+                life.dies = max(life.dies, now)
 
-    def loop(self, op: Op, env: dict[Storage, Life], label: str) -> None:
-        body, carries = op.body, op.attrs["carries"]
+    def loop(self, op: Op, env: dict[Storage, Held], label: tuple[object, ...]) -> None:
+        body, carries, reverse = op.body, op.attrs["carries"], op.attrs.get("reverse", False)
         assert body is not None
-        start = len(self.program.steps)
+        start, saved = len(self.program.steps), len(op.results) - op.attrs.get("saved", 0)
         # the stacks are there before the first slice is written
-        stacks = [self.birth(t, start, label) for t in op.results[carries:]]
+        stacks = [self.birth(t, start, label, op.phase) for t in op.results[carries:saved]]
         fixed = {f.storage: env[t.storage] for f, t in zip(body.formals, op.operands, strict=True)}
+        xs = dict(list(fixed.items())[carries : carries + op.attrs["xs"]])
         state = [env[t.storage] for t in op.operands[:carries]]
         count, times = op.attrs["count"].bind(self.values), self.copies(op)
+        if op.attrs.get("until"):
+            count, times = self.before(op)
+        left: list[list[Held]] = []
+        turn = start
+        middle = times - times // 2 if reverse else times // 2
         for i in range(times):
+            if i == middle:
+                self.rest_read(xs.values())
+                turn = len(self.program.steps)
             inner = {**env, **fixed}
-            inner |= {f.storage: life for f, life in zip(body.formals[:carries], state, strict=True)}
-            inner |= {t.storage: life for t, life in zip(body.outputs[carries:], stacks, strict=True)}
-            self.run(body, inner, f"{label}[{_iteration(i, times, count)}]")
+            at = times - 1 - i if reverse else i
+            inner |= {f: piece(held, at) for f, held in xs.items()}
+            inner |= {f.storage: held for f, held in zip(body.formals[:carries], state, strict=True)}
+            inner |= {t.storage: life for t, life in zip(body.outputs[carries:saved], stacks, strict=True)}
+            self.around.append((at, times, count))
+            self.run(body, inner, (*label, f"[{_iteration(at, times, count)}]"))
+            self.around.pop()
             state = [inner[t.storage] for t in body.outputs[:carries]]
-        env |= {t.storage: life for t, life in zip(op.results, [*state, *stacks], strict=True)}
+            left.append([inner[t.storage] for t in body.outputs[saved:]])
+        rest = Rest(start, turn, count - times, len(label), middle - 1, list(xs.values()))
+        made: list[Held] = [rest.family([row[k] for row in left], reverse) for k in range(len(op.results) - saved)]
+        self.program.lives += rest.lives.values()
+        env |= {t.storage: held for t, held in zip(op.results, [*state, *stacks, *made], strict=True)}
+
+    def before(self, op: Op) -> tuple[Poly, int]:
+        """Return how many iterations of the loop around come before the one that runs, and how many to play."""
+        at, times, count = self.around[-1]
+        index = as_poly(at) if count.constant == times or at < times // 2 else count - (times - at)
+        needed = copies_needed(op)
+        return index, needed if index.constant is None else min(int(index.constant), needed)
+
+    def rest_read(self, families: Iterable[Held]) -> None:
+        """Let the iterations that are not played read their slices."""
+        for held in families:
+            if isinstance(held, Family):
+                for life in held.rest:
+                    self.touch(life, len(self.program.steps) - 1)
 
 
 def _iteration(i: int, times: int, count: Poly) -> str:
     """Name an iteration: its number, or what it stands for where the count is a symbol."""
-    if count.constant == times:
+    if count.constant == times or i < times // 2:
         return str(i)
-    middle = times // 2
-    return str(i) if i < middle else "i" if i == middle else str(count - (times - i)).replace(" ", "")
+    middle = times % 2 and i == times // 2
+    return "i" if middle else str(count - (times - i)).replace(" ", "")
 
 
 def play(
@@ -176,13 +231,15 @@ def play(
         Steps and storages.
     """
     player = _Player(copies, values)
-    env: dict[Storage, Life] = {}
+    env: dict[Storage, Held] = {}
     player.sources(graph, env)
-    player.run(graph, env, "")
-    for t in graph.outputs:
-        life = env[t.storage]
-        if life.born is not None:
-            life.role, life.dies = "output", None
+    player.run(graph, env, ())
+    for role, kept in (("output", graph.outputs), ("gradient", graph.gradients.values())):
+        for t in kept:
+            held = env[t.storage]
+            for life in held.every() if held is not None else ():
+                if life.born is not None:
+                    life.role, life.dies = role, None
     return player.program
 
 

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from itertools import product
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from itertools import accumulate, product
 from math import lcm
 
-from ..bind import Formula, answer, need_bound
+from ..arguments import need_choice
+from ..bind import Formula, answer, need_bound, number
 from ..dominance import prune
 from ..extremum import Owner, Regime, extremum
 from ..graph import Graph, need_graph
-from ..op import Op
-from ..polynomial import Monomial, Poly, Rational, total
+from ..polynomial import ONE, Monomial, Poly, Rational, as_poly, total
 from ..sizes import bindings
 from .collecting import collection_paused
 from .hooks import PLOTTERS
+from .hull import at_most, corners
 from .lifetimes import Program, copies_for, copies_needed, period, play
 
-__all__ = ["Moment", "Timeline", "live_bytes", "peak_cases", "peak_memory", "timeline"]
+__all__ = ["Moment", "Timeline", "live_bytes", "live_cases", "peak_cases", "peak_memory", "timeline"]
 
 # Unrolled further than this, a timeline is played with the iterations that can differ alone.
 _MOST_STEPS = 20_000
@@ -57,7 +59,9 @@ def _accumulate(live: dict[Monomial, Rational], p: Poly, sign: int) -> None:
 
 
 @collection_paused()
-def _regimes(graph: Graph, values: Mapping[str, Poly]) -> list[tuple[Poly, Owner]]:
+def live_cases(
+    graph: Graph, values: Mapping[str, Poly], view: Callable[[Graph, Program], Program] | None = None
+) -> list[tuple[Poly, Owner]]:
     """Return the live bytes at every op that may hold the peak, dominated ones left out.
 
     Parameters
@@ -66,6 +70,8 @@ def _regimes(graph: Graph, values: Mapping[str, Poly]) -> list[tuple[Poly, Owner
         What is asked.
     values : mapping of str to Poly
         Bound sizes: only their counts of Repeats matter here.
+    view : callable, optional
+        What of a program is looked at.
 
     Returns
     -------
@@ -76,27 +82,39 @@ def _regimes(graph: Graph, values: Mapping[str, Poly]) -> list[tuple[Poly, Owner
     # where a body exchanges carries, an open count may leave them in any of their places
     ends = lcm(*(period(op) for op in loops if op.attrs["count"].bind(values).constant is None))
     rules = [copies_for(values, extra) for extra in range(ends)]
-    key = ("peak", tuple(copies(op) for copies in rules for op in loops))
+    key: tuple[object, ...] = ("peak", view, tuple(copies(op) for copies in rules for op in loops))
+    counts: Mapping[str, Poly] = {}
+    if any(op.attrs.get("until") for op in loops):  # how often these run depends on the counts themselves
+        counts = values
+        key = (*key, tuple(op.attrs["count"].bind(values) for op in loops))
     if key not in graph.cache:
-        programs = [play(graph, copies) for copies in rules]
+        programs = [play(graph, copies, counts) for copies in rules]
+        if view is not None:
+            programs = [view(graph, program) for program in programs]
         # one by one: most of them are equal, and only the first of equal ones is kept
         candidates = (
             (p, Owner(program.steps[at].where, program.steps[at].op.phase) if at >= 0 else Owner())
             for program in programs
             for at, p in live_bytes(program)
         )
-        graph.cache[key] = prune(candidates, graph.root.relations)
+        graph.cache[key] = prune(corners(candidates), graph.root.relations)
     out: list[tuple[Poly, Owner]] = graph.cache[key]
     return out
 
 
-def peak_memory(graph: Graph, /, **dims: int) -> Formula:
+#: Bytes of which an allocator hands out multiples: torch's on CUDA has blocks of 512 B.
+ALLOCATORS = {"exact": 1, "cuda": 512}
+
+
+def peak_memory(graph: Graph, /, *, allocator: str = "exact", **dims: int) -> Formula:
     """Return the peak memory: the most bytes live at once.
 
     Parameters
     ----------
     graph : Graph
         What is asked.
+    allocator : str
+        exact, or cuda: each storage takes whole blocks of 512 B, as torch hands them out; all sizes are bound then.
     **dims : int
         Sizes to bind.
 
@@ -130,7 +148,30 @@ def peak_memory(graph: Graph, /, **dims: int) -> Formula:
     ['relu', 'einsum_1']
     """
     need_graph("peak_memory", graph)
-    return answer(extremum(_bound_regimes(graph, bindings(graph, dims))))
+    need_choice("peak_memory: allocator", allocator, tuple(ALLOCATORS))
+    values = bindings(graph, dims)
+    if allocator != "exact":
+        return _in_blocks(graph, values, ALLOCATORS[allocator])
+    return answer(extremum(_bound_regimes(graph, values)))
+
+
+def _in_blocks(graph: Graph, values: Mapping[str, Poly], block: int) -> int:
+    """Return the peak where each storage takes whole blocks."""
+    program = play(graph, copies_for(values), values)
+
+    def taken(bytes_: Poly, many: Poly = ONE) -> int:
+        amount, count = (answer(p.bind(values)) for p in (bytes_, many))
+        need_bound([amount, count], "peak in blocks of an allocator")
+        return int(count) * int(-(-Fraction(amount) / int(count) // block)) * block if amount else 0
+
+    change = [0] * (len(program.steps) + 1)
+    for life in program.lives:
+        amount = taken(life.bytes, life.many)
+        change[life.born or 0] += amount
+        if life.dies is not None:
+            change[life.dies + 1] -= amount
+    live = list(accumulate(change))
+    return max((live[i] + taken(step.workspace) for i, step in enumerate(program.steps)), default=live[0])
 
 
 def peak_cases(graph: Graph, values: Mapping[str, Poly]) -> tuple[Regime, ...]:
@@ -139,7 +180,7 @@ def peak_cases(graph: Graph, values: Mapping[str, Poly]) -> tuple[Regime, ...]:
 
 
 def _bound_regimes(graph: Graph, values: Mapping[str, Poly]) -> list[tuple[Poly, Owner]]:
-    found = [(p.bind(values), owner) for p, owner in _regimes(graph, values)]
+    found = [(p.bind(values), owner) for p, owner in live_cases(graph, values)]
     if all(p.constant is not None for p, _ in found):
         return [max(found, key=lambda item: item[0].constant or 0)]
     return prune(found, graph.root.relations) if values else found
@@ -170,6 +211,8 @@ class Timeline:
     _roles: dict[str, Formula] | None
     regimes: tuple[Regime, ...] = ()
     """what the peak can be, with the op and the phase that own each case; one once all sizes are bound"""
+    roles: Mapping[str, tuple[int | float, ...]] = field(default_factory=dict)
+    """bytes of each role at each of the moments; empty while a size is open"""
 
     def _held(self) -> Moment:
         if len(self.regimes) > 1:
@@ -240,7 +283,7 @@ def timeline(graph: Graph, /, **dims: int) -> Timeline:
     Returns
     -------
     Timeline
-        `.peak`, `.op`, `.phase`, `.by_role`, `.moments` and `.plot(path)`.
+        `.peak`, `.op`, `.phase`, `.by_role`, `.moments`, `.roles` (of each moment) and `.plot(path)`.
 
     Raises
     ------
@@ -270,43 +313,63 @@ def timeline(graph: Graph, /, **dims: int) -> Timeline:
         by_role = {role: answer(total(parts)) for role, parts in roles.items()}
         owner = program.steps[at].where if at >= 0 else None, program.steps[at].op.phase if at >= 0 else None
         return Timeline(
-            answer(most), moments, {} if whole else _holds_from(graph, values), by_role, (Regime(most.expr, *owner),)
-        )
+            answer(most), moments, {} if whole else _holds_from(graph, values), by_role, (Regime(most.expr, *owner),),
+            _roles_over(program, values, [at for at, _ in live]),
+        )  # fmt: skip
     peak = answer(extremum(_bound_regimes(graph, values)))
     return Timeline(peak, moments, _holds_from(graph, values), None, peak_cases(graph, values))
 
 
+def _roles_over(program: Program, values: Mapping[str, Poly], at: Sequence[int]) -> dict[str, tuple[int | float, ...]]:
+    """Return the bytes of each role, all sizes bound, at some steps."""
+    changes: dict[str, dict[int, Rational]] = {}
+    for life in program.lives:
+        own, amount = changes.setdefault(life.role, {}), life.bytes.bind(values).constant or 0
+        born = -1 if life.born is None else life.born
+        own[born] = own.get(born, 0) + amount
+        if life.dies is not None:
+            own[life.dies + 1] = own.get(life.dies + 1, 0) - amount
+    needs = {i: step.workspace.bind(values).constant or 0 for i, step in enumerate(program.steps) if step.workspace}
+    out: dict[str, tuple[int | float, ...]] = {}
+    for role, own in changes.items():
+        live, due, amounts = Fraction(0), sorted(own, reverse=True), []
+        for now in at:
+            while due and due[-1] <= now:
+                live += own[due.pop()]
+            amounts.append(number(live))
+        out[role] = tuple(amounts)
+    return out | ({"workspace": tuple(number(Fraction(needs.get(now, 0))) for now in at)} if needs else {})
+
+
 def _holds_from(graph: Graph, values: Mapping[str, Poly]) -> dict[str, int]:
-    """Find for each symbolic count the least value at which fewer iterations give the same peak.
+    """Find for each symbol in a count the least value from which on the formulas hold.
 
-    Loops of the same count have fewer iterations together, and counts that differ at the same time or one alone.
+    With the symbol bound, a formula has to be what comes out where the loops have so many iterations. Symbols are
+    tried one by one, the others open or at the least value that was found for them; those of counts with several
+    symbols, such as L/k, hold wherever the counts are whole.
     """
-    groups: dict[Poly, list[Op]] = {}
-    for op in graph.walk():
-        if op.kind.body == "repeated" and op.attrs["count"].bind(values).constant is None:
-            groups.setdefault(op.attrs["count"].bind(values), []).append(op)
-    general = copies_for(values)
-    full = {p for p, _ in _regimes(graph, values)}
-    least: dict[Poly, int] = {}
+    counts = {
+        op.attrs["count"].bind(values): op
+        for op in graph.walk()
+        if op.kind.body == "repeated" and op.attrs["count"].bind(values).constant is None
+    }
+    least: dict[str, int] = {}
+    for name in sorted({n for p in counts if len(p.names()) == 1 for n in p.names()}):
+        loops = [(p, op) for p, op in counts.items() if p.names() == {name}]
+        value = 1
+        while any((p.bind({name: as_poly(value)}).constant or 0) < copies_needed(op) for p, op in loops):
+            value += 1
+        tried = [dict(zip(least, picked, strict=True)) for picked in product(*((None, k) for k in least.values()))]
+        while value > 1 and all(_same(graph, values, {**others, name: value - 1}) for others in tried):
+            value -= 1
+        least[name] = value
+    return least
 
-    def same(chosen: Mapping[Poly, int | None]) -> bool:
-        """Whether the peak is the same with so many iterations of some loops."""
 
-        def copies(op: Op) -> int:
-            fewer = chosen.get(op.attrs["count"].bind(values))
-            return general(op) if fewer is None else min(fewer, general(op))
-
-        found = prune(((p, None) for _, p in live_bytes(play(graph, copies))), graph.root.relations)
-        return {p for p, _ in found} == full
-
-    for count, loops in groups.items():
-        n = max(map(copies_needed, loops))
-        others = [dict(zip(least, picked, strict=True)) for picked in product(*((None, k) for k in least.values()))]
-        while n > 1 and all(same({**other, count: n - 1}) for other in others):
-            n -= 1
-        least[count] = n
-    out: dict[str, int] = {}
-    for count, n in least.items():
-        for name in count.names():
-            out[name] = max(n, out.get(name, 1))
-    return out
+def _same(graph: Graph, values: Mapping[str, Poly], chosen: Mapping[str, int | None]) -> bool:
+    """Whether the formula, with counts put in, is what comes out with so many iterations."""
+    bound = {**values, **{name: as_poly(k) for name, k in chosen.items() if k is not None}}
+    relations = graph.root.relations
+    formula = [p for p, _ in prune(((p.bind(bound), None) for p, _ in live_cases(graph, values)), relations)]
+    played = [p for p, _ in prune(((p.bind(bound), None) for p, _ in live_cases(graph, bound)), relations)]
+    return at_most(formula, played) and at_most(played, formula)

@@ -25,7 +25,7 @@ def gpt2(name: str, attention: str, dropout: float, dtype: str) -> cg.Graph:
     def block(x: cg.Tensor) -> cg.Tensor:
         y = cg.layer_norm(x, name="attention/norm")
         qkv = cg.linear(y, "b s d -> b s n h k", n=3, h=H, k=D / H, bias=True, name="attention/kqv")
-        q, k, v = (cg.rearrange(qkv[:, :, i], "b s h k -> b h s k") for i in range(3))
+        q, k, v = (cg.rearrange(part, "b s 1 h k -> b h s k") for part in cg.split(qkv, (1, 1, 1), 2))
         y = cg.attention(q, k, v, causal=True, kernel=attention, p=dropout, name="attention")
         y = cg.rearrange(y, "b h s k -> b s (h k)", name="attention/merge")
         y = cg.linear(y, "b s e -> b s d", d=D, bias=True, name="attention/proj")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import overload
 
 from .. import rules
@@ -12,14 +13,16 @@ from ..errors import GraphError, ShapeError
 from ..graph import Graph, current_graph, sizes_of
 from ..layout import contiguous
 from ..op import Attrs, OpKind, Result
+from ..polynomial import Poly
 from ..scopes import SCOPE, building, module, scope
 from ..symbols import is_name, shorten
 from ..tensor import Tensor
 from .layout import contiguous_copy
+from .pieces import pieces_of, slice_of
 from .pointwise import pointwise
 from .registry import register
 
-__all__ = ["KERNEL", "REPEAT", "Carry", "fused", "kernel", "repeat", "scan"]
+__all__ = ["KERNEL", "REPEAT", "Carry", "each", "fused", "kernel", "repeat", "save", "scan", "written_slices"]
 
 Carry = Tensor | tuple[Tensor, ...]
 
@@ -31,9 +34,11 @@ def _kernel_results(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result
 
 def _repeat_results(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
     body, carries, count = attrs["body"], attrs["carries"], attrs["count"]
-    out = []
+    out: list[Result] = []
     for i, t in enumerate(body.outputs):
-        if i < carries:
+        if i >= len(body.outputs) - attrs.get("saved", 0):
+            out.append(pieces_of(operands, attrs, t))
+        elif i < carries:
             entry = operands[i]
             if (
                 t.dtype != entry.dtype
@@ -43,7 +48,7 @@ def _repeat_results(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result
                 raise ShapeError(
                     f"carry {i + 1} enters the body as {entry!r} and leaves it as {t!r}, expected the same"
                 )
-            out.append(Result(entry.sizes, t.dtype))
+            out.append(Result(entry.sizes, t.dtype, pieces=entry.storage.pieces))
         else:
             out.append(Result((count, *t.sizes), t.dtype))
     return out
@@ -72,7 +77,7 @@ REPEAT = register(
 
 
 @contextmanager
-def kernel(name: str, *, workspace: object = 0) -> Iterator[Graph]:
+def kernel(name: str, *, workspace: object = 0, backward: str = "") -> Iterator[Graph]:
     """Fuse the ops made inside into one kernel: what they pass to each other never reaches memory.
 
     Parameters
@@ -81,6 +86,9 @@ def kernel(name: str, *, workspace: object = 0) -> Iterator[Graph]:
         Name of the kernel, also the scope of the ops inside.
     workspace : sympy.Expr or int
         Bytes that it needs while it runs, beside operands and results.
+    backward : str
+        How its gradients are made: by default in one kernel, which computes again from the operands what `save` does
+        not keep; with `ops` by an op for each op inside; or the name of a rule in `costgraph.vjp.kernels`.
 
     Yields
     ------
@@ -108,21 +116,32 @@ def kernel(name: str, *, workspace: object = 0) -> Iterator[Graph]:
     if not is_name(name):
         raise GraphError(f"kernel {shorten(str(name))}: expected an identifier")
     space = amount(f"kernel {name!r}: workspace", workspace)
+    if not isinstance(backward, str):
+        raise GraphError(f"kernel {name!r}: backward {backward!r}, expected 'ops' or the name of a rule")
     body = graph.start_body(name, fused=True)
     with scope(name), building(body):
         yield body
-    attrs = {"body": body, "workspace": space}
+    attrs = {"body": body, "workspace": space} | ({"backward": backward} if backward else {})
     body.owner = graph.add_op(KERNEL, body.captured, attrs, name)
     # its bytes stand in the table beside the FLOPs of the ops inside
     body.owner.scope = "/".join((*SCOPE.get(), name))
 
 
-def fused(name: str, function: Callable[..., Carry], *operands: Tensor, **options: object) -> Carry:
+def save(t: Tensor) -> Tensor:
+    """Mark a tensor inside a kernel: the kernel writes it as well where a backward pass reads it."""
+    maker = t.producer
+    if maker is None or not t.graph.fused:
+        raise GraphError(f"save {t!r}: expected a tensor that an op inside a kernel makes")
+    maker.attrs = MappingProxyType({**maker.attrs, "save": True})
+    return t
+
+
+def fused(name: str, function: Callable[..., Carry], *operands: Tensor, backward: str = "", **options: object) -> Carry:
     """Run a function of tensors inside one kernel and hand out what it returns."""
     if not operands or not all(isinstance(t, Tensor) for t in operands):
         raise GraphError(f"{name}: operands {operands!r}, expected tensors")
     graph = current_graph(operands[0].graph)
-    with building(graph), kernel(name) as body:
+    with building(graph), kernel(name, backward=backward) as body:
         made = function(*operands, **options)
     return tuple(body.export(t) for t in made) if isinstance(made, tuple) else body.export(made)
 
@@ -263,21 +282,61 @@ def _loop(
     body = graph.start_body(name, fused=False)
     with module(graph, name) as own, building(body):
         inner = [body.formal(t, f"{name}.carry{i}", t.sizes, contiguous(t.sizes)) for i, t in enumerate(carries)]
-        inner += [body.formal(t, f"{name}.x{i}", t.sizes[1:], t.strides[1:]) for i, t in enumerate(xs)]
+        inner += [slice_of(body, t, f"{name}.x{i}") for i, t in enumerate(xs)]
         after, ys = step(*inner)
         if len(after) != len(carries) or not all(isinstance(t, Tensor) for t in (*after, *ys)):
             raise GraphError(
                 f"repeat {name!r}: the body returned {after + ys!r}, expected {len(carries)} tensors to carry on"
             )
         after = tuple(contiguous_copy(body.adopt(t)) for t in after)
-        body.outputs += [*after, *_slices(body, after, ys)]
+        body.outputs += [*after, *written_slices(body, after, ys)]
     attrs = {"body": body, "count": times, "carries": len(carries), "xs": len(xs)}
     op = graph.add_op(REPEAT, (*carries, *xs, *body.captured), attrs, own)
     body.owner = op
     return op.results[: len(carries)], op.results[len(carries) :]
 
 
-def _slices(body: Graph, after: Sequence[Tensor], ys: Sequence[Tensor]) -> list[Tensor]:
+def each(
+    count: Poly,
+    step: Callable[..., tuple[Tensor, ...]],
+    xs: Sequence[Tensor],
+    *,
+    reverse: bool = False,
+    name: str = "each",
+) -> tuple[Tensor, ...]:
+    """Run a body once for each slice of some tensors, and keep what it returns one storage an iteration.
+
+    Parameters
+    ----------
+    count : Poly
+        Number of iterations, the size of the first axis of every `xs`.
+    step : callable
+        `step(*slices) -> tensors`; a slice that was written into in place comes back as the whole of its operand.
+    xs : sequence of Tensor
+        Read slice by slice.
+    reverse : bool
+        From the last slice to the first.
+    name : str
+        Name of the op, also the scope of what is inside.
+
+    Returns
+    -------
+    tuple of Tensor
+        With a first axis of size `count`.
+    """
+    graph = current_graph(xs[0].graph)
+    xs = [graph.adopt(t) for t in xs]
+    body = graph.start_body(name, fused=False)
+    with module(graph, name) as own, building(body):
+        inner = [slice_of(body, t, f"{name}.x{i}") for i, t in enumerate(xs)]
+        body.outputs += map(body.adopt, step(*inner))
+    attrs = {"body": body, "count": count, "carries": 0, "xs": len(xs), "saved": len(body.outputs)}
+    op = graph.add_op(REPEAT, (*xs, *body.captured), attrs | ({"reverse": True} if reverse else {}), own)
+    body.owner = op
+    return op.results
+
+
+def written_slices(body: Graph, after: Sequence[Tensor], ys: Sequence[Tensor]) -> list[Tensor]:
     """Return what is written into the stacks: storages of their own, copied where they are not."""
     used = {t.storage for t in (*body.formals, *after)}
     out = []

@@ -17,6 +17,7 @@ from ..dtypes import dtype as find_dtype
 from ..dtypes import promote
 from ..errors import GraphError, PatternError, ShapeError
 from ..graph import Graph, apply, current_graph
+from ..layout import Sizes
 from ..op import Attrs, OpKind, Result
 from ..pattern import Affine, Axes, Pattern, parse_pattern
 from ..polynomial import ONE, Poly, poly
@@ -27,7 +28,7 @@ from .order import best_orders
 from .reduce import reduce
 from .registry import register
 
-__all__ = ["EINSUM", "einsum"]
+__all__ = ["EINSUM", "contract", "einsum"]
 
 
 def _slide(pattern: Pattern, operands: Sequence[Tensor], extents: dict[str, Poly]) -> tuple[Poly, ...]:
@@ -68,14 +69,30 @@ def _infer(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
         for dim, size in zip(pattern.operands[i], t.sizes, strict=True):
             if isinstance(dim, Axes) and not t.graph.same(prod((extents[n] for n in dim.names), start=ONE), size):
                 raise ShapeError(f"operand {i + 1} {t!r}: an axis of size {size} where the pattern {dim} makes another")
+    domain = _result_domain(pattern, attrs.get("domain"))
+    if "sizes" in attrs:
+        return [
+            Result(_stated_sizes(pattern, extents, attrs["sizes"], operands[0].graph), attrs["dtype"], domain=domain)
+        ]
     sizes = tuple(prod((extents[n] for n in a.names), start=ONE) for a in pattern.result)
-    return [Result(sizes, attrs["dtype"], domain=_result_domain(pattern, attrs.get("domain")))]
+    return [Result(sizes, attrs["dtype"], domain=domain)]
+
+
+def _stated_sizes(pattern: Pattern, extents: dict[str, Poly], sizes: Sizes, graph: Graph) -> Sizes:
+    """Return the sizes of a result whose indices alone do not tell them: they stay where nothing lands, as zeros."""
+    if len(sizes) != len(pattern.result):
+        raise ShapeError(f"result of {len(sizes)} axes, the pattern {pattern} has {len(pattern.result)}")
+    for dim, size in zip(pattern.result, sizes, strict=True):
+        if isinstance(dim, Axes) and not graph.same(prod((extents[n] for n in dim.names), start=ONE), size):
+            raise ShapeError(f"result: an axis of size {size} where the pattern {dim} makes another")
+    return sizes
 
 
 def _result_domain(pattern: Pattern, restriction: tuple[Domain, str, str] | None) -> tuple[Domain, int, int] | None:
     if restriction is None:
         return None
-    places = [a.names for a in pattern.result]
+    # a place that an index makes is another position than that of its axis
+    places = [a.names if isinstance(a, Axes) else None for a in pattern.result]
     domain, query, key = restriction
     if (query,) in places and (key,) in places:
         return domain, places.index((query,)), places.index((key,))
@@ -182,6 +199,44 @@ def einsum(
     return apply(EINSUM, tensors, attrs, name)[0]
 
 
+def contract(
+    tensors: Sequence[Tensor], pattern: Pattern, extents: dict[str, Poly], attrs: Attrs, *, name: str = "einsum"
+) -> Tensor:
+    """Contract tensors by a pattern that may have indices, diagonals and axes of its own on the right side.
+
+    Parameters
+    ----------
+    tensors : sequence of Tensor
+        Operands.
+    pattern : Pattern
+        Of the operands and the result.
+    extents : dict of str to Poly
+        Size of every axis of the pattern.
+    attrs : mapping
+        What else the op has: `domain`, `dtype`, and where they are needed `sizes` of the result and `rooms`.
+    name : str
+        Name of the op.
+
+    Returns
+    -------
+    Tensor
+        As `einsum`; with `sizes`, zero where no index point lands, and the sum of those that land on one place.
+    """
+    whole = {**attrs, "pattern": pattern, "extents": extents}
+    if len(tensors) <= 2:
+        return apply(EINSUM, tensors, whole, name)[0]
+    graph = current_graph(tensors[0].graph)
+    names = tuple(dict.fromkeys(n for i in range(len(tensors)) for n in pattern.operand_names(i)))
+    kept = tuple(Axes((n,)) for n in names if n in pattern.result_names)
+    if "sizes" not in attrs:
+        return _chain(graph, list(tensors), pattern, extents, None, whole, name)
+    used = {n: extents[n] for n in names}
+    plain = {k: v for k, v in attrs.items() if k != "sizes"}
+    made = _chain(graph, list(tensors), Pattern(pattern.operands, kept), used, None, {**plain, "extents": used}, name)
+    last = {n: extents[n] for n in pattern.result_names}
+    return apply(EINSUM, [made], {**attrs, "pattern": Pattern((kept,), pattern.result), "extents": last}, name)[0]
+
+
 def _single(x: Tensor, pattern: Pattern, text: str, name: str) -> Tensor:
     # nothing is multiplied: a sum or a view
     if any(isinstance(a, Affine) for a in pattern.operands[0]):
@@ -246,7 +301,8 @@ def _chain(
         found = best_orders(axes, result, extents, graph.root.relations)
         if len(found.paths) > 1:
             space = found.workspace * attrs["dtype"].bits / 8  # bytes of the elements
-            return apply(EINSUM, tensors, {**attrs, "orders": found.flops, "workspace": space}, name)[0]
+            whole = {**attrs, "pattern": pattern, "orders": found.flops, "workspace": space}
+            return apply(EINSUM, tensors, whole, name)[0]
         order = found.paths[0]
     need_list("einsum: order", order)
     left = list(zip(tensors, (pattern.operand_names(i) for i in range(len(tensors))), pattern.operands, strict=True))

@@ -38,7 +38,11 @@ def _gathered(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
 def _scattered(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
     target, ids, updates = operands
     _need_integers(ids)
-    expected: Sizes = (*ids.sizes, *target.sizes[1:])
+    expected: Sizes = ids.sizes if attrs.get("along") else (*ids.sizes, *target.sizes[1:])
+    if attrs.get("along") and (
+        target.ndim != ids.ndim or not all(map(target.graph.same, target.sizes[:-1], ids.sizes[:-1]))
+    ):
+        raise ShapeError(f"indices {ids!r} along {target!r}: expected the same axes except the last")
     if len(expected) != updates.ndim or not all(map(target.graph.same, expected, updates.sizes)):
         raise ShapeError(f"updates {updates!r}: expected ({', '.join(map(str, expected))}) for {ids!r} into {target!r}")
     if updates.dtype != target.dtype:
@@ -117,6 +121,7 @@ def scatter(
     mode: str = "add",
     *,
     inplace: bool = True,
+    along: bool = False,
     name: str = "scatter",
 ) -> Tensor:
     """Add rows to those of a target, or overwrite them: the reverse of `gather`.
@@ -128,11 +133,13 @@ def scatter(
     ids : Tensor
         Which row each update belongs to.
     updates : Tensor
-        Shape of `ids` followed by that of a row.
+        Shape of `ids` followed by that of a row; with `along` that of `ids`.
     mode : str
         add (one FLOP for each element of the updates) or set (none).
     inplace : bool
         Write into the target's storage; otherwise into a copy of it.
+    along : bool
+        Indices are positions along the last axis, as in `take_along`, and not rows.
     name : str
         Name of the op.
 
@@ -147,8 +154,8 @@ def scatter(
         If the mode is unknown, or shapes or formats do not fit.
     """
     need_choice("scatter: mode", mode, ("add", "set"))
-    need_flag("scatter", inplace=inplace)
-    attrs = {"mode": mode, **({"inplace": True} if inplace else {})}
+    need_flag("scatter", inplace=inplace, along=along)
+    attrs = {"mode": mode, **({"inplace": True} if inplace else {}), **({"along": True} if along else {})}
     return apply(SCATTER, [target, ids, updates], attrs, name)[0]
 
 

@@ -24,6 +24,8 @@ from .extents import extents_of
 from .registry import register
 
 __all__ = [
+    "EXPAND",
+    "REARRANGE",
     "concat",
     "contiguous_copy",
     "expand",
@@ -93,7 +95,8 @@ def _expanded(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
         if at is not None and x.sizes[at] != ONE and not x.graph.same(size, x.sizes[at]):
             raise ShapeError(f"expand of {x!r}: axis {at} to {size}, expected its own size or an axis of size 1")
         strides.append(ZERO if at is None or (x.sizes[at] == ONE and size != ONE) else x.strides[at])
-    return [Result(sizes, x.dtype, tuple(strides), of=0, offset=x.offset, domain=_moved(x, list(kept)))]
+    domain = attrs["domain"] if "domain" in attrs else _moved(x, list(kept))
+    return [Result(sizes, x.dtype, tuple(strides), of=0, offset=x.offset, domain=domain)]
 
 
 def _joined(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
@@ -210,10 +213,14 @@ def slice_axis(x: Tensor, axis: int, start: object, size: object, step: int = 1,
         If the positions are known to lie outside.
     """
     need_tensor("slice", x)
+    return _cut(x, axis, start, size, step, name)
+
+
+def _cut(x: Tensor, axis: int, start: object, size: object, step: int, name: str, **more: bool) -> Tensor:
     if isinstance(step, bool) or not isinstance(step, int) or step < 1:
         raise ShapeError(f"slice of {x!r}: step {step!r}, expected a positive integer")
     at, first, count = _axis(x, axis), poly(start), poly(size)
-    attrs = {"axis": at, "start": first, "size": count, "step": step}
+    attrs = {"axis": at, "start": first, "size": count, "step": step, **more}
     # looked at again when sizes are bound, as is the start
     attrs["room"] = _room(x.sizes[at], first, count, step)
     return apply(SLICE, [x], attrs, name)[0]
@@ -232,7 +239,9 @@ def split(x: Tensor, sizes: Sequence[object], axis: int = -1, *, name: str = "sp
     at = _axis(x, axis)
     if not current_graph(x.graph).same(total(parts), x.sizes[at]):
         raise ShapeError(f"split of {x!r}: parts {list(parts)} add up to {total(parts)}, expected {x.sizes[at]}")
-    return tuple(slice_axis(x, at, total(parts[:i]), part, name=name) for i, part in enumerate(parts))
+    # parts of one split: their gradients are joined by one op
+    starts = [total(parts[:i]) for i in range(len(parts))]
+    return tuple(_cut(x, at, start, part, 1, name, split=True) for start, part in zip(starts, parts, strict=True))
 
 
 def expand(x: Tensor, pattern: str, /, *, name: str = "expand", **sizes: object) -> Tensor:

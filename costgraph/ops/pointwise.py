@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import reduce as fold
 from numbers import Integral, Real
 
@@ -17,91 +16,16 @@ from ..errors import GraphError, ShapeError
 from ..graph import apply
 from ..layout import Sizes, elementwise
 from ..op import Attrs, OpKind, Result
-from ..polynomial import ONE
+from ..polynomial import ONE, Poly
 from ..tensor import Tensor
+from .functions import FUNCTIONS, Function
 from .registry import register
 
 __all__ = ["FUNCTIONS", "POINTWISE", "Function", "cast", "pointwise"]
 
 
-@dataclass(frozen=True)
-class Function:
-    """An elementwise function: what one element costs."""
-
-    name: str
-    """Name in tables, files and `costgraph.pointwise`."""
-    arity: int
-    """Number of operands."""
-    flops: int
-    """Adds, multiplies, divides, comparisons and selections."""
-    transcendentals: int = 0
-    """exp, log, sqrt, sin, tanh, erf and the like, one each."""
-    result: str = "same"
-    """Format of the result: same as the operands', float, or bool."""
-    formula: str = ""
-    """What is computed."""
-
-
-def _table() -> dict[str, Function]:
-    f = Function
-    rows = [
-        f("copy", 1, 0, formula="x"),
-        f("cast", 1, 0, formula="x in another format"),
-        f("add", 2, 1, formula="a + b"),
-        f("sub", 2, 1, formula="a - b"),
-        f("mul", 2, 1, formula="a * b"),
-        f("div", 2, 1, result="float", formula="a / b"),
-        f("maximum", 2, 1, formula="max(a, b)"),
-        f("minimum", 2, 1, formula="min(a, b)"),
-        f("pow", 2, 1, 2, "float", "exp(b * log(a))"),
-        f("eq", 2, 1, result="bool", formula="a == b"),
-        f("less", 2, 1, result="bool", formula="a < b"),
-        f("logical_and", 2, 1, result="bool", formula="a and b"),
-        f("where", 3, 1, formula="a if c else b"),
-        f("masked_fill", 2, 1, formula="fill if mask else x"),
-        f("causal_mask", 1, 1, formula="x, or -inf where the query does not see the key"),
-        f("fma", 3, 2, formula="a * b + c"),
-        f("lerp", 3, 3, formula="a + t * (b - a)"),
-        f("neg", 1, 1, formula="-x"),
-        f("abs", 1, 1, formula="|x|"),
-        f("sign", 1, 1, formula="sign(x)"),
-        f("square", 1, 1, formula="x * x"),
-        f("reciprocal", 1, 1, result="float", formula="1 / x"),
-        f("clamp", 1, 2, formula="min(max(x, low), high)"),
-        f("round", 1, 1, formula="nearest integer"),
-        f("floor", 1, 1, formula="largest integer below"),
-        f("logical_not", 1, 1, result="bool", formula="not x"),
-        f("exp", 1, 0, 1, "float", "exp(x)"),
-        f("expm1", 1, 0, 1, "float", "exp(x) - 1"),
-        f("log", 1, 0, 1, "float", "log(x)"),
-        f("log1p", 1, 0, 1, "float", "log(1 + x)"),
-        f("sqrt", 1, 0, 1, "float", "sqrt(x)"),
-        f("rsqrt", 1, 0, 1, "float", "1 / sqrt(x)"),
-        f("sin", 1, 0, 1, "float", "sin(x)"),
-        f("cos", 1, 0, 1, "float", "cos(x)"),
-        f("tanh", 1, 0, 1, "float", "tanh(x)"),
-        f("erf", 1, 0, 1, "float", "erf(x)"),
-        f("relu", 1, 1, formula="max(x, 0)"),
-        f("relu6", 1, 2, formula="min(max(x, 0), 6)"),
-        f("relu2", 1, 2, formula="max(x, 0)**2"),
-        f("leaky_relu", 1, 2, formula="max(x, slope * x)"),
-        f("sigmoid", 1, 3, 1, "float", "1 / (1 + exp(-x))"),
-        f("silu", 1, 3, 1, "float", "x / (1 + exp(-x))"),
-        f("gelu", 1, 4, 1, "float", "0.5 * x * (1 + erf(x * sqrt(1/2)))"),
-        f("gelu_tanh", 1, 8, 1, "float", "0.5 * x * (1 + tanh(c * (x + 0.044715 * x*x*x)))"),
-        f("quick_gelu", 1, 3, 1, "float", "x / (1 + exp(-1.702 * x))"),
-        f("softplus", 1, 1, 2, "float", "log(1 + exp(x))"),
-        f("mish", 1, 2, 3, "float", "x * tanh(log(1 + exp(x)))"),
-        f("elu", 1, 4, 1, "float", "x if x > 0 else a * (exp(x) - 1)"),
-        f("softcap", 1, 2, 1, "float", "c * tanh(x / c)"),
-        f("hardsigmoid", 1, 4, formula="min(max(x + 3, 0), 6) / 6"),
-        f("hardswish", 1, 5, formula="x * min(max(x + 3, 0), 6) / 6"),
-    ]
-    return {row.name: row for row in rows}
-
-
-#: Every elementwise function by name.
-FUNCTIONS: dict[str, Function] = _table()
+#: Functions whose result has the format of the first operand: a mask and what fills it have no say.
+_FILLS = ("masked_fill", "masked_scale")
 
 
 def _broadcast(operands: Sequence[Tensor]) -> Sizes:
@@ -126,9 +50,9 @@ def _format(function: Function, operands: Sequence[Tensor], wanted: DType | None
     if function.result == "bool":
         return find_dtype("bool")
     # a condition, a mask and what fills it have no say in the format of what is selected
-    voters = operands[1:] if function.name == "where" else operands[:1] if function.name == "masked_fill" else operands
+    voters = operands[1:] if function.name == "where" else operands[:1] if function.name in _FILLS else operands
     common = fold(promote, (t.dtype for t in voters))
-    if function.name != "masked_fill":
+    if function.name not in _FILLS:
         common = _with_numbers(common, numbers)
     return find_dtype("fp32") if function.result == "float" and common.kind != "float" else common
 
@@ -144,11 +68,13 @@ def _kind_of(numbers: Sequence[object]) -> str:
     """Return the highest kind among Python numbers: float, int or bool."""
     if all(isinstance(n, bool | np.bool_) for n in numbers):
         return "bool"
-    return "int" if all(isinstance(n, Integral) for n in numbers) else "float"
+    return "int" if all(isinstance(n, Integral | Poly) for n in numbers) else "float"
 
 
-def _plain(number: object) -> int | float:
-    """Return a number as one of Python's own, which a file can hold."""
+def _plain(number: object) -> int | float | Poly:
+    """Return a number as one of Python's own or a size, which a file can hold."""
+    if isinstance(number, Poly):
+        return number
     if isinstance(number, np.generic):
         number = number.item()
     return number if isinstance(number, int | float) else float(number)  # type: ignore[arg-type]  # a Real
@@ -187,7 +113,7 @@ POINTWISE = register(
 
 def pointwise(
     function: str | Function,
-    *operands: Tensor | float,
+    *operands: Tensor | float | Poly,
     inplace: bool = False,
     dtype: object = None,
     name: str = "",
@@ -231,7 +157,8 @@ def pointwise(
         raise GraphError(f"pointwise: function {function!r}, expected one of {', '.join(FUNCTIONS)}")
     tensors = [t for t in operands if isinstance(t, Tensor)]
     numbers = [t for t in operands if not isinstance(t, Tensor)]
-    if not tensors or not all(isinstance(n, Real | np.bool_) for n in numbers):
+    # a size is a number that is known once sizes are bound
+    if not tensors or not all(isinstance(n, Real | np.bool_ | Poly) for n in numbers):
         raise GraphError(f"{record.name}: operands {operands!r}, expected tensors and numbers, one tensor at least")
     need_flag(record.name, inplace=inplace)
     attrs: dict[str, object] = {"function": record}

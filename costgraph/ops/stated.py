@@ -18,7 +18,7 @@ from ..rules import Flops
 from ..tensor import Tensor
 from .registry import register
 
-__all__ = ["COLLECTIVES", "collective", "opaque", "transfer"]
+__all__ = ["COLLECTIVES", "OPAQUE", "collective", "opaque", "transfer"]
 
 #: Collectives and what each does to the first axis: times the number of ranks, divided by it, or nothing.
 COLLECTIVES = {"all_reduce": 0, "all_gather": 1, "reduce_scatter": -1, "all_to_all": 0, "send": 0}
@@ -63,6 +63,7 @@ def opaque(
     reads: object = None,
     writes: object = None,
     workspace: object = 0,
+    backward: Mapping[str, object] | None = None,
 ) -> Any:
     """State the costs of an op that the others cannot express.
 
@@ -81,6 +82,11 @@ def opaque(
         Bytes read and written, in all or of each input and output; by default each is touched once as a whole.
     workspace : formula
         Bytes that it needs while it runs, beside inputs and outputs.
+    backward : mapping, optional
+        What its gradients cost, in one op; without it a backward pass through the op is an error. `flops`, and
+        `saves`, a mapping of `inputs` and `outputs` to the places of those that the backward pass reads, are needed;
+        `reads` (of the gradient of each output, then of each saved tensor), `writes` (of the gradient of each input)
+        and `workspace` may be left out.
 
     Returns
     -------
@@ -102,23 +108,59 @@ def opaque(
     (5*N, 12*N)
     """
     place = f"opaque {name!r}"
-    kinds = dict(flops) if isinstance(flops, Mapping) else {"pointwise": flops}
-    if not kinds:
-        raise GraphError(f"{place}: no FLOPs stated, expected 0 of an op that does none")
-    for kind in kinds:
-        need_choice(f"{place}: FLOPs of kind", kind, _KINDS)
     need_list(f"{place}: inputs", inputs)
     listed = outputs if isinstance(outputs, list) else [outputs]
     graph = current_graph(inputs[0].graph if inputs and isinstance(inputs[0], Tensor) else None)
     attrs = {
-        **{kind: amount(f"{place}: {kind} FLOPs", kinds.get(kind, ZERO)) for kind in _KINDS},
+        **_flops(place, flops),
         "outputs": tuple(_output(f"{place}: output {i + 1}", o, graph) for i, o in enumerate(listed)),
         "reads": _stated(f"{place}: reads", reads, len(inputs)),
         "writes": _stated(f"{place}: writes", writes, len(listed)),
         "workspace": amount(f"{place}: workspace", workspace),
     }
+    if backward is not None:
+        attrs["backward"] = _backward(f"{place}: backward", backward, len(inputs), len(listed))
     made = apply(OPAQUE, list(inputs), attrs, name)
     return made if isinstance(outputs, list) else made[0]
+
+
+def _flops(place: str, flops: object) -> dict[str, Any]:
+    kinds = dict(flops) if isinstance(flops, Mapping) else {"pointwise": flops}
+    if not kinds:
+        raise GraphError(f"{place}: no FLOPs stated, expected 0 of an op that does none")
+    for kind in kinds:
+        need_choice(f"{place}: FLOPs of kind", kind, _KINDS)
+    return {kind: amount(f"{place}: {kind} FLOPs", kinds.get(kind, ZERO)) for kind in _KINDS}
+
+
+def _backward(place: str, stated: object, inputs: int, outputs: int) -> dict[str, Any]:
+    """Return what is stated of a backward pass; amounts for all tensors stand alone."""
+    known = ("flops", "saves", "reads", "writes", "workspace")
+    if not isinstance(stated, Mapping) or not {"flops", "saves"} <= set(stated) <= set(known):
+        raise GraphError(
+            f"{place}: {stated!r}, expected a mapping with flops and saves, and of {', '.join(known)} only"
+        )
+    saves = stated["saves"]
+    if not isinstance(saves, Mapping) or not set(saves) <= {"inputs", "outputs"}:
+        raise GraphError(f"{place}: saves {saves!r}, expected places by 'inputs' and 'outputs'")
+    kept = {}
+    for what, count in (("inputs", inputs), ("outputs", outputs)):
+        places = kept[what] = tuple(need_list(f"{place}: saves of {what}", saves.get(what, ())))
+        if any(isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < count for i in places):
+            raise GraphError(f"{place}: saves {what} {places!r}, expected places below {count}")
+    read = outputs + sum(map(len, kept.values()))
+    return {
+        **_flops(place, stated["flops"]),
+        **kept,
+        "reads": _in_all_or_each(f"{place}: reads", stated.get("reads"), read),
+        "writes": _in_all_or_each(f"{place}: writes", stated.get("writes"), inputs),
+        "workspace": amount(f"{place}: workspace", stated.get("workspace", 0)),
+    }
+
+
+def _in_all_or_each(place: str, stated: object, expected: int) -> tuple[Poly, ...] | None:
+    found = _stated(place, stated, expected)
+    return found if found is None or isinstance(stated, list | tuple) else found[:1]
 
 
 def _output(place: str, output: object, graph: Graph) -> tuple[Sizes, DType]:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import sys
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Any
 
 import sympy
 import typer
@@ -21,13 +18,18 @@ from ..hardware import load_hardware
 from ..sizes import bindings
 from ..symbols import is_name, read_size, shorten
 from . import lists, text
+from . import options as opt
 from .data import report
-from .files import to_csv, to_json, write
+from .files import to_csv, to_json
 from .formula import formula_text, shared, write_formula
-from .plots import check_path, plot_timeline
 from .quantities import QUANTITIES, quantity_of, symbolic
+from .terminal import check_files, draw_report, say, screen, write_files
 
-__all__ = ["app", "load_model", "read_sizes"]
+__all__ = [
+    "app",
+    "load_model",
+    "read_sizes",
+]
 
 app = typer.Typer(
     name="costgraph",
@@ -43,30 +45,20 @@ app = typer.Typer(
 
 # -- arguments ---------------------------------------------------------------------------------------------------
 
-_MODEL_HELP = "A preset (costgraph models), or the .json file of a saved graph."
-_DEVICE_HELP = "Device (costgraph hardware), or the .toml file of one."
-_FALLBACK_HELP = "Format whose rate stands in for one that the device lacks."
-
-_Model = Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL_HELP)]
-_Sizes = Annotated[list[str] | None, typer.Argument(metavar="NAME=SIZE", help="Sizes: 8192, 8Ki, 1.5M, 70B.")]
-_Hardware = Annotated[str | None, typer.Option("--hardware", metavar="NAME", help=_DEVICE_HELP)]
-_Device = Annotated[str, typer.Option("--hardware", metavar="NAME", help=_DEVICE_HELP)]
-_Attention = Annotated[str | None, typer.Option("--attention", metavar="KERNEL", help="flash (the default) or eager.")]
-_Format = Annotated[str | None, typer.Option("--dtype", metavar="FORMAT", help="Of the model; bf16 by default.")]
-_Dropout = Annotated[float | None, typer.Option("--dropout", metavar="P", help="Probability; 0 by default.")]
-_Symbolic = Annotated[bool, typer.Option("--symbolic", help="Drop the preset's default sizes.")]
-_Count = Annotated[str, typer.Option("--count", metavar="HOW", help="Matmul FLOPs of the tables: executed, or full.")]
-_Fallback = Annotated[str | None, typer.Option("--fallback", metavar="FORMAT", help=_FALLBACK_HELP)]
-_Depth = Annotated[int, typer.Option("--depth", min=1, metavar="N", help="Levels of module scope in the table.")]
-_Sort = Annotated[str, typer.Option("--sort", metavar="BY", help="Rows of the table: order, time, flops or bytes.")]
-_Formulas = Annotated[bool, typer.Option("--formulas", help="Add the closed forms.")]
-_Json = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write JSON; - is the standard output.")]
-_Csv = Annotated[str | None, typer.Option("--csv", metavar="FILE", help="Write CSV; - is the standard output.")]
-_Plot = Annotated[str | None, typer.Option("--plot", metavar="FILE", help="Draw the roofline: .png, .svg or .pdf.")]
-_Memory = Annotated[str | None, typer.Option("--memory-plot", metavar="FILE", help="Draw live memory over steps.")]
-
 #: Words that questions take beside sizes: a dimension of such a name cannot be bound from here.
-_RESERVED = ("count", "depth", "fallback", "fused")
+_RESERVED = (
+    "allocator",
+    "count",
+    "depth",
+    "devices",
+    "dtype",
+    "fallback",
+    "fused",
+    "hardware",
+    "mfu",
+    "most_days",
+    "tokens",
+)
 
 
 def read_sizes(words: list[str] | None) -> dict[str, int]:
@@ -143,25 +135,9 @@ def load_model(
     return symbolic(graph) if symbolic_ else graph
 
 
-def _say(lines: str) -> None:
-    """Write lines; what the output's encoding lacks becomes a question mark, and a rule a row of hyphens."""
-    encoding = sys.stdout.encoding or "utf-8"
-    if not encoding.lower().startswith("utf"):
-        lines = lines.replace("\u2500", "-").encode(encoding, "replace").decode(encoding)
-    sys.stdout.write(lines + "\n")
-
-
-def _screen() -> tuple[int, bool]:
-    """Return the columns of the output, and whether it shows colors."""
-    terminal = sys.stdout.isatty()
-    # 80 where nobody says otherwise: a pipe has no width
-    width = shutil.get_terminal_size().columns if terminal or "COLUMNS" in os.environ else text.WIDTH
-    return max(width, 40), terminal and "NO_COLOR" not in os.environ
-
-
 def _version(wanted: bool) -> None:
     if wanted:
-        _say(f"costgraph {__version__}")
+        say(f"costgraph {__version__}")
         raise typer.Exit
 
 
@@ -179,10 +155,11 @@ def root(
 
 @app.command("report", short_help="Costs of a model, on a device if one is named.")
 def report_command(
-    model: _Model, sizes: _Sizes = None, hardware: _Hardware = None, attention: _Attention = None,
-    dtype: _Format = None, dropout: _Dropout = None, symbolic: _Symbolic = False, count: _Count = "executed",
-    fallback: _Fallback = None, depth: _Depth = 2, sort: _Sort = "order", formulas: _Formulas = False,
-    json: _Json = None, csv: _Csv = None, plot: _Plot = None, memory_plot: _Memory = None,
+    model: opt.Model, sizes: opt.Sizes = None, hardware: opt.Hardware = None, attention: opt.Attention = None,
+    dtype: opt.Format = None, dropout: opt.Dropout = None, symbolic: opt.Symbolic = False,
+    count: opt.Count = "executed", fallback: opt.Fallback = None, depth: opt.Depth = 2, sort: opt.Sort = "order",
+    formulas: opt.Formulas = False, json: opt.Json = None, csv: opt.Csv = None, plot: opt.Plot = None,
+    memory_plot: opt.Memory = None,
 ) -> None:  # fmt: skip
     r"""Print what a model costs: parameters, FLOPs, bytes moved, peak memory, and times on a device.
 
@@ -192,34 +169,14 @@ def report_command(
     Example:
       costgraph report llama-3-8b --hardware h100-sxm B=1 S=8192
     """
-    _check_files(json, csv, plot, memory_plot)
+    check_files(json, csv, plot, memory_plot)
     dims = read_sizes(sizes)
     graph = load_model(model, attention, dtype, dropout, symbolic)
     found = report(graph, hardware, count=count, fallback=fallback, depth=depth, **dims).sorted(sort)
-    if plot is not None:
-        found.plot(plot)
-    if memory_plot is not None:
-        from ..analysis.memory import timeline
-
-        room = None if found.hardware is None else float(found.hardware.memory.value)
-        plot_timeline(timeline(graph, **dims), memory_plot, capacity=room)
-    for path, form in ((json, to_json), (csv, to_csv)):
-        if path == "-":
-            sys.stdout.write(form(found))
-        elif path is not None:
-            write(path, form(found))
-    if "-" not in (json, csv):
-        width, color = _screen()
-        _say(text.render(found, formulas=formulas, width=width, color=color))
-
-
-def _check_files(json: str | None, csv: str | None, *plots: str | None) -> None:
-    """Refuse what cannot be written before anything is derived."""
-    if json == csv == "-":
-        raise FormatError("--json - and --csv -: the standard output takes one of them, expected a file for the other")
-    for path in plots:
-        if path is not None:
-            check_path(path)
+    draw_report(graph, found, dims, plot, memory_plot)
+    if not write_files((json, lambda: to_json(found)), (csv, lambda: to_csv(found))):
+        width, color = screen()
+        say(text.render(found, formulas=formulas, width=width, color=color))
 
 
 # -- formula -----------------------------------------------------------------------------------------------------
@@ -227,12 +184,12 @@ def _check_files(json: str | None, csv: str | None, *plots: str | None) -> None:
 
 @app.command("formula", short_help="Closed form of one quantity of a model.")
 def formula_command(
-    model: _Model,
+    model: opt.Model,
     quantity: Annotated[str, typer.Argument(metavar="QUANTITY", help=f"peak-memory, {', '.join(QUANTITIES)}.")],
-    sizes: _Sizes = None,
+    sizes: opt.Sizes = None,
     format: Annotated[str, typer.Option("--format", help="text, latex or python.")] = "text",
     preset: Annotated[bool, typer.Option("--preset", help="Bind the preset's default sizes.")] = False,
-    attention: _Attention = None, dtype: _Format = None, dropout: _Dropout = None,
+    attention: opt.Attention = None, dtype: opt.Format = None, dropout: opt.Dropout = None,
 ) -> None:  # fmt: skip
     r"""Print the closed form of a quantity, every size a symbol unless it is bound.
 
@@ -254,13 +211,13 @@ def formula_command(
         raise BindingError(f"{quantity} of graph {shorten(graph.name)}: no bytes are moved, expected an op that does")
     title, unit, _ = QUANTITIES[quantity]
     unit = "a count" if unit == "1" else unit
-    _say(write_formula(found, format, quantity.replace("-", "_"), f"{title}, {unit}"))
+    say(write_formula(found, format, quantity.replace("-", "_"), f"{title}, {unit}"))
 
 
-def _peak_formula(graph: Graph, dims: Mapping[str, int], how: str) -> None:
+def _peak_formula(graph: Graph, dims: Mapping[str, Any], how: str) -> None:
     from ..analysis.memory import peak_memory
 
-    _say(write_formula(peak_memory(graph, **dims), how, "peak_memory", "peak memory, B"))
+    say(write_formula(peak_memory(graph, **dims), how, "peak_memory", "peak memory, B"))
     if how != "text":
         return
     cases = peak_cases(graph, bindings(graph, dims))
@@ -268,7 +225,7 @@ def _peak_formula(graph: Graph, dims: Mapping[str, int], how: str) -> None:
     places = [text.clean(f"{c.op or 'throughout'} ({c.phase or 'forward'})") for c in cases]
     rows = [(place, escape(formula_text(rest))) for place, rest in zip(places, rests, strict=True)]
     head = "held by" if len(cases) == 1 else "the cases, less what all share, are held by"
-    _say(text.draw(["", head, text.grid(rows if len(cases) > 1 else [(places[0], "")])], _screen()[0]))
+    say(text.draw(["", head, text.grid(rows if len(cases) > 1 else [(places[0], "")])], screen()[0]))
 
 
 # -- crossover ---------------------------------------------------------------------------------------------------
@@ -276,12 +233,13 @@ def _peak_formula(graph: Graph, dims: Mapping[str, int], how: str) -> None:
 
 @app.command("crossover", short_help="Size at which a model becomes compute-bound.")
 def crossover_command(
-    model: _Model,
+    model: opt.Model,
     symbol: Annotated[str, typer.Argument(metavar="SYMBOL", help="Dimension that is solved for.")],
-    hardware: _Device,
-    sizes: _Sizes = None,
-    fallback: _Fallback = None,
-    attention: _Attention = None, dtype: _Format = None, dropout: _Dropout = None, symbolic: _Symbolic = False,
+    hardware: opt.Device,
+    sizes: opt.Sizes = None,
+    fallback: opt.Fallback = None,
+    attention: opt.Attention = None, dtype: opt.Format = None, dropout: opt.Dropout = None,
+    symbolic: opt.Symbolic = False,
 ) -> None:  # fmt: skip
     r"""Print the size at which compute time overtakes memory time, all ops together as declared.
 
@@ -293,13 +251,13 @@ def crossover_command(
     graph = load_model(model, attention, dtype, dropout, symbolic)
     found = crossover(graph, hardware, symbol, fallback=fallback, **dims)
     if isinstance(found, sympy.Expr):
-        _say(f"compute time equals memory time at {symbol} = {formula_text(found, grouped=True)}")
+        say(f"compute time equals memory time at {symbol} = {formula_text(found, grouped=True)}")
     elif found == 0:
-        _say(f"compute-bound at every {symbol}")
+        say(f"compute-bound at every {symbol}")
     elif found == float("inf"):
-        _say(f"memory-bound at every {symbol}")
+        say(f"memory-bound at every {symbol}")
     else:
-        _say(f"compute time equals memory time at {symbol} = {float(found):.6g}")
+        say(f"compute time equals memory time at {symbol} = {float(found):.6g}")
 
 
 # -- lists -------------------------------------------------------------------------------------------------------
@@ -308,8 +266,8 @@ def crossover_command(
 @app.command("models", short_help="List the presets.")
 def models_command() -> None:
     """List the presets with their parameters and default sizes."""
-    width, color = _screen()
-    _say(text.draw([lists.models()], width, color=color))
+    width, color = screen()
+    say(text.draw([lists.models()], width, color=color))
 
 
 @app.command("hardware", short_help="List the devices, or all that is known of one.")
@@ -322,5 +280,5 @@ def hardware_command(
     Example:
       costgraph hardware h100-sxm
     """
-    width, color = _screen()
-    _say(text.draw([lists.devices()] if name is None else lists.device(load_hardware(name)), width, color=color))
+    width, color = screen()
+    say(text.draw([lists.devices()] if name is None else lists.device(load_hardware(name)), width, color=color))

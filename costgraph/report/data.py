@@ -20,23 +20,10 @@ from ..hardware import Hardware, load_hardware
 from ..polynomial import Poly
 from ..sizes import bindings, known_names
 from ..symbols import shorten, shown
-from .quantities import QUANTITIES, quantity_of, symbolic
+from .quantities import QUANTITIES, Figure, quantity_of, symbolic
+from .training import Training, training_of
 
 __all__ = ["SORTS", "Figure", "Part", "Peak", "Report", "report"]
-
-
-@dataclass(frozen=True)
-class Figure:
-    """One quantity of a graph."""
-
-    title: str
-    """what it is called"""
-    unit: str
-    """1, B, FLOP or FLOP/B"""
-    value: Formula
-    """with sizes bound: a number, or a formula in what is open"""
-    formula: Formula
-    """with no size bound"""
 
 
 @dataclass(frozen=True)
@@ -107,6 +94,8 @@ class Report:
     """how matmul FLOPs of the tables are counted: executed or full"""
     defaults: Mapping[str, int] = field(default_factory=dict)
     """default sizes of the graph"""
+    training: Training | None = None
+    """what a step of training has beside; None for other graphs"""
 
     @property
     def fits(self) -> bool | None:
@@ -351,4 +340,5 @@ def report(
         phases=_parts(bound, free, times, lambda row: row.phase),
         count=count,
         defaults=dict(graph.root.defaults),
+        training=training_of(graph, dims, times),
     )

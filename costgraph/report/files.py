@@ -87,6 +87,17 @@ def _peak(r: Report) -> dict[str, Any]:
     }
 
 
+def _training(r: Report) -> dict[str, Any] | None:
+    if r.training is None:
+        return None
+    used = {"mfu": r.training.mfu, "hfu": r.training.hfu, "most_mfu": r.training.most_mfu}
+    return {
+        "figures": {name: _figure(f.value, f.unit, f.formula) for name, f in r.training.figures.items()},
+        "dtype": r.training.dtype,
+        **{name: {"value": value, "unit": "1"} for name, value in used.items()},
+    }
+
+
 def _plain(value: Any) -> int | float:
     return value if isinstance(value, int) else float(value)
 
@@ -162,6 +173,7 @@ def to_json(r: Report) -> str:
         "unused": list(r.unused),
         "count": r.count,
         "figures": {name: _figure(f.value, f.unit, f.formula) for name, f in r.figures.items()},
+        "training": _training(r),
         "peak_memory": _peak(r),
         "roofline": _times(r.roofline),
         "scopes": [_part(p) for p in r.scopes],
@@ -174,6 +186,11 @@ def rows(r: Report) -> Iterator[tuple[str, str, str, object, str, str]]:
     """Yield the values of a report, one each: part, name, quantity, value, unit, formula."""
     for name, f in r.figures.items():
         yield ("graph", "", name, _cell(f.value), f.unit, formula_text(f.formula))
+    if r.training is not None:
+        for name, f in r.training.figures.items():
+            yield ("training", "", name, _cell(f.value), f.unit, formula_text(f.formula))
+        used = {"mfu": r.training.mfu, "hfu": r.training.hfu, "most-mfu": r.training.most_mfu}
+        yield from (("training", "", name, value, "1", "") for name, value in used.items() if value is not None)
     yield ("graph", "", "peak-memory", _cell(r.peak.value), "B", "")
     for role, amount in r.peak.by_role.items():
         yield ("role at the peak", role, "bytes", _cell(amount), "B", "")
@@ -207,8 +224,8 @@ def to_csv(r: Report) -> str:
     Returns
     -------
     str
-        A head line, and part (graph, role at the peak, scope, phase), name, quantity, value, unit, formula. The value
-        of what is not bound is its formula in what is open.
+        A head line, and part (graph, training, role at the peak, scope, phase), name, quantity, value, unit, formula.
+        The value of what is not bound is its formula in what is open.
     """
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")

@@ -4,15 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from copy import copy
+from dataclasses import dataclass
 
 from ..analysis.costs import bytes_moved, costs, flops, intensity, matmul_flops
 from ..analysis.params import param_bytes, param_count
 from ..bind import Formula
 from ..graph import Graph
 
-__all__ = ["QUANTITIES", "quantity_of", "symbolic"]
+__all__ = ["QUANTITIES", "Figure", "quantity_of", "symbolic"]
 
 _Ask = Callable[..., Formula]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One quantity of a graph."""
+
+    title: str
+    """what it is called"""
+    unit: str
+    """1, B, FLOP or FLOP/B"""
+    value: Formula
+    """with sizes bound: a number, or a formula in what is open"""
+    formula: Formula
+    """with no size bound"""
+
 
 QUANTITIES: dict[str, tuple[str, str, _Ask]] = {
     "params": ("parameters", "1", param_count),

@@ -19,8 +19,10 @@ from ..analysis.table import Cost
 from ..bind import Formula
 from ..extremum import Regime
 from ..units import format_bytes, format_quantity
+from .amounts import amount, exact, percent, show
 from .formula import factored, formula_text, shared
 from .quantities import QUANTITIES
+from .training_text import training_rows
 
 if TYPE_CHECKING:
     from .data import Part, Report
@@ -37,36 +39,6 @@ def clean(text: str, most: int = _LONGEST_NAME) -> str:
     """Return a text from outside as rich may print it: no markup, no control characters, not too long."""
     short = text if len(text) <= most else text[: most - 3] + "..."
     return escape("".join(c if c.isprintable() else ascii(c)[1:-1] for c in short))
-
-
-def show(value: Formula, unit: str) -> str:
-    """Return an amount for people, with its unit; a formula with the unit in brackets.
-
-    Examples
-    --------
-    >>> show(16_060_522_496, "B"), show(140_786_504_056_832, "FLOP"), show(8_030_261_248, "1")
-    ('16.06 GB (14.96 GiB)', '140.8 TFLOP', '8,030,261,248')
-    """
-    if isinstance(value, sympy.Expr):
-        text = formula_text(value, grouped=True)
-        return text if unit == "1" else f"{text}  [{unit}]"
-    if unit == "B":
-        return format_bytes(value)
-    if unit == "1" and isinstance(value, int):
-        return f"{value:,}"
-    return format_quantity(value, unit)
-
-
-def exact(value: Formula, unit: str) -> str:
-    """Return an exact count with its unit and grouped digits, where `show` rounds one."""
-    if not isinstance(value, int) or unit == "1" or value < 10_000:
-        return ""
-    return f"{value:,} {unit}"
-
-
-def percent(share: float) -> str:
-    """Return a part of a whole as text."""
-    return f"{100 * share:.1f}%"
 
 
 def draw(parts: Iterable[RenderableType], width: int | None = None, *, color: bool = False) -> str:
@@ -150,16 +122,11 @@ def _figure_rows(r: Report) -> Iterator[tuple[str, str]]:
         if name in r.figures:
             figure = r.figures[name]
             label = f"  {short[name]}" if name in short else title
-            yield label, _amount(figure.value, figure.unit) + _beside_ridge(r, name)
+            yield label, amount(figure.value, figure.unit) + _beside_ridge(r, name)
         else:
             yield title, "no bytes are moved"
     if r.roofline and r.roofline.ridge:
         yield "ridge point", f"{show(r.roofline.ridge, 'FLOP/B')} = {_ridge(r.roofline)}"
-
-
-def _amount(value: Formula, unit: str) -> str:
-    text, count = show(value, unit), exact(value, unit)
-    return escape(f"{text} = {count}" if count else text)
 
 
 def _ridge(times: Roofline) -> str:
@@ -178,10 +145,10 @@ def _peak_rows(r: Report) -> Iterator[tuple[str, str]]:
     if r.peak.op is None:
         yield from _open_peak(r.peak.regimes)
     else:
-        yield "peak memory", _amount(r.peak.value, "B")
+        yield "peak memory", amount(r.peak.value, "B")
         yield "  held by", _holder(r.peak.op, r.peak.phase)
-        for role, amount in sorted(r.peak.by_role.items()):
-            yield f"  {role}", f"{show(amount, 'B')}{_part_of(amount, r.peak.value)}"
+        for role, held in sorted(r.peak.by_role.items()):
+            yield f"  {role}", f"{show(held, 'B')}{_part_of(held, r.peak.value)}"
     if r.hardware is not None:
         yield f"capacity of {clean(r.hardware.id, 20)}", _capacity(r)
 
@@ -300,7 +267,7 @@ def _block(title: str, text: str) -> RenderableType:
 def sections(r: Report, *, formulas: bool = False) -> Iterator[RenderableType]:
     """Yield the parts of a report, one below the other."""
     yield from _heading(r)
-    yield grid([*_figure_rows(r), *_peak_rows(r), *_time_rows(r)])
+    yield grid([*_figure_rows(r), *training_rows(r), *_peak_rows(r), *_time_rows(r)])
     if r.unused:
         names = ", ".join(r.unused)
         yield f"\nnote: dimension {names} appears in no figure"

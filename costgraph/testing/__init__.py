@@ -4,20 +4,23 @@ What the library holds its own ops to is here for the ops of others: `meaning` s
 point, `sample` how to draw one, and `hold` checks its record against both on drawn graphs.
 """
 
-from . import identity, lookups  # the laws and the meanings in them
+from . import gradients, identity, lookups, sums, updates  # the laws and the meanings in them
 from .arithmetic import FUNCTIONS, Number, Tally, function, value
 from .bodies import graphs, ops
 from .hold import hold
 from .interpreter import Counted, Run, run
 from .laws import LAWS, Trial, check, law
+from .losses import losses
 from .meanings import MEANINGS, meaning
 from .samples import SAMPLES, sample
 from .sketch import Case, Sketch
 from .strategies import DrawnPattern, dtypes, patterns, points, sizes
+from .training import TRAINING, Lesson, check_training
 from .values import At
 
 __all__ = [
-    "FUNCTIONS", "LAWS", "MEANINGS", "SAMPLES", "At", "Case", "Counted", "DrawnPattern", "Number", "Run", "Sketch",
-    "Tally", "Trial", "check", "dtypes", "function", "graphs", "hold", "identity", "law", "lookups", "meaning", "ops",
-    "patterns", "points", "run", "sample", "sizes", "value",
+    "FUNCTIONS", "LAWS", "MEANINGS", "SAMPLES", "TRAINING", "At", "Case", "Counted", "DrawnPattern", "Lesson",
+    "Number", "Run", "Sketch", "Tally", "Trial", "check", "check_training", "dtypes", "function", "gradients",
+    "graphs", "hold", "identity", "law", "lookups", "losses", "meaning", "ops", "patterns", "points", "run", "sample",
+    "sizes", "sums", "updates", "value",
 ]  # fmt: skip

@@ -75,8 +75,11 @@ class Number:
     def __neg__(self) -> Number:
         return self.once(-self.value)
 
-    __radd__ = __add__
-    __rmul__ = __mul__
+    def __radd__(self, other: object) -> Number:
+        return self + other
+
+    def __rmul__(self, other: object) -> Number:
+        return self * other
 
 
 def _plain(x: object) -> Any:
@@ -124,8 +127,13 @@ def _softplus(x: Number) -> Number:
     return (1 + x.through("exp")).through("log")
 
 
+def _logistic(x: Number) -> Number:
+    return 1 / (1 + (-x).through("exp"))
+
+
 _HALF = 0.5**0.5
-_GELU = (2 / np.pi) ** 0.5
+_GELU: float = (2 / np.pi) ** 0.5
+_BELL: float = (2 * np.pi) ** -0.5
 
 #: What each elementwise function does with the numbers at one index point. Constants that a graph does not state
 #: (slopes, limits) have the usual values.
@@ -170,6 +178,70 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "softcap": lambda x: 30.0 * (x / 30.0).through("tanh"),
     "hardsigmoid": lambda x: _smaller(_larger(x + 3, 0), 6) / 6,
     "hardswish": lambda x: x * _smaller(_larger(x + 3, 0), 6) / 6,
+}
+
+
+def _silu_backward(g: Number, x: Number) -> Number:
+    s = _logistic(x)
+    return g * s * (1 + x * (1 - s))
+
+
+def _quick_gelu_backward(g: Number, x: Number) -> Number:
+    s = 1 / (1 + (-1.702 * x).through("exp"))
+    return g * s * (1 + 1.702 * x * (1 - s))
+
+
+def _gelu_backward(g: Number, x: Number) -> Number:
+    inside = 0.5 * (1 + (x * _HALF).through("erf"))
+    return g * (inside + x * ((x * x * -0.5).through("exp") * _BELL))
+
+
+def _gelu_tanh_backward(g: Number, x: Number) -> Number:
+    square = x * x
+    t = (_GELU * (x + 0.044715 * (square * x))).through("tanh")
+    outer, inner = 0.5 * (1 + t), _GELU * (1 + 3 * 0.044715 * square)
+    return g * (outer + 0.5 * x * (1 - t * t) * inner)
+
+
+def _softplus_backward(g: Number, x: Number) -> Number:
+    z = x.through("exp")
+    return g * z / (z + 1)
+
+
+def _mish_backward(g: Number, x: Number) -> Number:
+    s, t = _logistic(x), _softplus(x).through("tanh")
+    return g * (t + x * s * (1 - t * t))
+
+
+def _hardswish_backward(g: Number, x: Number) -> Number:
+    middle = g * (x / 3 + 0.5)
+    return _select(x.once(x.value < -3), 0.0, _select(x.once(x.value <= 3), middle, g))
+
+
+def _tanh_backward(g: Number, y: Number) -> Number:
+    return g * (1 - y * y)
+
+
+FUNCTIONS |= {
+    "less_equal": lambda a, b: _number(a, b).once(_plain(a) <= _plain(b)),
+    "masked_scale": lambda a, b, c: a * b * c,
+    "cubed": lambda x: x * x * x,
+    "threshold_backward": lambda g, y: _select(y.once(y.value > 0), g, 0.0),
+    "relu6_backward": lambda g, x: _select(x.once(x.value <= 0), 0.0, _select(x.once(x.value >= 6), 0.0, g)),
+    "relu2_backward": lambda g, x: g * 2 * _larger(x, 0),
+    "leaky_relu_backward": lambda g, x: _select(x.once(x.value > 0), g, 0.01 * g),
+    "tanh_backward": _tanh_backward,
+    "sigmoid_backward": lambda g, y: g * (1 - y) * y,
+    "silu_backward": _silu_backward,
+    "gelu_backward": _gelu_backward,
+    "gelu_tanh_backward": _gelu_tanh_backward,
+    "quick_gelu_backward": _quick_gelu_backward,
+    "softplus_backward": _softplus_backward,
+    "mish_backward": _mish_backward,
+    "elu_backward": lambda g, x: _select(x.once(x.value > 0), g, g * (1.0 * x.through("exp"))),
+    "softcap_backward": lambda g, y: _tanh_backward(g, y / 30.0),
+    "hardsigmoid_backward": lambda g, x: _select(x.once(x.value <= -3), 0.0, _select(x.once(x.value >= 3), 0.0, g / 6)),
+    "hardswish_backward": _hardswish_backward,
 }
 FUNCTIONS |= {name: partial(Number.through, name=name) for name in _TRANSCENDENTAL}
 

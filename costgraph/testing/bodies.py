@@ -89,7 +89,7 @@ def _count(s: Sketch) -> Any:
 
 
 def _kinds(s: Sketch) -> Sequence[str]:
-    return [k for k in SAMPLES if s.depth < _DEEPEST or KINDS[k].body is None]
+    return [k for k in s.kinds or SAMPLES if s.depth < _DEEPEST or KINDS[k].body is None]
 
 
 def _like(s: Sketch, x: Tensor, made: Sequence[Tensor]) -> Tensor:

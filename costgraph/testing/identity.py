@@ -78,7 +78,7 @@ def renamed(data: Data, names: Mapping[str, str], symbols: Mapping[str, str]) ->
 
 
 _WORD = re.compile(r"[A-Za-z_]\w*")
-_NAMED = ("id", "operands", "results", "source", "target", "formals", "outputs")
+_NAMED = ("id", "operands", "results", "source", "target", "formals", "outputs", "gradients")
 
 
 @law

@@ -19,6 +19,7 @@ from ..graph import Graph, need_graph
 from ..op import Op
 from ..sizes import bindings, known_names
 from ..tensor import Storage, Tensor
+from ..transforms.rewrite import members
 from .arithmetic import Tally
 from .meanings import MEANINGS, Meaning
 from .replay import Event, peak_of
@@ -51,6 +52,8 @@ class Run:
 
     outputs: tuple[Array, ...] = ()
     """results of the graph"""
+    gradients: dict[str, Array] = field(default_factory=dict)
+    """gradients of parameters and inputs by their names, those of a Repeat's iterations stacked"""
     ops: dict[str, Counted] = field(default_factory=dict)
     """what each op did, by its name"""
     values: list[tuple[Tensor, Value]] = field(default_factory=list)
@@ -172,13 +175,27 @@ def run(
             f"run of graph {graph.name!r}: value for {odd!r}, expected one of {', '.join(sorted(sources))}"
         )
     interpreter = _Interpreter(Sizes(point), dict(inputs or {}), seed, MEANINGS if meanings is None else meanings)
-    env: dict[Tensor, Value] = {}
+    env: dict[Tensor, Any] = {}
     with np.errstate(all="ignore"):
         interpreter.graph(graph, env, "", {}, inside=False)
     out = interpreter.out
-    out.outputs = tuple(env[t].array for t in graph.outputs)
-    out._kept = [env[t].buffer for t in graph.outputs]
+    out.outputs = tuple(_array(env[t]) for t in graph.outputs)
+    out.gradients = {t.name: _array(env[g]) for t, g in graph.gradients.items()}
+    out._kept = [v.buffer for t in (*graph.outputs, *graph.gradients.values()) for v in members(env[t])]
     return out
+
+
+def _array(made: Any) -> Array:
+    """Return the numbers of a tensor, those of one with a storage for each iteration stacked."""
+    if isinstance(made, list):
+        return np.stack([_array(v) for v in made]) if made else np.empty(0)
+    array: Array = made.array
+    return array
+
+
+def _slice(v: Any, i: int) -> Any:
+    """Return one position along the first axis."""
+    return None if v is None else v[i] if isinstance(v, list) else Value(v.array[i, ...], v.buffer)
 
 
 class _Interpreter:
@@ -191,9 +208,10 @@ class _Interpreter:
         self.meanings = meanings
         self.out = Run()
         self.new: list[Buffer] = []  # made since the last op ran
+        self.index = [0]  # iterations of the loops around
 
     def graph(
-        self, graph: Graph, env: dict[Tensor, Value], where: str, placed: dict[Storage, Value], *, inside: bool
+        self, graph: Graph, env: dict[Tensor, Any], where: str, placed: dict[Storage, Value], *, inside: bool
     ) -> list[dict[Buffer, set[int]]]:
         """Run the ops of a graph; returns the addresses that each of them reads."""
         for t in graph.tensors:
@@ -204,6 +222,9 @@ class _Interpreter:
             self.out.ops.setdefault(op.name, Counted())
             if op.kind.body == "repeated":
                 self.loop(op, env, where)
+                continue
+            if op.kind.name == "absent" or (op.kind.name == "accumulate" and env[op.operands[0]] is None):
+                env[op.results[0]] = None if op.kind.name == "absent" else env[op.operands[1]]
                 continue
             if op.kind.body == "fused":
                 at = self.kernel(op, env, where, placed, inside=inside)
@@ -219,20 +240,18 @@ class _Interpreter:
             reads.append(at.read_at)
         return reads
 
-    def source(self, t: Tensor, where: str) -> Value:
+    def source(self, t: Tensor, where: str) -> Any:
         """Make an input, parameter, buffer or cache; one of each iteration for those of a Repeat's body."""
         shape = tuple(self.sizes(n) for n in t.sizes)
-        name = t.name + where
-        if t.name in self.inputs:
-            array = np.array(self.inputs[t.name], dtype=float)
-            if array.shape != shape:
-                raise BindingError(f"value of {t.name!r} has shape {array.shape}, expected {shape}")
-        elif t.dtype.kind == "float":
-            array = self.random.uniform(0.5, 2, shape)
-        else:
-            top = 2 if t.dtype.kind == "bool" else max(int(np.prod(shape)), 1)
-            array = np.arange(int(np.prod(shape)), dtype=float).reshape(shape) % top
-        buffer = Buffer(name, storage_bytes(shape, t.dtype), np.ascontiguousarray(array).reshape(shape), True)
+        array = self.numbers(t, shape)
+        return self.stored(t, array, where, t.storage.pieces)
+
+    def stored(self, t: Tensor, array: Array, where: str, pieces: int) -> Any:
+        """Put an array into a buffer, or into one for each position of its first axes."""
+        if pieces:
+            return [self.stored(t, part, f"{where}[{i}]", pieces - 1) for i, part in enumerate(array)]
+        array = np.ascontiguousarray(array).reshape(array.shape)
+        buffer = Buffer(t.name + where, storage_bytes(array.shape, t.dtype), array, True)
         self.out.buffers.append(buffer)
         if t.role == "param":
             self.out.params += buffer.array.size
@@ -241,7 +260,19 @@ class _Interpreter:
         self.out.values.append((t, value))
         return value
 
-    def kernel(self, op: Op, env: dict[Tensor, Value], where: str, placed: dict[Storage, Value], *, inside: bool) -> At:
+    def numbers(self, t: Tensor, shape: tuple[int, ...]) -> Array:
+        """Return given numbers, or some."""
+        if t.name in self.inputs:
+            array = np.array(self.inputs[t.name], dtype=float)
+            if array.shape != shape:
+                raise BindingError(f"value of {t.name!r} has shape {array.shape}, expected {shape}")
+            return array
+        if t.dtype.kind == "float":
+            return self.random.uniform(0.5, 2, shape)
+        top = 2 if t.dtype.kind == "bool" else max(int(np.prod(shape)), 1)
+        return np.arange(int(np.prod(shape)), dtype=float).reshape(shape) % top
+
+    def kernel(self, op: Op, env: dict[Tensor, Any], where: str, placed: dict[Storage, Value], *, inside: bool) -> At:
         """Run a fused body: what its ops pass to each other is no memory."""
         body = op.body
         assert body is not None
@@ -262,29 +293,38 @@ class _Interpreter:
         at.repeats = any(self.out.ops[inner_op.name].repeats for inner_op in body.walk())
         return at
 
-    def loop(self, op: Op, env: dict[Tensor, Value], where: str) -> None:
+    def loop(self, op: Op, env: dict[Tensor, Any], where: str) -> None:
         """Run a body as often as the count says."""
         body, carries, xs = op.body, op.attrs["carries"], op.attrs["xs"]
         assert body is not None
         operands = [env[t] for t in op.operands]
+        saved = len(op.results) - op.attrs.get("saved", 0)
         stacks = []
-        for t in op.results[carries:]:
+        for t in op.results[carries:saved]:
             shape = tuple(self.sizes(n) for n in t.sizes)
             buffer = Buffer(t.name + where, storage_bytes(shape, t.dtype), np.full(shape, np.nan))
             self.new.append(buffer)
             stacks.append(Value(buffer.array, buffer, self.sizes.domain(t)))
         state = operands[:carries]
-        for i in range(self.sizes(op.attrs["count"])):
-            slices = [Value(v.array[i, ...], v.buffer) for v in operands[carries : carries + xs]]
+        count = self.index[-1] if op.attrs.get("until") else self.sizes(op.attrs["count"])
+        left: list[list[Any]] = [[None] * count for _ in op.results[saved:]]
+        for turn in range(count):
+            i = count - 1 - turn if op.attrs.get("reverse") else turn
+            slices = [_slice(v, i) for v in operands[carries : carries + xs]]
             inner = {**env, **dict(zip(body.formals, [*state, *slices, *operands[carries + xs :]], strict=True))}
             placed = {
-                t.storage: Value(v.array[i, ...], v.buffer) for t, v in zip(body.outputs[carries:], stacks, strict=True)
+                t.storage: Value(v.array[i, ...], v.buffer)
+                for t, v in zip(body.outputs[carries:saved], stacks, strict=True)
             }
+            self.index.append(i)
             self.graph(body, inner, f"{where}[{i}]", placed, inside=False)
+            self.index.pop()
             state = [inner[t] for t in body.outputs[:carries]]
-        env |= dict(zip(op.results, [*state, *stacks], strict=True))
+            for pieces, t in zip(left, body.outputs[saved:], strict=True):
+                pieces[i] = inner[t]
+        env |= dict(zip(op.results, [*state, *stacks, *left], strict=True))
 
-    def finish(self, at: At, env: dict[Tensor, Value], *, inside: bool) -> None:
+    def finish(self, at: At, env: dict[Tensor, Any], *, inside: bool) -> None:
         """Add up what an op did, and note which buffers it needed."""
         for i, t in enumerate(at.op.results):
             env[t] = at.result(i)

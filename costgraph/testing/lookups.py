@@ -16,7 +16,7 @@ def _rows(at: At, rows: int) -> dict[Point, int]:
     """Read every index once; those beyond the table wrap around. The same row twice is noted."""
     table, ids = at.operands[:2]
     found = {index: int(at.read(1, *index)) % rows for index in product(*map(range, ids.array.shape))}
-    along = at.op.attrs["mode"] == "along"
+    along = at.op.attrs["mode"] == "along" or at.op.attrs.get("along")
     looks: dict[int, set[int]] = {}
     for index, row in found.items():
         where = (*index[:-1], row) if along else (row,) + (0,) * (table.array.ndim - 1)
@@ -47,15 +47,18 @@ def _scatter(at: At) -> None:
         for index in product(*map(range, target.array.shape)):
             at.write(at.read(0, *index), *index)
     result = at.result().array
-    for index, row in _rows(at, target.array.shape[0]).items():
-        for rest in product(*map(range, target.array.shape[1:])):
+    along = at.op.attrs.get("along")
+    rests = [()] if along else list(product(*map(range, target.array.shape[1:])))
+    for index, row in _rows(at, target.array.shape[-1 if along else 0]).items():
+        for rest in rests:
             x = at.number(2, *index, *rest)
+            to = (*index[:-1], row) if along else (row, *rest)
             if not add:
-                at.write(x, row, *rest)
+                at.write(x, *to)
                 continue
             if at.op.attrs.get("inplace"):
-                at.read(0, row, *rest)
-            at.write(x + result[(row, *rest)], row, *rest)
+                at.read(0, *to)
+            at.write(x + result[to], *to)
     assert updates.array.size or not add
 
 

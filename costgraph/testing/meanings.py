@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import GraphError, UnsupportedError
-from ..pattern import Affine, Axes
+from ..pattern import Affine, Axes, Pattern
 from .arithmetic import FUNCTIONS, Number, Tally
 from .tables import adding
 from .values import At, Point, sees
@@ -71,7 +71,8 @@ def _inside(index: Point, shape: Point) -> bool:
 def _einsum(at: At) -> None:
     pattern, extents = at.op.attrs["pattern"], at.attr("extents")
     restriction = at.op.attrs.get("domain")
-    summed = set(extents) - set(pattern.result_names)
+    overlapping = any(isinstance(d, Affine) and len(d.terms) > 1 for d in pattern.result)
+    summed = overlapping or bool(set(extents) - set(pattern.result_names))
     array = at.result().array
     if restriction is None:
         array[...] = 0
@@ -87,8 +88,9 @@ def _einsum(at: At) -> None:
         for i, dims in enumerate(pattern.operands):
             index = tuple(_place(d, point, extents) for d in dims)
             term = term * at.read(i, *index) if _inside(index, at.operands[i].array.shape) else 0.0
-        at.write(term + (0 if np.isnan(array[out]) else array[out]), *out)
         _charge(at, summed)
+        if _inside(out, array.shape):
+            at.write(term + (0 if np.isnan(array[out]) else array[out]), *out)
     _fill_unreached(at)
     if "orders" in at.op.attrs:
         cheapest = _cheapest([set(_names(d)) for d in pattern.operands], set(pattern.result_names), extents)
@@ -96,14 +98,15 @@ def _einsum(at: At) -> None:
 
 
 def _fill_unreached(at: At) -> None:
-    """Sums of no term are 0: rows of a domain that see nothing, written all the same."""
+    """Sums of no term are 0: rows of a domain that see nothing, places that no index reaches, written all the same."""
     v = at.result()
+    written = at.written_at.get(v.buffer, set())
     for index in v.points():
-        if np.isnan(v.array[index]):
+        if v.address(index) not in written:
             at.write(0.0, *index)
 
 
-def _charge(at: At, summed: set[str]) -> None:
+def _charge(at: At, summed: bool) -> None:
     """Count a multiply and an add for an index point, a product alone where nothing is summed."""
     if summed:
         at.tally.matmul += 2
@@ -130,6 +133,37 @@ def _cheapest(operands: list[set[str]], result: set[str], extents: Mapping[str, 
     return min(found)
 
 
+def _flat(pattern: Pattern, index: Point, shape: Point) -> int:
+    """Return the position of an element among those of the axes that windows slide over."""
+    out = 0
+    for d, i, n in zip(pattern.operands[0], index, shape, strict=True):
+        out = out * n + i if isinstance(d, Affine) else out
+    return out
+
+
+@meaning("unpool")
+def _unpool(at: At) -> None:
+    """Give the gradient of each window to the place of its maximum, or a share of it to every element."""
+    pattern, extents = at.op.attrs["pattern"], at.attr("extents")
+    out = at.result().array
+    out[...] = 0
+    window = 1
+    for name in extents:
+        window *= 1 if name in pattern.result_names else extents[name]
+    for point in _index_points(extents):
+        index = tuple(_place(d, point, extents) for d in pattern.operands[0])
+        to = tuple(_place(d, point, extents) for d in pattern.result)
+        share = at.read(0, *to)
+        if at.op.attrs["operation"] == "mean":
+            share /= window
+        elif at.read(2, *to) != _flat(pattern, index, out.shape):
+            share = 0.0
+        at.tally.pointwise += 1
+        if _inside(index, out.shape):
+            at.write(out[index] + share, *index)
+    _fill_unreached(at)
+
+
 @meaning("pool")
 def _pool(at: At) -> None:
     pattern, extents = at.op.attrs["pattern"], at.attr("extents")
@@ -143,6 +177,8 @@ def _pool(at: At) -> None:
         to = tuple(_place(d, point, extents) for d in pattern.result)
         x = at.read(0, *index) if _inside(index, shape) else (-np.inf if largest else 0.0)
         old = out[to]
+        if at.op.attrs.get("indices") and (np.isnan(old) or x > old):
+            at.write(_flat(pattern, index, shape), *to, to=1)
         new = (x if np.isnan(old) else max(old, x)) if largest else x / window + (0 if np.isnan(old) else old)
         at.write(new, *to)
         at.tally.pointwise += 1
@@ -177,13 +213,13 @@ def _pointwise(at: At) -> None:
     name = at.op.attrs["function"].name
     if at.op.attrs.get("inplace"):
         at.made[0] = at.operands[0]
-    if name == "causal_mask":
-        _mask(at)
+    if name in ("causal_mask", "causal_mask_backward"):
+        _mask(at, 0.0 if name.endswith("backward") else -np.inf)
         return
     if name not in FUNCTIONS:
         raise UnsupportedError(f"function {name!r} has no meaning, expected one from costgraph.testing.function")
     result = at.result(like=_like(at))
-    template = at.op.attrs.get("scalars") or (None,) * len(at.operands)
+    template = at.attr("scalars") or (None,) * len(at.operands)
     for index in result.points():
         given, operands = [], iter(enumerate(at.operands))
         for scalar in template:
@@ -195,7 +231,7 @@ def _pointwise(at: At) -> None:
         at.write(FUNCTIONS[name](*given), *index)
 
 
-def _mask(at: At) -> None:
+def _mask(at: At, hidden: float) -> None:
     domain = at.op.attrs.get("masked")
     window = None if domain is None or domain.window is None else at.sizes(domain.window)
     result = at.result(like=_like(at))
@@ -203,7 +239,7 @@ def _mask(at: At) -> None:
     for index in result.points():
         x = at.number(0, *index)
         seen = domain is None or sees(domain, window, index[-2], index[-1], queries, keys)
-        at.write(x.once(x.value if seen else -np.inf), *index)
+        at.write(x.once(x.value if seen else hidden), *index)
 
 
 @meaning("dropout")
@@ -295,7 +331,12 @@ def _expand(at: At) -> None:
     kept, sizes, array = at.op.attrs["kept"], at.attr("sizes"), at.operands[0].array
     places = [k for k in kept if k is not None]
     index = tuple(None if k is None else slice(None) for k in kept)
-    at.view(np.broadcast_to(array.transpose(places)[index], sizes))
+    # an axis of size 1 that is made longer is none that is kept
+    array = np.squeeze(array, tuple(i for i in range(array.ndim) if i not in places))
+    array = array.transpose([sorted(places).index(k) for k in places])[index]
+    # as NumPy's broadcast_to, which would not let an op in place write where only axes of size 1 are new
+    strides = [0 if n == 1 else s for n, s in zip(array.shape, array.strides, strict=True)]
+    at.view(np.lib.stride_tricks.as_strided(array, sizes, strides))
 
 
 @meaning("concat")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce as fold
 from string import ascii_letters
 from typing import Any
@@ -45,19 +45,27 @@ def _filled(v: Value, fill: float) -> Array:
 
 def _windows(at: At, i: int, letters: Mapping[str, str], fill: float) -> tuple[Array, str]:
     """Return an operand with one axis for each name, windows cut out by NumPy's indexing, and these as letters."""
-    dims, extents = at.op.attrs["pattern"].operands[i], at.attr("extents")
+    dims, shape = at.op.attrs["pattern"].operands[i], at.operands[i].array.shape
+    names, places, outside = _grid(dims, at.attr("extents"), shape)
+    array = _filled(at.operands[i], 0.0)[tuple(places)] if places else at.operands[i].array
+    return np.where(outside, fill, array), "".join(letters[n] for n in names)
+
+
+def _grid(
+    dims: Sequence[Any], extents: Mapping[str, int], shape: Sequence[int]
+) -> tuple[list[str], list[Array], Array]:
+    """Return the names of an operand, the position along each dimension at their points, and which are outside."""
     names = list(dict.fromkeys(n for d in dims for n in d.names))
     grid = dict(zip(names, np.indices([extents[n] for n in names]), strict=True)) if names else {}
     places, outside = [], np.zeros([extents[n] for n in names], dtype=bool)
-    for d, size in zip(dims, at.operands[i].array.shape, strict=True):
+    for d, size in zip(dims, shape, strict=True):
         if hasattr(d, "terms"):
             place = sum(step * grid[n] for n, step in d.terms) + d.offset
         else:
             place = fold(lambda p, n: p * extents[n] + grid[n], d.names, np.zeros_like(outside, dtype=int))
         outside |= (place < 0) | (place >= size)
         places.append(np.clip(place, 0, size - 1))
-    array = _filled(at.operands[i], 0.0)[tuple(places)] if places else at.operands[i].array
-    return np.where(outside, fill, array), "".join(letters[n] for n in names)
+    return names, places, outside
 
 
 def _einsum(at: At) -> Array:
@@ -70,9 +78,17 @@ def _einsum(at: At) -> Array:
         rows, columns = extents[q], extents[k]
         seen = [[sees(domain, window, s, t, rows, columns) for t in range(columns)] for s in range(rows)]
         operands.append((np.array(seen, dtype=float), letters[q] + letters[k]))
-    result = "".join(letters[n] for n in pattern.result_names)
+    shape = at.result().array.shape
+    names, places, outside = _grid(pattern.result, extents, shape)
+    result = "".join(letters[n] for n in names)
+    if "sizes" in at.op.attrs:  # names that stand on the right side alone: ones to multiply with
+        operands += [(np.ones(extents[n]), letters[n]) for n in names]
     made = np.einsum(",".join(text for _, text in operands) + "->" + result, *(array for array, _ in operands))
-    return np.asarray(made).reshape(at.result().array.shape)
+    if "sizes" not in at.op.attrs:
+        return np.asarray(made).reshape(shape)
+    out = np.zeros(shape)
+    np.add.at(out, tuple(p[~outside] for p in places), made[~outside])
+    return out
 
 
 def _pool(at: At) -> Array:
@@ -112,14 +128,28 @@ _NUMPY: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
+_NUMPY |= {
+    "less_equal": np.less_equal, "cubed": lambda x: np.power(x, 3),
+    "masked_scale": lambda a, b, c: np.multiply(a, b * c),
+    "threshold_backward": lambda g, y: np.where(y > 0, g, 0.0), "tanh_backward": lambda g, y: g - g * y**2,
+    "sigmoid_backward": lambda g, y: g * y - g * y**2, "softcap_backward": lambda g, y: g - g * (y / 30) ** 2,
+    "relu6_backward": lambda g, x: np.where((x > 0) & (x < 6), g, 0.0),
+    "relu2_backward": lambda g, x: 2 * g * np.clip(x, 0, None),
+    "leaky_relu_backward": lambda g, x: np.where(x > 0, g, 0.01 * g),
+    "elu_backward": lambda g, x: np.where(x > 0, g, g * np.exp(x)),
+    "hardsigmoid_backward": lambda g, x: np.where((x > -3) & (x < 3), g / 6, 0.0),
+    "hardswish_backward": lambda g, x: np.where(x <= 3, np.where(x < -3, 0.0, g * (2 * x + 3) / 6), g),
+}  # fmt: skip
+
+
 def _pointwise(at: At) -> Array:
     name = at.op.attrs["function"].name
     arrays = iter([_filled(v, np.nan) for v in at.operands])
-    template = at.op.attrs.get("scalars") or (None,) * len(at.operands)
+    template = at.attr("scalars") or (None,) * len(at.operands)
     if at.op.attrs.get("inplace"):
         at.made[0] = at.operands[0]
     given = [next(arrays) if s is None else s for s in template]
-    if name != "causal_mask":
+    if not name.startswith("causal_mask"):
         return np.asarray(_NUMPY[name](*given), dtype=float)
     rows, columns = given[0].shape[-2:]
     domain = at.op.attrs.get("masked")
@@ -130,13 +160,13 @@ def _pointwise(at: At) -> Array:
     if window is not None:
         seen = np.triu(seen, columns - rows - window + 1)
         seen = seen if domain.causal else np.tril(seen, columns - rows + window - 1)
-    return np.where(seen, given[0], -np.inf)
+    return np.where(seen, given[0], 0.0 if name.endswith("backward") else -np.inf)
 
 
 def _function(at: At) -> None:
     # of a function of one's own NumPy knows nothing
     name = at.op.attrs["function"].name
-    (_whole(_pointwise) if name in _NUMPY or name == "causal_mask" else MEANINGS["pointwise"])(at)
+    (_whole(_pointwise) if name in _NUMPY or name.startswith("causal_mask") else MEANINGS["pointwise"])(at)
 
 
 def _reduce(at: At) -> Array:
@@ -180,6 +210,13 @@ def _scatter(at: At) -> Array:
     if at.op.attrs.get("inplace"):
         at.made[0] = at.operands[0]
     out = np.array(target)
+    if at.op.attrs.get("along"):
+        places = (*np.indices(ids.shape)[:-1], ids.astype(int) % target.shape[-1])
+        if at.op.attrs["mode"] == "add":
+            np.add.at(out, places, updates)
+        else:
+            out[places] = updates
+        return out
     rows = ids.astype(int) % target.shape[0]
     if at.op.attrs["mode"] == "add":
         np.add.at(out, rows, updates)

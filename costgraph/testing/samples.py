@@ -6,16 +6,17 @@ from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
-from ..conv import conv, pool
+from ..conv import POOL, conv, pool
 from ..domain import Domain
 from ..graph import apply
-from ..ops.einsum import einsum
+from ..ops.einsum import contract, einsum
 from ..ops.index import arange, gather, scatter, take_along
 from ..ops.layout import concat, contiguous_copy, expand, index, rearrange, reshape, slice_axis
 from ..ops.pointwise import FUNCTIONS, cast, pointwise
 from ..ops.reduce import REDUCTIONS, reduce
 from ..ops.stated import COLLECTIVES, collective, opaque, transfer
 from ..ops.stochastic import dropout
+from ..pattern import parse_pattern
 from ..polynomial import poly
 from ..symbols import dims
 from ..tensor import Tensor
@@ -62,7 +63,7 @@ def _names(count: int, first: str = "a") -> list[str]:
 
 @sample("einsum")
 def _einsum(s: Sketch) -> Sequence[Tensor]:
-    return s.one_of([_product, _product, _product, _windows, _restricted, _convolution])(s)
+    return s.one_of([_product, _product, _product, _windows, _restricted, _convolution, _spread])(s)
 
 
 def _product(s: Sketch) -> Sequence[Tensor]:
@@ -152,6 +153,22 @@ def _convolution(s: Sketch) -> Sequence[Tensor]:
     return [y]
 
 
+def _spread(s: Sketch) -> Sequence[Tensor]:
+    """What the gradient of a window or a diagonal is: an index or a name twice in the result."""
+    x, w = s.fresh((s.size(), s.size()), "fp32"), s.fresh((s.number(1, 3),), s.one_of(["fp32", "bf16"]))
+    extents = dict(zip("nor", (*x.sizes, *w.sizes), strict=True))
+    stride, dilation, padding, left = s.number(1, 3), s.number(1, 2), s.number(0, 2), s.number(0, 2)
+    full = x.sizes[1] * stride + w.sizes[0] * dilation + left
+    index = f"o*{stride}+r*{dilation}" + (f"-{padding}" if padding else "")
+    text, sizes = s.one_of([
+        (f"n o, r -> n {index}", (x.sizes[0], full)), (f"n o, r -> {index}", (full,)),
+        ("n o, r -> n n o", (x.sizes[0], *x.sizes)),
+        (f"n o, r -> (n r) o*{stride + 1}", (x.sizes[0] * w.sizes[0], x.sizes[1] * (stride + 1) + left)),
+    ])  # fmt: skip
+    attrs = {"domain": None, "dtype": x.dtype, "sizes": sizes}
+    return [contract([x, w], parse_pattern(text, scattered=True), extents, attrs)]
+
+
 def _restricted(s: Sketch) -> Sequence[Tensor]:
     """Scores of a causal or a windowed attention, and what reads them."""
     (window,) = (s.one_of([None, None, 2, dims("W")]),)
@@ -181,7 +198,10 @@ def _pool(s: Sketch) -> Sequence[Tensor]:
     x = s.tensor(lambda t: t.ndim >= 1 and s.value(t.sizes[-1]) >= width, (*s.shape(1, 6), s.number(width, 5)))
     operation = s.one_of(["max", "mean"])
     padding = s.number(0, width // 2)
-    return [pool(x, operation, window=(width,), stride=s.number(1, 3), padding=padding)]
+    made = pool(x, operation, window=(width,), stride=s.number(1, 3), padding=padding)
+    if operation == "mean" or made.producer is None or s.chance(1):
+        return [made]
+    return apply(POOL, made.producer.operands, {**made.producer.attrs, "indices": True}, "max_pool")[:1]
 
 
 # -- element by element ------------------------------------------------------------------------------------------
@@ -197,8 +217,8 @@ def _pointwise(s: Sketch) -> Sequence[Tensor]:
     if s.chance(6):
         mask = s.fresh(x.shape, "bool")
         return [pointwise("masked_fill", x, mask) if s.chance(1) else pointwise("where", mask, x, 0.0)]
-    function = FUNCTIONS[s.one_of(_PLAIN)]
-    if function.name == "causal_mask" and x.ndim < 2:
+    function = FUNCTIONS[s.one_of(s.functions or _PLAIN)]
+    if function.name.startswith("causal_mask") and x.ndim < 2:
         function = FUNCTIONS["relu"]
     operands: list[Any] = [x]
     for _ in range(function.arity - 1):
@@ -335,10 +355,14 @@ def _gather(s: Sketch) -> Sequence[Tensor]:
 @sample("scatter")
 def _scatter(s: Sketch) -> Sequence[Tensor]:
     x = s.tensor(lambda t: t.ndim >= 1 and s.elements(t) <= 36, s.shape(s.number(1, 3), 36))
-    ids = _ids(s, s.value(x.sizes[0]))
-    updates = s.fresh((*ids.shape, *x.shape[1:]), x.dtype.name)
+    along = s.chance(2)
+    if along:
+        ids = s.fresh((*x.shape[:-1], s.number(1, s.value(x.sizes[-1]))), "int64", "input")
+    else:
+        ids = _ids(s, s.value(x.sizes[0]))
+    updates = s.fresh(ids.shape if along else (*ids.shape, *x.shape[1:]), x.dtype.name)
     changes = s.may_change(x) and x.touched == x.numel and s.chance(1)
-    return [scatter(x, ids, updates, s.one_of(["add", "set"]), inplace=changes)]
+    return [scatter(x, ids, updates, s.one_of(["add", "set"]), inplace=changes, along=along)]
 
 
 @sample("arange")

@@ -62,6 +62,10 @@ class Sketch:
         if self.related:  # sizes that divide each other, as the width of a head does that of a model
             graph.assume("C == A*B")
             self.point["C"] = self.point["A"] * self.point["B"]
+        self.kinds: Sequence[str] = ()
+        """kinds of ops in bodies, all that have a sample where it is empty"""
+        self.functions: Sequence[str] = ()
+        """elementwise functions, all where it is empty"""
         self.depth = 0
         self.changes = True  # whether ops in place may be drawn
         self._made = 0

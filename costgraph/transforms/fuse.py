@@ -121,7 +121,7 @@ def _in_between(order: Sequence[Op], group: Sequence[Op]) -> Op | None:
             continue
         if made.intersection(op.operands):
             return op
-        if op.attrs.get("inplace") and op.operands[0].storage in read:
+        if op.attrs.get("inplace") and any(op.operands[i].storage in read for i in op.attrs.get("changed", (0,))):
             return op
     return None
 
@@ -190,6 +190,8 @@ def _read_outside(group: Sequence[Op]) -> list[Tensor]:
 
 
 def _joins(order: Sequence[Op], chain: list[Op], op: Op, producer: Op) -> bool:
+    if op.phase != chain[0].phase:
+        return False
     rows = _space(chain[0])
     space = _space(op)
     # after a reduction only the leading axes are left, and they have to be the chain's

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,16 @@ from ..polynomial import Poly
 from ..scopes import SCOPE
 from ..tensor import Tensor
 
-__all__ = ["Rewriter", "bound_attributes"]
+__all__ = ["Rewriter", "bound_attributes", "members"]
+
+
+def members(made: Any) -> Iterator[Any]:
+    """Yield what stands for a tensor: of one with a storage for each iteration it may be a list."""
+    if isinstance(made, list):
+        for part in made:
+            yield from members(part)
+    else:
+        yield made
 
 
 def bound_attributes(value: Any, values: Mapping[str, Poly]) -> Any:
@@ -47,7 +56,7 @@ class Rewriter:
         self, values: Mapping[str, Poly] | None = None, emit: Callable[[Rewriter, Op, Graph], bool] | None = None
     ) -> None:
         self.values = dict(values or {})
-        self.tensors: dict[Tensor, Tensor] = {}
+        self.tensors: dict[Tensor, Any] = {}
         """What stands for each tensor of the old graph."""
         self._emit = emit
 
@@ -58,7 +67,9 @@ class Rewriter:
         token = SCOPE.set(())  # names are complete already
         try:
             self.fill(old, new)
-            new.output(*(self.tensors[t] for t in old.outputs))
+            new.output(*(made for t in old.outputs for made in members(self.tensors[t])))
+            for t, g in old.gradients.items():
+                new.gradients |= zip(members(self.tensors[t]), members(self.tensors[g]), strict=True)
         finally:
             SCOPE.reset(token)
         new.validate()
@@ -73,12 +84,13 @@ class Rewriter:
             elif node.producer is None and node.role != "formal":
                 self.tensors[node] = self.source(node, new, suffix)
 
-    def source(self, old: Tensor, new: Graph, suffix: str) -> Tensor:
+    def source(self, old: Tensor, new: Graph, suffix: str) -> Any:
         """Copy an input, parameter, buffer or cache."""
         sizes = tuple(n.bind(self.values) for n in old.sizes)
         tensor = Tensor(
-            new, new.unique(old.name + suffix), sizes, old.dtype, role=old.role, requires_grad=old.requires_grad
-        )
+            new, new.unique(old.name + suffix), sizes, old.dtype,
+            role=old.role, requires_grad=old.requires_grad, pieces=old.storage.pieces,
+        )  # fmt: skip
         new.add_node(tensor)
         return tensor
 
@@ -94,14 +106,19 @@ class Rewriter:
         self.tensors |= dict(zip(op.results, made.results, strict=True))
         return made
 
+    def formal(self, old: Tensor, body: Graph, suffix: str = "") -> Tensor:
+        """Copy an input of a body."""
+        sizes, strides = (tuple(p.bind(self.values) for p in ps) for ps in (old.sizes, old.strides))
+        made = body.formal(old, old.name + suffix, sizes, strides)
+        made.offset = old.offset.bind(self.values)
+        made.domain = bound_attributes(old.domain, self.values)
+        return made
+
     def body(self, old: Graph, new: Graph, suffix: str) -> Graph:
         """Copy a body; results of its op are in the order of its outputs."""
         body = new.start_body(old.name, fused=old.fused)
         for f in old.formals:
-            sizes, strides = (tuple(p.bind(self.values) for p in ps) for ps in (f.sizes, f.strides))
-            self.tensors[f] = body.formal(f, f.name + suffix, sizes, strides)
-            self.tensors[f].offset = f.offset.bind(self.values)
-            self.tensors[f].domain = bound_attributes(f.domain, self.values)
+            self.tensors[f] = self.formal(f, body, suffix)
         self.fill(old, body, suffix)
         body.outputs += [body.adopt(self.tensors[t]) for t in old.outputs]
         return body

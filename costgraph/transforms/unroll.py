@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from ..errors import BindingError
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..errors import BindingError, ShapeError
 from ..graph import Graph
-from ..layout import contiguous, numel
-from ..op import Op, OpKind, Result
+from ..layout import Sizes, contiguous, numel
+from ..op import Attrs, Op, OpKind, Result
 from ..ops.layout import REARRANGE, SLICE
 from ..ops.registry import register
 from ..polynomial import ONE, Poly, as_poly
@@ -26,6 +29,22 @@ EMPTY = register(
         writes=nothing,
     )
 )
+
+
+def _whole(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
+    stack = operands[0]
+    if any(t.sizes != stack.sizes[1:] or t.dtype != stack.dtype for t in operands[1:]):
+        raise ShapeError(f"stack {stack!r} of {operands[1:]!r}, expected one of its slices each")
+    for i, t in enumerate(operands[1:]):
+        if t.storage is not stack.storage:
+            # what an iteration makes for a stack is written into its slice at once: there it lies from now on
+            t.strides = contiguous(t.sizes)
+            _move(t, t.storage, stack.storage, as_poly(i) * numel(t.sizes))
+    return [Result(stack.sizes, stack.dtype, stack.strides, of=0, offset=stack.offset)]
+
+
+# The same stack when all of its slices are written: a name that says on what it depends.
+STACKED = register(OpKind(name="stacked", infer=_whole, flops=free, reads=nothing, writes=nothing))
 
 
 def unroll(graph: Graph, /, **dims: int) -> Graph:
@@ -58,37 +77,87 @@ def unroll(graph: Graph, /, **dims: int) -> Graph:
     >>> len(cg.unroll(g, L=5).ops), cg.flops(cg.unroll(g, L=5))
     (5, 10*B*D**2)
     """
-    return Rewriter(bindings(graph, dims), _emit).run(graph)
+    return _Unroller(bindings(graph, dims)).run(graph)
+
+
+class _Unroller(Rewriter):
+    """Plays loops out. What has a storage for each iteration becomes a list, a sum before its first term None."""
+
+    def __init__(self, values: Mapping[str, Poly]) -> None:
+        super().__init__(values, _emit)
+        self.index = [0]
+        """Iterations of the loops around the op that is played out."""
+
+    def source(self, old: Tensor, new: Graph, suffix: str) -> Any:
+        if not old.storage.pieces:
+            return super().source(old, new, suffix)
+        sizes = tuple(n.bind(self.values) for n in old.sizes)
+        return self.part(old, new, suffix, sizes, old.storage.pieces)
+
+    def part(self, old: Tensor, new: Graph, suffix: str, sizes: Sizes, depth: int) -> Any:
+        """Declare each of the storages of a source."""
+        if depth:
+            return [self.part(old, new, f"{suffix}.i{i}", sizes[1:], depth - 1) for i in range(_count(old, sizes[0]))]
+        tensor = Tensor(
+            new, new.unique(old.name + suffix), sizes, old.dtype, role=old.role, requires_grad=old.requires_grad
+        )
+        new.add_node(tensor)
+        return tensor
+
+
+def _count(of: object, count: Poly) -> int:
+    if not isinstance(count.constant, int):
+        raise BindingError(f"unroll: count {count} of {getattr(of, 'name', of)!r} is not bound, expected a number")
+    return count.constant
 
 
 def _emit(rewriter: Rewriter, op: Op, new: Graph) -> bool:
-    if op.kind.body != "repeated":
+    if op.kind.name == "absent":
+        rewriter.tensors[op.results[0]] = None
+    elif op.kind.name == "accumulate" and rewriter.tensors[op.operands[0]] is None:
+        rewriter.tensors[op.results[0]] = rewriter.tensors[op.operands[1]]
+    elif op.kind.body == "repeated":
+        _play_out(rewriter, op, new)
+    else:
         return False
+    return True
+
+
+def _play_out(rewriter: Rewriter, op: Op, new: Graph) -> None:
     body, carries, xs = op.body, op.attrs["carries"], op.attrs["xs"]
+    assert isinstance(rewriter, _Unroller)
     assert body is not None
-    count = op.attrs["count"].bind(rewriter.values)
-    if not isinstance(count.constant, int):
-        raise BindingError(f"unroll: count {count} of {op.name!r} is not bound, expected a number")
+    count = rewriter.index[-1] if op.attrs.get("until") else _count(op, op.attrs["count"].bind(rewriter.values))
+    saved = len(op.results) - op.attrs.get("saved", 0)
     state = [rewriter.tensors[t] for t in op.operands[:carries]]
     stacks: list[Tensor] = []
-    for t in op.results[carries:]:
+    for t in op.results[carries:saved]:
         sizes = tuple(n.bind(rewriter.values) for n in t.sizes)
-        stacks += new.add_op(EMPTY, [], {"sizes": sizes, "dtype": t.dtype}, t.name).results
-    for i in range(count.constant):
+        stacks += new.add_op(EMPTY, [], {"sizes": sizes, "dtype": t.dtype}, t.name, op.phase).results
+    left, made = [], []
+    for turn in range(count):
+        i = count - 1 - turn if op.attrs.get("reverse") else turn
         rewriter.tensors |= dict(zip(body.formals[:carries], state, strict=True))
         for f, t in zip(body.formals[carries : carries + xs], op.operands[carries:], strict=False):
-            rewriter.tensors[f] = _slice(rewriter.tensors[t], i, new)
+            rewriter.tensors[f] = _slice(rewriter.tensors[t], i, new, op.phase)
         for f, t in zip(body.formals[carries + xs :], op.operands[carries + xs :], strict=True):
             rewriter.tensors[f] = rewriter.tensors[t]
+        rewriter.index.append(i)
         rewriter.fill(body, new, f".i{i}")
+        rewriter.index.pop()
         state = [rewriter.tensors[t] for t in body.outputs[:carries]]
-        for t, stack in zip(body.outputs[carries:], stacks, strict=True):
-            # what an iteration makes for a stack is written into its slice at once
-            made = rewriter.tensors[t]
-            made.strides = contiguous(made.sizes)
-            _move(made, made.storage, stack.storage, as_poly(i) * numel(made.sizes))
-    rewriter.tensors |= dict(zip(op.results, [*state, *stacks], strict=True))
-    return True
+        made.append([rewriter.tensors[t] for t in body.outputs[carries:saved]])
+        left.append([rewriter.tensors[t] for t in body.outputs[saved:]])
+    ordered = left[::-1] if op.attrs.get("reverse") else left
+    pieces = [[row[k] for row in ordered] for k in range(len(op.results) - saved)]
+    filled = [_filled(stack, [row[k] for row in made], new, op) for k, stack in enumerate(stacks)]
+    rewriter.tensors |= dict(zip(op.results, [*state, *filled, *pieces], strict=True))
+
+
+def _filled(stack: Tensor, made: list[Tensor], new: Graph, op: Op) -> Tensor:
+    """Return the stack once all of its slices are written."""
+    order = made[::-1] if op.attrs.get("reverse") else made
+    return new.add_op(STACKED, [stack, *order], {}, f"{stack.name}.filled", op.phase).results[0]
 
 
 def _move(t: Tensor, old: Storage, new: Storage, offset: Poly) -> None:
@@ -100,10 +169,12 @@ def _move(t: Tensor, old: Storage, new: Storage, offset: Poly) -> None:
         left += [r for op in moved.graph.successors(moved) for r in op.results if r.storage is old and r not in left]
 
 
-def _slice(t: Tensor, i: int, new: Graph) -> Tensor:
+def _slice(t: Any, i: int, new: Graph, phase: str) -> Any:
     """View of one position of the first axis."""
+    if t is None or isinstance(t, list):
+        return None if t is None else t[i]
     sliced = new.add_op(
-        SLICE, [t], {"axis": 0, "start": as_poly(i), "size": ONE, "step": 1}, f"{t.name}.slice"
+        SLICE, [t], {"axis": 0, "start": as_poly(i), "size": ONE, "step": 1}, f"{t.name}.slice", phase
     ).results[0]
     attrs = {"split": sliced.sizes, "order": tuple(range(sliced.ndim)), "merged": t.sizes[1:]}
-    return new.add_op(REARRANGE, [sliced], attrs, f"{t.name}.at").results[0]
+    return new.add_op(REARRANGE, [sliced], attrs, f"{t.name}.at", phase).results[0]

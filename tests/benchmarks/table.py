@@ -8,7 +8,7 @@ import json
 import sys
 from pathlib import Path
 
-COMMAND = "python -m pytest -q tests/benchmarks --benchmark-json=benchmarks.json"
+COMMAND = "COSTGRAPH_BENCHMARKS=long python -m pytest -q tests/benchmarks --benchmark-json=benchmarks.json"
 
 HEAD = """\
 # Benchmarks
@@ -39,6 +39,15 @@ ABOUT = {
     " symbol until then. The ratio is the time of the deeper one over that of the other.",
     "test_deriving_formulas_against_counting_with_torch": "llama-2-7b declared and FLOPs, bytes and peak derived as"
     " formulas, against one count of FLOPs alone at one size by torch's FlopCounterMode on the meta device.",
+    "test_time_of_a_step_grows_in_proportion_to_the_ops[perceptron]": "A perceptron of layers of two ops, all unrolled:"
+    " declared, made a step of training with AdamW, its FLOPs, bytes and peak derived. A step has some seven ops for"
+    " each of the forward pass.",
+    "test_time_of_a_step_grows_in_proportion_to_the_ops[residual]": "The same for residual blocks of six ops and a"
+    " weight each.",
+    "test_peak_of_a_step_against_memtracker[gpt2]": "The peak of a step of GPT-2 with AdamW as a closed form in all"
+    " sizes, declared, derived and bound, against torch's MemTracker on fake tensors, which follows two steps at one"
+    " size; both give the same peak to a thousandth.",
+    "test_peak_of_a_step_against_memtracker[llama-2-7b]": "The same for Llama with the sizes of llama-2-7b.",
     "test_order_of_a_contraction_against_opt_einsum[five tensors]": "The cheapest order of a contraction of five"
     " tensors with numbers for sizes: a checked graph and its FLOPs here, the order and its FLOPs in opt_einsum, which"
     " is the faster one. Sizes that are symbols it cannot take.",

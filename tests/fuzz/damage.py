@@ -68,8 +68,20 @@ def attended():
     return g
 
 
+def trained():
+    with cg.Graph("trained") as g:
+        w = g.param("w", (D, D))
+
+        def layer(x):
+            return x + cg.tanh(cg.linear(x, "b d -> b e", e=D)) @ w
+
+        x = cg.repeat(L, layer, g.input("x", (B, D), grad=True), name="layers")
+        g.output(cg.reduce(x, "b d -> ", "mean"))
+    return cg.backward(g)
+
+
 W_ = cg.dims("W")
-GRAPHS = {f.__name__: f for f in (dense, looped, varied, attended)}
+GRAPHS = {f.__name__: f for f in (dense, looped, varied, attended, trained)}
 
 
 def saved(name, folder):

@@ -14,6 +14,7 @@ from costgraph.ops import pointwise as pointwise_ops
 from costgraph.ops.registry import KINDS
 from costgraph.polynomial import ONE, ZERO
 from costgraph.rules import Flops
+from costgraph.transforms import walk
 
 FAULTS: list[Fault] = []
 
@@ -362,6 +363,27 @@ def _(right, op):
 @fault(LOOPS, "a tensor under two names is read twice in the first iteration", (costs, "situations"), ("repeat",))
 def _(right, op):
     return [(MappingProxyType({}), op.attrs["count"])]
+
+
+# -- training ------------------------------------------------------------------------------------------------------
+
+TRAINING = "training"
+LOSSES = ("training",)
+
+
+@fault(TRAINING, "a second contribution to a gradient is dropped", (walk.Walk, "add"), LOSSES)
+def _(right, self, before, grad):
+    return before
+
+
+@fault(TRAINING, "storages of iterations that are not played count once too few", (lifetimes, "Rest"), LOSSES)
+def _(right, start, turn, count, *args):
+    return right(start, turn, count - 1 if count else count, *args)
+
+
+@fault(TRAINING, "the first term of a sum is added to something", (costs, "_iterations"), LOSSES)
+def _(right, op, times, moves, absent):
+    yield from right(op, times, moves, {})
 
 
 # -- algebra -------------------------------------------------------------------------------------------------------

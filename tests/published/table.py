@@ -7,9 +7,11 @@ writes it anew.
 
 from pathlib import Path
 
-import derive_devices  # noqa: F401  # they register what answers each row
+import derive_activations  # noqa: F401  # they register what answers each row
+import derive_devices  # noqa: F401
 import derive_experts  # noqa: F401
 import derive_ops  # noqa: F401
+import derive_training  # noqa: F401
 import derive_transformers  # noqa: F401
 import derive_vision  # noqa: F401
 from published_rows import DERIVED, LATER, ROWS, rounded
@@ -20,7 +22,8 @@ HEAD = """\
 # Published numbers
 
 {all} numbers that papers, books and tools print. {derived} of them are derived here from declared graphs and compared
-at the digits that are printed, {disagrees} of these with another result than the source: it rounds on the way or errs.
+at the digits that are printed, {disagrees} of these with another result than the source: it rounds on the way, errs or
+measured.
 The other {later} say what will answer them: {counts}.
 
 The declarations are in `tests/published/`, the numbers with their sources in `tests/published/forward.json`;
@@ -54,7 +57,8 @@ def printed(row):
 def answer(row):
     if "formula" in row:
         derived, _ = DERIVED[row["id"]](row)
-        return f"`{str(derived).replace('**', '^')}`"
+        text = f"`{str(derived).replace('**', '^')}`"
+        return f"{text}; {row['disagrees']}" if "disagrees" in row else text
     text = amount(rounded(DERIVED[row["id"]](row), row))
     return f"{text}; {row.get('disagrees') or row.get('coarser') or ''}".rstrip("; ")
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from .analysis.memory import peak_memory
-from .bind import need_bound
-from .errors import BindingError
-from .graph import Graph
-from .hardware import Hardware, load_hardware
-from .sizes import need_open
+from typing import Any
+
+from ..analysis.memory import peak_memory
+from ..bind import need_bound
+from ..errors import BindingError
+from ..graph import Graph
+from ..hardware import Hardware, load_hardware
+from ..sizes import need_open, size_of
 
 __all__ = ["largest"]
 
@@ -22,6 +24,7 @@ def largest(
     *,
     hardware: str | Hardware | None = None,
     memory: float | None = None,
+    multiple_of: int = 1,
     **dims: int,
 ) -> int:
     """Return the largest size of a dimension for which the peak memory fits.
@@ -29,20 +32,22 @@ def largest(
     Parameters
     ----------
     graph : Graph
-        What has to fit.
+        What has to fit, such as a step of training.
     symbol : str
         Dimension that is searched, such as `"B"`; peak memory never falls as it grows.
     hardware : str or Hardware, optional
         Device whose capacity is the limit, as its vendor states it.
     memory : int or float, optional
         Limit in bytes; one of the two has to be given.
+    multiple_of : int
+        Only multiples of it are tried, such as the number of heads for a width.
     **dims : int
         Sizes of all other dimensions.
 
     Returns
     -------
     int
-        The largest size that fits, 0 if not even 1 does.
+        The largest size that fits, 0 if not even the smallest does.
 
     Raises
     ------
@@ -57,6 +62,10 @@ def largest(
     ...     g.output(cg.relu(g.input("x", (B, D))))
     >>> cg.largest(g, "B", memory=80e9, D=1000)  # 8*B*D bytes
     10000000
+    >>> step = cg.training_step(cg.models.load("gpt2"), precision="bf16", checkpoint=cg.every_block())
+    >>> L = cg.largest(step, "L", hardware="h100-sxm", B=8, S=1024)  # the deepest model
+    >>> L, cg.param_count(step, L=L)
+    (699, 4993807872)
     """
     need_open(graph, symbol, dims, "largest")
     if (hardware is None) == (memory is None):
@@ -65,8 +74,11 @@ def largest(
     if isinstance(limit, bool | str) or limit is None or not limit > 0:
         raise BindingError(f"largest: memory={memory!r}, expected a positive number of bytes")
 
+    size_of("largest: multiple_of", multiple_of)
+
     def fits(size: int) -> bool:
-        peak = peak_memory(graph, **{**dims, symbol: size})
+        sizes: dict[str, Any] = {**dims, symbol: size * multiple_of}
+        peak = peak_memory(graph, **sizes)
         need_bound([peak], f"largest {symbol}")
         return bool(peak <= limit)
 
@@ -80,4 +92,4 @@ def largest(
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    return low * multiple_of

@@ -1,0 +1,101 @@
+"""Bytes that a forward pass leaves for the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from ..bind import Formula, answer
+from ..graph import Graph, need_graph
+from ..op import Op
+from ..polynomial import total
+from ..sizes import bindings
+from ..tensor import Storage, Tensor
+
+__all__ = ["saved_bytes"]
+
+
+def saved_bytes(graph: Graph, /, **dims: int) -> dict[str, Formula]:
+    """Return the bytes that the forward pass leaves for the backward pass.
+
+    Parameters
+    ----------
+    graph : Graph
+        A step, of `training_step` or `backward`.
+    **dims : int
+        Sizes to bind.
+
+    Returns
+    -------
+    dict of str to int or sympy.Expr
+        Bytes by loop of the forward pass: what one of its iterations leaves, inner loops left out, which have entries
+        of their own. What is made outside of all loops is under the name "". Inputs, parameters and buffers are there
+        anyway and count nowhere.
+
+    Raises
+    ------
+    BindingError
+        If a size cannot be bound.
+
+    Notes
+    -----
+    A storage counts that an op of phase forward makes and one of phase backward or recompute reads, once and whole,
+    whichever view of it is read: what papers call activation memory. What is computed again is not in it.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> B, D, F, L = cg.dims("B D F L")
+    >>> with cg.Graph("g", dtype="bf16") as g:
+    ...     layer = lambda x: x + cg.mlp(x, F)
+    ...     x = cg.repeat(L, layer, cg.linear(g.input("x", (B, D)), "b d -> b e", e=D), name="layers")
+    ...     g.output(cg.reduce(x, "b d -> ", "mean"))
+    >>> cg.saved_bytes(cg.training_step(g))["layers"]
+    2*B*D + 4*B*F
+    >>> cg.saved_bytes(cg.training_step(g, checkpoint=cg.every_block()))["layers"]
+    2*B*D
+    """
+    need_graph("saved_bytes", graph)
+    values = bindings(graph, dims)
+    found: dict[str, list[Storage]] = {"": list(dict.fromkeys(_outlive(graph)))}
+    for op in graph.walk():
+        if op.kind.body == "repeated" and op.phase == "forward":
+            assert op.body is not None
+            found[op.name] = list(dict.fromkeys((*_left(op), *_outlive(op.body))))
+    return {name: answer(total(s.bytes for s in storages).bind(values)) for name, storages in found.items()}
+
+
+def _outlive(graph: Graph) -> Iterator[Storage]:
+    """Yield what ops of the forward pass make and those of the backward pass read, in one graph or body."""
+    own = _made(op for op in graph.ops if op.phase == "forward") - _there(graph)
+    for op in graph.ops:
+        if op.phase in ("backward", "recompute"):
+            yield from (t.storage for t in op.operands if t.storage in own)
+
+
+def _left(op: Op) -> Iterator[Storage]:
+    """Yield what an iteration of a loop leaves behind: what its body made or was handed, not what is there anyway."""
+    body, carries = op.body, op.attrs["carries"]
+    assert body is not None
+    handed = {f.storage for f in body.formals[:carries]}
+    own = (_made(body.ops) - _there(body)) | handed
+    first = len(body.outputs) - op.attrs.get("saved", 0)
+    yield from (t.storage for t in body.outputs[first:] if t.storage in own)
+
+
+def _made(ops: Iterable[Op]) -> set[Storage]:
+    """Return the storages of what ops make, without what the iterations of a loop inside left behind."""
+    return {t.storage for op in ops for t in op.results if not _is_left(t)}
+
+
+def _there(graph: Graph) -> set[Storage]:
+    """Return the storages that no op of a graph or body makes."""
+    return {t.storage for t in graph.tensors if t.producer is None}
+
+
+def _is_left(t: Tensor) -> bool:
+    """Whether a tensor stands for what the iterations of a loop left behind."""
+    op = t.producer
+    if op is None or op.kind.body != "repeated":
+        return False
+    saved: int = op.attrs.get("saved", 0)
+    return op.results.index(t) >= len(op.results) - saved

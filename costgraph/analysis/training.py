@@ -1,0 +1,388 @@
+"""What a step of training computes, and how well a device is used: model FLOPs, hardware FLOPs, MFU and HFU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from fractions import Fraction
+from numbers import Rational
+
+import sympy
+
+from ..arguments import need_choice
+from ..bind import Formula, answer
+from ..errors import BindingError, GraphError
+from ..extremum import as_expr
+from ..graph import Graph, need_graph
+from ..hardware import Hardware, load_hardware
+from ..op import Op
+from ..polynomial import Poly, total
+from ..sizes import bindings
+from ..symbols import shown
+from .costs import costs, executions, matmul_flops
+
+__all__ = ["given", "hardware_flops", "hfu", "main_format", "mfu", "model_flops", "rate_of", "step_tokens"]
+
+Fallback = str | Mapping[str, str] | None
+
+_COUNTS = ("executed", "full")
+# What a count of the model leaves out: neither depends on the model alone.
+_NOT_OF_THE_MODEL = ("recompute", "optimizer")
+
+
+def _is_of_the_model(op: Op | None) -> bool:
+    """Whether an op is one that every implementation of forward and backward pass needs."""
+    while op is not None:
+        if op.phase in _NOT_OF_THE_MODEL or op.attrs.get("again"):
+            return False
+        op = op.graph.owner
+    return True
+
+
+def _model_poly(graph: Graph, count: str) -> Poly:
+    need_graph("model_flops", graph)
+    need_choice("model_flops: count", count, _COUNTS)
+    key = ("model flops", count)
+    if key not in graph.cache:
+        parts = []
+        for op, times, _ in executions(graph):
+            own = op.kind.flops(op)
+            amount = own.full if count == "full" else own.matmul
+            if amount and _is_of_the_model(op):
+                parts.append(amount * times)
+        graph.cache[key] = total(parts)
+    found: Poly = graph.cache[key]
+    return found
+
+
+def model_flops(graph: Graph, /, count: str = "executed", **dims: int) -> Formula:
+    """Return the matmul FLOPs that forward and backward pass need, whatever the implementation.
+
+    Parameters
+    ----------
+    graph : Graph
+        A step of training; of a forward graph they are its `matmul_flops`.
+    count : str
+        executed, or full: the whole square of every attention, as PaLM charges.
+    **dims : int
+        Sizes to bind.
+
+    Returns
+    -------
+    int or sympy.Expr
+        FLOPs, as in the MFU of PaLM: those of the phase recompute are left out, those that a kernel computes again
+        in its backward pass (the scores of flash attention), and the optimizer's (the iterations of Muon).
+
+    Raises
+    ------
+    BindingError, GraphError
+        If a size cannot be bound, or the count is unknown.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> g = cg.models.load("gpt2")
+    >>> step = cg.training_step(g, checkpoint=cg.every_block())
+    >>> cg.model_flops(step, B=1, S=64) / cg.matmul_flops(g, B=1, S=64)
+    3.0
+    """
+    return answer(_model_poly(graph, count).bind(bindings(graph, dims)))
+
+
+def hardware_flops(graph: Graph, /, count: str = "executed", **dims: int) -> Formula:
+    """Return the matmul FLOPs that a step of training executes, what it computes again included.
+
+    Parameters
+    ----------
+    graph : Graph
+        A step of training.
+    count : str
+        executed, or full: the whole square of every attention.
+    **dims : int
+        Sizes to bind.
+
+    Returns
+    -------
+    int or sympy.Expr
+        FLOPs: all of `matmul_flops`.
+
+    Raises
+    ------
+    BindingError, GraphError
+        If a size cannot be bound, or the count is unknown.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> step = cg.training_step(cg.models.load("mlp"))
+    >>> cg.hardware_flops(step, B=5) == cg.model_flops(step, B=5)  # nothing is computed again
+    True
+    """
+    return matmul_flops(graph, count, **dims)
+
+
+def step_tokens(graph: Graph, /, **dims: int) -> Formula:
+    """Return the tokens, or samples, that a step goes over: the elements of its inputs of whole numbers.
+
+    Parameters
+    ----------
+    graph : Graph
+        With inputs such as tokens and targets, of one number of elements.
+    **dims : int
+        Sizes to bind.
+
+    Returns
+    -------
+    int or sympy.Expr
+        Tokens, all micro-batches together.
+
+    Raises
+    ------
+    GraphError
+        If no input has whole numbers, or they differ in their number.
+    BindingError
+        If a size cannot be bound.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> cg.step_tokens(cg.training_step(cg.models.load("gpt2"), accumulate=cg.dims("A")))
+    A*B*S
+    """
+    return answer(tokens_poly(graph).bind(bindings(graph, dims)))
+
+
+def tokens_poly(graph: Graph) -> Poly:
+    """Return the tokens of a step with no size bound."""
+    need_graph("step_tokens", graph)
+    whole = [t for t in graph.tensors if t.producer is None and t.role == "input" and t.dtype.kind != "float"]
+    found = {t.storage.elements for t in whole}
+    if len(found) != 1:
+        has = ", ".join(f"{t.name!r} with {t.storage.elements}" for t in whole) or "none"
+        raise GraphError(
+            f"step_tokens: graph {graph.name!r} has as inputs of whole numbers {has}, expected tokens or targets, all "
+            f"with one number of elements"
+        )
+    return found.pop()
+
+
+# -- utilization ---------------------------------------------------------------------------------------------------
+
+
+def given(place: str, value: object, *, most: int | None = None) -> sympy.Expr:
+    """Return an amount that a caller gave as an exact number or formula.
+
+    Parameters
+    ----------
+    place : str
+        For the error.
+    value : int, float, Fraction or sympy.Expr
+        Positive; a float stands for the decimal number that it is printed as.
+    most : int, optional
+        Largest value.
+
+    Returns
+    -------
+    sympy.Expr
+        Without floats where a number was given.
+
+    Raises
+    ------
+    BindingError
+        If it is no positive number and no formula, or too large.
+    """
+    if isinstance(value, sympy.Expr) and value.free_symbols:
+        return value
+    expected = "a positive number or a formula" if most is None else f"a number above 0 and up to {most}, or a formula"
+    try:
+        number = None if isinstance(value, bool | str) else _exact(value)
+    except (ValueError, TypeError, OverflowError):
+        number = None
+    if number is None or number <= 0 or (most is not None and number > most):
+        raise BindingError(f"{place}: {shown(value)}, expected {expected}")
+    return sympy.Rational(number.numerator, number.denominator)
+
+
+def _exact(value: object) -> Fraction:
+    if isinstance(value, Rational | sympy.Rational):
+        return Fraction(int(value.numerator), int(value.denominator))
+    number = float(value)  # type: ignore[arg-type]  # what has no such value is refused by the caller
+    if not math.isfinite(number):
+        raise ValueError
+    return Fraction(repr(number))
+
+
+def main_format(graph: Graph, /, **dims: int) -> str:
+    """Return the number format that most matmul FLOPs of a graph are done in.
+
+    Parameters
+    ----------
+    graph : Graph
+        What is asked.
+    **dims : int
+        Sizes; they have to be bound where there are several formats.
+
+    Returns
+    -------
+    str
+        Name of the format.
+
+    Raises
+    ------
+    BindingError
+        If that depends on an open size.
+    GraphError
+        If there is no matmul.
+    """
+    table = costs(graph, count="executed", **dims).filter(kind="matmul", direction="compute").group("dtype")
+    if not table:
+        raise GraphError(f"graph {graph.name!r} has no matmul, expected one: it decides which peak rate counts")
+    if len(table) == 1:
+        return next(iter(table))
+    amounts = {name: part.total().matmul for name, part in table.items()}
+    if any(isinstance(v, sympy.Expr) for v in amounts.values()):
+        raise BindingError(f"matmuls in {', '.join(sorted(amounts))}: expected all sizes, or dtype= to say whose peak")
+    return max(amounts, key=lambda name: float(amounts[name]))
+
+
+def rate_of(
+    place: str, hardware: object, dtype: str | None, graph: Graph | None, dims: Mapping[str, int], fallback: Fallback
+) -> sympy.Expr:
+    """Return a peak rate in FLOP/s: of a device and a format, or as it was given.
+
+    Parameters
+    ----------
+    place : str
+        For errors.
+    hardware : str, path-like, Hardware, number or sympy.Expr
+        A device, or its FLOP/s.
+    dtype : str, optional
+        Number format, by default the main one of the graph's matmuls.
+    graph : Graph, optional
+        What runs.
+    dims : mapping
+        Sizes.
+    fallback : str or mapping, optional
+        As `Hardware.rate`.
+
+    Returns
+    -------
+    sympy.Expr
+        FLOP/s, dense.
+    """
+    if isinstance(hardware, int | float | Rational | sympy.Expr):
+        return given(f"{place}: rate", hardware)
+    device: Hardware = load_hardware(hardware)  # type: ignore[arg-type]  # refused there
+    if dtype is None:
+        if graph is None:
+            raise BindingError(f"{place}: dtype=None, expected a number format such as bf16, of which a peak rate is")
+        dtype = main_format(graph, **dims)
+    value = Fraction(device.rate(dtype, fallback=fallback).value)
+    return sympy.Rational(value.numerator, value.denominator)
+
+
+def mfu(
+    step: Graph | Formula, /, seconds: Formula, hardware: object, *, dtype: str | None = None, count: str = "executed",
+    devices: Formula = 1, fallback: Fallback = None, **dims: int,
+) -> Formula:  # fmt: skip
+    """Return the model FLOPs utilization: model FLOPs a second over the peak rate.
+
+    Parameters
+    ----------
+    step : Graph, number or sympy.Expr
+        A step of training, or model FLOPs.
+    seconds : number or sympy.Expr
+        Time of the step.
+    hardware : str, path-like, Hardware, number or sympy.Expr
+        The device, or its peak rate in FLOP/s.
+    dtype : str, optional
+        Format whose peak rate counts, by default the one that most matmul FLOPs are done in.
+    count : str
+        executed, or full: the whole square of every attention.
+    devices : number or sympy.Expr
+        How many of them work on the step.
+    fallback : str or mapping, optional
+        As `Hardware.rate`.
+    **dims : int
+        Sizes to bind.
+
+    Returns
+    -------
+    float, int or sympy.Expr
+        A part of 1.
+
+    Raises
+    ------
+    BindingError, GraphError, SpecError
+        If an amount is not positive, a format is missing, or the device or its rate is unknown.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> round(cg.mfu(5.4e13, 0.1, 670e12), 3)  # a matmul that was measured
+    0.806
+    >>> step = cg.training_step(cg.models.load("llama-3-8b"), precision="bf16-mixed")
+    >>> round(cg.mfu(step, 0.5, "h100-sxm", B=1, S=4096), 3)
+    0.399
+    """
+    return _utilization("mfu", step, seconds, hardware, dtype, count, devices, fallback, dims)
+
+
+def hfu(
+    step: Graph | Formula, /, seconds: Formula, hardware: object, *, dtype: str | None = None, count: str = "executed",
+    devices: Formula = 1, fallback: Fallback = None, **dims: int,
+) -> Formula:  # fmt: skip
+    """Return the hardware FLOPs utilization: as `mfu`, of all matmul FLOPs that are executed.
+
+    Parameters
+    ----------
+    step : Graph, number or sympy.Expr
+        A step of training, or hardware FLOPs.
+    seconds : number or sympy.Expr
+        Time of the step.
+    hardware : str, path-like, Hardware, number or sympy.Expr
+        The device, or its peak rate in FLOP/s.
+    dtype : str, optional
+        Format whose peak rate counts, by default the one that most matmul FLOPs are done in.
+    count : str
+        executed, or full.
+    devices : number or sympy.Expr
+        How many of them work on the step.
+    fallback : str or mapping, optional
+        As `Hardware.rate`.
+    **dims : int
+        Sizes to bind.
+
+    Returns
+    -------
+    float, int or sympy.Expr
+        A part of 1, at least the MFU.
+
+    Raises
+    ------
+    BindingError, GraphError, SpecError
+        As `mfu`.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> step = cg.training_step(cg.models.load("llama-3-8b"), precision="bf16-mixed", checkpoint=cg.every_block())
+    >>> round(cg.hfu(step, 0.5, "h100-sxm", B=1, S=4096), 3)
+    0.497
+    """
+    return _utilization("hfu", step, seconds, hardware, dtype, count, devices, fallback, dims)
+
+
+def _utilization(
+    place: str, step: Graph | Formula, seconds: Formula, hardware: object, dtype: str | None, count: str,
+    devices: Formula, fallback: Fallback, dims: Mapping[str, int],
+) -> Formula:  # fmt: skip
+    graph = step if isinstance(step, Graph) else None
+    if graph is not None:
+        work = as_expr((model_flops if place == "mfu" else hardware_flops)(graph, count, **dims))
+    else:
+        work = given(f"{place}: FLOPs", step)
+        if dims:
+            raise BindingError(f"{place}: sizes {', '.join(sorted(dims))}, expected none beside FLOPs, or a graph")
+    rate = rate_of(place, hardware, dtype, graph, dims, fallback)
+    return answer(work / (given(f"{place}: seconds", seconds) * given(f"{place}: devices", devices) * rate))

@@ -1,0 +1,245 @@
+"""What training keeps in memory: weights, gradients, optimizer state, and activations beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+import sympy
+
+from ..bind import Formula, answer
+from ..dominance import prune
+from ..errors import GraphError
+from ..extremum import extremum
+from ..graph import Graph, need_graph
+from ..polynomial import ZERO, Poly, total
+from ..sizes import bindings
+from ..tensor import Storage, Tensor
+from .lifetimes import Program
+from .memory import live_cases
+from .traffic import repeated_bodies
+
+__all__ = ["StateBytes", "activation_memory", "bytes_per_param", "saved_state_bytes", "state_bytes"]
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes that belong to the parameters of a model in training."""
+
+    params: Formula
+    """parameters"""
+    gradients: Formula
+    """their gradients, as the optimizer reads them"""
+    state: Formula
+    """optimizer state: moments, master copies, step counters"""
+
+    @property
+    def total(self) -> Formula:
+        """All three."""
+        return self.params + self.gradients + self.state
+
+
+def _sources(graph: Graph, role: str) -> Iterator[Poly]:
+    for g, times in repeated_bodies(graph):
+        for t in g.tensors:
+            if t.role == role and t.producer is None:
+                yield t.storage.bytes * times
+
+
+def _gradients(graph: Graph) -> Iterable[Poly]:
+    """Return the bytes of the gradients of parameters, each storage once."""
+    kept: dict[object, Tensor] = {g.storage: g for t, g in graph.gradients.items() if t.role == "param"}
+    return [t.storage.bytes for t in kept.values()]
+
+
+def _parts(graph: Graph, question: str) -> tuple[Poly, Poly, Poly]:
+    need_graph(question, graph)
+    if not graph.gradients:
+        raise GraphError(f"{question}: graph {graph.name!r} has no gradients, expected what training_step returns")
+    if "state bytes" not in graph.cache:
+        found = total(_sources(graph, "param")), total(_gradients(graph)), total(_sources(graph, "state"))
+        graph.cache["state bytes"] = found
+    parts: tuple[Poly, Poly, Poly] = graph.cache["state bytes"]
+    return parts
+
+
+def state_bytes(step: Graph, /, **dims: int) -> StateBytes:
+    """Return the bytes of weights, gradients and optimizer state of a step of training.
+
+    Parameters
+    ----------
+    step : Graph
+        What `training_step` or `backward` returned.
+    **dims : int
+        Sizes to bind.
+
+    Returns
+    -------
+    StateBytes
+        `.params`, `.gradients`, `.state` and `.total`; each an int or a formula. Gradients are counted at the size
+        that they have together before the update, whether they stay afterwards or not.
+
+    Raises
+    ------
+    GraphError
+        If the graph has no gradients.
+    BindingError
+        If a size cannot be bound.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> cg.state_bytes(cg.training_step(cg.models.load("gpt2"), precision="bf16"))
+    StateBytes(params=248879616, gradients=248879616, state=995518464)
+    """
+    values = bindings(step, dims)
+    return StateBytes(*(answer(p.bind(values)) for p in _parts(step, "state_bytes")))
+
+
+def saved_state_bytes(step: Graph, /, **dims: int) -> Formula:
+    """Return the bytes of a saved state of training: weights and optimizer state, no gradients.
+
+    Parameters
+    ----------
+    step : Graph
+        What `training_step` returned.
+    **dims : int
+        Sizes to bind.
+
+    Returns
+    -------
+    int or sympy.Expr
+        Bytes.
+
+    Raises
+    ------
+    GraphError, BindingError
+        As `state_bytes`.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> step = cg.training_step(cg.models.load("gpt2"), precision="fp32")
+    >>> cg.saved_state_bytes(step) == (4 + 8) * cg.param_count(step)
+    True
+    """
+    params, _, state = _parts(step, "saved_state_bytes")
+    return answer((params + state).bind(bindings(step, dims)))
+
+
+def bytes_per_param(step: Graph, /, **dims: int) -> Formula:
+    """Return the bytes of weights, gradients and optimizer state for each parameter.
+
+    Parameters
+    ----------
+    step : Graph
+        What `training_step` or `backward` returned.
+    **dims : int
+        Sizes to bind.
+
+    Returns
+    -------
+    int, float or sympy.Expr
+        Bytes a parameter: a number where it is the same for all sizes, as with Adam, else a formula. What there is
+        once, as a scale of the loss, is spread over the parameters.
+
+    Raises
+    ------
+    GraphError, BindingError
+        As `state_bytes`.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> g = cg.models.load("llama-3-8b", symbolic=True)
+    >>> [cg.bytes_per_param(cg.training_step(g, precision=p)) for p in ("fp32", "bf16", "megatron-bf16")]
+    [16, 12, 18]
+    """
+    parts = total(_parts(step, "bytes_per_param"))
+    count = total(
+        t.storage.elements * times
+        for g, times in repeated_bodies(step)
+        for t in g.tensors
+        if t.role == "param" and t.producer is None
+    )
+    if not count:
+        raise GraphError(f"bytes_per_param: graph {step.name!r} has no parameter, expected one")
+    values = bindings(step, dims)
+    return _ratio(parts.bind(values), count.bind(values))
+
+
+def _ratio(amount: Poly, count: Poly) -> Formula:
+    """Return bytes over a count: a number and what is left of it, where every term has that many bytes at least."""
+    ratios = {Fraction(amount.terms.get(m, 0)) / c for m, c in count.terms.items()}
+    whole = next(iter(ratios)) if len(ratios) == 1 else Fraction(0)
+    rest = amount - count * whole
+    if not rest or amount.names() | count.names() == set():
+        return answer(amount / count)
+    return answer(sympy.Rational(whole.numerator, whole.denominator) + rest.expr / count.expr)
+
+
+# -- activations ---------------------------------------------------------------------------------------------------
+
+
+def _holding_gradients(graph: Graph) -> set[Storage]:
+    """Return the storages of gradients, those included that loops add up before they hand them on."""
+    found: set[Tensor] = set()
+    left = list(graph.gradients.values())
+    while left:
+        t = left.pop()
+        if t in found:
+            continue
+        found.add(t)
+        op = t.producer
+        if op is not None:
+            left += [o for o in op.operands if o.storage is t.storage]
+            if op.body is not None and op.kind.body == "repeated":
+                left.append(op.body.outputs[op.results.index(t)])
+    return {t.storage for t in found}
+
+
+def _activations(graph: Graph, program: Program) -> Program:
+    """Keep what forward and backward pass make and drop."""
+    kept = _holding_gradients(graph)
+    late = {i for i, s in enumerate(program.steps) if s.op.phase == "optimizer"}
+    steps = [replace(s, workspace=ZERO) if i in late else s for i, s in enumerate(program.steps)]
+    made = [e for e in program.lives if e.role in ("activation", "temporary") and not (e.made and e.made[0] in kept)]
+    return Program(steps, [life for life in made if life.born is not None and life.born not in late])
+
+
+def activation_memory(graph: Graph, /, **dims: int) -> Formula:
+    """Return the most bytes of activations, and of temporaries of the backward pass, that are live at once.
+
+    Parameters
+    ----------
+    graph : Graph
+        A step of training, or a forward graph.
+    **dims : int
+        Sizes to bind.
+
+    Returns
+    -------
+    int or sympy.Expr
+        Bytes, stated workspace included; parameters, gradients, optimizer state, what the optimizer makes, inputs,
+        buffers and outputs are left out. While a size is open a `costgraph.Max`, as `peak_memory`.
+
+    Raises
+    ------
+    BindingError
+        If a size cannot be bound.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> g = cg.models.load("gpt2")
+    >>> kept, again = cg.training_step(g), cg.training_step(g, checkpoint=cg.every_block())
+    >>> [round(cg.activation_memory(step, B=8, S=1024) / 1e9, 2) for step in (kept, again)]
+    [4.92, 2.65]
+    """
+    need_graph("activation_memory", graph)
+    values = bindings(graph, dims)
+    found = [(p.bind(values), owner) for p, owner in live_cases(graph, values, _activations)]
+    if all(p.constant is not None for p, _ in found):
+        return answer(max((p for p, _ in found), key=lambda p: p.constant or 0))
+    return answer(extremum(prune(found, graph.root.relations) if values else found))

@@ -1,0 +1,15 @@
+"""Optimizers: which ops update parameters, which temporaries they make, and what state they keep."""
+
+from .adafactor import Adafactor
+from .adaptive import AdaGrad, Adam, AdamW, RMSProp
+from .muon import Muon
+from .optimizer import COUNTERS, IMPLEMENTATIONS, Optimizer
+from .over import over
+from .sgd import SGD, Lion
+from .slots import Slot, source_like
+from .steps import clip_grad_norm, unscale, zero_grad
+
+__all__ = [
+    "COUNTERS", "IMPLEMENTATIONS", "SGD", "AdaGrad", "Adafactor", "Adam", "AdamW", "Lion", "Muon", "Optimizer",
+    "RMSProp", "Slot", "clip_grad_norm", "over", "source_like", "unscale", "zero_grad",
+]  # fmt: skip

@@ -1,0 +1,138 @@
+"""Adafactor: of the second moment of a matrix, its row and column means alone are kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+from ..ops.operators import matmul
+from ..ops.pointwise import pointwise
+from ..ops.reduce import reduce
+from ..tensor import Tensor
+from .calls import Calls, Column
+from .functions import ADD_SCALED
+from .norms import norm, root_mean_square
+from .optimizer import Optimizer, bounds
+from .slots import Slot
+
+__all__ = ["Adafactor"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adafactor(Optimizer):
+    """Adafactor, as torch.optim.Adafactor.
+
+    Parameters of two axes or more keep the means over their last and their last but one axis, others the whole second
+    moment. The step size depends on norms, which torch takes to the host to divide them by the root of a size; here
+    the norms are root mean squares, and the step size is computed by ops on scalars.
+
+    Raises
+    ------
+    GraphError
+        If a value is none of torch's, or a fused kernel is asked for.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> from costgraph.optimizers import Adafactor, Slot
+    >>> D, F = cg.dims("D F")
+    >>> with cg.Graph("g") as g:
+    ...     slots = Adafactor().update([Slot(g.param("w", (D, F)), g.input("w.grad", (D, F)))])
+    >>> [(t.name, t.shape) for t in g.tensors if t.role == "state" and t.producer is None]
+    [('w.row_var', (D, 1)), ('w.col_var', (1, F))]
+    """
+
+    available: ClassVar[tuple[str, ...]] = ("foreach", "for-loop")
+    counts: ClassVar[bool] = True
+
+    lr: float = 1e-2
+    implementation: str = "for-loop"  # torch's default of this optimizer
+    beta2_decay: float = -0.8
+    """Exponent of the step in the decay of the second moment."""
+    eps: tuple[float | None, float] = (None, 1e-3)
+    """Least second moment, by default the epsilon of the format, and least size of a parameter."""
+    d: float = 1.0
+    """Largest root mean square of an update."""
+    weight_decay: float = 0
+    """Decoupled from the gradient, 0 for none."""
+    maximize: bool = False
+    """Whether the step goes up."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        inf = float("inf")
+        bounds("Adafactor", weight_decay=(self.weight_decay, 0, inf), beta2_decay=(self.beta2_decay, -inf, 0))
+        bounds("Adafactor", d=(self.d, 1, inf), eps2=(self.eps[1], 0, inf))
+        if self.eps[0] is not None:
+            bounds("Adafactor", eps1=(self.eps[0], 0, inf))
+
+    def _kind(self, slot: Slot) -> object:
+        return slot.updated.dtype, len(slot.axes()) > 1
+
+    def _states(self, slot: Slot) -> Column:
+        if len(slot.axes()) > 1:
+            return slot.state("row_var", slot.factor(-1)), slot.state("col_var", slot.factor(-2))
+        return (slot.state("variance"),)
+
+    def _update(self, calls: Calls, p: Column, g: Column, *states: Column) -> tuple[Column, Column]:
+        given = g
+        if self.maximize:
+            g = calls.new("neg", g)
+        new = self.step**self.beta2_decay
+        eps = float(p[0].dtype.epsilon) if self.eps[0] is None else self.eps[0]
+        (size,) = calls.each("size", root_mean_square, p)
+        if self.weight_decay:
+            p = calls.inplace("mul", p, 1 - self.lr * self.weight_decay)
+        if len(states) > 1:
+            estimate, named = self._factored(calls, g, states, new, eps)
+        else:
+            named = [calls.new("mul", g, g)]
+            estimate = calls.new("copy", calls.inplace("lerp", states[0], named[0], new))
+        update = calls.inplace("rsqrt", calls.inplace("maximum", estimate, eps * eps))
+        update = calls.inplace("mul", update, g)
+        (change,) = calls.each("norm", root_mean_square, update)
+        (rate,) = calls.each("rate", partial(_rate, self), size, change)
+        if not calls.listed:
+            named += [g] if self.maximize else []
+            return calls.keep(calls.each("add_", _add_scaled, p, update, rate)[0], *named), given
+        return calls.inplace("add", p, calls.inplace("mul", update, rate)), given
+
+    def _factored(
+        self, calls: Calls, g: Column, states: tuple[Column, ...], new: float, eps: float
+    ) -> tuple[Column, list[Column]]:
+        """Estimate the second moment of matrices from the means of their rows and columns; returns these as well."""
+        means, averages = [], []
+        for variance, axis in zip(states, (-1, -2), strict=True):
+            (mean,) = calls.each("norm", partial(norm, axis=axis), g)
+            # a loop squares, a list is multiplied by itself: one operation each
+            mean = calls.inplace("square", mean)
+            (mean,) = calls.each("div_", partial(_divided, axis=axis), mean, g)
+            means.append(mean)
+            averages.append(calls.inplace("lerp", variance, mean, new))
+        rows, columns = averages
+        (estimate,) = calls.each("matmul", matmul, rows, columns)
+        (mean,) = calls.each("mean", _mean_of_rows, rows)
+        return calls.inplace("div", estimate, calls.inplace("maximum", mean, eps)), means
+
+
+def _divided(total: Tensor, g: Tensor, axis: int) -> Tensor:
+    """Make a mean of a sum along an axis."""
+    return pointwise("div", total, g.sizes[axis], inplace=True, dtype=total.dtype)
+
+
+def _mean_of_rows(rows: Tensor) -> Tensor:
+    names = [f"a{i}" for i in range(rows.ndim)]
+    kept = [*names[:-2], "1", names[-1]]
+    return reduce(rows, f"{' '.join(names)} -> {' '.join(kept)}", "mean")
+
+
+def _add_scaled(p: Tensor, update: Tensor, rate: Tensor) -> Tensor:
+    return pointwise(ADD_SCALED, p, update, rate, inplace=True, dtype=p.dtype, name="add_scaled")
+
+
+def _rate(optimizer: Adafactor, size: Tensor, change: Tensor) -> Tensor:
+    """Minus the step size: the parameter's size times a learning rate, over how far the update is too large."""
+    rate = min(optimizer.lr, 1 / optimizer.step**0.5)
+    size = pointwise("mul", pointwise("maximum", size, optimizer.eps[1]), -rate)
+    return pointwise("div", size, pointwise("maximum", pointwise("div", change, optimizer.d), 1.0))

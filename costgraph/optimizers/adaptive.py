@@ -1,0 +1,236 @@
+"""Optimizers that divide by the root of a mean of squares: Adam, AdamW, AdaGrad, RMSProp."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..errors import GraphError
+from .calls import Calls, Column
+from .optimizer import Optimizer, bounds
+from .slots import Slot
+
+__all__ = ["AdaGrad", "Adam", "AdamW", "RMSProp"]
+
+_ANY = float("inf")
+
+
+def _with_decay(calls: Calls, g: Column, p: Column, *, maximize: bool, weight_decay: float) -> tuple[Column, bool]:
+    """Turn the gradient and add weight decay to it; says whether it is a temporary now."""
+    own = False
+    if maximize:
+        g, own = calls.new("neg", g), True
+    if weight_decay:
+        # a list that was made for the sign is used again
+        g, own = calls.add(g, p, weight_decay, inplace=calls.listed and own), True
+    return g, own
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adam(Optimizer):
+    """Adam, op for op as torch.optim.Adam.
+
+    Raises
+    ------
+    GraphError
+        If a value is none of torch's.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> from costgraph.optimizers import Adam, Slot
+    >>> N = cg.dims("N")
+    >>> def step(**options):
+    ...     with cg.Graph("g") as g:
+    ...         Adam(**options).update([Slot(g.param("w", (N,)), g.input("w.grad", (N,)))])
+    ...     return g
+    >>> cg.peak_memory(step()), cg.peak_memory(step(implementation="fused"))
+    (20*N, 16*N + 4)
+    """
+
+    counts: ClassVar[bool] = True
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay of the two averages."""
+    eps: float = 1e-8
+    """Added to the root."""
+    weight_decay: float = 0
+    """Added to the gradient, or decoupled from it; 0 for none."""
+    amsgrad: bool = False
+    """Whether the largest second moment so far is kept as well."""
+    maximize: bool = False
+    """Whether the step goes up."""
+    decoupled_weight_decay: bool = False
+    """Whether weight decay shrinks the parameter instead, as in AdamW."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        place = type(self).__name__
+        bounds(place, weight_decay=(self.weight_decay, 0, _ANY), eps=(self.eps, 0, _ANY))
+        for i, beta in enumerate(self.betas):
+            bounds(place, **{f"beta{i + 1}": (beta, 0, 1)})
+            if beta == 1:
+                raise GraphError(f"{place}: beta{i + 1} is 1, expected less")
+
+    def _states(self, slot: Slot) -> Column:
+        names = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if self.amsgrad else ()))
+        return tuple(slot.state(name) for name in names)
+
+    def _update(self, calls: Calls, p: Column, g: Column, *states: Column) -> tuple[Column, Column]:
+        given, decoupled = g, self.decoupled_weight_decay
+        decay = 0 if decoupled else self.weight_decay
+        g, own = _with_decay(calls, g, p, maximize=self.maximize, weight_decay=decay)
+        if self.weight_decay and decoupled:
+            p = calls.inplace("mul", p, 1 - self.lr * self.weight_decay)
+        (beta1, beta2), (mean, square, *largest) = self.betas, states
+        mean = calls.inplace("lerp", mean, g, 1 - beta1)
+        square = calls.addcmul_(calls.inplace("mul", square, beta2), g, g, 1 - beta2)
+        size, root = self.lr / (1 - beta1**self.step), (1 - beta2**self.step) ** 0.5
+        if largest:
+            square = calls.inplace("maximum", largest[0], square)
+        divide = calls.inplace if calls.listed else calls.new
+        bottom = calls.inplace("add", divide("div", calls.new("sqrt", square), root), self.eps)
+        return calls.keep(calls.addcdiv_(p, mean, bottom, -size), *([g] if own else [])), given
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW(Adam):
+    """Adam with decoupled weight decay, op for op as torch.optim.AdamW.
+
+    Raises
+    ------
+    GraphError
+        If a value is none of torch's.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> from costgraph.optimizers import AdamW, Slot
+    >>> N = cg.dims("N")
+    >>> with cg.Graph("g") as g:
+    ...     slots = AdamW(implementation="fused").update([Slot(g.param("w", (N,)), g.input("w.grad", (N,)))])
+    >>> cg.costs(g).filter(kind="pointwise").total().flops  # 13 and a square root of each, and the counter's step
+    13*N + 1
+    """
+
+    weight_decay: float = 1e-2
+    decoupled_weight_decay: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.decoupled_weight_decay:
+            raise GraphError("AdamW: decoupled_weight_decay is False, expected True: without it, this is Adam")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaGrad(Optimizer):
+    """AdaGrad, op for op as torch.optim.Adagrad.
+
+    Raises
+    ------
+    GraphError
+        If a value is none of torch's.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> from costgraph.optimizers import AdaGrad, Slot
+    >>> N = cg.dims("N")
+    >>> with cg.Graph("g") as g:
+    ...     slots = AdaGrad(implementation="for-loop").update([Slot(g.param("w", (N,)), g.input("w.grad", (N,)))])
+    >>> cg.flops(g)
+    7*N
+    """
+
+    counts: ClassVar[bool] = True
+
+    lr: float = 1e-2
+    lr_decay: float = 0
+    """How much the learning rate shrinks with each step."""
+    weight_decay: float = 0
+    """Added to the gradient, 0 for none."""
+    eps: float = 1e-10
+    """Added to the root."""
+    maximize: bool = False
+    """Whether the step goes up."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        bounds("AdaGrad", weight_decay=(self.weight_decay, 0, _ANY), eps=(self.eps, 0, _ANY))
+        bounds("AdaGrad", lr_decay=(self.lr_decay, 0, _ANY))
+
+    def _states(self, slot: Slot) -> Column:
+        return (slot.state("sum"),)
+
+    def _update(self, calls: Calls, p: Column, g: Column, *states: Column) -> tuple[Column, Column]:
+        given = g
+        g, own = _with_decay(calls, g, p, maximize=self.maximize, weight_decay=self.weight_decay)
+        total = calls.addcmul_(states[0], g, g)
+        root = calls.inplace("add", calls.new("sqrt", total), self.eps)
+        rate = self.lr / (1 + (self.step - 1) * self.lr_decay)
+        if not calls.listed:
+            return calls.addcdiv_(p, g, root, -rate), given
+        top = calls.inplace("mul", g, -rate) if own else calls.new("mul", g, -rate)
+        return calls.addcdiv_(p, top, root), given
+
+
+@dataclass(frozen=True, kw_only=True)
+class RMSProp(Optimizer):
+    """RMSProp, op for op as torch.optim.RMSprop, which has no fused kernel.
+
+    Raises
+    ------
+    GraphError
+        If a value is none of torch's.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> from costgraph.optimizers import RMSProp, Slot
+    >>> N = cg.dims("N")
+    >>> with cg.Graph("g") as g:
+    ...     slots = RMSProp().update([Slot(g.param("w", (N,)), g.input("w.grad", (N,)))])
+    >>> cg.flops(g)
+    9*N
+    """
+
+    available: ClassVar[tuple[str, ...]] = ("foreach", "for-loop")
+    counts: ClassVar[bool] = True
+
+    lr: float = 1e-2
+    alpha: float = 0.99
+    """Decay of the mean of squares."""
+    eps: float = 1e-8
+    """Added to the root."""
+    weight_decay: float = 0
+    """Added to the gradient, 0 for none."""
+    momentum: float = 0
+    """0 for none, and no state of it."""
+    centered: bool = False
+    """Whether the mean gradient is kept as well, so that the root is of the variance."""
+    maximize: bool = False
+    """Whether the step goes up."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        bounds("RMSProp", weight_decay=(self.weight_decay, 0, _ANY), eps=(self.eps, 0, _ANY))
+        bounds("RMSProp", momentum=(self.momentum, 0, _ANY), alpha=(self.alpha, 0, _ANY))
+
+    def _states(self, slot: Slot) -> Column:
+        wanted = {"square_avg": True, "grad_avg": self.centered, "momentum_buffer": self.momentum > 0}
+        return tuple(slot.state(name) for name, there in wanted.items() if there)
+
+    def _update(self, calls: Calls, p: Column, g: Column, *states: Column) -> tuple[Column, Column]:
+        given, (square, *others) = g, states
+        g, _ = _with_decay(calls, g, p, maximize=self.maximize, weight_decay=self.weight_decay)
+        square = calls.addcmul_(calls.inplace("mul", square, self.alpha), g, g, 1 - self.alpha)
+        if self.centered:
+            mean = calls.inplace("lerp", others.pop(0), g, 1 - self.alpha)
+            root = calls.inplace("sqrt", calls.addcmul(square, mean, mean, -1))
+        else:
+            root = calls.new("sqrt", square)
+        root = calls.inplace("add", root, self.eps)
+        if not self.momentum:
+            return calls.addcdiv_(p, g, root, -self.lr), given
+        buffer = calls.addcdiv_(calls.inplace("mul", others[0], self.momentum), g, root)
+        return calls.add(p, buffer, -self.lr, inplace=True), given

@@ -1,0 +1,184 @@
+"""Muon: the momentum of a matrix is made orthogonal before it is applied."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+from ..arguments import need_call, need_choice
+from ..errors import GraphError, ShapeError
+from ..layout import Sizes, numel
+from ..ops.blocks import fused
+from ..ops.layout import reshape
+from ..ops.operators import matmul, transpose
+from ..ops.pointwise import cast, pointwise
+from ..polynomial import as_poly
+from ..tensor import Tensor
+from .adaptive import AdamW
+from .calls import Calls, Column, keep
+from .functions import ADD_SCALED
+from .norms import norm
+from .optimizer import Optimizer, bounds
+from .slots import Slot, need_slots
+
+__all__ = ["Muon"]
+
+
+def _has_matrix(slot: Slot) -> bool:
+    # a bias has the axes of what it is added to, which make one vector
+    return len(slot.axes()) > 1 and slot.param.storage.name.rpartition("/")[2] != "bias"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Muon(Optimizer):
+    """Muon, op for op as torch.optim.Muon, which is a loop over the parameters.
+
+    A parameter of more than two axes, which torch refuses, is a matrix of its first axis by all others. Products are
+    made with the shorter side outside, so it has to be known which one that is: `graph.assume("F >= D")`. The factor
+    on the learning rate that comes from the sizes is left out where they are symbols: no cost depends on it.
+
+    Raises
+    ------
+    GraphError
+        If another implementation is asked for, or a value is none of torch's.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> from costgraph.optimizers import Muon, Slot
+    >>> D, F = cg.dims("D F")
+    >>> with cg.Graph("g") as g:
+    ...     g.assume("F >= D")
+    ...     slots = Muon(ns_steps=1).update([Slot(g.param("w", (D, F)), g.input("w.grad", (D, F)))])
+    >>> cg.matmul_flops(g)  # the Gram matrix, its square, and the product with it
+    2*D**3 + 4*D**2*F
+    """
+
+    available: ClassVar[tuple[str, ...]] = ("for-loop",)
+
+    implementation: str = "for-loop"
+    weight_decay: float = 0.1
+    """Decoupled from the gradient; torch multiplies by 1 if it is 0."""
+    momentum: float = 0.95
+    """Share of the old momentum in the new one."""
+    nesterov: bool = True
+    """Whether the step looks ahead along the momentum."""
+    ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315)
+    """Of the Newton-Schulz iteration."""
+    eps: float = 1e-7
+    """Least norm that a momentum is divided by."""
+    ns_steps: int = 5
+    """Newton-Schulz iterations."""
+    adjust_lr_fn: str = "original"
+    """original, or match_rms_adamw: how the sizes of a matrix change its learning rate."""
+    takes: Callable[[Slot], bool] = _has_matrix
+    """Which parameters it updates: all of two axes or more but biases. Embeddings are often left out."""
+    others: Optimizer | None = None
+    """What updates the others: AdamW, with the same implementation."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        inf = float("inf")
+        bounds("Muon", weight_decay=(self.weight_decay, 0, inf), momentum=(self.momentum, 0, inf))
+        bounds("Muon", eps=(self.eps, 0, inf), ns_steps=(self.ns_steps, 0, 99))
+        if not isinstance(self.ns_steps, int):
+            raise GraphError(f"Muon: ns_steps is {self.ns_steps!r}, expected a whole number")
+        need_choice("Muon: adjust_lr_fn", self.adjust_lr_fn, ("original", "match_rms_adamw"))
+        need_call("Muon: takes", self.takes)
+        if self.others is not None and not isinstance(self.others, Optimizer):
+            raise GraphError(f"Muon: others {self.others!r}, expected an optimizer")
+
+    def update(self, slots: Sequence[Slot]) -> list[Slot]:
+        """Add the ops that update parameters: those that Muon takes, then the others by AdamW; as `Optimizer.update`.
+
+        Raises
+        ------
+        GraphError, ShapeError
+            If there is no slot, one that Muon takes is no matrix, or it is not known which side of it is shorter.
+        """
+        found = need_slots("Muon", slots)
+        out = dict(enumerate(found))
+        own = [i for i, s in enumerate(found) if self.takes(s)]
+        vector = next((found[i] for i in own if not _has_matrix(found[i])), None)
+        if vector is not None:
+            raise ShapeError(f"Muon: parameter {vector.param!r}, expected two axes or more")
+        rest = [i for i in out if i not in own]
+        others = AdamW(implementation=self.implementation, step=self.step) if self.others is None else self.others
+        if own:
+            out |= dict(zip(own, super().update([found[i] for i in own]), strict=True))
+        if rest:
+            out |= dict(zip(rest, others.update([found[i] for i in rest]), strict=True))
+        return list(out.values())
+
+    def _states(self, slot: Slot) -> Column:
+        return (slot.state("momentum_buffer"),)
+
+    def _update(self, calls: Calls, p: Column, g: Column, *states: Column) -> tuple[Column, Column]:
+        sizes = p[0].sizes
+        matrix, grad, buffer = (calls.each("matrix", _as_matrix, c)[0] for c in (p, g, states[0]))
+        buffer = calls.inplace("lerp", buffer, grad, 1 - self.momentum)
+        update = calls.new("lerp", grad, buffer, self.momentum) if self.nesterov else buffer
+        (orthogonal,) = calls.each("orthogonal", partial(_orthogonal, self), update)
+        matrix = calls.inplace("mul", matrix, 1 - self.lr * self.weight_decay)
+        matrix = calls.add(matrix, orthogonal, -self._rate(matrix[0].sizes), inplace=True)
+        return calls.each("parameter", lambda m: reshape(m, sizes), matrix)[0] if len(sizes) > 2 else matrix, g
+
+    def _rate(self, sizes: Sizes) -> float:
+        rows, columns = (n.constant for n in sizes)
+        if rows is None or columns is None:
+            return self.lr
+        if self.adjust_lr_fn == "original":
+            return self.lr * math.sqrt(max(1, rows / columns))
+        return self.lr * 0.2 * math.sqrt(max(rows, columns))
+
+
+def _as_matrix(x: Tensor) -> Tensor:
+    return x if x.ndim == 2 else reshape(x, (x.sizes[0], numel(x.sizes[1:])), name="matrix")
+
+
+def _is_tall(x: Tensor) -> bool:
+    rows, columns = x.sizes
+    known = x.graph.root.relations
+    if known.nonnegative(columns - rows):
+        return False
+    if known.nonnegative(rows - columns):
+        return True
+    bound = {name: as_poly(size) for name, size in x.graph.root.defaults.items()}
+    wider = (columns - rows).bind(bound).constant  # the sizes that a model has by default
+    if wider is not None:
+        return wider < 0
+    raise ShapeError(
+        f"Muon: parameter of {rows} by {columns}, expected to know which one is larger, as by "
+        f"graph.assume('{rows} >= {columns}')"
+    )
+
+
+def _orthogonal(muon: Muon, update: Tensor) -> Tensor:
+    """Iterate towards the nearest orthogonal matrix, in bf16: `zeropower_via_newtonschulz`."""
+    tall = _is_tall(update)
+    x = cast(update, "bf16")
+    x = transpose(x) if tall else x
+    x = pointwise("div", x, pointwise("maximum", norm(x), muon.eps), inplace=True)
+    a, b, c = muon.ns_coefficients
+    for _ in range(muon.ns_steps):
+        gram = matmul(x, transpose(x))
+        # variables of Python name the first product, and what was given, longer than they are read
+        x = keep(_addmm(x, _addmm(gram, gram, gram, b, c), x, a, 1), gram)
+    x = transpose(x) if tall else x
+    # in bf16 already, the update itself was divided in place
+    return x if update.dtype == x.dtype else keep(x, update)
+
+
+def _addmm(added: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float) -> Tensor:
+    """`beta * added + alpha * left @ right` in one kernel."""
+
+    def body(added: Tensor, left: Tensor, right: Tensor) -> Tensor:
+        scaled, product = pointwise("mul", added, beta), matmul(left, right)
+        return pointwise("add", scaled, product) if alpha == 1 else pointwise(ADD_SCALED, scaled, product, alpha)
+
+    made = fused("addmm", body, added, left, right)
+    assert isinstance(made, Tensor)
+    return made

@@ -1,0 +1,123 @@
+"""Stochastic gradient descent, and Lion, whose state is a momentum alone as well."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..errors import GraphError
+from .calls import Calls, Column
+from .optimizer import Optimizer, bounds
+from .slots import Slot
+
+__all__ = ["SGD", "Lion"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGD(Optimizer):
+    """Stochastic gradient descent, op for op as torch.optim.SGD.
+
+    Raises
+    ------
+    GraphError
+        If a value is none of torch's.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> from costgraph.optimizers import SGD, Slot
+    >>> N = cg.dims("N")
+    >>> with cg.Graph("g") as g:
+    ...     slots = SGD(momentum=0.9).update([Slot(g.param("w", (N,)), g.input("w.grad", (N,)))])
+    >>> cg.flops(g), cg.bytes_moved(g)
+    (4*N, 32*N)
+    """
+
+    momentum: float = 0
+    """0 for none, and no state."""
+    dampening: float = 0
+    """What is left out of the gradient that enters the momentum."""
+    nesterov: bool = False
+    """Whether the step looks ahead along the momentum."""
+    weight_decay: float = 0
+    """Added to the gradient, 0 for none."""
+    maximize: bool = False
+    """Whether the step goes up."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        inf = float("inf")
+        bounds("SGD", momentum=(self.momentum, 0, inf), weight_decay=(self.weight_decay, 0, inf))
+        bounds("SGD", dampening=(self.dampening, -inf, inf))
+        if self.nesterov and (self.momentum == 0 or self.dampening != 0):
+            raise GraphError(
+                f"SGD: nesterov with momentum {self.momentum} and dampening {self.dampening}, expected a momentum and "
+                f"no dampening"
+            )
+
+    def _states(self, slot: Slot) -> Column:
+        return (slot.state("momentum_buffer"),) if self.momentum else ()
+
+    def _update(self, calls: Calls, p: Column, g: Column, *states: Column) -> tuple[Column, Column]:
+        given, own = g, False  # whether the gradient is a temporary
+        if self.maximize:
+            g, own = calls.new("neg", g), True
+        if self.weight_decay:
+            g, own = calls.add(g, p, self.weight_decay, inplace=calls.listed and own), True
+        step = g
+        if self.momentum:
+            (buffer,) = states
+            buffer = calls.add(calls.inplace("mul", buffer, self.momentum), g, 1 - self.dampening, inplace=True)
+            # as a list, torch writes into the gradient itself
+            step = calls.add(g, buffer, self.momentum, inplace=calls.listed) if self.nesterov else buffer
+        p = calls.add(p, step, -self.lr, inplace=True)
+        return p, step if self.nesterov and calls.listed and not own else given
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lion(Optimizer):
+    """Lion (Chen et al. 2023, arXiv:2302.06675, algorithm 2): the sign of an interpolated momentum.
+
+    torch has no Lion: here it is a loop over the parameters.
+
+    Raises
+    ------
+    GraphError
+        If another implementation is asked for, or a value is out of range.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> from costgraph.optimizers import Lion, Slot
+    >>> N = cg.dims("N")
+    >>> with cg.Graph("g") as g:
+    ...     slots = Lion().update([Slot(g.param("w", (N,)), g.input("w.grad", (N,)))])
+    >>> cg.flops(g), cg.peak_memory(g)  # parameter, gradient and momentum, and the sign
+    (9*N, 16*N)
+    """
+
+    available: ClassVar[tuple[str, ...]] = ("for-loop",)
+
+    lr: float = 1e-4
+    implementation: str = "for-loop"
+    betas: tuple[float, float] = (0.9, 0.99)
+    """Shares of the momentum in the step, and of the old momentum in the new one."""
+    weight_decay: float = 0
+    """Decoupled from the gradient, 0 for none."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        bounds("Lion", weight_decay=(self.weight_decay, 0, float("inf")))
+        bounds("Lion", beta1=(self.betas[0], 0, 1), beta2=(self.betas[1], 0, 1))
+
+    def _states(self, slot: Slot) -> Column:
+        return (slot.state("exp_avg"),)
+
+    def _update(self, calls: Calls, p: Column, g: Column, *states: Column) -> tuple[Column, Column]:
+        (average,) = states
+        if self.weight_decay:
+            p = calls.inplace("mul", p, 1 - self.lr * self.weight_decay)
+        update = calls.inplace("sign", calls.new("lerp", average, g, 1 - self.betas[0]))
+        p = calls.add(p, update, -self.lr, inplace=True)
+        calls.inplace("lerp", average, g, 1 - self.betas[1])
+        return p, g

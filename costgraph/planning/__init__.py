@@ -1,0 +1,29 @@
+"""Questions of planning: how large, how long, and whether it fits at all."""
+
+from .amounts import (
+    LeadingTerm,
+    leading_term,
+    training_days,
+    training_flops,
+    training_seconds,
+    training_tokens,
+)
+from .preflight import Preflight, PreflightCheck, preflight
+from .room import dataset_bytes, dataset_tokens, largest_params
+from .search import largest
+
+__all__ = [
+    "PreflightCheck",
+    "LeadingTerm",
+    "Preflight",
+    "dataset_bytes",
+    "dataset_tokens",
+    "largest",
+    "largest_params",
+    "leading_term",
+    "preflight",
+    "training_days",
+    "training_flops",
+    "training_seconds",
+    "training_tokens",
+]

@@ -1,0 +1,291 @@
+"""How much work, how long, how many: formulas of planning, in which any argument may be a symbol."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import sympy
+
+from ..analysis.params import param_count
+from ..analysis.training import given, model_flops, rate_of, tokens_poly
+from ..bind import Formula, answer
+from ..errors import BindingError, GraphError
+from ..extremum import as_expr
+from ..graph import Graph
+from ..polynomial import poly
+from ..sizes import bindings
+
+__all__ = [
+    "LeadingTerm",
+    "leading_term",
+    "training_days",
+    "training_flops",
+    "training_seconds",
+    "training_tokens",
+]
+
+Fallback = str | Mapping[str, str] | None
+
+#: Seconds.
+_DAY = 24 * 60 * 60
+
+
+def _expanded(value: sympy.Expr) -> sympy.Expr:
+    # the difference of two sums shows what is left of them
+    return sympy.expand(value) if value.free_symbols else value
+
+
+def _per_token(place: str, model: Graph | Formula, count: str, dims: Mapping[str, int]) -> sympy.Expr:
+    """Return the model FLOPs that a token takes: derived from a step, or 6 for each of N parameters."""
+    if not isinstance(model, Graph):
+        if dims:
+            raise BindingError(f"{place}: sizes {', '.join(sorted(dims))}, expected none beside a number of parameters")
+        return 6 * given(f"{place}: parameters", model)
+    if not model.gradients:
+        raise GraphError(f"{place}: graph {model.name!r} has no gradients, expected what training_step returns")
+    work = poly(as_expr(model_flops(model, count, **dims)))
+    return (work / tokens_poly(model).bind(bindings(model, dims))).expr
+
+
+def training_flops(model: Graph | Formula, /, tokens: Formula, *, count: str = "executed", **dims: int) -> Formula:
+    """Return the FLOPs of training on a number of tokens.
+
+    Parameters
+    ----------
+    model : Graph, number or sympy.Expr
+        A step of training, whose `model_flops` are divided by its tokens; or the number of parameters N, for the rule
+        of thumb 6*N a token.
+    tokens : number or sympy.Expr
+        Tokens that are trained on.
+    count : str
+        executed, or full: the whole square of every attention.
+    **dims : int
+        Sizes of the step; those of a batch cancel.
+
+    Returns
+    -------
+    int, float or sympy.Expr
+        FLOPs.
+
+    Raises
+    ------
+    BindingError, GraphError
+        If an amount is not positive, a size cannot be bound, or the graph is no step of training.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> cg.training_flops(70e9, 15e12)
+    6300000000000000000000000
+    >>> step = cg.training_step(cg.models.load("llama-2-70b"))
+    >>> cg.training_flops(step, cg.dims("T"))
+    3932160*S*T + 412283043840*T
+    """
+    per_token = _per_token("training_flops", model, count, dims)
+    return answer(_expanded(per_token * given("training_flops: tokens", tokens)))
+
+
+@dataclass(frozen=True)
+class LeadingTerm:
+    """FLOPs of training, split into the rule of thumb and what it leaves out."""
+
+    params: Formula
+    """parameters N"""
+    leading: Formula
+    """6 * N * tokens"""
+    remainder: Formula
+    """what the model needs beside it: the scores of attention, less the embedding and the norms"""
+
+    @property
+    def total(self) -> Formula:
+        """Both."""
+        return answer(_expanded(as_expr(self.leading) + as_expr(self.remainder)))
+
+
+def leading_term(step: Graph, /, tokens: Formula, *, count: str = "executed", **dims: int) -> LeadingTerm:
+    """Split the FLOPs of training into 6 * parameters * tokens and the rest.
+
+    Parameters
+    ----------
+    step : Graph
+        A step of training.
+    tokens : number or sympy.Expr
+        Tokens that are trained on.
+    count : str
+        executed, or full.
+    **dims : int
+        Sizes of the step.
+
+    Returns
+    -------
+    LeadingTerm
+        `.leading`, `.remainder` and their `.total`, which is `training_flops`.
+
+    Raises
+    ------
+    BindingError, GraphError
+        As `training_flops`.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> B, D, V = cg.dims("B D V")
+    >>> with cg.Graph("g") as g:
+    ...     x = cg.embedding(g.input("tokens", (B,), dtype="int64"), g.param("table", (V, D)))
+    ...     g.output(cg.linear(x, "b d -> b v", v=V))
+    >>> cg.leading_term(cg.training_step(g, "cross_entropy"), 10)
+    LeadingTerm(params=2*D*V, leading=120*D*V, remainder=-60*D*V)
+    """
+    if not isinstance(step, Graph):
+        raise GraphError(f"leading_term: got {type(step).__name__}, expected a graph")
+    whole = as_expr(training_flops(step, tokens, count=count, **dims))
+    params = param_count(step, **dims)
+    leading = 6 * as_expr(params) * given("leading_term: tokens", tokens)
+    return LeadingTerm(params, answer(_expanded(leading)), answer(_expanded(whole - leading)))
+
+
+# -- time ------------------------------------------------------------------------------------------------------------
+
+
+def _speed(
+    place: str, hardware: object, devices: Formula, mfu: Formula, dtype: str | None, graph: Graph | None,
+    dims: Mapping[str, int], fallback: Fallback,
+) -> sympy.Expr:  # fmt: skip
+    """Return the model FLOPs that all devices do in a second."""
+    rate = rate_of(place, hardware, dtype, graph, dims, fallback)
+    return rate * given(f"{place}: devices", devices) * given(f"{place}: mfu", mfu, most=1)
+
+
+def training_seconds(
+    flops: Formula, hardware: object, *, devices: Formula = 1, mfu: Formula = 1, dtype: str | None = None,
+    fallback: Fallback = None,
+) -> Formula:  # fmt: skip
+    """Return the seconds that model FLOPs take.
+
+    Parameters
+    ----------
+    flops : number or sympy.Expr
+        Model FLOPs, such as `training_flops`.
+    hardware : str, path-like, Hardware, number or sympy.Expr
+        The device, or its peak rate in FLOP/s.
+    devices : number or sympy.Expr
+        How many there are.
+    mfu : number or sympy.Expr
+        Model FLOPs utilization, above 0 and up to 1.
+    dtype : str, optional
+        Format whose peak rate counts; needed with a device.
+    fallback : str or mapping, optional
+        As `Hardware.rate`.
+
+    Returns
+    -------
+    int, float or sympy.Expr
+        Seconds.
+
+    Raises
+    ------
+    BindingError, SpecError
+        If an amount is not positive, the format is missing, or the device or its rate is unknown.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> cg.training_seconds(1e18, 500e12, devices=4, mfu=0.5)
+    1000
+    """
+    speed = _speed("training_seconds", hardware, devices, mfu, dtype, None, {}, fallback)
+    return answer(given("training_seconds: FLOPs", flops) / speed)
+
+
+def training_days(
+    flops: Formula, hardware: object, *, devices: Formula = 1, mfu: Formula = 1, dtype: str | None = None,
+    fallback: Fallback = None,
+) -> Formula:  # fmt: skip
+    """Return the days of 86,400 seconds that model FLOPs take.
+
+    Parameters
+    ----------
+    flops : number or sympy.Expr
+        Model FLOPs, such as `training_flops`.
+    hardware : str, path-like, Hardware, number or sympy.Expr
+        The device, or its peak rate in FLOP/s.
+    devices : number or sympy.Expr
+        How many there are.
+    mfu : number or sympy.Expr
+        Model FLOPs utilization, above 0 and up to 1.
+    dtype : str, optional
+        Format whose peak rate counts; needed with a device.
+    fallback : str or mapping, optional
+        As `Hardware.rate`.
+
+    Returns
+    -------
+    int, float or sympy.Expr
+        Days.
+
+    Raises
+    ------
+    BindingError, SpecError
+        As `training_seconds`.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> round(cg.training_days(cg.training_flops(70e9, 15e12), 989.5e12, devices=1024, mfu=0.5))
+    144
+    >>> n = cg.dims("n")
+    >>> cg.training_days(cg.training_flops(70e9, 15e12), "h100-sxm", devices=n, mfu=0.5, dtype="bf16")
+    2187500000/(14841*n)
+    """
+    speed = _speed("training_days", hardware, devices, mfu, dtype, None, {}, fallback)
+    return answer(given("training_days: FLOPs", flops) / speed / _DAY)
+
+
+def training_tokens(
+    model: Graph | Formula, /, seconds: Formula, hardware: object, *, devices: Formula = 1, mfu: Formula = 1,
+    dtype: str | None = None, count: str = "executed", fallback: Fallback = None, **dims: int,
+) -> Formula:  # fmt: skip
+    """Return the tokens that can be trained on in a given time.
+
+    Parameters
+    ----------
+    model : Graph, number or sympy.Expr
+        A step of training, or the number of parameters N, for 6*N FLOPs a token.
+    seconds : number or sympy.Expr
+        The time.
+    hardware : str, path-like, Hardware, number or sympy.Expr
+        The device, or its peak rate in FLOP/s.
+    devices : number or sympy.Expr
+        How many there are.
+    mfu : number or sympy.Expr
+        Model FLOPs utilization, above 0 and up to 1.
+    dtype : str, optional
+        Format whose peak rate counts, by default the one that most matmul FLOPs of a step are done in.
+    count : str
+        executed, or full.
+    fallback : str or mapping, optional
+        As `Hardware.rate`.
+    **dims : int
+        Sizes of the step.
+
+    Returns
+    -------
+    int, float or sympy.Expr
+        Tokens, not rounded.
+
+    Raises
+    ------
+    BindingError, GraphError, SpecError
+        As `training_flops` and `training_seconds`.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> round(cg.training_tokens(7e9, 30 * 86400, 1e15, devices=64, mfu=0.5) / 1e12, 2)
+    1.97
+    """
+    graph = model if isinstance(model, Graph) else None
+    per_token = _per_token("training_tokens", model, count, dims)
+    speed = _speed("training_tokens", hardware, devices, mfu, dtype, graph, dims, fallback)
+    return answer(given("training_tokens: seconds", seconds) * speed / per_token)

@@ -1,0 +1,248 @@
+"""The list of checks before a training run: each figure beside its limit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import sympy
+
+from ..analysis.costs import intensity
+from ..analysis.memory import peak_memory
+from ..analysis.params import param_count
+from ..analysis.roofline import roofline
+from ..analysis.training import given, main_format, model_flops, rate_of
+from ..analysis.training import mfu as utilization
+from ..analysis.training_memory import activation_memory, saved_state_bytes, state_bytes
+from ..bind import Formula, answer
+from ..extremum import as_expr
+from ..graph import Graph
+from ..hardware import Hardware, load_hardware
+from ..sizes import bindings, known_names
+from ..symbols import shorten
+from ..units import format_bytes, format_quantity
+from .amounts import leading_term, training_days, training_flops
+
+__all__ = ["PreflightCheck", "Preflight", "preflight"]
+
+Fallback = str | Mapping[str, str] | None
+
+
+@dataclass(frozen=True)
+class PreflightCheck:
+    """One line of the list."""
+
+    name: str
+    """what it is about"""
+    figure: Formula
+    """the amount: a number, or a formula while a size is open"""
+    unit: str
+    """1, B, FLOP, FLOP/B, s or days"""
+    limit: Formula | None = None
+    """what it is compared with, in the same unit"""
+    against: str = ""
+    """what the limit is"""
+    verdict: str = ""
+    """ok, fails, or a word on what follows; open while a size is, empty without a limit"""
+
+    def __str__(self) -> str:
+        limit = "" if self.limit is None else f", {self.against} {_shown(self.limit, self.unit)}"
+        return f"{self.name}: {_shown(self.figure, self.unit)}{limit}{self.verdict and ': '}{self.verdict}"
+
+
+def _shown(value: Formula, unit: str) -> str:
+    if isinstance(value, sympy.Expr):
+        return f"{value} [{unit}]"
+    if unit == "B":
+        return format_bytes(value)
+    if unit == "days":
+        return f"{format_quantity(value, '1')} days"
+    return f"{value:,}" if unit == "1" and isinstance(value, int) else format_quantity(value, unit)
+
+
+@dataclass(frozen=True, repr=False)
+class Preflight:
+    """The list of checks of a training run. Made by `preflight`."""
+
+    graph: str
+    """name of the graph"""
+    hardware: Hardware
+    """the device"""
+    devices: Formula
+    """how many there are"""
+    sizes: Mapping[str, int]
+    """bound sizes"""
+    rows: tuple[PreflightCheck, ...]
+    """the checks"""
+
+    @property
+    def ok(self) -> bool | None:
+        """Whether no check fails; None while that depends on an open size."""
+        verdicts = {row.verdict for row in self.rows}
+        return False if "fails" in verdicts else None if "open" in verdicts else True
+
+    def __getitem__(self, name: str) -> PreflightCheck:
+        """Return the check of that name; KeyError if there is none."""
+        return {row.name: row for row in self.rows}[name]
+
+    def __repr__(self) -> str:
+        return f"Preflight({shorten(self.graph)} on {self.devices} {self.hardware.id})"
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.rows))
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What a run is asked about."""
+
+    step: Graph
+    device: Hardware
+    devices: sympy.Expr
+    rate: sympy.Expr
+    dims: dict[str, Any]  # sizes: no keyword of a question, which a type checker cannot know
+    fallback: Fallback
+
+    @property
+    def capacity(self) -> int | float:
+        value: Fraction | int = self.device.capacity().value
+        return int(value) if value == int(value) else float(value)
+
+
+def _upto(name: str, figure: Formula, unit: str, limit: Formula, against: str, other: str = "fails") -> PreflightCheck:
+    """Return a check that an amount is no more than its limit."""
+    open_ = any(isinstance(v, sympy.Expr) for v in (figure, limit))
+    return PreflightCheck(name, figure, unit, limit, against, "open" if open_ else "ok" if figure <= limit else other)
+
+
+def _work(run: _Run, tokens: Formula | None, most_days: Formula | None, used: Formula | None) -> list[PreflightCheck]:
+    rows = [PreflightCheck("parameters", param_count(run.step, **run.dims), "1")]
+    rows.append(PreflightCheck("model FLOPs of a step", model_flops(run.step, "executed", **run.dims), "FLOP"))
+    if tokens is None:
+        return rows
+    given("preflight: tokens", tokens)
+    work, split = training_flops(run.step, tokens, **run.dims), leading_term(run.step, tokens, **run.dims)
+    rows.append(PreflightCheck("training FLOPs", work, "FLOP"))
+    rows.append(PreflightCheck("  6 * parameters * tokens", split.leading, "FLOP"))
+    rows.append(PreflightCheck("  remainder", split.remainder, "FLOP"))
+    if used is not None:
+        # one product, so that an MFU above 1 is a line of the list and no error
+        days = training_days(work, run.rate, devices=run.devices * as_expr(used))
+        if most_days is None:
+            rows.append(PreflightCheck("training time", days, "days"))
+        else:
+            limit = answer(given("preflight: most_days", most_days))
+            rows.append(_upto("training time", days, "days", limit, "at most"))
+    return rows
+
+
+def _memory(run: _Run) -> list[PreflightCheck]:
+    state, room = state_bytes(run.step, **run.dims), run.capacity
+    alone = run.devices == 1
+    everywhere = answer(run.devices * given("capacity", room))
+    activations = activation_memory(run.step, **run.dims)
+    whole = _upto(
+        "peak memory of a step", peak_memory(run.step, **run.dims), "B", room, "one device has",
+        "fails" if alone else "needs sharding",
+    )  # fmt: skip
+    rows = [
+        PreflightCheck("weights", state.params, "B"),
+        PreflightCheck("gradients", state.gradients, "B"),
+        PreflightCheck("optimizer state", state.state, "B"),
+        _upto("state memory", state.total, "B", everywhere, "all devices have"),
+        PreflightCheck("saved state", saved_state_bytes(run.step, **run.dims), "B"),
+        _upto("activation memory", activations, "B", room, "one device has"),
+        whole,
+    ]
+    if not alone:
+        share = answer(as_expr(state.total) / run.devices + as_expr(activations))
+        rows.append(_upto("even share of the state, and activations", share, "B", room, "one device has"))
+    return rows
+
+
+def _speed(run: _Run, dtype: str, used: Formula | None, bound: Formula | None) -> list[PreflightCheck]:
+    ratio, ridge = intensity(run.step, **run.dims), run.device.ridge(dtype, fallback=run.fallback)
+    limit = answer(sympy.Rational(ridge.numerator, ridge.denominator))
+    verdict = "open" if isinstance(ratio, sympy.Expr) else "compute-bound" if ratio >= limit else "memory-bound"
+    rows = [PreflightCheck("arithmetic intensity", ratio, "FLOP/B", limit, "the ridge point is", verdict)]
+    if used is not None:
+        most = 1 if bound is None else bound
+        rows.append(_upto("MFU", used, "1", most, "at most" if bound is None else "the roofline allows"))
+    return rows
+
+
+def preflight(
+    step: Graph, /, hardware: str | Hardware, *, devices: Formula = 1, tokens: Formula | None = None,
+    mfu: Formula | None = None, most_days: Formula | None = None, dtype: str | None = None, fallback: Fallback = None,
+    **dims: int,
+) -> Preflight:  # fmt: skip
+    """List what decides whether a training run is possible, each figure beside its limit.
+
+    Parameters
+    ----------
+    step : Graph
+        What `training_step` returned; sizes such as `B` are those of one device.
+    hardware : str, path-like or Hardware
+        The device; the vendor's capacity counts.
+    devices : number or sympy.Expr
+        How many there are; the state is compared with the memory of all of them, and with an even share each.
+    tokens : number or sympy.Expr, optional
+        Tokens that are trained on, for FLOPs and days.
+    mfu : number or sympy.Expr, optional
+        Model FLOPs utilization that is assumed, by default that of the roofline's estimate once all sizes are bound.
+    most_days : number or sympy.Expr, optional
+        Limit of the time.
+    dtype : str, optional
+        Format whose peak rate counts, by default the one that most matmul FLOPs are done in.
+    fallback : str or mapping, optional
+        As `roofline`.
+    **dims : int
+        Sizes; what is left open stays a formula.
+
+    Returns
+    -------
+    Preflight
+        `.rows`, each with name, figure, unit, limit and verdict; `.ok`; `print` it.
+
+    Raises
+    ------
+    BindingError, GraphError, SpecError
+        If the graph is no step of training, an amount is not positive, or the device or its rate is unknown.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> step = cg.training_step(cg.models.load("llama-3-8b"), precision="bf16", checkpoint=cg.every_block())
+    >>> found = cg.preflight(step, "h100-sxm", devices=64, tokens=1e12, mfu=0.4, B=1, S=4096)
+    >>> print(found["training time"])
+    training time: 22.05 days
+    >>> print(found["state memory"])
+    state memory: 96.36 GB (89.75 GiB), all devices have 5.12 TB (4.657 TiB): ok
+    >>> found.ok, [row.name for row in found.rows if row.verdict == "needs sharding"]
+    (True, ['peak memory of a step'])
+    """
+    state_bytes(step, **dims)  # first what says that this is no step of training
+    values = bindings(step, dims)
+    sizes = {k: int(v.constant) for k, v in sorted(values.items()) if v.constant is not None}
+    wanted = main_format(step, **dims) if dtype is None else dtype
+    device = load_hardware(hardware)
+    rate = rate_of("preflight", device, wanted, step, dims, fallback)
+    run = _Run(step, device, given("preflight: devices", devices), rate, dims, fallback)
+    used, bound = _utilizations(run, mfu, whole=known_names(step) <= sizes.keys())
+    rows = [*_work(run, tokens, most_days, used), *_memory(run), *_speed(run, wanted, used, bound)]
+    return Preflight(step.name, device, answer(run.devices), sizes, tuple(rows))
+
+
+def _utilizations(run: _Run, assumed: Formula | None, *, whole: bool) -> tuple[Formula | None, Formula | None]:
+    """Return the MFU that is assumed, and the largest that the roofline allows once all sizes are bound."""
+    asked = None if assumed is None else answer(given("preflight: mfu", assumed))
+    if not whole:
+        return asked, None
+    times = roofline(run.step, run.device, fallback=run.fallback, **run.dims)
+
+    def at(seconds: float) -> Formula:
+        return utilization(run.step, seconds, run.rate, **run.dims)
+
+    return at(times.estimate) if asked is None else asked, min(at(times.lower_bound), 1)

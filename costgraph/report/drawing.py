@@ -1,0 +1,68 @@
+"""What all pictures share. matplotlib is met inside functions alone, and only its objects."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from ..errors import FormatError, UnsupportedError
+from ..symbols import shorten, shown
+from ..units import format_quantity
+
+__all__ = ["COLORS", "FAINT", "ROOF", "check_path", "new_figure", "note", "saved", "short", "units_on"]
+
+_ENDINGS = (".png", ".svg", ".pdf")
+COLORS = {"matmul": "#1f5aa6", "pointwise": "#c2571a", "transcendental": "#2c8a57", "data": "#7a7a7a"}
+ROOF, FAINT = "#222222", "#888888"
+
+
+def new_figure(width: float, height: float) -> Any:
+    """Return an empty matplotlib figure of so many inches; nothing global is touched."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UnsupportedError('plot: matplotlib is missing, expected it from: pip install "costgraph[plot]"') from None
+    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def check_path(path: object) -> None:
+    """Raise FormatError if no picture can have this path."""
+    if not isinstance(path, str | os.PathLike):
+        raise FormatError(f"plot: path {shown(path, 80)}, expected a text or a path")
+    if Path(path).suffix.lower() not in _ENDINGS:
+        raise FormatError(f"plot: {shorten(os.fspath(path), 200)}, expected a file ending in {', '.join(_ENDINGS)}")
+
+
+def saved(figure: Any, path: str | os.PathLike[str] | None) -> Any:
+    """Return the figure, written to the file if there is one."""
+    if path is None:
+        return figure
+    try:
+        figure.savefig(os.fspath(path))
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        place = shorten(os.fspath(path), 200)
+        raise FormatError(f"plot: {place}: {reason}, expected a file that can be written") from None
+    return figure
+
+
+def short(text: str, most: int = 34) -> str:
+    """Return a name from outside as matplotlib may draw it: no mathematics, the end where it is long."""
+    text = "".join(c if c.isprintable() else "?" for c in text)
+    return (text if len(text) <= most else "..." + text[3 - most :]).replace("$", r"\$")
+
+
+def units_on(axis: Any, unit: str) -> None:
+    """Write amounts with their unit along an axis."""
+    from matplotlib.ticker import FuncFormatter
+
+    axis.set_major_formatter(FuncFormatter(lambda value, _: format_quantity(float(value), unit)))
+
+
+def note(ax: Any, text: str, place: tuple[float, float], offset: tuple[float, float], side: str) -> None:
+    """Write a text near a point."""
+    ax.annotate(text, place, offset, textcoords="offset points", ha=side, fontsize=8.5)

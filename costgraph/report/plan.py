@@ -1,0 +1,113 @@
+"""The list of checks before a training run as text, JSON and CSV; needs rich."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import sympy
+from rich import box
+from rich.console import RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from ..bind import Formula
+from ..planning import Preflight, PreflightCheck
+from ..units import format_quantity
+from .amounts import show
+from .formula import formula_text
+from .text import clean, draw, grid
+
+__all__ = ["PLAN_SCHEMA", "plan_csv", "plan_json", "render_plan"]
+
+PLAN_SCHEMA = "costgraph/plan/1"
+"""What the JSON of this version calls itself; another number means other keys."""
+
+_COLUMNS = ("check", "figure", "unit", "limit", "against", "verdict")
+
+
+def _value(value: Formula | None) -> int | float | str | None:
+    return formula_text(value) if isinstance(value, sympy.Expr) else value
+
+
+def _record(row: PreflightCheck) -> dict[str, Any]:
+    values = (row.name.strip(), _value(row.figure), row.unit, _value(row.limit), row.against, row.verdict)
+    return dict(zip(_COLUMNS, values, strict=True))
+
+
+def plan_json(found: Preflight) -> str:
+    """Return the list as JSON: an object with a `schema`; a figure that is not bound is its formula, a text."""
+    data = {
+        "schema": PLAN_SCHEMA,
+        "graph": found.graph,
+        "hardware": {"id": found.hardware.id, "name": found.hardware.name},
+        "devices": _value(found.devices),
+        "sizes": dict(found.sizes),
+        "ok": found.ok,
+        "checks": [_record(row) for row in found.rows],
+    }
+    return json.dumps(data, indent=2, allow_nan=False) + "\n"
+
+
+def plan_csv(found: Preflight) -> str:
+    """Return the list as CSV, one check a line."""
+    file = io.StringIO()
+    writer = csv.DictWriter(file, _COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(_record(row) for row in found.rows)
+    return file.getvalue()
+
+
+def _amount(value: Formula, unit: str) -> str:
+    """Return an amount as a cell has room for it; formulas stand below the table."""
+    if isinstance(value, sympy.Expr):
+        return f"needs {', '.join(sorted(s.name for s in value.free_symbols if isinstance(s, sympy.Symbol)))}"
+    if unit == "days":
+        return f"{format_quantity(value, '1')} days"
+    return format_quantity(value, "B") if unit == "B" else show(value, unit)
+
+
+def _sections(found: Preflight) -> Iterator[RenderableType]:
+    count = "" if found.devices == 1 else f"{_amount(found.devices, '1')} x "
+    yield f"[bold]{clean(found.graph)} on {count}{clean(found.hardware.name)}[/bold]"
+    yield grid([("sizes", " ".join(f"{k}={v}" for k, v in found.sizes.items()))])
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    for head in ("", "figure", "limit", ""):
+        table.add_column(head, overflow="fold", no_wrap=head == "figure")
+    for row in found.rows:
+        limit = "" if row.limit is None else f"{row.against} {_amount(row.limit, row.unit)}"
+        table.add_row(row.name, _amount(row.figure, row.unit), limit, row.verdict)
+    yield table
+    for row in found.rows:
+        for what, value in (("", row.figure), ("limit of ", row.limit)):
+            if isinstance(value, sympy.Expr):
+                yield Text(f"{what}{row.name.strip()} [{row.unit}]")
+                yield Padding(Text(formula_text(value, grouped=True), overflow="fold"), (0, 0, 0, 4))
+    if found.ok is None:
+        yield "whether all is well depends on open sizes"
+    else:
+        yield "no check fails" if found.ok else "a check FAILS"
+
+
+def render_plan(found: Preflight, *, width: int | None = None, color: bool = False) -> str:
+    """Return the list as text.
+
+    Parameters
+    ----------
+    found : Preflight
+        What is shown.
+    width : int, optional
+        Columns, 80 by default.
+    color : bool
+        Whether escape sequences of a terminal are wanted.
+
+    Returns
+    -------
+    str
+        Lines without spaces at their ends.
+    """
+    return draw(_sections(found), width, color=color)

@@ -1,0 +1,79 @@
+"""What op kinds do that gradients are made of, and how to draw ops of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+
+from ..conv import UNPOOL, pool
+from ..graph import apply
+from ..ops.fill import assign, fill, pad
+from ..symbols import dims
+from ..tensor import Tensor
+from .meanings import meaning
+from .samples import sample
+from .sketch import Sketch
+from .values import At
+
+__all__: list[str] = []  # its functions are found in MEANINGS and SAMPLES
+
+
+@meaning("fill")
+def _fill(at: At) -> None:
+    for index in at.result().points():
+        at.write(at.op.attrs["value"], *index)
+
+
+@sample("fill")
+def _drawn_fill(s: Sketch) -> Sequence[Tensor]:
+    return [fill(s.shape(), s.one_of([0, 1, -1.5]), s.one_of(["fp32", "bf16"]))]
+
+
+@meaning("assign")
+def _assign(at: At) -> None:
+    at.made[0] = at.operands[0]
+    for index in at.result().points():
+        at.write(at.read(1, *index), *index)
+
+
+@sample("assign")
+def _drawn_assign(s: Sketch) -> Sequence[Tensor]:
+    x = s.tensor(lambda t: t.domain is None)
+    target = x if s.may_change(x) and x.touched == x.numel else fill(x.shape, dtype=s.one_of(["fp32", "bf16"]))
+    value = s.one_of(
+        [t for t in s.pool if t.sizes == x.sizes and t.domain is None and t.storage is not x.storage]
+        or [s.fresh(x.shape)]
+    )
+    return [assign(target, value)]
+
+
+@meaning("pad")
+def _pad(at: At) -> None:
+    axis, start, step = (at.attr(n) for n in ("axis", "start", "step"))
+    x = at.operands[0].array
+    for index in product(*map(range, at.result().array.shape)):
+        place = (index[axis] - start) / step
+        if place in range(x.shape[axis]):
+            at.write(at.read(0, *index[:axis], int(place), *index[axis + 1 :]), *index)
+        else:
+            at.write(0.0, *index)
+
+
+@sample("pad")
+def _drawn_pad(s: Sketch) -> Sequence[Tensor]:
+    x = s.tensor(lambda t: t.ndim >= 1 and s.elements(t) <= 24 and t.domain is None, s.shape(s.number(1, 3), 24))
+    axis, step, start = s.number(0, x.ndim - 1), s.number(1, 2), s.one_of([0, 1, dims("A")])
+    full = start + (x.sizes[axis].expr - 1) * step + s.number(1, 2)
+    return [pad(x, axis, start, full, step)]
+
+
+@sample("unpool")
+def _drawn_unpool(s: Sketch) -> Sequence[Tensor]:
+    x = s.fresh((*s.shape(1, 6), s.number(3, 5)))
+    width = s.number(1, 3)
+    operation = s.one_of(["max", "mean"])
+    made = pool(x, operation, window=(width,), stride=s.number(1, 3), padding=s.number(0, width // 2))
+    assert made.producer is not None
+    attrs = made.producer.attrs
+    places = [s.fresh(made.shape, "int64", "input")] if operation == "max" else []
+    return apply(UNPOOL, [s.fresh(made.shape, x.dtype.name), x, *places], attrs, "unpool")

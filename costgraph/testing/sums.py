@@ -1,0 +1,55 @@
+"""Sums that a loop adds to: what they do, and how to draw one. Where there is nothing yet the interpreter adds nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..dtypes import DTYPES
+from ..graph import apply
+from ..ops.fill import fill
+from ..ops.pieces import absent, accumulate
+from ..polynomial import poly
+from ..tensor import Tensor
+from ..transforms.unroll import EMPTY, STACKED
+from .meanings import meaning
+from .samples import sample
+from .sketch import Sketch
+from .values import At
+
+__all__: list[str] = []  # what is said here is found in MEANINGS and SAMPLES
+
+
+@meaning("accumulate")
+def _accumulate(at: At) -> None:
+    at.made[0] = at.operands[0]
+    for index in at.operands[0].points():
+        at.write(at.number(0, *index) + at.number(1, *index), *index)
+
+
+@sample("accumulate")
+def _drawn(s: Sketch) -> Sequence[Tensor]:
+    x = s.tensor(lambda t: t.domain is None and t.dtype.kind == "float")
+    term = s.fresh(x.shape, x.dtype)
+    so_far = x if s.may_change(x) and x.touched == x.numel else fill(x.shape, dtype=x.dtype)
+    return [accumulate(so_far, term)]
+
+
+@meaning("stacked")
+def _stacked(at: At) -> None:
+    at.made[0] = at.operands[0]
+    for i, v in enumerate(at.operands[1:]):
+        at.made[0].array[i] = v.array
+
+
+@sample("stacked")
+def _drawn_stack(s: Sketch) -> Sequence[Tensor]:
+    y = s.fresh(s.shape(1))
+    sizes = (poly(2), *y.sizes)
+    stack = apply(EMPTY, [], {"sizes": sizes, "dtype": y.dtype}, "empty")[0]
+    return list(apply(STACKED, [stack, y + 1, y * y], {}, "stacked"))
+
+
+@sample("absent")
+def _nothing(s: Sketch) -> Sequence[Tensor]:
+    absent(s.fresh(s.shape(1)).sizes, s.one_of([DTYPES["fp32"], DTYPES["bf16"]]))
+    return []

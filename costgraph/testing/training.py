@@ -1,0 +1,329 @@
+"""The laws of training: each is a function of a lesson, a graph with a scalar loss, that raises AssertionError.
+
+Oracles are outside the code under test: finite differences of the loss that the interpreter computes, what it counts of
+the backward pass, the backward pass of the unrolled graph, and the same without checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from ..analysis.costs import bytes_moved, flops
+from ..analysis.lifetimes import Life, play
+from ..analysis.memory import peak_memory
+from ..errors import UnsupportedError
+from ..graph import Graph
+from ..op import Op
+from ..sizes import bindings, known_names
+from ..tensor import Tensor
+from ..transforms.backward import backward
+from ..transforms.checkpoint import Checkpoint, every, every_block, selective
+from ..transforms.hoist import hoist
+from ..transforms.peel import peel
+from ..transforms.unroll import unroll
+from .arithmetic import value
+from .interpreter import Run, run
+from .laws import LAWS, Trial, same
+from .values import Array
+
+__all__ = ["TRAINING", "Lesson", "TrainingLaw", "check_training"]
+
+TrainingLaw = Callable[["Lesson"], None]
+
+#: Every law of training by its name.
+TRAINING: dict[str, TrainingLaw] = {}
+
+#: What loops and ops cost that a transform must not change.
+_QUESTIONS: dict[str, Callable[..., Any]] = {"flops": flops, "bytes_moved": bytes_moved, "peak_memory": peak_memory}
+_STEP = 2.0**-13
+#: Ops through which what they compute is a linear function of one operand, or of all of them together.
+_LINEAR = {
+    "einsum", "rearrange", "slice", "expand", "pad", "gather", "dropout", "transfer", "concat", "stacked", "assign",
+}  # fmt: skip
+_LINEAR_FUNCTIONS = {"copy", "cast", "add", "sub", "neg"}
+
+
+def _law(function: TrainingLaw) -> TrainingLaw:
+    TRAINING[function.__name__] = function
+    return function
+
+
+class Lesson:
+    """A graph with a scalar loss at one point, its backward pass, and what the interpreter counts of that.
+
+    Parameters
+    ----------
+    graph : Graph
+        Its only output is the loss.
+    point : mapping of str to int
+        A size for every dimension.
+    checkpoint : Checkpoint, optional
+        What is computed again.
+    """
+
+    def __init__(self, graph: Graph, point: Mapping[str, int], checkpoint: Checkpoint | None = None) -> None:
+        self.graph = graph
+        self.point = dict(point)
+        self.checkpoint = checkpoint
+
+    @cached_property
+    def trained(self) -> Graph:
+        """The graph with its backward pass."""
+        return backward(self.graph, checkpoint=self.checkpoint)
+
+    @cached_property
+    def trial(self) -> Trial:
+        """What laws of graphs are asked of."""
+        return Trial(self.trained, self.point)
+
+    @cached_property
+    def forward(self) -> Graph:
+        """The graph alone, its sources named as those of the backward pass are."""
+        return hoist(peel((self.checkpoint or Checkpoint()).prepared(self.graph)))
+
+    @cached_property
+    def values(self) -> dict[str, Array]:
+        """Numbers for all floating sources, those of one name equal whatever is computed again."""
+        out = {}
+        for t in self.trained.tensors:
+            if t.producer is None and t.dtype.kind == "float":
+                shape = tuple(int(value(n.expr, self.point)) for n in t.sizes)
+                out[t.name] = np.random.default_rng(list(t.name.encode())).uniform(0.5, 1.5, shape)
+        return out
+
+    @cached_property
+    def run(self) -> Run:
+        """What the interpreter computes with these numbers."""
+        return run(self.trained, self.values, seed=0, meanings=None, **self.point)
+
+    def loss(self, name: str, array: Any) -> float:
+        """Return the loss with other numbers in one source."""
+        return float(run(self.forward, {**self.values, name: array}, seed=0, meanings=None, **self.point).outputs[0])
+
+
+def check_training(graph: Graph, laws: Iterable[str] | None = None, **point: int) -> None:
+    """Hold the backward pass of a graph to the laws.
+
+    Parameters
+    ----------
+    graph : Graph
+        With one output, a scalar, and something that wants a gradient.
+    laws : iterable of str, optional
+        Names of laws of `TRAINING`, all by default.
+    **point : int
+        A size above 1 for every dimension.
+
+    Raises
+    ------
+    AssertionError
+        If one is broken: the text says which, where, and both figures.
+    UnsupportedError, BindingError
+        If a law is unknown, an op kind has no meaning or no vector-Jacobian rule, or a dimension has no size.
+    GraphError
+        If there is no scalar output, nothing wants a gradient, or an op in place overwrites what a gradient reads.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> from costgraph import testing
+    >>> B, D, L = cg.dims("B D L")
+    >>> with cg.Graph("g") as g:
+    ...     layer = lambda x: x + cg.tanh(cg.linear(x, "b d -> b e", e=D))
+    ...     g.output(cg.reduce(cg.repeat(L, layer, g.input("x", (B, D))), "b d -> ", "mean"))
+    >>> testing.check_training(g, B=2, D=3, L=5)
+    """
+    chosen = list(TRAINING if laws is None else laws)
+    unknown = sorted(set(chosen) - TRAINING.keys())
+    if unknown:
+        raise UnsupportedError(f"check_training: law {unknown[0]!r}, expected one of {', '.join(TRAINING)}")
+    lesson = Lesson(graph, {**{k: v for k, v in graph.defaults.items() if k in known_names(graph)}, **point})
+    for name in chosen:
+        try:
+            TRAINING[name](lesson)
+        except AssertionError as error:
+            raise AssertionError(f"law {name!r} at {lesson.point}: {error}") from None
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------
+
+
+@_law
+def gradients_are_finite_differences(lesson: Lesson) -> None:
+    """Of the loss that the interpreter computes, along one random direction for each source."""
+    for name, gradient in lesson.run.gradients.items():
+        x = lesson.values[name]
+        direction = np.random.default_rng(len(name)).uniform(-1, 1, x.shape)
+        expected = float((gradient * direction).sum())
+        estimates = [_slope(lesson, name, direction, _STEP / n) for n in (1, 2)]
+        size = abs(float(lesson.run.outputs[0]))
+        if not np.isfinite([expected, size, *estimates]).all():
+            continue  # out of the range in which there is a derivative
+        # the two estimates differ by the curvature; near a kink by more than that
+        slack = 8 * abs(estimates[0] - estimates[1]) + 1e-6 * abs(expected) + 1e-9 * max(size, 1) / _STEP
+        assert abs(estimates[1] - expected) <= slack, (
+            f"gradient of {name!r} along a direction is {expected}, expected {estimates[1]}: finite differences"
+        )
+
+
+def _slope(lesson: Lesson, name: str, direction: Any, step: float) -> float:
+    x = lesson.values[name]
+    return (lesson.loss(name, x + step * direction) - lesson.loss(name, x - step * direction)) / (2 * step)
+
+
+@_law
+def the_gradient_of_a_linear_loss_is_its_transpose(lesson: Lesson) -> None:
+    """<J v, g> is <v, J^T g>: the loss changes by the product of gradient and change, however large."""
+    for t in lesson.forward.tensors:
+        if t.name not in lesson.run.gradients or not _is_linear_in(lesson.forward, {t}):
+            continue
+        v = np.random.default_rng(len(t.name)).uniform(-100, 100, lesson.values[t.name].shape)
+        change = lesson.loss(t.name, v) - lesson.loss(t.name, 0 * v)
+        expected = float((lesson.run.gradients[t.name] * v).sum())
+        scale = abs(float(lesson.run.outputs[0])) + np.abs(lesson.run.gradients[t.name] * v).sum()
+        assert abs(change - expected) <= 1e-9 * scale + 1e-12 or not np.isfinite(change), (
+            f"the loss is linear in {t.name!r} and changes by {change}, expected {expected}: its gradient transposed"
+        )
+
+
+def _is_linear_in(graph: Graph, dependent: set[Tensor]) -> bool:
+    """Whether all ops that read what depends on a source are linear in that."""
+    for op in graph.ops:
+        reads = [t in dependent for t in op.operands]
+        if not any(reads):
+            continue
+        function = op.attrs.get("function")
+        together = op.kind.name in ("concat", "stacked") or getattr(function, "name", "") in _LINEAR_FUNCTIONS
+        fits = op.kind.name in _LINEAR or (op.kind.name == "pointwise" and getattr(function, "name", "") in _FACTORS)
+        fits |= op.kind.name == "reduce" and op.attrs["operation"] in ("sum", "mean")
+        fits |= op.kind.name == "pool" and op.attrs["operation"] == "mean"
+        if not fits or (reads.count(True) > 1 and not together) or op.attrs.get("inplace"):
+            return False
+        dependent.update(op.results)
+    return True
+
+
+_FACTORS = _LINEAR_FUNCTIONS | {"mul"}
+
+
+# -- costs -------------------------------------------------------------------------------------------------------
+
+
+@_law
+def a_backward_pass_keeps_the_laws_of_graphs(lesson: Lesson) -> None:
+    """FLOPs, bytes and peak as counted, closed forms, unrolled, monotone, whatever the names, through a file."""
+    for name, law in LAWS.items():
+        try:
+            law(lesson.trial)
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from None
+
+
+@_law
+def a_loop_goes_back_as_its_iterations_do(lesson: Lesson) -> None:
+    """FLOPs, bytes and peak of the backward pass of the unrolled graph; slices and what is only handed on aside.
+
+    Where a loop has to copy a gradient, which its iterations hand on dense and each in one place, only FLOPs are equal;
+    where a gradient is zero in some iterations alone, those of the loop calculate with zeros.
+    """
+    if not _loops(lesson.graph) or not all(map(_is_plain, _loops(lesson.graph))):
+        return
+    handed = [op for loop in _loops(lesson.trained) for op in _makers(loop)]
+    if any(op.kind.name == "fill" and not op.attrs["value"] for op in handed):
+        return
+    copied = any(op.attrs.get("copy") or op.name.rpartition("/")[2].startswith("own") for op in handed)
+    questions = {"flops": flops} if copied else _QUESTIONS
+    counts = {n for op in _loops(lesson.graph) for n in op.attrs["count"].names()}
+    flat = backward(unroll(lesson.graph, **{n: lesson.point[n] for n in counts}))
+    for question, ask in questions.items():
+        used = {k: v for k, v in lesson.point.items() if k in known_names(flat)}
+        same(lesson.trial.answers[question], ask(flat, **used), f"{question}, of the loop and unrolled first")
+
+
+def _is_plain(loop: Op) -> bool:
+    """Whether a loop neither reads nor writes slices, and each iteration makes what it hands on."""
+    assert loop.body is not None
+    handed = {t.storage for t in loop.body.outputs} & {f.storage for f in loop.body.formals}
+    return not (loop.attrs["xs"] or len(loop.results) > loop.attrs["carries"] or handed)
+
+
+def _makers(loop: Op) -> list[Op]:
+    """Return the ops of the backward pass that make what a loop starts from, and what an iteration hands on."""
+    assert loop.body is not None
+    handed = (*loop.operands[: loop.attrs["carries"]], *loop.body.outputs[: loop.attrs["carries"]])
+    return [t.producer for t in handed if t.producer is not None and t.producer.phase == "backward"]
+
+
+def _loops(graph: Graph) -> list[Op]:
+    return [op for op in graph.walk() if op.kind.body == "repeated"]
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------
+
+
+def _policies(lesson: Lesson) -> Iterator[Checkpoint]:
+    """Yield policies that fit a graph."""
+    loops = _loops(lesson.graph)
+    ops = [op.name for op in lesson.graph.walk()]
+    if loops:
+        yield every_block()
+        yield every_block(inside=selective(ops[-1]))
+        if all(value(op.attrs["count"].expr, lesson.point) % 2 == 0 for op in loops):
+            yield every(2)
+            yield every(2, inside=every_block())
+    yield selective(ops[len(ops) // 2])
+    yield selective(*ops[: len(ops) // 2 + 1])
+
+
+@_law
+def checkpoints_change_no_gradient_and_save_no_flops(lesson: Lesson) -> None:
+    """The same numbers, at least as many FLOPs, and nothing is kept but what was before and what a run starts from."""
+    before = lesson.trial.answers["flops"]
+    for policy in _policies(lesson):
+        again = Lesson(lesson.graph, lesson.point, policy)
+        assert again.trial.answers["flops"] >= before, f"{policy}: {again.trial.answers['flops']} FLOPs, not {before}"
+        for name, gradient in lesson.run.gradients.items():
+            found = again.run.gradients[name]
+            shape = gradient.shape
+            assert np.allclose(found.reshape(shape), gradient, rtol=1e-9, atol=1e-12, equal_nan=True), (
+                f"{policy}: the gradient of {name!r} differs"
+            )
+        same(again.trial.answers["flops"], again.trial.run.flops, f"{policy}: FLOPs")
+        same(again.trial.answers["peak_memory"], again.trial.run.peak, f"{policy}: peak memory")
+        more = _kept(again) - _kept(lesson) - _started_from(again)
+        assert not more, f"{policy}: keeps {', '.join(sorted(more))}, which was not kept and no run starts from"
+
+
+def _kept(lesson: Lesson) -> set[str]:
+    """Return what the forward pass leaves to the backward pass, iterations aside."""
+    values = bindings(lesson.trained, lesson.point)
+
+    def copies(op: Op) -> int:
+        return int(op.attrs["count"].bind(values).constant)
+
+    program = play(lesson.trained, copies, values)
+    first = next(i for i, step in enumerate(program.steps) if step.op.phase != "forward")
+    return {
+        _plain(life) for life in program.lives if life.born is not None and life.born < first <= (life.dies or first)
+    }
+
+
+def _plain(life: Life) -> str:
+    return life.name.split("[")[0]
+
+
+def _started_from(lesson: Lesson) -> set[str]:
+    """Return what runs that are computed again read of the forward pass."""
+    assert lesson.checkpoint is not None
+    found: set[str] = set()
+    for graph in lesson.trained.bodies():
+        for run_ in lesson.checkpoint.runs([op for op in graph.ops if op.phase == "forward"]):
+            made = {t for op in run_ for t in op.results}
+            found |= {t.storage.name for op in run_ for t in op.operands if t not in made}
+            if graph.owner is not None:
+                outer = graph.owner
+                found |= {t.storage.name for t in (*outer.operands, *outer.results, *graph.outputs)}
+    return found

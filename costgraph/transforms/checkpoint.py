@@ -1,0 +1,193 @@
+"""Activation checkpointing: which ops the backward pass computes again instead of keeping what they made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..arguments import positive
+from ..errors import GraphError
+from ..graph import Graph
+from ..op import Op
+from ..polynomial import ONE, Poly
+from ..symbols import is_name, shorten
+from .rewrite import Rewriter
+
+__all__ = ["Checkpoint", "every", "every_block", "from_start", "nest", "selective"]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A policy of activation checkpointing.
+
+    It follows `torch.utils.checkpoint` without reentrance: of a run of ops only the inputs are kept; when the backward
+    pass comes to it, the ops run again in their order and stop after the last one of which anything is read.
+    """
+
+    blocks: bool = False
+    """whether the body of each loop is one run"""
+    names: tuple[str, ...] = ()
+    """scopes, kernels or ops whose neighbours in the program are one run"""
+    interval: Poly | None = None
+    """how many iterations of a loop are one run, None for one"""
+    inside: Checkpoint | None = None
+    """what is done with ops that are computed again already"""
+    start: bool = False
+    """whether nothing is kept but what a loop starts from"""
+
+    def prepared(self, graph: Graph) -> Graph:
+        """Return the graph with its loops split where several iterations are one run."""
+        return graph if self.interval is None else nest(graph, self.interval)
+
+    def runs(self, ops: Sequence[Op]) -> Sequence[Sequence[Op]]:
+        """Return the runs of ops of a graph or body that are computed again."""
+        if not ops:
+            return ()
+        owner = ops[0].graph.owner
+        if self.blocks:
+            return [list(ops)] if owner is not None and owner.kind.body == "repeated" else ()
+        found: list[list[Op]] = []
+        open_ = False
+        for op in ops:
+            named = any(_is_part(name, op.name) for name in self.names)
+            if named and open_:
+                found[-1].append(op)
+            elif named:
+                found.append([op])
+            open_ = named
+        return found
+
+
+def _is_part(name: str, full: str) -> bool:
+    """Whether levels of a name follow each other in a longer one."""
+    wanted, levels = name.split("/"), full.split("/")
+    return any(levels[i : i + len(wanted)] == wanted for i in range(len(levels) - len(wanted) + 1))
+
+
+def every_block(*, inside: Checkpoint | None = None) -> Checkpoint:
+    """Keep the input of each layer of a stack alone: memory for L inputs, and one more forward pass.
+
+    Parameters
+    ----------
+    inside : Checkpoint, optional
+        What is done with the ops of a layer when they are computed again.
+
+    Returns
+    -------
+    Checkpoint
+        For `training_step` and `backward`.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> B, D, F, L = cg.dims("B D F L")
+    >>> with cg.Graph("g") as g:
+    ...     layer = lambda x: x + cg.mlp(x, F, activation=cg.relu)
+    ...     x = cg.repeat(L, layer, cg.linear(g.input("x", (B, D)), "b d -> b e", e=D), name="layers")
+    ...     g.output(cg.reduce(x, "b d -> ", "mean"))
+    >>> step = cg.backward(g, checkpoint=cg.every_block())
+    >>> cg.costs(step).filter(phase="recompute", kind="matmul").total().flops  # the last matmul is not needed
+    2*B*D*F*L
+    """
+    return Checkpoint(blocks=True, inside=inside)
+
+
+def every(k: object, *, inside: Checkpoint | None = None) -> Checkpoint:
+    """Keep the input of every k-th layer: memory for L/k inputs and what k layers save.
+
+    Parameters
+    ----------
+    k : sympy.Expr or int
+        Layers that are computed again together; it divides their number.
+    inside : Checkpoint, optional
+        What is done with the ops of these layers when they are computed again.
+
+    Returns
+    -------
+    Checkpoint
+        For `training_step` and `backward`.
+
+    Raises
+    ------
+    ShapeError
+        If `k` is no size.
+    """
+    return Checkpoint(blocks=True, interval=positive("every: k", k), inside=inside)
+
+
+def from_start() -> Checkpoint:
+    """Keep the input of the first layer alone: memory for one input, and about L/2 more forward passes.
+
+    Returns
+    -------
+    Checkpoint
+        For `training_step` and `backward`.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> B, D, L = cg.dims("B D L")
+    >>> with cg.Graph("g") as g:
+    ...     layer = lambda x: cg.relu(cg.linear(x, "b d -> b e", e=D))
+    ...     x = cg.repeat(L, layer, g.input("x", (B, D), grad=True), name="layers")
+    ...     g.output(cg.reduce(x, "b d -> ", "mean"))
+    >>> step = cg.backward(g, checkpoint=cg.from_start())
+    >>> cg.costs(step).filter(phase="recompute", kind="matmul").total().flops  # 1 + 2 + ... + L layers
+    B*D**2*L**2 + B*D**2*L
+    """
+    return Checkpoint(blocks=True, start=True)
+
+
+def selective(*names: str, inside: Checkpoint | None = None) -> Checkpoint:
+    """Compute again what is inside some scopes, kernels or ops: neighbours in the program are one run.
+
+    Parameters
+    ----------
+    *names : str
+        One or several levels of a name, such as `"attention"` or `"attention/softmax"`.
+    inside : Checkpoint, optional
+        What is done with these ops when they are computed again.
+
+    Returns
+    -------
+    Checkpoint
+        For `training_step` and `backward`.
+
+    Raises
+    ------
+    GraphError
+        If a name is none.
+    """
+    for name in names:
+        if not isinstance(name, str) or not all(is_name(level) for level in name.split("/")):
+            raise GraphError(f"selective: {shorten(str(name))}, expected identifiers separated by '/'")
+    if not names:
+        raise GraphError("selective: no name, expected scopes, kernels or ops")
+    return Checkpoint(names=names, inside=inside)
+
+
+def nest(graph: Graph, k: Poly) -> Graph:
+    """Split each stack of layers into groups of k: a loop over groups of a loop over layers."""
+
+    def emit(rewriter: Rewriter, op: Op, new: Graph) -> bool:
+        body = op.body
+        if body is None or op.kind.body != "repeated" or op.attrs["xs"] or len(op.results) > op.attrs["carries"]:
+            return False
+        groups = op.attrs["count"] / k
+        if groups.constant is not None and (not isinstance(groups.constant, int) or groups.constant < 1):
+            raise GraphError(f"every {k} of {op.attrs['count']} iterations of {op.name!r}: expected a divisor")
+        outer = new.start_body(f"{body.name}_groups", fused=False)
+        for f in body.formals:
+            rewriter.tensors[f] = rewriter.formal(f, outer)
+        operands = [rewriter.tensors[f] for f in body.formals]
+        inner = rewriter.body(body, outer, "")
+        made = outer.add_op(op.kind, operands, {**op.attrs, "body": inner, "count": k}, f"{op.name}.group", op.phase)
+        made.scope, inner.owner = op.scope, made
+        outer.outputs += made.results
+        attrs = {**op.attrs, "body": outer, "count": groups}
+        whole = new.add_op(op.kind, [rewriter.tensors[t] for t in op.operands], attrs, op.name, op.phase)
+        whole.scope, outer.owner = op.scope, whole
+        rewriter.tensors |= dict(zip(op.results, whole.results, strict=True))
+        return True
+
+    return graph if k == ONE else Rewriter(emit=emit).run(graph)

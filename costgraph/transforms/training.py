@@ -1,0 +1,316 @@
+"""One step of training: forward and backward pass, gradients added up over micro-batches, and the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..arguments import positive
+from ..errors import GraphError
+from ..graph import Graph, need_graph
+from ..layout import contiguous
+from ..nn import cross_entropy
+from ..ops.blocks import REPEAT, written_slices
+from ..ops.pieces import absent, slice_of
+from ..ops.pointwise import pointwise
+from ..optimizers import AdamW, Optimizer, Slot, clip_grad_norm, source_like, unscale, zero_grad
+from ..polynomial import ONE, Poly
+from ..scopes import SCOPE, building, phase
+from ..symbols import shown
+from ..tensor import Tensor
+from .backward import differentiate, loss_of, prepared
+from .checkpoint import Checkpoint
+from .policy import Policy, find_policy
+from .precision import apply_precision
+from .rewrite import Rewriter
+from .walk import Leaf
+
+__all__ = ["training_step", "with_loss"]
+
+Loss = Callable[..., Tensor]
+
+
+def _cross_entropy(logits: Tensor) -> Tensor:
+    """Return the cross-entropy against targets, which become an input."""
+    targets = logits.graph.input("targets", [n.expr for n in logits.sizes[:-1]], dtype="int64")
+    return cross_entropy(logits, targets)
+
+
+#: Losses that a model names.
+LOSSES: Mapping[str, Loss] = {"cross_entropy": _cross_entropy}
+
+
+def with_loss(graph: Graph, loss: str | Loss | None = None) -> Graph:
+    """Return the graph with its loss as its only output.
+
+    Parameters
+    ----------
+    graph : Graph
+        It stays as it is.
+    loss : str or callable, optional
+        A name such as `cross_entropy`, or a function of the outputs that returns a scalar; by default the one that
+        the graph names, and none is added to a graph with one scalar output.
+
+    Returns
+    -------
+    Graph
+        A graph with one output.
+
+    Raises
+    ------
+    GraphError
+        If the graph has neither a scalar output nor a loss.
+    """
+    need_graph("training_step", graph)
+    named = graph.loss if loss is None else loss
+    scalars = [t for t in graph.outputs if not t.sizes]
+    new = Rewriter().run(graph)
+    new.loss = None
+    if loss is None and len(scalars) == 1 and len(graph.outputs) == 1:
+        return new
+    if named is None:
+        raise GraphError(
+            f"training_step: graph {graph.name!r} has {len(graph.outputs)} outputs and names no loss, expected one "
+            f"scalar output, or loss='cross_entropy' or a function of the outputs"
+        )
+    function = LOSSES.get(named) if isinstance(named, str) else named
+    if not callable(function):
+        raise GraphError(f"training_step: loss {shown(named)}, expected one of {', '.join(LOSSES)} or a function")
+    with new:
+        made = function(*new.outputs)
+        if not isinstance(made, Tensor) or made.sizes:
+            raise GraphError(f"training_step: the loss is {made!r}, expected a scalar")
+        new.outputs[:] = [made]
+        new._modify()
+    return new
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """Forward and backward pass, and where the gradients are."""
+
+    graph: Graph
+    grads: dict[Tensor, Tensor]
+    """of each source that has one"""
+    stay: set[Tensor]
+    """sources whose gradients are there from one step to the next"""
+
+
+def training_step(
+    graph: Graph,
+    /,
+    loss: str | Loss | None = None,
+    optimizer: Optimizer | None = None,
+    precision: object = None,
+    checkpoint: Checkpoint | None = None,
+    accumulate: object = 1,
+    *,
+    clip: float | None = None,
+    set_to_none: bool = True,
+    autocast_device: str | None = None,
+) -> Graph:
+    """Turn a forward graph into a whole step of training, in its steady state.
+
+    Parameters
+    ----------
+    graph : Graph
+        The model; it stays as it is.
+    loss : str or callable, optional
+        As `with_loss`: by default what the graph names.
+    optimizer : Optimizer, optional
+        `costgraph.AdamW()` with its foreach implementation by default.
+    precision : str, mapping or Policy, optional
+        `fp32`, `bf16`, `bf16-master`, `bf16-mixed`, `fp16-mixed`, `megatron-bf16`, `fp8`, or a policy of one's own; by
+        default the formats that are declared.
+    checkpoint : Checkpoint, optional
+        What is computed again in the backward pass instead of being kept.
+    accumulate : sympy.Expr or int
+        Micro-batches whose gradients are added up before the update. Inputs get a first axis of that size, sizes such
+        as `B` are those of one micro-batch.
+    clip : float, optional
+        Largest norm of all gradients together, as `torch.nn.utils.clip_grad_norm_`.
+    set_to_none : bool
+        False fills gradients with zeros at the end, so that they live throughout; by default they are given back.
+    autocast_device : str, optional
+        cuda (by default) or cpu: whose lists of ops autocast follows.
+
+    Returns
+    -------
+    Graph
+        With phases forward, recompute, backward and optimizer. Its output is the loss, one of each micro-batch. All
+        questions can be asked of it; parameters of a Repeat are declared outside it, one storage an iteration.
+
+    Raises
+    ------
+    GraphError
+        If there is no loss, nothing to train, or an argument is none of the above.
+    UnsupportedError
+        If an op has no vector-Jacobian rule.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> step = cg.training_step(cg.models.load("gpt2"), precision="bf16-mixed", checkpoint=cg.every_block())
+    >>> cg.param_count(step), round(cg.peak_memory(step, B=8, S=1024) / 1e9, 1)
+    (124439808, 6.9)
+    """
+    optimizer = AdamW() if optimizer is None else optimizer
+    if not isinstance(optimizer, Optimizer):
+        raise GraphError(f"training_step: optimizer {shown(optimizer)}, expected one such as costgraph.AdamW()")
+    if checkpoint is not None and not isinstance(checkpoint, Checkpoint):
+        raise GraphError(f"training_step: checkpoint {shown(checkpoint)}, expected a policy such as every_block()")
+    times = positive("training_step: accumulate", accumulate)
+    formats = find_policy(precision, autocast_device=autocast_device)
+    policy = Checkpoint() if checkpoint is None else checkpoint
+    forward = prepared(apply_precision(with_loss(graph, loss), formats), policy)
+    always = not set_to_none
+    if times == ONE:
+        made = _once(forward, policy, formats, always=always)
+    else:
+        made = _accumulated(forward, policy, formats, times, always=always)
+    _update(made, optimizer, formats, clip)
+    made.graph.validate()
+    return made.graph
+
+
+# -- forward and backward ----------------------------------------------------------------------------------------
+
+
+def _wanted(graph: Graph) -> list[Tensor]:
+    wanted = [t for t in graph.tensors if t.producer is None and t.requires_grad]
+    if not any(t.role == "param" for t in wanted):
+        raise GraphError(f"training_step: no parameter of graph {graph.name!r} wants a gradient, expected one")
+    return wanted
+
+
+def _buffer(t: Tensor, formats: Policy, *, always: bool) -> Tensor | None:
+    """Declare what the gradient of a parameter is added to, if it stays from one step to the next."""
+    if t.role != "param":
+        return None
+    wanted = formats.formats_of(t).grad
+    if not (always or wanted.bits > t.dtype.bits):
+        return None
+    return source_like(t, "grad", t.sizes, wanted, role="gradient")
+
+
+def _leaf(t: Tensor, formats: Policy, total: Tensor | None) -> Leaf:
+    """Say what becomes of the gradient of a tensor."""
+    wanted = formats.formats_of(t).grad if t.role == "param" else t.dtype
+    return Leaf(total, None if wanted == t.dtype else wanted)
+
+
+def _once(forward: Graph, policy: Checkpoint, formats: Policy, *, always: bool) -> _Pass:
+    """Run forward and backward pass."""
+    new = Rewriter().run(forward)
+    wanted = _wanted(new)
+    buffers = {t: _buffer(t, formats, always=always) for t in wanted}
+    loss = loss_of(new)
+    with building(new):
+        scaled = _scaled(loss, formats, ONE)
+    leaves = {t: _leaf(t, formats, buffers[t]) for t in wanted}
+    walk = differentiate(new, new.ops, scaled, leaves, policy)
+    params = [t for t in wanted if t in walk.final]
+    return _Pass(new, {t: walk.final[t] for t in params}, {t for t in params if buffers[t] is not None})
+
+
+def _scaled(loss: Tensor, formats: Policy, times: Poly) -> Tensor:
+    """Divide the loss by the number of micro-batches, and multiply it so that small gradients keep their digits."""
+    made = loss if times == ONE else pointwise("div", loss, times if times.constant is None else int(times.constant))
+    return pointwise("mul", made, 65536.0, name="scale") if formats.loss_scaling else made
+
+
+class _IntoLoop(Rewriter):
+    """Copies a forward pass into the body of a loop over micro-batches, whose inputs are slices."""
+
+    def __init__(self, given: dict[Tensor, Tensor]) -> None:
+        super().__init__()
+        self.given = given
+
+    def source(self, old: Tensor, new: Graph, suffix: str) -> Any:
+        return self.given[old]
+
+
+def _accumulated(forward: Graph, policy: Checkpoint, formats: Policy, times: Poly, *, always: bool) -> _Pass:
+    """Run forward and backward pass for each micro-batch, and add up the gradients."""
+    new = Graph(forward.name, dtype=forward.dtype)
+    new.relations, new.defaults = forward.relations, dict(forward.defaults)
+    body, copier = new.start_body("microbatches", fused=False), Rewriter()
+    sources = {t: _source(t, new, copier, times) for t in forward.tensors if t.producer is None}
+    given = {
+        t: slice_of(body, made, f"{t.name}.micro") if t.role == "input" else body.capture(made)
+        for t, made in sources.items()
+    }
+    into = _IntoLoop(given)
+    into.fill(forward, body)
+    wanted = [t for t in _wanted(forward) if t.role == "param"]
+    buffers = {t: _buffer(sources[t], formats, always=always) for t in wanted}
+    totals = {t: _total(sources[t], body, formats, buffers[t]) for t in wanted}
+    loss = into.tensors[loss_of(forward)]
+    with building(body):
+        scaled = _scaled(loss, formats, times)
+    leaves = {given[t]: _leaf(sources[t], formats, totals[t]) for t in wanted}
+    walk = differentiate(body, body.ops, scaled, leaves, policy)
+    params = [t for t in wanted if given[t] in walk.final]
+    for t in wanted:
+        if t not in params:  # nothing contributes to its gradient
+            body.remove_node(totals[t])
+    with building(body):
+        after = [walk.final[given[t]] for t in params]
+        body.outputs += [*after, *written_slices(body, after, [loss])]
+    inputs = [t for t in sources if t.role == "input"]
+    body.formals[:] = [
+        *(totals[t] for t in params), *(given[t] for t in inputs), *map(body.capture, body.captured),
+    ]  # fmt: skip
+    with building(new):
+        starts = [buffers[t] or absent(totals[t].sizes, totals[t].dtype, totals[t].storage.pieces) for t in params]
+    attrs = {"body": body, "count": times, "carries": len(params), "xs": len(inputs)}
+    loop = new.add_op(REPEAT, (*starts, *(sources[t] for t in inputs), *body.captured), attrs, "microbatches")
+    body.owner = loop
+    new.output(loop.results[len(params)])
+    grads = dict(zip((sources[t] for t in params), loop.results, strict=False))
+    return _Pass(new, grads, {sources[t] for t in params if buffers[t] is not None})
+
+
+def _source(t: Tensor, new: Graph, copier: Rewriter, times: Poly) -> Tensor:
+    """Declare a source again; inputs with an axis for the micro-batches."""
+    if t.role != "input":
+        made: Tensor = copier.source(t, new, "")
+        return made
+    made = Tensor(new, new.unique(t.name), (times, *t.sizes), t.dtype, role="input")
+    new.add_node(made)
+    return made
+
+
+def _total(t: Tensor, body: Graph, formats: Policy, buffer: Tensor | None) -> Tensor:
+    """Add the input of the loop's body that holds the sum of the gradients so far."""
+    made = body.formal(t if buffer is None else buffer, f"{t.name}.total", t.sizes, contiguous(t.sizes))
+    made.dtype = formats.formats_of(t).grad
+    return made
+
+
+def _update(made: _Pass, optimizer: Optimizer, formats: Policy, clip: float | None) -> None:
+    """Add what happens to the gradients: scaling, clipping, the update, and zeros where they stay."""
+    graph = made.graph
+    levels = SCOPE.set(())
+    try:
+        with building(graph), phase("optimizer"):
+            params = [t for t in made.grads if t.role == "param"]
+            slots = [_slot(t, made.grads[t], formats) for t in params]
+            if formats.loss_scaling:
+                _, slots = unscale(slots)
+            if clip is not None:
+                _, slots = clip_grad_norm(slots, clip)
+            slots = optimizer.update(slots)
+            stay = [slot for t, slot in zip(params, slots, strict=True) if t in made.stay]
+            if stay:
+                zero_grad(stay, set_to_none=False)
+    finally:
+        SCOPE.reset(levels)
+    graph.gradients = dict(made.grads)
+
+
+def _slot(t: Tensor, grad: Tensor, formats: Policy) -> Slot:
+    kept = formats.formats_of(t)
+    master = None if kept.master is None else source_like(t, "master", t.sizes, kept.master)
+    return Slot(t, grad, master, kept.moments)

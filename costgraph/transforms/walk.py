@@ -1,0 +1,300 @@
+"""The walk from the results of a graph back to its inputs: in reverse program order, and gradients add up."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from ..dtypes import DType
+from ..errors import GraphError
+from ..op import Op
+from ..ops.fill import fill
+from ..ops.layout import concat, contiguous_copy
+from ..ops.pieces import accumulate
+from ..ops.pointwise import cast, pointwise
+from ..polynomial import ONE, ZERO, Poly
+from ..scopes import SCOPE
+from ..tensor import Storage, Tensor
+from ..vjp.table import Pull, rule_of
+
+__all__ = ["Hooks", "Leaf", "Walk", "active_in", "active_inside", "is_view_op", "scoped"]
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """What becomes of a gradient that stays, once it is complete."""
+
+    total: Tensor | None = None
+    """what it is added to, None where it is the first"""
+    dtype: DType | None = None
+    """format that it is kept in, None for that of the tensor"""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the sum of the contributions is the gradient itself."""
+        return self.total is None and self.dtype is None
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What a walk does with ops that have a body, and with ops that are computed again."""
+
+    fused: Pullers
+    """of a kernel"""
+    repeated: Pullers
+    """of a loop"""
+    again: Callable[[Walk, Sequence[Op]], None]
+    """computes a run of ops again and walks back over it"""
+    runs: Callable[[Sequence[Op]], Sequence[Sequence[Op]]]
+    """of the ops of a graph or body, the runs that are computed again"""
+    start: bool = False
+    """whether what an iteration of a loop starts from is computed again from the first one's start"""
+    within: Hooks | None = None
+    """the same for ops that are computed again already; None where nothing of them is once more"""
+
+
+Pullers = Callable[["Walk", Op, Sequence["Tensor | None"], Sequence[bool]], Sequence["Tensor | None"]]
+
+
+@contextmanager
+def scoped(op: Op) -> Iterator[None]:
+    """Let ops that are made now stand in the scope of another one."""
+    token = SCOPE.set(tuple(op.scope.split("/")) if op.scope else ())
+    try:
+        yield
+    finally:
+        SCOPE.reset(token)
+
+
+def is_view_op(op: Op) -> bool:
+    """Whether an op only gives another view of its operand's storage."""
+    return (
+        op.kind.name in ("rearrange", "slice", "expand")
+        and op.results[0].storage is op.operands[0].storage
+        and not op.attrs.get("inplace")
+    )
+
+
+def active_in(ops: Iterable[Op], start: Iterable[Tensor]) -> set[Tensor]:
+    """Return the tensors whose gradient may be wanted: those given, and what is computed from them."""
+    active = set(start)
+    for op in ops:
+        if op.body is not None and op.kind.body == "repeated":
+            _active_carries(op, active)
+        elif any(t in active for t in op.operands):
+            active.update(t for t in op.results if t.dtype.kind == "float")
+    return active
+
+
+def active_inside(op: Op, active: set[Tensor]) -> set[Tensor]:
+    """Return the active tensors of a body."""
+    body, carries = op.body, op.attrs.get("carries", 0)
+    assert body is not None
+    start = [f for f, t in zip(body.formals, op.operands, strict=True) if t in active]
+    if op.attrs.get("count") != ONE:  # what an iteration makes is what the next one starts from
+        start += [f for f, r in zip(body.formals[:carries], op.results, strict=False) if r in active]
+    return active_in(body.ops, start)
+
+
+def _active_carries(op: Op, active: set[Tensor]) -> None:
+    """Add the results of a loop that depend on what is active; a carry makes itself active an iteration later."""
+    assert op.body is not None
+    while True:
+        inside = active_inside(op, active)
+        found = {r for r, t in zip(op.results, op.body.outputs, strict=True) if t in inside} - active
+        if not found:
+            return
+        active |= found
+
+
+class Walk:
+    """Gradients of the tensors of one graph, or of one body.
+
+    Parameters
+    ----------
+    hooks : Hooks
+        What is done with ops that have a body.
+    active : set of Tensor
+        Whose gradients are wanted.
+    saved : callable
+        What stands for a tensor of the forward pass in the graph that is being built.
+    carried : set of Tensor
+        Inputs of the body that is being built that may be written into.
+    leaves : mapping of Tensor to Leaf
+        Tensors whose gradients stay, and what becomes of each.
+    fused : bool
+        Whether ops go into a kernel: sums then need no storage.
+    """
+
+    def __init__(
+        self,
+        hooks: Hooks,
+        active: set[Tensor],
+        saved: Callable[[Tensor], Tensor],
+        *,
+        carried: set[Tensor] | None = None,
+        leaves: Mapping[Tensor, Leaf] | None = None,
+        fused: bool = False,
+    ) -> None:
+        self.hooks = hooks
+        self.active = active
+        self.saved = saved
+        self.carried: set[Tensor] = set() if carried is None else carried
+        self.leaves = dict(leaves or {})
+        self.final: dict[Tensor, Tensor] = {}
+        """Gradients of leaves that are complete."""
+        self.readers: Counter[Tensor] = Counter()
+        """Ops that have not contributed yet to the gradient of a leaf."""
+        self.fused = fused
+        self.grads: dict[Tensor, Tensor] = {}
+        self.parts: dict[Tensor, dict[Op, Tensor]] = {}
+        """Gradients of parts that a tensor was split into."""
+        self.held: Counter[Storage] = Counter()
+        """How many gradients that are not complete yet lie in a storage."""
+
+    # -- gradients that add up --------------------------------------------------------------------------------------
+
+    def put(self, t: Tensor, grad: Tensor | None) -> None:
+        """Add a contribution to the gradient of a tensor: the first one becomes it, others are added."""
+        if grad is None or t not in self.active:
+            return
+        if len(grad.sizes) != t.ndim or not all(map(t.graph.same, grad.sizes, t.sizes)):
+            raise GraphError(f"gradient {grad!r} of {t!r}: expected its shape")
+        before = self.grads.get(t)
+        if before is None and t in self.leaves and self.leaves[t].is_plain:
+            grad = self.own(grad)
+        if before is not None:
+            self.held[before.storage] -= 1
+            grad = self.add(before, grad)
+        self.keep(t, grad)
+
+    def keep(self, t: Tensor, grad: Tensor) -> None:
+        """Note the gradient of a tensor as far as it is known."""
+        self.grads[t] = grad
+        self.held[grad.storage] += 1
+
+    def own(self, grad: Tensor) -> Tensor:
+        """Return a gradient that can stay: a copy if it is expanded, or someone else's."""
+        if grad.storage.pieces or self.fused:
+            return grad
+        mine = not any(g is grad for g in self.grads.values()) and grad.touched == grad.numel
+        return contiguous_copy(grad) if mine else pointwise("copy", grad, name="own")
+
+    def writable(self, grad: Tensor) -> bool:
+        """Whether nothing else holds a gradient, so that it may be written into."""
+        whole = grad.touched == grad.numel and grad.numel == grad.storage.elements
+        return whole and not self.held[grad.storage] and (grad.role == "activation" or grad in self.carried)
+
+    def add(self, before: Tensor, grad: Tensor) -> Tensor:
+        """Add to a gradient, in place where nothing else holds it."""
+        if self.fused or not self.writable(before):
+            return pointwise("add", before, grad)
+        if before in self.carried:
+            return accumulate(before, grad)
+        return pointwise("add", before, grad, inplace=True)
+
+    def take(self, t: Tensor) -> Tensor | None:
+        """Return the gradient of a tensor that all who read it have contributed to."""
+        parts = self.parts.pop(t, None)
+        if parts:
+            with scoped(next(iter(parts))):
+                self.put(t, _joined(t, parts))
+        grad = self.grads.pop(t, None)
+        if grad is not None:
+            self.held[grad.storage] -= 1
+        return grad
+
+    def taken(self, t: Tensor) -> Tensor | None:
+        """Return the gradient of a source."""
+        return self.final[t] if t in self.final else self.take(t)
+
+    # -- ops --------------------------------------------------------------------------------------------------------
+
+    def run(self, ops: Sequence[Op]) -> None:
+        """Walk back over ops."""
+        self.readers.update(t for op in ops for t in dict.fromkeys(op.operands) if t in self.leaves)
+        runs = {run[-1]: run for run in self.hooks.runs(ops)}
+        left = list(ops)
+        while left:
+            op = left.pop()
+            if op in runs:
+                del left[len(left) + 1 - len(runs[op]) :]
+                self.hooks.again(self, runs[op])
+                self.contributed(runs[op])
+            else:
+                self.pull(op)
+                self.contributed([op])
+
+    def contributed(self, ops: Sequence[Op]) -> None:
+        """Add the gradients of leaves, that ops were the last to contribute to, to what there is already."""
+        for op in ops:
+            for t in dict.fromkeys(op.operands):
+                if t not in self.leaves:
+                    continue
+                self.readers[t] -= 1
+                grad = self.take(t) if not self.readers[t] and t not in self.final else None
+                if grad is not None:
+                    self.final[t] = self.complete(t, grad)
+
+    def complete(self, t: Tensor, grad: Tensor) -> Tensor:
+        """Return the gradient that stays."""
+        leaf = self.leaves[t]
+        if leaf.is_plain or t.storage.pieces:  # a loop has done it slice by slice
+            return grad
+        total = leaf.total
+        if leaf.dtype is not None and leaf.dtype.bits <= grad.dtype.bits:
+            grad = cast(grad, leaf.dtype)
+        if total is None:
+            return grad
+        if total.dtype == grad.dtype:
+            return accumulate(total, grad)
+        return pointwise("add", total, grad, inplace=True)  # into a buffer of another format
+
+    def pull(self, op: Op) -> None:
+        """Ask the rule of one op."""
+        grads = tuple(self.take(t) for t in op.results)
+        needs = tuple(t in self.active for t in op.operands)
+        if not any(needs) or all(g is None for g in grads):
+            return
+        with scoped(op):
+            if op.body is not None:
+                made = (self.hooks.fused if op.kind.body == "fused" else self.hooks.repeated)(self, op, grads, needs)
+            elif op.kind.name == "slice" and op.attrs.get("split") and grads[0] is not None:
+                self.parts.setdefault(op.operands[0], {})[op] = grads[0]
+                return
+            else:
+                _keep_places(op)
+                made = rule_of(op)(Pull(op, grads, needs, self.saved))
+            for t, grad in zip(op.operands, made, strict=True):
+                self.put(t, grad)
+
+
+def _keep_places(op: Op) -> None:
+    """Let a pooling tell where its maxima stand."""
+    if op.kind.name != "pool" or op.attrs["operation"] != "max" or op.attrs.get("indices"):
+        return
+    op.graph._modify()
+    op.attrs = MappingProxyType({**op.attrs, "indices": True})
+    op.graph.add_result(op, op.kind.infer(op.operands, op.attrs)[1], f"{op.name}.places")
+
+
+def _joined(t: Tensor, parts: Mapping[Op, Tensor]) -> Tensor:
+    """Join the gradients of the parts that a tensor was split into: zeros where a part has none."""
+    axis = next(iter(parts)).attrs["axis"]
+    cuts: list[tuple[Poly, Tensor]] = []
+    siblings = [op for op in t.graph.successors(t) if op.attrs.get("split") and op.attrs.get("axis") == axis]
+    for op in siblings:
+        grad = parts.get(op)
+        cuts.append((op.attrs["start"], fill(op.results[0].shape, dtype=t.dtype) if grad is None else grad))
+    at, ordered = ZERO, []
+    while cuts:
+        found = next((c for c in cuts if t.graph.same(c[0], at)), None)
+        if found is None:
+            raise GraphError(f"gradient of {t!r}: its parts leave a gap at {at}, expected a split of all of it")
+        cuts.remove(found)
+        ordered.append(found[1])
+        at = at + found[1].sizes[axis]
+    return concat(ordered, axis)

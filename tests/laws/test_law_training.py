@@ -1,0 +1,118 @@
+"""Drawn graphs with a loss: their backward passes are held to every law of training."""
+
+import pytest
+from budget import drawing, examples
+from hypothesis import given, settings
+
+import costgraph as cg
+from costgraph import testing
+from costgraph.errors import GraphError, UnsupportedError
+from costgraph.sizes import known_names
+
+drawn = drawing(40)
+B, D, F, H, L, S, V = cg.dims("B D F H L S V")
+
+
+def held(case, laws=None):
+    """Hold a drawn graph to the laws, unless autograd would refuse it as well."""
+    try:
+        cg.backward(case.graph)
+    except UnsupportedError:
+        return  # such as a pooling that keeps no places
+    except GraphError as error:
+        if "has overwritten in place" not in str(error):
+            raise
+        return
+    testing.check_training(case.graph, laws, **case.point)
+
+
+@pytest.mark.parametrize("law", testing.TRAINING)
+@drawn
+@given(case=testing.losses())
+def test_every_backward_pass_keeps(law, case):
+    held(case, [law])
+
+
+@settings(drawn, max_examples=examples(25))
+@given(case=testing.losses(most=8))
+def test_long_backward_passes_keep_all_laws(case):
+    held(case)
+
+
+@settings(drawn, max_examples=examples(40))
+@given(case=testing.losses(most=3, kinds=("repeat", "kernel", "pointwise", "einsum")))
+def test_backward_passes_of_nested_loops_and_kernels_keep_all_laws(case):
+    held(case)
+
+
+@settings(drawn, max_examples=examples(40))
+@given(case=testing.losses(most=3, kinds=("einsum", "rearrange", "slice", "expand", "concat", "gather", "pad", "pool")))
+def test_the_gradients_of_linear_ops_are_their_transposes(case):
+    held(case, ["the_gradient_of_a_linear_loss_is_its_transpose", "gradients_are_finite_differences"])
+
+
+def residual(x):
+    return x + cg.linear(cg.silu(cg.linear(cg.layer_norm(x), "b d -> b f", f=F, bias=True)), "b f -> b d", d=D)
+
+
+def stack():
+    with cg.Graph("stack") as g:
+        x = cg.repeat(L, residual, g.input("x", (B, D)), name="layers")
+        g.output(cg.reduce(cg.pointwise("square", x), "b d -> ", "mean"))
+    return g
+
+
+def shared():
+    with cg.Graph("shared") as g:
+        w = g.param("w", (D, D))
+
+        def inner(x):
+            return cg.tanh(cg.linear(x, "b d -> b e", e=D) @ w)
+
+        x = cg.repeat(L, lambda x: cg.repeat(S, inner, x, name="inner"), g.input("x", (B, D)), name="outer")
+        g.output(cg.reduce(cg.pointwise("square", x), "b d -> ", "mean"))
+    return g
+
+
+def recurrent():
+    with cg.Graph("recurrent") as g:
+        w, v = g.param("w", (D, D)), g.param("v", (D, D))
+
+        def step(h, x):
+            new = cg.tanh(x @ v + h @ w)
+            return new, new
+
+        _, states = cg.scan(S, step, g.input("h", (B, D)), g.input("x", (S, B, D), grad=True))
+        g.output(cg.reduce(cg.pointwise("square", states), "s b d -> ", "mean"))
+    return g
+
+
+POINT = {"B": 2, "D": 3, "F": 5, "L": 4, "S": 3}
+
+
+@pytest.mark.parametrize("make", [stack, shared, recurrent])
+@pytest.mark.parametrize("law", testing.TRAINING)
+def test_backward_passes_of_loops_keep(make, law):
+    graph = make()
+    testing.check_training(graph, [law], **{n: POINT[n] for n in known_names(graph)})
+
+
+@pytest.mark.parametrize("attention", ["eager", "flash"])
+@pytest.mark.parametrize("name", ["gpt2", "llama-2-7b"])
+def test_backward_passes_of_models_keep_the_laws(name, attention):
+    graph = cg.models.load(name, symbolic=True, attention=attention, dtype="fp32")
+    with graph:
+        loss = cg.cross_entropy(graph.outputs[0], graph.input("targets", (B, S), dtype="int64"))
+    graph.outputs[:] = [loss]
+    sizes = {"B": 2, "D": 6, "H": 3, "F": 7, "L": 2, "V": 5, "S": 3, "P": 4, "G": 3, "K": 2}
+    laws = [n for n in testing.TRAINING if n != "a_backward_pass_keeps_the_laws_of_graphs"]  # minutes, at this size
+    testing.check_training(graph, laws, **{n: sizes[n] for n in known_names(graph)})
+
+
+def test_a_law_that_is_none_and_a_graph_without_a_loss_are_refused():
+    with pytest.raises(UnsupportedError, match="check_training: law 'none', expected one of gradients_are"):
+        testing.check_training(stack(), ["none"], **POINT)
+    with cg.Graph("g") as g:
+        g.output(cg.relu(g.param("w", (D,))))
+    with pytest.raises(GraphError, match="0 scalar outputs, expected one, the loss"):
+        testing.check_training(g, D=3)

@@ -1,0 +1,268 @@
+"""FLOPs, bytes and state of updates, counted by hand from the formulas of the papers and from torch's kernels."""
+
+import pytest
+import sympy
+from update_graphs import stacked, states, updated
+
+import costgraph as cg
+from costgraph.optimizers import (
+    SGD,
+    Adafactor,
+    AdaGrad,
+    Adam,
+    AdamW,
+    Lion,
+    Muon,
+    RMSProp,
+    Slot,
+    clip_grad_norm,
+    unscale,
+    zero_grad,
+)
+from costgraph.testing import hold, run
+
+N, D, F, L = cg.dims("N D F L")
+
+
+def update_of(optimizer, *sizes, dtype="fp32", grad=None):
+    with cg.Graph("update", dtype) as g:
+        g.assume("F >= D")
+        optimizer.update([Slot(g.param("w", sizes), g.input("g", sizes, grad))])
+    return g
+
+
+# -- state -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "bytes_per_element"),
+    [
+        (SGD(), 0),
+        (SGD(momentum=0.9), 4),
+        (AdaGrad(), 4),
+        (RMSProp(), 4),
+        (RMSProp(momentum=0.9, centered=True), 12),
+        (Adam(), 8),
+        (AdamW(), 8),
+        (AdamW(implementation="fused", counters="host"), 8),
+        (AdamW(amsgrad=True), 12),
+        (Lion(), 4),
+        (Muon(), 4),
+    ],
+    ids=lambda x: type(x).__name__ if not isinstance(x, int) else str(x),
+)
+def test_state_of_each_element(optimizer, bytes_per_element):
+    g = update_of(optimizer, D, F)
+    taken = sum((t.storage.bytes.expr for t in states(g)), sympy.Integer(0))
+    assert sympy.expand(taken - bytes_per_element * cg.param_count(g)) == 0
+
+
+def test_state_of_adafactor_is_rows_and_columns():
+    taken = sum(t.storage.bytes.expr for t in states(update_of(Adafactor(), D, F)))
+    assert taken == 4 * (D + F)
+    # of a batch of L matrices, as torch: a row and a column for each
+    taken = sum(t.storage.bytes.expr for t in states(update_of(Adafactor(), L, D, F)))
+    assert taken == 4 * L * D + 4 * L * F
+    assert sum(t.storage.bytes.expr for t in states(update_of(Adafactor(), N))) == 4 * N
+
+
+def test_state_has_the_format_of_what_is_updated():
+    assert [t.dtype.name for t in states(update_of(Adam(), N, dtype="bf16"))] == ["bf16", "bf16"]
+    with_masters = updated(Adam(), dtype="bf16", masters="fp32")
+    assert {t.dtype.name for t in states(with_masters)} == {"fp32"}
+
+
+@pytest.mark.parametrize("ours", [Adam, AdaGrad])
+def test_a_fused_kernel_s_step_counters_are_on_the_device(ours):
+    names = [(t.name, t.shape, t.dtype.name) for t in states(update_of(ours(implementation="fused"), N))]
+    assert names[-1] == ("w.step", (), "fp32")
+    assert [n for n, _, _ in names[:-1]] == [t.name for t in states(update_of(ours(), N))]
+    # it is incremented by an op of its own, then read by the kernel
+    g, host = (update_of(ours(implementation="fused", counters=c), N) for c in (None, "host"))
+    assert cg.flops(g) - cg.flops(host) == 1
+    assert cg.bytes_moved(g) - cg.bytes_moved(host) == 4 + 4 + 4
+
+
+# -- FLOPs and bytes ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "each"),
+    [
+        (SGD(), 2),  # p += -lr * g
+        (SGD(momentum=0.9), 1 + 1 + 2),  # b *= mu; b += g; p += -lr * b
+        (SGD(momentum=0.9, dampening=0.1), 1 + 2 + 2),  # b += (1 - dampening) * g
+        (SGD(momentum=0.9, nesterov=True), 1 + 1 + 2 + 2),
+        (SGD(weight_decay=0.1, maximize=True), 1 + 2 + 2),
+        # m += t * (g - m); v *= beta; v += t * g * g; sqrt; / root; + eps; p += t * m / d
+        (Adam(), 3 + 1 + 3 + 1 + 1 + 1 + 3),
+        (Adam(weight_decay=0.1), 2 + 13),
+        (Adam(amsgrad=True), 13 + 1),
+        (AdamW(), 1 + 13),
+        (AdamW(weight_decay=0), 13),
+        # s += g * g; sqrt; + eps; then g * -lr and p += g / d as a list, p += -lr * g / d one by one
+        (AdaGrad(), 2 + 1 + 1 + 1 + 2),
+        (AdaGrad(implementation="for-loop"), 2 + 1 + 1 + 3),
+        # s *= alpha; s += t * g * g; sqrt; + eps; p += -lr * g / d
+        (RMSProp(), 1 + 3 + 1 + 1 + 3),
+        # and b *= mu; b += g / d; p += -lr * b instead of the last
+        (RMSProp(momentum=0.9), 1 + 3 + 1 + 1 + 1 + 2 + 2),
+        (RMSProp(centered=True), 9 + 3 + 3),
+        # sign of m + t * (g - m); p += -lr * sign; m += t * (g - m)
+        (Lion(), 3 + 1 + 2 + 3),
+        (Lion(weight_decay=0.1), 10),
+    ],
+    ids=lambda x: "" if isinstance(x, int) else f"{type(x).__name__}-{x.implementation}",
+)
+def test_flops_of_each_element(optimizer, each):
+    assert cg.flops(update_of(optimizer, N)) == each * N
+
+
+@pytest.mark.parametrize("ours", [SGD, Adam, AdamW, AdaGrad])
+@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.1, "maximize": True}])
+def test_a_fused_kernel_does_what_the_loop_does_and_touches_each_tensor_once(ours, options):
+    loop, fused = (update_of(ours(implementation=i, counters="host", **options), N) for i in ("for-loop", "fused"))
+    assert cg.flops(fused) == cg.flops(loop)
+    of_kind = cg.costs(fused).filter(kind="transcendental").total().flops
+    assert of_kind == cg.costs(loop).filter(kind="transcendental").total().flops
+    kept = len(states(fused))
+    # reads parameter, gradient and states, writes all but the gradient
+    assert cg.bytes_moved(fused) == 4 * N * (2 + kept) + 4 * N * (1 + kept)
+    assert cg.peak_memory(fused) == 4 * N * (2 + kept)
+
+
+def test_flops_of_adafactor():
+    # each element: the parameter's norm 2, the gradient's along rows and columns 2 + 2, the product of the two means 2,
+    # / mean, max, rsqrt, * g: 4, the update's norm 2, p += t * u 2
+    of_matrix = 2 + 2 + 2 + 2 + 4 + 2 + 2
+    # each row or column: sqrt, square, / size, m += t * (x - m); each row also the mean of rows
+    of_row = 1 + 1 + 1 + 3
+    # both norms' roots; max and * lr, / d, max, /; of the mean of rows: max
+    scalars = 2 + 2 + 2 + 1 + 1
+    g = update_of(Adafactor(), D, F)
+    assert sympy.expand(cg.flops(g) - (of_matrix * D * F + of_row * (D + F) + D + scalars)) == 0
+    assert cg.matmul_flops(g) == 2 * D * F
+    # a vector: norm 2, g * g, lerp 3, max, rsqrt, * g, norm 2, 2
+    assert cg.flops(update_of(Adafactor(), N)) == (2 + 1 + 3 + 1 + 1 + 1 + 2 + 2) * N + 2 + 5
+
+
+@pytest.mark.parametrize("tall", [False, True])
+@pytest.mark.parametrize("steps", [0, 1, 5])
+def test_flops_of_muon(steps, tall):
+    g = update_of(Muon(ns_steps=steps), *((F, D) if tall else (D, F)))
+    # the shorter side D is outside: X X^T, its square, and the product with X
+    assert cg.matmul_flops(g) == sympy.expand(steps * (2 * D**2 * F + 2 * D**3 + 2 * D**2 * F))
+    # b G + c G^2: 3; a X + product: 2. Around it two lerps 3 + 3, norm 2, / 1, decay 1, p += t * x 2; sqrt and max
+    around = (3 + 3 + 2 + 1 + 1 + 2) * D * F + 2
+    assert sympy.expand(cg.flops(g) - cg.matmul_flops(g) - steps * (3 * D**2 + 2 * D * F) - around) == 0
+
+
+def test_muon_multiplies_in_bf16():
+    rows = [r for r in cg.costs(update_of(Muon(), D, F)) if r.kind == "matmul" and r.direction == "compute"]
+    assert rows
+    assert {r.dtype for r in rows} == {"bf16"}
+
+
+def test_a_list_holds_all_temporaries_at_once_and_a_loop_those_of_one():
+    sizes = (7, 11, 13)
+
+    def peak(implementation):
+        g = updated(RMSProp(implementation=implementation), [(n,) for n in sizes])
+        return cg.peak_memory(g) - 4 * 3 * sum(sizes)  # parameters, gradients and states
+
+    assert peak("foreach") == 4 * sum(sizes)
+    assert peak("for-loop") == 4 * max(sizes)
+
+
+def test_lists_are_of_one_format():
+    # as torch: the temporaries of one format are gone before those of the next
+    with cg.Graph("g") as g:
+        made = [
+            (g.param(f"w{i}", (n,), t), g.input(f"g{i}", (n,), t))
+            for i, (n, t) in enumerate([(101, "fp32"), (211, "bf16"), (103, "fp32")])
+        ]
+        RMSProp().update([Slot(*pair) for pair in made])
+    kept = 3 * (4 * 101 + 2 * 211 + 4 * 103)
+    assert cg.peak_memory(g) - kept == max(4 * (101 + 103), 2 * 211)
+
+
+def test_masters_of_a_list_take_all_gradients_in_their_format_first():
+    # 7 + 15 + 22 elements: gradients in fp32, and SGD makes nothing else
+    g = updated(SGD(), dtype="bf16", masters="fp32")
+    kept = (2 + 2 + 4) * 44
+    assert cg.peak_memory(g) - kept == 4 * 44
+    # each element: gradient 2 -> 4, p 4 and g 4 -> 4, copy 4 -> 2
+    assert cg.bytes_moved(g) == (2 + 4 + 4 + 4 + 4 + 4 + 2) * 44
+    fused = updated(SGD(implementation="fused"), dtype="bf16", masters="fp32")
+    assert cg.peak_memory(fused) == kept
+    assert cg.bytes_moved(fused) == (4 + 2 + 4 + 4 + 2) * 44
+
+
+def test_ops_are_of_the_optimizer_s_phase_and_scope():
+    g = update_of(AdamW(), N)
+    assert {op.phase for op in g.walk()} == {"optimizer"}
+    assert {op.scope for op in g.walk()} == {"adamw"}
+
+
+# -- stacks of layers --------------------------------------------------------------------------------------------
+
+EVERY = [
+    SGD(momentum=0.9, nesterov=True),
+    AdamW(),
+    AdamW(implementation="for-loop"),
+    AdamW(implementation="fused"),
+    Adafactor(),
+    Adafactor(implementation="foreach"),
+    Muon(ns_steps=1),
+    Lion(),
+]
+
+
+def whole_step(slots):
+    _, slots = unscale(slots)
+    _, slots = clip_grad_norm(slots, 1.0)
+    return zero_grad(slots, set_to_none=False)
+
+
+@pytest.mark.parametrize("optimizer", EVERY, ids=lambda o: f"{type(o).__name__}-{o.implementation}")
+def test_a_stack_of_layers_costs_what_its_layers_cost(optimizer):
+    shapes = ((3, 5), (3,), (5, 3))
+    g, alone = (stacked(optimizer, n, shapes, whole_step, family) for n, family in ((L, True), (2, False)))
+    counted = run(g, L=2)
+    assert cg.flops(g, L=2) == cg.flops(alone) == counted.flops
+    assert cg.bytes_moved(g, L=2) == counted.bytes_moved
+    # a loop over the layers that returns their norms carries a scalar, written once
+    assert cg.bytes_moved(g, L=2) == cg.bytes_moved(alone) + 4
+    assert counted.peak == cg.peak_memory(g, L=2)
+    assert cg.peak_memory(g, L=2) == cg.peak_memory(alone)
+    assert [(t.name, t.storage.pieces) for t in states(g)][-1][1] == 1
+
+
+def test_stacks_within_stacks():
+    with cg.Graph("g") as g:
+        p, q = g.param("w", (L, 3, N)), g.input("g", (L, 3, N))
+        p.storage.pieces = q.storage.pieces = 2
+        _, slots = clip_grad_norm([Slot(p, q)], 1.0)
+        Adam(implementation="fused").update(slots)
+    assert [t.shape for t in states(g)] == [(L, 3, N), (L, 3, N), (L, 3)]
+    counted = run(g, L=2, N=5)
+    assert (counted.flops, counted.bytes_moved) == (cg.flops(g, L=2, N=5), cg.bytes_moved(g, L=2, N=5))
+    assert counted.peak == cg.peak_memory(g, L=2, N=5)
+
+
+# -- op kinds ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["keep", "fused_update", "zero_grad", "unscale"])
+def test_kinds_keep_the_laws(kind):
+    hold(kind, 25)
+
+
+def test_an_update_can_be_saved(tmp_path):
+    with cg.Graph("g") as g:
+        slots = [Slot(g.param("w", (D, N)), g.input("g", (D, N)))]
+        Adam(implementation="fused", amsgrad=True, maximize=True).update(whole_step(slots))
+    cg.save(g, tmp_path / "g.json")
+    back = cg.load(tmp_path / "g.json")
+    for question in (cg.flops, cg.bytes_moved, cg.peak_memory):
+        assert question(back) == question(g)

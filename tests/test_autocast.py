@@ -1,0 +1,273 @@
+"""torch.autocast: formats and casts op by op against torch on a CPU, casts of weights, formats of loops."""
+
+from collections import Counter
+
+import pytest
+from autocast_models import SIZES, gpt2_graph, gpt2_rows, in_order, llama_graph, llama_rows, rows
+
+import costgraph as cg
+from costgraph import rules
+from costgraph.graph import apply
+from costgraph.op import OpKind, Result
+from costgraph.transforms.autocast import WORDS, autocast_list, word
+from costgraph.transforms.hoist import hoist
+from costgraph.transforms.policy import Policy
+from costgraph.transforms.precision import apply_precision
+
+B, D, L = cg.dims("B D L")
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_each_op_has_the_format_that_torch_gives_it(family):
+    """In torch's order: op, format and elements, every cast among them; weights are cast once."""
+    torch = pytest.importorskip("torch")
+    theirs = {"gpt2": gpt2_rows, "llama": llama_rows}[family](torch)
+    graph = {"gpt2": gpt2_graph, "llama": llama_graph}[family]("bf16")
+    mixed = apply_precision(graph, "bf16-mixed", autocast_device="cpu")
+    assert in_order(rows(cg.unroll(mixed, **SIZES))) == in_order(theirs)
+    assert {fmt for _, fmt, _ in theirs} == {"fp32", "bf16"}
+
+
+#: What torch registers a kernel for where it casts for an op; words that are left out are no op of torch's, or run
+#: in torch as one of these, or are in its list of widest formats.
+TORCH = {
+    "matmul": "matmul", "addmm": "addmm", "conv": "conv2d", "attention": "scaled_dot_product_attention",
+    "softmax": "softmax.int", "log_softmax": "log_softmax.int", "norm": "layer_norm", "nll": "nll_loss",
+    "sum": "sum.dim_IntList", "prod": "prod.dim_int", "pow": "pow.Tensor_Scalar", "square": "pow.Tensor_Scalar",
+    "relu2": "pow.Tensor_Scalar", "mean": "mean.dim", "max": "amax", "min": "amin", "any": "any", "all": "all",
+    "argmax": "argmax", "argmin": "argmin", "max_pool1d": "max_pool1d", "max_pool2d": "max_pool2d",
+    "max_pool3d": "max_pool3d", "mean_pool1d": "avg_pool1d", "mean_pool2d": "avg_pool2d", "mean_pool3d": "avg_pool3d",
+    "dropout": "dropout", "gather": "embedding", "gelu_tanh": "gelu", "add": "add.Tensor", "sub": "sub.Tensor",
+    "mul": "mul.Tensor", "div": "div.Tensor",
+}  # fmt: skip
+SAME_NAME = [
+    "maximum", "minimum", "neg", "abs", "sign", "reciprocal", "clamp", "round", "floor", "exp", "expm1", "log",
+    "log1p", "sqrt", "rsqrt", "sin", "cos", "tanh", "erf", "relu", "relu6", "leaky_relu", "sigmoid", "silu", "gelu",
+    "softplus", "mish", "elu", "hardsigmoid", "hardswish", "lerp", "where", "masked_fill",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_the_lists_are_those_that_torch_registers(device):
+    torch = pytest.importorskip("torch")
+    key = {"cuda": "AutocastCUDA", "cpu": "AutocastCPU"}[device]
+    registered = set(torch._C._dispatch_get_registrations_for_dispatch_key(key))
+    listed = autocast_list(device, "bf16")
+    for name, theirs in (TORCH | {n: n for n in SAME_NAME}).items():
+        assert name in WORDS
+        assert (name in listed) == (f"aten::{theirs}" in registered), name
+    # on a GPU the loss is log_softmax and nll_loss, on a CPU an entry of its own
+    assert ("aten::cross_entropy_loss" in registered) == (device == "cpu")
+    assert listed["cross_entropy"] == "fp32"
+
+
+def test_a_cpu_takes_a_softmax_and_an_exponential_in_the_format_that_comes_in():
+    """CUDA: softmax in fp32, behind a cast from bf16; from fp16 the kernel converts itself."""
+    g = gpt2_graph()
+
+    def softmaxes(policy, device):
+        made = apply_precision(g, policy, autocast_device=device)
+        (op,) = [op for op in made.walk() if op.kind.body and word(op) == "softmax"]
+        return op.operands[0].dtype.name, op.results[0].dtype.name
+
+    assert softmaxes("bf16-mixed", "cpu") == ("bf16", "bf16")
+    assert softmaxes("bf16-mixed", "cuda") == ("fp32", "fp32")
+    assert softmaxes("fp16-mixed", "cuda") == ("fp16", "fp32")
+
+
+# -- casts -------------------------------------------------------------------------------------------------------
+
+
+def test_weights_are_cast_once_an_iteration_and_shared_ones_once_in_all():
+    """w belongs to each iteration and is read twice in it, t to none and is read in the loop and behind it."""
+    with cg.Graph("g") as g:
+        t = g.param("t", (D, D))
+
+        def layer(x):
+            w = g.param("w", (D, D))
+            return (x @ w) @ w @ t
+
+        x = cg.repeat(L, layer, g.input("x", (B, D)), name="layers")
+        g.output(x @ t)
+    made = apply_precision(g, "bf16-mixed")
+    casts = [(op.name, op.graph.name) for op in made.walk() if word(op) == "cast"]
+    # the body settles on bf16, so that x is cast in front of the loop
+    assert casts == [("layers/cast", "g"), ("t.cast", "g"), ("layers/w.cast", "layers")]
+    (loop,) = [op for op in made.ops if op.kind.body]
+    assert [t.name for t in loop.operands] == ["layers/cast", "t.cast"]
+    # read 4 and write 2 bytes an element: D*D for t, L*D*D for w, B*D for x; 3 products in each of L turns, and one
+    # more, each of which reads B*D and D*D and writes B*D in bf16
+    expected = 6 * (D * D + L * D * D + B * D) + (3 * L + 1) * 2 * (2 * B * D + D * D)
+    assert cg.bytes_moved(made) == expected.expand()
+
+
+def test_nested_loops_capture_a_cast_through_all_of_them():
+    with cg.Graph("g") as g:
+        t = g.param("t", (D, D))
+
+        def layers(x):
+            return cg.repeat(3, lambda y: y + y @ t, x, name="inner")
+
+        g.output(cg.repeat(L, layers, g.input("x", (B, D)), name="outer"))
+    made = apply_precision(g, "bf16-mixed")
+    assert Counter(op.name for op in made.walk() if word(op) == "cast") == {"t.cast": 1, "outer/inner/cast": 1}
+    assert cg.matmul_flops(cg.unroll(made, L=2)) == cg.matmul_flops(g, L=2)
+
+
+@pytest.mark.parametrize("policy", ["bf16-mixed", "fp8"])
+def test_parameters_declared_at_the_top_for_all_iterations_are_cast_in_each(policy):
+    """Hoisted parameters have a storage for each iteration: nothing costs more or less."""
+    g = gpt2_graph("bf16")
+    hoisted, plain = apply_precision(hoist(g), policy), apply_precision(g, policy)
+    assert cg.bytes_moved(hoisted) == cg.bytes_moved(plain)
+    assert cg.peak_memory(hoisted, **SIZES) == cg.peak_memory(plain, **SIZES)
+    assert [op.name for op in hoisted.walk()] == [op.name for op in plain.walk()]
+
+
+def test_frozen_weights_are_cast_at_each_use_as_torch_caches_none():
+    with cg.Graph("g") as g:
+        w = g.param("w", (D, D), grad=False)
+        g.output(g.input("x", (B, D)) @ w @ w)
+    made = apply_precision(g, "bf16-mixed")
+    assert [word(op) for op in made.ops] == ["cast", "cast", "matmul", "cast", "matmul"]
+
+
+def test_formats_of_parameters_and_activations_that_differ():
+    """Without autocast each parameter is cast once to the format of activations."""
+    made = apply_precision(gpt2_graph(), Policy("p", params="fp32", compute="bf16"))
+    assert cg.param_bytes(made) == 4 * cg.param_count(made)
+    casts = [op for op in made.walk() if word(op) == "cast" and not op.graph.fused]
+    each = [op.results[0].numel.expr * (L if op.graph.parent else 1) for op in casts]
+    assert sum(each).expand() == cg.param_count(made)
+    assert made.outputs[0].dtype.name == "bf16"
+
+
+def test_sums_convert_as_they_read_on_a_gpu():
+    """Reads B*D in bf16 and writes one number in fp32: no cast is launched."""
+    with cg.Graph("g", dtype="bf16") as g:
+        g.output(cg.reduce(g.input("x", (B, D)), "b d -> ", "sum"))
+    made = apply_precision(g, {"sum": "fp32"})
+    assert [op.kind.name for op in made.ops] == ["kernel"]
+    assert cg.bytes_moved(made) == 2 * B * D + 4
+    on_cpu = apply_precision(g, {"sum": "fp32"}, autocast_device="cpu")
+    assert cg.bytes_moved(on_cpu) == (2 + 4) * B * D + 4 * B * D + 4
+    assert cg.flops(made) == cg.flops(g) == B * D
+
+
+def test_concat_takes_the_wider_format():
+    with cg.Graph("g") as g:
+        x = g.input("x", (B, D))
+        g.output(cg.concat([x, x @ g.param("w", (D, D))]))
+    made = apply_precision(g, "bf16-mixed")
+    assert made.outputs[0].dtype.name == "fp32"
+    (joined,) = [op for op in made.ops if op.kind.body]
+    assert [t.dtype.name for t in joined.operands] == ["fp32", "bf16"]
+    on_cpu = apply_precision(g, "bf16-mixed", autocast_device="cpu")
+    assert [word(op) for op in on_cpu.ops] == ["cast", "cast", "matmul", "cast", "concat"]
+
+
+def test_kernels_of_ones_own_cast_inside_as_a_compiler_would():
+    with cg.Graph("g") as g:
+        x = g.input("x", (B, D)) @ g.param("w", (D, D))
+        with cg.kernel("gate"):
+            y = pointwise_exp(x) + 1
+        g.output(y)
+    made = apply_precision(g, "bf16-mixed")
+    (op,) = [op for op in made.ops if op.kind.body]
+    assert (op.operands[0].dtype.name, op.results[0].dtype.name) == ("bf16", "fp32")
+    assert [word(o) for o in op.body.ops] == ["cast", "exp", "add"]
+    named = apply_precision(g, {"gate": "fp16"})
+    assert [t.dtype.name for o in named.ops for t in o.results] == ["fp32", "fp16", "fp16"]
+
+
+def pointwise_exp(x):
+    return cg.pointwise("exp", x)
+
+
+def test_what_is_written_in_place_keeps_its_format():
+    with cg.Graph("g") as g:
+        y = g.input("x", (B, D)) @ g.param("w", (D, D))
+        y = cg.pointwise("add", y, g.input("z", (B, D)), inplace=True)
+        g.output(cg.pointwise("exp", y, inplace=True))
+    made = apply_precision(g, "bf16-mixed")
+    assert made.outputs[0].dtype.name == "bf16"
+    assert made.outputs[0].storage is next(op for op in made.ops if word(op) == "matmul").results[0].storage
+
+
+# -- loops -------------------------------------------------------------------------------------------------------
+
+
+def test_a_carry_has_the_format_that_the_body_settles_on():
+    """relu(x @ w) in bf16 makes bf16 of anything; x + (x @ w) keeps fp32."""
+    with cg.Graph("g") as g:
+        x = g.input("x", (B, D))
+
+        def layer(x):
+            return cg.relu(cg.linear(x, "b d -> b e", e=D))
+
+        g.output(cg.repeat(L, layer, x, name="a"), cg.repeat(L, lambda x: x + layer(x), x, name="b"))
+    made = apply_precision(g, "bf16-mixed")
+    assert [t.dtype.name for t in made.outputs] == ["bf16", "fp32"]
+    assert cg.flops(made) == cg.flops(g)
+
+
+def test_carries_that_change_places_meet_at_the_wider_format():
+    """(a, b) -> (b @ w, a): whichever is a product is bf16, the other is what it was."""
+    with cg.Graph("g") as g:
+        w = g.param("w", (D, D))
+        x, y = g.input("x", (B, D)), g.input("y", (B, D))
+        a, b = cg.repeat(L, lambda a, b: (b @ w, a), (x, y), name="layers")
+        g.output(a, b)
+    made = apply_precision(g, "bf16-mixed")
+    (loop,) = [op for op in made.ops if op.kind.body]
+    assert [t.dtype.name for t in loop.results] == ["bf16", "bf16"]
+    assert [f.dtype.name for f in loop.body.formals[:2]] == [t.dtype.name for t in loop.body.outputs]
+
+
+def test_carries_that_only_change_places_are_held_at_the_wider_format():
+    """x is fp32 and y a product in bf16: after each turn they are the other way round."""
+    with cg.Graph("g") as g:
+        x = g.input("x", (B, D))
+        y = x @ g.param("w", (D, D))
+        a, b = cg.repeat(L, lambda a, b: (cg.relu(b), cg.relu(a)), (x, y), name="layers")
+        g.output(a, b)
+    made = apply_precision(g, "bf16-mixed")
+    assert [t.dtype.name for t in made.outputs] == ["fp32", "fp32"]
+    (loop,) = [op for op in made.ops if op.kind.body]
+    assert [op.name for op in made.ops if word(op) == "cast"] == ["cast", "w.cast", "layers/cast"]
+    assert not [op for op in loop.body.ops if word(op) == "cast"]
+
+
+def test_a_body_that_never_settles_casts_at_its_end():
+    """bf16 makes fp16, fp16 and fp32 make bf16: fp32 holds both and is what every iteration is given."""
+    after = {"fp64": "fp64", "bf16": "fp16", "fp16": "bf16", "fp32": "bf16"}
+    flip = OpKind(
+        "flip",
+        lambda operands, attrs: [Result(operands[0].sizes, cg.dtype(after[operands[0].dtype.name]))],
+        flops=rules.free,
+        reads=rules.whole,
+        writes=rules.all_results,
+    )
+    with cg.Graph("g", dtype="fp64") as g:
+        g.output(cg.repeat(L, lambda x: apply(flip, [x], {}, "flip")[0], g.input("x", (B, D)), name="layers"))
+    made = apply_precision(g, Policy("p", compute="bf16"))
+    (cast, loop) = made.ops
+    assert (word(cast), cast.results[0].dtype.name) == ("cast", "fp32")
+    assert [word(op) for op in loop.body.ops] == ["flip", "cast"]
+    assert made.outputs[0].dtype.name == "fp32"
+
+
+def test_scans_read_and_write_slices_in_their_formats():
+    T = cg.dims("T")
+    with cg.Graph("g") as g:
+        w = g.param("w", (D, D))
+
+        def step(state, x):
+            y = x @ w
+            return state + y, y
+
+        state, ys = cg.scan(T, step, g.input("s", (B, D)), g.input("x", (T, B, D)))
+        g.output(state, ys)
+    made = apply_precision(g, "bf16-mixed")
+    assert [t.dtype.name for t in made.outputs] == ["fp32", "bf16"]
+    assert cg.flops(cg.unroll(made, T=3)) == cg.flops(g, T=3)

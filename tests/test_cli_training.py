@@ -1,0 +1,219 @@
+"""The commands on training: what they print, and one line for a mistake."""
+
+import csv
+import io
+import json
+
+import pytest
+
+import costgraph as cg
+from costgraph import cli
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+from costgraph.report.training_commands import OPTIMIZERS, read_checkpoint
+
+TINY = ["D=12", "H=3", "F=11", "L=4", "V=13", "P=17", "B=2", "S=7"]
+SIZES = {k: int(v) for k, v in (word.split("=") for word in TINY)}
+
+
+def run(capsys, *words):
+    """Exit code, standard output, standard error."""
+    code = cli.main(list(words))
+    done = capsys.readouterr()
+    return code, done.out, done.err
+
+
+def good(capsys, *words):
+    code, out, err = run(capsys, *words)
+    assert (code, err) == (0, "")
+    return out
+
+
+def trained(capsys, *words):
+    return json.loads(good(capsys, "train", "gpt2", *TINY, "--json", "-", *words))
+
+
+# -- train -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_of_llama_with_all_options(capsys):
+    words = (
+        "train llama-3-8b --hardware h100-sxm --optimizer adamw --implementation foreach --precision bf16-mixed "
+        "--checkpoint every-block --accumulate 4 --clip 1.0 B=1 S=4096"
+    )
+    out = good(capsys, *words.split())
+    step = cg.training_step(
+        cg.models.load("llama-3-8b"), None, cg.AdamW(), "bf16-mixed", cg.every_block(), 4, clip=1.0
+    )  # fmt: skip
+    sizes = {"B": 1, "S": 4096}
+    assert f"= {cg.peak_memory(step, **sizes):,} B" in out
+    assert f"= {cg.model_flops(step, **sizes):,} FLOP" in out
+    assert f"= {cg.hardware_flops(step, **sizes):,} FLOP" in out
+    assert f"= {cg.state_bytes(step, **sizes).total:,} B" in out
+    assert f"= {cg.activation_memory(step, **sizes):,} B" in out
+    assert "does NOT fit" in out
+    assert max(map(len, out.split("\n"))) <= 80
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_has_a_name(capsys, name):
+    g = cg.models.load("gpt2")
+    expected = cg.training_step(g, optimizer=OPTIMIZERS[name]())
+    assert trained(capsys, "--optimizer", name)["peak_memory"]["value"] == cg.peak_memory(expected, **SIZES)
+
+
+def test_options_change_the_step(capsys):
+    def expected(**options):
+        return cg.peak_memory(cg.training_step(cg.models.load("gpt2"), **options), **SIZES)
+
+    def peak(*words):
+        return trained(capsys, *words)["peak_memory"]["value"]
+
+    assert peak() == expected()
+    assert peak("--implementation", "fused") == expected(optimizer=cg.AdamW(implementation="fused"))
+    assert peak("--precision", "fp32") == expected(precision="fp32")
+    assert peak("--checkpoint", "every-block") == expected(checkpoint=cg.every_block())
+    assert peak("--checkpoint", "every:2") == expected(checkpoint=cg.every(2))
+    assert peak("--checkpoint", "selective:attention") == expected(checkpoint=cg.selective("attention"))
+    assert peak("--checkpoint", "none", "--accumulate", "3") == expected(accumulate=3)
+    data = trained(capsys, "--clip", "1.0")
+    assert data["figures"]["flops"]["value"] == cg.flops(
+        cg.training_step(cg.models.load("gpt2"), clip=1.0), **SIZES
+    )  # fmt: skip
+
+
+def test_checkpoints_as_they_are_written():
+    assert read_checkpoint("none") is None
+    assert read_checkpoint("every-block") == cg.every_block()
+    assert read_checkpoint("from-start") == cg.from_start()
+    assert read_checkpoint("every:4") == cg.every(4)
+    assert read_checkpoint("selective:attention,mlp/gelu") == cg.selective("attention", "mlp/gelu")
+
+
+def test_open_sizes_and_outputs(capsys, tmp_path):
+    out = good(capsys, "train", "gpt2", "B=2")
+    assert "unbound  S" in out
+    rows = list(csv.DictReader(io.StringIO(good(capsys, "train", "gpt2", *TINY, "--csv", "-"))))
+    value = next(r["value"] for r in rows if r["quantity"] == "model-flops")
+    assert int(value) == cg.model_flops(cg.training_step(cg.models.load("gpt2")), **SIZES)
+    good(capsys, "train", "gpt2", *TINY, "--json", str(tmp_path / "r.json"))
+    assert json.loads((tmp_path / "r.json").read_text()) == trained(capsys)
+    assert "peak memory [B]" in good(capsys, "train", "mlp", "B=2", "--formulas")
+
+
+def test_pictures(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    roof, memory = tmp_path / "roof.png", tmp_path / "memory.png"
+    words = ["--hardware", "h100-sxm", "--plot", str(roof), "--memory-plot", str(memory)]
+    good(capsys, "train", "gpt2", *TINY, *words)
+    assert roof.stat().st_size > 10_000
+    assert memory.stat().st_size > 10_000
+
+
+# -- plan ------------------------------------------------------------------------------------------------------------
+
+PLAN = ["plan", "llama-3-8b", "--hardware", "h100-sxm", "--devices", "1024", "--tokens", "15T", "--mfu", "0.5"]
+PLAN += ["--precision", "bf16", "--checkpoint", "every-block", "B=1"]
+
+
+def planned():
+    step = cg.training_step(cg.models.load("llama-3-8b"), precision="bf16", checkpoint=cg.every_block())
+    return cg.preflight(step, "h100-sxm", devices=1024, tokens=15 * 10**12, mfu=0.5, B=1, S=8192)
+
+
+def test_the_plan_of_a_run(capsys):
+    out = good(capsys, *PLAN, "S=8192")
+    days = planned()["training time"].figure
+    assert out.startswith("llama-3-8b on 1,024 x NVIDIA H100 SXM5 80GB\n")
+    assert f" training time           {days:.2f} days" in out
+    assert "needs sharding" in out
+    assert out.endswith("\nno check fails\n")
+    assert max(map(len, out.split("\n"))) <= 80
+
+
+def test_a_plan_with_open_sizes(capsys):
+    out = good(capsys, *PLAN)
+    assert "training time                needs S" in out
+    assert "activation memory [B]\n" in out
+    assert out.endswith("whether all is well depends on open sizes\n")
+    assert max(map(len, out.split("\n"))) <= 80
+
+
+def test_a_plan_that_fails(capsys):
+    out = good(capsys, *PLAN, "S=8192", "--days", "7")
+    assert "at most 7 days" in out
+    assert out.endswith("a check FAILS\n")
+
+
+def test_plans_as_files(capsys, tmp_path):
+    data = json.loads(good(capsys, *PLAN, "S=8192", "--json", "-"))
+    found = planned()
+    assert (data["schema"], data["ok"], data["devices"]) == ("costgraph/plan/1", True, 1024)
+    assert [c["figure"] for c in data["checks"]] == [row.figure for row in found.rows]
+    assert [c["verdict"] for c in data["checks"]] == [row.verdict for row in found.rows]
+    rows = list(csv.DictReader(io.StringIO(good(capsys, *PLAN, "S=8192", "--csv", "-"))))
+    assert [r["check"] for r in rows] == [row.name.strip() for row in found.rows]
+    assert [float(r["figure"]) for r in rows] == [float(row.figure) for row in found.rows]
+    open_ = json.loads(good(capsys, *PLAN, "--json", "-"))
+    assert open_["ok"] is None
+    assert "S" in next(c["figure"] for c in open_["checks"] if c["check"] == "training time")
+    good(capsys, *PLAN, "S=8192", "--json", str(tmp_path / "plan.json"))
+    assert json.loads((tmp_path / "plan.json").read_text()) == data
+
+
+# -- errors ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["train"], "Missing argument 'MODEL'"),
+        (["train", "gpt9"], "model 'gpt9': unknown"),
+        (["train", "gpt2", "--optimizer", "adamm"], "--optimizer 'adamm': expected one of sgd, adam, adamw"),
+        (["train", "gpt2", "--implementation", "fast"], "AdamW: implementation 'fast', expected one of foreach"),
+        (["train", "gpt2", "--precision", "bf17"], "policy 'bf17', expected one of fp32, bf16"),
+        (
+            ["train", "gpt2", "--checkpoint", "all"],
+            "--checkpoint 'all': expected none, every-block, from-start",
+        ),
+        (["train", "gpt2", "--checkpoint", "every:x"], "--checkpoint every: got 'x', expected a size"),
+        (["train", "gpt2", "--checkpoint", "every:5"], "L=12: count of 'layers' has size L/5 = 12/5, expected"),
+        (["train", "gpt2", "--checkpoint", "selective:atention"], "--checkpoint selective: no op is in 'atention'"),
+        (["train", "gpt2", "--checkpoint", "selective:"], "selective: '', expected identifiers"),
+        (["train", "gpt2", "--accumulate", "0"], "--accumulate: got '0', expected a positive whole number"),
+        (["train", "gpt2", "--accumulate", "1.5"], "--accumulate: got '1.5', expected a positive whole number"),
+        (["train", "gpt2", "--clip", "-1"], "expected"),
+        (["train", "gpt2", "--clip", "one"], "'--clip'"),
+        (["train", "gpt2", "B=0"], "B: got '0', expected a positive whole number"),
+        (["train", "gpt2", "Q=1"], "'Q' is no dimension"),
+        (["train", "gpt2", "--json", "-", "--csv", "-"], "--json - and --csv -"),
+        (["train", "gpt2", "--memory-plot", "r.gif"], "'r.gif', expected a file ending in .png, .svg, .pdf"),
+        (["train", "gpt2", "--hardware", "h1"], "hardware 'h1' is unknown"),
+        (["plan", "gpt2"], "Missing option '--hardware'"),
+        (["plan", "gpt2", "--hardware", "h1"], "hardware 'h1' is unknown"),
+        (["plan", "gpt2", "--hardware", "h100-sxm", "--tokens", "many"], "--tokens: got 'many', expected a size"),
+        (["plan", "gpt2", "--hardware", "h100-sxm", "--devices", "0"], "--devices: got '0', expected a positive whole"),
+        (["plan", "gpt2", "--hardware", "h100-sxm", "--mfu", "0"], "preflight: mfu: 0.0, expected a positive number"),
+        (
+            ["plan", "gpt2", "--hardware", "h100-sxm", "--days", "-1", "--tokens", "1T", "--mfu", "0.5"],
+            "most_days: -1.0",
+        ),
+        (["plan", "gpt2", "--hardware", "v100-sxm2-16gb"], "no matmul rate peak.bf16 for bf16"),
+        (["plan", "gpt2", "--hardware", "h100-sxm", "tokens=3"], "tokens='3': a word of the library"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(capsys, words, text):
+    code, out, err = run(capsys, *words)
+    assert (code, out) == (2, "")
+    assert err.startswith("costgraph: ")
+    assert text in err
+    assert err.count("\n") == 1
+
+
+def test_commands_are_listed_with_an_example(capsys):
+    for command in ("train", "plan"):
+        assert command in good(capsys, "--help")
+        out = good(capsys, command, "--help")
+        assert f"costgraph {command} llama-3-8b" in out

@@ -1,0 +1,155 @@
+"""The list of checks before a training run: each figure is the answer of the library, and each verdict is looked at."""
+
+import pytest
+import sympy
+
+import costgraph as cg
+
+CAPACITY = 80 * 10**9
+SIZES = {"B": 1, "S": 4096}
+
+
+@pytest.fixture(scope="module")
+def step():
+    return cg.training_step(cg.models.load("llama-3-8b"), precision="bf16", checkpoint=cg.every_block())
+
+
+@pytest.fixture(scope="module")
+def found(step):
+    return cg.preflight(step, "h100-sxm", devices=1024, tokens=15e12, mfu=0.5, **SIZES)
+
+
+def test_figures_are_the_answers_of_the_library(step, found):
+    flops = cg.training_flops(step, 15e12, **SIZES)
+    split = cg.leading_term(step, 15e12, **SIZES)
+    state, activations = cg.state_bytes(step, **SIZES), cg.activation_memory(step, **SIZES)
+    days = cg.training_days(flops, "h100-sxm", devices=1024, mfu=0.5, dtype="bf16")
+    expected = {
+        "parameters": (8_030_261_248, "1", None),
+        "model FLOPs of a step": (cg.model_flops(step, **SIZES), "FLOP", None),
+        "training FLOPs": (flops, "FLOP", None),
+        "  6 * parameters * tokens": (split.leading, "FLOP", None),
+        "  remainder": (split.remainder, "FLOP", None),
+        "training time": (days, "days", None),
+        "weights": (state.params, "B", None),
+        "gradients": (state.gradients, "B", None),
+        "optimizer state": (state.state, "B", None),
+        "state memory": (12 * 8_030_261_248, "B", 1024 * CAPACITY),
+        "saved state": (10 * 8_030_261_248, "B", None),
+        "activation memory": (activations, "B", CAPACITY),
+        "peak memory of a step": (cg.peak_memory(step, **SIZES), "B", CAPACITY),
+        "even share of the state, and activations": (state.total / 1024 + activations, "B", CAPACITY),
+    }
+    rows = {row.name: (row.figure, row.unit, row.limit) for row in found.rows}
+    assert list(rows)[: len(expected)] == list(expected)
+    for name, row in expected.items():
+        assert rows[name] == pytest.approx(row) if name.startswith("even") else rows[name] == row
+    assert list(rows)[len(expected) :] == ["arithmetic intensity", "MFU"]
+
+
+def test_verdicts(found):
+    verdicts = {row.name: row.verdict for row in found.rows if row.verdict}
+    assert verdicts == {
+        "state memory": "ok",
+        "activation memory": "ok",
+        "peak memory of a step": "needs sharding",
+        "even share of the state, and activations": "ok",
+        "arithmetic intensity": "compute-bound",
+        "MFU": "ok",
+    }
+    assert found.ok is True
+
+
+def test_intensity_stands_beside_the_ridge(step, found):
+    row = found["arithmetic intensity"]
+    assert row.figure == pytest.approx(cg.intensity(step, **SIZES))
+    assert row.limit == pytest.approx(989.4 / 3.35)
+    small = cg.preflight(cg.training_step(cg.models.load("mlp")), "h100-sxm", B=2)
+    assert small["arithmetic intensity"].verdict == "memory-bound"
+
+
+def test_one_device_has_to_hold_the_step(step):
+    found = cg.preflight(step, "h100-sxm", **SIZES)
+    assert "even share of the state, and activations" not in [row.name for row in found.rows]
+    assert (found["state memory"].verdict, found["peak memory of a step"].verdict) == ("fails", "fails")
+    assert found.ok is False
+    assert cg.preflight(step, "b200", devices=1, L=2, **SIZES).ok is True
+
+
+def test_a_limit_of_days(step):
+    def time(most):
+        return cg.preflight(step, "h100-sxm", devices=64, tokens=1e12, mfu=0.4, most_days=most, **SIZES)[
+            "training time"
+        ]
+
+    assert time(30).verdict == "ok"
+    assert (time(20).verdict, time(20).limit) == ("fails", 20)
+    assert time(30).figure == time(20).figure
+
+
+@pytest.mark.parametrize(("used", "verdict"), [(0.5, "ok"), (0.95, "fails"), (1.2, "fails")])
+def test_no_run_is_above_the_roofline(step, used, verdict):
+    row = cg.preflight(step, "h100-sxm", mfu=used, tokens=1e9, **SIZES)["MFU"]
+    times = cg.roofline(step, "h100-sxm", **SIZES)
+    assert row.limit == pytest.approx(cg.mfu(step, times.lower_bound, "h100-sxm", **SIZES))
+    assert row.limit < 0.95
+    assert row.verdict == verdict
+
+
+def test_the_rooflines_estimate_is_the_default_mfu(step):
+    row = cg.preflight(step, "h100-sxm", **SIZES)["MFU"]
+    estimate = cg.roofline(step, "h100-sxm", **SIZES).estimate
+    assert row.figure == pytest.approx(cg.mfu(step, estimate, "h100-sxm", **SIZES))
+    assert 0 < row.figure < row.limit < 1
+
+
+def test_open_sizes_leave_formulas(step):
+    n, S = cg.dims("n S")
+    found = cg.preflight(step, "h100-sxm", devices=n, tokens=15e12, mfu=0.5, B=1)
+    assert found.ok is None
+    assert found["state memory"].limit == n * CAPACITY
+    assert found["training time"].figure.free_symbols == {n, S}
+    bound = cg.preflight(step, "h100-sxm", devices=1024, tokens=15e12, mfu=0.5, **SIZES)
+    for row in found.rows:
+        if isinstance(row.figure, sympy.Expr):
+            known = {s.name: {"n": 1024, "S": 4096}[s.name] for s in row.figure.free_symbols}
+            assert cg.evaluate(row.figure, **known) == pytest.approx(bound[row.name].figure)
+    assert found["arithmetic intensity"].verdict == "open"
+    assert (found["MFU"].limit, found["MFU"].verdict) == (1, "ok")
+    assert cg.preflight(step, "h100-sxm", tokens=1e9, B=1).rows[-1].name == "arithmetic intensity"  # no MFU to assume
+
+
+def test_text(found):
+    lines = str(found).split("\n")
+    assert lines[0] == "parameters: 8,030,261,248"
+    assert "state memory: 96.36 GB (89.75 GiB), all devices have 81.92 TB (74.51 TiB): ok" in lines
+    assert repr(found) == "Preflight('llama-3-8b' on 1024 h100-sxm)"
+    assert str(cg.PreflightCheck("x", cg.dims("B"), "B")) == "x: B [B]"
+    with pytest.raises(KeyError, match="speed"):
+        found["speed"]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"mfu": 0}, cg.BindingError, "preflight: mfu: 0, expected a positive number or a formula"),
+        ({"tokens": -1}, cg.BindingError, "preflight: tokens: -1, expected"),
+        ({"devices": "8"}, cg.BindingError, "preflight: devices: '8', expected"),
+        ({"tokens": 1, "mfu": 0.5, "most_days": 0}, cg.BindingError, "preflight: most_days: 0, expected"),
+        ({"Q": 1}, cg.BindingError, "'Q' is no dimension"),
+        ({"dtype": "bf17"}, cg.FormatError, "bf17"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(step, options, error, text):
+    with pytest.raises(error, match=text):
+        cg.preflight(step, "h100-sxm", **options)
+
+
+def test_a_forward_graph_and_an_unknown_device_are_refused(step):
+    with pytest.raises(cg.GraphError, match="'gpt2' has no gradients, expected what training_step returns"):
+        cg.preflight(cg.models.load("gpt2"), "h100-sxm")
+    with pytest.raises(cg.SpecError, match="hardware 'h1' is unknown"):
+        cg.preflight(step, "h1")
+    with pytest.raises(cg.SpecError, match=r"no matmul rate peak\.bf16"):
+        cg.preflight(step, "v100-sxm2-16gb")
+    assert cg.preflight(step, "v100-sxm2-16gb", fallback="fp16", **SIZES).ok is False

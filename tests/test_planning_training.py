@@ -1,0 +1,311 @@
+"""FLOPs, utilization and memory of training steps, against counts by hand, brute force and torch's counter."""
+
+from fractions import Fraction
+
+import pytest
+import sympy
+
+import costgraph as cg
+
+B, S, D, F, H, K, L, V = cg.dims("B S D F H K L V")
+TINY = {"B": 2, "S": 7, "D": 12, "H": 3, "F": 11, "L": 5, "V": 13, "P": 17}
+
+
+def layers():
+    with cg.Graph("layers") as g:
+        x = cg.linear(g.input("x", (B, D)), "b d -> b e", e=F, name="first")
+        x = cg.repeat(L, lambda y: y + cg.relu(cg.linear(y, "b e -> b c", c=F, name="inner")), x, name="stack")
+        g.output(cg.reduce(x, "b e -> ", "mean"))
+    return g
+
+
+def attention():
+    with cg.Graph("attention") as g:
+        x = g.input("x", (B, S, D))
+        q, k, v = (cg.linear(x, "b s d -> b h s k", h=H, k=K, name=n) for n in "qkv")
+        g.output(cg.reduce(cg.attention(q, k, v, causal=True, kernel="flash"), "b h s k -> ", "mean"))
+    return g
+
+
+def gpt(**options):
+    return cg.training_step(cg.models.load("gpt2", symbolic=True), **options)
+
+
+# -- model and hardware FLOPs ----------------------------------------------------------------------------------------
+
+
+def test_linear_layers_by_hand():
+    step = cg.training_step(layers())
+    # forward 2*B*D*F + L*2*B*F*F; each layer twice that backward, but x wants no gradient
+    expected = 3 * (2 * B * D * F + 2 * L * B * F**2) - 2 * B * D * F
+    assert sympy.expand(cg.model_flops(step) - expected) == 0
+    assert sympy.expand(cg.hardware_flops(step) - expected) == 0
+
+
+def test_what_a_checkpoint_computes_again_is_no_model_flop():
+    kept, again = cg.training_step(layers()), cg.training_step(layers(), checkpoint=cg.every_block())
+    assert cg.model_flops(again) == cg.model_flops(kept)
+    recomputed = cg.costs(again).filter(kind="matmul", phase="recompute").total().matmul
+    assert recomputed != 0
+    assert sympy.expand(cg.hardware_flops(again) - cg.model_flops(again) - recomputed) == 0
+
+
+def test_scores_that_flash_attention_computes_again_are_no_model_flops():
+    step = cg.training_step(attention())
+    pairs = S * (S + 1) / 2
+    one = 2 * B * H * K * pairs  # a product over the pairs of the causal mask
+    projections = 3 * 2 * B * S * D * H * K
+    # forward two products, backward four (and the scores once more); weights alone want gradients of the projections
+    assert sympy.expand(cg.model_flops(step) - 6 * one - 2 * projections) == 0
+    assert sympy.expand(cg.hardware_flops(step) - 7 * one - 2 * projections) == 0
+    assert sympy.expand(cg.model_flops(step, "full") - 12 * B * H * K * S**2 - 2 * projections) == 0
+
+
+def test_kernels_inside_a_checkpoint_are_left_out_once():
+    with_scores = gpt(checkpoint=cg.selective("attention"))
+    assert cg.model_flops(with_scores, **TINY) == cg.model_flops(gpt(), **TINY)
+    assert cg.hardware_flops(with_scores, **TINY) > cg.hardware_flops(gpt(), **TINY)
+
+
+def test_accumulation_multiplies_both_counts():
+    one, five = gpt(), gpt(accumulate=5)
+    assert cg.model_flops(five, **TINY) == 5 * cg.model_flops(one, **TINY)
+    assert cg.hardware_flops(five, **TINY) == 5 * cg.hardware_flops(one, **TINY)
+    assert cg.step_tokens(five, B=2, S=7) == 5 * 2 * 7
+
+
+def test_products_of_the_optimizer_are_hardware_flops_alone():
+    g = cg.models.load("gpt2")  # Muon has to know which side of a matrix is the longer one
+    plain, muon = cg.training_step(g), cg.training_step(g, optimizer=cg.Muon())
+    assert cg.model_flops(muon) == cg.model_flops(plain)
+    own = cg.costs(muon, B=2, S=7).filter(kind="matmul", phase="optimizer").total().matmul
+    assert own > 0
+    assert cg.hardware_flops(muon, B=2, S=7) == cg.hardware_flops(plain, B=2, S=7) + own
+
+
+def test_a_forward_graph_has_its_own_matmul_flops():
+    g = cg.models.load("gpt2", symbolic=True)
+    for count in ("executed", "full"):
+        assert cg.model_flops(g, count) == cg.matmul_flops(g, count)
+        assert cg.hardware_flops(g, count) == cg.matmul_flops(g, count)
+
+
+def test_torch_counts_the_same_forward_and_backward():
+    torch = pytest.importorskip("torch")
+    from torch.utils.flop_counter import FlopCounterMode
+
+    sizes = {"B": 3, "D": 5, "F": 7, "L": 2}
+    first = torch.nn.Linear(sizes["D"], sizes["F"], bias=False)
+    stack = [torch.nn.Linear(sizes["F"], sizes["F"], bias=False) for _ in range(sizes["L"])]
+    with FlopCounterMode(display=False) as counter:
+        x = first(torch.zeros(sizes["B"], sizes["D"]))
+        for layer in stack:
+            x = x + layer(x).relu()
+        x.mean().backward()
+    assert cg.model_flops(cg.training_step(layers()), **sizes) == counter.get_total_flops()
+
+
+def test_tokens_are_the_inputs_of_whole_numbers():
+    assert cg.step_tokens(gpt()) == B * S
+    assert cg.step_tokens(cg.training_step(cg.models.load("mlp")), B=3) == 3
+    with pytest.raises(cg.GraphError, match="has as inputs of whole numbers none, expected tokens or targets"):
+        cg.step_tokens(cg.training_step(layers()))
+    with cg.Graph("two") as g:
+        g.input("a", (B,), dtype="int64")
+        g.input("b", (S,), dtype="int64")
+    with pytest.raises(cg.GraphError, match="'a' with B, 'b' with S, expected tokens"):
+        cg.step_tokens(g)
+
+
+# -- utilization -----------------------------------------------------------------------------------------------------
+
+
+def test_a_measured_matmul():
+    assert cg.mfu(5.4e13, 0.1, 670e12) == pytest.approx(5.4 / 6.7)
+    assert round(cg.mfu(5.4e13, 0.1, 670e12), 3) == 0.806
+    assert cg.mfu(5.4e13, Fraction(1, 10), 670 * 10**12) == cg.mfu(5.4e13, 0.1, 670e12)
+
+
+def test_utilizations_are_formulas_first():
+    step = cg.training_step(layers(), precision="bf16", checkpoint=cg.every_block())
+    t = sympy.Symbol("t", positive=True)
+    rate = 989_400_000_000_000  # dense bf16 of the H100
+    sizes = {"B": 3, "D": 5, "F": 7, "L": 2}
+    found = cg.mfu(step, t, "h100-sxm", devices=4)
+    assert sympy.simplify(found - cg.model_flops(step) / (4 * t * rate)) == 0
+    number = cg.mfu(step, 0.25, "h100-sxm", devices=4, **sizes)
+    assert number == pytest.approx(cg.model_flops(step, **sizes) / (0.25 * 4 * rate))
+    assert cg.hfu(step, 0.25, "h100-sxm", devices=4, **sizes) == pytest.approx(cg.hardware_flops(step, **sizes) / rate)
+    assert float(found.subs({cg.dims(k): v for k, v in sizes.items()} | {t: 0.25})) == pytest.approx(number)
+
+
+def test_the_main_format_decides_which_peak_counts():
+    step = gpt(precision="fp8")
+    with pytest.raises(cg.BindingError, match=r"matmuls in bf16, fp8_e4m3.*: expected all sizes, or dtype="):
+        cg.mfu(step, 1, "h100-sxm")
+    by_default = cg.mfu(step, 1, "h100-sxm", **TINY)
+    table = cg.costs(step, **TINY).filter(kind="matmul", direction="compute").group("dtype").total()
+    most = max(table, key=lambda name: table[name].matmul)
+    assert by_default == pytest.approx(cg.mfu(step, 1, "h100-sxm", dtype=most, **TINY))
+    assert cg.mfu(step, 1, "h100-sxm", dtype="bf16", **TINY) != cg.mfu(step, 1, "h100-sxm", dtype="fp8_e4m3", **TINY)
+
+
+@pytest.mark.parametrize(
+    ("words", "options", "error", "text"),
+    [
+        ((5e13, 0, 1e15), {}, cg.BindingError, "mfu: seconds: 0, expected a positive number or a formula"),
+        ((5e13, -1, 1e15), {}, cg.BindingError, "mfu: seconds: -1, expected"),
+        ((5e13, float("nan"), 1e15), {}, cg.BindingError, "mfu: seconds: nan, expected"),
+        ((5e13, "1", 1e15), {}, cg.BindingError, "mfu: seconds: '1', expected"),
+        ((5e13, 1, True), {}, cg.BindingError, "mfu: rate: True, expected"),
+        ((5e13, 1, 1e15), {"devices": 0}, cg.BindingError, "mfu: devices: 0, expected"),
+        ((True, 1, 1e15), {}, cg.BindingError, "mfu: FLOPs: True, expected"),
+        ((5e13, 1, 1e15), {"B": 3}, cg.BindingError, "mfu: sizes B, expected none beside FLOPs, or a graph"),
+        ((5e13, 1, "h100-sxm"), {}, cg.BindingError, "mfu: dtype=None, expected a number format such as bf16"),
+        ((5e13, 1, "h1000"), {"dtype": "bf16"}, cg.SpecError, "hardware 'h1000' is unknown"),
+    ],
+)
+def test_utilizations_of_nothing_are_refused(words, options, error, text):
+    with pytest.raises(error) as caught:
+        cg.mfu(*words, **options)
+    assert text in str(caught.value)
+
+
+def test_a_graph_without_matmuls_has_no_peak_rate():
+    with cg.Graph("g") as g:
+        g.output(cg.reduce(cg.relu(g.param("w", (B,))), "b -> ", "mean"))
+    with pytest.raises(cg.GraphError, match="'g' has no matmul, expected one"):
+        cg.mfu(cg.training_step(g), 1, "h100-sxm")
+    with pytest.raises(cg.GraphError, match="model_flops: count 'half', expected one of executed, full"):
+        cg.model_flops(g, "half")
+
+
+# -- state -----------------------------------------------------------------------------------------------------------
+
+#: Bytes of weight, gradient, moments, and master copy of one parameter.
+STATES = {
+    "fp32": (4, 4, 8, 0),
+    "bf16": (2, 2, 8, 0),
+    "bf16-master": (2, 2, 8, 4),
+    "bf16-mixed": (4, 4, 8, 0),
+    "megatron-bf16": (2, 4, 8, 4),
+    "fp8": (2, 2, 8, 0),
+}
+
+
+@pytest.mark.parametrize("accumulate", [1, 3, cg.dims("A")], ids=str)
+@pytest.mark.parametrize("precision", STATES)
+def test_bytes_of_a_parameter_with_adam(precision, accumulate):
+    step = gpt(precision=precision, accumulate=accumulate)
+    weight, grad, moments, master = STATES[precision]
+    assert cg.bytes_per_param(step) == weight + grad + moments + master
+    n = cg.param_count(step)
+    state = cg.state_bytes(step)
+    assert sympy.expand(state.params - weight * n) == 0
+    assert sympy.expand(state.gradients - grad * n) == 0
+    assert sympy.expand(state.state - (moments + master) * n) == 0
+    assert sympy.expand(cg.saved_state_bytes(step) - (weight + moments + master) * n) == 0
+
+
+def test_declared_formats_are_kept():
+    assert cg.bytes_per_param(gpt()) == 2 + 2 + 4  # everything in bf16, moments as well
+
+
+def test_the_scale_of_the_loss_is_spread_over_the_parameters():
+    step = gpt(precision="fp16-mixed")
+    n = cg.param_count(step)
+    assert sympy.simplify(cg.bytes_per_param(step) - 16 - 4 / n) == 0
+    sizes = {k: v for k, v in TINY.items() if k not in "BS"}
+    count = cg.param_count(step, **sizes)
+    assert cg.bytes_per_param(step, **sizes) == pytest.approx(16 + 4 / count)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "each"),
+    [(cg.SGD(), 8), (cg.SGD(momentum=0.9), 12), (cg.Lion(), 12), (cg.RMSProp(), 12), (cg.AdaGrad(), 12)],
+    ids=lambda o: repr(o)[:12],
+)
+def test_other_optimizers_keep_other_state(optimizer, each):
+    assert cg.bytes_per_param(gpt(precision="fp32", optimizer=optimizer)) == each
+
+
+def test_counters_on_the_device_are_state():
+    step = cg.training_step(layers(), optimizer=cg.AdamW(implementation="fused"))
+    # one counter for each parameter tensor: the first, and the stack's
+    n = cg.param_count(step)
+    assert sympy.expand(cg.state_bytes(step).state - 8 * n - 4 * (1 + L)) == 0
+
+
+def test_the_70b_model_of_the_books():
+    step = cg.training_step(cg.models.load("llama-2-70b"), precision="bf16")
+    n = cg.param_count(step)
+    assert n == 68_976_648_192  # called 70B
+    state = cg.state_bytes(step)
+    assert (state.params, state.gradients, state.state, state.total) == (2 * n, 2 * n, 8 * n, 12 * n)
+    assert cg.state_bytes(cg.training_step(cg.models.load("llama-2-70b"), precision="fp32")).total == 16 * n
+    # the round number, from the same bytes a parameter
+    assert [70e9 * part / n for part in (state.params, state.gradients, state.state)] == [140e9, 140e9, 560e9]
+    assert 70e9 * cg.bytes_per_param(cg.training_step(layers(), precision="fp32")) == 1.12e12
+
+
+def test_a_forward_graph_has_no_state():
+    for ask in (cg.state_bytes, cg.saved_state_bytes, cg.bytes_per_param):
+        with pytest.raises(cg.GraphError, match="graph 'layers' has no gradients, expected what training_step returns"):
+            ask(layers())
+
+
+# -- activations -----------------------------------------------------------------------------------------------------
+
+
+def test_activations_of_two_layers_by_hand():
+    with cg.Graph("two") as g:
+        h = cg.relu(g.input("x", (B, D)) @ g.param("w", (D, F)))
+        g.output(cg.reduce(h, "b f -> ", "mean"))
+    # where the gradient of relu is made: what relu saved, the gradient of the mean that comes in, and what goes out
+    assert cg.activation_memory(cg.training_step(g), B=3, D=5, F=7) == 3 * (4 * 3 * 7)
+    # forward: the product and what relu makes of it
+    assert cg.activation_memory(g, B=3, D=5, F=7) == 2 * (4 * 3 * 7)
+
+
+@pytest.mark.parametrize("options", [{}, {"checkpoint": cg.every_block()}, {"precision": "bf16-mixed"}], ids=str)
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_activations_are_those_of_the_timeline(options, depth):
+    step = gpt(**options)
+    sizes = {**TINY, "L": depth}
+    line = cg.timeline(step, **sizes)
+    roles = [line.roles.get(r, (0,) * len(line.moments)) for r in ("activation", "temporary", "workspace")]
+    live = [sum(at) for at in zip(*roles, strict=True)]
+    most = max(v for v, m in zip(live, line.moments, strict=True) if m.phase != "optimizer")
+    assert cg.activation_memory(step, **sizes) == most
+    if depth == 5:
+        free = cg.activation_memory(step)
+        assert cg.evaluate(free, **{s.name: sizes[s.name] for s in free.free_symbols}) == most
+
+
+def test_gradients_that_are_added_up_are_no_activations():
+    one, many = gpt(precision="bf16-mixed"), gpt(precision="bf16-mixed", accumulate=3)
+    assert cg.activation_memory(many, **TINY) == cg.activation_memory(one, **TINY)
+
+
+def test_roles_of_a_timeline_add_up_to_its_moments():
+    step = gpt(precision="bf16-mixed", checkpoint=cg.every_block(), accumulate=2)
+    line = cg.timeline(step, **TINY)
+    assert [sum(at) for at in zip(*line.roles.values(), strict=True)] == [m.bytes for m in line.moments]
+    at = max(range(len(line.moments)), key=lambda i: line.moments[i].bytes)
+    assert {role: held[at] for role, held in line.roles.items() if held[at]} == {
+        role: amount for role, amount in line.by_role.items() if amount
+    }
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [cg.every(2), cg.from_start(), cg.selective("mlp"), cg.every_block(inside=cg.selective("attention"))],
+    ids=["every 2", "from start", "mlp", "inside"],
+)
+def test_model_flops_are_those_of_every_policy(policy):
+    sizes = {**TINY, "L": 4}
+    kept, again = gpt(), gpt(checkpoint=policy)
+    assert cg.model_flops(again, **sizes) == cg.model_flops(kept, **sizes)
+    assert cg.model_flops(again, "full", **sizes) == cg.model_flops(kept, "full", **sizes)
+    recomputed = cg.costs(again, **sizes).filter(kind="matmul", phase="recompute").total().matmul
+    assert cg.hardware_flops(again, **sizes) == cg.hardware_flops(kept, **sizes) + recomputed

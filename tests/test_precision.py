@@ -1,0 +1,319 @@
+"""Number formats of training: policies by name and of one's own, what stays, parts in other formats, and errors."""
+
+import pickle
+from collections import Counter
+
+import pytest
+from autocast_models import SIZES, gpt2_graph, llama_graph
+
+import costgraph as cg
+from costgraph.transforms.autocast import word
+from costgraph.transforms.backward import backward
+from costgraph.transforms.policy import POLICIES, Policy, find_policy
+from costgraph.transforms.precision import apply_precision
+
+B, D, F = cg.dims("B D F")
+
+# -- policies ----------------------------------------------------------------------------------------------------
+
+#: Bytes of weight, gradient, master copy, and of the two moments of Adam.
+ADAM = {
+    None: (4, 4, 0, 8),
+    "fp32": (4, 4, 0, 8),
+    "bf16": (2, 2, 0, 8),
+    "bf16-master": (2, 2, 4, 8),
+    "bf16-mixed": (4, 4, 0, 8),
+    "fp16-mixed": (4, 4, 0, 8),
+    "megatron-bf16": (2, 4, 4, 8),
+    "fp8": (2, 2, 0, 8),
+}
+LEAN = Policy("lean", params="fp32", grads="bf16", moments="fp32")
+
+
+def adam_bytes(graph, policy):
+    policy = find_policy(policy)
+    made = apply_precision(graph, policy)
+    found = set()
+    for t in made.params:
+        f = policy.formats_of(t)
+        assert f.param == t.dtype
+        found.add((f.param.bytes, f.grad.bytes, f.master.bytes if f.master else 0, 2 * f.moments.bytes))
+    (out,) = found
+    return out
+
+
+@pytest.mark.parametrize("policy", [None, *POLICIES])
+def test_bytes_of_a_parameter_with_adam(policy):
+    assert adam_bytes(gpt2_graph(), policy) == ADAM[policy]
+    count = cg.param_count(gpt2_graph())
+    assert cg.param_bytes(apply_precision(gpt2_graph(), policy)) == ADAM[policy][0] * count
+
+
+def test_sixteen_twelve_eighteen_and_fourteen_bytes():
+    totals = {policy: sum(adam_bytes(gpt2_graph(), policy)) for policy in POLICIES}
+    assert totals == {
+        "fp32": 16, "bf16": 12, "bf16-master": 16, "bf16-mixed": 16, "fp16-mixed": 16, "megatron-bf16": 18, "fp8": 12,
+    }  # fmt: skip
+    assert sum(adam_bytes(gpt2_graph(), LEAN)) == 4 + 2 + 8
+
+
+def test_a_parameter_as_wide_as_the_master_copy_has_none():
+    g = apply_precision(
+        gpt2_graph(), Policy("p", params="bf16", compute="bf16", master="fp32", scopes={"norm": "fp32"})
+    )
+    policy = Policy("p", params="bf16", compute="bf16", master="fp32", grads="bf16")
+    kept = {t.name: policy.formats_of(t) for t in g.params}
+    assert [f and f.name for f in kept["norm/weight"]] == ["fp32", "fp32", None, "fp32"]
+    assert [f and f.name for f in kept["table"]] == ["bf16", "bf16", "fp32", "fp32"]
+
+
+def test_only_fp16_scales_the_loss():
+    assert [p for p in POLICIES if find_policy(p).loss_scaling] == ["fp16-mixed"]
+
+
+def test_policies_can_be_pickled():
+    policy = find_policy("bf16-mixed")
+    assert pickle.loads(pickle.dumps(policy)) == policy
+    assert hash(policy) == hash(find_policy("bf16-mixed"))
+
+
+# -- what stays --------------------------------------------------------------------------------------------------
+
+
+def formats(graph):
+    return [
+        (op.kind.name, word(op), [t.dtype.name for t in op.operands], [t.dtype.name for t in op.results])
+        for op in graph.walk()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("make", "before", "after"),
+    # tables of Llama in fp32 are in the default format of a graph in fp32, and would follow it
+    [(gpt2_graph, before, after) for before in ("fp32", "bf16", "fp16") for after in ("fp32", "bf16")]
+    + [(llama_graph, "bf16", "fp32"), (llama_graph, "fp16", "bf16"), (llama_graph, "bf16", "bf16")],
+)
+def test_a_graph_is_as_if_it_had_been_declared_in_the_format(make, before, after):
+    made = apply_precision(make(before), after)
+    assert formats(made) == formats(make(after))
+    assert made.dtype.name == after
+    assert cg.bytes_moved(made) == cg.bytes_moved(make(after))
+    assert cg.peak_memory(made, **SIZES) == cg.peak_memory(make(after), **SIZES)
+
+
+def test_tables_in_a_format_of_their_own_stay():
+    made = apply_precision(llama_graph("bf16"), "fp16-mixed")
+    assert {t.name: t.dtype.name for t in made.tensors if t.role in ("buffer", "input")} == {
+        "ids": "int64", "cos": "fp32", "sin": "fp32",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", [None, *POLICIES])
+@pytest.mark.parametrize("name", ["gpt2", "llama-3-8b", "mlp"])
+@pytest.mark.parametrize("attention", ["flash", "eager"])
+def test_flops_stay(policy, name, attention):
+    g = cg.models.load(name, symbolic=True, attention=attention, dropout=0.1)
+    made = apply_precision(g, policy)
+    assert cg.matmul_flops(made) == cg.matmul_flops(g)
+    if policy != "fp8":  # which looks for scales and applies them
+        assert cg.flops(made) == cg.flops(g)
+    assert cg.param_count(made) == cg.param_count(g)
+    assert apply_precision(made, None).dtype == made.dtype
+
+
+@pytest.mark.parametrize("policy", ["bf16-mixed", "fp16-mixed", "fp8", {"matmul": "fp16", "sum": "fp32"}])
+def test_rewritten_graphs_go_into_files(policy, tmp_path):
+    made = apply_precision(gpt2_graph(), policy)
+    cg.save(made, tmp_path / "g.json")
+    back = cg.load(tmp_path / "g.json")
+    assert formats(back) == formats(made)
+    assert cg.bytes_moved(back) == cg.bytes_moved(made)
+
+
+def test_a_graph_is_left_as_it_was():
+    g = gpt2_graph()
+    before = formats(g)
+    apply_precision(g, "bf16-mixed")
+    assert formats(g) == before
+
+
+# -- scopes ------------------------------------------------------------------------------------------------------
+
+
+def test_a_scope_is_kept_in_another_format():
+    """The tied table is declared outside the head: it is cast once, the normalised stream once."""
+    policy = Policy("p", params="bf16", compute="bf16", scopes={"head": "fp32"})
+    made = apply_precision(gpt2_graph("bf16"), policy)
+    head = [op for op in made.ops if op.name.startswith("head") or op.name == "table.cast"]
+    assert [op.name for op in head] == ["head/cast", "table.cast", "head/matmul"]
+    assert head[-1].results[0].dtype.name == "fp32"
+    log_p = next(op for op in made.walk() if word(op) == "cross_entropy")
+    assert log_p.operands[0].dtype.name == "bf16"  # cast back where the scope ends
+
+
+def test_autocast_is_off_in_a_scope():
+    policy = find_policy("bf16-mixed")
+    kept = Policy("p", params="fp32", compute="fp32", autocast=policy.autocast, scopes={"head": "fp32"})
+    made = apply_precision(gpt2_graph(), kept)
+    assert {op.results[0].dtype.name for op in made.ops if op.name == "head/matmul"} == {"fp32"}
+    assert {op.results[0].dtype.name for op in made.walk() if word(op) == "addmm" and op.kind.body} == {"bf16"}
+
+
+def test_parameters_of_a_scope_are_kept_in_its_format():
+    policy = Policy("p", params="bf16", compute="bf16", scopes={"layers/norm1": "fp32", "layers": "bf16"})
+    made = apply_precision(gpt2_graph("bf16"), policy)
+    wide = {t.name for t in made.params if t.dtype.name == "fp32"}
+    assert wide == {"layers/norm1/weight", "layers/norm1/bias"}
+    assert {op.results[0].dtype.name for op in made.walk() if op.name == "layers/kqv/addmm"} == {"bf16"}
+
+
+# -- fp8 ---------------------------------------------------------------------------------------------------------
+
+
+def test_linear_layers_read_quantized_operands():
+    """y = x @ w: FLOPs of the scales are |x|, max, times, and 2 of clamp for each operand, and one a result."""
+    with cg.Graph("g", dtype="bf16") as g:
+        g.output(cg.linear(g.input("x", (B, D)), "b d -> b f", f=F))
+    made = apply_precision(g, "fp8")
+    assert cg.matmul_flops(made) == 2 * B * D * F
+    # a scale is one division for each operand, and the product of both one multiplication
+    assert cg.flops(made) == (2 * B * D * F + 5 * (B * D + D * F) + B * F + 3).expand()
+    (product,) = [op for op in made.walk() if word(op) == "matmul"]
+    assert [t.dtype.name for t in product.operands] == ["fp8_e4m3", "fp8_e4m3"]
+    assert made.outputs[0].dtype.name == "bf16"
+    # twice x and w in bf16, x and w in fp8 written and read, y in bf16; each of two amax is written and read, each
+    # scale written and read twice, in fp32
+    assert cg.bytes_moved(made) == ((2 * 2 + 1 + 1) * (B * D + D * F) + 2 * B * F + 2 * 4 * (2 + 3)).expand()
+    assert find_policy("fp8").grad_matmul == "fp8_e5m2"
+
+
+def test_a_weight_is_quantized_once_and_products_of_activations_never():
+    made = apply_precision(gpt2_graph("bf16"), "fp8")
+    layers = 4
+    by_name = Counter(op.body.name for op in made.walk() if op.kind.body == "fused")
+    assert by_name["quantize"] == by_name["amax"] == 2 * layers + 2  # and the head
+    assert by_name["scaled_mm"] == 1
+    eager = [op for op in made.walk() if word(op) == "matmul" and op.operands[0].ndim > 3]
+    assert {t.dtype.name for op in eager for t in op.operands} == {"bf16"}
+    outside = apply_precision(gpt2_graph("bf16"), Policy("p", matmul="fp8_e4m3", scopes={"head": "bf16"}))
+    assert not [op for op in outside.walk() if op.body is not None and op.body.name == "scaled_mm"]
+
+
+def test_wide_weights_are_quantized_as_they_are_and_biases_cast():
+    with cg.Graph("g") as g:
+        g.output(cg.linear(g.input("x", (B, D)), "b d -> b f", f=F, bias=True))
+    made = apply_precision(g, Policy("p", params="fp32", compute="bf16", matmul="fp8_e4m3"))
+    assert [(op.name, op.operands[0].dtype.name) for op in made.ops if op.kind.name == "pointwise"] == [
+        ("linear/addmm/scale", "fp32"), ("linear/weight/scale", "fp32"), ("linear/bias.cast", "fp32"),
+    ]  # fmt: skip
+    assert [op.operands[0].dtype.name for op in made.ops if op.kind.body and op.body.name == "quantize"] == [
+        "bf16", "fp32",
+    ]  # fmt: skip
+    assert made.outputs[0].dtype.name == "bf16"
+
+
+def test_products_of_a_backward_pass_read_narrow_copies():
+    """dx = dy @ w.T and dw = x.T @ dy, 2*B*D*F each: dy in E5M2, the copies of x and w from the forward pass.
+
+    dy is scaled and cast once for both: 5 FLOPs an element and one division; each product multiplies two scales and
+    divides by the result.
+    """
+    with cg.Graph("g", dtype="bf16") as g:
+        y = cg.linear(g.input("x", (B, D), grad=True), "b d -> b f", f=F, bias=True)
+        g.output(cg.reduce(y, "b f -> ", "sum"))
+    made = apply_precision(g, "fp8")
+    trained = backward(made)
+    products = [op for op in trained.walk() if word(op) == "matmul" and op.kind.body is None]
+    assert [[t.dtype.name for t in op.operands] for op in products] == [
+        ["fp8_e4m3", "fp8_e4m3"], ["fp8_e5m2", "fp8_e4m3"], ["fp8_e5m2", "fp8_e4m3"],
+    ]  # fmt: skip
+    assert cg.matmul_flops(trained) == 3 * cg.matmul_flops(made)
+    pointwise = cg.flops(trained) - cg.flops(made) - 2 * cg.matmul_flops(made)
+    # B*F additions for the bias
+    assert pointwise.expand() == (5 * B * F + 1 + (B * D + 1) + (D * F + 1) + B * F).expand()
+    assert {t.name: d.dtype.name for t, d in trained.gradients.items()} == {
+        "x": "bf16", "linear/weight": "bf16", "linear/bias": "bf16",
+    }  # fmt: skip
+
+
+# -- errors ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("policy", "text"),
+    [
+        ("bf61", "policy 'bf61', expected one of fp32, bf16, bf16-master, bf16-mixed, fp16-mixed, megatron-bf16, fp8"),
+        (3, "policy 3, expected one of fp32"),
+        ({"matmull": "bf16"}, "policy 'custom': op 'matmull' is unknown, expected one of matmul"),
+        ({"matmul": "int8"}, "policy 'custom': autocast 'matmul': 'int8', expected a floating format"),
+        ({3: "bf16"}, "policy 'custom': autocast {3: 'bf16'}, expected a mapping of names to formats"),
+    ],
+)
+def test_unknown_policies_are_refused(policy, text):
+    with pytest.raises((cg.GraphError, cg.FormatError)) as error:
+        apply_precision(gpt2_graph(), policy)
+    assert str(error.value).startswith(text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"params": "bf61"}, "policy 'p': params: number format 'bf61' is unknown"),
+        ({"matmul": "bf16"}, "policy 'p': matmul 'bf16', expected a format of 8 bits or fewer without block scales"),
+        ({"moments": "int64"}, "policy 'p': moments: 'int64', expected a floating format"),
+        ({"autocast_device": "tpu"}, "policy 'p': autocast_device 'tpu', expected one of cuda, cpu"),
+        ({"loss_scaling": 1}, "policy 'p': loss_scaling is int, expected True or False"),
+        ({"scopes": "head"}, "policy 'p': scopes 'head', expected a mapping of names to formats"),
+    ],
+)
+def test_malformed_policies_are_refused(arguments, text):
+    with pytest.raises((cg.GraphError, cg.FormatError)) as error:
+        Policy("p", **arguments)
+    assert str(error.value).startswith(text)
+
+
+def test_a_device_is_stated_in_the_policy():
+    with pytest.raises(cg.GraphError, match=r"policy 'lean': autocast_device 'cpu', expected it stated in the policy"):
+        apply_precision(gpt2_graph(), LEAN, autocast_device="cpu")
+    with pytest.raises(cg.GraphError, match=r"policy: autocast_device 'tpu', expected one of cuda, cpu"):
+        find_policy("bf16-mixed", autocast_device="tpu")
+    assert find_policy(LEAN) is LEAN
+
+
+def test_a_scope_that_holds_nothing_is_refused():
+    policy = Policy("p", scopes={"haed": "fp32"})
+    with pytest.raises(cg.GraphError, match=r"scope 'haed' holds no op or parameter of graph 'gpt2', .* such as head"):
+        apply_precision(gpt2_graph(), policy)
+
+
+def test_stated_bytes_of_another_format_are_refused():
+    with cg.Graph("g") as g:
+        g.output(cg.opaque("fft", [g.input("x", (B,))], (B,), flops=5 * B, reads=8 * B))
+    with pytest.raises(cg.UnsupportedError, match=r"opaque 'fft': states the bytes that it reads, .* fp32 to bf16"):
+        apply_precision(g, "bf16")
+    assert cg.bytes_moved(apply_precision(g, "fp32")) == cg.bytes_moved(g)
+    assert cg.bytes_moved(apply_precision(g, Policy("p", compute="bf16", scopes={"fft": "fp32"}))) == 18 * B
+
+
+def test_opaque_ops_hand_out_the_format_that_they_are_given():
+    with cg.Graph("g") as g:
+        x = g.input("x", (B, D)) @ g.param("w", (D, D))
+        g.output(cg.opaque("fft", [x], (B, D), flops=5 * B * D))
+    assert apply_precision(g, "bf16-mixed").outputs[0].dtype.name == "bf16"
+    assert apply_precision(g, {"fft": "fp16"}).outputs[0].dtype.name == "fp16"
+
+
+def test_only_a_forward_pass_is_rewritten():
+    with pytest.raises(cg.GraphError, match="apply_precision: got int, expected a graph"):
+        apply_precision(3, "bf16")
+    with cg.Graph("g") as g:
+        x = g.input("x", (B, D))
+        g.add_op(cg.relu(x).producer.kind, [x], dict(g.ops[-1].attrs), "late", "backward")
+    with pytest.raises(cg.GraphError, match="graph 'g' has more than a forward pass, expected that alone"):
+        apply_precision(g, "bf16")
+
+
+def test_formats_of_something_else_than_a_parameter_are_refused():
+    g = gpt2_graph()
+    with pytest.raises(cg.GraphError, match=r"policy 'lean': formats of .*, expected a parameter"):
+        LEAN.formats_of(g.tensors[0])

@@ -1,0 +1,236 @@
+"""A whole step of training: number formats, micro-batches, the optimizer and what all of it takes."""
+
+import numpy as np
+import pytest
+
+import costgraph as cg
+from costgraph.errors import GraphError
+from costgraph.testing import run
+
+B, D, F, L, M, S, V = cg.dims("B D F L M S V")
+
+
+def squares(y):
+    y = y * y
+    return cg.reduce(y, " ".join(f"a{i}" for i in range(y.ndim)) + " -> ", "mean")
+
+
+def model(dtype="fp32"):
+    with cg.Graph("model", dtype=dtype) as g:
+        x = cg.linear(g.input("x", (B, D)), "b d -> b e", e=D, name="first")
+        shared = g.param("shared", (D, D))
+
+        def layer(x):
+            return x + cg.mlp(cg.layer_norm(x @ shared), F, bias=True)
+
+        g.output(squares(cg.repeat(L, layer, x, name="layers")))
+    return g
+
+
+SIZES = {"B": 2, "D": 3, "F": 5, "L": 4}
+BYTES_A_PARAMETER = {
+    "fp32": 4 + 4 + 8,
+    "bf16": 2 + 2 + 8,
+    "bf16-master": 2 + 2 + 4 + 8,
+    "bf16-mixed": 4 + 4 + 8,
+    "fp16-mixed": 4 + 4 + 8,
+    "megatron-bf16": 2 + 4 + 4 + 8,
+}
+POLICIES = [None, cg.every_block(), cg.every(2), cg.selective("mlp"), cg.from_start()]
+
+
+def by_role(step, **sizes):
+    out = {}
+    for row in cg.lifetimes(step, **sizes):
+        out[row.role] = out.get(row.role, 0) + row.bytes
+    return out
+
+
+@pytest.mark.parametrize("precision", BYTES_A_PARAMETER)
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_bytes_a_parameter(precision, accumulate):
+    step = cg.training_step(model(), precision=precision, accumulate=accumulate)
+    roles = by_role(step, **SIZES)
+    state = roles["param"] + roles["gradient"] + roles["state"]
+    # loss scaling has a scale and a flag beside them
+    assert 0 <= state - BYTES_A_PARAMETER[precision] * cg.param_count(step, **SIZES) <= 8
+
+
+def test_fp32_weights_with_gradients_of_16_bits():
+    policy = cg.Policy("mine", params="fp32", compute="fp32", grads="bf16", moments="fp32")
+    roles = by_role(cg.training_step(model(), precision=policy), **SIZES)
+    assert roles["param"] + roles["gradient"] + roles["state"] == 14 * cg.param_count(model(), **SIZES)
+
+
+@pytest.mark.parametrize("precision", [None, *BYTES_A_PARAMETER, "fp8"])
+@pytest.mark.parametrize("accumulate", [1, M])
+@pytest.mark.parametrize("policy", POLICIES, ids=["none", "block", "every", "selective", "start"])
+def test_every_combination_is_exact(precision, accumulate, policy):
+    step = cg.training_step(model(), precision=precision, accumulate=accumulate, checkpoint=policy)
+    sizes = {**SIZES, **({"M": 3} if accumulate is M else {})}
+    played = cg.unroll(step, **sizes)
+    for ask in (cg.flops, cg.bytes_moved, cg.peak_memory):
+        assert ask(step, **sizes) == ask(played), ask.__name__
+    peak = cg.peak_memory(step)
+    assert cg.evaluate(peak, **{s.name: sizes[s.name] for s in peak.free_symbols}) == cg.peak_memory(played)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-mixed", "megatron-bf16"])
+@pytest.mark.parametrize("options", [{}, {"accumulate": 3}, {"checkpoint": cg.every_block(), "accumulate": 2}])
+def test_the_interpreter_counts_the_same(precision, options):
+    step = cg.training_step(model(), precision=precision, clip=1.0, **options)
+    found = run(step, **SIZES)
+    assert found.flops == cg.flops(step, **SIZES)
+    assert found.bytes_moved == cg.bytes_moved(step, **SIZES)
+    assert found.peak == cg.peak_memory(step, **SIZES)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=["none", "block", "every", "selective", "start"])
+def test_micro_batches_add_up_to_the_gradient_of_all(policy):
+    rng = np.random.default_rng(7)
+    once = cg.training_step(model(), optimizer=cg.SGD(lr=0), checkpoint=policy)
+    many = cg.training_step(model(), optimizer=cg.SGD(lr=0), checkpoint=policy, accumulate=M)
+    x = rng.normal(size=(6, 3))
+    numbers = {"B": 6, "D": 3, "F": 5, "L": 4, "M": 3}
+    given = {
+        t.name: rng.normal(size=[int(n.subs({s: numbers[s.name] for s in n.free_symbols})) for n in t.shape])
+        for t in once.tensors
+        if t.producer is None and t.role == "param"
+    }
+    whole = run(once, {**given, "x": x}, B=6, D=3, F=5, L=4)
+    parts = run(many, {**given, "x": x.reshape(3, 2, 3)}, B=2, D=3, F=5, L=4, M=3)
+    for name, grad in whole.gradients.items():
+        np.testing.assert_allclose(parts.gradients[name], grad, rtol=1e-9, atol=1e-12, err_msg=name)
+    np.testing.assert_allclose(parts.outputs[0].mean(), whole.outputs[0])
+
+
+def test_accumulation_runs_all_and_keeps_one():
+    once, many = cg.training_step(model()), cg.training_step(model(), accumulate=M)
+    assert (cg.matmul_flops(many) - M * cg.matmul_flops(once)).expand() == 0
+    sizes = {"B": 64, "D": 3, "F": 5, "L": 4}
+    one, four = (cg.timeline(g, **sizes) for g in (once, cg.training_step(model(), accumulate=4)))
+    assert four.by_role["activation"] == one.by_role["activation"]  # of one micro-batch
+    assert four.by_role["input"] == 4 * one.by_role["input"]
+
+
+def test_an_update_follows_torch():
+    torch = pytest.importorskip("torch")
+    with cg.Graph("g") as g:
+        g.output(squares(cg.gelu(g.input("x", (B, D)) @ g.param("w", (D, F)))))
+    step = cg.training_step(g, optimizer=cg.AdamW(lr=0.125, step=1))
+    rng = np.random.default_rng(11)
+    given = {"x": rng.normal(size=(2, 3)), "w": rng.normal(size=(3, 5))}
+    state = {"w.exp_avg": np.zeros((3, 5)), "w.exp_avg_sq": np.zeros((3, 5))}
+    found = run(step, {**given, **state}, B=2, D=3, F=5)
+    w = torch.nn.Parameter(torch.tensor(given["w"]))
+    optimizer = torch.optim.AdamW([w], lr=0.125)
+    (torch.nn.functional.gelu(torch.tensor(given["x"]) @ w) ** 2).mean().backward()
+    optimizer.step()
+    (updated,) = [v.array for t, v in found.values if t.role == "param" and t.producer is None]
+    np.testing.assert_allclose(updated, w.detach().numpy(), rtol=1e-9)
+
+
+def test_a_zoo_model_names_its_loss():
+    step = cg.training_step(cg.models.load("gpt2", symbolic=True))
+    assert "targets" in [t.name for t in step.tensors]
+    assert [t.sizes for t in step.outputs] == [()]
+    assert {op.phase for op in step.walk()} == {"forward", "backward", "optimizer"}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama-3-8b", "mlp"])
+@pytest.mark.parametrize("attention", ["eager", "flash"])
+@pytest.mark.parametrize("precision", [None, "bf16-mixed", "fp8"])
+def test_models_of_the_zoo_train(name, attention, precision):
+    g = cg.models.load(name, attention=attention, dropout=0.1)
+    sizes = {"B": 3} if name == "mlp" else {"B": 2, "S": 128}
+    for policy in (None, cg.every_block()):
+        step = cg.training_step(g, precision=precision, checkpoint=policy)
+        assert cg.peak_memory(step, **sizes) > 12 * cg.param_count(g) - cg.param_count(g) * 4
+        assert cg.matmul_flops(step, **sizes) > 2 * cg.matmul_flops(g, **sizes)
+
+
+def test_what_is_no_step_is_refused():
+    with cg.Graph("g") as g:
+        g.output(cg.relu(g.input("x", (B, D)) @ g.param("w", (D, F))))
+    with pytest.raises(GraphError, match="graph 'g' has 1 outputs and names no loss, expected one scalar output"):
+        cg.training_step(g)
+    with pytest.raises(GraphError, match="loss 'mse', expected one of cross_entropy or a function"):
+        cg.training_step(g, loss="mse")
+    with pytest.raises(GraphError, match=r"the loss is relu.*, expected a scalar"):
+        cg.training_step(g, loss=lambda y: y)
+    with pytest.raises(GraphError, match=r"optimizer 'adamw', expected one such as costgraph.AdamW"):
+        cg.training_step(model(), optimizer="adamw")
+    with pytest.raises(GraphError, match=r"checkpoint 'all', expected a policy such as every_block\(\)"):
+        cg.training_step(model(), checkpoint="all")
+    with pytest.raises(cg.CostGraphError, match="accumulate"):
+        cg.training_step(model(), accumulate=0)
+    with cg.Graph("frozen") as g:
+        g.output(squares(g.input("x", (B, D)) @ g.param("w", (D, F), grad=False)))
+    with pytest.raises(GraphError, match="no parameter of graph 'frozen' wants a gradient"):
+        cg.training_step(g)
+
+
+def test_a_loss_may_be_a_function():
+    with cg.Graph("g") as g:
+        g.output(g.input("x", (B, D)) @ g.param("w", (D, F)))
+    step = cg.training_step(g, loss=squares, optimizer=cg.SGD())
+    assert cg.matmul_flops(step) == 4 * B * D * F  # the product, and dw
+
+
+@pytest.mark.parametrize("options", [{}, {"precision": "megatron-bf16"}, {"accumulate": 3}, {"set_to_none": False}])
+def test_no_gradient_is_copied(options):
+    step = cg.training_step(cg.models.load("gpt2"), **options)
+    assert [op.name for op in step.walk() if op.name.rpartition("/")[2].startswith("own")] == []
+
+
+def test_gradients_may_stay():
+    step = cg.training_step(model(), set_to_none=False)
+    assert [op.name for op in step.walk() if op.kind.name == "zero_grad"]
+    rows = {r.tensor: (r.born, r.dies) for r in cg.lifetimes(step) if r.role == "gradient"}
+    assert rows["shared.grad"] == (None, None)
+
+
+def test_the_interval_that_takes_least():
+    with cg.Graph("g") as g:
+        x = cg.linear(g.input("x", (B, D)), "b d -> b e", e=D)
+        g.output(squares(cg.repeat(L, lambda x: x + cg.tanh(cg.linear(x, "b d -> b e", e=D)), x, name="layers")))
+    # a layer keeps its input and tanh its result: 8*B*D*k; a group its input: 4*B*D*L/k
+    assert (cg.best_interval(g) ** 2 - L / 2).simplify() == 0
+    with cg.Graph("flat") as flat:
+        flat.output(squares(flat.input("x", (B, D)) @ flat.param("w", (D, F))))
+    with pytest.raises(GraphError, match="graph 'flat' has no stack of layers that can be split"):
+        cg.best_interval(flat)
+
+
+def test_the_cheapest_policy_that_fits():
+    g = cg.models.load("gpt2", attention="eager")
+    sizes = {"B": 4, "S": 256}
+    plain = cg.peak_memory(cg.training_step(g), **sizes)
+    assert cg.checkpoint_for(g, memory=plain, **sizes) is None
+    chosen = cg.checkpoint_for(g, memory=plain - 1, **sizes)
+    step = cg.training_step(g, checkpoint=chosen)
+    assert cg.peak_memory(step, **sizes) < plain
+    with pytest.raises(cg.BindingError, match=r"checkpoint_for: the least is [0-9]+ bytes, expected at most 1000"):
+        cg.checkpoint_for(g, memory=1000, **sizes)
+    with pytest.raises(cg.BindingError, match="expected a limit, either hardware= or memory="):
+        cg.checkpoint_for(g, **sizes)
+
+
+def test_an_allocator_hands_out_whole_blocks():
+    step = cg.training_step(model(), accumulate=2)
+    played = cg.unroll(step, **SIZES)
+    # every storage of these sizes is smaller than one block
+    live, most = 0, 0
+    rows = cg.lifetimes(played)
+    names = [op.name for op in played.ops]
+    born = [-1 if r.born is None else names.index(r.born) for r in rows]
+    dies = [len(names) if r.dies is None else names.index(r.dies) for r in rows]
+    for i in range(len(names)):
+        live = sum(512 * -(-r.bytes // 512) for r, b, d in zip(rows, born, dies, strict=True) if b <= i <= d)
+        most = max(most, live)
+    assert cg.peak_memory(step, allocator="cuda", **SIZES) == most
+    assert cg.peak_memory(step, allocator="cuda", **{**SIZES, "L": 9}) > most
+    with pytest.raises(cg.BindingError, match="peak in blocks of an allocator"):
+        cg.peak_memory(step, allocator="cuda", B=2)
+    with pytest.raises(GraphError, match="peak_memory: allocator"):
+        cg.peak_memory(step, allocator="mine", **SIZES)

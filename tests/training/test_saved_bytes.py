@@ -1,0 +1,122 @@
+"""What the forward pass leaves for the backward pass: Korthikanti et al. 2022 (arXiv 2205.05198), byte by byte."""
+
+import pytest
+import sympy
+
+import costgraph as cg
+from costgraph import models
+
+B, S, D, H, L, V, K = cg.dims("B S D H L V K")
+# mean and scale of two norms in fp32, which the paper neglects
+STATISTICS = 16 * B * S
+SQUARES = 5 * B * H * S**2
+
+
+def block(x):
+    """Layer of section 4.1: what each part saves, in units of B*S*D, beside it."""
+    y = cg.layer_norm(x, name="attention/norm")  # 2, its input
+    qkv = cg.linear(y, "b s d -> b s n h k", n=3, h=H, k=D / H, bias=True, name="attention/kqv")  # 2, its input
+    q, k, v = (cg.rearrange(part, "b s 1 h k -> b h s k") for part in cg.split(qkv, (1, 1, 1), 2))  # 6
+    y = cg.attention(q, k, v, kernel="eager", p=0.1, name="core")  # 5*H*S/D: softmax, dropout, and its mask
+    y = cg.rearrange(y, "b h s k -> b s (h k)", name="attention/merge")
+    y = cg.linear(y, "b s e -> b s d", d=D, bias=True, name="attention/proj")  # 2, its input
+    x = x + cg.dropout(y, 0.1)  # 1, its mask
+    y = cg.layer_norm(x, name="mlp/norm")  # 2
+    y = cg.linear(y, "b s d -> b s f", f=4 * D, bias=True, name="mlp/up")  # 2
+    y = cg.linear(cg.gelu(y), "b s f -> b s d", d=D, bias=True, name="mlp/down")  # 8 for the input of each
+    return x + cg.dropout(y, 0.1)  # 1
+
+
+def gpt():
+    with cg.Graph("gpt", dtype="bf16") as g:
+        table = g.param("table", (V, D))
+        x = cg.embedding(g.input("tokens", (B, S), dtype="int64"), table)
+        x = cg.layer_norm(cg.repeat(L, block, x, name="layers"), name="norm")
+        g.output(cg.einsum(x, table, "b s d, v d -> b s v", name="head"))
+    g.loss = "cross_entropy"
+    return g
+
+
+def test_a_layer_saves_what_equation_1_says():
+    assert cg.saved_bytes(cg.training_step(gpt()))["layers"] == 34 * B * S * D + SQUARES + STATISTICS
+
+
+def test_the_lifetimes_of_a_step_say_the_same():
+    step = cg.training_step(gpt())
+    backward = {op.name for op in step.walk() if op.phase == "backward"}
+
+    def kept(depth):
+        rows = [r for r in cg.lifetimes(step, L=depth) if r.role == "activation"]
+        return sum(r.bytes for r in rows if str(r.dies).partition("[")[0] in backward)
+
+    assert sympy.expand(kept(3) - kept(2)) == 34 * B * S * D + SQUARES + STATISTICS
+
+
+def test_computing_the_core_of_attention_again_saves_the_squares():
+    step = cg.training_step(gpt(), checkpoint=cg.selective("core"))
+    assert cg.saved_bytes(step)["layers"] == 34 * B * S * D + STATISTICS
+
+
+def test_computing_all_of_a_layer_again_leaves_its_input():
+    step = cg.training_step(gpt(), checkpoint=cg.every_block())
+    assert cg.saved_bytes(step)["layers"] == 2 * B * S * D
+
+
+def test_flops_of_equation_7_and_where_equation_8_counts_more():
+    plain, selective = (cg.training_step(gpt(), checkpoint=c) for c in (None, cg.selective("core")))
+    model, hardware = (cg.matmul_flops(step, count="full") for step in (plain, selective))
+    assert sympy.expand(model - 72 * B * L * S * D**2 * (1 + S / (6 * D) + V / (12 * D * L))) == 0
+    # the scores are computed again; their product with the values is not, as nothing reads what it makes
+    assert sympy.expand(hardware - model) == 2 * B * L * D * S**2
+    both = 72 * B * L * S * D**2 * (1 + 2 * S / (9 * D) + V / (12 * D * L))
+    assert sympy.expand(hardware + 2 * B * L * D * S**2 - both) == 0
+    # equation 8 charges twice as much for attention as equation 7, a third more is what is computed
+    printed = 72 * B * L * S * D**2 * (1 + S / (3 * D) + V / (12 * D * L))
+    assert sympy.expand(printed - both) == 8 * B * L * D * S**2
+
+
+@pytest.mark.parametrize("checkpoint", [None, cg.every_block(), cg.every(2), cg.selective("attention/softmax", "mlp")])
+@pytest.mark.parametrize("name", ["gpt2", "llama-3-8b"])
+@pytest.mark.parametrize("kernel", ["eager", "flash"])
+def test_all_that_is_saved_is_what_lives_between_the_passes(name, kernel, checkpoint):
+    step = cg.training_step(models.load(name, attention=kernel, dropout=0.1, symbolic=True), checkpoint=checkpoint)
+    found = cg.saved_bytes(step)
+    times = {op.name: op.attrs["count"].expr for op in step.walk() if op.kind.body == "repeated"}
+    if checkpoint == cg.every(2):
+        times["layers.group"] *= times["layers"]
+    saved = found.pop("") + sum(times[loop] * size for loop, size in found.items())
+    assert sympy.expand(saved - between_the_passes(step)) == 0
+
+
+def between_the_passes(step):
+    """Bytes of activations that are there when the backward pass begins."""
+    from costgraph.analysis.lifetimes import play
+
+    program = play(step)
+    begins = next(i for i, s in enumerate(program.steps) if s.op.phase == "backward")
+    alive = [
+        life.bytes.expr
+        for life in program.lives
+        if life.role == "activation" and life.born < begins and life.dies >= begins
+    ]
+    return sympy.expand(sum(alive))
+
+
+def test_a_micro_batch_is_saved_at_a_time():
+    model = models.load("gpt2", symbolic=True)
+    once, thrice = (cg.saved_bytes(cg.training_step(model, accumulate=n)) for n in (1, 3))
+    assert thrice == {"": 0, "microbatches": once[""], "layers": once["layers"]}
+
+
+def test_a_graph_without_a_backward_pass_saves_nothing():
+    assert set(cg.saved_bytes(models.load("gpt2")).values()) == {0}
+
+
+def test_sizes_are_bound():
+    step = cg.training_step(gpt())
+    sizes = {"B": 2, "S": 3, "D": 10, "H": 5}
+    assert cg.saved_bytes(step, **sizes)["layers"] == 34 * 60 + 5 * 2 * 5 * 9 + 16 * 6
+    with pytest.raises(cg.BindingError, match="X"):
+        cg.saved_bytes(step, X=3)
+    with pytest.raises(cg.GraphError, match="saved_bytes"):
+        cg.saved_bytes("gpt2")
