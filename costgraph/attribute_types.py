@@ -211,6 +211,7 @@ TABLE: dict[str, dict[str, _Row]] = {
         "xs": _INDEX,
         "saved?": _INDEX,
         "reverse?": _FLAG,
+        "until?": _FLAG,
         "least?": ("0, or nothing", lambda v: v == 0 and _count(0)(v)),
     },
     "absent": {"sizes": _SIZES, "dtype": _DTYPE, "pieces": _INDEX},

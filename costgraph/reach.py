@@ -41,7 +41,12 @@ def points(t: Tensor, *, stored: bool = False) -> Poly:
         return prod(sizes, start=ONE)
     domain, query, key = t.domain
     rest = prod((n for i, n in enumerate(sizes) if i not in (query, key)), start=ONE)
-    return rest * domain.points(t.sizes[query], t.sizes[key])
+    queries, keys = t.sizes[query], t.sizes[key]
+    if stored and not t.strides[query]:
+        return rest * domain.keys_used(queries, keys) if t.strides[key] else rest
+    if stored and not t.strides[key]:
+        return rest * domain.queries_used(queries, keys)
+    return rest * domain.points(queries, keys)
 
 
 def elements_read(graph: Graph, tensor: Tensor) -> Poly:

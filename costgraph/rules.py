@@ -168,7 +168,21 @@ def nothing(op: Op) -> tuple[Poly, ...]:
 
 def whole(op: Op) -> tuple[Poly, ...]:
     """Return every different element of every operand, once."""
-    return _once(op, [elements(t) for t in op.operands])
+    return _once(op, [_seen(op, t) for t in op.operands])
+
+
+def _seen(op: Op, t: Tensor) -> Poly:
+    """Return the elements of an operand that the index points of the result reach: rows that see nothing do not."""
+    made = op.results[0] if op.results else t
+    if made.domain is None or t.domain is not None or t.ndim != made.ndim:
+        return elements(t)
+    domain, query, key = made.domain
+    used = {query: domain.queries_used, key: domain.keys_used}
+    sizes, strides = list(t.sizes), t.strides
+    for axis, other in ((query, key), (key, query)):
+        if t.sizes[other] == ONE and t.sizes[axis] == made.sizes[axis]:
+            sizes[axis] = used[axis](made.sizes[query], made.sizes[key])
+    return distinct(sizes, strides)
 
 
 def read_by_the_body(op: Op) -> tuple[Poly, ...]:
@@ -206,8 +220,15 @@ def rows_read(op: Op) -> tuple[Poly, ...]:
 def rows_written(op: Op) -> tuple[Poly, ...]:
     """Return what a scatter reads: indices and updates, and the rows that it adds to."""
     _, ids, updates = op.operands
-    count = elements(updates)
-    return (count if op.attrs["mode"] == "add" else ZERO), elements(ids), count
+    return (_rows(op) if op.attrs["mode"] == "add" else ZERO), elements(ids), elements(updates)
+
+
+def _rows(op: Op) -> Poly:
+    """Return the elements of its target that a scatter reaches: an expanded axis of indices is one row again."""
+    target, ids, _ = op.operands
+    if not op.attrs.get("along"):
+        return elements(ids) * prod(target.sizes[1:], start=ONE)
+    return prod(target.sizes[:-1], start=ids.sizes[-1] if ids.strides[-1] else ONE)
 
 
 def reached_by_index(op: Op) -> tuple[Poly, ...]:
@@ -336,4 +357,4 @@ def all_results(op: Op) -> tuple[Poly, ...]:
 
 def updates_written(op: Op) -> tuple[Poly, ...]:
     """Return the rows that a scatter changes."""
-    return (elements(op.operands[2]),)
+    return (_rows(op),)

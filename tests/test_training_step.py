@@ -234,3 +234,30 @@ def test_an_allocator_hands_out_whole_blocks():
         cg.peak_memory(step, allocator="cuda", B=2)
     with pytest.raises(GraphError, match="peak_memory: allocator"):
         cg.peak_memory(step, allocator="mine", **SIZES)
+
+
+def test_a_policy_that_names_nothing_is_refused():
+    with pytest.raises(GraphError, match=r"selective: 'atention' is no scope or op, expected one such as .*layer_norm"):
+        cg.training_step(model(), checkpoint=cg.selective("atention"))
+    with pytest.raises(GraphError, match=r"graph 'model' has a backward pass already"):
+        cg.training_step(cg.training_step(model()))
+    with pytest.raises(GraphError, match=r"saved_bytes: graph 'model' has no backward pass"):
+        cg.saved_bytes(model())
+
+
+def test_gradients_of_micro_batches_of_inputs_stand_in_a_stack():
+    with cg.Graph("g") as g:
+        x = g.input("x", (B, D), grad=True)
+        g.output(squares(x @ g.param("w", (D, F))))
+    step = cg.training_step(g, accumulate=M)
+    found = {t.name: made.shape for t, made in step.gradients.items()}
+    assert found == {"w": (D, F), "x": (M, B, D)}
+
+
+@pytest.mark.parametrize("policy", POLICIES[1:], ids=["block", "every", "selective", "start"])
+def test_a_step_goes_into_a_file(policy, tmp_path):
+    step = cg.training_step(model(), precision="bf16-mixed", checkpoint=policy, accumulate=2)
+    cg.save(step, tmp_path / "step.json")
+    again = cg.load(tmp_path / "step.json")
+    for ask in (cg.flops, cg.bytes_moved, cg.peak_memory):
+        assert ask(again, **SIZES) == ask(step, **SIZES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from ..bind import Formula, answer
+from ..errors import GraphError
 from ..graph import Graph, need_graph
 from ..op import Op
 from ..polynomial import total
@@ -33,6 +34,8 @@ def saved_bytes(graph: Graph, /, **dims: int) -> dict[str, Formula]:
 
     Raises
     ------
+    GraphError
+        If the graph has no backward pass.
     BindingError
         If a size cannot be bound.
 
@@ -55,6 +58,8 @@ def saved_bytes(graph: Graph, /, **dims: int) -> dict[str, Formula]:
     2*B*D
     """
     need_graph("saved_bytes", graph)
+    if all(op.phase == "forward" for op in graph.walk()):
+        raise GraphError(f"saved_bytes: graph {graph.name!r} has no backward pass, expected one that has")
     values = bindings(graph, dims)
     found: dict[str, list[Storage]] = {"": list(dict.fromkeys(_outlive(graph)))}
     for op in graph.walk():

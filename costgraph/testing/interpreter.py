@@ -209,9 +209,10 @@ class _Interpreter:
         self.out = Run()
         self.new: list[Buffer] = []  # made since the last op ran
         self.index = [0]  # iterations of the loops around
+        self.stacks: dict[Storage, Value] = {}  # made before what is written into their slices
 
     def graph(
-        self, graph: Graph, env: dict[Tensor, Any], where: str, placed: dict[Storage, Value], *, inside: bool
+        self, graph: Graph, env: dict[Tensor, Any], where: str, placed: dict[Any, Value], *, inside: bool
     ) -> list[dict[Buffer, set[int]]]:
         """Run the ops of a graph; returns the addresses that each of them reads."""
         for t in graph.tensors:
@@ -226,10 +227,11 @@ class _Interpreter:
             if op.kind.name == "absent" or (op.kind.name == "accumulate" and env[op.operands[0]] is None):
                 env[op.results[0]] = None if op.kind.name == "absent" else env[op.operands[1]]
                 continue
+            there = placed | self.slices(op)
             if op.kind.body == "fused":
-                at = self.kernel(op, env, where, placed, inside=inside)
+                at = self.kernel(op, env, where, there, inside=inside)
             else:
-                at = At(op, self.sizes, [env[t] for t in op.operands], placed, inside, where)
+                at = At(op, self.sizes, [env[t] for t in op.operands], there, inside, where)
                 if op.kind.name not in self.meanings:
                     raise UnsupportedError(
                         f"op kind {op.kind.name!r} of {op.name!r} has no meaning, expected one from "
@@ -237,8 +239,21 @@ class _Interpreter:
                     )
                 self.meanings[op.kind.name](at)
             self.finish(at, env, inside=inside)
+            if op.kind.name == "empty":
+                self.stacks[op.results[0].storage] = env[op.results[0]]
             reads.append(at.read_at)
         return reads
+
+    def slices(self, op: Op) -> dict[Any, Value]:
+        """Return where the results of an op lie that an unrolled loop writes into a stack."""
+        found: dict[Any, Value] = {}
+        for t in op.results:
+            stack = self.stacks.get(t.storage)
+            if stack is not None and op.kind.name != "empty":  # which makes one, in each iteration anew
+                shape, start = tuple(self.sizes(n) for n in t.sizes), self.sizes(t.offset)
+                part = stack.array.reshape(-1)[start : start + int(np.prod(shape))].reshape(shape)
+                found[t] = Value(part, stack.buffer)
+        return found
 
     def source(self, t: Tensor, where: str) -> Any:
         """Make an input, parameter, buffer or cache; one of each iteration for those of a Repeat's body."""
@@ -272,7 +287,7 @@ class _Interpreter:
         top = 2 if t.dtype.kind == "bool" else max(int(np.prod(shape)), 1)
         return np.arange(int(np.prod(shape)), dtype=float).reshape(shape) % top
 
-    def kernel(self, op: Op, env: dict[Tensor, Any], where: str, placed: dict[Storage, Value], *, inside: bool) -> At:
+    def kernel(self, op: Op, env: dict[Tensor, Any], where: str, placed: dict[Any, Value], *, inside: bool) -> At:
         """Run a fused body: what its ops pass to each other is no memory."""
         body = op.body
         assert body is not None

@@ -1,4 +1,4 @@
-"""Sums that a loop adds to: what they do, and how to draw one. Where there is nothing yet the interpreter adds nothing."""
+"""Sums that a loop adds to: what they do, and how to draw one. What is absent is added to by nobody."""
 
 from __future__ import annotations
 
@@ -29,16 +29,14 @@ def _accumulate(at: At) -> None:
 @sample("accumulate")
 def _drawn(s: Sketch) -> Sequence[Tensor]:
     x = s.tensor(lambda t: t.domain is None and t.dtype.kind == "float")
-    term = s.fresh(x.shape, x.dtype)
+    term = s.fresh(x.shape, x.dtype.name)
     so_far = x if s.may_change(x) and x.touched == x.numel else fill(x.shape, dtype=x.dtype)
     return [accumulate(so_far, term)]
 
 
 @meaning("stacked")
 def _stacked(at: At) -> None:
-    at.made[0] = at.operands[0]
-    for i, v in enumerate(at.operands[1:]):
-        at.made[0].array[i] = v.array
+    at.made[0] = at.operands[0]  # the slices lie in it
 
 
 @sample("stacked")

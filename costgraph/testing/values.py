@@ -140,7 +140,7 @@ class At:
     operands: list[Value]
     """what it reads"""
     placed: dict[Any, Value] = field(default_factory=dict)
-    """storages that are there already: slices of the stacks of a scan"""
+    """storages, or tensors, that are there already: slices of the stacks of a scan"""
     inside: bool = False
     """whether a fused kernel runs it"""
     where: str = ""
@@ -185,7 +185,7 @@ class At:
     def _new(self, t: Tensor, like: Array | None) -> Value:
         shape = tuple(self.sizes(n) for n in t.sizes)
         domain = self.sizes.domain(t)
-        place = self.placed.get(t.storage)
+        place = self.placed.get(t, self.placed.get(t.storage))
         if place is not None:
             if place.array.shape != shape:
                 raise GraphError(f"{t.name!r}: {shape} elements for a slice of {place.array.shape}")

@@ -73,19 +73,7 @@ def backward(graph: Graph, /, *, checkpoint: Checkpoint | None = None) -> Graph:
 
 def prepared(graph: Graph, policy: Checkpoint) -> Graph:
     """Return a copy of a forward graph to which a backward pass can be added."""
-    split = hoist(peel(policy.prepared(graph)))
-    return Rewriter(emit=_with_indices).run(split)
-
-
-def _with_indices(rewriter: Rewriter, op: Op, new: Graph) -> bool:
-    """Let a maximum over windows write where it found each, as torch does."""
-    if op.kind.name != "pool" or op.attrs["operation"] != "max" or op.attrs.get("indices"):
-        return False
-    operands = [rewriter.tensors[t] for t in op.operands]
-    made = new.add_op(op.kind, operands, {**op.attrs, "indices": True}, op.name, op.phase)
-    made.scope = op.scope
-    rewriter.tensors[op.results[0]] = made.results[0]
-    return True
+    return Rewriter().run(hoist(peel(policy.prepared(graph))))
 
 
 def differentiate(

@@ -37,7 +37,16 @@ class Checkpoint:
 
     def prepared(self, graph: Graph) -> Graph:
         """Return the graph with its loops split where several iterations are one run."""
-        return graph if self.interval is None else nest(graph, self.interval)
+        for name in self.names:
+            if not any(_is_part(name, op.name) for op in graph.walk()):
+                scopes = sorted({level for op in graph.walk() for level in op.name.split("/")[:-1]})
+                raise GraphError(f"selective: {name!r} is no scope or op, expected one such as {', '.join(scopes)}")
+        interval = self.interval
+        if self.inside is not None:
+            graph = self.inside.prepared(graph)
+            if interval is not None and self.inside.interval is not None:
+                interval = interval / self.inside.interval  # groups of these are one run
+        return graph if interval is None else nest(graph, interval)
 
     def runs(self, ops: Sequence[Op]) -> Sequence[Sequence[Op]]:
         """Return the runs of ops of a graph or body that are computed again."""
@@ -60,7 +69,8 @@ class Checkpoint:
 
 def _is_part(name: str, full: str) -> bool:
     """Whether levels of a name follow each other in a longer one."""
-    wanted, levels = name.split("/"), full.split("/")
+    # a copy of an op has a suffix behind a dot
+    wanted, levels = name.split("/"), [level.partition(".")[0] for level in full.split("/")]
     return any(levels[i : i + len(wanted)] == wanted for i in range(len(levels) - len(wanted) + 1))
 
 

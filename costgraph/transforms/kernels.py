@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
@@ -10,7 +10,7 @@ from ..graph import Graph, current_graph
 from ..op import Op
 from ..ops.blocks import kernel
 from ..tensor import Tensor
-from ..vjp.kernels import KERNELS, REBUILD
+from ..vjp.kernels import INSIDE, KERNELS, Inside
 from ..vjp.table import Pull
 from .rewrite import Rewriter
 from .walk import Walk, active_inside
@@ -26,8 +26,7 @@ class _Inside:
 
     op: Op
     walk: Walk
-    rebuild: Mapping[Tensor, Callable[[Callable[[Tensor], Tensor]], Tensor]]
-    kept: set[Tensor]
+    own: Inside
     seen: dict[Tensor, Tensor] = field(default_factory=dict)
 
     def saved(self, t: Tensor) -> Tensor:
@@ -41,9 +40,9 @@ class _Inside:
         assert body is not None
         if maker is None:
             return self.walk.saved(self.op.operands[body.formals.index(t)])
-        if t in self.rebuild:
-            return self.rebuild[t](self.saved)
-        if maker.attrs.get("save") or t in self.kept:
+        if t in self.own.rebuilt:
+            return self.own.rebuilt[t](self.saved)
+        if maker.attrs.get("save") or t in self.own.kept:
             return self.walk.saved(body.export(t))
         again = Rewriter()
         again.tensors |= {o: self.saved(o) for o in maker.operands}
@@ -63,7 +62,7 @@ def pull_kernel(walk: Walk, op: Op, grads: Grads, needs: Sequence[bool]) -> Grad
     how = op.attrs.get("backward", "")
     if how in KERNELS:
         return KERNELS[how](Pull(op, tuple(grads), tuple(needs), walk.saved))
-    inside = _Inside(op, walk, *(REBUILD[how](op) if how in REBUILD else ({}, set())))
+    inside = _Inside(op, walk, INSIDE[how](op, grads, walk.saved) if how in INSIDE else Inside())
     if how == "ops" or walk.fused:
         return _pulled(walk, inside, grads, needs, fused=walk.fused)
     with kernel(f"{op.name.rpartition('/')[2]}_backward".replace(".", "_")) as body:
@@ -86,7 +85,7 @@ def _pulled(walk: Walk, inside: _Inside, grads: Grads, needs: Sequence[bool], *,
     assert body is not None
     # what a kernel computes again it says itself
     hooks = replace(walk.hooks, runs=lambda ops: ())
-    back = Walk(hooks, active_inside(op, walk.active), inside.saved, fused=fused)
+    back = Walk(hooks, active_inside(op, walk.active), inside.saved, fused=fused, rules=inside.own.rules)
     back.held = walk.held
     for t, grad in zip(body.outputs, grads, strict=False):
         if grad is not None:

@@ -277,7 +277,9 @@ def _close(walk: Walk, out: _Out, grads: Grads, sums: dict[int, tuple[Tensor, Te
     if not body.outputs:
         return results
     body.formals[:] = [*(f for f, _ in made.carries), *(f for f, _ in made.xs), *map(body.capture, body.captured)]
-    several = Counter(t.storage for _, t in made.carries if t is not None)
+    # a start that the loop reads under another name as well must not be written into
+    several = Counter(t.storage for _, t in (*made.carries, *made.xs) if t is not None)
+    several.update(t.storage for t in body.captured)
     starts = []
     for i, (f, t) in enumerate(made.carries):
         # of sums, which stand behind gradients that came in, it is known that they may be written into
@@ -295,8 +297,8 @@ def _close(walk: Walk, out: _Out, grads: Grads, sums: dict[int, tuple[Tensor, Te
     body.owner = loop
     for p, t in zip(out.carried, loop.results, strict=False):
         results[p] = t
-    shared = [i for i in sums if i >= op.attrs["carries"] + op.attrs["xs"]]
-    listed = [*shared, *(i for i, _ in out.stacks), *(i for i, _ in out.kept)]
+    captured = [i for i in sums if i >= op.attrs["carries"] + op.attrs["xs"]]
+    listed = [*captured, *(i for i, _ in out.stacks), *(i for i, _ in out.kept)]
     for i, t in zip(listed, loop.results[len(out.carried) :], strict=True):
         if (i in sums and sums[i][1] is not None) or (i in sums and op.operands[i].storage.pieces):
             before = walk.grads.pop(op.operands[i])
@@ -317,7 +319,8 @@ def _start(
     """Return what a carry starts from: nothing where the first iteration only adds to it, else zeros."""
     if start is None:
         readers = list(body.successors(f))
-        absent = len(readers) == 1 and readers[0].kind.name == "accumulate" and f not in body.outputs
+        # what a loop only adds to; the first term becomes it, unless that is someone else's
+        absent = len(readers) == 1 and _only_added_to(readers[0], f) and f not in body.outputs
         absent = absent or _passed_on(body, f)
         if absent:
             attrs = {"sizes": f.sizes, "dtype": f.dtype, "pieces": f.storage.pieces}
@@ -334,6 +337,10 @@ def _start(
     return contiguous_copy(start)
 
 
+def _only_added_to(op: Op, f: Tensor) -> bool:
+    return op.kind.name == "accumulate" and op.operands[0] is f and op.operands[1].role == "activation"
+
+
 def _passed_on(body: Graph, f: Tensor) -> bool:
     """Whether only a loop inside reads a sum, which adds to it in turn."""
     readers = list(body.successors(f))
@@ -342,7 +349,7 @@ def _passed_on(body: Graph, f: Tensor) -> bool:
     op = readers[0]
     inner = op.body.formals[op.operands.index(f)]
     found = list(op.body.successors(inner))
-    adds = len(found) == 1 and found[0].kind.name == "accumulate" and found[0].operands[0] is inner
+    adds = len(found) == 1 and _only_added_to(found[0], inner)
     return adds or _passed_on(op.body, inner)
 
 

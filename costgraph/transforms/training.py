@@ -161,6 +161,11 @@ def training_step(
     if checkpoint is not None and not isinstance(checkpoint, Checkpoint):
         raise GraphError(f"training_step: checkpoint {shown(checkpoint)}, expected a policy such as every_block()")
     times = positive("training_step: accumulate", accumulate)
+    need_graph("training_step", graph)
+    if graph.gradients or any(op.phase != "forward" for op in graph.walk()):
+        raise GraphError(
+            f"training_step: graph {graph.name!r} has a backward pass already, expected a forward pass alone"
+        )
     formats = find_policy(precision, autocast_device=autocast_device)
     policy = Checkpoint() if checkpoint is None else checkpoint
     forward = prepared(apply_precision(with_loss(graph, loss), formats), policy)
@@ -243,13 +248,14 @@ def _accumulated(forward: Graph, policy: Checkpoint, formats: Policy, times: Pol
     }
     into = _IntoLoop(given)
     into.fill(forward, body)
-    wanted = [t for t in _wanted(forward) if t.role == "param"]
+    every = _wanted(forward)
+    wanted = [t for t in every if t.role == "param"]
     buffers = {t: _buffer(sources[t], formats, always=always) for t in wanted}
     totals = {t: _total(sources[t], body, formats, buffers[t]) for t in wanted}
     loss = into.tensors[loss_of(forward)]
     with building(body):
         scaled = _scaled(loss, formats, times)
-    leaves = {given[t]: _leaf(sources[t], formats, totals[t]) for t in wanted}
+    leaves = {given[t]: _leaf(sources[t], formats, totals.get(t)) for t in every}
     walk = differentiate(body, body.ops, scaled, leaves, policy)
     params = [t for t in wanted if given[t] in walk.final]
     for t in wanted:
@@ -257,7 +263,9 @@ def _accumulated(forward: Graph, policy: Checkpoint, formats: Policy, times: Pol
             body.remove_node(totals[t])
     with building(body):
         after = [walk.final[given[t]] for t in params]
-        body.outputs += [*after, *written_slices(body, after, [loss])]
+        slices = [t for t in every if t.role == "input" and given[t] in walk.final]
+        parts = [walk.final[given[t]] for t in slices]
+        body.outputs += [*after, *written_slices(body, after, [loss, *parts])]
     inputs = [t for t in sources if t.role == "input"]
     body.formals[:] = [
         *(totals[t] for t in params), *(given[t] for t in inputs), *map(body.capture, body.captured),
@@ -267,8 +275,10 @@ def _accumulated(forward: Graph, policy: Checkpoint, formats: Policy, times: Pol
     attrs = {"body": body, "count": times, "carries": len(params), "xs": len(inputs)}
     loop = new.add_op(REPEAT, (*starts, *(sources[t] for t in inputs), *body.captured), attrs, "microbatches")
     body.owner = loop
-    new.output(loop.results[len(params)])
+    made = len(params)
+    new.output(loop.results[made])
     grads = dict(zip((sources[t] for t in params), loop.results, strict=False))
+    grads |= dict(zip((sources[t] for t in slices), loop.results[made + 1 :], strict=True))
     return _Pass(new, grads, {sources[t] for t in params if buffers[t] is not None})
 
 

@@ -6,19 +6,22 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from types import MappingProxyType
 
 from ..dtypes import DType
 from ..errors import GraphError
+from ..graph import current_graph
 from ..op import Op
 from ..ops.fill import fill
 from ..ops.layout import concat, contiguous_copy
 from ..ops.pieces import accumulate
 from ..ops.pointwise import cast, pointwise
+from ..optimizers.calls import keep
 from ..polynomial import ONE, ZERO, Poly
 from ..scopes import SCOPE
 from ..tensor import Storage, Tensor
-from ..vjp.table import Pull, rule_of
+from ..vjp.table import Pull, Rule, rule_of
 
 __all__ = ["Hooks", "Leaf", "Walk", "active_in", "active_inside", "is_view_op", "scoped"]
 
@@ -127,6 +130,8 @@ class Walk:
         Tensors whose gradients stay, and what becomes of each.
     fused : bool
         Whether ops go into a kernel: sums then need no storage.
+    rules : mapping of Op to Rule
+        Rules of single ops, in place of those of their kinds.
     """
 
     def __init__(
@@ -138,6 +143,7 @@ class Walk:
         carried: set[Tensor] | None = None,
         leaves: Mapping[Tensor, Leaf] | None = None,
         fused: bool = False,
+        rules: Mapping[Op, Rule] | None = None,
     ) -> None:
         self.hooks = hooks
         self.active = active
@@ -149,6 +155,7 @@ class Walk:
         self.readers: Counter[Tensor] = Counter()
         """Ops that have not contributed yet to the gradient of a leaf."""
         self.fused = fused
+        self.rules = dict(rules or {})
         self.grads: dict[Tensor, Tensor] = {}
         self.parts: dict[Tensor, dict[Op, Tensor]] = {}
         """Gradients of parts that a tensor was split into."""
@@ -260,16 +267,42 @@ class Walk:
         if not any(needs) or all(g is None for g in grads):
             return
         with scoped(op):
-            if op.body is not None:
+            if op in self.rules:
+                made = self.rules[op](Pull(op, grads, needs, self.saved))
+            elif op.body is not None:
                 made = (self.hooks.fused if op.kind.body == "fused" else self.hooks.repeated)(self, op, grads, needs)
             elif op.kind.name == "slice" and op.attrs.get("split") and grads[0] is not None:
                 self.parts.setdefault(op.operands[0], {})[op] = grads[0]
                 return
             else:
                 _keep_places(op)
-                made = rule_of(op)(Pull(op, grads, needs, self.saved))
+                made = self.asked(op, grads, needs)
             for t, grad in zip(op.operands, made, strict=True):
                 self.put(t, grad)
+
+    def asked(self, op: Op, grads: Sequence[Tensor | None], needs: tuple[bool, ...]) -> Sequence[Tensor | None]:
+        """Ask the rule of an op's kind; what it has read stays until all of its gradients are made, as in torch."""
+        read: dict[Tensor, None] = {}
+        graph = current_graph()
+        before = len(graph)
+
+        def saved(t: Tensor) -> Tensor:
+            found = self.saved(t)
+            read[found] = None
+            return found
+
+        made = list(rule_of(op)(Pull(op, tuple(grads), needs, saved)))
+        if self.fused or not read:
+            return made
+        added = [n for n in islice(graph, before, None) if isinstance(n, Op) and not is_view_op(n)]
+        # sums over axes that were repeated come after the op itself
+        main = [o for o in added if o.kind.name != "reduce"]
+        last = main[-1] if main else None
+        early = [t for t in read if last is not None and t not in last.operands and t.role in ("activation", "formal")]
+        i = next((i for i, g in enumerate(made) if g is not None and g.role == "activation"), None)
+        if early and i is not None:
+            made[i] = keep(made[i], *early)  # type: ignore[arg-type]  # it is there
+        return made
 
 
 def _keep_places(op: Op) -> None:

@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from ..op import Op
 from ..ops.blocks import kernel
+from ..ops.layout import reshape
 from ..ops.pointwise import cast, pointwise
 from ..ops.reduce import reduce
-from ..scopes import building
+from ..scopes import building, phase
 from ..tensor import Tensor
 from .table import Pull, Rule
 
-__all__ = ["KERNELS", "REBUILD"]
+__all__ = ["INSIDE", "KERNELS", "Inside"]
 
-Made = Callable[[Callable[[Tensor], Tensor]], Tensor]
-Rebuild = Callable[[Op], tuple[Mapping[Tensor, Made], set[Tensor]]]
+Saved = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Inside:
+    """How a kernel goes back over its ops where it does better than to compute all of them again."""
+
+    rebuilt: Mapping[Tensor, Callable[[Saved], Tensor]] = field(default_factory=dict)
+    """tensors inside that come back otherwise than from what made them"""
+    kept: frozenset[Tensor] = frozenset()
+    """tensors inside that the forward kernel writes"""
+    rules: Mapping[Op, Rule] = field(default_factory=dict)
+    """rules of ops inside, in place of those of their kinds"""
+
+
+#: `prepare(op, grads, saved)`: gradients of the kernel's results, and what stands for its operands and results.
+Prepare = Callable[[Op, Sequence[Tensor | None], Saved], Inside]
 
 
 def _rows(op: Op) -> tuple[str, str]:
@@ -47,8 +64,12 @@ def log_softmax(pull: Pull) -> tuple[Tensor | None]:
     return (body.export(made),)
 
 
-def _flash(op: Op) -> tuple[Mapping[Tensor, Made], set[Tensor]]:
-    """Let the forward kernel write the logarithm of each row's sum, from which the probabilities come back."""
+def _flash(op: Op, grads: Sequence[Tensor | None], saved: Saved) -> Inside:
+    """Let the forward kernel write the logarithm of each row's sum, from which the probabilities come back.
+
+    The sum of gradient times probability along a row is that of gradient times result, which is much shorter (Dao et
+    al. 2022, arXiv 2205.14135, section B.4).
+    """
     assert op.body is not None
     probabilities = next(o for o in op.body.ops if o.attrs.get("backward") == "softmax")
     inner = probabilities.body
@@ -56,17 +77,35 @@ def _flash(op: Op) -> tuple[Mapping[Tensor, Made], set[Tensor]]:
     scores = probabilities.operands[0]
     largest = next(o.results[0] for o in inner.ops if o.attrs.get("operation") == "max")
     sums = next(o.results[0] for o in inner.ops if o.attrs.get("operation") == "sum")
-    with building(inner):
+    with building(inner), phase(op.phase):
         made = cast(largest + pointwise("log", sums), "fp32" if scores.dtype.bits < 32 else scores.dtype)
     statistic = inner.export(made)
 
-    def rebuilt(saved: Callable[[Tensor], Tensor]) -> Tensor:
-        return cast(pointwise("exp", saved(scores) - saved(statistic)), scores.dtype)
+    def rebuilt(inside: Saved) -> Tensor:
+        return cast(pointwise("exp", inside(scores) - inside(statistic)), scores.dtype)
 
-    return {probabilities.results[0]: rebuilt}, {statistic}
+    def rule(pull: Pull) -> Sequence[Tensor | None]:
+        grad, out = pull.grads[0], grads[0]
+        assert grad is not None
+        assert out is not None
+        along = _along_rows(op, out * saved(op.results[0]))
+        return [pull.saved(probabilities.results[0]) * (grad - along)]
+
+    return Inside({probabilities.results[0]: rebuilt}, frozenset({statistic}), {probabilities: rule})
+
+
+def _along_rows(op: Op, product: Tensor) -> Tensor:
+    """Sum over what a result has beside the axes of the probabilities, and order the axes as theirs."""
+    assert op.body is not None
+    last = next(o for o in reversed(op.body.ops) if o.kind.name == "einsum")
+    pattern = last.attrs["pattern"]
+    names, rows = list(pattern.result_names), pattern.operand_names(0)
+    kept = [n for n in rows if n in names]
+    total = reduce(product, f"{' '.join(names)} -> {' '.join(kept)}", "sum")
+    return reshape(total, [product.sizes[names.index(n)] if n in names else 1 for n in rows])
 
 
 #: Rules of kernels by the name in their attribute `backward`.
 KERNELS: dict[str, Rule] = {"softmax": softmax, "log_softmax": log_softmax}
-#: How to get tensors inside a kernel back without computing again all that made them, and what is saved for that.
-REBUILD: dict[str, Rebuild] = {"flash": _flash}
+#: What a kernel does otherwise than ask the rules of the ops inside and compute again what they read.
+INSIDE: dict[str, Prepare] = {"flash": _flash}

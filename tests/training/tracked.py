@@ -1,5 +1,7 @@
 """Peak of one AdamW step of a plain torch module, in its steady state: the second step, gradients freed before it."""
 
+from contextlib import nullcontext
+
 import plain_models
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -31,9 +33,10 @@ def step(module, optimizer, ids, targets):
     optimizer.zero_grad()
 
 
-def tracked_peak(name, sizes, B, S, dtype="fp32", implementation="foreach", again=None, **more):
+def tracked_peak(name, sizes, B, S, dtype="fp32", implementation="foreach", again=None, kernel="eager", **more):
     """Bytes at the peak as MemTracker has them: nothing is computed."""
-    with FakeTensorMode(), plain_models.checkpointed(again):
+    attention = plain_models.flash() if kernel == "flash" else nullcontext()
+    with FakeTensorMode(), attention, plain_models.checkpointed(again):
         parts = setting(name, sizes, B, S, dtype, implementation, **more)
         tracker = MemTracker()
         tracker.track_external(*parts)
