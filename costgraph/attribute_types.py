@@ -206,7 +206,8 @@ TABLE: dict[str, dict[str, _Row]] = {
     "kernel": {"body": _BODY, "workspace": _AMOUNT, "backward?": ("the name of a way to go back", _is(str))},
     "repeat": {
         "body": _BODY,
-        "count": _AMOUNT,  # 0 only where 'least' says so
+        # 0 only where 'least' says so
+        "count": ("a positive size", lambda v: _size(v) or (_amount(v) and _size(v + 1))),
         "carries": _INDEX,
         "xs": _INDEX,
         "saved?": _INDEX,

@@ -132,4 +132,4 @@ def test_every_repeated_element_of_expanded_updates_is_added():
         g.output(cg.scatter(target, ids, cg.expand(g.input("u", (5,)), "d -> n d", n=3)))
     total = cg.costs(g).filter(op="scatter").total()
     assert total.pointwise == 3 * 5
-    assert total.read == 4 * (5 + 5) + 4 * 3  # the update and the rows that it changes, as it stands; indices
+    assert total.read == 4 * (3 * 5 + 5) + 4 * 3  # the rows that it changes, the update once, and the indices

@@ -47,6 +47,11 @@ def _drawn_stack(s: Sketch) -> Sequence[Tensor]:
     return list(apply(STACKED, [stack, y + 1, y * y], {}, "stacked"))
 
 
+@meaning("absent")
+def _nothing_yet(at: At) -> None:
+    """Do nothing: what a loop hands to `accumulate` before there is anything is no value."""
+
+
 @sample("absent")
 def _nothing(s: Sketch) -> Sequence[Tensor]:
     absent(s.fresh(s.shape(1)).sizes, s.one_of([DTYPES["fp32"], DTYPES["bf16"]]))
