@@ -13,7 +13,8 @@ from .analysis.memory import live_bytes, peak_memory
 from .bind import Formula, answer, need_bound
 from .errors import BindingError, GraphError
 from .graph import Graph, need_graph
-from .hardware import Hardware, load_hardware
+from .hardware import Hardware
+from .planning.search import memory_limit
 from .polynomial import Poly, poly
 from .sizes import bindings, known_names
 from .symbols import dims as make_dims
@@ -149,11 +150,7 @@ def checkpoint_for(
     ('attention',)
     """
     need_graph("checkpoint_for", graph)
-    if (hardware is None) == (memory is None):
-        raise BindingError("checkpoint_for: expected a limit, either hardware= or memory=")
-    limit = memory if hardware is None else load_hardware(hardware).capacity().value
-    if isinstance(limit, bool | str) or limit is None or not limit > 0:
-        raise BindingError(f"checkpoint_for: memory={memory!r}, expected a positive number of bytes")
+    limit = memory_limit("checkpoint_for", hardware, memory)
     chosen, sizes = dict(options or {}), dict[str, Any](dims)
     if "checkpoint" in chosen:
         raise GraphError("checkpoint_for: options has a checkpoint already, expected the other arguments of a step")

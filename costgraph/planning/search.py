@@ -17,6 +17,16 @@ __all__ = ["largest"]
 _MOST = 2**62
 
 
+def memory_limit(place: str, hardware: str | Hardware | None, memory: float | None) -> float:
+    """Return the bytes that there are: those given, or the capacity of a device; one of the two has to be said."""
+    if (hardware is None) == (memory is None):
+        raise BindingError(f"{place}: expected a limit, either hardware= or memory=")
+    limit = memory if hardware is None else load_hardware(hardware).capacity().value
+    if isinstance(limit, bool | str) or limit is None or not limit > 0:
+        raise BindingError(f"{place}: memory={memory!r}, expected a positive number of bytes")
+    return float(limit)
+
+
 def largest(
     graph: Graph,
     symbol: str,
@@ -68,11 +78,7 @@ def largest(
     (699, 4993807872)
     """
     need_open(graph, symbol, dims, "largest")
-    if (hardware is None) == (memory is None):
-        raise BindingError("largest: expected a limit, either hardware= or memory=")
-    limit = memory if hardware is None else load_hardware(hardware).capacity().value
-    if isinstance(limit, bool | str) or limit is None or not limit > 0:
-        raise BindingError(f"largest: memory={memory!r}, expected a positive number of bytes")
+    limit = memory_limit("largest", hardware, memory)
 
     size_of("largest: multiple_of", multiple_of)
 
