@@ -4,6 +4,7 @@ A model is declared as a graph of einsum-style ops. What it costs is derived fro
 if one likes, and becomes a number once sizes are bound.
 """
 
+from .analysis.compare import Compared, Comparison, compare
 from .analysis.costs import bytes_moved, costs, flops, intensity, matmul_flops
 from .analysis.crossover import crossover
 from .analysis.lifetimes import Lifetime, lifetimes
@@ -53,6 +54,7 @@ from .nn import (
 from .ops.blocks import kernel, repeat, scan
 from .ops.einsum import einsum
 from .ops.index import arange, gather, scatter, take_along
+from .ops.keep import keep
 from .ops.layout import concat, contiguous_copy, expand, rearrange, reshape, slice_axis, split, stack
 from .ops.operators import matmul, transpose
 from .ops.pointwise import cast, pointwise
@@ -82,6 +84,7 @@ from .symbols import dims
 from .tensor import Tensor
 from .transforms.backward import backward
 from .transforms.checkpoint import Checkpoint, every, every_block, from_start, selective
+from .transforms.fold import fold
 from .transforms.fuse import fuse
 from .transforms.policy import Policy
 from .transforms.precision import apply_precision
@@ -100,6 +103,9 @@ __all__ = [
     "report",
     "models",
     "largest",
+    "Compared",
+    "Comparison",
+    "compare",
     "PreflightCheck",
     "LeadingTerm",
     "Preflight",
@@ -122,6 +128,7 @@ __all__ = [
     "training_flops",
     "training_seconds",
     "training_tokens",
+    "fold",
     "fuse",
     "Checkpoint",
     "best_interval",
@@ -195,6 +202,7 @@ __all__ = [
     "gather",
     "gelu",
     "intensity",
+    "keep",
     "kernel",
     "layer_norm",
     "lifetimes",

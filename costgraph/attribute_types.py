@@ -9,6 +9,7 @@ from .arguments import amount, positive
 from .domain import Domain
 from .dtypes import DTYPES, DType
 from .errors import CostGraphError
+from .ops.aten import ATEN
 from .ops.pointwise import Function
 from .ops.reduce import REDUCTIONS
 from .ops.stated import COLLECTIVES
@@ -116,6 +117,31 @@ def _gradient(value: object) -> bool:
     return _one_of("g", "y", "a", "b", "c")(value) or _is_number(value)
 
 
+def _integer(value: object) -> bool:
+    return isinstance(value, Poly)
+
+
+def _traced_output(value: object) -> bool:
+    """Whether it is a shape, a number format, strides or None, the place of an operand or None, and an offset."""
+    if not isinstance(value, tuple) or len(value) != 5:
+        return False
+    sizes, dtype, strides, of, offset = value
+    fits = _tuple(_size)(sizes) and isinstance(dtype, DType) and _amount(offset) and _maybe(_count(0))(of)
+    return fits and _maybe(_tuple(_amount))(strides) and (strides is None or len(strides) == len(sizes))
+
+
+def _argument(value: object) -> bool:
+    """Whether it is what an op of torch can be called with: a number, a text, a tensor by its place, or a list."""
+    if isinstance(value, dict):
+        shapes = {"operand": _count(0), "torch": _is(str), "empty": _tuple(_integer), "dtype": _is(DType)}
+        return value.keys() in ({"operand"}, {"torch"}, {"empty", "dtype"}) and all(
+            shapes[k](v) for k, v in value.items()
+        )
+    if isinstance(value, tuple):
+        return all(map(_argument, value))
+    return value is None or isinstance(value, bool | int | float | str | Poly | DType)
+
+
 _Row = tuple[str, _Fits]
 _SIZE: _Row = ("a positive size", _size)
 _SIZES: _Row = ("a tuple of positive sizes", _tuple(_size))
@@ -201,6 +227,21 @@ TABLE: dict[str, dict[str, _Row]] = {
         "workspace": _AMOUNT,
         "backward?": ("the costs of a backward pass", _stated_backward),
     },
+    ATEN.name: {
+        "target": ("the name of an op of torch with its overload", lambda v: isinstance(v, str) and "." in v),
+        "arguments": ("a tuple of arguments", _tuple(_argument)),
+        "keywords": ("arguments by name", lambda v: isinstance(v, dict) and all(map(_argument, v.values()))),
+        "places": ("a tuple of integers of at least -1", _tuple(_count(-1))),
+        "outputs": ("a tuple of shapes with formats and layouts", _tuple(_traced_output)),
+        "matmul": _AMOUNT,
+        "full": _AMOUNT,
+        "pointwise": _AMOUNT,
+        "transcendental": _AMOUNT,
+        "reads": _AMOUNTS,
+        "writes": _AMOUNTS,
+        "workspace": _AMOUNT,
+        "pieces?": ("a tuple of numbers of axes", _tuple(_count(0))),
+    },
     "transfer": {"link": ("the name of a link", _is(str))},
     "collective": {"collective": (f"one of {', '.join(COLLECTIVES)}", _one_of(*COLLECTIVES)), "ranks": _SIZE},
     "kernel": {"body": _BODY, "workspace": _AMOUNT, "backward?": ("the name of a way to go back", _is(str))},
@@ -218,6 +259,7 @@ TABLE: dict[str, dict[str, _Row]] = {
     "absent": {"sizes": _SIZES, "dtype": _DTYPE, "pieces": _INDEX},
     "accumulate": {"inplace": _FLAG},
     "stacked": {},
+    "keep": {},
 }
 # of every kind: whether a kernel keeps what it makes for the backward pass, and whether it is computed again there
 for _rows in TABLE.values():

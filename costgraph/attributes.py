@@ -252,6 +252,31 @@ def _opaque(operands: Sequence[Tensor], attrs: Attrs) -> None:
             _need(all(i < count for i in stated[name]), f"backward: {name} {shown(stated[name])} of {count}")
 
 
+def _aten(operands: Sequence[Tensor], attrs: Attrs) -> None:
+    outputs = attrs["outputs"]
+    _need(len(attrs["places"]) == len(outputs), f"{len(attrs['places'])} places of {len(outputs)} results")
+    for name, count in (("reads", len(operands)), ("writes", len(outputs))):
+        _need(attrs[name] is None or len(attrs[name]) == count, f"{name} of {count} tensors")
+    pieces = attrs.get("pieces", (0,) * len(outputs))
+    _need(len(pieces) == len(outputs), f"{len(pieces)} pieces of {len(outputs)} results")
+    for own, (sizes, *_) in zip(pieces, outputs, strict=True):
+        _need(own <= len(sizes), f"{own} pieces of {len(sizes)} axes")
+    for _, _, _, of, _ in outputs:
+        _need(of is None or of < len(operands), f"a view of operand {of} of {len(operands)}")
+    for i in _places_in((attrs["arguments"], *attrs["keywords"].values())):
+        _need(i < len(operands), f"argument {i} of {len(operands)} operands")
+
+
+def _places_in(value: Any) -> Iterator[int]:
+    """Yield the places of operands among arguments."""
+    if isinstance(value, Mapping):
+        if "operand" in value:
+            yield value["operand"]
+    elif isinstance(value, tuple):
+        for v in value:
+            yield from _places_in(v)
+
+
 # -- bodies ------------------------------------------------------------------------------------------------------
 
 
@@ -312,5 +337,5 @@ def _repeat(operands: Sequence[Tensor], attrs: Attrs) -> None:
 _CHECKS: dict[str, Callable[[Sequence[Any], Attrs], None]] = {
     "einsum": _einsum, "pool": _pool, "unpool": _unpool, "pointwise": _pointwise, "dropout": _dropout,
     "reduce": _reduce, "rearrange": _rearrange, "slice": _slice, "pad": _pad, "expand": _expand, "concat": _concat,
-    "opaque": _opaque, "kernel": _kernel, "repeat": _repeat,
+    "opaque": _opaque, "aten": _aten, "kernel": _kernel, "repeat": _repeat,
 }  # fmt: skip

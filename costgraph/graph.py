@@ -325,7 +325,9 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
         *,
         requires_grad: bool = False,
     ) -> Tensor:
-        if not isinstance(name, str) or not all(is_name(part) for part in name.replace(".", "/").split("/")):
+        # a part that is a number is the place in a list of modules, as torch names it
+        parts = name.replace(".", "/").split("/") if isinstance(name, str) else [""]
+        if not all(is_name(part) or (part.isascii() and part.isdigit()) for part in parts):
             raise GraphError(f"{role} {shorten(str(name))}: expected a name of letters, digits, '_', '.' and '/'")
         full = "/".join((*SCOPE.get(), name)) if role != "input" else name
         if full in self.root._taken:

@@ -20,6 +20,7 @@ from .errors import CostGraphError, FormatError, GraphError
 from .grammar import parse_formula, parse_relation
 from .graph import Graph
 from .op import Attrs, Op, OpKind
+from .ops.keep import KEEP
 from .ops.pointwise import FUNCTIONS, Function
 from .ops.registry import KINDS
 from .pattern import parse_pattern
@@ -235,7 +236,8 @@ class Reader:
             attrs = {k: self.decode(v, graph, where) for k, v in self.need(node, "attrs", dict, where).items()}
             self.check(kind.name, operands, attrs)
             whole = next((t for t in operands if t.storage.pieces and kind.body != "repeated"), None)
-            if whole is not None:
+            # a list may have an element for each layer of a stack, and what is kept is not read
+            if whole is not None and kind is not KEEP and "pieces" not in attrs:
                 raise GraphError(f"{kind.name} of {whole!r}, expected a loop: it has a storage for each iteration")
             op = graph.add_op(kind, operands, attrs, name, phase)
             if op.body is not None:

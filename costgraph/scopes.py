@@ -52,15 +52,15 @@ def scope(name: str) -> Iterator[None]:
     Parameters
     ----------
     name : str
-        One or several levels, separated by `/`.
+        One or several levels, separated by `/`; a number is the place in a list of layers.
 
     Raises
     ------
     GraphError
-        If a level is no identifier.
+        If a level is neither an identifier nor a number.
     """
     levels = tuple(name.split("/")) if isinstance(name, str) else ()
-    if not levels or not all(is_name(level) for level in levels):
+    if not levels or not all(is_name(n) or (n.isascii() and n.isdigit()) for n in levels):
         raise GraphError(f"scope {shorten(str(name))}: expected identifiers separated by '/'")
     token = SCOPE.set((*SCOPE.get(), *levels))
     try:

@@ -116,3 +116,20 @@ def test_only_multiples_are_tried_for_a_width_that_heads_share():
     assert cg.peak_memory(step, D=best, **sizes) <= 10**7 < cg.peak_memory(step, D=best + 3, **sizes)
     with pytest.raises(BindingError, match="largest: multiple_of=0: expected a positive integer"):
         cg.largest(step, "D", memory=10**7, multiple_of=0, **sizes)
+
+
+def test_the_largest_size_keeps_what_is_assumed():
+    B, S = cg.dims("B S")
+    with cg.Graph("g") as g:
+        g.assume("S >= 5", "S <= 100", "B > S")
+        g.output(cg.relu(g.input("x", (B, S))))
+    # 8 bytes an element: the input and the result, in fp32
+    assert cg.largest(g, "S", memory=8 * 200 * 50, B=200) == 50
+    assert cg.largest(g, "S", memory=1e12, B=200) == 100
+    assert cg.largest(g, "S", memory=8 * 200 * 5 - 1, B=200) == 0
+    assert cg.largest(g, "B", memory=8 * 7 * 11, S=7) == 11
+    assert cg.largest(g, "B", memory=8 * 7 * 7, S=7) == 0
+    with pytest.raises(cg.BindingError, match="S"):
+        cg.largest(g, "B", memory=1e9, S=-7)
+    with pytest.raises(cg.BindingError, match="against the assumption 'S <= 100'"):
+        cg.largest(g, "B", memory=1e9, S=101)

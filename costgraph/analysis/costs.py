@@ -32,6 +32,7 @@ __all__ = [
     "flops",
     "intensity",
     "matmul_flops",
+    "traffic_of",
 ]
 
 _COUNTS = ("executed", "full")
@@ -133,6 +134,14 @@ def _rows(graph: Graph, count: str) -> tuple[CostRow, ...]:
                 rows.append(CostRow(op.name, op.scope, op.phase, kind, dtype, direction, amount * times))
     graph.cache["costs", count] = tuple(rows)
     return tuple(rows)
+
+
+def traffic_of(op: Op) -> dict[str, Poly]:
+    """Return the bytes that an op reads and writes."""
+    out = {"read": ZERO, "written": ZERO}
+    for direction, _, amount in _traffic(op):
+        out["read" if direction == "read" else "written"] += amount
+    return out
 
 
 def _bound_rows(graph: Graph, count: str, dims: Mapping[str, object]) -> tuple[CostRow, ...]:

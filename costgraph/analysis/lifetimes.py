@@ -144,7 +144,8 @@ class _Player:
 
     def birth(self, t: Tensor, now: int, label: tuple[object, ...], phase: str) -> Life:
         role = "activation" if phase == "forward" else "temporary"
-        life = Life(t.name + "".join(map(str, label)), role, t.storage.bytes, now, now, ONE, (t.storage, *label))
+        many = numel(t.sizes[: t.storage.pieces])
+        life = Life(t.name + "".join(map(str, label)), role, t.storage.bytes, now, now, many, (t.storage, *label))
         self.program.lives.append(life)
         return life
 

@@ -8,32 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from .. import rules
-from ..errors import GraphError
-from ..graph import apply
-from ..op import Attrs, OpKind, Result
+from ..ops.keep import keep
 from ..ops.pointwise import FUNCTIONS, Function, pointwise
-from ..ops.registry import register
 from ..tensor import Tensor
 from .functions import ADD_PRODUCT, ADD_QUOTIENT, ADD_SCALED, ADD_SCALED_PRODUCT, ADD_SCALED_QUOTIENT
 from .over import Made, over
 
-__all__ = ["KEEP", "Calls", "Column", "Update", "keep", "one_by_one"]
+__all__ = ["Calls", "Column", "Update", "one_by_one"]
 
 Column = tuple[Tensor, ...]
 #: Adds an update and returns the columns of what was updated and of its gradients as they are afterwards.
 Update = Callable[..., tuple[Column, Column]]
-
-
-def _kept(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
-    if not operands:
-        raise GraphError("keep of nothing, expected one operand at least")
-    x = operands[0]
-    return [Result(x.sizes, x.dtype, x.strides, of=0, offset=x.offset, domain=x.domain)]
-
-
-#: A view of its first operand, before which the others cannot be given back: variables of a Python function.
-KEEP = register(OpKind("keep", _kept, flops=rules.free, reads=rules.nothing, writes=rules.nothing))
 
 
 def _directly(groups: Sequence[Column], function: Callable[..., Made], name: str) -> list[Column]:
@@ -106,11 +91,6 @@ class Calls:
     def keep(self, x: Column, *others: Column) -> Column:
         """Let tensors live until here that variables of a loop's function name; lists are deleted by hand."""
         return x if self.listed or not others else self.each("keep", keep, x, *others)[0]
-
-
-def keep(x: Tensor, *others: Tensor) -> Tensor:
-    """Let other tensors live until here, as what a variable of Python still names; returns the first one."""
-    return apply(KEEP, [x, *others], {}, "keep")[0]
 
 
 def one_by_one(update: Update, groups: Sequence[Column], name: str) -> list[Column]:

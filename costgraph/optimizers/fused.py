@@ -13,12 +13,13 @@ from .. import rules
 from ..errors import GraphError, ShapeError
 from ..graph import Graph, apply
 from ..op import Attrs, Op, OpKind, Result
+from ..ops.keep import KEEP
 from ..ops.pointwise import Function
 from ..ops.registry import register
 from ..rules import Flops
 from ..symbols import shown
 from ..tensor import Tensor
-from .calls import KEEP, Calls, Column, Update
+from .calls import Calls, Column, Update
 
 __all__ = ["FUSED_UPDATE", "fused_update"]
 

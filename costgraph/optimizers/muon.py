@@ -12,13 +12,14 @@ from ..arguments import need_call, need_choice
 from ..errors import GraphError, ShapeError
 from ..layout import Sizes, numel
 from ..ops.blocks import fused
+from ..ops.keep import keep
 from ..ops.layout import reshape
 from ..ops.operators import matmul, transpose
 from ..ops.pointwise import cast, pointwise
 from ..polynomial import as_poly
 from ..tensor import Tensor
 from .adaptive import AdamW
-from .calls import Calls, Column, keep
+from .calls import Calls, Column
 from .functions import ADD_SCALED
 from .norms import norm
 from .optimizer import Optimizer, bounds

@@ -9,12 +9,14 @@ from ..bind import need_bound
 from ..errors import BindingError
 from ..graph import Graph
 from ..hardware import Hardware, load_hardware
-from ..sizes import need_open, size_of
+from ..sizes import bindings, need_open, size_of
 
 __all__ = ["largest"]
 
 # Beyond this the answer is that the dimension takes no memory.
 _MOST = 2**62
+# Assumptions may be against small sizes: the smallest that none is against is looked for below this.
+_FEWEST = 2**12
 
 
 def memory_limit(place: str, hardware: str | Hardware | None, memory: float | None) -> float:
@@ -57,7 +59,7 @@ def largest(
     Returns
     -------
     int
-        The largest size that fits, 0 if not even the smallest does.
+        The largest size that fits and that nothing assumed is against, 0 if not even the smallest does.
 
     Raises
     ------
@@ -82,15 +84,28 @@ def largest(
 
     size_of("largest: multiple_of", multiple_of)
 
+    bindings(graph, dims)  # what is wrong with these is no matter of the size that is looked for
+
+    def allowed(size: int) -> bool:
+        """Whether nothing that is assumed of sizes is against it."""
+        try:
+            bindings(graph, {**dims, symbol: size * multiple_of})
+        except BindingError:
+            return False
+        return True
+
     def fits(size: int) -> bool:
+        if not allowed(size):
+            return False
         sizes: dict[str, Any] = {**dims, symbol: size * multiple_of}
         peak = peak_memory(graph, **sizes)
         need_bound([peak], f"largest {symbol}")
         return bool(peak <= limit)
 
-    if not fits(1):
+    low = next((n for n in range(1, _FEWEST) if allowed(n)), 1)
+    if not fits(low):
         return 0
-    low, high = 1, 2
+    high = 2 * low
     while fits(high):
         low, high = high, high * 2
         if high > _MOST:

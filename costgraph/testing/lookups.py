@@ -65,12 +65,14 @@ def _scatter(at: At) -> None:
 # -- stated ------------------------------------------------------------------------------------------------------
 
 
+@meaning("aten")
 @meaning("opaque")
 def _opaque(at: At) -> None:
     """Take what is stated for true: nothing says what the op does."""
     matmul, pointwise, transcendental = (at.attr(k) for k in ("matmul", "pointwise", "transcendental"))
-    at.tally = Tally(matmul, matmul, pointwise, transcendental)
-    for i in range(len(at.op.results)):
+    at.tally = Tally(matmul, at.attr("full", matmul), pointwise, transcendental)
+    shared = {t.storage for t in at.op.operands}
+    for i in (i for i, t in enumerate(at.op.results) if t.storage not in shared):
         for index in product(*map(range, at.result(i).array.shape)):
             at.write(0.0, *index, to=i)
     for i, v in enumerate(at.operands):

@@ -9,6 +9,7 @@ from typing import Any
 from ..conv import POOL, conv, pool
 from ..domain import Domain
 from ..graph import apply
+from ..ops.aten import ATEN
 from ..ops.einsum import contract, einsum
 from ..ops.index import arange, gather, scatter, take_along
 from ..ops.layout import concat, contiguous_copy, expand, index, rearrange, reshape, slice_axis
@@ -17,7 +18,7 @@ from ..ops.reduce import REDUCTIONS, reduce
 from ..ops.stated import COLLECTIVES, collective, opaque, transfer
 from ..ops.stochastic import dropout
 from ..pattern import parse_pattern
-from ..polynomial import poly
+from ..polynomial import ZERO, poly
 from ..symbols import dims
 from ..tensor import Tensor
 from ..transforms.unroll import EMPTY
@@ -371,22 +372,27 @@ def _arange(s: Sketch) -> Sequence[Tensor]:
     return [made if made.dtype.kind == "float" else cast(made, "fp32")]
 
 
-# -- stated ------------------------------------------------------------------------------------------------------
-
-
 @sample("opaque")
 def _opaque(s: Sketch) -> Sequence[Tensor]:
     x, size = s.tensor(), s.size()
-    amounts: dict[str, Any] = {} if s.chance(1) else {"reads": 8 * size, "writes": 8 * size}
-    flops = s.one_of([0, 5 * size, {"matmul": 2 * size, "transcendental": 3}])
-    return [opaque("stated", [x], (size,), flops=flops, workspace=s.one_of([0, 64, 16 * size]), **amounts)]
+    amounts: dict[str, Any] = {} if s.chance(1) else dict.fromkeys(("reads", "writes"), 8 * size)
+    amounts["flops"] = s.one_of([0, 5 * size, {"matmul": 2 * size, "transcendental": 3}])
+    return [opaque("stated", [x], (size,), workspace=s.one_of([0, 64, 16 * size]), **amounts)]
+
+
+@sample("aten")
+def _aten(s: Sketch) -> Sequence[Tensor]:
+    x, n = s.tensor(), poly(s.size())
+    call: dict[str, Any] = {"target": "relu.default", "arguments": ({"operand": 0},), "keywords": {}, "places": (0,)}
+    call |= dict.fromkeys(("matmul", "pointwise", "transcendental"), n) | {"full": 2 * n, "workspace": poly(8)}
+    call |= {"outputs": (((n,), x.dtype, None, None, ZERO),), "reads": s.one_of([None, (8 * n,)]), "writes": None}
+    return apply(ATEN, [x], call, "relu")
 
 
 @sample("collective")
 def _collective(s: Sketch) -> Sequence[Tensor]:
     kind = s.one_of(sorted(COLLECTIVES))
     ranks: Any = s.one_of([2, 3, dims("A")])
-    if kind == "reduce_scatter":
-        rows: Any = s.one_of([1, dims("B")])
-        return [collective(s.fresh((ranks * rows, *s.shape(1, 4))), kind, ranks)]
-    return [collective(s.tensor(lambda t: s.elements(t) <= 20, s.shape(1, 20)), kind, ranks)]
+    rows = (ranks * s.one_of([1, dims("B")]), *s.shape(1, 4)) if kind == "reduce_scatter" else None
+    x = s.tensor(lambda t: s.elements(t) <= 20, s.shape(1, 20)) if rows is None else s.fresh(rows)
+    return [collective(x, kind, ranks)]

@@ -9,8 +9,8 @@ import numpy as np
 
 from ..graph import apply
 from ..ops.fill import fill
+from ..ops.keep import keep
 from ..optimizers.adaptive import Adam
-from ..optimizers.calls import keep
 from ..optimizers.fused import fused_update
 from ..optimizers.sgd import SGD
 from ..optimizers.steps import UNSCALE, ZERO_GRAD

@@ -13,6 +13,7 @@ from ..layout import contiguous
 from ..op import Op
 from ..ops.blocks import REPEAT
 from ..ops.fill import fill
+from ..ops.keep import KEEP
 from ..ops.layout import contiguous_copy
 from ..ops.pieces import ABSENT, slice_of
 from ..ops.pointwise import pointwise
@@ -86,6 +87,8 @@ class _Reverse:
             return self.body.adopt(outer) if whole else self.slice(outer, f"{t.name}.again")
         if 0 <= at < attrs["carries"] and self.outer.hooks.start:
             return self.from_start()[at]
+        if t.producer is not None and t.producer.kind is KEEP:  # what was held is not held here
+            return self.saved(t.producer.operands[0])
         if t.producer is not None and is_view_op(t.producer):
             base = self.saved(t.producer.operands[0])
             op = self.body.add_op(t.producer.kind, [base], t.producer.attrs, t.producer.name + ".again")

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..errors import BindingError, ShapeError
+from ..errors import BindingError, ShapeError, UnsupportedError
 from ..graph import Graph
 from ..layout import Sizes, contiguous, numel
 from ..op import Attrs, Op, OpKind, Result
+from ..ops.keep import KEEP
 from ..ops.layout import REARRANGE, SLICE
 from ..ops.registry import register
 from ..polynomial import ONE, Poly, as_poly
 from ..rules import free, nothing
 from ..sizes import bindings
 from ..tensor import Storage, Tensor
-from .rewrite import Rewriter
+from .rewrite import Rewriter, members
 
 __all__ = ["unroll"]
 
@@ -66,6 +67,8 @@ def unroll(graph: Graph, /, **dims: int) -> Graph:
     ------
     BindingError
         If a count is still a symbol.
+    UnsupportedError
+        If an op outside of loops takes a list with an element for each iteration, as `fold` makes it.
 
     Examples
     --------
@@ -118,9 +121,21 @@ def _emit(rewriter: Rewriter, op: Op, new: Graph) -> bool:
         rewriter.tensors[op.results[0]] = rewriter.tensors[op.operands[1]]
     elif op.kind.body == "repeated":
         _play_out(rewriter, op, new)
+    elif any(isinstance(rewriter.tensors[t], list) for t in op.operands):
+        _take_whole(rewriter, op, new)
     else:
         return False
     return True
+
+
+def _take_whole(rewriter: Rewriter, op: Op, new: Graph) -> None:
+    """Let an op outside of loops read what has a storage for each iteration."""
+    if op.kind is not KEEP:
+        raise UnsupportedError(f"unroll: {op.name!r} reads something of every iteration, expected an op inside a loop")
+    operands = [t for o in op.operands for t in members(rewriter.tensors[o])]
+    made = new.add_op(op.kind, operands, op.attrs, op.name, op.phase)
+    made.scope = op.scope
+    rewriter.tensors[op.results[0]] = made.results[0]
 
 
 def _play_out(rewriter: Rewriter, op: Op, new: Graph) -> None:

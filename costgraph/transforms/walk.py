@@ -14,10 +14,10 @@ from ..errors import GraphError
 from ..graph import current_graph
 from ..op import Op
 from ..ops.fill import fill
+from ..ops.keep import keep
 from ..ops.layout import concat, contiguous_copy
 from ..ops.pieces import accumulate
 from ..ops.pointwise import cast, pointwise
-from ..optimizers.calls import keep
 from ..polynomial import ONE, ZERO, Poly
 from ..scopes import SCOPE
 from ..tensor import Storage, Tensor

@@ -13,7 +13,7 @@ __all__ = [
 NOT_DIFFERENTIABLE: Mapping[str, str] = MappingProxyType(
     {
         "unpool": "a gradient already: of gradients of gradients of windows nothing is stated",
-        "keep": "part of an optimizer step",
+        "aten": "a call that was recorded: torch runs its backward pass, which a trace can record as well",
         "fused_update": "part of an optimizer step",
         "zero_grad": "part of an optimizer step",
         "unscale": "part of an optimizer step",

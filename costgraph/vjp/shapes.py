@@ -78,6 +78,12 @@ def _concat(pull: Pull) -> Sequence[Tensor | None]:
     ]
 
 
+@vjp("keep")
+def _keep(pull: Pull) -> Sequence[Tensor | None]:
+    """What is only held has no part in the result."""
+    return [_only(pull), *(None for _ in pull.op.operands[1:])]
+
+
 @vjp("assign")
 def _assign(pull: Pull) -> Sequence[Tensor | None]:
     """What was overwritten has no gradient."""

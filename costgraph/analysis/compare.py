@@ -1,0 +1,171 @@
+"""Two graphs of one model beside each other, class of op by class of op: a declared one and a traced one, say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from ..bind import Formula, answer
+from ..graph import Graph, need_graph
+from ..op import Op
+from ..polynomial import ZERO, Poly, as_poly
+from ..sizes import bindings, known_names
+from ..transforms.autocast import word
+from .costs import executions, traffic_of
+
+__all__ = ["Comparison", "Compared", "compare"]
+
+_AMOUNTS = ("matmul", "pointwise", "transcendental", "read", "written")
+#: Classes by the words of their ops: those of declared ones and the names that torch has.
+_CLASSES: Mapping[str, tuple[str, ...]] = {
+    "matmul": ("matmul", "addmm", "mm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "grouped_mm",
+               "scaled_mm", "int_mm", "linear", "scaled"),
+    "convolution": ("conv", "convolution", "mkldnn_convolution", "thnn_conv2d", "slow_conv_transpose2d"),
+    "attention": ("flash_attention", "attention", "scaled_dot_product_flash_attention",
+                  "scaled_dot_product_flash_attention_for_cpu", "scaled_dot_product_efficient_attention",
+                  "scaled_dot_product_cudnn_attention", "scaled_dot_product_fused_attention_overrideable"),
+    "softmax": ("softmax", "log_softmax", "safe_softmax"),
+    "norm": ("norm", "layer_norm", "rms_norm", "native_layer_norm", "fused_rms_norm", "native_group_norm",
+             "native_batch_norm", "batch_norm", "native_batch_norm_legit", "cudnn_batch_norm"),
+    "loss": ("cross_entropy", "nll", "nll_loss", "nll_loss_forward", "nll_loss2d", "nll_loss2d_forward"),
+    "lookup": ("embedding", "embedding_dense", "gather", "scatter", "scatter_add", "index", "index_put", "index_add",
+               "index_select", "take_along"),
+    "reduction": ("sum", "mean", "max", "min", "prod", "amax", "amin", "argmax", "argmin", "cumsum", "cumprod", "any",
+                  "all", "var", "std", "topk", "sort", "linalg_vector_norm", "norm_sum"),
+    "pooling": ("max_pool2d", "mean_pool2d", "max_pool2d_with_indices", "avg_pool2d", "adaptive_avg_pool2d", "pool"),
+    "dropout": ("dropout", "native_dropout", "bernoulli"),
+}  # fmt: skip
+_CLASS_OF = {name: of for of, names in _CLASSES.items() for name in names}
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One class of ops in one phase, or the total."""
+
+    phase: str
+    """forward, recompute, backward or optimizer"""
+    ops: str
+    """class of ops, such as matmul, softmax or pointwise; copy where nothing is computed"""
+    kind: str
+    """matmul, pointwise or transcendental FLOPs, or bytes read or written"""
+    first: Formula
+    """of the first graph"""
+    second: Formula
+    """of the second graph"""
+    difference: Formula
+    """of the second graph less of the first"""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two graphs beside each other.
+
+    Parameters
+    ----------
+    rows : tuple of Compared
+        One for each phase, class of ops and kind of cost of which either graph has any.
+    """
+
+    rows: tuple[Compared, ...]
+
+    def differing(self) -> tuple[Compared, ...]:
+        """Return the rows in which the graphs are not the same."""
+        return tuple(r for r in self.rows if r.difference != 0)
+
+    def total(self, kind: str) -> Formula:
+        """Return the difference over all classes and phases in one kind of cost."""
+        return sum((r.difference for r in self.rows if r.kind == kind), start=0)
+
+    def __str__(self) -> str:
+        """Return a table, one line a row."""
+        head = ("phase", "ops", "kind", "first", "second", "difference")
+        cells = [head, *((r.phase, r.ops, r.kind, *map(str, (r.first, r.second, r.difference))) for r in self.rows)]
+        widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
+        return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells)
+
+
+def compare(first: Graph, second: Graph, /, *, count: str = "executed", **dims: int) -> Comparison:
+    """Set two graphs beside each other, class of op by class of op, with the differences as formulas.
+
+    Parameters
+    ----------
+    first, second : Graph
+        Such as one that is declared and one that `costgraph.torch.trace` recorded. One name is one size in both.
+    count : str
+        executed, or full: every domain ignored, as FlopCounterMode charges.
+    **dims : int
+        Sizes to bind, each in the graphs that have it; preset sizes are bound where nothing else is said.
+
+    Returns
+    -------
+    Comparison
+        `.rows`, `.differing()`, `.total(kind)`; `print` shows a table.
+
+    Raises
+    ------
+    GraphError, BindingError
+        If one is no graph, or a size is in neither of them or no size.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> B, D, F = cg.dims("B D F")
+    >>> def net(scaled):
+    ...     with cg.Graph("net") as g:
+    ...         y = cg.linear(g.input("x", (B, D)), "b d -> b f", f=F)
+    ...         g.output(cg.relu(y * 2 if scaled else y))
+    ...     return g
+    >>> for row in cg.compare(net(False), net(True)).differing():
+    ...     print(row.ops, row.kind, row.difference)
+    pointwise pointwise B*F
+    pointwise read 4*B*F
+    pointwise written 4*B*F
+    """
+    need_graph("compare: first", first)
+    need_graph("compare: second", second)
+    both = known_names(first) | known_names(second)
+    amounts = [_amounts(g, count, {k: v for k, v in dims.items() if k in known_names(g) or k not in both})
+               for g in (first, second)]  # fmt: skip
+    rows = []
+    for key in dict.fromkeys([*amounts[0], *amounts[1]]):
+        a, b = (found.get(key, ZERO) for found in amounts)
+        if a or b:
+            rows.append(Compared(*key, answer(a), answer(b), answer(b - a)))
+    order = ("forward", "recompute", "backward", "optimizer")
+    rows.sort(key=lambda r: (order.index(r.phase), r.ops, _AMOUNTS.index(r.kind)))
+    return Comparison(tuple(rows))
+
+
+def _amounts(graph: Graph, count: str, dims: Mapping[str, int]) -> dict[tuple[str, str, str], Poly]:
+    values = bindings(graph, dims)
+    found: dict[tuple[str, str, str], Poly] = {}
+    around = ""
+    for op, times, moves in executions(graph):
+        around = _class_of(op) if moves else around  # what a kernel fuses belongs to it
+        flops = op.kind.flops(op)
+        own = {"matmul": flops.full if count == "full" else flops.matmul, "pointwise": flops.pointwise,
+               "transcendental": flops.transcendental}  # fmt: skip
+        if moves:
+            own |= traffic_of(op)
+        for kind, amount in own.items():
+            if amount:
+                key = op.phase, around, kind
+                found[key] = found.get(key, ZERO) + (as_poly(amount) * times).bind(values)
+    return found
+
+
+def _class_of(op: Op) -> str:
+    if op.phase == "optimizer":
+        return "update"
+    target: str | None = op.attrs.get("target") if op.kind.name == "aten" else None
+    name = word(op) if target is None else target.partition(".")[0]
+    name = name.strip("_").removesuffix("_data").removesuffix("_backward")
+    if name in _CLASS_OF:
+        return _CLASS_OF[name]
+    return "copy" if not any(_computed(op)) else "pointwise"
+
+
+def _computed(op: Op) -> Iterator[Poly]:
+    for inner in [op] if op.body is None else [i for i, _, _ in executions(op.body)]:
+        flops = inner.kind.flops(inner)
+        yield from (flops.matmul, flops.pointwise, flops.transcendental)

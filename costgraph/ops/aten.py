@@ -1,0 +1,33 @@
+"""Calls of torch's own ops, as a trace of a run records them: shapes, layouts and costs are stated for each call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .. import rules
+from ..op import Attrs, Op, OpKind, Result
+from ..rules import Flops
+from ..tensor import Tensor
+from .registry import register
+
+__all__ = ["ATEN"]
+
+
+def _results(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
+    pieces = attrs.get("pieces") or (0,) * len(attrs["outputs"])
+    return [
+        Result(sizes, dtype, strides, of=of, offset=offset, pieces=own)
+        for (sizes, dtype, strides, of, offset), own in zip(attrs["outputs"], pieces, strict=True)
+    ]
+
+
+def _flops(op: Op) -> Flops:
+    a = op.attrs
+    return Flops(a["matmul"], a["full"], a["pointwise"], a["transcendental"])
+
+
+#: One call: `target` names the op as `torch.ops.aten` does, `arguments` and `keywords` are what it was called with,
+#: `{"operand": i}` standing for tensors; `outputs` says of each result its shape, number format, strides, the operand
+#: whose storage it shares or None, and its offset there. FLOPs and bytes come from the rule for that op. Where an
+#: element of a list stands for a tensor of each layer of a stack, `pieces` says which results do.
+ATEN = register(OpKind("aten", _results, _flops, rules.stated_reads, rules.stated_writes))

@@ -1,0 +1,68 @@
+"""What variables of a program do to memory: a tensor that one still names is not given back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .. import rules
+from ..arguments import need_tensor
+from ..errors import GraphError
+from ..graph import apply
+from ..op import Attrs, OpKind, Result
+from ..tensor import Tensor
+from .registry import register
+
+__all__ = ["KEEP", "keep"]
+
+
+def _kept(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
+    if not operands:
+        raise GraphError("keep of nothing, expected one operand at least")
+    x = operands[0]
+    return [Result(x.sizes, x.dtype, x.strides, of=0, offset=x.offset, domain=x.domain)]
+
+
+#: A view of its first operand, before which the others cannot be given back.
+KEEP = register(OpKind("keep", _kept, flops=rules.free, reads=rules.nothing, writes=rules.nothing))
+
+
+def keep(x: Tensor, *others: Tensor, name: str = "keep") -> Tensor:
+    """Let other tensors live until here, as what a variable of a program still names.
+
+    A tensor dies at the last op that reads it. In eager code a variable, or the arguments of a call that has not
+    returned, can name it longer: `keep` stands where they let go.
+
+    Parameters
+    ----------
+    x : Tensor
+        What is returned.
+    *others : Tensor
+        What lives at least as long as it takes to make `x`.
+    name : str
+        Name of the op.
+
+    Returns
+    -------
+    Tensor
+        A view of `x`: no FLOPs and no bytes. Gradients pass to `x` alone.
+
+    Raises
+    ------
+    GraphError
+        If something else than tensors is given.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> B, D = cg.dims("B D")
+    >>> def peak(hold):
+    ...     with cg.Graph("g") as g:
+    ...         residual = cg.relu(g.input("x", (B, D)))
+    ...         y = cg.tanh(cg.tanh(residual))
+    ...         g.output(cg.keep(y, residual) if hold else y)
+    ...     return cg.peak_memory(g)
+    >>> peak(False), peak(True)
+    (12*B*D, 16*B*D)
+    """
+    need_tensor("keep", x, *others)
+    return apply(KEEP, [x, *others], {}, name)[0]

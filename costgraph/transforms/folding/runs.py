@@ -1,0 +1,163 @@
+"""Which block an op or a source belongs to, and in which order a program goes over the blocks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from ...errors import GraphError
+from ...graph import Graph
+from ...op import Op
+from ...ops.keep import KEEP
+from ...symbols import shorten
+
+__all__ = ["FEWEST", "Labels", "Run", "find_runs"]
+
+#: Equal blocks that there have to be: two of them could be alike by chance.
+FEWEST = 3
+
+
+class Labels:
+    """The blocks of a stack.
+
+    Parameters
+    ----------
+    graph : Graph
+        Whose blocks they are.
+    scope : str
+        Path whose children `0`, `1`, ... are the blocks; of a graph that was unrolled, the scope of the loop.
+
+    Raises
+    ------
+    GraphError
+        If there are no such blocks, or too few.
+    """
+
+    def __init__(self, graph: Graph, scope: str) -> None:
+        path = f"{re.escape(scope)}/" if scope else ""
+        self.scope = scope
+        self._prefix = f"{scope}/" if scope else ""
+        self._scoped = re.compile(rf"^{path}(\d+)(?=/|$)")
+        # sources of an optimizer have the path of their parameter behind a level of its own
+        self._named = re.compile(rf"(?<![^/]){path}(\d+)(?=/|$)" if scope else r"(?:^|(?<=^optimizer/))(\d+)(?=/|$)")
+        self._played = re.compile(rf"^{path}.*\.i(\d+)(?=_\d+$|$)")
+        self.unrolled = not any(self._scoped.match(op.scope) for op in graph.ops)
+        self.sources = {
+            t: found for t in graph.tensors if t.producer is None and (found := self._number(t.name)) is not None
+        }
+        """the block that each source belongs to"""
+        self.ops = self._labelled(graph)
+        """the block that each op belongs to"""
+        numbers = {*self.ops.values()}
+        self.count = len(numbers)
+        if not numbers or numbers != set(range(self.count)):
+            raise GraphError(
+                f"fold of graph {graph.name!r}: no blocks 0, 1, ... in scope {shorten(scope)}, "
+                f"expected {_choices(graph)}"
+            )
+        if self.count < FEWEST:
+            raise GraphError(
+                f"fold of graph {graph.name!r}: {self.count} blocks in scope {scope!r}, expected {FEWEST} equal ones "
+                f"at least"
+            )
+
+    def _number(self, name: str) -> int | None:
+        found = (self._played if self.unrolled else self._named).search(name)
+        return None if found is None else int(found.group(1))
+
+    def _labelled(self, graph: Graph) -> dict[Op, int]:
+        """Find the block of each op: the one it stands in, or the only one whose parameters or states it reads."""
+        stored = {t.storage: block for t, block in self.sources.items()}
+        out: dict[Op, int] = {}
+        for op in graph.ops:
+            found = self._played.match(op.name) if self.unrolled else self._scoped.match(op.scope)
+            read = {stored[t.storage] for t in op.operands if t.storage in stored}
+            if found is not None:
+                out[op] = int(found.group(1))
+            elif len(read) == 1 and op.kind is not KEEP:  # which follows when something is given back
+                (out[op],) = read
+                if op.phase == "optimizer":  # an update goes on with what it has made
+                    stored |= {t.storage: out[op] for t in op.results}
+        return out
+
+    def relative(self, name: str, block: int) -> str:
+        """Return a name or scope with the number of a block told from where it is seen: equal for equal blocks."""
+        if self.unrolled:
+            return name
+        return self._named.sub(lambda m: f"{self._prefix}{int(m.group(1)) - block:+d}", name)
+
+    def plain(self, name: str) -> str:
+        """Return a name or scope without the number of the block."""
+        if self.unrolled:
+            return re.sub(r"\.i\d+(?=_\d+$|$)", "", name)
+        return self._named.sub(self.scope, name).replace("//", "/").strip("/")
+
+
+def _choices(graph: Graph) -> str:
+    """Say which scopes have children 0, 1 and 2."""
+    children: dict[str, set[str]] = {}
+    for op in graph.ops:
+        levels = op.scope.split("/")
+        for i, level in enumerate(levels):
+            if level.isdigit():
+                children.setdefault("/".join(levels[:i]), set()).add(level)
+    found = [repr(scope) for scope, numbers in children.items() if {"0", "1", "2"} <= numbers]
+    return f"one of {', '.join(found)}" if found else "a graph with a stack of layers"
+
+
+@dataclass(eq=False)
+class Run:
+    """One pass of the program over the blocks, forward or back."""
+
+    phase: str
+    """phase of its first op"""
+    blocks: list[int] = field(default_factory=list)
+    """blocks in the order in which it comes to them"""
+    starts: list[int] = field(default_factory=list)
+    """place in the program of the first op of each"""
+    length: int = 0
+    """ops of each turn, and whatever stands between blocks"""
+
+    @property
+    def step(self) -> int:
+        """1 where it goes from the first block to the last, -1 where it goes back."""
+        return 1 if self.blocks[0] < self.blocks[-1] else -1
+
+    def goes_on(self, block: int) -> bool:
+        """Whether a block may be the next one."""
+        step = block - self.blocks[-1]
+        return block not in self.blocks and (step == self.step if len(self.blocks) > 1 else abs(step) == 1)
+
+    def within(self, blocks: range) -> Run:
+        """Return the part of it that goes over some of the blocks."""
+        kept = [(b, s) for b, s in zip(self.blocks, self.starts, strict=True) if b in blocks]
+        out = Run(self.phase, [b for b, _ in kept], [s for _, s in kept])
+        out.length = min((b - a for a, b in zip(out.starts, out.starts[1:], strict=False)), default=0)
+        return out
+
+
+def find_runs(ops: Sequence[Op], labels: Labels) -> list[Run]:
+    """Return the passes over all blocks, in program order."""
+    seen = [(i, op, labels.ops[op]) for i, op in enumerate(ops) if op in labels.ops]
+    runs: list[Run] = []
+    for phase, group in groupby(seen, lambda row: _PASS.get(row[1].phase, row[1].phase)):
+        runs += _passes(phase, [(i, label) for i, _, label in group], labels.count)
+    return [run for run in runs if len(run.blocks) >= FEWEST]
+
+
+_PASS: Mapping[str, str] = {"recompute": "backward"}
+
+
+def _passes(phase: str, seen: Sequence[tuple[int, int]], count: int) -> Iterator[Run]:
+    run = Run(phase)
+    for i, label in seen:
+        if run.blocks and (label == run.blocks[-1] or (label in run.blocks and len(run.blocks) < count)):
+            continue
+        if run.blocks and not run.goes_on(label):
+            yield run
+            run = Run(phase)
+        run.blocks.append(label)
+        run.starts.append(i)
+    yield run

@@ -1,0 +1,441 @@
+"""Folding: equal blocks written out become a loop, whose costs are those of the same model at any depth."""
+
+from collections import Counter
+from fractions import Fraction
+
+import pytest
+from hypothesis import HealthCheck, assume, given, reject, settings
+from hypothesis import strategies as st
+
+import costgraph as cg
+from costgraph import testing
+from costgraph.ops.aten import ATEN
+from costgraph.polynomial import ZERO, poly
+from costgraph.testing.laws import QUESTIONS
+
+B, D, F, L, S = cg.dims("B D F L S")
+SIZES = {"B": 3, "D": 5, "F": 7}
+COSTS = {name: ask for name, ask in QUESTIONS.items() if name != "fused"}
+
+
+def answers(g, **sizes):
+    rows = Counter()
+    for row in cg.costs(g, **sizes).rows:
+        rows[row.kind, row.phase, row.dtype, row.direction] += row.amount
+    return {name: Fraction(ask(g, **sizes)) for name, ask in COSTS.items()} | dict(rows)
+
+
+# -- blocks declared one by one ----------------------------------------------------------------------------------
+
+
+def residual(g, i, x, *rest):
+    return x + cg.mlp(cg.layer_norm(x), F)
+
+
+def shared(g, i, x, mask, w):
+    # one tensor that is made outside, and one parameter, are read by all blocks
+    return cg.relu(x * mask) @ w
+
+
+def two_back(g, i, x, *rest):
+    # what the block before the last one made is read as well
+    history.append(x)
+    return cg.tanh(x) + history[max(i - 1, 0)]
+
+
+def held(g, i, x, *rest):
+    return cg.keep(cg.tanh(cg.relu(x)), x)
+
+
+def passed(g, i, x, *rest):
+    y = cg.softmax(x @ g.param("w", (D, D)))
+    return cg.rearrange(cg.rearrange(y, "b d -> d b"), "d b -> b d") + x
+
+
+history = []
+BODIES = {f.__name__: f for f in (residual, shared, two_back, held, passed)}
+
+
+def model(body, count, edges=()):
+    """A stack of blocks; those at the edges may have something of their own."""
+    history.clear()
+    with cg.Graph("model") as g:
+        x = cg.gelu(g.input("x", (B, D)))
+        around = (cg.relu(g.input("mask", (B, D))), g.param("w", (D, D)))
+        for i in range(count):
+            with cg.scope(f"net/h/{i}"):
+                x = body(g, i, x, *around)
+                for edge, at in edges:
+                    x = edge(g, x) if i == at % count else x
+        g.output(cg.reduce(x, "b d -> b", "sum"))
+    return g
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_folded_blocks_cost_what_as_many_blocks_cost(name):
+    sizes = {k: n for k, n in SIZES.items() if k != "F" or name == "residual"}
+    folded = cg.fold(model(BODIES[name], 7), "net/h", "L")
+    (loop,) = [op for op in folded.ops if op.kind.body == "repeated"]
+    assert loop.name == "net/h"
+    least = cg.timeline(folded, **sizes).holds_from.get("L", 1)
+    formula = cg.peak_memory(folded, **sizes)
+    for n in range(3, 12):
+        plain = model(BODIES[name], n)
+        assert answers(folded, L=n, **sizes) == answers(plain, **sizes), n
+        if n >= least:
+            known = {"L": n} if hasattr(formula, "free_symbols") and formula.free_symbols else {}
+            assert cg.evaluate(formula, **known) == cg.peak_memory(plain, **sizes)
+
+
+def test_every_law_holds_for_a_folded_graph():
+    testing.check(cg.fold(model(residual, 4), "net/h", "L"), L=5, **SIZES)
+
+
+def test_names_and_scopes_lose_the_number_of_the_block():
+    folded = cg.fold(model(residual, 4), "net/h", "L")
+    assert {op.scope for op in folded.walk() if op.name.startswith("net/")} == {
+        "net", "net/h", "net/h/layer_norm/norm", "net/h/mlp", "net/h/mlp/up", "net/h/mlp/down"
+    }  # fmt: skip
+    assert [t.name for t in folded.params] == [
+        "w", "net/h/layer_norm/weight", "net/h/layer_norm/bias", "net/h/mlp/up/weight", "net/h/mlp/down/weight"
+    ]  # fmt: skip
+    assert not folded.defaults
+
+
+def extra(g, x):
+    return cg.tanh(x)
+
+
+@pytest.mark.parametrize(
+    ("edges", "outside"), [(((extra, 0),), 1), (((extra, -1),), 1), (((extra, 0), (extra, -1)), 2), (((extra, 1),), 2)]
+)
+def test_blocks_at_the_edges_that_differ_stay_outside(edges, outside):
+    folded = cg.fold(model(residual, 6, edges), "net/h", "L")
+    (loop,) = [op for op in folded.ops if op.kind.body == "repeated"]
+    assert loop.attrs["count"] == poly(L) - outside
+    for n in (6, 7, 9):
+        assert answers(folded, L=n, **SIZES) == answers(model(residual, n, edges), **SIZES)
+    with pytest.raises(cg.BindingError, match=f"L={outside}"):
+        cg.flops(folded, L=outside, **SIZES)
+
+
+def test_two_stacks_are_folded_one_after_the_other():
+    def both(n, m):
+        with cg.Graph("g") as g:
+            x = y = g.input("x", (B, D))
+            for i in range(n):
+                with cg.scope(f"encoder/{i}"):
+                    x = x + cg.mlp(x, F)
+            for i in range(m):
+                with cg.scope(f"decoder/{i}"):
+                    y = cg.softmax(y @ g.param("w", (D, D))) * x  # what the encoder made is read by all
+            g.output(y)
+        return g
+
+    folded = cg.fold(cg.fold(both(4, 3), "encoder", "N"), "decoder", "M")
+    assert answers(folded, N=6, M=5, **SIZES) == answers(both(6, 5), **SIZES)
+
+
+def test_something_of_every_block_that_is_an_output_stays_one():
+    def cached(n):
+        with cg.Graph("g") as g:
+            x = g.input("x", (B, D))
+            for i in range(n):
+                with cg.scope(f"h/{i}"):
+                    key = x @ g.param("w", (D, D))
+                    x = cg.relu(key)
+                    g.output(key)
+            g.output(x)
+        return g
+
+    folded = cg.fold(cached(4), "h", "L")
+    assert [str(n) for n in folded.outputs[0].sizes] == ["L", "B", "D"]
+    assert answers(folded, L=7, B=3, D=5) == answers(cached(7), B=3, D=5)
+
+
+# -- unrolled graphs come back -----------------------------------------------------------------------------------
+
+
+def looped():
+    with cg.Graph("g") as g:
+        x = cg.linear(g.input("x", (B, D)), "b d -> b e", e=D)
+        x = cg.repeat(L, lambda x: x + cg.mlp(cg.layer_norm(x), F), x, name="layers")
+        g.output(cg.reduce(x, "b d -> ", "mean"))
+    return g
+
+
+STEPS = {
+    "forward": looped,
+    "backward": lambda: cg.backward(looped()),
+    "checkpointed": lambda: cg.training_step(looped(), optimizer=cg.SGD(), checkpoint=cg.every_block()),
+    "sgd": lambda: cg.training_step(looped(), optimizer=cg.SGD(momentum=0.9)),
+    "foreach": lambda: cg.training_step(looped(), optimizer=cg.AdamW(implementation="foreach")),
+    "for-loop": lambda: cg.training_step(looped(), optimizer=cg.AdamW(implementation="for-loop")),
+    "mixed": lambda: cg.training_step(looped(), optimizer=cg.AdamW(), precision="bf16-mixed"),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_what_was_unrolled_is_folded_back(name):
+    graph = STEPS[name]()
+    folded = cg.fold(cg.unroll(graph, L=5), "layers", "L")
+    assert any(op.attrs.get("reverse") for op in folded.ops) is (name != "forward")
+    for n in (1, 2, 3, 5, 8):
+        assert answers(folded, L=n, **SIZES) == answers(graph, L=n, **SIZES), n
+    assert cg.peak_memory(folded, B=3, D=5, F=7) == cg.peak_memory(graph, B=3, D=5, F=7)
+    if name != "forward":
+        assert set(folded.gradients) == set(folded.params)
+
+
+def test_every_law_holds_for_a_folded_training_step():
+    testing.check(cg.fold(cg.unroll(STEPS["for-loop"](), L=4), "layers", "L"), L=3, **SIZES)
+
+
+def test_a_folded_model_is_trained_as_the_loop_that_it_was():
+    folded = cg.training_step(cg.fold(cg.unroll(looped(), L=4), "layers", "L"))
+    assert answers(folded, L=6, **SIZES) == answers(cg.training_step(looped()), L=6, **SIZES)
+
+
+def alone(graph, point):
+    """A loop whose count is a symbol that nothing else has, and the symbol."""
+    free = testing.laws.Trial(graph, point).counts
+    counts = Counter(str(op.attrs["count"]) for op in graph.walk() if op.kind.body == "repeated")
+    found = (op for op in graph.ops if op.kind.body == "repeated")
+    loop = next((op for op in found if (name := str(op.attrs["count"])) in free and counts[name] == 1), None)
+    assume(loop is not None)
+    return loop, str(loop.attrs["count"])
+
+
+def folded_back(graph, loop, sizes):
+    """The fold of an unrolled loop; carries that change places, and loops inside with names alike, are refused."""
+    try:
+        return cg.fold(cg.unroll(graph, **sizes), loop.name, "N")
+    except cg.GraphError:
+        reject()
+
+
+@given(case=testing.ops("repeat"))
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+def test_a_drawn_loop_that_is_unrolled_and_folded_back_costs_the_same(case):
+    graph, point = case
+    loop, name = alone(graph, point)
+    folded = folded_back(graph, loop, {**point, name: 5})
+    for n in (4, 5, 8):
+        plain = cg.unroll(graph, **{**point, name: n})
+        for question, ask in COSTS.items():
+            assert Fraction(ask(folded, N=n)) == Fraction(ask(plain)), question
+
+
+@given(case=testing.losses(5, around="repeat"), optimizer=st.sampled_from(["foreach", "for-loop"]))
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+def test_a_drawn_training_step_is_folded_back(case, optimizer):
+    graph, point = case
+    loop, name = alone(graph, point)
+    assume(any(t.role == "param" for t in cg.backward(graph).gradients))  # else there is nothing to update
+    step = cg.training_step(graph, optimizer=cg.AdamW(implementation=optimizer))
+    # the first iteration of a loop may have been taken out of it, as its gradient is not wanted
+    assume(f"{loop.name}.first" not in {op.name for op in step.ops})
+    folded = folded_back(step, loop, {**point, name: 6})
+    for n in (4, 6, 9):
+        plain = cg.unroll(step, **{**point, name: n})
+        for question, ask in COSTS.items():
+            assert Fraction(ask(folded, N=n)) == Fraction(ask(plain)), question
+
+
+# -- calls of torch, stated by hand ------------------------------------------------------------------------------
+
+
+def stated(g, target, operands, shape, *, of=None, arguments=None, phase="forward", pointwise=0, outputs=None, **more):
+    """Add a call as a trace has it."""
+    sizes = tuple(poly(n) for n in shape)
+    rows = outputs or [(sizes, operands[0].dtype, None, of, ZERO)]
+    attrs = {
+        "target": target, "arguments": arguments or tuple({"operand": i} for i in range(len(operands))), "keywords": {},
+        "places": tuple(range(len(rows))), "outputs": tuple(rows), "matmul": ZERO, "full": ZERO,
+        "pointwise": poly(pointwise), "transcendental": ZERO, "reads": None, "writes": None, "workspace": ZERO,
+    }  # fmt: skip
+    return g.add_op(ATEN, operands, attrs | more, target.partition(".")[0], phase).results
+
+
+def listed(count, target="_foreach_mul_.Scalar", rate=1, numbers=(0.5,), **more):
+    """A stack, after which one call updates the weight of each block, and one outside."""
+    with cg.Graph("g") as g:
+        x, head = g.input("x", (B, 5)), g.param("head", (5, 5))
+        for i in range(count):
+            with cg.scope(f"h/{i}"):
+                x = stated(g, "mm.default", (x, g.param("w", (5, 5))), (B, 5), pointwise=50 * B)[0]
+        g.output(stated(g, "mm.default", (x, head), (B, 5), pointwise=50 * B)[0])
+        weights = [head, *(t for t in g.params if t is not head)]
+        row = tuple({"operand": i} for i in range(len(weights)))
+        outputs = [(t.sizes, t.dtype, t.strides, i, ZERO) for i, t in enumerate(weights)]
+        stated(
+            g, target, weights, (), arguments=(row, *numbers), outputs=outputs, phase="optimizer",
+            pointwise=25 * len(weights) * rate, **{k: v(len(weights)) for k, v in more.items()},
+        )  # fmt: skip
+    return g
+
+
+def test_an_op_over_a_list_has_one_element_for_all_blocks():
+    folded = cg.fold(listed(4), "h", "L")
+    call = folded.ops[-1]
+    assert [str(t.shape) for t in call.operands] == ["(5, 5)", "(L, 5, 5)"]
+    assert (call.attrs["pieces"], call.attrs["arguments"]) == ((0, 1), (({"operand": 0}, {"operand": 1}), 0.5))
+    for n in (3, 4, 9):
+        assert answers(folded, L=n, B=3) == answers(listed(n), B=3)
+
+
+def test_a_kernel_over_lists_says_what_it_writes_of_each():
+    more = {"writes": lambda n: (poly(100),) + (poly(60),) * (n - 1)}
+    folded = cg.fold(listed(4, "_fused_adamw_.", 7, **more), "h", "L")
+    assert answers(folded, L=6, B=3) == answers(listed(6, "_fused_adamw_.", 7, **more), B=3)
+
+
+LISTS = {
+    "no list op": ({"target": "stack.default"}, "'g' is no op on lists"),
+    "numbers that differ": (
+        {"numbers": ((0.5, 0.5, 0.25, 0.5, 0.5),)}, "takes other numbers for some blocks than for others"),
+    "not for each element": ({"rate": cg.dims("B") / 25}, "has pointwise 5*B for 125 elements"),
+    "reads that are stated": ({"reads": lambda n: (poly(4),) * n}, "states what it reads"),
+    "writes that differ": ({"writes": lambda n: tuple(poly(4 + i) for i in range(n))}, "writes other amounts"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_a_list_that_is_not_taken_element_by_element_is_refused(name):
+    more, text = LISTS[name]
+    with pytest.raises(cg.UnsupportedError) as error:
+        cg.fold(listed(4, **more), "h", "L")
+    assert text.replace("'g' ", "") in str(error.value)
+
+
+def test_a_folded_list_is_not_unrolled():
+    with pytest.raises(cg.UnsupportedError, match="unroll: '_foreach_mul_' reads something of every iteration"):
+        cg.unroll(cg.fold(listed(4), "h", "L"), L=3)
+
+
+def test_a_folded_list_is_saved_and_loaded(tmp_path):
+    folded = cg.fold(listed(4), "h", "L")
+    cg.save(folded, tmp_path / "g.json")
+    assert answers(cg.load(tmp_path / "g.json"), L=5, B=3) == answers(folded, L=5, B=3)
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------
+
+
+def different(g, i, x, *rest):
+    return cg.relu(x) if i % 2 else cg.tanh(x @ g.param("w", (D, D)))
+
+
+def growing(g, i, x, *rest):
+    return cg.linear(cg.linear(x, "b d -> b f", f=F * (i + 1)), "b f -> b d", d=D)
+
+
+def scaled(g, i, x, *rest):
+    return x * (i + 1)
+
+
+def rising(g, i, x, *rest):
+    for _ in range(i // 2):
+        x = cg.tanh(x)
+    return x @ g.buffer("w", (D, D))
+
+
+def crossed(g, i, x, *rest):
+    a, b = cg.relu(x), cg.tanh(x)
+    return (b if i >= 3 else a) + a
+
+
+def tapped(count):
+    with cg.Graph("g") as g:
+        x = g.input("x", (B, D))
+        for i in range(count):
+            with cg.scope(f"h/{i}"):
+                x = cg.relu(x)
+            if i == 1:
+                second = x
+        g.output(x + second)
+    return g
+
+
+def kept(count):
+    with cg.Graph("g") as g:
+        x, held = g.input("x", (B, D)), []
+        for i in range(count):
+            with cg.scope(f"h/{i}"):
+                x = cg.relu(x)
+            held.append(x)
+        g.output(cg.keep(cg.tanh(x), held[2]))
+    return g
+
+
+def shuffled(order):
+    with cg.Graph("g") as g:
+        x = g.input("x", (B, D))
+        for i in order:
+            with cg.scope(f"h/{i}"):
+                x = cg.relu(x)
+        g.output(x)
+    return g
+
+
+def lent(count):
+    with cg.Graph("g") as g:
+        x = g.input("x", (B, D))
+        weights = [g.param(f"w{i}", (D, D)) for i in range(count)]
+        for i in range(count):
+            with cg.scope(f"h/{i}"):
+                x = cg.relu(x @ weights[0]) @ weights[i]
+        g.output(x)
+    return g
+
+
+def joined(count):
+    with cg.Graph("g") as g:
+        x, parts = g.input("x", (B, D)), []
+        for i in range(count):
+            with cg.scope(f"h/{i}"):
+                x = cg.relu(x)
+            parts.append(x)
+        g.output(cg.concat(parts, 1))
+    return g
+
+
+REFUSED = {
+    "no stack": (
+        lambda: model(residual, 4), "h", "L",
+        "fold of graph 'model': no blocks 0, 1, ... in scope 'h', expected one of 'net/h'"),
+    "no blocks at all": (looped, "h", "N", "no blocks 0, 1, ... in scope 'h', expected a graph with a stack of layers"),
+    "too few": (lambda: model(residual, 2), "net/h", "L", "2 blocks in scope 'net/h', expected 3 equal ones at least"),
+    "alternating": (
+        lambda: model(different, 8), "net/h", "L",
+        "expected 3 equal blocks in a row at least, apart from those at the edges; these alternate"),
+    "growing": (
+        lambda: model(growing, 5), "net/h", "L",
+        "blocks 2 and 3 differ: 'net/h/3/linear/weight' is net/h/3/linear/weight(D, 4*F; fp32), 'net/h/2/linear"),
+    "another op": (
+        lambda: model(rising, 5), "net/h", "L",
+        "blocks 3 and 4 differ: 'net/h/4/tanh_1' has kind 'pointwise', 'net/h/3/matmul' has 'einsum'"),
+    "another operand": (
+        lambda: model(crossed, 5), "net/h", "L",
+        "blocks 2 and 3 differ: 'net/h/3/add' reads 'net/h/3/tanh', 'net/h/2/add' reads 'net/h/2/relu'"),
+    "another attribute": (
+        lambda: model(scaled, 5), "net/h", "L",
+        "blocks 2 and 3 differ: 'net/h/3/mul' has scalars (None, 4), 'net/h/2/mul' has (None, 3)"),
+    "a symbol in use": (lambda: model(residual, 4), "net/h", "D", "count 'D', expected the name of a symbol that is"),
+    "no name": (lambda: model(residual, 4), "net/h", "1 L", "count '1 L', expected the name"),
+    "no scope": (lambda: model(residual, 4), 5, "L", "scope 5, expected a path such as 'transformer/h'"),
+    "one of the middle": (lambda: tapped(6), "h", "L", "'add' reads 'h/1/relu' of one block, expected what the last"),
+    "held from the middle on": (lambda: kept(6), "h", "L", "'keep' reads 'h/2/relu' of one block, expected what the"),
+    "in no order": (lambda: shuffled((0, 2, 3, 1)), "h", "L", "nothing goes over the blocks in order"),
+    "lent": (lambda: lent(5), "h", "L", "'h/4/matmul' reads w0(D, D; fp32) in every block, which one block has for"),
+    "all of them": (lambda: joined(4), "h", "L", "'concat' reads 'h/0/relu' of one block, expected what the last"),
+    "no graph": (lambda: "g", "h", "L", "fold: got str, expected a graph"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_folded_is_refused(name):
+    make, scope, count, text = REFUSED[name]
+    with pytest.raises(cg.GraphError) as error:
+        cg.fold(make(), scope, count)
+    assert text in str(error.value)
