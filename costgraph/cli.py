@@ -58,7 +58,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     except ImportError:
         sys.stderr.write(_EXTRA + "\n")
         return 2
-    from .report.training_commands import app
+    from .report.trace_command import app
 
     words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     command = get_command(app)

@@ -11,7 +11,7 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -42,6 +42,7 @@ _TABLES: dict[str, dict[str, str]] = {
     "interconnect": {"type": _TEXT, "links": "1", "domain": "1"} | dict.fromkeys(_LINKS + _CHIP_LINKS, "B/s"),
     "pcie": {"generation": "1", "x16_per_direction": "B/s"},
     "network": {"type": _TEXT, "per_direction": "B/s"},
+    "attained": dict.fromkeys([*_PEAKS, "vector_fp64", "vector_fp32"], "FLOP/s") | {"bandwidth": "B/s", "launch": "s"},
     "measured": {},
 }
 """Tables of a specification, their keys and the base unit of each; [measured] takes any name and unit."""
@@ -179,6 +180,24 @@ class Hardware:
             place = f"hardware {self.id}: memory.measured is missing"
             raise SpecError(f"{place}; expected it there, or measured=False for the vendor's {self.memory}")
         return self.measured_memory
+
+    def attained(self) -> Hardware:
+        """Return the device with the rates of [attained], measured on it, in the place of all those of the vendor.
+
+        Raises
+        ------
+        SpecError
+            If no matrix rate or no bandwidth was measured.
+        """
+        found = self.tables.get("attained", {})
+        peak = {key: rate for key, rate in found.items() if key in _PEAKS}
+        if "bandwidth" not in found or not peak:
+            place = f"hardware {self.id}: [attained] has no bandwidth or no matrix rate"
+            raise SpecError(f"{place}; expected both, as costgraph calibrate writes them")
+        vector = {key.removeprefix("vector_"): rate for key, rate in found.items() if key.startswith("vector_")}
+        memory = {**self.tables["memory"], "bandwidth": found["bandwidth"]}
+        tables = {**self.tables, "peak": peak, "vector": vector, "memory": memory}
+        return replace(self, peak=peak, vector=vector, bandwidth=found["bandwidth"], tables=tables)
 
     def link(self, kind: str) -> Quantity:
         """Return the bandwidth of a link in B/s, one direction.

@@ -43,6 +43,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("analysis.*",),
     ("checkpointing", "planning.*"),
     ("models.*",),
+    ("torch.*",),  # run, trace and measure: what torch is needed for
     ("report.*",),
     ("cli", "testing.*"),
     ("__main__",),

@@ -98,7 +98,12 @@ def read_sizes(words: list[str] | None) -> dict[str, int]:
 
 
 def load_model(
-    model: str, attention: str | None, dtype: str | None, dropout: float | None, symbolic_: bool = False
+    model: str,
+    attention: str | None,
+    dtype: str | None,
+    dropout: float | None,
+    composed: bool = False,
+    symbolic_: bool = False,
 ) -> Graph:
     """Return a preset, or the graph of a file whose name ends in .json.
 
@@ -108,6 +113,8 @@ def load_model(
         Name or path.
     attention, dtype, dropout : optional
         As `costgraph.models.load`; a file has them already.
+    composed : bool
+        The same.
     symbolic_ : bool
         Whether default sizes are dropped.
 
@@ -121,7 +128,8 @@ def load_model(
     FormatError, GraphError
         If there is no such file or model, or an option does not fit.
     """
-    options = {k: v for k, v in (("attention", attention), ("dtype", dtype), ("dropout", dropout)) if v is not None}
+    given = {"attention": attention, "dtype": dtype, "dropout": dropout, "composed": composed or None}
+    options = {k: v for k, v in given.items() if v is not None}
     if model.lower().endswith(".json"):
         if options:
             raise FormatError(f"--{next(iter(options))}: {shorten(model)} is a saved graph, expected a preset for that")
@@ -156,10 +164,10 @@ def root(
 @app.command("report", short_help="Costs of a model, on a device if one is named.")
 def report_command(
     model: opt.Model, sizes: opt.Sizes = None, hardware: opt.Hardware = None, attention: opt.Attention = None,
-    dtype: opt.Format = None, dropout: opt.Dropout = None, symbolic: opt.Symbolic = False,
-    count: opt.Count = "executed", fallback: opt.Fallback = None, depth: opt.Depth = 2, sort: opt.Sort = "order",
-    formulas: opt.Formulas = False, json: opt.Json = None, csv: opt.Csv = None, plot: opt.Plot = None,
-    memory_plot: opt.Memory = None,
+    dtype: opt.Format = None, dropout: opt.Dropout = None, composed: opt.Composed = False,
+    symbolic: opt.Symbolic = False, count: opt.Count = "executed", fallback: opt.Fallback = None,
+    depth: opt.Depth = 2, sort: opt.Sort = "order", formulas: opt.Formulas = False, json: opt.Json = None,
+    csv: opt.Csv = None, plot: opt.Plot = None, memory_plot: opt.Memory = None,
 ) -> None:  # fmt: skip
     r"""Print what a model costs: parameters, FLOPs, bytes moved, peak memory, and times on a device.
 
@@ -171,7 +179,7 @@ def report_command(
     """
     check_files(json, csv, plot, memory_plot)
     dims = read_sizes(sizes)
-    graph = load_model(model, attention, dtype, dropout, symbolic)
+    graph = load_model(model, attention, dtype, dropout, composed, symbolic)
     found = report(graph, hardware, count=count, fallback=fallback, depth=depth, **dims).sorted(sort)
     draw_report(graph, found, dims, plot, memory_plot)
     if not write_files((json, lambda: to_json(found)), (csv, lambda: to_csv(found))):
@@ -190,6 +198,7 @@ def formula_command(
     format: Annotated[str, typer.Option("--format", help="text, latex or python.")] = "text",
     preset: Annotated[bool, typer.Option("--preset", help="Bind the preset's default sizes.")] = False,
     attention: opt.Attention = None, dtype: opt.Format = None, dropout: opt.Dropout = None,
+    composed: opt.Composed = False,
 ) -> None:  # fmt: skip
     r"""Print the closed form of a quantity, every size a symbol unless it is bound.
 
@@ -202,7 +211,7 @@ def formula_command(
     if quantity != "peak-memory" and quantity not in QUANTITIES:
         known = ", ".join(["peak-memory", *QUANTITIES])
         raise FormatError(f"quantity {shorten(quantity)}: expected one of {known}")
-    graph = load_model(model, attention, dtype, dropout, not preset)
+    graph = load_model(model, attention, dtype, dropout, composed, not preset)
     if quantity == "peak-memory":
         _peak_formula(graph, dims, format)
         return
@@ -239,6 +248,7 @@ def crossover_command(
     sizes: opt.Sizes = None,
     fallback: opt.Fallback = None,
     attention: opt.Attention = None, dtype: opt.Format = None, dropout: opt.Dropout = None,
+    composed: opt.Composed = False,
     symbolic: opt.Symbolic = False,
 ) -> None:  # fmt: skip
     r"""Print the size at which compute time overtakes memory time, all ops together as declared.
@@ -248,7 +258,7 @@ def crossover_command(
       costgraph crossover llama-3-8b B --hardware h100-sxm S=1
     """
     dims = read_sizes(sizes)
-    graph = load_model(model, attention, dtype, dropout, symbolic)
+    graph = load_model(model, attention, dtype, dropout, composed, symbolic)
     found = crossover(graph, hardware, symbol, fallback=fallback, **dims)
     if isinstance(found, sympy.Expr):
         say(f"compute time equals memory time at {symbol} = {formula_text(found, grouped=True)}")

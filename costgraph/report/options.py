@@ -8,6 +8,7 @@ import typer
 
 __all__ = [
     "Attention",
+    "Composed",
     "Count",
     "Csv",
     "Depth",
@@ -37,6 +38,7 @@ Device = Annotated[str, typer.Option("--hardware", metavar="NAME", help=_DEVICE_
 Attention = Annotated[str | None, typer.Option("--attention", metavar="KERNEL", help="flash (the default) or eager.")]
 Format = Annotated[str | None, typer.Option("--dtype", metavar="FORMAT", help="Of the model; bf16 by default.")]
 Dropout = Annotated[float | None, typer.Option("--dropout", metavar="P", help="Probability; 0 by default.")]
+Composed = Annotated[bool, typer.Option("--composed", help="As eager code runs it, op for op.")]
 Symbolic = Annotated[bool, typer.Option("--symbolic", help="Drop the preset's default sizes.")]
 Count = Annotated[str, typer.Option("--count", metavar="HOW", help="Matmul FLOPs of the tables: executed, or full.")]
 Fallback = Annotated[str | None, typer.Option("--fallback", metavar="FORMAT", help=_FALLBACK_HELP)]

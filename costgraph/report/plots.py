@@ -12,6 +12,7 @@ from ..analysis.roofline import Roofline, RooflineRow
 from ..units import format_quantity
 from .drawing import COLORS, FAINT, ROOF, check_path, new_figure, note, saved, short, units_on
 from .timeline_plot import plot_timeline
+from .validation_plots import plot_validation
 
 __all__ = ["check_path", "plot_roofline", "plot_timeline"]
 
@@ -135,5 +136,7 @@ def _places(rows: Sequence[RooflineRow]) -> list[list[RooflineRow]]:
     return list(places.values())
 
 
-_PLOTTERS: Mapping[str, Callable[[Any, Any], Any]] = {"roofline": plot_roofline, "timeline": plot_timeline}
+_PLOTTERS: Mapping[str, Callable[[Any, Any], Any]] = {
+    "roofline": plot_roofline, "timeline": plot_timeline, "validation": plot_validation,
+}  # fmt: skip
 PLOTTERS.update(_PLOTTERS)

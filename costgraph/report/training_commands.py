@@ -108,7 +108,8 @@ def train_command(
     model: opt.Model, sizes: opt.Sizes = None, hardware: opt.Hardware = None, optimizer: _Optimizer = "adamw",
     implementation: _Implementation = None, precision: _Precision = None, checkpoint: _Checkpoint = "none",
     accumulate: _Accumulate = "1", clip: _Clip = None, attention: opt.Attention = None, dtype: opt.Format = None,
-    dropout: opt.Dropout = None, symbolic: opt.Symbolic = False, count: opt.Count = "executed",
+    dropout: opt.Dropout = None, composed: opt.Composed = False, symbolic: opt.Symbolic = False,
+    count: opt.Count = "executed",
     fallback: opt.Fallback = None, depth: opt.Depth = 2, sort: opt.Sort = "order", formulas: opt.Formulas = False,
     json: opt.Json = None, csv: opt.Csv = None, plot: opt.Plot = None, memory_plot: opt.Memory = None,
 ) -> None:  # fmt: skip
@@ -121,7 +122,7 @@ def train_command(
     """
     check_files(json, csv, plot, memory_plot)
     dims = read_sizes(sizes)
-    graph = load_model(model, attention, dtype, dropout, symbolic)
+    graph = load_model(model, attention, dtype, dropout, composed, symbolic)
     step = _step(graph, optimizer, implementation, precision, checkpoint, accumulate, clip)
     found = report(step, hardware, count=count, fallback=fallback, depth=depth, **dims).sorted(sort)
     draw_report(step, found, dims, plot, memory_plot)
@@ -136,6 +137,7 @@ def plan_command(
     mfu: _MFU = None, days: _Days = None, optimizer: _Optimizer = "adamw", implementation: _Implementation = None,
     precision: _Precision = None, checkpoint: _Checkpoint = "none", accumulate: _Accumulate = "1", clip: _Clip = None,
     attention: opt.Attention = None, dtype: opt.Format = None, dropout: opt.Dropout = None,
+    composed: opt.Composed = False,
     symbolic: opt.Symbolic = False, fallback: opt.Fallback = None, json: opt.Json = None, csv: opt.Csv = None,
 ) -> None:  # fmt: skip
     r"""Print the list of checks before a training run, each figure beside its limit.
@@ -147,7 +149,7 @@ def plan_command(
     """
     check_files(json, csv)
     dims: dict[str, Any] = dict(read_sizes(sizes))  # no keyword of preflight, which a type checker cannot know
-    graph = load_model(model, attention, dtype, dropout, symbolic)
+    graph = load_model(model, attention, dtype, dropout, composed, symbolic)
     step = _step(graph, optimizer, implementation, precision, checkpoint, accumulate, clip)
     found = preflight(
         step, hardware, devices=read_size(devices, "--devices"),

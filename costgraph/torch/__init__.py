@@ -1,0 +1,29 @@
+"""Run, trace and measure with torch: `import costgraph` alone never imports it."""
+
+from ..errors import UnsupportedError
+
+try:
+    import torch as _torch  # noqa: F401  # looked for first, so that the error says what is missing
+except ImportError as error:
+    raise UnsupportedError(
+        f"costgraph.torch: torch cannot be imported ({error}), expected an installed torch: pip install torch"
+    ) from None
+
+from .calibrating import Calibration, calibrate
+from .lowering import lower, random_inputs
+from .measuring import Measurement, environment, measure
+from .tracing import trace
+from .validating import Validation, validate
+
+__all__ = [
+    "Calibration",
+    "Measurement",
+    "Validation",
+    "calibrate",
+    "environment",
+    "lower",
+    "measure",
+    "random_inputs",
+    "trace",
+    "validate",
+]

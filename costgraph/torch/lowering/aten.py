@@ -1,0 +1,74 @@
+"""Calls of torch's own ops that a trace has recorded: made again as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from ...dtypes import DType
+from ...errors import UnsupportedError
+from .formats import torch_dtype
+from .functions import leaf
+from .site import Site
+from .table import lowering
+
+__all__: list[str] = []  # its lowerings are found in LOWERINGS
+
+#: What a graph from a file may not call: it would read another file.
+_REFUSED = ("from_file",)
+
+
+@lowering("aten")
+def _aten(site: Site) -> None:
+    attrs = site.attributes(site.op)
+    arguments = [_argument(site, v) for v in site.op.attrs["arguments"]]
+    keywords = {k: _argument(site, v) for k, v in site.op.attrs["keywords"].items()}
+    made = site.call(_overload(site, attrs["target"]), *arguments, **keywords)
+    single = isinstance(site.shadow(made), torch.Tensor)
+    for i, (place, stated) in enumerate(zip(attrs["places"], site.op.attrs["outputs"], strict=True)):
+        of = stated[3]
+        if place < 0:  # an operand that was written into
+            site.alias(site.operands[of], i)
+            continue
+        node = made if single else site.call(leaf, made, place)
+        if of is None:
+            site.settle(node, i)
+        else:
+            site.alias(node, i)
+
+
+def _overload(site: Site, target: str) -> Callable[..., Any]:
+    """Return torch's op by its name, with another namespace than aten before it where it has one."""
+    *space, name, overload = target.split(".")
+    packet = getattr(getattr(torch.ops, space[0] if space else "aten"), name, None)
+    found: Callable[..., Any] | None = getattr(packet, overload or "default", None)
+    if found is None or len(space) > 1 or name in _REFUSED:
+        raise UnsupportedError(f"lower {site.op.name!r}: op {target!r} of torch, expected one that it has")
+    return found
+
+
+def _argument(site: Site, value: Any) -> Any:
+    """Return an argument as torch takes it."""
+    if isinstance(value, tuple):
+        return [_argument(site, v) for v in value]
+    if isinstance(value, DType):
+        return torch_dtype(repr(site.op.name), value)
+    if not isinstance(value, Mapping):
+        return site.numbers.attribute(value)
+    if "operand" in value:
+        return site.operands[value["operand"]]
+    if "empty" in value:
+        dtype = torch_dtype(repr(site.op.name), value["dtype"])
+        return site.call(torch.empty, site.numbers.of(value["empty"]), dtype=dtype, device=site.emitter.device)
+    return _named(site, value["torch"])
+
+
+def _named(site: Site, text: str) -> Any:
+    """Return a device, a memory format, a layout or a complex number."""
+    if text == "device":
+        return site.emitter.device
+    if text.isidentifier():
+        return getattr(torch, text)
+    return complex(*map(float, text.split()))

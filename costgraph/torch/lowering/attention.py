@@ -1,0 +1,191 @@
+"""Attention in one kernel, with what its gradient needs, and the gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...domain import Domain
+from ...op import Op
+from .bodies import Bound, given_node, match, named_results, narrow
+from .functions import item, mask_of
+from .site import Site
+
+__all__ = ["flash", "flash_backward"]
+
+_SCORES = "b g r s k, b g t k -> b g r s t"
+_REDUCE = "b g r s t, b g t v -> b s g r v"
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, window: int | None, scale: float, p: float
+) -> torch.Tensor:
+    """Attend in one kernel: q (b, g, r, s, k), k (b, g, t, k), v (b, g, t, v) to (b, s, g, r, v)."""
+    b, g, r, s, _ = q.shape
+    t = k.shape[2]
+    # one query at the end sees all keys; torch's flag aligns at the first positions, so that as many have to be there
+    plain = window is None and (not causal or s == 1)
+    flag = window is None and causal and s == t and s > 1
+    mask = None if plain or flag else mask_of(s, t, causal, window, q.device)
+    made = torch.nn.functional.scaled_dot_product_attention(
+        q.reshape(b, g * r, s, -1), k, v, mask, dropout_p=p, is_causal=flag, scale=scale, enable_gqa=r > 1
+    )
+    return made.transpose(1, 2).reshape(b, s, g, r, -1).contiguous()
+
+
+def attend_and_keep(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+) -> list[torch.Tensor]:
+    """Attend, and keep the logarithm of the sum of each row, (b, g, r, s, 1), from which the gradient starts."""
+    b, g, r, s, _ = q.shape
+    heads, aten = q.reshape(b, g * r, s, -1), torch.ops.aten
+    if q.is_cuda and q.dtype.itemsize == 2:
+        made, sums = aten._scaled_dot_product_flash_attention(heads, k, v, 0.0, causal, False, scale=scale)[:2]
+    elif q.is_cuda:
+        more = (None, True, 0.0, causal)
+        made, sums = aten._scaled_dot_product_efficient_attention(heads, _each(k, r), _each(v, r), *more, scale=scale)[
+            :2
+        ]
+    else:
+        made, sums = aten._scaled_dot_product_flash_attention_for_cpu(heads, k, v, 0.0, causal, scale=scale)
+    made = made.transpose(1, 2).reshape(b, s, g, r, -1).contiguous()
+    return [made, sums[..., :s].reshape(b, g, r, s, 1).contiguous()]
+
+
+def _each(x: torch.Tensor, count: int) -> torch.Tensor:
+    """Repeat each head."""
+    return x if count == 1 else x.repeat_interleave(count, 1)
+
+
+def attend_backward(
+    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, made: torch.Tensor, sums: torch.Tensor,
+    causal: bool, scale: float,
+) -> list[torch.Tensor]:  # fmt: skip
+    """Return the gradients of queries, keys and values."""
+    b, g, r, s, _ = q.shape
+    heads, sums, aten = q.reshape(b, g * r, s, -1), sums.reshape(b, g * r, s), torch.ops.aten
+    dy, y = (t.reshape(b, s, g * r, -1).transpose(1, 2) for t in (grad, made))
+    if q.is_cuda and q.dtype.itemsize == 2:
+        state = (
+            torch.empty(2, dtype=torch.uint64, device=q.device),
+            torch.empty((), dtype=torch.uint64, device=q.device),
+        )
+        found = aten._scaled_dot_product_flash_attention_backward(
+            dy, heads, k, v, y, sums, None, None, s, k.shape[2], 0.0, causal, *state, scale=scale
+        )
+    elif q.is_cuda:
+        found = _efficient_backward(dy, heads, k, v, y, sums, causal, scale, r)
+    else:
+        found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            dy, heads, k, v, y, sums, 0.0, causal, scale=scale
+        )
+    return [found[0].reshape(q.shape).contiguous(), found[1].contiguous(), found[2].contiguous()]
+
+
+def _efficient_backward(
+    dy: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, y: torch.Tensor, sums: torch.Tensor,
+    causal: bool, scale: float, share: int,
+) -> list[torch.Tensor]:  # fmt: skip
+    """Go back through CUDA's kernel for fp32: its row sums are padded to 32 rows, its heads are all of their own."""
+    padded = torch.nn.functional.pad(sums, (0, -sums.shape[-1] % 32), value=float("inf"))
+    state = [torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2)]
+    keys, values = _each(k, share), _each(v, share)
+    more = (padded, *state, 0.0, [True, True, True, False], causal)
+    found = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+        dy, q, keys, values, None, y, *more, scale=scale
+    )
+    return [found[0], *(t.unflatten(1, (-1, share)).sum(2) if share > 1 else t for t in found[1:3])]
+
+
+#: What a flash kernel does between its two products, with what it keeps for its gradient and without.
+_SOFTMAX = "m = max x; s = sub x m; e = exp s; z = sum e; y = div e z"
+_KEEPING = f"{_SOFTMAX}; l = log z; t = add m l"
+
+
+def flash(site: Site, found: Bound) -> bool:
+    """Lower attention that never writes its scores."""
+    scores, reduced, scale, inner = (found[n].producer for n in ("s", "y", "c", "p"))
+    assert scores is not None
+    assert reduced is not None
+    assert inner is not None
+    assert inner.body is not None
+    keeps = "p'" in found
+    q, k, v = (given_node(site, found[n]) for n in "qkv")
+    patterns = str(scores.attrs["pattern"]), str(reduced.attrs["pattern"])
+    if patterns != (_SCORES, _REDUCE) or any(n is None or narrow(site, n) for n in (q, k, v)):
+        return False
+    made = named_results(site, found, "y", *(["p'"] if keeps else []))
+    if made is None or match(inner.body, _KEEPING if keeps else _SOFTMAX) is None:
+        return False
+    if len({site.shadow(n).dtype for n in (q, k, v)}) > 1:
+        return False
+    causal, window = _seen(site, scores.attrs["domain"])
+    factor, p = _factor(site, scale), 0.0 if "d" not in found else _dropped(found)
+    shape, rows = site.shadow(q).shape, site.shadow(q).shape[:-1]
+    b, g, r, s, _ = shape
+    like = torch.empty((b, s, g, r, site.shadow(v).shape[-1]), dtype=site.shadow(q).dtype, device="meta")
+    if not keeps:
+        site.settle(site.call(attend, q, k, v, causal, window, factor, p, like=like))
+        return True
+    flag = _flag(site, q, k, v, causal, window)
+    if flag is None or p:
+        return False
+    sums = torch.empty((*rows, 1), dtype=_sums(like.dtype), device="meta")
+    both = site.call(attend_and_keep, q, k, v, flag, factor, like=[like, sums])
+    for i, name in made.items():
+        site.settle(site.call(item, both, int(name == "p'")), i)
+    return True
+
+
+def _sums(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _dropped(found: Bound) -> float:
+    maker = found["d"].producer
+    assert maker is not None
+    return float(maker.attrs["p"])
+
+
+def _factor(site: Site, scale: Op | None) -> float:
+    assert scale is not None
+    return next(float(n) for n in site.attributes(scale)["scalars"] if n is not None)
+
+
+def _seen(site: Site, domain: tuple[Domain, str, str] | None) -> tuple[bool, int | None]:
+    """Return whether later keys are hidden, and the window."""
+    if domain is None:
+        return False, None
+    window = domain[0].window
+    return domain[0].causal, None if window is None else site.numbers(window)
+
+
+def _flag(site: Site, q: Any, k: Any, v: Any, causal: bool, window: int | None) -> bool | None:
+    """Return torch's `is_causal`, None where no flag says which pairs are seen or torch's kernels need padding."""
+    queries, keys = site.shadow(q).shape[3], site.shadow(k).shape[2]
+    size, other = site.shadow(q).shape[-1], site.shadow(v).shape[-1]
+    if window is not None or size != other or (site.emitter.device.type == "cuda" and size % 8):
+        return None
+    return False if not causal or queries == 1 else True if queries == keys else None
+
+
+def flash_backward(site: Site, found: Bound) -> bool:
+    """Lower the gradient of attention, which computes the scores again."""
+    scores, grads, scale = (found[n].producer for n in ("s", "a", "c"))
+    assert scores is not None
+    assert grads is not None
+    patterns = str(scores.attrs["pattern"]), str(grads.attrs["pattern"])
+    made = named_results(site, found, "dq", "dk", "dv")
+    given = [given_node(site, found[n]) for n in ("g", "q", "k", "v", "y", "l")]
+    if patterns != (_SCORES, "b s g r v, b g t v -> b g r s t") or made is None or any(n is None for n in given):
+        return False
+    q, k, v = given[1:4]
+    flag = _flag(site, q, k, v, *_seen(site, scores.attrs["domain"]))
+    if flag is None or narrow(site, q) or len({site.shadow(n).dtype for n in given[:5]}) > 1:
+        return False
+    like = [torch.empty(site.shadow(n).shape, dtype=site.shadow(q).dtype, device="meta") for n in (q, k, v)]
+    every = site.call(attend_backward, *given, flag, _factor(site, scale), like=like)
+    for i, name in made.items():
+        site.settle(site.call(item, every, ("dq", "dk", "dv").index(name)), i)
+    return True

@@ -1,0 +1,86 @@
+"""What a fused body computes, told by the names of its ops and by what each of them reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ...graph import Graph
+from ...op import Op
+from ...tensor import Tensor
+from .site import Site
+
+__all__ = ["Bound", "Rule", "given_node", "match", "named_results", "narrow", "reduced_axis", "whole"]
+
+#: What the names of a text stand for.
+Bound = dict[str, Tensor]
+#: Lowers a kernel whose body is recognised, or returns False where sizes, formats or results do not allow it.
+Rule = Callable[[Site, Bound], bool]
+
+
+def label_of(op: Op) -> str:
+    if op.kind.name == "pointwise":
+        name: str = op.attrs["function"].name
+        return name
+    if op.kind.name == "reduce":
+        return str(op.attrs["operation"])
+    return str(op.attrs.get("backward", "kernel")) if op.kind.name == "kernel" else op.kind.name
+
+
+def through(t: Tensor) -> Tensor:
+    """Look through casts: torch's kernels compute in a wider format than they read and write by themselves."""
+    while t.producer is not None and label_of(t.producer) == "cast":
+        t = t.producer.operands[0]
+    return t
+
+
+def match(body: Graph, text: str) -> Bound | None:
+    """Return what the names of a text such as `e = exp x; z = sum e` stand for, None if the body is another one."""
+    rows = [row.split() for row in text.split("; ")]
+    ops = [op for op in body.ops if label_of(op) != "cast"]
+    if len(ops) != len(rows):
+        return None
+    found: Bound = {}
+    for op, (made, _, label, *names) in zip(ops, rows, strict=True):
+        operands = [through(t) for t in op.operands]
+        if label != label_of(op) or len(names) != len(operands):
+            return None
+        if any(found.setdefault(n, t) is not t for n, t in zip(names, operands, strict=True)):
+            return None
+        found[made] = op.results[0]
+        found |= {f"{made}'": t for t in op.results[1:2]}
+    return found
+
+
+def named_results(site: Site, found: Bound, *names: str) -> dict[int, str] | None:
+    """Return which name each result of the kernel is, None if it hands out anything else."""
+    assert site.op.body is not None
+    by_tensor = {found[n]: n for n in names}
+    out = {i: by_tensor.get(through(t), "") for i, t in enumerate(site.op.body.outputs)}
+    return out if out and all(out.values()) and len(set(out.values())) == len(out) else None
+
+
+def given_node(site: Site, t: Tensor) -> Any:
+    """Return what a name stands for that the kernel is given, None for what is made inside."""
+    assert site.op.body is not None
+    formals = dict(zip(site.op.body.formals, site.operands, strict=True))
+    return formals.get(t)
+
+
+def reduced_axis(op: Op | None) -> int | None:
+    """Return the only axis that a reduction leaves out, None if there are several."""
+    assert op is not None
+    pattern = op.attrs["pattern"]
+    gone = [i for i, a in enumerate(pattern.operands[0]) if not a.names or a.names[0] not in pattern.result_names]
+    return gone[0] if len(gone) == 1 and len(pattern.operands[0]) == len(pattern.result) else None
+
+
+def whole(found: Mapping[str, Tensor]) -> bool:
+    """Whether no tensor is restricted to a domain."""
+    return all(t.domain is None for t in found.values())
+
+
+def narrow(site: Site, node: Any) -> bool:
+    """Whether torch computes with none of the format."""
+    dtype = site.shadow(node).dtype
+    return dtype.itemsize == 1 or not dtype.is_floating_point

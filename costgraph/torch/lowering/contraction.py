@@ -1,0 +1,295 @@
+"""Contractions: matrix products where the axes lie so, windows as views, three operands in pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from math import prod
+from typing import Any
+
+import torch
+
+from ...op import Op
+from ...pattern import Affine, Axes
+from .elementwise import held
+from .functions import mask_of
+from .site import Site, strided
+from .table import lowering
+from .windows import convolution
+
+__all__ = ["linear"]
+
+Dims = Sequence[Axes | Affine]
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """A node with one axis for each name."""
+
+    node: Any
+    names: tuple[str, ...]
+
+
+@lowering("einsum")
+def _einsum(site: Site) -> None:
+    if convolution(site):
+        return
+    pattern, extents = site.op.attrs["pattern"], site.attr("extents")
+    inherited = any(t.domain is not None for t in site.op.operands)
+    operands = [labelled(site, held(site, i, 0.0), d, extents) for i, d in enumerate(pattern.operands)]
+    scattered = "sizes" in site.op.attrs
+    kept = pattern.result_names if not scattered else tuple(dict.fromkeys(pattern.result_names))
+    if site.op.attrs.get("domain") is not None and not inherited:
+        operands = _masked(site, operands, kept, extents)
+    dtype = site.dtype(site.op.results[0])
+    if dtype.is_floating_point and dtype.itemsize == 1:
+        dtype = torch.float32
+    elif dtype == torch.bool:
+        dtype = torch.uint8
+    operands = [Labelled(site.cast(o.node, dtype), o.names) for o in operands]
+    while len(operands) > 2:
+        operands = _paired(site, operands, kept, extents)
+    if scattered:
+        there = tuple(n for n in kept if any(n in o.names for o in operands))
+        made = product(site, operands, there, extents)
+        axes = tuple((n, extents[n]) for n in kept)
+        sizes = site.sizes(site.op.results[0])
+        site.own(folded, made.node, there, axes, _places(pattern.result, extents), sizes)
+    else:
+        product(site, operands, kept, extents, place=True)
+
+
+def labelled(site: Site, node: Any, dims: Dims, extents: Mapping[str, int]) -> Labelled:
+    """View an operand with one axis for each name: merged axes split, windows and diagonals cut out by strides."""
+    names = tuple(dict.fromkeys(n for d in dims for n in d.names))
+    plain = all(isinstance(d, Axes) for d in dims) and len(names) == sum(len(d.names) for d in dims)
+    if plain:
+        return Labelled(site.shaped(node, tuple(extents[n] for n in names)), names)
+    shadow = site.shadow(node)
+    pads, starts = [], []
+    for d, size in zip(dims, shadow.shape, strict=True):
+        last = sum(c * (extents[n] - 1) for n, c in d.terms) + d.offset if isinstance(d, Affine) else size - 1
+        first = d.offset if isinstance(d, Affine) else 0
+        pads.append((max(-first, 0), max(last - size + 1, 0)))
+        starts.append(max(first, 0))
+    if any(p != (0, 0) for p in pads):
+        node = site.call(torch.constant_pad_nd, node, [p for pair in reversed(pads) for p in pair], 0)
+        shadow = site.shadow(node)
+    strides = dict.fromkeys(names, 0)
+    for d, step in zip(dims, shadow.stride(), strict=True):
+        for n, factor in _factors(d, extents):
+            strides[n] += factor * step
+    offset = sum(s * step for s, step in zip(starts, shadow.stride(), strict=True))
+    return Labelled(
+        site.call(strided, node, tuple(extents[n] for n in names), tuple(strides[n] for n in names), offset), names
+    )
+
+
+def _factors(d: Axes | Affine, extents: Mapping[str, int]) -> list[tuple[str, int]]:
+    """Return how far each axis of a dimension moves along it."""
+    if isinstance(d, Affine):
+        return list(d.terms)
+    return [(n, prod(extents[m] for m in d.names[i + 1 :])) for i, n in enumerate(d.names)]
+
+
+def _places(dims: Dims, extents: Mapping[str, int]) -> tuple[Any, ...]:
+    """Return the index that makes each dimension as plain data: axes with factors, and a constant."""
+    return tuple((tuple(_factors(d, extents)), d.offset if isinstance(d, Affine) else 0) for d in dims)
+
+
+def folded(
+    x: torch.Tensor, there: Sequence[str], axes: Sequence[tuple[str, int]], places: Sequence[Any], sizes: Sequence[int]
+) -> torch.Tensor:
+    """Add elements at the places that indices of their axes make, zeros elsewhere: the reverse of windows."""
+    shape = [n for _, n in axes]
+    grid = {
+        name: torch.arange(n, device=x.device).reshape([-1 if m == name else 1 for m, _ in axes]) for name, n in axes
+    }
+    inside = torch.ones(shape, dtype=torch.bool, device=x.device)
+    flat = torch.zeros(shape, dtype=torch.int64, device=x.device)
+    for (factors, offset), size in zip(places, sizes, strict=True):
+        place = torch.full(shape, offset, device=x.device)
+        for name, factor in factors:
+            place += factor * grid[name]
+        inside &= (place >= 0) & (place < size)
+        flat = flat * size + place
+    whole = x.reshape([n if name in there else 1 for name, n in axes]).expand(shape)
+    flat, whole = torch.where(inside, flat, 0), torch.where(inside, whole, 0)
+    out = x.new_zeros(prod(sizes))
+    return out.index_add_(0, flat.flatten(), whole.flatten()).reshape(list(sizes))
+
+
+def mask_like(x: torch.Tensor, queries: int, keys: int, causal: bool, window: int | None) -> torch.Tensor:
+    """Return ones where a query sees a key, in the format of another tensor."""
+    return mask_of(queries, keys, causal, window, x.device).to(x.dtype)
+
+
+def _masked(site: Site, operands: list[Labelled], kept: Sequence[str], extents: Mapping[str, int]) -> list[Labelled]:
+    """Multiply by the pairs that a domain holds, where one of its axes is summed."""
+    domain, query, key = site.attr("domain")
+    if query in kept and key in kept and "sizes" not in site.op.attrs:
+        return operands  # nobody reads the others
+    window = None if domain.window is None else site.numbers(domain.window)
+    first = operands[0].node
+    node = site.call(mask_like, first, extents[query], extents[key], domain.causal, window)
+    return [*operands, Labelled(node, (query, key))]
+
+
+def _paired(site: Site, operands: list[Labelled], kept: Sequence[str], extents: Mapping[str, int]) -> list[Labelled]:
+    """Contract the two operands with which the whole costs least."""
+
+    def after(left: list[tuple[str, ...]], i: int, j: int) -> tuple[list[tuple[str, ...]], int]:
+        rest = [o for k, o in enumerate(left) if k not in (i, j)]
+        axes = dict.fromkeys((*left[i], *left[j]))
+        stay = tuple(n for n in axes if n in kept or any(n in o for o in rest))
+        points = prod(extents[n] for n in axes)
+        return [*rest, stay], points * (2 if len(stay) < len(axes) else 1)
+
+    def least(left: list[tuple[str, ...]]) -> int:
+        return min(
+            (cost + least(rest) for rest, cost in (after(left, i, j) for i, j in combinations(range(len(left)), 2))),
+            default=0,
+        )
+
+    names = [o.names for o in operands]
+    costs = {(i, j): after(names, i, j) for i, j in combinations(range(len(names)), 2)}
+    i, j = min(costs, key=lambda pair: costs[pair][1] + least(costs[pair][0]))
+    rest = [o for k, o in enumerate(operands) if k not in (i, j)]
+    return [*rest, product(site, [operands[i], operands[j]], costs[i, j][0][-1], extents)]
+
+
+def linear(site: Site, einsum: Op, operands: Sequence[Any], bias: Any) -> bool:
+    """Lower a product and what is added to it as one call; says whether it is one: a matrix and a row."""
+    pattern, extents = einsum.attrs["pattern"], site.numbers.attribute(einsum.attrs["extents"])
+    dims = (*pattern.operands, pattern.result)
+    if len(operands) != 2 or "sizes" in einsum.attrs or any(isinstance(d, Affine) for part in dims for d in part):
+        return False
+    kept, dtype = pattern.result_names, site.dtype(site.op.results[0])
+    left, right = (labelled(site, v, d, extents) for v, d in zip(operands, pattern.operands, strict=True))
+    rows = [n for n in kept if n in left.names]
+    columns = [n for n in kept if n in right.names]
+    summed = [n for n in left.names if n in right.names]
+    every = {n for part in dims for d in part for n in d.names}
+    shape = tuple(extents[n] for n in columns)
+    fits = kept == (*rows, *columns) and columns and {*rows, *columns, *summed} == every
+    if not fits or tuple(site.shadow(bias).shape) != shape or dtype.itemsize == 1 or not dtype.is_floating_point:
+        return False
+    left, right = (Labelled(site.cast(o.node, dtype), o.names) for o in (left, right))
+    row = site.cast(site.shaped(bias, (prod(shape),)), dtype)
+    _matmul(site, left, right, kept, extents, place=True, bias=row)
+    return True
+
+
+# -- pairs -------------------------------------------------------------------------------------------------------
+
+
+def product(
+    site: Site, operands: list[Labelled], kept: Sequence[str], extents: Mapping[str, int], *, place: bool = False
+) -> Labelled:
+    """Contract one or two operands; with `place` into the result of the op."""
+    operands = [_summed(site, o, kept, [p.names for p in operands if p is not o]) for o in operands]
+    names = [set(o.names) for o in operands]
+    if len(operands) == 2 and (names[0] & names[1]) - set(kept):
+        return _matmul(site, operands[0], operands[1], tuple(kept), extents, place=place)
+    views = [_aligned(site, o, kept) for o in operands]
+    function = torch.mul if len(views) == 2 else torch.clone
+    if place:
+        site.own(function, *views, shape=tuple(extents[n] for n in kept))
+        return Labelled(site.made[0], tuple(kept))
+    return Labelled(site.call(function, *views), tuple(kept))
+
+
+def _summed(site: Site, o: Labelled, kept: Sequence[str], others: Sequence[Sequence[str]]) -> Labelled:
+    """Sum over axes that nothing else has."""
+    gone = [i for i, n in enumerate(o.names) if n not in kept and not any(n in names for names in others)]
+    if not gone:
+        return o
+    left = tuple(n for i, n in enumerate(o.names) if i not in gone)
+    return Labelled(site.call(torch.sum, o.node, gone, dtype=site.shadow(o.node).dtype), left)
+
+
+def _aligned(site: Site, o: Labelled, kept: Sequence[str]) -> Any:
+    """Order the axes as those of the result, with size 1 for those that are missing."""
+    there = [n for n in kept if n in o.names]
+    node = site.permuted(o.node, [o.names.index(n) for n in there])
+    for i, n in enumerate(kept):
+        if n not in there:
+            node = site.call(torch.unsqueeze, node, i)
+    return node
+
+
+def _matmul(
+    site: Site,
+    a: Labelled,
+    b: Labelled,
+    kept: tuple[str, ...],
+    extents: Mapping[str, int],
+    *,
+    place: bool,
+    bias: Any = None,
+) -> Labelled:
+    """Multiply matrices: batch axes, rows, columns, in the order in which the result has them if it can be so."""
+    batch = [n for n in kept if n in a.names and n in b.names]
+    rows = [n for n in kept if n in a.names and n not in b.names]
+    columns = [n for n in kept if n in b.names and n not in a.names]
+    if kept == (*batch, *columns, *rows) and rows:
+        a, b, rows, columns = b, a, columns, rows
+    summed = _order_of_sum(site, a, b, (batch, rows, columns), extents)
+    left = _matrix(site, a, (batch, rows, summed), extents)
+    right = _matrix(site, b, (batch, summed, columns), extents)
+    names = (*batch, *rows, *columns)
+    function = torch.bmm if batch else torch.mm
+    shape = (*site.shadow(left).shape[:-1], site.shadow(right).shape[-1])
+    if bias is not None:
+        site.own(torch.addmm, bias, left, right, shape=shape)
+        return Labelled(site.made[0], kept)
+    if place and names == kept:
+        site.own(function, left, right, shape=shape)
+        return Labelled(site.made[0], kept)
+    node = site.shaped(site.call(function, left, right), tuple(extents[n] for n in names))
+    node = site.permuted(node, [names.index(n) for n in kept])
+    if place:
+        site.settle(node, fresh=False)
+        node = site.made[0]
+    return Labelled(node, kept)
+
+
+def _groups(groups: Sequence[Sequence[str]], extents: Mapping[str, int]) -> tuple[int, ...]:
+    """Return the sizes of a matrix whose axes are groups of names; without batch axes there is no first one."""
+    sizes = tuple(prod(extents[n] for n in names) for names in groups)
+    return sizes if groups[0] else sizes[1:]
+
+
+def _matrix(site: Site, o: Labelled, groups: Sequence[Sequence[str]], extents: Mapping[str, int]) -> Any:
+    order = [o.names.index(n) for names in groups for n in names]
+    node = site.permuted(o.node, order)
+    return site.shaped(node, _groups(groups, extents))
+
+
+def _is_matrix(site: Site, o: Labelled, groups: Sequence[Sequence[str]], extents: Mapping[str, int]) -> bool:
+    """Whether an operand is a matrix without a copy."""
+    shadow = site.shadow(o.node).permute([o.names.index(n) for names in groups for n in names])
+    try:
+        shadow.view(_groups(groups, extents))
+    except RuntimeError:
+        return False
+    return True
+
+
+def _order_of_sum(
+    site: Site, a: Labelled, b: Labelled, parts: tuple[list[str], list[str], list[str]], extents: Mapping[str, int]
+) -> list[str]:
+    """Order the summed axes as they lie in the operands, so that fewest of these are copied."""
+    batch, rows, columns = parts
+    shared = [n for n in a.names if n in b.names and n not in batch]
+    orders = [
+        sorted(shared, key=lambda n, o=o: -site.shadow(o.node).stride(o.names.index(n)))  # type: ignore[misc]
+        for o in (a, b)
+    ]
+
+    def copies(order: list[str]) -> int:
+        left = _is_matrix(site, a, (batch, rows, order), extents)
+        return 2 - left - _is_matrix(site, b, (batch, order, columns), extents)
+
+    return min(orders, key=copies)

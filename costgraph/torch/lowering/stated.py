@@ -1,0 +1,67 @@
+"""Ops whose costs are stated, and collectives."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ...errors import UnsupportedError
+from .functions import item
+from .site import Site
+from .table import lowering
+
+__all__: list[str] = []  # its lowerings are found in LOWERINGS
+
+
+def _function(site: Site) -> Callable[..., Any]:
+    """Return what the caller has for an opaque op, by its name with or without scope and number."""
+    last = site.op.name.rpartition("/")[2]
+    names = (site.op.name, last, re.sub(r"_\d+\Z", "", last))
+    for name in names:
+        if name in site.walk.functions:
+            return site.walk.functions[name]
+    raise UnsupportedError(
+        f"lower {site.op.name!r}: nothing says what an opaque op computes, expected a function of torch in "
+        f"functions={{{names[-1]!r}: ...}}"
+    )
+
+
+def _checked(function: Callable[..., Any], name: str, outputs: Sequence[tuple[Any, Any]]) -> Callable[..., Any]:
+    """Return a function of the caller whose results are looked at and made dense."""
+
+    def opaque(*operands: torch.Tensor) -> list[torch.Tensor]:
+        made = function(*operands)
+        found = made if isinstance(made, tuple | list) else (made,)
+        shapes = [(tuple(y.shape), y.dtype) if isinstance(y, torch.Tensor) else type(y).__name__ for y in found]
+        if shapes != list(outputs):
+            raise UnsupportedError(f"function of opaque op {name!r} returned {shapes}, expected {list(outputs)}")
+        return [y.contiguous() for y in found]
+
+    return opaque
+
+
+@lowering("opaque")
+def _opaque(site: Site) -> None:
+    outputs = tuple((site.sizes(t), site.dtype(t)) for t in site.op.results)
+    like = [torch.empty(sizes, dtype=dtype, device="meta") for sizes, dtype in outputs]
+    made = site.call(_checked(_function(site), site.op.name, outputs), *site.operands, like=like)
+    for i in range(len(outputs)):
+        site.settle(site.call(item, made, i), i)
+
+
+@lowering("collective")
+def _collective(site: Site) -> None:
+    """Play one rank among ranks that all bring the same: a sum is a multiple, what is gathered is repeated."""
+    name, ranks, x = site.attr("collective"), site.attr("ranks"), site.operands[0]
+    sizes = site.sizes(site.op.results[0])
+    if name == "all_gather":
+        site.own(torch.cat, [x] * ranks, 0) if sizes else site.own(torch.clone, x)
+    elif name == "reduce_scatter":
+        site.own(torch.mul, site.call(torch.ops.aten.slice, x, 0, 0, sizes[0]) if sizes else x, ranks)
+    elif name == "all_reduce":
+        site.own(torch.mul, x, ranks)
+    else:
+        site.own(torch.clone, x)

@@ -1,0 +1,94 @@
+"""What optimizers do, and sums that are added to in place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ...errors import UnsupportedError
+from .elementwise import chosen
+from .functions import IN_PLACE, KERNELS, item
+from .site import Site
+from .table import lowering
+from .walk import kept
+
+__all__: list[str] = []  # its lowerings are found in LOWERINGS
+
+#: Elements that an update in one kernel takes at a time.
+_PIECE = 1 << 16
+
+
+@lowering("accumulate")
+def _accumulate(site: Site) -> None:
+    site.alias(site.call(torch.Tensor.add_, *site.operands))
+
+
+@lowering("keep")
+def _keep(site: Site) -> None:
+    site.alias(site.call(kept, *site.operands, like=site.shadow(site.operands[0])))
+
+
+@lowering("zero_grad")
+def _zero_grad(site: Site) -> None:
+    site.alias(site.call(torch.Tensor.zero_, site.operands[0]))
+
+
+def unscaled(grad: torch.Tensor, inverse: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+    """Multiply in place, and set a flag where a gradient is not finite."""
+    if grad.dtype == inverse.dtype == found.dtype == torch.float32 and grad.device.type != "meta":
+        torch._amp_foreach_non_finite_check_and_unscale_([grad], found, inverse)
+        return grad
+    found.masked_fill_(torch.isfinite(grad).all().logical_not_(), 1)
+    return grad.mul_(inverse)
+
+
+@lowering("unscale")
+def _unscale(site: Site) -> None:
+    site.alias(site.call(unscaled, *site.operands))
+
+
+# -- whole updates -----------------------------------------------------------------------------------------------
+
+#: Name of an elementwise function, its numbers with None where a register is read, those registers, and its target.
+Step = tuple[str, tuple[Any, ...], tuple[int, ...], int]
+
+
+def updated(steps: Sequence[Step], count: int, changed: Sequence[int], *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Take the steps of an update over pieces of its tensors, and write what changes in place."""
+    if all(t.is_contiguous() for t in tensors[:count]):
+        flat = [t.view(-1) for t in tensors[:count]]
+        for start in range(0, flat[0].numel(), _PIECE):
+            _take(steps, [t[start : start + _PIECE] for t in flat])
+    else:
+        _take(steps, list(tensors[:count]))
+    return [tensors[i] for i in changed]
+
+
+def _take(steps: Sequence[Step], registers: list[torch.Tensor]) -> None:
+    count, operands = len(registers), list(registers)
+    for name, scalars, places, target in steps:
+        found = iter(places)
+        given = [registers[next(found)] if s is None else s for s in scalars]
+        if name in IN_PLACE and given[0] is registers[min(target, len(registers) - 1)] and target < len(registers):
+            made = IN_PLACE[name](*given)
+        else:
+            function, arguments = chosen(name, given)
+            made = function(*arguments)
+        if target < count:
+            made = operands[target].copy_(made)
+        registers[target:] = [made, *registers[target + 1 :]]
+
+
+@lowering("fused_update")
+def _fused_update(site: Site) -> None:
+    changed, count = site.attr("changed"), site.attr("updated")
+    steps = tuple((record.name, *rest) for record, *rest in site.attr("steps"))
+    unknown = [name for name, *_ in steps if name not in KERNELS]
+    if unknown:
+        raise UnsupportedError(f"lower {site.op.name!r}: torch has no function {unknown[0]!r}, expected a known one")
+    like = [site.shadow(site.operands[i]) for i in changed]
+    made = site.call(updated, steps, count, changed, *site.operands, like=like)
+    for i in range(len(changed)):
+        site.alias(site.call(item, made, i), i)

@@ -1,0 +1,191 @@
+"""The walk over a graph: every op in program order, loops played out, fused bodies op by op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ...errors import BindingError, CostGraphError, ShapeError, UnsupportedError
+from ...graph import Graph
+from ...op import Op
+from ...tensor import Storage, Tensor
+from .emitter import Emitter, Numbers
+from .formats import torch_dtype
+from .indices import Indices
+from .site import Site, strided
+from .sources import Leaf, Leaves
+from .table import LOWERINGS
+
+__all__ = ["Walk", "kept", "taken"]
+
+Env = dict[Tensor, Any]
+
+
+def kept(first: Any, *others: Any) -> Any:
+    """Return the first argument: the others are named here, and so live until now."""
+    return first
+
+
+def taken(x: torch.Tensor, name: str, sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Return an input after a look at it.
+
+    Raises
+    ------
+    BindingError
+        If it has another shape or format than the graph, or is not dense.
+    """
+    if not isinstance(x, torch.Tensor) or tuple(x.shape) != tuple(sizes) or x.dtype != dtype:
+        found = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
+        raise BindingError(f"input {name!r} is {found}, expected {dtype} {tuple(sizes)}")
+    if not x.is_contiguous():
+        raise BindingError(f"input {name!r} has strides {x.stride()}, expected a dense tensor")
+    return x
+
+
+class Walk:
+    """Lowers a graph and the bodies inside it.
+
+    What has a storage for each iteration of a loop is a list, a sum before its first term None.
+    """
+
+    def __init__(
+        self, graph: Graph, numbers: Numbers, device: torch.device, functions: Mapping[str, Callable[..., Any]]
+    ) -> None:
+        self.numbers = numbers
+        self.emitter = Emitter(device)
+        self.functions = functions
+        self.indices = Indices(graph, numbers)
+        self.leaves = Leaves(graph)
+        self._index = [0]  # iterations of the loops around
+        self._stacks: dict[Storage, Any] = {}  # made before what is written into their slices
+
+    def run(self, graph: Graph) -> None:
+        """Lower the whole graph."""
+        env: Env = {}
+        for t in graph.tensors:
+            if t.producer is None and t.role == "input":
+                env[t] = self._input(t)
+        self.ops(graph, env, {}, ())
+        outputs = [_nested(env[t]) for t in graph.outputs]
+        made = outputs[0] if len(outputs) == 1 else tuple(outputs)
+        # gradients live to the end of the step
+        grads = [n for t in graph.gradients.values() for n in _flat(env[t])]
+        if grads:
+            made = self.emitter.call(kept, made, *grads)
+        self.emitter.graph.output(made)
+
+    def _input(self, t: Tensor) -> Any:
+        sizes, dtype = self.numbers.of(t.sizes), torch_dtype(f"input {t.name!r}", t.dtype)
+        name = self.leaves.argument(t.name)
+        node = self.emitter.source(self.emitter.graph.placeholder(name), sizes, dtype)
+        return self.emitter.call(taken, node, t.name, sizes, dtype)
+
+    def ops(self, graph: Graph, env: Env, places: Mapping[Storage, Any], where: tuple[int, ...]) -> None:
+        """Lower the ops of a graph; `places` are slices of stacks by the storage that the body has for them."""
+        for t in graph.tensors:
+            if t.producer is None and t.role not in ("formal", "input"):
+                env[t] = self._source(t, self.numbers.of(t.sizes), where, t.storage.pieces)
+        for op in graph.ops:
+            if op.kind.body == "repeated":
+                self._loop(op, env, where)
+            elif op.kind.name == "absent":
+                env[op.results[0]] = None
+            elif op.kind.name == "accumulate" and env[op.operands[0]] is None:
+                env[op.results[0]] = env[op.operands[1]]
+            else:
+                self._op(op, env, places)
+
+    def _source(self, t: Tensor, sizes: tuple[int, ...], where: tuple[int, ...], pieces: int) -> Any:
+        """Return the node of a parameter, or of each of its layers."""
+        if pieces:
+            return [self._source(t, sizes[1:], (*where, i), pieces - 1) for i in range(sizes[0])]
+        dtype = torch_dtype(f"{t.role} {t.name!r}", t.dtype)
+        target = self.leaves.add(Leaf(t, sizes, dtype, where, self.indices.limit(t)))
+        return self.emitter.source(self.emitter.graph.get_attr(target), sizes, dtype)
+
+    def _op(self, op: Op, env: Env, places: Mapping[Storage, Any]) -> None:
+        rule = LOWERINGS.get(op.kind.name)
+        if rule is None:
+            raise UnsupportedError(
+                f"lower {op.name!r}: op kind {op.kind.name!r} has no lowering, expected one from "
+                f"costgraph.torch.lowering"
+            )
+        there = {t: places[t.storage] for t in op.results if t.storage in places} | self._slices(op)
+        site = Site(op, self, [env[t] for t in op.operands], there)
+        try:
+            rule(site)
+        except CostGraphError:
+            raise
+        except (RuntimeError, NotImplementedError, TypeError, IndexError, ValueError) as error:
+            what = str(error).partition("\n")[0]
+            raise UnsupportedError(
+                f"lower {op.name!r}: torch refuses it ({what}), expected operands that its kernels take"
+            ) from error
+        env |= {t: site.made[i] for i, t in enumerate(op.results)}
+        if op.kind.name == "empty":
+            self._stacks[op.results[0].storage] = env[op.results[0]]
+
+    def _slices(self, op: Op) -> dict[Tensor, Any]:
+        """Return where the results of an op lie that an unrolled loop writes into a stack."""
+        found = {}
+        for t in op.results:
+            if t.storage in self._stacks and op.kind.name != "empty" and not t.is_view:
+                sizes, strides = self.numbers.of(t.sizes), self.numbers.of(t.strides)
+                stack = self._stacks[t.storage]
+                found[t] = self.emitter.call(strided, stack, sizes, strides, self.numbers(t.offset))
+        return found
+
+    def body(self, site: Site) -> list[Any]:
+        """Lower the ops of a fused body one by one and return its outputs."""
+        body = site.op.body
+        assert body is not None
+        inner: Env = dict(zip(body.formals, site.operands, strict=True))
+        self.ops(body, inner, {}, ())
+        return [inner[t] for t in body.outputs]
+
+    def _loop(self, op: Op, env: Env, where: tuple[int, ...]) -> None:
+        body, carries, xs = op.body, op.attrs["carries"], op.attrs["xs"]
+        assert body is not None
+        operands = [env[t] for t in op.operands]
+        saved = len(op.results) - op.attrs.get("saved", 0)
+        count = self._index[-1] if op.attrs.get("until") else self.numbers(op.attrs["count"])
+        stacks = [self._stack(t) for t in op.results[carries:saved]]
+        state, left = operands[:carries], [[None] * count for _ in op.results[saved:]]
+        for turn in range(count):
+            i = count - 1 - turn if op.attrs.get("reverse") else turn
+            slices = [self._slice(v, i) for v in operands[carries : carries + xs]]
+            inner: Env = dict(zip(body.formals, [*state, *slices, *operands[carries + xs :]], strict=True))
+            written = [t.storage for t in body.outputs[carries:saved]]
+            places = {storage: self._slice(stack, i) for storage, stack in zip(written, stacks, strict=True)}
+            self._index.append(i)
+            self.ops(body, inner, places, (*where, i))
+            self._index.pop()
+            state = [inner[t] for t in body.outputs[:carries]]
+            for pieces, t in zip(left, body.outputs[saved:], strict=True):
+                pieces[i] = inner[t]
+        env |= dict(zip(op.results, [*state, *stacks, *left], strict=True))
+
+    def _stack(self, t: Tensor) -> Any:
+        dtype = torch_dtype(repr(t.name), t.dtype)
+        return self.emitter.call(torch.empty, self.numbers.of(t.sizes), dtype=dtype, device=self.emitter.device)
+
+    def _slice(self, v: Any, i: int) -> Any:
+        """Return one position along the first axis."""
+        if v is None or isinstance(v, list):
+            return None if v is None else v[i]
+        if not self.emitter.shadow(v).ndim:
+            raise ShapeError("slice of a scalar, expected an axis of iterations")
+        return self.emitter.call(torch.select, v, 0, i)
+
+
+def _nested(made: Any) -> Any:
+    """Return a tensor, of one with a storage for each iteration a tuple of them."""
+    return tuple(map(_nested, made)) if isinstance(made, list) else made
+
+
+def _flat(made: Any) -> list[Any]:
+    if isinstance(made, list):
+        return [n for part in made for n in _flat(part)]
+    return [] if made is None else [made]

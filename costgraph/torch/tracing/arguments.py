@@ -1,0 +1,129 @@
+"""What a module is called with: tensors without data whose axes have names."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...errors import GraphError, ShapeError
+from ...symbols import is_name, shown
+
+__all__ = ["Axes", "Given"]
+
+Axes = Sequence[str | None] | None
+
+
+class Given:
+    """Arguments of a module, and the names of their axes.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        What is called.
+    inputs : sequence
+        Positional arguments.
+    dims : sequence or None
+        Names of the axes of each of them.
+    keywords : dict of str to object
+        Keyword arguments.
+    keyword_dims : dict of str to sequence
+        Names of the axes of those that are tensors.
+
+    Raises
+    ------
+    GraphError, ShapeError
+        If names do not fit.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        inputs: Sequence[object],
+        dims: Sequence[Axes] | None,
+        keywords: dict[str, object],
+        keyword_dims: dict[str, Axes],
+    ) -> None:
+        if dims is not None and (isinstance(dims, str) or len(dims) != len(inputs)):
+            raise ShapeError(
+                f"trace: dims {shown(dims)} of {len(inputs)} inputs, expected names of the axes, or None, for each"
+            )
+        odd = next((k for k in keyword_dims if k not in keywords), None)
+        if odd is not None:
+            raise ShapeError(f"trace: names for the axes of {odd!r}, expected a keyword argument of that name")
+        self.count = len(inputs)
+        self.values = [*inputs, *keywords.values()]
+        self.keywords = tuple(keywords)
+        self.names = [*_positional(module, len(inputs)), *keywords]
+        axes = [*(dims or [None] * len(inputs)), *(keyword_dims.get(k) for k in keywords)]
+        self.axes = [_checked(n, v, a) for n, v, a in zip(self.names, self.values, axes, strict=True)]
+
+    def sizes(self) -> dict[str, int]:
+        """Return the size that each name has in the tensors that were given."""
+        out: dict[str, int] = {}
+        for label, value, axes in zip(self.names, self.values, self.axes, strict=True):
+            shape: tuple[int, ...] = tuple(value.shape) if isinstance(value, torch.Tensor) else ()
+            for name, size in zip(axes, shape, strict=True):
+                if name is not None and out.setdefault(name, int(size)) != size:
+                    raise ShapeError(
+                        f"trace: {name} is {out[name]} and, in {label}, {size}; expected one size for one name"
+                    )
+        return out
+
+    def fakes(self, sizes: Mapping[str, Any]) -> dict[str, object]:
+        """Return the arguments by name, tensors without data and with sizes for the named axes."""
+        return {n: _fake(v, a, sizes) for n, v, a in zip(self.names, self.values, self.axes, strict=True)}
+
+    def arguments(self, fakes: Mapping[str, object]) -> tuple[list[object], dict[str, object]]:
+        """Return positional and keyword arguments."""
+        values = list(fakes.values())
+        return values[: self.count], dict(zip(self.keywords, values[self.count :], strict=True))
+
+
+def _positional(module: nn.Module, count: int) -> list[str]:
+    """Return the names of the first parameters of a module's forward."""
+    names: list[str] = []
+    for p in inspect.signature(module.forward).parameters.values():
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD):
+            names.append(p.name)
+    return [names[i] if i < len(names) else f"input_{i}" for i in range(count)]
+
+
+def _checked(label: str, value: object, axes: Axes) -> tuple[str | None, ...]:
+    if not isinstance(value, torch.Tensor):
+        if axes:
+            raise ShapeError(f"trace: names {shown(axes)} for {label}, a {type(value).__name__}; expected a tensor")
+        nested: Iterable[object] = value.values() if isinstance(value, dict) else ()
+        if isinstance(value, tuple | list):
+            nested = value
+        if any(isinstance(v, torch.Tensor) for v in nested):
+            raise GraphError(f"trace: {label} holds tensors, expected each tensor as an argument of its own")
+        return ()
+    names = (None,) * value.ndim if axes is None else tuple(axes)
+    if isinstance(axes, str) or len(names) != value.ndim:
+        raise ShapeError(
+            f"trace: names {shown(axes)} for {label} of {value.ndim} axes, expected one, or None, for each"
+        )
+    for name in names:
+        if name is not None and not is_name(name):
+            raise ShapeError(f"trace: name {shown(name)} of an axis of {label}, expected an identifier")
+    return names
+
+
+def _fake(value: object, axes: Sequence[str | None], sizes: Mapping[str, Any]) -> object:
+    if not isinstance(value, torch.Tensor):
+        return value
+    shape: list[Any] = [n if name is None else sizes[name] for n, name in zip(value.shape, axes, strict=True)]
+    # axes in the order in which they lie in memory
+    order = sorted(range(value.ndim), key=lambda i: (-value.stride()[i], i))
+    dense = torch.empty([shape[i] for i in order], dtype=value.dtype, device=_device(value))
+    back = [order.index(i) for i in range(value.ndim)]
+    fake = dense.permute(back) if back != sorted(back) else dense
+    return fake.detach().requires_grad_(value.requires_grad)
+
+
+def _device(value: torch.Tensor) -> torch.device:
+    return torch.device("cpu") if value.device.type == "meta" else value.device

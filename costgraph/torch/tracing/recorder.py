@@ -1,0 +1,353 @@
+"""What a program does, call by call: the aten ops that it runs, and when each storage is given back."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from ...errors import UnsupportedError
+from ...polynomial import ZERO, Poly, poly
+from ...reach import larger
+from ...symbols import symbol
+from .call import Call, Counts, Spec
+from .rules import counts_of
+from .scopes import Scopes
+from .shapes import caller
+from .stand_ins import STAND_INS
+from .values import Values, format_of
+
+__all__ = ["Death", "Handle", "Made", "Recorder", "Source"]
+
+aten = torch.ops.aten
+# References to a tensor, and to its storage, that an op meets whose operand nothing but autograd's buffer holds: the
+# buffer, and those that calling the op takes.
+_ALONE, _ALONE_IN_STORAGE = 4, 2
+
+# they ask for facts of tensors, or mark a region of a profile
+_SILENT = ("prim", "profiler")
+
+
+@dataclass(frozen=True)
+class Handle(Spec):
+    """A view of a storage: what one of torch's tensors is."""
+
+    storage: int
+    """number of the storage"""
+    offset: Poly
+    """first element within the storage"""
+
+
+@dataclass
+class Source:
+    """A storage that is there before the first op."""
+
+    name: str
+    role: str
+    handle: Handle
+    bytes: Poly
+    grad: bool = False
+
+
+@dataclass
+class Made:
+    """One op that ran."""
+
+    target: str
+    """name and overload, as in torch.ops.aten; with its namespace where that is another one"""
+    operands: tuple[Handle, ...]
+    outputs: list[tuple[Handle, int | None, int, Poly | None]]
+    """results: the operand whose storage each shares, the place among what the call returned (-1: that operand
+    itself), and the bytes of the storage where they are not those of the tensor"""
+    counts: Counts
+    moves: bool
+    """False for a view, which touches no memory"""
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+    scope: str
+    phase: str
+
+
+@dataclass
+class Death:
+    """A storage is given back."""
+
+    storage: int
+
+
+@dataclass(eq=False)
+class Recorder(TorchDispatchMode):
+    """Records every aten op below autograd.
+
+    Parameters
+    ----------
+    values : Values
+        Converts sizes and formats.
+    scopes : Scopes
+        Says which module an op belongs to.
+    symbols : bool
+        Whether an op without a rule counts as a symbol named after it; it is an error else.
+    """
+
+    values: Values
+    scopes: Scopes
+    symbols: bool = False
+    phase: str = "forward"
+    paused: bool = False
+    events: list[Made | Death] = field(default_factory=list)
+    sources: dict[int, Source] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no types for it
+        self._numbers: dict[int, int] = {}
+        self._alive: dict[int, weakref.ref[Any]] = {}
+        self._makers: dict[int, int] = {}  # node of the backward pass that made each storage
+        self._count = 0
+
+    @contextmanager
+    def pausing(self) -> Iterator[None]:
+        """Let ops run unseen."""
+        self.paused = True
+        try:
+            yield
+        finally:
+            self.paused = False
+
+    # -- storages ------------------------------------------------------------------------------------------------
+
+    def _number(self, t: torch.Tensor) -> tuple[int, bool]:
+        """Return the number of the storage behind a tensor, and whether it is seen for the first time."""
+        storage = t.untyped_storage()
+        key = storage._cdata
+        if key in self._numbers:
+            return self._numbers[key], False
+        self._count += 1
+        number = self._numbers[key] = self._count
+
+        def gone(_: Any) -> None:
+            self._numbers.pop(key, None)
+            self._alive.pop(number, None)
+            if number not in self.sources:
+                self.events.append(Death(number))
+
+        self._alive[number] = weakref.ref(storage, gone)
+        return number, True
+
+    def handle(self, t: torch.Tensor, storage: int) -> Handle:
+        """Return what a tensor is."""
+        spec, size = self.values.spec(t), self.values.translator.size
+        return Handle(spec.sizes, spec.strides, spec.dtype, storage, size(t.storage_offset()))
+
+    def known(self, t: torch.Tensor) -> Handle:
+        """Return what a tensor is; a storage that nothing made while it was looked at has always been there."""
+        return self.source(t, "buffer", "")
+
+    def source(self, t: torch.Tensor, role: str, name: str) -> Handle:
+        """Declare a tensor that is there before the first op; a storage has the first name that it is given."""
+        number, new = self._number(t)
+        handle = self.handle(t, number)
+        if new:
+            name = name or f"constant_{number}"
+            self.sources[number] = Source(name, role, handle, self._bytes(t), t.requires_grad and t.is_leaf)
+        return handle
+
+    def _bytes(self, t: torch.Tensor) -> Poly:
+        return self.values.translator.size(t.untyped_storage().nbytes())
+
+    # -- calls ---------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing compiles here, and a guard against it in each call takes its time
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:  # asked several times for each op
+            t = args[0]
+            return t.fake_device if isinstance(t, FakeTensor) and not t.fake_mode.in_kernel_invocation else func(t)
+        kwargs = kwargs or {}
+        if self.paused:
+            return func(*args, **kwargs)
+        if not isinstance(func, OpOverload):
+            raise UnsupportedError(f"{caller()}: op {func} has no rule, expected ops of torch.ops")
+        if func.namespace in _SILENT:
+            return func(*args, **kwargs)
+        if torch.is_inference_mode_enabled() and _is_composed(func):
+            with self:  # without autograd nothing has taken it apart yet
+                return func.decompose(*args, **kwargs)
+        if func is torch.ops.aten.lift_fresh.default:  # numbers of Python become a tensor
+            out = func(*args)
+            with _disable_current_modes():
+                numbers = args[0].tolist()
+            self._record(func, (self.values.seen(numbers, self.known),), {"dtype": format_of(args[0].dtype)}, {}, out)
+            return out
+        if func is aten.add.Tensor and not kwargs and self._joins(*args):
+            func = aten.add_.Tensor
+        operands: dict[Handle, int] = {}
+
+        def operand(t: torch.Tensor) -> Handle:
+            handle = self.known(t)
+            if handle.numel:
+                operands.setdefault(handle, len(operands))
+            return handle
+
+        positional = tuple(self.values.seen(a, operand) for a in args)
+        keywords = {k: self.values.seen(v, operand) for k, v in kwargs.items()}
+        out = STAND_INS.get(func, func)(*args, **kwargs)
+        try:
+            self._record(func, positional, keywords, operands, out)
+        except UnsupportedError as error:
+            raise UnsupportedError(f"{caller()}: {error}") from None
+        return out
+
+    def _joins(self, x: Any, y: Any) -> bool:
+        """Whether autograd adds a gradient to another one that nothing else has, which it does in place.
+
+        With tensors without data it would not, as they are no ordinary ones. The sum belongs to no node: what is added
+        to was made by an earlier node than the one that ran last.
+        """
+        node = torch._C._current_autograd_node()
+        if node is None or torch.is_grad_enabled() or not all(isinstance(t, torch.Tensor) for t in (x, y)):
+            return False
+        storage = x.untyped_storage()
+        maker = self._makers.get(self._numbers.get(storage._cdata, 0))
+        if maker is None or maker == node._sequence_nr():
+            return False
+        alone = (
+            getattr(x, "_use_count", int)() == _ALONE
+            and torch._C._storage_Use_Count(storage._cdata) == _ALONE_IN_STORAGE
+        )
+        spec = self.values.spec(x)
+        return alone and spec.touched == spec.numel and x.shape == y.shape
+
+    def _record(
+        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], operands: dict[Handle, int], out: Any
+    ) -> None:
+        outputs, results = self._outputs(out, operands)
+        schema = func._schema
+        changed = [
+            h
+            for i, a in enumerate(schema.arguments)
+            if a.alias_info is not None and a.alias_info.is_write
+            for h in _handles(args[i] if i < len(args) else kwargs.get(a.name))
+            if h.numel
+        ]
+        returned = {h for h, *_ in outputs}
+        outputs += [(h, operands[h], -1, None) for h in changed if h not in returned]
+        moves = bool(changed) or any(of is None for _, of, _, _ in outputs)
+        if not outputs or (not moves and all(h in operands for h, *_ in outputs)):
+            return  # it reads a number, or returns a tensor as it was
+        counts = Counts()
+        if moves and operands:
+            call = _call(func, args, kwargs, results)
+            counts = self._counts(call, func)
+            reads, writes = _matched(call, counts, operands, [h for h, *_ in outputs])
+            counts = replace(counts, reads=reads, writes=writes)
+        scope, again = self.scopes.now()
+        phase = "recompute" if again and self.phase == "backward" else self.phase
+        name = schema.name.removeprefix("aten::").replace("::", ".")
+        positional, named = _encoded(args, operands), {k: _encoded(v, operands) for k, v in kwargs.items()}
+        target = f"{name}.{func._overloadname}"
+        self.events.append(Made(target, tuple(operands), outputs, counts, moves, positional, named, scope, phase))
+
+    def _outputs(
+        self, out: Any, operands: dict[Handle, int]
+    ) -> tuple[list[tuple[Handle, int | None, int, Poly | None]], tuple[Spec, ...]]:
+        """Return the results that hold anything, and all results as a rule sees them."""
+        outputs: list[tuple[Handle, int | None, int, Poly | None]] = []
+        results: list[Spec] = []
+        node = torch._C._current_autograd_node()
+        for place, t in enumerate(_leaves(out)):
+            if not isinstance(t, torch.Tensor):
+                continue
+            number, new = self._number(t)
+            handle = self.handle(t, number)
+            results.append(handle)
+            if not handle.numel:
+                continue
+            of = None if new else next((i for h, i in operands.items() if h.storage == number), None)
+            made_before = not new and of is None and not any(h.storage == number for h, *_ in outputs)
+            if made_before:  # a view of something that is no argument
+                of = operands[handle] = len(operands)
+            bytes_ = self._bytes(t) if new else None
+            if new and node is not None:
+                self._makers[number] = node._sequence_nr()
+            same = bytes_ is not None and bytes_ == handle.numel * handle.dtype.bytes
+            outputs.append((handle, of, place, None if same else bytes_))
+        return outputs, tuple(results)
+
+    def _counts(self, call: Call, func: OpOverload) -> Counts:
+        try:
+            return counts_of(call, func.tags)
+        except UnsupportedError:
+            if not self.symbols:
+                raise
+            return Counts(pointwise=_symbol(call.name))
+
+
+def _call(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], results: tuple[Spec, ...]) -> Call:
+    """Return what a rule sees."""
+    schema = func._schema
+    arguments = {
+        a.name: args[i] if i < len(args) else kwargs.get(a.name, a.default_value)
+        for i, a in enumerate(schema.arguments)
+    }
+    name = schema.name.removeprefix("aten::").replace("::", ".")
+    inplace = schema.is_mutable and name.endswith("_")
+    return Call(name.removesuffix("_") if inplace else name, func._overloadname, inplace, arguments, results)
+
+
+def _matched(
+    call: Call, counts: Counts, operands: Mapping[Handle, int], outputs: Sequence[Handle]
+) -> tuple[Sequence[Poly] | None, Sequence[Poly] | None]:
+    """Return the bytes of each operand and result that a graph has: one given twice is one, what is empty is none."""
+    reads, writes = counts.reads, counts.writes
+    if reads is not None:
+        each: dict[Spec, Poly] = {}
+        for spec, amount in zip(call.operands, reads, strict=True):
+            each[spec] = larger(each[spec], amount) if spec in each else amount
+        reads = tuple(each.get(h, ZERO) for h in operands)
+    if writes is not None:
+        made = dict(zip(call.results or outputs, writes, strict=True))
+        writes = tuple(made.get(h, h.bytes) for h in outputs)
+    return reads, writes
+
+
+@cache
+def _is_composed(func: OpOverload) -> bool:
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    schema = func._schema
+    name = f"{schema.name}.{schema.overload_name}".rstrip(".")
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))
+
+
+def _symbol(name: str) -> Poly:
+    return poly(symbol("flops_" + name.strip("_").replace(".", "_")))
+
+
+def _leaves(out: Any) -> Iterator[Any]:
+    if isinstance(out, tuple | list):
+        for value in out:
+            yield from _leaves(value)
+    else:
+        yield out
+
+
+def _handles(value: Any) -> Iterator[Handle]:
+    yield from (v for v in _leaves(value) if isinstance(v, Handle))
+
+
+def _encoded(value: Any, operands: dict[Handle, int]) -> Any:
+    """Return an argument as an op keeps it: a tensor by its place among the operands."""
+    if isinstance(value, Handle):
+        return {"operand": operands[value]} if value.numel else {"empty": value.sizes, "dtype": value.dtype}
+    if isinstance(value, tuple):
+        return tuple(_encoded(v, operands) for v in value)
+    return value

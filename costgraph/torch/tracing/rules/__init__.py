@@ -1,0 +1,22 @@
+"""What aten ops cost: a rule for each, by family."""
+
+from . import (  # noqa: F401  # they fill the table
+    algebra,
+    attention,
+    contraction,
+    convolution,
+    copies,
+    lookups,
+    losses,
+    norms,
+    optimizers,
+    pointwise,
+    pooling,
+    recurrent,
+    reductions,
+    resampling,
+    transformer,
+)
+from .table import RULES, Rule, counts_of, rule
+
+__all__ = ["RULES", "Rule", "counts_of", "rule"]

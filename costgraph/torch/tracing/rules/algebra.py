@@ -1,0 +1,233 @@
+"""Decompositions, solvers, transforms and distances: the steps that textbooks count.
+
+Matrices of size n; Golub and Van Loan, Matrix Computations, 4th edition: triangular solves (3.1), LU (3.2), Cholesky
+(4.2), Householder's reflections (5.1, 5.2), tables for eigenvalues (7.5, 8.3) and singular values (8.6). Sums over the
+steps are exact, where the book states their leading term; pivoting and iterations up to convergence are as there.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from math import prod
+
+import sympy
+
+from ....extremum import smaller
+from ....polynomial import ONE, Poly, poly
+from ..call import Call, Counts, Spec
+from .amounts import REDUCE, each, is_number, together
+from .reductions import norm_of
+from .table import rule
+
+__all__: list[str] = []  # its rules are found in RULES
+
+
+def _matrix(call: Call, name: str = "") -> tuple[Poly, Poly, Poly]:
+    """Return batch, rows and columns of an operand, by default the first one."""
+    operand: Spec = call[name] if name else call.operands[0]
+    *lead, rows, columns = operand.sizes
+    return prod(lead, start=ONE), rows, columns
+
+
+def _eliminated(n: Poly) -> Poly:
+    """Return the cost of LU: at step k, k quotients and k*k products and differences, k = 1..n - 1; 2*n**3/3 in all."""
+    return n * (n - 1) / 2 + n * (n - 1) * (2 * n - 1) / 3
+
+
+def _reflected(rows: Poly, columns: Poly) -> Poly:
+    """Return the cost of Householder's reflections from one side: 4 for each element of the part that is left.
+
+    The part left is (m - n + i) x i for i = n..1; 2*n**2*(m - n/3) in all.
+    """
+    n, m = smaller(rows, columns), rows + columns - smaller(rows, columns)
+    return 2 * (m - n) * n * (n + 1) + n * (n + 1) * (2 * n + 1) * 2 / 3
+
+
+@rule("linalg_lu_factor_ex", "_linalg_det", "_linalg_slogdet", "linalg_lu")
+def factored(call: Call) -> Counts:
+    """Count an LU decomposition; the product of its diagonal is of lower order."""
+    batch, n, _ = _matrix(call)
+    return Counts(pointwise=batch * _eliminated(n))
+
+
+@rule("linalg_cholesky_ex", "cholesky", "linalg_ldl_factor_ex")
+def cholesky(call: Call) -> Counts:
+    """Count a root, k quotients and k*(k + 1) products and differences at each step; n**3/3 in all."""
+    batch, n, _ = _matrix(call)
+    pointwise = batch * (n * (n - 1) / 2 + (n - 1) * n * (n + 1) / 3)
+    return Counts(pointwise=pointwise, transcendental=batch * n)
+
+
+@rule("linalg_inv_ex", "cholesky_inverse")
+def inverse(call: Call) -> Counts:
+    """Count an LU decomposition and two triangular solves for each column of a unit matrix."""
+    batch, n, _ = _matrix(call)
+    return Counts(pointwise=batch * (_eliminated(n) + 2 * n**3))
+
+
+def _columns(right: Spec, matrix: Spec) -> Poly:
+    """Return the columns of right sides, all batch entries together."""
+    return right.numel / matrix.sizes[-1]
+
+
+@rule("linalg_solve_triangular", "triangular_solve")
+def triangular(call: Call) -> Counts:
+    """Count n**2 for each column."""
+    a, right = (call["self"], call["B"]) if "B" in call.arguments else (call["A"], call["self"])
+    return Counts(pointwise=_columns(right, a) * a.sizes[-1] ** 2)
+
+
+@rule("_linalg_solve_ex")
+def solved(call: Call) -> Counts:
+    """Count an LU decomposition and two triangular solves for each column."""
+    a: Spec = call["A"]
+    solves = 2 * _columns(call["B"], a) * a.sizes[-1] ** 2
+    batch, n, _ = _matrix(call, "A")
+    return Counts(pointwise=batch * _eliminated(n) + solves)
+
+
+@rule("linalg_lu_solve", "linalg_ldl_solve", "cholesky_solve", "_cholesky_solve_helper")
+def solved_again(call: Call) -> Counts:
+    """Count two triangular solves for each column."""
+    a = next(call[n] for n in ("LU", "LD", "A", "input2") if n in call.arguments)
+    right = call["B"] if "B" in call.arguments else call["self"]
+    return Counts(pointwise=2 * _columns(right, a) * a.sizes[-1] ** 2)
+
+
+@rule("linalg_qr", "geqrf")
+def orthogonal(call: Call) -> Counts:
+    """Count reflections, and as many again where Q is made."""
+    batch, rows, columns = _matrix(call)
+    alone = call.name == "geqrf" or call.get("mode") == "r"
+    return Counts(pointwise=batch * _reflected(rows, columns) * (1 if alone else 2))
+
+
+@rule("linalg_householder_product", "ormqr")
+def reflections(call: Call) -> Counts:
+    """Count the product of reflections."""
+    batch, rows, columns = _matrix(call)
+    return Counts(pointwise=batch * _reflected(rows, columns))
+
+
+@rule("_linalg_eigh")
+def symmetric(call: Call) -> Counts:
+    """Count 9*n**3 with vectors, without them a tridiagonal form: 4*k*k at each step, 4*n**3/3 in all."""
+    batch, n, _ = _matrix(call)
+    return Counts(pointwise=batch * (9 * n**3 if call.get("compute_v") else (n - 1) * n * (2 * n - 1) * 2 / 3))
+
+
+@rule("linalg_eig", "_linalg_eigvals")
+def eigenvalues(call: Call) -> Counts:
+    """Count 25*n**3 with vectors, 10*n**3 without."""
+    batch, n, _ = _matrix(call)
+    return Counts(pointwise=batch * n**3 * (25 if call.name == "linalg_eig" else 10))
+
+
+@rule("_linalg_svd")
+def singular(call: Call) -> Counts:
+    """Count 4*m**2*n + 8*m*n**2 + 9*n**3 with vectors, without them reflections from both sides."""
+    batch, rows, columns = _matrix(call)
+    n, m = smaller(rows, columns), rows + columns - smaller(rows, columns)
+    if call.get("compute_uv"):
+        return Counts(pointwise=batch * (4 * m**2 * n + 8 * m * n**2 + 9 * n**3))
+    # from the right at each step one column less: 4*(m - n + i)*(i - 1), i = n..1
+    return Counts(pointwise=batch * (_reflected(m, n) + 2 * (m - n) * n * (n - 1) + (n - 1) * n * (n + 1) * 4 / 3))
+
+
+@rule("linalg_cross")
+def cross(call: Call) -> Counts:
+    """Count two products and a difference for each element."""
+    return each(call.out.numel, "mul", "mul", "sub")
+
+
+@rule("_linalg_check_errors", "lu_unpack")
+def looked_at(call: Call) -> Counts:
+    """Count no FLOPs: a decomposition is checked, or taken apart."""
+    return Counts()
+
+
+# -- Fourier transforms ------------------------------------------------------------------------------------------
+
+
+def _transform(points: Poly, length: Poly) -> Poly:
+    """Return 5 for each point and stage, log2(n) stages rounded up (Cooley and Tukey 1965; FFTW's benchmarks)."""
+    return 5 * points * poly(sympy.ceiling(sympy.log(length.expr, 2)))
+
+
+@rule("_fft_c2c")
+def transformed(call: Call) -> Counts:
+    """Count 5*n*ceil(log2(n)) for each complex transform."""
+    return _along(call, call["self"], 1)
+
+
+@rule("_fft_r2c", "_fft_c2r")
+def real(call: Call) -> Counts:
+    """Count half of it: of real numbers the other half of the spectrum is known."""
+    larger: Spec = call["self"] if call.name == "_fft_r2c" else call.out
+    return _along(call, larger, Fraction(1, 2))
+
+
+def _along(call: Call, operand: Spec, factor: Fraction | int) -> Counts:
+    length = prod((operand.sizes[d] for d in call["dim"]), start=ONE)
+    return Counts(pointwise=_transform(operand.numel, length) * factor)
+
+
+# -- distances ---------------------------------------------------------------------------------------------------
+
+
+@rule("_cdist_forward")
+def distances(call: Call) -> Counts:
+    """Count difference and norm for each pair of rows."""
+    x: Spec = call["x1"]
+    pairs = call.out.numel
+    seen = Spec((pairs, x.sizes[-1]), (x.sizes[-1], ONE), x.dtype)
+    return together(each(seen.numel, "sub"), norm_of(seen, call["p"], pairs))
+
+
+@rule("_euclidean_dist")
+def euclidean(call: Call) -> Counts:
+    """Count norms of rows, one matrix product, and a root for each pair."""
+    x, y = call["x1"], call["x2"]
+    rows = together(each(x.numel, "square", REDUCE), each(y.numel, "square", REDUCE))
+    return together(
+        rows, Counts(matmul=2 * call.out.numel * x.sizes[-1]), each(call.out.numel, "add", "add", "maximum", "sqrt")
+    )
+
+
+@rule("_cdist_backward")
+def distances_backward(call: Call) -> Counts:
+    """Count the difference again for each pair of rows, its share and its sum; a quotient for each pair."""
+    length = call["x1"].sizes[-1]
+    pairs = call["grad"].numel
+    shares = ("sub", "mul", "add") if is_number(call["p"], 2) else ("sub", "abs", "pow", "sign", "mul", "mul", "add")
+    return together(each(pairs * length, *shares), each(pairs, "div"))
+
+
+@rule("_pdist_forward")
+def pair_distances(call: Call) -> Counts:
+    """Count difference and norm for each pair of rows of one matrix."""
+    x: Spec = call["self"]
+    seen = Spec((call.out.numel, x.sizes[-1]), (x.sizes[-1], ONE), x.dtype)
+    return together(each(seen.numel, "sub"), norm_of(seen, call["p"], call.out.numel))
+
+
+@rule("_pdist_backward")
+def pair_distances_backward(call: Call) -> Counts:
+    """Count the difference again for each pair, its share, and both sums."""
+    pairs, length = call["grad"].numel, call["self"].sizes[-1]
+    shares = (
+        ("sub", "mul", "add", "sub")
+        if is_number(call["p"], 2)
+        else ("sub", "abs", "pow", "sign", "mul", "mul", "add", "sub")
+    )
+    return together(each(pairs * length, *shares), each(pairs, "div"))
+
+
+@rule("renorm")
+def renormed(call: Call) -> Counts:
+    """Count the norm of each slice, a comparison and a quotient for each, and a product for each element."""
+    operand: Spec = call["self"]
+    slices = operand.sizes[call["dim"]]
+    return together(
+        norm_of(operand, call["p"], slices), each(slices, "less", "div", "where"), each(operand.numel, "mul")
+    )

@@ -1,0 +1,82 @@
+"""What rules are written with: costs of functions for each index point, and of kernels that the library declares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import prod
+from numbers import Real
+from typing import Any
+
+from ....errors import UnsupportedError
+from ....ops.functions import FUNCTIONS, Function
+from ....polynomial import ONE, Poly, poly, total
+from ..call import Call, Counts, Spec
+
+__all__ = ["REDUCE", "each", "is_number", "operand_bytes", "product", "size", "together", "unsupported"]
+
+#: One step of a reduction, an entry of no table: 1 for each element that is reduced.
+REDUCE = Function("reduce", 1, 1, formula="an element joins a sum, a product or an extremum")
+
+
+def each(count: Poly, *steps: str | Function) -> Counts:
+    """Return the cost of functions that are applied one after another at each of some index points.
+
+    Parameters
+    ----------
+    count : Poly
+        Index points.
+    *steps : str or Function
+        Names in `costgraph.ops.functions.FUNCTIONS`, or functions.
+
+    Returns
+    -------
+    Counts
+        FLOPs; bytes as they are: operands and results whole.
+    """
+    functions = [FUNCTIONS[s] if isinstance(s, str) else s for s in steps]
+    return Counts(
+        pointwise=count * sum(f.flops for f in functions),
+        transcendental=count * sum(f.transcendentals for f in functions),
+    )
+
+
+def together(*parts: Counts, reads: Sequence[Poly] | None = None, writes: Sequence[Poly] | None = None) -> Counts:
+    """Return the FLOPs of several parts of one kernel, and its bytes where they are not whole tensors."""
+    return Counts(
+        matmul=total(p.matmul for p in parts),
+        full=total(p.matmul if p.full is None else p.full for p in parts),
+        pointwise=total(p.pointwise for p in parts),
+        transcendental=total(p.transcendental for p in parts),
+        reads=reads,
+        writes=writes,
+        workspace=total(p.workspace for p in parts),
+    )
+
+
+def size(value: Any) -> Poly:
+    """Return a size or number of the schema as a polynomial."""
+    return value if isinstance(value, Poly) else poly(value)
+
+
+def product(sizes: Iterable[Any]) -> Poly:
+    """Return the product of sizes."""
+    return prod(map(size, sizes), start=ONE)
+
+
+def is_number(value: Any, number: float) -> bool:
+    """Whether a scalar argument is that very number; a size, or a number that is not known yet, is none."""
+    return isinstance(value, Real) and not isinstance(value, bool) and float(value) == number
+
+
+def operand_bytes(call: Call, **instead: Poly) -> tuple[Poly, ...]:
+    """Return the bytes read of each operand: whole, or what is given under the name of its argument."""
+    out: list[Poly] = []
+    for name, value in call.arguments.items():
+        tensors = [value] if isinstance(value, Spec) else value if isinstance(value, tuple | list) else []
+        out += [instead.get(name, t.bytes) for t in tensors if isinstance(t, Spec)]
+    return tuple(out)
+
+
+def unsupported(call: Call, found: str, expected: str) -> UnsupportedError:
+    """Return the error of a rule that does not cover these arguments."""
+    return UnsupportedError(f"aten::{call.name}.{call.overload}: {found}, expected {expected}")

@@ -1,0 +1,156 @@
+"""Fused scaled dot-product attention and its gradients, by the pairs of a query and a key that are seen.
+
+Executed are the pairs of a causal mask, full is every pair. Forward: two matmuls; backward: five, as scores are made
+again from the logarithm of each row's sum (Dao et al. 2022, arXiv 2205.14135). A mask that is a tensor hides what its
+data say, so that every pair is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ....domain import Domain
+from ....extremum import smaller
+from ....ops.functions import Function
+from ....polynomial import ONE, Poly
+from ..call import Call, Counts, Spec
+from .amounts import REDUCE, each, together, unsupported
+from .table import rule
+
+__all__: list[str] = []  # its rules are found in RULES
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Sizes of an attention."""
+
+    heads: Poly
+    """batch entries times heads of the queries"""
+    queries: Poly
+    keys: Poly
+    size: Poly
+    """of a query and a key"""
+    value: Poly
+    """of a value"""
+    seen: Poly
+    """pairs that are computed"""
+
+
+def _sizes(call: Call, positions: int, causal: str) -> _Sizes:
+    """Return the sizes: `positions` is the axis of the positions, heads are the other one of axes 1 and 2.
+
+    `causal` is "", "first" where query i sees keys 0 to i, or "last" where last query and last key are aligned.
+    """
+    q: Spec = call["query"]
+    k: Spec = call["key"]
+    v: Spec = call["value"]
+    for name, t in (("query", q), ("key", k), ("value", v)):
+        if len(t.sizes) != 4:
+            raise unsupported(call, f"{name} of {len(t.sizes)} axes", "four: batch, heads, positions and size")
+    queries, keys = q.sizes[positions], k.sizes[positions]
+    if causal == "last" or (causal and queries == keys):
+        seen = Domain(causal=True).points(queries, keys)
+    elif causal:
+        seen = _from_the_first(queries, keys)
+    else:
+        seen = queries * keys
+    return _Sizes(q.sizes[0] * q.sizes[3 - positions], queries, keys, q.sizes[-1], v.sizes[-1], seen)
+
+
+def _from_the_first(queries: Poly, keys: Poly) -> Poly:
+    """Return the pairs where query i sees the keys 0 to i: a triangle, and all keys for the queries after it."""
+    side = smaller(queries, keys)
+    return side * (side + 1) / 2 + (queries - side) * keys
+
+
+def _matmuls(s: _Sizes, scores: int, values: int) -> Counts:
+    """Return the cost of so many products over the size of a key, and over that of a value."""
+    each_pair = 2 * s.heads * (scores * s.size + values * s.value)
+    return Counts(matmul=each_pair * s.seen, full=each_pair * s.queries * s.keys)
+
+
+def _extra(call: Call) -> Sequence[str]:
+    """Return what is done with each score besides: a bias added, dropout by a mask and a scale."""
+    biased = any(isinstance(call.get(name), Spec) for name in ("attn_mask", "attn_bias", "bias"))
+    dropped = bool(call.get("dropout_p"))
+    return (*(("add",) if biased else ()), *(("mul", "mul") if dropped else ()))
+
+
+#: Softmax of scaled scores, and the logarithm of each row's sum for the backward pass.
+_SCORES: tuple[str | Function, ...] = ("mul", REDUCE, "sub", "exp", REDUCE, "div")
+_STATISTIC = ("log", "add")
+#: Probabilities from scores; their gradient times themselves less what rows sum up to; the scale.
+_GRADIENTS = ("mul", "sub", "exp", "sub", "mul", "mul")
+#: Along each row, the sum of gradient times result.
+_ROW: tuple[str | Function, ...] = ("mul", REDUCE)
+
+
+def _forward(call: Call, s: _Sizes) -> Counts:
+    pairs = each(s.heads * s.seen, *_SCORES, *_extra(call))
+    return together(_matmuls(s, 1, 1), pairs, each(s.heads * s.queries, *_STATISTIC))
+
+
+def _backward(call: Call, s: _Sizes) -> Counts:
+    pairs = each(s.heads * s.seen, *_GRADIENTS, *_extra(call))
+    rows = each(s.heads * s.queries * s.value, *_ROW)
+    return together(_matmuls(s, 3, 2), pairs, rows)
+
+
+# -- batch, heads, positions, size -------------------------------------------------------------------------------
+
+_HEADS_FIRST = (
+    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+)  # fmt: skip
+
+
+def _causal(call: Call) -> str:
+    return "first" if call.get("is_causal") else ""
+
+
+@rule(*_HEADS_FIRST)
+def attention(call: Call) -> Counts:
+    """Count the products of the pairs that are seen, and their softmax; no scores reach memory."""
+    return _forward(call, _sizes(call, 2, _causal(call)))
+
+
+@rule(*(f"{name}_backward" for name in _HEADS_FIRST))
+def attention_backward(call: Call) -> Counts:
+    """Count five products of the pairs that are seen, and what is done with each."""
+    return _backward(call, _sizes(call, 2, _causal(call)))
+
+
+# -- batch, positions, heads, size: what those call on a GPU -----------------------------------------------------
+
+
+def _positions_first(call: Call) -> _Sizes:
+    lengths = ("cum_seq_q", "cum_seq_k", "cu_seqlens_q", "cu_seqlens_k", "seqlen_k", "seqused_k", "block_table")
+    given = next((n for n in lengths if isinstance(call.get(n), Spec) and call[n].numel), None)
+    if given is not None and len(call["query"].sizes) != 4:
+        raise unsupported(call, f"sequences of lengths that are data ({given})", "a batch of equal lengths")
+    window = next(
+        (n for n in ("window_size_left", "window_size_right", "window_size") if _is_window(call.get(n))), None
+    )
+    if window is not None:
+        raise unsupported(call, f"{window} {call[window]}", "no window")
+    if "custom_mask_type" in call.arguments:  # 0 none, 1 causal from the first position, 2 aligned at the last
+        return _sizes(call, 1, ("", "first", "last")[int(call["custom_mask_type"])])
+    return _sizes(call, 1, "last" if call.get("is_causal") else "")
+
+
+def _is_window(value: object) -> bool:
+    return isinstance(value, Poly | int) and not isinstance(value, bool) and value != ONE * -1
+
+
+@rule("_flash_attention_forward", "_efficient_attention_forward")
+def inner_attention(call: Call) -> Counts:
+    """Count as above."""
+    return _forward(call, _positions_first(call))
+
+
+@rule("_flash_attention_backward", "_efficient_attention_backward")
+def inner_attention_backward(call: Call) -> Counts:
+    """Count as above."""
+    return _backward(call, _positions_first(call))

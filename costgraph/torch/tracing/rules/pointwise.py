@@ -1,0 +1,191 @@
+"""Elementwise ops: what the library's table of functions says for each element of the result.
+
+An op that torch tags as pointwise and that stands in none of the tables here counts 1 for each element.
+"""
+
+from __future__ import annotations
+
+from ....ops.functions import Function
+from ....optimizers.functions import (
+    ADD_PRODUCT,
+    ADD_QUOTIENT,
+    ADD_SCALED,
+    ADD_SCALED_PRODUCT,
+    ADD_SCALED_QUOTIENT,
+)
+from ..call import Call, Counts
+from .amounts import each, is_number
+from .table import Rule, rule
+
+__all__ = ["gelu_steps"]
+
+#: The library's functions that aten has under the same name.
+_SAME = (
+    "abs", "cos", "elu", "elu_backward", "eq", "erf", "exp", "expm1", "floor", "hardsigmoid", "hardsigmoid_backward",
+    "hardswish", "hardswish_backward", "leaky_relu", "leaky_relu_backward", "lerp", "log", "log1p", "logical_and",
+    "logical_not", "masked_fill", "maximum", "minimum", "mish", "mish_backward", "mul", "neg", "reciprocal", "relu",
+    "round", "rsqrt", "sigmoid", "sigmoid_backward", "sign", "silu", "silu_backward", "sin", "softplus",
+    "softplus_backward", "sqrt", "tanh", "tanh_backward", "threshold_backward", "where",
+)  # fmt: skip
+
+#: Functions of aten that are compositions of the library's.
+_COMPOSED: dict[str, tuple[str | Function, ...]] = {
+    "clamp_min": ("maximum",),
+    "clamp_max": ("minimum",),
+    "fmax": ("maximum",),
+    "fmin": ("minimum",),
+    "hardtanh": ("clamp",),
+    "hardtanh_backward": ("relu6_backward",),
+    "threshold": ("less", "where"),
+    "celu": ("elu",),
+    "_prelu_kernel": ("leaky_relu",),  # x if x > 0 else weight * x
+    "rrelu_with_noise": ("leaky_relu",),
+    "rrelu_with_noise_backward": ("mul",),  # the noise is the slope
+    "glu": ("sigmoid", "mul"),  # a * sigmoid(b), for each element of the result
+    "log_sigmoid_forward": ("minimum", "abs", "neg", "exp", "log1p", "sub"),  # min(x, 0) - log1p(exp(-|x|))
+    "log_sigmoid_backward": ("less", "where", "where", "abs", "neg", "exp", "add", "div", "mul", "sub", "mul"),
+    "logit": ("sub", "div", "log"),  # log(x / (1 - x))
+    "logit_backward": ("sub", "mul", "div"),  # g / (x * (1 - x))
+    "hardshrink": ("abs", "less_equal", "where"),
+    "hardshrink_backward": ("abs", "less_equal", "where"),
+    "softshrink": ("less", "sub", "less", "add", "where"),
+    "softshrink_backward": ("abs", "less_equal", "where"),
+    "hypot": ("square", "square", "add", "sqrt"),
+    "xlogy": ("log", "mul"),
+    "special_xlog1py": ("log1p", "mul"),
+    "special_entr": ("neg", "log", "mul"),
+    "logaddexp": ("maximum", "sub", "abs", "neg", "exp", "log1p", "add"),  # max(a, b) + log1p(exp(-|a - b|))
+    "logaddexp2": ("maximum", "sub", "abs", "neg", "exp", "log1p", "add"),
+    "_masked_scale": ("masked_scale",),
+    "native_dropout_backward": ("masked_scale",),
+    "sinc": ("mul", "sin", "div"),
+    "remainder": ("div", "floor", "mul", "sub"),
+    "fmod": ("div", "floor", "mul", "sub"),
+    "floor_divide": ("div", "floor"),
+    "frac": ("floor", "sub"),
+    "polar": ("cos", "mul", "sin", "mul"),
+}
+
+#: Functions of one transcendental each, as exp is.
+_TRANSCENDENTAL = (
+    "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cosh", "digamma", "erfc", "erfinv", "exp2", "i0",
+    "igamma", "igammac", "lgamma", "log10", "log2", "polygamma", "sinh", "special_bessel_j0", "special_bessel_j1",
+    "special_bessel_y0", "special_bessel_y1", "special_erfcx", "special_i0e", "special_i1", "special_i1e",
+    "special_log_ndtr", "special_ndtri", "special_zeta", "tan",
+)  # fmt: skip
+
+_SCALED_SUB = Function("scaled_sub", 3, 2, formula="a - t * b")
+
+
+def _is_plain(call: Call, scale: str) -> bool:
+    """Whether nothing is scaled: the schema has no such argument, or it is 1."""
+    return call.get(scale) is None or is_number(call[scale], 1)
+
+
+def _of(*steps: str | Function) -> Rule:
+    return lambda call: each(call.out.numel, *steps)
+
+
+for _name in _SAME:
+    rule(_name)(_of(_name))
+for _name, _steps in _COMPOSED.items():
+    rule(_name)(_of(*_steps))
+for _name in _TRANSCENDENTAL:
+    rule(_name)(_of("exp"))
+
+
+@rule("add")
+def add(call: Call) -> Counts:
+    """Count 1, and 2 where the second operand is scaled."""
+    return each(call.out.numel, "add" if _is_plain(call, "alpha") else ADD_SCALED)
+
+
+@rule("sub", "rsub")
+def sub(call: Call) -> Counts:
+    """Count 1, and 2 where one operand is scaled."""
+    return each(call.out.numel, "sub" if _is_plain(call, "alpha") else _SCALED_SUB)
+
+
+@rule("_add_relu")
+def add_relu(call: Call) -> Counts:
+    """Count the sum and the maximum."""
+    return each(call.out.numel, "add", "relu")
+
+
+@rule("div")
+def div(call: Call) -> Counts:
+    """Count 1, and 2 where the quotient is rounded."""
+    return each(call.out.numel, *(("div",) if call.get("rounding_mode") is None else ("div", "floor")))
+
+
+@rule("clamp")
+def clamp(call: Call) -> Counts:
+    """Count 1 for each of the bounds."""
+    bounds = [name for name in ("min", "max") if call.get(name) is not None]
+    return each(call.out.numel, *("maximum" if name == "min" else "minimum" for name in bounds))
+
+
+@rule("addcmul")
+def addcmul(call: Call) -> Counts:
+    """Count product and sum, and the scale where it is not 1."""
+    return each(call.out.numel, ADD_PRODUCT if _is_plain(call, "value") else ADD_SCALED_PRODUCT)
+
+
+@rule("addcdiv")
+def addcdiv(call: Call) -> Counts:
+    """Count quotient and sum, and the scale where it is not 1."""
+    return each(call.out.numel, ADD_QUOTIENT if _is_plain(call, "value") else ADD_SCALED_QUOTIENT)
+
+
+def gelu_steps(approximate: object) -> tuple[str]:
+    """Return the function that GELU is with this approximation."""
+    return ("gelu_tanh",) if approximate == "tanh" else ("gelu",)
+
+
+@rule("gelu")
+def gelu(call: Call) -> Counts:
+    """Count by the approximation."""
+    return each(call.out.numel, *gelu_steps(call["approximate"]))
+
+
+@rule("gelu_backward")
+def gelu_backward(call: Call) -> Counts:
+    """Count by the approximation."""
+    return each(call.out.numel, *(f"{name}_backward" for name in gelu_steps(call["approximate"])))
+
+
+#: Exponents for which torch's kernel multiplies or takes a root.
+_POWERS: dict[float, tuple[str, ...]] = {
+    0: (), 1: ("copy",), 2: ("square",), 3: ("cubed",), 0.5: ("sqrt",), -0.5: ("rsqrt",), -1: ("reciprocal",),
+    -2: ("square", "reciprocal"),
+}  # fmt: skip
+
+
+@rule("pow")
+def power(call: Call) -> Counts:
+    """Count what is done for this exponent: a square is one product."""
+    exponent = call["exponent"]
+    for number, steps in _POWERS.items():
+        if is_number(exponent, number):
+            return each(call.out.numel, *steps)
+    return each(call.out.numel, "pow")
+
+
+@rule("glu_backward")
+def glu_backward(call: Call) -> Counts:
+    """Count, for each pair: s = sigmoid(b), g * s and g * s * (1 - s) * a."""
+    return each(call["grad_output"].numel, "sigmoid", "mul", "sub", "mul", "mul")
+
+
+@rule("_prelu_kernel_backward")
+def prelu_backward(call: Call) -> Counts:
+    """Count the gradients of the operand, and of the weight before they are added up."""
+    return each(call.out.numel, "less", "mul", "where", "mul", "where")
+
+
+@rule("native_dropout", "_fused_dropout")
+def dropout(call: Call) -> Counts:
+    """Count mask and scale; random numbers are not counted, and without training it is a copy."""
+    if call.get("train") is False:
+        return Counts()
+    return each(call.out.numel, "mul", "mul")

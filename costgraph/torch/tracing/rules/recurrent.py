@@ -1,0 +1,156 @@
+"""Recurrent layers: the products of all gates at every step, and what a cell does with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+from ....polynomial import ONE, Poly
+from ..call import Call, Counts, Spec
+from .amounts import REDUCE, each, size, together, unsupported
+from .table import rule
+
+__all__: list[str] = []  # its rules are found in RULES
+
+# torch's numbers of modes
+_RELU, _TANH, _LSTM, _GRU = 0, 1, 2, 3
+_GATES = {_RELU: 1, _TANH: 1, _LSTM: 4, _GRU: 3}
+
+#: A cell, for each element of its state: the sum of both products, and the function.
+_CELL: dict[int, tuple[str, ...]] = {
+    _RELU: ("add", "relu"),
+    _TANH: ("add", "tanh"),
+    # i, f, o = sigmoid(...); g = tanh(...); c = f*c + i*g; h = o*tanh(c)
+    _LSTM: ("add",) * 4 + ("sigmoid",) * 3 + ("tanh", "mul", "mul", "add", "tanh", "mul"),
+    # r, z = sigmoid(...); n = tanh(x + r*h); h = n + z*(h - n)
+    _GRU: ("add",) * 3 + ("sigmoid",) * 2 + ("mul", "tanh", "sub", "mul", "add"),
+}
+#: Gradients of a cell, for each element of its state.
+_CELL_BACKWARD: dict[int, tuple[str, ...]] = {
+    _RELU: ("threshold_backward",),
+    _TANH: ("tanh_backward",),
+    # tanh(c) again; do = dh*tanh(c), dc += dh*o*(1 - tanh(c)**2), di = dc*g, df = dc*c, dg = dc*i, dc*f; the gates'
+    _LSTM: ("tanh", "mul", "mul", "tanh_backward", "add", "mul", "mul", "mul", "mul")
+    + ("sigmoid_backward",) * 3
+    + ("tanh_backward",),
+    # dz = dh*(h - n), dn = dh*(1 - z), dr = dn*h', dh*z; the gates'
+    _GRU: ("sub", "mul", "sub", "mul", "mul", "mul", "mul", "add") + ("sigmoid_backward",) * 2 + ("tanh_backward",),
+}
+#: A bias is an addition for each gate.
+_BIASES = 2
+
+
+def _cells(mode: int, count: Poly, steps: dict[int, tuple[str, ...]], biases: int) -> Counts:
+    return each(count, *steps[mode], *("add",) * (biases * _GATES[mode]))
+
+
+def _layers(call: Call, points: Poly, states: Poly, mode: int, biases: bool) -> Counts:
+    """Return the cost of products of so many index points, and of so many elements of states."""
+    return together(Counts(matmul=2 * points), _cells(mode, states, _CELL, _BIASES if biases else 0))
+
+
+# -- oneDNN, one layer in one direction --------------------------------------------------------------------------
+
+
+@rule("mkldnn_rnn_layer")
+def layer(call: Call) -> Counts:
+    """Count 2 for each element of both weights at every step, and the cells."""
+    places, states = _places(call, call["input"])
+    weights: Poly = call["weight0"].numel + call["weight1"].numel
+    return _layers(call, places * weights, states, int(call["mode"]), bool(call["has_biases"]))
+
+
+def _places(call: Call, operand: Spec) -> tuple[Poly, Poly]:
+    """Return steps times batch entries, and that times the size of a state."""
+    places = prod(operand.sizes[:-1], start=ONE)
+    return places, places * size(call["hidden_size"])
+
+
+@rule("mkldnn_rnn_layer_backward")
+def layer_backward(call: Call) -> Counts:
+    """Count gradients of operand, state and both weights: twice the products; cells; and the sum for the biases."""
+    places, states = _places(call, call["input"])
+    mode = int(call["mode"])
+    weights: Poly = call["weight1"].numel + call["weight2"].numel
+    bias = each(states * _GATES[mode], REDUCE) if call["has_biases"] else Counts()
+    return together(Counts(matmul=4 * places * weights), _cells(mode, states, _CELL_BACKWARD, 0), bias)
+
+
+# -- all layers --------------------------------------------------------------------------------------------------
+
+
+@rule("_cudnn_rnn", "miopen_rnn")
+def layers(call: Call) -> Counts:
+    """Count the same for all layers and directions, and dropout between layers: two for each element."""
+    if call.get("batch_sizes"):
+        raise unsupported(call, "a packed sequence, whose lengths are data", "a padded batch")
+    weights: Any = call["weight"]
+    operand: Spec = call["input"]
+    mode = int(call["mode"])
+    places = prod(operand.sizes[:-1], start=ONE)
+    matrices = [w for w in weights if len(w.sizes) == 2]
+    points = places * sum((w.numel for w in matrices), start=0 * ONE)
+    state = _state(mode, weights)
+    count = int(call["num_layers"]) * (2 if call["bidirectional"] else 1)
+    between = each(places * state * (count - count // int(call["num_layers"])), *_dropped(call))
+    made = _layers(call, points, places * state * count, mode, len(matrices) < len(weights))
+    return together(made, between)
+
+
+def _dropped(call: Call) -> Sequence[str]:
+    return ("mul", "mul") if call.get("dropout") and call.get("train") else ()
+
+
+def _state(mode: int, weights: Sequence[Spec]) -> Poly:
+    return weights[0].sizes[0] / _GATES[mode]
+
+
+@rule("_cudnn_rnn_backward")
+def layers_backward(call: Call) -> Counts:
+    """Count twice the products, and the gradients of the cells."""
+    weights: Any = call["weight"]
+    if call.get("batch_sizes"):
+        raise unsupported(call, "a packed sequence, whose lengths are data", "a padded batch")
+    mode = int(call["mode"])
+    places = prod(call["input"].sizes[:-1], start=ONE)
+    matrices = [w for w in weights if len(w.sizes) == 2]
+    points = places * sum((w.numel for w in matrices), start=0 * ONE)
+    states = places * _state(mode, weights) * (int(call["num_layers"]) * (2 if call["bidirectional"] else 1))
+    bias = each(states * _GATES[mode], REDUCE) if len(matrices) < len(weights) else Counts()
+    return together(Counts(matmul=4 * points), _cells(mode, states, _CELL_BACKWARD, 0), bias)
+
+
+# -- cells, their products made before ---------------------------------------------------------------------------
+
+
+def _biases(call: Call) -> int:
+    return sum(call.get(name) is not None for name in ("input_bias", "hidden_bias"))
+
+
+@rule("_thnn_fused_lstm_cell")
+def lstm_cell(call: Call) -> Counts:
+    """Count a cell for each element of the state."""
+    return _cells(_LSTM, call["cx"].numel, _CELL, _biases(call))
+
+
+@rule("_thnn_fused_lstm_cell_backward_impl")
+def lstm_cell_backward(call: Call) -> Counts:
+    """Count the gradients of a cell, and the sum for the bias."""
+    count = call["cx"].numel
+    bias = each(count * _GATES[_LSTM], REDUCE) if call["has_bias"] else Counts()
+    return together(_cells(_LSTM, count, _CELL_BACKWARD, 0), bias)
+
+
+@rule("_thnn_fused_gru_cell")
+def gru_cell(call: Call) -> Counts:
+    """Count a cell for each element of the state."""
+    return _cells(_GRU, call["hx"].numel, _CELL, _biases(call))
+
+
+@rule("_thnn_fused_gru_cell_backward")
+def gru_cell_backward(call: Call) -> Counts:
+    """Count the gradients of a cell, and the sum for the biases."""
+    count = call["grad_hy"].numel
+    bias = each(count * _GATES[_GRU] * _BIASES, REDUCE) if call["has_bias"] else Counts()
+    return together(_cells(_GRU, count, _CELL_BACKWARD, 0), bias)

@@ -1,0 +1,136 @@
+"""Sizes as torch's symbolic shapes have them, and the same sizes in the library's algebra."""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import Any
+
+import sympy
+import torch
+from torch.utils._sympy import functions
+
+from ...errors import UnsupportedError
+from ...extremum import Max, Min
+from ...polynomial import Poly, poly
+from ...symbols import shown, symbol
+
+__all__ = ["Translator"]
+
+
+class Translator:
+    """Turns torch's integers into sizes; each expression is looked at once.
+
+    Parameters
+    ----------
+    names : dict of sympy.Symbol to str
+        Names of the dimensions that torch's symbols stand for.
+    symbols : bool
+        Whether a size that depends on data is a dimension of torch's name for it, such as `u0`; it is an error else.
+    """
+
+    def __init__(self, names: dict[sympy.Symbol, str], symbols: bool = False) -> None:
+        self.names = names
+        self.symbols = symbols
+        self._known: dict[Any, Poly] = {}
+
+    def size(self, n: int | torch.SymInt) -> Poly:
+        """Return a size, an offset or a stride."""
+        key = n if isinstance(n, int) else n.node.expr
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = poly(key) if isinstance(key, int) else self.formula(key)
+        return found
+
+    def sizes(self, numbers: Any) -> tuple[Poly, ...]:
+        """Return a shape or strides."""
+        return tuple(map(self.size, numbers))
+
+    def formula(self, expr: sympy.Expr) -> Poly:
+        """Return a formula in the library's symbols.
+
+        Raises
+        ------
+        UnsupportedError
+            If there is something in it that a size cannot be.
+        """
+        if expr.is_Integer:
+            return poly(int(expr))
+        if expr.is_Symbol:
+            if expr not in self.names and self.symbols:
+                self.names[expr] = expr.name
+            if expr not in self.names:
+                raise UnsupportedError(
+                    f"size {expr}: it depends on the values of tensors, expected one that follows from the sizes"
+                )
+            return poly(symbol(self.names[expr]))
+        rule = _RULES.get(type(expr))
+        if rule is None:
+            raise UnsupportedError(f"size {shown(str(expr))}: no rule for {type(expr).__name__}, expected a formula")
+        out: Poly = rule(*(self.formula(a) if not a.is_Rational else poly(a) for a in expr.args))
+        return out
+
+
+def _power(base: Poly, exponent: Poly) -> Poly:
+    whole = exponent.constant
+    if not isinstance(whole, int):
+        raise UnsupportedError(f"size ({base})**({exponent}): expected a whole number as exponent")
+    return base**whole if whole >= 0 else poly(1) / base**-whole
+
+
+def _floor(a: Poly, b: Poly) -> Poly:
+    """Return the whole part of a quotient: exact where every coefficient can be divided."""
+    quotient = a / b
+    whole = all(isinstance(c, int) for c in quotient.terms.values())
+    if whole and all(power > 0 for monomial in quotient.terms for _, power in monomial):
+        return quotient
+    return poly(sympy.floor(quotient.expr).replace(sympy.floor, _upright))
+
+
+def _upright(x: sympy.Expr) -> sympy.Expr:
+    """Return a floor; of what is negative it is a ceiling, which is how bounds of sizes are found."""
+    return -sympy.ceiling(-x) if x.could_extract_minus_sign() else sympy.floor(x)
+
+
+def _ceiling(a: Poly, b: Poly) -> Poly:
+    return -_floor(-a, b)
+
+
+def _modulo(a: Poly, b: Poly) -> Poly:
+    return a - b * _floor(a, b)
+
+
+def _largest(*args: Poly) -> Poly:
+    return poly(Max(*(a.expr for a in args)))
+
+
+def _least(*args: Poly) -> Poly:
+    return poly(Min(*(a.expr for a in args)))
+
+
+_RULES: dict[type, Any] = {
+    sympy.Add: lambda *args: reduce(Poly.__add__, args),
+    sympy.Mul: lambda *args: reduce(Poly.__mul__, args),
+    sympy.Pow: _power,
+    sympy.Max: _largest,
+    sympy.Min: _least,
+    sympy.floor: lambda a: _floor(a, poly(1)),
+    sympy.ceiling: lambda a: _ceiling(a, poly(1)),
+    sympy.Mod: _modulo,
+    functions.Max: _largest,
+    functions.Min: _least,
+    functions.FloorDiv: _floor,
+    functions.CleanDiv: _floor,
+    functions.CeilDiv: _ceiling,
+    functions.IntTrueDiv: lambda a, b: a / b,
+    functions.Mod: _modulo,
+    functions.PythonMod: _modulo,
+    functions.ModularIndexing: lambda a, b, c: _modulo(_floor(a, b), c),
+    functions.PowByNatural: _power,
+    functions.FloatPow: _power,
+    functions.FloatTrueDiv: lambda a, b: a / b,
+    functions.ToFloat: lambda a: a,
+    functions.Identity: lambda a: a,
+    functions.FloorToInt: lambda a: _floor(a, poly(1)),
+    functions.CeilToInt: lambda a: _ceiling(a, poly(1)),
+    functions.TruncToInt: lambda a: _floor(a, poly(1)),
+}

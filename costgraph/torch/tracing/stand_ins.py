@@ -1,0 +1,88 @@
+"""What runs on tensors without data in place of ops that fake tensors are slow at, or cannot do with symbolic sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch._guards import detect_fake_mode
+
+from .views import direct, expanded, viewed
+
+__all__ = ["STAND_INS"]
+
+aten = torch.ops.aten
+
+
+def _grouped_mm(
+    a: torch.Tensor, b: torch.Tensor, offs: Any = None, bias: Any = None, out_dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Make the result of a product for each group; fake tensors have it for bf16 alone."""
+    lead = [offs.shape[0]] if a.ndim == b.ndim == 2 else [a.shape[0]] if a.ndim == b.ndim else []
+    return a.new_empty([*lead, a.shape[-2], b.shape[-1]], dtype=out_dtype or a.dtype)
+
+
+def _constant_pad(x: torch.Tensor, pad: Sequence[Any], value: Any = 0) -> torch.Tensor:
+    """Make a larger tensor; with nothing to pad fake tensors would ask for sizes as numbers."""
+    shape = list(x.shape)
+    for i in range(len(pad) // 2):
+        shape[-1 - i] = shape[-1 - i] + pad[2 * i] + pad[2 * i + 1]
+    return _like(x, shape)
+
+
+def _like(x: torch.Tensor, shape: Sequence[Any]) -> torch.Tensor:
+    """Make a tensor whose axes lie in memory in the order of another one's."""
+    layout = torch._prims_common.suggest_memory_format(x)
+    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=layout)
+
+
+def _resampled(x: torch.Tensor, sizes: Sequence[Any], *rest: Any) -> torch.Tensor:
+    """Make the result of an interpolation, which fake tensors take apart into ops of numbers."""
+    return _like(x, [*x.shape[:2], *sizes])
+
+
+def _resampled_back(grad: torch.Tensor, sizes: Sequence[Any], before: Sequence[Any], *rest: Any) -> torch.Tensor:
+    return _like(grad, before)
+
+
+def _product_and_sum(
+    x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: Any = 1, alpha: Any = 1
+) -> torch.Tensor:
+    """Make the result of products of matrices; fake tensors would broadcast the first operand by numbers."""
+    return a.new_empty([a.shape[0], a.shape[1], b.shape[2]])
+
+
+def _unasked(func: Any) -> Callable[..., Any]:
+    """Let an op look at sizes without an assumption: which of torch's kernels it takes changes no shape."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        mode = detect_fake_mode(args)
+        with mode.shape_env.suppress_guards() if mode is not None and mode.shape_env else nullcontext():
+            return func(*args, **kwargs)
+
+    return run
+
+
+#: By op; what each does to shapes, layouts and storages is what the op does.
+STAND_INS: dict[Any, Callable[..., Any]] = {
+    aten._unsafe_view.default: viewed,
+    aten.view.default: viewed,
+    aten.expand.default: expanded,
+    **{op: direct(op) for op in (aten.t.default, aten.transpose.int, aten.unsqueeze.default, aten.select.int)},
+    **{op: direct(op) for op in (aten.detach.default, aten.alias.default)},
+    aten._grouped_mm.default: _grouped_mm,
+    aten.constant_pad_nd.default: _constant_pad,
+    aten.baddbmm.default: _product_and_sum,
+    aten.upsample_linear1d.default: _resampled,
+    aten.upsample_bilinear2d.default: _resampled,
+    aten.upsample_bicubic2d.default: _resampled,
+    aten.upsample_trilinear3d.default: _resampled,
+    aten.upsample_linear1d_backward.default: _resampled_back,
+    aten.upsample_bilinear2d_backward.default: _resampled_back,
+    aten.upsample_bicubic2d_backward.default: _resampled_back,
+    aten.upsample_trilinear3d_backward.default: _resampled_back,
+    aten.convolution.default: _unasked(aten.convolution.default),
+    aten.convolution_backward.default: _unasked(aten.convolution_backward.default),
+}

@@ -1,0 +1,105 @@
+"""nn.Module -> Graph, from one eager run on fake tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ...arguments import need_choice
+from ...errors import GraphError
+from ...graph import Graph
+from .arguments import Axes, Given
+from .guards import assumptions
+from .recorder import Recorder
+from .run import Factory, Run, plain_errors, replaced
+from .scopes import Scopes
+from .shapes import Shapes, hints
+from .sizes import Translator
+from .values import Values
+
+__all__ = ["trace"]
+
+
+def trace(
+    module: nn.Module,
+    *inputs: object,
+    dims: Sequence[Axes] | None = None,
+    train: bool = False,
+    optimizer: Factory | None = None,
+    keywords: Mapping[str, object] | None = None,
+    keyword_dims: Mapping[str, Axes] | None = None,
+    unknown: str = "error",
+    name: str = "",
+) -> Graph:
+    """Turn a module into a graph with symbolic sizes, from one eager run on tensors that hold no data.
+
+    Nothing is computed and the module is not changed. Each op that torch runs below autograd becomes an op of the
+    graph; a storage lives as long as it did in the run, which Python's variables and autograd's saved tensors decide.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        What is called, in the mode (`train()`, `eval()`) that it is in. Its parameters may be on any device, `meta`
+        included, or fake.
+    *inputs : torch.Tensor or other
+        Positional arguments; of tensors the shape, the layout and the number format matter alone.
+    dims : sequence, optional
+        For each of `inputs` a sequence with a name or None for each axis, or None for an argument whose axes are all
+        numbers. One name is one size wherever it stands.
+    train : bool
+        Whether the module returns a scalar loss whose backward pass is run as well. Without, gradients are off.
+    optimizer : callable, optional
+        `optimizer(parameters)` makes the optimizer whose step is run after the backward pass, with the state that
+        its first step has left behind; gradients are set to None after it.
+    keywords, keyword_dims : mapping, optional
+        Keyword arguments, and the names of the axes of those that are tensors.
+    unknown : str
+        What an op without a rule is: an `error`, or a `symbol`, the positive number `flops_NAME` of FLOPs; a size that
+        depends on data is a symbol as well then.
+    name : str
+        Name of the graph, by default the class of the module.
+
+    Returns
+    -------
+    Graph
+        Its ops are of the kind `aten`, with the paths of modules as scopes; `costgraph.torch.lower` runs it.
+
+    Raises
+    ------
+    GraphError, ShapeError
+        If names do not fit the inputs, or with `train=True` the module returns no scalar.
+    UnsupportedError
+        If an op has no rule, or the program turns a named size into a number: the text names the line.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import costgraph as cg
+    >>> from costgraph.torch import trace
+    >>> net = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.ReLU())
+    >>> g = trace(net, torch.zeros(2, 5), dims=[("B", None)])
+    >>> cg.matmul_flops(g), cg.peak_memory(g)
+    (70*B, 76*B + 168)
+    """
+    need_choice("trace: unknown", unknown, ("error", "symbol"))
+    if not isinstance(module, nn.Module):
+        raise GraphError(f"trace: got {type(module).__name__}, expected a torch.nn.Module")
+    if optimizer is not None and not train:
+        raise GraphError("trace: an optimizer without train=True, expected a backward pass before its step")
+    given = Given(module, inputs, dims, dict(keywords or {}), dict(keyword_dims or {}))
+    shapes = Shapes()
+    translator = Translator(shapes.names, symbols=unknown == "symbol")
+    recorder = Recorder(Values(translator), Scopes(module), symbols=unknown == "symbol")
+    run = Run(module, recorder, optimizer)
+    with FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True), plain_errors(), replaced(module) as state:
+        sizes = {n: shapes.named(n, size) for n, size in hints(given.sizes()).items()}
+        fakes = given.fakes(sizes)
+        run.declare(state, fakes)
+        with recorder.scopes.watching():
+            run(*given.arguments(fakes), train=train)
+    graph = Graph(name or type(module).__name__)
+    graph.assume(*assumptions(shapes, translator))
+    run.build(graph)
+    return graph

@@ -1,0 +1,70 @@
+"""Why a prediction of a peak is known to be off: causes by name, of a case on a device."""
+
+from __future__ import annotations
+
+from .case import Case
+
+__all__ = ["CAUSES", "causes"]
+
+CAUSES = {
+    "workspace": "torch's kernel allocates while it runs what no tensor shows: a convolution, attention in one kernel, "
+    "a product in bf16 and a copy that transposes on a CPU, cuDNN's workspace on a GPU",
+    "variables": "a variable of Python holds a tensor until the function returns, or the next turn of its loop over "
+    "parameters; the graph until its last reader",
+    "mask": "causal attention op by op reads a mask of (S, S), which is no tensor of the declared graph",
+    "statistics": "mean and deviation of a row, or the log-sum-exp of a query: written where no backward pass reads "
+    "them, and in bf16 on a CPU where fp32 is declared",
+    "RMS norm": "declared as one kernel; where torch has none, it runs op by op, and saves what these save",
+    "heads": "shared keys and values are copied for each head that reads them",
+    "rotary": "declared as one kernel; torch runs it op by op, and keeps what these save",
+    "lowering": "a lowered graph runs op by op: operands in another format than is computed in are converted before, "
+    "and those that no product reads as they lie are copied",
+}
+"""What each of them is."""
+
+_CPU_KERNELS = ("transpose", "attention flash", "attention flash causal")
+
+
+def causes(case: Case, device: str, which: str = "declared") -> list[str]:
+    """Return the causes that make a prediction less than what is measured, or more.
+
+    Parameters
+    ----------
+    case : Case
+        What ran.
+    device : str
+        cpu or cuda.
+    which : str
+        declared or traced: of the latter, workspace alone is no part.
+
+    Examples
+    --------
+    >>> causes(Case("convolution 3x3", {"B": 1}), "cpu", "traced")
+    ['workspace']
+    >>> causes(Case("gpt", {"B": 1}, mode="forward", attention="eager"), "cuda")
+    ['variables', 'mask']
+    """
+    plain = case.program == "module"
+    found = {
+        "workspace": _workspace(case, device),
+        "variables": plain
+        and (case.mode == "forward" or case.implementation == "for-loop" or case.optimizer == "Adafactor"),
+        "mask": plain and case.attention == "eager",
+        "statistics": case.subject in ("layer norm", "attention flash", "attention flash causal")
+        or (device == "cpu" and case.mode == "step" and case.dtype == "bf16"),
+        "RMS norm": case.subject in ("rms norm", "llama", "llama block"),
+        "heads": case.subject in ("llama", "llama block"),
+        "rotary": case.subject == "llama",
+        "lowering": not plain and (case.precision not in ("", "fp32") or case.optimizer == "Muon"),
+    }
+    assert list(found) == list(CAUSES)
+    return [name for name, there in found.items() if there and (which == "declared" or name == "workspace")]
+
+
+def _workspace(case: Case, device: str) -> bool:
+    if case.subject.startswith("convolution"):
+        return True
+    if device == "cuda":
+        return case.subject == "attention flash" or case.subject.startswith("sum")
+    products = case.dtype == "bf16" or "bf16" in case.precision or case.precision in ("fp16-mixed", "fp8")
+    return case.subject in _CPU_KERNELS or products or (case.attention == "flash" and case.mode == "forward")

@@ -1,0 +1,99 @@
+"""Every aten op that a program runs, with what its rule says it costs."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from costgraph.errors import UnsupportedError
+from costgraph.polynomial import Poly, total
+from costgraph.torch.tracing.call import Call, Counts, Spec
+from costgraph.torch.tracing.rules import counts_of
+from costgraph.torch.tracing.sizes import Translator
+from costgraph.torch.tracing.values import Values
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One call, and its cost."""
+
+    call: Call
+    counts: Counts
+
+
+class Calls(TorchDispatchMode):
+    """Asks the rules about every aten op that is no view; names of ops without a rule are collected in `missing`."""
+
+    def __init__(self, strict: bool = True) -> None:
+        super().__init__()
+        self.strict = strict
+        self.seen: list[Seen] = []
+        self.missing: dict[str, str] = {}
+        self.values = Values(Translator({}))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        results = [t for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
+        if func.namespace == "aten" and not func.is_view and (results or func._schema.is_mutable):
+            self._ask(func, args, kwargs, results)
+        return out
+
+    def _ask(self, func: Any, args: Any, kwargs: Any, results: list[torch.Tensor]) -> None:
+        schema = func._schema
+        given = {
+            a.name: args[i] if i < len(args) else kwargs.get(a.name, a.default_value)
+            for i, a in enumerate(schema.arguments)
+        }
+        full = schema.name.removeprefix("aten::")
+        inplace = schema.is_mutable and full.endswith("_")
+        try:
+            call = Call(
+                full.removesuffix("_") if inplace else full,
+                func._overloadname,
+                inplace,
+                {k: self.values.seen(v, self.values.spec) for k, v in given.items()},
+                tuple(map(self.values.spec, results)),
+            )
+            self.seen.append(Seen(call, counts_of(call, func.tags)))
+        except UnsupportedError as error:
+            if self.strict:
+                raise
+            self.missing[str(func)] = str(error)
+
+    def total(self, kind: str) -> int:
+        """Return the sum of one kind of FLOPs over all calls."""
+        amounts = (getattr(s.counts, kind) for s in self.seen)
+        return number(total(s.counts.matmul if a is None else a for a, s in zip(amounts, self.seen, strict=True)))
+
+    def of(self, name: str) -> Seen:
+        """Return the only call of an op."""
+        (found,) = (s for s in self.seen if s.call.name == name)
+        return found
+
+
+def number(amount: Poly) -> int:
+    """Return an amount without symbols."""
+    value = amount.constant
+    assert value is not None, amount
+    assert value == int(value), amount
+    return int(value)
+
+
+def calls_of(program: Callable[[], object]) -> Calls:
+    """Run a program and return what its aten ops cost."""
+    with Calls() as calls:
+        program()
+    return calls
+
+
+def spec(*sizes: int | Poly, dtype: str = "fp32") -> Spec:
+    """Return a dense tensor as a rule sees it."""
+    from costgraph.dtypes import dtype as find_dtype
+    from costgraph.layout import contiguous
+    from costgraph.polynomial import poly
+
+    shape = tuple(map(poly, sizes))
+    return Spec(shape, contiguous(shape), find_dtype(dtype))

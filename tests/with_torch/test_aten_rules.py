@@ -1,0 +1,257 @@
+"""FLOPs of aten ops against torch's own counter where it counts, else against a count of index points."""
+
+from functools import partial
+from itertools import product
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from aten_calls import calls_of, number, spec
+from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
+
+import costgraph as cg
+from costgraph.errors import UnsupportedError
+from costgraph.polynomial import poly
+from costgraph.torch.tracing.call import Call, Counts
+from costgraph.torch.tracing.rules import RULES, counts_of, rule
+
+
+def rand(*sizes, dtype=torch.float32):
+    return torch.rand(sizes, dtype=dtype, requires_grad=dtype.is_floating_point)
+
+
+def counted(program):
+    with FlopCounterMode(display=False) as counter:
+        program()
+    return counter.get_total_flops()
+
+
+def backward_of(function, *operands):
+    """Forward and backward of a function of some operands."""
+    return lambda: function(*operands).sum().backward()
+
+
+# -- what torch's counter counts -----------------------------------------------------------------------------------
+
+COUNTED = {
+    "mm": lambda: backward_of(torch.mm, rand(3, 5), rand(5, 7)),
+    "addmm": lambda: backward_of(torch.addmm, rand(7), rand(3, 5), rand(5, 7)),
+    "bmm": lambda: backward_of(torch.bmm, rand(2, 3, 5), rand(2, 5, 7)),
+    "baddbmm": lambda: backward_of(torch.baddbmm, rand(2, 3, 7), rand(2, 3, 5), rand(2, 5, 7)),
+    "linear": lambda: backward_of(functional.linear, rand(2, 3, 5), rand(7, 5), rand(7)),
+    "matmul over broadcast axes": lambda: backward_of(torch.matmul, rand(2, 1, 3, 5), rand(11, 5, 7)),
+    "einsum": lambda: backward_of(scores, rand(2, 3, 5, 7), rand(2, 11, 5, 7)),
+    "tensordot": lambda: backward_of(lambda a, b: torch.tensordot(a, b, 2), rand(3, 5, 7), rand(5, 7, 11)),
+    "conv1d": lambda: backward_of(conv(1), rand(2, 3, 17), rand(5, 3, 3)),
+    "conv2d": lambda: backward_of(conv(2, stride=2, padding=1), rand(2, 3, 11, 13), rand(5, 3, 3, 3), rand(5)),
+    "conv3d": lambda: backward_of(conv(3, dilation=2), rand(2, 3, 7, 5, 11), rand(5, 3, 3, 1, 2)),
+    "conv2d without a batch": lambda: lambda: functional.conv2d(rand(3, 11, 13), rand(5, 3, 3, 3)),
+    "transposed": lambda: backward_of(transposed(2, stride=2, padding=1), rand(2, 3, 5, 7), rand(3, 5, 3, 3)),
+    "groups forward": lambda: lambda: functional.conv2d(rand(2, 6, 11, 13), rand(9, 2, 3, 3), groups=3),
+    "depthwise forward": lambda: lambda: functional.conv2d(rand(2, 7, 11, 13), rand(7, 1, 3, 3), groups=7),
+    "transposed groups forward": lambda: lambda: transposed(1, groups=3)(rand(2, 6, 11), rand(6, 5, 3)),
+}
+
+
+def scores(q, k):
+    return torch.einsum("bshk,bthk->bhst", q, k)
+
+
+def conv(axes, **options):
+    return partial(getattr(functional, f"conv{axes}d"), **options)
+
+
+def transposed(axes, **options):
+    return partial(getattr(functional, f"conv_transpose{axes}d"), **options)
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_matmuls_are_those_of_torchs_counter(name):
+    program = COUNTED[name]()
+    calls = calls_of(program)
+    assert calls.total("matmul") == calls.total("full") == counted(program) > 0
+
+
+def test_operands_without_a_gradient_cost_none():
+    x, w = torch.rand(2, 3, 11), rand(5, 3, 3)
+    program = backward_of(functional.conv1d, x, w)
+    points = 2 * 9 * 5 * 3 * 3
+    assert calls_of(program).total("matmul") == counted(program) == 2 * 2 * points  # no gradient of x
+
+
+# -- what torch's counter does not count, or counts otherwise ------------------------------------------------------
+
+
+def pairs(queries, keys, causal):
+    """Pairs of a query and a key that are seen, one by one; torch aligns a causal mask at the first position."""
+    return sum(not causal or key <= query for query, key in product(range(queries), range(keys)))
+
+
+@pytest.mark.parametrize(("S", "T", "causal"), [(7, 7, True), (7, 11, True), (11, 7, True), (7, 11, False)])
+def test_attention_on_the_cpu_counts_the_pairs_that_are_seen(S, T, causal):
+    B, H, K, V = 2, 3, 5, 5
+    q, k, v = rand(B, H, S, K), rand(B, H, T, K), rand(B, H, T, V)
+    program = backward_of(lambda *x: functional.scaled_dot_product_attention(*x, is_causal=causal), q, k, v)
+    calls = calls_of(program)
+    # forward scores and values; backward both again, and the gradients of queries, keys and values
+    forward, backward = 2 * (K + V), 2 * (3 * K + 2 * V)
+    assert calls.total("matmul") == B * H * (forward + backward) * pairs(S, T, causal)
+    assert calls.total("full") == B * H * (forward + backward) * S * T
+    assert calls.total("full") == 3.5 * (4 * B * H * S * T * K)
+    assert counted(program) == 0
+
+
+def test_kernels_of_a_gpu_count_as_that_of_the_cpu():
+    q, k, v = spec(2, 3, 7, 5), spec(2, 3, 11, 5), spec(2, 3, 11, 5)
+    arguments = {"query": q, "key": k, "value": v, "dropout_p": 0.0, "is_causal": True}
+    names = [n for n in RULES if n.startswith("_scaled_dot_product") and not n.endswith("backward")]
+    found = {counts_of(Call(n, "", False, arguments, (q,))).matmul for n in names}
+    assert len(names) == 5
+    assert found == {poly(2 * 3 * 4 * 5 * pairs(7, 11, True))}
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4, 8])
+def test_gradients_of_groups_cost_twice_the_forward(groups):
+    C, n = 16, 9
+    x, w = rand(2, C, n, n), rand(C, C // groups, 3, 3)
+    program = backward_of(lambda x, w: functional.conv2d(x, w, padding=1, groups=groups), x, w)
+    # index points: batch, places, channels made, channels of a group that are read, window
+    points = sum(1 for _ in product(range(2), range(n * n), range(C), range(C // groups), range(9)))
+    assert calls_of(program).total("matmul") == 3 * 2 * points
+    assert (counted(program) == 3 * 2 * points) == (groups == 1)
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_gradients_of_a_transposed_convolution(groups):
+    x, w = rand(2, 6, 5), rand(6, 4, 3)
+    program = backward_of(lambda x, w: functional.conv_transpose1d(x, w, stride=2, groups=groups), x, w)
+    points = 2 * 5 * 6 * 4 * 3  # batch, places of the operand, its channels, channels made of a group, window
+    assert calls_of(program).total("matmul") == 3 * 2 * points
+
+
+UNCOUNTED = {
+    "mv": (lambda: torch.mv(rand(3, 5), rand(5)), 2 * 3 * 5, 0),
+    "dot": (lambda: torch.dot(rand(5), rand(5)), 2 * 5, 0),
+    "vdot": (lambda: torch.vdot(rand(5), rand(5)), 2 * 5, 0),
+    "outer": (lambda: torch.outer(rand(3), rand(5)), 0, 3 * 5),  # nothing is summed
+    "addmv": (lambda: torch.addmv(rand(3), rand(3, 5), rand(5)), 2 * 3 * 5, 3),
+    "addr": (lambda: torch.addr(rand(3, 5), rand(3), rand(5)), 0, 2 * 3 * 5),
+    "addbmm": (lambda: torch.addbmm(rand(3, 7), rand(2, 3, 5), rand(2, 5, 7)), 2 * 2 * 3 * 5 * 7, 3 * 7),
+    # x1 with the weight, 2 for each (n, o, i, j); the result with x2, 2 for each (n, o, j)
+    "bilinear": (
+        lambda: functional.bilinear(rand(3, 5), rand(3, 7), rand(2, 5, 7)),
+        2 * 3 * 2 * 5 * 7 + 2 * 3 * 2 * 7,
+        0,
+    ),
+    "affine grid": (
+        lambda: functional.affine_grid(rand(2, 2, 3), (2, 1, 5, 7), align_corners=False),
+        2 * 2 * 5 * 7 * 2 * 3,
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNCOUNTED)
+def test_products_that_torchs_counter_leaves_out(name):
+    program, matmul, pointwise = UNCOUNTED[name]
+    calls = calls_of(program)
+    assert (calls.total("matmul"), calls.total("pointwise")) == (matmul, pointwise)
+    assert counted(program) in (0, matmul)  # some are made of ops that it knows
+
+
+def test_what_is_added_to_a_product_counts_with_its_scale():
+    def flops(**scales):
+        return calls_of(lambda: torch.addmm(rand(3, 7), rand(3, 5), rand(5, 7), **scales)).total("pointwise")
+
+    assert (flops(), flops(beta=2), flops(alpha=2), flops(beta=0), flops(beta=2, alpha=2)) == (21, 42, 42, 0, 63)
+
+
+def test_low_precision_products():
+    a, b, scale = spec(32, 16, dtype="fp8_e4m3"), spec(16, 48, dtype="fp8_e4m3"), spec()
+    call = Call("_scaled_mm", "", False, {"self": a, "mat2": b, "scale_a": scale, "scale_b": scale}, (spec(32, 48),))
+    with FlopCounterMode(display=False) as counter:
+        x, y = (torch.rand(n).to(torch.float8_e4m3fn) for n in ((32, 16), (48, 16)))
+        torch._scaled_mm(x, y.T, torch.ones(()), torch.ones(()), out_dtype=torch.bfloat16)
+    assert counts_of(call).matmul == counter.get_total_flops() == 2 * 32 * 16 * 48
+
+
+def test_products_of_groups_of_rows():
+    x, w = rand(11, 16).bfloat16(), rand(3, 16, 8).bfloat16()
+    offsets = torch.tensor([2, 7, 11], dtype=torch.int32)
+    points = sum(16 * 8 for group in (2, 5, 4) for _ in range(group))
+    assert calls_of(lambda: torch._grouped_mm(x, w, offs=offsets)).total("matmul") == 2 * points
+
+
+def test_cutting_the_contracted_axis_into_groups():
+    x, y = rand(8, 16).bfloat16(), rand(16, 24).bfloat16()
+    offsets = torch.tensor([8, 16], dtype=torch.int32)
+    points = 8 * 24 * 16  # each position of the contracted axis belongs to one group
+    assert calls_of(lambda: torch._grouped_mm(x, y, offs=offsets)).total("matmul") == 2 * points
+
+
+# -- the table -----------------------------------------------------------------------------------------------------
+
+
+def test_an_op_without_a_rule_is_an_error_that_names_it():
+    with pytest.raises(UnsupportedError) as error:
+        counts_of(Call("frobnicate", "default", False, {"self": spec(3)}, (spec(3),)))
+    assert str(error.value) == (
+        f"aten::frobnicate.default: no rule says what it costs, expected one of {len(RULES)} ops that have one; "
+        f"register a rule under 'frobnicate' with costgraph.torch.tracing.rules.rule"
+    )
+
+
+def test_a_result_whose_shape_is_in_the_data_is_an_error():
+    with pytest.raises(UnsupportedError) as error:
+        calls_of(lambda: torch.nonzero(torch.ones(3)))
+    assert str(error.value) == (
+        "aten::nonzero.default: the shape of its result depends on the data, expected an op whose shapes follow from "
+        "sizes; write it with a mask, or with a size that is given"
+    )
+
+
+def test_what_torch_calls_pointwise_counts_one_for_each_element():
+    assert calls_of(lambda: torch.copysign(torch.rand(3, 5), torch.rand(5))).total("pointwise") == 15
+    assert "copysign" not in RULES
+
+
+def test_every_rule_is_of_an_op_that_torch_has():
+    schemas = torch._C._jit_get_all_schemas()
+    known = {s.name.removeprefix("aten::").removesuffix("_") for s in schemas if s.name.startswith("aten::")}
+    known |= {f"{s.name.removeprefix('aten::').removesuffix('_')}.{s.overload_name}" for s in schemas}
+    assert sorted(set(RULES) - known) == []
+
+
+def test_rules_can_be_added_once():
+    @rule("frobnicate", "frobnicate.twice")
+    def frobnicate(call):
+        return Counts(pointwise=call.out.numel * (2 if call.overload == "twice" else 1))
+
+    try:
+        flops = [counts_of(Call("frobnicate", o, False, {}, (spec(3),))).pointwise for o in ("default", "twice")]
+        assert flops == [3, 6]
+        with pytest.raises(ValueError, match=r"^rule for 'frobnicate': there is one already$"):
+            rule("frobnicate")(frobnicate)
+    finally:
+        del RULES["frobnicate"], RULES["frobnicate.twice"]
+
+
+def test_what_a_caller_hands_in_for_results_is_not_read():
+    out = torch.empty(3, 7)
+    seen = calls_of(lambda: torch.mm(torch.rand(3, 5), torch.rand(5, 7), out=out)).of("mm")
+    assert [number(n) for n in seen.counts.reads] == [4 * 15, 4 * 35, 0]
+
+
+def test_sizes_may_be_symbols():
+    B, H, S, K = map(poly, cg.dims("B H S K"))
+    q = spec(B, H, S, K)
+    call = Call(
+        "_scaled_dot_product_flash_attention", "", False,
+        {"query": q, "key": q, "value": q, "dropout_p": 0.0, "is_causal": True}, (q,),
+    )  # fmt: skip
+    counts = counts_of(call)
+    assert counts.matmul == 2 * B * H * K * S * (S + 1)
+    assert counts.full == 4 * B * H * K * S * S

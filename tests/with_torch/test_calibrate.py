@@ -1,0 +1,198 @@
+"""A quick calibration of the processor that the tests run on, and the bounds that are made of it."""
+
+import sys
+
+import pytest
+
+pytest.importorskip("torch.utils.flop_counter")  # this folder is called torch as well
+
+import torch
+from outside_cache import CPU, elementwise, fastest, products
+
+import costgraph as cg
+from costgraph import cli
+from costgraph.torch.calibrating import Calibration, Rate, calibrate
+from costgraph.torch.calibrating.caches import last_level_cache
+from costgraph.torch.calibrating.devices import BUILT_IN
+from costgraph.torch.measuring import environment
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Threads that wait for each other show how busy the machine is, and not how fast."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def calibration(one_thread):
+    return calibrate("cpu", quick=True, command="a test")
+
+
+def test_it_says_what_it_measured(calibration):
+    found = calibration.hardware
+    kinds = {(kind, which) for kind, which, _ in calibration.rates}
+    assert {("bandwidth", s) for s in ("read", "write", "copy", "triad", "update")} < kinds
+    assert {("matmul", d) for d in ("fp64", "fp32", "bf16")} < kinds
+    assert {("pointwise", "add"), ("transcendental", "exp"), ("launch", "op")} < kinds
+    assert found.attained().peak.keys() == found.peak.keys() >= {"fp64", "fp32", "bf16"}
+    assert found.bandwidth == found.attained().bandwidth
+    assert "1 thread, torch" in found.sources["CALIBRATED"]
+    assert found.sources["CALIBRATED"].endswith("command: a test")
+    shown = str(calibration)
+    assert all(text in shown for text in ("1 thread", "bandwidth  update", "matmul     bf16", "launch"))
+
+
+def test_rates_are_of_a_plausible_size(calibration):
+    """Factors of 1000 would stand out here."""
+    found = calibration.hardware
+    assert 10**9 < found.bandwidth.value < 10**12
+    assert 10**8 < found.rate("fp64").value <= found.rate("fp32").value < 10**14
+    assert found.rate("fp32", "vector").value >= calibration.best("pointwise").value
+    assert 10**-8 < float(found.tables["attained"]["launch"]) < 10**-3
+
+
+def test_nothing_of_torch_is_left_changed(calibration):
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert torch.is_grad_enabled()
+
+
+# -- the bound -----------------------------------------------------------------------------------------------------
+
+
+def outside_cases():
+    """Working sets of more than twice the last-level cache; two shapes of products."""
+    cache = last_level_cache(CPU) or 2**26
+    rows = 3 * cache // 4096 + 1
+    yield from elementwise(rows)
+    edge = 1 + int((cache / 2) ** 0.5)  # three matrices of fp32: 6 times the cache
+    yield from products(67, edge, edge)
+    yield from products(4 * edge // 5, 509, 4 * edge // 5)
+    yield from products(67, 2039, 2053, "bf16")
+    yield from products(509, 521, 523, "fp64")
+
+
+def test_no_run_is_faster_than_the_lower_bound(calibration):
+    """A busy machine makes runs slower, and attained rates too low: then they are measured once more."""
+    graphs, seconds = {}, {}
+    for name, graph, call in outside_cases():
+        graphs[name], seconds[name] = graph, fastest(call, least=3, budget=0.1)
+
+    def bounds():
+        return {name: cg.roofline(graph, calibration.hardware).lower_bound for name, graph in graphs.items()}
+
+    for _ in range(3):
+        if all(seconds[name] >= bound for name, bound in bounds().items()):
+            break
+        calibration = calibration.faster(calibrate("cpu", quick=True))
+    assert {n: (seconds[n], bound) for n, bound in bounds().items() if seconds[n] < bound} == {}
+    # and the bound says something: streams and products are not far above it
+    ratios = {name: seconds[name] / bound for name, bound in bounds().items()}
+    assert min(ratios.values()) < 10, ratios
+
+
+def test_updates_in_place_are_no_faster_either(calibration):
+    cache = last_level_cache(CPU) or 2**26
+    x, y = torch.rand(cache // 4 * 2), torch.rand(cache // 4 * 2)  # 4 times the cache together
+    moved = 3 * 4 * len(x)
+    seconds = fastest(lambda: x.add_(y))
+    for _ in range(3):
+        if seconds >= moved / float(calibration.hardware.bandwidth):
+            break
+        calibration = calibration.faster(calibrate("cpu", quick=True))
+    assert seconds >= moved / float(calibration.hardware.bandwidth)
+
+
+# -- devices with a data sheet -------------------------------------------------------------------------------------
+
+
+def test_a_device_may_be_said_to_be_like_another(calibration, monkeypatch, tmp_path):
+    monkeypatch.setattr("costgraph.torch.calibrating.calibration._probes", lambda *a: iter(()))
+    assert calibrate("cpu", quick=True, like="h100-sxm").like == cg.load_hardware("h100-sxm")
+    with pytest.raises(cg.errors.SpecError, match="hardware 'h100' is unknown"):
+        calibrate("cpu", like="h100")
+    calibration.save(tmp_path / "mine.toml")
+    with pytest.raises(cg.errors.SpecError, match="hardware mine: it was calibrated itself, expected a data sheet"):
+        calibrate("cpu", like=tmp_path / "mine.toml")
+    with pytest.raises(cg.errors.UnsupportedError, match="device 'mps': no way to measure it"):
+        calibrate("mps")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_keeps_its_data_sheet(tmp_path):
+    found = calibrate("cuda", quick=True).save(tmp_path / "gpu.toml")
+    sheet = BUILT_IN.get(torch.cuda.get_device_name())
+    attained = found.attained()
+    if sheet is not None:
+        assert found.peak == cg.load_hardware(sheet).peak
+        for dtype in ("bf16", "fp16", "tf32", "fp32"):
+            assert attained.rate(dtype).value <= found.rate(dtype).value, dtype
+        assert attained.bandwidth.value <= found.bandwidth.value
+    assert attained.rate("bf16").value > attained.rate("fp32").value
+
+
+# -- the command ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def quickly(monkeypatch):
+    """The command, with a calibration that was there before."""
+    pytest.importorskip("typer")
+    asked = []
+
+    def fake(device, *, quick, like):
+        asked.append((device, quick, like, torch.get_num_threads()))
+        rates = {
+            ("bandwidth", "read", "1073741824"): Rate(1e10, "sum"),
+            ("matmul", "bf16", "256"): Rate(1e11, "a @ b"),
+        }
+        place = environment("cpu", command="a test")
+        return Calibration(place, rates, None, None)
+
+    monkeypatch.setattr("costgraph.torch.calibrating.calibrate", fake)
+    return asked
+
+
+def test_the_command_writes_what_the_roofline_reads(quickly, tmp_path, capsys):
+    path = tmp_path / "mine.toml"
+    assert cli.main(["calibrate", "--out", str(path), "--quick"]) == 0
+    assert quickly == [("cpu", True, None, 1)]
+    out = capsys.readouterr().out
+    assert "bandwidth  read            10 GB/s   sum" in out
+    assert f"written to '{path}'" in out
+    words = ["report", "mlp", "--hardware", str(path), "--fallback", "bf16", "B=7"]
+    assert cli.main(words) == 0
+    assert "ridge point               10 FLOP/B = 100 GFLOP/s / 10 GB/s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (
+            ["--out", "mine.json"],
+            "costgraph: mine.json: expected a path that ends in .toml, as a specification is read",
+        ),
+        (["--out", "no/mine.toml"], "costgraph: no/mine.toml: no such folder, expected a file that can be written"),
+        (["--out", "mine.toml", "--threads", "100000"], "costgraph: --threads 100000: this machine has"),
+        (["--out", "mine.toml", "--threads", "all"], "costgraph: --threads"),
+        ([], "costgraph: Missing option '--out'"),
+    ],
+)
+def test_what_the_command_refuses(quickly, words, text, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["calibrate", *words]) == 2
+    assert capsys.readouterr().err.startswith(text)
+    assert quickly == []
+
+
+def test_without_torch_the_command_says_how_to_get_it(monkeypatch, capsys, tmp_path):
+    pytest.importorskip("typer")
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert cli.main(["calibrate", "--out", str(tmp_path / "mine.toml")]) == 2
+    assert capsys.readouterr().err == (
+        "costgraph: calibrate: torch is not installed, expected it beside costgraph: pip install torch, or the build "
+        "for this machine from https://pytorch.org/get-started\n"
+    )

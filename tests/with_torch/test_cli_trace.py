@@ -1,0 +1,83 @@
+"""`costgraph trace`: from a factory to a report and a file."""
+
+import json
+
+import pytest
+
+import costgraph as cg
+from costgraph.cli import main
+
+pytest.importorskip("torch.utils.flop_counter")
+
+PROGRAM = """
+import torch
+from torch import nn
+
+def make():
+    return nn.Sequential(nn.Embedding(97, 30), nn.Linear(30, 7), nn.ReLU())
+
+class Step(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net, self.head = make(), nn.Linear(7, 97)
+
+    def forward(self, ids, targets):
+        return nn.functional.cross_entropy(self.head(self.net(ids)).flatten(0, 1), targets.flatten())
+
+def make_step():
+    return Step()
+
+number = 3
+"""
+
+
+@pytest.fixture
+def program(tmp_path):
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+    return str(path)
+
+
+def test_a_module_is_reported_and_saved(program, tmp_path, capsys):
+    out = tmp_path / "net.json"
+    words = ["trace", f"{program}:make", "--input", "B,S:int64", "--out", str(out), "B=8", "S=5"]
+    assert main([*words, "--hardware", "h100-sxm"]) == 0
+    shown = capsys.readouterr().out
+    assert f"{2 * 8 * 5 * 30 * 7:,} FLOP" in shown  # multiply + add per index point
+    B, S = cg.dims("B S")
+    assert cg.matmul_flops(cg.load(out)) == 2 * 30 * 7 * B * S
+    assert json.loads(out.read_text())["graph"]["schema"] == "costgraph/graph/1"
+    assert main(["formula", str(out), "matmul-flops"]) == 0
+    assert capsys.readouterr().out.startswith("420*B*S")
+
+
+def test_a_step_is_traced(program, capsys):
+    words = ["trace", f"{program}:make_step", "--input", "B,S:int64", "--input", "targets=B,S:int64", "--train"]
+    assert main([*words, "--optimizer", "AdamW:fused", "--formulas"]) == 0
+    shown = capsys.readouterr().out
+    # forward, and both gradients of both products: nothing asks for one of the ids, but one of the table
+    assert f"{3 * (2 * 30 * 7 + 2 * 7 * 97):_}*B*S" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["nothing"], "'nothing': expected MODULE:FACTORY, such as models.py:make"),
+        (["missing.py:make"], "'missing.py': no such file, expected one with a factory in it"),
+        (["no_such_module:make"], "cannot be imported"),
+        (["{program}:number"], "'number' is no function of it, expected one without arguments"),
+        (["{program}:make", "--input", "B,-3"], "--input 'B,-3': expected [NAME=]SIZES[:FORMAT], such as B,S:int64"),
+        (["{program}:make", "--input", "B,S:text"], "format 'text' of an input: expected one of torch's"),
+        (["{program}:make", "--input", "B:int64", "--optimizer", "Adamant"], "--optimizer 'Adamant': expected one of"),
+        (["{program}:make", "--input", "B:int64", "--optimizer", "SGD:slow"], "expected for-loop, foreach or fused"),
+        (["{program}:make", "--input", "B:int64", "--optimizer", "SGD"], "an optimizer without train=True"),
+        (["{program}:make", "--fold", "blocks"], "--fold 'blocks': expected SCOPE=NAME, such as transformer/h=L"),
+        (["{program}:make", "--out", "graph.txt"], "--out 'graph.txt': expected the name of a .json file"),
+        (["{program}:make", "--input", "B,S:int64", "--unknown", "zero"], "unknown"),
+    ],
+)
+def test_what_is_refused(program, words, text, capsys):
+    assert main(["trace", *(w.format(program=program) for w in words)]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("costgraph: ")
+    assert text in shown

@@ -1,0 +1,235 @@
+"""Traces whose blocks were folded, held to traces of models with another number of blocks."""
+
+from collections import Counter
+from fractions import Fraction
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import costgraph as cg
+from costgraph.torch import trace
+
+ASKED = (cg.flops, cg.matmul_flops, cg.bytes_moved, cg.param_count, cg.param_bytes, cg.peak_memory)
+OPTIMIZERS = {
+    "none": None,
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
+    "foreach": lambda p: torch.optim.AdamW(p, foreach=True),
+    "for-loop": lambda p: torch.optim.AdamW(p, foreach=False),
+    "fused": lambda p: torch.optim.AdamW(p, fused=True),
+}
+POINTS = {"B": ({"B": 2}, {"B": 7}), "BS": ({"B": 1, "S": 2}, {"B": 5, "S": 31})}
+
+
+def answers(g, **sizes):
+    rows = Counter()
+    for row in cg.costs(g, **sizes).rows:
+        rows[row.kind, row.phase, row.dtype, row.direction] += row.amount
+    asked = {ask.__name__: Fraction(ask(g, **sizes)) for ask in ASKED}
+    asked["in blocks"] = Fraction(cg.peak_memory(g, allocator="cuda", **sizes))
+    return asked | dict(rows)
+
+
+def held_to(make, scope, traced, others, points):
+    """The fold of one trace is the trace of a model with any other number of blocks, exactly."""
+    folded = cg.fold(make(traced), scope, "L")
+    least, formula = cg.timeline(folded).holds_from.get("L", 1), cg.peak_memory(folded)
+    assert "L" not in folded.defaults
+    for n in others:
+        plain = make(n)
+        for sizes in points:
+            assert answers(folded, L=n, **sizes) == answers(plain, **sizes), (n, sizes)
+            if n >= least:
+                assert cg.evaluate(formula, L=n, **sizes) == cg.peak_memory(plain, **sizes)
+    return folded
+
+
+def loops(folded):
+    return {op.name: str(op.attrs["count"]) for op in folded.ops if op.kind.body == "repeated"}
+
+
+# -- plain modules -----------------------------------------------------------------------------------------------
+
+
+class Perceptron(nn.Module):
+    def __init__(self, depth, *, train=False, again=False):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(5, 5), nn.ReLU(), nn.Linear(5, 5)) for _ in range(depth))
+        self.training_loss, self.again = train, again
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.again else layer(x)
+        return x.mean() if self.training_loss else x
+
+
+class Patches(nn.Module):
+    """A vision transformer: patches, a class token, pre-norm blocks."""
+
+    def __init__(self, depth, *, train=False):
+        super().__init__()
+        self.embed = nn.Conv2d(3, 14, 4, 4)
+        self.token, self.places = nn.Parameter(torch.zeros(1, 1, 14)), nn.Parameter(torch.zeros(1, 5, 14))
+        self.blocks = nn.ModuleList(Attention() for _ in range(depth))
+        self.head = nn.Linear(14, 11)
+        self.training_loss = train
+
+    def forward(self, images):
+        x = self.embed(images).flatten(2).mT
+        x = torch.cat([self.token.expand(x.shape[0], -1, -1), x], 1) + self.places
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x[:, 0])
+        return logits.logsumexp(-1).mean() if self.training_loss else logits
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.before, self.qkv, self.out = nn.LayerNorm(14), nn.Linear(14, 42), nn.Linear(14, 14)
+        self.mlp = nn.Sequential(nn.LayerNorm(14), nn.Linear(14, 29), nn.GELU(), nn.Linear(29, 14))
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.before(x)).unflatten(-1, (3, 2, 7)).permute(2, 0, 3, 1, 4)
+        x = x + self.out(((q @ k.mT * 7**-0.5).softmax(-1) @ v).transpose(1, 2).flatten(2))
+        return x + self.mlp(x)
+
+
+def perceptron(depth, **more):
+    optimizer = more.pop("optimizer", None)
+    train = more.get("train", False)
+    return trace(Perceptron(depth, **more), torch.zeros(2, 5), dims=[("B", None)], train=train, optimizer=optimizer)
+
+
+def patches(depth, optimizer=None, *, train=False):
+    images = torch.zeros(2, 3, 8, 8)
+    dims = [("B", None, None, None)]
+    return trace(Patches(depth, train=train), images, dims=dims, train=train, optimizer=optimizer)
+
+
+def test_a_perceptron():
+    # torch holds a block's input while the block runs: that of the first is the caller's, and of the second one
+    # what no block holds any more when the third begins
+    assert loops(held_to(perceptron, "layers", 6, (3, 4, 9), POINTS["B"])) == {"layers": "L - 2"}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_perceptron_is_trained(name):
+    folded = held_to(
+        lambda n: perceptron(n, train=True, optimizer=OPTIMIZERS[name]), "layers", 5, (3, 4, 7), POINTS["B"]
+    )
+    # the input wants no gradient: the first block's backward pass is not like the others'
+    expected = {"layers": "L - 2", "layers.backward": "L - 2"}
+    assert loops(folded) == expected | ({"layers.optimizer": "L - 2"} if name == "for-loop" else {})
+
+
+def test_blocks_that_are_run_again():
+    folded = held_to(
+        lambda n: perceptron(n, train=True, again=True, optimizer=OPTIMIZERS["foreach"]), "layers", 5, (3, 8),
+        POINTS["B"],
+    )  # fmt: skip
+    assert any(op.phase == "recompute" for op in folded.walk())
+
+
+def test_a_vision_transformer():
+    held_to(patches, "blocks", 5, (3, 6), POINTS["B"])
+
+
+@pytest.mark.parametrize("name", ["foreach", "for-loop"])
+def test_a_vision_transformer_is_trained(name):
+    held_to(lambda n: patches(n, OPTIMIZERS[name], train=True), "blocks", 5, (6,), POINTS["B"])
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_blocks_that_are_the_module_itself(train):
+    class Mean(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x).mean()
+
+    def stack(n):
+        kind, optimizer = (Mean, OPTIMIZERS["foreach"]) if train else (nn.Sequential, None)
+        blocks = kind(*(Attention() for _ in range(n)))
+        return trace(blocks, torch.zeros(2, 5, 14), dims=[("B", "S", None)], train=train, optimizer=optimizer)
+
+    folded = held_to(stack, "", 5, (3, 8), POINTS["BS"])
+    assert {t.name for t in folded.tensors if t.role == "param"} >= {"0/qkv/weight"}
+    states = [t for t in folded.tensors if t.role == "state" and t.producer is None]
+    assert all(t.name.startswith("optimizer/") and "//" not in t.name for t in states)
+    assert loops(folded).keys() == ({"blocks", "blocks.backward"} if train else {"blocks"})
+
+
+class Alternating(nn.Module):
+    def __init__(self, depth):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(5, 5) if i % 2 else nn.Tanh() for i in range(depth))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_blocks_of_two_kinds_are_refused():
+    g = trace(Alternating(8), torch.zeros(2, 5), dims=[("B", None)])
+    with pytest.raises(cg.GraphError, match="expected 3 equal blocks in a row at least"):
+        cg.fold(g, "layers", "L")
+
+
+def test_a_folded_trace_is_saved_and_loaded(tmp_path):
+    folded = cg.fold(perceptron(5, train=True, optimizer=OPTIMIZERS["foreach"]), "layers", "L")
+    cg.save(folded, tmp_path / "g.json")
+    assert answers(cg.load(tmp_path / "g.json"), L=7, B=3) == answers(folded, L=7, B=3)
+
+
+# -- models of transformers --------------------------------------------------------------------------------------
+
+
+class Loss(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids, y=None):
+        logits = self.model(ids, use_cache=False).logits
+        return logits if y is None else nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+
+def built(name, depth):
+    transformers = pytest.importorskip("transformers")
+    ends = {"vocab_size": 61, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    if name == "gpt2":
+        drop = {"attn_pdrop": 0, "resid_pdrop": 0, "embd_pdrop": 0}
+        config = transformers.GPT2Config(n_layer=depth, n_embd=14, n_head=2, n_positions=64, **drop, **ends)
+        kind = transformers.GPT2LMHeadModel
+    else:
+        config = transformers.LlamaConfig(
+            num_hidden_layers=depth, hidden_size=12, intermediate_size=22, num_attention_heads=2,
+            num_key_value_heads=1, **ends,
+        )  # fmt: skip
+        kind = transformers.LlamaForCausalLM
+    config._attn_implementation = "eager"
+    return kind(config)
+
+
+SCOPES = {"gpt2": "model/transformer/h", "llama": "model/model/layers"}
+IDS = torch.zeros(3, 17, dtype=torch.long)
+
+
+@pytest.mark.parametrize("name", SCOPES)
+def test_a_language_model(name):
+    held_to(lambda n: trace(Loss(built(name, n).eval()), IDS, dims=[("B", "S")]), SCOPES[name], 4, (3, 6), POINTS["BS"])
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer"),
+    [("gpt2", "foreach"), ("gpt2", "for-loop"), ("llama", "foreach"), ("llama", "for-loop")],
+)
+def test_a_language_model_is_trained(name, optimizer):
+    def step(n):
+        dims = [("B", "S")] * 2
+        return trace(Loss(built(name, n)), IDS, IDS, dims=dims, train=True, optimizer=OPTIMIZERS[optimizer])
+
+    folded = held_to(step, SCOPES[name], 4, (6,), POINTS["BS"])
+    assert {SCOPES[name], SCOPES[name] + ".backward"} <= loops(folded).keys()
+    assert len(folded.gradients) == len(folded.params)

@@ -1,0 +1,60 @@
+"""Gradients of drawn losses: those of the graph's own backward pass beside those of autograd through the forward."""
+
+import pytest
+from hypothesis import HealthCheck, Phase, assume, given, settings
+
+torch = pytest.importorskip("torch")
+from lowered import exact  # noqa: E402  # it imports torch
+
+import costgraph as cg  # noqa: E402
+from costgraph import testing  # noqa: E402
+from costgraph.errors import CostGraphError  # noqa: E402
+from costgraph.torch.lowering import lower, random_inputs  # noqa: E402
+
+torch.set_num_threads(1)
+
+
+def of_autograd(module, names, inputs):
+    """Gradients by autograd of the inputs and parameters of these names; of a stack in the order of its layers."""
+    module.requires_grad_()
+    for x in inputs.values():
+        x.requires_grad_(x.is_floating_point())
+    try:
+        module(*inputs.values()).backward()
+    except RuntimeError as refused:  # what is written to a place has no gradient in torch
+        assume("out=" not in str(refused) and "does not require grad" not in str(refused))
+        raise
+    params, out = dict(module.named_parameters()), {}
+    for name in names:
+        dotted = name.replace(".", "_").replace("/", ".")
+        layers = [params[k] for k in params if k.rpartition(".")[0] == dotted] or [params.get(dotted)]
+        out[name] = [inputs[name]] if name in inputs else layers
+    return out
+
+
+@settings(max_examples=25, phases=[Phase.generate], deadline=None, suppress_health_check=list(HealthCheck))
+@given(testing.losses())
+def test_gradients_of_drawn_losses(case):
+    graph, point = case
+    assume(all(op.kind.name not in ("dropout", "aten") for op in graph.walk()))
+    try:
+        back = cg.backward(graph)
+    except CostGraphError:
+        assume(False)
+    assume(back.gradients)  # nothing contributes to any of them otherwise
+    back.outputs.extend(back.gradients.values())
+    with exact():
+        forward, module = lower(graph, **point), lower(back, **point)
+        inputs = random_inputs(graph, **point)
+    # the backward pass of a loop whose first iteration is another one declares that one's parameters apart
+    assume(forward.state_dict().keys() == module.state_dict().keys())
+    forward.load_state_dict(module.state_dict())
+    _, *made = module(*(x.clone() for x in inputs))
+    names = [t.name for t in graph.tensors if t.producer is None and t.role == "input"]
+    wanted = of_autograd(forward, [t.name for t in back.gradients], dict(zip(names, inputs, strict=True)))
+    for (name, sources), found in zip(wanted.items(), made, strict=True):
+        layers = found if isinstance(found, tuple) else (found,)
+        assert len(layers) == len(sources), name
+        for p, gradient in zip(sources, layers, strict=True):
+            expected = torch.zeros_like(p) if p.grad is None else p.grad
+            torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=1e-9, equal_nan=True)

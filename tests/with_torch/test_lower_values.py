@@ -1,0 +1,87 @@
+"""What a lowered graph computes: the numbers of the NumPy interpreter, which reads the same graph otherwise."""
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+
+torch = pytest.importorskip("torch")
+from lowered import both, defined, held  # noqa: E402  # it imports torch
+
+from costgraph import testing  # noqa: E402  # after torch is known to be there
+from costgraph.ops.registry import KINDS  # noqa: E402
+from costgraph.testing import SAMPLES  # noqa: E402
+from costgraph.torch.lowering import LOWERINGS  # noqa: E402
+
+torch.set_num_threads(1)
+quick = settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+
+#: A loop is played out and what is absent is nothing: the walk itself does both.
+WALKED = {"repeat", "absent"}
+
+
+def has(graph, *kinds):
+    return any(op.kind.name in kinds for op in graph.walk())
+
+
+def truncates(graph):
+    """Whether a float becomes an integer, or bools are calculated with: the interpreter rounds nothing."""
+    return any(op.kind.name == "pointwise" and op.attrs["function"].result == "same" and t.dtype.kind != "float"
+               and any(o.dtype.kind == "float" or t.dtype.kind == "bool" for o in op.operands)
+               for op in graph.walk() for t in op.results)  # fmt: skip
+
+
+def opaque(graph, point):
+    """What the interpreter takes an opaque op for: zeros."""
+
+    def zeros(sizes):
+        return lambda *operands: tuple(torch.zeros(n, dtype=torch.float64) for n in sizes)
+
+    def value(p):
+        return int(testing.value(p.expr, point))
+
+    ops = [op for op in graph.walk() if op.kind.name == "opaque"]
+    return {op.name: zeros([tuple(map(value, t.sizes)) for t in op.results]) for op in ops}
+
+
+def agree(case):
+    graph, point = case
+    assume(not has(graph, "aten"))  # calls of a trace are drawn without meaning
+    made, run = both(graph, point, opaque(graph, point))
+    assume(defined(run) and not has(graph, "dropout") and not truncates(graph))
+    for a, b, where in zip(made, run.outputs, held(graph, run), strict=True):
+        assert tuple(a.shape) == b.shape
+        np.testing.assert_allclose(a.numpy().astype(float)[where], b[where], rtol=1e-7, atol=1e-9)
+
+
+def test_every_kind_has_a_lowering():
+    assert LOWERINGS.keys() | WALKED == KINDS.keys()
+    assert not LOWERINGS.keys() & WALKED
+
+
+# a position of a maximum that lies outside of its window is none: `test_lower.py` has real ones
+@pytest.mark.parametrize("kind", sorted(SAMPLES.keys() - {"unpool", "dropout", "empty", "aten"}))
+def test_ops_of_each_kind_compute_what_the_interpreter_does(kind):
+    quick(given(testing.ops(kind))(agree))()
+
+
+@pytest.mark.parametrize("kind", ["unpool", "dropout", "empty"])
+def test_ops_with_other_numbers_run(kind):
+    @quick
+    @given(testing.ops(kind))
+    def runs(case):
+        assume(not has(case[0], "aten"))
+        both(*case, opaque(*case))
+
+    runs()
+
+
+@settings(quick, max_examples=60)
+@given(testing.graphs())
+def test_drawn_graphs_compute_what_the_interpreter_does(case):
+    agree(case)
+
+
+@settings(quick, max_examples=40)
+@given(testing.losses())
+def test_drawn_losses_compute_what_the_interpreter_does(case):
+    agree(case)

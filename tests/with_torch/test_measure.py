@@ -1,0 +1,352 @@
+import doctest
+import gc
+import json
+import math
+import re
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch.utils.flop_counter")  # this folder is called torch as well
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from costgraph.errors import BindingError, UnsupportedError
+from costgraph.torch.measuring import Times, environment, measure, progressing, timed
+from costgraph.torch.measuring.allocations import _peak_of, peak_bytes
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "training"))
+
+from tracked import measured_peak, setting, step, tracked_peak
+
+CPU = torch.device("cpu")
+
+
+def peak_of(call):
+    for _ in range(2):  # the steady state is the third run's
+        call()
+    return peak_bytes(call, CPU)
+
+
+def error_of(kind, call, *args, **options):
+    with pytest.raises(kind) as error:
+        call(*args, **options)
+    return str(error.value)
+
+
+# -- bytes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("B", "D", "F", "K"),
+    [(31, 7, 53, 11), (31, 7, 11, 53)],  # the second product is narrower than the first, and wider
+    ids=["at the relu", "at the second product"],
+)
+def test_a_chain_of_products_by_hand(B, D, F, K):
+    x, w1, w2 = torch.rand(B, D), torch.rand(D, F), torch.rand(F, K)
+
+    def chain():
+        h = x @ w1
+        r = h.relu()
+        del h
+        return r @ w2
+
+    # h 4BF | h and r 8BF | r and y 4BF + 4BK; y is returned
+    assert peak_of(chain) == (max(8 * B * F, 4 * B * F + 4 * B * K), 4 * B * K)
+
+
+def test_a_long_chain_in_several_formats():
+    n = 1009
+
+    def chain():
+        x = torch.ones(n, dtype=torch.float64)
+        y = x.bfloat16()  # 8n + 2n
+        del x
+        z = y.to(torch.int64) + y.to(torch.int16)  # 2n + 8n + 2n, the narrower one widened 8n, and the sum 8n
+        del y
+        return z > 1  # 8n + n
+
+    assert peak_of(chain) == (28 * n, n)
+
+
+def test_a_number_becomes_a_tensor():
+    x = torch.ones(7)
+    assert peak_of(lambda: x.mul_(0.9)) == (12, 0)  # 8 B as Python has it, 4 B as x has it
+
+
+def test_what_a_run_frees_of_the_last_one_counts_down():
+    n, kept = 997, [None]
+
+    def freed_first():
+        kept[0] = None
+        kept[0] = torch.ones(n)
+
+    def freed_last():
+        kept[0] = torch.ones(n)
+
+    assert peak_of(freed_first) == (0, 0)
+    assert peak_of(freed_last) == (4 * n, 0)
+
+
+def test_what_a_run_leaves_is_counted_even_where_nothing_is_returned():
+    kept = []
+    assert peak_of(lambda: kept.append(torch.ones(13))) == (52, 52)
+
+
+def test_an_address_that_earlier_sessions_knew_does_not_count():
+    kept = [torch.ones(5000)]
+    peak_of(lambda: kept.append(torch.ones(5000)))  # the profiler keeps the addresses of these
+    kept.clear()
+    old = [torch.ones(3001) for _ in range(9)]  # perhaps at the same ones, not seen by the profiler
+
+    def frees():
+        if old:
+            old.pop()
+        return torch.ones(7)
+
+    assert peak_bytes(frees, CPU) == (28, 28)
+
+
+def test_sums_in_order_of_time():
+    # baseline 100 at the mark; -100 of before it, +300, +50, -300; a free of an unknown address is nobody's
+    events = [(1, 100), None, (1, -100), (2, 300), (3, 50), (9, -4096), (2, -300)]
+    assert _peak_of(events) == (250, -50)
+    assert _peak_of([(1, 100), None]) == (0, 0)
+    assert _peak_of([(1, 10), (1, -10), (1, 30), None, (1, -30), (1, 7)]) == (0, -23)  # an address that is used again
+
+
+def test_cycles_are_freed_at_no_time_of_their_own():
+    def cycle():
+        a = [torch.ones(101)]
+        a.append(a)
+
+    assert gc.isenabled()
+    # the collector is off: the cycle lives to the end of the run
+    assert peak_of(cycle) == (404, 404)
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize("momentum", [0, 0.9])
+def test_a_training_step_of_a_linear_layer_by_hand(momentum):
+    B, D, F = 13, 37, 29
+    x, dy, w = torch.rand(B, D), torch.rand(B, F), nn.Parameter(torch.rand(D, F))
+    optimizer = torch.optim.SGD([w], lr=1e-3, momentum=momentum, foreach=False)
+
+    def training_step():
+        y = x @ w
+        y.backward(dy)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    # y 4BF, held until the end; dw 4DF, which becomes the gradient; x needs none. The update is in place, and the
+    # momentum is there since the first step; multiplying it by a number takes that number's 12 B.
+    found = measure(training_step, budget=0)
+    assert (found.peak, found.left) == (4 * (B * F + D * F) + (12 if momentum else 0), 0)
+    assert found.flops == 2 * 2 * B * D * F  # forward and dw
+
+
+def test_a_gradient_from_the_last_step_belongs_to_the_baseline():
+    B, D, F = 13, 37, 29
+    x, dy, w = torch.rand(B, D), torch.rand(B, F), nn.Parameter(torch.rand(D, F))
+
+    def training_step():
+        w.grad = None
+        (x @ w).backward(dy)
+
+    # the old gradient goes before the first op: -4DF, then y 4BF and the new one 4DF; y is not freed before it
+    assert peak_of(training_step) == (4 * B * F, 0)
+
+
+@pytest.mark.parametrize("implementation", ["foreach", "for-loop"])
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("gpt2", {"D": 56, "H": 7, "F": 211, "L": 5, "V": 307, "P": 61}),
+        ("mlp", {"D": 31, "F": 53, "L": 5, "C": 11}),
+    ],
+)
+def test_whole_steps_beside_torchs_own_trackers(name, sizes, implementation):
+    B, S = 3, 41
+    parts = setting(name, sizes, B, S, "fp32", implementation)
+    found = measure(step, *parts, budget=0, least=1, flops=False)
+    module, optimizer, *batch = parts
+    state = [t for s in optimizer.state.values() for t in s.values()]
+    held = {t.untyped_storage() for t in [*module.parameters(), *module.buffers(), *state, *batch]}
+    baseline = sum({s.data_ptr(): s.nbytes() for s in held}.values())
+    assert found.left == 0
+    # numbers that come and go, such as the seed of the backward pass, are not in MemTracker's order of events
+    assert abs(found.peak + baseline - tracked_peak(name, sizes, B, S, implementation=implementation)) <= 64
+    assert found.peak == measured_peak(name, sizes, B, S, implementation)
+
+
+# -- FLOPs ---------------------------------------------------------------------------------------------------------
+
+
+def test_flops_by_index_points():
+    x, w, b = torch.rand(7, 11), torch.rand(13, 11), torch.rand(13)
+    image, window = torch.rand(2, 3, 17, 19), torch.rand(5, 3, 3, 3)
+    for call, flops in (
+        (lambda: nn.functional.linear(x, w, b), 2 * 7 * 11 * 13),
+        (lambda: nn.functional.conv2d(image, window, padding=1), 2 * 2 * 5 * 17 * 19 * 3 * 3 * 3),
+        (lambda: x.exp(), 0),
+    ):
+        assert measure(call, budget=0, least=1, peak=False).flops == flops
+
+
+def test_what_is_not_asked_for_is_none():
+    found = measure(torch.ones, 3, budget=0, flops=False, peak=False)
+    assert (found.flops, found.peak, found.left) == (None, None, None)
+    assert "matmul" not in str(found)
+    assert "peak" not in str(found)
+
+
+# -- time ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_sleep_takes_its_time():
+    found = timed(lambda: time.sleep(0.01), CPU, least=3, budget=0)
+    assert found.runs == 3
+    assert 0.01 <= found.min <= found.lower <= found.median <= found.upper <= found.max < 5
+
+
+def test_runs_end_with_the_budget_or_the_most():
+    assert timed(lambda: None, CPU, least=2, most=9, budget=60).runs == 9
+    assert timed(lambda: time.sleep(0.02), CPU, least=2, most=10**6, budget=0.1).runs <= 6
+
+
+def test_summary_of_runs():
+    # quartiles of 1..5 by the inclusive method: 2, 3, 4
+    times = Times.of([5.0, 1.0, 4.0, 2.0, 3.0])
+    assert (times.min, times.lower, times.median, times.upper, times.max, times.runs) == (1, 2, 3, 4, 5, 5)
+    assert times.spread == pytest.approx(2 / 3)
+    assert times.noisy
+    assert str(times) == "3 s (median of 5 runs from 1 s to 5 s, spread 67%: noisy)"
+    assert str(Times.of([1.0, 1.01, 1.02])) == "1.01 s (median of 3 runs from 1 s to 1.02 s, spread 1%)"
+    assert str(Times.of([0.25])) == "250 ms (a single run: noisy)"
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"least": 0}, "least=0: expected a positive number of runs"),
+        ({"least": True}, "least=True: expected a positive number of runs"),
+        ({"most": 2.5}, "most=2.5: expected a positive number of runs"),
+        ({"budget": -1}, "budget=-1: expected seconds, zero or more"),
+        ({"budget": math.nan}, "budget=nan: expected seconds, zero or more"),
+        ({"budget": "1 s"}, "budget='1 s': expected seconds, zero or more"),
+    ],
+)
+def test_numbers_of_runs_that_are_none(options, text):
+    assert error_of(BindingError, measure, torch.ones, 3, **options) == text
+
+
+# -- where ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_record_says_where_it_is_from():
+    found = measure(torch.ones, 3, budget=0, command="by hand")
+    record = json.loads(json.dumps(found.record()))
+    assert record["seconds"]["runs"] == 5
+    assert record["seconds"]["noisy"] is found.time.noisy
+    assert (record["flops"], record["peak_bytes"], record["left_bytes"]) == (0, 12, 12)
+    where = record["environment"]
+    assert (where["device"], where["torch"], where["command"]) == ("cpu", torch.__version__, "by hand")
+    assert where["threads"] == torch.get_num_threads()
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", where["date"])
+    assert where["name"] in str(found)
+    assert "12 B above the baseline, 12 B left" in str(found)
+
+
+def test_the_command_is_that_of_the_process(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/somebody/bin/costgraph", "calibrate", "--out", "a b.toml"])
+    assert environment()["command"] == "costgraph calibrate --out 'a b.toml'"
+
+
+@pytest.mark.parametrize(
+    ("device", "text"),
+    [
+        ("meta", "device 'meta': no way to measure it, expected cpu or cuda"),
+        (3.5, "device '3.5': .*; expected cpu or cuda"),
+        ("gpu", "device 'gpu': .*; expected cpu or cuda"),
+        ("cuda:99", r"device 'cuda:99': torch sees \d+ CUDA devices, expected one of them"),
+    ],
+)
+def test_devices_that_cannot_be_measured(device, text):
+    for ask in (lambda: environment(device), lambda: measure(torch.ones, 3, device=device)):
+        assert re.fullmatch(text, error_of(UnsupportedError, ask))
+
+
+def test_ops_elsewhere_are_no_measurement():
+    x = torch.ones(3, device="meta")
+    found = error_of(UnsupportedError, measure, torch.relu, x)
+    assert found == "device 'meta': no way to measure it, expected cpu or cuda"
+    assert error_of(UnsupportedError, measure, torch.relu, x, device="cpu") == (
+        "measure: ops ran on meta, expected cpu alone"
+    )
+    with FakeTensorMode():
+        fake = torch.ones(3)
+    assert "ran on fake tensors, expected tensors with data" in error_of(UnsupportedError, measure, fake.relu)
+
+
+def test_errors_of_the_call_are_its_own():
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        measure(torch.mm, torch.ones(2, 3), torch.ones(2, 3))
+    assert gc.isenabled()
+
+
+# -- progress ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rich", [True, False])
+def test_progress_is_shown_when_asked(capsys, monkeypatch, rich):
+    if rich:
+        pytest.importorskip("rich")
+    else:
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with progressing("measure", 2, show=True) as part:
+        part("[time]")
+        part("peak")
+    done = capsys.readouterr()
+    assert done.out == ""
+    if not rich:
+        assert "\rmeasure 1/2: [time]\rmeasure 2/2: peak" in done.err
+    with progressing("measure", 1) as part:  # no terminal here
+        part("time")
+    assert capsys.readouterr().err == ""
+
+
+# -- the page ------------------------------------------------------------------------------------------------------
+
+
+def test_the_examples_of_the_page():
+    page = Path(__file__).resolve().parents[2] / "docs" / "measuring.md"
+    assert doctest.testfile(str(page), module_relative=False).failed == 0
+
+
+# -- CUDA ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_by_hand():
+    n = 4096
+    a, b = (torch.rand(n, n, device="cuda") for _ in range(2))
+
+    def chain():
+        h = a @ b
+        r = h.relu()
+        del h
+        return r @ b
+
+    found = measure(chain)
+    # h and r, then r and y: two of 4nn, one of which is returned; all are whole blocks of 512 B
+    assert (found.peak, found.left) == (8 * n * n, 4 * n * n)
+    assert found.flops == 4 * n**3
+    # 500 TFLOP/s is far above what plain fp32 products reach anywhere: without waiting for the device it would be less
+    assert found.time.min > 4 * n**3 / 500e12
+    assert found.environment["device"] == "cuda"
+    assert error_of(UnsupportedError, measure, chain, device="cpu") == "measure: ops ran on cuda:0, expected cpu alone"

@@ -1,0 +1,315 @@
+"""Traces of small modules whose costs are worked out by hand."""
+
+import pytest
+import torch
+from torch import nn
+from traced import adamw, differences
+
+import costgraph as cg
+from costgraph.torch import lower, trace
+
+
+class Net(nn.Module):
+    """Linear, ReLU, linear; a loss where targets are given."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(5, 7), nn.Linear(7, 3)
+
+    def forward(self, x, y=None):
+        out = self.down(torch.relu(self.up(x)))
+        return out if y is None else nn.functional.cross_entropy(out, y)
+
+
+def inputs(rows=2):
+    return torch.randn(rows, 5), torch.randint(0, 3, (rows,))
+
+
+def step(**more):
+    return trace(Net(), *inputs(), dims=[("B", None), ("B",)], train=True, optimizer=adamw, **more)
+
+
+def test_the_costs_of_a_perceptron_follow_from_its_sizes():
+    g = trace(Net(), torch.zeros(2, 5), dims=[("B", None)])
+    B = cg.dims("B")
+    assert cg.matmul_flops(g) == 2 * B * 5 * 7 + 2 * B * 7 * 3  # multiply + add per index point
+    assert cg.flops(g) == cg.matmul_flops(g) + 7 * B + 3 * B + 7 * B  # biases, and max(x, 0)
+    assert cg.param_count(g) == 5 * 7 + 7 + 7 * 3 + 3
+    # while relu runs: parameters, the input, what it reads and what it makes, in fp32
+    assert cg.peak_memory(g) == 4 * (66 + 5 * B + 7 * B + 7 * B)
+
+
+def test_roles_and_names_are_those_of_the_module():
+    net = Net()
+    net.register_buffer("scale", torch.ones(3))
+    net.forward = lambda x: net.down(net.up(x)) * net.scale
+    g = trace(net, torch.zeros(2, 5), dims=[("B", None)])
+    roles = {t.name: t.role for t in g.tensors if t.producer is None}
+    assert roles == {
+        "up/weight": "param", "up/bias": "param", "down/weight": "param", "down/bias": "param",
+        "scale": "buffer", "x": "input",
+    }  # fmt: skip
+    assert {op.scope for op in g.ops} == {"up", "down", ""}
+
+
+def test_phases_and_scopes_of_a_step():
+    g = step()
+    matmuls = [(op.phase, op.scope) for op in g.ops if op.attrs.get("target") in ("mm.default", "addmm.default")]
+    # dX of the first layer is not made: nothing asks for the gradient of the input
+    assert matmuls == [("forward", "up"), ("forward", "down"), *[("backward", "down")] * 2, ("backward", "up")]
+    updates = {op.scope for op in g.ops if op.phase == "optimizer"}
+    assert updates == {""}
+    assert {t.name for t in g.gradients} == {"up/weight", "up/bias", "down/weight", "down/bias"}
+    state = sorted(t.name for t in g.tensors if t.role == "state" and t.producer is None)
+    assert state[:3] == [f"optimizer/down/bias/{k}" for k in ("exp_avg", "exp_avg_sq", "step")]
+
+
+def test_a_step_costs_what_a_real_one_costs():
+    g = step()
+    for rows in (2, 5, 131):
+        net, data = Net(), inputs(rows)
+        peak, flops = differences(g, net, data, adamw(net.parameters()), B=rows)
+        assert abs(peak) <= 64  # scalars of the loss and of the optimizer
+        assert flops == 0
+
+
+def test_the_module_is_as_it_was():
+    net, data = Net(), inputs()
+    before = {k: v.clone() for k, v in net.state_dict().items()}
+    state = {id(m): dict(m.__dict__) for m in net.modules()}
+    trace(net, *data, dims=[("B", None), ("B",)], train=True, optimizer=adamw)
+    assert all(torch.equal(v, before[k]) for k, v in net.state_dict().items())
+    assert {id(m): dict(m.__dict__) for m in net.modules()} == state
+    assert all(p.grad is None and type(p) is nn.Parameter for p in net.parameters())
+
+
+def test_parameters_need_no_memory():
+    with torch.device("meta"):
+        net = nn.Linear(2**20, 2**20)
+    g = trace(net, torch.zeros(2, 2**20, device="meta"), dims=[("B", None)])
+    assert cg.param_count(g) == 2**40 + 2**20
+    assert cg.matmul_flops(g, B=3) == 2 * 3 * 2**40
+
+
+def test_tied_parameters_are_one():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = nn.Embedding(11, 5), nn.Linear(5, 11, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, ids):
+            return self.head(self.embed(ids))
+
+    g = trace(Tied(), torch.zeros(2, dtype=torch.int64), dims=[("B",)])
+    assert cg.param_count(g) == 55
+    assert [t.name for t in g.params] == ["embed/weight"]
+
+
+class InPlace(nn.Module):
+    def forward(self, x):
+        y = x @ x.mT
+        y.add_(1).mul_(2)
+        return y[:, ::2].relu_()
+
+
+def test_views_and_ops_in_place_have_no_storage_of_their_own():
+    g = trace(InPlace(), torch.zeros(3, 5), dims=[("N", None)])
+    N = cg.dims("N")
+    assert cg.peak_memory(g) == 4 * (5 * N + N * N)
+    assert len({t.storage for t in g.tensors}) == 2
+
+
+def test_a_variable_keeps_its_tensor():
+    class Held(nn.Module):
+        def __init__(self, forget):
+            super().__init__()
+            self.forget = forget
+
+        def forward(self, x):
+            first = x + 1
+            second = first * 2
+            if self.forget:
+                del first
+            return second.exp()
+
+    B = cg.dims("B")
+    peaks = [cg.peak_memory(trace(Held(forget), torch.zeros(5), dims=[("B",)])) for forget in (True, False)]
+    # x, second, exp; and first, which nothing reads any more but whose name is still there
+    assert peaks == [4 * 3 * B, 4 * 4 * B]
+
+
+def test_one_name_is_one_size_and_two_names_that_meet_are_equal():
+    class Add(nn.Module):
+        def forward(self, x, y):
+            return x + y
+
+    g = trace(Add(), torch.zeros(7), torch.zeros(7), dims=[("N",), ("N",)])
+    assert cg.flops(g) == cg.dims("N")
+    with pytest.raises(cg.ShapeError, match="N is 7 and, in y, 5; expected one size for one name"):
+        trace(Add(), torch.zeros(7), torch.zeros(5), dims=[("N",), ("N",)])
+
+
+def test_what_was_asked_of_sizes_is_an_assumption():
+    class Asks(nn.Module):
+        def forward(self, x):
+            return x.relu() if x.shape[0] <= 100 else x.exp().exp()
+
+    g = trace(Asks(), torch.zeros(7), dims=[("N",)])
+    assert [r.text for r in g.relations.relations] == ["N <= 100"]
+    assert cg.flops(g, N=100) == 100
+    with pytest.raises(cg.BindingError, match="against the assumption 'N <= 100'"):
+        cg.flops(g, N=101)
+
+
+def test_sizes_of_one_are_no_special_case():
+    g = trace(Net(), torch.zeros(1, 5), dims=[("B", None)])
+    assert g.relations.relations == ()
+    assert cg.matmul_flops(g, B=1) == 2 * 5 * 7 + 2 * 7 * 3
+
+
+def test_sizes_that_are_quotients():
+    net = nn.Sequential(nn.Conv1d(5, 7, 3, stride=2), nn.ReLU())
+    g = trace(net, torch.zeros(2, 5, 17), dims=[("B", None, "S")])
+    for size in (16, 17, 18, 31):
+        outputs = (size - 3) // 2 + 1
+        # 2 for each point of the output, each place of the window and each input channel
+        assert cg.matmul_flops(g, B=3, S=size) == 2 * 3 * 7 * outputs * 3 * 5
+        assert lower(g, B=3, S=size)(torch.zeros(3, 5, size)).shape == (3, 7, outputs)
+
+
+def test_keywords_and_arguments_that_are_no_tensors():
+    class Scaled(nn.Module):
+        def forward(self, x, factor=1.0, *, shift=None, flip=False):
+            out = x * factor if shift is None else x * factor + shift
+            return out.flip(0) if flip else out
+
+    g = trace(
+        Scaled(), torch.zeros(3, 5), 2.0, dims=[("B", None), None], keywords={"shift": torch.zeros(5), "flip": True}
+    )
+    assert cg.flops(g) == 10 * cg.dims("B")
+    assert [t.name for t in g.tensors if t.role == "input"] == ["x", "shift"]
+    shift = {"shift": torch.zeros(5)}
+    named = trace(Scaled(), torch.zeros(3, 5), dims=[("B", "D")], keywords=shift, keyword_dims={"shift": ("D",)})
+    B, D = cg.dims("B D")
+    assert cg.flops(named) == 2 * B * D
+
+
+def test_a_graph_comes_back_from_a_file(tmp_path):
+    g = step()
+    cg.save(g, tmp_path / "step.json")
+    again = cg.load(tmp_path / "step.json")
+    for question in (cg.flops, cg.bytes_moved, cg.peak_memory, cg.param_count):
+        assert question(again) == question(g)
+
+
+def test_a_trace_runs_again():
+    net = Net()
+    g = trace(net, torch.zeros(2, 5), dims=[("B", None)])
+    module = lower(g, B=13)
+    module.load_state_dict(net.state_dict(), strict=False)
+    x = torch.randn(13, 5)
+    assert torch.equal(module(x), net(x))
+
+
+def test_dropout_is_what_the_mode_says():
+    net = nn.Sequential(nn.Linear(5, 5), nn.Dropout(0.5))
+    names = []
+    for training in (True, False):
+        g = trace(net.train(training), torch.zeros(2, 5), dims=[("B", None)])
+        names.append({op.attrs["target"].partition(".")[0] for op in g.ops})
+    assert names[0] > names[1] == {"t", "addmm"}
+
+
+def test_recomputation_has_a_phase_of_its_own():
+    class Again(Net):
+        def forward(self, x, y):
+            hidden = torch.utils.checkpoint.checkpoint(lambda x: torch.relu(self.up(x)), x, use_reentrant=False)
+            return nn.functional.cross_entropy(self.down(hidden), y)
+
+    g = trace(Again(), *inputs(), dims=[("B", None), ("B",)], train=True)
+    again = [op.attrs["target"] for op in g.ops if op.phase == "recompute" and op.kind.name == "aten"]
+    assert "addmm.default" in again
+
+
+def test_an_empty_tensor_takes_part_in_nothing():
+    class Cache(nn.Module):
+        def forward(self, x):
+            return torch.cat([torch.empty(0, 5), x])
+
+    g = trace(Cache(), torch.zeros(3, 5), dims=[("B", None)])
+    assert cg.peak_memory(g) == 2 * 4 * 5 * cg.dims("B")
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------
+
+
+class Loops(nn.Module):
+    def forward(self, x):
+        for _ in range(x.shape[0]):
+            x = x + 1
+        return x
+
+
+class Indexed(nn.Module):
+    def forward(self, x):
+        return x[x > 0]
+
+
+class Item(nn.Module):
+    def forward(self, x):
+        return x * x.sum().item() if x.sum().item() > 1 else x
+
+
+class Broken(nn.Module):
+    def forward(self, x):
+        return x @ x
+
+
+X = torch.zeros(3, 5)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (lambda: trace(Loops(), X, dims=[("B", None)]), cg.UnsupportedError,
+         r"test_trace\.py:\d+, in forward, 'for _ in range\(x\.shape\[0\]\):': turns the size B into the number 3, ex"),
+        (lambda: trace(Indexed(), X, dims=[("B", None)]), cg.UnsupportedError,
+         r"test_trace\.py:\d+, in forward, 'return x\[x > 0\]': .*expected"),
+        (lambda: trace(Item(), X, dims=[("B", None)]), cg.UnsupportedError,
+         r"test_trace\.py:\d+, in forward, .*expected a program that runs on tensors without data"),
+        (lambda: trace(Broken(), X, dims=[("B", None)]), cg.UnsupportedError,
+         r"test_trace\.py:\d+, in forward, 'return x @ x': .*expected a program that runs"),
+        (lambda: trace(lambda x: x, X), cg.GraphError, "trace: got function, expected a torch.nn.Module"),
+        (lambda: trace(Net(), X, dims=[("B",)]), cg.ShapeError,
+         r"names \('B',\) for x of 2 axes, expected one, or None, for each"),
+        (lambda: trace(Net(), X, dims=[("B", None)] * 2), cg.ShapeError, "of 1 inputs, expected names of the axes"),
+        (lambda: trace(Net(), X, dims=[("a b", None)]), cg.ShapeError, "name 'a b' of an axis of x, expected an iden"),
+        (lambda: trace(Net(), [X]), cg.GraphError, "x holds tensors, expected each tensor as an argument of its own"),
+        (lambda: trace(Net(), X, keyword_dims={"y": ("B",)}), cg.ShapeError, "names for the axes of 'y', expected a k"),
+        (lambda: trace(Net(), X, optimizer=adamw), cg.GraphError, "an optimizer without train=True, expected a backw"),
+        (lambda: trace(Net(), X, train=True), cg.GraphError, "with train=True Net returns .*, expected one scalar"),
+        (lambda: trace(Net(), X, unknown="zero"), cg.GraphError, "unknown"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(make, error, text):
+    with pytest.raises(error, match=text):
+        make()
+
+
+def test_an_op_without_a_rule_is_an_error_or_a_symbol():
+    @torch.library.custom_op("costgraph_tests::mystery", mutates_args=())
+    def mystery(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    mystery.register_fake(torch.empty_like)
+
+    class Odd(nn.Module):
+        def forward(self, x):
+            return mystery(x)
+
+    with pytest.raises(cg.UnsupportedError, match=r"test_trace\.py:\d+, in forward, 'return mystery\(x\)': .*mystery"):
+        trace(Odd(), X, dims=[("B", None)])
+    g = trace(Odd(), X, dims=[("B", None)], unknown="symbol")
+    assert cg.flops(g) == cg.dims("flops_costgraph_tests_mystery")
+    assert cg.peak_memory(g) == 2 * 4 * 5 * cg.dims("B")

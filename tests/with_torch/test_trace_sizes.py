@@ -1,0 +1,121 @@
+"""Sizes and views of traces against torch's own: formulas at numbers, and layouts of tensors without data."""
+
+from fractions import Fraction
+
+import pytest
+import sympy
+
+torch = pytest.importorskip("torch.utils.flop_counter").torch
+
+from hypothesis import given, settings  # noqa: E402  # torch is looked for first
+from hypothesis import strategies as st  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+from torch.utils._sympy.functions import CeilDiv, CleanDiv, FloorDiv, Max, Min, Mod, PythonMod  # noqa: E402
+
+import costgraph as cg  # noqa: E402
+from costgraph.polynomial import poly  # noqa: E402
+from costgraph.torch.tracing.shapes import Shapes, hints  # noqa: E402
+from costgraph.torch.tracing.sizes import Translator  # noqa: E402
+from costgraph.torch.tracing.stand_ins import STAND_INS  # noqa: E402
+
+s, t = sympy.symbols("s0 s1", positive=True, integer=True)
+FORMULAS = [
+    s + t, s * t - 3, FloorDiv(s, 4), FloorDiv(6 * s + 9, 3), FloorDiv(s + 15, 16), Mod(s, 7), PythonMod(-s, 16),
+    s + PythonMod(16 - PythonMod(s, 16), 16), CeilDiv(s, 5), CleanDiv(4 * s * t, 2), Max(s, t), Min(s, 2 * t, 9),
+    FloorDiv(FloorDiv(s, 2) - 3 + t, 2) + 1, s**2 * t, FloorDiv(-s, 8),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("expr", FORMULAS, ids=str)
+def test_formulas_say_what_those_of_torch_say(expr):
+    made = Translator({s: "S", t: "T"}).formula(expr)
+    for S in (1, 2, 7, 16, 17, 31, 64):
+        for T in (1, 5, 32):
+            found = made.bind({"S": poly(S), "T": poly(T)}).constant
+            assert Fraction(found) == int(expr.subs({s: S, t: T}))
+
+
+def test_a_quotient_that_is_whole_is_a_polynomial():
+    formula = Translator({s: "S", t: "T"}).formula(FloorDiv(64 * s * t, 16))
+    S, T = cg.dims("S T")
+    assert formula.expr == 4 * S * T
+
+
+def test_a_size_that_depends_on_data():
+    u = sympy.Symbol("u0", integer=True)
+    with pytest.raises(cg.UnsupportedError, match="size u0: it depends on the values of tensors, expected one that"):
+        Translator({s: "S"}).formula(2 * u)
+    assert Translator({s: "S"}, symbols=True).formula(2 * u).expr == 2 * cg.dims("u0")
+
+
+def test_hints_are_larger_than_one_and_all_different():
+    assert hints({"B": 8, "S": 128}) == {"B": 8, "S": 128}
+    found = hints({"B": 1, "S": 4, "T": 4, "U": 0})
+    assert len(set(found.values())) == 4
+    assert min(found.values()) > 1
+    assert found["S"] == 4
+
+
+# -- views ---------------------------------------------------------------------------------------------------------
+
+aten = torch.ops.aten
+
+
+def layouts(made):
+    return [
+        (tuple(map(str, v.shape)), tuple(map(str, v.stride())), str(v.storage_offset()), v.dtype)
+        for v in (made if isinstance(made, list | tuple) else [made])
+    ]
+
+
+@st.composite
+def calls(draw, sizes):
+    """An op that makes a view, and a tensor that it is called with."""
+    shape = draw(st.lists(st.sampled_from([*sizes, 1, 2, 3, 12]), min_size=2, max_size=4))
+    x = torch.empty(shape)
+    if draw(st.booleans()):
+        x = x.transpose(0, 1)
+    a, b = draw(st.integers(0, x.ndim - 1)), draw(st.integers(-x.ndim, x.ndim - 1))
+    op = draw(st.sampled_from(["transpose", "unsqueeze", "detach", "select", "expand", "view"]))
+    if op == "expand":
+        lead = draw(st.lists(st.sampled_from([*sizes, 1, 5]), max_size=2))
+        return aten.expand.default, (x, [*lead, *(draw(st.sampled_from([n, -1])) for n in x.shape)])
+    if op == "view":
+        return aten.view.default, (x, [x.shape[0] * x.shape[1], *x.shape[2:]])
+    return {
+        "transpose": (aten.transpose.int, (x, a, b)), "unsqueeze": (aten.unsqueeze.default, (x, b)),
+        "detach": (aten.detach.default, (x,)), "select": (aten.select.int, (x, a, 0)),
+    }[op]  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_views_are_those_of_fake_tensors(data):
+    shapes = Shapes()
+    with FakeTensorMode(shape_env=shapes):
+        op, args = data.draw(calls([shapes.named("B", 7), shapes.named("S", 17)]))
+        try:
+            expected = op(*args)
+        except (RuntimeError, ValueError):
+            return  # that view would be a copy
+        made = STAND_INS[op](*args)
+        assert layouts(made) == layouts(expected)
+        assert made.untyped_storage()._cdata == args[0].untyped_storage()._cdata
+
+
+@pytest.mark.parametrize(
+    ("op", "arguments"),
+    [
+        (aten._grouped_mm.default, lambda B: (torch.empty(B, 5, dtype=torch.bfloat16),
+                                              torch.empty(3, 5, 7, dtype=torch.bfloat16), torch.empty(3))),
+        (aten.baddbmm.default, lambda B: (torch.empty(B, 3, 7), torch.empty(B, 3, 5), torch.empty(B, 5, 7))),
+        (aten.constant_pad_nd.default, lambda B: (torch.empty(B, 5), [1, 2, 0, 3])),
+    ],
+)  # fmt: skip
+def test_results_that_stand_in_have_the_shapes_of_real_ones(op, arguments):
+    shapes = Shapes()
+    with FakeTensorMode(shape_env=shapes):
+        made = STAND_INS[op](*arguments(shapes.named("B", 11)))
+    real = {aten._grouped_mm.default: (11, 7), aten.baddbmm.default: (11, 3, 7), aten.constant_pad_nd.default: (14, 8)}
+    at = Translator(shapes.names)
+    assert tuple(at.size(n).bind({"B": poly(11)}).constant for n in made.shape) == real[op]
