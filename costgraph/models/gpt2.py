@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import costgraph as cg
 
+from . import composed
+
 PRESETS: dict[str, dict[str, int]] = {
     "gpt2": {"D": 768, "H": 12, "F": 3072, "L": 12, "V": 50257, "P": 1024},
     "gpt2-medium": {"D": 1024, "H": 16, "F": 4096, "L": 24, "V": 50257, "P": 1024},
@@ -48,3 +50,44 @@ def gpt2(name: str, attention: str, dropout: float, dtype: str) -> cg.Graph:
             g.output(cg.einsum(x, table, "b s d, v d -> b s v", name="matmul"))
     g.loss = "cross_entropy"
     return g
+
+
+def composed_gpt2(name: str, attention: str, dropout: float, dtype: str) -> cg.Graph:
+    """Declare GPT-2 as transformers' eager code runs it, with what its variables still name."""
+    B, S, D, F, L, V, P = cg.dims("B S D F L V P")
+
+    def block(x: cg.Tensor) -> cg.Tensor:
+        y = cg.layer_norm(x, name="attention/norm")
+        attended, probabilities = _attend(y, mask, dropout)
+        middle = cg.keep(attended + x, y)
+        y = cg.layer_norm(middle, name="mlp/norm")
+        with cg.scope("mlp"):
+            z = composed.gelu_new(cg.linear(y, "b s d -> b s f", f=F, bias=True, name="ffw1"))
+            z = cg.linear(z, "b s f -> b s d", d=D, bias=True, name="ffw2")
+        # what the layer was given and what its attention returned are named until it returns
+        return cg.keep(middle + cg.dropout(z, dropout), y, attended, *probabilities, x)
+
+    with cg.Graph(name, dtype=dtype) as g:
+        g.assume("S <= P")
+        tokens = g.input("tokens", (B, S), dtype="int64")
+        table = g.param("tokens/table", (V, D))
+        embedded, positions = cg.embedding(tokens, table), cg.arange(S)
+        placed = cg.embedding(positions, g.param("positions/table", (P, D)))
+        x = embedded + placed
+        mask = composed.causal_mask(positions, B, dtype) if attention == "eager" else None
+        x = cg.repeat(L, block, cg.dropout(x, dropout), name="layers")
+        x = cg.keep(cg.layer_norm(x, name="norm"), embedded, placed, positions, *([] if mask is None else [mask]))
+        with cg.scope("head"):
+            g.output(cg.einsum(x, table, "b s d, v d -> b s v", name="matmul"))
+    g.loss = "cross_entropy"
+    return g
+
+
+def _attend(x: cg.Tensor, mask: cg.Tensor | None, dropout: float) -> tuple[cg.Tensor, list[cg.Tensor]]:
+    """Return what attention adds, and the probabilities that it returns as well."""
+    D, H = cg.dims("D H")
+    qkv = cg.linear(x, "b s d -> b s e", e=3 * D, bias=True, name="attention/kqv")
+    q, k, v = (cg.rearrange(part, "b s (h k) -> b h s k", h=H) for part in cg.split(qkv, (D, D, D)))
+    y, probabilities = composed.attend(q, k, v, mask, dropout)
+    y = cg.linear(y, "b s e -> b s d", d=D, bias=True, name="attention/proj")
+    return cg.keep(cg.dropout(y, dropout), qkv), probabilities

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from numbers import Real
 
+from ..arguments import need_flag
 from ..dtypes import DType
 from ..dtypes import dtype as find_dtype
 from ..errors import FormatError, GraphError
@@ -17,14 +18,15 @@ __all__ = ["load", "names"]
 
 _Declare = Callable[[str, str, float, str], Graph]
 
-_FAMILIES: tuple[tuple[_Declare, Mapping[str, Mapping[str, int]]], ...] = (
-    (gpt2.gpt2, gpt2.PRESETS),
-    (llama.llama, llama.PRESETS),
-    (mlp.mlp, mlp.PRESETS),
+#: What declares a family, what declares it as eager code runs it, and the sizes of its models.
+_FAMILIES: tuple[tuple[_Declare, _Declare, Mapping[str, Mapping[str, int]]], ...] = (
+    (gpt2.gpt2, gpt2.composed_gpt2, gpt2.PRESETS),
+    (llama.llama, llama.composed_llama, llama.PRESETS),
+    (mlp.mlp, mlp.mlp, mlp.PRESETS),  # an op for each of its modules as it is
 )
 
-#: What declares a model and the sizes that it binds, by name.
-_MODELS = {name: (declare, sizes) for declare, presets in _FAMILIES for name, sizes in presets.items()}
+#: What declares a model, in both ways, and the sizes that it binds, by name.
+_MODELS = {name: (*both, sizes) for *both, presets in _FAMILIES for name, sizes in presets.items()}
 
 
 def names() -> list[str]:
@@ -50,6 +52,7 @@ def load(
     attention: str = "flash",
     dropout: float = 0,
     dtype: str | DType = "bf16",
+    composed: bool = False,
 ) -> Graph:
     """Declare a model: a symbolic graph whose `defaults` bind the published sizes.
 
@@ -66,6 +69,10 @@ def load(
         Probability, wherever the reference module drops out when it trains.
     dtype : str or DType
         Floating format of parameters and activations.
+    composed : bool
+        As the eager code of the reference module runs it: functions that it composes of several ops are those ops,
+        and tensors that its Python variables name live as long. By default they are one kernel, and a tensor dies
+        after the last op that reads it.
 
     Returns
     -------
@@ -76,7 +83,7 @@ def load(
     Raises
     ------
     GraphError
-        If the model is unknown, or `attention` or `dropout` is none.
+        If the model is unknown, or `attention`, `dropout` or `composed` is none.
     FormatError
         If the number format is unknown, or holds no fractions.
 
@@ -98,11 +105,12 @@ def load(
         raise GraphError(f"model {name!r}: attention {shown(attention)}, expected 'flash' or 'eager'")
     if isinstance(dropout, bool) or not isinstance(dropout, Real) or not 0 <= dropout < 1:
         raise GraphError(f"model {name!r}: dropout {shown(dropout)}, expected a number from 0 to below 1")
+    need_flag(f"model {name!r}", composed=composed)
     format_ = find_dtype(dtype)
     if format_.kind != "float":
         raise FormatError(f"model {name!r}: dtype {format_.name!r}, expected a floating format")
-    declare, sizes = _MODELS[name]
-    graph = declare(name, attention, dropout, format_.name)
+    declare, declare_composed, sizes = _MODELS[name]
+    graph = (declare_composed if composed else declare)(name, attention, dropout, format_.name)
     if not symbolic:
         graph.defaults.update(sizes)
     return graph

@@ -218,6 +218,22 @@ def time_of_a_product(row):
     return Fraction(work.compute_s) * 10**6  # us
 
 
+@derives("h200-mm-random", "h200-mm-zeros")
+def rate_of_a_product(row):
+    n = row["inputs"]["n"]
+    sizes = {"B": n, "D": n, "F": n}
+    least = cg.roofline(product(), "h200-sxm", **sizes).lower_bound
+    return Fraction(cg.matmul_flops(product(), **sizes)) / Fraction(least) / 10**12  # TFLOP/s
+
+
+@derives("h200-copy")
+def rate_of_a_copy(row):
+    n = row["inputs"]["bytes"]
+    with cg.Graph("copy", dtype="int8") as g:
+        g.output(cg.opaque("copy", [g.input("x", (n,))], (n,), flops=0))
+    return cg.bytes_moved(g) / Fraction(cg.roofline(g, "h200-sxm").lower_bound) / 10**12  # TB/s
+
+
 @derives("kipply-gopher-large-compute", "kipply-52b-4gpu-b256-compute")
 def time_of_all_weights(row):
     # each of P weights is multiplied with B tokens, on N devices as one

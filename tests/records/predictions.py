@@ -1,0 +1,205 @@
+"""What costgraph predicts of a row of a raw record: FLOPs, bytes at the peak, the least time."""
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+import record_kernels
+import record_model
+
+import costgraph as cg
+
+#: Bytes of a block of torch's allocator on CUDA.
+BLOCK = 512
+#: From 10 MiB on, torch's allocator asks for multiples of 2 MiB and splits off what it does not need only if that is
+#: more than this (`CUDACachingAllocator`: kMinLargeAlloc, kRoundLarge and kSmallSize).
+UNSPLIT, LARGE = 2**20, 10 * 2**20
+#: The device file of each device whose name torch gives; any other one needs a file beside the record.
+SPECIFICATIONS = {"NVIDIA H200": "h200-sxm"}
+#: Sizes of the model by the facts of a row.
+SIZES = {"b": "B", "s": "S", "v": "V", "d": "D", "h": "H", "f": "F", "layers": "L"}
+
+
+def is_model(row):
+    return row.name in ("train_step", "forward")
+
+
+def graph_of(row, device, held=True):
+    """Return the declared graph of a row, and its sizes.
+
+    `held` declares also what variables of Python hold in a forward pass, and the weights that autocast has converted
+    before: both are of its memory alone.
+    """
+    if not is_model(row):
+        return record_kernels.kernel(row.name, row.facts)
+    facts, sizes = row.facts, {SIZES[k]: v for k, v in row.facts.items() if k in SIZES}
+    common = facts["precision"], facts["dropout"], facts["fused_attention"]
+    if row.name == "forward":
+        return record_model.forward(*common, device, held), sizes
+    return record_model.step(facts["optimizer"], *common, facts["checkpoint"], device), sizes
+
+
+# -- FLOPs ---------------------------------------------------------------------------------------------------------
+
+
+@cache
+def uncounted(row, device):
+    """FLOPs of matmuls that torch's counter leaves out: on a CPU those of scaled_dot_product_attention, all of them.
+
+    They are those of the scope of the kernel that attends.
+    """
+    fused = row.facts["fused_attention"] if is_model(row) else row.name in ("sdpa", "sdpa_decode")
+    if device == "cuda" or not fused:
+        return 0
+    graph, sizes = graph_of(row, device, held=False)
+    scope = "blocks/attention" if is_model(row) else "attention"
+    return cg.costs(graph, count="full", **sizes).filter(kind="matmul", scope=scope).total().matmul
+
+
+@cache
+def counted(row, device):
+    """FLOPs that FlopCounterMode finds."""
+    graph, sizes = graph_of(row, device, held=False)
+    return cg.matmul_flops(graph, count="full", **sizes) - uncounted(row, device)
+
+
+def parameters(row, device):
+    """Parameters of the model of a step."""
+    graph, sizes = graph_of(row, device)
+    return cg.param_count(graph, **sizes)
+
+
+# -- memory --------------------------------------------------------------------------------------------------------
+
+
+def baseline(row, device, block=BLOCK):
+    """Bytes that are there before: what lives throughout, each storage in whole blocks.
+
+    Of what is declared in a block of the model there is a storage for each layer.
+    """
+    graph, sizes = graph_of(row, device)
+    found = [life for life in cg.lifetimes(graph, **sizes) if life.born is None]
+    pieces = [sizes.get("L", 1) if life.tensor.startswith("blocks/") else 1 for life in found]
+    return sum(-(-life.bytes // (n * block)) * n * block for life, n in zip(found, pieces, strict=True))
+
+
+@cache
+def peak_above(row, device, allocator="cuda"):
+    """Bytes at the peak beside those that are there before, and those of `more_bytes`."""
+    graph, sizes = graph_of(row, device)
+    if row.name == "copy":  # what it writes into is there before
+        return 0
+    block = BLOCK if allocator == "cuda" else 1
+    peak = cg.peak_memory(graph, allocator=allocator, **sizes) - baseline(row, device, block)
+    return peak + more_bytes(row)
+
+
+def more_bytes(row):
+    """Bytes that a kernel's forward pass writes for a backward pass that does not come, 4 for each of these numbers.
+
+    Mean and deviation of a row for layer norm, the deviation for RMS norm, the log-sum-exp of a query and head for a
+    flash kernel: `Statistics of kernels` of the deviations page.
+    """
+    facts = row.facts
+    if row.name in ("layer_norm", "rms_norm"):
+        each, count = facts["rows"], 2 if row.name == "layer_norm" else 1
+    elif row.name in ("sdpa", "sdpa_decode"):
+        each, count = facts["b"] * facts["h"] * facts["s"], 1
+    else:
+        return 0
+    return count * _in_blocks(4 * each)
+
+
+def _in_blocks(amount):
+    return -(-amount // BLOCK) * BLOCK
+
+
+def left(row, device):
+    """Bytes that are there afterwards, the result: of a step nothing, and a copy has its place before."""
+    if row.name in ("train_step", "copy"):
+        return 0
+    graph, sizes = graph_of(row, device)
+    return sum(_in_blocks(life.bytes) for life in cg.lifetimes(graph, **sizes) if life.role == "output")
+
+
+#: Kernels whose peak may be above that of their tensors, and by what.
+WORKSPACES = {
+    "sum": "partial sums of the blocks of threads, and counters of them",
+    "conv2d": "the workspace of cuDNN, and copies in its layout",
+    "sdpa": "the state of the generator of dropout, two numbers",
+    "sdpa_decode": "results of parts of the keys, that a second kernel adds up",
+    "cross_entropy": "the sum of weights, a scalar",
+}
+#: Why the result of any kernel may take more than its bytes.
+WHOLE = "at most 1 MiB of a large block, which the allocator does not split off"
+
+
+def off(row, device):
+    """Return the share by which the predicted peak is off, and why where the reason is known, else None."""
+    found, wanted = peak_above(row, device), row.memory["peak_above_baseline"]
+    why = WORKSPACES.get(row.name) if found < wanted else None
+    if why is None and not is_model(row) and found >= LARGE and found < wanted <= found + UNSPLIT:
+        why = WHOLE
+    return abs(found - wanted) / max(wanted, BLOCK), why
+
+
+# -- time ----------------------------------------------------------------------------------------------------------
+
+
+@cache
+def _hardware(source, tf32):
+    device = cg.load_hardware(source)
+    if tf32:  # products of fp32 run in TF32 where torch is allowed to
+        peak = {**device.peak, "fp32": device.peak["tf32"]}
+        device = replace(device, peak=peak, tables={**device.tables, "peak": peak})
+    return device
+
+
+def hardware_of(record):
+    """Return the device that a record's times are held to, or None: a file beside it, or the datasheet's."""
+    own = record.path.with_suffix(".toml")
+    source = str(own) if own.exists() else SPECIFICATIONS.get(record.environment["device"])
+    return None if source is None else _hardware(source, record.environment["tf32"])
+
+
+def cache_bytes(record):
+    """Bytes of the last-level cache: the largest figure that the device or its file gives."""
+    table = hardware_of(record).tables.get("cache", {})
+    stated = [int(table[key].value) for key in ("l2", "l2_reported_by_driver", "last_level") if key in table]
+    return max([*stated, record.environment.get("l2_bytes", 0)])
+
+
+@dataclass(frozen=True)
+class Least:
+    """The least time of a case."""
+
+    seconds: float
+    """of the roofline: no run is faster that finds all in memory"""
+    warm: float
+    """where a case runs again and again: bytes that the last-level cache can hold need not come from memory"""
+    bytes: int
+    """bytes that have to move"""
+    cache: int
+    """bytes of the last-level cache"""
+
+    @property
+    def within(self):
+        """Whether all of it fits the last-level cache."""
+        return self.bytes <= self.cache
+
+    @property
+    def beyond(self):
+        """Whether the cache can hold no more than a quarter of it."""
+        return self.bytes > 4 * self.cache
+
+
+@cache
+def least(row, record):
+    """Return the least time of a row."""
+    graph, sizes = graph_of(row, record.device, held=False)
+    hardware = hardware_of(record)
+    found, cache_size = cg.roofline(graph, hardware, **sizes), cache_bytes(record)
+    bandwidth = float(hardware.bandwidth.value)
+    memory = found.fused_bytes / bandwidth
+    computes = found.lower_bound > memory * (1 + 1e-9)
+    warm = found.lower_bound if computes else max(0, found.fused_bytes - cache_size) / bandwidth
+    return Least(found.lower_bound, warm, found.fused_bytes, cache_size)

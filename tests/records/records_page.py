@@ -1,0 +1,134 @@
+"""The page `docs/records.md`: predictions beside every raw record.
+
+    python tests/records/records_page.py
+
+writes it anew.
+"""
+
+from pathlib import Path
+from statistics import median
+
+import predictions
+from raw_records import raw_records
+
+from costgraph.units import format_bytes, format_quantity
+
+PAGE = Path(__file__).parents[2] / "docs" / "records.md"
+
+HEAD = """\
+# Raw records
+
+A raw record is what torch took on one device, read by a script that knows nothing of this library: time, FLOPs as
+`FlopCounterMode` counts them and, on a GPU, bytes at the peak above those before a case. `tests/measured/` has the
+records with their commands; `tests/records/` declares what the script runs with the public names and predicts each row,
+and `python tests/records/records_page.py` makes this page.
+
+Tests hold today's predictions against every record there:
+
+- FLOPs with `count="full"` equal the counter's to the last digit. Of
+  [scaled_dot_product_attention on a CPU](deviations.md) the counter knows nothing: those of the kernel, and no others,
+  are taken off there.
+- Peaks, with `allocator="cuda"`, less what was there before: within 2 % at the median of the steps and of the forward
+  passes, no row beyond 5 % but for kernels whose workspace is listed below. On a CPU the script reads no peaks; there
+  the same declarations are held to torch's storages, byte by byte, in `tests/records/test_records_oracle.py`.
+- Time: with a last-level cache that holds at most a quarter of what has to move, no run is below the roofline's
+  `lower_bound`. Between that and the cache's size, runs on the same operands find part of them there: the bound is then
+  taken with so many bytes less. What fits the cache is listed alone. The device is a file beside the record, or the
+  datasheet's.
+
+Kernels that may take more than their tensors on a GPU:
+
+{workspaces}
+"""
+
+
+def seconds(value):
+    return format_quantity(value, "s")
+
+
+def facts(row):
+    skipped = ("dtype", "precision", "dropout", "fused_attention", "checkpoint", "optimizer")
+    sizes = " ".join(f"{k}={v}" for k, v in row.facts.items() if k not in skipped)
+    words = [row.facts[k] for k in ("dtype", "optimizer", "precision") if k in row.facts]
+    words += [f"dropout {row.facts['dropout']}"] if row.facts.get("dropout") else []
+    words += [w for w, k in (("one kernel", "fused_attention"), ("checkpoint", "checkpoint")) if row.facts.get(k)]
+    return f"{sizes}; {', '.join(words)}"
+
+
+def flops(row, record):
+    found = predictions.counted(row, record.device)
+    left_out = predictions.uncounted(row, record.device)
+    more = f" + {left_out:,} that the counter leaves out" if left_out else ""
+    return f"{row.flops:,}", ("the same" if found == row.flops else f"{found:,}") + more
+
+
+def memory(row, record):
+    if not row.memory:
+        return ()
+    found, wanted = predictions.peak_above(row, record.device), row.memory["peak_above_baseline"]
+    return format_bytes(wanted), format_bytes(found), f"{100 * (found - wanted) / max(wanted, 512):+.2f} %"
+
+
+def time(row, record):
+    fastest = seconds(row.times["min_s"])
+    if predictions.hardware_of(record) is None:
+        return (fastest,)
+    least = predictions.least(row, record)
+    place = "within the cache" if least.within else "" if least.beyond else "partly in the cache"
+    return fastest, seconds(least.seconds), f"{row.times['min_s'] / least.seconds:.2f}", place
+
+
+def columns(record):
+    found = ["case", "sizes and settings", "FLOPs counted", "predicted"]
+    found += ["peak", "predicted", "off"] if record.device == "cuda" else []
+    bounds = ["least time", "times that", "working set"] if predictions.hardware_of(record) else []
+    return [*found, "fastest run", *bounds]
+
+
+def line(cells):
+    return f"| {' | '.join(cells)} |"
+
+
+def summary(record):
+    """Say in a sentence each what the rows come to."""
+    rows = [r for r in record.rows if r.error is None]
+    equal = sum(predictions.counted(r, record.device) == r.flops for r in rows)
+    yield f"FLOPs: {equal} of {len(rows)} rows equal."
+    for name, what in (("train_step", "steps"), ("forward", "forward passes")):
+        shares = [100 * predictions.off(r, record.device)[0] for r in rows if r.memory and r.name == name]
+        if shares:
+            yield f"Peaks of {len(shares)} {what}: median off by {median(shares):.2f} %, at most {max(shares):.2f} %."
+    if predictions.hardware_of(record):
+        found = [(r, predictions.least(r, record)) for r in rows]
+        fast = sum(r.times["min_s"] < least.seconds for r, least in found)
+        within = sum(r.times["min_s"] < least.seconds and least.within for r, least in found)
+        yield f"Time: {fast} rows below the roofline's bound, {within} of them within the cache."
+
+
+def section(record):
+    at = record.environment
+    yield f"\n## {record.path.stem}\n"
+    where = at["device"] if record.device == "cuda" else f"CPU, {at['threads']} threads"
+    yield f"{where}; torch {at['torch']}; {at['date']}.\n"
+    yield "\n".join(f"- {text}" for text in summary(record)) + "\n"
+    head = columns(record)
+    yield line(head)
+    yield f"|{'---|' * len(head)}"
+    for row in record.rows:
+        name = row.name.replace("_", " ")
+        if row.error is not None:
+            yield line([name, facts(row), row.error.replace("|", "\\|"), *[""] * (len(head) - 3)])
+        else:
+            yield line([name, facts(row), *flops(row, record), *memory(row, record), *time(row, record)])
+
+
+def page():
+    """Return the text of the page."""
+    workspaces = "\n".join(f"- {name}: {why};" for name, why in predictions.WORKSPACES.items())
+    parts = [text for record in raw_records() for text in section(record)]
+    workspaces += f"\n- any result of 10 MiB or more: {predictions.WHOLE}."
+    return HEAD.format(workspaces=workspaces) + "\n".join(parts) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
