@@ -231,7 +231,13 @@ def test_a_drawn_loop_that_is_unrolled_and_folded_back_costs_the_same(case):
 def test_a_drawn_training_step_is_folded_back(case, optimizer):
     graph, point = case
     loop, name = alone(graph, point)
-    assume(any(t.role == "param" for t in cg.backward(graph).gradients))  # else there is nothing to update
+    try:
+        gradients = cg.backward(graph).gradients
+    except cg.GraphError as error:  # drawn ops in place may overwrite what the backward pass reads
+        if "has overwritten" not in str(error):
+            raise
+        reject()
+    assume(any(t.role == "param" for t in gradients))  # else there is nothing to update
     step = cg.training_step(graph, optimizer=cg.AdamW(implementation=optimizer))
     # the first iteration of a loop may have been taken out of it, as its gradient is not wanted
     assume(f"{loop.name}.first" not in {op.name for op in step.ops})

@@ -191,3 +191,22 @@ def test_import_loads_nothing_heavy():
     code = f"import sys, costgraph; print([m for m in {NOT_LOADED!r} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT.parent)
     assert done.stdout.strip() == "[]", done.stdout
+
+
+def test_torch_is_optional():
+    program = """
+import sys
+sys.modules["torch"] = None  # as if it were not installed
+import costgraph as cg
+step = cg.training_step(cg.models.load("gpt2"), optimizer=cg.AdamW())
+print(cg.param_count(step), cg.peak_memory(step, B=1, S=128) > 0)
+try:
+    import costgraph.torch
+except cg.UnsupportedError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    first, second = done.stdout.splitlines()
+    assert first == "124439808 True"
+    assert second.startswith("costgraph.torch: torch cannot be imported")
+    assert second.endswith("expected an installed torch: pip install torch")

@@ -182,7 +182,7 @@ class Recorder(TorchDispatchMode):
         if torch.is_inference_mode_enabled() and _is_composed(func):
             with self:  # without autograd nothing has taken it apart yet
                 return func.decompose(*args, **kwargs)
-        if func is torch.ops.aten.lift_fresh.default:  # numbers of Python become a tensor
+        if func is aten.lift_fresh.default:  # numbers of Python become a tensor
             out = func(*args)
             with _disable_current_modes():
                 numbers = args[0].tolist()
@@ -245,7 +245,7 @@ class Recorder(TorchDispatchMode):
         if not outputs or (not moves and all(h in operands for h, *_ in outputs)):
             return  # it reads a number, or returns a tensor as it was
         counts = Counts()
-        if moves and operands:
+        if moves and func is not aten.lift_fresh.default:
             call = _call(func, args, kwargs, results)
             counts = self._counts(call, func)
             reads, writes = _matched(call, counts, operands, [h for h, *_ in outputs])

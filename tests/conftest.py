@@ -1,0 +1,38 @@
+"""Where torch is not installed, tests that it is the oracle of are left out; all others run."""
+
+import re
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parent
+IMPORT = re.compile(r"^(?:from|import) (\w+)", re.MULTILINE)
+
+
+@cache
+def torch_is_missing():
+    try:
+        import_module("torch.nn")
+    except ImportError:
+        return True
+    return False
+
+
+@cache
+def modules():
+    """Files by the name under which another test imports them."""
+    return {path.stem: path for path in TESTS.rglob("*.py")}
+
+
+@cache
+def needs_torch(name):
+    """Whether a module imports torch when it is imported, itself or by another one of the tests."""
+    path = modules().get(name)
+    if path is None:
+        return name == "torch"
+    return any(needs_torch(other) for other in IMPORT.findall(path.read_text(encoding="utf-8")) if other != name)
+
+
+def pytest_ignore_collect(collection_path):
+    left_out = collection_path.suffix == ".py" and torch_is_missing() and needs_torch(collection_path.stem)
+    return True if left_out else None

@@ -1,0 +1,50 @@
+"""Traces of torchvision's and timm's models, where those are installed: FLOPs by torch's counter, and the parameters."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import costgraph as cg
+from costgraph.torch import trace
+
+
+def held_to_the_counter(model, batch, *, train=False):
+    """Trace with the batch open and count real runs of two other batches; grouped gradients are another matter."""
+
+    class Scored(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, x):
+            return self.model(x).square().mean()
+
+    module = Scored().train(train)
+    g = trace(module, torch.zeros(batch, 3, 64, 64), dims=[("B", None, None, None)], train=train)
+    assert cg.param_count(g) == sum(p.numel() for p in model.parameters())
+    for size in (batch + 1, 7):
+        with FlopCounterMode(display=False) as counter:
+            loss = module(torch.zeros(size, 3, 64, 64))
+            if train:
+                loss.backward()
+        assert cg.matmul_flops(g, count="full", B=size) == counter.get_total_flops()
+
+
+@pytest.mark.parametrize("name", ["alexnet", "resnet18", "mobilenet_v2", "densenet121", "vgg11", "efficientnet_b0"])
+def test_forward_passes_of_torchvision(name):
+    models = pytest.importorskip("torchvision.models")
+    held_to_the_counter(getattr(models, name)(weights=None).eval(), 2)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "vgg11_bn"])
+def test_steps_of_torchvision(name):
+    models = pytest.importorskip("torchvision.models")
+    held_to_the_counter(getattr(models, name)(weights=None), 2, train=True)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "convnext_atto", "mixer_s32_224"])
+def test_forward_passes_of_timm(name):
+    timm = pytest.importorskip("timm")
+    options = {"img_size": 64} if name.startswith("mixer") else {}
+    held_to_the_counter(timm.create_model(name, pretrained=False, **options).eval(), 2)
