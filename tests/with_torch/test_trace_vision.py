@@ -1,4 +1,4 @@
-"""Traces of torchvision's and timm's models, where those are installed: FLOPs by torch's counter, and the parameters."""
+"""Traces of torchvision's and timm's models, where those are installed: FLOPs by torch's counter, and parameters."""
 
 import pytest
 import torch
