@@ -236,7 +236,8 @@ def reached_by_index(op: Op) -> tuple[Poly, ...]:
     pattern, extents, restriction = _contraction(op)
     amounts = []
     for i, t in enumerate(op.operands):
-        names = pattern.operand_names(i)
+        # an expanded axis repeats the same elements
+        names = [n for dim, stride in zip(pattern.operands[i], t.strides, strict=True) if stride for n in dim.names]
         left = ONE
         skip: tuple[str, ...] = ()
         if restriction is not None:
@@ -244,7 +245,7 @@ def reached_by_index(op: Op) -> tuple[Poly, ...]:
         seen: set[str] = set()
         for dim, size, stride in zip(pattern.operands[i], t.sizes, t.strides, strict=True):
             if not stride:
-                continue  # an expanded axis repeats the same elements
+                continue
             if isinstance(dim, Affine):
                 left = left * _reached(dim, extents, size)
             else:

@@ -15,7 +15,7 @@ import numpy as np
 from ..analysis.costs import bytes_moved, flops
 from ..analysis.lifetimes import Life, play
 from ..analysis.memory import peak_memory
-from ..errors import UnsupportedError
+from ..errors import GraphError, UnsupportedError
 from ..graph import Graph
 from ..op import Op
 from ..sizes import bindings, known_names
@@ -156,6 +156,8 @@ def gradients_are_finite_differences(lesson: Lesson) -> None:
     """Of the loss that the interpreter computes, along one random direction for each source."""
     for name, gradient in lesson.run.gradients.items():
         x = lesson.values[name]
+        if not x.size:
+            continue  # parameters of a loop that has no iteration left
         direction = np.random.default_rng(len(name)).uniform(-1, 1, x.shape)
         expected = float((gradient * direction).sum())
         estimates = [_slope(lesson, name, direction, _STEP / n) for n in (1, 2)]
@@ -284,6 +286,12 @@ def checkpoints_change_no_gradient_and_save_no_flops(lesson: Lesson) -> None:
     before = lesson.trial.answers["flops"]
     for policy in _policies(lesson):
         again = Lesson(lesson.graph, lesson.point, policy)
+        try:
+            again.trained  # noqa: B018  # derived when it is asked for
+        except GraphError as error:
+            if "has overwritten in place" not in str(error):
+                raise
+            continue  # what would run again reads what an op in place has changed
         assert again.trial.answers["flops"] >= before, f"{policy}: {again.trial.answers['flops']} FLOPs, not {before}"
         # groups of layers have another first layer, whose parameters are apart: its numbers are others
         alike = {n: v.size for n, v in again.values.items()} == {n: v.size for n, v in lesson.values.items()}

@@ -260,3 +260,16 @@ def test_a_view_of_what_is_stacked_stays_a_view_when_the_loop_is_unrolled():
         g.output(*cg.scan(L, step, g.input("c", ())))
     assert cg.bytes_moved(cg.unroll(g, L=3), A=2, D=5) == cg.bytes_moved(g, A=2, D=5, L=3)
     testing.check(g, A=2, D=5, L=3)
+
+
+def test_an_expanded_gradient_of_masked_scores_is_one_element():
+    with cg.Graph("g") as g:
+        q, k = g.param("q", (A, 1)), g.param("k", (D, 1))
+        scores = cg.einsum(q, k, "s d, t d -> s t", domain=cg.Domain(causal=True), over=("s", "t"))
+        g.output(cg.reduce(scores, "s t -> ", "sum"))
+    products = [op for op in cg.backward(g).ops if op.kind.name == "einsum" and op.phase == "backward"]
+    assert len(products) == 2
+    for op in products:  # the gradient of the sum is one element, whatever the mask lets through
+        assert op.operands[0].touched == 1
+        assert op.kind.reads(op)[0] == 1
+    testing.check_training(g, A=3, D=2)

@@ -21,8 +21,9 @@ def of_autograd(module, names, inputs):
         x.requires_grad_(x.is_floating_point())
     try:
         module(*inputs.values()).backward()
-    except RuntimeError as refused:  # what is written to a place has no gradient in torch
-        assume("out=" not in str(refused) and "does not require grad" not in str(refused))
+    except RuntimeError as refused:  # what is written to a place has no gradient in torch; nor has what is gone
+        texts = ("out=", "does not require grad", "modified by an inplace operation")
+        assume(not any(text in str(refused) for text in texts))
         raise
     params, out = dict(module.named_parameters()), {}
     for name in names:
