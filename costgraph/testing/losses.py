@@ -21,7 +21,7 @@ __all__ = ["losses"]
 #: Kinds of ops that a gradient goes through.
 _KINDS = (
     "einsum", "einsum", "pointwise", "pointwise", "pointwise", "reduce", "rearrange", "slice", "expand", "concat",
-    "gather", "scatter", "dropout", "pool", "pad", "assign", "kernel", "repeat", "repeat", "transfer", "keep",
+    "gather", "scatter", "dropout", "pool", "pad", "assign", "kernel", "repeat", "repeat", "transfer",
 )  # fmt: skip
 #: Elementwise functions of numbers of either sign, with a gradient at almost all of them.
 _FUNCTIONS = (
