@@ -25,7 +25,7 @@ from .layout import Sizes
 from .op import Attrs, Op, OpKind, Result
 from .polynomial import Poly
 from .scopes import CURRENT, PHASE, SCOPE
-from .symbols import is_name, shorten
+from .symbols import is_level, shorten
 from .tensor import Tensor
 
 __all__ = ["Graph", "apply", "current_graph", "need_graph", "sizes_of"]
@@ -325,9 +325,7 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
         *,
         requires_grad: bool = False,
     ) -> Tensor:
-        # a part that is a number is the place in a list of modules, as torch names it
-        parts = name.replace(".", "/").split("/") if isinstance(name, str) else [""]
-        if not all(is_name(part) or (part.isascii() and part.isdigit()) for part in parts):
+        if not isinstance(name, str) or not all(map(is_level, name.replace(".", "/").split("/"))):
             raise GraphError(f"{role} {shorten(str(name))}: expected a name of letters, digits, '_', '.' and '/'")
         full = "/".join((*SCOPE.get(), name)) if role != "input" else name
         if full in self.root._taken:

@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 from .errors import GraphError
-from .symbols import is_name, shorten
+from .symbols import is_level, shorten
 
 if TYPE_CHECKING:
     from .graph import Graph
@@ -60,7 +60,7 @@ def scope(name: str) -> Iterator[None]:
         If a level is neither an identifier nor a number.
     """
     levels = tuple(name.split("/")) if isinstance(name, str) else ()
-    if not levels or not all(is_name(n) or (n.isascii() and n.isdigit()) for n in levels):
+    if not levels or not all(map(is_level, levels)):
         raise GraphError(f"scope {shorten(str(name))}: expected identifiers separated by '/'")
     token = SCOPE.set((*SCOPE.get(), *levels))
     try:

@@ -9,7 +9,7 @@ import sympy
 
 from .errors import BindingError, PatternError, ShapeError
 
-__all__ = ["dims", "is_name", "read_size", "shorten", "shown", "symbol"]
+__all__ = ["dims", "is_level", "is_name", "read_size", "shorten", "shown", "symbol"]
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 # Names become keyword arguments, columns and axis labels: longer ones are a mistake or an attack.
@@ -29,6 +29,11 @@ def is_name(text: object) -> bool:
 def shorten(text: str, most: int = 60) -> str:
     """Cut a text from outside to what an error message can carry."""
     return repr(text if len(text) <= most else text[: most - 3] + "...")
+
+
+def is_level(text: str) -> bool:
+    """Whether `text` can be a level of a scope: a name, or a number, which is the place in a list of modules."""
+    return is_name(text) or (text.isascii() and text.isdigit())
 
 
 # Python refuses to write out integers of more than 4,300 digits, and an error text has no room for them.

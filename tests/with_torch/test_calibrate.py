@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-pytest.importorskip("torch.utils.flop_counter")  # this folder is called torch as well
+pytest.importorskip("torch.utils.flop_counter")
 
 import torch
 from outside_cache import CPU, elementwise, fastest, products

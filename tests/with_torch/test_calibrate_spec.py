@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-pytest.importorskip("torch.utils.flop_counter")  # this folder is called torch as well
+pytest.importorskip("torch.utils.flop_counter")
 
 import torch
 

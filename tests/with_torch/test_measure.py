@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch.utils.flop_counter")  # this folder is called torch as well
+pytest.importorskip("torch.utils.flop_counter")
 
 import torch
 from torch import nn

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-pytest.importorskip("torch.utils.flop_counter")  # this folder is called torch as well
+pytest.importorskip("torch.utils.flop_counter")
 
 import torch
 

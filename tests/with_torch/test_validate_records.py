@@ -4,7 +4,7 @@ import statistics
 
 import pytest
 
-pytest.importorskip("torch.utils.flop_counter")  # this folder is called torch as well
+pytest.importorskip("torch.utils.flop_counter")
 
 import torch
 from validation_page import PAGE, page, records

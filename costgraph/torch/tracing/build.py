@@ -76,7 +76,7 @@ class Builder:
         if found is None:
             base = self.first[handle.storage]
             arguments = ({"operand": 0}, handle.sizes, handle.strides, handle.offset)
-            call = Made("as_strided.", (), [], Counts(), False, arguments, {}, "", self.phase)
+            call = Made("as_strided.default", (), [], Counts(), False, arguments, {}, "", self.phase)
             (found,) = self._apply(call, [base], [(handle, 0, 0, None)])
         return found
 
