@@ -55,6 +55,8 @@ class Builder:
             t = self.graph.buffer(source.name, shape, h.dtype, role=source.role)
         self.first[number] = t
         self.tensors[_dense(t, number)] = t
+        if whole:  # however its axes lie in memory: an order of elements that is no matter of costs
+            self.tensors[h] = t
 
     def run(self, events: Sequence[Made | Death]) -> None:
         """Add all events in order."""
