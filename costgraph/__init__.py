@@ -9,18 +9,21 @@ from .analysis.costs import bytes_moved, costs, flops, intensity, matmul_flops
 from .analysis.crossover import crossover
 from .analysis.lifetimes import Lifetime, lifetimes
 from .analysis.memory import Timeline, peak_memory, timeline
-from .analysis.params import param_bytes, param_count
+from .analysis.params import cache_bytes, param_bytes, param_count
 from .analysis.roofline import Roofline, RooflineRow, roofline
 from .analysis.saved import saved_bytes
 from .analysis.table import Cost, CostRow, Costs
 from .analysis.training import hardware_flops, hfu, mfu, model_flops, step_tokens
 from .analysis.training_memory import StateBytes, activation_memory, bytes_per_param, saved_state_bytes, state_bytes
-from .attention import attention
+from .attention import attention, self_attention
 from .bind import compile, evaluate
+from .cells import gru, lstm
 from .checkpointing import best_interval, checkpoint_for
 from .conv import conv, pool
+from .cross_attention import cross_attention
 from .domain import Domain
 from .dtypes import DTYPES, DType, bits_per_element, dtype
+from .embeddings import embedding, patch_embedding, relative_bias, tied_head, timestep_embedding
 from .errors import (
     BindingError,
     CostGraphError,
@@ -35,9 +38,11 @@ from .extremum import Max, Min, regimes
 from .graph import Graph
 from .hardware import Hardware, list_hardware, load_hardware
 from .io import load, save
+from .latent import latent_attention
+from .layers import layers
+from .losses import binary_cross_entropy, cross_entropy
+from .moe import experts, moe, router
 from .nn import (
-    cross_entropy,
-    embedding,
     gated_mlp,
     gelu,
     layer_norm,
@@ -51,11 +56,14 @@ from .nn import (
     softmax,
     tanh,
 )
+from .norms import batch_norm, group_norm
 from .ops.blocks import kernel, repeat, scan
+from .ops.cached import cache, initial_state
 from .ops.einsum import einsum
+from .ops.grouped import dispatch, grouped, top_k
 from .ops.index import arange, gather, scatter, take_along
 from .ops.keep import keep
-from .ops.layout import concat, contiguous_copy, expand, rearrange, reshape, slice_axis, split, stack
+from .ops.layout import concat, contiguous_copy, expand, rearrange, reshape, roll, slice_axis, split, stack
 from .ops.operators import matmul, transpose
 from .ops.pointwise import cast, pointwise
 from .ops.reduce import reduce
@@ -63,21 +71,29 @@ from .ops.stated import collective, opaque, transfer
 from .ops.stochastic import dropout
 from .optimizers import SGD, Adafactor, AdaGrad, Adam, AdamW, Lion, Muon, RMSProp
 from .planning import (
+    Latency,
     LeadingTerm,
     Preflight,
     PreflightCheck,
+    Throughput,
+    ThroughputRow,
     dataset_bytes,
     dataset_tokens,
     largest,
     largest_params,
+    latency,
     leading_term,
     preflight,
+    throughput,
     training_days,
     training_flops,
     training_seconds,
     training_tokens,
 )
+from .recommendation import dot_interaction, embedding_bag
+from .recurrent import causal_conv, cumulative_sum, head_norm, recurrence, scan_kernel, token_shift
 from .report import Report, report
+from .resizing import adaptive_pool, upsample
 from .rotary import rotary, rotary_tables
 from .scopes import scope
 from .symbols import dims
@@ -86,11 +102,15 @@ from .transforms.backward import backward
 from .transforms.checkpoint import Checkpoint, every, every_block, from_start, selective
 from .transforms.fold import fold
 from .transforms.fuse import fuse
+from .transforms.inference import decode, prefill
 from .transforms.policy import Policy
 from .transforms.precision import apply_precision
+from .transforms.quantize import quantize
 from .transforms.training import training_step
 from .transforms.unroll import unroll
+from .vision import inverted_residual, squeeze_excitation, stochastic_depth
 from .vjp.table import Pull, vjp
+from .windows import patch_merging, window_bias, window_merge, window_partition
 
 # isort: split
 # models are written with the public names above
@@ -103,12 +123,18 @@ __all__ = [
     "report",
     "models",
     "largest",
+    "layers",
     "Compared",
     "Comparison",
     "compare",
     "PreflightCheck",
+    "Latency",
     "LeadingTerm",
     "Preflight",
+    "Throughput",
+    "ThroughputRow",
+    "latency",
+    "throughput",
     "StateBytes",
     "activation_memory",
     "bytes_per_param",
@@ -135,6 +161,7 @@ __all__ = [
     "checkpoint_for",
     "Policy",
     "apply_precision",
+    "quantize",
     "training_step",
     "SGD",
     "AdaGrad",
@@ -178,7 +205,33 @@ __all__ = [
     "Timeline",
     "UnsupportedError",
     "arange",
+    "binary_cross_entropy",
+    "dot_interaction",
+    "embedding_bag",
+    "inverted_residual",
+    "roll",
+    "patch_merging",
+    "squeeze_excitation",
+    "stochastic_depth",
+    "window_bias",
+    "window_merge",
+    "window_partition",
     "attention",
+    "batch_norm",
+    "group_norm",
+    "adaptive_pool",
+    "upsample",
+    "self_attention",
+    "cross_attention",
+    "patch_embedding",
+    "relative_bias",
+    "timestep_embedding",
+    "tied_head",
+    "cache",
+    "cache_bytes",
+    "decode",
+    "prefill",
+    "initial_state",
     "bits_per_element",
     "bytes_moved",
     "cast",
@@ -189,6 +242,14 @@ __all__ = [
     "conv",
     "costs",
     "cross_entropy",
+    "causal_conv",
+    "cumulative_sum",
+    "scan_kernel",
+    "gru",
+    "head_norm",
+    "lstm",
+    "recurrence",
+    "token_shift",
     "crossover",
     "dims",
     "dropout",
@@ -213,6 +274,13 @@ __all__ = [
     "matmul",
     "matmul_flops",
     "mlp",
+    "moe",
+    "latent_attention",
+    "experts",
+    "router",
+    "dispatch",
+    "grouped",
+    "top_k",
     "opaque",
     "param_bytes",
     "param_count",

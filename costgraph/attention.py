@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from numbers import Real
 from typing import Any
 
@@ -9,16 +10,20 @@ from .arguments import need_choice, need_flag, need_tensor, positive
 from .domain import Domain
 from .errors import GraphError, ShapeError
 from .graph import apply, current_graph
-from .nn import softmax
+from .nn import linear, rms_norm, softmax
 from .ops.blocks import fused
+from .ops.cached import cache
 from .ops.einsum import einsum
-from .ops.layout import rearrange
+from .ops.layout import rearrange, split
 from .ops.pointwise import FUNCTIONS, POINTWISE, pointwise
+from .ops.reduce import reduce
 from .ops.stochastic import dropout
+from .polynomial import total
+from .rotary import rotary
 from .scopes import scope
 from .tensor import Tensor
 
-__all__ = ["attention"]
+__all__ = ["attention", "self_attention"]
 
 _SCORES = "b g r s k, b g t k -> b g r s t"
 _REDUCE = "b g r s t, b g t v -> b g r s v"
@@ -35,10 +40,12 @@ def attention(
     kernel: str = "flash",
     *,
     softcap: float | None = None,
+    bias: Tensor | None = None,
+    sinks: Tensor | None = None,
     p: float = 0,
     name: str = "attention",
 ) -> Tensor:
-    """Attend from queries to keys: softmax(q @ k.T / sqrt(K)) @ v.
+    """Attend from queries to keys: softmax(q @ k.T / sqrt(K) + bias) @ v.
 
     Parameters
     ----------
@@ -56,6 +63,12 @@ def attention(
         the mask, and the scores of size (b, h, s, t) reach memory.
     softcap : float, optional
         Bound the scores by c*tanh(scores/c).
+    bias : Tensor, optional
+        What is added to the scores, relative positions say: of a shape that broadcasts to (b, h, s, t). flash reads
+        what belongs to the pairs that are seen.
+    sinks : Tensor, optional
+        A logit for each head, (h,), in the sum of the softmax beside those of the keys: what attends to nothing
+        (GPT-OSS).
     p : float
         Dropout of the probabilities; flash draws it inside the kernel.
     name : str
@@ -92,15 +105,142 @@ def attention(
     domain = None
     if causal or window is not None:
         domain = Domain(causal, None if window is None else positive(f"{place}: window", window))
+    added = [] if bias is None else [_grouped(place, bias, q, k)]
+    added += [] if sinks is None else [_shared_out(place, sinks, q, k)]
+    options: dict[str, Any] = {"biased": bias is not None, "domain": domain, "softcap": softcap, "p": p}
     q = rearrange(q, "b (g r) s k -> b g r s k", g=k.sizes[1].expr, name="groups")
     if kernel == "flash":
-        made = fused(name, _flash, q, k, v, backward="flash", domain=domain, softcap=softcap, p=p)
+        made = fused(name, _flash, q, k, v, *added, backward="flash", **options)
     else:
         with scope(name):
-            made = _eager(q, k, v, domain=domain, softcap=softcap, p=p)
+            made = _eager(q, k, v, *added, **options)
     assert isinstance(made, Tensor)
     order = "b s g r v" if kernel == "flash" else "b g r s v"
     return rearrange(made, f"{order} -> b (g r) s v", name="heads")
+
+
+def self_attention(
+    x: Tensor,
+    heads: object,
+    size: object,
+    *,
+    groups: object = None,
+    packed: bool = False,
+    rope: tuple[Tensor, Tensor] | None = None,
+    causal: bool = True,
+    window: object = None,
+    kernel: str = "flash",
+    softcap: float | None = None,
+    bias: bool = False,
+    key_bias: bool | None = None,
+    out_bias: bool = False,
+    score_bias: Tensor | None = None,
+    sinks: bool = False,
+    qk_norm: str = "none",
+    p: float = 0,
+    cached: bool = True,
+    name: str = "attention",
+) -> Tensor:
+    """Attend within a sequence, with the four linear layers around: queries, keys, values and the way back.
+
+    Parameters
+    ----------
+    x : Tensor
+        Shape (b, s, d).
+    heads, size : sympy.Expr or int
+        Heads of queries, and elements of a head: their product need not be d.
+    groups : sympy.Expr or int, optional
+        Heads of keys and values (grouped-query attention; 1 for multi-query attention); as many as of queries by
+        default.
+    packed : bool
+        One linear layer makes queries, keys and values, which are views of its result.
+    rope : pair of Tensor, optional
+        Cosines and sines from `rotary_tables`, by which queries and keys are rotated.
+    causal, window, kernel, softcap, p
+        As in `attention`.
+    bias, out_bias : bool
+        Biases of the layers of queries, keys and values, and of the layer back.
+    key_bias : bool, optional
+        Bias of the layer of keys where it differs: it adds as much to all scores of a query, which changes nothing.
+    score_bias : Tensor, optional
+        What is added to the scores, as `bias` of `attention`.
+    sinks : bool
+        Let a parameter for each head stand in the sum of the softmax, as `sinks` of `attention`.
+    qk_norm : str
+        none; head: RMSNorm of each head of queries and keys; all: of all heads together.
+    cached : bool
+        Mark keys and values as what inference keeps (`cache`).
+    name : str
+        Scope of the layers, and name of the kernel.
+
+    Returns
+    -------
+    Tensor
+        Shape (b, s, d).
+
+    Raises
+    ------
+    GraphError, ShapeError
+        If shapes do not fit, or an argument is none.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> B, S, D, H, G, K = cg.dims("B S D H G K")
+    >>> with cg.Graph("g") as g:
+    ...     g.output(cg.self_attention(g.input("x", (B, S, D)), H, K, groups=G))
+    >>> cg.param_count(g)
+    2*D*G*K + 2*D*H*K
+    """
+    need_tensor(f"attention {name!r}", x)
+    need_choice(f"attention {name!r}: qk_norm", qk_norm, ("none", "head", "all"))
+    need_flag(f"attention {name!r}", sinks=sinks, cached=cached, packed=packed)
+    shared = heads if groups is None else groups
+
+    biases = (bias, bias if key_bias is None else key_bias, bias)
+
+    def made(what: str, y: Tensor) -> Tensor:
+        count = y.sizes[2]
+        if qk_norm == "head" and what != "v":
+            y = rms_norm(y, name=f"{name}/{what}_norm")
+        if qk_norm == "all" and what != "v":
+            y = rms_norm(rearrange(y, "b s h k -> b s (h k)"), name=f"{name}/{what}_norm")
+            return rearrange(y, "b s (h k) -> b h s k", h=count)
+        return rearrange(y, "b s h k -> b h s k")
+
+    parts = (_packed if packed else _apart)(x, (heads, shared, shared), size, biases, name)
+    q, k, v = (made(what, y) for what, y in zip("qkv", parts, strict=True))
+    with scope(name):
+        if rope is not None:
+            q, k = rotary(q, *rope), rotary(k, *rope)
+        if cached:
+            k, v = (
+                cache(t, "b g t k", along="t", window=window, name=what) for what, t in (("k_cache", k), ("v_cache", v))
+            )
+    logits = current_graph(x.graph).param(f"{name}/sinks", (heads,)) if sinks else None
+    y = attention(
+        q, k, v, causal=causal, window=window, kernel=kernel, softcap=softcap, bias=score_bias, sinks=logits, p=p,
+        name=name,
+    )  # fmt: skip
+    y = rearrange(y, "b h s k -> b s (h k)", name=f"{name}/merge")
+    return linear(y, "b s e -> b s d", d=x.sizes[2], bias=out_bias, name=f"{name}/proj")
+
+
+def _apart(x: Tensor, counts: Sequence[object], size: object, biases: Sequence[bool], name: str) -> tuple[Tensor, ...]:
+    """Return queries, keys and values (b, s, h, k), each of a layer of its own."""
+    return tuple(
+        linear(x, "b s d -> b s h k", h=count, k=size, bias=shifted, name=f"{name}/{what}")
+        for what, count, shifted in zip("qkv", counts, biases, strict=True)
+    )
+
+
+def _packed(x: Tensor, counts: Sequence[object], size: object, biases: Sequence[bool], name: str) -> tuple[Tensor, ...]:
+    """Return queries, keys and values (b, s, h, k), views of what one layer makes."""
+    if len(set(biases)) > 1:
+        raise GraphError(f"attention {name!r}: packed with another bias of keys, expected one for all")
+    parts = [positive(f"attention {name!r}: heads", count) for count in counts]
+    qkv = linear(x, "b s d -> b s h k", h=total(parts), k=size, bias=biases[0], name=f"{name}/qkv")
+    return split(qkv, parts, 2, name=f"{name}/parts")
 
 
 def _checked(place: str, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -117,32 +257,95 @@ def _checked(place: str, *tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(graph.adopt(t) for t in tensors)
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, *, domain: Domain | None, softcap: float | None, p: float) -> Tensor:
+def _grouped(place: str, bias: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """Return what is added to scores with its heads in groups, as those of the queries are."""
+    need_tensor(f"{place}: bias", bias)
+    bias = q.graph.adopt(bias)
+    wanted = (q.sizes[0], q.sizes[1], q.sizes[2], k.sizes[2])
+    if bias.ndim != 4 or any(n != 1 and not q.graph.same(n, m) for n, m in zip(bias.sizes, wanted, strict=False)):
+        raise ShapeError(f"{place}: bias {bias!r}, expected ({', '.join(map(str, wanted))}), any of them 1 instead")
+    if bias.sizes[1] == 1:
+        return rearrange(bias, "b 1 s t -> b 1 1 s t", name="groups")
+    return rearrange(bias, "b (g r) s t -> b g r s t", g=k.sizes[1].expr, name="groups")
+
+
+def _shared_out(place: str, sinks: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """Return logits of heads with these in groups, and the same for all positions."""
+    need_tensor(f"{place}: sinks", sinks)
+    sinks = q.graph.adopt(sinks)
+    if sinks.ndim != 1 or not q.graph.same(sinks.sizes[0], q.sizes[1]):
+        raise ShapeError(f"{place}: sinks {sinks!r}, expected one for each of {q.sizes[1]} heads")
+    return rearrange(sinks, "(g r) -> g r 1 1", g=k.sizes[1].expr, name="sinks")
+
+
+def _added(added: tuple[Tensor, ...], biased: bool) -> tuple[Tensor | None, Tensor | None]:
+    """Return what is added to the scores, and the logits that stand beside them."""
+    rest = added[int(biased) :]
+    return (added[0] if biased else None), (rest[0] if rest else None)
+
+
+def _softmax(x: Tensor, sinks: Tensor | None) -> Tensor:
+    """Exponentials that add up to 1, or with sinks to what these leave."""
+    if sinks is None:
+        return softmax(x)
+
+    def body(x: Tensor, sinks: Tensor) -> Tensor:
+        largest = pointwise("maximum", reduce(x, "b g r s t -> b g r s 1", "max"), sinks)
+        e = pointwise("exp", x - largest)
+        return e / (reduce(e, "b g r s t -> b g r s 1", "sum") + pointwise("exp", sinks - largest))
+
+    made = fused("softmax", body, x, sinks, backward="softmax")
+    assert isinstance(made, Tensor)
+    return made
+
+
+def _flash(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *added: Tensor,
+    biased: bool,
+    domain: Domain | None,
+    softcap: float | None,
+    p: float,
+) -> Tensor:
     # nothing outside the domain is computed, by the first product or by those that read it
     restricted: dict[str, Any] = {} if domain is None else {"domain": domain, "over": ("s", "t")}
     with scope("scores"):
         scores = einsum(q, k, _SCORES, name="matmul", **restricted)
-    y = softmax(_scaled(scores, softcap))
+    bias, sinks = _added(added, biased)
+    y = _softmax(_scaled(scores, softcap, bias), sinks)
     return _reduced(dropout(y, p), v, _FLASH_REDUCE)
 
 
-def _eager(q: Tensor, k: Tensor, v: Tensor, *, domain: Domain | None, softcap: float | None, p: float) -> Tensor:
+def _eager(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *added: Tensor,
+    biased: bool,
+    domain: Domain | None,
+    softcap: float | None,
+    p: float,
+) -> Tensor:
     with scope("scores"):
         scores = einsum(q, k, _SCORES, name="matmul")
-    y = _scaled(scores, softcap)
+    bias, sinks = _added(added, biased)
+    y = _scaled(scores, softcap, bias)
     if domain is not None:  # which keys are hidden changes no cost of an op on the whole square
         attrs = {"function": FUNCTIONS["causal_mask"], "masked": domain}
         (y,) = apply(POINTWISE, [y], attrs, "mask")
-    return _reduced(dropout(softmax(y), p), v, _REDUCE)
+    return _reduced(dropout(_softmax(y, sinks), p), v, _REDUCE)
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def _scaled(scores: Tensor, softcap: float | None) -> Tensor:
+def _scaled(scores: Tensor, softcap: float | None, bias: Tensor | None) -> Tensor:
     y = pointwise("mul", scores, 1.0, name="scale")
-    return y if softcap is None else pointwise("softcap", y)
+    y = y if softcap is None else pointwise("softcap", y)
+    return y if bias is None else pointwise("add", y, bias, name="bias")
 
 
 def _reduced(y: Tensor, v: Tensor, pattern: str) -> Tensor:

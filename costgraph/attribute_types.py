@@ -10,6 +10,7 @@ from .domain import Domain
 from .dtypes import DTYPES, DType
 from .errors import CostGraphError
 from .ops.aten import ATEN
+from .ops.grouped import ROUTINGS
 from .ops.pointwise import Function
 from .ops.reduce import REDUCTIONS
 from .ops.stated import COLLECTIVES
@@ -37,6 +38,10 @@ def _size(value: object) -> bool:
 
 def _amount(value: object) -> bool:
     return _passes(amount, value)
+
+
+def _above_zero(value: object) -> bool:
+    return _amount(value) and isinstance(value, Poly) and value.constant != 0
 
 
 def _count(least: int) -> _Fits:
@@ -172,6 +177,7 @@ TABLE: dict[str, dict[str, _Row]] = {
         "workspace?": _AMOUNT,
         "rooms?": ("a tuple of formulas", _tuple(lambda v: isinstance(v, Poly))),
         "sizes?": _SIZES,
+        "causal?": _FLAG,
     },
     "pool": {"pattern": _PATTERN, "extents": _EXTENTS, "operation": _POOLING, "indices?": _FLAG},
     "unpool": {"pattern": _PATTERN, "extents": _EXTENTS, "operation": _POOLING},
@@ -204,7 +210,7 @@ TABLE: dict[str, dict[str, _Row]] = {
         "room?": _AMOUNT,
         "split?": _FLAG,
     },
-    "pad": {"axis": _INDEX, "start": _AMOUNT, "step": _STEP, "full": _SIZE, "room": _AMOUNT},
+    "pad": {"axis": _INDEX, "start": _AMOUNT, "step": _STEP, "full": _SIZE, "room": _AMOUNT, "causal?": _FLAG},
     "fill": {"sizes": _SIZES, "dtype": _DTYPE, "value": ("a number", _is_number)},
     "assign": {"inplace": _FLAG},
     "expand": {
@@ -215,7 +221,14 @@ TABLE: dict[str, dict[str, _Row]] = {
     "concat": {"axis": _INDEX},
     "gather": {"mode": ("rows or along", _one_of("rows", "along"))},
     "scatter": {"mode": ("add or set", _one_of("add", "set")), "inplace?": _FLAG, "along?": _FLAG},
-    "arange": {"size": _SIZE, "dtype": _DTYPE},
+    "arange": {"size": _SIZE, "dtype": _DTYPE, "context?": _FLAG, "start?": _AMOUNT},
+    "cache": {"axis?": _INDEX, "window?": _SIZE},
+    "initial_state": {"sizes": _SIZES, "dtype": _DTYPE},
+    "append": {"axis": _INDEX, "inplace": _FLAG},
+    "top_k": {"k": _SIZE, "room": _AMOUNT},
+    "dispatch": {"experts": _SIZE, "capacity?": ("an amount above 0", _above_zero), "owners?": _FLAG},
+    "grouped": {"routing": (f"one of {', '.join(ROUTINGS)}", _one_of(*ROUTINGS)), "chosen": _SIZE, "dtype?": _DTYPE},
+    "grouped_outer": {},
     "empty": {"sizes": _SIZES, "dtype": _DTYPE},
     "opaque": {
         "matmul": _AMOUNT,
@@ -244,7 +257,14 @@ TABLE: dict[str, dict[str, _Row]] = {
     },
     "transfer": {"link": ("the name of a link", _is(str))},
     "collective": {"collective": (f"one of {', '.join(COLLECTIVES)}", _one_of(*COLLECTIVES)), "ranks": _SIZE},
-    "kernel": {"body": _BODY, "workspace": _AMOUNT, "backward?": ("the name of a way to go back", _is(str))},
+    "kernel": {
+        "body": _BODY,
+        "workspace": _AMOUNT,
+        "inplace?": _FLAG,
+        "changed?": ("a tuple of operand numbers", _tuple(_count(0))),
+        "backward?": ("the name of a way to go back", _is(str)),
+        "statistics?": ("auto, or nothing", _one_of("auto")),
+    },
     "repeat": {
         "body": _BODY,
         # 0 only where 'least' says so

@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import sympy
-
 from . import rules
 from .arguments import named, need_choice, need_flag, need_tensor, positive
 from .dtypes import dtype as find_dtype
 from .errors import PatternError, ShapeError
 from .graph import apply, current_graph
+from .layout import windows_along
 from .nn import _one
 from .op import Attrs, Op, OpKind, Result
 from .ops.blocks import fused
 from .ops.einsum import EINSUM
-from .ops.layout import reshape
+from .ops.layout import reshape, slice_axis
 from .ops.registry import register
 from .pattern import Affine, Axes, Pattern, parse_pattern
 from .polynomial import ZERO, Poly, poly
@@ -84,18 +83,18 @@ def _slid(
     rank = len(window)
     steps, gaps = _each(stride, rank, "stride", 1), _each(dilation, rank, "dilation", 1)
     same = isinstance(padding, str) and padding == "same"
-    if same and steps != (1,) * rank:
-        raise ShapeError(f"padding='same' with stride={stride!r}, expected a stride of 1")
-    pads = (
-        tuple(g * (w - 1) // 2 for g, w in zip(gaps, window, strict=True))
-        if same
-        else _each(padding, rank, "padding", 0)
-    )
+    causal = isinstance(padding, str) and padding == "causal"
+    if (same or causal) and steps != (1,) * rank:
+        raise ShapeError(f"padding={padding!r} with stride={stride!r}, expected a stride of 1")
+    if causal and rank != 1:
+        raise ShapeError(f"padding='causal' of a window over {rank} axes, expected one axis, that of positions")
+    reach = tuple(g * (w - 1) for g, w in zip(gaps, window, strict=True))
+    pads = reach if causal else tuple(n // 2 for n in reach) if same else _each(padding, rank, "padding", 0)
     indices, sizes = [], []
     for i, (w, s, g, p) in enumerate(zip(window, steps, gaps, pads, strict=True)):
         size = x.sizes[x.ndim - rank + i]
         # floor((n - 1)/s) + 1 is ceiling(n/s) for whole n: one atom instead of a sum
-        made = size if same else poly(sympy.ceiling(((size + 2 * p - g * (w - 1)) / s).expr))
+        made = size if same else windows_along(size, g * (w - 1) - 2 * p, s)
         if made.constant is not None and made.constant < 1:
             raise ShapeError(
                 f"window of {w} on axis {x.ndim - rank + i} of {x!r}: expected it to fit, padding included"
@@ -131,7 +130,9 @@ def conv(
     window : int or sequence of int
         Size of the window along each sliding axis; an integer is for all of them.
     stride, padding, dilation : int or sequence of int
-        As in torch.nn.Conv2d; `padding="same"` keeps the size.
+        As in torch.nn.Conv2d; `padding="same"` keeps the size. `padding="causal"`, over one axis, sees no later
+        positions: as torch.nn.Conv1d with `padding=dilation*(window - 1)`, of whose result the first positions are
+        taken. `decode` then keeps the last `dilation*(window - 1)` inputs.
     groups : sympy.Expr or int
         Groups of channels that do not mix; as many as channels for a depthwise convolution.
     bias : bool
@@ -181,17 +182,21 @@ def conv(
         **{f"o{i}": size for i, size in enumerate(out)},
         **{f"w{i}": poly(w) for i, w in enumerate(spans)},
     }
+    causal = isinstance(padding, str) and padding == "causal"
     attrs = {"pattern": full, "extents": extents, "domain": None, "dtype": x.dtype}
+    attrs |= {"causal": True} if causal else {}
+
+    def product(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return apply(EINSUM, [x, w], attrs, "conv")[0] + reshape(b, (made, *(1,) * len(spans)))
+
     with module(graph, name):
         weight = graph.param("weight", (made, channels / many, *spans))
-        if not bias:
-            return apply(EINSUM, [x, weight], attrs, "conv")[0]
-        shift = graph.param("bias", (made,))
-
-        def product(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-            return apply(EINSUM, [x, w], attrs, "conv")[0] + reshape(b, (made, *(1,) * len(spans)))
-
-        return _one(fused("conv", product, x, weight, shift, backward="ops"))
+        if bias:
+            y = _one(fused("conv", product, x, weight, graph.param("bias", (made,)), backward="ops"))
+        else:
+            y = apply(EINSUM, [x, weight], attrs, "conv")[0]
+        # behind the positions of x lie those that its padding makes
+        return slice_axis(y, -1, 0, x.sizes[-1], name="seen") if causal else y
 
 
 def _check_groups(place: str, groups: Poly, **channels: Poly) -> None:

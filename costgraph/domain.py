@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .arguments import need_flag, positive
+from .dominance import NOTHING_KNOWN, Relations
 from .errors import ShapeError
 from .extremum import at_least_zero, smaller
 from .polynomial import ZERO, Poly
@@ -37,8 +38,8 @@ class Domain:
         if not self.causal and self.window is None:
             raise ShapeError("domain: neither causal nor a window, expected one of them at least")
 
-    def points(self, queries: Poly, keys: Poly) -> Poly:
-        """Return the number of pairs (s, t).
+    def points(self, queries: Poly, keys: Poly, known: Relations = NOTHING_KNOWN) -> Poly:
+        """Return the number of pairs (s, t); assumptions may tell that there are as many keys as queries at least.
 
         Notes
         -----
@@ -47,7 +48,8 @@ class Domain:
         window and m*S - m*(m - 1)/2 with one. Without `causal` each pair of different positions counts twice.
         """
         if self.causal:
-            return self._rows(keys) - self._rows(at_least_zero(keys - queries))
+            earlier = keys - queries
+            return self._rows(keys) - self._rows(earlier if known.nonnegative(earlier) else at_least_zero(earlier))
         if queries != keys:
             raise ShapeError(f"window without causal: {queries} queries and {keys} keys, expected as many of both")
         return 2 * self._rows(keys) - keys
@@ -60,11 +62,11 @@ class Domain:
         m = smaller(n, self.window)
         return m * n - m * (m - 1) / 2
 
-    def queries_used(self, queries: Poly, keys: Poly) -> Poly:
+    def queries_used(self, queries: Poly, keys: Poly, known: Relations = NOTHING_KNOWN) -> Poly:
         """Return the number of queries that see any key."""
-        return smaller(queries, keys)
+        return queries if known.nonnegative(keys - queries) else smaller(queries, keys)
 
-    def keys_used(self, queries: Poly, keys: Poly) -> Poly:
+    def keys_used(self, queries: Poly, keys: Poly, known: Relations = NOTHING_KNOWN) -> Poly:
         """Return the number of keys that any query sees."""
         if self.window is None or queries == keys:
             return keys

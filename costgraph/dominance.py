@@ -7,7 +7,7 @@ F = D + f with f >= 0. The test is sufficient, not necessary: what it cannot dec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from math import ceil, floor, lcm, prod
 from operator import ge
 from typing import TypeVar
@@ -16,6 +16,7 @@ import sympy
 
 from .errors import BindingError, PatternError
 from .polynomial import ONE, Poly, Rational, as_poly, generator, poly, total
+from .sampling import apart, compared_at
 
 __all__ = ["BOUNDS", "NOTHING_KNOWN", "Relation", "Relations", "integral", "lower", "prune", "solve"]
 
@@ -386,10 +387,9 @@ def prune(
     return [(p, label) for p, label in first.items() if p in final]
 
 
-def _samples(candidates: Iterable[Poly], relations: Relations, sign: int) -> dict[Poly, list[Rational]]:
+def _samples(candidates: Collection[Poly], relations: Relations, sign: int) -> dict[Poly, list[int]]:
     """Values of each candidate at a few admissible points: exact, since all sizes there are integers."""
-    shared = set.intersection(*(set(p.terms.items()) for p in candidates))  # cancels in every comparison
-    parts = {p: Poly({m: c for m, c in p.terms.items() if (m, c) not in shared}) for p in candidates}
+    parts = apart(candidates)
     keys = relations.free({k for part in parts.values() for k in part.generators()})
     points = [{k: at(i) for i, k in enumerate(keys)} for at in _POINTS]
     # one generator large among small ones, and small among large ones
@@ -397,4 +397,4 @@ def _samples(candidates: Iterable[Poly], relations: Relations, sign: int) -> dic
         {k: big if k == one else small for k in keys} for one in keys[:16] for big, small in ((10**6, 1), (1, 999))
     ]
     admissible = [values for at in points if (values := relations.sample(at)) is not None]
-    return {p: [sign * part.evaluate(values.__getitem__) for values in admissible] for p, part in parts.items()}
+    return {p: [sign * v for v in row] for p, row in compared_at(parts, admissible).items()}

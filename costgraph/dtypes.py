@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import lru_cache
 from types import MappingProxyType
 
 from costgraph.errors import FormatError
@@ -29,7 +31,7 @@ class BlockScale:
     bits: int
     """bits of one scale"""
     per: int | None
-    """elements along the innermost axis that share it; None: one for the whole tensor"""
+    """elements along the innermost axis that share it; 0: all of the axis; None: one for the whole tensor"""
     format: str
     """name of the scale's own format"""
 
@@ -63,6 +65,8 @@ class DType:
     """codes of a float that are no numbers: "ieee" the top exponent, "nan" the last of it, "none" no code"""
     scale: tuple[BlockScale, ...] = ()
     """scales of a block format"""
+    element: str = ""
+    """name of the format that elements have alone, where scales were added to one, as in int4_g128_fp16"""
 
     @property
     def bytes(self) -> Fraction:
@@ -111,7 +115,7 @@ class DType:
 
     @property
     def block(self) -> int | None:
-        """Elements along the innermost axis that share a scale; None where there are no such scales."""
+        """Elements along the innermost axis that share a scale, 0 for all of it; None where none do."""
         return next((s.per for s in self.scale if s.per is not None), None)
 
     @property
@@ -258,8 +262,32 @@ ALIASES: Mapping[str, str] = MappingProxyType(
 _KINDS = ("bool", "int", "float")
 
 
+_SCALED = re.compile(r"(\w+?)_(?:g([1-9]\d{0,6})|row)_(fp32|fp16|bf16|fp8_e4m3|fp8_e8m0)(_zero)?", re.ASCII)
+
+
+@lru_cache(maxsize=1 << 10)
+def _scaled(name: str) -> DType | None:
+    """Return the format that such a name stands for: integers or floats of 8 bits and fewer with scales added."""
+    found = _SCALED.fullmatch(name)
+    own = found and DTYPES.get(ALIASES.get(found[1], found[1]))
+    if found is None or own is None or own.bits > 8 or own.scale or own.kind == "bool" or own.name == "fp8_e8m0":
+        return None
+    per = int(found[2] or 0)
+    scales = [BlockScale(DTYPES[found[3]].bits, per, found[3])]
+    if found[4]:
+        if own.kind != "int":
+            return None
+        scales.append(BlockScale(own.bits, per, own.name))
+    shared = f"g{per}" if per else "row"
+    return replace(own, name=f"{own.name}_{shared}_{found[3]}{found[4] or ''}", scale=tuple(scales), element=own.name)
+
+
 def dtype(name_or_dtype: object) -> DType:
     """Return the format of that name; a format is returned as it is.
+
+    A format of 8 bits or fewer with scales is named after both: `int4_g128_fp16` has a scale in fp16 for each 128
+    elements along the innermost axis, `int8_row_fp32` one in fp32 for the whole of that axis; `_zero` behind it adds a
+    zero point in the format of the elements for each scale.
 
     Raises
     ------
@@ -270,6 +298,8 @@ def dtype(name_or_dtype: object) -> DType:
     --------
     >>> dtype("bfloat16").name, dtype("fp8").name
     ('bf16', 'fp8_e4m3')
+    >>> float(bits_per_element("int4_g128_fp16_zero"))  # (4*128 + 16 + 4) / 128
+    4.15625
     """
     if isinstance(name_or_dtype, DType):
         return name_or_dtype
@@ -279,6 +309,9 @@ def dtype(name_or_dtype: object) -> DType:
     name = ALIASES.get(name_or_dtype, name_or_dtype)
     if name in DTYPES:
         return DTYPES[name]
+    scaled = _scaled(name)
+    if scaled is not None:
+        return scaled
     near = difflib.get_close_matches(name_or_dtype.lower(), [*DTYPES, *ALIASES], n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise FormatError(f"number format {shown(name_or_dtype)} is unknown: {hint}known are {known}")

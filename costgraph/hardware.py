@@ -137,7 +137,8 @@ class Hardware:
         table = {"matmul": "peak", "vector": "vector"}.get(unit) if isinstance(unit, str) else None
         if table is None:
             raise SpecError(f"hardware {self.id}: unit {show(unit)} is unknown; expected 'matmul' or 'vector'")
-        wanted = dtype(dtype_name).name
+        found_format = dtype(dtype_name)
+        wanted = found_format.element or found_format.name
         key = _rate_key(wanted, unit, self.peak)
         found = self.tables[table].get(key)
         if found is not None:

@@ -9,17 +9,31 @@ from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
 
-from .dominance import lower
-from .polynomial import ONE, ZERO, Poly
+import sympy
 
-__all__ = ["Sizes", "contiguous", "distinct", "elementwise", "numel", "view"]
+from .dominance import lower
+from .polynomial import ONE, ZERO, Poly, poly
+
+__all__ = ["Sizes", "contiguous", "distinct", "elementwise", "numel", "view", "windows_along"]
 
 Sizes = tuple[Poly, ...]
 
 
 def numel(sizes: Sequence[Poly]) -> Poly:
     """Return the number of elements."""
+    return _product(tuple(sizes))
+
+
+@lru_cache(maxsize=1 << 14)
+def _product(sizes: Sizes) -> Poly:
     return prod(sizes, start=ONE)
+
+
+def windows_along(size: Poly, spare: Poly | int, stride: int) -> Poly:
+    """Return ceiling((size - spare) / stride), a window's places along an axis, with no ceiling inside another one."""
+    more, rest = size.expr.as_coeff_Add()
+    inner = more + rest.args[0] if isinstance(rest, sympy.ceiling) and more.is_integer else size.expr
+    return poly(sympy.ceiling((inner - poly(spare).expr) / stride))
 
 
 @lru_cache(maxsize=1 << 14)
@@ -70,12 +84,19 @@ def view(sizes: Sizes, strides: Sizes, new: Sizes) -> Sizes | None:
 def _compare(a: Poly, b: Poly) -> int:
     if a == b:
         return 0
-    ratio = b / a
-    least = lower(ratio)
-    if least is not None and least >= 1:
+    if _at_least_one(b / a):
         return -1
-    least = lower(a / b)
-    return 1 if least is not None and least >= 1 else 0
+    return 1 if _at_least_one(a / b) else 0
+
+
+def _at_least_one(ratio: Poly) -> bool:
+    """Whether a ratio of two strides, or two sizes, is known to be 1 or more."""
+    if len(ratio.terms) == 1:
+        ((factors, coefficient),) = ratio.terms.items()
+        if coefficient >= 1 and all(power > 0 for _, power in factors):
+            return True  # a product of sizes, none of which is 0: of a ceiling alone that could not be said
+    least = lower(ratio)
+    return least is not None and least >= 1
 
 
 def elementwise(sizes: Sizes, operands: Sequence[tuple[Sizes, Sizes]]) -> Sizes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .arguments import need_call, need_choice, need_flag, need_tensor
+from .arguments import need_call, need_choice, need_flag, need_tensor, positive
 from .arguments import sizes as sizes_by_name
 from .dtypes import dtype as find_dtype
 from .dtypes import promote
@@ -14,8 +14,7 @@ from .graph import current_graph
 from .ops.blocks import fused, save
 from .ops.einsum import einsum
 from .ops.extents import extents_of
-from .ops.index import gather, take_along
-from .ops.layout import reshape
+from .ops.layout import split
 from .ops.pointwise import cast, pointwise
 from .ops.reduce import reduce
 from .ops.stochastic import dropout
@@ -24,7 +23,7 @@ from .scopes import module
 from .tensor import Tensor
 
 __all__ = [
-    "cross_entropy", "embedding", "gated_mlp", "gelu", "layer_norm", "linear", "log_softmax", "mlp", "relu",
+    "gated_mlp", "gelu", "layer_norm", "linear", "log_softmax", "mlp", "relu",
     "rms_norm", "sigmoid", "silu", "softmax", "tanh",
 ]  # fmt: skip
 
@@ -144,11 +143,6 @@ def linear(
 def _one(made: Tensor | tuple[Tensor, ...]) -> Tensor:
     assert isinstance(made, Tensor)
     return made
-
-
-def embedding(ids: Tensor, table: Tensor, *, name: str = "embedding") -> Tensor:
-    """Look up rows of a table: no FLOPs, reads the rows and the indices (see `gather`)."""
-    return gather(table, ids, name=name)
 
 
 def _last(x: Tensor, axis: int) -> tuple[str, str]:
@@ -318,48 +312,55 @@ def gated_mlp(
     *,
     activation: Callable[[Tensor], Tensor] = silu,
     bias: bool = False,
+    packed: bool = False,
     name: str = "mlp",
 ) -> Tensor:
-    """Gated linear unit (Shazeer 2020): down(activation(gate(x)) * up(x))."""
-    need_tensor("gated_mlp", x)
-    need_call("gated_mlp: activation", activation)
-    with module(current_graph(x.graph), name):
-        gate = activation(linear(x, "... d -> ... f", f=f, bias=bias, name="gate"))
-        h = gate * linear(x, "... d -> ... f", f=f, bias=bias, name="up")
-        return linear(h, "... f -> ... d", d=x.sizes[-1], bias=bias, name="down")
-
-
-def cross_entropy(logits: Tensor, targets: Tensor, *, name: str = "cross_entropy") -> Tensor:
-    """Mean over all positions of minus the log-probability of the target.
+    """Gated linear unit (Shazeer 2020): down(activation(gate(x)) * up(x)).
 
     Parameters
     ----------
-    logits : Tensor
-        Shape (..., V).
-    targets : Tensor
-        Integers of shape (...); nothing is shifted.
+    x : Tensor
+        Shape (..., d).
+    f : sympy.Expr or int
+        Elements of the gate, and of what it is multiplied with.
+    activation : callable
+        What the gate goes through.
+    bias : bool
+        Biases of all layers.
+    packed : bool
+        One linear layer makes gate and up, of which both are views.
     name : str
-        Scope of the two kernels.
+        Scope of the layers.
 
     Returns
     -------
     Tensor
-        A scalar. As in torch, a kernel writes all log-probabilities, of the size of the logits, and a second one
-        picks the targets' and averages them.
+        Shape (..., d).
 
     Raises
     ------
-    ShapeError
-        If shapes do not fit, or the targets are no integers.
+    GraphError, ShapeError
+        If a size or an argument is none.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> B, D, F = cg.dims("B D F")
+    >>> with cg.Graph("g") as g:
+    ...     g.output(cg.gated_mlp(g.input("x", (B, D)), F))
+    >>> cg.param_count(g), cg.matmul_flops(g)
+    (3*D*F, 6*B*D*F)
     """
-    need_tensor("cross_entropy", logits, targets)
-    with module(current_graph(logits.graph), name):
-        log_p = log_softmax(logits)
-        ids = reshape(targets, (*targets.sizes, 1), name="targets")
-
-        def body(log_p: Tensor, ids: Tensor) -> Tensor:
-            picked = take_along(log_p, ids)
-            names = " ".join(f"a{i}" for i in range(picked.ndim))
-            return -reduce(picked, f"{names} -> ", "mean")
-
-        return _one(fused("nll", body, log_p, ids))
+    need_tensor("gated_mlp", x)
+    need_call("gated_mlp: activation", activation)
+    need_flag("gated_mlp", packed=packed)
+    with module(current_graph(x.graph), name):
+        if packed:
+            size = positive("gated_mlp: f", f)
+            both = linear(x, "... d -> ... f", f=2 * size, bias=bias, name="gate_up")
+            gate, up = split(both, (size, size), -1)
+            gate = activation(gate)
+        else:
+            gate = activation(linear(x, "... d -> ... f", f=f, bias=bias, name="gate"))
+            up = linear(x, "... d -> ... f", f=f, bias=bias, name="up")
+        return linear(gate * up, "... f -> ... d", d=x.sizes[-1], bias=bias, name="down")

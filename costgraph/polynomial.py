@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
 from functools import lru_cache
 from itertools import chain
-from math import gcd, lcm, prod
+from math import ceil, floor, gcd, lcm, prod
 from operator import index
 from typing import Any
 
@@ -225,18 +225,19 @@ class Poly:
 
     def substitute(self, new: Mapping[str, Poly]) -> Poly:
         """Replace generators by polynomials, without looking inside atoms."""
-        numbers = {k: Fraction(c) for k, v in new.items() if (c := v.constant)}
-        parts = []
+        numbers = {k: c for k, v in new.items() if (c := v.constant)}
+        out: dict[Monomial, Rational] = {}
         for m, c in self.terms.items():
+            part = ONE
             for k, p in m:
                 if k in numbers:
-                    c = c * numbers[k] ** p
-            part = Poly({tuple((k, p) for k, p in m if k not in new): tidy(c)})
-            for k, p in m:
-                if k in new and k not in numbers:
+                    c = c * (numbers[k] ** p if p > 0 else Fraction(numbers[k]) ** p)
+                elif k in new:
                     part = part * new[k] ** p
-            parts.append(part)
-        return total(parts)
+            rest = tuple((k, p) for k, p in m if k not in new)
+            for n, d in part.terms.items():
+                out[times(rest, n)] = out.get(times(rest, n), 0) + c * d
+        return Poly({m: tidy(c) for m, c in out.items() if c})
 
     def evaluate(self, value: Callable[[str], Any]) -> Any:
         """Return the sum with every generator replaced by a number: exact if those are ints or Fractions."""
@@ -363,7 +364,8 @@ def _bound_atom(expr: sympy.Expr, values: Mapping[str, Poly]) -> Poly:
     if expr.is_Pow:
         return power(_from_expr(expr.base).bind(values), _from_expr(expr.exp).bind(values))
     if isinstance(expr, sympy.floor | sympy.ceiling):
-        return _from_expr(expr.func(_from_expr(expr.args[0]).bind(values).expr))
+        inner, number = _from_expr(expr.args[0]).bind(values), floor if isinstance(expr, sympy.floor) else ceil
+        return _from_expr(expr.func(inner.expr)) if inner.constant is None else as_poly(number(inner.constant))
     if hasattr(expr, "bound"):  # a maximum, whose arguments are bound as sums are
         return _from_expr(expr.bound(values))
     return _from_expr(expr.xreplace({symbol(k): v.expr for k, v in values.items()}))

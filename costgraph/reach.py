@@ -8,7 +8,8 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from .dominance import lower
-from .extremum import Max
+from .extremum import Max, at_least_zero
+from .layout import numel
 from .op import Op
 from .polynomial import ONE, ZERO, Poly, poly, total
 from .tensor import Tensor
@@ -38,15 +39,15 @@ def points(t: Tensor, *, stored: bool = False) -> Poly:
     """Return the index points of a tensor that hold anything; with `stored`, each element of an expanded one once."""
     sizes = [ONE if stored and not s else n for n, s in zip(t.sizes, t.strides, strict=True)]
     if t.domain is None:
-        return prod(sizes, start=ONE)
+        return numel(sizes)
     domain, query, key = t.domain
     rest = prod((n for i, n in enumerate(sizes) if i not in (query, key)), start=ONE)
-    queries, keys = t.sizes[query], t.sizes[key]
+    queries, keys, known = t.sizes[query], t.sizes[key], t.graph.root.relations
     if stored and not t.strides[query]:
-        return rest * domain.keys_used(queries, keys) if t.strides[key] else rest
+        return rest * domain.keys_used(queries, keys, known) if t.strides[key] else rest
     if stored and not t.strides[key]:
-        return rest * domain.queries_used(queries, keys)
-    return rest * domain.points(queries, keys)
+        return rest * domain.queries_used(queries, keys, known)
+    return rest * domain.points(queries, keys, known)
 
 
 def elements_read(graph: Graph, tensor: Tensor) -> Poly:
@@ -79,6 +80,13 @@ def elements_read(graph: Graph, tensor: Tensor) -> Poly:
                 slices.setdefault(op.attrs["axis"], []).append((*_span(op), inner))
             else:
                 most = larger(most, inner)
+            continue
+        if op.kind.name == "append" and op.operands[0] is tensor and result is not None:
+            # what is seen of a cache but was not there before need not come from memory
+            inner = elements_read(graph, result)
+            new = op.kind.writes(op)[0]
+            inner = inner - new if at_least(inner, new) else at_least_zero(inner - new)
+            most = larger(most, inner)
             continue
         most = larger(most, _read_by(op, tensor))
     for parts in slices.values():

@@ -58,25 +58,45 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, name: str = "rotary") -> Tens
     Parameters
     ----------
     x : Tensor
-        Shape (..., S, K), K even.
+        Shape (..., S, K).
     cos, sin : Tensor
-        Shape (S, K/2), from `rotary_tables`.
+        Shape (S, R/2), from `rotary_tables`. R is K, or less for partial rotary positions: the first R elements are
+        rotated and the others passed on.
     name : str
         Name of the kernel.
 
     Returns
     -------
     Tensor
-        FLOPs: 3 an element (two products, and a sum or difference).
+        FLOPs: 3 for each element that is rotated (two products, and a sum or difference).
+
+    Raises
+    ------
+    GraphError, ShapeError
+        If shapes do not fit.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> B, S, K, R = cg.dims("B S K R")
+    >>> with cg.Graph("g") as g:
+    ...     x, positions = g.input("x", (B, S, K)), g.input("positions", (S,), dtype="int64")
+    ...     y = cg.rotary(x, *cg.rotary_tables(positions, R))
+    >>> cg.costs(g).filter(scope="rotary").total().pointwise
+    3*B*R*S
     """
     need_tensor("rotary", x, cos, sin)
     if x.ndim < 2:
         raise ShapeError(f"rotary of {x!r}: expected at least two axes (positions, size)")
-    half = positive(f"rotary of {x!r}: half of the last axis", x.sizes[-1] / 2)
+    if cos.ndim != 2:
+        raise ShapeError(f"rotary of {x!r}: cosines {cos!r}, expected two axes (positions, half of what is rotated)")
+    half, whole = cos.sizes[-1], x.sizes[-1]
+    passed = [] if x.graph.same(2 * half, whole) else [positive(f"rotary of {x!r}: what is left", whole - 2 * half)]
 
     def body(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        a, b = split(x, (half, half), -1)
+        a, b, *rest = split(x, (half, half, *passed), -1)
         made = [pointwise("sub", a * cos, b * sin), pointwise("add", b * cos, a * sin)]
-        return cast(concat(made, -1), x.dtype)
+        turned = cast(concat(made, -1), x.dtype)
+        return concat([turned, *rest], -1) if rest else turned
 
     return _one(fused(name, body, x, cos, sin))

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 
 import sympy
 
+from .dominance import Relations
 from .errors import UnsupportedError
 from .extremum import at_least_zero, smaller
-from .layout import distinct
+from .layout import distinct, windows_along
 from .op import Op
 from .pattern import Affine, Pattern
 from .polynomial import ONE, ZERO, Poly, poly
@@ -124,7 +125,7 @@ def multiply_add(op: Op) -> Flops:
     if restriction is not None:
         domain, query, key = restriction
         others = prod((n for name, n in extents.items() if name not in (query, key)), start=ONE)
-        executed = others * domain.points(extents[query], extents[key])
+        executed = others * domain.points(extents[query], extents[key], op.graph.root.relations)
     if summed:
         return Flops(matmul=2 * executed, full=2 * full)
     return Flops(pointwise=executed)
@@ -179,9 +180,12 @@ def _seen(op: Op, t: Tensor) -> Poly:
     domain, query, key = made.domain
     used = {query: domain.queries_used, key: domain.keys_used}
     sizes, strides = list(t.sizes), t.strides
+    if strides[query] and strides[key] and sizes[query] == made.sizes[query] and sizes[key] == made.sizes[key]:
+        sizes[query], sizes[key] = domain.points(sizes[query], sizes[key], op.graph.root.relations), ONE
+        return distinct(sizes, strides)
     for axis, other in ((query, key), (key, query)):
         if t.sizes[other] == ONE and t.sizes[axis] == made.sizes[axis]:
-            sizes[axis] = used[axis](made.sizes[query], made.sizes[key])
+            sizes[axis] = used[axis](made.sizes[query], made.sizes[key], op.graph.root.relations)
     return distinct(sizes, strides)
 
 
@@ -189,8 +193,10 @@ def read_by_the_body(op: Op) -> tuple[Poly, ...]:
     """Return what the ops inside a fused body read of each operand, a view inside standing for its source."""
     assert op.body is not None
     amounts = []
-    for f in op.body.formals:
-        handed = [elements(t) for t in op.body.outputs if t.storage is f.storage]  # a view is written out: a copy
+    for i, f in enumerate(op.body.formals):
+        # a view is written out: a copy, unless it is what was written into the operand
+        own = i not in op.attrs.get("changed", ())
+        handed = [elements(t) for t in op.body.outputs if own and t.storage is f.storage]
         amounts.append(fold(larger, handed, elements_read(op.body, f)))
     return _once(op, amounts)
 
@@ -241,7 +247,7 @@ def reached_by_index(op: Op) -> tuple[Poly, ...]:
         left = ONE
         skip: tuple[str, ...] = ()
         if restriction is not None:
-            left, skip = _restricted(restriction, names, extents)
+            left, skip = _restricted(restriction, names, extents, op.graph.root.relations)
         seen: set[str] = set()
         for dim, size, stride in zip(pattern.operands[i], t.sizes, t.strides, strict=True):
             if not stride:
@@ -257,15 +263,15 @@ def reached_by_index(op: Op) -> tuple[Poly, ...]:
 
 
 def _restricted(
-    restriction: tuple[Domain, str, str], names: Sequence[str], extents: dict[str, Poly]
+    restriction: tuple[Domain, str, str], names: Sequence[str], extents: dict[str, Poly], known: Relations
 ) -> tuple[Poly, tuple[str, ...]]:
     domain, query, key = restriction
     queries, keys = extents[query], extents[key]
     if query in names and key in names:
-        return domain.points(queries, keys), (query, key)
+        return domain.points(queries, keys, known), (query, key)
     if query in names:
-        return domain.queries_used(queries, keys), (query,)
-    return (domain.keys_used(queries, keys), (key,)) if key in names else (ONE, ())
+        return domain.queries_used(queries, keys, known), (query,)
+    return (domain.keys_used(queries, keys, known), (key,)) if key in names else (ONE, ())
 
 
 def _reached(index: Affine, extents: dict[str, Poly], size: Poly) -> Poly:
@@ -310,7 +316,7 @@ def _window_first(extent: Poly) -> tuple[bool, int]:
 
 def _one_piece(width: int, count: Poly, stride: int, padding: int, size: Poly) -> Poly:
     """Count the positions that windows reach which touch or overlap: all from the first to the end of the last."""
-    fits = poly(sympy.ceiling(((size + 2 * padding - width + 1) / stride).expr))
+    fits = windows_along(size, width - 1 - 2 * padding, stride)
     if count == fits and padding >= stride - 1:
         return size  # what the last window leaves over, at most stride - 1, is padding
     return at_least_zero(smaller((count - 1) * stride + width - padding, size))  # all of them may be in the padding

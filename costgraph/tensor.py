@@ -53,9 +53,23 @@ def nbytes(sizes: Sequence[Poly], dtype: DType) -> Poly:
     out = count * (dtype.bits // 8 if dtype.bits % 8 == 0 else dtype.bytes)
     if dtype.block is not None:
         last = sizes[-1] if sizes else poly(1)
-        blocks = poly(sympy.ceiling((last / dtype.block).expr))
+        blocks = poly(sympy.ceiling((last / dtype.block).expr)) if dtype.block else poly(1)
         out = out + numel(sizes[:-1]) * blocks * dtype.scale_bits / 8 + poly(dtype.tensor_bits) / 8
     return out
+
+
+def _handed_on(graph: Graph) -> Mapping[Storage, tuple[Storage, Poly]]:
+    """Return the storages of carries that a loop hands on as they came, each with what it started from."""
+    if "handed on" not in graph.cache:
+        loops = [(op, op.body) for op in graph.walk() if op.kind.body == "repeated" and op.body is not None]
+        graph.cache["handed on"] = {
+            op.results[i].storage: (op.operands[i].storage, op.operands[i].offset)
+            for op, body in loops
+            for i in range(op.attrs["carries"])
+            if body.outputs[i] is body.formals[i] and op.results[i].storage is not op.operands[i].storage
+        }
+    found: Mapping[Storage, tuple[Storage, Poly]] = graph.cache["handed on"]
+    return found
 
 
 @cache
@@ -165,10 +179,11 @@ class Tensor:
 
     def region(self) -> tuple[object, ...]:
         """Identify the elements that the tensor stands for: equal for views of the same elements."""
-        storage, offset, aliases = self.storage, self.offset, ALIASES.get()
-        while storage in aliases:
-            storage, delta = aliases[storage]
-            offset = offset + delta
+        storage, offset = self.storage, self.offset
+        for aliases in (ALIASES.get(), _handed_on(self.graph.root)):
+            while storage in aliases:
+                storage, delta = aliases[storage]
+                offset = offset + delta
         if self.graph.same(self.touched, storage.elements):
             return (storage,)
         told = self.graph.told

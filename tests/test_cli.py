@@ -383,6 +383,6 @@ def test_the_documented_output_is_the_output(capsys):
     root = pathlib.Path(__file__).parent.parent
     text = (root / "README.md").read_text() + (root / "docs" / "cli.md").read_text()
     blocks = re.findall(r"```console\n\$ costgraph (.*)\n([^`]*)```", text)
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     for words, expected in blocks:
         assert good(capsys, *words.split()) == expected

@@ -19,6 +19,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("symbols",),
     ("generators",),
     ("polynomial",),
+    ("sampling",),
     ("dominance",),
     ("extremum",),
     ("grammar", "pattern"),
@@ -34,7 +35,25 @@ LAYERS: list[tuple[str, ...]] = [
     ("graph",),
     ("sizes",),
     ("ops.*",),
-    ("nn", "rotary", "attention", "conv"),
+    (
+        "nn",
+        "losses",
+        "rotary",
+        "attention",
+        "cross_attention",
+        "embeddings",
+        "moe",
+        "latent",
+        "conv",
+        "recurrent",
+        "cells",
+        "layers",
+        "norms",
+        "resizing",
+        "recommendation",
+        "vision",
+        "windows",
+    ),
     ("vjp.*",),
     ("optimizers.*",),
     ("attribute_types", "attributes", "reader", "io"),
@@ -50,7 +69,7 @@ LAYERS: list[tuple[str, ...]] = [
 ]
 # The zoo is written with public names alone, so that a user's model can be written in the same way; its registry is
 # part of the library.
-ZOO_EXCEPT = {"models", "models.registry"}
+ZOO_EXCEPT = {"models", "models.registry", "models.config", "models.family"}
 # `from costgraph import ...` counts as an import of this: the package is complete once its zoo is.
 PACKAGE = "models"
 # Heavy or optional: not loaded by `import costgraph`.

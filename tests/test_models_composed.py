@@ -7,9 +7,12 @@ import pytest
 
 import costgraph as cg
 from costgraph import models
-from costgraph.errors import CostGraphError, GraphError
+from costgraph.errors import CostGraphError, GraphError, UnsupportedError
 from costgraph.io import load, save
+from costgraph.models.registry import FAMILIES
 
+#: Models of which it is stated how eager code composes them.
+NAMES = [name for family in FAMILIES if family.composed is not None for name in family.presets]
 SMALL = {
     "gpt2": {"D": 12, "H": 3, "F": 20, "P": 13, "V": 11},
     "llama-2-7b": {"D": 12, "H": 3, "K": 4, "F": 20, "V": 11},
@@ -18,7 +21,7 @@ SMALL = {
 
 
 @pytest.mark.parametrize("attention", ["eager", "flash"])
-@pytest.mark.parametrize("name", models.names())
+@pytest.mark.parametrize("name", NAMES)
 def test_parameters_and_products_are_those_of_the_declaration_of_kernels(name, attention):
     plain, composed = (models.load(name, attention=attention, composed=c) for c in (False, True))
     assert cg.param_count(composed) == cg.param_count(plain)
@@ -34,7 +37,7 @@ def test_nothing_is_composed_in_the_mlp():
 
 
 def test_the_default_holds_nothing():
-    assert not any(op.kind.name == "keep" for name in models.names() for op in models.load(name).walk())
+    assert not any(op.kind.name == "keep" for name in NAMES for op in models.load(name).walk())
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16", "fp8_e4m3", "mxfp8"])
@@ -81,3 +84,8 @@ def test_heads_that_share_none_repeat_none():
 def test_what_is_composed_is_yes_or_no():
     with pytest.raises(GraphError, match="model 'gpt2': composed is int, expected True or False"):
         models.load("gpt2", composed=1)
+
+
+def test_of_other_models_nothing_is_stated():
+    with pytest.raises(UnsupportedError, match="model 'mistral-7b': composed=True, expected a model of which that is"):
+        models.load("mistral-7b", composed=True)

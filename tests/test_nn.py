@@ -185,7 +185,7 @@ def test_activations_cost_what_their_docstrings_say(function, flops):
         (lambda x, i: cg.rotary_tables(x, 6), ShapeError, "expected integers of one axis"),
         (lambda x, i: cg.rotary_tables(i, 5), ShapeError, "5/2, expected a positive integer"),
         (lambda x, i: cg.rotary_tables(i, 6, base=0), GraphError, "base 0, expected a positive number"),
-        (lambda x, i: cg.rotary(x, x, x), ShapeError, "half of the last axis: 5/2, expected a positive integer"),
+        (lambda x, i: cg.rotary(x, x, x), ShapeError, "what is left: -5, expected a positive integer"),
         (lambda x, i: cg.rotary(x[0], x, x), ShapeError, "expected at least two axes"),
         (lambda x, i: cg.mlp(x, 4, activation=3), GraphError, "activation: got int, expected a function"),
         (lambda x, i: cg.gated_mlp(x, 4, activation=x), GraphError, "activation: got Tensor, expected a function"),

@@ -154,7 +154,7 @@ def test_what_is_no_step_is_refused():
         g.output(cg.relu(g.input("x", (B, D)) @ g.param("w", (D, F))))
     with pytest.raises(GraphError, match="graph 'g' has 1 outputs and names no loss, expected one scalar output"):
         cg.training_step(g)
-    with pytest.raises(GraphError, match="loss 'mse', expected one of cross_entropy or a function"):
+    with pytest.raises(GraphError, match="loss 'mse', expected one of cross_entropy, "):
         cg.training_step(g, loss="mse")
     with pytest.raises(GraphError, match=r"the loss is relu.*, expected a scalar"):
         cg.training_step(g, loss=lambda y: y)

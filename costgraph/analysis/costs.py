@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from functools import reduce as fold
 
 import sympy
@@ -30,6 +30,7 @@ __all__ = [
     "costs",
     "executions",
     "flops",
+    "flops_of_kind",
     "intensity",
     "matmul_flops",
     "traffic_of",
@@ -90,11 +91,21 @@ def _situations(op: Op) -> list[tuple[Mapping[Storage, tuple[Storage, Poly]], Po
 
 
 def compute_dtype(op: Op) -> str:
-    """Return the format that an op calculates in: the common one of its floating operands, else of its result."""
-    floats = [t.dtype for t in op.operands if t.dtype.kind == "float"] or [t.dtype for t in op.results[:1]]
-    if op.kind.name == "einsum" and len({f.bits for f in floats}) == 1 and floats[0].bits <= 8:
-        return max(floats, key=lambda f: f.mantissa).name  # E4M3 times E5M2 runs on the units of either
-    return fold(promote, floats).name
+    """Return the format that an op calculates in: the common one of its floating operands, else of its result.
+
+    A product of whole numbers adds up in a wider format than that of its operands, which decides the unit that it
+    runs on.
+    """
+    multiplies = op.kind.name in ("einsum", "grouped")
+    operands = op.operands[:2] if op.kind.name == "grouped" else op.operands  # the others say where rows belong
+    found = [t.dtype for t in operands if t.dtype.kind == "float"]
+    if not found:
+        found = [t.dtype for t in (operands if multiplies else op.results[:1])]
+    if multiplies and found[0].kind == "float" and all(f.bits <= 8 for f in found):
+        made = max(found, key=lambda f: (f.bits, f.mantissa))  # E4M3 times E5M2 runs on the units of either
+    else:
+        made = fold(promote, found)
+    return made.element or made.name
 
 
 def _main_kind(op: Op, flops_of: Callable[[Op], Flops]) -> str:
@@ -149,7 +160,14 @@ def _bound_rows(graph: Graph, count: str, dims: Mapping[str, object]) -> tuple[C
     need_choice("count", count, _COUNTS)
     values = bindings(graph, dims)
     rows = _rows(graph, count)
-    return tuple(replace(r, amount=r.amount.bind(values)) for r in rows) if values else rows
+    if not values:
+        return rows
+    # a report asks several times for the same sizes
+    kept: tuple[object, tuple[CostRow, ...]] = graph.cache.get(("bound costs", count), (None, ()))
+    if kept[0] != values:
+        kept = values, tuple(replace(r, amount=r.amount.bind(values)) for r in rows)
+        graph.cache["bound costs", count] = kept
+    return kept[1]
 
 
 def costs(graph: Graph, /, *, count: str = "executed", **dims: int) -> Costs:
@@ -207,6 +225,16 @@ def _is_matmul(row: CostRow) -> bool:
 
 def _is_traffic(row: CostRow) -> bool:
     return row.direction != "compute"
+
+
+@cache
+def _is_of(kind: str) -> Callable[[CostRow], bool]:
+    return lambda row: row.direction == "compute" and row.kind == kind
+
+
+def flops_of_kind(graph: Graph, kind: str, dims: Mapping[str, object]) -> Formula:
+    """Return the FLOPs of one kind, as executed."""
+    return _sum_of(graph, dims, "executed", _is_of(kind))
 
 
 def flops(graph: Graph, /, **dims: int) -> Formula:

@@ -2,32 +2,63 @@
 
 from __future__ import annotations
 
+from ..arguments import need_flag
 from ..bind import Formula, answer
 from ..graph import Graph, need_graph
-from ..polynomial import Poly, total
+from ..op import Op
+from ..ops.grouped import DISPATCH, GROUPED
+from ..ops.index import GATHER
+from ..ops.layout import REARRANGE
+from ..ops.pointwise import POINTWISE
+from ..ops.stated import OPAQUE
+from ..polynomial import ONE, Poly, total
 from ..sizes import bindings
+from ..tensor import Tensor
 from .traffic import repeated_bodies
 
-__all__ = ["param_bytes", "param_count"]
+__all__ = ["cache_bytes", "param_bytes", "param_count"]
 
 
-def _sum(graph: Graph, *, of_bytes: bool) -> Poly:
+def _sum(graph: Graph, *, of_bytes: bool, active: bool = False) -> Poly:
     need_graph("parameters", graph)
     return total(
-        (t.storage.bytes if of_bytes else t.storage.elements) * times
+        (t.storage.bytes if of_bytes else t.storage.elements) * (_met(g, t) if active else ONE) * times
         for g, times in repeated_bodies(graph)
         for t in g.tensors
         if t.role == "param" and t.producer is None  # a view of one is not another
     )
 
 
-def param_count(graph: Graph, /, **dims: int) -> Formula:
+def _met(graph: Graph, t: Tensor) -> Poly:
+    """Return which part of a parameter one token meets: of stacked experts those that it chooses, of others all."""
+    parts = (_met_by(op, t) for op in graph.successors(t))
+    return next((p for p in parts if p != ONE), ONE)
+
+
+def _met_by(op: Op, t: Tensor) -> Poly:
+    if op.body is not None:
+        inside = (_met(op.body, f) for f, outer in zip(op.body.formals, op.operands, strict=True) if outer is t)
+        return next((p for p in inside if p != ONE), ONE)
+    if op.kind is GROUPED and op.operands[1] is t:
+        chosen: Poly = op.attrs["chosen"]
+        return chosen / t.sizes[0]
+    sender = op.operands[1].producer if op.kind is GATHER else None
+    if sender is not None and sender.kind is DISPATCH:  # a row of a table for the expert of each row
+        return sender.operands[0].sizes[-1] / t.sizes[0]
+    # another view or format of it, or what is left once scales are applied
+    handed_on = op.kind in (POINTWISE, REARRANGE, OPAQUE) and op.results[0].numel == t.numel
+    return _met(op.graph, op.results[0]) if handed_on else ONE
+
+
+def param_count(graph: Graph, /, *, active: bool = False, **dims: int) -> Formula:
     """Return the number of parameters, frozen ones included; tied ones count once, a Repeat's once an iteration.
 
     Parameters
     ----------
     graph : Graph
         What is asked.
+    active : bool
+        Count those that one token meets: k of E experts, everything else whole, embedding and head included.
     **dims : int
         Sizes to bind.
 
@@ -38,10 +69,18 @@ def param_count(graph: Graph, /, **dims: int) -> Formula:
 
     Raises
     ------
-    BindingError
-        If a size cannot be bound.
+    GraphError, BindingError
+        If `active` is no switch, or a size cannot be bound.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> g = cg.models.load("mixtral-8x7b")
+    >>> cg.param_count(g), cg.param_count(g, active=True)
+    (46702792704, 12879925248)
     """
-    return answer(_sum(graph, of_bytes=False).bind(bindings(graph, dims)))
+    need_flag("param_count", active=active)
+    return answer(_sum(graph, of_bytes=False, active=active).bind(bindings(graph, dims)))
 
 
 def param_bytes(graph: Graph, /, **dims: int) -> Formula:
@@ -65,3 +104,40 @@ def param_bytes(graph: Graph, /, **dims: int) -> Formula:
         If a size cannot be bound.
     """
     return answer(_sum(graph, of_bytes=True).bind(bindings(graph, dims)))
+
+
+def cache_bytes(graph: Graph, /, **dims: int) -> Formula:
+    """Return the bytes of all caches: keys and values, latent vectors, states of recurrences.
+
+    Parameters
+    ----------
+    graph : Graph
+        What `prefill` or `decode` returned.
+    **dims : int
+        Sizes to bind.
+
+    Returns
+    -------
+    int or sympy.Expr
+        Bytes, scales of block formats included; a Repeat's caches once an iteration.
+
+    Raises
+    ------
+    BindingError
+        If a size cannot be bound.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> step = cg.decode(cg.models.load("llama-2-7b"))
+    >>> cg.cache_bytes(step)  # 2*H*K elements for each layer and position, of two bytes
+    524288*B*S
+    """
+    need_graph("cache_bytes", graph)
+    held = (
+        t.storage.bytes * times
+        for g, times in repeated_bodies(graph)
+        for t in g.tensors
+        if t.role == "cache" and t.producer is None
+    )
+    return answer(total(held).bind(bindings(graph, dims)))

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..dominance import Relations
 from ..extremum import Min
+from ..grammar import parse_relation
 from ..graph import Graph
-from ..polynomial import ONE, Poly, poly, total
+from ..ops.grouped import GROUPED
+from ..polynomial import ONE, ZERO, Poly, poly, total
 from ..reach import at_least, elements_read, together
 from ..tensor import SOURCES, Tensor
 
@@ -22,8 +25,19 @@ def repeated_bodies(graph: Graph, times: Poly = ONE) -> Iterator[tuple[Graph, Po
             yield from repeated_bodies(op.body, repeated)
 
 
-def _smaller(a: Poly, b: Poly) -> Poly:
-    return a if at_least(b, a) else b if at_least(a, b) else poly(Min(a.expr, b.expr))
+def _known(graph: Graph) -> Relations:
+    """Return what is known of sizes, and that no token chooses more experts than there are."""
+    found = [op for op in graph.walk() if op.kind is GROUPED and op.attrs["routing"] == "expected"]
+    pairs = {(op.operands[1].sizes[0], op.attrs["chosen"]) for op in found}
+    texts = sorted(f"{experts} >= {chosen}" for experts, chosen in pairs if (experts - chosen).constant is None)
+    return Relations([*graph.root.relations.relations, *map(parse_relation, texts)])
+
+
+def _at_most(touched: Poly, whole: Poly, known: Relations) -> Poly:
+    """Return what is touched of a tensor, never more than the whole."""
+    if at_least(whole, touched) or known.nonnegative(whole - touched):
+        return touched
+    return whole if at_least(touched, whole) else poly(Min(touched.expr, whole.expr))
 
 
 def _made(t: Tensor) -> tuple[object, ...] | None:
@@ -53,6 +67,20 @@ def _outputs(graph: Graph) -> Iterator[Poly]:
             yield together(tensors) * tensors[0].element_bytes()
 
 
+def _kept(graph: Graph, t: Tensor) -> Poly:
+    """Return the elements of a cache that a step writes: the next one reads them."""
+    if t.role != "cache":
+        return ZERO
+    changing = [op for op in graph.successors(t) if op.attrs.get("inplace")]
+    # a kernel writes into caches beside what it hands out
+    return total(
+        written
+        for op in changing
+        for made, written in zip(op.results, op.kind.writes(op), strict=True)
+        if made.storage is t.storage
+    )
+
+
 def compulsory(graph: Graph) -> Poly:
     """Return the bytes that no fusion avoids.
 
@@ -65,15 +93,15 @@ def compulsory(graph: Graph) -> Poly:
     -------
     Poly
         Bytes: of each input, parameter and buffer the part that its widest reader touches, never more than the
-        whole, and of each output every element. What nobody reads is not moved.
+        whole, and of each output every element; of a cache also what is written to it. What nobody reads is not moved.
     """
     if "compulsory" not in graph.cache:
-        parts = []
+        parts, known = [], _known(graph)
         for g, times in repeated_bodies(graph):
             for t in g.tensors:
                 if t.producer is None and t.role in SOURCES and t.role != "formal":
-                    touched = _smaller(elements_read(g, t), t.storage.elements)
-                    parts.append(touched * t.element_bytes() * times)
+                    touched = _at_most(elements_read(g, t), t.storage.elements, known)
+                    parts.append((touched + _kept(g, t)) * t.element_bytes() * times)
         parts += _outputs(graph)
         graph.cache["compulsory"] = total(parts)
     out: Poly = graph.cache["compulsory"]

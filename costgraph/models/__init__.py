@@ -1,5 +1,5 @@
 """The model zoo: symbolic graphs with the sizes of published models as default bindings."""
 
-from .registry import load, names
+from .registry import from_config, load, names
 
-__all__ = ["load", "names"]
+__all__ = ["from_config", "load", "names"]

@@ -10,17 +10,13 @@ from __future__ import annotations
 import costgraph as cg
 
 from . import composed
-
-PRESETS: dict[str, dict[str, int]] = {
-    "gpt2": {"D": 768, "H": 12, "F": 3072, "L": 12, "V": 50257, "P": 1024},
-    "gpt2-medium": {"D": 1024, "H": 16, "F": 4096, "L": 24, "V": 50257, "P": 1024},
-    "gpt2-large": {"D": 1280, "H": 20, "F": 5120, "L": 36, "V": 50257, "P": 1024},
-    "gpt2-xl": {"D": 1600, "H": 25, "F": 6400, "L": 48, "V": 50257, "P": 1024},
-    "gpt3-175b": {"D": 12288, "H": 96, "F": 49152, "L": 96, "V": 50257, "P": 2048},
-}
+from .config import Config
+from .family import Family, Preset
 
 
-def gpt2(name: str, attention: str, dropout: float, dtype: str) -> cg.Graph:
+def gpt2(
+    name: str, attention: str, dropout: float, dtype: str, *, tied: bool = True, activation: str = "gelu_tanh"
+) -> cg.Graph:
     """Declare GPT-2: tokens (B, S) to logits (B, S, V)."""
     B, S, D, H, F, L, V, P = cg.dims("B S D H F L V P")
 
@@ -28,13 +24,14 @@ def gpt2(name: str, attention: str, dropout: float, dtype: str) -> cg.Graph:
         y = cg.layer_norm(x, name="attention/norm")
         qkv = cg.linear(y, "b s d -> b s n h k", n=3, h=H, k=D / H, bias=True, name="attention/kqv")
         q, k, v = (cg.rearrange(part, "b s 1 h k -> b h s k") for part in cg.split(qkv, (1, 1, 1), 2))
+        k, v = (cg.cache(t, "b h t k", along="t", name=f"attention/{c}_cache") for c, t in (("k", k), ("v", v)))
         y = cg.attention(q, k, v, causal=True, kernel=attention, p=dropout, name="attention")
         y = cg.rearrange(y, "b h s k -> b s (h k)", name="attention/merge")
         y = cg.linear(y, "b s e -> b s d", d=D, bias=True, name="attention/proj")
         x = x + cg.dropout(y, dropout)
         y = cg.layer_norm(x, name="mlp/norm")
         with cg.scope("mlp"):
-            y = cg.gelu(cg.linear(y, "b s d -> b s f", f=F, bias=True, name="ffw1"), approximate="tanh")
+            y = cg.pointwise(activation, cg.linear(y, "b s d -> b s f", f=F, bias=True, name="ffw1"))
             y = cg.linear(y, "b s f -> b s d", d=D, bias=True, name="ffw2")
         return x + cg.dropout(y, dropout)
 
@@ -46,8 +43,7 @@ def gpt2(name: str, attention: str, dropout: float, dtype: str) -> cg.Graph:
         x = x + cg.embedding(cg.arange(S), g.param("positions/table", (P, D)))
         x = cg.repeat(L, block, cg.dropout(x, dropout), name="layers")
         x = cg.layer_norm(x, name="norm")
-        with cg.scope("head"):
-            g.output(cg.einsum(x, table, "b s d, v d -> b s v", name="matmul"))
+        g.output(cg.tied_head(x, table) if tied else cg.linear(x, "b s d -> b s v", v=V, name="head"))
     g.loss = "cross_entropy"
     return g
 
@@ -91,3 +87,35 @@ def _attend(x: cg.Tensor, mask: cg.Tensor | None, dropout: float) -> tuple[cg.Te
     y, probabilities = composed.attend(q, k, v, mask, dropout)
     y = cg.linear(y, "b s e -> b s d", d=D, bias=True, name="attention/proj")
     return cg.keep(cg.dropout(y, dropout), qkv), probabilities
+
+
+def read(c: Config) -> Preset:
+    """Read a config.json of transformers' GPT2Config."""
+    c.expect("scale_attn_weights", True)
+    c.expect("reorder_and_upcast_attn", False)
+    c.ignore("attn_pdrop", "embd_pdrop", "resid_pdrop", "scale_attn_by_inverse_layer_idx")
+    c.ignore("n_ctx", "n_special", "output_past", "predict_special_tokens")  # of older files
+    for field in ("activation", "first_dropout", "type", "proj_to_labels", "use_proj"):
+        c.ignore(f"summary_{field}")  # of another head
+    D = c.size("n_embd")
+    sizes = {"D": D, "H": c.size("n_head"), "F": c.size("n_inner", default=4 * D), "L": c.size("n_layer")}
+    structure = {"tied": c.flag("tie_word_embeddings", True)}
+    sizes |= {"V": c.size("vocab_size"), "P": c.size("n_positions")}
+    return Preset(sizes, {**structure, "activation": c.activation("activation_function", default="gelu_new")})
+
+
+FAMILIES = (
+    Family(
+        gpt2,
+        {
+            "gpt2": Preset({"D": 768, "H": 12, "F": 3072, "L": 12, "V": 50257, "P": 1024}),
+            "gpt2-medium": Preset({"D": 1024, "H": 16, "F": 4096, "L": 24, "V": 50257, "P": 1024}),
+            "gpt2-large": Preset({"D": 1280, "H": 20, "F": 5120, "L": 36, "V": 50257, "P": 1024}),
+            "gpt2-xl": Preset({"D": 1600, "H": 25, "F": 6400, "L": 48, "V": 50257, "P": 1024}),
+            "gpt3-175b": Preset({"D": 12288, "H": 96, "F": 49152, "L": 96, "V": 50257, "P": 2048}),
+        },
+        composed=composed_gpt2,
+        architectures=("GPT2LMHeadModel",),
+        read=read,
+    ),
+)

@@ -7,48 +7,48 @@ of transformers.
 
 from __future__ import annotations
 
+from functools import partial
+
 import sympy
 
 import costgraph as cg
 
 from . import composed
-
-PRESETS: dict[str, dict[str, int]] = {
-    "llama-2-7b": {"D": 4096, "H": 32, "G": 32, "K": 128, "F": 11008, "L": 32, "V": 32000},
-    "llama-2-13b": {"D": 5120, "H": 40, "G": 40, "K": 128, "F": 13824, "L": 40, "V": 32000},
-    "llama-2-70b": {"D": 8192, "H": 64, "G": 8, "K": 128, "F": 28672, "L": 80, "V": 32000},
-    "llama-3-8b": {"D": 4096, "H": 32, "G": 8, "K": 128, "F": 14336, "L": 32, "V": 128256},
-    "llama-3-70b": {"D": 8192, "H": 64, "G": 8, "K": 128, "F": 28672, "L": 80, "V": 128256},
-    "llama-3.1-405b": {"D": 16384, "H": 128, "G": 8, "K": 128, "F": 53248, "L": 126, "V": 128256},
-}
+from .config import Config
+from .family import Family, Preset
 
 
-def llama(name: str, attention: str, dropout: float, dtype: str) -> cg.Graph:
+def llama(
+    name: str,
+    attention: str,
+    dropout: float,
+    dtype: str,
+    *,
+    bias: bool = False,
+    mlp_bias: bool = False,
+    tied: bool = False,
+    activation: str = "silu",
+) -> cg.Graph:
     """Declare Llama: tokens (B, S) to logits (B, S, V); dropout falls on attention probabilities alone."""
     B, S, D, H, G, K, F, L, V = cg.dims("B S D H G K F L V")
-
-    def heads(x: cg.Tensor, count: object, name: str) -> cg.Tensor:
-        y = cg.linear(x, "b s d -> b s h k", h=count, k=K, name=name)
-        return cg.rearrange(y, "b s h k -> b h s k")
 
     with cg.Graph(name, dtype=dtype) as g:
         g.assume("H >= G")
         tokens = g.input("tokens", (B, S), dtype="int64")
-        x = cg.embedding(tokens, g.param("tokens/table", (V, D)))
-        cos, sin = cg.rotary_tables(cg.arange(S), K)
+        table = g.param("tokens/table", (V, D))
+        x = cg.embedding(tokens, table)
+        rope = cg.rotary_tables(cg.arange(S), K)
 
         def block(x: cg.Tensor) -> cg.Tensor:
             y = cg.rms_norm(x, name="attention/norm")
-            q, k, v = (heads(y, n, f"attention/{c}") for c, n in (("q", H), ("k", G), ("v", G)))
-            with cg.scope("attention"):
-                q, k = cg.rotary(q, cos, sin), cg.rotary(k, cos, sin)
-            y = cg.attention(q, k, v, causal=True, kernel=attention, p=dropout, name="attention")
-            y = cg.rearrange(y, "b h s k -> b s (h k)", name="attention/merge")
-            x = x + cg.linear(y, "b s e -> b s d", d=D, name="attention/proj")
-            return x + cg.gated_mlp(cg.rms_norm(x, name="mlp/norm"), F, name="mlp")
+            x = x + cg.self_attention(
+                y, H, K, groups=G, rope=rope, kernel=attention, bias=bias, out_bias=bias, p=dropout
+            )
+            y = cg.rms_norm(x, name="mlp/norm")
+            return x + cg.gated_mlp(y, F, activation=partial(cg.pointwise, activation), bias=mlp_bias)
 
         x = cg.rms_norm(cg.repeat(L, block, x, name="layers"), name="norm")
-        g.output(cg.linear(x, "b s d -> b s v", v=V, name="head"))
+        g.output(cg.tied_head(x, table) if tied else cg.linear(x, "b s d -> b s v", v=V, name="head"))
     g.loss = "cross_entropy"
     return g
 
@@ -57,7 +57,7 @@ def composed_llama(name: str, attention: str, dropout: float, dtype: str) -> cg.
     """Declare Llama as transformers' eager code runs it, with what its variables still name."""
     B, S, D, H, G, K, F, L, V = cg.dims("B S D H G K F L V")
     # a model whose heads all have keys and values of their own repeats none
-    shared = PRESETS[name]["G"] < PRESETS[name]["H"]
+    shared = not name.startswith(("llama-2-7b", "llama-2-13b"))
 
     def block(x: cg.Tensor) -> cg.Tensor:
         y = composed.rms_norm(x, "attention/norm")
@@ -99,3 +99,33 @@ def _attend(
     y, probabilities = composed.attend(turned, keys, v, mask, dropout, repeats=H / groups, softmax="fp32")
     y = cg.linear(y, "b s e -> b s d", d=D, name="attention/proj")
     return cg.keep(y, turned, keys, v), probabilities
+
+
+def read(c: Config) -> Preset:
+    """Read a config.json of transformers' LlamaConfig."""
+    c.ignore("max_position_embeddings", "max_sequence_length", "is_llama_config", "rope_interleaved")
+    structure = {"bias": c.flag("attention_bias", False), "mlp_bias": c.flag("mlp_bias", False)}
+    structure |= {"tied": c.flag("tie_word_embeddings", False)}
+    return Preset(c.decoder(), structure | {"activation": c.activation("hidden_act", default="silu")})
+
+
+def _sizes(D: int, H: int, G: int, F: int, L: int, V: int) -> Preset:
+    return Preset({"D": D, "H": H, "G": G, "K": D // H, "F": F, "L": L, "V": V})
+
+
+FAMILIES = (
+    Family(
+        llama,
+        {
+            "llama-2-7b": _sizes(4096, 32, 32, 11008, 32, 32000),
+            "llama-2-13b": _sizes(5120, 40, 40, 13824, 40, 32000),
+            "llama-2-70b": _sizes(8192, 64, 8, 28672, 80, 32000),
+            "llama-3-8b": _sizes(4096, 32, 8, 14336, 32, 128256),
+            "llama-3-70b": _sizes(8192, 64, 8, 28672, 80, 128256),
+            "llama-3.1-405b": _sizes(16384, 128, 8, 53248, 126, 128256),
+        },
+        composed=composed_llama,
+        architectures=("LlamaForCausalLM",),
+        read=read,
+    ),
+)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import costgraph as cg
 
-PRESETS: dict[str, dict[str, int]] = {"mlp": {"D": 784, "F": 512, "L": 1, "C": 10}}
+from .family import Family, Preset
 
 
 def mlp(name: str, attention: str, dropout: float, dtype: str) -> cg.Graph:
@@ -23,3 +23,6 @@ def mlp(name: str, attention: str, dropout: float, dtype: str) -> cg.Graph:
         g.output(cg.linear(x, "b f -> b c", c=C, bias=True, name="head"))
     g.loss = "cross_entropy"
     return g
+
+
+FAMILIES = (Family(mlp, {"mlp": Preset({"D": 784, "F": 512, "L": 1, "C": 10})}, composed=mlp),)

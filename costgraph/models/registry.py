@@ -2,31 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from difflib import get_close_matches
+from inspect import signature
 from numbers import Real
+from typing import Literal, get_args, get_origin, get_type_hints
 
 from ..arguments import need_flag
 from ..dtypes import DType
 from ..dtypes import dtype as find_dtype
-from ..errors import FormatError, GraphError
+from ..errors import FormatError, GraphError, UnsupportedError
 from ..graph import Graph
+from ..sizes import known_names
 from ..symbols import shown
-from . import gpt2, llama, mlp
-
-__all__ = ["load", "names"]
-
-_Declare = Callable[[str, str, float, str], Graph]
-
-#: What declares a family, what declares it as eager code runs it, and the sizes of its models.
-_FAMILIES: tuple[tuple[_Declare, _Declare, Mapping[str, Mapping[str, int]]], ...] = (
-    (gpt2.gpt2, gpt2.composed_gpt2, gpt2.PRESETS),
-    (llama.llama, llama.composed_llama, llama.PRESETS),
-    (mlp.mlp, mlp.mlp, mlp.PRESETS),  # an op for each of its modules as it is
+from . import (
+    alexnet,
+    bert,
+    clip,
+    convnext,
+    deepseek,
+    densenet,
+    dit,
+    dlrm,
+    efficientnet,
+    falcon,
+    gemma,
+    gpt2,
+    gpt_oss,
+    linear_attention,
+    llama,
+    mamba,
+    mistral,
+    mixtral,
+    mlp,
+    mobilenet,
+    olmo,
+    phi,
+    qwen,
+    qwen_moe,
+    resnet,
+    rnn,
+    rwkv,
+    swin,
+    t5,
+    unet,
+    vgg,
+    vit,
+    whisper,
+    xlstm,
 )
+from .config import read_config
+from .family import Family, Preset
 
-#: What declares a model, in both ways, and the sizes that it binds, by name.
-_MODELS = {name: (*both, sizes) for *both, presets in _FAMILIES for name, sizes in presets.items()}
+__all__ = ["FAMILIES", "from_config", "load", "names"]
+
+_MODULES = (
+    alexnet, bert, clip, convnext, deepseek, densenet, dit, dlrm, efficientnet, falcon, gemma, gpt2, gpt_oss,
+    linear_attention, llama, mamba, mistral, mixtral, mlp, mobilenet, olmo, phi, qwen, qwen_moe, resnet, rnn, rwkv,
+    swin, t5, unet, vgg, vit, whisper, xlstm,
+)  # fmt: skip
+
+#: Every family of the zoo.
+FAMILIES: tuple[Family, ...] = tuple(family for module in _MODULES for family in module.FAMILIES)
+
+#: The family of each model, by its name.
+_MODELS = {name: family for family in FAMILIES for name in family.presets}
+
+#: The family of each architecture of transformers, by its name.
+_ARCHITECTURES = {name: family for family in FAMILIES for name in family.architectures}
 
 
 def names() -> list[str]:
@@ -40,8 +83,8 @@ def names() -> list[str]:
     Examples
     --------
     >>> import costgraph as cg
-    >>> [name for name in cg.models.names() if name.startswith("gpt")]
-    ['gpt2', 'gpt2-large', 'gpt2-medium', 'gpt2-xl', 'gpt3-175b']
+    >>> [name for name in cg.models.names() if name.startswith("gpt2")]
+    ['gpt2', 'gpt2-large', 'gpt2-medium', 'gpt2-xl']
     """
     return sorted(_MODELS)
 
@@ -53,6 +96,7 @@ def load(
     dropout: float = 0,
     dtype: str | DType = "bf16",
     composed: bool = False,
+    **structure: object,
 ) -> Graph:
     """Declare a model: a symbolic graph whose `defaults` bind the published sizes.
 
@@ -72,20 +116,26 @@ def load(
     composed : bool
         As the eager code of the reference module runs it: functions that it composes of several ops are those ops,
         and tensors that its Python variables name live as long. By default they are one kernel, and a tensor dies
-        after the last op that reads it.
+        after the last op that reads it. Stated for GPT-2, Llama and the mlp.
+    **structure : object
+        What else of the family can be chosen, such as `routing="expected"` of a mixture of experts or
+        `absorbed=True` of latent attention; by default as published.
 
     Returns
     -------
     Graph
-        From tokens (B, S), or features (B, D), to logits, with `loss` named and not part of the graph. B and
-        S are open; any default can be overridden where a question is asked.
+        From tokens (B, S), images, or what else the reference module takes, to logits or features, with `loss` named
+        where there is one and not part of the graph. B and S are open; any default can be overridden where a
+        question is asked.
 
     Raises
     ------
     GraphError
-        If the model is unknown, or `attention`, `dropout` or `composed` is none.
+        If the model is unknown, or an argument is none.
     FormatError
         If the number format is unknown, or holds no fractions.
+    UnsupportedError
+        If nothing is stated of how eager code composes the model.
 
     Examples
     --------
@@ -101,16 +151,113 @@ def load(
     if not isinstance(name, str) or name not in _MODELS:
         near = get_close_matches(shown(name).lower().strip("'"), _MODELS, n=4, cutoff=0.5)
         raise GraphError(f"model {shown(name)}: unknown, expected one of {', '.join(near or names())}")
+    need_flag(f"model {name!r}", composed=composed, symbolic=symbolic)
+    family = _MODELS[name]
+    preset = family.presets[name]
+    return _declared(family, preset, structure, name, attention, dropout, dtype, composed=composed, symbolic=symbolic)
+
+
+def from_config(
+    path: object,
+    symbolic: bool = False,
+    attention: str = "flash",
+    dropout: float = 0,
+    dtype: str | DType | None = None,
+    **structure: object,
+) -> Graph:
+    """Declare the model that a config.json of transformers describes; transformers itself is not needed.
+
+    Parameters
+    ----------
+    path : str, path-like or mapping
+        The file, a folder with a `config.json` in it, or the fields themselves.
+    symbolic, attention, dropout, **structure
+        As in `load`.
+    dtype : str or DType, optional
+        Floating format; by default the one that the file names, bf16 where it names none.
+
+    Returns
+    -------
+    Graph
+        As `load` returns it, with the sizes of the file as defaults.
+
+    Raises
+    ------
+    UnsupportedError
+        If the architecture is unknown, or a field may change the cost and is not understood: the text names it.
+    FormatError
+        If the file cannot be read, or a field is missing or no size.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> fields = {"architectures": ["LlamaForCausalLM"], "hidden_size": 2048, "num_attention_heads": 32,
+    ...           "num_key_value_heads": 8, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 128256,
+    ...           "tie_word_embeddings": True}
+    >>> cg.param_count(cg.models.from_config(fields))
+    1235814400
+    """
+    config = read_config(path)
+    name = config.architecture
+    family = _ARCHITECTURES.get(name)
+    if family is None or family.read is None:
+        near = get_close_matches(name, _ARCHITECTURES, n=4, cutoff=0.5) or sorted(_ARCHITECTURES)
+        raise UnsupportedError(
+            f"{config.place}: architecture {shown(name)} is not known, expected one of {', '.join(near)}"
+        )
+    need_flag(f"model {name!r}", symbolic=symbolic)
+    preset = family.read(config)
+    config.finish()
+    given = config.dtype or "bf16" if dtype is None else dtype
+    return _declared(family, preset, structure, name, attention, dropout, given, composed=False, symbolic=symbolic)
+
+
+def _declared(
+    family: Family,
+    preset: Preset,
+    structure: dict[str, object],
+    name: str,
+    attention: str,
+    dropout: float,
+    dtype: str | DType,
+    *,
+    composed: bool,
+    symbolic: bool,
+) -> Graph:
+    """Declare a model of a family, with what was chosen of its structure."""
+    place = f"model {name!r}"
     if not isinstance(attention, str) or attention not in ("flash", "eager"):
-        raise GraphError(f"model {name!r}: attention {shown(attention)}, expected 'flash' or 'eager'")
+        raise GraphError(f"{place}: attention {shown(attention)}, expected 'flash' or 'eager'")
     if isinstance(dropout, bool) or not isinstance(dropout, Real) or not 0 <= dropout < 1:
-        raise GraphError(f"model {name!r}: dropout {shown(dropout)}, expected a number from 0 to below 1")
-    need_flag(f"model {name!r}", composed=composed)
+        raise GraphError(f"{place}: dropout {shown(dropout)}, expected a number from 0 to below 1")
     format_ = find_dtype(dtype)
     if format_.kind != "float":
-        raise FormatError(f"model {name!r}: dtype {format_.name!r}, expected a floating format")
-    declare, declare_composed, sizes = _MODELS[name]
-    graph = (declare_composed if composed else declare)(name, attention, dropout, format_.name)
+        raise FormatError(f"{place}: dtype {format_.name!r}, expected a floating format")
+    if composed and family.composed is None:
+        raise UnsupportedError(f"{place}: composed=True, expected a model of which that is stated")
+    declare = family.composed if composed and family.composed is not None else family.declare
+    known = [p.name for p in signature(declare).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    unknown = sorted(set(structure) - set(known))
+    if unknown:
+        raise GraphError(f"{place}: {unknown[0]}={shown(structure[unknown[0]])}, expected {_listed(known)}")
+    _need_options(place, declare, structure)
+    graph = declare(name, attention, dropout, format_.name, **{**preset.structure, **structure})
     if not symbolic:
-        graph.defaults.update(sizes)
+        names = known_names(graph)  # another structure may have other sizes
+        graph.defaults.update({name: size for name, size in preset.sizes.items() if name in names})
     return graph
+
+
+def _need_options(place: str, declare: Callable[..., Graph], structure: dict[str, object]) -> None:
+    """Refuse options that are not of the type that the declaration annotates: a switch, or one of some words."""
+    hints = get_type_hints(declare)
+    for name, value in structure.items():
+        hint = hints.get(name)
+        choices = (True, False) if hint is bool else get_args(hint) if get_origin(hint) is Literal else ()
+        if choices and not any(type(value) is type(c) and value == c for c in choices):
+            expected = " or ".join(map(repr, choices))
+            raise GraphError(f"{place}: {name}={shown(value)}, expected {expected}")
+
+
+def _listed(names: list[str]) -> str:
+    return f"one of {', '.join(names)}" if names else "nothing of its structure to be chosen"

@@ -29,7 +29,17 @@ Carry = Tensor | tuple[Tensor, ...]
 
 def _kernel_results(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
     body: Graph = attrs["body"]
-    return [Result(t.sizes, t.dtype, domain=t.domain) for t in body.outputs]
+    # what the kernel writes into an operand, such as the state of a recurrence that goes on from step to step
+    changed = attrs.get("changed", ())
+    if any(i >= min(len(operands), len(body.formals)) for i in changed):
+        raise ShapeError(f"kernel: changes operand {max(changed)} of {len(operands)}, expected one that it has")
+    places = {body.formals[i].storage: i for i in changed}
+    made = []
+    for t in body.outputs:
+        i = places.get(t.storage)
+        into = {} if i is None else {"strides": operands[i].strides, "of": i, "offset": operands[i].offset}
+        made.append(Result(t.sizes, t.dtype, domain=t.domain, **into))
+    return made
 
 
 def _repeat_results(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:

@@ -222,8 +222,10 @@ def contract(
     Tensor
         As `einsum`; with `sizes`, zero where no index point lands, and the sum of those that land on one place.
     """
-    whole = {**attrs, "pattern": pattern, "extents": extents}
+    whole: dict[str, Any] = {**attrs, "pattern": pattern, "extents": extents}
     if len(tensors) <= 2:
+        # a gradient can be restricted where what it is of is not
+        whole["domain"] = attrs["domain"] or _inherited(pattern, tensors)
         return apply(EINSUM, tensors, whole, name)[0]
     graph = current_graph(tensors[0].graph)
     names = tuple(dict.fromkeys(n for i in range(len(tensors)) for n in pattern.operand_names(i)))

@@ -133,7 +133,9 @@ def assign(target: Tensor, value: Tensor, *, name: str = "assign") -> Tensor:
     return apply(ASSIGN, [target, value], {"inplace": True}, name)[0]
 
 
-def pad(x: Tensor, axis: int, start: object, full: object, step: int = 1, *, name: str = "pad") -> Tensor:
+def pad(
+    x: Tensor, axis: int, start: object, full: object, step: int = 1, *, causal: bool = False, name: str = "pad"
+) -> Tensor:
     """Put a tensor into zeros: at `start`, `start + step`, ... of an axis of size `full`. The reverse of `slice_axis`.
 
     Parameters
@@ -148,6 +150,8 @@ def pad(x: Tensor, axis: int, start: object, full: object, step: int = 1, *, nam
         Size of the axis of the result.
     step : int
         Positions between neighbours.
+    causal : bool
+        Whether the axis is that of positions and the zeros at its start stand for earlier ones, which `decode` keeps.
     name : str
         Name of the op.
 
@@ -177,4 +181,5 @@ def pad(x: Tensor, axis: int, start: object, full: object, step: int = 1, *, nam
     at, first, whole = _axis(x, axis), poly(start), positive("pad: full", full)
     # looked at again when sizes are bound, as is the start
     room = _room(whole, first, x.sizes[at], step)
-    return apply(PAD, [x], {"axis": at, "start": first, "step": step, "full": whole, "room": room}, name)[0]
+    attrs = {"axis": at, "start": first, "step": step, "full": whole, "room": room}
+    return apply(PAD, [x], attrs | ({"causal": True} if causal else {}), name)[0]

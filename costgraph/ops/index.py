@@ -159,7 +159,27 @@ def scatter(
     return apply(SCATTER, [target, ids, updates], attrs, name)[0]
 
 
-def arange(size: object, dtype: object = "int64", *, name: str = "arange") -> Tensor:
-    """Make 0, 1, ..., size - 1: no FLOPs, one write. The graph is the one that is open."""
-    attrs = {"size": positive("arange: size", size), "dtype": find_dtype(dtype)}
+def arange(size: object, dtype: object = "int64", *, context: bool = False, name: str = "arange") -> Tensor:
+    """Make 0, 1, ..., size - 1: no FLOPs, one write. The graph is the one that is open.
+
+    Parameters
+    ----------
+    size : sympy.Expr or int
+        How many.
+    dtype : str or DType
+        Number format.
+    context : bool
+        Whether these are positions of keys: in `decode` then all that are cached, otherwise the new ones alone.
+    name : str
+        Name of the op.
+
+    Returns
+    -------
+    Tensor
+        Shape (size,).
+    """
+    need_flag("arange", context=context)
+    attrs = {"size": positive("arange: size", size), "dtype": find_dtype(dtype)} | (
+        {"context": True} if context else {}
+    )
     return apply(ARANGE, [], attrs, name)[0]

@@ -32,6 +32,7 @@ __all__ = [
     "index",
     "rearrange",
     "reshape",
+    "roll",
     "slice_axis",
     "split",
     "stack",
@@ -242,6 +243,52 @@ def split(x: Tensor, sizes: Sequence[object], axis: int = -1, *, name: str = "sp
     # parts of one split: their gradients are joined by one op
     starts = [total(parts[:i]) for i in range(len(parts))]
     return tuple(_cut(x, at, start, part, 1, name, split=True) for start, part in zip(starts, parts, strict=True))
+
+
+def roll(x: Tensor, shift: object, axis: int = -1, *, name: str = "roll") -> Tensor:
+    """Move the elements along an axis, and what leaves it at one end in at the other, as `numpy.roll`.
+
+    Parameters
+    ----------
+    x : Tensor
+        What is rolled.
+    shift : sympy.Expr or int
+        Positions towards the end of the axis, at most its size; negative towards its start.
+    axis : int
+        Axis that is rolled.
+    name : str
+        Name of the op.
+
+    Returns
+    -------
+    Tensor
+        Shape of `x`, dense. No FLOPs: one read of `x` and one write; a shift of 0 or of the whole axis is `x`.
+
+    Raises
+    ------
+    GraphError, ShapeError
+        If it is no tensor, or the shift is known to be larger than the axis.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> B, S = cg.dims("B S")
+    >>> with cg.Graph("g") as g:
+    ...     y = cg.roll(g.input("x", (B, S)), -1, 1)
+    >>> y.shape, cg.flops(g), cg.bytes_moved(g)
+    ((B, S), 0, 8*B*S)
+    """
+    need_tensor("roll", x)
+    at, by = _axis(x, axis), poly(shift)
+    whole = x.sizes[at]
+    least = lower(-by)
+    moved = whole + by if least is not None and least > 0 else by  # towards the end
+    if moved in (ZERO, whole):
+        return x
+    if any(n.constant is not None and (n.constant < 0 or not isinstance(n.constant, int)) for n in (moved, whole - by)):
+        raise ShapeError(f"roll of {x!r}: shift {by} on axis {at}, expected a whole number of at most {whole}")
+    head, tail = split(x, (whole - moved, moved), at, name=f"{name}_parts")
+    return concat((tail, head), at, name=name)
 
 
 def expand(x: Tensor, pattern: str, /, *, name: str = "expand", **sizes: object) -> Tensor:

@@ -87,6 +87,8 @@ def _infer(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
         raise ShapeError(f"{function.name} of {len(operands) + len(numbers)} operands, expected {function.arity}")
     sizes = _broadcast(operands)
     domain = next((t.domain for t in operands if t.domain is not None and t.sizes == sizes), None)
+    if function.name == "causal_mask_backward":
+        domain = None  # zeros where the operand holds nothing
     result = _format(function, operands, attrs.get("dtype"), attrs.get("numbers", "bool"))
     if attrs.get("inplace"):
         first = operands[0]

@@ -11,17 +11,23 @@ from .amounts import (
 from .preflight import Preflight, PreflightCheck, preflight
 from .room import dataset_bytes, dataset_tokens, largest_params
 from .search import largest
+from .serving import Latency, Throughput, ThroughputRow, latency, throughput
 
 __all__ = [
     "PreflightCheck",
+    "Latency",
     "LeadingTerm",
     "Preflight",
+    "Throughput",
+    "ThroughputRow",
     "dataset_bytes",
     "dataset_tokens",
     "largest",
+    "latency",
     "largest_params",
     "leading_term",
     "preflight",
+    "throughput",
     "training_days",
     "training_flops",
     "training_seconds",

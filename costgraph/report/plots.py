@@ -11,6 +11,7 @@ from ..analysis.hooks import PLOTTERS
 from ..analysis.roofline import Roofline, RooflineRow
 from ..units import format_quantity
 from .drawing import COLORS, FAINT, ROOF, check_path, new_figure, note, saved, short, units_on
+from .serving_plot import plot_throughput
 from .timeline_plot import plot_timeline
 from .validation_plots import plot_validation
 
@@ -138,5 +139,6 @@ def _places(rows: Sequence[RooflineRow]) -> list[list[RooflineRow]]:
 
 _PLOTTERS: Mapping[str, Callable[[Any, Any], Any]] = {
     "roofline": plot_roofline, "timeline": plot_timeline, "validation": plot_validation,
+    "throughput": plot_throughput,
 }  # fmt: skip
 PLOTTERS.update(_PLOTTERS)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass
 
-from ..analysis.costs import bytes_moved, costs, flops, intensity, matmul_flops
+from ..analysis.costs import bytes_moved, flops, flops_of_kind, intensity, matmul_flops
 from ..analysis.params import param_bytes, param_count
 from ..bind import Formula
 from ..graph import Graph
@@ -36,19 +36,14 @@ QUANTITIES: dict[str, tuple[str, str, _Ask]] = {
     "flops": ("FLOPs", "FLOP", flops),
     "matmul-flops": ("matmul FLOPs", "FLOP", matmul_flops),
     "matmul-flops-full": ("matmul FLOPs, full squares", "FLOP", lambda g, **d: matmul_flops(g, "full", **d)),
-    "pointwise-flops": ("pointwise FLOPs", "FLOP", lambda g, **d: _kind(g, "pointwise", d)),
-    "transcendental-flops": ("transcendental FLOPs", "FLOP", lambda g, **d: _kind(g, "transcendental", d)),
+    "pointwise-flops": ("pointwise FLOPs", "FLOP", lambda g, **d: flops_of_kind(g, "pointwise", d)),
+    "transcendental-flops": ("transcendental FLOPs", "FLOP", lambda g, **d: flops_of_kind(g, "transcendental", d)),
     "bytes": ("bytes moved, as declared", "B", bytes_moved),
     "fused-bytes": ("bytes moved, fused bound", "B", lambda g, **d: bytes_moved(g, True, **d)),
     "intensity": ("intensity, as declared", "FLOP/B", intensity),
     "fused-intensity": ("intensity, fused bound", "FLOP/B", lambda g, **d: intensity(g, True, **d)),
 }
 """Title, unit and question of each figure, by name."""
-
-
-def _kind(graph: Graph, kind: str, dims: Mapping[str, int]) -> Formula:
-    found: Formula = getattr(costs(graph, **dict(dims)).total(), kind)  # type: ignore[arg-type]  # no size is a count
-    return found
 
 
 def symbolic(graph: Graph) -> Graph:

@@ -12,8 +12,8 @@ import typer
 from ..errors import FormatError, UnsupportedError
 from ..symbols import read_size, shorten
 from .drawing import new_figure
+from .serving_commands import app
 from .terminal import say, screen
-from .training_commands import app
 
 __all__ = ["app", "need_torch"]
 

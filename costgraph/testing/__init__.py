@@ -4,7 +4,7 @@ What the library holds its own ops to is here for the ops of others: `meaning` s
 point, `sample` how to draw one, and `hold` checks its record against both on drawn graphs.
 """
 
-from . import gradients, identity, lookups, sums, updates  # the laws and the meanings in them
+from . import cached, gradients, grouped, identity, lookups, sums, updates  # the laws and the meanings in them
 from .arithmetic import FUNCTIONS, Number, Tally, function, value
 from .bodies import graphs, ops
 from .hold import hold
@@ -20,7 +20,7 @@ from .values import At
 
 __all__ = [
     "FUNCTIONS", "LAWS", "MEANINGS", "SAMPLES", "TRAINING", "At", "Case", "Counted", "DrawnPattern", "Lesson",
-    "Number", "Run", "Sketch", "Tally", "Trial", "check", "check_training", "dtypes", "function", "gradients",
-    "graphs", "hold", "identity", "law", "lookups", "losses", "meaning", "ops", "patterns", "points", "run", "sample",
-    "sizes", "sums", "updates", "value",
+    "Number", "Run", "Sketch", "Tally", "Trial", "cached", "check", "check_training", "dtypes", "function", "gradients",
+    "graphs", "grouped", "hold", "identity", "law", "lookups", "losses", "meaning", "ops", "patterns", "points", "run",
+    "sample", "sizes", "sums", "updates", "value",
 ]  # fmt: skip

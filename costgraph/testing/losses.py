@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from ..graph import Graph
-from ..nn import cross_entropy
+from ..losses import cross_entropy
 from ..ops.pointwise import FUNCTIONS, cast, pointwise
 from ..ops.reduce import reduce
 from ..sizes import known_names

@@ -237,7 +237,8 @@ def _mask(at: At, hidden: float) -> None:
     result = at.result(like=_like(at))
     *_, queries, keys = result.array.shape
     for index in result.points():
-        x = at.number(0, *index)
+        # what a restricted operand does not hold is not read
+        x = at.number(0, *index) if at.operands[0].holds(index) else Number(hidden, at.tally)
         seen = domain is None or sees(domain, window, index[-2], index[-1], queries, keys)
         at.write(x.once(x.value if seen else hidden), *index)
 
@@ -357,7 +358,7 @@ def _transfer(at: At) -> None:
 @meaning("arange")
 def _arange(at: At) -> None:
     for i in range(at.attr("size")):
-        at.write(i, i)
+        at.write(at.attr("start", 0) + i, i)
 
 
 @meaning("empty")

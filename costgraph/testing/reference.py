@@ -242,7 +242,7 @@ REFERENCE: dict[str, Meaning] = {
     "rearrange": _rearrange,
     "concat": _whole(lambda at: np.concatenate([v.array for v in at.operands], at.op.attrs["axis"])),
     "transfer": _whole(lambda at: at.operands[0].array),
-    "arange": _whole(lambda at: np.arange(at.attr("size"), dtype=float)),
+    "arange": _whole(lambda at: at.attr("start", 0) + np.arange(at.attr("size"), dtype=float)),
     "gather": _whole(_gather),
     "scatter": _whole(_scatter),
     "collective": _whole(_collective),

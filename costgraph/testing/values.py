@@ -33,7 +33,8 @@ def storage_bytes(shape: Point, dtype: DType) -> Fraction:
     last = shape[-1] if shape else 1
     bits = rows * last * dtype.bits
     if dtype.block is not None:
-        bits += rows * ceil(last / dtype.block) * dtype.scale_bits + dtype.tensor_bits
+        blocks = ceil(last / dtype.block) if dtype.block else 1
+        bits += rows * blocks * dtype.scale_bits + dtype.tensor_bits
     return Fraction(bits, 8)
 
 

@@ -20,7 +20,8 @@ __all__ = ["DEVICES", "FALLBACK", "WORDS", "autocast_list", "casts_inside", "fam
 
 DEVICES = ("cuda", "cpu")
 
-_KERNELS = ("matmul", "addmm", "conv", "attention", "softmax", "log_softmax", "cross_entropy", "norm", "nll")
+_NORMS = ("norm", "batch_norm")
+_KERNELS = ("matmul", "addmm", "conv", "attention", "softmax", "log_softmax", "cross_entropy", *_NORMS, "nll")
 _POOLS = tuple(f"{operation}_pool{rank}d" for operation in ("max", "mean") for rank in (1, 2, 3))
 _OTHERS = ("concat", "gather", "scatter", "dropout")
 
@@ -47,7 +48,9 @@ _FP32: Mapping[str, tuple[str, ...]] = MappingProxyType(
 _VIEWS = {"cast", "copy", "rearrange", "slice", "expand"}
 _SOFTMAX = {"max", "sub", "exp", "sum"}
 _NORM = {"mean", "sub", "square", "add", "rsqrt", "sqrt", "div", "mul", "fma"}
-_SCORES = {*_SOFTMAX, "matmul", "mul", "div", "add", "softcap", "dropout", "causal_mask", "masked_fill", "where"}
+_SCORES = {
+    *_SOFTMAX, "matmul", "mul", "div", "add", "softcap", "dropout", "causal_mask", "masked_fill", "where", "maximum",
+}  # fmt: skip
 
 
 def autocast_list(device: str, low: str) -> dict[str, str]:
@@ -124,9 +127,17 @@ def family(body: Graph) -> str | None:
         return "attention"
     if used in (_SOFTMAX | {"div"}, _SOFTMAX | {"log"}):
         return "softmax" if "div" in used else "log_softmax"
+    if {"sub", "mul", "rsqrt"} <= used <= _NORM | {"lerp"} and ("mean" not in used or _over_the_batch(body)):
+        return "batch_norm"
     if "mean" in used and "mul" in used and used & {"rsqrt", "sqrt"} and used <= _NORM:
         return "norm"
     return "nll" if used in ({"along", "mean", "neg"}, {"along", "mean"}) else None
+
+
+def _over_the_batch(body: Graph) -> bool:
+    """Whether means are taken of the first axis and a later one stays: of a channel, and not of a row."""
+    patterns = [op.attrs["pattern"] for op in body.ops if op.kind.name == "reduce"]
+    return any(p.result_names and p.operands[0][0].names[0] not in p.result_names for p in patterns)
 
 
 def _inner(op: Op) -> str:

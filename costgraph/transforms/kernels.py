@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from ..graph import Graph, current_graph
 from ..op import Op
 from ..ops.blocks import kernel
+from ..scopes import building
 from ..tensor import Tensor
 from ..vjp.kernels import INSIDE, KERNELS, Inside
 from ..vjp.table import Pull
+from .loops import left_behind
 from .rewrite import Rewriter
 from .walk import Walk, active_inside
 
@@ -27,7 +29,11 @@ class _Inside:
     op: Op
     walk: Walk
     own: Inside
+    graph: Graph = field(default_factory=current_graph)
+    """where it is computed again: a loop that goes back inside it reads slices of what stands there"""
     seen: dict[Tensor, Tensor] = field(default_factory=dict)
+    loops: dict[Op, tuple[Op, Rewriter]] = field(default_factory=dict)
+    """loops that are computed again, and what stands for the tensors of their bodies"""
 
     def saved(self, t: Tensor) -> Tensor:
         """Return what stands for a tensor of the body."""
@@ -44,13 +50,81 @@ class _Inside:
             return self.own.rebuilt[t](self.saved)
         if maker.attrs.get("save") or t in self.own.kept:
             return self.walk.saved(body.export(t))
+        if maker.kind.body == "repeated":
+            self.seen[t] = self.repeated(maker, maker.results.index(t))
+            return self.seen[t]
         again = Rewriter()
         again.tensors |= {o: self.saved(o) for o in maker.operands}
-        made = again.copy(maker, current_graph())
-        for op in (made, *(made.body.walk() if made.body is not None else ())):
-            op.phase, op.attrs = "backward", MappingProxyType({**op.attrs, "again": True})
+        with building(self.graph):
+            made = again.copy(maker, self.graph)
+        _mark((made, *(made.body.walk() if made.body is not None else ())))
         self.seen |= dict(zip(maker.results, made.results, strict=True))
         return self.seen[t]
+
+    def repeated(self, op: Op, i: int) -> Tensor:
+        """Return a result of a loop: what its iterations carry on, or a part of the rest, which is asked for."""
+        if op not in self.loops:
+            self.loops[op] = self.loop(op)
+        made, again = self.loops[op]
+        old, new = op.body, made.body
+        assert old is not None
+        assert new is not None
+        if i < op.attrs["carries"]:
+            return made.results[i]
+        t = old.outputs[i]
+        _compute(again, t, new)
+        whole = i < len(old.outputs) - op.attrs.get("saved", 0)
+        return _stacked(made, again.tensors[t]) if whole else left_behind(made, again.tensors[t])
+
+    def loop(self, op: Op) -> tuple[Op, Rewriter]:
+        """Run the iterations of a loop again, for what they carry on alone."""
+        old, carries = op.body, op.attrs["carries"]
+        assert old is not None
+        again = Rewriter()
+        again.tensors |= {o: self.saved(o) for o in op.operands}
+        with building(self.graph):
+            body = self.graph.start_body(old.name, fused=False)
+            for f in old.formals:
+                again.tensors[f] = again.formal(f, body)
+            for t in old.outputs[:carries]:
+                _compute(again, t, body)
+            body.outputs += [body.adopt(again.tensors[t]) for t in old.outputs[:carries]]
+            operands = [self.graph.adopt(again.tensors[o]) for o in op.operands]
+            made = self.graph.add_op(op.kind, operands, {**op.attrs, "body": body, "saved": 0}, op.name)
+        made.scope, body.owner = op.scope, made
+        _mark([made])
+        return made, again
+
+
+def _compute(again: Rewriter, t: Tensor, body: Graph) -> None:
+    """Copy the ops into a body that a tensor is made by there and that are not in it yet."""
+    if t in again.tensors:
+        return
+    maker = t.producer
+    assert maker is not None
+    for o in maker.operands:
+        _compute(again, o, body)
+    made = again.copy(maker, body)
+    _mark((made, *(made.body.walk() if made.body is not None else ())))
+
+
+def _stacked(op: Op, t: Tensor) -> Tensor:
+    """Let the iterations of a loop write a tensor of its body into one stack, as they do what a scan returns."""
+    body = op.body
+    assert body is not None
+    op.graph._modify()
+    at = len(body.outputs) - op.attrs.get("saved", 0)
+    body.outputs.insert(at, t)
+    op.graph.add_result(op, op.kind.infer(op.operands, op.attrs)[at], f"{t.name}.again")
+    *others, made = op.results
+    op.results = (*others[:at], made, *others[at:])  # in the order of the outputs
+    return made
+
+
+def _mark(ops: Iterable[Op]) -> None:
+    """Note of ops that they are computed again."""
+    for op in ops:
+        op.phase, op.attrs = "backward", MappingProxyType({**op.attrs, "again": True})
 
 
 def pull_kernel(walk: Walk, op: Op, grads: Grads, needs: Sequence[bool]) -> Grads:
@@ -62,11 +136,11 @@ def pull_kernel(walk: Walk, op: Op, grads: Grads, needs: Sequence[bool]) -> Grad
     how = op.attrs.get("backward", "")
     if how in KERNELS:
         return KERNELS[how](Pull(op, tuple(grads), tuple(needs), walk.saved))
-    inside = _Inside(op, walk, INSIDE[how](op, grads, walk.saved) if how in INSIDE else Inside())
+    own = INSIDE[how](op, grads, walk.saved) if how in INSIDE else Inside()
     if how == "ops" or walk.fused:
-        return _pulled(walk, inside, grads, needs, fused=walk.fused)
+        return _pulled(walk, _Inside(op, walk, own), grads, needs, fused=walk.fused)
     with kernel(f"{op.name.rpartition('/')[2]}_backward".replace(".", "_")) as body:
-        made = _pulled(walk, inside, grads, needs, fused=True)
+        made = _pulled(walk, _Inside(op, walk, own), grads, needs, fused=True)
     out = [None if g is None else _handed_out(body, g) for g in made]
     owner = body.owner
     assert owner is not None

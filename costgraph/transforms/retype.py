@@ -256,10 +256,9 @@ class Retyper(Rewriter):
 
     def _like_the_first(self, old: Graph, body: Graph) -> None:
         """Hand out the format of the first operand where the old kernel did, as torch's kernels do."""
-        for i, (before, t) in enumerate(zip(old.outputs, body.outputs, strict=True)):
-            wanted = self.given[old.formals[0]]
-            if before.dtype == old.formals[0].dtype and t.dtype != wanted and is_float(t):
-                body.outputs[i] = self.cast(t, wanted, body, f"{t.name}.cast")
+        before, t, wanted = old.outputs[0], body.outputs[0], self.given[old.formals[0]]
+        if before.dtype == old.formals[0].dtype and t.dtype != wanted and is_float(t):  # what follows are statistics
+            body.outputs[0] = self.cast(t, wanted, body, f"{t.name}.cast")
 
     def _body(
         self, op: Op, new: Graph, operands: Sequence[Tensor], inside: DType | None = None
@@ -328,7 +327,7 @@ class Retyper(Rewriter):
 def _statistics(op: Op, x: Tensor) -> DType | None:
     """Return the format that a kernel takes means and variances in, None for that of its operand: fp32 at least."""
     assert op.body is not None
-    if not is_float(x) or family(op.body) != "norm":
+    if not is_float(x) or family(op.body) not in ("norm", "batch_norm"):
         return None
     return promote(x.dtype, Attributes.format("fp32"))
 

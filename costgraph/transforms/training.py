@@ -7,13 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..arguments import positive
-from ..errors import GraphError
+from ..errors import GraphError, ShapeError
 from ..graph import Graph, need_graph
 from ..layout import contiguous
-from ..nn import cross_entropy
-from ..ops.blocks import REPEAT, written_slices
+from ..losses import binary_cross_entropy, cross_entropy
+from ..ops.blocks import REPEAT, fused, written_slices
+from ..ops.index import arange
+from ..ops.operators import transpose
 from ..ops.pieces import absent, slice_of
 from ..ops.pointwise import pointwise
+from ..ops.reduce import reduce
 from ..optimizers import AdamW, Optimizer, Slot, clip_grad_norm, source_like, unscale, zero_grad
 from ..polynomial import ONE, Poly
 from ..scopes import SCOPE, building, phase
@@ -24,6 +27,7 @@ from .checkpoint import Checkpoint
 from .policy import Policy, find_policy
 from .precision import apply_precision
 from .rewrite import Rewriter
+from .statistics import trained
 from .walk import Leaf
 
 __all__ = ["training_step", "with_loss"]
@@ -37,8 +41,38 @@ def _cross_entropy(logits: Tensor) -> Tensor:
     return cross_entropy(logits, targets)
 
 
+def _contrastive(logits: Tensor) -> Tensor:
+    """Return the mean of the cross-entropies of rows and of columns: the n-th row belongs to the n-th column.
+
+    Radford et al. 2021 (arXiv 2103.00020), figure 3.
+    """
+    if logits.ndim != 2 or not logits.graph.same(*logits.sizes):
+        raise ShapeError(f"loss 'contrastive' of {logits!r}: expected as many rows as columns")
+    own = arange(logits.sizes[0], name="targets")
+    return (cross_entropy(logits, own) + cross_entropy(transpose(logits), own)) / 2
+
+
+def _binary_cross_entropy(p: Tensor) -> Tensor:
+    """Return the cross-entropy of probabilities against targets of 0 or 1, which become an input."""
+    return binary_cross_entropy(p, p.graph.input("targets", [n.expr for n in p.sizes], dtype=p.dtype))
+
+
+def _mean_squared_error(made: Tensor) -> Tensor:
+    """Return the mean of squared differences from targets, which become an input."""
+    targets = made.graph.input("targets", [n.expr for n in made.sizes], dtype=made.dtype)
+    squares = fused("mse", lambda made, targets: pointwise("square", made - targets), made, targets)
+    assert isinstance(squares, Tensor)
+    names = " ".join(f"a{i}" for i in range(made.ndim))
+    return reduce(squares, f"{names} -> ", "mean") if made.ndim else squares
+
+
 #: Losses that a model names.
-LOSSES: Mapping[str, Loss] = {"cross_entropy": _cross_entropy}
+LOSSES: Mapping[str, Loss] = {
+    "cross_entropy": _cross_entropy,
+    "contrastive": _contrastive,
+    "binary_cross_entropy": _binary_cross_entropy,
+    "mean_squared_error": _mean_squared_error,
+}
 
 
 def with_loss(graph: Graph, loss: str | Loss | None = None) -> Graph:
@@ -65,7 +99,7 @@ def with_loss(graph: Graph, loss: str | Loss | None = None) -> Graph:
     need_graph("training_step", graph)
     named = graph.loss if loss is None else loss
     scalars = [t for t in graph.outputs if not t.sizes]
-    new = Rewriter().run(graph)
+    new = Rewriter(emit=trained).run(graph)
     new.loss = None
     if loss is None and len(scalars) == 1 and len(graph.outputs) == 1:
         return new

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from ..graph import apply
 from ..layout import Sizes
 from ..ops.layout import EXPAND, rearrange
-from ..ops.pointwise import cast
+from ..ops.pointwise import FUNCTIONS, POINTWISE, cast
 from ..ops.reduce import reduce
 from ..polynomial import ONE
 from ..tensor import Tensor
 
-__all__ = ["expanded", "restricted", "sum_to", "summed"]
+__all__ = ["expanded", "restricted", "sum_to", "summed", "whole"]
 
 
 def restricted(g: Tensor, like: Tensor) -> Tensor:
@@ -41,10 +41,24 @@ def summed(g: Tensor, names: Sequence[str], kept: Sequence[str]) -> Tensor:
     return rearrange(g, pattern)
 
 
+def whole(g: Tensor) -> Tensor:
+    """Return a restricted gradient with zeros where it holds nothing, as a tensor that is not restricted needs it."""
+    if g.domain is None:
+        return g
+    domain, query, key = g.domain
+    names = [f"n{i}" for i in range(g.ndim)]
+    order = [n for i, n in enumerate(names) if i not in (query, key)] + [names[query], names[key]]
+    moved = g if order == names else rearrange(g, f"{' '.join(names)} -> {' '.join(order)}")
+    attrs = {"function": FUNCTIONS["causal_mask_backward"], "masked": domain}
+    (made,) = apply(POINTWISE, [moved], attrs, "zeros_elsewhere")
+    return made if order == names else rearrange(made, f"{' '.join(order)} -> {' '.join(names)}")
+
+
 def sum_to(g: Tensor, x: Tensor) -> Tensor:
     """Return a gradient in the shape and format of an operand that was broadcast: torch's `sum_to`, then a cast."""
     names = [f"n{i}" for i in range(g.ndim)]
     last = names[g.ndim - x.ndim :]
     first = g.sizes[g.ndim - x.ndim :]
     kept = ["1" if n == ONE and m != ONE else name for name, n, m in zip(last, x.sizes, first, strict=True)]
-    return cast(summed(g, names, kept), x.dtype)
+    made = summed(g, names, kept)
+    return cast(made if x.domain is not None else whole(made), x.dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ..graph import Graph
 from ..op import Op
 from ..ops.blocks import kernel
 from ..ops.layout import reshape
@@ -12,6 +13,7 @@ from ..ops.pointwise import cast, pointwise
 from ..ops.reduce import reduce
 from ..scopes import building, phase
 from ..tensor import Tensor
+from .common import sum_to
 from .table import Pull, Rule
 
 __all__ = ["INSIDE", "KERNELS", "Inside"]
@@ -43,15 +45,22 @@ def _rows(op: Op) -> tuple[str, str]:
     return " ".join(map(str, pattern.operands[0])), " ".join(map(str, pattern.result))
 
 
-def softmax(pull: Pull) -> tuple[Tensor | None]:
-    """Return y * (g - sum(g * y)): reads the result alone."""
+def softmax(pull: Pull) -> Sequence[Tensor | None]:
+    """Return y * (g - sum(g * y)): reads the result alone.
+
+    What stands in the sum beside the row, where there is such an operand, has the share 1 - sum(y) of it.
+    """
     g, (names, kept) = pull.grads[0], _rows(pull.op)
     y = pull.saved(pull.op.results[0])
     assert g is not None
+    beside = pull.op.operands[1:]
     with kernel("softmax_backward") as body:
         along = reduce(g * y, f"{names} -> {kept}", "sum")
-        made = y * (g - along)
-    return (body.export(made),)
+        made = [y * (g - along)]
+        if beside and pull.needs[1]:
+            share = 1.0 - reduce(y, f"{names} -> {kept}", "sum")
+            made.append(sum_to(-(share * along), beside[0]))
+    return [*map(body.export, made), *(None for _ in beside[len(made) - 1 :])]
 
 
 def log_softmax(pull: Pull) -> tuple[Tensor | None]:
@@ -75,8 +84,7 @@ def _flash(op: Op, grads: Sequence[Tensor | None], saved: Saved) -> Inside:
     inner = probabilities.body
     assert inner is not None
     scores = probabilities.operands[0]
-    largest = next(o.results[0] for o in inner.ops if o.attrs.get("operation") == "max")
-    sums = next(o.results[0] for o in inner.ops if o.attrs.get("operation") == "sum")
+    largest, sums = (_second(inner, function) for function in ("sub", "div"))
     with building(inner), phase(op.phase):
         made = cast(largest + pointwise("log", sums), "fp32" if scores.dtype.bits < 32 else scores.dtype)
     statistic = inner.export(made)
@@ -89,9 +97,20 @@ def _flash(op: Op, grads: Sequence[Tensor | None], saved: Saved) -> Inside:
         assert grad is not None
         assert out is not None
         along = _along_rows(op, out * saved(op.results[0]))
-        return [pull.saved(probabilities.results[0]) * (grad - along)]
+        beside = probabilities.operands[1:]
+        made: list[Tensor | None] = [pull.saved(probabilities.results[0]) * (grad - along)]
+        for t, wanted in zip(beside, pull.needs[1:], strict=True):
+            share = pointwise("exp", pull.saved(t) - pull.saved(statistic))
+            made.append(sum_to(-(share * along), t) if wanted else None)
+        return made
 
     return Inside({probabilities.results[0]: rebuilt}, frozenset({statistic}), {probabilities: rule})
+
+
+def _second(body: Graph, function: str) -> Tensor:
+    """Return what a softmax subtracts, or divides by."""
+    found = (o for o in body.ops if o.kind.name == "pointwise" and o.attrs["function"].name == function)
+    return next(o.operands[1] for o in found if o.operands[0].sizes == o.results[0].sizes)
 
 
 def _along_rows(op: Op, product: Tensor) -> Tensor:

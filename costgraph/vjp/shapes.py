@@ -84,6 +84,12 @@ def _keep(pull: Pull) -> Sequence[Tensor | None]:
     return [_only(pull), *(None for _ in pull.op.operands[1:])]
 
 
+@vjp("cache")
+def _cache(pull: Pull) -> Sequence[Tensor | None]:
+    """Nothing happens in training."""
+    return [_only(pull)]
+
+
 @vjp("assign")
 def _assign(pull: Pull) -> Sequence[Tensor | None]:
     """What was overwritten has no gradient."""
@@ -97,5 +103,5 @@ def _nothing(pull: Pull) -> Sequence[Tensor | None]:
     return []
 
 
-for _kind in ("fill", "arange", "empty"):
+for _kind in ("fill", "arange", "empty", "initial_state"):
     vjp(_kind)(_nothing)

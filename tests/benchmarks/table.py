@@ -51,6 +51,8 @@ ABOUT = {
     "test_trace_of_a_step_against_memtracker": "A step of transformers' GPT-2 with AdamW traced once with batch and"
     " length open, against MemTracker on fake tensors, which follows one step at one size. Both give the same peak to"
     " 4 KiB, ours from one trace for all sizes.",
+    "test_loading_and_reporting_every_model": "Every model of the zoo declared and its whole report for a prompt of 128"
+    " tokens, or an image, made on an H100: the slowest one, over GPT-2.",
     "test_order_of_a_contraction_against_opt_einsum[five tensors]": "The cheapest order of a contraction of five"
     " tensors with numbers for sizes: a checked graph and its FLOPs here, the order and its FLOPs in opt_einsum, which"
     " is the faster one. Sizes that are symbols it cannot take.",

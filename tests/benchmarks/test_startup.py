@@ -70,3 +70,24 @@ def test_a_model_of_the_zoo_is_declared_as_fast_as_torch_makes_its_modules(bench
     benchmark.extra_info["ratio"] = theirs / ours
     benchmark.pedantic(models.load, ("llama-2-7b",), rounds=5)
     assert ours <= 2 * theirs
+
+
+def test_loading_and_reporting_every_model(benchmark):
+    """A question about a model that was named must not feel like a job: the slowest one, over GPT-2."""
+
+    def asked(name):
+        open_sizes = {"B": 1, "S": 128, "M": 128}
+        g = models.load(name)
+        used = {s.name for s in cg.flops(g).free_symbols}
+        str(cg.report(g, "h100-sxm", **{k: v for k, v in open_sizes.items() if k in used}))
+
+    asked("gpt2")
+    times = {name: once(lambda name=name: asked(name)) for name in models.names()}
+    slowest = max(times, key=times.get)
+    benchmark.extra_info["models"] = len(times)
+    benchmark.extra_info["seconds, the slowest"] = times[slowest]
+    benchmark.extra_info["seconds, the median"] = sorted(times.values())[len(times) // 2]
+    benchmark.extra_info["seconds, gpt2"] = times["gpt2"]
+    benchmark.extra_info[f"ratio to gpt2 of the slowest, {slowest}"] = times[slowest] / times["gpt2"]
+    benchmark.pedantic(asked, ("gpt2",), rounds=3)
+    assert times[slowest] <= 25 * times["gpt2"]

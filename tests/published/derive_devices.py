@@ -1,4 +1,4 @@
-"""Caches as plain tensors, a decode step declared by hand, and times on a device."""
+"""Caches and steps of decoding of the zoo, and times on a device."""
 
 import tempfile
 from fractions import Fraction
@@ -37,153 +37,118 @@ def device(peak, bandwidth, dtype="bf16"):
 # -- caches of keys and values ---------------------------------------------------------------------------------
 
 
-def caches(g, **dims):
-    return sum(life.bytes for life in cg.lifetimes(g, **dims) if life.role == "cache")
-
-
-def cache_of(count, *widths, dtype="bf16"):
-    """Layers that keep so many elements of each token."""
-    B, S = cg.dims("B S")
-
-    def layer(x):
-        for i, width in enumerate(widths):
-            kept = x.graph.buffer(f"kept{i}", (B, S, width), dtype=dtype, role="cache")
-            x = x + cg.reduce(cg.cast(kept, "fp32"), "b s d -> b", "sum")
-        return x
-
-    with cg.Graph("cache") as g:
-        g.output(cg.repeat(count, layer, g.input("x", (B,)), name="layers"))
-    return caches(g, B=1, S=1)
+def cache_of(name, **dims):
+    """Bytes of the cache of one token."""
+    return cg.cache_bytes(cg.decode(models.load(name)), B=1, S=1, **dims)
 
 
 @derives("kv-llama2-7b", "kv-llama3-8b", "kv-llama3-70b")
 def cache_of_a_token(row):
-    n = row["inputs"]
-    width = n["kv_heads"] * n["head_dim"]  # of keys, and as much of values
-    return Fraction(cache_of(n["layers"], width, width), 2**10)
+    n, name = row["inputs"], row["id"].removeprefix("kv-").replace("llama", "llama-")
+    assert {"L": n["layers"], "G": n["kv_heads"], "K": n["head_dim"]}.items() <= models.load(name).defaults.items()
+    return Fraction(cache_of(name), 2**10)
 
 
 @derives("sb-tf-q1-kv")
-def int8_cache_of_a_token(row):
-    n = row["inputs"]
-    return Fraction(cache_of(n["L"], n["NH"], n["NH"], dtype="int8"), 2**10)
+def byte_cache_of_a_token(row):
+    # a byte each: in floats, which have no scales beside them
+    n, kept = row["inputs"], cg.quantize(cg.decode(models.load("llama-2-7b")), cache="fp8_e4m3")
+    return Fraction(cg.cache_bytes(kept, B=1, S=1, L=n["L"], G=n["NH"] // 128, K=128), 2**10)
 
 
 @derives("mla-dsv2")
 def latent_cache_of_a_token(row):
     n = row["inputs"]
-    return cache_of(n["layers"], n["d_c"], n["d_rope"], dtype="int8")  # a byte each: elements
+    assert {"L": n["layers"], "C": n["d_c"], "Kr": n["d_rope"]}.items() <= models.load("deepseek-v2").defaults.items()
+    return Fraction(cache_of("deepseek-v2"), 2)  # of two bytes: elements
 
 
 # -- one decode step of Llama -----------------------------------------------------------------------------------
 
 
-def decode(dtype="bf16"):
-    """One new token of each sequence; S keys and values of C heads in the cache."""
-    B, S, D, H, G, C, K, F, L, V = cg.dims("B S D H G C K F L V")
-
-    with cg.Graph("decode", dtype="bf16") as g:
-
-        def linear(x, pattern, name, **sizes):
-            before, after = (side.split() for side in pattern.split("->"))
-            known = dict(zip(before, x.shape, strict=True))
-            shape = [known[a] for a in before if a not in after] + [sizes[a] for a in after if a not in before]
-            return cg.linear(x, pattern, weight=g.param(name, shape, dtype=dtype), name=name, **sizes)
-
-        def block(x):
-            y = cg.rms_norm(x, name="attention/norm")
-            q = linear(y, "b d -> b h k", "q", h=H, k=K)
-            for name in "kv":
-                linear(y, "b d -> b h k", name, h=G, k=K)  # the new ones, a row of the cache
-            kept = [g.buffer(name, (B, C, S, K), dtype=dtype, role="cache") for name in ("keys", "values")]
-            keys, values = (cg.cast(t, "bf16") for t in kept)
-            y = cg.attention(cg.rearrange(q, "b h k -> b h 1 k"), keys, values, causal=False)
-            x = x + linear(cg.rearrange(y, "b h 1 k -> b (h k)"), "b e -> b d", "proj", d=D)
-            y = cg.rms_norm(x, name="mlp/norm")
-            y = cg.silu(linear(y, "b d -> b f", "gate", f=F)) * linear(y, "b d -> b f", "up", f=F)
-            return x + linear(y, "b f -> b d", "down", d=D)
-
-        rows = cg.embedding(g.input("tokens", (B,), dtype="int64"), g.param("table", (V, D), dtype=dtype))
-        x = cg.repeat(L, block, cg.cast(rows, "bf16"), name="layers")
-        g.output(linear(cg.rms_norm(x, name="norm"), "b d -> b v", "head", v=V))
-    return g
+def llama_70b():
+    """A byte for each weight and each element of the cache; products in bf16."""
+    step = cg.decode(models.load("llama-3-70b"))
+    return cg.quantize(step, "int8", cache="fp8_e4m3", skip=[], embeddings=True)
 
 
-def step(row, model, dtype):
+def seconds(row, g):
     """Seconds of a step: bytes that have to move over the bandwidth of all chips, the larger of the two bounds."""
     n = row["inputs"]
-    sizes = dict(models.load(model).defaults)
     chips = device(n["chips"] * 197e12, n["chips"] * n["bw"])
-    return cg.roofline(decode(dtype), chips, B=n["B"], S=n["S"], C=n.get("C", sizes["G"]), **sizes).lower_bound
+    return cg.roofline(g, chips, B=n["B"], S=n["S"]).lower_bound
 
 
 @derives("sb-inf-13b-kv")
 def cache_of_a_sequence(row):
-    n = row["inputs"]
-    sizes = {**models.load("llama-2-13b").defaults, "G": n["K"]}
-    return Fraction(caches(decode(), B=1, S=n["T"], C=n["K"], **sizes), 10**9)
+    n, g = row["inputs"], cg.decode(models.load("llama-2-13b"))
+    assert {"L": n["L"], "G": n["K"], "K": n["H"]}.items() <= g.defaults.items()
+    return Fraction(cg.cache_bytes(g, B=1, S=n["T"]), 10**9)
 
 
-@derives("sb-inf-13b-step-b16", "sb-inf-13b-step-b240", "sb-inf-13b-gmqa-step-b64")
+@derives("sb-inf-13b-step-b16", "sb-inf-13b-step-b240")
 def step_of_13b(row):
-    return Fraction(step(row, "llama-2-13b", "bf16")) * 1000  # ms
+    return Fraction(seconds(row, cg.decode(models.load("llama-2-13b")))) * 1000  # ms
+
+
+@derives("sb-inf-13b-gmqa-step-b64")
+def step_of_13b_with_fewer_heads_in_its_cache(row):
+    # the source leaves the weights as they were: of the bytes of all heads those of the others are taken off
+    n, g = row["inputs"], cg.decode(models.load("llama-2-13b"))
+    kept = [cg.cache_bytes(g, B=n["B"], S=n["S"], G=heads) for heads in (g.defaults["G"], n["C"])]
+    return (Fraction(seconds(row, g)) - Fraction(kept[0] - kept[1]) / int(n["chips"] * n["bw"])) * 1000  # ms
 
 
 @derives("sb-ai-step")
 def step_of_70b(row):
-    return Fraction(step(row, "llama-3-70b", "int8")) * 1000  # ms
+    return Fraction(seconds(row, llama_70b())) * 1000  # ms
 
 
 @derives("sb-ai-tput")
 def tokens_each_second(row):
     n = row["inputs"]
-    return n["B"] / Fraction(step(row, "llama-3-70b", "int8")) / n["chips"]
+    return n["B"] / Fraction(seconds(row, llama_70b())) / n["chips"]
 
 
 @derives("sb-ai-mem")
 def memory_of_70b(row):
-    n, sizes, g = row["inputs"], models.load("llama-3-70b").defaults, decode("int8")
-    kept = caches(g, B=n["B"], S=n["S"], C=sizes["G"], **sizes)
-    return Fraction(kept + cg.param_bytes(g, **sizes), 10**9)
+    n, g = row["inputs"], llama_70b()
+    return Fraction(cg.cache_bytes(g, B=n["B"], S=n["S"]) + cg.param_bytes(g), 10**9)
 
 
 @derives("sb-ai-minchips-int8")
 def chips_for_the_weights(row):
-    weights = cg.param_bytes(decode("int8"), **models.load("llama-3-70b").defaults)
-    return Fraction(weights) / Fraction(row["inputs"]["hbm"])
+    return Fraction(cg.param_bytes(llama_70b())) / Fraction(row["inputs"]["hbm"])
 
 
 # -- 52 billion parameters, as kipply has them -------------------------------------------------------------------
 
 
-def plain_decode():
+def plain():
     """Attention and a feed-forward layer of width 4*D, no gains, no biases, one table for both ends."""
     B, S, D, L, V = cg.dims("B S D L V")
 
     def block(x):
-        q, k, v = (cg.linear(x, "b d -> b e", e=D, name=name) for name in "qkv")
-        kept = [x.graph.buffer(name, (B, 1, S, D), role="cache") for name in ("keys", "values")]
         # of the size of a head nothing here depends
-        y = cg.attention(cg.rearrange(q + k + v, "b d -> b 1 1 d"), *kept, causal=False)
-        x = x + cg.linear(cg.rearrange(y, "b 1 1 d -> b d"), "b e -> b d", d=D, name="proj")
-        return x + cg.mlp(x, 4 * D, name="mlp")
+        x = x + cg.self_attention(x, 1, D)
+        return x + cg.mlp(x, 4 * D)
 
     with cg.Graph("plain", dtype="bf16") as g:
         table = g.param("table", (V, D))
-        x = cg.embedding(g.input("tokens", (B,), dtype="int64"), table)
-        g.output(cg.einsum(cg.repeat(L, block, x, name="layers"), table, "b d, v d -> b v"))
+        x = cg.embedding(g.input("tokens", (B, S), dtype="int64"), table)
+        g.output(cg.tied_head(cg.repeat(L, block, x, name="layers"), table))
     return g
 
 
 @derives("kipply-weights")
 def weights_of_52b(row):
-    return cg.param_bytes(plain_decode(), **row["inputs"])
+    return cg.param_bytes(plain(), **row["inputs"])
 
 
 @derives("kipply-capacity3", "kipply-capacity4")
 def tokens_beside_the_weights(row):
     n = dict(row["inputs"])
-    return cg.largest(plain_decode(), "S", memory=n.pop("gpus") * 40e9, B=1, **n)
+    return cg.largest(cg.decode(plain()), "S", memory=n.pop("gpus") * 40e9, B=1, **n)
 
 
 # -- times and ridge points --------------------------------------------------------------------------------------

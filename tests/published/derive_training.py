@@ -5,7 +5,6 @@ from fractions import Fraction
 
 import sympy
 from derive_transformers import NANOGPT, nanogpt, params_of
-from derive_vision import VISION
 from published_rows import derives
 
 import costgraph as cg
@@ -14,9 +13,10 @@ from costgraph import models
 DAY = 24 * 60 * 60
 
 
-def matmuls(step, **where):
+def matmuls(step, B=None, **where):
     """FLOPs of products as torch counts them, of a step or of a part of it."""
-    return cg.costs(step, count="full").filter(kind="matmul", **where).total().matmul
+    dims = {} if B is None else {"B": B}
+    return cg.costs(step, count="full", **dims).filter(kind="matmul", **where).total().matmul
 
 
 def per_weight(passes=("forward", "backward")):
@@ -48,20 +48,20 @@ def chain(row):
 
 
 def resnet18():
-    with cg.Graph("resnet18") as g:
-        y = VISION["ResNet18"](g.input("image", (1, 3, 224, 224), grad=True))
-        g.output(cg.reduce(y, "b c -> ", "sum"))
-    return cg.backward(g)
+    g = models.load("resnet18")
+    (images,) = (t for t in g.tensors if t.role == "input")
+    images.requires_grad = True
+    return cg.training_step(g)
 
 
 @derives("pt-resnet18-fwdbwd")
 def resnet18_both(row):
-    return cg.matmul_flops(resnet18(), count="full")
+    return cg.matmul_flops(resnet18(), count="full", B=1)
 
 
 @derives("pt-resnet18-layer1-conv-bwd")
 def resnet18_layer(row):
-    return matmuls(resnet18(), phase="backward", scope="layer1")
+    return matmuls(resnet18(), phase="backward", scope="stage1", B=1)
 
 
 @derives("pt-sdpa-fwdbwd-math", "pt-sdpa-fwdbwd-flash")

@@ -329,3 +329,14 @@ def test_collectives_are_played_by_one_of_equal_ranks():
     made = [y.numpy() for y in lower(g)(torch.ones(4, 2))]
     assert [(y.shape, y.flat[0]) for y in made] == [((4, 2), 2), ((8, 2), 1), ((2, 2), 2), ((4, 2), 1), ((4, 2), 1)]
     assert all(np.ptp(y) == 0 for y in made)
+
+
+def test_scopes_may_have_names_that_are_words_of_python():
+    B, D = cg.dims("B D")
+    with cg.Graph("g") as g:
+        x = g.input("x", (B, D))
+        with cg.scope("global"):
+            g.output(cg.linear(x, "b d -> b e", e=D, name="lambda"))
+    module = lower(g, B=2, D=3)
+    assert [name for name, _ in module.named_parameters()] == ["global_.lambda_.weight"]
+    assert module(torch.ones(2, 3)).shape == (2, 3)

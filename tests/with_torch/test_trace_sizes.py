@@ -62,8 +62,14 @@ aten = torch.ops.aten
 
 
 def layouts(made):
+    # no element is reached by the stride of an axis of size 1, of which torch's own ways have different ones
     return [
-        (tuple(map(str, v.shape)), tuple(map(str, v.stride())), str(v.storage_offset()), v.dtype)
+        (
+            tuple(map(str, v.shape)),
+            tuple("" if str(n) == "1" else str(s) for n, s in zip(v.shape, v.stride(), strict=True)),
+            str(v.storage_offset()),
+            v.dtype,
+        )
         for v in (made if isinstance(made, list | tuple) else [made])
     ]
 

@@ -1,7 +1,19 @@
 """Graph and sizes -> torch.fx.GraphModule: one call of torch for each op, storages freed at their last use."""
 
 # imported for their rules, which are found in LOWERINGS
-from . import aten, contraction, elementwise, kernels, lookups, reductions, shapes, stated, updates, windows  # noqa: F401
+from . import (  # noqa: F401
+    aten,
+    contraction,
+    elementwise,
+    grouped,
+    kernels,
+    lookups,
+    reductions,
+    shapes,
+    stated,
+    updates,
+    windows,
+)  # fmt: skip
 from .module import lower, random_inputs
 from .table import LOWERINGS, lowering
 

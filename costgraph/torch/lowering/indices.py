@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import inf
 
 from ...graph import Graph
+from ...layout import numel
 from ...op import Op
 from ...tensor import Tensor
 from .emitter import Numbers
@@ -14,7 +15,20 @@ __all__ = ["Indices"]
 
 #: Kinds that hand their operands' numbers on.
 _MOVES = frozenset(
-    {"rearrange", "slice", "expand", "concat", "keep", "transfer", "collective", "gather", "stacked", "assign"}
+    {
+        "rearrange",
+        "slice",
+        "expand",
+        "concat",
+        "keep",
+        "cache",
+        "append",
+        "transfer",
+        "collective",
+        "gather",
+        "stacked",
+        "assign",
+    }
 )
 
 
@@ -59,6 +73,10 @@ class Indices:
         origin = self._origins.get(op.operands[1], _Origin(below=inf))
         return origin.below <= self._rows(op)
 
+    def within(self, t: Tensor, rows: int) -> bool:
+        """Whether integers are below a number, where sources are."""
+        return self._of(t).below <= rows
+
     def _rows(self, op: Op) -> int:
         along = op.attrs.get("mode") == "along" or op.attrs.get("along")
         return self._numbers(op.operands[0].sizes[-1 if along else 0])
@@ -68,14 +86,24 @@ class Indices:
             if t.producer is None and t.role != "formal":
                 self._origins[t] = _Origin(frozenset([t]))
         for op in graph.ops:
+            if op.kind.name == "dispatch":
+                for source in self._of(op.operands[0]).sources:
+                    most = self._numbers(op.attrs["experts"])
+                    self._limits[source] = min(self._limits.get(source, most), most)
             if op.kind.name in ("gather", "scatter"):
                 for source in self._of(op.operands[1]).sources:
                     self._limits[source] = min(self._limits.get(source, self._rows(op)), self._rows(op))
             if op.body is not None:
                 self._through(op)
             else:
-                for t in op.results:
-                    self._origins[t] = self._made(op)
+                for i, t in enumerate(op.results):
+                    self._origins[t] = self._sent(op, i) if op.kind.name == "dispatch" else self._made(op)
+
+    def _sent(self, op: Op, i: int) -> _Origin:
+        """Return what the numbers of a dispatch are below: tokens, ends, rows, experts."""
+        rows, experts = op.results[0].sizes[0], op.attrs["experts"]
+        tokens = numel(op.operands[0].sizes[:-1])
+        return _Origin(below=self._numbers((tokens, rows + 1, rows, experts)[min(i, 3)]))
 
     def _through(self, op: Op) -> None:
         assert op.body is not None
@@ -94,13 +122,15 @@ class Indices:
         name = op.kind.name
         copies = name == "pointwise" and op.attrs["function"].name in ("copy", "cast")
         if (name in _MOVES or copies) and op.operands:
-            given = {"gather": op.operands[:1], "assign": op.operands[1:]}.get(name, op.operands)
+            given = {"gather": op.operands[:1], "assign": op.operands[1:], "append": op.operands[1:]}.get(
+                name, op.operands
+            )
             found = self._of(given[0])
             for t in given[1:]:
                 found |= self._of(t)
             return found
         if name == "arange":
-            return _Origin(below=self._numbers(op.attrs["size"]))
+            return _Origin(below=self._numbers(op.attrs["size"] + op.attrs.get("start", 0)))
         if name == "reduce" and op.attrs["operation"].startswith("arg"):
             pattern = op.attrs["pattern"]
             names = pattern.operand_names(0)
@@ -110,6 +140,8 @@ class Indices:
                 if a.names and a.names[0] in set(names) - set(pattern.result_names)
             )
             return _Origin(below=self._numbers(op.operands[0].sizes[at]))
+        if name == "top_k":
+            return _Origin(below=self._numbers(op.operands[0].sizes[-1]))
         if name == "fill":
             value = op.attrs["value"]
             return _Origin(below=value + 1 if value >= 0 else inf)

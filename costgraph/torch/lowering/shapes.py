@@ -65,9 +65,18 @@ def _fill(site: Site) -> None:
     site.own(torch.full, site.sizes(t), site.attr("value"), dtype=site.dtype(t), device=site.emitter.device)
 
 
+@lowering("initial_state")
+def _initial_state(site: Site) -> None:
+    site.own(
+        torch.zeros, site.sizes(site.op.results[0]), dtype=site.dtype(site.op.results[0]), device=site.emitter.device
+    )
+
+
 @lowering("arange")
 def _arange(site: Site) -> None:
-    site.own(torch.arange, site.attr("size"), dtype=site.dtype(site.op.results[0]), device=site.emitter.device)
+    start = site.attr("start", 0)
+    dtype = site.dtype(site.op.results[0])
+    site.own(torch.arange, start, start + site.attr("size"), dtype=dtype, device=site.emitter.device)
 
 
 @lowering("empty")

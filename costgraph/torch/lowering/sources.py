@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from keyword import iskeyword
 from math import prod
 
 import torch
@@ -83,7 +84,7 @@ def _dotted(name: str, leaves: set[str]) -> str:
     out = ""
     for i, level in enumerate(levels):
         text = level.replace(".", "_")
-        text += "_" if hasattr(nn.Module(), text) else ""
+        text += "_" if hasattr(nn.Module(), text) or iskeyword(text) else ""
         out += text if not i else f"{'_' if '/'.join(levels[:i]) in leaves else '.'}{text}"
     return out
 

@@ -30,6 +30,23 @@ def _keep(site: Site) -> None:
     site.alias(site.call(kept, *site.operands, like=site.shadow(site.operands[0])))
 
 
+@lowering("cache")
+def _cache(site: Site) -> None:
+    site.alias(site.call(torch.Tensor.view_as, site.operands[0], site.operands[0]))
+
+
+def appended(held: torch.Tensor, new: torch.Tensor, axis: int) -> torch.Tensor:
+    """Write the last positions of what is new into the last ones of a cache."""
+    taken = min(held.shape[axis], new.shape[axis])
+    held.narrow(axis, held.shape[axis] - taken, taken).copy_(new.narrow(axis, new.shape[axis] - taken, taken))
+    return held
+
+
+@lowering("append")
+def _append(site: Site) -> None:
+    site.alias(site.call(appended, *site.operands, site.attr("axis")))
+
+
 @lowering("zero_grad")
 def _zero_grad(site: Site) -> None:
     site.alias(site.call(torch.Tensor.zero_, site.operands[0]))

@@ -1,0 +1,118 @@
+"""CLIP: a text tower and a vision tower whose last vectors are compared with each other.
+
+Sizes: Radford et al. 2021 (arXiv 2103.00020), table 20, and the `config.json` of openai/clip-vit-base-patch32,
+clip-vit-base-patch16 and clip-vit-large-patch14. Order of ops: `CLIPModel` of transformers. Both towers have LayerNorm
+before each half of a layer, and biases; that of texts is causal.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import sympy
+
+import costgraph as cg
+
+from .config import Config
+from .family import Family, Preset
+
+
+def clip(
+    name: str, attention: str, dropout: float, dtype: str,
+    *, patch: int = 32, text_activation: str = "quick_gelu", vision_activation: str = "quick_gelu",
+) -> cg.Graph:  # fmt: skip
+    """Declare CLIP: B texts (B, S) and as many images (B, IC, R, R) to logits (B, B), a row for each text.
+
+    `ends` (B,) says which of the B*S tokens are the last ones of their texts; `patch` is the side of a patch of an
+    image. `dropout` falls on attention probabilities alone.
+    """
+    B, S, V, P, D, H, F, L, joint = cg.dims("B S V P D H F L joint")
+    R, IC, DV, HV, FV, LV = cg.dims("R IC DV HV FV LV")  # of the vision tower
+
+    def layer(x: cg.Tensor, heads: sympy.Expr, size: sympy.Expr, f: sympy.Expr, act: str, *, causal: bool) -> cg.Tensor:
+        y = cg.layer_norm(x, name="attention/norm")
+        x = x + cg.self_attention(
+            y, heads, size, causal=causal, kernel=attention, bias=True, out_bias=True, p=dropout, cached=False
+        )
+        y = cg.layer_norm(x, name="mlp/norm")
+        return x + cg.mlp(y, f, activation=partial(cg.pointwise, act), bias=True, name="mlp")
+
+    def texts(tokens: cg.Tensor, ends: cg.Tensor) -> cg.Tensor:
+        x = cg.embedding(tokens, tokens.graph.param("tokens/table", (V, D)))
+        x = x + cg.embedding(cg.arange(S), tokens.graph.param("positions/table", (P, D)))
+        x = cg.repeat(L, lambda x: layer(x, H, D / H, F, text_activation, causal=True), x, name="layers")
+        x = cg.gather(cg.rearrange(cg.layer_norm(x, name="norm"), "b s d -> (b s) d"), ends, name="last")
+        return _unit(cg.linear(x, "b d -> b e", e=joint, name="projection"))
+
+    def images(x: cg.Tensor) -> cg.Tensor:
+        x = cg.patch_embedding(x, patch, DV, bias=False)
+        first = cg.expand(x.graph.param("class_token", (DV,)), "d -> b 1 d", b=B)
+        x = cg.concat([first, x], 1)
+        x = x + cg.embedding(cg.arange(x.shape[1]), x.graph.param("positions/table", x.shape[1:]))
+        x = cg.layer_norm(x, name="first_norm")
+        x = cg.repeat(LV, lambda x: layer(x, HV, DV / HV, FV, vision_activation, causal=False), x, name="layers")
+        x = cg.layer_norm(cg.rearrange(x[:, :1], "b 1 d -> b d", name="first"), name="norm")
+        return _unit(cg.linear(x, "b d -> b e", e=joint, name="projection"))
+
+    with cg.Graph(name, dtype=dtype) as g:
+        g.assume("S <= P")
+        tokens, ends = g.input("tokens", (B, S), dtype="int64"), g.input("ends", (B,), dtype="int64")
+        pictures = g.input("images", (B, IC, R, R))
+        with cg.scope("vision"):
+            seen = images(pictures)
+        with cg.scope("text"):
+            read = texts(tokens, ends)
+        logits = cg.einsum(read, seen, "b e, c e -> b c", name="logits")
+        g.output(logits * cg.pointwise("exp", g.param("logit_scale", ())))
+    g.loss = "contrastive"
+    return g
+
+
+def _unit(x: cg.Tensor) -> cg.Tensor:
+    """Divide vectors by their lengths."""
+    return x / cg.pointwise("sqrt", cg.reduce(cg.pointwise("square", x), "b e -> b 1", "sum"))
+
+
+def _tower(c: Config, size: int, heads: int, **sizes: int) -> tuple[list[int], str]:
+    """Read what both towers have; the defaults are those of transformers' configuration classes."""
+    for field in ("is_decoder", "is_encoder_decoder", "add_cross_attention", "tie_encoder_decoder"):
+        c.expect(field, False)
+    # the projections follow the size that the whole model states
+    c.ignore("projection_dim", "dropout", "tie_word_embeddings", "top_k", "tf_legacy_loss")
+    found = [c.size("hidden_size", default=size), c.size("num_attention_heads", default=heads)]
+    found += [c.size("intermediate_size", default=4 * size), c.size("num_hidden_layers", default=12)]
+    return found, c.activation("hidden_act", default="quick_gelu")
+
+
+def read(c: Config) -> Preset:
+    """Read a config.json of transformers' CLIPConfig."""
+    c.ignore("logit_scale_init_value", "is_encoder_decoder", "tie_word_embeddings", "text_config", "vision_config")
+    # where a file has the older field as well, transformers takes that one alone
+    text, vision = (c.part(f"{n}_dict" if c.has(f"{n}_dict") else n) for n in ("text_config", "vision_config"))
+    (D, H, F, L), text_act = _tower(text, 512, 8)
+    (DV, HV, FV, LV), vision_act = _tower(vision, 768, 12)
+    P = text.size("max_position_embeddings", default=77)
+    sizes = {"V": text.size("vocab_size", default=49408), "P": P, "S": P, "D": D, "H": H, "F": F, "L": L}
+    sizes |= {"R": vision.size("image_size", default=224), "IC": vision.size("num_channels", default=3)}
+    sizes |= {"DV": DV, "HV": HV, "FV": FV, "LV": LV, "joint": c.size("projection_dim", default=512)}
+    structure = {"patch": vision.size("patch_size", default=32), "text_activation": text_act}
+    return Preset(sizes, structure | {"vision_activation": vision_act})
+
+
+def _sizes(patch: int, D: int, DV: int, HV: int, LV: int, joint: int) -> Preset:
+    sizes = {"V": 49408, "P": 77, "S": 77, "D": D, "H": D // 64, "F": 4 * D, "L": 12, "R": 224, "IC": 3}
+    return Preset(sizes | {"DV": DV, "HV": HV, "FV": 4 * DV, "LV": LV, "joint": joint}, {"patch": patch})
+
+
+FAMILIES = (
+    Family(
+        clip,
+        {
+            "clip-vit-b-32": _sizes(32, 512, 768, 12, 12, 512),
+            "clip-vit-b-16": _sizes(16, 512, 768, 12, 12, 512),
+            "clip-vit-l-14": _sizes(14, 768, 1024, 16, 24, 768),
+        },
+        architectures=("CLIPModel",),
+        read=read,
+    ),
+)

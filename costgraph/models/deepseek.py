@@ -1,0 +1,139 @@
+"""DeepSeek-V2, V2-Lite and V3: latent attention, many small experts and shared ones, the first layers dense.
+
+Sizes: DeepSeek-AI 2024 (arXiv 2405.04434), section 3.1.2 and appendix B, and 2024 (arXiv 2412.19437), section 4.2, and
+the `config.json` of deepseek-ai/DeepSeek-V2, DeepSeek-V2-Lite and DeepSeek-V3. Order of ops: `DeepseekV2ForCausalLM`
+and `DeepseekV3ForCausalLM` of transformers with their experts as grouped products; V3 without the layers that predict
+more tokens, which these leave out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import costgraph as cg
+
+from .config import Config
+from .family import Family, Preset
+
+
+def deepseek(
+    name: str,
+    attention: str,
+    dropout: float,
+    dtype: str,
+    *,
+    routing: str = "balanced",
+    capacity: float | None = None,
+    absorbed: bool = False,
+    query_latent: bool = True,
+    dense: bool = True,
+    limited: bool = True,
+    sigmoid: bool = True,
+    normalize: bool = True,
+    scale: float = 1.0,
+    bias: bool = False,
+    tied: bool = False,
+) -> cg.Graph:
+    """Declare DeepSeek: tokens (B, S) to logits (B, S, V).
+
+    `absorbed` lets heads attend to the latent vectors themselves; `limited` lets tokens choose experts within kg of Eg
+    groups; `sigmoid` is the router of V3, with a buffer for balance.
+    """
+    B, S, D, H, F, L, V = cg.dims("B S D H F L V")
+    C, Cq, Kn, Kr, Kv = cg.dims("C Cq Kn Kr Kv")
+    E, k, Fe, Es, Eg, kg, Ld = cg.dims("E k Fe Es Eg kg Ld")
+    options: dict[str, Any] = {"score": "sigmoid" if sigmoid else "softmax", "correction": sigmoid, "fp32": True}
+    options |= {"normalize": normalize, "scale": scale, "routing": routing, "capacity": capacity}
+    options |= {"groups": Eg, "kept_groups": kg} if limited else {}
+
+    def attend(x: cg.Tensor) -> cg.Tensor:
+        return x + cg.latent_attention(
+            cg.rms_norm(x, name="attention/norm"), H, latent=C, nope=Kn, rotated=Kr, value=Kv, rope=rope,
+            query_latent=Cq if query_latent else None, absorbed=absorbed, kernel=attention, bias=bias, p=dropout,
+        )  # fmt: skip
+
+    def first(x: cg.Tensor) -> cg.Tensor:
+        x = attend(x)
+        return x + cg.gated_mlp(cg.rms_norm(x, name="mlp/norm"), F)
+
+    def block(x: cg.Tensor) -> cg.Tensor:
+        x = attend(x)
+        y = cg.rms_norm(x, name="moe/norm")
+        return x + (cg.moe(y, E, k, Fe, **options) + cg.gated_mlp(y, Es * Fe, name="shared"))
+
+    with cg.Graph(name, dtype=dtype) as g:
+        tokens = g.input("tokens", (B, S), dtype="int64")
+        table = g.param("tokens/table", (V, D))
+        rope = cg.rotary_tables(cg.arange(S), Kr)
+        x = cg.embedding(tokens, table)
+        if dense:
+            x = cg.repeat(Ld, first, x, name="dense_layers")
+        x = cg.repeat(L - Ld if dense else L, block, x, name="layers")
+        x = cg.rms_norm(x, name="norm")
+        g.output(cg.tied_head(x, table) if tied else cg.linear(x, "b s d -> b s v", v=V, name="head"))
+    g.loss = "cross_entropy"
+    return g
+
+
+def read(c: Config) -> Preset:
+    """Read a config.json of transformers' DeepseekV2Config or DeepseekV3Config."""
+    third = c.architecture == "DeepseekV3ForCausalLM"
+    c.expect("hidden_act", "silu")
+    c.expect("mlp_bias", False)
+    c.expect("moe_layer_freq", 1)
+    c.expect("output_router_logits", False)  # its loss of balance is not declared
+    c.expect("scoring_func", "sigmoid" if third else "softmax")
+    c.ignore("max_position_embeddings", "aux_loss_alpha", "seq_aux", "ep_size", "rope_interleave")
+    c.ignore("num_nextn_predict_layers", "num_mtp_layers")  # layers that the reference module does not have
+    c.ignore("head_dim", "qk_head_dim", "num_key_value_heads")  # follow from what is read below
+    c.ignore("quantization_config")  # a format of the weights: the graph has that of `dtype`
+    sizes = {"D": c.size("hidden_size"), "H": c.size("num_attention_heads"), "L": c.size("num_hidden_layers")}
+    sizes |= {"V": c.size("vocab_size"), "C": c.size("kv_lora_rank"), "Kn": c.size("qk_nope_head_dim")}
+    sizes |= {"Kr": c.size("qk_rope_head_dim"), "Kv": c.size("v_head_dim"), "Fe": c.size("moe_intermediate_size")}
+    sizes |= {"E": c.size("n_routed_experts", "num_local_experts", "num_experts"), "k": c.size("num_experts_per_tok")}
+    sizes |= {"Es": c.size("n_shared_experts")}
+    rank, first = c.optional("q_lora_rank", absent=1536), c.size("first_k_dense_replace", default=0, least=0)
+    sizes |= ({} if rank is None else {"Cq": rank}) | ({"Ld": first, "F": c.size("intermediate_size")} if first else {})
+    c.ignore("intermediate_size")
+    structure: dict[str, object] = {"query_latent": rank is not None, "dense": first > 0, "sigmoid": third}
+    if third:
+        c.expect("topk_method", "noaux_tc")
+        limited, normalize = True, c.flag("norm_topk_prob", True)
+    else:
+        limited = c.choice("topk_method", of=("greedy", "group_limited_greedy"), default="greedy") != "greedy"
+        c.expect("norm_topk_prob", False)
+        normalize = False
+    sizes |= {"Eg": c.size("n_group"), "kg": c.size("topk_group")} if limited else {}
+    c.ignore("n_group", "topk_group")
+    structure |= {"limited": limited, "normalize": normalize, "scale": c.number("routed_scaling_factor", default=1.0)}
+    structure |= {"bias": c.flag("attention_bias", False), "tied": c.flag("tie_word_embeddings", False)}
+    return Preset(sizes, structure)
+
+
+_HEADS = {"C": 512, "Kn": 128, "Kr": 64, "Kv": 128}
+_V2 = {"sigmoid": False, "normalize": False}
+
+FAMILIES = (
+    Family(
+        deepseek,
+        {
+            "deepseek-v2": Preset(
+                {"D": 5120, "H": 128, "F": 12288, "L": 60, "V": 102400, "Cq": 1536, **_HEADS, "E": 160, "k": 6,
+                 "Fe": 1536, "Es": 2, "Eg": 8, "kg": 3, "Ld": 1},
+                {**_V2, "scale": 16.0},
+            ),
+            "deepseek-v2-lite": Preset(
+                {"D": 2048, "H": 16, "F": 10944, "L": 27, "V": 102400, **_HEADS, "E": 64, "k": 6,
+                 "Fe": 1408, "Es": 2, "Ld": 1},
+                {**_V2, "limited": False, "query_latent": False},
+            ),
+            "deepseek-v3": Preset(
+                {"D": 7168, "H": 128, "F": 18432, "L": 61, "V": 129280, "Cq": 1536, **_HEADS, "E": 256, "k": 8,
+                 "Fe": 2048, "Es": 1, "Eg": 8, "kg": 4, "Ld": 3},
+                {"scale": 2.5},
+            ),
+        },
+        architectures=("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
+        read=read,
+    ),
+)  # fmt: skip

@@ -1,0 +1,71 @@
+"""DenseNet: every layer of a block reads what all layers before it made, joined along the channels.
+
+Sizes: Huang et al. 2016 (arXiv 1608.06993), table 1. Order of ops: `DenseNet` of torchvision 0.20. What a layer reads
+grows from layer to layer, so that no two of them are equal: the depth of a block is structure, not a symbol.
+"""
+
+from __future__ import annotations
+
+import sympy
+
+import costgraph as cg
+
+from .family import Family, Preset
+
+
+def densenet(
+    name: str, attention: str, dropout: float, dtype: str,
+    *, blocks: tuple[int, ...] = (6, 12, 24, 16), statistics: str = "auto",
+) -> cg.Graph:  # fmt: skip
+    """Declare DenseNet: images (B, IC, R, R) to logits (B, C); dropout falls on what each layer adds.
+
+    Each layer adds K channels, by way of Z*K; `blocks` are the numbers of layers between one halving and the next.
+    """
+    B, R, IC, D, K, Z, C = cg.dims("B R IC D K Z C")
+
+    def conv(x: cg.Tensor, width: sympy.Expr, window: int, stride: int = 1, name: str = "conv") -> cg.Tensor:
+        return cg.conv(
+            x, "b c h w -> b d h w", d=width, window=window, stride=stride, padding=window // 2, name=name
+        )  # fmt: skip
+
+    def norm(x: cg.Tensor, name: str = "norm") -> cg.Tensor:
+        return cg.relu(cg.batch_norm(x, statistics=statistics, name=name), inplace=True)
+
+    def layer(features: list[cg.Tensor]) -> cg.Tensor:
+        x = norm(cg.concat(features, 1), "norm1")
+        x = norm(conv(x, Z * K, 1, name="conv1"), "norm2")
+        return cg.dropout(conv(x, K, 3, name="conv2"), dropout)
+
+    with cg.Graph(name, dtype=dtype) as g:
+        x = norm(conv(g.input("images", (B, IC, R, R)), D, 7, 2, "stem/conv"), "stem/norm")
+        x = cg.pool(x, "max", window=3, stride=2, padding=1)
+        for i, depth in enumerate(blocks, 1):
+            if i > 1:
+                with cg.scope(f"transition{i - 1}"):
+                    x = cg.pool(conv(norm(x), x.shape[1] / 2, 1), "mean", window=2)
+            features = [x]
+            for j in range(depth):
+                with cg.scope(f"block{i}/{j}"):
+                    features.append(layer(features))
+            x = cg.concat(features, 1, name=f"block{i}")
+        x = cg.reduce(norm(x), "b d h w -> b d", "mean", name="pool")
+        g.output(cg.linear(x, "b d -> b c", c=C, bias=True, name="head"))
+    g.loss = "cross_entropy"
+    return g
+
+
+def _preset(*blocks: int, D: int = 64, K: int = 32) -> Preset:
+    return Preset({"R": 224, "IC": 3, "D": D, "K": K, "Z": 4, "C": 1000}, {"blocks": blocks})
+
+
+FAMILIES = (
+    Family(
+        densenet,
+        {
+            "densenet121": _preset(6, 12, 24, 16),
+            "densenet161": _preset(6, 12, 36, 24, D=96, K=48),
+            "densenet169": _preset(6, 12, 32, 32),
+            "densenet201": _preset(6, 12, 48, 32),
+        },
+    ),
+)

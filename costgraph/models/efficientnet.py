@@ -1,0 +1,151 @@
+"""EfficientNet: inverted residuals with squeeze and excitation, widened and deepened by two factors.
+
+Sizes: Tan and Le 2019 (arXiv 1905.11946), table 1; factors of B1 to B7 and image sizes of `torchvision.models`, whose
+order of ops is followed. `EfficientNetForImageClassification` of transformers is read as well.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import Any
+
+import sympy
+
+import costgraph as cg
+
+from .config import Config
+from .family import Family, Preset
+from .mobilenet import convolved, divisible
+
+_WIDTHS, _DEPTHS = (32, 16, 24, 40, 80, 112, 192, 320), (1, 2, 2, 3, 3, 4, 1)
+
+
+def efficientnet(
+    name: str,
+    attention: str,
+    dropout: float,
+    dtype: str,
+    *,
+    windows: tuple[int, ...] = (3, 3, 5, 3, 5, 5, 3),
+    strides: tuple[int, ...] = (1, 2, 2, 2, 1, 2, 1),
+    expansions: tuple[int, ...] = (1, 6, 6, 6, 6, 6, 6),
+    single: tuple[int, ...] = (1, 7),
+    activation: str = "silu",
+    head: bool = True,
+) -> cg.Graph:
+    """Declare EfficientNet: images (B, IC, R, R) to logits (B, C), or without a head to features.
+
+    Stage i makes D{i} channels in L{i} blocks, of which the first has the stride; `single` stages have one block.
+    Squeeze and excitation has a Q-th of the channels that the block is given.
+    """
+    B, IC, R, C, Q, width = cg.dims("B IC R C Q D0")
+    if not len(windows) == len(strides) == len(expansions):
+        raise cg.GraphError(f"model {name!r}: windows, strides and expansions, expected one of each for every stage")
+
+    def stage(x: cg.Tensor, i: int, before: sympy.Expr, width: sympy.Expr) -> cg.Tensor:
+        depth: Any = cg.dims(f"L{i}")
+        expansion = expansions[i - 1]
+        options: dict[str, Any] = {"window": windows[i - 1], "activation": activation, "expand": expansion != 1}
+        options["squeeze_activation"] = activation
+
+        def block(x: cg.Tensor) -> cg.Tensor:
+            return cg.inverted_residual(
+                x, expansion * width, width, squeezed=width / Q, residual=True, p=dropout, **options
+            )
+
+        with cg.scope(f"stage{i}"):
+            x = cg.inverted_residual(
+                x, expansion * before, width, squeezed=before / Q, stride=strides[i - 1], name="first", **options
+            )
+            return x if i in single else cg.repeat(depth - 1, block, x, name="blocks")
+
+    with cg.Graph(name, dtype=dtype) as g:
+        x = convolved(g.input("images", (B, IC, R, R)), width, 3, 2, activation, "stem")
+        for i in range(1, len(windows) + 1):
+            before, width = width, cg.dims(f"D{i}")
+            x = stage(x, i, before, width)
+        x = convolved(x, cg.dims(f"D{len(windows) + 1}"), 1, 1, activation, "last")
+        x = cg.dropout(cg.reduce(x, "b c h w -> b c", "mean"), dropout if head else 0)
+        g.output(cg.linear(x, "b d -> b c", c=C, bias=True, name="head") if head else x)
+    g.loss = "cross_entropy" if head else None
+    return g
+
+
+def read(c: Config) -> Preset:
+    """Read a config.json of transformers' EfficientNetConfig."""
+    wide, deep = c.number("width_coefficient", default=2.0), c.number("depth_coefficient", default=3.1)
+    by, ratio = c.size("depth_divisor", default=8), c.number("squeeze_expansion_ratio", default=0.25)
+    names = ("in_channels", "out_channels", "kernel_sizes", "strides", "num_block_repeats", "expand_ratios")
+    defaults = (_WIDTHS[:-1], _WIDTHS[1:], (3, 3, 5, 3, 5, 5, 3), (1, 2, 2, 2, 1, 2, 1), _DEPTHS, (1, *(6,) * 6))
+    tables = [c.sizes(n, default=list(d)) for n, d in zip(names, defaults, strict=True)]
+    given, made, windows, strides, repeats, expansions = tables
+    if len({*map(len, tables)}) != 1 or given[1:] != made[:-1]:
+        raise cg.FormatError(
+            f"{c.place}: {', '.join(names)}, expected equally long lists in which each stage is given what the one "
+            f"before it makes"
+        )
+    depths = [ceil(deep * n) for n in repeats]
+    widths = [divisible(n * wide, by) for n in (32, *made, 1280)]
+    _same_sizes(c, windows, strides, depths)
+    first = divisible(given[0] * wide, by)
+    if first != widths[0] or (1 / ratio) % 1 or any(int(n * ratio) != n * ratio for n in widths[:-1]):
+        raise cg.UnsupportedError(
+            f"{c.place}: squeeze_expansion_ratio {ratio} of {[first, *widths[1:-1]]} channels, expected whole numbers, "
+            f"and as many channels before the first stage as the stem makes, {widths[0]}"
+        )
+    c.expect("hidden_dim", widths[-1])
+    c.expect("num_hidden_layers", 4 * sum(repeats))
+    c.ignore("pooling_type", "batch_norm_eps", "batch_norm_momentum", "dropout_rate", "drop_connect_rate")
+    c.ignore("is_encoder_decoder")
+    head = c.architecture == "EfficientNetForImageClassification"
+    sizes = {"R": c.size("image_size", default=600), "IC": c.size("num_channels", default=3), "Q": int(1 / ratio)}
+    preset = _preset(sizes | ({"C": c.labels()} if head else {}), widths, depths)
+    structure = {"windows": tuple(windows), "strides": tuple(strides), "expansions": tuple(expansions), "head": head}
+    activation = c.activation("hidden_act", default="swish")
+    return Preset(preset.sizes, {**preset.structure, **structure, "activation": activation})
+
+
+def _same_sizes(c: Config, windows: list[int], strides: list[int], depths: list[int]) -> None:
+    """Refuse what transformers pads to other sizes than rounding up: an odd side with a window that is padded less."""
+    side = c.size("image_size", default=600)
+    padded = c.sizes("depthwise_padding", default=[], least=0, empty=True)
+    odd = side % 2 == 1
+    side = -(-side // 2)
+    for i, stride in enumerate(strides):
+        odd = odd or (stride == 2 and side % 2 == 1 and sum(depths[:i]) not in padded)
+        side = -(-side // stride)
+    if odd or any(n % 2 == 0 for n in windows) or any(n > 2 for n in strides):
+        raise cg.UnsupportedError(
+            f"{c.place}: image_size, strides and depthwise_padding {padded}, expected that every odd side before a "
+            f"stride of 2 is padded to be rounded up, odd kernel_sizes and strides of at most 2"
+        )
+
+
+def _preset(sizes: dict[str, int], widths: list[int], depths: list[int]) -> Preset:
+    sizes = {**sizes, **{f"D{i}": n for i, n in enumerate(widths)}}
+    sizes |= {f"L{i}": n for i, n in enumerate(depths, 1) if n > 1}
+    return Preset(sizes, {"single": tuple(i for i, n in enumerate(depths, 1) if n == 1)})
+
+
+def _scaled(wide: float, deep: float, side: int) -> Preset:
+    widths, depths = [divisible(n * wide) for n in (*_WIDTHS, 1280)], [ceil(deep * n) for n in _DEPTHS]
+    return _preset({"R": side, "IC": 3, "C": 1000, "Q": 4}, widths, depths)
+
+
+FAMILIES = (
+    Family(
+        efficientnet,
+        {
+            "efficientnet-b0": _scaled(1.0, 1.0, 224),
+            "efficientnet-b1": _scaled(1.0, 1.1, 240),
+            "efficientnet-b2": _scaled(1.1, 1.2, 288),
+            "efficientnet-b3": _scaled(1.2, 1.4, 300),
+            "efficientnet-b4": _scaled(1.4, 1.8, 380),
+            "efficientnet-b5": _scaled(1.6, 2.2, 456),
+            "efficientnet-b6": _scaled(1.8, 2.6, 528),
+            "efficientnet-b7": _scaled(2.0, 3.1, 600),
+        },
+        architectures=("EfficientNetModel", "EfficientNetForImageClassification"),
+        read=read,
+    ),
+)

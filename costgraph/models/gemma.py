@@ -1,0 +1,119 @@
+"""Gemma 2 and 3: layers of local and global attention in turn, norms before and after each half, a tied head.
+
+Sizes: Gemma Team 2024 (arXiv 2408.00118), table 1, and 2025 (arXiv 2503.19786), and the `config.json` of
+google/gemma-2-2b, -9b, -27b and google/gemma-3-1b-pt, -4b-pt, -12b-pt, -27b-pt (`text_config`: the decoder of text).
+Order of ops: `Gemma2ForCausalLM` and `Gemma3ForCausalLM` of transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Literal
+
+import costgraph as cg
+
+from .config import Config
+from .family import Family, Preset
+
+
+def gemma(
+    name: str,
+    attention: str,
+    dropout: float,
+    dtype: str,
+    *,
+    kinds: Sequence[str] = ("local", "global"),
+    rest: int = 0,
+    softcap: float | None = None,
+    logit_softcap: float | None = None,
+    qk_norm: Literal["none", "head", "all"] = "none",
+    local_base: bool = False,
+    bias: bool = False,
+    tied: bool = True,
+    activation: str = "gelu_tanh",
+) -> cg.Graph:
+    """Declare Gemma: tokens (B, S) to logits (B, S, V); `kinds` of layers see the last W positions or all of them."""
+    B, S, D, H, G, K, F, L, V, W = cg.dims("B S D H G K F L V W")
+
+    with cg.Graph(name, dtype=dtype) as g:
+        g.assume("H >= G")
+        tokens = g.input("tokens", (B, S), dtype="int64")
+        table = g.param("tokens/table", (V, D))
+        x = cg.pointwise("mul", cg.embedding(tokens, table), 1.0, name="scale")  # by the root of D
+        options: dict[str, Any] = {"groups": G, "bias": bias, "out_bias": bias, "qk_norm": qk_norm, "p": dropout}
+        options |= {"softcap": softcap, "kernel": attention}
+        # with two bases each kind of layer that there is has tables of its own
+        two = local_base and isinstance(kinds, list | tuple) and "local" in kinds and "global" in kinds
+        ropes = [cg.rotary_tables(cg.arange(S), K) for _ in range(2 if two else 1)]
+
+        def block(x: cg.Tensor, window: object, rope: tuple[cg.Tensor, cg.Tensor]) -> cg.Tensor:
+            y = cg.rms_norm(x, name="attention/norm")
+            y = cg.self_attention(y, H, K, window=window, rope=rope, **options)
+            x = x + cg.rms_norm(y, name="attention/norm_after")
+            y = cg.rms_norm(x, name="mlp/norm")
+            y = cg.gated_mlp(y, F, activation=partial(cg.pointwise, activation))
+            return x + cg.rms_norm(y, name="mlp/norm_after")
+
+        bodies = {
+            "local": partial(block, window=W, rope=ropes[0]),
+            "global": partial(block, window=None, rope=ropes[-1]),
+        }
+        x = cg.rms_norm(cg.layers(L, bodies, x, kinds, rest=rest), name="norm")
+        x = cg.tied_head(x, table) if tied else cg.linear(x, "b s d -> b s v", v=V, name="head")
+        g.output(x if logit_softcap is None else cg.pointwise("softcap", x, name="head/softcap"))
+    g.loss = "cross_entropy"
+    return g
+
+
+def read(c: Config) -> Preset:
+    """Read a config.json of transformers' Gemma2Config or Gemma3TextConfig."""
+    third = c.architecture == "Gemma3ForCausalLM"
+    c.ignore(
+        "max_position_embeddings", "query_pre_attn_scalar", "cache_implementation", "rope_local_base_freq", "hidden_act"
+    )
+    c.expect("use_bidirectional_attention", False)
+    sizes = c.decoder(grouped=True, head=256)
+    period = c.size("sliding_window_pattern", "_sliding_window_pattern", default=6) if third else 2
+    default = ["sliding_attention" if (i + 1) % period else "full_attention" for i in range(sizes["L"])]
+    known = {"sliding_attention": "local", "full_attention": "global"}
+    kinds, rest = c.pattern("layer_types", known, sizes["L"], default)
+    if "local" in kinds:
+        sizes["W"] = c.size("sliding_window", default=None if c.stated("sliding_window") else 4096)
+        c.expect("sliding_window_size", sizes["W"])
+    c.ignore("sliding_window")
+    caps = {"softcap": ("attn_logit_softcapping", 50.0), "logit_softcap": ("final_logit_softcapping", 30.0)}
+    structure: dict[str, object] = {
+        option: c.number(field) if c.has(field) else None if third or c.stated(field) else absent
+        for option, (field, absent) in caps.items()
+    }
+    structure |= {"kinds": kinds, "rest": rest, "tied": c.flag("tie_word_embeddings", True)}
+    structure |= {"qk_norm": "head", "local_base": True} if third else {}
+    activation = c.activation("hidden_activation", default="gelu_pytorch_tanh")
+    return Preset(sizes, structure | {"bias": c.flag("attention_bias", False), "activation": activation})
+
+
+_SECOND: dict[str, object] = {"softcap": 50.0, "logit_softcap": 30.0}
+_THIRD: dict[str, object] = {"kinds": ("local",) * 5 + ("global",), "qk_norm": "head", "local_base": True}
+
+
+def _sizes(D: int, H: int, G: int, K: int, F: int, L: int, V: int, W: int) -> dict[str, int]:
+    return {"D": D, "H": H, "G": G, "K": K, "F": F, "L": L, "V": V, "W": W}
+
+
+FAMILIES = (
+    Family(
+        gemma,
+        {
+            "gemma-2-2b": Preset(_sizes(2304, 8, 4, 256, 9216, 26, 256000, 4096), _SECOND),
+            "gemma-2-9b": Preset(_sizes(3584, 16, 8, 256, 14336, 42, 256000, 4096), _SECOND),
+            "gemma-2-27b": Preset(_sizes(4608, 32, 16, 128, 36864, 46, 256000, 4096), _SECOND),
+            "gemma-3-1b": Preset(_sizes(1152, 4, 1, 256, 6912, 26, 262144, 512), {**_THIRD, "rest": 2}),
+            "gemma-3-4b": Preset(_sizes(2560, 8, 4, 256, 10240, 34, 262208, 1024), {**_THIRD, "rest": 4}),
+            "gemma-3-12b": Preset(_sizes(3840, 16, 8, 256, 15360, 48, 262208, 1024), _THIRD),
+            "gemma-3-27b": Preset(_sizes(5376, 32, 16, 128, 21504, 62, 262208, 1024), {**_THIRD, "rest": 2}),
+        },
+        architectures=("Gemma2ForCausalLM", "Gemma3ForCausalLM"),
+        read=read,
+    ),
+)

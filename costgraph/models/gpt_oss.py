@@ -1,0 +1,98 @@
+"""GPT-OSS 20B and 120B: window and full attention in turn, a sink for each head, experts with clamped gates.
+
+Sizes: OpenAI 2025 (arXiv 2508.10925), table 1, and the `config.json` of openai/gpt-oss-20b and gpt-oss-120b. Order of
+ops: `GptOssForCausalLM` of transformers with its experts as grouped products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import costgraph as cg
+
+from .config import Config
+from .family import Family, Preset
+
+
+def gpt_oss(
+    name: str,
+    attention: str,
+    dropout: float,
+    dtype: str,
+    *,
+    routing: str = "balanced",
+    capacity: float | None = None,
+    kinds: Sequence[str] = ("local", "global"),
+    rest: int = 0,
+    bias: bool = True,
+    tied: bool = False,
+) -> cg.Graph:
+    """Declare GPT-OSS: tokens (B, S) to logits (B, S, V); `kinds` of layers see all positions or the last W of them."""
+    B, S, D, H, G, K, L, V, W = cg.dims("B S D H G K L V W")
+    E, k, Fe = cg.dims("E k Fe")
+
+    def block(x: cg.Tensor, window: object) -> cg.Tensor:
+        x = x + cg.self_attention(
+            cg.rms_norm(x, name="attention/norm"), H, K, groups=G, rope=rope, window=window, kernel=attention,
+            bias=bias, out_bias=bias, sinks=True, p=dropout,
+        )  # fmt: skip
+        y = cg.rms_norm(x, name="moe/norm")
+        return x + cg.moe(
+            y, E, k, Fe, routing=routing, capacity=capacity, gate=_clamped, bias=True, score="chosen", router_bias=True
+        )
+
+    with cg.Graph(name, dtype=dtype) as g:
+        g.assume("H >= G")
+        tokens = g.input("tokens", (B, S), dtype="int64")
+        table = g.param("tokens/table", (V, D))
+        rope = cg.rotary_tables(cg.arange(S), K)
+        bodies = {"global": partial(block, window=None), "local": partial(block, window=W)}
+        x = cg.rms_norm(cg.layers(L, bodies, cg.embedding(tokens, table), kinds, rest=rest), name="norm")
+        g.output(cg.tied_head(x, table) if tied else cg.linear(x, "b s d -> b s v", v=V, name="head"))
+    g.loss = "cross_entropy"
+    return g
+
+
+def _clamped(gate: cg.Tensor, up: cg.Tensor) -> cg.Tensor:
+    """SwiGLU of what is kept within limits: gate / (1 + exp(-1.702 * gate)) * (up + 1)."""
+    gate, up = cg.pointwise("minimum", gate, 7.0), cg.pointwise("clamp", up)
+    return (up + 1) * cg.pointwise("quick_gelu", gate)
+
+
+def read(c: Config) -> Preset:
+    """Read a config.json of transformers' GptOssConfig."""
+    c.expect("hidden_act", "silu")
+    c.expect("output_router_logits", False)  # its loss of balance is not declared
+    c.ignore("max_position_embeddings", "initial_context_length", "router_aux_loss_coef", "swiglu_limit")
+    c.expect("swiglu_alpha", 1.702)
+    c.ignore("quantization_config")  # a format of the weights: the graph has that of `dtype`
+    sizes = c.decoder(head=64)
+    sizes |= {"E": c.size("num_local_experts", "num_experts")}
+    sizes |= {"k": c.size("num_experts_per_tok", "experts_per_token")}
+    sizes["Fe"] = sizes.pop("F")
+    default = ["full_attention" if i % 2 else "sliding_attention" for i in range(sizes["L"])]
+    known = {"full_attention": "global", "sliding_attention": "local"}
+    kinds, rest = c.pattern("layer_types", known, sizes["L"], default)
+    window = c.optional("sliding_window", absent=128)
+    if "local" in kinds and window is not None:
+        sizes["W"] = window
+    else:
+        kinds = tuple("global" for _ in kinds)
+    structure = {"kinds": kinds, "rest": rest, "bias": c.flag("attention_bias", True)}
+    return Preset(sizes, structure | {"tied": c.flag("tie_word_embeddings", False)})
+
+
+def _sizes(L: int, E: int) -> Preset:
+    sizes = {"D": 2880, "H": 64, "G": 8, "K": 64, "L": L, "V": 201088, "W": 128}
+    return Preset(sizes | {"E": E, "k": 4, "Fe": 2880})
+
+
+FAMILIES = (
+    Family(
+        gpt_oss,
+        {"gpt-oss-20b": _sizes(24, 32), "gpt-oss-120b": _sizes(36, 128)},
+        architectures=("GptOssForCausalLM",),
+        read=read,
+    ),
+)

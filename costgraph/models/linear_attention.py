@@ -1,0 +1,70 @@
+"""A causal transformer with linear attention, whose state is as large at any length.
+
+Sizes: Katharopoulos et al. 2020 (arXiv 2006.16236), section 4.2: images as sequences of pixels of 256 values, 8 layers
+for MNIST and 16 for CIFAR-10, 8 heads of 32 elements, a feed-forward layer of four times the width. Order of ops:
+`TransformerEncoderLayer` and `CausalLinearAttention` of idiap/fast-transformers: norms behind the sums, biases, and
+sines as positions.
+The paper's head gives a mixture of ten logistics; here it is one of all values.
+"""
+
+from __future__ import annotations
+
+import costgraph as cg
+
+from .family import Family, Preset
+
+
+def linear_attention(name: str, attention: str, dropout: float, dtype: str, *, scan: str = "kernel") -> cg.Graph:
+    """Declare a linear transformer: tokens (B, S) to logits (B, S, V); `attention` says nothing of it."""
+    B, S, D, F, L, V, P = cg.dims("B S D F L V P")
+
+    def block(x: cg.Tensor) -> cg.Tensor:
+        y = cg.dropout(_attend(x, dtype, scan), dropout)
+        x = cg.layer_norm(x + y, name="attention/norm")
+        y = cg.mlp(x, F, activation=cg.relu, bias=True, p=dropout)
+        return cg.layer_norm(x + y, name="mlp/norm")
+
+    with cg.Graph(name, dtype=dtype) as g:
+        g.assume("S <= P")
+        tokens = g.input("tokens", (B, S), dtype="int64")
+        x = cg.embedding(tokens, g.param("tokens/table", (V, D)))
+        x = x + cg.embedding(cg.arange(S), g.buffer("positions/table", (P, D)))
+        x = cg.repeat(L, block, cg.dropout(x, dropout), name="layers")
+        g.output(cg.linear(cg.layer_norm(x, name="norm"), "b s d -> b s v", v=V, bias=True, name="head"))
+    g.loss = "cross_entropy"
+    return g
+
+
+def _attend(x: cg.Tensor, dtype: str, scan: str) -> cg.Tensor:
+    """Sum keys times values over the positions so far, and keys for the normaliser (eq. 16 to 20)."""
+    B, D, H = cg.dims("B D H")
+    made = [cg.linear(x, "b s d -> b s h k", h=H, k=D / H, bias=True, name=f"attention/{n}") for n in ("q", "k", "v")]
+    state = cg.initial_state((B, H, D / H, D / H), dtype, name="attention/state")
+    norm = cg.initial_state((B, H, D / H), dtype, name="attention/norm_state")
+
+    def step(
+        carried: tuple[cg.Tensor, cg.Tensor], now: tuple[cg.Tensor, ...]
+    ) -> tuple[tuple[cg.Tensor, cg.Tensor], cg.Tensor]:
+        (q, k, v), (s, z) = now, carried
+        s, z = s + cg.einsum(k, v, "b h k, b h v -> b h k v"), z + k
+        y = cg.einsum(q, s, "b h k, b h k v -> b h v", name="reduce")
+        scale = cg.einsum(q, z, "b h k, b h k -> b h", name="normalise")
+        return (s, z), y / cg.rearrange(scale + 1e-6, "b h -> b h 1")
+
+    with cg.scan_kernel("linear_attention", scan):
+        q, k = (cg.pointwise("elu", t) + 1.0 for t in made[:2])
+        y = cg.recurrence(step, (state, norm), (q, k, made[2]))
+    y = cg.rearrange(y, "b s h v -> b s (h v)", name="attention/merge")
+    return cg.linear(y, "b s e -> b s d", d=D, bias=True, name="attention/proj")
+
+
+def _sizes(L: int, P: int) -> Preset:
+    return Preset({"D": 256, "H": 8, "F": 1024, "L": L, "V": 256, "P": P})
+
+
+FAMILIES = (
+    Family(
+        linear_attention,
+        {"linear-attention-mnist": _sizes(8, 28 * 28), "linear-attention-cifar10": _sizes(16, 3 * 32 * 32)},
+    ),
+)

@@ -1,0 +1,290 @@
+"""Mamba and Mamba-2: state-space models, whose state depends on the input and is as large at any length.
+
+Sizes: Gu and Dao 2023 (arXiv 2312.00752), the `config.json` of state-spaces/mamba-130m-hf to mamba-2.8b-hf; Dao and
+Gu 2024 (arXiv 2405.21060), that of state-spaces/mamba2-130m to mamba2-2.7b and of
+mistralai/Mamba-Codestral-7B-v0.1. Order of ops: `MambaForCausalLM` and `Mamba2ForCausalLM` of transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import costgraph as cg
+
+from .config import Config
+from .family import Family, Preset
+
+_Mixer = Callable[[cg.Graph, cg.Tensor], cg.Tensor]
+
+
+def _model(name: str, dtype: str, mixer: _Mixer, *, wide: bool, tied: bool) -> cg.Graph:
+    """Declare what both have: a residual stream, in fp32 if it is wide, to which each layer adds."""
+    B, S, D, L, V = cg.dims("B S D L V")
+
+    with cg.Graph(name, dtype=dtype) as g:
+        tokens = g.input("tokens", (B, S), dtype="int64")
+        table = g.param("tokens/table", (V, D))
+        x = cg.embedding(tokens, table)
+        x = cg.cast(x, "fp32") if wide else x
+
+        def block(x: cg.Tensor) -> cg.Tensor:
+            return x + mixer(g, cg.rms_norm(cg.cast(x, dtype), name="norm"))
+
+        x = cg.cast(cg.rms_norm(cg.repeat(L, block, x, name="layers"), name="norm"), dtype)
+        g.output(cg.tied_head(x, table) if tied else cg.linear(x, "b s d -> b s v", v=V, name="head"))
+    g.loss = "cross_entropy"
+    return g
+
+
+def mamba(
+    name: str, attention: str, dropout: float, dtype: str,
+    *, scan: str = "kernel", window: int = 4, bias: bool = False, conv_bias: bool = True, wide: bool = True,
+    tied: bool = True,
+) -> cg.Graph:  # fmt: skip
+    """Declare Mamba: tokens (B, S) to logits (B, S, V); it has no attention, and drops nothing out."""
+    B, D, E, N, R = cg.dims("B D E N R")
+
+    def mixer(g: cg.Graph, x: cg.Tensor) -> cg.Tensor:
+        x, z = cg.split(cg.linear(x, "b s d -> b s e", e=2 * E, bias=bias, name="in"), (E, E))
+        x = cg.silu(cg.causal_conv(x, window, bias=conv_bias))
+        dt, b, c = cg.split(cg.linear(x, "b s e -> b s r", r=R + 2 * N, name="x"), (R, N, N))
+        dt = cg.linear(dt, "b s r -> b s e", e=E, name="dt")
+        shift, log_a, skip = g.param("dt/bias", (E,)), g.param("log_a", (E, N)), g.param("skip", (E,))
+        start = cg.initial_state((B, E, N), "fp32", name="state")
+        with cg.scan_kernel("selective_scan", scan):
+            dt = cg.pointwise("softplus", cg.cast(dt, "fp32") + cg.cast(shift, "fp32"))
+            decay = cg.pointwise("exp", cg.einsum(dt, -_exp(log_a), "b s e, e n -> b s e n"))
+            fed = cg.einsum(dt * cg.cast(x, "fp32"), cg.cast(b, "fp32"), "b s e, b s n -> b s e n")
+
+            def step(h: cg.Tensor, now: tuple[cg.Tensor, ...]) -> tuple[cg.Tensor, cg.Tensor]:
+                decay, fed, c = now
+                h = cg.pointwise("fma", decay, h, fed)
+                return h, cg.einsum(cg.cast(h, c.dtype), c, "b e n, b n -> b e", name="output")
+
+            y = cg.recurrence(step, start, (decay, fed, c))
+            y = cg.cast((y + x * cg.cast(skip, "fp32")) * cg.silu(z), dtype)
+        return cg.linear(y, "b s e -> b s d", d=D, bias=bias, name="out")
+
+    return _model(name, dtype, mixer, wide=wide, tied=tied)
+
+
+def _exp(log_a: cg.Tensor) -> cg.Tensor:
+    return cg.pointwise("exp", cg.cast(log_a, "fp32"))
+
+
+def mamba2(
+    name: str, attention: str, dropout: float, dtype: str,
+    *, form: str = "recurrent", scan: str = "kernel", window: int = 4, bias: bool = False, conv_bias: bool = True,
+    wide: bool = True, tied: bool = True,
+) -> cg.Graph:  # fmt: skip
+    """Declare Mamba-2: heads with one decay each, position by position or, for matrix products, in chunks of Q."""
+    D, H, G, K, N = cg.dims("D H G K N")
+    forms = {"recurrent": _recurrent, "chunked": _chunked}
+    if form not in forms:
+        raise cg.GraphError(f"form={form!r}, expected 'recurrent' or 'chunked'")
+    E, shared = H * K, 2 * G * N
+
+    def mixer(g: cg.Graph, x: cg.Tensor) -> cg.Tensor:
+        y = cg.linear(x, "b s d -> b s e", e=2 * E + shared + H, bias=bias, name="in")
+        z, x, dt = cg.split(y, (E, E + shared, H))
+        x, b, c = cg.split(cg.silu(cg.causal_conv(x, window, bias=conv_bias)), (E, G * N, G * N))
+        x = cg.rearrange(x, "b s (g r k) -> b s g r k", g=G, k=K)
+        b, c = (cg.rearrange(t, "b s (g n) -> b s g n", g=G) for t in (b, c))
+        dt = cg.rearrange(dt, "b s (g r) -> b s g r", g=G)
+        shift, log_a, skip = (g.param(n, (H,)) for n in ("dt/bias", "log_a", "skip"))
+        y = forms[form](x, dt, b, c, *(cg.rearrange(t, "(g r) -> g r", g=G) for t in (shift, log_a, skip)), scan=scan)
+        y = _gated_norm(g, cg.rearrange(y, "b s g r k -> b s (g r k)"), z)
+        return cg.linear(y, "b s e -> b s d", d=D, bias=bias, name="out")
+
+    return _model(name, dtype, mixer, wide=wide, tied=tied)
+
+
+def _gated_norm(g: cg.Graph, y: cg.Tensor, z: cg.Tensor) -> cg.Tensor:
+    """Multiply by the gate, and normalise each group of channels on its own."""
+    G = cg.dims("G")
+    weight = g.param("gated_norm/weight", y.shape[-1:])
+    with cg.kernel("gated_norm"):
+        wide = cg.cast(y, "fp32") * cg.silu(cg.cast(z, "fp32"))
+        wide = cg.rearrange(wide, "b s (g e) -> b s g e", g=G)
+        power = cg.reduce(cg.pointwise("square", wide), "b s g e -> b s g 1", "mean")
+        made = cg.rearrange(wide * cg.pointwise("rsqrt", power + 1e-5), "b s g e -> b s (g e)")
+        return cg.cast(made, z.dtype) * weight
+
+
+def _steps(dt: cg.Tensor, shift: cg.Tensor) -> cg.Tensor:
+    return cg.pointwise("clamp", cg.pointwise("softplus", cg.cast(dt, "fp32") + cg.cast(shift, "fp32")))
+
+
+def _recurrent(
+    x: cg.Tensor, dt: cg.Tensor, b: cg.Tensor, c: cg.Tensor,
+    shift: cg.Tensor, log_a: cg.Tensor, skip: cg.Tensor, *, scan: str,
+) -> cg.Tensor:  # fmt: skip
+    """Carry a state of K x N for each head from position to position."""
+    B, H, G, K, N = cg.dims("B H G K N")
+    start = cg.initial_state((B, G, H / G, K, N), "fp32", name="state")
+    with cg.scan_kernel("selective_scan", scan):
+        dt = _steps(dt, shift)
+        decay = cg.pointwise("exp", dt * -_exp(log_a))
+        fed = cg.einsum(dt, cg.cast(x, "fp32"), "b s g r, b s g r k -> b s g r k")
+
+        def step(h: cg.Tensor, now: tuple[cg.Tensor, ...]) -> tuple[cg.Tensor, cg.Tensor]:
+            decay, fed, b, c = now
+            new = cg.einsum(fed, cg.cast(b, "fp32"), "b g r k, b g n -> b g r k n")
+            h = cg.einsum(decay, h, "b g r, b g r k n -> b g r k n") + new
+            return h, cg.einsum(cg.cast(h, c.dtype), c, "b g r k n, b g n -> b g r k", name="output")
+
+        y = cg.recurrence(step, start, (decay, fed, b, c))
+        return cg.cast(y + cg.einsum(x, skip, "b s g r k, g r -> b s g r k"), x.dtype)
+
+
+def _chunked(
+    x: cg.Tensor, dt: cg.Tensor, b: cg.Tensor, c: cg.Tensor,
+    shift: cg.Tensor, log_a: cg.Tensor, skip: cg.Tensor, *, scan: str,
+) -> cg.Tensor:  # fmt: skip
+    """Multiply matrices within chunks of Q positions, and carry states from chunk to chunk (section 6 of the paper).
+
+    With scan="kernel" as five kernels do: B and C are multiplied once a group, states are carried one by one. With
+    scan="ops" as transformers does: B and C once a head, and all states before a chunk in one product.
+    """
+    H, G, Q = cg.dims("H G Q")
+    each, heads = scan == "ops", "g r" if scan == "ops" else "g"
+    # kernels leave out the pairs that are hidden
+    domain, over = (None, ()) if each else (cg.Domain(causal=True), ("q", "p"))
+    chunks = {t: f"b (m q) {a} -> b m q {a}" for t, a in ((x, "g r k"), (dt, "g r"), (b, "g n"), (c, "g n"))}
+    x, dt, b, c = (cg.rearrange(t, pattern, q=Q) for t, pattern in chunks.items())
+    if each:
+        b, c = (cg.expand(cg.cast(t, "fp32"), "b m q g n -> b m q g r n", r=H / G) for t in (b, c))
+    with cg.scan_kernel("chunk_cumsum", scan):
+        dt = _steps(dt, shift)
+        total = cg.cumulative_sum(dt * -_exp(log_a), axis=2)
+    with cg.scan_kernel("chunk_state", scan):
+        fed = cg.einsum(dt, cg.cast(x, "fp32"), "b m p g r, b m p g r k -> b m p g r k")
+        left = cg.pointwise("exp", total[:, :, Q - 1 :] - total)
+        states = cg.einsum(fed, left, "b m p g r k, b m p g r -> b m p g r k")
+        states = cg.einsum(states, cg.cast(b, "fp32"), f"b m p g r k, b m p {heads} n -> b m g r k n", name="states")
+    through = cg.rearrange(total[:, :, Q - 1 :], "b m 1 g r -> b m g r")
+    before = _all_before(states, through) if each else _carried(states, through)
+    with cg.scope("scores"):
+        scores = cg.einsum(c, b, f"b m q {heads} n, b m p {heads} n -> b m {heads} q p")
+    with cg.scan_kernel("chunk_scan", scan):
+        by_query, by_key = (cg.rearrange(total, f"b m q g r -> b m g r {to}") for to in ("q 1", "1 q"))
+        seen = cg.pointwise("exp", by_query - by_key)
+        seen = cg.einsum(cg.cast(scores, "fp32"), seen, f"b m {heads} q p, b m g r q p -> b m g r q p")
+        pattern = "b m g r q p, b m p g r k -> b m q g r k"
+        within = cg.einsum(seen, fed, pattern, domain=domain, over=over, name="within")
+        across = cg.einsum(cg.cast(c, "fp32"), before, f"b m q {heads} n, b m g r k n -> b m q g r k", name="across")
+        y = within + cg.einsum(across, cg.pointwise("exp", total), "b m q g r k, b m q g r -> b m q g r k")
+        y = cg.cast(y + cg.einsum(x, skip, "b m q g r k, g r -> b m q g r k"), x.dtype)
+    return cg.rearrange(y, "b m q g r k -> b (m q) g r k")
+
+
+def _carried(states: cg.Tensor, through: cg.Tensor) -> cg.Tensor:
+    """Return the state before each chunk, one after the other."""
+    start = cg.initial_state((states.shape[0], *states.shape[2:]), "fp32", name="state")
+
+    def step(h: cg.Tensor, now: tuple[cg.Tensor, cg.Tensor]) -> tuple[cg.Tensor, cg.Tensor]:
+        state, decay = now
+        return cg.einsum(cg.pointwise("exp", decay), h, "b g r, b g r k n -> b g r k n") + state, h
+
+    with cg.kernel("state_passing"):
+        return cg.recurrence(step, start, (states, through))
+
+
+def _all_before(states: cg.Tensor, through: cg.Tensor) -> cg.Tensor:
+    """Return the state before each chunk, as a product of all states, the first one included, and their decays."""
+    B, M = states.shape[:2]
+    first = cg.initial_state((B, 1, *states.shape[2:]), "fp32", name="state")
+    states = cg.concat([first, states], 1)
+    total = cg.cumulative_sum(cg.concat([cg.initial_state((B, 1, *through.shape[2:]), "fp32"), through], 1), axis=1)
+    by_query, by_key = (cg.rearrange(total, f"b m g r -> b g r {to}") for to in ("m 1", "1 m"))
+    decay = cg.pointwise("exp", by_query - by_key)
+    made = cg.einsum(decay, states, "b g r m z, b z g r k n -> b m g r k n", name="passed")
+    return made[:, :M]
+
+
+def read_mamba(c: Config) -> Preset:
+    """Read a config.json of transformers' MambaConfig."""
+    D = c.size("hidden_size")
+    sizes = {"D": D, "E": _inner(c, D), "N": c.size("state_size", default=16)}
+    sizes |= {"R": c.size_or_auto("time_step_rank", -(-D // 16)), "L": c.size("num_hidden_layers")}
+    c.ignore("use_mambapy", "use_associative_scan", "fused_add_norm")
+    # what files of the first release say once more
+    c.expect("d_model", D)
+    c.expect("n_layer", sizes["L"])
+    c.expect("rms_norm", True)
+    c.expect("ssm_cfg", {})
+    c.ignore("pad_vocab_size_multiple")
+    return Preset({**sizes, "V": c.size("vocab_size")}, _structure(c, tied=True))
+
+
+def read_mamba2(c: Config) -> Preset:
+    """Read a config.json of transformers' Mamba2Config."""
+    D, H, K = c.size("hidden_size"), c.size("num_heads"), c.size("head_dim")
+    if _inner(c, D) != H * K:
+        raise cg.FormatError(f"{c.place}: num_heads*head_dim is {H * K}, expected expand*hidden_size = {_inner(c, D)}")
+    sizes = {"D": D, "H": H, "K": K, "G": c.size("n_groups", default=8), "N": c.size("state_size", default=128)}
+    sizes |= {"Q": c.size("chunk_size", default=256), "L": c.size("num_hidden_layers"), "V": c.size("vocab_size")}
+    c.ignore("time_step_rank", "time_step_limit")
+    c.expect("rms_norm", True)
+    c.ignore("norm_before_gate")  # transformers gates first, whatever it says
+    return Preset(sizes, _structure(c, tied=False))
+
+
+def _inner(c: Config, D: int) -> int:
+    """Return the inner width: where a file states it, it must be what transformers makes of the factor."""
+    inner = int(c.number("expand", default=2) * D)
+    c.expect("intermediate_size", inner)
+    c.expect("d_inner", inner)
+    return inner
+
+
+def _structure(c: Config, *, tied: bool) -> dict[str, object]:
+    c.expect("hidden_act", "silu", "swish")
+    c.ignore("time_step_min", "time_step_max", "time_step_floor", "time_step_init_scheme", "time_step_scale")
+    c.ignore("rescale_prenorm_residual")
+    return {
+        "window": c.size("conv_kernel", default=4),
+        "bias": c.flag("use_bias", False),
+        "conv_bias": c.flag("use_conv_bias", True),
+        "wide": c.flag("residual_in_fp32", True),
+        "tied": c.flag("tie_word_embeddings", tied),
+    }
+
+
+def _mamba(D: int, L: int) -> Preset:
+    return Preset({"D": D, "E": 2 * D, "N": 16, "R": D // 16, "L": L, "V": 50280})
+
+
+def _mamba2(D: int, L: int) -> Preset:
+    return Preset({"D": D, "H": D // 32, "G": 1, "K": 64, "N": 128, "Q": 256, "L": L, "V": 50288})
+
+
+FAMILIES = (
+    Family(
+        mamba,
+        {
+            "mamba-130m": _mamba(768, 24),
+            "mamba-370m": _mamba(1024, 48),
+            "mamba-790m": _mamba(1536, 48),
+            "mamba-1.4b": _mamba(2048, 48),
+            "mamba-2.8b": _mamba(2560, 64),
+        },
+        architectures=("MambaForCausalLM",),
+        read=read_mamba,
+    ),
+    Family(
+        mamba2,
+        {
+            "mamba2-130m": _mamba2(768, 24),
+            "mamba2-370m": _mamba2(1024, 48),
+            "mamba2-780m": _mamba2(1536, 48),
+            "mamba2-1.3b": _mamba2(2048, 48),
+            "mamba2-2.7b": _mamba2(2560, 64),
+            "mamba-codestral-7b": Preset(
+                {"D": 4096, "H": 128, "G": 8, "K": 64, "N": 128, "Q": 256, "L": 64, "V": 32768}, {"tied": False}
+            ),
+        },
+        architectures=("Mamba2ForCausalLM",),
+        read=read_mamba2,
+    ),
+)

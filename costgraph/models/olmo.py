@@ -1,0 +1,74 @@
+"""OLMo 2: Llama's layers with norms behind attention and feed-forward layer, and of all queries and keys.
+
+Sizes: OLMo Team 2024 (arXiv 2501.00656), table 3, and the `config.json` of allenai/OLMo-2-0425-1B, -1124-7B, -1124-13B
+and -0325-32B. Order of ops: `Olmo2ForCausalLM` of transformers.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import costgraph as cg
+
+from .config import Config
+from .family import Family, Preset
+
+
+def olmo(
+    name: str,
+    attention: str,
+    dropout: float,
+    dtype: str,
+    *,
+    bias: bool = False,
+    tied: bool = False,
+    activation: str = "silu",
+) -> cg.Graph:
+    """Declare OLMo 2: tokens (B, S) to logits (B, S, V); `bias` is that of the four layers of attention."""
+    B, S, D, H, G, K, F, L, V = cg.dims("B S D H G K F L V")
+
+    with cg.Graph(name, dtype=dtype) as g:
+        g.assume("H >= G")
+        tokens = g.input("tokens", (B, S), dtype="int64")
+        table = g.param("tokens/table", (V, D))
+        rope = cg.rotary_tables(cg.arange(S), K)
+
+        def block(x: cg.Tensor) -> cg.Tensor:
+            y = cg.self_attention(
+                x, H, K, groups=G, rope=rope, kernel=attention, qk_norm="all", bias=bias, out_bias=bias, p=dropout
+            )
+            x = x + cg.rms_norm(y, name="attention/norm_after")
+            y = cg.gated_mlp(x, F, activation=partial(cg.pointwise, activation))
+            return x + cg.rms_norm(y, name="mlp/norm_after")
+
+        x = cg.repeat(L, block, cg.embedding(tokens, table), name="layers")
+        x = cg.rms_norm(x, name="norm")
+        g.output(cg.tied_head(x, table) if tied else cg.linear(x, "b s d -> b s v", v=V, name="head"))
+    g.loss = "cross_entropy"
+    return g
+
+
+def read(c: Config) -> Preset:
+    """Read a config.json of transformers' Olmo2Config."""
+    c.ignore("max_position_embeddings")
+    structure = {"bias": c.flag("attention_bias", False), "tied": c.flag("tie_word_embeddings", False)}
+    return Preset(c.decoder(), {**structure, "activation": c.activation("hidden_act", default="silu")})
+
+
+def _sizes(D: int, H: int, G: int, F: int, L: int) -> Preset:
+    return Preset({"D": D, "H": H, "G": G, "K": 128, "F": F, "L": L, "V": 100352})
+
+
+FAMILIES = (
+    Family(
+        olmo,
+        {
+            "olmo-2-1b": _sizes(2048, 16, 16, 8192, 16),
+            "olmo-2-7b": _sizes(4096, 32, 32, 11008, 32),
+            "olmo-2-13b": _sizes(5120, 40, 40, 13824, 40),
+            "olmo-2-32b": _sizes(5120, 40, 8, 27648, 64),
+        },
+        architectures=("Olmo2ForCausalLM",),
+        read=read,
+    ),
+)

@@ -1,0 +1,86 @@
+"""Phi-3, Phi-3.5 and Phi-4: Llama's layers with one layer for queries, keys and values and one for gate and up.
+
+Sizes: Abdin et al. 2024 (arXiv 2404.14219; 2412.08905), and the `config.json` of microsoft/Phi-3-mini-4k-instruct,
+Phi-3.5-mini-instruct, Phi-3-medium-4k-instruct, phi-4 and Phi-4-mini-instruct. Order of ops: `Phi3ForCausalLM` of
+transformers, whose `sliding_window` counts the own position as `window` does here.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import costgraph as cg
+
+from .config import Config
+from .family import Family, Preset
+
+
+def phi(
+    name: str,
+    attention: str,
+    dropout: float,
+    dtype: str,
+    *,
+    window: bool = False,
+    partial_rotary: bool = False,
+    tied: bool = False,
+    activation: str = "silu",
+) -> cg.Graph:
+    """Declare Phi-3: tokens (B, S) to logits (B, S, V); with `partial_rotary` R of a head's K elements are rotated."""
+    B, S, D, H, G, K, F, L, V, W, R = cg.dims("B S D H G K F L V W R")
+
+    with cg.Graph(name, dtype=dtype) as g:
+        g.assume("H >= G")
+        tokens = g.input("tokens", (B, S), dtype="int64")
+        table = g.param("tokens/table", (V, D))
+        rope = cg.rotary_tables(cg.arange(S), R if partial_rotary else K)
+        seen = W if window else None
+
+        def block(x: cg.Tensor) -> cg.Tensor:
+            y = cg.rms_norm(x, name="attention/norm")
+            y = cg.self_attention(y, H, K, groups=G, packed=True, rope=rope, window=seen, kernel=attention, p=dropout)
+            x = x + cg.dropout(y, dropout)
+            y = cg.rms_norm(x, name="mlp/norm")
+            y = cg.gated_mlp(y, F, activation=partial(cg.pointwise, activation), packed=True)
+            return x + cg.dropout(y, dropout)
+
+        x = cg.repeat(L, block, cg.embedding(tokens, table), name="layers")
+        x = cg.rms_norm(x, name="norm")
+        g.output(cg.tied_head(x, table) if tied else cg.linear(x, "b s d -> b s v", v=V, name="head"))
+    g.loss = "cross_entropy"
+    return g
+
+
+def read(c: Config) -> Preset:
+    """Read a config.json of transformers' Phi3Config."""
+    for field in ("attention_bias", "mlp_bias", "lm_head_bias"):
+        c.expect(field, False)
+    for field in ("full_attn_mod", "interpolate_factor"):
+        c.expect(field, 1)
+    c.ignore("max_position_embeddings", "resid_pdrop", "embd_pdrop")
+    sizes, window = c.decoder(), c.optional("sliding_window", absent=None)
+    rotated = c.rotated(sizes["K"])
+    sizes |= ({} if window is None else {"W": window}) | ({} if rotated == sizes["K"] else {"R": rotated})
+    structure = {"window": window is not None, "partial_rotary": "R" in sizes}
+    structure["tied"] = c.flag("tie_word_embeddings", False)
+    return Preset(sizes, {**structure, "activation": c.activation("hidden_act", default="silu")})
+
+
+_MINI = {"D": 3072, "H": 32, "G": 32, "K": 96, "F": 8192, "L": 32, "V": 32064}
+_MEDIUM = {"D": 5120, "H": 40, "G": 10, "K": 128, "F": 17920, "L": 40, "V": 32064}
+_MINI_4 = {"D": 3072, "H": 24, "G": 8, "K": 128, "F": 8192, "L": 32, "V": 200064, "W": 262144, "R": 96}
+
+FAMILIES = (
+    Family(
+        phi,
+        {
+            "phi-3-mini": Preset({**_MINI, "W": 2047}, {"window": True}),
+            "phi-3.5-mini": Preset({**_MINI, "W": 262144}, {"window": True}),
+            "phi-3-medium": Preset({**_MEDIUM, "W": 2047}, {"window": True}),
+            "phi-4": Preset({**_MEDIUM, "V": 100352}),
+            "phi-4-mini": Preset(_MINI_4, {"window": True, "partial_rotary": True, "tied": True}),
+        },
+        architectures=("Phi3ForCausalLM",),
+        read=read,
+    ),
+)

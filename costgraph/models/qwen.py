@@ -1,0 +1,107 @@
+"""Qwen 2.5 and Qwen 3 without experts: Llama's layers with biases of queries, keys and values, or norms of heads.
+
+Sizes: Yang et al. 2024 (arXiv 2412.15115), Yang et al. 2025 (arXiv 2505.09388), table 1, and the `config.json` of
+Qwen/Qwen2.5-0.5B to Qwen2.5-72B and Qwen/Qwen3-0.6B to Qwen3-32B. Order of ops: `Qwen2ForCausalLM` and
+`Qwen3ForCausalLM` of transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Literal
+
+import costgraph as cg
+
+from .config import Config
+from .family import Family, Preset
+
+
+def qwen(
+    name: str,
+    attention: str,
+    dropout: float,
+    dtype: str,
+    *,
+    kinds: Sequence[str] = ("global",),
+    rest: int = 0,
+    bias: bool = False,
+    out_bias: bool = False,
+    qk_norm: Literal["none", "head", "all"] = "none",
+    tied: bool = False,
+    activation: str = "silu",
+) -> cg.Graph:
+    """Declare Qwen: tokens (B, S) to logits (B, S, V); `kinds` of layers see all positions or the last W of them."""
+    B, S, D, H, G, K, F, L, V, W = cg.dims("B S D H G K F L V W")
+
+    with cg.Graph(name, dtype=dtype) as g:
+        g.assume("H >= G")
+        tokens = g.input("tokens", (B, S), dtype="int64")
+        table = g.param("tokens/table", (V, D))
+        options: dict[str, Any] = {"groups": G, "bias": bias, "out_bias": out_bias, "qk_norm": qk_norm, "p": dropout}
+        options |= {"rope": cg.rotary_tables(cg.arange(S), K), "kernel": attention}
+
+        def block(x: cg.Tensor, window: object) -> cg.Tensor:
+            x = x + cg.self_attention(cg.rms_norm(x, name="attention/norm"), H, K, window=window, **options)
+            y = cg.rms_norm(x, name="mlp/norm")
+            return x + cg.gated_mlp(y, F, activation=partial(cg.pointwise, activation))
+
+        bodies = {"global": partial(block, window=None), "local": partial(block, window=W)}
+        x = cg.rms_norm(cg.layers(L, bodies, cg.embedding(tokens, table), kinds, rest=rest), name="norm")
+        g.output(cg.tied_head(x, table) if tied else cg.linear(x, "b s d -> b s v", v=V, name="head"))
+    g.loss = "cross_entropy"
+    return g
+
+
+def read(c: Config) -> Preset:
+    """Read a config.json of transformers' Qwen2Config or Qwen3Config."""
+    c.ignore("max_position_embeddings")
+    c.expect("use_mrope", False)
+    third = c.architecture == "Qwen3ForCausalLM"
+    sizes = c.decoder(grouped=True, head=128 if third else None)
+    window = c.optional("sliding_window", absent=4096) if c.flag("use_sliding_window", False) else None
+    c.ignore("sliding_window")
+    first = sizes["L"] if window is None else c.size("max_window_layers", default=28, least=0)
+    c.ignore("max_window_layers")
+    default = ["full_attention" if i < first else "sliding_attention" for i in range(sizes["L"])]
+    known = {"full_attention": "global"} | ({} if window is None else {"sliding_attention": "local"})
+    kinds, rest = c.pattern("layer_types", known, sizes["L"], default)
+    sizes |= {} if window is None or "local" not in kinds else {"W": window}
+    biases = c.flag("attention_bias", False) if third else True
+    structure = {"kinds": kinds, "rest": rest, "bias": biases, "out_bias": biases and third}
+    structure |= {"qk_norm": "head" if third else "none", "tied": c.flag("tie_word_embeddings", False)}
+    return Preset(sizes, structure | {"activation": c.activation("hidden_act", default="silu")})
+
+
+def _second(D: int, H: int, G: int, F: int, L: int, V: int = 151936, *, K: int = 128, tied: bool = False) -> Preset:
+    sizes = {"D": D, "H": H, "G": G, "K": K, "F": F, "L": L, "V": V}
+    return Preset(sizes, {"bias": True, "tied": tied})
+
+
+def _third(D: int, H: int, F: int, L: int, *, tied: bool = False) -> Preset:
+    sizes = {"D": D, "H": H, "G": 8, "K": 128, "F": F, "L": L, "V": 151936}
+    return Preset(sizes, {"qk_norm": "head", "tied": tied})
+
+
+FAMILIES = (
+    Family(
+        qwen,
+        {
+            "qwen2.5-0.5b": _second(896, 14, 2, 4864, 24, K=64, tied=True),
+            "qwen2.5-1.5b": _second(1536, 12, 2, 8960, 28, tied=True),
+            "qwen2.5-3b": _second(2048, 16, 2, 11008, 36, tied=True),
+            "qwen2.5-7b": _second(3584, 28, 4, 18944, 28, 152064),
+            "qwen2.5-14b": _second(5120, 40, 8, 13824, 48, 152064),
+            "qwen2.5-32b": _second(5120, 40, 8, 27648, 64, 152064),
+            "qwen2.5-72b": _second(8192, 64, 8, 29568, 80, 152064),
+            "qwen3-0.6b": _third(1024, 16, 3072, 28, tied=True),
+            "qwen3-1.7b": _third(2048, 16, 6144, 28, tied=True),
+            "qwen3-4b": _third(2560, 32, 9728, 36, tied=True),
+            "qwen3-8b": _third(4096, 32, 12288, 36),
+            "qwen3-14b": _third(5120, 40, 17408, 40),
+            "qwen3-32b": _third(5120, 64, 25600, 64),
+        },
+        architectures=("Qwen2ForCausalLM", "Qwen3ForCausalLM"),
+        read=read,
+    ),
+)

@@ -1,0 +1,125 @@
+"""Qwen with experts: Qwen1.5-MoE and Qwen2 with a gated expert for all tokens beside them, Qwen3 without one.
+
+Sizes: Yang et al. 2024 (arXiv 2407.10671), table 1, Yang et al. 2025 (arXiv 2505.09388), table 2, and the `config.json`
+of Qwen/Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B, Qwen3-30B-A3B and Qwen3-235B-A22B. Order of ops: `Qwen2MoeForCausalLM` and
+`Qwen3MoeForCausalLM` of transformers with their experts as grouped products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import costgraph as cg
+
+from .config import Config
+from .family import Family, Preset
+
+
+def qwen_moe(
+    name: str,
+    attention: str,
+    dropout: float,
+    dtype: str,
+    *,
+    routing: str = "balanced",
+    capacity: float | None = None,
+    kinds: Sequence[str] = ("moe",),
+    rest: int = 0,
+    shared: bool = False,
+    normalize: bool = True,
+    window: bool = False,
+    bias: bool = False,
+    out_bias: bool = False,
+    qk_norm: str = "head",
+    tied: bool = False,
+    activation: str = "silu",
+) -> cg.Graph:
+    """Declare Qwen with experts: tokens (B, S) to logits (B, S, V); `kinds` of layers are moe or dense."""
+    B, S, D, H, G, K, F, L, V, W = cg.dims("B S D H G K F L V W")
+    E, k, Fe, Fs = cg.dims("E k Fe Fs")
+    act = partial(cg.pointwise, activation)
+
+    def mixture(y: cg.Tensor) -> cg.Tensor:
+        made = cg.moe(y, E, k, Fe, routing=routing, capacity=capacity, activation=act, normalize=normalize)
+        if not shared:
+            return made
+        own = cg.sigmoid(cg.linear(y, "b s d -> b s one", one=1, name="shared_gate"))
+        return made + own * cg.gated_mlp(y, Fs, activation=act, name="shared")
+
+    with cg.Graph(name, dtype=dtype) as g:
+        g.assume("H >= G")
+        tokens = g.input("tokens", (B, S), dtype="int64")
+        table = g.param("tokens/table", (V, D))
+        options: dict[str, Any] = {"groups": G, "bias": bias, "out_bias": out_bias, "qk_norm": qk_norm, "p": dropout}
+        options |= {"rope": cg.rotary_tables(cg.arange(S), K), "kernel": attention, "window": W if window else None}
+
+        def block(x: cg.Tensor, feed_forward: Callable[[cg.Tensor], cg.Tensor]) -> cg.Tensor:
+            x = x + cg.self_attention(cg.rms_norm(x, name="attention/norm"), H, K, **options)
+            return x + feed_forward(cg.rms_norm(x, name="mlp/norm"))
+
+        bodies = {
+            "moe": partial(block, feed_forward=mixture),
+            "dense": partial(block, feed_forward=partial(cg.gated_mlp, f=F, activation=act)),
+        }
+        x = cg.rms_norm(cg.layers(L, bodies, cg.embedding(tokens, table), kinds, rest=rest), name="norm")
+        g.output(cg.tied_head(x, table) if tied else cg.linear(x, "b s d -> b s v", v=V, name="head"))
+    g.loss = "cross_entropy"
+    return g
+
+
+def read(c: Config) -> Preset:
+    """Read a config.json of transformers' Qwen2MoeConfig or Qwen3MoeConfig."""
+    third = c.architecture == "Qwen3MoeForCausalLM"
+    c.expect("output_router_logits", False)  # its loss of balance is not declared
+    c.ignore("max_position_embeddings", "router_aux_loss_coef", "max_window_layers")
+    sizes = c.decoder(grouped=True)
+    if not third:
+        c.expect("use_sliding_window", False)
+        c.pattern("layer_types", {"full_attention": "global"}, sizes["L"], ["full_attention"] * sizes["L"])
+    window = c.optional("sliding_window", absent=4096) if c.flag("use_sliding_window", False) else None
+    c.ignore("sliding_window")
+    sizes |= {"E": c.size("num_experts", "num_local_experts"), "k": c.size("num_experts_per_tok")}
+    sizes |= {"Fe": c.size("moe_intermediate_size")} | ({} if window is None else {"W": window})
+    sizes |= {} if third else {"Fs": c.size("shared_expert_intermediate_size")}
+    kinds, rest = _kinds(c, sizes["L"])
+    if "dense" not in kinds:
+        del sizes["F"]
+    biases = c.flag("attention_bias", False) if third else c.flag("qkv_bias", True)
+    structure = {"kinds": kinds, "rest": rest, "shared": not third, "window": window is not None}
+    structure |= {"normalize": c.flag("norm_topk_prob", False), "bias": biases, "out_bias": biases and third}
+    structure |= {"qk_norm": "head" if third else "none", "tied": c.flag("tie_word_embeddings", False)}
+    return Preset(sizes, structure | {"activation": c.activation("hidden_act", default="silu")})
+
+
+def _kinds(c: Config, depth: int) -> tuple[tuple[str, ...], int]:
+    """Return which layers have experts: every so many, but for those that are listed."""
+    step = c.size("decoder_sparse_step", default=1)
+    dense = c.sizes("mlp_only_layers", default=[], least=0, empty=True)
+    words = ["dense" if i in dense or (i + 1) % step else "sparse" for i in range(depth)]
+    return c.pattern("mlp_layer_types", {"dense": "dense", "sparse": "moe"}, depth, words)
+
+
+def _second(D: int, H: int, G: int, k: int, L: int, E: int, Fe: int, Fs: int) -> Preset:
+    sizes = {"D": D, "H": H, "G": G, "K": 128, "L": L, "V": 151936, "E": E, "k": k, "Fe": Fe, "Fs": Fs}
+    return Preset(sizes, {"shared": True, "normalize": False, "bias": True, "qk_norm": "none"})
+
+
+def _third(D: int, H: int, L: int, Fe: int) -> Preset:
+    return Preset({"D": D, "H": H, "G": 4, "K": 128, "L": L, "V": 151936, "E": 128, "k": 8, "Fe": Fe})
+
+
+FAMILIES = (
+    Family(
+        qwen_moe,
+        {
+            "qwen1.5-moe-a2.7b": _second(2048, 16, 16, 4, 24, 60, 1408, 5632),
+            "qwen2-57b-a14b": _second(3584, 28, 4, 8, 28, 64, 2560, 20480),
+            "qwen3-30b-a3b": _third(2048, 32, 48, 768),
+            "qwen3-235b-a22b": _third(4096, 64, 94, 1536),
+        },
+        architectures=("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"),
+        read=read,
+    ),
+)

@@ -1,0 +1,158 @@
+"""ResNet, ResNeXt and Wide ResNet: stages of residual blocks, each of two or three convolutions with batch norms.
+
+Sizes: He et al. 2015 (arXiv 1512.03385), table 1; Xie et al. 2016 (arXiv 1611.05431), table 1; Zagoruyko and
+Komodakis 2016 (arXiv 1605.07146). Order of ops: `ResNet` of torchvision 0.20, whose bottlenecks have their stride in
+the 3x3 convolution; a config.json is that of `ResNetModel` or `ResNetForImageClassification` of transformers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import sympy
+
+import costgraph as cg
+
+from .config import Config
+from .family import Family, Preset
+
+
+@dataclass(frozen=True)
+class _Block:
+    """What all residual blocks of a model have in common."""
+
+    bottleneck: bool
+    early: bool
+    activation: str
+    inplace: bool
+    statistics: str
+
+    def conv(
+        self, x: cg.Tensor, width: sympy.Expr, window: int, stride: int = 1, groups: sympy.Expr | int = 1, *, act: bool,
+        name: str,
+    ) -> cg.Tensor:  # fmt: skip
+        """Convolve without a bias, normalise and, unless a sum follows, activate."""
+        x = cg.conv(
+            x, "b c h w -> b o h w", o=width, window=window, stride=stride, padding=window // 2, groups=groups,
+            name=f"{name}/conv",
+        )  # fmt: skip
+        x = cg.batch_norm(x, statistics=self.statistics, name=f"{name}/norm")
+        return self.act(x) if act else x
+
+    def act(self, x: cg.Tensor) -> cg.Tensor:
+        return cg.pointwise(self.activation, x, inplace=self.inplace)
+
+    def __call__(self, x: cg.Tensor, width: sympy.Expr, stride: int = 1, *, shortcut: bool = False) -> cg.Tensor:
+        """Add to the input, or to its projection to another shape, what the convolutions make of it."""
+        if self.bottleneck:
+            inner, groups = width / cg.dims("Z"), cg.dims("G")
+            first, second = (stride, 1) if self.early else (1, stride)
+            y = self.conv(x, inner, 1, first, act=True, name="reduce")
+            y = self.conv(y, inner, 3, second, groups, act=True, name="middle")
+            y = self.conv(y, width, 1, act=False, name="expand")
+        else:
+            y = self.conv(x, width, 3, stride, act=True, name="first")
+            y = self.conv(y, width, 3, act=False, name="second")
+        if shortcut:
+            x = self.conv(x, width, 1, stride, act=False, name="shortcut")
+        return self.act(cg.pointwise("add", y, x, inplace=True))
+
+
+def resnet(
+    name: str, attention: str, dropout: float, dtype: str,
+    *, stages: int = 4, bottleneck: bool = True, widened: bool = True, first_stride: int = 1, early: bool = False,
+    single: tuple[int, ...] = (), activation: str = "relu", inplace: bool = True, head: bool = True,
+    statistics: str = "auto",
+) -> cg.Graph:  # fmt: skip
+    """Declare ResNet: images (B, IC, R, R) to logits (B, C), without `head` to features and their mean.
+
+    Stage i has Li blocks of Di channels, of which the first has a shortcut convolution and, from the second stage on,
+    a stride of 2. With `widened` false the first stage has the channels of the stem, D0, and no shortcut unless it has
+    a stride. Stages in `single` have no block but their first. Bottlenecks have Di/Z channels inside, in G groups;
+    `early` puts their stride into the first convolution.
+    """
+    B, R, IC, C, stem = cg.dims("B R IC C D0")
+    block = _Block(bottleneck, early, activation, inplace, statistics)
+
+    with cg.Graph(name, dtype=dtype) as g:
+        x = block.conv(g.input("images", (B, IC, R, R)), stem, 7, 2, act=True, name="stem")
+        x = cg.pool(x, "max", window=3, stride=2, padding=1)
+        for i in range(1, stages + 1):
+            width, depth = cg.dims(f"D{i} L{i}")
+            width = width if i > 1 or widened else stem
+            with cg.scope(f"stage{i}"):
+                stride = 2 if i > 1 else first_stride
+                entered = i > 1 or widened or stride > 1
+                if entered:
+                    with cg.scope("entry"):
+                        x = block(x, width, stride, shortcut=True)
+                if not (entered and i in single):
+                    rest = depth - 1 if entered else depth
+                    x = cg.repeat(rest, lambda x, width=width: block(x, width), x, name="blocks")
+        if head:
+            x = cg.reduce(x, "b d h w -> b d", "mean", name="pool")
+            g.output(cg.linear(x, "b d -> b c", c=C, bias=True, name="head"))
+            g.loss = "cross_entropy"
+        else:
+            g.output(x, cg.reduce(x, "b d h w -> b d 1 1", "mean", name="pool"))
+    return g
+
+
+def read(c: Config) -> Preset:
+    """Read a config.json of transformers' ResNetConfig."""
+    widths = c.sizes("hidden_sizes", default=[256, 512, 1024, 2048])
+    depths = c.sizes("depths", default=[3, 4, 6, 3])
+    if len(widths) != len(depths):
+        c.expect("hidden_sizes", f"{len(depths)} numbers, as many as depths")
+    c.ignore("stage_names", "out_features", "out_indices", "_out_features", "_out_indices")  # of a backbone alone
+    stem, head = c.size("embedding_size", default=64), c.architecture == "ResNetForImageClassification"
+    structure: dict[str, object] = {"stages": len(depths), "inplace": False, "head": head}
+    structure |= {
+        "bottleneck": c.choice("layer_type", of=("basic", "bottleneck"), default="bottleneck") == "bottleneck"
+    }
+    structure |= {"widened": widths[0] != stem, "first_stride": 2 if c.flag("downsample_in_first_stage", False) else 1}
+    structure |= {
+        "early": c.flag("downsample_in_bottleneck", False),
+        "activation": c.activation("hidden_act", default="relu"),
+    }
+    structure |= {"single": tuple(i for i, depth in enumerate(depths, 1) if depth == 1)}
+    sizes = {"R": c.size("image_size", default=224), "IC": c.size("num_channels", default=3), "D0": stem}
+    sizes |= {"C": c.labels()} if head else {}
+    sizes |= {"Z": 4, "G": 1} if structure["bottleneck"] else {}
+    return Preset(sizes | _stages(widths, depths, widened=widths[0] != stem), structure)
+
+
+def _stages(widths: list[int], depths: list[int], *, widened: bool) -> dict[str, int]:
+    sizes = {f"L{i}": depth for i, depth in enumerate(depths, 1)}
+    return sizes | {f"D{i}": width for i, width in enumerate(widths, 1) if widened or i > 1}
+
+
+def _basic(*depths: int) -> Preset:
+    sizes = _stages([64, 128, 256, 512], list(depths), widened=False)
+    return Preset({"R": 224, "IC": 3, "C": 1000, "D0": 64, **sizes}, {"bottleneck": False, "widened": False})
+
+
+def _bottleneck(*depths: int, Z: int = 4, G: int = 1) -> Preset:
+    sizes = _stages([256, 512, 1024, 2048], list(depths), widened=True)
+    return Preset({"R": 224, "IC": 3, "C": 1000, "D0": 64, **sizes, "Z": Z, "G": G})
+
+
+FAMILIES = (
+    Family(
+        resnet,
+        {
+            "resnet18": _basic(2, 2, 2, 2),
+            "resnet34": _basic(3, 4, 6, 3),
+            "resnet50": _bottleneck(3, 4, 6, 3),
+            "resnet101": _bottleneck(3, 4, 23, 3),
+            "resnet152": _bottleneck(3, 8, 36, 3),
+            "resnext50-32x4d": _bottleneck(3, 4, 6, 3, Z=2, G=32),
+            "resnext101-32x8d": _bottleneck(3, 4, 23, 3, Z=1, G=32),
+            "resnext101-64x4d": _bottleneck(3, 4, 23, 3, Z=1, G=64),
+            "wide-resnet50-2": _bottleneck(3, 4, 6, 3, Z=2),
+            "wide-resnet101-2": _bottleneck(3, 4, 23, 3, Z=2),
+        },
+        architectures=("ResNetModel", "ResNetForImageClassification"),
+        read=read,
+    ),
+)

@@ -1,0 +1,132 @@
+"""Swin Transformer: attention within windows of 7 x 7 positions, which every other layer shifts by half a window.
+
+Sizes: Liu et al. 2021 (arXiv 2103.14030), section 3.3, and the `config.json` of microsoft/swin-tiny-patch4-window7-224,
+swin-small-patch4-window7-224 and swin-base-patch4-window7-224. Order of ops: `SwinForImageClassification` of
+transformers; rows and columns are padded as `torchvision.models.swin_transformer` pads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import costgraph as cg
+
+from .config import Config
+from .family import Family, Preset
+
+#: What a stage is made of. shifted: layers with and without a shift in turn, after an odd number of them one more
+#: without; whole: one window covers the image, so that nothing is shifted; single: one layer.
+STAGES = ("shifted", "shifted-odd", "whole", "single")
+
+
+def swin(
+    name: str,
+    attention: str,
+    dropout: float,
+    dtype: str,
+    *,
+    stages: tuple[str, ...] = ("shifted", "shifted", "shifted", "whole"),
+    patch: int = 4,
+    window: int = 7,
+    activation: str = "gelu",
+    qkv_bias: bool = True,
+    positions: bool = False,
+    head: bool = True,
+) -> cg.Graph:
+    """Declare Swin: images (B, IC, R, R) to logits (B, C), or without a head to features (B, D*2**(stages - 1))."""
+    B, R, IC, C, D, F = cg.dims("B R IC C D F")
+
+    def layer(stage: int, shift: int) -> Callable[[cg.Tensor], cg.Tensor]:
+        heads, hidden = cg.dims(f"H{stage}"), F * 2 ** (stage - 1)
+
+        def body(x: cg.Tensor) -> cg.Tensor:
+            y = cg.window_partition(cg.layer_norm(x, name="attention/norm"), window, shift)
+            masks = {} if shift == 0 else {"images": B, "masks": y.shape[0] / B}
+            bias = cg.window_bias(window, heads, name="attention/bias", **masks)
+            y = cg.self_attention(
+                y, heads, y.shape[2] / heads, causal=False, kernel=attention, bias=qkv_bias, out_bias=True,
+                score_bias=bias, p=dropout, cached=False,
+            )  # fmt: skip
+            x = x + cg.stochastic_depth(cg.window_merge(cg.dropout(y, dropout), x, window, shift), dropout)
+            y = cg.layer_norm(x, name="mlp/norm")
+            y = cg.mlp(y, hidden, activation=lambda t: cg.pointwise(activation, t), bias=True, p=dropout)
+            return x + cg.stochastic_depth(y, dropout)
+
+        return body
+
+    with cg.Graph(name, dtype=dtype) as g:
+        x = g.input("images", (B, IC, R, R))
+        x = cg.conv(x, "b c h w -> b d h w", d=D, window=patch, stride=patch, bias=True, name="patches")
+        x = cg.layer_norm(cg.rearrange(x, "b d h w -> b h w d"), name="patches/norm")
+        x = cg.dropout(x + g.param("positions/table", x.shape[1:]) if positions else x, dropout)
+        for i, kind in enumerate(stages, 1):
+            _assume(g, i, kind, patch, window)
+            bodies = {"plain": layer(i, 0), "shifted": layer(i, window // 2)}
+            turns = ("plain", "shifted") if kind.startswith("shifted") else ("plain",)
+            with cg.scope(f"stage{i}"):
+                x = cg.layers(cg.dims(f"L{i}"), bodies, x, turns, rest=int(kind == "shifted-odd"), name="blocks")
+                x = cg.patch_merging(x) if i < len(stages) else x
+        x = cg.reduce(cg.layer_norm(x, name="norm"), "b h w d -> b d", "mean")
+        g.output(cg.linear(x, "b d -> b c", c=C, bias=True, name="head") if head else x)
+    g.loss = "cross_entropy" if head else None
+    return g
+
+
+def _assume(g: cg.Graph, i: int, kind: str, patch: int, window: int) -> None:
+    """State for which images a stage is what it is declared as: the side of its map is R/patch/2**(i - 1), rounded."""
+    if kind not in STAGES:
+        raise cg.GraphError(f"model {g.name!r}: stage {i} is {kind!r}, expected one of {', '.join(STAGES)}")
+    span, known = patch * 2 ** (i - 1), {"single": f"L{i} <= 1"}
+    known["whole"] = f"R <= {span * window + patch - 1}"
+    g.assume(known.get(kind, f"R >= {span * window + patch}"))
+
+
+def read(c: Config) -> Preset:
+    """Read a config.json of transformers' SwinConfig."""
+    depths, heads = c.sizes("depths", default=[2, 2, 6, 2]), c.sizes("num_heads", default=[3, 6, 12, 24])
+    width, ratio = c.size("embed_dim", default=96), c.number("mlp_ratio", default=4.0)
+    side, patch, window = (
+        c.size(n, default=d) for n, d in (("image_size", 224), ("patch_size", 4), ("window_size", 7))
+    )
+    c.expect("num_layers", len(depths))
+    c.expect("hidden_size", width * 2 ** (len(depths) - 1))
+    c.ignore("hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate", "encoder_stride", "path_norm")
+    c.ignore("stage_names", "out_features", "out_indices", "is_encoder_decoder")  # of a backbone alone, and of none
+    if len(heads) != len(depths):
+        raise cg.FormatError(f"{c.place}: num_heads has {len(heads)} numbers, expected {len(depths)} as depths has")
+    sides = [-(-(side // patch) // 2**i) for i in range(len(depths))]
+    if side % patch or sides[-1] < window or not (ratio * width).is_integer():
+        raise cg.UnsupportedError(
+            f"{c.place}: image_size {side}, patch_size {patch}, window_size {window}, mlp_ratio {ratio}, expected "
+            f"whole patches, one window at least in the last stage, and whole numbers of hidden elements"
+        )
+    sizes = {"R": side, "IC": c.size("num_channels", default=3), "D": width, "F": int(ratio * width)}
+    sizes |= {f"L{i}": n for i, n in enumerate(depths, 1)} | {f"H{i}": n for i, n in enumerate(heads, 1)}
+    head = c.architecture == "SwinForImageClassification"
+    structure: dict[str, object] = {}
+    structure["stages"] = tuple(_kind(side, depth, window) for side, depth in zip(sides, depths, strict=True))
+    structure |= {"patch": patch, "window": window, "head": head, "qkv_bias": c.flag("qkv_bias", True)}
+    structure |= {"activation": c.activation("hidden_act", default="gelu")}
+    structure |= {"positions": c.flag("use_absolute_embeddings", False)}
+    return Preset(sizes | ({"C": c.labels()} if head else {}), structure)
+
+
+def _kind(side: int, depth: int, window: int) -> str:
+    if side <= window:
+        return "whole"
+    return "single" if depth == 1 else "shifted-odd" if depth % 2 else "shifted"
+
+
+def _preset(D: int, heads: int, deep: int) -> Preset:
+    sizes = {"R": 224, "IC": 3, "C": 1000, "D": D, "F": 4 * D, "L1": 2, "L2": 2, "L3": deep, "L4": 2}
+    return Preset(sizes | {f"H{i + 1}": heads * 2**i for i in range(4)})
+
+
+FAMILIES = (
+    Family(
+        swin,
+        {"swin-t": _preset(96, 3, 6), "swin-s": _preset(96, 3, 18), "swin-b": _preset(128, 4, 18)},
+        architectures=("SwinModel", "SwinForImageClassification"),
+        read=read,
+    ),
+)

@@ -1,0 +1,107 @@
+"""T5: an encoder and a decoder with relative position biases, RMSNorm and no biases in linear layers.
+
+Sizes: Raffel et al. 2020 (arXiv 1910.10683), sections 2.1 and 3.7, and the `config.json` of google-t5/t5-small,
+t5-base, t5-large, t5-3b and t5-11b, in which heads times their size need not be the width. Order of ops:
+`T5ForConditionalGeneration` of transformers. T5 1.1 and Flan-T5 have gated feed-forward layers and a head of their own.
+"""
+
+from __future__ import annotations
+
+import costgraph as cg
+
+from .config import ACTIVATIONS, Config
+from .family import Family, Preset
+
+
+def t5(
+    name: str, attention: str, dropout: float, dtype: str,
+    *, gated: bool = False, activation: str = "relu", tied: bool = True, scaled: bool = True,
+) -> cg.Graph:  # fmt: skip
+    """Declare T5: tokens to encode (B, M) and tokens to decode (B, S) to logits (B, S, V).
+
+    `gated`: feed-forward layers have a gate; `tied`: the head is the table of embeddings; `scaled`: what the head is
+    given is divided by sqrt(D).
+    """
+    B, S, M, D, H, K, F, L, N, V, buckets = cg.dims("B S M D H K F L N V buckets")
+
+    def feed_forward(x: cg.Tensor) -> cg.Tensor:
+        with cg.scope("mlp"):
+            y = cg.rms_norm(x, name="norm")
+            h = cg.pointwise(activation, cg.linear(y, "b s d -> b s f", f=F, name="gate" if gated else "up"))
+            h = h * cg.linear(y, "b s d -> b s f", f=F, name="up") if gated else h
+            y = cg.linear(cg.dropout(h, dropout), "b s f -> b s d", d=D, name="down")
+        return x + cg.dropout(y, dropout)
+
+    def attend(x: cg.Tensor, bias: cg.Tensor, *, causal: bool) -> cg.Tensor:
+        y = cg.rms_norm(x, name="attention/norm")
+        y = cg.self_attention(y, H, K, causal=causal, kernel=attention, score_bias=bias, p=dropout, cached=causal)
+        return x + cg.dropout(y, dropout)
+
+    def encoder(x: cg.Tensor) -> cg.Tensor:
+        bias = cg.relative_bias(cg.arange(M), cg.arange(M), H, buckets=buckets, name="positions")
+        x = cg.repeat(L, lambda x: feed_forward(attend(x, bias, causal=False)), x, name="layers")
+        return cg.dropout(cg.rms_norm(x, name="norm"), dropout)
+
+    def decoder(x: cg.Tensor, memory: cg.Tensor) -> cg.Tensor:
+        queries, keys = cg.arange(S), cg.arange(S, context=True)
+        bias = cg.relative_bias(queries, keys, H, buckets=buckets, bidirectional=False, name="positions")
+
+        def block(x: cg.Tensor) -> cg.Tensor:
+            x = attend(x, bias, causal=True)
+            y = cg.cross_attention(cg.rms_norm(x, name="cross/norm"), memory, H, K, kernel=attention, p=dropout)
+            return feed_forward(x + cg.dropout(y, dropout))
+
+        x = cg.repeat(N, block, x, name="layers")
+        return cg.dropout(cg.rms_norm(x, name="norm"), dropout)
+
+    with cg.Graph(name, dtype=dtype) as g:
+        source, tokens = g.input("source", (B, M), dtype="int64"), g.input("tokens", (B, S), dtype="int64")
+        table = g.param("tokens/table", (V, D))
+        with cg.scope("encoder"):
+            memory = encoder(cg.dropout(cg.embedding(source, table), dropout))
+        with cg.scope("decoder"):
+            x = decoder(cg.dropout(cg.embedding(tokens, table), dropout), memory)
+        # by 1/sqrt(D), which changes no cost
+        x = cg.pointwise("mul", x, 1.0, name="scale") if scaled else x
+        g.output(cg.tied_head(x, table) if tied else cg.linear(x, "b s d -> b s v", v=V, name="head"))
+    g.loss = "cross_entropy"
+    return g
+
+
+def read(c: Config) -> Preset:
+    """Read a config.json of transformers' T5Config."""
+    c.expect("is_encoder_decoder", True)
+    c.expect("is_decoder", False)
+    c.ignore("dropout_rate", "relative_attention_max_distance", "n_positions", "output_past")
+    # what older files say of the feed-forward layers in two more fields follows from this one
+    c.ignore("is_gated_act", "dense_act_fn")
+    word = c.choice("feed_forward_proj", of=[*ACTIVATIONS, *(f"gated-{a}" for a in ACTIVATIONS)], default="relu")
+    gated, plain = word.startswith("gated-"), word.removeprefix("gated-")
+    # transformers means GELU's tanh form by gated-gelu, and GELU itself by gelu alone
+    act = "gelu_tanh" if word == "gated-gelu" else ACTIVATIONS[plain]
+    tied = c.flag("tie_word_embeddings", True)
+    structure = {"gated": gated, "activation": act, "tied": tied, "scaled": c.flag("scale_decoder_outputs", tied)}
+    L = c.size("num_layers")
+    sizes = {"D": c.size("d_model"), "H": c.size("num_heads"), "K": c.size("d_kv"), "F": c.size("d_ff"), "L": L}
+    sizes |= {"N": c.size("num_decoder_layers", default=L), "V": c.size("vocab_size")}
+    return Preset(sizes | {"buckets": c.size("relative_attention_num_buckets", default=32)}, structure)
+
+
+def _sizes(D: int, H: int, K: int, F: int, L: int) -> Preset:
+    return Preset({"D": D, "H": H, "K": K, "F": F, "L": L, "N": L, "V": 32128, "buckets": 32})
+
+
+FAMILIES = (
+    Family(
+        t5,
+        {
+            "t5-small": _sizes(512, 8, 64, 2048, 6),
+            "t5-base": _sizes(768, 12, 64, 3072, 12),
+            "t5-large": _sizes(1024, 16, 64, 4096, 24),
+            "t5-3b": _sizes(1024, 32, 128, 16384, 24),
+            "t5-11b": _sizes(1024, 128, 128, 65536, 24),
+        },
+        architectures=("T5ForConditionalGeneration",),
+        read=read,
+    ),
+)

@@ -1,0 +1,150 @@
+"""Diffusion U-Nets: residual blocks told the time of diffusion, halved and doubled, with skips between equal sizes.
+
+Sizes: Ho et al. 2020 (arXiv 2006.11239), appendix B, for CIFAR-10; Rombach et al. 2021 (arXiv 2112.10752) and
+`unet/config.json` of stable-diffusion-v1-5 for Stable Diffusion. Order of ops: `UNet2DModel` and
+`UNet2DConditionModel` of diffusers 0.31.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import sympy
+
+import costgraph as cg
+
+from .family import Family, Preset
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What the levels are made of."""
+
+    attention: str
+    dropout: float
+    time: cg.Tensor
+    """Embedding of the time, behind its activation."""
+    text: cg.Tensor | None
+    """What cross-attention reads; without it attention is a layer of its own."""
+
+    def norm(self, x: cg.Tensor, name: str = "norm") -> cg.Tensor:
+        return cg.group_norm(x, cg.dims("N"), name=name)
+
+    def residual(self, x: cg.Tensor, width: sympy.Expr, name: str) -> cg.Tensor:
+        """Add two convolutions, told the time between them, to the input or to its projection to other channels."""
+        with cg.scope(name):
+            y = conv(cg.silu(self.norm(x, "norm1")), width, 3, name="conv1")
+            shift = cg.linear(self.time, "b t -> b d", d=width, bias=True, name="time")
+            y = y + cg.rearrange(shift, "b d -> b d 1 1")
+            y = conv(cg.dropout(cg.silu(self.norm(y, "norm2")), self.dropout), width, 3, name="conv2")
+            return (x if x.shape[1] == width else conv(x, width, 1, name="shortcut")) + y
+
+    def attend(self, x: cg.Tensor, name: str) -> cg.Tensor:
+        """Add attention between the positions of an image, and to a text where there is one."""
+        width, rows, heads = x.shape[1], x.shape[2], cg.dims("H")
+        with cg.scope(name):
+            y = self.norm(x)
+            y = y if self.text is None else conv(y, width, 1, name="in")
+            y = cg.rearrange(y, "b c h w -> b (h w) c")
+            if self.text is None:
+                y = self.over_pixels(y, heads, bias=True)
+            else:
+                y = cg.repeat(cg.dims("L"), lambda y: self.transformer(y, heads), y, name="layers")
+            y = cg.rearrange(y, "b (h w) c -> b c h w", h=rows)
+            return x + (y if self.text is None else conv(y, width, 1, name="out"))
+
+    def over_pixels(self, y: cg.Tensor, heads: sympy.Expr, *, bias: bool) -> cg.Tensor:
+        return cg.self_attention(
+            y, heads, y.shape[2] / heads, causal=False, kernel=self.attention, bias=bias, out_bias=True, cached=False,
+        )  # fmt: skip
+
+    def transformer(self, y: cg.Tensor, heads: sympy.Expr) -> cg.Tensor:
+        """Attend to the image, then to the text, then a gated feed-forward layer, each behind a LayerNorm."""
+        width = y.shape[2]
+        y = y + self.over_pixels(cg.layer_norm(y, name="attention/norm"), heads, bias=False)
+        assert self.text is not None
+        y = y + cg.cross_attention(
+            cg.layer_norm(y, name="cross/norm"), self.text, heads, width / heads, kernel=self.attention,
+            out_bias=True, cached=False,
+        )  # fmt: skip
+        z = cg.layer_norm(y, name="mlp/norm")
+        return y + cg.gated_mlp(z, 4 * width, activation=cg.gelu, bias=True, packed=True)
+
+
+def conv(x: cg.Tensor, width: sympy.Expr, window: int, stride: int = 1, *, name: str) -> cg.Tensor:
+    """Convolve with a bias, so that a stride of 1 keeps the size."""
+    return cg.conv(
+        x, "b c h w -> b d h w", d=width, window=window, stride=stride, padding=window // 2, bias=True, name=name
+    )  # fmt: skip
+
+
+def unet(
+    name: str, attention: str, dropout: float, dtype: str,
+    *, levels: int = 4, kept: tuple[int, ...] = (), blocks: int = 2, attended: tuple[int, ...] = (2,),
+    text: bool = False,
+) -> cg.Graph:  # fmt: skip
+    """Declare a U-Net: images (B, IC, R, R) and times (B,), with `text` (B, M, E) as well, to images (B, OC, R, R).
+
+    Level i has `blocks` residual blocks on the way down and one more on the way up, of Di channels or, if it is in
+    `kept`, as many as the level before. Those in `attended`, and the middle, have attention of H heads behind each.
+    N are the groups of the norms.
+    """
+    B, R, IC, OC, M, E = cg.dims("B R IC OC M E")
+    widths: list[sympy.Expr] = []
+    for i in range(1, levels + 1):
+        widths.append(widths[-1] if i in kept else cg.dims(f"D{i}"))
+
+    with cg.Graph(name, dtype=dtype) as g:
+        x, times = g.input("images", (B, IC, R, R)), g.input("times", (B,), dtype="int64")
+        given = g.input("text", (B, M, E)) if text else None
+        t = cg.timestep_embedding(times, widths[0])
+        t = cg.linear(t, "b d -> b t", t=4 * widths[0], bias=True, name="time/first")
+        t = cg.linear(cg.silu(t), "b t -> b u", u=4 * widths[0], bias=True, name="time/second")
+        parts = _Parts(attention, dropout, cg.silu(t), given)
+        x = conv(x, widths[0], 3, name="in")
+        x = _across(parts, x, widths, blocks, attended)
+        g.output(conv(cg.silu(parts.norm(x, "out/norm")), OC, 3, name="out/conv"))
+    g.loss = "mean_squared_error"
+    return g
+
+
+def _across(parts: _Parts, x: cg.Tensor, widths: list[sympy.Expr], blocks: int, attended: tuple[int, ...]) -> cg.Tensor:
+    """Go down all levels, through the middle, and up again."""
+    skips = [x]
+    for i, width in enumerate(widths, 1):
+        with cg.scope(f"down{i}"):
+            for j in range(blocks):
+                x = parts.residual(x, width, f"block{j}")
+                x = parts.attend(x, f"attend{j}") if i in attended else x
+                skips.append(x)
+            if i < len(widths):
+                x = conv(x, width, 3, 2, name="halve")
+                skips.append(x)
+    with cg.scope("middle"):
+        x = parts.attend(parts.residual(x, widths[-1], "block0"), "attend0")
+        x = parts.residual(x, widths[-1], "block1")
+    for i, width in reversed(list(enumerate(widths, 1))):
+        with cg.scope(f"up{i}"):
+            for j in range(blocks + 1):
+                x = parts.residual(cg.concat([x, skips.pop()], 1), width, f"block{j}")
+                x = parts.attend(x, f"attend{j}") if i in attended else x
+            if i > 1:  # as large as what it is joined with, also where half of an odd size was rounded
+                x = conv(cg.upsample(x, sizes=skips[-1].shape[2:]), width, 3, name="double")
+    return x
+
+
+DDPM = {"R": 32, "IC": 3, "OC": 3, "D1": 128, "D2": 256, "H": 1, "N": 32}
+STABLE_DIFFUSION = {"R": 64, "IC": 4, "OC": 4, "D1": 320, "D2": 640, "D3": 1280, "H": 8, "N": 32, "L": 1}
+TEXT = {"M": 77, "E": 768}  # what CLIP's text encoder hands over
+
+FAMILIES = (
+    Family(
+        unet,
+        {
+            "ddpm-cifar10": Preset(DDPM, {"kept": (3, 4)}),
+            "stable-diffusion-1.5-unet": Preset(
+                STABLE_DIFFUSION | TEXT, {"kept": (4,), "attended": (1, 2, 3), "text": True}
+            ),
+        },
+    ),
+)

@@ -1,0 +1,111 @@
+"""Whisper: convolutions and an encoder over 30 s of log-mel spectrogram, and a decoder of tokens.
+
+Sizes: Radford et al. 2022 (arXiv 2212.04356), table 1, and the `config.json` of openai/whisper-tiny, -base, -small,
+-medium and -large-v3. Order of ops: `WhisperForConditionalGeneration` of transformers: LayerNorm before each half of a
+layer, biases but for the keys', and positions that are learned in the decoder and frozen sinusoids in the encoder.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import costgraph as cg
+
+from .config import Config
+from .family import Family, Preset
+
+
+def whisper(
+    name: str, attention: str, dropout: float, dtype: str, *, activation: str = "gelu", tied: bool = True
+) -> cg.Graph:
+    """Declare Whisper: spectrograms (B, mels, 2*M) and tokens (B, S) to logits (B, S, V).
+
+    `dropout` falls on embeddings, attention probabilities and what each part of a layer adds.
+    """
+    B, S, M, D, V, P, mels = cg.dims("B S M D V P mels")
+    # of the L layers of the encoder, then of the N of the decoder
+    H, F, L, HN, FN, N = cg.dims("H F L HN FN N")
+    act = partial(cg.pointwise, activation)
+
+    def attend(x: cg.Tensor, heads: object, *, causal: bool, memory: cg.Tensor | None = None) -> cg.Tensor:
+        about: dict[str, Any] = {"kernel": attention, "bias": True, "key_bias": False, "out_bias": True, "p": dropout}
+        if memory is None:
+            y = cg.layer_norm(x, name="attention/norm")
+            y = cg.self_attention(y, heads, D / heads, causal=causal, cached=causal, **about)
+        else:
+            y = cg.cross_attention(cg.layer_norm(x, name="cross/norm"), memory, heads, D / heads, **about)
+        return x + cg.dropout(y, dropout)
+
+    def feed_forward(x: cg.Tensor, f: object) -> cg.Tensor:
+        y = cg.layer_norm(x, name="mlp/norm")
+        return x + cg.mlp(y, f, activation=act, bias=True, p=dropout, name="mlp")
+
+    def encoder(sound: cg.Tensor) -> cg.Tensor:
+        x = act(cg.conv(sound, "b c t -> b d t", window=3, padding=1, bias=True, d=D, name="conv1"))
+        x = act(cg.conv(x, "b c t -> b d t", window=3, stride=2, padding=1, bias=True, d=D, name="conv2"))
+        table = sound.graph.param("positions/table", (M, D), grad=False)
+        x = cg.rearrange(x, "b d m -> b m d") + cg.embedding(cg.arange(M), table)
+        x = cg.repeat(L, lambda x: feed_forward(attend(x, H, causal=False), F), cg.dropout(x, dropout), name="layers")
+        return cg.layer_norm(x, name="norm")
+
+    def decoder(x: cg.Tensor, memory: cg.Tensor) -> cg.Tensor:
+        x = x + cg.embedding(cg.arange(S), x.graph.param("positions/table", (P, D)))
+
+        def block(x: cg.Tensor) -> cg.Tensor:
+            x = attend(attend(x, HN, causal=True), HN, causal=False, memory=memory)
+            return feed_forward(x, FN)
+
+        return cg.layer_norm(cg.repeat(N, block, cg.dropout(x, dropout), name="layers"), name="norm")
+
+    with cg.Graph(name, dtype=dtype) as g:
+        g.assume("S <= P")
+        sound, tokens = g.input("sound", (B, mels, 2 * M)), g.input("tokens", (B, S), dtype="int64")
+        table = g.param("tokens/table", (V, D))
+        with cg.scope("encoder"):
+            memory = encoder(sound)
+        with cg.scope("decoder"):
+            x = decoder(cg.embedding(tokens, table), memory)
+        g.output(cg.tied_head(x, table) if tied else cg.linear(x, "b s d -> b s v", v=V, name="head"))
+    g.loss = "cross_entropy"
+    return g
+
+
+def read(c: Config) -> Preset:
+    """Read a config.json of transformers' WhisperConfig."""
+    c.expect("is_encoder_decoder", True)
+    c.expect("apply_spec_augment", False)
+    c.expect("encoder_layerdrop", 0, 0.0)
+    c.expect("decoder_layerdrop", 0, 0.0)
+    # of other architectures, and of how tokens are chosen
+    c.ignore("use_weighted_layer_sum", "classifier_proj_size", "median_filter_width", "num_hidden_layers")
+    c.ignore(*(f"mask_{axis}_{what}" for axis in ("time", "feature") for what in ("prob", "length", "min_masks")))
+    c.ignore("dropout", "attention_dropout", "activation_dropout", "scale_embedding", "forced_decoder_ids")
+    c.ignore("alignment_heads", "lang_to_id", "task_to_id", "is_multilingual", "no_timestamps_token_id")
+    sizes = {"D": c.size("d_model"), "H": c.size("encoder_attention_heads"), "F": c.size("encoder_ffn_dim")}
+    sizes |= {"L": c.size("encoder_layers"), "HN": c.size("decoder_attention_heads"), "FN": c.size("decoder_ffn_dim")}
+    sizes |= {"N": c.size("decoder_layers"), "V": c.size("vocab_size"), "mels": c.size("num_mel_bins")}
+    sizes |= {"M": c.size("max_source_positions"), "P": c.size("max_target_positions")}
+    tied = c.flag("tie_word_embeddings", True)
+    return Preset(sizes, {"activation": c.activation("activation_function"), "tied": tied})
+
+
+def _sizes(D: int, H: int, L: int, V: int = 51865, mels: int = 80) -> Preset:
+    sizes = {"D": D, "H": H, "F": 4 * D, "L": L, "HN": H, "FN": 4 * D, "N": L, "V": V, "mels": mels, "M": 1500}
+    return Preset(sizes | {"P": 448})
+
+
+FAMILIES = (
+    Family(
+        whisper,
+        {
+            "whisper-tiny": _sizes(384, 6, 4),
+            "whisper-base": _sizes(512, 8, 6),
+            "whisper-small": _sizes(768, 12, 12),
+            "whisper-medium": _sizes(1024, 16, 24),
+            "whisper-large-v3": _sizes(1280, 20, 32, 51866, 128),
+        },
+        architectures=("WhisperForConditionalGeneration",),
+        read=read,
+    ),
+)

@@ -1,0 +1,181 @@
+"""What inference keeps between steps: marks of what is cached, the start of a recurrence, appending to a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .. import rules
+from ..arguments import need_tensor, positive, sizes_of
+from ..dtypes import dtype as find_dtype
+from ..errors import PatternError, ShapeError
+from ..extremum import smaller
+from ..graph import apply, current_graph
+from ..op import Attrs, Op, OpKind, Result
+from ..pattern import Affine, parse_pattern
+from ..polynomial import ZERO, Poly
+from ..tensor import Tensor
+from .registry import register
+
+__all__ = ["APPEND", "CACHE", "INITIAL_STATE", "append", "cache", "initial_state"]
+
+
+def _same(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
+    (x,) = operands
+    return [Result(x.sizes, x.dtype, x.strides, of=0, offset=x.offset, domain=x.domain)]
+
+
+def _appended(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
+    held, new = operands
+    axis = attrs["axis"]
+    fits = held.ndim == new.ndim and all(
+        i == axis or held.graph.same(a, b) for i, (a, b) in enumerate(zip(held.sizes, new.sizes, strict=True))
+    )
+    if not fits or not 0 <= axis < held.ndim:
+        raise ShapeError(f"append {new!r} to {held!r}: expected equal sizes on all axes but {axis}")
+    return [Result(held.sizes, held.dtype, held.strides, of=0, offset=held.offset)]
+
+
+def _latest(op: Op) -> Poly:
+    """Elements that a cache takes: of more positions than it has room for, the last ones."""
+    held, new = op.operands
+    axis = op.attrs["axis"]
+    taken: Poly = rules.elements(new) / new.sizes[axis] * smaller(new.sizes[axis], held.sizes[axis])
+    return taken
+
+
+#: A view of what is kept between steps of inference: `axis` is the one that grows, `window` how much of it is kept.
+CACHE = register(OpKind("cache", _same, flops=rules.free, reads=rules.nothing, writes=rules.nothing))
+#: What a recurrence starts from: zeros in training, in inference what the last step left.
+INITIAL_STATE = register(
+    OpKind(
+        "initial_state",
+        lambda operands, attrs: [Result(attrs["sizes"], attrs["dtype"])],
+        flops=rules.free,
+        reads=lambda op: (),
+        writes=rules.all_results,
+    )
+)
+#: New positions behind those that a cache holds, in its own storage and number format.
+APPEND = register(
+    OpKind(
+        "append", _appended, flops=rules.free, reads=lambda op: (ZERO, _latest(op)), writes=lambda op: (_latest(op),)
+    )
+)
+
+
+def cache(
+    x: Tensor, pattern: str, /, *, along: str | None = None, window: object = None, name: str = "cache"
+) -> Tensor:
+    """Mark what inference keeps between steps: keys and values, a latent vector, the results of an encoder.
+
+    In training nothing happens here. `prefill` also writes the tensor to a cache; `decode` appends the new positions
+    to the cache and reads it whole.
+
+    Parameters
+    ----------
+    x : Tensor
+        What is kept.
+    pattern : str
+        Names of its axes: `"b g t k"`.
+    along : str, optional
+        The axis of positions, that grows. Without it the cache is written once, by `prefill`, and neither `x` nor
+        what it alone is made from is computed in `decode`: keys and values of an encoder's results.
+    window : sympy.Expr or int, optional
+        How many of the last positions are kept, the one of the query included; all by default.
+    name : str
+        Name of the op, and of the cache.
+
+    Returns
+    -------
+    Tensor
+        A view of `x`: no FLOPs and no bytes.
+
+    Raises
+    ------
+    PatternError, ShapeError
+        If the pattern does not name the axes of `x` once each, or `along` is none of them.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> B, S, D = cg.dims("B S D")
+    >>> with cg.Graph("g", dtype="bf16") as g:
+    ...     x = g.input("x", (B, S, D))
+    ...     k = cg.cache(cg.linear(x, "b s d -> b s e", e=D), "b t d", along="t")
+    ...     g.output(cg.einsum(x, k, "b s d, b t d -> b s t"))
+    >>> cg.matmul_flops(g)
+    2*B*D**2*S + 2*B*D*S**2
+    >>> cg.matmul_flops(cg.decode(g))  # one new token, S positions with it
+    2*B*D**2 + 2*B*D*S
+    """
+    need_tensor("cache", x)
+    parsed = parse_pattern(f"{pattern} -> {pattern}" if isinstance(pattern, str) else pattern, (x.ndim,))
+    names = [a.names[0] if len(a.names) == 1 and not isinstance(a, Affine) else None for a in parsed.operands[0]]
+    if len(set(names) - {None}) != x.ndim:
+        raise PatternError(f"cache of {x!r}: pattern {pattern!r}, expected a name for each axis")
+    if along is None and window is not None:
+        raise PatternError(f"cache of {x!r}: window={window!r} without along=, expected the axis that it is of")
+    attrs: dict[str, object] = {}
+    if along is not None:
+        if along not in names:
+            raise PatternError(f"cache of {x!r}: along={along!r}, expected an axis of {pattern!r}")
+        attrs["axis"] = names.index(along)
+    if window is not None:
+        attrs["window"] = positive("cache: window", window)
+    return apply(CACHE, [x], attrs, name)[0]
+
+
+def initial_state(shape: Sequence[object], dtype: object = None, *, name: str = "state") -> Tensor:
+    """Make what a recurrence starts from, as the carry of a `scan` over positions.
+
+    In training it is zeros. In `prefill` the last carry is written to a cache, from which `decode` goes on.
+
+    Parameters
+    ----------
+    shape : sequence of sympy.Expr or int
+        Sizes.
+    dtype : str or DType, optional
+        Number format, the graph's by default.
+    name : str
+        Name of the op, and of the cache.
+
+    Returns
+    -------
+    Tensor
+        No FLOPs, one write.
+
+    Raises
+    ------
+    GraphError, ShapeError, FormatError
+        If no graph is open, a size is none, or the format is unknown.
+    """
+    format_ = current_graph().root.dtype if dtype is None else find_dtype(dtype)
+    return apply(INITIAL_STATE, [], {"sizes": sizes_of(shape, f"state {name!r}"), "dtype": format_}, name)[0]
+
+
+def append(held: Tensor, new: Tensor, axis: int, *, name: str = "append") -> Tensor:
+    """Write new positions behind those that a cache holds: one read and one write of them, in the cache's storage.
+
+    Parameters
+    ----------
+    held : Tensor
+        The cache.
+    new : Tensor
+        Of the same sizes on all other axes; its numbers are converted to the cache's format.
+    axis : int
+        Axis of positions. Of more than the cache has room for, the last ones are written.
+    name : str
+        Name of the op.
+
+    Returns
+    -------
+    Tensor
+        The whole cache.
+
+    Raises
+    ------
+    GraphError, ShapeError
+        If one is no tensor, or sizes differ.
+    """
+    need_tensor("append", held, new)
+    return apply(APPEND, [held, new], {"axis": axis, "inplace": True}, name)[0]

@@ -1,0 +1,304 @@
+"""Choosing among experts, ordering rows by the expert that they go to, and one product for all experts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import NamedTuple
+
+import sympy
+
+from .. import rules
+from ..arguments import need_choice, need_flag, need_tensor, positive
+from ..dtypes import dtype as find_dtype
+from ..dtypes import promote
+from ..errors import GraphError, ShapeError
+from ..extremum import smaller
+from ..graph import apply
+from ..layout import numel
+from ..op import Attrs, Op, OpKind, Result
+from ..polynomial import ONE, Poly, poly, power
+from ..symbols import shown
+from ..tensor import Tensor
+from .registry import register
+
+__all__ = [
+    "DISPATCH", "GROUPED", "GROUPED_OUTER", "ROUTINGS", "TOP_K", "Dispatched", "dispatch", "grouped", "grouped_outer",
+    "top_k",
+]  # fmt: skip
+
+#: What can be assumed of which experts the rows of a pass go to.
+ROUTINGS = ("balanced", "expected", "capacity")
+
+
+class Dispatched(NamedTuple):
+    """Where each row goes, and where it is to be found again."""
+
+    tokens: Tensor
+    """(R,) the token that each row is, rows ordered by expert"""
+    ends: Tensor
+    """(E,) where the rows of each expert end"""
+    places: Tensor
+    """(..., k) the row of each choice"""
+    owners: Tensor | None = None
+    """(R,) the expert of each row, where it was asked for"""
+    dropped: Tensor | None = None
+    """(..., k) whether a choice found no room, where experts have a capacity"""
+
+
+# -- shapes ------------------------------------------------------------------------------------------------------
+
+
+def _chosen(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
+    (x,), k = operands, attrs["k"]
+    left = None if x.ndim == 0 else (x.sizes[-1] - k).constant
+    if x.ndim == 0 or (left is not None and left < 0):
+        raise ShapeError(f"top {k} of {x!r}: expected a last axis of at least as many")
+    sizes = (*x.sizes[:-1], k)
+    return [Result(sizes, x.dtype), Result(sizes, find_dtype("int64"))]
+
+
+def _dispatched(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
+    (ids,) = operands
+    if ids.dtype.kind != "int" or ids.ndim == 0:
+        raise ShapeError(f"dispatch of {ids!r}: expected indices of experts (..., k) in an integer format")
+    integer, count = find_dtype("int64"), numel(ids.sizes)
+    room = _room(attrs, count)
+    rows = count if room is None else room * attrs["experts"]
+    made = [Result((rows,), integer), Result((attrs["experts"],), find_dtype("int32")), Result(ids.sizes, integer)]
+    made += [Result((rows,), integer)] if attrs.get("owners") else []
+    return made + ([] if room is None else [Result(ids.sizes, find_dtype("bool"))])
+
+
+def _room(attrs: Attrs, count: Poly) -> Poly | None:
+    """Return how many rows each expert takes, None where it takes all that come."""
+    if "capacity" not in attrs:
+        return None
+    return poly(sympy.ceiling((attrs["capacity"] * count / attrs["experts"]).expr))
+
+
+def _grouped(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
+    rows, weights, ends = operands
+    same = rows.graph.same
+    fits = (rows.ndim, weights.ndim, ends.ndim) == (2, 3, 1) and ends.dtype.kind == "int"
+    if not fits or not same(rows.sizes[1], weights.sizes[1]) or not same(weights.sizes[0], ends.sizes[0]):
+        raise ShapeError(
+            f"grouped product of {rows!r}, {weights!r} and {ends!r}: expected (rows, d), (experts, d, f) and integers "
+            f"(experts,)"
+        )
+    dtype = attrs["dtype"] if "dtype" in attrs else promote(rows.dtype, weights.dtype)
+    return [Result((rows.sizes[0], weights.sizes[2]), dtype)]
+
+
+def _grouped_outer(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
+    a, b, ends = operands
+    fits = (a.ndim, b.ndim, ends.ndim) == (2, 2, 1) and ends.dtype.kind == "int"
+    if not fits or not a.graph.same(a.sizes[0], b.sizes[0]):
+        raise ShapeError(
+            f"grouped product of {a!r}, {b!r} and {ends!r}: expected (rows, d), (rows, f) and integers (experts,)"
+        )
+    return [Result((ends.sizes[0], a.sizes[1], b.sizes[1]), promote(a.dtype, b.dtype))]
+
+
+# -- costs -------------------------------------------------------------------------------------------------------
+
+
+def _ordering(op: Op) -> rules.Flops:
+    """Count one for each choice to order it, one to count it, and the sum over experts that makes where rows end."""
+    return rules.Flops(pointwise=2 * rules.elements(op.operands[0]) + op.attrs["experts"])
+
+
+def _products(op: Op) -> rules.Flops:
+    """Count 2 for each row and element of its expert's matrix."""
+    rows, other, _ = op.operands
+    points = numel(rows.sizes) * other.sizes[-1]
+    return rules.Flops(matmul=2 * points, full=2 * points)
+
+
+def _expected(experts: Poly, chosen: Poly, tokens: Poly) -> Poly:
+    """Return the mean number of different experts that tokens choose, each of them independently and evenly.
+
+    A token leaves an expert out with probability 1 - k/E.
+    """
+    return experts * (ONE - power(ONE - chosen / experts, tokens))
+
+
+def _touched(op: Op) -> tuple[Poly, ...]:
+    """Return all rows, and of the weights those of the experts that rows go to."""
+    rows, weights, ends = rules.whole(op)
+    routing, chosen = op.attrs["routing"], op.attrs["chosen"]
+    experts, count = op.operands[1].sizes[0], op.operands[0].sizes[0]
+    if routing == "balanced":
+        weights = smaller(weights, weights / experts * count)
+    elif routing == "expected":
+        weights = weights / experts * _expected(experts, chosen, count / chosen)
+    return rows, weights, ends
+
+
+TOP_K = register(OpKind("top_k", _chosen, flops=rules.per_element_reduced, reads=rules.whole, writes=rules.all_results))
+DISPATCH = register(OpKind("dispatch", _dispatched, flops=_ordering, reads=rules.whole, writes=rules.all_results))
+#: Rows (R, D), ordered by expert, by the matrix (E, D, F) of the expert of each.
+GROUPED = register(OpKind("grouped", _grouped, flops=_products, reads=_touched, writes=rules.all_results))
+#: The sum over the rows of each expert of products of a row of one (R, D) and a row of the other (R, F).
+GROUPED_OUTER = register(
+    OpKind("grouped_outer", _grouped_outer, flops=_products, reads=rules.whole, writes=rules.all_results)
+)
+
+
+# -- functions ---------------------------------------------------------------------------------------------------
+
+
+def top_k(x: Tensor, k: object, *, name: str = "top_k") -> tuple[Tensor, Tensor]:
+    """Find the largest elements along the last axis, as `torch.topk`.
+
+    Parameters
+    ----------
+    x : Tensor
+        Shape (..., n).
+    k : sympy.Expr or int
+        How many of them, n at the most: looked at again when sizes are bound.
+    name : str
+        Name of the op.
+
+    Returns
+    -------
+    tuple of Tensor
+        Values in the format of `x` and indices in int64, (..., k) each. FLOPs: 1 for each element of `x`.
+
+    Raises
+    ------
+    GraphError, ShapeError
+        If `x` is no tensor, or has fewer elements along its last axis.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> B, E = cg.dims("B E")
+    >>> with cg.Graph("g") as g:
+    ...     values, ids = cg.top_k(g.input("scores", (B, E)), 2)
+    >>> ids.shape, cg.flops(g), cg.bytes_moved(g)
+    ((B, 2), B*E, 4*B*E + 24*B)
+    """
+    need_tensor("top_k", x)
+    count = positive("top_k: k", k)
+    attrs = {"k": count} | ({"room": x.sizes[-1] - count} if x.ndim else {})
+    values, ids = apply(TOP_K, [x], attrs, name)
+    return values, ids
+
+
+def dispatch(
+    ids: Tensor, experts: object, *, capacity: object = None, owners: bool = False, name: str = "dispatch"
+) -> Dispatched:
+    """Order the choices of all tokens by expert: which token each row is, and in which row each choice is.
+
+    Parameters
+    ----------
+    ids : Tensor
+        Experts that tokens have chosen, (..., k) in an integer format.
+    experts : sympy.Expr or int
+        How many experts there are.
+    capacity : number or sympy.Expr, optional
+        Each expert has room for ceiling(capacity * T * k / experts) rows, filled up where fewer come; what comes
+        beyond is dropped. By default it takes all that come.
+    owners : bool
+        Whether the expert of each row is wanted as well.
+    name : str
+        Name of the op.
+
+    Returns
+    -------
+    Dispatched
+        Integers, and of dropped choices a mask. FLOPs: 2 for each choice and 1 for each expert, in one kernel.
+
+    Raises
+    ------
+    GraphError, ShapeError
+        If an argument is none.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> T, k, E = cg.dims("T k E")
+    >>> with cg.Graph("g") as g:
+    ...     sent = cg.dispatch(g.input("ids", (T, k), dtype="int64"), E)
+    >>> sent.tokens.shape, sent.ends.shape, sent.places.shape
+    ((T*k,), (E,), (T, k))
+    """
+    need_tensor("dispatch", ids)
+    need_flag("dispatch", owners=owners)
+    attrs: dict[str, object] = {"experts": positive("dispatch: experts", experts)}
+    if capacity is not None:
+        attrs["capacity"] = _factor("dispatch: capacity", capacity)
+    if owners:
+        attrs["owners"] = True
+    tokens, ends, places, *rest = apply(DISPATCH, [ids], attrs, name)
+    owner = rest.pop(0) if owners else None
+    return Dispatched(tokens, ends, places, owner, rest.pop() if rest else None)
+
+
+def _factor(place: str, value: object) -> Poly:
+    """Return a number above 0, a decimal fraction as it is written, or a formula."""
+    wrong = GraphError(f"{place} {shown(value)}, expected a number above 0")
+    try:
+        found = poly(Fraction(str(value)) if isinstance(value, float) else value)
+    except (ShapeError, ValueError):  # ValueError of inf and nan
+        raise wrong from None
+    if found.constant is not None and found.constant <= 0:
+        raise wrong
+    return found
+
+
+def grouped(
+    rows: Tensor, weights: Tensor, ends: Tensor, chosen: object, *, routing: str = "balanced", name: str = "grouped"
+) -> Tensor:
+    """Multiply each row by the matrix of its expert, in one kernel (torch's `grouped_mm`).
+
+    Parameters
+    ----------
+    rows : Tensor
+        Shape (R, d), ordered by expert.
+    weights : Tensor
+        Shape (E, d, f).
+    ends : Tensor
+        Where the rows of each expert end, (E,) from `dispatch`.
+    chosen : sympy.Expr or int
+        Experts that a token chooses: R/chosen tokens are on the way.
+    routing : str
+        Of how many experts the weights are read: balanced, Min(E, R); expected, E*(1 - (1 - k/E)**(R/k)), the mean
+        over independent even choices of k; capacity, E.
+    name : str
+        Name of the op.
+
+    Returns
+    -------
+    Tensor
+        Shape (R, f). FLOPs of kind matmul: 2*R*d*f; every row is computed, those that fill up a capacity too.
+
+    Raises
+    ------
+    GraphError, ShapeError
+        If shapes do not fit, or the routing is unknown.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> R, E, D, F = cg.dims("R E D F")
+    >>> with cg.Graph("g", dtype="bf16") as g:
+    ...     x, w = g.input("x", (R, D)), g.param("w", (E, D, F))
+    ...     y = cg.grouped(x, w, g.input("ends", (E,), dtype="int32"), 1)
+    >>> cg.matmul_flops(g), cg.bytes_moved(g, R=2, E=8, D=16, F=32)  # two experts are read
+    (2*D*F*R, 2272)
+    """
+    need_tensor("grouped", rows, weights, ends)
+    need_choice("grouped: routing", routing, ROUTINGS)
+    attrs = {"routing": routing, "chosen": positive("grouped: chosen", chosen)}
+    return apply(GROUPED, [rows, weights, ends], attrs, name)[0]
+
+
+def grouped_outer(a: Tensor, b: Tensor, ends: Tensor, *, name: str = "grouped_outer") -> Tensor:
+    """Add up products of rows by expert: (R, d) and (R, f) to (E, d, f), the gradient of the weights of experts.
+
+    FLOPs of kind matmul: 2*R*d*f. Experts without rows get zeros: all of the result is written.
+    """
+    need_tensor("grouped_outer", a, b, ends)
+    return apply(GROUPED_OUTER, [a, b, ends], {}, name)[0]

@@ -1,0 +1,366 @@
+"""Questions of serving a model: tokens in a second against the time of a step, and the time of a whole answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from ..analysis.hooks import PLOTTERS
+from ..analysis.memory import peak_memory
+from ..analysis.roofline import Roofline, roofline
+from ..analysis.training import tokens_poly
+from ..arguments import need_choice
+from ..errors import BindingError, GraphError
+from ..graph import Graph, need_graph
+from ..hardware import Hardware, load_hardware
+from ..polynomial import Poly
+from ..sizes import bindings, known_names, need_open, size_of
+from ..symbols import shorten, shown
+from ..units import format_bytes, format_quantity
+from .search import largest
+
+__all__ = ["Latency", "Throughput", "ThroughputRow", "latency", "throughput"]
+
+Fallback = str | Mapping[str, str] | None
+
+#: Relative difference from a straight line below which times of steps in between are read off it.
+_STRAIGHT = 1e-9
+
+
+@dataclass(frozen=True)
+class ThroughputRow:
+    """One step, at one size."""
+
+    size: int
+    """of the dimension that is varied, such as the batch"""
+    tokens: int
+    """new tokens of the step, of all sequences"""
+    seconds: float
+    """estimated seconds of the step: what a user waits for the next token"""
+    lower_bound: float
+    """seconds below which no step is"""
+    memory: int | float
+    """bytes at the peak"""
+    fits: bool
+    """whether the vendor's capacity is enough"""
+    bound: str
+    """compute, memory or link: what bounds most of the estimated time"""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all sequences, at the estimate."""
+        return self.tokens / self.seconds
+
+    @property
+    def most_tokens_per_second(self) -> float:
+        """Of all sequences, at the lower bound."""
+        return self.tokens / self.lower_bound
+
+
+@dataclass(frozen=True, repr=False)
+class Throughput:
+    """Throughput against latency. Made by `throughput`."""
+
+    graph: str
+    """name of the graph"""
+    hardware: Hardware
+    """the device"""
+    symbol: str
+    """dimension that is varied"""
+    sizes: Mapping[str, int]
+    """the others"""
+    rows: tuple[ThroughputRow, ...]
+    """by size"""
+
+    @property
+    def best(self) -> ThroughputRow | None:
+        """The step with the most tokens in a second of those that fit, None where none does."""
+        found = [r for r in self.rows if r.fits]
+        return max(found, key=lambda r: r.tokens_per_second, default=None)
+
+    def plot(self, path: object = None) -> object:
+        """Draw tokens in a second against the time of a step; needs matplotlib.
+
+        Parameters
+        ----------
+        path : str or path-like, optional
+            File to write.
+
+        Returns
+        -------
+        matplotlib.figure.Figure
+            The figure.
+        """
+        return PLOTTERS["throughput"](self, path)
+
+    def __repr__(self) -> str:
+        return f"Throughput({shorten(self.graph)} on {self.hardware.id}, {len(self.rows)} sizes of {self.symbol})"
+
+    def __str__(self) -> str:
+        head = (self.symbol, "step", "at least", "tokens/s", "at most", "peak memory", "", "bound by")
+        cells = [head]
+        for r in self.rows:
+            times = (format_quantity(r.seconds, "s"), format_quantity(r.lower_bound, "s"))
+            speed = (f"{r.tokens_per_second:,.0f}", f"{r.most_tokens_per_second:,.0f}")
+            fits = "fits" if r.fits else "does not fit"
+            memory = format_bytes(r.memory).partition(" (")[0]
+            cells.append((str(r.size), times[0], times[1], speed[0], speed[1], memory, fits, r.bound))
+        widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
+        left = (6, 7)  # words
+        return "\n".join(
+            "  ".join(c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+            .rstrip()
+            for row in cells
+        )  # fmt: skip
+
+
+def _numbers(place: str, graph: Graph, dims: Mapping[str, Any], free: str) -> dict[str, int]:
+    """Return the sizes that a graph has by then, all but one."""
+    values = bindings(graph, dims)
+    values.pop(free, None)
+    left = sorted(n for n in known_names(graph) - {free} if n not in values or values[n].constant is None)
+    if left:
+        raise BindingError(f"{place} of graph {graph.name!r}: expected numbers, still unbound: {', '.join(left)}")
+    return {k: int(v.constant or 0) for k, v in sorted(values.items()) if v.constant is not None}
+
+
+def _bound(amount: Poly, values: Mapping[str, int]) -> int:
+    """Return a whole amount with sizes put in."""
+    found = amount.bind({k: Poly({(): v}) for k, v in values.items()}).constant
+    assert found is not None
+    return int(found)
+
+
+def throughput(
+    graph: Graph, hardware: str | Hardware, symbol: str, values: Iterable[int] | None = None, /, *,
+    fallback: Fallback = None, **dims: int,
+) -> Throughput:  # fmt: skip
+    """Return the time, tokens in a second and memory of a step of inference for several sizes of a dimension.
+
+    Parameters
+    ----------
+    graph : Graph
+        What `decode` or `prefill` returned, `quantize` applied or not.
+    hardware : str, path-like or Hardware
+        The device; its vendor's capacity decides what fits.
+    symbol : str
+        Dimension that is varied, such as `"B"`.
+    values : iterable of int, optional
+        Its sizes; by default powers of two up to the largest that fits, and that one.
+    fallback : str or mapping, optional
+        As in `roofline`.
+    **dims : int
+        All other sizes.
+
+    Returns
+    -------
+    Throughput
+        `.rows` by size, `.best`, `.plot(path)`; `print` it.
+
+    Raises
+    ------
+    BindingError
+        If a size is left open, or one is no positive integer.
+    GraphError
+        If the graph has no tokens as inputs.
+    SpecError
+        If the device is unknown or lacks a rate.
+
+    Notes
+    -----
+    Tokens are the elements of the graph's inputs of whole numbers. Of several new tokens a sequence that are verified
+    (speculative decoding), those that are refused are counted too.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> step = cg.decode(cg.models.load("llama-3-8b"))
+    >>> print(cg.throughput(step, "h100-sxm", "B", [1, 64], S=8192))
+     B      step  at least  tokens/s  at most  peak memory                bound by
+     1  4.805 ms  4.801 ms       208      208     17.13 GB  fits          memory
+    64  25.26 ms     25 ms     2,533    2,560      84.8 GB  does not fit  memory
+    """
+    place = "throughput"
+    need_graph(place, graph)
+    need_open(graph, symbol, dims, place)
+    device = load_hardware(hardware)
+    fixed = _numbers(place, graph, dims, symbol)
+    if values is None:
+        sizes = _doublings(largest(graph, symbol, hardware=device, **dims))
+    else:
+        sizes = sorted({size_of(f"{place}: {symbol}", v) for v in _listed(values)})
+    rows = tuple(_row(graph, device, {**dims, symbol: n}, {**fixed, symbol: n}, n, fallback) for n in sizes)
+    return Throughput(graph.name, device, symbol, fixed, rows)
+
+
+def _listed(values: object) -> list[Any]:
+    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
+        raise BindingError(f"throughput: values {shown(values)}, expected sizes such as [1, 2, 4]")
+    found = list(values)
+    if not found:
+        raise BindingError("throughput: no values, expected one at least")
+    return found
+
+
+def _doublings(most: int) -> list[int]:
+    """Return powers of two up to a size, and that size; 1 where nothing fits."""
+    out = [2**i for i in range(max(most, 1).bit_length())]
+    return out if out[-1] >= most else [*out, most]
+
+
+def _row(
+    graph: Graph, device: Hardware, dims: dict[str, Any], values: Mapping[str, int], size: int, fallback: Fallback
+) -> ThroughputRow:
+    times = roofline(graph, device, fallback=fallback, **dims)
+    peak = peak_memory(graph, **dims)
+    return ThroughputRow(
+        size=size, tokens=_bound(tokens_poly(graph), values), seconds=times.estimate, lower_bound=times.lower_bound,
+        memory=peak, fits=bool(peak <= device.capacity().value), bound=times.bound,
+    )  # fmt: skip
+
+
+# -- a whole answer --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Latency:
+    """How long an answer takes: times of the roofline's estimate, or of its lower bound."""
+
+    first_token: float
+    """seconds of the prefill: until the first token is there"""
+    next_token: float
+    """seconds of the first step after it"""
+    last_token: float
+    """seconds of the last step: its context is the longest"""
+    total: float
+    """seconds of the prefill and of all steps"""
+    steps: int
+    """steps after the prefill"""
+
+    @property
+    def per_token(self) -> float:
+        """Mean seconds of a step after the prefill, 0 where there is none."""
+        return (self.total - self.first_token) / self.steps if self.steps else 0.0
+
+
+def latency(
+    prefill: Graph, decode: Graph, hardware: str | Hardware, /, *, prompt: int, steps: int, along: str = "S",
+    time: str = "estimate", fallback: Fallback = None, **dims: int,
+) -> Latency:  # fmt: skip
+    """Return the time to the first token, and that of each step after it as the context grows.
+
+    Parameters
+    ----------
+    prefill, decode : Graph
+        What the two transforms made of one declaration.
+    hardware : str, path-like or Hardware
+        The device.
+    prompt : int
+        Positions of the prompt.
+    steps : int
+        Steps of `decode` after the prefill.
+    along : str
+        Dimension of positions.
+    time : str
+        estimate or lower_bound of the roofline.
+    fallback : str or mapping, optional
+        As in `roofline`.
+    **dims : int
+        All other sizes, such as the batch.
+
+    Returns
+    -------
+    Latency
+        Seconds.
+
+    Raises
+    ------
+    BindingError, GraphError, SpecError
+        If a size is left open or no positive integer, the graphs are not of one declaration, or the device is unknown
+        or lacks a rate.
+
+    Notes
+    -----
+    The prefill gives the first token; the step after it has a context of the prompt and its own new tokens, and each
+    further one that many more. Times of steps between two contexts are read off a straight line where the middle lies
+    on it, as every op's do while none of them changes sides.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> g = cg.models.load("llama-3-8b")
+    >>> found = cg.latency(cg.prefill(g, logits="last"), cg.decode(g), "h100-sxm", prompt=2048, steps=256, B=1)
+    >>> [f"{1000 * t:.2f} ms" for t in (found.first_token, found.next_token, found.last_token, found.total)]
+    ['35.52 ms', '4.56 ms', '4.57 ms', '1205.43 ms']
+    """
+    place = "latency"
+    need_graph(place, prefill)
+    need_graph(place, decode)
+    need_choice(f"{place}: time", time, ("estimate", "lower_bound"))
+    size_of(f"{place}: prompt", prompt)
+    size_of(f"{place}: steps", steps)
+    device = load_hardware(hardware)
+    for g in (prefill, decode):
+        need_open(g, along, dims, place)
+
+    def seconds(g: Graph, size: int) -> float:
+        sizes: dict[str, Any] = {k: v for k, v in dims.items() if k in known_names(g)}
+        times: Roofline = roofline(g, device, fallback=fallback, **sizes, **{along: size})
+        return times.estimate if time == "estimate" else times.lower_bound
+
+    unknown = sorted(set(dims) - known_names(prefill) - known_names(decode))
+    if unknown:
+        raise BindingError(f"{place}: {unknown[0]} is no dimension of either graph, expected one that is")
+    new = _new_tokens(prefill, decode, dims, along, prompt)
+    first = seconds(prefill, prompt)
+    cost = _remembered(lambda i: seconds(decode, prompt + new * (i + 1)))
+    total = first + _sum(cost, 0, steps - 1)
+    return Latency(first, cost(0), cost(steps - 1), total, steps)
+
+
+def _new_tokens(prefill: Graph, decode: Graph, dims: Mapping[str, Any], along: str, prompt: int) -> int:
+    """Return the new positions that a step has of each sequence, by the inputs that both graphs have of them."""
+    sizes = [
+        {**_numbers("latency", g, {k: v for k, v in dims.items() if k in known_names(g)}, along), along: prompt}
+        for g in (prefill, decode)
+    ]
+    inputs = [
+        {t.name: t.numel for t in g.tensors if t.producer is None and t.role == "input"} for g in (prefill, decode)
+    ]
+    found = {
+        Fraction(_bound(inputs[1][name], sizes[1]) * prompt, _bound(amount, sizes[0]))
+        for name, amount in inputs[0].items()
+        if along in amount.names() and name in inputs[1]
+    }
+    if len(found) != 1 or next(iter(found)).denominator != 1:
+        raise GraphError(
+            f"latency: graphs {prefill.name!r} and {decode.name!r} have no inputs of positions {along} in common, of "
+            f"as many sequences, expected what prefill and decode made of one declaration"
+        )
+    return int(found.pop())
+
+
+def _remembered(function: Callable[[int], float]) -> Callable[[int], float]:
+    found: dict[int, float] = {}
+
+    def asked(i: int) -> float:
+        if i not in found:
+            found[i] = function(i)
+        return found[i]
+
+    return asked
+
+
+def _sum(cost: Callable[[int], float], first: int, last: int) -> float:
+    """Add up the times of steps; where they lie on a straight line, as many times their mean."""
+    count = last - first + 1
+    if count <= 2:
+        return sum(cost(i) for i in range(first, last + 1))
+    ends = (cost(first) + cost(last)) / 2
+    at = [(first + last) // 2, first + (last - first) // 3]
+    line = [cost(first) + (cost(last) - cost(first)) * (i - first) / (last - first) for i in at]
+    if all(abs(cost(i) - y) <= _STRAIGHT * y for i, y in zip(at, line, strict=True)):
+        return ends * count
+    return _sum(cost, first, at[0]) + _sum(cost, at[0] + 1, last)

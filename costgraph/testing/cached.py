@@ -1,0 +1,62 @@
+"""What marks of caches and appending to one do, and how to draw ops of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..ops.cached import append, cache, initial_state
+from ..ops.fill import fill
+from ..tensor import Tensor
+from .meanings import meaning
+from .samples import sample
+from .sketch import Sketch
+from .values import At
+
+__all__: list[str] = []  # its functions are found in MEANINGS and SAMPLES
+
+
+@meaning("cache")
+def _cache(at: At) -> None:
+    at.view(at.operands[0].array)
+
+
+@sample("cache")
+def _drawn_cache(s: Sketch) -> Sequence[Tensor]:
+    x = s.tensor()
+    names = [f"a{i}" for i in range(x.ndim)]
+    along = s.one_of([None, *names])
+    return [cache(x, " ".join(names), along=along, window=s.one_of([None, 2]) if along else None)]
+
+
+@meaning("initial_state")
+def _initial_state(at: At) -> None:
+    for index in at.result().points():
+        at.write(0.0, *index)
+
+
+@sample("initial_state")
+def _drawn_state(s: Sketch) -> Sequence[Tensor]:
+    return [initial_state(s.shape(), s.one_of(["fp32", "bf16"]))]
+
+
+@meaning("append")
+def _append(at: At) -> None:
+    """Write the last positions of what is new into the last ones of the cache."""
+    at.made[0] = at.operands[0]
+    axis = at.attr("axis")
+    held, new = at.operands[0].array.shape[axis], at.operands[1].array.shape[axis]
+    taken = min(held, new)
+    for index in at.operands[1].points():
+        place = index[axis] - (new - taken)
+        if place >= 0:
+            target = (*index[:axis], held - taken + place, *index[axis + 1 :])
+            at.write(at.read(1, *index), *target)
+
+
+@sample("append")
+def _drawn_append(s: Sketch) -> Sequence[Tensor]:
+    new = s.tensor(lambda t: t.ndim >= 1 and t.domain is None and s.elements(t) <= 24, s.shape(s.number(1, 3), 24))
+    axis = s.number(0, new.ndim - 1)
+    room = s.one_of([new.shape[axis], new.shape[axis] + 2, 1])
+    held = fill((*new.shape[:axis], room, *new.shape[axis + 1 :]), 1.5, s.one_of(["fp32", "bf16"]))
+    return [append(held, new, axis)]

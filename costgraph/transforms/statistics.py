@@ -1,0 +1,26 @@
+"""Batch norms as they train: with the statistics of the batch, and running ones updated."""
+
+from __future__ import annotations
+
+from ..graph import Graph
+from ..norms import over_the_batch
+from ..op import Op
+from ..scopes import SCOPE, building, phase
+from .rewrite import Rewriter
+
+__all__ = ["trained"]
+
+
+def trained(rewriter: Rewriter, op: Op, new: Graph) -> bool:
+    """Add a batch norm with statistics of the batch for one that leaves the choice; for use as `emit`."""
+    if op.attrs.get("statistics") != "auto":
+        return False
+    *levels, name = op.name.split("/")
+    token = SCOPE.set(tuple(levels))
+    try:
+        with building(new), phase(op.phase):
+            made = over_the_batch(*(rewriter.tensors[t] for t in op.operands), name=name)
+    finally:
+        SCOPE.reset(token)
+    rewriter.tensors[op.results[0]] = made
+    return True

@@ -1,0 +1,167 @@
+import pytest
+import torch
+from sympy import expand
+
+import costgraph as cg
+from costgraph import GraphError, ShapeError
+
+B, S, T, M, D, E, H, G, K, R, N = cg.dims("B S T M D E H G K R N")
+
+
+def inputs(graph, **shapes):
+    return [graph.input(n, s) for n, s in shapes.items()]
+
+
+# -- what is added to scores ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "read"),
+    [
+        # a causal kernel of S queries and keys reads the S*(S + 1)/2 pairs that it computes
+        ((1, H, S, S), H * S * (S + 1) / 2),
+        ((B, H, S, S), B * H * S * (S + 1) / 2),
+        ((1, 1, S, S), S * (S + 1) / 2),
+        ((1, H, 1, S), H * S),
+        ((1, H, S, 1), H * S),
+        ((1, 1, 1, 1), 1),
+    ],
+)
+def test_flash_reads_what_belongs_to_the_pairs_that_are_seen(shape, read):
+    with cg.Graph("g", dtype="bf16") as plain:
+        plain.output(cg.attention(*inputs(plain, q=(B, H, S, K), k=(B, H, S, K), v=(B, H, S, K))))
+    with cg.Graph("g", dtype="bf16") as g:
+        q, k, v, bias = inputs(g, q=(B, H, S, K), k=(B, H, S, K), v=(B, H, S, K), bias=shape)
+        g.output(cg.attention(q, k, v, bias=bias))
+    assert expand(cg.bytes_moved(g) - cg.bytes_moved(plain)) == expand(2 * read)
+    assert cg.matmul_flops(g) == cg.matmul_flops(plain)
+    assert expand(cg.flops(g) - cg.flops(plain)) == expand(B * H * S * (S + 1) / 2)  # one addition a pair
+
+
+def test_eager_adds_it_to_the_whole_square():
+    with cg.Graph("g") as g:
+        q, k, v, bias = inputs(g, q=(B, H, S, K), k=(B, G, T, K), v=(B, G, T, K), bias=(1, H, S, T))
+        g.output(cg.attention(q, k, v, kernel="eager", bias=bias))
+    made = {r.direction: r.amount.expr for r in cg.costs(g) if r.op == "attention/bias"}
+    square = B * H * S * T
+    assert made == {"compute": square, "read": 4 * square + 4 * H * S * T, "write": 4 * square}
+
+
+@pytest.mark.parametrize("shape", [(S, S), (2, H, S, S), (1, G, S, S), (1, H, S, T)])
+def test_a_bias_of_another_shape_is_refused(shape):
+    with cg.Graph("g") as g:
+        q, k, v, bias = inputs(g, q=(B, H, S, K), k=(B, H, S, K), v=(B, H, S, K), bias=shape)
+        with pytest.raises(ShapeError, match=r"bias bias\(.*expected \(B, H, S, S\), any of them 1 instead"):
+            cg.attention(q, k, v, bias=bias)
+        with pytest.raises(GraphError, match="bias: got int, expected a tensor"):
+            cg.attention(q, k, v, bias=3)
+
+
+def test_the_gradient_of_a_causal_bias_is_written_whole():
+    with cg.Graph("g") as g:
+        q, k, v = inputs(g, q=(B, H, S, K), k=(B, H, S, K), v=(B, H, S, K))
+        y = cg.attention(q, k, v, bias=g.param("bias", (1, H, S, S)))
+        g.output(cg.reduce(y, "b h s k -> ", "sum"))
+    back = cg.backward(g)
+    (made,) = back.gradients.values()
+    assert made.shape == (1, H, S, S)
+    assert made.domain is None
+
+
+# -- attention to another sequence ---------------------------------------------------------------------------------
+
+
+def crossed(**options):
+    with cg.Graph("g", dtype="bf16") as g:
+        x, memory = inputs(g, x=(B, S, D), memory=(B, M, E))
+        g.output(cg.cross_attention(x, memory, H, K, **options))
+    return g
+
+
+def test_cross_attention():
+    g = crossed()
+    assert g.outputs[0].shape == (B, S, D)
+    assert cg.param_count(g) == 2 * D * H * K + 2 * E * H * K
+    # queries and the way back of S positions, keys and values of M, two products of all pairs
+    expected = 4 * B * S * D * H * K + 4 * B * M * E * H * K + 4 * B * H * S * M * K
+    assert cg.matmul_flops(g) == expand(expected)
+    assert cg.param_count(crossed(groups=G)) == expand(2 * D * H * K + 2 * E * G * K)
+    assert cg.param_count(crossed(bias=True, key_bias=False, out_bias=True)) == expand(
+        cg.param_count(g) + 2 * H * K + D
+    )
+
+
+def test_cross_attention_keeps_keys_and_values_for_decode():
+    g = crossed()
+    kinds = [op.kind.name for op in g.walk()]
+    assert kinds.count("cache") == 2
+    assert all("axis" not in op.attrs for op in g.walk() if op.kind.name == "cache")
+    assert "cache" not in [op.kind.name for op in crossed(cached=False).walk()]
+    with pytest.raises(GraphError, match="cached is int"):
+        crossed(cached=1)
+
+
+def test_self_attention_may_have_no_bias_of_keys():
+    with cg.Graph("g") as g:
+        cg.self_attention(*inputs(g, x=(B, S, D)), H, K, causal=False, bias=True, key_bias=False, out_bias=True)
+    assert cg.param_count(g) == expand(4 * D * H * K + 2 * H * K + D)
+
+
+# -- positions, times, patches -------------------------------------------------------------------------------------
+
+
+def test_relative_biases():
+    with cg.Graph("g", dtype="bf16") as g:
+        g.output(cg.relative_bias(cg.arange(S), cg.arange(T), H, buckets=N))
+    assert g.outputs[0].shape == (1, H, S, T)
+    assert cg.param_count(g) == N * H
+    total = cg.costs(g).total()
+    # - < abs | / log / * + min | < where | * + : 12 and one logarithm; three casts cost nothing
+    assert (total.pointwise, total.transcendental) == (12 * S * T, S * T)
+    with cg.Graph("g", dtype="bf16") as g:
+        g.output(cg.relative_bias(cg.arange(S), cg.arange(T), H, buckets=N, bidirectional=False))
+    total = cg.costs(g).total()
+    assert (total.pointwise, total.transcendental) == (10 * S * T, S * T)
+
+
+def test_positions_that_are_none_are_refused():
+    with cg.Graph("g") as g:
+        x = g.input("x", (S,))
+        with pytest.raises(ShapeError, match=r"positions x\(S; fp32\), expected integers of one axis"):
+            cg.relative_bias(cg.arange(S), x, H)
+        with pytest.raises(ShapeError, match="expected one axis"):
+            cg.timestep_embedding(g.input("t", (B, S)), 8)
+        with pytest.raises(ShapeError, match="expected four axes"):
+            cg.patch_embedding(x, 4, D)
+        with pytest.raises(GraphError, match="bidirectional is int, expected True or False"):
+            cg.relative_bias(cg.arange(S), cg.arange(S), H, bidirectional=1)
+
+
+def test_times_become_sinusoids():
+    with cg.Graph("g", dtype="bf16") as g:
+        g.output(cg.timestep_embedding(g.input("t", (B,), "int64"), 2 * K))
+    total = cg.costs(g).total()
+    assert (total.pointwise, total.transcendental) == (B * K, 2 * B * K)
+    assert g.outputs[0].dtype.name == "bf16"
+    assert cg.param_count(g) == 0  # the frequencies are a buffer
+
+
+@pytest.mark.parametrize(("side", "patch"), [(23, 5), (224, 16), (7, 7), (11, 1)])
+def test_patches(side, patch):
+    with cg.Graph("g") as g:
+        g.output(cg.patch_embedding(g.input("x", (B, 3, R, R)), patch, D))
+    count = (side // patch) ** 2  # what is left over belongs to no patch
+    assert cg.evaluate(g.outputs[0].shape[1], R=side) == count
+    assert cg.matmul_flops(g, R=side, B=2, D=13) == 2 * 2 * count * 13 * 3 * patch**2
+    assert cg.param_count(g) == D * (3 * patch**2 + 1)
+
+
+def test_what_is_added_to_patches_leaves_their_layout():
+    """The vectors of a convolution lie with their elements apart, and so does a sum with dense positions in torch."""
+    images = torch.zeros(2, 3, 23, 23)
+    made = torch.nn.Conv2d(3, 7, 5, 5)(images).flatten(2).transpose(1, 2) + torch.zeros(1, 16, 7)
+    with cg.Graph("g") as g:
+        x = cg.patch_embedding(g.input("x", (B, 3, R, R)), 5, D)
+        y = x + g.param("positions", (1, *x.shape[1:]))
+    assert made.stride() == (7 * 16, 1, 16)
+    assert y.strides == (y.sizes[1] * y.sizes[2], 1, y.sizes[1])

@@ -1,0 +1,218 @@
+"""Layers in a pattern, and what self-attention, rotary positions and gated layers can be made of."""
+
+import pytest
+
+import costgraph as cg
+
+B, S, D, F, H, G, K, L, R = cg.dims("B S D F H G K L R")
+
+
+def two(x):
+    return cg.linear(cg.linear(x, "b d -> b f", f=F, name="up"), "b f -> b d", d=D, name="down")
+
+
+def one(x):
+    return cg.linear(x, "b d -> b e", e=D, name="one")
+
+
+BODIES = {"one": one, "two": two}  # D**2 and 2*D*F parameters
+
+
+def stacked(kinds, rest=0, count=L, **options):
+    with cg.Graph("g") as g:
+        g.output(cg.layers(count, BODIES, g.input("x", (B, D)), kinds, rest=rest, **options))
+    return g
+
+
+def unrolled(kinds, depth):
+    """The same layers one after the other."""
+    with cg.Graph("g") as g:
+        x = g.input("x", (B, D))
+        for i in range(depth):
+            x = BODIES[kinds[i % len(kinds)]](x)
+        g.output(x)
+    return g
+
+
+SIZES = {"B": 3, "D": 5, "F": 7}
+PATTERNS = [
+    (("one", "two"), 0), (("one", "two"), 1), (("one",) * 3 + ("two",), 2), (("two", "one", "two"), 2),
+    (("one", "one", "two", "two", "one"), 3), (("two",), 0), (("one", "one"), 0), (("one", "one"), 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("periods", [1, 2, 3, 5])
+@pytest.mark.parametrize(("kinds", "rest"), PATTERNS)
+def test_layers_in_a_pattern_cost_what_they_cost_one_after_the_other(kinds, rest, periods):
+    depth = periods * len(kinds) + rest
+    g, same = stacked(kinds, rest), unrolled(kinds, depth)
+    for question in (cg.param_count, cg.flops, cg.bytes_moved, cg.peak_memory):
+        used = {s.name for s in question(same).free_symbols}
+        sizes = {k: v for k, v in SIZES.items() if k in used}
+        assert question(g, L=depth, **sizes) == question(same, **sizes)
+
+
+def test_depth_stays_a_symbol():
+    # periods of 3 narrow layers and a wide one, and 2 narrow ones after them
+    g = stacked(("one", "one", "one", "two"), 2)
+    assert cg.param_count(g).expand() == ((L - 2) / 4 * (3 * D**2 + 2 * D * F) + 2 * D**2).expand()
+    assert cg.matmul_flops(g).expand() == (2 * B * cg.param_count(g)).expand()
+
+
+@pytest.mark.parametrize("depth", [2, 3, 4, 5, 7, 8, 9])
+def test_a_depth_that_is_no_number_of_whole_periods_is_refused(depth):
+    g = stacked(("one", "one", "one", "two"), 2)
+    with pytest.raises(cg.BindingError, match=rf"L={depth}: count of 'layers' has size L/4 - 1/2"):
+        cg.param_count(g, L=depth, D=2, F=3)
+
+
+def test_several_kinds_are_scopes_and_one_is_none():
+    g = stacked(("one", "one", "two"), 2, count=8)
+    names = {op.name for op in g.walk()}
+    assert {"layers/one/one/matmul", "layers/two/up/matmul", "layers_rest/one/one/matmul"} <= names
+    assert "layers/one/matmul" in {op.name for op in stacked(("one",)).walk()}
+
+
+def test_equal_kinds_that_are_apart_have_parameters_of_their_own():
+    g = stacked(("one", "two", "one"), count=3)
+    assert cg.param_count(g) == 2 * D**2 + 2 * D * F
+    assert len({p.name for p in g.params}) == len(g.params) == 4
+
+
+def test_a_tuple_is_passed_as_several_arguments():
+    def body(x, y):
+        return y, cg.relu(x)
+
+    with cg.Graph("g") as g:
+        made = cg.layers(L, {"swap": body, "keep": lambda x, y: (x, y)}, (g.input("x", (B,)), g.input("y", (B,))),
+                         ("swap", "keep"))  # fmt: skip
+        assert isinstance(made, tuple)
+        g.output(made[0])
+    assert cg.flops(g, L=6, B=5) == 3 * 5
+
+
+def test_a_step_trains_through_a_pattern():
+    with cg.Graph("g") as g:
+        x = cg.layers(L, BODIES, g.input("x", (B, D)), ("one", "one", "two"), rest=1)
+        g.output(cg.reduce(x, "b d -> ", "mean"))
+    step = cg.training_step(g, optimizer=cg.SGD())
+    forward, weights = cg.matmul_flops(g), 2 * B * D**2  # the first layer needs no gradient of its operand
+    assert (cg.matmul_flops(step) - 3 * forward + weights).expand() == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"kinds": ()}, r"kinds \(\), expected one of one, two"),
+        ({"kinds": ("one", "tow")}, "kinds 'tow', expected one of one, two"),
+        ({"kinds": "one"}, "kinds: got str, expected a list"),
+        ({"kinds": (["one"],)}, "expected one of one, two"),
+        ({"rest": 2}, "rest 2, expected a whole number below 2"),
+        ({"rest": -1}, "rest -1, expected a whole number below 2"),
+        ({"rest": True}, "rest True, expected a whole number below 2"),
+        ({"rest": 0.5}, "rest 0.5, expected a whole number below 2"),
+        ({"name": "my layers"}, "expected an identifier as its name"),
+        ({"count": 0}, "count: 0, expected a positive integer"),
+        ({"count": "L"}, "count"),
+        ({"count": 3}, "3/2, expected a positive integer"),
+        ({"bodies": {}}, "expected a mapping of identifiers to functions"),
+        ({"bodies": {"no name": one}}, "expected a mapping of identifiers to functions"),
+        ({"bodies": one}, "expected a mapping of identifiers to functions"),
+        ({"bodies": {"one": 3, "two": two}}, "body: got int, expected a function"),
+        ({"x": 3}, "got int, expected a tensor"),
+        ({"bodies": {"one": one, "two": lambda x: None}}, "expected 1 tensors to carry on"),
+    ],
+)
+def test_arguments_that_are_none(change, text):
+    with cg.Graph("g") as g:
+        given = {"count": 4, "bodies": BODIES, "x": g.input("x", (B, D)), "kinds": ("one", "two"), **change}
+        count, bodies, x, kinds = (given.pop(k) for k in ("count", "bodies", "x", "kinds"))
+        with pytest.raises(cg.CostGraphError, match=text):
+            cg.layers(count, bodies, x, kinds, **given)
+
+
+# -- partial rotary positions -----------------------------------------------------------------------------------------
+
+
+def rotated(width, *shape):
+    with cg.Graph("g", dtype="bf16") as g:
+        g.output(cg.rotary(g.input("x", (*shape, K)), *cg.rotary_tables(cg.arange(S), width)))
+    return g
+
+
+def test_only_what_is_rotated_is_counted_and_all_of_it_is_moved():
+    g = rotated(R, B, H, S)
+    kernel = cg.costs(g).filter(op="rotary").total()
+    assert kernel.pointwise == 3 * B * H * S * R
+    # x and the result in bf16; cosines and sines of R/2 elements in fp32
+    assert kernel.bytes.expand() == (2 * 2 * B * H * S * K + 2 * 4 * S * R / 2).expand()
+    full = cg.costs(rotated(K, B, H, S)).filter(op="rotary").total()
+    assert full.pointwise == 3 * B * H * S * K
+
+
+@pytest.mark.parametrize("width", [10, 12])
+def test_tables_as_wide_as_the_head_or_wider_are_no_partial_ones(width):
+    g = rotated(R, B, S)
+    with pytest.raises(cg.BindingError, match=rf"R={width}"):
+        cg.flops(g, B=1, S=2, K=10, R=width)
+    assert cg.flops(g, B=1, S=2, K=11, R=10) > 0  # a head of odd size
+
+
+def test_rotary_tables_have_two_axes():
+    with cg.Graph("g") as g:
+        x = g.input("x", (B, S, K))
+        with pytest.raises(cg.ShapeError, match=r"expected two axes \(positions, half of what is rotated\)"):
+            cg.rotary(x, x, x)
+
+
+# -- packed layers -----------------------------------------------------------------------------------------------------
+
+
+def attended(**options):
+    with cg.Graph("g") as g:
+        g.output(cg.self_attention(g.input("x", (B, S, D)), H, K, groups=G, **options))
+    return g
+
+
+@pytest.mark.parametrize("options", [{}, {"bias": True, "out_bias": True}, {"qk_norm": "head"}, {"qk_norm": "all"}])
+@pytest.mark.parametrize("kernel", ["flash", "eager"])
+def test_one_layer_for_queries_keys_and_values_computes_the_same(kernel, options):
+    apart, packed = (attended(kernel=kernel, packed=p, **options) for p in (False, True))
+    assert cg.param_count(apart) == cg.param_count(packed)
+    assert cg.flops(apart) == cg.flops(packed)
+    # x is read once instead of three times; the strided parts are read where they lie
+    saved = cg.bytes_moved(apart) - cg.bytes_moved(packed)
+    assert saved.subs({H: 2 * G}).expand() == (2 * 4 * B * S * D).expand()
+
+
+def test_parts_of_a_packed_layer_are_views():
+    ops = list(attended(packed=True).walk())
+    (qkv,) = [op.results[0] for op in ops if op.name == "attention/qkv/matmul"]
+    assert [str(n) for n in qkv.sizes] == ["B", "S", "2*G + H", "K"]
+    parts = [op.results[0] for op in ops if op.name.startswith("attention/parts")]
+    assert [str(t.sizes[2]) for t in parts] == ["H", "G", "G"]
+    assert all(t.storage is qkv.storage for t in parts)
+
+
+def test_packed_layers_refuse_what_they_cannot_be():
+    with pytest.raises(cg.GraphError, match="packed with another bias of keys"):
+        attended(packed=True, bias=True, key_bias=False)
+    with pytest.raises(cg.GraphError, match="packed is int, expected True or False"):
+        attended(packed=1)
+    with cg.Graph("g") as g, pytest.raises(cg.GraphError, match="packed is str, expected True or False"):
+        cg.gated_mlp(g.input("x", (B, D)), F, packed="yes")
+    with cg.Graph("g") as g, pytest.raises(cg.CostGraphError, match=r"gated_mlp: f"):
+        cg.gated_mlp(g.input("x", (B, D)), 0, packed=True)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_one_layer_for_gate_and_up_computes_the_same(bias):
+    made = []
+    for packed in (False, True):
+        with cg.Graph("g") as g:
+            g.output(cg.gated_mlp(g.input("x", (B, S, D)), F, bias=bias, packed=packed))
+        made.append(g)
+    apart, packed = made
+    assert cg.param_count(apart) == cg.param_count(packed) == 3 * D * F + (2 * F + D if bias else 0)
+    assert cg.flops(apart) == cg.flops(packed)
+    assert (cg.bytes_moved(apart) - cg.bytes_moved(packed)).expand() == 4 * B * S * D

@@ -1,0 +1,145 @@
+"""What every model of the zoo keeps: sizes as defaults, formulas, a step of training, inference, a report."""
+
+import pytest
+
+import costgraph as cg
+from costgraph import models
+from costgraph.models.registry import FAMILIES
+from costgraph.sizes import known_names
+
+#: What a caller brings: sequences or images, positions, positions of what a decoder reads.
+OPEN = {"B": 2, "S": 7, "M": 5}
+
+
+def point(g):
+    """Sizes of what is left open."""
+    return {k: v for k, v in OPEN.items() if k in known_names(g) and k not in g.defaults}
+
+
+def bound(g):
+    return {**g.defaults, **point(g)}
+
+
+#: The smallest model of each family.
+SMALLEST = [min(family.presets, key=lambda n: cg.param_count(models.load(n))) for family in FAMILIES]
+
+
+def loss_of(g):
+    """What is trained: the loss that a model names, or the mean of what it returns."""
+    if g.loss is not None:
+        return None
+
+    def mean(*outputs):
+        names = " ".join(f"a{i}" for i in range(outputs[0].ndim))
+        return cg.reduce(cg.cast(outputs[0], "fp32"), f"{names} -> ", "mean")
+
+    return mean
+
+
+# -- every model -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", models.names())
+def test_sizes_are_bound_but_for_what_a_caller_brings(name):
+    g = models.load(name)
+    asked = (cg.flops(g), cg.param_count(g), cg.param_bytes(g), cg.bytes_moved(g))
+    free = {s.name for formula in asked for s in getattr(formula, "free_symbols", ())}
+    assert "B" in free
+    assert free <= set(OPEN)
+    assert isinstance(cg.param_count(g), int)
+    assert set(g.defaults) <= known_names(g)  # each says something
+
+
+@pytest.mark.parametrize("name", models.names())
+def test_names_are_those_that_users_write(name):
+    assert name == name.lower()
+    assert "_" not in name
+    assert name in repr(models.load(name))
+
+
+# -- one of each family ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SMALLEST)
+def test_symbolic_is_the_same_graph_with_all_sizes_open(name):
+    preset, symbolic = models.load(name), models.load(name, symbolic=True)
+    assert symbolic.defaults == {}
+    for question in (cg.flops, cg.bytes_moved, cg.param_count):
+        assert question(symbolic, **bound(preset)) == question(preset, **point(preset))
+    free = {s.name for s in cg.flops(symbolic).free_symbols | cg.param_count(symbolic).free_symbols}
+    assert {"B"} < free
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp8_e4m3"])
+@pytest.mark.parametrize("attention", ["flash", "eager"])
+@pytest.mark.parametrize("name", SMALLEST)
+def test_every_option_builds_and_binds(name, attention, dtype):
+    g = models.load(name, attention=attention, dropout=0.1, dtype=dtype)
+    answers = [q(g, **point(g)) for q in (cg.flops, cg.matmul_flops, cg.bytes_moved, cg.peak_memory)]
+    assert all(isinstance(a, int) and a > 0 for a in answers)
+    assert cg.matmul_flops(g, count="full", **point(g)) >= cg.matmul_flops(g, **point(g))
+
+
+@pytest.mark.parametrize("name", SMALLEST)
+def test_a_step_of_training(name):
+    g = models.load(name)
+    step = cg.training_step(g, loss_of(g), optimizer=cg.AdamW(), precision="bf16")
+    at = {k: v for k, v in OPEN.items() if k in known_names(step) and k not in step.defaults}
+    forward, whole = cg.matmul_flops(g, **at), cg.matmul_flops(step, **at)
+    # a product has two in its backward pass, but for those whose operands want no gradient; kernels compute some again
+    assert 2 * forward < whole < 4.1 * forward
+    # weights and gradients in bf16, two moments in fp32
+    state = cg.state_bytes(step, **at)
+    assert state.params == cg.param_bytes(g)
+    assert cg.peak_memory(step, **at) > state.total
+
+
+@pytest.mark.parametrize("name", SMALLEST)
+def test_reports_and_plots(name, tmp_path):
+    g = models.load(name)
+    text = str(cg.report(g, "h100-sxm", **point(g)))
+    assert "parameters" in text
+    assert f"{cg.param_count(g):,}" in text
+    cg.roofline(g, "h100-sxm", **point(g)).plot(tmp_path / "roofline.svg")
+    cg.timeline(g, **point(g)).plot(tmp_path / "timeline.svg")
+    assert all(path.stat().st_size > 1000 for path in tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", SMALLEST)
+def test_a_file_says_the_same(name, tmp_path):
+    g = models.load(name)
+    cg.save(g, tmp_path / "g.json")
+    again = cg.load(tmp_path / "g.json")
+    assert again.defaults == g.defaults
+    for question in (cg.flops, cg.bytes_moved, cg.param_count):
+        assert question(again) == question(g)
+
+
+# -- inference -------------------------------------------------------------------------------------------------
+
+
+#: What takes tokens and returns logits; BERT fills in and CLIP compares.
+GENERATING = [n for n in SMALLEST if "S" in known_names(models.load(n)) and not n.startswith(("bert", "clip"))]
+
+
+@pytest.mark.parametrize("name", sorted({*GENERATING, "deepseek-v3", "gemma-3-27b", "xlstm-125m-7-1", "t5-11b"}))
+def test_steps_of_one_token_add_up_to_the_prompt(name):
+    # not absorbed, keys and values of all positions are made again at each step
+    g = models.load(name, **({"absorbed": True} if name.startswith("deepseek") else {}))
+    step, at = cg.decode(g), point(g)
+    assert cg.param_count(step) == cg.param_count(g)
+    assert cg.cache_bytes(step, **_of(step, at)) == cg.cache_bytes(cg.prefill(g), **at)
+    # where nothing else runs in the prompt, such as an encoder, and no convolution has padding behind it
+    if not any(op.attrs.get("causal") for op in g.walk()) and "M" not in known_names(g):
+        steps = [cg.matmul_flops(step, **_of(step, {**at, "S": s})) for s in range(1, OPEN["S"] + 1)]
+        assert sum(steps) == cg.matmul_flops(g, **at)
+
+
+@pytest.mark.parametrize("name", ["bert-base", "clip-vit-b-32"])
+def test_what_does_not_generate_says_so(name):
+    with pytest.raises(cg.GraphError, match=f"nothing in graph '{name}' is kept between steps"):
+        cg.decode(models.load(name))
+
+
+def _of(graph, sizes):
+    return {k: v for k, v in sizes.items() if k in known_names(graph)}

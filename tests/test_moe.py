@@ -1,0 +1,294 @@
+"""Mixtures of experts: what each routing assumption makes of FLOPs, bytes, parameters, gradients and steps."""
+
+from fractions import Fraction
+from itertools import combinations, product
+from math import ceil
+
+import pytest
+
+import costgraph as cg
+from costgraph import testing
+from costgraph.polynomial import poly
+
+B, S, D, F, T, E, k = cg.dims("B S D F T E k")
+
+
+def mixture(experts=8, chosen=2, grad=False, tokens=(T,), **options):
+    with cg.Graph("g", dtype="bf16") as g:
+        x = g.input("x", (*tokens, D), grad=grad)
+        g.output(cg.moe(x, experts, chosen, F, **options))
+    return g
+
+
+def expert_bytes(g, **dims):
+    """Bytes that the products by expert read of their weights, which are in bf16."""
+    sizes = {name: poly(size) for name, size in dims.items()}
+    return sum(2 * op.kind.reads(op)[1].bind(sizes).constant for op in g.walk() if op.kind.name == "grouped")
+
+
+# -- balanced --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 1000])
+def test_balanced_rows_touch_as_many_experts_as_there_are_rows(tokens):
+    # gate and up are one matrix (D, 2*F), down one (F, D): 3*D*F elements of each expert, 2 B each
+    read = expert_bytes(mixture(), T=tokens, D=5, F=7)
+    assert read == min(8, 2 * tokens) * 3 * 5 * 7 * 2
+
+
+def test_products_count_the_rows_that_are_chosen():
+    g = mixture(E, k)
+    # router 2*T*D*E; gate, up and down 2*D*F each, for k rows a token
+    assert cg.matmul_flops(g) - (2 * T * D * E + 3 * 2 * D * F * k * T) == 0
+    assert cg.matmul_flops(g, count="full") == cg.matmul_flops(g)
+
+
+def test_nothing_is_multiplied_by_a_one_hot_matrix():
+    products = [op for op in mixture().walk() if op.kind.name in ("einsum", "grouped") and op.results]
+    assert sorted(op.kind.name for op in products) == ["einsum", "grouped", "grouped"]
+
+
+def test_rows_are_gathered_and_added_up():
+    g = mixture()
+
+    def moved(op, direction):
+        return sum(r.amount.expr for r in cg.costs(g) if r.op == f"moe/experts/{op}" and r.direction == direction)
+
+    # two rows a token, 2 B an element, with an index of 8 B each
+    assert (moved("permute", "read") - (2 * 2 * T * D + 8 * 2 * T)).expand() == 0
+    assert (moved("permute", "write") - 2 * 2 * T * D).expand() == 0
+    # the rows, where they are, and weights of them in fp32; one row a token is written
+    assert (moved("combine", "read") - (2 * 2 * T * D + (8 + 4) * 2 * T)).expand() == 0
+    assert (moved("combine", "write") - 2 * T * D).expand() == 0
+
+
+def test_memory_holds_all_experts_whatever_is_read():
+    g = mixture()
+    assert cg.param_count(g, D=5, F=7) == 8 * 3 * 5 * 7 + 8 * 5
+    assert cg.peak_memory(g, T=1, D=5, F=7) > cg.param_bytes(g, D=5, F=7)
+    fused = cg.bytes_moved(g, fused=True, T=1, D=5, F=7)
+    # x and y, the router's matrix, two experts
+    assert fused == 2 * 5 * 2 + 8 * 5 * 2 + 2 * 3 * 5 * 7 * 2
+
+
+# -- expected --------------------------------------------------------------------------------------------------------
+
+
+def mean_touched(experts, chosen, tokens):
+    """Experts that are chosen at least once, in the mean over everything that the tokens may choose."""
+    each = [set(found) for found in combinations(range(experts), chosen)]
+    found = [len(set().union(*every)) for every in product(each, repeat=tokens)]
+    return Fraction(sum(found), len(found))
+
+
+@pytest.mark.parametrize(("experts", "chosen", "tokens"), [(4, 2, 1), (4, 2, 3), (5, 1, 4), (3, 3, 2), (5, 4, 2)])
+def test_expected_experts_are_the_mean_over_all_choices(experts, chosen, tokens):
+    g = mixture(E, k, routing="expected")
+    dims = {"E": experts, "k": chosen, "T": tokens, "D": 5, "F": 7}
+    assert Fraction(expert_bytes(g, **dims)) == pytest.approx(mean_touched(experts, chosen, tokens) * 3 * 5 * 7 * 2)
+    assert cg.matmul_flops(g, **dims) == cg.matmul_flops(mixture(E, k), **dims)
+
+
+def test_the_formula_of_expected_experts_is_the_one_that_is_stated():
+    g = mixture(E, k, routing="expected", tokens=(B, S))
+    read = cg.bytes_moved(g, fused=True)
+    stated = 6 * D * F * E * (1 - (1 - k / E) ** (B * S)) + 2 * D * E + 4 * B * S * D
+    assert (read - stated).expand() == 0
+    # 128 experts of which 8: 8 of them for one token, all but (15/16)**64 of them for 64
+    assert cg.evaluate(E * (1 - (1 - k / E) ** T), E=128, k=8, T=64) == pytest.approx(128 * (1 - (15 / 16) ** 64))
+
+
+def test_expected_is_never_more_than_balanced():
+    for tokens in (1, 2, 7, 100):
+        dims = {"T": tokens, "D": 3, "F": 5}
+        assert expert_bytes(mixture(routing="expected"), **dims) <= expert_bytes(mixture(), **dims)
+
+
+# -- capacity --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("factor", [1, 1.25, 1.1, Fraction(3, 2), 0.5])
+@pytest.mark.parametrize("tokens", [3, 11, 16])
+def test_a_capacity_is_computed_whether_it_is_filled_or_not(factor, tokens):
+    g = mixture(routing="capacity", capacity=factor)
+    room = ceil(Fraction(str(factor)) * tokens * 2 / 8)
+    dims = {"T": tokens, "D": 5, "F": 7}
+    assert cg.matmul_flops(g, **dims) == 2 * tokens * 5 * 8 + 3 * 2 * 5 * 7 * 8 * room
+    assert expert_bytes(g, **dims) == 8 * 3 * 5 * 7 * 2
+
+
+def test_a_capacity_may_be_a_symbol():
+    c = cg.dims("c")
+    g = mixture(E, k, routing="capacity", capacity=c)
+    dims = {"E": 4, "k": 2, "T": 6, "D": 5, "F": 7}
+    assert cg.matmul_flops(g, **dims, c=2) - cg.matmul_flops(g, **dims, c=1) == 6 * 5 * 7 * 4 * 3
+
+
+# -- parameters ------------------------------------------------------------------------------------------------------
+
+
+def test_active_parameters_are_those_of_the_chosen_experts():
+    g = mixture(E, k, bias=True, router_bias=True)
+    idle = cg.param_count(g) - cg.param_count(g, active=True)
+    # three matrices, and biases of 2*F and D elements, of the experts that a token does not choose
+    assert (idle - (E - k) * (3 * D * F + 2 * F + D)).expand() == 0
+
+
+def test_active_parameters_follow_casts_and_loops():
+    L = cg.dims("L")
+    with cg.Graph("g", dtype="bf16") as g:
+        x = g.input("x", (T, D))
+        g.output(cg.repeat(L, lambda x: x + cg.moe(x, 8, 2, F) + cg.gated_mlp(x, F, name="shared"), x, name="layers"))
+    assert (cg.param_count(g, active=True) - L * (8 * D + 2 * 3 * D * F + 3 * D * F)).expand() == 0
+    assert cg.param_count(cg.apply_precision(g, "bf16-mixed"), active=True, T=2, D=3, F=5, L=7) == 7 * (24 + 135)
+
+
+def test_active_is_a_switch():
+    with pytest.raises(cg.GraphError, match="active is int, expected True or False"):
+        cg.param_count(mixture(), active=1)
+
+
+# -- training --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"routing": "expected"}, {"routing": "capacity", "capacity": 1.25}])
+def test_a_step_of_training_multiplies_three_times(options):
+    g = mixture(grad=True, **options)
+    with g:
+        g.output(cg.reduce(g.outputs.pop(), "t d -> ", "mean"))
+    step = cg.backward(g)
+    dims = {"T": 12, "D": 5, "F": 7}
+    forward = cg.matmul_flops(g, **dims)
+    assert cg.matmul_flops(step, **dims) == 3 * forward
+    sizes = {t.name: grad.shape for t, grad in step.gradients.items() if t.role == "param"}
+    assert sizes["moe/experts/gate_up"] == (8, D, 2 * F)
+    assert sizes["moe/experts/down"] == (8, F, D)
+    assert sizes["moe/router/gate/weight"] == (D, 8)
+
+
+def test_gradients_of_experts_are_written_whole():
+    g = mixture()
+    with g:
+        g.output(cg.reduce(g.outputs.pop(), "t d -> ", "mean"))
+    made = [op for op in cg.backward(g).ops if op.kind.name == "grouped_outer"]
+    written = [cg.evaluate(op.kind.writes(op)[0].expr, D=5, F=7) for op in made]
+    assert sorted(written) == [8 * 5 * 7, 8 * 2 * 5 * 7]
+
+
+# -- inference -------------------------------------------------------------------------------------------------------
+
+
+def decoder(**options):
+    with cg.Graph("g", dtype="bf16") as g:
+        x = g.input("x", (B, S, D))
+        x = x + cg.self_attention(x, 4, 8)
+        g.output(x + cg.moe(x, 8, 2, F, **options))
+    return g
+
+
+@pytest.mark.parametrize("new", [1, 3])
+def test_a_step_of_decode_touches_what_its_new_tokens_choose(new):
+    step = cg.decode(decoder(), new)
+    for batch in (1, 2, 5):
+        dims = {"B": batch, "S": 17, "D": 5, "F": 7}
+        assert expert_bytes(step, **dims) == min(8, 2 * batch * new) * 3 * 5 * 7 * 2
+    grouped = sum(op.kind.flops(op).matmul.bind({}).expr for op in step.walk() if op.kind.name == "grouped")
+    assert (grouped - 3 * 2 * D * F * 2 * B * new).expand() == 0
+
+
+@pytest.mark.parametrize("options", [{"routing": "expected"}, {"routing": "capacity", "capacity": 2}])
+def test_every_routing_follows_the_tokens_of_a_step(options):
+    g, dims = decoder(**options), {"B": 3, "D": 5, "F": 7}
+    step, one = cg.decode(g), cg.prefill(g)
+    assert expert_bytes(step, S=17, **dims) == expert_bytes(one, S=1, **dims)
+
+
+# -- laws ------------------------------------------------------------------------------------------------------------
+
+SMALL = {"T": 3, "D": 2, "F": 3}
+OPTIONS = {
+    "balanced": {},
+    "expected": {"routing": "expected"},
+    "capacity": {"routing": "capacity", "capacity": 1.25},
+    "biases": {"bias": True, "router_bias": True, "score": "chosen"},
+    "not gated": {"gated": False},
+    "groups": {"groups": 2, "kept_groups": 1},
+    "corrected": {"score": "sigmoid", "correction": True, "groups": 2, "kept_groups": 1, "normalize": True},
+    "fp32": {"fp32": True, "scale": 2.5},
+}
+
+
+@pytest.mark.parametrize("name", sorted(OPTIONS))
+def test_a_mixture_keeps_the_laws(name):
+    testing.check(mixture(4, 2, **OPTIONS[name]), **SMALL)
+
+
+@pytest.mark.parametrize("name", sorted(OPTIONS))
+def test_a_mixture_is_the_same_from_a_file(name, tmp_path):
+    g = mixture(4, 2, **OPTIONS[name])
+    cg.save(g, tmp_path / "g.json")
+    again = cg.load(tmp_path / "g.json")
+    for ask in (cg.flops, cg.bytes_moved, cg.param_count, cg.peak_memory):
+        assert ask(again, **SMALL) == ask(g, **SMALL)
+    assert cg.param_count(again, active=True) == cg.param_count(g, active=True)
+
+
+def test_gradients_of_experts_are_the_same_from_a_file(tmp_path):
+    g = mixture(4, 2)
+    with g:
+        g.output(cg.reduce(g.outputs.pop(), "t d -> ", "mean"))
+    step = cg.training_step(g, optimizer=cg.AdamW())
+    cg.save(step, tmp_path / "step.json")
+    again = cg.load(tmp_path / "step.json")
+    assert "grouped_outer" in {op.kind.name for op in again.walk()}
+    for ask in (cg.flops, cg.bytes_moved, cg.peak_memory):
+        assert ask(again, **SMALL) == ask(step, **SMALL)
+
+
+# -- refused ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"routing": "even"}, "routing 'even', expected one of balanced, expected, capacity"),
+        ({"routing": "capacity"}, "expected a factor with 'capacity' alone"),
+        ({"capacity": 1.25}, "expected a factor with 'capacity' alone"),
+        ({"routing": "capacity", "capacity": 0}, "capacity 0, expected a number above 0"),
+        ({"routing": "capacity", "capacity": "much"}, "capacity 'much', expected a number above 0"),
+        ({"score": "top"}, "score 'top', expected one of softmax, sigmoid, chosen"),
+        ({"groups": 2}, "groups=2 and kept_groups=None, expected both or neither"),
+        ({"groups": 3, "kept_groups": 1}, "8 experts in 3 groups, expected as many of at least 1 in each"),
+        ({"groups": 8, "kept_groups": 1, "correction": True}, "expected as many of at least 2 in each"),
+        ({"score": "chosen", "normalize": True}, "expected none of them"),
+        ({"scale": "1"}, "scale '1', expected a number"),
+        ({"gated": 1}, "gated is int, expected True or False"),
+        ({"activation": "silu"}, "activation: got str, expected a function"),
+    ],
+)
+def test_what_is_not_understood_is_refused(options, text):
+    with pytest.raises(cg.CostGraphError, match=r"router|experts|dispatch") as error:
+        mixture(**options)
+    assert text in str(error.value)
+
+
+def test_more_experts_than_there_are_cannot_be_chosen():
+    with pytest.raises(cg.ShapeError, match=r"top 9 of .* expected a last axis of at least as many"):
+        mixture(8, 9)
+    g = mixture(E, k)
+    with pytest.raises(cg.BindingError, match="E - k = -1, expected a whole number that is not negative"):
+        cg.flops(g, E=8, k=9, T=1, D=1, F=1)
+
+
+def test_shapes_that_do_not_fit_are_named():
+    with cg.Graph("g") as g:
+        x, ids = g.input("x", (T, D)), g.input("ids", (T, 2), dtype="int64")
+        w = g.input("w", (8, D, F))
+        with pytest.raises(cg.ShapeError, match="expected indices of experts"):
+            cg.dispatch(x, 8)
+        with pytest.raises(cg.ShapeError, match=r"expected \(rows, d\), \(experts, d, f\) and integers \(experts,\)"):
+            cg.grouped(x, w, ids, 2)
+        with pytest.raises(cg.ShapeError, match=r"expected experts .* for each token"):
+            cg.experts(g.input("y", (F, D)), ids, ids, 8, F)
+        with pytest.raises(cg.GraphError, match="got str, expected a tensor"):
+            cg.top_k("x", 2)

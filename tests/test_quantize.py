@@ -1,0 +1,514 @@
+"""Number formats of inference: bytes with their scales, the units that products run on, and what is refused."""
+
+import pytest
+
+import costgraph as cg
+from costgraph import testing
+from costgraph.ops.cached import append
+
+B, S, D, F, L, G, K, V = cg.dims("B S D F L G K V")
+ODD = {"B": 2, "S": 3, "D": 5, "F": 7, "L": 2}
+
+
+def layer(x):
+    h = cg.gelu(cg.linear(cg.layer_norm(x), "b s d -> b s f", f=F, bias=True, name="up"))
+    return x + cg.linear(h, "b s f -> b s d", d=D, name="down")
+
+
+def mlp():
+    with cg.Graph("mlp", dtype="bf16") as g:
+        g.output(cg.repeat(L, layer, g.input("x", (B, S, D)), name="layers"))
+    return g
+
+
+def product(dtype="bf16"):
+    with cg.Graph("product", dtype=dtype) as g:
+        g.output(cg.linear(g.input("x", (B, D)), "b d -> b f", f=F))
+    return g
+
+
+def attention(kernel, window=None):
+    """One query of each sequence against a cache that it is appended to."""
+    with cg.Graph("attention", dtype="bf16") as g:
+        q, new = g.input("q", (B, G, 1, K)), g.input("new", (B, G, 1, K))
+        held = g.buffer("kept", (B, G, S, K), role="cache")
+        kept = append(held, new, 2)
+        g.output(cg.attention(q, kept, kept, causal=window is not None, window=window, kernel=kernel))
+    return g
+
+
+# -- formats ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "expected"),
+    [
+        # 3 rows of 130 elements: two groups each
+        ("int4_g128_fp16", (3, 130), 3 * 130 / 2 + 3 * 2 * 2),
+        ("int4_g128_fp16_zero", (3, 130), 3 * 130 / 2 + 3 * 2 * (2 + 1 / 2)),
+        ("int8_row_fp32", (3, 130), 3 * 130 + 3 * 4),
+        ("fp8_e4m3_row_fp32", (2, 3, 7), 2 * 3 * 7 + 2 * 3 * 4),
+        ("fp4_g32_fp8_e8m0", (3, 64), cg.evaluate(3 * 64 / 2 + 3 * 2)),  # what mxfp4 is
+    ],
+)
+def test_bytes_of_a_format_with_scales(name, sizes, expected):
+    with cg.Graph("g") as g:
+        g.param("w", sizes, dtype=name)
+    assert cg.param_bytes(g) == expected
+
+
+def test_a_format_with_scales_is_found_by_its_name_alone():
+    found = cg.dtype("fp8_row_fp32")
+    assert found == cg.dtype("fp8_e4m3_row_fp32") == cg.dtype(found)
+    assert (found.name, found.element, found.bits, found.block) == ("fp8_e4m3_row_fp32", "fp8_e4m3", 8, 0)
+    assert float(cg.bits_per_element("int4_g128_fp16")) == 4 + 16 / 128
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["int4_g0_fp16", "int4_g128", "bf16_g128_fp16", "int4_g128_int8", "mxfp4_g32_fp16", "bool_row_fp32",
+     "fp8_row_fp32_zero", "fp8_e8m0_row_fp32", "int4_g12345678_fp16", "int4_row_fp16_zero_zero"],
+)  # fmt: skip
+def test_other_names_are_no_formats(name):
+    with pytest.raises(cg.FormatError, match="is unknown"):
+        cg.dtype(name)
+
+
+def test_a_file_has_the_formats(tmp_path):
+    q = cg.quantize(mlp(), "int4", group=2)
+    cg.save(q, tmp_path / "q.json")
+    again = cg.load(tmp_path / "q.json")
+    assert cg.param_bytes(again) == cg.param_bytes(q)
+    assert cg.peak_memory(again, **ODD) == cg.peak_memory(q, **ODD)
+
+
+# -- weights ---------------------------------------------------------------------------------------------------------
+
+
+def test_groups_run_along_the_summed_axis():
+    q = cg.quantize(product(), "int4", group=128)
+    # 11 outputs of 300 inputs: 3 groups each, the last of 44
+    assert cg.param_bytes(q, D=300, F=11) == 300 * 11 / 2 + 11 * 3 * 2
+    assert cg.param_count(q) == D * F
+    # of 130 outputs and 7 inputs no scale is shared between outputs
+    assert cg.param_bytes(q, D=7, F=130) == 7 * 130 / 2 + 130 * 1 * 2
+
+
+def test_axes_that_are_summed_together_share_the_scale_of_a_channel():
+    with cg.Graph("g", dtype="bf16") as g:
+        x = g.input("x", (B, S, G, K))
+        g.output(cg.linear(x, "b s g k -> b s d", d=D))
+    assert cg.param_bytes(cg.quantize(g, "int8")) == D * G * K + 4 * D
+    w8a8 = cg.quantize(g, "int8", "int8")
+    # x is read, its narrow copy with a scale a token written and read, and the result written
+    sizes = {"B": 2, "S": 3, "G": 5, "K": 7, "D": 11}
+    x, tokens = 2 * 3 * 5 * 7, 2 * 3
+    assert cg.bytes_moved(w8a8, **sizes) == 2 * x + 2 * (x + 4 * tokens) + (11 * 35 + 4 * 11) + 2 * tokens * 11
+    assert testing.run(w8a8, **sizes).bytes_moved == cg.bytes_moved(w8a8, **sizes)
+
+
+FORMATS = [
+    {"weights": "int8"},
+    {"weights": "uint8", "zero": True},
+    {"weights": "int4", "group": 2},
+    {"weights": "int4", "group": 2, "zero": True},
+    {"weights": "int4", "group": 3, "scale": "bf16"},
+    {"weights": "mxfp4"},
+    {"weights": "nvfp4"},
+    {"weights": "int8", "activations": "int8"},
+    {"weights": "fp8_e4m3", "activations": "fp8_e4m3"},
+    {"weights": "fp8_e4m3", "activations": "fp8_e5m2"},
+    {"weights": "int4", "activations": "int8", "group": 2},
+    {"weights": "int4", "activations": "fp8"},
+    {"weights": "mxfp4", "activations": "mxfp8"},
+    {"weights": "nvfp4", "activations": "nvfp4"},
+]
+
+
+@pytest.mark.parametrize("formats", FORMATS, ids=str)
+def test_formulas_are_what_an_interpreter_counts(formats):
+    q = cg.quantize(mlp(), **formats)
+    counted = testing.run(q, **ODD)
+    assert (counted.matmul, counted.flops) == (cg.matmul_flops(q, **ODD), cg.flops(q, **ODD))
+    assert (counted.bytes_moved, counted.peak) == (cg.bytes_moved(q, **ODD), cg.peak_memory(q, **ODD))
+    assert counted.param_bytes == cg.param_bytes(q, **ODD)
+    assert counted.matmul == cg.matmul_flops(mlp(), **ODD)
+    assert cg.param_count(q) == cg.param_count(mlp())
+
+
+@pytest.mark.parametrize("formats", FORMATS, ids=str)
+def test_a_product_inside_a_kernel_stays_there(formats):
+    with cg.Graph("g", dtype="bf16") as g:
+        x, w, v = g.input("x", (B, D)), g.param("w", (D, F)), g.param("v", (D,))
+        with cg.kernel("own"):
+            y = cg.relu(cg.einsum(x * v, w, "b d, d f -> b f"))
+        g.output(y)
+    q, sizes = cg.quantize(g, **formats), {"B": 2, "D": 5, "F": 3}
+    assert [op.name for op in q.ops if op.body] == ["own"]
+    counted = testing.run(q, **sizes)
+    assert (counted.flops, counted.bytes_moved) == (cg.flops(q, **sizes), cg.bytes_moved(q, **sizes))
+    # the operands and the result alone are in memory
+    assert cg.bytes_moved(q, **sizes) == 2 * 2 * 5 + cg.param_bytes(q, **sizes) + 2 * 2 * 3
+
+
+def test_weights_are_widened_inside_the_kernel():
+    g, sizes = product(), {"B": 3, "D": 256, "F": 5}
+    q = cg.quantize(g, "int4", group=128)
+    packed = 256 * 5 / 2 + 5 * 2 * 2
+    assert cg.bytes_moved(q, **sizes) == 2 * 3 * 256 + packed + 2 * 3 * 5
+    assert cg.peak_memory(q, **sizes) == 2 * 3 * 256 + packed + 2 * 3 * 5
+    # of each element its scale, and with zero points a subtraction more
+    assert cg.flops(q) - cg.flops(g) == D * F
+    assert cg.flops(cg.quantize(g, "int4", group=128, zero=True)) - cg.flops(g) == 2 * D * F
+    # a scale for each channel is applied to the product
+    assert cg.flops(cg.quantize(g, "int8")) - cg.flops(g) == B * F
+
+
+def test_what_quantizing_activations_computes():
+    g = product()
+    q = cg.quantize(g, "int8", "int8")
+    # of each element magnitude, comparison, product and clamping to two sides, of each token a division; two scales
+    assert cg.flops(q) - cg.flops(g) == 5 * B * D + B + 2 * B * F
+    # scales of groups are applied to their sums, which are then added up
+    grouped = cg.quantize(g, "int4", "int8", group=128)
+    sizes = {"B": 3, "D": 300, "F": 5}
+    assert cg.flops(grouped, **sizes) - cg.flops(g, **sizes) == 5 * 900 + 3 + 2 * 3 * 5 * 3 + 3 * 5
+
+
+def test_activations_that_several_layers_read_are_quantized_once():
+    with cg.Graph("g", dtype="bf16") as g:
+        x = g.input("x", (B, D))
+        g.output(cg.linear(x, "b d -> b f", f=F, name="a") + cg.linear(x, "b d -> b f", f=F, name="b"))
+    q = cg.quantize(g, "int8", "int8")
+    assert [op.name for op in q.ops if op.body] == ["a/quantize", "a/matmul", "b/matmul"]
+
+
+@pytest.mark.parametrize(
+    ("formats", "unit"),
+    [
+        ({"weights": "int4", "group": 128}, "bf16"),
+        ({"weights": "fp8"}, "bf16"),
+        ({"weights": "int8", "activations": "int8"}, "int8"),
+        ({"weights": "int4", "activations": "int8"}, "int8"),
+        ({"weights": "fp8", "activations": "fp8"}, "fp8_e4m3"),
+        ({"weights": "mxfp4", "activations": "mxfp8"}, "mxfp8"),
+        ({"weights": "nvfp4", "activations": "nvfp4"}, "nvfp4"),
+    ],
+    ids=str,
+)
+def test_which_unit_a_product_runs_on(formats, unit):
+    b300, sizes = cg.load_hardware("b300"), {"B": 2**12, "D": 2**12, "F": 2**12}
+    q = cg.quantize(product(), **formats)
+    assert set(cg.costs(q).filter(kind="matmul", direction="compute").group("dtype")) == {unit}
+    rates = cg.roofline(q, b300, **sizes).rates
+    assert rates[f"matmul {unit}"] == float(b300.rate(unit).value)
+
+
+def test_a_rate_that_a_device_lacks_is_an_error_that_names_it():
+    q = cg.quantize(product(), "int4", "int4")
+    with pytest.raises(cg.SpecError, match=r"no matmul rate peak\.int4 for int4"):
+        cg.roofline(q, "h100-sxm", B=1, D=2, F=3)
+    assert cg.roofline(q, "h100-sxm", B=1, D=2, F=3, fallback={"int4": "int8"}).estimate > 0
+
+
+def test_integers_are_multiplied_in_their_own_format():
+    with cg.Graph("g") as g:
+        x, w = g.input("x", (B, D), dtype="int8"), g.param("w", (D, F), dtype="int8")
+        g.output(cg.einsum(x, w, "b d, d f -> b f", dtype="int32"))
+    assert set(cg.costs(g).filter(kind="matmul", direction="compute").group("dtype")) == {"int8"}
+
+
+# -- which weights ---------------------------------------------------------------------------------------------------
+
+
+def decoder(*, tied=False):
+    with cg.Graph("decoder", dtype="bf16") as g:
+        table = g.param("table", (V, D))
+        x = cg.rms_norm(cg.embedding(g.input("tokens", (B, S), dtype="int64"), table))
+        x = cg.linear(x, "b s d -> b s f", f=F, bias=True, name="up")
+        x = cg.linear(x, "b s f -> b s d", d=D, name="down")
+        g.output(cg.tied_head(x, table) if tied else cg.linear(x, "b s d -> b s v", v=V, name="head"))
+    return g
+
+
+def wide(q):
+    return [t.name for t in q.params if t.dtype.name == "bf16"]
+
+
+def test_norms_biases_tables_and_the_head_stay():
+    assert wide(cg.quantize(decoder(), "int8")) == ["table", "rms_norm/weight", "up/bias", "head/weight"]
+    assert wide(cg.quantize(decoder(), "int8", skip=["up"])) == ["table", "rms_norm/weight", "up/weight", "up/bias"]
+    assert wide(cg.quantize(decoder(), "int8", skip=[])) == ["table", "rms_norm/weight", "up/bias"]
+    assert wide(cg.quantize(decoder(), "int8", skip=(), embeddings=True)) == ["rms_norm/weight", "up/bias"]
+
+
+def test_a_table_tied_to_the_head_stays_unless_both_may_change():
+    assert "table" in wide(cg.quantize(decoder(tied=True), "int8"))
+    assert "table" in wide(cg.quantize(decoder(tied=True), "int8", skip=[]))
+    q = cg.quantize(decoder(tied=True), "int8", skip=[], embeddings=True)
+    assert "table" not in wide(q)
+    # B*S rows of D bytes and a scale are read, as many wide ones written, in one kernel
+    sizes = {"B": 2, "S": 3, "D": 5, "F": 7, "V": 11}
+    rows = cg.costs(q, **sizes).filter(op="embedding").total()
+    assert (rows.bytes, rows.flops) == (6 * (5 + 4) + 8 * 6 + 2 * 6 * 5, 6 * 5)
+
+
+def test_weights_that_something_else_reads_stay():
+    with cg.Graph("g", dtype="bf16") as g:
+        x = g.input("x", (B, D))
+        shared, own = g.param("shared", (D, D)), g.param("own", (D, D))
+        exact = g.param("exact", (D, D), dtype="fp32")
+        y = cg.einsum(x, shared, "b d, d e -> b e") + cg.reduce(shared, "d e -> e", "sum")
+        y = cg.einsum(y, cg.einsum(own, own, "d e, e f -> d f"), "b d, d f -> b f")
+        y = cg.einsum(y, exact, "b d, d e -> b e", dtype="bf16")
+        g.output(cg.linear(y, "b d -> b f", f=F))
+    q = cg.quantize(g, "int8")
+    assert {t.name: t.dtype.name for t in q.params} == {
+        "shared": "bf16", "own": "bf16", "exact": "fp32", "linear/weight": "int8_row_fp32",
+    }  # fmt: skip
+
+
+def test_a_view_of_a_weight_is_followed():
+    with cg.Graph("g", dtype="bf16") as g:
+        w = g.param("w", (D, 2, F))
+        first = cg.rearrange(w[:, 0:1], "d 1 f -> d f")
+        g.output(cg.einsum(g.input("x", (B, D)), first, "b d, d f -> b f"))
+    q = cg.quantize(g, "int4", group=4)
+    assert cg.param_bytes(q, D=8, F=3) == 8 * 2 * 3 / 2 + 2 * 3 * 2 * 2
+    # half of it is read: 24 elements with 6 scales
+    assert cg.bytes_moved(q, B=1, D=8, F=3) == 2 * 8 + (12 + 6 * 2) + 2 * 3
+
+
+def test_experts_scale_what_their_rows_read():
+    E, k = cg.dims("E k")
+    with cg.Graph("g", dtype="bf16") as g:
+        g.output(cg.moe(g.input("x", (B, D)), E, k, F))
+    sizes = {"B": 1, "D": 256, "F": 128, "E": 64, "k": 2}
+    weight = 3 * 256 * 128  # elements of an expert
+    before, after = (cg.bytes_moved(h, **sizes) for h in (g, cg.quantize(g, "int4", group=128)))
+    assert before - after == 2 * (2 * weight - weight / 2 - weight / 128 * 2)
+    more = cg.flops(cg.quantize(g, "int4", group=128), **sizes) - cg.flops(g, **sizes)
+    assert more == 2 * weight
+    assert {t.name: t.dtype.name for t in cg.quantize(g, "int4", group=128).params}["moe/router/gate/weight"] == "bf16"
+    w8a8 = cg.quantize(g, "int8", "int8")
+    assert set(cg.costs(w8a8).filter(kind="matmul", direction="compute").group("dtype")) == {"bf16", "int8"}
+    # what a zero point and a scale cost is stated; a file keeps it
+    q = cg.quantize(g, "int4", group=128, zero=True)
+    assert cg.flops(q, **sizes) - cg.flops(g, **sizes) == 2 * 2 * weight
+
+
+def test_frozen_narrow_weights_under_layers_that_are_trained():
+    with cg.Graph("g", dtype="bf16") as g:
+        h = cg.linear(g.input("x", (B, D)), "b d -> b e", e=D, name="adapter")
+        y = cg.einsum(h, g.param("w", (D, F)), "b d, d f -> b f")
+        g.output(cg.reduce(y, "b f -> ", "mean"))
+    step = cg.training_step(cg.quantize(g, "int4", group=64, skip=["adapter"]), optimizer=cg.SGD())
+    # forward of both, the gradient of what the narrow weight is given, and that of the adapter's weight
+    assert cg.matmul_flops(step) == 2 * (2 * B * D**2) + 2 * (2 * B * D * F)
+    assert cg.state_bytes(step).gradients == 2 * D**2
+
+
+# -- caches ----------------------------------------------------------------------------------------------------------
+
+CACHED = {"B": 2, "G": 3, "K": 8, "S": 5}
+POSITIONS = 2 * 3 * 5  # of all heads
+
+
+@pytest.mark.parametrize(("cache", "row"), [("fp8_e4m3", 8), ("int8", 8 + 2), ("int4", 4 + 2), ("mxfp8", 8 + 1)])
+def test_a_cache_is_stored_narrower_and_widened_in_the_kernel(cache, row):
+    g = attention("flash")
+    q = cg.quantize(g, cache=cache)
+    assert cg.cache_bytes(q, **CACHED) == POSITIONS * row
+    query = 2 * 2 * 3 * 8
+    # the new position is read wide and written narrow; the kernel reads the query and the cache once, writes the result
+    assert cg.bytes_moved(q, **CACHED) == query + 2 * 3 * row + query + POSITIONS * row + query
+    assert cg.matmul_flops(q) == cg.matmul_flops(g)
+    assert set(cg.costs(q).filter(kind="matmul", direction="compute").group("dtype")) == {"bf16"}
+
+
+def test_separate_ops_read_a_wide_copy():
+    g, q = attention("eager"), cg.quantize(attention("eager"), cache="fp8_e4m3")
+    elements = POSITIONS * 8
+    # the copy: one read narrow, one write wide; then both products read it as before
+    more = cg.bytes_moved(q, **CACHED) - cg.bytes_moved(g, **CACHED)
+    assert more == elements + 2 * elements - 2 * 3 * 8
+    assert cg.peak_memory(q, **CACHED) >= elements + 2 * elements
+    assert [op.name for op in q.ops if op.name.endswith("cast")] == ["attention/scores/cast"]
+
+
+@pytest.mark.parametrize("cache", ["fp8_e4m3", "int8", "mxfp8"])
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("kernel", ["flash", "eager"])
+def test_formulas_of_a_narrow_cache_are_what_an_interpreter_counts(cache, window, kernel):
+    q = cg.quantize(attention(kernel, window), cache=cache)
+    counted = testing.run(q, **CACHED)
+    assert (counted.matmul, counted.flops) == (cg.matmul_flops(q, **CACHED), cg.flops(q, **CACHED))
+    assert (counted.bytes_moved, counted.peak) == (cg.bytes_moved(q, **CACHED), cg.peak_memory(q, **CACHED))
+
+
+def test_a_window_is_read_alone():
+    for kernel_format in ("fp8_e4m3", "int8"):
+        g, q = attention("flash", 3), cg.quantize(attention("flash", 3), cache=kernel_format)
+        row = 8 if kernel_format == "fp8_e4m3" else 8 + 2
+        read = [cg.costs(h, **CACHED).filter(op="attention", direction="read").total().bytes for h in (g, q)]
+        seen = 2 * 3 * 3  # positions of three keys
+        assert read[0] - read[1] == seen * (2 * 8 - row)
+
+
+@pytest.mark.parametrize("kernel", ["flash", "eager"])
+@pytest.mark.parametrize("name", ["llama-2-7b", "gpt2"])
+def test_caches_of_the_zoo(name, kernel):
+    step = cg.decode(cg.models.load(name, attention=kernel))
+    half = cg.quantize(step, cache="fp8_e4m3")
+    assert cg.cache_bytes(step) == 2 * cg.cache_bytes(half)
+    whole = cg.prefill(cg.models.load(name, attention=kernel))
+    assert cg.cache_bytes(cg.quantize(whole, cache="fp8_e4m3")) == cg.cache_bytes(half)
+    # the prompt is attended to as it is made; its keys and values are written narrow
+    saved = cg.bytes_moved(whole) - cg.bytes_moved(cg.quantize(whole, cache="fp8_e4m3"))
+    assert saved.expand() == cg.cache_bytes(half)
+
+
+@pytest.mark.parametrize(
+    "name", ["falcon-7b", "mistral-7b", "gemma-3-4b", "deepseek-v2-lite", "mixtral-8x7b", "t5-small", "whisper-tiny"]
+)
+def test_models_of_other_families(name):
+    for g in (cg.prefill(cg.models.load(name)), cg.decode(cg.models.load(name))):
+        q = cg.quantize(g, "int8", "int8", cache="fp8_e4m3")
+        assert cg.param_count(q) == cg.param_count(g)
+        assert cg.matmul_flops(q) == cg.matmul_flops(g)
+        assert (2 * cg.cache_bytes(q)).expand() == cg.cache_bytes(g).expand()
+        units = set(cg.costs(q).filter(kind="matmul", direction="compute").group("dtype"))
+        assert {"int8", "bf16"} <= units <= {"int8", "bf16", "fp32"}
+
+
+def test_states_of_recurrences_stay():
+    with cg.Graph("g", dtype="bf16") as g:
+        x = g.input("x", (S, B, D))
+        _, ys = cg.scan(S, lambda h, x: (h + x, h * x), cg.initial_state((B, D)), x)
+        g.output(ys)
+    for h in (cg.decode(g), cg.prefill(g)):
+        with pytest.raises(cg.GraphError, match="has no cache of keys and values"):
+            cg.quantize(h, cache="fp8_e4m3")
+
+
+# -- a published model -----------------------------------------------------------------------------------------------
+
+
+def test_weights_of_llama_2_7b_in_4_bits():
+    # q, k, v and o of 4096*4096, gate, up and down of 4096*11008, in 32 layers
+    linear = 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008)
+    # two norms a layer and one at the end; tokens and head
+    rest = (2 * 32 + 1) * 4096 + 2 * 32000 * 4096
+    g = cg.models.load("llama-2-7b")
+    assert cg.param_bytes(cg.quantize(g, "int4", group=128)) == linear / 2 + linear / 128 * 2 + rest * 2
+    # zero points of 4 bits beside them, as AWQ stores it
+    awq = cg.param_bytes(cg.quantize(g, "int4", group=128, zero=True))
+    assert awq == linear / 2 + linear / 128 * (2 + 1 / 2) + rest * 2
+    # one scale in fp32 for each output: 4096 of q, k, v, o and down, 11008 of gate and up
+    outputs = 32 * (5 * 4096 + 2 * 11008)
+    assert cg.param_bytes(cg.quantize(g, "int8", "int8")) == linear + 4 * outputs + rest * 2
+
+
+@pytest.mark.parametrize(("name", "published"), [("gpt-oss-20b", 12.8), ("gpt-oss-120b", 60.8)])
+def test_checkpoints_of_gpt_oss(name, published):
+    # OpenAI 2025 (arXiv 2508.10925), table 1, in GiB: the experts in MXFP4, all else in bf16
+    q = cg.quantize(cg.models.load(name), "mxfp4", skip=["attention", "head", "router"])
+    assert round(cg.param_bytes(q) / 2**30, 1) == published
+
+
+def test_a_prompt_a_step_and_a_forward_pass_have_the_same_weights():
+    g = cg.models.load("llama-2-7b")
+    found = {cg.param_bytes(cg.quantize(h, "int4", group=128)) for h in (g, cg.prefill(g), cg.decode(g))}
+    assert len(found) == 1
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("formats", "text"),
+    [
+        ({}, "quantize: no format, expected one of weights or of the cache"),
+        ({"weights": "bf16"}, "quantize: weights: 'bf16', expected an integer or float of 8 bits or fewer"),
+        ({"weights": "bool"}, "quantize: weights: 'bool', expected an integer or float of 8 bits or fewer"),
+        ({"weights": "fp8_e8m0"}, "quantize: weights: 'fp8_e8m0', expected an integer or float of 8 bits or fewer"),
+        ({"cache": "fp16"}, "quantize: cache: 'fp16', expected an integer or float of 8 bits or fewer"),
+        ({"activations": "int8"}, "quantize: activations='int8' without weights=, expected a format for both"),
+        ({"cache": "fp8", "group": 128}, "quantize: group=128 without weights=, expected a format for them"),
+        ({"weights": "int8", "group": 0}, "quantize: group=0, expected a positive integer"),
+        ({"weights": "int8", "group": True}, "quantize: group=True, expected a positive integer"),
+        ({"weights": "mxfp4", "group": 32}, "quantize: weights 'mxfp4' have scales of their own, expected no group="),
+        ({"weights": "nvfp4", "zero": True}, "quantize: weights 'nvfp4' have scales of their own, expected no zero="),
+        (
+            {"weights": "fp8", "zero": True},
+            (
+                "quantize: weights 'fp8_e4m3' with scale='fp32', zero=True, expected a scale in fp32, fp16, bf16 "
+                "or fp8, and a zero point of integers alone"
+            ),
+        ),
+        (
+            {"weights": "int8", "activations": "fp8"},
+            (
+                "quantize: weights in 'int8' and activations in 'fp8_e4m3': neither holds the values of the other, "
+                "expected one format, or a narrower one that the other holds"
+            ),
+        ),
+        (
+            {"weights": "nvfp4", "activations": "mxfp8"},
+            (
+                "quantize: weights in 'nvfp4' and activations in 'mxfp8': the matrix unit applies scales of blocks, "
+                "expected blocks of one length on both sides, or on neither"
+            ),
+        ),
+        (
+            {"weights": "fp8", "activations": "mxfp8"},
+            (
+                "quantize: weights in 'fp8_e4m3' and activations in 'mxfp8': the matrix unit applies scales of blocks, "
+                "expected blocks of one length on both sides, or on neither"
+            ),
+        ),
+    ],
+    ids=str,
+)
+def test_formats_that_make_no_sense(formats, text):
+    with pytest.raises(cg.CostGraphError) as error:
+        cg.quantize(product(), **formats)
+    assert str(error.value) == text
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (
+            {"weights": "int8", "skip": ["attn"]},
+            "quantize: skip 'attn' is no parameter or scope of one, expected some of linear/weight",
+        ),
+        ({"weights": "int8", "skip": "linear"}, "quantize: skip: got str, expected a list"),
+        (
+            {"weights": "int8", "skip": ["linear"]},
+            (
+                "quantize: graph 'product' has no weight that products with activations alone read outside linear, "
+                "expected linear layers in its default format 'bf16'"
+            ),
+        ),
+        (
+            {"cache": "fp8"},
+            "quantize: graph 'product' has no cache of keys and values, expected what prefill or decode returns",
+        ),
+        ({"weights": "int8", "zero": 1}, "quantize: zero is int, expected True or False"),
+    ],
+    ids=str,
+)
+def test_what_is_not_in_the_graph(options, text):
+    with pytest.raises(cg.GraphError) as error:
+        cg.quantize(product(), **options)
+    assert str(error.value) == text
+
+
+def test_a_product_whose_scales_have_no_place():
+    with cg.Graph("g", dtype="bf16") as g:
+        x = g.input("x", (B, D * S))
+        g.output(cg.einsum(x, g.param("w", (D, F)), "b (d s), d f -> b s f", s=S))
+    assert cg.param_bytes(cg.quantize(g, "int8")) == D * F + 4 * F
+    with pytest.raises(cg.UnsupportedError, match="sums a part of an axis of its activations"):
+        cg.quantize(g, "int8", "int8")

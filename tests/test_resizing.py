@@ -1,0 +1,137 @@
+from fractions import Fraction
+from math import ceil, floor
+
+import pytest
+
+import costgraph as cg
+from costgraph.polynomial import poly
+from costgraph.sampling import compared_at
+
+B, C, R = cg.dims("B C R")
+
+
+def made(function, shape, *args, **options):
+    with cg.Graph("g") as g:
+        g.output(function(g.input("x", shape, grad=True), *args, **options))
+    return g
+
+
+def windows(n, k):
+    """Sizes of the windows of torch's adaptive pooling, added up."""
+    return sum(ceil(Fraction((i + 1) * n, k)) - floor(Fraction(i * n, k)) for i in range(k))
+
+
+# -- adaptive pooling --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("side", [1, 2, 5, 6, 7, 12, 13, 31])
+@pytest.mark.parametrize("parts", [(6, 6), (7, 3), (2, 1)])
+def test_each_element_of_each_window(side, parts):
+    expected = 2 * 3 * windows(side, parts[0]) * windows(side, parts[1])
+    open_sizes = made(cg.adaptive_pool, (B, C, R, R), parts)
+    assert cg.flops(open_sizes, B=2, C=3, R=side) == expected
+    numbers = made(cg.adaptive_pool, (2, 3, side, side), parts)
+    assert cg.flops(numbers) == expected
+    assert numbers.outputs[0].shape == (2, 3, *parts)
+    assert cg.bytes_moved(open_sizes, B=2, C=3, R=side) == 4 * 6 * (side**2 + parts[0] * parts[1])
+
+
+def test_parts_that_divide_are_a_pooling_and_one_part_is_a_reduction():
+    assert [op.kind.name for op in made(cg.adaptive_pool, (2, 3, 12, 8), (6, 4)).ops] == ["pool"]
+    assert [op.kind.name for op in made(cg.adaptive_pool, (B, C, R, R), (1, 1)).ops] == ["reduce"]
+    assert [op.kind.name for op in made(cg.adaptive_pool, (B, C, R, R), (1, 2)).ops] == ["opaque"]
+
+
+def test_symbolic_parts_have_to_divide():
+    g = made(cg.adaptive_pool, (B, C, 4 * R), (R,))
+    assert cg.flops(g, B=2, C=3, R=5) == 2 * 3 * 20
+    with pytest.raises(cg.ShapeError, match="R windows over 4\\*C elements, expected a number of windows"):
+        made(cg.adaptive_pool, (B, C, 4 * C), (R,))
+
+
+def test_gradient_of_adaptive_pooling():
+    with cg.Graph("g") as g:
+        y = cg.adaptive_pool(g.input("x", (B, C, R, R), grad=True), (3, 3))
+        g.output(cg.reduce(y, "b c h w -> ", "sum"))
+    back = cg.costs(cg.backward(g), B=2, C=3, R=7).filter(phase="backward").group("op").total()
+    (row,) = [cost for op, cost in back.items() if op.startswith("adaptive_pool")]
+    assert row.flops == 2 * 3 * 9 * 9  # windows of 3 elements that share one at each boundary
+    assert row.bytes == 4 * 2 * 3 * (9 + 49)  # of the operand only the shape is looked at
+
+
+# -- nearest neighbours ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("factor", "rank"), [(2, 1), (2, 2), (3, 2), (2, 3), (1, 2)])
+def test_upsample(factor, rank):
+    g = made(cg.upsample, (B, C, *[R] * rank), factor)
+    assert g.outputs[0].shape == (B, C, *[factor * R] * rank)
+    assert cg.flops(g) == 0
+    assert cg.bytes_moved(g, B=2, C=3, R=5) == 4 * 6 * (5**rank + (factor * 5) ** rank)
+
+
+@pytest.mark.parametrize("side", [8, 9, 13])
+def test_upsample_to_what_an_odd_size_was(side):
+    with cg.Graph("g") as g:
+        x = g.input("x", (B, C, R, R))
+        y = cg.conv(x, "b c h w -> b o h w", window=3, stride=2, padding=1, o=C)
+        y = cg.upsample(y, sizes=x.shape[2:])
+        g.output(x + y)
+    assert g.outputs[0].shape == (B, C, R, R)
+    half = ceil(side / 2)
+    moved = cg.costs(g, B=2, C=3, R=side).filter(scope="upsample").total()
+    assert moved.bytes == 4 * 6 * (half**2 + side**2)
+
+
+def test_gradient_of_upsample_adds_each_element_once():
+    with cg.Graph("g") as g:
+        y = cg.upsample(g.input("x", (B, C, R, R), grad=True))
+        g.output(cg.reduce(y, "b c h w -> ", "sum"))
+    back = cg.costs(cg.backward(g), B=2, C=3, R=5).filter(phase="backward", scope="upsample").total()
+    assert back.flops == 2 * 3 * 10 * 10
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda x: cg.upsample(x, 0), "factor 0, expected an integer of at least 1"),
+        (lambda x: cg.upsample(x, 1.5), "factor 1.5"),
+        (lambda x: cg.upsample(x, True), "factor True"),
+        (lambda x: cg.upsample(x, sizes=(3,)), "to 1 sizes, expected 2"),
+        (lambda x: cg.upsample(cg.reduce(x, "b c h w -> b c", "sum")), "expected three axes at least"),
+        (lambda x: cg.adaptive_pool(x, ()), "into 0 sizes, expected 1 to 4"),
+        (lambda x: cg.adaptive_pool(x, (1,) * 5), "into 5 sizes, expected 1 to 4"),
+        (lambda x: cg.adaptive_pool(x, (0, 1)), "expected"),
+    ],
+)
+def test_refusals(call, text):
+    with cg.Graph("g") as g:
+        x = g.input("x", (B, C, R, R))
+        with pytest.raises(cg.ShapeError, match=text):
+            call(x)
+
+
+# -- sizes and values --------------------------------------------------------------------------------------------------
+
+
+def test_halving_twice_is_one_ceiling():
+    with cg.Graph("g") as g:
+        x = g.input("x", (B, C, R, R))
+        for _ in range(5):
+            x = cg.pool(x, "max", window=3, stride=2, padding=1)
+    assert str(x.shape[2]) == "ceiling(R/32)"
+    for side in (1, 31, 32, 33, 224):
+        n = side
+        for _ in range(5):
+            n = (n + 2 - 3) // 2 + 1
+        assert x.shape[2].subs(R, side) == n
+
+
+def test_values_compare_as_those_of_the_polynomials():
+    a, b, c = (poly(e) for e in (R / C + B, 2 * R / C, B * R**2 / 3))
+    points = [{"B": 2, "C": 7, "R": 3}, {"B": 1, "C": 1, "R": Fraction(5, 2)}]
+    found = compared_at({p: p for p in (a, b, c)}, points)
+    for i, at in enumerate(points):
+        exact = [p.evaluate(at.__getitem__) for p in (a, b, c)]
+        assert [found[p][i] * exact[0] for p in (a, b, c)] == [v * found[a][i] for v in exact]
+        assert all(isinstance(found[p][i], int) for p in (a, b, c))

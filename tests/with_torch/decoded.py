@@ -1,0 +1,93 @@
+"""Generation in steps beside one pass over everything: lowered graphs that share parameters and hand caches on."""
+
+from keyword import iskeyword
+
+import torch
+from lowered import exact
+
+import costgraph as cg
+from costgraph.sizes import known_names
+from costgraph.torch.lowering import lower, random_inputs
+
+
+def _module(graph, parameters=None, **sizes):
+    with exact():
+        module = lower(graph, **{k: v for k, v in sizes.items() if k in known_names(graph)})
+    if parameters is not None:
+        own = module.state_dict()
+        for name, t in parameters.items():
+            if name in own and ".kept" not in name and "_kept" not in name:
+                own[name].copy_(t)
+    return module
+
+
+def _appended(graph):
+    """Axis of the caches that grow, by the start of their names in the module."""
+    found = {}
+    for op in graph.walk():
+        if op.kind.name == "append":
+            levels = op.operands[0].name.replace(".", "_").split("/")
+            found[".".join(f"{n}_" if iskeyword(n) else n for n in levels)] = op.attrs["axis"]
+    return found
+
+
+def _hand_on(before, after, growing, new):
+    """Put what a step left in its caches where the next one expects it: in front of the new positions."""
+    kept = dict(before.named_buffers())
+    for name, target in after.named_buffers():
+        if "_kept" not in name:
+            continue
+        source = kept[name]
+        axis = next((a for start, a in growing.items() if name == start or name.startswith(f"{start}.")), None)
+        if axis is None:
+            target.copy_(source)
+        else:
+            old = target.shape[axis] - new
+            target.narrow(axis, 0, old).copy_(source.narrow(axis, source.shape[axis] - old, old))
+
+
+def _inputs(graph, values, start, count):
+    """Inputs that a graph takes: of those with positions, the new ones."""
+    taken = []
+    for t in graph.tensors:
+        if t.role == "input" and t.producer is None:
+            x, axis = values[t.name]
+            taken.append(x if axis is None else x.narrow(axis, start, count).contiguous())
+    return taken
+
+
+def difference(graph, positions, steps, **sizes):
+    """Largest difference between logits made in steps and those of one pass, relative to the largest logit.
+
+    Parameters
+    ----------
+    graph : Graph
+        A forward pass whose positions are S.
+    positions : int
+        Of the prompt.
+    steps : list of int
+        New positions of each step after it.
+    """
+    whole = positions + sum(steps)
+    full = _module(graph, S=whole, **sizes)
+    parameters = full.state_dict()
+    with exact():
+        names = {k: v for k, v in {"S": whole, **sizes}.items() if k in known_names(graph)}
+        drawn = random_inputs(graph, **names)
+    inputs = [t for t in graph.tensors if t.role == "input" and t.producer is None]
+    along = [next((i for i, n in enumerate(t.shape) if str(n) == "S"), None) for t in inputs]
+    values = {t.name: pair for t, *pair in zip(inputs, drawn, along, strict=True)}
+    expected = full(*drawn)
+    growing = _appended(cg.decode(graph))
+    prompt = cg.prefill(graph)
+    module = _module(prompt, parameters, S=positions, **sizes)
+    made = [module(*_inputs(prompt, values, 0, positions))]
+    at = positions
+    for new in steps:
+        step = cg.decode(graph, new)
+        following = _module(step, parameters, S=at + new, **sizes)
+        _hand_on(module, following, growing, new)
+        made.append(following(*_inputs(step, values, at, new)))
+        module, at = following, at + new
+    got = torch.cat(made, 1)
+    return float((got - expected).abs().max() / expected.abs().max())

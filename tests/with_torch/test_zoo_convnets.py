@@ -1,0 +1,273 @@
+"""Convolutional networks and diffusion U-Nets against plain modules: parameters and matmul FLOPs, equal to the last."""
+
+import pytest
+import torch
+import transformers
+from diffusers_unets import UNet
+from torch.utils.flop_counter import FlopCounterMode
+from torchvision_convnets import VGG, AlexNet, BasicBlock, Bottleneck, DenseNet, ResNet
+from zoo_convnets import REFERENCES
+from zoo_reference import declared, traced
+
+import costgraph as cg
+from costgraph.torch import trace
+from costgraph.transforms.training import with_loss
+
+torch.set_num_threads(1)
+
+BOTTLENECKS = {"D0": 8, "D1": 32, "D2": 64, "D3": 128, "D4": 256, "C": 7}
+
+
+def alexnet():
+    sizes = {"D1": 3, "D2": 5, "D3": 7, "D4": 11, "D5": 13, "F": 17, "C": 7}
+    return "alexnet", {}, sizes, lambda: AlexNet(7, widths=(3, 5, 7, 11, 13), hidden=17)
+
+
+def vgg(norm=False):
+    sizes = {
+        "D1": 3,
+        "D2": 5,
+        "D3": 7,
+        "D4": 11,
+        "D5": 13,
+        "L1": 2,
+        "L2": 3,
+        "L3": 2,
+        "L4": 2,
+        "L5": 4,
+        "F": 17,
+        "C": 7,
+    }
+    cfg = [3, 3, "M", 5, 5, 5, "M", 7, 7, "M", 11, 11, "M", 13, 13, 13, 13, "M"]
+    return ("vgg13-bn" if norm else "vgg13"), {}, sizes, lambda: VGG(cfg, norm, 7, hidden=17)
+
+
+def resnet(name, block, layers, sizes, **options):
+    sizes = sizes | {f"L{i}": n for i, n in enumerate(layers, 1)}
+    return name, {}, sizes, lambda: ResNet(block, layers, 7, inplanes=8, **options)
+
+
+def densenet():
+    return (
+        "densenet121",
+        {"blocks": (2, 3, 1)},
+        {"D": 8, "K": 4, "Z": 3, "C": 7},
+        lambda: DenseNet(4, (2, 3, 1), 8, 3, 0.0, 7),
+    )
+
+
+BASICS = {"D0": 8, "D2": 16, "D3": 32, "D4": 64, "C": 7}
+VISION = {
+    "alexnet": alexnet(),
+    "vgg": vgg(),
+    "vgg-bn": vgg(norm=True),
+    "basic": resnet("resnet34", BasicBlock, [2, 3, 4, 2], BASICS),
+    "bottleneck": resnet("resnet50", Bottleneck, [3, 2, 4, 2], BOTTLENECKS),
+    "wide": resnet("wide-resnet50-2", Bottleneck, [2, 2, 3, 2], BOTTLENECKS, width_per_group=128),
+    "grouped": resnet(
+        "resnext50-32x4d", Bottleneck, [2, 2, 3, 2], BOTTLENECKS | {"G": 4}, groups=4, width_per_group=32
+    ),
+    "densenet": densenet(),
+}
+
+
+class Scored(torch.nn.Module):
+    """A module and the mean of its squared results."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return self.model(x).square().mean()
+
+
+def bound(shape, sizes):
+    return tuple(int(n.subs({s: sizes[s.name] for s in n.free_symbols})) for n in shape)
+
+
+# -- the published sizes -----------------------------------------------------------------------------------------------
+
+
+def test_every_preset_has_a_reference():
+    from costgraph.models import alexnet, densenet, resnet, unet, vgg
+
+    names = [n for m in (alexnet, densenet, resnet, unet, vgg) for f in m.FAMILIES for n in f.presets]
+    assert sorted(REFERENCES) == sorted(names)
+
+
+@pytest.mark.parametrize("name", ["alexnet", "vgg16-bn", "resnet18", "resnext50-32x4d", "wide-resnet50-2"])
+def test_a_preset_is_its_reference(name):
+    reference = REFERENCES[name]()
+    assert traced(reference) == declared(name, reference)
+
+
+# -- small sizes, odd sides --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("side", [64, 71])
+@pytest.mark.parametrize("case", sorted(VISION))
+def test_small_models_on_odd_sides(case, side):
+    name, options, sizes, build = VISION[case]
+    module, x = build().eval(), torch.zeros(3, 3, side, side)
+    g = cg.models.load(name, **options)
+    assert cg.param_count(g, **sizes) == sum(p.numel() for p in module.parameters())
+    with FlopCounterMode(display=False) as counter:
+        module(x)
+    ours = cg.matmul_flops(g, count="full", B=3, R=side, **sizes)
+    assert ours == counter.get_total_flops() == cg.matmul_flops(trace(module, x), count="full")
+
+
+def test_elementwise_flops_of_a_model_are_those_of_its_trace():
+    """Norms with running statistics, activations, poolings, sums and the head, of odd sizes."""
+    for case in ("bottleneck", "densenet", "alexnet"):
+        name, options, sizes, build = VISION[case]
+        g = cg.models.load(name, dtype="fp32", **options)
+        ours = cg.costs(g, B=2, R=71, **sizes).total()
+        theirs = cg.costs(trace(build().eval(), torch.zeros(2, 3, 71, 71))).total()
+        assert (ours.pointwise, ours.transcendental) == (theirs.pointwise, theirs.transcendental)
+
+
+def test_buffers_are_those_of_the_module():
+    name, options, sizes, build = VISION["bottleneck"]
+    g = cg.models.load(name, **options)
+    held = sum(life.bytes for life in cg.lifetimes(g, B=1, R=64, **sizes) if life.role == "buffer")
+    assert held == sum(b.numel() * b.element_size() for b in build().buffers())
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+
+def counted_step(module, *inputs):
+    with FlopCounterMode(display=False) as counter:
+        module(*inputs).square().mean().backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("case", ["alexnet", "vgg-bn", "basic", "bottleneck", "wide", "densenet"])
+def test_matmul_flops_of_a_step(case):
+    name, options, sizes, build = VISION[case]
+    step = cg.training_step(cg.models.load(name, **options))
+    theirs = counted_step(build().train(), torch.zeros(2, 3, 71, 71))
+    assert cg.matmul_flops(step, count="full", B=2, R=71, **sizes) == theirs
+
+
+def test_matmul_flops_of_a_step_with_groups():
+    """The counter leaves groups out of account backwards (docs/flop_counter.md): the trace of the step does not."""
+    name, options, sizes, build = VISION["grouped"]
+    module, x = Scored(build()).train(), torch.zeros(2, 3, 71, 71)
+    step = cg.training_step(cg.models.load(name, **options))
+    ours = cg.matmul_flops(step, count="full", B=2, R=71, **sizes)
+    assert ours == cg.matmul_flops(trace(module, x, train=True), count="full") < counted_step(build().train(), x)
+
+
+def test_elementwise_flops_of_norms_in_a_step():
+    """Forward: statistics of the batch, and running ones updated."""
+    name, options, sizes, build = VISION["basic"]
+    step = cg.training_step(cg.models.load(name, dtype="fp32", **options))
+    ours = cg.costs(step, B=2, R=71, **sizes).filter(phase="forward", direction="compute")
+    ours = sum(r.amount.constant for r in ours.rows if "norm" in r.scope)
+    theirs = cg.costs(trace(Scored(build()).train(), torch.zeros(2, 3, 71, 71), train=True))
+    theirs = theirs.filter(phase="forward", direction="compute")
+    norms = sum(r.amount.constant for r in theirs.rows if "batch_norm" in r.op)
+    assert ours == norms > 0
+
+
+@pytest.mark.parametrize("case", ["basic", "vgg-bn", "densenet"])
+def test_peak_memory_is_that_of_the_trace(case):
+    """What runs in place, what norms save, what lives how long; of a step also the gradient of the loss, a scalar."""
+    name, options, sizes, build = VISION[case]
+    g, x = cg.models.load(name, dtype="fp32", **options), torch.zeros(2, 3, 71, 71)
+    assert cg.peak_memory(g, B=2, R=71, **sizes) == cg.peak_memory(trace(build().eval(), x))
+    module = build().train()
+    for layer in module.modules():
+        layer.p = 0.0  # no dropout, as in the declaration
+    step = cg.backward(with_loss(g, lambda y: cg.reduce(cg.pointwise("square", y), "b c -> ", "mean")))
+    theirs = cg.peak_memory(trace(Scored(module), x, train=True))
+    assert 0 <= theirs - cg.peak_memory(step, B=2, R=71, **sizes) <= 4
+
+
+# -- transformers' ResNet ----------------------------------------------------------------------------------------------
+
+
+def config(**changes):
+    fields = {"embedding_size": 8, "hidden_sizes": [32, 64, 128], "depths": [2, 3, 2], "num_labels": 7}
+    return transformers.ResNetConfig(**fields | changes)
+
+
+CHANGES = {
+    "bottleneck": {},
+    "basic": {"layer_type": "basic", "hidden_sizes": [8, 16, 24]},
+    "basic-widened": {"layer_type": "basic", "hidden_sizes": [12, 16, 24]},
+    "early": {"downsample_in_bottleneck": True},
+    "first-halved": {"downsample_in_first_stage": True},
+    "first-halved-unchanged": {"downsample_in_first_stage": True, "layer_type": "basic", "hidden_sizes": [8, 16, 24]},
+    "single": {"depths": [1, 2, 1]},
+    "two-stages": {"depths": [2, 2], "hidden_sizes": [16, 24]},
+    "channels": {"num_channels": 5, "hidden_act": "silu"},
+}
+
+
+@pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("architecture", ["ResNetForImageClassification", "ResNetModel"])
+def test_a_configuration_of_transformers(architecture, changes):
+    c = config(**changes)
+    module = getattr(transformers, architecture)(c).eval()
+    g = cg.models.from_config({**c.to_dict(), "architectures": [architecture]})
+    assert cg.param_count(g) == sum(p.numel() for p in module.parameters())
+    x = torch.zeros(2, c.num_channels, 71, 71)
+    with FlopCounterMode(display=False) as counter:
+        out = module(x)
+    assert cg.matmul_flops(g, B=2, R=71) == counter.get_total_flops()
+    shapes = [tuple(t.shape) for t in (out.values() if architecture == "ResNetModel" else [out.logits])]
+    sizes = {**g.defaults, "B": 2, "R": 71}
+    assert [bound(t.shape, sizes) for t in g.outputs] == shapes
+
+
+def test_the_configuration_of_resnet50_is_the_preset():
+    g = cg.models.from_config(
+        {**transformers.ResNetConfig(num_labels=1000).to_dict(), "architectures": ["ResNetForImageClassification"]}
+    )
+    assert cg.param_count(g) == cg.param_count(cg.models.load("resnet50"))
+    assert cg.matmul_flops(g, B=1) == cg.matmul_flops(cg.models.load("resnet50"), B=1)
+
+
+# -- U-Nets ------------------------------------------------------------------------------------------------------------
+
+
+def small_unet(text):
+    options = {"levels": 4, "kept": (3,), "blocks": 1, "attended": (2, 4), "attention": "eager"}
+    sizes = {"D1": 6, "D2": 10, "D4": 14, "H": 2, "N": 2, "IC": 3, "OC": 5}
+
+    def build():
+        more = {"context": 11, "depth": 2} if text else {}
+        return UNet(3, 5, (6, 10, 10, 14), (1, 3), layers=1, heads=2, groups=2, **more)
+
+    return options | {"text": text}, sizes | ({"L": 2, "M": 13, "E": 11} if text else {}), build
+
+
+@pytest.mark.parametrize("side", [16, 13, 9])
+@pytest.mark.parametrize("text", [False, True])
+def test_small_unets_on_odd_sides(text, side):
+    """Also of a number of levels, of blocks and of attended levels that no preset has."""
+    options, sizes, build = small_unet(text)
+    module = build().eval()
+    g = cg.models.load("stable-diffusion-1.5-unet", symbolic=True, **options)
+    inputs = [
+        torch.zeros(3, 3, side, side),
+        torch.zeros(3, dtype=torch.int64),
+        *([torch.zeros(3, 13, 11)] if text else []),
+    ]
+    assert cg.param_count(g, **sizes) == sum(p.numel() for p in module.parameters())
+    with FlopCounterMode(display=False) as counter:
+        out = module(*inputs)
+    assert cg.matmul_flops(g, B=3, R=side, **sizes) == counter.get_total_flops()
+    assert bound(g.outputs[0].shape, {"B": 3, "R": side, **sizes}) == tuple(out.shape) == (3, 5, side, side)
+
+
+@pytest.mark.parametrize("text", [False, True])
+def test_matmul_flops_of_a_step_of_a_unet(text):
+    options, sizes, build = small_unet(text)
+    step = cg.training_step(cg.models.load("stable-diffusion-1.5-unet", symbolic=True, **options))
+    inputs = [torch.zeros(3, 3, 13, 13), torch.zeros(3, dtype=torch.int64), *([torch.zeros(3, 13, 11)] if text else [])]
+    assert cg.matmul_flops(step, B=3, R=13, **sizes) == counted_step(build().train(), *inputs)

@@ -1,0 +1,223 @@
+"""Decoders with experts beside transformers' modules of small configurations: FLOPs, parameters, steps, numbers."""
+
+import json
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from zoo_moe import CONFIGS, REFERENCES, SIZES, Logits, config, tokens
+from zoo_reference import declared, traced
+
+import costgraph as cg
+from costgraph.torch import lower, trace
+
+transformers = pytest.importorskip("transformers")
+torch.set_num_threads(1)
+
+B, S = SIZES["B"], SIZES["S"]
+MIXTRAL, QWEN2, QWEN3, GPT, SECOND, THIRD = CONFIGS
+#: Two heads of queries share one of keys; of 5 experts a token meets 2.
+SMALL = {
+    "hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 23,
+    "num_hidden_layers": 3, "vocab_size": 29, "num_experts_per_tok": 2,
+}  # fmt: skip
+LOCAL = {**SMALL, "num_local_experts": 5}
+QWEN = {**SMALL, "num_experts": 5, "moe_intermediate_size": 7}
+SHARED = {**QWEN, "shared_expert_intermediate_size": 11}
+LATENT = {
+    "hidden_size": 20, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 23,
+    "num_hidden_layers": 3, "vocab_size": 29, "num_experts_per_tok": 3, "moe_intermediate_size": 7,
+    "n_routed_experts": 6, "n_shared_experts": 2, "kv_lora_rank": 10, "q_lora_rank": 11, "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 6, "v_head_dim": 7, "first_k_dense_replace": 1,
+}  # fmt: skip
+GROUPS = {"n_group": 3, "topk_group": 2}
+LIMITED = {**GROUPS, "topk_method": "group_limited_greedy", "routed_scaling_factor": 16.0}
+FULL, SLIDING = "full_attention", "sliding_attention"
+TIED = {"tie_word_embeddings": True}
+
+VARIANTS = {
+    "mixtral": (MIXTRAL, LOCAL),
+    "mixtral heads": (MIXTRAL, {**LOCAL, "head_dim": 10, "num_key_value_heads": 4, **TIED}),
+    "mixtral window": (MIXTRAL, {**LOCAL, "sliding_window": 5, "hidden_act": "gelu"}),
+    "mixtral all experts": (MIXTRAL, {**LOCAL, "num_experts_per_tok": 5}),
+    "mixtral one expert": (MIXTRAL, {**LOCAL, "num_experts_per_tok": 1, "num_local_experts": 1}),
+    "qwen2": (QWEN2, SHARED),
+    "qwen2 biases": (QWEN2, {**SHARED, "qkv_bias": False, "norm_topk_prob": True, **TIED}),
+    "qwen2 every other": (QWEN2, {**SHARED, "decoder_sparse_step": 2, "num_hidden_layers": 4}),
+    "qwen3": (QWEN3, QWEN),
+    "qwen3 heads": (QWEN3, {**QWEN, "head_dim": 10, "attention_bias": True, "norm_topk_prob": True}),
+    "qwen3 first dense": (QWEN3, {**QWEN, "mlp_only_layers": [0], **TIED}),
+    "qwen3 some dense": (QWEN3, {**QWEN, "num_hidden_layers": 5, "mlp_only_layers": [3], "decoder_sparse_step": 2}),
+    "qwen3 window": (QWEN3, {**QWEN, "use_sliding_window": True, "sliding_window": 5}),
+    "gpt-oss": (GPT, {**LOCAL, "sliding_window": 5, "head_dim": 6}),
+    "gpt-oss even": (GPT, {**LOCAL, "num_hidden_layers": 4, "head_dim": 6, "attention_bias": False, **TIED}),
+    "gpt-oss pattern": (GPT, {**LOCAL, "head_dim": 6, "layer_types": [FULL, SLIDING, SLIDING]}),
+    "gpt-oss full": (GPT, {**LOCAL, "head_dim": 6, "layer_types": [FULL] * 3}),
+    "deepseek-v2": (SECOND, {**LATENT, **LIMITED}),
+    "deepseek-v2 lite": (SECOND, {**LATENT, "q_lora_rank": None}),
+    "deepseek-v2 biases": (SECOND, {**LATENT, "attention_bias": True, "first_k_dense_replace": 2, **TIED}),
+    "deepseek-v2 none dense": (SECOND, {**LATENT, "first_k_dense_replace": 0, "num_hidden_layers": 2}),
+    "deepseek-v3": (THIRD, {**LATENT, **GROUPS}),
+    "deepseek-v3 lite": (THIRD, {**LATENT, **GROUPS, "q_lora_rank": None, "norm_topk_prob": False}),
+    "deepseek-v3 one group": (THIRD, {**LATENT, "n_group": 1, "topk_group": 1, "rope_interleave": False}),
+}  # fmt: skip
+
+
+def made(name, implementation="grouped_mm"):
+    classes, fields = VARIANTS[name]
+    found = config(classes, **fields)
+    found._experts_implementation = implementation
+    return found
+
+
+def graph_of(name, **options):
+    return cg.models.from_config(made(name).to_dict(), **options)
+
+
+def parameters(module):
+    return sum(p.numel() for p in module.parameters())
+
+
+# -- forward ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(VARIANTS))
+def test_a_small_configuration_counts_what_its_module_counts(name):
+    """Traced with one product for all experts, and counted by torch with a loop over them: both run T*k rows."""
+    torch.manual_seed(0)
+    reference = Logits(made(name)).eval()
+    found = cg.matmul_flops(trace(reference, *tokens()), count="full")
+    looped = getattr(transformers, made(name).architectures[0])(made(name, "eager")).eval()
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        looped(*tokens())
+    assert found == counter.get_total_flops()
+    for attention in ("eager", "flash"):
+        g = graph_of(name, attention=attention)
+        assert cg.param_count(g) == parameters(reference)
+        assert cg.matmul_flops(g, count="full", **SIZES) == found
+
+
+@pytest.mark.parametrize("form", ["json", "diff", "file"])
+@pytest.mark.parametrize(
+    "name", ["mixtral window", "qwen2", "qwen3 some dense", "gpt-oss", "deepseek-v2", "deepseek-v3"]
+)
+def test_every_form_that_transformers_writes_reads_the_same(name, form, tmp_path):
+    written = made(name)
+    if form == "file":
+        written.save_pretrained(tmp_path)
+        given = tmp_path
+    elif form == "json":
+        given = json.loads(written.to_json_string())
+    else:
+        # what transformers leaves out because it is its own default is no error here, but for what sets a size
+        given = {**written.to_diff_dict(), **VARIANTS[name][1], "architectures": written.architectures}
+    g, same = cg.models.from_config(given), graph_of(name)
+    assert g.defaults == same.defaults
+    assert cg.flops(g) == cg.flops(same)
+    assert cg.param_count(g) == cg.param_count(same)
+
+
+# -- training --------------------------------------------------------------------------------------------------------
+
+STEPS = ["mixtral", "qwen2 every other", "qwen3 heads", "gpt-oss", "deepseek-v2", "deepseek-v3"]
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_training_step_counts_what_autograd_runs(name):
+    torch.manual_seed(0)
+    reference = getattr(transformers, made(name).architectures[0])(made(name, "eager")).train()
+    with FlopCounterMode(display=False) as counter:
+        logits = reference(*tokens()).logits
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.zeros(B * S, dtype=torch.int64)).backward()
+    g = graph_of(name, attention="eager")
+    step = cg.training_step(g)
+    assert cg.matmul_flops(step, count="full", **SIZES) == counter.get_total_flops()
+
+
+# -- inference -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3 some dense", "gpt-oss full", "deepseek-v2 lite", "deepseek-v3"])
+@pytest.mark.parametrize("new", [1, 3])
+def test_a_step_of_decode_counts_what_the_module_runs_with_its_cache(name, new):
+    torch.manual_seed(0)
+    reference = getattr(transformers, made(name).architectures[0])(made(name, "eager")).eval()
+    ids = tokens()[0]
+    with torch.no_grad():
+        cache = reference(ids[:, : S - new], use_cache=True).past_key_values
+        with FlopCounterMode(display=False) as counter:
+            reference(ids[:, S - new :], past_key_values=cache, use_cache=True)
+    step = cg.decode(graph_of(name, attention="eager"), new)
+    assert cg.matmul_flops(step, count="full", **SIZES) == counter.get_total_flops()
+    held = sum(t.numel() for layer in cache.layers for t in (layer.keys, layer.values))
+    assert cg.cache_bytes(step, **SIZES) == 2 * held  # the graph is in bf16
+
+
+# -- numbers ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_lowered_mixture_computes_what_the_module_does():
+    torch.manual_seed(0)
+    found = made("mixtral", "eager")
+    block = transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock(found).eval()
+    for p in block.parameters():
+        torch.nn.init.normal_(p, std=0.5)
+    D = found.hidden_size
+    with cg.Graph("g") as g:
+        x = g.input("x", (B, S, D))
+        g.output(cg.moe(x, found.num_local_experts, found.num_experts_per_tok, found.intermediate_size, normalize=True))
+    module = lower(g)
+    given = {
+        "moe.router.gate.weight": block.gate.weight.t(),
+        "moe.experts.gate_up": block.experts.gate_up_proj.transpose(1, 2),
+        "moe.experts.down": block.experts.down_proj.transpose(1, 2),
+    }
+    state = module.state_dict()
+    assert state.keys() == given.keys()
+    for name, t in state.items():
+        t.copy_(given[name].detach())
+    inputs = torch.randn(B, S, D)
+    with torch.no_grad():
+        torch.testing.assert_close(module(inputs.clone()), block(inputs))
+
+
+def test_both_forms_of_latent_attention_compute_the_same():
+    torch.manual_seed(0)
+
+    def layer(absorbed, kernel):
+        with cg.Graph("g") as g:
+            x = g.input("x", (B, S, 20))
+            rope = cg.rotary_tables(cg.arange(S), 6)
+            y = cg.latent_attention(
+                x, 4, latent=9, nope=5, rotated=6, value=7, rope=rope, query_latent=11, absorbed=absorbed, kernel=kernel
+            )
+            g.output(y)
+        return lower(g)
+
+    modules = [layer(absorbed, kernel) for absorbed in (False, True) for kernel in ("flash", "eager")]
+    state = {n: torch.randn(t.shape) * 0.3 for n, t in modules[0].state_dict().items()}
+    inputs = torch.randn(B, S, 20)
+    results = []
+    for module in modules:
+        for n, t in module.state_dict().items():
+            t.copy_(state[n])
+        results.append(module(inputs.clone()))
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0], rtol=1e-4, atol=1e-5)
+
+
+# -- full size -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["mixtral-8x7b", "deepseek-v2-lite"])
+def test_a_published_configuration_counts_what_its_module_counts(name):
+    reference = REFERENCES[name]()
+    assert declared(name, reference) == traced(reference)
+
+
+@pytest.mark.parametrize(("classes", "name"), [(c, name) for c, published in CONFIGS.items() for name in published])
+def test_a_preset_is_its_configuration(classes, name):
+    g, preset = cg.models.from_config(config(classes, **CONFIGS[classes][name]).to_dict()), cg.models.load(name)
+    assert g.defaults == preset.defaults
+    assert cg.param_count(g) == cg.param_count(preset)
+    assert cg.flops(g) == cg.flops(preset)

@@ -1,0 +1,38 @@
+"""The table of all models beside the public modules: as the page has it, and traced again."""
+
+import os
+
+import pytest
+from zoo_page import PAGE, counted, declared, page, references
+from zoo_reference import traced
+
+from costgraph.models import names
+from costgraph.models.registry import FAMILIES
+
+KEPT = counted()["models"]
+# the smallest model of each family is traced again at every run, all of them where this is set
+EVERY = "COSTGRAPH_ZOO" in os.environ
+SMALLEST = [
+    min((n for n in family.presets if n in KEPT), key=lambda n: KEPT[n]["matmul"])
+    for family in FAMILIES
+    if any(n in KEPT for n in family.presets)
+]
+
+
+def test_the_page_is_what_the_declarations_count():
+    assert PAGE.read_text(encoding="utf-8") == page(), "run: python tests/with_torch/zoo_page.py NAME"
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_declaration_counts_what_the_module_counts(name):
+    if name in KEPT:
+        assert declared(name, KEPT[name]) == (KEPT[name]["parameters"], KEPT[name]["matmul"])
+    else:
+        assert name not in references()
+
+
+@pytest.mark.parametrize("name", sorted(KEPT) if EVERY else SMALLEST)
+def test_a_module_counts_what_was_kept(name):
+    reference = references()[name]()
+    assert traced(reference) == (KEPT[name]["parameters"], KEPT[name]["matmul"])
+    assert reference.sizes == KEPT[name]["sizes"]

@@ -1,0 +1,104 @@
+"""The page `docs/zoo.md`: parameters and matmul FLOPs of every model beside those of the public torch module.
+
+    python tests/with_torch/zoo_page.py [NAME ...]
+
+traces the modules that are named, all by default, keeps what they count in `tests/with_torch/zoo_counts.json` and
+writes the page anew. The modules are of their published sizes, on fake tensors.
+"""
+
+import importlib
+import json
+import sys
+import time
+from pathlib import Path
+
+import costgraph as cg
+
+HERE = Path(__file__).parent
+COUNTS = HERE / "zoo_counts.json"
+PAGE = HERE.parents[1] / "docs" / "zoo.md"
+
+HEAD = """\
+# The zoo beside torch
+
+Each model of the zoo, and the public module that it declares: parameters, and matmul FLOPs of one forward pass at the
+sizes that the last column names (`count="full"`, as torch counts them). The modules were built in their published
+sizes on fake tensors and traced (`costgraph.torch.trace`), with torch {torch} and transformers {transformers}; a module
+whose source is not in transformers is written in `tests/with_torch/` line by line after it.
+
+{equal} of {all} models agree in both numbers to the last digit.{apart}
+
+`python tests/with_torch/zoo_page.py` traces them all again and makes this page; a test compares the declarations with
+it at every run, and traces some of the modules again.
+
+| model | module | parameters | of the module | matmul FLOPs | of the module | at |
+|---|---|---|---|---|---|---|
+"""
+
+
+def references():
+    """Reference of each model that has one, by its name."""
+    found = {}
+    for path in sorted(HERE.glob("zoo_*.py")):
+        module = importlib.import_module(path.stem)
+        found |= getattr(module, "REFERENCES", {})
+    return found
+
+
+def counted():
+    return json.loads(COUNTS.read_text(encoding="utf-8")) if COUNTS.exists() else {"models": {}}
+
+
+def count(names):
+    """Trace modules and keep what they count."""
+    import torch
+    import transformers
+    from zoo_reference import described, traced
+
+    kept = counted()
+    kept |= {"torch": torch.__version__.partition("+")[0], "transformers": transformers.__version__}
+    for name, make in sorted(references().items()):
+        if names and name not in names:
+            continue
+        start = time.time()
+        reference = make()
+        parameters, matmul = traced(reference)
+        row = {"module": described(reference), "parameters": parameters, "matmul": matmul, "sizes": reference.sizes}
+        kept["models"][name] = row | ({"options": reference.options} if reference.options else {})
+        print(f"{name}: {parameters:,} parameters, {matmul:,} FLOPs, {time.time() - start:.1f} s", flush=True)
+        text = json.dumps(kept, indent=1, sort_keys=True) + "\n"
+        COUNTS.write_text(text, encoding="utf-8")
+
+
+def declared(name, row):
+    """Parameters and matmul FLOPs of the declaration of a model."""
+    g = cg.models.load(name, **row.get("options", {}))
+    return cg.param_count(g), cg.matmul_flops(g, count="full", **row["sizes"])
+
+
+def page():
+    kept = counted()
+    lines, equal, apart = [], 0, []
+    for name in cg.models.names():
+        row = kept["models"].get(name)
+        if row is None:
+            lines.append(f"| `{name}` | none is public | {cg.param_count(cg.models.load(name)):,} | | | | |")
+            continue
+        parameters, matmul = declared(name, row)
+        same = (parameters, matmul) == (row["parameters"], row["matmul"])
+        equal += same
+        apart += [] if same else [name]
+        at = ", ".join(f"{k}={v}" for k, v in row["sizes"].items())
+        lines.append(
+            f"| `{name}` | {row['module']} | {parameters:,} | {row['parameters']:,} | {matmul:,} | {row['matmul']:,} "
+            f"| {at} |"
+        )
+    text = f" The others: {', '.join(apart)}." if apart else ""
+    versions = {k: kept.get(k, "") for k in ("torch", "transformers")}
+    return HEAD.format(equal=equal, all=len(kept["models"]), apart=text, **versions) + "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(HERE))
+    count(sys.argv[1:])
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,0 +1,57 @@
+"""Public torch modules that the zoo declares, and what they count: on fake tensors, whatever their size."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import costgraph as cg
+from costgraph.torch import trace
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A module and what it is run on."""
+
+    module: Callable[[], torch.nn.Module]
+    """Builds the module, of the published size."""
+    inputs: Callable[[], tuple[Any, ...]]
+    """Builds its positional inputs."""
+    sizes: dict[str, int]
+    """What the dimensions of the declaration are bound to, so that both count the same."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """How the declaration is loaded, such as attention="eager"."""
+    name: str = ""
+    """Name of the module, for the table; its class by default."""
+    keywords: Callable[[], dict[str, Any]] = dict
+    """Builds its keyword inputs."""
+
+
+def described(reference: Reference) -> str:
+    """What the module is called, and where its source is."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        kind = type(reference.module())
+    inner = kind
+    if reference.name:
+        return reference.name
+    package = inner.__module__.partition(".")[0]
+    return f"{inner.__name__} of {package}" if package in ("torch", "transformers") else (
+        f"{inner.__name__} of `{inner.__module__}.py`"
+    )
+
+
+def traced(reference: Reference) -> tuple[int, int]:
+    """Parameters and matmul FLOPs of the module, traced."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        module = reference.module().eval()
+        count = sum(p.numel() for p in module.parameters())  # shared ones once
+        graph = trace(module, *reference.inputs(), keywords=reference.keywords())
+    return count, cg.matmul_flops(graph, count="full")
+
+
+def declared(name: str, reference: Reference) -> tuple[int, int]:
+    """Parameters and matmul FLOPs of the declaration."""
+    graph = cg.models.load(name, **reference.options)
+    return cg.param_count(graph), cg.matmul_flops(graph, count="full", **reference.sizes)
