@@ -184,8 +184,6 @@ class _Player:
             self.around.pop()
             state = [inner[t.storage] for t in body.outputs[:carries]]
             left.append([inner[t.storage] for t in body.outputs[saved:]])
-        for life in stacks:  # whoever reads them or not, the loop hands them out at its end
-            self.touch(life, len(self.program.steps) - 1)
         rest = Rest(start, turn, count - times, len(label), middle - 1, list(xs.values()))
         made: list[Held] = [rest.family([row[k] for row in left], reverse) for k in range(len(op.results) - saved)]
         self.program.lives += rest.lives.values()

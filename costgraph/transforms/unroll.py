@@ -165,13 +165,18 @@ def _play_out(rewriter: Rewriter, op: Op, new: Graph) -> None:
         left.append([rewriter.tensors[t] for t in body.outputs[saved:]])
     ordered = left[::-1] if op.attrs.get("reverse") else left
     pieces = [[row[k] for row in ordered] for k in range(len(op.results) - saved)]
-    filled = [_filled(stack, [row[k] for row in made], new, op) for k, stack in enumerate(stacks)]
+    handed = op.results[carries:saved]
+    read = [op.graph.out_degree(t) > 0 or t in op.graph.outputs for t in handed]
+    filled = [_filled(s, [row[k] for row in made], new, op, read=read[k]) for k, s in enumerate(stacks)]
     rewriter.tensors |= dict(zip(op.results, [*state, *filled, *pieces], strict=True))
 
 
-def _filled(stack: Tensor, made: list[Tensor], new: Graph, op: Op) -> Tensor:
-    """Return the stack once all of its slices are written."""
+def _filled(stack: Tensor, made: list[Tensor], new: Graph, op: Op, *, read: bool) -> Tensor:
+    """Return the stack once all of its slices are written, with an op that says so if anyone reads it."""
     order = made[::-1] if op.attrs.get("reverse") else made
+    if not read:  # its slices lie in it all the same
+        _whole([stack, *order], {})
+        return stack
     return new.add_op(STACKED, [stack, *order], {}, f"{stack.name}.filled", op.phase).results[0]
 
 
