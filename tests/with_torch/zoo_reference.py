@@ -33,13 +33,11 @@ def described(reference: Reference) -> str:
     """What the module is called, and where its source is."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         kind = type(reference.module())
-    inner = kind
     if reference.name:
         return reference.name
-    package = inner.__module__.partition(".")[0]
-    return f"{inner.__name__} of {package}" if package in ("torch", "transformers") else (
-        f"{inner.__name__} of `{inner.__module__}.py`"
-    )
+    package = kind.__module__.partition(".")[0]
+    place = package if package in ("torch", "transformers") else f"`{kind.__module__}.py`"
+    return f"{kind.__name__} of {place}"
 
 
 def traced(reference: Reference) -> tuple[int, int]:
