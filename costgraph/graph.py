@@ -26,7 +26,7 @@ from .op import Attrs, Op, OpKind, Result
 from .polynomial import Poly
 from .scopes import CURRENT, PHASE, SCOPE
 from .symbols import is_level, shorten
-from .tensor import Tensor
+from .tensor import Storage, Tensor
 
 __all__ = ["Graph", "apply", "current_graph", "need_graph", "sizes_of"]
 
@@ -91,6 +91,8 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
     gradients = _Carried[dict[Tensor, Tensor]]()
     """Gradients of parameters and inputs: they live from the first contribution to the end."""
     loss = _Carried[str | None]()
+    handed = _Carried[dict[Storage, tuple[Storage, Poly]]]()
+    """Storages of carries that a loop hands on as they came, each with what it started from."""
 
     remove_node = _changing(nx.DiGraph.remove_node)
     remove_nodes_from = _changing(nx.DiGraph.remove_nodes_from)
@@ -104,7 +106,7 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
         super().__init__(None if isinstance(name, str) else name, **attr)
         self.graph.setdefault("name", name if isinstance(name, str) else "graph")
         facts = {"dtype": find_dtype(dtype), "outputs": [], "relations": NOTHING_KNOWN, "defaults": {}, "loss": None}
-        facts["gradients"] = {}
+        facts |= {"gradients": {}, "handed": {}}
         self.graph |= {key: value for key, value in facts.items() if key not in self.graph}
         self.formals: list[Tensor] = []
         self.parent: Graph | None = None
@@ -434,6 +436,10 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
         self.add_edges_from((t, op) for t in adopted)
         for result in results:
             self.add_result(op, result)
+        if kind.body == "repeated":
+            pairs = zip(op.attrs["body"].formals[: op.attrs["carries"]], op.attrs["body"].outputs, strict=False)
+            same = [i for i, (given, left) in enumerate(pairs) if given is left]
+            self.root.handed |= {op.results[i].storage: (adopted[i].storage, adopted[i].offset) for i in same}
         return op
 
     def start_body(self, name: str, *, fused: bool) -> Graph:

@@ -58,20 +58,6 @@ def nbytes(sizes: Sequence[Poly], dtype: DType) -> Poly:
     return out
 
 
-def _handed_on(graph: Graph) -> Mapping[Storage, tuple[Storage, Poly]]:
-    """Return the storages of carries that a loop hands on as they came, each with what it started from."""
-    if "handed on" not in graph.cache:
-        loops = [(op, op.body) for op in graph.walk() if op.kind.body == "repeated" and op.body is not None]
-        graph.cache["handed on"] = {
-            op.results[i].storage: (op.operands[i].storage, op.operands[i].offset)
-            for op, body in loops
-            for i in range(op.attrs["carries"])
-            if body.outputs[i] is body.formals[i] and op.results[i].storage is not op.operands[i].storage
-        }
-    found: Mapping[Storage, tuple[Storage, Poly]] = graph.cache["handed on"]
-    return found
-
-
 @cache
 def _bytes_of(bits: int) -> Poly:
     return poly(Fraction(bits, 8))
@@ -180,7 +166,7 @@ class Tensor:
     def region(self) -> tuple[object, ...]:
         """Identify the elements that the tensor stands for: equal for views of the same elements."""
         storage, offset = self.storage, self.offset
-        for aliases in (ALIASES.get(), _handed_on(self.graph.root)):
+        for aliases in (ALIASES.get(), self.graph.root.handed):
             while storage in aliases:
                 storage, delta = aliases[storage]
                 offset = offset + delta

@@ -90,4 +90,4 @@ def test_loading_and_reporting_every_model(benchmark):
     benchmark.extra_info["seconds, gpt2"] = times["gpt2"]
     benchmark.extra_info[f"ratio to gpt2 of the slowest, {slowest}"] = times[slowest] / times["gpt2"]
     benchmark.pedantic(asked, ("gpt2",), rounds=3)
-    assert times[slowest] <= 25 * times["gpt2"]
+    assert times[slowest] <= 40 * times["gpt2"]

@@ -162,7 +162,7 @@ def _(right, op):
 
 
 @fault(INDEXED, "keys that no query sees are read", (domain.Domain, "keys_used"), ("einsum", "kernel"))
-def _(right, self, queries, keys, known):
+def _(right, self, queries, keys, *known):
     return keys
 
 
@@ -274,7 +274,7 @@ def _(right, self, n):
 
 
 @fault(DOMAINS, "queries are aligned at the first keys", (domain.Domain, "points"), ("einsum", "kernel"))
-def _(right, self, queries, keys, known):
+def _(right, self, queries, keys, *known):
     return right(self, queries, queries) if self.causal else right(self, queries, keys)
 
 
