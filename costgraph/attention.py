@@ -156,18 +156,22 @@ def self_attention(
         One linear layer makes queries, keys and values, which are views of its result.
     rope : pair of Tensor, optional
         Cosines and sines from `rotary_tables`, by which queries and keys are rotated.
-    causal, window, kernel, softcap, p
+    causal, window, kernel, softcap : object
         As in `attention`.
-    bias, out_bias : bool
-        Biases of the layers of queries, keys and values, and of the layer back.
+    bias : bool
+        Biases of the layers of queries, keys and values.
     key_bias : bool, optional
         Bias of the layer of keys where it differs: it adds as much to all scores of a query, which changes nothing.
+    out_bias : bool
+        Bias of the layer back.
     score_bias : Tensor, optional
         What is added to the scores, as `bias` of `attention`.
     sinks : bool
         Let a parameter for each head stand in the sum of the softmax, as `sinks` of `attention`.
     qk_norm : str
         none; head: RMSNorm of each head of queries and keys; all: of all heads together.
+    p : float
+        Dropout of the probabilities.
     cached : bool
         Mark keys and values as what inference keeps (`cache`).
     name : str

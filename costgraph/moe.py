@@ -311,7 +311,7 @@ def moe(
         Shape (..., d).
     experts, chosen, f : sympy.Expr or int
         How many experts there are, how many of them a token chooses, and how wide each is.
-    routing, capacity, activation, gate, gated, bias
+    routing, capacity, activation, gate, gated, bias : object
         As in `experts`; `bias` is that of the experts.
     name : str
         Scope.

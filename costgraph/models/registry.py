@@ -171,10 +171,12 @@ def from_config(
     ----------
     path : str, path-like or mapping
         The file, a folder with a `config.json` in it, or the fields themselves.
-    symbolic, attention, dropout, **structure
+    symbolic, attention, dropout : object
         As in `load`.
     dtype : str or DType, optional
         Floating format; by default the one that the file names, bf16 where it names none.
+    **structure : object
+        As in `load`.
 
     Returns
     -------
