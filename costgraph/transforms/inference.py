@@ -55,9 +55,7 @@ def prefill(graph: Graph, chunk: object = None, *, logits: str = "all") -> Graph
     >>> cg.matmul_flops(g, B=1, S=512) - cg.matmul_flops(last, B=1, S=512)  # 2*D*V for each of the others
     133955584000
     """
-    if chunk is not None:
-        return _replayed("prefill", graph, chunk, logits)
-    return _replayed("prefill", graph, None, logits)
+    return _replayed("prefill", graph, chunk, logits)
 
 
 def decode(graph: Graph, tokens: object = 1, *, logits: str = "all") -> Graph:
