@@ -4,6 +4,9 @@ A model is declared as a graph of einsum-style ops. What it costs is derived fro
 if one likes, and becomes a number once sizes are bound.
 """
 
+from . import interruption  # noqa: F401  # before what takes its time
+
+# isort: split
 from .analysis.compare import Compared, Comparison, compare
 from .analysis.costs import bytes_moved, costs, flops, intensity, matmul_flops
 from .analysis.crossover import crossover
@@ -18,10 +21,12 @@ from .analysis.training_memory import StateBytes, activation_memory, bytes_per_p
 from .attention import attention, self_attention
 from .bind import compile, evaluate
 from .cells import gru, lstm
+from .changes import keep_whole as _keep_whole
 from .checkpointing import best_interval, checkpoint_for
 from .conv import conv, pool
 from .cross_attention import cross_attention
 from .domain import Domain
+from .door import guard as _guard
 from .dtypes import DTYPES, DType, bits_per_element, dtype
 from .embeddings import embedding, patch_embedding, relative_bias, tied_head, timestep_embedding
 from .errors import (
@@ -313,3 +318,13 @@ __all__ = [
     "transfer",
     "transpose",
 ]
+
+#: What the library itself makes and calls for every op, and `dims`, which the door stands on.
+_INSIDE = [
+    "dims", "CostRow", "Lifetime", "RooflineRow", "Tensor", "Graph.unique", "Graph.formal", "Graph.adopt",
+    "Graph.capture", "Graph.export", "Graph.add_result", "Graph.add_op", "Graph.add_node", "Graph.start_body",
+    "Graph.same", "Graph.told", "Graph.whole", "Graph.note",
+]  # fmt: skip
+
+_keep_whole(globals(), __all__)
+_guard(globals(), __all__, inside=_INSIDE)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
+
+import sympy
 
 from .dominance import lower
 from .errors import CostGraphError, GraphError, ShapeError
-from .layout import Sizes
-from .polynomial import Poly, poly
-from .symbols import shown
+from .generators import cached
+from .layout import Sizes, numel
+from .polynomial import Poly, generator, poly
+from .symbols import kind_of, shown
 from .tensor import Tensor
 
 __all__ = [
@@ -20,17 +22,14 @@ __all__ = [
 
 
 _LONGEST_NAME = 500  # scopes included
-
-
-def _kind(value: object) -> str:
-    return "None" if value is None else type(value).__name__
+_MOST_AXES = 1000  # a list without an end is no shape
 
 
 def need_tensor(place: str, *values: object) -> None:
     """Raise GraphError if a value is no tensor."""
     for value in values:
         if not isinstance(value, Tensor):
-            raise GraphError(f"{place}: got {_kind(value)}, expected a tensor")
+            raise GraphError(f"{place}: got {kind_of(value)}, expected a tensor")
 
 
 def need_choice(place: str, value: object, choices: Collection[str]) -> None:
@@ -43,19 +42,19 @@ def need_flag(place: str, **flags: object) -> None:
     """Raise GraphError if a switch is something else than True or False: a tensor there is a mistake."""
     for name, value in flags.items():
         if not isinstance(value, bool):
-            raise GraphError(f"{place}: {name} is {_kind(value)}, expected True or False")
+            raise GraphError(f"{place}: {name} is {kind_of(value)}, expected True or False")
 
 
 def need_call(place: str, value: object) -> None:
     """Raise GraphError if a value is no function."""
     if not callable(value) or isinstance(value, type):
-        raise GraphError(f"{place}: got {_kind(value)}, expected a function")
+        raise GraphError(f"{place}: got {kind_of(value)}, expected a function")
 
 
 def need_list(place: str, value: object) -> Sequence[Any]:
     """Return a list or tuple, or raise GraphError: text and sets have no order that anyone meant."""
     if not isinstance(value, list | tuple):
-        raise GraphError(f"{place}: got {_kind(value)}, expected a list")
+        raise GraphError(f"{place}: got {kind_of(value)}, expected a list")
     return value
 
 
@@ -86,12 +85,25 @@ def positive(place: str, value: object) -> Poly:
     return out
 
 
-@lru_cache(maxsize=1 << 12)  # asked of every axis of every tensor, and they are the same few
+@cached(1 << 12)  # asked of every axis of every tensor, and they are the same few
 def _is_no_size(size: Poly) -> bool:
     if size.constant is not None:
         return not isinstance(size.constant, int) or size.constant < 1
     most = lower(-size)
-    return most is not None and most >= 0  # -B is below 1 for all sizes
+    return (most is not None and most >= 0) or not _may_be_whole(size)  # -B is below 1 for all sizes
+
+
+def _may_be_whole(p: Poly) -> bool:
+    """Whether a formula can be a whole number for some sizes: one without a logarithm that nothing rounds."""
+    return p.constant is not None or (
+        bool(p.names()) and not any(_has_log(generator(k)) for k in p.generators() if k[0] == "~")
+    )
+
+
+def _has_log(expr: sympy.Expr) -> bool:
+    return isinstance(expr, sympy.log) or (
+        not isinstance(expr, sympy.floor | sympy.ceiling) and any(map(_has_log, expr.args))
+    )
 
 
 def amount(place: str, value: object) -> Poly:
@@ -108,11 +120,18 @@ def amount(place: str, value: object) -> Poly:
 
 def sizes_of(shape: Sequence[object], place: str) -> Sizes:
     """Return a shape as polynomials, each known to be positive where it is a number."""
-    if isinstance(shape, str | bytes | set | frozenset | Mapping | Tensor) or not isinstance(shape, Iterable):
+    unordered = isinstance(shape, str | bytes | set | frozenset | Mapping | Tensor)
+    try:
+        given = None if unordered else [size for size, _ in zip(shape, range(_MOST_AXES + 1), strict=False)]
+    except TypeError:  # NumPy's scalars look like lists too
+        given = None
+    if given is None or len(given) > _MOST_AXES:
         raise GraphError(f"{place}: shape {shown(shape)}, expected a tuple of sizes such as (B, S, D)")
-    sizes = []
-    for i, size in enumerate(shape):
-        sizes.append(positive(f"{place}: axis {i}", size))
+    sizes = [positive(f"{place}: axis {i}", size) for i, size in enumerate(given)]
+    try:
+        numel(sizes)
+    except ShapeError as error:  # each is a size, but nothing has so many elements
+        raise ShapeError(f"{place}: {error}") from None
     return tuple(sizes)
 
 

@@ -183,7 +183,7 @@ TABLE: dict[str, dict[str, _Row]] = {
     "unpool": {"pattern": _PATTERN, "extents": _EXTENTS, "operation": _POOLING},
     "pointwise": {
         "function": _FUNCTION,
-        "scalars?": ("a tuple of numbers, sizes and None", _tuple(_maybe(lambda v: _is_number(v) or _size(v)))),
+        "scalars?": ("a tuple of numbers, formulas and None", _tuple(_maybe(lambda v: _is_number(v) or _integer(v)))),
         "numbers?": ("bool, int or float", _one_of("bool", "int", "float")),
         "inplace?": _FLAG,
         "dtype?": _DTYPE,
@@ -276,7 +276,7 @@ TABLE: dict[str, dict[str, _Row]] = {
         "until?": _FLAG,
         "least?": ("0, or nothing", lambda v: v == 0 and _count(0)(v)),
     },
-    "absent": {"sizes": _SIZES, "dtype": _DTYPE, "pieces": _INDEX},
+    "absent": {"sizes": _SIZES, "dtype": _DTYPE, "pieces": _INDEX, "domain?": ("a domain and two axes", _places)},
     "accumulate": {"inplace": _FLAG},
     "stacked": {},
     "keep": {},

@@ -6,7 +6,7 @@ be counted as it stands, and be a wrong number.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +35,7 @@ _OPERANDS = {
 }  # fmt: skip
 
 
-def check_attributes(kind: str, operands: Sequence[Tensor], attrs: Attrs, known: Sequence[Relations]) -> None:
+def check_attributes(kind: str, operands: Sequence[Tensor], attrs: Attrs, known: Iterable[Relations]) -> None:
     """Raise GraphError or ShapeError where attributes are none of a kind, or say something else than the operands.
 
     Parameters
@@ -46,7 +46,7 @@ def check_attributes(kind: str, operands: Sequence[Tensor], attrs: Attrs, known:
         What the op reads.
     attrs : mapping
         Attributes as they stand in a file.
-    known : sequence of Relations
+    known : iterable of Relations
         What was known of sizes when the op may have been made, one case after the other.
     """
     if kind not in TABLE:
@@ -137,7 +137,7 @@ def _einsum(operands: Sequence[Tensor], attrs: Attrs) -> None:
     _need(restriction is not None or all(t.domain is None for t in operands), "no domain, where an operand has one")
 
 
-def _check_orders(operands: Sequence[Tensor], attrs: Attrs, known: Sequence[Relations]) -> None:
+def _check_orders(operands: Sequence[Tensor], attrs: Attrs, known: Iterable[Relations]) -> None:
     """Derive the FLOPs of a product of several tensors again: the file alone would be taken at its word."""
     _need(("orders" in attrs) == (len(operands) > 2) == ("workspace" in attrs), f"orders of {len(operands)} operands")
     if "orders" not in attrs:
@@ -147,7 +147,7 @@ def _check_orders(operands: Sequence[Tensor], attrs: Attrs, known: Sequence[Rela
     affine = any(isinstance(a, Affine) for o in pattern.operands for a in o)
     _need(not affine and attrs["domain"] is None, f"{len(operands)} operands with an index or a domain")
     axes = [frozenset(pattern.operand_names(i)) for i in range(len(operands))]
-    found = [best_orders(axes, frozenset(pattern.result_names), attrs["extents"], k) for k in known]
+    found = (best_orders(axes, frozenset(pattern.result_names), attrs["extents"], k) for k in known)
     _need(any(f.flops == attrs["orders"] for f in found), f"orders {shown(str(attrs['orders']))}")
 
 
@@ -233,9 +233,14 @@ def _expand(operands: Sequence[Tensor], attrs: Attrs) -> None:
     _need(
         all(x.sizes[i] == ONE for i in range(x.ndim) if i not in used), f"kept {shown(kept)} leaves out axes of {x!r}"
     )
+    _need("domain" not in attrs or x.domain is None, f"domain of {x!r}, which has one")
+    _restricted(operands, attrs)
+
+
+def _restricted(operands: Sequence[Tensor], attrs: Attrs) -> None:
     if "domain" in attrs:
         domain, *places = attrs["domain"]
-        _need(all(0 <= i < len(kept) for i in places) and x.domain is None, f"domain over {shown(places)}")
+        _need(all(0 <= i < len(attrs["sizes"]) for i in places), f"domain over {shown(places)}")
         domain.points(*(attrs["sizes"][i] for i in places))  # refuses what it cannot count
 
 
@@ -337,5 +342,5 @@ def _repeat(operands: Sequence[Tensor], attrs: Attrs) -> None:
 _CHECKS: dict[str, Callable[[Sequence[Any], Attrs], None]] = {
     "einsum": _einsum, "pool": _pool, "unpool": _unpool, "pointwise": _pointwise, "dropout": _dropout,
     "reduce": _reduce, "rearrange": _rearrange, "slice": _slice, "pad": _pad, "expand": _expand, "concat": _concat,
-    "opaque": _opaque, "aten": _aten, "kernel": _kernel, "repeat": _repeat,
+    "absent": _restricted, "opaque": _opaque, "aten": _aten, "kernel": _kernel, "repeat": _repeat,
 }  # fmt: skip

@@ -9,21 +9,24 @@ import sympy
 
 from .analysis.costs import costs
 from .analysis.lifetimes import play
-from .analysis.memory import live_bytes, peak_memory
-from .bind import Formula, answer, need_bound
+from .analysis.live import live_bytes
+from .analysis.memory import peak_memory
+from .bind import Formula, bound_answer, need_bound
 from .errors import BindingError, GraphError
 from .graph import Graph, need_graph
 from .hardware import Hardware
-from .planning.search import memory_limit
+from .planning.search import Bytes, memory_limit
 from .polynomial import Poly, poly
 from .sizes import bindings, known_names
 from .symbols import dims as make_dims
-from .symbols import is_name
+from .symbols import is_name, shown
 from .transforms.backward import backward
 from .transforms.checkpoint import Checkpoint, every, every_block, from_start, selective
 from .transforms.training import training_step, with_loss
 
 __all__ = ["best_interval", "checkpoint_for"]
+
+_MOST_LAYERS = 10_000  # their divisors are looked for, and a step is made for each
 
 
 def best_interval(graph: Graph, /, loss: Any = None, **dims: int) -> Formula:
@@ -73,7 +76,7 @@ def best_interval(graph: Graph, /, loss: Any = None, **dims: int) -> Formula:
     if not groups or not inside:
         raise GraphError(f"best_interval: graph {graph.name!r} has no stack of layers that can be split into groups")
     found = sympy.sqrt(sympy.cancel((groups / inside).expr) if len(inside.terms) > 1 else (groups / inside).expr)
-    return answer(poly(found).bind(values))
+    return bound_answer(poly(found), values)
 
 
 def _coefficient(p: Poly, name: str, exponent: int) -> Poly:
@@ -111,7 +114,7 @@ def checkpoint_for(
     graph: Graph,
     /,
     *,
-    memory: float | None = None,
+    memory: Bytes | None = None,
     hardware: str | Hardware | None = None,
     options: dict[str, Any] | None = None,
     **dims: int,
@@ -156,13 +159,16 @@ def checkpoint_for(
         raise GraphError("checkpoint_for: options has a checkpoint already, expected the other arguments of a step")
     fitting: list[tuple[Any, Any, Checkpoint | None]] = []
     least: Any = None
-    for policy in _policies(graph, _layers(graph, dims)):
+    layers = _layers(graph, dims)
+    if layers > _MOST_LAYERS:
+        raise BindingError(f"checkpoint_for: {shown(layers)} layers, expected at most {_MOST_LAYERS}")
+    for policy in _policies(graph, layers):
         step = training_step(graph, checkpoint=policy, **chosen)
         peak = peak_memory(step, **sizes)
         need_bound([peak], "checkpoint_for")
         least = peak if least is None else min(least, peak)
         if peak <= limit:
-            again = costs(step).bind(**dims).filter(phase="recompute").total().flops
+            again = costs(step, **sizes).filter(phase="recompute").total().flops
             fitting.append((again, peak, policy))
             if policy is None:
                 return None

@@ -1,15 +1,19 @@
 """The command line: `costgraph`, also `python -m costgraph`.
 
-Every refusal of the library is one line on the standard error and exit code 2; a reader that goes away is no error.
+Every refusal of the library is one line on the standard error and exit code 2, as is an output that takes nothing; a
+reader that goes away is no error. `costgraph.interruption` has what Ctrl-C does.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 from .errors import CostGraphError
+from .symbols import printable
 
 __all__ = ["main"]
 
@@ -32,9 +36,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns
     -------
     int
-        Exit code: 0, 2 for a mistake in what was asked, 130 after an interruption, 141 where the reader went away.
+        Exit code: 0, 2 for a mistake in what was asked or an output that cannot be written, 130 after an
+        interruption, 141 where the reader went away.
     """
     try:
+        if sys.stdout is None:  # closed before the program began
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
         code = _run(arguments)
         sys.stdout.flush()
         return code
@@ -44,10 +51,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _refuse("the numbers are too large, expected sizes of a model that could run")
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:
+    except OSError as error:
+        return _unwritten(error)
+
+
+def _unwritten(error: OSError) -> int:
+    """Report an output that cannot be written; one whose reader went away is left in silence."""
+    if sys.stdout is not None:
         # Python flushes once more at its end, and would complain then
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if isinstance(error, BrokenPipeError):
         return _BROKEN_PIPE
+    where = error.filename or "the standard output"
+    return _refuse(f"{where}: {error.strerror or error}, expected a place to write to")
 
 
 def _run(arguments: Sequence[str] | None) -> int:
@@ -84,10 +100,11 @@ def _usage(error: Exception) -> int:
 
 
 def _refuse(message: str) -> int:
-    line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(message.split("\n")))
+    line = printable(" ".join(message.split("\n")))
     if len(line) > _LONGEST_LINE:
         line = line[: _LONGEST_LINE - 3] + "..."
-    sys.stderr.write(f"costgraph: {line}\n")
+    with suppress(OSError, AttributeError):  # nobody listens: the pipe is broken, or it was closed
+        sys.stderr.write(f"costgraph: {line}\n")
     return 2
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from . import rules
 from .arguments import named, need_choice, need_flag, need_tensor, positive
+from .door import READ
 from .dtypes import dtype as find_dtype
 from .errors import PatternError, ShapeError
 from .graph import apply, current_graph
@@ -17,12 +18,16 @@ from .ops.blocks import fused
 from .ops.einsum import EINSUM
 from .ops.layout import reshape, slice_axis
 from .ops.registry import register
-from .pattern import Affine, Axes, Pattern, parse_pattern
+from .pattern import Affine, Axes, Pattern, PatternText, parse_pattern
 from .polynomial import ZERO, Poly, poly
 from .scopes import module
+from .symbols import shown
 from .tensor import Tensor
 
 __all__ = ["POOL", "UNPOOL", "conv", "pool"]
+
+#: One number for all axes of a window, or one for each.
+Extents = Annotated[int | Sequence[int], READ]
 
 
 def _pooled(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
@@ -72,7 +77,7 @@ UNPOOL = register(
 def _each(value: object, rank: int, what: str, least: int) -> tuple[int, ...]:
     values: tuple[Any, ...] = tuple(value) if isinstance(value, list | tuple) else (value,) * rank
     if len(values) != rank or any(isinstance(v, bool) or not isinstance(v, int) or v < least for v in values):
-        raise ShapeError(f"{what}={value!r}: expected an integer of at least {least}, or {rank} of them")
+        raise ShapeError(f"{what}={shown(value)}: expected an integer of at least {least}, or {rank} of them")
     return values
 
 
@@ -106,13 +111,13 @@ def _slid(
 
 def conv(
     x: Tensor,
-    pattern: str,
+    pattern: PatternText,
     /,
     *,
-    window: int | Sequence[int],
-    stride: int | Sequence[int] = 1,
-    padding: int | Sequence[int] | str = 0,
-    dilation: int | Sequence[int] = 1,
+    window: Extents,
+    stride: Extents = 1,
+    padding: Extents | str = 0,
+    dilation: Extents = 1,
     groups: object = 1,
     bias: bool = False,
     name: str = "conv",
@@ -238,9 +243,9 @@ def pool(
     x: Tensor,
     operation: str,
     *,
-    window: int | Sequence[int],
-    stride: int | Sequence[int] | None = None,
-    padding: int | Sequence[int] = 0,
+    window: Extents,
+    stride: Extents | None = None,
+    padding: Extents = 0,
     name: str = "",
 ) -> Tensor:
     """Reduce windows of the last axes to their maximum or mean.

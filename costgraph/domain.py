@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from .arguments import need_flag, positive
 from .dominance import NOTHING_KNOWN, Relations
+from .door import READ
 from .errors import ShapeError
 from .extremum import at_least_zero, smaller
-from .polynomial import ZERO, Poly
+from .polynomial import ONE, ZERO, Poly
 
 __all__ = ["Domain"]
 
@@ -28,7 +30,7 @@ class Domain:
 
     causal: bool
     """Whether later keys are hidden."""
-    window: Poly | None = None
+    window: Annotated[Poly | None, READ] = None
     """How many positions are seen, the own one included, or None for all."""
 
     def __post_init__(self) -> None:
@@ -71,3 +73,13 @@ class Domain:
         if self.window is None or queries == keys:
             return keys
         return smaller(keys, queries + self.window - 1)
+
+    def reached(
+        self, queries: Poly, keys: Poly, known: Relations = NOTHING_KNOWN, *, query: bool = True, key: bool = True
+    ) -> Poly:
+        """Return the positions that pairs of the domain reach in something that has both axes, one of them or none."""
+        if query and key:
+            return self.points(queries, keys, known)
+        if query:
+            return self.queries_used(queries, keys, known)
+        return self.keys_used(queries, keys, known) if key else ONE

@@ -7,22 +7,18 @@ F = D + f with f >= 0. The test is sufficient, not necessary: what it cannot dec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import ceil, floor, lcm, prod
-from operator import ge
-from typing import TypeVar
+from weakref import WeakKeyDictionary
 
 import sympy
 
-from .errors import BindingError, PatternError
+from .errors import BindingError, PatternError, ShapeError
+from .generators import SLACK
 from .polynomial import ONE, Poly, Rational, as_poly, generator, poly, total
-from .sampling import apart, compared_at
 
-__all__ = ["BOUNDS", "NOTHING_KNOWN", "Relation", "Relations", "integral", "lower", "prune", "solve"]
+__all__ = ["BOUNDS", "NOTHING_KNOWN", "Relation", "Relations", "integral", "lower", "solve"]
 
-Label = TypeVar("Label")
-
-_SLACK = "+"  # first letter of a generator that is at least 0
 #: Lower bound of an atom by the type of its expression; filled by the modules that define such types.
 BOUNDS: dict[type, Callable[[sympy.Expr, Relations], Rational | None]] = {}
 
@@ -128,8 +124,12 @@ class Relation:
 
     def check(self, values: Mapping[str, Poly]) -> None:
         """Raise BindingError if bound sizes break the assumption."""
-        left = self.difference.bind(values).constant
-        if left is not None and (left < 0 or (self.equal and left != 0) or (self.strict and left == 0)):
+        try:
+            left = self.difference.bind(values).number
+            broken = left is not None and bool(left < 0 or (self.equal and left != 0) or (self.strict and left == 0))
+        except ShapeError:  # a division by zero, the root of a negative number
+            broken = True
+        if broken:
             used = {k: v.constant for k, v in sorted(values.items()) if k in self.difference.names()}
             bound = ", ".join(f"{k}={v}" for k, v in used.items())
             raise BindingError(f"{bound}: against the assumption {self.text!r}")
@@ -154,7 +154,7 @@ class Relations:
         self._equal: list[tuple[str, Poly]] = []
         self._steps: list[tuple[str, Poly]] = []
         self._most: dict[str, Rational] = {}
-        self._least: dict[str, Rational | None] = {}
+        self._least: WeakKeyDictionary[str, Rational | None] = WeakKeyDictionary()  # of atoms, which may go
         # what eliminates symbols comes first, so that bounds are about those that are left
         for relation in sorted(self.relations, key=lambda r: not r.equal):
             self._admit(relation)
@@ -173,8 +173,7 @@ class Relations:
         subject = [s for s in relation.subject if s in difference.generators()]
         if relation.equal:
             found = solve(difference, subject)
-            value = None if found is None else found[1].constant
-            if value is not None and (not isinstance(value, int) or value < 1):
+            if found is not None and not found[1].names() and not found[1].is_size:
                 raise self._contradiction(relation)
             self._equal += [] if found is None else [found]
             return
@@ -187,7 +186,7 @@ class Relations:
                 bound = as_poly(ceil(bound.constant))
             # a bound below 1 says nothing new
             if bound.constant is None or bound.constant > 1:
-                self._steps.append((key, bound + Poly({((_SLACK + key + relation.text, 1),): 1})))
+                self._steps.append((key, bound + Poly({((SLACK + key + relation.text, 1),): 1})))
                 return
 
     def _limit(self, relation: Relation) -> None:
@@ -200,7 +199,7 @@ class Relations:
             room = None if found is None or found[0] > 0 else lower(found[1] / found[0], self)
             if room is None:  # the generator is at most -room
                 continue
-            most = -room if key[0] == _SLACK else floor(-room)
+            most = -room if key[0] == SLACK else floor(-room)
             if most < (self.least(key) or 0):
                 raise self._contradiction(relation)
             self._most[key] = min(most, self._most.get(key, most))
@@ -224,7 +223,7 @@ class Relations:
     def least(self, key: str) -> Rational | None:
         """Lower bound of a generator, None where nothing is known."""
         if key[0] != "~":
-            return 0 if key[0] == _SLACK else 1
+            return 0 if key[0] == SLACK else 1
         if key not in self._least:
             expr = generator(key)
             bound = BOUNDS.get(type(expr))
@@ -242,15 +241,18 @@ class Relations:
         return p * Poly({tuple(sorted((k, -e) for k, e in lowest.items())): 1})
 
     def shifted(self, p: Poly) -> Poly | None:
-        """Write each generator as its lower bound plus a generator that is at least 0; None where one has no bound."""
+        """Write each generator as its lower bound plus a generator that is at least 0; None where that cannot be."""
         new = {}
         for key in p.generators():
             least = self.least(key)
             if least is None:
                 return None
             if least:
-                new[key] = as_poly(least) + Poly({((_SLACK + key, 1),): 1})
-        return p.substitute(new)
+                new[key] = as_poly(least) + Poly({((SLACK + key, 1),): 1})
+        try:
+            return p.substitute(new)
+        except ShapeError:  # too long to be written out: nothing is known of it
+            return None
 
     def reduce(self, p: Poly) -> Poly:
         """Eliminate what an equality gives, so that equal sizes become the same polynomial."""
@@ -274,7 +276,7 @@ class Relations:
             degree = max((e for m in out.terms for k, e in m if k == key), default=0)
             if degree:
                 # L <= S <= U is S = (U + L*t)/(1 + t) with t >= 0; the denominator is multiplied away
-                t = Poly({((_SLACK + key + "<", 1),): 1})
+                t = Poly({((SLACK + key + "<", 1),): 1})
                 parts = []
                 for m, c in out.terms.items():
                     power = dict(m).get(key, 0)
@@ -321,7 +323,7 @@ class Relations:
 
 
 def _symbols(p: Poly) -> set[str]:
-    return {k for k in p.generators() if k[0] not in "~" + _SLACK}
+    return {k for k in p.generators() if k[0] not in "~" + SLACK}
 
 
 def _no_negative(p: Poly | None) -> bool:
@@ -337,64 +339,3 @@ def _contradicts(relations: list[Relation]) -> bool:
 
 
 NOTHING_KNOWN = Relations()
-
-# Points at which candidates are compared before anything is proved: small, large and mixed sizes.
-_POINTS: tuple[Callable[[int], int], ...] = (
-    lambda i: 1,
-    lambda i: 3 + 2 * i,
-    lambda i: 10 ** (5 - i % 5),
-    lambda i: 10 ** (1 + i % 5),
-    lambda i: 10**3 + 77 * i,
-)
-
-
-def prune(
-    candidates: Iterable[tuple[Poly, Label]], relations: Relations = NOTHING_KNOWN, *, largest: bool = True
-) -> list[tuple[Poly, Label]]:
-    """Drop every candidate that another one dominates.
-
-    Parameters
-    ----------
-    candidates : iterable of (Poly, label)
-        Of equal polynomials the first label is kept.
-    relations : Relations
-        What is known of the sizes.
-    largest : bool
-        Keep what a maximum needs, or, if False, what a minimum needs.
-
-    Returns
-    -------
-    list of (Poly, label)
-        In the order of the candidates.
-    """
-    first: dict[Poly, Label] = {}
-    for p, label in candidates:
-        first.setdefault(p, label)
-    if len(first) < 2:
-        return list(first.items())
-    values = _samples(first, relations, 1 if largest else -1)
-
-    def dominates(q: Poly, p: Poly) -> bool:
-        # a point where q is smaller settles it; only the others need a proof
-        return all(map(ge, values[q], values[p])) and relations.nonnegative((q - p) if largest else (p - q))
-
-    kept: list[Poly] = []
-    for p in sorted(first, key=lambda p: (values[p][::-1], p.sort_key()), reverse=True):
-        if not any(dominates(q, p) for q in kept):
-            kept.append(p)
-    # ties at the samples may have put a dominated one first
-    final = {p for p in kept if not any(q is not p and dominates(q, p) for q in kept)}
-    return [(p, label) for p, label in first.items() if p in final]
-
-
-def _samples(candidates: Collection[Poly], relations: Relations, sign: int) -> dict[Poly, list[int]]:
-    """Values of each candidate at a few admissible points: exact, since all sizes there are integers."""
-    parts = apart(candidates)
-    keys = relations.free({k for part in parts.values() for k in part.generators()})
-    points = [{k: at(i) for i, k in enumerate(keys)} for at in _POINTS]
-    # one generator large among small ones, and small among large ones
-    points += [
-        {k: big if k == one else small for k in keys} for one in keys[:16] for big, small in ((10**6, 1), (1, 999))
-    ]
-    admissible = [values for at in points if (values := relations.sample(at)) is not None]
-    return {p: [sign * v for v in row] for p, row in compared_at(parts, admissible).items()}

@@ -17,11 +17,18 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 from types import MappingProxyType
+from typing import Annotated
 
+from costgraph.door import REAL
 from costgraph.errors import FormatError
 from costgraph.symbols import shown
 
 __all__ = ["ALIASES", "DTYPES", "BlockScale", "DType", "bits_per_element", "dtype", "promote"]
+
+_KINDS = ("bool", "int", "float")
+_SPECIALS = ("ieee", "nan", "none")
+# the range of a format is written out: IEEE 754-2019 gives the exponent of binary256 19 bits
+_MOST_BITS, _MOST_EXPONENT = 1024, 19
 
 
 @dataclass(frozen=True)
@@ -34,6 +41,8 @@ class BlockScale:
     """elements along the innermost axis that share it; 0: all of the axis; None: one for the whole tensor"""
     format: str
     """name of the scale's own format"""
+    rows: int = 1
+    """rows that share it, a row being the innermost axis; the last ones of a tensor may be fewer"""
 
 
 @dataclass(frozen=True)
@@ -67,6 +76,17 @@ class DType:
     """scales of a block format"""
     element: str = ""
     """name of the format that elements have alone, where scales were added to one, as in int4_g128_fp16"""
+
+    def __post_init__(self) -> None:
+        ranges = {"bits": (1, _MOST_BITS), "exponent": (0, _MOST_EXPONENT), "mantissa": (0, _MOST_BITS)}
+        for field, (least, most) in ranges.items():
+            if not least <= getattr(self, field) <= most:
+                value = shown(getattr(self, field))
+                raise FormatError(f"{self.name}: {field} is {value}, expected a whole number from {least} to {most}")
+        for field, choices in (("kind", _KINDS), ("specials", _SPECIALS)):
+            if getattr(self, field) not in choices:
+                value = shown(getattr(self, field))
+                raise FormatError(f"{self.name}: {field} is {value}, expected one of {', '.join(choices)}")
 
     @property
     def bytes(self) -> Fraction:
@@ -119,6 +139,11 @@ class DType:
         return next((s.per for s in self.scale if s.per is not None), None)
 
     @property
+    def rows(self) -> int:
+        """Rows, each the innermost axis, that share the scales of their blocks; 1 where each has its own."""
+        return next((s.rows for s in self.scale if s.per is not None), 1)
+
+    @property
     def scale_bits(self) -> int:
         """Bits of scale for one block."""
         return sum(s.bits for s in self.scale if s.per is not None)
@@ -128,7 +153,7 @@ class DType:
         """Bits of scale that are stored once for a tensor."""
         return sum(s.bits for s in self.scale if s.per is None)
 
-    def round(self, x: float) -> float:
+    def round(self, x: Annotated[float, REAL]) -> float:
         """Return the value of the format that is nearest to ``x``; of two equally near ones, the even one.
 
         What is too large becomes infinity in the formats of 16 bits and more, as IEEE 754 has it, and the
@@ -146,6 +171,7 @@ class DType:
         >>> dtype("fp8_e4m3").round(1000.0), dtype("bf16").round(1.005), dtype("int8").round(2.5)
         (448.0, 1.0078125, 2.0)
         """
+        x = float(x)  # NumPy's and sympy's numbers too
         if self.scale:
             raise FormatError(
                 f"{self.name}: cannot round {x!r} alone, blocks share scales; expected a format without them"
@@ -244,25 +270,19 @@ _OTHER_NAMES = {
     "fp6_e2m3": ("fp6", "e2m3"),
     "fp6_e3m2": ("e3m2",),
     "fp4_e2m1": ("fp4", "e2m1"),
-    "int64": ("long",),
-    "int32": ("int",),
-    "int16": ("short",),
-    "int8": ("char",),
-    "uint8": ("byte",),
+    "int64": ("long",), "int32": ("int",), "int16": ("short",), "int8": ("char",), "uint8": ("byte",),
     "mxfp8": ("mxfp8_e4m3",),
     "mxfp6": ("mxfp6_e2m3",),
     "mxfp4": ("mxfp4_e2m1",),
-}
+}  # fmt: skip
 
 ALIASES: Mapping[str, str] = MappingProxyType(
     {other: name for name, others in _OTHER_NAMES.items() for other in others}
 )
 """Other names of the formats, torch's among them."""
 
-_KINDS = ("bool", "int", "float")
-
-
-_SCALED = re.compile(r"(\w+?)_(?:g([1-9]\d{0,6})|row)_(fp32|fp16|bf16|fp8_e4m3|fp8_e8m0)(_zero)?", re.ASCII)
+_SHARED = r"(?:g([1-9]\d{0,6})|row|b([1-9]\d{0,6})x([1-9]\d{0,6}))"
+_SCALED = re.compile(rf"(\w+?)_{_SHARED}_(fp32|fp16|bf16|fp8_e4m3|fp8_e8m0)(_zero)?", re.ASCII)
 
 
 @lru_cache(maxsize=1 << 10)
@@ -272,22 +292,22 @@ def _scaled(name: str) -> DType | None:
     own = found and DTYPES.get(ALIASES.get(found[1], found[1]))
     if found is None or own is None or own.bits > 8 or own.scale or own.kind == "bool" or own.name == "fp8_e8m0":
         return None
-    per = int(found[2] or 0)
-    scales = [BlockScale(DTYPES[found[3]].bits, per, found[3])]
-    if found[4]:
-        if own.kind != "int":
-            return None
-        scales.append(BlockScale(own.bits, per, own.name))
-    shared = f"g{per}" if per else "row"
-    return replace(own, name=f"{own.name}_{shared}_{found[3]}{found[4] or ''}", scale=tuple(scales), element=own.name)
+    group, high, wide, scale, zero = found.groups()[1:]
+    per, rows = int(group or wide or 0), int(high or 1)
+    scales = [BlockScale(DTYPES[scale].bits, per, scale, rows)]
+    if zero and own.kind != "int":
+        return None
+    scales += [BlockScale(own.bits, per, own.name, rows)] if zero else []
+    shared = f"b{rows}x{per}" if high else f"g{per}" if per else "row"
+    return replace(own, name=f"{own.name}_{shared}_{scale}{zero or ''}", scale=tuple(scales), element=own.name)
 
 
 def dtype(name_or_dtype: object) -> DType:
     """Return the format of that name; a format is returned as it is.
 
     A format of 8 bits or fewer with scales is named after both: `int4_g128_fp16` has a scale in fp16 for each 128
-    elements along the innermost axis, `int8_row_fp32` one in fp32 for the whole of that axis; `_zero` behind it adds a
-    zero point in the format of the elements for each scale.
+    elements along the innermost axis, `int8_row_fp32` one in fp32 for all of it, `fp8_e4m3_b128x128_fp32` one for 128
+    of it in 128 rows; `_zero` behind it adds a zero point in the format of the elements for each scale.
 
     Raises
     ------
@@ -376,4 +396,4 @@ def bits_per_element(name_or_dtype: str | DType) -> Fraction:
     (4.25, 4.5, Fraction(16, 1))
     """
     format_ = dtype(name_or_dtype)
-    return format_.bits + (Fraction(format_.scale_bits, format_.block) if format_.block else Fraction(0))
+    return format_.bits + (Fraction(format_.scale_bits, format_.block * format_.rows) if format_.block else Fraction(0))

@@ -7,6 +7,7 @@ from .conv import conv
 from .dtypes import DType
 from .errors import ShapeError
 from .graph import current_graph
+from .layout import windows_along
 from .nn import _one
 from .ops.blocks import fused
 from .ops.einsum import einsum
@@ -87,16 +88,18 @@ def relative_bias(
         if t.dtype.kind != "int" or t.ndim != 1:
             raise ShapeError(f"relative_bias: positions {t!r}, expected integers of one axis")
     rows = positive("relative_bias: buckets", buckets)
-    own = rows / 2 if bidirectional else rows  # buckets of a direction
+    # whole numbers, rounded down: what is added to an index is one
+    own = windows_along(rows, 1, 2) if bidirectional else rows  # buckets of a direction
+    exact = windows_along(own, 1, 2)  # those of a distance of their own
 
     def body(queries: Tensor, keys: Tensor) -> Tensor:
         away = rearrange(keys, "t -> 1 t") - rearrange(queries, "s -> s 1")
         later = pointwise("less", 0, away) if bidirectional else None
         away = pointwise("abs", away) if bidirectional else -pointwise("minimum", away, 0)
         # the base of the logarithm, which the largest distance sets, changes no cost
-        growing = pointwise("log", cast(away, "fp32") / (own / 2)) / 1.0 * (own / 2)
-        far = pointwise("minimum", cast(growing, "int64") + own / 2, own - 1)
-        found = pointwise("where", pointwise("less", away, own / 2), away, far)
+        growing = pointwise("log", cast(away, "fp32") / exact) / 1.0 * (own - exact)
+        far = pointwise("minimum", cast(growing, "int64") + exact, own - 1)
+        found = pointwise("where", pointwise("less", away, exact), away, far)
         return found if later is None else found + cast(later, "int64") * own
 
     with module(current_graph(queries.graph), name) as _:

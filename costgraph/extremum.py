@@ -7,15 +7,18 @@ lambdify and rewrite like it, in milliseconds.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Number
 from typing import Any, ClassVar, NamedTuple
 
 import sympy
 from sympy.printing.str import StrPrinter
 
-from .dominance import BOUNDS, Relations, lower, prune
-from .errors import ShapeError
+from .carried import conditioned, held_by, plain
+from .dominance import BOUNDS, Relations, lower
+from .errors import GraphError, ShapeError
 from .polynomial import Poly, Rational, generator, poly
-from .symbols import is_number_like, shown
+from .pruning import prune
+from .symbols import FUNCTIONS, is_number_like, shown
 
 __all__ = ["Max", "Min", "Owner", "Regime", "extremum", "regimes"]
 
@@ -68,16 +71,20 @@ class _Extremum(_AtOnce):
     def __new__(cls, *args: object, owners: Sequence[Owner] | None = None) -> sympy.Expr:
         if not args:
             raise ShapeError(f"{cls.__name__}: expected at least one argument")
-        given = list(zip(map(as_expr, args), owners or [Owner()] * len(args), strict=True))
+        named = owners is None or (isinstance(owners, list | tuple) and len(owners) == len(args))
+        if not named or not all(isinstance(o, Owner) for o in owners or ()):
+            raise GraphError(f"{cls.__name__}: owners is {shown(owners)}, expected an owner for each argument")
+        given = list(zip(map(plain, map(as_expr, args)), owners or [Owner()] * len(args), strict=True))
         try:
-            return _build(cls, prune(_flat(cls, [(poly(e), o) for e, o in given]), largest=cls._largest))
+            found = _build(cls, prune(_flat(cls, [(poly(e), o) for e, o in given]), largest=cls._largest))
+            return conditioned(found, held_by(*args))
         except ShapeError:
             if not all(is_number_like(e) for e, _ in given):
                 raise
         # floats, and symbols that sympy puts in for a while: left as they are
         if all(e.is_number for e, _ in given):
             return cls._sympy(*(e for e, _ in given))
-        return _node(cls, sorted(given, key=lambda item: sympy.default_sort_key(item[0])))
+        return conditioned(_node(cls, sorted(given, key=lambda item: sympy.default_sort_key(item[0]))), held_by(*args))
 
     @property
     def func(self) -> Any:
@@ -291,8 +298,12 @@ def _restore(cls: type[_Extremum], args: tuple[sympy.Expr, ...], owners: tuple[O
 
 def as_expr(value: object) -> sympy.Expr:
     """Return a number or formula as sympy has it, or raise ShapeError: text and truth values are neither."""
+    if held_by(value):
+        return value
     try:
-        expr = None if isinstance(value, bool | str) else sympy.sympify(value, strict=True)
+        # an array of NumPy's may hold anything, even where sympy takes it for a number
+        known = isinstance(value, Number | sympy.Basic) and not isinstance(value, bool)
+        expr = sympy.sympify(value, strict=True) if known else None
     except (sympy.SympifyError, TypeError, ValueError):
         expr = None
     if not isinstance(expr, sympy.Expr):
@@ -351,14 +362,15 @@ def regimes(formula: sympy.Expr | int | float) -> list[Regime]:
     [B*D + 1, B*F + 1]
     """
     formula = as_expr(formula)
-    found = next((e for e in sympy.preorder_traversal(formula) if isinstance(e, _Extremum)), None)
+    found = next((e for e in sympy.preorder_traversal(plain(formula)) if isinstance(e, _Extremum)), None)
     if found is None:
         return [Regime(formula, None, None)]
+    held, formula = held_by(formula), plain(formula)
     out = []
     for arg, owner in zip(found.args, found.owners, strict=True):
         # args of a Max may hold another one: a minimum over windows in a count of FLOPs
-        part = formula if formula is found else formula.xreplace({found: arg})
-        out.append(Regime(arg if formula is found else part, owner.op, owner.phase))
+        part = arg if formula is found else formula.xreplace({found: arg})
+        out.append(Regime(conditioned(part, held), owner.op, owner.phase))
     return out
 
 
@@ -371,6 +383,7 @@ def least_of(expr: sympy.Expr, known: Relations) -> Rational | None:
 
 
 BOUNDS |= {Max: least_of, Min: least_of}
+FUNCTIONS.update((Max, Min))
 
 
 def at_least_zero(p: Poly) -> Poly:

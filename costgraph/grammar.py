@@ -5,7 +5,7 @@ term     = factor {("*" | "/") factor}
 factor   = "-" factor | power
 power    = atom ["**" factor]
 atom     = integer | decimal | name | function "(" formula {"," formula} ")" | "(" formula ")"
-function = "Max" | "Min" | "floor" | "ceiling"
+function = "Max" | "Min" | "floor" | "ceiling" | "sqrt" | "log"
 relation = formula ("==" | ">=" | "<=" | ">" | "<") formula
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from fractions import Fraction
-from math import comb
+from math import ceil, comb
 
 import sympy
 
@@ -36,12 +36,21 @@ _MOST_TERMS = 2000  # of a sum; what is asked of it later takes the square of th
 _MOST_WORK = 20_000  # terms of all intermediate sums
 _MOST_ROUNDED = 200  # terms in a floor or a ceiling
 _MOST_BITS = 1 << 13
+
+
+def _sqrt(base: sympy.Expr) -> sympy.Expr:
+    return power(poly(base), poly(Fraction(1, 2))).expr  # which refuses what has no root
+
+
 _FUNCTIONS: dict[str, Callable[..., sympy.Expr]] = {
     "Max": Max,
     "Min": Min,
     "floor": sympy.floor,
     "ceiling": sympy.ceiling,
+    "sqrt": _sqrt,
+    "log": sympy.log,
 }
+_OF_SEVERAL = (Max, Min)
 
 
 class _Reader:
@@ -126,9 +135,10 @@ class _Reader:
         self.depth -= 1
         if base.constant is not None and base.constant <= 0 and exponent.constant is None:
             raise self.error(f"a power of {base}, expected a positive number")
-        if isinstance(exponent.constant, Fraction):
-            raise self.error(f"the exponent {exponent}, expected an integer or a formula in symbols,")
         if exponent.constant is None:
+            return self.checked(power(base, exponent))
+        if isinstance(exponent.constant, Fraction):
+            self.need_room(base, ceil(abs(exponent.constant)))
             return self.checked(power(base, exponent))
         self.need_room(base, abs(exponent.constant))
         return self.checked(base**exponent.constant)
@@ -172,7 +182,7 @@ class _Reader:
         while self.take(","):
             arguments.append(self.formula())
         self.need(")")
-        most = 1 if function in (sympy.floor, sympy.ceiling) else _MOST_ARGUMENTS
+        most = _MOST_ARGUMENTS if function in _OF_SEVERAL else 1
         if len(arguments) > most:
             raise self.error(f"{len(arguments)} arguments of {token}, expected at most {most},")
         if most == 1 and len(arguments[0].terms) > _MOST_ROUNDED:
@@ -190,7 +200,7 @@ def parse_formula(text: str, place: str = "formula") -> Poly:
     Parameters
     ----------
     text : str
-        Integers, decimals, names, `+ - * / **`, brackets, `Max`, `Min`, `floor` and `ceiling`.
+        Integers, decimals, names, `+ - * / **`, brackets, `Max`, `Min`, `floor`, `ceiling`, `sqrt` and `log`.
     place : str
         Where the text stood, for the error message.
 

@@ -8,24 +8,27 @@ Program order is the order of the nodes. Ops are added by the functions in `cost
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import wraps
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar, get_args
 
 import networkx as nx
 
 from .arguments import need_choice, need_flag, need_name, sizes_of
+from .changes import Journal, fixed
 from .checks import check
 from .dominance import NOTHING_KNOWN, Relations
+from .door import READ, rule
 from .dtypes import DType
 from .dtypes import dtype as find_dtype
 from .errors import CostGraphError, GraphError
 from .grammar import parse_relation
-from .layout import Sizes
+from .layout import Sizes, is_integral, settled
 from .op import Attrs, Op, OpKind, Result
 from .polynomial import Poly
-from .scopes import CURRENT, PHASE, SCOPE
-from .symbols import is_level, shorten
+from .scopes import Place, close, enter, here
+from .symbols import is_level, kind_of, shorten, shown
 from .tensor import Storage, Tensor
 
 __all__ = ["Graph", "apply", "current_graph", "need_graph", "sizes_of"]
@@ -44,7 +47,18 @@ class _Carried(Generic[T]):
         return out
 
     def __set__(self, graph: Graph, value: T) -> None:
+        graph._modify()
         graph.graph[self.name] = value
+
+
+class _Stated(_Carried[T]):
+    """One that is set from outside: what it holds is looked at."""
+
+    def __set__(self, graph: Graph, value: T) -> None:
+        asked = rule(get_args(self.__orig_class__)[0])  # type: ignore[attr-defined]  # typing sets it
+        if not asked.holds(value):
+            raise GraphError(f"graph {graph.name!r}: {self.name} is {shown(value)}, expected {asked.expected}")
+        super().__set__(graph, value)
 
 
 def _changing(method: Callable[..., None]) -> Callable[..., None]:
@@ -87,10 +101,10 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
     dtype = _Carried[DType]()
     outputs = _Carried[list[Tensor]]()
     relations = _Carried[Relations]()
-    defaults = _Carried[dict[str, int]]()
+    defaults = _Stated[dict[str, int]]()
     gradients = _Carried[dict[Tensor, Tensor]]()
     """Gradients of parameters and inputs: they live from the first contribution to the end."""
-    loss = _Carried[str | None]()
+    loss = _Stated[str | None]()
     handed = _Carried[dict[Storage, tuple[Storage, Poly]]]()
     """Storages of carries that a loop hands on as they came, each with what it started from."""
 
@@ -101,7 +115,7 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
 
     def __init__(self, name: object = "graph", dtype: str | DType = "fp32", **attr: object) -> None:
         if name is not None and not isinstance(name, str | nx.Graph):
-            raise GraphError(f"graph: name {name!r}, expected text")
+            raise GraphError(f"graph: name {shown(name)}, expected text")
         # networkx's own functions make graphs of this class with no argument, or with data to copy
         super().__init__(None if isinstance(name, str) else name, **attr)
         self.graph.setdefault("name", name if isinstance(name, str) else "graph")
@@ -115,9 +129,12 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
         self.cache: dict[object, Any] = {}
         self._captured: dict[Tensor, Tensor] = {}
         self._taken: dict[str, int] = {}
+        self.quotients: frozenset[Poly] = frozenset()
+        """Sizes that are whole only because they are sizes, such as D/H; of the outermost graph."""
         self.modules: set[str] = set()
         """Scopes that a layer or a Repeat has for itself."""
-        self._tokens: list[Any] = []
+        self._places: list[Place] = []
+        self.journal = Journal()
 
     def copy(self, as_view: bool = False) -> Graph:
         """Return a graph of the same nodes, in which nodes can be removed; ops of its tensors go to the original."""
@@ -246,12 +263,13 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
             If one is no tensor, or of another graph.
         """
         self._modify()
-        for t in tensors:
-            if not isinstance(t, Tensor):
-                raise GraphError(f"output of graph {self.name!r}: got {type(t).__name__}, expected a tensor")
-            self.outputs.append(self.adopt(t))
+        with self.whole():
+            for t in tensors:
+                if not isinstance(t, Tensor):
+                    raise GraphError(f"output of graph {self.name!r}: got {kind_of(t)}, expected a tensor")
+                self._append(self.outputs, self.adopt(t))
 
-    def assume(self, *relations: str) -> None:
+    def assume(self, *relations: Annotated[str, READ]) -> None:
         """State what is known of sizes, so that formulas narrow and bound sizes are checked.
 
         Parameters
@@ -266,34 +284,66 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
         """
         known = self.root.relations.relations
         self.root.relations = Relations([*known, *(parse_relation(r) for r in relations)])
-        self._modify()
 
     def freeze(self) -> Graph:
         """Validate, then refuse every later change."""
         self.validate()
         for g in self.bodies():
             nx.freeze(g)
+            g.graph |= {key: fixed(value) for key, value in g.graph.items()}
         return self
 
     # -- as a context --------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Graph:
         # a graph that is declared while another one is open starts with no scope of that one
-        self._tokens.append((CURRENT.set(self), SCOPE.set(())))
+        self._places.append(enter(graph=self, levels=()))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
-        current, levels = self._tokens.pop()
-        CURRENT.reset(current)
-        SCOPE.reset(levels)
-        if kind is None and self.parent is None:
+        inmost = close(self._places.pop())
+        if kind is not None:
+            return
+        if not inmost:  # ops of both may have got the scope of the other one
+            raise GraphError(
+                f"graph {self.name!r} is closed while what was opened later is still open, expected the innermost one "
+                "first: two generators that run by turns cannot both hold a graph open"
+            )
+        if self.parent is None:
             self.validate()
 
     # -- inside --------------------------------------------------------------------------------------------------
 
+    def whole(self) -> AbstractContextManager[None]:
+        """Take back every change made inside, to this graph or to another part of the same one, if it is refused."""
+        return self.root.journal.whole()
+
+    def note(self, undo: Callable[[], object]) -> None:
+        """Note what takes back a change that is made now."""
+        self.root.journal.note(undo)
+
+    def add_node(self, node: Tensor | Op, **attr: object) -> None:
+        """Append a node."""
+        root, new = self.root, [n for n in (node.sizes if isinstance(node, Tensor) else ()) if not is_integral(n)]
+        if not root.quotients.issuperset(new):
+            before, root.quotients = root.quotients, root.quotients.union(new)
+            self.note(lambda: setattr(root, "quotients", before))
+        super().add_node(node, **attr)
+        self.note(lambda: node in self and nx.DiGraph.remove_node(self, node))
+
+    def _append(self, tensors: list[Tensor], tensor: Tensor) -> None:
+        """Append to the inputs or outputs."""
+        length = len(tensors)
+        tensors.append(tensor)
+        self.note(lambda: tensors.__delitem__(slice(length, None)))
+
     def _modify(self) -> None:
         if nx.is_frozen(self):
             raise GraphError(f"graph {self.name!r} is frozen, expected one that can still be changed")
+        self._forget()
+        self.note(self._forget)
+
+    def _forget(self) -> None:
         graph: Graph | None = self
         while graph is not None:
             graph.cache.clear()
@@ -314,9 +364,16 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
         while name in taken:
             name = f"{base}_{number}"
             number += 1
-        taken[base] = max(number, 1)
-        taken.setdefault(name, 1)
+        self._take(base, max(number, 1))
+        self._take(name, taken.get(name, 1))
         return name
+
+    def _take(self, name: str, number: int = 1) -> None:
+        """Take a name, with the number that the next one of it gets."""
+        taken = self.root._taken
+        before = taken.get(name)
+        taken[name] = number
+        self.note(lambda: taken.pop(name, None) if before is None else taken.__setitem__(name, before))
 
     def _source(
         self,
@@ -329,7 +386,7 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
     ) -> Tensor:
         if not isinstance(name, str) or not all(map(is_level, name.replace(".", "/").split("/"))):
             raise GraphError(f"{role} {shorten(str(name))}: expected a name of letters, digits, '_', '.' and '/'")
-        full = "/".join((*SCOPE.get(), name)) if role != "input" else name
+        full = "/".join((*here().levels, name)) if role != "input" else name
         if full in self.root._taken:
             raise GraphError(f"{role} {full!r}: the name is taken in graph {self.root.name!r}, expected a new one")
         self._modify()
@@ -337,8 +394,9 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
         tensor = Tensor(
             self, full, sizes_of(shape, f"{role} {full!r}"), format_, role=role, requires_grad=requires_grad
         )
-        self.root._taken[full] = 1
-        self.add_node(tensor)
+        with self.whole():
+            self._take(full)
+            self.add_node(tensor)
         return tensor
 
     def formal(self, like: Tensor, name: str, sizes: Sizes, strides: Sizes, pieces: int | None = None) -> Tensor:
@@ -346,7 +404,7 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
         pieces = like.storage.pieces if pieces is None else pieces
         tensor = Tensor(self, self.unique(name), sizes, like.dtype, role="formal", strides=strides, pieces=pieces)
         tensor.domain = like.domain
-        self.formals.append(tensor)
+        self._append(self.formals, tensor)
         self.add_node(tensor)
         return tensor
 
@@ -376,6 +434,7 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
         if found is None:
             found = self._captured[outer] = self.formal(outer, f"{outer.name}.in", outer.sizes, outer.strides)
             found.offset = outer.offset
+            self.note(lambda: self._captured.pop(outer, None))
         return found
 
     @property
@@ -393,7 +452,7 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
             if inner is tensor:
                 return outer
         owner.graph._modify()
-        self.outputs.append(tensor)
+        self._append(self.outputs, tensor)
         name = tensor.name if owner.results else None
         owner.graph.add_result(owner, Result(tensor.sizes, tensor.dtype, domain=tensor.domain), name)
         return owner.results[-1]
@@ -414,7 +473,8 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
         )
         tensor.producer = op
         tensor.domain = result.domain
-        op.results += (tensor,)
+        before, op.results = op.results, (*op.results, tensor)
+        self.note(lambda: setattr(op, "results", before))
         self.add_node(tensor)
         self.add_edge(op, tensor)
 
@@ -422,25 +482,31 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
         """Append an op; its results are inferred."""
         need_name(kind.name, name)
         self._modify()
+        with self.whole():
+            return self._op(kind, operands, attrs, name, phase)
+
+    def _op(self, kind: OpKind, operands: Iterable[Tensor], attrs: Attrs, name: str, phase: str | None) -> Op:
         adopted = tuple(self.adopt(t) for t in operands)
-        full = self.unique("/".join((*SCOPE.get(), name)))
+        full = self.unique("/".join((*here().levels, name)))
         try:
-            results = kind.infer(adopted, attrs)
+            results = kind.results_of(adopted, attrs)
             for i, result in enumerate(results):
                 sizes_of(result.sizes, f"result {i + 1}")
         except CostGraphError as error:
-            self.root._taken.pop(full)
             raise type(error)(f"{full!r} in graph {self.root.name!r}: {error}") from None
-        op = Op(self, kind, full, adopted, attrs, full.rpartition("/")[0], phase or PHASE.get())
+        op = Op(self, kind, full, adopted, attrs, full.rpartition("/")[0], phase or here().phase)
         self.add_node(op)
         self.add_edges_from((t, op) for t in adopted)
         for result in results:
             self.add_result(op, result)
         if kind.body == "repeated":
-            pairs = zip(op.attrs["body"].formals[: op.attrs["carries"]], op.attrs["body"].outputs, strict=False)
-            same = [i for i, (given, left) in enumerate(pairs) if given is left]
-            self.root.handed |= {op.results[i].storage: (adopted[i].storage, adopted[i].offset) for i in same}
+            self._hand(_handed_on(op))
         return op
+
+    def _hand(self, storages: dict[Storage, tuple[Storage, Poly]]) -> None:
+        handed = self.root.handed
+        handed.update(storages)
+        self.note(lambda: [handed.pop(s, None) for s in storages])
 
     def start_body(self, name: str, *, fused: bool) -> Graph:
         """Return an empty body graph of this one."""
@@ -454,13 +520,18 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
         """Whether two sizes are equal, assumptions included."""
         if a == b:
             return True
-        known = self.root.relations
-        return bool(known.relations) and known.reduce(a) == known.reduce(b)
+        a, b = self.told((a, b))
+        return a == b
 
     def told(self, sizes: Sizes) -> Sizes:
-        """Return sizes or strides with assumed equalities put in: what is equal is then the same polynomial."""
-        known = self.root.relations
-        return tuple(map(known.reduce, sizes)) if known.relations else sizes
+        """Return sizes or strides with all that is known put in: what is equal is then the same polynomial.
+
+        Known are assumed equalities, and that sizes such as D/H are whole: ceiling(D/H) is then D/H.
+        """
+        known, whole = self.root.relations, self.root.quotients
+        if known.relations:
+            sizes, whole = tuple(map(known.reduce, sizes)), frozenset(map(known.reduce, whole))
+        return tuple(settled(n, whole) for n in sizes) if whole else sizes
 
     def validate(self) -> None:
         """Check that the graph means something.
@@ -474,15 +545,28 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
         check(self)
 
 
+def _handed_on(op: Op) -> dict[Storage, tuple[Storage, Poly]]:
+    """Return which results of a loop are what it was given: a carry as it came, or something from outside the loop."""
+    body, carries = op.attrs["body"], op.attrs["carries"]
+    captured = range(carries + op.attrs["xs"], len(op.operands))
+    found = {}
+    for i, left in enumerate(body.outputs[: len(op.results)][:carries]):
+        for j in (i, *captured):
+            given, outer = body.formals[j], op.operands[j]
+            if given.storage is left.storage:  # in the same order, as all that a loop hands on
+                found[op.results[i].storage] = outer.storage, outer.offset + left.offset - given.offset
+    return found
+
+
 def need_graph(place: str, graph: object) -> None:
     """Raise GraphError if a question is asked of something else than a graph."""
     if not isinstance(graph, Graph):
-        raise GraphError(f"{place}: got {type(graph).__name__}, expected a graph")
+        raise GraphError(f"{place}: got {kind_of(graph)}, expected a graph")
 
 
 def current_graph(of: Graph | None = None) -> Graph:
     """Return the graph that an op added now goes to: the body being built, if it is one of the same graph."""
-    current = CURRENT.get()
+    current = here().graph
     if of is None:
         if current is None:
             raise GraphError("no graph is open, expected 'with costgraph.Graph(...) as g:' around")
@@ -496,6 +580,6 @@ def apply(kind: OpKind, operands: Sequence[Tensor], attrs: Attrs, name: str) -> 
     """Append an op of some kind to the graph of its operands and return its results."""
     for i, t in enumerate(operands):
         if not isinstance(t, Tensor):
-            raise GraphError(f"{kind.name}: operand {i + 1} is {type(t).__name__}, expected a tensor")
+            raise GraphError(f"{kind.name}: operand {i + 1} is {kind_of(t)}, expected a tensor")
     graph = current_graph(operands[0].graph if operands else None)
     return graph.add_op(kind, operands, attrs, name).results

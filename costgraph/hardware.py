@@ -15,10 +15,12 @@ from dataclasses import dataclass, replace
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from costgraph.door import READ
 from costgraph.dtypes import DType, dtype
 from costgraph.errors import SpecError
+from costgraph.text_file import read_text
 from costgraph.units import Quantity, check_keys, check_text, near, read_quantity, show
 
 __all__ = ["Hardware", "list_hardware", "load_hardware"]
@@ -48,11 +50,9 @@ _TABLES: dict[str, dict[str, str]] = {
 """Tables of a specification, their keys and the base unit of each; [measured] takes any name and unit."""
 
 _LINK_KINDS = {
-    "interconnect": ("interconnect", "per_direction"),
-    "c2c": ("interconnect", "c2c_per_direction"),
-    "pcie": ("pcie", "x16_per_direction"),
-    "network": ("network", "per_direction"),
-}
+    "interconnect": ("interconnect", "per_direction"), "c2c": ("interconnect", "c2c_per_direction"),
+    "pcie": ("pcie", "x16_per_direction"), "network": ("network", "per_direction"),
+}  # fmt: skip
 
 # tensor cores take the two 8-bit floats at one rate, and the block formats at that of their elements
 _RATE_KEYS = {
@@ -139,12 +139,13 @@ class Hardware:
             raise SpecError(f"hardware {self.id}: unit {show(unit)} is unknown; expected 'matmul' or 'vector'")
         found_format = dtype(dtype_name)
         wanted = found_format.element or found_format.name
+        instead = _chosen(f"hardware {self.id}", fallback, wanted)
         key = _rate_key(wanted, unit, self.peak)
         found = self.tables[table].get(key)
         if found is not None:
             return found
         place = f"hardware {self.id}: no {unit} rate {table}.{key} for {wanted}"
-        return self._instead(_chosen(fallback, wanted), unit, place)
+        return self._instead(instead, unit, place)
 
     def ridge(self, dtype_name: str | DType, fallback: Fallback | None = None) -> Fraction:
         """Return the ridge point in FLOP/B: the intensity above which a matmul is bound by compute.
@@ -200,7 +201,7 @@ class Hardware:
         tables = {**self.tables, "peak": peak, "vector": vector, "memory": memory}
         return replace(self, peak=peak, vector=vector, bandwidth=found["bandwidth"], tables=tables)
 
-    def link(self, kind: str) -> Quantity:
+    def link(self, kind: Annotated[str, READ]) -> Quantity:
         """Return the bandwidth of a link in B/s, one direction.
 
         Parameters
@@ -219,8 +220,9 @@ class Hardware:
         63 GB/s
         """
         if not isinstance(kind, str) or kind not in _LINK_KINDS:
-            known = ", ".join(_LINK_KINDS)
-            raise SpecError(f"hardware {self.id}: link {show(kind)} is unknown; expected one of {known}")
+            raise SpecError(
+                f"hardware {self.id}: link {show(kind)} is unknown; expected one of {', '.join(_LINK_KINDS)}"
+            )
         table, key = _LINK_KINDS[kind]
         there = self.tables.get(table, {})
         if key in there:
@@ -263,10 +265,18 @@ def _rate_key(name: str, unit: str, peak: Mapping[str, Quantity]) -> str:
     return _RATE_KEYS.get(name, name)
 
 
-def _chosen(fallback: Fallback | None, wanted: str) -> str | None:
-    if isinstance(fallback, Mapping):
-        fallback = {dtype(asked).name: use for asked, use in fallback.items()}.get(wanted)
-    return fallback if fallback is None or isinstance(fallback, str) else dtype(fallback).name
+def _chosen(place: str, fallback: Fallback | None, wanted: str) -> str | None:
+    """Return the fallback of a format or None; one that no device can have is refused, needed or not."""
+    chosen: str | None = None
+    alone = {} if fallback is None else {wanted: fallback}
+    for asked, use in (fallback if isinstance(fallback, Mapping) else alone).items():
+        table, dot, key = use.rpartition(".") if isinstance(use, str) else ("", "", "")
+        if dot and (table not in ("peak", "vector") or key not in _TABLES[table]):
+            raise SpecError(f"{place}: fallback {use}; expected a number format, peak.KEY or vector.KEY")
+        name = use if isinstance(use, str) and (dot or use in _TABLES["peak"]) else dtype(use).name
+        if dtype(asked).name == wanted:
+            chosen = name
+    return chosen
 
 
 def list_hardware() -> list[str]:
@@ -325,22 +335,14 @@ def _find(name_or_path: object) -> Path:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    text = read_text(path, str(path), _MOST_BYTES, "the TOML file of one device", SpecError)
     try:
-        if not path.is_file():
-            raise SpecError(f"{path}: no such file; expected a TOML file")
-        with path.open("rb") as file:
-            raw = file.read(_MOST_BYTES + 1)
-        if len(raw) > _MOST_BYTES:
-            raise SpecError(f"{path}: larger than 1 MiB; expected the specification of one device")
-        text = raw.decode()
         if max(line.count(".") for line in text.split("\n")) > _MOST_DOTS:
             raise SpecError(f"{path}: a line with more than {_MOST_DOTS} dots; expected short keys")
         return tomllib.loads(text, parse_float=Decimal)
-    except UnicodeDecodeError as error:
-        raise SpecError(f"{path}: byte {error.start} is no UTF-8; expected a TOML file") from None
     except RecursionError:
         raise SpecError(f"{path}: nested too deep; expected the tables of a specification") from None
-    except (OSError, ValueError, ArithmeticError) as error:
+    except (ValueError, ArithmeticError) as error:
         raise SpecError(f"{path}: {error or type(error).__name__}; expected a readable TOML file") from None
 
 
@@ -364,13 +366,11 @@ def _build(path: Path, data: dict[str, Any]) -> Hardware:
         if "type" in entries:
             types[name] = check_text(f"{path}: {name}.type", entries.pop("type"))
         found = {k: read_quantity(f"{path}: {name}.{k}", v, slots.get(k), sources) for k, v in entries.items()}
-        if found:
-            tables[name] = found
+        tables |= {name: found} if found else {}
     if not tables["peak"]:
         raise SpecError(f"{path}: [peak] has no rate; expected one at least, such as peak.bf16")
-    memory = tables["memory"]
     for key in ("bandwidth", "capacity"):
-        if key not in memory:
+        if key not in (memory := tables["memory"]):
             raise SpecError(f"{path}: memory.{key} is missing; expected it in every specification")
     notes = data.get("disagreements", [])
     if not isinstance(notes, list):

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from math import isfinite
-from pathlib import Path
 from typing import Any
 
 import networkx as nx
@@ -26,9 +25,10 @@ from .ops.pointwise import FUNCTIONS, Function
 from .pattern import Pattern
 from .polynomial import Poly
 from .reader import MALFORMED, Reader, kept, need, node_id, texts
-from .scopes import SCOPE
+from .scopes import opened
 from .symbols import is_name, shorten, shown
 from .tensor import Tensor
+from .text_file import place_of, read_text, write_file
 
 __all__ = ["load", "save"]
 
@@ -141,9 +141,9 @@ def save(graph: Graph, path: str | os.PathLike[str]) -> None:
     """
     try:
         text = json.dumps(_graph_data(graph), indent=1, allow_nan=False)
-        Path(path).write_text(text + "\n", encoding="utf-8")
-    except (OSError, ValueError, TypeError) as error:
-        raise FormatError(f"{_place(path)}: cannot be written, {error}") from None
+    except (ValueError, TypeError) as error:
+        raise FormatError(f"{place_of(path)}: cannot be written, {error}") from None
+    write_file(path, text + "\n")
 
 
 # -- reading -----------------------------------------------------------------------------------------------------
@@ -179,44 +179,30 @@ def load(path: str | os.PathLike[str]) -> Graph:
     FormatError
         If the file cannot be read, or is anything else than a graph: the text says where.
     """
-    place = _place(path)
+    place = place_of(path)
     data = _data(path, place)
     facts = need(place, data, "graph", dict, "top")
     if facts.get("schema") != _SCHEMA:
         raise FormatError(f"{place}: schema {shown(facts.get('schema'))}, expected {_SCHEMA!r}")
-    levels = SCOPE.set(())  # names in a file are complete
     try:
-        graph = Reader(place, texts(place, facts, "assumptions", "top")).graph(data, None, "top")
-        graph.defaults = _defaults(place, facts)
-        graph.loss = kept(str, facts["loss"]) if facts.get("loss") is not None else None
-        graph.validate()
+        with opened(levels=()):  # names in a file are complete
+            graph = Reader(place, texts(place, facts, "assumptions", "top")).graph(data, None, "top")
+            graph.defaults = _defaults(place, facts)
+            graph.loss = None if facts["loss"] is None else kept(str, facts["loss"])
+            graph.validate()
     except CostGraphError as error:  # the fact from below, with the place in front of it once
         text = str(error)
         raise FormatError(text if text.startswith(place) else f"{place}: {text}") from None
     except MALFORMED as error:
         raise FormatError(f"{place}: malformed ({type(error).__name__}: {error})") from None
-    finally:
-        SCOPE.reset(levels)
     return graph
 
 
-def _place(path: object) -> str:
-    """Return a path as error texts name it."""
-    return shown(os.fspath(path) if isinstance(path, os.PathLike) else path, 200).strip("'")
-
-
 def _data(path: str | os.PathLike[str], place: str) -> Any:
+    text = read_text(path, place, _LARGEST, "a graph in JSON")
     try:
-        file = Path(path)
-        file.stat()  # says why there is none
-        if not file.is_file():  # a device or a pipe may have no end
-            raise FormatError(f"{place}: no JSON that can be read, expected a regular file")
-        with file.open("rb") as stream:
-            raw = stream.read(_LARGEST + 1)
-        if len(raw) > _LARGEST:
-            raise FormatError(f"{place}: more than {_LARGEST} bytes, expected fewer")
-        return json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_unique)
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+        return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
         raise FormatError(f"{place}: no JSON that can be read, {type(error).__name__}: {error}") from None
 
 

@@ -6,15 +6,18 @@ The rules are torch's, each symbol taken as larger than 1; a size that is litera
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
-from math import prod
+from fractions import Fraction
+from math import ceil, floor, prod
 
 import sympy
 
 from .dominance import lower
-from .polynomial import ONE, ZERO, Poly, poly
+from .generators import cached, generator
+from .polynomial import ONE, ZERO, Monomial, Poly, Rational, poly
 
-__all__ = ["Sizes", "contiguous", "distinct", "elementwise", "numel", "view", "windows_along"]
+__all__ = [
+    "Sizes", "contiguous", "distinct", "elementwise", "is_integral", "numel", "settled", "view", "windows_along",
+]  # fmt: skip
 
 Sizes = tuple[Poly, ...]
 
@@ -24,19 +27,61 @@ def numel(sizes: Sequence[Poly]) -> Poly:
     return _product(tuple(sizes))
 
 
-@lru_cache(maxsize=1 << 14)
+@cached(1 << 14)
 def _product(sizes: Sizes) -> Poly:
     return prod(sizes, start=ONE)
 
 
-def windows_along(size: Poly, spare: Poly | int, stride: int) -> Poly:
-    """Return ceiling((size - spare) / stride), a window's places along an axis, with no ceiling inside another one."""
+def windows_along(size: Poly, spare: Poly | int, stride: Poly | int) -> Poly:
+    """Return ceiling((size - spare) / stride), a window's places along an axis, with no ceiling inside another one.
+
+    A size is whole wherever it is bound, D/H too: there is nothing to round where the stride is 1.
+    """
+    if stride == 1:
+        return size - spare
     more, rest = size.expr.as_coeff_Add()
-    inner = more + rest.args[0] if isinstance(rest, sympy.ceiling) and more.is_integer else size.expr
-    return poly(sympy.ceiling((inner - poly(spare).expr) / stride))
+    inner = poly(more + rest.args[0]) if isinstance(rest, sympy.ceiling) and more.is_integer else size
+    return poly(sympy.ceiling(((inner - spare) / stride).expr))
 
 
-@lru_cache(maxsize=1 << 14)
+@cached(1 << 14)
+def settled(p: Poly, sizes: frozenset[Poly]) -> Poly:
+    """Return a formula without the floors and ceilings of what is whole where all of some sizes are."""
+    new = {}
+    for key in p.generators():
+        expr = generator(key) if key[0] == "~" else None
+        if isinstance(expr, sympy.floor | sympy.ceiling):
+            inner = settled(poly(expr.args[0]), sizes)
+            number = inner.terms.get((), 0)
+            part = _fractional(inner - number)
+            if not part.terms or any(_is_multiple(part, _fractional(n)) for n in sizes):
+                new[key] = inner - number + (floor(number) if isinstance(expr, sympy.floor) else ceil(number))
+    return p.substitute(new) if new else p
+
+
+@cached(1 << 14)
+def _fractional(p: Poly) -> Poly:
+    """Return the terms that need not be whole numbers."""
+    return Poly({m: c for m, c in p.terms.items() if not _is_integral(m, c)})
+
+
+@cached(1 << 14)
+def is_integral(p: Poly) -> bool:
+    """Whether a size is whole for whatever whole numbers its symbols are."""
+    return not _fractional(p).terms
+
+
+def _is_integral(m: Monomial, c: Rational) -> bool:
+    return isinstance(c, int) and all(e > 0 and (k[0] != "~" or generator(k).is_integer is True) for k, e in m)
+
+
+def _is_multiple(p: Poly, of: Poly) -> bool:
+    m = next(iter(p.terms))
+    ratio = Fraction(p.terms[m]) / of.terms[m] if m in of.terms else Fraction(1, 2)
+    return ratio.denominator == 1 and p == of * ratio
+
+
+@cached(1 << 14)
 def contiguous(sizes: Sizes) -> Sizes:
     """Return the strides of a dense tensor whose last axis is the fastest."""
     out = [ONE]
@@ -80,7 +125,7 @@ def view(sizes: Sizes, strides: Sizes, new: Sizes) -> Sizes | None:
     return tuple(reversed(out))
 
 
-@lru_cache(maxsize=1 << 14)
+@cached(1 << 14)
 def _compare(a: Poly, b: Poly) -> int:
     if a == b:
         return 0

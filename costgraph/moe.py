@@ -21,6 +21,7 @@ from .ops.pointwise import cast, pointwise
 from .ops.reduce import reduce
 from .polynomial import Poly
 from .scopes import module
+from .symbols import shown
 from .tensor import Tensor
 
 __all__ = ["experts", "moe", "router"]
@@ -95,11 +96,13 @@ def router(
     need_choice(f"{place}: score", score, SCORES)
     need_flag(place, normalize=normalize, bias=bias, correction=correction, fp32=fp32)
     if (groups is None) != (kept_groups is None):
-        raise GraphError(f"{place}: groups={groups!r} and kept_groups={kept_groups!r}, expected both or neither")
+        raise GraphError(
+            f"{place}: groups={shown(groups)} and kept_groups={shown(kept_groups)}, expected both or neither"
+        )
     if score == "chosen" and (correction or groups is not None or normalize):
         raise GraphError(f"{place}: score='chosen' with groups, correction or normalize, expected none of them")
     if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float)):
-        raise GraphError(f"{place}: scale {scale!r}, expected a number")
+        raise GraphError(f"{place}: scale {shown(scale)}, expected a number")
     graph = current_graph(x.graph)
     with module(graph, name):
         products = _products(x, positive(f"{place}: experts", experts), bias=bias, fp32=fp32)
@@ -235,7 +238,7 @@ def experts(
     need_flag(place, gated=gated, bias=bias)
     if (capacity is not None) != (routing == "capacity"):
         raise GraphError(
-            f"{place}: routing={routing!r}, capacity={capacity!r}: expected a factor with 'capacity' alone"
+            f"{place}: routing={routing!r}, capacity={shown(capacity)}: expected a factor with 'capacity' alone"
         )
     if ids.ndim == 0 or weights.ndim != ids.ndim or not all(map(x.graph.same, ids.sizes[:-1], x.sizes[:-1])):
         raise ShapeError(f"{place}: {ids!r} and {weights!r} of {x!r}, expected experts (..., k) for each token")

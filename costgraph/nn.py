@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 from .arguments import need_call, need_choice, need_flag, need_tensor, positive
 from .arguments import sizes as sizes_by_name
+from .door import READ
 from .dtypes import dtype as find_dtype
 from .dtypes import promote
 from .errors import PatternError, ShapeError
@@ -18,7 +19,7 @@ from .ops.layout import split
 from .ops.pointwise import cast, pointwise
 from .ops.reduce import reduce
 from .ops.stochastic import dropout
-from .pattern import Affine, parse_pattern
+from .pattern import Affine, PatternText, parse_pattern
 from .scopes import module
 from .tensor import Tensor
 
@@ -56,7 +57,7 @@ def tanh(x: Tensor) -> Tensor:
 
 def linear(
     x: Tensor,
-    pattern: str,
+    pattern: PatternText,
     /,
     *,
     bias: bool = False,
@@ -156,7 +157,7 @@ def _last(x: Tensor, axis: int) -> tuple[str, str]:
     return " ".join(names), " ".join(kept)
 
 
-def softmax(x: Tensor, axis: int = -1, *, name: str = "softmax") -> Tensor:
+def softmax(x: Tensor, axis: Annotated[int, READ] = -1, *, name: str = "softmax") -> Tensor:
     """Exponentials that add up to 1, in one kernel.
 
     Parameters
@@ -196,7 +197,7 @@ def softmax(x: Tensor, axis: int = -1, *, name: str = "softmax") -> Tensor:
     return _one(fused(name, body, x, backward="softmax"))
 
 
-def log_softmax(x: Tensor, axis: int = -1, *, name: str = "log_softmax") -> Tensor:
+def log_softmax(x: Tensor, axis: Annotated[int, READ] = -1, *, name: str = "log_softmax") -> Tensor:
     """Logarithm of the softmax, in one kernel."""
     names, kept = _last(x, axis)
 

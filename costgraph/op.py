@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from .dtypes import DType
+from .errors import ShapeError
 from .layout import Sizes
 from .polynomial import ZERO, Poly
 from .tensor import Tensor
@@ -57,6 +58,21 @@ class OpKind:
     """Rule for the elements that it writes of each result."""
     body: str | None = None
     """fused or repeated where the op runs a body graph, None otherwise."""
+    restricted: bool = False
+    """Whether it takes operands that are restricted to a domain, `infer` says what is left of it; refused otherwise."""
+
+    def results_of(self, operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
+        """Infer the results, of operands that the kind takes.
+
+        Raises
+        ------
+        CostGraphError
+            If an operand does not fit, or is restricted to a domain where that means nothing.
+        """
+        limited = None if self.restricted else next((t for t in operands if t.domain is not None), None)
+        if limited is not None:
+            raise ShapeError(f"{self.name} of {limited!r}, which is restricted to a domain: expected a whole tensor")
+        return self.infer(operands, attrs)
 
 
 class Op:

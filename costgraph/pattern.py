@@ -13,11 +13,16 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Annotated
 
+from .door import READ
 from .errors import PatternError
 from .symbols import is_name, shorten, shown
 
-__all__ = ["Affine", "Axes", "Pattern", "parse_pattern"]
+__all__ = ["Affine", "Axes", "Pattern", "PatternText", "parse_pattern"]
+
+#: A pattern as a caller writes it, which `parse_pattern` reads.
+PatternText = Annotated[str, READ]
 
 _LONGEST = 4000
 _HIDDEN = re.compile(r"_\d+\Z", re.ASCII)  # an axis behind '...'

@@ -6,14 +6,14 @@ exponent), kept as the sympy expression that it is. sympy is met only at the two
 its own sums are three orders of magnitude slower to build.
 """
 
+# Longer than other files: the class, and the ways to it from sympy and through powers, call each other.
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
-from functools import lru_cache
 from itertools import chain
 from math import ceil, floor, gcd, lcm, prod
-from operator import index
 from typing import Any
 
 import sympy
@@ -24,6 +24,7 @@ from .generators import (
     Monomial,
     Rational,
     atom_key,
+    cached,
     generator,
     is_reciprocal,
     number_power,
@@ -31,7 +32,7 @@ from .generators import (
     tidy,
     times,
 )  # fmt: skip
-from .symbols import check_symbol, shown, symbol
+from .symbols import check_symbol, integer, shown, symbol
 
 __all__ = ["ONE", "ZERO", "Monomial", "Poly", "Rational", "generator", "poly", "total"]
 
@@ -115,7 +116,7 @@ class Poly:
         if len(other.terms) == 1:
             ((m, c),) = other.terms.items()
             sums = [(k, p) for k, p in m if p > 0 and is_reciprocal(k)]  # 1/(1/(A + 1)) is A + 1 again
-            inverse = Poly({tuple((k, -p) for k, p in m if (k, p) not in sums): tidy(Fraction(1) / c)})
+            inverse = Poly({times((), tuple((k, -p) for k, p in m if (k, p) not in sums)): tidy(Fraction(1) / c)})
             return prod((_from_expr(1 / generator(k)) ** p for k, p in sums), start=self * inverse)
         quotient = self._divide(other)
         if quotient is None:
@@ -170,6 +171,9 @@ class Poly:
             return self is other or self.terms == other.terms
         return self.terms == as_poly(other).terms if isinstance(other, int | Fraction) else NotImplemented
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return _restored, (dict(self.terms),)  # hashes of text, and keys of atoms, are a process's own
+
     def __hash__(self) -> int:
         if self._hash is None:
             constant = self.constant  # equal to the number, so hashed as it
@@ -201,6 +205,19 @@ class Poly:
         if not self.terms:
             return 0
         return self.terms.get(()) if len(self.terms) == 1 else None
+
+    @property
+    def number(self) -> Rational | sympy.Expr | None:
+        """The value, where no symbol is left, else None: a sympy number where it is no fraction."""
+        if self.constant is not None or self.names():
+            return self.constant
+        found = _from_expr(self.expr)  # sympy multiplies roots of numbers out
+        return found.expr if found.constant is None else found.constant
+
+    @property
+    def is_size(self) -> bool:
+        """Whether it is a positive whole number, with no symbol left."""
+        return isinstance(self.number, int) and self.number > 0
 
     def generators(self) -> set[str]:
         """Keys of the generators that occur."""
@@ -265,6 +282,10 @@ class Poly:
         return self._expr
 
 
+def _restored(terms: Mapping[Monomial, Rational]) -> Poly:
+    return Poly({times((), m): c for m, c in terms.items()})
+
+
 ZERO = Poly({})
 ONE = Poly({(): 1})
 
@@ -278,7 +299,7 @@ def as_poly(value: Poly | Rational) -> Poly:
     return Poly({(): value}) if value else ZERO
 
 
-@lru_cache(maxsize=1 << 16)
+@cached(1 << 16)
 def _product_of_terms(m: Monomial, c: Rational, n: Monomial, d: Rational) -> Poly:
     # sizes are monomials nearly always, and of a large graph the same few: kept once, they are nothing to collect
     return Poly({times(m, n): tidy(c * d)})
@@ -299,7 +320,7 @@ def atom(expr: sympy.Expr) -> Poly:
     return Poly({((atom_key(expr), 1),): 1})
 
 
-@lru_cache(maxsize=1 << 14)
+@cached(1 << 14)
 def _from_expr(expr: sympy.Expr) -> Poly:
     if expr.is_Symbol:
         check_symbol(expr)
@@ -337,10 +358,22 @@ def power(base: Poly, exponent: Poly) -> Poly:
         raise ShapeError(f"({number})**({exponent}): expected a base that is not negative")
     if number is not None and number.numerator == 1:
         return ONE if number == 1 else power(as_poly(number.denominator), -exponent)
+    if isinstance(fixed, Fraction):
+        return _root_power(base, fixed)
     expr = sympy.Pow(base.expr, exponent.expr)
     if not expr.is_Pow:
         return _from_expr(expr)
     return atom(expr) if fixed is not None else _split_power(expr)
+
+
+def _root_power(base: Poly, exponent: Fraction) -> Poly:
+    """Return B**(-1/2) as B**(1/2)/B: one root of each degree, with the powers that it has no need of left out."""
+    whole, rest = divmod(exponent, 1)
+    root = sympy.Pow(base.expr, sympy.Rational(1, rest.denominator))
+    if root.is_real is False:
+        raise ShapeError(f"({base})**({exponent}): expected a base that is not negative")
+    plain = root.is_Pow and root.exp.is_Rational
+    return power(base, as_poly(whole)) * (atom(root) if plain else _from_expr(root)) ** rest.numerator
 
 
 def _split_power(expr: sympy.Pow) -> Poly:
@@ -387,13 +420,12 @@ def poly(value: object) -> Poly:
     if isinstance(value, Poly):
         return value
     if isinstance(value, sympy.Expr):
-        return _from_expr(value)
+        # one that carries what it holds for stands for the plain one
+        return _from_expr(value if value.__sympy__ else value._sympy_())
     if isinstance(value, Fraction):
         return as_poly(tidy(value))
     try:
-        if isinstance(value, bool):
-            raise TypeError
-        return as_poly(index(value))  # type: ignore[arg-type]  # NumPy's integers too; what is none fails
+        return as_poly(integer(value))
     except TypeError:
         raise ShapeError(
             f"size {shown(value)}: expected an integer or an expression in symbols from costgraph.dims"

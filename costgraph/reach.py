@@ -4,20 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from math import prod
 from typing import TYPE_CHECKING
 
 from .dominance import lower
-from .extremum import Max, at_least_zero
-from .layout import numel
+from .errors import ShapeError
+from .extremum import Max, at_least_zero, smaller
+from .layout import Sizes, numel
 from .op import Op
 from .polynomial import ONE, ZERO, Poly, poly, total
 from .tensor import Tensor
 
 if TYPE_CHECKING:
+    from .domain import Domain
     from .graph import Graph
 
-__all__ = ["at_least", "elements_read", "larger", "points", "together"]
+    Restriction = tuple[Domain, int, int]
+
+__all__ = [
+    "alike", "at_least", "carried", "elements_read", "larger", "left_over", "points", "reached", "regrouped", "shared",
+    "together",
+]  # fmt: skip
 
 
 def at_least(a: Poly, b: Poly) -> bool:
@@ -37,17 +43,107 @@ def larger(a: Poly, b: Poly) -> Poly:
 
 def points(t: Tensor, *, stored: bool = False) -> Poly:
     """Return the index points of a tensor that hold anything; with `stored`, each element of an expanded one once."""
-    sizes = [ONE if stored and not s else n for n, s in zip(t.sizes, t.strides, strict=True)]
-    if t.domain is None:
-        return numel(sizes)
-    domain, query, key = t.domain
-    rest = prod((n for i, n in enumerate(sizes) if i not in (query, key)), start=ONE)
-    queries, keys, known = t.sizes[query], t.sizes[key], t.graph.root.relations
-    if stored and not t.strides[query]:
-        return rest * domain.keys_used(queries, keys, known) if t.strides[key] else rest
-    if stored and not t.strides[key]:
-        return rest * domain.queries_used(queries, keys, known)
-    return rest * domain.points(queries, keys, known)
+    return reached(t, t.sizes, t.domain, [bool(s) or not stored for s in t.strides])
+
+
+def reached(t: Tensor, sizes: Sizes, restriction: Restriction | None, runs: Sequence[bool]) -> Poly:
+    """Return how many positions of a tensor's own axes the index points of a shape reach, broadcast from the right.
+
+    Parameters
+    ----------
+    t : Tensor
+        What is reached.
+    sizes : sequence of Poly
+        The shape, of as many axes as the tensor at least.
+    restriction : (Domain, int, int), optional
+        Which points of the shape there are.
+    runs : sequence of bool
+        Of each axis of the tensor whether its positions count, or are one.
+    """
+    # of an axis of size 1, all positions of a longer one are the same
+    moving = {i + len(sizes) - t.ndim: n for i, n in enumerate(t.sizes) if runs[i] and n != ONE}
+    if restriction is None:
+        return numel(list(moving.values()))
+    domain, query, key = restriction
+    rest = numel([n for axis, n in moving.items() if axis not in (query, key)])
+    own = {"query": query in moving, "key": key in moving}
+    return rest * domain.reached(sizes[query], sizes[key], t.graph.root.relations, **own)
+
+
+# -- what is left of a restriction -------------------------------------------------------------------------------
+
+
+def shared(operands: Sequence[Tensor], sizes: Sizes) -> Restriction | None:
+    """Return the restriction of an elementwise result: that of its operands, at whose points alone it is computed.
+
+    Raises
+    ------
+    ShapeError
+        If operands are restricted to different domains, or one is repeated along an axis of its own.
+    """
+    found = None
+    for t in operands:
+        if t.domain is None:
+            continue
+        domain, *axes = t.domain
+        query, key = (i + len(sizes) - t.ndim for i in axes)
+        if any(t.sizes[i] == ONE != sizes[at] for i, at in zip(axes, (query, key), strict=True)):
+            raise ShapeError(f"{t!r} is restricted to a domain, expected its axes {axes[0]} and {axes[1]} not repeated")
+        if found not in (None, (domain, query, key)):
+            raise ShapeError("operands restricted to two different domains, expected one")
+        found = domain, query, key
+    return found
+
+
+def alike(operands: Sequence[Tensor]) -> Restriction | None:
+    """Return the restriction that operands which are written to one place have: one for all of them.
+
+    Raises
+    ------
+    ShapeError
+        If they are restricted to different domains, or some of them to none.
+    """
+    first = operands[0]
+    for t in operands[1:]:
+        if t.domain != first.domain:
+            raise ShapeError(f"{first!r} and {t!r} are restricted to different domains, expected the same")
+    return first.domain
+
+
+def carried(x: Tensor, places: Sequence[int | None]) -> Restriction | None:
+    """Follow a restriction to where its two axes have gone; `places` are the old axes of the new ones.
+
+    Raises
+    ------
+    ShapeError
+        If one of them is not there as it was.
+    """
+    if x.domain is None:
+        return None
+    domain, query, key = x.domain
+    if query not in places or key not in places:
+        raise ShapeError(f"{x!r} is restricted to a domain, expected its axes {query} and {key} to stay as they are")
+    return domain, places.index(query), places.index(key)
+
+
+def left_over(x: Tensor, places: Sequence[int | None]) -> Restriction | None:
+    """Return the restriction of a reduction: that of its operand where both axes stay; each row has a result."""
+    if x.domain is None or not {*x.domain[1:]} <= set(places):
+        return None
+    return carried(x, places)
+
+
+def regrouped(sizes: Sizes, axes: Sequence[int], new: Sizes) -> list[int | None]:
+    """Return where axes of a shape are in another one of as many elements, None where they are not."""
+    found: list[int | None] = []
+    for axis in axes:
+        behind = numel(sizes[axis + 1 :])
+        same = (i for i, n in enumerate(new) if n == sizes[axis] and numel(new[i + 1 :]) == behind and i not in found)
+        found.append(next(same, None))
+    return found
+
+
+# -- what the ops of a graph read --------------------------------------------------------------------------------
 
 
 def elements_read(graph: Graph, tensor: Tensor) -> Poly:
@@ -103,7 +199,8 @@ def _read_by(op: Op, tensor: Tensor) -> Poly:
         if op.kind.body == "repeated":
             most = larger(most, _read_by_loop(op, i))
         elif i < len(amounts):
-            most = larger(most, amounts[i])
+            stated = op.attrs.get("reads") is not None  # bytes of elements that may be read again and again
+            most = larger(most, smaller(amounts[i], points(t, stored=True)) if stated else amounts[i])
     return most
 
 

@@ -6,7 +6,7 @@ Shapes, layouts and costs are derived again; what a file states of them has to a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import fields
 from math import inf, nan
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from .arguments import need_name, sizes_of
 from .attributes import check_attributes
 from .domain import Domain
-from .dominance import Relations
+from .dominance import Relation, Relations
 from .dtypes import dtype as find_dtype
 from .errors import CostGraphError, FormatError, GraphError
 from .grammar import parse_formula, parse_relation
@@ -43,9 +43,41 @@ MALFORMED = (
     OverflowError,
 )
 _PHASES = ("forward", "recompute", "backward", "optimizer")
+# What stands in a file: of a graph, of what is said about one, the outermost one's beside it, and of nodes.
+_GRAPH = {"directed", "multigraph", "graph", "nodes", "edges"}
+_FACTS = {"name", "dtype", "outputs", "formals"}
+_ROOT = {"schema", "assumptions", "defaults", "loss", "gradients"}
+_OP = {"id", "type", "kind", "operands", "results", "attrs", "scope", "phase"}
+_TENSOR = {"id", "type", "role", "shape", "dtype"}
+_BY_ROLE = {
+    "param": {"pieces", "grad"}, "input": {"pieces", "grad"}, "formal": {"pieces", "strides", "offset", "domain"},
+}  # fmt: skip
 _DEEPEST = 20
 _DEEPEST_REPEAT = 8  # three iterations of each are looked at, so that every level takes three times as long
 _MOST_TERMS = 1 << 18  # of all sizes of a file
+_MOST_ASSUMPTIONS = 1000  # each is held against the others
+_MOST_STATES = 64  # of what was known while a graph was declared: each is worked out from the first assumption on
+
+
+class Known:
+    """What was known of sizes when an op was made: some assumptions were stated already, the first ones.
+
+    Most programs state them all before their ops or all behind, so that these come first, and others where they are
+    asked for.
+    """
+
+    def __init__(self, relations: Sequence[Relation]) -> None:
+        self.relations = relations
+        self._made: dict[int, Relations] = {}
+
+    def __iter__(self) -> Iterator[Relations]:
+        every = len(self.relations)
+        for count in dict.fromkeys((every, 0, *range(every - 1, 0, -1))):
+            if count not in self._made:
+                if len(self._made) == _MOST_STATES:
+                    raise GraphError(f"fits none of {_MOST_STATES} states of the assumptions, expected one of them")
+                self._made[count] = Relations(self.relations[:count])
+            yield self._made[count]
 
 
 def node_id(node: Tensor | Op) -> str:
@@ -58,8 +90,9 @@ class Reader:
 
     def __init__(self, place: str, assumptions: Sequence[str]) -> None:
         self.place = place
-        # an op was made when some of them were stated already, the first ones
-        self.known = [Relations(map(parse_relation, assumptions[:n])) for n in range(len(assumptions), -1, -1)]
+        if len(assumptions) > _MOST_ASSUMPTIONS:
+            raise self.error(f"top: {len(assumptions)} assumptions, expected at most {_MOST_ASSUMPTIONS}")
+        self.known = Known(list(map(parse_relation, assumptions)))
         self.depth = self.repeats = self.terms = 0
         self.sizes: dict[str, Poly] = {}
 
@@ -118,12 +151,14 @@ class Reader:
         if self.depth > _DEEPEST:
             raise self.error(f"{where}: bodies in bodies, expected at most {_DEEPEST} levels")
         facts = self.need(data, "graph", dict, where)
+        keys(self.place, data, _GRAPH, where)
+        keys(self.place, facts, _FACTS | (_ROOT if parent is None else set()), where)
         if not self.need(data, "directed", bool, where) or self.need(data, "multigraph", bool, where):
             raise self.error(f"{where}: another kind of graph, expected 'directed' true and 'multigraph' false")
         name = self.need(facts, "name", str, where)
         graph = Graph(name, dtype=self.need(facts, "dtype", str, where))
         if parent is None:
-            graph.relations = self.known[0]
+            graph.relations = next(iter(self.known))
         else:
             graph.parent = parent
         tensors: dict[str, Tensor] = {}
@@ -134,8 +169,12 @@ class Reader:
             if type_ not in ("op", "tensor"):
                 raise self.error(f"{spot}: type {shorten(type_)}, expected 'op' or 'tensor'")
             if type_ == "op":
+                keys(self.place, node, _OP, spot)
                 self.op(graph, node, tensors, spot)
-            elif self.need(node, "role", str, spot) != "result":
+                continue
+            if self.need(node, "role", str, spot) == "result":
+                keys(self.place, node, _TENSOR, spot)
+            else:
                 tensors[node["id"]] = self.source(graph, node, spot)
         graph.formals = [self.tensor(tensors, n, where) for n in self.texts(facts, "formals", where)]
         graph.outputs.extend(self.tensor(tensors, n, where) for n in self.texts(facts, "outputs", where))
@@ -157,6 +196,7 @@ class Reader:
         allowed = [r for r in SOURCES if r != ("formal" if graph.parent is None else "input")]
         if role not in allowed:
             raise self.error(f"{where}: role {shorten(role)}, expected one of {', '.join(allowed)}")
+        keys(self.place, node, _TENSOR | _BY_ROLE.get(role, {"pieces"}), where)
         need_name(role, name)
         self.claim(graph, name, where)
         shape = [self.size(s, where) for s in self.texts(node, "shape", where)]
@@ -279,6 +319,8 @@ class Reader:
         """Compare stated nodes, edges and shapes with the derived ones: a file that disagrees was tampered with."""
         edges = self.need(data, "edges", list, where)
         stated = Counter((self.need(e, "source", str, where), self.need(e, "target", str, where)) for e in edges)
+        for edge in edges:
+            keys(self.place, edge, ("source", "target"), f"{where}: an edge")
         derived = Counter((node_id(a), node_id(b)) for a, b in graph.edges)
         if stated != derived:
             odd = sorted(map(str, (stated - derived) + (derived - stated)))[0]
@@ -318,6 +360,13 @@ def need(place: str, data: Any, key: str, kind: type, where: str) -> Any:
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):
         raise FormatError(f"{place}: {where}: {key!r} is {shown(value)}, expected {kind.__name__}")
     return value
+
+
+def keys(place: str, data: Mapping[str, Any], known: Collection[str], where: str) -> None:
+    """Raise FormatError if something stands under a key that nobody reads: it is misspelt, or of another version."""
+    odd = next((key for key in data if key not in known), None)
+    if odd is not None:
+        raise FormatError(f"{place}: {where}: key {shorten(odd)}, expected one of {', '.join(sorted(known))}")
 
 
 def texts(place: str, data: Any, key: str, where: str) -> list[str]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import gcd, prod
-from typing import Any
+from typing import Annotated, Any
 
 import sympy
 
 from .arguments import need_tensor, sizes_of
 from .conv import pool
+from .door import READ
 from .errors import ShapeError
 from .layout import Sizes
 from .nn import _one
@@ -94,7 +95,9 @@ def _reached(x: Tensor, whole: Poly, parts: Poly) -> Poly:
     return whole + total(poly(sympy.ceiling(at)) - poly(sympy.floor(at)) for at in inner)
 
 
-def upsample(x: Tensor, factor: int = 2, *, sizes: Sequence[object] | None = None, name: str = "upsample") -> Tensor:
+def upsample(
+    x: Tensor, factor: Annotated[int, READ] = 2, *, sizes: Sequence[object] | None = None, name: str = "upsample"
+) -> Tensor:
     """Repeat each element along all axes after the first two: the nearest neighbour, in one kernel.
 
     Parameters

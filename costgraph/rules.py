@@ -11,16 +11,13 @@ from functools import reduce as fold
 from math import prod
 from typing import TYPE_CHECKING
 
-import sympy
-
-from .dominance import Relations
 from .errors import UnsupportedError
 from .extremum import at_least_zero, smaller
 from .layout import distinct, windows_along
 from .op import Op
 from .pattern import Affine, Pattern
 from .polynomial import ONE, ZERO, Poly, poly
-from .reach import elements_read, larger, points
+from .reach import elements_read, larger, points, reached
 from .tensor import Tensor
 
 if TYPE_CHECKING:
@@ -47,6 +44,7 @@ __all__ = [
     "stated_flops",
     "stated_reads",
     "stated_writes",
+    "under_the_result",
     "updates_written",
     "whole",
     "written_if_copied",
@@ -59,12 +57,16 @@ class Flops:
 
     matmul: Poly = ZERO
     """multiplies and adds of contractions, as executed"""
-    full: Poly = ZERO
-    """the same with every domain ignored"""
+    full: Poly = None  # type: ignore[assignment]  # never None once it is made
+    """the same with every domain ignored: what is executed unless it is said"""
     pointwise: Poly = ZERO
     """single arithmetic operations"""
     transcendental: Poly = ZERO
     """exp, log, sqrt, sin, tanh, erf and the like"""
+
+    def __post_init__(self) -> None:
+        if self.full is None:
+            object.__setattr__(self, "full", self.matmul)
 
 
 # -- index points ------------------------------------------------------------------------------------------------
@@ -120,7 +122,7 @@ def multiply_add(op: Op) -> Flops:
     )
     if "orders" in op.attrs:  # several contraction orders, none of which is always the best
         cost = op.attrs["orders"]
-        return Flops(matmul=cost, full=cost) if summed else Flops(pointwise=cost)
+        return Flops(matmul=cost) if summed else Flops(pointwise=cost)
     full = executed = prod(extents.values(), start=ONE)
     if restriction is not None:
         domain, query, key = restriction
@@ -156,7 +158,7 @@ def per_update(op: Op) -> Flops:
 def stated_flops(op: Op) -> Flops:
     """Return the formulas that the caller stated."""
     a = op.attrs
-    return Flops(a["matmul"], a["matmul"], a["pointwise"], a["transcendental"])
+    return Flops(a["matmul"], pointwise=a["pointwise"], transcendental=a["transcendental"])
 
 
 # -- elements read -----------------------------------------------------------------------------------------------
@@ -168,25 +170,16 @@ def nothing(op: Op) -> tuple[Poly, ...]:
 
 
 def whole(op: Op) -> tuple[Poly, ...]:
-    """Return every different element of every operand, once."""
-    return _once(op, [_seen(op, t) for t in op.operands])
+    """Return every different element that every operand holds, once."""
+    return _once(op, [elements(t) for t in op.operands])
 
 
-def _seen(op: Op, t: Tensor) -> Poly:
-    """Return the elements of an operand that the index points of the result reach: rows that see nothing do not."""
-    made = op.results[0] if op.results else t
-    if made.domain is None or t.domain is not None or t.ndim != made.ndim:
-        return elements(t)
-    domain, query, key = made.domain
-    used = {query: domain.queries_used, key: domain.keys_used}
-    sizes, strides = list(t.sizes), t.strides
-    if strides[query] and strides[key] and sizes[query] == made.sizes[query] and sizes[key] == made.sizes[key]:
-        sizes[query], sizes[key] = domain.points(sizes[query], sizes[key], op.graph.root.relations), ONE
-        return distinct(sizes, strides)
-    for axis, other in ((query, key), (key, query)):
-        if t.sizes[other] == ONE and t.sizes[axis] == made.sizes[axis]:
-            sizes[axis] = used[axis](made.sizes[query], made.sizes[key], op.graph.root.relations)
-    return distinct(sizes, strides)
+def under_the_result(op: Op) -> tuple[Poly, ...]:
+    """Return the elements of every operand that the index points of the result reach, broadcast from the right."""
+    made = op.results[0]
+    if made.domain is None:
+        return whole(op)
+    return _once(op, [reached(t, made.sizes, made.domain, [bool(s) for s in t.strides]) for t in op.operands])
 
 
 def read_by_the_body(op: Op) -> tuple[Poly, ...]:
@@ -244,10 +237,12 @@ def reached_by_index(op: Op) -> tuple[Poly, ...]:
     for i, t in enumerate(op.operands):
         # an expanded axis repeats the same elements
         names = [n for dim, stride in zip(pattern.operands[i], t.strides, strict=True) if stride for n in dim.names]
-        left = ONE
-        skip: tuple[str, ...] = ()
+        left, skip = ONE, set[str]()
         if restriction is not None:
-            left, skip = _restricted(restriction, names, extents, op.graph.root.relations)
+            domain, query, key = restriction
+            skip = {query, key}.intersection(names)
+            both = {"query": query in skip, "key": key in skip}
+            left = domain.reached(extents[query], extents[key], op.graph.root.relations, **both)
         seen: set[str] = set()
         for dim, size, stride in zip(pattern.operands[i], t.sizes, t.strides, strict=True):
             if not stride:
@@ -260,18 +255,6 @@ def reached_by_index(op: Op) -> tuple[Poly, ...]:
                 seen.update(new)  # a diagonal: one axis in two places
         amounts.append(left)
     return _once(op, amounts)
-
-
-def _restricted(
-    restriction: tuple[Domain, str, str], names: Sequence[str], extents: dict[str, Poly], known: Relations
-) -> tuple[Poly, tuple[str, ...]]:
-    domain, query, key = restriction
-    queries, keys = extents[query], extents[key]
-    if query in names and key in names:
-        return domain.points(queries, keys, known), (query, key)
-    if query in names:
-        return domain.queries_used(queries, keys, known), (query,)
-    return (domain.keys_used(queries, keys, known), (key,)) if key in names else (ONE, ())
 
 
 def _reached(index: Affine, extents: dict[str, Poly], size: Poly) -> Poly:
@@ -325,7 +308,7 @@ def _one_piece(width: int, count: Poly, stride: int, padding: int, size: Poly) -
 def _united(runs: Sequence[tuple[int, int]], first: int, count: Poly, stride: int, offset: int, size: Poly) -> Poly:
     """Count k with a <= k < b + count for one of the runs (a, b), and 0 <= first + stride*k + offset < size."""
     begin = max(0, -((first + offset) // stride))
-    end = poly(sympy.ceiling(((size - first - offset) / stride).expr))
+    end = windows_along(size, first + offset, stride)
     if len(runs) == 1:  # neighbours follow each other without gaps, and the padding is less than the window
         ((a, b),) = runs
         return at_least_zero(smaller(count + b, end) - max(a, begin))

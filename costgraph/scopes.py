@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from .errors import GraphError
 from .symbols import is_level, shorten
@@ -13,36 +14,62 @@ from .symbols import is_level, shorten
 if TYPE_CHECKING:
     from .graph import Graph
 
-__all__ = ["CURRENT", "PHASE", "SCOPE", "building", "module", "phase", "scope"]
-
-#: The graph, or the body of one, that is being built.
-CURRENT: ContextVar[Graph | None] = ContextVar("costgraph_current", default=None)
-#: Levels of the scope that is open.
-SCOPE: ContextVar[tuple[str, ...]] = ContextVar("costgraph_scope", default=())
+__all__ = ["Place", "building", "close", "enter", "here", "module", "opened", "phase", "scope"]
 
 
-#: Phase of ops that are made now: forward, recompute, backward or optimizer.
-PHASE: ContextVar[str] = ContextVar("costgraph_phase", default="forward")
+@dataclass(frozen=True, eq=False)  # told apart by identity: one is closed where it stands
+class Place:
+    """Where an op that is made now goes."""
+
+    graph: Graph | None = None
+    """The graph, or the body of one, that is being built."""
+    levels: tuple[str, ...] = ()
+    """Levels of the scope that is open."""
+    phase: str = "forward"
+    """Phase of ops: forward, recompute, backward or optimizer."""
+
+
+#: What was opened and is not closed, the innermost last. Generators may close an outer one first.
+_OPEN: ContextVar[tuple[Place, ...]] = ContextVar("costgraph_open", default=(Place(),))
+
+
+def here() -> Place:
+    """Return the innermost place."""
+    return _OPEN.get()[-1]
+
+
+def enter(**facts: Any) -> Place:
+    """Open a place that is like the innermost one but for some facts."""
+    place = replace(here(), **facts)
+    _OPEN.set((*_OPEN.get(), place))
+    return place
+
+
+def close(place: Place) -> bool:
+    """Close a place, whether or not it is the innermost one; return whether it was."""
+    inmost = here() is place
+    _OPEN.set(tuple(p for p in _OPEN.get() if p is not place))
+    return inmost
 
 
 @contextmanager
-def phase(name: str) -> Iterator[None]:
+def opened(**facts: Any) -> Iterator[None]:
+    """Let ops that are made now go where some facts say: graph, levels, phase."""
+    place = enter(**facts)
+    try:
+        yield
+    finally:
+        close(place)
+
+
+def phase(name: str) -> AbstractContextManager[None]:
     """Let ops that are made now belong to a phase."""
-    token = PHASE.set(name)
-    try:
-        yield
-    finally:
-        PHASE.reset(token)
+    return opened(phase=name)
 
 
-@contextmanager
-def building(graph: Graph) -> Iterator[None]:
+def building(graph: Graph) -> AbstractContextManager[None]:
     """Let ops that are made now go to a graph, or to the body of one."""
-    token = CURRENT.set(graph)
-    try:
-        yield
-    finally:
-        CURRENT.reset(token)
+    return opened(graph=graph)
 
 
 @contextmanager
@@ -62,11 +89,8 @@ def scope(name: str) -> Iterator[None]:
     levels = tuple(name.split("/")) if isinstance(name, str) else ()
     if not levels or not all(map(is_level, levels)):
         raise GraphError(f"scope {shorten(str(name))}: expected identifiers separated by '/'")
-    token = SCOPE.set((*SCOPE.get(), *levels))
-    try:
+    with opened(levels=(*here().levels, *levels)):
         yield
-    finally:
-        SCOPE.reset(token)
 
 
 @contextmanager
@@ -91,9 +115,11 @@ def module(graph: Graph, name: str) -> Iterator[str]:
         If a level is no identifier.
     """
     used, number, own = graph.root.modules, 0, name
-    while "/".join((*SCOPE.get(), str(own))) in used:
+    while "/".join((*here().levels, str(own))) in used:
         number += 1
         own = f"{name}_{number}"
-    used.add("/".join((*SCOPE.get(), str(own))))
+    full = "/".join((*here().levels, str(own)))
     with scope(own):
+        used.add(full)
+        graph.note(lambda: used.discard(full))
         yield own

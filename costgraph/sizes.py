@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from functools import lru_cache
-from operator import index
+from collections.abc import Iterable, Iterator, Mapping
+from operator import itemgetter
+from types import MappingProxyType
 
-from .dominance import solve
+from .conditions import Condition, Conditions, Validity
+from .dominance import Relations
 from .errors import BindingError
 from .graph import Graph
+from .layout import is_integral
 from .polynomial import Poly, as_poly
-from .symbols import shorten, shown
+from .symbols import integer, shorten, shown
+from .tensor import Tensor
 
-__all__ = ["bindings", "known_names", "need_open", "size_of"]
+__all__ = ["Bindings", "bindings", "conditions", "known_names", "need_open", "size_of"]
 
 
 # No size has so many, and what is multiplied out of them could not be printed.
@@ -52,41 +55,85 @@ def known_names(graph: Graph) -> frozenset[str]:
     return names
 
 
-def _delicate(graph: Graph) -> list[tuple[Poly, str, int]]:
-    """Sizes that may turn out not to be whole numbers or too small, each with what has it and its least value."""
-    if "delicate" not in graph.cache:
-        found: dict[Poly, str] = {}
-        rooms: dict[Poly, str] = {}
-        for g in graph.bodies():
-            for t in g.tensors:
-                for i, n in enumerate(t.sizes):
-                    if i < t.storage.pieces:
-                        continue  # as many as a loop has iterations, whose count is looked at
-                    if n not in found and not _always_size(n):
-                        found[n] = f"axis {i} of {t.name!r}"
-            for op in g.ops:
-                if "count" in op.attrs and not _always_size(op.attrs["count"]):
-                    where = rooms if op.attrs.get("least") == 0 else found
-                    where.setdefault(op.attrs["count"], f"count of {op.name!r}")
-                if "room" in op.attrs and not _always_size(op.attrs["room"]):
-                    rooms.setdefault(op.attrs["room"], f"what is left beyond {op.name!r}")
-                for room in op.attrs.get("rooms", ()):
-                    if not _always_size(room):
-                        rooms.setdefault(room, f"what is left beyond {op.name!r}")
-                if "start" in op.attrs and not _always_size(op.attrs["start"]):
-                    rooms.setdefault(op.attrs["start"], f"start of {op.name!r}")
-        sizes = [(p, place, 1) for p, place in found.items()]
-        graph.cache["delicate"] = sizes + [(p, place, 0) for p, place in rooms.items()]
-    out: list[tuple[Poly, str, int]] = graph.cache["delicate"]
+#: Attributes that are sizes beside those of results, places on an axis, which may be 0, and stated amounts, with the
+#: words for them.
+_SIZES = frozenset(("chosen", "count", "domain", "experts", "extents", "k", "ranks", "split", "window"))
+_PLACES = {"room": "what is left beyond", "rooms": "what is left beyond", "start": "start of"}
+_AMOUNTS = {
+    "matmul": "matmul FLOPs", "full": "matmul FLOPs", "pointwise": "pointwise FLOPs", "reads": "bytes read",
+    "transcendental": "transcendental FLOPs", "writes": "bytes written", "workspace": "workspace",
+    "backward": "backward pass", "capacity": "capacity",
+}  # fmt: skip
+
+
+def _declared(graph: Graph) -> Iterator[tuple[Poly, str, int, bool]]:
+    """Yield what a graph and its bodies are declared with: formula, place, least value, whether it is whole."""
+    for g in graph.bodies():
+        none = set(_of_all_iterations(g))
+        for t in g.tensors:
+            # the first axes of pieces: as many as a loop has iterations, whose count is looked at
+            for i, n in enumerate(t.sizes[t.storage.pieces :], t.storage.pieces):
+                yield n, f"axis {i} of {t.name!r}", int(i > 0 or t not in none), True
+        for op in g.ops:
+            for key, value in op.attrs.items():
+                found = _polys(value)
+                if key in _SIZES:
+                    least = 0 if key == "count" and op.attrs.get("least") == 0 else 1
+                    yield from ((p, f"{key} of {op.name!r}", least, True) for p in found)
+                elif key in _PLACES:
+                    yield from ((p, f"{_PLACES[key]} {op.name!r}", 0, True) for p in found)
+                elif key in _AMOUNTS:
+                    yield from ((p, f"{_AMOUNTS[key]} of {op.name!r}", 0, False) for p in found)
+
+
+def _of_all_iterations(graph: Graph) -> Iterator[Tensor]:
+    """Yield what loops that may have no iteration read and write slices of."""
+    for op in graph.ops:
+        if op.attrs.get("least") == 0:
+            first = op.attrs["carries"]
+            yield from (*op.operands[first : first + op.attrs["xs"]], *op.results[first:])
+
+
+def conditions(graph: Graph) -> tuple[Condition, ...]:
+    """Return what bound sizes may break: sizes that may not be whole or too small, stated amounts below 0.
+
+    Assumptions are not among them: `graph.root.relations` has those.
+    """
+    if "conditions" not in graph.cache:
+        known, found = graph.root.relations, dict[tuple[Poly, int, bool], str]()
+        for p, place, least, whole in _declared(graph):
+            found.setdefault((p, least, whole), place)
+        graph.cache["conditions"] = tuple(
+            Condition(p, place, least, whole, frozenset(p.names()))
+            for (p, least, whole), place in found.items()
+            if not _always(p, least, whole, known)
+        )
+    out: tuple[Condition, ...] = graph.cache["conditions"]
     return out
 
 
-@lru_cache(maxsize=1 << 12)
-def _always_size(p: Poly) -> bool:
-    return all(isinstance(c, int) and c > 0 and all(e > 0 and k[0] != "~" for k, e in m) for m, c in p.terms.items())
+def _always(p: Poly, least: int, whole: bool, known: Relations) -> bool:
+    """Whether a formula is known to be large enough, and whole where it has to be."""
+    return (not whole or is_integral(p)) and known.nonnegative(p - least)
 
 
-def bindings(graph: Graph, dims: Mapping[str, object]) -> dict[str, Poly]:
+class Bindings(dict[str, Poly]):
+    """What to put in for each bound symbol, by name."""
+
+    def __init__(self, graph: Graph, values: Mapping[str, Poly] = MappingProxyType({})) -> None:
+        super().__init__(values)
+        if "asked" not in graph.cache:
+            graph.cache["asked"] = Conditions(graph.root.relations.relations, conditions(graph))
+        self.validity = Validity(graph.cache["asked"], tuple(sorted(values.items(), key=itemgetter(0))))
+        """What a formula holds for that they are put into."""
+
+    @property
+    def held(self) -> tuple[Validity, ...]:
+        """The same, empty where nothing is asked of what is open."""
+        return (self.validity,) if self.validity.names else ()
+
+
+def bindings(graph: Graph, dims: Mapping[str, object]) -> Bindings:
     """Return what to put in for each bound symbol: the graph's defaults, overridden by the given sizes.
 
     Parameters
@@ -98,14 +145,14 @@ def bindings(graph: Graph, dims: Mapping[str, object]) -> dict[str, Poly]:
 
     Returns
     -------
-    dict of str to Poly
+    Bindings of str to Poly
         Numbers, and where an assumed equality ties an open symbol to others, a formula in those.
 
     Raises
     ------
     BindingError
-        If a name is not in the graph, a size is not a positive integer or against an assumption, or a size of a
-        tensor is then not a positive whole number.
+        If a name is not in the graph, a size is not a positive integer or against an assumption, or what the graph
+        is declared with is then no size, or no amount: one of `conditions`.
     """
     names = known_names(graph)
     for name in dims:
@@ -115,30 +162,15 @@ def bindings(graph: Graph, dims: Mapping[str, object]) -> dict[str, Poly]:
                 f"expected one of {', '.join(sorted(names))}"
             )
     chosen = {**{k: v for k, v in graph.root.defaults.items() if k in names}, **dims}
-    values = {name: as_poly(size_of(name, value)) for name, value in chosen.items()}
-    _apply_equalities(graph, values)
-    for relation in graph.root.relations.relations:
-        relation.check(values)
-    for size, place, least in _delicate(graph):
-        if size.names() <= values.keys():
-            bound = size.bind(values).constant
-            if bound is not None and (not isinstance(bound, int) or bound < least):
-                used = ", ".join(f"{n}={_value(values[n])}" for n in sorted(size.names()))
-                expected = "a positive whole number" if least else "a whole number that is not negative"
-                raise BindingError(f"{used}: {place} has size {size} = {_value(as_poly(bound))}, expected {expected}")
+    values = Bindings(graph, {name: as_poly(size_of(name, value)) for name, value in chosen.items()})
+    values.validity.conditions.settle(values)
     return values
-
-
-def _value(p: Poly) -> str:
-    return shown(p.constant) if isinstance(p.constant, int) else str(p)
 
 
 def size_of(name: str, value: object) -> int:
     """Return a bound size, or raise BindingError if it is not a positive integer."""
     try:
-        if isinstance(value, bool):
-            raise TypeError
-        size = index(value)  # type: ignore[arg-type]  # what has no such method is refused here
+        size = integer(value)
     except TypeError:
         raise BindingError(f"{name}={shown(value)}: expected a positive integer") from None
     if size.bit_length() > _MOST_BITS:
@@ -146,24 +178,6 @@ def size_of(name: str, value: object) -> int:
     if size < 1:
         raise BindingError(f"{name}={shown(size)}: expected a positive integer")
     return size
-
-
-def _apply_equalities(graph: Graph, values: dict[str, Poly]) -> None:
-    for relation in graph.root.relations.relations:
-        if not relation.equal:
-            continue
-        found = solve(relation.difference.bind(values), relation.subject)
-        if found is None:
-            continue
-        name, value = found
-        number = value.constant
-        if number is not None and (not isinstance(number, int) or number < 1):
-            raise BindingError(
-                f"assumption {relation.text!r} makes {name}={_value(as_poly(number))}, expected a positive integer"
-            )
-        for k, v in values.items():
-            values[k] = v.bind({name: value})
-        values[name] = value
 
 
 def need_open(graph: Graph, symbol: str, dims: Mapping[str, object], question: str) -> None:

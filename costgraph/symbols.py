@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from functools import cache
+from operator import index
 
 import sympy
 
 from .errors import BindingError, PatternError, ShapeError
 
-__all__ = ["dims", "is_level", "is_name", "read_size", "shorten", "shown", "symbol"]
+__all__ = [
+    "dims", "integer", "is_level", "is_name", "kind_of", "printable", "read_size", "shorten", "shown", "symbol",
+]  # fmt: skip
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 # Names become keyword arguments, columns and axis labels: longer ones are a mistake or an attack.
@@ -31,6 +34,20 @@ def shorten(text: str, most: int = 60) -> str:
     return repr(text if len(text) <= most else text[: most - 3] + "...")
 
 
+def printable(text: str) -> str:
+    """Return a text as a terminal may show it: control characters escaped, but for tabs and ends of lines."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+
+
+def integer(value: object) -> int:
+    """Return an integer of any kind as Python's; TypeError for all else, truth values of Python and NumPy included."""
+    if type(value).__name__ in ("bool", "bool_"):  # those of NumPy 1 have an index
+        raise TypeError
+    return index(value)  # type: ignore[arg-type]  # what has no such method is refused here
+
+
 def is_level(text: str) -> bool:
     """Whether `text` can be a level of a scope: a name, or a number, which is the place in a list of modules."""
     return is_name(text) or (text.isascii() and text.isdigit())
@@ -40,14 +57,25 @@ def is_level(text: str) -> bool:
 _MOST_BITS = 400
 
 
+def kind_of(value: object) -> str:
+    """Return the type of anything as error texts name it: with its module where it is another's."""
+    kind = type(value)
+    other = kind.__module__.partition(".")[0] not in ("builtins", "costgraph")
+    return "None" if value is None else f"{kind.__module__}.{kind.__qualname__}" if other else kind.__name__
+
+
 def shown(value: object, most: int = 60) -> str:
     """Return a short text of anything that was met, whatever it is."""
     if isinstance(value, str):
         return shorten(value, most)
+    for part in value if isinstance(value, list | tuple) else (value,):
+        if hasattr(type(part), "requires_grad_"):  # torch's tensors and modules
+            what = f"a {kind_of(part)}" if part is value else f"a {kind_of(value)} with a {kind_of(part)}"
+            return f"{what} (costgraph.torch.trace makes a graph of a module, Graph.input a tensor)"
     if isinstance(value, int) and value.bit_length() > _MOST_BITS:
         return f"an integer of {value.bit_length()} bits"
     try:
-        text = repr(value)
+        text = " ".join(repr(value).split("\n"))
     except (ValueError, RecursionError):  # such an integer somewhere inside, or no end of brackets
         return f"a {type(value).__name__} too large to be shown"
     return text if len(text) <= most else text[: most - 3] + "..."
@@ -80,14 +108,28 @@ def is_number_like(expr: sympy.Expr) -> bool:
     return not refused and not expr.atoms(sympy.I, sympy.nan, sympy.oo, -sympy.oo, sympy.zoo)
 
 
+#: What a formula may be made of beside sums and products: what can be worked out exactly wherever sizes are bound.
+#: `extremum` adds its own.
+FUNCTIONS: set[type[sympy.Basic]] = {sympy.Pow, sympy.floor, sympy.ceiling, sympy.log, sympy.Max, sympy.Min}
+
+
 def check_exact(expr: sympy.Expr) -> None:
-    """Raise ShapeError for a formula with inexact, infinite or complex numbers, or symbols of another origin."""
-    if not is_number_like(expr) or expr.atoms(sympy.Float):
-        raise ShapeError(
-            f"{shorten(str(expr))}: expected an exact size, made of integers and of symbols from costgraph.dims"
-        )
-    for s in sorted(expr.free_symbols, key=str):
-        check_symbol(s)
+    """Raise ShapeError for a formula of anything but exact numbers, symbols of `dims`, and `FUNCTIONS` of them."""
+    kinds = tuple(FUNCTIONS)
+    for e in sympy.preorder_traversal(expr):
+        if e.is_Symbol:
+            check_symbol(e)
+        elif not (e.is_Rational or e.is_Add or e.is_Mul or isinstance(e, kinds)):
+            raise _inexact(expr)
+    if not is_number_like(expr):
+        raise _inexact(expr)
+
+
+def _inexact(expr: sympy.Expr) -> ShapeError:
+    return ShapeError(
+        f"{shorten(str(expr))}: expected an exact size, made of integers and of symbols from costgraph.dims by sums, "
+        f"products, powers, floor, ceiling, log, Max and Min"
+    )
 
 
 def dims(names: str) -> sympy.Symbol | tuple[sympy.Symbol, ...]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import sympy
 
 from .dtypes import DType
-from .layout import Sizes, contiguous, distinct, numel
+from .layout import Sizes, contiguous, distinct, numel, windows_along
 from .polynomial import ZERO, Poly, poly
 
 if TYPE_CHECKING:
@@ -53,8 +53,10 @@ def nbytes(sizes: Sequence[Poly], dtype: DType) -> Poly:
     out = count * (dtype.bits // 8 if dtype.bits % 8 == 0 else dtype.bytes)
     if dtype.block is not None:
         last = sizes[-1] if sizes else poly(1)
-        blocks = poly(sympy.ceiling((last / dtype.block).expr)) if dtype.block else poly(1)
-        out = out + numel(sizes[:-1]) * blocks * dtype.scale_bits / 8 + poly(dtype.tensor_bits) / 8
+        blocks = windows_along(last, 0, dtype.block) if dtype.block else poly(1)
+        rows = numel(sizes[:-1])
+        rows = rows if dtype.rows == 1 else windows_along(rows, 0, dtype.rows)
+        out = out + rows * blocks * dtype.scale_bits / 8 + poly(dtype.tensor_bits) / 8
     return out
 
 

@@ -101,6 +101,9 @@ class Quantity:
             raise SpecError(
                 f"quantity: unit {show(self.unit)} is no base unit; expected one of {', '.join(BASE_UNITS)}"
             )
+        for name in ("source", "note"):
+            if not isinstance(getattr(self, name), str):
+                raise SpecError(f"quantity: {name} {show(getattr(self, name))}; expected a text")
         object.__setattr__(self, "value", exact(self.value))
 
     def __add__(self, other: Quantity) -> Quantity:
@@ -200,7 +203,7 @@ def quantity(value: object, unit: str, source: str = "", note: str = "") -> Quan
     Raises
     ------
     SpecError
-        If the unit is unknown or the value is not a finite number.
+        If the unit is unknown, or the value is negative or not a finite number.
 
     Examples
     --------
@@ -209,6 +212,13 @@ def quantity(value: object, unit: str, source: str = "", note: str = "") -> Quan
     >>> quantity(80, "GB").value, quantity(80, "GiB").value, quantity(400, "Gbit/s").value
     (80000000000, 85899345920, 50000000000)
     """
+    made = _scaled(value, unit, source, note)
+    if made.value < 0:
+        raise SpecError(f"quantity: value {show(value)} {unit}; expected a number that is not negative")
+    return made
+
+
+def _scaled(value: object, unit: str, source: str = "", note: str = "") -> Quantity:
     if not isinstance(unit, str) or unit not in UNITS:
         raise SpecError(
             f"quantity: unit {show(unit)} of value {show(value)} is unknown; expected one of {', '.join(UNITS)}"
@@ -237,7 +247,7 @@ def format_quantity(value: object, unit: str) -> str:
     >>> format_quantity(989400000000000, "FLOP/s"), format_quantity(80e9, "B"), format_quantity(0, "B/s")
     ('989.4 TFLOP/s', '80 GB', '0 B/s')
     """
-    measured = quantity(value, unit)
+    measured = _scaled(value, unit)
     if measured.unit in ("1", "FLOP/B"):
         text = _digits(_rounded(measured.value))
         return text if measured.unit == "1" else f"{text} FLOP/B"
@@ -320,7 +330,7 @@ def read_quantity(place: str, entry: object, base: str | None, sources: Mapping[
             raise SpecError(f"{place}.source has {show(key)}: expected keys of [sources], which has {known}")
     note = check_text(f"{place}.note", entry["note"]) if "note" in entry else ""
     try:
-        made = quantity(value, unit, ", ".join(keys), note)
+        made = _scaled(value, unit, ", ".join(keys), note)
     except SpecError:
         raise SpecError(f"{place}.value = {show(value)}: expected a finite number") from None
     if made.value <= 0:

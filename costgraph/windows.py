@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sympy
-
 from .arguments import need_tensor, positive
 from .errors import ShapeError
 from .graph import current_graph
+from .layout import windows_along
 from .nn import _one, layer_norm, linear
 from .ops.blocks import fused
 from .ops.fill import pad
@@ -21,7 +20,7 @@ __all__ = ["patch_merging", "window_bias", "window_merge", "window_partition"]
 
 def _padded(x: Tensor, multiple: Poly, name: str) -> Tensor:
     """Append zeros to rows and columns of (b, h, w, c) up to a multiple, in one kernel; a copy where there are none."""
-    sizes = [multiple * poly(sympy.ceiling((size / multiple).expr)) for size in x.sizes[1:3]]
+    sizes = [multiple * windows_along(size, 0, multiple) for size in x.sizes[1:3]]
     return _one(fused(name, lambda x: pad(pad(x, 1, 0, sizes[0]), 2, 0, sizes[1]), x))
 
 
@@ -117,7 +116,7 @@ def window_merge(y: Tensor, like: Tensor, side: object, shift: object = 0, *, na
     if y.ndim != 3 or like.ndim != 4:
         raise ShapeError(f"window_merge of {y!r} like {like!r}: expected windows of three axes and images of four")
     batch, rows, columns = like.sizes[:3]
-    down, across = (poly(sympy.ceiling((n / size).expr)) for n in (rows, columns))
+    down, across = (windows_along(n, 0, size) for n in (rows, columns))
     with scope(name):
         x = rearrange(
             y, "(b n m) (i j) c -> b (n i) (m j) c", b=batch, n=down, m=across, i=size, j=size, name="positions"

@@ -5,6 +5,12 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 
+from hypothesis import HealthCheck, settings
+
+# both are limits in seconds of the clock, which a busy machine passes
+settings.register_profile("costgraph", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("costgraph")
+
 TESTS = Path(__file__).resolve().parent
 IMPORT = re.compile(r"^(?:from|import) (\w+)", re.MULTILINE)
 

@@ -195,7 +195,7 @@ def test_plans_as_files(capsys, tmp_path):
         (["plan", "gpt2", "--hardware", "h1"], "hardware 'h1' is unknown"),
         (["plan", "gpt2", "--hardware", "h100-sxm", "--tokens", "many"], "--tokens: got 'many', expected a size"),
         (["plan", "gpt2", "--hardware", "h100-sxm", "--devices", "0"], "--devices: got '0', expected a positive whole"),
-        (["plan", "gpt2", "--hardware", "h100-sxm", "--mfu", "0"], "preflight: mfu: 0.0, expected a positive number"),
+        (["plan", "gpt2", "--hardware", "h100-sxm", "--mfu", "0"], "preflight: mfu: 0.0, expected a number above 0"),
         (
             ["plan", "gpt2", "--hardware", "h100-sxm", "--days", "-1", "--tokens", "1T", "--mfu", "0.5"],
             "most_days: -1.0",

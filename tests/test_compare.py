@@ -70,5 +70,5 @@ def test_a_table_is_shown():
 
 @pytest.mark.parametrize("graphs", [(1, net()), (net(), None)])
 def test_what_is_no_graph_is_refused(graphs):
-    with pytest.raises(cg.GraphError, match=r"compare: (first|second): got .*, expected a graph"):
+    with pytest.raises(cg.GraphError, match=r"compare: (first|second) is .*, expected a graph"):
         cg.compare(*graphs)

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from costgraph import BindingError, PatternError, dims
-from costgraph.dominance import NOTHING_KNOWN, Relations, lower, prune, solve
+from costgraph.dominance import NOTHING_KNOWN, Relations, lower, solve
 from costgraph.grammar import parse_formula, parse_relation
 from costgraph.polynomial import as_poly, poly
+from costgraph.pruning import prune
 from costgraph.testing import value
 
 fast = settings(max_examples=60, deadline=None)
@@ -314,7 +315,8 @@ def test_pruning_many_candidates_leaves_few_comparisons():
 
 def test_the_result_does_not_depend_on_the_hash_seed():
     code = (
-        "from costgraph.dominance import Relations, prune\n"
+        "from costgraph.dominance import Relations\n"
+        "from costgraph.pruning import prune\n"
         "from costgraph.grammar import parse_formula as f, parse_relation as r\n"
         "known = Relations(map(r, ['F >= D', 'D == H*K', 'S <= 1024']))\n"
         "texts = ['B*F', 'B*D', 'B*H*K', 'B*S', 'S**2', 'Max(B*D, S*F)', '2*B*floor(S/2)', 'Min(B, S)*F']\n"

@@ -5,9 +5,10 @@ from fractions import Fraction
 import pytest
 
 from costgraph import BindingError, PatternError
-from costgraph.dominance import NOTHING_KNOWN, Relations, integral, lower, prune, solve
+from costgraph.dominance import NOTHING_KNOWN, Relations, integral, lower, solve
 from costgraph.grammar import parse_formula, parse_relation
 from costgraph.polynomial import as_poly, poly
+from costgraph.pruning import prune
 
 
 def known(*texts):

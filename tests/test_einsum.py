@@ -313,7 +313,7 @@ def test_domain_is_inherited_by_what_reads_the_scores():
         ("a b, b c, c d -> a d", [(2, 3)] + [(3, 3)] * 2, {"order": [(0, -1)]}, GraphError,
          "step 1: expected two positions"),
         ("a b, b c, c d -> a d", [(2, 3)] + [(3, 3)] * 2, {"order": [(0, 1)]}, GraphError, "leaves 2 tensors"),
-        ("a b, b c, c d -> a d", [(2, 3)] + [(3, 3)] * 2, {"order": 3}, GraphError, "order: got int, expected a list"),
+        ("a b, b c, c d -> a d", [(2, 3)] + [(3, 3)] * 2, {"order": 3}, GraphError, "order is 3, expected a list"),
         ("s d, t d -> s t", [(2, 3), (2, 3)], {"domain": cg.Domain(True)}, PatternError,
          "expected a Domain and two axes"),
         ("s d, t d -> s t", [(2, 3), (2, 3)], {"domain": cg.Domain(True), "over": ("s", "q")}, PatternError,
@@ -357,7 +357,7 @@ def test_operands_under_two_domains_are_refused():
     ("options", "text"),
     [
         ({"causal": False}, "neither causal nor a window"),
-        ({"causal": 1}, "causal is int, expected True or False"),
+        ({"causal": 1}, "Domain: causal is 1, expected True or False"),
         ({"causal": True, "window": 0}, "window: 0, expected a positive integer"),
         ({"causal": True, "window": 2.5}, "window: size '?2.5'?: expected an integer"),
     ],

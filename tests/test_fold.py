@@ -215,7 +215,7 @@ def folded_back(graph, loop, sizes):
 
 
 @given(case=testing.ops("repeat"))
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 def test_a_drawn_loop_that_is_unrolled_and_folded_back_costs_the_same(case):
     graph, point = case
     loop, name = alone(graph, point)
@@ -227,20 +227,22 @@ def test_a_drawn_loop_that_is_unrolled_and_folded_back_costs_the_same(case):
 
 
 @given(case=testing.losses(5, around="repeat"), optimizer=st.sampled_from(["foreach", "for-loop"]))
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 def test_a_drawn_training_step_is_folded_back(case, optimizer):
     graph, point = case
     loop, name = alone(graph, point)
     try:
         gradients = cg.backward(graph).gradients
+    except cg.UnsupportedError:  # such as the mean of a tensor that is restricted to a domain
+        reject()
     except cg.GraphError as error:  # drawn ops in place may overwrite what the backward pass reads
         if "has overwritten" not in str(error):
             raise
         reject()
     assume(any(t.role == "param" for t in gradients))  # else there is nothing to update
     step = cg.training_step(graph, optimizer=cg.AdamW(implementation=optimizer))
-    # the first iteration of a loop may have been taken out of it, as its gradient is not wanted
-    assume(f"{loop.name}.first" not in {op.name for op in step.ops})
+    # iterations at either end of a loop may have been taken out of it, as they have other gradients
+    assume(not any(op.name.startswith((f"{loop.name}.first", f"{loop.name}.last")) for op in step.ops))
     folded = folded_back(step, loop, {**point, name: 6})
     for n in (4, 6, 9):
         plain = cg.unroll(step, **{**point, name: n})
@@ -429,13 +431,13 @@ REFUSED = {
         "blocks 2 and 3 differ: 'net/h/3/mul' has scalars (None, 4), 'net/h/2/mul' has (None, 3)"),
     "a symbol in use": (lambda: model(residual, 4), "net/h", "D", "count 'D', expected the name of a symbol that is"),
     "no name": (lambda: model(residual, 4), "net/h", "1 L", "count '1 L', expected the name"),
-    "no scope": (lambda: model(residual, 4), 5, "L", "scope 5, expected a path such as 'transformer/h'"),
+    "no scope": (lambda: model(residual, 4), 5, "L", "fold: scope is 5, expected text"),
     "one of the middle": (lambda: tapped(6), "h", "L", "'add' reads 'h/1/relu' of one block, expected what the last"),
     "held from the middle on": (lambda: kept(6), "h", "L", "'keep' reads 'h/2/relu' of one block, expected what the"),
     "in no order": (lambda: shuffled((0, 2, 3, 1)), "h", "L", "nothing goes over the blocks in order"),
     "lent": (lambda: lent(5), "h", "L", "'h/4/matmul' reads w0(D, D; fp32) in every block, which one block has for"),
     "all of them": (lambda: joined(4), "h", "L", "'concat' reads 'h/0/relu' of one block, expected what the last"),
-    "no graph": (lambda: "g", "h", "L", "fold: got str, expected a graph"),
+    "no graph": (lambda: "g", "h", "L", "fold: graph is 'g', expected a graph"),
 }  # fmt: skip
 
 

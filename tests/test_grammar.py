@@ -3,7 +3,6 @@
 import ast
 import operator
 import re
-import time
 from fractions import Fraction
 
 import pytest
@@ -11,6 +10,7 @@ import sympy
 from algebra import A, B, C, D, atoms, mixed, points
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from limits import limited
 
 from costgraph import Max, Min, PatternError
 from costgraph.grammar import parse_formula, parse_relation
@@ -168,9 +168,11 @@ def test_what_is_printed_can_be_read(x):
         ("Max(A,)", "')' at position 6"),
         ("Max A", "'A' at position 4"),
         ("floor(A, B)", "2 arguments of floor, expected at most 1"),
-        ("sqrt(A)", "function 'sqrt', expected one of Max, Min, floor, ceiling"),
+        ("sin(A)", "function 'sin', expected one of Max, Min, floor, ceiling, sqrt, log"),
+        ("sqrt(A, B)", "2 arguments of sqrt, expected at most 1"),
         ("__import__(A)", "function '__import__'"),
-        ("A**0.5", "the exponent 1/2, expected an integer"),
+        ("(0-2)**0.5", "(-2)**(1/2): expected a base that is not negative"),
+        ("sqrt(0-A)", "(-A)**(1/2): expected a base that is not negative"),
         ("0**A", "a power of 0, expected a positive number"),
         ("(0-2)**A", "a power of -2, expected a positive number"),
         ("A/0", "expected a divisor that is not zero"),
@@ -190,15 +192,13 @@ def test_what_is_printed_can_be_read(x):
     ids=lambda t: t[:30],
 )
 def test_refusals_name_place_and_value(text, what):
-    start = time.monotonic()
-    with pytest.raises(PatternError) as caught:
+    with limited(), pytest.raises(PatternError) as caught:
         parse_formula(text, "size of x")
     message = str(caught.value)
     assert message.startswith("size of x: ")
     assert what in message
     assert "expected" in message
     assert len(message) < 600
-    assert time.monotonic() - start < 10
 
 
 @pytest.mark.parametrize(
@@ -215,14 +215,13 @@ def test_the_longest_texts_are_read():
     assert parse_formula("-" * 19_999 + "A") == -poly(A)
     assert parse_formula("+".join(["A"] * 10_000)) == 10_000 * poly(A)
     assert parse_formula("(" * 59 + "A" + ")" * 59) == poly(A)
-    start = time.monotonic()
-    for text in (
-        "Max(" * 59 + "A" + ",B)" * 59,
-        "floor(" * 50 + "A/2" + ")/2" * 50,
-        "+".join(f"x{i}*y{i}" for i in range(1500)),
-    ):
-        parse_formula(text)
-    assert time.monotonic() - start < 20
+    with limited():
+        for text in (
+            "Max(" * 59 + "A" + ",B)" * 59,
+            "floor(" * 50 + "A/2" + ")/2" * 50,
+            "+".join(f"x{i}*y{i}" for i in range(1500)),
+        ):
+            parse_formula(text)
 
 
 @pytest.mark.parametrize("wrong", [None, 5, b"A", ["A"], sympy.Symbol("A")])

@@ -288,25 +288,25 @@ def test_the_package_is_searched_before_the_checkout(tmp_path, monkeypatch):
 
 
 def test_files_that_cannot_be_read(write, tmp_path):
-    assert refusal(tmp_path / "none.toml") == "no such file; expected a TOML file"
-    assert refusal(tmp_path) == "no such file; expected a TOML file"
+    assert refusal(tmp_path / "none.toml") == "No such file or directory, expected the TOML file of one device"
+    assert refusal(tmp_path) == "Is a directory, expected the TOML file of one device"
     assert refusal(write("name = ")) == "Invalid value (at end of document); expected a readable TOML file"
     assert refusal(write("name = 5 5\n")) == (
         "Expected newline or end of document after a statement (at line 1, column 10); expected a readable TOML file"
     )
     assert refusal(write(b"\x00\x01")) == ("Invalid statement (at line 1, column 1); expected a readable TOML file")
-    assert refusal(write(b"name = '\xff'")) == "byte 8 is no UTF-8; expected a TOML file"
-    assert refusal(write(b"#" * (2**20 + 1))) == "larger than 1 MiB; expected the specification of one device"
+    assert refusal(write(b"name = '\xff'")) == "byte 8 is no UTF-8, expected the TOML file of one device"
+    assert refusal(write(b"#" * (2**20 + 1))) == "more than 1048576 bytes, expected the TOML file of one device"
     assert refusal(write("x = " + "[" * 100_000)) == "nested too deep; expected the tables of a specification"
-    assert refusal(tmp_path / ("n" * 300 + ".toml")).endswith("expected a readable TOML file")
-    assert refusal("bad\0name.toml") == "no such file; expected a TOML file"
+    assert refusal(tmp_path / ("n" * 300 + ".toml")) == "File name too long, expected the TOML file of one device"
+    assert refusal("bad\0name.toml") == "embedded null byte, expected the TOML file of one device"
     assert refusal(write("x = " + "9" * 5000)).endswith("expected a readable TOML file")
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes on this system")
 def test_a_pipe_is_no_file(tmp_path):
     os.mkfifo(tmp_path / "pipe.toml")
-    assert refusal(tmp_path / "pipe.toml") == "no such file; expected a TOML file"
+    assert refusal(tmp_path / "pipe.toml") == "no regular file, expected the TOML file of one device"
 
 
 RATES = "fp64, fp32, tf32, bf16, fp16, fp8, fp6, fp4, nvfp4, int8, int4, fp16_accum_fp16, fp8_accum_fp16"

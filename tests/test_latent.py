@@ -68,7 +68,7 @@ def test_gradients_of_latent_attention(absorbed):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"absorbed": 1}, "absorbed is int, expected True or False"),
+        ({"absorbed": 1}, "latent_attention: absorbed is 1, expected True or False"),
         ({"latent": 0}, "latent: 0, expected a positive integer"),
         ({"kernel": "fast"}, "kernel 'fast', expected one of flash, eager"),
         ({"query_latent": 1.5}, "1.5"),
@@ -124,5 +124,5 @@ def test_there_is_one_sink_a_head():
         q, k = g.input("q", (B, 6, S, K)), g.input("k", (B, 3, S, K))
         with pytest.raises(cg.ShapeError, match="expected one for each of 6 heads"):
             cg.attention(q, k, k, sinks=g.input("s", (3,)))
-        with pytest.raises(cg.GraphError, match="sinks: got int, expected a tensor"):
+        with pytest.raises(cg.GraphError, match="attention: sinks is 1, expected a tensor"):
             cg.attention(q, k, k, sinks=1)

@@ -105,21 +105,21 @@ def test_a_step_trains_through_a_pattern():
     [
         ({"kinds": ()}, r"kinds \(\), expected one of one, two"),
         ({"kinds": ("one", "tow")}, "kinds 'tow', expected one of one, two"),
-        ({"kinds": "one"}, "kinds: got str, expected a list"),
-        ({"kinds": (["one"],)}, "expected one of one, two"),
+        ({"kinds": "one"}, "layers: kinds is 'one', expected a list, each text"),
+        ({"kinds": (["one"],)}, "layers: kinds is .*, expected a list, each text"),
         ({"rest": 2}, "rest 2, expected a whole number below 2"),
         ({"rest": -1}, "rest -1, expected a whole number below 2"),
-        ({"rest": True}, "rest True, expected a whole number below 2"),
-        ({"rest": 0.5}, "rest 0.5, expected a whole number below 2"),
+        ({"rest": True}, "layers: rest is True, expected a whole number"),
+        ({"rest": 0.5}, "layers: rest is 0.5, expected a whole number"),
         ({"name": "my layers"}, "expected an identifier as its name"),
         ({"count": 0}, "count: 0, expected a positive integer"),
         ({"count": "L"}, "count"),
         ({"count": 3}, "3/2, expected a positive integer"),
         ({"bodies": {}}, "expected a mapping of identifiers to functions"),
         ({"bodies": {"no name": one}}, "expected a mapping of identifiers to functions"),
-        ({"bodies": one}, "expected a mapping of identifiers to functions"),
-        ({"bodies": {"one": 3, "two": two}}, "body: got int, expected a function"),
-        ({"x": 3}, "got int, expected a tensor"),
+        ({"bodies": one}, "bodies is .*, expected a mapping from text to a function"),
+        ({"bodies": {"one": 3, "two": two}}, "bodies is .*, expected a mapping from text to a function"),
+        ({"x": 3}, "layers: x is 3, expected a tensor or a list, each a tensor"),
         ({"bodies": {"one": one, "two": lambda x: None}}, "expected 1 tensors to carry on"),
     ],
 )
@@ -197,9 +197,9 @@ def test_parts_of_a_packed_layer_are_views():
 def test_packed_layers_refuse_what_they_cannot_be():
     with pytest.raises(cg.GraphError, match="packed with another bias of keys"):
         attended(packed=True, bias=True, key_bias=False)
-    with pytest.raises(cg.GraphError, match="packed is int, expected True or False"):
+    with pytest.raises(cg.GraphError, match="self_attention: packed is 1, expected True or False"):
         attended(packed=1)
-    with cg.Graph("g") as g, pytest.raises(cg.GraphError, match="packed is str, expected True or False"):
+    with cg.Graph("g") as g, pytest.raises(cg.GraphError, match="packed is 'yes', expected True or False"):
         cg.gated_mlp(g.input("x", (B, D)), F, packed="yes")
     with cg.Graph("g") as g, pytest.raises(cg.CostGraphError, match=r"gated_mlp: f"):
         cg.gated_mlp(g.input("x", (B, D)), 0, packed=True)

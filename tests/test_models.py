@@ -4,6 +4,7 @@ import sys
 
 import pytest
 import sympy
+from limits import PROCESS
 
 import costgraph as cg
 from costgraph import models
@@ -247,7 +248,7 @@ def test_formulas_do_not_depend_on_the_order_of_sets():
             capture_output=True,
             text=True,
             check=True,
-            timeout=60,
+            timeout=PROCESS,
         ).stdout
         for seed in ("1", "2")
     ]

@@ -103,7 +103,7 @@ def test_what_is_not_understood_is_named(change, error, text):
 def test_files_that_are_none(tmp_path):
     with pytest.raises(FormatError, match=r"nowhere.json: No such file or directory, expected a config.json"):
         from_config(tmp_path / "nowhere.json")
-    for content, text in ((b"{", "expected JSON"), (b"[1]", r"\[1\], expected an object"), (b"\xff", "expected JSON")):
+    for content, text in ((b"{", "expected JSON"), (b"[1]", r"\[1\], expected an object"), (b"\xff", "no UTF-8")):
         (tmp_path / "bad.json").write_bytes(content)
         with pytest.raises(FormatError, match=text):
             from_config(tmp_path / "bad.json")
@@ -115,6 +115,74 @@ def test_files_that_are_none(tmp_path):
         from_config(tmp_path / "large.json")
     with pytest.raises(FormatError, match="from_config of int, expected a path or a mapping"):
         from_config(7)
+
+
+# -- formats of weights ------------------------------------------------------------------------------------------------
+
+AWQ = {"bits": 4, "group_size": 128, "quant_method": "awq", "version": "gemm", "zero_point": True}
+FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+def quantized(method):
+    return {**LLAMA, "quantization_config": method}
+
+
+def test_weights_are_stored_as_the_file_says():
+    D, F, L, V = 4096, 14336, 32, 128256
+    layers = L * (2 * D * D + 2 * D * 1024 + 3 * D * F)  # elements of linear layers in layers
+    rest = 2 * (2 * V * D + (2 * L + 1) * D)  # table, head and norms in bf16
+    # 4 bits, and for 128 of a column a scale of 16 bits and a zero point of 4
+    assert cg.param_bytes(from_config(quantized(AWQ))) == layers * (4 + 20 / 128) / 8 + rest
+    # 8 bits, and 32 for a block of 128 x 128
+    g = from_config(quantized(FP8))
+    assert cg.param_bytes(g) == layers * (1 + 4 / 128**2) + rest
+    assert cg.param_count(g) == cg.param_count(from_config(LLAMA))
+    assert cg.matmul_flops(g, B=1, S=7) == cg.matmul_flops(from_config(LLAMA), B=1, S=7)
+    listed = {**FP8, "modules_to_not_convert": ["lm_head", "model.layers.3.input_layernorm"], "scale_fmt": "float"}
+    assert cg.param_bytes(from_config(quantized(listed))) == cg.param_bytes(g)
+    assert cg.param_bytes(cg.decode(g)) == cg.param_bytes(g)
+
+
+def test_a_format_that_is_given_is_that_of_all_weights():
+    for method in (AWQ, FP8, {"quant_method": "gptq", "bits": 4}):
+        assert cg.param_bytes(from_config(quantized(method), dtype="bf16")) == cg.param_bytes(from_config(LLAMA))
+
+
+@pytest.mark.parametrize(
+    ("method", "error", "text"),
+    [
+        ("banana", FormatError, "quantization_config is 'banana', expected an object"),
+        (
+            {"quant_method": "banana"},
+            UnsupportedError,
+            "quantization_config has quant_method 'banana', expected one of",
+        ),
+        ({"quant_method": "gptq"}, UnsupportedError, "'gptq', expected one of awq, fp8, mxfp4: how it stores which"),
+        ({"quant_method": "mxfp4"}, UnsupportedError, "which weights of a llama model is not known; dtype= declares"),
+        ({}, UnsupportedError, "quantization_config is {}, expected quant_method to be a word"),
+        ({**AWQ, "bits": 8}, UnsupportedError, "quantization_config: bits is 8, expected 4"),
+        ({**AWQ, "zero_point": False}, UnsupportedError, "zero_point is False, expected True"),
+        ({**AWQ, "group_size": -1}, FormatError, "group_size is -1, expected a whole number"),
+        ({**AWQ, "act_order": 1}, UnsupportedError, "act_order is 1, expected a field that is known"),
+        ({**FP8, "weight_block_size": None}, FormatError, "weight_block_size is missing, expected [128, 128]"),
+        (
+            {**FP8, "weight_block_size": [64, 128]},
+            UnsupportedError,
+            "weight_block_size is [64, 128], expected [128, 12",
+        ),
+        ({**FP8, "activation_scheme": "static"}, UnsupportedError, "activation_scheme is 'static', expected 'dynamic'"),
+        (
+            {**FP8, "modules_to_not_convert": ["lm_head", "model.layers.3"]},
+            UnsupportedError,
+            "has 'model.layers.3', ex",
+        ),
+        ({**FP8, "modules_to_not_convert": ["mlp.gate"]}, UnsupportedError, "has ['mlp.gate'], expected what stays"),
+    ],
+)
+def test_formats_that_are_not_known_are_refused_by_their_method(method, error, text):
+    with pytest.raises(error) as caught:
+        from_config(quantized(method))
+    assert text in str(caught.value)
 
 
 def test_every_architecture_is_of_one_family():

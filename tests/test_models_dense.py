@@ -366,9 +366,9 @@ def test_options_of_a_family_are_options_of_load():
     ("name", "options", "text"),
     [
         ("gemma-3-1b", {"kinds": ("lokal",)}, "kinds 'lokal', expected one of local, global"),
-        ("gemma-3-1b", {"kinds": "local"}, "kinds: got str, expected a list"),
-        ("gemma-3-1b", {"kinds": None}, "kinds: got None, expected a list"),
-        ("gemma-3-1b", {"kinds": (["local"],)}, "expected one of local, global"),
+        ("gemma-3-1b", {"kinds": "local"}, "layers: kinds is 'local', expected a list, each text"),
+        ("gemma-3-1b", {"kinds": None}, "layers: kinds is None, expected a list, each text"),
+        ("gemma-3-1b", {"kinds": (["local"],)}, "layers: kinds is .*, expected a list, each text"),
         ("gemma-3-1b", {"rest": 6}, "rest 6, expected a whole number below 6"),
         ("qwen3-8b", {"qk_norm": "heads"}, "qk_norm='heads', expected 'none' or 'head' or 'all'"),
         ("qwen3-8b", {"norms": 2}, "norms=2, expected one of"),

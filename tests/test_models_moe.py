@@ -207,10 +207,39 @@ FILES = {
 
 @pytest.mark.parametrize("name", sorted(FILES))
 def test_a_published_file_is_the_preset(name):
-    g, preset = cg.models.from_config(FILES[name]), cg.models.load(name)
+    # the format that is given is that of all weights, whatever the file stores them in
+    g, preset = cg.models.from_config(FILES[name], dtype="bf16"), cg.models.load(name)
     assert g.defaults == preset.defaults
     assert cg.flops(g) == cg.flops(preset)
     assert cg.param_bytes(g) == cg.param_bytes(preset)
+
+
+def test_the_size_of_gpt_oss_is_that_of_its_checkpoint():
+    # total_size of the model.safetensors.index.json of openai/gpt-oss-20b
+    assert cg.param_bytes(cg.models.from_config(GPT)) == 13_761_264_768
+    for field, value in (("quant_method", "banana"), ("modules_to_not_convert", ["model.layers.*.mlp.experts"])):
+        with pytest.raises(cg.UnsupportedError, match=r"banana|mlp.experts"):
+            cg.models.from_config({**GPT, "quantization_config": {**GPT["quantization_config"], field: value}})
+
+
+def test_the_size_of_deepseek_v3_is_that_of_its_blocks():
+    D, H, C, Cq, Kn, Kr, Kv, E, Fe, F, V = 7168, 128, 512, 1536, 128, 64, 128, 256, 2048, 18432, 129280
+
+    def blocks(rows, columns):  # a byte for each element, and a scale of 4 for each block of 128 x 128
+        return rows * columns + 4 * -(-rows // 128) * -(-columns // 128)
+
+    attention = blocks(Cq, D) + blocks(H * (Kn + Kr), Cq) + blocks(C + Kr, D) + blocks(H * (Kn + Kv), C)
+    attention += blocks(D, H * Kv) + 2 * (2 * D + Cq + C)  # and norms in bf16
+    dense = 2 * blocks(F, D) + blocks(D, F)
+    experts = (E + 1) * (2 * blocks(Fe, D) + blocks(D, Fe)) + 2 * E * D  # with the shared one, and a router in bf16
+    g = cg.models.from_config(V3)
+    ends = 2 * (2 * V * D + D)
+    assert cg.param_bytes(g) == 61 * attention + 3 * dense + 58 * experts + ends
+    # the files on the Hub, 688,586,727,753 bytes, have a 62nd layer as well, with a table, a head and a mixing layer of
+    # its own in bf16, and headers that name 92,000 tensors
+    assert cg.param_bytes(g) + attention + experts + ends + 2 * 2 * D * D == pytest.approx(688_586_727_753, rel=3e-5)
+    with pytest.raises(cg.UnsupportedError, match="expected moe_intermediate_size to be a multiple"):
+        cg.models.from_config({**V3, "moe_intermediate_size": 2000})
 
 
 @pytest.mark.parametrize("name", sorted(FILES))

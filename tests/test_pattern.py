@@ -1,10 +1,9 @@
 """Every production of a pattern, and the text of every refusal."""
 
-import time
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from limits import limited
 
 from costgraph import PatternError
 from costgraph.pattern import Affine, Axes, Pattern, parse_pattern
@@ -140,20 +139,19 @@ def test_a_million_characters_are_refused_at_once(text):
 
 
 def test_long_patterns_are_read_in_no_time():
-    start = time.monotonic()
-    many = " ".join(f"a{i}" for i in range(600))
-    parse_pattern(f"{many} -> ")
-    for text in (
-        "," * 3900 + "->",
-        "+".join(f"a{i}" for i in range(600)) + " -> ",
-        "(" + many + ") -> ",
-        "1*" * 1900 + "->",
-    ):
-        try:
-            parse_pattern(text)
-        except PatternError as error:
-            assert "neither" in str(error)  # noqa: PT017  # one of them is none
-    assert time.monotonic() - start < 5
+    with limited():
+        many = " ".join(f"a{i}" for i in range(600))
+        parse_pattern(f"{many} -> ")
+        for text in (
+            "," * 3900 + "->",
+            "+".join(f"a{i}" for i in range(600)) + " -> ",
+            "(" + many + ") -> ",
+            "1*" * 1900 + "->",
+        ):
+            try:
+                parse_pattern(text)
+            except PatternError as error:
+                assert "neither" in str(error)  # noqa: PT017  # one of them is none
 
 
 names = st.sampled_from(["a", "b", "c", "d_1", "H"])

@@ -87,7 +87,7 @@ def test_a_limit_of_days(step):
     assert time(30).figure == time(20).figure
 
 
-@pytest.mark.parametrize(("used", "verdict"), [(0.5, "ok"), (0.95, "fails"), (1.2, "fails")])
+@pytest.mark.parametrize(("used", "verdict"), [(0.5, "ok"), (0.95, "fails"), (1, "fails")])
 def test_no_run_is_above_the_roofline(step, used, verdict):
     row = cg.preflight(step, "h100-sxm", mfu=used, tokens=1e9, **SIZES)["MFU"]
     times = cg.roofline(step, "h100-sxm", **SIZES)
@@ -132,7 +132,8 @@ def test_text(found):
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"mfu": 0}, cg.BindingError, "preflight: mfu: 0, expected a positive number or a formula"),
+        ({"mfu": 0}, cg.BindingError, "preflight: mfu: 0, expected a number above 0 and up to 1, or a formula"),
+        ({"mfu": 40}, cg.BindingError, "preflight: mfu: 40, expected a number above 0 and up to 1, or a formula"),
         ({"tokens": -1}, cg.BindingError, "preflight: tokens: -1, expected"),
         ({"devices": "8"}, cg.BindingError, "preflight: devices: '8', expected"),
         ({"tokens": 1, "mfu": 0.5, "most_days": 0}, cg.BindingError, "preflight: most_days: 0, expected"),

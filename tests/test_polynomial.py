@@ -1,6 +1,5 @@
 """The algebra of costs against sympy's own and against exact Fractions at points."""
 
-import time
 from fractions import Fraction
 
 import numpy as np
@@ -9,6 +8,7 @@ import sympy
 from algebra import A, B, C, D, atoms, mixed, outputs_under_hash_seeds, points, sums
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from limits import limited
 
 from costgraph import CostGraphError, Max, Min, ShapeError, dims
 from costgraph.polynomial import ONE, ZERO, Poly, as_poly, generator, poly, power, total
@@ -126,10 +126,9 @@ def test_division_by_zero_is_refused(divisor):
 
 
 def test_a_hopeless_division_ends_soon():
-    start = time.monotonic()
-    wide = poly((A + B + C + D) ** 8)
-    wide / poly(A * B + C + 7)
-    assert time.monotonic() - start < 20
+    with limited():
+        wide = poly((A + B + C + D) ** 8)
+        wide / poly(A * B + C + 7)
 
 
 # -- powers ------------------------------------------------------------------------------------------------------------
@@ -164,13 +163,12 @@ def test_a_power_of_zero_keeps_its_value():
 
 def test_binding_a_power_of_millions_ends_at_once():
     experts = poly(A * (1 - (1 - 2 / A) ** B))
-    start = time.monotonic()
-    assert float(at(experts, {"A": 8, "B": 10**12})) == 8.0
-    exact = 8 * (1 - Fraction(3, 4) ** 4096)
-    assert at(experts, {"A": 8, "B": 4096}) == exact
-    with pytest.raises(ShapeError, match="bits is no size of a tensor"):
-        at(poly(2**B), {"B": 10**12})
-    assert time.monotonic() - start < 5
+    with limited():
+        assert float(at(experts, {"A": 8, "B": 10**12})) == 8.0
+        exact = 8 * (1 - Fraction(3, 4) ** 4096)
+        assert at(experts, {"A": 8, "B": 4096}) == exact
+        with pytest.raises(ShapeError, match="bits is no size of a tensor"):
+            at(poly(2**B), {"B": 10**12})
 
 
 @pytest.mark.parametrize(
@@ -186,10 +184,8 @@ def test_binding_a_power_of_millions_ends_at_once():
     ],
 )
 def test_huge_powers_and_products_are_refused_quickly(make):
-    start = time.monotonic()
-    with pytest.raises(ShapeError) as caught:
+    with limited(), pytest.raises(ShapeError) as caught:
         make()
-    assert time.monotonic() - start < 5
     assert len(str(caught.value)) < 400
 
 

@@ -262,7 +262,7 @@ def test_unknown_policies_are_refused(policy, text):
         ({"matmul": "bf16"}, "policy 'p': matmul 'bf16', expected a format of 8 bits or fewer without block scales"),
         ({"moments": "int64"}, "policy 'p': moments: 'int64', expected a floating format"),
         ({"autocast_device": "tpu"}, "policy 'p': autocast_device 'tpu', expected one of cuda, cpu"),
-        ({"loss_scaling": 1}, "policy 'p': loss_scaling is int, expected True or False"),
+        ({"loss_scaling": 1}, "Policy: loss_scaling is 1, expected True or False"),
         ({"scopes": "head"}, "policy 'p': scopes 'head', expected a mapping of names to formats"),
     ],
 )

@@ -48,6 +48,9 @@ def attention(kernel, window=None):
         ("int4_g128_fp16_zero", (3, 130), 3 * 130 / 2 + 3 * 2 * (2 + 1 / 2)),
         ("int8_row_fp32", (3, 130), 3 * 130 + 3 * 4),
         ("fp8_e4m3_row_fp32", (2, 3, 7), 2 * 3 * 7 + 2 * 3 * 4),
+        # blocks of 2 rows and 128 columns: of 3*5 rows there are 8, of 130 columns 2
+        ("fp8_b2x128_fp32", (3, 5, 130), 3 * 5 * 130 + 8 * 2 * 4),
+        ("int4_b128x128_fp16_zero", (130, 7), 130 * 7 / 2 + 2 * (2 + 1 / 2)),
         ("fp4_g32_fp8_e8m0", (3, 64), cg.evaluate(3 * 64 / 2 + 3 * 2)),  # what mxfp4 is
     ],
 )
@@ -62,12 +65,16 @@ def test_a_format_with_scales_is_found_by_its_name_alone():
     assert found == cg.dtype("fp8_e4m3_row_fp32") == cg.dtype(found)
     assert (found.name, found.element, found.bits, found.block) == ("fp8_e4m3_row_fp32", "fp8_e4m3", 8, 0)
     assert float(cg.bits_per_element("int4_g128_fp16")) == 4 + 16 / 128
+    blocks = cg.dtype("fp8_b64x128_fp32")
+    assert (blocks.name, blocks.block, blocks.rows) == ("fp8_e4m3_b64x128_fp32", 128, 64)
+    assert float(cg.bits_per_element(blocks)) == 8 + 32 / (64 * 128)
 
 
 @pytest.mark.parametrize(
     "name",
     ["int4_g0_fp16", "int4_g128", "bf16_g128_fp16", "int4_g128_int8", "mxfp4_g32_fp16", "bool_row_fp32",
-     "fp8_row_fp32_zero", "fp8_e8m0_row_fp32", "int4_g12345678_fp16", "int4_row_fp16_zero_zero"],
+     "fp8_row_fp32_zero", "fp8_e8m0_row_fp32", "int4_g12345678_fp16", "int4_row_fp16_zero_zero", "fp8_b0x128_fp32",
+     "fp8_b128_fp32"],
 )  # fmt: skip
 def test_other_names_are_no_formats(name):
     with pytest.raises(cg.FormatError, match="is unknown"):
@@ -436,7 +443,7 @@ def test_a_prompt_a_step_and_a_forward_pass_have_the_same_weights():
         ({"activations": "int8"}, "quantize: activations='int8' without weights=, expected a format for both"),
         ({"cache": "fp8", "group": 128}, "quantize: group=128 without weights=, expected a format for them"),
         ({"weights": "int8", "group": 0}, "quantize: group=0, expected a positive integer"),
-        ({"weights": "int8", "group": True}, "quantize: group=True, expected a positive integer"),
+        ({"weights": "int8", "group": True}, "quantize: group is True, expected a whole number"),
         ({"weights": "mxfp4", "group": 32}, "quantize: weights 'mxfp4' have scales of their own, expected no group="),
         ({"weights": "nvfp4", "zero": True}, "quantize: weights 'nvfp4' have scales of their own, expected no zero="),
         (
@@ -483,7 +490,7 @@ def test_formats_that_make_no_sense(formats, text):
             {"weights": "int8", "skip": ["attn"]},
             "quantize: skip 'attn' is no parameter or scope of one, expected some of linear/weight",
         ),
-        ({"weights": "int8", "skip": "linear"}, "quantize: skip: got str, expected a list"),
+        ({"weights": "int8", "skip": "linear"}, "quantize: skip is 'linear', expected a list, each text"),
         (
             {"weights": "int8", "skip": ["linear"]},
             (
@@ -495,7 +502,7 @@ def test_formats_that_make_no_sense(formats, text):
             {"cache": "fp8"},
             "quantize: graph 'product' has no cache of keys and values, expected what prefill or decode returns",
         ),
-        ({"weights": "int8", "zero": 1}, "quantize: zero is int, expected True or False"),
+        ({"weights": "int8", "zero": 1}, "quantize: zero is 1, expected True or False"),
     ],
     ids=str,
 )

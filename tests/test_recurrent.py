@@ -239,7 +239,10 @@ def cached(g, values, name, **sizes):
             "without xs, expected a tensor with an axis of positions",
         ),
         (lambda x: cg.recurrence(lambda h, x: (h, x), x, x, axis=3), "axis 3 of x(2, 3, 4; fp32), expected an integer"),
-        (lambda x: cg.recurrence(lambda h, x: (h, x), x, x, axis=True), "axis True of x(2, 3, 4; fp32), expected"),
+        (
+            lambda x: cg.recurrence(lambda h, x: (h, x), x, x, axis=True),
+            "recurrence: axis is True, expected a whole number",
+        ),
         (lambda x: cg.recurrence(None, x, x), "step"),
         (lambda x: cg.token_shift(x[0, 0]), "expected at least two axes (batch, positions)"),
         (lambda x: cg.cumulative_sum(x, 3), "axis 3 of"),

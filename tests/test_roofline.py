@@ -269,7 +269,7 @@ def test_crossover_refuses_what_it_cannot_solve_for():
         cg.crossover(g, H100, "Q")
     with pytest.raises(cg.BindingError, match="'B', expected an open dimension"):
         cg.crossover(g, H100, "B", B=3)
-    with pytest.raises(cg.GraphError, match="crossover of int"):
+    with pytest.raises(cg.GraphError, match="crossover: of is 3, expected a graph or an op"):
         cg.crossover(3, H100, "B")
     with pytest.raises(cg.UnsupportedError, match=r"no closed form for S in .* expected sizes for B, H, K"):
         cg.crossover(projected(), H100, "S")

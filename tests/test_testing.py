@@ -1,5 +1,7 @@
 """The public kit that checks ops: what it refuses, and what it counts by itself."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from costgraph.graph import apply
 from costgraph.op import OpKind, Result
 from costgraph.ops import registry
 from costgraph.ops.pointwise import FUNCTIONS
+from costgraph.testing.hold import TRIES
 
 A, B, D, L = cg.dims("A B D L")
 
@@ -166,3 +169,82 @@ def test_functions_compute_what_torch_does(name):
     (mine,) = testing.run(g, {f"x{i}": a for i, a in enumerate(arrays)}).outputs
     expected = theirs(*map(torch.tensor, arrays)).double().numpy()
     assert np.allclose(mine, expected, equal_nan=True)
+
+
+def test_full_is_what_is_executed_unless_an_op_says_more(twice):
+    """A record that names its products once has them in both counts; one that says fewer in all is no record."""
+    product = replace(twice, flops=lambda op: rules.Flops(matmul=2 * rules.points(op.operands[0])))
+    with cg.Graph("own") as g:
+        g.output(apply(product, [g.input("x", (B, D))], {}, "twice")[0])
+    assert cg.matmul_flops(g, count="full") == cg.matmul_flops(g) == 2 * B * D
+    fewer = replace(twice, flops=lambda op: rules.Flops(matmul=2 * rules.points(op.operands[0]), full=rules.ZERO))
+    registry._kinds["twice"] = fewer
+
+    @testing.meaning("twice")
+    def _twice(at):
+        for index in at.operands[0].points():
+            at.write(2 * at.read(0, *index), *index)
+            at.tally.matmul += 2
+
+    with cg.Graph("own") as g:
+        g.output(apply(fewer, [g.input("x", (B, D))], {}, "twice")[0])
+    with pytest.raises(AssertionError, match="matmul FLOPs of 'twice', domains ignored, are 0: fewer than run"):
+        testing.check(g, B=2, D=3)
+
+
+def heads(how):
+    """Projections to heads of D/H, scores, and a convolution that leaves something over."""
+    S, H, K = cg.dims("S H K")
+    with cg.Graph("g") as g:
+        if how == "assumed":
+            g.assume("D == H*K")
+        k = K if how == "assumed" else D / H
+        x = g.input("x", (B, S, D))
+        for _ in range(2):
+            q = cg.rearrange(cg.linear(x, "b s d -> b s e", e=D), "b s (h k) -> b h s k", h=H, k=k)
+            x = x + cg.rearrange(cg.attention(q, q, q, causal=True), "b h s k -> b s (h k)")
+        if how == "strided":
+            x = cg.conv(cg.rearrange(x, "b s d -> b d s"), "b c s -> b o s", window=(3,), stride=2, padding=1, o=A)
+        g.output(x)
+    return g
+
+
+@pytest.mark.parametrize("how", ["divided", "assumed", "strided"])
+def test_sizes_that_laws_try_fit_the_graph(how):
+    point = {"B": 2, "S": 3, "D": 6, "H": 3}
+    testing.check(heads(how), **point, **{"assumed": {"K": 2}, "strided": {"A": 2}}.get(how, {}))
+
+
+def test_a_model_whose_width_is_that_of_its_heads_grows():
+    point = {"B": 2, "D": 6, "F": 7, "H": 3, "L": 2, "P": 4, "S": 3, "V": 5}
+    testing.check(cg.models.load("gpt2", symbolic=True), ["costs_grow_with_every_size"], **point)
+
+
+def test_a_preset_is_held_to_the_laws_at_other_sizes_than_its_own():
+    testing.check(cg.models.load("gpt2"), B=2, S=2, L=2, D=4, H=2, F=3, V=5, P=3)
+
+
+def test_what_fails_in_two_ways_is_told_in_one_line():
+    calls = []
+
+    def holds(case):
+        calls.append(case)
+        size = sum(1 for _ in case.graph.walk())
+        assert size < 2, f"law 'small': {size} derived, 1 counted"
+        raise ValueError("another")
+
+    with pytest.raises((AssertionError, ValueError)) as caught:
+        testing.search(testing.ops("einsum"), holds, 30)
+    assert len(str(caught.value).splitlines()) == 1
+    assert not getattr(caught.value, "__notes__", [])
+    assert len(calls) <= TRIES + 1
+
+
+def test_a_wrong_record_is_told_with_op_law_sizes_derived_and_counted(twice):
+    testing.meaning("twice")(means_twice)
+    testing.sample("twice")(draws_twice(twice))
+    object.__setattr__(twice, "flops", lambda op: rules.Flops(pointwise=3 * rules.points(op.operands[0])))
+    text = r"^law 'flops_of_each.*' at {.*}: pointwise FLOPs of '.*twice': \d+ derived, \d+ counted$"
+    with pytest.raises(AssertionError, match=text) as caught:
+        testing.hold("twice", examples=20)
+    assert len(str(caught.value).splitlines()) == 1

@@ -71,7 +71,9 @@ def test_every_combination_is_exact(precision, accumulate, policy):
     played = cg.unroll(step, **sizes)
     for ask in (cg.flops, cg.bytes_moved, cg.peak_memory):
         assert ask(step, **sizes) == ask(played), ask.__name__
-    peak = cg.peak_memory(step)
+    # the closed form, from the least depth that it states: of every second layer three iterations are six layers
+    peak, sizes["L"] = cg.peak_memory(step), max(sizes["L"], cg.timeline(step).holds_from["L"])
+    played = cg.unroll(step, **sizes)
     assert cg.evaluate(peak, **{s.name: sizes[s.name] for s in peak.free_symbols}) == cg.peak_memory(played)
 
 
@@ -158,9 +160,9 @@ def test_what_is_no_step_is_refused():
         cg.training_step(g, loss="mse")
     with pytest.raises(GraphError, match=r"the loss is relu.*, expected a scalar"):
         cg.training_step(g, loss=lambda y: y)
-    with pytest.raises(GraphError, match=r"optimizer 'adamw', expected one such as costgraph.AdamW"):
+    with pytest.raises(GraphError, match=r"training_step: optimizer is 'adamw', expected an optimizer"):
         cg.training_step(model(), optimizer="adamw")
-    with pytest.raises(GraphError, match=r"checkpoint 'all', expected a policy such as every_block\(\)"):
+    with pytest.raises(GraphError, match="checkpoint is 'all', expected a checkpoint"):
         cg.training_step(model(), checkpoint="all")
     with pytest.raises(cg.CostGraphError, match="accumulate"):
         cg.training_step(model(), accumulate=0)

@@ -10,7 +10,7 @@ from functools import reduce as fold
 import sympy
 
 from ..arguments import need_choice, need_flag
-from ..bind import Formula, answer
+from ..bind import Formula, answer, bound_answer
 from ..dtypes import promote
 from ..errors import GraphError, UnsupportedError
 from ..extremum import as_expr
@@ -18,7 +18,7 @@ from ..graph import Graph, need_graph
 from ..op import Op
 from ..polynomial import ONE, ZERO, Poly, total
 from ..rules import Flops
-from ..sizes import bindings, known_names
+from ..sizes import Bindings, bindings, known_names
 from ..tensor import Storage, Tensor
 from .aliases import aliased, situations
 from .collecting import collection_paused
@@ -155,19 +155,18 @@ def traffic_of(op: Op) -> dict[str, Poly]:
     return out
 
 
-def _bound_rows(graph: Graph, count: str, dims: Mapping[str, object]) -> tuple[CostRow, ...]:
+def _bound_rows(graph: Graph, count: str, dims: Mapping[str, object]) -> tuple[tuple[CostRow, ...], Bindings]:
     need_graph("costs", graph)
     need_choice("count", count, _COUNTS)
     values = bindings(graph, dims)
     rows = _rows(graph, count)
-    if not values:
-        return rows
     # a report asks several times for the same sizes
     kept: tuple[object, tuple[CostRow, ...]] = graph.cache.get(("bound costs", count), (None, ()))
     if kept[0] != values:
-        kept = values, tuple(replace(r, amount=r.amount.bind(values)) for r in rows)
+        validity = values.validity
+        kept = values, tuple(replace(r, amount=r.amount.bind(values), validity=validity) for r in rows)
         graph.cache["bound costs", count] = kept
-    return kept[1]
+    return kept[1], values
 
 
 def costs(graph: Graph, /, *, count: str = "executed", **dims: int) -> Costs:
@@ -203,7 +202,8 @@ def costs(graph: Graph, /, *, count: str = "executed", **dims: int) -> Costs:
     >>> cg.costs(g).group("scope").total()["up"].bytes
     4*B*D + 4*B*F + 4*D*F
     """
-    return Costs(_bound_rows(graph, count, dims), known_names(graph))
+    rows, values = _bound_rows(graph, count, dims)
+    return Costs(rows, known_names(graph), values.validity)
 
 
 def _sum_of(graph: Graph, dims: Mapping[str, object], count: str, wanted: Callable[[CostRow], bool]) -> Formula:
@@ -212,7 +212,7 @@ def _sum_of(graph: Graph, dims: Mapping[str, object], count: str, wanted: Callab
     key = ("sum", count, wanted)
     if key not in graph.cache:
         graph.cache[key] = total(r.amount for r in _rows(graph, count) if wanted(r))
-    return answer(graph.cache[key].bind(bindings(graph, dims)))
+    return bound_answer(graph.cache[key], bindings(graph, dims))
 
 
 def _is_compute(row: CostRow) -> bool:
@@ -312,7 +312,7 @@ def bytes_moved(graph: Graph, /, fused: bool = False, **dims: int) -> Formula:
     need_flag("bytes_moved", fused=fused)
     if not fused:
         return _sum_of(graph, dims, "executed", _is_traffic)
-    return answer(compulsory(graph).bind(bindings(graph, dims)))
+    return bound_answer(compulsory(graph), bindings(graph, dims))
 
 
 def intensity(graph: Graph, /, fused: bool = False, **dims: int) -> Formula:
@@ -341,7 +341,7 @@ def intensity(graph: Graph, /, fused: bool = False, **dims: int) -> Formula:
     if moved == 0:
         raise GraphError(f"intensity of graph {graph.name!r}: it moves no bytes, expected an op that does")
     ratio = as_expr(work) / as_expr(moved)
-    return answer(sympy.cancel(ratio) if not ratio.atoms(sympy.floor, sympy.ceiling) and _small(ratio) else ratio)
+    return answer(ratio.cancel() if not ratio.atoms(sympy.floor, sympy.ceiling) and _small(ratio) else ratio)
 
 
 def _small(ratio: sympy.Expr) -> bool:

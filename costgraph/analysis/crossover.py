@@ -72,7 +72,8 @@ def crossover(
         raise GraphError(f"crossover: op {getattr(of, 'name', '')!r} does nothing that takes time")
     times = [w.seconds(device, fallback) for w in chosen]
     excess = total(c - m for c, m in times).bind(values)
-    return _root(excess, symbol)
+    found = _root(excess, symbol)
+    return answer(found, values.held) if isinstance(found, sympy.Expr) else found
 
 
 def _root(excess: Poly, symbol: str) -> Formula:

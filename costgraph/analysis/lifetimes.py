@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from math import lcm
 from types import MappingProxyType
 
-from ..bind import Formula, answer
+from ..bind import Formula, bound_answer
 from ..graph import Graph, need_graph
 from ..layout import numel
 from ..op import Op
@@ -65,7 +65,10 @@ def copies_needed(op: Op) -> int:
     # what an iteration leaves behind changes from one to the next: two in the middle, at either end, are looked at
     most = 4 + 2 * max(len(_handed_on(o)) for o in _leaving(op))
     # a loop up to the iteration of another one has as many iterations as it needs in those behind the middle
-    return most + 2 * any(o.attrs.get("until") for o in op.graph.root.walk())
+    root = op.graph.root
+    if "until" not in root.cache:
+        root.cache["until"] = any(o.attrs.get("until") for o in root.walk())
+    return most + 2 * int(root.cache["until"])
 
 
 def _leaves_storages(op: Op) -> bool:
@@ -159,8 +162,8 @@ class _Player:
         body, carries, reverse = op.body, op.attrs["carries"], op.attrs.get("reverse", False)
         assert body is not None
         start, saved = len(self.program.steps), len(op.results) - op.attrs.get("saved", 0)
-        # the stacks are there before the first slice is written
-        stacks = [self.birth(t, start, label, op.phase) for t in op.results[carries:saved]]
+        # the stacks are there before the first slice is written, those that several loops write into before the loops
+        stacks = [env.get(t.storage) or self.birth(t, start, label, op.phase) for t in op.results[carries:saved]]
         fixed = {f.storage: env[t.storage] for f, t in zip(body.formals, op.operands, strict=True)}
         xs = dict(list(fixed.items())[carries : carries + op.attrs["xs"]])
         state = [env[t.storage] for t in op.operands[:carries]]
@@ -314,4 +317,4 @@ def _rows(graph: Graph, dims: Mapping[str, object]) -> Iterator[Lifetime]:
     for life in program.lives:
         born = None if life.born is None else program.steps[life.born].where
         dies = None if life.dies is None else program.steps[life.dies].where
-        yield Lifetime(life.name, life.role, answer(life.bytes.bind(values)), born, dies)
+        yield Lifetime(life.name, life.role, bound_answer(life.bytes, values), born, dies)

@@ -2,104 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from itertools import accumulate, product
-from math import lcm
+from itertools import accumulate
 
 from ..arguments import need_choice
 from ..bind import Formula, answer, need_bound, number
-from ..dominance import prune
+from ..carried import conditioned
 from ..extremum import Owner, Regime, extremum
 from ..graph import Graph, need_graph
-from ..polynomial import ONE, Monomial, Poly, Rational, as_poly, total
-from ..sizes import bindings
-from .collecting import collection_paused
+from ..polynomial import ONE, Poly, Rational, total
+from ..pruning import prune
+from ..sizes import Bindings, bindings
 from .hooks import PLOTTERS
-from .hull import at_most, corners
-from .lifetimes import Program, copies_for, copies_needed, period, play
+from .lifetimes import Program, copies_for, play
+from .live import closed, holds_from, live_bytes, live_cases
 
-__all__ = ["Moment", "Timeline", "live_bytes", "live_cases", "peak_cases", "peak_memory", "timeline"]
+__all__ = ["Moment", "Timeline", "peak_cases", "peak_memory", "timeline"]
 
 # Unrolled further than this, a timeline is played with the iterations that can differ alone.
 _MOST_STEPS = 20_000
-
-
-def live_bytes(program: Program) -> Iterator[tuple[int, Poly]]:
-    """Yield the bytes that are live at each step at which something is born or workspace is needed."""
-    births: dict[int, list[Poly]] = {}
-    deaths: dict[int, list[Poly]] = {}
-    start = [life.bytes for life in program.lives if life.born is None]
-    for life in program.lives:
-        if life.born is not None:
-            births.setdefault(life.born, []).append(life.bytes)
-            if life.dies is not None:
-                deaths.setdefault(life.dies, []).append(life.bytes)
-    live: dict[Monomial, Rational] = dict(total(start).terms)
-    if not program.steps:
-        yield -1, Poly(dict(live))
-    for now, step in enumerate(program.steps):
-        for p in births.get(now, ()):
-            _accumulate(live, p, 1)
-        if now in births or now == 0 or step.workspace:
-            at = Poly(dict(live))
-            yield now, at + step.workspace if step.workspace else at
-        for p in deaths.get(now, ()):
-            _accumulate(live, p, -1)
-
-
-def _accumulate(live: dict[Monomial, Rational], p: Poly, sign: int) -> None:
-    for m, c in p.terms.items():
-        value = live.get(m, 0) + sign * c
-        if value:
-            live[m] = value
-        else:
-            del live[m]
-
-
-@collection_paused()
-def live_cases(
-    graph: Graph, values: Mapping[str, Poly], view: Callable[[Graph, Program], Program] | None = None
-) -> list[tuple[Poly, Owner]]:
-    """Return the live bytes at every op that may hold the peak, dominated ones left out.
-
-    Parameters
-    ----------
-    graph : Graph
-        What is asked.
-    values : mapping of str to Poly
-        Bound sizes: only their counts of Repeats matter here.
-    view : callable, optional
-        What of a program is looked at.
-
-    Returns
-    -------
-    list of (Poly, Owner)
-        Not yet bound.
-    """
-    loops = [op for op in graph.walk() if op.kind.body == "repeated"]
-    # where a body exchanges carries, an open count may leave them in any of their places
-    ends = lcm(*(period(op) for op in loops if op.attrs["count"].bind(values).constant is None))
-    rules = [copies_for(values, extra) for extra in range(ends)]
-    key: tuple[object, ...] = ("peak", view, tuple(copies(op) for copies in rules for op in loops))
-    counts: Mapping[str, Poly] = {}
-    if any(op.attrs.get("until") for op in loops):  # how often these run depends on the counts themselves
-        counts = values
-        key = (*key, tuple(op.attrs["count"].bind(values) for op in loops))
-    if key not in graph.cache:
-        programs = [play(graph, copies, counts) for copies in rules]
-        if view is not None:
-            programs = [view(graph, program) for program in programs]
-        # one by one: most of them are equal, and only the first of equal ones is kept
-        candidates = (
-            (p, Owner(program.steps[at].where, program.steps[at].op.phase) if at >= 0 else Owner())
-            for program in programs
-            for at, p in live_bytes(program)
-        )
-        graph.cache[key] = prune(corners(candidates), graph.root.relations)
-    out: list[tuple[Poly, Owner]] = graph.cache[key]
-    return out
 
 
 #: Bytes of which an allocator hands out multiples: torch's on CUDA has blocks of 512 B.
@@ -152,7 +75,7 @@ def peak_memory(graph: Graph, /, *, allocator: str = "exact", **dims: int) -> Fo
     values = bindings(graph, dims)
     if allocator != "exact":
         return _in_blocks(graph, values, ALLOCATORS[allocator])
-    return answer(extremum(_bound_regimes(graph, values)))
+    return answer(extremum(_bound_regimes(graph, values)), closed(graph, values))
 
 
 def _in_blocks(graph: Graph, values: Mapping[str, Poly], block: int) -> int:
@@ -174,9 +97,10 @@ def _in_blocks(graph: Graph, values: Mapping[str, Poly], block: int) -> int:
     return max((live[i] + taken(step.workspace) for i, step in enumerate(program.steps)), default=live[0])
 
 
-def peak_cases(graph: Graph, values: Mapping[str, Poly]) -> tuple[Regime, ...]:
+def peak_cases(graph: Graph, values: Bindings) -> tuple[Regime, ...]:
     """Return what the peak can be, with the op and the phase that own each case, also where there is only one."""
-    return tuple(Regime(p.expr, owner.op, owner.phase) for p, owner in _bound_regimes(graph, values))
+    held = closed(graph, values)
+    return tuple(Regime(conditioned(p.expr, held), o.op, o.phase) for p, o in _bound_regimes(graph, values))
 
 
 def _bound_regimes(graph: Graph, values: Mapping[str, Poly]) -> list[tuple[Poly, Owner]]:
@@ -296,10 +220,11 @@ def timeline(graph: Graph, /, **dims: int) -> Timeline:
     copies = (lambda op: int(op.attrs["count"].bind(values).constant)) if whole else copies_for(values)
     program = play(graph, copies, values)
     live = [(at, p.bind(values)) for at, p in live_bytes(program)]
+    held = values.held if whole else closed(graph, values)
     moments = tuple(
-        Moment(program.steps[at].where, program.steps[at].op.phase, answer(p))
+        Moment(program.steps[at].where, program.steps[at].op.phase, answer(p, held))
         if at >= 0
-        else Moment("", "forward", answer(p))
+        else Moment("", "forward", answer(p, held))
         for at, p in live
     )
     if all(p.constant is not None for _, p in live):
@@ -313,11 +238,11 @@ def timeline(graph: Graph, /, **dims: int) -> Timeline:
         by_role = {role: answer(total(parts)) for role, parts in roles.items()}
         owner = program.steps[at].where if at >= 0 else None, program.steps[at].op.phase if at >= 0 else None
         return Timeline(
-            answer(most), moments, {} if whole else _holds_from(graph, values), by_role, (Regime(most.expr, *owner),),
+            answer(most), moments, {} if whole else holds_from(graph, values), by_role, (Regime(most.expr, *owner),),
             _roles_over(program, values, [at for at, _ in live]),
         )  # fmt: skip
-    peak = answer(extremum(_bound_regimes(graph, values)))
-    return Timeline(peak, moments, _holds_from(graph, values), None, peak_cases(graph, values))
+    peak = answer(extremum(_bound_regimes(graph, values)), held)
+    return Timeline(peak, moments, holds_from(graph, values), None, peak_cases(graph, values))
 
 
 def _roles_over(program: Program, values: Mapping[str, Poly], at: Sequence[int]) -> dict[str, tuple[int | float, ...]]:
@@ -339,37 +264,3 @@ def _roles_over(program: Program, values: Mapping[str, Poly], at: Sequence[int])
             amounts.append(number(live))
         out[role] = tuple(amounts)
     return out | ({"workspace": tuple(number(Fraction(needs.get(now, 0))) for now in at)} if needs else {})
-
-
-def _holds_from(graph: Graph, values: Mapping[str, Poly]) -> dict[str, int]:
-    """Find for each symbol in a count the least value from which on the formulas hold.
-
-    With the symbol bound, a formula has to be what comes out where the loops have so many iterations. Symbols are
-    tried one by one, the others open or at the least value that was found for them; those of counts with several
-    symbols, such as L/k, hold wherever the counts are whole.
-    """
-    counts = {
-        op.attrs["count"].bind(values): op
-        for op in graph.walk()
-        if op.kind.body == "repeated" and op.attrs["count"].bind(values).constant is None
-    }
-    least: dict[str, int] = {}
-    for name in sorted({n for p in counts if len(p.names()) == 1 for n in p.names()}):
-        loops = [(p, op) for p, op in counts.items() if p.names() == {name}]
-        value = 1
-        while any((p.bind({name: as_poly(value)}).constant or 0) < copies_needed(op) for p, op in loops):
-            value += 1
-        tried = [dict(zip(least, picked, strict=True)) for picked in product(*((None, k) for k in least.values()))]
-        while value > 1 and all(_same(graph, values, {**others, name: value - 1}) for others in tried):
-            value -= 1
-        least[name] = value
-    return least
-
-
-def _same(graph: Graph, values: Mapping[str, Poly], chosen: Mapping[str, int | None]) -> bool:
-    """Whether the formula, with counts put in, is what comes out with so many iterations."""
-    bound = {**values, **{name: as_poly(k) for name, k in chosen.items() if k is not None}}
-    relations = graph.root.relations
-    formula = [p for p, _ in prune(((p.bind(bound), None) for p, _ in live_cases(graph, values)), relations)]
-    played = [p for p, _ in prune(((p.bind(bound), None) for p, _ in live_cases(graph, bound)), relations)]
-    return at_most(formula, played) and at_most(played, formula)

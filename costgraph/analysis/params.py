@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..arguments import need_flag
-from ..bind import Formula, answer
+from ..bind import Formula, bound_answer
 from ..graph import Graph, need_graph
 from ..op import Op
 from ..ops.grouped import DISPATCH, GROUPED
@@ -80,7 +80,7 @@ def param_count(graph: Graph, /, *, active: bool = False, **dims: int) -> Formul
     (46702792704, 12879925248)
     """
     need_flag("param_count", active=active)
-    return answer(_sum(graph, of_bytes=False, active=active).bind(bindings(graph, dims)))
+    return bound_answer(_sum(graph, of_bytes=False, active=active), bindings(graph, dims))
 
 
 def param_bytes(graph: Graph, /, **dims: int) -> Formula:
@@ -103,7 +103,7 @@ def param_bytes(graph: Graph, /, **dims: int) -> Formula:
     BindingError
         If a size cannot be bound.
     """
-    return answer(_sum(graph, of_bytes=True).bind(bindings(graph, dims)))
+    return bound_answer(_sum(graph, of_bytes=True), bindings(graph, dims))
 
 
 def cache_bytes(graph: Graph, /, **dims: int) -> Formula:
@@ -140,4 +140,4 @@ def cache_bytes(graph: Graph, /, **dims: int) -> Formula:
         for t in g.tensors
         if t.role == "cache" and t.producer is None
     )
-    return answer(total(held).bind(bindings(graph, dims)))
+    return bound_answer(total(held), bindings(graph, dims))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from ..bind import Formula, answer
+from ..bind import Formula, bound_answer
 from ..errors import GraphError
 from ..graph import Graph, need_graph
 from ..op import Op
@@ -66,7 +66,7 @@ def saved_bytes(graph: Graph, /, **dims: int) -> dict[str, Formula]:
         if op.kind.body == "repeated" and op.phase == "forward":
             assert op.body is not None
             found[op.name] = list(dict.fromkeys((*_left(op), *_outlive(op.body))))
-    return {name: answer(total(s.bytes for s in storages).bind(values)) for name, storages in found.items()}
+    return {name: bound_answer(total(s.bytes for s in storages), values) for name, storages in found.items()}
 
 
 def _outlive(graph: Graph) -> Iterator[Storage]:

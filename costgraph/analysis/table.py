@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 
 from ..arguments import need_call, need_choice
 from ..bind import Formula, answer
+from ..conditions import Validity
 from ..errors import BindingError, GraphError
 from ..polynomial import Poly, as_poly, total
 from ..sizes import size_of
+from ..symbols import shown
 
 __all__ = ["FLOP_KINDS", "Cost", "CostRow", "Costs", "Grouped"]
 
@@ -69,11 +71,17 @@ class CostRow:
     """compute, read or write"""
     amount: Poly
     """FLOPs where the direction is compute, else bytes; all iterations of a Repeat together"""
+    validity: Validity | None = field(default=None, repr=False, compare=False)
+    """what the amount holds for"""
 
     @property
     def value(self) -> Formula:
         """The amount as a formula, or a number."""
-        return answer(self.amount)
+        return answer(self.amount, _held(self.validity))
+
+
+def _held(validity: Validity | None) -> tuple[Validity, ...]:
+    return () if validity is None else (validity,)
 
 
 @dataclass(frozen=True)
@@ -84,6 +92,8 @@ class Costs:
     """The entries, in program order."""
     names: frozenset[str] = frozenset()
     """Dimensions of the graph that they come from: what `bind` takes."""
+    validity: Validity | None = field(default=None, repr=False, compare=False)
+    """What the rows hold for."""
 
     def __iter__(self) -> Iterator[CostRow]:
         return iter(self.rows)
@@ -132,8 +142,8 @@ class Costs:
             A mapping from value to table; `.total()` sums each.
         """
         _need_column(column)
-        if depth is not None and (isinstance(depth, bool) or not isinstance(depth, int) or depth < 1):
-            raise GraphError(f"costs: depth {depth!r}, expected a positive integer")
+        if depth is not None and depth < 1:
+            raise GraphError(f"costs: depth {shown(depth)}, expected a positive integer")
         out: dict[str, list[CostRow]] = {}
         for r in self.rows:
             key = getattr(r, column)
@@ -147,7 +157,8 @@ class Costs:
             sums[kind] = total(r.amount for r in self.rows if r.direction == "compute" and r.kind == kind)
         read = total(r.amount for r in self.rows if r.direction == "read")
         written = total(r.amount for r in self.rows if r.direction == "write")
-        return Cost(**{k: answer(p) for k, p in sums.items()}, read=answer(read), written=answer(written))
+        parts = {**sums, "read": read, "written": written}
+        return Cost(**{k: answer(p, _held(self.validity)) for k, p in parts.items()})
 
     def bind(self, **dims: int) -> Costs:
         """Put sizes into every row.
@@ -155,13 +166,21 @@ class Costs:
         Raises
         ------
         BindingError
-            If a name is no dimension of the graph, or a size is not a positive integer.
+            If a name is no dimension of the graph or is bound to another size, or the graph refuses a size.
         """
         for name in dims:
             if name not in self.names:
                 raise BindingError(f"{name!r} is no dimension, expected one of {', '.join(sorted(self.names))}")
         values = {k: as_poly(size_of(k, v)) for k, v in dims.items()}
-        return replace(self, rows=tuple(replace(r, amount=r.amount.bind(values)) for r in self.rows))
+        validity = self.validity
+        if validity is not None:
+            for name, size in validity.values:
+                if values.get(name, size) != size:
+                    raise BindingError(f"{name}={dims[name]}: the costs were derived with {name}={size}, expected that")
+            validity = validity.at(values)
+            values |= validity.settled()
+        rows = (replace(r, amount=r.amount.bind(values), validity=validity) for r in self.rows)
+        return replace(self, rows=tuple(rows), validity=validity)
 
 
 class Grouped(dict[str, Costs]):
@@ -177,7 +196,7 @@ class Grouped(dict[str, Costs]):
 
 
 def _need_column(column: str) -> None:
-    need_choice("costs: column", column, [f.name for f in fields(CostRow) if f.name != "amount"])
+    need_choice("costs: column", column, [f.name for f in fields(CostRow) if f.type == "str"])
 
 
 def _need_value(column: str, wanted: object) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from fractions import Fraction
-from numbers import Rational
+from numbers import Number, Rational
 
 import sympy
 
 from ..arguments import need_choice
-from ..bind import Formula, answer
+from ..bind import Formula, answer, bound_answer
 from ..errors import BindingError, GraphError
 from ..extremum import as_expr
 from ..graph import Graph, need_graph
@@ -86,7 +86,7 @@ def model_flops(graph: Graph, /, count: str = "executed", **dims: int) -> Formul
     >>> cg.model_flops(step, B=1, S=64) / cg.matmul_flops(g, B=1, S=64)
     3.0
     """
-    return answer(_model_poly(graph, count).bind(bindings(graph, dims)))
+    return bound_answer(_model_poly(graph, count), bindings(graph, dims))
 
 
 def hardware_flops(graph: Graph, /, count: str = "executed", **dims: int) -> Formula:
@@ -149,7 +149,7 @@ def step_tokens(graph: Graph, /, **dims: int) -> Formula:
     >>> cg.step_tokens(cg.training_step(cg.models.load("gpt2"), accumulate=cg.dims("A")))
     A*B*S
     """
-    return answer(tokens_poly(graph).bind(bindings(graph, dims)))
+    return bound_answer(tokens_poly(graph), bindings(graph, dims))
 
 
 def tokens_poly(graph: Graph) -> Poly:
@@ -195,7 +195,7 @@ def given(place: str, value: object, *, most: int | None = None) -> sympy.Expr:
         return value
     expected = "a positive number or a formula" if most is None else f"a number above 0 and up to {most}, or a formula"
     try:
-        number = None if isinstance(value, bool | str) else _exact(value)
+        number = _exact(value) if isinstance(value, Number | sympy.Expr) and not isinstance(value, bool) else None
     except (ValueError, TypeError, OverflowError):
         number = None
     if number is None or number <= 0 or (most is not None and number > most):

@@ -8,16 +8,16 @@ from fractions import Fraction
 
 import sympy
 
-from ..bind import Formula, answer
-from ..dominance import prune
+from ..bind import Formula, answer, bound_answer
 from ..errors import GraphError
 from ..extremum import extremum
 from ..graph import Graph, need_graph
 from ..polynomial import ZERO, Poly, total
+from ..pruning import prune
 from ..sizes import bindings
 from ..tensor import Storage, Tensor
 from .lifetimes import Program
-from .memory import live_cases
+from .live import closed, live_cases
 from .traffic import repeated_bodies
 
 __all__ = ["StateBytes", "activation_memory", "bytes_per_param", "saved_state_bytes", "state_bytes"]
@@ -94,7 +94,7 @@ def state_bytes(step: Graph, /, **dims: int) -> StateBytes:
     StateBytes(params=248879616, gradients=248879616, state=995518464)
     """
     values = bindings(step, dims)
-    return StateBytes(*(answer(p.bind(values)) for p in _parts(step, "state_bytes")))
+    return StateBytes(*(bound_answer(p, values) for p in _parts(step, "state_bytes")))
 
 
 def saved_state_bytes(step: Graph, /, **dims: int) -> Formula:
@@ -125,7 +125,7 @@ def saved_state_bytes(step: Graph, /, **dims: int) -> Formula:
     True
     """
     params, _, state = _parts(step, "saved_state_bytes")
-    return answer((params + state).bind(bindings(step, dims)))
+    return bound_answer(params + state, bindings(step, dims))
 
 
 def bytes_per_param(step: Graph, /, **dims: int) -> Formula:
@@ -166,17 +166,17 @@ def bytes_per_param(step: Graph, /, **dims: int) -> Formula:
     if not count:
         raise GraphError(f"bytes_per_param: graph {step.name!r} has no parameter, expected one")
     values = bindings(step, dims)
-    return _ratio(parts.bind(values), count.bind(values))
+    return answer(_ratio(parts.bind(values), count.bind(values)), values.held)
 
 
-def _ratio(amount: Poly, count: Poly) -> Formula:
+def _ratio(amount: Poly, count: Poly) -> Poly | sympy.Expr:
     """Return bytes over a count: a number and what is left of it, where every term has that many bytes at least."""
     ratios = {Fraction(amount.terms.get(m, 0)) / c for m, c in count.terms.items()}
     whole = next(iter(ratios)) if len(ratios) == 1 else Fraction(0)
     rest = amount - count * whole
     if not rest or amount.names() | count.names() == set():
-        return answer(amount / count)
-    return answer(sympy.Rational(whole.numerator, whole.denominator) + rest.expr / count.expr)
+        return amount / count
+    return sympy.Rational(whole.numerator, whole.denominator) + rest.expr / count.expr
 
 
 # -- activations ---------------------------------------------------------------------------------------------------
@@ -242,4 +242,6 @@ def activation_memory(graph: Graph, /, **dims: int) -> Formula:
     found = [(p.bind(values), owner) for p, owner in live_cases(graph, values, _activations)]
     if all(p.constant is not None for p, _ in found):
         return answer(max((p for p, _ in found), key=lambda p: p.constant or 0))
-    return answer(extremum(prune(found, graph.root.relations) if values else found))
+    return answer(
+        extremum(prune(found, graph.root.relations) if values else found), closed(graph, values, _activations)
+    )

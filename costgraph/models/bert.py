@@ -88,7 +88,7 @@ def read(c: Config) -> Preset:
     sizes |= {"L": c.size("num_hidden_layers"), "V": c.size("vocab_size"), "P": c.size("max_position_embeddings")}
     sizes |= {"kinds": c.size("type_vocab_size")}
     structure = {"activation": c.activation("hidden_act"), **HEADS[c.architecture]}
-    tied = c.flag("tie_word_embeddings", True)
+    tied = c.flag("tie_word_embeddings")
     if "head" not in structure:
         return Preset(sizes, structure)
     return Preset(sizes | {"C": c.labels()}, structure | {"tied": tied})
@@ -102,7 +102,7 @@ FAMILIES = (
     Family(
         bert,
         {"bert-base": _sizes(768, 12, 12), "bert-large": _sizes(1024, 16, 24)},
-        architectures=tuple(HEADS),
+        architectures=dict.fromkeys(HEADS, "bert"),
         read=read,
     ),
 )

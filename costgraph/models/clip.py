@@ -73,29 +73,31 @@ def _unit(x: cg.Tensor) -> cg.Tensor:
     return x / cg.pointwise("sqrt", cg.reduce(cg.pointwise("square", x), "b e -> b 1", "sum"))
 
 
-def _tower(c: Config, size: int, heads: int, **sizes: int) -> tuple[list[int], str]:
-    """Read what both towers have; the defaults are those of transformers' configuration classes."""
+def _tower(c: Config) -> tuple[list[int], str]:
+    """Read what both towers have."""
     for field in ("is_decoder", "is_encoder_decoder", "add_cross_attention", "tie_encoder_decoder"):
         c.expect(field, False)
     # the projections follow the size that the whole model states
     c.ignore("projection_dim", "dropout", "tie_word_embeddings", "top_k", "tf_legacy_loss")
-    found = [c.size("hidden_size", default=size), c.size("num_attention_heads", default=heads)]
-    found += [c.size("intermediate_size", default=4 * size), c.size("num_hidden_layers", default=12)]
-    return found, c.activation("hidden_act", default="quick_gelu")
+    names = ("hidden_size", "num_attention_heads", "intermediate_size", "num_hidden_layers")
+    return [c.size(name) for name in names], c.activation("hidden_act")
 
 
 def read(c: Config) -> Preset:
     """Read a config.json of transformers' CLIPConfig."""
     c.ignore("logit_scale_init_value", "is_encoder_decoder", "tie_word_embeddings", "text_config", "vision_config")
     # where a file has the older field as well, transformers takes that one alone
-    text, vision = (c.part(f"{n}_dict" if c.has(f"{n}_dict") else n) for n in ("text_config", "vision_config"))
-    (D, H, F, L), text_act = _tower(text, 512, 8)
-    (DV, HV, FV, LV), vision_act = _tower(vision, 768, 12)
-    P = text.size("max_position_embeddings", default=77)
-    sizes = {"V": text.size("vocab_size", default=49408), "P": P, "S": P, "D": D, "H": H, "F": F, "L": L}
-    sizes |= {"R": vision.size("image_size", default=224), "IC": vision.size("num_channels", default=3)}
-    sizes |= {"DV": DV, "HV": HV, "FV": FV, "LV": LV, "joint": c.size("projection_dim", default=512)}
-    structure = {"patch": vision.size("patch_size", default=32), "text_activation": text_act}
+    text, vision = (
+        c.part(name + ("_dict" if c.has(f"{name}_dict") else ""), f"clip_{tower}_model")
+        for tower, name in (("text", "text_config"), ("vision", "vision_config"))
+    )
+    (D, H, F, L), text_act = _tower(text)
+    (DV, HV, FV, LV), vision_act = _tower(vision)
+    P = text.size("max_position_embeddings")
+    sizes = {"V": text.size("vocab_size"), "P": P, "S": P, "D": D, "H": H, "F": F, "L": L}
+    sizes |= {"R": vision.size("image_size"), "IC": vision.size("num_channels")}
+    sizes |= {"DV": DV, "HV": HV, "FV": FV, "LV": LV, "joint": c.size("projection_dim")}
+    structure = {"patch": vision.size("patch_size"), "text_activation": text_act}
     return Preset(sizes, structure | {"vision_activation": vision_act})
 
 
@@ -112,7 +114,7 @@ FAMILIES = (
             "clip-vit-b-16": _sizes(16, 512, 768, 12, 12, 512),
             "clip-vit-l-14": _sizes(14, 768, 1024, 16, 24, 768),
         },
-        architectures=("CLIPModel",),
+        architectures={"CLIPModel": "clip"},
         read=read,
     ),
 )

@@ -1,53 +1,29 @@
-"""Reading a config.json of transformers: every field is used, known to change no cost, or an error."""
+"""Fields of a config.json of transformers: every one is used, known to change no cost, or an error."""
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from itertools import groupby
 from numbers import Real
-from pathlib import Path
+from typing import Any
 
 from ..errors import CostGraphError, FormatError, UnsupportedError
 from ..symbols import shown
+from .defaults import ACTIVATIONS, ALIASES, DEFAULTS, NO_COST, OFF, ROPES
 
-__all__ = ["Config", "read_config"]
+__all__ = ["Config", "keyed"]
 
-_LARGEST = 2**20  # bytes: configurations are a few thousand
-
-#: Fields that every model may have and that change no cost of a forward pass or a training step of the whole model.
-NO_COST = frozenset(
-    """
-    architectures model_type transformers_version _name_or_path name_or_path auto_map torch_dtype dtype return_dict
-    use_cache output_hidden_states output_attentions output_router_logits _commit_hash bos_token_id eos_token_id
-    pad_token_id sep_token_id decoder_start_token_id forced_bos_token_id cls_token_id mask_token_id unk_token_id
-    forced_eos_token_id suppress_tokens begin_suppress_tokens bad_words_ids initializer_range initializer_factor
-    init_std id2label label2id num_labels finetuning_task problem_type task task_specific_params tokenizer_class
-    prefix torchscript use_bfloat16 max_length min_length do_sample early_stopping num_beams num_beam_groups
-    diversity_penalty temperature top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
-    encoder_no_repeat_ngram_size num_return_sequences output_scores return_dict_in_generate remove_invalid_values
-    exponential_decay_length_penalty gradient_checkpointing attn_implementation _attn_implementation
-    _attn_implementation_autoset _experts_implementation pretraining_tp rms_norm_eps layer_norm_eps norm_eps
-    layer_norm_epsilon rope_theta default_theta original_max_position_embeddings unsloth_fixed
-    _attn_implementation_internal experts_implementation attention_dropout hidden_dropout resid_dropout
-    cross_attention_hidden_size pruned_heads chunk_size_feed_forward classifier_dropout
-    """.split()  # noqa: SIM905  # a list of seventy words in quotes is harder to read
-)
-
-#: Elementwise functions by the names that transformers gives them in `hidden_act` and the like.
-ACTIVATIONS = {
-    "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh", "gelu_accurate": "gelu_tanh", "quick_gelu": "quick_gelu", "relu": "relu",
-    "relu2": "relu2", "relu6": "relu6", "silu": "silu", "swish": "silu", "sigmoid": "sigmoid", "tanh": "tanh",
-    "mish": "mish", "leaky_relu": "leaky_relu", "hardswish": "hardswish",
-}  # fmt: skip
-
-#: Switches that every model may have and that change nothing while they are off.
-OFF = frozenset({"is_encoder_decoder", "is_decoder", "add_cross_attention", "tie_encoder_decoder"})
+_MOST = 2**63 - 1  # of what is counted, as tensors have it
+_STAGES = 32  # numbers in a list: each stage of a network of images halves a side
+_LISTED = 2**16  # layers that are listed one by one, where no rule says when they repeat
+_RUNS = 128  # runs of equal layers in a period, as each is declared on its own
 
 
 class Config:
     """The fields of a configuration, and which of them were asked for.
+
+    A field that is not there is what transformers has for it (`DEFAULTS`), or missing where nothing is said there.
+    Null is what the caller gives as `default`; where transformers has something else than null, it is missing too.
 
     Parameters
     ----------
@@ -61,8 +37,26 @@ class Config:
         self._fields = dict(fields)
         self.place = place
         """What errors name."""
+        self._defaults: Mapping[str, object] = {}
         self._used: set[str] = set()
         self._parts: list[Config] = []
+
+    def settle(self, kind: str) -> None:
+        """Take what is not said, and second names of fields, as transformers has them for a type of models."""
+        said = self._fields.get("model_type")
+        if isinstance(said, str) and said != kind and said in DEFAULTS:
+            raise self._wrong("model_type", said, f"{kind!r}, as its architecture has")
+        self._defaults = DEFAULTS.get(kind, {})
+        for other, name in ALIASES.get(kind, {}).items():
+            if other not in self._fields:
+                continue
+            value = self._fields.pop(other)
+            own = self._fields.setdefault(name, value)
+            if not _same(own, value):
+                raise FormatError(
+                    f"{self.place}: {name} is {shown(own)} and {other} is {shown(value)}, expected one value: they are "
+                    f"two names of one field"
+                )
 
     # -- asking for a field ------------------------------------------------------------------------------------------
 
@@ -74,118 +68,166 @@ class Config:
         """Whether a field is there, be it null."""
         return name in self._fields
 
-    def _get(self, names: tuple[str, ...]) -> tuple[str, object]:
-        self._used.update(names)
-        return next(((n, self._fields[n]) for n in names if self.has(n)), (names[0], None))
+    def _get(self, name: str, default: Any = None) -> Any:
+        self._used.add(name)
+        usual = self._defaults.get(name)
+        value = self._fields.get(name, usual)
+        return default if value is None and usual is None else value
 
     def _wrong(self, name: str, value: object, expected: str) -> CostGraphError:
+        if value is None:
+            return FormatError(f"{self.place}: {name} is missing, expected {expected}")
         return FormatError(f"{self.place}: {name} is {shown(value)}, expected {expected}")
 
-    def size(self, *names: str, default: int | None = None, least: int = 1) -> int:
-        """Return a whole number: the first of the names that the file has."""
-        name, value = self._get(names)
-        if value is None and default is not None:
-            return default
-        if value is None:
-            raise FormatError(f"{self.place}: {' or '.join(names)} is missing, expected a whole number")
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise self._wrong(name, value, f"a whole number of at least {least}")
-        return value
+    def size(self, name: str, default: int | None = None, least: int = 1) -> int:
+        """Return a whole number."""
+        value = self._get(name, default)
+        if not _is_size(value, least):
+            raise self._wrong(name, value, f"a whole number of at least {least} and below 2**63")
+        return int(value)
 
-    def optional(self, name: str, absent: int | None) -> int | None:
-        """Return a whole number, None where the file says null, and `absent` where it says nothing."""
-        return self.size(name) if self.has(name) else None if self.stated(name) else absent
+    def optional(self, name: str) -> int | None:
+        """Return a whole number, or None where the file says null, or where transformers has that."""
+        if self.stated(name) and not self.has(name):
+            self._used.add(name)
+            return None
+        return None if self._get(name) is None else self.size(name)
 
     def size_or_auto(self, name: str, auto: int) -> int:
-        """Return a whole number, or what the word auto stands for, as does a field that is missing."""
-        if self._fields.get(name) == "auto":
-            self._used.add(name)
-            return auto
-        return self.size(name, default=auto)
+        """Return a whole number, or what the word auto stands for."""
+        return auto if _same(self._get(name), "auto") else self.size(name)
 
-    def number(self, *names: str, default: float | None = None) -> float:
-        """Return a number."""
-        name, value = self._get(names)
-        if value is None and default is not None:
-            return default
-        if value is None:
-            raise FormatError(f"{self.place}: {' or '.join(names)} is missing, expected a number")
-        if isinstance(value, bool) or not isinstance(value, Real):
-            raise self._wrong(name, value, "a number")
+    def number(self, name: str, default: float | None = None, above: float | None = None) -> float:
+        """Return a number, as large as a size at the most."""
+        value = self._get(name, default)
+        if not _is_finite(value) or (above is not None and value <= above):
+            expected = "a number" if above is None else f"a number above {above}"
+            raise self._wrong(name, value, f"{expected}, of less than 2**63")
         return float(value)
 
-    def flag(self, name: str, default: bool) -> bool:
-        """Return a switch."""
-        _, value = self._get((name,))
-        if value is None:
-            return default
+    def factor(self, name: str) -> float | None:
+        """Return a number above 0, or None where the file says null, or where transformers has that."""
+        if self.stated(name) and not self.has(name):
+            self._used.add(name)
+            return None
+        return None if self._get(name) is None else self.number(name, above=0)
+
+    def flag(self, name: str, default: bool | None = None, *, null: bool | None = None) -> bool:
+        """Return a switch; `null` is what null means where transformers takes it, whatever else it has."""
+        value = self._get(name, default)
+        value = null if value is None else value
         if not isinstance(value, bool):
             raise self._wrong(name, value, "true or false")
         return value
 
-    def choice(self, *names: str, of: Collection[str], default: str | None = None) -> str:
+    def choice(self, name: str, of: Collection[str], default: str | None = None) -> str:
         """Return a word that is one of some; another one is not understood."""
-        name, value = self._get(names)
-        if value is None and default is not None:
-            return default
+        value = self._get(name, default)
         if not isinstance(value, str) or value not in of:
             raise UnsupportedError(f"{self.place}: {name} is {shown(value)}, expected one of {', '.join(of)}")
         return value
 
-    def activation(self, *names: str, default: str | None = None) -> str:
+    def activation(self, name: str, default: str | None = None) -> str:
         """Return the elementwise function that transformers means by a word, as `costgraph.pointwise` names it."""
-        return ACTIVATIONS[self.choice(*names, of=ACTIVATIONS, default=default)]
+        return ACTIVATIONS[self.choice(name, of=ACTIVATIONS, default=default)]
 
-    def labels(self, default: int = 2) -> int:
-        """Return the number of classes of a classifier, which transformers writes as a list of their names."""
-        names = self._fields.get("id2label")
-        if isinstance(names, Mapping) and names and not self.has("num_labels"):
-            return len(names)
-        return self.size("num_labels", default=default)
+    def labels(self) -> int:
+        """Return the number of classes of a classifier, which transformers writes as an object of their names."""
+        names = self._get("id2label")
+        if names is None:
+            return self.size("num_labels", default=2)
+        keys = {int(k) for k in names if _is_place(k)} if isinstance(names, Mapping) else set()
+        if not keys or len(keys) != len(names):
+            raise self._wrong("id2label", names, "a name for each of one class or more, by its number")
+        self.expect("num_labels", len(keys))
+        return len(keys)
 
-    def sizes(self, *names: str, default: list[int] | None = None, least: int = 1, empty: bool = False) -> list[int]:
+    def sizes(self, name: str, least: int = 1, *, empty: bool = False, most: int = _STAGES) -> list[int]:
         """Return a list of whole numbers; with `empty` there may be none in it."""
-        name, value = self._get(names)
-        if value is None and default is not None:
-            return default
-        if (
-            not isinstance(value, list)
-            or not (value or empty)
-            or any(isinstance(n, bool) or not isinstance(n, int) or n < least for n in value)
-        ):
+        value = self._get(name, [] if empty else None)
+        if not isinstance(value, list) or not (value or empty) or not all(_is_size(n, least) for n in value):
             raise self._wrong(name, value, f"a list of whole numbers of at least {least}")
+        if len(value) > most:
+            raise UnsupportedError(f"{self.place}: {name} has {len(value)} numbers, expected {most} at the most")
         return list(value)
 
-    def words(self, *names: str, of: Collection[str], default: list[str] | None = None) -> list[str]:
-        """Return a list of words, each one of some."""
-        name, value = self._get(names)
-        if value is None and default is not None:
-            return default
-        if not isinstance(value, list) or not value or any(not isinstance(n, str) or n not in of for n in value):
-            raise UnsupportedError(f"{self.place}: {name} is {shown(value)}, expected a list of {', '.join(of)}")
+    def words(self, name: str) -> list[str]:
+        """Return a list of words, none where the file says nothing."""
+        value = self._get(name, [])
+        if not isinstance(value, list) or not all(isinstance(n, str) for n in value):
+            raise self._wrong(name, value, "a list of strings")
         return list(value)
 
-    def part(self, name: str) -> Config:
-        """Return the fields of a part of a model, such as its text or its vision tower."""
-        _, value = self._get((name,))
+    def word(self, name: str) -> str:
+        """Return any word."""
+        value = self._get(name)
+        if not isinstance(value, str):
+            raise UnsupportedError(f"{self.place} is {shown(self._fields)}, expected {name} to be a word")
+        return value
+
+    def part(self, name: str, kind: str = "") -> Config:
+        """Return the fields of a part of a file, such as a tower of images, which is of a type of its own."""
+        value = self._get(name)
         if not isinstance(value, Mapping):
             raise self._wrong(name, value, "an object")
-        found = Config({str(k): v for k, v in value.items()}, f"{self.place}: {name}")
+        found = Config(keyed(value, f"{self.place}: {name}"), f"{self.place}: {name}")
+        found.settle(kind)
         self._parts.append(found)
         return found
 
-    def pattern(self, name: str, of: Mapping[str, str], depth: int, default: list[str]) -> tuple[tuple[str, ...], int]:
-        """Return the kinds of layers in one period of a list with one word a layer, and how many end a further one."""
-        kinds = [of[word] for word in self.words(name, of=of, default=default)]
-        if len(kinds) != depth:
-            raise FormatError(f"{self.place}: {name} has {len(kinds)} words, expected one for each of {depth} layers")
-        period = next(n for n in range(1, depth + 1) if all(kinds[i] == kinds[i % n] for i in range(depth)))
-        return tuple(kinds[:period]), depth % period
+    def layer_types(self, of: Mapping[str, str], depth: int, rule: Sequence[str]) -> tuple[tuple[str, ...], int]:
+        """Return the kinds of layers in one period, and how many end a further one.
+
+        Parameters
+        ----------
+        of : mapping
+            Kinds of layers by the words of the file.
+        depth : int
+            Number of layers.
+        rule : sequence of str
+            Words that the layers have over and over where the file does not list them.
+        """
+        words = self._get("layer_types", list(rule[:depth]))
+        if not isinstance(words, list) or not words or not all(isinstance(n, str) and n in of for n in words):
+            raise UnsupportedError(f"{self.place}: layer_types is {shown(words)}, expected a list of {', '.join(of)}")
+        if self.has("layer_types") and len(words) != depth:
+            raise FormatError(
+                f"{self.place}: layer_types has {len(words)} words, expected one for each of {depth} layers"
+            )
+        return self.period("layer_types", [of[word] for word in words], depth)
+
+    def period(self, name: str, kinds: Sequence[str], depth: int) -> tuple[tuple[str, ...], int]:
+        """Return the shortest period of layers that are of some kinds over and over, and how many end a further one."""
+        found = _period(kinds)
+        if depth > len(kinds) and len(kinds) % found:  # the kinds begin anew before the shorter period ends
+            found = len(kinds)
+        runs = sum(1 for _ in groupby(kinds[:found]))
+        if runs > _RUNS:
+            raise UnsupportedError(
+                f"{self.place}: {name} has {runs} runs of equal layers before it repeats, expected {_RUNS} at the most"
+            )
+        return tuple(kinds[:found]), depth % found
+
+    def listed(self, depth: int) -> int:
+        """Return a number of layers that are listed one by one, as no rule says when they repeat."""
+        if depth > _LISTED:
+            raise UnsupportedError(
+                f"{self.place}: {depth} layers that do not repeat, expected {_LISTED} of such at the most"
+            )
+        return depth
+
+    def need(self, name: str, value: object) -> None:
+        """Refuse a field that is not there, or has another value."""
+        if not self.has(name):
+            raise self._wrong(name, None, shown(value))
+        self.expect(name, value)
 
     def expect(self, name: str, *values: object) -> None:
-        """Refuse a field that is there and has another value than these: what it would mean is not declared."""
-        _, value = self._get((name,))
-        if value is not None and not any(value is v or (type(value) is type(v) and value == v) for v in values):
+        """Refuse a field that has another value than these: what it would mean is not declared."""
+        value, usual = self._get(name), self._defaults.get(name)
+        if value is None and usual is None:
+            return
+        if not any(_same(value, v) for v in values):
             raise UnsupportedError(
                 f"{self.place}: {name} is {shown(value)}, expected {' or '.join(map(shown, values)) or 'nothing'}: "
                 f"what else it would cost is not known"
@@ -195,19 +237,40 @@ class Config:
         """Pass over fields that change no cost."""
         self._used.update(names)
 
-    def partial_rotary(self, default: float = 1.0) -> float:
+    # -- rotary positions --------------------------------------------------------------------------------------------
+
+    def _rope(self) -> list[tuple[str, Mapping[str, Any]]]:
+        """Return what the file says of rotary positions, of all layers or of each kind of them."""
+        found: list[tuple[str, Mapping[str, Any]]] = []
+        both = [n for n in ("rope_parameters", "rope_scaling") if self.has(n)]
+        for name in both:
+            value: Any = self._fields[name]
+            if not isinstance(value, Mapping):
+                raise self._wrong(name, value, "an object")
+            inner = [(f"{name}: {k}", v) for k, v in value.items() if isinstance(v, Mapping)]
+            found += [(name, value), *inner]
+        for place, rope in found:
+            kind, factor = rope.get("rope_type", rope.get("type", "default")), rope.get("factor")
+            if not isinstance(kind, str) or kind not in ROPES:
+                raise UnsupportedError(f"{self.place}: {place}: {shown(kind)}, expected one of {', '.join(ROPES)}")
+            if factor is not None and not (_is_finite(factor) and factor > 0):
+                raise self._wrong(f"{place}: factor", factor, "a number above 0")
+        if len(both) == 2 and not _same(self._fields[both[0]], self._fields[both[1]]):
+            raise self._wrong(both[1], self._fields[both[1]], f"what {both[0]} is: they are two names of one field")
+        return found
+
+    def partial_rotary(self) -> float:
         """Return which part of a head's elements rotary positions turn."""
         self._used |= {"partial_rotary_factor", "rotary_pct"}
-        rope = next((r for r in map(self._fields.get, ("rope_parameters", "rope_scaling")) if r is not None), {})
-        inner = rope.get("partial_rotary_factor") if isinstance(rope, Mapping) else None
-        part = (
-            float(inner)
-            if isinstance(inner, Real)
-            else self.number("partial_rotary_factor", "rotary_pct", default=default)
-        )
-        if not 0 < part <= 1:
-            raise self._wrong("partial_rotary_factor", part, "a number above 0, up to 1")
-        return part
+        said: dict[str, Any] = {n: self._fields.get(n) for n in ("partial_rotary_factor", "rotary_pct")}
+        said |= {f"{place}: partial_rotary_factor": r.get("partial_rotary_factor") for place, r in self._rope()}
+        said = {name: value for name, value in said.items() if value is not None}
+        for name, value in said.items():
+            if not _is_finite(value) or not 0 < value <= 1:
+                raise self._wrong(name, float(value) if _is_finite(value) else value, "a number above 0, up to 1")
+        if len(set(said.values())) > 1:
+            raise FormatError(f"{self.place}: {shown(said, 200)}, expected one part that is turned")
+        return float(next(iter(said.values()), 1))
 
     def rotated(self, head: int) -> int:
         """Return how many elements of a head rotary positions turn: those of whole pairs."""
@@ -216,51 +279,47 @@ class Config:
             raise self._wrong("partial_rotary_factor", part, f"a part of {head} that is 1 at the least")
         return -(-int(head * part) // 2) * 2
 
+    # -- the end -----------------------------------------------------------------------------------------------------
+
     def finish(self) -> None:
         """Refuse what nobody has asked for: it may change the cost."""
-        self._used |= {"rope_parameters", "rope_scaling"}  # frequencies alone, but for the factor
         if "partial_rotary_factor" not in self._used and self.partial_rotary() != 1:
             raise UnsupportedError(f"{self.place}: partial_rotary_factor is {self.partial_rotary()}, expected 1")
+        self._used |= {"rope_parameters", "rope_scaling"}
         known = self._used | NO_COST | {n for n in OFF if self._fields.get(n) is False}
         left = sorted(n for n, v in self._fields.items() if v is not None and n not in known)
         if left:
+            name = shown(left[0]).strip("'")
             raise UnsupportedError(
-                f"{self.place}: {left[0]} is {shown(self._fields[left[0]])}, expected a field that is known: "
-                f"whether it changes the cost is not understood"
+                f"{self.place}: {name} is {shown(self._fields[left[0]])}, expected a field that is "
+                f"known: whether it changes the cost is not understood"
             )
         for part in self._parts:
             part.finish()
 
-    def decoder(self, *, grouped: bool = False, head: int | None = None) -> dict[str, int]:
-        """Return the sizes of a decoder, of which most configurations have fields of the same names.
+    # -- what many models have ---------------------------------------------------------------------------------------
 
-        Parameters
-        ----------
-        grouped : bool
-            Whether the file must say how many heads of keys there are, be it null for as many as of queries.
-        head : int, optional
-            Size of a head where the file says nothing; D/H by default.
-        """
+    def decoder(self) -> dict[str, int]:
+        """Return the sizes of a decoder, of which most configurations have fields of the same names."""
         D, H = self.size("hidden_size"), self.size("num_attention_heads")
-        unsaid = grouped and not self.stated("num_key_value_heads")
-        sizes = {"D": D, "H": H, "G": self.size("num_key_value_heads", default=None if unsaid else H)}
-        sizes |= {"K": self.size("head_dim", default=head or max(1, D // H)), "F": self.size("intermediate_size")}
+        # null is as many heads as of queries; a file that says nothing is read where transformers has that as well
+        alone = self.stated("num_key_value_heads") or "num_key_value_heads" in self._defaults
+        sizes = {"D": D, "H": H, "G": self.size("num_key_value_heads", default=H if alone else None)}
+        sizes |= {"K": self.size("head_dim", default=max(1, D // H)), "F": self.size("intermediate_size")}
         return sizes | {"L": self.size("num_hidden_layers"), "V": self.size("vocab_size")}
-
-    # -- what all models have -----------------------------------------------------------------------------------------
 
     @property
     def architecture(self) -> str:
         """The one architecture that the file names."""
         value = self._fields.get("architectures")
         if not isinstance(value, list) or len(value) != 1 or not isinstance(value[0], str):
-            raise self._wrong("architectures", value, "a list of one name")
+            raise FormatError(f"{self.place}: architectures is {shown(value)}, expected a list of one name")
         return value[0]
 
     @property
     def dtype(self) -> str | None:
         """The number format of the weights, as the library names it, or None where the file says nothing."""
-        value = self._fields.get("dtype") or self._fields.get("torch_dtype")
+        value = self._fields.get("dtype" if self.has("dtype") else "torch_dtype")
         if value is None:
             return None
         known = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}
@@ -270,31 +329,46 @@ class Config:
         return known[word]
 
 
-def read_config(path: object) -> Config:
-    """Read a configuration from a file, a folder that holds a config.json, or a mapping of its fields."""
-    if isinstance(path, Mapping):
-        fields, place = path, "config"
-    else:
-        if not isinstance(path, str | os.PathLike):
-            raise FormatError(f"from_config of {type(path).__name__}, expected a path or a mapping")
-        fields, place = _loaded(path)
-    return Config({str(k): v for k, v in fields.items()}, place)
+def _same(a: object, b: object) -> bool:
+    """Whether two values of a file are the same, which true and 1 are not; in Python there may be any others."""
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(_same(a[k], b[k]) for k in a)
+    return a is b or (type(a) is type(b) and isinstance(a, bool | int | float | str) and a == b)
 
 
-def _loaded(path: str | os.PathLike[str]) -> tuple[Mapping[object, object], str]:
-    try:
-        file = Path(path)
-        file = file / "config.json" if file.is_dir() else file
-        place = str(file)
-        with file.open("rb") as stream:
-            data = stream.read(_LARGEST + 1)
-        if len(data) > _LARGEST:
-            raise FormatError(f"{place}: more than {_LARGEST} bytes, expected a config.json")
-        fields = json.loads(data.decode("utf-8"))
-    except OSError as error:
-        raise FormatError(f"{path}: {error.strerror or error}, expected a config.json") from None
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{path}: {shown(str(error))}, expected JSON") from None
-    if not isinstance(fields, Mapping):
-        raise FormatError(f"{place}: {shown(fields)}, expected an object")
-    return fields, place
+def _is_size(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= _MOST
+
+
+def _is_finite(value: Any) -> bool:
+    return not isinstance(value, bool) and isinstance(value, Real) and _is_within(value)
+
+
+def _is_within(value: Any) -> bool:
+    return bool(-_MOST <= value <= _MOST)
+
+
+def _is_place(text: object) -> bool:
+    return isinstance(text, int) or (isinstance(text, str) and text.isascii() and text.isdigit() and len(text) < 20)
+
+
+def _period(kinds: Sequence[str]) -> int:
+    """Return after how many layers a finite list repeats itself, be it in part: by its longest border."""
+    borders, length = [0], 0
+    for kind in kinds[1:]:
+        while length and kind != kinds[length]:
+            length = borders[length - 1]
+        length += kind == kinds[length]
+        borders.append(length)
+    return len(kinds) - length
+
+
+def keyed(fields: Mapping[Any, object], place: str) -> dict[str, object]:
+    """Return the fields; in Python their names may be anything."""
+    found = dict(fields)
+    wrong = next((name for name in found if not isinstance(name, str)), "")
+    if wrong != "":
+        raise FormatError(f"{place}: {shown(wrong)} as the name of a field, expected a string")
+    return found

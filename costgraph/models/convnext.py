@@ -61,18 +61,17 @@ def _channels_norm(x: cg.Tensor, name: str) -> cg.Tensor:
 
 def read(c: Config) -> Preset:
     """Read a config.json of transformers' ConvNextConfig."""
-    widths = c.sizes("hidden_sizes", default=[96, 192, 384, 768])
-    depths = c.sizes("depths", default=[3, 3, 9, 3])
-    c.expect("num_stages", len(depths))
+    widths, depths = c.sizes("hidden_sizes"), c.sizes("depths")
     if len(widths) != len(depths):
         raise cg.FormatError(f"{c.place}: hidden_sizes has {len(widths)} numbers, expected {len(depths)} as depths has")
+    c.expect("num_stages", len(depths))
     c.ignore("drop_path_rate", "is_encoder_decoder", "stage_names", "out_features", "out_indices")
     head = c.architecture == "ConvNextForImageClassification"
-    sizes = {"R": c.size("image_size", default=224), "IC": c.size("num_channels", default=3)}
+    sizes = {"R": c.size("image_size"), "IC": c.size("num_channels")}
     sizes |= {"C": c.labels()} if head else {}
-    structure: dict[str, object] = {"stages": len(depths), "patch": c.size("patch_size", default=4), "head": head}
-    structure |= {"activation": c.activation("hidden_act", default="gelu")}
-    structure |= {"layer_scale": c.number("layer_scale_init_value", default=1e-6) > 0}
+    structure: dict[str, object] = {"stages": len(depths), "patch": c.size("patch_size"), "head": head}
+    structure |= {"activation": c.activation("hidden_act")}
+    structure |= {"layer_scale": c.number("layer_scale_init_value") > 0}
     return Preset(sizes | _stages(widths, depths), structure)
 
 
@@ -95,7 +94,7 @@ FAMILIES = (
             "convnext-base": _preset(128, 27),
             "convnext-large": _preset(192, 27),
         },
-        architectures=("ConvNextModel", "ConvNextForImageClassification"),
+        architectures={"ConvNextModel": "convnext", "ConvNextForImageClassification": "convnext"},
         read=read,
     ),
 )

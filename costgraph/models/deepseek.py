@@ -85,28 +85,29 @@ def read(c: Config) -> Preset:
     c.expect("scoring_func", "sigmoid" if third else "softmax")
     c.ignore("max_position_embeddings", "aux_loss_alpha", "seq_aux", "ep_size", "rope_interleave")
     c.ignore("num_nextn_predict_layers", "num_mtp_layers")  # layers that the reference module does not have
-    c.ignore("head_dim", "qk_head_dim", "num_key_value_heads")  # follow from what is read below
-    c.ignore("quantization_config")  # a format of the weights: the graph has that of `dtype`
+    c.ignore("head_dim")  # transformers writes the rotated elements of a head, whatever it says
     sizes = {"D": c.size("hidden_size"), "H": c.size("num_attention_heads"), "L": c.size("num_hidden_layers")}
     sizes |= {"V": c.size("vocab_size"), "C": c.size("kv_lora_rank"), "Kn": c.size("qk_nope_head_dim")}
     sizes |= {"Kr": c.size("qk_rope_head_dim"), "Kv": c.size("v_head_dim"), "Fe": c.size("moe_intermediate_size")}
-    sizes |= {"E": c.size("n_routed_experts", "num_local_experts", "num_experts"), "k": c.size("num_experts_per_tok")}
+    sizes |= {"E": c.size("n_routed_experts"), "k": c.size("num_experts_per_tok")}
     sizes |= {"Es": c.size("n_shared_experts")}
-    rank, first = c.optional("q_lora_rank", absent=1536), c.size("first_k_dense_replace", default=0, least=0)
+    c.expect("num_key_value_heads", sizes["H"], *([] if third else [None]))
+    c.expect("qk_head_dim", sizes["Kn"] + sizes["Kr"])
+    rank, first = c.optional("q_lora_rank"), c.size("first_k_dense_replace", least=0)
     sizes |= ({} if rank is None else {"Cq": rank}) | ({"Ld": first, "F": c.size("intermediate_size")} if first else {})
     c.ignore("intermediate_size")
     structure: dict[str, object] = {"query_latent": rank is not None, "dense": first > 0, "sigmoid": third}
     if third:
         c.expect("topk_method", "noaux_tc")
-        limited, normalize = True, c.flag("norm_topk_prob", True)
+        limited, normalize = True, c.flag("norm_topk_prob")
     else:
-        limited = c.choice("topk_method", of=("greedy", "group_limited_greedy"), default="greedy") != "greedy"
+        limited = c.choice("topk_method", of=("greedy", "group_limited_greedy")) != "greedy"
         c.expect("norm_topk_prob", False)
         normalize = False
     sizes |= {"Eg": c.size("n_group"), "kg": c.size("topk_group")} if limited else {}
     c.ignore("n_group", "topk_group")
-    structure |= {"limited": limited, "normalize": normalize, "scale": c.number("routed_scaling_factor", default=1.0)}
-    structure |= {"bias": c.flag("attention_bias", False), "tied": c.flag("tie_word_embeddings", False)}
+    structure |= {"limited": limited, "normalize": normalize, "scale": c.number("routed_scaling_factor")}
+    structure |= {"bias": c.flag("attention_bias"), "tied": c.flag("tie_word_embeddings")}
     return Preset(sizes, structure)
 
 
@@ -133,7 +134,7 @@ FAMILIES = (
                 {"scale": 2.5},
             ),
         },
-        architectures=("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
+        architectures={"DeepseekV2ForCausalLM": "deepseek_v2", "DeepseekV3ForCausalLM": "deepseek_v3"},
         read=read,
     ),
 )  # fmt: skip

@@ -73,11 +73,10 @@ def efficientnet(
 
 def read(c: Config) -> Preset:
     """Read a config.json of transformers' EfficientNetConfig."""
-    wide, deep = c.number("width_coefficient", default=2.0), c.number("depth_coefficient", default=3.1)
-    by, ratio = c.size("depth_divisor", default=8), c.number("squeeze_expansion_ratio", default=0.25)
+    wide, deep = c.number("width_coefficient", above=0), c.number("depth_coefficient", above=0)
+    by, ratio = c.size("depth_divisor"), c.number("squeeze_expansion_ratio", above=0)
     names = ("in_channels", "out_channels", "kernel_sizes", "strides", "num_block_repeats", "expand_ratios")
-    defaults = (_WIDTHS[:-1], _WIDTHS[1:], (3, 3, 5, 3, 5, 5, 3), (1, 2, 2, 2, 1, 2, 1), _DEPTHS, (1, *(6,) * 6))
-    tables = [c.sizes(n, default=list(d)) for n, d in zip(names, defaults, strict=True)]
+    tables = [c.sizes(n) for n in names]
     given, made, windows, strides, repeats, expansions = tables
     if len({*map(len, tables)}) != 1 or given[1:] != made[:-1]:
         raise cg.FormatError(
@@ -98,17 +97,17 @@ def read(c: Config) -> Preset:
     c.ignore("pooling_type", "batch_norm_eps", "batch_norm_momentum", "dropout_rate", "drop_connect_rate")
     c.ignore("is_encoder_decoder")
     head = c.architecture == "EfficientNetForImageClassification"
-    sizes = {"R": c.size("image_size", default=600), "IC": c.size("num_channels", default=3), "Q": int(1 / ratio)}
+    sizes = {"R": c.size("image_size"), "IC": c.size("num_channels"), "Q": int(1 / ratio)}
     preset = _preset(sizes | ({"C": c.labels()} if head else {}), widths, depths)
     structure = {"windows": tuple(windows), "strides": tuple(strides), "expansions": tuple(expansions), "head": head}
-    activation = c.activation("hidden_act", default="swish")
+    activation = c.activation("hidden_act")
     return Preset(preset.sizes, {**preset.structure, **structure, "activation": activation})
 
 
 def _same_sizes(c: Config, windows: list[int], strides: list[int], depths: list[int]) -> None:
     """Refuse what transformers pads to other sizes than rounding up: an odd side with a window that is padded less."""
-    side = c.size("image_size", default=600)
-    padded = c.sizes("depthwise_padding", default=[], least=0, empty=True)
+    side = c.size("image_size")
+    padded = c.sizes("depthwise_padding", least=0, empty=True, most=2**16)
     odd = side % 2 == 1
     side = -(-side // 2)
     for i, stride in enumerate(strides):
@@ -145,7 +144,7 @@ FAMILIES = (
             "efficientnet-b6": _scaled(1.8, 2.6, 528),
             "efficientnet-b7": _scaled(2.0, 3.1, 600),
         },
-        architectures=("EfficientNetModel", "EfficientNetForImageClassification"),
+        architectures=dict.fromkeys(("EfficientNetModel", "EfficientNetForImageClassification"), "efficientnet"),
         read=read,
     ),
 )

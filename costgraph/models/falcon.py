@@ -61,24 +61,25 @@ def falcon(
 
 def read(c: Config) -> Preset:
     """Read a config.json of transformers' FalconConfig, or of the code that came with the first checkpoints."""
-    c.expect("alibi", False)
+    c.expect("alibi", False, None)
     c.expect("apply_residual_connection_post_layernorm", False)
     c.ignore("max_position_embeddings", "ff_factor")
-    D, H = c.size("hidden_size", "n_embed"), c.size("num_attention_heads", "n_head")
-    new = c.flag("new_decoder_architecture", c.has("n_head_kv"))
-    groups, one = c.size("num_kv_heads", "n_head_kv", default=H), c.flag("multi_query", True)
+    D, H = c.size("hidden_size"), c.size("num_attention_heads")
+    # the code of the first checkpoints has another release for the architecture that has groups of heads
+    new = c.flag("new_decoder_architecture", default=c.has("num_kv_heads"), null=False)
+    groups, one = c.size("num_kv_heads", default=H), c.flag("multi_query", null=False)
     if new:
         c.expect("parallel_attn", True)
     elif not one:
         c.expect("num_kv_heads", H)
-    parallel = c.flag("parallel_attn", True)
+    parallel = c.flag("parallel_attn", null=False)
     norms = c.size("num_ln_in_parallel_attn", default=2 if new else 1) if parallel else 2
     c.expect("num_ln_in_parallel_attn", *((1, 2) if new else (1,)))
     sizes = {"D": D, "H": H, "G": groups if new or not one else 1, "F": c.size("ffn_hidden_size", default=4 * D)}
-    sizes |= {"L": c.size("num_hidden_layers", "n_layer"), "V": c.size("vocab_size")}
-    structure = {"norms": norms, "parallel": parallel, "bias": c.flag("bias", False)}
-    structure["tied"] = c.flag("tie_word_embeddings", True)
-    return Preset(sizes, {**structure, "activation": c.activation("activation", default="gelu")})
+    sizes |= {"L": c.size("num_hidden_layers"), "V": c.size("vocab_size")}
+    structure = {"norms": norms, "parallel": parallel, "bias": c.flag("bias", null=False)}
+    structure["tied"] = c.flag("tie_word_embeddings")
+    return Preset(sizes, {**structure, "activation": c.activation("activation")})
 
 
 def _sizes(D: int, H: int, G: int, L: int) -> dict[str, int]:
@@ -94,7 +95,7 @@ FAMILIES = (
             "falcon-40b": Preset(_sizes(8192, 128, 8, 60), {"norms": 2}),
             "falcon-180b": Preset(_sizes(14848, 232, 8, 80), {"norms": 2}),
         },
-        architectures=("FalconForCausalLM", "RWForCausalLM"),
+        architectures={"FalconForCausalLM": "falcon", "RWForCausalLM": "refined_web"},
         read=read,
     ),
 )

@@ -35,7 +35,7 @@ class Family:
     """Published models, by the names that users write."""
     composed: Callable[..., Graph] | None = None
     """The same as eager code runs it, None where nothing is stated of it."""
-    architectures: tuple[str, ...] = ()
-    """What `architectures` of a config.json of transformers says of such models."""
+    architectures: Mapping[str, str] = field(default_factory=dict)
+    """What `architectures` of a config.json of transformers says of such models, and `model_type` with it."""
     read: Callable[[Config], Preset] | None = None
     """Sizes and structure that a configuration states; None where transformers has no such model."""

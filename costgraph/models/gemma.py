@@ -72,25 +72,33 @@ def read(c: Config) -> Preset:
     c.ignore(
         "max_position_embeddings", "query_pre_attn_scalar", "cache_implementation", "rope_local_base_freq", "hidden_act"
     )
-    c.expect("use_bidirectional_attention", False)
-    sizes = c.decoder(grouped=True, head=256)
-    period = c.size("sliding_window_pattern", "_sliding_window_pattern", default=6) if third else 2
-    default = ["sliding_attention" if (i + 1) % period else "full_attention" for i in range(sizes["L"])]
+    c.expect("use_bidirectional_attention", False, None)
+    sizes = c.decoder()
     known = {"sliding_attention": "local", "full_attention": "global"}
-    kinds, rest = c.pattern("layer_types", known, sizes["L"], default)
+    kinds, rest = c.layer_types(known, sizes["L"], _rule(c, sizes["L"], third=third))
     if "local" in kinds:
-        sizes["W"] = c.size("sliding_window", default=None if c.stated("sliding_window") else 4096)
+        sizes["W"] = c.size("sliding_window")
         c.expect("sliding_window_size", sizes["W"])
     c.ignore("sliding_window")
-    caps = {"softcap": ("attn_logit_softcapping", 50.0), "logit_softcap": ("final_logit_softcapping", 30.0)}
-    structure: dict[str, object] = {
-        option: c.number(field) if c.has(field) else None if third or c.stated(field) else absent
-        for option, (field, absent) in caps.items()
-    }
-    structure |= {"kinds": kinds, "rest": rest, "tied": c.flag("tie_word_embeddings", True)}
+    caps = {"softcap": "attn_logit_softcapping", "logit_softcap": "final_logit_softcapping"}
+    structure: dict[str, object] = {option: c.factor(field) for option, field in caps.items()}
+    structure |= {"kinds": kinds, "rest": rest, "tied": c.flag("tie_word_embeddings")}
     structure |= {"qk_norm": "head", "local_base": True} if third else {}
-    activation = c.activation("hidden_activation", default="gelu_pytorch_tanh")
-    return Preset(sizes, structure | {"bias": c.flag("attention_bias", False), "activation": activation})
+    activation = c.activation("hidden_activation")
+    return Preset(sizes, structure | {"bias": c.flag("attention_bias"), "activation": activation})
+
+
+def _rule(c: Config, depth: int, *, third: bool) -> list[str]:
+    """Return what the layers see where the file does not say it of each: one in so many everything."""
+    period = c.size("sliding_window_pattern", default=6) if third else 2
+    if not c.has("layer_types"):
+        c.expect("_sliding_window_pattern", period)  # which transformers writes, and reads no more
+    c.ignore("_sliding_window_pattern")
+    return (
+        ["sliding_attention"] * (c.listed(period) - 1) + ["full_attention"]
+        if period <= depth
+        else ["sliding_attention"]
+    )
 
 
 _SECOND: dict[str, object] = {"softcap": 50.0, "logit_softcap": 30.0}
@@ -113,7 +121,7 @@ FAMILIES = (
             "gemma-3-12b": Preset(_sizes(3840, 16, 8, 256, 15360, 48, 262208, 1024), _THIRD),
             "gemma-3-27b": Preset(_sizes(5376, 32, 16, 128, 21504, 62, 262208, 1024), {**_THIRD, "rest": 2}),
         },
-        architectures=("Gemma2ForCausalLM", "Gemma3ForCausalLM"),
+        architectures={"Gemma2ForCausalLM": "gemma2", "Gemma3ForCausalLM": "gemma3_text"},
         read=read,
     ),
 )

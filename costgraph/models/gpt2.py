@@ -99,9 +99,9 @@ def read(c: Config) -> Preset:
         c.ignore(f"summary_{field}")  # of another head
     D = c.size("n_embd")
     sizes = {"D": D, "H": c.size("n_head"), "F": c.size("n_inner", default=4 * D), "L": c.size("n_layer")}
-    structure = {"tied": c.flag("tie_word_embeddings", True)}
+    structure = {"tied": c.flag("tie_word_embeddings")}
     sizes |= {"V": c.size("vocab_size"), "P": c.size("n_positions")}
-    return Preset(sizes, {**structure, "activation": c.activation("activation_function", default="gelu_new")})
+    return Preset(sizes, {**structure, "activation": c.activation("activation_function")})
 
 
 FAMILIES = (
@@ -115,7 +115,7 @@ FAMILIES = (
             "gpt3-175b": Preset({"D": 12288, "H": 96, "F": 49152, "L": 96, "V": 50257, "P": 2048}),
         },
         composed=composed_gpt2,
-        architectures=("GPT2LMHeadModel",),
+        architectures={"GPT2LMHeadModel": "gpt2"},
         read=read,
     ),
 )

@@ -66,21 +66,19 @@ def read(c: Config) -> Preset:
     c.expect("output_router_logits", False)  # its loss of balance is not declared
     c.ignore("max_position_embeddings", "initial_context_length", "router_aux_loss_coef", "swiglu_limit")
     c.expect("swiglu_alpha", 1.702)
-    c.ignore("quantization_config")  # a format of the weights: the graph has that of `dtype`
-    sizes = c.decoder(head=64)
-    sizes |= {"E": c.size("num_local_experts", "num_experts")}
-    sizes |= {"k": c.size("num_experts_per_tok", "experts_per_token")}
+    sizes = c.decoder()
+    sizes |= {"E": c.size("num_local_experts"), "k": c.size("num_experts_per_tok")}
+    c.expect("experts_per_token", sizes["k"])  # of the first files, which transformers does not read
     sizes["Fe"] = sizes.pop("F")
-    default = ["full_attention" if i % 2 else "sliding_attention" for i in range(sizes["L"])]
-    known = {"full_attention": "global", "sliding_attention": "local"}
-    kinds, rest = c.pattern("layer_types", known, sizes["L"], default)
-    window = c.optional("sliding_window", absent=128)
+    known = {"sliding_attention": "local", "full_attention": "global"}
+    kinds, rest = c.layer_types(known, sizes["L"], list(known))
+    window = c.optional("sliding_window")
     if "local" in kinds and window is not None:
         sizes["W"] = window
     else:
         kinds = tuple("global" for _ in kinds)
-    structure = {"kinds": kinds, "rest": rest, "bias": c.flag("attention_bias", True)}
-    return Preset(sizes, structure | {"tied": c.flag("tie_word_embeddings", False)})
+    structure = {"kinds": kinds, "rest": rest, "bias": c.flag("attention_bias")}
+    return Preset(sizes, structure | {"tied": c.flag("tie_word_embeddings")})
 
 
 def _sizes(L: int, E: int) -> Preset:
@@ -92,7 +90,7 @@ FAMILIES = (
     Family(
         gpt_oss,
         {"gpt-oss-20b": _sizes(24, 32), "gpt-oss-120b": _sizes(36, 128)},
-        architectures=("GptOssForCausalLM",),
+        architectures={"GptOssForCausalLM": "gpt_oss"},
         read=read,
     ),
 )

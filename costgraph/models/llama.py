@@ -104,9 +104,9 @@ def _attend(
 def read(c: Config) -> Preset:
     """Read a config.json of transformers' LlamaConfig."""
     c.ignore("max_position_embeddings", "max_sequence_length", "is_llama_config", "rope_interleaved")
-    structure = {"bias": c.flag("attention_bias", False), "mlp_bias": c.flag("mlp_bias", False)}
-    structure |= {"tied": c.flag("tie_word_embeddings", False)}
-    return Preset(c.decoder(), structure | {"activation": c.activation("hidden_act", default="silu")})
+    structure = {"bias": c.flag("attention_bias"), "mlp_bias": c.flag("mlp_bias")}
+    structure |= {"tied": c.flag("tie_word_embeddings")}
+    return Preset(c.decoder(), structure | {"activation": c.activation("hidden_act")})
 
 
 def _sizes(D: int, H: int, G: int, F: int, L: int, V: int) -> Preset:
@@ -125,7 +125,7 @@ FAMILIES = (
             "llama-3.1-405b": _sizes(16384, 128, 8, 53248, 126, 128256),
         },
         composed=composed_llama,
-        architectures=("LlamaForCausalLM",),
+        architectures={"LlamaForCausalLM": "llama"},
         read=read,
     ),
 )

@@ -205,7 +205,7 @@ def _all_before(states: cg.Tensor, through: cg.Tensor) -> cg.Tensor:
 def read_mamba(c: Config) -> Preset:
     """Read a config.json of transformers' MambaConfig."""
     D = c.size("hidden_size")
-    sizes = {"D": D, "E": _inner(c, D), "N": c.size("state_size", default=16)}
+    sizes = {"D": D, "E": _inner(c, D), "N": c.size("state_size")}
     sizes |= {"R": c.size_or_auto("time_step_rank", -(-D // 16)), "L": c.size("num_hidden_layers")}
     c.ignore("use_mambapy", "use_associative_scan", "fused_add_norm")
     # what files of the first release say once more
@@ -214,7 +214,7 @@ def read_mamba(c: Config) -> Preset:
     c.expect("rms_norm", True)
     c.expect("ssm_cfg", {})
     c.ignore("pad_vocab_size_multiple")
-    return Preset({**sizes, "V": c.size("vocab_size")}, _structure(c, tied=True))
+    return Preset({**sizes, "V": c.size("vocab_size")}, _structure(c))
 
 
 def read_mamba2(c: Config) -> Preset:
@@ -222,32 +222,32 @@ def read_mamba2(c: Config) -> Preset:
     D, H, K = c.size("hidden_size"), c.size("num_heads"), c.size("head_dim")
     if _inner(c, D) != H * K:
         raise cg.FormatError(f"{c.place}: num_heads*head_dim is {H * K}, expected expand*hidden_size = {_inner(c, D)}")
-    sizes = {"D": D, "H": H, "K": K, "G": c.size("n_groups", default=8), "N": c.size("state_size", default=128)}
-    sizes |= {"Q": c.size("chunk_size", default=256), "L": c.size("num_hidden_layers"), "V": c.size("vocab_size")}
+    sizes = {"D": D, "H": H, "K": K, "G": c.size("n_groups"), "N": c.size("state_size")}
+    sizes |= {"Q": c.size("chunk_size"), "L": c.size("num_hidden_layers"), "V": c.size("vocab_size")}
     c.ignore("time_step_rank", "time_step_limit")
     c.expect("rms_norm", True)
     c.ignore("norm_before_gate")  # transformers gates first, whatever it says
-    return Preset(sizes, _structure(c, tied=False))
+    return Preset(sizes, _structure(c))
 
 
 def _inner(c: Config, D: int) -> int:
     """Return the inner width: where a file states it, it must be what transformers makes of the factor."""
-    inner = int(c.number("expand", default=2) * D)
+    inner = c.size("expand") * D
     c.expect("intermediate_size", inner)
     c.expect("d_inner", inner)
     return inner
 
 
-def _structure(c: Config, *, tied: bool) -> dict[str, object]:
+def _structure(c: Config) -> dict[str, object]:
     c.expect("hidden_act", "silu", "swish")
     c.ignore("time_step_min", "time_step_max", "time_step_floor", "time_step_init_scheme", "time_step_scale")
     c.ignore("rescale_prenorm_residual")
     return {
-        "window": c.size("conv_kernel", default=4),
-        "bias": c.flag("use_bias", False),
-        "conv_bias": c.flag("use_conv_bias", True),
-        "wide": c.flag("residual_in_fp32", True),
-        "tied": c.flag("tie_word_embeddings", tied),
+        "window": c.size("conv_kernel"),
+        "bias": c.flag("use_bias"),
+        "conv_bias": c.flag("use_conv_bias"),
+        "wide": c.flag("residual_in_fp32"),
+        "tied": c.flag("tie_word_embeddings"),
     }
 
 
@@ -269,7 +269,7 @@ FAMILIES = (
             "mamba-1.4b": _mamba(2048, 48),
             "mamba-2.8b": _mamba(2560, 64),
         },
-        architectures=("MambaForCausalLM",),
+        architectures={"MambaForCausalLM": "mamba"},
         read=read_mamba,
     ),
     Family(
@@ -284,7 +284,7 @@ FAMILIES = (
                 {"D": 4096, "H": 128, "G": 8, "K": 64, "N": 128, "Q": 256, "L": 64, "V": 32768}, {"tied": False}
             ),
         },
-        architectures=("Mamba2ForCausalLM",),
+        architectures={"Mamba2ForCausalLM": "mamba2"},
         read=read_mamba2,
     ),
 )

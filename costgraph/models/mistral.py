@@ -52,11 +52,11 @@ def mistral(
 def read(c: Config) -> Preset:
     """Read a config.json of transformers' MistralConfig."""
     c.ignore("max_position_embeddings")
-    window = c.optional("sliding_window", absent=4096)
-    structure = {"window": window is not None, "tied": c.flag("tie_word_embeddings", False)}
+    window = c.optional("sliding_window")
+    structure = {"window": window is not None, "tied": c.flag("tie_word_embeddings")}
     return Preset(
-        c.decoder(grouped=True) | ({} if window is None else {"W": window}),
-        {**structure, "activation": c.activation("hidden_act", default="silu")},
+        c.decoder() | ({} if window is None else {"W": window}),
+        {**structure, "activation": c.activation("hidden_act")},
     )
 
 
@@ -70,7 +70,7 @@ FAMILIES = (
             "mistral-7b-v0.3": Preset({**_7B, "V": 32768}),
             "mistral-nemo-12b": Preset({**_7B, "D": 5120, "L": 40, "V": 131072}),
         },
-        architectures=("MistralForCausalLM",),
+        architectures={"MistralForCausalLM": "mistral"},
         read=read,
     ),
 )

@@ -57,12 +57,12 @@ def read(c: Config) -> Preset:
     c.expect("output_router_logits", False)  # its loss of balance is not declared
     c.expect("router_jitter_noise", 0, 0.0)
     c.ignore("max_position_embeddings", "router_aux_loss_coef")
-    window = c.optional("sliding_window", absent=None)
-    sizes = c.decoder(grouped=True) | ({} if window is None else {"W": window})
-    sizes |= {"E": c.size("num_local_experts", "num_experts"), "k": c.size("num_experts_per_tok")}
+    window = c.optional("sliding_window")
+    sizes = c.decoder() | ({} if window is None else {"W": window})
+    sizes |= {"E": c.size("num_local_experts"), "k": c.size("num_experts_per_tok")}
     sizes["Fe"] = sizes.pop("F")
-    structure = {"window": window is not None, "tied": c.flag("tie_word_embeddings", False)}
-    return Preset(sizes, {**structure, "activation": c.activation("hidden_act", default="silu")})
+    structure = {"window": window is not None, "tied": c.flag("tie_word_embeddings")}
+    return Preset(sizes, {**structure, "activation": c.activation("hidden_act")})
 
 
 def _sizes(D: int, H: int, Fe: int, L: int, V: int) -> Preset:
@@ -76,7 +76,7 @@ FAMILIES = (
             "mixtral-8x7b": _sizes(4096, 32, 14336, 32, 32000),
             "mixtral-8x22b": _sizes(6144, 48, 16384, 56, 32768),
         },
-        architectures=("MixtralForCausalLM",),
+        architectures={"MixtralForCausalLM": "mixtral"},
         read=read,
     ),
 )

@@ -101,14 +101,14 @@ def divisible(value: float, by: int = 8, least: int | None = None) -> int:
 
 def read_v2(c: Config) -> Preset:
     """Read a config.json of transformers' MobileNetV2Config."""
-    factor, by = c.number("depth_multiplier", default=1.0), c.size("depth_divisible_by", default=8)
-    least = c.size("min_depth", default=8)
-    ratio, limit = c.number("expand_ratio", default=6.0), c.size("output_stride", default=32)
+    factor, by = c.number("depth_multiplier", above=0), c.size("depth_divisible_by")
+    least = c.size("min_depth")
+    ratio, limit = c.number("expand_ratio", above=0), c.size("output_stride")
     c.ignore("tf_padding", "classifier_dropout_prob", "semantic_loss_ignore_index", "is_encoder_decoder")
     widths = [divisible(round(n * factor), by, least) for n in (32, 16, 24, 32, 64, 96, 160, 320, 1280)]
-    if c.flag("finegrained_output", True) and factor < 1:
+    if c.flag("finegrained_output") and factor < 1:
         widths[-1] = 1280
-    if any(divisible(round(n * ratio), by, least) != ratio * n for n in widths[1:8]):
+    if ratio % 1 or any(divisible(round(n * ratio), by, least) != ratio * n for n in widths[1:8]):
         raise cg.UnsupportedError(
             f"{c.place}: expand_ratio {ratio} of {widths[1:8]} channels in multiples of {by} and at least {least}, "
             f"expected products that need no rounding"
@@ -120,9 +120,9 @@ def read_v2(c: Config) -> Preset:
     joined = tuple(i for i in range(2, 8) if widths[i] == widths[i - 1] and strides[i - 1] == 1)
     head = c.architecture == "MobileNetV2ForImageClassification"
     structure = {"strides": tuple(strides), "joined": joined, "head": head}
-    structure |= {"expand_stem": not c.flag("first_layer_is_expansion", True)}
-    structure |= {"activation": c.activation("hidden_act", default="relu6")}
-    sizes = {"R": c.size("image_size", default=224), "IC": c.size("num_channels", default=3), "E": int(ratio)}
+    structure |= {"expand_stem": not c.flag("first_layer_is_expansion")}
+    structure |= {"activation": c.activation("hidden_act")}
+    sizes = {"R": c.size("image_size"), "IC": c.size("num_channels"), "E": int(ratio)}
     sizes |= {f"D{i}": n for i, n in enumerate(widths) if i not in joined}
     return Preset(sizes | {f"L{i}": n for i, n in _DEPTHS.items()} | ({"C": c.labels()} if head else {}), structure)
 
@@ -164,7 +164,7 @@ FAMILIES = (
     Family(
         mobilenet_v2,
         {"mobilenet-v2": Preset(_V2)},
-        architectures=("MobileNetV2Model", "MobileNetV2ForImageClassification"),
+        architectures=dict.fromkeys(("MobileNetV2Model", "MobileNetV2ForImageClassification"), "mobilenet_v2"),
         read=read_v2,
     ),
     Family(mobilenet_v3, {"mobilenet-v3-small": _v3(_SMALL, 1024), "mobilenet-v3-large": _v3(_LARGE, 1280)}),

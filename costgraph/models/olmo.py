@@ -51,8 +51,8 @@ def olmo(
 def read(c: Config) -> Preset:
     """Read a config.json of transformers' Olmo2Config."""
     c.ignore("max_position_embeddings")
-    structure = {"bias": c.flag("attention_bias", False), "tied": c.flag("tie_word_embeddings", False)}
-    return Preset(c.decoder(), {**structure, "activation": c.activation("hidden_act", default="silu")})
+    structure = {"bias": c.flag("attention_bias"), "tied": c.flag("tie_word_embeddings")}
+    return Preset(c.decoder(), {**structure, "activation": c.activation("hidden_act")})
 
 
 def _sizes(D: int, H: int, G: int, F: int, L: int) -> Preset:
@@ -68,7 +68,7 @@ FAMILIES = (
             "olmo-2-13b": _sizes(5120, 40, 40, 13824, 40),
             "olmo-2-32b": _sizes(5120, 40, 8, 27648, 64),
         },
-        architectures=("Olmo2ForCausalLM",),
+        architectures={"Olmo2ForCausalLM": "olmo2"},
         read=read,
     ),
 )

@@ -58,12 +58,12 @@ def read(c: Config) -> Preset:
     for field in ("full_attn_mod", "interpolate_factor"):
         c.expect(field, 1)
     c.ignore("max_position_embeddings", "resid_pdrop", "embd_pdrop")
-    sizes, window = c.decoder(), c.optional("sliding_window", absent=None)
+    sizes, window = c.decoder(), c.optional("sliding_window")
     rotated = c.rotated(sizes["K"])
     sizes |= ({} if window is None else {"W": window}) | ({} if rotated == sizes["K"] else {"R": rotated})
     structure = {"window": window is not None, "partial_rotary": "R" in sizes}
-    structure["tied"] = c.flag("tie_word_embeddings", False)
-    return Preset(sizes, {**structure, "activation": c.activation("hidden_act", default="silu")})
+    structure["tied"] = c.flag("tie_word_embeddings")
+    return Preset(sizes, {**structure, "activation": c.activation("hidden_act")})
 
 
 _MINI = {"D": 3072, "H": 32, "G": 32, "K": 96, "F": 8192, "L": 32, "V": 32064}
@@ -80,7 +80,7 @@ FAMILIES = (
             "phi-4": Preset({**_MEDIUM, "V": 100352}),
             "phi-4-mini": Preset(_MINI_4, {"window": True, "partial_rotary": True, "tied": True}),
         },
-        architectures=("Phi3ForCausalLM",),
+        architectures={"Phi3ForCausalLM": "phi3"},
         read=read,
     ),
 )

@@ -58,19 +58,24 @@ def read(c: Config) -> Preset:
     c.ignore("max_position_embeddings")
     c.expect("use_mrope", False)
     third = c.architecture == "Qwen3ForCausalLM"
-    sizes = c.decoder(grouped=True, head=128 if third else None)
-    window = c.optional("sliding_window", absent=4096) if c.flag("use_sliding_window", False) else None
-    c.ignore("sliding_window")
-    first = sizes["L"] if window is None else c.size("max_window_layers", default=28, least=0)
-    c.ignore("max_window_layers")
-    default = ["full_attention" if i < first else "sliding_attention" for i in range(sizes["L"])]
+    sizes = c.decoder()
+    window = c.optional("sliding_window") if c.flag("use_sliding_window") else None
+    c.ignore("sliding_window", "max_window_layers")
     known = {"full_attention": "global"} | ({} if window is None else {"sliding_attention": "local"})
-    kinds, rest = c.pattern("layer_types", known, sizes["L"], default)
+    kinds, rest = c.layer_types(known, sizes["L"], _rule(c, sizes["L"], window))
     sizes |= {} if window is None or "local" not in kinds else {"W": window}
-    biases = c.flag("attention_bias", False) if third else True
+    biases = c.flag("attention_bias") if third else True
     structure = {"kinds": kinds, "rest": rest, "bias": biases, "out_bias": biases and third}
-    structure |= {"qk_norm": "head" if third else "none", "tied": c.flag("tie_word_embeddings", False)}
-    return Preset(sizes, structure | {"activation": c.activation("hidden_act", default="silu")})
+    structure |= {"qk_norm": "head" if third else "none", "tied": c.flag("tie_word_embeddings")}
+    return Preset(sizes, structure | {"activation": c.activation("hidden_act")})
+
+
+def _rule(c: Config, depth: int, window: int | None) -> list[str]:
+    """Return what the layers see where the file does not say it of each: with a window the first ones everything."""
+    first = depth if window is None or c.has("layer_types") else c.size("max_window_layers", least=0)
+    if 0 < first < depth:
+        return ["full_attention"] * first + ["sliding_attention"] * (c.listed(depth) - first)
+    return ["full_attention" if first else "sliding_attention"]
 
 
 def _second(D: int, H: int, G: int, F: int, L: int, V: int = 151936, *, K: int = 128, tied: bool = False) -> Preset:
@@ -101,7 +106,7 @@ FAMILIES = (
             "qwen3-14b": _third(5120, 40, 17408, 40),
             "qwen3-32b": _third(5120, 64, 25600, 64),
         },
-        architectures=("Qwen2ForCausalLM", "Qwen3ForCausalLM"),
+        architectures={"Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"},
         read=read,
     ),
 )

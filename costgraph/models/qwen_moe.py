@@ -74,31 +74,32 @@ def read(c: Config) -> Preset:
     third = c.architecture == "Qwen3MoeForCausalLM"
     c.expect("output_router_logits", False)  # its loss of balance is not declared
     c.ignore("max_position_embeddings", "router_aux_loss_coef", "max_window_layers")
-    sizes = c.decoder(grouped=True)
+    sizes = c.decoder()
     if not third:
         c.expect("use_sliding_window", False)
-        c.pattern("layer_types", {"full_attention": "global"}, sizes["L"], ["full_attention"] * sizes["L"])
-    window = c.optional("sliding_window", absent=4096) if c.flag("use_sliding_window", False) else None
+        c.layer_types({"full_attention": "global"}, sizes["L"], ["full_attention"])
+    window = c.optional("sliding_window") if c.flag("use_sliding_window") else None
     c.ignore("sliding_window")
-    sizes |= {"E": c.size("num_experts", "num_local_experts"), "k": c.size("num_experts_per_tok")}
+    sizes |= {"E": c.size("num_experts"), "k": c.size("num_experts_per_tok")}
     sizes |= {"Fe": c.size("moe_intermediate_size")} | ({} if window is None else {"W": window})
     sizes |= {} if third else {"Fs": c.size("shared_expert_intermediate_size")}
     kinds, rest = _kinds(c, sizes["L"])
     if "dense" not in kinds:
         del sizes["F"]
-    biases = c.flag("attention_bias", False) if third else c.flag("qkv_bias", True)
+    biases = c.flag("attention_bias") if third else c.flag("qkv_bias")
     structure = {"kinds": kinds, "rest": rest, "shared": not third, "window": window is not None}
-    structure |= {"normalize": c.flag("norm_topk_prob", False), "bias": biases, "out_bias": biases and third}
-    structure |= {"qk_norm": "head" if third else "none", "tied": c.flag("tie_word_embeddings", False)}
-    return Preset(sizes, structure | {"activation": c.activation("hidden_act", default="silu")})
+    structure |= {"normalize": c.flag("norm_topk_prob"), "bias": biases, "out_bias": biases and third}
+    structure |= {"qk_norm": "head" if third else "none", "tied": c.flag("tie_word_embeddings")}
+    return Preset(sizes, structure | {"activation": c.activation("hidden_act")})
 
 
 def _kinds(c: Config, depth: int) -> tuple[tuple[str, ...], int]:
     """Return which layers have experts: every so many, but for those that are listed."""
-    step = c.size("decoder_sparse_step", default=1)
-    dense = c.sizes("mlp_only_layers", default=[], least=0, empty=True)
-    words = ["dense" if i in dense or (i + 1) % step else "sparse" for i in range(depth)]
-    return c.pattern("mlp_layer_types", {"dense": "dense", "sparse": "moe"}, depth, words)
+    step, most = c.size("decoder_sparse_step"), 2**16
+    dense = {i for i in c.sizes("mlp_only_layers", least=0, empty=True, most=most) if i < depth}
+    length = c.listed(depth if dense else step) if dense or step <= depth else 1
+    words = ["dense" if i in dense or (i + 1) % step else "moe" for i in range(length)]
+    return c.period("mlp_only_layers", words, depth)
 
 
 def _second(D: int, H: int, G: int, k: int, L: int, E: int, Fe: int, Fs: int) -> Preset:
@@ -119,7 +120,7 @@ FAMILIES = (
             "qwen3-30b-a3b": _third(2048, 32, 48, 768),
             "qwen3-235b-a22b": _third(4096, 64, 94, 1536),
         },
-        architectures=("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"),
+        architectures={"Qwen2MoeForCausalLM": "qwen2_moe", "Qwen3MoeForCausalLM": "qwen3_moe"},
         read=read,
     ),
 )

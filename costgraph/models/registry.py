@@ -51,8 +51,9 @@ from . import (
     whisper,
     xlstm,
 )
-from .config import read_config
+from .config_file import read_config
 from .family import Family, Preset
+from .quantized import formats_of
 
 __all__ = ["FAMILIES", "from_config", "load", "names"]
 
@@ -174,7 +175,8 @@ def from_config(
     symbolic, attention, dropout : object
         As in `load`.
     dtype : str or DType, optional
-        Floating format; by default the one that the file names, bf16 where it names none.
+        Floating format; by default the one that the file names, bf16 where it names none, and what is quantized as its
+        `quantization_config` says: fp8 of DeepSeek-V3, mxfp4 of GPT-OSS, AWQ. Given here, it is that of all parameters.
     **structure : object
         As in `load`.
 
@@ -186,9 +188,12 @@ def from_config(
     Raises
     ------
     UnsupportedError
-        If the architecture is unknown, or a field may change the cost and is not understood: the text names it.
+        If the architecture or the method of quantization is unknown, or a field may change the cost and is not
+        understood: the text names it. So is what is too large: more than 32 stages, or 128 runs of equal layers that do
+        not repeat.
     FormatError
-        If the file cannot be read, or a field is missing or no size.
+        If the file cannot be read, or a field is missing or no size, stands there twice, or under two names with two
+        values. What transformers has as a default, a file need not say, but for sizes that every file states.
 
     Examples
     --------
@@ -208,10 +213,14 @@ def from_config(
             f"{config.place}: architecture {shown(name)} is not known, expected one of {', '.join(near)}"
         )
     need_flag(f"model {name!r}", symbolic=symbolic)
+    config.settle(family.architectures[name])
     preset = family.read(config)
+    stored = formats_of(config, family.architectures[name]) if dtype is None else None
+    config.ignore("quantization_config")
     config.finish()
     given = config.dtype or "bf16" if dtype is None else dtype
-    return _declared(family, preset, structure, name, attention, dropout, given, composed=False, symbolic=symbolic)
+    graph = _declared(family, preset, structure, name, attention, dropout, given, composed=False, symbolic=symbolic)
+    return graph if stored is None else stored(graph)
 
 
 def _declared(

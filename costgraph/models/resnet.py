@@ -100,23 +100,20 @@ def resnet(
 
 def read(c: Config) -> Preset:
     """Read a config.json of transformers' ResNetConfig."""
-    widths = c.sizes("hidden_sizes", default=[256, 512, 1024, 2048])
-    depths = c.sizes("depths", default=[3, 4, 6, 3])
+    widths, depths = c.sizes("hidden_sizes"), c.sizes("depths")
     if len(widths) != len(depths):
         c.expect("hidden_sizes", f"{len(depths)} numbers, as many as depths")
     c.ignore("stage_names", "out_features", "out_indices", "_out_features", "_out_indices")  # of a backbone alone
-    stem, head = c.size("embedding_size", default=64), c.architecture == "ResNetForImageClassification"
+    stem, head = c.size("embedding_size"), c.architecture == "ResNetForImageClassification"
     structure: dict[str, object] = {"stages": len(depths), "inplace": False, "head": head}
+    structure |= {"bottleneck": c.choice("layer_type", of=("basic", "bottleneck")) == "bottleneck"}
+    structure |= {"widened": widths[0] != stem, "first_stride": 2 if c.flag("downsample_in_first_stage") else 1}
     structure |= {
-        "bottleneck": c.choice("layer_type", of=("basic", "bottleneck"), default="bottleneck") == "bottleneck"
-    }
-    structure |= {"widened": widths[0] != stem, "first_stride": 2 if c.flag("downsample_in_first_stage", False) else 1}
-    structure |= {
-        "early": c.flag("downsample_in_bottleneck", False),
-        "activation": c.activation("hidden_act", default="relu"),
+        "early": c.flag("downsample_in_bottleneck"),
+        "activation": c.activation("hidden_act"),
     }
     structure |= {"single": tuple(i for i, depth in enumerate(depths, 1) if depth == 1)}
-    sizes = {"R": c.size("image_size", default=224), "IC": c.size("num_channels", default=3), "D0": stem}
+    sizes = {"R": c.size("image_size", default=224), "IC": c.size("num_channels"), "D0": stem}
     sizes |= {"C": c.labels()} if head else {}
     sizes |= {"Z": 4, "G": 1} if structure["bottleneck"] else {}
     return Preset(sizes | _stages(widths, depths, widened=widths[0] != stem), structure)
@@ -152,7 +149,7 @@ FAMILIES = (
             "wide-resnet50-2": _bottleneck(3, 4, 6, 3, Z=2),
             "wide-resnet101-2": _bottleneck(3, 4, 23, 3, Z=2),
         },
-        architectures=("ResNetModel", "ResNetForImageClassification"),
+        architectures={"ResNetModel": "resnet", "ResNetForImageClassification": "resnet"},
         read=read,
     ),
 )

@@ -83,11 +83,9 @@ def _assume(g: cg.Graph, i: int, kind: str, patch: int, window: int) -> None:
 
 def read(c: Config) -> Preset:
     """Read a config.json of transformers' SwinConfig."""
-    depths, heads = c.sizes("depths", default=[2, 2, 6, 2]), c.sizes("num_heads", default=[3, 6, 12, 24])
-    width, ratio = c.size("embed_dim", default=96), c.number("mlp_ratio", default=4.0)
-    side, patch, window = (
-        c.size(n, default=d) for n, d in (("image_size", 224), ("patch_size", 4), ("window_size", 7))
-    )
+    depths, heads = c.sizes("depths"), c.sizes("num_heads")
+    width, ratio = c.size("embed_dim"), c.number("mlp_ratio", above=0)
+    side, patch, window = (c.size(n) for n in ("image_size", "patch_size", "window_size"))
     c.expect("num_layers", len(depths))
     c.expect("hidden_size", width * 2 ** (len(depths) - 1))
     c.ignore("hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate", "encoder_stride", "path_norm")
@@ -100,14 +98,14 @@ def read(c: Config) -> Preset:
             f"{c.place}: image_size {side}, patch_size {patch}, window_size {window}, mlp_ratio {ratio}, expected "
             f"whole patches, one window at least in the last stage, and whole numbers of hidden elements"
         )
-    sizes = {"R": side, "IC": c.size("num_channels", default=3), "D": width, "F": int(ratio * width)}
+    sizes = {"R": side, "IC": c.size("num_channels"), "D": width, "F": int(ratio * width)}
     sizes |= {f"L{i}": n for i, n in enumerate(depths, 1)} | {f"H{i}": n for i, n in enumerate(heads, 1)}
     head = c.architecture == "SwinForImageClassification"
     structure: dict[str, object] = {}
     structure["stages"] = tuple(_kind(side, depth, window) for side, depth in zip(sides, depths, strict=True))
-    structure |= {"patch": patch, "window": window, "head": head, "qkv_bias": c.flag("qkv_bias", True)}
-    structure |= {"activation": c.activation("hidden_act", default="gelu")}
-    structure |= {"positions": c.flag("use_absolute_embeddings", False)}
+    structure |= {"patch": patch, "window": window, "head": head, "qkv_bias": c.flag("qkv_bias")}
+    structure |= {"activation": c.activation("hidden_act")}
+    structure |= {"positions": c.flag("use_absolute_embeddings")}
     return Preset(sizes | ({"C": c.labels()} if head else {}), structure)
 
 
@@ -126,7 +124,7 @@ FAMILIES = (
     Family(
         swin,
         {"swin-t": _preset(96, 3, 6), "swin-s": _preset(96, 3, 18), "swin-b": _preset(128, 4, 18)},
-        architectures=("SwinModel", "SwinForImageClassification"),
+        architectures={"SwinModel": "swin", "SwinForImageClassification": "swin"},
         read=read,
     ),
 )

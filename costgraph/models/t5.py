@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import costgraph as cg
 
-from .config import ACTIVATIONS, Config
+from .config import Config
+from .defaults import ACTIVATIONS
 from .family import Family, Preset
 
 
@@ -73,18 +74,22 @@ def read(c: Config) -> Preset:
     c.expect("is_encoder_decoder", True)
     c.expect("is_decoder", False)
     c.ignore("dropout_rate", "relative_attention_max_distance", "n_positions", "output_past")
-    # what older files say of the feed-forward layers in two more fields follows from this one
-    c.ignore("is_gated_act", "dense_act_fn")
-    word = c.choice("feed_forward_proj", of=[*ACTIVATIONS, *(f"gated-{a}" for a in ACTIVATIONS)], default="relu")
+    word = c.choice("feed_forward_proj", of=[*ACTIVATIONS, *(f"gated-{a}" for a in ACTIVATIONS)])
     gated, plain = word.startswith("gated-"), word.removeprefix("gated-")
     # transformers means GELU's tanh form by gated-gelu, and GELU itself by gelu alone
     act = "gelu_tanh" if word == "gated-gelu" else ACTIVATIONS[plain]
-    tied = c.flag("tie_word_embeddings", True)
-    structure = {"gated": gated, "activation": act, "tied": tied, "scaled": c.flag("scale_decoder_outputs", tied)}
+    # which transformers writes beside it, and takes instead where they differ
+    c.expect("is_gated_act", gated)
+    if c.activation("dense_act_fn", default="gelu_new" if word == "gated-gelu" else plain) != act:
+        c.expect("dense_act_fn", plain)
+    tied = c.flag("tie_word_embeddings", default=True)
+    structure = {"gated": gated, "activation": act, "tied": tied}
+    structure["scaled"] = c.flag("scale_decoder_outputs", default=tied)
     L = c.size("num_layers")
+    c.expect("num_hidden_layers", L)  # a second name that transformers reads after it has made as many decoder layers
     sizes = {"D": c.size("d_model"), "H": c.size("num_heads"), "K": c.size("d_kv"), "F": c.size("d_ff"), "L": L}
     sizes |= {"N": c.size("num_decoder_layers", default=L), "V": c.size("vocab_size")}
-    return Preset(sizes | {"buckets": c.size("relative_attention_num_buckets", default=32)}, structure)
+    return Preset(sizes | {"buckets": c.size("relative_attention_num_buckets")}, structure)
 
 
 def _sizes(D: int, H: int, K: int, F: int, L: int) -> Preset:
@@ -101,7 +106,7 @@ FAMILIES = (
             "t5-3b": _sizes(1024, 32, 128, 16384, 24),
             "t5-11b": _sizes(1024, 128, 128, 65536, 24),
         },
-        architectures=("T5ForConditionalGeneration",),
+        architectures={"T5ForConditionalGeneration": "t5"},
         read=read,
     ),
 )

@@ -62,12 +62,12 @@ def read(c: Config) -> Preset:
     """Read a config.json of transformers' ViTConfig."""
     c.ignore("hidden_dropout_prob", "attention_probs_dropout_prob", "encoder_stride")
     D, head = c.size("hidden_size"), HEADS[c.architecture]
-    sizes = {"R": c.size("image_size", default=224), "IC": c.size("num_channels", default=3), "D": D}
+    sizes = {"R": c.size("image_size"), "IC": c.size("num_channels"), "D": D}
     sizes |= {"H": c.size("num_attention_heads"), "F": c.size("intermediate_size"), "L": c.size("num_hidden_layers")}
-    pooled, act = c.size("pooler_output_size", default=D), c.activation("pooler_act", default="tanh")
+    pooled, act = c.size("pooler_output_size", default=D), c.activation("pooler_act")
     sizes |= {"pooled": pooled} if head == "pooler" else {"C": c.labels()}
-    structure = {"patch": c.size("patch_size", default=16), "head": head, "activation": c.activation("hidden_act")}
-    structure |= {"qkv_bias": c.flag("qkv_bias", True), "inner_dropout": False, "pooler_activation": act}
+    structure = {"patch": c.size("patch_size"), "head": head, "activation": c.activation("hidden_act")}
+    structure |= {"qkv_bias": c.flag("qkv_bias"), "inner_dropout": False, "pooler_activation": act}
     return Preset(sizes, structure)
 
 
@@ -85,7 +85,7 @@ FAMILIES = (
             "vit-l-16": _sizes(16, 1024, 16, 24),
             "vit-h-14": _sizes(14, 1280, 16, 32),
         },
-        architectures=tuple(HEADS),
+        architectures=dict.fromkeys(HEADS, "vit"),
         read=read,
     ),
 )

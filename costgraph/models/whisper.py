@@ -78,7 +78,7 @@ def read(c: Config) -> Preset:
     c.expect("encoder_layerdrop", 0, 0.0)
     c.expect("decoder_layerdrop", 0, 0.0)
     # of other architectures, and of how tokens are chosen
-    c.ignore("use_weighted_layer_sum", "classifier_proj_size", "median_filter_width", "num_hidden_layers")
+    c.ignore("use_weighted_layer_sum", "classifier_proj_size", "median_filter_width")
     c.ignore(*(f"mask_{axis}_{what}" for axis in ("time", "feature") for what in ("prob", "length", "min_masks")))
     c.ignore("dropout", "attention_dropout", "activation_dropout", "scale_embedding", "forced_decoder_ids")
     c.ignore("alignment_heads", "lang_to_id", "task_to_id", "is_multilingual", "no_timestamps_token_id")
@@ -86,7 +86,7 @@ def read(c: Config) -> Preset:
     sizes |= {"L": c.size("encoder_layers"), "HN": c.size("decoder_attention_heads"), "FN": c.size("decoder_ffn_dim")}
     sizes |= {"N": c.size("decoder_layers"), "V": c.size("vocab_size"), "mels": c.size("num_mel_bins")}
     sizes |= {"M": c.size("max_source_positions"), "P": c.size("max_target_positions")}
-    tied = c.flag("tie_word_embeddings", True)
+    tied = c.flag("tie_word_embeddings")
     return Preset(sizes, {"activation": c.activation("activation_function"), "tied": tied})
 
 
@@ -105,7 +105,7 @@ FAMILIES = (
             "whisper-medium": _sizes(1024, 16, 24),
             "whisper-large-v3": _sizes(1280, 20, 32, 51866, 128),
         },
-        architectures=("WhisperForConditionalGeneration",),
+        architectures={"WhisperForConditionalGeneration": "whisper"},
         read=read,
     ),
 )

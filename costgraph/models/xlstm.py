@@ -238,15 +238,15 @@ def _slstm(gates: list[cg.Tensor], weight: cg.Tensor, bias: cg.Tensor, scan: str
 
 def read(c: Config) -> Preset:
     """Read a config.json of transformers' xLSTMConfig."""
-    D, H = c.size("hidden_size", "embedding_dim"), c.size("num_heads", default=8)
-    qk, v = int(D * c.number("qk_dim_factor", default=0.5)), int(D * c.number("v_dim_factor", default=1.0))
+    D, L, H = c.size("hidden_size"), c.size("num_hidden_layers"), c.size("num_heads")
+    qk, v = (int(D * c.number(f"{name}_dim_factor", above=0)) for name in ("qk", "v"))
     if qk % H or v % H:
         raise cg.FormatError(f"{c.place}: keys of {qk} and values of {v} in num_heads = {H}, expected multiples of it")
-    inner, multiple = D * c.number("ffn_proj_factor", default=2.667), c.size("ffn_round_up_to_multiple_of", default=64)
+    inner, multiple = D * c.number("ffn_proj_factor", above=0), c.size("ffn_round_up_to_multiple_of")
     sizes = {"D": D, "H": H, "K": qk // H, "U": v // H, "F": int((inner + multiple - 1) // multiple) * multiple}
-    sizes |= {"L": c.size("num_blocks", "num_hidden_layers"), "V": c.size("vocab_size")}
+    sizes |= {"L": L, "V": c.size("vocab_size")}
     c.expect("embedding_dim", D)
-    c.expect("num_hidden_layers", sizes["L"])
+    c.expect("num_blocks", L)
     for field, value in (("use_bias", False), ("add_out_norm", True), ("tie_word_embeddings", False)):
         c.expect(field, value)
     c.expect("weight_mode", "single")
@@ -254,7 +254,7 @@ def read(c: Config) -> Preset:
     c.ignore("gate_soft_cap", "output_logit_soft_cap", "norm_reduction_force_float32", "eps", "return_last_states")
     c.ignore("chunkwise_kernel", "sequence_kernel", "step_kernel", "mode", "autocast_kernel_dtype")
     c.ignore("max_inference_chunksize")
-    return Preset({**sizes, "Q": c.size("chunk_size", default=64)})
+    return Preset({**sizes, "Q": c.size("chunk_size")})
 
 
 def _small(D: int, L: int, H: int, *slstm: int) -> Preset:
@@ -266,7 +266,7 @@ FAMILIES = (
     Family(
         xlstm_large,
         {"xlstm-7b": Preset({"D": 4096, "H": 8, "K": 256, "U": 512, "F": 10944, "L": 32, "V": 50304, "Q": 64})},
-        architectures=("xLSTMForCausalLM",),
+        architectures={"xLSTMForCausalLM": "xlstm"},
         read=read,
     ),
     Family(

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .. import rules
+from ..errors import UnsupportedError
+from ..graph import Graph
 from ..op import Attrs, Op, OpKind, Result
 from ..rules import Flops
 from ..tensor import Tensor
 from .registry import register
 
-__all__ = ["ATEN"]
+__all__ = ["ATEN", "need_declared"]
 
 
 def _results(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
@@ -31,3 +33,28 @@ def _flops(op: Op) -> Flops:
 #: whose storage it shares or None, and its offset there. FLOPs and bytes come from the rule for that op. Where an
 #: element of a list stands for a tensor of each layer of a stack, `pieces` says which results do.
 ATEN = register(OpKind("aten", _results, _flops, rules.stated_reads, rules.stated_writes))
+
+
+def need_declared(place: str, graph: Graph, instead: str) -> None:
+    """Refuse recorded calls: what they state holds for the call as it was, so a transform that looks inside cannot.
+
+    Parameters
+    ----------
+    place : str
+        What is asked.
+    graph : Graph
+        What it is asked of, bodies included.
+    instead : str
+        What to do with a traced module.
+
+    Raises
+    ------
+    UnsupportedError
+        If there is a recorded call: the text names it.
+    """
+    found = next((op for op in graph.walk() if op.kind is ATEN), None)
+    if found is not None:
+        raise UnsupportedError(
+            f"{place}: {found.name!r} of graph {graph.name!r} is a recorded call of {found.attrs['target']}, expected "
+            f"declared ops; {instead}"
+        )

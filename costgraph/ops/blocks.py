@@ -14,7 +14,7 @@ from ..graph import Graph, current_graph, sizes_of
 from ..layout import contiguous
 from ..op import Attrs, OpKind, Result
 from ..polynomial import Poly
-from ..scopes import SCOPE, building, module, scope
+from ..scopes import building, here, module, scope
 from ..symbols import is_name, shorten
 from ..tensor import Tensor
 from .layout import contiguous_copy
@@ -48,17 +48,20 @@ def _repeat_results(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result
     for i, t in enumerate(body.outputs):
         if i >= len(body.outputs) - attrs.get("saved", 0):
             out.append(pieces_of(operands, attrs, t))
-        elif i < carries:
+            continue
+        if t.domain is not None and (i >= carries or operands[i].domain is None):
+            raise ShapeError(f"{t!r} leaves the body restricted to a domain, expected a tensor that is whole")
+        if i < carries:
             entry = operands[i]
             if (
-                t.dtype != entry.dtype
+                (t.dtype, t.domain) != (entry.dtype, entry.domain)
                 or len(t.sizes) != entry.ndim
                 or not all(map(entry.graph.same, t.sizes, entry.sizes))
             ):
                 raise ShapeError(
                     f"carry {i + 1} enters the body as {entry!r} and leaves it as {t!r}, expected the same"
                 )
-            out.append(Result(entry.sizes, t.dtype, pieces=entry.storage.pieces))
+            out.append(Result(entry.sizes, t.dtype, domain=t.domain, pieces=entry.storage.pieces))
         else:
             out.append(Result((count, *t.sizes), t.dtype))
     return out
@@ -72,6 +75,7 @@ KERNEL = register(
         reads=rules.read_by_the_body,
         writes=rules.all_results,
         body="fused",
+        restricted=True,
     )
 )
 REPEAT = register(
@@ -82,6 +86,7 @@ REPEAT = register(
         reads=rules.nothing,
         writes=rules.nothing,
         body="repeated",
+        restricted=True,
     )
 )
 
@@ -129,12 +134,13 @@ def kernel(name: str, *, workspace: object = 0, backward: str = "") -> Iterator[
     if not isinstance(backward, str):
         raise GraphError(f"kernel {name!r}: backward {backward!r}, expected 'ops' or the name of a rule")
     body = graph.start_body(name, fused=True)
-    with scope(name), building(body):
-        yield body
-    attrs = {"body": body, "workspace": space} | ({"backward": backward} if backward else {})
-    body.owner = graph.add_op(KERNEL, body.captured, attrs, name)
+    with graph.whole():
+        with scope(name), building(body):
+            yield body
+        attrs = {"body": body, "workspace": space} | ({"backward": backward} if backward else {})
+        body.owner = graph.add_op(KERNEL, body.captured, attrs, name)
     # its bytes stand in the table beside the FLOPs of the ops inside
-    body.owner.scope = "/".join((*SCOPE.get(), name))
+    body.owner.scope = "/".join((*here().levels, name))
 
 
 def save(t: Tensor) -> Tensor:

@@ -10,8 +10,9 @@ from ..dtypes import dtype as find_dtype
 from ..errors import PatternError, ShapeError
 from ..extremum import smaller
 from ..graph import apply, current_graph
+from ..layout import Sizes, distinct, numel
 from ..op import Attrs, Op, OpKind, Result
-from ..pattern import Affine, parse_pattern
+from ..pattern import Affine, PatternText, parse_pattern
 from ..polynomial import ZERO, Poly
 from ..tensor import Tensor
 from .registry import register
@@ -21,7 +22,7 @@ __all__ = ["APPEND", "CACHE", "INITIAL_STATE", "append", "cache", "initial_state
 
 def _same(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
     (x,) = operands
-    return [Result(x.sizes, x.dtype, x.strides, of=0, offset=x.offset, domain=x.domain)]
+    return [Result(x.sizes, x.dtype, x.strides, of=0, offset=x.offset)]
 
 
 def _appended(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
@@ -35,12 +36,19 @@ def _appended(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
     return [Result(held.sizes, held.dtype, held.strides, of=0, offset=held.offset)]
 
 
-def _latest(op: Op) -> Poly:
-    """Elements that a cache takes: of more positions than it has room for, the last ones."""
+def _latest(op: Op) -> Sizes:
+    """Shape of what a cache takes: of more positions than it has room for, the last ones."""
     held, new = op.operands
     axis = op.attrs["axis"]
-    taken: Poly = rules.elements(new) / new.sizes[axis] * smaller(new.sizes[axis], held.sizes[axis])
-    return taken
+    return (*new.sizes[:axis], smaller(new.sizes[axis], held.sizes[axis]), *new.sizes[axis + 1 :])
+
+
+def _taken(op: Op) -> tuple[Poly, ...]:
+    return ZERO, distinct(_latest(op), op.operands[1].strides)
+
+
+def _put(op: Op) -> tuple[Poly, ...]:
+    return (numel(_latest(op)),)
 
 
 #: A view of what is kept between steps of inference: `axis` is the one that grows, `window` how much of it is kept.
@@ -56,15 +64,11 @@ INITIAL_STATE = register(
     )
 )
 #: New positions behind those that a cache holds, in its own storage and number format.
-APPEND = register(
-    OpKind(
-        "append", _appended, flops=rules.free, reads=lambda op: (ZERO, _latest(op)), writes=lambda op: (_latest(op),)
-    )
-)
+APPEND = register(OpKind("append", _appended, flops=rules.free, reads=_taken, writes=_put))
 
 
 def cache(
-    x: Tensor, pattern: str, /, *, along: str | None = None, window: object = None, name: str = "cache"
+    x: Tensor, pattern: PatternText, /, *, along: str | None = None, window: object = None, name: str = "cache"
 ) -> Tensor:
     """Mark what inference keeps between steps: keys and values, a latent vector, the results of an encoder.
 

@@ -7,8 +7,6 @@ from math import prod
 from operator import index
 from typing import Any
 
-import sympy
-
 from .. import rules
 from ..arguments import need_list
 from ..arguments import sizes as sizes_by_name
@@ -17,10 +15,11 @@ from ..dtypes import dtype as find_dtype
 from ..dtypes import promote
 from ..errors import GraphError, PatternError, ShapeError
 from ..graph import Graph, apply, current_graph
-from ..layout import Sizes
+from ..layout import Sizes, windows_along
 from ..op import Attrs, OpKind, Result
 from ..pattern import Affine, Axes, Pattern, parse_pattern
 from ..polynomial import ONE, Poly, poly
+from ..symbols import kind_of
 from ..tensor import Tensor
 from .extents import extents_of
 from .layout import rearrange
@@ -51,7 +50,7 @@ def _slide(pattern: Pattern, operands: Sequence[Tensor], extents: dict[str, Poly
             room = size - 1 - last - (2 if dim.offset < 0 else 1) * dim.offset
             if unknown:
                 name, step = unknown[0]
-                extents[name] = poly(sympy.ceiling(((room + 1) / step).expr))
+                extents[name] = windows_along(room + 1, 0, step)
                 room = poly(0)
             elif room.constant is None:
                 rooms.append(room)
@@ -69,6 +68,7 @@ def _infer(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
         for dim, size in zip(pattern.operands[i], t.sizes, strict=True):
             if isinstance(dim, Axes) and not t.graph.same(prod((extents[n] for n in dim.names), start=ONE), size):
                 raise ShapeError(f"operand {i + 1} {t!r}: an axis of size {size} where the pattern {dim} makes another")
+    _need_one_domain(pattern, operands, attrs.get("domain"))
     domain = _result_domain(pattern, attrs.get("domain"))
     if "sizes" in attrs:
         return [
@@ -100,14 +100,25 @@ def _result_domain(pattern: Pattern, restriction: tuple[Domain, str, str] | None
 
 
 def _inherited(pattern: Pattern, operands: Sequence[Tensor]) -> tuple[Domain, str, str] | None:
-    found = set()
-    for i, t in enumerate(operands):
+    """Return the restriction of the first operand that has one."""
+    for dims, t in zip(pattern.operands, operands, strict=True):
         if t.domain is not None:
             domain, query, key = t.domain
-            found.add((domain, pattern.operands[i][query].names[0], pattern.operands[i][key].names[0]))
-    if len(found) > 1:
-        raise ShapeError("operands restricted to two different domains, expected one")
-    return found.pop() if found else None
+            names = {d.names for d in (dims[query], dims[key]) if isinstance(d, Axes)}
+            if len(names) != 2 or any(len(n) != 1 for n in names):
+                raise ShapeError(f"{t!r} is restricted to a domain: expected a name each for axes {query} and {key}")
+            return domain, dims[query].names[0], dims[key].names[0]
+    return None
+
+
+def _need_one_domain(pattern: Pattern, operands: Sequence[Tensor], restriction: tuple[Domain, str, str] | None) -> None:
+    """Refuse operands that hold something elsewhere than at the index points of the contraction."""
+    for dims, t in zip(pattern.operands, operands, strict=True):
+        if _inherited(Pattern((dims,), ()), [t]) not in (None, restriction):
+            raise ShapeError("operands restricted to two different domains, expected one")
+    indices = [d for dims in pattern.operands for d in dims if isinstance(d, Affine)]
+    if restriction is not None and any(set(d.names) & set(restriction[1:]) for d in indices):
+        raise ShapeError(f"domain over {' and '.join(restriction[1:])}, one of which is in an index: expected axes")
 
 
 EINSUM = register(
@@ -117,6 +128,7 @@ EINSUM = register(
         flops=rules.multiply_add,
         reads=rules.reached_by_index,
         writes=rules.all_results,
+        restricted=True,
     )
 )
 
@@ -174,7 +186,7 @@ def einsum(
     """
     *operands, text = args or ("",)
     if not isinstance(text, str) or not operands or not all(isinstance(t, Tensor) for t in operands):
-        kinds = ", ".join(type(a).__name__ for a in args)
+        kinds = ", ".join(map(kind_of, args))
         raise GraphError(f"einsum: got ({kinds}), expected tensors first and the pattern last")
     tensors: list[Tensor] = list(operands)  # type: ignore[arg-type]  # checked above
     pattern = parse_pattern(text, tuple(t.ndim for t in tensors))

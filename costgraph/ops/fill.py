@@ -12,8 +12,9 @@ from ..errors import GraphError, ShapeError
 from ..graph import apply
 from ..op import Attrs, Op, OpKind, Result
 from ..polynomial import ZERO, Poly, poly
+from ..reach import alike, carried
 from ..tensor import Tensor
-from .layout import _axis, _moved, _room
+from .layout import _axis, _room
 from .registry import register
 
 __all__ = ["ASSIGN", "FILL", "PAD", "assign", "fill", "pad"]
@@ -29,9 +30,8 @@ def _assigned(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
         raise ShapeError(f"assign {value!r} to {target!r}: expected equal shapes")
     if target.touched != target.numel:
         raise ShapeError(f"assign to {target!r}: expected a tensor that is not expanded")
-    if target.domain != value.domain:
-        raise ShapeError(f"assign {value!r} to {target!r}: restricted to different domains, expected the same")
-    return [Result(target.sizes, target.dtype, target.strides, of=0, offset=target.offset, domain=target.domain)]
+    domain = alike(operands)
+    return [Result(target.sizes, target.dtype, target.strides, of=0, offset=target.offset, domain=domain)]
 
 
 def _padded(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
@@ -43,7 +43,7 @@ def _padded(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
                 f"pad of {x!r}: {what} is {value} on axis {axis}, expected {x.sizes[axis]} positions from {start} by "
                 f"{step} within {full}"
             )
-    domain = _moved(x, [None if i == axis else i for i in range(x.ndim)])
+    domain = carried(x, [None if i == axis else i for i in range(x.ndim)])
     return [Result((*x.sizes[:axis], full, *x.sizes[axis + 1 :]), x.dtype, domain=domain)]
 
 
@@ -53,8 +53,8 @@ def _value_read(op: Op) -> tuple[Poly, ...]:
 
 
 FILL = register(OpKind("fill", _filled, flops=rules.free, reads=lambda op: (), writes=rules.all_results))
-ASSIGN = register(OpKind("assign", _assigned, flops=rules.free, reads=_value_read, writes=rules.all_results))
-PAD = register(OpKind("pad", _padded, flops=rules.free, reads=rules.whole, writes=rules.all_results))
+ASSIGN = register(OpKind("assign", _assigned, rules.free, _value_read, rules.all_results, restricted=True))
+PAD = register(OpKind("pad", _padded, rules.free, rules.whole, rules.all_results, restricted=True))
 
 
 def fill(shape: Sequence[object], value: float = 0, dtype: object = "fp32", *, name: str = "zeros") -> Tensor:

@@ -112,7 +112,7 @@ def _products(op: Op) -> rules.Flops:
     """Count 2 for each row and element of its expert's matrix."""
     rows, other, _ = op.operands
     points = numel(rows.sizes) * other.sizes[-1]
-    return rules.Flops(matmul=2 * points, full=2 * points)
+    return rules.Flops(matmul=2 * points)
 
 
 def _expected(experts: Poly, chosen: Poly, tokens: Poly) -> Poly:

@@ -23,7 +23,7 @@ def _kept(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
 
 
 #: A view of its first operand, before which the others cannot be given back.
-KEEP = register(OpKind("keep", _kept, flops=rules.free, reads=rules.nothing, writes=rules.nothing))
+KEEP = register(OpKind("keep", _kept, rules.free, rules.nothing, rules.nothing, restricted=True))
 
 
 def keep(x: Tensor, *others: Tensor, name: str = "keep") -> Tensor:

@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-import sympy
-
 from .. import rules
 from ..arguments import need_list, need_tensor
 from ..arguments import sizes as sizes_by_name
-from ..domain import Domain
 from ..dominance import lower
 from ..errors import GraphError, PatternError, ShapeError
 from ..graph import apply, current_graph, sizes_of
-from ..layout import Sizes, numel, view
+from ..layout import Sizes, numel, view, windows_along
 from ..op import Attrs, OpKind, Result
-from ..pattern import Affine, parse_pattern
+from ..pattern import Affine, PatternText, parse_pattern
 from ..polynomial import ONE, ZERO, Poly, poly, total
+from ..reach import alike, carried, regrouped
 from ..symbols import is_name
 from ..tensor import Tensor
 from .extents import extents_of
@@ -39,14 +37,17 @@ __all__ = [
 ]
 
 
-def _moved(x: Tensor, axes: Sequence[int | None]) -> tuple[Domain, int, int] | None:
-    """Follow a restriction to where its two axes have gone; `axes` are the old places of the new ones."""
-    if x.domain is None:
-        return None
-    domain, query, key = x.domain
-    if query not in axes or key not in axes:
-        raise ShapeError(f"{x!r} is restricted to a domain, expected its axes {query} and {key} to stay as they are")
-    return domain, axes.index(query), axes.index(key)
+def _rearranged_axes(x: Tensor, split: Sizes, order: Sequence[int], merged: Sizes) -> list[int | None]:
+    """Return of each axis of the result which axis of a restriction it is, None of others."""
+    places: list[int | None] = [None] * len(merged)
+    if x.domain is not None:
+        told, axes = x.graph.told, x.domain[1:]
+        parts = [i for i in regrouped(told(x.sizes), axes, told(split)) if i is not None]
+        moved = regrouped(told(tuple(split[i] for i in order)), [order.index(i) for i in parts], told(merged))
+        for axis, at in zip(axes, moved, strict=len(parts) == len(axes)):
+            if at is not None:
+                places[at] = axis
+    return places
 
 
 def _rearranged(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
@@ -54,9 +55,7 @@ def _rearranged(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
     split, order, merged = attrs["split"], attrs["order"], attrs["merged"]
     if not x.graph.same(numel(split), x.numel) or not x.graph.same(numel(merged), numel([split[i] for i in order])):
         raise ShapeError(f"{x!r} has {x.numel} elements, ({', '.join(map(str, merged))}) has {numel(merged)}")
-    domain = (
-        _moved(x, [i if n == x.sizes[i] else None for i, n in zip(order, merged, strict=False)]) if x.domain else None
-    )
+    domain = carried(x, _rearranged_axes(x, split, order, merged))
     told = x.graph.told
     strides = view(told(x.sizes), told(x.strides), told(split))
     if strides is not None:
@@ -83,7 +82,7 @@ def _sliced(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
             )
     sizes = (*x.sizes[:axis], size, *x.sizes[axis + 1 :])
     strides = (*x.strides[:axis], x.strides[axis] * step, *x.strides[axis + 1 :])
-    domain = _moved(x, [None if i == axis else i for i in range(x.ndim)])
+    domain = carried(x, [None if i == axis else i for i in range(x.ndim)])
     return [Result(sizes, x.dtype, strides, of=0, offset=x.offset + start * x.strides[axis], domain=domain)]
 
 
@@ -91,12 +90,13 @@ def _expanded(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
     (x,) = operands
     sizes: Sizes = attrs["sizes"]
     kept: Sequence[int | None] = attrs["kept"]
-    strides = []
+    strides, places = [], list[int | None]()
     for size, at in zip(sizes, kept, strict=True):
         if at is not None and x.sizes[at] != ONE and not x.graph.same(size, x.sizes[at]):
             raise ShapeError(f"expand of {x!r}: axis {at} to {size}, expected its own size or an axis of size 1")
-        strides.append(ZERO if at is None or (x.sizes[at] == ONE and size != ONE) else x.strides[at])
-    domain = attrs["domain"] if "domain" in attrs else _moved(x, list(kept))
+        places.append(None if at is None or (x.sizes[at] == ONE and size != ONE) else at)
+        strides.append(ZERO if places[-1] is None else x.strides[places[-1]])
+    domain = attrs["domain"] if "domain" in attrs else carried(x, places)
     return [Result(sizes, x.dtype, tuple(strides), of=0, offset=x.offset, domain=domain)]
 
 
@@ -111,7 +111,8 @@ def _joined(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
         if not fits:
             raise ShapeError(f"concat of {first!r} and {t!r}: expected equal sizes on all axes but {axis}")
     sizes = (*first.sizes[:axis], total(t.sizes[axis] for t in operands), *first.sizes[axis + 1 :])
-    return [Result(sizes, first.dtype)]
+    alike(operands)
+    return [Result(sizes, first.dtype, domain=carried(first, [None if i == axis else i for i in range(first.ndim)]))]
 
 
 REARRANGE = register(
@@ -121,14 +122,15 @@ REARRANGE = register(
         flops=rules.free,
         reads=rules.moved_if_copied,
         writes=rules.written_if_copied,
+        restricted=True,
     )
 )
-SLICE = register(OpKind("slice", _sliced, flops=rules.free, reads=rules.nothing, writes=rules.nothing))
-EXPAND = register(OpKind("expand", _expanded, flops=rules.free, reads=rules.nothing, writes=rules.nothing))
-CONCAT = register(OpKind("concat", _joined, flops=rules.free, reads=rules.whole, writes=rules.all_results))
+SLICE = register(OpKind("slice", _sliced, rules.free, rules.nothing, rules.nothing, restricted=True))
+EXPAND = register(OpKind("expand", _expanded, rules.free, rules.nothing, rules.nothing, restricted=True))
+CONCAT = register(OpKind("concat", _joined, rules.free, rules.whole, rules.all_results, restricted=True))
 
 
-def rearrange(x: Tensor, pattern: str, /, *, name: str = "rearrange", **sizes: object) -> Tensor:
+def rearrange(x: Tensor, pattern: PatternText, /, *, name: str = "rearrange", **sizes: object) -> Tensor:
     """Permute, split and merge axes, as einops does.
 
     Parameters
@@ -291,7 +293,7 @@ def roll(x: Tensor, shift: object, axis: int = -1, *, name: str = "roll") -> Ten
     return concat((tail, head), at, name=name)
 
 
-def expand(x: Tensor, pattern: str, /, *, name: str = "expand", **sizes: object) -> Tensor:
+def expand(x: Tensor, pattern: PatternText, /, *, name: str = "expand", **sizes: object) -> Tensor:
     """Repeat along new axes or axes of size 1, without a copy: `expand(x, "s d -> b s d", b=B)`.
 
     Raises
@@ -390,5 +392,4 @@ def _slice(x: Tensor, axis: int, k: slice) -> Tensor:
     stop = size if k.stop is None else _position(x, k.stop, size)
     if start == ZERO and stop == size and step == 1:
         return x
-    count = stop - start if step == 1 else poly(sympy.ceiling(((stop - start) / step).expr))
-    return slice_axis(x, axis, start, count, step)
+    return slice_axis(x, axis, start, windows_along(stop - start, 0, step), step)

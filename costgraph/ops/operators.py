@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from ..arguments import need_tensor
+from ..changes import whole
 from ..errors import GraphError, ShapeError
+from ..symbols import kind_of
 from ..tensor import OPERATORS, Tensor
 from .einsum import einsum
 from .layout import index, rearrange
@@ -31,7 +33,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
         If one is no tensor or a scalar, or sizes do not fit.
     """
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
-        raise GraphError(f"@ of {type(a).__name__} and {type(b).__name__}, expected two tensors")
+        raise GraphError(f"@ of {kind_of(a)} and {kind_of(b)}, expected two tensors")
     if not a.ndim or not b.ndim:
         raise ShapeError(f"@ of {a!r} and {b!r}: expected at least one axis each")
     batch = [f"b{i}" for i in range(max(a.ndim, b.ndim) - 2)][::-1]
@@ -61,7 +63,7 @@ def transpose(x: Tensor) -> Tensor:
 
 def _binary(function: str) -> None:
     def operator(a: object, b: object) -> Tensor:
-        return pointwise(function, a, b)  # type: ignore[arg-type]  # pointwise refuses what is no number
+        return pointwise(function, a, b)  # which refuses what is no number
 
     OPERATORS[function] = operator
 
@@ -72,3 +74,4 @@ OPERATORS["neg"] = lambda x: pointwise("neg", x)
 OPERATORS["matmul"] = matmul
 OPERATORS["index"] = index
 OPERATORS["transpose"] = transpose
+OPERATORS.update({name: whole(function) for name, function in OPERATORS.items()})

@@ -10,6 +10,7 @@ from ..errors import ShapeError
 from ..graph import Graph, apply
 from ..layout import Sizes
 from ..op import Attrs, Op, OpKind, Result
+from ..reach import alike
 from ..tensor import Tensor
 from .layout import contiguous_copy
 from .registry import register
@@ -34,7 +35,8 @@ def _summed(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
     so_far, term = operands
     if so_far.sizes != term.sizes or so_far.dtype != term.dtype:
         raise ShapeError(f"accumulate {term!r} into {so_far!r}: expected one shape and format")
-    return [Result(so_far.sizes, so_far.dtype, so_far.strides, of=0, offset=so_far.offset)]
+    domain = alike(operands)
+    return [Result(so_far.sizes, so_far.dtype, so_far.strides, of=0, offset=so_far.offset, domain=domain)]
 
 
 def _one_each(op: Op) -> rules.Flops:
@@ -46,14 +48,16 @@ def _one_each(op: Op) -> rules.Flops:
 ABSENT = register(
     OpKind(
         "absent",
-        lambda operands, attrs: [Result(attrs["sizes"], attrs["dtype"], pieces=attrs["pieces"])],
+        lambda operands, attrs: [
+            Result(attrs["sizes"], attrs["dtype"], pieces=attrs["pieces"], domain=attrs.get("domain"))
+        ],
         flops=rules.free,
         reads=rules.nothing,
         writes=rules.nothing,
     )
 )
 # In the iteration in which there is nothing yet to add to, the term is the sum and nothing is done.
-ACCUMULATE = register(OpKind("accumulate", _summed, flops=_one_each, reads=rules.whole, writes=rules.all_results))
+ACCUMULATE = register(OpKind("accumulate", _summed, _one_each, rules.whole, rules.all_results, restricted=True))
 
 
 def absent(sizes: Sizes, dtype: DType, pieces: int = 0, *, name: str = "absent") -> Tensor:

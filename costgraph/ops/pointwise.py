@@ -5,18 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import reduce as fold
 from numbers import Integral, Real
+from typing import Annotated
 
 import numpy as np
+import sympy
 
 from .. import rules
 from ..arguments import named, need_flag, need_tensor
+from ..door import REAL
 from ..dtypes import DType, promote
 from ..dtypes import dtype as find_dtype
 from ..errors import GraphError, ShapeError
 from ..graph import apply
-from ..layout import Sizes, elementwise
+from ..layout import Sizes, elementwise, is_integral
 from ..op import Attrs, OpKind, Result
-from ..polynomial import ONE, Poly
+from ..polynomial import ONE, Poly, poly
+from ..reach import shared
+from ..symbols import shown
 from ..tensor import Tensor
 from .functions import FUNCTIONS, Function
 from .registry import register
@@ -65,19 +70,42 @@ def _with_numbers(common: DType, numbers: str) -> DType:
 
 
 def _kind_of(numbers: Sequence[object]) -> str:
-    """Return the highest kind among Python numbers: float, int or bool."""
+    """Return the highest kind among numbers: float, int or bool."""
     if all(isinstance(n, bool | np.bool_) for n in numbers):
         return "bool"
-    return "int" if all(isinstance(n, Integral | Poly) for n in numbers) else "float"
+    return "int" if all(map(_is_whole, numbers)) else "float"
 
 
-def _plain(number: object) -> int | float | Poly:
-    """Return a number as one of Python's own or a size, which a file can hold."""
-    if isinstance(number, Poly):
-        return number
+def _is_whole(number: object) -> bool:
+    if isinstance(number, sympy.Expr) and not number.is_number:  # D/H is a float, as it is in Python
+        return is_integral(poly(_exact(number)))
+    return isinstance(number, Integral | Poly)  # a size is whole
+
+
+def _plain(place: str, number: object) -> int | float | Poly:
+    """Return a number as one of Python's own, or a formula of sizes: what a file can hold."""
+    if isinstance(number, sympy.Expr):
+        return _formula(place, number)
     if isinstance(number, np.generic):
         number = number.item()
-    return number if isinstance(number, int | float) else float(number)  # type: ignore[arg-type]  # a Real
+    if isinstance(number, int | float | Poly):
+        return number
+    return int(number) if isinstance(number, Integral) else float(number)  # type: ignore[arg-type]  # a Real
+
+
+def _formula(place: str, expr: sympy.Expr) -> int | float | Poly:
+    """Return a formula that becomes a number with the sizes in it, floats taken for the decimals that they print."""
+    try:
+        found = poly(_exact(expr))
+        if found.names():
+            return found
+        return found.constant if isinstance(found.constant, int) else float(found.expr)
+    except (ShapeError, TypeError, ValueError, OverflowError) as error:
+        raise ShapeError(f"{place}: number {shown(expr)}: {error}") from None
+
+
+def _exact(expr: sympy.Expr) -> sympy.Expr:
+    return expr.xreplace({f: sympy.Rational(repr(float(f))) for f in expr.atoms(sympy.Float, sympy.NumberSymbol)})
 
 
 def _infer(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
@@ -86,9 +114,8 @@ def _infer(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
     if len(operands) + len(numbers) != function.arity:
         raise ShapeError(f"{function.name} of {len(operands) + len(numbers)} operands, expected {function.arity}")
     sizes = _broadcast(operands)
-    domain = next((t.domain for t in operands if t.domain is not None and t.sizes == sizes), None)
-    if function.name == "causal_mask_backward":
-        domain = None  # zeros where the operand holds nothing
+    # the gradient of a mask is zero where the operand holds nothing
+    domain = None if function.name == "causal_mask_backward" else shared(operands, sizes)
     result = _format(function, operands, attrs.get("dtype"), attrs.get("numbers", "bool"))
     if attrs.get("inplace"):
         first = operands[0]
@@ -96,6 +123,8 @@ def _infer(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
             raise ShapeError(
                 f"in place into {first!r}: expected an operand of the result's shape and format, not expanded"
             )
+        if first.domain != domain:
+            raise ShapeError(f"in place into {first!r}: expected it restricted to a domain as the result is")
         return [Result(sizes, result, first.strides, of=0, offset=first.offset, domain=domain)]
     told = operands[0].graph.told
     strides = elementwise(told(sizes), [(told(t.sizes), told(t.strides)) for t in operands])
@@ -107,15 +136,16 @@ POINTWISE = register(
         name="pointwise",
         infer=_infer,
         flops=rules.per_element,
-        reads=rules.whole,
+        reads=rules.under_the_result,
         writes=rules.all_results,
+        restricted=True,
     )
 )
 
 
 def pointwise(
     function: str | Function,
-    *operands: Tensor | float | Poly,
+    *operands: Tensor | Annotated[float, REAL] | Poly | sympy.Expr,
     inplace: bool = False,
     dtype: object = None,
     name: str = "",
@@ -126,8 +156,8 @@ def pointwise(
     ----------
     function : str or Function
         A name of `FUNCTIONS`, or a record of one's own.
-    *operands : Tensor or number
-        At least one tensor; a number is free to read.
+    *operands : Tensor, number or sympy.Expr
+        At least one tensor; a number is free to read. A formula of sizes is one: `scores * K**-0.5`.
     inplace : bool
         Write into the storage of the first operand.
     dtype : str or DType, optional
@@ -143,7 +173,7 @@ def pointwise(
     Raises
     ------
     GraphError, ShapeError
-        If the function is unknown, or sizes do not broadcast.
+        If the function is unknown, sizes do not broadcast, or a formula has anything but sizes in it.
 
     Examples
     --------
@@ -156,17 +186,18 @@ def pointwise(
     """
     record = FUNCTIONS.get(function) if isinstance(function, str) else function
     if not isinstance(record, Function):
-        raise GraphError(f"pointwise: function {function!r}, expected one of {', '.join(FUNCTIONS)}")
+        raise GraphError(f"pointwise: function {shown(function)}, expected one of {', '.join(FUNCTIONS)}")
     tensors = [t for t in operands if isinstance(t, Tensor)]
     numbers = [t for t in operands if not isinstance(t, Tensor)]
-    # a size is a number that is known once sizes are bound
-    if not tensors or not all(isinstance(n, Real | np.bool_ | Poly) for n in numbers):
-        raise GraphError(f"{record.name}: operands {operands!r}, expected tensors and numbers, one tensor at least")
+    # a formula of sizes is a number that is known once they are bound
+    if not tensors or not all(isinstance(n, Real | np.bool_ | Poly | sympy.Expr) for n in numbers):
+        given = ", ".join(map(shown, operands))
+        raise GraphError(f"{record.name}: operands ({given}), expected tensors and numbers, one tensor at least")
     need_flag(record.name, inplace=inplace)
     attrs: dict[str, object] = {"function": record}
     if numbers:
         # None where a tensor stands
-        scalars = tuple(None if isinstance(t, Tensor) else _plain(t) for t in operands)
+        scalars = tuple(None if isinstance(t, Tensor) else _plain(record.name, t) for t in operands)
         attrs["scalars"], attrs["numbers"] = scalars, _kind_of(numbers)
     if inplace:
         if not isinstance(operands[0], Tensor):

@@ -12,8 +12,9 @@ from ..dtypes import dtype as find_dtype
 from ..errors import PatternError, ShapeError
 from ..graph import apply, current_graph
 from ..op import Attrs, OpKind, Result
-from ..pattern import Affine, Axes, Pattern, parse_pattern
+from ..pattern import Affine, Axes, Pattern, PatternText, parse_pattern
 from ..polynomial import ONE
+from ..reach import left_over
 from ..tensor import Tensor
 from .extents import extents_of
 from .layout import rearrange
@@ -32,9 +33,6 @@ def _infer(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
     kept = [a.names[0] if a.names else None for a in pattern.result]
     places = [names.index(n) if n is not None else None for n in kept]
     sizes = tuple(ONE if p is None else x.sizes[p] for p in places)
-    domain = None
-    if x.domain is not None and x.domain[1] in places and x.domain[2] in places:
-        domain = (x.domain[0], places.index(x.domain[1]), places.index(x.domain[2]))
     operation = attrs["operation"]
     dtype = {"any": "bool", "all": "bool", "argmax": "int64", "argmin": "int64"}.get(operation)
     if operation in ("sum", "prod") and x.dtype.kind != "float":
@@ -42,7 +40,8 @@ def _infer(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
     result = x.dtype if dtype is None else find_dtype(dtype)
     if operation == "mean" and result.kind != "float":
         raise ShapeError(f"mean of {x!r}: expected a floating format")
-    return [Result(sizes, result, domain=domain)]  # dense in the order of its axes, whatever that of the operand
+    # dense in the order of its axes, whatever that of the operand
+    return [Result(sizes, result, domain=left_over(x, places))]
 
 
 REDUCE = register(
@@ -52,11 +51,12 @@ REDUCE = register(
         flops=rules.per_element_reduced,
         reads=rules.whole,
         writes=rules.all_results,
+        restricted=True,
     )
 )
 
 
-def reduce(x: Tensor, pattern: str, /, operation: str, *, name: str = "", **sizes: object) -> Tensor:
+def reduce(x: Tensor, pattern: PatternText, /, operation: str, *, name: str = "", **sizes: object) -> Tensor:
     """Reduce the axes that the right side of the pattern leaves out.
 
     Parameters

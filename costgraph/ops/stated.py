@@ -31,8 +31,9 @@ def _stated_results(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result
     return [Result(sizes, dtype) for sizes, dtype in attrs["outputs"]]
 
 
-def _same_shape(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
-    return [Result(operands[0].sizes, operands[0].dtype)]
+def _copied(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
+    (x,) = operands
+    return [Result(x.sizes, x.dtype, domain=x.domain)]
 
 
 def _after_collective(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
@@ -49,8 +50,10 @@ def _reduction(op: Op) -> Flops:
     return Flops(pointwise=rules.points(op.operands[0]) * (ranks - 1) / ranks)
 
 
-OPAQUE = register(OpKind("opaque", _stated_results, rules.stated_flops, rules.stated_reads, rules.stated_writes))
-TRANSFER = register(OpKind("transfer", _same_shape, rules.free, rules.whole, rules.all_results))
+OPAQUE = register(
+    OpKind("opaque", _stated_results, rules.stated_flops, rules.stated_reads, rules.stated_writes, restricted=True)
+)
+TRANSFER = register(OpKind("transfer", _copied, rules.free, rules.whole, rules.all_results, restricted=True))
 COLLECTIVE = register(OpKind("collective", _after_collective, _reduction, rules.whole, rules.all_results))
 
 

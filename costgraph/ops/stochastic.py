@@ -30,7 +30,7 @@ def _infer(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
 
 
 DROPOUT = register(
-    OpKind(name="dropout", infer=_infer, flops=rules.per_element, reads=rules.whole, writes=rules.all_results)
+    OpKind("dropout", _infer, rules.per_element, reads=rules.whole, writes=rules.all_results, restricted=True)
 )
 
 

@@ -6,9 +6,10 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from ..arguments import need_call, need_choice
+from ..door import READ
 from ..errors import GraphError, ShapeError
 from ..layout import Sizes, numel
 from ..ops.blocks import fused
@@ -92,7 +93,7 @@ class Muon(Optimizer):
         if self.others is not None and not isinstance(self.others, Optimizer):
             raise GraphError(f"Muon: others {self.others!r}, expected an optimizer")
 
-    def update(self, slots: Sequence[Slot]) -> list[Slot]:
+    def update(self, slots: Annotated[Sequence[Slot], READ]) -> list[Slot]:
         """Add the ops that update parameters: those that Muon takes, then the others by AdamW; as `Optimizer.update`.
 
         Raises

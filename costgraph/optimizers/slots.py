@@ -10,7 +10,7 @@ from ..errors import GraphError, ShapeError
 from ..graph import Graph
 from ..layout import Sizes
 from ..polynomial import ONE
-from ..scopes import SCOPE
+from ..scopes import opened
 from ..tensor import Tensor
 
 __all__ = ["Slot", "declare_state", "need_slots", "pieces", "source_like"]
@@ -23,11 +23,8 @@ def pieces(t: Tensor) -> int:
 
 def declare_state(graph: Graph, name: str, sizes: Sequence[object], dtype: str | DType, role: str = "state") -> Tensor:
     """Declare a tensor that stays under its own name, whatever scope is open."""
-    token = SCOPE.set(())
-    try:
+    with opened(levels=()):
         return graph.root.buffer(name, sizes, dtype, role=role)
-    finally:
-        SCOPE.reset(token)
 
 
 def source_like(param: Tensor, name: str, sizes: Sequence[object], dtype: str | DType, role: str = "state") -> Tensor:

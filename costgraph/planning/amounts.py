@@ -33,7 +33,7 @@ _DAY = 24 * 60 * 60
 
 def _expanded(value: sympy.Expr) -> sympy.Expr:
     # the difference of two sums shows what is left of them
-    return sympy.expand(value) if value.free_symbols else value
+    return value.expand() if value.free_symbols else value
 
 
 def _per_token(place: str, model: Graph | Formula, count: str, dims: Mapping[str, int]) -> sympy.Expr:
@@ -44,8 +44,9 @@ def _per_token(place: str, model: Graph | Formula, count: str, dims: Mapping[str
         return 6 * given(f"{place}: parameters", model)
     if not model.gradients:
         raise GraphError(f"{place}: graph {model.name!r} has no gradients, expected what training_step returns")
+    values = bindings(model, dims)
     work = poly(as_expr(model_flops(model, count, **dims)))
-    return (work / tokens_poly(model).bind(bindings(model, dims))).expr
+    return as_expr(answer(work / tokens_poly(model).bind(values), values.held))
 
 
 def training_flops(model: Graph | Formula, /, tokens: Formula, *, count: str = "executed", **dims: int) -> Formula:

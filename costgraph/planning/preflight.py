@@ -237,7 +237,7 @@ def preflight(
 
 def _utilizations(run: _Run, assumed: Formula | None, *, whole: bool) -> tuple[Formula | None, Formula | None]:
     """Return the MFU that is assumed, and the largest that the roofline allows once all sizes are bound."""
-    asked = None if assumed is None else answer(given("preflight: mfu", assumed))
+    asked = None if assumed is None else answer(given("preflight: mfu", assumed, most=1))
     if not whole:
         return asked, None
     times = roofline(run.step, run.device, fallback=run.fallback, **run.dims)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from ..analysis.memory import peak_memory
 from ..bind import need_bound
+from ..door import Rule, rule
 from ..errors import BindingError
 from ..graph import Graph
 from ..hardware import Hardware, load_hardware
@@ -15,6 +16,8 @@ __all__ = ["largest"]
 
 # Beyond this the answer is that the dimension takes no memory.
 _MOST = 2**62
+#: What memory there is.
+Bytes = Annotated[float, Rule("a positive number of bytes", lambda n: rule(float).holds(n) and n > 0, BindingError)]
 # Assumptions may be against small sizes: the smallest that none is against is looked for below this.
 _FEWEST = 2**12
 
@@ -23,10 +26,7 @@ def memory_limit(place: str, hardware: str | Hardware | None, memory: float | No
     """Return the bytes that there are: those given, or the capacity of a device; one of the two has to be said."""
     if (hardware is None) == (memory is None):
         raise BindingError(f"{place}: expected a limit, either hardware= or memory=")
-    limit = memory if hardware is None else load_hardware(hardware).capacity().value
-    if isinstance(limit, bool | str) or limit is None or not limit > 0:
-        raise BindingError(f"{place}: memory={memory!r}, expected a positive number of bytes")
-    return float(limit)
+    return float(load_hardware(hardware).capacity().value if hardware is not None else memory or 0)
 
 
 def largest(
@@ -35,7 +35,7 @@ def largest(
     /,
     *,
     hardware: str | Hardware | None = None,
-    memory: float | None = None,
+    memory: Bytes | None = None,
     multiple_of: int = 1,
     **dims: int,
 ) -> int:
@@ -82,7 +82,7 @@ def largest(
     need_open(graph, symbol, dims, "largest")
     limit = memory_limit("largest", hardware, memory)
 
-    size_of("largest: multiple_of", multiple_of)
+    multiple_of = size_of("largest: multiple_of", multiple_of)
 
     bindings(graph, dims)  # what is wrong with these is no matter of the size that is looked for
 

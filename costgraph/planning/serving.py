@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from itertools import islice
+from typing import Annotated, Any
 
 from ..analysis.hooks import PLOTTERS
 from ..analysis.memory import peak_memory
 from ..analysis.roofline import Roofline, roofline
 from ..analysis.training import tokens_poly
 from ..arguments import need_choice
+from ..door import READ
 from ..errors import BindingError, GraphError
 from ..graph import Graph, need_graph
 from ..hardware import Hardware, load_hardware
@@ -27,6 +29,7 @@ Fallback = str | Mapping[str, str] | None
 
 #: Relative difference from a straight line below which times of steps in between are read off it.
 _STRAIGHT = 1e-9
+_MOST_SIZES = 1000  # each is a roofline and a peak of its own
 
 
 @dataclass(frozen=True)
@@ -134,7 +137,7 @@ def _bound(amount: Poly, values: Mapping[str, int]) -> int:
 
 
 def throughput(
-    graph: Graph, hardware: str | Hardware, symbol: str, values: Iterable[int] | None = None, /, *,
+    graph: Graph, hardware: str | Hardware, symbol: str, values: Annotated[Iterable[int] | None, READ] = None, /, *,
     fallback: Fallback = None, **dims: int,
 ) -> Throughput:  # fmt: skip
     """Return the time, tokens in a second and memory of a step of inference for several sizes of a dimension.
@@ -198,9 +201,11 @@ def throughput(
 def _listed(values: object) -> list[Any]:
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
         raise BindingError(f"throughput: values {shown(values)}, expected sizes such as [1, 2, 4]")
-    found = list(values)
+    found = list(islice(values, _MOST_SIZES + 1))  # it may have no end
     if not found:
         raise BindingError("throughput: no values, expected one at least")
+    if len(found) > _MOST_SIZES:
+        raise BindingError(f"throughput: more than {_MOST_SIZES} values, expected at most so many")
     return found
 
 
@@ -300,7 +305,7 @@ def latency(
     need_graph(place, decode)
     need_choice(f"{place}: time", time, ("estimate", "lower_bound"))
     size_of(f"{place}: prompt", prompt)
-    size_of(f"{place}: steps", steps)
+    steps = size_of(f"{place}: steps", steps)
     device = load_hardware(hardware)
     for g in (prefill, decode):
         need_open(g, along, dims, place)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
+from inspect import getdoc
 from typing import Annotated, Any
 
 import sympy
@@ -22,12 +24,13 @@ from . import options as opt
 from .data import report
 from .files import to_csv, to_json
 from .formula import formula_text, shared, write_formula
-from .quantities import QUANTITIES, quantity_of, symbolic
+from .loading import load_model
+from .quantities import QUANTITIES, quantity_of
 from .terminal import check_files, draw_report, say, screen, write_files
 
 __all__ = [
     "app",
-    "load_model",
+    "command",
     "read_sizes",
 ]
 
@@ -42,6 +45,17 @@ app = typer.Typer(
     "  costgraph formula llama-3-8b peak-memory\n"
     "  costgraph hardware h100-sxm",
 )
+
+
+def command(name: str, short_help: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a decorator that makes a function a command; the lines of its examples stay lines."""
+
+    def declared(function: Callable[..., None]) -> Callable[..., None]:
+        text = re.sub(r"^Examples\n-+$", "\b\nExamples:", getdoc(function) or "", flags=re.MULTILINE)
+        return app.command(name, short_help=short_help, help=text)(function)
+
+    return declared
+
 
 # -- arguments ---------------------------------------------------------------------------------------------------
 
@@ -97,52 +111,6 @@ def read_sizes(words: list[str] | None) -> dict[str, int]:
     return out
 
 
-def load_model(
-    model: str,
-    attention: str | None,
-    dtype: str | None,
-    dropout: float | None,
-    composed: bool = False,
-    symbolic_: bool = False,
-) -> Graph:
-    """Return a preset, or the graph of a file whose name ends in .json.
-
-    Parameters
-    ----------
-    model : str
-        Name or path.
-    attention, dtype, dropout : optional
-        As `costgraph.models.load`; a file has them already.
-    composed : bool
-        The same.
-    symbolic_ : bool
-        Whether default sizes are dropped.
-
-    Returns
-    -------
-    Graph
-        The model.
-
-    Raises
-    ------
-    FormatError, GraphError
-        If there is no such file or model, or an option does not fit.
-    """
-    given = {"attention": attention, "dtype": dtype, "dropout": dropout, "composed": composed or None}
-    options = {k: v for k, v in given.items() if v is not None}
-    if model.lower().endswith(".json"):
-        if options:
-            raise FormatError(f"--{next(iter(options))}: {shorten(model)} is a saved graph, expected a preset for that")
-        from ..io import load as load_file
-
-        graph = load_file(model)
-    else:
-        from ..models import load
-
-        graph = load(model, **options)  # type: ignore[arg-type]  # each option has the type of its parameter
-    return symbolic(graph) if symbolic_ else graph
-
-
 def _version(wanted: bool) -> None:
     if wanted:
         say(f"costgraph {__version__}")
@@ -161,7 +129,7 @@ def root(
 # -- report ------------------------------------------------------------------------------------------------------
 
 
-@app.command("report", short_help="Costs of a model, on a device if one is named.")
+@command("report", short_help="Costs of a model, on a device if one is named.")
 def report_command(
     model: opt.Model, sizes: opt.Sizes = None, hardware: opt.Hardware = None, attention: opt.Attention = None,
     dtype: opt.Format = None, dropout: opt.Dropout = None, composed: opt.Composed = False,
@@ -169,12 +137,12 @@ def report_command(
     depth: opt.Depth = 2, sort: opt.Sort = "order", formulas: opt.Formulas = False, json: opt.Json = None,
     csv: opt.Csv = None, plot: opt.Plot = None, memory_plot: opt.Memory = None,
 ) -> None:  # fmt: skip
-    r"""Print what a model costs: parameters, FLOPs, bytes moved, peak memory, and times on a device.
+    """Print what a model costs: parameters, FLOPs, bytes moved, peak memory, and times on a device.
 
     Sizes that are left open stay symbols, and formulas stand in the place of numbers.
 
-    \b
-    Example:
+    Examples
+    --------
       costgraph report llama-3-8b --hardware h100-sxm B=1 S=8192
     """
     check_files(json, csv, plot, memory_plot)
@@ -184,13 +152,13 @@ def report_command(
     draw_report(graph, found, dims, plot, memory_plot)
     if not write_files((json, lambda: to_json(found)), (csv, lambda: to_csv(found))):
         width, color = screen()
-        say(text.render(found, formulas=formulas, width=width, color=color))
+        say(text.render(found, formulas=formulas, width=width, color=color), styled=color)
 
 
 # -- formula -----------------------------------------------------------------------------------------------------
 
 
-@app.command("formula", short_help="Closed form of one quantity of a model.")
+@command("formula", short_help="Closed form of one quantity of a model.")
 def formula_command(
     model: opt.Model,
     quantity: Annotated[str, typer.Argument(metavar="QUANTITY", help=f"peak-memory, {', '.join(QUANTITIES)}.")],
@@ -200,10 +168,10 @@ def formula_command(
     attention: opt.Attention = None, dtype: opt.Format = None, dropout: opt.Dropout = None,
     composed: opt.Composed = False,
 ) -> None:  # fmt: skip
-    r"""Print the closed form of a quantity, every size a symbol unless it is bound.
+    """Print the closed form of a quantity, every size a symbol unless it is bound.
 
-    \b
-    Examples:
+    Examples
+    --------
       costgraph formula llama-3-8b matmul-flops
       costgraph formula llama-3-8b peak-memory --preset --format python
     """
@@ -240,7 +208,7 @@ def _peak_formula(graph: Graph, dims: Mapping[str, Any], how: str) -> None:
 # -- crossover ---------------------------------------------------------------------------------------------------
 
 
-@app.command("crossover", short_help="Size at which a model becomes compute-bound.")
+@command("crossover", short_help="Size at which a model becomes compute-bound.")
 def crossover_command(
     model: opt.Model,
     symbol: Annotated[str, typer.Argument(metavar="SYMBOL", help="Dimension that is solved for.")],
@@ -251,10 +219,10 @@ def crossover_command(
     composed: opt.Composed = False,
     symbolic: opt.Symbolic = False,
 ) -> None:  # fmt: skip
-    r"""Print the size at which compute time overtakes memory time, all ops together as declared.
+    """Print the size at which compute time overtakes memory time, all ops together as declared.
 
-    \b
-    Example:
+    Examples
+    --------
       costgraph crossover llama-3-8b B --hardware h100-sxm S=1
     """
     dims = read_sizes(sizes)
@@ -273,22 +241,23 @@ def crossover_command(
 # -- lists -------------------------------------------------------------------------------------------------------
 
 
-@app.command("models", short_help="List the presets.")
+@command("models", short_help="List the presets.")
 def models_command() -> None:
-    """List the presets with their parameters and default sizes."""
+    """List the presets with their parameters and published sizes."""
     width, color = screen()
-    say(text.draw([lists.models()], width, color=color))
+    say(text.draw([lists.models()], width, color=color), styled=color)
 
 
-@app.command("hardware", short_help="List the devices, or all that is known of one.")
+@command("hardware", short_help="List the devices, or all that is known of one.")
 def hardware_command(
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="A device, or the .toml file of one.")] = None,
 ) -> None:
-    r"""List the devices; of one, every quantity with its unit, sources and noted disagreements.
+    """List the devices; of one, every quantity with its unit, sources and noted disagreements.
 
-    \b
-    Example:
+    Examples
+    --------
       costgraph hardware h100-sxm
     """
     width, color = screen()
-    say(text.draw([lists.devices()] if name is None else lists.device(load_hardware(name)), width, color=color))
+    found = [lists.devices()] if name is None else lists.device(load_hardware(name))
+    say(text.draw(found, width, color=color), styled=color)

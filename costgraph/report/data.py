@@ -18,8 +18,9 @@ from ..extremum import Regime
 from ..graph import Graph
 from ..hardware import Hardware, load_hardware
 from ..polynomial import Poly
-from ..sizes import bindings, known_names
+from ..sizes import Bindings, bindings, known_names
 from ..symbols import shorten, shown
+from ..text_file import write_file
 from .quantities import QUANTITIES, Figure, quantity_of, symbolic
 from .training import Training, training_of
 
@@ -135,15 +136,15 @@ class Report:
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
         """Write all figures, tables and formulas as JSON; FormatError if the file cannot be written."""
-        from .files import to_json, write
+        from .files import to_json
 
-        write(path, to_json(self))
+        write_file(path, to_json(self))
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Write all figures and tables as CSV, one value a line; FormatError if the file cannot be written."""
-        from .files import to_csv, write
+        from .files import to_csv
 
-        write(path, to_csv(self))
+        write_file(path, to_csv(self))
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> object:
         """Draw the roofline; returns the matplotlib figure. BindingError where there is none."""
@@ -202,7 +203,7 @@ def _peak(graph: Graph, dims: Mapping[str, int], values: Mapping[str, Poly]) -> 
         phase=line.phase if number else None,
         by_role=line.by_role if number else {},
         regimes=line.regimes,
-        formula=peak_cases(graph, {}),
+        formula=peak_cases(graph, Bindings(graph)),
     )
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from ..errors import FormatError, UnsupportedError
 from ..symbols import shorten, shown
+from ..text_file import place_of, write_file
 from ..units import format_quantity
 
 __all__ = ["COLORS", "FAINT", "ROOF", "check_path", "new_figure", "note", "saved", "short", "units_on"]
@@ -41,12 +43,9 @@ def saved(figure: Any, path: str | os.PathLike[str] | None) -> Any:
     """Return the figure, written to the file if there is one."""
     if path is None:
         return figure
-    try:
-        figure.savefig(os.fspath(path))
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        place = shorten(os.fspath(path), 200)
-        raise FormatError(f"plot: {place}: {reason}, expected a file that can be written") from None
+    picture = BytesIO()
+    figure.savefig(picture, format=Path(path).suffix[1:].lower())
+    write_file(path, picture.getvalue(), f"plot: {place_of(path)}")
     return figure
 
 

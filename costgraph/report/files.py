@@ -6,51 +6,25 @@ import csv
 import io
 import json
 import math
-import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import sympy
 
 from ..analysis.roofline import Roofline
 from ..bind import Formula
-from ..errors import FormatError
 from ..extremum import Regime
-from ..symbols import shorten
 from .formula import formula_text
 
 if TYPE_CHECKING:
     from .data import Part, Report
 
-__all__ = ["SCHEMA", "rows", "to_csv", "to_json", "write"]
+__all__ = ["SCHEMA", "rows", "to_csv", "to_json"]
 
 SCHEMA = "costgraph/report/1"
 """What the JSON of this version calls itself; another number means other keys."""
 
 _COLUMNS = ("part", "name", "quantity", "value", "unit", "formula")
-
-
-def write(path: str | os.PathLike[str], text: str) -> None:
-    """Write a text file.
-
-    Parameters
-    ----------
-    path : str or path-like
-        Where to; an existing file is replaced.
-    text : str
-        What is written, as UTF-8.
-
-    Raises
-    ------
-    FormatError
-        If the file cannot be written.
-    """
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise FormatError(f"{shorten(str(path), 200)}: {reason}, expected a file that can be written") from None
 
 
 def _number(value: Formula | None) -> int | float | None:

@@ -18,17 +18,17 @@ __all__ = ["device", "devices", "models"]
 
 
 def models() -> RenderableType:
-    """Return a table of the presets: name, parameters, default sizes."""
-    from ..models import load, names
+    """Return a table of the presets: name, parameters, published sizes."""
+    from ..models import load
+    from ..models.published import published
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("model", no_wrap=True)
     table.add_column("parameters", justify="right", no_wrap=True)
-    table.add_column("default sizes", overflow="fold")
-    for name in names():
-        graph = load(name)
-        sizes = " ".join(f"{k}={v}" for k, v in graph.defaults.items())
-        table.add_row(clean(name), clean(show(param_count(graph), "1")), sizes)
+    table.add_column("published sizes", overflow="fold")
+    for name, parameters, sizes in published():
+        count = param_count(load(name)) if parameters is None else parameters
+        table.add_row(clean(name), clean(show(count, "1")), " ".join(f"{k}={v}" for k, v in sizes.items()))
     return table
 
 

@@ -27,7 +27,7 @@ __all__ = [
     "Symbolic",
 ]
 
-_MODEL_HELP = "A preset (costgraph models), or the .json file of a saved graph."
+_MODEL_HELP = "A preset (costgraph models), a config.json, or the file of a saved graph."
 _DEVICE_HELP = "Device (costgraph hardware), or the .toml file of one."
 _FALLBACK_HELP = "Format whose rate stands in for one that the device lacks."
 

@@ -22,8 +22,9 @@ from ..transforms.inference import decode
 from ..transforms.quantize import quantize
 from ..units import format_bytes
 from . import options as opt
-from .commands import load_model, read_sizes
+from .commands import command, read_sizes
 from .formula import formula_text
+from .loading import load_model
 from .terminal import check_files, say, write_files
 from .training_commands import app
 
@@ -113,20 +114,21 @@ def _sides(step: Graph, found: Throughput, sizes: Mapping[str, Any], fallback: s
     return f"compute time equals memory time at {name} = {float(place):.6g}, all ops together"
 
 
-@app.command("decode", short_help="Throughput against latency of generation on a device.")
+@command("decode", short_help="Throughput against latency of generation on a device.")
 def decode_command(
     model: opt.Model, hardware: opt.Device, sizes: opt.Sizes = None, tokens: _Tokens = "1", vary: _Vary = "B",
     values: _Values = None, weights: _Weights = None, activations: _Activations = None, cache: _Cache = None,
     group: _Group = None, attention: opt.Attention = None, dtype: opt.Format = None, symbolic: opt.Symbolic = False,
     fallback: opt.Fallback = None, json: opt.Json = None, csv: opt.Csv = None, plot: _Curve = None,
 ) -> None:  # fmt: skip
-    r"""Print the time, tokens in a second and memory of a step of generation for several batches.
+    """Print the time, tokens in a second and memory of a step of generation for several batches.
 
     S is the context, the new tokens included.
 
-    \b
-    Example:
-      costgraph decode llama-3-70b --hardware b200 --weights int4 --group 128 --cache fp8_e4m3 S=8192
+    Examples
+    --------
+      costgraph decode llama-3-70b --hardware b200 --weights int4 --group 128
+        --cache fp8_e4m3 S=8192
     """
     check_files(json, csv, plot)
     dims = read_sizes(sizes)

@@ -9,17 +9,22 @@ from collections.abc import Callable, Mapping
 
 from ..errors import FormatError
 from ..graph import Graph
+from ..symbols import printable
+from ..text_file import write_file
 from . import text
 from .data import Report
 from .drawing import check_path
-from .files import write
 from .timeline_plot import plot_timeline
 
 __all__ = ["check_files", "draw_report", "say", "screen", "write_files"]
 
 
-def say(lines: str) -> None:
-    """Write lines; what the output's encoding lacks becomes a question mark, and a rule a row of hyphens."""
+def say(lines: str, *, styled: bool = False) -> None:
+    """Write lines to the standard output: of control characters only those of styles, where `text.draw` set them.
+
+    What the output's encoding lacks becomes a question mark, and a rule a row of hyphens.
+    """
+    lines = lines if styled else printable(lines)
     encoding = sys.stdout.encoding or "utf-8"
     if not encoding.lower().startswith("utf"):
         lines = lines.replace("\u2500", "-").encode(encoding, "replace").decode(encoding)
@@ -47,9 +52,10 @@ def write_files(*files: tuple[str | None, Callable[[], str]]) -> bool:
     """Write what functions return to their files, if any; a hyphen is the standard output: whether one took that."""
     for path, content in files:
         if path == "-":
-            sys.stdout.write(content())
+            # JSON leaves this one as it is, and has one way to escape it
+            say(content().removesuffix("\n").replace("\x7f", "\\u007f"))
         elif path is not None:
-            write(path, content())
+            write_file(path, content())
     return any(path == "-" for path, _ in files)
 
 

@@ -11,6 +11,7 @@ from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.markup import escape
 from rich.padding import Padding
+from rich.segment import Segment, Segments
 from rich.table import Table
 from rich.text import Text
 
@@ -18,6 +19,7 @@ from ..analysis.roofline import Roofline
 from ..analysis.table import Cost
 from ..bind import Formula
 from ..extremum import Regime
+from ..symbols import printable
 from ..units import format_bytes, format_quantity
 from .amounts import amount, exact, percent, show
 from .formula import factored, formula_text, shared
@@ -36,13 +38,13 @@ _LONGEST_NAME = 120
 
 
 def clean(text: str, most: int = _LONGEST_NAME) -> str:
-    """Return a text from outside as rich may print it: no markup, no control characters, not too long."""
+    """Return a text from outside as rich may print it: no markup, one line, not too long."""
     short = text if len(text) <= most else text[: most - 3] + "..."
-    return escape("".join(c if c.isprintable() else ascii(c)[1:-1] for c in short))
+    return escape(printable(short).replace("\n", r"\n").replace("\t", r"\t"))
 
 
 def draw(parts: Iterable[RenderableType], width: int | None = None, *, color: bool = False) -> str:
-    """Return what rich makes of some renderables.
+    """Return what rich makes of some renderables, with no control characters but its own.
 
     Parameters
     ----------
@@ -69,7 +71,7 @@ def draw(parts: Iterable[RenderableType], width: int | None = None, *, color: bo
         highlight=False,
         legacy_windows=False,
     )
-    console.print(Group(*parts))
+    console.print(Segments(Segment(printable(s.text), s.style) for s in console.render(Group(*parts))))
     return "\n".join(line.rstrip() for line in file.getvalue().rstrip().split("\n"))
 
 

@@ -11,6 +11,7 @@ import typer
 
 from ..errors import FormatError, UnsupportedError
 from ..symbols import read_size, shorten
+from .commands import command
 from .drawing import new_figure
 from .serving_commands import app
 from .terminal import say, screen
@@ -59,7 +60,7 @@ def _threads(count: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-@app.command("calibrate", short_help="Measure what a device attains, as a specification.")
+@command("calibrate", short_help="Measure what a device attains, as a specification.")
 def calibrate_command(
     out: Annotated[str, typer.Option("--out", metavar="FILE", help="Where the specification goes: a .toml file.")],
     device: _Device = "cpu",
@@ -69,10 +70,10 @@ def calibrate_command(
         str | None, typer.Option("--like", metavar="NAME", help="Device whose data sheet is meant; by default by name.")
     ] = None,
 ) -> None:
-    r"""Measure bandwidth, matrix rates by format and size, elementwise work and launches; write a device file.
+    """Measure bandwidth, matrix rates by format and size, elementwise work and launches; write a device file.
 
-    \b
-    Example:
+    Examples
+    --------
       costgraph calibrate --device cpu --out my-cpu.toml
       costgraph report llama-3-8b --hardware my-cpu.toml B=1 S=512
     """
@@ -87,7 +88,7 @@ def calibrate_command(
     say(f"{found}\nwritten to {shorten(out, 200)}")
 
 
-@app.command("validate", short_help="Hold predictions to what torch takes on a device.")
+@command("validate", short_help="Hold predictions to what torch takes on a device.")
 def validate_command(
     out: Annotated[str, typer.Option("--out", metavar="FILE", help="Where the record goes: a .json file.")],
     device: _Device = "cpu",
@@ -99,10 +100,10 @@ def validate_command(
     only: Annotated[str | None, typer.Option("--only", metavar="TEXT", help="Cases whose name has this in it.")] = None,
     plots: Annotated[str | None, typer.Option("--plots", metavar="DIR", help="Where pictures go.")] = None,
 ) -> None:
-    r"""Run ops, models and training steps; show predicted beside measured FLOPs, bytes at the peak and times.
+    """Run ops, models and training steps; show predicted beside measured FLOPs, bytes at the peak and times.
 
-    \b
-    Example:
+    Examples
+    --------
       costgraph validate --device cuda --out my-gpu.json --plots pictures
     """
     count = _count(threads)
@@ -121,7 +122,7 @@ def validate_command(
         found = validate(device, cases, hardware=hardware, quick=quick)
     found.save(out)
     width, color = screen()
-    say(render_validation(found, width, color=color))
+    say(render_validation(found, width, color=color), styled=color)
     say(f"written to {shorten(out, 200)}")
     if plots is not None:
         say("\n".join(f"drawn to {shorten(str(path), 200)}" for path in found.plot(plots)))

@@ -6,17 +6,19 @@ import importlib
 import importlib.util
 import re
 import sys
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ..errors import FormatError
+from ..errors import CostGraphError, FormatError
 from ..symbols import is_name, read_size, shorten, shown
 from . import options as opt
 from . import text
-from .commands import read_sizes
+from .commands import command, read_sizes
 from .data import report
 from .terminal import say, screen
 from .torch_commands import app, need_torch
@@ -24,10 +26,14 @@ from .torch_commands import app, need_torch
 __all__ = ["app"]
 
 _INPUT = re.compile(r"(?:([A-Za-z_]\w*)=)?([^:=]*)(?::(\w+))?\Z", re.ASCII)
+#: Files that stand in the traceback of every import.
+_NOT_THEIRS = {__file__, importlib.__file__, importlib.util.__file__, *(
+    f"<frozen importlib._bootstrap{part}>" for part in ("", "_external")
+)}  # fmt: skip
 _FIRST_SIZE = 17  # sizes that nobody bound are primes from here on, so that no two are alike
 
 
-@app.command("trace", short_help="Turn a torch module into a graph with symbolic sizes.")
+@command("trace", short_help="Turn a torch module into a graph with symbolic sizes.")
 def trace_command(
     target: Annotated[str, typer.Argument(metavar="MODULE:FACTORY", help="A function without arguments that "
                       "returns a torch.nn.Module; MODULE is importable, or a file that ends in .py.")],
@@ -43,14 +49,15 @@ def trace_command(
     out: Annotated[str | None, typer.Option("--out", metavar="FILE", help="Save the graph: a .json file.")] = None,
     hardware: opt.Hardware = None, depth: opt.Depth = 2, formulas: opt.Formulas = False,
 ) -> None:  # fmt: skip
-    r"""Run a module once on tensors without data, and print what it costs.
+    """Run a module once on tensors without data, and print what it costs.
 
     Sizes that are bound decide which way the module goes where it asks for them, and fill in the report.
 
-    \b
-    Examples:
+    Examples
+    --------
       costgraph trace models.py:make --input B,S:int64 --out model.json B=8 S=512
-      costgraph trace models.py:make_loss --input B,S:int64 --input B,S:int64 --train --optimizer AdamW:foreach
+      costgraph trace models.py:make_loss --input B,S:int64 --input B,S:int64
+        --train --optimizer AdamW:foreach
     """
     if out is not None and not out.lower().endswith(".json"):
         raise FormatError(f"--out {shorten(out)}: expected the name of a .json file")
@@ -79,7 +86,7 @@ def trace_command(
         save(graph, out)
     width, color = screen()
     found = report(graph, hardware, depth=depth, **dims)  # type: ignore[arg-type]  # no size is an option
-    say(text.render(found, formulas=formulas, width=width, color=color))
+    say(text.render(found, formulas=formulas, width=width, color=color), styled=color)
     for relation in graph.relations.relations:
         say(f"holds for {relation.text}")
 
@@ -87,16 +94,32 @@ def trace_command(
 # -- what is traced ----------------------------------------------------------------------------------------------
 
 
+@contextmanager
+def _theirs(target: str, expected: str) -> Iterator[None]:
+    """Run code that is not the library's: whatever it raises is told in one line, with its place."""
+    try:
+        yield
+    except CostGraphError:
+        raise
+    except (Exception, SystemExit) as error:
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename not in _NOT_THEIRS]
+        where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+        what = shorten(f"{type(error).__name__}: {error}", 300)
+        raise FormatError(f"{shorten(target)}: raised {what}{where}, expected {expected}") from error
+
+
 def _made(target: str) -> Any:
     """Call a factory that stands in a module, or in a file."""
     place, mark, name = target.rpartition(":")
     if not mark or not is_name(name):
         raise FormatError(f"{shorten(target)}: expected MODULE:FACTORY, such as models.py:make")
-    module = _from_file(place) if place.endswith(".py") else _imported(place)
+    with _theirs(place, "a module that can be imported"):
+        module = _from_file(place) if place.endswith(".py") else _imported(place)
     factory = getattr(module, name, None)
     if not callable(factory):
         raise FormatError(f"{shorten(target)}: {name!r} is no function of it, expected one without arguments")
-    return factory()
+    with _theirs(target, "a function without arguments that returns a torch.nn.Module"):
+        return factory()
 
 
 def _from_file(place: str) -> Any:
@@ -115,8 +138,6 @@ def _imported(place: str) -> Any:
     sys.path.insert(0, "")  # as `python -m` does
     try:
         return importlib.import_module(place)
-    except (ImportError, ValueError) as error:
-        raise FormatError(f"{shorten(place)}: cannot be imported ({error}), expected a module") from None
     finally:
         sys.path.remove("")
 

@@ -17,9 +17,10 @@ from ..transforms.policy import POLICIES
 from ..transforms.training import training_step
 from . import options as opt
 from . import text
-from .commands import app, load_model, read_sizes
+from .commands import app, command, read_sizes
 from .data import report
 from .files import to_csv, to_json
+from .loading import load_model
 from .plan import plan_csv, plan_json, render_plan
 from .terminal import check_files, draw_report, say, screen, write_files
 
@@ -103,7 +104,7 @@ def _step(
     return training_step(graph, None, made, precision, policy, times, clip=clip)
 
 
-@app.command("train", short_help="Costs of a step of training.")
+@command("train", short_help="Costs of a step of training.")
 def train_command(
     model: opt.Model, sizes: opt.Sizes = None, hardware: opt.Hardware = None, optimizer: _Optimizer = "adamw",
     implementation: _Implementation = None, precision: _Precision = None, checkpoint: _Checkpoint = "none",
@@ -113,10 +114,10 @@ def train_command(
     fallback: opt.Fallback = None, depth: opt.Depth = 2, sort: opt.Sort = "order", formulas: opt.Formulas = False,
     json: opt.Json = None, csv: opt.Csv = None, plot: opt.Plot = None, memory_plot: opt.Memory = None,
 ) -> None:  # fmt: skip
-    r"""Print what a step of training costs: state and activations apart, FLOPs by phase, and times on a device.
+    """Print what a step of training costs: state and activations apart, FLOPs by phase, and times on a device.
 
-    \b
-    Example:
+    Examples
+    --------
       costgraph train llama-3-8b --hardware h100-sxm --precision bf16-mixed
         --checkpoint every-block B=1 S=4096
     """
@@ -128,10 +129,10 @@ def train_command(
     draw_report(step, found, dims, plot, memory_plot)
     if not write_files((json, lambda: to_json(found)), (csv, lambda: to_csv(found))):
         width, color = screen()
-        say(text.render(found, formulas=formulas, width=width, color=color))
+        say(text.render(found, formulas=formulas, width=width, color=color), styled=color)
 
 
-@app.command("plan", short_help="What decides whether a training run is possible.")
+@command("plan", short_help="What decides whether a training run is possible.")
 def plan_command(
     model: opt.Model, hardware: opt.Device, sizes: opt.Sizes = None, devices: _Devices = "1", tokens: _Tokens = None,
     mfu: _MFU = None, days: _Days = None, optimizer: _Optimizer = "adamw", implementation: _Implementation = None,
@@ -140,12 +141,12 @@ def plan_command(
     composed: opt.Composed = False,
     symbolic: opt.Symbolic = False, fallback: opt.Fallback = None, json: opt.Json = None, csv: opt.Csv = None,
 ) -> None:  # fmt: skip
-    r"""Print the list of checks before a training run, each figure beside its limit.
+    """Print the list of checks before a training run, each figure beside its limit.
 
-    \b
-    Example:
-      costgraph plan llama-3-8b --hardware h100-sxm --devices 1024 --tokens 15T --mfu 0.5
-        --precision bf16 --checkpoint every-block B=1 S=8192
+    Examples
+    --------
+      costgraph plan llama-3-8b --hardware h100-sxm --devices 1024 --tokens 15T
+        --mfu 0.5 --precision bf16 --checkpoint every-block B=1 S=8192
     """
     check_files(json, csv)
     dims: dict[str, Any] = dict(read_sizes(sizes))  # no keyword of preflight, which a type checker cannot know
@@ -158,4 +159,4 @@ def plan_command(
     )  # fmt: skip
     if not write_files((json, lambda: plan_json(found)), (csv, lambda: plan_csv(found))):
         width, color = screen()
-        say(render_plan(found, width=width, color=color))
+        say(render_plan(found, width=width, color=color), styled=color)

@@ -4,10 +4,11 @@ What the library holds its own ops to is here for the ops of others: `meaning` s
 point, `sample` how to draw one, and `hold` checks its record against both on drawn graphs.
 """
 
-from . import cached, gradients, grouped, identity, lookups, sums, updates  # the laws and the meanings in them
+# the laws and the meanings in them
+from . import cached, gradients, grouped, identity, lookups, refusals, sums, updates
 from .arithmetic import FUNCTIONS, Number, Tally, function, value
 from .bodies import graphs, ops
-from .hold import hold
+from .hold import hold, search
 from .interpreter import Counted, Run, run
 from .laws import LAWS, Trial, check, law
 from .losses import losses
@@ -22,5 +23,5 @@ __all__ = [
     "FUNCTIONS", "LAWS", "MEANINGS", "SAMPLES", "TRAINING", "At", "Case", "Counted", "DrawnPattern", "Lesson",
     "Number", "Run", "Sketch", "Tally", "Trial", "cached", "check", "check_training", "dtypes", "function", "gradients",
     "graphs", "grouped", "hold", "identity", "law", "lookups", "losses", "meaning", "ops", "patterns", "points", "run",
-    "sample", "sizes", "sums", "updates", "value",
+    "refusals", "sample", "search", "sizes", "sums", "updates", "value",
 ]  # fmt: skip

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from fractions import Fraction
 from functools import partial
-from math import ceil, floor, inf, prod
+from math import ceil, floor, inf, log, prod
 from typing import Any
 
 import numpy as np
@@ -269,14 +270,25 @@ def function(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 # -- the value of a formula --------------------------------------------------------------------------------------
 
-_FOLDS: dict[str, Callable[[list[Fraction]], Any]] = {
+_FOLDS: dict[str, Callable[[list[Any]], Any]] = {
     "Add": sum,
     "Mul": prod,
     "Max": max,
     "Min": min,
     "floor": lambda x: floor(x[0]),
     "ceiling": lambda x: ceil(x[0]),
+    "log": lambda x: log(x[0]),
 }
+
+
+def _power(base: Fraction | float, exponent: Fraction | float) -> Fraction | float:
+    """Return a power, exact where it is a fraction."""
+    if isinstance(base, Fraction) and isinstance(exponent, Fraction):
+        degree = exponent.denominator
+        roots = [round(n ** (1 / degree)) if degree > 1 else n for n in (base.numerator, base.denominator)]
+        if [r**degree for r in roots] == [base.numerator, base.denominator]:
+            return Fraction(*roots) ** exponent.numerator
+    return math.pow(base, exponent)
 
 
 def value(expr: sympy.Expr | int | float, point: Mapping[str, int]) -> Fraction | float:
@@ -285,7 +297,7 @@ def value(expr: sympy.Expr | int | float, point: Mapping[str, int]) -> Fraction 
     Parameters
     ----------
     expr : sympy.Expr or number
-        Sums, products, powers with whole exponents, Max, Min, floor and ceiling.
+        Sums, products, powers, Max, Min, floor, ceiling and log.
     point : mapping of str to int
         A size for each symbol.
 
@@ -309,8 +321,9 @@ def value(expr: sympy.Expr | int | float, point: Mapping[str, int]) -> Fraction 
         return inf
     inner: list[Any] = [value(a, point) for a in expr.args]
     kind = type(expr).__name__
-    if kind == "Pow" and Fraction(inner[1]).denominator == 1:
-        return Fraction(inner[0] ** int(inner[1]))
+    if kind == "Pow":
+        return _power(*inner)
     if kind not in _FOLDS:
-        raise UnsupportedError(f"value of {expr}: {kind}, expected one of {', '.join(_FOLDS)} or a whole power")
-    return Fraction(_FOLDS[kind](inner))
+        raise UnsupportedError(f"value of {expr}: {kind}, expected one of {', '.join(_FOLDS)} or a power")
+    made = _FOLDS[kind](inner)
+    return made if isinstance(made, float) else Fraction(made)

@@ -32,7 +32,7 @@ def _grow(s: Sketch, kinds: Sequence[str], least: int, most: int) -> list[Tensor
     """Draw some ops and return what they made."""
     out: list[Tensor] = []
     for _ in range(s.number(least, most)):
-        made = SAMPLES[s.one_of(kinds)](s)
+        made = s.drawn(SAMPLES[s.one_of(kinds)])
         s.made(*made)
         out += made
     return [t for t in out if t in s.pool]
@@ -123,8 +123,8 @@ def _repeat(s: Sketch) -> Sequence[Tensor]:
             # a part of a tensor that shares scales is charged otherwise: a known deviation
             s.pool = [t for t in s.pool if t.dtype.block is None]
             made = _grow(s, _kinds(s), 0, 3)
-            # slices of block formats have scales of their own: a known deviation
-            here = [t for t in made if t.graph is current_graph() and t.dtype.block is None]
+            # slices of block formats have scales of their own: a known deviation; none is restricted to a domain
+            here = [t for t in made if t.graph is current_graph() and t.dtype.block is None and t.domain is None]
             after = [_like(s, x, made) for x in tensors[: len(carries)]]
         if len(after) == 2 and after[0].sizes == after[1].sizes and after[0].dtype == after[1].dtype and s.chance(1):
             after.reverse()
@@ -163,7 +163,7 @@ def _case(draw: Callable[[Any], Any], kinds: Sequence[str], must: str | None, mo
         s = Sketch(draw, graph)
         _grow(s, kinds, 0 if must else 1, most)
         if must:
-            s.made(*SAMPLES[must](s))
+            s.made(*s.drawn(SAMPLES[must]))
             _grow(s, ("pointwise", "rearrange"), 0, 1)
         return _finish(s)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from ..ops.cached import append, cache, initial_state
 from ..ops.fill import fill
 from ..tensor import Tensor
@@ -17,7 +19,7 @@ __all__: list[str] = []  # its functions are found in MEANINGS and SAMPLES
 
 @meaning("cache")
 def _cache(at: At) -> None:
-    at.view(at.operands[0].array)
+    at.view(np.asarray)
 
 
 @sample("cache")
@@ -30,7 +32,7 @@ def _drawn_cache(s: Sketch) -> Sequence[Tensor]:
 
 @meaning("initial_state")
 def _initial_state(at: At) -> None:
-    for index in at.result().points():
+    for index in at.result().index():
         at.write(0.0, *index)
 
 
@@ -55,7 +57,7 @@ def _append(at: At) -> None:
 
 @sample("append")
 def _drawn_append(s: Sketch) -> Sequence[Tensor]:
-    new = s.tensor(lambda t: t.ndim >= 1 and t.domain is None and s.elements(t) <= 24, s.shape(s.number(1, 3), 24))
+    new = s.tensor(lambda t: t.ndim >= 1 and s.elements(t) <= 24, s.shape(s.number(1, 3), 24))
     axis = s.number(0, new.ndim - 1)
     room = s.one_of([new.shape[axis], new.shape[axis] + 2, 1])
     held = fill((*new.shape[:axis], room, *new.shape[axis + 1 :]), 1.5, s.one_of(["fp32", "bf16"]))

@@ -20,7 +20,7 @@ __all__: list[str] = []  # its functions are found in MEANINGS and SAMPLES
 
 @meaning("fill")
 def _fill(at: At) -> None:
-    for index in at.result().points():
+    for index in at.result().index():
         at.write(at.op.attrs["value"], *index)
 
 
@@ -32,18 +32,15 @@ def _drawn_fill(s: Sketch) -> Sequence[Tensor]:
 @meaning("assign")
 def _assign(at: At) -> None:
     at.made[0] = at.operands[0]
-    for index in at.result().points():
+    for index in at.operands[1].points():
         at.write(at.read(1, *index), *index)
 
 
 @sample("assign")
 def _drawn_assign(s: Sketch) -> Sequence[Tensor]:
-    x = s.tensor(lambda t: t.domain is None)
+    x = s.tensor()
     target = x if s.may_change(x) and x.touched == x.numel else fill(x.shape, dtype=s.one_of(["fp32", "bf16"]))
-    value = s.one_of(
-        [t for t in s.pool if t.sizes == x.sizes and t.domain is None and t.storage is not x.storage]
-        or [s.fresh(x.shape)]
-    )
+    value = s.one_of(s.others(lambda t: t.sizes == x.sizes and t.storage is not x.storage) or [s.like(x)])
     return [assign(target, value)]
 
 
@@ -53,6 +50,8 @@ def _pad(at: At) -> None:
     x = at.operands[0].array
     for index in product(*map(range, at.result().array.shape)):
         place = (index[axis] - start) / step
+        if not at.operands[0].holds((*index[:axis], 0, *index[axis + 1 :])):
+            continue  # zeros stand beside what there is
         if place in range(x.shape[axis]):
             at.write(at.read(0, *index[:axis], int(place), *index[axis + 1 :]), *index)
         else:
@@ -61,8 +60,8 @@ def _pad(at: At) -> None:
 
 @sample("pad")
 def _drawn_pad(s: Sketch) -> Sequence[Tensor]:
-    x = s.tensor(lambda t: t.ndim >= 1 and s.elements(t) <= 24 and t.domain is None, s.shape(s.number(1, 3), 24))
-    axis, step, start = s.number(0, x.ndim - 1), s.number(1, 2), s.one_of([0, 1, dims("A")])
+    x = s.tensor(lambda t: t.ndim >= 1 and s.elements(t) <= 24, s.shape(s.number(1, 3), 24))
+    axis, step, start = s.axis(x), s.number(1, 2), s.one_of([0, 1, dims("A")])
     full = start + (x.sizes[axis].expr - 1) * step + s.number(1, 2)
     return [pad(x, axis, start, full, step)]
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from hypothesis import HealthCheck, given, settings
+from hypothesis import seed as seeded
+from hypothesis import strategies as st
 
 from ..errors import UnsupportedError
 from ..ops.registry import KINDS
@@ -14,7 +16,7 @@ from .meanings import MEANINGS
 from .samples import SAMPLES
 from .sketch import Case
 
-__all__ = ["hold"]
+__all__ = ["hold", "search"]
 
 
 def hold(kind: str, examples: int = 100, *, laws: Iterable[str] | None = None, seed: int | None = None) -> None:
@@ -25,7 +27,7 @@ def hold(kind: str, examples: int = 100, *, laws: Iterable[str] | None = None, s
     kind : str
         Name of a registered op kind; one without a body needs a `meaning`, and each a `sample`.
     examples : int
-        How many graphs are drawn; what fails is shrunk to the smallest graph that does.
+        How many graphs are drawn; of one that fails some smaller ones are tried, and the smallest that fails is told.
     laws : iterable of str, optional
         Names of laws, all of `LAWS` by default.
     seed : int, optional
@@ -51,19 +53,70 @@ def hold(kind: str, examples: int = 100, *, laws: Iterable[str] | None = None, s
         raise UnsupportedError(f"hold: op kind {kind!r} has no sample, expected one from costgraph.testing.sample")
     chosen = None if laws is None else tuple(laws)
 
+    search(ops(kind), lambda case: check(case.graph, chosen, **case.point), examples, seed=seed)
+
+
+#: Smaller graphs that are tried once one has failed.
+TRIES = 60
+
+
+class _Enough(BaseException):
+    """Raised through hypothesis, which catches any Exception, to end its search."""
+
+
+def search(
+    strategy: st.SearchStrategy[Case], holds: Callable[[Case], None], examples: int, *, seed: int | None = None
+) -> None:
+    """Hold drawn graphs to something; of those that fail, the first and what it is shrunk to, the smallest is told.
+
+    Parameters
+    ----------
+    strategy : strategy of Case
+        What is drawn.
+    holds : callable
+        Called with each; raises where it does not hold.
+    examples : int
+        How many are drawn.
+    seed : int, optional
+        For other graphs at each run; by default the same are drawn each time.
+
+    Raises
+    ------
+    Exception
+        What `holds` raised of the smallest graph for which it did.
+    """
+    worst: tuple[int, Exception] | None = None
+    left = TRIES
+
     @settings(
         max_examples=examples,
         deadline=None,  # an interpreter is slow, and a machine may be busy
         derandomize=seed is None,
         database=None,
+        report_multiple_bugs=False,
         suppress_health_check=list(HealthCheck),
     )
-    @given(ops(kind))
-    def drawn(case: Case) -> None:
-        check(case.graph, chosen, **case.point)
+    @given(st.data())
+    def drawn(data: st.DataObject) -> None:
+        nonlocal worst, left
+        left -= worst is not None
+        if left < 0:
+            raise _Enough
+        case = data.draw(strategy)
+        try:
+            holds(case)
+        except Exception as error:
+            size = sum(1 for _ in case.graph.walk())
+            if worst is None or size <= worst[0]:
+                worst = size, error
+            raise
 
     if seed is not None:
-        from hypothesis import seed as seeded
-
         seeded(seed)(drawn)
-    drawn()
+    try:
+        drawn()
+    except (Exception, _Enough):
+        if worst is None:  # what is drawn cannot be
+            raise
+        vars(worst[1]).pop("__notes__", None)  # hypothesis' own account, of many lines
+        raise worst[1] from None

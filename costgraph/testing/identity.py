@@ -2,45 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
+from functools import cache
 from importlib.util import find_spec
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import sympy
 
 from ..grammar import parse_formula
 from ..graph import Graph
-from ..io import load, save
 from ..polynomial import poly
 from ..report import report
 from ..symbols import dims
 from .arithmetic import value
+from .files import loaded, saved
 from .laws import QUESTIONS, Trial, law, same
 
-__all__ = ["renamed", "saved"]
+__all__ = ["renamed"]
 
 Data = dict[str, Any]
-
-
-def saved(graph: Graph) -> Data:
-    """Return what a file of the graph holds."""
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "graph.json"
-        save(graph, path)
-        data: Data = json.loads(path.read_text(encoding="utf-8"))
-        return data
-
-
-def loaded(data: Data) -> Graph:
-    """Return the graph that a file with this content holds."""
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "graph.json"
-        path.write_text(json.dumps(data), encoding="utf-8")
-        return load(path)
 
 
 def _names(data: Data) -> list[str]:
@@ -57,6 +38,7 @@ def renamed(data: Data, names: Mapping[str, str], symbols: Mapping[str, str]) ->
     """Return the data of the same graph with other names of tensors and ops, and other symbols."""
     swapped = {dims(old): dims(new) for old, new in symbols.items()}
 
+    @cache
     def size(text: str) -> str:
         return str(poly(parse_formula(text, "size").expr.xreplace(swapped))) if swapped else text
 
@@ -84,7 +66,7 @@ _NAMED = ("id", "operands", "results", "source", "target", "formals", "outputs",
 @law
 def no_cost_depends_on_names(trial: Trial) -> None:
     """Tensors, ops and scopes may be called anything."""
-    data = saved(trial.graph)
+    data = trial.data
     names = {old: f"n{i}" + ("()" if old.endswith("()") else "") for i, old in enumerate(reversed(_names(data)))}
     _same_answers(trial, loaded(renamed(data, names, {})), "under other names")
 
@@ -94,7 +76,7 @@ def renaming_symbols_renames_formulas(trial: Trial) -> None:
     """The formula in other symbols is the formula, its symbols renamed, also where they stand in another order then."""
     names = sorted(trial.point)
     others = dict(zip(names, [*names[1:], "A_longer_name"], strict=False))
-    graph = loaded(renamed(saved(trial.graph), {}, others))
+    graph = loaded(renamed(trial.data, {}, others))
     for question, ask in QUESTIONS.items():
         expected, found = ask(trial.graph), ask(graph)
         if isinstance(expected, sympy.Expr):
@@ -120,13 +102,13 @@ def no_cost_depends_on_the_order_of_sources(trial: Trial) -> None:
     def _turned_body(attrs: Data) -> Data:
         return {**attrs, "body": {"graph": turned(attrs["body"]["graph"])}} if "body" in attrs else attrs
 
-    _same_answers(trial, loaded(turned(saved(trial.graph))), "with sources in another order")
+    _same_answers(trial, loaded(turned(trial.data)), "with sources in another order")
 
 
 @law
 def saving_and_loading_is_the_identity(trial: Trial) -> None:
     """The file of a loaded graph is the file that it was loaded from, and every answer is the same."""
-    data = saved(trial.graph)
+    data = trial.data
     again = loaded(data)
     assert saved(again) == data, "the file of the loaded graph differs"
     _same_answers(trial, again, "after saving and loading")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,8 @@ class Counted:
 class Run:
     """What was counted while a graph ran."""
 
+    sizes: Sizes
+    """numbers for formulas at the point"""
     outputs: tuple[Array, ...] = ()
     """results of the graph"""
     gradients: dict[str, Array] = field(default_factory=dict)
@@ -107,7 +110,7 @@ class Run:
         """Whether an index looked up a row twice: then the formulas are upper bounds of bytes."""
         return any(c.repeats for c in self.ops.values())
 
-    @property
+    @cached_property
     def peak(self) -> Any:
         """Most bytes live at once."""
         return _whole(peak_of(self.events, self.buffers, self._kept)[0])
@@ -195,7 +198,9 @@ def _array(made: Any) -> Array:
 
 def _slice(v: Any, i: int) -> Any:
     """Return one position along the first axis."""
-    return None if v is None else v[i] if isinstance(v, list) else Value(v.array[i, ...], v.buffer)
+    if v is None or isinstance(v, list):
+        return None if v is None else v[i]
+    return Value(v.array[i, ...], v.buffer, None if v.limit is None else v.limit[i, ...])
 
 
 class _Interpreter:
@@ -206,7 +211,7 @@ class _Interpreter:
         self.inputs = inputs
         self.random = np.random.default_rng(seed)
         self.meanings = meanings
-        self.out = Run()
+        self.out = Run(sizes)
         self.new: list[Buffer] = []  # made since the last op ran
         self.index = [0]  # iterations of the loops around
         self.stacks: dict[Storage, Value] = {}  # made before what is written into their slices
@@ -246,14 +251,18 @@ class _Interpreter:
 
     def slices(self, op: Op) -> dict[Any, Value]:
         """Return where the results of an op lie that an unrolled loop writes into a stack."""
-        found: dict[Any, Value] = {}
-        for t in op.results:
-            stack = self.stacks.get(t.storage)
-            if stack is not None and op.kind.name != "empty":  # which makes one, in each iteration anew
-                shape, start = tuple(self.sizes(n) for n in t.sizes), self.sizes(t.offset)
-                part = stack.array.reshape(-1)[start : start + int(np.prod(shape))].reshape(shape)
-                found[t] = Value(part, stack.buffer)
-        return found
+        if op.kind.name == "empty":  # which makes one, in each iteration anew
+            return {}
+        return {t: place for t in op.results if (place := self.place(t)) is not None}
+
+    def place(self, t: Tensor) -> Value | None:
+        """Return where a tensor lies in a stack, None if it does not."""
+        stack = self.stacks.get(t.storage)
+        if stack is None or t.touched != t.numel:  # what repeats elements is a view: no op writes it
+            return None
+        shape, start = tuple(self.sizes(n) for n in t.sizes), self.sizes(t.offset)
+        part = stack.array.reshape(-1)[start : start + int(np.prod(shape))].reshape(shape)
+        return Value(part, stack.buffer)
 
     def source(self, t: Tensor, where: str) -> Any:
         """Make an input, parameter, buffer or cache; one of each iteration for those of a Repeat's body."""
@@ -271,7 +280,7 @@ class _Interpreter:
         if t.role == "param":
             self.out.params += buffer.array.size
             self.out.param_bytes += buffer.bytes
-        value = Value(buffer.array, buffer, self.sizes.domain(t))
+        value = Value(buffer.array, buffer)
         self.out.values.append((t, value))
         return value
 
@@ -316,10 +325,13 @@ class _Interpreter:
         saved = len(op.results) - op.attrs.get("saved", 0)
         stacks = []
         for t in op.results[carries:saved]:
-            shape = tuple(self.sizes(n) for n in t.sizes)
-            buffer = Buffer(t.name + where, storage_bytes(shape, t.dtype), np.full(shape, np.nan))
-            self.new.append(buffer)
-            stacks.append(Value(buffer.array, buffer, self.sizes.domain(t)))
+            stack = self.place(t)
+            if stack is None:
+                shape = tuple(self.sizes(n) for n in t.sizes)
+                buffer = Buffer(t.name + where, storage_bytes(shape, t.dtype), np.full(shape, np.nan), held=set())
+                self.new.append(buffer)
+                stack = Value(buffer.array, buffer)
+            stacks.append(stack)
         state = operands[:carries]
         count = self.index[-1] if op.attrs.get("until") else self.sizes(op.attrs["count"])
         left: list[list[Any]] = [[None] * count for _ in op.results[saved:]]

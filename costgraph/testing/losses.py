@@ -35,6 +35,8 @@ _LEAST_BITS = 16
 class _Trained(Sketch):
     """Draws floating sources that want a gradient more often than not."""
 
+    trained = True
+
     def fresh(self, shape: Sequence[Any], dtype: str | None = None, role: str | None = None) -> Tensor:
         dtype = self.one_of(["fp32", "fp32", "fp32", "bf16", "fp64"]) if dtype is None else dtype
         if role is None:
@@ -56,11 +58,17 @@ def _scalar(s: Sketch, t: Tensor) -> Tensor:
     return reduce(wide, f"{names} -> ", s.one_of(["sum", "mean"])) if t.ndim else wide
 
 
+def _is_last(t: Tensor) -> bool:
+    """Whether a loop ends with a tensor: a state that nobody need read."""
+    op = t.producer
+    return op is not None and op.kind.body == "repeated" and t in op.results[: op.attrs["carries"]]
+
+
 def _loss(s: Sketch) -> Tensor:
     """Add up what nobody reads, and some of what others read as well."""
     here = [t for t in s.pool if t in s.graph and t.dtype.kind == "float" and t.dtype.bits >= _LEAST_BITS]
     made = [t for t in here if t.producer is not None]
-    unread = [t for t in made if not s.graph.out_degree(t)]
+    unread = [t for t in made if not s.graph.out_degree(t) and not (_is_last(t) and s.chance(1))]
     parts = [_scalar(s, t) for t in dict.fromkeys([*unread, *s.some(made[-2:])])]
     parts = parts or [_scalar(s, s.fresh((2,), "fp32", "param"))]
     loss = parts[0]

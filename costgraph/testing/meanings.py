@@ -12,7 +12,7 @@ from ..errors import GraphError, UnsupportedError
 from ..pattern import Affine, Axes, Pattern
 from .arithmetic import FUNCTIONS, Number, Tally
 from .tables import adding
-from .values import At, Point, sees
+from .values import At, Point, Value, sees
 
 __all__ = ["MEANINGS", "Meaning", "meaning"]
 
@@ -76,13 +76,13 @@ def _einsum(at: At) -> None:
     array = at.result().array
     if restriction is None:
         array[...] = 0
+    else:
+        domain, q, k = restriction
+        window = None if domain.window is None else at.sizes(domain.window)
     for point in _index_points(extents):
-        if restriction is not None:
-            domain, q, k = restriction
-            window = None if domain.window is None else at.sizes(domain.window)
-            if not sees(domain, window, point[q], point[k], extents[q], extents[k]):
-                at.tally.full += 2 if summed else 0
-                continue
+        if restriction is not None and not sees(domain, window, point[q], point[k], extents[q], extents[k]):
+            at.tally.full += 2 if summed else 0
+            continue
         out = tuple(_place(d, point, extents) for d in pattern.result)
         term = 1.0
         for i, dims in enumerate(pattern.operands):
@@ -91,7 +91,9 @@ def _einsum(at: At) -> None:
         _charge(at, summed)
         if _inside(out, array.shape):
             at.write(term + (0 if np.isnan(array[out]) else array[out]), *out)
-    _fill_unreached(at)
+    own = {d.names for d in pattern.result if isinstance(d, Axes)}
+    if restriction is None or not {(n,) for n in restriction[1:]} <= own:
+        _fill_unreached(at)
     if "orders" in at.op.attrs:
         cheapest = _cheapest([set(_names(d)) for d in pattern.operands], set(pattern.result_names), extents)
         at.tally = Tally(cheapest, cheapest) if summed else Tally(pointwise=cheapest)
@@ -101,7 +103,7 @@ def _fill_unreached(at: At) -> None:
     """Sums of no term are 0: rows of a domain that see nothing, places that no index reaches, written all the same."""
     v = at.result()
     written = at.written_at.get(v.buffer, set())
-    for index in v.points():
+    for index in v.index():
         if v.address(index) not in written:
             at.write(0.0, *index)
 
@@ -193,6 +195,14 @@ def _aligned(index: Point, shape: Point) -> Point:
     return tuple(0 if n == 1 else i for i, n in zip(tail, shape, strict=True))
 
 
+def _common(at: At, result: Value) -> Iterator[Point]:
+    """Yield the index points of the result at which every operand holds something."""
+    partial = [v for v in at.operands if not v.whole]
+    for index in result.index():
+        if all(v.holds(_aligned(index, v.array.shape)) for v in partial):
+            yield index
+
+
 def _like(at: At) -> Any:
     """Let NumPy lay out the result of its own elementwise functions on these operands.
 
@@ -219,8 +229,8 @@ def _pointwise(at: At) -> None:
     if name not in FUNCTIONS:
         raise UnsupportedError(f"function {name!r} has no meaning, expected one from costgraph.testing.function")
     result = at.result(like=_like(at))
-    template = at.attr("scalars") or (None,) * len(at.operands)
-    for index in result.points():
+    template = at.scalars()
+    for index in _common(at, result):
         given, operands = [], iter(enumerate(at.operands))
         for scalar in template:
             if scalar is None:
@@ -236,8 +246,8 @@ def _mask(at: At, hidden: float) -> None:
     window = None if domain is None or domain.window is None else at.sizes(domain.window)
     result = at.result(like=_like(at))
     *_, queries, keys = result.array.shape
-    for index in result.points():
-        # what a restricted operand does not hold is not read
+    backward = hidden == 0  # which has zeros where a restricted operand holds nothing
+    for index in list(result.index() if backward else _common(at, result)):
         x = at.number(0, *index) if at.operands[0].holds(index) else Number(hidden, at.tally)
         seen = domain is None or sees(domain, window, index[-2], index[-1], queries, keys)
         at.write(x.once(x.value if seen else hidden), *index)
@@ -247,14 +257,13 @@ def _mask(at: At, hidden: float) -> None:
 def _dropout(at: At) -> None:
     p = at.op.attrs["p"]
     like = _like(at)
-    result, mask = at.result(0, like), at.result(1, like)
+    result, _ = at.result(0, like), at.result(1, like)
     draw = np.random.default_rng(0)
-    for index in result.points():
+    for index in _common(at, result):
         x = at.number(0, *index)
         keep = float(draw.random() >= p)
         at.write(x * keep * (1 / (1 - p)), *index)
-        mask.array[index] = keep
-        at.written_at.setdefault(mask.buffer, set()).add(mask.address(index))
+        at.write(keep, *index, to=1)
 
 
 _STEPS: dict[str, tuple[float, Callable[[Any, Any], Any]]] = {
@@ -278,14 +287,15 @@ def _reduce(at: At) -> None:
         out = tuple(0 if p is None else index[p] for p in places)
         kept.setdefault(out, []).append(at.read(0, *index))
         at.tally.pointwise += 1  # the division of a mean is part of its last addition
-    for out in at.result().points():
-        at.write(_reduced(operation, kept.get(out, [])), *out)
+    for out in at.result().index():
+        # a row that holds nothing has a result all the same
+        if out in kept or at.op.results[0].domain is None:
+            at.write(_reduced(operation, kept.get(out, [])), *out)
 
 
 def _reduced(operation: str, elements: list[Any]) -> Any:
     if operation in ("argmax", "argmin"):
-        best = max(elements) if operation == "argmax" else min(elements)
-        return elements.index(best)
+        return max(range(len(elements)), key=lambda i: elements[i] * (1 if operation == "argmax" else -1), default=0)
     start, step = _STEPS[operation]
     for x in elements:
         start = step(start, x)
@@ -295,27 +305,24 @@ def _reduced(operation: str, elements: list[Any]) -> Any:
 # -- moving elements ---------------------------------------------------------------------------------------------
 
 
-def _copied(at: At, source: Any, i: int = 0) -> None:
-    """Copy an array of places in operand `i` into the result, element by element, if it is no view of it."""
-    result = at.view(source, i)
-    if result.buffer is at.operands[i].buffer:
-        return
-    v = at.operands[i]
-    where = np.empty(v.array.shape, dtype=object)
-    for index in product(*map(range, v.array.shape)):
-        where[index] = index
-    where = _rearranged(at, where)
-    for index in result.points():
-        at.write(at.read(i, *where[index]), *index)
-
-
-def _rearranged(at: At, array: Any) -> Any:
-    return array.reshape(at.attr("split")).transpose(at.op.attrs["order"]).reshape(at.attr("merged"))
-
-
 @meaning("rearrange")
 def _rearrange(at: At) -> None:
-    _copied(at, _rearranged(at, at.operands[0].array))
+    """Move axes; what is no view of the operand is copied element by element."""
+    split, order, merged = at.attr("split"), at.op.attrs["order"], at.attr("merged")
+
+    def moved(array: Any) -> Any:
+        return array.reshape(split).transpose(order).reshape(merged)
+
+    result, v = at.view(moved), at.operands[0]
+    if result.buffer is v.buffer:
+        return
+    where = np.empty(v.array.shape, dtype=object)
+    for index in v.index():
+        where[index] = index
+    where = moved(where)
+    for index in result.index():
+        if v.holds(where[index]):
+            at.write(at.read(0, *where[index]), *index)
 
 
 @meaning("slice")
@@ -324,27 +331,34 @@ def _slice(at: At) -> None:
     array = at.operands[0].array
     if not 0 <= start <= start + (size - 1) * step < array.shape[axis]:
         raise GraphError(f"slice {at.op.name!r} of {array.shape}: {size} from {start} by {step} lie outside")
-    at.view(array[(slice(None),) * axis + (slice(start, start + (size - 1) * step + 1, step),)])
+    key = (slice(None),) * axis + (slice(start, start + (size - 1) * step + 1, step),)
+    at.view(lambda array: array[key])
 
 
 @meaning("expand")
 def _expand(at: At) -> None:
-    kept, sizes, array = at.op.attrs["kept"], at.attr("sizes"), at.operands[0].array
+    kept, sizes = at.op.attrs["kept"], at.attr("sizes")
     places = [k for k in kept if k is not None]
     index = tuple(None if k is None else slice(None) for k in kept)
-    # an axis of size 1 that is made longer is none that is kept
-    array = np.squeeze(array, tuple(i for i in range(array.ndim) if i not in places))
-    array = array.transpose([sorted(places).index(k) for k in places])[index]
-    # as NumPy's broadcast_to, which would not let an op in place write where only axes of size 1 are new
-    strides = [0 if n == 1 else s for n, s in zip(array.shape, array.strides, strict=True)]
-    at.view(np.lib.stride_tricks.as_strided(array, sizes, strides))
+
+    def repeated(array: Any) -> Any:
+        # an axis of size 1 that is made longer is none that is kept
+        array = np.squeeze(array, tuple(i for i in range(array.ndim) if i not in places))
+        array = array.transpose([sorted(places).index(k) for k in places])[index]
+        # as NumPy's broadcast_to, which would not let an op in place write where only axes of size 1 are new
+        strides = [0 if n == 1 else s for n, s in zip(array.shape, array.strides, strict=True)]
+        return np.lib.stride_tricks.as_strided(array, sizes, strides)
+
+    made = at.view(repeated)
+    if at.op.attrs.get("domain") is not None:  # a gradient of which a part is wanted
+        at.made[0] = Value(made.array, made.buffer, at.sizes.seen(at.op.attrs["domain"], sizes))
 
 
 @meaning("concat")
 def _concat(at: At) -> None:
     axis, done = at.op.attrs["axis"], 0
     for i, v in enumerate(at.operands):
-        for index in product(*map(range, v.array.shape)):
+        for index in v.points():
             at.write(at.read(i, *index), *index[:axis], index[axis] + done, *index[axis + 1 :])
         done += v.array.shape[axis]
 

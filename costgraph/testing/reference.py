@@ -22,8 +22,7 @@ def _whole(function: Callable[[At], Array]) -> Meaning:
     def run(at: At) -> None:
         found = function(at)
         result = at.result()
-        held = _held(result)
-        result.array[held] = np.broadcast_to(found, result.array.shape)[held]
+        _put(result, np.broadcast_to(found, result.array.shape), at.sizes.held(at.op.results[0]))
 
     return run
 
@@ -33,6 +32,13 @@ def _held(v: Value) -> Array:
     for index in v.points():
         held[index] = True
     return held
+
+
+def _put(v: Value, found: Array, held: Array) -> None:
+    """Write where something is held."""
+    v.array[held] = found[held]
+    if v.buffer.held is not None:
+        v.buffer.held.update(v.address(index) for index in map(tuple, np.argwhere(held).tolist()))
 
 
 def _filled(v: Value, fill: float) -> Array:
@@ -144,8 +150,9 @@ _NUMPY |= {
 
 def _pointwise(at: At) -> Array:
     name = at.op.attrs["function"].name
-    arrays = iter([_filled(v, np.nan) for v in at.operands])
-    template = at.attr("scalars") or (None,) * len(at.operands)
+    hidden = 0.0 if name == "causal_mask_backward" else np.nan
+    arrays = iter([_filled(v, hidden) for v in at.operands])
+    template = at.scalars()
     if at.op.attrs.get("inplace"):
         at.made[0] = at.operands[0]
     given = [next(arrays) if s is None else s for s in template]
@@ -191,11 +198,14 @@ def _reduce(at: At) -> Array:
 
 
 def _rearrange(at: At) -> None:
-    x = at.operands[0].array
-    moved = x.reshape(at.attr("split")).transpose(at.op.attrs["order"]).reshape(at.attr("merged"))
+    x, split, order, merged = at.operands[0], at.attr("split"), at.op.attrs["order"], at.attr("merged")
+
+    def moved(array: Array) -> Array:
+        return array.reshape(split).transpose(order).reshape(merged)
+
     result = at.view(moved)
-    if result.buffer is not at.operands[0].buffer:
-        result.array[...] = moved
+    if result.buffer is not x.buffer:
+        _put(result, moved(x.array), moved(_held(x)))
 
 
 def _gather(at: At) -> Array:
@@ -236,7 +246,8 @@ def _collective(at: At) -> Array:
 #: What op kinds do, by NumPy's whole-array functions; of others the interpreter's own meaning stands.
 REFERENCE: dict[str, Meaning] = {
     "einsum": _whole(_einsum),
-    "pool": _whole(_pool),
+    # where the maxima are, NumPy does not say
+    "pool": lambda at: (MEANINGS["pool"] if at.op.attrs.get("indices") else _whole(_pool))(at),
     "pointwise": _function,
     "reduce": _whole(_reduce),
     "rearrange": _rearrange,

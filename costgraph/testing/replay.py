@@ -54,10 +54,14 @@ def peak_of(events: Sequence[Event], throughout: Iterable[Buffer], kept: Iterabl
     live = set(throughout)
     fixed = set(live)
     most, where = sum((b.bytes for b in live), start=Fraction(0)), ""
+    taken = most
     for i, event in enumerate(events):
-        live.update(event.made)
-        taken = sum((b.bytes for b in live), start=Fraction(0)) + event.workspace
-        if taken > most:
-            most, where = taken, event.op
-        live = {b for b in live if b in fixed or last[b] > i}
+        new = set(event.made) - live
+        live |= new
+        taken += sum(b.bytes for b in new)
+        if taken + event.workspace > most:
+            most, where = taken + event.workspace, event.op
+        gone = {b for b in (*event.made, *event.touched) if b in live and b not in fixed and last[b] <= i}
+        live -= gone
+        taken -= sum(b.bytes for b in gone)
     return most, where

@@ -7,7 +7,6 @@ from math import prod
 from typing import Any
 
 from ..conv import POOL, conv, pool
-from ..domain import Domain
 from ..graph import apply
 from ..ops.aten import ATEN
 from ..ops.einsum import contract, einsum
@@ -73,7 +72,7 @@ def _product(s: Sketch) -> Sequence[Tensor]:
     known: dict[str, Any] = {}
     patterns = [_named(s, operands[0], known)]
     for _ in range(s.one_of([1, 1, 1, 2])):
-        fits = [t for t in s.pool if all(together(t.dtype, o.dtype) for o in operands) and t.domain is None]
+        fits = s.others(lambda t: all(together(t.dtype, o.dtype) for o in operands))
         kept = s.some(list(known), 0)[:2]
         shape = (*(known[n] for n in kept), *s.shape(s.number(0, 1), 6))
         least = min(operands, key=lambda o: o.dtype.bits)
@@ -172,24 +171,18 @@ def _spread(s: Sketch) -> Sequence[Tensor]:
 
 def _restricted(s: Sketch) -> Sequence[Tensor]:
     """Scores of a causal or a windowed attention, and what reads them."""
-    (window,) = (s.one_of([None, None, 2, dims("W")]),)
-    s.point.setdefault("W", s.number(1, 4))
-    causal = s.chance(1) or window is None
-    queries = s.size()
-    keys = queries if not causal or s.chance(1) else s.size()
-    domain = Domain(causal, None if window is None else poly(window))
-    d = s.number(1, 2)
-    q, k = s.fresh((queries, d), "fp32"), s.fresh((keys, d), s.one_of(["fp32", "bf16"]))
-    scores = einsum(q, k, s.one_of(["s d, t d -> s t", "s d, t d -> t s"]), domain=domain, over=("s", "t"))
+    scores = s.scores()
     out = [scores]
     if s.chance(1):
         out.append(pointwise(s.one_of(["exp", "gelu", "square"]), out[-1]))
     if s.chance(1):
-        names = "s t" if scores.domain is not None and scores.domain[1] == 0 else "t s"
-        v = s.fresh((keys, d), "fp32")
-        out.append(einsum(out[-1], v, f"{names}, t d -> s d"))
+        assert scores.domain is not None
+        names = _names(scores.ndim)
+        key = names[scores.domain[2]]
+        v = s.fresh((scores.shape[scores.domain[2]], 2), "fp32")
+        out.append(einsum(out[-1], v, f"{' '.join(names)}, {key} d -> {' '.join(n for n in names if n != key)} d"))
     elif s.chance(1):
-        out.append(reduce(out[-1], s.one_of(["a b -> a", "a b -> b", "a b -> a 1"]), s.one_of(["sum", "max"])))
+        out.append(reduce(out[-1], s.one_of(["... a b -> ... a", "... a b -> ... b"]), s.one_of(["sum", "max"])))
     return out
 
 
@@ -233,9 +226,11 @@ def _pointwise(s: Sketch) -> Sequence[Tensor]:
 
 def _beside(s: Sketch, x: Tensor) -> Tensor:
     """Another operand: of the same shape, or of one that is broadcast to it."""
-    found = [t for t in s.pool if t.sizes == x.sizes and together(t.dtype, x.dtype) and t.domain is None]
+    found = s.others(lambda t: t.sizes == x.sizes and together(t.dtype, x.dtype))
     if found and s.chance(1):
         return s.one_of(found)
+    if s.chance(6) and 3 * s.elements(x) <= LARGEST:
+        return s.fresh((s.number(1, 3), *x.shape), s.partner(x))  # it is x that is repeated
     shape = [n if s.chance(2) else 1 for n in x.shape[s.number(0, x.ndim) :]]
     return s.fresh(shape if s.chance(1) else x.shape, s.partner(x))
 
@@ -290,7 +285,7 @@ def _divides(factor: Any, size: Any) -> bool:
 @sample("slice")
 def _slice(s: Sketch) -> Sequence[Tensor]:
     x = s.tensor(lambda t: t.ndim >= 1, s.shape(s.number(1, 3)))
-    axis = s.number(0, x.ndim - 1)
+    axis = s.axis(x)
     long = s.value(x.sizes[axis])
     if s.chance(2):
         return [index(x, (slice(None),) * axis + (s.one_of([0, -1, slice(None, None, 2), None, slice(1)]),))]
@@ -316,10 +311,11 @@ def _expand(s: Sketch) -> Sequence[Tensor]:
 @sample("concat")
 def _concat(s: Sketch) -> Sequence[Tensor]:
     x = s.tensor(lambda t: t.ndim >= 1 and s.elements(t) <= 24, s.shape(s.number(1, 3), 24))
-    axis = s.number(0, x.ndim - 1)
-    others = [t for t in s.pool if t.dtype == x.dtype and t.sizes == x.sizes and t.domain is None]
+    axis = s.axis(x)
+    others = s.others(lambda t: t.dtype == x.dtype and t.sizes == x.sizes)
     shape = (*x.shape[:axis], s.one_of([1, 2, dims("A")]), *x.shape[axis + 1 :])
-    parts = [x, s.one_of(others) if others and s.chance(1) else s.fresh(shape, x.dtype.name)]
+    other = s.like(x) if x.domain is not None else s.fresh(shape, x.dtype.name)
+    parts = [x, s.one_of(others) if others and s.chance(1) else other]
     return [concat(s.order(parts), axis)]
 
 
@@ -363,7 +359,10 @@ def _scatter(s: Sketch) -> Sequence[Tensor]:
         ids = _ids(s, s.value(x.sizes[0]))
     updates = s.fresh(ids.shape if along else (*ids.shape, *x.shape[1:]), x.dtype.name)
     changes = s.may_change(x) and x.touched == x.numel and s.chance(1)
-    return [scatter(x, ids, updates, s.one_of(["add", "set"]), inplace=changes, along=along)]
+    mode = s.one_of(["add", "set"])
+    if s.trained and not along and s.elements(ids) > s.value(x.sizes[0]):
+        mode = "add"  # of what is set twice, autograd has no gradient
+    return [scatter(x, ids, updates, mode, inplace=changes, along=along)]
 
 
 @sample("arange")

@@ -12,11 +12,15 @@ import sympy
 from hypothesis import strategies as st
 
 from ..checks import overwritten_by
+from ..domain import Domain
 from ..dtypes import DType
 from ..dtypes import dtype as find_dtype
+from ..errors import CostGraphError
 from ..graph import Graph, current_graph
+from ..ops.einsum import einsum
+from ..ops.pointwise import pointwise
 from ..polynomial import poly
-from ..scopes import CURRENT
+from ..scopes import here as place_now
 from ..symbols import dims
 from ..tensor import Tensor
 from .arithmetic import value
@@ -53,6 +57,9 @@ class Sketch:
         It has to be open.
     """
 
+    trained = False
+    """whether what is drawn is differentiated"""
+
     def __init__(self, draw: Callable[[st.SearchStrategy[Any]], Any], graph: Graph) -> None:
         self._draw = draw
         self.graph = graph
@@ -68,6 +75,8 @@ class Sketch:
         """elementwise functions, all where it is empty"""
         self.depth = 0
         self.changes = True  # whether ops in place may be drawn
+        # whether of tensors that are restricted to a domain none are read, or one wherever it fits; None to read any
+        self.restricted: bool | None = None
         self._made = 0
 
     # -- drawing -------------------------------------------------------------------------------------------------
@@ -138,10 +147,58 @@ class Sketch:
 
     def tensor(self, fits: Callable[[Tensor], bool] = lambda t: True, shape: Sequence[Any] | None = None) -> Tensor:
         """Draw a floating tensor that may be read, or declare one of a shape that `fits` takes."""
-        found = [t for t in self.pool if t.dtype.kind == "float" and t.domain is None and fits(t)]
+        if self.restricted:
+            found = [t for t in (*self.pool, self.scores()) if t.domain is not None and fits(t)]
+            if found:
+                return found[-1]
+        found = [t for t in self.others() if t.dtype.kind == "float" and fits(t)]
         if found and not self.chance(2):
             return self.one_of(found[-6:])
         return self.fresh(self.shape() if shape is None else shape)
+
+    def others(self, fits: Callable[[Tensor], bool] = lambda t: True) -> list[Tensor]:
+        """Return all tensors that may be read and that `fits` takes."""
+        return [t for t in self.pool if (self.restricted is not False or t.domain is None) and fits(t)]
+
+    def scores(self) -> Tensor:
+        """Make scores of a causal or a windowed attention: a tensor that is restricted to a domain."""
+        (window,) = (self.one_of([None, None, 2, dims("W")]),)
+        self.point.setdefault("W", self.number(1, 4))
+        causal = self.chance(1) or window is None
+        queries = self.size()
+        keys = queries if not causal or self.chance(1) else self.size()
+        domain = Domain(causal, None if window is None else poly(window))
+        batch = self.shape(self.one_of([1, 0]), 3)
+        q = self.fresh((*batch, queries, 1), "fp32")
+        k = self.fresh((keys, 1), self.one_of(["fp32", "bf16"]))
+        names = "b " * len(batch)
+        order = self.one_of(["s t", "t s"])
+        made = einsum(q, k, f"{names}s d, t d -> {names}{order}", domain=domain, over=("s", "t"))
+        self.pool.append(made)
+        return made
+
+    def drawn(self, sample: Callable[[Sketch], Sequence[Tensor]]) -> Sequence[Tensor]:
+        """Draw an op; where a restricted operand means nothing to it, which is an error, again with whole ones."""
+        before = self.restricted
+        self.restricted = self.chance(2) or None
+        try:
+            return sample(self)
+        except CostGraphError as error:
+            if "domain" not in str(error):
+                raise
+            self.restricted = False
+            return sample(self)
+        finally:
+            self.restricted = before
+
+    def like(self, x: Tensor) -> Tensor:
+        """Return another tensor of the shape and the format of one, restricted as that is."""
+        return self.fresh(x.shape, x.dtype.name) if x.domain is None else pointwise("neg", x)
+
+    def axis(self, x: Tensor) -> int:
+        """Draw an axis, of a restricted tensor mostly none of its domain."""
+        free = [i for i in range(x.ndim) if x.domain is None or i not in x.domain[1:]]
+        return self.one_of(free if free and not self.chance(3) else range(x.ndim))
 
     def partner(self, x: Tensor) -> str:
         """Draw a format that has a common one with that of another operand."""
@@ -172,7 +229,7 @@ class Sketch:
     def may_change(self, t: Tensor) -> bool:
         """Whether an op may write into a tensor: it is an activation of the graph that is being drawn."""
         here = current_graph(self.graph)
-        return self.changes and CURRENT.get() is here and t.graph is here and t.storage.role == "activation"
+        return self.changes and place_now().graph is here and t.graph is here and t.storage.role == "activation"
 
 
 def together(a: DType, b: DType) -> bool:

@@ -22,14 +22,14 @@ __all__: list[str] = []  # what is said here is found in MEANINGS and SAMPLES
 @meaning("accumulate")
 def _accumulate(at: At) -> None:
     at.made[0] = at.operands[0]
-    for index in at.operands[0].points():
+    for index in list(at.operands[0].points()):
         at.write(at.number(0, *index) + at.number(1, *index), *index)
 
 
 @sample("accumulate")
 def _drawn(s: Sketch) -> Sequence[Tensor]:
-    x = s.tensor(lambda t: t.domain is None and t.dtype.kind == "float")
-    term = s.fresh(x.shape, x.dtype.name)
+    x = s.tensor(lambda t: t.dtype.kind == "float")
+    term = s.like(x)
     so_far = x if s.may_change(x) and x.touched == x.numel else fill(x.shape, dtype=x.dtype)
     return [accumulate(so_far, term)]
 

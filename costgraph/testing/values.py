@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import product
 from math import ceil
+from operator import mul
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,7 @@ def storage_bytes(shape: Point, dtype: DType) -> Fraction:
     bits = rows * last * dtype.bits
     if dtype.block is not None:
         blocks = ceil(last / dtype.block) if dtype.block else 1
-        bits += rows * blocks * dtype.scale_bits + dtype.tensor_bits
+        bits += ceil(rows / dtype.rows) * blocks * dtype.scale_bits + dtype.tensor_bits
     return Fraction(bits, 8)
 
 
@@ -52,6 +53,8 @@ class Buffer:
     """whether it is there from the start and stays"""
     inside: bool = False
     """whether a fused kernel keeps it to itself, so that it is no memory"""
+    held: set[int] | None = None
+    """addresses that have been written, None where there was something everywhere from the start"""
 
     @property
     def element(self) -> Fraction:
@@ -67,27 +70,38 @@ class Value:
     """a NumPy view into the buffer"""
     buffer: Buffer
     """where the elements lie"""
-    domain: tuple[Domain, int, int, int | None] | None = None
-    """index points that hold anything: domain, query axis, key axis and window"""
+    limit: Array | None = None
+    """whether a view that is restricted has an index point, None for all"""
+
+    def __post_init__(self) -> None:
+        """Note where the elements lie, which is asked for each of them."""
+        data, base = (a.__array_interface__["data"][0] for a in (self.array, self.buffer.array))
+        self._start: int = data - base
+        self._strides = self.array.strides
 
     def address(self, index: Point) -> int:
         """Return how many bytes into the buffer NumPy keeps an element."""
-        start: int = self.array.__array_interface__["data"][0] - self.buffer.array.__array_interface__["data"][0]
-        return start + sum(i * s for i, s in zip(index, self.array.strides, strict=True))
+        found: int = self._start + sum(map(mul, index, self._strides))
+        return found
+
+    @property
+    def whole(self) -> bool:
+        """Whether there is something at every index point."""
+        held = self.buffer.held
+        return self.limit is None and (held is None or len(held) == self.buffer.array.size)
+
+    def index(self) -> Iterator[Point]:
+        """Yield every index point."""
+        return product(*map(range, self.array.shape))
 
     def points(self) -> Iterator[Point]:
         """Yield the index points that hold anything."""
-        for index in product(*map(range, self.array.shape)):
-            if self.holds(index):
-                yield index
+        return self.index() if self.whole else filter(self.holds, list(self.index()))
 
     def holds(self, index: Point) -> bool:
-        """Whether there is anything at an index point."""
-        if self.domain is None:
-            return True
-        domain, query, key, window = self.domain
-        shape = self.array.shape
-        return sees(domain, window, index[query], index[key], shape[query], shape[key])
+        """Whether there is anything at an index point: it has been written, and the view does not leave it out."""
+        held, limit = self.buffer.held, self.limit
+        return (held is None or self.address(index) in held) and (limit is None or bool(limit[index]))
 
 
 def sees(domain: Domain, window: int | None, query: int, key: int, queries: int, keys: int) -> bool:
@@ -122,12 +136,19 @@ class Sizes:
             return {k: self.of(a) for k, a in attribute.items()}
         return attribute
 
-    def domain(self, t: Tensor) -> tuple[Domain, int, int, int | None] | None:
-        """Return the restriction of a tensor, its window as a number."""
-        if t.domain is None:
-            return None
-        domain, query, key = t.domain
-        return domain, query, key, None if domain.window is None else self(domain.window)
+    def held(self, t: Tensor) -> Array:
+        """Return for each index point of a tensor whether the library says that it holds anything."""
+        shape = tuple(self(n) for n in t.sizes)
+        return self.seen(t.domain, shape) if t.domain is not None else np.ones(shape, dtype=bool)
+
+    def seen(self, restriction: tuple[Domain, int, int], shape: Point) -> Array:
+        """Return for each index point of a shape whether a domain over two of its axes has it."""
+        domain, query, key = restriction
+        window = None if domain.window is None else self(domain.window)
+        found = np.empty(shape, dtype=bool)
+        for index in np.ndindex(*shape):
+            found[index] = sees(domain, window, index[query], index[key], shape[query], shape[key])
+        return found
 
 
 @dataclass
@@ -165,13 +186,22 @@ class At:
         """Return an attribute of the op with numbers put in."""
         return self.sizes.of(self.op.attrs.get(name, default))
 
+    def scalars(self) -> tuple[Any, ...]:
+        """Return the numbers of an elementwise op, None where an operand stands."""
+        number = float if self.op.attrs.get("numbers") == "float" else lambda n: n
+        return tuple(n if n is None else number(n) for n in self.attr("scalars") or (None,) * len(self.operands))
+
     def read(self, i: int, *index: int) -> Any:
         """Read an element of an operand."""
         v = self.operands[i]
         address = v.address(index)
-        self.read_at.setdefault(v.buffer, set()).add(address)
-        self.read_by.setdefault(i, set()).add(address)
-        return v.array[index].item()
+        if i not in self.read_by:
+            self.read_at.setdefault(v.buffer, set())
+            self.read_by[i] = set()
+        self.read_at[v.buffer].add(address)
+        self.read_by[i].add(address)
+        assert v.holds(index), f"{self.op.name!r} reads operand {i + 1} at {index}, where it holds nothing"
+        return v.array.item(index)
 
     def number(self, i: int, *index: int) -> Number:
         """Read an element of an operand as a number whose arithmetic is counted."""
@@ -185,26 +215,29 @@ class At:
 
     def _new(self, t: Tensor, like: Array | None) -> Value:
         shape = tuple(self.sizes(n) for n in t.sizes)
-        domain = self.sizes.domain(t)
         place = self.placed.get(t, self.placed.get(t.storage))
         if place is not None:
             if place.array.shape != shape:
                 raise GraphError(f"{t.name!r}: {shape} elements for a slice of {place.array.shape}")
-            return Value(place.array, place.buffer, domain)
+            return Value(place.array, place.buffer)
         # one format for all: it holds every number exactly, and what nobody has written shows as NaN
         array = np.full(shape, np.nan) if like is None else np.full_like(like, np.nan, dtype=float, order="K")
-        buffer = Buffer(t.name + self.where, storage_bytes(shape, t.dtype), array, inside=self.inside)
-        return Value(array, buffer, domain)
+        buffer = Buffer(t.name + self.where, storage_bytes(shape, t.dtype), array, inside=self.inside, held=set())
+        return Value(array, buffer)
 
-    def view(self, array: Array, i: int = 0) -> Value:
-        """Return an array made of operand `i` as the result: a view, or a copy that is counted as one."""
-        t, source = self.op.results[0], self.operands[i]
+    def view(self, change: Callable[[Array], Array], i: int = 0) -> Value:
+        """Return what NumPy makes of operand `i` as the result: a view, or a new array to be written if it copies."""
+        source = self.operands[i]
+        array, limit = change(source.array), None if source.limit is None else change(source.limit)
         if np.may_share_memory(array, source.buffer.array) and not self.op.attrs.get("copy"):
-            self.made[0] = Value(array, source.buffer, self.sizes.domain(t))
+            self.made[0] = Value(array, source.buffer, limit)
         return self.result()
 
     def write(self, value: Any, *index: int, to: int = 0) -> None:
         """Write an element of a result."""
         v = self.result(to)
         v.array[index] = value.value if isinstance(value, Number) else value
-        self.written_at.setdefault(v.buffer, set()).add(v.address(index))
+        address = v.address(index)
+        self.written_at.setdefault(v.buffer, set()).add(address)
+        if v.buffer.held is not None:
+            v.buffer.held.add(address)

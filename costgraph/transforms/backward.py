@@ -7,17 +7,19 @@ from collections.abc import Mapping, Sequence
 from ..errors import GraphError
 from ..graph import Graph, need_graph
 from ..op import Op
+from ..ops.aten import need_declared
 from ..ops.fill import fill
-from ..scopes import SCOPE, building, phase
+from ..scopes import opened
 from ..tensor import Tensor
 from .checkpoint import Checkpoint
+from .flow import active_in
 from .hoist import hoist
 from .kernels import pull_kernel
 from .loops import pull_loop
 from .peel import peel
 from .recompute import again
 from .rewrite import Rewriter
-from .walk import Hooks, Leaf, Walk, active_in
+from .walk import Hooks, Leaf, Walk
 
 __all__ = ["backward", "differentiate", "loss_of", "prepared"]
 
@@ -43,7 +45,7 @@ def backward(graph: Graph, /, *, checkpoint: Checkpoint | None = None) -> Graph:
     GraphError
         If there is no scalar output or several, or nothing wants a gradient.
     UnsupportedError
-        If an op has no vector-Jacobian rule.
+        If an op has no vector-Jacobian rule, or is a recorded call of a trace.
 
     Examples
     --------
@@ -57,6 +59,7 @@ def backward(graph: Graph, /, *, checkpoint: Checkpoint | None = None) -> Graph:
     2*B*D*F + 4*B*F*K
     """
     need_graph("backward", graph)
+    need_declared("backward", graph, "trace with train=True")
     if checkpoint is not None and not isinstance(checkpoint, Checkpoint):
         raise GraphError(f"backward: checkpoint {checkpoint!r}, expected a policy such as costgraph.every_block()")
     policy = Checkpoint() if checkpoint is None else checkpoint
@@ -99,14 +102,10 @@ def differentiate(
     Walk
         With the gradients in `final`.
     """
-    levels = SCOPE.set(())
-    try:
-        with building(home), phase("backward"):
-            walk = Walk(_hooks(policy), active_in(ops, leaves), lambda t: t, leaves=leaves)
-            walk.put(loss, fill((), 1, loss.dtype, name="ones"))
-            walk.run(ops)
-    finally:
-        SCOPE.reset(levels)
+    with opened(graph=home, levels=(), phase="backward"):
+        walk = Walk(_hooks(policy), active_in(ops, leaves), lambda t: t, leaves=leaves)
+        walk.put(loss, fill((), 1, loss.dtype, name="ones"))
+        walk.run(ops)
     return walk
 
 

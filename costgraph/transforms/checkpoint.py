@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 from ..arguments import positive
+from ..door import READ
 from ..errors import GraphError
 from ..graph import Graph
 from ..op import Op
@@ -28,12 +30,19 @@ class Checkpoint:
     """whether the body of each loop is one run"""
     names: tuple[str, ...] = ()
     """scopes, kernels or ops whose neighbours in the program are one run"""
-    interval: Poly | None = None
+    interval: Annotated[Poly | None, READ] = None
     """how many iterations of a loop are one run, None for one"""
     inside: Checkpoint | None = None
     """what is done with ops that are computed again already"""
     start: bool = False
     """whether nothing is kept but what a loop starts from"""
+
+    def __post_init__(self) -> None:
+        for name in self.names:
+            if not all(is_name(level) for level in name.split("/")):
+                raise GraphError(f"selective: {shorten(name)}, expected identifiers separated by '/'")
+        if self.interval is not None:
+            object.__setattr__(self, "interval", positive("every: k", self.interval))
 
     def prepared(self, graph: Graph) -> Graph:
         """Return the graph with its loops split where several iterations are one run."""
@@ -168,9 +177,6 @@ def selective(*names: str, inside: Checkpoint | None = None) -> Checkpoint:
     GraphError
         If a name is none.
     """
-    for name in names:
-        if not isinstance(name, str) or not all(is_name(level) for level in name.split("/")):
-            raise GraphError(f"selective: {shorten(str(name))}, expected identifiers separated by '/'")
     if not names:
         raise GraphError("selective: no name, expected scopes, kernels or ops")
     return Checkpoint(names=names, inside=inside)

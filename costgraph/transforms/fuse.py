@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from ..errors import GraphError
 from ..graph import Graph
 from ..op import Op
+from ..ops.aten import need_declared
 from ..ops.blocks import KERNEL
 from ..polynomial import ONE, Poly, total
 from ..scopes import building
@@ -38,6 +39,8 @@ def fuse(graph: Graph, /, scope: str | None = None) -> Graph:
     ------
     GraphError
         If no op is in the scope, or one outside would have to run in the middle of the kernel.
+    UnsupportedError
+        If an op is a recorded call of a trace and no scope is given: of such a call it is not known what it fuses with.
 
     Examples
     --------
@@ -48,6 +51,8 @@ def fuse(graph: Graph, /, scope: str | None = None) -> Graph:
     >>> cg.bytes_moved(g), cg.bytes_moved(cg.fuse(g))
     (24*B*D, 8*B*D)
     """
+    if scope is None:
+        need_declared("fuse", graph, "name what is one kernel with scope=")
     groups = _by_scope(graph, scope) if scope is not None else [g for b in _bodies(graph) for g in _chains(b)]
     last = {group[-1]: group for group in groups}
     inner = {op for group in groups for op in group}

@@ -9,6 +9,7 @@ from ..dominance import Relations
 from ..errors import GraphError, ShapeError, UnsupportedError
 from ..grammar import parse_relation
 from ..graph import Graph, need_graph
+from ..ops.aten import need_declared
 from ..polynomial import ONE, Poly, poly
 from ..sizes import known_names
 from ..symbols import symbol
@@ -43,7 +44,8 @@ def prefill(graph: Graph, chunk: object = None, *, logits: str = "all") -> Graph
     GraphError
         If the graph has a backward pass, or nothing in it is marked.
     UnsupportedError
-        If an op states costs that do not tell new positions from cached ones, or `logits="last"` finds no head.
+        If an op states costs that do not tell new positions from cached ones, as a trace's do, or `logits="last"`
+        finds no head.
 
     Examples
     --------
@@ -83,7 +85,7 @@ def decode(graph: Graph, tokens: object = 1, *, logits: str = "all") -> Graph:
     GraphError
         If the graph has a backward pass, or nothing in it is marked.
     UnsupportedError
-        If an op states costs that do not tell new positions from cached ones.
+        If an op states costs that do not tell new positions from cached ones, as a trace's do.
 
     Examples
     --------
@@ -99,6 +101,7 @@ def decode(graph: Graph, tokens: object = 1, *, logits: str = "all") -> Graph:
 
 def _replayed(place: str, graph: Graph, tokens: object, logits: str) -> Graph:
     need_graph(place, graph)
+    need_declared(place, graph, "trace the call with what it keeps")
     need_choice(f"{place}: logits", logits, ("all", "last"))
     if graph.gradients:
         raise GraphError(f"{place}: graph {graph.name!r} has a backward pass, expected a forward pass alone")

@@ -13,9 +13,10 @@ from ..scopes import building
 from ..tensor import Tensor
 from ..vjp.kernels import INSIDE, KERNELS, Inside
 from ..vjp.table import Pull
+from .flow import active_inside
 from .loops import left_behind
 from .rewrite import Rewriter
-from .walk import Walk, active_inside
+from .walk import Walk
 
 __all__ = ["pull_kernel"]
 

@@ -14,15 +14,17 @@ from ..op import Op
 from ..ops.blocks import REPEAT
 from ..ops.fill import fill
 from ..ops.keep import KEEP
-from ..ops.layout import contiguous_copy
+from ..ops.layout import contiguous_copy, slice_axis
 from ..ops.pieces import ABSENT, slice_of
 from ..ops.pointwise import pointwise
-from ..polynomial import ONE
+from ..polynomial import ONE, ZERO
 from ..scopes import building
 from ..tensor import Tensor
+from ..vjp.common import restricted
 from ..vjp.table import Pull, vjp
+from .flow import active_inside, graded_inside
 from .rewrite import Rewriter
-from .walk import Walk, active_inside, is_view_op
+from .walk import Walk, is_view_op, stack_of
 
 __all__ = ["pull_loop"]
 
@@ -154,21 +156,23 @@ def _seed(made: _Reverse, back: Walk, grads: Grads) -> list[int]:
     assert inner is not None
     carries = op.attrs["carries"]
     once = op.attrs["count"] == ONE
-    carried = [p for p in range(carries) if inner.outputs[p] in back.active]
-    for p in [p for p in carried if once and inner.formals[p] not in back.active]:
-        carried.remove(p)  # what the only iteration starts from wants no gradient
+    graded = graded_inside(op, made.outer.active, {t for t, g in zip(op.results, grads, strict=True) if g is not None})
+    carried, seeds = [], []
+    for p, (f, t) in enumerate(zip(inner.formals[:carries], inner.outputs, strict=False)):
         grad = grads[p]
-        if grad is not None:
+        if f in graded or (t in graded and not once):
+            carried.append(p)
+            seed = made.carry(op.results[p], f"{op.results[p].name}.grad", grad)
+            back.carried.add(seed)
+            if grad is not None or not once:
+                seeds.append((t, seed))
+        elif grad is not None and t in graded:  # what the only iteration starts from wants no gradient
             seed = made.body.adopt(grad)
             if made.outer.writable(grad):
                 back.carried.add(seed)
-            back.put(inner.outputs[p], seed)
-    formals = []
-    for p in carried:
-        formals.append(made.carry(op.results[p], f"{op.results[p].name}.grad", grads[p]))
-        back.carried.add(formals[-1])
-    for p, f in zip(carried, formals, strict=True):
-        back.put(inner.outputs[p], f)
+            back.put(t, seed)
+    for t, seed in seeds:
+        back.put(t, seed)
     for t, grad in zip(inner.outputs[carries:], grads[carries:], strict=True):
         if grad is not None and t in back.active:
             back.put(t, made.slice(grad, f"{t.name}.grad"))
@@ -276,6 +280,8 @@ def _close(walk: Walk, out: _Out, grads: Grads, sums: dict[int, tuple[Tensor, Te
     body, graph = made.body, made.body.parent
     assert graph is not None
     body.outputs += [*out.after, *(t for _, t in out.stacks), *(t for _, t in out.kept)]
+    for f in [f for f, _ in made.xs if not body.out_degree(f) and f not in body.outputs]:
+        made.drop(f)  # what is computed again has stopped before it
     results: list[Tensor | None] = [out.passed.get(i) for i in range(len(op.operands))]
     if not body.outputs:
         return results
@@ -295,6 +301,8 @@ def _close(walk: Walk, out: _Out, grads: Grads, sums: dict[int, tuple[Tensor, Te
         attrs["reverse"] = True
     if "least" in op.attrs:  # it may run no iteration at all
         attrs["least"] = op.attrs["least"]
+    for i, t in out.stacks:
+        stack_of(walk, op.operands[i], t.dtype)
     # a name is made complete by the scope that is open
     loop = graph.add_op(REPEAT, (*starts, *(t for _, t in made.xs), *body.captured), attrs, f"{_leaf(op)}.backward")
     body.owner = loop
@@ -323,12 +331,13 @@ def _start(
     if start is None:
         readers = list(body.successors(f))
         # what a loop only adds to; the first term becomes it, unless that is someone else's
-        absent = len(readers) == 1 and _only_added_to(readers[0], f) and f not in body.outputs
+        absent = len(readers) < 2 and all(_only_added_to(op, f) for op in readers) and f not in body.outputs
         absent = absent or _passed_on(body, f)
         if absent:
             attrs = {"sizes": f.sizes, "dtype": f.dtype, "pieces": f.storage.pieces}
+            attrs |= {} if f.domain is None else {"domain": f.domain}
             return graph.add_op(ABSENT, [], attrs, "absent").results[0]
-        return fill(f.shape, dtype=f.dtype)
+        return restricted(fill(f.shape, dtype=f.dtype), f)
     start = graph.adopt(start)
     if start.storage.pieces or begun:
         return start
@@ -358,10 +367,14 @@ def _passed_on(body: Graph, f: Tensor) -> bool:
 
 @vjp("stacked")
 def _unstacked(pull: Pull) -> Grads:
-    """Return a slice of the gradient for each slice of an unrolled stack."""
-    grad = pull.grads[0]
+    """Return the part of the gradient for each part of a stack: a slice of an unrolled one, several of a loop."""
+    grad, at, out = pull.grads[0], ZERO, list[Tensor | None]([None])
     assert grad is not None
-    return [None, *(grad[i] if need else None for i, need in enumerate(pull.needs[1:]))]
+    for i, (t, need) in enumerate(zip(pull.op.operands[1:], pull.needs[1:], strict=True)):
+        several = t.ndim == grad.ndim
+        out.append((slice_axis(grad, 0, at, t.sizes[0]) if several else grad[i]) if need else None)
+        at = at + t.sizes[0] if several else at
+    return out
 
 
 @vjp("accumulate")

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 from ..arguments import need_choice, need_flag, need_name
+from ..door import READ
 from ..dtypes import DTYPES, DType, promote
 from ..dtypes import dtype as find_dtype
 from ..errors import CostGraphError, FormatError, GraphError
@@ -87,10 +88,10 @@ class Policy:
     grads: str | None = None
     master: str | None = None
     moments: str | None = None
-    autocast: Mapping[str, str] | None = field(default=None, hash=False)
+    autocast: Annotated[Mapping[str, str] | None, READ] = field(default=None, hash=False)
     autocast_device: str = "cuda"
     loss_scaling: bool = False
-    scopes: Mapping[str, str] = field(default_factory=dict, hash=False)
+    scopes: Annotated[Mapping[str, str], READ] = field(default_factory=dict, hash=False)
     matmul: str | None = None
     grad_matmul: str | None = None
 

@@ -6,6 +6,7 @@ from difflib import get_close_matches
 
 from ..errors import GraphError
 from ..graph import Graph, need_graph
+from ..ops.aten import need_declared
 from ..symbols import shown
 from .autocast import WORDS, word
 from .formats import Attributes, Carries
@@ -41,7 +42,7 @@ def apply_precision(graph: Graph, policy: object, *, autocast_device: str | None
     GraphError
         If the policy, a word, or a scope is unknown, or the graph holds more than a forward pass.
     UnsupportedError
-        If the format of something changes whose bytes an opaque op states.
+        If the format of something changes whose bytes an opaque op states, or an op is a recorded call of a trace.
 
     Examples
     --------
@@ -55,6 +56,8 @@ def apply_precision(graph: Graph, policy: object, *, autocast_device: str | None
     (['linear/cast', 'linear/weight.cast', 'linear/matmul'], 4*D*F)
     """
     need_graph("apply_precision", graph)
+    if policy is not None:
+        need_declared("apply_precision", graph, "trace the module in these formats")
     found = find_policy(policy, autocast_device=autocast_device)
     if graph.gradients or any(op.phase != "forward" for op in graph.walk()):
         raise GraphError(f"apply_precision: graph {graph.name!r} has more than a forward pass, expected that alone")

@@ -15,6 +15,7 @@ from ..dtypes import DTYPES
 from ..errors import GraphError, ShapeError, UnsupportedError
 from ..graph import Graph, current_graph, need_graph
 from ..op import Op
+from ..ops.aten import need_declared
 from ..ops.blocks import kernel
 from ..ops.cached import APPEND
 from ..ops.einsum import EINSUM
@@ -91,7 +92,7 @@ def quantize(
     GraphError
         If nothing is asked for, or there is nothing in the graph that it could be done to.
     UnsupportedError
-        If a product reads a quantized weight in an order that its scales have no place in.
+        If a product reads a quantized weight in an order that its scales have no place in, or an op is a recorded call.
 
     Notes
     -----
@@ -112,6 +113,7 @@ def quantize(
     [('linear/quantize', 0), ('linear/matmul', 2*B*D*F)]
     """
     need_graph("quantize", graph)
+    need_declared("quantize", graph, "trace the quantized module")
     need_flag("quantize", zero=zero, embeddings=embeddings)
     formats = Narrow(
         weights_format(weights, group, scale, zero=zero), activations_format(weights, activations), cache_format(cache)

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from ..graph import Graph, current_graph
 from ..op import Op
 from ..tensor import Tensor
+from .flow import active_in
 from .rewrite import Rewriter
-from .walk import Hooks, Walk, active_in
+from .walk import Hooks, Walk
 
 __all__ = ["again"]
 

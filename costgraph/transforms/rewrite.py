@@ -10,7 +10,7 @@ from ..domain import Domain
 from ..graph import Graph
 from ..op import Op
 from ..polynomial import Poly
-from ..scopes import SCOPE
+from ..scopes import opened
 from ..tensor import Tensor
 
 __all__ = ["Rewriter", "bound_attributes", "members"]
@@ -64,14 +64,11 @@ class Rewriter:
         """Return the new graph."""
         new = Graph(old.name if name is None else name, dtype=old.dtype)
         new.relations, new.defaults, new.loss = old.relations, dict(old.defaults), old.loss
-        token = SCOPE.set(())  # names are complete already
-        try:
+        with opened(levels=()):  # names are complete already
             self.fill(old, new)
             new.output(*(made for t in old.outputs for made in members(self.tensors[t])))
             for t, g in old.gradients.items():
                 new.gradients |= zip(members(self.tensors[t]), members(self.tensors[g]), strict=True)
-        finally:
-            SCOPE.reset(token)
         new.validate()
         return new
 

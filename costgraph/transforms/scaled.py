@@ -11,7 +11,7 @@ from ..op import Op
 from ..ops.blocks import KERNEL
 from ..ops.einsum import EINSUM
 from ..polynomial import ZERO
-from ..scopes import SCOPE, building
+from ..scopes import opened
 from ..tensor import Tensor
 from ..vjp.scaled import SCALED_MM, backward_rule, quantize, unscaled
 from .autocast import family, word
@@ -64,12 +64,8 @@ def _is_weight(rewriter: Retyper, t: Tensor) -> bool:
 
 def _quantize(graph: Graph, t: Tensor, name: str, wanted: DType) -> tuple[Tensor, Tensor]:
     """Quantize a tensor in some graph, under some name."""
-    token = SCOPE.set(tuple(name.split("/")) if name else ())
-    try:
-        with building(graph):
-            return quantize(t, wanted)
-    finally:
-        SCOPE.reset(token)
+    with opened(graph=graph, levels=tuple(name.split("/")) if name else ()):
+        return quantize(t, wanted)
 
 
 def place_scaled(rewriter: Retyper, op: Op, new: Graph) -> None:
@@ -108,12 +104,8 @@ def _multiplied(rewriter: Retyper, op: Op, product: Op, pairs: Sequence[tuple[Te
     attrs = {**product.attrs, "dtype": Attributes.format("fp32")}
     name = product.name if product is not op else f"{op.name}/matmul"
     (y,) = body.add_op(EINSUM, [x, w], attrs, name, op.phase).results
-    token = SCOPE.set(tuple(op.name.split("/")))
-    try:
-        with building(body):
-            return unscaled(y, x_scale, w_scale, rewriter.base)
-    finally:
-        SCOPE.reset(token)
+    with opened(graph=body, levels=tuple(op.name.split("/"))):
+        return unscaled(y, x_scale, w_scale, rewriter.base)
 
 
 def _add_bias(rewriter: Retyper, op: Op, product: Op, y: Tensor, new: Graph, body: Graph) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import sympy
-
 from ..dtypes import DType
 from ..errors import UnsupportedError
+from ..layout import windows_along
 from ..op import Op
 from ..ops.blocks import kernel
 from ..ops.einsum import EINSUM
@@ -18,7 +17,7 @@ from ..ops.pointwise import cast, pointwise
 from ..ops.reduce import reduce
 from ..ops.stated import opaque
 from ..pattern import Pattern
-from ..polynomial import ONE, Poly, poly
+from ..polynomial import ONE, Poly
 from ..tensor import Tensor
 
 __all__ = ["added_up", "divided", "groups", "rounded", "row_scaled", "unpacked", "widened"]
@@ -64,7 +63,7 @@ def groups(op: Op, place: int, group: int) -> Poly:
         kept, count = op.attrs["pattern"].result_names, ONE
         for name in op.attrs["pattern"].operand_names(place):
             count = count if name in kept else count * op.attrs["extents"][name]
-    return poly(sympy.ceiling((count / group).expr))
+    return windows_along(count, 0, group)
 
 
 def added_up(y: Tensor, count: Poly, wanted: DType) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..graph import Graph
 from ..norms import over_the_batch
 from ..op import Op
-from ..scopes import SCOPE, building, phase
+from ..scopes import opened
 from .rewrite import Rewriter
 
 __all__ = ["trained"]
@@ -16,11 +16,7 @@ def trained(rewriter: Rewriter, op: Op, new: Graph) -> bool:
     if op.attrs.get("statistics") != "auto":
         return False
     *levels, name = op.name.split("/")
-    token = SCOPE.set(tuple(levels))
-    try:
-        with building(new), phase(op.phase):
-            made = over_the_batch(*(rewriter.tensors[t] for t in op.operands), name=name)
-    finally:
-        SCOPE.reset(token)
+    with opened(graph=new, levels=tuple(levels), phase=op.phase):
+        made = over_the_batch(*(rewriter.tensors[t] for t in op.operands), name=name)
     rewriter.tensors[op.results[0]] = made
     return True

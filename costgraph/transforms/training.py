@@ -11,6 +11,7 @@ from ..errors import GraphError, ShapeError
 from ..graph import Graph, need_graph
 from ..layout import contiguous
 from ..losses import binary_cross_entropy, cross_entropy
+from ..ops.aten import need_declared
 from ..ops.blocks import REPEAT, fused, written_slices
 from ..ops.index import arange
 from ..ops.operators import transpose
@@ -19,7 +20,7 @@ from ..ops.pointwise import pointwise
 from ..ops.reduce import reduce
 from ..optimizers import AdamW, Optimizer, Slot, clip_grad_norm, source_like, unscale, zero_grad
 from ..polynomial import ONE, Poly
-from ..scopes import SCOPE, building, phase
+from ..scopes import building, opened
 from ..symbols import shown
 from ..tensor import Tensor
 from .backward import differentiate, loss_of, prepared
@@ -97,6 +98,7 @@ def with_loss(graph: Graph, loss: str | Loss | None = None) -> Graph:
         If the graph has neither a scalar output nor a loss.
     """
     need_graph("training_step", graph)
+    need_declared("training_step", graph, "trace with train=True and optimizer=")
     named = graph.loss if loss is None else loss
     scalars = [t for t in graph.outputs if not t.sizes]
     new = Rewriter(emit=trained).run(graph)
@@ -180,7 +182,7 @@ def training_step(
     GraphError
         If there is no loss, nothing to train, or an argument is none of the above.
     UnsupportedError
-        If an op has no vector-Jacobian rule.
+        If an op has no vector-Jacobian rule, or is a recorded call of a trace.
 
     Examples
     --------
@@ -336,21 +338,17 @@ def _total(t: Tensor, body: Graph, formats: Policy, buffer: Tensor | None) -> Te
 def _update(made: _Pass, optimizer: Optimizer, formats: Policy, clip: float | None) -> None:
     """Add what happens to the gradients: scaling, clipping, the update, and zeros where they stay."""
     graph = made.graph
-    levels = SCOPE.set(())
-    try:
-        with building(graph), phase("optimizer"):
-            params = [t for t in made.grads if t.role == "param"]
-            slots = [_slot(t, made.grads[t], formats) for t in params]
-            if formats.loss_scaling:
-                _, slots = unscale(slots)
-            if clip is not None:
-                _, slots = clip_grad_norm(slots, clip)
-            slots = optimizer.update(slots)
-            stay = [slot for t, slot in zip(params, slots, strict=True) if t in made.stay]
-            if stay:
-                zero_grad(stay, set_to_none=False)
-    finally:
-        SCOPE.reset(levels)
+    with opened(graph=graph, levels=(), phase="optimizer"):
+        params = [t for t in made.grads if t.role == "param"]
+        slots = [_slot(t, made.grads[t], formats) for t in params]
+        if formats.loss_scaling:
+            _, slots = unscale(slots)
+        if clip is not None:
+            _, slots = clip_grad_norm(slots, clip)
+        slots = optimizer.update(slots)
+        stay = [slot for t, slot in zip(params, slots, strict=True) if t in made.stay]
+        if stay:
+            zero_grad(stay, set_to_none=False)
     graph.gradients = dict(made.grads)
 
 

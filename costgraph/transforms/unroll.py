@@ -12,13 +12,15 @@ from ..op import Attrs, Op, OpKind, Result
 from ..ops.keep import KEEP
 from ..ops.layout import REARRANGE, SLICE
 from ..ops.registry import register
-from ..polynomial import ONE, Poly, as_poly
+from ..polynomial import ONE, ZERO, Poly, as_poly
 from ..rules import free, nothing
 from ..sizes import bindings
 from ..tensor import Storage, Tensor
 from .rewrite import Rewriter, members
 
 __all__ = ["unroll"]
+
+_MOST_OPS = 1 << 17  # each of them takes about half a millisecond: a minute
 
 # A stack of slices before any of them is written: storage without content.
 EMPTY = register(
@@ -33,14 +35,17 @@ EMPTY = register(
 
 
 def _whole(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
-    stack = operands[0]
-    if any(t.sizes != stack.sizes[1:] or t.dtype != stack.dtype for t in operands[1:]):
-        raise ShapeError(f"stack {stack!r} of {operands[1:]!r}, expected one of its slices each")
-    for i, t in enumerate(operands[1:]):
+    stack, at = operands[0], ZERO
+    for t in operands[1:]:
+        if t.sizes[t.ndim - stack.ndim + 1 :] != stack.sizes[1:] or t.dtype != stack.dtype:
+            raise ShapeError(f"stack {stack!r} of {operands[1:]!r}, expected slices of it, one or several each")
         if t.storage is not stack.storage:
             # what an iteration makes for a stack is written into its slice at once: there it lies from now on
             t.strides = contiguous(t.sizes)
-            _move(t, t.storage, stack.storage, as_poly(i) * numel(t.sizes))
+            _move(t, t.storage, stack.storage, at)
+        at = at + numel(t.sizes)
+    if not stack.graph.same(at, stack.numel):
+        raise ShapeError(f"stack {stack!r} of {operands[1:]!r}, expected all of its slices")
     return [Result(stack.sizes, stack.dtype, stack.strides, of=0, offset=stack.offset)]
 
 
@@ -66,7 +71,7 @@ def unroll(graph: Graph, /, **dims: int) -> Graph:
     Raises
     ------
     BindingError
-        If a count is still a symbol.
+        If a count is still a symbol, or the iterations have more than 131,072 ops.
     UnsupportedError
         If an op outside of loops takes a list with an element for each iteration, as `fold` makes it.
 
@@ -80,7 +85,9 @@ def unroll(graph: Graph, /, **dims: int) -> Graph:
     >>> len(cg.unroll(g, L=5).ops), cg.flops(cg.unroll(g, L=5))
     (5, 10*B*D**2)
     """
-    return _Unroller(bindings(graph, dims)).run(graph)
+    values = bindings(graph, dims)
+    _need_few(graph, values)
+    return _Unroller(values).run(graph)
 
 
 class _Unroller(Rewriter):
@@ -111,7 +118,23 @@ class _Unroller(Rewriter):
 def _count(of: object, count: Poly) -> int:
     if not isinstance(count.constant, int):
         raise BindingError(f"unroll: count {count} of {getattr(of, 'name', of)!r} is not bound, expected a number")
+    if count.constant > _MOST_OPS:
+        raise BindingError(f"unroll: {count} times {getattr(of, 'name', of)!r}, expected at most {_MOST_OPS} in all")
     return count.constant
+
+
+def _need_few(graph: Graph, values: Mapping[str, Poly]) -> None:
+    """Raise BindingError for more ops than anyone waits for."""
+
+    def played(g: Graph) -> int:
+        return sum(1 if op.body is None else times(op) * played(op.body) for op in g.ops)
+
+    def times(op: Op) -> int:
+        return _count(op, op.attrs["count"].bind(values)) if op.kind.body == "repeated" else 1
+
+    ops = played(graph)
+    if ops > _MOST_OPS:
+        raise BindingError(f"unroll of graph {graph.name!r}: {ops} ops, expected at most {_MOST_OPS}")
 
 
 def _emit(rewriter: Rewriter, op: Op, new: Graph) -> bool:
@@ -121,7 +144,7 @@ def _emit(rewriter: Rewriter, op: Op, new: Graph) -> bool:
         rewriter.tensors[op.results[0]] = rewriter.tensors[op.operands[1]]
     elif op.kind.body == "repeated":
         _play_out(rewriter, op, new)
-    elif any(isinstance(rewriter.tensors[t], list) for t in op.operands):
+    elif op.kind is STACKED or any(isinstance(rewriter.tensors[t], list) for t in op.operands):
         _take_whole(rewriter, op, new)
     else:
         return False
@@ -130,7 +153,7 @@ def _emit(rewriter: Rewriter, op: Op, new: Graph) -> bool:
 
 def _take_whole(rewriter: Rewriter, op: Op, new: Graph) -> None:
     """Let an op outside of loops read what has a storage for each iteration."""
-    if op.kind is not KEEP:
+    if op.kind is not KEEP and op.kind is not STACKED:
         raise UnsupportedError(f"unroll: {op.name!r} reads something of every iteration, expected an op inside a loop")
     operands = [t for o in op.operands for t in members(rewriter.tensors[o])]
     made = new.add_op(op.kind, operands, op.attrs, op.name, op.phase)
@@ -145,8 +168,11 @@ def _play_out(rewriter: Rewriter, op: Op, new: Graph) -> None:
     count = rewriter.index[-1] if op.attrs.get("until") else _count(op, op.attrs["count"].bind(rewriter.values))
     saved = len(op.results) - op.attrs.get("saved", 0)
     state = [rewriter.tensors[t] for t in op.operands[:carries]]
-    stacks: list[Tensor] = []
+    stacks: list[Any] = []
     for t in op.results[carries:saved]:
+        if _is_part(t):
+            stacks.append(None)
+            continue
         sizes = tuple(n.bind(rewriter.values) for n in t.sizes)
         stacks += new.add_op(EMPTY, [], {"sizes": sizes, "dtype": t.dtype}, t.name, op.phase).results
     left, made = [], []
@@ -167,13 +193,20 @@ def _play_out(rewriter: Rewriter, op: Op, new: Graph) -> None:
     pieces = [[row[k] for row in ordered] for k in range(len(op.results) - saved)]
     handed = op.results[carries:saved]
     read = [op.graph.out_degree(t) > 0 or t in op.graph.outputs for t in handed]
-    filled = [_filled(s, [row[k] for row in made], new, op, read=read[k]) for k, s in enumerate(stacks)]
+    rows = [[row[k] for row in (made[::-1] if op.attrs.get("reverse") else made)] for k in range(len(stacks))]
+    filled = [
+        row if s is None else _filled(s, row, new, op, read=r) for s, row, r in zip(stacks, rows, read, strict=True)
+    ]
     rewriter.tensors |= dict(zip(op.results, [*state, *filled, *pieces], strict=True))
 
 
-def _filled(stack: Tensor, made: list[Tensor], new: Graph, op: Op, *, read: bool) -> Tensor:
+def _is_part(t: Tensor) -> bool:
+    """Whether several loops write into a stack, of which a result of one of them is a part."""
+    return any(op.kind is STACKED and t in op.operands[1:] for op in t.graph.successors(t))
+
+
+def _filled(stack: Tensor, order: Sequence[Tensor], new: Graph, op: Op, *, read: bool) -> Tensor:
     """Return the stack once all of its slices are written, with an op that says so if anyone reads it."""
-    order = made[::-1] if op.attrs.get("reverse") else made
     if not read:  # its slices lie in it all the same
         _whole([stack, *order], {})
         return stack
@@ -194,7 +227,7 @@ def _slice(t: Any, i: int, new: Graph, phase: str) -> Any:
     if t is None or isinstance(t, list):
         return None if t is None else t[i]
     sliced = new.add_op(
-        SLICE, [t], {"axis": 0, "start": as_poly(i), "size": ONE, "step": 1}, f"{t.name}.slice", phase
+        SLICE, [t], {"axis": 0, "start": as_poly(i), "size": ONE, "step": 1, "split": True}, f"{t.name}.slice", phase
     ).results[0]
     attrs = {"split": sliced.sizes, "order": tuple(range(sliced.ndim)), "merged": t.sizes[1:]}
     return new.add_op(REARRANGE, [sliced], attrs, f"{t.name}.at", phase).results[0]

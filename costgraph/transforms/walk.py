@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import islice
 from types import MappingProxyType
 
 from ..dtypes import DType
 from ..errors import GraphError
-from ..graph import current_graph
+from ..graph import apply, current_graph
 from ..op import Op
 from ..ops.fill import fill
 from ..ops.keep import keep
 from ..ops.layout import concat, contiguous_copy
 from ..ops.pieces import accumulate
 from ..ops.pointwise import cast, pointwise
-from ..polynomial import ONE, ZERO, Poly
-from ..scopes import SCOPE
+from ..polynomial import ZERO
+from ..scopes import opened
 from ..tensor import Storage, Tensor
+from ..vjp.common import restricted, whole
 from ..vjp.table import Pull, Rule, rule_of
+from .unroll import EMPTY, STACKED
 
-__all__ = ["Hooks", "Leaf", "Walk", "active_in", "active_inside", "is_view_op", "scoped"]
+__all__ = ["Hooks", "Leaf", "Walk", "is_view_op", "scoped", "stack_of"]
 
 
 @dataclass(frozen=True)
@@ -62,14 +64,9 @@ class Hooks:
 Pullers = Callable[["Walk", Op, Sequence["Tensor | None"], Sequence[bool]], Sequence["Tensor | None"]]
 
 
-@contextmanager
-def scoped(op: Op) -> Iterator[None]:
+def scoped(op: Op) -> AbstractContextManager[None]:
     """Let ops that are made now stand in the scope of another one."""
-    token = SCOPE.set(tuple(op.scope.split("/")) if op.scope else ())
-    try:
-        yield
-    finally:
-        SCOPE.reset(token)
+    return opened(levels=tuple(op.scope.split("/")) if op.scope else ())
 
 
 def is_view_op(op: Op) -> bool:
@@ -79,38 +76,6 @@ def is_view_op(op: Op) -> bool:
         and op.results[0].storage is op.operands[0].storage
         and not op.attrs.get("inplace")
     )
-
-
-def active_in(ops: Iterable[Op], start: Iterable[Tensor]) -> set[Tensor]:
-    """Return the tensors whose gradient may be wanted: those given, and what is computed from them."""
-    active = set(start)
-    for op in ops:
-        if op.body is not None and op.kind.body == "repeated":
-            _active_carries(op, active)
-        elif any(t in active for t in op.operands):
-            active.update(t for t in op.results if t.dtype.kind == "float")
-    return active
-
-
-def active_inside(op: Op, active: set[Tensor]) -> set[Tensor]:
-    """Return the active tensors of a body."""
-    body, carries = op.body, op.attrs.get("carries", 0)
-    assert body is not None
-    start = [f for f, t in zip(body.formals, op.operands, strict=True) if t in active]
-    if op.attrs.get("count") != ONE:  # what an iteration makes is what the next one starts from
-        start += [f for f, r in zip(body.formals[:carries], op.results, strict=False) if r in active]
-    return active_in(body.ops, start)
-
-
-def _active_carries(op: Op, active: set[Tensor]) -> None:
-    """Add the results of a loop that depend on what is active; a carry makes itself active an iteration later."""
-    assert op.body is not None
-    while True:
-        inside = active_inside(op, active)
-        found = {r for r, t in zip(op.results, op.body.outputs, strict=True) if t in inside} - active
-        if not found:
-            return
-        active |= found
 
 
 class Walk:
@@ -159,6 +124,8 @@ class Walk:
         self.grads: dict[Tensor, Tensor] = {}
         self.parts: dict[Tensor, dict[Op, Tensor]] = {}
         """Gradients of parts that a tensor was split into."""
+        self.stacks: dict[Op, Tensor] = {}
+        """What loops write the gradients of parts into, by the first of these."""
         self.held: Counter[Storage] = Counter()
         """How many gradients that are not complete yet lie in a storage."""
 
@@ -170,6 +137,7 @@ class Walk:
             return
         if len(grad.sizes) != t.ndim or not all(map(t.graph.same, grad.sizes, t.sizes)):
             raise GraphError(f"gradient {grad!r} of {t!r}: expected its shape")
+        grad = restricted(grad, t) if t.domain is not None else whole(grad)
         before = self.grads.get(t)
         if before is None and t in self.leaves and self.leaves[t].is_plain:
             grad = self.own(grad)
@@ -205,10 +173,12 @@ class Walk:
 
     def take(self, t: Tensor) -> Tensor | None:
         """Return the gradient of a tensor that all who read it have contributed to."""
-        parts = self.parts.pop(t, None)
-        if parts:
-            with scoped(next(iter(parts))):
-                self.put(t, _joined(t, parts))
+        parts = self.parts.pop(t, {})
+        for cuts in _tilings(t) if parts else ():
+            grads = [parts.get(cut) for cut in cuts]
+            if any(grad is not None for grad in grads):
+                with scoped(cuts[0]):
+                    self.put(t, _joined(cuts, grads, self.stacks.pop(cuts[0], None)))
         grad = self.grads.pop(t, None)
         if grad is not None:
             self.held[grad.storage] -= 1
@@ -314,20 +284,39 @@ def _keep_places(op: Op) -> None:
     op.graph.add_result(op, op.kind.infer(op.operands, op.attrs)[1], f"{op.name}.places")
 
 
-def _joined(t: Tensor, parts: Mapping[Op, Tensor]) -> Tensor:
-    """Join the gradients of the parts that a tensor was split into: zeros where a part has none."""
-    axis = next(iter(parts)).attrs["axis"]
-    cuts: list[tuple[Poly, Tensor]] = []
-    siblings = [op for op in t.graph.successors(t) if op.attrs.get("split") and op.attrs.get("axis") == axis]
-    for op in siblings:
-        grad = parts.get(op)
-        cuts.append((op.attrs["start"], fill(op.results[0].shape, dtype=t.dtype) if grad is None else grad))
-    at, ordered = ZERO, []
+def _tilings(t: Tensor) -> Iterator[list[Op]]:
+    """Yield the parts that a tensor was split into, once for each time that it was."""
+    cuts = [op for op in t.graph.successors(t) if op.attrs.get("split") and op.kind.name == "slice"]
     while cuts:
-        found = next((c for c in cuts if t.graph.same(c[0], at)), None)
-        if found is None:
-            raise GraphError(f"gradient of {t!r}: its parts leave a gap at {at}, expected a split of all of it")
-        cuts.remove(found)
-        ordered.append(found[1])
-        at = at + found[1].sizes[axis]
-    return concat(ordered, axis)
+        axis, at, found = cuts[0].attrs["axis"], ZERO, list[Op]()
+        while not t.graph.same(at, t.sizes[axis]):
+            cut = next((c for c in cuts if c.attrs["axis"] == axis and t.graph.same(c.attrs["start"], at)), None)
+            if cut is None:
+                raise GraphError(f"gradient of {t!r}: its parts leave a gap at {at}, expected a split of all of it")
+            cuts.remove(cut)
+            found.append(cut)
+            at = at + cut.results[0].sizes[axis]
+        yield found
+
+
+def _joined(cuts: Sequence[Op], grads: Sequence[Tensor | None], stack: Tensor | None) -> Tensor:
+    """Join the gradients of the parts that a tensor was split into: zeros where a part has none."""
+    dtype = next(g for g in grads if g is not None).dtype
+    pairs = [(cut.results[0], g) for cut, g in zip(cuts, grads, strict=True)]
+    parts = [restricted(fill(t.shape, dtype=dtype), t) if g is None else g for t, g in pairs]
+    if stack is None:
+        return concat(parts, cuts[0].attrs["axis"])
+    return apply(STACKED, [stack, *parts], {}, "stacked")[0]
+
+
+def stack_of(walk: Walk, t: Tensor, dtype: DType) -> None:
+    """Let loops that read parts of a tensor write the gradients of these into one stack, made before the first."""
+    cut = t.producer
+    if cut is None or cut.kind.name != "slice" or not cut.attrs.get("split") or cut.attrs["axis"]:
+        return
+    cuts = next(cuts for cuts in _tilings(cut.operands[0]) if cut in cuts)
+    readers = [list(t.graph.successors(c.results[0])) for c in cuts]
+    if cuts[0] in walk.stacks or any(len(ops) != 1 or ops[0].kind.body != "repeated" for ops in readers):
+        return
+    sizes = cut.operands[0].sizes
+    walk.stacks[cuts[0]] = apply(EMPTY, [], {"sizes": sizes, "dtype": dtype}, f"{cuts[0].name}.grad")[0]

@@ -6,10 +6,13 @@ from collections.abc import Callable, Sequence
 from math import log, nan
 from typing import Any
 
+import sympy
+
 from ..errors import UnsupportedError
 from ..graph import apply
 from ..ops.functions import FUNCTIONS, Function
 from ..ops.pointwise import POINTWISE, pointwise
+from ..polynomial import Poly, poly
 from ..tensor import Tensor
 from .common import restricted, sum_to
 from .table import Pull, vjp
@@ -24,7 +27,7 @@ _NUMBERS: dict[str, Callable[..., Any]] = {
     "eq": lambda a, b: a == b,
     "less": lambda a, b: a < b,
     "less_equal": lambda a, b: a <= b,
-    "log": lambda a: log(a) if a > 0 else nan,
+    "log": lambda a: poly(sympy.log(a.expr)) if isinstance(a, Poly) else log(a) if a > 0 else nan,
 }
 
 

@@ -39,7 +39,7 @@ def test_a_benchmark_that_nothing_is_known_of_is_refused():
 
 
 def test_the_page_has_every_benchmark_that_there_is():
-    text = "".join(path.read_text() for path in HERE.glob("test_*.py"))
+    text = "".join(path.read_text() for path in HERE.glob("bench_*.py"))
     there_are = set(re.findall(r"def (test_\w+)\(benchmark", text))
     assert {name.partition("[")[0] for name in SCRIPT["ABOUT"]} == there_are
     page = (HERE.parents[1] / "docs" / "benchmarks.md").read_text()

@@ -4,8 +4,6 @@ Seconds are those of the processor: what others do on the machine is no part of 
 """
 
 import gc
-import signal
-from contextlib import contextmanager
 from math import log
 from time import process_time
 
@@ -36,25 +34,3 @@ def growth(times):
     points = [(log(size), log(seconds)) for size, seconds in times.items()]
     x, y = (sum(values) / len(points) for values in zip(*points, strict=True))
     return sum((a - x) * (b - y) for a, b in points) / sum((a - x) ** 2 for a, _ in points)
-
-
-class TooSlow(BaseException):
-    """Raised in the midst of what takes too long; no handler of ordinary errors stops it."""
-
-
-@contextmanager
-def at_most(seconds):
-    """Give up what runs inside after some seconds."""
-
-    def give_up(number, frame):
-        raise TooSlow
-
-    before = signal.signal(signal.SIGALRM, give_up)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    except TooSlow:
-        pass
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)

@@ -1,35 +1,15 @@
 """What every fuzzer asks: a result or a refusal of the library, in time, and nothing else."""
 
-import signal
 import sys
-from contextlib import contextmanager
+
+from limits import TooSlowError, limited
 
 from costgraph import CostGraphError
 
-#: Far above what any input needs on an idle machine, so that a loaded one does not fail falsely.
-SECONDS = 8.0
+#: Of the processor: a hang to whoever waits.
+SECONDS = 10.0
 #: Error texts are for people: none is a page.
 LONGEST_TEXT = 2100
-
-
-class TooSlowError(BaseException):
-    """No Exception, so that no handler on the way takes it for a refusal."""
-
-
-@contextmanager
-def limited(seconds=SECONDS):
-    """Stop what runs longer; only in the main thread, where signals arrive."""
-
-    def stop(number, frame):
-        raise TooSlowError(f"more than {seconds} s")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def show(given):
@@ -43,7 +23,7 @@ def show(given):
 def outcome(call, *given, about=None, **named):
     """The result, or the refusal; anything else fails with the input that caused it."""
     try:
-        with limited():
+        with limited(SECONDS):
             return call(*given, **named)
     except CostGraphError as error:
         text = str(error)

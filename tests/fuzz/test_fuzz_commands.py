@@ -8,15 +8,14 @@ import sys
 import pytest
 from budget import examples, multiplier
 from damage import REPLACEMENTS, changed, places, saved
-from guard import limited
 from hostile import TEXTS
+from limits import PROCESS, limited
 
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
 from costgraph import cli
 
-SECONDS = 20.0
 COMMANDS = ["report", "formula", "crossover", "models", "hardware"]
 OPTIONS = [
     "--hardware", "--attention", "--dtype", "--dropout", "--symbolic", "--count", "--fallback", "--depth", "--sort",
@@ -33,7 +32,7 @@ WORDS = [
 
 def ask(capsys, *words):
     """Exit code and both outputs of a command, in time; what is refused says so in one line."""
-    with limited(SECONDS):
+    with limited():
         code = cli.main(list(words))
     done = capsys.readouterr()
     assert "Traceback" not in done.err, words
@@ -105,6 +104,6 @@ def test_reports_of_damaged_files(capsys, tmp_path):
 )
 def test_processes_end_with_a_code_and_one_line(words):
     command = [sys.executable, "-X", "utf8", "-m", "costgraph", *words]
-    done = subprocess.run(command, capture_output=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, timeout=PROCESS, check=False)
     assert b"Traceback" not in done.stderr
     assert (done.returncode, done.stderr.count(b"\n")) == ((0, 0) if words[-1] == "B=1" else (2, 1))

@@ -1,11 +1,12 @@
 """Files of graphs: nodes of valid ones deleted, replaced, repeated and exchanged; what loads means what it says."""
 
+import copy
 import json
 import random
 
 import pytest
 from budget import examples, multiplier
-from damage import GRAPHS, REPLACEMENTS, changed, places, saved
+from damage import GRAPHS, REPLACEMENTS, at, changed, places, saved
 from guard import outcome, refused, show
 
 import costgraph as cg
@@ -189,3 +190,36 @@ def test_what_is_no_graph_is_refused(tmp_path, content):
 def test_what_is_no_file_is_refused(path):
     assert isinstance(refused(cg.load, path), cg.FormatError)
     refused(cg.load_hardware, path)
+
+
+def kinds_of_keys(data):
+    """A route to each key that stands at a place of its own kind, numbers and names of a place left out."""
+    found = {}
+    for route in places(data):
+        if isinstance(route[-1], str):
+            way = [step for step in route[:-1] if isinstance(step, str)]
+            owner = at(data, route[:-1])
+            found.setdefault((*way, owner.get("role"), owner.get("kind"), tuple(sorted(owner))), []).append(route)
+    # defaults and extents are by the names of a program
+    return [routes[0] for key, routes in found.items() for routes in by_last(routes) if "defaults" not in key]
+
+
+def by_last(routes):
+    return [[r for r in routes if r[-1] == last] for last in dict.fromkeys(r[-1] for r in routes)]
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_a_key_by_another_name_is_refused_at_every_level(name, tmp_path):
+    """What nobody reads would be passed over: a file of another version, or a misspelt one."""
+    data = saved(name, tmp_path)
+    path = tmp_path / "renamed.json"
+    taken = []
+    for route in kinds_of_keys(data):
+        out = copy.deepcopy(data)
+        *way, key = route
+        inner = at(out, way)
+        inner[f"{key}s"] = inner.pop(key)
+        path.write_text(json.dumps(out))
+        if not isinstance(outcome(cg.load, path, about=route), cg.CostGraphError):
+            taken.append(route)
+    assert not taken

@@ -1,11 +1,11 @@
 """Every defect that fuzzing found, with the input that showed it."""
 
 import json
-import time
 
 import pytest
 from damage import changed, saved
 from hostile import nested
+from limits import limited
 
 import costgraph as cg
 from costgraph import units
@@ -57,10 +57,8 @@ def test_what_python_does_not_print_is_refused_by_the_library(call, error, text)
 
 @pytest.mark.parametrize("text", ["(A+B+C+D)**64", "(A+B+C+D)**40", "*".join(f"(A{i}+1)" for i in range(16))])
 def test_long_sums_are_refused_before_they_are_multiplied_out(text):
-    start = time.process_time()
-    with pytest.raises(cg.PatternError, match="too large to be written out"):
+    with limited(), pytest.raises(cg.PatternError, match="too large to be written out"):
         parse_formula(text)
-    assert time.process_time() - start < 2
 
 
 def test_many_terms_in_a_ceiling_are_refused():
@@ -208,7 +206,7 @@ def test_repeats_in_repeats_are_bounded(tmp_path):
 
 
 def test_a_file_without_an_end_is_refused():
-    with pytest.raises(cg.FormatError, match="expected a regular file"):
+    with pytest.raises(cg.FormatError, match="no regular file"):
         cg.load("/dev/zero")
 
 
@@ -224,10 +222,8 @@ def test_a_graph_is_loaded_inside_an_open_scope(tmp_path):
 def test_a_key_of_many_dots_is_refused_in_time(tmp_path):
     path = tmp_path / "f.toml"
     path.write_text("a." * 10**5 + "b = 1")
-    start = time.process_time()
-    with pytest.raises(cg.SpecError, match="a line with more than 1000 dots"):
+    with limited(), pytest.raises(cg.SpecError, match="a line with more than 1000 dots"):
         cg.load_hardware(path)
-    assert time.process_time() - start < 2
 
 
 @pytest.mark.parametrize("value", ["1e-400", "1e61"])

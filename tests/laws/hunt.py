@@ -8,8 +8,6 @@ import random
 import time
 from collections import Counter
 
-from hypothesis import HealthCheck, given, seed, settings
-
 from costgraph import testing
 from costgraph.ops.registry import KINDS
 
@@ -26,22 +24,13 @@ def strategies():
 def drawn(strategy, number, examples, counts, name):
     """Hold some graphs to the laws; returns the error of the smallest one that breaks any."""
 
-    @seed(number)
-    @settings(
-        max_examples=examples,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-        report_multiple_bugs=False,
-    )
-    @given(strategy)
-    def hold(case):
+    def holds(case):
         counts[name] += 1
         counts["ops"] += sum(1 for _ in case.graph.walk())
         testing.check(case.graph, **case.point)
 
     try:
-        hold()
+        testing.search(strategy, holds, examples, seed=number)
     except Exception as error:  # whatever a law or the library says is a finding
         return error
     return None

@@ -4,6 +4,7 @@ import pytest
 
 import costgraph as cg
 from costgraph import testing
+from costgraph.ops.cached import append
 
 A, B, D, L, W = cg.dims("A B D L W")
 
@@ -273,3 +274,111 @@ def test_an_expanded_gradient_of_masked_scores_is_one_element():
         assert op.operands[0].touched == 1
         assert op.kind.reads(op)[0] == 1
     testing.check_training(g, A=3, D=2)
+
+
+def restricted(*batch, **options):
+    """Scores of an attention whose queries see the keys up to their own position."""
+    graph = cg.Graph("g", **options)
+    with graph as g:
+        names = " ".join("b" * len(batch))
+        q, k = g.input("q", (*batch, A, D)), g.input("k", (A, D))
+        s = cg.einsum(q, k, f"{names} s d, t d -> {names} s t", domain=cg.Domain(causal=True), over=("s", "t"))
+    return graph, s
+
+
+@pytest.mark.parametrize("how", ["mul", "where"])
+def test_a_whole_operand_beside_scores_is_read_where_there_are_any(how):
+    graph, s = restricted(B)
+    with graph as g:
+        m = g.input("m", (A, A), "bool" if how == "where" else "fp32")
+        g.output(s * m if how == "mul" else cg.pointwise("where", m, s, 0.0))
+    read = cg.costs(g).filter(op=how).bind(A=3, B=2, D=5).total().read
+    assert read == 4 * 2 * 6 + (1 if how == "where" else 4) * 6  # 3 * 4 / 2 pairs of each square and of the mask
+    touched = 4 * (2 * 3 * 5 + 3 * 5) + (1 if how == "where" else 4) * 6 + 4 * 2 * 6
+    assert cg.bytes_moved(g, fused=True, A=3, B=2, D=5) == touched
+    testing.check(g, A=3, B=2, D=5)
+
+
+def test_scores_that_are_put_side_by_side_stay_scores():
+    graph, s = restricted(B)
+    with graph as g:
+        both = cg.concat([s, -s], 0)
+        g.output(both)
+        with pytest.raises(cg.ShapeError, match="is restricted to a domain, expected its axes 1 and 2 to stay as"):
+            cg.concat([s, -s], 1)
+        with pytest.raises(cg.ShapeError, match="are restricted to different domains, expected the same"):
+            cg.concat([s, g.input("x", (B, A, A))], 0)
+    assert both.domain == s.domain
+    row = cg.costs(g).filter(op="concat").bind(A=3, B=2, D=5).total()
+    assert (row.read, row.written) == (4 * 2 * 12, 4 * 24)
+    testing.check(g, A=3, B=2, D=5)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda g, s: cg.top_k(s, 2),
+        lambda g, s: cg.gather(s, g.input("ids", (2,), "int64")),
+        lambda g, s: cg.scatter(s, g.input("ids", (2,), "int64"), g.input("x", (2, A)), inplace=False),
+        lambda g, s: cg.pool(s, "max", window=(2,), stride=1),
+        lambda g, s: cg.cache(s, "s t"),
+        lambda g, s: cg.collective(s, "all_reduce", 2),
+    ],
+)
+def test_what_needs_all_elements_takes_no_scores(call):
+    graph, s = restricted()
+    text = r"of einsum\(A, A; fp32\), which is restricted to a domain: expected a whole tensor"
+    with graph as g, pytest.raises(cg.ShapeError, match=text):
+        call(g, s)
+
+
+def test_scores_of_two_domains_do_not_meet():
+    graph, s = restricted()
+    window = cg.Domain(causal=True, window=2)
+    with graph as g:
+        for call in (
+            lambda: s + s.T,
+            lambda: cg.einsum(s, s, "s t, t u -> s u"),
+            lambda: cg.einsum(s, g.input("v", (A, D)), "s t, t d -> s d", domain=window, over=("s", "t")),
+        ):
+            with pytest.raises(cg.ShapeError, match="operands restricted to two different domains, expected one"):
+                call()
+        with pytest.raises(cg.ShapeError, match="expected it restricted to a domain as the result is"):
+            cg.pointwise("add", cg.relu(g.input("x", (A, A))), s, inplace=True)
+        with pytest.raises(cg.ShapeError, match="leaves the body restricted to a domain, expected a tensor that is"):
+            cg.scan(2, lambda c, _: (c, s * c), g.input("c", ()))
+
+
+def test_axes_beside_those_of_a_domain_are_split_and_moved():
+    graph, s = restricted(6)
+    with graph as g:
+        g.output(cg.rearrange(s, "(b c) s t -> c t b s", b=2), cg.rearrange(s, "b s t -> t b s"))
+    assert [t.domain[1:] for t in g.outputs] == [(3, 1), (2, 0)]
+    testing.check(g, A=3, D=2)
+
+
+def test_a_loop_that_hands_on_what_stands_outside_gives_that():
+    with cg.Graph("g") as g:
+        x = g.input("x", (2, A))
+        views = (lambda h: x[1], lambda h: cg.rearrange(h, "a -> a"), lambda h: h)
+        y, z, h = (cg.repeat(L, view, x[1]) for view in views)
+        g.output(cg.einsum(y, z, "a, a -> "), cg.einsum(h, x[1], "a, b -> "))
+    # each of the two products reads one row of x, which it is given twice
+    assert cg.costs(g).total().read == 4 * A + 4 * A
+    testing.check(g, A=3, L=2)
+
+
+def test_bytes_that_are_read_again_are_bound_by_those_there_are():
+    with cg.Graph("g") as g:
+        g.output(cg.opaque("stated", [g.input("x", (2 * A,))[:A]], (A,), flops=0, reads=32 * A))
+    assert cg.bytes_moved(g) == 32 * A + 4 * A
+    assert cg.bytes_moved(g, fused=True) == 4 * A + 4 * A
+    testing.check(g, A=3)
+
+
+def test_a_repeated_element_is_read_once_and_written_everywhere_into_a_cache():
+    with cg.Graph("g") as g:
+        g.output(append(cg.relu(g.input("held", (A, D))), cg.expand(g.input("x", (D,)), "d -> a d", a=A), 0))
+    row = cg.costs(g).filter(op="append").bind(A=3, D=2).total()
+    assert (row.read, row.written) == (4 * 2, 4 * 3 * 2)
+    testing.check(g, A=3, D=2)

@@ -87,6 +87,30 @@ def recurrent():
     return g
 
 
+def restricted(*, looped):
+    """A whole matrix that causal scores are weighed with: its gradient is whole, that of the scores is not."""
+    with cg.Graph("restricted") as g:
+        q, k, m = g.param("q", (S, D)), g.param("k", (S, D)), g.param("m", (S, S))
+        scores = cg.einsum(q, k, "s d, t d -> s t", domain=cg.Domain(causal=True), over=("s", "t"))
+
+        def step(h):
+            return h + cg.einsum(scores, m, "s t, s t -> s") * cg.reduce(scores * scores, "s t -> s", "sum")
+
+        h = cg.reduce(m, "s t -> s", "sum")
+        h = cg.repeat(L, step, h) if looped else step(h)
+        g.output(cg.reduce(h, "s -> ", "sum"))
+    return g
+
+
+@pytest.mark.parametrize("looped", [False, True])
+def test_gradients_are_restricted_as_what_they_belong_to(looped, tmp_path):
+    graph = restricted(looped=looped)
+    testing.check_training(graph, **{n: POINT[n] for n in known_names(graph)})
+    step = cg.backward(graph)
+    cg.save(step, tmp_path / "step.json")
+    assert cg.flops(cg.load(tmp_path / "step.json")) == cg.flops(step)
+
+
 POINT = {"B": 2, "D": 3, "F": 5, "L": 4, "S": 3}
 
 

@@ -44,7 +44,7 @@ from costgraph.optimizers.fused import fused_update
         (lambda: Adam(betas=(-0.1, 0.9)), "Adam: beta1 is -0.1, expected a number from 0 to 1"),
         (lambda: Adam(eps=-1), "Adam: eps is -1"),
         (lambda: Adam(weight_decay=-1), "Adam: weight_decay is -1"),
-        (lambda: Adam(amsgrad=1), "Adam: amsgrad is int, expected True or False"),
+        (lambda: Adam(amsgrad=1), "Adam: amsgrad is 1, expected True or False"),
         (lambda: Adam(counters="disk"), "Adam: counters 'disk', expected one of host, device"),
         (lambda: Adam(counters="device"), "Adam: counters 'device' with implementation 'foreach', expected 'host'"),
         (lambda: AdamW(decoupled_weight_decay=False), "AdamW: decoupled_weight_decay is False, expected True"),
@@ -67,8 +67,8 @@ from costgraph.optimizers.fused import fused_update
         (lambda: Muon(momentum=-1), "Muon: momentum is -1"),
         (lambda: Muon(eps=-1), "Muon: eps is -1"),
         (lambda: Muon(adjust_lr_fn="x"), "Muon: adjust_lr_fn 'x', expected one of original, match_rms_adamw"),
-        (lambda: Muon(takes=3), "Muon: takes: got int, expected a function"),
-        (lambda: Muon(others=3), "Muon: others 3, expected an optimizer"),
+        (lambda: Muon(takes=3), "Muon: takes is 3, expected a function"),
+        (lambda: Muon(others=3), "Muon: others is 3, expected an optimizer"),
     ],
 )
 def test_values(make, text):

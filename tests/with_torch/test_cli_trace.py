@@ -27,6 +27,19 @@ class Step(nn.Module):
 def make_step():
     return Step()
 
+def fails():
+    raise ValueError("first\\nsecond")
+
+def leaves():
+    raise SystemExit(7)
+
+def wants(size):
+    return nn.Linear(size, size)
+
+class Square(nn.Module):
+    def forward(self, x):
+        return x @ x
+
 number = 3
 """
 
@@ -64,7 +77,16 @@ def test_a_step_is_traced(program, capsys):
     [
         (["nothing"], "'nothing': expected MODULE:FACTORY, such as models.py:make"),
         (["missing.py:make"], "'missing.py': no such file, expected one with a factory in it"),
-        (["no_such_module:make"], "cannot be imported"),
+        (
+            ["no_such_module:make"],
+            "raised \"ModuleNotFoundError: No module named 'no_such_module'\", expected a module",
+        ),
+        (["{folder}/broken.py:make"], "expected a module that can be imported"),
+        (["{program}:fails"], "program.py:20, expected a function without arguments that returns a torch.nn.Module"),
+        (["{program}:leaves"], "raised 'SystemExit: 7' at "),
+        (["{program}:wants", "--input", "1"], "missing 1 required positional argument: 'size'\", expected a function"),
+        (["torch.nn:Linear", "--input", "1"], "'torch.nn:Linear': raised \"TypeError: Linear.__init__() missing 2"),
+        (["{program}:Square", "--input", "2,3"], "RuntimeError"),
         (["{program}:number"], "'number' is no function of it, expected one without arguments"),
         (["{program}:make", "--input", "B,-3"], "--input 'B,-3': expected [NAME=]SIZES[:FORMAT], such as B,S:int64"),
         (["{program}:make", "--input", "B,S:text"], "format 'text' of an input: expected one of torch's"),
@@ -76,8 +98,10 @@ def test_a_step_is_traced(program, capsys):
         (["{program}:make", "--input", "B,S:int64", "--unknown", "zero"], "unknown"),
     ],
 )
-def test_what_is_refused(program, words, text, capsys):
-    assert main(["trace", *(w.format(program=program) for w in words)]) == 2
+def test_what_is_refused(program, words, text, capsys, tmp_path):
+    (tmp_path / "broken.py").write_text("import json\njson.loads('{')\n")
+    assert main(["trace", *(w.format(program=program, folder=tmp_path) for w in words)]) == 2
     shown = capsys.readouterr().err
+    assert shown.count("\n") == 1
     assert shown.startswith("costgraph: ")
     assert text in shown

@@ -33,7 +33,14 @@ def of_autograd(module, names, inputs):
     return out
 
 
-@settings(max_examples=25, phases=[Phase.generate], deadline=None, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=25,
+    phases=[Phase.generate],
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
 @given(testing.losses())
 def test_gradients_of_drawn_losses(case):
     graph, point = case

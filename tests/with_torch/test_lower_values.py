@@ -13,7 +13,9 @@ from costgraph.testing import SAMPLES  # noqa: E402
 from costgraph.torch.lowering import LOWERINGS  # noqa: E402
 
 torch.set_num_threads(1)
-quick = settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+quick = settings(
+    max_examples=15, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+)
 
 #: A loop is played out and what is absent is nothing: the walk itself does both.
 WALKED = {"repeat", "absent"}

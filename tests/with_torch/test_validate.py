@@ -338,9 +338,11 @@ def test_files_that_are_no_records(found, tmp_path):
     assert "no such folder" in error_of(FormatError, check_target, tmp_path / "nowhere" / "record.json")
     found.save(tmp_path / "record.json")
     (tmp_path / "record.toml").unlink()
-    assert "no such file" in error_of(SpecError, Validation.load, tmp_path / "record.json")
+    assert "No such file" in error_of(SpecError, Validation.load, tmp_path / "record.json")
     (tmp_path / "record.json").write_bytes(b"\xff")
-    assert "expected JSON" in error_of(FormatError, Validation.load, tmp_path / "record.json")
+    assert "byte 0 is no UTF-8, expected a record of a validation" in error_of(
+        FormatError, Validation.load, tmp_path / "record.json"
+    )
 
 
 # -- what is shown -------------------------------------------------------------------------------------------------

@@ -2,8 +2,9 @@
 
     python tests/with_torch/zoo_page.py [NAME ...]
 
-traces the modules that are named, all by default, keeps what they count in `tests/with_torch/zoo_counts.json` and
-writes the page anew. The modules are of their published sizes, on fake tensors.
+traces the modules that are named, all by default, keeps what they count in `tests/with_torch/zoo_counts.json`,
+their parameters in `costgraph/models/parameters.json`, and writes the page anew. The modules are of their published
+sizes, on fake tensors.
 """
 
 import importlib
@@ -13,6 +14,7 @@ import time
 from pathlib import Path
 
 import costgraph as cg
+from costgraph.models.published import PARAMETERS
 
 HERE = Path(__file__).parent
 COUNTS = HERE / "zoo_counts.json"
@@ -46,7 +48,17 @@ def references():
 
 
 def counted():
-    return json.loads(COUNTS.read_text(encoding="utf-8")) if COUNTS.exists() else {"models": {}}
+    kept = json.loads(COUNTS.read_text(encoding="utf-8"))
+    for name, parameters in json.loads(PARAMETERS.read_text(encoding="utf-8")).items():
+        kept["models"][name]["parameters"] = parameters
+    return kept
+
+
+def keep(kept):
+    parameters = {name: row["parameters"] for name, row in kept["models"].items()}
+    rows = {name: {k: v for k, v in row.items() if k != "parameters"} for name, row in kept["models"].items()}
+    for path, data in ((COUNTS, kept | {"models": rows}), (PARAMETERS, parameters)):
+        path.write_text(json.dumps(data, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def count(names):
@@ -66,8 +78,7 @@ def count(names):
         row = {"module": described(reference), "parameters": parameters, "matmul": matmul, "sizes": reference.sizes}
         kept["models"][name] = row | ({"options": reference.options} if reference.options else {})
         print(f"{name}: {parameters:,} parameters, {matmul:,} FLOPs, {time.time() - start:.1f} s", flush=True)
-        text = json.dumps(kept, indent=1, sort_keys=True) + "\n"
-        COUNTS.write_text(text, encoding="utf-8")
+        keep(kept)
 
 
 def declared(name, row):

@@ -12,6 +12,7 @@ import torch
 
 from ...errors import FormatError, SpecError, UnsupportedError
 from ...hardware import Hardware, load_hardware
+from ...text_file import write_file
 from ...units import format_quantity
 from ..measuring import environment, progressing, timed
 from ..measuring.clock import collector_off
@@ -132,10 +133,7 @@ class Calibration:
             If the file cannot be written, or has another ending.
         """
         target = check_target(path)
-        try:
-            target.write_text(self.text(), encoding="utf-8")
-        except OSError as error:
-            raise FormatError(f"{target}: {error.strerror}, expected a file that can be written") from None
+        write_file(target, self.text())
         return load_hardware(target)
 
     @property

@@ -33,7 +33,8 @@ def _pointwise(site: Site) -> None:
         return
     operands = iter(site.operands)
     template = site.attr("scalars") or (None,) * len(site.operands)
-    given = [next(operands) if s is None else s for s in template]
+    number = float if site.attr("numbers") == "float" else _as_it_is  # D/H is one where it comes out whole too
+    given = [next(operands) if s is None else number(s) for s in template]
     if name in site.walk.functions:
         _place(site, name, site.walk.functions[name], given)
     elif name == "cast":
@@ -46,6 +47,10 @@ def _pointwise(site: Site) -> None:
     else:
         function, given = chosen(name, _taken(site, name, given))
         _place(site, name, function, given)
+
+
+def _as_it_is(number: Any) -> Any:
+    return number
 
 
 def _cast(site: Site, x: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...bind import answer
 from ...errors import BindingError
 from ...graph import Graph
 from ...polynomial import Poly
@@ -53,7 +54,7 @@ class Numbers:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Poly):
-        return value.constant
+        return answer(value)
     if isinstance(value, tuple):
         return tuple(map(_plain, value))
     if isinstance(value, dict):

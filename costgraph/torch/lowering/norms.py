@@ -31,7 +31,7 @@ def norm(statistics: str) -> Rule:
         weight, shift = (None if v is None else site.cast(v, shadow.dtype) for v in given)
         add = found["a"].producer
         assert add is not None
-        eps = next(float(s) for s in add.attrs["scalars"] if s is not None)
+        eps = next(float(s) for s in site.attributes(add)["scalars"] if s is not None)
         if "m" in statistics:
             every = site.call(torch.native_layer_norm, x, size, weight, shift, eps)
         else:

@@ -129,13 +129,14 @@ class Walk:
 
     def _slices(self, op: Op) -> dict[Tensor, Any]:
         """Return where the results of an op lie that an unrolled loop writes into a stack."""
-        found = {}
-        for t in op.results:
-            if t.storage in self._stacks and op.kind.name != "empty" and not t.is_view:
-                sizes, strides = self.numbers.of(t.sizes), self.numbers.of(t.strides)
-                stack = self._stacks[t.storage]
-                found[t] = self.emitter.call(strided, stack, sizes, strides, self.numbers(t.offset))
-        return found
+        if op.kind.name == "empty":  # which makes one, in each iteration anew
+            return {}
+        return {t: self._place(t) for t in op.results if t.storage in self._stacks and not t.is_view}
+
+    def _place(self, t: Tensor) -> Any:
+        """Return where a tensor lies in a stack."""
+        sizes, strides = self.numbers.of(t.sizes), self.numbers.of(t.strides)
+        return self.emitter.call(strided, self._stacks[t.storage], sizes, strides, self.numbers(t.offset))
 
     def body(self, site: Site) -> list[Any]:
         """Lower the ops of a fused body one by one and return its outputs."""
@@ -151,7 +152,8 @@ class Walk:
         operands = [env[t] for t in op.operands]
         saved = len(op.results) - op.attrs.get("saved", 0)
         count = self._index[-1] if op.attrs.get("until") else self.numbers(op.attrs["count"])
-        stacks = [self._stack(t) for t in op.results[carries:saved]]
+        handed = op.results[carries:saved]
+        stacks = [self._place(t) if t.storage in self._stacks else self._stack(t) for t in handed]
         state, left = operands[:carries], [[None] * count for _ in op.results[saved:]]
         for turn in range(count):
             i = count - 1 - turn if op.attrs.get("reverse") else turn

@@ -9,7 +9,7 @@ from ...layout import contiguous
 from ...ops.aten import ATEN
 from ...ops.keep import KEEP
 from ...polynomial import ZERO, Poly
-from ...scopes import PHASE, SCOPE
+from ...scopes import opened
 from ...tensor import Tensor
 from .call import Counts
 from .recorder import Death, Handle, Made, Source
@@ -115,12 +115,8 @@ class Builder:
             "writes": (ZERO,) * len(outputs) if not call.moves else None if c.writes is None else tuple(c.writes),
             "workspace": c.workspace,
         }
-        scope, phase = SCOPE.set(tuple(call.scope.split("/")) if call.scope else ()), PHASE.set(call.phase)
-        try:
+        with opened(levels=tuple(call.scope.split("/")) if call.scope else (), phase=call.phase):
             op = self.graph.add_op(ATEN, operands, attrs, call.target.partition(".")[0] or "op")
-        finally:
-            SCOPE.reset(scope)
-            PHASE.reset(phase)
         for (handle, of, _, bytes_), t in zip(outputs, op.results, strict=True):
             if bytes_ is None:
                 self.tensors[handle] = t

@@ -14,6 +14,7 @@ from typing import Any, get_args, get_type_hints
 from ...errors import FormatError
 from ...hardware import Hardware, load_hardware
 from ...symbols import shorten
+from ...text_file import read_text, write_file
 from ...units import show
 from ..calibrating.spec import specification
 from ..measuring import Times
@@ -203,11 +204,8 @@ class Validation:
             "rows": [_plain(row) for row in self.rows],
             "failed": [_plain(row) for row in self.failed],
         }
-        try:
-            spec.write_text(specification(self.hardware.name, self.hardware.vendor, {}, {}, self.hardware), "utf-8")
-            target.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", "utf-8")
-        except OSError as error:
-            raise FormatError(f"{shorten(str(target), 200)}: {error.strerror}, expected a writable file") from None
+        write_file(spec, specification(self.hardware.name, self.hardware.vendor, {}, {}, self.hardware))
+        write_file(target, json.dumps(data, indent=1, allow_nan=False) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Validation:
@@ -250,14 +248,9 @@ def _plain(row: Row | Failed) -> dict[str, Any]:
 
 def _read(path: Path) -> Validation:
     place = shorten(str(path), 200)
+    text = read_text(path, place, _MOST_BYTES, "a record of a validation")
     try:
-        with path.open("rb") as file:
-            raw = file.read(_MOST_BYTES + 1)
-        if len(raw) > _MOST_BYTES:
-            raise FormatError(f"{place}: larger than 16 MiB, expected a record of a validation")
-        data = json.loads(raw.decode(), parse_constant=_no_constant)
-    except OSError as error:
-        raise FormatError(f"{place}: {error.strerror}, expected a record of a validation") from None
+        data = json.loads(text, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{place}: {str(error)[:200]}, expected JSON") from None
     _keys(place, data, ("schema", "environment", "hardware", "rows", "failed"))

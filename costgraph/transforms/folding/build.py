@@ -11,7 +11,7 @@ from ...op import Op
 from ...ops.blocks import REPEAT
 from ...ops.pieces import ABSENT
 from ...polynomial import Poly
-from ...scopes import SCOPE
+from ...scopes import opened
 from ...tensor import Tensor
 from ..rewrite import Rewriter
 from .around import Around, Outer, once
@@ -62,14 +62,13 @@ class Folder(Rewriter):
     def run(self, old: Graph, name: str | None = None) -> Graph:
         """Return the new graph."""
         self.new = new = Graph(old.name if name is None else name, dtype=old.dtype)
-        new.relations, new.defaults, new.loss = old.relations, dict(old.defaults), old.loss
-        token = SCOPE.set(())  # names are complete already
-        try:
+        new.relations, new.loss = old.relations, old.loss
+        # a default of the count is of the loop that was here before, whatever its length
+        new.defaults = {name: size for name, size in old.defaults.items() if name not in self.count.names()}
+        with opened(levels=()):  # names are complete already
             self.fill(old, new)
             new.output(*(self.outer(v) for v in self.around.outputs))
             new.gradients = {self.outer(t): self.outer(g) for t, g in self.around.gradients.items()}
-        finally:
-            SCOPE.reset(token)
         new.validate()
         return new
 

@@ -1,0 +1,160 @@
+"""What is live at each step, and from which counts of Repeats on the closed forms of that hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from itertools import product
+from math import lcm
+
+from ..conditions import Counts, Validity
+from ..extremum import Owner
+from ..graph import Graph
+from ..op import Op
+from ..polynomial import ONE, Monomial, Poly, Rational, as_poly, total
+from ..pruning import prune
+from ..sizes import Bindings
+from .collecting import collection_paused
+from .hull import at_most, corners
+from .lifetimes import Program, copies_for, copies_needed, period, play
+
+__all__ = ["closed", "holds_from", "live_bytes", "live_cases"]
+
+#: What of a program is looked at.
+View = Callable[[Graph, Program], Program] | None
+
+
+def live_bytes(program: Program) -> Iterator[tuple[int, Poly]]:
+    """Yield the bytes that are live at each step at which something is born or workspace is needed."""
+    births: dict[int, list[Poly]] = {}
+    deaths: dict[int, list[Poly]] = {}
+    start = [life.bytes for life in program.lives if life.born is None]
+    for life in program.lives:
+        if life.born is not None:
+            births.setdefault(life.born, []).append(life.bytes)
+            if life.dies is not None:
+                deaths.setdefault(life.dies, []).append(life.bytes)
+    live: dict[Monomial, Rational] = dict(total(start).terms)
+    if not program.steps:
+        yield -1, Poly(dict(live))
+    for now, step in enumerate(program.steps):
+        for p in births.get(now, ()):
+            _accumulate(live, p, 1)
+        if now in births or now == 0 or step.workspace:
+            at = Poly(dict(live))
+            yield now, at + step.workspace if step.workspace else at
+        for p in deaths.get(now, ()):
+            _accumulate(live, p, -1)
+
+
+def _accumulate(live: dict[Monomial, Rational], p: Poly, sign: int) -> None:
+    for m, c in p.terms.items():
+        value = live.get(m, 0) + sign * c
+        if value:
+            live[m] = value
+        else:
+            del live[m]
+
+
+@collection_paused()
+def live_cases(graph: Graph, values: Mapping[str, Poly], view: View = None) -> list[tuple[Poly, Owner]]:
+    """Return the live bytes at every op that may hold the peak, dominated ones left out.
+
+    Parameters
+    ----------
+    graph : Graph
+        What is asked.
+    values : mapping of str to Poly
+        Bound sizes: only their counts of Repeats matter here.
+    view : callable, optional
+        What of a program is looked at.
+
+    Returns
+    -------
+    list of (Poly, Owner)
+        Not yet bound.
+    """
+    loops = [op for op in graph.walk() if op.kind.body == "repeated"]
+    # where a body exchanges carries, an open count may leave them in any of their places
+    ends = lcm(*(period(op) for op in loops if op.attrs["count"].bind(values).constant is None))
+    rules = [copies_for(values, extra) for extra in range(ends)]
+    key: tuple[object, ...] = ("peak", view, tuple(copies(op) for copies in rules for op in loops))
+    counts: Mapping[str, Poly] = {}
+    if any(op.attrs.get("until") for op in loops):  # how often these run depends on the counts themselves
+        counts = values
+        key = (*key, tuple(op.attrs["count"].bind(values) for op in loops))
+    if key not in graph.cache:
+        programs = [play(graph, copies, counts) for copies in rules]
+        if view is not None:
+            programs = [view(graph, program) for program in programs]
+        # one by one: most of them are equal, and only the first of equal ones is kept
+        candidates = (
+            (p, Owner(program.steps[at].where, program.steps[at].op.phase) if at >= 0 else Owner())
+            for program in programs
+            for at, p in live_bytes(program)
+        )
+        graph.cache[key] = prune(corners(candidates), graph.root.relations)
+    out: list[tuple[Poly, Owner]] = graph.cache[key]
+    return out
+
+
+def closed(graph: Graph, values: Bindings, view: View = None) -> tuple[Validity, ...]:
+    """Return what live bytes hold for as closed forms, where the count of a Repeat is open."""
+    sure = {name: count for name, count in _sure(graph, values).items() if count > 1}
+    if not sure:
+        return values.held
+    key = ("closed", view, values.validity.values)
+
+    def holds(chosen: dict[str, int]) -> bool:
+        # of a graph that was changed since, nothing is known
+        return graph.cache.get(key) is counts and _same(graph, values, chosen, view)
+
+    counts: Counts = graph.cache.setdefault(key, Counts(sure, holds))
+    return (replace(values.validity, counts=counts),)
+
+
+def _open_counts(graph: Graph, values: Mapping[str, Poly]) -> dict[str, list[tuple[Poly, Op]]]:
+    """Return the loops whose count is open in one symbol, by that symbol."""
+    out: dict[str, list[tuple[Poly, Op]]] = {}
+    for op in graph.walk():
+        count = op.attrs["count"].bind(values) if op.kind.body == "repeated" else ONE
+        if len(count.names()) == 1:
+            (name,) = count.names()
+            out.setdefault(name, []).append((count, op))
+    return out
+
+
+def _sure(graph: Graph, values: Mapping[str, Poly]) -> dict[str, int]:
+    """Return for each symbol in a count a value from which on all iterations that can differ are there."""
+    out = {}
+    for name, loops in sorted(_open_counts(graph, values).items()):
+        value = 1
+        while any((p.bind({name: as_poly(value)}).constant or 0) < copies_needed(op) for p, op in loops):
+            value += 1
+        out[name] = value
+    return out
+
+
+def holds_from(graph: Graph, values: Mapping[str, Poly], view: View = None) -> dict[str, int]:
+    """Find for each symbol in a count the least value from which on the formulas hold.
+
+    With the symbol bound, a formula has to be what comes out where the loops have so many iterations. Symbols are
+    tried one by one, the others open or at the least value that was found for them; those of counts with several
+    symbols, such as L/k, hold wherever the counts are whole.
+    """
+    least: dict[str, int] = {}
+    for name, value in _sure(graph, values).items():
+        tried = [dict(zip(least, picked, strict=True)) for picked in product(*((None, k) for k in least.values()))]
+        while value > 1 and all(_same(graph, values, {**others, name: value - 1}, view) for others in tried):
+            value -= 1
+        least[name] = value
+    return least
+
+
+def _same(graph: Graph, values: Mapping[str, Poly], chosen: Mapping[str, int | None], view: View) -> bool:
+    """Whether the formula, with counts put in, is what comes out with so many iterations."""
+    bound = {**values, **{name: as_poly(k) for name, k in chosen.items() if k is not None}}
+    relations = graph.root.relations
+    formula = [p for p, _ in prune(((p.bind(bound), None) for p, _ in live_cases(graph, values, view)), relations)]
+    played = [p for p, _ in prune(((p.bind(bound), None) for p, _ in live_cases(graph, bound, view)), relations)]
+    return at_most(formula, played) and at_most(played, formula)

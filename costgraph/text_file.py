@@ -1,0 +1,145 @@
+"""The only place where a file is read or written: what is read has an end, and what is written is there whole or not.
+
+A path from outside may be anything: a pipe that nobody writes to, a device without an end, a folder, a huge file.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+from .errors import CostGraphError, FormatError
+from .symbols import shown
+
+__all__ = ["place_of", "read_text", "write_file"]
+
+
+def place_of(path: object) -> str:
+    """Return a path as error texts name it."""
+    return shown(os.fspath(path) if isinstance(path, os.PathLike) else path, 200).strip("'")
+
+
+def read_text(
+    path: str | os.PathLike[str],
+    place: str,
+    most: int,
+    expected: str = "a text file",
+    error: type[CostGraphError] = FormatError,
+) -> str:
+    """Return what a file of UTF-8 holds.
+
+    Parameters
+    ----------
+    path : str or path-like
+        A regular file, or a link to one.
+    place : str
+        What the error text calls it.
+    most : int
+        Bytes that it may have.
+    expected : str
+        What the error text expects in its place.
+    error : type of CostGraphError
+        Kind of error.
+
+    Raises
+    ------
+    CostGraphError
+        Of the kind named, if the file cannot be read, is no regular file, larger, or no UTF-8.
+    """
+    try:
+        if not isinstance(path, str | os.PathLike):  # a number would be a descriptor that is open
+            raise TypeError(f"a path of type {type(path).__name__}")
+        # a pipe is opened at once, whether or not somebody writes to it; what it is, is asked of what was opened
+        with open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as stream:
+            if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+                raise ValueError("no regular file")
+            raw = stream.read(most + 1)
+        if len(raw) > most:
+            raise ValueError(f"more than {most} bytes")
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as found:
+        raise error(f"{place}: byte {found.start} is no UTF-8, expected {expected}") from None
+    except (OSError, ValueError, TypeError) as found:
+        raise error(f"{place}: {_reason(found)}, expected {expected}") from None
+
+
+def write_file(path: str | os.PathLike[str], content: str | bytes, place: str | None = None) -> None:
+    """Write a file so that whoever looks sees the one before or this one, whole, whenever the program ends.
+
+    It is written beside its place and put there at once. An existing one keeps its permissions, and a link is followed.
+    A pipe, a device, and the file that the standard output goes to, are written to as they are.
+
+    Parameters
+    ----------
+    path : str or path-like
+        Where to; an existing file is replaced.
+    content : str or bytes
+        What is written, text as UTF-8.
+    place : str, optional
+        What the error text calls it, the path by default.
+
+    Raises
+    ------
+    FormatError
+        If the file cannot be written: the one before is still there then.
+    """
+    try:
+        if not isinstance(path, str | os.PathLike):
+            raise TypeError(f"a path of type {type(path).__name__}")
+        raw = content.encode("utf-8") if isinstance(content, str) else content
+        target = Path(os.path.realpath(path))
+        before = None
+        with suppress(FileNotFoundError):
+            before = target.stat()
+        if before is not None and _is_stream(before):
+            _pour(path, raw)
+        else:
+            _replace(target, raw, before)
+    except (OSError, ValueError, TypeError) as found:
+        raise FormatError(f"{place or place_of(path)}: {_reason(found)}, expected a file that can be written") from None
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
+def _is_stream(found: os.stat_result) -> bool:
+    """Whether there is nothing to replace: no regular file, or one that this program's own output goes to."""
+    if not stat.S_ISREG(found.st_mode):
+        return True
+    for descriptor in (1, 2):
+        with suppress(OSError):  # it may be closed
+            if os.path.samestat(found, os.fstat(descriptor)):
+                return True
+    return False
+
+
+def _pour(path: str | os.PathLike[str], raw: bytes) -> None:
+    # a pipe that nobody reads is refused at once, instead of waited for
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | getattr(os, "O_NONBLOCK", 0))
+    with open(descriptor, "wb") as stream:
+        os.set_blocking(descriptor, True)
+        stream.write(raw)
+
+
+def _replace(target: Path, raw: bytes, before: os.stat_result | None) -> None:
+    if before is not None and not os.access(target, os.W_OK):
+        raise PermissionError("read-only")  # on purpose, though it could be replaced
+    beside = target.with_name(f".{os.urandom(8).hex()}.costgraph")  # short: the target's may be as long as names can be
+    access = 0o666 if before is None else 0o600  # nobody else's until it has the permissions of the one before
+    try:
+        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, access), "wb") as stream:
+            stream.write(raw)
+            stream.flush()
+            os.fsync(stream.fileno())
+        if before is not None:
+            with suppress(PermissionError):  # only root may give a file to somebody
+                os.chown(beside, before.st_uid, before.st_gid)
+            os.chmod(beside, stat.S_IMODE(before.st_mode))
+        os.replace(beside, target)
+    except BaseException:  # Ctrl-C too
+        with suppress(OSError):
+            beside.unlink()
+        raise

@@ -1,0 +1,220 @@
+"""Odd calls of every public name: a result or a refusal, no amount below zero or without end, nothing left behind."""
+
+import dataclasses
+import inspect
+import itertools
+import math
+import random
+import traceback
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+
+import hostile
+import numpy as np
+import pytest
+import sympy
+from budget import examples
+from calls import CALLS, CLASSES, FUNCTIONS, METHODS, setting
+from guard import SECONDS, show
+from limits import TooSlowError, limited
+
+import costgraph as cg
+from costgraph import changes, door
+from costgraph.scopes import building, here
+
+B = cg.dims("B")
+
+#: Made by the library alone, one for each row of a table: no call of them is a user's.
+ROWS = {"CostRow", "Lifetime", "RooflineRow", "Tensor"}
+#: What may be negative or without end: what the caller gave, differences, and a size that is never reached.
+SIGNED = {"compare", "leading_term", "regimes", "evaluate", "compile", "units.exact", "units.Quantity", "DType.round"}
+SIGNED |= {"crossover", *CLASSES}
+
+
+def odd_values(e):
+    """Each made when it is drawn: what is read once would be used up, and texts of a megabyte take their time."""
+    constants = [v for v in hostile.VALUES if v is not len]  # what a function of the caller raises is the caller's
+    texts = [t for t in hostile.TEXTS if len(t) < 1000]
+    sizes = [
+        sympy.sin(B), sympy.log(2 * B), sympy.sqrt(B) - 10, sympy.pi, sympy.nan, sympy.oo, sympy.zoo, sympy.I, -B,
+        B - 100, B / 7, sympy.Derivative(sympy.Function("f")(B), B), sympy.Symbol("q"), sympy.Float(2.5), B > 1,
+        sympy.Matrix([B]), sympy.Integer(2), B**1024,
+    ]  # fmt: skip
+    arrays = [
+        np.int32(3), np.uint8(255), np.float32("nan"), np.float64("inf"), np.bool_(True), np.array(3),
+        np.array([[1, 2], [3, 4]]), np.array([]), np.datetime64("2020-01-01"), np.ma.masked,
+    ]  # fmt: skip
+    graphs = [
+        lambda: cg.Graph("other"), lambda: cg.Graph("other").input("f", (2, 3)), lambda: e.lm, lambda: e.step,
+        lambda: e.op, lambda: e.costs, lambda: e.roofline, lambda: e.hardware, lambda: cg.every(2), cg.AdamW,
+        lambda: cg.Domain(True), lambda: cg.Policy("p"), lambda: cg.dtype("int4"), lambda: e.x, lambda: e.ids,
+        lambda: e.n, lambda: (e.x, e.w), lambda: [e.x, None], lambda: {"one": e.x},
+    ]  # fmt: skip
+    others = [
+        lambda: (i for i in (1, 2)), lambda: itertools.count(1), lambda: iter([]), lambda: hostile.nested(500),
+        lambda: lambda *given, **named: 5, lambda: lambda *given, **named: given, lambda: cg.Graph, lambda: -3,
+        lambda: [1, 0], lambda: (10**30, 1), lambda: {"B": -1}, lambda: {1, 2}, lambda: 2.0, lambda: 40,
+    ]  # fmt: skip
+    return [(lambda v=v: v) for v in (*constants, *texts, *sizes, *arrays)] + graphs + others
+
+
+def slots(function, args, named):
+    """Routes to every argument: those given, what lists among them hold, and options that stay at their defaults."""
+    given = [(i,) for i in range(len(args))] + [(name,) for name in named]
+    inner = [
+        (*r, k) for r in given for v in [_at(args, named, r)] if isinstance(v, list | tuple) for k in range(len(v))
+    ]
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except ValueError:
+        parameters = []
+    taken = {p.name for p in parameters[: len(args)]}
+    free = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    return given + inner + [(p.name,) for p in free if p.name not in {*named, *taken}]
+
+
+def _at(args, named, route):
+    return args[route[0]] if isinstance(route[0], int) else named.get(route[0])
+
+
+def replaced(args, named, route, value):
+    """The arguments with one of them, or one part of a list among them, replaced."""
+    args, named = list(args), dict(named)
+    if len(route) == 2:
+        held = _at(args, named, route)
+        if not isinstance(held, list | tuple):
+            return args, named  # replaced as a whole already
+        value = type(held)([*held[: route[1]], value, *held[route[1] + 1 :]])
+    (args if isinstance(route[0], int) else named)[route[0]] = value
+    return args, named
+
+
+def amounts(found, depth=0):
+    """Every number of a result."""
+    if isinstance(found, bool | str | bytes | None | cg.Graph | cg.Tensor | cg.Hardware | cg.DType) or depth > 4:
+        return
+    if isinstance(found, int | float | sympy.Expr):
+        yield found
+    elif dataclasses.is_dataclass(found) and not isinstance(found, type):
+        for f in dataclasses.fields(found):
+            yield from amounts(getattr(found, f.name), depth + 1)
+    elif isinstance(found, Mapping | list | tuple):
+        for value in found.values() if isinstance(found, Mapping) else found:
+            yield from amounts(value, depth + 1)
+
+
+def is_amount(n):
+    if isinstance(n, sympy.Expr):
+        return not n.has(sympy.nan, sympy.oo, -sympy.oo, sympy.zoo, sympy.I)
+    return (isinstance(n, int) or math.isfinite(n)) and n >= 0
+
+
+def use(e, found):
+    """Do with a result what it is made for: what is taken in silence shows there."""
+    if isinstance(found, AbstractContextManager) and not isinstance(found, cg.Graph):
+        with found:
+            cg.relu(e.x)
+    elif isinstance(found, cg.optimizers.optimizer.Optimizer):
+        cg.training_step(e.loss, optimizer=found)
+    elif isinstance(found, cg.Checkpoint):
+        cg.backward(e.loss, checkpoint=found)
+    elif isinstance(found, cg.Policy):
+        cg.apply_precision(e.loss, found)
+    elif isinstance(found, cg.DType):
+        cg.peak_memory(cg.Graph("h").input("h", (B, 6), found).graph)
+
+
+def at_the_boundary(error):
+    """Whether Python itself refused the call: too few arguments, or one that is not in the signature."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    doors = (__file__, ""), (door.__file__, "entered"), (changes.__file__, "called")
+    return isinstance(error, TypeError) and any(place.filename == f and place.name.endswith(n) for f, n in doors)
+
+
+def ask(name, e, function, args, named):
+    """The problem with a call, None where there is none."""
+    before = here()
+    try:
+        with limited(SECONDS):
+            found = function(*args, **named)
+            use(e, found)
+            wrong = [] if name in SIGNED else [n for n in amounts(found) if not is_amount(n)]
+            if e.g.nodes:
+                wrong += [
+                    n for q in (cg.flops, cg.bytes_moved, cg.peak_memory) for n in [q(e.g, B=2)] if not is_amount(n)
+                ]
+        problem = f"the amount {show(wrong[0])}" if wrong else None
+    except cg.CostGraphError as error:
+        problem = None if 0 < len(str(error)) <= 2100 else f"a text of {len(str(error))} characters"
+    except (Exception, TooSlowError) as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        problem = (
+            None
+            if at_the_boundary(error)
+            else f"{type(error).__name__} {str(error)[:200]} in {place.filename}:{place.lineno}"
+        )
+    after = here()
+    return problem or (None if before is after else f"what is open is {after}, before it was {before}")
+
+
+def odd_call(name, rng, folder):
+    """A good call with one or two arguments replaced: its problem, and a text of it."""
+    e = setting()
+    e.folder = folder
+    what, given = CALLS[name]
+    with building(e.g):
+        function, (args, named) = what(e), given(e)
+        odd = odd_values(e)
+        routes = slots(function, args, named)
+        for route in rng.sample(routes, min(len(routes), rng.choice([1, 1, 2]))):
+            args, named = replaced(args, named, route, rng.choice(odd)())
+        return ask(name, e, function, args, named), f"{name}{show((*args, named))[:400]}"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # text may be a path
+    e = setting()
+    cg.save(e.loss, tmp_path / "g.json")
+    return tmp_path
+
+
+def test_every_public_name_has_a_call():
+    public = {n for n in cg.__all__ if inspect.isroutine(getattr(cg, n)) or isinstance(getattr(cg, n), type)}
+    errors = {n for n in public if inspect.isclass(getattr(cg, n)) and issubclass(getattr(cg, n), Exception)}
+    assert public - errors - ROWS == FUNCTIONS.keys() | CLASSES.keys()
+
+
+@pytest.mark.parametrize("name", sorted(CLASSES))
+def test_every_public_method_has_a_call(name):
+    own = {k for k, v in vars(getattr(cg, name)).items() if inspect.isfunction(v) and not k.startswith("_")}
+    own = {k for k in own if hasattr(getattr(cg, name).__dict__[k], "__wrapped__")}  # at the door
+    networkx = {k for k in own if k.startswith("remove_")}
+    assert own - networkx == (METHODS[name][1].keys() if name in METHODS else set())
+
+
+def test_good_calls_are_answered(folder):
+    for name, (what, given) in CALLS.items():
+        if name == "Hardware.attained":
+            continue  # of a device that was measured
+        e = setting()
+        e.folder = folder
+        with building(e.g):
+            args, named = given(e)
+            what(e)(*args, **named)
+
+
+@pytest.mark.parametrize("name", sorted(CALLS))
+def test_odd_calls_are_answered_or_refused(name, folder):
+    problems = []
+    for i in range(examples(4)):
+        problem, call = odd_call(name, random.Random(f"{name} {i}"), folder)
+        problems += [f"{problem} from {call}"] if problem else []
+    assert not problems, f"{len(problems)} calls:\n" + "\n".join(problems)
+
+
+def test_missing_and_unknown_arguments_are_left_to_python(folder):
+    for call in (lambda: cg.flops(), lambda: cg.relu(setting().x, no_such=1), lambda: cg.relu(setting().x, True)):
+        with pytest.raises(TypeError) as caught:
+            call()
+        assert at_the_boundary(caught.value)

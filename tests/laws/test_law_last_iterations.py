@@ -1,0 +1,186 @@
+"""Loops whose final states nobody reads, against their iterations and against torch's own autograd."""
+
+import pytest
+import torch
+from budget import drawing, examples
+from hypothesis import given, settings
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import costgraph as cg
+from costgraph import testing
+from costgraph.errors import GraphError, UnsupportedError
+
+B, C, K, L, T = cg.dims("B C K L T")
+SIZES = {"B": 2, "C": 5, "K": 3}
+
+
+@settings(drawing(25), max_examples=examples(25))
+@given(case=testing.losses(most=2, kinds=("einsum", "pointwise", "einsum", "repeat"), around="repeat"))
+def test_loops_go_back_as_their_iterations_do(case):
+    try:
+        cg.backward(case.graph)
+    except UnsupportedError:
+        return
+    except GraphError as error:
+        if "has overwritten in place" not in str(error):
+            raise
+        return
+    testing.check_training(case.graph, ["a_loop_goes_back_as_its_iterations_do"], **case.point)
+
+
+# -- a state that each step trains, as torch differentiates it ----------------------------------------------------
+
+
+def trained_state(count, *, learned, layers=None):
+    """Test-time training: each position reads a matrix, and takes a step of gradient descent on it."""
+
+    def step(w, now):
+        q, k, v = now
+        y = cg.einsum(w, q, "b i j, b c j -> b c i")
+        error = cg.einsum(w, k, "b i j, b c j -> b c i") - v
+        return w - cg.einsum(error, k, "b c i, b c j -> b i j"), y
+
+    def layer(x):
+        made = (cg.linear(x, "b t c k -> b t c j", j=K, name=n) for n in "qkv")
+        qkv = tuple(cg.rearrange(t, "b t c k -> t b c k") for t in made)
+        start = cg.contiguous_copy(cg.expand(g.param("w", (K, K), grad=learned), "i j -> b i j", b=B))
+        _, ys = cg.scan(count, step, start, qkv, name="time")
+        return cg.linear(cg.rearrange(ys, "t b c k -> b t c k"), "b t c k -> b t c j", j=K, name="out")
+
+    with cg.Graph("ttt") as g:
+        x = g.input("x", (B, count, C, K))
+        y = layer(x) if layers is None else cg.repeat(layers, layer, x, name="layers")
+        g.output(cg.reduce(y * y, "b t c k -> ", "mean"))
+    return g
+
+
+class TrainedState(torch.nn.Module):
+    def __init__(self, size, *, learned):
+        super().__init__()
+        self.q, self.k, self.v, self.out = (torch.nn.Linear(size, size, bias=False) for _ in range(4))
+        self.w = torch.nn.Parameter(torch.randn(size, size), requires_grad=learned)
+
+    def forward(self, x):
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        w, ys = self.w.expand(x.shape[0], -1, -1).contiguous(), []
+        for t in range(x.shape[1]):
+            ys.append(torch.einsum("bij,bcj->bci", w, q[:, t]))
+            error = torch.einsum("bij,bcj->bci", w, k[:, t]) - v[:, t]
+            w = w - torch.bmm(error.mT, k[:, t])
+        return self.out(torch.stack(ys, 1))
+
+
+def counted_by_torch(times, *, learned, layers=1, again=False):
+    modules = [TrainedState(SIZES["K"], learned=learned) for _ in range(layers)]
+    x = torch.randn(SIZES["B"], times, SIZES["C"], SIZES["K"])
+    with FlopCounterMode(display=False) as counter:
+        for module in modules:
+            x = checkpoint(module, x, use_reentrant=False) if again else module(x)
+        x.square().mean().backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("learned", [True, False])
+def test_a_state_that_is_trained_costs_what_torch_runs(learned):
+    """The last step makes a state that nobody reads: autograd goes through none of it, nor to a start that is data."""
+    step = cg.backward(trained_state(T, learned=learned))
+    for times in (2, 3, 5):
+        assert cg.matmul_flops(step, T=times, **SIZES) == counted_by_torch(times, learned=learned)
+    for times in (1, 2):
+        alone = cg.backward(trained_state(times, learned=learned))
+        assert cg.matmul_flops(alone, **SIZES) == counted_by_torch(times, learned=learned)
+    with pytest.raises(cg.BindingError, match=r"T=1: .* expected a"):  # then nothing comes to keys and values at all
+        cg.flops(step, T=1, **SIZES)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_layers_of_trained_states_cost_what_torch_runs(again):
+    policy = cg.every_block() if again else None
+    step = cg.backward(trained_state(T, learned=True, layers=L), checkpoint=policy)
+    for layers, times in ((1, 2), (3, 2), (2, 4)):
+        theirs = counted_by_torch(times, learned=True, layers=layers, again=again)
+        assert cg.matmul_flops(step, L=layers, T=times, **SIZES) == theirs
+
+
+# -- several states, in each other ----------------------------------------------------------------------------------
+
+
+def product(w, x):
+    return cg.einsum(x, w, "b k, k j -> b j")
+
+
+def some_are_read(g, count, a, b, c, xs, w):
+    """Two of three final states are read by nobody."""
+    (_, y, _), ys = cg.scan(
+        count, lambda s, x: ((product(w, s[0]) + x, cg.tanh(s[1]) * x, product(w, s[2])), s[0] * s[2]), (a, b, c), xs
+    )
+    return [y, ys]
+
+
+def one_after_the_other(g, count, a, b, c, xs, w):
+    """The first state reaches the third two steps later: the last two steps differ."""
+    (_, _, y), _ = cg.scan(
+        count, lambda s, x: ((product(w, s[0]) * x, product(w, s[0]) + s[1], cg.tanh(s[1]) + s[2]), None), (a, b, c), xs
+    )
+    return [y]
+
+
+def in_each_other(g, count, a, b, c, xs, w):
+    def outer(s, x):
+        inner, ys = cg.scan(2, lambda h, _: (cg.tanh(product(w, h)) + x, h * h), s[0], name="inner")
+        return (inner, cg.reduce(ys, "t b k -> b k", "sum") + s[1]), s[0] * x
+
+    (_, y), ys = cg.scan(count, outer, (a, b), xs, name="outer")
+    return [y, ys]
+
+
+def replaced(g, count, a, b, c, xs, w):
+    """What comes out is made from the slice of the last step alone; what went in is lost."""
+    (y, _), _ = cg.scan(count, lambda s, x: ((product(w, x), product(w, s[0])), None), (a, b), xs)
+    return [y]
+
+
+def nobody(g, count, a, b, c, xs, w):
+    """A loop that nothing is read of, and one of layers whose second result is not."""
+    cg.repeat(count, lambda h: product(w, h), a, name="unread")
+    y, _ = cg.repeat(count, lambda h, s: (product(w, h), s + product(w, h)), (b, c), name="layers")
+    return [y]
+
+
+LOOPS = (some_are_read, one_after_the_other, in_each_other, replaced, nobody)
+
+
+def declared(loop, count, wants):
+    with cg.Graph(loop.__name__) as g:
+        a, b, c = (g.input(n, (B, K), grad=wants) for n in "abc")
+        xs = g.input("xs", (count, B, K), grad=wants)
+        for y in loop(g, count, a, b, c, xs, g.param("w", (K, K))):
+            out = cg.reduce(y * y, " ".join("tbk"[-y.ndim :]) + " -> ", "sum")
+            g.outputs[:] = [out + g.outputs[0]] if g.outputs else [out]
+    return g
+
+
+def answered(step, **sizes):
+    try:
+        return cg.flops(step, **sizes)
+    except cg.BindingError:
+        return None
+
+
+@pytest.mark.parametrize("wants", [True, False])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_the_last_iterations_are_those_of_the_unrolled_graph(loop, wants):
+    """FLOPs of the closed form, of numbers of iterations that are declared, and of all of them played out."""
+    sizes = {"B": 2, "K": 3}
+    step = cg.backward(declared(loop, T, wants))
+    for times in (1, 2, 3, 4, 7):
+        flat = cg.flops(cg.backward(cg.unroll(declared(loop, T, wants), T=times)), **sizes)
+        assert cg.flops(cg.backward(declared(loop, times, wants)), **sizes) == flat
+        found = answered(step, T=times, **sizes)
+        assert found == flat or (found is None and times < 4)  # where both ends differ, there have to be both
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_what_is_split_keeps_the_laws(loop):
+    testing.check_training(declared(loop, T, wants=True), T=5, B=2, K=2)

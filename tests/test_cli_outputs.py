@@ -1,0 +1,273 @@
+"""What the command line puts out, whatever names files carry, wherever it goes and whenever it is interrupted."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from budget import examples
+from limits import PROCESS
+
+import costgraph as cg
+from costgraph import cli
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+from costgraph.report.trace_command import app
+
+B, D = cg.dims("B D")
+COMMAND = [sys.executable, "-m", "costgraph"]
+#: Styles that the library sets itself where a terminal reads.
+STYLE = re.compile(r"\x1b\[[\d;]*m")
+#: Escape sequences, a bell, bidirectional overrides, ends of lines, half a pair, and what rich takes for markup.
+HOSTILE = "\x1b[31m\x1b]0;title\x07\u202e\x9b1m\x7f\u2028\ud800[bold][/nope]\\[red]{}\r\x08"
+PRINTABLE = "[/nope][red]\\[b]{}"
+
+
+def good(capsys, *words):
+    assert cli.main(list(words)) == 0
+    done = capsys.readouterr()
+    assert done.err == ""
+    return done.out
+
+
+def controls(text):
+    return sorted({c for c in text if not (c.isprintable() or c in "\n\t")})
+
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 128, "num_hidden_layers": 3, "vocab_size": 100, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+# -- names from outside --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """A graph and a device all of whose names are hostile, as far as a name may be that."""
+    monkeypatch.chdir(tmp_path)
+    with cg.Graph("g", dtype="bf16") as g:
+        with cg.scope("here"):
+            y = cg.linear(g.input("x", (B, 64)), "b d -> b f", f=D, name="up")
+            y = cg.pointwise("relu", y, name="act" + PRINTABLE)
+        g.output(cg.reduce(y, "b f -> ", "mean", name="mean" + PRINTABLE))
+    for name, graph in (("g.json", g), ("decoder.json", cg.models.from_config(CONFIG))):
+        cg.save(graph, name)
+        data = json.loads(Path(name).read_text())
+        data["graph"]["name"] = HOSTILE
+        Path(name).write_text(json.dumps(data))
+    device = Path(cg.__file__).parent.parent / "hardware_specs" / "h100-sxm.toml"
+    if not device.is_file():
+        device = Path(cg.__file__).parent / "hardware_specs" / "h100-sxm.toml"
+    escaped = json.dumps(HOSTILE.replace("\ud800", ""))  # TOML has no half of a pair
+    lines = []
+    for line in device.read_text().split("\n"):
+        line = re.sub(r'^(name|vendor) = ".*"$', rf"\1 = {'@'}", line)
+        line = re.sub(r'note = "[^"]*"', "note = @", line)
+        lines.append(re.sub(r'^([A-Z]\w*) = ".*"$', r"\1 = @", line).replace("@", escaped))
+    Path("d.toml").write_text("\n".join(lines))
+    assert "\x1b" in cg.load_hardware("d.toml").name
+
+
+ASKED = {
+    "report": ["report", "g.json", "--hardware", "d.toml", "B=3", "D=5", "--formulas", "--depth", "3"],
+    "open report": ["report", "g.json", "--hardware", "d.toml"],
+    "formula": ["formula", "g.json", "peak-memory"],
+    "crossover": ["crossover", "g.json", "B", "--hardware", "d.toml", "D=8192"],
+    "train": ["train", "g.json", "--hardware", "d.toml", "--formulas", "B=3", "D=5"],
+    "plan": ["plan", "g.json", "--hardware", "d.toml", "B=3", "D=5"],
+    "decode": ["decode", "decoder.json", "--hardware", "d.toml", "S=5", "--values", "1,2"],
+    "hardware": ["hardware", "d.toml"],
+}
+DATA = [
+    [*ASKED[name], form, "-"]
+    for name in ("report", "train", "plan", "decode") for form in ("--json", "--csv")
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("words", ASKED.values(), ids=ASKED)
+@pytest.mark.parametrize("color", [False, True], ids=["pipe", "terminal"])
+def test_no_output_has_control_characters_of_others(capsys, monkeypatch, files, words, color):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    if color:
+        monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    out = good(capsys, *words)
+    assert color == bool(STYLE.search(out)) or words[0] in ("formula", "crossover", "decode")
+    assert "\x1b[31m" not in out
+    assert not controls(STYLE.sub("", out) if color else out)
+    if words[0] not in ("formula", "crossover"):
+        assert "[/nope]" in "".join(out.split())  # no markup either
+
+
+@pytest.mark.parametrize("words", DATA, ids=" ".join)
+def test_data_on_the_output_has_none_either(capsys, files, words):
+    out = good(capsys, *words)
+    assert not controls(out)
+    if "--json" in words:
+        assert json.loads(out)["graph"].startswith(HOSTILE)
+
+
+@pytest.mark.parametrize("words", [[HOSTILE], ["report", HOSTILE], ["report", "g.json", HOSTILE + "=1"],
+                                   ["report", "g.json", "--hardware", HOSTILE], ["report", "g.json", "--sort", HOSTILE],
+                                   ["report", "g.json", "--json", HOSTILE + "/x"]])  # fmt: skip
+def test_no_refusal_has_any(capsys, files, words):
+    assert cli.main(words) == 2
+    done = capsys.readouterr()
+    assert (done.out, controls(done.err), done.err.count("\n")) == ("", [], 1)
+
+
+COMMANDS = [command.name for command in app.registered_commands]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_is_plain_text_whose_examples_are_lines_of_their_own(capsys, command):
+    out = good(capsys, command, "--help")
+    assert not controls(out)
+    assert "\\b" not in out
+    shown = re.search(r"^  Examples:\n((?:    .*\n)+)", out, re.MULTILINE)
+    assert shown is None if command == "models" else f"    costgraph {command} " in shown[1] or command == "hardware"
+    assert all(len(line) <= 82 for line in out.split("\n"))
+
+
+def test_the_list_of_models_declares_none(capsys, monkeypatch):
+    declared = []
+    enter = cg.Graph.__enter__
+    monkeypatch.setattr(cg.Graph, "__enter__", lambda self: declared.append(self.name) or enter(self))
+    assert "8,030,261,248" in good(capsys, "models")
+    assert set(declared) == {"mlp"}  # which is nobody's
+
+
+# -- what a model is -----------------------------------------------------------------------------------------------
+
+
+def test_a_file_is_what_its_content_says(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    for place in ("config.json", "folder/config.json", "model.cfg", "gpt2"):
+        Path(place).write_text(json.dumps(CONFIG))
+    expected = cg.param_count(cg.models.from_config(CONFIG))
+    cg.save(cg.models.from_config(CONFIG), "saved.json")
+    cg.save(cg.models.from_config(CONFIG), "saved")
+    for place in ("config.json", "folder", "folder/config.json", "model.cfg", "saved.json", "saved"):
+        found = json.loads(good(capsys, "report", place, "--json", "-"))
+        assert found["figures"]["params"]["value"] == expected
+    # a preset is one, whatever lies about
+    assert good(capsys, "formula", "gpt2", "params", "--preset") == "124439808\n"
+    for words in (
+        "train folder B=1 S=8",
+        "plan config.json --hardware h100-sxm B=1 S=8",
+        "decode config.json --hardware h100-sxm S=8 --values 1,2",
+        "formula config.json flops",
+        "crossover config.json B --hardware h100-sxm S=8",
+        "report config.json --dtype fp32 --attention eager --dropout 0.1",
+    ):
+        good(capsys, *words.split())
+
+
+@pytest.mark.parametrize(
+    ("content", "words", "text"),
+    [
+        (CONFIG, ["--composed"], "--composed: 'f.json' is a config.json, expected a preset for that"),
+        ({"nodes": []}, ["--dtype", "fp32"], "--dtype: 'f.json' is a saved graph, expected a preset for that"),
+        ({**CONFIG, "hidden_size": "x"}, [], "f.json: hidden_size is 'x', expected a whole number"),
+        ({"nodes": []}, [], "f.json: "),
+        ([1], [], "f.json: "),
+    ],
+)
+def test_a_file_that_is_neither_or_takes_no_option(capsys, tmp_path, monkeypatch, content, words, text):
+    monkeypatch.chdir(tmp_path)
+    Path("f.json").write_text(json.dumps(content))
+    assert cli.main(["report", "f.json", *words]) == 2
+    assert capsys.readouterr().err.startswith(f"costgraph: {text}")
+
+
+@pytest.mark.parametrize("part", ["40", "0", "-0.1", "nan", "inf", "1.01"])
+def test_a_utilization_that_is_no_part(capsys, part):
+    assert cli.main(["plan", "gpt2", "--hardware", "h100-sxm", "--mfu", part, "B=1", "S=8"]) == 2
+    assert re.search(r"preflight: mfu: \S+, expected a number above 0 and up to 1", capsys.readouterr().err)
+
+
+# -- where the output goes -----------------------------------------------------------------------------------------
+
+pipes = pytest.mark.skipif(os.name == "nt", reason="outputs break in another way there")
+CLOSED = "costgraph: the standard output: Bad file descriptor, expected a place to write to\n"
+FULL = "costgraph: the standard output: No space left on device, expected a place to write to\n"
+
+
+@pipes
+@pytest.mark.parametrize(
+    ("words", "to", "status", "said"),
+    [
+        ("--version", ">&-", 2, CLOSED),
+        ("report mlp --json -", ">&-", 2, CLOSED),
+        ("--version", ">/dev/full", 2, FULL),
+        ("report --help", ">/dev/full", 2, FULL),
+        ("report mlp", ">/dev/full", 2, FULL),
+        ("report mlp --csv -", "2>&- >/dev/full", 2, ""),
+        ("models", "| true", 141, ""),
+    ],
+)
+def test_an_output_that_takes_nothing(words, to, status, said):
+    if "/dev/full" in to and not os.path.exists("/dev/full"):
+        pytest.skip("no /dev/full")
+    done = subprocess.run(
+        ["bash", "-c", f'set -o pipefail; "$@" {to}', "-", *COMMAND, *words.split()],
+        capture_output=True, text=True, timeout=PROCESS, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (status, "", said)
+
+
+#: Sends the signal of Ctrl-C at the n-th event that Python tells auditors of, from the first import of the package on.
+SITE = """
+import os, signal, sys
+seen = None
+def hook(event, arguments):
+    global seen
+    if event == "import" and arguments[0] == "costgraph.analysis":
+        seen = 0
+    if seen is not None:
+        seen += 1
+        if seen == {number}:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.addaudithook(hook)
+"""
+
+
+def interrupted(tmp_path, number, *words, run=COMMAND):
+    (tmp_path / "sitecustomize.py").write_text(SITE.format(number=number))
+    paths = os.pathsep.join([str(tmp_path), str(Path(cg.__file__).parent.parent)])
+    return subprocess.run([*run, *words], capture_output=True, text=True, timeout=PROCESS, check=False,
+                          env={**os.environ, "PYTHONPATH": paths})  # fmt: skip
+
+
+@pipes
+@pytest.mark.parametrize("number", [1, 200, 1000, 3000][: examples(4)])
+def test_an_interruption_at_any_time_is_silent(tmp_path, number):
+    done = interrupted(tmp_path, number, "report", "mlp", "B=1")
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
+@pipes
+def test_the_script_is_interrupted_as_the_module_is(tmp_path):
+    script = tmp_path / "costgraph"
+    script.write_text("import sys\nfrom costgraph.cli import main\nsys.exit(main())\n")
+    done = interrupted(tmp_path, 100, "report", "mlp", "B=1", run=[sys.executable, str(script)])
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
+@pipes
+def test_another_program_keeps_its_own_answer(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text("import signal\nimport costgraph\nprint(signal.getsignal(2) is signal.default_int_handler)\n")
+    env = {**os.environ, "PYTHONPATH": str(Path(cg.__file__).parent.parent)}
+    done = subprocess.run(
+        [sys.executable, program], env=env, capture_output=True, text=True, timeout=PROCESS, check=True
+    )
+    assert done.stdout == "True\n"

@@ -1,0 +1,141 @@
+"""The door: what annotations ask of values, and what a checked function still is to Python."""
+
+import inspect
+import pickle
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fractions import Fraction
+from typing import Annotated, Any, TypeVar
+
+import numpy as np
+import pytest
+import sympy
+
+import costgraph as cg
+from costgraph.door import READ, REAL, checked, rule
+from costgraph.polynomial import poly
+
+T = TypeVar("T")
+NAN, INF = float("nan"), float("inf")
+B, D = cg.dims("B D")
+
+
+@pytest.mark.parametrize(
+    ("hint", "good", "odd"),
+    [
+        (bool, [True], [1, None, np.bool_(True)]),
+        (int, [1, -1, np.int64(3), 10**400, sympy.Integer(2)], [True, 1.0, "1", None, B, 10**5000]),
+        (float, [1, 0.5, Fraction(1, 3), np.float32(2)], [True, NAN, INF, 10**400, 1j, "1", np.array(1.0)]),
+        (str, ["", "x"], [b"x", None, 5]),
+        (str | None, ["x", None], [5]),
+        (Any, [None, object], []),
+        (T, [None, object], []),
+        (cg.Graph, [cg.Graph()], [cg.Graph, None, "g"]),
+        (Callable[..., int], [len, lambda: 0], [int, 5, None]),
+        (Sequence[int], [[1], (), (2, 3)], ["12", [None], {1}, 5, iter([1])]),
+        (Sequence[object], [5], []),
+        (Iterable[int], [[1], {1}, iter("ab"), range(3)], ["12", 5, [None]]),
+        (tuple[int, ...], [(1, 2), [3]], [5, ("a",)]),
+        (tuple[float | None, float], [(None, 1), (1, 2)], [(1,), (1, None), 5, (1, NAN)]),
+        (Mapping[str, int], [{}, {"a": 1}], [{1: 1}, {"a": "b"}, [("a", 1)], None]),
+        (dict[str, int], [{"a": 1}], [None, {"a": None}]),
+        (frozenset[str], [frozenset("a")], [{"a"}, frozenset([1])]),
+        (Annotated[float, REAL], [NAN, INF, 1], [True, 10**400, "1", None]),
+        (Annotated[int, READ], ["anything"], []),
+        (type(poly(B)), [poly(B)], [B, 3]),
+    ],
+)
+def test_a_rule_holds_for_what_the_annotation_says(hint, good, odd):
+    asked = rule(hint)
+    assert [v for v in good if not asked.holds(v)] == []
+    assert [v for v in odd if asked.holds(v)] == []
+
+
+@pytest.mark.parametrize(
+    ("hint", "text"),
+    [
+        (int | None, "a whole number"),
+        (int | float, "a number"),
+        (cg.Graph | float | None, "a graph or a number"),
+        (Sequence[cg.Tensor], "a list, each a tensor"),
+        (Mapping[str, Callable[..., int]], "a mapping from text to a function"),
+        (tuple[cg.Tensor, cg.Tensor], "(a tensor, a tensor)"),
+        (cg.RooflineRow | None, "a roofline row"),
+    ],
+)
+def test_a_rule_says_what_it_expects(hint, text):
+    assert rule(hint).expected == text
+
+
+def setting():
+    g = cg.Graph("g")
+    return g, g.input("x", (B, 6))
+
+
+def stated(**facts):
+    for name, value in facts.items():
+        setattr(cg.Graph("g"), name, value)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: cg.roofline(5, "h100-sxm"), "roofline: graph is 5, expected a graph"),
+        (lambda: cg.report(None), "report: graph is None, expected a graph"),
+        (lambda: cg.fuse("g"), "fuse: graph is 'g', expected a graph"),
+        (lambda: cg.save(5, "x.json"), "save: graph is 5, expected a graph"),
+        (lambda: cg.state_bytes([]), "state_bytes: step is [], expected a graph"),
+        (lambda: cg.keep(setting()[1], 5), "keep: others[0] is 5, expected a tensor"),
+        (lambda: cg.moe(setting()[1], 4, 2, 5, gate=5), "moe: gate is 5, expected a function"),
+        (lambda: cg.self_attention(setting()[1], 2, 3, rope=5), "rope is 5, expected (a tensor, a tensor)"),
+        (lambda: cg.crossover(setting()[0], "h100-sxm", ["B"]), "crossover: symbol is ['B'], expected text"),
+        (lambda: cg.AdamW(betas=0.9), "AdamW: betas is 0.9, expected (a number, a number)"),
+        (lambda: cg.Muon(ns_coefficients=(1, 2)), "expected (a number, a number, a number)"),
+        (lambda: cg.Adafactor(eps=None), "Adafactor: eps is None, expected (a number, a number)"),
+        (lambda: cg.Max(B, D, owners=5), "Max: owners is 5, expected an owner for each argument"),
+        (lambda: cg.Max(B, D, owners=[]), "Max: owners is [], expected an owner for each argument"),
+        (lambda: stated(defaults=None), "graph 'g': defaults is None, expected a mapping from text to a whole number"),
+        (lambda: stated(loss=5), "graph 'g': loss is 5, expected text"),
+        (lambda: cg.Cost(matmul=NAN), "Cost: matmul is nan, expected a number or a formula"),
+        (lambda: cg.DType("x", -8, "float"), "x: bits is -8, expected a whole number from 1 to 1024"),
+        (lambda: cg.DType("x", 8, "float", 10**9), "x: exponent is 1000000000, expected a whole number from 0 to 19"),
+        (lambda: cg.DType("x", 8, "flaot"), "x: kind is 'flaot', expected one of bool, int, float"),
+        (lambda: cg.Checkpoint(interval=NAN), "every: k: size nan: expected"),
+        (lambda: cg.Checkpoint(interval=-3), "every: k: -3, expected a positive integer"),
+        (lambda: cg.every(INF), "every: k: size inf: expected"),
+        (lambda: cg.every_block(inside=5), "every_block: inside is 5, expected a checkpoint"),
+        (lambda: cg.selective("a b"), "selective: 'a b', expected identifiers separated by '/'"),
+        (lambda: cg.compile(sympy.zoo), "zoo"),
+    ],
+)
+def test_refusals_name_the_place_the_value_and_what_was_expected(call, text):
+    with pytest.raises(cg.CostGraphError, match=re.escape(text)):
+        call()
+
+
+@pytest.mark.parametrize("name", [n for n in cg.__all__ if inspect.isfunction(getattr(cg, n))])
+def test_a_checked_function_is_what_it_was_to_python(name):
+    function = getattr(cg, name)
+    assert pickle.loads(pickle.dumps(function)) is function
+    assert inspect.signature(function) == inspect.signature(inspect.unwrap(function))
+    assert function.__doc__ == inspect.unwrap(function).__doc__
+    assert function.__name__ == name
+
+
+def test_every_annotation_of_a_public_function_is_understood():
+    # a plan is made at the first call: here of all of them
+    from costgraph.door import _plan
+
+    for name in cg.__all__:
+        found = getattr(cg, name)
+        members = [found] if inspect.isfunction(found) else vars(found).values() if inspect.isclass(found) else []
+        for member in members:
+            if inspect.isfunction(member) and inspect.unwrap(member) is not member and "costgraph" in member.__module__:
+                _plan(inspect.unwrap(member))
+
+
+def test_what_may_be_read_once_is_not_used_up():
+    def first(values: Iterable[int]) -> int:
+        return next(iter(values))
+
+    assert checked(first)(iter([7])) == 7

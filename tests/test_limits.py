@@ -1,0 +1,79 @@
+"""No test has a limit in seconds of the clock: a slow machine must not look like a broken library."""
+
+import ast
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from limits import TooSlowError, limited
+
+TESTS = Path(__file__).parent
+CLOCKS = {"monotonic", "perf_counter", "time", "monotonic_ns", "perf_counter_ns", "time_ns"}
+#: Tools that are run by hand, for as long as they are told to.
+TOOLS = {"laws/hunt.py", "mutation/run.py", "mutation/reached.py", "with_torch/zoo_page.py"}
+
+
+def clocks(tree):
+    """What is read of the clock, and what is stopped by it, with the line of each."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Attribute(value=ast.Name("time"), attr=name)) if name in CLOCKS:
+                yield node.lineno, f"time.{name}"
+            case ast.ImportFrom(module="time", names=names) if CLOCKS & {n.name for n in names}:
+                yield node.lineno, "from time import"
+            case ast.Attribute(attr="ITIMER_REAL") | ast.Attribute(attr="alarm"):
+                yield node.lineno, node.attr
+            case ast.keyword(arg="timeout" | "deadline", value=ast.Constant(value=int() | float() as seconds)):
+                yield node.value.lineno, f"{node.arg}={seconds}"
+
+
+def test_no_test_reads_the_clock():
+    found = {
+        f"{path.relative_to(TESTS)}:{line} {what}"
+        for path in TESTS.rglob("*.py")
+        if str(path.relative_to(TESTS)) not in TOOLS | {"limits.py"}
+        for line, what in clocks(ast.parse(path.read_text(encoding="utf-8")))
+    }
+    assert not found
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["import time\nassert time.monotonic() - start < 5", "from time import perf_counter", "run(timeout=60)",
+     "signal.setitimer(signal.ITIMER_REAL, 8)", "settings(deadline=200)", "signal.alarm(5)"],
+)  # fmt: skip
+def test_what_reads_the_clock_is_found(text):
+    assert list(clocks(ast.parse(text)))
+
+
+def spin():
+    while True:
+        pass
+
+
+# -- limits --------------------------------------------------------------------------------------------------------
+
+
+def test_what_runs_too_long_is_stopped_and_what_waits_is_not():
+    with pytest.raises(TooSlowError, match=r"more than 0\.05 s of the processor"), limited(0.05):
+        spin()
+    with limited(0.05):
+        time.sleep(0.1)
+
+
+def test_what_waits_for_ever_is_stopped():
+    with pytest.raises(TooSlowError, match=r"more than 0\.02 s times 30 of the clock"), limited(0.02):
+        time.sleep(100)
+
+
+def inside_another():
+    with limited(5):
+        pass
+    spin()
+
+
+def test_a_limit_inside_another_leaves_that_one():
+    with pytest.raises(TooSlowError, match=r"0\.05"), limited(0.05):
+        inside_another()
+    assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)

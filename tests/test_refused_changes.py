@@ -1,0 +1,430 @@
+"""A refused change leaves a graph as it was: the same program with refusals in it declares the same graph."""
+
+import copy
+import inspect
+import pickle
+from contextlib import suppress
+
+import networkx as nx
+import pytest
+from budget import drawing, examples
+from hypothesis import given
+from hypothesis import strategies as st
+
+import costgraph as cg
+from costgraph.op import Op
+from costgraph.scopes import here
+
+B, S, V = cg.dims("B S V")
+
+
+class Declared:
+    """A graph with inputs of all sorts, in the place of which a call may be made."""
+
+    def __init__(self):
+        self.graph = g = cg.Graph("g")
+        self.x = g.input("x", (B, S, 8))
+        self.rows, self.image = g.input("rows", (B, 8)), g.input("image", (B, 8, 8, 8))
+        self.nhwc = g.input("nhwc", (B, 8, 8, 8))
+        self.q = g.input("q", (B, 2, S, 4))
+        self.ids, self.table = g.input("ids", (B, S), dtype="int64"), g.input("table", (V, 8))
+        self.times, self.targets = g.input("times", (B,), dtype="int64"), g.input("targets", (B,), dtype="int64")
+        self.cos, self.sin = g.input("cos", (S, 2)), g.input("sin", (S, 2))
+        self.order = g.input("order", (B, 2), dtype="int64")
+        self.weights = g.input("weights", (B, S, 2))
+        self.chosen = g.input("chosen", (B, S, 2), dtype="int64")
+        self.experts, self.ends = g.input("experts", (4, 8, 2)), g.input("ends", (4,), dtype="int32")
+        self.row = g.input("row", (8,))
+        self.at = g.input("at", (S,), dtype="int64")
+        self.turned, self.cut = self.x.mT, cg.window_partition(self.nhwc, 2, 1)
+
+
+def step(state, item):
+    new = cg.tanh(state + item)
+    return new, new
+
+
+#: A call of every public function that adds to a graph.
+CALLS = {
+    "adaptive_pool": lambda d: cg.adaptive_pool(d.image, (2, 2)),
+    "arange": lambda d: cg.arange(S),
+    "attention": lambda d: cg.attention(d.q, d.q, d.q, kernel="eager", p=0.1),
+    "batch_norm": lambda d: cg.batch_norm(d.image),
+    "binary_cross_entropy": lambda d: cg.binary_cross_entropy(d.rows, d.rows),
+    "cache": lambda d: cg.cache(d.q, "b h s k", along="s"),
+    "cast": lambda d: cg.cast(d.x, "bf16"),
+    "causal_conv": lambda d: cg.causal_conv(d.x, 3),
+    "collective": lambda d: cg.collective(d.x, "all_reduce", 4),
+    "concat": lambda d: cg.concat([d.turned, d.turned]),
+    "contiguous_copy": lambda d: cg.contiguous_copy(d.turned),
+    "conv": lambda d: cg.conv(d.image, "b c h w -> b o h w", window=3, padding=1, o=4, bias=True),
+    "cross_attention": lambda d: cg.cross_attention(d.x, d.x, 2, 4, bias=True, p=0.1),
+    "cross_entropy": lambda d: cg.cross_entropy(d.rows, d.targets),
+    "cumulative_sum": lambda d: cg.cumulative_sum(d.x),
+    "dot_interaction": lambda d: cg.dot_interaction(d.x),
+    "dropout": lambda d: cg.dropout(d.x, 0.1),
+    "einsum": lambda d: cg.einsum(d.x, d.table, d.rows, "b s d, v d, b d -> b s v"),
+    "embedding": lambda d: cg.embedding(d.ids, d.table),
+    "embedding_bag": lambda d: cg.embedding_bag(d.ids, d.table),
+    "expand": lambda d: cg.expand(d.rows, "b d -> b s d", s=S),
+    "experts": lambda d: cg.experts(d.x, d.weights, d.chosen, 4, 16),
+    "gated_mlp": lambda d: cg.gated_mlp(d.x, 16, bias=True),
+    "gather": lambda d: cg.gather(d.table, d.ids),
+    "gelu": lambda d: cg.gelu(d.x, approximate="tanh"),
+    "group_norm": lambda d: cg.group_norm(d.image, 2),
+    "grouped": lambda d: cg.grouped(d.rows, d.experts, d.ends, 1),
+    "gru": lambda d: cg.gru(d.x, 4),
+    "head_norm": lambda d: cg.head_norm(d.q),
+    "initial_state": lambda d: cg.initial_state((B, 4)),
+    "inverted_residual": lambda d: cg.inverted_residual(d.image, 16, 8, squeezed=4, residual=True, p=0.1),
+    "keep": lambda d: cg.keep(d.x, d.rows),
+    "latent_attention": lambda d: cg.latent_attention(
+        d.x, 2, latent=4, nope=4, rotated=4, value=4, rope=(d.cos, d.sin), query_latent=4
+    ),
+    "layer_norm": lambda d: cg.layer_norm(d.x),
+    "layers": lambda d: cg.layers(3, {"a": cg.layer_norm, "b": cg.tanh}, d.x, ("a", "b"), rest=1),
+    "linear": lambda d: cg.linear(d.x, "b s d -> b s f", f=4, bias=True),
+    "log_softmax": lambda d: cg.log_softmax(d.x),
+    "lstm": lambda d: cg.lstm(d.x, 4),
+    "matmul": lambda d: d.x @ d.turned,
+    "mlp": lambda d: cg.mlp(d.x, 16, bias=True, p=0.1),
+    "moe": lambda d: cg.moe(d.x, 4, 2, 16),
+    "patch_embedding": lambda d: cg.patch_embedding(d.image, 2, 4),
+    "patch_merging": lambda d: cg.patch_merging(d.nhwc),
+    "pointwise": lambda d: cg.pointwise("add", d.x, 1.0),
+    "pool": lambda d: cg.pool(d.image, "max", window=2),
+    "rearrange": lambda d: cg.rearrange(d.turned, "b d (s v) -> (b d s) v", v=V),
+    "recurrence": lambda d: cg.recurrence(step, d.rows, d.x),
+    "reduce": lambda d: cg.reduce(d.x, "b s d -> b d", "mean"),
+    "relative_bias": lambda d: cg.relative_bias(d.at, d.at, 2),
+    "relu": lambda d: cg.relu(d.x),
+    "repeat": lambda d: cg.repeat(3, lambda x: cg.linear(x, "b s d -> b s e", e=8) + d.rows[:, None], d.x),
+    "reshape": lambda d: cg.reshape(d.turned, (B, 8 * S)),
+    "rms_norm": lambda d: cg.rms_norm(d.x),
+    "roll": lambda d: cg.roll(d.x, 1, 1),
+    "rotary": lambda d: cg.rotary(d.q, d.cos, d.sin),
+    "rotary_tables": lambda d: cg.rotary_tables(d.at, 4),
+    "router": lambda d: cg.router(d.x, 4, 2, score="sigmoid", normalize=True, correction=True),
+    "scan": lambda d: cg.scan(B, step, d.row, d.rows),
+    "scatter": lambda d: cg.scatter(d.table, d.ids, d.x, inplace=False),
+    "self_attention": lambda d: cg.self_attention(d.x, 2, 4, rope=(d.cos, d.sin), bias=True, p=0.1),
+    "sigmoid": lambda d: cg.sigmoid(d.x),
+    "silu": lambda d: cg.silu(d.x),
+    "slice_axis": lambda d: cg.slice_axis(d.x, -1, 1, 4),
+    "softmax": lambda d: cg.softmax(d.x),
+    "split": lambda d: cg.split(d.x, (4, 4)),
+    "squeeze_excitation": lambda d: cg.squeeze_excitation(d.image, 4),
+    "stack": lambda d: cg.stack([d.x, d.x]),
+    "stochastic_depth": lambda d: cg.stochastic_depth(d.x, 0.1),
+    "take_along": lambda d: cg.take_along(d.rows, d.order),
+    "tanh": lambda d: cg.tanh(d.x),
+    "tied_head": lambda d: cg.tied_head(d.x, d.table),
+    "timestep_embedding": lambda d: cg.timestep_embedding(d.times, 8),
+    "token_shift": lambda d: cg.token_shift(d.x),
+    "top_k": lambda d: cg.top_k(d.rows, 2),
+    "transfer": lambda d: cg.transfer(d.x),
+    "transpose": lambda d: d.x.mT,
+    "upsample": lambda d: cg.upsample(d.image),
+    "window_bias": lambda d: cg.window_bias(2, 2),
+    "window_merge": lambda d: cg.window_merge(d.cut, d.nhwc, 2, 1),
+    "window_partition": lambda d: cg.window_partition(d.nhwc, 2, 1),
+}
+
+
+def test_the_calls_are_all_that_the_library_has():
+    declaring = {
+        name
+        for name, found in vars(cg).items()
+        if name in cg.__all__ and inspect.isfunction(found)
+        if any(word in str(inspect.signature(found).return_annotation) for word in ("Tensor", "Carry"))
+    }
+    assert declaring == set(CALLS)
+
+
+# -- what a graph is -----------------------------------------------------------------------------------------------
+
+
+def facts(node):
+    if isinstance(node, Op):
+        attrs = {k: v if k != "body" else state(v) for k, v in node.attrs.items()}
+        names = [t.name for t in node.operands], [t.name for t in node.results]
+        return (node.kind.name, node.name, names, str(attrs), node.scope, node.phase)
+    storage = node.storage
+    places = node.graph.name, storage.name, storage.role, storage.pieces, str(storage.bytes)
+    return (repr(node), str(node.strides), str(node.offset), str(node.domain), node.requires_grad, places)
+
+
+def state(g):
+    """Everything that a graph says, bodies included."""
+    return {
+        "nodes": list(map(facts, g.nodes)),
+        "edges": [(a.name, b.name) for a, b in g.edges],
+        "names": [[t.name for t in ts] for ts in (g.outputs, g.formals, g.captured)],
+        "gradients": [(a.name, b.name) for a, b in g.gradients.items()],
+        "handed": [s.name for s in g.handed],
+        "rest": (g.dtype, [r.text for r in g.relations.relations], dict(g.defaults), g.loss, g.fused),
+        "modules": sorted(g.modules),
+        "quotients": sorted(map(str, g.quotients)),
+    }
+
+
+def size(g):
+    return sum(map(len, g.bodies()))
+
+
+class Refusal(cg.GraphError):
+    """What is raised in the middle of a call."""
+
+
+class Failing:
+    """Lets the node of some number, counted from now on, be refused."""
+
+    def __init__(self, monkeypatch):
+        self.left = None
+        add = cg.Graph.add_node
+
+        def refused(graph, node, **attr):
+            if self.left is not None:
+                self.left -= 1
+                if self.left < 0:
+                    self.left = None
+                    raise Refusal("no room for a node")
+            add(graph, node, **attr)
+
+        monkeypatch.setattr(cg.Graph, "add_node", refused)
+
+    def at(self, number, call):
+        """Whether the call came as far as to this node."""
+        self.left = number
+        try:
+            call()
+        except Refusal:
+            return True
+        finally:
+            self.left = None
+        return False
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    return Failing(monkeypatch)
+
+
+PLACES = {
+    "top": lambda d, call: call(d),
+    "scope": lambda d, call: in_scope(d, call),
+    "kernel": lambda d, call: d.graph.output(in_kernel(d, call)),
+    "repeat": lambda d, call: cg.repeat(3, lambda x: (call(d), cg.tanh(x))[1], d.rows, name="layers"),
+    "scan": lambda d, call: cg.scan(B, lambda state, x: (call(d), step(state, x))[1], d.row, d.rows),
+    "nested": lambda d, call: cg.repeat(2, lambda x: x + in_kernel(d, call), d.rows),
+}
+
+
+def in_scope(d, call):
+    with cg.scope("part/0"):
+        return call(d)
+
+
+def in_kernel(d, call):
+    with cg.kernel("fused"):
+        made = cg.tanh(d.rows)
+        call(d)
+    return made
+
+
+# -- the laws ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_that_is_refused_halfway_changes_nothing(name, failing):
+    call = CALLS[name]
+    plain, other = Declared(), Declared()
+    with plain.graph:
+        call(plain)
+    nodes = size(plain.graph) - size(Declared().graph)
+    with other.graph as g:
+        before, place = state(g), here()
+        for number in range(0, nodes, max(nodes // examples(4), 1)):
+            assert failing.at(number, lambda: call(other))
+            assert state(g) == before
+            assert here() is place
+        call(other)
+    assert state(other.graph) == state(plain.graph)
+
+
+@drawing(60)
+@given(st.sampled_from(sorted(CALLS)), st.sampled_from(sorted(PLACES)), st.integers(0, 40), st.booleans())
+def test_a_refusal_in_any_body_changes_nothing(name, place, number, caught_inside):
+    call = CALLS[name]
+    plain, other = Declared(), Declared()
+    with pytest.MonkeyPatch.context() as patch:
+        failing = Failing(patch)
+
+        def around(d, call):
+            try:
+                PLACES[place](d, call)
+            except Refusal:
+                raise
+            except cg.CostGraphError as error:  # not every call has a place in a kernel
+                return str(error)
+            return None
+
+        def twice(d):
+            before = state(d.graph), here()
+            if failing.at(number, lambda: call(d)):
+                assert (state(d.graph), here()) == before
+                call(d)
+
+        with plain.graph:
+            expected = around(plain, call)
+        with other.graph as g:
+            before = state(g), here()
+            if caught_inside:
+                assert around(other, twice) == expected
+            elif failing.at(number, lambda: around(other, call)):
+                assert (state(g), here()) == before
+                assert around(other, call) == expected
+    assert state(other.graph) == state(plain.graph)
+
+
+# -- what is not a function ----------------------------------------------------------------------------------------
+
+
+def finished():
+    d = Declared()
+    with d.graph as g:
+        g.output(cg.tanh(d.rows))
+    g.assume("B >= S")
+    g.defaults = {"S": 3}
+    g.loss = "cross_entropy"
+    return g
+
+
+#: Ways to change a graph that has nothing to do with `other`, all of them refused where it is frozen.
+CHANGES = {
+    "input": lambda g: g.input("new", (B,)),
+    "param": lambda g: g.param("new", (B,)),
+    "buffer": lambda g: g.buffer("new", (B,)),
+    "output": lambda g: g.output(g.tensors[0]),
+    "assume": lambda g: g.assume("B >= 2"),
+    "op": lambda g: cg.tanh(g.tensors[0]),
+    "layer": lambda g: cg.layer_norm(g.tensors[0]),
+    "operator": lambda g: g.tensors[0] + g.tensors[0],
+    "repeat": lambda g: cg.repeat(2, cg.tanh, g.tensors[0]),
+    "set dtype": lambda g: setattr(g, "dtype", cg.dtype("bf16")),
+    "set outputs": lambda g: setattr(g, "outputs", []),
+    "set defaults": lambda g: setattr(g, "defaults", {"B": 2}),
+    "set loss": lambda g: setattr(g, "loss", None),
+    "set gradients": lambda g: setattr(g, "gradients", {}),
+    "default": lambda g: g.defaults.update(B=2),
+    "no default": lambda g: g.defaults.clear(),
+    "more outputs": lambda g: g.outputs.append(g.tensors[0]),
+    "other outputs": lambda g: g.outputs.__setitem__(0, g.tensors[0]),
+    "gradient": lambda g: g.gradients.setdefault(g.tensors[0], g.tensors[0]),
+    "remove": lambda g: g.remove_node(g.tensors[0]),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_frozen_graph_stays_as_it_is(name):
+    g, other = finished(), finished()
+    g.freeze()
+    before = state(g)
+    with pytest.raises((cg.GraphError, nx.NetworkXError), match=r"[Ff]rozen"):
+        CHANGES[name](g)
+    assert state(g) == before == state(other)
+    assert cg.flops(g, B=1, S=1) == cg.flops(other, B=1, S=1)
+    CHANGES[name](other)  # the change itself is a good one
+
+
+def test_a_copy_of_a_frozen_graph_can_be_changed():
+    g = finished().freeze()
+    for out in (g.copy(), copy.deepcopy(g.defaults), copy.copy(g.outputs)):
+        changed = out if not isinstance(out, cg.Graph) else out.defaults
+        changed.clear()
+    assert g.defaults == {"S": 3}
+    assert pickle.loads(pickle.dumps(g.defaults)) == {"S": 3}
+
+
+BAD_CHANGES = {
+    "input taken": lambda g: g.input("x", (B,)),
+    "input of no size": lambda g: g.input("new", (0,)),
+    "input of no format": lambda g: g.input("new", (B,), "fp7"),
+    "param of no name": lambda g: g.param("a b", (B,)),
+    "output of others": lambda g: g.output(g.tensors[0], finished().tensors[0]),
+    "output of nothing": lambda g: g.output(g.tensors[0], None),
+    "assume nonsense": lambda g: g.assume("B >= 2", "B >"),
+    "assume against": lambda g: g.assume("V <= 7", "B < S"),
+    "op of two graphs": lambda g: g.tensors[0] + finished().tensors[0],
+    "op of no shape": lambda g: cg.einsum(g.tensors[0], "a b -> a"),
+    "layer of no size": lambda g: cg.linear(g.tensors[0], "b s d -> b s f", f=-1, bias=True),
+    "repeat of others": lambda g: cg.repeat(2, lambda x: finished().tensors[0], g.tensors[0]),
+    "repeat of more": lambda g: cg.repeat(2, lambda x: (cg.layer_norm(x), x), g.tensors[0]),
+    "scan of no pair": lambda g: cg.scan(B, lambda h, x: cg.layer_norm(h), g.tensors[0], g.tensors[0]),
+    "repeat of an error": lambda g: cg.repeat(2, lambda x: cg.layer_norm(x).nothing, g.tensors[0]),
+    "nested": lambda g: cg.repeat(2, lambda x: cg.repeat(2, lambda y: cg.layer_norm(y)[9], x), g.tensors[0]),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CHANGES)
+def test_what_is_refused_changes_nothing(name):
+    g = finished()
+    before, place = state(g), here()
+    with pytest.raises((cg.CostGraphError, AttributeError)):
+        BAD_CHANGES[name](g)
+    assert state(g) == before
+    assert here() is place
+    assert state(g.freeze()) == before
+
+
+def test_a_kernel_that_is_broken_off_leaves_nothing():
+    d = Declared()
+    with d.graph as g:
+        before = state(g)
+        with suppress(ZeroDivisionError), cg.kernel("fused"):
+            cg.layer_norm(d.x)
+            raise ZeroDivisionError
+        assert state(g) == before
+
+
+# -- graphs that are open by turns -----------------------------------------------------------------------------------
+
+
+def holding(name):
+    with cg.Graph(name) as g:
+        yield g
+
+
+@drawing(40)
+@given(st.permutations([0, 1, 2]), st.integers(0, 3))
+def test_generators_that_hold_graphs_open_leave_none(order, broken):
+    """Closed in whatever order, none stays open, and one that is closed before a later one says so."""
+    place, held = here(), [holding(f"g{i}") for i in range(3)]
+    graphs = list(map(next, held))
+    left = [0, 1, 2]
+    for i in order:
+        if i == broken:
+            held[i].close()  # in the middle of its block: it has its reason
+        elif i == left[-1]:
+            assert next(held[i], None) is None
+        else:
+            with pytest.raises(cg.GraphError, match=f"'g{i}' is closed while what was opened later is still open"):
+                next(held[i])
+        left.remove(i)
+        assert here().graph is (graphs[left[-1]] if left else None)
+    assert here() is place
+
+
+def test_scopes_and_kernels_of_generators_are_left_in_any_order():
+    def scoped(name):
+        with cg.scope(name):
+            yield cg.relu(x).name
+
+    with cg.Graph("g") as g:
+        x = g.input("x", (B, S))
+        one, two = scoped("one"), scoped("two")
+        assert [next(one), next(two)] == ["one/relu", "one/two/relu"]
+        assert next(one, None) is None
+        assert cg.relu(x).name == "one/two/relu_1"  # that is where it was opened
+        assert next(two, None) is None
+        assert cg.relu(x).name == "relu"
