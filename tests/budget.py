@@ -1,7 +1,9 @@
 """How many examples a randomised test draws: a fixed number, times what COSTGRAPH_EXAMPLES says."""
 
 import os
+import random
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 VARIABLE = "COSTGRAPH_EXAMPLES"
@@ -18,6 +20,15 @@ def multiplier() -> int:
 def examples(n: int) -> int:
     """`n` examples, times the multiplier."""
     return n * multiplier()
+
+
+#: For tests that draw much: a plain run holds a fourth of the examples, a long test all of them.
+SHARES = [pytest.param(4, id="some"), pytest.param(1, id="all", marks=pytest.mark.long)]
+
+
+def seed() -> int | None:
+    """None, with which a search draws the same each time; a larger budget draws new examples."""
+    return None if multiplier() == 1 else random.SystemRandom().getrandbits(32)
 
 
 def drawing(n: int) -> settings:

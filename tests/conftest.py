@@ -1,10 +1,12 @@
 """Where torch is not installed, tests that it is the oracle of are left out; all others run."""
 
+import gc
 import re
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # both are limits in seconds of the clock, which a busy machine passes
@@ -42,3 +44,19 @@ def needs_torch(name):
 def pytest_ignore_collect(collection_path):
     left_out = collection_path.suffix == ".py" and torch_is_missing() and needs_torch(collection_path.stem)
     return True if left_out else None
+
+
+def set_aside():
+    """Keep what lives from being looked through by each later collection: measurements and traces ask for many."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_collection_finish():
+    set_aside()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item, nextitem):
+    if nextitem is not None and nextitem.path != item.path:  # fixtures of the file are gone, what it cached stays
+        set_aside()

@@ -62,9 +62,16 @@ def test_fp32_weights_with_gradients_of_16_bits():
     assert roles["param"] + roles["gradient"] + roles["state"] == 14 * cg.param_count(model(), **SIZES)
 
 
-@pytest.mark.parametrize("precision", [None, *BYTES_A_PARAMETER, "fp8"])
-@pytest.mark.parametrize("accumulate", [1, M])
-@pytest.mark.parametrize("policy", POLICIES, ids=["none", "block", "every", "selective", "start"])
+def combinations():
+    """Each policy with a mixed precision and each precision without a policy; all others are long."""
+    for precision in [None, *BYTES_A_PARAMETER, "fp8"]:
+        for accumulate in (1, M):
+            for policy, name in zip(POLICIES, ["none", "block", "every", "selective", "start"], strict=True):
+                marks = () if policy is None or precision in (None, "bf16-mixed") else pytest.mark.long
+                yield pytest.param(precision, accumulate, policy, marks=marks, id=f"{name}-{accumulate}-{precision}")
+
+
+@pytest.mark.parametrize(("precision", "accumulate", "policy"), list(combinations()))
 def test_every_combination_is_exact(precision, accumulate, policy):
     step = cg.training_step(model(), precision=precision, accumulate=accumulate, checkpoint=policy)
     sizes = {**SIZES, **({"M": 3} if accumulate is M else {})}

@@ -43,16 +43,18 @@ def what_the_graph_refuses_its_formulas_refuse(trial: Trial) -> None:
     for question, ask in QUESTIONS.items():
         formula = _said(ask, trial.graph)
         points = places if hasattr(formula, "free_symbols") else []
+        singles, steps = [], {}
         for point in points:
             below = question == "peak_memory" and any(point[n] < k for n, k in least.items())
             expected = _said(ask, trial.graph, **point)
-            _agree(formula, point, expected, f"{question} at {point}", below)
-            some = dict(list(point.items())[::2])
-            partly = _said(ask, trial.graph, **some)
-            if hasattr(partly, "free_symbols"):  # a number is one for all sizes
-                _agree(partly, point, expected, f"{question} at {point}, {some} first", below)
+            singles.append(_agree(formula, point, expected, f"{question} at {point}", below))
+            some = tuple(list(point.items())[::2])
+            if some not in steps:  # the same for all neighbours that another size is changed of
+                steps[some] = _said(ask, trial.graph, **dict(some))
+            if hasattr(steps[some], "free_symbols"):  # a number is one for all sizes
+                _agree(steps[some], point, expected, f"{question} at {point}, {dict(some)} first", below)
         if points and formula.free_symbols:
-            _arrays_agree(formula, points, question)
+            _arrays_agree(formula, points, singles, question)
     table = _said(costs, trial.graph)
     for point in places if table is not None else ():
         expected = _said(flops, trial.graph, **point)
@@ -65,12 +67,16 @@ def _shown(answer: Any) -> str:
     return "refused" if answer is None else f"answers {answer}"
 
 
-def _agree(formula: Any, point: Point, expected: Any, what: str, below: bool) -> None:
-    """Hold a formula at a point to what the graph says there; below the counts that it holds for it may refuse."""
+def _agree(formula: Any, point: Point, expected: Any, what: str, below: bool) -> Any:
+    """Hold a formula at a point to what the graph says there; below the counts that it holds for it may refuse.
+
+    Returns what the formula says.
+    """
     found = _said(evaluate, formula, **_asked_of(formula, point))
     assert found == expected or (below and found is None), (
         f"{what}: the formula {_shown(found)}, the graph {_shown(expected)}"
     )
+    return found
 
 
 def _asked_of(formula: Any, point: Point) -> dict[str, int]:
@@ -79,9 +85,8 @@ def _asked_of(formula: Any, point: Point) -> dict[str, int]:
     return {k: v for k, v in point.items() if k in names.union(*(v.names for v in getattr(formula, "held", ())))}
 
 
-def _arrays_agree(formula: Any, points: list[dict[str, int]], question: str) -> None:
-    """Hold arrays to single points: NaN where these are refused, none where nothing is."""
-    single = [_said(evaluate, formula, **_asked_of(formula, p)) for p in points]
+def _arrays_agree(formula: Any, points: list[dict[str, int]], single: list[Any], question: str) -> None:
+    """Hold arrays to what single points say: NaN where these are refused, none where nothing is."""
     columns = {n: np.array([p[n] for p in points]) for n in _asked_of(formula, points[0])}
     found = np.broadcast_to(compile(formula, outside="nan")(**columns), len(points))
     for point, one, many in zip(points, single, found, strict=True):

@@ -300,7 +300,7 @@ def _dense(sizes):
     return tuple(reversed(out)) if sizes else ()
 
 
-@fault(LAYOUT, "elementwise results forget the order of the axes", (pointwise_ops, "elementwise"), ("pointwise",))
+@fault(LAYOUT, "elementwise results forget the order of the axes", (pointwise_ops, "elementwise"), ("rearrange",))
 def _(right, sizes, operands):
     return _dense(sizes)
 

@@ -11,9 +11,20 @@ from costgraph import testing
 from costgraph.errors import CostGraphError
 
 
+def table():
+    """Rows of the page: family, fault, and the law that notices it."""
+    page = Path(__file__).parents[2] / "docs" / "laws.md"
+    rows = [line.strip("|").split(" | ") for line in page.read_text().splitlines() if line.startswith("| ")]
+    return [(row[0].strip(), row[1], row[2].strip()) for row in rows if len(row) == 3][1:]
+
+
+NOTICED_BY = {(family, what): law.replace(" ", "_") for family, what, law in table()}
+
+
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f"{f.family}-{f.what}".replace(" ", "_"))
 def test_a_law_notices(fault):
-    assert caught(fault), f"no law noticed: {fault.what}"
+    law = NOTICED_BY[fault.family, fault.what]
+    assert caught(fault, [law]), f"law {law!r} did not notice: {fault.what}"
 
 
 def drawn_around(kind):
@@ -22,8 +33,8 @@ def drawn_around(kind):
     return testing.ops(kind)
 
 
-def caught(fault):
-    """Return the name of the law that a fault broke, or the error that it led to."""
+def caught(fault, laws):
+    """Whether a fault broke one of the laws, or led to an error: others are not asked, most of them take longer."""
     for kind in fault.kinds:
         holds = testing.check_training if kind == "training" else testing.check
 
@@ -38,23 +49,18 @@ def caught(fault):
         )
         @given(case=drawn_around(kind))
         def drawn(case):
-            holds(case.graph, **case.point)  # noqa: B023  # it runs in this turn
+            holds(case.graph, laws, **case.point)  # noqa: B023  # it runs in this turn
 
         try:
             with broken(fault):
                 drawn()
-        except AssertionError as error:
-            return str(error).split("'")[1]
-        except CostGraphError as error:
-            return type(error).__name__
-    return None
+        except (AssertionError, CostGraphError):
+            return True
+    return False
 
 
 def test_the_page_lists_them_all():
-    page = Path(__file__).parents[2] / "docs" / "laws.md"
-    rows = [line.strip("|").split(" | ") for line in page.read_text().splitlines() if line.startswith("| ")]
-    listed = [(row[0].strip(), row[1]) for row in rows if len(row) == 3]
-    assert listed[1:] == [(f.family, f.what) for f in FAULTS]
+    assert [row[:2] for row in table()] == [(f.family, f.what) for f in FAULTS]
 
 
 def test_every_family_has_three_faults():

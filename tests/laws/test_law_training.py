@@ -1,7 +1,7 @@
 """Drawn graphs with a loss: their backward passes are held to every law of training."""
 
 import pytest
-from budget import drawing, examples
+from budget import SHARES, drawing, examples, seed
 from hypothesis import given, settings
 
 import costgraph as cg
@@ -33,16 +33,15 @@ def test_every_backward_pass_keeps(law, case):
     held(case, [law])
 
 
-@settings(drawn, max_examples=examples(25))
-@given(case=testing.losses(most=8))
-def test_long_backward_passes_keep_all_laws(case):
-    held(case)
+@pytest.mark.parametrize("share", SHARES)
+def test_long_backward_passes_keep_all_laws(share):
+    testing.search(testing.losses(most=8), held, examples(25) // share, seed=seed())
 
 
-@settings(drawn, max_examples=examples(40))
-@given(case=testing.losses(most=3, kinds=("repeat", "kernel", "pointwise", "einsum")))
-def test_backward_passes_of_nested_loops_and_kernels_keep_all_laws(case):
-    held(case)
+@pytest.mark.parametrize("share", SHARES)
+def test_backward_passes_of_nested_loops_and_kernels_keep_all_laws(share):
+    nested = testing.losses(most=3, kinds=("repeat", "kernel", "pointwise", "einsum"))
+    testing.search(nested, held, examples(40) // share, seed=seed())
 
 
 @settings(drawn, max_examples=examples(40))
@@ -122,7 +121,7 @@ def test_backward_passes_of_loops_keep(make, law):
 
 
 @pytest.mark.parametrize("attention", ["eager", "flash"])
-@pytest.mark.parametrize("name", ["gpt2", "llama-2-7b"])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("llama-2-7b", marks=pytest.mark.long)])
 def test_backward_passes_of_models_keep_the_laws(name, attention):
     graph = cg.models.load(name, symbolic=True, attention=attention, dtype="fp32")
     with graph:
