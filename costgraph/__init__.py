@@ -7,6 +7,8 @@ if one likes, and becomes a number once sizes are bound.
 from . import interruption  # noqa: F401  # before what takes its time
 
 # isort: split
+from .algebra.extremum import Max, Min, regimes
+from .algebra.symbols import dims
 from .analysis.compare import Compared, Comparison, compare
 from .analysis.costs import bytes_moved, costs, flops, intensity, matmul_flops
 from .analysis.crossover import crossover
@@ -18,17 +20,8 @@ from .analysis.saved import saved_bytes
 from .analysis.table import Cost, CostRow, Costs
 from .analysis.training import hardware_flops, hfu, mfu, model_flops, step_tokens
 from .analysis.training_memory import StateBytes, activation_memory, bytes_per_param, saved_state_bytes, state_bytes
-from .attention import attention, self_attention
-from .bind import compile, evaluate
-from .cells import gru, lstm
-from .changes import keep_whole as _keep_whole
-from .checkpointing import best_interval, checkpoint_for
-from .conv import conv, pool
-from .cross_attention import cross_attention
-from .domain import Domain
-from .door import guard as _guard
+from .bind.evaluate import compile, evaluate
 from .dtypes import DTYPES, DType, bits_per_element, dtype
-from .embeddings import embedding, patch_embedding, relative_bias, tied_head, timestep_embedding
 from .errors import (
     BindingError,
     CostGraphError,
@@ -39,15 +32,19 @@ from .errors import (
     SpecError,
     UnsupportedError,
 )
-from .extremum import Max, Min, regimes
-from .graph import Graph
-from .hardware import Hardware, list_hardware, load_hardware
-from .io import load, save
-from .latent import latent_attention
-from .layers import layers
-from .losses import binary_cross_entropy, cross_entropy
-from .moe import experts, moe, router
-from .nn import (
+from .files.write import load, save
+from .graph.changes import keep_whole as _keep_whole
+from .graph.domain import Domain
+from .graph.graph import Graph
+from .graph.scopes import scope
+from .graph.tensor import Tensor
+from .hardware.specs import Hardware, list_hardware, load_hardware
+from .nn.attention import attention, self_attention
+from .nn.conv import conv, pool
+from .nn.cross_attention import cross_attention
+from .nn.embeddings import embedding, patch_embedding, relative_bias, tied_head, timestep_embedding
+from .nn.latent import latent_attention
+from .nn.linear import (
     gated_mlp,
     gelu,
     layer_norm,
@@ -61,7 +58,18 @@ from .nn import (
     softmax,
     tanh,
 )
-from .norms import batch_norm, group_norm
+from .nn.losses import binary_cross_entropy, cross_entropy
+from .nn.lstm import gru, lstm
+from .nn.moe import experts, moe, router
+from .nn.norms import batch_norm, group_norm
+from .nn.recommendation import dot_interaction, embedding_bag
+from .nn.recurrent import causal_conv, cumulative_sum, head_norm, recurrence, scan_kernel, token_shift
+from .nn.resizing import adaptive_pool, upsample
+from .nn.rotary import rotary, rotary_tables
+from .nn.stack import layers
+from .nn.vision import inverted_residual, squeeze_excitation, stochastic_depth
+from .nn.windows import patch_merging, window_bias, window_merge, window_partition
+from .notation.door import guard as _guard
 from .ops.blocks import kernel, repeat, scan
 from .ops.cached import cache, initial_state
 from .ops.einsum import einsum
@@ -95,27 +103,19 @@ from .planning import (
     training_seconds,
     training_tokens,
 )
-from .recommendation import dot_interaction, embedding_bag
-from .recurrent import causal_conv, cumulative_sum, head_norm, recurrence, scan_kernel, token_shift
+from .planning.checkpointing import best_interval, checkpoint_for
 from .report import Report, report
-from .resizing import adaptive_pool, upsample
-from .rotary import rotary, rotary_tables
-from .scopes import scope
-from .symbols import dims
-from .tensor import Tensor
-from .transforms.backward import backward
+from .transforms.backward.backward import backward
 from .transforms.checkpoint import Checkpoint, every, every_block, from_start, selective
-from .transforms.fold import fold
+from .transforms.folding.fold import fold
 from .transforms.fuse import fuse
-from .transforms.inference import decode, prefill
-from .transforms.policy import Policy
-from .transforms.precision import apply_precision
-from .transforms.quantize import quantize
+from .transforms.inference.inference import decode, prefill
+from .transforms.precision.policy import Policy
+from .transforms.precision.precision import apply_precision
+from .transforms.quantize.quantize import quantize
 from .transforms.training import training_step
 from .transforms.unroll import unroll
-from .vision import inverted_residual, squeeze_excitation, stochastic_depth
-from .vjp.table import Pull, vjp
-from .windows import patch_merging, window_bias, window_merge, window_partition
+from .transforms.vjp.table import Pull, vjp
 
 # isort: split
 # models are written with the public names above

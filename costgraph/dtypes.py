@@ -19,9 +19,9 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Annotated
 
-from costgraph.door import REAL
+from costgraph.algebra.symbols import shown
 from costgraph.errors import FormatError
-from costgraph.symbols import shown
+from costgraph.notation.door import REAL
 
 __all__ = ["ALIASES", "DTYPES", "BlockScale", "DType", "bits_per_element", "dtype", "promote"]
 

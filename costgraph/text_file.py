@@ -10,8 +10,8 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
+from .algebra.symbols import shown
 from .errors import CostGraphError, FormatError
-from .symbols import shown
 
 __all__ = ["place_of", "read_text", "write_file"]
 

@@ -4,7 +4,7 @@ import pytest
 import sympy
 
 import costgraph as cg
-from costgraph.tensor import ALIASES
+from costgraph.graph.tensor import ALIASES
 
 D, L, N = cg.dims("D L N")
 

@@ -6,13 +6,13 @@ import pytest
 from autocast_models import SIZES, gpt2_graph, gpt2_rows, in_order, llama_graph, llama_rows, rows
 
 import costgraph as cg
-from costgraph import rules
-from costgraph.graph import apply
-from costgraph.op import OpKind, Result
-from costgraph.transforms.autocast import WORDS, autocast_list, word
-from costgraph.transforms.hoist import hoist
-from costgraph.transforms.policy import Policy
-from costgraph.transforms.precision import apply_precision
+from costgraph.graph.graph import apply
+from costgraph.graph.op import OpKind, Result
+from costgraph.ops import rules
+from costgraph.transforms.backward.hoist import hoist
+from costgraph.transforms.precision.autocast import WORDS, autocast_list, word
+from costgraph.transforms.precision.policy import Policy
+from costgraph.transforms.precision.precision import apply_precision
 
 B, D, L = cg.dims("B D L")
 

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from limits import limited
 
 import costgraph as cg
-from costgraph import BindingError, CostGraphError, Max, Min, ShapeError, sweep
-from costgraph.bind import answer, need_bound
-from costgraph.polynomial import poly
-from costgraph.sizes import bindings, known_names, size_of
+from costgraph import BindingError, CostGraphError, Max, Min, ShapeError
+from costgraph.algebra.polynomial import poly
+from costgraph.bind import sweep
+from costgraph.bind.evaluate import answer, need_bound
+from costgraph.graph.sizes import bindings, known_names, size_of
 from costgraph.testing import value
 
 fast = settings(max_examples=60, deadline=None)

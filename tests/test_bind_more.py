@@ -4,7 +4,7 @@ import pytest
 
 import costgraph as cg
 from costgraph import BindingError
-from costgraph.grammar import parse_formula
+from costgraph.notation.grammar import parse_formula
 
 B, H, L, S, W = cg.dims("B H L S W")
 

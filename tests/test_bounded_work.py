@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import costgraph as cg
-from costgraph import dominance
+from costgraph.algebra import dominance
 from costgraph.transforms import unroll as unrolling
 
 B, D, L, S = cg.dims("B D L S")

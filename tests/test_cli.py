@@ -10,7 +10,8 @@ import sys
 import pytest
 
 import costgraph as cg
-from costgraph import cli, models
+from costgraph import models
+from costgraph.cli import app as cli
 from costgraph.report import formula_text
 
 pytest.importorskip("typer")
@@ -138,7 +139,7 @@ def test_plots_are_written(capsys, tmp_path):
 def test_a_saved_graph_is_a_model(capsys, tmp_path):
     g = models.load("gpt2")
     path = tmp_path / "g.json"
-    from costgraph.io import save
+    from costgraph.files.write import save
 
     save(g, path)
     data = json.loads(good(capsys, "report", str(path), "--json", "-", "B=1", "S=8"))
@@ -208,7 +209,7 @@ def test_one_device_with_all_that_is_known(capsys):
     h100 = cg.load_hardware("h100-sxm")
     for place, q in h100.rows():
         assert place in out
-        assert (str(q) if q.unit != "B" else cg.units.format_bytes(q.value)) in out
+        assert (str(q) if q.unit != "B" else cg.hardware.units.format_bytes(q.value)) in out
     flat = " ".join(out.split())
     for note in h100.disagreements:
         assert " ".join(note.split()) in flat
@@ -295,7 +296,7 @@ def test_what_is_huge_or_unprintable_is_a_short_line(capsys, words):
 
 
 def test_defects_keep_their_traceback(monkeypatch):
-    from costgraph.report import commands
+    from costgraph.cli import commands
 
     def broken(*words, **more):
         raise ZeroDivisionError("a defect")
@@ -306,7 +307,7 @@ def test_defects_keep_their_traceback(monkeypatch):
 
 
 def test_interruptions_and_overflows(monkeypatch, capsys):
-    from costgraph.report import commands
+    from costgraph.cli import commands
 
     for error, expected in ((KeyboardInterrupt, 130), (OverflowError, 2)):
         monkeypatch.setattr(commands, "report", lambda *words, error=error, **more: (_ for _ in ()).throw(error()))
@@ -336,9 +337,7 @@ def test_module_and_exit_codes():
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])
 def test_missing_extras_are_one_line(missing):
-    code = (
-        f"import sys; sys.modules[{missing!r}] = None\nfrom costgraph.cli import main\nsys.exit(main(['--version']))\n"
-    )
+    code = f"import sys; sys.modules[{missing!r}] = None\nfrom costgraph.cli import main\nsys.exit(main(['--version']))\n"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == 'costgraph: the command line needs typer and rich: pip install "costgraph[cli]"\n'

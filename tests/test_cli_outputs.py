@@ -13,12 +13,12 @@ from budget import examples
 from limits import PROCESS
 
 import costgraph as cg
-from costgraph import cli
+from costgraph.cli import app as cli
 
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
-from costgraph.report.trace_command import app
+from costgraph.cli.trace_command import app
 
 B, D = cg.dims("B D")
 COMMAND = [sys.executable, "-m", "costgraph"]

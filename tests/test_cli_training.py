@@ -7,12 +7,12 @@ import json
 import pytest
 
 import costgraph as cg
-from costgraph import cli
+from costgraph.cli import app as cli
 
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
-from costgraph.report.training_commands import OPTIMIZERS, read_checkpoint
+from costgraph.cli.training_commands import OPTIMIZERS, read_checkpoint
 
 TINY = ["D=12", "H=3", "F=11", "L=4", "V=13", "P=17", "B=2", "S=7"]
 SIZES = {k: int(v) for k, v in (word.split("=") for word in TINY)}

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from costgraph import BindingError, PatternError, dims
-from costgraph.dominance import NOTHING_KNOWN, Relations, lower, solve
-from costgraph.grammar import parse_formula, parse_relation
-from costgraph.polynomial import as_poly, poly
-from costgraph.pruning import prune
+from costgraph.algebra.dominance import NOTHING_KNOWN, Relations, lower, solve
+from costgraph.algebra.polynomial import as_poly, poly
+from costgraph.algebra.pruning import prune
+from costgraph.notation.grammar import parse_formula, parse_relation
 from costgraph.testing import value
 
 fast = settings(max_examples=60, deadline=None)
@@ -315,9 +315,9 @@ def test_pruning_many_candidates_leaves_few_comparisons():
 
 def test_the_result_does_not_depend_on_the_hash_seed():
     code = (
-        "from costgraph.dominance import Relations\n"
-        "from costgraph.pruning import prune\n"
-        "from costgraph.grammar import parse_formula as f, parse_relation as r\n"
+        "from costgraph.algebra.dominance import Relations\n"
+        "from costgraph.algebra.pruning import prune\n"
+        "from costgraph.notation.grammar import parse_formula as f, parse_relation as r\n"
         "known = Relations(map(r, ['F >= D', 'D == H*K', 'S <= 1024']))\n"
         "texts = ['B*F', 'B*D', 'B*H*K', 'B*S', 'S**2', 'Max(B*D, S*F)', '2*B*floor(S/2)', 'Min(B, S)*F']\n"
         "print([(str(p), t) for p, t in prune([(f(t), t) for t in texts], known)])\n"

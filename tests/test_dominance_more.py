@@ -5,10 +5,10 @@ from fractions import Fraction
 import pytest
 
 from costgraph import BindingError, PatternError
-from costgraph.dominance import NOTHING_KNOWN, Relations, integral, lower, solve
-from costgraph.grammar import parse_formula, parse_relation
-from costgraph.polynomial import as_poly, poly
-from costgraph.pruning import prune
+from costgraph.algebra.dominance import NOTHING_KNOWN, Relations, integral, lower, solve
+from costgraph.algebra.polynomial import as_poly, poly
+from costgraph.algebra.pruning import prune
+from costgraph.notation.grammar import parse_formula, parse_relation
 
 
 def known(*texts):

@@ -12,8 +12,8 @@ import pytest
 import sympy
 
 import costgraph as cg
-from costgraph.door import READ, REAL, checked, rule
-from costgraph.polynomial import poly
+from costgraph.algebra.polynomial import poly
+from costgraph.notation.door import READ, REAL, checked, rule
 
 T = TypeVar("T")
 NAN, INF = float("nan"), float("inf")
@@ -124,7 +124,7 @@ def test_a_checked_function_is_what_it_was_to_python(name):
 
 def test_every_annotation_of_a_public_function_is_understood():
     # a plan is made at the first call: here of all of them
-    from costgraph.door import _plan
+    from costgraph.notation.door import _plan
 
     for name in cg.__all__:
         found = getattr(cg, name)

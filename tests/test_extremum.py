@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 import costgraph as cg
 from costgraph import Max, Min, ShapeError, dims, regimes
-from costgraph.extremum import Owner, extremum
-from costgraph.polynomial import poly
+from costgraph.algebra.extremum import Owner, extremum
+from costgraph.algebra.polynomial import poly
 from costgraph.testing import value
 
 fast = settings(max_examples=40, deadline=None)

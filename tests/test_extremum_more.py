@@ -5,7 +5,7 @@ import sympy
 from algebra import A, B, C, D
 
 from costgraph import Max, Min
-from costgraph.extremum import Owner
+from costgraph.algebra.extremum import Owner
 
 # -- derivatives -------------------------------------------------------------------------------------------------------
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 import costgraph as cg
 from costgraph import testing
+from costgraph.algebra.polynomial import ZERO, poly
 from costgraph.ops.aten import ATEN
-from costgraph.polynomial import ZERO, poly
 from costgraph.testing.laws import QUESTIONS
 
 B, D, F, L, S = cg.dims("B D F L S")

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from limits import limited
 
 from costgraph import Max, Min, PatternError
-from costgraph.grammar import parse_formula, parse_relation
-from costgraph.polynomial import as_poly, poly
+from costgraph.algebra.polynomial import as_poly, poly
+from costgraph.notation.grammar import parse_formula, parse_relation
 from costgraph.testing import value
 
 OPERATORS = {

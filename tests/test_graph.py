@@ -3,9 +3,9 @@ import pytest
 
 import costgraph as cg
 from costgraph import BindingError, GraphError, PatternError, ShapeError
-from costgraph.op import Op
+from costgraph.graph.op import Op
+from costgraph.graph.tensor import Tensor
 from costgraph.ops.registry import KINDS, register
-from costgraph.tensor import Tensor
 
 B, S, D, F, H, K = cg.dims("B S D F H K")
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from costgraph import hardware
 from costgraph.dtypes import dtype
 from costgraph.errors import FormatError, SpecError
-from costgraph.hardware import Hardware, list_hardware, load_hardware
-from costgraph.units import UNITS
+from costgraph.hardware import specs as hardware
+from costgraph.hardware.specs import Hardware, list_hardware, load_hardware
+from costgraph.hardware.units import UNITS
 
 OWN = """
 name = "Workstation card"
@@ -278,7 +278,7 @@ def test_the_package_is_searched_before_the_checkout(tmp_path, monkeypatch):
     for folder, title in (("lib/costgraph/hardware_specs", "wheel"), ("lib/hardware_specs", "checkout")):
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "own.toml").write_text(OWN.replace("Workstation card", title))
-    monkeypatch.setattr(hardware, "__file__", str(tmp_path / "lib/costgraph/hardware.py"))
+    monkeypatch.setattr(hardware, "__file__", str(tmp_path / "lib/costgraph/hardware/specs.py"))
     assert load_hardware("own").name == "wheel"
     shutil.rmtree(tmp_path / "lib/costgraph/hardware_specs")
     assert load_hardware("own").name == "checkout"

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 import costgraph as cg
 from costgraph import testing
 from costgraph.errors import GraphError, ShapeError, UnsupportedError
-from costgraph.io import load, save
+from costgraph.files.write import load, save
 from costgraph.ops.cached import append
 
 B, S, D, H, G, K, F, L, M, V, W = cg.dims("B S D H G K F L M V W")

@@ -6,7 +6,7 @@ import pytest
 
 import costgraph as cg
 from costgraph.errors import FormatError, GraphError
-from costgraph.io import load, save
+from costgraph.files.write import load, save
 from costgraph.testing import check_training
 
 B, D, L = cg.dims("B D L")

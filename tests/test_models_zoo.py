@@ -4,8 +4,8 @@ import pytest
 
 import costgraph as cg
 from costgraph import models
+from costgraph.graph.sizes import known_names
 from costgraph.models.registry import FAMILIES
-from costgraph.sizes import known_names
 
 #: What a caller brings: sequences or images, positions, positions of what a decoder reads.
 OPEN = {"B": 2, "S": 7, "M": 5}

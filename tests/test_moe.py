@@ -8,7 +8,7 @@ import pytest
 
 import costgraph as cg
 from costgraph import testing
-from costgraph.polynomial import poly
+from costgraph.algebra.polynomial import poly
 
 B, S, D, F, T, E, k = cg.dims("B S D F T E k")
 

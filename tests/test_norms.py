@@ -1,7 +1,7 @@
 import pytest
 
 import costgraph as cg
-from costgraph.transforms.autocast import word
+from costgraph.transforms.precision.autocast import word
 
 SIZES = {"B": 2, "C": 3, "R": 5}  # 3*25*2 = 150 elements
 B, C, R = cg.dims("B C R")

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from limits import limited
 
 from costgraph import PatternError
-from costgraph.pattern import Affine, Axes, Pattern, parse_pattern
+from costgraph.notation.pattern import Affine, Axes, Pattern, parse_pattern
 
 
 def axes(*names):

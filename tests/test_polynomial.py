@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from limits import limited
 
 from costgraph import CostGraphError, Max, Min, ShapeError, dims
-from costgraph.polynomial import ONE, ZERO, Poly, as_poly, generator, poly, power, total
+from costgraph.algebra.polynomial import ONE, ZERO, Poly, as_poly, generator, poly, power, total
 from costgraph.testing import value
 
 fast = settings(max_examples=40, deadline=None)
@@ -289,7 +289,7 @@ def test_one_name_is_one_symbol():
 def test_text_and_order_do_not_depend_on_the_hash_seed():
     code = (
         "from costgraph import Max, Min, dims\n"
-        "from costgraph.polynomial import poly\n"
+        "from costgraph.algebra.polynomial import poly\n"
         "A, B, C, D = dims('A B C D')\n"
         "p = poly((A + B/C + Max(A*D, B*C, C**2) + Min(A, B) + 2**C)**3)\n"
         "print(p, p.sort_key())"
@@ -298,7 +298,7 @@ def test_text_and_order_do_not_depend_on_the_hash_seed():
 
 
 def test_extremes_that_differ_in_owners_alone_are_kept_apart():
-    from costgraph.extremum import Owner
+    from costgraph.algebra.extremum import Owner
 
     mine = Max(A, B, owners=[Owner("a", "forward"), Owner("b", "forward")])
     other = Max(A, B)

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from costgraph import ShapeError
-from costgraph.generators import HIGHEST_EXPONENT
-from costgraph.polynomial import ONE, ZERO, as_poly, poly, power
+from costgraph.algebra.generators import HIGHEST_EXPONENT
+from costgraph.algebra.polynomial import ONE, ZERO, as_poly, poly, power
 from costgraph.testing import value
 
 fast = settings(max_examples=60, deadline=None)

@@ -7,10 +7,10 @@ import pytest
 from autocast_models import SIZES, gpt2_graph, llama_graph
 
 import costgraph as cg
-from costgraph.transforms.autocast import word
-from costgraph.transforms.backward import backward
-from costgraph.transforms.policy import POLICIES, Policy, find_policy
-from costgraph.transforms.precision import apply_precision
+from costgraph.transforms.backward.backward import backward
+from costgraph.transforms.precision.autocast import word
+from costgraph.transforms.precision.policy import POLICIES, Policy, find_policy
+from costgraph.transforms.precision.precision import apply_precision
 
 B, D, F = cg.dims("B D F")
 

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import costgraph as cg
-from costgraph.polynomial import poly
-from costgraph.reach import at_least, elements_read, larger
+from costgraph.algebra.polynomial import poly
+from costgraph.ops.reach import at_least, elements_read, larger
 
 A, B, D, L, S, T = cg.dims("A B D L S T")
 ROWS, COLUMNS = 13, 3

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import costgraph as cg
-from costgraph.op import Op
-from costgraph.scopes import here
+from costgraph.graph.op import Op
+from costgraph.graph.scopes import here
 
 B, S, V = cg.dims("B S V")
 

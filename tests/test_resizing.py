@@ -4,8 +4,8 @@ from math import ceil, floor
 import pytest
 
 import costgraph as cg
-from costgraph.polynomial import poly
-from costgraph.sampling import compared_at
+from costgraph.algebra.polynomial import poly
+from costgraph.algebra.sampling import compared_at
 
 B, C, R = cg.dims("B C R")
 

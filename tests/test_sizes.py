@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import costgraph as cg
-from costgraph import generators
+from costgraph.algebra import generators
+from costgraph.algebra.polynomial import poly
 from costgraph.errors import BindingError, PatternError, ShapeError
-from costgraph.polynomial import poly
-from costgraph.sizes import conditions
+from costgraph.graph.sizes import conditions
 
 B, S, N, L = cg.dims("B S N L")
 

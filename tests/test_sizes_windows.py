@@ -8,8 +8,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import costgraph as cg
+from costgraph.algebra.polynomial import poly
 from costgraph.errors import BindingError
-from costgraph.polynomial import poly
 
 B, C, D, H = cg.dims("B C D H")
 SIZES = [D / H, 2 * D / H, D / H + 1, 3 * D / (2 * H), D * C / H - 1, D]

@@ -4,7 +4,7 @@ import pytest
 import sympy
 
 from costgraph import BindingError, PatternError, ShapeError, dims
-from costgraph.symbols import check_exact, check_symbol, is_name, read_size, shorten, symbol
+from costgraph.algebra.symbols import check_exact, check_symbol, is_name, read_size, shorten, symbol
 
 # -- dims --------------------------------------------------------------------------------------------------------------
 

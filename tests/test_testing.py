@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import costgraph as cg
-from costgraph import rules, testing
-from costgraph.graph import apply
-from costgraph.op import OpKind, Result
-from costgraph.ops import registry
+from costgraph import testing
+from costgraph.graph.graph import apply
+from costgraph.graph.op import OpKind, Result
+from costgraph.ops import registry, rules
 from costgraph.ops.pointwise import FUNCTIONS
 from costgraph.testing.hold import TRIES
 

@@ -275,7 +275,7 @@ def test_what_is_no_text_is_refused(tmp_path):
 
 #: What else opens files, and why it may.
 ELSEWHERE = {
-    "cli": "os.open of the null device",
+    "cli/app": "os.open of the null device",
     "report/drawing": "savefig into memory",
     "models/published": "a table that comes with the library",
     "testing/files": "a folder of its own",

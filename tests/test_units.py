@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from costgraph.errors import SpecError
-from costgraph.units import BASE_UNITS, UNITS, Quantity, exact, format_bytes, format_quantity, quantity
+from costgraph.hardware.units import BASE_UNITS, UNITS, Quantity, exact, format_bytes, format_quantity, quantity
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,11 @@ from functools import partial
 
 import sympy
 
-from ..extremum import at_least_zero, smaller
-from ..op import Op
-from ..polynomial import ONE, ZERO, Poly, poly
-from ..symbols import dims
-from ..tensor import ALIASES, Storage
+from ..algebra.extremum import at_least_zero, smaller
+from ..algebra.polynomial import ONE, ZERO, Poly, poly
+from ..algebra.symbols import dims
+from ..graph.op import Op
+from ..graph.tensor import ALIASES, Storage
 
 __all__ = ["aliased", "situations"]
 

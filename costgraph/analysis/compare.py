@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from ..bind import Formula, answer
-from ..graph import Graph, need_graph
-from ..op import Op
-from ..polynomial import ZERO, Poly, as_poly
-from ..sizes import bindings, known_names
-from ..transforms.autocast import word
+from ..algebra.polynomial import ZERO, Poly, as_poly
+from ..bind.evaluate import Formula, answer
+from ..graph.graph import Graph, need_graph
+from ..graph.op import Op
+from ..graph.sizes import bindings, known_names
+from ..transforms.precision.autocast import word
 from .costs import executions, traffic_of
 
 __all__ = ["Comparison", "Compared", "compare"]

@@ -9,17 +9,17 @@ from functools import reduce as fold
 
 import sympy
 
-from ..arguments import need_choice, need_flag
-from ..bind import Formula, answer, bound_answer
+from ..algebra.extremum import as_expr
+from ..algebra.polynomial import ONE, ZERO, Poly, total
+from ..bind.evaluate import Formula, answer, bound_answer
 from ..dtypes import promote
 from ..errors import GraphError, UnsupportedError
-from ..extremum import as_expr
-from ..graph import Graph, need_graph
-from ..op import Op
-from ..polynomial import ONE, ZERO, Poly, total
-from ..rules import Flops
-from ..sizes import Bindings, bindings, known_names
-from ..tensor import Storage, Tensor
+from ..graph.arguments import need_choice, need_flag
+from ..graph.graph import Graph, need_graph
+from ..graph.op import Op
+from ..graph.sizes import Bindings, bindings, known_names
+from ..graph.tensor import Storage, Tensor
+from ..ops.rules import Flops
 from .aliases import aliased, situations
 from .collecting import collection_paused
 from .table import FLOP_KINDS, CostRow, Costs

@@ -6,13 +6,13 @@ import math
 
 import sympy
 
-from ..bind import Formula, answer
+from ..algebra.polynomial import ONE, Poly, total
+from ..bind.evaluate import Formula, answer
 from ..errors import GraphError, UnsupportedError
-from ..graph import Graph
-from ..hardware import Hardware, load_hardware
-from ..op import Op
-from ..polynomial import ONE, Poly, total
-from ..sizes import bindings, need_open
+from ..graph.graph import Graph
+from ..graph.op import Op
+from ..graph.sizes import bindings, need_open
+from ..hardware.specs import Hardware, load_hardware
 from .roofline import Fallback, exact, works
 
 __all__ = ["crossover"]

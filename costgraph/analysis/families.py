@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ..polynomial import ONE, Poly
+from ..algebra.polynomial import ONE, Poly
 
 __all__ = ["Family", "Held", "Life", "Rest", "piece"]
 

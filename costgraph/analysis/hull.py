@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from itertools import combinations
 
-from ..extremum import Owner
-from ..polynomial import Monomial, Poly
+from ..algebra.extremum import Owner
+from ..algebra.polynomial import Monomial, Poly
 
 __all__ = ["at_most", "corners"]
 

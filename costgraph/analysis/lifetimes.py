@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from math import lcm
 from types import MappingProxyType
 
-from ..bind import Formula, bound_answer
-from ..graph import Graph, need_graph
-from ..layout import numel
-from ..op import Op
-from ..polynomial import ONE, ZERO, Poly, as_poly
-from ..sizes import bindings
-from ..tensor import Storage, Tensor
+from ..algebra.polynomial import ONE, ZERO, Poly, as_poly
+from ..bind.evaluate import Formula, bound_answer
+from ..graph.graph import Graph, need_graph
+from ..graph.op import Op
+from ..graph.sizes import bindings
+from ..graph.strides import numel
+from ..graph.tensor import Storage, Tensor
 from .families import Family, Held, Life, Rest, piece
 
 __all__ = ["Life", "Lifetime", "Program", "Step", "copies_needed", "lifetimes", "period", "play"]

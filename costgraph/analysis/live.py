@@ -7,13 +7,13 @@ from dataclasses import replace
 from itertools import product
 from math import lcm
 
-from ..conditions import Counts, Validity
-from ..extremum import Owner
-from ..graph import Graph
-from ..op import Op
-from ..polynomial import ONE, Monomial, Poly, Rational, as_poly, total
-from ..pruning import prune
-from ..sizes import Bindings
+from ..algebra.conditions import Counts, Validity
+from ..algebra.extremum import Owner
+from ..algebra.polynomial import ONE, Monomial, Poly, Rational, as_poly, total
+from ..algebra.pruning import prune
+from ..graph.graph import Graph
+from ..graph.op import Op
+from ..graph.sizes import Bindings
 from .collecting import collection_paused
 from .hull import at_most, corners
 from .lifetimes import Program, copies_for, copies_needed, period, play

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import accumulate
 
-from ..arguments import need_choice
-from ..bind import Formula, answer, need_bound, number
-from ..carried import conditioned
-from ..extremum import Owner, Regime, extremum
-from ..graph import Graph, need_graph
-from ..polynomial import ONE, Poly, Rational, total
-from ..pruning import prune
-from ..sizes import Bindings, bindings
+from ..algebra.carried import conditioned
+from ..algebra.extremum import Owner, Regime, extremum
+from ..algebra.polynomial import ONE, Poly, Rational, total
+from ..algebra.pruning import prune
+from ..bind.evaluate import Formula, answer, need_bound, number
+from ..graph.arguments import need_choice
+from ..graph.graph import Graph, need_graph
+from ..graph.sizes import Bindings, bindings
 from .hooks import PLOTTERS
 from .lifetimes import Program, copies_for, play
 from .live import closed, holds_from, live_bytes, live_cases

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from ..arguments import need_flag
-from ..bind import Formula, bound_answer
-from ..graph import Graph, need_graph
-from ..op import Op
+from ..algebra.polynomial import ONE, Poly, total
+from ..bind.evaluate import Formula, bound_answer
+from ..graph.arguments import need_flag
+from ..graph.graph import Graph, need_graph
+from ..graph.op import Op
+from ..graph.sizes import bindings
+from ..graph.tensor import Tensor
 from ..ops.grouped import DISPATCH, GROUPED
 from ..ops.index import GATHER
 from ..ops.layout import REARRANGE
 from ..ops.pointwise import POINTWISE
 from ..ops.stated import OPAQUE
-from ..polynomial import ONE, Poly, total
-from ..sizes import bindings
-from ..tensor import Tensor
 from .traffic import repeated_bodies
 
 __all__ = ["cache_bytes", "param_bytes", "param_count"]

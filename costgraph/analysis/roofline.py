@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
-from ..bind import number, real
+from ..algebra.polynomial import ZERO, Poly, total
+from ..bind.evaluate import number, real
 from ..errors import BindingError, UnsupportedError
-from ..graph import Graph
-from ..hardware import Hardware, load_hardware
-from ..op import Op
-from ..polynomial import ZERO, Poly, total
-from ..sizes import bindings, known_names
+from ..graph.graph import Graph
+from ..graph.op import Op
+from ..graph.sizes import bindings, known_names
+from ..hardware.specs import Hardware, load_hardware
 from .costs import compute_dtype, executions
 from .hooks import PLOTTERS
 from .traffic import compulsory

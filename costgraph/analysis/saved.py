@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from ..bind import Formula, bound_answer
+from ..algebra.polynomial import total
+from ..bind.evaluate import Formula, bound_answer
 from ..errors import GraphError
-from ..graph import Graph, need_graph
-from ..op import Op
-from ..polynomial import total
-from ..sizes import bindings
-from ..tensor import Storage, Tensor
+from ..graph.graph import Graph, need_graph
+from ..graph.op import Op
+from ..graph.sizes import bindings
+from ..graph.tensor import Storage, Tensor
 
 __all__ = ["saved_bytes"]
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
 
-from ..arguments import need_call, need_choice
-from ..bind import Formula, answer
-from ..conditions import Validity
+from ..algebra.conditions import Validity
+from ..algebra.polynomial import Poly, as_poly, total
+from ..algebra.symbols import shown
+from ..bind.evaluate import Formula, answer
 from ..errors import BindingError, GraphError
-from ..polynomial import Poly, as_poly, total
-from ..sizes import size_of
-from ..symbols import shown
+from ..graph.arguments import need_call, need_choice
+from ..graph.sizes import size_of
 
 __all__ = ["FLOP_KINDS", "Cost", "CostRow", "Costs", "Grouped"]
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..dominance import Relations
-from ..extremum import Min
-from ..grammar import parse_relation
-from ..graph import Graph
+from ..algebra.dominance import Relations
+from ..algebra.extremum import Min
+from ..algebra.polynomial import ONE, ZERO, Poly, poly, total
+from ..graph.graph import Graph
+from ..graph.tensor import SOURCES, Tensor
+from ..notation.grammar import parse_relation
 from ..ops.grouped import GROUPED
-from ..polynomial import ONE, ZERO, Poly, poly, total
-from ..reach import at_least, elements_read, together
-from ..tensor import SOURCES, Tensor
+from ..ops.reach import at_least, elements_read, together
 
 __all__ = ["compulsory", "repeated_bodies"]
 

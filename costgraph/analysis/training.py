@@ -9,16 +9,16 @@ from numbers import Number, Rational
 
 import sympy
 
-from ..arguments import need_choice
-from ..bind import Formula, answer, bound_answer
+from ..algebra.extremum import as_expr
+from ..algebra.polynomial import Poly, total
+from ..algebra.symbols import shown
+from ..bind.evaluate import Formula, answer, bound_answer
 from ..errors import BindingError, GraphError
-from ..extremum import as_expr
-from ..graph import Graph, need_graph
-from ..hardware import Hardware, load_hardware
-from ..op import Op
-from ..polynomial import Poly, total
-from ..sizes import bindings
-from ..symbols import shown
+from ..graph.arguments import need_choice
+from ..graph.graph import Graph, need_graph
+from ..graph.op import Op
+from ..graph.sizes import bindings
+from ..hardware.specs import Hardware, load_hardware
 from .costs import costs, executions, matmul_flops
 
 __all__ = ["given", "hardware_flops", "hfu", "main_format", "mfu", "model_flops", "rate_of", "step_tokens"]

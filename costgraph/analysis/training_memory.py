@@ -8,14 +8,14 @@ from fractions import Fraction
 
 import sympy
 
-from ..bind import Formula, answer, bound_answer
+from ..algebra.extremum import extremum
+from ..algebra.polynomial import ZERO, Poly, total
+from ..algebra.pruning import prune
+from ..bind.evaluate import Formula, answer, bound_answer
 from ..errors import GraphError
-from ..extremum import extremum
-from ..graph import Graph, need_graph
-from ..polynomial import ZERO, Poly, total
-from ..pruning import prune
-from ..sizes import bindings
-from ..tensor import Storage, Tensor
+from ..graph.graph import Graph, need_graph
+from ..graph.sizes import bindings
+from ..graph.tensor import Storage, Tensor
 from .lifetimes import Program
 from .live import closed, live_cases
 from .traffic import repeated_bodies

@@ -7,8 +7,8 @@ from itertools import groupby
 from numbers import Real
 from typing import Any
 
+from ..algebra.symbols import shown
 from ..errors import CostGraphError, FormatError, UnsupportedError
-from ..symbols import shown
 from .defaults import ACTIVATIONS, ALIASES, DEFAULTS, NO_COST, OFF, ROPES
 
 __all__ = ["Config", "keyed"]

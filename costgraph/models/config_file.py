@@ -6,8 +6,8 @@ import json
 import os
 from collections.abc import Mapping
 
+from ..algebra.symbols import shown
 from ..errors import FormatError
-from ..symbols import shown
 from ..text_file import place_of, read_text
 from .config import Config, keyed
 

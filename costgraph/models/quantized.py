@@ -8,8 +8,8 @@ from typing import Any
 
 import costgraph as cg
 
+from ..algebra.symbols import shown
 from ..errors import UnsupportedError
-from ..symbols import shown
 from .config import Config
 
 __all__ = ["formats_of"]

@@ -8,13 +8,13 @@ from inspect import signature
 from numbers import Real
 from typing import Literal, get_args, get_origin, get_type_hints
 
-from ..arguments import need_flag
+from ..algebra.symbols import shown
 from ..dtypes import DType
 from ..dtypes import dtype as find_dtype
 from ..errors import FormatError, GraphError, UnsupportedError
-from ..graph import Graph
-from ..sizes import known_names
-from ..symbols import shown
+from ..graph.arguments import need_flag
+from ..graph.graph import Graph
+from ..graph.sizes import known_names
 from . import (
     alexnet,
     bert,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .. import rules
 from ..errors import UnsupportedError
-from ..graph import Graph
-from ..op import Attrs, Op, OpKind, Result
-from ..rules import Flops
-from ..tensor import Tensor
+from ..graph.graph import Graph
+from ..graph.op import Attrs, Op, OpKind, Result
+from ..graph.tensor import Tensor
+from . import rules
 from .registry import register
+from .rules import Flops
 
 __all__ = ["ATEN", "need_declared"]
 

@@ -7,16 +7,16 @@ from contextlib import contextmanager
 from types import MappingProxyType
 from typing import overload
 
-from .. import rules
-from ..arguments import amount, need_call
+from ..algebra.polynomial import Poly
+from ..algebra.symbols import is_name, shorten
 from ..errors import GraphError, ShapeError
-from ..graph import Graph, current_graph, sizes_of
-from ..layout import contiguous
-from ..op import Attrs, OpKind, Result
-from ..polynomial import Poly
-from ..scopes import building, here, module, scope
-from ..symbols import is_name, shorten
-from ..tensor import Tensor
+from ..graph.arguments import amount, need_call
+from ..graph.graph import Graph, current_graph, sizes_of
+from ..graph.op import Attrs, OpKind, Result
+from ..graph.scopes import building, here, module, scope
+from ..graph.strides import contiguous
+from ..graph.tensor import Tensor
+from . import rules
 from .layout import contiguous_copy
 from .pieces import pieces_of, slice_of
 from .pointwise import pointwise
@@ -103,7 +103,7 @@ def kernel(name: str, *, workspace: object = 0, backward: str = "") -> Iterator[
         Bytes that it needs while it runs, beside operands and results.
     backward : str
         How its gradients are made: by default in one kernel, which computes again from the operands what `save` does
-        not keep; with `ops` by an op for each op inside; or the name of a rule in `costgraph.vjp.kernels`.
+        not keep; with `ops` by an op for each op inside; or the name of a rule in `costgraph.transforms.vjp.kernels`.
 
     Yields
     ------

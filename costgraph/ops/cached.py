@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .. import rules
-from ..arguments import need_tensor, positive, sizes_of
+from ..algebra.extremum import smaller
+from ..algebra.polynomial import ZERO, Poly
 from ..dtypes import dtype as find_dtype
 from ..errors import PatternError, ShapeError
-from ..extremum import smaller
-from ..graph import apply, current_graph
-from ..layout import Sizes, distinct, numel
-from ..op import Attrs, Op, OpKind, Result
-from ..pattern import Affine, PatternText, parse_pattern
-from ..polynomial import ZERO, Poly
-from ..tensor import Tensor
+from ..graph.arguments import need_tensor, positive, sizes_of
+from ..graph.graph import apply, current_graph
+from ..graph.op import Attrs, Op, OpKind, Result
+from ..graph.strides import Sizes, distinct, numel
+from ..graph.tensor import Tensor
+from ..notation.pattern import Affine, PatternText, parse_pattern
+from . import rules
 from .registry import register
 
 __all__ = ["APPEND", "CACHE", "INITIAL_STATE", "append", "cache", "initial_state"]

@@ -7,20 +7,20 @@ from math import prod
 from operator import index
 from typing import Any
 
-from .. import rules
-from ..arguments import need_list
-from ..arguments import sizes as sizes_by_name
-from ..domain import Domain
+from ..algebra.polynomial import ONE, Poly, poly
+from ..algebra.symbols import kind_of
 from ..dtypes import dtype as find_dtype
 from ..dtypes import promote
 from ..errors import GraphError, PatternError, ShapeError
-from ..graph import Graph, apply, current_graph
-from ..layout import Sizes, windows_along
-from ..op import Attrs, OpKind, Result
-from ..pattern import Affine, Axes, Pattern, parse_pattern
-from ..polynomial import ONE, Poly, poly
-from ..symbols import kind_of
-from ..tensor import Tensor
+from ..graph.arguments import need_list
+from ..graph.arguments import sizes as sizes_by_name
+from ..graph.domain import Domain
+from ..graph.graph import Graph, apply, current_graph
+from ..graph.op import Attrs, OpKind, Result
+from ..graph.strides import Sizes, windows_along
+from ..graph.tensor import Tensor
+from ..notation.pattern import Affine, Axes, Pattern, parse_pattern
+from . import rules
 from .extents import extents_of
 from .layout import rearrange
 from .order import best_orders

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import prod
 
+from ..algebra.polynomial import ONE, Poly
 from ..errors import ShapeError
-from ..graph import Graph
-from ..pattern import Affine, Axes, Pattern
-from ..polynomial import ONE, Poly
-from ..tensor import Tensor
+from ..graph.graph import Graph
+from ..graph.tensor import Tensor
+from ..notation.pattern import Affine, Axes, Pattern
 
 __all__ = ["extents_of"]
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from numbers import Real
 
-from .. import rules
-from ..arguments import need_tensor, positive, sizes_of
+from ..algebra.polynomial import ZERO, Poly, poly
 from ..dtypes import dtype as find_dtype
 from ..errors import GraphError, ShapeError
-from ..graph import apply
-from ..op import Attrs, Op, OpKind, Result
-from ..polynomial import ZERO, Poly, poly
-from ..reach import alike, carried
-from ..tensor import Tensor
+from ..graph.arguments import need_tensor, positive, sizes_of
+from ..graph.graph import apply
+from ..graph.op import Attrs, Op, OpKind, Result
+from ..graph.tensor import Tensor
+from . import rules
 from .layout import _axis, _room
+from .reach import alike, carried
 from .registry import register
 
 __all__ = ["ASSIGN", "FILL", "PAD", "assign", "fill", "pad"]

@@ -8,18 +8,18 @@ from typing import NamedTuple
 
 import sympy
 
-from .. import rules
-from ..arguments import need_choice, need_flag, need_tensor, positive
+from ..algebra.extremum import smaller
+from ..algebra.polynomial import ONE, Poly, poly, power
+from ..algebra.symbols import shown
 from ..dtypes import dtype as find_dtype
 from ..dtypes import promote
 from ..errors import GraphError, ShapeError
-from ..extremum import smaller
-from ..graph import apply
-from ..layout import numel
-from ..op import Attrs, Op, OpKind, Result
-from ..polynomial import ONE, Poly, poly, power
-from ..symbols import shown
-from ..tensor import Tensor
+from ..graph.arguments import need_choice, need_flag, need_tensor, positive
+from ..graph.graph import apply
+from ..graph.op import Attrs, Op, OpKind, Result
+from ..graph.strides import numel
+from ..graph.tensor import Tensor
+from . import rules
 from .registry import register
 
 __all__ = [

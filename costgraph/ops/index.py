@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .. import rules
-from ..arguments import need_choice, need_flag, positive
+from ..algebra.polynomial import Poly
 from ..dtypes import dtype as find_dtype
 from ..errors import ShapeError
-from ..graph import apply
-from ..layout import Sizes
-from ..op import Attrs, Op, OpKind, Result
-from ..polynomial import Poly
-from ..tensor import Tensor
+from ..graph.arguments import need_choice, need_flag, positive
+from ..graph.graph import apply
+from ..graph.op import Attrs, Op, OpKind, Result
+from ..graph.strides import Sizes
+from ..graph.tensor import Tensor
+from . import rules
 from .registry import register
 
 __all__ = ["GATHER", "SCATTER", "arange", "gather", "scatter", "take_along"]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .. import rules
-from ..arguments import need_tensor
 from ..errors import GraphError
-from ..graph import apply
-from ..op import Attrs, OpKind, Result
-from ..tensor import Tensor
+from ..graph.arguments import need_tensor
+from ..graph.graph import apply
+from ..graph.op import Attrs, OpKind, Result
+from ..graph.tensor import Tensor
+from . import rules
 from .registry import register
 
 __all__ = ["KEEP", "keep"]

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from .. import rules
-from ..arguments import need_list, need_tensor
-from ..arguments import sizes as sizes_by_name
-from ..dominance import lower
+from ..algebra.dominance import lower
+from ..algebra.polynomial import ONE, ZERO, Poly, poly, total
+from ..algebra.symbols import is_name
 from ..errors import GraphError, PatternError, ShapeError
-from ..graph import apply, current_graph, sizes_of
-from ..layout import Sizes, numel, view, windows_along
-from ..op import Attrs, OpKind, Result
-from ..pattern import Affine, PatternText, parse_pattern
-from ..polynomial import ONE, ZERO, Poly, poly, total
-from ..reach import alike, carried, regrouped
-from ..symbols import is_name
-from ..tensor import Tensor
+from ..graph.arguments import need_list, need_tensor
+from ..graph.arguments import sizes as sizes_by_name
+from ..graph.graph import apply, current_graph, sizes_of
+from ..graph.op import Attrs, OpKind, Result
+from ..graph.strides import Sizes, numel, view, windows_along
+from ..graph.tensor import Tensor
+from ..notation.pattern import Affine, PatternText, parse_pattern
+from . import rules
 from .extents import extents_of
+from .reach import alike, carried, regrouped
 from .registry import register
 
 __all__ = [

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ..arguments import need_tensor
-from ..changes import whole
+from ..algebra.symbols import kind_of
 from ..errors import GraphError, ShapeError
-from ..symbols import kind_of
-from ..tensor import OPERATORS, Tensor
+from ..graph.arguments import need_tensor
+from ..graph.changes import whole
+from ..graph.tensor import OPERATORS, Tensor
 from .einsum import einsum
 from .layout import index, rearrange
 from .pointwise import pointwise

@@ -7,11 +7,11 @@ from itertools import combinations
 from math import prod
 from typing import NamedTuple
 
-from ..dominance import Relations
+from ..algebra.dominance import Relations
+from ..algebra.extremum import Max, Min
+from ..algebra.polynomial import ONE, ZERO, Poly, atom, poly
+from ..algebra.pruning import prune
 from ..errors import GraphError
-from ..extremum import Max, Min
-from ..polynomial import ONE, ZERO, Poly, atom, poly
-from ..pruning import prune
 
 __all__ = ["Orders", "best_orders"]
 

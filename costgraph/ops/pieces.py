@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .. import rules
 from ..dtypes import DType
 from ..errors import ShapeError
-from ..graph import Graph, apply
-from ..layout import Sizes
-from ..op import Attrs, Op, OpKind, Result
-from ..reach import alike
-from ..tensor import Tensor
+from ..graph.graph import Graph, apply
+from ..graph.op import Attrs, Op, OpKind, Result
+from ..graph.strides import Sizes
+from ..graph.tensor import Tensor
+from . import rules
 from .layout import contiguous_copy
+from .reach import alike
 from .registry import register
 
 __all__ = ["ABSENT", "ACCUMULATE", "absent", "accumulate", "pieces_of", "slice_of"]

@@ -10,20 +10,20 @@ from typing import Annotated
 import numpy as np
 import sympy
 
-from .. import rules
-from ..arguments import named, need_flag, need_tensor
-from ..door import REAL
+from ..algebra.polynomial import ONE, Poly, poly
+from ..algebra.symbols import shown
 from ..dtypes import DType, promote
 from ..dtypes import dtype as find_dtype
 from ..errors import GraphError, ShapeError
-from ..graph import apply
-from ..layout import Sizes, elementwise, is_integral
-from ..op import Attrs, OpKind, Result
-from ..polynomial import ONE, Poly, poly
-from ..reach import shared
-from ..symbols import shown
-from ..tensor import Tensor
+from ..graph.arguments import named, need_flag, need_tensor
+from ..graph.graph import apply
+from ..graph.op import Attrs, OpKind, Result
+from ..graph.strides import Sizes, elementwise, is_integral
+from ..graph.tensor import Tensor
+from ..notation.door import REAL
+from . import rules
 from .functions import FUNCTIONS, Function
+from .reach import shared
 from .registry import register
 
 __all__ = ["FUNCTIONS", "POINTWISE", "Function", "cast", "pointwise"]

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .. import rules
-from ..arguments import named, need_choice, need_tensor
-from ..arguments import sizes as sizes_by_name
+from ..algebra.polynomial import ONE
 from ..dtypes import dtype as find_dtype
 from ..errors import PatternError, ShapeError
-from ..graph import apply, current_graph
-from ..op import Attrs, OpKind, Result
-from ..pattern import Affine, Axes, Pattern, PatternText, parse_pattern
-from ..polynomial import ONE
-from ..reach import left_over
-from ..tensor import Tensor
+from ..graph.arguments import named, need_choice, need_tensor
+from ..graph.arguments import sizes as sizes_by_name
+from ..graph.graph import apply, current_graph
+from ..graph.op import Attrs, OpKind, Result
+from ..graph.tensor import Tensor
+from ..notation.pattern import Affine, Axes, Pattern, PatternText, parse_pattern
+from . import rules
 from .extents import extents_of
 from .layout import rearrange
+from .reach import left_over
 from .registry import register
 
 __all__ = ["REDUCE", "REDUCTIONS", "reduce"]

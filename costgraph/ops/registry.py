@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from ..errors import GraphError
-from ..op import OpKind
+from ..graph.op import OpKind
 
 __all__ = ["KINDS", "register"]
 

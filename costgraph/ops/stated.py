@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .. import rules
-from ..arguments import amount, named, need_choice, need_list, positive
+from ..algebra.polynomial import ZERO, Poly
 from ..dtypes import DType
 from ..dtypes import dtype as find_dtype
 from ..errors import GraphError
-from ..graph import Graph, apply, current_graph, sizes_of
-from ..layout import Sizes
-from ..op import Attrs, Op, OpKind, Result
-from ..polynomial import ZERO, Poly
-from ..rules import Flops
-from ..tensor import Tensor
+from ..graph.arguments import amount, named, need_choice, need_list, positive
+from ..graph.graph import Graph, apply, current_graph, sizes_of
+from ..graph.op import Attrs, Op, OpKind, Result
+from ..graph.strides import Sizes
+from ..graph.tensor import Tensor
+from . import rules
 from .registry import register
+from .rules import Flops
 
 __all__ = ["COLLECTIVES", "OPAQUE", "collective", "opaque", "transfer"]
 

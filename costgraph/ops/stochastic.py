@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from numbers import Real
 
-from .. import rules
 from ..dtypes import dtype as find_dtype
 from ..errors import GraphError
-from ..graph import apply
-from ..layout import elementwise
-from ..op import Attrs, OpKind, Result
-from ..tensor import Tensor
+from ..graph.graph import apply
+from ..graph.op import Attrs, OpKind, Result
+from ..graph.strides import elementwise
+from ..graph.tensor import Tensor
+from . import rules
 from .pointwise import Function
 from .registry import register
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
+from ..graph.tensor import Tensor
 from ..ops.operators import matmul
 from ..ops.pointwise import pointwise
 from ..ops.reduce import reduce
-from ..tensor import Tensor
 from .calls import Calls, Column
 from .functions import ADD_SCALED
 from .norms import norm, root_mean_square

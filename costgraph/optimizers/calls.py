@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from ..graph.tensor import Tensor
 from ..ops.keep import keep
 from ..ops.pointwise import FUNCTIONS, Function, pointwise
-from ..tensor import Tensor
 from .functions import ADD_PRODUCT, ADD_QUOTIENT, ADD_SCALED, ADD_SCALED_PRODUCT, ADD_SCALED_QUOTIENT
 from .over import Made, over
 

@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .. import rules
+from ..algebra.symbols import shown
 from ..errors import GraphError, ShapeError
-from ..graph import Graph, apply
-from ..op import Attrs, Op, OpKind, Result
+from ..graph.graph import Graph, apply
+from ..graph.op import Attrs, Op, OpKind, Result
+from ..graph.tensor import Tensor
+from ..ops import rules
 from ..ops.keep import KEEP
 from ..ops.pointwise import Function
 from ..ops.registry import register
-from ..rules import Flops
-from ..symbols import shown
-from ..tensor import Tensor
+from ..ops.rules import Flops
 from .calls import Calls, Column, Update
 
 __all__ = ["FUSED_UPDATE", "fused_update"]

@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, ClassVar
 
-from ..arguments import need_call, need_choice
-from ..door import READ
+from ..algebra.polynomial import as_poly
 from ..errors import GraphError, ShapeError
-from ..layout import Sizes, numel
+from ..graph.arguments import need_call, need_choice
+from ..graph.strides import Sizes, numel
+from ..graph.tensor import Tensor
+from ..notation.door import READ
 from ..ops.blocks import fused
 from ..ops.keep import keep
 from ..ops.layout import reshape
 from ..ops.operators import matmul, transpose
 from ..ops.pointwise import cast, pointwise
-from ..polynomial import as_poly
-from ..tensor import Tensor
 from .adaptive import AdamW
 from .calls import Calls, Column
 from .functions import ADD_SCALED

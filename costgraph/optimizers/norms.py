@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from ..graph.tensor import Tensor
 from ..ops.blocks import fused
 from ..ops.pointwise import pointwise
 from ..ops.reduce import reduce
-from ..tensor import Tensor
 
 __all__ = ["norm", "root_mean_square"]
 

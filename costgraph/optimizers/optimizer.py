@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import ClassVar
 
-from ..arguments import need_choice, need_flag
 from ..errors import GraphError
-from ..graph import current_graph
+from ..graph.arguments import need_choice, need_flag
+from ..graph.graph import current_graph
+from ..graph.scopes import building, phase, scope
+from ..graph.tensor import Tensor
 from ..ops.fill import assign
 from ..ops.pointwise import cast, pointwise
-from ..scopes import building, phase, scope
-from ..tensor import Tensor
 from .calls import Calls, Column, one_by_one
 from .fused import fused_update
 from .over import over

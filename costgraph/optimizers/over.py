@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from ..algebra.polynomial import Poly
 from ..errors import GraphError
+from ..graph.tensor import Tensor
 from ..ops.blocks import each, scan
 from ..ops.fill import fill
-from ..polynomial import Poly
-from ..tensor import Tensor
 from .slots import pieces
 
 __all__ = ["over"]

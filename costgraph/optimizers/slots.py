@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..algebra.polynomial import ONE
 from ..dtypes import DType
 from ..errors import GraphError, ShapeError
-from ..graph import Graph
-from ..layout import Sizes
-from ..polynomial import ONE
-from ..scopes import opened
-from ..tensor import Tensor
+from ..graph.graph import Graph
+from ..graph.scopes import opened
+from ..graph.strides import Sizes
+from ..graph.tensor import Tensor
 
 __all__ = ["Slot", "declare_state", "need_slots", "pieces", "source_like"]
 

@@ -6,18 +6,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from .. import rules
-from ..arguments import need_flag, need_tensor
 from ..errors import GraphError, ShapeError
-from ..graph import apply, current_graph
-from ..op import Attrs, Op, OpKind, Result
+from ..graph.arguments import need_flag, need_tensor
+from ..graph.graph import apply, current_graph
+from ..graph.op import Attrs, Op, OpKind, Result
+from ..graph.scopes import building, phase, scope
+from ..graph.tensor import Tensor
+from ..ops import rules
 from ..ops.fill import fill
 from ..ops.layout import concat, reshape
 from ..ops.pointwise import FUNCTIONS, cast, pointwise
 from ..ops.registry import register
-from ..rules import Flops
-from ..scopes import building, phase, scope
-from ..tensor import Tensor
+from ..ops.rules import Flops
 from .functions import NON_FINITE
 from .norms import norm
 from .optimizer import bounds

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 import sympy
 
+from ..algebra.extremum import as_expr
+from ..algebra.polynomial import poly
 from ..analysis.params import param_count
 from ..analysis.training import given, model_flops, rate_of, tokens_poly
-from ..bind import Formula, answer
+from ..bind.evaluate import Formula, answer
 from ..errors import BindingError, GraphError
-from ..extremum import as_expr
-from ..graph import Graph
-from ..polynomial import poly
-from ..sizes import bindings
+from ..graph.graph import Graph
+from ..graph.sizes import bindings
 
 __all__ = [
     "LeadingTerm",

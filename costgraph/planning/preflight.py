@@ -9,6 +9,8 @@ from typing import Any
 
 import sympy
 
+from ..algebra.extremum import as_expr
+from ..algebra.symbols import shorten
 from ..analysis.costs import intensity
 from ..analysis.memory import peak_memory
 from ..analysis.params import param_count
@@ -16,13 +18,11 @@ from ..analysis.roofline import roofline
 from ..analysis.training import given, main_format, model_flops, rate_of
 from ..analysis.training import mfu as utilization
 from ..analysis.training_memory import activation_memory, saved_state_bytes, state_bytes
-from ..bind import Formula, answer
-from ..extremum import as_expr
-from ..graph import Graph
-from ..hardware import Hardware, load_hardware
-from ..sizes import bindings, known_names
-from ..symbols import shorten
-from ..units import format_bytes, format_quantity
+from ..bind.evaluate import Formula, answer
+from ..graph.graph import Graph
+from ..graph.sizes import bindings, known_names
+from ..hardware.specs import Hardware, load_hardware
+from ..hardware.units import format_bytes, format_quantity
 from .amounts import leading_term, training_days, training_flops
 
 __all__ = ["PreflightCheck", "Preflight", "preflight"]

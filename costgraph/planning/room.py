@@ -7,8 +7,8 @@ import os
 import sympy
 
 from ..analysis.training import given
-from ..bind import Formula, answer
-from ..hardware import Hardware, load_hardware
+from ..bind.evaluate import Formula, answer
+from ..hardware.specs import Hardware, load_hardware
 
 __all__ = ["dataset_bytes", "dataset_tokens", "largest_params"]
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from ..analysis.memory import peak_memory
-from ..bind import need_bound
-from ..door import Rule, rule
+from ..bind.evaluate import need_bound
 from ..errors import BindingError
-from ..graph import Graph
-from ..hardware import Hardware, load_hardware
-from ..sizes import bindings, need_open, size_of
+from ..graph.graph import Graph
+from ..graph.sizes import bindings, need_open, size_of
+from ..hardware.specs import Hardware, load_hardware
+from ..notation.door import Rule, rule
 
 __all__ = ["largest"]
 

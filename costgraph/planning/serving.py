@@ -8,19 +8,19 @@ from fractions import Fraction
 from itertools import islice
 from typing import Annotated, Any
 
+from ..algebra.polynomial import Poly
+from ..algebra.symbols import shorten, shown
 from ..analysis.hooks import PLOTTERS
 from ..analysis.memory import peak_memory
 from ..analysis.roofline import Roofline, roofline
 from ..analysis.training import tokens_poly
-from ..arguments import need_choice
-from ..door import READ
 from ..errors import BindingError, GraphError
-from ..graph import Graph, need_graph
-from ..hardware import Hardware, load_hardware
-from ..polynomial import Poly
-from ..sizes import bindings, known_names, need_open, size_of
-from ..symbols import shorten, shown
-from ..units import format_bytes, format_quantity
+from ..graph.arguments import need_choice
+from ..graph.graph import Graph, need_graph
+from ..graph.sizes import bindings, known_names, need_open, size_of
+from ..hardware.specs import Hardware, load_hardware
+from ..hardware.units import format_bytes, format_quantity
+from ..notation.door import READ
 from .search import largest
 
 __all__ = ["Latency", "Throughput", "ThroughputRow", "latency", "throughput"]

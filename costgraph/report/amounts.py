@@ -5,8 +5,8 @@ from __future__ import annotations
 import sympy
 from rich.markup import escape
 
-from ..bind import Formula
-from ..units import format_bytes, format_quantity
+from ..bind.evaluate import Formula
+from ..hardware.units import format_bytes, format_quantity
 from .formula import formula_text
 
 __all__ = ["amount", "exact", "percent", "show"]

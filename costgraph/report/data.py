@@ -8,18 +8,18 @@ from dataclasses import dataclass, field, replace
 
 import sympy
 
+from ..algebra.extremum import Regime
+from ..algebra.polynomial import Poly
+from ..algebra.symbols import shorten, shown
 from ..analysis.costs import costs, executions, unused_names
 from ..analysis.memory import peak_cases, timeline
 from ..analysis.roofline import Roofline, RooflineRow, roofline
 from ..analysis.table import Cost, CostRow, Costs
-from ..bind import Formula
+from ..bind.evaluate import Formula
 from ..errors import BindingError, GraphError
-from ..extremum import Regime
-from ..graph import Graph
-from ..hardware import Hardware, load_hardware
-from ..polynomial import Poly
-from ..sizes import Bindings, bindings, known_names
-from ..symbols import shorten, shown
+from ..graph.graph import Graph
+from ..graph.sizes import Bindings, bindings, known_names
+from ..hardware.specs import Hardware, load_hardware
 from ..text_file import write_file
 from .quantities import QUANTITIES, Figure, quantity_of, symbolic
 from .training import Training, training_of

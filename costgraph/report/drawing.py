@@ -7,10 +7,10 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+from ..algebra.symbols import shorten, shown
 from ..errors import FormatError, UnsupportedError
-from ..symbols import shorten, shown
+from ..hardware.units import format_quantity
 from ..text_file import place_of, write_file
-from ..units import format_quantity
 
 __all__ = ["COLORS", "FAINT", "ROOF", "check_path", "new_figure", "note", "saved", "short", "units_on"]
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import sympy
 
+from ..algebra.extremum import Regime
 from ..analysis.roofline import Roofline
-from ..bind import Formula
-from ..extremum import Regime
+from ..bind.evaluate import Formula
 from .formula import formula_text
 
 if TYPE_CHECKING:

@@ -13,11 +13,11 @@ import sympy
 from sympy.printing.latex import LatexPrinter
 from sympy.printing.str import StrPrinter
 
-from ..bind import Formula
+from ..algebra.extremum import Max, Min
+from ..algebra.polynomial import Poly, generator, poly
+from ..algebra.symbols import is_name, shorten
+from ..bind.evaluate import Formula
 from ..errors import FormatError, UnsupportedError
-from ..extremum import Max, Min
-from ..polynomial import Poly, generator, poly
-from ..symbols import is_name, shorten
 
 __all__ = [
     "FORMATS",

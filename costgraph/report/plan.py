@@ -15,9 +15,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ..bind import Formula
+from ..bind.evaluate import Formula
+from ..hardware.units import format_quantity
 from ..planning import Preflight, PreflightCheck
-from ..units import format_quantity
 from .amounts import show
 from .formula import formula_text
 from .text import clean, draw, grid

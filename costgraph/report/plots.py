@@ -9,7 +9,7 @@ from typing import Any
 
 from ..analysis.hooks import PLOTTERS
 from ..analysis.roofline import Roofline, RooflineRow
-from ..units import format_quantity
+from ..hardware.units import format_quantity
 from .drawing import COLORS, FAINT, ROOF, check_path, new_figure, note, saved, short, units_on
 from .serving_plot import plot_throughput
 from .timeline_plot import plot_timeline

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from ..analysis.costs import bytes_moved, flops, flops_of_kind, intensity, matmul_flops
 from ..analysis.params import param_bytes, param_count
-from ..bind import Formula
-from ..graph import Graph
+from ..bind.evaluate import Formula
+from ..graph.graph import Graph
 
 __all__ = ["QUANTITIES", "Figure", "quantity_of", "symbolic"]
 

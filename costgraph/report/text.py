@@ -15,12 +15,12 @@ from rich.segment import Segment, Segments
 from rich.table import Table
 from rich.text import Text
 
+from ..algebra.extremum import Regime
+from ..algebra.symbols import printable
 from ..analysis.roofline import Roofline
 from ..analysis.table import Cost
-from ..bind import Formula
-from ..extremum import Regime
-from ..symbols import printable
-from ..units import format_bytes, format_quantity
+from ..bind.evaluate import Formula
+from ..hardware.units import format_bytes, format_quantity
 from .amounts import amount, exact, percent, show
 from .formula import factored, formula_text, shared
 from .quantities import QUANTITIES

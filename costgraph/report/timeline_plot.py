@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..analysis.memory import Timeline
-from ..bind import need_bound
-from ..units import format_bytes
+from ..bind.evaluate import need_bound
+from ..hardware.units import format_bytes
 from .drawing import COLORS, FAINT, ROOF, check_path, new_figure, note, saved, short, units_on
 
 __all__ = ["plot_timeline"]

@@ -9,8 +9,8 @@ from typing import Any
 from ..analysis.roofline import Roofline
 from ..analysis.training import hardware_flops, main_format, model_flops
 from ..analysis.training_memory import activation_memory, bytes_per_param, saved_state_bytes, state_bytes
-from ..bind import Formula
-from ..graph import Graph
+from ..bind.evaluate import Formula
+from ..graph.graph import Graph
 from .quantities import Figure, symbolic
 
 __all__ = ["TRAINING_QUANTITIES", "Training", "training_of"]

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..algebra.symbols import shorten, shown
 from ..errors import FormatError
-from ..symbols import shorten, shown
-from ..units import format_quantity
+from ..hardware.units import format_quantity
 from .drawing import COLORS, FAINT, ROOF, new_figure, note, saved, short, units_on
 
 if TYPE_CHECKING:
-    from ..hardware import Hardware
+    from ..hardware.specs import Hardware
     from ..torch.validating import Row, Validation
 
 __all__ = ["plot_peaks", "plot_roof", "plot_validation"]

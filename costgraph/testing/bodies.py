@@ -7,17 +7,17 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from ..attention import attention
-from ..graph import Graph, current_graph
-from ..nn import layer_norm, linear, log_softmax, rms_norm, softmax
+from ..algebra.symbols import dims
+from ..graph.graph import Graph, current_graph
+from ..graph.sizes import known_names
+from ..graph.tensor import Tensor
+from ..nn.attention import attention
+from ..nn.linear import layer_norm, linear, log_softmax, rms_norm, softmax
 from ..ops.blocks import kernel, repeat, scan
 from ..ops.einsum import einsum
 from ..ops.pointwise import cast, pointwise
 from ..ops.reduce import reduce
 from ..ops.registry import KINDS
-from ..sizes import known_names
-from ..symbols import dims
-from ..tensor import Tensor
 from .samples import SAMPLES, sample
 from .sketch import Case, Sketch
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ..graph.tensor import Tensor
 from ..ops.cached import append, cache, initial_state
 from ..ops.fill import fill
-from ..tensor import Tensor
 from .meanings import meaning
 from .samples import sample
 from .sketch import Sketch

@@ -7,8 +7,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from ..graph import Graph
-from ..io import load, save
+from ..files.write import load, save
+from ..graph.graph import Graph
 
 __all__ = ["loaded", "saved"]
 

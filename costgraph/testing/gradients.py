@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import product
 
-from ..conv import UNPOOL, pool
-from ..graph import apply
+from ..algebra.symbols import dims
+from ..graph.graph import apply
+from ..graph.tensor import Tensor
+from ..nn.conv import UNPOOL, pool
 from ..ops.fill import assign, fill, pad
-from ..symbols import dims
-from ..tensor import Tensor
 from .meanings import meaning
 from .samples import sample
 from .sketch import Sketch

@@ -7,10 +7,10 @@ from fractions import Fraction
 from itertools import product
 from math import ceil, comb
 
+from ..algebra.symbols import dims
+from ..graph.tensor import Tensor
 from ..ops.grouped import ROUTINGS, dispatch, grouped, grouped_outer, top_k
 from ..ops.index import gather, take_along
-from ..symbols import dims
-from ..tensor import Tensor
 from .meanings import meaning
 from .samples import sample
 from .sketch import Sketch

@@ -10,11 +10,11 @@ from typing import Any
 
 import sympy
 
-from ..grammar import parse_formula
-from ..graph import Graph
-from ..polynomial import poly
+from ..algebra.polynomial import poly
+from ..algebra.symbols import dims
+from ..graph.graph import Graph
+from ..notation.grammar import parse_formula
 from ..report import report
-from ..symbols import dims
 from .arithmetic import value
 from .files import loaded, saved
 from .laws import QUESTIONS, Trial, law, same

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from ..errors import BindingError, GraphError, UnsupportedError
-from ..graph import Graph, need_graph
-from ..op import Op
-from ..sizes import bindings, known_names
-from ..tensor import Storage, Tensor
+from ..graph.graph import Graph, need_graph
+from ..graph.op import Op
+from ..graph.sizes import bindings, known_names
+from ..graph.tensor import Storage, Tensor
 from ..transforms.rewrite import members
 from .arithmetic import Tally
 from .meanings import MEANINGS, Meaning

@@ -13,17 +13,17 @@ from typing import Any
 
 import numpy as np
 
+from ..algebra.polynomial import Poly
 from ..analysis.costs import bytes_moved, costs, flops, intensity, matmul_flops
 from ..analysis.lifetimes import copies_needed, lifetimes, play
 from ..analysis.live import live_bytes
 from ..analysis.memory import peak_memory, timeline
 from ..analysis.params import param_bytes, param_count
-from ..bind import evaluate
+from ..bind.evaluate import evaluate
 from ..errors import BindingError, UnsupportedError
-from ..graph import Graph
-from ..op import Op
-from ..polynomial import Poly
-from ..sizes import bindings, known_names
+from ..graph.graph import Graph
+from ..graph.op import Op
+from ..graph.sizes import bindings, known_names
 from ..transforms.rewrite import Rewriter
 from ..transforms.unroll import unroll
 from .arithmetic import value

@@ -7,12 +7,12 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from ..graph import Graph
-from ..losses import cross_entropy
+from ..graph.graph import Graph
+from ..graph.sizes import known_names
+from ..graph.tensor import Tensor
+from ..nn.losses import cross_entropy
 from ..ops.pointwise import FUNCTIONS, cast, pointwise
 from ..ops.reduce import reduce
-from ..sizes import known_names
-from ..tensor import Tensor
 from .bodies import _grow
 from .sketch import Case, Sketch
 

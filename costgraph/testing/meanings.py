@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import GraphError, UnsupportedError
-from ..pattern import Affine, Axes, Pattern
+from ..notation.pattern import Affine, Axes, Pattern
 from .arithmetic import FUNCTIONS, Number, Tally
 from .tables import adding
 from .values import At, Point, Value, sees

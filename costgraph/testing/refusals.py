@@ -9,7 +9,7 @@ import numpy as np
 
 from ..analysis.costs import costs, flops
 from ..analysis.memory import timeline
-from ..bind import compile, evaluate
+from ..bind.evaluate import compile, evaluate
 from ..errors import CostGraphError
 from .laws import QUESTIONS, Trial, law
 

@@ -6,8 +6,12 @@ from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
-from ..conv import POOL, conv, pool
-from ..graph import apply
+from ..algebra.polynomial import ZERO, poly
+from ..algebra.symbols import dims
+from ..graph.graph import apply
+from ..graph.tensor import Tensor
+from ..nn.conv import POOL, conv, pool
+from ..notation.pattern import parse_pattern
 from ..ops.aten import ATEN
 from ..ops.einsum import contract, einsum
 from ..ops.index import arange, gather, scatter, take_along
@@ -16,10 +20,6 @@ from ..ops.pointwise import FUNCTIONS, cast, pointwise
 from ..ops.reduce import REDUCTIONS, reduce
 from ..ops.stated import COLLECTIVES, collective, opaque, transfer
 from ..ops.stochastic import dropout
-from ..pattern import parse_pattern
-from ..polynomial import ZERO, poly
-from ..symbols import dims
-from ..tensor import Tensor
 from ..transforms.unroll import EMPTY
 from .sketch import LARGEST, MOST_POINTS, Sketch, together
 from .tables import adding

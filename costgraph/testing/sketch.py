@@ -11,18 +11,18 @@ from typing import Any, NamedTuple, TypeVar
 import sympy
 from hypothesis import strategies as st
 
-from ..checks import overwritten_by
-from ..domain import Domain
+from ..algebra.polynomial import poly
+from ..algebra.symbols import dims
 from ..dtypes import DType
 from ..dtypes import dtype as find_dtype
 from ..errors import CostGraphError
-from ..graph import Graph, current_graph
+from ..graph.checks import overwritten_by
+from ..graph.domain import Domain
+from ..graph.graph import Graph, current_graph
+from ..graph.scopes import here as place_now
+from ..graph.tensor import Tensor
 from ..ops.einsum import einsum
 from ..ops.pointwise import pointwise
-from ..polynomial import poly
-from ..scopes import here as place_now
-from ..symbols import dims
-from ..tensor import Tensor
 from .arithmetic import value
 
 __all__ = ["Case", "Sketch"]

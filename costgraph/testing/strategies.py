@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import sympy
 from hypothesis import strategies as st
 
+from ..algebra.symbols import dims
 from ..dtypes import DTYPES, DType
-from ..symbols import dims
 
 __all__ = ["DrawnPattern", "dtypes", "patterns", "points", "sizes"]
 

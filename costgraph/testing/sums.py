@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..algebra.polynomial import poly
 from ..dtypes import DTYPES
-from ..graph import apply
+from ..graph.graph import apply
+from ..graph.tensor import Tensor
 from ..ops.fill import fill
 from ..ops.pieces import absent, accumulate
-from ..polynomial import poly
-from ..tensor import Tensor
 from ..transforms.unroll import EMPTY, STACKED
 from .meanings import meaning
 from .samples import sample

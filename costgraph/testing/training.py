@@ -16,14 +16,14 @@ from ..analysis.costs import bytes_moved, flops
 from ..analysis.lifetimes import Life, play
 from ..analysis.memory import peak_memory
 from ..errors import BindingError, GraphError, UnsupportedError
-from ..graph import Graph
-from ..op import Op
-from ..sizes import bindings, known_names
-from ..tensor import Tensor
-from ..transforms.backward import backward
+from ..graph.graph import Graph
+from ..graph.op import Op
+from ..graph.sizes import bindings, known_names
+from ..graph.tensor import Tensor
+from ..transforms.backward.backward import backward
+from ..transforms.backward.hoist import hoist
+from ..transforms.backward.peel import peel
 from ..transforms.checkpoint import Checkpoint, every, every_block, selective
-from ..transforms.hoist import hoist
-from ..transforms.peel import peel
 from ..transforms.unroll import unroll
 from .arithmetic import value
 from .interpreter import Run, run

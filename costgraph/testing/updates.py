@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from ..graph import apply
+from ..graph.graph import apply
+from ..graph.tensor import Tensor
 from ..ops.fill import fill
 from ..ops.keep import keep
 from ..optimizers.adaptive import Adam
 from ..optimizers.fused import fused_update
 from ..optimizers.sgd import SGD
 from ..optimizers.steps import UNSCALE, ZERO_GRAD
-from ..tensor import Tensor
 from .arithmetic import FUNCTIONS, Number, function
 from .meanings import meaning
 from .samples import sample

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from ..domain import Domain
+from ..algebra.polynomial import Poly
 from ..dtypes import DType
 from ..errors import GraphError
-from ..op import Op
-from ..polynomial import Poly
-from ..tensor import Tensor
+from ..graph.domain import Domain
+from ..graph.op import Op
+from ..graph.tensor import Tensor
 from .arithmetic import Number, Tally, value
 
 __all__ = ["At", "Buffer", "Sizes", "Value", "sees", "storage_bytes"]

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
-from ..arguments import positive
-from ..door import READ
+from ..algebra.polynomial import ONE, Poly
+from ..algebra.symbols import is_name, shorten
 from ..errors import GraphError
-from ..graph import Graph
-from ..op import Op
-from ..polynomial import ONE, Poly
-from ..symbols import is_name, shorten
+from ..graph.arguments import positive
+from ..graph.graph import Graph
+from ..graph.op import Op
+from ..notation.door import READ
 from .rewrite import Rewriter
 
 __all__ = ["Checkpoint", "every", "every_block", "from_start", "nest", "selective"]

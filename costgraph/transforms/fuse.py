@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..algebra.polynomial import ONE, Poly, total
 from ..errors import GraphError
-from ..graph import Graph
-from ..op import Op
+from ..graph.graph import Graph
+from ..graph.op import Op
+from ..graph.scopes import building
+from ..graph.tensor import Tensor
 from ..ops.aten import need_declared
 from ..ops.blocks import KERNEL
-from ..polynomial import ONE, Poly, total
-from ..scopes import building
-from ..tensor import Tensor
 from .rewrite import Rewriter
 
 __all__ = ["fuse"]

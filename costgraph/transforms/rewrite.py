@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..domain import Domain
-from ..graph import Graph
-from ..op import Op
-from ..polynomial import Poly
-from ..scopes import opened
-from ..tensor import Tensor
+from ..algebra.polynomial import Poly
+from ..graph.domain import Domain
+from ..graph.graph import Graph
+from ..graph.op import Op
+from ..graph.scopes import opened
+from ..graph.tensor import Tensor
 
 __all__ = ["Rewriter", "bound_attributes", "members"]
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ..graph import Graph
-from ..norms import over_the_batch
-from ..op import Op
-from ..scopes import opened
+from ..graph.graph import Graph
+from ..graph.op import Op
+from ..graph.scopes import opened
+from ..nn.norms import over_the_batch
 from .rewrite import Rewriter
 
 __all__ = ["trained"]

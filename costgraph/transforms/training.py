@@ -6,11 +6,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..arguments import positive
+from ..algebra.polynomial import ONE, Poly
+from ..algebra.symbols import shown
 from ..errors import GraphError, ShapeError
-from ..graph import Graph, need_graph
-from ..layout import contiguous
-from ..losses import binary_cross_entropy, cross_entropy
+from ..graph.arguments import positive
+from ..graph.graph import Graph, need_graph
+from ..graph.scopes import building, opened
+from ..graph.strides import contiguous
+from ..graph.tensor import Tensor
+from ..nn.losses import binary_cross_entropy, cross_entropy
 from ..ops.aten import need_declared
 from ..ops.blocks import REPEAT, fused, written_slices
 from ..ops.index import arange
@@ -19,17 +23,13 @@ from ..ops.pieces import absent, slice_of
 from ..ops.pointwise import pointwise
 from ..ops.reduce import reduce
 from ..optimizers import AdamW, Optimizer, Slot, clip_grad_norm, source_like, unscale, zero_grad
-from ..polynomial import ONE, Poly
-from ..scopes import building, opened
-from ..symbols import shown
-from ..tensor import Tensor
-from .backward import differentiate, loss_of, prepared
+from .backward.backward import differentiate, loss_of, prepared
+from .backward.walk import Leaf
 from .checkpoint import Checkpoint
-from .policy import Policy, find_policy
-from .precision import apply_precision
+from .precision.policy import Policy, find_policy
+from .precision.precision import apply_precision
 from .rewrite import Rewriter
 from .statistics import trained
-from .walk import Leaf
 
 __all__ = ["training_step", "with_loss"]
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..algebra.polynomial import ONE, ZERO, Poly, as_poly
 from ..errors import BindingError, ShapeError, UnsupportedError
-from ..graph import Graph
-from ..layout import Sizes, contiguous, numel
-from ..op import Attrs, Op, OpKind, Result
+from ..graph.graph import Graph
+from ..graph.op import Attrs, Op, OpKind, Result
+from ..graph.sizes import bindings
+from ..graph.strides import Sizes, contiguous, numel
+from ..graph.tensor import Storage, Tensor
 from ..ops.keep import KEEP
 from ..ops.layout import REARRANGE, SLICE
 from ..ops.registry import register
-from ..polynomial import ONE, ZERO, Poly, as_poly
-from ..rules import free, nothing
-from ..sizes import bindings
-from ..tensor import Storage, Tensor
+from ..ops.rules import free, nothing
 from .rewrite import Rewriter, members
 
 __all__ = ["unroll"]

@@ -5,7 +5,7 @@ from functools import cache
 from types import SimpleNamespace
 
 import costgraph as cg
-from costgraph import units
+from costgraph.hardware import units
 from costgraph.optimizers import Slot
 
 B, S, D, F, H, K, L, V = cg.dims("B S D F H K L V")

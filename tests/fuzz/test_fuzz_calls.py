@@ -19,8 +19,9 @@ from guard import SECONDS, show
 from limits import TooSlowError, limited
 
 import costgraph as cg
-from costgraph import changes, door
-from costgraph.scopes import building, here
+from costgraph.graph import changes
+from costgraph.graph.scopes import building, here
+from costgraph.notation import door
 
 B = cg.dims("B")
 

@@ -14,7 +14,7 @@ from limits import PROCESS, limited
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
-from costgraph import cli
+from costgraph.cli import app as cli
 
 COMMANDS = ["report", "formula", "crossover", "models", "hardware"]
 OPTIONS = [

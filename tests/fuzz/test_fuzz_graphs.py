@@ -10,7 +10,7 @@ from damage import GRAPHS, REPLACEMENTS, at, changed, places, saved
 from guard import outcome, refused, show
 
 import costgraph as cg
-from costgraph.grammar import parse_formula
+from costgraph.notation.grammar import parse_formula
 
 QUESTIONS = (cg.flops, cg.bytes_moved, cg.peak_memory, cg.param_count)
 SIZES = {"B": 2, "S": 7, "D": 12, "H": 3, "F": 12, "V": 13, "L": 3, "T": 6, "W": 4}

@@ -8,12 +8,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import costgraph as cg
-from costgraph import units
-from costgraph.grammar import parse_formula, parse_relation
-from costgraph.pattern import parse_pattern
-from costgraph.polynomial import Poly
-from costgraph.report.commands import read_sizes
-from costgraph.symbols import read_size
+from costgraph.algebra.polynomial import Poly
+from costgraph.algebra.symbols import read_size
+from costgraph.cli.commands import read_sizes
+from costgraph.hardware import units
+from costgraph.notation.grammar import parse_formula, parse_relation
+from costgraph.notation.pattern import parse_pattern
 
 B, S, D, H, W = cg.dims("B S D H W")
 

@@ -8,8 +8,8 @@ from hostile import nested
 from limits import limited
 
 import costgraph as cg
-from costgraph import units
-from costgraph.grammar import parse_formula
+from costgraph.hardware import units
+from costgraph.notation.grammar import parse_formula
 
 B, S, D, H, K, L = cg.dims("B S D H K L")
 HUGE = 10**5000

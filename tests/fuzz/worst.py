@@ -13,7 +13,7 @@ from hostile import FORMULAS, TEXTS  # noqa: E402
 from test_fuzz_texts import READERS  # noqa: E402
 
 import costgraph as cg  # noqa: E402
-from costgraph.grammar import parse_formula  # noqa: E402
+from costgraph.notation.grammar import parse_formula  # noqa: E402
 
 
 def main():

@@ -7,14 +7,16 @@ from dataclasses import dataclass
 from math import prod
 from types import MappingProxyType
 
-from costgraph import domain, polynomial, reach, rules
+from costgraph.algebra import polynomial
+from costgraph.algebra.polynomial import ONE, ZERO
 from costgraph.analysis import costs, lifetimes, memory, params, traffic
+from costgraph.graph import domain
 from costgraph.ops import layout as layout_ops
 from costgraph.ops import pointwise as pointwise_ops
+from costgraph.ops import reach, rules
 from costgraph.ops.registry import KINDS
-from costgraph.polynomial import ONE, ZERO
-from costgraph.rules import Flops
-from costgraph.transforms import walk
+from costgraph.ops.rules import Flops
+from costgraph.transforms.backward import walk
 
 FAULTS: list[Fault] = []
 

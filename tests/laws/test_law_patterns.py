@@ -9,8 +9,8 @@ from hypothesis import given
 
 import costgraph as cg
 from costgraph import testing
-from costgraph.pattern import parse_pattern
-from costgraph.symbols import is_name
+from costgraph.algebra.symbols import is_name
+from costgraph.notation.pattern import parse_pattern
 
 drawn = drawing(200)
 

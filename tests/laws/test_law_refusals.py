@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import costgraph as cg
 from costgraph import models, testing
-from costgraph.sizes import known_names
+from costgraph.graph.sizes import known_names
 
 LAW = "what_the_graph_refuses_its_formulas_refuse"
 B, D, F, H, K, L, P, S, W = cg.dims("B D F H K L P S W")

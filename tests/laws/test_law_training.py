@@ -7,7 +7,7 @@ from hypothesis import given, settings
 import costgraph as cg
 from costgraph import testing
 from costgraph.errors import GraphError, UnsupportedError
-from costgraph.sizes import known_names
+from costgraph.graph.sizes import known_names
 
 drawn = drawing(40)
 B, D, F, H, L, S, V = cg.dims("B D F H L S V")

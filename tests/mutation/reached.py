@@ -27,12 +27,12 @@ LONG = [
 TESTS = ["tests", FEW_LAWS, *(f"--ignore={path}" for path in LONG)]
 # tests that a module's own name does not lead to
 HOMES = {
-    "rules": ["einsum", "conv", "attention", "index", "reduce", "stated"],
-    "domain": ["attention"],
-    "reach": ["costs", "index", "layout", "transforms"],
-    "layout": ["pointwise"],
+    "ops/rules": ["einsum", "conv", "attention", "index", "reduce", "stated"],
+    "graph/domain": ["attention"],
+    "ops/reach": ["costs", "index", "layout", "transforms"],
+    "graph/strides": ["pointwise"],
     "ops/extents": ["einsum"],
-    "dominance": ["extremum"],
+    "algebra/dominance": ["extremum"],
     "analysis/roofline": ["models"],
     "transforms/fuse": ["transforms"],
     "transforms/rewrite": ["transforms"],
@@ -43,7 +43,7 @@ HOMES = {
     "analysis/lifetimes": ["repeat", "peak"],
     "analysis/traffic": ["costs"],
     "ops/order": ["einsum"],
-    "generators": ["polynomial"],
+    "algebra/generators": ["polynomial"],
 }
 # -- children ----------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from statistics import median
 import predictions
 from raw_records import raw_records
 
-from costgraph.units import format_bytes, format_quantity
+from costgraph.hardware.units import format_bytes, format_quantity
 
 PAGE = Path(__file__).parents[2] / "docs" / "records.md"
 

@@ -5,10 +5,10 @@ import itertools
 import numpy as np
 
 from costgraph import Graph
+from costgraph.algebra.polynomial import Poly
 from costgraph.ops.pointwise import pointwise
-from costgraph.polynomial import Poly
 from costgraph.testing import run
-from costgraph.vjp.table import Pull, rule_of
+from costgraph.transforms.vjp.table import Pull, rule_of
 
 
 def walk(results, seeds, wanted, saved=lambda t: t):

@@ -8,7 +8,7 @@ from pulls import built, check, gradients, walk
 
 import costgraph as cg
 from costgraph import testing
-from costgraph.domain import Domain
+from costgraph.graph.domain import Domain
 from costgraph.ops.pointwise import pointwise
 from costgraph.testing import run
 
@@ -98,7 +98,7 @@ def test_an_axis_of_one_operand_alone_is_repeated_without_a_copy():
 @pytest.mark.parametrize("sizes", [(4, 4), (3, 5)])
 def test_attention_of_a_domain(window, sizes):
     queries, keys = sizes
-    from costgraph.polynomial import poly
+    from costgraph.algebra.polynomial import poly
 
     domain = Domain(True, None if window is None else poly(window))
 
@@ -146,7 +146,7 @@ def test_several_orders_stay_one_op():
     assert all("orders" in op.attrs for op in ops)
     # of the first: g is A*D, so min over orders of (g c) b, g (c b), as (A D)(C D)(B C) is a chain too
     expected = {2 * (2 * 2 * 5 + 2 * 5 * 3), 2 * (3 * 5 * 2 + 2 * 2 * 3)}
-    from costgraph.bind import evaluate
+    from costgraph.bind.evaluate import evaluate
 
     assert int(evaluate(ops[0].kind.flops(ops[0]).matmul.expr, A=2, B=3, C=5, D=2)) == min(expected)
 
@@ -244,7 +244,7 @@ def test_convolutions_are_those_of_torch(shape, weight, options):
 
 def apply_to(made, x, w):
     """The same convolution with an input in the place of the parameter."""
-    from costgraph.graph import apply
+    from costgraph.graph.graph import apply
     from costgraph.ops.einsum import EINSUM
 
     return apply(EINSUM, [x, w], made.producer.attrs, "conv")[0]

@@ -66,7 +66,7 @@ def test_functions_of_steps_have_none(name):
         xs = [g.input(f"x{i}", a.shape) for i, a in enumerate(arrays)]
         y = pointwise(name, *xs)
         pull = cg.Pull(y.producer, (g.input("g", (3,)),), (True,) * len(xs), lambda t: t)
-        from costgraph.vjp.table import rule_of
+        from costgraph.transforms.vjp.table import rule_of
 
         assert list(rule_of(y.producer)(pull)) == [None] * len(xs)
 
@@ -85,8 +85,8 @@ def test_a_function_of_ones_own_with_its_gradient():
 
 
 def test_masks_of_attention_hide_gradients_too():
-    from costgraph.domain import Domain
-    from costgraph.graph import apply
+    from costgraph.graph.domain import Domain
+    from costgraph.graph.graph import apply
     from costgraph.ops.pointwise import POINTWISE
 
     def masked(x):

@@ -5,13 +5,13 @@ import pytest
 from pulls import built, check, gradients, walk
 
 import costgraph as cg
-from costgraph.graph import apply
+from costgraph.graph.graph import apply
 from costgraph.ops.fill import assign, fill, pad
 from costgraph.ops.layout import index
 from costgraph.ops.pointwise import pointwise
 from costgraph.ops.registry import KINDS
-from costgraph.vjp import NOT_DIFFERENTIABLE
-from costgraph.vjp.table import RULES
+from costgraph.transforms.vjp import NOT_DIFFERENTIABLE
+from costgraph.transforms.vjp.table import RULES
 
 
 def distinct(*shape, seed=0):
@@ -74,7 +74,7 @@ def test_reductions_of_steps_have_none(operation):
 
 
 def test_a_mean_of_a_domain_is_refused():
-    from costgraph.domain import Domain
+    from costgraph.graph.domain import Domain
 
     def mean(q, k):
         s = cg.einsum(q, k, "s d, t d -> s t", domain=Domain(True, None), over=("s", "t"))
@@ -196,7 +196,7 @@ def test_dropout(mask):
 
 def with_places(made):
     """The same pooling with a second result, as a backward pass sets it."""
-    from costgraph.conv import POOL
+    from costgraph.nn.conv import POOL
 
     return apply(POOL, made.producer.operands, {**made.producer.attrs, "indices": True}, "pool")[0]
 
@@ -310,7 +310,7 @@ def test_stated_bytes_of_a_backward_pass():
 
 def test_only_gradients_that_are_wanted_are_made():
     graph, _, results, seeds = stated(flops=0, saves={}, reads=[8, 16], writes=[8, 16])
-    from costgraph.vjp.table import Pull, rule_of
+    from costgraph.transforms.vjp.table import Pull, rule_of
 
     op = results[0].producer
     with graph:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from costgraph.algebra.polynomial import Poly, total
 from costgraph.errors import UnsupportedError
-from costgraph.polynomial import Poly, total
 from costgraph.torch.tracing.call import Call, Counts, Spec
 from costgraph.torch.tracing.rules import counts_of
 from costgraph.torch.tracing.sizes import Translator
@@ -91,9 +91,9 @@ def calls_of(program: Callable[[], object]) -> Calls:
 
 def spec(*sizes: int | Poly, dtype: str = "fp32") -> Spec:
     """Return a dense tensor as a rule sees it."""
+    from costgraph.algebra.polynomial import poly
     from costgraph.dtypes import dtype as find_dtype
-    from costgraph.layout import contiguous
-    from costgraph.polynomial import poly
+    from costgraph.graph.strides import contiguous
 
     shape = tuple(map(poly, sizes))
     return Spec(shape, contiguous(shape), find_dtype(dtype))

@@ -13,8 +13,8 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 import costgraph as cg
+from costgraph.algebra.polynomial import poly
 from costgraph.errors import UnsupportedError
-from costgraph.polynomial import poly
 from costgraph.torch.tracing.call import Call, Counts
 from costgraph.torch.tracing.rules import RULES, counts_of, rule
 

@@ -12,9 +12,9 @@ from aten_calls import Calls, calls_of, number, spec
 from torch.nn import functional
 
 import costgraph as cg
+from costgraph.algebra.polynomial import poly
+from costgraph.algebra.symbols import symbol
 from costgraph.errors import UnsupportedError
-from costgraph.polynomial import poly
-from costgraph.symbols import symbol
 from costgraph.torch.tracing.call import Call
 from costgraph.torch.tracing.rules import counts_of
 

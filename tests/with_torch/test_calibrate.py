@@ -10,7 +10,7 @@ import torch
 from outside_cache import CPU, elementwise, fastest, products
 
 import costgraph as cg
-from costgraph import cli
+from costgraph.cli import app as cli
 from costgraph.torch.calibrating import Calibration, Rate, calibrate
 from costgraph.torch.calibrating.caches import last_level_cache
 from costgraph.torch.calibrating.devices import BUILT_IN

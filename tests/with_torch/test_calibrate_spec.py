@@ -123,7 +123,7 @@ def test_bounds_are_never_above_what_was_measured(value, unit, base):
     made = tomllib.loads(text, parse_float=Fraction)["measured"]["x"]
     if base is not None:
         assert (made["value"], made["unit"]) == base
-    read = cg.units.quantity(Fraction(made["value"]), made["unit"])
+    read = cg.hardware.units.quantity(Fraction(made["value"]), made["unit"])
     assert read.unit == unit
     exact = Fraction(value)
     assert read.value <= exact if unit == "s" else read.value >= exact

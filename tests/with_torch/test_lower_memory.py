@@ -10,7 +10,7 @@ from lowered import measured_peak, throughout  # noqa: E402  # it imports torch
 
 import costgraph as cg  # noqa: E402
 from costgraph import testing  # noqa: E402
-from costgraph.sizes import known_names  # noqa: E402
+from costgraph.graph.sizes import known_names  # noqa: E402
 from costgraph.torch.lowering import lower, random_inputs  # noqa: E402
 
 torch.set_num_threads(1)

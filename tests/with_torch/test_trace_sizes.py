@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch.utils._sympy.functions import CeilDiv, CleanDiv, FloorDiv, Max, Min, Mod, PythonMod  # noqa: E402
 
 import costgraph as cg  # noqa: E402
-from costgraph.polynomial import poly  # noqa: E402
+from costgraph.algebra.polynomial import poly  # noqa: E402
 from costgraph.torch.tracing.shapes import Shapes, hints  # noqa: E402
 from costgraph.torch.tracing.sizes import Translator  # noqa: E402
 from costgraph.torch.tracing.stand_ins import STAND_INS  # noqa: E402

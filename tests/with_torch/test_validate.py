@@ -12,7 +12,7 @@ pytest.importorskip("torch.utils.flop_counter")
 import torch
 
 import costgraph as cg
-from costgraph import cli
+from costgraph.cli import app as cli
 from costgraph.errors import FormatError, GraphError, SpecError, UnsupportedError
 from costgraph.torch.validating import SCHEMA, SUBJECTS, Case, Validation, suite, validate
 from costgraph.torch.validating.causes import CAUSES, causes

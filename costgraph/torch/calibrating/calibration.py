@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 
 from ...errors import FormatError, SpecError, UnsupportedError
-from ...hardware import Hardware, load_hardware
+from ...hardware.specs import Hardware, load_hardware
+from ...hardware.units import format_quantity
 from ...text_file import write_file
-from ...units import format_quantity
 from ..measuring import environment, progressing, timed
 from ..measuring.clock import collector_off
 from ..measuring.environment import counted, find_device, memory_bytes

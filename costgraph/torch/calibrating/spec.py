@@ -1,4 +1,4 @@
-"""A specification as the text of a TOML file, in the layout that `costgraph.hardware` reads."""
+"""A specification as the text of a TOML file, in the layout that `costgraph.hardware.specs` reads."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from fractions import Fraction
 
-from ...hardware import Hardware
-from ...units import UNITS, Quantity
+from ...hardware.specs import Hardware
+from ...hardware.units import UNITS, Quantity
 
 __all__ = ["Table", "entry", "specification", "taken_over"]
 

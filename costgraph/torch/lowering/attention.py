@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from ...domain import Domain
-from ...op import Op
+from ...graph.domain import Domain
+from ...graph.op import Op
 from .bodies import Bound, given_node, match, named_results, narrow
 from .functions import item, mask_of
 from .site import Site

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ...graph import Graph
-from ...op import Op
-from ...tensor import Tensor
+from ...graph.graph import Graph
+from ...graph.op import Op
+from ...graph.tensor import Tensor
 from .site import Site
 
 __all__ = ["Bound", "Rule", "given_node", "match", "named_results", "narrow", "reduced_axis", "whole"]

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from ...op import Op
-from ...pattern import Affine, Axes
+from ...graph.op import Op
+from ...notation.pattern import Affine, Axes
 from .elementwise import held
 from .functions import mask_of
 from .site import Site, strided

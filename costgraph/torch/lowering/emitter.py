@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...bind import answer
+from ...algebra.polynomial import Poly
+from ...bind.evaluate import answer
 from ...errors import BindingError
-from ...graph import Graph
-from ...polynomial import Poly
-from ...sizes import bindings, known_names
+from ...graph.graph import Graph
+from ...graph.sizes import bindings, known_names
 from ...transforms.rewrite import bound_attributes
 
 __all__ = ["Emitter", "Numbers"]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
-from ...graph import Graph
-from ...layout import numel
-from ...op import Op
-from ...tensor import Tensor
+from ...graph.graph import Graph
+from ...graph.op import Op
+from ...graph.strides import numel
+from ...graph.tensor import Tensor
 from .emitter import Numbers
 
 __all__ = ["Indices"]

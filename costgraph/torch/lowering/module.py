@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from ...errors import GraphError
-from ...graph import Graph, need_graph
+from ...graph.graph import Graph, need_graph
 from .emitter import Numbers
 from .formats import torch_dtype
 from .indices import Indices

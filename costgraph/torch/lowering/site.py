@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...op import Op
-from ...tensor import Tensor
+from ...graph.op import Op
+from ...graph.tensor import Tensor
 from .emitter import Emitter, Numbers
 from .formats import torch_dtype
 

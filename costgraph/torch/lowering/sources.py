@@ -10,8 +10,8 @@ from math import prod
 import torch
 from torch import nn
 
-from ...graph import Graph
-from ...tensor import Tensor
+from ...graph.graph import Graph
+from ...graph.tensor import Tensor
 
 __all__ = ["Leaf", "Leaves", "numbers_for"]
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from ...errors import BindingError, CostGraphError, ShapeError, UnsupportedError
-from ...graph import Graph
-from ...op import Op
-from ...tensor import Storage, Tensor
+from ...graph.graph import Graph
+from ...graph.op import Op
+from ...graph.tensor import Storage, Tensor
 from .emitter import Emitter, Numbers
 from .formats import torch_dtype
 from .indices import Indices

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ...op import Op
-from ...pattern import Affine, Axes, Pattern
+from ...graph.op import Op
+from ...notation.pattern import Affine, Axes, Pattern
 from .functions import item
 from .site import Site
 from .table import lowering

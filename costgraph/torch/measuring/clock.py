@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ...errors import BindingError
-from ...units import format_quantity, show
+from ...hardware.units import format_quantity, show
 
 __all__ = ["NOISY", "Times", "collector_off", "synchronize", "timed"]
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from ...errors import UnsupportedError
-from ...units import format_bytes, format_quantity
+from ...hardware.units import format_bytes, format_quantity
 from .allocations import peak_bytes
 from .clock import Times, timed
 from .environment import counted, environment, find_device

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...algebra.symbols import is_name, shown
 from ...errors import GraphError, ShapeError
-from ...symbols import is_name, shown
 
 __all__ = ["Axes", "Given"]
 

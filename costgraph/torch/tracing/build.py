@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ...graph import Graph
-from ...layout import contiguous
+from ...algebra.polynomial import ZERO, Poly
+from ...graph.graph import Graph
+from ...graph.scopes import opened
+from ...graph.strides import contiguous
+from ...graph.tensor import Tensor
 from ...ops.aten import ATEN
 from ...ops.keep import KEEP
-from ...polynomial import ZERO, Poly
-from ...scopes import opened
-from ...tensor import Tensor
 from .call import Counts
 from .recorder import Death, Handle, Made, Source
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ...algebra.polynomial import ZERO, Poly
 from ...dtypes import DType
-from ...layout import Sizes, distinct, numel
-from ...polynomial import ZERO, Poly
+from ...graph.strides import Sizes, distinct, numel
 
 __all__ = ["Call", "Counts", "Spec"]
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import sympy
 
-from ...dominance import lower
+from ...algebra.dominance import lower
+from ...algebra.polynomial import Poly, poly
+from ...algebra.symbols import symbol
 from ...errors import CostGraphError
-from ...polynomial import Poly, poly
-from ...symbols import symbol
 from .shapes import Shapes
 from .sizes import Translator
 

@@ -14,10 +14,10 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from ...algebra.polynomial import ZERO, Poly, poly
+from ...algebra.symbols import symbol
 from ...errors import UnsupportedError
-from ...polynomial import ZERO, Poly, poly
-from ...reach import larger
-from ...symbols import symbol
+from ...ops.reach import larger
 from .call import Call, Counts, Spec
 from .rules import counts_of
 from .scopes import Scopes

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...algebra.symbols import shown
 from ...errors import CostGraphError, GraphError, UnsupportedError
-from ...graph import Graph
-from ...symbols import shown
+from ...graph.graph import Graph
 from .build import Builder
 from .functions import SymbolicSizes
 from .recorder import Handle, Recorder

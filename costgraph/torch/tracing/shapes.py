@@ -14,8 +14,8 @@ import torch
 from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
+from ...algebra.symbols import shown
 from ...errors import UnsupportedError
-from ...symbols import shown
 from .nodes import remembering
 
 __all__ = ["HERE", "TORCH", "Shapes", "caller", "hints"]

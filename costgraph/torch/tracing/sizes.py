@@ -9,10 +9,10 @@ import sympy
 import torch
 from torch.utils._sympy import functions
 
+from ...algebra.extremum import Max, Min
+from ...algebra.polynomial import Poly, poly
+from ...algebra.symbols import shown, symbol
 from ...errors import UnsupportedError
-from ...extremum import Max, Min
-from ...polynomial import Poly, poly
-from ...symbols import shown, symbol
 
 __all__ = ["Translator"]
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ...arguments import need_choice
 from ...errors import GraphError
-from ...graph import Graph
+from ...graph.arguments import need_choice
+from ...graph.graph import Graph
 from .arguments import Axes, Given
 from .guards import assumptions
 from .recorder import Recorder

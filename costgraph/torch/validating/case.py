@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from ...graph import Graph
+from ...graph.graph import Graph
 
 __all__ = ["Case", "Function", "Program", "Subject"]
 

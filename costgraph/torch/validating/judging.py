@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from ...analysis.roofline import exact, works
-from ...bind import real
-from ...graph import Graph
-from ...hardware import Hardware
-from ...sizes import bindings
+from ...bind.evaluate import real
+from ...graph.graph import Graph
+from ...graph.sizes import bindings
+from ...hardware.specs import Hardware
 
 __all__ = ["FOLLOWS", "OUTCOMES", "Attained", "agrees", "outcome"]
 

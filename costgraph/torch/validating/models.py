@@ -11,7 +11,7 @@ from torch import nn
 
 import costgraph as cg
 
-from ...arguments import need_choice
+from ...graph.arguments import need_choice
 from ..lowering import lower, random_inputs
 from ..lowering.formats import FORMATS
 from .case import Case, Make, Program

@@ -11,11 +11,11 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_type_hints
 
+from ...algebra.symbols import shorten
 from ...errors import FormatError
-from ...hardware import Hardware, load_hardware
-from ...symbols import shorten
+from ...hardware.specs import Hardware, load_hardware
+from ...hardware.units import show
 from ...text_file import read_text, write_file
-from ...units import show
 from ..calibrating.spec import specification
 from ..measuring import Times
 from .case import Case

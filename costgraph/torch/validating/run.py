@@ -11,13 +11,13 @@ import torch
 
 import costgraph as cg
 
+from ...algebra.polynomial import Poly, total
 from ...analysis.costs import executions
-from ...bind import answer
+from ...bind.evaluate import answer
 from ...errors import UnsupportedError
-from ...graph import Graph
-from ...hardware import Hardware, load_hardware
-from ...polynomial import Poly, total
-from ...sizes import bindings, known_names
+from ...graph.graph import Graph
+from ...graph.sizes import bindings, known_names
+from ...hardware.specs import Hardware, load_hardware
 from ..calibrating import calibrate
 from ..calibrating.caches import last_level_cache
 from ..measuring import environment, measure, progressing, timed

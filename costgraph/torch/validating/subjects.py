@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...arguments import need_choice
+from ...algebra.symbols import shown
 from ...errors import BindingError, GraphError
-from ...symbols import shown
+from ...graph.arguments import need_choice
 from ..lowering.formats import FORMATS
 from .case import Case
 from .kernels import KERNELS

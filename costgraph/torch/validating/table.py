@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from statistics import median
 from typing import TYPE_CHECKING
 
-from ...units import format_quantity
+from ...hardware.units import format_quantity
 
 if TYPE_CHECKING:
     from .record import Row, Validation

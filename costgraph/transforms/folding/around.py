@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ...errors import GraphError
-from ...op import Op
+from ...graph.op import Op
+from ...graph.tensor import Tensor
 from ...ops.aten import ATEN
 from ...ops.keep import KEEP
-from ...tensor import Tensor
 from .lists import Lists
 from .match import Match, Plan, as_stored
 from .values import After, Family, Left, Listed, Made, Member, Shared, View

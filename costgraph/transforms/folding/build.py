@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ...algebra.polynomial import Poly
 from ...errors import GraphError
-from ...graph import Graph
-from ...op import Op
+from ...graph.graph import Graph
+from ...graph.op import Op
+from ...graph.scopes import opened
+from ...graph.tensor import Tensor
 from ...ops.blocks import REPEAT
 from ...ops.pieces import ABSENT
-from ...polynomial import Poly
-from ...scopes import opened
-from ...tensor import Tensor
 from ..rewrite import Rewriter
 from .around import Around, Outer, once
 from .equal import layout

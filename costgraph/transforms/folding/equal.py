@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ...algebra.symbols import shown
 from ...errors import CostGraphError
-from ...graph import Graph
-from ...op import Op
+from ...graph.graph import Graph
+from ...graph.op import Op
+from ...graph.tensor import Tensor
 from ...ops.aten import ATEN
-from ...symbols import shown
-from ...tensor import Tensor
 
 __all__ = ["Differs", "difference", "layout"]
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ...algebra.polynomial import ONE, ZERO, Poly, total
 from ...errors import UnsupportedError
-from ...layout import contiguous
-from ...op import Op
-from ...polynomial import ONE, ZERO, Poly, total
-from ...tensor import Tensor
+from ...graph.op import Op
+from ...graph.strides import contiguous
+from ...graph.tensor import Tensor
 from .values import Family
 
 __all__ = ["Lists"]

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ...errors import GraphError
-from ...graph import Graph
-from ...op import Op
-from ...tensor import Tensor
+from ...graph.graph import Graph
+from ...graph.op import Op
+from ...graph.tensor import Tensor
 from .equal import Differs, difference, layout
 from .runs import Labels, Run
 from .values import Before, Family, Left, Made, Member, Owned, Shared, Value, View

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
+from ...algebra.symbols import shorten
 from ...errors import GraphError
-from ...graph import Graph
-from ...op import Op
+from ...graph.graph import Graph
+from ...graph.op import Op
 from ...ops.keep import KEEP
-from ...symbols import shorten
 
 __all__ = ["FEWEST", "Labels", "Run", "find_runs"]
 

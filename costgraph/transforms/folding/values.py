@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...op import Op
-from ...tensor import Tensor
+from ...graph.op import Op
+from ...graph.tensor import Tensor
 
 __all__ = ["After", "Before", "Family", "Left", "Listed", "Made", "Member", "Owned", "Shared", "Value", "View"]
 

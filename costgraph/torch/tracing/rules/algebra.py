@@ -12,8 +12,8 @@ from math import prod
 
 import sympy
 
-from ....extremum import smaller
-from ....polynomial import ONE, Poly, poly
+from ....algebra.extremum import smaller
+from ....algebra.polynomial import ONE, Poly, poly
 from ..call import Call, Counts, Spec
 from .amounts import REDUCE, each, is_number, together
 from .reductions import norm_of

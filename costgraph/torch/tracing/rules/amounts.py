@@ -7,9 +7,9 @@ from math import prod
 from numbers import Real
 from typing import Any
 
+from ....algebra.polynomial import ONE, Poly, poly, total
 from ....errors import UnsupportedError
 from ....ops.functions import FUNCTIONS, Function
-from ....polynomial import ONE, Poly, poly, total
 from ..call import Call, Counts, Spec
 
 __all__ = ["REDUCE", "each", "is_number", "operand_bytes", "product", "size", "together", "unsupported"]

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ....domain import Domain
-from ....extremum import smaller
+from ....algebra.extremum import smaller
+from ....algebra.polynomial import ONE, Poly
+from ....graph.domain import Domain
 from ....ops.functions import Function
-from ....polynomial import ONE, Poly
 from ..call import Call, Counts, Spec
 from .amounts import REDUCE, each, together, unsupported
 from .table import rule

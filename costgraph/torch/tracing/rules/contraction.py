@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ....polynomial import Poly
+from ....algebra.polynomial import Poly
 from ..call import Call, Counts, Spec
 from .amounts import each, is_number, product, together, unsupported
 from .pointwise import gelu_steps

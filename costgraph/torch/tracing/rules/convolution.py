@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
-from ....polynomial import ONE, Poly
+from ....algebra.polynomial import ONE, Poly
 from ..call import Call, Counts, Spec
 from .amounts import REDUCE, each, together
 from .table import rule

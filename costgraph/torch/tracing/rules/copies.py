@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ....polynomial import ZERO
+from ....algebra.polynomial import ZERO
 from ..call import Call, Counts
 from .amounts import each, operand_bytes, unsupported
 from .table import rule

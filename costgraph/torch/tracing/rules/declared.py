@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from functools import cache
 
+from ....algebra.polynomial import ONE, Poly, total
+from ....algebra.symbols import symbol
 from ....analysis.costs import costs
 from ....analysis.table import CostRow
-from ....graph import Graph
-from ....nn import layer_norm, log_softmax, rms_norm, softmax
+from ....graph.graph import Graph
+from ....graph.scopes import scope
+from ....graph.tensor import Tensor
+from ....nn.linear import layer_norm, log_softmax, rms_norm, softmax
 from ....ops.pointwise import pointwise
 from ....ops.reduce import reduce
 from ....optimizers import Optimizer
-from ....polynomial import ONE, Poly, total
-from ....scopes import scope
-from ....symbols import symbol
-from ....tensor import Tensor
-from ....transforms.backward import backward
+from ....transforms.backward.backward import backward
 from ....transforms.training import training_step
 from ..call import Counts
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-from ....polynomial import ONE, ZERO, Poly
+from ....algebra.polynomial import ONE, ZERO, Poly
 from ..call import Call, Counts, Spec
 from .amounts import each, is_number, operand_bytes, unsupported
 from .table import rule

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ....algebra.polynomial import ONE, ZERO, Poly
 from ....ops.functions import Function
-from ....polynomial import ONE, ZERO, Poly
 from ..call import Call, Counts, Spec
 from .amounts import REDUCE, each, operand_bytes, together
 from .table import Rule, rule

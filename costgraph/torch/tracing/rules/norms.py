@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
-from ....polynomial import ONE, Poly
+from ....algebra.polynomial import ONE, Poly
 from ..call import Call, Counts, Spec
 from .amounts import REDUCE, each, product, size, together
 from .declared import norm_backward, norm_forward, softmax_backward, softmax_forward

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ....algebra.polynomial import ONE, ZERO, Poly, total
 from ....optimizers import SGD, AdaGrad, Adam, AdamW, Optimizer
 from ....optimizers.functions import NON_FINITE
-from ....polynomial import ONE, ZERO, Poly, total
 from ..call import Call, Counts, Spec
 from .amounts import each, together
 from .declared import update

@@ -8,7 +8,7 @@ from typing import Any
 
 import sympy
 
-from ....polynomial import ONE, ZERO, Poly, poly, total
+from ....algebra.polynomial import ONE, ZERO, Poly, poly, total
 from ..call import Call, Counts, Spec
 from .amounts import operand_bytes, product, unsupported
 from .table import rule

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-from ....polynomial import ONE, Poly
+from ....algebra.polynomial import ONE, Poly
 from ..call import Call, Counts, Spec
 from .amounts import REDUCE, each, size, together, unsupported
 from .table import rule

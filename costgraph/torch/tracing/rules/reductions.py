@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ....extremum import smaller
+from ....algebra.extremum import smaller
+from ....algebra.polynomial import Poly
 from ....ops.functions import Function
-from ....polynomial import Poly
 from ..call import Call, Counts, Spec
 from .amounts import REDUCE, each, is_number, together
 from .table import Rule, rule

@@ -10,7 +10,7 @@ from math import prod
 
 import sympy
 
-from ....polynomial import ONE, ZERO, Poly, poly
+from ....algebra.polynomial import ONE, ZERO, Poly, poly
 from ..call import Call, Counts, Spec
 from .amounts import each, operand_bytes, together, unsupported
 from .table import Rule, rule

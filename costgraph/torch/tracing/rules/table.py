@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from ....algebra.polynomial import ZERO
 from ....errors import UnsupportedError
-from ....polynomial import ZERO
 from ..call import Call, Counts, Spec
 
 __all__ = ["RULES", "Rule", "counts_of", "rule"]

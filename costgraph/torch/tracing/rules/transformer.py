@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ....polynomial import Poly
+from ....algebra.polynomial import Poly
 from ..call import Call, Counts, Spec
 from .amounts import REDUCE, each, size, together
 from .declared import norm_forward, softmax_forward

@@ -1,0 +1,1 @@
+"""Formulas: polynomials in sizes, their maxima and minima, and the conditions under which they hold."""

@@ -1,0 +1,396 @@
+"""Max and Min of formulas that stay fast: compared by dominance, never by relational inference.
+
+`sympy.Max` of twenty polynomials takes seconds to build and minutes to nest. These print, substitute, differentiate,
+lambdify and rewrite like it, in milliseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from numbers import Number
+from typing import Any, ClassVar, NamedTuple
+
+import sympy
+from sympy.printing.str import StrPrinter
+
+from ..errors import GraphError, ShapeError
+from .carried import conditioned, held_by, plain
+from .dominance import BOUNDS, Relations, lower
+from .polynomial import Poly, Rational, generator, poly
+from .pruning import prune
+from .symbols import FUNCTIONS, is_number_like, shown
+
+__all__ = ["Max", "Min", "Owner", "Regime", "extremum", "regimes"]
+
+
+class Owner(NamedTuple):
+    """What holds an extremum in one of its regimes."""
+
+    op: str | None = None
+    """Name of the op, None where the formula is not of a graph."""
+    phase: str | None = None
+    """Phase of the op: forward, recompute, backward or optimizer."""
+
+
+class Regime(NamedTuple):
+    """One argument of a Max or Min."""
+
+    formula: sympy.Expr
+    """The formula that holds in this regime."""
+    op: str | None
+    """Name of the op that owns it."""
+    phase: str | None
+    """Phase of that op."""
+
+
+class _AtOnce(sympy.Expr):  # type: ignore[misc]  # sympy has no types
+    """What replaces many symbols by numbers in one pass, where sympy takes one pass for each."""
+
+    __slots__ = ()
+
+    def subs(self, *args: Any, **kwargs: Any) -> sympy.Expr:
+        """Replace as sympy does; the order of numbers has no say."""
+        rule = args[0] if len(args) == 1 and isinstance(args[0], dict) else {}
+        if rule and all(k in self.free_symbols and isinstance(v, int | sympy.Integer) for k, v in rule.items()):
+            return self.xreplace({k: sympy.Integer(v) for k, v in rule.items()})
+        return super().subs(*args, **kwargs)
+
+
+class _Extremum(_AtOnce):
+    """Common part of Max and Min: arguments are pruned when the object is made."""
+
+    __slots__ = ("owners",)
+    is_commutative = True
+    is_extended_real = True
+    is_real = True
+    _largest: ClassVar[bool]
+    _numpy: ClassVar[str]
+    _python: ClassVar[str]
+    _sympy: ClassVar[Any]
+
+    def __new__(cls, *args: object, owners: Sequence[Owner] | None = None) -> sympy.Expr:
+        if not args:
+            raise ShapeError(f"{cls.__name__}: expected at least one argument")
+        named = owners is None or (isinstance(owners, list | tuple) and len(owners) == len(args))
+        if not named or not all(isinstance(o, Owner) for o in owners or ()):
+            raise GraphError(f"{cls.__name__}: owners is {shown(owners)}, expected an owner for each argument")
+        given = list(zip(map(plain, map(as_expr, args)), owners or [Owner()] * len(args), strict=True))
+        try:
+            found = _build(cls, prune(_flat(cls, [(poly(e), o) for e, o in given]), largest=cls._largest))
+            return conditioned(found, held_by(*args))
+        except ShapeError:
+            if not all(is_number_like(e) for e, _ in given):
+                raise
+        # floats, and symbols that sympy puts in for a while: left as they are
+        if all(e.is_number for e, _ in given):
+            return cls._sympy(*(e for e, _ in given))
+        return conditioned(_node(cls, sorted(given, key=lambda item: sympy.default_sort_key(item[0]))), held_by(*args))
+
+    @property
+    def func(self) -> Any:
+        """Rebuild with the owners kept: what sympy's traversals call."""
+        if not any(o.op or o.phase for o in self.owners):
+            return type(self)
+        return lambda *args: type(self)(*args, owners=self.owners if len(args) == len(self.owners) else None)
+
+    def _hashable_content(self) -> tuple[object, ...]:
+        return (*self.args, tuple((o.op or "", o.phase or "") for o in self.owners))  # sympy compares these by <
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _restore, (type(self), self.args, self.owners)
+
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
+        return self.__reduce__()  # sympy defines it for its own slots
+
+    def _eval_subs(self, old: sympy.Expr, new: sympy.Expr) -> sympy.Expr | None:
+        return self._bound({old: new})
+
+    def _xreplace(self, rule: Mapping[sympy.Basic, sympy.Basic]) -> tuple[sympy.Basic, bool]:
+        if not isinstance(rule, Mapping):  # a function of every node that sympy's own tools pass
+            return super()._xreplace(rule)
+        if self in rule:
+            return rule[self], True
+        if self.free_symbols.isdisjoint(rule) and all(k.is_Symbol for k in rule):
+            return self, False
+        bound = self._bound(rule)
+        return super()._xreplace(rule) if bound is None else (bound, True)
+
+    def _bound(self, rule: Mapping[sympy.Basic, sympy.Basic]) -> sympy.Expr | None:
+        """Replace symbols without building a sympy sum on the way; None where the rule is of another kind."""
+        if not all(k.is_Symbol for k in rule):
+            return None
+        try:
+            return self.bound({k.name: poly(v) for k, v in rule.items() if k in self.free_symbols})
+        except ShapeError:  # what the algebra does not know
+            return None
+
+    def bound(self, values: Mapping[str, Poly]) -> sympy.Expr:
+        """Replace symbols in every argument; ShapeError where a number would be too large to be written out."""
+        candidates = [(poly(a).bind(values), o) for a, o in zip(self.args, self.owners, strict=True)]
+        return _build(type(self), prune(_flat(type(self), candidates), largest=self._largest))
+
+    def _eval_derivative(self, symbol: sympy.Symbol) -> sympy.Expr:
+        # where one argument is the extremum, the derivative is that argument's
+        slopes = sympy.Tuple(*(_slope(a, symbol) for a in self.args))
+        return Chosen(1 if self._largest else -1, sympy.Tuple(*self.args), slopes)
+
+    def _eval_is_positive(self) -> bool | None:
+        found = [a.is_positive for a in self.args]
+        return True if (any if self._largest else all)(f is True for f in found) else None
+
+    def _eval_is_integer(self) -> bool | None:
+        return True if all(a.is_integer for a in self.args) else None
+
+    def _eval_evalf(self, prec: int) -> sympy.Expr:
+        return self._sympy(*(a._evalf(prec) for a in self.args)) if not self.free_symbols else None
+
+    def _eval_rewrite(self, rule: Any, args: Sequence[sympy.Expr], **hints: object) -> sympy.Expr | None:
+        # sympy's own class compares when it is made: that is what is too slow
+        return self._sympy(*args, evaluate=False) if rule is self._sympy else None
+
+    def _eval_simplify(self, **kwargs: object) -> sympy.Expr:
+        return self
+
+    def _join(self, printer: StrPrinter, name: str) -> str:
+        return f"{name}({', '.join(printer._print(a) for a in self.args)})"
+
+    def _sympystr(self, printer: StrPrinter) -> str:
+        return self._join(printer, type(self).__name__)
+
+    _sympyrepr = _sympystr
+
+    def _latex(self, printer: StrPrinter, exp: str | None = None) -> str:
+        inside = ", ".join(printer._print(a) for a in self.args)
+        text = rf"\{self._python}\left({inside}\right)"
+        return text if exp is None else rf"{text}^{{{exp}}}"
+
+    def _pretty(self, printer: Any) -> Any:
+        return printer._print_Function(sympy.Function(type(self).__name__)(*self.args))
+
+    def _pythoncode(self, printer: StrPrinter) -> str:
+        return self._join(printer, self._python)
+
+    _lambdacode = _mpmathcode = _pythoncode
+
+    def _numpycode(self, printer: StrPrinter) -> str:
+        # maximum.reduce would need arguments of one shape; in pairs of pairs, as Python limits nested brackets
+        join = printer._module_format(f"numpy.{self._numpy}")
+        texts = [printer._print(a) for a in self.args]
+        while len(texts) > 1:
+            pairs = [texts[i : i + 2] for i in range(0, len(texts), 2)]
+            texts = [f"{join}({', '.join(pair)})" if len(pair) > 1 else pair[0] for pair in pairs]
+        return str(texts[0])
+
+    _scipycode = _numpycode
+
+
+class Max(_Extremum):
+    """The largest of some formulas, dominated ones left out.
+
+    Parameters
+    ----------
+    *args : sympy.Expr or int
+        Formulas in symbols of `costgraph.dims`.
+    owners : sequence of Owner, optional
+        What each argument belongs to, as `regimes` reports it.
+
+    Examples
+    --------
+    >>> from costgraph import dims
+    >>> B, D, F = dims("B D F")
+    >>> Max(B*D, 2*B*D, B*F)
+    Max(2*B*D, B*F)
+    """
+
+    __slots__ = ()
+    _largest, _numpy, _python, _sympy = True, "maximum", "max", sympy.Max
+
+
+class Min(_Extremum):
+    """The smallest of some formulas, dominating ones left out.
+
+    Parameters
+    ----------
+    *args : sympy.Expr or int
+        Formulas in symbols of `costgraph.dims`.
+
+    Examples
+    --------
+    >>> from costgraph import dims
+    >>> S, W = dims("S W")
+    >>> Min(S, W, 2*S)
+    Min(S, W)
+    """
+
+    __slots__ = ()
+    _largest, _numpy, _python, _sympy = False, "minimum", "min", sympy.Min
+
+
+class Chosen(_AtOnce):
+    """The value that belongs to the extreme one of some keys, the first of equals: the derivative of an extremum.
+
+    Parameters
+    ----------
+    sign : int
+        1 where the largest key decides, -1 where the smallest does.
+    keys, values : sympy.Tuple
+        Formulas, one value for each key.
+    """
+
+    is_commutative = True
+    is_real = True
+
+    def __new__(cls, sign: int, keys: sympy.Tuple, values: sympy.Tuple) -> sympy.Expr:
+        """Return the value itself once it is decided."""
+        if len(set(values)) == 1:
+            return values[0]
+        if all(k.is_number for k in keys):
+            return values[max(range(len(keys)), key=lambda i: (sign * keys[i], -i))]
+        return sympy.Expr.__new__(cls, sympy.Integer(sign), keys, values)
+
+    def _eval_subs(self, old: sympy.Expr, new: sympy.Expr) -> sympy.Expr | None:
+        try:
+            values = {old.name: poly(new)} if old in self.free_symbols else {}
+            keys, slopes = ([poly(e).bind(values).expr for e in part] for part in self.args[1:])
+        except ShapeError:  # what the algebra does not know
+            return None
+        return Chosen(self.args[0], sympy.Tuple(*keys), sympy.Tuple(*slopes))
+
+    def _eval_derivative(self, symbol: sympy.Symbol) -> sympy.Expr:
+        sign, keys, values = self.args
+        return Chosen(sign, keys, sympy.Tuple(*(_slope(v, symbol) for v in values)))
+
+    def _eval_simplify(self, **kwargs: object) -> sympy.Expr:
+        return self
+
+    def _code(self, printer: Any, choice: str) -> str:
+        sign, keys, values = ([printer._print(e) for e in part] for part in ([self.args[0]], *self.args[1:]))
+        return f"(lambda k, v: {choice})([{sign[0]}*({f'), {sign[0]}*('.join(keys)})], [{', '.join(values)}])"
+
+    def _numpycode(self, printer: Any) -> str:
+        select, maximum = (printer._module_format(f"numpy.{name}") for name in ("select", "maximum"))
+        reduce = printer._module_format("functools.reduce")
+        return self._code(printer, f"{select}([x == {reduce}({maximum}, k) for x in k], v)")
+
+    _scipycode = _numpycode
+
+    def _pythoncode(self, printer: Any) -> str:
+        return self._code(printer, "v[k.index(max(k))]")
+
+    _lambdacode = _mpmathcode = _pythoncode
+
+
+def _slope(expr: sympy.Expr, symbol: sympy.Symbol) -> sympy.Expr:
+    """Return the derivative of a sum of monomials term by term, of anything else by sympy."""
+    try:
+        p = poly(expr)
+    except ShapeError:
+        return expr.diff(symbol)
+    if any(symbol in generator(k).free_symbols for k in p.generators() if k[0] == "~"):
+        return expr.diff(symbol)
+    powers = {m: dict(m).get(symbol.name, 0) for m in p.terms}
+    return (Poly({m: c * powers[m] for m, c in p.terms.items() if powers[m]}) / Poly({((symbol.name, 1),): 1})).expr
+
+
+def _restore(cls: type[_Extremum], args: tuple[sympy.Expr, ...], owners: tuple[Owner, ...]) -> sympy.Expr:
+    return cls(*args, owners=owners)
+
+
+def as_expr(value: object) -> sympy.Expr:
+    """Return a number or formula as sympy has it, or raise ShapeError: text and truth values are neither."""
+    if held_by(value):
+        return value
+    try:
+        # an array of NumPy's may hold anything, even where sympy takes it for a number
+        known = isinstance(value, Number | sympy.Basic) and not isinstance(value, bool)
+        expr = sympy.sympify(value, strict=True) if known else None
+    except (sympy.SympifyError, TypeError, ValueError):
+        expr = None
+    if not isinstance(expr, sympy.Expr):
+        raise ShapeError(f"{shown(value)}: expected a number or a formula in symbols from costgraph.dims")
+    return expr
+
+
+def _flat(cls: type[_Extremum], candidates: Sequence[tuple[Poly, Owner]]) -> list[tuple[Poly, Owner]]:
+    """Take the arguments of a Max inside a Max as its own."""
+    out: list[tuple[Poly, Owner]] = []
+    for p, owner in candidates:
+        inner = p.expr if len(p.terms) == 1 and p.generators() and len(p.generators()) == 1 else None
+        if isinstance(inner, cls):
+            out += zip(map(poly, inner.args), inner.owners, strict=True)
+        else:
+            out.append((p, owner))
+    return out
+
+
+def _build(cls: type[_Extremum], kept: list[tuple[Poly, Owner]]) -> sympy.Expr:
+    if len(kept) == 1:
+        return kept[0][0].expr
+    kept.sort(key=lambda item: (len(item[0].terms), item[0].sort_key()))
+    return _node(cls, [(p.expr, o) for p, o in kept])
+
+
+def _node(cls: type[_Extremum], given: Sequence[tuple[sympy.Expr, Owner]]) -> sympy.Expr:
+    out = sympy.Expr.__new__(cls, *(e for e, _ in given))
+    out.owners = tuple(o for _, o in given)
+    return out
+
+
+def extremum(candidates: Sequence[tuple[Poly, Owner]], *, largest: bool = True) -> sympy.Expr:
+    """Return the Max (or Min) of candidates that were pruned already, with their owners."""
+    return _build(Max if largest else Min, list(candidates))
+
+
+def regimes(formula: sympy.Expr | int | float) -> list[Regime]:
+    """List what a formula can be, with the op and the phase that own each case.
+
+    Parameters
+    ----------
+    formula : sympy.Expr or number
+        A Max or Min, also multiplied by or added to something, or anything else.
+
+    Returns
+    -------
+    list of Regime
+        `(formula, op, phase)` for each argument of the Max or Min; one entry for anything else.
+
+    Examples
+    --------
+    >>> from costgraph import dims
+    >>> B, D, F = dims("B D F")
+    >>> [r.formula for r in regimes(1 + Max(B*D, B*F))]
+    [B*D + 1, B*F + 1]
+    """
+    formula = as_expr(formula)
+    found = next((e for e in sympy.preorder_traversal(plain(formula)) if isinstance(e, _Extremum)), None)
+    if found is None:
+        return [Regime(formula, None, None)]
+    held, formula = held_by(formula), plain(formula)
+    out = []
+    for arg, owner in zip(found.args, found.owners, strict=True):
+        # args of a Max may hold another one: a minimum over windows in a count of FLOPs
+        part = arg if formula is found else formula.xreplace({found: arg})
+        out.append(Regime(conditioned(part, held), owner.op, owner.phase))
+    return out
+
+
+def least_of(expr: sympy.Expr, known: Relations) -> Rational | None:
+    """Lower bound of a Max or Min from those of its arguments."""
+    bounds = [lower(poly(a), known) for a in expr.args]
+    if isinstance(expr, Max):
+        return max((b for b in bounds if b is not None), default=None)
+    return None if None in bounds else min(b for b in bounds if b is not None)
+
+
+BOUNDS |= {Max: least_of, Min: least_of}
+FUNCTIONS.update((Max, Min))
+
+
+def at_least_zero(p: Poly) -> Poly:
+    """Return max(0, p) as a polynomial: p itself where it is known not to be negative."""
+    return poly(Max(0, p.expr))
+
+
+def smaller(a: Poly, b: Poly) -> Poly:
+    """Return min(a, b) as a polynomial."""
+    return a if a == b else poly(Min(a.expr, b.expr))

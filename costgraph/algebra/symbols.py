@@ -1,0 +1,204 @@
+"""The only place where a symbol is made, so that one name is one symbol everywhere."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from operator import index
+
+import sympy
+
+from ..errors import BindingError, PatternError, ShapeError
+
+__all__ = [
+    "dims", "integer", "is_level", "is_name", "kind_of", "printable", "read_size", "shorten", "shown", "symbol",
+]  # fmt: skip
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+# Names become keyword arguments, columns and axis labels: longer ones are a mistake or an attack.
+_LONGEST_NAME = 64
+_SIZE = re.compile(r"(\d{1,30})(?:\.(\d{1,30}))?(?:[eE]\+?(\d{1,2}))?(Ki|Mi|Gi|Ti|K|k|M|G|B|T)?\Z", re.ASCII)
+_SCALES = {
+    "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40,
+    "K": 10**3, "k": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12,
+}  # fmt: skip
+
+
+def is_name(text: object) -> bool:
+    """Whether `text` can name a dimension, an axis, a tensor or a model parameter."""
+    return isinstance(text, str) and len(text) <= _LONGEST_NAME and _NAME.match(text) is not None
+
+
+def shorten(text: str, most: int = 60) -> str:
+    """Cut a text from outside to what an error message can carry."""
+    return repr(text if len(text) <= most else text[: most - 3] + "...")
+
+
+def printable(text: str) -> str:
+    """Return a text as a terminal may show it: control characters escaped, but for tabs and ends of lines."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+
+
+def integer(value: object) -> int:
+    """Return an integer of any kind as Python's; TypeError for all else, truth values of Python and NumPy included."""
+    if type(value).__name__ in ("bool", "bool_"):  # those of NumPy 1 have an index
+        raise TypeError
+    return index(value)  # type: ignore[arg-type]  # what has no such method is refused here
+
+
+def is_level(text: str) -> bool:
+    """Whether `text` can be a level of a scope: a name, or a number, which is the place in a list of modules."""
+    return is_name(text) or (text.isascii() and text.isdigit())
+
+
+# Python refuses to write out integers of more than 4,300 digits, and an error text has no room for them.
+_MOST_BITS = 400
+
+
+def kind_of(value: object) -> str:
+    """Return the type of anything as error texts name it: with its module where it is another's."""
+    kind = type(value)
+    other = kind.__module__.partition(".")[0] not in ("builtins", "costgraph")
+    return "None" if value is None else f"{kind.__module__}.{kind.__qualname__}" if other else kind.__name__
+
+
+def shown(value: object, most: int = 60) -> str:
+    """Return a short text of anything that was met, whatever it is."""
+    if isinstance(value, str):
+        return shorten(value, most)
+    for part in value if isinstance(value, list | tuple) else (value,):
+        if hasattr(type(part), "requires_grad_"):  # torch's tensors and modules
+            what = f"a {kind_of(part)}" if part is value else f"a {kind_of(value)} with a {kind_of(part)}"
+            return f"{what} (costgraph.torch.trace makes a graph of a module, Graph.input a tensor)"
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        return f"an integer of {value.bit_length()} bits"
+    try:
+        text = " ".join(repr(value).split("\n"))
+    except (ValueError, RecursionError):  # such an integer somewhere inside, or no end of brackets
+        return f"a {type(value).__name__} too large to be shown"
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+@cache
+def symbol(name: str) -> sympy.Symbol:
+    """Return the positive integer symbol of this name."""
+    if not is_name(name):
+        raise PatternError(
+            f"dimension name {shown(name)}: expected a letter or underscore followed by letters, digits or "
+            f"underscores, at most {_LONGEST_NAME} in all"
+        )
+    return sympy.Symbol(name, integer=True, positive=True)
+
+
+def check_symbol(expr: sympy.Symbol) -> None:
+    """Raise ShapeError for a symbol that `symbol` did not make: equal names would not be equal sizes."""
+    if not is_name(expr.name) or expr != symbol(expr.name):
+        given = ", ".join(k for k, v in sorted(expr.assumptions0.items()) if v) or "none"
+        raise ShapeError(
+            f"symbol {shorten(expr.name)} has the assumptions {given}; expected the positive integer symbol that "
+            f"costgraph.dims returns"
+        )
+
+
+def is_number_like(expr: sympy.Expr) -> bool:
+    """Whether a formula can be a finite real number, as far as sympy knows."""
+    refused = not expr.is_commutative or expr.is_finite is False or expr.is_real is False
+    return not refused and not expr.atoms(sympy.I, sympy.nan, sympy.oo, -sympy.oo, sympy.zoo)
+
+
+#: What a formula may be made of beside sums and products: what can be worked out exactly wherever sizes are bound.
+#: `extremum` adds its own.
+FUNCTIONS: set[type[sympy.Basic]] = {sympy.Pow, sympy.floor, sympy.ceiling, sympy.log, sympy.Max, sympy.Min}
+
+
+def check_exact(expr: sympy.Expr) -> None:
+    """Raise ShapeError for a formula of anything but exact numbers, symbols of `dims`, and `FUNCTIONS` of them."""
+    kinds = tuple(FUNCTIONS)
+    for e in sympy.preorder_traversal(expr):
+        if e.is_Symbol:
+            check_symbol(e)
+        elif not (e.is_Rational or e.is_Add or e.is_Mul or isinstance(e, kinds)):
+            raise _inexact(expr)
+    if not is_number_like(expr):
+        raise _inexact(expr)
+
+
+def _inexact(expr: sympy.Expr) -> ShapeError:
+    return ShapeError(
+        f"{shorten(str(expr))}: expected an exact size, made of integers and of symbols from costgraph.dims by sums, "
+        f"products, powers, floor, ceiling, log, Max and Min"
+    )
+
+
+def dims(names: str) -> sympy.Symbol | tuple[sympy.Symbol, ...]:
+    """Declare dimensions: positive integer symbols, the same symbol for the same name everywhere.
+
+    Parameters
+    ----------
+    names : str
+        Names separated by spaces or commas.
+
+    Returns
+    -------
+    sympy.Symbol or tuple of sympy.Symbol
+        One symbol for one name, as `sympy.symbols` does, otherwise a tuple; a comma at the end makes one of one.
+
+    Raises
+    ------
+    PatternError
+        If there is no name, or one is not an identifier.
+
+    Examples
+    --------
+    >>> B, S = dims("B S")
+    >>> B * S
+    B*S
+    >>> dims("B") is B
+    True
+    """
+    if not isinstance(names, str):
+        raise PatternError(f"dims: got {shown(names)}, expected names in one string, such as 'B S D'")
+    found = tuple(symbol(n) for n in names.replace(",", " ").split())
+    if not found:
+        raise PatternError(f"dims: got {shorten(names)}, expected at least one name")
+    return found if len(found) > 1 or names.rstrip().endswith(",") else found[0]
+
+
+def read_size(text: str, place: str) -> int:
+    """Read a size as people write it: `8192`, `8Ki` (8192), `70B` (70e9), `1.5M`, `1e6`.
+
+    Parameters
+    ----------
+    text : str
+        Digits with an optional fraction, power of ten and scale; Ki is 2**10, K is 10**3.
+    place : str
+        Where the text stood, for the error message.
+
+    Returns
+    -------
+    int
+        The size, a positive whole number.
+
+    Raises
+    ------
+    BindingError
+        If the text is no such number, or the number is not whole and positive.
+
+    Examples
+    --------
+    >>> read_size("8Ki", "S"), read_size("1.5M", "N")
+    (8192, 1500000)
+    """
+    match = _SIZE.match(text) if isinstance(text, str) else None
+    if match is None:
+        given = shorten(text if isinstance(text, str) else shown(text))
+        raise BindingError(f"{place}: got {given}, expected a size such as 8192, 8Ki, 1.5M or 70B")
+    whole, fraction, power, scale = match.groups()
+    # int(): an exponent that may be negative makes a power anything, for a type checker
+    digits = int(whole + (fraction or "")) * int(10 ** int(power or 0)) * _SCALES.get(scale or "", 1)
+    value, rest = divmod(digits, int(10 ** len(fraction or "")))
+    if rest or value < 1:
+        raise BindingError(f"{place}: got {shorten(text)}, expected a positive whole number")
+    return value

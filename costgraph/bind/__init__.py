@@ -1,0 +1,1 @@
+"""Numbers for sizes: one binding, or arrays of them."""

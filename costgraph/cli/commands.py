@@ -1,0 +1,264 @@
+"""The commands of the command line: what is asked, and which formatter answers. Errors are `costgraph.cli`'s."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from inspect import getdoc
+from typing import Annotated, Any
+
+import sympy
+import typer
+from rich.markup import escape
+
+from .. import __version__
+from ..algebra.symbols import is_name, read_size, shorten
+from ..analysis.crossover import crossover
+from ..analysis.memory import peak_cases
+from ..errors import BindingError, FormatError
+from ..graph.graph import Graph
+from ..graph.sizes import bindings
+from ..hardware.specs import load_hardware
+from ..report import text
+from ..report.data import report
+from ..report.files import to_csv, to_json
+from ..report.formula import formula_text, shared, write_formula
+from ..report.quantities import QUANTITIES, quantity_of
+from . import lists
+from . import options as opt
+from .loading import load_model
+from .terminal import check_files, draw_report, say, screen, write_files
+
+__all__ = [
+    "app",
+    "command",
+    "read_sizes",
+]
+
+app = typer.Typer(
+    name="costgraph",
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    help="Symbolic costs of models: FLOPs, bytes moved, peak memory and roofline.\n\n"
+    "\b\nExamples:\n"
+    "  costgraph report llama-3-8b --hardware h100-sxm B=1 S=8192\n"
+    "  costgraph formula llama-3-8b peak-memory\n"
+    "  costgraph hardware h100-sxm",
+)
+
+
+def command(name: str, short_help: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a decorator that makes a function a command; the lines of its examples stay lines."""
+
+    def declared(function: Callable[..., None]) -> Callable[..., None]:
+        text = re.sub(r"^Examples\n-+$", "\b\nExamples:", getdoc(function) or "", flags=re.MULTILINE)
+        return app.command(name, short_help=short_help, help=text)(function)
+
+    return declared
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------
+
+#: Words that questions take beside sizes: a dimension of such a name cannot be bound from here.
+_RESERVED = (
+    "allocator",
+    "count",
+    "depth",
+    "devices",
+    "dtype",
+    "fallback",
+    "fused",
+    "hardware",
+    "mfu",
+    "most_days",
+    "tokens",
+)
+
+
+def read_sizes(words: list[str] | None) -> dict[str, int]:
+    """Read sizes as they stand on a command line.
+
+    Parameters
+    ----------
+    words : list of str
+        Each `NAME=SIZE`.
+
+    Returns
+    -------
+    dict of str to int
+        Sizes by name.
+
+    Raises
+    ------
+    BindingError
+        If a word is no such pair, or a name stands there twice.
+
+    Examples
+    --------
+    >>> read_sizes(["B=1", "S=8Ki"])
+    {'B': 1, 'S': 8192}
+    """
+    out: dict[str, int] = {}
+    for word in words or ():
+        name, mark, size = word.partition("=")
+        if not mark or not is_name(name):
+            raise BindingError(f"{shorten(word)}: expected NAME=SIZE, such as B=1 or S=8Ki")
+        if name in out:
+            raise BindingError(f"{name}: given twice, expected one size")
+        if name in _RESERVED:
+            raise BindingError(f"{name}={shorten(size)}: a word of the library, expected a dimension of another name")
+        out[name] = read_size(size, name)
+    return out
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        say(f"costgraph {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Take what stands before a command."""
+
+
+# -- report ------------------------------------------------------------------------------------------------------
+
+
+@command("report", short_help="Costs of a model, on a device if one is named.")
+def report_command(
+    model: opt.Model, sizes: opt.Sizes = None, hardware: opt.Hardware = None, attention: opt.Attention = None,
+    dtype: opt.Format = None, dropout: opt.Dropout = None, composed: opt.Composed = False,
+    symbolic: opt.Symbolic = False, count: opt.Count = "executed", fallback: opt.Fallback = None,
+    depth: opt.Depth = 2, sort: opt.Sort = "order", formulas: opt.Formulas = False, json: opt.Json = None,
+    csv: opt.Csv = None, plot: opt.Plot = None, memory_plot: opt.Memory = None,
+) -> None:  # fmt: skip
+    """Print what a model costs: parameters, FLOPs, bytes moved, peak memory, and times on a device.
+
+    Sizes that are left open stay symbols, and formulas stand in the place of numbers.
+
+    Examples
+    --------
+      costgraph report llama-3-8b --hardware h100-sxm B=1 S=8192
+    """
+    check_files(json, csv, plot, memory_plot)
+    dims = read_sizes(sizes)
+    graph = load_model(model, attention, dtype, dropout, composed, symbolic)
+    found = report(graph, hardware, count=count, fallback=fallback, depth=depth, **dims).sorted(sort)
+    draw_report(graph, found, dims, plot, memory_plot)
+    if not write_files((json, lambda: to_json(found)), (csv, lambda: to_csv(found))):
+        width, color = screen()
+        say(text.render(found, formulas=formulas, width=width, color=color), styled=color)
+
+
+# -- formula -----------------------------------------------------------------------------------------------------
+
+
+@command("formula", short_help="Closed form of one quantity of a model.")
+def formula_command(
+    model: opt.Model,
+    quantity: Annotated[str, typer.Argument(metavar="QUANTITY", help=f"peak-memory, {', '.join(QUANTITIES)}.")],
+    sizes: opt.Sizes = None,
+    format: Annotated[str, typer.Option("--format", help="text, latex or python.")] = "text",
+    preset: Annotated[bool, typer.Option("--preset", help="Bind the preset's default sizes.")] = False,
+    attention: opt.Attention = None, dtype: opt.Format = None, dropout: opt.Dropout = None,
+    composed: opt.Composed = False,
+) -> None:  # fmt: skip
+    """Print the closed form of a quantity, every size a symbol unless it is bound.
+
+    Examples
+    --------
+      costgraph formula llama-3-8b matmul-flops
+      costgraph formula llama-3-8b peak-memory --preset --format python
+    """
+    dims = read_sizes(sizes)
+    if quantity != "peak-memory" and quantity not in QUANTITIES:
+        known = ", ".join(["peak-memory", *QUANTITIES])
+        raise FormatError(f"quantity {shorten(quantity)}: expected one of {known}")
+    graph = load_model(model, attention, dtype, dropout, composed, not preset)
+    if quantity == "peak-memory":
+        _peak_formula(graph, dims, format)
+        return
+    found = quantity_of(graph, quantity, dims)
+    if found is None:
+        raise BindingError(f"{quantity} of graph {shorten(graph.name)}: no bytes are moved, expected an op that does")
+    title, unit, _ = QUANTITIES[quantity]
+    unit = "a count" if unit == "1" else unit
+    say(write_formula(found, format, quantity.replace("-", "_"), f"{title}, {unit}"))
+
+
+def _peak_formula(graph: Graph, dims: Mapping[str, Any], how: str) -> None:
+    from ..analysis.memory import peak_memory
+
+    say(write_formula(peak_memory(graph, **dims), how, "peak_memory", "peak memory, B"))
+    if how != "text":
+        return
+    cases = peak_cases(graph, bindings(graph, dims))
+    _, rests = shared([c.formula for c in cases])
+    places = [text.clean(f"{c.op or 'throughout'} ({c.phase or 'forward'})") for c in cases]
+    rows = [(place, escape(formula_text(rest))) for place, rest in zip(places, rests, strict=True)]
+    head = "held by" if len(cases) == 1 else "the cases, less what all share, are held by"
+    say(text.draw(["", head, text.grid(rows if len(cases) > 1 else [(places[0], "")])], screen()[0]))
+
+
+# -- crossover ---------------------------------------------------------------------------------------------------
+
+
+@command("crossover", short_help="Size at which a model becomes compute-bound.")
+def crossover_command(
+    model: opt.Model,
+    symbol: Annotated[str, typer.Argument(metavar="SYMBOL", help="Dimension that is solved for.")],
+    hardware: opt.Device,
+    sizes: opt.Sizes = None,
+    fallback: opt.Fallback = None,
+    attention: opt.Attention = None, dtype: opt.Format = None, dropout: opt.Dropout = None,
+    composed: opt.Composed = False,
+    symbolic: opt.Symbolic = False,
+) -> None:  # fmt: skip
+    """Print the size at which compute time overtakes memory time, all ops together as declared.
+
+    Examples
+    --------
+      costgraph crossover llama-3-8b B --hardware h100-sxm S=1
+    """
+    dims = read_sizes(sizes)
+    graph = load_model(model, attention, dtype, dropout, composed, symbolic)
+    found = crossover(graph, hardware, symbol, fallback=fallback, **dims)
+    if isinstance(found, sympy.Expr):
+        say(f"compute time equals memory time at {symbol} = {formula_text(found, grouped=True)}")
+    elif found == 0:
+        say(f"compute-bound at every {symbol}")
+    elif found == float("inf"):
+        say(f"memory-bound at every {symbol}")
+    else:
+        say(f"compute time equals memory time at {symbol} = {float(found):.6g}")
+
+
+# -- lists -------------------------------------------------------------------------------------------------------
+
+
+@command("models", short_help="List the presets.")
+def models_command() -> None:
+    """List the presets with their parameters and published sizes."""
+    width, color = screen()
+    say(text.draw([lists.models()], width, color=color), styled=color)
+
+
+@command("hardware", short_help="List the devices, or all that is known of one.")
+def hardware_command(
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="A device, or the .toml file of one.")] = None,
+) -> None:
+    """List the devices; of one, every quantity with its unit, sources and noted disagreements.
+
+    Examples
+    --------
+      costgraph hardware h100-sxm
+    """
+    width, color = screen()
+    found = [lists.devices()] if name is None else lists.device(load_hardware(name))
+    say(text.draw(found, width, color=color), styled=color)

@@ -1,0 +1,70 @@
+"""Lists of models and devices, and all that is known of one device; needs rich."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich import box
+from rich.console import RenderableType
+from rich.table import Table
+
+from ..analysis.params import param_count
+from ..errors import SpecError
+from ..hardware.specs import Hardware, list_hardware, load_hardware
+from ..hardware.units import Quantity, format_bytes
+from ..report.text import clean, grid, listing, show
+
+__all__ = ["device", "devices", "models"]
+
+
+def models() -> RenderableType:
+    """Return a table of the presets: name, parameters, published sizes."""
+    from ..models import load
+    from ..models.published import published
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("model", no_wrap=True)
+    table.add_column("parameters", justify="right", no_wrap=True)
+    table.add_column("published sizes", overflow="fold")
+    for name, parameters, sizes in published():
+        count = param_count(load(name)) if parameters is None else parameters
+        table.add_row(clean(name), clean(show(count, "1")), " ".join(f"{k}={v}" for k, v in sizes.items()))
+    return table
+
+
+def devices() -> RenderableType:
+    """Return a table of the devices: matrix rate in bf16, memory, bandwidth and ridge point."""
+    rows = []
+    for name in list_hardware():
+        found = load_hardware(name)
+        try:
+            bf16, ridge = str(found.rate("bf16")), f"{float(found.ridge('bf16')):.0f}"
+        except SpecError:
+            bf16, ridge = "none", ""
+        rows.append((name, bf16, str(found.memory), str(found.bandwidth), ridge))
+    head = ("device", "dense bf16", "memory", "bandwidth", "ridge [FLOP/B]")
+    return listing("", head, rows)
+
+
+def device(found: Hardware) -> Iterator[RenderableType]:
+    """Yield all that a specification says: quantities, units, sources and noted disagreements."""
+    yield f"[bold]{clean(found.name)}[/bold]"
+    rows = [("name", clean(found.id)), ("vendor", clean(found.vendor))]
+    rows += [(f"{table} type", clean(text)) for table, text in found.types.items()]
+    yield grid(rows)
+    table = Table(title="\nquantities", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("quantity", no_wrap=True)
+    table.add_column("value", overflow="fold")
+    table.add_column("sources and notes", overflow="fold", ratio=1)
+    for place, q in found.rows():
+        table.add_row(clean(place), clean(_value(q)), clean("; ".join(t for t in (q.source, q.note) if t), 1000))
+    yield table
+    if found.disagreements:
+        yield "\n[bold]disagreements between sources[/bold]"
+        yield grid([("-", clean(note, 2000)) for note in found.disagreements])
+    yield "\n[bold]sources[/bold]"
+    yield grid([(clean(key), clean(text, 2000)) for key, text in found.sources.items()])
+
+
+def _value(q: Quantity) -> str:
+    return format_bytes(q.value) if q.unit == "B" else str(q)

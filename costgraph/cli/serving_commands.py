@@ -1,0 +1,144 @@
+"""The command of the command line on inference: a step of decoding, for several sizes of the batch."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
+
+import sympy
+import typer
+
+from ..algebra.symbols import is_name, read_size
+from ..analysis.crossover import crossover
+from ..analysis.params import cache_bytes, param_bytes
+from ..errors import FormatError, UnsupportedError
+from ..graph.graph import Graph
+from ..hardware.units import format_bytes
+from ..planning import Throughput, largest, throughput
+from ..report.formula import formula_text
+from ..transforms.inference.inference import decode
+from ..transforms.quantize.quantize import quantize
+from . import options as opt
+from .commands import command, read_sizes
+from .loading import load_model
+from .terminal import check_files, say, write_files
+from .training_commands import app
+
+__all__ = ["THROUGHPUT_SCHEMA", "app"]
+
+THROUGHPUT_SCHEMA = "costgraph/throughput/1"
+"""What the JSON of this version calls itself; another number means other keys."""
+
+_COLUMNS = ("size", "tokens", "seconds", "lower_bound", "tokens_per_second", "memory", "fits", "bound")
+
+_Tokens = Annotated[str, typer.Option("--tokens", metavar="N", help="New tokens of each sequence in a step.")]
+_Vary = Annotated[str, typer.Option("--vary", metavar="NAME", help="Dimension that is varied.")]
+_Values = Annotated[
+    str | None, typer.Option("--values", metavar="N,N", help="Its sizes; powers of two up to what fits by default.")
+]
+_Weights = Annotated[str | None, typer.Option("--weights", metavar="FORMAT", help="Of weights, such as int4.")]
+_Activations = Annotated[str | None, typer.Option("--activations", metavar="FORMAT", help="Of what they multiply.")]
+_Cache = Annotated[str | None, typer.Option("--cache", metavar="FORMAT", help="Of the cache, such as fp8_e4m3.")]
+_Group = Annotated[str | None, typer.Option("--group", metavar="N", help="Weights that share a scale.")]
+_Curve = Annotated[str | None, typer.Option("--plot", metavar="FILE", help="Draw the curve: .png, .svg or .pdf.")]
+
+
+def _step(graph: Graph, tokens: str, formats: Mapping[str, str | None], group: str | None) -> Graph:
+    """Return a step of decoding, in other formats where some are asked for."""
+    step = decode(graph, tokens if is_name(tokens) else read_size(tokens, "--tokens"))
+    given: dict[str, Any] = {k: v for k, v in formats.items() if v is not None}
+    if group is not None:
+        given["group"] = read_size(group, "--group")
+    return quantize(step, **given) if given else step
+
+
+def _values(text: str | None) -> list[int] | None:
+    return None if text is None else [read_size(word, "--values") for word in text.split(",")]
+
+
+def throughput_records(found: Throughput) -> list[dict[str, Any]]:
+    """Return a row for each size, by column."""
+    return [{c: getattr(r, c) for c in _COLUMNS} for r in found.rows]
+
+
+def _json(found: Throughput) -> str:
+    data = {
+        "schema": THROUGHPUT_SCHEMA,
+        "graph": found.graph,
+        "hardware": {"id": found.hardware.id, "name": found.hardware.name},
+        "varied": found.symbol,
+        "sizes": dict(found.sizes),
+        "rows": throughput_records(found),
+    }
+    return json.dumps(data, indent=2, allow_nan=False) + "\n"
+
+
+def _csv(found: Throughput) -> str:
+    file = io.StringIO()
+    writer = csv.DictWriter(file, _COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(throughput_records(found))
+    return file.getvalue()
+
+
+def _lines(step: Graph, found: Throughput, dims: Mapping[str, int], fallback: str | None) -> Iterator[str]:
+    sizes: dict[str, Any] = dict(dims)
+    name = found.symbol
+    yield f"{found.graph} on {found.hardware.name}"
+    yield f"sizes    {' '.join(f'{k}={v}' for k, v in found.sizes.items())}"
+    yield f"weights  {format_bytes(param_bytes(step, **sizes))}"
+    kept = cache_bytes(step, **sizes)
+    text = formula_text(kept, grouped=True) + "  [B]" if isinstance(kept, sympy.Expr) else format_bytes(kept)
+    yield f"cache    {text}"
+    yield f"largest {name} that fits: {largest(step, name, hardware=found.hardware, **sizes)}"
+    yield _sides(step, found, sizes, fallback)
+    yield ""
+    yield str(found)
+
+
+def _sides(step: Graph, found: Throughput, sizes: Mapping[str, Any], fallback: str | None) -> str:
+    """Say where compute time equals memory time."""
+    name = found.symbol
+    try:
+        place = crossover(step, found.hardware, name, fallback=fallback, **sizes)
+    except UnsupportedError as error:
+        return str(error)
+    if isinstance(place, sympy.Expr):
+        return f"compute time equals memory time at {name} = {formula_text(place, grouped=True)}"
+    if place in (0, math.inf):
+        return f"{'compute' if place == 0 else 'memory'}-bound at every {name}, all ops together"
+    return f"compute time equals memory time at {name} = {float(place):.6g}, all ops together"
+
+
+@command("decode", short_help="Throughput against latency of generation on a device.")
+def decode_command(
+    model: opt.Model, hardware: opt.Device, sizes: opt.Sizes = None, tokens: _Tokens = "1", vary: _Vary = "B",
+    values: _Values = None, weights: _Weights = None, activations: _Activations = None, cache: _Cache = None,
+    group: _Group = None, attention: opt.Attention = None, dtype: opt.Format = None, symbolic: opt.Symbolic = False,
+    fallback: opt.Fallback = None, json: opt.Json = None, csv: opt.Csv = None, plot: _Curve = None,
+) -> None:  # fmt: skip
+    """Print the time, tokens in a second and memory of a step of generation for several batches.
+
+    S is the context, the new tokens included.
+
+    Examples
+    --------
+      costgraph decode llama-3-70b --hardware b200 --weights int4 --group 128
+        --cache fp8_e4m3 S=8192
+    """
+    check_files(json, csv, plot)
+    dims = read_sizes(sizes)
+    if vary in dims:
+        raise FormatError(f"--vary {vary}: a size of it is given as well, expected one of the two")
+    graph = load_model(model, attention, dtype, None, False, symbolic)
+    formats = {"weights": weights, "activations": activations, "cache": cache}
+    step = _step(graph, tokens, formats, group)
+    found = throughput(step, hardware, vary, _values(values), fallback=fallback, **dims)
+    if plot is not None:
+        found.plot(plot)
+    if not write_files((json, lambda: _json(found)), (csv, lambda: _csv(found))):
+        say("\n".join(_lines(step, found, dims, fallback)))

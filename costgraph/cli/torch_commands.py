@@ -1,0 +1,128 @@
+"""The commands that run torch: measuring a device, and holding predictions to it. Only the commands import torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated
+
+import typer
+
+from ..algebra.symbols import read_size, shorten
+from ..errors import FormatError, UnsupportedError
+from ..report.drawing import new_figure
+from .commands import command
+from .serving_commands import app
+from .terminal import say, screen
+
+__all__ = ["app", "need_torch"]
+
+_Device = Annotated[str, typer.Option("--device", metavar="NAME", help="cpu, cuda or cuda:N.")]
+
+_THREADS_HELP = "Of the processor; what torch takes by default."
+_Threads = Annotated[str | None, typer.Option("--threads", metavar="N", help=_THREADS_HELP)]
+
+
+def need_torch(command: str) -> None:
+    """Refuse a command that runs torch where there is none.
+
+    Raises
+    ------
+    UnsupportedError
+        If torch cannot be imported.
+    """
+    try:
+        import torch  # noqa: F401  # an optional part of the machine, whose build the user chooses
+    except ImportError:
+        where = "pip install torch, or the build for this machine from https://pytorch.org/get-started"
+        raise UnsupportedError(f"{command}: torch is not installed, expected it beside costgraph: {where}") from None
+
+
+def _count(threads: str | None) -> int | None:
+    """Return a number of threads that this machine has cores for; None where nothing is asked for."""
+    count = None if threads is None else read_size(threads, "--threads")
+    cores = os.cpu_count()
+    if count and cores and count > cores:
+        raise FormatError(f"--threads {count}: this machine has {cores} cores, expected no more than that")
+    return count
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@command("calibrate", short_help="Measure what a device attains, as a specification.")
+def calibrate_command(
+    out: Annotated[str, typer.Option("--out", metavar="FILE", help="Where the specification goes: a .toml file.")],
+    device: _Device = "cpu",
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and shorter runs.")] = False,
+    threads: _Threads = None,
+    like: Annotated[
+        str | None, typer.Option("--like", metavar="NAME", help="Device whose data sheet is meant; by default by name.")
+    ] = None,
+) -> None:
+    """Measure bandwidth, matrix rates by format and size, elementwise work and launches; write a device file.
+
+    Examples
+    --------
+      costgraph calibrate --device cpu --out my-cpu.toml
+      costgraph report llama-3-8b --hardware my-cpu.toml B=1 S=512
+    """
+    count = _count(threads)
+    need_torch("calibrate")
+    from ..torch.calibrating import calibrate, check_target
+
+    check_target(out)
+    with _threads(count):
+        found = calibrate(device, quick=quick, like=like)
+    found.save(out)
+    say(f"{found}\nwritten to {shorten(out, 200)}")
+
+
+@command("validate", short_help="Hold predictions to what torch takes on a device.")
+def validate_command(
+    out: Annotated[str, typer.Option("--out", metavar="FILE", help="Where the record goes: a .json file.")],
+    device: _Device = "cpu",
+    quick: Annotated[bool, typer.Option("--quick", help="One cheap case of each kind, and fewer runs.")] = False,
+    hardware: Annotated[
+        str | None, typer.Option("--hardware", metavar="NAME", help="Device or .toml; calibrated first by default.")
+    ] = None,
+    threads: _Threads = None,
+    only: Annotated[str | None, typer.Option("--only", metavar="TEXT", help="Cases whose name has this in it.")] = None,
+    plots: Annotated[str | None, typer.Option("--plots", metavar="DIR", help="Where pictures go.")] = None,
+) -> None:
+    """Run ops, models and training steps; show predicted beside measured FLOPs, bytes at the peak and times.
+
+    Examples
+    --------
+      costgraph validate --device cuda --out my-gpu.json --plots pictures
+    """
+    count = _count(threads)
+    need_torch("validate")
+    from ..report.validation_text import render_validation
+    from ..torch.validating import suite, validate
+    from ..torch.validating.record import check_target
+
+    check_target(out)
+    if plots is not None:
+        new_figure(1, 1)  # whether there is what draws, before anything runs
+    cases = suite("cuda" if device.startswith("cuda") else "cpu", quick=quick)
+    if only is not None:
+        cases = [case for case in cases if only in case.name]
+    with _threads(count):
+        found = validate(device, cases, hardware=hardware, quick=quick)
+    found.save(out)
+    width, color = screen()
+    say(render_validation(found, width, color=color), styled=color)
+    say(f"written to {shorten(out, 200)}")
+    if plots is not None:
+        say("\n".join(f"drawn to {shorten(str(path), 200)}" for path in found.plot(plots)))

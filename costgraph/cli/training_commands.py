@@ -1,0 +1,162 @@
+"""The commands of the command line on training: a step of it, and the plan of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import typer
+
+from ..algebra.symbols import read_size, shorten
+from ..errors import FormatError
+from ..graph.graph import Graph
+from ..optimizers import SGD, Adafactor, AdaGrad, Adam, AdamW, Lion, Muon, Optimizer, RMSProp
+from ..planning import preflight
+from ..report import text
+from ..report.data import report
+from ..report.files import to_csv, to_json
+from ..report.plan import plan_csv, plan_json, render_plan
+from ..transforms.checkpoint import Checkpoint, every, every_block, from_start, selective
+from ..transforms.precision.policy import POLICIES
+from ..transforms.training import training_step
+from . import options as opt
+from .commands import app, command, read_sizes
+from .loading import load_model
+from .terminal import check_files, draw_report, say, screen, write_files
+
+__all__ = ["OPTIMIZERS", "app", "read_checkpoint"]
+
+#: Optimizers by the name that the command line knows them by.
+OPTIMIZERS: Mapping[str, type[Optimizer]] = {
+    kind.__name__.lower(): kind for kind in (SGD, Adam, AdamW, AdaGrad, RMSProp, Lion, Adafactor, Muon)
+}
+
+_CHECKPOINTS = {"none": None, "every-block": every_block(), "from-start": from_start()}
+
+_Optimizer = Annotated[str, typer.Option("--optimizer", metavar="NAME", help=f"{', '.join(OPTIMIZERS)}.")]
+_Implementation = Annotated[
+    str | None, typer.Option("--implementation", metavar="HOW", help="Of the optimizer: foreach, for-loop or fused.")
+]
+_Precision = Annotated[
+    str | None, typer.Option("--precision", metavar="POLICY", help=f"{', '.join(POLICIES)}; as declared by default.")
+]
+_Checkpoint = Annotated[
+    str,
+    typer.Option("--checkpoint", metavar="HOW", help="none, every-block, from-start, every:K or selective:NAME,NAME."),
+]
+_Accumulate = Annotated[str, typer.Option("--accumulate", metavar="N", help="Micro-batches of an update.")]
+_Clip = Annotated[float | None, typer.Option("--clip", metavar="NORM", help="Largest norm of all gradients.")]
+_Devices = Annotated[str, typer.Option("--devices", metavar="N", help="How many devices there are.")]
+_Tokens = Annotated[str | None, typer.Option("--tokens", metavar="N", help="Tokens that are trained on, such as 15T.")]
+_MFU = Annotated[float | None, typer.Option("--mfu", metavar="PART", help="Assumed; by default the roofline's.")]
+_Days = Annotated[float | None, typer.Option("--days", metavar="N", help="Most days that training may take.")]
+
+
+def read_checkpoint(given: str) -> Checkpoint | None:
+    """Read which ops are computed again, as it stands on a command line.
+
+    Parameters
+    ----------
+    given : str
+        none, every-block, every:K, from-start, or selective: and names separated by commas.
+
+    Returns
+    -------
+    Checkpoint or None
+        The policy.
+
+    Raises
+    ------
+    FormatError, BindingError, GraphError
+        If the text is none of these, K is no size, or a name is none.
+
+    Examples
+    --------
+    >>> read_checkpoint("selective:attention,mlp").names
+    ('attention', 'mlp')
+    """
+    word, colon, rest = given.partition(":")
+    if word == "every" and colon:
+        return every(read_size(rest, "--checkpoint every"))
+    if word == "selective" and colon:
+        return selective(*rest.split(","))
+    if given in _CHECKPOINTS:
+        return _CHECKPOINTS[given]
+    expected = f"{', '.join(_CHECKPOINTS)}, every:K or selective:NAME,NAME"
+    raise FormatError(f"--checkpoint {shorten(given)}: expected {expected}")
+
+
+def _step(
+    graph: Graph, optimizer: str, implementation: str | None, precision: str | None, checkpoint: str, accumulate: str,
+    clip: float | None,
+) -> Graph:  # fmt: skip
+    kind = OPTIMIZERS.get(optimizer)
+    if kind is None:
+        raise FormatError(f"--optimizer {shorten(optimizer)}: expected one of {', '.join(OPTIMIZERS)}")
+    made = kind() if implementation is None else kind(implementation=implementation)
+    times = read_size(accumulate, "--accumulate")
+    policy = read_checkpoint(checkpoint)
+    for name in () if policy is None else policy.names:
+        if not any(f"/{name}/" in f"/{op.name}/" for op in graph.walk()):
+            raise FormatError(
+                f"--checkpoint selective: no op is in {shorten(name)}, expected a scope, a kernel or an op"
+            )
+    return training_step(graph, None, made, precision, policy, times, clip=clip)
+
+
+@command("train", short_help="Costs of a step of training.")
+def train_command(
+    model: opt.Model, sizes: opt.Sizes = None, hardware: opt.Hardware = None, optimizer: _Optimizer = "adamw",
+    implementation: _Implementation = None, precision: _Precision = None, checkpoint: _Checkpoint = "none",
+    accumulate: _Accumulate = "1", clip: _Clip = None, attention: opt.Attention = None, dtype: opt.Format = None,
+    dropout: opt.Dropout = None, composed: opt.Composed = False, symbolic: opt.Symbolic = False,
+    count: opt.Count = "executed",
+    fallback: opt.Fallback = None, depth: opt.Depth = 2, sort: opt.Sort = "order", formulas: opt.Formulas = False,
+    json: opt.Json = None, csv: opt.Csv = None, plot: opt.Plot = None, memory_plot: opt.Memory = None,
+) -> None:  # fmt: skip
+    """Print what a step of training costs: state and activations apart, FLOPs by phase, and times on a device.
+
+    Examples
+    --------
+      costgraph train llama-3-8b --hardware h100-sxm --precision bf16-mixed
+        --checkpoint every-block B=1 S=4096
+    """
+    check_files(json, csv, plot, memory_plot)
+    dims = read_sizes(sizes)
+    graph = load_model(model, attention, dtype, dropout, composed, symbolic)
+    step = _step(graph, optimizer, implementation, precision, checkpoint, accumulate, clip)
+    found = report(step, hardware, count=count, fallback=fallback, depth=depth, **dims).sorted(sort)
+    draw_report(step, found, dims, plot, memory_plot)
+    if not write_files((json, lambda: to_json(found)), (csv, lambda: to_csv(found))):
+        width, color = screen()
+        say(text.render(found, formulas=formulas, width=width, color=color), styled=color)
+
+
+@command("plan", short_help="What decides whether a training run is possible.")
+def plan_command(
+    model: opt.Model, hardware: opt.Device, sizes: opt.Sizes = None, devices: _Devices = "1", tokens: _Tokens = None,
+    mfu: _MFU = None, days: _Days = None, optimizer: _Optimizer = "adamw", implementation: _Implementation = None,
+    precision: _Precision = None, checkpoint: _Checkpoint = "none", accumulate: _Accumulate = "1", clip: _Clip = None,
+    attention: opt.Attention = None, dtype: opt.Format = None, dropout: opt.Dropout = None,
+    composed: opt.Composed = False,
+    symbolic: opt.Symbolic = False, fallback: opt.Fallback = None, json: opt.Json = None, csv: opt.Csv = None,
+) -> None:  # fmt: skip
+    """Print the list of checks before a training run, each figure beside its limit.
+
+    Examples
+    --------
+      costgraph plan llama-3-8b --hardware h100-sxm --devices 1024 --tokens 15T
+        --mfu 0.5 --precision bf16 --checkpoint every-block B=1 S=8192
+    """
+    check_files(json, csv)
+    dims: dict[str, Any] = dict(read_sizes(sizes))  # no keyword of preflight, which a type checker cannot know
+    graph = load_model(model, attention, dtype, dropout, composed, symbolic)
+    step = _step(graph, optimizer, implementation, precision, checkpoint, accumulate, clip)
+    found = preflight(
+        step, hardware, devices=read_size(devices, "--devices"),
+        tokens=None if tokens is None else read_size(tokens, "--tokens"), mfu=mfu, most_days=days, fallback=fallback,
+        **dims,
+    )  # fmt: skip
+    if not write_files((json, lambda: plan_json(found)), (csv, lambda: plan_csv(found))):
+        width, color = screen()
+        say(render_plan(found, width=width, color=color), styled=color)

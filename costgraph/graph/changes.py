@@ -1,0 +1,98 @@
+"""Changes that are taken back where a call is refused, and lists that take none.
+
+A public function that adds to a graph does it whole or not at all: what it notes is taken back where it, or a function
+that it was given, ends in an error.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+from ..errors import GraphError
+from .scopes import here
+from .tensor import Tensor
+
+__all__ = ["Journal", "fixed", "keep_whole", "whole"]
+
+
+class Journal:
+    """What takes back the changes of a graph since the outermost call that is made whole or not at all."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], object]] | None = None
+
+    def note(self, undo: Callable[[], object]) -> None:
+        """Note what takes back a change that is made now."""
+        if self._undo is not None:
+            self._undo.append(undo)
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Take back the changes made inside if it ends in an error."""
+        outermost = self._undo is None
+        undo = self._undo = [] if self._undo is None else self._undo
+        before = len(undo)
+        try:
+            yield
+        except BaseException:
+            while len(undo) > before:
+                undo.pop()()
+            raise
+        finally:
+            if outermost:
+                self._undo = None
+
+
+def whole(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a function that is refused leave the graph of its operands, or the one that is open, as it was."""
+
+    @wraps(function)
+    def called(*args: Any, **named: Any) -> Any:
+        operand = next(_tensors(args), None) or next(_tensors(named.values()), None)
+        graph = here().graph if operand is None else operand.graph
+        if graph is None:
+            return function(*args, **named)
+        with graph.whole():
+            return function(*args, **named)
+
+    return called
+
+
+def _tensors(values: Iterable[object]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from (v for v in value if isinstance(v, Tensor))
+
+
+def keep_whole(namespace: dict[str, Any], names: Iterable[str]) -> None:
+    """Let all functions of a public namespace do what they do whole or not at all."""
+    for name in names:
+        if inspect.isfunction(namespace[name]):
+            namespace[name] = whole(namespace[name])
+            namespace[name].__module__ = namespace["__name__"]  # where pickle finds this one
+
+
+def _refusing(kind: type, *changing: str) -> type:
+    def refuse(self: object, *args: object, **named: object) -> None:
+        raise GraphError("the graph is frozen, expected one that can still be changed")
+
+    plain = {"__reduce_ex__": lambda self, protocol: (kind, (kind(self),))}  # a copy of it can be changed
+    return type(f"Fixed{kind.__name__.title()}", (kind,), plain | dict.fromkeys(changing, refuse))
+
+
+_KEYS = ("__setitem__", "__delitem__", "clear", "pop")
+_REFUSING: dict[Any, type] = {
+    list: _refusing(list, *_KEYS, "__iadd__", "__imul__", "append", "extend", "insert", "remove", "reverse", "sort"),
+    dict: _refusing(dict, *_KEYS, "__ior__", "popitem", "setdefault", "update"),
+}
+
+
+def fixed(value: Any) -> Any:
+    """Return a list or dictionary as one that refuses to be changed, anything else as it is."""
+    return _REFUSING[type(value)](value) if type(value) in _REFUSING else value

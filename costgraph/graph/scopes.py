@@ -1,0 +1,125 @@
+"""Where an op that is made now goes: the graph that is open, and the module scope that its name starts with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from ..algebra.symbols import is_level, shorten
+from ..errors import GraphError
+
+if TYPE_CHECKING:
+    from .graph import Graph
+
+__all__ = ["Place", "building", "close", "enter", "here", "module", "opened", "phase", "scope"]
+
+
+@dataclass(frozen=True, eq=False)  # told apart by identity: one is closed where it stands
+class Place:
+    """Where an op that is made now goes."""
+
+    graph: Graph | None = None
+    """The graph, or the body of one, that is being built."""
+    levels: tuple[str, ...] = ()
+    """Levels of the scope that is open."""
+    phase: str = "forward"
+    """Phase of ops: forward, recompute, backward or optimizer."""
+
+
+#: What was opened and is not closed, the innermost last. Generators may close an outer one first.
+_OPEN: ContextVar[tuple[Place, ...]] = ContextVar("costgraph_open", default=(Place(),))
+
+
+def here() -> Place:
+    """Return the innermost place."""
+    return _OPEN.get()[-1]
+
+
+def enter(**facts: Any) -> Place:
+    """Open a place that is like the innermost one but for some facts."""
+    place = replace(here(), **facts)
+    _OPEN.set((*_OPEN.get(), place))
+    return place
+
+
+def close(place: Place) -> bool:
+    """Close a place, whether or not it is the innermost one; return whether it was."""
+    inmost = here() is place
+    _OPEN.set(tuple(p for p in _OPEN.get() if p is not place))
+    return inmost
+
+
+@contextmanager
+def opened(**facts: Any) -> Iterator[None]:
+    """Let ops that are made now go where some facts say: graph, levels, phase."""
+    place = enter(**facts)
+    try:
+        yield
+    finally:
+        close(place)
+
+
+def phase(name: str) -> AbstractContextManager[None]:
+    """Let ops that are made now belong to a phase."""
+    return opened(phase=name)
+
+
+def building(graph: Graph) -> AbstractContextManager[None]:
+    """Let ops that are made now go to a graph, or to the body of one."""
+    return opened(graph=graph)
+
+
+@contextmanager
+def scope(name: str) -> Iterator[None]:
+    """Prefix the names of ops and parameters made inside: the rows of a cost table are grouped by it.
+
+    Parameters
+    ----------
+    name : str
+        One or several levels, separated by `/`; a number is the place in a list of layers.
+
+    Raises
+    ------
+    GraphError
+        If a level is neither an identifier nor a number.
+    """
+    levels = tuple(name.split("/")) if isinstance(name, str) else ()
+    if not levels or not all(map(is_level, levels)):
+        raise GraphError(f"scope {shorten(str(name))}: expected identifiers separated by '/'")
+    with opened(levels=(*here().levels, *levels)):
+        yield
+
+
+@contextmanager
+def module(graph: Graph, name: str) -> Iterator[str]:
+    """Open a scope that no other layer of the graph has: numbered, if one has this name already.
+
+    Parameters
+    ----------
+    graph : Graph
+        Whose layer it is.
+    name : str
+        One or several levels, separated by `/`.
+
+    Yields
+    ------
+    str
+        The name with its number.
+
+    Raises
+    ------
+    GraphError
+        If a level is no identifier.
+    """
+    used, number, own = graph.root.modules, 0, name
+    while "/".join((*here().levels, str(own))) in used:
+        number += 1
+        own = f"{name}_{number}"
+    full = "/".join((*here().levels, str(own)))
+    with scope(own):
+        used.add(full)
+        graph.note(lambda: used.discard(full))
+        yield own

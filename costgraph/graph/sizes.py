@@ -1,0 +1,187 @@
+"""Sizes of a graph: which dimensions it has, and what binding some of them makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from operator import itemgetter
+from types import MappingProxyType
+
+from ..algebra.conditions import Condition, Conditions, Validity
+from ..algebra.dominance import Relations
+from ..algebra.polynomial import Poly, as_poly
+from ..algebra.symbols import integer, shorten, shown
+from ..errors import BindingError
+from .graph import Graph
+from .strides import is_integral
+from .tensor import Tensor
+
+__all__ = ["Bindings", "bindings", "conditions", "known_names", "need_open", "size_of"]
+
+
+# No size has so many, and what is multiplied out of them could not be printed.
+_MOST_BITS = 1024
+
+
+def _polys(value: object) -> Iterable[Poly]:
+    """Yield the formulas among the attributes of an op."""
+    if isinstance(value, Poly):
+        yield value
+    elif isinstance(value, Mapping):
+        for v in value.values():
+            yield from _polys(v)
+    elif isinstance(value, tuple | list):
+        for v in value:
+            yield from _polys(v)
+    elif hasattr(value, "window"):
+        yield from _polys(value.window)
+
+
+def known_names(graph: Graph) -> frozenset[str]:
+    """Return the names of all dimensions of a graph, bodies included."""
+    if "names" not in graph.cache:
+        found: set[str] = set()
+        seen: set[Poly] = set()
+        for g in graph.bodies():
+            for t in g.tensors:
+                seen.update(t.sizes)
+            for op in g.ops:
+                seen.update(p for v in op.attrs.values() for p in _polys(v))
+        for p in seen:
+            found |= p.names()
+        for relation in graph.root.relations.relations:
+            found |= relation.difference.names()
+        graph.cache["names"] = frozenset(found)
+    names: frozenset[str] = graph.cache["names"]
+    return names
+
+
+#: Attributes that are sizes beside those of results, places on an axis, which may be 0, and stated amounts, with the
+#: words for them.
+_SIZES = frozenset(("chosen", "count", "domain", "experts", "extents", "k", "ranks", "split", "window"))
+_PLACES = {"room": "what is left beyond", "rooms": "what is left beyond", "start": "start of"}
+_AMOUNTS = {
+    "matmul": "matmul FLOPs", "full": "matmul FLOPs", "pointwise": "pointwise FLOPs", "reads": "bytes read",
+    "transcendental": "transcendental FLOPs", "writes": "bytes written", "workspace": "workspace",
+    "backward": "backward pass", "capacity": "capacity",
+}  # fmt: skip
+
+
+def _declared(graph: Graph) -> Iterator[tuple[Poly, str, int, bool]]:
+    """Yield what a graph and its bodies are declared with: formula, place, least value, whether it is whole."""
+    for g in graph.bodies():
+        none = set(_of_all_iterations(g))
+        for t in g.tensors:
+            # the first axes of pieces: as many as a loop has iterations, whose count is looked at
+            for i, n in enumerate(t.sizes[t.storage.pieces :], t.storage.pieces):
+                yield n, f"axis {i} of {t.name!r}", int(i > 0 or t not in none), True
+        for op in g.ops:
+            for key, value in op.attrs.items():
+                found = _polys(value)
+                if key in _SIZES:
+                    least = 0 if key == "count" and op.attrs.get("least") == 0 else 1
+                    yield from ((p, f"{key} of {op.name!r}", least, True) for p in found)
+                elif key in _PLACES:
+                    yield from ((p, f"{_PLACES[key]} {op.name!r}", 0, True) for p in found)
+                elif key in _AMOUNTS:
+                    yield from ((p, f"{_AMOUNTS[key]} of {op.name!r}", 0, False) for p in found)
+
+
+def _of_all_iterations(graph: Graph) -> Iterator[Tensor]:
+    """Yield what loops that may have no iteration read and write slices of."""
+    for op in graph.ops:
+        if op.attrs.get("least") == 0:
+            first = op.attrs["carries"]
+            yield from (*op.operands[first : first + op.attrs["xs"]], *op.results[first:])
+
+
+def conditions(graph: Graph) -> tuple[Condition, ...]:
+    """Return what bound sizes may break: sizes that may not be whole or too small, stated amounts below 0.
+
+    Assumptions are not among them: `graph.root.relations` has those.
+    """
+    if "conditions" not in graph.cache:
+        known, found = graph.root.relations, dict[tuple[Poly, int, bool], str]()
+        for p, place, least, whole in _declared(graph):
+            found.setdefault((p, least, whole), place)
+        graph.cache["conditions"] = tuple(
+            Condition(p, place, least, whole, frozenset(p.names()))
+            for (p, least, whole), place in found.items()
+            if not _always(p, least, whole, known)
+        )
+    out: tuple[Condition, ...] = graph.cache["conditions"]
+    return out
+
+
+def _always(p: Poly, least: int, whole: bool, known: Relations) -> bool:
+    """Whether a formula is known to be large enough, and whole where it has to be."""
+    return (not whole or is_integral(p)) and known.nonnegative(p - least)
+
+
+class Bindings(dict[str, Poly]):
+    """What to put in for each bound symbol, by name."""
+
+    def __init__(self, graph: Graph, values: Mapping[str, Poly] = MappingProxyType({})) -> None:
+        super().__init__(values)
+        if "asked" not in graph.cache:
+            graph.cache["asked"] = Conditions(graph.root.relations.relations, conditions(graph))
+        self.validity = Validity(graph.cache["asked"], tuple(sorted(values.items(), key=itemgetter(0))))
+        """What a formula holds for that they are put into."""
+
+    @property
+    def held(self) -> tuple[Validity, ...]:
+        """The same, empty where nothing is asked of what is open."""
+        return (self.validity,) if self.validity.names else ()
+
+
+def bindings(graph: Graph, dims: Mapping[str, object]) -> Bindings:
+    """Return what to put in for each bound symbol: the graph's defaults, overridden by the given sizes.
+
+    Parameters
+    ----------
+    graph : Graph
+        Its dimensions are the names that can be bound.
+    dims : mapping of str to int
+        Sizes.
+
+    Returns
+    -------
+    Bindings of str to Poly
+        Numbers, and where an assumed equality ties an open symbol to others, a formula in those.
+
+    Raises
+    ------
+    BindingError
+        If a name is not in the graph, a size is not a positive integer or against an assumption, or what the graph
+        is declared with is then no size, or no amount: one of `conditions`.
+    """
+    names = known_names(graph)
+    for name in dims:
+        if name not in names:
+            raise BindingError(
+                f"{shorten(name)} is no dimension of graph {graph.root.name!r}, "
+                f"expected one of {', '.join(sorted(names))}"
+            )
+    chosen = {**{k: v for k, v in graph.root.defaults.items() if k in names}, **dims}
+    values = Bindings(graph, {name: as_poly(size_of(name, value)) for name, value in chosen.items()})
+    values.validity.conditions.settle(values)
+    return values
+
+
+def size_of(name: str, value: object) -> int:
+    """Return a bound size, or raise BindingError if it is not a positive integer."""
+    try:
+        size = integer(value)
+    except TypeError:
+        raise BindingError(f"{name}={shown(value)}: expected a positive integer") from None
+    if size.bit_length() > _MOST_BITS:
+        raise BindingError(f"{name}={shown(size)}: expected a positive integer of at most {_MOST_BITS} bits")
+    if size < 1:
+        raise BindingError(f"{name}={shown(size)}: expected a positive integer")
+    return size
+
+
+def need_open(graph: Graph, symbol: str, dims: Mapping[str, object], question: str) -> None:
+    """Raise BindingError unless a symbol is a dimension of the graph that is not bound: what is solved for."""
+    names = known_names(graph)
+    if symbol not in names or symbol in dims:
+        raise BindingError(f"{question}: {shown(symbol)}, expected an open dimension of {', '.join(sorted(names))}")

@@ -1,0 +1,234 @@
+"""Tensors: sizes, number format, strides, and the storage that they are a view of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from fractions import Fraction
+from functools import cache
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import sympy
+
+from ..algebra.polynomial import ZERO, Poly, poly
+from ..dtypes import DType
+from .strides import Sizes, contiguous, distinct, numel, windows_along
+
+if TYPE_CHECKING:
+    from .domain import Domain
+    from .graph import Graph
+    from .op import Op
+
+__all__ = ["ALIASES", "OPERATORS", "SOURCES", "Storage", "Tensor", "nbytes"]
+
+#: What `+`, `@`, indexing and the like do: filled by `costgraph.ops.operators`, as ops are made of tensors.
+OPERATORS: dict[str, Callable[..., Tensor]] = {}
+
+#: What storages of a body's inputs stand for in the iteration that is looked at: a storage and an offset in it.
+ALIASES: ContextVar[Mapping[Storage, tuple[Storage, Poly]]] = ContextVar(
+    "costgraph_aliases", default=MappingProxyType({})
+)
+
+#: Roles of tensors that no op makes; all but a body's own inputs live from the first op to the last.
+SOURCES = ("input", "param", "buffer", "cache", "state", "gradient", "formal")
+
+
+def nbytes(sizes: Sequence[Poly], dtype: DType) -> Poly:
+    """Return the bytes that a dense tensor takes, the scales of block formats included.
+
+    Parameters
+    ----------
+    sizes : sequence of Poly
+        Shape, the innermost axis last: blocks that share a scale run along it.
+    dtype : DType
+        Number format.
+
+    Returns
+    -------
+    Poly
+        Bytes; elements below a byte are packed without gaps.
+    """
+    count = numel(sizes)
+    out = count * (dtype.bits // 8 if dtype.bits % 8 == 0 else dtype.bytes)
+    if dtype.block is not None:
+        last = sizes[-1] if sizes else poly(1)
+        blocks = windows_along(last, 0, dtype.block) if dtype.block else poly(1)
+        rows = numel(sizes[:-1])
+        rows = rows if dtype.rows == 1 else windows_along(rows, 0, dtype.rows)
+        out = out + rows * blocks * dtype.scale_bits / 8 + poly(dtype.tensor_bits) / 8
+    return out
+
+
+@cache
+def _bytes_of(bits: int) -> Poly:
+    return poly(Fraction(bits, 8))
+
+
+class Storage:
+    """A block of memory: what lives and dies. Views share the storage of the tensor that they were made from."""
+
+    __slots__ = ("bytes", "elements", "name", "pieces", "role")
+
+    def __init__(self, name: str, sizes: Sizes, dtype: DType, role: str, pieces: int = 0) -> None:
+        self.name = name
+        """Name of the tensor that it was made for."""
+        self.elements = numel(sizes)
+        """Elements it holds."""
+        self.bytes = nbytes(sizes, dtype)
+        """Bytes it takes."""
+        self.role = role
+        """input, param, buffer, cache, state (of an optimizer), formal (a body's own input) or activation."""
+        self.pieces = pieces
+        """Leading axes whose positions are blocks of their own: one for each iteration of that many loops."""
+
+
+class Tensor:
+    """A tensor node of a graph.
+
+    Tensors are made by `Graph.input`, `Graph.param` and by ops. `+ - * / @`, `-x`, `x.T`, `x.mT` and indexing with
+    slices work as they do in NumPy.
+    """
+
+    __slots__ = (
+        "domain",
+        "dtype",
+        "graph",
+        "name",
+        "offset",
+        "producer",
+        "requires_grad",
+        "sizes",
+        "storage",
+        "strides",
+    )
+
+    def __init__(
+        self,
+        graph: Graph,
+        name: str,
+        sizes: Sizes,
+        dtype: DType,
+        *,
+        role: str,
+        strides: Sizes | None = None,
+        offset: Poly = ZERO,
+        storage: Storage | None = None,
+        requires_grad: bool = False,
+        pieces: int = 0,
+    ) -> None:
+        self.graph = graph
+        self.name = name
+        self.sizes = sizes
+        self.dtype = dtype
+        self.strides = contiguous(sizes) if strides is None else strides
+        self.offset = offset
+        self.storage = Storage(name, sizes, dtype, role, pieces) if storage is None else storage
+        self.requires_grad = requires_grad
+        self.producer: Op | None = None
+        self.domain: tuple[Domain, int, int] | None = None
+        """Index points that hold anything: (Domain, query axis, key axis), None for all."""
+
+    @property
+    def role(self) -> str:
+        """Role of the storage."""
+        return self.storage.role
+
+    @property
+    def shape(self) -> tuple[sympy.Expr, ...]:
+        """Sizes as sympy expressions."""
+        return tuple(n.expr for n in self.sizes)
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.sizes)
+
+    @property
+    def numel(self) -> Poly:
+        """Number of index points."""
+        return numel(self.sizes)
+
+    @property
+    def is_view(self) -> bool:
+        """Whether the storage belongs to another tensor."""
+        return self.producer is not None and any(t.storage is self.storage for t in self.producer.operands)
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the strides are those of a fresh tensor."""
+        fresh = contiguous(self.sizes)
+        return all(n == 1 or self.graph.same(s, f) for n, s, f in zip(self.sizes, self.strides, fresh, strict=True))
+
+    @property
+    def touched(self) -> Poly:
+        """Number of different elements: an expanded axis repeats the same ones."""
+        return distinct(self.sizes, self.strides)
+
+    def region(self) -> tuple[object, ...]:
+        """Identify the elements that the tensor stands for: equal for views of the same elements."""
+        storage, offset = self.storage, self.offset
+        for aliases in (ALIASES.get(), self.graph.root.handed):
+            while storage in aliases:
+                storage, delta = aliases[storage]
+                offset = offset + delta
+        if self.graph.same(self.touched, storage.elements):
+            return (storage,)
+        told = self.graph.told
+        pieces = frozenset((n, s) for n, s in zip(told(self.sizes), told(self.strides), strict=True) if s and n != 1)
+        return (storage, *told((offset,)), pieces)
+
+    def element_bytes(self) -> Poly:
+        """Return the bytes moved for each element, scales included."""
+        if self.dtype.block is None:
+            return _bytes_of(self.dtype.bits)
+        return self.storage.bytes / self.storage.elements
+
+    def __add__(self, other: object) -> Tensor:
+        return OPERATORS["add"](self, other)
+
+    def __sub__(self, other: object) -> Tensor:
+        return OPERATORS["sub"](self, other)
+
+    def __mul__(self, other: object) -> Tensor:
+        return OPERATORS["mul"](self, other)
+
+    def __truediv__(self, other: object) -> Tensor:
+        return OPERATORS["div"](self, other)
+
+    def __pow__(self, other: object) -> Tensor:
+        return OPERATORS["pow"](self, other)
+
+    def __radd__(self, other: object) -> Tensor:
+        return OPERATORS["add"](other, self)
+
+    def __rsub__(self, other: object) -> Tensor:
+        return OPERATORS["sub"](other, self)
+
+    def __rmul__(self, other: object) -> Tensor:
+        return OPERATORS["mul"](other, self)
+
+    def __rtruediv__(self, other: object) -> Tensor:
+        return OPERATORS["div"](other, self)
+
+    def __neg__(self) -> Tensor:
+        return OPERATORS["neg"](self)
+
+    def __matmul__(self, other: object) -> Tensor:
+        return OPERATORS["matmul"](self, other)
+
+    def __getitem__(self, key: object) -> Tensor:
+        return OPERATORS["index"](self, key)
+
+    __array_ufunc__ = None  # NumPy's operands would otherwise go through their own elements one by one
+    __iter__ = None  # indexing would otherwise make it look like an endless sequence
+
+    @property
+    def mT(self) -> Tensor:  # noqa: N802  # torch's name
+        """View with the last two axes exchanged."""
+        return OPERATORS["transpose"](self)
+
+    T = mT
+
+    def __repr__(self) -> str:
+        return f"{self.name}({', '.join(map(str, self.sizes))}; {self.dtype.name})"

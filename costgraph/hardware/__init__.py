@@ -1,0 +1,1 @@
+"""Devices: units, and the facts of a device read from its file."""

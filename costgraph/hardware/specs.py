@@ -1,0 +1,398 @@
+"""Devices: what they compute and move in a second, and what they hold, each number with unit and source.
+
+A device is a TOML file, one of ``hardware_specs`` or the user's own; docs/hardware.md has the layout. The
+loader refuses what it does not know, so that a misspelt key is no missing rate. Rates are dense: one that
+counts 2:4 structured sparsity has to be halved before it is written down.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
+from typing import Annotated, Any
+
+from costgraph.dtypes import DType, dtype
+from costgraph.errors import SpecError
+from costgraph.hardware.units import Quantity, check_keys, check_text, near, read_quantity, show
+from costgraph.notation.door import READ
+from costgraph.text_file import read_text
+
+__all__ = ["Hardware", "list_hardware", "load_hardware"]
+
+_TEXT = "text"
+_PEAKS = ["fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp6", "fp4", "nvfp4", "int8", "int4"]
+# GeForce multiplies twice as fast where it keeps the sum in fp16
+_FP16_SUMS = ["fp16_accum_fp16", "fp8_accum_fp16"]
+_CACHES = ["l2", "l2_reported_by_driver", "last_level", "l1_and_shared_per_core", "shared_per_core"]
+_SCRATCHPADS = ["tensor_memory_per_core", "vmem", "cmem", "sbuf", "sram"]
+_LINKS = ["per_direction", "bidirectional", "per_link_per_direction", "c2c_per_direction"]
+_CHIP_LINKS = ["per_chip", "bidirectional_per_chip", "per_axis_bidirectional"]
+_TABLES: dict[str, dict[str, str]] = {
+    "peak": dict.fromkeys(_PEAKS + _FP16_SUMS, "FLOP/s"),
+    "vector": dict.fromkeys(("fp64", "fp32"), "FLOP/s"),
+    "memory": {"type": _TEXT, "capacity": "B", "measured": "B", "reported": "B", "bandwidth": "B/s"},
+    "cache": dict.fromkeys(_CACHES + _SCRATCHPADS, "B"),
+    "cores": {"type": _TEXT, "count": "1"},
+    "clock": {"boost": "Hz", "max": "Hz"},
+    "power": dict.fromkeys(("tdp", "measured_min", "measured_mean", "measured_max"), "W"),
+    "interconnect": {"type": _TEXT, "links": "1", "domain": "1"} | dict.fromkeys(_LINKS + _CHIP_LINKS, "B/s"),
+    "pcie": {"generation": "1", "x16_per_direction": "B/s"},
+    "network": {"type": _TEXT, "per_direction": "B/s"},
+    "attained": dict.fromkeys([*_PEAKS, "vector_fp64", "vector_fp32"], "FLOP/s") | {"bandwidth": "B/s", "launch": "s"},
+    "measured": {},
+}
+"""Tables of a specification, their keys and the base unit of each; [measured] takes any name and unit."""
+
+_LINK_KINDS = {
+    "interconnect": ("interconnect", "per_direction"), "c2c": ("interconnect", "c2c_per_direction"),
+    "pcie": ("pcie", "x16_per_direction"), "network": ("network", "per_direction"),
+}  # fmt: skip
+
+# tensor cores take the two 8-bit floats at one rate, and the block formats at that of their elements
+_RATE_KEYS = {
+    **dict.fromkeys(("fp8_e4m3", "fp8_e5m2", "mxfp8", "mxfp8_e5m2"), "fp8"),
+    **dict.fromkeys(("fp6_e2m3", "fp6_e3m2", "mxfp6", "mxfp6_e3m2"), "fp6"),
+    **dict.fromkeys(("fp4_e2m1", "mxfp4"), "fp4"),
+    "uint8": "int8",
+}
+
+_MOST_BYTES = 2**20
+_MOST_DOTS = 1000  # in a line: the time for a key grows as the square of their number
+
+Fallback = str | DType | Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A device. All rates are dense and for the whole device that the name says.
+
+    Examples
+    --------
+    >>> h100 = load_hardware("h100-sxm")
+    >>> print(h100.rate("bf16"), "|", h100.bandwidth, "|", h100.memory)
+    989.4 TFLOP/s | 3.35 TB/s | 80 GB
+    >>> round(h100.ridge("bf16"))
+    295
+    """
+
+    id: str
+    """name of the file without its ending"""
+    name: str
+    vendor: str
+    peak: Mapping[str, Quantity]
+    """matrix work, FLOP/s, by number format"""
+    vector: Mapping[str, Quantity]
+    """pointwise work, FLOP/s; empty where no source gives it"""
+    bandwidth: Quantity
+    """of the device memory, B/s, reads and writes together"""
+    memory: Quantity
+    """capacity as the vendor prints it, B"""
+    measured_memory: Quantity | None
+    """capacity that a device showed, B"""
+    tables: Mapping[str, Mapping[str, Quantity]]
+    """every number of the file by table and key, those above included"""
+    types: Mapping[str, str]
+    """what a table is of, as in {"memory": "HBM3"}"""
+    sources: Mapping[str, str]
+    """key of a source -> reference"""
+    disagreements: tuple[str, ...]
+    """where sources differ, and figures that look wrong"""
+
+    def __hash__(self) -> int:
+        return hash((self.id, self.name))
+
+    def rate(self, dtype_name: str | DType, unit: str = "matmul", fallback: Fallback | None = None) -> Quantity:
+        """Return the peak rate in FLOP/s for operands of a number format.
+
+        Parameters
+        ----------
+        dtype_name : str or DType
+            Format of the operands as they are stored.
+        unit : {"matmul", "vector"}
+            "matmul" looks the format up among the dense rates of matrix work: fp8 formats and mxfp8 under
+            ``fp8``, fp6 and fp4 alike, nvfp4 under ``fp4`` where it has no rate of its own. "vector" is
+            pointwise work: done in fp32 whatever the operands are stored in, and in fp64 for fp64.
+        fallback : str, DType or mapping, optional
+            What to take where the device has no such rate: a format, ``peak.KEY``, ``vector.KEY``, or a
+            mapping from a wanted format to one of these. Without it nothing is taken instead.
+
+        Raises
+        ------
+        SpecError
+            If there is no such rate and no fallback for it, or the fallback is missing too.
+        FormatError
+            If there is no such number format.
+
+        Examples
+        --------
+        >>> print(load_hardware("v100-sxm2-16gb").rate("bf16", fallback="fp16"))
+        125 TFLOP/s
+        """
+        table = {"matmul": "peak", "vector": "vector"}.get(unit) if isinstance(unit, str) else None
+        if table is None:
+            raise SpecError(f"hardware {self.id}: unit {show(unit)} is unknown; expected 'matmul' or 'vector'")
+        found_format = dtype(dtype_name)
+        wanted = found_format.element or found_format.name
+        instead = _chosen(f"hardware {self.id}", fallback, wanted)
+        key = _rate_key(wanted, unit, self.peak)
+        found = self.tables[table].get(key)
+        if found is not None:
+            return found
+        place = f"hardware {self.id}: no {unit} rate {table}.{key} for {wanted}"
+        return self._instead(instead, unit, place)
+
+    def ridge(self, dtype_name: str | DType, fallback: Fallback | None = None) -> Fraction:
+        """Return the ridge point in FLOP/B: the intensity above which a matmul is bound by compute.
+
+        Raises
+        ------
+        SpecError, FormatError
+            As ``rate``.
+
+        Examples
+        --------
+        >>> load_hardware("h100-sxm").ridge("bf16") == Fraction(9894, 10) / Fraction(335, 100)
+        True
+        """
+        return Fraction(self.rate(dtype_name, fallback=fallback).value) / self.bandwidth.value
+
+    def capacity(self, measured: bool = False) -> Quantity:
+        """Return the memory in bytes: the vendor's figure, or what a device showed.
+
+        Raises
+        ------
+        SpecError
+            If the measured one is asked for and the specification has none.
+
+        Examples
+        --------
+        >>> h200 = load_hardware("h200-sxm")
+        >>> h200.capacity().value, h200.capacity(measured=True).value
+        (141000000000, 150754820096)
+        """
+        if not measured:
+            return self.memory
+        if self.measured_memory is None:
+            place = f"hardware {self.id}: memory.measured is missing"
+            raise SpecError(f"{place}; expected it there, or measured=False for the vendor's {self.memory}")
+        return self.measured_memory
+
+    def attained(self) -> Hardware:
+        """Return the device with the rates of [attained], measured on it, in the place of all those of the vendor.
+
+        Raises
+        ------
+        SpecError
+            If no matrix rate or no bandwidth was measured.
+        """
+        found = self.tables.get("attained", {})
+        peak = {key: rate for key, rate in found.items() if key in _PEAKS}
+        if "bandwidth" not in found or not peak:
+            place = f"hardware {self.id}: [attained] has no bandwidth or no matrix rate"
+            raise SpecError(f"{place}; expected both, as costgraph calibrate writes them")
+        vector = {key.removeprefix("vector_"): rate for key, rate in found.items() if key.startswith("vector_")}
+        memory = {**self.tables["memory"], "bandwidth": found["bandwidth"]}
+        tables = {**self.tables, "peak": peak, "vector": vector, "memory": memory}
+        return replace(self, peak=peak, vector=vector, bandwidth=found["bandwidth"], tables=tables)
+
+    def link(self, kind: Annotated[str, READ]) -> Quantity:
+        """Return the bandwidth of a link in B/s, one direction.
+
+        Parameters
+        ----------
+        kind : {"interconnect", "c2c", "pcie", "network"}
+            Between accelerators, to the CPU of the same package, to the host over PCIe x16, to other hosts.
+
+        Raises
+        ------
+        SpecError
+            If there is no such link in the specification.
+
+        Examples
+        --------
+        >>> print(load_hardware("h100-sxm").link("pcie"))
+        63 GB/s
+        """
+        if not isinstance(kind, str) or kind not in _LINK_KINDS:
+            raise SpecError(
+                f"hardware {self.id}: link {show(kind)} is unknown; expected one of {', '.join(_LINK_KINDS)}"
+            )
+        table, key = _LINK_KINDS[kind]
+        there = self.tables.get(table, {})
+        if key in there:
+            return there[key]
+        has = ", ".join(f"{table}.{k} = {v}" for k, v in there.items()) or f"a table [{table}]"
+        raise SpecError(f"hardware {self.id}: {table}.{key} is missing; expected it beside {has}")
+
+    def rows(self) -> list[tuple[str, Quantity]]:
+        """Return every number of the specification with its place, table by table.
+
+        Examples
+        --------
+        >>> place, bf16 = load_hardware("h100-sxm").rows()[3]
+        >>> place, bf16.value, bf16.unit, bf16.source.split(", ")[:2]
+        ('peak.bf16', 989400000000000, 'FLOP/s', ['KLOCK_H100', 'STAS'])
+        """
+        return [(f"{table}.{key}", q) for table, keys in self.tables.items() for key, q in keys.items()]
+
+    def _instead(self, use: str | None, unit: str, place: str) -> Quantity:
+        rates = ", ".join(f"{table}.{key}" for table in ("peak", "vector") for key in self.tables[table])
+        if use is None:
+            raise SpecError(f"{place}; expected one of {rates}, or fallback= that names one of them")
+        table, dot, key = use.rpartition(".")
+        if dot:
+            places = [self.tables[table]] if table in ("peak", "vector") else []
+        else:
+            key = use if use in _TABLES["peak"] else _rate_key(dtype(use).name, "matmul", self.peak)
+            places = [self.peak] if unit == "matmul" else [self.vector, self.peak]
+        for rates_there in places:
+            if key in rates_there:
+                return rates_there[key]
+        raise SpecError(f"{place}, nor one for its fallback {use}; expected one of {rates}")
+
+
+def _rate_key(name: str, unit: str, peak: Mapping[str, Quantity]) -> str:
+    if unit == "vector":
+        return "fp64" if name == "fp64" else "fp32"
+    if name == "nvfp4" and "nvfp4" not in peak:
+        return "fp4"
+    return _RATE_KEYS.get(name, name)
+
+
+def _chosen(place: str, fallback: Fallback | None, wanted: str) -> str | None:
+    """Return the fallback of a format or None; one that no device can have is refused, needed or not."""
+    chosen: str | None = None
+    alone = {} if fallback is None else {wanted: fallback}
+    for asked, use in (fallback if isinstance(fallback, Mapping) else alone).items():
+        table, dot, key = use.rpartition(".") if isinstance(use, str) else ("", "", "")
+        if dot and (table not in ("peak", "vector") or key not in _TABLES[table]):
+            raise SpecError(f"{place}: fallback {use}; expected a number format, peak.KEY or vector.KEY")
+        name = use if isinstance(use, str) and (dot or use in _TABLES["peak"]) else dtype(use).name
+        if dtype(asked).name == wanted:
+            chosen = name
+    return chosen
+
+
+def list_hardware() -> list[str]:
+    """Return the names of the devices that come with the library, sorted.
+
+    Examples
+    --------
+    >>> [name for name in list_hardware() if name.startswith("h100")]
+    ['h100-nvl', 'h100-pcie', 'h100-sxm']
+    """
+    return sorted(path.stem for path in _folder().glob("*.toml"))
+
+
+def load_hardware(name_or_path: str | os.PathLike[str] | Hardware) -> Hardware:
+    """Return a device by its name, or from a TOML file of one's own; a Hardware is returned as it is.
+
+    Parameters
+    ----------
+    name_or_path : str, path or Hardware
+        One of ``list_hardware()``, or a path: a text that ends with ``.toml`` or has a slash in it is one.
+
+    Raises
+    ------
+    SpecError
+        If there is no such device or file, or the file is no valid specification.
+
+    Examples
+    --------
+    >>> load_hardware("mi300x").name
+    'AMD Instinct MI300X'
+    """
+    if isinstance(name_or_path, Hardware):
+        return name_or_path
+    path = _find(name_or_path)
+    return _build(path, _read(path))
+
+
+def _folder() -> Path:
+    # inside the package in a wheel; beside it in a checkout, which an editable install points to
+    package = Path(__file__).resolve().parent.parent
+    inside = package / "hardware_specs"
+    return inside if inside.is_dir() else package.parent / "hardware_specs"
+
+
+def _find(name_or_path: object) -> Path:
+    if not isinstance(name_or_path, str | os.PathLike):
+        raise SpecError(f"hardware {show(name_or_path)}: expected a name or the path of a TOML file")
+    text = os.fsdecode(name_or_path)
+    if isinstance(name_or_path, os.PathLike) or text.endswith(".toml") or "/" in text or os.sep in text:
+        return Path(text)
+    names = list_hardware()
+    if text not in names:
+        known = f"{near(text, names)}expected the path of a .toml file or one of {', '.join(names)}"
+        raise SpecError(f"hardware {show(text)} is unknown: {known}")
+    return _folder() / f"{text}.toml"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    text = read_text(path, str(path), _MOST_BYTES, "the TOML file of one device", SpecError)
+    try:
+        if max(line.count(".") for line in text.split("\n")) > _MOST_DOTS:
+            raise SpecError(f"{path}: a line with more than {_MOST_DOTS} dots; expected short keys")
+        return tomllib.loads(text, parse_float=Decimal)
+    except RecursionError:
+        raise SpecError(f"{path}: nested too deep; expected the tables of a specification") from None
+    except (ValueError, ArithmeticError) as error:
+        raise SpecError(f"{path}: {error or type(error).__name__}; expected a readable TOML file") from None
+
+
+def _sources(path: Path, data: Mapping[str, Any]) -> dict[str, str]:
+    sources = _table(path, data, "sources")
+    for key, text in sources.items():
+        if not re.fullmatch(r"[A-Za-z0-9_-]+", key):
+            raise SpecError(f"{path}: sources.{show(key)}: expected a key of letters, digits, - and _")
+        check_text(f"{path}: sources.{key}", text)
+    return sources
+
+
+def _build(path: Path, data: dict[str, Any]) -> Hardware:
+    check_keys(f"{path}:", data, ("name", "vendor", "disagreements", "sources", *_TABLES))
+    sources = _sources(path, data)
+    tables: dict[str, dict[str, Quantity]] = {"peak": {}, "vector": {}, "memory": {}}
+    types = {}
+    for name, slots in _TABLES.items():
+        entries = _table(path, data, name)
+        check_keys(f"{path}: [{name}]", entries, slots)
+        if "type" in entries:
+            types[name] = check_text(f"{path}: {name}.type", entries.pop("type"))
+        found = {k: read_quantity(f"{path}: {name}.{k}", v, slots.get(k), sources) for k, v in entries.items()}
+        tables |= {name: found} if found else {}
+    if not tables["peak"]:
+        raise SpecError(f"{path}: [peak] has no rate; expected one at least, such as peak.bf16")
+    for key in ("bandwidth", "capacity"):
+        if key not in (memory := tables["memory"]):
+            raise SpecError(f"{path}: memory.{key} is missing; expected it in every specification")
+    notes = data.get("disagreements", [])
+    if not isinstance(notes, list):
+        raise SpecError(f"{path}: disagreements = {show(notes)}: expected a list of texts")
+    return Hardware(
+        id=path.stem,
+        name=check_text(f"{path}: name", data.get("name")),
+        vendor=check_text(f"{path}: vendor", data.get("vendor")),
+        peak=tables["peak"],
+        vector=tables["vector"],
+        bandwidth=memory["bandwidth"],
+        memory=memory["capacity"],
+        measured_memory=memory.get("measured"),
+        tables=tables,
+        types=types,
+        sources=sources,
+        disagreements=tuple(check_text(f"{path}: disagreements", note) for note in notes),
+    )
+
+
+def _table(path: Path, data: Mapping[str, Any], name: str) -> dict[str, Any]:
+    table = data.get(name, {})
+    if not isinstance(table, dict):
+        raise SpecError(f"{path}: {name} = {show(table)}: expected a table [{name}]")
+    return dict(table)

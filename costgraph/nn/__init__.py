@@ -1,0 +1,1 @@
+"""Layers, written with the public ops."""

@@ -1,0 +1,302 @@
+"""Convolution and pooling: windows that slide over named axes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from ..algebra.polynomial import ZERO, Poly, poly
+from ..algebra.symbols import shown
+from ..dtypes import dtype as find_dtype
+from ..errors import PatternError, ShapeError
+from ..graph.arguments import named, need_choice, need_flag, need_tensor, positive
+from ..graph.graph import apply, current_graph
+from ..graph.op import Attrs, Op, OpKind, Result
+from ..graph.scopes import module
+from ..graph.strides import windows_along
+from ..graph.tensor import Tensor
+from ..notation.door import READ
+from ..notation.pattern import Affine, Axes, Pattern, PatternText, parse_pattern
+from ..ops import rules
+from ..ops.blocks import fused
+from ..ops.einsum import EINSUM
+from ..ops.layout import reshape, slice_axis
+from ..ops.registry import register
+from .linear import _one
+
+__all__ = ["POOL", "UNPOOL", "conv", "pool"]
+
+#: One number for all axes of a window, or one for each.
+Extents = Annotated[int | Sequence[int], READ]
+
+
+def _pooled(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
+    (x,) = operands
+    names = [n for a in attrs["pattern"].result for n in a.names]
+    sizes = tuple(attrs["extents"][n] for n in names)
+    # where each maximum stood, which a backward pass reads
+    places = [Result(sizes, find_dtype("int64"))] if attrs.get("indices") else []
+    return [Result(sizes, x.dtype), *places]
+
+
+def _unpooled(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
+    gradient, x, *indices = operands
+    made = tuple(attrs["extents"][n] for n in attrs["pattern"].result_names)
+    for t in (gradient, *indices):
+        if t.ndim != len(made) or not all(map(x.graph.same, t.sizes, made)):
+            raise ShapeError(f"unpool of {t!r}: expected ({', '.join(map(str, made))})")
+    return [Result(x.sizes, x.dtype)]
+
+
+def _unpool_reads(op: Op) -> tuple[Poly, ...]:
+    # of the input of the pooling the shape alone is needed, but torch keeps it all the same
+    return tuple(ZERO if i == 1 else rules.elements(t) for i, t in enumerate(op.operands))
+
+
+POOL = register(
+    OpKind(
+        name="pool",
+        infer=_pooled,
+        flops=rules.per_index_point,
+        reads=rules.reached_by_index,
+        writes=rules.all_results,
+    )
+)
+#: Gradient of a pooling: operands are that of its result, its input and, of a maximum, where each maximum stood.
+UNPOOL = register(
+    OpKind(
+        name="unpool",
+        infer=_unpooled,
+        flops=rules.per_index_point,
+        reads=_unpool_reads,
+        writes=rules.all_results,
+    )
+)
+
+
+def _each(value: object, rank: int, what: str, least: int) -> tuple[int, ...]:
+    values: tuple[Any, ...] = tuple(value) if isinstance(value, list | tuple) else (value,) * rank
+    if len(values) != rank or any(isinstance(v, bool) or not isinstance(v, int) or v < least for v in values):
+        raise ShapeError(f"{what}={shown(value)}: expected an integer of at least {least}, or {rank} of them")
+    return values
+
+
+def _slid(
+    x: Tensor, window: tuple[int, ...], stride: object, padding: object, dilation: object
+) -> tuple[list[Affine], list[Poly]]:
+    """Return the indices of the last axes and the sizes that they make (torch's formula for Conv2d)."""
+    rank = len(window)
+    steps, gaps = _each(stride, rank, "stride", 1), _each(dilation, rank, "dilation", 1)
+    same = isinstance(padding, str) and padding == "same"
+    causal = isinstance(padding, str) and padding == "causal"
+    if (same or causal) and steps != (1,) * rank:
+        raise ShapeError(f"padding={padding!r} with stride={stride!r}, expected a stride of 1")
+    if causal and rank != 1:
+        raise ShapeError(f"padding='causal' of a window over {rank} axes, expected one axis, that of positions")
+    reach = tuple(g * (w - 1) for g, w in zip(gaps, window, strict=True))
+    pads = reach if causal else tuple(n // 2 for n in reach) if same else _each(padding, rank, "padding", 0)
+    indices, sizes = [], []
+    for i, (w, s, g, p) in enumerate(zip(window, steps, gaps, pads, strict=True)):
+        size = x.sizes[x.ndim - rank + i]
+        # floor((n - 1)/s) + 1 is ceiling(n/s) for whole n: one atom instead of a sum
+        made = size if same else windows_along(size, g * (w - 1) - 2 * p, s)
+        if made.constant is not None and made.constant < 1:
+            raise ShapeError(
+                f"window of {w} on axis {x.ndim - rank + i} of {x!r}: expected it to fit, padding included"
+            )
+        indices.append(Affine(((f"o{i}", s), (f"w{i}", g)), -p))
+        sizes.append(made)
+    return indices, sizes
+
+
+def conv(
+    x: Tensor,
+    pattern: PatternText,
+    /,
+    *,
+    window: Extents,
+    stride: Extents = 1,
+    padding: Extents | str = 0,
+    dilation: Extents = 1,
+    groups: object = 1,
+    bias: bool = False,
+    name: str = "conv",
+    **sizes: object,
+) -> Tensor:
+    """Convolve: a contraction over a window and the input channels of a group.
+
+    Parameters
+    ----------
+    x : Tensor
+        Batch and channels first, the axes that the window slides over last, one to three of them.
+    pattern : str
+        Axes before and after: `"b c h w -> b o h w"`. The one that the right side leaves out is the input channel,
+        the one that it adds the output channel.
+    window : int or sequence of int
+        Size of the window along each sliding axis; an integer is for all of them.
+    stride, padding, dilation : int or sequence of int
+        As in torch.nn.Conv2d; `padding="same"` keeps the size. `padding="causal"`, over one axis, sees no later
+        positions: as torch.nn.Conv1d with `padding=dilation*(window - 1)`, of whose result the first positions are
+        taken. `decode` then keeps the last `dilation*(window - 1)` inputs.
+    groups : sympy.Expr or int
+        Groups of channels that do not mix; as many as channels for a depthwise convolution.
+    bias : bool
+        Add a parameter of the output channels, in the same kernel.
+    name : str
+        Scope of the parameters and of the op.
+    **sizes : sympy.Expr or int
+        Size of the output channel.
+
+    Returns
+    -------
+    Tensor
+        FLOPs: 2 * output points * window * input channels of a group. Padded positions count, as torch counts them.
+
+    Raises
+    ------
+    PatternError, ShapeError
+        If the pattern or a size does not fit.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> B, C, H, W, O = cg.dims("B C H W O")
+    >>> with cg.Graph("g") as g:
+    ...     y = cg.conv(g.input("x", (B, C, H, W)), "b c h w -> b o h w", window=(3, 3), padding=1, o=O)
+    >>> y.shape, cg.matmul_flops(g)
+    ((B, O, H, W), 18*B*C*H*O*W)
+    """
+    need_tensor("conv", x)
+    need_flag("conv", bias=bias)
+    graph = current_graph(x.graph)
+    x = graph.adopt(x)
+    place, spans = _channel(x, pattern, window, name)
+    new = parse_pattern(pattern, (x.ndim,)).result_names[place]
+    if set(sizes) != {new}:
+        raise ShapeError(f"conv {name!r}: sizes given for {sorted(sizes)}, expected {new}=...")
+    many = positive(f"conv {name!r}: groups", groups)
+    channels, made = x.sizes[place], positive(f"conv {name!r}: size of {new!r}", sizes[new])
+    _check_groups(f"conv {name!r}", many, input=channels, output=made)
+    indices, out = _slid(x, spans, stride, padding, dilation)
+    full = _contraction(place, indices)
+    extents = {
+        **{f"n{i}": size for i, size in enumerate(x.sizes[:place])},
+        "g": many,
+        "c": channels / many,
+        "o": made / many,
+        **{f"o{i}": size for i, size in enumerate(out)},
+        **{f"w{i}": poly(w) for i, w in enumerate(spans)},
+    }
+    causal = isinstance(padding, str) and padding == "causal"
+    attrs = {"pattern": full, "extents": extents, "domain": None, "dtype": x.dtype}
+    attrs |= {"causal": True} if causal else {}
+
+    def product(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return apply(EINSUM, [x, w], attrs, "conv")[0] + reshape(b, (made, *(1,) * len(spans)))
+
+    with module(graph, name):
+        weight = graph.param("weight", (made, channels / many, *spans))
+        if bias:
+            y = _one(fused("conv", product, x, weight, graph.param("bias", (made,)), backward="ops"))
+        else:
+            y = apply(EINSUM, [x, weight], attrs, "conv")[0]
+        # behind the positions of x lie those that its padding makes
+        return slice_axis(y, -1, 0, x.sizes[-1], name="seen") if causal else y
+
+
+def _check_groups(place: str, groups: Poly, **channels: Poly) -> None:
+    for what, size in channels.items():
+        share = (size / groups).constant
+        if share is not None and (not isinstance(share, int) or share < 1):
+            raise ShapeError(f"{place}: {size} {what} channels in {groups} groups, expected a multiple")
+
+
+def _channel(x: Tensor, pattern: str, window: int | Sequence[int], name: str) -> tuple[int, tuple[int, ...]]:
+    """Return the place of the channel, which one side has under another name, and the window of the axes after it."""
+    parsed = parse_pattern(pattern, (x.ndim,))
+    if any(len(a.names) != 1 or isinstance(a, Affine) for a in (*parsed.operands[0], *parsed.result)):
+        raise PatternError(f"conv {name!r}: pattern {pattern!r}, expected single named axes")
+    before, after = parsed.operand_names(0), parsed.result_names
+    changed = [i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b]
+    if x.ndim != len(before):
+        raise ShapeError(f"conv {name!r}: {x!r} has {x.ndim} axes, the pattern {pattern!r} has {len(before)}")
+    if len(before) != len(after) or len(changed) != 1 or changed[0] == len(before) - 1:
+        raise PatternError(
+            f"conv {name!r}: pattern {pattern!r}, expected one channel replaced by another in its place and "
+            f"the sliding axes after it"
+        )
+    return changed[0], _each(window, len(before) - changed[0] - 1, "window", 1)
+
+
+def _contraction(place: int, indices: Sequence[Affine]) -> Pattern:
+    """Return the pattern of a convolution: batch axes, channels in groups, then the sliding axes."""
+    batch = [Axes((f"n{i}",)) for i in range(place)]
+    taps = [Axes((f"w{i}",)) for i in range(len(indices))]
+    out = [Axes((f"o{i}",)) for i in range(len(indices))]
+    return Pattern(
+        ((*batch, Axes(("g", "c")), *indices), (Axes(("g", "o")), Axes(("c",)), *taps)),
+        (*batch, Axes(("g", "o")), *out),
+    )
+
+
+def pool(
+    x: Tensor,
+    operation: str,
+    *,
+    window: Extents,
+    stride: Extents | None = None,
+    padding: Extents = 0,
+    name: str = "",
+) -> Tensor:
+    """Reduce windows of the last axes to their maximum or mean.
+
+    Parameters
+    ----------
+    x : Tensor
+        Sliding axes last.
+    operation : str
+        max or mean.
+    window : int or sequence of int
+        Size of the window along each sliding axis; an integer is for all axes after the first two.
+    stride, padding : int or sequence of int
+        As in torch.nn.MaxPool2d; the stride is the window by default.
+    name : str
+        Name of the op.
+
+    Returns
+    -------
+    Tensor
+        FLOPs: one for each element of each window.
+
+    Raises
+    ------
+    GraphError, ShapeError
+        If the operation is unknown or the window does not fit.
+    """
+    need_tensor("pool", x)
+    need_choice("pool: operation", operation, ("max", "mean"))
+    # an integer is for all axes after batch and channel
+    spans = _each(window, len(window) if isinstance(window, list | tuple) else max(x.ndim - 2, 1), "window", 1)
+    if not spans:
+        raise ShapeError(f"window={window!r}: expected one axis at least")
+    for span, pad in zip(spans, _each(padding, len(spans), "padding", 0), strict=True):
+        if 2 * pad > span:  # a window could lie in the padding alone
+            raise ShapeError(f"pool: padding {pad}, expected at most half of the window of {span}")
+    graph = current_graph(x.graph)
+    x = graph.adopt(x)
+    if x.ndim < len(spans):
+        raise ShapeError(f"pool of {x!r} with a window of {len(spans)} axes, expected at least as many")
+    indices, out = _slid(x, spans, spans if stride is None else stride, padding, 1)
+    kept = tuple(Axes((f"n{i}",)) for i in range(x.ndim - len(spans)))
+    pattern = Pattern(((*kept, *indices),), (*kept, *(Axes((f"o{i}",)) for i in range(len(spans)))))
+    extents = {
+        **{f"n{i}": size for i, size in enumerate(x.sizes[: len(kept)])},
+        **{f"o{i}": size for i, size in enumerate(out)},
+        **{f"w{i}": poly(w) for i, w in enumerate(spans)},
+    }
+    return apply(
+        POOL,
+        [x],
+        {"pattern": pattern, "extents": extents, "operation": operation},
+        named(name, f"{operation}_pool"),
+    )[0]

@@ -1,0 +1,96 @@
+"""What is minimised in training. Everything here is made of the ops below it; no cost is stated."""
+
+from __future__ import annotations
+
+from ..errors import ShapeError
+from ..graph.arguments import need_tensor
+from ..graph.graph import current_graph
+from ..graph.scopes import module
+from ..graph.tensor import Tensor
+from ..ops.blocks import fused
+from ..ops.index import take_along
+from ..ops.layout import reshape
+from ..ops.pointwise import pointwise
+from ..ops.reduce import reduce
+from .linear import _one, log_softmax
+
+__all__ = ["binary_cross_entropy", "cross_entropy"]
+
+
+def binary_cross_entropy(p: Tensor, targets: Tensor, *, name: str = "binary_cross_entropy") -> Tensor:
+    """Mean of minus the log-probability of targets that are 0 or 1, in one kernel, as torch.nn.BCELoss.
+
+    Parameters
+    ----------
+    p : Tensor
+        Probabilities of 1, of any shape.
+    targets : Tensor
+        Of the same shape.
+    name : str
+        Name of the kernel.
+
+    Returns
+    -------
+    Tensor
+        A scalar. FLOPs an element: 2 logarithms and 7 others, the mean included.
+
+    Raises
+    ------
+    ShapeError
+        If shapes differ.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> B = cg.dims("B")
+    >>> with cg.Graph("g") as g:
+    ...     g.output(cg.binary_cross_entropy(g.input("p", (B,)), g.input("targets", (B,))))
+    >>> g.outputs[0].shape, cg.bytes_moved(g)
+    ((), 8*B + 4)
+    """
+    need_tensor("binary_cross_entropy", p, targets)
+    if p.ndim != targets.ndim or not all(map(p.graph.same, p.sizes, targets.sizes)):
+        raise ShapeError(f"binary_cross_entropy of {p!r} and {targets!r}: expected equal shapes")
+
+    def body(p: Tensor, targets: Tensor) -> Tensor:
+        each = (targets - 1) * pointwise("log", 1 - p) - targets * pointwise("log", p)
+        names = " ".join(f"a{i}" for i in range(p.ndim))
+        return reduce(each, f"{names} -> ", "mean")
+
+    return _one(fused(name, body, p, targets))
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, *, name: str = "cross_entropy") -> Tensor:
+    """Mean over all positions of minus the log-probability of the target.
+
+    Parameters
+    ----------
+    logits : Tensor
+        Shape (..., V).
+    targets : Tensor
+        Integers of shape (...); nothing is shifted.
+    name : str
+        Scope of the two kernels.
+
+    Returns
+    -------
+    Tensor
+        A scalar. As in torch, a kernel writes all log-probabilities, of the size of the logits, and a second one
+        picks the targets' and averages them.
+
+    Raises
+    ------
+    ShapeError
+        If shapes do not fit, or the targets are no integers.
+    """
+    need_tensor("cross_entropy", logits, targets)
+    with module(current_graph(logits.graph), name):
+        log_p = log_softmax(logits)
+        ids = reshape(targets, (*targets.sizes, 1), name="targets")
+
+        def body(log_p: Tensor, ids: Tensor) -> Tensor:
+            picked = take_along(log_p, ids)
+            names = " ".join(f"a{i}" for i in range(picked.ndim))
+            return -reduce(picked, f"{names} -> ", "mean")
+
+        return _one(fused("nll", body, log_p, ids))

@@ -1,0 +1,360 @@
+"""Mixtures of experts: a router, rows ordered by expert, one product for all of them, and the sum for each token.
+
+How many experts a pass touches depends on where its tokens go. What is assumed of it has a name (`routing`), and what
+follows from the name follows the tokens of the pass: B*S of them in training, B times the new ones in decode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..algebra.polynomial import Poly
+from ..algebra.symbols import shown
+from ..errors import GraphError, ShapeError
+from ..graph.arguments import need_call, need_choice, need_flag, need_tensor, positive
+from ..graph.graph import current_graph
+from ..graph.scopes import module
+from ..graph.tensor import Tensor
+from ..ops.blocks import fused
+from ..ops.grouped import ROUTINGS, dispatch, grouped, top_k
+from ..ops.index import gather, take_along
+from ..ops.layout import rearrange, reshape, split
+from ..ops.pointwise import cast, pointwise
+from ..ops.reduce import reduce
+from .linear import linear, sigmoid, silu, softmax
+
+__all__ = ["experts", "moe", "router"]
+
+#: How the weights of the experts of a token come from its scores.
+SCORES = ("softmax", "sigmoid", "chosen")
+
+
+def router(
+    x: Tensor,
+    experts: object,
+    chosen: object,
+    *,
+    score: str = "softmax",
+    normalize: bool = False,
+    scale: float | None = None,
+    bias: bool = False,
+    correction: bool = False,
+    groups: object = None,
+    kept_groups: object = None,
+    fp32: bool = False,
+    name: str = "router",
+) -> tuple[Tensor, Tensor]:
+    """Choose experts for each token, and how much each of them has to say.
+
+    Parameters
+    ----------
+    x : Tensor
+        Shape (..., d).
+    experts, chosen : sympy.Expr or int
+        How many there are, and how many of them a token chooses.
+    score : str
+        softmax: of all experts, the weights are those of the chosen ones (Mixtral, Qwen). sigmoid: of each expert by
+        itself (DeepSeek-V3). chosen: the largest products are chosen, and the softmax is over these alone (GPT-OSS).
+    normalize : bool
+        Divide the weights of a token by their sum.
+    scale : float, optional
+        Multiply the weights by a number.
+    bias : bool
+        Add a parameter to the products.
+    correction : bool
+        Add a buffer to the scores by which is chosen, and not to the weights (loss-free balancing of DeepSeek-V3).
+    groups, kept_groups : sympy.Expr or int, optional
+        Experts stand in groups, and a token chooses within the best of them: by the best expert of each (DeepSeek-V2),
+        with `correction` by the sum of the best two (DeepSeek-V3).
+    fp32 : bool
+        Calculate the product in fp32, whatever the format of the model.
+    name : str
+        Scope.
+
+    Returns
+    -------
+    tuple of Tensor
+        Weights and indices of experts, (..., chosen) each. FLOPs of kind matmul: 2*d*experts for each token.
+
+    Raises
+    ------
+    GraphError, ShapeError
+        If shapes do not fit, or an argument is none.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> B, S, D, E, k = cg.dims("B S D E k")
+    >>> with cg.Graph("g") as g:
+    ...     weights, ids = cg.router(g.input("x", (B, S, D)), E, k, normalize=True)
+    >>> weights.shape, cg.param_count(g), cg.matmul_flops(g)
+    ((B, S, k), D*E, 2*B*D*E*S)
+    """
+    place = f"router {name!r}"
+    need_tensor(place, x)
+    need_choice(f"{place}: score", score, SCORES)
+    need_flag(place, normalize=normalize, bias=bias, correction=correction, fp32=fp32)
+    if (groups is None) != (kept_groups is None):
+        raise GraphError(
+            f"{place}: groups={shown(groups)} and kept_groups={shown(kept_groups)}, expected both or neither"
+        )
+    if score == "chosen" and (correction or groups is not None or normalize):
+        raise GraphError(f"{place}: score='chosen' with groups, correction or normalize, expected none of them")
+    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float)):
+        raise GraphError(f"{place}: scale {shown(scale)}, expected a number")
+    graph = current_graph(x.graph)
+    with module(graph, name):
+        products = _products(x, positive(f"{place}: experts", experts), bias=bias, fp32=fp32)
+        if score == "chosen":
+            best, ids = top_k(products, chosen)
+            weights = softmax(best)
+        else:
+            scores = softmax(cast(products, "fp32")) if score == "softmax" else sigmoid(products)
+            weights, ids = _best(place, scores, chosen, correction=correction, groups=groups, kept=kept_groups)
+        if normalize:
+            weights = _normalized(weights)
+        return (weights if scale is None else weights * scale), ids
+
+
+def _products(x: Tensor, experts: Poly, *, bias: bool, fp32: bool) -> Tensor:
+    if not fp32:
+        return linear(x, "... d -> ... e", e=experts, bias=bias, name="gate")
+    graph = current_graph(x.graph)
+    weight = graph.param("weight", (x.sizes[-1], experts))
+    y = linear(cast(x, "fp32"), "... d -> ... e", e=experts, weight=cast(weight, "fp32"), name="gate")
+    return y + cast(graph.param("bias", (experts,)), "fp32") if bias else y
+
+
+def _best(
+    place: str, scores: Tensor, chosen: object, *, correction: bool, groups: object, kept: object
+) -> tuple[Tensor, Tensor]:
+    """Choose by the scores, or by what is made of them, and return the scores of what is chosen."""
+    graph = current_graph(scores.graph)
+    by = scores
+    if correction:
+        by = by + graph.buffer("correction", scores.sizes[-1:], dtype="fp32")
+    if groups is not None:
+        by = _limited(place, by, positive(f"{place}: groups", groups), kept, best=2 if correction else 1)
+    values, ids = top_k(by, chosen)
+    return (values if by is scores else take_along(scores, ids)), ids
+
+
+def _limited(place: str, scores: Tensor, groups: Poly, kept: object, *, best: int) -> Tensor:
+    """Hide the experts of all groups but the best ones, with 0: no score that is left is below it."""
+    size = (scores.sizes[-1] / groups).constant
+    if size is not None and (not isinstance(size, int) or size < best):
+        raise ShapeError(
+            f"{place}: {scores.sizes[-1]} experts in {groups} groups, expected as many of at least {best} in each"
+        )
+    grouped_scores = rearrange(scores, "... (g e) -> ... g e", g=groups.expr)
+    if best > 1:
+        of_group = reduce(top_k(grouped_scores, best)[0], "... e -> ...", "sum")
+    else:
+        of_group = reduce(grouped_scores, "... e -> ...", "max")
+    values, _ = top_k(of_group, kept)
+
+    def body(scores: Tensor, of_group: Tensor, values: Tensor) -> Tensor:
+        least = reduce(values, "... k -> ... 1", "min")
+        hidden = pointwise("less", of_group, least)
+        return pointwise("masked_fill", scores, rearrange(hidden, "... g -> ... g 1"))
+
+    made = fused("limit_groups", body, grouped_scores, of_group, values)
+    assert isinstance(made, Tensor)
+    return rearrange(made, "... g e -> ... (g e)")
+
+
+def _normalized(weights: Tensor) -> Tensor:
+    def body(weights: Tensor) -> Tensor:
+        return weights / (reduce(weights, "... k -> ... 1", "sum") + 1e-20)
+
+    made = fused("normalize", body, weights)
+    assert isinstance(made, Tensor)
+    return made
+
+
+def experts(
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    count: object,
+    f: object,
+    *,
+    routing: str = "balanced",
+    capacity: object = None,
+    activation: Callable[[Tensor], Tensor] = silu,
+    gate: Callable[[Tensor, Tensor], Tensor] | None = None,
+    gated: bool = True,
+    bias: bool = False,
+    name: str = "experts",
+) -> Tensor:
+    """Send each token to the experts that it chose, and add up what they make of it.
+
+    Rows are gathered in the order of their experts, each product is one kernel for all experts, and each token gathers
+    its rows back: nothing is multiplied by a one-hot matrix.
+
+    Parameters
+    ----------
+    x : Tensor
+        Shape (..., d).
+    weights, ids : Tensor
+        From `router`, (..., k) each: T tokens choose k experts.
+    count : sympy.Expr or int
+        How many experts there are, E.
+    f : sympy.Expr or int
+        Width of an expert.
+    routing : str
+        Where rows go, and so of how many experts the weights are read. balanced: the T*k rows are spread evenly, over
+        Min(E, T*k) experts. expected: tokens choose independently and evenly, E*(1 - (1 - k/E)**T) experts in the
+        mean. capacity: each expert computes ceiling(capacity*T*k/E) rows, filled up or dropped; all are read.
+    capacity : number or sympy.Expr, optional
+        The factor of `routing="capacity"`, which needs one.
+    activation : callable
+        Of the gate, or of the only projection up.
+    gate : callable, optional
+        `gate(gate, up)`: joins the two halves where that is not activation(gate) * up.
+    gated : bool
+        Whether there is a gate; both projections up are one parameter (E, d, 2*f), "gate_up".
+    bias : bool
+        Add parameters (E, 2*f) and (E, d) to the products.
+    name : str
+        Scope.
+
+    Returns
+    -------
+    Tensor
+        Shape of `x`. FLOPs of kind matmul: 2*d*f for each of the matrices of an expert (three with a gate) and each
+        row: T*k, or those of all capacities.
+
+    Raises
+    ------
+    GraphError, ShapeError
+        If shapes do not fit, or an argument is none.
+    """
+    place = f"experts {name!r}"
+    need_tensor(place, x, weights, ids)
+    need_choice(f"{place}: routing", routing, ROUTINGS)
+    need_call(f"{place}: activation", activation)
+    need_flag(place, gated=gated, bias=bias)
+    if (capacity is not None) != (routing == "capacity"):
+        raise GraphError(
+            f"{place}: routing={routing!r}, capacity={shown(capacity)}: expected a factor with 'capacity' alone"
+        )
+    if ids.ndim == 0 or weights.ndim != ids.ndim or not all(map(x.graph.same, ids.sizes[:-1], x.sizes[:-1])):
+        raise ShapeError(f"{place}: {ids!r} and {weights!r} of {x!r}, expected experts (..., k) for each token")
+    graph = current_graph(x.graph)
+    d, width, chosen = x.sizes[-1], positive(f"{place}: f", f), ids.sizes[-1]
+    with module(graph, name):
+        sent = dispatch(ids, count, capacity=capacity, owners=bias)
+        rows = gather(_flat(x), sent.tokens, name="permute")
+
+        def project(rows: Tensor, after: Poly, what: str) -> Tensor:
+            total = sent.ends.sizes[0]
+            weight = graph.param(what, (total, rows.sizes[-1], after))
+            made = grouped(rows, weight, sent.ends, chosen, routing=routing, name=f"{what}_matmul")
+            if sent.owners is None:
+                return made
+            return made + gather(graph.param(f"{what}_bias", (total, after)), sent.owners, name=f"{what}_bias_rows")
+
+        h = project(rows, 2 * width, "gate_up") if gated else project(rows, width, "up")
+        h = _joined(h, width, activation, gate) if gated else activation(h)
+        y = project(h, d, "down")
+        if sent.dropped is not None:
+            weights = pointwise("masked_fill", weights, sent.dropped)
+        return _combined(y, sent.places, weights, x)
+
+
+def _flat(x: Tensor) -> Tensor:
+    """Return tokens in rows."""
+    if x.ndim == 2:
+        return x
+    names = " ".join(f"a{i}" for i in range(x.ndim - 1))
+    return rearrange(x, f"{names} d -> ({names}) d", name="tokens") if names else reshape(x, (1, x.sizes[-1]))
+
+
+def _joined(
+    h: Tensor, width: Poly, activation: Callable[[Tensor], Tensor], gate: Callable[[Tensor, Tensor], Tensor] | None
+) -> Tensor:
+    first, up = split(h, (width, width), -1)
+    return activation(first) * up if gate is None else gate(first, up)
+
+
+def _combined(rows: Tensor, places: Tensor, weights: Tensor, x: Tensor) -> Tensor:
+    """Gather the rows of each token and add them up by their weights, in one kernel."""
+
+    def body(rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+        weighted = gather(rows, places) * rearrange(weights, "... k -> ... k 1")
+        return cast(reduce(weighted, "... k d -> ... d", "sum"), x.dtype)
+
+    made = fused("combine", body, rows, places, weights)
+    assert isinstance(made, Tensor)
+    return made
+
+
+def moe(
+    x: Tensor,
+    experts: object,
+    chosen: object,
+    f: object,
+    *,
+    routing: str = "balanced",
+    capacity: object = None,
+    activation: Callable[[Tensor], Tensor] = silu,
+    gate: Callable[[Tensor, Tensor], Tensor] | None = None,
+    gated: bool = True,
+    bias: bool = False,
+    name: str = "moe",
+    **options: Any,
+) -> Tensor:
+    """Mixture of experts: `router`, then `experts`.
+
+    Parameters
+    ----------
+    x : Tensor
+        Shape (..., d).
+    experts, chosen, f : sympy.Expr or int
+        How many experts there are, how many of them a token chooses, and how wide each is.
+    routing, capacity, activation, gate, gated, bias : object
+        As in `experts`; `bias` is that of the experts.
+    name : str
+        Scope.
+    **options
+        What else `router` takes; its bias is `router_bias`.
+
+    Returns
+    -------
+    Tensor
+        Shape of `x`.
+
+    Raises
+    ------
+    GraphError, ShapeError
+        If shapes do not fit, or an argument is none.
+
+    Examples
+    --------
+    Of 8 experts a token meets 2; a batch of one token reads two of them, a large one all.
+
+    >>> import costgraph as cg
+    >>> T, D, F = cg.dims("T D F")
+    >>> with cg.Graph("g", dtype="bf16") as g:
+    ...     g.output(cg.moe(g.input("x", (T, D)), 8, 2, F))
+    >>> cg.param_count(g), cg.param_count(g, active=True)
+    (24*D*F + 8*D, 6*D*F + 8*D)
+    >>> cg.matmul_flops(g)  # three matrices, two rows a token; and the router
+    12*D*F*T + 16*D*T
+    >>> [cg.bytes_moved(g, fused=True, T=t, D=4096, F=14336) for t in (1, 2, 64)]
+    [704724992, 1409384448, 2819686400]
+    """
+    graph = current_graph(x.graph if isinstance(x, Tensor) else None)
+    if "router_bias" in options:
+        options["bias"] = options.pop("router_bias")
+    with module(graph, name):
+        weights, ids = router(x, experts, chosen, **options)
+        return _experts(
+            x, weights, ids, experts, f, routing=routing, capacity=capacity, activation=activation, gate=gate,
+            gated=gated, bias=bias,
+        )  # fmt: skip
+
+
+_experts = experts  # `moe` has an argument of that name

@@ -1,0 +1,192 @@
+"""Norms of images: over the batch, and over groups of channels. Those of tokens are in `costgraph.nn.linear`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import MappingProxyType
+
+from ..errors import ShapeError
+from ..graph.arguments import need_choice, need_flag, need_tensor, positive
+from ..graph.graph import current_graph
+from ..graph.scopes import module
+from ..graph.tensor import Tensor
+from ..ops.blocks import fused, save
+from ..ops.layout import reshape
+from ..ops.pointwise import cast, pointwise
+from ..ops.reduce import reduce
+from .linear import _one, _wide
+
+__all__ = ["batch_norm", "group_norm", "over_the_batch"]
+
+
+def batch_norm(x: Tensor, *, affine: bool = True, statistics: str = "auto", name: str = "batch_norm") -> Tensor:
+    """Normalise each channel to mean 0 and variance 1, then scale and shift by parameters, in one kernel.
+
+    Parameters
+    ----------
+    x : Tensor
+        Shape (b, c, ...): the second axis is that of the channels, all others are normalised together.
+    affine : bool
+        Whether there are a scale and a shift for each channel.
+    statistics : str
+        Which mean and variance. running: those of the buffers, as a torch module takes after `eval()`. batch: those of
+        `x`, with which the buffers are then updated, as after `train()`. auto: running in the graph that is declared,
+        batch in a `training_step` made of it; a norm that is frozen while others train is `running`.
+    name : str
+        Scope of the parameters and buffers.
+
+    Returns
+    -------
+    Tensor
+        Shape of `x`. FLOPs an element: subtraction and product, one each for scale and shift, and with statistics of
+        the batch mean, square and mean. FLOPs a channel: addition and reciprocal root, and 3 for each of the two
+        updates. Statistics and buffers are fp32. A third buffer counts the batches, an int64; the addition of 1 to
+        it is not counted.
+
+    Raises
+    ------
+    GraphError, ShapeError
+        If `x` has less than two axes, or an argument is none.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> B, C, R = cg.dims("B C R")
+    >>> with cg.Graph("g") as g:
+    ...     y = cg.batch_norm(g.input("x", (B, C, R, R)))
+    >>> cg.param_count(g), cg.flops(g)
+    (2*C, 4*B*C*R**2 + 2*C)
+    """
+    need_tensor("batch_norm", x)
+    need_flag("batch_norm", affine=affine)
+    need_choice("batch_norm: statistics", statistics, ("auto", "batch", "running"))
+    _need_channels("batch_norm", x)
+    graph = current_graph(x.graph)
+
+    def body(*given: Tensor) -> Tensor:
+        # in this order they are its operands
+        x, mean, variance, *params = map(current_graph(graph).adopt, given)
+        centred = _wide(x) - _along_channels(mean, x)
+        scale = pointwise("rsqrt", variance + 1e-5)
+        return _affine(centred * _along_channels(scale, x), params, x)
+
+    with module(graph, name):
+        params = [graph.param(what, x.sizes[1:2]) for what in ("weight", "bias")] if affine else []
+        running = [graph.buffer(f"running_{what}", x.sizes[1:2], "fp32") for what in ("mean", "var")]
+        graph.buffer("num_batches_tracked", (), "int64")
+        if statistics == "batch":
+            return over_the_batch(x, *running, *params)
+        y = _one(fused("batch_norm", body, x, *running, *params))
+        if statistics == "auto" and y.producer is not None:
+            y.producer.attrs = MappingProxyType({**y.producer.attrs, "statistics": "auto"})
+        return y
+
+
+def over_the_batch(x: Tensor, mean: Tensor, variance: Tensor, *params: Tensor, name: str = "batch_norm") -> Tensor:
+    """Normalise with the statistics of a batch, in a kernel that writes what running ones are then as well.
+
+    Parameters
+    ----------
+    x : Tensor
+        Shape (b, c, ...).
+    mean, variance : Tensor
+        Running statistics, of shape (c,).
+    *params : Tensor
+        Scale and shift of shape (c,), or neither.
+    name : str
+        Name of the kernel.
+
+    Returns
+    -------
+    Tensor
+        Shape of `x`. Running statistics are written beside the buffers, not into them: a pass that is computed again
+        reads them once more.
+    """
+    names = [f"a{i}" for i in range(x.ndim)]
+    pattern = f"{' '.join(names)} -> a1"
+
+    def body(x: Tensor, mean: Tensor, variance: Tensor, *params: Tensor) -> tuple[Tensor, ...]:
+        wide = _wide(x)
+        average = save(reduce(wide, pattern, "mean"))
+        centred = wide - _along_channels(average, x)
+        spread = reduce(pointwise("square", centred), pattern, "mean")
+        scale = save(pointwise("rsqrt", spread + 1e-5))
+        after = [pointwise("lerp", old, new, 0.1) for old, new in ((mean, average), (variance, spread))]
+        return _affine(centred * _along_channels(scale, x), params, x), *after
+
+    made = fused(name, body, x, mean, variance, *params)
+    return made[0] if isinstance(made, tuple) else made
+
+
+def group_norm(x: Tensor, groups: object, *, affine: bool = True, name: str = "group_norm") -> Tensor:
+    """Normalise groups of channels, each sample by itself, then scale and shift each channel, in one kernel.
+
+    Parameters
+    ----------
+    x : Tensor
+        Shape (b, c, ...): the second axis is that of the channels.
+    groups : sympy.Expr or int
+        Groups of c/groups channels.
+    affine : bool
+        Whether there are a scale and a shift for each channel.
+    name : str
+        Scope of the parameters, and name of the kernel.
+
+    Returns
+    -------
+    Tensor
+        Shape of `x`. FLOPs an element: mean, subtraction, square, mean, product, and one each for scale and shift;
+        FLOPs a group: addition and reciprocal root. Statistics are fp32 at least.
+
+    Raises
+    ------
+    GraphError, ShapeError
+        If `x` has less than two axes, or its channels make no such groups.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> B, C, R, G = cg.dims("B C R G")
+    >>> with cg.Graph("g") as g:
+    ...     y = cg.group_norm(g.input("x", (B, C, R)), G)
+    >>> cg.param_count(g), cg.flops(g)
+    (2*C, 7*B*C*R + 2*B*G)
+    """
+    need_tensor("group_norm", x)
+    need_flag("group_norm", affine=affine)
+    _need_channels("group_norm", x)
+    graph, many = current_graph(x.graph), positive("group_norm: groups", groups)
+    share = (x.sizes[1] / many).constant
+    if share is not None and (not isinstance(share, int) or share < 1):
+        raise ShapeError(f"group_norm of {x!r}: {x.sizes[1]} channels in {many} groups, expected a multiple")
+    names = " ".join(f"a{i}" for i in range(x.ndim + 1))
+    rows = f"{names} -> a0 a1{' 1' * (x.ndim - 1)}"
+
+    def body(x: Tensor, *params: Tensor) -> Tensor:
+        wide = reshape(_wide(x), (x.sizes[0], many, x.sizes[1] / many, *x.sizes[2:]))
+        centred = wide - save(reduce(wide, rows, "mean"))
+        variance = reduce(pointwise("square", centred), rows, "mean")
+        y = centred * save(pointwise("rsqrt", variance + 1e-5))
+        return _affine(reshape(y, x.sizes), params, x)
+
+    with module(graph, name):
+        params = [graph.param(what, x.sizes[1:2]) for what in ("weight", "bias")] if affine else []
+        return _one(fused("norm", body, x, *params))
+
+
+def _need_channels(place: str, x: Tensor) -> None:
+    if x.ndim < 2:
+        raise ShapeError(f"{place} of {x!r}: expected two axes at least, the second that of the channels")
+
+
+def _along_channels(t: Tensor, x: Tensor) -> Tensor:
+    """Return one number a channel, of shape (c, 1, ...), that it goes with (b, c, ...)."""
+    return reshape(t, (t.sizes[0], *(1,) * (x.ndim - 2)))
+
+
+def _affine(y: Tensor, params: Sequence[Tensor], x: Tensor) -> Tensor:
+    """Scale and shift each channel, and go back to the format of what came in."""
+    if params:
+        weight, shift = (_along_channels(t, x) for t in params)
+        y = y * weight + shift
+    return cast(y, x.dtype)

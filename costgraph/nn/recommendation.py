@@ -1,0 +1,110 @@
+"""What recommendation models are written with. Everything here is made of ops; no cost is stated."""
+
+from __future__ import annotations
+
+from ..errors import ShapeError
+from ..graph.arguments import need_choice, need_flag, need_tensor
+from ..graph.graph import current_graph
+from ..graph.scopes import module
+from ..graph.tensor import Tensor
+from ..ops.blocks import fused
+from ..ops.einsum import einsum
+from ..ops.index import gather, take_along
+from ..ops.layout import expand, reshape
+from ..ops.reduce import reduce
+from .linear import _one
+
+__all__ = ["dot_interaction", "embedding_bag"]
+
+
+def embedding_bag(ids: Tensor, table: Tensor, *, mode: str = "sum", name: str = "embedding_bag") -> Tensor:
+    """Look up several rows of a table for each sample and add them up, in one kernel.
+
+    Parameters
+    ----------
+    ids : Tensor
+        Indices of an integer format, shape (b, n): n lookups a sample.
+    table : Tensor
+        Shape (v, d).
+    mode : str
+        sum, mean or max over the lookups of a sample.
+    name : str
+        Name of the kernel.
+
+    Returns
+    -------
+    Tensor
+        Shape (b, d). FLOPs: 1 for each element looked up. Reads the indices and the rows that they name, not the table;
+        writes the result alone. The gradient of the table is dense, of its size, as torch makes it with `sparse=False`.
+
+    Raises
+    ------
+    GraphError, ShapeError
+        If the indices are no integers, shapes do not fit, or the mode is unknown.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> B, N, V, D = cg.dims("B N V D")
+    >>> with cg.Graph("g") as g:
+    ...     y = cg.embedding_bag(g.input("ids", (B, N), dtype="int64"), g.param("table", (V, D)))
+    >>> y.shape, cg.flops(g), cg.bytes_moved(g)
+    ((B, D), B*D*N, 4*B*D*N + 4*B*D + 8*B*N)
+    """
+    need_tensor("embedding_bag", ids, table)
+    need_choice("embedding_bag: mode", mode, ("sum", "mean", "max"))
+    if ids.ndim != 2 or table.ndim != 2:
+        raise ShapeError(f"embedding_bag of {ids!r} in {table!r}: expected indices (b, n) and a table (v, d)")
+
+    def body(ids: Tensor, table: Tensor) -> Tensor:
+        return reduce(gather(table, ids, name="rows"), "b n d -> b d", mode)
+
+    return _one(fused(name, body, ids, table))
+
+
+def dot_interaction(x: Tensor, *, itself: bool = False, name: str = "interaction") -> Tensor:
+    """Take the dot product of every pair of vectors of a sample (Naumov et al. 2019, arXiv 1906.00091).
+
+    Parameters
+    ----------
+    x : Tensor
+        Shape (b, n, d).
+    itself : bool
+        Count a vector with itself as a pair as well.
+    name : str
+        Scope of the ops, and of the places of the pairs, a buffer.
+
+    Returns
+    -------
+    Tensor
+        Shape (b, n*(n-1)/2), with `itself` (b, n*(n+1)/2). FLOPs of kind matmul: 2 * b * n**2 * d, because one batched
+        product makes the whole square, of which the pairs are then picked.
+
+    Raises
+    ------
+    GraphError, ShapeError
+        If `x` has another number of axes, or fewer than two vectors are known to be there.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> B, N, D = cg.dims("B N D")
+    >>> with cg.Graph("g") as g:
+    ...     y = cg.dot_interaction(g.input("x", (B, N, D)))
+    >>> y.shape, cg.matmul_flops(g)
+    ((B, N**2/2 - N/2), 2*B*D*N**2)
+    """
+    need_tensor("dot_interaction", x)
+    need_flag("dot_interaction", itself=itself)
+    if x.ndim != 3:
+        raise ShapeError(f"dot_interaction of {x!r}: expected three axes (batch, vectors, elements)")
+    count = x.sizes[1]
+    pairs = count * (count + (1 if itself else -1)) / 2
+    if pairs.constant is not None and pairs.constant < 1:
+        raise ShapeError(f"dot_interaction of {x!r}: expected two vectors at least")
+    graph = current_graph(x.graph)
+    with module(graph, name):
+        square = einsum(x, x, "b n d, b m d -> b n m", name="matmul")
+        places = graph.buffer("pairs", (pairs,), "int64")
+        flat = reshape(square, (x.sizes[0], count * count), name="flat")
+        return take_along(flat, expand(places, "p -> b p", b=x.sizes[0]), name="pick")

@@ -1,0 +1,309 @@
+"""Recurrences over the positions of a sequence, and what the layers around them are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import overload
+
+from ..dtypes import dtype as find_dtype
+from ..dtypes import promote
+from ..errors import ShapeError
+from ..graph.arguments import need_call, need_choice, need_flag, need_tensor
+from ..graph.graph import current_graph
+from ..graph.scopes import module
+from ..graph.tensor import Tensor
+from ..ops.blocks import Carry, fused, kernel, save, scan
+from ..ops.fill import fill, pad
+from ..ops.layout import rearrange, reshape, slice_axis
+from ..ops.pointwise import cast, pointwise
+from ..ops.reduce import reduce
+from .conv import conv
+from .linear import _one
+
+__all__ = [
+    "causal_conv",
+    "cumulative_sum",
+    "head_norm",
+    "recurrence",
+    "scan_kernel",
+    "token_shift",
+]
+
+
+@overload
+def recurrence(
+    step: Callable[..., tuple[Carry, Tensor]], start: Carry, xs: Carry, *, axis: int = ..., name: str = ...
+) -> Tensor: ...
+
+
+@overload
+def recurrence(
+    step: Callable[..., tuple[Carry, tuple[Tensor, ...]]], start: Carry, xs: Carry, *, axis: int = ..., name: str = ...
+) -> tuple[Tensor, ...]: ...
+
+
+def recurrence(
+    step: Callable[..., tuple[Carry, Carry]], start: Carry, xs: Carry, *, axis: int = 1, name: str = "time"
+) -> Carry:
+    """Carry a state along the positions of a sequence: a `scan` over an axis that need not be the first.
+
+    `decode` goes on from the state that the positions before have left, one iteration for each new position, where
+    `start` comes from `initial_state`. Inside `cg.kernel(...)` the states never reach memory.
+
+    Parameters
+    ----------
+    step : callable
+        `step(state, x) -> (state, y)`: `x` is one position of `xs`, a view. Tuples stand for several tensors on
+        either place.
+    start : Tensor or tuple of Tensor
+        State before the first position.
+    xs : Tensor or tuple of Tensor
+        What each position reads; all of them with the positions on the same axis.
+    axis : int
+        Axis of positions, of `xs` and of what is returned.
+    name : str
+        Name of the loop.
+
+    Returns
+    -------
+    Tensor or tuple of Tensor
+        What each position returns, with the positions on that axis: FLOPs and bytes are those of `step`, as many
+        times as there are positions.
+
+    Raises
+    ------
+    GraphError, ShapeError
+        If one is no tensor, there is no such axis, or `step` returns something else than it was given.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> B, S, D = cg.dims("B S D")
+    >>> with cg.Graph("g") as g:
+    ...     x, start = g.input("x", (B, S, D)), cg.initial_state((B, D))
+    ...     with cg.kernel("average"):
+    ...         y = cg.recurrence(lambda h, x: (h * 0.9 + x, h), start, x)
+    ...     g.output(y)
+    >>> y.shape, cg.flops(g), cg.bytes_moved(g)
+    ((B, S, D), 2*B*D*S, 8*B*D*S + 8*B*D)
+    """
+    need_call(f"recurrence {name!r}: step", step)
+    given = xs if isinstance(xs, tuple) else (xs,)
+    need_tensor(f"recurrence {name!r}", *given)
+    if not given:
+        raise ShapeError(f"recurrence {name!r} without xs, expected a tensor with an axis of positions")
+    slices = tuple(_moved(f"recurrence {name!r}", t, axis, first=True) for t in given)
+    _, ys = scan(slices[0].sizes[0], step, start, slices if isinstance(xs, tuple) else slices[0], name=name)
+    if isinstance(ys, tuple):
+        return tuple(_moved(f"recurrence {name!r}", y, axis, first=False) for y in ys)
+    return _moved(f"recurrence {name!r}", ys, axis, first=False)
+
+
+def _moved(place: str, t: Tensor, axis: int, *, first: bool) -> Tensor:
+    """Return a view with the axis of positions first, or with the first axis put back in its place."""
+    if isinstance(axis, bool) or not isinstance(axis, int) or not -t.ndim <= axis < t.ndim:
+        raise ShapeError(f"{place}: axis {axis!r} of {t!r}, expected an integer from {-t.ndim} to {t.ndim - 1}")
+    names = [f"a{i}" for i in range(t.ndim)]
+    moved = [*names]
+    moved.insert(0, moved.pop(axis % t.ndim))
+    before, after = (names, moved) if first else (moved, names)
+    return t if before == after else rearrange(t, f"{' '.join(before)} -> {' '.join(after)}")
+
+
+@contextmanager
+def scan_kernel(name: str, scan: str) -> Iterator[None]:
+    """Open a kernel in which the states of a recurrence stay, or none, so that ops write each of them to memory.
+
+    Parameters
+    ----------
+    name : str
+        Name of the kernel.
+    scan : str
+        kernel: one kernel with all that is made inside. ops: an op each.
+
+    Raises
+    ------
+    GraphError
+        If `scan` is neither, or no graph is open.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> B, S, D = cg.dims("B S D")
+    >>> for scan in ("kernel", "ops"):
+    ...     with cg.Graph("g") as g:
+    ...         x, start = g.input("x", (B, S, D)), cg.initial_state((B, D))
+    ...         with cg.scan_kernel("sums", scan):
+    ...             y = cg.recurrence(lambda h, x: (h + x, h), start, x)
+    ...         g.output(y)
+    ...     print(cg.flops(g), cg.bytes_moved(g))
+    B*D*S 8*B*D*S + 8*B*D
+    B*D*S 20*B*D*S + 4*B*D
+    """
+    need_choice(f"kernel {name!r}: scan", scan, ("kernel", "ops"))
+    if scan == "ops":
+        yield
+        return
+    with kernel(name):
+        yield
+
+
+def causal_conv(x: Tensor, window: int, *, bias: bool = True, name: str = "conv") -> Tensor:
+    """Convolve each channel with those of the positions before it, its own included: (b, s, d) to (b, s, d).
+
+    Parameters
+    ----------
+    x : Tensor
+        Shape (b, s, d).
+    window : int
+        Positions that each sees; `decode` keeps the last `window - 1` of `x`.
+    bias : bool
+        Add a parameter of the channels.
+    name : str
+        Scope of the parameters.
+
+    Returns
+    -------
+    Tensor
+        FLOPs of kind matmul: 2*window*b*d*(s + window - 1), as torch.nn.Conv1d with `padding=window - 1`, whose last
+        `window - 1` results are dropped.
+
+    Raises
+    ------
+    GraphError, ShapeError
+        If it has not three axes, or the window is no positive integer.
+    """
+    need_tensor(f"causal_conv {name!r}", x)
+    if x.ndim != 3:
+        raise ShapeError(f"causal_conv {name!r} of {x!r}, expected three axes (batch, positions, channels)")
+    width = x.sizes[2]
+    y = rearrange(x, "b s d -> b d s", name=f"{name}.input")
+    y = conv(y, "b d s -> b e s", window=window, padding="causal", groups=width, e=width, bias=bias, name=name)
+    return rearrange(y, "b d s -> b s d", name=f"{name}.output")
+
+
+def token_shift(x: Tensor, *, name: str = "shift") -> Tensor:
+    """Give each position what stands at the one before it, zeros at the first: (b, s, d) to (b, s, d).
+
+    `decode` keeps the last position of `x`.
+
+    Parameters
+    ----------
+    x : Tensor
+        Positions on its second axis.
+    name : str
+        Name of the op, and of what is kept.
+
+    Returns
+    -------
+    Tensor
+        No FLOPs; one read of `x`, and one write of it and of a position of zeros in front of it.
+
+    Raises
+    ------
+    GraphError, ShapeError
+        If it is no tensor, or has less than two axes.
+    """
+    need_tensor(f"token_shift {name!r}", x)
+    if x.ndim < 2:
+        raise ShapeError(f"token_shift of {x!r}: expected at least two axes (batch, positions)")
+    after = pad(x, 1, 1, x.sizes[1] + 1, causal=True, name=name)
+    return slice_axis(after, 1, 0, x.sizes[1], name=f"{name}.before")
+
+
+def cumulative_sum(x: Tensor, axis: int = -1, *, name: str = "cumulative_sum") -> Tensor:
+    """Add up an axis, each position with all before it, in one kernel.
+
+    Parameters
+    ----------
+    x : Tensor
+        Any shape.
+    axis : int
+        Axis along which it adds up.
+    name : str
+        Name of the kernel.
+
+    Returns
+    -------
+    Tensor
+        Of the same shape: one FLOP an element, one read and one write.
+
+    Raises
+    ------
+    GraphError, ShapeError
+        If it is no tensor, or there is no such axis.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> B, S = cg.dims("B S")
+    >>> with cg.Graph("g") as g:
+    ...     g.output(cg.cumulative_sum(g.input("x", (B, S))))
+    >>> cg.flops(g), cg.bytes_moved(g)
+    (B*S, 8*B*S)
+    """
+    need_tensor("cumulative_sum", x)
+
+    def body(x: Tensor) -> Tensor:
+        at = _moved("cumulative_sum", x, axis, first=True)
+        start = fill(at.shape[1:], dtype=x.dtype)
+
+        def step(so_far: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+            total = so_far + x
+            return total, total
+
+        return recurrence(step, start, x, axis=axis, name="sum")
+
+    return _one(fused(name, body, x))
+
+
+def head_norm(x: Tensor, *, bias: bool = False, name: str = "head_norm") -> Tensor:
+    """Normalise each head to mean 0 and variance 1, then scale all of them by parameters: (..., h, k) to (..., h*k).
+
+    Parameters
+    ----------
+    x : Tensor
+        Heads, and elements of each, on the last two axes.
+    bias : bool
+        Whether there is a shift as well.
+    name : str
+        Scope of the parameters, h*k each, and name of the kernel.
+
+    Returns
+    -------
+    Tensor
+        FLOPs an element: mean, subtraction, square, mean, product, and one each for scale and shift.
+
+    Raises
+    ------
+    GraphError, ShapeError
+        If it is no tensor, or has less than two axes.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> B, S, H, K = cg.dims("B S H K")
+    >>> with cg.Graph("g") as g:
+    ...     g.output(cg.head_norm(g.input("x", (B, S, H, K))))
+    >>> cg.param_count(g), cg.bytes_moved(g)
+    (H*K, 8*B*H*K*S + 4*H*K)
+    """
+    need_tensor(f"head_norm {name!r}", x)
+    need_flag(f"head_norm {name!r}", bias=bias)
+    if x.ndim < 2:
+        raise ShapeError(f"head_norm of {x!r}: expected at least two axes (heads, size)")
+    graph = current_graph(x.graph)
+    merged = (*x.sizes[:-2], x.sizes[-2] * x.sizes[-1])
+    names = " ".join(f"a{i}" for i in range(x.ndim - 1))
+
+    def body(x: Tensor, weight: Tensor, shift: Tensor | None = None) -> Tensor:
+        wide = cast(x, promote(x.dtype, find_dtype("fp32")))
+        centred = wide - save(reduce(wide, f"{names} k -> {names} 1", "mean"))
+        variance = reduce(pointwise("square", centred), f"{names} k -> {names} 1", "mean")
+        y = reshape(centred * save(pointwise("rsqrt", variance + 1e-5)), merged) * weight
+        return cast(y if shift is None else y + shift, x.dtype)
+
+    with module(graph, name):
+        params = [graph.param(n, merged[-1:]) for n in (("weight", "bias") if bias else ("weight",))]
+        return _one(fused("norm", body, x, *params))

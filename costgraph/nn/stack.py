@@ -1,0 +1,143 @@
+"""Stacks of layers that differ in a pattern, such as window and full attention in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from typing import overload
+
+from ..algebra.symbols import is_name, shown
+from ..errors import GraphError
+from ..graph.arguments import need_call, need_list, need_tensor, positive
+from ..graph.graph import current_graph
+from ..graph.scopes import module
+from ..graph.tensor import Tensor
+from ..ops.blocks import Carry, repeat
+
+__all__ = ["layers"]
+
+_Step = Callable[..., tuple[Tensor, ...]]
+
+
+@overload
+def layers(
+    count: object,
+    bodies: Mapping[str, Callable[..., Tensor]],
+    x: Tensor,
+    kinds: Sequence[str],
+    *,
+    rest: int = ...,
+    name: str = ...,
+) -> Tensor: ...
+
+
+@overload
+def layers(
+    count: object,
+    bodies: Mapping[str, Callable[..., tuple[Tensor, ...]]],
+    x: tuple[Tensor, ...],
+    kinds: Sequence[str],
+    *,
+    rest: int = ...,
+    name: str = ...,
+) -> tuple[Tensor, ...]: ...
+
+
+def layers(
+    count: object,
+    bodies: Mapping[str, Callable[..., Carry]],
+    x: Carry,
+    kinds: Sequence[str],
+    *,
+    rest: int = 0,
+    name: str = "layers",
+) -> Carry:
+    """Apply layers of several kinds in turn, the count a symbol if one likes.
+
+    Parameters
+    ----------
+    count : sympy.Expr or int
+        Number of layers in all: `rest`, and a multiple of the length of `kinds` that is 1 at the least.
+    bodies : mapping of str to callable
+        One layer of each kind, `body(x) -> x` as in `repeat`; called once for each run of equal kinds.
+    x : Tensor or tuple of Tensor
+        What the first layer starts from; a tuple is passed as several arguments.
+    kinds : sequence of str
+        The kinds of the layers of one period. They are the scopes of those layers, where there are several.
+    rest : int
+        How many layers of a further period follow the last whole one.
+    name : str
+        Scope of the layers; of those that follow it is `name` with `_rest`.
+
+    Returns
+    -------
+    Tensor or tuple of Tensor
+        What the last layer returns.
+
+    Raises
+    ------
+    GraphError, ShapeError
+        If an argument is none, or a body returns something else than it was given. That `count` is no such number
+        is a BindingError once it is bound.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> B, D, L = cg.dims("B D L")
+    >>> bodies = {"narrow": lambda x: cg.mlp(x, D), "wide": lambda x: cg.mlp(x, 4 * D)}
+    >>> with cg.Graph("g") as g:
+    ...     g.output(cg.layers(L, bodies, g.input("x", (B, D)), ("narrow", "narrow", "wide"), rest=2))
+    >>> cg.param_count(g)  # of a narrow layer 2*D**2, of a wide one 8*D**2
+    4*D**2*L - 4*D**2
+    >>> cg.param_count(g, D=1, L=5), cg.param_count(g, D=1, L=8)
+    (16, 28)
+    """
+    place = f"layers {shown(name)}"
+    whole, kinds = positive(f"{place}: count", count), need_list(f"{place}: kinds", kinds)
+    steps = _steps(place, bodies)
+    wrong = next((kind for kind in kinds if not isinstance(kind, str) or kind not in steps), None)
+    if not kinds or wrong is not None:
+        raise GraphError(f"{place}: kinds {shown(wrong if kinds else kinds)}, expected one of {', '.join(steps)}")
+    if isinstance(rest, bool) or not isinstance(rest, int) or not 0 <= rest < len(kinds):
+        raise GraphError(f"{place}: rest {shown(rest)}, expected a whole number below {len(kinds)}")
+    if not is_name(name):
+        raise GraphError(f"{place}: expected an identifier as its name")
+    first = x if isinstance(x, tuple) else (x,)
+    need_tensor(place, *first)
+    if len(set(kinds)) == 1:
+        made = repeat(whole, steps[kinds[0]], first, name=name)
+    else:
+        made = repeat((whole - rest) / len(kinds), lambda *x: _run(kinds, steps, x), first, name=name)
+        if rest:
+            with module(current_graph(made[0].graph), f"{name}_rest"):
+                made = _run(kinds[:rest], steps, made)
+    return made if isinstance(x, tuple) else made[0]
+
+
+def _steps(place: str, bodies: object) -> dict[str, _Step]:
+    """Return the bodies as functions that always return a tuple."""
+    if not isinstance(bodies, Mapping) or not bodies or not all(isinstance(k, str) and is_name(k) for k in bodies):
+        raise GraphError(f"{place}: bodies {shown(bodies)}, expected a mapping of identifiers to functions")
+
+    def step(body: Callable[..., Carry]) -> _Step:
+        need_call(f"{place}: body", body)
+
+        def run(*x: Tensor) -> tuple[Tensor, ...]:
+            made = body(*x)
+            return made if isinstance(made, tuple) else (made,)
+
+        return run
+
+    return {kind: step(body) for kind, body in bodies.items()}
+
+
+def _run(kinds: Sequence[str], steps: Mapping[str, _Step], x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Layers one after the other; equal neighbours are a repeat of their own."""
+    for kind, run in groupby(kinds):
+        times = len(list(run))
+        if times > 1:
+            x = repeat(times, steps[kind], x, name=kind)
+        else:
+            with module(current_graph(x[0].graph), kind):
+                x = steps[kind](*x)
+    return x

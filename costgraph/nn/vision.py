@@ -1,0 +1,204 @@
+"""What convolutional networks for images are written with. Everything here is made of ops; no cost is stated."""
+
+from __future__ import annotations
+
+from ..errors import ShapeError
+from ..graph.arguments import need_choice, need_flag, need_tensor, positive
+from ..graph.graph import current_graph
+from ..graph.scopes import module, scope
+from ..graph.tensor import Tensor
+from ..ops.fill import fill
+from ..ops.functions import FUNCTIONS
+from ..ops.layout import reshape
+from ..ops.pointwise import pointwise
+from ..ops.reduce import reduce
+from ..ops.stochastic import dropout
+from .conv import conv
+from .linear import linear
+from .norms import batch_norm
+
+__all__ = ["inverted_residual", "squeeze_excitation", "stochastic_depth"]
+
+
+def stochastic_depth(x: Tensor, p: float, *, name: str = "stochastic_depth") -> Tensor:
+    """Zero whole samples at random and scale the others (Huang et al. 2016, arXiv 1603.09382); free with `p=0`.
+
+    Parameters
+    ----------
+    x : Tensor
+        What a block adds to its input, samples along the first axis.
+    p : float
+        Probability that a sample is zeroed, 0 <= p < 1; no cost depends on it.
+    name : str
+        Scope of the ops.
+
+    Returns
+    -------
+    Tensor
+        Shape of `x`. FLOPs: 1 an element, and what `dropout` charges for one number of each sample.
+
+    Raises
+    ------
+    GraphError, ShapeError
+        If `p` is no probability, or `x` has no axis.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> B, C = cg.dims("B C")
+    >>> with cg.Graph("g") as g:
+    ...     y = cg.stochastic_depth(g.input("x", (B, C)), 0.1)
+    >>> cg.flops(g)
+    B*C + 2*B
+    """
+    need_tensor("stochastic_depth", x)
+    if x.ndim == 0:
+        raise ShapeError(f"stochastic_depth of {x!r}: expected samples along a first axis")
+    if p == 0:
+        return x
+    with scope(name):
+        ones = fill((x.sizes[0], *(1,) * (x.ndim - 1)), 1.0, x.dtype, name="ones")
+        return x * dropout(ones, p, name="kept")
+
+
+def squeeze_excitation(
+    x: Tensor,
+    squeezed: object,
+    *,
+    activation: str = "relu",
+    gate: str = "sigmoid",
+    name: str = "squeeze_excitation",
+) -> Tensor:
+    """Scale channels by what two layers make of their means (Hu et al. 2018, arXiv 1709.01507).
+
+    Parameters
+    ----------
+    x : Tensor
+        Images, shape (b, c, h, w).
+    squeezed : sympy.Expr or int
+        Channels between the two layers.
+    activation, gate : str
+        Elementwise functions, of `costgraph.pointwise`, after the first layer and after the second.
+    name : str
+        Scope of the parameters and of the ops.
+
+    Returns
+    -------
+    Tensor
+        Shape of `x`. FLOPs of kind matmul: 4 * b * c * squeezed; one more for each element of the mean and of the
+        product.
+
+    Raises
+    ------
+    GraphError, ShapeError
+        If `x` has another number of axes, a size is none, or a function is unknown.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> B, C, Q, R = cg.dims("B C Q R")
+    >>> with cg.Graph("g") as g:
+    ...     y = cg.squeeze_excitation(g.input("x", (B, C, R, R)), Q)
+    >>> cg.param_count(g), cg.matmul_flops(g)
+    (2*C*Q + C + Q, 4*B*C*Q)
+    """
+    need_tensor("squeeze_excitation", x)
+    need_choice("squeeze_excitation: activation", activation, FUNCTIONS)
+    need_choice("squeeze_excitation: gate", gate, FUNCTIONS)
+    if x.ndim != 4:
+        raise ShapeError(f"squeeze_excitation of {x!r}: expected four axes (batch, channels, height, width)")
+    between = positive("squeeze_excitation: squeezed", squeezed)
+    with module(current_graph(x.graph), name):
+        y = reduce(x, "b c h w -> b c", "mean", name="mean")
+        y = pointwise(activation, linear(y, "b c -> b q", q=between, bias=True, name="squeeze"))
+        y = pointwise(gate, linear(y, "b q -> b c", c=x.sizes[1], bias=True, name="excite"))
+        return x * reshape(y, (*y.sizes, 1, 1), name="scales")
+
+
+def inverted_residual(
+    x: Tensor,
+    expanded: object,
+    out: object,
+    *,
+    window: int = 3,
+    stride: int = 1,
+    dilation: int = 1,
+    activation: str = "relu6",
+    squeezed: object = None,
+    squeeze_activation: str = "relu",
+    gate: str = "sigmoid",
+    expand: bool = True,
+    residual: bool = False,
+    p: float = 0,
+    name: str = "block",
+) -> Tensor:
+    """Expand channels, convolve each on its own, and project back: the block of MobileNet V2, V3 and EfficientNet.
+
+    Sandler et al. 2018 (arXiv 1801.04381), figure 3; Howard et al. 2019 (arXiv 1905.02244), figure 4, with squeeze and
+    excitation after the depthwise convolution.
+
+    Parameters
+    ----------
+    x : Tensor
+        Images, shape (b, c, h, w).
+    expanded, out : sympy.Expr or int
+        Channels in the middle and at the end.
+    window, stride, dilation : int
+        Of the depthwise convolution, which is padded to the size of its input over the stride, rounded up. The window
+        is odd.
+    activation : str
+        Elementwise function of `costgraph.pointwise`, after expansion and depthwise convolution.
+    squeezed : sympy.Expr or int, optional
+        Channels inside squeeze and excitation; none without.
+    squeeze_activation, gate : str
+        Functions of `squeeze_excitation`.
+    expand : bool
+        False where the block starts with the depthwise convolution; `expanded` is then the channels of `x`.
+    residual : bool
+        Add `x` to the result, which then has its shape.
+    p : float
+        Stochastic depth of what is added.
+    name : str
+        Scope of the parameters and of the ops.
+
+    Returns
+    -------
+    Tensor
+        Shape (b, out, ceiling(h/stride), ceiling(w/stride)); every convolution is followed by a norm over the batch.
+
+    Raises
+    ------
+    GraphError, ShapeError
+        If a size or an argument does not fit.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> B, C, E, R = cg.dims("B C E R")
+    >>> with cg.Graph("g") as g:
+    ...     y = cg.inverted_residual(g.input("x", (B, C, R, R)), E, C, residual=True)
+    >>> cg.matmul_flops(g), cg.param_count(g)
+    (4*B*C*E*R**2 + 18*B*E*R**2, 2*C*E + 2*C + 13*E)
+    """
+    need_tensor("inverted_residual", x)
+    need_choice("inverted_residual: activation", activation, FUNCTIONS)
+    need_flag("inverted_residual", expand=expand, residual=residual)
+    if isinstance(window, bool) or not isinstance(window, int) or window % 2 == 0:
+        raise ShapeError(f"inverted_residual {name!r}: window={window!r}, expected an odd integer")
+    middle = positive(f"inverted_residual {name!r}: expanded", expanded)
+
+    def normed(x: Tensor, channels: object, name: str, **options: object) -> Tensor:
+        y = conv(x, "b c h w -> b o h w", o=channels, name=name, **options)  # type: ignore[arg-type]  # checked there
+        return batch_norm(y, name=f"{name}/norm")
+
+    with module(current_graph(x.graph), name):
+        y = pointwise(activation, normed(x, middle, "expand", window=1)) if expand else x
+        padding = dilation * (window - 1) // 2
+        y = normed(
+            y, middle, "depthwise", window=window, stride=stride, padding=padding, dilation=dilation, groups=middle
+        )
+        y = pointwise(activation, y)
+        if squeezed is not None:
+            y = squeeze_excitation(y, squeezed, activation=squeeze_activation, gate=gate)
+        y = normed(y, out, "project", window=1)
+        return x + stochastic_depth(y, p) if residual else y

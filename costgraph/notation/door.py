@@ -1,0 +1,270 @@
+"""One check at the door: a public function is given what its annotations say, or refuses with the argument's name.
+
+Annotations are the only source: mypy reads them before a program runs, and this module when it does. Functions are
+checked where the public namespace hands them out, so that calls within the library pay nothing. Sizes and formulas
+(`object`, `sympy.Expr`), and text that stands for something else (`str | Hardware`), are read by the function itself,
+which says what it expects. An argument that is missing or not in the signature stays Python's own TypeError.
+"""
+
+from __future__ import annotations
+
+import collections.abc as abc
+import inspect
+import math
+import re
+import sys
+import types
+import typing
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import wraps
+from numbers import Integral, Real
+from operator import is_
+from typing import Annotated, Any, NamedTuple, TypeVar, cast
+
+import sympy
+
+from ..algebra.polynomial import Poly
+from ..algebra.symbols import shown
+from ..errors import CostGraphError, GraphError
+
+__all__ = ["READ", "REAL", "Rule", "checked", "guard", "rule"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+_PACKAGE = __name__.partition(".")[0]
+
+
+class Rule(NamedTuple):
+    """What an argument has to be. In `Annotated[int, Rule(...)]` it says more than the type before it."""
+
+    expected: str
+    """In words, as errors say it."""
+    holds: Callable[[Any], bool]
+    """Whether a value is one."""
+    error: type[CostGraphError] = GraphError
+    """What is raised for another one."""
+
+
+_ANYTHING = Rule("anything", lambda value: True)
+#: What the function reads, as it does with sizes: its own words say more than the type.
+READ = Rule("what can be read", _ANYTHING.holds)
+#: A float where infinities and NaN have a meaning.
+REAL = Rule("a number", lambda value: _is_real(value, finite=False))
+
+
+def _is_real(value: object, *, finite: bool = True) -> bool:
+    try:
+        return isinstance(value, Real) and not isinstance(value, bool) and (math.isfinite(float(value)) or not finite)
+    except OverflowError:  # an integer that no float holds
+        return False
+
+
+# Python refuses to write out integers of more than 4,300 digits, and nothing here has a third of that
+_MOST_BITS = 1 << 12
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value).bit_length() <= _MOST_BITS
+
+
+_PLAIN: dict[object, Rule] = {
+    Any: _ANYTHING,
+    object: _ANYTHING,
+    types.NoneType: Rule("None", lambda value: value is None),
+    bool: Rule("True or False", lambda value: isinstance(value, bool)),
+    int: Rule("a whole number", _is_whole),
+    float: Rule("a number", _is_real),
+    sympy.Expr: Rule("a formula", lambda value: isinstance(value, sympy.Expr)),
+    Poly: Rule("a size", lambda value: isinstance(value, Poly)),
+    str: Rule("text", lambda value: isinstance(value, str)),
+    # a class is no function of tensors, though it can be called
+    abc.Callable: Rule("a function", lambda value: callable(value) and not isinstance(value, type)),
+}
+
+
+def rule(hint: Any) -> Rule:
+    """Return what an annotation asks of a value: type variables and unknown forms ask nothing."""
+    if hint in _PLAIN:
+        return _PLAIN[hint]
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        return next((a for a in args[1:] if isinstance(a, Rule)), rule(args[0]))
+    if origin in (typing.Union, types.UnionType):
+        return _either([rule(a) for a in args])
+    if origin in _PLAIN:
+        return _PLAIN[origin]
+    if isinstance(hint, type) and origin is None:
+        return Rule(_words(hint), lambda value: isinstance(value, hint))
+    return _holding(origin, args) if isinstance(origin, type) else _ANYTHING
+
+
+def _words(kind: type) -> str:
+    name = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", kind.__name__).lower()
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+
+
+def _either(parts: list[Rule]) -> Rule:
+    # a whole number is a number, and None is what stands there by default
+    left = [
+        p for p in parts if p is not _PLAIN[types.NoneType] and (p is not _PLAIN[int] or _PLAIN[float] not in parts)
+    ]
+    *others, last = dict.fromkeys(p.expected for p in left)
+    text = f"{', '.join(others)} or {last}" if others else last
+    return _ANYTHING if _ANYTHING in parts else Rule(text, lambda v: any(p.holds(v) for p in parts), left[0].error)
+
+
+def _holding(origin: type, args: tuple[Any, ...]) -> Rule:
+    """Return what a container asks, of itself and of what it holds."""
+    if issubclass(origin, abc.Mapping):
+        key, value = map(rule, args)
+        return Rule(
+            f"a mapping from {key.expected} to {value.expected}",
+            lambda v: isinstance(v, origin) and all(key.holds(k) and value.holds(x) for k, x in v.items()),
+        )
+    if origin is tuple and args[-1] is not Ellipsis:
+        each = list(map(rule, args))
+        return Rule(
+            f"({', '.join(r.expected for r in each)})",
+            lambda v: (
+                isinstance(v, list | tuple)
+                and len(v) == len(each)
+                and all(r.holds(x) for r, x in zip(each, v, strict=True))
+            ),
+        )
+    if issubclass(origin, abc.Iterable) and args:
+        inner = rule(args[0])
+        if inner is _ANYTHING:
+            return _ANYTHING
+        # text and sets have no order that anyone meant; what can be read once alone is not looked into
+        kinds: Any = (list, tuple) if origin in (tuple, abc.Sequence) else origin
+        return Rule(
+            f"{'a list' if kinds == (list, tuple) else _words(origin)}, each {inner.expected}",
+            lambda v: (
+                isinstance(v, kinds)
+                and not isinstance(v, str | bytes)
+                and (not isinstance(v, abc.Collection) or all(map(inner.holds, v)))
+            ),
+        )
+    return rule(origin)
+
+
+class _Plan(NamedTuple):
+    """What a function asks of its arguments."""
+
+    place: str
+    positional: tuple[tuple[str, Rule], ...]
+    more: tuple[str, Rule] | None
+    named: Mapping[str, Rule]
+
+    def enter(self, args: tuple[object, ...], named: Mapping[str, object]) -> None:
+        """Raise GraphError for the first argument that is not what is asked for."""
+        for value, (name, asked) in zip(args, self.positional, strict=False):
+            if not asked.holds(value):
+                self.refuse(name, value, asked)
+        if self.more is not None and len(args) > len(self.positional):
+            name, asked = self.more
+            for i, value in enumerate(args[len(self.positional) :]):
+                if not asked.holds(value):
+                    self.refuse(f"{name}[{i}]", value, asked)
+        for name, value in named.items():
+            if name in self.named and not self.named[name].holds(value):
+                self.refuse(name, value, self.named[name])
+
+    def refuse(self, name: str, value: object, asked: Rule) -> None:
+        raise asked.error(f"{self.place}: {name} is {shown(value)}, expected {asked.expected}")
+
+
+def _plan(function: Callable[..., Any], *, reads: bool = True) -> _Plan:
+    hints = _hints(function)
+    positional, named, more = [], {}, None
+    for p in inspect.signature(function).parameters.values():
+        asked = (_asked if reads else rule)(hints.get(p.name, Any))
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD):
+            positional.append((p.name, asked))
+        if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD):
+            named[p.name] = asked
+        if p.kind is p.VAR_POSITIONAL:
+            more = (p.name, asked)
+    place = function.__qualname__.removesuffix(".__init__")
+    return _Plan(place, tuple(positional), more, named)
+
+
+def _asked(hint: Any) -> Rule:
+    """Return what the door asks of an argument: a formula, or what else than text text may stand for, the function."""
+    forms = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    words = str in forms and not {*forms} <= {str, types.NoneType}
+    return _ANYTHING if words or sympy.Expr in forms else rule(hint)
+
+
+def _hints(function: Callable[..., Any]) -> dict[str, Any]:
+    # names that a module imports for annotations alone are found in the package
+    package = vars(sys.modules[_PACKAGE])
+    return typing.get_type_hints(function, localns=package, include_extras=True)
+
+
+def _own(value: object) -> Any:
+    """Return an integer of NumPy as Python's: theirs wraps around."""
+    return int(value) if isinstance(value, Integral) and not isinstance(value, int | sympy.Integer) else value
+
+
+def _all_own(value: Any) -> Any:
+    """Return integers of NumPy as Python's, those of a list too."""
+    if type(value) not in (list, tuple):
+        return _own(value)
+    own = list(map(_own, value))
+    return value if all(map(is_, own, value)) else type(value)(own)
+
+
+def checked(function: F, *, reads: bool = True) -> F:
+    """Let a function refuse arguments that are not what its annotations say.
+
+    Parameters
+    ----------
+    function : callable
+        Annotated.
+    reads : bool
+        Whether it looks at formulas, and names of things, by itself; a record that only keeps them does not.
+
+    Raises
+    ------
+    GraphError
+        When it is called: the text names function, argument, value, and what was expected.
+    """
+    plan: _Plan | None = None
+
+    @wraps(function)
+    def entered(*args: Any, **kwargs: Any) -> Any:
+        nonlocal plan
+        if plan is None:
+            plan = _plan(function, reads=reads)  # at the first call: most programs call few of them
+        args, kwargs = tuple(map(_all_own, args)), {name: _all_own(value) for name, value in kwargs.items()}
+        plan.enter(args, kwargs)
+        return function(*args, **kwargs)
+
+    return cast(F, entered)
+
+
+def guard(namespace: dict[str, Any], names: Iterable[str], inside: Collection[str] = ()) -> None:
+    """Check the arguments of all functions of a public namespace, and of all methods of its classes.
+
+    Parameters
+    ----------
+    namespace : dict of str to object
+        The globals of a public module, whose functions are replaced; methods are replaced in their classes.
+    names : iterable of str
+        What is public.
+    inside : collection of str
+        Functions, classes, and methods as `Class.method`, that are left as they are: checks of what the library itself
+        calls for each op would cost more than they are worth.
+    """
+    for name in names:
+        found = namespace[name]
+        if inspect.isfunction(found) and name not in inside:
+            namespace[name] = door = checked(found)
+            door.__module__ = namespace["__name__"]  # where pickle finds this one
+        elif isinstance(found, type) and found.__module__.startswith(f"{_PACKAGE}."):
+            fields = getattr(found, "__dataclass_fields__", {})
+            keeps = fields and not hasattr(found, "__post_init__")
+            for key, member in list(vars(found).items()):
+                public = key == "__init__" or (not key.startswith("_") and key not in fields)
+                if public and inspect.isfunction(member) and not {name, f"{name}.{key}"} & set(inside):
+                    setattr(found, key, checked(member, reads=key != "__init__" or not keeps))

@@ -1,0 +1,223 @@
+"""Pattern text -> Pattern. Text only: no tensors, no sympy.
+
+pattern = operand {"," operand} "->" operand
+operand = {axis}                          axes separated by spaces; none at all is a scalar
+axis    = name | "1" | "..." | "(" {name} ")" | affine
+affine  = term {("+" | "-") term}         without spaces: h*2+r, h+2*r-1
+term    = name | name "*" int | int "*" name | int
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Annotated
+
+from ..algebra.symbols import is_name, shorten, shown
+from ..errors import PatternError
+from .door import READ
+
+__all__ = ["Affine", "Axes", "Pattern", "PatternText", "parse_pattern"]
+
+#: A pattern as a caller writes it, which `parse_pattern` reads.
+PatternText = Annotated[str, READ]
+
+_LONGEST = 4000
+_HIDDEN = re.compile(r"_\d+\Z", re.ASCII)  # an axis behind '...'
+_TOKEN = re.compile(r"\(|\)|[^\s()]+")
+_TERM = re.compile(r"([+-]?)(?:(\d{1,9})\*)?([A-Za-z_]\w*|\d{1,9})(?:\*(\d{1,9}))?", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Axes:
+    """One dimension of a tensor made of named axes: one name, several merged ones, or none (a literal 1)."""
+
+    names: tuple[str, ...]
+    """Axis names, slowest first."""
+
+    def __str__(self) -> str:
+        return self.names[0] if len(self.names) == 1 else f"({' '.join(self.names)})" if self.names else "1"
+
+
+@dataclass(frozen=True)
+class Affine:
+    """One dimension that is read at `sum(coefficient * axis) + offset`, as a convolution reads its input."""
+
+    terms: tuple[tuple[str, int], ...]
+    """Axis names with positive integer coefficients."""
+    offset: int
+    """Constant part: minus the padding."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the axes that the index is made of."""
+        return tuple(n for n, _ in self.terms)
+
+    def __str__(self) -> str:
+        text = "+".join(n if c == 1 else f"{n}*{c}" for n, c in self.terms)
+        return text + (f"{self.offset:+d}" if self.offset else "")
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """The axes of every operand and of the result."""
+
+    operands: tuple[tuple[Axes | Affine, ...], ...]
+    """One tuple of dimensions for each operand."""
+    result: tuple[Axes | Affine, ...]
+    """Dimensions of the result."""
+
+    def __str__(self) -> str:
+        left = ", ".join(" ".join(map(str, o)) for o in self.operands)
+        return f"{left} -> {' '.join(map(str, self.result))}"
+
+    @property
+    def result_names(self) -> tuple[str, ...]:
+        """Axis names of the result, in order."""
+        return tuple(n for a in self.result for n in a.names)
+
+    def operand_names(self, i: int) -> tuple[str, ...]:
+        """Axis names of operand number `i`, in order."""
+        return tuple(n for a in self.operands[i] for n in a.names)
+
+
+def _affine(token: str, text: str) -> Axes | Affine:
+    terms: dict[str, int] = {}
+    offset = end = 0
+    for match in _TERM.finditer(token):
+        sign, before, what, after = match.groups()
+        if match.start() != end or (end and not sign):
+            break
+        end = match.end()
+        factor = int(before or 1) * int(after or 1) * (-1 if sign == "-" else 1)
+        if what.isdigit():
+            offset += factor * int(what)
+            continue
+        if what in terms or factor < 1 or not is_name(what):
+            raise PatternError(
+                f"pattern {shorten(text)}: index {shorten(token)}, expected each axis once with a positive factor"
+            )
+        terms[what] = factor
+    if end != len(token) or not terms:
+        raise PatternError(
+            f"pattern {shorten(text)}: {shorten(token)} is neither a name, 1, (a b) nor an index such as h*2+r"
+        )
+    if not offset and list(terms.values()) == [1]:
+        return Axes(tuple(terms))
+    return Affine(tuple(terms.items()), offset)
+
+
+def _operand(part: str, text: str, rank: int | None) -> tuple[Axes | Affine, ...]:
+    out: list[Axes | Affine] = []
+    group: list[str] | None = None
+    for token in _TOKEN.findall(part):
+        if token == "(" and group is None:
+            group = []
+        elif token == ")" and group is not None:
+            out.append(Axes(tuple(group)))
+            group = None
+        elif token in "()":
+            raise PatternError(f"pattern {shorten(text)}: unexpected {token!r}, expected brackets in pairs, not nested")
+        elif group is not None:
+            if token != "1" and not is_name(token):
+                raise PatternError(f"pattern {shorten(text)}: {shorten(token)} in brackets, expected axis names")
+            group += [token] if token != "1" else []
+        elif token == "1":
+            out.append(Axes(()))
+        elif token == "...":
+            out.append(Axes(("...",)))
+        elif is_name(token):
+            out.append(Axes((token,)))
+        else:
+            out.append(_affine(token, text))
+    if group is not None:
+        raise PatternError(f"pattern {shorten(text)}: '(' without ')'")
+    return _without_ellipsis(out, text, rank)
+
+
+def _without_ellipsis(axes: list[Axes | Affine], text: str, rank: int | None) -> tuple[Axes | Affine, ...]:
+    at = [i for i, a in enumerate(axes) if a.names == ("...",)]
+    if not at:
+        return tuple(axes)
+    if len(at) > 1:
+        raise PatternError(f"pattern {shorten(text)}: '...' twice in one operand, expected it once at the most")
+    if any(_HIDDEN.match(n) for a in axes for n in a.names):
+        raise PatternError(f"pattern {shorten(text)}: names such as '_0' beside '...', expected others: it makes these")
+    if rank is None:
+        return tuple(axes)
+    hidden = rank - (len(axes) - 1)
+    if hidden < 0:
+        raise PatternError(f"pattern {shorten(text)}: an operand of {rank} axes, expected at least {len(axes) - 1}")
+    # numbered from the last, so that operands of different rank align as NumPy's do
+    names = [Axes((f"_{i}",)) for i in range(hidden - 1, -1, -1)]
+    return tuple(axes[: at[0]] + names + axes[at[0] + 1 :])
+
+
+def parse_pattern(text: str, ranks: tuple[int, ...] | None = None, *, scattered: bool = False) -> Pattern:
+    """Read a pattern.
+
+    Parameters
+    ----------
+    text : str
+        Such as `"b s d, d f -> b s f"`.
+    ranks : tuple of int, optional
+        Number of axes of each operand: what `...` stands for follows from them.
+    scattered : bool
+        Allow indices and diagonals on the right side, which gradients of contractions have.
+
+    Returns
+    -------
+    Pattern
+        The dimensions of every operand and of the result.
+
+    Raises
+    ------
+    PatternError
+        If the text is no pattern, the number of operands differs from that of `ranks`, or an operand has fewer axes
+        than its part of the pattern.
+
+    Examples
+    --------
+    >>> str(parse_pattern("b (h k) ->  b h k"))
+    'b (h k) -> b h k'
+    """
+    if not isinstance(text, str):
+        raise PatternError(f"pattern {shown(text)}: expected text such as 'b s d -> b s'")
+    return _parsed(text, ranks, scattered)
+
+
+@lru_cache(maxsize=4096)
+def _parsed(text: str, ranks: tuple[int, ...] | None, scattered: bool) -> Pattern:
+    if len(text) > _LONGEST:
+        raise PatternError(f"pattern of {len(text)} characters, expected at most {_LONGEST}")
+    sides = text.split("->")
+    if len(sides) != 2:
+        raise PatternError(f"pattern {shorten(text)}: expected exactly one '->'")
+    parts = sides[0].split(",")
+    if ranks is not None and len(parts) != len(ranks):
+        raise PatternError(f"pattern {shorten(text)}: describes {len(parts)} operands, got {len(ranks)}")
+    operands = tuple(_operand(p, text, ranks[i] if ranks else None) for i, p in enumerate(parts))
+    result = _operand(sides[1], text, None)
+    if ranks is not None:
+        result = _without_ellipsis(list(result), text, _longest_ellipsis(parts, operands) + len(result) - 1)
+    if not scattered:
+        _check_names(operands, result, text)
+    return Pattern(operands, result)
+
+
+def _longest_ellipsis(parts: Sequence[str], operands: Sequence[Sequence[Axes | Affine]]) -> int:
+    counts = [sum(_HIDDEN.match(n) is not None for a in o for n in a.names) for o in operands]
+    return max((c for c, p in zip(counts, parts, strict=True) if "..." in p), default=0)
+
+
+def _check_names(operands: Sequence[Sequence[Axes | Affine]], result: Sequence[Axes | Affine], text: str) -> None:
+    for where, dims in [(f"operand {i + 1}", o) for i, o in enumerate(operands)] + [("the result", result)]:
+        # an axis may stand in two affine indices of one operand, a plain one only once
+        names = [n for a in dims if isinstance(a, Axes) for n in a.names]
+        twice = sorted({n for n in names if names.count(n) > 1})
+        if twice and where == "the result":
+            raise PatternError(f"pattern {shorten(text)}: axis {twice[0]!r} twice in {where}, expected once")
+    if any(isinstance(a, Affine) for a in result):
+        raise PatternError(f"pattern {shorten(text)}: an index with '*' or '+' in the result, expected plain axes")

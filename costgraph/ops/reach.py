@@ -1,0 +1,247 @@
+"""Which elements of a tensor the ops of a graph read together: slices add up, whole readers do not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from ..algebra.dominance import lower
+from ..algebra.extremum import Max, at_least_zero, smaller
+from ..algebra.polynomial import ONE, ZERO, Poly, poly, total
+from ..errors import ShapeError
+from ..graph.op import Op
+from ..graph.strides import Sizes, numel
+from ..graph.tensor import Tensor
+
+if TYPE_CHECKING:
+    from ..graph.domain import Domain
+    from ..graph.graph import Graph
+
+    Restriction = tuple[Domain, int, int]
+
+__all__ = [
+    "alike", "at_least", "carried", "elements_read", "larger", "left_over", "points", "reached", "regrouped", "shared",
+    "together",
+]  # fmt: skip
+
+
+def at_least(a: Poly, b: Poly) -> bool:
+    """Whether `a >= b` is known of two amounts for all sizes."""
+    if a == b or not b:  # amounts are never negative
+        return True
+    least = lower(a - b)
+    return least is not None and least >= 0
+
+
+def larger(a: Poly, b: Poly) -> Poly:
+    """Return the larger of two amounts, a Max where it depends on the sizes."""
+    if not a:
+        return b
+    return a if at_least(a, b) else b if at_least(b, a) else poly(Max(a.expr, b.expr))
+
+
+def points(t: Tensor, *, stored: bool = False) -> Poly:
+    """Return the index points of a tensor that hold anything; with `stored`, each element of an expanded one once."""
+    return reached(t, t.sizes, t.domain, [bool(s) or not stored for s in t.strides])
+
+
+def reached(t: Tensor, sizes: Sizes, restriction: Restriction | None, runs: Sequence[bool]) -> Poly:
+    """Return how many positions of a tensor's own axes the index points of a shape reach, broadcast from the right.
+
+    Parameters
+    ----------
+    t : Tensor
+        What is reached.
+    sizes : sequence of Poly
+        The shape, of as many axes as the tensor at least.
+    restriction : (Domain, int, int), optional
+        Which points of the shape there are.
+    runs : sequence of bool
+        Of each axis of the tensor whether its positions count, or are one.
+    """
+    # of an axis of size 1, all positions of a longer one are the same
+    moving = {i + len(sizes) - t.ndim: n for i, n in enumerate(t.sizes) if runs[i] and n != ONE}
+    if restriction is None:
+        return numel(list(moving.values()))
+    domain, query, key = restriction
+    rest = numel([n for axis, n in moving.items() if axis not in (query, key)])
+    own = {"query": query in moving, "key": key in moving}
+    return rest * domain.reached(sizes[query], sizes[key], t.graph.root.relations, **own)
+
+
+# -- what is left of a restriction -------------------------------------------------------------------------------
+
+
+def shared(operands: Sequence[Tensor], sizes: Sizes) -> Restriction | None:
+    """Return the restriction of an elementwise result: that of its operands, at whose points alone it is computed.
+
+    Raises
+    ------
+    ShapeError
+        If operands are restricted to different domains, or one is repeated along an axis of its own.
+    """
+    found = None
+    for t in operands:
+        if t.domain is None:
+            continue
+        domain, *axes = t.domain
+        query, key = (i + len(sizes) - t.ndim for i in axes)
+        if any(t.sizes[i] == ONE != sizes[at] for i, at in zip(axes, (query, key), strict=True)):
+            raise ShapeError(f"{t!r} is restricted to a domain, expected its axes {axes[0]} and {axes[1]} not repeated")
+        if found not in (None, (domain, query, key)):
+            raise ShapeError("operands restricted to two different domains, expected one")
+        found = domain, query, key
+    return found
+
+
+def alike(operands: Sequence[Tensor]) -> Restriction | None:
+    """Return the restriction that operands which are written to one place have: one for all of them.
+
+    Raises
+    ------
+    ShapeError
+        If they are restricted to different domains, or some of them to none.
+    """
+    first = operands[0]
+    for t in operands[1:]:
+        if t.domain != first.domain:
+            raise ShapeError(f"{first!r} and {t!r} are restricted to different domains, expected the same")
+    return first.domain
+
+
+def carried(x: Tensor, places: Sequence[int | None]) -> Restriction | None:
+    """Follow a restriction to where its two axes have gone; `places` are the old axes of the new ones.
+
+    Raises
+    ------
+    ShapeError
+        If one of them is not there as it was.
+    """
+    if x.domain is None:
+        return None
+    domain, query, key = x.domain
+    if query not in places or key not in places:
+        raise ShapeError(f"{x!r} is restricted to a domain, expected its axes {query} and {key} to stay as they are")
+    return domain, places.index(query), places.index(key)
+
+
+def left_over(x: Tensor, places: Sequence[int | None]) -> Restriction | None:
+    """Return the restriction of a reduction: that of its operand where both axes stay; each row has a result."""
+    if x.domain is None or not {*x.domain[1:]} <= set(places):
+        return None
+    return carried(x, places)
+
+
+def regrouped(sizes: Sizes, axes: Sequence[int], new: Sizes) -> list[int | None]:
+    """Return where axes of a shape are in another one of as many elements, None where they are not."""
+    found: list[int | None] = []
+    for axis in axes:
+        behind = numel(sizes[axis + 1 :])
+        same = (i for i, n in enumerate(new) if n == sizes[axis] and numel(new[i + 1 :]) == behind and i not in found)
+        found.append(next(same, None))
+    return found
+
+
+# -- what the ops of a graph read --------------------------------------------------------------------------------
+
+
+def elements_read(graph: Graph, tensor: Tensor) -> Poly:
+    """Return the different elements of a tensor that the ops of a graph read.
+
+    Parameters
+    ----------
+    graph : Graph
+        The tensor is one of its nodes; bodies are followed.
+    tensor : Tensor
+        What is read, directly or through views.
+
+    Returns
+    -------
+    Poly
+        Elements. Of readers whose parts may overlap the widest one counts, so that it is never too much.
+    """
+    most = ZERO
+    slices: dict[int, list[tuple[Poly, Poly, Poly]]] = {}
+    for op in graph.successors(tensor):
+        result = op.results[0] if op.results else None
+        if (
+            op.kind.body is None
+            and result is not None
+            and result.storage is tensor.storage
+            and not op.attrs.get("inplace")
+        ):
+            inner = elements_read(graph, result)
+            if op.kind.name == "slice":
+                slices.setdefault(op.attrs["axis"], []).append((*_span(op), inner))
+            else:
+                most = larger(most, inner)
+            continue
+        if op.kind.name == "append" and op.operands[0] is tensor and result is not None:
+            # what is seen of a cache but was not there before need not come from memory
+            inner = elements_read(graph, result)
+            new = op.kind.writes(op)[0]
+            inner = inner - new if at_least(inner, new) else at_least_zero(inner - new)
+            most = larger(most, inner)
+            continue
+        most = larger(most, _read_by(op, tensor))
+    for parts in slices.values():
+        most = larger(most, _together(parts))
+    return most
+
+
+def _read_by(op: Op, tensor: Tensor) -> Poly:
+    most = ZERO
+    amounts: Sequence[Poly] = () if op.kind.body == "repeated" else op.kind.reads(op)
+    for i, t in enumerate(op.operands):
+        if t is not tensor:
+            continue
+        if op.kind.body == "repeated":
+            most = larger(most, _read_by_loop(op, i))
+        elif i < len(amounts):
+            stated = op.attrs.get("reads") is not None  # bytes of elements that may be read again and again
+            most = larger(most, smaller(amounts[i], points(t, stored=True)) if stated else amounts[i])
+    return most
+
+
+def _read_by_loop(op: Op, i: int) -> Poly:
+    body, first = op.body, op.attrs["carries"]
+    assert body is not None
+    inner = elements_read(body, body.formals[i])
+    return inner * op.attrs["count"] if first <= i < first + op.attrs["xs"] else inner
+
+
+def together(tensors: Sequence[Tensor]) -> Poly:
+    """Return the different elements of tensors of one storage: slices that are apart add up, others may overlap."""
+    if len(tensors) == 1:
+        return points(tensors[0], stored=True)
+    makers = [t.producer for t in tensors]
+    slices = [op for op in makers if op is not None and op.kind.name == "slice"]
+    if len(slices) == len(tensors) and len({(op.operands[0], op.attrs["axis"]) for op in slices}) == 1:
+        return _together([(*_span(op), points(op.results[0], stored=True)) for op in slices])
+    most = ZERO
+    for t in tensors:
+        most = larger(most, points(t, stored=True))
+    return most
+
+
+def _span(op: Op) -> tuple[Poly, Poly]:
+    """Return where a slice begins and ends on its axis."""
+    start: Poly = op.attrs["start"]
+    return start, start + (op.attrs["size"] - 1) * op.attrs["step"] + 1
+
+
+def _together(parts: list[tuple[Poly, Poly, Poly]]) -> Poly:
+    """Add up slices of one axis that are known not to overlap; of others take the widest."""
+    parts = list(dict.fromkeys(parts))
+    if all(begin.constant is not None for begin, _, _ in parts):
+        parts.sort(key=lambda part: part[0].constant or 0)
+        apart = all(at_least(b[0], a[1]) for a, b in pairwise(parts))
+    else:
+        apart = all(at_least(b[0], a[1]) or at_least(a[0], b[1]) for i, a in enumerate(parts) for b in parts[i + 1 :])
+    if apart:
+        return total(amount for _, _, amount in parts)
+    most = ZERO
+    for _, _, amount in parts:
+        most = larger(most, amount)
+    return most

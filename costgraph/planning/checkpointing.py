@@ -1,0 +1,184 @@
+"""Which activation checkpointing: the interval that takes least memory, and the cheapest policy that fits a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import sympy
+
+from ..algebra.polynomial import Poly, poly
+from ..algebra.symbols import dims as make_dims
+from ..algebra.symbols import is_name, shown
+from ..analysis.costs import costs
+from ..analysis.lifetimes import play
+from ..analysis.live import live_bytes
+from ..analysis.memory import peak_memory
+from ..bind.evaluate import Formula, bound_answer, need_bound
+from ..errors import BindingError, GraphError
+from ..graph.graph import Graph, need_graph
+from ..graph.sizes import bindings, known_names
+from ..hardware.specs import Hardware
+from ..transforms.backward.backward import backward
+from ..transforms.checkpoint import Checkpoint, every, every_block, from_start, selective
+from ..transforms.training import training_step, with_loss
+from .search import Bytes, memory_limit
+
+__all__ = ["best_interval", "checkpoint_for"]
+
+_MOST_LAYERS = 10_000  # their divisors are looked for, and a step is made for each
+
+
+def best_interval(graph: Graph, /, loss: Any = None, **dims: int) -> Formula:
+    """Return the number of layers that are best computed again together, as `costgraph.every` does.
+
+    Parameters
+    ----------
+    graph : Graph
+        A model with a stack of layers.
+    loss : str or callable, optional
+        As for `training_step`.
+    **dims : int
+        Sizes to bind.
+
+    Returns
+    -------
+    float or sympy.Expr
+        The k that makes the activations kept, a*L/k for the inputs of groups and b*k for what a group saves when it
+        is computed again, least: sqrt(a*L/b) (Chen et al. 2016, arXiv 1604.06174, section 4). Both are read from the
+        derived backward pass. It is seldom a divisor of L, which `every` needs.
+
+    Raises
+    ------
+    GraphError
+        If no loop of the graph can be split into groups.
+    BindingError
+        If a size cannot be bound.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> g = cg.models.load("gpt2", symbolic=True)
+    >>> round(cg.best_interval(g, B=1, S=1024, D=768, H=12, F=3072, L=48, V=50257, P=1024), 1)
+    1.7
+    """
+    need_graph("best_interval", graph)
+    values = bindings(graph, dims)
+    name = next(n for n in ("k", "interval", "interval_of_layers") if n not in known_names(graph))
+    made = backward(with_loss(graph, loss), checkpoint=every(make_dims(name)))
+    program = play(made)
+    again = [i for i, step in enumerate(program.steps) if step.op.phase == "recompute"]
+    begin = next((i for i in again if i + 1 not in again), None)
+    live = next((p for at, p in live_bytes(program) if begin is not None and at > begin), None)
+    groups, inside = (
+        (Poly({}), Poly({})) if live is None else (_coefficient(live, name, -1), _coefficient(live, name, 1))
+    )
+    if not groups or not inside:
+        raise GraphError(f"best_interval: graph {graph.name!r} has no stack of layers that can be split into groups")
+    found = sympy.sqrt(sympy.cancel((groups / inside).expr) if len(inside.terms) > 1 else (groups / inside).expr)
+    return bound_answer(poly(found), values)
+
+
+def _coefficient(p: Poly, name: str, exponent: int) -> Poly:
+    """Return what stands before a power of a symbol."""
+    found = {m: c for m, c in p.terms.items() if dict(m).get(name) == exponent}
+    return Poly({tuple((k, e) for k, e in m if k != name): c for m, c in found.items()})
+
+
+def _policies(graph: Graph, layers: int) -> Iterator[Checkpoint | None]:
+    """Yield what may fit: nothing, parts of a layer, each layer, several together, and all from the start."""
+    yield None
+    for names in _parts(graph):
+        yield selective(*names)
+    yield every_block()
+    for k in range(2, layers):
+        if layers % k == 0:
+            yield every(k)
+            yield every(k, inside=every_block())
+    yield from_start()
+
+
+def _parts(graph: Graph) -> list[tuple[str, ...]]:
+    """List the scopes and kernels inside the layers, one by one and all together."""
+    found: dict[str, None] = {}
+    for op in graph.ops:
+        if op.kind.body == "repeated" and op.body is not None:
+            for inner in op.body.ops:
+                first, *rest = inner.name.removeprefix(f"{op.name}/").split("/")
+                if (rest or inner.body is not None) and is_name(first):
+                    found[first] = None
+    return [(name,) for name in found] + ([tuple(found)] if len(found) > 1 else [])
+
+
+def checkpoint_for(
+    graph: Graph,
+    /,
+    *,
+    memory: Bytes | None = None,
+    hardware: str | Hardware | None = None,
+    options: dict[str, Any] | None = None,
+    **dims: int,
+) -> Checkpoint | None:
+    """Return the policy of activation checkpointing that fits and computes least again.
+
+    Parameters
+    ----------
+    graph : Graph
+        A model, as for `training_step`.
+    memory : int or float, optional
+        Limit in bytes.
+    hardware : str or Hardware, optional
+        Device whose capacity is the limit, as its vendor states it; one of the two has to be given.
+    options : dict, optional
+        Arguments of `training_step` beside `checkpoint`: the optimizer, the precision, ...
+    **dims : int
+        A size for every dimension without a default.
+
+    Returns
+    -------
+    Checkpoint or None
+        None if the step fits without. Tried are parts of a layer by name, each layer, every k-th for the divisors of
+        the number of layers, alone and nested, and all from the start.
+
+    Raises
+    ------
+    BindingError
+        If a dimension is open, no limit or two are given, or nothing fits: the text says what the least would be.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> g = cg.models.load("gpt2", attention="eager")
+    >>> cg.checkpoint_for(g, memory=6e9, B=8, S=1024).names
+    ('attention',)
+    """
+    need_graph("checkpoint_for", graph)
+    limit = memory_limit("checkpoint_for", hardware, memory)
+    chosen, sizes = dict(options or {}), dict[str, Any](dims)
+    if "checkpoint" in chosen:
+        raise GraphError("checkpoint_for: options has a checkpoint already, expected the other arguments of a step")
+    fitting: list[tuple[Any, Any, Checkpoint | None]] = []
+    least: Any = None
+    layers = _layers(graph, dims)
+    if layers > _MOST_LAYERS:
+        raise BindingError(f"checkpoint_for: {shown(layers)} layers, expected at most {_MOST_LAYERS}")
+    for policy in _policies(graph, layers):
+        step = training_step(graph, checkpoint=policy, **chosen)
+        peak = peak_memory(step, **sizes)
+        need_bound([peak], "checkpoint_for")
+        least = peak if least is None else min(least, peak)
+        if peak <= limit:
+            again = costs(step, **sizes).filter(phase="recompute").total().flops
+            fitting.append((again, peak, policy))
+            if policy is None:
+                return None
+    if not fitting:
+        raise BindingError(f"checkpoint_for: the least is {least} bytes, expected at most {limit}")
+    return min(fitting, key=lambda found: found[:2])[2]
+
+
+def _layers(graph: Graph, dims: dict[str, int]) -> int:
+    """Return the number of layers of the deepest stack."""
+    values = bindings(graph, dims)
+    counts = [op.attrs["count"].bind(values).constant for op in graph.ops if op.kind.body == "repeated"]
+    return max((int(n) for n in counts if n is not None), default=1)

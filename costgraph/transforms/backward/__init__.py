@@ -1,0 +1,1 @@
+"""Gradients of a graph, derived op by op."""

@@ -1,0 +1,169 @@
+"""Walking back over a fused kernel: as one kernel again, as separate ops, or by a rule of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+
+from ...graph.graph import Graph, current_graph
+from ...graph.op import Op
+from ...graph.scopes import building
+from ...graph.tensor import Tensor
+from ...ops.blocks import kernel
+from ..rewrite import Rewriter
+from ..vjp.kernels import INSIDE, KERNELS, Inside
+from ..vjp.table import Pull
+from .flow import active_inside
+from .loops import left_behind
+from .walk import Walk
+
+__all__ = ["pull_kernel"]
+
+Grads = Sequence[Tensor | None]
+
+
+@dataclass
+class _Inside:
+    """What stands for the tensors of a kernel's body in its backward pass: what it saves, or computes again."""
+
+    op: Op
+    walk: Walk
+    own: Inside
+    graph: Graph = field(default_factory=current_graph)
+    """where it is computed again: a loop that goes back inside it reads slices of what stands there"""
+    seen: dict[Tensor, Tensor] = field(default_factory=dict)
+    loops: dict[Op, tuple[Op, Rewriter]] = field(default_factory=dict)
+    """loops that are computed again, and what stands for the tensors of their bodies"""
+
+    def saved(self, t: Tensor) -> Tensor:
+        """Return what stands for a tensor of the body."""
+        if t not in self.seen:
+            self.seen[t] = self.find(t)
+        return self.seen[t]
+
+    def find(self, t: Tensor) -> Tensor:
+        body, maker = self.op.body, t.producer
+        assert body is not None
+        if maker is None:
+            return self.walk.saved(self.op.operands[body.formals.index(t)])
+        if t in self.own.rebuilt:
+            return self.own.rebuilt[t](self.saved)
+        if maker.attrs.get("save") or t in self.own.kept:
+            return self.walk.saved(body.export(t))
+        if maker.kind.body == "repeated":
+            self.seen[t] = self.repeated(maker, maker.results.index(t))
+            return self.seen[t]
+        again = Rewriter()
+        again.tensors |= {o: self.saved(o) for o in maker.operands}
+        with building(self.graph):
+            made = again.copy(maker, self.graph)
+        _mark((made, *(made.body.walk() if made.body is not None else ())))
+        self.seen |= dict(zip(maker.results, made.results, strict=True))
+        return self.seen[t]
+
+    def repeated(self, op: Op, i: int) -> Tensor:
+        """Return a result of a loop: what its iterations carry on, or a part of the rest, which is asked for."""
+        if op not in self.loops:
+            self.loops[op] = self.loop(op)
+        made, again = self.loops[op]
+        old, new = op.body, made.body
+        assert old is not None
+        assert new is not None
+        if i < op.attrs["carries"]:
+            return made.results[i]
+        t = old.outputs[i]
+        _compute(again, t, new)
+        whole = i < len(old.outputs) - op.attrs.get("saved", 0)
+        return _stacked(made, again.tensors[t]) if whole else left_behind(made, again.tensors[t])
+
+    def loop(self, op: Op) -> tuple[Op, Rewriter]:
+        """Run the iterations of a loop again, for what they carry on alone."""
+        old, carries = op.body, op.attrs["carries"]
+        assert old is not None
+        again = Rewriter()
+        again.tensors |= {o: self.saved(o) for o in op.operands}
+        with building(self.graph):
+            body = self.graph.start_body(old.name, fused=False)
+            for f in old.formals:
+                again.tensors[f] = again.formal(f, body)
+            for t in old.outputs[:carries]:
+                _compute(again, t, body)
+            body.outputs += [body.adopt(again.tensors[t]) for t in old.outputs[:carries]]
+            operands = [self.graph.adopt(again.tensors[o]) for o in op.operands]
+            made = self.graph.add_op(op.kind, operands, {**op.attrs, "body": body, "saved": 0}, op.name)
+        made.scope, body.owner = op.scope, made
+        _mark([made])
+        return made, again
+
+
+def _compute(again: Rewriter, t: Tensor, body: Graph) -> None:
+    """Copy the ops into a body that a tensor is made by there and that are not in it yet."""
+    if t in again.tensors:
+        return
+    maker = t.producer
+    assert maker is not None
+    for o in maker.operands:
+        _compute(again, o, body)
+    made = again.copy(maker, body)
+    _mark((made, *(made.body.walk() if made.body is not None else ())))
+
+
+def _stacked(op: Op, t: Tensor) -> Tensor:
+    """Let the iterations of a loop write a tensor of its body into one stack, as they do what a scan returns."""
+    body = op.body
+    assert body is not None
+    op.graph._modify()
+    at = len(body.outputs) - op.attrs.get("saved", 0)
+    body.outputs.insert(at, t)
+    op.graph.add_result(op, op.kind.infer(op.operands, op.attrs)[at], f"{t.name}.again")
+    *others, made = op.results
+    op.results = (*others[:at], made, *others[at:])  # in the order of the outputs
+    return made
+
+
+def _mark(ops: Iterable[Op]) -> None:
+    """Note of ops that they are computed again."""
+    for op in ops:
+        op.phase, op.attrs = "backward", MappingProxyType({**op.attrs, "again": True})
+
+
+def pull_kernel(walk: Walk, op: Op, grads: Grads, needs: Sequence[bool]) -> Grads:
+    """Add what makes the gradients of the operands of a kernel.
+
+    The attribute `backward` of the kernel says how: `ops` for an op each, the name of a rule of its own, or nothing
+    for one kernel in which the rules of the ops inside are asked.
+    """
+    how = op.attrs.get("backward", "")
+    if how in KERNELS:
+        return KERNELS[how](Pull(op, tuple(grads), tuple(needs), walk.saved))
+    own = INSIDE[how](op, grads, walk.saved) if how in INSIDE else Inside()
+    if how == "ops" or walk.fused:
+        return _pulled(walk, _Inside(op, walk, own), grads, needs, fused=walk.fused)
+    with kernel(f"{op.name.rpartition('/')[2]}_backward".replace(".", "_")) as body:
+        made = _pulled(walk, _Inside(op, walk, own), grads, needs, fused=True)
+    out = [None if g is None else _handed_out(body, g) for g in made]
+    owner = body.owner
+    assert owner is not None
+    owner.scope = op.scope
+    if not owner.results:  # every gradient is one that came in
+        owner.graph.remove_node(owner)
+    return out
+
+
+def _handed_out(body: Graph, grad: Tensor) -> Tensor:
+    return body.export(grad) if grad in body else grad
+
+
+def _pulled(walk: Walk, inside: _Inside, grads: Grads, needs: Sequence[bool], *, fused: bool) -> Grads:
+    op, body = inside.op, inside.op.body
+    assert body is not None
+    # what a kernel computes again it says itself
+    hooks = replace(walk.hooks, runs=lambda ops: ())
+    back = Walk(hooks, active_inside(op, walk.active), inside.saved, fused=fused, rules=inside.own.rules)
+    back.held = walk.held
+    for t, grad in zip(body.outputs, grads, strict=False):
+        if grad is not None:
+            back.put(t, current_graph().adopt(grad))
+    back.run(body.ops)
+    return [back.take(f) if need else None for f, need in zip(body.formals, needs, strict=True)]

@@ -1,0 +1,211 @@
+"""First and last iterations taken out of loops, where fewer gradients go through them than through the others.
+
+What a loop starts from may want no gradient: the first layer's dX is not computed where its input is data. What it ends
+with may be read by nobody: the last state of a recurrence has none, so that what made it has none there either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ...algebra.polynomial import ONE, Poly
+from ...graph.graph import Graph
+from ...graph.op import Op
+from ...graph.scopes import building
+from ...graph.tensor import Tensor
+from ...ops.layout import split
+from ..rewrite import Rewriter
+from ..unroll import EMPTY, STACKED
+from .flow import active_in, active_inside, graded_in
+
+__all__ = ["peel"]
+
+Carries = frozenset[int]
+
+
+def peel(graph: Graph) -> Graph:
+    """Split loops of which some iterations at either end have other gradients than those in the middle.
+
+    Which of its carries want a gradient, and to which one comes, follows from those of the iteration before it, or
+    behind it: the iterations up to where that repeats itself are taken out.
+
+    Parameters
+    ----------
+    graph : Graph
+        It stays as it is.
+
+    Returns
+    -------
+    Graph
+        With loops of one iteration each, and one of the rest, which may be none, in place of such a loop. The loops
+        read parts of its slices, and write into one stack. Loops inside of kernels stay as they are.
+    """
+    if not any(op.kind.body == "repeated" for op in graph.walk()):
+        return graph
+    active = active_in(graph.ops, (t for t in graph.tensors if t.producer is None and t.requires_grad))
+    losses = (t for t in graph.outputs if not t.sizes and t.dtype.kind == "float")
+    peeler = _Peeler(active, graded_in(graph.ops, active, losses))
+    made = peeler.run(graph)
+    return made if peeler.found else graph
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """Iterations of a loop through which the same gradients go."""
+
+    name: str
+    """what the name of the loop ends with"""
+    count: Poly
+    """how many there are"""
+    active: Carries
+    """what they start from that may want a gradient"""
+    graded: Carries
+    """what they end with that a gradient comes to"""
+
+
+def _states(first: Carries, step: Callable[[Carries], Carries]) -> tuple[list[Carries], int]:
+    """Return what follows from a state until it comes back, and which one that is."""
+    seen: list[Carries] = []
+    while first not in seen:
+        seen.append(first)
+        first = step(first)
+    return seen, seen.index(first)
+
+
+class _Loop:
+    """What goes through a loop of which it is known what is active, and graded, around it."""
+
+    def __init__(self, op: Op, active: set[Tensor], graded: set[Tensor]) -> None:
+        assert op.body is not None
+        self.op, self.body, self.carries = op, op.body, op.attrs["carries"]
+        self.fixed = [t for t in self.body.tensors if t.producer is None and t.requires_grad]
+        pairs = list(zip(self.body.formals, op.operands, strict=True))
+        self.fixed += [f for f, t in pairs[self.carries :] if t in active]
+        made = list(zip(self.body.outputs, op.results, strict=True))
+        self.ends = [t for t, r in made[self.carries :] if r in graded]
+        self.anywhere = active_inside(op, active)
+        self.entered, first = _states(self._places([t for _, t in pairs], active), self._enter)
+        self.left, self.last = _states(self._places(op.results, graded), self._leave)
+        self.middle = frozenset().union(*self.entered[first:]), frozenset().union(*self.left[self.last :])
+        wanted = self._leave(self.middle[1])  # what starts without a gradient that is zero anyway is as all others
+        while first and self.entered[first - 1] & wanted == self.entered[first] & wanted:
+            first -= 1
+        self.first = first
+
+    def _places(self, tensors: Sequence[Tensor], of: set[Tensor]) -> Carries:
+        return frozenset(i for i, t in enumerate(tensors[: self.carries]) if t in of)
+
+    def _enter(self, carries: Carries) -> Carries:
+        return self._places(self.body.outputs, self.active(carries))
+
+    def _leave(self, carries: Carries) -> Carries:
+        return self._places(self.body.formals, self.graded(self.anywhere, carries))
+
+    def active(self, carries: Carries) -> set[Tensor]:
+        """Return what is active in an iteration that starts from these."""
+        return active_in(self.body.ops, [*self.fixed, *(self.body.formals[i] for i in carries)])
+
+    def graded(self, active: set[Tensor], carries: Carries) -> set[Tensor]:
+        """Return what a gradient comes to in an iteration of whose results these have one."""
+        return graded_in(self.body.ops, active, [*self.ends, *(self.body.outputs[i] for i in carries)])
+
+    def turns(self) -> list[_Turn]:
+        """Return the loops that stand for it."""
+        count = self.op.attrs["count"]
+        first, last = (self.first, self.last) if self._can_be_split() else (0, 0)
+        if isinstance(count.constant, int):
+            first = min(first, count.constant)
+            last = min(last, count.constant - first)
+        rest = count - first - last
+        out = [self._turn(f".first{i or ''}", ONE, i, None) for i in range(first)]
+        out += [self._turn("", rest, None, None)] if rest else []
+        return out + [self._turn(f".last{i or ''}", ONE, None, i) for i in reversed(range(last))]
+
+    def _turn(self, name: str, count: Poly, i: int | None, behind: int | None) -> _Turn:
+        """Describe iteration `i`, or the one that so many come behind, or None of both: those in the middle."""
+        whole = self.op.attrs["count"].constant
+        if whole == 1:
+            i = behind = 0
+        elif isinstance(whole, int) and i is not None:
+            behind = whole - 1 - i
+        elif isinstance(whole, int) and behind is not None:
+            i = whole - 1 - behind
+        active = self.entered[i] if i is not None and i < len(self.entered) else self.middle[0]
+        graded = self.left[behind] if behind is not None and behind < len(self.left) else self.middle[1]
+        return _Turn(name, count, active, graded)
+
+    def may_be_empty(self, middle: _Turn) -> bool:
+        """Whether the others go through all that the iterations in the middle do: without these it has a gradient."""
+        peeled = [t for turn in self.turns() if turn.name for t in self.reached(turn)]
+        return {t for t in self.reached(middle) if t in self.body.formals[self.carries :]} <= set(peeled)
+
+    def reached(self, turn: _Turn) -> set[Tensor]:
+        """Return what a gradient comes to in some iterations."""
+        return self.graded(self.active(turn.active), turn.graded)
+
+    def _can_be_split(self) -> bool:
+        attrs, first = self.op.attrs, self.carries
+        if attrs["count"] == ONE or attrs.get("reverse") or attrs.get("until") or attrs.get("saved"):
+            return False
+        # what has a storage for each iteration has no parts
+        pieces = any(t.storage.pieces for t in self.op.operands[first : first + attrs["xs"]])
+        return not pieces and bool(self.middle[1] or self.left[0] or self.ends)
+
+
+class _Peeler(Rewriter):
+    def __init__(self, active: set[Tensor], graded: set[Tensor]) -> None:
+        super().__init__(None, _emit)
+        self.active, self.graded = active, graded
+        """Tensors of the graph, or body, that is being copied: what may want a gradient, and what one comes to."""
+        self.found = False
+
+    def loop(self, loop: _Loop, turn: _Turn, operands: Sequence[Tensor], new: Graph) -> Op:
+        """Copy a loop for some of its iterations."""
+        op, around = loop.op, (self.active, self.graded)
+        self.active, self.graded = loop.active(turn.active), loop.reached(turn)
+        attrs = {**op.attrs, "body": self.body(loop.body, new, turn.name), "count": turn.count}
+        if turn.count.constant is None and turn.count != op.attrs["count"] and loop.may_be_empty(turn):
+            attrs["least"] = 0
+        made = new.add_op(op.kind, operands, attrs, op.name + turn.name, op.phase)
+        made.scope = op.scope
+        made.body.owner = made  # type: ignore[union-attr]  # it has one
+        self.active, self.graded = around
+        return made
+
+    def split(self, loop: _Loop, turns: Sequence[_Turn], new: Graph) -> None:
+        """Copy a loop as several, which read parts of its slices and write parts of its stacks."""
+        op, carries, xs = loop.op, loop.carries, loop.op.attrs["xs"]
+        given = [self.tensors[t] for t in op.operands]
+        counts, dense = [turn.count.expr for turn in turns], given[carries : carries + xs]
+        with building(new):
+            parts = [split(t, counts, 0, name=f"{op.name}.slices") for t in dense]
+        stacks = [
+            new.add_op(EMPTY, [], {"sizes": r.sizes, "dtype": r.dtype}, r.name, op.phase).results[0]
+            for r in op.results[carries:]
+        ]
+        state, made = given[:carries], []
+        for i, turn in enumerate(turns):
+            operands = [*state, *(part[i] for part in parts), *given[carries + xs :]]
+            made.append(self.loop(loop, turn, operands, new).results)
+            state = list(made[-1][:carries])
+        whole = [
+            new.add_op(STACKED, [t, *(r[carries + k] for r in made)], {}, f"{t.name}.filled", op.phase).results[0]
+            for k, t in enumerate(stacks)
+        ]
+        self.tensors |= dict(zip(op.results, [*state, *whole], strict=True))
+
+
+def _emit(rewriter: Rewriter, op: Op, new: Graph) -> bool:
+    assert isinstance(rewriter, _Peeler)
+    if op.kind.body != "repeated" or new.fused:
+        return False
+    loop = _Loop(op, rewriter.active, rewriter.graded)
+    turns = loop.turns()
+    if len(turns) > 1:
+        rewriter.found = True
+        rewriter.split(loop, turns, new)
+        return True
+    made = rewriter.loop(loop, turns[0], [rewriter.tensors[t] for t in op.operands], new)
+    rewriter.tensors |= dict(zip(op.results, made.results, strict=True))
+    return True

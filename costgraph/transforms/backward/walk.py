@@ -1,0 +1,322 @@
+"""The walk from the results of a graph back to its inputs: in reverse program order, and gradients add up."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import islice
+from types import MappingProxyType
+
+from ...algebra.polynomial import ZERO
+from ...dtypes import DType
+from ...errors import GraphError
+from ...graph.graph import apply, current_graph
+from ...graph.op import Op
+from ...graph.scopes import opened
+from ...graph.tensor import Storage, Tensor
+from ...ops.fill import fill
+from ...ops.keep import keep
+from ...ops.layout import concat, contiguous_copy
+from ...ops.pieces import accumulate
+from ...ops.pointwise import cast, pointwise
+from ..unroll import EMPTY, STACKED
+from ..vjp.common import restricted, whole
+from ..vjp.table import Pull, Rule, rule_of
+
+__all__ = ["Hooks", "Leaf", "Walk", "is_view_op", "scoped", "stack_of"]
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """What becomes of a gradient that stays, once it is complete."""
+
+    total: Tensor | None = None
+    """what it is added to, None where it is the first"""
+    dtype: DType | None = None
+    """format that it is kept in, None for that of the tensor"""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the sum of the contributions is the gradient itself."""
+        return self.total is None and self.dtype is None
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What a walk does with ops that have a body, and with ops that are computed again."""
+
+    fused: Pullers
+    """of a kernel"""
+    repeated: Pullers
+    """of a loop"""
+    again: Callable[[Walk, Sequence[Op]], None]
+    """computes a run of ops again and walks back over it"""
+    runs: Callable[[Sequence[Op]], Sequence[Sequence[Op]]]
+    """of the ops of a graph or body, the runs that are computed again"""
+    start: bool = False
+    """whether what an iteration of a loop starts from is computed again from the first one's start"""
+    within: Hooks | None = None
+    """the same for ops that are computed again already; None where nothing of them is once more"""
+
+
+Pullers = Callable[["Walk", Op, Sequence["Tensor | None"], Sequence[bool]], Sequence["Tensor | None"]]
+
+
+def scoped(op: Op) -> AbstractContextManager[None]:
+    """Let ops that are made now stand in the scope of another one."""
+    return opened(levels=tuple(op.scope.split("/")) if op.scope else ())
+
+
+def is_view_op(op: Op) -> bool:
+    """Whether an op only gives another view of its operand's storage."""
+    return (
+        op.kind.name in ("rearrange", "slice", "expand")
+        and op.results[0].storage is op.operands[0].storage
+        and not op.attrs.get("inplace")
+    )
+
+
+class Walk:
+    """Gradients of the tensors of one graph, or of one body.
+
+    Parameters
+    ----------
+    hooks : Hooks
+        What is done with ops that have a body.
+    active : set of Tensor
+        Whose gradients are wanted.
+    saved : callable
+        What stands for a tensor of the forward pass in the graph that is being built.
+    carried : set of Tensor
+        Inputs of the body that is being built that may be written into.
+    leaves : mapping of Tensor to Leaf
+        Tensors whose gradients stay, and what becomes of each.
+    fused : bool
+        Whether ops go into a kernel: sums then need no storage.
+    rules : mapping of Op to Rule
+        Rules of single ops, in place of those of their kinds.
+    """
+
+    def __init__(
+        self,
+        hooks: Hooks,
+        active: set[Tensor],
+        saved: Callable[[Tensor], Tensor],
+        *,
+        carried: set[Tensor] | None = None,
+        leaves: Mapping[Tensor, Leaf] | None = None,
+        fused: bool = False,
+        rules: Mapping[Op, Rule] | None = None,
+    ) -> None:
+        self.hooks = hooks
+        self.active = active
+        self.saved = saved
+        self.carried: set[Tensor] = set() if carried is None else carried
+        self.leaves = dict(leaves or {})
+        self.final: dict[Tensor, Tensor] = {}
+        """Gradients of leaves that are complete."""
+        self.readers: Counter[Tensor] = Counter()
+        """Ops that have not contributed yet to the gradient of a leaf."""
+        self.fused = fused
+        self.rules = dict(rules or {})
+        self.grads: dict[Tensor, Tensor] = {}
+        self.parts: dict[Tensor, dict[Op, Tensor]] = {}
+        """Gradients of parts that a tensor was split into."""
+        self.stacks: dict[Op, Tensor] = {}
+        """What loops write the gradients of parts into, by the first of these."""
+        self.held: Counter[Storage] = Counter()
+        """How many gradients that are not complete yet lie in a storage."""
+
+    # -- gradients that add up --------------------------------------------------------------------------------------
+
+    def put(self, t: Tensor, grad: Tensor | None) -> None:
+        """Add a contribution to the gradient of a tensor: the first one becomes it, others are added."""
+        if grad is None or t not in self.active:
+            return
+        if len(grad.sizes) != t.ndim or not all(map(t.graph.same, grad.sizes, t.sizes)):
+            raise GraphError(f"gradient {grad!r} of {t!r}: expected its shape")
+        grad = restricted(grad, t) if t.domain is not None else whole(grad)
+        before = self.grads.get(t)
+        if before is None and t in self.leaves and self.leaves[t].is_plain:
+            grad = self.own(grad)
+        if before is not None:
+            self.held[before.storage] -= 1
+            grad = self.add(before, grad)
+        self.keep(t, grad)
+
+    def keep(self, t: Tensor, grad: Tensor) -> None:
+        """Note the gradient of a tensor as far as it is known."""
+        self.grads[t] = grad
+        self.held[grad.storage] += 1
+
+    def own(self, grad: Tensor) -> Tensor:
+        """Return a gradient that can stay: a copy if it is expanded, or someone else's."""
+        if grad.storage.pieces or self.fused:
+            return grad
+        mine = not any(g is grad for g in self.grads.values()) and grad.touched == grad.numel
+        return contiguous_copy(grad) if mine else pointwise("copy", grad, name="own")
+
+    def writable(self, grad: Tensor) -> bool:
+        """Whether nothing else holds a gradient, so that it may be written into."""
+        whole = grad.touched == grad.numel and grad.numel == grad.storage.elements
+        return whole and not self.held[grad.storage] and (grad.role == "activation" or grad in self.carried)
+
+    def add(self, before: Tensor, grad: Tensor) -> Tensor:
+        """Add to a gradient, in place where nothing else holds it."""
+        if self.fused or not self.writable(before):
+            return pointwise("add", before, grad)
+        if before in self.carried:
+            return accumulate(before, grad)
+        return pointwise("add", before, grad, inplace=True)
+
+    def take(self, t: Tensor) -> Tensor | None:
+        """Return the gradient of a tensor that all who read it have contributed to."""
+        parts = self.parts.pop(t, {})
+        for cuts in _tilings(t) if parts else ():
+            grads = [parts.get(cut) for cut in cuts]
+            if any(grad is not None for grad in grads):
+                with scoped(cuts[0]):
+                    self.put(t, _joined(cuts, grads, self.stacks.pop(cuts[0], None)))
+        grad = self.grads.pop(t, None)
+        if grad is not None:
+            self.held[grad.storage] -= 1
+        return grad
+
+    def taken(self, t: Tensor) -> Tensor | None:
+        """Return the gradient of a source."""
+        return self.final[t] if t in self.final else self.take(t)
+
+    # -- ops --------------------------------------------------------------------------------------------------------
+
+    def run(self, ops: Sequence[Op]) -> None:
+        """Walk back over ops."""
+        self.readers.update(t for op in ops for t in dict.fromkeys(op.operands) if t in self.leaves)
+        runs = {run[-1]: run for run in self.hooks.runs(ops)}
+        left = list(ops)
+        while left:
+            op = left.pop()
+            if op in runs:
+                del left[len(left) + 1 - len(runs[op]) :]
+                self.hooks.again(self, runs[op])
+                self.contributed(runs[op])
+            else:
+                self.pull(op)
+                self.contributed([op])
+
+    def contributed(self, ops: Sequence[Op]) -> None:
+        """Add the gradients of leaves, that ops were the last to contribute to, to what there is already."""
+        for op in ops:
+            for t in dict.fromkeys(op.operands):
+                if t not in self.leaves:
+                    continue
+                self.readers[t] -= 1
+                grad = self.take(t) if not self.readers[t] and t not in self.final else None
+                if grad is not None:
+                    self.final[t] = self.complete(t, grad)
+
+    def complete(self, t: Tensor, grad: Tensor) -> Tensor:
+        """Return the gradient that stays."""
+        leaf = self.leaves[t]
+        if leaf.is_plain or t.storage.pieces:  # a loop has done it slice by slice
+            return grad
+        total = leaf.total
+        if leaf.dtype is not None and leaf.dtype.bits <= grad.dtype.bits:
+            grad = cast(grad, leaf.dtype)
+        if total is None:
+            return grad
+        if total.dtype == grad.dtype:
+            return accumulate(total, grad)
+        return pointwise("add", total, grad, inplace=True)  # into a buffer of another format
+
+    def pull(self, op: Op) -> None:
+        """Ask the rule of one op."""
+        grads = tuple(self.take(t) for t in op.results)
+        needs = tuple(t in self.active for t in op.operands)
+        if not any(needs) or all(g is None for g in grads):
+            return
+        with scoped(op):
+            if op in self.rules:
+                made = self.rules[op](Pull(op, grads, needs, self.saved))
+            elif op.body is not None:
+                made = (self.hooks.fused if op.kind.body == "fused" else self.hooks.repeated)(self, op, grads, needs)
+            elif op.kind.name == "slice" and op.attrs.get("split") and grads[0] is not None:
+                self.parts.setdefault(op.operands[0], {})[op] = grads[0]
+                return
+            else:
+                _keep_places(op)
+                made = self.asked(op, grads, needs)
+            for t, grad in zip(op.operands, made, strict=True):
+                self.put(t, grad)
+
+    def asked(self, op: Op, grads: Sequence[Tensor | None], needs: tuple[bool, ...]) -> Sequence[Tensor | None]:
+        """Ask the rule of an op's kind; what it has read stays until all of its gradients are made, as in torch."""
+        read: dict[Tensor, None] = {}
+        graph = current_graph()
+        before = len(graph)
+
+        def saved(t: Tensor) -> Tensor:
+            found = self.saved(t)
+            read[found] = None
+            return found
+
+        made = list(rule_of(op)(Pull(op, tuple(grads), needs, saved)))
+        if self.fused or not read:
+            return made
+        added = [n for n in islice(graph, before, None) if isinstance(n, Op) and not is_view_op(n)]
+        # sums over axes that were repeated come after the op itself
+        main = [o for o in added if o.kind.name != "reduce"]
+        last = main[-1] if main else None
+        early = [t for t in read if last is not None and t not in last.operands and t.role in ("activation", "formal")]
+        i = next((i for i, g in enumerate(made) if g is not None and g.role == "activation"), None)
+        if early and i is not None:
+            made[i] = keep(made[i], *early)  # type: ignore[arg-type]  # it is there
+        return made
+
+
+def _keep_places(op: Op) -> None:
+    """Let a pooling tell where its maxima stand."""
+    if op.kind.name != "pool" or op.attrs["operation"] != "max" or op.attrs.get("indices"):
+        return
+    op.graph._modify()
+    op.attrs = MappingProxyType({**op.attrs, "indices": True})
+    op.graph.add_result(op, op.kind.infer(op.operands, op.attrs)[1], f"{op.name}.places")
+
+
+def _tilings(t: Tensor) -> Iterator[list[Op]]:
+    """Yield the parts that a tensor was split into, once for each time that it was."""
+    cuts = [op for op in t.graph.successors(t) if op.attrs.get("split") and op.kind.name == "slice"]
+    while cuts:
+        axis, at, found = cuts[0].attrs["axis"], ZERO, list[Op]()
+        while not t.graph.same(at, t.sizes[axis]):
+            cut = next((c for c in cuts if c.attrs["axis"] == axis and t.graph.same(c.attrs["start"], at)), None)
+            if cut is None:
+                raise GraphError(f"gradient of {t!r}: its parts leave a gap at {at}, expected a split of all of it")
+            cuts.remove(cut)
+            found.append(cut)
+            at = at + cut.results[0].sizes[axis]
+        yield found
+
+
+def _joined(cuts: Sequence[Op], grads: Sequence[Tensor | None], stack: Tensor | None) -> Tensor:
+    """Join the gradients of the parts that a tensor was split into: zeros where a part has none."""
+    dtype = next(g for g in grads if g is not None).dtype
+    pairs = [(cut.results[0], g) for cut, g in zip(cuts, grads, strict=True)]
+    parts = [restricted(fill(t.shape, dtype=dtype), t) if g is None else g for t, g in pairs]
+    if stack is None:
+        return concat(parts, cuts[0].attrs["axis"])
+    return apply(STACKED, [stack, *parts], {}, "stacked")[0]
+
+
+def stack_of(walk: Walk, t: Tensor, dtype: DType) -> None:
+    """Let loops that read parts of a tensor write the gradients of these into one stack, made before the first."""
+    cut = t.producer
+    if cut is None or cut.kind.name != "slice" or not cut.attrs.get("split") or cut.attrs["axis"]:
+        return
+    cuts = next(cuts for cuts in _tilings(cut.operands[0]) if cut in cuts)
+    readers = [list(t.graph.successors(c.results[0])) for c in cuts]
+    if cuts[0] in walk.stacks or any(len(ops) != 1 or ops[0].kind.body != "repeated" for ops in readers):
+        return
+    sizes = cut.operands[0].sizes
+    walk.stacks[cuts[0]] = apply(EMPTY, [], {"sizes": sizes, "dtype": dtype}, f"{cuts[0].name}.grad")[0]

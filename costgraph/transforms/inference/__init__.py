@@ -1,0 +1,1 @@
+"""Prefill and decode: the graph of a pass, replayed with a cache."""

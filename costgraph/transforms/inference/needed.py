@@ -1,0 +1,108 @@
+"""Which ops of a graph its results depend on, and which of them makes the logits."""
+
+from __future__ import annotations
+
+from ...errors import UnsupportedError
+from ...graph.graph import Graph
+from ...graph.op import Op
+from ...graph.tensor import Tensor
+from ...ops.cached import CACHE
+
+__all__ = ["head_of", "needed_ops", "needed_formals"]
+
+
+def needed_ops(graph: Graph, *, static: bool = False) -> set[Op]:
+    """Return the ops that the outputs depend on, those inside bodies included.
+
+    Parameters
+    ----------
+    graph : Graph
+        What is asked.
+    static : bool
+        Whether what is cached once, by a `cache` without an axis, is there already: its operands are then not needed.
+
+    Returns
+    -------
+    set of Op
+        Of a loop that is needed, all carries and slices are; what it reads from outside is if an op in it needs it.
+    """
+    found: set[Op] = set()
+    _walk(graph, found, static=static)
+    return found
+
+
+def _walk(graph: Graph, found: set[Op], *, static: bool) -> set[Tensor]:
+    """Add the ops that the outputs of a graph or body depend on, and return the tensors that they read."""
+    wanted = set(graph.outputs)
+    for op in reversed(graph.ops):
+        if not any(t in wanted for t in op.results):
+            continue
+        found.add(op)
+        if static and op.kind is CACHE and "axis" not in op.attrs:
+            continue
+        if op.body is None:
+            wanted.update(op.operands)
+            continue
+        inside = _walk(op.body, found, static=static)
+        first = op.attrs.get("carries", 0) + op.attrs.get("xs", 0)
+        wanted.update(
+            t for i, (f, t) in enumerate(zip(op.body.formals, op.operands, strict=True)) if i < first or f in inside
+        )
+    return wanted
+
+
+def needed_formals(op: Op, needed: set[Op]) -> list[bool]:
+    """Return which inputs of a body its needed ops read; those that are carried or read by slices always count."""
+    assert op.body is not None
+    first = op.attrs.get("carries", 0) + op.attrs.get("xs", 0)
+    read = {t for o in op.body.ops if o in needed for t in _read(o, needed)} | set(op.body.outputs)
+    return [i < first or f in read for i, f in enumerate(op.body.formals)]
+
+
+def _read(op: Op, needed: set[Op]) -> list[Tensor]:
+    if op.kind is CACHE and "axis" not in op.attrs:
+        return []
+    if op.body is None:
+        return list(op.operands)
+    return [t for t, wanted in zip(op.operands, needed_formals(op, needed), strict=True) if wanted]
+
+
+def head_of(place: str, graph: Graph, positions: str) -> Op:
+    """Return the product that makes the logits: behind it, only ops of one operand that has positions.
+
+    Parameters
+    ----------
+    place : str
+        What errors name.
+    graph : Graph
+        With one output.
+    positions : str
+        Name of the number of positions.
+
+    Returns
+    -------
+    Op
+        A contraction of activations and a parameter.
+
+    Raises
+    ------
+    UnsupportedError
+        If the output is made in another way.
+    """
+    op = graph.outputs[0].producer if len(graph.outputs) == 1 else None
+    while op is not None:
+        along = [t for t in op.operands if any(positions in n.names() for n in t.sizes)]
+        contracts = op.kind.name == "einsum" or (
+            op.kind.body == "fused" and op.body is not None and any(o.kind.name == "einsum" for o in op.body.ops)
+        )
+        if len(along) != 1:
+            break
+        if contracts:
+            return op
+        if op.kind.name not in ("pointwise", "rearrange", "keep", "kernel"):
+            break
+        op = along[0].producer
+    raise UnsupportedError(
+        f"{place}: graph {graph.name!r} has no head that makes its output, expected logits='all' or one output that a "
+        f"linear layer makes"
+    )

@@ -1,0 +1,303 @@
+"""Copying a forward pass for inference: each op with the sizes that it has once earlier positions are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ...algebra.extremum import smaller
+from ...algebra.polynomial import ONE, Poly, poly
+from ...algebra.symbols import symbol
+from ...errors import ShapeError, UnsupportedError
+from ...graph.graph import Graph
+from ...graph.op import Op
+from ...graph.strides import contiguous
+from ...graph.tensor import Tensor
+from ...ops.cached import APPEND, CACHE, INITIAL_STATE
+from ...ops.fill import ASSIGN, PAD
+from ...ops.layout import CONCAT, SLICE
+from ..rewrite import Rewriter
+from .needed import needed_formals
+from .resize import Lengths, resized
+
+__all__ = ["Replayer", "positions_of"]
+
+
+def positions_of(op: Op) -> Poly | None:
+    """Return the number of positions that an op runs over, None if it keeps nothing of earlier ones."""
+    size: Poly | None = None
+    if (op.kind is CACHE and "axis" in op.attrs) or (op.kind is PAD and op.attrs.get("causal")):
+        size = op.operands[0].sizes[op.attrs["axis"]]
+    elif op.kind.body == "repeated" and op.attrs["xs"]:
+        makers = [_outside(t).producer for t in op.operands[: op.attrs["carries"]]]
+        recurs = any(maker is not None and maker.kind is INITIAL_STATE for maker in makers)
+        size = op.attrs["count"] if recurs else None
+    elif (found := _sliding(op)) is not None:
+        size = op.operands[found[0]].sizes[-1]
+    return size
+
+
+class Replayer(Rewriter):
+    """Copies a forward pass op by op, each with the sizes that its operands have by then."""
+
+    def __init__(self, place: str, lengths: Lengths, kept: set[Op], head: Op | None, *, writes: bool) -> None:
+        super().__init__({lengths.symbol: lengths.own}, _emit)
+        self.place, self.lengths = place, lengths
+        self.kept = kept
+        """Ops that the results depend on."""
+        self.head = head
+        """The op whose activations are cut to their last position, None for none."""
+        self.writes = writes
+        """Whether all positions are computed: what is attended to is there, and caches are written alone."""
+        self.states: dict[Tensor, Tensor] = {}
+        """The cache of what a recurrence starts from."""
+        self.ends: list[tuple[Tensor, Tensor]] = []
+        """Caches, and what recurrences inside the kernel that is being made end with."""
+
+    # -- sources and caches ------------------------------------------------------------------------------------------
+
+    def source(self, old: Tensor, new: Graph, suffix: str) -> Any:
+        """Copy a source; what a cache replaces reads no input."""
+        used = any(op in self.kept for op in old.graph.successors(old)) or old in old.graph.outputs
+        return super().source(old, new, suffix) if used or old.role != "input" else None
+
+    def buffer(self, op: Op, new: Graph, like: Tensor, axis: int | None = None) -> Tensor:
+        """Add the cache of an op: dense, and with room for what is seen of one axis."""
+        if new.fused:
+            raise UnsupportedError(f"{self.place}: {op.name!r} is inside a kernel, expected what is cached outside")
+        sizes = like.sizes
+        if axis is not None:
+            room = poly(symbol(self.lengths.symbol))
+            if "window" in op.attrs:
+                window = self.lengths.bound(op.attrs["window"])
+                room = smaller(room, window if self.writes else window + self.lengths.own - 1)
+            sizes = (*sizes[:axis], room, *sizes[axis + 1 :])
+            self.lengths = self.lengths.with_other(room)
+        made = Tensor(new, new.unique(f"{op.name}.kept"), sizes, like.dtype, role="cache")
+        new.add_node(made)
+        return made
+
+    def cached(self, op: Op, new: Graph) -> None:
+        """Write what is cached, and go on with all that is seen: fresh where that is there, else from the cache."""
+        (t,), axis = op.operands, op.attrs.get("axis")
+        if axis is None and not self.writes:
+            sizes = tuple(n.bind(self.values) for n in t.sizes)
+            self.tensors[op.results[0]] = self.buffer(op, new, Tensor(new, t.name, sizes, t.dtype, role="cache"))
+            return
+        x = self.tensors[t]
+        held = self.buffer(op, new, x, axis)
+        kind, attrs = (ASSIGN, {"inplace": True}) if axis is None else (APPEND, {"axis": axis, "inplace": True})
+        whole = self.made(op, new.add_op(kind, [held, x], attrs, op.name, op.phase))
+        self.tensors[op.results[0]] = x if self.writes else whole
+
+    def begun(self, op: Op, new: Graph) -> None:
+        """Start a recurrence: from zeros over a whole prompt, else from what the last step left."""
+        sizes = self.lengths.bound(op.attrs["sizes"])
+        held = self.buffer(op, new, Tensor(new, op.name, sizes, op.attrs["dtype"], role="cache"))
+        start = held
+        if self.writes:
+            attrs = {"sizes": sizes, "dtype": op.attrs["dtype"]}
+            start = self.made(op, new.add_op(INITIAL_STATE, [], attrs, op.name, op.phase))
+        self.tensors[op.results[0]] = start
+        self.states[op.results[0]] = held
+
+    def left(self, op: Op, new: Graph) -> None:
+        """Keep what a recurrence ends with."""
+        carries = op.attrs["carries"]
+        for start, end in zip(map(_outside, op.operands[:carries]), op.results[:carries], strict=True):
+            if new.fused and start in self.states:
+                self.ends.append((self.states[start], self.tensors[end]))
+            elif start in self.states and self.tensors[end] is not self.states[start]:
+                attrs = {"inplace": True}
+                self.made(op, new.add_op(ASSIGN, [self.states[start], self.tensors[end]], attrs, op.name, op.phase))
+
+    def made(self, old: Op, op: Op) -> Tensor:
+        """Let an op stand in the scope of the one that it stands for."""
+        op.scope = old.scope
+        result: Tensor = op.results[0]
+        return result
+
+    def shifted(self, op: Op, new: Graph) -> bool:
+        """Put what came before in front of the new positions, where the declaration has zeros."""
+        (t,), axis, history = op.operands, op.attrs["axis"], op.attrs["start"]
+        x = self.tensors[t]
+        held = self.buffer(op, new, _resized_axis(x, axis, history))
+        if self.writes:
+            self.made(op, new.add_op(APPEND, [held, x], {"axis": axis, "inplace": True}, op.name, op.phase))
+            return False
+        whole = self.made(op, new.add_op(CONCAT, [held, x], {"axis": axis}, op.name, op.phase))
+        cut = {"axis": axis, "start": x.sizes[axis], "size": history, "step": 1}
+        last = self.made(op, new.add_op(SLICE, [whole], cut, f"{op.name}.last", op.phase))
+        self.made(op, new.add_op(ASSIGN, [held, last], {"inplace": True}, f"{op.name}.keep", op.phase))
+        self.tensors[op.results[0]] = whole
+        return True
+
+    def slid(self, op: Op, new: Graph) -> bool:
+        """Let a causal convolution see the inputs before the new ones, where the declaration has zeros."""
+        found = _sliding(op)
+        assert found is not None
+        place, history = found
+        x = self.tensors[op.operands[place]]
+        axis = x.ndim - 1
+        room = (ONE if self.writes else x.sizes[axis]) + history  # the window of the next one
+        held = self.buffer(op, new, _resized_axis(x, axis, room))
+        whole = self.made(op, new.add_op(APPEND, [held, x], {"axis": axis, "inplace": True}, f"{op.name}.history"))
+        if self.writes:
+            return False
+        self.tensors[op.operands[place]] = whole
+        self.lengths = self.lengths.with_other(room)
+        self.copy(op, new)
+        self.tensors[op.operands[place]] = x
+        return True
+
+    def hold(self, op: Op, new: Graph) -> None:
+        """Keep the parameters of a loop that does not run: they are in memory all the same."""
+        if op.body is None:
+            return
+        for body, times in _repeated(op):
+            for t in body.tensors:
+                if t.role != "param" or t.producer is not None:
+                    continue
+                sizes = tuple(n.bind(self.values) for n in (*times, *t.sizes))
+                made = Tensor(new, new.unique(t.name), sizes, t.dtype, role="param", pieces=len(times))
+                made.requires_grad = t.requires_grad
+                new.add_node(made)
+
+    # -- ops ---------------------------------------------------------------------------------------------------------
+
+    def copy(self, op: Op, new: Graph, suffix: str = "") -> Op:
+        """Make an op again with the operands that it has now."""
+        operands: list[Tensor | None] = [self.tensors.get(t) for t in op.operands]
+        if op.body is not None:
+            wanted = needed_formals(op, self.kept)
+            operands = [t if w else None for t, w in zip(operands, wanted, strict=True)]
+        if op is self.head:
+            operands = [self._last(op, t, x, new) for t, x in zip(op.operands, operands, strict=True)]
+        attrs = resized(op, operands, self.lengths)
+        if self.lengths.own == ONE and attrs.get("domain") is not None and op.kind.name == "einsum":
+            attrs["domain"] = _unrestricted(attrs["domain"])
+        if op.body is not None:
+            attrs["body"] = self.inner(op, operands, new)
+        given = [t for t in operands if t is not None]
+        if self.ends and op.kind.body == "fused":
+            attrs |= self.written(op, attrs["body"], given, new)
+        try:
+            made = new.add_op(op.kind, given, attrs, op.name + suffix, op.phase)
+        except ShapeError as error:
+            raise UnsupportedError(
+                f"{self.place}: {error}: what is seen of earlier positions has to be marked with costgraph.cache, and "
+                f"positions of keys with arange(context=True)"
+            ) from None
+        made.scope = op.scope
+        if made.body is not None:
+            made.body.owner = made
+        self.tensors |= dict(zip(op.results, made.results, strict=False))  # behind them what a kernel keeps
+        if made.body is not None and op.kind.body == "repeated":
+            self.left(op, new)
+        return made
+
+    def written(self, op: Op, body: Graph, given: list[Tensor], new: Graph) -> dict[str, Any]:
+        """Let a kernel write what its recurrences end with into their caches, which it reads or is given as well."""
+        if new.fused:
+            raise UnsupportedError(f"{self.place}: {op.name!r} is inside a kernel, expected a recurrence in one alone")
+        changed = []
+        for held, end in self.ends:
+            if held not in given:
+                body.formal(held, f"{held.name}.in", held.sizes, held.strides)
+                given.append(held)
+            changed.append(given.index(held))
+            target = body.formals[changed[-1]]
+            body.outputs.append(body.add_op(ASSIGN, [target, end], {"inplace": True}, f"{op.name}.keep").results[0])
+        self.ends.clear()
+        return {"inplace": True, "changed": tuple(changed)}
+
+    def inner(self, op: Op, operands: Sequence[Tensor | None], new: Graph) -> Graph:
+        """Make the body of an op again, its inputs as what they stand for is now."""
+        old = op.body
+        assert old is not None
+        body = new.start_body(old.name, fused=old.fused)
+        first, last = op.attrs.get("carries", 0), op.attrs.get("carries", 0) + op.attrs.get("xs", 0)
+        for i, (f, t) in enumerate(zip(old.formals, operands, strict=True)):
+            if t is None:  # only what is cached already was made from it
+                continue
+            sizes, strides = (t.sizes[1:], t.strides[1:]) if first <= i < last else (t.sizes, t.strides)
+            strides = contiguous(sizes) if i < first else strides
+            made = body.formal(t, f.name, sizes, strides)
+            if not first <= i < last and i >= first:
+                made.offset = t.offset
+            if first <= i < last and t.domain is not None:
+                raise UnsupportedError(f"{self.place}: {t!r} is read slice by slice, expected a tensor that is whole")
+            self.tensors[f] = made
+        self.fill(old, body)
+        body.outputs += [body.adopt(self.tensors[t]) for t in old.outputs]
+        return body
+
+    def _last(self, op: Op, old: Tensor, x: Tensor | None, new: Graph) -> Tensor | None:
+        """Return the last position of what the head reads."""
+        at = [i for i, n in enumerate(old.sizes) if n == poly(symbol(self.lengths.symbol))]
+        if x is None or not at or x.sizes[at[0]] == ONE:
+            return x
+        attrs = {"axis": at[0], "start": x.sizes[at[0]] - 1, "size": ONE, "step": 1}
+        return self.made(op, new.add_op(SLICE, [x], attrs, f"{op.name}.last", op.phase))
+
+
+def _outside(t: Tensor) -> Tensor:
+    """Return what an input of a kernel stands for."""
+    while t.role == "formal" and t.graph.fused and t.graph.owner is not None:
+        t = t.graph.owner.operands[t.graph.formals.index(t)]
+    return t
+
+
+def _resized_axis(x: Tensor, axis: int, size: Poly) -> Tensor:
+    """Return what has the shape of a tensor but for one axis."""
+    return Tensor(x.graph, x.name, (*x.sizes[:axis], size, *x.sizes[axis + 1 :]), x.dtype, role="cache")
+
+
+def _repeated(op: Op, times: tuple[Poly, ...] = ()) -> Iterator[tuple[Graph, tuple[Poly, ...]]]:
+    """Yield the bodies inside an op, each with the counts of the loops around."""
+    assert op.body is not None
+    inside = (*times, op.attrs["count"]) if op.kind.body == "repeated" else times
+    yield op.body, inside
+    for inner in op.body.ops:
+        if inner.body is not None:
+            yield from _repeated(inner, inside)
+
+
+def _unrestricted(restriction: tuple[Any, str, str]) -> tuple[Any, str, str] | None:
+    """One query, the last position, sees all that a cache holds."""
+    return None if restriction[0].causal else restriction
+
+
+def _emit(rewriter: Rewriter, op: Op, new: Graph) -> bool:
+    assert isinstance(rewriter, Replayer)
+    if op not in rewriter.kept:
+        rewriter.hold(op, new)
+    elif op.kind is CACHE:
+        rewriter.cached(op, new)
+    elif op.kind is INITIAL_STATE:
+        rewriter.begun(op, new)
+    elif op.kind is PAD and op.attrs.get("causal"):
+        return rewriter.shifted(op, new)
+    elif not new.fused and _sliding(op) is not None:
+        return rewriter.slid(op, new)
+    elif op.kind is SLICE and not rewriter.writes and _is_causal(op.operands[0].producer):
+        rewriter.tensors[op.results[0]] = rewriter.tensors[op.operands[0]]  # no more is made than is wanted
+    else:
+        return False
+    return True
+
+
+def _is_causal(op: Op | None) -> bool:
+    return op is not None and _sliding(op) is not None
+
+
+def _sliding(op: Op) -> tuple[int, int] | None:
+    """Return the operand that a causal convolution slides over, and how many earlier positions it sees."""
+    inner = op
+    if op.kind.body == "fused" and op.body is not None:
+        inner = next((o for o in op.body.ops if o.attrs.get("causal")), op)
+    if inner.kind.name != "einsum" or not inner.attrs.get("causal"):
+        return None
+    dim = inner.attrs["pattern"].operands[0][-1]
+    place = 0 if inner is op or op.body is None else op.body.formals.index(inner.operands[0])
+    return place, -dim.offset

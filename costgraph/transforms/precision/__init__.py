@@ -1,0 +1,1 @@
+"""A graph in other dtypes, as autocast chooses them."""

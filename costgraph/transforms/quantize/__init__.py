@@ -1,0 +1,1 @@
+"""A graph with weights, activations or caches in formats of few bits."""

@@ -1,0 +1,188 @@
+"""What reads the parameters and caches of a graph, through views and into bodies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...graph.graph import Graph, need_graph
+from ...graph.op import Op
+from ...graph.tensor import Tensor
+from ...notation.pattern import Affine
+from ...ops.cached import APPEND
+from ...ops.fill import ASSIGN
+from ...ops.grouped import GROUPED
+from ..backward.walk import is_view_op
+from ..precision.autocast import word
+
+__all__ = ["Use", "caches_of", "uses_of"]
+
+
+@dataclass(frozen=True)
+class Use:
+    """One op that reads a parameter."""
+
+    op: Op
+    """the op"""
+    operand: int
+    """which of its operands"""
+    kind: str
+    """product of a parameter with an activation, lookup of rows, or other"""
+    summed: tuple[int, ...] = ()
+    """axes of the parameter that the product sums"""
+
+
+#: For each axis of a tensor, the axes of its source that are in it.
+_Axes = tuple[frozenset[int], ...]
+
+
+class _Sources:
+    """Follows tensors back to where they were declared or made."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.outer: dict[Tensor, Tensor] = {}
+        for op in graph.walk():
+            if op.body is not None:
+                first = op.attrs.get("carries", 0) + op.attrs.get("xs", 0)
+                self.outer |= dict(zip(op.body.formals[first:], op.operands[first:], strict=False))
+
+    def of(self, t: Tensor) -> tuple[Tensor, _Axes | None]:
+        """Return the source of a tensor, and its axes; None for what a view leaves no account of."""
+        axes: _Axes | None = tuple(frozenset((i,)) for i in range(t.ndim))
+        while True:
+            if t in self.outer:
+                t = self.outer[t]
+            elif t.producer is not None and is_view_op(t.producer):
+                axes = _before(t.producer, axes)
+                t = t.producer.operands[0]
+            else:
+                return t, axes
+
+
+def _before(op: Op, axes: _Axes | None) -> _Axes | None:
+    """Return the axes of a view in those of its operand."""
+    if axes is None or op.kind.name == "slice":
+        return axes
+    if op.kind.name == "expand":
+        places = [frozenset() if at is None else frozenset((at,)) for at in op.attrs["kept"]]
+    elif "pattern" in op.attrs:
+        pattern = op.attrs["pattern"]
+        places = [
+            frozenset(i for i, d in enumerate(pattern.operands[0]) if set(d.names) & set(dim.names))
+            for dim in pattern.result
+        ]
+    else:
+        return None
+    return tuple(frozenset[int]().union(*(places[i] for i in inner)) for inner in axes)
+
+
+def uses_of(graph: Graph) -> dict[Tensor, list[Use]]:
+    """Return what reads each parameter.
+
+    Parameters
+    ----------
+    graph : Graph
+        What is asked.
+
+    Returns
+    -------
+    dict of Tensor to list of Use
+        Views read nothing; ops inside a body read what stands for its inputs.
+    """
+    need_graph("uses", graph)
+    sources = _Sources(graph)
+    found: dict[Tensor, list[Use]] = {t: [] for t in graph.params}
+    for op in graph.walk():
+        if is_view_op(op):
+            continue
+        last = op.attrs["carries"] + op.attrs["xs"] if op.kind.body == "repeated" else len(op.operands)
+        for i, t in enumerate(op.operands[: 0 if op.kind.body == "fused" else last]):
+            leaf, axes = sources.of(t)
+            if leaf in found:
+                found[leaf].append(_use(op, i, axes, sources))
+    for body in graph.bodies():
+        for t in body.outputs:
+            leaf, _ = sources.of(t)
+            if leaf in found and body.owner is not None:
+                found[leaf].append(Use(body.owner, 0, "other"))
+    for t in graph.outputs:
+        leaf, _ = sources.of(t)
+        if leaf in found:
+            found[leaf].append(Use(t.producer or next(iter(graph.walk())), 0, "other"))
+    return {t: uses for t, uses in found.items() if uses}
+
+
+def _use(op: Op, i: int, axes: _Axes | None, sources: _Sources) -> Use:
+    if op.kind.name == "gather" and op.attrs["mode"] == "rows" and i == 0:
+        return Use(op, i, "lookup")
+    if op.kind is GROUPED and i == 1 and axes is not None and sources.of(op.operands[0])[0].role != "param":
+        return Use(op, i, "product", tuple(sorted(axes[1])))
+    if op.kind.name != "einsum" or word(op) != "matmul" or len(op.operands) != 2 or axes is None:
+        return Use(op, i, "other")
+    other, _ = sources.of(op.operands[1 - i])
+    pattern = op.attrs["pattern"]
+    kept = set(pattern.result_names)
+    summed: set[int] = set()
+    for dim, inner in zip(pattern.operands[i], axes, strict=True):
+        if set(dim.names) & kept and set(dim.names) - kept:
+            return Use(op, i, "other")
+        if dim.names and not set(dim.names) & kept:
+            summed |= inner
+    if other.role == "param" or not summed:
+        return Use(op, i, "other")
+    return Use(op, i, "product", tuple(sorted(summed)))
+
+
+# -- caches ----------------------------------------------------------------------------------------------------------
+
+
+def caches_of(graph: Graph) -> set[Tensor]:
+    """Return the caches of positions: keys, values, latent vectors, and what was computed once.
+
+    Parameters
+    ----------
+    graph : Graph
+        What `prefill` or `decode` returned.
+
+    Returns
+    -------
+    set of Tensor
+        Buffers of role cache in a floating format; what a recurrence goes on from, and the last inputs of a
+        convolution, are none.
+    """
+    sources = _Sources(graph)
+    found = {t for g in graph.bodies() for t in g.tensors if t.producer is None and t.role == "cache"}
+    left = {t for t in found if t.dtype.kind == "float"}
+    for op in graph.walk():
+        if op.kind.body is None:
+            left -= _states(op, sources)
+        elif op.kind.body == "repeated":
+            left -= {_held(t, sources) for t in op.operands[: op.attrs["carries"] + op.attrs["xs"]]}
+    return left
+
+
+def _held(t: Tensor, sources: _Sources) -> Tensor:
+    """Return the cache that a tensor is a view of, or has been appended to."""
+    while True:
+        t, _ = sources.of(t)
+        if t.producer is None or t.producer.kind not in (APPEND, ASSIGN):
+            return t
+        t = t.producer.operands[0]
+
+
+def _states(op: Op, sources: _Sources) -> set[Tensor]:
+    """Return the caches that an op reads or writes as the state of a recurrence, or as earlier inputs of some width."""
+    if op.kind is ASSIGN:
+        held = _held(op.operands[0], sources)
+        made = sources.of(op.operands[1])[0].producer
+        if made is None:
+            return set()
+        # what came before and the new positions, of which the last ones stay
+        shifted = made.kind.name == "concat" and any(_held(t, sources) is held for t in made.operands)
+        return {held} if shifted or made.kind.body == "repeated" else set()
+    if op.kind is APPEND:  # as much as is seen of earlier positions, however many there are
+        held, new = op.operands
+        room, more = (t.sizes[op.attrs["axis"]] for t in (held, new))
+        short = room.constant is not None and more.constant is None
+        return {_held(held, sources)} if short else set()
+    slides = op.kind.name == "einsum" and any(isinstance(d, Affine) for o in op.attrs["pattern"].operands for d in o)
+    return {_held(t, sources) for t in op.operands} if slides else set()

@@ -1,0 +1,64 @@
+"""What several rules do: undo broadcasting, keep a number format, say where a gradient is zero."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...algebra.polynomial import ONE
+from ...graph.graph import apply
+from ...graph.strides import Sizes
+from ...graph.tensor import Tensor
+from ...ops.layout import EXPAND, rearrange
+from ...ops.pointwise import FUNCTIONS, POINTWISE, cast
+from ...ops.reduce import reduce
+
+__all__ = ["expanded", "restricted", "sum_to", "summed", "whole"]
+
+
+def restricted(g: Tensor, like: Tensor) -> Tensor:
+    """Return a view of a gradient that holds nothing where the tensor that it belongs to does not."""
+    if like.domain is None or g.domain is not None:
+        return g
+    attrs = {"sizes": g.sizes, "kept": tuple(range(g.ndim)), "domain": like.domain}
+    return apply(EXPAND, [g], attrs, "restrict")[0]
+
+
+def expanded(t: Tensor, sizes: Sizes, kept: Sequence[int | None], like: Tensor | None = None) -> Tensor:
+    """Return a view repeated along axes that `kept` has None for, restricted as another tensor is."""
+    attrs: dict[str, object] = {"sizes": sizes, "kept": tuple(kept)}
+    if like is not None and like.domain is not None and t.domain is None:
+        attrs["domain"] = like.domain
+    return apply(EXPAND, [t], attrs, "expand")[0]
+
+
+def summed(g: Tensor, names: Sequence[str], kept: Sequence[str]) -> Tensor:
+    """Sum over the axes of a gradient that are not kept; '1' keeps an axis of size 1."""
+    pattern = f"{' '.join(names)} -> {' '.join(kept)}"
+    if set(names) - set(kept):
+        return reduce(g, pattern, "sum")
+    if tuple(names) == tuple(kept):
+        return g
+    return rearrange(g, pattern)
+
+
+def whole(g: Tensor) -> Tensor:
+    """Return a restricted gradient with zeros where it holds nothing, as a tensor that is not restricted needs it."""
+    if g.domain is None:
+        return g
+    domain, query, key = g.domain
+    names = [f"n{i}" for i in range(g.ndim)]
+    order = [n for i, n in enumerate(names) if i not in (query, key)] + [names[query], names[key]]
+    moved = g if order == names else rearrange(g, f"{' '.join(names)} -> {' '.join(order)}")
+    attrs = {"function": FUNCTIONS["causal_mask_backward"], "masked": domain}
+    (made,) = apply(POINTWISE, [moved], attrs, "zeros_elsewhere")
+    return made if order == names else rearrange(made, f"{' '.join(order)} -> {' '.join(names)}")
+
+
+def sum_to(g: Tensor, x: Tensor) -> Tensor:
+    """Return a gradient in the shape and format of an operand that was broadcast: torch's `sum_to`, then a cast."""
+    names = [f"n{i}" for i in range(g.ndim)]
+    last = names[g.ndim - x.ndim :]
+    first = g.sizes[g.ndim - x.ndim :]
+    kept = ["1" if n == ONE and m != ONE else name for name, n, m in zip(last, x.sizes, first, strict=True)]
+    made = summed(g, names, kept)
+    return cast(made if x.domain is not None else whole(made), x.dtype)

@@ -1,0 +1,104 @@
+"""Gradients of elementwise functions, as the table of functions states them, and of dropout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import log, nan
+from typing import Any
+
+import sympy
+
+from ...algebra.polynomial import Poly, poly
+from ...errors import UnsupportedError
+from ...graph.graph import apply
+from ...graph.tensor import Tensor
+from ...ops.functions import FUNCTIONS, Function
+from ...ops.pointwise import POINTWISE, pointwise
+from .common import restricted, sum_to
+from .table import Pull, vjp
+
+__all__: list[str] = []  # its rules are found in RULES
+
+#: What functions of numbers alone give, without an op.
+_NUMBERS: dict[str, Callable[..., Any]] = {
+    "sub": lambda a, b: a - b,
+    "mul": lambda a, b: a * b,
+    "copy": lambda a: a,
+    "eq": lambda a, b: a == b,
+    "less": lambda a, b: a < b,
+    "less_equal": lambda a, b: a <= b,
+    "log": lambda a: poly(sympy.log(a.expr)) if isinstance(a, Poly) else log(a) if a > 0 else nan,
+}
+
+
+@vjp("pointwise")
+def _pointwise(pull: Pull) -> Sequence[Tensor | None]:
+    op, (g,) = pull.op, pull.grads
+    assert g is not None
+    function: Function = op.attrs["function"]
+    if function.grad is None or len(function.grad) != function.arity:
+        raise UnsupportedError(
+            f"backward of {op.name!r}: gradient of function {function.name!r} is not stated, expected "
+            f"{function.arity} expressions in its record"
+        )
+    places = [i for i, s in enumerate(op.attrs.get("scalars", (None,) * len(op.operands))) if s is None]
+    given = _Given(pull, restricted(g, op.results[0]), places)
+    out: list[Tensor | None] = []
+    for operand, place, wanted in zip(op.operands, places, pull.needs, strict=True):
+        expression = function.grad[place]
+        found = given.value(expression) if wanted and expression is not None else None
+        out.append(sum_to(found, operand) if isinstance(found, Tensor) else None)
+    return out
+
+
+class _Given:
+    """What the names in the gradient of a function stand for: asked for only where they are read."""
+
+    def __init__(self, pull: Pull, g: Tensor, places: Sequence[int]) -> None:
+        self.pull = pull
+        self.g = g
+        self.places = places
+
+    def value(self, expression: Any) -> Any:
+        """Return the tensor or number that an expression makes, its ops one by one."""
+        if isinstance(expression, tuple):
+            return self.applied(*expression)
+        if not isinstance(expression, str):
+            return expression
+        if expression == "g":
+            return self.g
+        op = self.pull.op
+        if expression == "y":
+            return self.pull.saved(op.results[0])
+        place = "abc".index(expression)
+        if place not in self.places:
+            return op.attrs["scalars"][place]
+        return self.pull.saved(op.operands[self.places.index(place)])
+
+    def applied(self, name: str, *arguments: Any) -> Any:
+        """Apply a function; what numbers alone decide takes no op."""
+        plain = name.removesuffix("_")
+        if plain == "causal_mask_backward":
+            attrs = {k: v for k, v in self.pull.op.attrs.items() if k == "masked"}
+            return apply(POINTWISE, [self.g], {**attrs, "function": FUNCTIONS[plain]}, plain)[0]
+        first = self.value(arguments[0])
+        if not isinstance(first, Tensor) and plain in ("where", "logical_and"):
+            left = arguments[1 if first else -1] if plain == "where" else arguments[1] if first else False
+            return self.value(left)
+        values = [first, *map(self.value, arguments[1:])]
+        if plain == "where" and not any(isinstance(v, Tensor) for v in values[1:]):
+            raise UnsupportedError(f"gradient of {self.pull.op.name!r}: two numbers to choose from, expected a tensor")
+        if plain == "logical_and" and values[1] is True:
+            return first
+        if not any(isinstance(v, Tensor) for v in values):
+            return _NUMBERS[plain](*values)
+        return pointwise(plain, *values, inplace=name != plain)
+
+
+@vjp("dropout")
+def _dropout(pull: Pull) -> Sequence[Tensor | None]:
+    g, op = pull.grads[0], pull.op
+    if g is None or not pull.needs[0]:
+        return [None]
+    g = restricted(g, op.results[0])
+    return [pointwise("masked_scale", g, pull.saved(op.results[1]), 1 / (1 - op.attrs["p"]))]

@@ -1,0 +1,130 @@
+"""Rules of fused kernels that have one of their own, as torch has a function for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ...graph.graph import Graph
+from ...graph.op import Op
+from ...graph.scopes import building, phase
+from ...graph.tensor import Tensor
+from ...ops.blocks import kernel
+from ...ops.layout import reshape
+from ...ops.pointwise import cast, pointwise
+from ...ops.reduce import reduce
+from .common import sum_to
+from .table import Pull, Rule
+
+__all__ = ["INSIDE", "KERNELS", "Inside"]
+
+Saved = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Inside:
+    """How a kernel goes back over its ops where it does better than to compute all of them again."""
+
+    rebuilt: Mapping[Tensor, Callable[[Saved], Tensor]] = field(default_factory=dict)
+    """tensors inside that come back otherwise than from what made them"""
+    kept: frozenset[Tensor] = frozenset()
+    """tensors inside that the forward kernel writes"""
+    rules: Mapping[Op, Rule] = field(default_factory=dict)
+    """rules of ops inside, in place of those of their kinds"""
+
+
+#: `prepare(op, grads, saved)`: gradients of the kernel's results, and what stands for its operands and results.
+Prepare = Callable[[Op, Sequence[Tensor | None], Saved], Inside]
+
+
+def _rows(op: Op) -> tuple[str, str]:
+    """Return patterns of what a kernel runs over and of one number a row: its body reduces some axes to size 1."""
+    assert op.body is not None
+    inner = next(o for o in op.body.ops if o.kind.name == "reduce")
+    pattern = inner.attrs["pattern"]
+    return " ".join(map(str, pattern.operands[0])), " ".join(map(str, pattern.result))
+
+
+def softmax(pull: Pull) -> Sequence[Tensor | None]:
+    """Return y * (g - sum(g * y)): reads the result alone.
+
+    What stands in the sum beside the row, where there is such an operand, has the share 1 - sum(y) of it.
+    """
+    g, (names, kept) = pull.grads[0], _rows(pull.op)
+    y = pull.saved(pull.op.results[0])
+    assert g is not None
+    beside = pull.op.operands[1:]
+    with kernel("softmax_backward") as body:
+        along = reduce(g * y, f"{names} -> {kept}", "sum")
+        made = [y * (g - along)]
+        if beside and pull.needs[1]:
+            share = 1.0 - reduce(y, f"{names} -> {kept}", "sum")
+            made.append(sum_to(-(share * along), beside[0]))
+    return [*map(body.export, made), *(None for _ in beside[len(made) - 1 :])]
+
+
+def log_softmax(pull: Pull) -> tuple[Tensor | None]:
+    """Return g - exp(y) * sum(g): reads the result alone."""
+    g, (names, kept) = pull.grads[0], _rows(pull.op)
+    y = pull.saved(pull.op.results[0])
+    assert g is not None
+    with kernel("log_softmax_backward") as body:
+        made = g - pointwise("exp", y) * reduce(g, f"{names} -> {kept}", "sum")
+    return (body.export(made),)
+
+
+def _flash(op: Op, grads: Sequence[Tensor | None], saved: Saved) -> Inside:
+    """Let the forward kernel write the logarithm of each row's sum, from which the probabilities come back.
+
+    The sum of gradient times probability along a row is that of gradient times result, which is much shorter (Dao et
+    al. 2022, arXiv 2205.14135, section B.4).
+    """
+    assert op.body is not None
+    probabilities = next(o for o in op.body.ops if o.attrs.get("backward") == "softmax")
+    inner = probabilities.body
+    assert inner is not None
+    scores = probabilities.operands[0]
+    largest, sums = (_second(inner, function) for function in ("sub", "div"))
+    with building(inner), phase(op.phase):
+        made = cast(largest + pointwise("log", sums), "fp32" if scores.dtype.bits < 32 else scores.dtype)
+    statistic = inner.export(made)
+
+    def rebuilt(inside: Saved) -> Tensor:
+        return cast(pointwise("exp", inside(scores) - inside(statistic)), scores.dtype)
+
+    def rule(pull: Pull) -> Sequence[Tensor | None]:
+        grad, out = pull.grads[0], grads[0]
+        assert grad is not None
+        assert out is not None
+        along = _along_rows(op, out * saved(op.results[0]))
+        beside = probabilities.operands[1:]
+        made: list[Tensor | None] = [pull.saved(probabilities.results[0]) * (grad - along)]
+        for t, wanted in zip(beside, pull.needs[1:], strict=True):
+            share = pointwise("exp", pull.saved(t) - pull.saved(statistic))
+            made.append(sum_to(-(share * along), t) if wanted else None)
+        return made
+
+    return Inside({probabilities.results[0]: rebuilt}, frozenset({statistic}), {probabilities: rule})
+
+
+def _second(body: Graph, function: str) -> Tensor:
+    """Return what a softmax subtracts, or divides by."""
+    found = (o for o in body.ops if o.kind.name == "pointwise" and o.attrs["function"].name == function)
+    return next(o.operands[1] for o in found if o.operands[0].sizes == o.results[0].sizes)
+
+
+def _along_rows(op: Op, product: Tensor) -> Tensor:
+    """Sum over what a result has beside the axes of the probabilities, and order the axes as theirs."""
+    assert op.body is not None
+    last = next(o for o in reversed(op.body.ops) if o.kind.name == "einsum")
+    pattern = last.attrs["pattern"]
+    names, rows = list(pattern.result_names), pattern.operand_names(0)
+    kept = [n for n in rows if n in names]
+    total = reduce(product, f"{' '.join(names)} -> {' '.join(kept)}", "sum")
+    return reshape(total, [product.sizes[names.index(n)] if n in names else 1 for n in rows])
+
+
+#: Rules of kernels by the name in their attribute `backward`.
+KERNELS: dict[str, Rule] = {"softmax": softmax, "log_softmax": log_softmax}
+#: What a kernel does otherwise than ask the rules of the ops inside and compute again what they read.
+INSIDE: dict[str, Prepare] = {"flash": _flash}

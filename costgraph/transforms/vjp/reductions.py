@@ -1,0 +1,60 @@
+"""Gradients of reductions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+from ...algebra.polynomial import ONE, Poly
+from ...errors import UnsupportedError
+from ...graph.tensor import Tensor
+from ...ops.pointwise import pointwise
+from ...ops.reduce import reduce
+from .common import expanded
+from .table import Pull, vjp
+
+__all__: list[str] = []  # its rules are found in RULES
+
+
+@vjp("reduce")
+def _reduce(pull: Pull) -> Sequence[Tensor | None]:
+    (g,), op = pull.grads, pull.op
+    (x,), operation = op.operands, op.attrs["operation"]
+    if g is None or not pull.needs[0] or operation in ("any", "all", "argmax", "argmin"):
+        return [None]
+    spread = _spread(pull, g)
+    if operation == "sum":
+        return [spread]
+    if operation == "mean":
+        return [pointwise("div", spread, _count(pull))]
+    if operation == "prod":
+        product = _spread(pull, pointwise("mul", g, pull.saved(op.results[0])))
+        return [pointwise("div", product, pull.saved(x))]
+    names = [f"n{i}" for i in range(x.ndim)]
+    ties = pointwise("eq", pull.saved(x), _spread(pull, pull.saved(op.results[0])))
+    gone = _reduced(pull)
+    many = reduce(ties, f"{' '.join(names)} -> {' '.join('1' if i in gone else n for i, n in enumerate(names))}", "sum")
+    return [pointwise("div", pointwise("mul", spread, ties), many, dtype=x.dtype)]
+
+
+def _reduced(pull: Pull) -> list[int]:
+    """Return the places of the axes that are reduced."""
+    pattern = pull.op.attrs["pattern"]
+    return [i for i, n in enumerate(pattern.operand_names(0)) if n not in pattern.result_names]
+
+
+def _spread(pull: Pull, t: Tensor) -> Tensor:
+    """Return something of the shape of the result as a view of the shape of the operand."""
+    (x,), pattern = pull.op.operands, pull.op.attrs["pattern"]
+    places = [a.names for a in pattern.result]
+    kept = [places.index(a.names) if a.names in places else None for a in pattern.operands[0]]
+    return expanded(t, x.sizes, kept, x)
+
+
+def _count(pull: Pull) -> Poly | int:
+    """Return how many elements there are to a mean."""
+    (x,) = pull.op.operands
+    if x.domain is not None:
+        raise UnsupportedError(f"backward of {pull.op.name!r}: mean of {x!r}, expected one that is whole")
+    count = prod((x.sizes[i] for i in _reduced(pull)), start=ONE)
+    return count if count.constant is None else int(count.constant)

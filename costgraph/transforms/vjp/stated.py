@@ -1,0 +1,68 @@
+"""Gradients of moves between memories and devices, and of ops whose costs are stated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...algebra.polynomial import Poly, total
+from ...errors import UnsupportedError
+from ...graph.graph import apply
+from ...graph.tensor import Tensor
+from ...ops.stated import OPAQUE, collective, transfer
+from .table import Pull, vjp
+
+__all__: list[str] = []  # its rules are found in RULES
+
+#: The collective that takes gradients the other way.
+_BACK = {
+    "all_reduce": "all_reduce",
+    "all_gather": "reduce_scatter",
+    "reduce_scatter": "all_gather",
+    "all_to_all": "all_to_all",
+    "send": "send",
+}
+
+
+@vjp("transfer")
+def _transfer(pull: Pull) -> Sequence[Tensor | None]:
+    g = pull.grads[0]
+    return [None if g is None or not pull.needs[0] else transfer(g, pull.op.attrs["link"])]
+
+
+@vjp("collective")
+def _collective(pull: Pull) -> Sequence[Tensor | None]:
+    g, attrs = pull.grads[0], pull.op.attrs
+    if g is None or not pull.needs[0]:
+        return [None]
+    return [collective(g, _BACK[attrs["collective"]], attrs["ranks"].expr)]
+
+
+@vjp("opaque")
+def _opaque(pull: Pull) -> Sequence[Tensor | None]:
+    """Add the op whose costs the caller stated."""
+    op = pull.op
+    if "backward" not in op.attrs:
+        raise UnsupportedError(f"backward of {op.name!r}: nothing is stated of it, expected backward= of opaque")
+    stated = op.attrs["backward"]
+    kept = [op.operands[i] for i in stated["inputs"]] + [op.results[i] for i in stated["outputs"]]
+    grads = [i for i, g in enumerate(pull.grads) if g is not None]
+    operands = [g for g in pull.grads if g is not None] + [pull.saved(t) for t in kept]
+    wanted = [i for i, needed in enumerate(pull.needs) if needed]
+    count = len(pull.grads)
+    attrs = {
+        **{k: stated[k] for k in ("matmul", "pointwise", "transcendental", "workspace")},
+        "outputs": tuple((op.operands[i].sizes, op.operands[i].dtype) for i in wanted),
+        "reads": _chosen(stated["reads"], [*grads, *range(count, count + len(kept))], len(operands)),
+        "writes": _chosen(stated["writes"], wanted, len(wanted)),
+    }
+    made = dict(zip(wanted, apply(OPAQUE, operands, attrs, f"{op.name.rpartition('/')[2]}_backward"), strict=True))
+    return [made.get(i) for i in range(len(op.operands))]
+
+
+def _chosen(amounts: Sequence[Poly] | None, places: Sequence[int], count: int) -> tuple[Poly, ...] | None:
+    """Return the bytes of some tensors; an amount for all of them stands at the first."""
+    if amounts is None or not count:
+        return None
+    if len(amounts) == 1:
+        return (amounts[0], *(total(()),) * (count - 1))
+    return tuple(amounts[i] for i in places)

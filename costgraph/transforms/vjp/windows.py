@@ -1,0 +1,31 @@
+"""Gradient of pooling."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...errors import UnsupportedError
+from ...graph.graph import apply
+from ...graph.tensor import Tensor
+from ...nn.conv import UNPOOL
+from .table import Pull, vjp
+
+__all__: list[str] = []  # its rules are found in RULES
+
+
+@vjp("pool")
+def _pool(pull: Pull) -> Sequence[Tensor | None]:
+    """Give each window's gradient to its elements; torch keeps the input of the pooling for its shape."""
+    g, op = pull.grads[0], pull.op
+    if g is None or not pull.needs[0]:
+        return [None]
+    operands = [g, pull.saved(op.operands[0])]
+    if op.attrs["operation"] == "max":
+        if len(op.results) < 2:
+            raise UnsupportedError(
+                f"backward of {op.name!r}: the pooling does not keep where its maxima stand, expected attribute "
+                f"'indices'"
+            )
+        operands.append(pull.saved(op.results[1]))
+    attrs = {k: v for k, v in op.attrs.items() if k != "indices"}
+    return apply(UNPOOL, operands, attrs, "unpool")
