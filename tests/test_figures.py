@@ -1,0 +1,66 @@
+"""The script that a restructuring is held to: it writes the figures of models and finds one changed digit."""
+
+import pytest
+from figures import canonical, main, read
+
+import costgraph as cg
+
+MODELS = ["mlp", "gpt2"]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    path = tmp_path_factory.mktemp("figures") / "before.txt"
+    assert main([str(path), *MODELS]) == 0
+    return path
+
+
+def test_figures_are_those_that_the_library_answers_with(written):
+    found = read(written)
+    assert {key.partition("\t")[0] for key in found} == set(MODELS)
+    assert found["mlp\tforward params"] == "C + C*F + D*F + F + F**2*L + F*L"
+    assert found["gpt2\tforward params small"] == str(cg.param_count(cg.models.load("gpt2")))
+    assert found["gpt2\tdecode cache bytes"] == "4*B*D*L*S"
+    assert found["mlp\tdecode"].startswith("GraphError: decode: nothing in graph 'mlp'")
+    assert not [value for value in found.values() if value.startswith("too slow")]
+
+
+def test_files_are_sorted_and_come_out_the_same_again(written, tmp_path, capsys):
+    assert main([str(tmp_path / "again.txt"), *reversed(MODELS)]) == 0
+    text = written.read_text(encoding="utf-8")
+    assert (tmp_path / "again.txt").read_text(encoding="utf-8") == text
+    assert text.splitlines() == sorted(text.splitlines())
+    assert main(["--diff", str(written), str(tmp_path / "again.txt")]) == 0
+    assert capsys.readouterr().out == "0 lines differ\n"
+
+
+def test_one_changed_digit_is_found(written, tmp_path, capsys):
+    text = written.read_text(encoding="utf-8")
+    changed = text.replace("gpt2\tdecode cache bytes\t4*B*D*L*S\n", "gpt2\tdecode cache bytes\t5*B*D*L*S\n")
+    (tmp_path / "after.txt").write_text(changed, encoding="utf-8")
+    assert main(["--diff", str(written), str(tmp_path / "after.txt")]) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "- gpt2\tdecode cache bytes\t4*B*D*L*S",
+        "+ gpt2\tdecode cache bytes\t5*B*D*L*S",
+        "2 lines differ",
+    ]
+
+
+def test_a_figure_that_is_gone_is_found(written, tmp_path, capsys):
+    lines = written.read_text(encoding="utf-8").splitlines(keepends=True)
+    (tmp_path / "after.txt").write_text("".join(lines[1:]), encoding="utf-8")
+    assert main(["--diff", str(written), str(tmp_path / "after.txt")]) == 1
+    assert capsys.readouterr().out.splitlines()[0] == f"- {lines[0].rstrip()}"
+
+
+def test_the_order_of_operands_has_no_say():
+    B, D, F = cg.dims("B D F")
+    assert canonical(cg.Max(B * D, F**2 + 3)) == canonical(cg.Max(3 + F**2, D * B)) == "Max(3 + F**2, B*D)"
+    assert canonical(D * (B + F) / 2) == "(1/2)*(B + F)*D"
+
+
+@pytest.mark.parametrize("words", [[], ["out.txt", "no-such-model"]])
+def test_what_is_missing_or_unknown_is_said(words, capsys):
+    with pytest.raises(SystemExit):
+        main(words)
+    assert "expected a file" in (said := capsys.readouterr().err) or "no model of the zoo" in said
