@@ -337,7 +337,9 @@ def test_module_and_exit_codes():
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])
 def test_missing_extras_are_one_line(missing):
-    code = f"import sys; sys.modules[{missing!r}] = None\nfrom costgraph.cli import main\nsys.exit(main(['--version']))\n"
+    code = (
+        f"import sys; sys.modules[{missing!r}] = None\nfrom costgraph.cli import main\nsys.exit(main(['--version']))\n"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == 'costgraph: the command line needs typer and rich: pip install "costgraph[cli]"\n'

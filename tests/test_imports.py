@@ -120,9 +120,7 @@ def test_the_top_of_the_package_has_the_rooms_alone():
 @pytest.mark.parametrize("module", [m for m in MODULES if m and not m.startswith("models")])
 def test_a_module_imports_from_its_own_room_and_those_above_it(module):
     later = sorted(
-        f"costgraph.{n or '(the package itself)'}"
-        for n in IMPORTS[module]
-        if place(n or PACKAGE) > place(module)
+        f"costgraph.{n or '(the package itself)'}" for n in IMPORTS[module] if place(n or PACKAGE) > place(module)
     )
     assert not later, f"costgraph.{module} imports from later rooms: {', '.join(later)}"
 
