@@ -122,7 +122,9 @@ def exceptions(graph):
     odd = any(op.attrs["operation"] in ("any", "all", "argmax", "argmin", "prod") for op in graph.walk()
               if op.kind.name == "reduce")  # fmt: skip
     mixed = len({t.dtype.name for body in graph.bodies() for t in body.tensors}) > 1
+    # torch hides keys with a tensor of bools beside the scores, whether or not a domain is left of them
     masks = any(t.domain is not None for body in graph.bodies() for t in body.tensors)
+    masks |= any(op.attrs.get("masked") is not None for op in graph.walk())
     drawn = any(op.kind.name == "kernel" and op.name.rpartition("/")[2].startswith("fused") for op in graph.walk())
     return not plain or windows or alone or odd or mixed or masks or drawn
 
