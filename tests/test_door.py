@@ -14,6 +14,7 @@ import sympy
 import costgraph as cg
 from costgraph.algebra.polynomial import poly
 from costgraph.notation.door import READ, REAL, checked, rule
+from costgraph.report import Report
 
 T = TypeVar("T")
 NAN, INF = float("nan"), float("inf")
@@ -139,3 +140,8 @@ def test_what_may_be_read_once_is_not_used_up():
         return next(iter(values))
 
     assert checked(first)(iter([7])) == 7
+
+
+def test_fields_of_a_record_that_stands_in_another_module_are_asked_for_as_well():
+    with pytest.raises(cg.GraphError, match="Report: count is 5, expected text"):
+        Report(count=5)

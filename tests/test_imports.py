@@ -141,6 +141,32 @@ def test_no_module_waits_for_another_that_waits_for_it():
     assert circles({m: imports(m, p.read_text(encoding="utf-8"), types=False) for m, p in MODULES.items()}) == []
 
 
+def test_the_types_of_the_graph_alone_name_each_other():
+    assert [c for c in circles(IMPORTS) if not all(m.startswith("graph.") for m in c)] == []
+
+
+def loads_torch(source):
+    """Whether a module imports torch itself, at any level of nesting."""
+    nodes = list(ast.walk(ast.parse(source)))
+    names = [a.name for n in nodes if isinstance(n, ast.Import) for a in n.names]
+    names += [n.module or "" for n in nodes if isinstance(n, ast.ImportFrom) and not n.level]
+    return any(name.split(".")[0] == "torch" for name in names)
+
+
+def test_torch_is_imported_in_its_room_alone():
+    found = {m for m, path in MODULES.items() if loads_torch(path.read_text(encoding="utf-8"))}
+    assert found, "nothing imports torch: the walk over the imports is broken"
+    assert {m for m in found if m.split(".")[0] != "torch"} == set()
+
+
+@pytest.mark.parametrize(
+    "source", ["import torch", "def f():\n    from torch.nn import Module", "import torch.fx as fx"]
+)
+def test_the_walk_sees_every_import_of_torch(source):
+    assert loads_torch(source)
+    assert not loads_torch("from ..torch import trace\nfrom . import torch\nimport torchvision")
+
+
 @pytest.mark.parametrize(
     ("source", "expected"),
     [

@@ -20,7 +20,7 @@ from ..graph.graph import Graph
 from ..graph.sizes import bindings
 from ..hardware.specs import load_hardware
 from ..report import text
-from ..report.data import report
+from ..report.collect import report
 from ..report.files import to_csv, to_json
 from ..report.formula import formula_text, shared, write_formula
 from ..report.quantities import QUANTITIES, quantity_of

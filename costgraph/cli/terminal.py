@@ -11,7 +11,7 @@ from ..algebra.symbols import printable
 from ..errors import FormatError
 from ..graph.graph import Graph
 from ..report import text
-from ..report.data import Report
+from ..report.collect import Report
 from ..report.drawing import check_path
 from ..report.timeline_plot import plot_timeline
 from ..text_file import write_file

@@ -1,10 +1,9 @@
-"""The commands that run torch: measuring a device, and holding predictions to it. Only the commands import torch."""
+"""The commands that run torch: measuring a device, and holding predictions to it. Only in them is torch loaded."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Annotated
 
 import typer
@@ -30,13 +29,11 @@ def need_torch(command: str) -> None:
     Raises
     ------
     UnsupportedError
-        If torch cannot be imported.
+        If torch is not installed.
     """
-    try:
-        import torch  # noqa: F401  # an optional part of the machine, whose build the user chooses
-    except ImportError:
+    if find_spec("torch") is None:  # an optional part of the machine, whose build the user chooses
         where = "pip install torch, or the build for this machine from https://pytorch.org/get-started"
-        raise UnsupportedError(f"{command}: torch is not installed, expected it beside costgraph: {where}") from None
+        raise UnsupportedError(f"{command}: torch is not installed, expected it beside costgraph: {where}")
 
 
 def _count(threads: str | None) -> int | None:
@@ -46,18 +43,6 @@ def _count(threads: str | None) -> int | None:
     if count and cores and count > cores:
         raise FormatError(f"--threads {count}: this machine has {cores} cores, expected no more than that")
     return count
-
-
-@contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @command("calibrate", short_help="Measure what a device attains, as a specification.")
@@ -80,9 +65,10 @@ def calibrate_command(
     count = _count(threads)
     need_torch("calibrate")
     from ..torch.calibrating import calibrate, check_target
+    from ..torch.words import threads as running
 
     check_target(out)
-    with _threads(count):
+    with running(count):
         found = calibrate(device, quick=quick, like=like)
     found.save(out)
     say(f"{found}\nwritten to {shorten(out, 200)}")
@@ -111,6 +97,7 @@ def validate_command(
     from ..report.validation_text import render_validation
     from ..torch.validating import suite, validate
     from ..torch.validating.record import check_target
+    from ..torch.words import threads as running
 
     check_target(out)
     if plots is not None:
@@ -118,7 +105,7 @@ def validate_command(
     cases = suite("cuda" if device.startswith("cuda") else "cpu", quick=quick)
     if only is not None:
         cases = [case for case in cases if only in case.name]
-    with _threads(count):
+    with running(count):
         found = validate(device, cases, hardware=hardware, quick=quick)
     found.save(out)
     width, color = screen()

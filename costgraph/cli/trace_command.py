@@ -1,4 +1,4 @@
-"""The command that turns a torch module into a graph; only the command itself imports torch."""
+"""The command that turns a torch module into a graph; torch is loaded in the command alone."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import importlib.util
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ..algebra.symbols import is_name, read_size, shorten, shown
+from ..algebra.symbols import is_name, read_size, shorten
 from ..errors import CostGraphError, FormatError
 from ..report import text
-from ..report.data import report
+from ..report.collect import report
 from . import options as opt
 from .commands import command, read_sizes
 from .terminal import say, screen
@@ -65,16 +65,18 @@ def trace_command(
     given, dims = [_parsed(word) for word in inputs or ()], read_sizes(sizes)
     need_torch("trace")
     from ..torch import trace
+    from ..torch.words import on_meta
+    from ..torch.words import optimizer as made_optimizer
 
     hints = _hints(given, dims)
-    tensors = [(name, _tensor(shape, dtype, hints), shape) for name, shape, dtype in given]
+    tensors = [(name, on_meta(_numbers(shape, hints), dtype), shape) for name, shape, dtype in given]
     graph = trace(
         _made(target),
         *(t for name, t, _ in tensors if name is None),
         dims=[_names(shape) for name, _, shape in tensors if name is None],
         keywords={name: t for name, t, _ in tensors if name is not None},
         keyword_dims={name: _names(shape) for name, _, shape in tensors if name is not None},
-        train=train, optimizer=None if optimizer is None else _optimizer(optimizer), unknown=unknown,
+        train=train, optimizer=None if optimizer is None else made_optimizer(optimizer), unknown=unknown,
     )  # fmt: skip
     for scope, name in folds:
         from ..transforms.folding.fold import fold as fold_blocks
@@ -142,21 +144,6 @@ def _imported(place: str) -> Any:
         sys.path.remove("")
 
 
-def _optimizer(words: str) -> Callable[[Any], Any]:
-    """Return a factory for one of torch's optimizers."""
-    import torch
-
-    name, _, implementation = words.partition(":")
-    made = getattr(torch.optim, name, None)
-    if not isinstance(made, type) or not issubclass(made, torch.optim.Optimizer) or made is torch.optim.Optimizer:
-        raise FormatError(f"--optimizer {shorten(name)}: expected one of torch.optim, such as AdamW or SGD")
-    flags = {"": {}, "for-loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
-    if implementation not in flags:
-        raise FormatError(f"--optimizer {shorten(words)}: expected for-loop, foreach or fused behind the colon")
-    options: dict[str, Any] = {"lr": 1e-3, **flags[implementation]}
-    return lambda params: made(params, **options)
-
-
 # -- inputs ------------------------------------------------------------------------------------------------------
 
 
@@ -190,11 +177,5 @@ def _hints(given: list[tuple[str | None, list[str], str]], dims: Mapping[str, in
     return out
 
 
-def _tensor(shape: list[str], dtype: str, hints: Mapping[str, int]) -> Any:
-    import torch
-
-    format_ = getattr(torch, dtype, None)
-    if not isinstance(format_, torch.dtype):
-        raise FormatError(f"format {shown(dtype)} of an input: expected one of torch's, such as int64 or bfloat16")
-    numbers = [hints[part] if is_name(part) else read_size(part, "--input") for part in shape]
-    return torch.empty(numbers, dtype=format_, device="meta")
+def _numbers(shape: list[str], hints: Mapping[str, int]) -> list[int]:
+    return [hints[part] if is_name(part) else read_size(part, "--input") for part in shape]

@@ -13,7 +13,7 @@ from ..graph.graph import Graph
 from ..optimizers import SGD, Adafactor, AdaGrad, Adam, AdamW, Lion, Muon, Optimizer, RMSProp
 from ..planning import preflight
 from ..report import text
-from ..report.data import report
+from ..report.collect import report
 from ..report.files import to_csv, to_json
 from ..report.plan import plan_csv, plan_json, render_plan
 from ..transforms.checkpoint import Checkpoint, every, every_block, from_start, selective

@@ -198,7 +198,11 @@ def _asked(hint: Any) -> Rule:
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:
     # names that a module imports for annotations alone are found in the package
     package = vars(sys.modules[_PACKAGE])
-    return typing.get_type_hints(function, localns=package, include_extras=True)
+    owner = function.__globals__.get(function.__qualname__.removesuffix(".__init__"))
+    # a record has fields of another one too, which are annotated where that one stands
+    generated = getattr(owner, "__dataclass_params__", None)
+    asked = owner if generated is not None and generated.init else function
+    return typing.get_type_hints(asked, localns=package, include_extras=True)
 
 
 def _own(value: object) -> Any:

@@ -7,17 +7,15 @@ import io
 import json
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import sympy
 
 from ..algebra.extremum import Regime
 from ..analysis.roofline import Roofline
 from ..bind.evaluate import Formula
+from .data import Facts, Part
 from .formula import formula_text
-
-if TYPE_CHECKING:
-    from .data import Part, Report
 
 __all__ = ["SCHEMA", "rows", "to_csv", "to_json"]
 
@@ -47,7 +45,7 @@ def _cases(cases: tuple[Regime, ...]) -> list[dict[str, Any]]:
     return [{"formula": formula_text(c.formula), "unit": "B", "op": c.op, "phase": c.phase} for c in cases]
 
 
-def _peak(r: Report) -> dict[str, Any]:
+def _peak(r: Facts) -> dict[str, Any]:
     capacity = None if r.hardware is None else {"value": _number(_plain(r.hardware.memory.value)), "unit": "B"}
     return {
         **_figure(r.peak.value, "B"),
@@ -61,7 +59,7 @@ def _peak(r: Report) -> dict[str, Any]:
     }
 
 
-def _training(r: Report) -> dict[str, Any] | None:
+def _training(r: Facts) -> dict[str, Any] | None:
     if r.training is None:
         return None
     used = {"mfu": r.training.mfu, "hfu": r.training.hfu, "most_mfu": r.training.most_mfu}
@@ -122,12 +120,12 @@ _PART_UNITS = {
 }  # fmt: skip
 
 
-def to_json(r: Report) -> str:
+def to_json(r: Facts) -> str:
     """Return a report as JSON.
 
     Parameters
     ----------
-    r : Report
+    r : Facts
         What is written.
 
     Returns
@@ -156,7 +154,7 @@ def to_json(r: Report) -> str:
     return json.dumps(data, indent=2, allow_nan=False) + "\n"
 
 
-def rows(r: Report) -> Iterator[tuple[str, str, str, object, str, str]]:
+def rows(r: Facts) -> Iterator[tuple[str, str, str, object, str, str]]:
     """Yield the values of a report, one each: part, name, quantity, value, unit, formula."""
     for name, f in r.figures.items():
         yield ("graph", "", name, _cell(f.value), f.unit, formula_text(f.formula))
@@ -187,12 +185,12 @@ def _cell(value: Formula) -> object:
     return formula_text(value) if isinstance(value, sympy.Expr) else value
 
 
-def to_csv(r: Report) -> str:
+def to_csv(r: Facts) -> str:
     """Return a report as CSV: one value a line, with its unit.
 
     Parameters
     ----------
-    r : Report
+    r : Facts
         What is written.
 
     Returns

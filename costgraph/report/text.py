@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import sympy
 from rich import box
@@ -22,12 +21,10 @@ from ..analysis.table import Cost
 from ..bind.evaluate import Formula
 from ..hardware.units import format_bytes, format_quantity
 from .amounts import amount, exact, percent, show
+from .data import Facts, Part
 from .formula import factored, formula_text, shared
 from .quantities import QUANTITIES
 from .training_text import training_rows
-
-if TYPE_CHECKING:
-    from .data import Part, Report
 
 __all__ = ["WIDTH", "clean", "draw", "exact", "grid", "listing", "percent", "render", "show"]
 
@@ -103,7 +100,7 @@ def listing(title: str, head: Sequence[str], rows: Iterable[Sequence[str]], left
 # -- sections ----------------------------------------------------------------------------------------------------
 
 
-def _heading(r: Report) -> Iterator[RenderableType]:
+def _heading(r: Facts) -> Iterator[RenderableType]:
     device = f" on {clean(r.hardware.name)}" if r.hardware else ""
     yield f"[bold]{clean(r.graph)}{device}[/bold]"
     given = [f"{k}={v}" for k, v in r.sizes.items() if k in r.given]
@@ -115,7 +112,7 @@ def _heading(r: Report) -> Iterator[RenderableType]:
     yield ""
 
 
-def _figure_rows(r: Report) -> Iterator[tuple[str, str]]:
+def _figure_rows(r: Facts) -> Iterator[tuple[str, str]]:
     short = {
         "param-bytes": "bytes", "matmul-flops": "matmul", "matmul-flops-full": "matmul, full squares",
         "pointwise-flops": "pointwise", "transcendental-flops": "transcendental",
@@ -136,14 +133,14 @@ def _ridge(times: Roofline) -> str:
     return f"{format_quantity(peak, 'FLOP/s')} / {bandwidth}"
 
 
-def _beside_ridge(r: Report, name: str) -> str:
+def _beside_ridge(r: Facts, name: str) -> str:
     if r.roofline is None or not r.roofline.ridge or "intensity" not in name:
         return ""
     value = r.roofline.fused_intensity if name.startswith("fused") else r.roofline.intensity
     return ", above the ridge point" if value >= r.roofline.ridge else ", below the ridge point"
 
 
-def _peak_rows(r: Report) -> Iterator[tuple[str, str]]:
+def _peak_rows(r: Facts) -> Iterator[tuple[str, str]]:
     if r.peak.op is None:
         yield from _open_peak(r.peak.regimes)
     else:
@@ -175,7 +172,7 @@ def _part_of(amount: Formula, whole: Formula) -> str:
     return f", {percent(float(amount / whole))}" if whole else ""
 
 
-def _capacity(r: Report) -> str:
+def _capacity(r: Facts) -> str:
     assert r.hardware is not None
     room = r.hardware.memory
     text = f"{format_bytes(room.value)} by the vendor"
@@ -185,7 +182,7 @@ def _capacity(r: Report) -> str:
     return escape(f"{text}: {'fits' if r.fits else 'does NOT fit'}, {used} used")
 
 
-def _time_rows(r: Report) -> Iterator[tuple[str, str]]:
+def _time_rows(r: Facts) -> Iterator[tuple[str, str]]:
     if r.hardware is None:
         yield "time", "needs a device: --hardware NAME"
     elif r.roofline is None:
@@ -200,7 +197,7 @@ def _time_rows(r: Report) -> Iterator[tuple[str, str]]:
         yield "time, estimate", ", ".join([show(whole, "s"), *sorted(parts)])
 
 
-def _table(title: str, head: str, parts: Sequence[Part], r: Report) -> RenderableType:
+def _table(title: str, head: str, parts: Sequence[Part], r: Facts) -> RenderableType:
     if any(isinstance(v, sympy.Expr) for p in parts for v in (p.value.flops, p.value.bytes)):
         return _formulas_by(title, head, parts, bound=True)
     whole = sum((p.value for p in parts), start=Cost())
@@ -239,7 +236,7 @@ def _formulas_by(title: str, head: str, parts: Sequence[Part], *, bound: bool) -
     return table
 
 
-def _formulas(r: Report) -> Iterator[RenderableType]:
+def _formulas(r: Facts) -> Iterator[RenderableType]:
     yield ""
     yield "[bold]formulas[/bold]"
     for figure in r.figures.values():
@@ -266,7 +263,7 @@ def _block(title: str, text: str) -> RenderableType:
     return Group(Text(title), Padding(Text(text, overflow="fold"), (0, 0, 0, 4)))
 
 
-def sections(r: Report, *, formulas: bool = False) -> Iterator[RenderableType]:
+def sections(r: Facts, *, formulas: bool = False) -> Iterator[RenderableType]:
     """Yield the parts of a report, one below the other."""
     yield from _heading(r)
     yield grid([*_figure_rows(r), *training_rows(r), *_peak_rows(r), *_time_rows(r)])
@@ -282,12 +279,12 @@ def sections(r: Report, *, formulas: bool = False) -> Iterator[RenderableType]:
         yield from _formulas(r)
 
 
-def render(r: Report, *, formulas: bool = False, width: int | None = None, color: bool = False) -> str:
+def render(r: Facts, *, formulas: bool = False, width: int | None = None, color: bool = False) -> str:
     """Return a report as text.
 
     Parameters
     ----------
-    r : Report
+    r : Facts
         What is shown.
     formulas : bool
         Add the closed forms.

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from .amounts import amount, percent
-
-if TYPE_CHECKING:
-    from .data import Report
+from .data import Facts
 
 __all__ = ["training_rows"]
 
@@ -17,7 +14,7 @@ _PARTS = {"model-flops-full": "full squares", "weight-bytes": "", "gradient-byte
 _PARTS["bytes-per-param"] = ""
 
 
-def training_rows(r: Report) -> Iterator[tuple[str, str]]:
+def training_rows(r: Facts) -> Iterator[tuple[str, str]]:
     """Yield label and text of each figure that only a step of training has."""
     if r.training is None:
         return

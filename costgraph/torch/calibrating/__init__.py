@@ -1,5 +1,6 @@
 """Rates that a device attains, measured here and written down as a specification that the roofline reads."""
 
-from .calibration import Calibration, Rate, calibrate, check_target
+from .calibration import calibrate
+from .record import Calibration, Rate, check_target
 
 __all__ = ["Calibration", "Rate", "calibrate", "check_target"]

@@ -35,8 +35,8 @@ def _pointwise(site: Site) -> None:
     template = site.attr("scalars") or (None,) * len(site.operands)
     number = float if site.attr("numbers") == "float" else _as_it_is  # D/H is one where it comes out whole too
     given = [next(operands) if s is None else number(s) for s in template]
-    if name in site.walk.functions:
-        _place(site, name, site.walk.functions[name], given)
+    if name in site.shared.functions:
+        _place(site, name, site.shared.functions[name], given)
     elif name == "cast":
         _cast(site, given[0])
     elif name not in KERNELS:

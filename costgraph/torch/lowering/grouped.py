@@ -50,7 +50,7 @@ def dispatched(ids: torch.Tensor, experts: int, room: int | None, owners: bool) 
 def _dispatch(site: Site) -> None:
     """Experts that nothing says to be there are taken modulo their number."""
     ids, experts = site.operands[0], site.attr("experts")
-    if not site.walk.indices.within(site.op.operands[0], experts):
+    if not site.shared.indices.within(site.op.operands[0], experts):
         ids = site.call(torch.remainder, ids, experts)
     sizes = [site.sizes(t) for t in site.op.results]
     room = sizes[0][0] // experts if "capacity" in site.op.attrs else None

@@ -26,7 +26,7 @@ def _kernel(site: Site) -> None:
         found = match(body, text)
         if found is not None and rule(site, found):
             return
-    nodes = site.walk.body(site)
+    nodes = site.shared.inside(body, site.operands)
     used = {_storage(site, v) for v in site.operands}
     for i, v in enumerate(nodes):
         shadow, storage = site.shadow(v), _storage(site, v)

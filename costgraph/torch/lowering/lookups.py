@@ -15,7 +15,7 @@ __all__: list[str] = []  # its lowerings are found in LOWERINGS
 def _ids(site: Site, rows: int) -> Any:
     """Return the indices; those that nothing says to be rows are taken modulo their number."""
     ids = site.operands[1]
-    if not site.walk.indices.valid(site.op):
+    if not site.shared.indices.valid(site.op):
         ids = site.call(torch.remainder, ids, rows)
     return ids
 

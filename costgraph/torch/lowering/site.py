@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from ...graph.graph import Graph
 from ...graph.op import Op
 from ...graph.tensor import Tensor
 from .emitter import Emitter, Numbers
 from .formats import torch_dtype
+from .indices import Indices
 
-if TYPE_CHECKING:
-    from .walk import Walk
-
-__all__ = ["Site", "strided"]
+__all__ = ["Shared", "Site", "strided"]
 
 
 def strided(x: torch.Tensor, sizes: Sequence[int], strides: Sequence[int], offset: int) -> torch.Tensor:
@@ -34,12 +33,28 @@ def _laid_out(x: torch.Tensor, strides: Sequence[int]) -> bool:
     return all(n <= 1 or a == b for n, a, b in zip(x.shape, x.stride(), strides, strict=True))
 
 
+@dataclass(frozen=True)
+class Shared:
+    """What the lowerings of all ops of a graph share."""
+
+    emitter: Emitter
+    """where calls are written down"""
+    numbers: Numbers
+    """numbers for formulas"""
+    indices: Indices
+    """what is known of integers"""
+    functions: Mapping[str, Callable[..., Any]]
+    """functions of torch that the caller gives for ops of unknown meaning, by name"""
+    inside: Callable[[Graph, Sequence[Any]], list[Any]]
+    """lowers the ops of a fused body one by one: from nodes of its inputs to those of its outputs"""
+
+
 @dataclass
 class Site:
     """What a lowering is given."""
 
     op: Op
-    walk: Walk
+    shared: Shared
     operands: list[Any]
     """nodes"""
     places: Mapping[Tensor, Any] = field(default_factory=dict)
@@ -50,12 +65,12 @@ class Site:
     @property
     def emitter(self) -> Emitter:
         """Where calls are written down."""
-        return self.walk.emitter
+        return self.shared.emitter
 
     @property
     def numbers(self) -> Numbers:
         """Numbers for formulas."""
-        return self.walk.numbers
+        return self.shared.numbers
 
     def attr(self, name: str, default: Any = None) -> Any:
         """Return an attribute of the op with numbers put in."""

@@ -21,8 +21,8 @@ def _function(site: Site) -> Callable[..., Any]:
     last = site.op.name.rpartition("/")[2]
     names = (site.op.name, last, re.sub(r"_\d+\Z", "", last))
     for name in names:
-        if name in site.walk.functions:
-            return site.walk.functions[name]
+        if name in site.shared.functions:
+            return site.shared.functions[name]
     raise UnsupportedError(
         f"lower {site.op.name!r}: nothing says what an opaque op computes, expected a function of torch in "
         f"functions={{{names[-1]!r}: ...}}"

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 from ...errors import GraphError
-
-if TYPE_CHECKING:
-    from .site import Site
+from .site import Site
 
 __all__ = ["LOWERINGS", "Lowering", "lowering"]
 
 #: Emits the calls of one op and places its results.
-Lowering = Callable[["Site"], None]
+Lowering = Callable[[Site], None]
 
 _lowerings: dict[str, Lowering] = {}
 #: Lowering of each op kind, by its name.

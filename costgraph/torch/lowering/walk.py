@@ -14,7 +14,7 @@ from ...graph.tensor import Storage, Tensor
 from .emitter import Emitter, Numbers
 from .formats import torch_dtype
 from .indices import Indices
-from .site import Site, strided
+from .site import Shared, Site, strided
 from .sources import Leaf, Leaves
 from .table import LOWERINGS
 
@@ -55,9 +55,9 @@ class Walk:
     ) -> None:
         self.numbers = numbers
         self.emitter = Emitter(device)
-        self.functions = functions
         self.indices = Indices(graph, numbers)
         self.leaves = Leaves(graph)
+        self.shared = Shared(self.emitter, numbers, self.indices, functions, self.body)
         self._index = [0]  # iterations of the loops around
         self._stacks: dict[Storage, Any] = {}  # made before what is written into their slices
 
@@ -113,7 +113,7 @@ class Walk:
                 f"costgraph.torch.lowering"
             )
         there = {t: places[t.storage] for t in op.results if t.storage in places} | self._slices(op)
-        site = Site(op, self, [env[t] for t in op.operands], there)
+        site = Site(op, self.shared, [env[t] for t in op.operands], there)
         try:
             rule(site)
         except CostGraphError:
@@ -138,11 +138,9 @@ class Walk:
         sizes, strides = self.numbers.of(t.sizes), self.numbers.of(t.strides)
         return self.emitter.call(strided, self._stacks[t.storage], sizes, strides, self.numbers(t.offset))
 
-    def body(self, site: Site) -> list[Any]:
+    def body(self, body: Graph, operands: Sequence[Any]) -> list[Any]:
         """Lower the ops of a fused body one by one and return its outputs."""
-        body = site.op.body
-        assert body is not None
-        inner: Env = dict(zip(body.formals, site.operands, strict=True))
+        inner: Env = dict(zip(body.formals, operands, strict=True))
         self.ops(body, inner, {}, ())
         return [inner[t] for t in body.outputs]
 

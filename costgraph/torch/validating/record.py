@@ -17,12 +17,11 @@ from ...hardware.specs import Hardware, load_hardware
 from ...hardware.units import show
 from ...text_file import read_text, write_file
 from ..calibrating.spec import specification
-from ..measuring import Times
-from .case import Case
-from .judging import OUTCOMES, agrees
+from .judging import OUTCOMES
+from .rows import Failed, Row
 from .table import Cells, bytes_and_flops, markdown, summary, times
 
-__all__ = ["SCHEMA", "Failed", "Measured", "Modelled", "Predicted", "Row", "Validation"]
+__all__ = ["SCHEMA", "Validation", "check_target"]
 
 SCHEMA = "costgraph/validation/1"
 """What the JSON of this version calls itself; another number means other keys."""
@@ -32,106 +31,6 @@ _MODES = ("kernel", "forward", "step")
 _BOUNDS = ("compute", "memory")
 _AT_LEAST = {"noisy": 0, "spread": 0, "flops": 0, "uncounted": 0, "above": 0, "left": -(2**62), "held": 0, "fused": 0,
              "compute": 0, "memory": 0, "bound": 0, "estimate": 0}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Predicted:
-    """What a graph says."""
-
-    flops: int
-    """matmul FLOPs, every domain ignored"""
-    uncounted: int
-    """those of them in ops that torch's FlopCounterMode counts as none"""
-    peak: int
-    """bytes at the peak; on CUDA in blocks of 512 B"""
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What torch took."""
-
-    flops: int
-    """matmul FLOPs as FlopCounterMode counts them"""
-    held: int
-    """bytes of parameters, buffers, inputs and optimizer state, there throughout"""
-    above: int
-    """bytes at the peak above those"""
-    left: int
-    """bytes that are there afterwards and were not before"""
-
-    @property
-    def peak(self) -> int:
-        """Bytes at the peak, those that are there throughout included."""
-        return self.held + self.above
-
-
-@dataclass(frozen=True)
-class Modelled:
-    """Where the declared graph stands on the roof; seconds and bytes."""
-
-    bound: float
-    """no run is faster: the roofline's `lower_bound` with the device's own peaks"""
-    estimate: float
-    """the roofline's `estimate`"""
-    fused: int
-    """bytes that have to move at least"""
-    moved: int
-    """bytes moved as declared"""
-    flops: int
-    """FLOPs of all kinds, as executed"""
-    limit: str
-    """compute or memory: what the roofline says bounds it"""
-    memory: float
-    """bytes moved at the measured bandwidth"""
-    compute: float
-    """FLOPs at the measured peaks"""
-
-
-@dataclass(frozen=True)
-class Row:
-    """One case, predicted and measured."""
-
-    case: Case
-    """what ran"""
-    seconds: Times
-    """how long"""
-    measured: Measured
-    """FLOPs and bytes that torch took"""
-    declared: Predicted
-    """what the declared graph says"""
-    traced: Predicted | None
-    """what the graph traced from the module says; None where there is none"""
-    untraced: str
-    """why there is none"""
-    modelled: Modelled
-    """what the roofline says of the declared graph"""
-    outcome: str
-    """what bounds it by its measured time, see `outcome`"""
-
-    @property
-    def agrees(self) -> bool | None:
-        """Whether that is what the roofline says; None for more than one op, and where nothing tells."""
-        return agrees(self.modelled.limit, self.outcome) if self.case.mode == "kernel" else None
-
-    def off(self, which: str = "declared") -> int | None:
-        """Return predicted bytes at the peak less the measured ones; None where nothing was traced."""
-        found: Predicted | None = getattr(self, which)
-        return None if found is None else found.peak - self.measured.peak
-
-    def counted(self, which: str = "declared") -> bool | None:
-        """Say whether the FLOPs are those that torch counts, and those that it is known to leave out."""
-        found: Predicted | None = getattr(self, which)
-        return None if found is None else found.flops - found.uncounted == self.measured.flops
-
-
-@dataclass(frozen=True)
-class Failed:
-    """A case that could not run."""
-
-    case: Case
-    """what was to run"""
-    error: str
-    """what torch said, or the library"""
 
 
 @dataclass(frozen=True)
@@ -155,19 +54,19 @@ class Validation:
 
     def beyond(self, row: Row) -> bool:
         """Say whether the last-level cache holds a quarter at most of the bytes that a case has to move."""
-        return row.modelled.fused > 4 * (self.cache or 0)
+        return row.beyond(self.cache)
 
     def tables(self) -> tuple[Cells, Cells]:
         """Return head and rows, as texts, of the table of FLOPs and bytes and of that of times."""
-        return bytes_and_flops(self), times(self)
+        return bytes_and_flops(self.rows), times(self.rows, self.cache)
 
     def summary(self) -> list[str]:
         """Return what the rows come to, in a sentence each."""
-        return summary(self)
+        return summary(self.rows, self.failed, self.cache)
 
     def table(self) -> str:
         """Return what the rows come to and both tables, in Markdown."""
-        return markdown(self)
+        return markdown(self.summary(), self.tables())
 
     def plot(self, directory: str | os.PathLike[str]) -> list[Path]:
         """Draw predicted against measured peaks, and ops on the measured roof; needs matplotlib.

@@ -25,7 +25,8 @@ from ..measuring.environment import find_device
 from ..tracing import trace
 from .case import Case, Program
 from .judging import Attained, outcome
-from .record import Failed, Measured, Modelled, Predicted, Row, Validation
+from .record import Validation
+from .rows import Failed, Measured, Modelled, Predicted, Row
 from .subjects import SUBJECTS, check
 from .suite import suite
 

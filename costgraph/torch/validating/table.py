@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
-from typing import TYPE_CHECKING
 
 from ...hardware.units import format_quantity
-
-if TYPE_CHECKING:
-    from .record import Row, Validation
+from .rows import Failed, Row
 
 __all__ = ["Cells", "bytes_and_flops", "markdown", "summary", "times"]
 
@@ -20,7 +17,7 @@ _EXACT = 4096
 """Bytes up to which a difference is shown as such, and not as a part of the peak."""
 
 
-def bytes_and_flops(validation: Validation) -> Cells:
+def bytes_and_flops(rows: Sequence[Row]) -> Cells:
     """Return the table of matmul FLOPs and bytes at the peak: measured, and how far predictions are off."""
     head = ["case", "matmul FLOPs", "peak", "declared", "traced"]
     return head, [
@@ -31,11 +28,11 @@ def bytes_and_flops(validation: Validation) -> Cells:
             _off(row, "declared"),
             _off(row, "traced"),
         ]
-        for row in validation.rows
+        for row in rows
     ]
 
 
-def times(validation: Validation) -> Cells:
+def times(rows: Sequence[Row], cache: int | None) -> Cells:
     """Return the table of times: the fastest run, how often the lower bound goes into it, and what it follows.
 
     In parentheses where the last-level cache may hold what has to move, so that the bound need not hold.
@@ -45,11 +42,11 @@ def times(validation: Validation) -> Cells:
         [
             row.case.name,
             format_quantity(row.seconds.min, "s"),
-            _times(row.seconds.min, row.modelled.bound, "{}" if validation.beyond(row) else "({})"),
+            _times(row.seconds.min, row.modelled.bound, "{}" if row.beyond(cache) else "({})"),
             _times(row.seconds.min, row.modelled.estimate),
             _follows(row),
         ]
-        for row in validation.rows
+        for row in rows
     ]
 
 
@@ -81,25 +78,23 @@ def _follows(row: Row) -> str:
 # -- what it comes to ----------------------------------------------------------------------------------------------
 
 
-def summary(validation: Validation) -> list[str]:
+def summary(rows: Sequence[Row], failed: Iterable[Failed], cache: int | None) -> list[str]:
     """Return what the rows come to, in a sentence each."""
-    failed = [f"Could not run: {row.case.name}: {row.error}" for row in validation.failed]
-    if not validation.rows:
-        return failed
-    told = (_predictions(validation, "declared"), _predictions(validation, "traced"), _speeds(validation))
-    return [*(text for texts in told for text in texts), *failed]
+    told = (_predictions(rows, "declared"), _predictions(rows, "traced"), _speeds(rows, cache)) if rows else ()
+    left = (f"Could not run: {row.case.name}: {row.error}" for row in failed)
+    return [*(text for texts in told for text in texts), *left]
 
 
-def _predictions(v: Validation, which: str) -> Iterator[str]:
-    told = [row.counted(which) for row in v.rows if row.counted(which) is not None]
+def _predictions(rows: Sequence[Row], which: str) -> Iterator[str]:
+    told = [row.counted(which) for row in rows if row.counted(which) is not None]
     if not told:
         return
-    uncounted = sum(row.declared.uncounted > 0 for row in v.rows)
+    uncounted = sum(row.declared.uncounted > 0 for row in rows)
     but = f", but for attention in {uncounted} of them, which it counts as none (*)" if uncounted else ""
     but += "" if all(told) else "; (!) marks the others"
     yield f"Matmul FLOPs, {which}: {sum(map(bool, told))} of {len(told)} cases equal torch's counter{but}."
     for mode, what in (("kernel", "ops"), ("forward", "forward passes"), ("step", "training steps")):
-        found = [(row.off(which), row.measured.peak) for row in v.rows if row.case.mode == mode]
+        found = [(row.off(which), row.measured.peak) for row in rows if row.case.mode == mode]
         offs = [(abs(off), abs(off) / peak) for off, peak in found if off is not None]
         if offs:
             shares = [share for _, share in offs]
@@ -109,16 +104,16 @@ def _predictions(v: Validation, which: str) -> Iterator[str]:
             )
 
 
-def _speeds(v: Validation) -> Iterator[str]:
-    beyond = [row for row in v.rows if v.beyond(row)]
-    below = [row for row in v.rows if row.seconds.min < row.modelled.bound]
-    inside = sum(not v.beyond(row) for row in below)
+def _speeds(rows: Sequence[Row], cache: int | None) -> Iterator[str]:
+    beyond = [row for row in rows if row.beyond(cache)]
+    below = [row for row in rows if row.seconds.min < row.modelled.bound]
+    inside = sum(not row.beyond(cache) for row in below)
     yield (
         f"Time: {len(below) - inside} of {len(beyond)} cases beyond the last-level cache ran below the lower bound, "
-        f"{inside} of {len(v.rows) - len(beyond)} within it."
+        f"{inside} of {len(rows) - len(beyond)} within it."
     )
-    told = [row.agrees for row in v.rows if row.agrees is not None]
-    kernels = sum(row.case.mode == "kernel" for row in v.rows)
+    told = [row.agrees for row in rows if row.agrees is not None]
+    kernels = sum(row.case.mode == "kernel" for row in rows)
     if kernels:
         yield (
             f"Classification: {sum(map(bool, told))} of {len(told)} ops follow what the roofline says bounds them; "
@@ -129,10 +124,10 @@ def _speeds(v: Validation) -> Iterator[str]:
 # -- as text -------------------------------------------------------------------------------------------------------
 
 
-def markdown(validation: Validation) -> str:
-    """Return what the rows come to and both tables, in Markdown."""
-    lines = [f"- {text}" for text in summary(validation)]
-    for head, rows in (bytes_and_flops(validation), times(validation)):
+def markdown(texts: Iterable[str], tables: Iterable[Cells]) -> str:
+    """Return sentences and tables in Markdown."""
+    lines = [f"- {text}" for text in texts]
+    for head, rows in tables:
         lines += ["", _line(head), _line(["---"] * len(head)), *map(_line, rows)]
     return "\n".join(lines) + "\n"
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import reduce as fold
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...dtypes import DTYPES, DType, promote
 from ...errors import FormatError, UnsupportedError
 from ...graph.op import Op
 from ...graph.tensor import Tensor
-
-if TYPE_CHECKING:
-    from .retype import Retyper
+from .policy import Policy
 
 __all__ = ["Attributes", "Carries", "common", "is_float"]
 
@@ -55,10 +53,20 @@ class Carries:
 
 
 class Attributes:
-    """Formats in attributes of ops, as the rewritten operands have them."""
+    """Formats in attributes of ops, as the rewritten operands have them.
 
-    def __init__(self, rewriter: Retyper) -> None:
-        self.rewriter = rewriter
+    Parameters
+    ----------
+    policy : Policy
+        Its scopes have formats of their own.
+    default, base : DType
+        Default format of the old graph, and what stands for it.
+    given : mapping of Tensor to DType
+        Format that an input of a body, of the old graph, is taken in.
+    """
+
+    def __init__(self, policy: Policy, default: DType, base: DType, given: Mapping[Tensor, DType]) -> None:
+        self.policy, self.default, self.base, self.given = policy, default, base, given
 
     @staticmethod
     def format(name: str) -> DType:
@@ -94,8 +102,8 @@ class Attributes:
         graph = op.graph
         while graph.fused and graph.formals:
             for i, f in enumerate(graph.formals):
-                if f.dtype == stated and (i == 0 or stated == self.rewriter.default):
-                    return self.rewriter.given[f]
+                if f.dtype == stated and (i == 0 or stated == self.default):
+                    return self.given[f]
             if graph.parent is None:
                 break
             graph = graph.parent
@@ -104,8 +112,8 @@ class Attributes:
     def _declared(self, value: Any, op: Op) -> Any:
         """Return an attribute with the policy's format in place of the default one."""
         if isinstance(value, DType):
-            own = self.rewriter.policy.scope_format(op.name)
-            return (own or self.rewriter.base) if value == self.rewriter.default and value.kind == "float" else value
+            own = self.policy.scope_format(op.name)
+            return (own or self.base) if value == self.default and value.kind == "float" else value
         if isinstance(value, tuple):
             return tuple(self._declared(v, op) for v in value)
         if isinstance(value, Mapping):
@@ -114,7 +122,7 @@ class Attributes:
 
     def _stated(self, op: Op, operands: Sequence[Tensor]) -> Any:
         """Return outputs of an opaque op; those in the default format are in that of the operands that had it."""
-        default = self.rewriter.default
+        default = self.default
         given = [t for old, t in zip(op.operands, operands, strict=True) if old.dtype == default and is_float(t)]
         own = common(given) if given else self._declared(default, op)
         outputs = tuple((sizes, own if dtype == default else dtype) for sizes, dtype in op.attrs["outputs"])

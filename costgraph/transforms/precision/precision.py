@@ -11,7 +11,7 @@ from ...ops.aten import need_declared
 from .autocast import WORDS, word
 from .formats import Attributes, Carries
 from .policy import Policy, find_policy
-from .retype import Retyper
+from .scaled import ScaledRetyper
 
 __all__ = ["apply_precision"]
 
@@ -65,7 +65,7 @@ def apply_precision(graph: Graph, policy: object, *, autocast_device: str | None
     carries = Carries()
     while True:
         carries.changed = False
-        made = Retyper(found, graph, carries).run(graph)
+        made = ScaledRetyper(found, graph, carries).run(graph)
         if not carries.changed:
             break
     for body in made.bodies():

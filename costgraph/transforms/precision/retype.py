@@ -18,7 +18,6 @@ from ..rewrite import Rewriter
 from .autocast import FALLBACK, casts_inside, family, word
 from .formats import Attributes, Carries, common, is_float
 from .policy import Policy
-from .scaled import is_linear, place_scaled
 
 __all__ = ["Retyper"]
 
@@ -37,9 +36,9 @@ class Retyper(Rewriter):
         self.policy, self.carries = policy, carries
         self.default = old.dtype
         self.base = old.dtype if policy.compute is None else Attributes.format(policy.compute)
-        self.attributes = Attributes(self)
         self.given: dict[Tensor, DType] = {}
         """Format that an input of a body, of the old graph, is taken in."""
+        self.attributes = Attributes(policy, self.default, self.base, self.given)
         self.sources: dict[Tensor, Tensor] = {}
         """What an input of a body stands for outside, where it is one and the same in all iterations."""
         self.slices: dict[Tensor, Tensor] = {}
@@ -158,19 +157,12 @@ class Retyper(Rewriter):
         """Add what stands for an op."""
         if op.kind.body == "repeated":
             self._loop(op, new)
-        elif not new.fused and self._is_scaled(op):
-            place_scaled(self, op, new)
         elif op.kind.body == "fused":
             self._kernel(op, new)
         else:
             self._plain(op, new)
         if self.policy.scope_format(op.name) is not None and not self.kernels:
             self.scoped.update(self.tensors[t] for t in op.results)
-
-    def _is_scaled(self, op: Op) -> bool:
-        if self.policy.matmul is None or self.kernels or self.policy.scope_format(op.name) is not None:
-            return False
-        return self.listed(op) is None and is_linear(self, op)
 
     def add(self, op: Op, new: Graph, operands: Sequence[Tensor], attrs: Mapping[str, Any]) -> Op:
         """Add an op like the old one and let its results stand for the old ones."""

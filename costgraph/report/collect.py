@@ -1,0 +1,268 @@
+"""Collecting what a graph costs into a report, which sorts, writes and draws itself."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import sympy
+
+from ..algebra.polynomial import Poly
+from ..algebra.symbols import shorten, shown
+from ..analysis.costs import costs, executions, unused_names
+from ..analysis.memory import peak_cases, timeline
+from ..analysis.roofline import Roofline, RooflineRow, roofline
+from ..analysis.table import CostRow, Costs
+from ..bind.evaluate import Formula
+from ..errors import BindingError, GraphError
+from ..graph.graph import Graph
+from ..graph.sizes import Bindings, bindings, known_names
+from ..hardware.specs import Hardware, load_hardware
+from ..text_file import write_file
+from .data import Facts, Part, Peak
+from .files import to_csv, to_json
+from .quantities import QUANTITIES, Figure, quantity_of, symbolic
+from .training import training_of
+
+__all__ = ["SORTS", "Report", "report"]
+
+
+@dataclass(frozen=True, repr=False)
+class Report(Facts):
+    """The costs of a graph, on a device if there is one. Made by `report`."""
+
+    def sorted(self, by: str) -> Report:
+        """Return the report with its scopes in another order.
+
+        Parameters
+        ----------
+        by : str
+            order (of the program), time, flops or bytes; the largest first.
+
+        Returns
+        -------
+        Report
+            All else as it was.
+
+        Raises
+        ------
+        BindingError, GraphError
+            If that needs numbers and a size is open or there is no device, or the order is unknown.
+        """
+        if by not in SORTS:
+            raise GraphError(f"sort by {shown(by)}: expected one of {', '.join(SORTS)}")
+        key = SORTS[by]
+        if key is None:
+            return self
+        found = [key(part) for part in self.scopes]
+        if not all(isinstance(v, int | float) for v in found):
+            left = f"sizes for {', '.join(self.unbound)}" if self.unbound else "a device"
+            raise BindingError(f"sort by {by}: expected numbers, needs {left}")
+        return replace(self, scopes=tuple(sorted(self.scopes, key=key, reverse=True)))  # type: ignore[arg-type]  # all bound
+
+    def to_json(self, path: str | os.PathLike[str]) -> None:
+        """Write all figures, tables and formulas as JSON; FormatError if the file cannot be written."""
+        write_file(path, to_json(self))
+
+    def to_csv(self, path: str | os.PathLike[str]) -> None:
+        """Write all figures and tables as CSV, one value a line; FormatError if the file cannot be written."""
+        write_file(path, to_csv(self))
+
+    def plot(self, path: str | os.PathLike[str] | None = None) -> object:
+        """Draw the roofline; returns the matplotlib figure. BindingError where there is none."""
+        if self.roofline is None:
+            left = f"unbound: {', '.join(self.unbound)}" if self.unbound else "there is no device"
+            raise BindingError(f"plot of graph {self.graph!r}: expected numbers on a device, {left}")
+        return self.roofline.plot(path)
+
+    def __repr__(self) -> str:
+        device = f" on {self.hardware.id}" if self.hardware else ""
+        return f"Report({shorten(self.graph)}{device})"
+
+    def __str__(self) -> str:
+        try:
+            from .text import render
+        except ImportError:  # rich is an extra
+            return repr(self)
+        return render(self)
+
+    def _repr_html_(self) -> str:
+        import html
+
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+
+SORTS: dict[str, Callable[[Part], Formula | None] | None] = {
+    "order": None,
+    "time": lambda part: part.seconds,
+    "flops": lambda part: part.value.flops,
+    "bytes": lambda part: part.value.bytes,
+}
+"""Orders of the table by scope."""
+
+
+def _figures(graph: Graph, dims: Mapping[str, int]) -> dict[str, Figure]:
+    out = {}
+    twin = symbolic(graph)
+    for name, (title, unit, _) in QUANTITIES.items():
+        value = quantity_of(graph, name, dims)
+        if value is not None:
+            formula = quantity_of(twin, name, {})
+            assert formula is not None
+            out[name] = Figure(title, unit, value, formula)
+    return out
+
+
+# -- peak --------------------------------------------------------------------------------------------------------
+
+
+def _peak(graph: Graph, dims: Mapping[str, int], values: Mapping[str, Poly]) -> Peak:
+    line = timeline(graph, **dims)
+    number = not isinstance(line.peak, sympy.Expr)
+    return Peak(
+        value=line.peak,
+        op=line.op if number else None,
+        phase=line.phase if number else None,
+        by_role=line.by_role if number else {},
+        regimes=line.regimes,
+        formula=peak_cases(graph, Bindings(graph)),
+    )
+
+
+# -- tables ------------------------------------------------------------------------------------------------------
+
+
+def _outer_scopes(graph: Graph, table: Costs) -> Costs:
+    """Put what is inside a kernel into the kernel's scope, as its time and its bytes are there."""
+    outer: dict[str, str] = {}
+    scope = ""
+    for op, _, moves in executions(graph):
+        scope = op.scope if moves else scope
+        outer[op.name] = scope
+    return replace(table, rows=tuple(replace(r, scope=outer[r.op]) for r in table.rows))
+
+
+def _levels(scope: str, depth: int) -> str:
+    return "/".join(scope.split("/")[:depth])
+
+
+def _parts(
+    bound: Costs, free: Costs, times: Roofline | None, key: Callable[[CostRow | RooflineRow], str]
+) -> tuple[Part, ...]:
+    values, formulas = _grouped(bound, key), _grouped(free, key)
+    seconds: dict[str, dict[str, float]] = {}
+    for row in times.rows if times else ():
+        by_bound = seconds.setdefault(key(row), {})
+        by_bound[row.bound] = by_bound.get(row.bound, 0.0) + row.seconds
+    out = []
+    for name in formulas:
+        part = Part(name, values[name].total(), formulas[name].total())
+        out.append(part if times is None else _timed(part, seconds.get(name, {}), times.estimate))
+    return tuple(out)
+
+
+def _timed(part: Part, seconds: Mapping[str, float], whole: float) -> Part:
+    own = sum(seconds.values())
+    if not own:
+        return replace(part, seconds=0.0, share=0.0)
+    bound = max(seconds, key=lambda k: seconds[k])
+    return replace(part, seconds=own, share=own / whole, bound=bound, bound_share=seconds[bound] / own)
+
+
+def _grouped(table: Costs, key: Callable[[CostRow | RooflineRow], str]) -> dict[str, Costs]:
+    rows: dict[str, list[CostRow]] = {}
+    for r in table.rows:
+        rows.setdefault(key(r), []).append(r)
+    return {k: replace(table, rows=tuple(v)) for k, v in rows.items()}
+
+
+def _times(
+    graph: Graph, device: Hardware, fallback: str | Mapping[str, str] | None, dims: Mapping[str, int]
+) -> Roofline:
+    try:
+        return roofline(graph, device, fallback=fallback, **dict(dims))
+    except OverflowError:
+        most = max(dims, key=lambda k: dims[k], default="a size")
+        raise BindingError(f"{most}: too large for a time in seconds, expected sizes of a model that runs") from None
+
+
+# -- the report --------------------------------------------------------------------------------------------------
+
+
+def report(
+    graph: Graph,
+    hardware: str | os.PathLike[str] | Hardware | None = None,
+    /,
+    *,
+    count: str = "executed",
+    fallback: str | Mapping[str, str] | None = None,
+    depth: int = 2,
+    **dims: int,
+) -> Report:
+    """Collect what a graph costs, on a device if one is named.
+
+    Parameters
+    ----------
+    graph : Graph
+        What is asked.
+    hardware : str, path-like or Hardware, optional
+        The device; without one there are no times.
+    count : str
+        How matmul FLOPs of the tables by scope and phase are counted, executed or full; times are of what is executed.
+    fallback : str or mapping, optional
+        As `roofline`.
+    depth : int
+        Levels of module scope to tell apart.
+    **dims : int
+        Sizes; what is left open stays a formula.
+
+    Returns
+    -------
+    Report
+        `print` it, or `.to_json(path)`, `.to_csv(path)`, `.plot(path)`; every figure is an attribute.
+
+    Raises
+    ------
+    BindingError, GraphError, SpecError, UnsupportedError
+        As the questions of which it consists.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> B, D, F = cg.dims("B D F")
+    >>> with cg.Graph("g", dtype="bf16") as g:
+    ...     g.output(cg.relu(cg.linear(g.input("x", (B, D)), "b d -> b f", f=F, name="up")))
+    >>> r = report(g, "h100-sxm", B=8192, D=4096, F=4096)
+    >>> r.figures["matmul-flops"].value, r.figures["matmul-flops"].formula
+    (274877906944, 2*B*D*F)
+    >>> [(part.name, part.bound) for part in r.scopes], r.fits
+    ([('up', 'compute'), ('', 'memory')], True)
+    """
+    if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
+        raise GraphError(f"report: depth={depth!r:.60}, expected a whole number from 1")
+    device = None if hardware is None else load_hardware(hardware)
+    values = bindings(graph, dims)
+    sizes = {k: int(v.constant) for k, v in sorted(values.items()) if v.constant is not None}
+    unbound = tuple(sorted(known_names(graph) - sizes.keys()))
+    times = None if device is None or unbound else _times(graph, device, fallback, dims)
+    figures, peak = _figures(graph, dims), _peak(graph, dims, values)
+    free = _outer_scopes(graph, costs(symbolic(graph), count=count))
+    bound = _outer_scopes(graph, costs(graph, count=count, **dims))
+    shown: Iterable[Formula] = [*(f.formula for f in figures.values()), *(r.formula for r in peak.formula)]
+    return Report(
+        graph=graph.root.name,
+        hardware=device,
+        sizes=sizes,
+        given=frozenset(dims),
+        unbound=unbound,
+        unused=tuple(unused_names(graph, list(shown))),
+        figures=figures,
+        peak=peak,
+        roofline=times,
+        scopes=_parts(bound, free, times, lambda row: _levels(row.scope, depth)),
+        phases=_parts(bound, free, times, lambda row: row.phase),
+        count=count,
+        defaults=dict(graph.root.defaults),
+        training=training_of(graph, dims, times),
+    )

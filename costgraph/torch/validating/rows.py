@@ -1,0 +1,115 @@
+"""Rows of a validation: what one case was predicted to take, and took."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..measuring import Times
+from .case import Case
+from .judging import agrees
+
+__all__ = ["Failed", "Measured", "Modelled", "Predicted", "Row"]
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What a graph says."""
+
+    flops: int
+    """matmul FLOPs, every domain ignored"""
+    uncounted: int
+    """those of them in ops that torch's FlopCounterMode counts as none"""
+    peak: int
+    """bytes at the peak; on CUDA in blocks of 512 B"""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What torch took."""
+
+    flops: int
+    """matmul FLOPs as FlopCounterMode counts them"""
+    held: int
+    """bytes of parameters, buffers, inputs and optimizer state, there throughout"""
+    above: int
+    """bytes at the peak above those"""
+    left: int
+    """bytes that are there afterwards and were not before"""
+
+    @property
+    def peak(self) -> int:
+        """Bytes at the peak, those that are there throughout included."""
+        return self.held + self.above
+
+
+@dataclass(frozen=True)
+class Modelled:
+    """Where the declared graph stands on the roof; seconds and bytes."""
+
+    bound: float
+    """no run is faster: the roofline's `lower_bound` with the device's own peaks"""
+    estimate: float
+    """the roofline's `estimate`"""
+    fused: int
+    """bytes that have to move at least"""
+    moved: int
+    """bytes moved as declared"""
+    flops: int
+    """FLOPs of all kinds, as executed"""
+    limit: str
+    """compute or memory: what the roofline says bounds it"""
+    memory: float
+    """bytes moved at the measured bandwidth"""
+    compute: float
+    """FLOPs at the measured peaks"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case, predicted and measured."""
+
+    case: Case
+    """what ran"""
+    seconds: Times
+    """how long"""
+    measured: Measured
+    """FLOPs and bytes that torch took"""
+    declared: Predicted
+    """what the declared graph says"""
+    traced: Predicted | None
+    """what the graph traced from the module says; None where there is none"""
+    untraced: str
+    """why there is none"""
+    modelled: Modelled
+    """what the roofline says of the declared graph"""
+    outcome: str
+    """what bounds it by its measured time, see `outcome`"""
+
+    @property
+    def agrees(self) -> bool | None:
+        """Whether that is what the roofline says; None for more than one op, and where nothing tells."""
+        return agrees(self.modelled.limit, self.outcome) if self.case.mode == "kernel" else None
+
+    def beyond(self, cache: int | None) -> bool:
+        """Say whether a last-level cache holds a quarter at most of the bytes that the case has to move."""
+        return self.modelled.fused > 4 * (cache or 0)
+
+    def off(self, which: str = "declared") -> int | None:
+        """Return predicted bytes at the peak less the measured ones; None where nothing was traced."""
+        found: Predicted | None = getattr(self, which)
+        return None if found is None else found.peak - self.measured.peak
+
+    def counted(self, which: str = "declared") -> bool | None:
+        """Say whether the FLOPs are those that torch counts, and those that it is known to leave out."""
+        found: Predicted | None = getattr(self, which)
+        return None if found is None else found.flops - found.uncounted == self.measured.flops
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A case that could not run."""
+
+    case: Case
+    """what was to run"""
+    error: str
+    """what torch said, or the library"""
