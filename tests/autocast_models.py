@@ -107,14 +107,14 @@ def gpt2_graph(dtype="fp32", attention="eager"):
         q, k, v = (cg.rearrange(qkv[:, :, i], "b s h k -> b h s k") for i in range(3))
         y = cg.rearrange(cg.attention(q, k, v, kernel=attention), "b h s k -> b s (h k)")
         x = x + cg.linear(y, "b s e -> b s d", d=D, bias=True, name="proj")
-        return x + cg.mlp(
+        return x + cg.nn.mlp(
             cg.layer_norm(x, name="norm2"), F, bias=True, activation=lambda h: cg.gelu(h, approximate="tanh")
         )
 
     with cg.Graph("gpt2", dtype=dtype) as g:
         ids = g.input("ids", (B, S), dtype="int64")
         table = g.param("table", (V, D))
-        x = cg.embedding(ids, table) + cg.embedding(cg.arange(S), g.param("positions", (S, D)))
+        x = cg.embedding(ids, table) + cg.embedding(cg.ops.arange(S), g.param("positions", (S, D)))
         x = cg.layer_norm(cg.repeat(L, block, x, name="layers"), name="norm")
         with cg.scope("head"):
             logits = cg.einsum(x, table, "b s d, v d -> b s v", name="matmul")
@@ -158,9 +158,9 @@ def llama_graph(dtype="fp32"):
         q, k, v = (
             cg.rearrange(cg.linear(y, "b s d -> b s h k", h=H, k=K, name=n), "b s h k -> b h s k") for n in "qkv"
         )
-        y = cg.attention(cg.rotary(q, cos, sin), cg.rotary(k, cos, sin), v)
+        y = cg.attention(cg.nn.rotary(q, cos, sin), cg.nn.rotary(k, cos, sin), v)
         x = x + cg.linear(cg.rearrange(y, "b h s k -> b s (h k)"), "b s e -> b s d", d=D, name="proj")
-        return x + cg.gated_mlp(cg.rms_norm(x, name="norm2"), F)
+        return x + cg.nn.gated_mlp(cg.rms_norm(x, name="norm2"), F)
 
     with cg.Graph("llama", dtype=dtype) as g:
         ids = g.input("ids", (B, S), dtype="int64")

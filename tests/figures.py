@@ -184,7 +184,7 @@ def figures_of(graph: cg.Graph, questions: Questions, defaults: Mapping[str, int
 
 def _mean(*outputs: cg.Tensor) -> cg.Tensor:
     names = " ".join(f"a{i}" for i in range(outputs[0].ndim))
-    return cg.reduce(cg.cast(outputs[0], "fp32"), f"{names} -> ", "mean")
+    return cg.reduce(cg.ops.cast(outputs[0], "fp32"), f"{names} -> ", "mean")
 
 
 def trained(graph: cg.Graph) -> cg.Graph:

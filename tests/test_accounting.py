@@ -47,16 +47,16 @@ def test_block_formats_take_their_scales(dtype, expected):
 def test_views_move_nothing_and_a_reshape_of_a_transposed_tensor_reads_and_writes():
     with cg.Graph("g") as g:
         x = g.input("x", (S, D))
-        for y in (x[1:], x.T, cg.reshape(x, (D, S)), cg.expand(x, "s d -> b s d", b=B)):
+        for y in (x[1:], x.T, cg.ops.reshape(x, (D, S)), cg.ops.expand(x, "s d -> b s d", b=B)):
             assert y.is_view
         assert cg.bytes_moved(g) == 0
-        g.output(cg.reshape(x.T, (S * D,)))
+        g.output(cg.ops.reshape(x.T, (S * D,)))
     assert cg.bytes_moved(g) == 4 * S * D + 4 * S * D
 
 
 def test_host_to_device_moves_each_byte_once_over_the_link():
     with cg.Graph("g", dtype="bf16") as g:
-        g.output(cg.transfer(g.input("x", (B, S)), "pcie"))
+        g.output(cg.ops.transfer(g.input("x", (B, S)), "pcie"))
     assert cg.costs(g).total().written == 2 * B * S
 
 
@@ -71,7 +71,7 @@ def test_matmul_is_a_multiply_and_an_add_for_each_i_j_k():
 def test_elementwise_is_one_an_element(function):
     with cg.Graph("g") as g:
         x = g.input("x", (B, D))
-        g.output(cg.relu(x) if function == "relu" else cg.pointwise(function, x, x))
+        g.output(cg.relu(x) if function == "relu" else cg.ops.pointwise(function, x, x))
     assert cg.flops(g) == B * D
 
 
@@ -85,7 +85,7 @@ def transformer(kernel="flash"):
             heads = [cg.linear(h, "b s d -> b h s k", h=H, k=K, name=n) for n in ("wq", "wk", "wv")]
             y = cg.attention(*heads, kernel=kernel)
             x = x + cg.linear(y, "b h s k -> b s d", d=D, name="wo")
-            return x + cg.gated_mlp(cg.rms_norm(x, name="norm2"), F)
+            return x + cg.nn.gated_mlp(cg.rms_norm(x, name="norm2"), F)
 
         x = cg.repeat(L, block, x, name="layers")
         g.output(cg.linear(cg.rms_norm(x), "b s d -> b s v", v=V, name="head"))
@@ -134,7 +134,7 @@ def test_experts_cost_what_the_router_activates():
         x = g.input("x", (B, S, D))
         cg.linear(x, "b s d -> b s e", e=experts, name="router")
         # every token goes to k of the experts: E groups of B*S*k/E tokens
-        slots = cg.reshape(cg.expand(x, "b s d -> b s k d", k=chosen), (experts, B * S * chosen / experts, D))
+        slots = cg.ops.reshape(cg.ops.expand(x, "b s d -> b s k d", k=chosen), (experts, B * S * chosen / experts, D))
         h = cg.einsum(slots, g.param("up", (experts, D, F)), "e t d, e d f -> e t f")
         g.output(cg.einsum(h, g.param("down", (experts, F, D)), "e t f, e f d -> e t d"))
     assert cg.costs(g).filter(op="einsum").total().matmul + cg.costs(g).filter(op="einsum_1").total().matmul == (

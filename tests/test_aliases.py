@@ -32,7 +32,7 @@ BODIES = {
     "starts from what it reads": (lambda h, x: (h[0] + x[0],), [0]),
     "starts from another": (lambda h, x: (h[0] + x[0],), [1]),
     "reads it in two ops": (lambda h, x: ((h[0] + x[0]) * x[0],), [0]),
-    "reads it beside another": (lambda h, x: (cg.pointwise("fma", h[0], x[0], x[1]),), [1]),
+    "reads it beside another": (lambda h, x: (cg.ops.pointwise("fma", h[0], x[0], x[1]),), [1]),
     "two carries start from one": (lambda h, x: (h[0] * h[1], cg.relu(h[1])), [0, 0]),
     "two carries start from one and stay": (lambda h, x: (h[0], h[1] * h[0]), [0, 0]),
     "nothing changes": (lambda h, x: (h[0], cg.relu(h[0] + x[0])), [0, 1]),
@@ -118,12 +118,12 @@ def multiplied(loop, inner, w, x, y):
 
 
 def from_elsewhere(loop, inner, w, x, y):
-    return lambda h: loop(inner, lambda k: cg.pointwise("fma", k, h, x), y)
+    return lambda h: loop(inner, lambda k: cg.ops.pointwise("fma", k, h, x), y)
 
 
 def handing_on_a_part(loop, inner, w, x, y):
     def body(h, total):
-        return w[2:9], loop(inner, lambda k: cg.pointwise("fma", k, h, w[2:9]), total)
+        return w[2:9], loop(inner, lambda k: cg.ops.pointwise("fma", k, h, w[2:9]), total)
 
     return body
 
@@ -163,7 +163,7 @@ def test_a_loop_that_starts_from_a_part_reads_it_once_where_it_is_captured(begin
 def test_numbers_in_a_row_are_read_one_in_each_step(count):
     with cg.Graph("g") as g:
         row, other, h = g.input("row", (L,)), g.input("other", (L,)), g.input("h", ())
-        g.output(cg.scan(L, lambda h, ab: (cg.pointwise("fma", h, *ab[:2]) * ab[2], ()), h, (row, row, other))[0])
+        g.output(cg.scan(L, lambda h, ab: (cg.ops.pointwise("fma", h, *ab[:2]) * ab[2], ()), h, (row, row, other))[0])
     # h, one number of the row; the result and one number of the other: each op writes one
     assert cg.bytes_moved(g, L=count) == 4 * count * (2 + 1 + 2 + 1)
 

@@ -71,14 +71,14 @@ CALLS = {
         e["x"], e["w"], "b d, d f -> b d f", domain=cg.Domain(a(0, True), a(1, None)), over=a(2, ("d", "f"))
     ),
     "rearrange": lambda g, e, a: cg.rearrange(a(0, e["x"]), a(1, "b (d c) -> c d b"), name=a(2, "nm"), d=a(3, 3)),
-    "reshape": lambda g, e, a: cg.reshape(a(0, e["n"]), a(1, (6,)), name=a(2, "nm")),
-    "reshape1": lambda g, e, a: cg.reshape(e["n"], (a(0, 6),)),
-    "slice": lambda g, e, a: cg.slice_axis(a(0, e["n"]), a(1, 1), a(2, 0), a(3, 2), a(4, 1), name=a(5, "nm")),
-    "split": lambda g, e, a: cg.split(a(0, e["n"]), a(1, [1, 2]), a(2, 1), name=a(3, "nm")),
-    "split1": lambda g, e, a: cg.split(e["n"], [a(0, 1), 2]),
-    "expand": lambda g, e, a: cg.expand(a(0, e["n"]), a(1, "s d -> b s d"), b=a(2, 4), name=a(3, "nm")),
-    "concat": lambda g, e, a: cg.concat(a(0, [e["n"], e["n"]]), a(1, 0), name=a(2, "nm")),
-    "stack": lambda g, e, a: cg.stack(a(0, [e["n"], e["n"]]), name=a(1, "nm")),
+    "reshape": lambda g, e, a: cg.ops.reshape(a(0, e["n"]), a(1, (6,)), name=a(2, "nm")),
+    "reshape1": lambda g, e, a: cg.ops.reshape(e["n"], (a(0, 6),)),
+    "slice": lambda g, e, a: cg.ops.slice_axis(a(0, e["n"]), a(1, 1), a(2, 0), a(3, 2), a(4, 1), name=a(5, "nm")),
+    "split": lambda g, e, a: cg.ops.split(a(0, e["n"]), a(1, [1, 2]), a(2, 1), name=a(3, "nm")),
+    "split1": lambda g, e, a: cg.ops.split(e["n"], [a(0, 1), 2]),
+    "expand": lambda g, e, a: cg.ops.expand(a(0, e["n"]), a(1, "s d -> b s d"), b=a(2, 4), name=a(3, "nm")),
+    "concat": lambda g, e, a: cg.ops.concat(a(0, [e["n"], e["n"]]), a(1, 0), name=a(2, "nm")),
+    "stack": lambda g, e, a: cg.ops.stack(a(0, [e["n"], e["n"]]), name=a(1, "nm")),
     "index": lambda g, e, a: e["n"][a(0, 0)],
     "index2": lambda g, e, a: e["n"][a(0, 0) : a(1, 1) : a(2, 1), ...],
     "index3": lambda g, e, a: e["n"][a(0, 0), a(1, 0)],
@@ -88,20 +88,20 @@ CALLS = {
     "mul": lambda g, e, a: a(0, 1) * e["n"],
     "pow": lambda g, e, a: e["n"] ** a(0, 1),
     "matmul_op": lambda g, e, a: e["x"] @ a(0, e["w"]),
-    "matmul": lambda g, e, a: cg.matmul(a(0, e["x"]), a(1, e["w"])),
-    "transpose": lambda g, e, a: cg.transpose(a(0, e["x"])),
-    "pointwise": lambda g, e, a: cg.pointwise(
+    "matmul": lambda g, e, a: cg.ops.matmul(a(0, e["x"]), a(1, e["w"])),
+    "transpose": lambda g, e, a: cg.ops.transpose(a(0, e["x"])),
+    "pointwise": lambda g, e, a: cg.ops.pointwise(
         a(0, "add"), a(1, e["x"]), a(2, 1.0), inplace=a(3, False), dtype=a(4, None), name=a(5, "nm")
     ),
-    "cast": lambda g, e, a: cg.cast(a(0, e["x"]), a(1, "bf16"), name=a(2, "nm")),
+    "cast": lambda g, e, a: cg.ops.cast(a(0, e["x"]), a(1, "bf16"), name=a(2, "nm")),
     "reduce": lambda g, e, a: cg.reduce(a(0, e["x"]), a(1, "b d -> b"), a(2, "sum"), name=a(3, "nm")),
     "reduce_s": lambda g, e, a: cg.reduce(e["x"], "b (d c) -> b", "sum", d=a(0, 3)),
-    "gather": lambda g, e, a: cg.gather(a(0, e["w"]), a(1, e["ids"]), name=a(2, "nm")),
-    "take_along": lambda g, e, a: cg.take_along(a(0, e["ids"]), a(1, e["ids"]), name=a(2, "nm")),
-    "scatter": lambda g, e, a: cg.scatter(
+    "gather": lambda g, e, a: cg.ops.gather(a(0, e["w"]), a(1, e["ids"]), name=a(2, "nm")),
+    "take_along": lambda g, e, a: cg.ops.take_along(a(0, e["ids"]), a(1, e["ids"]), name=a(2, "nm")),
+    "scatter": lambda g, e, a: cg.ops.scatter(
         a(0, e["w"]), a(1, e["ids"]), a(2, g.input("u", (B, 5))), a(3, "add"), inplace=a(4, True), name=a(5, "nm")
     ),
-    "arange": lambda g, e, a: cg.arange(a(0, 5), a(1, "int64"), name=a(2, "nm")),
+    "arange": lambda g, e, a: cg.ops.arange(a(0, 5), a(1, "int64"), name=a(2, "nm")),
     "dropout": lambda g, e, a: cg.dropout(a(0, e["x"]), a(1, 0.1), mask=a(2, "bool"), name=a(3, "nm")),
     "opaque": lambda g, e, a: cg.opaque(
         a(0, "op"),
@@ -116,8 +116,8 @@ CALLS = {
         "op", [a(0, e["x"])], [(a(1, (B,)), a(2, "fp32"))], flops={"matmul": a(3, B)}, reads=[a(4, 1)], writes=[a(5, 1)]
     ),
     "opaque3": lambda g, e, a: cg.opaque("op", [e["x"]], [a(0, ((B,), "fp32"))], flops=a(1, {"matmul": B})),
-    "transfer": lambda g, e, a: cg.transfer(a(0, e["x"]), a(1, "pcie"), name=a(2, "nm")),
-    "collective": lambda g, e, a: cg.collective(a(0, e["x"]), a(1, "all_reduce"), a(2, 8), name=a(3, "nm")),
+    "transfer": lambda g, e, a: cg.ops.transfer(a(0, e["x"]), a(1, "pcie"), name=a(2, "nm")),
+    "collective": lambda g, e, a: cg.ops.collective(a(0, e["x"]), a(1, "all_reduce"), a(2, 8), name=a(3, "nm")),
     "conv": lambda g, e, a: cg.conv(
         a(0, e["im"]),
         a(1, "b c h w -> b o h w"),
@@ -130,7 +130,7 @@ CALLS = {
         name=a(8, "nm"),
         o=a(9, 4),
     ),
-    "pool": lambda g, e, a: cg.pool(
+    "pool": lambda g, e, a: cg.nn.pool(
         a(0, e["im"]), a(1, "max"), window=a(2, 2), stride=a(3, None), padding=a(4, 0), name=a(5, "nm")
     ),
     "attention": lambda g, e, a: cg.attention(
@@ -149,15 +149,15 @@ CALLS = {
     ),
     "embedding": lambda g, e, a: cg.embedding(a(0, e["ids"]), a(1, e["w"]), name=a(2, "nm")),
     "softmax": lambda g, e, a: cg.softmax(a(0, e["x"]), a(1, -1), name=a(2, "nm")),
-    "log_softmax": lambda g, e, a: cg.log_softmax(a(0, e["x"]), a(1, -1), name=a(2, "nm")),
+    "log_softmax": lambda g, e, a: cg.nn.log_softmax(a(0, e["x"]), a(1, -1), name=a(2, "nm")),
     "layer_norm": lambda g, e, a: cg.layer_norm(a(0, e["x"]), affine=a(1, True), bias=a(2, True), name=a(3, "nm")),
     "rms_norm": lambda g, e, a: cg.rms_norm(a(0, e["x"]), affine=a(1, True), name=a(2, "nm")),
-    "rotary_tables": lambda g, e, a: cg.rotary_tables(a(0, e["p"]), a(1, 6), base=a(2, 1e4), name=a(3, "nm")),
-    "rotary": lambda g, e, a: cg.rotary(a(0, e["q"]), a(1, e["cos"]), a(2, e["cos"]), name=a(3, "nm")),
-    "mlp": lambda g, e, a: cg.mlp(
+    "rotary_tables": lambda g, e, a: cg.nn.rotary_tables(a(0, e["p"]), a(1, 6), base=a(2, 1e4), name=a(3, "nm")),
+    "rotary": lambda g, e, a: cg.nn.rotary(a(0, e["q"]), a(1, e["cos"]), a(2, e["cos"]), name=a(3, "nm")),
+    "mlp": lambda g, e, a: cg.nn.mlp(
         a(0, e["x"]), a(1, 4), activation=a(2, cg.gelu), bias=a(3, False), p=a(4, 0), name=a(5, "nm")
     ),
-    "gated_mlp": lambda g, e, a: cg.gated_mlp(
+    "gated_mlp": lambda g, e, a: cg.nn.gated_mlp(
         a(0, e["x"]), a(1, 4), activation=a(2, cg.silu), bias=a(3, False), name=a(4, "nm")
     ),
     "cross_entropy": lambda g, e, a: cg.cross_entropy(a(0, e["x"]), a(1, e["ids"]), name=a(2, "nm")),

@@ -157,7 +157,7 @@ def test_sums_convert_as_they_read_on_a_gpu():
 def test_concat_takes_the_wider_format():
     with cg.Graph("g") as g:
         x = g.input("x", (B, D))
-        g.output(cg.concat([x, x @ g.param("w", (D, D))]))
+        g.output(cg.ops.concat([x, x @ g.param("w", (D, D))]))
     made = apply_precision(g, "bf16-mixed")
     assert made.outputs[0].dtype.name == "fp32"
     (joined,) = [op for op in made.ops if op.kind.body]
@@ -181,14 +181,14 @@ def test_kernels_of_ones_own_cast_inside_as_a_compiler_would():
 
 
 def pointwise_exp(x):
-    return cg.pointwise("exp", x)
+    return cg.ops.pointwise("exp", x)
 
 
 def test_what_is_written_in_place_keeps_its_format():
     with cg.Graph("g") as g:
         y = g.input("x", (B, D)) @ g.param("w", (D, D))
-        y = cg.pointwise("add", y, g.input("z", (B, D)), inplace=True)
-        g.output(cg.pointwise("exp", y, inplace=True))
+        y = cg.ops.pointwise("add", y, g.input("z", (B, D)), inplace=True)
+        g.output(cg.ops.pointwise("exp", y, inplace=True))
     made = apply_precision(g, "bf16-mixed")
     assert made.outputs[0].dtype.name == "bf16"
     assert made.outputs[0].storage is next(op for op in made.ops if word(op) == "matmul").results[0].storage

@@ -33,7 +33,7 @@ def stack(count=L, shared=False, **options):
 
         def layer(x):
             x = x if w is None else cg.tanh(x @ w)
-            return x + cg.mlp(cg.layer_norm(x), F, activation=cg.silu, bias=True)
+            return x + cg.nn.mlp(cg.layer_norm(x), F, activation=cg.silu, bias=True)
 
         g.output(squares(cg.repeat(count, layer, x, name="layers")))
     return g
@@ -252,9 +252,9 @@ def test_a_convolutional_network_has_torchs_gradients():
     with cg.Graph("cnn") as g:
         x = g.input("x", (2, 3, 9, 7))
         y = cg.conv(x, "b c h w -> b o h w", window=3, padding=1, bias=True, o=5, name="one")
-        y = cg.pool(cg.relu(y), "max", window=2, stride=2)
+        y = cg.nn.pool(cg.relu(y), "max", window=2, stride=2)
         y = cg.conv(y, "b c h w -> b o h w", window=(2, 3), stride=2, groups=5, o=5, name="two")
-        y = cg.pool(y, "mean", window=(2, 1))
+        y = cg.nn.pool(y, "mean", window=(2, 1))
         g.output(squares(cg.linear(cg.rearrange(y, "b c h w -> b (c h w)"), "b d -> b e", e=11, name="head")))
     step = cg.backward(g)
     rng = np.random.default_rng(2)

@@ -149,9 +149,9 @@ def test_scan_may_emit_nothing_several_or_read_nothing():
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [
-        (lambda x: cg.repeat(3, lambda x: cg.cast(x, "bf16"), x), ShapeError,
+        (lambda x: cg.repeat(3, lambda x: cg.ops.cast(x, "bf16"), x), ShapeError,
          r"carry 1 enters the body as x.*fp32\) and leaves it as .*bf16\), expected the same"),
-        (lambda x: cg.repeat(3, lambda x: cg.concat([x, x], 0), x), ShapeError, "carry 1 enters the body as"),
+        (lambda x: cg.repeat(3, lambda x: cg.ops.concat([x, x], 0), x), ShapeError, "carry 1 enters the body as"),
         (lambda x: cg.repeat(3, lambda x: (x, x), x), GraphError, "expected 1 tensors to carry on"),
         (lambda x: cg.repeat(3, lambda x: None, x), GraphError, "expected 1 tensors to carry on"),
         (lambda x: cg.repeat(0, cg.relu, x), ShapeError, "count: axis 0: 0, expected a positive integer"),

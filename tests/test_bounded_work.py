@@ -46,7 +46,7 @@ def test_more_iterations_than_anyone_waits_for_are_refused(power, ops):
             cg.unroll(g, L=10**power)
         assert ops[0] == before
     with pytest.raises(cg.BindingError, match=r"checkpoint_for: .* layers, expected at most 10000"):
-        cg.checkpoint_for(g, memory=1e9, L=10**power, B=2, D=3)
+        cg.plan.checkpoint_for(g, memory=1e9, L=10**power, B=2, D=3)
     assert ops[0] == before
 
 
@@ -69,7 +69,7 @@ ENDLESS = {"count": itertools.count(1), "same": itertools.repeat(2), "range": ra
 def test_endless_sizes_are_refused(values):
     step = cg.decode(cg.models.load("llama-3-8b"))
     with pytest.raises(cg.BindingError, match="throughput: more than 1000 values, expected at most so many"):
-        cg.throughput(step, "h100-sxm", "B", values, S=64)
+        cg.plan.throughput(step, "h100-sxm", "B", values, S=64)
 
 
 # -- assumptions of files ----------------------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ def files(tmp_path, monkeypatch):
     with cg.Graph("g", dtype="bf16") as g:
         with cg.scope("here"):
             y = cg.linear(g.input("x", (B, 64)), "b d -> b f", f=D, name="up")
-            y = cg.pointwise("relu", y, name="act" + PRINTABLE)
+            y = cg.ops.pointwise("relu", y, name="act" + PRINTABLE)
         g.output(cg.reduce(y, "b f -> ", "mean", name="mean" + PRINTABLE))
     for name, graph in (("g.json", g), ("decoder.json", cg.models.from_config(CONFIG))):
         cg.save(graph, name)

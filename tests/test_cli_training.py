@@ -120,7 +120,7 @@ PLAN += ["--precision", "bf16", "--checkpoint", "every-block", "B=1"]
 
 def planned():
     step = cg.training_step(cg.models.load("llama-3-8b"), precision="bf16", checkpoint=cg.every_block())
-    return cg.preflight(step, "h100-sxm", devices=1024, tokens=15 * 10**12, mfu=0.5, B=1, S=8192)
+    return cg.plan.preflight(step, "h100-sxm", devices=1024, tokens=15 * 10**12, mfu=0.5, B=1, S=8192)
 
 
 def test_the_plan_of_a_run(capsys):

@@ -333,9 +333,9 @@ QUESTIONS = {
     "bytes_moved": lambda g: cg.bytes_moved(g, fused=True),
     "lifetimes": lambda g: next(r.bytes for r in cg.lifetimes(g) if isinstance(r.bytes, sympy.Expr)),
     "costs": lambda g: cg.costs(g).total().bytes,
-    "training_flops": lambda g: cg.training_flops(g, 10**9 * T),
-    "leading_term": lambda g: cg.leading_term(g, 10**9 * T).total,
-    "training_days": lambda g: cg.training_days(cg.training_flops(g, T), "h100-sxm", dtype="bf16"),
+    "training_flops": lambda g: cg.plan.training_flops(g, 10**9 * T),
+    "leading_term": lambda g: cg.plan.leading_term(g, 10**9 * T).total,
+    "training_days": lambda g: cg.plan.training_days(cg.plan.training_flops(g, T), "h100-sxm", dtype="bf16"),
     "mfu": lambda g: cg.mfu(g, 1.0, "h100-sxm"),
     "crossover": lambda g: cg.crossover(next(op for op in g.ops if "head" in op.name), "h100-sxm", "B"),
 }

@@ -99,7 +99,7 @@ def test_pooling_has_torchs_shapes_and_one_flop_a_window_element(operation, rank
     name = {"max": "max_pool", "mean": "avg_pool"}[operation]
     run = getattr(torch.nn.functional, f"{name}{rank}d")
     expected = run(torch.ones(2, 3, *size), window, stride=stride, padding=padding).shape
-    g, y = graph_of(lambda x: cg.pool(x, operation, window=window, stride=stride, padding=padding), (2, 3, *size))
+    g, y = graph_of(lambda x: cg.nn.pool(x, operation, window=window, stride=stride, padding=padding), (2, 3, *size))
     assert y.shape == tuple(expected)
     taps = 1
     for w in window if isinstance(window, tuple) else (window,) * rank:
@@ -142,13 +142,13 @@ def test_pooling_has_torchs_shapes_and_one_flop_a_window_element(operation, rank
          "window of 11 on axis 2 .*: expected it to fit"),
         (lambda x: cg.conv(x, "b c h w -> b o h w", window=3, bias=None, o=5), GraphError,
          "bias is None, expected True or False"),
-        (lambda x: cg.pool(x, "sum", window=2), GraphError, "operation 'sum', expected one of max, mean"),
-        (lambda x: cg.pool(3, "max", window=2), GraphError, "pool: x is 3, expected a tensor"),
-        (lambda x: cg.pool(x, "max", window=()), ShapeError, "expected one axis at least"),
-        (lambda x: cg.pool(x, "max", window=11), ShapeError, "expected it to fit, padding included"),
-        (lambda x: cg.pool(x, "max", window=2, padding=2), ShapeError,
+        (lambda x: cg.nn.pool(x, "sum", window=2), GraphError, "operation 'sum', expected one of max, mean"),
+        (lambda x: cg.nn.pool(3, "max", window=2), GraphError, "pool: x is 3, expected a tensor"),
+        (lambda x: cg.nn.pool(x, "max", window=()), ShapeError, "expected one axis at least"),
+        (lambda x: cg.nn.pool(x, "max", window=11), ShapeError, "expected it to fit, padding included"),
+        (lambda x: cg.nn.pool(x, "max", window=2, padding=2), ShapeError,
          "padding 2, expected at most half of the window of 2"),
-        (lambda x: cg.pool(x, "max", window=(1,) * 5), ShapeError, "window of 5 axes, expected at least as many"),
+        (lambda x: cg.nn.pool(x, "max", window=(1,) * 5), ShapeError, "window of 5 axes, expected at least as many"),
     ],
 )  # fmt: skip
 def test_refusals_name_the_place_the_value_and_what_was_expected(call, error, text):

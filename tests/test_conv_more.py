@@ -48,7 +48,7 @@ def test_a_channel_that_no_axis_follows_is_refused(pattern):
 def test_a_pool_needs_no_other_axes_than_those_of_its_window(shape, operation):
     run = {"max": torch.max_pool2d, "mean": torch.nn.functional.avg_pool2d}[operation]
     expected = run(torch.ones(1, *shape) if len(shape) == 2 else torch.ones(shape), 2).shape[-len(shape) :]
-    g, y = graph_of(lambda x: cg.pool(x, operation, window=(2, 2)), shape)
+    g, y = graph_of(lambda x: cg.nn.pool(x, operation, window=(2, 2)), shape)
     assert y.shape == tuple(expected)
     assert cg.flops(g) == expected.numel() * 4
 

@@ -50,8 +50,8 @@ def test_bytes_have_the_first_kind_of_flops_that_their_op_has():
     with cg.Graph("g") as g:
         q, k, v = (g.input(n, (2, 3, 5, 7)) for n in "qkv")
         y = cg.attention(q, k, v, causal=True, kernel="flash", name="flash")
-        y = cg.concat([cg.pointwise("exp", y), cg.gelu(y)], 0)
-        y = cg.softmax(cg.cast(y, "bf16"))
+        y = cg.ops.concat([cg.ops.pointwise("exp", y), cg.gelu(y)], 0)
+        y = cg.softmax(cg.ops.cast(y, "bf16"))
         g.output(cg.linear(y, "b h s k -> b h s e", e=11, name="up"))
     kinds = {}
     for row in cg.costs(g):

@@ -10,6 +10,7 @@ from typing import Annotated, Any, TypeVar
 import numpy as np
 import pytest
 import sympy
+from public import FUNCTIONS, PUBLIC, RECORDS
 
 import costgraph as cg
 from costgraph.algebra.polynomial import poly
@@ -61,7 +62,7 @@ def test_a_rule_holds_for_what_the_annotation_says(hint, good, odd):
         (Sequence[cg.Tensor], "a list, each a tensor"),
         (Mapping[str, Callable[..., int]], "a mapping from text to a function"),
         (tuple[cg.Tensor, cg.Tensor], "(a tensor, a tensor)"),
-        (cg.RooflineRow | None, "a roofline row"),
+        (cg.analysis.roofline.RooflineRow | None, "a roofline row"),
     ],
 )
 def test_a_rule_says_what_it_expects(hint, text):
@@ -86,9 +87,9 @@ def stated(**facts):
         (lambda: cg.fuse("g"), "fuse: graph is 'g', expected a graph"),
         (lambda: cg.save(5, "x.json"), "save: graph is 5, expected a graph"),
         (lambda: cg.state_bytes([]), "state_bytes: step is [], expected a graph"),
-        (lambda: cg.keep(setting()[1], 5), "keep: others[0] is 5, expected a tensor"),
-        (lambda: cg.moe(setting()[1], 4, 2, 5, gate=5), "moe: gate is 5, expected a function"),
-        (lambda: cg.self_attention(setting()[1], 2, 3, rope=5), "rope is 5, expected (a tensor, a tensor)"),
+        (lambda: cg.ops.keep(setting()[1], 5), "keep: others[0] is 5, expected a tensor"),
+        (lambda: cg.nn.moe(setting()[1], 4, 2, 5, gate=5), "moe: gate is 5, expected a function"),
+        (lambda: cg.nn.self_attention(setting()[1], 2, 3, rope=5), "rope is 5, expected (a tensor, a tensor)"),
         (lambda: cg.crossover(setting()[0], "h100-sxm", ["B"]), "crossover: symbol is ['B'], expected text"),
         (lambda: cg.AdamW(betas=0.9), "AdamW: betas is 0.9, expected (a number, a number)"),
         (lambda: cg.Muon(ns_coefficients=(1, 2)), "expected (a number, a number, a number)"),
@@ -97,7 +98,7 @@ def stated(**facts):
         (lambda: cg.Max(B, D, owners=[]), "Max: owners is [], expected an owner for each argument"),
         (lambda: stated(defaults=None), "graph 'g': defaults is None, expected a mapping from text to a whole number"),
         (lambda: stated(loss=5), "graph 'g': loss is 5, expected text"),
-        (lambda: cg.Cost(matmul=NAN), "Cost: matmul is nan, expected a number or a formula"),
+        (lambda: cg.analysis.table.Cost(matmul=NAN), "Cost: matmul is nan, expected a number or a formula"),
         (lambda: cg.DType("x", -8, "float"), "x: bits is -8, expected a whole number from 1 to 1024"),
         (lambda: cg.DType("x", 8, "float", 10**9), "x: exponent is 1000000000, expected a whole number from 0 to 19"),
         (lambda: cg.DType("x", 8, "flaot"), "x: kind is 'flaot', expected one of bool, int, float"),
@@ -114,9 +115,9 @@ def test_refusals_name_the_place_the_value_and_what_was_expected(call, text):
         call()
 
 
-@pytest.mark.parametrize("name", [n for n in cg.__all__ if inspect.isfunction(getattr(cg, n))])
+@pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_checked_function_is_what_it_was_to_python(name):
-    function = getattr(cg, name)
+    function = FUNCTIONS[name]
     assert pickle.loads(pickle.dumps(function)) is function
     assert inspect.signature(function) == inspect.signature(inspect.unwrap(function))
     assert function.__doc__ == inspect.unwrap(function).__doc__
@@ -127,8 +128,7 @@ def test_every_annotation_of_a_public_function_is_understood():
     # a plan is made at the first call: here of all of them
     from costgraph.notation.door import _plan
 
-    for name in cg.__all__:
-        found = getattr(cg, name)
+    for found in [*PUBLIC.values(), *RECORDS.values()]:
         members = [found] if inspect.isfunction(found) else vars(found).values() if inspect.isclass(found) else []
         for member in members:
             if inspect.isfunction(member) and inspect.unwrap(member) is not member and "costgraph" in member.__module__:

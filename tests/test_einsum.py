@@ -83,7 +83,7 @@ def test_a_tensor_times_its_own_transpose_is_read_once():
 
 def test_broadcast_operand_is_read_at_its_own_size():
     with cg.Graph("g") as g:
-        w = cg.expand(g.param("w", (5, 7)), "d f -> b d f", b=11)
+        w = cg.ops.expand(g.param("w", (5, 7)), "d f -> b d f", b=11)
         g.output(cg.einsum(g.input("x", (11, 3, 5)), w, "b s d, b d f -> b s f"))
     assert cg.bytes_moved(g) == 4 * (11 * 3 * 5 + 5 * 7 + 11 * 3 * 7)
 

@@ -116,12 +116,12 @@ def test_elements_that_two_operands_share_are_read_once_where_one_is_the_whole(p
 
 
 def test_three_operands_of_one_storage_are_read_as_the_whole():
-    g, _ = graph_of(lambda x: cg.pointwise("lerp", x[:1], x, x[2:3]), (5, 7))
+    g, _ = graph_of(lambda x: cg.ops.pointwise("lerp", x[:1], x, x[2:3]), (5, 7))
     assert read(g) == 5 * 7
 
 
 def test_every_repeated_element_of_an_expanded_tensor_is_reduced_and_each_is_read_once():
-    g, _ = graph_of(lambda x: cg.reduce(cg.expand(x, "d -> b d", b=3), "b d -> b", "sum"), (7,))
+    g, _ = graph_of(lambda x: cg.reduce(cg.ops.expand(x, "d -> b d", b=3), "b d -> b", "sum"), (7,))
     assert cg.flops(g) == 3 * 7
     assert read(g) == 7
 
@@ -129,7 +129,7 @@ def test_every_repeated_element_of_an_expanded_tensor_is_reduced_and_each_is_rea
 def test_every_repeated_element_of_expanded_updates_is_added():
     with cg.Graph("g") as g:
         target, ids = cg.relu(g.input("x", (11, 5))), g.input("ids", (3,), dtype="int32")
-        g.output(cg.scatter(target, ids, cg.expand(g.input("u", (5,)), "d -> n d", n=3)))
+        g.output(cg.ops.scatter(target, ids, cg.ops.expand(g.input("u", (5,)), "d -> n d", n=3)))
     total = cg.costs(g).filter(op="scatter").total()
     assert total.pointwise == 3 * 5
     assert total.read == 4 * (3 * 5 + 5) + 4 * 3  # the rows that it changes, the update once, and the indices

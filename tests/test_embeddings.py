@@ -74,7 +74,7 @@ def test_the_gradient_of_a_causal_bias_is_written_whole():
 def crossed(**options):
     with cg.Graph("g", dtype="bf16") as g:
         x, memory = inputs(g, x=(B, S, D), memory=(B, M, E))
-        g.output(cg.cross_attention(x, memory, H, K, **options))
+        g.output(cg.nn.cross_attention(x, memory, H, K, **options))
     return g
 
 
@@ -103,7 +103,7 @@ def test_cross_attention_keeps_keys_and_values_for_decode():
 
 def test_self_attention_may_have_no_bias_of_keys():
     with cg.Graph("g") as g:
-        cg.self_attention(*inputs(g, x=(B, S, D)), H, K, causal=False, bias=True, key_bias=False, out_bias=True)
+        cg.nn.self_attention(*inputs(g, x=(B, S, D)), H, K, causal=False, bias=True, key_bias=False, out_bias=True)
     assert cg.param_count(g) == expand(4 * D * H * K + 2 * H * K + D)
 
 
@@ -112,14 +112,14 @@ def test_self_attention_may_have_no_bias_of_keys():
 
 def test_relative_biases():
     with cg.Graph("g", dtype="bf16") as g:
-        g.output(cg.relative_bias(cg.arange(S), cg.arange(T), H, buckets=N))
+        g.output(cg.nn.relative_bias(cg.ops.arange(S), cg.ops.arange(T), H, buckets=N))
     assert g.outputs[0].shape == (1, H, S, T)
     assert cg.param_count(g) == N * H
     total = cg.costs(g).total()
     # - < abs | / log / * + min | < where | * + : 12 and one logarithm; three casts cost nothing
     assert (total.pointwise, total.transcendental) == (12 * S * T, S * T)
     with cg.Graph("g", dtype="bf16") as g:
-        g.output(cg.relative_bias(cg.arange(S), cg.arange(T), H, buckets=N, bidirectional=False))
+        g.output(cg.nn.relative_bias(cg.ops.arange(S), cg.ops.arange(T), H, buckets=N, bidirectional=False))
     total = cg.costs(g).total()
     assert (total.pointwise, total.transcendental) == (10 * S * T, S * T)
 
@@ -128,18 +128,18 @@ def test_positions_that_are_none_are_refused():
     with cg.Graph("g") as g:
         x = g.input("x", (S,))
         with pytest.raises(ShapeError, match=r"positions x\(S; fp32\), expected integers of one axis"):
-            cg.relative_bias(cg.arange(S), x, H)
+            cg.nn.relative_bias(cg.ops.arange(S), x, H)
         with pytest.raises(ShapeError, match="expected one axis"):
-            cg.timestep_embedding(g.input("t", (B, S)), 8)
+            cg.nn.timestep_embedding(g.input("t", (B, S)), 8)
         with pytest.raises(ShapeError, match="expected four axes"):
-            cg.patch_embedding(x, 4, D)
+            cg.nn.patch_embedding(x, 4, D)
         with pytest.raises(GraphError, match="relative_bias: bidirectional is 1, expected True or False"):
-            cg.relative_bias(cg.arange(S), cg.arange(S), H, bidirectional=1)
+            cg.nn.relative_bias(cg.ops.arange(S), cg.ops.arange(S), H, bidirectional=1)
 
 
 def test_times_become_sinusoids():
     with cg.Graph("g", dtype="bf16") as g:
-        g.output(cg.timestep_embedding(g.input("t", (B,), "int64"), 2 * K))
+        g.output(cg.nn.timestep_embedding(g.input("t", (B,), "int64"), 2 * K))
     total = cg.costs(g).total()
     assert (total.pointwise, total.transcendental) == (B * K, 2 * B * K)
     assert g.outputs[0].dtype.name == "bf16"
@@ -149,7 +149,7 @@ def test_times_become_sinusoids():
 @pytest.mark.parametrize(("side", "patch"), [(23, 5), (224, 16), (7, 7), (11, 1)])
 def test_patches(side, patch):
     with cg.Graph("g") as g:
-        g.output(cg.patch_embedding(g.input("x", (B, 3, R, R)), patch, D))
+        g.output(cg.nn.patch_embedding(g.input("x", (B, 3, R, R)), patch, D))
     count = (side // patch) ** 2  # what is left over belongs to no patch
     assert cg.evaluate(g.outputs[0].shape[1], R=side) == count
     assert cg.matmul_flops(g, R=side, B=2, D=13) == 2 * 2 * count * 13 * 3 * patch**2
@@ -161,7 +161,7 @@ def test_what_is_added_to_patches_leaves_their_layout():
     images = torch.zeros(2, 3, 23, 23)
     made = torch.nn.Conv2d(3, 7, 5, 5)(images).flatten(2).transpose(1, 2) + torch.zeros(1, 16, 7)
     with cg.Graph("g") as g:
-        x = cg.patch_embedding(g.input("x", (B, 3, R, R)), 5, D)
+        x = cg.nn.patch_embedding(g.input("x", (B, 3, R, R)), 5, D)
         y = x + g.param("positions", (1, *x.shape[1:]))
     assert made.stride() == (7 * 16, 1, 16)
     assert y.strides == (y.sizes[1] * y.sizes[2], 1, y.sizes[1])

@@ -29,7 +29,7 @@ def answers(g, **sizes):
 
 
 def residual(g, i, x, *rest):
-    return x + cg.mlp(cg.layer_norm(x), F)
+    return x + cg.nn.mlp(cg.layer_norm(x), F)
 
 
 def shared(g, i, x, mask, w):
@@ -44,7 +44,7 @@ def two_back(g, i, x, *rest):
 
 
 def held(g, i, x, *rest):
-    return cg.keep(cg.tanh(cg.relu(x)), x)
+    return cg.ops.keep(cg.tanh(cg.relu(x)), x)
 
 
 def passed(g, i, x, *rest):
@@ -125,7 +125,7 @@ def test_two_stacks_are_folded_one_after_the_other():
             x = y = g.input("x", (B, D))
             for i in range(n):
                 with cg.scope(f"encoder/{i}"):
-                    x = x + cg.mlp(x, F)
+                    x = x + cg.nn.mlp(x, F)
             for i in range(m):
                 with cg.scope(f"decoder/{i}"):
                     y = cg.softmax(y @ g.param("w", (D, D))) * x  # what the encoder made is read by all
@@ -159,7 +159,7 @@ def test_something_of_every_block_that_is_an_output_stays_one():
 def looped():
     with cg.Graph("g") as g:
         x = cg.linear(g.input("x", (B, D)), "b d -> b e", e=D)
-        x = cg.repeat(L, lambda x: x + cg.mlp(cg.layer_norm(x), F), x, name="layers")
+        x = cg.repeat(L, lambda x: x + cg.nn.mlp(cg.layer_norm(x), F), x, name="layers")
         g.output(cg.reduce(x, "b d -> ", "mean"))
     return g
 
@@ -372,7 +372,7 @@ def kept(count):
             with cg.scope(f"h/{i}"):
                 x = cg.relu(x)
             held.append(x)
-        g.output(cg.keep(cg.tanh(x), held[2]))
+        g.output(cg.ops.keep(cg.tanh(x), held[2]))
     return g
 
 
@@ -404,7 +404,7 @@ def joined(count):
             with cg.scope(f"h/{i}"):
                 x = cg.relu(x)
             parts.append(x)
-        g.output(cg.concat(parts, 1))
+        g.output(cg.ops.concat(parts, 1))
     return g
 
 

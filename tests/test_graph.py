@@ -260,7 +260,7 @@ def test_a_graph_is_validated_when_its_context_closes_but_not_over_an_error_insi
 def test_assumed_equalities_tie_sizes_together():
     with cg.Graph("g") as g:
         g.assume("D == H*K", "F >= D")
-        x = cg.reshape(g.input("x", (B, D)), (B, H, K))
+        x = cg.ops.reshape(g.input("x", (B, D)), (B, H, K))
         g.output(cg.relu(x))
     assert cg.flops(g, B=2, H=3, K=5) == 2 * 15
     assert cg.flops(g, B=2, D=15, H=3, K=5) == 30
@@ -287,8 +287,8 @@ def test_bad_bindings_are_refused_by_every_question(question, dims, text):
     with cg.Graph("g") as g:
         g.assume("D == H*K", "F >= D")
         w = g.param("w", (D, F))
-        g.output(cg.reshape(cg.einsum(g.input("x", (B, D)), w, "b d, d f -> b f"), (B, F)))
-        g.output(cg.reshape(g.tensors[1], (B, H, K)))
+        g.output(cg.ops.reshape(cg.einsum(g.input("x", (B, D)), w, "b d, d f -> b f"), (B, F)))
+        g.output(cg.ops.reshape(g.tensors[1], (B, H, K)))
     with pytest.raises(BindingError, match=text):
         question(g, **dims)
 

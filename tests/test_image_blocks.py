@@ -33,25 +33,25 @@ def given(*shape):
 @pytest.mark.parametrize("axis", [0, 1, -1])
 def test_roll_is_numpys(shift, axis):
     x = given(7, 7, 7)
-    g = declared(lambda g: cg.roll(g.input("x", x.shape), shift, axis) * 1)
+    g = declared(lambda g: cg.ops.roll(g.input("x", x.shape), shift, axis) * 1)
     np.testing.assert_array_equal(testing.run(g, {"x": x}).outputs[0], np.roll(x, shift, axis))
 
 
 def test_a_roll_reads_and_writes_once():
-    g = declared(lambda g: cg.roll(g.input("x", (B, S)), -1, 1))
+    g = declared(lambda g: cg.ops.roll(g.input("x", (B, S)), -1, 1))
     assert cg.flops(g) == 0
     assert cg.bytes_moved(g) == 8 * B * S  # fp32, each element read and written
-    assert declared(lambda g: cg.roll(g.input("x", (B, S)), S, 1)).ops == []
+    assert declared(lambda g: cg.ops.roll(g.input("x", (B, S)), S, 1)).ops == []
 
 
 @pytest.mark.parametrize("shift", [8, -8])
 def test_a_roll_by_more_than_the_axis(shift):
     with pytest.raises(cg.ShapeError, match="expected a whole number of at most 7"):
-        declared(lambda g: cg.roll(g.input("x", (5, 7)), shift, 1))
+        declared(lambda g: cg.ops.roll(g.input("x", (5, 7)), shift, 1))
 
 
 def test_a_symbolic_roll_is_checked_when_it_is_bound():
-    g = declared(lambda g: cg.roll(g.input("x", (B, S)), N, 1))
+    g = declared(lambda g: cg.ops.roll(g.input("x", (B, S)), N, 1))
     assert cg.bytes_moved(g, B=2, S=5, N=3) == 80
     with pytest.raises(cg.BindingError):
         cg.bytes_moved(g, B=2, S=5, N=6)
@@ -72,8 +72,8 @@ def test_windows_and_back(shape, side, shift):
 
     def build(g):
         images = g.input("x", shape)
-        windows = cg.window_partition(images, side, shift)
-        return windows * 1, cg.window_merge(windows, images, side, shift) * 1
+        windows = cg.nn.window_partition(images, side, shift)
+        return windows * 1, cg.nn.window_merge(windows, images, side, shift) * 1
 
     windows, back = testing.run(declared(build), {"x": x}).outputs
     np.testing.assert_array_equal(windows, cut(x, side, shift))
@@ -84,7 +84,7 @@ def test_gradients_go_back_through_windows():
     x, w = given(1, 5, 5, 2), given(4, 9, 2) ** 0.5
 
     def build(g):
-        made = cg.window_partition(g.input("x", x.shape, grad=True), 3, 1) * g.input("w", w.shape)
+        made = cg.nn.window_partition(g.input("x", x.shape, grad=True), 3, 1) * g.input("w", w.shape)
         return cg.reduce(made, "n s c -> ", "sum")
 
     counted = testing.run(cg.backward(declared(build)), {"x": x, "w": w})
@@ -94,53 +94,53 @@ def test_gradients_go_back_through_windows():
 
 
 def test_what_windows_move():
-    g = declared(lambda g: cg.window_partition(g.input("x", (B, 7, 7, C)), 4, 2))
+    g = declared(lambda g: cg.nn.window_partition(g.input("x", (B, 7, 7, C)), 4, 2))
     # fp32: 49 read and 64 written for padding, 64 read and written for a roll of rows, one of columns and the cut
     assert cg.bytes_moved(g).expand() == 4 * B * C * (49 + 64 + 3 * (64 + 64))
     assert g.outputs[0].shape == (4 * B, 16, C)
 
 
 def test_the_bias_of_a_window():
-    g = declared(lambda g: cg.window_bias(3, H, images=B, masks=4))
+    g = declared(lambda g: cg.nn.window_bias(3, H, images=B, masks=4))
     assert g.outputs[0].shape == (4 * B, H, 9, 9)
     assert cg.param_count(g) == 25 * H  # (2*3 - 1)**2 distances
     assert cg.flops(g).expand() == 4 * B * H * 81  # each bias plus each mask
-    assert cg.flops(declared(lambda g: cg.window_bias(3, H))) == 0
+    assert cg.flops(declared(lambda g: cg.nn.window_bias(3, H))) == 0
 
 
 def test_patch_merging_puts_neighbours_side_by_side():
-    g = declared(lambda g: cg.patch_merging(g.input("x", (B, 5, 3, C))))
+    g = declared(lambda g: cg.nn.patch_merging(g.input("x", (B, 5, 3, C))))
     assert g.outputs[0].shape == (B, 3, 2, 2 * C)
     assert cg.param_count(g).expand() == 4 * C * 2 * C + 8 * C  # a linear layer without bias, and a norm of 4*C
     assert cg.matmul_flops(g).expand() == 2 * B * 6 * 4 * C * 2 * C
 
 
 def test_stochastic_depth():
-    free = declared(lambda g: cg.stochastic_depth(g.input("x", (B, C)), 0))
+    free = declared(lambda g: cg.nn.stochastic_depth(g.input("x", (B, C)), 0))
     assert free.ops == []
-    g = declared(lambda g: cg.stochastic_depth(g.input("x", (B, C, R)), 0.5))
+    g = declared(lambda g: cg.nn.stochastic_depth(g.input("x", (B, C, R)), 0.5))
     assert cg.flops(g).expand() == B * C * R + 2 * B  # each element times the number of its sample
     with pytest.raises(cg.GraphError, match="expected a number from 0 to below 1"):
-        declared(lambda g: cg.stochastic_depth(g.input("x", (B, C)), 1.5))
+        declared(lambda g: cg.nn.stochastic_depth(g.input("x", (B, C)), 1.5))
 
 
 def test_squeeze_and_excitation():
-    g = declared(lambda g: cg.squeeze_excitation(g.input("x", (B, C, R, R)), Q))
+    g = declared(lambda g: cg.nn.squeeze_excitation(g.input("x", (B, C, R, R)), Q))
     counted = ran(g, B=2, C=3, Q=5, R=7)
     assert counted.matmul == 2 * 2 * 3 * 5 * 2
     # mean, both biases, ReLU and sigmoid (3 pointwise), product
     assert counted.pointwise == 2 * 3 * 49 + 2 * (5 + 3) + 2 * 5 + 3 * 2 * 3 + 2 * 3 * 49
     with pytest.raises(cg.ShapeError, match="expected four axes"):
-        declared(lambda g: cg.squeeze_excitation(g.input("x", (B, C, R)), Q))
+        declared(lambda g: cg.nn.squeeze_excitation(g.input("x", (B, C, R)), Q))
     with pytest.raises(cg.GraphError, match="squeeze_excitation: gate"):
-        declared(lambda g: cg.squeeze_excitation(g.input("x", (B, C, R, R)), Q, gate="gated"))
+        declared(lambda g: cg.nn.squeeze_excitation(g.input("x", (B, C, R, R)), Q, gate="gated"))
 
 
 @pytest.mark.parametrize(("stride", "dilation", "side"), [(1, 1, 7), (2, 1, 4), (1, 2, 7), (3, 1, 3)])
 def test_an_inverted_residual(stride, dilation, side):
     def build(g):
         x = g.input("x", (B, C, 7, 7))
-        return cg.inverted_residual(x, E, D, window=5, stride=stride, dilation=dilation, squeezed=Q)
+        return cg.nn.inverted_residual(x, E, D, window=5, stride=stride, dilation=dilation, squeezed=Q)
 
     g = declared(build)
     assert g.outputs[0].shape == (B, D, side, side)
@@ -152,32 +152,32 @@ def test_an_inverted_residual(stride, dilation, side):
 
 def test_an_inverted_residual_that_cannot_be():
     with pytest.raises(cg.ShapeError, match="window=4, expected an odd integer"):
-        declared(lambda g: cg.inverted_residual(g.input("x", (B, C, 7, 7)), E, C, window=4))
+        declared(lambda g: cg.nn.inverted_residual(g.input("x", (B, C, 7, 7)), E, C, window=4))
     with pytest.raises(cg.ShapeError):
-        declared(lambda g: cg.inverted_residual(g.input("x", (B, C, 7, 7)), E, D, residual=True))
+        declared(lambda g: cg.nn.inverted_residual(g.input("x", (B, C, 7, 7)), E, D, residual=True))
 
 
 @pytest.mark.parametrize(("mode", "meaning"), [("sum", np.sum), ("mean", np.mean), ("max", np.max)])
 def test_a_bag_of_embeddings(mode, meaning):
     table, ids = given(5, 3), np.array([[0, 1], [4, 4], [2, 3]])
-    g = declared(lambda g: cg.embedding_bag(g.input("ids", (3, 2), "int64"), g.param("table", (5, 3)), mode=mode))
+    g = declared(lambda g: cg.nn.embedding_bag(g.input("ids", (3, 2), "int64"), g.param("table", (5, 3)), mode=mode))
     (made,) = testing.run(g, {"ids": ids, "table": table}).outputs
     np.testing.assert_allclose(made, meaning(table[ids], axis=1))
 
 
 def test_a_bag_touches_the_rows_that_are_named():
-    g = declared(lambda g: cg.embedding_bag(g.input("ids", (B, N), "int64"), g.param("table", (V, D))))
+    g = declared(lambda g: cg.nn.embedding_bag(g.input("ids", (B, N), "int64"), g.param("table", (V, D))))
     assert cg.bytes_moved(g).expand() == 8 * B * N + 4 * B * N * D + 4 * B * D  # indices, rows, the result
     assert cg.peak_memory(g).expand() == 8 * B * N + 4 * V * D + 4 * B * D  # the table whole, no looked up rows
     with pytest.raises(cg.ShapeError, match=r"expected indices \(b, n\) and a table \(v, d\)"):
-        declared(lambda g: cg.embedding_bag(g.input("ids", (B,), "int64"), g.param("table", (V, D))))
+        declared(lambda g: cg.nn.embedding_bag(g.input("ids", (B,), "int64"), g.param("table", (V, D))))
 
 
 def test_the_gradient_of_a_bag():
     ids, w = np.array([[0, 1], [4, 4], [2, 0]]), given(3, 3)
 
     def build(g):
-        bag = cg.embedding_bag(g.input("ids", ids.shape, "int64"), g.param("table", (5, 3)))
+        bag = cg.nn.embedding_bag(g.input("ids", ids.shape, "int64"), g.param("table", (5, 3)))
         return cg.reduce(bag * g.input("w", w.shape), "b d -> ", "sum")
 
     expected = np.zeros((5, 3))
@@ -188,7 +188,7 @@ def test_the_gradient_of_a_bag():
 
 def test_the_gradient_of_a_bag_is_dense():
     def build(g):
-        bag = cg.embedding_bag(g.input("ids", (B, N), "int64"), g.param("table", (V, D)))
+        bag = cg.nn.embedding_bag(g.input("ids", (B, N), "int64"), g.param("table", (V, D)))
         return cg.reduce(bag, "b d -> ", "mean")
 
     step = cg.training_step(declared(build), optimizer=cg.SGD())
@@ -200,7 +200,7 @@ def test_the_gradient_of_a_bag_is_dense():
 def test_products_of_pairs(itself):
     x = given(2, 5, 3)
     below = np.tril_indices(5, 0 if itself else -1)
-    g = declared(lambda g: cg.dot_interaction(g.input("x", x.shape), itself=itself))
+    g = declared(lambda g: cg.nn.dot_interaction(g.input("x", x.shape), itself=itself))
     places = (below[0] * 5 + below[1]).astype(np.int64)
     (made,) = testing.run(g, {"x": x, "interaction/pairs": places}).outputs
     np.testing.assert_allclose(made, (x @ x.transpose(0, 2, 1))[:, *below])
@@ -208,15 +208,15 @@ def test_products_of_pairs(itself):
 
 def test_products_of_one_vector():
     with pytest.raises(cg.ShapeError, match="expected two vectors at least"):
-        declared(lambda g: cg.dot_interaction(g.input("x", (B, 1, D))))
-    assert declared(lambda g: cg.dot_interaction(g.input("x", (B, 1, D)), itself=True)).outputs[0].shape == (B, 1)
+        declared(lambda g: cg.nn.dot_interaction(g.input("x", (B, 1, D))))
+    assert declared(lambda g: cg.nn.dot_interaction(g.input("x", (B, 1, D)), itself=True)).outputs[0].shape == (B, 1)
 
 
 def test_binary_cross_entropy():
     p, t = np.array([[0.25], [0.5], [0.9]]), np.array([[0.0], [1.0], [1.0]])
-    g = declared(lambda g: cg.binary_cross_entropy(g.input("p", (3, 1)), g.input("t", (3, 1))))
+    g = declared(lambda g: cg.nn.binary_cross_entropy(g.input("p", (3, 1)), g.input("t", (3, 1))))
     (made,) = testing.run(g, {"p": p, "t": t}).outputs
     np.testing.assert_allclose(made, -np.mean(t * np.log(p) + (1 - t) * np.log(1 - p)))
     assert cg.bytes_moved(g) == 4 * (3 + 3 + 1)
     with pytest.raises(cg.ShapeError, match="expected equal shapes"):
-        declared(lambda g: cg.binary_cross_entropy(g.input("p", (B,)), g.input("t", (B, 1))))
+        declared(lambda g: cg.nn.binary_cross_entropy(g.input("p", (B,)), g.input("t", (B, 1))))

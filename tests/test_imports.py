@@ -30,7 +30,7 @@ ROOMS = (
     "files",
     "transforms",
     "analysis",
-    "planning",
+    "plan",
     "models",
     "torch",  # run, trace and measure: what torch is needed for
     "report",

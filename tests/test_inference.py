@@ -17,10 +17,10 @@ SIZES = {"B": 2, "D": 6, "H": 4, "G": 2, "K": 3, "L": 2, "V": 7}
 def decoder(dtype="bf16", **attention):
     with cg.Graph("decoder", dtype=dtype) as g:
         x = cg.embedding(g.input("ids", (B, S), "int64"), g.param("table", (V, D)))
-        rope = cg.rotary_tables(cg.arange(S), 2 * K)
+        rope = cg.nn.rotary_tables(cg.ops.arange(S), 2 * K)
 
         def block(x):
-            return x + cg.self_attention(cg.rms_norm(x), H, 2 * K, groups=G, rope=rope, **attention)
+            return x + cg.nn.self_attention(cg.rms_norm(x), H, 2 * K, groups=G, rope=rope, **attention)
 
         x = cg.repeat(L, block, x, name="layers")
         g.output(cg.linear(x, "b s d -> b s v", v=V, name="head"))
@@ -38,7 +38,7 @@ def recurrence():
                 state = 0.5 * state + x
                 return state, cg.tanh(state)
 
-            _, y = cg.scan(S, step, cg.initial_state((B, D)), xs)
+            _, y = cg.scan(S, step, cg.ops.initial_state((B, D)), xs)
             return x + cg.rearrange(y, "s b d -> b s d")
 
         g.output(cg.repeat(L, block, x, name="layers"))
@@ -104,8 +104,8 @@ def test_the_last_logits_alone():
 
 def test_a_softcap_behind_the_head_does_not_hide_it():
     with cg.Graph("g") as g:
-        x = cg.cache(g.input("x", (B, S, D)), "b s d", along="s")
-        g.output(cg.pointwise("softcap", cg.linear(x, "b s d -> b s v", v=V, bias=True)))
+        x = cg.ops.cache(g.input("x", (B, S, D)), "b s d", along="s")
+        g.output(cg.ops.pointwise("softcap", cg.linear(x, "b s d -> b s v", v=V, bias=True)))
     assert cg.matmul_flops(cg.prefill(g, logits="last")) == 2 * B * D * V
 
 
@@ -224,17 +224,17 @@ def test_no_number_of_tokens(tokens, error, text):
 def test_keys_that_are_not_marked():
     with cg.Graph("g") as g:
         x = g.input("x", (B, S, D))
-        k = cg.cache(cg.linear(x, "b s d -> b s e", e=D), "b t d", along="t")
+        k = cg.ops.cache(cg.linear(x, "b s d -> b s e", e=D), "b t d", along="t")
         scores = cg.einsum(x, k, "b s d, b t d -> b s t")
-        positions = cg.arange(S, "fp32")
-        g.output(scores + cg.expand(positions, "t -> 1 1 t"))
+        positions = cg.ops.arange(S, "fp32")
+        g.output(scores + cg.ops.expand(positions, "t -> 1 1 t"))
     with pytest.raises(UnsupportedError, match=r"positions of keys with arange\(context=True\)"):
         cg.decode(g)
 
 
 def test_stated_costs_that_do_not_tell_positions_apart():
     with cg.Graph("g") as g:
-        x = cg.cache(g.input("x", (B, S, D)), "b s d", along="s")
+        x = cg.ops.cache(g.input("x", (B, S, D)), "b s d", along="s")
         g.output(cg.opaque("sort", [x], (B, S, D), flops=B * S * D))
     with pytest.raises(UnsupportedError, match="op 'sort' states its sizes or costs in S, and reads what is cached"):
         cg.decode(g)
@@ -242,8 +242,8 @@ def test_stated_costs_that_do_not_tell_positions_apart():
 
 def test_two_lengths():
     with cg.Graph("g") as g:
-        x = cg.cache(g.input("x", (B, S, D)), "b s d", along="s")
-        y = cg.cache(g.input("y", (B, M, D)), "b m d", along="m")
+        x = cg.ops.cache(g.input("x", (B, S, D)), "b s d", along="s")
+        y = cg.ops.cache(g.input("y", (B, M, D)), "b m d", along="m")
         g.output(cg.einsum(x, y, "b s d, b m d -> b s m"))
     with pytest.raises(UnsupportedError, match="runs over M and S, expected one open size"):
         cg.decode(g)
@@ -251,7 +251,7 @@ def test_two_lengths():
 
 def test_no_head():
     with cg.Graph("g") as g:
-        x = cg.cache(g.input("x", (B, S, D)), "b s d", along="s")
+        x = cg.ops.cache(g.input("x", (B, S, D)), "b s d", along="s")
         g.output(cg.tanh(x))
     with pytest.raises(UnsupportedError, match="has no head that makes its output"):
         cg.prefill(g, logits="last")
@@ -267,15 +267,15 @@ def test_no_head():
 )
 def test_marks_name_every_axis(arguments, text):
     with cg.Graph("g") as g, pytest.raises(cg.CostGraphError, match=text):
-        cg.cache(g.input("x", (B, S, D)), *arguments)
+        cg.ops.cache(g.input("x", (B, S, D)), *arguments)
 
 
 def test_marks_that_mean_nothing():
     with cg.Graph("g") as g:
         x = g.input("x", (B, S, D))
         with pytest.raises(cg.PatternError, match="along='t', expected an axis of 'b s d'"):
-            cg.cache(x, "b s d", along="t")
+            cg.ops.cache(x, "b s d", along="t")
         with pytest.raises(cg.PatternError, match=r"window=4 without along="):
-            cg.cache(x, "b s d", window=4)
+            cg.ops.cache(x, "b s d", window=4)
         with pytest.raises(ShapeError, match="expected equal sizes on all axes but 1"):
             append(x, g.input("y", (B, S, F)), 1)

@@ -19,37 +19,37 @@ def everything() -> cg.Graph:
     with cg.Graph("everything", dtype="bf16") as g:
         ids = g.input("ids", (B, S), dtype="int64")
         x = cg.embedding(ids, g.param("table", (V, D), dtype="mxfp4"))
-        x = cg.cast(x, "bf16") + g.param("frozen", (D,), grad=False)
+        x = cg.ops.cast(x, "bf16") + g.param("frozen", (D,), grad=False)
 
         def layer(x):
             q, k, v = (cg.linear(x, "b s d -> b s e", e=D, name=n) for n in "qkv")
             q, k, v = (cg.rearrange(t, "b s (h k) -> b h s k", h=H) for t in (q, k, v))
             y = cg.attention(q, k, v, window=4, p=0.1)
             y = cg.rearrange(y, "b h s k -> b s (h k)")
-            return cg.layer_norm(x + cg.mlp(y, F, bias=True))
+            return cg.layer_norm(x + cg.nn.mlp(y, F, bias=True))
 
         x = cg.repeat(L, layer, x, name="layers")
         image = cg.conv(
             g.input("image", (B, 3, T, T)), "b c h w -> b o h w", window=3, stride=2, padding=1, o=D, bias=True
         )
-        pooled = cg.pool(cg.relu(image, inplace=True), "max", window=2, stride=1)
+        pooled = cg.nn.pool(cg.relu(image, inplace=True), "max", window=2, stride=1)
 
         def step(state, x):
             new = cg.tanh(state + x)
             return new, new
 
         last, states = cg.scan(S, step, x[:, 0], cg.rearrange(x, "b s d -> s b d"))
-        joined = cg.concat([last, cg.reduce(pooled, "b c h w -> b c", "mean")])
-        wide = cg.expand(joined, "b d -> t b d", t=T)
-        moved = cg.transfer(cg.collective(wide, "all_gather", 4))
+        joined = cg.ops.concat([last, cg.reduce(pooled, "b c h w -> b c", "mean")])
+        wide = cg.ops.expand(joined, "b d -> t b d", t=T)
+        moved = cg.ops.transfer(cg.ops.collective(wide, "all_gather", 4))
         (out,) = cg.opaque("sort", [moved], [((T,), "int32")], flops=T, workspace=8 * T)
         cache = g.buffer("cache", (V, D), role="cache")
-        cg.scatter(cache, ids, x)
+        cg.ops.scatter(cache, ids, x)
         whole = apply(KINDS["pool"], pooled.producer.operands, {**pooled.producer.attrs, "indices": True}, "pool")
         operands = [whole[0], *pooled.producer.operands, whole[1]]
         (back,) = apply(KINDS["unpool"], operands, pooled.producer.attrs, "unpool")
         back = assign(fill(back.sizes, 0, "bf16"), pad(back[:, :, 1:], 2, 1, back.sizes[2]))
-        loss = cg.cross_entropy(cg.einsum(x, cg.cast(g.param("head", (V, D)), "bf16"), "b s d, v d -> b s v"), ids)
+        loss = cg.cross_entropy(cg.einsum(x, cg.ops.cast(g.param("head", (V, D)), "bf16"), "b s d, v d -> b s v"), ids)
         g.output(out, states, loss, back)
     g.assume("F <= D", "D >= H")
     g.defaults = {"V": 13}
@@ -118,7 +118,7 @@ def test_symbols_with_atoms_come_back(tmp_path):
     with cg.Graph("atoms") as g:
         q, k, v = (g.input(n, (B, H, S, D)) for n in "qkv")
         g.output(cg.attention(q, k, v, window=T))
-        g.output(cg.pool(g.input("x", (B, 3, S)), "mean", window=3, stride=2))
+        g.output(cg.nn.pool(g.input("x", (B, 3, S)), "mean", window=3, stride=2))
     cg.save(g, tmp_path / "g.json")
     assert cg.flops(cg.load(tmp_path / "g.json")) == cg.flops(g)
 
@@ -141,7 +141,7 @@ def block(x):
 def plain_stack(grad=True):
     with cg.Graph("stack") as g:
         x = cg.repeat(L, block, g.input("x", (B, D), grad=grad), name="layers")
-        g.output(cg.reduce(cg.pointwise("square", x), "b d -> ", "mean"))
+        g.output(cg.reduce(cg.ops.pointwise("square", x), "b d -> ", "mean"))
     return g
 
 

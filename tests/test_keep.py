@@ -18,7 +18,7 @@ def chain(hold):
     with cg.Graph("g", dtype="fp32") as g:
         first = cg.relu(g.input("x", (B, D)))
         y = cg.tanh(cg.tanh(first))
-        g.output(cg.keep(y, first) if hold else y)
+        g.output(cg.ops.keep(y, first) if hold else y)
     return g
 
 
@@ -42,7 +42,7 @@ def test_nothing_is_computed_or_moved():
 def test_the_first_operand_keeps_its_layout():
     with cg.Graph("g") as g:
         x = g.input("x", (B, D)).T
-        y = cg.keep(x, cg.relu(x))
+        y = cg.ops.keep(x, cg.relu(x))
     assert (y.sizes, y.strides, y.dtype) == (x.sizes, x.strides, x.dtype)
 
 
@@ -52,12 +52,12 @@ def layered(hold):
     def layer(x):
         y = cg.tanh(x) * 2.0
         z = cg.relu(cg.linear(y, "b d -> b e", e=D))
-        return cg.keep(z, x, y) if hold else z
+        return cg.ops.keep(z, x, y) if hold else z
 
     with cg.Graph("g", dtype="fp32") as g:
         start = g.input("x", (B, D), grad=True) * 3.0
         y = cg.repeat(L, layer, start, name="layers")
-        y = cg.keep(cg.tanh(y), start, y) if hold else cg.tanh(y)
+        y = cg.ops.keep(cg.tanh(y), start, y) if hold else cg.tanh(y)
         g.output(cg.reduce(y, "b d -> ", "mean"))
     return g
 
@@ -78,7 +78,7 @@ def test_a_backward_pass_holds_nothing():
 def test_no_gradient_goes_to_what_is_held():
     with cg.Graph("g", dtype="fp32") as g:
         x, beside = g.param("x", (B, D)), g.param("beside", (B, D))
-        g.output(cg.reduce(cg.keep(x * 2.0, beside * 2.0), "b d -> ", "sum"))
+        g.output(cg.reduce(cg.ops.keep(x * 2.0, beside * 2.0), "b d -> ", "sum"))
     assert {t.name for t in cg.backward(g).gradients} == {"x"}
 
 
@@ -109,6 +109,6 @@ def test_what_is_no_tensor_is_refused(wrong):
     with cg.Graph("g") as g:
         x = g.input("x", (B, D))
         with pytest.raises(GraphError, match="keep"):
-            cg.keep(x, wrong)
+            cg.ops.keep(x, wrong)
         with pytest.raises(GraphError, match="keep"):
-            cg.keep(wrong)
+            cg.ops.keep(wrong)

@@ -12,8 +12,8 @@ SIZES = {"latent": 5, "nope": 3, "rotated": 2, "value": 4}
 def latent(kernel="flash", **options):
     with cg.Graph("g", dtype="bf16") as g:
         x = g.input("x", (B, S, D), grad=True)
-        rope = cg.rotary_tables(cg.arange(S), 2)
-        g.output(cg.latent_attention(x, H, rope=rope, kernel=kernel, **{**SIZES, **options}))
+        rope = cg.nn.rotary_tables(cg.ops.arange(S), 2)
+        g.output(cg.nn.latent_attention(x, H, rope=rope, kernel=kernel, **{**SIZES, **options}))
     return g
 
 
@@ -82,9 +82,9 @@ def test_what_is_no_latent_attention_is_refused(options, text):
 
 def test_latent_attention_wants_three_axes():
     with cg.Graph("g") as g:
-        rope = cg.rotary_tables(cg.arange(S), 2)
+        rope = cg.nn.rotary_tables(cg.ops.arange(S), 2)
         with pytest.raises(cg.ShapeError, match=r"expected three axes \(batch, positions, width\)"):
-            cg.latent_attention(g.input("x", (S, D)), H, rope=rope, **SIZES)
+            cg.nn.latent_attention(g.input("x", (S, D)), H, rope=rope, **SIZES)
 
 
 # -- sinks -----------------------------------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ def test_attention_with_sinks_keeps_the_laws(kernel):
 
 def test_sinks_are_parameters_of_a_layer():
     with cg.Graph("g") as g:
-        g.output(cg.self_attention(g.input("x", (B, S, D)), H, K, groups=G, sinks=True))
+        g.output(cg.nn.self_attention(g.input("x", (B, S, D)), H, K, groups=G, sinks=True))
     assert (cg.param_count(g) - (2 * D * H * K + 2 * D * G * K + H)).expand() == 0
 
 

@@ -20,7 +20,7 @@ BODIES = {"one": one, "two": two}  # D**2 and 2*D*F parameters
 
 def stacked(kinds, rest=0, count=L, **options):
     with cg.Graph("g") as g:
-        g.output(cg.layers(count, BODIES, g.input("x", (B, D)), kinds, rest=rest, **options))
+        g.output(cg.nn.layers(count, BODIES, g.input("x", (B, D)), kinds, rest=rest, **options))
     return g
 
 
@@ -84,7 +84,7 @@ def test_a_tuple_is_passed_as_several_arguments():
         return y, cg.relu(x)
 
     with cg.Graph("g") as g:
-        made = cg.layers(L, {"swap": body, "keep": lambda x, y: (x, y)}, (g.input("x", (B,)), g.input("y", (B,))),
+        made = cg.nn.layers(L, {"swap": body, "keep": lambda x, y: (x, y)}, (g.input("x", (B,)), g.input("y", (B,))),
                          ("swap", "keep"))  # fmt: skip
         assert isinstance(made, tuple)
         g.output(made[0])
@@ -93,7 +93,7 @@ def test_a_tuple_is_passed_as_several_arguments():
 
 def test_a_step_trains_through_a_pattern():
     with cg.Graph("g") as g:
-        x = cg.layers(L, BODIES, g.input("x", (B, D)), ("one", "one", "two"), rest=1)
+        x = cg.nn.layers(L, BODIES, g.input("x", (B, D)), ("one", "one", "two"), rest=1)
         g.output(cg.reduce(x, "b d -> ", "mean"))
     step = cg.training_step(g, optimizer=cg.SGD())
     forward, weights = cg.matmul_flops(g), 2 * B * D**2  # the first layer needs no gradient of its operand
@@ -128,7 +128,7 @@ def test_arguments_that_are_none(change, text):
         given = {"count": 4, "bodies": BODIES, "x": g.input("x", (B, D)), "kinds": ("one", "two"), **change}
         count, bodies, x, kinds = (given.pop(k) for k in ("count", "bodies", "x", "kinds"))
         with pytest.raises(cg.CostGraphError, match=text):
-            cg.layers(count, bodies, x, kinds, **given)
+            cg.nn.layers(count, bodies, x, kinds, **given)
 
 
 # -- partial rotary positions -----------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ def test_arguments_that_are_none(change, text):
 
 def rotated(width, *shape):
     with cg.Graph("g", dtype="bf16") as g:
-        g.output(cg.rotary(g.input("x", (*shape, K)), *cg.rotary_tables(cg.arange(S), width)))
+        g.output(cg.nn.rotary(g.input("x", (*shape, K)), *cg.nn.rotary_tables(cg.ops.arange(S), width)))
     return g
 
 
@@ -162,7 +162,7 @@ def test_rotary_tables_have_two_axes():
     with cg.Graph("g") as g:
         x = g.input("x", (B, S, K))
         with pytest.raises(cg.ShapeError, match=r"expected two axes \(positions, half of what is rotated\)"):
-            cg.rotary(x, x, x)
+            cg.nn.rotary(x, x, x)
 
 
 # -- packed layers -----------------------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ def test_rotary_tables_have_two_axes():
 
 def attended(**options):
     with cg.Graph("g") as g:
-        g.output(cg.self_attention(g.input("x", (B, S, D)), H, K, groups=G, **options))
+        g.output(cg.nn.self_attention(g.input("x", (B, S, D)), H, K, groups=G, **options))
     return g
 
 
@@ -200,9 +200,9 @@ def test_packed_layers_refuse_what_they_cannot_be():
     with pytest.raises(cg.GraphError, match="self_attention: packed is 1, expected True or False"):
         attended(packed=1)
     with cg.Graph("g") as g, pytest.raises(cg.GraphError, match="packed is 'yes', expected True or False"):
-        cg.gated_mlp(g.input("x", (B, D)), F, packed="yes")
+        cg.nn.gated_mlp(g.input("x", (B, D)), F, packed="yes")
     with cg.Graph("g") as g, pytest.raises(cg.CostGraphError, match=r"gated_mlp: f"):
-        cg.gated_mlp(g.input("x", (B, D)), 0, packed=True)
+        cg.nn.gated_mlp(g.input("x", (B, D)), 0, packed=True)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -210,7 +210,7 @@ def test_one_layer_for_gate_and_up_computes_the_same(bias):
     made = []
     for packed in (False, True):
         with cg.Graph("g") as g:
-            g.output(cg.gated_mlp(g.input("x", (B, S, D)), F, bias=bias, packed=packed))
+            g.output(cg.nn.gated_mlp(g.input("x", (B, S, D)), F, bias=bias, packed=packed))
         made.append(g)
     apart, packed = made
     assert cg.param_count(apart) == cg.param_count(packed) == 3 * D * F + (2 * F + D if bias else 0)

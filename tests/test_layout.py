@@ -30,7 +30,7 @@ def reshaped(draw, mine, theirs):
     else:
         at = draw(st.integers(0, len(sizes) - 1))
         sizes[at : at + 1] = draw(st.sampled_from(factor_pairs(sizes[at])))
-    return cg.reshape(mine, tuple(sizes)), theirs.reshape(sizes)
+    return cg.ops.reshape(mine, tuple(sizes)), theirs.reshape(sizes)
 
 
 def sliced(draw, mine, theirs):
@@ -58,11 +58,11 @@ def widened(draw, mine, theirs):
 def expanded(draw, mine, theirs):
     size = draw(st.integers(2, 3))
     names = " ".join(LETTERS[: theirs.ndim])
-    return cg.expand(mine, f"{names} -> n {names}", n=size), theirs.expand(size, *theirs.shape)
+    return cg.ops.expand(mine, f"{names} -> n {names}", n=size), theirs.expand(size, *theirs.shape)
 
 
 def dense(draw, mine, theirs):
-    return cg.contiguous_copy(mine), theirs.contiguous()
+    return cg.ops.contiguous_copy(mine), theirs.contiguous()
 
 
 MOVES = (permuted, reshaped, reshaped, sliced, picked, widened, expanded, dense)
@@ -110,7 +110,7 @@ def test_reshape_of_a_transposed_tensor_copies():
     with cg.Graph("g") as g:
         x = g.input("x", (B, S, D))
         turned = cg.rearrange(x, "b s d -> b d s")
-        flat = cg.reshape(turned, (B, D * S))
+        flat = cg.ops.reshape(turned, (B, D * S))
         g.output(flat)
     assert turned.is_view
     assert not flat.is_view
@@ -139,13 +139,13 @@ def test_a_symbol_counts_as_larger_than_one_and_a_literal_one_has_no_say():
 def test_an_equality_of_sizes_lets_a_reshape_pass():
     with cg.Graph("g") as g:
         g.assume("D == H*K")
-        y = cg.reshape(g.input("x", (B, D)), (B, H, K))
+        y = cg.ops.reshape(g.input("x", (B, D)), (B, H, K))
     assert y.shape == (B, H, K)
 
 
 def test_expanded_tensor_stores_and_moves_its_own_elements():
     with cg.Graph("g") as g:
-        y = cg.expand(g.input("x", (S, D)), "s d -> b s d", b=B)
+        y = cg.ops.expand(g.input("x", (S, D)), "s d -> b s d", b=B)
         g.output(cg.relu(y))
     assert y.is_view
     assert cg.flops(g, B=7, S=3, D=5) == 7 * 3 * 5
@@ -155,23 +155,23 @@ def test_expanded_tensor_stores_and_moves_its_own_elements():
 @pytest.mark.parametrize("axis", [0, 1, -1])
 def test_concat_and_split_have_numpys_shapes_and_concat_moves_every_byte_twice(axis):
     parts = [torch.empty(2, 3), torch.empty(2, 3)]
-    g, mine = graph_of(lambda a, b: cg.concat([a, b], axis), (2, 3), (2, 3))
+    g, mine = graph_of(lambda a, b: cg.ops.concat([a, b], axis), (2, 3), (2, 3))
     assert mine.shape == tuple(torch.cat(parts, axis).shape)
     assert cg.bytes_moved(g) == 4 * 2 * (2 * 6)
     whole = torch.empty(5, 7)
     sizes = [2, 3] if axis == 0 else [1, 6]
-    _, pieces = graph_of(lambda x: cg.split(x, sizes, axis), (5, 7), output=False)
+    _, pieces = graph_of(lambda x: cg.ops.split(x, sizes, axis), (5, 7), output=False)
     for piece, expected in zip(pieces, torch.split(whole, sizes, axis), strict=True):
         same_layout(piece, expected, whole)
 
 
 def test_concat_of_a_tensor_with_itself_reads_it_once():
-    g, _ = graph_of(lambda a: cg.concat([a, a], 0), (2, 3))
+    g, _ = graph_of(lambda a: cg.ops.concat([a, a], 0), (2, 3))
     assert cg.bytes_moved(g) == 4 * 6 + 4 * 12
 
 
 def test_stack_has_a_new_first_axis():
-    g, mine = graph_of(lambda a, b: cg.stack([a, b]), (2, 3), (2, 3))
+    g, mine = graph_of(lambda a, b: cg.ops.stack([a, b]), (2, 3), (2, 3))
     assert mine.shape == tuple(torch.stack([torch.empty(2, 3)] * 2).shape)
     assert cg.bytes_moved(g) == 4 * 12 + 4 * 12
 
@@ -212,36 +212,37 @@ def test_views_of_a_restricted_tensor_keep_the_domain():
         (lambda x: cg.rearrange(x, "a (b c) -> a b c", b=2), ShapeError,
          r"an axis of size 5 does not split into \(b c\)"),
         (lambda x: cg.rearrange(x, "a b -> b a", b=0), ShapeError, "size of 'b': 0, expected a positive integer"),
-        (lambda x: cg.reshape(x, (4, 4)), ShapeError, r"has 15 elements, \(4, 4\) has 16"),
-        (lambda x: cg.reshape(x, {3, 5}), GraphError, "expected a tuple of sizes"),
-        (lambda x: cg.reshape(x, (-1,)), ShapeError, "axis 0: -1, expected a positive integer"),
-        (lambda x: cg.reshape(None, (15,)), GraphError, "reshape: x is None, expected a tensor"),
-        (lambda x: cg.slice_axis(x, 1, 3, 3), ShapeError, "room is -1 on axis 1"),
-        (lambda x: cg.slice_axis(x, 1, -1, 3), ShapeError, "start is -1 on axis 1"),
-        (lambda x: cg.slice_axis(x, 1, 0, 0), ShapeError, "size is -1 on axis 1"),
-        (lambda x: cg.slice_axis(x, 2, 0, 1), ShapeError, "axis 2 of .*: expected an integer from -2 to 1"),
-        (lambda x: cg.slice_axis(x, 1, 0, 1, 0), ShapeError, "step 0, expected a positive integer"),
+        (lambda x: cg.ops.reshape(x, (4, 4)), ShapeError, r"has 15 elements, \(4, 4\) has 16"),
+        (lambda x: cg.ops.reshape(x, {3, 5}), GraphError, "expected a tuple of sizes"),
+        (lambda x: cg.ops.reshape(x, (-1,)), ShapeError, "axis 0: -1, expected a positive integer"),
+        (lambda x: cg.ops.reshape(None, (15,)), GraphError, "reshape: x is None, expected a tensor"),
+        (lambda x: cg.ops.slice_axis(x, 1, 3, 3), ShapeError, "room is -1 on axis 1"),
+        (lambda x: cg.ops.slice_axis(x, 1, -1, 3), ShapeError, "start is -1 on axis 1"),
+        (lambda x: cg.ops.slice_axis(x, 1, 0, 0), ShapeError, "size is -1 on axis 1"),
+        (lambda x: cg.ops.slice_axis(x, 2, 0, 1), ShapeError, "axis 2 of .*: expected an integer from -2 to 1"),
+        (lambda x: cg.ops.slice_axis(x, 1, 0, 1, 0), ShapeError, "step 0, expected a positive integer"),
         (lambda x: x[3], ShapeError, "room is -1 on axis 0"),
         (lambda x: x[1, 2, 3], ShapeError, "3 axes, expected at most 2"),
         (lambda x: x[..., ...], ShapeError, "'...' once"),
         (lambda x: x[::-1], ShapeError, "step -1, expected a positive integer"),
         (lambda x: x[1.5], ShapeError, "1.5"),
-        (lambda x: x[x], ShapeError, "costgraph.gather for a tensor"),
-        (lambda x: cg.split(x, [2, 2], 1), ShapeError, r"parts \[2, 2\] add up to 4, expected 5"),
-        (lambda x: cg.split(x, {2, 3}, 1), GraphError, "expected a tuple of sizes"),
-        (lambda x: cg.expand(x, "a b -> a (b c)", c=2), PatternError,
+        (lambda x: x[x], ShapeError, "costgraph.ops.gather for a tensor"),
+        (lambda x: cg.ops.split(x, [2, 2], 1), ShapeError, r"parts \[2, 2\] add up to 4, expected 5"),
+        (lambda x: cg.ops.split(x, {2, 3}, 1), GraphError, "expected a tuple of sizes"),
+        (lambda x: cg.ops.expand(x, "a b -> a (b c)", c=2), PatternError,
          "expected single axes, each once, all of the operand's kept"),
-        (lambda x: cg.expand(x, "a b -> a"), PatternError, "all of the operand's kept"),
-        (lambda x: cg.expand(x, "a b -> c a b"), PatternError, "size of new axis 'c' is not given"),
-        (lambda x: cg.expand(x, "a b -> a b", c=3), PatternError, r"sizes for \['c'\], expected axes of the result"),
-        (lambda x: cg.expand(x, "a b -> a b", b=7), ShapeError,
+        (lambda x: cg.ops.expand(x, "a b -> a"), PatternError, "all of the operand's kept"),
+        (lambda x: cg.ops.expand(x, "a b -> c a b"), PatternError, "size of new axis 'c' is not given"),
+        (lambda x: cg.ops.expand(x, "a b -> a b", c=3), PatternError,
+         r"sizes for \['c'\], expected axes of the result"),
+        (lambda x: cg.ops.expand(x, "a b -> a b", b=7), ShapeError,
          "axis 1 to 7, expected its own size or an axis of size 1"),
-        (lambda x: cg.concat([]), GraphError, "got no tensor, expected one at least"),
-        (lambda x: cg.concat([x, x[:, :2]], 0), ShapeError, "expected equal sizes on all axes but 0"),
-        (lambda x: cg.concat([x, cg.cast(x, "bf16")], 0), ShapeError, "expected one number format"),
-        (lambda x: cg.concat(x), GraphError, r"concat: tensors is x\(3, 5; fp32\), expected a list, each a tensor"),
-        (lambda x: cg.stack([x, 3]), GraphError, "stack: tensors is .*, expected a list, each a tensor"),
-        (lambda x: cg.transpose(x[0]), ShapeError, "expected at least two axes"),
+        (lambda x: cg.ops.concat([]), GraphError, "got no tensor, expected one at least"),
+        (lambda x: cg.ops.concat([x, x[:, :2]], 0), ShapeError, "expected equal sizes on all axes but 0"),
+        (lambda x: cg.ops.concat([x, cg.ops.cast(x, "bf16")], 0), ShapeError, "expected one number format"),
+        (lambda x: cg.ops.concat(x), GraphError, r"concat: tensors is x\(3, 5; fp32\), expected a list, each a tensor"),
+        (lambda x: cg.ops.stack([x, 3]), GraphError, "stack: tensors is .*, expected a list, each a tensor"),
+        (lambda x: cg.ops.transpose(x[0]), ShapeError, "expected at least two axes"),
         (lambda x: iter(x), TypeError, "not iterable"),
     ],
 )  # fmt: skip
@@ -273,6 +274,6 @@ def test_an_expand_that_does_not_fit_is_refused(pattern, text):
     with cg.Graph("g") as g:
         x = g.input("x", (B, S, D))
         with pytest.raises(cg.ShapeError, match=text):
-            cg.expand(x, pattern, t=3)
+            cg.ops.expand(x, pattern, t=3)
         with pytest.raises(cg.PatternError, match="each once"):
-            cg.expand(x, "b b d -> b d")
+            cg.ops.expand(x, "b b d -> b d")

@@ -42,7 +42,7 @@ def loss_of(g):
 
     def mean(*outputs):
         names = " ".join(f"a{i}" for i in range(outputs[0].ndim))
-        return cg.reduce(cg.cast(outputs[0], "fp32"), f"{names} -> ", "mean")
+        return cg.reduce(cg.ops.cast(outputs[0], "fp32"), f"{names} -> ", "mean")
 
     return mean
 

@@ -16,7 +16,7 @@ B, S, D, F, T, E, k = cg.dims("B S D F T E k")
 def mixture(experts=8, chosen=2, grad=False, tokens=(T,), **options):
     with cg.Graph("g", dtype="bf16") as g:
         x = g.input("x", (*tokens, D), grad=grad)
-        g.output(cg.moe(x, experts, chosen, F, **options))
+        g.output(cg.nn.moe(x, experts, chosen, F, **options))
     return g
 
 
@@ -138,7 +138,9 @@ def test_active_parameters_follow_casts_and_loops():
     L = cg.dims("L")
     with cg.Graph("g", dtype="bf16") as g:
         x = g.input("x", (T, D))
-        g.output(cg.repeat(L, lambda x: x + cg.moe(x, 8, 2, F) + cg.gated_mlp(x, F, name="shared"), x, name="layers"))
+        g.output(
+            cg.repeat(L, lambda x: x + cg.nn.moe(x, 8, 2, F) + cg.nn.gated_mlp(x, F, name="shared"), x, name="layers")
+        )
     assert (cg.param_count(g, active=True) - L * (8 * D + 2 * 3 * D * F + 3 * D * F)).expand() == 0
     assert cg.param_count(cg.apply_precision(g, "bf16-mixed"), active=True, T=2, D=3, F=5, L=7) == 7 * (24 + 135)
 
@@ -181,8 +183,8 @@ def test_gradients_of_experts_are_written_whole():
 def decoder(**options):
     with cg.Graph("g", dtype="bf16") as g:
         x = g.input("x", (B, S, D))
-        x = x + cg.self_attention(x, 4, 8)
-        g.output(x + cg.moe(x, 8, 2, F, **options))
+        x = x + cg.nn.self_attention(x, 4, 8)
+        g.output(x + cg.nn.moe(x, 8, 2, F, **options))
     return g
 
 
@@ -285,10 +287,10 @@ def test_shapes_that_do_not_fit_are_named():
         x, ids = g.input("x", (T, D)), g.input("ids", (T, 2), dtype="int64")
         w = g.input("w", (8, D, F))
         with pytest.raises(cg.ShapeError, match="expected indices of experts"):
-            cg.dispatch(x, 8)
+            cg.ops.dispatch(x, 8)
         with pytest.raises(cg.ShapeError, match=r"expected \(rows, d\), \(experts, d, f\) and integers \(experts,\)"):
-            cg.grouped(x, w, ids, 2)
+            cg.ops.grouped(x, w, ids, 2)
         with pytest.raises(cg.ShapeError, match=r"expected experts .* for each token"):
-            cg.experts(g.input("y", (F, D)), ids, ids, 8, F)
+            cg.nn.experts(g.input("y", (F, D)), ids, ids, 8, F)
         with pytest.raises(cg.GraphError, match="top_k: x is 'x', expected a tensor"):
-            cg.top_k("x", 2)
+            cg.ops.top_k("x", 2)

@@ -55,7 +55,7 @@ def test_axes_may_be_called_like_arguments():
         x = g.input("x", (2, 15))
         assert cg.rearrange(x, "b (x pattern) -> x b pattern", x=3).shape == (3, 2, 5)
         assert cg.reduce(x, "b (x y) -> b y", "sum", x=3).shape == (2, 5)
-        assert cg.expand(x, "b d -> x b d", x=3).shape == (3, 2, 15)
+        assert cg.ops.expand(x, "b d -> x b d", x=3).shape == (3, 2, 15)
         assert cg.linear(x, "b d -> b x", x=3).shape == (2, 3)
 
 
@@ -70,7 +70,7 @@ def test_softmax_is_one_kernel_of_four_flops_and_one_exp():
 
 
 def test_log_softmax_takes_one_logarithm_a_row():
-    g, _ = graph_of(cg.log_softmax, (3, 5))
+    g, _ = graph_of(cg.nn.log_softmax, (3, 5))
     total = cg.costs(g).total()
     # maximum, subtraction, sum, subtraction; exp for each, log for each row
     assert (total.pointwise, total.transcendental) == (4 * 15, 15 + 3)
@@ -97,8 +97,8 @@ def test_rms_norm_is_one_kernel():
 
 def test_rotary_is_three_flops_an_element_and_tables_are_made_once():
     with cg.Graph("g", dtype="bf16") as g:
-        cos, sin = cg.rotary_tables(cg.arange(5), 6)
-        y = cg.rotary(g.input("q", (2, 3, 5, 6)), cos, sin)
+        cos, sin = cg.nn.rotary_tables(cg.ops.arange(5), 6)
+        y = cg.nn.rotary(g.input("q", (2, 3, 5, 6)), cos, sin)
         g.output(y)
     assert (cos.shape, y.shape, y.dtype.name) == ((5, 3), (2, 3, 5, 6), "bf16")
     rotation = cg.costs(g).filter(op="rotary").total()
@@ -127,11 +127,11 @@ def test_cross_entropy_writes_all_log_probabilities_then_picks_the_targets():
 @pytest.mark.parametrize("bias", [False, True])
 def test_mlp_is_two_products_and_gated_mlp_three(bias):
     extra = F + D if bias else 0
-    g, y = graph_of(lambda x: cg.mlp(x, F, bias=bias), (B, S, D))
+    g, y = graph_of(lambda x: cg.nn.mlp(x, F, bias=bias), (B, S, D))
     assert y.shape == (B, S, D)
     assert cg.matmul_flops(g) == 2 * 2 * B * S * D * F
     assert cg.param_count(g) == 2 * D * F + extra
-    g, y = graph_of(lambda x: cg.gated_mlp(x, F, bias=bias), (B, S, D))
+    g, y = graph_of(lambda x: cg.nn.gated_mlp(x, F, bias=bias), (B, S, D))
     assert y.shape == (B, S, D)
     assert cg.matmul_flops(g) == 3 * 2 * B * S * D * F
     assert cg.param_count(g) == 3 * D * F + extra + (F if bias else 0)
@@ -182,17 +182,18 @@ def test_activations_cost_what_their_docstrings_say(function, flops):
         (lambda x, i: cg.layer_norm(x, affine=None), GraphError, "affine is None, expected True or False"),
         (lambda x, i: cg.rms_norm(x, affine=3), GraphError, "rms_norm: affine is 3, expected True or False"),
         (lambda x, i: cg.embedding(x, x), ShapeError, "expected an integer format"),
-        (lambda x, i: cg.rotary_tables(x, 6), ShapeError, "expected integers of one axis"),
-        (lambda x, i: cg.rotary_tables(i, 5), ShapeError, "5/2, expected a positive integer"),
-        (lambda x, i: cg.rotary_tables(i, 6, base=0), GraphError, "base 0, expected a positive number"),
-        (lambda x, i: cg.rotary(x, x, x), ShapeError, "what is left: -5, expected a positive integer"),
-        (lambda x, i: cg.rotary(x[0], x, x), ShapeError, "expected at least two axes"),
-        (lambda x, i: cg.mlp(x, 4, activation=3), GraphError, "mlp: activation is 3, expected a function"),
-        (lambda x, i: cg.gated_mlp(x, 4, activation=x), GraphError, "gated_mlp: activation is .*, expected a function"),
-        (lambda x, i: cg.mlp(3, 4), GraphError, "mlp: x is 3, expected a tensor"),
+        (lambda x, i: cg.nn.rotary_tables(x, 6), ShapeError, "expected integers of one axis"),
+        (lambda x, i: cg.nn.rotary_tables(i, 5), ShapeError, "5/2, expected a positive integer"),
+        (lambda x, i: cg.nn.rotary_tables(i, 6, base=0), GraphError, "base 0, expected a positive number"),
+        (lambda x, i: cg.nn.rotary(x, x, x), ShapeError, "what is left: -5, expected a positive integer"),
+        (lambda x, i: cg.nn.rotary(x[0], x, x), ShapeError, "expected at least two axes"),
+        (lambda x, i: cg.nn.mlp(x, 4, activation=3), GraphError, "mlp: activation is 3, expected a function"),
+        (lambda x, i: cg.nn.gated_mlp(x, 4, activation=x), GraphError,
+         "gated_mlp: activation is .*, expected a function"),
+        (lambda x, i: cg.nn.mlp(3, 4), GraphError, "mlp: x is 3, expected a tensor"),
         (lambda x, i: cg.cross_entropy(x, x), ShapeError, "expected an integer format"),
         (lambda x, i: cg.cross_entropy(x, None), GraphError, "cross_entropy: targets is None, expected a tensor"),
-        (lambda x, i: cg.cross_entropy(x, cg.arange(7)), ShapeError, "expected the same axes except the last"),
+        (lambda x, i: cg.cross_entropy(x, cg.ops.arange(7)), ShapeError, "expected the same axes except the last"),
     ],
 )  # fmt: skip
 def test_refusals_name_the_place_the_value_and_what_was_expected(call, error, text):
@@ -206,7 +207,7 @@ def test_layers_without_names_are_numbered():
     with cg.Graph("g") as g:
         x = g.input("x", (B, D))
         for _ in range(2):
-            x = cg.mlp(cg.rms_norm(x), F)
+            x = cg.nn.mlp(cg.rms_norm(x), F)
             x = cg.linear(x, "b d -> b e", e=D)
         for _ in range(2):
             x = cg.repeat(3, lambda x: cg.layer_norm(x), x)

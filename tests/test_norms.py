@@ -17,7 +17,7 @@ def scored(statistics="auto", dtype="fp32"):
     """A convolution, a norm and a ReLU, and the mean as a loss."""
     with cg.Graph("g", dtype=dtype) as g:
         x = cg.conv(g.input("x", (B, C, R, R)), "b c h w -> b o h w", window=3, padding=1, o=C)
-        x = cg.relu(cg.batch_norm(x, statistics=statistics))
+        x = cg.relu(cg.nn.batch_norm(x, statistics=statistics))
         g.output(cg.reduce(x, "b c h w -> ", "mean"))
     return g
 
@@ -30,7 +30,7 @@ def kernels(graph, phase="forward"):
 
 
 def test_running_statistics_scale_and_shift():
-    g = normed(cg.batch_norm)
+    g = normed(cg.nn.batch_norm)
     # subtract, multiply, scale and shift an element; eps and reciprocal root a channel
     assert cg.flops(g, **SIZES) == 4 * 150 + 2 * 3
     # x and y once, and five vectors: weight, bias, mean, variance (of which each is read once)
@@ -39,7 +39,7 @@ def test_running_statistics_scale_and_shift():
 
 
 def test_statistics_of_the_batch():
-    g = normed(cg.batch_norm, statistics="batch")
+    g = normed(cg.nn.batch_norm, statistics="batch")
     # mean, subtract, square, mean, multiply, scale and shift an element; 2 a channel, and a + t*(b - a) for each buffer
     assert cg.flops(g, **SIZES) == 7 * 150 + 2 * 3 + 2 * 3 * 3
     # the vectors are read, and running ones written
@@ -48,7 +48,7 @@ def test_statistics_of_the_batch():
 
 @pytest.mark.parametrize("statistics", ["auto", "batch", "running"])
 def test_buffers_are_fp32_and_no_parameters(statistics):
-    g = normed(cg.batch_norm, dtype="bf16", statistics=statistics)
+    g = normed(cg.nn.batch_norm, dtype="bf16", statistics=statistics)
     held = {life.tensor: life.bytes for life in cg.lifetimes(g, **SIZES) if life.role == "buffer"}
     assert sum(held.values()) == 2 * 4 * 3 + 8  # mean and variance, and a count of batches in int64
     assert cg.param_bytes(g, **SIZES) == 2 * 2 * 3
@@ -56,7 +56,7 @@ def test_buffers_are_fp32_and_no_parameters(statistics):
 
 
 def test_without_scale_and_shift():
-    g = normed(cg.batch_norm, affine=False)
+    g = normed(cg.nn.batch_norm, affine=False)
     assert cg.flops(g, **SIZES) == 2 * 150 + 2 * 3
     assert cg.param_count(g, **SIZES) == 0
 
@@ -65,8 +65,8 @@ def test_without_scale_and_shift():
 def test_any_number_of_axes_after_the_channels(shape):
     elements = 2 * 3 * 5 ** (len(shape) - 2)
     dims = {k: SIZES[k] for k in ("B", "C", "R") if cg.dims(k) in shape}
-    assert cg.flops(normed(cg.batch_norm, shape), **dims) == 4 * elements + 6
-    assert cg.flops(normed(cg.batch_norm, shape, statistics="batch"), **dims) == 7 * elements + 24
+    assert cg.flops(normed(cg.nn.batch_norm, shape), **dims) == 4 * elements + 6
+    assert cg.flops(normed(cg.nn.batch_norm, shape, statistics="batch"), **dims) == 7 * elements + 24
 
 
 # -- batch norm: training ----------------------------------------------------------------------------------------------
@@ -111,7 +111,7 @@ def test_norms_inside_a_stack_of_layers(checkpoint):
 
         def block(x):
             y = cg.conv(x, "b c h w -> b o h w", window=3, padding=1, o=C)
-            return cg.relu(x + cg.batch_norm(y))
+            return cg.relu(x + cg.nn.batch_norm(y))
 
         x = cg.repeat(cg.dims("L"), block, x, name="layers")
         g.output(cg.reduce(x, "b c h w -> ", "mean"))
@@ -141,7 +141,7 @@ def test_autocast_leaves_batch_norms_alone(device):
 def test_group_norms_are_among_those_that_autocast_widens():
     with cg.Graph("g") as g:
         x = cg.conv(g.input("x", (B, C, R, R)), "b c h w -> b o h w", window=3, padding=1, o=C)
-        g.output(cg.group_norm(x, 3))
+        g.output(cg.nn.group_norm(x, 3))
     (kernel,) = [op for op in cg.apply_precision(g, "bf16-mixed").ops if op.kind.name == "kernel"]
     assert {t.dtype.name for t in kernel.operands} == {"fp32"}
 
@@ -158,7 +158,7 @@ def test_a_file_keeps_what_a_step_will_do(tmp_path):
 
 
 def test_group_norm_is_a_layer_norm_of_each_group():
-    g = normed(cg.group_norm, (B, 6, R, R), groups=3)
+    g = normed(cg.nn.group_norm, (B, 6, R, R), groups=3)
     # 7 an element, and eps and reciprocal root for each of 2*3 groups
     assert cg.flops(g, B=2, R=5) == 7 * 300 + 2 * 2 * 3
     assert cg.param_count(g) == 2 * 6
@@ -168,7 +168,7 @@ def test_group_norm_is_a_layer_norm_of_each_group():
 def test_group_norm_in_a_step_keeps_its_input_and_two_numbers_a_group():
     with cg.Graph("g", dtype="bf16") as g:
         x = cg.linear(g.input("x", (B, R, C)), "b r c -> b r d", d=6, name="up")
-        x = cg.group_norm(cg.rearrange(x, "b r c -> b c r"), 3)
+        x = cg.nn.group_norm(cg.rearrange(x, "b r c -> b c r"), 3)
         g.output(cg.reduce(cg.relu(x), "b c r -> ", "mean"))
     step = cg.training_step(g)
     kept = [
@@ -183,15 +183,19 @@ def test_group_norm_in_a_step_keeps_its_input_and_two_numbers_a_group():
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [
-        (lambda x: cg.batch_norm(cg.reduce(x, "b c h w -> b", "sum")), cg.ShapeError, "expected two axes at least"),
-        (lambda x: cg.batch_norm(x, statistics="eval"), cg.GraphError, "statistics"),
-        (lambda x: cg.batch_norm(x, affine=1), cg.GraphError, "affine"),
-        (lambda x: cg.batch_norm(3), cg.GraphError, "expected a tensor"),
-        (lambda x: cg.group_norm(x, 4), cg.ShapeError, "6 channels in 4 groups, expected a multiple"),
-        (lambda x: cg.group_norm(x, 0), cg.ShapeError, "groups"),
-        (lambda x: cg.group_norm(x, 7), cg.ShapeError, "6 channels in 7 groups, expected a multiple"),
-        (lambda x: cg.group_norm(cg.reduce(x, "b c h w -> b", "sum"), 1), cg.ShapeError, "expected two axes at least"),
-        (lambda x: cg.group_norm(None, 1), cg.GraphError, "expected a tensor"),
+        (lambda x: cg.nn.batch_norm(cg.reduce(x, "b c h w -> b", "sum")), cg.ShapeError, "expected two axes at least"),
+        (lambda x: cg.nn.batch_norm(x, statistics="eval"), cg.GraphError, "statistics"),
+        (lambda x: cg.nn.batch_norm(x, affine=1), cg.GraphError, "affine"),
+        (lambda x: cg.nn.batch_norm(3), cg.GraphError, "expected a tensor"),
+        (lambda x: cg.nn.group_norm(x, 4), cg.ShapeError, "6 channels in 4 groups, expected a multiple"),
+        (lambda x: cg.nn.group_norm(x, 0), cg.ShapeError, "groups"),
+        (lambda x: cg.nn.group_norm(x, 7), cg.ShapeError, "6 channels in 7 groups, expected a multiple"),
+        (
+            lambda x: cg.nn.group_norm(cg.reduce(x, "b c h w -> b", "sum"), 1),
+            cg.ShapeError,
+            "expected two axes at least",
+        ),
+        (lambda x: cg.nn.group_norm(None, 1), cg.GraphError, "expected a tensor"),
     ],
 )
 def test_refusals(call, error, text):

@@ -99,9 +99,9 @@ def build(program, size):
             elif kind == "reduce":
                 made = cg.reduce(a, "i j -> 1 j", "sum") * b
             elif kind == "concat":
-                made = cg.concat([cg.cast(a, "bf16"), cg.cast(b, "bf16")], 0)[:size]
+                made = cg.ops.concat([cg.ops.cast(a, "bf16"), cg.ops.cast(b, "bf16")], 0)[:size]
             else:
-                made = cg.contiguous_copy(a)
+                made = cg.ops.contiguous_copy(a)
             alive.append(made)
         g.output(*(alive[i % len(alive)] for i in outputs))
     return g

@@ -49,7 +49,7 @@ def program(body, carries, count, read, *, looped):
         else:
             for _ in range(count):
                 state = body(*state)
-        wide = cg.concat([cg.relu(y)] * 3, 0)
+        wide = cg.ops.concat([cg.relu(y)] * 3, 0)
         g.output(cg.reduce(wide, "a b -> b", "sum") + cg.reduce(state[read], "a b -> b", "sum"))
     return g
 
@@ -72,11 +72,11 @@ def test_a_ring_of_carries_has_the_peak_of_the_loop_written_out_at_every_count(b
 
 
 def shrinks(x):
-    return cg.tanh(cg.reduce(cg.concat([x, x], 0), "(n a) b -> a b", "sum", n=2))
+    return cg.tanh(cg.reduce(cg.ops.concat([x, x], 0), "(n a) b -> a b", "sum", n=2))
 
 
 def grows_within(x):
-    return x + cg.reduce(cg.concat([cg.relu(x)] * 3, 0), "(n a) b -> a b", "sum", n=3)
+    return x + cg.reduce(cg.ops.concat([cg.relu(x)] * 3, 0), "(n a) b -> a b", "sum", n=3)
 
 
 def test_two_loops_say_from_which_count_on_their_formula_holds():
@@ -124,7 +124,7 @@ def test_moments_are_the_first_op_and_those_that_take_memory():
 def test_the_first_op_can_hold_the_peak():
     with cg.Graph("g") as g:
         x = g.input("x", (7, 5))
-        cg.concat([x] * 3, 0)
+        cg.ops.concat([x] * 3, 0)
         g.output(cg.relu(x))
     line = cg.timeline(g)
     assert (line.peak, line.op, line.regimes[0].op) == (4 * 35 * 4, "concat", "concat")

@@ -16,14 +16,14 @@ def step():
 
 @pytest.fixture(scope="module")
 def found(step):
-    return cg.preflight(step, "h100-sxm", devices=1024, tokens=15e12, mfu=0.5, **SIZES)
+    return cg.plan.preflight(step, "h100-sxm", devices=1024, tokens=15e12, mfu=0.5, **SIZES)
 
 
 def test_figures_are_the_answers_of_the_library(step, found):
-    flops = cg.training_flops(step, 15e12, **SIZES)
-    split = cg.leading_term(step, 15e12, **SIZES)
+    flops = cg.plan.training_flops(step, 15e12, **SIZES)
+    split = cg.plan.leading_term(step, 15e12, **SIZES)
     state, activations = cg.state_bytes(step, **SIZES), cg.activation_memory(step, **SIZES)
-    days = cg.training_days(flops, "h100-sxm", devices=1024, mfu=0.5, dtype="bf16")
+    days = cg.plan.training_days(flops, "h100-sxm", devices=1024, mfu=0.5, dtype="bf16")
     expected = {
         "parameters": (8_030_261_248, "1", None),
         "model FLOPs of a step": (cg.model_flops(step, **SIZES), "FLOP", None),
@@ -64,21 +64,21 @@ def test_intensity_stands_beside_the_ridge(step, found):
     row = found["arithmetic intensity"]
     assert row.figure == pytest.approx(cg.intensity(step, **SIZES))
     assert row.limit == pytest.approx(989.4 / 3.35)
-    small = cg.preflight(cg.training_step(cg.models.load("mlp")), "h100-sxm", B=2)
+    small = cg.plan.preflight(cg.training_step(cg.models.load("mlp")), "h100-sxm", B=2)
     assert small["arithmetic intensity"].verdict == "memory-bound"
 
 
 def test_one_device_has_to_hold_the_step(step):
-    found = cg.preflight(step, "h100-sxm", **SIZES)
+    found = cg.plan.preflight(step, "h100-sxm", **SIZES)
     assert "even share of the state, and activations" not in [row.name for row in found.rows]
     assert (found["state memory"].verdict, found["peak memory of a step"].verdict) == ("fails", "fails")
     assert found.ok is False
-    assert cg.preflight(step, "b200", devices=1, L=2, **SIZES).ok is True
+    assert cg.plan.preflight(step, "b200", devices=1, L=2, **SIZES).ok is True
 
 
 def test_a_limit_of_days(step):
     def time(most):
-        return cg.preflight(step, "h100-sxm", devices=64, tokens=1e12, mfu=0.4, most_days=most, **SIZES)[
+        return cg.plan.preflight(step, "h100-sxm", devices=64, tokens=1e12, mfu=0.4, most_days=most, **SIZES)[
             "training time"
         ]
 
@@ -89,7 +89,7 @@ def test_a_limit_of_days(step):
 
 @pytest.mark.parametrize(("used", "verdict"), [(0.5, "ok"), (0.95, "fails"), (1, "fails")])
 def test_no_run_is_above_the_roofline(step, used, verdict):
-    row = cg.preflight(step, "h100-sxm", mfu=used, tokens=1e9, **SIZES)["MFU"]
+    row = cg.plan.preflight(step, "h100-sxm", mfu=used, tokens=1e9, **SIZES)["MFU"]
     times = cg.roofline(step, "h100-sxm", **SIZES)
     assert row.limit == pytest.approx(cg.mfu(step, times.lower_bound, "h100-sxm", **SIZES))
     assert row.limit < 0.95
@@ -97,7 +97,7 @@ def test_no_run_is_above_the_roofline(step, used, verdict):
 
 
 def test_the_rooflines_estimate_is_the_default_mfu(step):
-    row = cg.preflight(step, "h100-sxm", **SIZES)["MFU"]
+    row = cg.plan.preflight(step, "h100-sxm", **SIZES)["MFU"]
     estimate = cg.roofline(step, "h100-sxm", **SIZES).estimate
     assert row.figure == pytest.approx(cg.mfu(step, estimate, "h100-sxm", **SIZES))
     assert 0 < row.figure < row.limit < 1
@@ -105,18 +105,20 @@ def test_the_rooflines_estimate_is_the_default_mfu(step):
 
 def test_open_sizes_leave_formulas(step):
     n, S = cg.dims("n S")
-    found = cg.preflight(step, "h100-sxm", devices=n, tokens=15e12, mfu=0.5, B=1)
+    found = cg.plan.preflight(step, "h100-sxm", devices=n, tokens=15e12, mfu=0.5, B=1)
     assert found.ok is None
     assert found["state memory"].limit == n * CAPACITY
     assert found["training time"].figure.free_symbols == {n, S}
-    bound = cg.preflight(step, "h100-sxm", devices=1024, tokens=15e12, mfu=0.5, **SIZES)
+    bound = cg.plan.preflight(step, "h100-sxm", devices=1024, tokens=15e12, mfu=0.5, **SIZES)
     for row in found.rows:
         if isinstance(row.figure, sympy.Expr):
             known = {s.name: {"n": 1024, "S": 4096}[s.name] for s in row.figure.free_symbols}
             assert cg.evaluate(row.figure, **known) == pytest.approx(bound[row.name].figure)
     assert found["arithmetic intensity"].verdict == "open"
     assert (found["MFU"].limit, found["MFU"].verdict) == (1, "ok")
-    assert cg.preflight(step, "h100-sxm", tokens=1e9, B=1).rows[-1].name == "arithmetic intensity"  # no MFU to assume
+    assert (
+        cg.plan.preflight(step, "h100-sxm", tokens=1e9, B=1).rows[-1].name == "arithmetic intensity"
+    )  # no MFU to assume
 
 
 def test_text(found):
@@ -124,7 +126,7 @@ def test_text(found):
     assert lines[0] == "parameters: 8,030,261,248"
     assert "state memory: 96.36 GB (89.75 GiB), all devices have 81.92 TB (74.51 TiB): ok" in lines
     assert repr(found) == "Preflight('llama-3-8b' on 1024 h100-sxm)"
-    assert str(cg.PreflightCheck("x", cg.dims("B"), "B")) == "x: B [B]"
+    assert str(cg.plan.preflight.PreflightCheck("x", cg.dims("B"), "B")) == "x: B [B]"
     with pytest.raises(KeyError, match="speed"):
         found["speed"]
 
@@ -143,14 +145,14 @@ def test_text(found):
 )
 def test_what_cannot_be_asked_is_refused(step, options, error, text):
     with pytest.raises(error, match=text):
-        cg.preflight(step, "h100-sxm", **options)
+        cg.plan.preflight(step, "h100-sxm", **options)
 
 
 def test_a_forward_graph_and_an_unknown_device_are_refused(step):
     with pytest.raises(cg.GraphError, match="'gpt2' has no gradients, expected what training_step returns"):
-        cg.preflight(cg.models.load("gpt2"), "h100-sxm")
+        cg.plan.preflight(cg.models.load("gpt2"), "h100-sxm")
     with pytest.raises(cg.SpecError, match="hardware 'h1' is unknown"):
-        cg.preflight(step, "h1")
+        cg.plan.preflight(step, "h1")
     with pytest.raises(cg.SpecError, match=r"no matmul rate peak\.bf16"):
-        cg.preflight(step, "v100-sxm2-16gb")
-    assert cg.preflight(step, "v100-sxm2-16gb", fallback="fp16", **SIZES).ok is False
+        cg.plan.preflight(step, "v100-sxm2-16gb")
+    assert cg.plan.preflight(step, "v100-sxm2-16gb", fallback="fp16", **SIZES).ok is False

@@ -25,7 +25,7 @@ def test_format_of_a_result_is_torchs(first, second, function):
     run = {"add": torch.add, "mul": torch.mul, "div": torch.div, "maximum": torch.maximum, "less": torch.less}
     expected = run[function](*tensors).dtype
     with cg.Graph("g") as g:
-        y = cg.pointwise(function, g.input("a", shape, dtype=first), g.input("b", shape, dtype=second))
+        y = cg.ops.pointwise(function, g.input("a", shape, dtype=first), g.input("b", shape, dtype=second))
     assert y.dtype.name == NAMES[expected]
 
 
@@ -58,7 +58,7 @@ def test_order_of_a_results_axes_in_memory_is_torchs(data):
         elif len(mine) == 2:
             y, expected = mine[0] + mine[1], theirs[0] + theirs[1]
         else:
-            y, expected = cg.pointwise("lerp", *mine), torch.lerp(*theirs)
+            y, expected = cg.ops.pointwise("lerp", *mine), torch.lerp(*theirs)
     assert y.shape == tuple(expected.shape)
     assert strides(y) == expected.stride()
 
@@ -76,14 +76,14 @@ def test_every_function_charges_its_own_count_for_each_element():
     for function in FUNCTIONS.values():
         with cg.Graph("g") as g:
             operands = [g.input(f"x{i}", (3, 5)) for i in range(function.arity)]
-            g.output(cg.pointwise(function.name, *operands))
+            g.output(cg.ops.pointwise(function.name, *operands))
         total = cg.costs(g).total()
         assert (total.pointwise, total.transcendental) == (15 * function.flops, 15 * function.transcendentals)
 
 
 def test_a_function_of_ones_own_is_charged_as_stated():
     with cg.Graph("g") as g:
-        g.output(cg.pointwise(Function("cube", 1, 2), g.input("x", (B, D))))
+        g.output(cg.ops.pointwise(Function("cube", 1, 2), g.input("x", (B, D))))
     assert cg.flops(g) == 2 * B * D
 
 
@@ -116,12 +116,12 @@ def test_a_number_is_free_to_read():
 
 
 def test_cast_moves_bytes_of_both_formats_and_is_free_where_nothing_changes():
-    g, _ = graph_of(lambda x: cg.cast(x, "bf16"), (3, 5))
+    g, _ = graph_of(lambda x: cg.ops.cast(x, "bf16"), (3, 5))
     assert cg.bytes_moved(g) == 4 * 15 + 2 * 15
     assert cg.flops(g) == 0
     with cg.Graph("g") as g:
         x = g.input("x", (3, 5))
-        assert cg.cast(x, "fp32") is x
+        assert cg.ops.cast(x, "fp32") is x
 
 
 def test_in_place_writes_into_the_storage_of_its_operand():
@@ -170,27 +170,28 @@ def test_reading_a_view_of_what_was_overwritten_is_refused():
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [
-        (lambda x, y: cg.pointwise("tan", x), GraphError, "function 'tan', expected one of copy, cast, add"),
-        (lambda x, y: cg.pointwise(None, x), GraphError, "function None, expected one of"),
-        (lambda x, y: cg.pointwise("add", x), ShapeError, "add of 1 operands, expected 2"),
-        (lambda x, y: cg.pointwise("add", 1, 2), GraphError, "expected tensors and numbers, one tensor at least"),
+        (lambda x, y: cg.ops.pointwise("tan", x), GraphError, "function 'tan', expected one of copy, cast, add"),
+        (lambda x, y: cg.ops.pointwise(None, x), GraphError, "function None, expected one of"),
+        (lambda x, y: cg.ops.pointwise("add", x), ShapeError, "add of 1 operands, expected 2"),
+        (lambda x, y: cg.ops.pointwise("add", 1, 2), GraphError, "expected tensors and numbers, one tensor at least"),
         (lambda x, y: x + "1", GraphError, "expected tensors and numbers"),
         (lambda x, y: x + None, GraphError, "expected tensors and numbers"),
         (lambda x, y: x + 1j, GraphError, "expected tensors and numbers"),
         (lambda x, y: x + y, ShapeError, "axis -1 has sizes 5 and 7 in x.* and y.*, expected equal sizes or 1"),
         (lambda x, y: cg.relu(x, inplace=1), GraphError, "relu: inplace is 1, expected True or False"),
-        (lambda x, y: cg.pointwise("sub", 1, x, inplace=True), GraphError, "in place into 1, expected a tensor first"),
-        (lambda x, y: cg.pointwise("add", x[:1], x, inplace=True), ShapeError,
+        (lambda x, y: cg.ops.pointwise("sub", 1, x, inplace=True), GraphError,
+         "in place into 1, expected a tensor first"),
+        (lambda x, y: cg.ops.pointwise("add", x[:1], x, inplace=True), ShapeError,
          "in place into slice.*: expected an operand"),
-        (lambda x, y: cg.pointwise("less", x, x, inplace=True), ShapeError, "of the result's shape and format"),
-        (lambda x, y: cg.relu(cg.expand(x, "a b -> c a b", c=2), inplace=True), ShapeError, "not expanded"),
-        (lambda x, y: cg.cast(None, "fp32"), GraphError, "cast: x is None, expected a tensor"),
-        (lambda x, y: cg.pointwise("relu", x, dtype=3), cg.FormatError, "3"),
-        (lambda x, y: cg.pointwise("relu", x, name="a b"), GraphError, "name 'a b', expected text without spaces"),
-        (lambda x, y: cg.pointwise("relu", x, name=None), GraphError, "name is None, expected text"),
+        (lambda x, y: cg.ops.pointwise("less", x, x, inplace=True), ShapeError, "of the result's shape and format"),
+        (lambda x, y: cg.relu(cg.ops.expand(x, "a b -> c a b", c=2), inplace=True), ShapeError, "not expanded"),
+        (lambda x, y: cg.ops.cast(None, "fp32"), GraphError, "cast: x is None, expected a tensor"),
+        (lambda x, y: cg.ops.pointwise("relu", x, dtype=3), cg.FormatError, "3"),
+        (lambda x, y: cg.ops.pointwise("relu", x, name="a b"), GraphError, "name 'a b', expected text without spaces"),
+        (lambda x, y: cg.ops.pointwise("relu", x, name=None), GraphError, "name is None, expected text"),
         (lambda x, y: cg.gelu(x, approximate="erf"), GraphError, "approximate 'erf', expected one of none, tanh"),
         (lambda x, y: x @ 3, GraphError, "@ of Tensor and int, expected two tensors"),
-        (lambda x, y: cg.matmul(x, cg.reduce(x, "a b -> ", "sum")), ShapeError, "expected at least one axis each"),
+        (lambda x, y: cg.ops.matmul(x, cg.reduce(x, "a b -> ", "sum")), ShapeError, "expected at least one axis each"),
         (lambda x, y: cg.dropout(x, 1), GraphError, "p=1, expected a number from 0 to below 1"),
         (lambda x, y: cg.dropout(x, -0.1), GraphError, "p=-0.1"),
         (lambda x, y: cg.dropout(x, None), GraphError, "dropout: p is None, expected a number"),

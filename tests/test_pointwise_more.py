@@ -47,7 +47,7 @@ def test_a_function_charges_the_operations_of_its_formula_for_each_element(name)
     if name in ("cast", "causal_mask", "causal_mask_backward"):  # ops of their own
         return
     with cg.Graph("g") as g:
-        g.output(cg.pointwise(name, *(g.input(f"x{i}", (3, 5)) for i in range(function.arity))))
+        g.output(cg.ops.pointwise(name, *(g.input(f"x{i}", (3, 5)) for i in range(function.arity))))
     total = cg.costs(g).total()
     assert (total.pointwise, total.transcendental, total.matmul) == (15 * plain, 15 * special, 0)
     assert g.outputs[0].dtype.name == ("bool" if name in BOOL else "fp32")
@@ -136,7 +136,7 @@ def test_the_format_of_a_function_of_integers(name):
     if name.startswith("causal_mask"):
         return  # an op of its own
     with cg.Graph("g") as g:
-        y = cg.pointwise(name, *(g.input(f"x{i}", (3, 5), dtype="int32") for i in range(FUNCTIONS[name].arity)))
+        y = cg.ops.pointwise(name, *(g.input(f"x{i}", (3, 5), dtype="int32") for i in range(FUNCTIONS[name].arity)))
     assert y.dtype.name == ("fp32" if name in FLOAT else "bool" if name in BOOL else "int32")
 
 
@@ -145,7 +145,7 @@ def test_the_format_of_a_function_of_integers(name):
 def test_formats_of_functions_are_torchs(name, dtype):
     formats = {"int32": torch.int32, "bf16": torch.bfloat16, "fp64": torch.float64, "fp32": torch.float32}
     with cg.Graph("g") as g:
-        y = cg.pointwise(name, g.input("x", (3, 5), dtype=dtype))
+        y = cg.ops.pointwise(name, g.input("x", (3, 5), dtype=dtype))
     assert formats[y.dtype.name] == getattr(torch, name)(torch.ones(3, 5, dtype=formats[dtype])).dtype
 
 
@@ -154,7 +154,9 @@ def test_a_condition_has_no_say_in_the_format_but_both_choices_have(condition):
     with cg.Graph("g") as g:
         c = g.input("c", (3,), dtype=condition)
         half, single = g.input("h", (3,), dtype="bf16"), g.input("s", (3,), dtype="fp32")
-        found = [cg.pointwise("where", c, a, b).dtype.name for a, b in ((half, single), (single, half), (half, half))]
+        found = [
+            cg.ops.pointwise("where", c, a, b).dtype.name for a, b in ((half, single), (single, half), (half, half))
+        ]
     assert found == ["fp32", "fp32", "bf16"]
 
 
@@ -165,7 +167,7 @@ def test_what_fills_a_mask_has_no_say(dtype):
     with cg.Graph("g") as g:
         x = g.input("x", (3,), dtype=dtype)
         # by the interpreter's order: what is filled, the mask, and the number in the record alone
-        y = cg.pointwise("masked_fill", x, 0.5)
+        y = cg.ops.pointwise("masked_fill", x, 0.5)
     assert formats[y.dtype.name] == expected
 
 
@@ -177,7 +179,7 @@ def test_numbers_have_the_say_that_torch_gives_them(dtype, number):
     plain = number.item() if isinstance(number, np.generic) else 0.5 if isinstance(number, Fraction) else number
     expected = (torch.ones(3).to(formats[dtype]) * plain).dtype
     with cg.Graph("g") as g:
-        y = cg.pointwise("mul", g.input("x", (3,), dtype=dtype), number)
+        y = cg.ops.pointwise("mul", g.input("x", (3,), dtype=dtype), number)
         g.output(y)
     assert formats[y.dtype.name] == expected
     (kept,) = [n for n in y.producer.attrs["scalars"] if n is not None]
@@ -190,11 +192,11 @@ def test_numbers_have_the_say_that_torch_gives_them(dtype, number):
 def test_without_numbers_nothing_is_said_of_them():
     with cg.Graph("g") as g:
         x = g.input("x", (3,), dtype="bool")
-        y = cg.pointwise("mul", x, x)
+        y = cg.ops.pointwise("mul", x, x)
     assert set(y.producer.attrs) == {"function"}
     assert y.dtype.name == "bool"
     with pytest.raises(cg.GraphError, match="expected tensors and numbers, one tensor"), cg.Graph("g") as g:
-        cg.pointwise("mul", g.input("x", (3,)), Decimal(1))
+        cg.ops.pointwise("mul", g.input("x", (3,)), Decimal(1))
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
@@ -205,8 +207,8 @@ def test_the_domain_of_a_sum_is_that_of_the_operand_that_has_one(order):
         scores = cg.einsum(q, k, "s d, t d -> s t", domain=causal, over=("s", "t"))
         small = g.input("small", (7,))
         other = g.input("other", (2, 7, 7))
-        summed = cg.pointwise("add", *((scores, small)[i] for i in order))
-        larger = cg.pointwise("add", *((scores, other)[i] for i in order))
+        summed = cg.ops.pointwise("add", *((scores, small)[i] for i in order))
+        larger = cg.ops.pointwise("add", *((scores, other)[i] for i in order))
         g.output(summed, larger)
     # 7 * 8 / 2 pairs are seen, in each of the two squares that the scores are repeated for
     assert summed.domain == scores.domain

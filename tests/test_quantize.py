@@ -234,7 +234,7 @@ def decoder(*, tied=False):
         x = cg.rms_norm(cg.embedding(g.input("tokens", (B, S), dtype="int64"), table))
         x = cg.linear(x, "b s d -> b s f", f=F, bias=True, name="up")
         x = cg.linear(x, "b s f -> b s d", d=D, name="down")
-        g.output(cg.tied_head(x, table) if tied else cg.linear(x, "b s d -> b s v", v=V, name="head"))
+        g.output(cg.nn.tied_head(x, table) if tied else cg.linear(x, "b s d -> b s v", v=V, name="head"))
     return g
 
 
@@ -289,7 +289,7 @@ def test_a_view_of_a_weight_is_followed():
 def test_experts_scale_what_their_rows_read():
     E, k = cg.dims("E k")
     with cg.Graph("g", dtype="bf16") as g:
-        g.output(cg.moe(g.input("x", (B, D)), E, k, F))
+        g.output(cg.nn.moe(g.input("x", (B, D)), E, k, F))
     sizes = {"B": 1, "D": 256, "F": 128, "E": 64, "k": 2}
     weight = 3 * 256 * 128  # elements of an expert
     before, after = (cg.bytes_moved(h, **sizes) for h in (g, cg.quantize(g, "int4", group=128)))
@@ -391,7 +391,7 @@ def test_models_of_other_families(name):
 def test_states_of_recurrences_stay():
     with cg.Graph("g", dtype="bf16") as g:
         x = g.input("x", (S, B, D))
-        _, ys = cg.scan(S, lambda h, x: (h + x, h * x), cg.initial_state((B, D)), x)
+        _, ys = cg.scan(S, lambda h, x: (h + x, h * x), cg.ops.initial_state((B, D)), x)
         g.output(ys)
     for h in (cg.decode(g), cg.prefill(g)):
         with pytest.raises(cg.GraphError, match="has no cache of keys and values"):

@@ -86,7 +86,7 @@ def test_parts_of_a_split_add_up_in_any_order_with_symbols_as_sizes(read):
     sizes = (S, D, T)
     with cg.Graph("g") as g:
         x, y = g.input("x", (S + D + T, B)), g.input("y", (S + D + T, B))
-        parts = cg.split(x, sizes, axis=0)
+        parts = cg.ops.split(x, sizes, axis=0)
         for i in read:
             cg.relu(parts[i])
             cg.relu(slice_rows(y, (0, S, S + D)[i], sizes[i]))  # made in the order in which they are read
@@ -147,7 +147,7 @@ def test_of_two_lookups_the_longer_one_counts(b, s):
     with cg.Graph("g") as g:
         table = g.param("table", (1000, D))
         for name, n in (("few", B), ("many", S)):
-            g.output(cg.gather(table, g.input(name, (n,), dtype="int64")))
+            g.output(cg.ops.gather(table, g.input(name, (n,), dtype="int64")))
     indices, rows = 8 * (b + s), 4 * 7 * (b + s)
     assert cg.bytes_moved(g, fused=True, B=b, S=s, D=7) == 4 * 7 * max(b, s) + indices + rows
 

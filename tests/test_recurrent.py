@@ -20,15 +20,15 @@ def decaying(scan="kernel", *, mean=False):
 
     def build(g):
         x, b, a = g.input("x", (B, S, D)), g.input("b", (B, S, N)), g.param("a", (D, N))
-        start = cg.initial_state((B, D, N), name="h")
+        start = cg.ops.initial_state((B, D, N), name="h")
 
         def step(h, now):
             x, b = now
-            h = cg.pointwise("fma", cg.pointwise("exp", a), h, cg.einsum(x, b, "b d, b n -> b d n"))
+            h = cg.ops.pointwise("fma", cg.ops.pointwise("exp", a), h, cg.einsum(x, b, "b d, b n -> b d n"))
             return h, cg.einsum(h, b, "b d n, b n -> b d")
 
-        with cg.scan_kernel("decaying", scan):
-            y = cg.recurrence(step, start, (x, b))
+        with cg.nn.scan_kernel("decaying", scan):
+            y = cg.nn.recurrence(step, start, (x, b))
         return cg.reduce(y, "b s d -> ", "mean") if mean else y
 
     return graph(build)
@@ -59,7 +59,9 @@ def test_a_training_step_computes_states_again_and_keeps_none():
 def test_positions_on_any_axis(axis):
     def build(g):
         rest = [n for i, n in enumerate((3, 4, 5)) if i != axis % 3]
-        return cg.recurrence(lambda h, x: (h + x, h + x), cg.initial_state(rest), g.input("x", (3, 4, 5)), axis=axis)
+        return cg.nn.recurrence(
+            lambda h, x: (h + x, h + x), cg.ops.initial_state(rest), g.input("x", (3, 4, 5)), axis=axis
+        )
 
     x = np.arange(60.0).reshape(3, 4, 5)
     assert np.array_equal(run(graph(build), {"x": x}).outputs[0], np.cumsum(x, axis))
@@ -75,13 +77,13 @@ def numbers(seed, *shape):
 def test_cumulative_sum_in_numbers():
     x = numbers(0, 3, 5, 2)
     for axis in (0, 1, 2, -1):
-        g = graph(lambda g, axis=axis: cg.cumulative_sum(g.input("x", (3, 5, 2)), axis), "fp64")
+        g = graph(lambda g, axis=axis: cg.nn.cumulative_sum(g.input("x", (3, 5, 2)), axis), "fp64")
         assert np.allclose(run(g, {"x": x}).outputs[0], np.cumsum(x, axis))
 
 
 def test_token_shift_in_numbers():
     x = numbers(1, 2, 5, 3)
-    found = run(graph(lambda g: cg.token_shift(g.input("x", (2, 5, 3))), "fp64"), {"x": x}).outputs[0]
+    found = run(graph(lambda g: cg.nn.token_shift(g.input("x", (2, 5, 3))), "fp64"), {"x": x}).outputs[0]
     assert np.array_equal(found[:, 1:], x[:, :-1])
     assert not found[:, 0].any()
 
@@ -95,7 +97,7 @@ def test_lstm_in_numbers():
     x, w, u = numbers(2, 2, 4, 3), numbers(3, 3, 20), numbers(4, 5, 20)
     a, b = numbers(5, 20), numbers(6, 20)
     values = {"x": x, "lstm/input/weight": w, "lstm/input/bias": a, "lstm/state/weight": u, "lstm/state/bias": b}
-    found = run(graph(lambda g: cg.lstm(g.input("x", (2, 4, 3)), 5), "fp64"), values).outputs[0]
+    found = run(graph(lambda g: cg.nn.lstm(g.input("x", (2, 4, 3)), 5), "fp64"), values).outputs[0]
     h = c = np.zeros((2, 5))
     for t in range(4):
         i, f, g, o = np.split(x[:, t] @ w + a + h @ u + b, 4, -1)
@@ -109,7 +111,7 @@ def test_gru_in_numbers():
     x, w, u = numbers(2, 2, 4, 3), numbers(3, 3, 15), numbers(4, 5, 15)
     a, b = numbers(5, 15), numbers(6, 15)
     values = {"x": x, "gru/input/weight": w, "gru/input/bias": a, "gru/state/weight": u, "gru/state/bias": b}
-    found = run(graph(lambda g: cg.gru(g.input("x", (2, 4, 3)), 5), "fp64"), values).outputs[0]
+    found = run(graph(lambda g: cg.nn.gru(g.input("x", (2, 4, 3)), 5), "fp64"), values).outputs[0]
     h = np.zeros((2, 5))
     for t in range(4):
         (r, z, n), (p, q, m) = np.split(x[:, t] @ w + a, 3, -1), np.split(h @ u + b, 3, -1)
@@ -121,7 +123,7 @@ def test_gru_in_numbers():
 @pytest.mark.parametrize("bias", [False, True])
 def test_head_norm_in_numbers(bias):
     x, w, b = numbers(7, 2, 3, 4), numbers(8, 12), numbers(9, 12)
-    g = graph(lambda g: cg.head_norm(g.input("x", (2, 3, 4)), bias=bias), "fp64")
+    g = graph(lambda g: cg.nn.head_norm(g.input("x", (2, 3, 4)), bias=bias), "fp64")
     values = {"x": x, "head_norm/weight": w} | ({"head_norm/bias": b} if bias else {})
     normal = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
     assert np.allclose(run(g, values).outputs[0], normal.reshape(2, 12) * w + b * bias)
@@ -132,16 +134,16 @@ def looped(scan):
 
     def build(g):
         x, w, a = g.param("x", (2, 4, 3)), g.param("w", (3, 3)), g.param("a", (3,))
-        start = cg.initial_state((2, 3))
-        with cg.scan_kernel("looped", scan):
+        start = cg.ops.initial_state((2, 3))
+        with cg.nn.scan_kernel("looped", scan):
             decay, fed = cg.sigmoid(x * a), cg.tanh(x)
 
             def step(h, now):
                 decay, fed = now
                 h = decay * h + cg.tanh(cg.einsum(h, w, "b d, d e -> b e") + fed)
-                return h, cg.pointwise("exp", h) * fed
+                return h, cg.ops.pointwise("exp", h) * fed
 
-            y = cg.recurrence(step, start, (decay, fed)) * cg.silu(x)
+            y = cg.nn.recurrence(step, start, (decay, fed)) * cg.silu(x)
         return cg.reduce(y, "b s d -> ", "sum")
 
     return graph(build, "fp64")
@@ -150,12 +152,12 @@ def looped(scan):
 LOSSES = {
     "recurrence in a kernel": lambda: looped("kernel"),
     "recurrence of ops": lambda: looped("ops"),
-    "lstm": lambda: total(lambda g: cg.lstm(g.param("x", (2, 4, 3)), 2)),
-    "gru": lambda: total(lambda g: cg.gru(g.param("x", (2, 4, 3)), 2)),
-    "cumulative_sum": lambda: total(lambda g: cg.cumulative_sum(g.param("x", (2, 4, 3)), 1)),
-    "token_shift": lambda: total(lambda g: cg.token_shift(g.param("x", (2, 4, 3)))),
-    "causal_conv": lambda: total(lambda g: cg.causal_conv(g.param("x", (2, 4, 3)), 3)),
-    "head_norm": lambda: total(lambda g: cg.head_norm(g.param("x", (2, 4, 3)))),
+    "lstm": lambda: total(lambda g: cg.nn.lstm(g.param("x", (2, 4, 3)), 2)),
+    "gru": lambda: total(lambda g: cg.nn.gru(g.param("x", (2, 4, 3)), 2)),
+    "cumulative_sum": lambda: total(lambda g: cg.nn.cumulative_sum(g.param("x", (2, 4, 3)), 1)),
+    "token_shift": lambda: total(lambda g: cg.nn.token_shift(g.param("x", (2, 4, 3)))),
+    "causal_conv": lambda: total(lambda g: cg.nn.causal_conv(g.param("x", (2, 4, 3)), 3)),
+    "head_norm": lambda: total(lambda g: cg.nn.head_norm(g.param("x", (2, 4, 3)))),
 }
 
 
@@ -235,25 +237,28 @@ def cached(g, values, name, **sizes):
     ("build", "text"),
     [
         (
-            lambda x: cg.recurrence(lambda h, x: (h, x), x, ()),
+            lambda x: cg.nn.recurrence(lambda h, x: (h, x), x, ()),
             "without xs, expected a tensor with an axis of positions",
         ),
-        (lambda x: cg.recurrence(lambda h, x: (h, x), x, x, axis=3), "axis 3 of x(2, 3, 4; fp32), expected an integer"),
         (
-            lambda x: cg.recurrence(lambda h, x: (h, x), x, x, axis=True),
+            lambda x: cg.nn.recurrence(lambda h, x: (h, x), x, x, axis=3),
+            "axis 3 of x(2, 3, 4; fp32), expected an integer",
+        ),
+        (
+            lambda x: cg.nn.recurrence(lambda h, x: (h, x), x, x, axis=True),
             "recurrence: axis is True, expected a whole number",
         ),
-        (lambda x: cg.recurrence(None, x, x), "step"),
-        (lambda x: cg.token_shift(x[0, 0]), "expected at least two axes (batch, positions)"),
-        (lambda x: cg.cumulative_sum(x, 3), "axis 3 of"),
-        (lambda x: cg.head_norm(x[0, 0]), "expected at least two axes (heads, size)"),
-        (lambda x: cg.head_norm(x, bias=1), "bias"),
-        (lambda x: cg.causal_conv(x[0], 3), "expected three axes (batch, positions, channels)"),
-        (lambda x: cg.causal_conv(x, 0), "window=0"),
-        (lambda x: cg.lstm(x[0], 3), "expected three axes (batch, positions, width)"),
-        (lambda x: cg.gru(x, 0), "gru: hidden"),
-        (lambda x: cg.lstm(x, 3, bias=None), "bias"),
-        (lambda x: cg.lstm(x.shape, 3), "lstm"),
+        (lambda x: cg.nn.recurrence(None, x, x), "step"),
+        (lambda x: cg.nn.token_shift(x[0, 0]), "expected at least two axes (batch, positions)"),
+        (lambda x: cg.nn.cumulative_sum(x, 3), "axis 3 of"),
+        (lambda x: cg.nn.head_norm(x[0, 0]), "expected at least two axes (heads, size)"),
+        (lambda x: cg.nn.head_norm(x, bias=1), "bias"),
+        (lambda x: cg.nn.causal_conv(x[0], 3), "expected three axes (batch, positions, channels)"),
+        (lambda x: cg.nn.causal_conv(x, 0), "window=0"),
+        (lambda x: cg.nn.lstm(x[0], 3), "expected three axes (batch, positions, width)"),
+        (lambda x: cg.nn.gru(x, 0), "gru: hidden"),
+        (lambda x: cg.nn.lstm(x, 3, bias=None), "bias"),
+        (lambda x: cg.nn.lstm(x.shape, 3), "lstm"),
     ],
 )
 def test_errors_name_what_was_expected(build, text):
@@ -263,7 +268,7 @@ def test_errors_name_what_was_expected(build, text):
 
 
 def test_how_a_recurrence_is_run_is_one_of_two():
-    with cg.Graph("g"), pytest.raises(cg.GraphError) as caught, cg.scan_kernel("states", "fused"):
+    with cg.Graph("g"), pytest.raises(cg.GraphError) as caught, cg.nn.scan_kernel("states", "fused"):
         pass
     assert str(caught.value) == "kernel 'states': scan 'fused', expected one of kernel, ops"
 

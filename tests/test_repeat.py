@@ -15,7 +15,7 @@ def residual(x, g):
 
 
 def normed(x, g):
-    return x + cg.gated_mlp(cg.rms_norm(x), F)
+    return x + cg.nn.gated_mlp(cg.rms_norm(x), F)
 
 
 def in_place(x, g):

@@ -28,30 +28,30 @@ def windows(n, k):
 @pytest.mark.parametrize("parts", [(6, 6), (7, 3), (2, 1)])
 def test_each_element_of_each_window(side, parts):
     expected = 2 * 3 * windows(side, parts[0]) * windows(side, parts[1])
-    open_sizes = made(cg.adaptive_pool, (B, C, R, R), parts)
+    open_sizes = made(cg.nn.adaptive_pool, (B, C, R, R), parts)
     assert cg.flops(open_sizes, B=2, C=3, R=side) == expected
-    numbers = made(cg.adaptive_pool, (2, 3, side, side), parts)
+    numbers = made(cg.nn.adaptive_pool, (2, 3, side, side), parts)
     assert cg.flops(numbers) == expected
     assert numbers.outputs[0].shape == (2, 3, *parts)
     assert cg.bytes_moved(open_sizes, B=2, C=3, R=side) == 4 * 6 * (side**2 + parts[0] * parts[1])
 
 
 def test_parts_that_divide_are_a_pooling_and_one_part_is_a_reduction():
-    assert [op.kind.name for op in made(cg.adaptive_pool, (2, 3, 12, 8), (6, 4)).ops] == ["pool"]
-    assert [op.kind.name for op in made(cg.adaptive_pool, (B, C, R, R), (1, 1)).ops] == ["reduce"]
-    assert [op.kind.name for op in made(cg.adaptive_pool, (B, C, R, R), (1, 2)).ops] == ["opaque"]
+    assert [op.kind.name for op in made(cg.nn.adaptive_pool, (2, 3, 12, 8), (6, 4)).ops] == ["pool"]
+    assert [op.kind.name for op in made(cg.nn.adaptive_pool, (B, C, R, R), (1, 1)).ops] == ["reduce"]
+    assert [op.kind.name for op in made(cg.nn.adaptive_pool, (B, C, R, R), (1, 2)).ops] == ["opaque"]
 
 
 def test_symbolic_parts_have_to_divide():
-    g = made(cg.adaptive_pool, (B, C, 4 * R), (R,))
+    g = made(cg.nn.adaptive_pool, (B, C, 4 * R), (R,))
     assert cg.flops(g, B=2, C=3, R=5) == 2 * 3 * 20
     with pytest.raises(cg.ShapeError, match="R windows over 4\\*C elements, expected a number of windows"):
-        made(cg.adaptive_pool, (B, C, 4 * C), (R,))
+        made(cg.nn.adaptive_pool, (B, C, 4 * C), (R,))
 
 
 def test_gradient_of_adaptive_pooling():
     with cg.Graph("g") as g:
-        y = cg.adaptive_pool(g.input("x", (B, C, R, R), grad=True), (3, 3))
+        y = cg.nn.adaptive_pool(g.input("x", (B, C, R, R), grad=True), (3, 3))
         g.output(cg.reduce(y, "b c h w -> ", "sum"))
     back = cg.costs(cg.backward(g), B=2, C=3, R=7).filter(phase="backward").group("op").total()
     (row,) = [cost for op, cost in back.items() if op.startswith("adaptive_pool")]
@@ -64,7 +64,7 @@ def test_gradient_of_adaptive_pooling():
 
 @pytest.mark.parametrize(("factor", "rank"), [(2, 1), (2, 2), (3, 2), (2, 3), (1, 2)])
 def test_upsample(factor, rank):
-    g = made(cg.upsample, (B, C, *[R] * rank), factor)
+    g = made(cg.nn.upsample, (B, C, *[R] * rank), factor)
     assert g.outputs[0].shape == (B, C, *[factor * R] * rank)
     assert cg.flops(g) == 0
     assert cg.bytes_moved(g, B=2, C=3, R=5) == 4 * 6 * (5**rank + (factor * 5) ** rank)
@@ -75,7 +75,7 @@ def test_upsample_to_what_an_odd_size_was(side):
     with cg.Graph("g") as g:
         x = g.input("x", (B, C, R, R))
         y = cg.conv(x, "b c h w -> b o h w", window=3, stride=2, padding=1, o=C)
-        y = cg.upsample(y, sizes=x.shape[2:])
+        y = cg.nn.upsample(y, sizes=x.shape[2:])
         g.output(x + y)
     assert g.outputs[0].shape == (B, C, R, R)
     half = ceil(side / 2)
@@ -85,7 +85,7 @@ def test_upsample_to_what_an_odd_size_was(side):
 
 def test_gradient_of_upsample_adds_each_element_once():
     with cg.Graph("g") as g:
-        y = cg.upsample(g.input("x", (B, C, R, R), grad=True))
+        y = cg.nn.upsample(g.input("x", (B, C, R, R), grad=True))
         g.output(cg.reduce(y, "b c h w -> ", "sum"))
     back = cg.costs(cg.backward(g), B=2, C=3, R=5).filter(phase="backward", scope="upsample").total()
     assert back.flops == 2 * 3 * 10 * 10
@@ -94,14 +94,14 @@ def test_gradient_of_upsample_adds_each_element_once():
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (lambda x: cg.upsample(x, 0), "factor 0, expected an integer of at least 1"),
-        (lambda x: cg.upsample(x, 1.5), "factor 1.5"),
-        (lambda x: cg.upsample(x, True), "factor True"),
-        (lambda x: cg.upsample(x, sizes=(3,)), "to 1 sizes, expected 2"),
-        (lambda x: cg.upsample(cg.reduce(x, "b c h w -> b c", "sum")), "expected three axes at least"),
-        (lambda x: cg.adaptive_pool(x, ()), "into 0 sizes, expected 1 to 4"),
-        (lambda x: cg.adaptive_pool(x, (1,) * 5), "into 5 sizes, expected 1 to 4"),
-        (lambda x: cg.adaptive_pool(x, (0, 1)), "expected"),
+        (lambda x: cg.nn.upsample(x, 0), "factor 0, expected an integer of at least 1"),
+        (lambda x: cg.nn.upsample(x, 1.5), "factor 1.5"),
+        (lambda x: cg.nn.upsample(x, True), "factor True"),
+        (lambda x: cg.nn.upsample(x, sizes=(3,)), "to 1 sizes, expected 2"),
+        (lambda x: cg.nn.upsample(cg.reduce(x, "b c h w -> b c", "sum")), "expected three axes at least"),
+        (lambda x: cg.nn.adaptive_pool(x, ()), "into 0 sizes, expected 1 to 4"),
+        (lambda x: cg.nn.adaptive_pool(x, (1,) * 5), "into 5 sizes, expected 1 to 4"),
+        (lambda x: cg.nn.adaptive_pool(x, (0, 1)), "expected"),
     ],
 )
 def test_refusals(call, text):
@@ -118,7 +118,7 @@ def test_halving_twice_is_one_ceiling():
     with cg.Graph("g") as g:
         x = g.input("x", (B, C, R, R))
         for _ in range(5):
-            x = cg.pool(x, "max", window=3, stride=2, padding=1)
+            x = cg.nn.pool(x, "max", window=3, stride=2, padding=1)
     assert str(x.shape[2]) == "ceiling(R/32)"
     for side in (1, 31, 32, 33, 224):
         n = side

@@ -214,7 +214,7 @@ def test_views_take_no_time():
 def test_a_transfer_is_one_stream_over_its_link(own):
     N = cg.dims("N")
     with cg.Graph("g", dtype="fp32") as g:
-        g.output(cg.relu(cg.transfer(g.input("x", (N,)))))
+        g.output(cg.relu(cg.ops.transfer(g.input("x", (N,)))))
     found = cg.roofline(g, own, N=10**6)
     assert found.rows[0].bound == "link"
     assert found.rows[0].memory_s == pytest.approx(4e6 / 10e9)  # 4 MB over 10 GB/s, counted once
@@ -227,7 +227,7 @@ def test_a_transfer_is_one_stream_over_its_link(own):
 def test_a_link_that_the_device_lacks_is_an_error(own):
     N = cg.dims("N")
     with cg.Graph("g") as g:
-        g.output(cg.transfer(g.input("x", (N,)), "network"))
+        g.output(cg.ops.transfer(g.input("x", (N,)), "network"))
     with pytest.raises(cg.SpecError, match=r"network\.per_direction is missing"):
         cg.roofline(g, own, N=8)
 
@@ -235,7 +235,7 @@ def test_a_link_that_the_device_lacks_is_an_error(own):
 def test_a_collective_has_no_time_yet():
     N = cg.dims("N")
     with cg.Graph("g") as g:
-        g.output(cg.collective(g.input("x", (N,)), "all_reduce", 8))
+        g.output(cg.ops.collective(g.input("x", (N,)), "all_reduce", 8))
     with pytest.raises(cg.UnsupportedError, match="'all_reduce' is a collective"):
         cg.roofline(g, H100, N=8)
 

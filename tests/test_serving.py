@@ -126,7 +126,7 @@ def test_narrower_weights_change_sides_earlier():
 
 
 def test_a_row_is_the_roofline_and_the_peak():
-    found = cg.throughput(LLAMA, "b200", "B", [4, 1, 4, 2], S=S)
+    found = cg.plan.throughput(LLAMA, "b200", "B", [4, 1, 4, 2], S=S)
     assert [row.size for row in found.rows] == [1, 2, 4]
     for row in found.rows:
         times = cg.roofline(LLAMA, "b200", B=row.size, S=S)
@@ -141,28 +141,28 @@ def test_a_row_is_the_roofline_and_the_peak():
 
 
 def test_the_default_sizes_end_with_the_largest_that_fits():
-    found = cg.throughput(LLAMA, "b200", "B", S=S)
+    found = cg.plan.throughput(LLAMA, "b200", "B", S=S)
     assert [row.size for row in found.rows] == [1, 2, 4, 8, 14]
     assert all(row.fits for row in found.rows)
-    assert [row.size for row in cg.throughput(LLAMA, "h100-sxm", "B", S=S).rows] == [1]
+    assert [row.size for row in cg.plan.throughput(LLAMA, "h100-sxm", "B", S=S).rows] == [1]
 
 
 def test_what_does_not_fit_is_said():
-    found = cg.throughput(LLAMA, "b200", "B", [14, 15], S=S)
+    found = cg.plan.throughput(LLAMA, "b200", "B", [14, 15], S=S)
     assert [row.fits for row in found.rows] == [True, False]
     assert found.best is found.rows[0]
-    assert cg.throughput(LLAMA, "h100-sxm", "B", [1], S=S).best is None
+    assert cg.plan.throughput(LLAMA, "h100-sxm", "B", [1], S=S).best is None
     assert str(found).split("\n")[2].endswith("does not fit  memory")
 
 
 def test_several_new_tokens_a_sequence():
     several = cg.decode(cg.models.load("llama-3-8b"), "n")
-    (row,) = cg.throughput(several, "h100-sxm", "B", [3], S=100, n=5).rows
+    (row,) = cg.plan.throughput(several, "h100-sxm", "B", [3], S=100, n=5).rows
     assert row.tokens == 15
 
 
 def test_the_context_may_be_what_is_varied():
-    found = cg.throughput(step("llama-3-8b"), "h100-sxm", "S", [1024, 2048], B=2)
+    found = cg.plan.throughput(step("llama-3-8b"), "h100-sxm", "S", [1024, 2048], B=2)
     assert [row.tokens for row in found.rows] == [2, 2]
     assert found.rows[0].seconds < found.rows[1].seconds
 
@@ -179,19 +179,19 @@ def test_the_context_may_be_what_is_varied():
 )
 def test_what_throughput_refuses(arguments, sizes, text):
     with pytest.raises(cg.BindingError) as error:
-        cg.throughput(LLAMA, "h100-sxm", *arguments, **sizes)
+        cg.plan.throughput(LLAMA, "h100-sxm", *arguments, **sizes)
     assert str(error.value).startswith(text)
 
 
 def test_a_missing_rate_is_an_error_or_what_is_asked_for():
     with pytest.raises(cg.SpecError, match="no matmul rate"):
-        cg.throughput(LLAMA, "v100-sxm2-32gb", "B", [1], S=1)
-    assert cg.throughput(LLAMA, "v100-sxm2-32gb", "B", [1], S=1, fallback="fp16").rows
+        cg.plan.throughput(LLAMA, "v100-sxm2-32gb", "B", [1], S=1)
+    assert cg.plan.throughput(LLAMA, "v100-sxm2-32gb", "B", [1], S=1, fallback="fp16").rows
 
 
 def test_a_picture(tmp_path):
     pytest.importorskip("matplotlib")
-    found = cg.throughput(step("llama-3-8b"), "h100-sxm", "B", [1, 16, 64, 1024], S=2048)
+    found = cg.plan.throughput(step("llama-3-8b"), "h100-sxm", "B", [1, 16, 64, 1024], S=2048)
     figure = found.plot(tmp_path / "curve.svg")
     assert (tmp_path / "curve.svg").stat().st_size > 1000
     (ax,) = figure.axes
@@ -208,7 +208,7 @@ def test_a_picture(tmp_path):
 def test_an_answer_is_its_prompt_and_its_steps(time):
     g = cg.models.load("llama-3-8b")
     whole, one = cg.prefill(g, logits="last"), cg.decode(g)
-    found = cg.latency(whole, one, "h100-sxm", prompt=100, steps=7, B=3, time=time)
+    found = cg.plan.latency(whole, one, "h100-sxm", prompt=100, steps=7, B=3, time=time)
     times = [getattr(cg.roofline(one, "h100-sxm", B=3, S=100 + i), time) for i in range(1, 8)]
     assert found.first_token == getattr(cg.roofline(whole, "h100-sxm", B=3, S=100), time)
     assert (found.next_token, found.last_token) == (times[0], times[-1])
@@ -219,20 +219,20 @@ def test_an_answer_is_its_prompt_and_its_steps(time):
 def test_steps_that_change_sides_are_added_up_one_by_one():
     g = cg.models.load("llama-3-8b")
     whole, one = cg.prefill(g), cg.decode(g)
-    found = cg.latency(whole, one, "h100-sxm", prompt=1, steps=40, B=400)
+    found = cg.plan.latency(whole, one, "h100-sxm", prompt=1, steps=40, B=400)
     times = [cg.roofline(one, "h100-sxm", B=400, S=1 + i).estimate for i in range(1, 41)]
     assert found.total - found.first_token == pytest.approx(math.fsum(times), rel=1e-9)
 
 
 def test_several_new_tokens_make_the_context_grow_faster():
     g = cg.models.load("llama-3-8b")
-    found = cg.latency(cg.prefill(g), cg.decode(g, 4), "h100-sxm", prompt=10, steps=3, B=1)
+    found = cg.plan.latency(cg.prefill(g), cg.decode(g, 4), "h100-sxm", prompt=10, steps=3, B=1)
     assert found.last_token == cg.roofline(cg.decode(g, 4), "h100-sxm", B=1, S=10 + 3 * 4).estimate
 
 
 def test_an_encoder_runs_once():
     g = cg.models.load("t5-small")
-    found = cg.latency(cg.prefill(g), cg.decode(g), "h100-sxm", prompt=1, steps=9, B=2, M=64)
+    found = cg.plan.latency(cg.prefill(g), cg.decode(g), "h100-sxm", prompt=1, steps=9, B=2, M=64)
     assert found.next_token == cg.roofline(cg.decode(g), "h100-sxm", B=2, M=64, S=2).estimate
     assert found.next_token <= found.last_token < found.first_token
 
@@ -241,19 +241,19 @@ def test_what_latency_refuses():
     g = cg.models.load("llama-3-8b")
     whole, one = cg.prefill(g), cg.decode(g)
     with pytest.raises(cg.BindingError, match="still unbound: B"):
-        cg.latency(whole, one, "h100-sxm", prompt=10, steps=3)
+        cg.plan.latency(whole, one, "h100-sxm", prompt=10, steps=3)
     with pytest.raises(cg.BindingError, match="latency: steps=0: expected a positive integer"):
-        cg.latency(whole, one, "h100-sxm", prompt=10, steps=0, B=1)
+        cg.plan.latency(whole, one, "h100-sxm", prompt=10, steps=0, B=1)
     with pytest.raises(cg.BindingError, match="latency: W is no dimension of either graph"):
-        cg.latency(whole, one, "h100-sxm", prompt=10, steps=1, B=1, W=1)
+        cg.plan.latency(whole, one, "h100-sxm", prompt=10, steps=1, B=1, W=1)
     sequences, positions, width = cg.dims("B S D")
     with cg.Graph("other", dtype="bf16") as other:
         other.output(cg.relu(other.input("x", (sequences, positions, width))))
         other.defaults["D"] = 3
     with pytest.raises(cg.GraphError, match="have no inputs of positions S in common"):
-        cg.latency(other, one, "h100-sxm", prompt=10, steps=1, B=1)
+        cg.plan.latency(other, one, "h100-sxm", prompt=10, steps=1, B=1)
     with pytest.raises(cg.GraphError, match="expected one of estimate, lower_bound"):
-        cg.latency(whole, one, "h100-sxm", prompt=10, steps=1, B=1, time="best")
+        cg.plan.latency(whole, one, "h100-sxm", prompt=10, steps=1, B=1, time="best")
 
 
 # -- the command line ------------------------------------------------------------------------------------------------
@@ -267,7 +267,7 @@ def test_the_command(capsys):
     assert "weights  39.5 GB (36.79 GiB)" in out
     assert "largest B that fits: 30" in out
     q = cg.quantize(LLAMA, "int4", group=128, cache="fp8_e4m3")
-    assert str(cg.throughput(q, "h100-sxm", "B", [1, 8], S=8192)) in out
+    assert str(cg.plan.throughput(q, "h100-sxm", "B", [1, 8], S=8192)) in out
 
 
 def test_its_files(capsys, tmp_path):

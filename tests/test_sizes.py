@@ -62,7 +62,7 @@ def test_stated_amounts_are_not_negative_once_bound():
 def test_conditions_are_what_binding_can_break():
     with cg.Graph("g") as g:
         x = g.input("x", (B, S, N / 4))
-        g.output(cg.slice_axis(x, 1, 0, S - 5))
+        g.output(cg.ops.slice_axis(x, 1, 0, S - 5))
     found = [(str(c.formula), c.place, c.least, c.whole) for c in conditions(g)]
     assert found == [("N/4", "axis 2 of 'x'", 1, True), ("S - 5", "axis 1 of 'slice'", 1, True)]
     g.assume("S >= 6", "N == 4*L")
@@ -141,14 +141,14 @@ DOORS = {
     "param": (lambda g, n: cg.relu(g.param("x", (3, n))), 3),
     "buffer": (lambda g, n: cg.relu(g.buffer("x", (n, 2))), 2),
     "linear": (lambda g, n: cg.linear(g.input("x", (3, 5)), "b d -> b f", f=n), 30),
-    "expand": (lambda g, n: cg.relu(cg.expand(g.input("x", (7,)), "s -> b s", b=n)), 7),
+    "expand": (lambda g, n: cg.relu(cg.ops.expand(g.input("x", (7,)), "s -> b s", b=n)), 7),
     "split": (lambda g, n: cg.relu(cg.rearrange(g.input("x", (n * 5,)), "(h w) -> (w h)", h=n, w=5)), 5),
     "repeat": (lambda g, n: cg.repeat(n, cg.relu, g.input("x", (3,))), 3),
-    "slice": (lambda g, n: cg.relu(cg.slice_axis(g.input("x", (10**9,)), 0, 0, n)), 1),
-    "start": (lambda g, n: cg.relu(cg.slice_axis(g.input("x", (10**9,)), 0, n - 1, 3)), None),
+    "slice": (lambda g, n: cg.relu(cg.ops.slice_axis(g.input("x", (10**9,)), 0, 0, n)), 1),
+    "start": (lambda g, n: cg.relu(cg.ops.slice_axis(g.input("x", (10**9,)), 0, n - 1, 3)), None),
     "opaque": (lambda g, n: cg.relu(cg.opaque("o", [], (n, 2), flops=0)), 2),
-    "ranks": (lambda g, n: cg.relu(cg.collective(g.input("x", (3,)), "all_gather", n)), 3),
-    "top_k": (lambda g, n: cg.top_k(g.input("x", (10**9,)), n)[0], None),
+    "ranks": (lambda g, n: cg.relu(cg.ops.collective(g.input("x", (3,)), "all_gather", n)), 3),
+    "top_k": (lambda g, n: cg.ops.top_k(g.input("x", (10**9,)), n)[0], None),
     "window": (_attended, None),
 }
 
@@ -214,10 +214,10 @@ def test_layers_refuse_what_can_never_be_a_size():
         x = g.input("x", (B, S, 8))
         for size in (sympy.sin(B), sympy.log(2 * S)):
             for call in (
-                lambda n: cg.self_attention(x, heads=n, size=4),
-                lambda n: cg.cross_attention(x, x, heads=n, size=4),
-                lambda n: cg.moe(x, n, 2, f=16),
-                lambda n: cg.moe(x, 4, 2, f=n),
+                lambda n: cg.nn.self_attention(x, heads=n, size=4),
+                lambda n: cg.nn.cross_attention(x, x, heads=n, size=4),
+                lambda n: cg.nn.moe(x, n, 2, f=16),
+                lambda n: cg.nn.moe(x, 4, 2, f=n),
                 cg.every,
             ):
                 with pytest.raises(ShapeError, match="expected"):
@@ -261,7 +261,9 @@ def test_atoms_of_graphs_that_are_gone_are_gone(monkeypatch):
     def declare(i):
         with cg.Graph("g") as g:
             x = g.input("x", (B, sympy.floor(S / (i + 7))))
-            g.output(cg.conv(cg.reshape(x, (B, 1, *x.shape[1:])), "b c s -> b o s", window=3, stride=2, padding=1, o=4))
+            g.output(
+                cg.conv(cg.ops.reshape(x, (B, 1, *x.shape[1:])), "b c s -> b o s", window=3, stride=2, padding=1, o=4)
+            )
         return cg.flops(g)
 
     declare(0)

@@ -32,7 +32,7 @@ def slid(draw, depth=3):
             steps.append((lambda x, o=options: cg.conv(x, "b c l -> b o l", o=C, **o), tuple(options.values())))
         else:
             options = {"window": window, "stride": stride, "padding": padding}
-            steps.append((lambda x, o=options: cg.pool(x, "max", **o), (*options.values(), 1)))
+            steps.append((lambda x, o=options: cg.nn.pool(x, "max", **o), (*options.values(), 1)))
     return steps
 
 
@@ -66,16 +66,16 @@ def test_a_window_of_one_keeps_the_size(size):
         x = g.input("x", (B, C, size))
         y = cg.conv(x, "b c l -> b o l", window=1, o=C) + x
         z = cg.einsum(y, g.param("w", (1,)), "b c l+w, w -> b c l")
-        g.output(cg.pool(y + z, "mean", window=1, stride=1)[:, :, ::1] + x)
+        g.output(cg.nn.pool(y + z, "mean", window=1, stride=1)[:, :, ::1] + x)
     assert y.sizes == x.sizes == z.sizes
 
 
 def test_what_is_halved_again_is_the_size_that_the_graph_has():
     with cg.Graph("g") as g:
         x = g.input("x", (B, C, D / H))
-        up = cg.upsample(x, 2)
-        down = cg.pool(up, "max", window=2)  # ceiling(D/H - 1/2)
-        g.output(cg.concat([x + down, up[:, :, ::2]], 1))
+        up = cg.nn.upsample(x, 2)
+        down = cg.nn.pool(up, "max", window=2)  # ceiling(D/H - 1/2)
+        g.output(cg.ops.concat([x + down, up[:, :, ::2]], 1))
     assert cg.param_count(g) == 0
     point = {"B": 2, "C": 3, "D": 12, "H": 4}
     assert g.outputs[0].sizes[-1].bind({k: poly(v) for k, v in point.items()}) == 3
@@ -86,11 +86,11 @@ def test_what_is_halved_again_is_the_size_that_the_graph_has():
 def test_halves_of_what_need_not_be_even_are_not_taken_for_equal():
     with cg.Graph("g") as g:
         x = g.input("x", (B, C, 2 * D / H))
-        down = cg.pool(x, "max", window=2)
+        down = cg.nn.pool(x, "max", window=2)
         with pytest.raises(cg.ShapeError, match="expected equal"):
-            cg.upsample(down, 2) + x
+            cg.nn.upsample(down, 2) + x
         g.input("y", (D / H,))  # now it is known to be
-        g.output(cg.upsample(down, 2) + x)
+        g.output(cg.nn.upsample(down, 2) + x)
 
 
 def test_patches_and_splits_of_quotients():
@@ -99,7 +99,7 @@ def test_patches_and_splits_of_quotients():
         y = cg.conv(x, "b c h w -> b o h w", window=3, padding=1, o=C) + x
         heads = cg.rearrange(y, "b c (n h) w -> b n c (h w)", n=2)
         back = cg.rearrange(heads, "b n c (h w) -> b c (n h) w", w=D / H) + y
-        g.output(cg.patch_embedding(cg.slice_axis(back, 1, 0, 3), 1, 8))
+        g.output(cg.nn.patch_embedding(cg.ops.slice_axis(back, 1, 0, 3), 1, 8))
     assert g.outputs[0].sizes[1] == poly(D / H) * poly(D / H)
     with pytest.raises(BindingError, match=r"D=3, H=1: axis 3 of 'rearrange' has size D\*\*2/\(2\*H\*\*2\) = 9/2"):
         cg.flops(g, D=3, H=1)

@@ -53,7 +53,7 @@ def test_one_opaque_output_is_a_tensor_and_a_list_is_a_tuple():
 
 
 def test_transfer_moves_every_byte_once_over_its_link():
-    g, y = graph_of(lambda x: cg.transfer(x, "pcie"), (3, 5))
+    g, y = graph_of(lambda x: cg.ops.transfer(x, "pcie"), (3, 5))
     assert not y.is_view
     assert cg.flops(g) == 0
     assert cg.bytes_moved(g) == 4 * 15 + 4 * 15
@@ -71,7 +71,7 @@ def test_transfer_moves_every_byte_once_over_its_link():
     ],
 )
 def test_collectives_change_the_first_axis_and_charge_their_reduction(kind, first, flops):
-    g, y = graph_of(lambda x: cg.collective(x, kind, 4), (12, 5))
+    g, y = graph_of(lambda x: cg.ops.collective(x, kind, 4), (12, 5))
     assert y.shape == (first, 5)
     assert cg.flops(g) == flops
     assert cg.bytes_moved(g) == 4 * 12 * 5 + 4 * first * 5
@@ -100,13 +100,14 @@ def test_collectives_change_the_first_axis_and_charge_their_reduction(kind, firs
         (lambda x: cg.opaque("op", [x], x, flops=0), GraphError, "expected a shape or a pair"),
         (lambda x: cg.opaque("op", [3], [((3,), "fp32")], flops=0), GraphError, "inputs is .*, expected a list"),
         (lambda x: cg.opaque("a b", [x], [((3,), "fp32")], flops=0), GraphError, "name 'a b'"),
-        (lambda x: cg.transfer(x, 3), GraphError, "link is 3, expected text"),
-        (lambda x: cg.transfer(3), GraphError, "transfer: x is 3, expected a tensor"),
-        (lambda x: cg.collective(x, "broadcast", 4), GraphError, "collective 'broadcast', expected one of all_reduce"),
-        (lambda x: cg.collective(x, "send", 0), ShapeError, "ranks: 0, expected a positive integer"),
-        (lambda x: cg.collective(x, "reduce_scatter", 2), ShapeError,
+        (lambda x: cg.ops.transfer(x, 3), GraphError, "link is 3, expected text"),
+        (lambda x: cg.ops.transfer(3), GraphError, "transfer: x is 3, expected a tensor"),
+        (lambda x: cg.ops.collective(x, "broadcast", 4), GraphError,
+         "collective 'broadcast', expected one of all_reduce"),
+        (lambda x: cg.ops.collective(x, "send", 0), ShapeError, "ranks: 0, expected a positive integer"),
+        (lambda x: cg.ops.collective(x, "reduce_scatter", 2), ShapeError,
          "result 1: axis 0: 3/2, expected a positive integer"),
-        (lambda x: cg.collective(None, "send", 2), GraphError, "collective: x is None, expected a tensor"),
+        (lambda x: cg.ops.collective(None, "send", 2), GraphError, "collective: x is None, expected a tensor"),
     ],
 )  # fmt: skip
 def test_refusals_name_the_place_the_value_and_what_was_expected(call, error, text):

@@ -90,7 +90,7 @@ def test_a_function_of_ones_own_needs_a_meaning(monkeypatch):
         monkeypatch.setitem(testing.FUNCTIONS, name, testing.FUNCTIONS[name])
     cube = type(FUNCTIONS["relu"])("cube", 1, 2)
     with cg.Graph("g") as g:
-        g.output(cg.pointwise(cube, g.input("x", (A,))))
+        g.output(cg.ops.pointwise(cube, g.input("x", (A,))))
     with pytest.raises(cg.UnsupportedError, match="function 'cube' has no meaning, expected one from"):
         testing.run(g, A=3)
     try:
@@ -165,7 +165,7 @@ def test_functions_compute_what_torch_does(name):
         x = np.abs(x)
     arrays = [x, y, x + y][: FUNCTIONS[name].arity]
     with cg.Graph("g", dtype="fp64") as g:
-        g.output(cg.pointwise(name, *(g.input(f"x{i}", a.shape) for i, a in enumerate(arrays))))
+        g.output(cg.ops.pointwise(name, *(g.input(f"x{i}", a.shape) for i, a in enumerate(arrays))))
     (mine,) = testing.run(g, {f"x{i}": a for i, a in enumerate(arrays)}).outputs
     expected = theirs(*map(torch.tensor, arrays)).double().numpy()
     assert np.allclose(mine, expected, equal_nan=True)

@@ -21,7 +21,7 @@ def model(dtype="fp32"):
         shared = g.param("shared", (D, D))
 
         def layer(x):
-            return x + cg.mlp(cg.layer_norm(x @ shared), F, bias=True)
+            return x + cg.nn.mlp(cg.layer_norm(x @ shared), F, bias=True)
 
         g.output(squares(cg.repeat(L, layer, x, name="layers")))
     return g
@@ -204,25 +204,25 @@ def test_the_interval_that_takes_least():
         x = cg.linear(g.input("x", (B, D)), "b d -> b e", e=D)
         g.output(squares(cg.repeat(L, lambda x: x + cg.tanh(cg.linear(x, "b d -> b e", e=D)), x, name="layers")))
     # a layer keeps its input and tanh its result: 8*B*D*k; a group its input: 4*B*D*L/k
-    assert (cg.best_interval(g) ** 2 - L / 2).simplify() == 0
+    assert (cg.plan.best_interval(g) ** 2 - L / 2).simplify() == 0
     with cg.Graph("flat") as flat:
         flat.output(squares(flat.input("x", (B, D)) @ flat.param("w", (D, F))))
     with pytest.raises(GraphError, match="graph 'flat' has no stack of layers that can be split"):
-        cg.best_interval(flat)
+        cg.plan.best_interval(flat)
 
 
 def test_the_cheapest_policy_that_fits():
     g = cg.models.load("gpt2", attention="eager")
     sizes = {"B": 4, "S": 256}
     plain = cg.peak_memory(cg.training_step(g), **sizes)
-    assert cg.checkpoint_for(g, memory=plain, **sizes) is None
-    chosen = cg.checkpoint_for(g, memory=plain - 1, **sizes)
+    assert cg.plan.checkpoint_for(g, memory=plain, **sizes) is None
+    chosen = cg.plan.checkpoint_for(g, memory=plain - 1, **sizes)
     step = cg.training_step(g, checkpoint=chosen)
     assert cg.peak_memory(step, **sizes) < plain
     with pytest.raises(cg.BindingError, match=r"checkpoint_for: the least is [0-9]+ bytes, expected at most 1000"):
-        cg.checkpoint_for(g, memory=1000, **sizes)
+        cg.plan.checkpoint_for(g, memory=1000, **sizes)
     with pytest.raises(cg.BindingError, match="expected a limit, either hardware= or memory="):
-        cg.checkpoint_for(g, **sizes)
+        cg.plan.checkpoint_for(g, **sizes)
 
 
 def test_an_allocator_hands_out_whole_blocks():

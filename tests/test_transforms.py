@@ -114,7 +114,7 @@ def test_a_chain_of_elementwise_ops_reads_and_writes_once():
 def test_a_softmax_written_by_hand_becomes_one_kernel():
     with cg.Graph("softmax") as g:
         x = g.input("x", (B, S))
-        e = cg.pointwise("exp", x - cg.reduce(x, "b s -> b 1", "max"))
+        e = cg.ops.pointwise("exp", x - cg.reduce(x, "b s -> b 1", "max"))
         g.output(e / cg.reduce(e, "b s -> b 1", "sum"))
     fused = cg.fuse(g)
     assert [op.kind.name for op in fused.ops] == ["kernel"]
@@ -175,7 +175,7 @@ def test_fusion_reaches_into_repeats():
 def test_fusing_a_scope_takes_all_its_ops():
     with cg.Graph("mlp") as g:
         x = g.input("x", (B, D))
-        g.output(cg.mlp(x, F, name="mlp"))
+        g.output(cg.nn.mlp(x, F, name="mlp"))
     fused = cg.fuse(g, scope="mlp")
     assert [op.kind.name for op in fused.ops] == ["kernel"]
     assert cg.matmul_flops(fused) == cg.matmul_flops(g) == 4 * B * D * F
@@ -184,7 +184,7 @@ def test_fusing_a_scope_takes_all_its_ops():
 
 
 def test_a_scope_inside_a_repeat_is_fused_in_each_iteration():
-    g = looped(lambda x: x + cg.mlp(x, F, name="mlp"), L)
+    g = looped(lambda x: x + cg.nn.mlp(x, F, name="mlp"), L)
     fused = cg.fuse(g, scope="layers/mlp")
     # each iteration: the kernel reads x and two weights and writes h, the sum reads two and writes one
     assert cg.bytes_moved(fused, L=2, **SIZES) == 2 * 4 * (2 * 3 * 5 + 2 * 5 * 7 + 3 * 3 * 5)

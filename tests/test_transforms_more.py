@@ -149,7 +149,7 @@ def test_a_kernel_is_named_by_the_last_of_several_scopes(scopes):
         y = g.input("x", (7, 5))
         for name in scopes:
             with cg.scope(name) if name else nullcontext():
-                y = cg.pointwise("exp", y)
+                y = cg.ops.pointwise("exp", y)
         g.output(y)
     (kernel,) = cg.fuse(g).ops
     last = scopes[-1]
@@ -254,7 +254,7 @@ def test_ops_with_other_domains_are_apart():
         return cg.relu(scores(x)) + x(7, 7)
 
     def other(x):
-        return cg.pointwise("causal_mask_backward", cg.relu(scores(x)))  # whole again
+        return cg.ops.pointwise("causal_mask_backward", cg.relu(scores(x)))  # whole again
 
     assert fused_ops(unfused_and_fused(same)[1]) == [["relu", "add"]]
     assert fused_ops(unfused_and_fused(other)[1]) == []

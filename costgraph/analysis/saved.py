@@ -49,7 +49,7 @@ def saved_bytes(graph: Graph, /, **dims: int) -> dict[str, Formula]:
     >>> import costgraph as cg
     >>> B, D, F, L = cg.dims("B D F L")
     >>> with cg.Graph("g", dtype="bf16") as g:
-    ...     layer = lambda x: x + cg.mlp(x, F)
+    ...     layer = lambda x: x + cg.nn.mlp(x, F)
     ...     x = cg.repeat(L, layer, cg.linear(g.input("x", (B, D)), "b d -> b e", e=D), name="layers")
     ...     g.output(cg.reduce(x, "b d -> ", "mean"))
     >>> cg.saved_bytes(cg.training_step(g))["layers"]

@@ -11,7 +11,7 @@ from ..algebra.symbols import read_size, shorten
 from ..errors import FormatError
 from ..graph.graph import Graph
 from ..optimizers import SGD, Adafactor, AdaGrad, Adam, AdamW, Lion, Muon, Optimizer, RMSProp
-from ..planning import preflight
+from ..plan import preflight
 from ..report import text
 from ..report.collect import report
 from ..report.files import to_csv, to_json

@@ -6,7 +6,6 @@ that it was given, ends in an error.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -16,7 +15,7 @@ from ..errors import GraphError
 from .scopes import here
 from .tensor import Tensor
 
-__all__ = ["Journal", "fixed", "keep_whole", "whole"]
+__all__ = ["Journal", "fixed", "whole"]
 
 
 class Journal:
@@ -68,14 +67,6 @@ def _tensors(values: Iterable[object]) -> Iterator[Tensor]:
             yield value
         elif isinstance(value, list | tuple):
             yield from (v for v in value if isinstance(v, Tensor))
-
-
-def keep_whole(namespace: dict[str, Any], names: Iterable[str]) -> None:
-    """Let all functions of a public namespace do what they do whole or not at all."""
-    for name in names:
-        if inspect.isfunction(namespace[name]):
-            namespace[name] = whole(namespace[name])
-            namespace[name].__module__ = namespace["__name__"]  # where pickle finds this one
 
 
 def _refusing(kind: type, *changing: str) -> type:

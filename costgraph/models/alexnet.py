@@ -25,8 +25,8 @@ def alexnet(name: str, attention: str, dropout: float, dtype: str) -> cg.Graph:
                 name=f"conv{i}",
             )  # fmt: skip
             x = cg.relu(x, inplace=True)
-            x = cg.pool(x, "max", window=3, stride=2) if pooled else x
-        x = cg.rearrange(cg.adaptive_pool(x, (6, 6)), "b d h w -> b (d h w)", name="flatten")
+            x = cg.nn.pool(x, "max", window=3, stride=2) if pooled else x
+        x = cg.rearrange(cg.nn.adaptive_pool(x, (6, 6)), "b d h w -> b (d h w)", name="flatten")
         for i in (1, 2):
             x = cg.linear(cg.dropout(x, dropout), "b d -> b f", f=F, bias=True, name=f"linear{i}")
             x = cg.relu(x, inplace=True)

@@ -34,21 +34,21 @@ def bert(
     embeddings is the masked language model's head.
     """
     B, S, D, H, F, L, V, P, kinds = cg.dims("B S D H F L V P kinds")
-    act = partial(cg.pointwise, activation)
+    act = partial(cg.ops.pointwise, activation)
 
     def block(x: cg.Tensor) -> cg.Tensor:
-        y = cg.self_attention(
+        y = cg.nn.self_attention(
             x, H, D / H, causal=False, kernel=attention, bias=True, out_bias=True, p=dropout, cached=False
         )
         x = cg.layer_norm(cg.dropout(y, dropout) + x, name="attention/norm")
-        return cg.layer_norm(cg.mlp(x, F, activation=act, bias=True, p=dropout, name="mlp") + x, name="mlp/norm")
+        return cg.layer_norm(cg.nn.mlp(x, F, activation=act, bias=True, p=dropout, name="mlp") + x, name="mlp/norm")
 
     with cg.Graph(name, dtype=dtype) as g:
         g.assume("S <= P")
         tokens, types = (g.input(n, (B, S), dtype="int64") for n in ("tokens", "types"))
         table = g.param("tokens/table", (V, D))
         x = cg.embedding(tokens, table) + cg.embedding(types, g.param("types/table", (kinds, D)))
-        x = x + cg.embedding(cg.arange(S), g.param("positions/table", (P, D)))
+        x = x + cg.embedding(cg.ops.arange(S), g.param("positions/table", (P, D)))
         x = cg.dropout(cg.layer_norm(x, name="norm"), dropout)
         x = cg.repeat(L, block, x, name="layers")
         for made in _headed(x, table, head, act, dropout, tied=tied):
@@ -64,7 +64,7 @@ def _headed(
     D, V, C = cg.dims("D V C")
     if head == "masked-lm":
         y = cg.layer_norm(act(cg.linear(x, "b s d -> b s e", e=D, bias=True, name="head/transform")), name="head/norm")
-        weight = cg.transpose(table) if tied else None
+        weight = cg.ops.transpose(table) if tied else None
         if not tied:
             x.graph.param("head/tied_bias", (V,))  # which the reference module then has beside the head's own
         return [cg.linear(y, "b s d -> b s v", v=V, bias=True, weight=weight, name="head")]

@@ -31,24 +31,24 @@ def clip(
 
     def layer(x: cg.Tensor, heads: sympy.Expr, size: sympy.Expr, f: sympy.Expr, act: str, *, causal: bool) -> cg.Tensor:
         y = cg.layer_norm(x, name="attention/norm")
-        x = x + cg.self_attention(
+        x = x + cg.nn.self_attention(
             y, heads, size, causal=causal, kernel=attention, bias=True, out_bias=True, p=dropout, cached=False
         )
         y = cg.layer_norm(x, name="mlp/norm")
-        return x + cg.mlp(y, f, activation=partial(cg.pointwise, act), bias=True, name="mlp")
+        return x + cg.nn.mlp(y, f, activation=partial(cg.ops.pointwise, act), bias=True, name="mlp")
 
     def texts(tokens: cg.Tensor, ends: cg.Tensor) -> cg.Tensor:
         x = cg.embedding(tokens, tokens.graph.param("tokens/table", (V, D)))
-        x = x + cg.embedding(cg.arange(S), tokens.graph.param("positions/table", (P, D)))
+        x = x + cg.embedding(cg.ops.arange(S), tokens.graph.param("positions/table", (P, D)))
         x = cg.repeat(L, lambda x: layer(x, H, D / H, F, text_activation, causal=True), x, name="layers")
-        x = cg.gather(cg.rearrange(cg.layer_norm(x, name="norm"), "b s d -> (b s) d"), ends, name="last")
+        x = cg.ops.gather(cg.rearrange(cg.layer_norm(x, name="norm"), "b s d -> (b s) d"), ends, name="last")
         return _unit(cg.linear(x, "b d -> b e", e=joint, name="projection"))
 
     def images(x: cg.Tensor) -> cg.Tensor:
-        x = cg.patch_embedding(x, patch, DV, bias=False)
-        first = cg.expand(x.graph.param("class_token", (DV,)), "d -> b 1 d", b=B)
-        x = cg.concat([first, x], 1)
-        x = x + cg.embedding(cg.arange(x.shape[1]), x.graph.param("positions/table", x.shape[1:]))
+        x = cg.nn.patch_embedding(x, patch, DV, bias=False)
+        first = cg.ops.expand(x.graph.param("class_token", (DV,)), "d -> b 1 d", b=B)
+        x = cg.ops.concat([first, x], 1)
+        x = x + cg.embedding(cg.ops.arange(x.shape[1]), x.graph.param("positions/table", x.shape[1:]))
         x = cg.layer_norm(x, name="first_norm")
         x = cg.repeat(LV, lambda x: layer(x, HV, DV / HV, FV, vision_activation, causal=False), x, name="layers")
         x = cg.layer_norm(cg.rearrange(x[:, :1], "b 1 d -> b d", name="first"), name="norm")
@@ -63,14 +63,14 @@ def clip(
         with cg.scope("text"):
             read = texts(tokens, ends)
         logits = cg.einsum(read, seen, "b e, c e -> b c", name="logits")
-        g.output(logits * cg.pointwise("exp", g.param("logit_scale", ())))
+        g.output(logits * cg.ops.pointwise("exp", g.param("logit_scale", ())))
     g.loss = "contrastive"
     return g
 
 
 def _unit(x: cg.Tensor) -> cg.Tensor:
     """Divide vectors by their lengths."""
-    return x / cg.pointwise("sqrt", cg.reduce(cg.pointwise("square", x), "b e -> b 1", "sum"))
+    return x / cg.ops.pointwise("sqrt", cg.reduce(cg.ops.pointwise("square", x), "b e -> b 1", "sum"))
 
 
 def _tower(c: Config) -> tuple[list[int], str]:

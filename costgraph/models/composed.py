@@ -22,16 +22,16 @@ def gelu_new(x: cg.Tensor) -> cg.Tensor:
     """GELU in its tanh form, in eight ops; the module's input lives until it returns."""
     half = 0.5 * x
     y = 1.0 + cg.tanh(sqrt(2 / pi) * (x + 0.044715 * x**3.0))
-    return cg.keep(half * y, x)
+    return cg.ops.keep(half * y, x)
 
 
 def rms_norm(x: cg.Tensor, name: str) -> cg.Tensor:
     """RMSNorm in steps, in fp32 and back."""
     with cg.scope(name):
-        wide = cg.cast(x, "fp32")
+        wide = cg.ops.cast(x, "fp32")
         variance = cg.reduce(wide**2.0, "b s d -> b s 1", "mean")
-        y = cg.cast(wide * cg.pointwise("rsqrt", variance + 1e-6), x.dtype)
-        return cg.keep(x.graph.param("weight", x.shape[-1:]) * y, variance, wide)
+        y = cg.ops.cast(wide * cg.ops.pointwise("rsqrt", variance + 1e-6), x.dtype)
+        return cg.ops.keep(x.graph.param("weight", x.shape[-1:]) * y, variance, wide)
 
 
 def rotary_tables(positions: cg.Tensor, size: sympy.Expr, dtype: str) -> tuple[cg.Tensor, cg.Tensor]:
@@ -39,11 +39,11 @@ def rotary_tables(positions: cg.Tensor, size: sympy.Expr, dtype: str) -> tuple[c
     with cg.scope("rope"):
         frequencies = positions.graph.buffer("inv_freq", (size / 2,), dtype="fp32")
         positions.graph.buffer("original_inv_freq", (size / 2,), dtype="fp32")
-        angles = cg.cast(cg.rearrange(positions, "s -> 1 s 1"), "fp32") * frequencies
-        both = cg.concat([angles, angles])
-        cos = cg.pointwise("cos", both) * 1.0
-        sin = cg.pointwise("sin", both) * 1.0
-        return cg.cast(cos, dtype), cg.keep(cg.cast(sin, dtype), angles, both)
+        angles = cg.ops.cast(cg.rearrange(positions, "s -> 1 s 1"), "fp32") * frequencies
+        both = cg.ops.concat([angles, angles])
+        cos = cg.ops.pointwise("cos", both) * 1.0
+        sin = cg.ops.pointwise("sin", both) * 1.0
+        return cg.ops.cast(cos, dtype), cg.ops.keep(cg.ops.cast(sin, dtype), angles, both)
 
 
 def rotary(x: cg.Tensor, cos: cg.Tensor, sin: cg.Tensor) -> cg.Tensor:
@@ -51,16 +51,16 @@ def rotary(x: cg.Tensor, cos: cg.Tensor, sin: cg.Tensor) -> cg.Tensor:
     straight = x * cg.rearrange(cos, "1 s k -> 1 1 s k")
     half = x.shape[-1] / 2
     first, last = x[..., :half], x[..., half:]
-    turned = cg.concat([-last, first])
+    turned = cg.ops.concat([-last, first])
     return straight + turned * cg.rearrange(sin, "1 s k -> 1 1 s k")
 
 
 def causal_mask(positions: cg.Tensor, batch: sympy.Expr, dtype: str) -> cg.Tensor:
     """Make what is added to scores, (batch, 1, s, s): 0 where a query sees a key."""
     with cg.scope("mask"):
-        queries = cg.expand(positions, "s -> b 1 s 1", b=batch)
-        keys = cg.expand(positions, "s -> b 1 1 s", b=batch)
-        return cg.pointwise("where", cg.pointwise("less_equal", keys, queries), 0.0, _HIDDEN, dtype=dtype)
+        queries = cg.ops.expand(positions, "s -> b 1 s 1", b=batch)
+        keys = cg.ops.expand(positions, "s -> b 1 1 s", b=batch)
+        return cg.ops.pointwise("where", cg.ops.pointwise("less_equal", keys, queries), 0.0, _HIDDEN, dtype=dtype)
 
 
 def attend(
@@ -88,15 +88,15 @@ def attend(
             k, v = _repeat_kv(k, repeats), _repeat_kv(v, repeats)
         scores = _matmul(q, k.mT) * 1.0
         scores = scores + mask
-        y = cg.cast(cg.softmax(cg.cast(scores, softmax or scores.dtype)), v.dtype)
-        y = cg.dropout(cg.keep(y, scores), p)
+        y = cg.ops.cast(cg.softmax(cg.ops.cast(scores, softmax or scores.dtype)), v.dtype)
+        y = cg.dropout(cg.ops.keep(y, scores), p)
         out = cg.rearrange(_matmul(y, v), "b h s k -> b s (h k)", name="merge")
-        return cg.keep(out, k, v), [y]
+        return cg.ops.keep(out, k, v), [y]
 
 
 def _repeat_kv(x: cg.Tensor, repeats: sympy.Expr) -> cg.Tensor:
     """Copy each head of keys or values for all heads of queries that share it."""
-    return cg.rearrange(cg.expand(x, "b g s k -> b g r s k", r=repeats), "b g r s k -> b (g r) s k")
+    return cg.rearrange(cg.ops.expand(x, "b g s k -> b g r s k", r=repeats), "b g r s k -> b (g r) s k")
 
 
 def _matmul(a: cg.Tensor, b: cg.Tensor) -> cg.Tensor:

@@ -128,7 +128,7 @@ class Config:
         return value
 
     def activation(self, name: str, default: str | None = None) -> str:
-        """Return the elementwise function that transformers means by a word, as `costgraph.pointwise` names it."""
+        """Return the elementwise function that transformers means by a word, as `costgraph.ops.pointwise` names it."""
         return ACTIVATIONS[self.choice(name, of=ACTIVATIONS, default=default)]
 
     def labels(self) -> int:

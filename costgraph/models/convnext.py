@@ -33,10 +33,10 @@ def convnext(
         width = x.shape[1]
         y = cg.conv(x, "b c h w -> b d h w", d=width, window=7, padding=3, groups=width, bias=True, name="depthwise")
         y = cg.layer_norm(cg.rearrange(y, "b c h w -> b h w c"))
-        y = cg.mlp(y, 4 * width, activation=lambda t: cg.pointwise(activation, t), bias=True)
+        y = cg.nn.mlp(y, 4 * width, activation=lambda t: cg.ops.pointwise(activation, t), bias=True)
         if layer_scale:
             y = y * g.param("layer_scale", (width,))
-        return x + cg.stochastic_depth(cg.rearrange(y, "b h w c -> b c h w"), dropout)
+        return x + cg.nn.stochastic_depth(cg.rearrange(y, "b h w c -> b c h w"), dropout)
 
     with cg.Graph(name, dtype=dtype) as g:
         x = g.input("images", (B, IC, R, R))

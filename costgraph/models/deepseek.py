@@ -47,30 +47,30 @@ def deepseek(
     options |= {"groups": Eg, "kept_groups": kg} if limited else {}
 
     def attend(x: cg.Tensor) -> cg.Tensor:
-        return x + cg.latent_attention(
+        return x + cg.nn.latent_attention(
             cg.rms_norm(x, name="attention/norm"), H, latent=C, nope=Kn, rotated=Kr, value=Kv, rope=rope,
             query_latent=Cq if query_latent else None, absorbed=absorbed, kernel=attention, bias=bias, p=dropout,
         )  # fmt: skip
 
     def first(x: cg.Tensor) -> cg.Tensor:
         x = attend(x)
-        return x + cg.gated_mlp(cg.rms_norm(x, name="mlp/norm"), F)
+        return x + cg.nn.gated_mlp(cg.rms_norm(x, name="mlp/norm"), F)
 
     def block(x: cg.Tensor) -> cg.Tensor:
         x = attend(x)
         y = cg.rms_norm(x, name="moe/norm")
-        return x + (cg.moe(y, E, k, Fe, **options) + cg.gated_mlp(y, Es * Fe, name="shared"))
+        return x + (cg.nn.moe(y, E, k, Fe, **options) + cg.nn.gated_mlp(y, Es * Fe, name="shared"))
 
     with cg.Graph(name, dtype=dtype) as g:
         tokens = g.input("tokens", (B, S), dtype="int64")
         table = g.param("tokens/table", (V, D))
-        rope = cg.rotary_tables(cg.arange(S), Kr)
+        rope = cg.nn.rotary_tables(cg.ops.arange(S), Kr)
         x = cg.embedding(tokens, table)
         if dense:
             x = cg.repeat(Ld, first, x, name="dense_layers")
         x = cg.repeat(L - Ld if dense else L, block, x, name="layers")
         x = cg.rms_norm(x, name="norm")
-        g.output(cg.tied_head(x, table) if tied else cg.linear(x, "b s d -> b s v", v=V, name="head"))
+        g.output(cg.nn.tied_head(x, table) if tied else cg.linear(x, "b s d -> b s v", v=V, name="head"))
     g.loss = "cross_entropy"
     return g
 

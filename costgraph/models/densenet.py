@@ -29,25 +29,25 @@ def densenet(
         )  # fmt: skip
 
     def norm(x: cg.Tensor, name: str = "norm") -> cg.Tensor:
-        return cg.relu(cg.batch_norm(x, statistics=statistics, name=name), inplace=True)
+        return cg.relu(cg.nn.batch_norm(x, statistics=statistics, name=name), inplace=True)
 
     def layer(features: list[cg.Tensor]) -> cg.Tensor:
-        x = norm(cg.concat(features, 1), "norm1")
+        x = norm(cg.ops.concat(features, 1), "norm1")
         x = norm(conv(x, Z * K, 1, name="conv1"), "norm2")
         return cg.dropout(conv(x, K, 3, name="conv2"), dropout)
 
     with cg.Graph(name, dtype=dtype) as g:
         x = norm(conv(g.input("images", (B, IC, R, R)), D, 7, 2, "stem/conv"), "stem/norm")
-        x = cg.pool(x, "max", window=3, stride=2, padding=1)
+        x = cg.nn.pool(x, "max", window=3, stride=2, padding=1)
         for i, depth in enumerate(blocks, 1):
             if i > 1:
                 with cg.scope(f"transition{i - 1}"):
-                    x = cg.pool(conv(norm(x), x.shape[1] / 2, 1), "mean", window=2)
+                    x = cg.nn.pool(conv(norm(x), x.shape[1] / 2, 1), "mean", window=2)
             features = [x]
             for j in range(depth):
                 with cg.scope(f"block{i}/{j}"):
                     features.append(layer(features))
-            x = cg.concat(features, 1, name=f"block{i}")
+            x = cg.ops.concat(features, 1, name=f"block{i}")
         x = cg.reduce(norm(x), "b d h w -> b d", "mean", name="pool")
         g.output(cg.linear(x, "b d -> b c", c=C, bias=True, name="head"))
     g.loss = "cross_entropy"

@@ -25,16 +25,16 @@ def dit(
 
     def by_condition(c: cg.Tensor, count: int) -> tuple[cg.Tensor, ...]:
         y = cg.linear(cg.silu(c), "b d -> b n e", n=count, e=D, bias=True, name="modulation")
-        return cg.split(y, (1,) * count, 1)
+        return cg.ops.split(y, (1,) * count, 1)
 
     def block(x: cg.Tensor, c: cg.Tensor) -> tuple[cg.Tensor, cg.Tensor]:
         shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = by_condition(c, 6)
-        y = cg.self_attention(
+        y = cg.nn.self_attention(
             modulated(x, shift, scale), H, D / H,
             causal=False, kernel=attention, bias=True, out_bias=True, p=dropout, cached=False,
         )  # fmt: skip
         x = x + gate * cg.dropout(y, dropout)
-        y = cg.mlp(modulated(x, shift_mlp, scale_mlp), F, activation=_gelu, bias=True, p=dropout, name="mlp")
+        y = cg.nn.mlp(modulated(x, shift_mlp, scale_mlp), F, activation=_gelu, bias=True, p=dropout, name="mlp")
         return x + gate_mlp * y, c
 
     with cg.Graph(name, dtype=dtype) as g:
@@ -45,7 +45,7 @@ def dit(
         x = cg.rearrange(x, "b d h w -> b (h w) d")
         x = x + g.param("positions", (1, side**2, D), grad=False)
         with cg.scope("times"):
-            y = cg.linear(cg.timestep_embedding(times, waves), "b w -> b d", d=D, bias=True, name="up")
+            y = cg.linear(cg.nn.timestep_embedding(times, waves), "b w -> b d", d=D, bias=True, name="up")
             c = cg.linear(cg.silu(y), "b d -> b e", e=D, bias=True, name="down")
         # one row more for samples whose class is withheld
         c = c + cg.embedding(classes, g.param("classes/table", (C + 1, D)))

@@ -35,13 +35,13 @@ def dlrm(
         for i in range(1, bottom + 1):
             size = cg.dims(f"F{i}") if i < bottom else D
             x = cg.relu(cg.linear(x, "b i -> b o", o=size, bias=True, name=f"bottom{i}"))
-        vectors = [cg.reshape(x, (B, 1, D))]
+        vectors = [cg.ops.reshape(x, (B, 1, D))]
         for i in range(1, tables + 1):
             ids = g.input(f"indices{i}", (B, N), dtype="int64")
-            bag = cg.embedding_bag(ids, g.param(f"table{i}", (cg.dims(f"V{i}"), D)), name=f"bag{i}")
-            vectors.append(cg.reshape(bag, (B, 1, D)))
-        products = cg.dot_interaction(cg.concat(vectors, 1, name="vectors"), itself=itself)
-        x = cg.concat([x, products], 1, name="features")
+            bag = cg.nn.embedding_bag(ids, g.param(f"table{i}", (cg.dims(f"V{i}"), D)), name=f"bag{i}")
+            vectors.append(cg.ops.reshape(bag, (B, 1, D)))
+        products = cg.nn.dot_interaction(cg.ops.concat(vectors, 1, name="vectors"), itself=itself)
+        x = cg.ops.concat([x, products], 1, name="features")
         for i in range(1, top + 1):
             size = cg.dims(f"T{i}") if i < top else 1
             x = cg.linear(x, "b i -> b o", o=size, bias=True, name=f"top{i}")

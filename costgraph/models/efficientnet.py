@@ -49,12 +49,12 @@ def efficientnet(
         options["squeeze_activation"] = activation
 
         def block(x: cg.Tensor) -> cg.Tensor:
-            return cg.inverted_residual(
+            return cg.nn.inverted_residual(
                 x, expansion * width, width, squeezed=width / Q, residual=True, p=dropout, **options
             )
 
         with cg.scope(f"stage{i}"):
-            x = cg.inverted_residual(
+            x = cg.nn.inverted_residual(
                 x, expansion * before, width, squeezed=before / Q, stride=strides[i - 1], name="first", **options
             )
             return x if i in single else cg.repeat(depth - 1, block, x, name="blocks")

@@ -36,15 +36,15 @@ def falcon(
         g.assume("H >= G")
         tokens = g.input("tokens", (B, S), dtype="int64")
         table = g.param("tokens/table", (V, D))
-        rope = cg.rotary_tables(cg.arange(S), D / H)
+        rope = cg.nn.rotary_tables(cg.ops.arange(S), D / H)
 
         def attend(x: cg.Tensor) -> cg.Tensor:
-            return cg.self_attention(
+            return cg.nn.self_attention(
                 x, H, D / H, groups=G, packed=True, rope=rope, kernel=attention, bias=bias, out_bias=bias
             )
 
         def block(x: cg.Tensor) -> cg.Tensor:
-            mlp = partial(cg.mlp, f=F, bias=bias, activation=partial(cg.pointwise, activation))
+            mlp = partial(cg.nn.mlp, f=F, bias=bias, activation=partial(cg.ops.pointwise, activation))
             y = cg.layer_norm(x, name="attention/norm")
             if parallel:
                 z = cg.layer_norm(x, name="mlp/norm") if norms == 2 else y
@@ -54,7 +54,7 @@ def falcon(
 
         x = cg.repeat(L, block, cg.embedding(tokens, table), name="layers")
         x = cg.layer_norm(x, name="norm")
-        g.output(cg.tied_head(x, table) if tied else cg.linear(x, "b s d -> b s v", v=V, name="head"))
+        g.output(cg.nn.tied_head(x, table) if tied else cg.linear(x, "b s d -> b s v", v=V, name="head"))
     g.loss = "cross_entropy"
     return g
 

@@ -40,28 +40,28 @@ def gemma(
         g.assume("H >= G")
         tokens = g.input("tokens", (B, S), dtype="int64")
         table = g.param("tokens/table", (V, D))
-        x = cg.pointwise("mul", cg.embedding(tokens, table), 1.0, name="scale")  # by the root of D
+        x = cg.ops.pointwise("mul", cg.embedding(tokens, table), 1.0, name="scale")  # by the root of D
         options: dict[str, Any] = {"groups": G, "bias": bias, "out_bias": bias, "qk_norm": qk_norm, "p": dropout}
         options |= {"softcap": softcap, "kernel": attention}
         # with two bases each kind of layer that there is has tables of its own
         two = local_base and isinstance(kinds, list | tuple) and "local" in kinds and "global" in kinds
-        ropes = [cg.rotary_tables(cg.arange(S), K) for _ in range(2 if two else 1)]
+        ropes = [cg.nn.rotary_tables(cg.ops.arange(S), K) for _ in range(2 if two else 1)]
 
         def block(x: cg.Tensor, window: object, rope: tuple[cg.Tensor, cg.Tensor]) -> cg.Tensor:
             y = cg.rms_norm(x, name="attention/norm")
-            y = cg.self_attention(y, H, K, window=window, rope=rope, **options)
+            y = cg.nn.self_attention(y, H, K, window=window, rope=rope, **options)
             x = x + cg.rms_norm(y, name="attention/norm_after")
             y = cg.rms_norm(x, name="mlp/norm")
-            y = cg.gated_mlp(y, F, activation=partial(cg.pointwise, activation))
+            y = cg.nn.gated_mlp(y, F, activation=partial(cg.ops.pointwise, activation))
             return x + cg.rms_norm(y, name="mlp/norm_after")
 
         bodies = {
             "local": partial(block, window=W, rope=ropes[0]),
             "global": partial(block, window=None, rope=ropes[-1]),
         }
-        x = cg.rms_norm(cg.layers(L, bodies, x, kinds, rest=rest), name="norm")
-        x = cg.tied_head(x, table) if tied else cg.linear(x, "b s d -> b s v", v=V, name="head")
-        g.output(x if logit_softcap is None else cg.pointwise("softcap", x, name="head/softcap"))
+        x = cg.rms_norm(cg.nn.layers(L, bodies, x, kinds, rest=rest), name="norm")
+        x = cg.nn.tied_head(x, table) if tied else cg.linear(x, "b s d -> b s v", v=V, name="head")
+        g.output(x if logit_softcap is None else cg.ops.pointwise("softcap", x, name="head/softcap"))
     g.loss = "cross_entropy"
     return g
 

@@ -23,15 +23,15 @@ def gpt2(
     def block(x: cg.Tensor) -> cg.Tensor:
         y = cg.layer_norm(x, name="attention/norm")
         qkv = cg.linear(y, "b s d -> b s n h k", n=3, h=H, k=D / H, bias=True, name="attention/kqv")
-        q, k, v = (cg.rearrange(part, "b s 1 h k -> b h s k") for part in cg.split(qkv, (1, 1, 1), 2))
-        k, v = (cg.cache(t, "b h t k", along="t", name=f"attention/{c}_cache") for c, t in (("k", k), ("v", v)))
+        q, k, v = (cg.rearrange(part, "b s 1 h k -> b h s k") for part in cg.ops.split(qkv, (1, 1, 1), 2))
+        k, v = (cg.ops.cache(t, "b h t k", along="t", name=f"attention/{c}_cache") for c, t in (("k", k), ("v", v)))
         y = cg.attention(q, k, v, causal=True, kernel=attention, p=dropout, name="attention")
         y = cg.rearrange(y, "b h s k -> b s (h k)", name="attention/merge")
         y = cg.linear(y, "b s e -> b s d", d=D, bias=True, name="attention/proj")
         x = x + cg.dropout(y, dropout)
         y = cg.layer_norm(x, name="mlp/norm")
         with cg.scope("mlp"):
-            y = cg.pointwise(activation, cg.linear(y, "b s d -> b s f", f=F, bias=True, name="ffw1"))
+            y = cg.ops.pointwise(activation, cg.linear(y, "b s d -> b s f", f=F, bias=True, name="ffw1"))
             y = cg.linear(y, "b s f -> b s d", d=D, bias=True, name="ffw2")
         return x + cg.dropout(y, dropout)
 
@@ -40,10 +40,10 @@ def gpt2(
         tokens = g.input("tokens", (B, S), dtype="int64")
         table = g.param("tokens/table", (V, D))
         x = cg.embedding(tokens, table)
-        x = x + cg.embedding(cg.arange(S), g.param("positions/table", (P, D)))
+        x = x + cg.embedding(cg.ops.arange(S), g.param("positions/table", (P, D)))
         x = cg.repeat(L, block, cg.dropout(x, dropout), name="layers")
         x = cg.layer_norm(x, name="norm")
-        g.output(cg.tied_head(x, table) if tied else cg.linear(x, "b s d -> b s v", v=V, name="head"))
+        g.output(cg.nn.tied_head(x, table) if tied else cg.linear(x, "b s d -> b s v", v=V, name="head"))
     g.loss = "cross_entropy"
     return g
 
@@ -55,24 +55,24 @@ def composed_gpt2(name: str, attention: str, dropout: float, dtype: str) -> cg.G
     def block(x: cg.Tensor) -> cg.Tensor:
         y = cg.layer_norm(x, name="attention/norm")
         attended, probabilities = _attend(y, mask, dropout)
-        middle = cg.keep(attended + x, y)
+        middle = cg.ops.keep(attended + x, y)
         y = cg.layer_norm(middle, name="mlp/norm")
         with cg.scope("mlp"):
             z = composed.gelu_new(cg.linear(y, "b s d -> b s f", f=F, bias=True, name="ffw1"))
             z = cg.linear(z, "b s f -> b s d", d=D, bias=True, name="ffw2")
         # what the layer was given and what its attention returned are named until it returns
-        return cg.keep(middle + cg.dropout(z, dropout), y, attended, *probabilities, x)
+        return cg.ops.keep(middle + cg.dropout(z, dropout), y, attended, *probabilities, x)
 
     with cg.Graph(name, dtype=dtype) as g:
         g.assume("S <= P")
         tokens = g.input("tokens", (B, S), dtype="int64")
         table = g.param("tokens/table", (V, D))
-        embedded, positions = cg.embedding(tokens, table), cg.arange(S)
+        embedded, positions = cg.embedding(tokens, table), cg.ops.arange(S)
         placed = cg.embedding(positions, g.param("positions/table", (P, D)))
         x = embedded + placed
         mask = composed.causal_mask(positions, B, dtype) if attention == "eager" else None
         x = cg.repeat(L, block, cg.dropout(x, dropout), name="layers")
-        x = cg.keep(cg.layer_norm(x, name="norm"), embedded, placed, positions, *([] if mask is None else [mask]))
+        x = cg.ops.keep(cg.layer_norm(x, name="norm"), embedded, placed, positions, *([] if mask is None else [mask]))
         with cg.scope("head"):
             g.output(cg.einsum(x, table, "b s d, v d -> b s v", name="matmul"))
     g.loss = "cross_entropy"
@@ -83,10 +83,10 @@ def _attend(x: cg.Tensor, mask: cg.Tensor | None, dropout: float) -> tuple[cg.Te
     """Return what attention adds, and the probabilities that it returns as well."""
     D, H = cg.dims("D H")
     qkv = cg.linear(x, "b s d -> b s e", e=3 * D, bias=True, name="attention/kqv")
-    q, k, v = (cg.rearrange(part, "b s (h k) -> b h s k", h=H) for part in cg.split(qkv, (D, D, D)))
+    q, k, v = (cg.rearrange(part, "b s (h k) -> b h s k", h=H) for part in cg.ops.split(qkv, (D, D, D)))
     y, probabilities = composed.attend(q, k, v, mask, dropout)
     y = cg.linear(y, "b s e -> b s d", d=D, bias=True, name="attention/proj")
-    return cg.keep(cg.dropout(y, dropout), qkv), probabilities
+    return cg.ops.keep(cg.dropout(y, dropout), qkv), probabilities
 
 
 def read(c: Config) -> Preset:

@@ -33,12 +33,12 @@ def gpt_oss(
     E, k, Fe = cg.dims("E k Fe")
 
     def block(x: cg.Tensor, window: object) -> cg.Tensor:
-        x = x + cg.self_attention(
+        x = x + cg.nn.self_attention(
             cg.rms_norm(x, name="attention/norm"), H, K, groups=G, rope=rope, window=window, kernel=attention,
             bias=bias, out_bias=bias, sinks=True, p=dropout,
         )  # fmt: skip
         y = cg.rms_norm(x, name="moe/norm")
-        return x + cg.moe(
+        return x + cg.nn.moe(
             y, E, k, Fe, routing=routing, capacity=capacity, gate=_clamped, bias=True, score="chosen", router_bias=True
         )
 
@@ -46,18 +46,18 @@ def gpt_oss(
         g.assume("H >= G")
         tokens = g.input("tokens", (B, S), dtype="int64")
         table = g.param("tokens/table", (V, D))
-        rope = cg.rotary_tables(cg.arange(S), K)
+        rope = cg.nn.rotary_tables(cg.ops.arange(S), K)
         bodies = {"global": partial(block, window=None), "local": partial(block, window=W)}
-        x = cg.rms_norm(cg.layers(L, bodies, cg.embedding(tokens, table), kinds, rest=rest), name="norm")
-        g.output(cg.tied_head(x, table) if tied else cg.linear(x, "b s d -> b s v", v=V, name="head"))
+        x = cg.rms_norm(cg.nn.layers(L, bodies, cg.embedding(tokens, table), kinds, rest=rest), name="norm")
+        g.output(cg.nn.tied_head(x, table) if tied else cg.linear(x, "b s d -> b s v", v=V, name="head"))
     g.loss = "cross_entropy"
     return g
 
 
 def _clamped(gate: cg.Tensor, up: cg.Tensor) -> cg.Tensor:
     """SwiGLU of what is kept within limits: gate / (1 + exp(-1.702 * gate)) * (up + 1)."""
-    gate, up = cg.pointwise("minimum", gate, 7.0), cg.pointwise("clamp", up)
-    return (up + 1) * cg.pointwise("quick_gelu", gate)
+    gate, up = cg.ops.pointwise("minimum", gate, 7.0), cg.ops.pointwise("clamp", up)
+    return (up + 1) * cg.ops.pointwise("quick_gelu", gate)
 
 
 def read(c: Config) -> Preset:

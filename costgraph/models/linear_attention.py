@@ -21,14 +21,14 @@ def linear_attention(name: str, attention: str, dropout: float, dtype: str, *, s
     def block(x: cg.Tensor) -> cg.Tensor:
         y = cg.dropout(_attend(x, dtype, scan), dropout)
         x = cg.layer_norm(x + y, name="attention/norm")
-        y = cg.mlp(x, F, activation=cg.relu, bias=True, p=dropout)
+        y = cg.nn.mlp(x, F, activation=cg.relu, bias=True, p=dropout)
         return cg.layer_norm(x + y, name="mlp/norm")
 
     with cg.Graph(name, dtype=dtype) as g:
         g.assume("S <= P")
         tokens = g.input("tokens", (B, S), dtype="int64")
         x = cg.embedding(tokens, g.param("tokens/table", (V, D)))
-        x = x + cg.embedding(cg.arange(S), g.buffer("positions/table", (P, D)))
+        x = x + cg.embedding(cg.ops.arange(S), g.buffer("positions/table", (P, D)))
         x = cg.repeat(L, block, cg.dropout(x, dropout), name="layers")
         g.output(cg.linear(cg.layer_norm(x, name="norm"), "b s d -> b s v", v=V, bias=True, name="head"))
     g.loss = "cross_entropy"
@@ -39,8 +39,8 @@ def _attend(x: cg.Tensor, dtype: str, scan: str) -> cg.Tensor:
     """Sum keys times values over the positions so far, and keys for the normaliser (eq. 16 to 20)."""
     B, D, H = cg.dims("B D H")
     made = [cg.linear(x, "b s d -> b s h k", h=H, k=D / H, bias=True, name=f"attention/{n}") for n in ("q", "k", "v")]
-    state = cg.initial_state((B, H, D / H, D / H), dtype, name="attention/state")
-    norm = cg.initial_state((B, H, D / H), dtype, name="attention/norm_state")
+    state = cg.ops.initial_state((B, H, D / H, D / H), dtype, name="attention/state")
+    norm = cg.ops.initial_state((B, H, D / H), dtype, name="attention/norm_state")
 
     def step(
         carried: tuple[cg.Tensor, cg.Tensor], now: tuple[cg.Tensor, ...]
@@ -51,9 +51,9 @@ def _attend(x: cg.Tensor, dtype: str, scan: str) -> cg.Tensor:
         scale = cg.einsum(q, z, "b h k, b h k -> b h", name="normalise")
         return (s, z), y / cg.rearrange(scale + 1e-6, "b h -> b h 1")
 
-    with cg.scan_kernel("linear_attention", scan):
-        q, k = (cg.pointwise("elu", t) + 1.0 for t in made[:2])
-        y = cg.recurrence(step, (state, norm), (q, k, made[2]))
+    with cg.nn.scan_kernel("linear_attention", scan):
+        q, k = (cg.ops.pointwise("elu", t) + 1.0 for t in made[:2])
+        y = cg.nn.recurrence(step, (state, norm), (q, k, made[2]))
     y = cg.rearrange(y, "b s h v -> b s (h v)", name="attention/merge")
     return cg.linear(y, "b s e -> b s d", d=D, bias=True, name="attention/proj")
 

@@ -37,18 +37,18 @@ def llama(
         tokens = g.input("tokens", (B, S), dtype="int64")
         table = g.param("tokens/table", (V, D))
         x = cg.embedding(tokens, table)
-        rope = cg.rotary_tables(cg.arange(S), K)
+        rope = cg.nn.rotary_tables(cg.ops.arange(S), K)
 
         def block(x: cg.Tensor) -> cg.Tensor:
             y = cg.rms_norm(x, name="attention/norm")
-            x = x + cg.self_attention(
+            x = x + cg.nn.self_attention(
                 y, H, K, groups=G, rope=rope, kernel=attention, bias=bias, out_bias=bias, p=dropout
             )
             y = cg.rms_norm(x, name="mlp/norm")
-            return x + cg.gated_mlp(y, F, activation=partial(cg.pointwise, activation), bias=mlp_bias)
+            return x + cg.nn.gated_mlp(y, F, activation=partial(cg.ops.pointwise, activation), bias=mlp_bias)
 
         x = cg.rms_norm(cg.repeat(L, block, x, name="layers"), name="norm")
-        g.output(cg.tied_head(x, table) if tied else cg.linear(x, "b s d -> b s v", v=V, name="head"))
+        g.output(cg.nn.tied_head(x, table) if tied else cg.linear(x, "b s d -> b s v", v=V, name="head"))
     g.loss = "cross_entropy"
     return g
 
@@ -62,22 +62,22 @@ def composed_llama(name: str, attention: str, dropout: float, dtype: str) -> cg.
     def block(x: cg.Tensor) -> cg.Tensor:
         y = composed.rms_norm(x, "attention/norm")
         attended, probabilities = _attend(y, cos, sin, mask, G if shared else H, dropout)
-        middle = x + cg.keep(attended, y)
+        middle = x + cg.ops.keep(attended, y)
         y = composed.rms_norm(middle, "mlp/norm")
-        y = cg.keep(cg.gated_mlp(y, F, name="mlp"), y)
+        y = cg.ops.keep(cg.nn.gated_mlp(y, F, name="mlp"), y)
         # what the layer was given and what its attention returned are named until it returns
-        return cg.keep(middle + y, *probabilities, x)
+        return cg.ops.keep(middle + y, *probabilities, x)
 
     with cg.Graph(name, dtype=dtype) as g:
         if shared:
             g.assume("H > G")
         tokens = g.input("tokens", (B, S), dtype="int64")
-        embedded, positions = cg.embedding(tokens, g.param("tokens/table", (V, D))), cg.arange(S)
+        embedded, positions = cg.embedding(tokens, g.param("tokens/table", (V, D))), cg.ops.arange(S)
         mask = composed.causal_mask(positions, B, dtype) if attention == "eager" else None
         cos, sin = composed.rotary_tables(positions, K, dtype)
         x = cg.repeat(L, block, embedded, name="layers")
         y = composed.rms_norm(x, "norm")
-        y = cg.keep(y, x, embedded, positions, cos, sin, *([] if mask is None else [mask]))
+        y = cg.ops.keep(y, x, embedded, positions, cos, sin, *([] if mask is None else [mask]))
         g.output(cg.linear(y, "b s d -> b s v", v=V, name="head"))
     g.loss = "cross_entropy"
     return g
@@ -95,10 +95,10 @@ def _attend(
     q, k, v = (cg.rearrange(t, "b s h k -> b h s k") for t in made)
     with cg.scope("attention"):
         turned, keys = composed.rotary(q, cos, sin), composed.rotary(k, cos, sin)
-        keys = cg.keep(keys, q, k)  # both names go over to what is turned once both are
+        keys = cg.ops.keep(keys, q, k)  # both names go over to what is turned once both are
     y, probabilities = composed.attend(turned, keys, v, mask, dropout, repeats=H / groups, softmax="fp32")
     y = cg.linear(y, "b s e -> b s d", d=D, name="attention/proj")
-    return cg.keep(y, turned, keys, v), probabilities
+    return cg.ops.keep(y, turned, keys, v), probabilities
 
 
 def read(c: Config) -> Preset:

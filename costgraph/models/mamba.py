@@ -25,13 +25,13 @@ def _model(name: str, dtype: str, mixer: _Mixer, *, wide: bool, tied: bool) -> c
         tokens = g.input("tokens", (B, S), dtype="int64")
         table = g.param("tokens/table", (V, D))
         x = cg.embedding(tokens, table)
-        x = cg.cast(x, "fp32") if wide else x
+        x = cg.ops.cast(x, "fp32") if wide else x
 
         def block(x: cg.Tensor) -> cg.Tensor:
-            return x + mixer(g, cg.rms_norm(cg.cast(x, dtype), name="norm"))
+            return x + mixer(g, cg.rms_norm(cg.ops.cast(x, dtype), name="norm"))
 
-        x = cg.cast(cg.rms_norm(cg.repeat(L, block, x, name="layers"), name="norm"), dtype)
-        g.output(cg.tied_head(x, table) if tied else cg.linear(x, "b s d -> b s v", v=V, name="head"))
+        x = cg.ops.cast(cg.rms_norm(cg.repeat(L, block, x, name="layers"), name="norm"), dtype)
+        g.output(cg.nn.tied_head(x, table) if tied else cg.linear(x, "b s d -> b s v", v=V, name="head"))
     g.loss = "cross_entropy"
     return g
 
@@ -45,31 +45,31 @@ def mamba(
     B, D, E, N, R = cg.dims("B D E N R")
 
     def mixer(g: cg.Graph, x: cg.Tensor) -> cg.Tensor:
-        x, z = cg.split(cg.linear(x, "b s d -> b s e", e=2 * E, bias=bias, name="in"), (E, E))
-        x = cg.silu(cg.causal_conv(x, window, bias=conv_bias))
-        dt, b, c = cg.split(cg.linear(x, "b s e -> b s r", r=R + 2 * N, name="x"), (R, N, N))
+        x, z = cg.ops.split(cg.linear(x, "b s d -> b s e", e=2 * E, bias=bias, name="in"), (E, E))
+        x = cg.silu(cg.nn.causal_conv(x, window, bias=conv_bias))
+        dt, b, c = cg.ops.split(cg.linear(x, "b s e -> b s r", r=R + 2 * N, name="x"), (R, N, N))
         dt = cg.linear(dt, "b s r -> b s e", e=E, name="dt")
         shift, log_a, skip = g.param("dt/bias", (E,)), g.param("log_a", (E, N)), g.param("skip", (E,))
-        start = cg.initial_state((B, E, N), "fp32", name="state")
-        with cg.scan_kernel("selective_scan", scan):
-            dt = cg.pointwise("softplus", cg.cast(dt, "fp32") + cg.cast(shift, "fp32"))
-            decay = cg.pointwise("exp", cg.einsum(dt, -_exp(log_a), "b s e, e n -> b s e n"))
-            fed = cg.einsum(dt * cg.cast(x, "fp32"), cg.cast(b, "fp32"), "b s e, b s n -> b s e n")
+        start = cg.ops.initial_state((B, E, N), "fp32", name="state")
+        with cg.nn.scan_kernel("selective_scan", scan):
+            dt = cg.ops.pointwise("softplus", cg.ops.cast(dt, "fp32") + cg.ops.cast(shift, "fp32"))
+            decay = cg.ops.pointwise("exp", cg.einsum(dt, -_exp(log_a), "b s e, e n -> b s e n"))
+            fed = cg.einsum(dt * cg.ops.cast(x, "fp32"), cg.ops.cast(b, "fp32"), "b s e, b s n -> b s e n")
 
             def step(h: cg.Tensor, now: tuple[cg.Tensor, ...]) -> tuple[cg.Tensor, cg.Tensor]:
                 decay, fed, c = now
-                h = cg.pointwise("fma", decay, h, fed)
-                return h, cg.einsum(cg.cast(h, c.dtype), c, "b e n, b n -> b e", name="output")
+                h = cg.ops.pointwise("fma", decay, h, fed)
+                return h, cg.einsum(cg.ops.cast(h, c.dtype), c, "b e n, b n -> b e", name="output")
 
-            y = cg.recurrence(step, start, (decay, fed, c))
-            y = cg.cast((y + x * cg.cast(skip, "fp32")) * cg.silu(z), dtype)
+            y = cg.nn.recurrence(step, start, (decay, fed, c))
+            y = cg.ops.cast((y + x * cg.ops.cast(skip, "fp32")) * cg.silu(z), dtype)
         return cg.linear(y, "b s e -> b s d", d=D, bias=bias, name="out")
 
     return _model(name, dtype, mixer, wide=wide, tied=tied)
 
 
 def _exp(log_a: cg.Tensor) -> cg.Tensor:
-    return cg.pointwise("exp", cg.cast(log_a, "fp32"))
+    return cg.ops.pointwise("exp", cg.ops.cast(log_a, "fp32"))
 
 
 def mamba2(
@@ -86,8 +86,8 @@ def mamba2(
 
     def mixer(g: cg.Graph, x: cg.Tensor) -> cg.Tensor:
         y = cg.linear(x, "b s d -> b s e", e=2 * E + shared + H, bias=bias, name="in")
-        z, x, dt = cg.split(y, (E, E + shared, H))
-        x, b, c = cg.split(cg.silu(cg.causal_conv(x, window, bias=conv_bias)), (E, G * N, G * N))
+        z, x, dt = cg.ops.split(y, (E, E + shared, H))
+        x, b, c = cg.ops.split(cg.silu(cg.nn.causal_conv(x, window, bias=conv_bias)), (E, G * N, G * N))
         x = cg.rearrange(x, "b s (g r k) -> b s g r k", g=G, k=K)
         b, c = (cg.rearrange(t, "b s (g n) -> b s g n", g=G) for t in (b, c))
         dt = cg.rearrange(dt, "b s (g r) -> b s g r", g=G)
@@ -104,15 +104,15 @@ def _gated_norm(g: cg.Graph, y: cg.Tensor, z: cg.Tensor) -> cg.Tensor:
     G = cg.dims("G")
     weight = g.param("gated_norm/weight", y.shape[-1:])
     with cg.kernel("gated_norm"):
-        wide = cg.cast(y, "fp32") * cg.silu(cg.cast(z, "fp32"))
+        wide = cg.ops.cast(y, "fp32") * cg.silu(cg.ops.cast(z, "fp32"))
         wide = cg.rearrange(wide, "b s (g e) -> b s g e", g=G)
-        power = cg.reduce(cg.pointwise("square", wide), "b s g e -> b s g 1", "mean")
-        made = cg.rearrange(wide * cg.pointwise("rsqrt", power + 1e-5), "b s g e -> b s (g e)")
-        return cg.cast(made, z.dtype) * weight
+        power = cg.reduce(cg.ops.pointwise("square", wide), "b s g e -> b s g 1", "mean")
+        made = cg.rearrange(wide * cg.ops.pointwise("rsqrt", power + 1e-5), "b s g e -> b s (g e)")
+        return cg.ops.cast(made, z.dtype) * weight
 
 
 def _steps(dt: cg.Tensor, shift: cg.Tensor) -> cg.Tensor:
-    return cg.pointwise("clamp", cg.pointwise("softplus", cg.cast(dt, "fp32") + cg.cast(shift, "fp32")))
+    return cg.ops.pointwise("clamp", cg.ops.pointwise("softplus", cg.ops.cast(dt, "fp32") + cg.ops.cast(shift, "fp32")))
 
 
 def _recurrent(
@@ -121,20 +121,20 @@ def _recurrent(
 ) -> cg.Tensor:  # fmt: skip
     """Carry a state of K x N for each head from position to position."""
     B, H, G, K, N = cg.dims("B H G K N")
-    start = cg.initial_state((B, G, H / G, K, N), "fp32", name="state")
-    with cg.scan_kernel("selective_scan", scan):
+    start = cg.ops.initial_state((B, G, H / G, K, N), "fp32", name="state")
+    with cg.nn.scan_kernel("selective_scan", scan):
         dt = _steps(dt, shift)
-        decay = cg.pointwise("exp", dt * -_exp(log_a))
-        fed = cg.einsum(dt, cg.cast(x, "fp32"), "b s g r, b s g r k -> b s g r k")
+        decay = cg.ops.pointwise("exp", dt * -_exp(log_a))
+        fed = cg.einsum(dt, cg.ops.cast(x, "fp32"), "b s g r, b s g r k -> b s g r k")
 
         def step(h: cg.Tensor, now: tuple[cg.Tensor, ...]) -> tuple[cg.Tensor, cg.Tensor]:
             decay, fed, b, c = now
-            new = cg.einsum(fed, cg.cast(b, "fp32"), "b g r k, b g n -> b g r k n")
+            new = cg.einsum(fed, cg.ops.cast(b, "fp32"), "b g r k, b g n -> b g r k n")
             h = cg.einsum(decay, h, "b g r, b g r k n -> b g r k n") + new
-            return h, cg.einsum(cg.cast(h, c.dtype), c, "b g r k n, b g n -> b g r k", name="output")
+            return h, cg.einsum(cg.ops.cast(h, c.dtype), c, "b g r k n, b g n -> b g r k", name="output")
 
-        y = cg.recurrence(step, start, (decay, fed, b, c))
-        return cg.cast(y + cg.einsum(x, skip, "b s g r k, g r -> b s g r k"), x.dtype)
+        y = cg.nn.recurrence(step, start, (decay, fed, b, c))
+        return cg.ops.cast(y + cg.einsum(x, skip, "b s g r k, g r -> b s g r k"), x.dtype)
 
 
 def _chunked(
@@ -153,51 +153,57 @@ def _chunked(
     chunks = {t: f"b (m q) {a} -> b m q {a}" for t, a in ((x, "g r k"), (dt, "g r"), (b, "g n"), (c, "g n"))}
     x, dt, b, c = (cg.rearrange(t, pattern, q=Q) for t, pattern in chunks.items())
     if each:
-        b, c = (cg.expand(cg.cast(t, "fp32"), "b m q g n -> b m q g r n", r=H / G) for t in (b, c))
-    with cg.scan_kernel("chunk_cumsum", scan):
+        b, c = (cg.ops.expand(cg.ops.cast(t, "fp32"), "b m q g n -> b m q g r n", r=H / G) for t in (b, c))
+    with cg.nn.scan_kernel("chunk_cumsum", scan):
         dt = _steps(dt, shift)
-        total = cg.cumulative_sum(dt * -_exp(log_a), axis=2)
-    with cg.scan_kernel("chunk_state", scan):
-        fed = cg.einsum(dt, cg.cast(x, "fp32"), "b m p g r, b m p g r k -> b m p g r k")
-        left = cg.pointwise("exp", total[:, :, Q - 1 :] - total)
+        total = cg.nn.cumulative_sum(dt * -_exp(log_a), axis=2)
+    with cg.nn.scan_kernel("chunk_state", scan):
+        fed = cg.einsum(dt, cg.ops.cast(x, "fp32"), "b m p g r, b m p g r k -> b m p g r k")
+        left = cg.ops.pointwise("exp", total[:, :, Q - 1 :] - total)
         states = cg.einsum(fed, left, "b m p g r k, b m p g r -> b m p g r k")
-        states = cg.einsum(states, cg.cast(b, "fp32"), f"b m p g r k, b m p {heads} n -> b m g r k n", name="states")
+        states = cg.einsum(
+            states, cg.ops.cast(b, "fp32"), f"b m p g r k, b m p {heads} n -> b m g r k n", name="states"
+        )
     through = cg.rearrange(total[:, :, Q - 1 :], "b m 1 g r -> b m g r")
     before = _all_before(states, through) if each else _carried(states, through)
     with cg.scope("scores"):
         scores = cg.einsum(c, b, f"b m q {heads} n, b m p {heads} n -> b m {heads} q p")
-    with cg.scan_kernel("chunk_scan", scan):
+    with cg.nn.scan_kernel("chunk_scan", scan):
         by_query, by_key = (cg.rearrange(total, f"b m q g r -> b m g r {to}") for to in ("q 1", "1 q"))
-        seen = cg.pointwise("exp", by_query - by_key)
-        seen = cg.einsum(cg.cast(scores, "fp32"), seen, f"b m {heads} q p, b m g r q p -> b m g r q p")
+        seen = cg.ops.pointwise("exp", by_query - by_key)
+        seen = cg.einsum(cg.ops.cast(scores, "fp32"), seen, f"b m {heads} q p, b m g r q p -> b m g r q p")
         pattern = "b m g r q p, b m p g r k -> b m q g r k"
         within = cg.einsum(seen, fed, pattern, domain=domain, over=over, name="within")
-        across = cg.einsum(cg.cast(c, "fp32"), before, f"b m q {heads} n, b m g r k n -> b m q g r k", name="across")
-        y = within + cg.einsum(across, cg.pointwise("exp", total), "b m q g r k, b m q g r -> b m q g r k")
-        y = cg.cast(y + cg.einsum(x, skip, "b m q g r k, g r -> b m q g r k"), x.dtype)
+        across = cg.einsum(
+            cg.ops.cast(c, "fp32"), before, f"b m q {heads} n, b m g r k n -> b m q g r k", name="across"
+        )
+        y = within + cg.einsum(across, cg.ops.pointwise("exp", total), "b m q g r k, b m q g r -> b m q g r k")
+        y = cg.ops.cast(y + cg.einsum(x, skip, "b m q g r k, g r -> b m q g r k"), x.dtype)
     return cg.rearrange(y, "b m q g r k -> b (m q) g r k")
 
 
 def _carried(states: cg.Tensor, through: cg.Tensor) -> cg.Tensor:
     """Return the state before each chunk, one after the other."""
-    start = cg.initial_state((states.shape[0], *states.shape[2:]), "fp32", name="state")
+    start = cg.ops.initial_state((states.shape[0], *states.shape[2:]), "fp32", name="state")
 
     def step(h: cg.Tensor, now: tuple[cg.Tensor, cg.Tensor]) -> tuple[cg.Tensor, cg.Tensor]:
         state, decay = now
-        return cg.einsum(cg.pointwise("exp", decay), h, "b g r, b g r k n -> b g r k n") + state, h
+        return cg.einsum(cg.ops.pointwise("exp", decay), h, "b g r, b g r k n -> b g r k n") + state, h
 
     with cg.kernel("state_passing"):
-        return cg.recurrence(step, start, (states, through))
+        return cg.nn.recurrence(step, start, (states, through))
 
 
 def _all_before(states: cg.Tensor, through: cg.Tensor) -> cg.Tensor:
     """Return the state before each chunk, as a product of all states, the first one included, and their decays."""
     B, M = states.shape[:2]
-    first = cg.initial_state((B, 1, *states.shape[2:]), "fp32", name="state")
-    states = cg.concat([first, states], 1)
-    total = cg.cumulative_sum(cg.concat([cg.initial_state((B, 1, *through.shape[2:]), "fp32"), through], 1), axis=1)
+    first = cg.ops.initial_state((B, 1, *states.shape[2:]), "fp32", name="state")
+    states = cg.ops.concat([first, states], 1)
+    total = cg.nn.cumulative_sum(
+        cg.ops.concat([cg.ops.initial_state((B, 1, *through.shape[2:]), "fp32"), through], 1), axis=1
+    )
     by_query, by_key = (cg.rearrange(total, f"b m g r -> b g r {to}") for to in ("m 1", "1 m"))
-    decay = cg.pointwise("exp", by_query - by_key)
+    decay = cg.ops.pointwise("exp", by_query - by_key)
     made = cg.einsum(decay, states, "b g r m z, b z g r k n -> b m g r k n", name="passed")
     return made[:, :M]
 

@@ -34,20 +34,20 @@ def mixtral(
         g.assume("H >= G")
         tokens = g.input("tokens", (B, S), dtype="int64")
         table = g.param("tokens/table", (V, D))
-        rope = cg.rotary_tables(cg.arange(S), K)
+        rope = cg.nn.rotary_tables(cg.ops.arange(S), K)
 
         def block(x: cg.Tensor) -> cg.Tensor:
             y = cg.rms_norm(x, name="attention/norm")
-            x = x + cg.self_attention(
+            x = x + cg.nn.self_attention(
                 y, H, K, groups=G, rope=rope, window=W if window else None, kernel=attention, p=dropout
             )
             y = cg.rms_norm(x, name="moe/norm")
-            act = partial(cg.pointwise, activation)
-            return x + cg.moe(y, E, k, Fe, routing=routing, capacity=capacity, activation=act, normalize=True)
+            act = partial(cg.ops.pointwise, activation)
+            return x + cg.nn.moe(y, E, k, Fe, routing=routing, capacity=capacity, activation=act, normalize=True)
 
         x = cg.repeat(L, block, cg.embedding(tokens, table), name="layers")
         x = cg.rms_norm(x, name="norm")
-        g.output(cg.tied_head(x, table) if tied else cg.linear(x, "b s d -> b s v", v=V, name="head"))
+        g.output(cg.nn.tied_head(x, table) if tied else cg.linear(x, "b s d -> b s v", v=V, name="head"))
     g.loss = "cross_entropy"
     return g
 

@@ -44,10 +44,10 @@ def mobilenet_v2(
 
             def block(x: cg.Tensor) -> cg.Tensor:
                 width = x.shape[1]
-                return cg.inverted_residual(x, E * width, width, activation=activation, residual=True)
+                return cg.nn.inverted_residual(x, E * width, width, activation=activation, residual=True)
 
             with cg.scope(f"stage{i}"):
-                x = cg.inverted_residual(
+                x = cg.nn.inverted_residual(
                     x, middle, width, stride=stride, activation=activation, expand=i > 1 or expand_stem,
                     residual=i in joined and stride == 1, name="first",
                 )  # fmt: skip
@@ -75,13 +75,13 @@ def mobilenet_v3(name: str, attention: str, dropout: float, dtype: str, *, block
         x = convolved(g.input("images", (B, IC, R, R)), width, 3, 2, "hardswish", "stem")
         for i, (window, stride, activation, expand, squeezed, residual) in enumerate(blocks, 1):
             middle, width = cg.dims(f"E{i}") if expand else width, width if residual else cg.dims(f"D{i}")
-            x = cg.inverted_residual(
+            x = cg.nn.inverted_residual(
                 x, middle, width, window=window, stride=stride, activation=activation, expand=expand, residual=residual,
                 squeezed=cg.dims(f"Q{i}") if squeezed else None, gate="hardsigmoid", name=f"block{i}",
             )  # fmt: skip
         x = convolved(x, cg.dims(f"D{len(blocks) + 1}"), 1, 1, "hardswish", "last")
         x = cg.linear(cg.reduce(x, "b c h w -> b c", "mean"), "b d -> b f", f=F, bias=True, name="hidden")
-        x = cg.dropout(cg.pointwise("hardswish", x), dropout)
+        x = cg.dropout(cg.ops.pointwise("hardswish", x), dropout)
         g.output(cg.linear(x, "b f -> b c", c=C, bias=True, name="head"))
     g.loss = "cross_entropy"
     return g
@@ -90,7 +90,7 @@ def mobilenet_v3(name: str, attention: str, dropout: float, dtype: str, *, block
 def convolved(x: cg.Tensor, width: object, window: int, stride: int, activation: str, name: str) -> cg.Tensor:
     """Convolve, normalise over the batch, and apply a function: the first layer, and the last one before the mean."""
     x = cg.conv(x, "b c h w -> b d h w", d=width, window=window, stride=stride, padding=(window - 1) // 2, name=name)
-    return cg.pointwise(activation, cg.batch_norm(x, name=f"{name}/norm"))
+    return cg.ops.pointwise(activation, cg.nn.batch_norm(x, name=f"{name}/norm"))
 
 
 def divisible(value: float, by: int = 8, least: int | None = None) -> int:

@@ -31,19 +31,19 @@ def olmo(
         g.assume("H >= G")
         tokens = g.input("tokens", (B, S), dtype="int64")
         table = g.param("tokens/table", (V, D))
-        rope = cg.rotary_tables(cg.arange(S), K)
+        rope = cg.nn.rotary_tables(cg.ops.arange(S), K)
 
         def block(x: cg.Tensor) -> cg.Tensor:
-            y = cg.self_attention(
+            y = cg.nn.self_attention(
                 x, H, K, groups=G, rope=rope, kernel=attention, qk_norm="all", bias=bias, out_bias=bias, p=dropout
             )
             x = x + cg.rms_norm(y, name="attention/norm_after")
-            y = cg.gated_mlp(x, F, activation=partial(cg.pointwise, activation))
+            y = cg.nn.gated_mlp(x, F, activation=partial(cg.ops.pointwise, activation))
             return x + cg.rms_norm(y, name="mlp/norm_after")
 
         x = cg.repeat(L, block, cg.embedding(tokens, table), name="layers")
         x = cg.rms_norm(x, name="norm")
-        g.output(cg.tied_head(x, table) if tied else cg.linear(x, "b s d -> b s v", v=V, name="head"))
+        g.output(cg.nn.tied_head(x, table) if tied else cg.linear(x, "b s d -> b s v", v=V, name="head"))
     g.loss = "cross_entropy"
     return g
 

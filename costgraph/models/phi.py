@@ -33,20 +33,22 @@ def phi(
         g.assume("H >= G")
         tokens = g.input("tokens", (B, S), dtype="int64")
         table = g.param("tokens/table", (V, D))
-        rope = cg.rotary_tables(cg.arange(S), R if partial_rotary else K)
+        rope = cg.nn.rotary_tables(cg.ops.arange(S), R if partial_rotary else K)
         seen = W if window else None
 
         def block(x: cg.Tensor) -> cg.Tensor:
             y = cg.rms_norm(x, name="attention/norm")
-            y = cg.self_attention(y, H, K, groups=G, packed=True, rope=rope, window=seen, kernel=attention, p=dropout)
+            y = cg.nn.self_attention(
+                y, H, K, groups=G, packed=True, rope=rope, window=seen, kernel=attention, p=dropout
+            )
             x = x + cg.dropout(y, dropout)
             y = cg.rms_norm(x, name="mlp/norm")
-            y = cg.gated_mlp(y, F, activation=partial(cg.pointwise, activation), packed=True)
+            y = cg.nn.gated_mlp(y, F, activation=partial(cg.ops.pointwise, activation), packed=True)
             return x + cg.dropout(y, dropout)
 
         x = cg.repeat(L, block, cg.embedding(tokens, table), name="layers")
         x = cg.rms_norm(x, name="norm")
-        g.output(cg.tied_head(x, table) if tied else cg.linear(x, "b s d -> b s v", v=V, name="head"))
+        g.output(cg.nn.tied_head(x, table) if tied else cg.linear(x, "b s d -> b s v", v=V, name="head"))
     g.loss = "cross_entropy"
     return g
 

@@ -39,16 +39,16 @@ def qwen(
         tokens = g.input("tokens", (B, S), dtype="int64")
         table = g.param("tokens/table", (V, D))
         options: dict[str, Any] = {"groups": G, "bias": bias, "out_bias": out_bias, "qk_norm": qk_norm, "p": dropout}
-        options |= {"rope": cg.rotary_tables(cg.arange(S), K), "kernel": attention}
+        options |= {"rope": cg.nn.rotary_tables(cg.ops.arange(S), K), "kernel": attention}
 
         def block(x: cg.Tensor, window: object) -> cg.Tensor:
-            x = x + cg.self_attention(cg.rms_norm(x, name="attention/norm"), H, K, window=window, **options)
+            x = x + cg.nn.self_attention(cg.rms_norm(x, name="attention/norm"), H, K, window=window, **options)
             y = cg.rms_norm(x, name="mlp/norm")
-            return x + cg.gated_mlp(y, F, activation=partial(cg.pointwise, activation))
+            return x + cg.nn.gated_mlp(y, F, activation=partial(cg.ops.pointwise, activation))
 
         bodies = {"global": partial(block, window=None), "local": partial(block, window=W)}
-        x = cg.rms_norm(cg.layers(L, bodies, cg.embedding(tokens, table), kinds, rest=rest), name="norm")
-        g.output(cg.tied_head(x, table) if tied else cg.linear(x, "b s d -> b s v", v=V, name="head"))
+        x = cg.rms_norm(cg.nn.layers(L, bodies, cg.embedding(tokens, table), kinds, rest=rest), name="norm")
+        g.output(cg.nn.tied_head(x, table) if tied else cg.linear(x, "b s d -> b s v", v=V, name="head"))
     g.loss = "cross_entropy"
     return g
 

@@ -39,32 +39,36 @@ def qwen_moe(
     """Declare Qwen with experts: tokens (B, S) to logits (B, S, V); `kinds` of layers are moe or dense."""
     B, S, D, H, G, K, F, L, V, W = cg.dims("B S D H G K F L V W")
     E, k, Fe, Fs = cg.dims("E k Fe Fs")
-    act = partial(cg.pointwise, activation)
+    act = partial(cg.ops.pointwise, activation)
 
     def mixture(y: cg.Tensor) -> cg.Tensor:
-        made = cg.moe(y, E, k, Fe, routing=routing, capacity=capacity, activation=act, normalize=normalize)
+        made = cg.nn.moe(y, E, k, Fe, routing=routing, capacity=capacity, activation=act, normalize=normalize)
         if not shared:
             return made
         own = cg.sigmoid(cg.linear(y, "b s d -> b s one", one=1, name="shared_gate"))
-        return made + own * cg.gated_mlp(y, Fs, activation=act, name="shared")
+        return made + own * cg.nn.gated_mlp(y, Fs, activation=act, name="shared")
 
     with cg.Graph(name, dtype=dtype) as g:
         g.assume("H >= G")
         tokens = g.input("tokens", (B, S), dtype="int64")
         table = g.param("tokens/table", (V, D))
         options: dict[str, Any] = {"groups": G, "bias": bias, "out_bias": out_bias, "qk_norm": qk_norm, "p": dropout}
-        options |= {"rope": cg.rotary_tables(cg.arange(S), K), "kernel": attention, "window": W if window else None}
+        options |= {
+            "rope": cg.nn.rotary_tables(cg.ops.arange(S), K),
+            "kernel": attention,
+            "window": W if window else None,
+        }
 
         def block(x: cg.Tensor, feed_forward: Callable[[cg.Tensor], cg.Tensor]) -> cg.Tensor:
-            x = x + cg.self_attention(cg.rms_norm(x, name="attention/norm"), H, K, **options)
+            x = x + cg.nn.self_attention(cg.rms_norm(x, name="attention/norm"), H, K, **options)
             return x + feed_forward(cg.rms_norm(x, name="mlp/norm"))
 
         bodies = {
             "moe": partial(block, feed_forward=mixture),
-            "dense": partial(block, feed_forward=partial(cg.gated_mlp, f=F, activation=act)),
+            "dense": partial(block, feed_forward=partial(cg.nn.gated_mlp, f=F, activation=act)),
         }
-        x = cg.rms_norm(cg.layers(L, bodies, cg.embedding(tokens, table), kinds, rest=rest), name="norm")
-        g.output(cg.tied_head(x, table) if tied else cg.linear(x, "b s d -> b s v", v=V, name="head"))
+        x = cg.rms_norm(cg.nn.layers(L, bodies, cg.embedding(tokens, table), kinds, rest=rest), name="norm")
+        g.output(cg.nn.tied_head(x, table) if tied else cg.linear(x, "b s d -> b s v", v=V, name="head"))
     g.loss = "cross_entropy"
     return g
 

@@ -36,11 +36,11 @@ class _Block:
             x, "b c h w -> b o h w", o=width, window=window, stride=stride, padding=window // 2, groups=groups,
             name=f"{name}/conv",
         )  # fmt: skip
-        x = cg.batch_norm(x, statistics=self.statistics, name=f"{name}/norm")
+        x = cg.nn.batch_norm(x, statistics=self.statistics, name=f"{name}/norm")
         return self.act(x) if act else x
 
     def act(self, x: cg.Tensor) -> cg.Tensor:
-        return cg.pointwise(self.activation, x, inplace=self.inplace)
+        return cg.ops.pointwise(self.activation, x, inplace=self.inplace)
 
     def __call__(self, x: cg.Tensor, width: sympy.Expr, stride: int = 1, *, shortcut: bool = False) -> cg.Tensor:
         """Add to the input, or to its projection to another shape, what the convolutions make of it."""
@@ -55,7 +55,7 @@ class _Block:
             y = self.conv(y, width, 3, act=False, name="second")
         if shortcut:
             x = self.conv(x, width, 1, stride, act=False, name="shortcut")
-        return self.act(cg.pointwise("add", y, x, inplace=True))
+        return self.act(cg.ops.pointwise("add", y, x, inplace=True))
 
 
 def resnet(
@@ -76,7 +76,7 @@ def resnet(
 
     with cg.Graph(name, dtype=dtype) as g:
         x = block.conv(g.input("images", (B, IC, R, R)), stem, 7, 2, act=True, name="stem")
-        x = cg.pool(x, "max", window=3, stride=2, padding=1)
+        x = cg.nn.pool(x, "max", window=3, stride=2, padding=1)
         for i in range(1, stages + 1):
             width, depth = cg.dims(f"D{i} L{i}")
             width = width if i > 1 or widened else stem

@@ -28,7 +28,7 @@ def _model(name: str, dropout: float, dtype: str, layer: _Layer, *, bias: bool, 
         table = g.param("tokens/table", (V, D))
         x = cg.repeat(L, block, cg.dropout(cg.embedding(tokens, table), dropout), name="layers")
         if tied:
-            g.output(cg.tied_head(x, table) + g.param("head/bias", (V,)))
+            g.output(cg.nn.tied_head(x, table) + g.param("head/bias", (V,)))
         else:
             g.output(cg.linear(x, "b s d -> b s v", v=V, bias=True, name="head"))
     g.loss = "cross_entropy"
@@ -37,12 +37,12 @@ def _model(name: str, dropout: float, dtype: str, layer: _Layer, *, bias: bool, 
 
 def lstm(name: str, attention: str, dropout: float, dtype: str, *, bias: bool = True, tied: bool = False) -> cg.Graph:
     """Declare an LSTM language model: tokens (B, S) to logits (B, S, V); it has no attention."""
-    return _model(name, dropout, dtype, cg.lstm, bias=bias, tied=tied)
+    return _model(name, dropout, dtype, cg.nn.lstm, bias=bias, tied=tied)
 
 
 def gru(name: str, attention: str, dropout: float, dtype: str, *, bias: bool = True, tied: bool = False) -> cg.Graph:
     """Declare a GRU language model: tokens (B, S) to logits (B, S, V); it has no attention."""
-    return _model(name, dropout, dtype, cg.gru, bias=bias, tied=tied)
+    return _model(name, dropout, dtype, cg.nn.gru, bias=bias, tied=tied)
 
 
 _WIDTHS = {"small": 200, "medium": 650, "large": 1500}

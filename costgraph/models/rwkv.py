@@ -40,16 +40,16 @@ def rwkv7(name: str, attention: str, dropout: float, dtype: str, *, scan: str = 
 def _mixed(g: cg.Graph, x: cg.Tensor, names: str, scope: str) -> list[cg.Tensor]:
     """Mix each position with the one before it, a share for each channel and use, in one kernel."""
     shares = [g.param(f"{scope}/mix_{n}", x.shape[-1:]) for n in names]
-    before = cg.token_shift(x, name=f"{scope}/shift")
+    before = cg.nn.token_shift(x, name=f"{scope}/shift")
     with cg.kernel(f"{scope}_mix"):
         change = before - x
-        return [cg.pointwise("fma", change, share, x) for share in shares]
+        return [cg.ops.pointwise("fma", change, share, x) for share in shares]
 
 
 def _low_rank(x: cg.Tensor, rank: str, name: str, inner: str | None, *, bias: bool = True) -> cg.Tensor:
     """Add a product of two thin matrices, with a function between, to a bias."""
     y = cg.linear(x, "b s d -> b s r", r=cg.dims(rank), name=f"{name}/down")
-    y = y if inner is None else cg.pointwise(inner, y, name=f"{name}/{inner}")
+    y = y if inner is None else cg.ops.pointwise(inner, y, name=f"{name}/{inner}")
     return cg.linear(y, "b s r -> b s d", d=x.shape[-1], bias=bias, name=f"{name}/up")
 
 
@@ -63,18 +63,18 @@ def _time_mix(g: cg.Graph, x: cg.Tensor, values: cg.Tensor | None, scan: str) ->
         values = v
     else:
         share = cg.sigmoid(_low_rank(xv, "R_v", "time/value", None))
-        v = cg.pointwise("lerp", v, values, share)
+        v = cg.ops.pointwise("lerp", v, values, share)
     a = cg.sigmoid(_low_rank(xa, "R_a", "time/rate", None))
     gate = _low_rank(xg, "R_g", "time/gate", "sigmoid", bias=False)
     with cg.kernel("keys"):
         direction = cg.rearrange(k * vector["k_k"], "b s (h k) -> b s h k", k=K)
-        power = cg.reduce(cg.pointwise("square", direction), "b s h k -> b s h 1", "sum")
-        direction = direction * cg.pointwise("rsqrt", power)
+        power = cg.reduce(cg.ops.pointwise("square", direction), "b s h k -> b s h 1", "sum")
+        direction = direction * cg.ops.pointwise("rsqrt", power)
         k = k * (1.0 + (a - 1.0) * vector["k_a"])
         away = direction * cg.rearrange(a, "b s (h k) -> b s h k", k=K)
     r, w, k, v = (cg.rearrange(t, "b s (h k) -> b s h k", k=K) for t in (r, w, k, v))
-    y = _wkv(r, w, k, v, -direction, away, cg.initial_state((B, D / K, K, K), "fp32", name="time/state"), scan)
-    y = cg.head_norm(y, bias=True, name="time/out_norm")
+    y = _wkv(r, w, k, v, -direction, away, cg.ops.initial_state((B, D / K, K, K), "fp32", name="time/state"), scan)
+    y = cg.nn.head_norm(y, bias=True, name="time/out_norm")
     with cg.kernel("bonus"):
         along = cg.rearrange(vector["r_k"], "(h k) -> h k", k=K)
         own = cg.reduce(r * k * along, "b s h k -> b s h 1", "sum")
@@ -88,20 +88,22 @@ def _wkv(
     """Carry S to S*w + (S@a) b.T + v k.T, and read S@r (eq. 17)."""
 
     def step(s: cg.Tensor, now: tuple[cg.Tensor, ...]) -> tuple[cg.Tensor, cg.Tensor]:
-        r, w, k, v, a, b = (cg.cast(t, "fp32") for t in now)
+        r, w, k, v, a, b = (cg.ops.cast(t, "fp32") for t in now)
         removed = cg.einsum(s, a, "b h v k, b h k -> b h v", name="removed")
         s = cg.einsum(s, w, "b h v k, b h k -> b h v k") + cg.einsum(removed, b, "b h v, b h k -> b h v k")
         s = s + cg.einsum(v, k, "b h v, b h k -> b h v k")
-        return s, cg.cast(cg.einsum(s, r, "b h v k, b h k -> b h v", name="output"), now[0].dtype)
+        return s, cg.ops.cast(cg.einsum(s, r, "b h v k, b h k -> b h v", name="output"), now[0].dtype)
 
-    with cg.scan_kernel("wkv", scan):
-        decay = cg.pointwise("exp", -cg.pointwise("exp", -cg.pointwise("softplus", -cg.cast(w, "fp32")) - 0.5))
-        return cg.recurrence(step, start, (r, decay, k, v, a, b))
+    with cg.nn.scan_kernel("wkv", scan):
+        decay = cg.ops.pointwise(
+            "exp", -cg.ops.pointwise("exp", -cg.ops.pointwise("softplus", -cg.ops.cast(w, "fp32")) - 0.5)
+        )
+        return cg.nn.recurrence(step, start, (r, decay, k, v, a, b))
 
 
 def _channel_mix(g: cg.Graph, x: cg.Tensor, inner: object) -> cg.Tensor:
     (x,) = _mixed(g, x, "k", "channel")
-    return cg.mlp(x, inner, activation=lambda t: cg.pointwise("relu2", t), name="channel")
+    return cg.nn.mlp(x, inner, activation=lambda t: cg.ops.pointwise("relu2", t), name="channel")
 
 
 def _sizes(D: int, L: int, decay: int, rate: int, value: int, gate: int) -> Preset:

@@ -40,17 +40,17 @@ def swin(
         heads, hidden = cg.dims(f"H{stage}"), F * 2 ** (stage - 1)
 
         def body(x: cg.Tensor) -> cg.Tensor:
-            y = cg.window_partition(cg.layer_norm(x, name="attention/norm"), window, shift)
+            y = cg.nn.window_partition(cg.layer_norm(x, name="attention/norm"), window, shift)
             masks = {} if shift == 0 else {"images": B, "masks": y.shape[0] / B}
-            bias = cg.window_bias(window, heads, name="attention/bias", **masks)
-            y = cg.self_attention(
+            bias = cg.nn.window_bias(window, heads, name="attention/bias", **masks)
+            y = cg.nn.self_attention(
                 y, heads, y.shape[2] / heads, causal=False, kernel=attention, bias=qkv_bias, out_bias=True,
                 score_bias=bias, p=dropout, cached=False,
             )  # fmt: skip
-            x = x + cg.stochastic_depth(cg.window_merge(cg.dropout(y, dropout), x, window, shift), dropout)
+            x = x + cg.nn.stochastic_depth(cg.nn.window_merge(cg.dropout(y, dropout), x, window, shift), dropout)
             y = cg.layer_norm(x, name="mlp/norm")
-            y = cg.mlp(y, hidden, activation=lambda t: cg.pointwise(activation, t), bias=True, p=dropout)
-            return x + cg.stochastic_depth(y, dropout)
+            y = cg.nn.mlp(y, hidden, activation=lambda t: cg.ops.pointwise(activation, t), bias=True, p=dropout)
+            return x + cg.nn.stochastic_depth(y, dropout)
 
         return body
 
@@ -64,8 +64,8 @@ def swin(
             bodies = {"plain": layer(i, 0), "shifted": layer(i, window // 2)}
             turns = ("plain", "shifted") if kind.startswith("shifted") else ("plain",)
             with cg.scope(f"stage{i}"):
-                x = cg.layers(cg.dims(f"L{i}"), bodies, x, turns, rest=int(kind == "shifted-odd"), name="blocks")
-                x = cg.patch_merging(x) if i < len(stages) else x
+                x = cg.nn.layers(cg.dims(f"L{i}"), bodies, x, turns, rest=int(kind == "shifted-odd"), name="blocks")
+                x = cg.nn.patch_merging(x) if i < len(stages) else x
         x = cg.reduce(cg.layer_norm(x, name="norm"), "b h w d -> b d", "mean")
         g.output(cg.linear(x, "b d -> b c", c=C, bias=True, name="head") if head else x)
     g.loss = "cross_entropy" if head else None

@@ -28,28 +28,28 @@ def t5(
     def feed_forward(x: cg.Tensor) -> cg.Tensor:
         with cg.scope("mlp"):
             y = cg.rms_norm(x, name="norm")
-            h = cg.pointwise(activation, cg.linear(y, "b s d -> b s f", f=F, name="gate" if gated else "up"))
+            h = cg.ops.pointwise(activation, cg.linear(y, "b s d -> b s f", f=F, name="gate" if gated else "up"))
             h = h * cg.linear(y, "b s d -> b s f", f=F, name="up") if gated else h
             y = cg.linear(cg.dropout(h, dropout), "b s f -> b s d", d=D, name="down")
         return x + cg.dropout(y, dropout)
 
     def attend(x: cg.Tensor, bias: cg.Tensor, *, causal: bool) -> cg.Tensor:
         y = cg.rms_norm(x, name="attention/norm")
-        y = cg.self_attention(y, H, K, causal=causal, kernel=attention, score_bias=bias, p=dropout, cached=causal)
+        y = cg.nn.self_attention(y, H, K, causal=causal, kernel=attention, score_bias=bias, p=dropout, cached=causal)
         return x + cg.dropout(y, dropout)
 
     def encoder(x: cg.Tensor) -> cg.Tensor:
-        bias = cg.relative_bias(cg.arange(M), cg.arange(M), H, buckets=buckets, name="positions")
+        bias = cg.nn.relative_bias(cg.ops.arange(M), cg.ops.arange(M), H, buckets=buckets, name="positions")
         x = cg.repeat(L, lambda x: feed_forward(attend(x, bias, causal=False)), x, name="layers")
         return cg.dropout(cg.rms_norm(x, name="norm"), dropout)
 
     def decoder(x: cg.Tensor, memory: cg.Tensor) -> cg.Tensor:
-        queries, keys = cg.arange(S), cg.arange(S, context=True)
-        bias = cg.relative_bias(queries, keys, H, buckets=buckets, bidirectional=False, name="positions")
+        queries, keys = cg.ops.arange(S), cg.ops.arange(S, context=True)
+        bias = cg.nn.relative_bias(queries, keys, H, buckets=buckets, bidirectional=False, name="positions")
 
         def block(x: cg.Tensor) -> cg.Tensor:
             x = attend(x, bias, causal=True)
-            y = cg.cross_attention(cg.rms_norm(x, name="cross/norm"), memory, H, K, kernel=attention, p=dropout)
+            y = cg.nn.cross_attention(cg.rms_norm(x, name="cross/norm"), memory, H, K, kernel=attention, p=dropout)
             return feed_forward(x + cg.dropout(y, dropout))
 
         x = cg.repeat(N, block, x, name="layers")
@@ -63,8 +63,8 @@ def t5(
         with cg.scope("decoder"):
             x = decoder(cg.dropout(cg.embedding(tokens, table), dropout), memory)
         # by 1/sqrt(D), which changes no cost
-        x = cg.pointwise("mul", x, 1.0, name="scale") if scaled else x
-        g.output(cg.tied_head(x, table) if tied else cg.linear(x, "b s d -> b s v", v=V, name="head"))
+        x = cg.ops.pointwise("mul", x, 1.0, name="scale") if scaled else x
+        g.output(cg.nn.tied_head(x, table) if tied else cg.linear(x, "b s d -> b s v", v=V, name="head"))
     g.loss = "cross_entropy"
     return g
 

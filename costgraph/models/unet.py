@@ -28,7 +28,7 @@ class _Parts:
     """What cross-attention reads; without it attention is a layer of its own."""
 
     def norm(self, x: cg.Tensor, name: str = "norm") -> cg.Tensor:
-        return cg.group_norm(x, cg.dims("N"), name=name)
+        return cg.nn.group_norm(x, cg.dims("N"), name=name)
 
     def residual(self, x: cg.Tensor, width: sympy.Expr, name: str) -> cg.Tensor:
         """Add two convolutions, told the time between them, to the input or to its projection to other channels."""
@@ -54,7 +54,7 @@ class _Parts:
             return x + (y if self.text is None else conv(y, width, 1, name="out"))
 
     def over_pixels(self, y: cg.Tensor, heads: sympy.Expr, *, bias: bool) -> cg.Tensor:
-        return cg.self_attention(
+        return cg.nn.self_attention(
             y, heads, y.shape[2] / heads, causal=False, kernel=self.attention, bias=bias, out_bias=True, cached=False,
         )  # fmt: skip
 
@@ -63,12 +63,12 @@ class _Parts:
         width = y.shape[2]
         y = y + self.over_pixels(cg.layer_norm(y, name="attention/norm"), heads, bias=False)
         assert self.text is not None
-        y = y + cg.cross_attention(
+        y = y + cg.nn.cross_attention(
             cg.layer_norm(y, name="cross/norm"), self.text, heads, width / heads, kernel=self.attention,
             out_bias=True, cached=False,
         )  # fmt: skip
         z = cg.layer_norm(y, name="mlp/norm")
-        return y + cg.gated_mlp(z, 4 * width, activation=cg.gelu, bias=True, packed=True)
+        return y + cg.nn.gated_mlp(z, 4 * width, activation=cg.gelu, bias=True, packed=True)
 
 
 def conv(x: cg.Tensor, width: sympy.Expr, window: int, stride: int = 1, *, name: str) -> cg.Tensor:
@@ -97,7 +97,7 @@ def unet(
     with cg.Graph(name, dtype=dtype) as g:
         x, times = g.input("images", (B, IC, R, R)), g.input("times", (B,), dtype="int64")
         given = g.input("text", (B, M, E)) if text else None
-        t = cg.timestep_embedding(times, widths[0])
+        t = cg.nn.timestep_embedding(times, widths[0])
         t = cg.linear(t, "b d -> b t", t=4 * widths[0], bias=True, name="time/first")
         t = cg.linear(cg.silu(t), "b t -> b u", u=4 * widths[0], bias=True, name="time/second")
         parts = _Parts(attention, dropout, cg.silu(t), given)
@@ -126,10 +126,10 @@ def _across(parts: _Parts, x: cg.Tensor, widths: list[sympy.Expr], blocks: int, 
     for i, width in reversed(list(enumerate(widths, 1))):
         with cg.scope(f"up{i}"):
             for j in range(blocks + 1):
-                x = parts.residual(cg.concat([x, skips.pop()], 1), width, f"block{j}")
+                x = parts.residual(cg.ops.concat([x, skips.pop()], 1), width, f"block{j}")
                 x = parts.attend(x, f"attend{j}") if i in attended else x
             if i > 1:  # as large as what it is joined with, also where half of an odd size was rounded
-                x = conv(cg.upsample(x, sizes=skips[-1].shape[2:]), width, 3, name="double")
+                x = conv(cg.nn.upsample(x, sizes=skips[-1].shape[2:]), width, 3, name="double")
     return x
 
 

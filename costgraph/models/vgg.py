@@ -25,7 +25,7 @@ def vgg(
 
     def layer(x: cg.Tensor, width: sympy.Expr) -> cg.Tensor:
         x = cg.conv(x, "b c h w -> b d h w", d=width, window=3, padding=1, bias=True)
-        return cg.relu(cg.batch_norm(x, statistics=statistics, name="norm") if norm else x, inplace=True)
+        return cg.relu(cg.nn.batch_norm(x, statistics=statistics, name="norm") if norm else x, inplace=True)
 
     with cg.Graph(name, dtype=dtype) as g:
         x = g.input("images", (B, IC, R, R))
@@ -35,8 +35,8 @@ def vgg(
                 x = layer(x, width)
                 if i not in single:
                     x = cg.repeat(depth - 1, lambda x, width=width: layer(x, width), x, name="layers")
-                x = cg.pool(x, "max", window=2)
-        x = cg.rearrange(cg.adaptive_pool(x, (7, 7)), "b d h w -> b (d h w)", name="flatten")
+                x = cg.nn.pool(x, "max", window=2)
+        x = cg.rearrange(cg.nn.adaptive_pool(x, (7, 7)), "b d h w -> b (d h w)", name="flatten")
         for i in (1, 2):
             x = cg.relu(cg.linear(x, "b d -> b f", f=F, bias=True, name=f"linear{i}"), inplace=True)
             x = cg.dropout(x, dropout)

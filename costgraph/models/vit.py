@@ -31,20 +31,20 @@ def vit(
     B, R, IC, D, H, F, L, C, pooled = cg.dims("B R IC D H F L C pooled")
 
     def hidden(x: cg.Tensor) -> cg.Tensor:
-        return cg.dropout(cg.pointwise(activation, x), dropout if inner_dropout else 0)
+        return cg.dropout(cg.ops.pointwise(activation, x), dropout if inner_dropout else 0)
 
     def block(x: cg.Tensor) -> cg.Tensor:
         y = cg.layer_norm(x, name="attention/norm")
-        y = cg.self_attention(
+        y = cg.nn.self_attention(
             y, H, D / H, causal=False, kernel=attention, bias=qkv_bias, out_bias=True, p=dropout, cached=False
         )
         x = x + cg.dropout(y, dropout)
-        return x + cg.mlp(cg.layer_norm(x, name="mlp/norm"), F, activation=hidden, bias=True, p=dropout, name="mlp")
+        return x + cg.nn.mlp(cg.layer_norm(x, name="mlp/norm"), F, activation=hidden, bias=True, p=dropout, name="mlp")
 
     with cg.Graph(name, dtype=dtype) as g:
-        x = cg.patch_embedding(g.input("images", (B, IC, R, R)), patch, D)
-        first = cg.expand(g.param("class_token", (1, 1, D)), "1 1 d -> b 1 d", b=B)
-        x = cg.concat([first, x], 1)
+        x = cg.nn.patch_embedding(g.input("images", (B, IC, R, R)), patch, D)
+        first = cg.ops.expand(g.param("class_token", (1, 1, D)), "1 1 d -> b 1 d", b=B)
+        x = cg.ops.concat([first, x], 1)
         x = cg.dropout(x + g.param("positions", (1, *x.shape[1:])), dropout)
         x = cg.layer_norm(cg.repeat(L, block, x, name="layers"), name="norm")
         first = cg.rearrange(x[:, :1], "b 1 d -> b d", name="first")
@@ -54,7 +54,7 @@ def vit(
         else:
             g.output(x)
             y = cg.linear(first, "b d -> b e", e=pooled, bias=True, name="pooler")
-            g.output(cg.pointwise(pooler_activation, y))
+            g.output(cg.ops.pointwise(pooler_activation, y))
     return g
 
 

@@ -26,31 +26,31 @@ def whisper(
     B, S, M, D, V, P, mels = cg.dims("B S M D V P mels")
     # of the L layers of the encoder, then of the N of the decoder
     H, F, L, HN, FN, N = cg.dims("H F L HN FN N")
-    act = partial(cg.pointwise, activation)
+    act = partial(cg.ops.pointwise, activation)
 
     def attend(x: cg.Tensor, heads: object, *, causal: bool, memory: cg.Tensor | None = None) -> cg.Tensor:
         about: dict[str, Any] = {"kernel": attention, "bias": True, "key_bias": False, "out_bias": True, "p": dropout}
         if memory is None:
             y = cg.layer_norm(x, name="attention/norm")
-            y = cg.self_attention(y, heads, D / heads, causal=causal, cached=causal, **about)
+            y = cg.nn.self_attention(y, heads, D / heads, causal=causal, cached=causal, **about)
         else:
-            y = cg.cross_attention(cg.layer_norm(x, name="cross/norm"), memory, heads, D / heads, **about)
+            y = cg.nn.cross_attention(cg.layer_norm(x, name="cross/norm"), memory, heads, D / heads, **about)
         return x + cg.dropout(y, dropout)
 
     def feed_forward(x: cg.Tensor, f: object) -> cg.Tensor:
         y = cg.layer_norm(x, name="mlp/norm")
-        return x + cg.mlp(y, f, activation=act, bias=True, p=dropout, name="mlp")
+        return x + cg.nn.mlp(y, f, activation=act, bias=True, p=dropout, name="mlp")
 
     def encoder(sound: cg.Tensor) -> cg.Tensor:
         x = act(cg.conv(sound, "b c t -> b d t", window=3, padding=1, bias=True, d=D, name="conv1"))
         x = act(cg.conv(x, "b c t -> b d t", window=3, stride=2, padding=1, bias=True, d=D, name="conv2"))
         table = sound.graph.param("positions/table", (M, D), grad=False)
-        x = cg.rearrange(x, "b d m -> b m d") + cg.embedding(cg.arange(M), table)
+        x = cg.rearrange(x, "b d m -> b m d") + cg.embedding(cg.ops.arange(M), table)
         x = cg.repeat(L, lambda x: feed_forward(attend(x, H, causal=False), F), cg.dropout(x, dropout), name="layers")
         return cg.layer_norm(x, name="norm")
 
     def decoder(x: cg.Tensor, memory: cg.Tensor) -> cg.Tensor:
-        x = x + cg.embedding(cg.arange(S), x.graph.param("positions/table", (P, D)))
+        x = x + cg.embedding(cg.ops.arange(S), x.graph.param("positions/table", (P, D)))
 
         def block(x: cg.Tensor) -> cg.Tensor:
             x = attend(attend(x, HN, causal=True), HN, causal=False, memory=memory)
@@ -66,7 +66,7 @@ def whisper(
             memory = encoder(sound)
         with cg.scope("decoder"):
             x = decoder(cg.embedding(tokens, table), memory)
-        g.output(cg.tied_head(x, table) if tied else cg.linear(x, "b s d -> b s v", v=V, name="head"))
+        g.output(cg.nn.tied_head(x, table) if tied else cg.linear(x, "b s d -> b s v", v=V, name="head"))
     g.loss = "cross_entropy"
     return g
 

@@ -32,33 +32,33 @@ def xlstm_large(
             for n, size in (("q", K), ("k", K), ("v", U), ("o", U))
         )
         i, f = (
-            cg.pointwise("softcap", cg.linear(x, "b s d -> b s h", h=H, bias=True, name=f"mlstm/{n}")) for n in "if"
+            cg.ops.pointwise("softcap", cg.linear(x, "b s d -> b s h", h=H, bias=True, name=f"mlstm/{n}")) for n in "if"
         )
-        y = cg.head_norm(forms[form](q, k, v, i, f, scan), name="mlstm/norm")
+        y = cg.nn.head_norm(forms[form](q, k, v, i, f, scan), name="mlstm/norm")
         y = cg.sigmoid(cg.rearrange(o, "b s h k -> b s (h k)")) * y
         return cg.linear(y, "b s e -> b s d", d=D, name="mlstm/out")
 
     def block(x: cg.Tensor) -> cg.Tensor:
         x = x + mixer(cg.rms_norm(x, name="norm"))
-        return x + cg.gated_mlp(cg.rms_norm(x, name="mlp/norm"), F)
+        return x + cg.nn.gated_mlp(cg.rms_norm(x, name="mlp/norm"), F)
 
     with cg.Graph(name, dtype=dtype) as g:
         x = cg.embedding(g.input("tokens", (B, S), dtype="int64"), g.param("tokens/table", (V, D)))
         x = cg.rms_norm(cg.repeat(L, block, x, name="layers"), name="norm")
-        g.output(cg.pointwise("softcap", cg.linear(x, "b s d -> b s v", v=V, name="head")))
+        g.output(cg.ops.pointwise("softcap", cg.linear(x, "b s d -> b s v", v=V, name="head")))
     g.loss = "cross_entropy"
     return g
 
 
 def _log_sigmoid(x: cg.Tensor) -> cg.Tensor:
-    return -cg.pointwise("softplus", -x)
+    return -cg.ops.pointwise("softplus", -x)
 
 
 def _states(q: cg.Tensor, v: cg.Tensor) -> tuple[cg.Tensor, cg.Tensor, cg.Tensor]:
     """Return what a head starts from: a matrix, a sum of keys, and the largest exponent so far."""
     (B, _, H, K), U = q.shape, v.shape[-1]
     shapes = {"matrix": (B, H, K, U), "norm": (B, H, K), "largest": (B, H)}
-    made = [cg.initial_state(shape, "fp32", name=f"mlstm/{n}") for n, shape in shapes.items()]
+    made = [cg.ops.initial_state(shape, "fp32", name=f"mlstm/{n}") for n, shape in shapes.items()]
     return made[0], made[1], made[2]
 
 
@@ -69,31 +69,31 @@ def _recurrent(q: cg.Tensor, k: cg.Tensor, v: cg.Tensor, i: cg.Tensor, f: cg.Ten
 
     def step(state: tuple[cg.Tensor, ...], now: _Gates) -> tuple[tuple[cg.Tensor, ...], cg.Tensor]:
         (matrix, norm, largest), (q, k, v, i, f) = state, now
-        kept = _log_sigmoid(cg.cast(f, "fp32")) + largest
-        largest = cg.pointwise("maximum", kept, cg.cast(i, "fp32"))
-        forget, let = cg.pointwise("exp", kept - largest), cg.pointwise("exp", i - largest)
+        kept = _log_sigmoid(cg.ops.cast(f, "fp32")) + largest
+        largest = cg.ops.pointwise("maximum", kept, cg.ops.cast(i, "fp32"))
+        forget, let = cg.ops.pointwise("exp", kept - largest), cg.ops.pointwise("exp", i - largest)
         column, row = cg.rearrange(k, "b h k -> b h k 1"), cg.rearrange(v, "b h v -> b h 1 v")
         new = cg.einsum(let, cg.einsum(column, row, outer, name="outer"), "b h, b h k v -> b h k v")
         matrix = cg.einsum(forget, matrix, "b h, b h k v -> b h k v") + new
         norm = cg.einsum(forget, norm, "b h, b h k -> b h k") + cg.einsum(let, k, "b h, b h k -> b h k")
         q = q * 1.0  # one over the root of the size
-        y = cg.einsum(q, cg.cast(matrix, q.dtype), "b h k, b h k v -> b h v", name="output")
-        along = cg.einsum(q, cg.cast(norm, q.dtype), "b h k, b h k -> b h", name="normalise")
-        below = cg.pointwise("maximum", cg.pointwise("abs", along), cg.pointwise("exp", -largest)) + 1e-6
-        return (matrix, norm, largest), cg.cast(y / cg.rearrange(below, "b h -> b h 1"), q.dtype)
+        y = cg.einsum(q, cg.ops.cast(matrix, q.dtype), "b h k, b h k v -> b h v", name="output")
+        along = cg.einsum(q, cg.ops.cast(norm, q.dtype), "b h k, b h k -> b h", name="normalise")
+        below = cg.ops.pointwise("maximum", cg.ops.pointwise("abs", along), cg.ops.pointwise("exp", -largest)) + 1e-6
+        return (matrix, norm, largest), cg.ops.cast(y / cg.rearrange(below, "b h -> b h 1"), q.dtype)
 
     start = _states(q, v)
-    with cg.scan_kernel("mlstm_recurrent", scan):
-        return cg.recurrence(step, start, (q, k, v, i, f))
+    with cg.nn.scan_kernel("mlstm_recurrent", scan):
+        return cg.nn.recurrence(step, start, (q, k, v, i, f))
 
 
 def _chunked(q: cg.Tensor, k: cg.Tensor, v: cg.Tensor, i: cg.Tensor, f: cg.Tensor, scan: str) -> cg.Tensor:
     """Multiply matrices within chunks of Q positions, and carry states from chunk to chunk."""
     Q = cg.dims("Q H")[0]
     q, k, v = (cg.rearrange(t, "b (m q) h k -> b m h q k", q=Q) for t in (q, k, v))
-    i, f = (cg.rearrange(cg.cast(t, "fp32"), "b (m q) h -> b m h q", q=Q) for t in (i, f))
-    with cg.scan_kernel("chunk_gates", scan):
-        total = cg.cumulative_sum(_log_sigmoid(f))
+    i, f = (cg.rearrange(cg.ops.cast(t, "fp32"), "b (m q) h -> b m h q", q=Q) for t in (i, f))
+    with cg.nn.scan_kernel("chunk_gates", scan):
+        total = cg.nn.cumulative_sum(_log_sigmoid(f))
         through = total[:, :, :, Q - 1 :]
         left = through - total + i
         most = cg.reduce(left, "b m h q -> b m h 1", "max")
@@ -101,17 +101,20 @@ def _chunked(q: cg.Tensor, k: cg.Tensor, v: cg.Tensor, i: cg.Tensor, f: cg.Tenso
     def step(state: tuple[cg.Tensor, ...], now: _Gates) -> tuple[tuple[cg.Tensor, ...], tuple[cg.Tensor, ...]]:
         (matrix, norm, largest), (k, v, through, left, most) = state, now
         kept = largest + cg.rearrange(through, "b h 1 -> b h")
-        after = cg.pointwise("maximum", kept, cg.rearrange(most, "b h 1 -> b h"))
-        gates = cg.pointwise("exp", left - cg.rearrange(after, "b h -> b h 1"))
-        k, decay = cg.einsum(cg.cast(k, "fp32"), gates, "b h q k, b h q -> b h q k"), cg.pointwise("exp", kept - after)
-        new = cg.einsum(k, cg.cast(v, "fp32"), "b h q k, b h q v -> b h k v", name="matrix")
+        after = cg.ops.pointwise("maximum", kept, cg.rearrange(most, "b h 1 -> b h"))
+        gates = cg.ops.pointwise("exp", left - cg.rearrange(after, "b h -> b h 1"))
+        k, decay = (
+            cg.einsum(cg.ops.cast(k, "fp32"), gates, "b h q k, b h q -> b h q k"),
+            cg.ops.pointwise("exp", kept - after),
+        )
+        new = cg.einsum(k, cg.ops.cast(v, "fp32"), "b h q k, b h q v -> b h k v", name="matrix")
         carried = cg.einsum(decay, matrix, "b h, b h k v -> b h k v") + new
         sums = cg.einsum(decay, norm, "b h, b h k -> b h k") + cg.reduce(k, "b h q k -> b h k", "sum")
         return (carried, sums, after), state
 
     start = _states(cg.rearrange(q, "b m h q k -> b m q h k")[:, 0], v)
-    with cg.scan_kernel("mlstm_states", scan):
-        states = cg.recurrence(step, start, (k, v, through, left, most))
+    with cg.nn.scan_kernel("mlstm_states", scan):
+        states = cg.nn.recurrence(step, start, (k, v, through, left, most))
     return _within(q, k, v, i, total, states, scan)
 
 
@@ -122,20 +125,20 @@ def _within(
     # a kernel leaves out the pairs that are hidden
     domain, over = (None, ()) if scan == "ops" else (cg.Domain(causal=True), ("q", "p"))
     matrix, norm, largest = states
-    with cg.scan_kernel("mlstm_within", scan):
+    with cg.nn.scan_kernel("mlstm_within", scan):
         across = total + cg.rearrange(largest, "b m h -> b m h 1")
         exponents = cg.rearrange(total, "b m h q -> b m h q 1") + cg.rearrange(i - total, "b m h q -> b m h 1 q")
-        most = cg.pointwise("maximum", across, cg.reduce(exponents, "b m h q p -> b m h q", "max"))
+        most = cg.ops.pointwise("maximum", across, cg.reduce(exponents, "b m h q p -> b m h q", "max"))
         scores = cg.einsum(q, k, "b m h q k, b m h p k -> b m h q p", name="scores")
-        weights = scores * cg.pointwise("exp", exponents - cg.rearrange(most, "b m h q -> b m h q 1"))
-        read = cg.einsum(q, cg.pointwise("exp", across - most), "b m h q k, b m h q -> b m h q k")
+        weights = scores * cg.ops.pointwise("exp", exponents - cg.rearrange(most, "b m h q -> b m h q 1"))
+        read = cg.einsum(q, cg.ops.pointwise("exp", across - most), "b m h q k, b m h q -> b m h q k")
         y = cg.einsum(read, matrix, "b m h q k, b m h k v -> b m h q v", name="across")
         pattern = "b m h q p, b m h p v -> b m h q v"
-        y = y + cg.einsum(weights, cg.cast(v, "fp32"), pattern, domain=domain, over=over, name="within")
+        y = y + cg.einsum(weights, cg.ops.cast(v, "fp32"), pattern, domain=domain, over=over, name="within")
         along = cg.einsum(read, norm, "b m h q k, b m h k -> b m h q", name="normalise")
-        along = cg.pointwise("abs", along + cg.reduce(weights, "b m h q p -> b m h q", "sum"))
-        below = cg.pointwise("maximum", along, cg.pointwise("exp", -most)) + 1e-6
-        y = cg.cast(y / cg.rearrange(below, "b m h q -> b m h q 1"), q.dtype)
+        along = cg.ops.pointwise("abs", along + cg.reduce(weights, "b m h q p -> b m h q", "sum"))
+        below = cg.ops.pointwise("maximum", along, cg.ops.pointwise("exp", -most)) + 1e-6
+        y = cg.ops.cast(y / cg.rearrange(below, "b m h q -> b m h q 1"), q.dtype)
     return cg.rearrange(y, "b m h q v -> b (m q) h v")
 
 
@@ -162,7 +165,7 @@ def xlstm(
                 x = _slstm_block(g, x, window, scan, dropout)
             done = place + 1
         x = cg.layer_norm(cg.repeat(L - done, matrix, x, name="layers"), bias=False, name="norm")
-        g.output(cg.tied_head(x, table) if tied else cg.linear(x, "b s d -> b s v", v=V, name="head"))
+        g.output(cg.nn.tied_head(x, table) if tied else cg.linear(x, "b s d -> b s v", v=V, name="head"))
     g.loss = "cross_entropy"
     return g
 
@@ -187,14 +190,14 @@ def _mlstm_block(g: cg.Graph, x: cg.Tensor, window: int, block: int, scan: str, 
     D, H = cg.dims("D H")
     E = 2 * D
     y = cg.linear(cg.layer_norm(x, bias=False, name="norm"), "b s d -> b s e", e=2 * E, name="up")
-    y, z = cg.split(y, (E, E))
-    seen = cg.silu(cg.causal_conv(y, window))
+    y, z = cg.ops.split(y, (E, E))
+    seen = cg.silu(cg.nn.causal_conv(y, window))
     made = [_headwise(g, t, E / block, n) for t, n in ((seen, "q"), (seen, "k"), (y, "v"))]
     made = [cg.rearrange(t, "b s n e -> b s (n e)") for t in made]
-    together = cg.concat(made, -1, name="gates_input")
+    together = cg.ops.concat(made, -1, name="gates_input")
     i, f = (cg.linear(together, "b s e -> b s h", h=H, bias=True, name=n) for n in ("input_gate", "forget_gate"))
     q, k, v = (cg.rearrange(t, "b s (h k) -> b s h k", h=H) for t in made)
-    y = cg.head_norm(_recurrent(q, k, v, i, f, scan), name="head_norm")
+    y = cg.nn.head_norm(_recurrent(q, k, v, i, f, scan), name="head_norm")
     y = (y + g.param("skip", (E,)) * seen) * cg.silu(z)
     return x + cg.dropout(cg.linear(y, "b s e -> b s d", d=D, name="down"), p)
 
@@ -203,37 +206,39 @@ def _slstm_block(g: cg.Graph, x: cg.Tensor, window: int, scan: str, p: float) ->
     """Run sLSTM, and a gated feed-forward layer behind it (figure 10 of the paper)."""
     D, H, F = cg.dims("D H F")
     y = cg.layer_norm(x, bias=False, name="norm")
-    seen = cg.silu(cg.causal_conv(y, window))
+    seen = cg.silu(cg.nn.causal_conv(y, window))
     gates = [_headwise(g, t, H, f"gates/{n}") for t, n in ((seen, "i"), (seen, "f"), (y, "z"), (y, "o"))]
     weight, bias = g.param("state/weight", (H, D / H, 4, D / H)), g.param("state/bias", (4, H, D / H))
-    y = cg.head_norm(_slstm(gates, weight, bias, scan), name="head_norm")
+    y = cg.nn.head_norm(_slstm(gates, weight, bias, scan), name="head_norm")
     x = x + cg.dropout(y, p)
     y = cg.linear(cg.layer_norm(x, bias=False, name="mlp/norm"), "b s d -> b s f", f=2 * F, name="mlp/up")
-    gate, up = cg.split(y, (F, F))
+    gate, up = cg.ops.split(y, (F, F))
     return x + cg.dropout(cg.linear(cg.gelu(gate) * up, "b s f -> b s d", d=D, name="mlp/down"), p)
 
 
 def _slstm(gates: list[cg.Tensor], weight: cg.Tensor, bias: cg.Tensor, scan: str) -> cg.Tensor:
     """Carry cell, normaliser, largest exponent and output from position to position (eq. 8 to 18)."""
     (B, _, H, K), dtype = gates[0].shape, gates[0].dtype
-    start = tuple(cg.initial_state((B, H, K), dtype, name=f"slstm/{n}") for n in ("output", "cell", "norm", "largest"))
+    start = tuple(
+        cg.ops.initial_state((B, H, K), dtype, name=f"slstm/{n}") for n in ("output", "cell", "norm", "largest")
+    )
 
     def step(state: tuple[cg.Tensor, ...], now: tuple[cg.Tensor, ...]) -> tuple[tuple[cg.Tensor, ...], cg.Tensor]:
         y, cell, norm, largest = state
         own = cg.einsum(y, weight, "b h k, h k n e -> b n h e", name="state")
         own = own + bias
         i, f, z, o = (t + cg.rearrange(part, "b 1 h e -> b h e") for t, part in zip(
-            now, cg.split(own, (1, 1, 1, 1), 1), strict=True))  # fmt: skip
+            now, cg.ops.split(own, (1, 1, 1, 1), 1), strict=True))  # fmt: skip
         kept = _log_sigmoid(f) + largest
-        largest = cg.pointwise("maximum", kept, i)
-        forget, let = cg.pointwise("exp", kept - largest), cg.pointwise("exp", i - largest)
-        cell = cg.pointwise("fma", forget, cell, let * cg.tanh(z))
-        norm = cg.pointwise("fma", forget, norm, let)
+        largest = cg.ops.pointwise("maximum", kept, i)
+        forget, let = cg.ops.pointwise("exp", kept - largest), cg.ops.pointwise("exp", i - largest)
+        cell = cg.ops.pointwise("fma", forget, cell, let * cg.tanh(z))
+        norm = cg.ops.pointwise("fma", forget, norm, let)
         y = cg.sigmoid(o) * (cell / norm)
         return (y, cell, norm, largest), y
 
-    with cg.scan_kernel("slstm", scan):
-        return cg.recurrence(step, start, tuple(gates))
+    with cg.nn.scan_kernel("slstm", scan):
+        return cg.nn.recurrence(step, start, tuple(gates))
 
 
 def read(c: Config) -> Preset:

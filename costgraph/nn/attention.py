@@ -192,7 +192,7 @@ def self_attention(
     >>> import costgraph as cg
     >>> B, S, D, H, G, K = cg.dims("B S D H G K")
     >>> with cg.Graph("g") as g:
-    ...     g.output(cg.self_attention(g.input("x", (B, S, D)), H, K, groups=G))
+    ...     g.output(cg.nn.self_attention(g.input("x", (B, S, D)), H, K, groups=G))
     >>> cg.param_count(g)
     2*D*G*K + 2*D*H*K
     """

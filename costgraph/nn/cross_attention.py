@@ -59,7 +59,7 @@ def cross_attention(
     >>> import costgraph as cg
     >>> B, S, M, D, H, K = cg.dims("B S M D H K")
     >>> with cg.Graph("g") as g:
-    ...     g.output(cg.cross_attention(g.input("x", (B, S, D)), g.input("memory", (B, M, D)), H, K))
+    ...     g.output(cg.nn.cross_attention(g.input("x", (B, S, D)), g.input("memory", (B, M, D)), H, K))
     >>> cg.param_count(g), cg.matmul_flops(g)
     (4*D*H*K, 4*B*D*H*K*M + 4*B*D*H*K*S + 4*B*H*K*M*S)
     """

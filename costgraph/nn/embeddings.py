@@ -78,7 +78,7 @@ def relative_bias(
     >>> import costgraph as cg
     >>> S, H = cg.dims("S H")
     >>> with cg.Graph("g") as g:
-    ...     g.output(cg.relative_bias(cg.arange(S), cg.arange(S, context=True), H))
+    ...     g.output(cg.nn.relative_bias(cg.ops.arange(S), cg.ops.arange(S, context=True), H))
     >>> g.outputs[0].shape, cg.param_count(g)
     ((1, H, S, S), 32*H)
     """
@@ -137,7 +137,7 @@ def timestep_embedding(times: Tensor, size: object, *, dtype: object = None, nam
     >>> import costgraph as cg
     >>> B = cg.dims("B")
     >>> with cg.Graph("g", dtype="bf16") as g:
-    ...     g.output(cg.timestep_embedding(g.input("t", (B,), dtype="int64"), 256))
+    ...     g.output(cg.nn.timestep_embedding(g.input("t", (B,), dtype="int64"), 256))
     >>> g.outputs[0].shape, cg.flops(g)
     ((B, 256), 384*B)
     """
@@ -185,7 +185,7 @@ def patch_embedding(x: Tensor, size: int, d: object, *, bias: bool = True, name:
     >>> import costgraph as cg
     >>> B, D = cg.dims("B D")
     >>> with cg.Graph("g") as g:
-    ...     g.output(cg.patch_embedding(g.input("images", (B, 3, 224, 224)), 16, D))
+    ...     g.output(cg.nn.patch_embedding(g.input("images", (B, 3, 224, 224)), 16, D))
     >>> g.outputs[0].shape, cg.param_count(g)
     ((B, 196, D), 769*D)
     """

@@ -87,9 +87,9 @@ def latent_attention(
     >>> B, S, D, H = cg.dims("B S D H")
     >>> def layer(absorbed):
     ...     with cg.Graph("g", dtype="bf16") as g:
-    ...         rope = cg.rotary_tables(cg.arange(S), 64)
+    ...         rope = cg.nn.rotary_tables(cg.ops.arange(S), 64)
     ...         x = g.input("x", (B, S, D))
-    ...         g.output(cg.latent_attention(
+    ...         g.output(cg.nn.latent_attention(
     ...             x, H, latent=512, nope=128, rotated=64, value=128, rope=rope, absorbed=absorbed))
     ...     return g
     >>> made, absorbed = map(layer, (False, True))

@@ -348,7 +348,7 @@ def gated_mlp(
     >>> import costgraph as cg
     >>> B, D, F = cg.dims("B D F")
     >>> with cg.Graph("g") as g:
-    ...     g.output(cg.gated_mlp(g.input("x", (B, D)), F))
+    ...     g.output(cg.nn.gated_mlp(g.input("x", (B, D)), F))
     >>> cg.param_count(g), cg.matmul_flops(g)
     (3*D*F, 6*B*D*F)
     """

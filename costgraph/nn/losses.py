@@ -44,7 +44,7 @@ def binary_cross_entropy(p: Tensor, targets: Tensor, *, name: str = "binary_cros
     >>> import costgraph as cg
     >>> B = cg.dims("B")
     >>> with cg.Graph("g") as g:
-    ...     g.output(cg.binary_cross_entropy(g.input("p", (B,)), g.input("targets", (B,))))
+    ...     g.output(cg.nn.binary_cross_entropy(g.input("p", (B,)), g.input("targets", (B,))))
     >>> g.outputs[0].shape, cg.bytes_moved(g)
     ((), 8*B + 4)
     """

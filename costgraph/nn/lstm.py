@@ -50,7 +50,7 @@ def lstm(x: Tensor, hidden: object, *, bias: bool = True, name: str = "lstm") ->
     >>> import costgraph as cg
     >>> B, S, D, E = cg.dims("B S D E")
     >>> with cg.Graph("g") as g:
-    ...     g.output(cg.lstm(g.input("x", (B, S, D)), E))
+    ...     g.output(cg.nn.lstm(g.input("x", (B, S, D)), E))
     >>> cg.param_count(g), cg.matmul_flops(g)
     (4*D*E + 4*E**2 + 8*E, 8*B*D*E*S + 8*B*E**2*S)
     """
@@ -92,7 +92,7 @@ def gru(x: Tensor, hidden: object, *, bias: bool = True, name: str = "gru") -> T
     >>> import costgraph as cg
     >>> B, S, D, E = cg.dims("B S D E")
     >>> with cg.Graph("g") as g:
-    ...     g.output(cg.gru(g.input("x", (B, S, D)), E))
+    ...     g.output(cg.nn.gru(g.input("x", (B, S, D)), E))
     >>> cg.param_count(g), cg.matmul_flops(g)
     (3*D*E + 3*E**2 + 6*E, 6*B*D*E*S + 6*B*E**2*S)
     """

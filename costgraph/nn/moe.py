@@ -87,7 +87,7 @@ def router(
     >>> import costgraph as cg
     >>> B, S, D, E, k = cg.dims("B S D E k")
     >>> with cg.Graph("g") as g:
-    ...     weights, ids = cg.router(g.input("x", (B, S, D)), E, k, normalize=True)
+    ...     weights, ids = cg.nn.router(g.input("x", (B, S, D)), E, k, normalize=True)
     >>> weights.shape, cg.param_count(g), cg.matmul_flops(g)
     ((B, S, k), D*E, 2*B*D*E*S)
     """
@@ -338,7 +338,7 @@ def moe(
     >>> import costgraph as cg
     >>> T, D, F = cg.dims("T D F")
     >>> with cg.Graph("g", dtype="bf16") as g:
-    ...     g.output(cg.moe(g.input("x", (T, D)), 8, 2, F))
+    ...     g.output(cg.nn.moe(g.input("x", (T, D)), 8, 2, F))
     >>> cg.param_count(g), cg.param_count(g, active=True)
     (24*D*F + 8*D, 6*D*F + 8*D)
     >>> cg.matmul_flops(g)  # three matrices, two rows a token; and the router

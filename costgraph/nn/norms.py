@@ -53,7 +53,7 @@ def batch_norm(x: Tensor, *, affine: bool = True, statistics: str = "auto", name
     >>> import costgraph as cg
     >>> B, C, R = cg.dims("B C R")
     >>> with cg.Graph("g") as g:
-    ...     y = cg.batch_norm(g.input("x", (B, C, R, R)))
+    ...     y = cg.nn.batch_norm(g.input("x", (B, C, R, R)))
     >>> cg.param_count(g), cg.flops(g)
     (2*C, 4*B*C*R**2 + 2*C)
     """
@@ -148,7 +148,7 @@ def group_norm(x: Tensor, groups: object, *, affine: bool = True, name: str = "g
     >>> import costgraph as cg
     >>> B, C, R, G = cg.dims("B C R G")
     >>> with cg.Graph("g") as g:
-    ...     y = cg.group_norm(g.input("x", (B, C, R)), G)
+    ...     y = cg.nn.group_norm(g.input("x", (B, C, R)), G)
     >>> cg.param_count(g), cg.flops(g)
     (2*C, 7*B*C*R + 2*B*G)
     """

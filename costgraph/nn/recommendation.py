@@ -47,7 +47,7 @@ def embedding_bag(ids: Tensor, table: Tensor, *, mode: str = "sum", name: str = 
     >>> import costgraph as cg
     >>> B, N, V, D = cg.dims("B N V D")
     >>> with cg.Graph("g") as g:
-    ...     y = cg.embedding_bag(g.input("ids", (B, N), dtype="int64"), g.param("table", (V, D)))
+    ...     y = cg.nn.embedding_bag(g.input("ids", (B, N), dtype="int64"), g.param("table", (V, D)))
     >>> y.shape, cg.flops(g), cg.bytes_moved(g)
     ((B, D), B*D*N, 4*B*D*N + 4*B*D + 8*B*N)
     """
@@ -90,7 +90,7 @@ def dot_interaction(x: Tensor, *, itself: bool = False, name: str = "interaction
     >>> import costgraph as cg
     >>> B, N, D = cg.dims("B N D")
     >>> with cg.Graph("g") as g:
-    ...     y = cg.dot_interaction(g.input("x", (B, N, D)))
+    ...     y = cg.nn.dot_interaction(g.input("x", (B, N, D)))
     >>> y.shape, cg.matmul_flops(g)
     ((B, N**2/2 - N/2), 2*B*D*N**2)
     """

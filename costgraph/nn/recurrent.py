@@ -81,9 +81,9 @@ def recurrence(
     >>> import costgraph as cg
     >>> B, S, D = cg.dims("B S D")
     >>> with cg.Graph("g") as g:
-    ...     x, start = g.input("x", (B, S, D)), cg.initial_state((B, D))
+    ...     x, start = g.input("x", (B, S, D)), cg.ops.initial_state((B, D))
     ...     with cg.kernel("average"):
-    ...         y = cg.recurrence(lambda h, x: (h * 0.9 + x, h), start, x)
+    ...         y = cg.nn.recurrence(lambda h, x: (h * 0.9 + x, h), start, x)
     ...     g.output(y)
     >>> y.shape, cg.flops(g), cg.bytes_moved(g)
     ((B, S, D), 2*B*D*S, 8*B*D*S + 8*B*D)
@@ -133,9 +133,9 @@ def scan_kernel(name: str, scan: str) -> Iterator[None]:
     >>> B, S, D = cg.dims("B S D")
     >>> for scan in ("kernel", "ops"):
     ...     with cg.Graph("g") as g:
-    ...         x, start = g.input("x", (B, S, D)), cg.initial_state((B, D))
-    ...         with cg.scan_kernel("sums", scan):
-    ...             y = cg.recurrence(lambda h, x: (h + x, h), start, x)
+    ...         x, start = g.input("x", (B, S, D)), cg.ops.initial_state((B, D))
+    ...         with cg.nn.scan_kernel("sums", scan):
+    ...             y = cg.nn.recurrence(lambda h, x: (h + x, h), start, x)
     ...         g.output(y)
     ...     print(cg.flops(g), cg.bytes_moved(g))
     B*D*S 8*B*D*S + 8*B*D
@@ -239,7 +239,7 @@ def cumulative_sum(x: Tensor, axis: int = -1, *, name: str = "cumulative_sum") -
     >>> import costgraph as cg
     >>> B, S = cg.dims("B S")
     >>> with cg.Graph("g") as g:
-    ...     g.output(cg.cumulative_sum(g.input("x", (B, S))))
+    ...     g.output(cg.nn.cumulative_sum(g.input("x", (B, S))))
     >>> cg.flops(g), cg.bytes_moved(g)
     (B*S, 8*B*S)
     """
@@ -285,7 +285,7 @@ def head_norm(x: Tensor, *, bias: bool = False, name: str = "head_norm") -> Tens
     >>> import costgraph as cg
     >>> B, S, H, K = cg.dims("B S H K")
     >>> with cg.Graph("g") as g:
-    ...     g.output(cg.head_norm(g.input("x", (B, S, H, K))))
+    ...     g.output(cg.nn.head_norm(g.input("x", (B, S, H, K))))
     >>> cg.param_count(g), cg.bytes_moved(g)
     (H*K, 8*B*H*K*S + 4*H*K)
     """

@@ -53,7 +53,7 @@ def adaptive_pool(x: Tensor, sizes: Sequence[object], *, name: str = "adaptive_p
     >>> import costgraph as cg
     >>> B, C, R = cg.dims("B C R")
     >>> with cg.Graph("g") as g:
-    ...     y = cg.adaptive_pool(g.input("x", (B, C, R, R)), (3, 3))
+    ...     y = cg.nn.adaptive_pool(g.input("x", (B, C, R, R)), (3, 3))
     >>> y.shape, cg.flops(g, B=1, C=1, R=6), cg.flops(g, B=1, C=1, R=7)  # windows of 3 that share an element
     ((B, C, 3, 3), 36, 81)
     """
@@ -127,7 +127,7 @@ def upsample(
     >>> import costgraph as cg
     >>> B, C, R = cg.dims("B C R")
     >>> with cg.Graph("g") as g:
-    ...     y = cg.upsample(g.input("x", (B, C, R, R)))
+    ...     y = cg.nn.upsample(g.input("x", (B, C, R, R)))
     >>> y.shape, cg.flops(g), cg.bytes_moved(g)
     ((B, C, 2*R, 2*R), 0, 20*B*C*R**2)
     """

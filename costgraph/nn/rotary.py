@@ -81,7 +81,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, name: str = "rotary") -> Tens
     >>> B, S, K, R = cg.dims("B S K R")
     >>> with cg.Graph("g") as g:
     ...     x, positions = g.input("x", (B, S, K)), g.input("positions", (S,), dtype="int64")
-    ...     y = cg.rotary(x, *cg.rotary_tables(positions, R))
+    ...     y = cg.nn.rotary(x, *cg.nn.rotary_tables(positions, R))
     >>> cg.costs(g).filter(scope="rotary").total().pointwise
     3*B*R*S
     """

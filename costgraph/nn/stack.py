@@ -84,9 +84,9 @@ def layers(
     --------
     >>> import costgraph as cg
     >>> B, D, L = cg.dims("B D L")
-    >>> bodies = {"narrow": lambda x: cg.mlp(x, D), "wide": lambda x: cg.mlp(x, 4 * D)}
+    >>> bodies = {"narrow": lambda x: cg.nn.mlp(x, D), "wide": lambda x: cg.nn.mlp(x, 4 * D)}
     >>> with cg.Graph("g") as g:
-    ...     g.output(cg.layers(L, bodies, g.input("x", (B, D)), ("narrow", "narrow", "wide"), rest=2))
+    ...     g.output(cg.nn.layers(L, bodies, g.input("x", (B, D)), ("narrow", "narrow", "wide"), rest=2))
     >>> cg.param_count(g)  # of a narrow layer 2*D**2, of a wide one 8*D**2
     4*D**2*L - 4*D**2
     >>> cg.param_count(g, D=1, L=5), cg.param_count(g, D=1, L=8)

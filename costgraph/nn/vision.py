@@ -47,7 +47,7 @@ def stochastic_depth(x: Tensor, p: float, *, name: str = "stochastic_depth") -> 
     >>> import costgraph as cg
     >>> B, C = cg.dims("B C")
     >>> with cg.Graph("g") as g:
-    ...     y = cg.stochastic_depth(g.input("x", (B, C)), 0.1)
+    ...     y = cg.nn.stochastic_depth(g.input("x", (B, C)), 0.1)
     >>> cg.flops(g)
     B*C + 2*B
     """
@@ -78,7 +78,7 @@ def squeeze_excitation(
     squeezed : sympy.Expr or int
         Channels between the two layers.
     activation, gate : str
-        Elementwise functions, of `costgraph.pointwise`, after the first layer and after the second.
+        Elementwise functions, of `costgraph.ops.pointwise`, after the first layer and after the second.
     name : str
         Scope of the parameters and of the ops.
 
@@ -98,7 +98,7 @@ def squeeze_excitation(
     >>> import costgraph as cg
     >>> B, C, Q, R = cg.dims("B C Q R")
     >>> with cg.Graph("g") as g:
-    ...     y = cg.squeeze_excitation(g.input("x", (B, C, R, R)), Q)
+    ...     y = cg.nn.squeeze_excitation(g.input("x", (B, C, R, R)), Q)
     >>> cg.param_count(g), cg.matmul_flops(g)
     (2*C*Q + C + Q, 4*B*C*Q)
     """
@@ -147,7 +147,7 @@ def inverted_residual(
         Of the depthwise convolution, which is padded to the size of its input over the stride, rounded up. The window
         is odd.
     activation : str
-        Elementwise function of `costgraph.pointwise`, after expansion and depthwise convolution.
+        Elementwise function of `costgraph.ops.pointwise`, after expansion and depthwise convolution.
     squeezed : sympy.Expr or int, optional
         Channels inside squeeze and excitation; none without.
     squeeze_activation, gate : str
@@ -176,7 +176,7 @@ def inverted_residual(
     >>> import costgraph as cg
     >>> B, C, E, R = cg.dims("B C E R")
     >>> with cg.Graph("g") as g:
-    ...     y = cg.inverted_residual(g.input("x", (B, C, R, R)), E, C, residual=True)
+    ...     y = cg.nn.inverted_residual(g.input("x", (B, C, R, R)), E, C, residual=True)
     >>> cg.matmul_flops(g), cg.param_count(g)
     (4*B*C*E*R**2 + 18*B*E*R**2, 2*C*E + 2*C + 13*E)
     """

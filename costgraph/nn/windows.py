@@ -63,7 +63,7 @@ def window_partition(x: Tensor, side: object, shift: object = 0, *, name: str = 
     >>> import costgraph as cg
     >>> B, C = cg.dims("B C")
     >>> with cg.Graph("g") as g:
-    ...     g.output(cg.window_partition(g.input("x", (B, 56, 56, C)), 7, 3))
+    ...     g.output(cg.nn.window_partition(g.input("x", (B, 56, 56, C)), 7, 3))
     >>> g.outputs[0].shape
     (64*B, 49, C)
     """
@@ -107,7 +107,7 @@ def window_merge(y: Tensor, like: Tensor, side: object, shift: object = 0, *, na
     >>> B, C, R = cg.dims("B C R")
     >>> with cg.Graph("g") as g:
     ...     x = g.input("x", (B, R, R, C))
-    ...     y = cg.window_merge(cg.window_partition(x, 7, 3), x, 7, 3)
+    ...     y = cg.nn.window_merge(cg.nn.window_partition(x, 7, 3), x, 7, 3)
     >>> y.shape, cg.flops(g)
     ((B, R, R, C), 0)
     """
@@ -162,7 +162,7 @@ def window_bias(
     >>> import costgraph as cg
     >>> H = cg.dims("H")
     >>> with cg.Graph("g") as g:
-    ...     g.output(cg.window_bias(7, H))
+    ...     g.output(cg.nn.window_bias(7, H))
     >>> g.outputs[0].shape, cg.param_count(g)
     ((1, H, 49, 49), 169*H)
     """
@@ -206,7 +206,7 @@ def patch_merging(x: Tensor, *, name: str = "downsample") -> Tensor:
     >>> import costgraph as cg
     >>> B, C = cg.dims("B C")
     >>> with cg.Graph("g") as g:
-    ...     g.output(cg.patch_merging(g.input("x", (B, 7, 7, C))))
+    ...     g.output(cg.nn.patch_merging(g.input("x", (B, 7, 7, C))))
     >>> g.outputs[0].shape, cg.param_count(g)
     ((B, 4, 4, 2*C), 8*C**2 + 8*C)
     """

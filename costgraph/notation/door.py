@@ -247,28 +247,46 @@ def checked(function: F, *, reads: bool = True) -> F:
     return cast(F, entered)
 
 
-def guard(namespace: dict[str, Any], names: Iterable[str], inside: Collection[str] = ()) -> None:
-    """Check the arguments of all functions of a public namespace, and of all methods of its classes.
+def guard(
+    namespaces: Iterable[types.ModuleType],
+    records: Mapping[str, Collection[str]],
+    inside: Collection[str] = (),
+    around: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function,
+) -> None:
+    """Check the arguments of all functions that public modules name, and of all methods of their classes.
 
     Parameters
     ----------
-    namespace : dict of str to object
-        The globals of a public module, whose functions are replaced; methods are replaced in their classes.
-    names : iterable of str
-        What is public.
+    namespaces : iterable of module
+        Public modules, whose functions are replaced; methods are replaced in their classes.
+    records : mapping of str to collection of str
+        Classes that no public module names, by the module of the package that they are in.
     inside : collection of str
         Functions, classes, and methods as `Class.method`, that are left as they are: checks of what the library itself
         calls for each op would cost more than they are worth.
+    around : callable
+        What each function becomes before its arguments are checked.
     """
-    for name in names:
-        found = namespace[name]
-        if inspect.isfunction(found) and name not in inside:
-            namespace[name] = door = checked(found)
-            door.__module__ = namespace["__name__"]  # where pickle finds this one
-        elif isinstance(found, type) and found.__module__.startswith(f"{_PACKAGE}."):
-            fields = getattr(found, "__dataclass_fields__", {})
-            keeps = fields and not hasattr(found, "__post_init__")
-            for key, member in list(vars(found).items()):
-                public = key == "__init__" or (not key.startswith("_") and key not in fields)
-                if public and inspect.isfunction(member) and not {name, f"{name}.{key}"} & set(inside):
-                    setattr(found, key, checked(member, reads=key != "__init__" or not keeps))
+    doors: dict[Callable[..., Any], Callable[..., Any]] = {}
+    for module in namespaces:
+        for name in module.__all__:
+            found = getattr(module, name)
+            if isinstance(found, type) and found.__module__.startswith(f"{_PACKAGE}."):
+                _guard_methods(found, inside)
+            elif inspect.isfunction(found):
+                if found not in doors:
+                    doors[found] = around(found) if name in inside else checked(around(found))
+                    doors[found].__module__ = module.__name__  # where pickle finds this one
+                setattr(module, name, doors[found])
+    for place, names in records.items():
+        for name in names:
+            _guard_methods(getattr(sys.modules[f"{_PACKAGE}.{place}"], name), inside)
+
+
+def _guard_methods(kind: type, inside: Collection[str]) -> None:
+    fields = getattr(kind, "__dataclass_fields__", {})
+    keeps = fields and not hasattr(kind, "__post_init__")
+    for key, member in list(vars(kind).items()):
+        public = key == "__init__" or (not key.startswith("_") and key not in fields)
+        if public and inspect.isfunction(member) and not {kind.__name__, f"{kind.__name__}.{key}"} & set(inside):
+            setattr(kind, key, checked(member, reads=key != "__init__" or not keeps))

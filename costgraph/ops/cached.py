@@ -105,7 +105,7 @@ def cache(
     >>> B, S, D = cg.dims("B S D")
     >>> with cg.Graph("g", dtype="bf16") as g:
     ...     x = g.input("x", (B, S, D))
-    ...     k = cg.cache(cg.linear(x, "b s d -> b s e", e=D), "b t d", along="t")
+    ...     k = cg.ops.cache(cg.linear(x, "b s d -> b s e", e=D), "b t d", along="t")
     ...     g.output(cg.einsum(x, k, "b s d, b t d -> b s t"))
     >>> cg.matmul_flops(g)
     2*B*D**2*S + 2*B*D*S**2

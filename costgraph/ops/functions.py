@@ -14,7 +14,7 @@ class Function:
     """An elementwise function: what one element costs."""
 
     name: str
-    """Name in tables, files and `costgraph.pointwise`."""
+    """Name in tables, files and `costgraph.ops.pointwise`."""
     arity: int
     """Number of operands."""
     flops: int

@@ -175,7 +175,7 @@ def top_k(x: Tensor, k: object, *, name: str = "top_k") -> tuple[Tensor, Tensor]
     >>> import costgraph as cg
     >>> B, E = cg.dims("B E")
     >>> with cg.Graph("g") as g:
-    ...     values, ids = cg.top_k(g.input("scores", (B, E)), 2)
+    ...     values, ids = cg.ops.top_k(g.input("scores", (B, E)), 2)
     >>> ids.shape, cg.flops(g), cg.bytes_moved(g)
     ((B, 2), B*E, 4*B*E + 24*B)
     """
@@ -220,7 +220,7 @@ def dispatch(
     >>> import costgraph as cg
     >>> T, k, E = cg.dims("T k E")
     >>> with cg.Graph("g") as g:
-    ...     sent = cg.dispatch(g.input("ids", (T, k), dtype="int64"), E)
+    ...     sent = cg.ops.dispatch(g.input("ids", (T, k), dtype="int64"), E)
     >>> sent.tokens.shape, sent.ends.shape, sent.places.shape
     ((T*k,), (E,), (T, k))
     """
@@ -285,7 +285,7 @@ def grouped(
     >>> R, E, D, F = cg.dims("R E D F")
     >>> with cg.Graph("g", dtype="bf16") as g:
     ...     x, w = g.input("x", (R, D)), g.param("w", (E, D, F))
-    ...     y = cg.grouped(x, w, g.input("ends", (E,), dtype="int32"), 1)
+    ...     y = cg.ops.grouped(x, w, g.input("ends", (E,), dtype="int32"), 1)
     >>> cg.matmul_flops(g), cg.bytes_moved(g, R=2, E=8, D=16, F=32)  # two experts are read
     (2*D*F*R, 2272)
     """

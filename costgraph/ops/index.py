@@ -102,7 +102,7 @@ def gather(table: Tensor, ids: Tensor, *, name: str = "gather") -> Tensor:
     >>> import costgraph as cg
     >>> B, S, V, D = cg.dims("B S V D")
     >>> with cg.Graph("g") as g:
-    ...     y = cg.gather(g.param("table", (V, D)), g.input("ids", (B, S), dtype="int64"))
+    ...     y = cg.ops.gather(g.param("table", (V, D)), g.input("ids", (B, S), dtype="int64"))
     >>> cg.bytes_moved(g)
     8*B*D*S + 8*B*S
     """

@@ -59,7 +59,7 @@ def keep(x: Tensor, *others: Tensor, name: str = "keep") -> Tensor:
     ...     with cg.Graph("g") as g:
     ...         residual = cg.relu(g.input("x", (B, D)))
     ...         y = cg.tanh(cg.tanh(residual))
-    ...         g.output(cg.keep(y, residual) if hold else y)
+    ...         g.output(cg.ops.keep(y, residual) if hold else y)
     ...     return cg.peak_memory(g)
     >>> peak(False), peak(True)
     (12*B*D, 16*B*D)

@@ -276,7 +276,7 @@ def roll(x: Tensor, shift: object, axis: int = -1, *, name: str = "roll") -> Ten
     >>> import costgraph as cg
     >>> B, S = cg.dims("B S")
     >>> with cg.Graph("g") as g:
-    ...     y = cg.roll(g.input("x", (B, S)), -1, 1)
+    ...     y = cg.ops.roll(g.input("x", (B, S)), -1, 1)
     >>> y.shape, cg.flops(g), cg.bytes_moved(g)
     ((B, S), 0, 8*B*S)
     """
@@ -373,7 +373,7 @@ def index(x: Tensor, key: object) -> Tensor:
 
 def _position(x: Tensor, k: object, size: Poly) -> Poly:
     if isinstance(k, Tensor):
-        raise ShapeError(f"index {k!r} of {x!r}: expected integers and slices, or costgraph.gather for a tensor")
+        raise ShapeError(f"index {k!r} of {x!r}: expected integers and slices, or costgraph.ops.gather for a tensor")
     value = poly(k)
     if value.constant is None:  # -T counts from the end, as -2 does
         least = lower(-value)

@@ -180,7 +180,7 @@ def pointwise(
     >>> import costgraph as cg
     >>> B, D = cg.dims("B D")
     >>> with cg.Graph("g") as g:
-    ...     y = cg.pointwise("gelu", g.input("x", (B, D)))
+    ...     y = cg.ops.pointwise("gelu", g.input("x", (B, D)))
     >>> cg.flops(g)
     5*B*D
     """

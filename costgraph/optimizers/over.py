@@ -50,7 +50,7 @@ def over(groups: Sequence[Group], function: Callable[..., Made], name: str, *, s
     >>> N = cg.dims("N")
     >>> with cg.Graph("g") as g:
     ...     w = g.param("w", (N,))
-    ...     ((half,),) = over([(w,)], lambda w: cg.pointwise("mul", w, 0.5, inplace=True), "halve")
+    ...     ((half,),) = over([(w,)], lambda w: cg.ops.pointwise("mul", w, 0.5, inplace=True), "halve")
     >>> half.storage is w.storage
     True
     """

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from ..bind.evaluate import Formula
 from ..hardware.units import format_quantity
-from ..planning import Preflight, PreflightCheck
+from ..plan.preflight import Preflight, PreflightCheck
 from .amounts import show
 from .formula import formula_text
 from .text import clean, draw, grid

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from ..planning import Throughput, ThroughputRow
+from ..plan.serving import Throughput, ThroughputRow
 from .drawing import COLORS, FAINT, ROOF, check_path, new_figure, note, saved, short, units_on
 
 __all__ = ["plot_throughput"]
@@ -23,7 +23,7 @@ def plot_throughput(found: Throughput, path: str | os.PathLike[str] | None = Non
     Parameters
     ----------
     found : Throughput
-        What `costgraph.throughput` returned.
+        What `costgraph.plan.throughput` returned.
     path : str or path-like, optional
         File to write: .png, .svg or .pdf.
 

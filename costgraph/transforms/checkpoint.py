@@ -101,7 +101,7 @@ def every_block(*, inside: Checkpoint | None = None) -> Checkpoint:
     >>> import costgraph as cg
     >>> B, D, F, L = cg.dims("B D F L")
     >>> with cg.Graph("g") as g:
-    ...     layer = lambda x: x + cg.mlp(x, F, activation=cg.relu)
+    ...     layer = lambda x: x + cg.nn.mlp(x, F, activation=cg.relu)
     ...     x = cg.repeat(L, layer, cg.linear(g.input("x", (B, D)), "b d -> b e", e=D), name="layers")
     ...     g.output(cg.reduce(x, "b d -> ", "mean"))
     >>> step = cg.backward(g, checkpoint=cg.every_block())

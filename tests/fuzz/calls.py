@@ -4,6 +4,8 @@ from dataclasses import fields
 from functools import cache
 from types import SimpleNamespace
 
+from public import PUBLIC, RECORDS
+
 import costgraph as cg
 from costgraph.hardware import units
 from costgraph.optimizers import Slot
@@ -24,10 +26,10 @@ def asked():
         x = cg.embedding(lm.input("ids", (B, S), dtype="int64"), table)
 
         def layer(x):
-            y = x + cg.self_attention(cg.rms_norm(x), 2, 4)
-            return y + cg.mlp(y, 16)
+            y = x + cg.nn.self_attention(cg.rms_norm(x), 2, 4)
+            return y + cg.nn.mlp(y, 16)
 
-        logits = cg.tied_head(cg.repeat(L, layer, x, name="layers"), table)
+        logits = cg.nn.tied_head(cg.repeat(L, layer, x, name="layers"), table)
         lm.output(logits)
     lm.loss = "cross_entropy"
     step = cg.training_step(lm)
@@ -38,17 +40,17 @@ def asked():
         x = three.input("x", (B, 6))
         for i in range(3):
             with cg.scope(f"h/{i}"):
-                x = cg.mlp(x, 5)
+                x = cg.nn.mlp(x, 5)
         three.output(x)
     e = SimpleNamespace(lm=lm, step=step, loss=loss, three=three, hardware=cg.load_hardware("h100-sxm"))
     e.op, e.costs, e.timeline = next(loss.walk()), cg.costs(loss), cg.timeline(loss, B=2)
     e.roofline = cg.roofline(loss, e.hardware, B=2)
     e.report = cg.report(loss, e.hardware, B=2)
-    e.throughput = cg.throughput(cg.decode(lm), e.hardware, "B", [1, 2], S=8, L=2, V=11)
-    e.preflight = cg.preflight(step, e.hardware, B=1, S=8, L=2, V=11)
+    e.throughput = cg.plan.throughput(cg.decode(lm), e.hardware, "B", [1, 2], S=8, L=2, V=11)
+    e.preflight = cg.plan.preflight(step, e.hardware, B=1, S=8, L=2, V=11)
     e.comparison = cg.compare(loss, loss)
-    e.leading = cg.leading_term(step, 10, S=8, L=2, V=11)
-    e.latency = cg.latency(cg.prefill(lm), cg.decode(lm), e.hardware, prompt=4, steps=2, B=1, L=2, V=11)
+    e.leading = cg.plan.leading_term(step, 10, S=8, L=2, V=11)
+    e.latency = cg.plan.latency(cg.prefill(lm), cg.decode(lm), e.hardware, prompt=4, steps=2, B=1, L=2, V=11)
     e.first, e.next = cg.prefill(lm), cg.decode(lm)
     return e
 
@@ -166,7 +168,7 @@ FUNCTIONS = {
     "lstm": lambda e: a(e.seq, 5),
     "gru": lambda e: a(e.seq, 5),
     "window_partition": lambda e: a(e.last, 4, 2),
-    "window_merge": lambda e: a(cg.window_partition(e.last, 4, 2), e.last, 4, 2),
+    "window_merge": lambda e: a(cg.nn.window_partition(e.last, 4, 2), e.last, 4, 2),
     "window_bias": lambda e: a(4, 2),
     "patch_merging": lambda e: a(e.last),
     "inverted_residual": lambda e: a(e.im, 8, 4),
@@ -331,7 +333,7 @@ def _slot(e):
 
 #: Every call by its name: what is called, and with what.
 CALLS = {
-    **{name: (lambda e, name=name: getattr(cg, name), given) for name, given in (FUNCTIONS | CLASSES).items()},
+    **{name: (lambda e, name=name: (PUBLIC | RECORDS)[name], given) for name, given in (FUNCTIONS | CLASSES).items()},
     **{
         f"{name}.{method}": (lambda e, owner=owner, method=method: getattr(owner(e), method), given)
         for name, (owner, methods) in METHODS.items()

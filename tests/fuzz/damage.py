@@ -22,8 +22,8 @@ def dense():
         x = g.input("x", (B, S, D))
         y = cg.rearrange(cg.linear(x, "b s d -> b s f", f=F, bias=True), "b s (h k) -> b h s k", h=H)
         z = cg.reduce(cg.relu(y, inplace=False) * 2.0, "b h s k -> b h s", "mean")
-        wide = cg.expand(z, "b h s -> b h s t", t=T)
-        g.output(cg.concat([wide, wide]), y[:, :, 1:, 0])
+        wide = cg.ops.expand(z, "b h s -> b h s t", t=T)
+        g.output(cg.ops.concat([wide, wide]), y[:, :, 1:, 0])
     g.assume("F >= H")
     g.defaults = {"D": 12}
     return g
@@ -41,7 +41,7 @@ def looped():
         x = cg.repeat(L, layer, g.input("x", (B, D)), name="layers")
 
         def step(state, item):
-            new = cg.pointwise("exp", state + item)
+            new = cg.ops.pointwise("exp", state + item)
             return new, new
 
         g.output(*cg.scan(S, step, x, g.input("items", (S, B, D))))
@@ -51,12 +51,12 @@ def looped():
 def varied():
     with cg.Graph("varied", dtype="bf16") as g:
         ids = g.input("ids", (B, S), dtype="int64")
-        x = cg.cast(cg.embedding(ids, g.param("table", (V, D), dtype="mxfp4")), "bf16")
-        g.output(cg.scatter(g.buffer("cache", (V, D), role="cache"), ids, x, inplace=False))
+        x = cg.ops.cast(cg.embedding(ids, g.param("table", (V, D), dtype="mxfp4")), "bf16")
+        g.output(cg.ops.scatter(g.buffer("cache", (V, D), role="cache"), ids, x, inplace=False))
         g.output(*cg.opaque("sort", [x], [((T,), "int32")], flops=T, workspace=8 * T))
-        g.output(cg.transfer(cg.collective(cg.dropout(x, 0.1), "all_gather", 4)), cg.arange(S))
+        g.output(cg.ops.transfer(cg.ops.collective(cg.dropout(x, 0.1), "all_gather", 4)), cg.ops.arange(S))
         image = g.input("image", (B, 3, T, T))
-        g.output(cg.pool(cg.conv(image, "b c h w -> b o h w", window=3, stride=2, padding=1, o=D), "max", window=2))
+        g.output(cg.nn.pool(cg.conv(image, "b c h w -> b o h w", window=3, stride=2, padding=1, o=D), "max", window=2))
         g.output(cg.einsum(g.param("p", (B, S)), g.param("q", (S, T)), g.param("r", (T, V)), "b s, s t, t v -> b v"))
     return g
 

@@ -17,6 +17,7 @@ from budget import examples
 from calls import CALLS, CLASSES, FUNCTIONS, METHODS, setting
 from guard import SECONDS, show
 from limits import TooSlowError, limited
+from public import PUBLIC, RECORDS
 
 import costgraph as cg
 from costgraph.graph import changes
@@ -181,15 +182,16 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_every_public_name_has_a_call():
-    public = {n for n in cg.__all__ if inspect.isroutine(getattr(cg, n)) or isinstance(getattr(cg, n), type)}
-    errors = {n for n in public if inspect.isclass(getattr(cg, n)) and issubclass(getattr(cg, n), Exception)}
+    public = {n for n, found in (PUBLIC | RECORDS).items() if inspect.isroutine(found) or isinstance(found, type)}
+    errors = {n for n in public if inspect.isclass(PUBLIC.get(n)) and issubclass(PUBLIC[n], Exception)}
     assert public - errors - ROWS == FUNCTIONS.keys() | CLASSES.keys()
 
 
 @pytest.mark.parametrize("name", sorted(CLASSES))
 def test_every_public_method_has_a_call(name):
-    own = {k for k, v in vars(getattr(cg, name)).items() if inspect.isfunction(v) and not k.startswith("_")}
-    own = {k for k in own if hasattr(getattr(cg, name).__dict__[k], "__wrapped__")}  # at the door
+    members = vars((PUBLIC | RECORDS)[name])
+    own = {k for k, v in members.items() if inspect.isfunction(v) and not k.startswith("_")}
+    own = {k for k in own if hasattr(members[k], "__wrapped__")}  # at the door
     networkx = {k for k in own if k.startswith("remove_")}
     assert own - networkx == (METHODS[name][1].keys() if name in METHODS else set())
 

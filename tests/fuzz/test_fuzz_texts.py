@@ -96,8 +96,8 @@ NAMERS = {
     "pair": lambda t: read_sizes([f"B={t}"]),
     "graph": lambda t: cg.flops(cg.Graph(t)),
     "input": lambda t: cg.Graph("g").input(t, (B,)),
-    "function": lambda t: cg.pointwise(t, tensors()[0]),
-    "op": lambda t: cg.pointwise("relu", tensors()[0], name=t or "relu"),
+    "function": lambda t: cg.ops.pointwise(t, tensors()[0]),
+    "op": lambda t: cg.ops.pointwise("relu", tensors()[0], name=t or "relu"),
 }
 
 

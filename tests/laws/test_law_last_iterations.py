@@ -44,7 +44,7 @@ def trained_state(count, *, learned, layers=None):
     def layer(x):
         made = (cg.linear(x, "b t c k -> b t c j", j=K, name=n) for n in "qkv")
         qkv = tuple(cg.rearrange(t, "b t c k -> t b c k") for t in made)
-        start = cg.contiguous_copy(cg.expand(g.param("w", (K, K), grad=learned), "i j -> b i j", b=B))
+        start = cg.ops.contiguous_copy(cg.ops.expand(g.param("w", (K, K), grad=learned), "i j -> b i j", b=B))
         _, ys = cg.scan(count, step, start, qkv, name="time")
         return cg.linear(cg.rearrange(ys, "t b c k -> b t c k"), "b t c k -> b t c j", j=K, name="out")
 

@@ -18,22 +18,22 @@ A, B, D, L, W = cg.dims("A B D L W")
 )
 def test_functions_cost_what_their_formulas_do(function, pointwise):
     with cg.Graph("g") as g:
-        g.output(cg.pointwise(function, g.input("x", (A,))))
+        g.output(cg.ops.pointwise(function, g.input("x", (A,))))
     assert cg.flops(g, A=7) == 7 * (pointwise + 1)  # and one exp
     testing.check(g, A=7)
 
 
 def test_a_window_over_an_expanded_axis_reads_one_element():
     with cg.Graph("g") as g:
-        g.output(cg.pool(cg.expand(g.input("x", ()), " -> a", a=A), "max", window=(2,), stride=1))
+        g.output(cg.nn.pool(cg.ops.expand(g.input("x", ()), " -> a", a=A), "max", window=(2,), stride=1))
     assert cg.costs(g).filter(op="max_pool").bind(A=5).total().read == 4
     testing.check(g, A=5)
 
 
 def test_rows_of_an_expanded_table_are_one():
     with cg.Graph("g") as g:
-        table = cg.expand(g.input("row", (D,)), "d -> a d", a=A)
-        g.output(cg.gather(table, g.input("ids", (B,), dtype="int64")))
+        table = cg.ops.expand(g.input("row", (D,)), "d -> a d", a=A)
+        g.output(cg.ops.gather(table, g.input("ids", (B,), dtype="int64")))
     assert cg.costs(g).filter(op="gather").bind(A=5, B=3, D=2).total().read == 4 * 2 + 8 * 3
     testing.check(g, A=5, B=3, D=2)
 
@@ -78,7 +78,7 @@ def test_an_output_that_is_part_of_another_is_written_once():
 def test_parts_of_one_result_that_are_apart_are_all_written():
     with cg.Graph("g") as g:
         y = cg.relu(g.input("x", (3 * A,)))
-        g.output(*cg.split(y, [A, A, A])[:2])
+        g.output(*cg.ops.split(y, [A, A, A])[:2])
     assert cg.bytes_moved(g, fused=True, A=5) == 4 * (3 * 5 + 2 * 5)
     testing.check(g, A=5)
 
@@ -101,7 +101,7 @@ def test_a_window_inside_a_kernel_is_bound_when_a_loop_is_unrolled():
 
 def test_numbers_among_operands_are_kept_with_their_places():
     with cg.Graph("g") as g:
-        g.output(1 - g.input("x", (2,)), cg.pointwise("maximum", g.input("y", (2,)), float("-inf")))
+        g.output(1 - g.input("x", (2,)), cg.ops.pointwise("maximum", g.input("y", (2,)), float("-inf")))
     one, other = testing.run(g, {"x": [3.0, 5.0], "y": [7.0, -1.0]}).outputs
     assert one.tolist() == [-2.0, -4.0]
     assert other.tolist() == [7.0, -1.0]
@@ -189,7 +189,7 @@ def test_what_an_inner_loop_makes_is_copied_into_the_stack_of_the_outer_one():
 
 def test_a_mask_may_be_written_in_place():
     with cg.Graph("g") as g:
-        g.output(cg.pointwise("causal_mask", cg.relu(g.input("x", (A, A))), inplace=True))
+        g.output(cg.ops.pointwise("causal_mask", cg.relu(g.input("x", (A, A))), inplace=True))
     assert cg.peak_memory(g, A=5) == 4 * (25 + 25)  # the input and one storage
     testing.check(g, A=5)
 
@@ -199,7 +199,7 @@ def test_sizes_that_are_assumed_equal_have_one_layout():
         g.assume("D == A*B")
         x = cg.rearrange(g.input("x", (A, D / A)), "a b -> b a")
         y = x + g.input("y", (B, A))
-        z = cg.reshape(cg.rearrange(y, "b a -> a b"), (D,))
+        z = cg.ops.reshape(cg.rearrange(y, "b a -> a b"), (D,))
         g.output(z)
     assert z.is_view  # the sum keeps the order of the axes of x
     assert cg.bytes_moved(g, A=2, B=3) == 4 * 3 * 6
@@ -216,7 +216,7 @@ def test_products_of_several_tensors_are_elementwise_work():
 
 def test_numbers_count_as_operands_do():
     with cg.Graph("g") as g:
-        g.output(cg.pointwise("fma", 2.0, 0.5, g.input("x", (A,))))
+        g.output(cg.ops.pointwise("fma", 2.0, 0.5, g.input("x", (A,))))
     assert cg.flops(g, A=7) == 2 * 7  # a product and a sum an element, whatever stands in memory
     testing.check(g, A=7)
 
@@ -234,7 +234,7 @@ def test_writing_into_what_a_loop_hands_on_overwrites_what_it_started_from():
     with pytest.raises(cg.GraphError, match="reads 'relu', which 'abs' has overwritten in place"), cg.Graph("g") as g:  # noqa: PT012  # found when the graph closes
         x = cg.relu(g.input("x", (D,)))
         y = cg.repeat(L, lambda h: h, x)
-        cg.pointwise("abs", y, inplace=True)
+        cg.ops.pointwise("abs", y, inplace=True)
         g.output(cg.gelu(x))
 
 
@@ -256,7 +256,7 @@ def test_a_view_of_what_is_stacked_stays_a_view_when_the_loop_is_unrolled():
 
         def step(c, _):
             y = cg.relu(x)
-            return cg.reduce(cg.reshape(y, (A * D,)), "a -> ", "sum") + c, y
+            return cg.reduce(cg.ops.reshape(y, (A * D,)), "a -> ", "sum") + c, y
 
         g.output(*cg.scan(L, step, g.input("c", ())))
     assert cg.bytes_moved(cg.unroll(g, L=3), A=2, D=5) == cg.bytes_moved(g, A=2, D=5, L=3)
@@ -291,7 +291,7 @@ def test_a_whole_operand_beside_scores_is_read_where_there_are_any(how):
     graph, s = restricted(B)
     with graph as g:
         m = g.input("m", (A, A), "bool" if how == "where" else "fp32")
-        g.output(s * m if how == "mul" else cg.pointwise("where", m, s, 0.0))
+        g.output(s * m if how == "mul" else cg.ops.pointwise("where", m, s, 0.0))
     read = cg.costs(g).filter(op=how).bind(A=3, B=2, D=5).total().read
     assert read == 4 * 2 * 6 + (1 if how == "where" else 4) * 6  # 3 * 4 / 2 pairs of each square and of the mask
     touched = 4 * (2 * 3 * 5 + 3 * 5) + (1 if how == "where" else 4) * 6 + 4 * 2 * 6
@@ -302,12 +302,12 @@ def test_a_whole_operand_beside_scores_is_read_where_there_are_any(how):
 def test_scores_that_are_put_side_by_side_stay_scores():
     graph, s = restricted(B)
     with graph as g:
-        both = cg.concat([s, -s], 0)
+        both = cg.ops.concat([s, -s], 0)
         g.output(both)
         with pytest.raises(cg.ShapeError, match="is restricted to a domain, expected its axes 1 and 2 to stay as"):
-            cg.concat([s, -s], 1)
+            cg.ops.concat([s, -s], 1)
         with pytest.raises(cg.ShapeError, match="are restricted to different domains, expected the same"):
-            cg.concat([s, g.input("x", (B, A, A))], 0)
+            cg.ops.concat([s, g.input("x", (B, A, A))], 0)
     assert both.domain == s.domain
     row = cg.costs(g).filter(op="concat").bind(A=3, B=2, D=5).total()
     assert (row.read, row.written) == (4 * 2 * 12, 4 * 24)
@@ -317,12 +317,12 @@ def test_scores_that_are_put_side_by_side_stay_scores():
 @pytest.mark.parametrize(
     "call",
     [
-        lambda g, s: cg.top_k(s, 2),
-        lambda g, s: cg.gather(s, g.input("ids", (2,), "int64")),
-        lambda g, s: cg.scatter(s, g.input("ids", (2,), "int64"), g.input("x", (2, A)), inplace=False),
-        lambda g, s: cg.pool(s, "max", window=(2,), stride=1),
-        lambda g, s: cg.cache(s, "s t"),
-        lambda g, s: cg.collective(s, "all_reduce", 2),
+        lambda g, s: cg.ops.top_k(s, 2),
+        lambda g, s: cg.ops.gather(s, g.input("ids", (2,), "int64")),
+        lambda g, s: cg.ops.scatter(s, g.input("ids", (2,), "int64"), g.input("x", (2, A)), inplace=False),
+        lambda g, s: cg.nn.pool(s, "max", window=(2,), stride=1),
+        lambda g, s: cg.ops.cache(s, "s t"),
+        lambda g, s: cg.ops.collective(s, "all_reduce", 2),
     ],
 )
 def test_what_needs_all_elements_takes_no_scores(call):
@@ -344,7 +344,7 @@ def test_scores_of_two_domains_do_not_meet():
             with pytest.raises(cg.ShapeError, match="operands restricted to two different domains, expected one"):
                 call()
         with pytest.raises(cg.ShapeError, match="expected it restricted to a domain as the result is"):
-            cg.pointwise("add", cg.relu(g.input("x", (A, A))), s, inplace=True)
+            cg.ops.pointwise("add", cg.relu(g.input("x", (A, A))), s, inplace=True)
         with pytest.raises(cg.ShapeError, match="leaves the body restricted to a domain, expected a tensor that is"):
             cg.scan(2, lambda c, _: (c, s * c), g.input("c", ()))
 
@@ -378,7 +378,7 @@ def test_bytes_that_are_read_again_are_bound_by_those_there_are():
 
 def test_a_repeated_element_is_read_once_and_written_everywhere_into_a_cache():
     with cg.Graph("g") as g:
-        g.output(append(cg.relu(g.input("held", (A, D))), cg.expand(g.input("x", (D,)), "d -> a d", a=A), 0))
+        g.output(append(cg.relu(g.input("held", (A, D))), cg.ops.expand(g.input("x", (D,)), "d -> a d", a=A), 0))
     row = cg.costs(g).filter(op="append").bind(A=3, D=2).total()
     assert (row.read, row.written) == (4 * 2, 4 * 3 * 2)
     testing.check(g, A=3, D=2)

@@ -63,7 +63,7 @@ def residual(x):
 def stack():
     with cg.Graph("stack") as g:
         x = cg.repeat(L, residual, g.input("x", (B, D)), name="layers")
-        g.output(cg.reduce(cg.pointwise("square", x), "b d -> ", "mean"))
+        g.output(cg.reduce(cg.ops.pointwise("square", x), "b d -> ", "mean"))
     return g
 
 
@@ -75,7 +75,7 @@ def shared():
             return cg.tanh(cg.linear(x, "b d -> b e", e=D) @ w)
 
         x = cg.repeat(L, lambda x: cg.repeat(S, inner, x, name="inner"), g.input("x", (B, D)), name="outer")
-        g.output(cg.reduce(cg.pointwise("square", x), "b d -> ", "mean"))
+        g.output(cg.reduce(cg.ops.pointwise("square", x), "b d -> ", "mean"))
     return g
 
 
@@ -88,7 +88,7 @@ def recurrent():
             return new, new
 
         _, states = cg.scan(S, step, g.input("h", (B, D)), g.input("x", (S, B, D), grad=True))
-        g.output(cg.reduce(cg.pointwise("square", states), "s b d -> ", "mean"))
+        g.output(cg.reduce(cg.ops.pointwise("square", states), "s b d -> ", "mean"))
     return g
 
 

@@ -18,7 +18,7 @@ def gpt(t=1):
     def block(x):
         y = cg.layer_norm(x, name="attention/norm")
         kqv = cg.linear(y, "b s d -> b s n h k", n=3, h=H / t, k=D / H, bias=True, name="attention/kqv")
-        q, k, v = (cg.rearrange(part, "b s 1 h k -> b h s k") for part in cg.split(kqv, (1, 1, 1), 2))
+        q, k, v = (cg.rearrange(part, "b s 1 h k -> b h s k") for part in cg.ops.split(kqv, (1, 1, 1), 2))
         y = cg.rearrange(cg.attention(q, k, v, kernel="eager", p=0.1, name="core"), "b h s k -> b s (h k)")
         x = x + cg.dropout(cg.linear(y, "b s e -> b s d", d=D, bias=True, name="attention/proj"), 0.1)
         y = cg.layer_norm(x, name="mlp/norm")

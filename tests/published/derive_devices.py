@@ -130,13 +130,13 @@ def plain():
 
     def block(x):
         # of the size of a head nothing here depends
-        x = x + cg.self_attention(x, 1, D)
-        return x + cg.mlp(x, 4 * D)
+        x = x + cg.nn.self_attention(x, 1, D)
+        return x + cg.nn.mlp(x, 4 * D)
 
     with cg.Graph("plain", dtype="bf16") as g:
         table = g.param("table", (V, D))
         x = cg.embedding(g.input("tokens", (B, S), dtype="int64"), table)
-        g.output(cg.tied_head(cg.repeat(L, block, x, name="layers"), table))
+        g.output(cg.nn.tied_head(cg.repeat(L, block, x, name="layers"), table))
     return g
 
 

@@ -141,8 +141,8 @@ def loop_nest(expression, sizes):
         for i, names in enumerate(left.split(",")):
             x = g.input(f"x{i}", [sizes[n] for n in names])
             more = {n: sizes[n] for n in axes if n not in names}
-            operands.append(cg.expand(x, f"{' '.join(names)} -> {' '.join(axes)}", **more))
-        y = cg.pointwise(point, *operands)
+            operands.append(cg.ops.expand(x, f"{' '.join(names)} -> {' '.join(axes)}", **more))
+        y = cg.ops.pointwise(point, *operands)
         g.output(cg.reduce(y, f"{' '.join(axes)} -> {' '.join(right)}", "sum"))
     return g
 
@@ -170,5 +170,5 @@ def tokens_of_a_batch(row):
     shared = next(k for k in sequences if k in n)
     with cg.Graph("g") as g:
         tokens = g.input("tokens", (sequences[shared], n.get("seq", 1)), dtype="int64")
-        g.output(cg.contiguous_copy(tokens))
+        g.output(cg.ops.contiguous_copy(tokens))
     return Fraction(tokens.numel.constant, 1 if shared == "dp" else n[shared])

@@ -41,7 +41,7 @@ def everything_again():
 def chain(row):
     with cg.Graph("g") as g:
         x, others = g.param("x", (4, 5)), [g.input(f"x{i}", shape) for i, shape in enumerate([(5, 6), (7, 6, 7)])]
-        y = cg.expand(cg.einsum(x, others[0], "m k, k n -> m n"), "m n -> b m n", b=7)
+        y = cg.ops.expand(cg.einsum(x, others[0], "m k, k n -> m n"), "m n -> b m n", b=7)
         y = cg.einsum(y, others[1], "b m n, b n o -> b m o")
         g.output(cg.reduce(y, "b m o -> ", "sum"))
     return cg.matmul_flops(cg.backward(g))

@@ -18,12 +18,12 @@ def nanogpt():
         q, k, v = (cg.rearrange(kqv[:, :, i], "b s h k -> b h s k") for i in range(3))
         y = cg.rearrange(cg.attention(q, k, v, name="attention"), "b h s k -> b s (h k)")
         x = x + cg.linear(y, "b s e -> b s d", d=D, name="attention/proj")
-        return x + cg.mlp(cg.layer_norm(x, bias=False, name="mlp/norm"), 4 * D, name="mlp")
+        return x + cg.nn.mlp(cg.layer_norm(x, bias=False, name="mlp/norm"), 4 * D, name="mlp")
 
     with cg.Graph("nanogpt") as g:
         tokens = g.input("tokens", (B, S), dtype="int64")
         table = g.param("token", (V, D))
-        x = cg.embedding(tokens, table) + cg.embedding(cg.arange(S), g.param("position", (P, D)))
+        x = cg.embedding(tokens, table) + cg.embedding(cg.ops.arange(S), g.param("position", (P, D)))
         x = cg.layer_norm(cg.repeat(L, block, x, name="layers"), bias=False)
         with cg.scope("head"):
             g.output(cg.einsum(x, table, "b s d, v d -> b s v"))

@@ -9,7 +9,7 @@ M, K, N, E, R, C, B, H, S, T, V, D, O, X, G = cg.dims("M K N E R C B H S T V D O
 FUNCTIONS = {
     "relu": cg.relu, "gelu": cg.gelu, "silu": cg.silu, "tanh": cg.tanh, "softmax": cg.softmax,
     "layer_norm": cg.layer_norm, "rms_norm": cg.rms_norm,
-    "exp": lambda x: cg.pointwise("exp", x), "sum": lambda x: cg.reduce(x, "n -> ", "sum"),
+    "exp": lambda x: cg.ops.pointwise("exp", x), "sum": lambda x: cg.reduce(x, "n -> ", "sum"),
 }  # fmt: skip
 
 
@@ -52,7 +52,7 @@ def _embedding(g):
 
 
 def _cross_entropy(g):
-    return cg.cross_entropy(cg.cast(g.input("logits", (R, V)), "fp32"), g.input("targets", (R,), dtype="int64"))
+    return cg.cross_entropy(cg.ops.cast(g.input("logits", (R, V)), "fp32"), g.input("targets", (R,), dtype="int64"))
 
 
 #: Declaration of each case, by the name that the record has for it, and the facts that are no sizes of its tensors.

@@ -45,13 +45,13 @@ class Layers:
     def attend(self, q, k, v):
         if self.fused:
             return cg.attention(q, k, v, causal=False, kernel="flash", p=self.p)
-        q, k = cg.contiguous_copy(q), cg.contiguous_copy(k)
+        q, k = cg.ops.contiguous_copy(q), cg.ops.contiguous_copy(k)
         scores = cg.einsum(q, k, "b h s k, b h t k -> b h s t", name="scores")
-        scaled = cg.pointwise("mul", scores, 1.0, name="scale")
+        scaled = cg.ops.pointwise("mul", scores, 1.0, name="scale")
         shares = cg.softmax(scaled)
         self.hold(scaled)
         shares = cg.dropout(shares, self.p)
-        y = cg.einsum(shares, cg.contiguous_copy(v), "b h s t, b h t k -> b h s k", name="reduce")
+        y = cg.einsum(shares, cg.ops.contiguous_copy(v), "b h s t, b h t k -> b h s k", name="reduce")
         self.hold(shares)
         return y
 
@@ -75,7 +75,7 @@ def model(dtype, p, fused, held=False, weights=None):
         x = cg.embedding(t, g.param("embed/table", (V, D)))
         x = cg.repeat(L, layers.block, x, name="blocks")
         logits = layers.linear(cg.layer_norm(x, name="norm"), V, "head")
-        g.output(cg.cross_entropy(cg.cast(logits, "fp32"), t))
+        g.output(cg.cross_entropy(cg.ops.cast(logits, "fp32"), t))
         layers.hold(x)
     return g
 

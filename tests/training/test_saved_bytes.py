@@ -16,7 +16,7 @@ def block(x):
     """Layer of section 4.1: what each part saves, in units of B*S*D, beside it."""
     y = cg.layer_norm(x, name="attention/norm")  # 2, its input
     qkv = cg.linear(y, "b s d -> b s n h k", n=3, h=H, k=D / H, bias=True, name="attention/kqv")  # 2, its input
-    q, k, v = (cg.rearrange(part, "b s 1 h k -> b h s k") for part in cg.split(qkv, (1, 1, 1), 2))  # 6
+    q, k, v = (cg.rearrange(part, "b s 1 h k -> b h s k") for part in cg.ops.split(qkv, (1, 1, 1), 2))  # 6
     y = cg.attention(q, k, v, kernel="eager", p=0.1, name="core")  # 5*H*S/D: softmax, dropout, and its mask
     y = cg.rearrange(y, "b h s k -> b s (h k)", name="attention/merge")
     y = cg.linear(y, "b s e -> b s d", d=D, bias=True, name="attention/proj")  # 2, its input

@@ -25,7 +25,7 @@ def test_an_input_that_wants_a_gradient_is_no_parameter():
 def pooled(depth=None):
     def layer(x):
         x = cg.conv(x, "b c h w -> b o h w", window=(3, 3), padding=1, o=C, name="conv")
-        return cg.pool(x, "max", window=3, stride=1, padding=1, name="pool")
+        return cg.nn.pool(x, "max", window=3, stride=1, padding=1, name="pool")
 
     with cg.Graph("g") as g:
         x = g.input("x", (B, C, 8, 8))
@@ -51,7 +51,7 @@ def test_gradient_of_a_pooling_in_numbers():
 
     with cg.Graph("g", dtype="fp64") as g:
         x = g.param("x", (2, 3, 7, 5))
-        y = cg.pool(x, "max", window=3, stride=2, padding=1)
+        y = cg.nn.pool(x, "max", window=3, stride=2, padding=1)
         g.output(cg.reduce(y * y, "b c h w -> ", "sum"))
     step = cg.backward(g)
     values = np.random.default_rng(0).permutation(210).reshape(2, 3, 7, 5).astype(float)
@@ -64,8 +64,8 @@ def test_gradient_of_a_pooling_in_numbers():
 def test_gradients_of_the_parts_of_a_split_are_joined_in_its_scope():
     def layer(x):
         with cg.scope("half"):
-            a, b = cg.split(x, (D, D))
-            return cg.concat([cg.relu(a), b], -1)
+            a, b = cg.ops.split(x, (D, D))
+            return cg.ops.concat([cg.relu(a), b], -1)
 
     with cg.Graph("g") as g:
         x = cg.linear(g.input("x", (B, D)), "b d -> b e", e=2 * D)

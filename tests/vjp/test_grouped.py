@@ -16,14 +16,14 @@ def numbers(*shape, seed=0):
 
 def test_the_largest_get_what_their_values_get():
     distinct = np.random.default_rng(1).permutation(10).reshape(2, 5) / 10 + 0.5
-    (mine,), ops = check(lambda x: cg.top_k(x, 3)[0], distinct)
+    (mine,), ops = check(lambda x: cg.ops.top_k(x, 3)[0], distinct)
     assert [op.kind.name for op in ops] == ["fill", "scatter"]
     assert (mine != 0).sum(axis=1).tolist() == [3, 3]
 
 
 def test_rows_and_weights_of_products_by_expert():
     (_, weights), ops = check(
-        lambda x, w, ends: cg.grouped(x, w, ends, 1),
+        lambda x, w, ends: cg.ops.grouped(x, w, ends, 1),
         numbers(7, 2), numbers(3, 2, 4, seed=1), ENDS, dtypes={2: "int32"},
     )  # fmt: skip
     assert [op.kind.name for op in ops] == ["rearrange", "grouped", "grouped_outer"]
@@ -41,12 +41,12 @@ def test_sums_of_products_of_rows_by_expert():
 
 def test_a_whole_mixture():
     def build(x, scores, gate_up, down):
-        best, ids = cg.top_k(scores, 2)
-        sent = cg.dispatch(ids, 3)
-        h = cg.grouped(cg.gather(x, sent.tokens), gate_up, sent.ends, 2)
-        gate, up = cg.split(h, (3, 3))
-        y = cg.gather(cg.grouped(cg.silu(gate) * up, down, sent.ends, 2), sent.places)
-        return cg.reduce(y * cg.rearrange(cg.pointwise("exp", best), "t k -> t k 1"), "t k d -> t d", "sum")
+        best, ids = cg.ops.top_k(scores, 2)
+        sent = cg.ops.dispatch(ids, 3)
+        h = cg.ops.grouped(cg.ops.gather(x, sent.tokens), gate_up, sent.ends, 2)
+        gate, up = cg.ops.split(h, (3, 3))
+        y = cg.ops.gather(cg.ops.grouped(cg.silu(gate) * up, down, sent.ends, 2), sent.places)
+        return cg.reduce(y * cg.rearrange(cg.ops.pointwise("exp", best), "t k -> t k 1"), "t k d -> t d", "sum")
 
     distinct = np.random.default_rng(2).permutation(12).reshape(4, 3) / 12 + 0.5
     check(build, numbers(4, 2), distinct, numbers(3, 2, 6, seed=3), numbers(3, 3, 2, seed=4))

@@ -13,11 +13,11 @@ SIZES = {"B": 2, "D": 12, "H": 6, "G": 2, "K": 4, "F": 10, "L": 3, "V": 17}
 def decoder(**attention):
     with cg.Graph("decoder", dtype="fp32") as g:
         x = cg.embedding(g.input("ids", (B, S), "int64"), g.param("table", (V, D)))
-        rope = cg.rotary_tables(cg.arange(S), K)
+        rope = cg.nn.rotary_tables(cg.ops.arange(S), K)
 
         def block(x):
-            x = x + cg.self_attention(cg.rms_norm(x, name="n1"), H, K, groups=G, rope=rope, **attention)
-            return x + cg.gated_mlp(cg.rms_norm(x, name="n2"), F)
+            x = x + cg.nn.self_attention(cg.rms_norm(x, name="n1"), H, K, groups=G, rope=rope, **attention)
+            return x + cg.nn.gated_mlp(cg.rms_norm(x, name="n2"), F)
 
         x = cg.repeat(L, block, x, name="layers")
         g.output(cg.linear(x, "b s d -> b s v", v=V, name="head"))
@@ -45,7 +45,7 @@ def recurrence():
                 state = 0.5 * state + cg.einsum(k, v, "b h k, b h f -> b h k f")
                 return state, cg.einsum(q, state, "b h k, b h k f -> b h f")
 
-            _, y = cg.scan(S, step, cg.initial_state((B, H, K, F)), (k, q, v))
+            _, y = cg.scan(S, step, cg.ops.initial_state((B, H, K, F)), (k, q, v))
             return x + cg.linear(y, "s b h f -> b s d", d=D, name="out")
 
         g.output(cg.repeat(L, block, x, name="layers"))
@@ -74,22 +74,22 @@ def encoder_decoder():
         ids = g.input("ids", (B, S), "int64")
         memory = g.input("frames", (B, M, D))
         memory = cg.repeat(
-            L, lambda x: x + cg.self_attention(x, H, K, causal=False, cached=False), memory, name="encoder"
+            L, lambda x: x + cg.nn.self_attention(x, H, K, causal=False, cached=False), memory, name="encoder"
         )
         table = g.param("table", (V, D))
         x = cg.embedding(ids, table) + g.param("positions", (V, D))[:S]
 
         def block(x):
-            x = x + cg.self_attention(x, H, K)
+            x = x + cg.nn.self_attention(x, H, K)
             q = cg.rearrange(cg.linear(x, "b s d -> b s h k", h=H, k=K, name="q"), "b s h k -> b h s k")
             k, v = (
-                cg.cache(cg.linear(memory, "b m d -> b h m k", h=H, k=K, name=n), "b h m k", name=f"{n}_cache")
+                cg.ops.cache(cg.linear(memory, "b m d -> b h m k", h=H, k=K, name=n), "b h m k", name=f"{n}_cache")
                 for n in "kv"
             )
             y = cg.attention(q, k, v, causal=False, name="cross")
             return x + cg.linear(cg.rearrange(y, "b h s k -> b s (h k)"), "b s e -> b s d", d=D, name="out")
 
-        g.output(cg.tied_head(cg.repeat(L, block, x, name="decoder"), table))
+        g.output(cg.nn.tied_head(cg.repeat(L, block, x, name="decoder"), table))
     return g
 
 

@@ -75,7 +75,7 @@ def test_indices_are_rows_of_the_smallest_table_that_they_look_up():
         ids = g.input("ids", (1009,), dtype="int64")
         for rows in (7, 5):
             cg.embedding(ids, g.param(f"table{rows}", (rows, 2)))
-        inner = cg.repeat(2, lambda x: x + cg.gather(g.param("t", (3, 2)), ids), g.input("x", (1009, 2)))
+        inner = cg.repeat(2, lambda x: x + cg.ops.gather(g.param("t", (3, 2)), ids), g.input("x", (1009, 2)))
         g.output(inner)
     ids, _ = random_inputs(g)
     assert (ids.min(), ids.max()) == (0, 2)
@@ -83,14 +83,14 @@ def test_indices_are_rows_of_the_smallest_table_that_they_look_up():
 
 def test_computed_indices_wrap_around():
     with cg.Graph("g") as g:
-        ids = cg.pointwise("mul", cg.arange(5), 3)
-        g.output(cg.gather(g.param("table", (4,)), ids))
+        ids = cg.ops.pointwise("mul", cg.ops.arange(5), 3)
+        g.output(cg.ops.gather(g.param("table", (4,)), ids))
     module = lower(g)
     table = module.state_dict()["table"]
     assert torch.equal(module(), table[[0, 3, 2, 1, 0]])
     assert "remainder" in module.code
     with cg.Graph("g") as known:
-        known.output(cg.gather(known.param("table", (5,)), cg.arange(5)))
+        known.output(cg.ops.gather(known.param("table", (5,)), cg.ops.arange(5)))
     assert "remainder" not in lower(known).code
 
 
@@ -137,7 +137,7 @@ def test_questions_that_make_no_sense_are_refused(ask, error, text):
 @pytest.mark.parametrize("dtype", ["int4", "fp4_e2m1", "mxfp8", "nvfp4"])
 def test_formats_that_torch_has_not_are_refused(dtype):
     with cg.Graph("g") as g:
-        g.output(cg.pointwise("copy", g.input("x", (32,), dtype)))
+        g.output(cg.ops.pointwise("copy", g.input("x", (32,), dtype)))
     with pytest.raises(UnsupportedError, match=f"input 'x': torch has no tensors of {dtype}, expected one of fp64"):
         lower(g)
 
@@ -146,7 +146,7 @@ def test_formats_that_torch_has_not_are_refused(dtype):
 def test_short_floats_are_stored_and_computed_with_in_fp32(dtype):
     with cg.Graph("g") as g:
         x = g.input("x", (2, 2), dtype)
-        g.output(cg.pointwise("add", x, x), x @ x, cg.reduce(x, "a b -> a", "sum"))
+        g.output(cg.ops.pointwise("add", x, x), x @ x, cg.reduce(x, "a b -> a", "sum"))
     made = lower(g)(torch.ones(2, 2).to(random_inputs(g)[0].dtype))
     assert [y.float().unique().tolist() for y in made] == [[2.0], [2.0], [2.0]]
     assert {y.element_size() for y in made} == {1}
@@ -159,7 +159,7 @@ def own():
     with cg.Graph("g") as g:
         x = g.input("x", (3, 2))
         y = cg.opaque("sorted_rows", [x], (3, 2), flops=0)
-        g.output(cg.pointwise(cg.ops.pointwise.Function("twice", 1, 1), y))
+        g.output(cg.ops.pointwise(cg.ops.pointwise.Function("twice", 1, 1), y))
     return g
 
 
@@ -225,7 +225,7 @@ def test_convolution_and_pooling_go_back_as_torchs():
     with cg.Graph("g", dtype="fp64") as g:
         y = cg.conv(g.input("x", (B, C, N, N)), "b c h w -> b o h w", window=(3, 3), padding=1, stride=2, o=4)
         y = cg.conv(y, "b c h w -> b o h w", window=(2, 2), groups=2, o=6, bias=True)
-        y = cg.pool(cg.pool(y, "max", window=2), "mean", window=2, padding=1)
+        y = cg.nn.pool(cg.nn.pool(y, "max", window=2), "mean", window=2, padding=1)
         g.output(cg.reduce(y, "b c h w -> ", "sum"))
     dims = {"B": 2, "C": 3, "N": 13}
     forward, (x,) = lower(g, **dims).requires_grad_(), random_inputs(g, **dims)

@@ -54,7 +54,7 @@ def test_a_bias_and_its_gradient(shape, kernel, causal):
 def test_biases_of_relative_positions_have_rows_of_the_table():
     """Of neighbours the distance decides, of both directions apart; what is far shares a row."""
     with cg.Graph("g", dtype="fp64") as g:
-        g.output(cg.relative_bias(cg.arange(S), cg.arange(S), H, buckets=8))
+        g.output(cg.nn.relative_bias(cg.ops.arange(S), cg.ops.arange(S), H, buckets=8))
     with exact():
         module = lower(g, S=9, H=1)
     (table,) = module.state_dict().values()

@@ -81,7 +81,7 @@ def test_slices_of_a_stack_are_written_where_they_lie():
 
         def step(h, x):
             h = cg.tanh(h + x)
-            return h, cg.pointwise("mul", h, 2.0)
+            return h, cg.ops.pointwise("mul", h, 2.0)
 
         _, ys = cg.scan(T, step, g.input("h", (B, D)), g.input("xs", (T, B, D)))
         g.output(ys)
@@ -93,10 +93,10 @@ def test_slices_of_a_stack_are_written_where_they_lie():
 def test_an_op_in_place_takes_no_memory():
     N = cg.dims("N")
     with cg.Graph("g") as g:
-        y = cg.pointwise("exp", g.input("x", (N,)))
+        y = cg.ops.pointwise("exp", g.input("x", (N,)))
         for function in ("relu", "silu", "tanh", "square"):
-            y = cg.pointwise(function, y, inplace=True)
-        g.output(cg.pointwise("lerp", y, y * y, 0.5, inplace=True))
+            y = cg.ops.pointwise(function, y, inplace=True)
+        g.output(cg.ops.pointwise("lerp", y, y * y, 0.5, inplace=True))
     measured, predicted = beside(g, N=1009)
     assert measured == predicted == 2 * 4 * 1009
 

@@ -19,7 +19,7 @@ HINT = "(costgraph.torch.trace makes a graph of a module, Graph.input a tensor)"
         (lambda g, x: cg.linear(x, "a b -> a c", c=DATA), f"a torch.Tensor {HINT}"),
         (lambda g, x: cg.linear(x, "a b -> a c", c=3, weight=MODULE.weight), "a torch.nn.parameter.Parameter"),
         (lambda g, x: x + DATA, f"a torch.Tensor {HINT}"),
-        (lambda g, x: cg.concat([x, DATA], 0), "torch.Tensor"),
+        (lambda g, x: cg.ops.concat([x, DATA], 0), "torch.Tensor"),
         (lambda g, x: g.output(DATA), f"a torch.Tensor {HINT}"),
         (lambda g, x: cg.einsum(x, DATA, "a b, c b -> a c"), "got (Tensor, torch.Tensor, str)"),
         (lambda g, x: x @ DATA, "@ of Tensor and torch.Tensor"),

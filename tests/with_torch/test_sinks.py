@@ -15,7 +15,7 @@ def graph(kernel):
         q = g.input("q", (B, H, S, K), grad=True)
         k, v = (g.input(n, (B, G, S, K), grad=True) for n in "kv")
         y = cg.attention(q, k, v, sinks=g.param("sinks", (H,)), kernel=kernel)
-        g.output(cg.reduce(cg.pointwise("square", y), "b h s k -> ", "sum"))
+        g.output(cg.reduce(cg.ops.pointwise("square", y), "b h s k -> ", "sum"))
     step = cg.backward(g)
     step.output(*step.gradients.values())
     return step

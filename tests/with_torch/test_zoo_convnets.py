@@ -182,7 +182,7 @@ def test_peak_memory_is_that_of_the_trace(case):
     module = build().train()
     for layer in module.modules():
         layer.p = 0.0  # no dropout, as in the declaration
-    step = cg.backward(with_loss(g, lambda y: cg.reduce(cg.pointwise("square", y), "b c -> ", "mean")))
+    step = cg.backward(with_loss(g, lambda y: cg.reduce(cg.ops.pointwise("square", y), "b c -> ", "mean")))
     theirs = cg.peak_memory(trace(Scored(module), x, train=True))
     assert 0 <= theirs - cg.peak_memory(step, B=2, R=71, **sizes) <= 4
 

@@ -164,7 +164,9 @@ def test_a_lowered_mixture_computes_what_the_module_does():
     D = found.hidden_size
     with cg.Graph("g") as g:
         x = g.input("x", (B, S, D))
-        g.output(cg.moe(x, found.num_local_experts, found.num_experts_per_tok, found.intermediate_size, normalize=True))
+        g.output(
+            cg.nn.moe(x, found.num_local_experts, found.num_experts_per_tok, found.intermediate_size, normalize=True)
+        )
     module = lower(g)
     given = {
         "moe.router.gate.weight": block.gate.weight.t(),
@@ -186,8 +188,8 @@ def test_both_forms_of_latent_attention_compute_the_same():
     def layer(absorbed, kernel):
         with cg.Graph("g") as g:
             x = g.input("x", (B, S, 20))
-            rope = cg.rotary_tables(cg.arange(S), 6)
-            y = cg.latent_attention(
+            rope = cg.nn.rotary_tables(cg.ops.arange(S), 6)
+            y = cg.nn.latent_attention(
                 x, 4, latent=9, nope=5, rotated=6, value=7, rope=rope, query_latent=11, absorbed=absorbed, kernel=kernel
             )
             g.output(y)

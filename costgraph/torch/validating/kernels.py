@@ -154,10 +154,10 @@ KERNELS: dict[str, Kernel] = {
     "relu": Kernel(_CELLS, cg.relu, torch.relu, lambda out, x: torch.clamp_min(x, 0, out=out)),
     "gelu": Kernel(_CELLS, cg.gelu, functional.gelu, lambda out, x: aten.gelu.out(x, out=out)),
     "silu": Kernel(_CELLS, cg.silu, functional.silu, lambda out, x: aten.silu.out(x, out=out)),
-    "exp": Kernel(_CELLS, lambda x: cg.pointwise("exp", x), torch.exp, lambda out, x: torch.exp(x, out=out)),
+    "exp": Kernel(_CELLS, lambda x: cg.ops.pointwise("exp", x), torch.exp, lambda out, x: torch.exp(x, out=out)),
     "transpose": Kernel(
         _CELLS,
-        lambda x: cg.contiguous_copy(cg.rearrange(x, "r c -> c r")),
+        lambda x: cg.ops.contiguous_copy(cg.rearrange(x, "r c -> c r")),
         lambda x: x.t().contiguous(),
         lambda out, x: out.copy_(x.t()),
     ),

@@ -218,7 +218,7 @@ def _gpt_block(case: Case) -> cg.Graph:
     with cg.Graph("gpt block", dtype=case.dtype) as g:
         x = g.input("x", (B, S, D))
         y = cg.linear(cg.layer_norm(x), "b s d -> b s n h k", n=3, h=H, k=D / H, bias=True, name="kqv")
-        q, k, v = (cg.rearrange(part, "b s 1 h k -> b h s k") for part in cg.split(y, (1, 1, 1), 2))
+        q, k, v = (cg.rearrange(part, "b s 1 h k -> b h s k") for part in cg.ops.split(y, (1, 1, 1), 2))
         y = cg.rearrange(cg.attention(q, k, v, causal=True, kernel="flash"), "b h s k -> b s (h k)")
         x = x + cg.linear(y, "b s e -> b s d", d=D, bias=True, name="proj")
         y = cg.linear(cg.layer_norm(x), "b s d -> b s f", f=F, bias=True, name="up")
@@ -239,14 +239,14 @@ def _llama_block(case: Case) -> cg.Graph:
         q, k = _turned(q, cos, sin), _turned(k, cos, sin)
         y = cg.rearrange(cg.attention(q, k, v, causal=True, kernel="flash"), "b h s k -> b s (h k)")
         x = x + cg.linear(y, "b s e -> b s d", d=D, name="proj")
-        g.output(x + cg.gated_mlp(cg.rms_norm(x), F))
+        g.output(x + cg.nn.gated_mlp(cg.rms_norm(x), F))
     return g
 
 
 def _turned(x: cg.Tensor, cos: cg.Tensor, sin: cg.Tensor) -> cg.Tensor:
     """Rotate by halves, an op each as eager code does."""
-    a, b = cg.split(x, (x.shape[-1] / 2, x.shape[-1] / 2), -1)
-    return x * cos + cg.concat((cg.pointwise("neg", b), a), -1) * sin
+    a, b = cg.ops.split(x, (x.shape[-1] / 2, x.shape[-1] / 2), -1)
+    return x * cos + cg.ops.concat((cg.ops.pointwise("neg", b), a), -1) * sin
 
 
 _LAYERS = ("", "every-block", "every-2")

@@ -153,7 +153,7 @@ def _positions(place: str, graph: Graph) -> str:
                 found.setdefault(size, op.name)
     if not found:
         raise GraphError(
-            f"{place}: nothing in graph {graph.name!r} is kept between steps, expected costgraph.cache on keys and "
+            f"{place}: nothing in graph {graph.name!r} is kept between steps, expected costgraph.ops.cache on keys and "
             f"values, or a scan over positions from an initial_state"
         )
     names = {str(n) for n in found}

@@ -185,8 +185,8 @@ class Replayer(Rewriter):
             made = new.add_op(op.kind, given, attrs, op.name + suffix, op.phase)
         except ShapeError as error:
             raise UnsupportedError(
-                f"{self.place}: {error}: what is seen of earlier positions has to be marked with costgraph.cache, and "
-                f"positions of keys with arange(context=True)"
+                f"{self.place}: {error}: what is seen of earlier positions has to be marked with costgraph.ops.cache, "
+                f"and positions of keys with arange(context=True)"
             ) from None
         made.scope = op.scope
         if made.body is not None:

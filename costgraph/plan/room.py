@@ -39,9 +39,11 @@ def largest_params(memory: object, bytes_per_param: Formula, *, devices: Formula
     --------
     >>> import costgraph as cg
     >>> step = cg.training_step(cg.models.load("llama-3-8b"), precision="bf16")
-    >>> cg.largest_params("h100-sxm", 16, devices=8), cg.largest_params("h100-sxm", cg.bytes_per_param(step), devices=8)
-    (40000000000, 53333333333)
-    >>> cg.largest_params(cg.dims("M"), 16)
+    >>> cg.plan.largest_params("h100-sxm", 16, devices=8)
+    40000000000
+    >>> cg.plan.largest_params("h100-sxm", cg.bytes_per_param(step), devices=8)
+    53333333333
+    >>> cg.plan.largest_params(cg.dims("M"), 16)
     floor(M/16)
     """
     if isinstance(memory, str | os.PathLike | Hardware):
@@ -73,7 +75,7 @@ def dataset_bytes(tokens: Formula, bytes_per_token: Formula) -> Formula:
     Examples
     --------
     >>> import costgraph as cg
-    >>> cg.dataset_bytes(15e12, 4)
+    >>> cg.plan.dataset_bytes(15e12, 4)
     60000000000000
     """
     each = given("dataset_bytes: bytes_per_token", bytes_per_token)
@@ -103,7 +105,7 @@ def dataset_tokens(size: Formula, bytes_per_token: Formula) -> Formula:
     Examples
     --------
     >>> import costgraph as cg
-    >>> cg.dataset_tokens(2.8e12, 2)
+    >>> cg.plan.dataset_tokens(2.8e12, 2)
     1400000000000
     """
     each = given("dataset_tokens: bytes_per_token", bytes_per_token)

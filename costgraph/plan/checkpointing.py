@@ -59,7 +59,7 @@ def best_interval(graph: Graph, /, loss: Any = None, **dims: int) -> Formula:
     --------
     >>> import costgraph as cg
     >>> g = cg.models.load("gpt2", symbolic=True)
-    >>> round(cg.best_interval(g, B=1, S=1024, D=768, H=12, F=3072, L=48, V=50257, P=1024), 1)
+    >>> round(cg.plan.best_interval(g, B=1, S=1024, D=768, H=12, F=3072, L=48, V=50257, P=1024), 1)
     1.7
     """
     need_graph("best_interval", graph)
@@ -149,7 +149,7 @@ def checkpoint_for(
     --------
     >>> import costgraph as cg
     >>> g = cg.models.load("gpt2", attention="eager")
-    >>> cg.checkpoint_for(g, memory=6e9, B=8, S=1024).names
+    >>> cg.plan.checkpoint_for(g, memory=6e9, B=8, S=1024).names
     ('attention',)
     """
     need_graph("checkpoint_for", graph)

@@ -77,10 +77,10 @@ def training_flops(model: Graph | Formula, /, tokens: Formula, *, count: str = "
     Examples
     --------
     >>> import costgraph as cg
-    >>> cg.training_flops(70e9, 15e12)
+    >>> cg.plan.training_flops(70e9, 15e12)
     6300000000000000000000000
     >>> step = cg.training_step(cg.models.load("llama-2-70b"))
-    >>> cg.training_flops(step, cg.dims("T"))
+    >>> cg.plan.training_flops(step, cg.dims("T"))
     3932160*S*T + 412283043840*T
     """
     per_token = _per_token("training_flops", model, count, dims)
@@ -135,7 +135,7 @@ def leading_term(step: Graph, /, tokens: Formula, *, count: str = "executed", **
     >>> with cg.Graph("g") as g:
     ...     x = cg.embedding(g.input("tokens", (B,), dtype="int64"), g.param("table", (V, D)))
     ...     g.output(cg.linear(x, "b d -> b v", v=V))
-    >>> cg.leading_term(cg.training_step(g, "cross_entropy"), 10)
+    >>> cg.plan.leading_term(cg.training_step(g, "cross_entropy"), 10)
     LeadingTerm(params=2*D*V, leading=120*D*V, remainder=-60*D*V)
     """
     if not isinstance(step, Graph):
@@ -192,7 +192,7 @@ def training_seconds(
     Examples
     --------
     >>> import costgraph as cg
-    >>> cg.training_seconds(1e18, 500e12, devices=4, mfu=0.5)
+    >>> cg.plan.training_seconds(1e18, 500e12, devices=4, mfu=0.5)
     1000
     """
     speed = _speed("training_seconds", hardware, devices, mfu, dtype, None, {}, fallback)
@@ -233,10 +233,10 @@ def training_days(
     Examples
     --------
     >>> import costgraph as cg
-    >>> round(cg.training_days(cg.training_flops(70e9, 15e12), 989.5e12, devices=1024, mfu=0.5))
+    >>> round(cg.plan.training_days(cg.plan.training_flops(70e9, 15e12), 989.5e12, devices=1024, mfu=0.5))
     144
     >>> n = cg.dims("n")
-    >>> cg.training_days(cg.training_flops(70e9, 15e12), "h100-sxm", devices=n, mfu=0.5, dtype="bf16")
+    >>> cg.plan.training_days(cg.plan.training_flops(70e9, 15e12), "h100-sxm", devices=n, mfu=0.5, dtype="bf16")
     2187500000/(14841*n)
     """
     speed = _speed("training_days", hardware, devices, mfu, dtype, None, {}, fallback)
@@ -283,7 +283,7 @@ def training_tokens(
     Examples
     --------
     >>> import costgraph as cg
-    >>> round(cg.training_tokens(7e9, 30 * 86400, 1e15, devices=64, mfu=0.5) / 1e12, 2)
+    >>> round(cg.plan.training_tokens(7e9, 30 * 86400, 1e15, devices=64, mfu=0.5) / 1e12, 2)
     1.97
     """
     graph = model if isinstance(model, Graph) else None

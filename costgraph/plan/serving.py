@@ -180,7 +180,7 @@ def throughput(
     --------
     >>> import costgraph as cg
     >>> step = cg.decode(cg.models.load("llama-3-8b"))
-    >>> print(cg.throughput(step, "h100-sxm", "B", [1, 64], S=8192))
+    >>> print(cg.plan.throughput(step, "h100-sxm", "B", [1, 64], S=8192))
      B      step  at least  tokens/s  at most  peak memory                bound by
      1  4.805 ms  4.801 ms       208      208     17.13 GB  fits          memory
     64  25.26 ms     25 ms     2,533    2,560      84.8 GB  does not fit  memory
@@ -296,7 +296,7 @@ def latency(
     --------
     >>> import costgraph as cg
     >>> g = cg.models.load("llama-3-8b")
-    >>> found = cg.latency(cg.prefill(g, logits="last"), cg.decode(g), "h100-sxm", prompt=2048, steps=256, B=1)
+    >>> found = cg.plan.latency(cg.prefill(g, logits="last"), cg.decode(g), "h100-sxm", prompt=2048, steps=256, B=1)
     >>> [f"{1000 * t:.2f} ms" for t in (found.first_token, found.next_token, found.last_token, found.total)]
     ['35.52 ms', '4.56 ms', '4.57 ms', '1205.43 ms']
     """

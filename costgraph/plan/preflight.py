@@ -215,7 +215,7 @@ def preflight(
     --------
     >>> import costgraph as cg
     >>> step = cg.training_step(cg.models.load("llama-3-8b"), precision="bf16", checkpoint=cg.every_block())
-    >>> found = cg.preflight(step, "h100-sxm", devices=64, tokens=1e12, mfu=0.4, B=1, S=4096)
+    >>> found = cg.plan.preflight(step, "h100-sxm", devices=64, tokens=1e12, mfu=0.4, B=1, S=4096)
     >>> print(found["training time"])
     training time: 22.05 days
     >>> print(found["state memory"])
