@@ -7,10 +7,13 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from budget import multiplier
 from hypothesis import HealthCheck, settings
 
-# both are limits in seconds of the clock, which a busy machine passes
-settings.register_profile("costgraph", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# the first two are limits in seconds of the clock, which a busy machine passes; a plain run is always the same
+settings.register_profile(
+    "costgraph", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=multiplier() == 1
+)
 settings.load_profile("costgraph")
 
 TESTS = Path(__file__).resolve().parent
