@@ -9,6 +9,7 @@ import networkx as nx
 import pytest
 
 import costgraph
+from costgraph.ops.registry import KINDS
 
 # the package that is tested, in a checkout or installed from a wheel
 ROOT = Path(costgraph.__file__).resolve().parent
@@ -115,6 +116,13 @@ def test_the_top_of_the_package_has_the_rooms_alone():
     entries = {p.name for p in ROOT.iterdir() if p.suffix in (".py", ".typed") or (p / "__init__.py").exists()}
     assert len(entries) <= MOST_ENTRIES
     assert {e.removesuffix(".py") for e in entries} == {"__init__", "py.typed", *ROOMS}
+
+
+def test_what_the_library_knows_of_a_kind_of_op_stands_in_ops():
+    places = {name: kind.infer.__module__ for name, kind in KINDS.items()}
+    own = {name: place for name, place in places.items() if place.startswith("costgraph.")}
+    assert {name: place for name, place in own.items() if not place.startswith("costgraph.ops.")} == {}
+    assert {"einsum", "pool", "fused_update", "stacked"} <= set(own)
 
 
 @pytest.mark.parametrize("module", [m for m in MODULES if m and not m.startswith("models")])

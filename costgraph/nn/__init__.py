@@ -1,33 +1,22 @@
 """Layers, written with the public ops."""
 
 from ..ops.stochastic import dropout
+from .activations import gelu, relu, sigmoid, silu, tanh
 from .attention import attention, self_attention
 from .conv import conv, pool
 from .cross_attention import cross_attention
 from .embeddings import embedding, patch_embedding, relative_bias, tied_head, timestep_embedding
 from .latent import latent_attention
-from .linear import (
-    gated_mlp,
-    gelu,
-    layer_norm,
-    linear,
-    log_softmax,
-    mlp,
-    relu,
-    rms_norm,
-    sigmoid,
-    silu,
-    softmax,
-    tanh,
-)
+from .linear import gated_mlp, linear, mlp
 from .losses import binary_cross_entropy, cross_entropy
 from .lstm import gru, lstm
 from .moe import experts, moe, router
-from .norms import batch_norm, group_norm
+from .norms import batch_norm, group_norm, layer_norm, rms_norm
 from .recommendation import dot_interaction, embedding_bag
 from .recurrent import causal_conv, cumulative_sum, head_norm, recurrence, scan_kernel, token_shift
 from .resizing import adaptive_pool, upsample
 from .rotary import rotary, rotary_tables
+from .softmax import log_softmax, softmax
 from .stack import layers
 from .vision import inverted_residual, squeeze_excitation, stochastic_depth
 from .windows import patch_merging, window_bias, window_merge, window_partition

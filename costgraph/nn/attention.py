@@ -20,8 +20,10 @@ from ..ops.layout import rearrange, split
 from ..ops.pointwise import FUNCTIONS, POINTWISE, pointwise
 from ..ops.reduce import reduce
 from ..ops.stochastic import dropout
-from .linear import linear, rms_norm, softmax
+from .linear import linear
+from .norms import rms_norm
 from .rotary import rotary
+from .softmax import softmax
 
 __all__ = ["attention", "self_attention"]
 

@@ -12,7 +12,8 @@ from ..ops.cached import cache
 from ..ops.einsum import einsum
 from ..ops.layout import concat, expand, rearrange, split
 from .attention import attention
-from .linear import linear, rms_norm
+from .linear import linear
+from .norms import rms_norm
 from .rotary import rotary
 
 __all__ = ["latent_attention"]

@@ -1,58 +1,25 @@
-"""What models are written with. Everything here is made of the ops below it; no cost is stated."""
+"""Linear layers, and what is made of two or three of them. It is made of the ops below it; no cost is stated."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Any
 
-from ..dtypes import dtype as find_dtype
-from ..dtypes import promote
 from ..errors import PatternError, ShapeError
-from ..graph.arguments import need_call, need_choice, need_flag, need_tensor, positive
+from ..graph.arguments import need_call, need_flag, need_tensor, positive
 from ..graph.arguments import sizes as sizes_by_name
 from ..graph.graph import current_graph
 from ..graph.scopes import module
 from ..graph.tensor import Tensor
-from ..notation.door import READ
 from ..notation.pattern import Affine, PatternText, parse_pattern
-from ..ops.blocks import fused, save
+from ..ops.blocks import fused
 from ..ops.einsum import einsum
 from ..ops.extents import extents_of
 from ..ops.layout import split
-from ..ops.pointwise import cast, pointwise
-from ..ops.reduce import reduce
 from ..ops.stochastic import dropout
+from .activations import gelu, silu
 
-__all__ = [
-    "gated_mlp", "gelu", "layer_norm", "linear", "log_softmax", "mlp", "relu",
-    "rms_norm", "sigmoid", "silu", "softmax", "tanh",
-]  # fmt: skip
-
-
-def relu(x: Tensor, *, inplace: bool = False) -> Tensor:
-    """max(x, 0): 1 FLOP an element."""
-    return pointwise("relu", x, inplace=inplace)
-
-
-def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
-    """GELU: 5 FLOPs an element with erf, 9 with `approximate="tanh"`, one of them transcendental."""
-    need_choice("gelu: approximate", approximate, ("none", "tanh"))
-    return pointwise("gelu" if approximate == "none" else "gelu_tanh", x)
-
-
-def silu(x: Tensor, *, inplace: bool = False) -> Tensor:
-    """X / (1 + exp(-x)): 4 FLOPs an element, one of them transcendental."""
-    return pointwise("silu", x, inplace=inplace)
-
-
-def sigmoid(x: Tensor) -> Tensor:
-    """1 / (1 + exp(-x)): 4 FLOPs an element, one of them transcendental."""
-    return pointwise("sigmoid", x)
-
-
-def tanh(x: Tensor) -> Tensor:
-    """tanh(x): one transcendental an element."""
-    return pointwise("tanh", x)
+__all__ = ["gated_mlp", "linear", "mlp"]
 
 
 def linear(
@@ -144,150 +111,6 @@ def linear(
 def _one(made: Tensor | tuple[Tensor, ...]) -> Tensor:
     assert isinstance(made, Tensor)
     return made
-
-
-def _last(x: Tensor, axis: int) -> tuple[str, str]:
-    """Patterns that reduce one axis and keep it with size 1."""
-    need_tensor("softmax or norm", x)
-    if isinstance(axis, bool) or not isinstance(axis, int) or not -x.ndim <= axis < x.ndim:
-        raise ShapeError(f"axis {axis!r} of {x!r}: expected an integer from {-x.ndim} to {x.ndim - 1}")
-    names = [f"a{i}" for i in range(x.ndim)]
-    kept = [*names]
-    kept[axis % x.ndim] = "1"
-    return " ".join(names), " ".join(kept)
-
-
-def softmax(x: Tensor, axis: Annotated[int, READ] = -1, *, name: str = "softmax") -> Tensor:
-    """Exponentials that add up to 1, in one kernel.
-
-    Parameters
-    ----------
-    x : Tensor
-        Any shape.
-    axis : int
-        Axis along which they add up to 1.
-    name : str
-        Name of the kernel.
-
-    Returns
-    -------
-    Tensor
-        FLOPs an element: maximum, subtraction, sum and division, and one exp (derived from the ops inside).
-
-    Raises
-    ------
-    ShapeError
-        If there is no such axis.
-
-    Examples
-    --------
-    >>> import costgraph as cg
-    >>> B, S = cg.dims("B S")
-    >>> with cg.Graph("g") as g:
-    ...     p = cg.softmax(g.input("x", (B, S)), -1)
-    >>> cg.flops(g), cg.bytes_moved(g)
-    (5*B*S, 8*B*S)
-    """
-    names, kept = _last(x, axis)
-
-    def body(x: Tensor) -> Tensor:
-        e = pointwise("exp", x - reduce(x, f"{names} -> {kept}", "max"))
-        return e / reduce(e, f"{names} -> {kept}", "sum")
-
-    return _one(fused(name, body, x, backward="softmax"))
-
-
-def log_softmax(x: Tensor, axis: Annotated[int, READ] = -1, *, name: str = "log_softmax") -> Tensor:
-    """Logarithm of the softmax, in one kernel."""
-    names, kept = _last(x, axis)
-
-    def body(x: Tensor) -> Tensor:
-        shifted = x - reduce(x, f"{names} -> {kept}", "max")
-        return shifted - pointwise("log", reduce(pointwise("exp", shifted), f"{names} -> {kept}", "sum"))
-
-    return _one(fused(name, body, x, backward="log_softmax"))
-
-
-def _wide(x: Tensor) -> Tensor:
-    """Return what statistics are taken of: a kernel calculates in fp32 at least."""
-    return cast(x, promote(x.dtype, find_dtype("fp32"))) if x.dtype.kind == "float" else x
-
-
-def layer_norm(x: Tensor, *, affine: bool = True, bias: bool = True, name: str = "layer_norm") -> Tensor:
-    """Normalise the last axis to mean 0 and variance 1, then scale and shift by parameters, in one kernel.
-
-    Parameters
-    ----------
-    x : Tensor
-        The last axis is normalised.
-    affine, bias : bool
-        Whether there is a scale, and with it a shift, of the size of the last axis.
-    name : str
-        Scope of the parameters, and name of the kernel.
-
-    Returns
-    -------
-    Tensor
-        FLOPs an element: mean, subtraction, square, mean, product, and one each for scale and shift.
-
-    Raises
-    ------
-    ShapeError
-        If `x` is a scalar.
-    """
-    names, kept = _last(x, -1)
-    need_flag("layer_norm", affine=affine, bias=bias)
-    graph = current_graph(x.graph)
-
-    def body(x: Tensor, weight: Tensor | None = None, shift: Tensor | None = None) -> Tensor:
-        wide = _wide(x)
-        centred = wide - save(reduce(wide, f"{names} -> {kept}", "mean"))
-        variance = reduce(pointwise("square", centred), f"{names} -> {kept}", "mean")
-        y = centred * save(pointwise("rsqrt", variance + 1e-5))
-        y = y if weight is None else y * weight
-        return cast(y if shift is None else y + shift, x.dtype)
-
-    with module(graph, name):
-        params = [graph.param("weight", x.sizes[-1:])] if affine else []
-        params += [graph.param("bias", x.sizes[-1:])] if affine and bias else []
-        return _one(fused("norm", body, x, *params))
-
-
-def rms_norm(x: Tensor, *, affine: bool = True, name: str = "rms_norm") -> Tensor:
-    """Divide by the root mean square of the last axis, then scale by a parameter, in one kernel.
-
-    Parameters
-    ----------
-    x : Tensor
-        The last axis is normalised.
-    affine : bool
-        Whether there is a scale of the size of the last axis.
-    name : str
-        Scope of the parameter, and name of the kernel.
-
-    Returns
-    -------
-    Tensor
-        FLOPs an element: square, mean, product, and one for the scale.
-
-    Raises
-    ------
-    ShapeError
-        If `x` is a scalar.
-    """
-    names, kept = _last(x, -1)
-    need_flag("rms_norm", affine=affine)
-    graph = current_graph(x.graph)
-
-    def body(x: Tensor, weight: Tensor | None = None) -> Tensor:
-        wide = _wide(x)
-        power = reduce(pointwise("square", wide), f"{names} -> {kept}", "mean")
-        y = wide * save(pointwise("rsqrt", power + 1e-6))
-        return cast(y if weight is None else y * weight, x.dtype)
-
-    with module(graph, name):
-        params = [graph.param("weight", x.sizes[-1:])] if affine else []
-        return _one(fused("norm", body, x, *params))
 
 
 def mlp(

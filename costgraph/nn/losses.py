@@ -12,7 +12,8 @@ from ..ops.index import take_along
 from ..ops.layout import reshape
 from ..ops.pointwise import pointwise
 from ..ops.reduce import reduce
-from .linear import _one, log_softmax
+from .linear import _one
+from .softmax import log_softmax
 
 __all__ = ["binary_cross_entropy", "cross_entropy"]
 

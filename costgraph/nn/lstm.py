@@ -14,7 +14,8 @@ from ..ops.cached import initial_state
 from ..ops.einsum import einsum
 from ..ops.layout import split
 from ..ops.pointwise import pointwise
-from .linear import _one, linear, sigmoid, tanh
+from .activations import sigmoid, tanh
+from .linear import _one, linear
 from .recurrent import recurrence
 
 __all__ = ["gru", "lstm"]

@@ -22,7 +22,9 @@ from ..ops.index import gather, take_along
 from ..ops.layout import rearrange, reshape, split
 from ..ops.pointwise import cast, pointwise
 from ..ops.reduce import reduce
-from .linear import linear, sigmoid, silu, softmax
+from .activations import sigmoid, silu
+from .linear import linear
+from .softmax import softmax
 
 __all__ = ["experts", "moe", "router"]
 

@@ -1,10 +1,12 @@
-"""Norms of images: over the batch, and over groups of channels. Those of tokens are in `costgraph.nn.linear`."""
+"""Norms: of tokens over their last axis, of images over the batch and over groups of channels."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from types import MappingProxyType
 
+from ..dtypes import dtype as find_dtype
+from ..dtypes import promote
 from ..errors import ShapeError
 from ..graph.arguments import need_choice, need_flag, need_tensor, positive
 from ..graph.graph import current_graph
@@ -14,9 +16,92 @@ from ..ops.blocks import fused, save
 from ..ops.layout import reshape
 from ..ops.pointwise import cast, pointwise
 from ..ops.reduce import reduce
-from .linear import _one, _wide
+from .linear import _one
+from .softmax import _last
 
-__all__ = ["batch_norm", "group_norm", "over_the_batch"]
+__all__ = ["batch_norm", "group_norm", "layer_norm", "over_the_batch", "rms_norm"]
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Return what statistics are taken of: a kernel calculates in fp32 at least."""
+    return cast(x, promote(x.dtype, find_dtype("fp32"))) if x.dtype.kind == "float" else x
+
+
+def layer_norm(x: Tensor, *, affine: bool = True, bias: bool = True, name: str = "layer_norm") -> Tensor:
+    """Normalise the last axis to mean 0 and variance 1, then scale and shift by parameters, in one kernel.
+
+    Parameters
+    ----------
+    x : Tensor
+        The last axis is normalised.
+    affine, bias : bool
+        Whether there is a scale, and with it a shift, of the size of the last axis.
+    name : str
+        Scope of the parameters, and name of the kernel.
+
+    Returns
+    -------
+    Tensor
+        FLOPs an element: mean, subtraction, square, mean, product, and one each for scale and shift.
+
+    Raises
+    ------
+    ShapeError
+        If `x` is a scalar.
+    """
+    names, kept = _last(x, -1)
+    need_flag("layer_norm", affine=affine, bias=bias)
+    graph = current_graph(x.graph)
+
+    def body(x: Tensor, weight: Tensor | None = None, shift: Tensor | None = None) -> Tensor:
+        wide = _wide(x)
+        centred = wide - save(reduce(wide, f"{names} -> {kept}", "mean"))
+        variance = reduce(pointwise("square", centred), f"{names} -> {kept}", "mean")
+        y = centred * save(pointwise("rsqrt", variance + 1e-5))
+        y = y if weight is None else y * weight
+        return cast(y if shift is None else y + shift, x.dtype)
+
+    with module(graph, name):
+        params = [graph.param("weight", x.sizes[-1:])] if affine else []
+        params += [graph.param("bias", x.sizes[-1:])] if affine and bias else []
+        return _one(fused("norm", body, x, *params))
+
+
+def rms_norm(x: Tensor, *, affine: bool = True, name: str = "rms_norm") -> Tensor:
+    """Divide by the root mean square of the last axis, then scale by a parameter, in one kernel.
+
+    Parameters
+    ----------
+    x : Tensor
+        The last axis is normalised.
+    affine : bool
+        Whether there is a scale of the size of the last axis.
+    name : str
+        Scope of the parameter, and name of the kernel.
+
+    Returns
+    -------
+    Tensor
+        FLOPs an element: square, mean, product, and one for the scale.
+
+    Raises
+    ------
+    ShapeError
+        If `x` is a scalar.
+    """
+    names, kept = _last(x, -1)
+    need_flag("rms_norm", affine=affine)
+    graph = current_graph(x.graph)
+
+    def body(x: Tensor, weight: Tensor | None = None) -> Tensor:
+        wide = _wide(x)
+        power = reduce(pointwise("square", wide), f"{names} -> {kept}", "mean")
+        y = wide * save(pointwise("rsqrt", power + 1e-6))
+        return cast(y if weight is None else y * weight, x.dtype)
+
+    with module(graph, name):
+        params = [graph.param("weight", x.sizes[-1:])] if affine else []
+        return _one(fused("norm", body, x, *params))
 
 
 def batch_norm(x: Tensor, *, affine: bool = True, statistics: str = "auto", name: str = "batch_norm") -> Tensor:

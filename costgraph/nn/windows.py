@@ -13,7 +13,8 @@ from ..ops.blocks import fused
 from ..ops.fill import pad
 from ..ops.index import gather
 from ..ops.layout import expand, rearrange, roll, slice_axis
-from .linear import _one, layer_norm, linear
+from .linear import _one, linear
+from .norms import layer_norm
 
 __all__ = ["patch_merging", "window_bias", "window_merge", "window_partition"]
 

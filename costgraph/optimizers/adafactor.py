@@ -10,8 +10,8 @@ from ..graph.tensor import Tensor
 from ..ops.operators import matmul
 from ..ops.pointwise import pointwise
 from ..ops.reduce import reduce
+from ..ops.updates import ADD_SCALED
 from .calls import Calls, Column
-from .functions import ADD_SCALED
 from .norms import norm, root_mean_square
 from .optimizer import Optimizer, bounds
 from .slots import Slot

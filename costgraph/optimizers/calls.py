@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from ..graph.tensor import Tensor
 from ..ops.keep import keep
 from ..ops.pointwise import FUNCTIONS, Function, pointwise
-from .functions import ADD_PRODUCT, ADD_QUOTIENT, ADD_SCALED, ADD_SCALED_PRODUCT, ADD_SCALED_QUOTIENT
+from ..ops.updates import ADD_PRODUCT, ADD_QUOTIENT, ADD_SCALED, ADD_SCALED_PRODUCT, ADD_SCALED_QUOTIENT
 from .over import Made, over
 
 __all__ = ["Calls", "Column", "Update", "one_by_one"]

@@ -19,9 +19,9 @@ from ..ops.keep import keep
 from ..ops.layout import reshape
 from ..ops.operators import matmul, transpose
 from ..ops.pointwise import cast, pointwise
+from ..ops.updates import ADD_SCALED
 from .adaptive import AdamW
 from .calls import Calls, Column
-from .functions import ADD_SCALED
 from .norms import norm
 from .optimizer import Optimizer, bounds
 from .slots import Slot, need_slots

@@ -6,47 +6,21 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from ..errors import GraphError, ShapeError
+from ..errors import GraphError
 from ..graph.arguments import need_flag, need_tensor
 from ..graph.graph import apply, current_graph
-from ..graph.op import Attrs, Op, OpKind, Result
 from ..graph.scopes import building, phase, scope
 from ..graph.tensor import Tensor
-from ..ops import rules
 from ..ops.fill import fill
 from ..ops.layout import concat, reshape
-from ..ops.pointwise import FUNCTIONS, cast, pointwise
-from ..ops.registry import register
-from ..ops.rules import Flops
-from .functions import NON_FINITE
+from ..ops.pointwise import cast, pointwise
+from ..ops.updates import UNSCALE, ZERO_GRAD
 from .norms import norm
 from .optimizer import bounds
 from .over import over
 from .slots import Slot, declare_state, need_slots
 
-__all__ = ["UNSCALE", "ZERO_GRAD", "clip_grad_norm", "unscale", "zero_grad"]
-
-
-def _same_place(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
-    if attrs.get("inplace") is not True or len(operands) not in (1, 3) or any(t.ndim for t in operands[1:]):
-        raise GraphError(f"in place into {list(operands)!r}, expected a tensor and scalars, and 'inplace'")
-    x = operands[0]
-    if x.touched != x.numel:
-        raise ShapeError(f"in place into {x!r}: expected a tensor that is not expanded")
-    return [Result(x.sizes, x.dtype, x.strides, of=0, offset=x.offset, domain=x.domain)]
-
-
-def _checked_and_scaled(op: Op) -> Flops:
-    """Count a product and a check of each gradient."""
-    return Flops(pointwise=rules.points(op.operands[0]) * (FUNCTIONS["mul"].flops + NON_FINITE.flops))
-
-
-#: Zeros in place: what was there is not read.
-ZERO_GRAD = register(OpKind("zero_grad", _same_place, flops=rules.free, reads=rules.nothing, writes=rules.all_results))
-#: A gradient times a scalar in place, and a flag that is set where it is not finite, which alone writes the flag.
-UNSCALE = register(
-    OpKind("unscale", _same_place, flops=_checked_and_scaled, reads=rules.whole, writes=rules.all_results)
-)
+__all__ = ["clip_grad_norm", "unscale", "zero_grad"]
 
 
 @contextmanager

@@ -12,7 +12,9 @@ from ..graph.graph import Graph, current_graph
 from ..graph.sizes import known_names
 from ..graph.tensor import Tensor
 from ..nn.attention import attention
-from ..nn.linear import layer_norm, linear, log_softmax, rms_norm, softmax
+from ..nn.linear import linear
+from ..nn.norms import layer_norm, rms_norm
+from ..nn.softmax import log_softmax, softmax
 from ..ops.blocks import kernel, repeat, scan
 from ..ops.einsum import einsum
 from ..ops.pointwise import cast, pointwise

@@ -8,8 +8,9 @@ from itertools import product
 from ..algebra.symbols import dims
 from ..graph.graph import apply
 from ..graph.tensor import Tensor
-from ..nn.conv import UNPOOL, pool
+from ..nn.conv import pool
 from ..ops.fill import assign, fill, pad
+from ..ops.pooling import UNPOOL
 from .meanings import meaning
 from .samples import sample
 from .sketch import Sketch

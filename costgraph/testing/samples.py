@@ -10,17 +10,18 @@ from ..algebra.polynomial import ZERO, poly
 from ..algebra.symbols import dims
 from ..graph.graph import apply
 from ..graph.tensor import Tensor
-from ..nn.conv import POOL, conv, pool
+from ..nn.conv import conv, pool
 from ..notation.pattern import parse_pattern
 from ..ops.aten import ATEN
 from ..ops.einsum import contract, einsum
 from ..ops.index import arange, gather, scatter, take_along
 from ..ops.layout import concat, contiguous_copy, expand, index, rearrange, reshape, slice_axis
 from ..ops.pointwise import FUNCTIONS, cast, pointwise
+from ..ops.pooling import POOL
 from ..ops.reduce import REDUCTIONS, reduce
+from ..ops.stacks import EMPTY
 from ..ops.stated import COLLECTIVES, collective, opaque, transfer
 from ..ops.stochastic import dropout
-from ..transforms.unroll import EMPTY
 from .sketch import LARGEST, MOST_POINTS, Sketch, together
 from .tables import adding
 

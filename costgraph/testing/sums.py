@@ -10,7 +10,7 @@ from ..graph.graph import apply
 from ..graph.tensor import Tensor
 from ..ops.fill import fill
 from ..ops.pieces import absent, accumulate
-from ..transforms.unroll import EMPTY, STACKED
+from ..ops.stacks import EMPTY, STACKED
 from .meanings import meaning
 from .samples import sample
 from .sketch import Sketch

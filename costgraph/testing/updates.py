@@ -11,10 +11,10 @@ from ..graph.graph import apply
 from ..graph.tensor import Tensor
 from ..ops.fill import fill
 from ..ops.keep import keep
+from ..ops.updates import UNSCALE, ZERO_GRAD
 from ..optimizers.adaptive import Adam
 from ..optimizers.fused import fused_update
 from ..optimizers.sgd import SGD
-from ..optimizers.steps import UNSCALE, ZERO_GRAD
 from .arithmetic import FUNCTIONS, Number, function
 from .meanings import meaning
 from .samples import sample

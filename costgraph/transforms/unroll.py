@@ -5,52 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..algebra.polynomial import ONE, ZERO, Poly, as_poly
-from ..errors import BindingError, ShapeError, UnsupportedError
+from ..algebra.polynomial import ONE, Poly, as_poly
+from ..errors import BindingError, UnsupportedError
 from ..graph.graph import Graph
-from ..graph.op import Attrs, Op, OpKind, Result
+from ..graph.op import Op
 from ..graph.sizes import bindings
-from ..graph.strides import Sizes, contiguous, numel
-from ..graph.tensor import Storage, Tensor
+from ..graph.strides import Sizes
+from ..graph.tensor import Tensor
 from ..ops.keep import KEEP
 from ..ops.layout import REARRANGE, SLICE
-from ..ops.registry import register
-from ..ops.rules import free, nothing
+from ..ops.stacks import EMPTY, STACKED
 from .rewrite import Rewriter, members
 
 __all__ = ["unroll"]
 
 _MOST_OPS = 1 << 17  # each of them takes about half a millisecond: a minute
-
-# A stack of slices before any of them is written: storage without content.
-EMPTY = register(
-    OpKind(
-        name="empty",
-        infer=lambda operands, attrs: [Result(attrs["sizes"], attrs["dtype"])],
-        flops=free,
-        reads=nothing,
-        writes=nothing,
-    )
-)
-
-
-def _whole(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
-    stack, at = operands[0], ZERO
-    for t in operands[1:]:
-        if t.sizes[t.ndim - stack.ndim + 1 :] != stack.sizes[1:] or t.dtype != stack.dtype:
-            raise ShapeError(f"stack {stack!r} of {operands[1:]!r}, expected slices of it, one or several each")
-        if t.storage is not stack.storage:
-            # what an iteration makes for a stack is written into its slice at once: there it lies from now on
-            t.strides = contiguous(t.sizes)
-            _move(t, t.storage, stack.storage, at)
-        at = at + numel(t.sizes)
-    if not stack.graph.same(at, stack.numel):
-        raise ShapeError(f"stack {stack!r} of {operands[1:]!r}, expected all of its slices")
-    return [Result(stack.sizes, stack.dtype, stack.strides, of=0, offset=stack.offset)]
-
-
-# The same stack when all of its slices are written: a name that says on what it depends.
-STACKED = register(OpKind(name="stacked", infer=_whole, flops=free, reads=nothing, writes=nothing))
 
 
 def unroll(graph: Graph, /, **dims: int) -> Graph:
@@ -208,18 +177,9 @@ def _is_part(t: Tensor) -> bool:
 def _filled(stack: Tensor, order: Sequence[Tensor], new: Graph, op: Op, *, read: bool) -> Tensor:
     """Return the stack once all of its slices are written, with an op that says so if anyone reads it."""
     if not read:  # its slices lie in it all the same
-        _whole([stack, *order], {})
+        STACKED.infer([stack, *order], {})
         return stack
     return new.add_op(STACKED, [stack, *order], {}, f"{stack.name}.filled", op.phase).results[0]
-
-
-def _move(t: Tensor, old: Storage, new: Storage, offset: Poly) -> None:
-    """Let a tensor, and what is a view of it, lie in another storage."""
-    left = [t]
-    while left:
-        moved = left.pop()
-        moved.storage, moved.offset = new, moved.offset + offset
-        left += [r for op in moved.graph.successors(moved) for r in op.results if r.storage is old and r not in left]
 
 
 def _slice(t: Any, i: int, new: Graph, phase: str) -> Any:

@@ -196,7 +196,7 @@ def test_dropout(mask):
 
 def with_places(made):
     """The same pooling with a second result, as a backward pass sets it."""
-    from costgraph.nn.conv import POOL
+    from costgraph.ops.pooling import POOL
 
     return apply(POOL, made.producer.operands, {**made.producer.attrs, "indices": True}, "pool")[0]
 

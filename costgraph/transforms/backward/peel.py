@@ -15,8 +15,8 @@ from ...graph.op import Op
 from ...graph.scopes import building
 from ...graph.tensor import Tensor
 from ...ops.layout import split
+from ...ops.stacks import EMPTY, STACKED
 from ..rewrite import Rewriter
-from ..unroll import EMPTY, STACKED
 from .flow import active_in, active_inside, graded_in
 
 __all__ = ["peel"]

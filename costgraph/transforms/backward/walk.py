@@ -21,7 +21,7 @@ from ...ops.keep import keep
 from ...ops.layout import concat, contiguous_copy
 from ...ops.pieces import accumulate
 from ...ops.pointwise import cast, pointwise
-from ..unroll import EMPTY, STACKED
+from ...ops.stacks import EMPTY, STACKED
 from ..vjp.common import restricted, whole
 from ..vjp.table import Pull, Rule, rule_of
 

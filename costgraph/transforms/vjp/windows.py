@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ...errors import UnsupportedError
 from ...graph.graph import apply
 from ...graph.tensor import Tensor
-from ...nn.conv import UNPOOL
+from ...ops.pooling import UNPOOL
 from .table import Pull, vjp
 
 __all__: list[str] = []  # its rules are found in RULES

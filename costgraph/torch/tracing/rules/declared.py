@@ -16,7 +16,8 @@ from ....analysis.table import CostRow
 from ....graph.graph import Graph
 from ....graph.scopes import scope
 from ....graph.tensor import Tensor
-from ....nn.linear import layer_norm, log_softmax, rms_norm, softmax
+from ....nn.norms import layer_norm, rms_norm
+from ....nn.softmax import log_softmax, softmax
 from ....ops.pointwise import pointwise
 from ....ops.reduce import reduce
 from ....optimizers import Optimizer

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ....algebra.polynomial import ONE, ZERO, Poly, total
+from ....ops.updates import NON_FINITE
 from ....optimizers import SGD, AdaGrad, Adam, AdamW, Optimizer
-from ....optimizers.functions import NON_FINITE
 from ..call import Call, Counts, Spec
 from .amounts import each, together
 from .declared import update

@@ -6,7 +6,7 @@ An op that torch tags as pointwise and that stands in none of the tables here co
 from __future__ import annotations
 
 from ....ops.functions import Function
-from ....optimizers.functions import (
+from ....ops.updates import (
     ADD_PRODUCT,
     ADD_QUOTIENT,
     ADD_SCALED,
