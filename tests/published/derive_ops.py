@@ -135,7 +135,7 @@ def loop_nest(expression, sizes):
     """All factors multiplied at each index point, then added up: what no contraction in pairs does."""
     left, right = expression.split("->")
     axes = "".join(sorted(set(left) - {","}))
-    point = cg.ops.pointwise.Function("product", left.count(",") + 1, left.count(","))
+    point = cg.ops.functions.Function("product", left.count(",") + 1, left.count(","))
     with cg.Graph("g") as g:
         operands = []
         for i, names in enumerate(left.split(",")):

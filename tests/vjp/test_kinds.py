@@ -357,7 +357,7 @@ def every_new_attribute():
         assigned = assign(fill((n, 2)), part)
         mean = pointwise("div", x, x.sizes[0])
         top = with_places(cg.nn.pool(x, "max", window=(2,)))
-        own = cg.ops.pointwise.Function("own", 1, 2, grad=(("mul", "g", "a"),))
+        own = cg.ops.functions.Function("own", 1, 2, grad=(("mul", "g", "a"),))
         y = cg.opaque("fft", [x], (n,), flops=0, backward={"flops": n, "saves": {"inputs": [0]}, "reads": 8 * n})
         g.output(total, assigned, mean, top, y, pad(x, 1, 1, 9), pointwise(own, x))
         seed = g.input("s", (n, 3))

@@ -159,7 +159,7 @@ def own():
     with cg.Graph("g") as g:
         x = g.input("x", (3, 2))
         y = cg.opaque("sorted_rows", [x], (3, 2), flops=0)
-        g.output(cg.ops.pointwise(cg.ops.pointwise.Function("twice", 1, 1), y))
+        g.output(cg.ops.pointwise(cg.ops.functions.Function("twice", 1, 1), y))
     return g
 
 
