@@ -266,7 +266,7 @@ def small_graph(*assumptions):
         x = g.input("x", (sizes[0], sizes[1]))
         y = cg.einsum(x, g.param("w", (sizes[1], sizes[3])), "b d, d f -> b f")
         g.output(cg.rearrange(y, "b (h k) -> b h k", h=sizes[2]))
-    g.assume(*assumptions)
+        g.assume(*assumptions)
     return g
 
 
@@ -312,7 +312,8 @@ def test_equalities_are_solved_when_bound():
 
 def test_defaults_are_overridden_by_what_is_given():
     g = small_graph()
-    g.defaults = {"B": 2, "D": 3, "unused": 5}
+    with g:
+        g.defaults = {"B": 2, "D": 3, "unused": 5}
     assert {k: v.constant for k, v in bindings(g, {"D": 7}).items()} == {"B": 2, "D": 7}
 
 

@@ -105,6 +105,7 @@ def test_a_size_inside_a_rounding_is_searched_for(own):
 
 def test_a_default_of_the_size_that_is_asked_for_does_not_count(own):
     g = stated(80 * N**3 / 7, N, N, M)
-    g.defaults.update(N=3, M=2)
+    with g:
+        g.defaults.update(N=3, M=2)
     assert cg.crossover(g, own, "N") == 14
     assert cg.crossover(g, own, "N", M=11) == 77

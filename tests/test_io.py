@@ -51,9 +51,9 @@ def everything() -> cg.Graph:
         back = assign(fill(back.sizes, 0, "bf16"), pad(back[:, :, 1:], 2, 1, back.sizes[2]))
         loss = cg.cross_entropy(cg.einsum(x, cg.ops.cast(g.param("head", (V, D)), "bf16"), "b s d, v d -> b s v"), ids)
         g.output(out, states, loss, back)
-    g.assume("F <= D", "D >= H")
-    g.defaults = {"V": 13}
-    g.loss = "cross_entropy"
+        g.assume("F <= D", "D >= H")
+        g.defaults = {"V": 13}
+        g.loss = "cross_entropy"
     return g
 
 

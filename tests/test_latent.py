@@ -95,7 +95,7 @@ def sunk(kernel, sinks=True):
         q = g.input("q", (B, H, S, K), grad=True)
         k, v = (g.input(n, (B, G, S, K), grad=True) for n in "kv")
         g.output(cg.attention(q, k, v, sinks=g.param("sinks", (H,)) if sinks else None, kernel=kernel))
-    g.assume("H >= G")
+        g.assume("H >= G")
     return g
 
 

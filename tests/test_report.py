@@ -196,7 +196,8 @@ def test_what_is_in_a_kernel_is_counted_where_the_kernel_is():
 
 def test_defaults_are_bound_and_formulas_are_not():
     g = model()
-    g.defaults.update(D=3, F=5, K=7)
+    with g:
+        g.defaults.update(D=3, F=5, K=7)
     r = report(g, B=2)
     assert (dict(r.sizes), r.given) == (SIZES, frozenset("B"))
     assert r.figures["matmul-flops"].value == 2 * 2 * (3 * 5 + 5 * 7)
@@ -222,7 +223,8 @@ def test_open_sizes_leave_formulas_and_say_what_is_missing():
 
 def test_a_dimension_in_no_figure_is_reported():
     g = model()
-    g.assume("W >= 2")
+    with g:
+        g.assume("W >= 2")
     r = report(g, W=4)
     assert r.unused == ("W",)
     assert "note: dimension W appears in no figure" in str(r)

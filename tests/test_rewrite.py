@@ -35,7 +35,8 @@ def test_ops_of_copied_bodies_belong_to_the_copied_ops():
     copied = Rewriter().run(layered())
     (loop, _) = copied.ops
     inner = loop.body.ops[0].results[0]
-    with pytest.raises(cg.GraphError, match=r"is made inside 'layers': expected it among the results of its body"):
+    match = "is made inside 'layers': expected it among the results of its body"
+    with pytest.raises(cg.GraphError, match=match), copied:
         copied.output(inner)
     for op in copied.walk():
         assert op.body is None or op.body.owner is op
@@ -50,7 +51,8 @@ def test_what_a_copied_kernel_makes_inside_can_be_read_outside():
         g.output(z)
     copied = Rewriter().run(g)
     inner = copied.ops[0].body.ops[0].results[0]
-    copied.output(inner)
+    with copied:
+        copied.output(inner)
     assert cg.bytes_moved(copied, B=3, D=5) == 4 * 3 * (3 * 5)  # x read, two results written
 
 

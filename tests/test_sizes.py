@@ -65,7 +65,8 @@ def test_conditions_are_what_binding_can_break():
         g.output(cg.ops.slice_axis(x, 1, 0, S - 5))
     found = [(str(c.formula), c.place, c.least, c.whole) for c in conditions(g)]
     assert found == [("N/4", "axis 2 of 'x'", 1, True), ("S - 5", "axis 1 of 'slice'", 1, True)]
-    g.assume("S >= 6", "N == 4*L")
+    with g:
+        g.assume("S >= 6", "N == 4*L")
     assert [str(c.formula) for c in conditions(g)] == ["N/4"]
 
 
@@ -297,13 +298,13 @@ def test_formulas_with_atoms_are_read_in_another_process():
 def test_assumptions_with_roots_hold_where_they_are_true():
     with cg.Graph("g") as g:
         g.output(cg.relu(g.input("x", (B, L, N))))
-    g.assume("B <= sqrt(N)", "L == sqrt(S)")
+        g.assume("B <= sqrt(N)", "L == sqrt(S)")
     assert cg.flops(g, B=3, N=10, S=16) == 3 * 4 * 10
     with pytest.raises(BindingError, match=r"B=4, N=10: against the assumption 'B <= sqrt\(N\)'"):
         cg.flops(g, B=4, N=10, S=16)
     with pytest.raises(BindingError, match=r"assumption 'L == sqrt\(S\)' makes L=sqrt\(10\), expected a positive"):
         cg.flops(g, B=3, N=10, S=10)
-    with pytest.raises(PatternError, match="contradicts"):
+    with pytest.raises(PatternError, match="contradicts"), g:
         g.assume("K == sqrt(2)")
 
 

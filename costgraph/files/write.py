@@ -189,7 +189,7 @@ def load(path: str | os.PathLike[str]) -> Graph:
             graph = Reader(place, texts(place, facts, "assumptions", "top")).graph(data, None, "top")
             graph.defaults = _defaults(place, facts)
             graph.loss = None if facts["loss"] is None else kept(str, facts["loss"])
-            graph.validate()
+            graph.freeze()
     except CostGraphError as error:  # the fact from below, with the place in front of it once
         text = str(error)
         raise FormatError(text if text.startswith(place) else f"{place}: {text}") from None

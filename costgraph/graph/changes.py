@@ -1,4 +1,4 @@
-"""Changes that are taken back where a call is refused, and lists that take none.
+"""Changes that are taken back where a call is refused, and lists of a finished graph, which take none.
 
 A public function that adds to a graph does it whole or not at all: what it notes is taken back where it, or a function
 that it was given, ends in an error.
@@ -23,6 +23,8 @@ class Journal:
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], object]] | None = None
+        self.asked = ""
+        """Name of the outermost call."""
 
     def note(self, undo: Callable[[], object]) -> None:
         """Note what takes back a change that is made now."""
@@ -30,9 +32,11 @@ class Journal:
             self._undo.append(undo)
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
-        """Take back the changes made inside if it ends in an error."""
+    def whole(self, asked: str = "") -> Iterator[None]:
+        """Take back the changes made inside, by a call of some name, if it ends in an error."""
         outermost = self._undo is None
+        if outermost:
+            self.asked = asked
         undo = self._undo = [] if self._undo is None else self._undo
         before = len(undo)
         try:
@@ -43,11 +47,12 @@ class Journal:
             raise
         finally:
             if outermost:
-                self._undo = None
+                self._undo, self.asked = None, ""
 
 
-def whole(function: Callable[..., Any]) -> Callable[..., Any]:
+def whole(function: Callable[..., Any], name: str = "") -> Callable[..., Any]:
     """Let a function that is refused leave the graph of its operands, or the one that is open, as it was."""
+    asked = name or function.__name__
 
     @wraps(function)
     def called(*args: Any, **named: Any) -> Any:
@@ -55,7 +60,7 @@ def whole(function: Callable[..., Any]) -> Callable[..., Any]:
         graph = here().graph if operand is None else operand.graph
         if graph is None:
             return function(*args, **named)
-        with graph.whole():
+        with graph.whole(asked):
             return function(*args, **named)
 
     return called
@@ -70,8 +75,8 @@ def _tensors(values: Iterable[object]) -> Iterator[Tensor]:
 
 
 def _refusing(kind: type, *changing: str) -> type:
-    def refuse(self: object, *args: object, **named: object) -> None:
-        raise GraphError("the graph is frozen, expected one that can still be changed")
+    def refuse(self: Any, *args: object, **named: object) -> None:
+        raise GraphError(self.refusal)
 
     plain = {"__reduce_ex__": lambda self, protocol: (kind, (kind(self),))}  # a copy of it can be changed
     return type(f"Fixed{kind.__name__.title()}", (kind,), plain | dict.fromkeys(changing, refuse))
@@ -84,6 +89,15 @@ _REFUSING: dict[Any, type] = {
 }
 
 
-def fixed(value: Any) -> Any:
-    """Return a list or dictionary as one that refuses to be changed, anything else as it is."""
-    return _REFUSING[type(value)](value) if type(value) in _REFUSING else value
+def fixed(value: Any, refusal: str) -> Any:
+    """Return a list or dictionary as one that refuses to be changed, in these words, anything else as it is."""
+    if type(value) not in _REFUSING:
+        return value
+    out = _REFUSING[type(value)](value)
+    out.refusal = refusal
+    return out
+
+
+def loose(value: Any) -> Any:
+    """Return what `fixed` made of a list or dictionary as one that can be changed again, anything else as it is."""
+    return next((kind(value) for kind, made in _REFUSING.items() if type(value) is made), value)

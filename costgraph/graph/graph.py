@@ -24,7 +24,7 @@ from ..errors import CostGraphError, GraphError
 from ..notation.door import READ, rule
 from ..notation.grammar import parse_relation
 from .arguments import need_choice, need_flag, need_name, sizes_of
-from .changes import Journal, fixed
+from .changes import Journal, fixed, loose
 from .checks import check
 from .op import Attrs, Op, OpKind, Result
 from .scopes import Place, close, enter, here
@@ -47,7 +47,7 @@ class _Carried(Generic[T]):
         return out
 
     def __set__(self, graph: Graph, value: T) -> None:
-        graph._modify()
+        graph._modify(self.name)
         graph.graph[self.name] = value
 
 
@@ -62,11 +62,11 @@ class _Stated(_Carried[T]):
 
 
 def _changing(method: Callable[..., None]) -> Callable[..., None]:
-    """Let one of networkx's own ways to change a graph forget what was derived before."""
+    """Let one of networkx's own ways to change a graph need an open one, and forget what was derived before."""
 
     @wraps(method)
     def changed(self: Graph, *args: Any, **kwargs: Any) -> None:
-        self._modify()
+        self._modify(method.__name__)
         method(self, *args, **kwargs)
 
     return changed
@@ -74,6 +74,9 @@ def _changing(method: Callable[..., None]) -> Callable[..., None]:
 
 class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
     """A model: tensors and ops in program order.
+
+    A graph is open while its `with` block is, and finished once that is left: what would change it is refused then,
+    until it is entered again. One that was never entered is open, and so is a copy.
 
     Parameters
     ----------
@@ -96,8 +99,17 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
     ...     g.output(cg.einsum(x, g.param("w", (D, F)), "b d, d f -> b f"))
     >>> cg.flops(g)
     2*B*D*F
+
+    A finished graph goes on in another block:
+
+    >>> with g:
+    ...     g.outputs = [cg.relu(g.outputs[0])]
+    >>> cg.flops(g)
+    2*B*D*F + B*F
     """
 
+    frozen = False
+    """Whether it is finished: networkx's name, which `networkx.is_frozen` asks for."""
     dtype = _Carried[DType]()
     outputs = _Carried[list[Tensor]]()
     relations = _Carried[Relations]()
@@ -108,6 +120,11 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
     handed = _Carried[dict[Storage, tuple[Storage, Poly]]]()
     """Storages of carries that a loop hands on as they came, each with what it started from."""
 
+    add_nodes_from = _changing(nx.DiGraph.add_nodes_from)
+    add_edge = _changing(nx.DiGraph.add_edge)
+    add_edges_from = _changing(nx.DiGraph.add_edges_from)
+    clear = _changing(nx.DiGraph.clear)
+    clear_edges = _changing(nx.DiGraph.clear_edges)
     remove_node = _changing(nx.DiGraph.remove_node)
     remove_nodes_from = _changing(nx.DiGraph.remove_nodes_from)
     remove_edge = _changing(nx.DiGraph.remove_edge)
@@ -116,12 +133,6 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
     def __init__(self, name: object = "graph", dtype: str | DType = "fp32", **attr: object) -> None:
         if name is not None and not isinstance(name, str | nx.Graph):
             raise GraphError(f"graph: name {shown(name)}, expected text")
-        # networkx's own functions make graphs of this class with no argument, or with data to copy
-        super().__init__(None if isinstance(name, str) else name, **attr)
-        self.graph.setdefault("name", name if isinstance(name, str) else "graph")
-        facts = {"dtype": find_dtype(dtype), "outputs": [], "relations": NOTHING_KNOWN, "defaults": {}, "loss": None}
-        facts |= {"gradients": {}, "handed": {}}
-        self.graph |= {key: value for key, value in facts.items() if key not in self.graph}
         self.formals: list[Tensor] = []
         self.parent: Graph | None = None
         self.fused = False
@@ -135,13 +146,23 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
         """Scopes that a layer or a Repeat has for itself."""
         self._places: list[Place] = []
         self.journal = Journal()
+        # networkx's own functions make graphs of this class with no argument, or with data to copy
+        super().__init__(None if isinstance(name, str) else name, **attr)
+        self.graph.setdefault("name", name if isinstance(name, str) else "graph")
+        facts = {"dtype": find_dtype(dtype), "outputs": [], "relations": NOTHING_KNOWN, "defaults": {}, "loss": None}
+        facts |= {"gradients": {}, "handed": {}} | {key: loose(v) for key, v in self.graph.items()}
+        self.graph |= facts
 
     def copy(self, as_view: bool = False) -> Graph:
         """Return a graph of the same nodes, in which nodes can be removed; ops of its tensors go to the original."""
         out: Graph = super().copy(as_view=as_view)
         if not as_view:
-            out.outputs, out.defaults, out.gradients = list(self.outputs), dict(self.defaults), dict(self.gradients)
+            out.graph |= {key: v.copy() if isinstance(v, list | dict) else v for key, v in out.graph.items()}
         return out
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a copy is open, as one that `copy` makes is
+        return {key: v for key, v in vars(self).items() if key != "frozen"}
 
     # -- structure -----------------------------------------------------------------------------------------------
 
@@ -262,7 +283,7 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
         GraphError
             If one is no tensor, or of another graph.
         """
-        self._modify()
+        self._modify("output")
         with self.whole():
             for t in tensors:
                 if not isinstance(t, Tensor):
@@ -282,26 +303,30 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
         PatternError
             If a text is no relation, or contradicts what is known.
         """
+        self.root._modify("assume")
         known = self.root.relations.relations
         self.root.relations = Relations([*known, *(parse_relation(r) for r in relations)])
 
     def freeze(self) -> Graph:
-        """Validate, then refuse every later change."""
+        """Validate and finish, as the end of a `with` block does."""
         self.validate()
-        for g in self.bodies():
-            nx.freeze(g)
-            g.graph |= {key: fixed(value) for key, value in g.graph.items()}
+        self._finish()
         return self
 
     # -- as a context --------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Graph:
+        if self.frozen and self.parent is None:
+            self._reopen()
         # a graph that is declared while another one is open starts with no scope of that one
         self._places.append(enter(graph=self, levels=()))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
         inmost = close(self._places.pop())
+        outermost = self.parent is None and not self._places
+        if outermost:
+            self._finish()  # whatever it ended with: nothing is added to it by accident
         if kind is not None:
             return
         if not inmost:  # ops of both may have got the scope of the other one
@@ -312,11 +337,31 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
         if self.parent is None:
             self.validate()
 
+    def _finish(self) -> None:
+        for g in self._own_bodies():
+            g.cache.clear()  # its lists and dictionaries may have been changed in place
+            g.frozen = True
+            g.graph |= {key: fixed(value, g._refusal(key)) for key, value in g.graph.items()}
+
+    def _reopen(self) -> None:
+        for g in self._own_bodies():
+            for name in [n for n, v in vars(g).items() if v is nx.classes.function.frozen]:
+                delattr(g, name)  # set by nx.freeze
+            g.frozen = False
+            g.graph |= {key: loose(value) for key, value in g.graph.items()}
+
+    def _own_bodies(self) -> Iterator[Graph]:
+        """Yield this graph and every graph inside it, nothing of a view, which has all from another graph."""
+        return iter(()) if hasattr(self, "_graph") else self.bodies()
+
+    def _refusal(self, asked: str) -> str:
+        return f"{asked}: graph {self.root.name!r} is finished, expected an open one: 'with g:' opens graph g again"
+
     # -- inside --------------------------------------------------------------------------------------------------
 
-    def whole(self) -> AbstractContextManager[None]:
+    def whole(self, asked: str = "") -> AbstractContextManager[None]:
         """Take back every change made inside, to this graph or to another part of the same one, if it is refused."""
-        return self.root.journal.whole()
+        return self.root.journal.whole(asked)
 
     def note(self, undo: Callable[[], object]) -> None:
         """Note what takes back a change that is made now."""
@@ -324,6 +369,8 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
 
     def add_node(self, node: Tensor | Op, **attr: object) -> None:
         """Append a node."""
+        if self.frozen:
+            self._modify(f"add_node {node!r}")
         root, new = self.root, [n for n in (node.sizes if isinstance(node, Tensor) else ()) if not is_integral(n)]
         if not root.quotients.issuperset(new):
             before, root.quotients = root.quotients, root.quotients.union(new)
@@ -337,9 +384,10 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
         tensors.append(tensor)
         self.note(lambda: tensors.__delitem__(slice(length, None)))
 
-    def _modify(self) -> None:
-        if nx.is_frozen(self):
-            raise GraphError(f"graph {self.name!r} is frozen, expected one that can still be changed")
+    def _modify(self, asked: str) -> None:
+        """Refuse what was asked for if the graph is finished, else forget what was derived of it."""
+        if self.frozen:
+            raise GraphError(self._refusal(self.root.journal.asked or asked))
         self._forget()
         self.note(self._forget)
 
@@ -384,12 +432,12 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
         *,
         requires_grad: bool = False,
     ) -> Tensor:
+        self._modify(f"{role} {shorten(str(name))}")
         if not isinstance(name, str) or not all(map(is_level, name.replace(".", "/").split("/"))):
             raise GraphError(f"{role} {shorten(str(name))}: expected a name of letters, digits, '_', '.' and '/'")
         full = "/".join((*here().levels, name)) if role != "input" else name
         if full in self.root._taken:
             raise GraphError(f"{role} {full!r}: the name is taken in graph {self.root.name!r}, expected a new one")
-        self._modify()
         format_ = self.root.dtype if dtype is None else find_dtype(dtype)
         tensor = Tensor(
             self, full, sizes_of(shape, f"{role} {full!r}"), format_, role=role, requires_grad=requires_grad
@@ -451,7 +499,7 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
         for outer, inner in self._captured.items():
             if inner is tensor:
                 return outer
-        owner.graph._modify()
+        owner.graph._modify(owner.name)
         self._append(self.outputs, tensor)
         name = tensor.name if owner.results else None
         owner.graph.add_result(owner, Result(tensor.sizes, tensor.dtype, domain=tensor.domain), name)
@@ -476,12 +524,16 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
         before, op.results = op.results, (*op.results, tensor)
         self.note(lambda: setattr(op, "results", before))
         self.add_node(tensor)
-        self.add_edge(op, tensor)
+        super().add_edge(op, tensor)
 
     def add_op(self, kind: OpKind, operands: Iterable[Tensor], attrs: Attrs, name: str, phase: str | None = None) -> Op:
         """Append an op; its results are inferred."""
         need_name(kind.name, name)
-        self._modify()
+        operands = tuple(operands)
+        foreign = next((t for t in operands if self.frozen and t.graph.root is not self.root), None)
+        if foreign is not None:
+            self.adopt(foreign)  # which says more than that this one is finished
+        self._modify(name)
         with self.whole():
             return self._op(kind, operands, attrs, name, phase)
 
@@ -496,7 +548,7 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
             raise type(error)(f"{full!r} in graph {self.root.name!r}: {error}") from None
         op = Op(self, kind, full, adopted, attrs, full.rpartition("/")[0], phase or here().phase)
         self.add_node(op)
-        self.add_edges_from((t, op) for t in adopted)
+        super().add_edges_from((t, op) for t in adopted)
         for result in results:
             self.add_result(op, result)
         if kind.body == "repeated":
@@ -510,7 +562,7 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
 
     def start_body(self, name: str, *, fused: bool) -> Graph:
         """Return an empty body graph of this one."""
-        self._modify()
+        self._modify(name)
         body = Graph(name, dtype=self.dtype)
         body.parent = self
         body.fused = fused

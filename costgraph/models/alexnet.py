@@ -31,7 +31,7 @@ def alexnet(name: str, attention: str, dropout: float, dtype: str) -> cg.Graph:
             x = cg.linear(cg.dropout(x, dropout), "b d -> b f", f=F, bias=True, name=f"linear{i}")
             x = cg.relu(x, inplace=True)
         g.output(cg.linear(x, "b f -> b c", c=C, bias=True, name="head"))
-    g.loss = "cross_entropy"
+        g.loss = "cross_entropy"
     return g
 
 

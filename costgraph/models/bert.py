@@ -53,7 +53,7 @@ def bert(
         x = cg.repeat(L, block, x, name="layers")
         for made in _headed(x, table, head, act, dropout, tied=tied):
             g.output(made)
-    g.loss = None if head == "pooler" else "cross_entropy"
+        g.loss = None if head == "pooler" else "cross_entropy"
     return g
 
 

@@ -64,7 +64,7 @@ def clip(
             read = texts(tokens, ends)
         logits = cg.einsum(read, seen, "b e, c e -> b c", name="logits")
         g.output(logits * cg.ops.pointwise("exp", g.param("logit_scale", ())))
-    g.loss = "contrastive"
+        g.loss = "contrastive"
     return g
 
 

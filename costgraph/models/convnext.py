@@ -49,7 +49,7 @@ def convnext(
                 x = cg.repeat(cg.dims(f"L{i}"), block, x, name="blocks")
         x = cg.layer_norm(cg.reduce(x, "b c h w -> b c", "mean"), name="norm")
         g.output(cg.linear(x, "b d -> b c", c=C, bias=True, name="head") if head else x)
-    g.loss = "cross_entropy" if head else None
+        g.loss = "cross_entropy" if head else None
     return g
 
 

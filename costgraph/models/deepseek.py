@@ -71,7 +71,7 @@ def deepseek(
         x = cg.repeat(L - Ld if dense else L, block, x, name="layers")
         x = cg.rms_norm(x, name="norm")
         g.output(cg.nn.tied_head(x, table) if tied else cg.linear(x, "b s d -> b s v", v=V, name="head"))
-    g.loss = "cross_entropy"
+        g.loss = "cross_entropy"
     return g
 
 

@@ -50,7 +50,7 @@ def densenet(
             x = cg.ops.concat(features, 1, name=f"block{i}")
         x = cg.reduce(norm(x), "b d h w -> b d", "mean", name="pool")
         g.output(cg.linear(x, "b d -> b c", c=C, bias=True, name="head"))
-    g.loss = "cross_entropy"
+        g.loss = "cross_entropy"
     return g
 
 

@@ -47,7 +47,7 @@ def dlrm(
             x = cg.linear(x, "b i -> b o", o=size, bias=True, name=f"top{i}")
             x = cg.relu(x) if i < top else cg.sigmoid(x)
         g.output(x)
-    g.loss = "binary_cross_entropy"
+        g.loss = "binary_cross_entropy"
     return g
 
 

@@ -67,7 +67,7 @@ def efficientnet(
         x = convolved(x, cg.dims(f"D{len(windows) + 1}"), 1, 1, activation, "last")
         x = cg.dropout(cg.reduce(x, "b c h w -> b c", "mean"), dropout if head else 0)
         g.output(cg.linear(x, "b d -> b c", c=C, bias=True, name="head") if head else x)
-    g.loss = "cross_entropy" if head else None
+        g.loss = "cross_entropy" if head else None
     return g
 
 

@@ -62,7 +62,7 @@ def gemma(
         x = cg.rms_norm(cg.nn.layers(L, bodies, x, kinds, rest=rest), name="norm")
         x = cg.nn.tied_head(x, table) if tied else cg.linear(x, "b s d -> b s v", v=V, name="head")
         g.output(x if logit_softcap is None else cg.ops.pointwise("softcap", x, name="head/softcap"))
-    g.loss = "cross_entropy"
+        g.loss = "cross_entropy"
     return g
 
 

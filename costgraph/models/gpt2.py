@@ -44,7 +44,7 @@ def gpt2(
         x = cg.repeat(L, block, cg.dropout(x, dropout), name="layers")
         x = cg.layer_norm(x, name="norm")
         g.output(cg.nn.tied_head(x, table) if tied else cg.linear(x, "b s d -> b s v", v=V, name="head"))
-    g.loss = "cross_entropy"
+        g.loss = "cross_entropy"
     return g
 
 
@@ -75,7 +75,7 @@ def composed_gpt2(name: str, attention: str, dropout: float, dtype: str) -> cg.G
         x = cg.ops.keep(cg.layer_norm(x, name="norm"), embedded, placed, positions, *([] if mask is None else [mask]))
         with cg.scope("head"):
             g.output(cg.einsum(x, table, "b s d, v d -> b s v", name="matmul"))
-    g.loss = "cross_entropy"
+        g.loss = "cross_entropy"
     return g
 
 

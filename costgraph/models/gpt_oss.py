@@ -50,7 +50,7 @@ def gpt_oss(
         bodies = {"global": partial(block, window=None), "local": partial(block, window=W)}
         x = cg.rms_norm(cg.nn.layers(L, bodies, cg.embedding(tokens, table), kinds, rest=rest), name="norm")
         g.output(cg.nn.tied_head(x, table) if tied else cg.linear(x, "b s d -> b s v", v=V, name="head"))
-    g.loss = "cross_entropy"
+        g.loss = "cross_entropy"
     return g
 
 

@@ -31,7 +31,7 @@ def linear_attention(name: str, attention: str, dropout: float, dtype: str, *, s
         x = x + cg.embedding(cg.ops.arange(S), g.buffer("positions/table", (P, D)))
         x = cg.repeat(L, block, cg.dropout(x, dropout), name="layers")
         g.output(cg.linear(cg.layer_norm(x, name="norm"), "b s d -> b s v", v=V, bias=True, name="head"))
-    g.loss = "cross_entropy"
+        g.loss = "cross_entropy"
     return g
 
 

@@ -49,7 +49,7 @@ def llama(
 
         x = cg.rms_norm(cg.repeat(L, block, x, name="layers"), name="norm")
         g.output(cg.nn.tied_head(x, table) if tied else cg.linear(x, "b s d -> b s v", v=V, name="head"))
-    g.loss = "cross_entropy"
+        g.loss = "cross_entropy"
     return g
 
 
@@ -79,7 +79,7 @@ def composed_llama(name: str, attention: str, dropout: float, dtype: str) -> cg.
         y = composed.rms_norm(x, "norm")
         y = cg.ops.keep(y, x, embedded, positions, cos, sin, *([] if mask is None else [mask]))
         g.output(cg.linear(y, "b s d -> b s v", v=V, name="head"))
-    g.loss = "cross_entropy"
+        g.loss = "cross_entropy"
     return g
 
 

@@ -32,7 +32,7 @@ def _model(name: str, dtype: str, mixer: _Mixer, *, wide: bool, tied: bool) -> c
 
         x = cg.ops.cast(cg.rms_norm(cg.repeat(L, block, x, name="layers"), name="norm"), dtype)
         g.output(cg.nn.tied_head(x, table) if tied else cg.linear(x, "b s d -> b s v", v=V, name="head"))
-    g.loss = "cross_entropy"
+        g.loss = "cross_entropy"
     return g
 
 

@@ -45,7 +45,7 @@ def mistral(
         x = cg.repeat(L, block, cg.embedding(tokens, table), name="layers")
         x = cg.rms_norm(x, name="norm")
         g.output(cg.nn.tied_head(x, table) if tied else cg.linear(x, "b s d -> b s v", v=V, name="head"))
-    g.loss = "cross_entropy"
+        g.loss = "cross_entropy"
     return g
 
 

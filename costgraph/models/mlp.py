@@ -21,7 +21,7 @@ def mlp(name: str, attention: str, dropout: float, dtype: str) -> cg.Graph:
         x = hidden(g.input("x", (B, D)), "first")
         x = cg.repeat(L, hidden, x, name="layers")
         g.output(cg.linear(x, "b f -> b c", c=C, bias=True, name="head"))
-    g.loss = "cross_entropy"
+        g.loss = "cross_entropy"
     return g
 
 

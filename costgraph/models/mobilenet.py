@@ -55,7 +55,7 @@ def mobilenet_v2(
         x = convolved(x, cg.dims(f"D{len(strides) + 1}"), 1, 1, activation, "last")
         x = cg.dropout(cg.reduce(x, "b c h w -> b c", "mean"), dropout if head else 0)
         g.output(cg.linear(x, "b d -> b c", c=C, bias=True, name="head") if head else x)
-    g.loss = "cross_entropy" if head else None
+        g.loss = "cross_entropy" if head else None
     return g
 
 
@@ -83,7 +83,7 @@ def mobilenet_v3(name: str, attention: str, dropout: float, dtype: str, *, block
         x = cg.linear(cg.reduce(x, "b c h w -> b c", "mean"), "b d -> b f", f=F, bias=True, name="hidden")
         x = cg.dropout(cg.ops.pointwise("hardswish", x), dropout)
         g.output(cg.linear(x, "b f -> b c", c=C, bias=True, name="head"))
-    g.loss = "cross_entropy"
+        g.loss = "cross_entropy"
     return g
 
 

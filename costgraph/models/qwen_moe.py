@@ -69,7 +69,7 @@ def qwen_moe(
         }
         x = cg.rms_norm(cg.nn.layers(L, bodies, cg.embedding(tokens, table), kinds, rest=rest), name="norm")
         g.output(cg.nn.tied_head(x, table) if tied else cg.linear(x, "b s d -> b s v", v=V, name="head"))
-    g.loss = "cross_entropy"
+        g.loss = "cross_entropy"
     return g
 
 

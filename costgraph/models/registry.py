@@ -255,7 +255,8 @@ def _declared(
     graph = declare(name, attention, dropout, format_.name, **{**preset.structure, **structure})
     if not symbolic:
         names = known_names(graph)  # another structure may have other sizes
-        graph.defaults.update({name: size for name, size in preset.sizes.items() if name in names})
+        with graph:
+            graph.defaults = graph.defaults | {name: size for name, size in preset.sizes.items() if name in names}
     return graph
 
 

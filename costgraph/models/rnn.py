@@ -31,7 +31,7 @@ def _model(name: str, dropout: float, dtype: str, layer: _Layer, *, bias: bool, 
             g.output(cg.nn.tied_head(x, table) + g.param("head/bias", (V,)))
         else:
             g.output(cg.linear(x, "b s d -> b s v", v=V, bias=True, name="head"))
-    g.loss = "cross_entropy"
+        g.loss = "cross_entropy"
     return g
 
 

@@ -33,7 +33,7 @@ def rwkv7(name: str, attention: str, dropout: float, dtype: str, *, scan: str = 
             x, values = layer(x, None)
         x = cg.layer_norm(cg.repeat(L - 1, later, x, name="layers"), name="norm")
         g.output(cg.linear(x, "b s d -> b s v", v=V, name="head"))
-    g.loss = "cross_entropy"
+        g.loss = "cross_entropy"
     return g
 
 

@@ -68,7 +68,7 @@ def swin(
                 x = cg.nn.patch_merging(x) if i < len(stages) else x
         x = cg.reduce(cg.layer_norm(x, name="norm"), "b h w d -> b d", "mean")
         g.output(cg.linear(x, "b d -> b c", c=C, bias=True, name="head") if head else x)
-    g.loss = "cross_entropy" if head else None
+        g.loss = "cross_entropy" if head else None
     return g
 
 

@@ -65,7 +65,7 @@ def t5(
         # by 1/sqrt(D), which changes no cost
         x = cg.ops.pointwise("mul", x, 1.0, name="scale") if scaled else x
         g.output(cg.nn.tied_head(x, table) if tied else cg.linear(x, "b s d -> b s v", v=V, name="head"))
-    g.loss = "cross_entropy"
+        g.loss = "cross_entropy"
     return g
 
 

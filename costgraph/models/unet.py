@@ -104,7 +104,7 @@ def unet(
         x = conv(x, widths[0], 3, name="in")
         x = _across(parts, x, widths, blocks, attended)
         g.output(conv(cg.silu(parts.norm(x, "out/norm")), OC, 3, name="out/conv"))
-    g.loss = "mean_squared_error"
+        g.loss = "mean_squared_error"
     return g
 
 

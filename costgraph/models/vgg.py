@@ -41,7 +41,7 @@ def vgg(
             x = cg.relu(cg.linear(x, "b d -> b f", f=F, bias=True, name=f"linear{i}"), inplace=True)
             x = cg.dropout(x, dropout)
         g.output(cg.linear(x, "b f -> b c", c=C, bias=True, name="head"))
-    g.loss = "cross_entropy"
+        g.loss = "cross_entropy"
     return g
 
 

@@ -67,7 +67,7 @@ def whisper(
         with cg.scope("decoder"):
             x = decoder(cg.embedding(tokens, table), memory)
         g.output(cg.nn.tied_head(x, table) if tied else cg.linear(x, "b s d -> b s v", v=V, name="head"))
-    g.loss = "cross_entropy"
+        g.loss = "cross_entropy"
     return g
 
 

@@ -46,7 +46,7 @@ def xlstm_large(
         x = cg.embedding(g.input("tokens", (B, S), dtype="int64"), g.param("tokens/table", (V, D)))
         x = cg.rms_norm(cg.repeat(L, block, x, name="layers"), name="norm")
         g.output(cg.ops.pointwise("softcap", cg.linear(x, "b s d -> b s v", v=V, name="head")))
-    g.loss = "cross_entropy"
+        g.loss = "cross_entropy"
     return g
 
 
@@ -166,7 +166,7 @@ def xlstm(
             done = place + 1
         x = cg.layer_norm(cg.repeat(L - done, matrix, x, name="layers"), bias=False, name="norm")
         g.output(cg.nn.tied_head(x, table) if tied else cg.linear(x, "b s d -> b s v", v=V, name="head"))
-    g.loss = "cross_entropy"
+        g.loss = "cross_entropy"
     return g
 
 

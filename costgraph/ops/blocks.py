@@ -148,6 +148,7 @@ def save(t: Tensor) -> Tensor:
     maker = t.producer
     if maker is None or not t.graph.fused:
         raise GraphError(f"save {t!r}: expected a tensor that an op inside a kernel makes")
+    t.graph._modify("save")
     maker.attrs = MappingProxyType({**maker.attrs, "save": True})
     return t
 

@@ -74,4 +74,4 @@ OPERATORS["neg"] = lambda x: pointwise("neg", x)
 OPERATORS["matmul"] = matmul
 OPERATORS["index"] = index
 OPERATORS["transpose"] = transpose
-OPERATORS.update({name: whole(function) for name, function in OPERATORS.items()})
+OPERATORS.update({name: whole(function, name) for name, function in OPERATORS.items()})

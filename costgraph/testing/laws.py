@@ -141,7 +141,8 @@ def check(graph: Graph, laws: Iterable[str] | None = None, **point: int) -> None
     point = defaults | point
     if not defaults.items() <= point.items():  # its formulas have other sizes in them already
         graph = Rewriter().run(graph)
-        graph.defaults = {}
+        with graph:
+            graph.defaults = {}
     trial = Trial(graph, point)
     for name in chosen:
         try:

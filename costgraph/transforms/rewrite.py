@@ -69,8 +69,7 @@ class Rewriter:
             new.output(*(made for t in old.outputs for made in members(self.tensors[t])))
             for t, g in old.gradients.items():
                 new.gradients |= zip(members(self.tensors[t]), members(self.tensors[g]), strict=True)
-        new.validate()
-        return new
+        return new.freeze()
 
     def fill(self, old: Graph, new: Graph, suffix: str = "") -> None:
         """Copy sources and ops; inputs of a body have to be in `tensors` already."""

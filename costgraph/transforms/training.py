@@ -102,24 +102,27 @@ def with_loss(graph: Graph, loss: str | Loss | None = None) -> Graph:
     named = graph.loss if loss is None else loss
     scalars = [t for t in graph.outputs if not t.sizes]
     new = Rewriter(emit=trained).run(graph)
-    new.loss = None
-    if loss is None and len(scalars) == 1 and len(graph.outputs) == 1:
-        return new
+    with new:
+        new.loss = None
+        if loss is not None or len(scalars) != 1 or len(graph.outputs) != 1:
+            new.outputs = [_closed(new, named)]
+    return new
+
+
+def _closed(new: Graph, named: object) -> Tensor:
+    """Add a loss, of a name or a function, to a graph that is open."""
     if named is None:
         raise GraphError(
-            f"training_step: graph {graph.name!r} has {len(graph.outputs)} outputs and names no loss, expected one "
+            f"training_step: graph {new.name!r} has {len(new.outputs)} outputs and names no loss, expected one "
             f"scalar output, or loss='cross_entropy' or a function of the outputs"
         )
     function = LOSSES.get(named) if isinstance(named, str) else named
     if not callable(function):
         raise GraphError(f"training_step: loss {shown(named)}, expected one of {', '.join(LOSSES)} or a function")
-    with new:
-        made = function(*new.outputs)
-        if not isinstance(made, Tensor) or made.sizes:
-            raise GraphError(f"training_step: the loss is {made!r}, expected a scalar")
-        new.outputs[:] = [made]
-        new._modify()
-    return new
+    made = function(*new.outputs)
+    if not isinstance(made, Tensor) or made.sizes:
+        raise GraphError(f"training_step: the loss is {made!r}, expected a scalar")
+    return made
 
 
 @dataclass(frozen=True)
@@ -206,13 +209,14 @@ def training_step(
     policy = Checkpoint() if checkpoint is None else checkpoint
     forward = prepared(apply_precision(with_loss(graph, loss), formats), policy)
     always = not set_to_none
-    if times == ONE:
-        made = _once(forward, policy, formats, always=always)
-    else:
-        made = _accumulated(forward, policy, formats, times, always=always)
-    _update(made, optimizer, formats, clip)
-    made.graph.validate()
-    return made.graph
+    new = Rewriter().run(forward) if times == ONE else Graph(forward.name, dtype=forward.dtype)
+    with new:
+        if times == ONE:
+            made = _once(new, policy, formats, always=always)
+        else:
+            made = _accumulated(forward, new, policy, formats, times, always=always)
+        _update(made, optimizer, formats, clip)
+    return new
 
 
 # -- forward and backward ----------------------------------------------------------------------------------------
@@ -241,14 +245,12 @@ def _leaf(t: Tensor, formats: Policy, total: Tensor | None) -> Leaf:
     return Leaf(total, None if wanted == t.dtype else wanted)
 
 
-def _once(forward: Graph, policy: Checkpoint, formats: Policy, *, always: bool) -> _Pass:
+def _once(new: Graph, policy: Checkpoint, formats: Policy, *, always: bool) -> _Pass:
     """Run forward and backward pass."""
-    new = Rewriter().run(forward)
     wanted = _wanted(new)
     buffers = {t: _buffer(t, formats, always=always) for t in wanted}
     loss = loss_of(new)
-    with building(new):
-        scaled = _scaled(loss, formats, ONE)
+    scaled = _scaled(loss, formats, ONE)
     leaves = {t: _leaf(t, formats, buffers[t]) for t in wanted}
     walk = differentiate(new, new.ops, scaled, leaves, policy)
     params = [t for t in wanted if t in walk.final]
@@ -272,9 +274,10 @@ class _IntoLoop(Rewriter):
         return self.given[old]
 
 
-def _accumulated(forward: Graph, policy: Checkpoint, formats: Policy, times: Poly, *, always: bool) -> _Pass:
+def _accumulated(
+    forward: Graph, new: Graph, policy: Checkpoint, formats: Policy, times: Poly, *, always: bool
+) -> _Pass:
     """Run forward and backward pass for each micro-batch, and add up the gradients."""
-    new = Graph(forward.name, dtype=forward.dtype)
     new.relations, new.defaults = forward.relations, dict(forward.defaults)
     body, copier = new.start_body("microbatches", fused=False), Rewriter()
     sources = {t: _source(t, new, copier, times) for t in forward.tensors if t.producer is None}
@@ -306,8 +309,7 @@ def _accumulated(forward: Graph, policy: Checkpoint, formats: Policy, times: Pol
     body.formals[:] = [
         *(totals[t] for t in params), *(given[t] for t in inputs), *map(body.capture, body.captured),
     ]  # fmt: skip
-    with building(new):
-        starts = [buffers[t] or absent(totals[t].sizes, totals[t].dtype, totals[t].storage.pieces) for t in params]
+    starts = [buffers[t] or absent(totals[t].sizes, totals[t].dtype, totals[t].storage.pieces) for t in params]
     attrs = {"body": body, "count": times, "carries": len(params), "xs": len(inputs)}
     loop = new.add_op(REPEAT, (*starts, *(sources[t] for t in inputs), *body.captured), attrs, "microbatches")
     body.owner = loop

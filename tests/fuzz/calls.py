@@ -31,7 +31,7 @@ def asked():
 
         logits = cg.nn.tied_head(cg.repeat(L, layer, x, name="layers"), table)
         lm.output(logits)
-    lm.loss = "cross_entropy"
+        lm.loss = "cross_entropy"
     step = cg.training_step(lm)
     with cg.Graph("loss") as loss:
         y = cg.relu(cg.linear(loss.input("x", (B, 6)), "b d -> b f", f=5, name="up"), inplace=False)

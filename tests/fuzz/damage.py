@@ -24,8 +24,8 @@ def dense():
         z = cg.reduce(cg.relu(y, inplace=False) * 2.0, "b h s k -> b h s", "mean")
         wide = cg.ops.expand(z, "b h s -> b h s t", t=T)
         g.output(cg.ops.concat([wide, wide]), y[:, :, 1:, 0])
-    g.assume("F >= H")
-    g.defaults = {"D": 12}
+        g.assume("F >= H")
+        g.defaults = {"D": 12}
     return g
 
 

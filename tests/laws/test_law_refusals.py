@@ -25,9 +25,9 @@ def demanding(draw):
             with suppress(cg.CostGraphError):  # what no size can make right is refused at once
                 x = STEPS[what](draw, g, x)
         g.output(x)
-    with suppress(cg.PatternError):  # some contradict each other
-        g.assume(*draw(st.lists(st.sampled_from(ASSUMPTIONS), max_size=2, unique=True)))
-    g.defaults |= draw(st.dictionaries(st.sampled_from(sorted(known_names(g))), st.integers(1, 12), max_size=2))
+        with suppress(cg.PatternError):  # some contradict each other
+            g.assume(*draw(st.lists(st.sampled_from(ASSUMPTIONS), max_size=2, unique=True)))
+        g.defaults |= draw(st.dictionaries(st.sampled_from(sorted(known_names(g))), st.integers(1, 12), max_size=2))
     return g, {n: draw(st.integers(1, 12)) for n in sorted(known_names(g))} | g.defaults
 
 

@@ -132,7 +132,7 @@ def test_backward_passes_of_models_keep_the_laws(name, attention):
     graph = cg.models.load(name, symbolic=True, attention=attention, dtype="fp32")
     with graph:
         loss = cg.cross_entropy(graph.outputs[0], graph.input("targets", (B, S), dtype="int64"))
-    graph.outputs[:] = [loss]
+        graph.outputs[:] = [loss]
     sizes = {"B": 2, "D": 6, "H": 3, "F": 7, "L": 2, "V": 5, "S": 3, "P": 4, "G": 3, "K": 2}
     laws = [n for n in testing.TRAINING if n != "a_backward_pass_keeps_the_laws_of_graphs"]  # minutes, at this size
     testing.check_training(graph, laws, **{n: sizes[n] for n in known_names(graph)})

@@ -30,7 +30,7 @@ def gpt(t=1):
         x = cg.embedding(g.input("tokens", (B, S), dtype="int64"), table)
         x = cg.layer_norm(cg.repeat(L, block, x, name="layers"), name="norm")
         g.output(cg.einsum(x, table, "b s d, v d -> b s v", name="head"))
-    g.loss = "cross_entropy"
+        g.loss = "cross_entropy"
     return g
 
 

@@ -33,7 +33,7 @@ def gpt():
         x = cg.embedding(g.input("tokens", (B, S), dtype="int64"), table)
         x = cg.layer_norm(cg.repeat(L, block, x, name="layers"), name="norm")
         g.output(cg.einsum(x, table, "b s d, v d -> b s v", name="head"))
-    g.loss = "cross_entropy"
+        g.loss = "cross_entropy"
     return g
 
 

@@ -31,7 +31,8 @@ def declared(shape, kernel, causal):
 def test_a_bias_and_its_gradient(shape, kernel, causal):
     g = declared(shape, kernel, causal)
     back = cg.backward(g)
-    back.outputs.extend(back.gradients.values())
+    with back:
+        back.outputs.extend(back.gradients.values())
     generator = torch.Generator().manual_seed(7)
     shapes = [(2, 6, 5, 3), (2, 3, 7, 3), (2, 3, 7, 3), tuple(1 if n == 1 else POINT[str(n)] for n in shape)]
     given = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]

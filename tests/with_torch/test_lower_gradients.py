@@ -50,7 +50,8 @@ def test_gradients_of_drawn_losses(case):
     except CostGraphError:
         assume(False)
     assume(back.gradients)  # nothing contributes to any of them otherwise
-    back.outputs.extend(back.gradients.values())
+    with back:
+        back.outputs.extend(back.gradients.values())
     with exact():
         forward, module = lower(graph, **point), lower(back, **point)
         inputs = random_inputs(graph, **point)

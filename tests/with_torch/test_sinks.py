@@ -17,7 +17,8 @@ def graph(kernel):
         y = cg.attention(q, k, v, sinks=g.param("sinks", (H,)), kernel=kernel)
         g.output(cg.reduce(cg.ops.pointwise("square", y), "b h s k -> ", "sum"))
     step = cg.backward(g)
-    step.output(*step.gradients.values())
+    with step:
+        step.output(*step.gradients.values())
     return step
 
 

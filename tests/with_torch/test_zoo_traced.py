@@ -59,7 +59,8 @@ def traced(name, optimizer=None, dtype="fp32", layers=SHALLOW):
 
 def declared(name, optimizer=None, dtype="fp32", layers=SHALLOW):
     g = cg.models.load(name, attention="eager", dtype=dtype, composed=True)
-    g.defaults.update({"L": layers} | ({"P": 2048} if name == "gpt2" else {}))
+    with g:
+        g.defaults.update({"L": layers} | ({"P": 2048} if name == "gpt2" else {}))
     return g if optimizer is None else cg.training_step(g, optimizer=cg.AdamW(implementation=optimizer))
 
 

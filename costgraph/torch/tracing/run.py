@@ -108,7 +108,7 @@ class Run:
         graph.output(*(builder.tensor(h) for h in self.outputs if h.numel))
         graph.gradients.update({builder.first[p.storage]: builder.tensor(g) for p, g in self.gradients.items()})
         builder.finish()
-        graph.validate()
+        graph.freeze()
 
 
 def _tensors(value: object) -> Iterator[torch.Tensor]:

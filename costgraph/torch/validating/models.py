@@ -166,7 +166,7 @@ def _declared_convolutions(case: Case) -> cg.Graph:
     with cg.Graph("convolutions", dtype=case.dtype) as g:
         x = cg.repeat(L, hidden, hidden(g.input("x", (B, C, X, X)), "first"), name="layers")
         g.output(cg.linear(cg.reduce(x, "b d h w -> b d", "mean"), "b d -> b v", v=V, bias=True, name="head"))
-    g.loss = "cross_entropy"
+        g.loss = "cross_entropy"
     return g
 
 

@@ -68,9 +68,9 @@ def backward(graph: Graph, /, *, checkpoint: Checkpoint | None = None) -> Graph:
     sources = [t for t in new.tensors if t.producer is None and t.requires_grad]
     if not sources:
         raise GraphError(f"backward of graph {graph.name!r}: nothing wants a gradient, expected a parameter with one")
-    walk = differentiate(new, new.ops, loss, dict.fromkeys(sources, Leaf()), policy)
-    new.gradients = {t: walk.final[t] for t in sources if t in walk.final}
-    new.validate()
+    with new:
+        walk = differentiate(new, new.ops, loss, dict.fromkeys(sources, Leaf()), policy)
+        new.gradients = {t: walk.final[t] for t in sources if t in walk.final}
     return new
 
 

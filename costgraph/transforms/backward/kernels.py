@@ -113,7 +113,7 @@ def _stacked(op: Op, t: Tensor) -> Tensor:
     """Let the iterations of a loop write a tensor of its body into one stack, as they do what a scan returns."""
     body = op.body
     assert body is not None
-    op.graph._modify()
+    op.graph._modify(op.name)
     at = len(body.outputs) - op.attrs.get("saved", 0)
     body.outputs.insert(at, t)
     op.graph.add_result(op, op.kind.infer(op.operands, op.attrs)[at], f"{t.name}.again")

@@ -121,7 +121,7 @@ def left_behind(op: Op, t: Tensor) -> Tensor:
     first = len(body.outputs) - saved
     if t in body.outputs[first:]:
         return op.results[body.outputs.index(t, first)]
-    op.graph._modify()
+    op.graph._modify(op.name)
     body.outputs.append(t)
     op.attrs = MappingProxyType({**op.attrs, "saved": saved + 1})
     result = op.kind.infer(op.operands, op.attrs)[-1]

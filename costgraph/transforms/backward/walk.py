@@ -279,7 +279,7 @@ def _keep_places(op: Op) -> None:
     """Let a pooling tell where its maxima stand."""
     if op.kind.name != "pool" or op.attrs["operation"] != "max" or op.attrs.get("indices"):
         return
-    op.graph._modify()
+    op.graph._modify(op.name)
     op.attrs = MappingProxyType({**op.attrs, "indices": True})
     op.graph.add_result(op, op.kind.infer(op.operands, op.attrs)[1], f"{op.name}.places")
 

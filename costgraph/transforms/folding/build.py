@@ -69,8 +69,7 @@ class Folder(Rewriter):
             self.fill(old, new)
             new.output(*(self.outer(v) for v in self.around.outputs))
             new.gradients = {self.outer(t): self.outer(g) for t, g in self.around.gradients.items()}
-        new.validate()
-        return new
+        return new.freeze()
 
     # -- outside of loops ----------------------------------------------------------------------------------------
 

@@ -84,7 +84,8 @@ def fold(graph: Graph, scope: str, count: str, /) -> Graph:
     outside = labels.count - len(match.blocks)
     new = Folder(match, Around(match), poly(dims(count)) - outside).run(graph)
     if outside:
-        new.assume(f"{count} >= {outside + 1}")
+        with new:
+            new.assume(f"{count} >= {outside + 1}")
     return new
 
 

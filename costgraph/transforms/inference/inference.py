@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import sympy
 
-from ...algebra.dominance import Relations
 from ...algebra.polynomial import ONE, Poly, poly
 from ...algebra.symbols import symbol
 from ...errors import GraphError, ShapeError, UnsupportedError
 from ...graph.arguments import need_choice, positive
 from ...graph.graph import Graph, need_graph
 from ...graph.sizes import known_names
-from ...notation.grammar import parse_relation
 from ...ops.aten import need_declared
 from .needed import head_of, needed_ops
 from .replay import Replayer, positions_of
@@ -122,8 +120,8 @@ def _replayed(place: str, graph: Graph, tokens: object, logits: str) -> Graph:
         replayed(poly(symbol(_unused(graph))))
     new = replayed(own)
     if own != context:
-        new.relations = Relations([*graph.relations.relations, parse_relation(f"{name} >= {own}")])
-        new.cache.clear()
+        with new:
+            new.assume(f"{name} >= {own}")
     return new
 
 

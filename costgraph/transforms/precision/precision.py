@@ -68,8 +68,9 @@ def apply_precision(graph: Graph, policy: object, *, autocast_device: str | None
         made = ScaledRetyper(found, graph, carries).run(graph)
         if not carries.changed:
             break
-    for body in made.bodies():
-        body.dtype = graph.dtype if found.compute is None else Attributes.format(found.compute)
+    with made:
+        for body in made.bodies():
+            body.dtype = graph.dtype if found.compute is None else Attributes.format(found.compute)
     return made
 
 
