@@ -15,7 +15,7 @@ from ..errors import GraphError
 from .scopes import here
 from .tensor import Tensor
 
-__all__ = ["Journal", "fixed", "whole"]
+__all__ = ["Journal", "fixed", "loose", "whole"]
 
 
 class Journal:
