@@ -193,7 +193,7 @@ def test_an_empty_graph_costs_nothing():
         (lambda g: cg.lifetimes("g"), GraphError, "lifetimes: graph is 'g', expected a graph"),
         (lambda g: cg.timeline("g"), GraphError, "timeline: graph is 'g', expected a graph"),
         (lambda g: cg.param_count([]), GraphError, r"param_count: graph is \[\], expected a graph"),
-        (lambda g: register(KINDS["einsum"]), GraphError, "op kind 'einsum' is registered already"),
+        (lambda g: register(KINDS["einsum"]), GraphError, "op kind 'einsum' has a record already"),
     ],
 )  # fmt: skip
 def test_refusals_name_the_place_the_value_and_what_was_expected(call, error, text):

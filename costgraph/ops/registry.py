@@ -1,14 +1,17 @@
-"""The registry of op kinds: what tests enumerate and files name."""
+"""The registry of op kinds, which tests enumerate and files name, and how a table of what they do grows."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import TypeVar
 
 from ..errors import GraphError
 from ..graph.op import OpKind
 
-__all__ = ["KINDS", "register"]
+__all__ = ["KINDS", "adding", "register"]
+
+F = TypeVar("F")
 
 _kinds: dict[str, OpKind] = {}
 #: Every op kind by name.
@@ -33,7 +36,23 @@ def register(kind: OpKind) -> OpKind:
     GraphError
         If the name is taken.
     """
-    if kind.name in _kinds:
-        raise GraphError(f"op kind {kind.name!r} is registered already, expected a new name")
-    _kinds[kind.name] = kind
-    return kind
+    return adding(_kinds, "a record", kind.name)(kind)
+
+
+def adding(table: dict[str, F], has: str, *names: str, what: str = "op kind") -> Callable[[F], F]:
+    """Return a decorator that puts what it decorates into a table, under names that are new there.
+
+    Raises
+    ------
+    GraphError
+        If a name is taken: the decorator raises it.
+    """
+
+    def decorate(found: F) -> F:
+        for name in names:
+            if name in table:
+                raise GraphError(f"{what} {name!r} has {has} already, expected a new name")
+            table[name] = found
+        return found
+
+    return decorate

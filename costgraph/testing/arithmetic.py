@@ -14,7 +14,7 @@ import numpy as np
 import sympy
 
 from ..errors import UnsupportedError
-from .tables import adding
+from ..ops.registry import adding
 
 __all__ = ["FUNCTIONS", "Number", "Tally", "erf", "function", "value"]
 
@@ -265,7 +265,7 @@ def function(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     GraphError
         If the name has a meaning already.
     """
-    return adding(FUNCTIONS, name, "function", "a meaning")
+    return adding(FUNCTIONS, "a meaning", name, what="function")
 
 
 # -- the value of a formula --------------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ import numpy as np
 
 from ..errors import GraphError, UnsupportedError
 from ..notation.pattern import Affine, Axes, Pattern
+from ..ops.registry import adding
 from .arithmetic import FUNCTIONS, Number, Tally
-from .tables import adding
 from .values import At, Point, Value, sees
 
 __all__ = ["MEANINGS", "Meaning", "meaning"]
@@ -41,7 +41,7 @@ def meaning(kind: str) -> Callable[[Meaning], Meaning]:
     GraphError
         If the kind has a meaning already.
     """
-    return adding(MEANINGS, kind, "op kind", "a meaning")
+    return adding(MEANINGS, "a meaning", kind)
 
 
 # -- contractions ------------------------------------------------------------------------------------------------

@@ -19,11 +19,11 @@ from ..ops.layout import concat, contiguous_copy, expand, index, rearrange, resh
 from ..ops.pointwise import FUNCTIONS, cast, pointwise
 from ..ops.pooling import POOL
 from ..ops.reduce import REDUCTIONS, reduce
+from ..ops.registry import adding
 from ..ops.stacks import EMPTY
 from ..ops.stated import COLLECTIVES, collective, opaque, transfer
 from ..ops.stochastic import dropout
 from .sketch import LARGEST, MOST_POINTS, Sketch, together
-from .tables import adding
 
 __all__ = ["SAMPLES", "Sample", "sample"]
 
@@ -52,7 +52,7 @@ def sample(kind: str) -> Callable[[Sample], Sample]:
     GraphError
         If the kind has a sample already.
     """
-    return adding(SAMPLES, kind, "op kind", "a sample")
+    return adding(SAMPLES, "a sample", kind)
 
 
 def _names(count: int, first: str = "a") -> list[str]:

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import costgraph as cg
 from costgraph.algebra.polynomial import poly
-from costgraph.errors import UnsupportedError
+from costgraph.errors import GraphError, UnsupportedError
 from costgraph.torch.tracing.call import Call, Counts
 from costgraph.torch.tracing.rules import RULES, counts_of, rule
 
@@ -233,7 +233,7 @@ def test_rules_can_be_added_once():
     try:
         flops = [counts_of(Call("frobnicate", o, False, {}, (spec(3),))).pointwise for o in ("default", "twice")]
         assert flops == [3, 6]
-        with pytest.raises(ValueError, match=r"^rule for 'frobnicate': there is one already$"):
+        with pytest.raises(GraphError, match=r"^op of torch 'frobnicate' has a rule already, expected a new name$"):
             rule("frobnicate")(frobnicate)
     finally:
         del RULES["frobnicate"], RULES["frobnicate.twice"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from ...errors import GraphError
+from ...ops.registry import adding
 from .site import Site
 
 __all__ = ["LOWERINGS", "Lowering", "lowering"]
@@ -36,11 +36,4 @@ def lowering(kind: str) -> Callable[[Lowering], Lowering]:
     GraphError
         If the kind has a lowering already.
     """
-
-    def decorate(rule: Lowering) -> Lowering:
-        if kind in _lowerings:
-            raise GraphError(f"op kind {kind!r} has a lowering already, expected one")
-        _lowerings[kind] = rule
-        return rule
-
-    return decorate
+    return adding(_lowerings, "a lowering", kind)

@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from ...errors import GraphError, UnsupportedError
+from ...errors import UnsupportedError
 from ...graph.op import Op
 from ...graph.tensor import Tensor
+from ...ops.registry import adding
 
 __all__ = ["RULES", "Pull", "Rule", "rule_of", "vjp"]
 
@@ -53,14 +54,7 @@ def vjp(kind: str) -> Callable[[Rule], Rule]:
     GraphError
         If the kind has a rule already.
     """
-
-    def decorate(rule: Rule) -> Rule:
-        if kind in _rules:
-            raise GraphError(f"op kind {kind!r} has a vector-Jacobian rule already, expected one")
-        _rules[kind] = rule
-        return rule
-
-    return decorate
+    return adding(_rules, "a vector-Jacobian rule", kind)
 
 
 def rule_of(op: Op) -> Rule:

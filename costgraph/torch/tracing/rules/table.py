@@ -9,6 +9,7 @@ import torch
 
 from ....algebra.polynomial import ZERO
 from ....errors import UnsupportedError
+from ....ops.registry import adding
 from ..call import Call, Counts, Spec
 
 __all__ = ["RULES", "Rule", "counts_of", "rule"]
@@ -40,7 +41,7 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 
     Raises
     ------
-    ValueError
+    GraphError
         If a name has a rule already.
 
     Examples
@@ -53,15 +54,7 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
     >>> RULES.pop("my_activation") is my_activation
     True
     """
-
-    def register(function: Rule) -> Rule:
-        for name in names:
-            if name in RULES:
-                raise ValueError(f"rule for {name!r}: there is one already")
-            RULES[name] = function
-        return function
-
-    return register
+    return adding(RULES, "a rule", *names, what="op of torch")
 
 
 def counts_of(call: Call, tags: Collection[Any] = ()) -> Counts:
