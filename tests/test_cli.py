@@ -207,7 +207,7 @@ def test_lists(capsys):
 def test_one_device_with_all_that_is_known(capsys):
     out = good(capsys, "hardware", "h100-sxm")
     h100 = cg.load_hardware("h100-sxm")
-    for place, q in h100.rows():
+    for place, q in h100.rows:
         assert place in out
         assert (str(q) if q.unit != "B" else cg.hardware.units.format_bytes(q.value)) in out
     flat = " ".join(out.split())

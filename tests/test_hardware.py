@@ -71,7 +71,7 @@ def test_every_device_loads_with_sources_for_every_number(name):
     device = load_hardware(name)
     assert device.id == name
     assert device.peak
-    used = {key for _, found in device.rows() for key in found.source.split(", ")}
+    used = {key for _, found in device.rows for key in found.source.split(", ")}
     cited = " ".join(device.disagreements)
     assert used <= set(device.sources)
     assert {key for key in device.sources if key not in used and key not in cited} == set()
@@ -253,7 +253,7 @@ def test_an_own_file_works_like_a_device_of_the_library(write):
     assert by_path.peak["fp8"].note == "FP32 accumulate"
     assert by_path.types == {"memory": "GDDR7"}
     assert by_path.vector == {}
-    assert [place for place, _ in by_path.rows()][1:3] == ["peak.fp8", "memory.capacity"]
+    assert [place for place, _ in by_path.rows][1:3] == ["peak.fp8", "memory.capacity"]
     assert isinstance(pickle.loads(pickle.dumps(by_path)), Hardware)
     assert copy.deepcopy(by_path) == by_path
 

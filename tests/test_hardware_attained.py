@@ -61,7 +61,7 @@ def test_attained_rates_take_the_place_of_all_others(card):
     for dtype, unit in (("fp8", "matmul"), ("fp64", "vector")):
         with pytest.raises(SpecError, match=rf"no {unit} rate .*; expected one of peak\.bf16, vector\.fp32, "):
             found.rate(dtype, unit)  # the vendor's is no measurement
-    assert dict(found.rows())["memory.bandwidth"].value == 9 * 10**11
+    assert dict(found.rows)["memory.bandwidth"].value == 9 * 10**11
 
 
 def test_the_roofline_stands_on_either(card):

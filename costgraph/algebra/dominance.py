@@ -162,6 +162,9 @@ class Relations:
             for relation in self.relations:
                 step(relation)
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return Relations, (self.relations,)
+
     # -- reading assumptions -------------------------------------------------------------------------------------
 
     def _admit(self, relation: Relation) -> None:

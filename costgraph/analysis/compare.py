@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..algebra.polynomial import ZERO, Poly, as_poly
+from ..algebra.symbols import shorten
 from ..bind.evaluate import Formula, answer
 from ..graph.graph import Graph, need_graph
 from ..graph.op import Op
 from ..graph.sizes import bindings, known_names
+from ..hardware.tables import Column, Table
 from ..transforms.precision.autocast import word
 from .costs import executions, traffic_of
 
@@ -56,17 +58,14 @@ class Compared:
     """of the second graph less of the first"""
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Two graphs beside each other.
-
-    Parameters
-    ----------
-    rows : tuple of Compared
-        One for each phase, class of ops and kind of cost of which either graph has any.
-    """
+@dataclass(frozen=True, repr=False)
+class Comparison(Table):
+    """Two graphs beside each other."""
 
     rows: tuple[Compared, ...]
+    """one for each phase, class of ops and kind of cost of which either graph has any"""
+    graphs: tuple[str, str] = ("", "")
+    """names of the two"""
 
     def differing(self) -> tuple[Compared, ...]:
         """Return the rows in which the graphs are not the same."""
@@ -76,12 +75,17 @@ class Comparison:
         """Return the difference over all classes and phases in one kind of cost."""
         return sum((r.difference for r in self.rows if r.kind == kind), start=0)
 
-    def __str__(self) -> str:
-        """Return a table, one line a row."""
-        head = ("phase", "ops", "kind", "first", "second", "difference")
-        cells = [head, *((r.phase, r.ops, r.kind, *map(str, (r.first, r.second, r.difference))) for r in self.rows)]
-        widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
-        return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells)
+    def _about(self) -> str:
+        return f"graphs {' and '.join(map(shorten, self.graphs))}: {len(self.rows)} rows"
+
+    def _columns(self) -> Sequence[Column]:
+        return (
+            *map(Column, ("phase", "ops", "kind")), *(Column(n, _unit) for n in ("first", "second", "difference"))
+        )  # fmt: skip
+
+
+def _unit(row: Compared) -> str:
+    return "B" if row.kind in ("read", "written") else "FLOP"
 
 
 def compare(first: Graph, second: Graph, /, *, count: str = "executed", **dims: int) -> Comparison:
@@ -99,7 +103,7 @@ def compare(first: Graph, second: Graph, /, *, count: str = "executed", **dims: 
     Returns
     -------
     Comparison
-        `.rows`, `.differing()`, `.total(kind)`; `print` shows a table.
+        `.rows`, `.differing()`, `.total(kind)`; `print` it.
 
     Raises
     ------
@@ -133,7 +137,7 @@ def compare(first: Graph, second: Graph, /, *, count: str = "executed", **dims: 
             rows.append(Compared(*key, answer(a), answer(b), answer(b - a)))
     order = ("forward", "recompute", "backward", "optimizer")
     rows.sort(key=lambda r: (order.index(r.phase), r.ops, _AMOUNTS.index(r.kind)))
-    return Comparison(tuple(rows))
+    return Comparison(tuple(rows), (first.name, second.name))
 
 
 def _amounts(graph: Graph, count: str, dims: Mapping[str, int]) -> dict[tuple[str, str, str], Poly]:

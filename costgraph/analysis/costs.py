@@ -203,7 +203,7 @@ def costs(graph: Graph, /, *, count: str = "executed", **dims: int) -> Costs:
     4*B*D + 4*B*F + 4*D*F
     """
     rows, values = _bound_rows(graph, count, dims)
-    return Costs(rows, known_names(graph), values.validity)
+    return Costs(rows, known_names(graph), values.validity, graph.name)
 
 
 def _sum_of(graph: Graph, dims: Mapping[str, object], count: str, wanted: Callable[[CostRow], bool]) -> Formula:

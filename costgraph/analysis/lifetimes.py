@@ -6,21 +6,23 @@ inputs, parameters, buffers and caches live throughout, outputs to the end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import lcm
 from types import MappingProxyType
 
 from ..algebra.polynomial import ONE, ZERO, Poly, as_poly
+from ..algebra.symbols import shorten
 from ..bind.evaluate import Formula, bound_answer
 from ..graph.graph import Graph, need_graph
 from ..graph.op import Op
 from ..graph.sizes import bindings
 from ..graph.strides import numel
 from ..graph.tensor import Storage, Tensor
+from ..hardware.tables import Column, Fact, Table
 from .families import Family, Held, Life, Rest, piece
 
-__all__ = ["Life", "Lifetime", "Program", "Step", "copies_needed", "lifetimes", "period", "play"]
+__all__ = ["Life", "Lifetime", "Lifetimes", "Program", "Step", "copies_needed", "lifetimes", "period", "play"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,6 +265,28 @@ class Lifetime:
     """last op that needs it, None for what stays to the end"""
 
 
+class Lifetimes(Table, list[Lifetime]):
+    """The storages of a graph. Made by `lifetimes`; in all else a list."""
+
+    graph = ""
+    """name of the graph"""
+
+    @property
+    def rows(self) -> tuple[Lifetime, ...]:
+        """The storages."""
+        return tuple(self)
+
+    def _about(self) -> str:
+        return f"graph {shorten(self.graph)}: {len(self)} storages"
+
+    def _columns(self) -> Sequence[Column]:
+        return Column("tensor"), Column("role"), Column("bytes", "B"), Column("born"), Column("dies")
+
+    def _facts(self) -> Sequence[Fact]:
+        throughout = [r.bytes for r in self if r.born is None and r.dies is None]
+        return (Fact("throughout", sum(throughout), "B"),) if throughout else ()
+
+
 def copies_for(values: Mapping[str, Poly], extra: int = 0) -> Callable[[Op], int]:
     """Return the rule for how many iterations to play, once some sizes are bound; `extra` where a count is open."""
 
@@ -276,7 +300,7 @@ def copies_for(values: Mapping[str, Poly], extra: int = 0) -> Callable[[Op], int
     return copies
 
 
-def lifetimes(graph: Graph, /, **dims: int) -> list[Lifetime]:
+def lifetimes(graph: Graph, /, **dims: int) -> Lifetimes:
     """List every storage with its birth and death.
 
     Parameters
@@ -288,9 +312,9 @@ def lifetimes(graph: Graph, /, **dims: int) -> list[Lifetime]:
 
     Returns
     -------
-    list of Lifetime
-        Rows (tensor, role, bytes, born, dies), what lives throughout first. Of a Repeat the first, a middle and the
-        last iteration are listed.
+    Lifetimes
+        A list of `Lifetime`, rows (tensor, role, bytes, born, dies), what lives throughout first. Of a Repeat the
+        first, a middle and the last iteration are listed.
 
     Raises
     ------
@@ -308,7 +332,9 @@ def lifetimes(graph: Graph, /, **dims: int) -> list[Lifetime]:
     [('x', 'input', None, None), ('relu', 'activation', 'relu', 'relu_1'), ('relu_1', 'output', 'relu_1', None)]
     """
     need_graph("lifetimes", graph)
-    return list(_rows(graph, dims))
+    out = Lifetimes(_rows(graph, dims))
+    out.graph = graph.name
+    return out
 
 
 def _rows(graph: Graph, dims: Mapping[str, object]) -> Iterator[Lifetime]:

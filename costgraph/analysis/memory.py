@@ -11,10 +11,12 @@ from ..algebra.carried import conditioned
 from ..algebra.extremum import Owner, Regime, extremum
 from ..algebra.polynomial import ONE, Poly, Rational, total
 from ..algebra.pruning import prune
+from ..algebra.symbols import shorten
 from ..bind.evaluate import Formula, answer, need_bound, number
 from ..graph.arguments import need_choice
 from ..graph.graph import Graph, need_graph
 from ..graph.sizes import Bindings, bindings
+from ..hardware.tables import Column, Fact, Table
 from .hooks import PLOTTERS
 from .lifetimes import Program, copies_for, play
 from .live import closed, holds_from, live_bytes, live_cases
@@ -122,8 +124,8 @@ class Moment:
     """bytes live while it runs"""
 
 
-@dataclass(frozen=True)
-class Timeline:
+@dataclass(frozen=True, repr=False)
+class Timeline(Table):
     """Live memory over the program."""
 
     peak: Formula
@@ -137,6 +139,23 @@ class Timeline:
     """what the peak can be, with the op and the phase that own each case; one once all sizes are bound"""
     roles: Mapping[str, tuple[int | float, ...]] = field(default_factory=dict)
     """bytes of each role at each of the moments; empty while a size is open"""
+    graph: str = ""
+    """name of the graph"""
+
+    @property
+    def rows(self) -> tuple[Moment, ...]:
+        """The moments."""
+        return self.moments
+
+    def _about(self) -> str:
+        return f"graph {shorten(self.graph)}: {len(self.moments)} moments"
+
+    def _columns(self) -> Sequence[Column]:
+        return Column("op", read=lambda m: m.op or "(start)"), Column("phase"), Column("bytes", "B")
+
+    def _facts(self) -> Sequence[Fact]:
+        owners = {f"{r.op or '(start)'} ({r.phase or 'forward'})": None for r in self.regimes}
+        return Fact("peak", self.peak, "B"), Fact("held by", " or ".join(owners))
 
     def _held(self) -> Moment:
         if len(self.regimes) > 1:
@@ -239,10 +258,10 @@ def timeline(graph: Graph, /, **dims: int) -> Timeline:
         owner = program.steps[at].where if at >= 0 else None, program.steps[at].op.phase if at >= 0 else None
         return Timeline(
             answer(most), moments, {} if whole else holds_from(graph, values), by_role, (Regime(most.expr, *owner),),
-            _roles_over(program, values, [at for at, _ in live]),
+            _roles_over(program, values, [at for at, _ in live]), graph.name,
         )  # fmt: skip
     peak = answer(extremum(_bound_regimes(graph, values)), held)
-    return Timeline(peak, moments, holds_from(graph, values), None, peak_cases(graph, values))
+    return Timeline(peak, moments, holds_from(graph, values), None, peak_cases(graph, values), graph=graph.name)
 
 
 def _roles_over(program: Program, values: Mapping[str, Poly], at: Sequence[int]) -> dict[str, tuple[int | float, ...]]:

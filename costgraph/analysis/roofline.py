@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
 from ..algebra.polynomial import ZERO, Poly, total
+from ..algebra.symbols import shorten
 from ..bind.evaluate import number, real
 from ..errors import BindingError, UnsupportedError
 from ..graph.graph import Graph
 from ..graph.op import Op
 from ..graph.sizes import bindings, known_names
 from ..hardware.specs import Hardware, load_hardware
+from ..hardware.tables import Column, Fact, Table
 from .costs import compute_dtype, executions
 from .hooks import PLOTTERS
 from .traffic import compulsory
@@ -123,8 +125,8 @@ class RooflineRow:
         return max(self.compute_s, self.memory_s)
 
 
-@dataclass(frozen=True)
-class Roofline:
+@dataclass(frozen=True, repr=False)
+class Roofline(Table):
     """A graph on the roof of a device."""
 
     graph: str
@@ -147,6 +149,22 @@ class Roofline:
     """seconds as declared: sum over ops of the larger of compute and memory time"""
     rates: Mapping[str, float]
     """FLOP/s of each unit and number format that the ops use, such as `matmul bf16`"""
+
+    def _about(self) -> str:
+        return f"graph {shorten(self.graph)} on {self.hardware.id}: {len(self.rows)} rows"
+
+    def _columns(self) -> Sequence[Column]:
+        return (
+            *map(Column, ("op", "scope", "phase", "kind")), Column("flops", "FLOP"), Column("bytes", "B"),
+            Column("intensity", "FLOP/B"), Column("compute_s", "s", title="compute"),
+            Column("memory_s", "s", title="memory"), Column("bound"), Column("attainable", "FLOP/s"),
+        )  # fmt: skip
+
+    def _facts(self) -> Sequence[Fact]:
+        return (
+            Fact("FLOPs", self.flops, "FLOP"), Fact("bytes moved", self.bytes, "B"),
+            Fact("lower bound", self.lower_bound, "s"), Fact("estimate", self.estimate, "s"),
+        )  # fmt: skip
 
     @property
     def intensity(self) -> float:

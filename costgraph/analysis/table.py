@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 from ..algebra.conditions import Validity
 from ..algebra.polynomial import Poly, as_poly, total
-from ..algebra.symbols import shown
+from ..algebra.symbols import shorten, shown
 from ..bind.evaluate import Formula, answer
 from ..errors import BindingError, GraphError
 from ..graph.arguments import need_call, need_choice
 from ..graph.sizes import size_of
+from ..hardware.tables import Column, Fact, Table
 
 __all__ = ["FLOP_KINDS", "Cost", "CostRow", "Costs", "Grouped"]
 
@@ -84,8 +85,8 @@ def _held(validity: Validity | None) -> tuple[Validity, ...]:
     return () if validity is None else (validity,)
 
 
-@dataclass(frozen=True)
-class Costs:
+@dataclass(frozen=True, repr=False)
+class Costs(Table):
     """A table of costs that can be filtered, grouped, summed and bound."""
 
     rows: tuple[CostRow, ...]
@@ -94,12 +95,27 @@ class Costs:
     """Dimensions of the graph that they come from: what `bind` takes."""
     validity: Validity | None = field(default=None, repr=False, compare=False)
     """What the rows hold for."""
+    graph: str = field(default="", compare=False)
+    """Name of the graph that they come from."""
 
     def __iter__(self) -> Iterator[CostRow]:
         return iter(self.rows)
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def _about(self) -> str:
+        return f"graph {shorten(self.graph)}: {len(self.rows)} rows"
+
+    def _columns(self) -> Sequence[Column]:
+        return _COLUMNS
+
+    def _facts(self) -> Sequence[Fact]:
+        whole = self.total()
+        return (
+            Fact("FLOPs", whole.flops, "FLOP"), Fact("of contractions", whole.matmul, "FLOP"),
+            Fact("bytes moved", whole.bytes, "B"),
+        )  # fmt: skip
 
     def filter(self, **wanted: str | Callable[[str], bool]) -> Costs:
         """Keep the rows whose columns have these values.
@@ -183,8 +199,29 @@ class Costs:
         return replace(self, rows=tuple(rows), validity=validity)
 
 
-class Grouped(dict[str, Costs]):
+_COLUMNS = (
+    *map(Column, ("op", "scope", "phase", "kind", "dtype", "direction")),
+    Column("amount", lambda r: "FLOP" if r.direction == "compute" else "B", lambda r: r.value),
+)
+
+
+class Grouped(Table, dict[str, Costs]):
     """Tables by the value of a column."""
+
+    @property
+    def rows(self) -> tuple[tuple[str, Cost], ...]:
+        """Each value with what its table adds up to."""
+        return tuple(self.total().items())
+
+    def _about(self) -> str:
+        return f"{len(self)} tables"
+
+    def _columns(self) -> Sequence[Column]:
+        amounts = {"matmul": "FLOP", "pointwise": "FLOP", "transcendental": "FLOP", "read": "B", "written": "B"}
+        return (
+            Column("of", read=lambda row: row[0]),
+            *(Column(name, unit, _part(name)) for name, unit in amounts.items()),
+        )
 
     def total(self) -> dict[str, Cost]:
         """Add up each table."""
@@ -193,6 +230,10 @@ class Grouped(dict[str, Costs]):
     def bind(self, **dims: int) -> Grouped:
         """Put sizes into every table."""
         return Grouped({k: v.bind(**dims) for k, v in self.items()})
+
+
+def _part(name: str) -> Callable[[tuple[str, Cost]], Formula]:
+    return lambda row: getattr(row[1], name)
 
 
 def _need_column(column: str) -> None:

@@ -175,6 +175,9 @@ class Compiled:
     def _asked(self) -> list[Asked]:
         return [a for v in self._held for a in v.tests()]
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return Compiled, (self.formula, self._outside)
+
     def __repr__(self) -> str:
         return f"Compiled({', '.join(self.names)} -> {self.formula})"
 

@@ -56,7 +56,7 @@ def device(found: Hardware) -> Iterator[RenderableType]:
     table.add_column("quantity", no_wrap=True)
     table.add_column("value", overflow="fold")
     table.add_column("sources and notes", overflow="fold", ratio=1)
-    for place, q in found.rows():
+    for place, q in found.rows:
         table.add_row(clean(place), clean(_value(q)), clean("; ".join(t for t in (q.source, q.note) if t), 1000))
     yield table
     if found.disagreements:

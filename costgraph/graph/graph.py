@@ -26,6 +26,7 @@ from ..notation.grammar import parse_relation
 from .arguments import need_choice, need_flag, need_name, sizes_of
 from .changes import Journal, fixed, loose
 from .checks import check
+from .copies import Attributes, filled, reduced
 from .op import Attrs, Op, OpKind, Result
 from .scopes import Place, close, enter, here
 from .strides import Sizes, is_integral, settled
@@ -43,12 +44,12 @@ class _Carried(Generic[T]):
         self.name = name
 
     def __get__(self, graph: Graph, owner: type) -> T:
-        out: T = graph.graph[self.name]
+        out: T = graph.graph.facts[self.name]
         return out
 
     def __set__(self, graph: Graph, value: T) -> None:
         graph._modify(self.name)
-        graph.graph[self.name] = value
+        graph.graph.facts[self.name] = value
 
 
 class _Stated(_Carried[T]):
@@ -110,6 +111,7 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
 
     frozen = False
     """Whether it is finished: networkx's name, which `networkx.is_frozen` asks for."""
+    graph_attr_dict_factory = Attributes
     dtype = _Carried[DType]()
     outputs = _Carried[list[Tensor]]()
     relations = _Carried[Relations]()
@@ -150,19 +152,15 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
         super().__init__(None if isinstance(name, str) else name, **attr)
         self.graph.setdefault("name", name if isinstance(name, str) else "graph")
         facts = {"dtype": find_dtype(dtype), "outputs": [], "relations": NOTHING_KNOWN, "defaults": {}, "loss": None}
-        facts |= {"gradients": {}, "handed": {}} | {key: loose(v) for key, v in self.graph.items()}
-        self.graph |= facts
+        self.graph.facts = facts | {"gradients": {}, "handed": {}} | self.graph.facts
+        self._keep(loose)
 
     def copy(self, as_view: bool = False) -> Graph:
         """Return a graph of the same nodes, in which nodes can be removed; ops of its tensors go to the original."""
         out: Graph = super().copy(as_view=as_view)
         if not as_view:
-            out.graph |= {key: v.copy() if isinstance(v, list | dict) else v for key, v in out.graph.items()}
+            out._keep(lambda v: v.copy() if isinstance(v, list | dict) else v)
         return out
-
-    def __getstate__(self) -> dict[str, Any]:
-        # a copy is open, as one that `copy` makes is
-        return {key: v for key, v in vars(self).items() if key != "frozen"}
 
     # -- structure -----------------------------------------------------------------------------------------------
 
@@ -341,14 +339,19 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
         for g in self._own_bodies():
             g.cache.clear()  # its lists and dictionaries may have been changed in place
             g.frozen = True
-            g.graph |= {key: fixed(value, g._refusal(key)) for key, value in g.graph.items()}
+            for kept in (g.graph, g.graph.facts):
+                kept |= {key: fixed(value, g._refusal(key)) for key, value in kept.items()}
 
     def _reopen(self) -> None:
         for g in self._own_bodies():
             for name in [n for n, v in vars(g).items() if v is nx.classes.function.frozen]:
                 delattr(g, name)  # set by nx.freeze
             g.frozen = False
-            g.graph |= {key: loose(value) for key, value in g.graph.items()}
+            g._keep(loose)
+
+    def _keep(self, change: Callable[[Any], Any]) -> None:
+        for kept in (self.graph, self.graph.facts):
+            kept |= {key: change(value) for key, value in kept.items()}
 
     def _own_bodies(self) -> Iterator[Graph]:
         """Yield this graph and every graph inside it, nothing of a view, which has all from another graph."""
@@ -358,6 +361,18 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
         return f"{asked}: graph {self.root.name!r} is finished, expected an open one: 'with g:' opens graph g again"
 
     # -- inside --------------------------------------------------------------------------------------------------
+
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
+        return reduced(self)
+
+    def __setstate__(self, state: Any) -> None:
+        *contents, refusals = state
+        filled(self, contents)
+        for kept, said in zip((self.graph, self.graph.facts), refusals, strict=True):
+            kept |= {key: fixed(kept[key], text) for key, text in said.items()}
+
+    def __copy__(self) -> Graph:
+        return self.copy()
 
     def whole(self, asked: str = "") -> AbstractContextManager[None]:
         """Take back every change made inside, to this graph or to another part of the same one, if it is refused."""

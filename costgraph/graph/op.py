@@ -8,8 +8,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ..algebra.polynomial import ZERO, Poly
+from ..algebra.symbols import shorten
 from ..dtypes import DType
-from ..errors import ShapeError
+from ..errors import GraphError, ShapeError
+from .copies import Node
 from .strides import Sizes
 from .tensor import Tensor
 
@@ -40,6 +42,10 @@ class Result:
     """Restriction of its index points, as in Tensor."""
     pieces: int = 0
     """Leading axes whose positions are storages of their own, as in Storage."""
+
+
+#: Op kinds by name; `costgraph.ops.registry` fills it.
+kinds: dict[str, OpKind] = {}
 
 
 @dataclass(frozen=True)
@@ -74,8 +80,18 @@ class OpKind:
             raise ShapeError(f"{self.name} of {limited!r}, which is restricted to a domain: expected a whole tensor")
         return self.infer(operands, attrs)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # a kind is one record in a process
+        return (_kind, (self.name,)) if kinds.get(self.name) is self else super().__reduce_ex__(protocol)
 
-class Op:
+
+def _kind(name: str) -> OpKind:
+    if name not in kinds:
+        raise GraphError(f"op kind {shorten(name)} is not registered, expected one of {', '.join(sorted(kinds))}")
+    return kinds[name]
+
+
+class Op(Node):
     """An op node: one kernel, which reads each operand once and writes each result once."""
 
     __slots__ = ("attrs", "graph", "kind", "name", "operands", "phase", "results", "scope")

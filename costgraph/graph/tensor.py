@@ -13,6 +13,7 @@ import sympy
 
 from ..algebra.polynomial import ZERO, Poly, poly
 from ..dtypes import DType
+from .copies import Node
 from .strides import Sizes, contiguous, distinct, numel, windows_along
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class Storage:
         """Leading axes whose positions are blocks of their own: one for each iteration of that many loops."""
 
 
-class Tensor:
+class Tensor(Node):
     """A tensor node of a graph.
 
     Tensors are made by `Graph.input`, `Graph.param` and by ops. `+ - * / @`, `-x`, `x.T`, `x.mT` and indexing with

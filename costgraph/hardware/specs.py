@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from fractions import Fraction
@@ -19,48 +19,13 @@ from typing import Annotated, Any
 
 from costgraph.dtypes import DType, dtype
 from costgraph.errors import SpecError
+from costgraph.hardware.keys import LINK_KINDS, PEAKS, RATE_KEYS, TABLES
+from costgraph.hardware.tables import Column, Fact, Table
 from costgraph.hardware.units import Quantity, check_keys, check_text, near, read_quantity, show
 from costgraph.notation.door import READ
 from costgraph.text_file import read_text
 
 __all__ = ["Hardware", "list_hardware", "load_hardware"]
-
-_TEXT = "text"
-_PEAKS = ["fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp6", "fp4", "nvfp4", "int8", "int4"]
-# GeForce multiplies twice as fast where it keeps the sum in fp16
-_FP16_SUMS = ["fp16_accum_fp16", "fp8_accum_fp16"]
-_CACHES = ["l2", "l2_reported_by_driver", "last_level", "l1_and_shared_per_core", "shared_per_core"]
-_SCRATCHPADS = ["tensor_memory_per_core", "vmem", "cmem", "sbuf", "sram"]
-_LINKS = ["per_direction", "bidirectional", "per_link_per_direction", "c2c_per_direction"]
-_CHIP_LINKS = ["per_chip", "bidirectional_per_chip", "per_axis_bidirectional"]
-_TABLES: dict[str, dict[str, str]] = {
-    "peak": dict.fromkeys(_PEAKS + _FP16_SUMS, "FLOP/s"),
-    "vector": dict.fromkeys(("fp64", "fp32"), "FLOP/s"),
-    "memory": {"type": _TEXT, "capacity": "B", "measured": "B", "reported": "B", "bandwidth": "B/s"},
-    "cache": dict.fromkeys(_CACHES + _SCRATCHPADS, "B"),
-    "cores": {"type": _TEXT, "count": "1"},
-    "clock": {"boost": "Hz", "max": "Hz"},
-    "power": dict.fromkeys(("tdp", "measured_min", "measured_mean", "measured_max"), "W"),
-    "interconnect": {"type": _TEXT, "links": "1", "domain": "1"} | dict.fromkeys(_LINKS + _CHIP_LINKS, "B/s"),
-    "pcie": {"generation": "1", "x16_per_direction": "B/s"},
-    "network": {"type": _TEXT, "per_direction": "B/s"},
-    "attained": dict.fromkeys([*_PEAKS, "vector_fp64", "vector_fp32"], "FLOP/s") | {"bandwidth": "B/s", "launch": "s"},
-    "measured": {},
-}
-"""Tables of a specification, their keys and the base unit of each; [measured] takes any name and unit."""
-
-_LINK_KINDS = {
-    "interconnect": ("interconnect", "per_direction"), "c2c": ("interconnect", "c2c_per_direction"),
-    "pcie": ("pcie", "x16_per_direction"), "network": ("network", "per_direction"),
-}  # fmt: skip
-
-# tensor cores take the two 8-bit floats at one rate, and the block formats at that of their elements
-_RATE_KEYS = {
-    **dict.fromkeys(("fp8_e4m3", "fp8_e5m2", "mxfp8", "mxfp8_e5m2"), "fp8"),
-    **dict.fromkeys(("fp6_e2m3", "fp6_e3m2", "mxfp6", "mxfp6_e3m2"), "fp6"),
-    **dict.fromkeys(("fp4_e2m1", "mxfp4"), "fp4"),
-    "uint8": "int8",
-}
 
 _MOST_BYTES = 2**20
 _MOST_DOTS = 1000  # in a line: the time for a key grows as the square of their number
@@ -68,8 +33,8 @@ _MOST_DOTS = 1000  # in a line: the time for a key grows as the square of their 
 Fallback = str | DType | Mapping[str, str]
 
 
-@dataclass(frozen=True)
-class Hardware:
+@dataclass(frozen=True, repr=False)
+class Hardware(Table):
     """A device. All rates are dense and for the whole device that the name says.
 
     Examples
@@ -192,7 +157,7 @@ class Hardware:
             If no matrix rate or no bandwidth was measured.
         """
         found = self.tables.get("attained", {})
-        peak = {key: rate for key, rate in found.items() if key in _PEAKS}
+        peak = {key: rate for key, rate in found.items() if key in PEAKS}
         if "bandwidth" not in found or not peak:
             place = f"hardware {self.id}: [attained] has no bandwidth or no matrix rate"
             raise SpecError(f"{place}; expected both, as costgraph calibrate writes them")
@@ -219,27 +184,41 @@ class Hardware:
         >>> print(load_hardware("h100-sxm").link("pcie"))
         63 GB/s
         """
-        if not isinstance(kind, str) or kind not in _LINK_KINDS:
+        if not isinstance(kind, str) or kind not in LINK_KINDS:
             raise SpecError(
-                f"hardware {self.id}: link {show(kind)} is unknown; expected one of {', '.join(_LINK_KINDS)}"
+                f"hardware {self.id}: link {show(kind)} is unknown; expected one of {', '.join(LINK_KINDS)}"
             )
-        table, key = _LINK_KINDS[kind]
+        table, key = LINK_KINDS[kind]
         there = self.tables.get(table, {})
         if key in there:
             return there[key]
         has = ", ".join(f"{table}.{k} = {v}" for k, v in there.items()) or f"a table [{table}]"
         raise SpecError(f"hardware {self.id}: {table}.{key} is missing; expected it beside {has}")
 
+    @property
     def rows(self) -> list[tuple[str, Quantity]]:
-        """Return every number of the specification with its place, table by table.
+        """Every number of the specification with its place, table by table.
 
         Examples
         --------
-        >>> place, bf16 = load_hardware("h100-sxm").rows()[3]
+        >>> place, bf16 = load_hardware("h100-sxm").rows[3]
         >>> place, bf16.value, bf16.unit, bf16.source.split(", ")[:2]
         ('peak.bf16', 989400000000000, 'FLOP/s', ['KLOCK_H100', 'STAS'])
         """
         return [(f"{table}.{key}", q) for table, keys in self.tables.items() for key, q in keys.items()]
+
+    def _about(self) -> str:
+        return f"{show(self.id)}: {len(self.rows)} numbers of {show(self.name)}"
+
+    def _columns(self) -> Sequence[Column]:
+        return (
+            Column("place", read=lambda row: row[0]),
+            Column("value", lambda row: row[1].unit, lambda row: row[1].value),
+            Column("unit", read=lambda row: row[1].unit, shown=False), _SOURCE,
+        )  # fmt: skip
+
+    def _facts(self) -> Sequence[Fact]:
+        return [Fact("name", self.name), *(Fact(f"{table}.type", text) for table, text in self.types.items())]
 
     def _instead(self, use: str | None, unit: str, place: str) -> Quantity:
         rates = ", ".join(f"{table}.{key}" for table in ("peak", "vector") for key in self.tables[table])
@@ -249,7 +228,7 @@ class Hardware:
         if dot:
             places = [self.tables[table]] if table in ("peak", "vector") else []
         else:
-            key = use if use in _TABLES["peak"] else _rate_key(dtype(use).name, "matmul", self.peak)
+            key = use if use in TABLES["peak"] else _rate_key(dtype(use).name, "matmul", self.peak)
             places = [self.peak] if unit == "matmul" else [self.vector, self.peak]
         for rates_there in places:
             if key in rates_there:
@@ -257,12 +236,15 @@ class Hardware:
         raise SpecError(f"{place}, nor one for its fallback {use}; expected one of {rates}")
 
 
+_SOURCE = Column("source", read=lambda row: row[1].source, text=lambda s: s if len(s) <= 40 else f"{s[:37]}...")
+
+
 def _rate_key(name: str, unit: str, peak: Mapping[str, Quantity]) -> str:
     if unit == "vector":
         return "fp64" if name == "fp64" else "fp32"
     if name == "nvfp4" and "nvfp4" not in peak:
         return "fp4"
-    return _RATE_KEYS.get(name, name)
+    return RATE_KEYS.get(name, name)
 
 
 def _chosen(place: str, fallback: Fallback | None, wanted: str) -> str | None:
@@ -271,9 +253,9 @@ def _chosen(place: str, fallback: Fallback | None, wanted: str) -> str | None:
     alone = {} if fallback is None else {wanted: fallback}
     for asked, use in (fallback if isinstance(fallback, Mapping) else alone).items():
         table, dot, key = use.rpartition(".") if isinstance(use, str) else ("", "", "")
-        if dot and (table not in ("peak", "vector") or key not in _TABLES[table]):
+        if dot and (table not in ("peak", "vector") or key not in TABLES[table]):
             raise SpecError(f"{place}: fallback {use}; expected a number format, peak.KEY or vector.KEY")
-        name = use if isinstance(use, str) and (dot or use in _TABLES["peak"]) else dtype(use).name
+        name = use if isinstance(use, str) and (dot or use in TABLES["peak"]) else dtype(use).name
         if dtype(asked).name == wanted:
             chosen = name
     return chosen
@@ -356,11 +338,11 @@ def _sources(path: Path, data: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _build(path: Path, data: dict[str, Any]) -> Hardware:
-    check_keys(f"{path}:", data, ("name", "vendor", "disagreements", "sources", *_TABLES))
+    check_keys(f"{path}:", data, ("name", "vendor", "disagreements", "sources", *TABLES))
     sources = _sources(path, data)
     tables: dict[str, dict[str, Quantity]] = {"peak": {}, "vector": {}, "memory": {}}
     types = {}
-    for name, slots in _TABLES.items():
+    for name, slots in TABLES.items():
         entries = _table(path, data, name)
         check_keys(f"{path}: [{name}]", entries, slots)
         if "type" in entries:

@@ -8,12 +8,12 @@ from typing import TypeVar
 
 from ..errors import GraphError
 from ..graph.op import OpKind
+from ..graph.op import kinds as _kinds
 
 __all__ = ["KINDS", "adding", "register"]
 
 F = TypeVar("F")
 
-_kinds: dict[str, OpKind] = {}
 #: Every op kind by name.
 KINDS: Mapping[str, OpKind] = MappingProxyType(_kinds)
 

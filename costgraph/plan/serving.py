@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import islice
@@ -19,7 +19,7 @@ from ..graph.arguments import need_choice
 from ..graph.graph import Graph, need_graph
 from ..graph.sizes import bindings, known_names, need_open, size_of
 from ..hardware.specs import Hardware, load_hardware
-from ..hardware.units import format_bytes, format_quantity
+from ..hardware.tables import Column, Table
 from ..notation.door import READ
 from .search import largest
 
@@ -63,7 +63,7 @@ class ThroughputRow:
 
 
 @dataclass(frozen=True, repr=False)
-class Throughput:
+class Throughput(Table):
     """Throughput against latency. Made by `throughput`."""
 
     graph: str
@@ -98,24 +98,17 @@ class Throughput:
         """
         return PLOTTERS["throughput"](self, path)
 
-    def __repr__(self) -> str:
-        return f"Throughput({shorten(self.graph)} on {self.hardware.id}, {len(self.rows)} sizes of {self.symbol})"
+    def _about(self) -> str:
+        return f"{shorten(self.graph)} on {self.hardware.id}, {len(self.rows)} sizes of {self.symbol}"
 
-    def __str__(self) -> str:
-        head = (self.symbol, "step", "at least", "tokens/s", "at most", "peak memory", "", "bound by")
-        cells = [head]
-        for r in self.rows:
-            times = (format_quantity(r.seconds, "s"), format_quantity(r.lower_bound, "s"))
-            speed = (f"{r.tokens_per_second:,.0f}", f"{r.most_tokens_per_second:,.0f}")
-            fits = "fits" if r.fits else "does not fit"
-            memory = format_bytes(r.memory).partition(" (")[0]
-            cells.append((str(r.size), times[0], times[1], speed[0], speed[1], memory, fits, r.bound))
-        widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
-        left = (6, 7)  # words
-        return "\n".join(
-            "  ".join(c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
-            .rstrip()
-            for row in cells
+    def _columns(self) -> Sequence[Column]:
+        return (
+            Column("size", "1", title=self.symbol), Column("tokens", "1", shown=False),
+            Column("seconds", "s", title="step"), Column("lower_bound", "s", title="at least"),
+            Column("tokens_per_second", "1", title="tokens/s"), Column("most_tokens_per_second", "1", title="at most"),
+            Column("memory", "B", title="peak memory"),
+            Column("fits", title="", text=lambda fits: "fits" if fits else "does not fit"),
+            Column("bound", title="bound by"),
         )  # fmt: skip
 
 

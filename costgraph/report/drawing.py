@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,16 @@ def new_figure(width: float, height: float) -> Any:
         from matplotlib.figure import Figure
     except ImportError:
         raise UnsupportedError('plot: matplotlib is missing, expected it from: pip install "costgraph[plot]"') from None
-    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
+    figure: Any = Figure(figsize=(width, height), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
+    figure._repr_png_ = partial(_png, figure)  # notebooks know by themselves only the figures of pyplot
     return figure
+
+
+def _png(figure: Any) -> bytes:
+    picture = BytesIO()
+    figure.savefig(picture, format="png")
+    return picture.getvalue()
 
 
 def check_path(path: object) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from copy import copy
 from dataclasses import dataclass
 
 from ..analysis.costs import bytes_moved, flops, flops_of_kind, intensity, matmul_flops
@@ -59,9 +58,10 @@ def symbolic(graph: Graph) -> Graph:
     Graph
         For questions whose answers are formulas.
     """
-    twin = copy(graph.root)
-    # networkx keeps the facts of a graph in a dictionary, which a shallow copy would share
-    twin.graph = dict(twin.graph)
+    twin = Graph.__new__(Graph)
+    twin.__dict__.update(vars(graph.root))
+    twin.frozen = False
+    twin.graph = twin.graph.copy()  # its own facts, all else shared
     twin.defaults = {}
     return twin
 

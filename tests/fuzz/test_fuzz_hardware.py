@@ -35,7 +35,7 @@ def ask(path):
     with cg.Graph("g", dtype="bf16") as g:
         g.output(cg.linear(g.input("x", (64, 64)), "b d -> b f", f=64))
     found = cg.load_hardware(path)
-    for place, quantity in found.rows():
+    for place, quantity in found.rows:
         assert quantity.value > 0, f"{place} = {quantity}"
         assert str(quantity)
     assert found.ridge(next(iter(found.peak)).partition("_")[0]) > 0

@@ -52,7 +52,7 @@ def main():
     cells = {(row, column): seconds / cg.roofline(graph, hardware).lower_bound for row, column, graph, seconds in found}
     print(environment("cpu"), calibration.cache, "\n")
     print(calibration, "\n")
-    for place, quantity in hardware.rows():
+    for place, quantity in hardware.rows:
         if place.startswith("measured."):
             print(f"| {place} | {quantity} | {quantity.note} |")
     print()

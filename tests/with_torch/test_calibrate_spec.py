@@ -94,8 +94,8 @@ def test_a_data_sheet_stays_as_it_is(name, tmp_path):
     assert found.disagreements == sheet.disagreements
     assert (found.peak, found.vector) == (sheet.peak, sheet.vector)
     assert (found.bandwidth, found.memory) == (sheet.bandwidth, sheet.memory)
-    before = {k: v for k, v in sheet.rows() if k != "memory.measured"}
-    assert before.items() <= dict(found.rows()).items()
+    before = {k: v for k, v in sheet.rows if k != "memory.measured"}
+    assert before.items() <= dict(found.rows).items()
     assert sheet.sources.items() <= found.sources.items()
     assert found.capacity(measured=True).value == PLACE["memory_bytes"]
     assert found.attained().rate("bf16").value == 201 * 10**9

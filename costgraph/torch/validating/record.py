@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from types import UnionType
@@ -14,6 +14,7 @@ from typing import Any, get_args, get_type_hints
 from ...algebra.symbols import shorten
 from ...errors import FormatError
 from ...hardware.specs import Hardware, load_hardware
+from ...hardware.tables import Column, Fact, Table
 from ...hardware.units import show
 from ...text_file import read_text, write_file
 from ..calibrating.spec import specification
@@ -33,8 +34,8 @@ _AT_LEAST = {"noisy": 0, "spread": 0, "flops": 0, "uncounted": 0, "above": 0, "l
              "compute": 0, "memory": 0, "bound": 0, "estimate": 0}  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Validation:
+@dataclass(frozen=True, repr=False)
+class Validation(Table):
     """A suite of cases, predicted and measured on one device.
 
     `.rows` are the cases, `.table()` shows them, `.plot(directory)` draws them, `.save(path)` writes a record that
@@ -51,6 +52,25 @@ class Validation:
     """one of each case that ran"""
     failed: tuple[Failed, ...] = ()
     """the others"""
+
+    def _about(self) -> str:
+        return f"{len(self.rows)} cases on {self.hardware.id}"
+
+    def _columns(self) -> Sequence[Column]:
+        return (
+            Column("case", read=lambda r: r.case.name),
+            Column("flops", "FLOP", lambda r: r.declared.flops, title="matmul FLOPs"),
+            Column("peak", "B", lambda r: r.measured.peak), Column("declared", "B", lambda r: r.off("declared")),
+            Column("traced", "B", lambda r: r.off("traced")),
+            Column("seconds", "s", lambda r: r.seconds.min, title="fastest run"),
+            Column("lower_bound", "s", lambda r: r.modelled.bound, title="at least"),
+            Column("estimate", "s", lambda r: r.modelled.estimate), Column("outcome", title="follows"),
+        )  # fmt: skip
+
+    def _facts(self) -> Sequence[Fact]:
+        failed = f"Could not run: {len(self.failed)} cases, see `failed`."
+        told = summary(self.rows, (), self.cache) + [failed] * bool(self.failed)
+        return [Fact("", text) for text in told]
 
     def beyond(self, row: Row) -> bool:
         """Say whether the last-level cache holds a quarter at most of the bytes that a case has to move."""

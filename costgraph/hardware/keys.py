@@ -1,0 +1,42 @@
+"""What a specification of a device may have: tables, their keys, and the unit of each."""
+
+from __future__ import annotations
+
+__all__ = ["LINK_KINDS", "PEAKS", "RATE_KEYS", "TABLES"]
+
+_TEXT = "text"
+PEAKS = ["fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp6", "fp4", "nvfp4", "int8", "int4"]
+# GeForce multiplies twice as fast where it keeps the sum in fp16
+_FP16_SUMS = ["fp16_accum_fp16", "fp8_accum_fp16"]
+_CACHES = ["l2", "l2_reported_by_driver", "last_level", "l1_and_shared_per_core", "shared_per_core"]
+_SCRATCHPADS = ["tensor_memory_per_core", "vmem", "cmem", "sbuf", "sram"]
+_LINKS = ["per_direction", "bidirectional", "per_link_per_direction", "c2c_per_direction"]
+_CHIP_LINKS = ["per_chip", "bidirectional_per_chip", "per_axis_bidirectional"]
+TABLES: dict[str, dict[str, str]] = {
+    "peak": dict.fromkeys(PEAKS + _FP16_SUMS, "FLOP/s"),
+    "vector": dict.fromkeys(("fp64", "fp32"), "FLOP/s"),
+    "memory": {"type": _TEXT, "capacity": "B", "measured": "B", "reported": "B", "bandwidth": "B/s"},
+    "cache": dict.fromkeys(_CACHES + _SCRATCHPADS, "B"),
+    "cores": {"type": _TEXT, "count": "1"},
+    "clock": {"boost": "Hz", "max": "Hz"},
+    "power": dict.fromkeys(("tdp", "measured_min", "measured_mean", "measured_max"), "W"),
+    "interconnect": {"type": _TEXT, "links": "1", "domain": "1"} | dict.fromkeys(_LINKS + _CHIP_LINKS, "B/s"),
+    "pcie": {"generation": "1", "x16_per_direction": "B/s"},
+    "network": {"type": _TEXT, "per_direction": "B/s"},
+    "attained": dict.fromkeys([*PEAKS, "vector_fp64", "vector_fp32"], "FLOP/s") | {"bandwidth": "B/s", "launch": "s"},
+    "measured": {},
+}
+"""Tables of a specification, their keys and the base unit of each; [measured] takes any name and unit."""
+
+LINK_KINDS = {
+    "interconnect": ("interconnect", "per_direction"), "c2c": ("interconnect", "c2c_per_direction"),
+    "pcie": ("pcie", "x16_per_direction"), "network": ("network", "per_direction"),
+}  # fmt: skip
+
+# tensor cores take the two 8-bit floats at one rate, and the block formats at that of their elements
+RATE_KEYS = {
+    **dict.fromkeys(("fp8_e4m3", "fp8_e5m2", "mxfp8", "mxfp8_e5m2"), "fp8"),
+    **dict.fromkeys(("fp6_e2m3", "fp6_e3m2", "mxfp6", "mxfp6_e3m2"), "fp6"),
+    **dict.fromkeys(("fp4_e2m1", "mxfp4"), "fp4"),
+    "uint8": "int8",
+}

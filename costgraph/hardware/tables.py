@@ -1,0 +1,183 @@
+"""Results as tables: a class states its columns once; text, HTML for notebooks and a pandas frame follow."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from importlib import import_module
+from itertools import islice
+from typing import Any, NamedTuple
+
+import sympy
+
+from ..algebra.symbols import printable, shown
+from ..errors import SpecError, UnsupportedError
+from .units import format_bytes, format_quantity
+
+__all__ = ["MOST_LINES", "Column", "Fact", "Table"]
+
+#: Lines that a table has at most, its head and what stands below it included.
+MOST_LINES = 40
+_WIDEST, _WIDEST_FACT = 40, 200
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a table: its name, and how a cell is read and shown."""
+
+    name: str
+    """in a frame; the attribute of a record that it shows, unless `read` says more"""
+    unit: str | Callable[[Any], str] = ""
+    """unit of its amounts, by record where that differs; empty for words"""
+    read: Callable[[Any], Any] | None = None
+    """record to value"""
+    title: str | None = None
+    """head in text, the name by default"""
+    text: Callable[[Any], str] | None = None
+    """value to text, where it is not that of an amount or a word"""
+    shown: bool = True
+    """False for what a frame alone has"""
+
+    @property
+    def head(self) -> str:
+        """What stands above it in text."""
+        return self.name if self.title is None else self.title
+
+    def of(self, record: Any) -> Any:
+        """Return the value of a record."""
+        return getattr(record, self.name) if self.read is None else self.read(record)
+
+    def cell(self, record: Any) -> str:
+        """Return the value of a record as text."""
+        value = self.of(record)
+        if self.text is not None:
+            return self.text(value)
+        return _text(value, self.unit if isinstance(self.unit, str) else self.unit(record))
+
+
+class Fact(NamedTuple):
+    """What stands below a table: a total, or what all rows have in common."""
+
+    name: str
+    value: Any
+    unit: str = ""
+
+
+class Table:
+    """What shows itself as a table of its `rows`.
+
+    `print` shows it in at most 40 lines, a notebook as HTML, and `to_pandas` returns it as a frame.
+    """
+
+    rows: Any
+    """the records"""
+
+    def _about(self) -> str:
+        """Return what it is of, in a few words."""
+        raise NotImplementedError
+
+    def _columns(self) -> Sequence[Column]:
+        raise NotImplementedError
+
+    def _facts(self) -> Iterable[Fact]:
+        return ()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._about()})"
+
+    def __str__(self) -> str:
+        columns, body, left, facts = _parts(self)
+        lines = _aligned([[c.head for c in columns], *body], columns)
+        lines += [f"... {left:,} more rows"] if left else []
+        width = max((len(name) for name, _ in facts), default=0)
+        return "\n".join([*lines, *(f"{name.ljust(width)}  {text}".strip() for name, text in facts)])
+
+    def _repr_html_(self) -> str:
+        columns, body, left, facts = _parts(self)
+        sides = ["right" if c.unit else "left" for c in columns]
+        rows = [_tags("td", row, sides) for row in body]
+        rows += [f'<td colspan="{len(columns)}">... {left:,} more rows</td>'] if left else []
+        wide = f'<td colspan="{len(columns) - 1}" style="text-align: left">'
+        below = [f"{_tags('th', [name], ['left'])}{wide}{html.escape(text)}</td>" for name, text in facts]
+        head = _tags("th", [c.head for c in columns], sides)
+        parts = (("thead", [head]), ("tbody", rows), ("tfoot", below))
+        inside = "".join(f"<{part}>{''.join(f'<tr>{r}</tr>' for r in found)}</{part}>" for part, found in parts)
+        return f"<table><caption>{html.escape(repr(self))}</caption>{inside}</table>"
+
+    def to_pandas(self) -> Any:
+        """Return the rows as a pandas DataFrame: numbers in base units (B, FLOP, s), formulas as they are.
+
+        Returns
+        -------
+        pandas.DataFrame
+            A column for each one of the table.
+
+        Raises
+        ------
+        UnsupportedError
+            If pandas is not installed.
+        """
+        try:
+            pandas = import_module("pandas")
+        except ImportError:
+            place = f"{type(self).__name__}.to_pandas"
+            raise UnsupportedError(f"{place}: pandas is missing, expected it from: pip install pandas") from None
+        columns = self._columns()
+        return pandas.DataFrame([[c.of(r) for c in columns] for r in self.rows], columns=[c.name for c in columns])
+
+
+def _parts(table: Table) -> tuple[list[Column], list[list[str]], int, list[tuple[str, str]]]:
+    """Return columns, cells of the first rows, how many rows are left out, and what stands below."""
+    columns = [c for c in table._columns() if c.shown]
+    facts = [(f.name, _fact(f)) for f in table._facts()]
+    rows, room = table.rows, MOST_LINES - 1 - len(facts)
+    left = 0 if len(rows) <= room else len(rows) - (room - 1)
+    return columns, [[c.cell(r) for c in columns] for r in islice(rows, len(rows) - left)], left, facts
+
+
+def _aligned(cells: Sequence[Sequence[str]], columns: Sequence[Column]) -> list[str]:
+    widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
+    sides = [str.rjust if c.unit else str.ljust for c in columns]
+    return ["  ".join(s(c, w) for s, c, w in zip(sides, row, widths, strict=True)).rstrip() for row in cells]
+
+
+def _tags(tag: str, cells: Iterable[str], sides: Iterable[str]) -> str:
+    return "".join(
+        f'<{tag} style="text-align: {side}">{html.escape(c)}</{tag}>' for c, side in zip(cells, sides, strict=True)
+    )
+
+
+def _text(value: object, unit: str) -> str:
+    """Return a value as a cell shows it: an amount with its unit, of a name the end, of a formula the start."""
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        text = _line(value)
+        return text if len(text) <= _WIDEST else "..." + text[3 - _WIDEST :]
+    if not isinstance(value, int | float | Fraction):
+        return shown(value, _WIDEST)
+    if not value:
+        return "0"
+    if unit == "1":
+        return f"{value:,}" if isinstance(value, int) else f"{value:,.0f}"
+    try:
+        return format_quantity(value, unit)
+    except SpecError:  # infinite, or beyond all that a device has
+        return shown(value, _WIDEST)
+
+
+def _fact(fact: Fact) -> str:
+    if isinstance(fact.value, sympy.Expr):
+        return f"{shown(fact.value, _WIDEST_FACT)}  [{fact.unit}]"
+    if isinstance(fact.value, str):
+        text = _line(fact.value)
+        return text if len(text) <= _WIDEST_FACT else text[: _WIDEST_FACT - 3] + "..."
+    if fact.unit == "B" and fact.value:
+        return format_bytes(fact.value)
+    return _text(fact.value, fact.unit)
+
+
+def _line(text: str) -> str:
+    return printable(text).replace("\n", " ").replace("\t", " ")
