@@ -312,7 +312,7 @@ METHODS = {
         lambda e: e.hardware,
         {
             "rate": lambda e: a("bf16"), "ridge": lambda e: a("bf16"), "capacity": lambda e: a(),
-            "attained": lambda e: a(), "link": lambda e: a("pcie"), "rows": lambda e: a(),
+            "attained": lambda e: a(), "link": lambda e: a("pcie"),
         },
     ),
     "Graph": (

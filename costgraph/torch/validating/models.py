@@ -103,7 +103,8 @@ class Model:
         """Return the declared graph, its sizes symbols."""
         graph = self.graph(case)
         if case.optimizer == "Muon":  # it turns a matrix so that it is wider than tall
-            graph.assume("F >= D", "F >= C")
+            with graph:
+                graph.assume("F >= D", "F >= C")
         return graph if case.mode == "forward" else _step(case, graph, device)
 
     def program(self, case: Case, device: torch.device) -> Program:
