@@ -4,6 +4,7 @@ import pytest
 import torch
 from budget import drawing, examples
 from hypothesis import given, settings
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -11,7 +12,7 @@ import costgraph as cg
 from costgraph import testing
 from costgraph.errors import GraphError, UnsupportedError
 
-B, C, K, L, T = cg.dims("B C K L T")
+B, C, D, K, L, T = cg.dims("B C D K L T")
 SIZES = {"B": 2, "C": 5, "K": 3}
 
 
@@ -184,3 +185,75 @@ def test_the_last_iterations_are_those_of_the_unrolled_graph(loop, wants):
 @pytest.mark.parametrize("loop", LOOPS)
 def test_what_is_split_keeps_the_laws(loop):
     testing.check_training(declared(loop, T, wants=True), T=5, B=2, K=2)
+
+
+# -- gradients that are handed on as they are ------------------------------------------------------------------------
+
+
+class Additions(TorchDispatchMode):
+    """Counts the elements that are added."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (torch.ops.aten.add, torch.ops.aten.add_):
+            self.count += made.numel()
+        return made
+
+
+def added_by_torch(loss):
+    with Additions() as counted:
+        loss.backward()
+    return counted.count
+
+
+def of_the_backward_pass(graph, **sizes):
+    testing.check_training(graph, ["gradients_are_finite_differences"], **sizes)
+    return cg.flops(cg.backward(graph), **sizes) - cg.flops(graph, **sizes)
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_a_last_iteration_adds_what_it_was_given_to_nothing(times):
+    """h + (p - 2): all gradients are the one that came in, whatever the iterations before the last one made."""
+    with cg.Graph("g") as g:
+
+        def layer(h):
+            p = g.param("p", (D,))
+            return h + cg.repeat(times, lambda _: p - 2, p, name="inner")
+
+        g.output(cg.reduce(cg.repeat(3, layer, g.param("h", (D,))), "d -> ", "sum"))
+    y = torch.ones(7, requires_grad=True)
+    for p in torch.ones(3, 7, requires_grad=True).unbind():
+        for _ in range(times):
+            c = p - 2
+        y = y + c
+    assert of_the_backward_pass(g, D=7) == added_by_torch(y.sum()) == 0
+
+
+@pytest.mark.parametrize(("times", "zeros"), [(1, 0), (3, 7), (5, 7)])
+def test_sums_of_what_is_handed_on_begin_with_zeros(times, zeros):
+    """h + p, of 7 elements: torch adds the gradient T times less one; more than one iteration begin with zeros."""
+    with cg.Graph("g") as g:
+        p = g.param("p", (D,))
+        g.output(cg.reduce(cg.repeat(times, lambda h: h + p, g.param("h", (D,))), "d -> ", "sum"))
+    y, w = torch.ones(7, requires_grad=True), torch.ones(7, requires_grad=True)
+    for _ in range(times):
+        y = y + w
+    theirs = added_by_torch(y.sum())
+    assert theirs == 7 * (times - 1)
+    assert of_the_backward_pass(g, D=7) == theirs + zeros  # a known deviation
+    testing.check_training(g, ["a_loop_goes_back_as_its_iterations_do"], D=7)
+
+
+def test_one_gradient_of_two_operands_is_added_to_one_and_not_lost_to_the_other():
+    """h + (h + p), twice: each h has two contributions, and p one of each: three additions of 7 elements."""
+    with cg.Graph("g") as g:
+        p, h = g.param("p", (D,)), g.param("h", (D,))
+        for _ in range(2):
+            h = h + (h + p)
+        g.output(cg.reduce(h, "d -> ", "sum"))
+    w, y = torch.ones(7, requires_grad=True), torch.ones(7, requires_grad=True)
+    for _ in range(2):
+        y = y + (y + w)
+    assert of_the_backward_pass(g, D=7) == added_by_torch(y.sum()) == 3 * 7

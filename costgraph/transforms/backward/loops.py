@@ -208,6 +208,8 @@ def _start_sums(made: _Reverse, back: Walk, needs: Sequence[bool]) -> dict[int, 
         else:
             continue
         back.carried.add(start)
+        if not fits and op.attrs["count"] == ONE:
+            back.first.add(start)
         back.keep(f, start)
         sums[i] = start, before if fits else None
     return sums

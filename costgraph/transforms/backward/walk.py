@@ -128,6 +128,8 @@ class Walk:
         """What loops write the gradients of parts into, by the first of these."""
         self.held: Counter[Storage] = Counter()
         """How many gradients that are not complete yet lie in a storage."""
+        self.first: set[Tensor] = set()
+        """Sums whose first term becomes them, in the only iteration of a loop: no one else's may."""
 
     # -- gradients that add up --------------------------------------------------------------------------------------
 
@@ -168,7 +170,8 @@ class Walk:
         if self.fused or not self.writable(before):
             return pointwise("add", before, grad)
         if before in self.carried:
-            return accumulate(before, grad)
+            lent = before in self.first and grad.role == "formal"
+            return accumulate(before, pointwise("copy", grad, name="own") if lent else grad)
         return pointwise("add", before, grad, inplace=True)
 
     def take(self, t: Tensor) -> Tensor | None:
@@ -247,7 +250,11 @@ class Walk:
             else:
                 _keep_places(op)
                 made = self.asked(op, grads, needs)
+            # several may be one tensor: the sum that one becomes part of must not overwrite those still to come
+            self.held.update(grad.storage for grad in made if grad is not None)
             for t, grad in zip(op.operands, made, strict=True):
+                if grad is not None:
+                    self.held[grad.storage] -= 1
                 self.put(t, grad)
 
     def asked(self, op: Op, grads: Sequence[Tensor | None], needs: tuple[bool, ...]) -> Sequence[Tensor | None]:
