@@ -162,13 +162,6 @@ METHODS = {
     "param 'new'": lambda g: g.param("new", (B,)),
     "buffer 'new'": lambda g: g.buffer("new", (B,)),
     "cache 'new'": lambda g: g.buffer("new", (B,), role="cache"),
-    "output": lambda g: g.output(first(g)),
-    "assume": lambda g: g.assume("Z >= 2"),
-    "dtype": lambda g: setattr(g, "dtype", cg.dtype("fp16")),
-    "loss": lambda g: setattr(g, "loss", "mean_squared_error"),
-    "outputs": lambda g: g.outputs.append(first(g)),
-    "defaults": lambda g: g.defaults.update(Z=3),
-    "gradients": lambda g: g.gradients.setdefault(first(g), first(g)),
     "add_node 'new'": lambda g: g.add_node("new"),
     "add_nodes_from": lambda g: g.add_nodes_from(["new"]),
     "add_edge": lambda g: g.add_edge("new", "other"),
@@ -233,13 +226,33 @@ def test_bodies_are_finished_with_their_graph(make):
                 call(t)
             with refused(g, asked), body:  # it is opened with its graph, not by itself
                 call(t)
-        for asked in ("param 'new'", "output", "add_edge", "remove_node", "outputs"):
+        for asked in ("param 'new'", "add_edge", "remove_node"):
             with refused(g, asked):
-                {**METHODS, "output": lambda b, t=t: b.output(t)}[asked](body)
+                METHODS[asked](body)
     assert figures(g) == before
     with g:
         assert not any(map(nx.is_frozen, bodies))
     assert all(map(nx.is_frozen, bodies))
+
+
+def test_what_is_stated_of_a_finished_graph_counts(graph):
+    t = first(graph)
+    peak = cg.peak_memory(graph)
+    graph.assume("Z >= 2", "Z <= 5")
+    graph.loss = "cross_entropy"
+    graph.output(t)
+    assert graph.outputs[-1] is t
+    assert graph.loss == "cross_entropy"
+    assert [r.text for r in graph.relations.relations][-2:] == ["Z >= 2", "Z <= 5"]
+    graph.outputs = graph.outputs[:-1]
+    assert cg.peak_memory(graph) == peak
+    before = cg.flops(graph)
+    name = min(map(str, before.free_symbols), default=None)
+    if name is not None:
+        graph.defaults = {**graph.defaults, name: 2}
+        assert name not in map(str, getattr(cg.flops(graph), "free_symbols", ()))
+    with refused(graph, "relu"):
+        cg.relu(t)
 
 
 def test_what_a_kernel_keeps_is_stated_while_it_is_open():

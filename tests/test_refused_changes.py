@@ -299,27 +299,15 @@ def finished():
     return g
 
 
-#: Ways to change a graph that has nothing to do with `other`, all of them refused where it is finished.
+#: Ways to change a graph, all of them refused where it is finished.
 CHANGES = {
     "input": lambda g: g.input("new", (B,)),
     "param": lambda g: g.param("new", (B,)),
     "buffer": lambda g: g.buffer("new", (B,)),
-    "output": lambda g: g.output(g.tensors[0]),
-    "assume": lambda g: g.assume("B >= 2"),
     "op": lambda g: cg.tanh(g.tensors[0]),
     "layer": lambda g: cg.layer_norm(g.tensors[0]),
     "operator": lambda g: g.tensors[0] + g.tensors[0],
     "repeat": lambda g: cg.repeat(2, cg.tanh, g.tensors[0]),
-    "set dtype": lambda g: setattr(g, "dtype", cg.dtype("bf16")),
-    "set outputs": lambda g: setattr(g, "outputs", []),
-    "set defaults": lambda g: setattr(g, "defaults", {"B": 2}),
-    "set loss": lambda g: setattr(g, "loss", None),
-    "set gradients": lambda g: setattr(g, "gradients", {}),
-    "default": lambda g: g.defaults.update(B=2),
-    "no default": lambda g: g.defaults.clear(),
-    "more outputs": lambda g: g.outputs.append(g.tensors[0]),
-    "other outputs": lambda g: g.outputs.__setitem__(0, g.tensors[0]),
-    "gradient": lambda g: g.gradients.setdefault(g.tensors[0], g.tensors[0]),
     "remove": lambda g: g.remove_node(next(t for t in g.tensors if g.degree(t) == 0)),
 }
 

@@ -1,4 +1,4 @@
-"""Changes that are taken back where a call is refused, and lists of a finished graph, which take none.
+"""Changes that are taken back where a call is refused.
 
 A public function that adds to a graph does it whole or not at all: what it notes is taken back where it, or a function
 that it was given, ends in an error.
@@ -11,11 +11,10 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
-from ..errors import GraphError
 from .scopes import here
 from .tensor import Tensor
 
-__all__ = ["Journal", "fixed", "loose", "whole"]
+__all__ = ["Journal", "whole"]
 
 
 class Journal:
@@ -72,32 +71,3 @@ def _tensors(values: Iterable[object]) -> Iterator[Tensor]:
             yield value
         elif isinstance(value, list | tuple):
             yield from (v for v in value if isinstance(v, Tensor))
-
-
-def _refusing(kind: type, *changing: str) -> type:
-    def refuse(self: Any, *args: object, **named: object) -> None:
-        raise GraphError(self.refusal)
-
-    plain = {"__reduce_ex__": lambda self, protocol: (kind, (kind(self),))}  # a copy of it can be changed
-    return type(f"Fixed{kind.__name__.title()}", (kind,), plain | dict.fromkeys(changing, refuse))
-
-
-_KEYS = ("__setitem__", "__delitem__", "clear", "pop")
-_REFUSING: dict[Any, type] = {
-    list: _refusing(list, *_KEYS, "__iadd__", "__imul__", "append", "extend", "insert", "remove", "reverse", "sort"),
-    dict: _refusing(dict, *_KEYS, "__ior__", "popitem", "setdefault", "update"),
-}
-
-
-def fixed(value: Any, refusal: str) -> Any:
-    """Return a list or dictionary as one that refuses to be changed, in these words, anything else as it is."""
-    if type(value) not in _REFUSING:
-        return value
-    out = _REFUSING[type(value)](value)
-    out.refusal = refusal
-    return out
-
-
-def loose(value: Any) -> Any:
-    """Return what `fixed` made of a list or dictionary as one that can be changed again, anything else as it is."""
-    return next((kind(value) for kind, made in _REFUSING.items() if type(value) is made), value)

@@ -91,9 +91,7 @@ def reduced(graph: Graph) -> tuple[Any, ...]:
         if name not in _OF_ONE and not isinstance(getattr(type(graph), name, None), cached_property)
     }
     state["graph"] = dict(graph.graph), graph.graph.facts
-    # what refuses to be changed says why, and is copied as what does not
-    refusals = [{k: v.refusal for k, v in kept.items() if hasattr(v, "refusal")} for kept in state["graph"]]
-    return _graph_of, (type(graph), [type(n) for n in nodes]), (state, [_contents(n) for n in nodes], refusals)
+    return _graph_of, (type(graph), [type(n) for n in nodes]), (state, [_contents(n) for n in nodes])
 
 
 def filled(graph: Graph, state: Iterable[Any]) -> None:

@@ -24,7 +24,7 @@ from ..errors import CostGraphError, GraphError
 from ..notation.door import READ, rule
 from ..notation.grammar import parse_relation
 from .arguments import need_choice, need_flag, need_name, sizes_of
-from .changes import Journal, fixed, loose
+from .changes import Journal
 from .checks import check
 from .copies import Attributes, filled, reduced
 from .op import Attrs, Op, OpKind, Result
@@ -48,7 +48,8 @@ class _Carried(Generic[T]):
         return out
 
     def __set__(self, graph: Graph, value: T) -> None:
-        graph._modify(self.name)
+        graph._forget()
+        graph.note(graph._forget)
         graph.graph.facts[self.name] = value
 
 
@@ -76,8 +77,9 @@ def _changing(method: Callable[..., None]) -> Callable[..., None]:
 class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
     """A model: tensors and ops in program order.
 
-    A graph is open while its `with` block is, and finished once that is left: what would change it is refused then,
-    until it is entered again. One that was never entered is open, and so is a copy.
+    A graph is open while its `with` block is, and finished once that is left: tensors and ops are neither added nor
+    removed then, until it is entered again. What is stated of it, outputs, assumptions, defaults and the loss, may
+    still be. One that was never entered is open, and so is a copy.
 
     Parameters
     ----------
@@ -153,7 +155,6 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
         self.graph.setdefault("name", name if isinstance(name, str) else "graph")
         facts = {"dtype": find_dtype(dtype), "outputs": [], "relations": NOTHING_KNOWN, "defaults": {}, "loss": None}
         self.graph.facts = facts | {"gradients": {}, "handed": {}} | self.graph.facts
-        self._keep(loose)
 
     def copy(self, as_view: bool = False) -> Graph:
         """Return a graph of the same nodes, in which nodes can be removed; ops of its tensors go to the original."""
@@ -281,7 +282,8 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
         GraphError
             If one is no tensor, or of another graph.
         """
-        self._modify("output")
+        self._forget()
+        self.note(self._forget)
         with self.whole():
             for t in tensors:
                 if not isinstance(t, Tensor):
@@ -301,7 +303,6 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
         PatternError
             If a text is no relation, or contradicts what is known.
         """
-        self.root._modify("assume")
         known = self.root.relations.relations
         self.root.relations = Relations([*known, *(parse_relation(r) for r in relations)])
 
@@ -339,26 +340,16 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
         for g in self._own_bodies():
             g.cache.clear()  # its lists and dictionaries may have been changed in place
             g.frozen = True
-            for kept in (g.graph, g.graph.facts):
-                kept |= {key: fixed(value, g._refusal(key)) for key, value in kept.items()}
 
     def _reopen(self) -> None:
         for g in self._own_bodies():
             for name in [n for n, v in vars(g).items() if v is nx.classes.function.frozen]:
                 delattr(g, name)  # set by nx.freeze
             g.frozen = False
-            g._keep(loose)
-
-    def _keep(self, change: Callable[[Any], Any]) -> None:
-        for kept in (self.graph, self.graph.facts):
-            kept |= {key: change(value) for key, value in kept.items()}
 
     def _own_bodies(self) -> Iterator[Graph]:
         """Yield this graph and every graph inside it, nothing of a view, which has all from another graph."""
         return iter(()) if hasattr(self, "_graph") else self.bodies()
-
-    def _refusal(self, asked: str) -> str:
-        return f"{asked}: graph {self.root.name!r} is finished, expected an open one: 'with g:' opens graph g again"
 
     # -- inside --------------------------------------------------------------------------------------------------
 
@@ -366,10 +357,7 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
         return reduced(self)
 
     def __setstate__(self, state: Any) -> None:
-        *contents, refusals = state
-        filled(self, contents)
-        for kept, said in zip((self.graph, self.graph.facts), refusals, strict=True):
-            kept |= {key: fixed(kept[key], text) for key, text in said.items()}
+        filled(self, state)
 
     def __copy__(self) -> Graph:
         return self.copy()
@@ -402,7 +390,10 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
     def _modify(self, asked: str) -> None:
         """Refuse what was asked for if the graph is finished, else forget what was derived of it."""
         if self.frozen:
-            raise GraphError(self._refusal(self.root.journal.asked or asked))
+            raise GraphError(
+                f"{self.root.journal.asked or asked}: graph {self.root.name!r} is finished, expected an open one: "
+                "'with g:' opens graph g again"
+            )
         self._forget()
         self.note(self._forget)
 
