@@ -4,6 +4,7 @@ import pytest
 import sympy
 
 import costgraph as cg
+from costgraph.plan.preflight import PreflightCheck
 
 CAPACITY = 80 * 10**9
 SIZES = {"B": 1, "S": 4096}
@@ -126,7 +127,7 @@ def test_text(found):
     assert lines[0] == "parameters: 8,030,261,248"
     assert "state memory: 96.36 GB (89.75 GiB), all devices have 81.92 TB (74.51 TiB): ok" in lines
     assert repr(found) == "Preflight('llama-3-8b' on 1024 h100-sxm)"
-    assert str(cg.plan.preflight.PreflightCheck("x", cg.dims("B"), "B")) == "x: B [B]"
+    assert str(PreflightCheck("x", cg.dims("B"), "B")) == "x: B [B]"
     with pytest.raises(KeyError, match="speed"):
         found["speed"]
 

@@ -160,7 +160,8 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
         """Return a graph of the same nodes, in which nodes can be removed; ops of its tensors go to the original."""
         out: Graph = super().copy(as_view=as_view)
         if not as_view:
-            out._keep(lambda v: v.copy() if isinstance(v, list | dict) else v)
+            for kept in (out.graph, out.graph.facts):
+                kept |= {key: v.copy() for key, v in kept.items() if isinstance(v, list | dict)}
         return out
 
     # -- structure -----------------------------------------------------------------------------------------------

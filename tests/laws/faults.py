@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from math import prod
 from types import MappingProxyType
 
@@ -12,12 +13,13 @@ from costgraph.algebra.polynomial import ONE, ZERO
 from costgraph.analysis import costs, lifetimes, memory, params, traffic
 from costgraph.graph import domain
 from costgraph.ops import layout as layout_ops
-from costgraph.ops import pointwise as pointwise_ops
 from costgraph.ops import reach, rules
 from costgraph.ops.registry import KINDS
 from costgraph.ops.rules import Flops
 from costgraph.transforms.backward import walk
 
+#: The name in the package is that of the function.
+pointwise_ops = import_module("costgraph.ops.pointwise")
 FAULTS: list[Fault] = []
 
 
