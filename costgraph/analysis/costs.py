@@ -19,6 +19,9 @@ from ..graph.graph import Graph, need_graph
 from ..graph.op import Op
 from ..graph.sizes import Bindings, bindings, known_names
 from ..graph.tensor import Storage, Tensor
+from ..ops.contraction import Einsum
+from ..ops.grouped import Grouped
+from ..ops.pieces import Absent, Accumulate
 from ..ops.rules import Flops
 from .aliases import aliased, situations
 from .collecting import collection_paused
@@ -51,14 +54,14 @@ def executions(graph: Graph, times: Poly = ONE, *, moves: bool = True) -> Iterat
 def _executions(graph: Graph, times: Poly, moves: bool, absent: dict[Tensor, Poly]) -> Iterator[tuple[Op, Poly, bool]]:
     """As above; `absent` has the sums that are not there yet, and in how many of the executions they are not."""
     for op in graph.ops:
-        if op.kind.body == "repeated":
+        if op.loop is not None:
             yield from _iterations(op, times, moves, absent)
             continue
-        if op.kind.name == "absent":
+        if isinstance(op.kind, Absent):
             absent[op.results[0]] = times
             continue
         runs = times
-        if op.kind.name == "accumulate":  # the first term of a sum becomes it
+        if isinstance(op.kind, Accumulate):  # the first term of a sum becomes it
             runs = times - absent.get(op.operands[0], ZERO)
             if not runs:
                 continue
@@ -96,8 +99,8 @@ def compute_dtype(op: Op) -> str:
     A product of whole numbers adds up in a wider format than that of its operands, which decides the unit that it
     runs on.
     """
-    multiplies = op.kind.name in ("einsum", "grouped")
-    operands = op.operands[:2] if op.kind.name == "grouped" else op.operands  # the others say where rows belong
+    multiplies = isinstance(op.kind, Einsum | Grouped)
+    operands = op.operands[:2] if isinstance(op.kind, Grouped) else op.operands  # the others say where rows belong
     found = [t.dtype for t in operands if t.dtype.kind == "float"]
     if not found:
         found = [t.dtype for t in (operands if multiplies else op.results[:1])]

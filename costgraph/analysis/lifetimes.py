@@ -20,6 +20,7 @@ from ..graph.sizes import bindings
 from ..graph.strides import numel
 from ..graph.tensor import Storage, Tensor
 from ..hardware.tables import Column, Fact, Table
+from ..ops.pieces import Absent, Accumulate
 from .families import Family, Held, Life, Rest, piece
 
 __all__ = ["Life", "Lifetime", "Lifetimes", "Program", "Step", "copies_needed", "lifetimes", "period", "play"]
@@ -84,7 +85,7 @@ def _leaving(op: Op) -> list[Op]:
     """List the loops of a graph that leave storages behind: as many iterations are looked at of each of them."""
     root = op.graph.root
     if "leaving" not in root.cache:
-        loops = (o for o in root.walk() if o.kind.body == "repeated")
+        loops = (o for o in root.walk() if o.loop is not None)
         root.cache["leaving"] = [o for o in loops if _leaves_storages(o)]
     found: list[Op] = root.cache["leaving"]
     return found
@@ -124,15 +125,15 @@ class _Player:
                 self.program.lives.append(life)
         for op in graph.ops:
             if op.body is not None:
-                self.sources(op.body, env, times * op.attrs["count"] if op.kind.body == "repeated" else times)
+                self.sources(op.body, env, times * op.attrs["count"] if op.loop is not None else times)
 
     def run(self, graph: Graph, env: dict[Storage, Held], label: tuple[object, ...]) -> None:
         for op in graph.ops:
-            if op.kind.body == "repeated":
+            if op.loop is not None:
                 self.loop(op, env, label)
-            elif op.kind.name == "absent":
+            elif isinstance(op.kind, Absent):
                 env[op.results[0].storage] = None
-            elif op.kind.name == "accumulate" and env[op.operands[0].storage] is None:
+            elif isinstance(op.kind, Accumulate) and env[op.operands[0].storage] is None:
                 env[op.operands[0].storage] = env[op.operands[1].storage]
             else:
                 self.step(op, env, label)

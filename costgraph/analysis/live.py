@@ -74,7 +74,7 @@ def live_cases(graph: Graph, values: Mapping[str, Poly], view: View = None) -> l
     list of (Poly, Owner)
         Not yet bound.
     """
-    loops = [op for op in graph.walk() if op.kind.body == "repeated"]
+    loops = [op for op in graph.walk() if op.loop is not None]
     # where a body exchanges carries, an open count may leave them in any of their places
     ends = lcm(*(period(op) for op in loops if op.attrs["count"].bind(values).constant is None))
     rules = [copies_for(values, extra) for extra in range(ends)]
@@ -117,7 +117,7 @@ def _open_counts(graph: Graph, values: Mapping[str, Poly]) -> dict[str, list[tup
     """Return the loops whose count is open in one symbol, by that symbol."""
     out: dict[str, list[tuple[Poly, Op]]] = {}
     for op in graph.walk():
-        count = op.attrs["count"].bind(values) if op.kind.body == "repeated" else ONE
+        count = op.attrs["count"].bind(values) if op.loop is not None else ONE
         if len(count.names()) == 1:
             (name,) = count.names()
             out.setdefault(name, []).append((count, op))

@@ -202,7 +202,7 @@ def _played_out(graph: Graph, values: Mapping[str, Poly]) -> int:
     def steps(g: Graph) -> int:
         out = 0
         for op in g.ops:
-            if op.kind.body == "repeated":
+            if op.loop is not None:
                 count = op.attrs["count"].bind(values).constant
                 inner = max(steps(op.body), 1)  # type: ignore[arg-type]  # it has one
                 out += (_MOST_STEPS + 1 if count is None else int(count)) * inner

@@ -9,11 +9,11 @@ from ..graph.graph import Graph, need_graph
 from ..graph.op import Op
 from ..graph.sizes import bindings
 from ..graph.tensor import Tensor
-from ..ops.grouped import DISPATCH, GROUPED
-from ..ops.index import GATHER
-from ..ops.layout import REARRANGE
-from ..ops.pointwise import POINTWISE
-from ..ops.stated import OPAQUE
+from ..ops.grouped import Dispatch, Grouped
+from ..ops.index import Gather
+from ..ops.moves import Rearrange
+from ..ops.pointwise import Pointwise
+from ..ops.stated import Opaque
 from .traffic import repeated_bodies
 
 __all__ = ["cache_bytes", "param_bytes", "param_count"]
@@ -39,14 +39,13 @@ def _met_by(op: Op, t: Tensor) -> Poly:
     if op.body is not None:
         inside = (_met(op.body, f) for f, outer in zip(op.body.formals, op.operands, strict=True) if outer is t)
         return next((p for p in inside if p != ONE), ONE)
-    if op.kind is GROUPED and op.operands[1] is t:
-        chosen: Poly = op.attrs["chosen"]
-        return chosen / t.sizes[0]
-    sender = op.operands[1].producer if op.kind is GATHER else None
-    if sender is not None and sender.kind is DISPATCH:  # a row of a table for the expert of each row
+    if isinstance(op.kind, Grouped) and op.operands[1] is t:
+        return op.kind.chosen / t.sizes[0]
+    sender = op.operands[1].producer if isinstance(op.kind, Gather) else None
+    if sender is not None and isinstance(sender.kind, Dispatch):  # a row of a table for the expert of each row
         return sender.operands[0].sizes[-1] / t.sizes[0]
     # another view or format of it, or what is left once scales are applied
-    handed_on = op.kind in (POINTWISE, REARRANGE, OPAQUE) and op.results[0].numel == t.numel
+    handed_on = isinstance(op.kind, Pointwise | Rearrange | Opaque) and op.results[0].numel == t.numel
     return _met(op.graph, op.results[0]) if handed_on else ONE
 
 

@@ -16,6 +16,7 @@ from ..graph.op import Op
 from ..graph.sizes import bindings, known_names
 from ..hardware.specs import Hardware, load_hardware
 from ..hardware.tables import Column, Fact, Table
+from ..ops.stated import Collective, Transfer
 from .costs import compute_dtype, executions
 from .hooks import PLOTTERS
 from .traffic import compulsory
@@ -44,11 +45,11 @@ class Work:
     def seconds(self, hardware: Hardware, fallback: Fallback) -> tuple[Poly, Poly]:
         """Return the time in compute and the time in memory (or over a link), as formulas in seconds."""
         parts = [amount / _rate(hardware, kind, dtype, fallback) for (kind, dtype), amount in self.flops.items()]
-        if self.op.kind.name == "collective":
+        if isinstance(self.op.kind, Collective):
             raise UnsupportedError(
                 f"roofline: {self.op.name!r} is a collective, whose time on a network has no rule yet"
             )
-        if self.op.kind.name == "transfer":
+        if isinstance(self.op.kind, Transfer):
             # what it reads and what it writes is one stream over the link
             return total(parts), self.bytes / 2 / Fraction(hardware.link(self.op.attrs["link"]).value)
         return total(parts), self.bytes / Fraction(hardware.bandwidth.value)
@@ -265,7 +266,7 @@ def roofline(graph: Graph, hardware: str | Hardware, /, *, fallback: Fallback = 
         compute, memory = (exact(p.bind(values)) for p in work.seconds(device, fallback))
         estimate += max(compute, memory)
         rows.append(_row(work, values, compute, memory, device))
-        if work.op.kind.name == "transfer":
+        if isinstance(work.op.kind, Transfer):
             units["link"] += memory
         for unit, seconds in _by_unit(work, values, device, fallback):
             units[unit] = units.get(unit, Fraction(0)) + seconds
@@ -321,7 +322,7 @@ def _ridge(graph: Graph, values: Mapping[str, Poly], device: Hardware, fallback:
 def _row(work: Work, values: Mapping[str, Poly], compute: Fraction, memory: Fraction, device: Hardware) -> RooflineRow:
     amounts = {key: exact(p.bind(values)) for key, p in work.flops.items()}
     flops, moved = sum(amounts.values(), start=Fraction(0)), exact(work.bytes.bind(values))
-    slow = "link" if work.op.kind.name == "transfer" else "memory"
+    slow = "link" if isinstance(work.op.kind, Transfer) else "memory"
     seconds = max(compute, memory)
     return RooflineRow(
         op=work.op.name,

@@ -63,7 +63,7 @@ def saved_bytes(graph: Graph, /, **dims: int) -> dict[str, Formula]:
     values = bindings(graph, dims)
     found: dict[str, list[Storage]] = {"": list(dict.fromkeys(_outlive(graph)))}
     for op in graph.walk():
-        if op.kind.body == "repeated" and op.phase == "forward":
+        if op.loop is not None and op.phase == "forward":
             assert op.body is not None
             found[op.name] = list(dict.fromkeys((*_left(op), *_outlive(op.body))))
     return {name: bound_answer(total(s.bytes for s in storages), values) for name, storages in found.items()}
@@ -100,7 +100,7 @@ def _there(graph: Graph) -> set[Storage]:
 def _is_left(t: Tensor) -> bool:
     """Whether a tensor stands for what the iterations of a loop left behind."""
     op = t.producer
-    if op is None or op.kind.body != "repeated":
+    if op is None or op.loop is None:
         return False
     saved: int = op.attrs.get("saved", 0)
     return op.results.index(t) >= len(op.results) - saved

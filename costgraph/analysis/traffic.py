@@ -10,8 +10,9 @@ from ..algebra.polynomial import ONE, ZERO, Poly, poly, total
 from ..graph.graph import Graph
 from ..graph.tensor import SOURCES, Tensor
 from ..notation.grammar import parse_relation
-from ..ops.grouped import GROUPED
-from ..ops.reach import at_least, elements_read, together
+from ..ops.grouped import Grouped
+from ..ops.reach import at_least
+from ..ops.readers import elements_read, together
 
 __all__ = ["compulsory", "repeated_bodies"]
 
@@ -21,13 +22,13 @@ def repeated_bodies(graph: Graph, times: Poly = ONE) -> Iterator[tuple[Graph, Po
     yield graph, times
     for op in graph.ops:
         if op.body is not None:
-            repeated = times * op.attrs["count"] if op.kind.body == "repeated" else times
+            repeated = times * op.attrs["count"] if op.loop is not None else times
             yield from repeated_bodies(op.body, repeated)
 
 
 def _known(graph: Graph) -> Relations:
     """Return what is known of sizes, and that no token chooses more experts than there are."""
-    found = [op for op in graph.walk() if op.kind is GROUPED and op.attrs["routing"] == "expected"]
+    found = [op for op in graph.walk() if isinstance(op.kind, Grouped) and op.attrs["routing"] == "expected"]
     pairs = {(op.operands[1].sizes[0], op.attrs["chosen"]) for op in found}
     texts = sorted(f"{experts} >= {chosen}" for experts, chosen in pairs if (experts - chosen).constant is None)
     return Relations([*graph.root.relations.relations, *map(parse_relation, texts)])
@@ -46,7 +47,7 @@ def _made(t: Tensor) -> tuple[object, ...] | None:
     while source.is_view and source.producer is not None:
         source = next(o for o in source.producer.operands if o.storage is t.storage)
     op = source.producer
-    if op is None or op.body is None or op.kind.body != "repeated":
+    if op is None or op.body is None or op.loop is None:
         return t.region()
     inner = op.body.outputs[op.results.index(source)]
     made = None if inner.role != "activation" else _made(inner)
@@ -71,7 +72,7 @@ def _kept(graph: Graph, t: Tensor) -> Poly:
     """Return the elements of a cache that a step writes: the next one reads them."""
     if t.role != "cache":
         return ZERO
-    changing = [op for op in graph.successors(t) if op.attrs.get("inplace")]
+    changing = [op for op in graph.successors(t) if op.kind.overwrites()]
     # a kernel writes into caches beside what it hands out
     return total(
         written

@@ -194,7 +194,7 @@ def _holding_gradients(graph: Graph) -> set[Storage]:
         op = t.producer
         if op is not None:
             left += [o for o in op.operands if o.storage is t.storage]
-            if op.body is not None and op.kind.body == "repeated":
+            if op.body is not None and op.loop is not None:
                 left.append(op.body.outputs[op.results.index(t)])
     return {t.storage for t in found}
 

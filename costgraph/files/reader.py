@@ -19,14 +19,15 @@ from ..errors import CostGraphError, FormatError, GraphError
 from ..graph.arguments import need_name, sizes_of
 from ..graph.domain import Domain
 from ..graph.graph import Graph
-from ..graph.op import Attrs, Op, OpKind
+from ..graph.loop import Repeat
+from ..graph.op import Op, OpKind
 from ..graph.tensor import SOURCES, Tensor
 from ..notation.grammar import parse_formula, parse_relation
 from ..notation.pattern import parse_pattern
-from ..ops.keep import KEEP
+from ..ops.keep import Keep
 from ..ops.pointwise import FUNCTIONS, Function
 from ..ops.registry import KINDS
-from .attributes import check_attributes
+from .fields import of_version_1, typed
 
 __all__ = ["MALFORMED", "Reader", "kept", "need", "node_id", "texts"]
 
@@ -88,8 +89,8 @@ def node_id(node: Tensor | Op) -> str:
 class Reader:
     """Rebuilds a graph, op by op, from the data of a file."""
 
-    def __init__(self, place: str, assumptions: Sequence[str]) -> None:
-        self.place = place
+    def __init__(self, place: str, assumptions: Sequence[str], version: int) -> None:
+        self.place, self.version = place, version
         if len(assumptions) > _MOST_ASSUMPTIONS:
             raise self.error(f"top: {len(assumptions)} assumptions, expected at most {_MOST_ASSUMPTIONS}")
         self.known = Known(list(map(parse_relation, assumptions)))
@@ -260,7 +261,7 @@ class Reader:
             need_name(f"{self.place}: {where}: scope", scope)
         name = node["id"].removesuffix("()")
         operands = [self.tensor(tensors, n, where) for n in self.texts(node, "operands", where)]
-        repeated = kind.body == "repeated"
+        repeated = kind is Repeat
         self.repeats += repeated
         if self.repeats > _DEEPEST_REPEAT:
             raise self.error(f"{where}: repeats in repeats, expected at most {_DEEPEST_REPEAT} levels")
@@ -269,20 +270,21 @@ class Reader:
         op.scope = scope
         self.results(op, node, name, tensors, where)
 
-    def made(self, graph: Graph, kind: OpKind, operands: list[Tensor], node: dict[str, Any], where: str) -> Op:
+    def made(self, graph: Graph, kind: type[OpKind], operands: list[Tensor], node: dict[str, Any], where: str) -> Op:
         """Append the op itself."""
         name, phase = node["id"].removesuffix("()"), node["phase"]
         try:
-            attrs = {k: self.decode(v, graph, where) for k, v in self.need(node, "attrs", dict, where).items()}
-            self.check(kind.name, operands, attrs)
-            whole = next((t for t in operands if t.storage.pieces and kind.body != "repeated"), None)
+            facts = {k: self.decode(v, graph, where) for k, v in self.need(node, "attrs", dict, where).items()}
+            record = self.record(kind, facts)
+            whole = next((t for t in operands if t.storage.pieces and kind is not Repeat), None)
             # a list may have an element for each layer of a stack, and what is kept is not read
-            if whole is not None and kind is not KEEP and "pieces" not in attrs:
+            if whole is not None and kind is not Keep and not getattr(record, "pieces", ()):
                 raise GraphError(f"{kind.name} of {whole!r}, expected a loop: it has a storage for each iteration")
-            op = graph.add_op(kind, operands, attrs, name, phase)
+            op = graph.add_op(record, operands, name, phase)
+            self.verify(op)
             if op.body is not None:
-                op.body.owner, op.body.fused = op, kind.body == "fused"
-            kind.flops(op), kind.reads(op), kind.writes(op)  # what cannot be counted is refused now
+                op.body.owner, op.body.fused = op, kind is not Repeat
+            record.flops(op), record.reads(op), record.writes(op)  # what cannot be counted is refused now
         except FormatError:
             raise
         except CostGraphError as error:
@@ -293,12 +295,19 @@ class Reader:
             ) from None
         return op
 
-    def check(self, kind: str, operands: Sequence[Tensor], attrs: Attrs) -> None:
-        """Refuse attributes that say something else than the operands."""
+    def record(self, kind: type[OpKind], facts: dict[str, Any]) -> OpKind:
+        """Return the record of an op, its fields held against their types."""
         try:
-            check_attributes(kind, operands, attrs, self.known)
+            return typed(kind, facts if self.version > 1 else of_version_1(kind, facts))
         except CostGraphError as error:
-            raise GraphError(f"attributes of {kind!r} are malformed: {error}") from None
+            raise GraphError(f"attributes of {kind.name!r} are malformed: {error}") from None
+
+    def verify(self, op: Op) -> None:
+        """Refuse fields that say something else than the operands."""
+        try:
+            op.kind.verify(op.operands, self.known)
+        except CostGraphError as error:
+            raise GraphError(f"attributes of {op.kind.name!r} are malformed: {error}") from None
 
     def results(self, op: Op, node: dict[str, Any], name: str, tensors: dict[str, Tensor], where: str) -> None:
         """Give the results of an op the names that the file has for them."""

@@ -32,7 +32,8 @@ from .reader import MALFORMED, Reader, kept, need, node_id, texts
 
 __all__ = ["load", "save"]
 
-_SCHEMA = "costgraph/graph/1"
+_SCHEMAS = {"costgraph/graph/1": 1, "costgraph/graph/2": 2}
+_SCHEMA = "costgraph/graph/2"
 _LARGEST = 64 * 2**20
 
 # -- writing -----------------------------------------------------------------------------------------------------
@@ -86,7 +87,7 @@ def _node_data(node: Tensor | Op) -> dict[str, Any]:
         "kind": node.kind.name,
         "operands": [t.name for t in node.operands],
         "results": [t.name for t in node.results],
-        "attrs": {k: _encode(v) for k, v in node.attrs.items()},
+        "attrs": {k: _encode(v) for k, v in node.kind.stated().items()},
         "scope": node.scope,
         "phase": node.phase,
     }
@@ -182,11 +183,12 @@ def load(path: str | os.PathLike[str]) -> Graph:
     place = place_of(path)
     data = _data(path, place)
     facts = need(place, data, "graph", dict, "top")
-    if facts.get("schema") != _SCHEMA:
+    schema = facts.get("schema")
+    if not isinstance(schema, str) or schema not in _SCHEMAS:
         raise FormatError(f"{place}: schema {shown(facts.get('schema'))}, expected {_SCHEMA!r}")
     try:
         with opened(levels=()):  # names in a file are complete
-            graph = Reader(place, texts(place, facts, "assumptions", "top")).graph(data, None, "top")
+            graph = Reader(place, texts(place, facts, "assumptions", "top"), _SCHEMAS[schema]).graph(data, None, "top")
             graph.defaults = _defaults(place, facts)
             graph.loss = None if facts["loss"] is None else kept(str, facts["loss"])
             graph.freeze()

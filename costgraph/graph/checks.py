@@ -43,7 +43,7 @@ def _check_order(graph: Graph) -> None:
         late = next((t for t in op.operands if t not in ready), None)
         if late is not None:
             raise GraphError(f"op {op.name!r}: reads {late.name!r} before it is made, expected program order")
-        if op.kind.body == "fused" and not op.results:
+        if op.body is not None and op.body.fused and not op.results:
             raise GraphError(f"kernel {op.name!r}: nothing outside reads what it makes, expected a result that is used")
         ready.update(op.results)
 
@@ -57,12 +57,12 @@ def _behind(t: Tensor, first: Mapping[Storage, Tensor] = MappingProxyType({})) -
     while t.is_view and t.producer is not None:
         t = next(o for o in t.producer.operands if o.storage is t.storage)
     yield t.storage
-    op = t.producer
-    if op is None or op.body is None or op.kind.body != "repeated":
+    loop = None if t.producer is None else t.producer.loop
+    if loop is None:
         return
-    inputs = {f.storage: o for f, o in zip(op.body.formals, op.operands, strict=True)}
-    handed = [inputs[s] for s in _behind(op.body.outputs[op.results.index(t)]) if s in inputs]
-    carries = op.operands[: op.attrs["carries"]]
+    inputs = {f.storage: o for f, o in zip(loop.body.formals, loop.op.operands, strict=True)}
+    handed = [inputs[s] for s in _behind(loop.body.outputs[loop.op.results.index(t)]) if s in inputs]
+    carries = loop.starts
     # carries that change places may have been in any of them
     for o in dict.fromkeys((*handed, *(carries if any(h in carries for h in handed) else ()))):
         yield from _behind(o, first)
@@ -70,9 +70,10 @@ def _behind(t: Tensor, first: Mapping[Storage, Tensor] = MappingProxyType({})) -
 
 def overwritten_by(op: Op, first: Mapping[Storage, Tensor] = MappingProxyType({})) -> list[Storage]:
     """Storages of operands that an op leaves with other values: its own, or those that its iterations carry on."""
-    if op.attrs.get("inplace"):
-        return [s for i in op.attrs.get("changed", (0,)) for s in _behind(op.operands[i], first)]
-    if op.body is None or op.kind.body != "repeated":
+    written = op.kind.overwrites()
+    if written:
+        return [s for i in written for s in _behind(op.operands[i], first)]
+    if op.body is None or op.loop is None:
         return []
     outside = {f.storage: t.storage for f, t in zip(op.body.formals, op.operands, strict=True)}
     return [outside[s] for inner in op.body.ops for s in overwritten_by(inner) if s in outside]

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from copy import deepcopy
 from functools import cached_property
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -64,12 +63,11 @@ class Node:
 
     def __setstate__(self, contents: dict[str, Any]) -> None:
         for name, value in contents.items():
-            setattr(self, name, MappingProxyType(value) if name == "attrs" else value)
+            setattr(self, name, value)
 
 
 def _contents(node: Node) -> dict[str, Any]:
-    found = {name: getattr(node, name) for kind in type(node).__mro__ for name in getattr(kind, "__slots__", ())}
-    return found | {"attrs": dict(found["attrs"])} if "attrs" in found else found
+    return {name: getattr(node, name) for kind in type(node).__mro__ for name in getattr(kind, "__slots__", ())}
 
 
 def _own(graph: Graph) -> tuple[list[Any], dict[Any, int]]:

@@ -27,7 +27,7 @@ from .arguments import need_choice, need_flag, need_name, sizes_of
 from .changes import Journal
 from .checks import check
 from .copies import Attributes, filled, reduced
-from .op import Attrs, Op, OpKind, Result
+from .op import Op, OpKind, Result
 from .scopes import Place, close, enter, here
 from .strides import Sizes, is_integral, settled
 from .tensor import Storage, Tensor
@@ -533,7 +533,7 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
         self.add_node(tensor)
         super().add_edge(op, tensor)
 
-    def add_op(self, kind: OpKind, operands: Iterable[Tensor], attrs: Attrs, name: str, phase: str | None = None) -> Op:
+    def add_op(self, kind: OpKind, operands: Iterable[Tensor], name: str, phase: str | None = None) -> Op:
         """Append an op; its results are inferred."""
         need_name(kind.name, name)
         operands = tuple(operands)
@@ -542,24 +542,24 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
             self.adopt(foreign)  # which says more than that this one is finished
         self._modify(name)
         with self.whole():
-            return self._op(kind, operands, attrs, name, phase)
+            return self._op(kind, operands, name, phase)
 
-    def _op(self, kind: OpKind, operands: Iterable[Tensor], attrs: Attrs, name: str, phase: str | None) -> Op:
+    def _op(self, kind: OpKind, operands: Iterable[Tensor], name: str, phase: str | None) -> Op:
         adopted = tuple(self.adopt(t) for t in operands)
         full = self.unique("/".join((*here().levels, name)))
         try:
-            results = kind.results_of(adopted, attrs)
+            results = kind.results_of(adopted)
             for i, result in enumerate(results):
                 sizes_of(result.sizes, f"result {i + 1}")
         except CostGraphError as error:
             raise type(error)(f"{full!r} in graph {self.root.name!r}: {error}") from None
-        op = Op(self, kind, full, adopted, attrs, full.rpartition("/")[0], phase or here().phase)
+        op = Op(self, kind, full, adopted, full.rpartition("/")[0], phase or here().phase)
         self.add_node(op)
         super().add_edges_from((t, op) for t in adopted)
         for result in results:
             self.add_result(op, result)
-        if kind.body == "repeated":
-            self._hand(_handed_on(op))
+        if op.loop is not None:
+            self._hand(op.loop.handed_on())
         return op
 
     def _hand(self, storages: dict[Storage, tuple[Storage, Poly]]) -> None:
@@ -604,19 +604,6 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
         check(self)
 
 
-def _handed_on(op: Op) -> dict[Storage, tuple[Storage, Poly]]:
-    """Return which results of a loop are what it was given: a carry as it came, or something from outside the loop."""
-    body, carries = op.attrs["body"], op.attrs["carries"]
-    captured = range(carries + op.attrs["xs"], len(op.operands))
-    found = {}
-    for i, left in enumerate(body.outputs[: len(op.results)][:carries]):
-        for j in (i, *captured):
-            given, outer = body.formals[j], op.operands[j]
-            if given.storage is left.storage:  # in the same order, as all that a loop hands on
-                found[op.results[i].storage] = outer.storage, outer.offset + left.offset - given.offset
-    return found
-
-
 def need_graph(place: str, graph: object) -> None:
     """Raise GraphError if a question is asked of something else than a graph."""
     if not isinstance(graph, Graph):
@@ -635,10 +622,10 @@ def current_graph(of: Graph | None = None) -> Graph:
     return of.root
 
 
-def apply(kind: OpKind, operands: Sequence[Tensor], attrs: Attrs, name: str) -> tuple[Tensor, ...]:
+def apply(kind: OpKind, operands: Sequence[Tensor], name: str) -> tuple[Tensor, ...]:
     """Append an op of some kind to the graph of its operands and return its results."""
     for i, t in enumerate(operands):
         if not isinstance(t, Tensor):
             raise GraphError(f"{kind.name}: operand {i + 1} is {kind_of(t)}, expected a tensor")
     graph = current_graph(operands[0].graph if operands else None)
-    return graph.add_op(kind, operands, attrs, name).results
+    return graph.add_op(kind, operands, name).results

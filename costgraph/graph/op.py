@@ -1,27 +1,26 @@
-"""Op nodes and the records of op kinds."""
+"""Op nodes, and the records that say what they do."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..algebra.polynomial import ZERO, Poly
-from ..algebra.symbols import shorten
 from ..dtypes import DType
-from ..errors import GraphError, ShapeError
+from ..errors import ShapeError, UnsupportedError
 from .copies import Node
+from .facts import Amount, Flag
 from .strides import Sizes
 from .tensor import Tensor
 
 if TYPE_CHECKING:
+    from ..algebra.dominance import Relations
     from .domain import Domain
     from .graph import Graph
+    from .loop import Loop
 
-__all__ = ["Attrs", "Op", "OpKind", "Result"]
-
-Attrs = Mapping[str, Any]
+__all__ = ["Bodied", "Flops", "Op", "OpKind", "Result", "Working"]
 
 
 @dataclass(frozen=True)
@@ -45,29 +44,83 @@ class Result:
 
 
 #: Op kinds by name; `costgraph.ops.registry` fills it.
-kinds: dict[str, OpKind] = {}
+kinds: dict[str, type[OpKind]] = {}
 
 
 @dataclass(frozen=True)
+class Flops:
+    """FLOPs by the unit of the hardware that does them."""
+
+    matmul: Poly = ZERO
+    """multiplies and adds of contractions, as executed"""
+    full: Poly = None  # type: ignore[assignment]  # never None once it is made
+    """the same with every domain ignored: what is executed unless it is said"""
+    pointwise: Poly = ZERO
+    """single arithmetic operations"""
+    transcendental: Poly = ZERO
+    """exp, log, sqrt, sin, tanh, erf and the like"""
+
+    def __post_init__(self) -> None:
+        if self.full is None:
+            object.__setattr__(self, "full", self.matmul)
+
+
+@dataclass(frozen=True, kw_only=True)
 class OpKind:
-    """The record of an op kind: facts and named rules, no arithmetic of its own."""
+    """What an op does: facts in fields, and the rules of its kind. A kind is a subclass; no rule counts as zero.
 
-    name: str
-    """Name in tables and files."""
-    infer: Callable[[Sequence[Tensor], Attrs], Sequence[Result]]
-    """Shapes, formats and layouts of the results; raises where operands do not fit."""
-    flops: Callable[[Op], Any]
-    """Rule of `costgraph.ops.rules` for its FLOPs."""
-    reads: Callable[[Op], Sequence[Poly]]
-    """Rule for the elements that it reads of each operand."""
-    writes: Callable[[Op], Sequence[Poly]]
-    """Rule for the elements that it writes of each result."""
-    body: str | None = None
-    """fused or repeated where the op runs a body graph, None otherwise."""
-    restricted: bool = False
+    `costgraph.ops.rules` has the rules that many kinds share: `flops = rules.free` in the body of a class takes one.
+    A kind that lacks one is an error where an op of it is counted.
+    """
+
+    name: ClassVar[str]
+    """Name of the kind in tables and files."""
+    restricted: ClassVar[bool] = False
     """Whether it takes operands that are restricted to a domain, `infer` says what is left of it; refused otherwise."""
+    save: Flag = field(default=False, repr=False)
+    """Whether a kernel around it writes its result as well where a backward pass reads it."""
+    again: Flag = field(default=False, repr=False)
+    """Whether it is computed again for a backward pass."""
 
-    def results_of(self, operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
+    def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
+        """Shapes, formats and layouts of the results; raises where operands do not fit."""
+        raise self._lacks("infer")
+
+    def flops(self, op: Op) -> Flops:
+        """FLOPs of an op."""
+        raise self._lacks("flops")
+
+    def reads(self, op: Op) -> Sequence[Poly]:
+        """Elements that an op reads of each operand."""
+        raise self._lacks("reads")
+
+    def writes(self, op: Op) -> Sequence[Poly]:
+        """Elements that an op writes of each result."""
+        raise self._lacks("writes")
+
+    def overwrites(self) -> tuple[int, ...]:
+        """Places of operands that it writes into, which hold other values afterwards."""
+        return ()
+
+    def parts(self, op: Op) -> Loop | None:
+        """Return the parts of a loop, of kinds that repeat a body."""
+        return None
+
+    def verify(self, operands: Sequence[Tensor], known: Iterable[Relations]) -> None:
+        """Raise where a field says something else than the operands; what `infer` finds is left to it.
+
+        `known` is what may have been known of sizes when the record was made, one case after the other.
+        """
+
+    def facts(self) -> dict[str, Any]:
+        """Return the fields by name."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    def stated(self) -> dict[str, Any]:
+        """Return the fields that say something: those that differ from their defaults."""
+        return {f.name: v for f in fields(self) if (v := getattr(self, f.name)) is not f.default and v != f.default}
+
+    def results_of(self, operands: Sequence[Tensor]) -> Sequence[Result]:
         """Infer the results, of operands that the kind takes.
 
         Raises
@@ -78,47 +131,77 @@ class OpKind:
         limited = None if self.restricted else next((t for t in operands if t.domain is not None), None)
         if limited is not None:
             raise ShapeError(f"{self.name} of {limited!r}, which is restricted to a domain: expected a whole tensor")
-        return self.infer(operands, attrs)
+        return self.infer(operands)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # a kind is one record in a process
-        return (_kind, (self.name,)) if kinds.get(self.name) is self else super().__reduce_ex__(protocol)
+    def _lacks(self, rule: str) -> UnsupportedError:
+        return UnsupportedError(f"op kind {self.name!r} has no rule {rule!r}, expected one in {type(self).__name__}")
 
 
-def _kind(name: str) -> OpKind:
-    if name not in kinds:
-        raise GraphError(f"op kind {shorten(name)} is not registered, expected one of {', '.join(sorted(kinds))}")
-    return kinds[name]
+@dataclass(frozen=True, kw_only=True)
+class Working(OpKind):
+    """A kind whose ops may need memory while they run, beside operands and results."""
+
+    workspace: Amount = ZERO
+    """Bytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bodied(OpKind):
+    """A kind whose ops run the ops of a graph."""
+
+    body: Graph
+    """Its formals stand for the operands, its outputs for the results."""
 
 
 class Op(Node):
     """An op node: one kernel, which reads each operand once and writes each result once."""
 
-    __slots__ = ("attrs", "graph", "kind", "name", "operands", "phase", "results", "scope")
+    __slots__ = ("graph", "kind", "name", "operands", "phase", "results", "scope")
 
     def __init__(
-        self,
-        graph: Graph,
-        kind: OpKind,
-        name: str,
-        operands: tuple[Tensor, ...],
-        attrs: Attrs,
-        scope: str,
-        phase: str,
+        self, graph: Graph, kind: OpKind, name: str, operands: tuple[Tensor, ...], scope: str, phase: str
     ) -> None:
         self.graph = graph
         self.kind = kind
         self.name = name
         self.operands = operands
         self.results: tuple[Tensor, ...] = ()
-        self.attrs = MappingProxyType(dict(attrs))
         self.scope = scope
         self.phase = phase
 
     @property
     def body(self) -> Graph | None:
-        """The graph that a Kernel fuses or a Repeat repeats."""
-        return self.attrs.get("body")
+        """The graph that a kernel fuses or a loop repeats."""
+        return self.kind.body if isinstance(self.kind, Bodied) else None
+
+    @property
+    def loop(self) -> Loop | None:
+        """What is repeated and how, by the names of its parts; None where it is no loop."""
+        return self.kind.parts(self)
+
+    @property
+    def workspace(self) -> Poly:
+        """Bytes that it needs while it runs, beside operands and results."""
+        return self.kind.workspace if isinstance(self.kind, Working) else ZERO
+
+    @property
+    def attrs(self) -> Any:
+        return _Attrs(self.kind)
+
+    def state(self, **facts: Any) -> None:
+        """Take a record with other facts in place of the op's own."""
+        before = self.kind
+        self.kind = replace(before, **facts)
+        self.graph.note(lambda: setattr(self, "kind", before))
 
     def __repr__(self) -> str:
         return f"{self.name}[{self.kind.name}]"
+
+
+class _Attrs(dict[str, Any]):
+    def __init__(self, kind: OpKind) -> None:
+        super().__init__(kind.stated())
+        self.kind = kind
+
+    def __missing__(self, name: str) -> Any:
+        return getattr(self.kind, name)

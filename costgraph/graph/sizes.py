@@ -45,7 +45,7 @@ def known_names(graph: Graph) -> frozenset[str]:
             for t in g.tensors:
                 seen.update(t.sizes)
             for op in g.ops:
-                seen.update(p for v in op.attrs.values() for p in _polys(v))
+                seen.update(p for v in op.kind.facts().values() for p in _polys(v))
         for p in seen:
             found |= p.names()
         for relation in graph.root.relations.relations:
@@ -60,8 +60,8 @@ def known_names(graph: Graph) -> frozenset[str]:
 _SIZES = frozenset(("chosen", "count", "domain", "experts", "extents", "k", "ranks", "split", "window"))
 _PLACES = {"room": "what is left beyond", "rooms": "what is left beyond", "start": "start of"}
 _AMOUNTS = {
-    "matmul": "matmul FLOPs", "full": "matmul FLOPs", "pointwise": "pointwise FLOPs", "reads": "bytes read",
-    "transcendental": "transcendental FLOPs", "writes": "bytes written", "workspace": "workspace",
+    "matmul": "matmul FLOPs", "full": "matmul FLOPs", "pointwise": "pointwise FLOPs", "bytes_read": "bytes read",
+    "transcendental": "transcendental FLOPs", "bytes_written": "bytes written", "workspace": "workspace",
     "backward": "backward pass", "capacity": "capacity",
 }  # fmt: skip
 
@@ -75,10 +75,10 @@ def _declared(graph: Graph) -> Iterator[tuple[Poly, str, int, bool]]:
             for i, n in enumerate(t.sizes[t.storage.pieces :], t.storage.pieces):
                 yield n, f"axis {i} of {t.name!r}", int(i > 0 or t not in none), True
         for op in g.ops:
-            for key, value in op.attrs.items():
+            for key, value in op.kind.facts().items():
                 found = _polys(value)
                 if key in _SIZES:
-                    least = 0 if key == "count" and op.attrs.get("least") == 0 else 1
+                    least = 0 if key == "count" and op.loop is not None and op.loop.kind.least == 0 else 1
                     yield from ((p, f"{key} of {op.name!r}", least, True) for p in found)
                 elif key in _PLACES:
                     yield from ((p, f"{_PLACES[key]} {op.name!r}", 0, True) for p in found)
@@ -89,9 +89,8 @@ def _declared(graph: Graph) -> Iterator[tuple[Poly, str, int, bool]]:
 def _of_all_iterations(graph: Graph) -> Iterator[Tensor]:
     """Yield what loops that may have no iteration read and write slices of."""
     for op in graph.ops:
-        if op.attrs.get("least") == 0:
-            first = op.attrs["carries"]
-            yield from (*op.operands[first : first + op.attrs["xs"]], *op.results[first:])
+        if op.loop is not None and op.loop.kind.least == 0:
+            yield from (*op.loop.xs, *op.loop.stacks, *op.loop.pieces)
 
 
 def conditions(graph: Graph) -> tuple[Condition, ...]:

@@ -17,7 +17,7 @@ from ..ops.blocks import fused
 from ..ops.cached import cache
 from ..ops.einsum import einsum
 from ..ops.layout import rearrange, split
-from ..ops.pointwise import FUNCTIONS, POINTWISE, pointwise
+from ..ops.pointwise import FUNCTIONS, Pointwise, pointwise
 from ..ops.reduce import reduce
 from ..ops.stochastic import dropout
 from .linear import linear
@@ -339,8 +339,7 @@ def _eager(
     bias, sinks = _added(added, biased)
     y = _scaled(scores, softcap, bias)
     if domain is not None:  # which keys are hidden changes no cost of an op on the whole square
-        attrs = {"function": FUNCTIONS["causal_mask"], "masked": domain}
-        (y,) = apply(POINTWISE, [y], attrs, "mask")
+        (y,) = apply(Pointwise(function=FUNCTIONS["causal_mask"], masked=domain), [y], "mask")
     return _reduced(dropout(_softmax(y, sinks), p), v, _REDUCE)
 
 

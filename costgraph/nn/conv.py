@@ -16,9 +16,9 @@ from ..graph.tensor import Tensor
 from ..notation.door import READ
 from ..notation.pattern import Affine, Axes, Pattern, PatternText, parse_pattern
 from ..ops.blocks import fused
-from ..ops.einsum import EINSUM
+from ..ops.contraction import Einsum
 from ..ops.layout import reshape, slice_axis
-from ..ops.pooling import POOL
+from ..ops.pooling import Pool
 from .linear import _one
 
 __all__ = ["conv", "pool"]
@@ -141,18 +141,17 @@ def conv(
         **{f"w{i}": poly(w) for i, w in enumerate(spans)},
     }
     causal = isinstance(padding, str) and padding == "causal"
-    attrs = {"pattern": full, "extents": extents, "domain": None, "dtype": x.dtype}
-    attrs |= {"causal": True} if causal else {}
+    kind = Einsum(pattern=full, extents=extents, dtype=x.dtype, causal=causal)
 
     def product(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-        return apply(EINSUM, [x, w], attrs, "conv")[0] + reshape(b, (made, *(1,) * len(spans)))
+        return apply(kind, [x, w], "conv")[0] + reshape(b, (made, *(1,) * len(spans)))
 
     with module(graph, name):
         weight = graph.param("weight", (made, channels / many, *spans))
         if bias:
             y = _one(fused("conv", product, x, weight, graph.param("bias", (made,)), backward="ops"))
         else:
-            y = apply(EINSUM, [x, weight], attrs, "conv")[0]
+            y = apply(kind, [x, weight], "conv")[0]
         # behind the positions of x lie those that its padding makes
         return slice_axis(y, -1, 0, x.sizes[-1], name="seen") if causal else y
 
@@ -247,9 +246,4 @@ def pool(
         **{f"o{i}": size for i, size in enumerate(out)},
         **{f"w{i}": poly(w) for i, w in enumerate(spans)},
     }
-    return apply(
-        POOL,
-        [x],
-        {"pattern": pattern, "extents": extents, "operation": operation},
-        named(name, f"{operation}_pool"),
-    )[0]
+    return apply(Pool(pattern=pattern, extents=extents, operation=operation), [x], named(name, f"{operation}_pool"))[0]

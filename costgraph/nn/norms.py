@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import MappingProxyType
 
 from ..dtypes import dtype as find_dtype
 from ..dtypes import promote
@@ -163,7 +162,7 @@ def batch_norm(x: Tensor, *, affine: bool = True, statistics: str = "auto", name
             return over_the_batch(x, *running, *params)
         y = _one(fused("batch_norm", body, x, *running, *params))
         if statistics == "auto" and y.producer is not None:
-            y.producer.attrs = MappingProxyType({**y.producer.attrs, "statistics": "auto"})
+            y.producer.state(statistics="auto")
         return y
 
 

@@ -27,7 +27,7 @@ from ..algebra.polynomial import Poly
 from ..algebra.symbols import shown
 from ..errors import CostGraphError, GraphError
 
-__all__ = ["READ", "REAL", "Rule", "checked", "guard", "rule"]
+__all__ = ["READ", "REAL", "Rule", "checked", "guard", "hints_of", "rule"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 _PACKAGE = __name__.partition(".")[0]
@@ -195,14 +195,16 @@ def _asked(hint: Any) -> Rule:
     return _ANYTHING if words or sympy.Expr in forms else rule(hint)
 
 
+def hints_of(annotated: object) -> dict[str, Any]:
+    """Return annotations as what they name; names that a module imports for them alone are found in the package."""
+    return typing.get_type_hints(annotated, localns=vars(sys.modules[_PACKAGE]), include_extras=True)
+
+
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:
-    # names that a module imports for annotations alone are found in the package
-    package = vars(sys.modules[_PACKAGE])
     owner = function.__globals__.get(function.__qualname__.removesuffix(".__init__"))
     # a record has fields of another one too, which are annotated where that one stands
     generated = getattr(owner, "__dataclass_params__", None)
-    asked = owner if generated is not None and generated.init else function
-    return typing.get_type_hints(asked, localns=package, include_extras=True)
+    return hints_of(owner if generated is not None and generated.init else function)
 
 
 def _own(value: object) -> Any:

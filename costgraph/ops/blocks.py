@@ -2,93 +2,94 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from types import MappingProxyType
-from typing import overload
+from dataclasses import dataclass, replace
+from functools import reduce as fold
+from typing import TYPE_CHECKING, Annotated, overload
 
 from ..algebra.polynomial import Poly
 from ..algebra.symbols import is_name, shorten
 from ..errors import GraphError, ShapeError
 from ..graph.arguments import amount, need_call
+from ..graph.facts import all_of, is_count
 from ..graph.graph import Graph, current_graph, sizes_of
-from ..graph.op import Attrs, OpKind, Result
+from ..graph.loop import Repeat, need, need_fit, need_formals
+from ..graph.op import Bodied, Op, Result, Working
 from ..graph.scopes import building, here, module, scope
 from ..graph.strides import contiguous
 from ..graph.tensor import Tensor
+from ..notation.door import Rule
 from . import rules
 from .layout import contiguous_copy
-from .pieces import pieces_of, slice_of
+from .pieces import slice_of
 from .pointwise import pointwise
+from .reach import larger
+from .readers import elements_read
 from .registry import register
 
-__all__ = ["KERNEL", "REPEAT", "Carry", "each", "fused", "kernel", "repeat", "save", "scan", "written_slices"]
+if TYPE_CHECKING:
+    from ..algebra.dominance import Relations
+
+__all__ = ["Carry", "Kernel", "Repeat", "each", "fused", "kernel", "repeat", "save", "scan", "written_slices"]
 
 Carry = Tensor | tuple[Tensor, ...]
 
 
-def _kernel_results(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
-    body: Graph = attrs["body"]
-    # what the kernel writes into an operand, such as the state of a recurrence that goes on from step to step
-    changed = attrs.get("changed", ())
-    if any(i >= min(len(operands), len(body.formals)) for i in changed):
-        raise ShapeError(f"kernel: changes operand {max(changed)} of {len(operands)}, expected one that it has")
-    places = {body.formals[i].storage: i for i in changed}
-    made = []
-    for t in body.outputs:
-        i = places.get(t.storage)
-        into = {} if i is None else {"strides": operands[i].strides, "of": i, "offset": operands[i].offset}
-        made.append(Result(t.sizes, t.dtype, domain=t.domain, **into))
-    return made
+@register
+@dataclass(frozen=True, kw_only=True)
+class Kernel(Working, Bodied):
+    """Ops fused into one: what they pass to each other never reaches memory."""
 
+    name = "kernel"
+    restricted = True
+    changed: Annotated[tuple[int, ...], Rule("a tuple of operand numbers", all_of(is_count))] = ()
+    """Operands that it writes into, such as the state of a recurrence that goes on from step to step."""
+    backward: str = ""
+    """How its gradients are made: in one kernel, `ops` for an op each, or the name of a rule."""
+    statistics: Annotated[str, Rule("auto, or nothing", lambda v: v == "auto")] = ""
+    """Whether its statistics are kept where a backward pass reads them: found out there."""
+    flops, writes = rules.in_the_body, rules.all_results
 
-def _repeat_results(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
-    body, carries, count = attrs["body"], attrs["carries"], attrs["count"]
-    out: list[Result] = []
-    for i, t in enumerate(body.outputs):
-        if i >= len(body.outputs) - attrs.get("saved", 0):
-            out.append(pieces_of(operands, attrs, t))
-            continue
-        if t.domain is not None and (i >= carries or operands[i].domain is None):
-            raise ShapeError(f"{t!r} leaves the body restricted to a domain, expected a tensor that is whole")
-        if i < carries:
-            entry = operands[i]
-            if (
-                (t.dtype, t.domain) != (entry.dtype, entry.domain)
-                or len(t.sizes) != entry.ndim
-                or not all(map(entry.graph.same, t.sizes, entry.sizes))
-            ):
-                raise ShapeError(
-                    f"carry {i + 1} enters the body as {entry!r} and leaves it as {t!r}, expected the same"
-                )
-            out.append(Result(entry.sizes, t.dtype, domain=t.domain, pieces=entry.storage.pieces))
-        else:
-            out.append(Result((count, *t.sizes), t.dtype))
-    return out
+    def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
+        """Return what its body hands out."""
+        body = self.body
+        if any(i >= min(len(operands), len(body.formals)) for i in self.changed):
+            raise ShapeError(
+                f"kernel: changes operand {max(self.changed)} of {len(operands)}, expected one that it has"
+            )
+        places = {body.formals[i].storage: i for i in self.changed}
+        made = []
+        for t in body.outputs:
+            i = places.get(t.storage)
+            into = Result(t.sizes, t.dtype, domain=t.domain)
+            if i is not None:
+                into = replace(into, strides=operands[i].strides, of=i, offset=operands[i].offset)
+            made.append(into)
+        return made
 
+    def reads(self, op: Op) -> tuple[Poly, ...]:
+        """Return what the ops inside read of each operand, a view inside standing for its source."""
+        amounts = []
+        for i, f in enumerate(self.body.formals):
+            # a view is written out: a copy, unless it is what was written into the operand
+            own = i not in self.changed
+            handed = [rules.elements(t) for t in self.body.outputs if own and t.storage is f.storage]
+            amounts.append(fold(larger, handed, elements_read(self.body, f)))
+        return rules.once(op, amounts)
 
-KERNEL = register(
-    OpKind(
-        name="kernel",
-        infer=_kernel_results,
-        flops=rules.in_the_body,
-        reads=rules.read_by_the_body,
-        writes=rules.all_results,
-        body="fused",
-        restricted=True,
-    )
-)
-REPEAT = register(
-    OpKind(
-        name="repeat",
-        infer=_repeat_results,
-        flops=rules.in_the_body,
-        reads=rules.nothing,
-        writes=rules.nothing,
-        body="repeated",
-        restricted=True,
-    )
-)
+    def overwrites(self) -> tuple[int, ...]:
+        """Return the operands that it writes into."""
+        return self.changed
+
+    def verify(self, operands: Sequence[Tensor], known: Iterable[Relations]) -> None:
+        """Hold the body's inputs against the operands."""
+        need_formals(operands, self.body)
+        sources = [t for t in self.body.tensors if t.producer is None and t.role != "formal"]
+        need(not sources, f"{sources[:1]!r} declared inside a kernel")
+        for outer, inner in zip(operands, self.body.formals, strict=True):
+            need_fit(outer, inner)
+            need(inner.offset == outer.offset, f"offset of {inner!r}")
 
 
 @contextmanager
@@ -137,8 +138,7 @@ def kernel(name: str, *, workspace: object = 0, backward: str = "") -> Iterator[
     with graph.whole():
         with scope(name), building(body):
             yield body
-        attrs = {"body": body, "workspace": space} | ({"backward": backward} if backward else {})
-        body.owner = graph.add_op(KERNEL, body.captured, attrs, name)
+        body.owner = graph.add_op(Kernel(body=body, workspace=space, backward=backward), body.captured, name)
     # its bytes stand in the table beside the FLOPs of the ops inside
     body.owner.scope = "/".join((*here().levels, name))
 
@@ -149,7 +149,7 @@ def save(t: Tensor) -> Tensor:
     if maker is None or not t.graph.fused:
         raise GraphError(f"save {t!r}: expected a tensor that an op inside a kernel makes")
     t.graph._modify("save")
-    maker.attrs = MappingProxyType({**maker.attrs, "save": True})
+    maker.state(save=True)
     return t
 
 
@@ -307,9 +307,8 @@ def _loop(
             )
         after = tuple(contiguous_copy(body.adopt(t)) for t in after)
         body.outputs += [*after, *written_slices(body, after, ys)]
-    attrs = {"body": body, "count": times, "carries": len(carries), "xs": len(xs)}
-    op = graph.add_op(REPEAT, (*carries, *xs, *body.captured), attrs, own)
-    body.owner = op
+    kind = Repeat(body=body, count=times, carries=len(carries), xs=len(xs))
+    op = body.owner = graph.add_op(kind, (*carries, *xs, *body.captured), own)
     return op.results[: len(carries)], op.results[len(carries) :]
 
 
@@ -347,9 +346,8 @@ def each(
     with module(graph, name) as own, building(body):
         inner = [slice_of(body, t, f"{name}.x{i}") for i, t in enumerate(xs)]
         body.outputs += map(body.adopt, step(*inner))
-    attrs = {"body": body, "count": count, "carries": 0, "xs": len(xs), "saved": len(body.outputs)}
-    op = graph.add_op(REPEAT, (*xs, *body.captured), attrs | ({"reverse": True} if reverse else {}), own)
-    body.owner = op
+    kind = Repeat(body=body, count=count, carries=0, xs=len(xs), saved=len(body.outputs), reverse=reverse)
+    op = body.owner = graph.add_op(kind, (*xs, *body.captured), own)
     return op.results
 
 
@@ -359,7 +357,7 @@ def written_slices(body: Graph, after: Sequence[Tensor], ys: Sequence[Tensor]) -
     out = []
     for y in map(body.adopt, ys):
         own = y.storage.role == "activation" and y.storage not in used and y.is_contiguous and not y.is_view
-        looped = y.producer is not None and y.producer.kind.body == "repeated"  # an iteration of it made the storage
+        looped = y.producer is not None and y.producer.loop is not None  # an iteration of it made the storage
         y = y if own and not looped else pointwise("copy", y, name="stack")
         used.add(y.storage)
         out.append(contiguous_copy(y))

@@ -3,68 +3,99 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
 
 from ..algebra.extremum import smaller
 from ..algebra.polynomial import ZERO, Poly
+from ..dtypes import DType
 from ..dtypes import dtype as find_dtype
 from ..errors import PatternError, ShapeError
 from ..graph.arguments import need_tensor, positive, sizes_of
+from ..graph.facts import Index, Sizes, is_count, is_size, optional
 from ..graph.graph import apply, current_graph
-from ..graph.op import Attrs, Op, OpKind, Result
-from ..graph.strides import Sizes, distinct, numel
+from ..graph.op import Op, OpKind, Result
+from ..graph.strides import distinct, numel
 from ..graph.tensor import Tensor
 from ..notation.pattern import Affine, PatternText, parse_pattern
 from . import rules
 from .registry import register
 
-__all__ = ["APPEND", "CACHE", "INITIAL_STATE", "append", "cache", "initial_state"]
+__all__ = ["Append", "Cache", "InitialState", "append", "cache", "initial_state"]
 
 
-def _same(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
-    (x,) = operands
-    return [Result(x.sizes, x.dtype, x.strides, of=0, offset=x.offset)]
+@register
+@dataclass(frozen=True, kw_only=True)
+class Cache(OpKind):
+    """A view of what is kept between steps of inference."""
+
+    name = "cache"
+    axis: Annotated[int | None, optional("an integer of at least 0", is_count)] = None
+    """The axis that grows, None of what is written once."""
+    window: Annotated[Poly | None, optional("a positive size", is_size)] = None
+    """How many of the last positions are kept."""
+    flops, reads, writes = rules.free, rules.nothing, rules.nothing
+
+    def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
+        """Return the operand."""
+        (x,) = operands
+        return [Result(x.sizes, x.dtype, x.strides, of=0, offset=x.offset)]
 
 
-def _appended(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
-    held, new = operands
-    axis = attrs["axis"]
-    fits = held.ndim == new.ndim and all(
-        i == axis or held.graph.same(a, b) for i, (a, b) in enumerate(zip(held.sizes, new.sizes, strict=True))
-    )
-    if not fits or not 0 <= axis < held.ndim:
-        raise ShapeError(f"append {new!r} to {held!r}: expected equal sizes on all axes but {axis}")
-    return [Result(held.sizes, held.dtype, held.strides, of=0, offset=held.offset)]
+@register
+@dataclass(frozen=True, kw_only=True)
+class InitialState(OpKind):
+    """What a recurrence starts from: zeros in training, in inference what the last step left."""
+
+    name = "initial_state"
+    sizes: Sizes
+    dtype: DType
+    flops, reads, writes = rules.free, rules.no_operands, rules.all_results
+
+    def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
+        """Return it."""
+        rules.need_operands(self, operands, 0)
+        return [Result(self.sizes, self.dtype)]
 
 
-def _latest(op: Op) -> Sizes:
-    """Shape of what a cache takes: of more positions than it has room for, the last ones."""
-    held, new = op.operands
-    axis = op.attrs["axis"]
-    return (*new.sizes[:axis], smaller(new.sizes[axis], held.sizes[axis]), *new.sizes[axis + 1 :])
+@register
+@dataclass(frozen=True, kw_only=True)
+class Append(OpKind):
+    """New positions behind those that a cache holds, in its own storage and number format."""
 
+    name = "append"
+    axis: Index
+    """The axis of positions."""
+    flops = rules.free
 
-def _taken(op: Op) -> tuple[Poly, ...]:
-    return ZERO, distinct(_latest(op), op.operands[1].strides)
+    def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
+        """Return the cache."""
+        rules.need_operands(self, operands, 2)
+        held, new = operands
+        axis = self.axis
+        fits = held.ndim == new.ndim and all(
+            i == axis or held.graph.same(a, b) for i, (a, b) in enumerate(zip(held.sizes, new.sizes, strict=True))
+        )
+        if not fits or not 0 <= axis < held.ndim:
+            raise ShapeError(f"append {new!r} to {held!r}: expected equal sizes on all axes but {axis}")
+        return [Result(held.sizes, held.dtype, held.strides, of=0, offset=held.offset)]
 
+    def reads(self, op: Op) -> tuple[Poly, ...]:
+        """Return the positions that it takes."""
+        return ZERO, distinct(self._latest(op), op.operands[1].strides)
 
-def _put(op: Op) -> tuple[Poly, ...]:
-    return (numel(_latest(op)),)
+    def writes(self, op: Op) -> tuple[Poly, ...]:
+        """Return the positions that it takes."""
+        return (numel(self._latest(op)),)
 
+    def overwrites(self) -> tuple[int, ...]:
+        """Return the cache."""
+        return (0,)
 
-#: A view of what is kept between steps of inference: `axis` is the one that grows, `window` how much of it is kept.
-CACHE = register(OpKind("cache", _same, flops=rules.free, reads=rules.nothing, writes=rules.nothing))
-#: What a recurrence starts from: zeros in training, in inference what the last step left.
-INITIAL_STATE = register(
-    OpKind(
-        "initial_state",
-        lambda operands, attrs: [Result(attrs["sizes"], attrs["dtype"])],
-        flops=rules.free,
-        reads=lambda op: (),
-        writes=rules.all_results,
-    )
-)
-#: New positions behind those that a cache holds, in its own storage and number format.
-APPEND = register(OpKind("append", _appended, flops=rules.free, reads=_taken, writes=_put))
+    def _latest(self, op: Op) -> tuple[Poly, ...]:
+        """Shape of what a cache takes: of more positions than it has room for, the last ones."""
+        (held, new), axis = op.operands, self.axis
+        return (*new.sizes[:axis], smaller(new.sizes[axis], held.sizes[axis]), *new.sizes[axis + 1 :])
 
 
 def cache(
@@ -119,14 +150,10 @@ def cache(
         raise PatternError(f"cache of {x!r}: pattern {pattern!r}, expected a name for each axis")
     if along is None and window is not None:
         raise PatternError(f"cache of {x!r}: window={window!r} without along=, expected the axis that it is of")
-    attrs: dict[str, object] = {}
-    if along is not None:
-        if along not in names:
-            raise PatternError(f"cache of {x!r}: along={along!r}, expected an axis of {pattern!r}")
-        attrs["axis"] = names.index(along)
-    if window is not None:
-        attrs["window"] = positive("cache: window", window)
-    return apply(CACHE, [x], attrs, name)[0]
+    if along is not None and along not in names:
+        raise PatternError(f"cache of {x!r}: along={along!r}, expected an axis of {pattern!r}")
+    kept = None if window is None else positive("cache: window", window)
+    return apply(Cache(axis=None if along is None else names.index(along), window=kept), [x], name)[0]
 
 
 def initial_state(shape: Sequence[object], dtype: object = None, *, name: str = "state") -> Tensor:
@@ -154,7 +181,7 @@ def initial_state(shape: Sequence[object], dtype: object = None, *, name: str = 
         If no graph is open, a size is none, or the format is unknown.
     """
     format_ = current_graph().root.dtype if dtype is None else find_dtype(dtype)
-    return apply(INITIAL_STATE, [], {"sizes": sizes_of(shape, f"state {name!r}"), "dtype": format_}, name)[0]
+    return apply(InitialState(sizes=sizes_of(shape, f"state {name!r}"), dtype=format_), [], name)[0]
 
 
 def append(held: Tensor, new: Tensor, axis: int, *, name: str = "append") -> Tensor:
@@ -182,4 +209,4 @@ def append(held: Tensor, new: Tensor, axis: int, *, name: str = "append") -> Ten
         If one is no tensor, or sizes differ.
     """
     need_tensor("append", held, new)
-    return apply(APPEND, [held, new], {"axis": axis, "inplace": True}, name)[0]
+    return apply(Append(axis=axis), [held, new], name)[0]

@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
+from dataclasses import replace
 from operator import index
-from typing import Any
 
-from ..algebra.polynomial import ONE, Poly, poly
+from ..algebra.polynomial import Poly, poly
 from ..algebra.symbols import kind_of
+from ..dtypes import DType, promote
 from ..dtypes import dtype as find_dtype
-from ..dtypes import promote
 from ..errors import GraphError, PatternError, ShapeError
 from ..graph.arguments import need_list
 from ..graph.arguments import sizes as sizes_by_name
 from ..graph.domain import Domain
 from ..graph.graph import Graph, apply, current_graph
-from ..graph.op import Attrs, OpKind, Result
-from ..graph.strides import Sizes, windows_along
+from ..graph.strides import windows_along
 from ..graph.tensor import Tensor
 from ..notation.pattern import Affine, Axes, Pattern, parse_pattern
-from . import rules
+from .contraction import Einsum, inherited
 from .extents import extents_of
 from .layout import rearrange
 from .order import best_orders
 from .reduce import reduce
-from .registry import register
 
-__all__ = ["EINSUM", "contract", "einsum"]
+__all__ = ["contract", "einsum"]
 
 
 def _slide(pattern: Pattern, operands: Sequence[Tensor], extents: dict[str, Poly]) -> tuple[Poly, ...]:
@@ -60,77 +57,6 @@ def _slide(pattern: Pattern, operands: Sequence[Tensor], extents: dict[str, Poly
                     f"{where}: reaches beyond an axis of size {size}, expected a smaller window or more padding"
                 )
     return tuple(rooms)
-
-
-def _infer(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
-    pattern, extents = attrs["pattern"], attrs["extents"]
-    for i, t in enumerate(operands):
-        for dim, size in zip(pattern.operands[i], t.sizes, strict=True):
-            if isinstance(dim, Axes) and not t.graph.same(prod((extents[n] for n in dim.names), start=ONE), size):
-                raise ShapeError(f"operand {i + 1} {t!r}: an axis of size {size} where the pattern {dim} makes another")
-    _need_one_domain(pattern, operands, attrs.get("domain"))
-    domain = _result_domain(pattern, attrs.get("domain"))
-    if "sizes" in attrs:
-        return [
-            Result(_stated_sizes(pattern, extents, attrs["sizes"], operands[0].graph), attrs["dtype"], domain=domain)
-        ]
-    sizes = tuple(prod((extents[n] for n in a.names), start=ONE) for a in pattern.result)
-    return [Result(sizes, attrs["dtype"], domain=domain)]
-
-
-def _stated_sizes(pattern: Pattern, extents: dict[str, Poly], sizes: Sizes, graph: Graph) -> Sizes:
-    """Return the sizes of a result whose indices alone do not tell them: they stay where nothing lands, as zeros."""
-    if len(sizes) != len(pattern.result):
-        raise ShapeError(f"result of {len(sizes)} axes, the pattern {pattern} has {len(pattern.result)}")
-    for dim, size in zip(pattern.result, sizes, strict=True):
-        if isinstance(dim, Axes) and not graph.same(prod((extents[n] for n in dim.names), start=ONE), size):
-            raise ShapeError(f"result: an axis of size {size} where the pattern {dim} makes another")
-    return sizes
-
-
-def _result_domain(pattern: Pattern, restriction: tuple[Domain, str, str] | None) -> tuple[Domain, int, int] | None:
-    if restriction is None:
-        return None
-    # a place that an index makes is another position than that of its axis
-    places = [a.names if isinstance(a, Axes) else None for a in pattern.result]
-    domain, query, key = restriction
-    if (query,) in places and (key,) in places:
-        return domain, places.index((query,)), places.index((key,))
-    return None
-
-
-def _inherited(pattern: Pattern, operands: Sequence[Tensor]) -> tuple[Domain, str, str] | None:
-    """Return the restriction of the first operand that has one."""
-    for dims, t in zip(pattern.operands, operands, strict=True):
-        if t.domain is not None:
-            domain, query, key = t.domain
-            names = {d.names for d in (dims[query], dims[key]) if isinstance(d, Axes)}
-            if len(names) != 2 or any(len(n) != 1 for n in names):
-                raise ShapeError(f"{t!r} is restricted to a domain: expected a name each for axes {query} and {key}")
-            return domain, dims[query].names[0], dims[key].names[0]
-    return None
-
-
-def _need_one_domain(pattern: Pattern, operands: Sequence[Tensor], restriction: tuple[Domain, str, str] | None) -> None:
-    """Refuse operands that hold something elsewhere than at the index points of the contraction."""
-    for dims, t in zip(pattern.operands, operands, strict=True):
-        if _inherited(Pattern((dims,), ()), [t]) not in (None, restriction):
-            raise ShapeError("operands restricted to two different domains, expected one")
-    indices = [d for dims in pattern.operands for d in dims if isinstance(d, Affine)]
-    if restriction is not None and any(set(d.names) & set(restriction[1:]) for d in indices):
-        raise ShapeError(f"domain over {' and '.join(restriction[1:])}, one of which is in an index: expected axes")
-
-
-EINSUM = register(
-    OpKind(
-        name="einsum",
-        infer=_infer,
-        flops=rules.multiply_add,
-        reads=rules.reached_by_index,
-        writes=rules.all_results,
-        restricted=True,
-    )
-)
 
 
 def einsum(
@@ -194,38 +120,32 @@ def einsum(
     extents = extents_of(graph, pattern, tensors, sizes_by_name("einsum", sizes))
     rooms = _slide(pattern, tensors, extents)
     _check_axes(pattern, extents, text)
-    attrs: dict[str, Any] = {
-        "pattern": pattern,
-        "extents": extents,
-        "domain": _domain(domain, over, extents) or _inherited(pattern, tensors),
-        "dtype": _format(tensors, dtype),
-    }
-    if rooms:
-        attrs["rooms"] = rooms
-    if len(tensors) == 1 and attrs["domain"] is None:
+    kind = Einsum(
+        pattern=pattern,
+        extents=extents,
+        domain=_domain(domain, over, extents) or inherited(pattern, tensors),
+        dtype=_format(tensors, dtype),
+        rooms=rooms,
+    )
+    if len(tensors) == 1 and kind.domain is None:
         return _single(tensors[0], pattern, text, name)
     if len(tensors) > 2:
-        return _chain(graph, tensors, pattern, extents, order, attrs, name)
+        return _chain(graph, tensors, kind, order, name)
     if order is not None:
         raise GraphError("einsum: order of two operands or less, expected three or more")
-    return apply(EINSUM, tensors, attrs, name)[0]
+    return apply(kind, tensors, name)[0]
 
 
-def contract(
-    tensors: Sequence[Tensor], pattern: Pattern, extents: dict[str, Poly], attrs: Attrs, *, name: str = "einsum"
-) -> Tensor:
+def contract(tensors: Sequence[Tensor], kind: Einsum, *, name: str = "einsum") -> Tensor:
     """Contract tensors by a pattern that may have indices, diagonals and axes of its own on the right side.
 
     Parameters
     ----------
     tensors : sequence of Tensor
         Operands.
-    pattern : Pattern
-        Of the operands and the result.
-    extents : dict of str to Poly
-        Size of every axis of the pattern.
-    attrs : mapping
-        What else the op has: `domain`, `dtype`, and where they are needed `sizes` of the result and `rooms`.
+    kind : Einsum
+        Pattern of the operands and the result with the size of every axis, `domain`, `dtype`, and where they are needed
+        `sizes` of the result and `rooms`.
     name : str
         Name of the op.
 
@@ -234,21 +154,20 @@ def contract(
     Tensor
         As `einsum`; with `sizes`, zero where no index point lands, and the sum of those that land on one place.
     """
-    whole: dict[str, Any] = {**attrs, "pattern": pattern, "extents": extents}
+    pattern, extents = kind.pattern, kind.extents
     if len(tensors) <= 2:
         # a gradient can be restricted where what it is of is not
-        whole["domain"] = attrs["domain"] or _inherited(pattern, tensors)
-        return apply(EINSUM, tensors, whole, name)[0]
+        return apply(replace(kind, domain=kind.domain or inherited(pattern, tensors)), tensors, name)[0]
     graph = current_graph(tensors[0].graph)
     names = tuple(dict.fromkeys(n for i in range(len(tensors)) for n in pattern.operand_names(i)))
     kept = tuple(Axes((n,)) for n in names if n in pattern.result_names)
-    if "sizes" not in attrs:
-        return _chain(graph, list(tensors), pattern, extents, None, whole, name)
+    if kind.sizes is None:
+        return _chain(graph, list(tensors), kind, None, name)
     used = {n: extents[n] for n in names}
-    plain = {k: v for k, v in attrs.items() if k != "sizes"}
-    made = _chain(graph, list(tensors), Pattern(pattern.operands, kept), used, None, {**plain, "extents": used}, name)
+    inner = replace(kind, pattern=Pattern(pattern.operands, kept), extents=used, sizes=None)
+    made = _chain(graph, list(tensors), inner, None, name)
     last = {n: extents[n] for n in pattern.result_names}
-    return apply(EINSUM, [made], {**attrs, "pattern": Pattern((kept,), pattern.result), "extents": last}, name)[0]
+    return apply(replace(kind, pattern=Pattern((kept,), pattern.result), extents=last), [made], name)[0]
 
 
 def _single(x: Tensor, pattern: Pattern, text: str, name: str) -> Tensor:
@@ -288,7 +207,7 @@ def _domain(domain: Domain | None, over: Sequence[str], extents: dict[str, Poly]
     return domain, over[0], over[1]
 
 
-def _format(tensors: Sequence[Tensor], wanted: object) -> Any:
+def _format(tensors: Sequence[Tensor], wanted: object) -> DType:
     if wanted is not None:
         return find_dtype(wanted)
     out = tensors[0].dtype
@@ -298,25 +217,19 @@ def _format(tensors: Sequence[Tensor], wanted: object) -> Any:
 
 
 def _chain(
-    graph: Graph,
-    tensors: list[Tensor],
-    pattern: Pattern,
-    extents: dict[str, Poly],
-    order: Sequence[Sequence[int]] | None,
-    attrs: dict[str, Any],
-    name: str,
+    graph: Graph, tensors: list[Tensor], kind: Einsum, order: Sequence[Sequence[int]] | None, name: str
 ) -> Tensor:
     """Contract three operands or more in pairs."""
+    pattern, extents = kind.pattern, kind.extents
     axes = [frozenset(pattern.operand_names(i)) for i in range(len(tensors))]
     result = frozenset(pattern.result_names)
-    if any(isinstance(d, Affine) for o in pattern.operands for d in o) or attrs["domain"] is not None:
+    if any(isinstance(d, Affine) for o in pattern.operands for d in o) or kind.domain is not None:
         raise GraphError("einsum: three operands with an affine index or a domain, expected it on two operands")
     if order is None:
         found = best_orders(axes, result, extents, graph.root.relations)
         if len(found.paths) > 1:
-            space = found.workspace * attrs["dtype"].bits / 8  # bytes of the elements
-            whole = {**attrs, "pattern": pattern, "orders": found.flops, "workspace": space}
-            return apply(EINSUM, tensors, whole, name)[0]
+            space = found.workspace * kind.dtype.bits / 8  # bytes of the elements
+            return apply(replace(kind, orders=found.flops, workspace=space), tensors, name)[0]
         order = found.paths[0]
     need_list("einsum: order", order)
     left = list(zip(tensors, (pattern.operand_names(i) for i in range(len(tensors))), pattern.operands, strict=True))
@@ -331,12 +244,10 @@ def _chain(
                 f"einsum: order {order!r}, step {step + 1}: expected two positions of what is left"
             ) from None
         needed = result.union(*(names for _, names, _ in left))
-        last = not left
         kept = tuple(n for n in dict.fromkeys((*a_names, *b_names)) if n in needed)
-        dims = pattern.result if last else tuple(Axes((n,)) for n in kept)
-        pair_pattern = Pattern((a_dims, b_dims), dims)
+        dims = tuple(Axes((n,)) for n in kept) if left else pattern.result
         used = {n: extents[n] for n in (*a_names, *b_names)}
-        made = apply(EINSUM, [a, b], {**attrs, "pattern": pair_pattern, "extents": used}, name)[0]
+        made = apply(replace(kind, pattern=Pattern((a_dims, b_dims), dims), extents=used), [a, b], name)[0]
         left.append((made, kept, dims))
     if len(left) != 1:
         raise GraphError(f"einsum: order {order!r} leaves {len(left)} tensors, expected pairs until one is left")

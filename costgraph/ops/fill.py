@@ -2,59 +2,112 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from numbers import Real
+from typing import TYPE_CHECKING, Annotated
 
 from ..algebra.polynomial import ZERO, Poly, poly
+from ..algebra.symbols import shown
+from ..dtypes import DType
 from ..dtypes import dtype as find_dtype
 from ..errors import GraphError, ShapeError
 from ..graph.arguments import need_tensor, positive, sizes_of
+from ..graph.facts import Amount, Count, Flag, Index, Size, Sizes
 from ..graph.graph import apply
-from ..graph.op import Attrs, Op, OpKind, Result
+from ..graph.loop import need
+from ..graph.op import Op, OpKind, Result
 from ..graph.tensor import Tensor
+from ..notation.door import Rule
 from . import rules
-from .layout import _axis, _room
+from .layout import axis_of
+from .moves import need_within, room
 from .reach import alike, carried
 from .registry import register
 
-__all__ = ["ASSIGN", "FILL", "PAD", "assign", "fill", "pad"]
+if TYPE_CHECKING:
+    from ..algebra.dominance import Relations
+
+__all__ = ["Assign", "Fill", "Pad", "assign", "fill", "pad"]
 
 
-def _filled(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
-    return [Result(attrs["sizes"], attrs["dtype"])]
+@register
+@dataclass(frozen=True, kw_only=True)
+class Fill(OpKind):
+    """A tensor of one number."""
+
+    name = "fill"
+    sizes: Sizes
+    dtype: DType
+    value: Annotated[float, Rule("a number", lambda v: isinstance(v, int | float))]
+    flops, reads, writes = rules.free, rules.no_operands, rules.all_results
+
+    def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
+        """Return it."""
+        rules.need_operands(self, operands, 0)
+        return [Result(self.sizes, self.dtype)]
 
 
-def _assigned(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
-    target, value = operands
-    if target.ndim != value.ndim or not all(map(target.graph.same, target.sizes, value.sizes)):
-        raise ShapeError(f"assign {value!r} to {target!r}: expected equal shapes")
-    if target.touched != target.numel:
-        raise ShapeError(f"assign to {target!r}: expected a tensor that is not expanded")
-    domain = alike(operands)
-    return [Result(target.sizes, target.dtype, target.strides, of=0, offset=target.offset, domain=domain)]
+@register
+@dataclass(frozen=True, kw_only=True)
+class Assign(OpKind):
+    """Another tensor's elements, written into a target."""
+
+    name = "assign"
+    restricted = True
+    flops, writes = rules.free, rules.all_results
+
+    def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
+        """Return the target with other values."""
+        rules.need_operands(self, operands, 2)
+        target, value = operands
+        if target.ndim != value.ndim or not all(map(target.graph.same, target.sizes, value.sizes)):
+            raise ShapeError(f"assign {value!r} to {target!r}: expected equal shapes")
+        if target.touched != target.numel:
+            raise ShapeError(f"assign to {target!r}: expected a tensor that is not expanded")
+        domain = alike(operands)
+        return [Result(target.sizes, target.dtype, target.strides, of=0, offset=target.offset, domain=domain)]
+
+    def reads(self, op: Op) -> tuple[Poly, ...]:
+        """Return the value: what was in the target has no say."""
+        return ZERO, rules.elements(op.operands[1])
+
+    def overwrites(self) -> tuple[int, ...]:
+        """Return the target."""
+        return (0,)
 
 
-def _padded(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
-    (x,) = operands
-    axis, start, step, full = attrs["axis"], attrs["start"], attrs["step"], attrs["full"]
-    for what, value in (("start", start), ("room", _room(full, start, x.sizes[axis], step))):
-        if value.constant is not None and (value.constant < 0 or not isinstance(value.constant, int)):
-            raise ShapeError(
-                f"pad of {x!r}: {what} is {value} on axis {axis}, expected {x.sizes[axis]} positions from {start} by "
-                f"{step} within {full}"
-            )
-    domain = carried(x, [None if i == axis else i for i in range(x.ndim)])
-    return [Result((*x.sizes[:axis], full, *x.sizes[axis + 1 :]), x.dtype, domain=domain)]
+@register
+@dataclass(frozen=True, kw_only=True)
+class Pad(OpKind):
+    """A tensor with zeros around it and between its positions, along one axis."""
 
+    name = "pad"
+    restricted = True
+    axis: Index
+    start: Amount
+    step: Count
+    full: Size
+    room: Amount
+    """Positions left behind the last one, looked at when sizes are bound."""
+    causal: Flag = False
+    """Whether the zeros at the start stand for earlier positions, which `decode` keeps."""
+    flops, reads, writes = rules.free, rules.whole, rules.all_results
 
-def _value_read(op: Op) -> tuple[Poly, ...]:
-    # what was in the target has no say
-    return ZERO, rules.elements(op.operands[1])
+    def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
+        """One dense result."""
+        rules.need_operands(self, operands, 1)
+        (x,), axis, start, step, full = operands, self.axis, self.start, self.step, self.full
+        need(axis < x.ndim, f"axis {axis} of {x!r}")
+        expected = f"{x.sizes[axis]} positions from {start} by {step} within {full}"
+        need_within(f"pad of {x!r}", axis, expected, start=start, room=room(full, start, x.sizes[axis], step))
+        domain = carried(x, [None if i == axis else i for i in range(x.ndim)])
+        return [Result((*x.sizes[:axis], full, *x.sizes[axis + 1 :]), x.dtype, domain=domain)]
 
-
-FILL = register(OpKind("fill", _filled, flops=rules.free, reads=lambda op: (), writes=rules.all_results))
-ASSIGN = register(OpKind("assign", _assigned, rules.free, _value_read, rules.all_results, restricted=True))
-PAD = register(OpKind("pad", _padded, rules.free, rules.whole, rules.all_results, restricted=True))
+    def verify(self, operands: Sequence[Tensor], known: Iterable[Relations]) -> None:
+        """Hold the room against the axis."""
+        left = room(self.full, self.start, operands[0].sizes[self.axis], self.step)
+        need(self.room == left, f"room {shown(str(self.room))}")
 
 
 def fill(shape: Sequence[object], value: float = 0, dtype: object = "fp32", *, name: str = "zeros") -> Tensor:
@@ -93,8 +146,7 @@ def fill(shape: Sequence[object], value: float = 0, dtype: object = "fp32", *, n
     """
     if isinstance(value, bool) or not isinstance(value, Real):
         raise GraphError(f"fill: value {value!r}, expected a number")
-    attrs = {"sizes": sizes_of(shape, "fill"), "dtype": find_dtype(dtype), "value": float(value)}
-    return apply(FILL, [], attrs, name)[0]
+    return apply(Fill(sizes=sizes_of(shape, "fill"), dtype=find_dtype(dtype), value=float(value)), [], name)[0]
 
 
 def assign(target: Tensor, value: Tensor, *, name: str = "assign") -> Tensor:
@@ -130,7 +182,7 @@ def assign(target: Tensor, value: Tensor, *, name: str = "assign") -> Tensor:
     (0, 6*N)
     """
     need_tensor("assign", target, value)
-    return apply(ASSIGN, [target, value], {"inplace": True}, name)[0]
+    return apply(Assign(), [target, value], name)[0]
 
 
 def pad(
@@ -178,8 +230,6 @@ def pad(
     need_tensor("pad", x)
     if isinstance(step, bool) or not isinstance(step, int) or step < 1:
         raise ShapeError(f"pad of {x!r}: step {step!r}, expected a positive integer")
-    at, first, whole = _axis(x, axis), poly(start), positive("pad: full", full)
-    # looked at again when sizes are bound, as is the start
-    room = _room(whole, first, x.sizes[at], step)
-    attrs = {"axis": at, "start": first, "step": step, "full": whole, "room": room}
-    return apply(PAD, [x], attrs | ({"causal": True} if causal else {}), name)[0]
+    at, first, whole = axis_of(x, axis), poly(start), positive("pad: full", full)
+    left = room(whole, first, x.sizes[at], step)
+    return apply(Pad(axis=at, start=first, step=step, full=whole, room=left, causal=causal), [x], name)[0]

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import pi
-from typing import Any
+from typing import Annotated, Any
 
-__all__ = ["FUNCTIONS", "Function"]
+from ..graph.facts import all_of, is_count
+from ..notation.door import Rule
+
+__all__ = ["FUNCTIONS", "Elementwise", "Function"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,30 @@ class Function:
     """Gradient of each operand, None where it is zero: "g" is the gradient of the result, "y" the result, "a", "b" and
     "c" are the operands, numbers stand for themselves, and `("mul", "g", "b")` applies a function of the table, with
     an underscore behind its name in place. None for a function whose gradient is not stated."""
+
+
+def _is_function(value: object) -> bool:
+    return (
+        isinstance(value, Function)
+        and isinstance(value.name, str)
+        and isinstance(value.formula, str)
+        and is_count(value.arity, 1)
+        and is_count(value.flops)
+        and is_count(value.transcendentals)
+        and value.result in ("same", "float", "bool")
+        and (value.grad is None or all_of(lambda v: v is None or _is_gradient(v))(value.grad))
+    )
+
+
+def _is_gradient(value: object) -> bool:
+    """Whether it is an expression of the gradient of a function."""
+    if isinstance(value, tuple):
+        return len(value) > 1 and isinstance(value[0], str) and all(map(_is_gradient, value[1:]))
+    return value in ("g", "y", "a", "b", "c") if isinstance(value, str) else isinstance(value, int | float)
+
+
+#: A function as a field of an op has it.
+Elementwise = Annotated[Function, Rule("an elementwise function", _is_function)]
 
 
 def _arithmetic() -> list[Function]:

@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import sympy
 
 from ..algebra.extremum import smaller
 from ..algebra.polynomial import ONE, Poly, poly, power
 from ..algebra.symbols import shown
+from ..dtypes import DType, promote
 from ..dtypes import dtype as find_dtype
-from ..dtypes import promote
 from ..errors import GraphError, ShapeError
 from ..graph.arguments import need_choice, need_flag, need_tensor, positive
+from ..graph.facts import Flag, Size, is_amount, one_of, optional
 from ..graph.graph import apply
-from ..graph.op import Attrs, Op, OpKind, Result
+from ..graph.op import Flops, Op, OpKind, Result
 from ..graph.strides import numel
 from ..graph.tensor import Tensor
 from . import rules
 from .registry import register
 
 __all__ = [
-    "DISPATCH", "GROUPED", "GROUPED_OUTER", "ROUTINGS", "TOP_K", "Dispatched", "dispatch", "grouped", "grouped_outer",
+    "ROUTINGS", "Dispatch", "Dispatched", "Grouped", "GroupedOuter", "TopK", "dispatch", "grouped", "grouped_outer",
     "top_k",
 ]  # fmt: skip
 
@@ -46,73 +48,103 @@ class Dispatched(NamedTuple):
     """(..., k) whether a choice found no room, where experts have a capacity"""
 
 
-# -- shapes ------------------------------------------------------------------------------------------------------
+@register
+@dataclass(frozen=True, kw_only=True)
+class TopK(OpKind):
+    """The largest elements along the last axis, and where they are."""
+
+    name = "top_k"
+    k: Size
+    room: Annotated[Poly | None, optional("an amount that is not negative", is_amount)] = None
+    """Elements beside them, looked at when sizes are bound."""
+    flops, reads, writes = rules.per_element_reduced, rules.whole, rules.all_results
+
+    def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
+        """Values and indices."""
+        (x,) = operands
+        left = None if x.ndim == 0 else (x.sizes[-1] - self.k).constant
+        if x.ndim == 0 or (left is not None and left < 0):
+            raise ShapeError(f"top {self.k} of {x!r}: expected a last axis of at least as many")
+        sizes = (*x.sizes[:-1], self.k)
+        return [Result(sizes, x.dtype), Result(sizes, find_dtype("int64"))]
 
 
-def _chosen(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
-    (x,), k = operands, attrs["k"]
-    left = None if x.ndim == 0 else (x.sizes[-1] - k).constant
-    if x.ndim == 0 or (left is not None and left < 0):
-        raise ShapeError(f"top {k} of {x!r}: expected a last axis of at least as many")
-    sizes = (*x.sizes[:-1], k)
-    return [Result(sizes, x.dtype), Result(sizes, find_dtype("int64"))]
+def _is_above_zero(value: object) -> bool:
+    return is_amount(value) and isinstance(value, Poly) and value.constant != 0
 
 
-def _dispatched(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
-    (ids,) = operands
-    if ids.dtype.kind != "int" or ids.ndim == 0:
-        raise ShapeError(f"dispatch of {ids!r}: expected indices of experts (..., k) in an integer format")
-    integer, count = find_dtype("int64"), numel(ids.sizes)
-    room = _room(attrs, count)
-    rows = count if room is None else room * attrs["experts"]
-    made = [Result((rows,), integer), Result((attrs["experts"],), find_dtype("int32")), Result(ids.sizes, integer)]
-    made += [Result((rows,), integer)] if attrs.get("owners") else []
-    return made + ([] if room is None else [Result(ids.sizes, find_dtype("bool"))])
+@register
+@dataclass(frozen=True, kw_only=True)
+class Dispatch(OpKind):
+    """Choices of experts, ordered by expert."""
+
+    name = "dispatch"
+    experts: Size
+    capacity: Annotated[Poly | None, optional("an amount above 0", _is_above_zero)] = None
+    """Times its even share, for how many rows an expert has room; None where it takes all that come."""
+    owners: Flag = False
+    """Whether the expert of each row is wanted as well."""
+    reads, writes = rules.whole, rules.all_results
+
+    def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
+        """Rows, where they end, and where each choice is."""
+        (ids,) = operands
+        if ids.dtype.kind != "int" or ids.ndim == 0:
+            raise ShapeError(f"dispatch of {ids!r}: expected indices of experts (..., k) in an integer format")
+        integer, rows = find_dtype("int64"), numel(ids.sizes)
+        if self.capacity is not None:
+            rows = poly(sympy.ceiling((self.capacity * rows / self.experts).expr)) * self.experts
+        made = [Result((rows,), integer), Result((self.experts,), find_dtype("int32")), Result(ids.sizes, integer)]
+        made += [Result((rows,), integer)] if self.owners else []
+        return made + ([] if self.capacity is None else [Result(ids.sizes, find_dtype("bool"))])
+
+    def flops(self, op: Op) -> Flops:
+        """Count one for each choice to order it, one to count it, and the sum over experts: where rows end."""
+        return Flops(pointwise=2 * rules.elements(op.operands[0]) + self.experts)
 
 
-def _room(attrs: Attrs, count: Poly) -> Poly | None:
-    """Return how many rows each expert takes, None where it takes all that come."""
-    if "capacity" not in attrs:
-        return None
-    return poly(sympy.ceiling((attrs["capacity"] * count / attrs["experts"]).expr))
-
-
-def _grouped(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
-    rows, weights, ends = operands
-    same = rows.graph.same
-    fits = (rows.ndim, weights.ndim, ends.ndim) == (2, 3, 1) and ends.dtype.kind == "int"
-    if not fits or not same(rows.sizes[1], weights.sizes[1]) or not same(weights.sizes[0], ends.sizes[0]):
-        raise ShapeError(
-            f"grouped product of {rows!r}, {weights!r} and {ends!r}: expected (rows, d), (experts, d, f) and integers "
-            f"(experts,)"
-        )
-    dtype = attrs["dtype"] if "dtype" in attrs else promote(rows.dtype, weights.dtype)
-    return [Result((rows.sizes[0], weights.sizes[2]), dtype)]
-
-
-def _grouped_outer(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
-    a, b, ends = operands
-    fits = (a.ndim, b.ndim, ends.ndim) == (2, 2, 1) and ends.dtype.kind == "int"
-    if not fits or not a.graph.same(a.sizes[0], b.sizes[0]):
-        raise ShapeError(
-            f"grouped product of {a!r}, {b!r} and {ends!r}: expected (rows, d), (rows, f) and integers (experts,)"
-        )
-    return [Result((ends.sizes[0], a.sizes[1], b.sizes[1]), promote(a.dtype, b.dtype))]
-
-
-# -- costs -------------------------------------------------------------------------------------------------------
-
-
-def _ordering(op: Op) -> rules.Flops:
-    """Count one for each choice to order it, one to count it, and the sum over experts that makes where rows end."""
-    return rules.Flops(pointwise=2 * rules.elements(op.operands[0]) + op.attrs["experts"])
-
-
-def _products(op: Op) -> rules.Flops:
+def _products(kind: OpKind, op: Op) -> Flops:
     """Count 2 for each row and element of its expert's matrix."""
     rows, other, _ = op.operands
-    points = numel(rows.sizes) * other.sizes[-1]
-    return rules.Flops(matmul=2 * points)
+    return Flops(matmul=2 * numel(rows.sizes) * other.sizes[-1])
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Grouped(OpKind):
+    """Rows (R, D), ordered by expert, by the matrix (E, D, F) of the expert of each."""
+
+    name = "grouped"
+    routing: Annotated[str, one_of(*ROUTINGS)]
+    """Of how many experts the weights are read."""
+    chosen: Size
+    """Experts that a token chooses."""
+    dtype: Annotated[DType | None, optional("a number format", lambda v: isinstance(v, DType))] = None
+    """Number format of the result, None for the common one."""
+    flops, writes = _products, rules.all_results
+
+    def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
+        """One row for each row."""
+        rows, weights, ends = operands
+        same = rows.graph.same
+        fits = (rows.ndim, weights.ndim, ends.ndim) == (2, 3, 1) and ends.dtype.kind == "int"
+        if not fits or not same(rows.sizes[1], weights.sizes[1]) or not same(weights.sizes[0], ends.sizes[0]):
+            raise ShapeError(
+                f"grouped product of {rows!r}, {weights!r} and {ends!r}: expected (rows, d), (experts, d, f) and "
+                f"integers (experts,)"
+            )
+        dtype = promote(rows.dtype, weights.dtype) if self.dtype is None else self.dtype
+        return [Result((rows.sizes[0], weights.sizes[2]), dtype)]
+
+    def reads(self, op: Op) -> tuple[Poly, ...]:
+        """Return all rows, and of the weights those of the experts that rows go to."""
+        rows, weights, ends = rules.whole(self, op)
+        experts, count = op.operands[1].sizes[0], op.operands[0].sizes[0]
+        if self.routing == "balanced":
+            weights = smaller(weights, weights / experts * count)
+        elif self.routing == "expected":
+            weights = weights / experts * _expected(experts, self.chosen, count / self.chosen)
+        return rows, weights, ends
 
 
 def _expected(experts: Poly, chosen: Poly, tokens: Poly) -> Poly:
@@ -123,26 +155,23 @@ def _expected(experts: Poly, chosen: Poly, tokens: Poly) -> Poly:
     return experts * (ONE - power(ONE - chosen / experts, tokens))
 
 
-def _touched(op: Op) -> tuple[Poly, ...]:
-    """Return all rows, and of the weights those of the experts that rows go to."""
-    rows, weights, ends = rules.whole(op)
-    routing, chosen = op.attrs["routing"], op.attrs["chosen"]
-    experts, count = op.operands[1].sizes[0], op.operands[0].sizes[0]
-    if routing == "balanced":
-        weights = smaller(weights, weights / experts * count)
-    elif routing == "expected":
-        weights = weights / experts * _expected(experts, chosen, count / chosen)
-    return rows, weights, ends
+@register
+@dataclass(frozen=True, kw_only=True)
+class GroupedOuter(OpKind):
+    """The sum over the rows of each expert of products of a row of one (R, D) and a row of the other (R, F)."""
 
+    name = "grouped_outer"
+    flops, reads, writes = _products, rules.whole, rules.all_results
 
-TOP_K = register(OpKind("top_k", _chosen, flops=rules.per_element_reduced, reads=rules.whole, writes=rules.all_results))
-DISPATCH = register(OpKind("dispatch", _dispatched, flops=_ordering, reads=rules.whole, writes=rules.all_results))
-#: Rows (R, D), ordered by expert, by the matrix (E, D, F) of the expert of each.
-GROUPED = register(OpKind("grouped", _grouped, flops=_products, reads=_touched, writes=rules.all_results))
-#: The sum over the rows of each expert of products of a row of one (R, D) and a row of the other (R, F).
-GROUPED_OUTER = register(
-    OpKind("grouped_outer", _grouped_outer, flops=_products, reads=rules.whole, writes=rules.all_results)
-)
+    def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
+        """One matrix for each expert."""
+        a, b, ends = operands
+        fits = (a.ndim, b.ndim, ends.ndim) == (2, 2, 1) and ends.dtype.kind == "int"
+        if not fits or not a.graph.same(a.sizes[0], b.sizes[0]):
+            raise ShapeError(
+                f"grouped product of {a!r}, {b!r} and {ends!r}: expected (rows, d), (rows, f) and integers (experts,)"
+            )
+        return [Result((ends.sizes[0], a.sizes[1], b.sizes[1]), promote(a.dtype, b.dtype))]
 
 
 # -- functions ---------------------------------------------------------------------------------------------------
@@ -181,8 +210,7 @@ def top_k(x: Tensor, k: object, *, name: str = "top_k") -> tuple[Tensor, Tensor]
     """
     need_tensor("top_k", x)
     count = positive("top_k: k", k)
-    attrs = {"k": count} | ({"room": x.sizes[-1] - count} if x.ndim else {})
-    values, ids = apply(TOP_K, [x], attrs, name)
+    values, ids = apply(TopK(k=count, room=x.sizes[-1] - count if x.ndim else None), [x], name)
     return values, ids
 
 
@@ -226,12 +254,12 @@ def dispatch(
     """
     need_tensor("dispatch", ids)
     need_flag("dispatch", owners=owners)
-    attrs: dict[str, object] = {"experts": positive("dispatch: experts", experts)}
-    if capacity is not None:
-        attrs["capacity"] = _factor("dispatch: capacity", capacity)
-    if owners:
-        attrs["owners"] = True
-    tokens, ends, places, *rest = apply(DISPATCH, [ids], attrs, name)
+    kind = Dispatch(
+        experts=positive("dispatch: experts", experts),
+        capacity=None if capacity is None else _factor("dispatch: capacity", capacity),
+        owners=owners,
+    )
+    tokens, ends, places, *rest = apply(kind, [ids], name)
     owner = rest.pop(0) if owners else None
     return Dispatched(tokens, ends, places, owner, rest.pop() if rest else None)
 
@@ -291,8 +319,8 @@ def grouped(
     """
     need_tensor("grouped", rows, weights, ends)
     need_choice("grouped: routing", routing, ROUTINGS)
-    attrs = {"routing": routing, "chosen": positive("grouped: chosen", chosen)}
-    return apply(GROUPED, [rows, weights, ends], attrs, name)[0]
+    kind = Grouped(routing=routing, chosen=positive("grouped: chosen", chosen))
+    return apply(kind, [rows, weights, ends], name)[0]
 
 
 def grouped_outer(a: Tensor, b: Tensor, ends: Tensor, *, name: str = "grouped_outer") -> Tensor:
@@ -301,4 +329,4 @@ def grouped_outer(a: Tensor, b: Tensor, ends: Tensor, *, name: str = "grouped_ou
     FLOPs of kind matmul: 2*R*d*f. Experts without rows get zeros: all of the result is written.
     """
     need_tensor("grouped_outer", a, b, ends)
-    return apply(GROUPED_OUTER, [a, b, ends], {}, name)[0]
+    return apply(GroupedOuter(), [a, b, ends], name)[0]

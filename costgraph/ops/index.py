@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Annotated
 
-from ..algebra.polynomial import Poly
+from ..algebra.polynomial import ONE, ZERO, Poly
+from ..dtypes import DType
 from ..dtypes import dtype as find_dtype
 from ..errors import ShapeError
 from ..graph.arguments import need_choice, need_flag, positive
+from ..graph.facts import Amount, Flag, Size, one_of
 from ..graph.graph import apply
-from ..graph.op import Attrs, Op, OpKind, Result
-from ..graph.strides import Sizes
+from ..graph.op import Flops, Op, OpKind, Result
+from ..graph.strides import Sizes, distinct
 from ..graph.tensor import Tensor
 from . import rules
 from .registry import register
 
-__all__ = ["GATHER", "SCATTER", "arange", "gather", "scatter", "take_along"]
+__all__ = ["Arange", "Gather", "Scatter", "arange", "gather", "scatter", "take_along"]
 
 
 def _need_integers(ids: Tensor) -> None:
@@ -23,56 +28,117 @@ def _need_integers(ids: Tensor) -> None:
         raise ShapeError(f"indices {ids!r}: expected an integer format")
 
 
-def _gathered(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
-    table, ids = operands
-    _need_integers(ids)
-    if attrs["mode"] == "rows":
+def _need_along(table: Tensor, ids: Tensor) -> None:
+    if table.ndim != ids.ndim or not all(map(table.graph.same, table.sizes[:-1], ids.sizes[:-1])):
+        raise ShapeError(f"indices {ids!r} along {table!r}: expected the same axes except the last")
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Gather(OpKind):
+    """Rows of a table by index, or elements along its last axis."""
+
+    name = "gather"
+    mode: Annotated[str, one_of("rows", "along")]
+    flops, writes = rules.free, rules.all_results
+
+    def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
+        """Return what is looked up."""
+        rules.need_operands(self, operands, 2)
+        table, ids = operands
+        _need_integers(ids)
+        if self.mode == "along":
+            _need_along(table, ids)
+            return [Result(ids.sizes, table.dtype)]
         if table.ndim == 0:
             raise ShapeError(f"gather from {table!r}: expected at least one axis")
         return [Result((*ids.sizes, *table.sizes[1:]), table.dtype)]
-    if table.ndim != ids.ndim or not all(map(table.graph.same, table.sizes[:-1], ids.sizes[:-1])):
-        raise ShapeError(f"indices {ids!r} along {table!r}: expected the same axes except the last")
-    return [Result(ids.sizes, table.dtype)]
+
+    def reads(self, op: Op) -> tuple[Poly, ...]:
+        """Return the rows of a table that are looked up, not the table, and the indices."""
+        table, ids = op.operands
+        if self.mode == "along":
+            *lead, last = zip(ids.sizes, ids.strides, table.strides, strict=True)
+            rows = prod((n for n, i, t in lead if t or (i and last[2])), start=ONE)
+            found = last[0] if last[1] and last[2] else ONE
+            return rows * found, rules.elements(ids)
+        rows = rules.elements(ids) if table.strides[0] else ONE  # all rows of an expanded table are one
+        return rows * distinct(table.sizes[1:], table.strides[1:]), rules.elements(ids)
 
 
-def _scattered(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
-    target, ids, updates = operands
-    _need_integers(ids)
-    expected: Sizes = ids.sizes if attrs.get("along") else (*ids.sizes, *target.sizes[1:])
-    if attrs.get("along") and (
-        target.ndim != ids.ndim or not all(map(target.graph.same, target.sizes[:-1], ids.sizes[:-1]))
-    ):
-        raise ShapeError(f"indices {ids!r} along {target!r}: expected the same axes except the last")
-    if len(expected) != updates.ndim or not all(map(target.graph.same, expected, updates.sizes)):
-        raise ShapeError(f"updates {updates!r}: expected ({', '.join(map(str, expected))}) for {ids!r} into {target!r}")
-    if updates.dtype != target.dtype:
-        raise ShapeError(f"updates {updates!r} into {target!r}: expected one number format")
-    if not attrs.get("inplace"):
-        return [Result(target.sizes, target.dtype)]
-    return [Result(target.sizes, target.dtype, target.strides, of=0, offset=target.offset)]
+@register
+@dataclass(frozen=True, kw_only=True)
+class Scatter(OpKind):
+    """Updates that are added to rows of a target, or written over them."""
+
+    name = "scatter"
+    mode: Annotated[str, one_of("add", "set")]
+    inplace: Flag = False
+    """Whether it writes into the target's storage, else into a copy."""
+    along: Flag = False
+    """Whether indices are positions along the last axis."""
+
+    def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
+        """Return the target with the updates in it."""
+        rules.need_operands(self, operands, 3)
+        target, ids, updates = operands
+        _need_integers(ids)
+        expected: Sizes = ids.sizes if self.along else (*ids.sizes, *target.sizes[1:])
+        if self.along:
+            _need_along(target, ids)
+        if len(expected) != updates.ndim or not all(map(target.graph.same, expected, updates.sizes)):
+            raise ShapeError(
+                f"updates {updates!r}: expected ({', '.join(map(str, expected))}) for {ids!r} into {target!r}"
+            )
+        if updates.dtype != target.dtype:
+            raise ShapeError(f"updates {updates!r} into {target!r}: expected one number format")
+        if not self.inplace:
+            return [Result(target.sizes, target.dtype)]
+        return [Result(target.sizes, target.dtype, target.strides, of=0, offset=target.offset)]
+
+    def flops(self, op: Op) -> Flops:
+        """Count one addition for each element that is scattered."""
+        return Flops(pointwise=rules.points(op.operands[-1])) if self.mode == "add" else Flops()
+
+    def reads(self, op: Op) -> tuple[Poly, ...]:
+        """Return indices and updates, and what the result starts as: rows that are added to, or a copied target."""
+        target, ids, updates = op.operands
+        rows = self._rows(op) if self.mode == "add" else ZERO
+        return (rows if self.inplace else rules.elements(target)), rules.elements(ids), rules.elements(updates)
+
+    def writes(self, op: Op) -> tuple[Poly, ...]:
+        """Return the rows that change, or a result of its own whole."""
+        return (self._rows(op),) if self.inplace else rules.all_results(self, op)
+
+    def overwrites(self) -> tuple[int, ...]:
+        """Return the target where it works in place."""
+        return (0,) if self.inplace else ()
+
+    def _rows(self, op: Op) -> Poly:
+        """Return the elements of its target that it reaches: an expanded axis of indices is one row again."""
+        target, ids, _ = op.operands
+        if not self.along:
+            return rules.elements(ids) * prod(target.sizes[1:], start=ONE)
+        return prod(target.sizes[:-1], start=ids.sizes[-1] if ids.strides[-1] else ONE)
 
 
-def _scatter_reads(op: Op) -> tuple[Poly, ...]:
-    # a result of its own starts as a copy of the target
-    rows = rules.rows_written(op)
-    return rows if op.attrs.get("inplace") else (rules.elements(op.operands[0]), *rows[1:])
+@register
+@dataclass(frozen=True, kw_only=True)
+class Arange(OpKind):
+    """Consecutive integers."""
 
+    name = "arange"
+    size: Size
+    dtype: DType
+    context: Flag = False
+    """Whether these are positions of keys: in `decode` then all that are cached, otherwise the new ones alone."""
+    start: Amount = ZERO
+    flops, reads, writes = rules.free, rules.no_operands, rules.all_results
 
-def _scatter_writes(op: Op) -> tuple[Poly, ...]:
-    return rules.updates_written(op) if op.attrs.get("inplace") else rules.all_results(op)
-
-
-GATHER = register(OpKind("gather", _gathered, flops=rules.free, reads=rules.rows_read, writes=rules.all_results))
-SCATTER = register(OpKind("scatter", _scattered, flops=rules.per_update, reads=_scatter_reads, writes=_scatter_writes))
-ARANGE = register(
-    OpKind(
-        "arange",
-        lambda operands, attrs: [Result((attrs["size"],), attrs["dtype"])],
-        flops=rules.free,
-        reads=lambda op: (),
-        writes=rules.all_results,
-    )
-)
+    def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
+        """Return them."""
+        rules.need_operands(self, operands, 0)
+        return [Result((self.size,), self.dtype)]
 
 
 def gather(table: Tensor, ids: Tensor, *, name: str = "gather") -> Tensor:
@@ -106,12 +172,12 @@ def gather(table: Tensor, ids: Tensor, *, name: str = "gather") -> Tensor:
     >>> cg.bytes_moved(g)
     8*B*D*S + 8*B*S
     """
-    return apply(GATHER, [table, ids], {"mode": "rows"}, name)[0]
+    return apply(Gather(mode="rows"), [table, ids], name)[0]
 
 
 def take_along(x: Tensor, ids: Tensor, *, name: str = "take_along") -> Tensor:
     """Pick elements along the last axis: `numpy.take_along_axis(x, ids, -1)`, as a loss picks its targets."""
-    return apply(GATHER, [x, ids], {"mode": "along"}, name)[0]
+    return apply(Gather(mode="along"), [x, ids], name)[0]
 
 
 def scatter(
@@ -155,8 +221,7 @@ def scatter(
     """
     need_choice("scatter: mode", mode, ("add", "set"))
     need_flag("scatter", inplace=inplace, along=along)
-    attrs = {"mode": mode, **({"inplace": True} if inplace else {}), **({"along": True} if along else {})}
-    return apply(SCATTER, [target, ids, updates], attrs, name)[0]
+    return apply(Scatter(mode=mode, inplace=inplace, along=along), [target, ids, updates], name)[0]
 
 
 def arange(size: object, dtype: object = "int64", *, context: bool = False, name: str = "arange") -> Tensor:
@@ -179,7 +244,5 @@ def arange(size: object, dtype: object = "int64", *, context: bool = False, name
         Shape (size,).
     """
     need_flag("arange", context=context)
-    attrs = {"size": positive("arange: size", size), "dtype": find_dtype(dtype)} | (
-        {"context": True} if context else {}
-    )
-    return apply(ARANGE, [], attrs, name)[0]
+    kind = Arange(size=positive("arange: size", size), dtype=find_dtype(dtype), context=context)
+    return apply(kind, [], name)[0]

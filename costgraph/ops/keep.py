@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ..errors import GraphError
 from ..graph.arguments import need_tensor
 from ..graph.graph import apply
-from ..graph.op import Attrs, OpKind, Result
+from ..graph.op import OpKind, Result
 from ..graph.tensor import Tensor
 from . import rules
 from .registry import register
 
-__all__ = ["KEEP", "keep"]
+__all__ = ["Keep", "keep"]
 
 
-def _kept(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
-    if not operands:
-        raise GraphError("keep of nothing, expected one operand at least")
-    x = operands[0]
-    return [Result(x.sizes, x.dtype, x.strides, of=0, offset=x.offset, domain=x.domain)]
+@register
+@dataclass(frozen=True, kw_only=True)
+class Keep(OpKind):
+    """A view of its first operand, before which the others cannot be given back."""
 
+    name = "keep"
+    restricted = True
+    flops, reads, writes = rules.free, rules.nothing, rules.nothing
 
-#: A view of its first operand, before which the others cannot be given back.
-KEEP = register(OpKind("keep", _kept, rules.free, rules.nothing, rules.nothing, restricted=True))
+    def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
+        """Return the first operand."""
+        if not operands:
+            raise GraphError("keep of nothing, expected one operand at least")
+        x = operands[0]
+        return [Result(x.sizes, x.dtype, x.strides, of=0, offset=x.offset, domain=x.domain)]
 
 
 def keep(x: Tensor, *others: Tensor, name: str = "keep") -> Tensor:
@@ -65,4 +72,4 @@ def keep(x: Tensor, *others: Tensor, name: str = "keep") -> Tensor:
     (12*B*D, 16*B*D)
     """
     need_tensor("keep", x, *others)
-    return apply(KEEP, [x, *others], {}, name)[0]
+    return apply(Keep(), [x, *others], name)[0]

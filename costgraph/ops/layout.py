@@ -12,18 +12,14 @@ from ..errors import GraphError, PatternError, ShapeError
 from ..graph.arguments import need_list, need_tensor
 from ..graph.arguments import sizes as sizes_by_name
 from ..graph.graph import apply, current_graph, sizes_of
-from ..graph.op import Attrs, OpKind, Result
-from ..graph.strides import Sizes, numel, view, windows_along
+from ..graph.strides import windows_along
 from ..graph.tensor import Tensor
 from ..notation.pattern import Affine, PatternText, parse_pattern
-from . import rules
 from .extents import extents_of
-from .reach import alike, carried, regrouped
-from .registry import register
+from .moves import Concat, Expand, Rearrange, Slice, room
 
 __all__ = [
-    "EXPAND",
-    "REARRANGE",
+    "axis_of",
     "concat",
     "contiguous_copy",
     "expand",
@@ -35,99 +31,6 @@ __all__ = [
     "split",
     "stack",
 ]
-
-
-def _rearranged_axes(x: Tensor, split: Sizes, order: Sequence[int], merged: Sizes) -> list[int | None]:
-    """Return of each axis of the result which axis of a restriction it is, None of others."""
-    places: list[int | None] = [None] * len(merged)
-    if x.domain is not None:
-        told, axes = x.graph.told, x.domain[1:]
-        parts = [i for i in regrouped(told(x.sizes), axes, told(split)) if i is not None]
-        moved = regrouped(told(tuple(split[i] for i in order)), [order.index(i) for i in parts], told(merged))
-        for axis, at in zip(axes, moved, strict=len(parts) == len(axes)):
-            if at is not None:
-                places[at] = axis
-    return places
-
-
-def _rearranged(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
-    (x,) = operands
-    split, order, merged = attrs["split"], attrs["order"], attrs["merged"]
-    if not x.graph.same(numel(split), x.numel) or not x.graph.same(numel(merged), numel([split[i] for i in order])):
-        raise ShapeError(f"{x!r} has {x.numel} elements, ({', '.join(map(str, merged))}) has {numel(merged)}")
-    domain = carried(x, _rearranged_axes(x, split, order, merged))
-    told = x.graph.told
-    strides = view(told(x.sizes), told(x.strides), told(split))
-    if strides is not None:
-        sizes, strides = tuple(split[i] for i in order), tuple(strides[i] for i in order)
-        strides = view(told(sizes), strides, told(merged))
-    if strides is None or attrs.get("copy"):
-        return [Result(merged, x.dtype, domain=domain)]
-    return [Result(merged, x.dtype, strides, of=0, offset=x.offset, domain=domain)]
-
-
-def _room(whole: Poly, start: Poly, size: Poly, step: int) -> Poly:
-    """Return how many positions are left behind the last one of a slice."""
-    return whole - start - (size - 1) * step - 1
-
-
-def _sliced(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
-    (x,) = operands
-    axis, start, size, step = attrs["axis"], attrs["start"], attrs["size"], attrs["step"]
-    for what, value in (("start", start), ("size", size - 1), ("room", _room(x.sizes[axis], start, size, step))):
-        if value.constant is not None and (value.constant < 0 or not isinstance(value.constant, int)):
-            raise ShapeError(
-                f"slice of {x!r}: {what} is {value} on axis {axis}, expected start={start}, size={size}, step={step} "
-                f"within {x.sizes[axis]}"
-            )
-    sizes = (*x.sizes[:axis], size, *x.sizes[axis + 1 :])
-    strides = (*x.strides[:axis], x.strides[axis] * step, *x.strides[axis + 1 :])
-    domain = carried(x, [None if i == axis else i for i in range(x.ndim)])
-    return [Result(sizes, x.dtype, strides, of=0, offset=x.offset + start * x.strides[axis], domain=domain)]
-
-
-def _expanded(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
-    (x,) = operands
-    sizes: Sizes = attrs["sizes"]
-    kept: Sequence[int | None] = attrs["kept"]
-    strides, places = [], list[int | None]()
-    for size, at in zip(sizes, kept, strict=True):
-        if at is not None and x.sizes[at] != ONE and not x.graph.same(size, x.sizes[at]):
-            raise ShapeError(f"expand of {x!r}: axis {at} to {size}, expected its own size or an axis of size 1")
-        places.append(None if at is None or (x.sizes[at] == ONE and size != ONE) else at)
-        strides.append(ZERO if places[-1] is None else x.strides[places[-1]])
-    domain = attrs["domain"] if "domain" in attrs else carried(x, places)
-    return [Result(sizes, x.dtype, tuple(strides), of=0, offset=x.offset, domain=domain)]
-
-
-def _joined(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
-    axis, first = attrs["axis"], operands[0]
-    for t in operands[1:]:
-        if t.dtype != first.dtype:
-            raise ShapeError(f"concat of {first!r} and {t!r}: expected one number format")
-        fits = t.ndim == first.ndim and all(
-            i == axis or t.graph.same(a, b) for i, (a, b) in enumerate(zip(t.sizes, first.sizes, strict=True))
-        )
-        if not fits:
-            raise ShapeError(f"concat of {first!r} and {t!r}: expected equal sizes on all axes but {axis}")
-    sizes = (*first.sizes[:axis], total(t.sizes[axis] for t in operands), *first.sizes[axis + 1 :])
-    alike(operands)
-    return [Result(sizes, first.dtype, domain=carried(first, [None if i == axis else i for i in range(first.ndim)]))]
-
-
-REARRANGE = register(
-    OpKind(
-        "rearrange",
-        _rearranged,
-        flops=rules.free,
-        reads=rules.moved_if_copied,
-        writes=rules.written_if_copied,
-        restricted=True,
-    )
-)
-SLICE = register(OpKind("slice", _sliced, rules.free, rules.nothing, rules.nothing, restricted=True))
-EXPAND = register(OpKind("expand", _expanded, rules.free, rules.nothing, rules.nothing, restricted=True))
-CONCAT = register(OpKind("concat", _joined, rules.free, rules.whole, rules.all_results, restricted=True))
 
 
 def rearrange(x: Tensor, pattern: PatternText, /, *, name: str = "rearrange", **sizes: object) -> Tensor:
@@ -176,20 +79,20 @@ def rearrange(x: Tensor, pattern: PatternText, /, *, name: str = "rearrange", **
     unused = sorted(set(extents) - set(names))
     if unused:
         raise PatternError(f"pattern {pattern!r}: size given for {unused[0]!r}, which is no axis of it")
-    attrs = {
-        "pattern": parsed,
-        "split": tuple(extents[n] for n in names),
-        "order": tuple(names.index(n) for n in parsed.result_names),
-        "merged": tuple(prod((extents[n] for n in a.names), start=ONE) for a in parsed.result),
-    }
-    return apply(REARRANGE, [x], attrs, name)[0]
+    kind = Rearrange(
+        pattern=parsed,
+        split=tuple(extents[n] for n in names),
+        order=tuple(names.index(n) for n in parsed.result_names),
+        merged=tuple(prod((extents[n] for n in a.names), start=ONE) for a in parsed.result),
+    )
+    return apply(kind, [x], name)[0]
 
 
 def reshape(x: Tensor, shape: Sequence[object], *, name: str = "reshape") -> Tensor:
     """Give a tensor another shape with as many elements: a view where strides allow it, else a copy."""
     need_tensor("reshape", x)
     sizes = sizes_of(shape, f"reshape of {x!r}")
-    return apply(REARRANGE, [x], {"split": x.sizes, "order": tuple(range(x.ndim)), "merged": sizes}, name)[0]
+    return apply(Rearrange(split=x.sizes, order=tuple(range(x.ndim)), merged=sizes), [x], name)[0]
 
 
 def contiguous_copy(x: Tensor, *, name: str = "contiguous") -> Tensor:
@@ -197,11 +100,12 @@ def contiguous_copy(x: Tensor, *, name: str = "contiguous") -> Tensor:
     need_tensor("contiguous", x)
     if x.is_contiguous:
         return x
-    attrs = {"split": x.sizes, "order": tuple(range(x.ndim)), "merged": x.sizes, "copy": True}
-    return apply(REARRANGE, [x], attrs, name)[0]
+    kind = Rearrange(split=x.sizes, order=tuple(range(x.ndim)), merged=x.sizes, copy=True)
+    return apply(kind, [x], name)[0]
 
 
-def _axis(x: Tensor, axis: int) -> int:
+def axis_of(x: Tensor, axis: int) -> int:
+    """Return the place of an axis, which may be counted from the end."""
     if isinstance(axis, bool) or not isinstance(axis, int) or not -x.ndim <= axis < x.ndim:
         raise ShapeError(f"axis {axis!r} of {x!r}: expected an integer from {-x.ndim} to {x.ndim - 1}")
     return axis % x.ndim
@@ -219,14 +123,13 @@ def slice_axis(x: Tensor, axis: int, start: object, size: object, step: int = 1,
     return _cut(x, axis, start, size, step, name)
 
 
-def _cut(x: Tensor, axis: int, start: object, size: object, step: int, name: str, **more: bool) -> Tensor:
+def _cut(x: Tensor, axis: int, start: object, size: object, step: int, name: str, *, split: bool = False) -> Tensor:
     if isinstance(step, bool) or not isinstance(step, int) or step < 1:
         raise ShapeError(f"slice of {x!r}: step {step!r}, expected a positive integer")
-    at, first, count = _axis(x, axis), poly(start), poly(size)
-    attrs = {"axis": at, "start": first, "size": count, "step": step, **more}
-    # looked at again when sizes are bound, as is the start
-    attrs["room"] = _room(x.sizes[at], first, count, step)
-    return apply(SLICE, [x], attrs, name)[0]
+    at, first, count = axis_of(x, axis), poly(start), poly(size)
+    # the room is looked at again when sizes are bound, as is the start
+    left = room(x.sizes[at], first, count, step)
+    return apply(Slice(axis=at, start=first, size=count, step=step, room=left, split=split), [x], name)[0]
 
 
 def split(x: Tensor, sizes: Sequence[object], axis: int = -1, *, name: str = "split") -> tuple[Tensor, ...]:
@@ -239,7 +142,7 @@ def split(x: Tensor, sizes: Sequence[object], axis: int = -1, *, name: str = "sp
     """
     need_tensor("split", x)
     parts = sizes_of(sizes, f"split of {x!r}")
-    at = _axis(x, axis)
+    at = axis_of(x, axis)
     if not current_graph(x.graph).same(total(parts), x.sizes[at]):
         raise ShapeError(f"split of {x!r}: parts {list(parts)} add up to {total(parts)}, expected {x.sizes[at]}")
     # parts of one split: their gradients are joined by one op
@@ -281,7 +184,7 @@ def roll(x: Tensor, shift: object, axis: int = -1, *, name: str = "roll") -> Ten
     ((B, S), 0, 8*B*S)
     """
     need_tensor("roll", x)
-    at, by = _axis(x, axis), poly(shift)
+    at, by = axis_of(x, axis), poly(shift)
     whole = x.sizes[at]
     least = lower(-by)
     moved = whole + by if least is not None and least > 0 else by  # towards the end
@@ -323,7 +226,7 @@ def expand(x: Tensor, pattern: PatternText, /, *, name: str = "expand", **sizes:
         if size is None and at is None:
             raise PatternError(f"pattern {pattern!r}: size of new axis {n[0]!r} is not given")
         out.append(size if size is not None else x.sizes[at])  # type: ignore[index]  # at is known here
-    return apply(EXPAND, [x], {"sizes": tuple(out), "kept": kept}, name)[0]
+    return apply(Expand(sizes=tuple(out), kept=kept), [x], name)[0]
 
 
 def concat(tensors: Sequence[Tensor], axis: int = -1, *, name: str = "concat") -> Tensor:
@@ -337,7 +240,7 @@ def concat(tensors: Sequence[Tensor], axis: int = -1, *, name: str = "concat") -
     need_tensor("concat", *need_list("concat", tensors))
     if not tensors:
         raise GraphError("concat: got no tensor, expected one at least")
-    return apply(CONCAT, tensors, {"axis": _axis(tensors[0], axis)}, name)[0]
+    return apply(Concat(axis=axis_of(tensors[0], axis)), tensors, name)[0]
 
 
 def stack(tensors: Sequence[Tensor], *, name: str = "stack") -> Tensor:

@@ -2,72 +2,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ..dtypes import DType
 from ..errors import ShapeError
+from ..graph.facts import Index, Sizes
 from ..graph.graph import Graph, apply
-from ..graph.op import Attrs, Op, OpKind, Result
-from ..graph.strides import Sizes
+from ..graph.op import OpKind, Result
 from ..graph.tensor import Tensor
 from . import rules
 from .layout import contiguous_copy
+from .moves import Places, need_places
 from .reach import alike
 from .registry import register
 
-__all__ = ["ABSENT", "ACCUMULATE", "absent", "accumulate", "pieces_of", "slice_of"]
+if TYPE_CHECKING:
+    from ..algebra.dominance import Relations
+
+__all__ = ["Absent", "Accumulate", "absent", "accumulate", "slice_of"]
 
 
-def pieces_of(operands: Sequence[Tensor], attrs: Attrs, t: Tensor) -> Result:
-    """Return what an iteration leaves behind in a storage of its own, or has written into one of an operand's."""
-    body, first, count = attrs["body"], attrs["carries"], attrs["count"]
-    for i, f in enumerate(body.formals[first : first + attrs["xs"]], first):
-        if f.storage is t.storage and operands[i].storage.pieces > 0:
-            outer = operands[i]
-            if t.sizes != f.sizes or t.strides != f.strides:
-                raise ShapeError(f"{t!r} is a part of what an iteration was given, expected all of it")
-            return Result(outer.sizes, t.dtype, outer.strides, of=i, offset=outer.offset, domain=outer.domain)
-    domain = None if t.domain is None else (t.domain[0], t.domain[1] + 1, t.domain[2] + 1)
-    return Result((count, *t.sizes), t.dtype, domain=domain, pieces=t.storage.pieces + 1)
+@register
+@dataclass(frozen=True, kw_only=True)
+class Absent(OpKind):
+    """What a loop adds to before there is anything: it takes no memory, and the first term becomes it."""
+
+    name = "absent"
+    sizes: Sizes
+    dtype: DType
+    pieces: Index = 0
+    """Leading axes whose positions are storages of their own."""
+    domain: Places = None
+    flops, reads, writes = rules.free, rules.nothing, rules.nothing
+
+    def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
+        """Return the sum."""
+        rules.need_operands(self, operands, 0)
+        return [Result(self.sizes, self.dtype, pieces=self.pieces, domain=self.domain)]
+
+    def verify(self, operands: Sequence[Tensor], known: Iterable[Relations]) -> None:
+        """Hold the domain against the shape."""
+        need_places(self.domain, self.sizes)
 
 
-def _summed(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
-    so_far, term = operands
-    if so_far.sizes != term.sizes or so_far.dtype != term.dtype:
-        raise ShapeError(f"accumulate {term!r} into {so_far!r}: expected one shape and format")
-    domain = alike(operands)
-    return [Result(so_far.sizes, so_far.dtype, so_far.strides, of=0, offset=so_far.offset, domain=domain)]
+@register
+@dataclass(frozen=True, kw_only=True)
+class Accumulate(OpKind):
+    """A term added to a sum in place; where there is nothing yet to add to, the term is the sum, at no cost."""
 
+    name = "accumulate"
+    restricted = True
+    flops, reads, writes = rules.per_result, rules.whole, rules.all_results
 
-def _one_each(op: Op) -> rules.Flops:
-    """Count an addition for each element."""
-    return rules.Flops(pointwise=rules.points(op.results[0]))
+    def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
+        """Return the sum."""
+        rules.need_operands(self, operands, 2)
+        so_far, term = operands
+        if so_far.sizes != term.sizes or so_far.dtype != term.dtype:
+            raise ShapeError(f"accumulate {term!r} into {so_far!r}: expected one shape and format")
+        domain = alike(operands)
+        return [Result(so_far.sizes, so_far.dtype, so_far.strides, of=0, offset=so_far.offset, domain=domain)]
 
-
-# What a loop adds to before there is anything: it takes no memory, and the first term becomes it.
-ABSENT = register(
-    OpKind(
-        "absent",
-        lambda operands, attrs: [
-            Result(attrs["sizes"], attrs["dtype"], pieces=attrs["pieces"], domain=attrs.get("domain"))
-        ],
-        flops=rules.free,
-        reads=rules.nothing,
-        writes=rules.nothing,
-    )
-)
-# In the iteration in which there is nothing yet to add to, the term is the sum and nothing is done.
-ACCUMULATE = register(OpKind("accumulate", _summed, _one_each, rules.whole, rules.all_results, restricted=True))
+    def overwrites(self) -> tuple[int, ...]:
+        """Return the sum."""
+        return (0,)
 
 
 def absent(sizes: Sizes, dtype: DType, pieces: int = 0, *, name: str = "absent") -> Tensor:
     """Return a sum before its first term: a carry of a loop that `accumulate` adds to; it takes no memory."""
-    return apply(ABSENT, [], {"sizes": sizes, "dtype": dtype, "pieces": pieces}, name)[0]
+    return apply(Absent(sizes=sizes, dtype=dtype, pieces=pieces), [], name)[0]
 
 
 def accumulate(so_far: Tensor, term: Tensor, *, name: str = "accumulate") -> Tensor:
     """Add a term in place: one FLOP an element. Where the sum is still absent the term becomes it, at no cost."""
-    return apply(ACCUMULATE, [so_far, contiguous_copy(term)], {"inplace": True}, name)[0]
+    return apply(Accumulate(), [so_far, contiguous_copy(term)], name)[0]
 
 
 def slice_of(body: Graph, t: Tensor, name: str) -> Tensor:

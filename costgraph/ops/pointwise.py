@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import reduce as fold
 from numbers import Integral, Real
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import numpy as np
 import sympy
@@ -16,17 +17,22 @@ from ..dtypes import DType, promote
 from ..dtypes import dtype as find_dtype
 from ..errors import GraphError, ShapeError
 from ..graph.arguments import named, need_flag, need_tensor
+from ..graph.domain import Domain
+from ..graph.facts import Flag, all_of, optional
 from ..graph.graph import apply
-from ..graph.op import Attrs, OpKind, Result
+from ..graph.loop import need
+from ..graph.op import Flops, Op, OpKind, Result
 from ..graph.strides import Sizes, elementwise, is_integral
 from ..graph.tensor import Tensor
-from ..notation.door import REAL
+from ..notation.door import REAL, Rule
 from . import rules
-from .functions import FUNCTIONS, Function
+from .functions import FUNCTIONS, Elementwise, Function
 from .reach import shared
 from .registry import register
 
-__all__ = ["FUNCTIONS", "POINTWISE", "Function", "cast", "pointwise"]
+__all__ = ["FUNCTIONS", "Function", "Pointwise", "cast", "pointwise"]
+
+T = TypeVar("T")
 
 
 #: Functions whose result has the format of the first operand: a mask and what fills it have no say.
@@ -108,39 +114,70 @@ def _exact(expr: sympy.Expr) -> sympy.Expr:
     return expr.xreplace({f: sympy.Rational(repr(float(f))) for f in expr.atoms(sympy.Float, sympy.NumberSymbol)})
 
 
-def _infer(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
-    function = attrs["function"]
-    numbers = [n for n in attrs.get("scalars", ()) if n is not None]
-    if len(operands) + len(numbers) != function.arity:
-        raise ShapeError(f"{function.name} of {len(operands) + len(numbers)} operands, expected {function.arity}")
-    sizes = _broadcast(operands)
-    # the gradient of a mask is zero where the operand holds nothing
-    domain = None if function.name == "causal_mask_backward" else shared(operands, sizes)
-    result = _format(function, operands, attrs.get("dtype"), attrs.get("numbers", "bool"))
-    if attrs.get("inplace"):
-        first = operands[0]
-        if first.sizes != sizes or first.dtype != result or first.touched != first.numel:
-            raise ShapeError(
-                f"in place into {first!r}: expected an operand of the result's shape and format, not expanded"
-            )
-        if first.domain != domain:
-            raise ShapeError(f"in place into {first!r}: expected it restricted to a domain as the result is")
-        return [Result(sizes, result, first.strides, of=0, offset=first.offset, domain=domain)]
-    told = operands[0].graph.told
-    strides = elementwise(told(sizes), [(told(t.sizes), told(t.strides)) for t in operands])
-    return [Result(sizes, result, strides, domain=domain)]
+def _is_scalar(value: object) -> bool:
+    return value is None or isinstance(value, int | float | Poly)
 
 
-POINTWISE = register(
-    OpKind(
-        name="pointwise",
-        infer=_infer,
-        flops=rules.per_element,
-        reads=rules.under_the_result,
-        writes=rules.all_results,
-        restricted=True,
-    )
-)
+@register
+@dataclass(frozen=True, kw_only=True)
+class Pointwise(OpKind):
+    """An elementwise function of tensors and numbers."""
+
+    name = "pointwise"
+    restricted = True
+    function: Elementwise
+    scalars: Annotated[
+        tuple[int | float | Poly | None, ...], Rule("a tuple of numbers, formulas and None", all_of(_is_scalar))
+    ] = ()
+    """Arguments of the function, None where a tensor stands; nothing where all are tensors."""
+    numbers: Annotated[str, Rule("bool, int or float", lambda v: v in ("bool", "int", "float"))] = "bool"
+    """The highest kind among the numbers, which has a say in the format of the result."""
+    inplace: Flag = False
+    """Whether it writes into the storage of its first operand."""
+    dtype: Annotated[DType | None, optional("a number format", lambda v: isinstance(v, DType))] = None
+    """Format of the result, None for torch's common one."""
+    masked: Annotated[Domain | None, optional("a domain", lambda v: isinstance(v, Domain))] = None
+    """What a causal mask leaves."""
+    reads, writes = rules.under_the_result, rules.all_results
+
+    def arguments(self, operands: Sequence[T]) -> tuple[int | float | Poly | T | None, ...]:
+        """Return the arguments of the function: operands, and numbers between them."""
+        left = iter(operands)
+        return tuple(next(left) if s is None else s for s in self.scalars or (None,) * len(operands))
+
+    def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
+        """One result of the common shape."""
+        function = self.function
+        need(bool(operands), "no operand")
+        numbers = [n for n in self.scalars if n is not None]
+        tensors = len(self.scalars) - len(numbers) if self.scalars else len(operands)
+        need(tensors == len(operands), f"scalars {shown(self.scalars)} beside {len(operands)} operands")
+        if len(operands) + len(numbers) != function.arity:
+            raise ShapeError(f"{function.name} of {len(operands) + len(numbers)} operands, expected {function.arity}")
+        sizes = _broadcast(operands)
+        # the gradient of a mask is zero where the operand holds nothing
+        domain = None if function.name == "causal_mask_backward" else shared(operands, sizes)
+        result = _format(function, operands, self.dtype, self.numbers)
+        if self.inplace:
+            first = operands[0]
+            if first.sizes != sizes or first.dtype != result or first.touched != first.numel:
+                raise ShapeError(
+                    f"in place into {first!r}: expected an operand of the result's shape and format, not expanded"
+                )
+            if first.domain != domain:
+                raise ShapeError(f"in place into {first!r}: expected it restricted to a domain as the result is")
+            return [Result(sizes, result, first.strides, of=0, offset=first.offset, domain=domain)]
+        told = operands[0].graph.told
+        strides = elementwise(told(sizes), [(told(t.sizes), told(t.strides)) for t in operands])
+        return [Result(sizes, result, strides, domain=domain)]
+
+    def flops(self, op: Op) -> Flops:
+        """Count what the table of functions says for each index point of the result."""
+        return rules.of_functions(rules.points(op.results[0]), self.function)
+
+    def overwrites(self) -> tuple[int, ...]:
+        """Return the first operand where it works in place."""
+        return (0,) if self.inplace else ()
 
 
 def pointwise(
@@ -194,18 +231,16 @@ def pointwise(
         given = ", ".join(map(shown, operands))
         raise GraphError(f"{record.name}: operands ({given}), expected tensors and numbers, one tensor at least")
     need_flag(record.name, inplace=inplace)
-    attrs: dict[str, object] = {"function": record}
-    if numbers:
-        # None where a tensor stands
-        scalars = tuple(None if isinstance(t, Tensor) else _plain(record.name, t) for t in operands)
-        attrs["scalars"], attrs["numbers"] = scalars, _kind_of(numbers)
-    if inplace:
-        if not isinstance(operands[0], Tensor):
-            raise GraphError(f"{record.name}: in place into {operands[0]!r}, expected a tensor first")
-        attrs["inplace"] = True
-    if dtype is not None:
-        attrs["dtype"] = find_dtype(dtype)
-    return apply(POINTWISE, tensors, attrs, named(name, record.name))[0]
+    if inplace and not isinstance(operands[0], Tensor):
+        raise GraphError(f"{record.name}: in place into {operands[0]!r}, expected a tensor first")
+    kind = Pointwise(
+        function=record,
+        scalars=tuple(None if isinstance(t, Tensor) else _plain(record.name, t) for t in operands) if numbers else (),
+        numbers=_kind_of(numbers),
+        inplace=inplace,
+        dtype=None if dtype is None else find_dtype(dtype),
+    )
+    return apply(kind, tensors, named(name, record.name))[0]
 
 
 def cast(x: Tensor, dtype: object, *, name: str = "cast") -> Tensor:

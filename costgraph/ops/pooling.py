@@ -2,58 +2,110 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Annotated
 
-from ..algebra.polynomial import ZERO, Poly
+from ..algebra.polynomial import ONE, ZERO, Poly
+from ..algebra.symbols import shown
 from ..dtypes import dtype as find_dtype
 from ..errors import ShapeError
-from ..graph.op import Attrs, Op, OpKind, Result
+from ..graph.facts import Extents, Flag
+from ..graph.loop import need
+from ..graph.op import Flops, Op, OpKind, Result
 from ..graph.tensor import Tensor
+from ..notation.door import Rule
+from ..notation.pattern import Affine, Axes, Pattern
 from . import rules
+from .indexing import need_indexed, need_plain
 from .registry import register
 
-__all__ = ["POOL", "UNPOOL"]
+if TYPE_CHECKING:
+    from ..algebra.dominance import Relations
+
+__all__ = ["Pool", "Unpool", "Windowed"]
+
+_POOLING = Rule("max or mean", lambda v: v in ("max", "mean"))
 
 
-def _pooled(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
-    (x,) = operands
-    names = [n for a in attrs["pattern"].result for n in a.names]
-    sizes = tuple(attrs["extents"][n] for n in names)
-    # where each maximum stood, which a backward pass reads
-    places = [Result(sizes, find_dtype("int64"))] if attrs.get("indices") else []
-    return [Result(sizes, x.dtype), *places]
+@dataclass(frozen=True, kw_only=True)
+class Windowed(OpKind):
+    """What a pooling and its gradient share."""
+
+    pattern: Pattern
+    """Windows that slide over the operand of the pooling."""
+    extents: Extents
+    """Size of every axis of the pattern."""
+    operation: Annotated[str, _POOLING]
+
+    @property
+    def made(self) -> tuple[Poly, ...]:
+        """Shape of the pooling's result."""
+        return tuple(self.extents[n] for n in self.pattern.result_names)
+
+    def flops(self, op: Op) -> Flops:
+        """Count one for every index point: each element of each window that slides over an operand."""
+        return Flops(pointwise=prod(self.extents.values(), start=ONE))
+
+    def need_windows(self, x: Tensor) -> None:
+        """Hold the pattern against what is pooled."""
+        need_indexed([x], self.pattern, self.extents)
+        need(len(self.pattern.operands) == 1, "a pooling of several operands")
+        need_plain(self.pattern)
+        kept = [a.names for a in self.pattern.operands[0] if isinstance(a, Axes)]
+        slid = [(a.terms[0][0],) for a in self.pattern.operands[0] if isinstance(a, Affine)]
+        need([a.names for a in self.pattern.result] == kept + slid, f"the result of pattern {shown(str(self.pattern))}")
 
 
-def _unpooled(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
-    gradient, x, *indices = operands
-    made = tuple(attrs["extents"][n] for n in attrs["pattern"].result_names)
-    for t in (gradient, *indices):
-        if t.ndim != len(made) or not all(map(x.graph.same, t.sizes, made)):
-            raise ShapeError(f"unpool of {t!r}: expected ({', '.join(map(str, made))})")
-    return [Result(x.sizes, x.dtype)]
+@register
+@dataclass(frozen=True, kw_only=True)
+class Pool(Windowed):
+    """A maximum or a mean of each window."""
+
+    name = "pool"
+    indices: Flag = False
+    """Whether the result says too where each maximum stood, which a backward pass reads."""
+    writes = rules.all_results
+
+    def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
+        """One element a window, and where it stood."""
+        rules.need_operands(self, operands, 1)
+        places = [Result(self.made, find_dtype("int64"))] if self.indices else []
+        return [Result(self.made, operands[0].dtype), *places]
+
+    def reads(self, op: Op) -> tuple[Poly, ...]:
+        """Return what the windows reach."""
+        return rules.reached_by_index(op, self.pattern, self.extents)
+
+    def verify(self, operands: Sequence[Tensor], known: Iterable[Relations]) -> None:
+        """Hold the pattern against the operand."""
+        self.need_windows(operands[0])
+        need(not self.indices or self.operation == "max", "indices of a mean")
 
 
-def _unpool_reads(op: Op) -> tuple[Poly, ...]:
-    # of the input of the pooling the shape alone is needed, but torch keeps it all the same
-    return tuple(ZERO if i == 1 else rules.elements(t) for i, t in enumerate(op.operands))
+@register
+@dataclass(frozen=True, kw_only=True)
+class Unpool(Windowed):
+    """Gradient of a pooling, from that of its result, its input and, of a maximum, where each maximum stood."""
 
+    name = "unpool"
+    writes = rules.all_results
 
-POOL = register(
-    OpKind(
-        name="pool",
-        infer=_pooled,
-        flops=rules.per_index_point,
-        reads=rules.reached_by_index,
-        writes=rules.all_results,
-    )
-)
-#: Gradient of a pooling: operands are that of its result, its input and, of a maximum, where each maximum stood.
-UNPOOL = register(
-    OpKind(
-        name="unpool",
-        infer=_unpooled,
-        flops=rules.per_index_point,
-        reads=_unpool_reads,
-        writes=rules.all_results,
-    )
-)
+    def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
+        """Return the gradient of what was pooled."""
+        count = 3 if self.operation == "max" else 2
+        need(len(operands) == count, f"{len(operands)} operands of a {self.operation}")
+        gradient, x, *indices = operands
+        for t in (gradient, *indices):
+            if t.ndim != len(self.made) or not all(map(x.graph.same, t.sizes, self.made)):
+                raise ShapeError(f"unpool of {t!r}: expected ({', '.join(map(str, self.made))})")
+        return [Result(x.sizes, x.dtype)]
+
+    def reads(self, op: Op) -> tuple[Poly, ...]:
+        """Return all but the input of the pooling: of it the shape alone is needed, but torch keeps it all the same."""
+        return tuple(ZERO if i == 1 else rules.elements(t) for i, t in enumerate(op.operands))
+
+    def verify(self, operands: Sequence[Tensor], known: Iterable[Relations]) -> None:
+        """Hold the pattern against the input of the pooling."""
+        self.need_windows(operands[1])

@@ -2,58 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
 from ..algebra.polynomial import ONE
+from ..algebra.symbols import shown
 from ..dtypes import dtype as find_dtype
 from ..errors import PatternError, ShapeError
 from ..graph.arguments import named, need_choice, need_tensor
 from ..graph.arguments import sizes as sizes_by_name
+from ..graph.facts import one_of
 from ..graph.graph import apply, current_graph
-from ..graph.op import Attrs, OpKind, Result
+from ..graph.loop import need
+from ..graph.op import OpKind, Result
 from ..graph.tensor import Tensor
 from ..notation.pattern import Affine, Axes, Pattern, PatternText, parse_pattern
 from . import rules
 from .extents import extents_of
+from .indexing import need_plain
 from .layout import rearrange
 from .reach import left_over
 from .registry import register
 
-__all__ = ["REDUCE", "REDUCTIONS", "reduce"]
+if TYPE_CHECKING:
+    from ..algebra.dominance import Relations
+
+__all__ = ["REDUCTIONS", "Reduce", "reduce"]
 
 #: Names that `reduce` takes; each costs one operation for each element that is reduced.
 REDUCTIONS = ("sum", "mean", "max", "min", "prod", "any", "all", "argmax", "argmin")
 
 
-def _infer(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
-    (x,) = operands
-    pattern: Pattern = attrs["pattern"]
-    names = [a.names[0] if a.names else None for a in pattern.operands[0]]
-    kept = [a.names[0] if a.names else None for a in pattern.result]
-    places = [names.index(n) if n is not None else None for n in kept]
-    sizes = tuple(ONE if p is None else x.sizes[p] for p in places)
-    operation = attrs["operation"]
-    dtype = {"any": "bool", "all": "bool", "argmax": "int64", "argmin": "int64"}.get(operation)
-    if operation in ("sum", "prod") and x.dtype.kind != "float":
-        dtype = "int64"  # torch's rule: sums of integers and of bools are 64-bit
-    result = x.dtype if dtype is None else find_dtype(dtype)
-    if operation == "mean" and result.kind != "float":
-        raise ShapeError(f"mean of {x!r}: expected a floating format")
-    # dense in the order of its axes, whatever that of the operand
-    return [Result(sizes, result, domain=left_over(x, places))]
+@register
+@dataclass(frozen=True, kw_only=True)
+class Reduce(OpKind):
+    """A sum, a maximum and the like over the axes that the right side of a pattern leaves out."""
 
+    name = "reduce"
+    restricted = True
+    pattern: Pattern
+    operation: Annotated[str, one_of(*REDUCTIONS)]
+    flops, reads, writes = rules.per_element_reduced, rules.whole, rules.all_results
 
-REDUCE = register(
-    OpKind(
-        name="reduce",
-        infer=_infer,
-        flops=rules.per_element_reduced,
-        reads=rules.whole,
-        writes=rules.all_results,
-        restricted=True,
-    )
-)
+    def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
+        """One result, dense in the order of its axes, whatever that of the operand."""
+        rules.need_operands(self, operands, 1)
+        x, operation = operands[0], self.operation
+        names = [a.names[0] if a.names else None for a in self.pattern.operands[0]]
+        kept = [a.names[0] if a.names else None for a in self.pattern.result]
+        places = [names.index(n) if n is not None else None for n in kept]
+        sizes = tuple(ONE if p is None else x.sizes[p] for p in places)
+        dtype = {"any": "bool", "all": "bool", "argmax": "int64", "argmin": "int64"}.get(operation)
+        if operation in ("sum", "prod") and x.dtype.kind != "float":
+            dtype = "int64"  # torch's rule: sums of integers and of bools are 64-bit
+        result = x.dtype if dtype is None else find_dtype(dtype)
+        if operation == "mean" and result.kind != "float":
+            raise ShapeError(f"mean of {x!r}: expected a floating format")
+        return [Result(sizes, result, domain=left_over(x, places))]
+
+    def verify(self, operands: Sequence[Tensor], known: Iterable[Relations]) -> None:
+        """Hold the pattern against the operand: single axes, each once."""
+        pattern, x = self.pattern, operands[0]
+        need(len(pattern.operands) == 1 and len(pattern.operands[0]) == x.ndim, "the operands of the pattern")
+        plain = all(isinstance(a, Axes) and len(a.names) <= 1 for a in (*pattern.operands[0], *pattern.result))
+        before, after = pattern.operand_names(0), set(pattern.result_names)
+        once = len(set(before)) == len(before) == x.ndim
+        need(plain and once and after < set(before), f"pattern {shown(str(pattern))}")
+        need_plain(pattern)
 
 
 def reduce(x: Tensor, pattern: PatternText, /, operation: str, *, name: str = "", **sizes: object) -> Tensor:
@@ -114,7 +130,7 @@ def reduce(x: Tensor, pattern: PatternText, /, operation: str, *, name: str = ""
         given: dict[str, Any] = {n: extents[n] for n in names}
         x = rearrange(x, f"{' '.join(map(str, parsed.operands[0]))} -> {' '.join(names)}", **given)
     plain = parse_pattern(f"{' '.join(names)} -> {' '.join(a.names[0] if a.names else '1' for a in _flat(parsed))}")
-    (y,) = apply(REDUCE, [x], {"pattern": plain, "operation": operation}, named(name, operation))
+    (y,) = apply(Reduce(pattern=plain, operation=operation), [x], named(name, operation))
     if any(len(a.names) > 1 for a in parsed.result):
         given = {n: extents[n] for n in parsed.result_names}
         left = " ".join(a.names[0] if a.names else "1" for a in _flat(parsed))

@@ -7,36 +7,39 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from ..errors import GraphError
+from ..graph.loop import Repeat
 from ..graph.op import OpKind
 from ..graph.op import kinds as _kinds
 
 __all__ = ["KINDS", "adding", "register"]
 
 F = TypeVar("F")
+K = TypeVar("K", bound=type[OpKind])
 
 #: Every op kind by name.
-KINDS: Mapping[str, OpKind] = MappingProxyType(_kinds)
+KINDS: Mapping[str, type[OpKind]] = MappingProxyType(_kinds)
 
 
-def register(kind: OpKind) -> OpKind:
-    """Add an op kind, so that graphs with it can be saved, loaded and held to the laws.
+def register(kind: K) -> K:
+    """Add an op kind, so that graphs with it can be saved, loaded and held to the laws: a decorator of its class.
 
     Parameters
     ----------
-    kind : OpKind
-        Its name must be new.
+    kind : subclass of OpKind
+        A frozen dataclass; its name must be new.
 
     Returns
     -------
-    OpKind
-        The same record.
+    type
+        The same class.
 
     Raises
     ------
     GraphError
         If the name is taken.
     """
-    return adding(_kinds, "a record", kind.name)(kind)
+    adding(_kinds, "a record", kind.name)(kind)
+    return kind
 
 
 def adding(table: dict[str, F], has: str, *names: str, what: str = "op kind") -> Callable[[F], F]:
@@ -56,3 +59,6 @@ def adding(table: dict[str, F], has: str, *names: str, what: str = "op kind") ->
         return found
 
     return decorate
+
+
+register(Repeat)

@@ -1,72 +1,39 @@
 """Named rules that op records assign: the only arithmetic of FLOPs and of elements touched.
 
-A FLOP rule returns `Flops`; a reading or writing rule returns elements, one amount for each operand or result.
+A FLOP rule returns `Flops`; a reading or writing rule returns elements, one amount for each operand or result. Rules
+of a record and an op are taken as they stand, `reads = rules.whole`; others are called with what they need.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import reduce as fold
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING
 
 from ..algebra.extremum import at_least_zero, smaller
 from ..algebra.polynomial import ONE, ZERO, Poly, poly
-from ..errors import UnsupportedError
-from ..graph.op import Op
-from ..graph.strides import distinct, windows_along
+from ..errors import GraphError, UnsupportedError
+from ..graph.op import Flops, Op, OpKind
+from ..graph.strides import windows_along
 from ..graph.tensor import Tensor
 from ..notation.pattern import Affine, Pattern
-from .reach import elements_read, larger, points, reached
+from .functions import Function
+from .reach import larger, points, reached
 
 if TYPE_CHECKING:
     from ..graph.domain import Domain
 
 __all__ = [
-    "Flops",
-    "all_results",
-    "elements",
-    "free",
-    "in_the_body",
-    "moved_if_copied",
-    "multiply_add",
-    "nothing",
-    "per_element",
-    "per_element_reduced",
-    "per_index_point",
-    "per_update",
-    "points",
-    "reached_by_index",
-    "read_by_the_body",
-    "rows_read",
-    "rows_written",
-    "stated_flops",
-    "stated_reads",
-    "stated_writes",
-    "under_the_result",
-    "updates_written",
-    "whole",
-    "written_if_copied",
-]
+    "Flops", "all_results", "elements", "free", "in_elements", "in_the_body", "moved_if_copied", "need_operands",
+    "no_operands", "nothing", "of_functions", "once", "per_element_reduced", "per_result", "points",
+    "reached_by_index", "under_the_result", "whole", "written_if_copied",
+]  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Flops:
-    """FLOPs by the unit of the hardware that does them."""
-
-    matmul: Poly = ZERO
-    """multiplies and adds of contractions, as executed"""
-    full: Poly = None  # type: ignore[assignment]  # never None once it is made
-    """the same with every domain ignored: what is executed unless it is said"""
-    pointwise: Poly = ZERO
-    """single arithmetic operations"""
-    transcendental: Poly = ZERO
-    """exp, log, sqrt, sin, tanh, erf and the like"""
-
-    def __post_init__(self) -> None:
-        if self.full is None:
-            object.__setattr__(self, "full", self.matmul)
+def need_operands(kind: OpKind, operands: Sequence[Tensor], count: int) -> None:
+    """Raise GraphError where a kind of another number of operands is given."""
+    if len(operands) != count:
+        raise GraphError(f"{kind.name} of {len(operands)} operands, expected {count}")
 
 
 # -- index points ------------------------------------------------------------------------------------------------
@@ -77,7 +44,7 @@ def elements(t: Tensor) -> Poly:
     return points(t, stored=True)
 
 
-def _once(op: Op, amounts: Sequence[Poly]) -> tuple[Poly, ...]:
+def once(op: Op, amounts: Sequence[Poly]) -> tuple[Poly, ...]:
     """Count what several operands have in common once, at the first of them."""
     out = list(amounts)
     first: dict[tuple[object, ...], int] = {}
@@ -97,142 +64,74 @@ def _once(op: Op, amounts: Sequence[Poly]) -> tuple[Poly, ...]:
 # -- FLOPs -------------------------------------------------------------------------------------------------------
 
 
-def free(op: Op) -> Flops:
+def free(kind: OpKind, op: Op) -> Flops:
     """Return no FLOPs: said by ops that only move or rename."""
     return Flops()
 
 
-def in_the_body(op: Op) -> Flops:
+def in_the_body(kind: OpKind, op: Op) -> Flops:
     """Return no FLOPs of its own: those of the body are counted where they stand."""
     return Flops()
 
 
-def _contraction(op: Op) -> tuple[Pattern, dict[str, Poly], tuple[Domain, str, str] | None]:
-    return op.attrs["pattern"], op.attrs["extents"], op.attrs.get("domain")
-
-
-def multiply_add(op: Op) -> Flops:
-    """Count 2 for every index point where a sum is made, 1 where none is (a product alone).
-
-    A sum is made where the result leaves out an axis, or where an index of several axes puts points on one place.
-    """
-    pattern, extents, restriction = _contraction(op)
-    summed = bool(set(extents) - set(pattern.result_names)) or any(
-        isinstance(a, Affine) and len(a.terms) > 1 for a in pattern.result
-    )
-    if "orders" in op.attrs:  # several contraction orders, none of which is always the best
-        cost = op.attrs["orders"]
-        return Flops(matmul=cost) if summed else Flops(pointwise=cost)
-    full = executed = prod(extents.values(), start=ONE)
-    if restriction is not None:
-        domain, query, key = restriction
-        others = prod((n for name, n in extents.items() if name not in (query, key)), start=ONE)
-        executed = others * domain.points(extents[query], extents[key], op.graph.root.relations)
-    if summed:
-        return Flops(matmul=2 * executed, full=2 * full)
-    return Flops(pointwise=executed)
-
-
-def per_element(op: Op) -> Flops:
-    """Count what the table of functions says for each index point of the result."""
-    function = op.attrs["function"]
-    count = points(op.results[0])
-    return Flops(pointwise=count * function.flops, transcendental=count * function.transcendentals)
-
-
-def per_element_reduced(op: Op) -> Flops:
+def per_element_reduced(kind: OpKind, op: Op) -> Flops:
     """Count one for each element that is reduced."""
     return Flops(pointwise=points(op.operands[0]))
 
 
-def per_index_point(op: Op) -> Flops:
-    """Count one for every index point: each element of each window that slides over an operand."""
-    return Flops(pointwise=prod(op.attrs["extents"].values(), start=ONE))
+def per_result(kind: OpKind, op: Op) -> Flops:
+    """Count one for each element of the result."""
+    return Flops(pointwise=points(op.results[0]))
 
 
-def per_update(op: Op) -> Flops:
-    """Count one addition for each element that is scattered."""
-    return Flops(pointwise=points(op.operands[-1])) if op.attrs.get("mode") == "add" else Flops()
-
-
-def stated_flops(op: Op) -> Flops:
-    """Return the formulas that the caller stated."""
-    a = op.attrs
-    return Flops(a["matmul"], pointwise=a["pointwise"], transcendental=a["transcendental"])
+def of_functions(count: Poly, *functions: Function) -> Flops:
+    """Count what the table of functions says for each of some index points."""
+    return Flops(
+        pointwise=count * sum(f.flops for f in functions),
+        transcendental=count * sum(f.transcendentals for f in functions),
+    )
 
 
 # -- elements read -----------------------------------------------------------------------------------------------
 
 
-def nothing(op: Op) -> tuple[Poly, ...]:
+def nothing(kind: OpKind, op: Op) -> tuple[Poly, ...]:
     """Return zero for every operand: said by ops that touch no memory of their own."""
     return (ZERO,) * max(len(op.operands), len(op.results))
 
 
-def whole(op: Op) -> tuple[Poly, ...]:
+def whole(kind: OpKind, op: Op) -> tuple[Poly, ...]:
     """Return every different element that every operand holds, once."""
-    return _once(op, [elements(t) for t in op.operands])
+    return once(op, [elements(t) for t in op.operands])
 
 
-def under_the_result(op: Op) -> tuple[Poly, ...]:
+def under_the_result(kind: OpKind, op: Op) -> tuple[Poly, ...]:
     """Return the elements of every operand that the index points of the result reach, broadcast from the right."""
     made = op.results[0]
     if made.domain is None:
-        return whole(op)
-    return _once(op, [reached(t, made.sizes, made.domain, [bool(s) for s in t.strides]) for t in op.operands])
+        return whole(kind, op)
+    return once(op, [reached(t, made.sizes, made.domain, [bool(s) for s in t.strides]) for t in op.operands])
 
 
-def read_by_the_body(op: Op) -> tuple[Poly, ...]:
-    """Return what the ops inside a fused body read of each operand, a view inside standing for its source."""
-    assert op.body is not None
-    amounts = []
-    for i, f in enumerate(op.body.formals):
-        # a view is written out: a copy, unless it is what was written into the operand
-        own = i not in op.attrs.get("changed", ())
-        handed = [elements(t) for t in op.body.outputs if own and t.storage is f.storage]
-        amounts.append(fold(larger, handed, elements_read(op.body, f)))
-    return _once(op, amounts)
-
-
-def moved_if_copied(op: Op) -> tuple[Poly, ...]:
+def moved_if_copied(kind: OpKind, op: Op) -> tuple[Poly, ...]:
     """Return everything if the result has a storage of its own, nothing if it is a view."""
-    return whole(op) if op.results[0].storage is not op.operands[0].storage else nothing(op)
+    return whole(kind, op) if op.results[0].storage is not op.operands[0].storage else nothing(kind, op)
 
 
-def written_if_copied(op: Op) -> tuple[Poly, ...]:
+def written_if_copied(kind: OpKind, op: Op) -> tuple[Poly, ...]:
     """Return the result if it has a storage of its own, nothing if it is a view."""
-    return all_results(op) if op.results[0].storage is not op.operands[0].storage else nothing(op)
+    return all_results(kind, op) if op.results[0].storage is not op.operands[0].storage else nothing(kind, op)
 
 
-def rows_read(op: Op) -> tuple[Poly, ...]:
-    """Return the rows of a table that are looked up, not the table, and the indices."""
-    table, ids = op.operands
-    if op.attrs["mode"] == "along":
-        *lead, last = zip(ids.sizes, ids.strides, table.strides, strict=True)
-        rows = prod((n for n, i, t in lead if t or (i and last[2])), start=ONE)
-        found = last[0] if last[1] and last[2] else ONE
-        return rows * found, elements(ids)
-    rows = elements(ids) if table.strides[0] else ONE  # all rows of an expanded table are one
-    return rows * distinct(table.sizes[1:], table.strides[1:]), elements(ids)
+def no_operands(kind: OpKind, op: Op) -> tuple[Poly, ...]:
+    """Return nothing: there is no operand."""
+    return ()
 
 
-def rows_written(op: Op) -> tuple[Poly, ...]:
-    """Return what a scatter reads: indices and updates, and the rows that it adds to."""
-    _, ids, updates = op.operands
-    return (_rows(op) if op.attrs["mode"] == "add" else ZERO), elements(ids), elements(updates)
-
-
-def _rows(op: Op) -> Poly:
-    """Return the elements of its target that a scatter reaches: an expanded axis of indices is one row again."""
-    target, ids, _ = op.operands
-    if not op.attrs.get("along"):
-        return elements(ids) * prod(target.sizes[1:], start=ONE)
-    return prod(target.sizes[:-1], start=ids.sizes[-1] if ids.strides[-1] else ONE)
-
-
-def reached_by_index(op: Op) -> tuple[Poly, ...]:
+def reached_by_index(
+    op: Op, pattern: Pattern, extents: Mapping[str, Poly], restriction: tuple[Domain, str, str] | None = None
+) -> tuple[Poly, ...]:
     """Return the elements that the index points of a contraction reach in each operand."""
-    pattern, extents, restriction = _contraction(op)
     amounts = []
     for i, t in enumerate(op.operands):
         # an expanded axis repeats the same elements
@@ -254,10 +153,10 @@ def reached_by_index(op: Op) -> tuple[Poly, ...]:
                 left = prod((extents[n] for n in new), start=left)
                 seen.update(new)  # a diagonal: one axis in two places
         amounts.append(left)
-    return _once(op, amounts)
+    return once(op, amounts)
 
 
-def _reached(index: Affine, extents: dict[str, Poly], size: Poly) -> Poly:
+def _reached(index: Affine, extents: Mapping[str, Poly], size: Poly) -> Poly:
     """Count the positions of an axis that an affine index reaches, padding left out.
 
     With `stride*h + dilation*r - padding`, the window positions fall into classes modulo the stride; within a class
@@ -321,30 +220,14 @@ def _united(runs: Sequence[tuple[int, int]], first: int, count: Poly, stride: in
     return sum(parts, start=ZERO)
 
 
-def stated_reads(op: Op) -> tuple[Poly, ...]:
-    """Return the elements that the stated bytes of each operand are, or each operand whole."""
-    stated: Sequence[Poly] | None = op.attrs["reads"]
-    return whole(op) if stated is None else _in_elements(op.operands, stated)
-
-
-def stated_writes(op: Op) -> tuple[Poly, ...]:
-    """Return the elements that the stated bytes of each result are, or each result whole."""
-    stated: Sequence[Poly] | None = op.attrs["writes"]
-    return all_results(op) if stated is None else _in_elements(op.results, stated)
-
-
-def _in_elements(tensors: Sequence[Tensor], amounts: Sequence[Poly]) -> tuple[Poly, ...]:
+def in_elements(tensors: Sequence[Tensor], amounts: Sequence[Poly]) -> tuple[Poly, ...]:
+    """Return bytes of tensors as elements of them."""
     return tuple(a / t.element_bytes() for t, a in zip(tensors, amounts, strict=True))
 
 
 # -- elements written --------------------------------------------------------------------------------------------
 
 
-def all_results(op: Op) -> tuple[Poly, ...]:
+def all_results(kind: OpKind, op: Op) -> tuple[Poly, ...]:
     """Return every element of every result."""
     return tuple(elements(t) for t in op.results)
-
-
-def updates_written(op: Op) -> tuple[Poly, ...]:
-    """Return the rows that a scatter changes."""
-    return (_rows(op),)

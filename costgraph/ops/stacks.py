@@ -3,46 +3,60 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ..algebra.polynomial import ZERO, Poly
+from ..dtypes import DType
 from ..errors import ShapeError
-from ..graph.op import Attrs, OpKind, Result
+from ..graph.facts import Sizes
+from ..graph.op import OpKind, Result
 from ..graph.strides import contiguous, numel
 from ..graph.tensor import Storage, Tensor
+from . import rules
 from .registry import register
-from .rules import free, nothing
+from .rules import need_operands
 
-__all__ = ["EMPTY", "STACKED"]
-
-# A stack of slices before any of them is written: storage without content.
-EMPTY = register(
-    OpKind(
-        name="empty",
-        infer=lambda operands, attrs: [Result(attrs["sizes"], attrs["dtype"])],
-        flops=free,
-        reads=nothing,
-        writes=nothing,
-    )
-)
+__all__ = ["Empty", "Stacked"]
 
 
-def _whole(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
-    stack, at = operands[0], ZERO
-    for t in operands[1:]:
-        if t.sizes[t.ndim - stack.ndim + 1 :] != stack.sizes[1:] or t.dtype != stack.dtype:
-            raise ShapeError(f"stack {stack!r} of {operands[1:]!r}, expected slices of it, one or several each")
-        if t.storage is not stack.storage:
-            # what an iteration makes for a stack is written into its slice at once: there it lies from now on
-            t.strides = contiguous(t.sizes)
-            _move(t, t.storage, stack.storage, at)
-        at = at + numel(t.sizes)
-    if not stack.graph.same(at, stack.numel):
-        raise ShapeError(f"stack {stack!r} of {operands[1:]!r}, expected all of its slices")
-    return [Result(stack.sizes, stack.dtype, stack.strides, of=0, offset=stack.offset)]
+@register
+@dataclass(frozen=True, kw_only=True)
+class Empty(OpKind):
+    """A stack of slices before any of them is written: storage without content."""
+
+    name = "empty"
+    sizes: Sizes
+    dtype: DType
+    flops, reads, writes = rules.free, rules.nothing, rules.nothing
+
+    def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
+        """Return the stack."""
+        need_operands(self, operands, 0)
+        return [Result(self.sizes, self.dtype)]
 
 
-# The same stack when all of its slices are written: a name that says on what it depends.
-STACKED = register(OpKind(name="stacked", infer=_whole, flops=free, reads=nothing, writes=nothing))
+@register
+@dataclass(frozen=True, kw_only=True)
+class Stacked(OpKind):
+    """The same stack when all of its slices are written: a name that says on what it depends."""
+
+    name = "stacked"
+    flops, reads, writes = rules.free, rules.nothing, rules.nothing
+
+    def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
+        """Return the first operand; the others are written into it from now on."""
+        stack, at = operands[0], ZERO
+        for t in operands[1:]:
+            if t.sizes[t.ndim - stack.ndim + 1 :] != stack.sizes[1:] or t.dtype != stack.dtype:
+                raise ShapeError(f"stack {stack!r} of {operands[1:]!r}, expected slices of it, one or several each")
+            if t.storage is not stack.storage:
+                # what an iteration makes for a stack is written into its slice at once: there it lies from now on
+                t.strides = contiguous(t.sizes)
+                _move(t, t.storage, stack.storage, at)
+            at = at + numel(t.sizes)
+        if not stack.graph.same(at, stack.numel):
+            raise ShapeError(f"stack {stack!r} of {operands[1:]!r}, expected all of its slices")
+        return [Result(stack.sizes, stack.dtype, stack.strides, of=0, offset=stack.offset)]
 
 
 def _move(t: Tensor, old: Storage, new: Storage, offset: Poly) -> None:

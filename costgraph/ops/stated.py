@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
 from ..algebra.polynomial import ZERO, Poly
+from ..algebra.symbols import shown
 from ..dtypes import DType
 from ..dtypes import dtype as find_dtype
 from ..errors import GraphError
 from ..graph.arguments import amount, named, need_choice, need_list, positive
+from ..graph.facts import Amount, Amounts, Size, Sizes, all_of, is_amount, is_count, is_size, one_of, optional
 from ..graph.graph import Graph, apply, current_graph, sizes_of
-from ..graph.op import Attrs, Op, OpKind, Result
-from ..graph.strides import Sizes
+from ..graph.loop import need
+from ..graph.op import Flops, Op, OpKind, Result, Working
 from ..graph.tensor import Tensor
+from ..notation.door import Rule
 from . import rules
 from .registry import register
-from .rules import Flops
 
-__all__ = ["COLLECTIVES", "OPAQUE", "collective", "opaque", "transfer"]
+if TYPE_CHECKING:
+    from ..algebra.dominance import Relations
+
+__all__ = ["COLLECTIVES", "Collective", "Opaque", "Stated", "Transfer", "collective", "opaque", "transfer"]
 
 #: Collectives and what each does to the first axis: times the number of ranks, divided by it, or nothing.
 COLLECTIVES = {"all_reduce": 0, "all_gather": 1, "reduce_scatter": -1, "all_to_all": 0, "send": 0}
@@ -27,34 +33,116 @@ COLLECTIVES = {"all_reduce": 0, "all_gather": 1, "reduce_scatter": -1, "all_to_a
 _KINDS = ("matmul", "pointwise", "transcendental")
 
 
-def _stated_results(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
-    return [Result(sizes, dtype) for sizes, dtype in attrs["outputs"]]
+def _is_output(value: object) -> bool:
+    return isinstance(value, tuple) and len(value) == 2 and all_of(is_size)(value[0]) and isinstance(value[1], DType)
 
 
-def _copied(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
-    (x,) = operands
-    return [Result(x.sizes, x.dtype, domain=x.domain)]
+def _is_backward(value: object) -> bool:
+    """Whether it says what the gradients of an opaque op cost."""
+    amounts, places = optional("", all_of(is_amount)).holds, all_of(is_count)
+    rows = {
+        "matmul": is_amount, "pointwise": is_amount, "transcendental": is_amount, "workspace": is_amount,
+        "reads": amounts, "writes": amounts, "inputs": places, "outputs": places,
+    }  # fmt: skip
+    return isinstance(value, Mapping) and value.keys() == rows.keys() and all(rows[k](v) for k, v in value.items())
 
 
-def _after_collective(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
-    (x,) = operands
-    first = x.sizes[0] * attrs["ranks"] ** COLLECTIVES[attrs["collective"]] if x.ndim else None
-    return [Result(x.sizes if first is None else (first, *x.sizes[1:]), x.dtype)]
+@dataclass(frozen=True, kw_only=True)
+class Stated(Working):
+    """A kind whose ops say themselves what they cost."""
+
+    matmul: Amount = ZERO
+    """FLOPs of this kind."""
+    pointwise: Amount = ZERO
+    transcendental: Amount = ZERO
+    bytes_read: Amounts = None
+    """Bytes read of each operand, None where each is read once as a whole."""
+    bytes_written: Amounts = None
+    """Bytes written of each result, None where each is written once as a whole."""
+
+    def flops(self, op: Op) -> Flops:
+        """Return the formulas that were stated."""
+        return Flops(self.matmul, pointwise=self.pointwise, transcendental=self.transcendental)
+
+    def reads(self, op: Op) -> tuple[Poly, ...]:
+        """Return the elements that the stated bytes of each operand are, or each operand whole."""
+        return rules.whole(self, op) if self.bytes_read is None else rules.in_elements(op.operands, self.bytes_read)
+
+    def writes(self, op: Op) -> tuple[Poly, ...]:
+        """Return the elements that the stated bytes of each result are, or each result whole."""
+        if self.bytes_written is None:
+            return rules.all_results(self, op)
+        return rules.in_elements(op.results, self.bytes_written)
+
+    def need_amounts(self, operands: int, results: int) -> None:
+        """Raise ShapeError where bytes are stated of other tensors."""
+        for name, stated, count in (("reads", self.bytes_read, operands), ("writes", self.bytes_written, results)):
+            need(stated is None or len(stated) == count, f"{name} of {count} tensors")
 
 
-def _reduction(op: Op) -> Flops:
-    """Count one addition for each element and each rank but one, spread evenly over the ranks."""
-    if op.attrs["collective"] not in ("all_reduce", "reduce_scatter"):
-        return Flops()
-    ranks: Poly = op.attrs["ranks"]
-    return Flops(pointwise=rules.points(op.operands[0]) * (ranks - 1) / ranks)
+@register
+@dataclass(frozen=True, kw_only=True)
+class Opaque(Stated):
+    """An op that the others cannot express: shapes and costs are stated."""
+
+    name = "opaque"
+    restricted = True
+    outputs: Annotated[tuple[tuple[Sizes, DType], ...], Rule("a tuple of shapes with formats", all_of(_is_output))]
+    backward: Annotated[Mapping[str, Any] | None, optional("the costs of a backward pass", _is_backward)] = None
+    """What its gradients cost, None where a backward pass through it is an error."""
+
+    def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
+        """Return what is stated."""
+        return [Result(sizes, dtype) for sizes, dtype in self.outputs]
+
+    def verify(self, operands: Sequence[Tensor], known: Iterable[Relations]) -> None:
+        """Hold amounts and places against the tensors."""
+        self.need_amounts(len(operands), len(self.outputs))
+        if self.backward is not None:
+            for name, count in (("inputs", len(operands)), ("outputs", len(self.outputs))):
+                places = self.backward[name]
+                need(all(i < count for i in places), f"backward: {name} {shown(places)} of {count}")
 
 
-OPAQUE = register(
-    OpKind("opaque", _stated_results, rules.stated_flops, rules.stated_reads, rules.stated_writes, restricted=True)
-)
-TRANSFER = register(OpKind("transfer", _copied, rules.free, rules.whole, rules.all_results, restricted=True))
-COLLECTIVE = register(OpKind("collective", _after_collective, _reduction, rules.whole, rules.all_results))
+@register
+@dataclass(frozen=True, kw_only=True)
+class Transfer(OpKind):
+    """A copy over a link with a bandwidth of its own."""
+
+    name = "transfer"
+    restricted = True
+    link: str
+    flops, reads, writes = rules.free, rules.whole, rules.all_results
+
+    def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
+        """Return the copy."""
+        rules.need_operands(self, operands, 1)
+        (x,) = operands
+        return [Result(x.sizes, x.dtype, domain=x.domain)]
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Collective(OpKind):
+    """What ranks do together, as one of them sees it."""
+
+    name = "collective"
+    collective: Annotated[str, one_of(*COLLECTIVES)]
+    ranks: Size
+    reads, writes = rules.whole, rules.all_results
+
+    def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
+        """Return what each rank gets."""
+        rules.need_operands(self, operands, 1)
+        (x,) = operands
+        first = (x.sizes[0] * self.ranks ** COLLECTIVES[self.collective],) if x.ndim else ()
+        return [Result((*first, *x.sizes[1:]), x.dtype)]
+
+    def flops(self, op: Op) -> Flops:
+        """Count one addition for each element and each rank but one, spread evenly over the ranks."""
+        if self.collective not in ("all_reduce", "reduce_scatter"):
+            return Flops()
+        return Flops(pointwise=rules.points(op.operands[0]) * (self.ranks - 1) / self.ranks)
 
 
 def opaque(
@@ -114,16 +202,16 @@ def opaque(
     need_list(f"{place}: inputs", inputs)
     listed = outputs if isinstance(outputs, list) else [outputs]
     graph = current_graph(inputs[0].graph if inputs and isinstance(inputs[0], Tensor) else None)
-    attrs = {
+    back = None if backward is None else _backward(f"{place}: backward", backward, len(inputs), len(listed))
+    kind = Opaque(
         **_flops(place, flops),
-        "outputs": tuple(_output(f"{place}: output {i + 1}", o, graph) for i, o in enumerate(listed)),
-        "reads": _stated(f"{place}: reads", reads, len(inputs)),
-        "writes": _stated(f"{place}: writes", writes, len(listed)),
-        "workspace": amount(f"{place}: workspace", workspace),
-    }
-    if backward is not None:
-        attrs["backward"] = _backward(f"{place}: backward", backward, len(inputs), len(listed))
-    made = apply(OPAQUE, list(inputs), attrs, name)
+        outputs=tuple(_output(f"{place}: output {i + 1}", o, graph) for i, o in enumerate(listed)),
+        bytes_read=_stated(f"{place}: reads", reads, len(inputs)),
+        bytes_written=_stated(f"{place}: writes", writes, len(listed)),
+        workspace=amount(f"{place}: workspace", workspace),
+        backward=back,
+    )
+    made = apply(kind, list(inputs), name)
     return made if isinstance(outputs, list) else made[0]
 
 
@@ -206,7 +294,7 @@ def transfer(x: Tensor, link: str = "pcie", *, name: str = "transfer") -> Tensor
     """
     if not isinstance(link, str):
         raise GraphError(f"transfer: link {link!r}, expected the name of a link such as 'pcie'")
-    return apply(TRANSFER, [x], {"link": link}, name)[0]
+    return apply(Transfer(link=link), [x], name)[0]
 
 
 def collective(x: Tensor, collective: str, ranks: object, *, name: str = "") -> Tensor:
@@ -229,5 +317,5 @@ def collective(x: Tensor, collective: str, ranks: object, *, name: str = "") -> 
         What each rank gets. The time on the network has no rule yet: a roofline of it is an error.
     """
     need_choice("collective", collective, tuple(COLLECTIVES))
-    attrs = {"collective": collective, "ranks": positive("collective: ranks", ranks)}
-    return apply(COLLECTIVE, [x], attrs, named(name, collective))[0]
+    kind = Collective(collective=collective, ranks=positive("collective: ranks", ranks))
+    return apply(kind, [x], named(name, collective))[0]

@@ -3,35 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from numbers import Real
+from typing import Annotated
 
+from ..dtypes import DTYPES
 from ..dtypes import dtype as find_dtype
 from ..errors import GraphError
 from ..graph.graph import apply
-from ..graph.op import Attrs, OpKind, Result
+from ..graph.loop import need
+from ..graph.op import Flops, Op, OpKind, Result
 from ..graph.strides import elementwise
 from ..graph.tensor import Tensor
+from ..notation.door import Rule
 from . import rules
-from .pointwise import Function
+from .functions import Elementwise, Function
 from .registry import register
 
-__all__ = ["DROPOUT", "dropout"]
+__all__ = ["Dropout", "dropout"]
 
 _DROPOUT = Function("dropout", 1, 2, formula="x * mask * scale")
 
 
-def _infer(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
-    (x,) = operands
-    strides = elementwise(x.sizes, [(x.sizes, x.strides)])
-    return [
-        Result(x.sizes, x.dtype, strides, domain=x.domain),
-        Result(x.sizes, find_dtype(attrs["mask"]), strides, domain=x.domain),
-    ]
+@register
+@dataclass(frozen=True, kw_only=True)
+class Dropout(OpKind):
+    """Zeros at random places, and the mask that says where."""
 
+    name = "dropout"
+    restricted = True
+    function: Elementwise = _DROPOUT
+    mask: Annotated[str, Rule("the name of a number format", lambda v: v in DTYPES)]
+    """Format of the mask."""
+    p: Annotated[float, Rule("a number between 0 and 1", lambda v: isinstance(v, int | float) and 0 < v < 1)]
+    """Probability that an element is zeroed."""
+    reads, writes = rules.whole, rules.all_results
 
-DROPOUT = register(
-    OpKind("dropout", _infer, rules.per_element, reads=rules.whole, writes=rules.all_results, restricted=True)
-)
+    def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
+        """Return the elements that are left, and the mask."""
+        rules.need_operands(self, operands, 1)
+        x, name = operands[0], self.function.name
+        need(self.function.arity == 1, f"function {name!r} of {self.function.arity} operands")
+        strides = elementwise(x.sizes, [(x.sizes, x.strides)])
+        mask = Result(x.sizes, find_dtype(self.mask), strides, domain=x.domain)
+        return [Result(x.sizes, x.dtype, strides, domain=x.domain), mask]
+
+    def flops(self, op: Op) -> Flops:
+        """Count what the function does with each element."""
+        return rules.of_functions(rules.points(op.results[0]), self.function)
 
 
 def dropout(x: Tensor, p: float = 0.1, *, mask: str = "bool", name: str = "dropout") -> Tensor:
@@ -63,4 +82,4 @@ def dropout(x: Tensor, p: float = 0.1, *, mask: str = "bool", name: str = "dropo
         raise GraphError(f"dropout: p={p!r}, expected a number from 0 to below 1")
     if p == 0:
         return x
-    return apply(DROPOUT, [x], {"function": _DROPOUT, "mask": find_dtype(mask).name, "p": float(p)}, name)[0]
+    return apply(Dropout(mask=find_dtype(mask).name, p=float(p)), [x], name)[0]

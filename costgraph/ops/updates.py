@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated
 
+from ..algebra.polynomial import Poly
 from ..algebra.symbols import shown
 from ..errors import GraphError, ShapeError
-from ..graph.op import Attrs, Op, OpKind, Result
+from ..graph.facts import Count, all_of, is_count
+from ..graph.op import Flops, Op, OpKind, Result
 from ..graph.tensor import Tensor
+from ..notation.door import Rule
 from . import rules
 from .functions import FUNCTIONS, Function
 from .registry import register
-from .rules import Flops
 
 __all__ = [
-    "ADD_PRODUCT", "ADD_QUOTIENT", "ADD_SCALED", "ADD_SCALED_PRODUCT", "ADD_SCALED_QUOTIENT", "FUSED_UPDATE",
-    "NON_FINITE", "UNSCALE", "ZERO_GRAD", "Step",
+    "ADD_PRODUCT", "ADD_QUOTIENT", "ADD_SCALED", "ADD_SCALED_PRODUCT", "ADD_SCALED_QUOTIENT", "NON_FINITE",
+    "FusedUpdate", "Step", "Unscale", "ZeroGrad",
 ]  # fmt: skip
 
 ADD_SCALED = Function("add_scaled", 3, 2, formula="a + t * b")
@@ -27,64 +30,100 @@ ADD_SCALED_QUOTIENT = Function("add_scaled_quotient", 4, 3, formula="a + t * b /
 NON_FINITE = Function("non_finite", 1, 1, formula="1 where x is infinite or no number, else 0")
 
 #: An elementwise function, its numbers with None where a register is read, those registers, and the one it writes.
-Step = tuple[Function, tuple[float | None, ...], tuple[int, ...], int]
+Step = tuple[Function, tuple[int | float | Poly | None, ...], tuple[int, ...], int]
 
 
-def _same_place(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
-    if attrs.get("inplace") is not True or len(operands) not in (1, 3) or any(t.ndim for t in operands[1:]):
-        raise GraphError(f"in place into {list(operands)!r}, expected a tensor and scalars, and 'inplace'")
-    x = operands[0]
-    if x.touched != x.numel:
-        raise ShapeError(f"in place into {x!r}: expected a tensor that is not expanded")
-    return [Result(x.sizes, x.dtype, x.strides, of=0, offset=x.offset, domain=x.domain)]
+@dataclass(frozen=True, kw_only=True)
+class InPlace(OpKind):
+    """What writes into its one tensor; scalars may stand beside it."""
+
+    writes = rules.all_results
+
+    def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
+        """Return the same tensor with other values."""
+        if len(operands) not in (1, 3) or any(t.ndim for t in operands[1:]):
+            raise GraphError(f"in place into {list(operands)!r}, expected a tensor and scalars")
+        x = operands[0]
+        if x.touched != x.numel:
+            raise ShapeError(f"in place into {x!r}: expected a tensor that is not expanded")
+        return [Result(x.sizes, x.dtype, x.strides, of=0, offset=x.offset, domain=x.domain)]
+
+    def overwrites(self) -> tuple[int, ...]:
+        """Return the place of the tensor."""
+        return (0,)
 
 
-def _checked_and_scaled(op: Op) -> Flops:
-    """Count a product and a check of each gradient."""
-    return Flops(pointwise=rules.points(op.operands[0]) * (FUNCTIONS["mul"].flops + NON_FINITE.flops))
+@register
+@dataclass(frozen=True, kw_only=True)
+class ZeroGrad(InPlace):
+    """Zeros in place: what was there is not read."""
+
+    name = "zero_grad"
+    flops, reads = rules.free, rules.nothing
 
 
-#: Zeros in place: what was there is not read.
-ZERO_GRAD = register(OpKind("zero_grad", _same_place, flops=rules.free, reads=rules.nothing, writes=rules.all_results))
-#: A gradient times a scalar in place, and a flag that is set where it is not finite, which alone writes the flag.
-UNSCALE = register(
-    OpKind("unscale", _same_place, flops=_checked_and_scaled, reads=rules.whole, writes=rules.all_results)
-)
+@register
+@dataclass(frozen=True, kw_only=True)
+class Unscale(InPlace):
+    """A gradient times a scalar in place, and a flag, set where it is not finite, which alone writes the flag."""
+
+    name = "unscale"
+    reads = rules.whole
+
+    def flops(self, op: Op) -> Flops:
+        """Count a product and a check of each gradient."""
+        return rules.of_functions(rules.points(op.operands[0]), FUNCTIONS["mul"], NON_FINITE)
 
 
-def _infer(operands: Sequence[Tensor], attrs: Attrs) -> Sequence[Result]:
-    _need_description(operands, attrs)
-    first = operands[0]
-    for t in operands[1 : attrs["updated"]]:
-        if t.ndim != first.ndim or not all(map(first.graph.same, t.sizes, first.sizes)):
-            raise ShapeError(f"fused update of {first!r} with {t!r}: expected equal shapes")
-    for i in attrs["changed"]:
-        if operands[i].touched != operands[i].numel:
-            raise ShapeError(f"fused update of {operands[i]!r}: expected a tensor that is not expanded")
-    changed = [(i, operands[i]) for i in attrs["changed"]]
-    return [Result(t.sizes, t.dtype, t.strides, of=i, offset=t.offset, domain=t.domain) for i, t in changed]
+@register
+@dataclass(frozen=True, kw_only=True)
+class FusedUpdate(OpKind):
+    """Elementwise steps over several tensors in one pass: registers are the operands, then what steps make."""
 
+    name = "fused_update"
+    steps: Annotated[tuple[Step, ...], Rule("a tuple of steps", lambda v: isinstance(v, tuple))]
+    changed: Annotated[tuple[int, ...], Rule("a tuple of operand numbers", all_of(is_count))]
+    """Places of operands that change in place."""
+    updated: Count
+    """How many operands are tensors of one shape; the others are scalars."""
+    reads, writes = rules.whole, rules.all_results
 
-def _need_description(operands: Sequence[Tensor], attrs: Attrs) -> None:
-    """Raise GraphError where attributes, of a file perhaps, do not describe an update of the operands."""
-    updated: Any = attrs.get("updated")
-    changed: Any = attrs.get("changed")
-    steps: Any = attrs.get("steps")
-    fits = attrs.get("inplace") is True and type(updated) is int and 0 < updated <= len(operands)
-    fits = fits and isinstance(changed, tuple) and isinstance(steps, tuple) and 0 < len(set(changed)) == len(changed)
-    if not fits:
-        raise GraphError(
-            f"fused update: {shown(updated)} tensors, of which {shown(changed)} change in place, expected places among "
-            f"the {len(operands)} operands"
-        )
-    registers = updated
-    for step in steps:
-        if not _is_step(step, registers):
-            raise GraphError(f"fused update: step {shown(step)}, expected a function of registers and numbers")
-        registers += step[3] == registers
-    written = {step[3] for step in steps if step[3] < updated}
-    if list(changed) != sorted(written):
-        raise GraphError(f"fused update: {shown(changed)} change in place, expected {sorted(written)}")
+    def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
+        """Return the tensors that change."""
+        self._need_description(operands)
+        first = operands[0]
+        for t in operands[1 : self.updated]:
+            if t.ndim != first.ndim or not all(map(first.graph.same, t.sizes, first.sizes)):
+                raise ShapeError(f"fused update of {first!r} with {t!r}: expected equal shapes")
+        for i in self.changed:
+            if operands[i].touched != operands[i].numel:
+                raise ShapeError(f"fused update of {operands[i]!r}: expected a tensor that is not expanded")
+        changed = [(i, operands[i]) for i in self.changed]
+        return [Result(t.sizes, t.dtype, t.strides, of=i, offset=t.offset, domain=t.domain) for i, t in changed]
+
+    def flops(self, op: Op) -> Flops:
+        """Count what the functions of the steps do for each element."""
+        return rules.of_functions(rules.points(op.operands[0]), *(step[0] for step in self.steps))
+
+    def overwrites(self) -> tuple[int, ...]:
+        """Return the places that change."""
+        return self.changed
+
+    def _need_description(self, operands: Sequence[Tensor]) -> None:
+        """Raise GraphError where fields, of a file perhaps, do not describe an update of the operands."""
+        if not self.updated <= len(operands) or not 0 < len(set(self.changed)) == len(self.changed):
+            raise GraphError(
+                f"fused update: {shown(self.updated)} tensors, of which {shown(self.changed)} change in place, "
+                f"expected places among the {len(operands)} operands"
+            )
+        registers = self.updated
+        for step in self.steps:
+            if not _is_step(step, registers):
+                raise GraphError(f"fused update: step {shown(step)}, expected a function of registers and numbers")
+            registers += step[3] == registers
+        written = {step[3] for step in self.steps if step[3] < self.updated}
+        if list(self.changed) != sorted(written):
+            raise GraphError(f"fused update: {shown(self.changed)} change in place, expected {sorted(written)}")
 
 
 def _is_step(step: object, registers: int) -> bool:
@@ -101,15 +140,3 @@ def _is_step(step: object, registers: int) -> bool:
         and type(target) is int
         and 0 <= target <= registers
     )
-
-
-def _flops(op: Op) -> Flops:
-    count = rules.points(op.operands[0])
-    functions = [step[0] for step in op.attrs["steps"]]
-    return Flops(
-        pointwise=count * sum(f.flops for f in functions),
-        transcendental=count * sum(f.transcendentals for f in functions),
-    )
-
-
-FUSED_UPDATE = register(OpKind("fused_update", _infer, flops=_flops, reads=rules.whole, writes=rules.all_results))

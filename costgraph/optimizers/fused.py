@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from ..errors import GraphError
 from ..graph.graph import Graph, apply
-from ..ops.keep import KEEP
-from ..ops.updates import FUSED_UPDATE, Step
+from ..ops.keep import Keep
+from ..ops.pointwise import Pointwise
+from ..ops.updates import FusedUpdate, Step
 from .calls import Calls, Column, Update
 
 __all__ = ["fused_update"]
@@ -35,8 +36,8 @@ def fused_update(update: Update, group: Column, beside: Column = (), *, name: st
         What is updated, and its gradient, as they are afterwards.
     """
     steps, changed = _steps(update, group)
-    attrs = {"steps": steps, "changed": changed, "updated": len(group), "inplace": True}
-    made = dict(zip(changed, apply(FUSED_UPDATE, [*group, *beside], attrs, name), strict=True))
+    kind = FusedUpdate(steps=steps, changed=changed, updated=len(group))
+    made = dict(zip(changed, apply(kind, [*group, *beside], name), strict=True))
     return made.get(0, group[0]), made.get(1, group[1])
 
 
@@ -50,15 +51,15 @@ def _steps(update: Update, group: Column) -> tuple[tuple[Step, ...], tuple[int, 
     steps: list[Step] = []
     free = len(given)
     for op in scratch.ops:
-        if op.kind is KEEP:  # nothing is kept in memory here
+        if isinstance(op.kind, Keep):  # nothing is kept in memory here
             registers[op.results[0]] = registers[op.operands[0]]
             continue
-        if op.kind.name != "pointwise":
+        if not isinstance(op.kind, Pointwise):
             raise GraphError(f"fused update: op {op.name!r} of kind {op.kind.name!r}, expected elementwise ops alone")
         places = tuple(registers[t] for t in op.operands)
-        target = places[0] if op.attrs.get("inplace") else free
+        target = places[0] if op.kind.overwrites() else free
         free += target == free
         registers[op.results[0]] = target
-        steps.append((op.attrs["function"], op.attrs.get("scalars", (None,) * len(places)), places, target))
+        steps.append((op.kind.function, op.kind.scalars or (None,) * len(places), places, target))
     written = {step[3] for step in steps}
     return tuple(steps), tuple(i for i in range(len(given)) if i in written)

@@ -14,7 +14,7 @@ from ..graph.tensor import Tensor
 from ..ops.fill import fill
 from ..ops.layout import concat, reshape
 from ..ops.pointwise import cast, pointwise
-from ..ops.updates import UNSCALE, ZERO_GRAD
+from ..ops.updates import Unscale, ZeroGrad
 from .norms import norm
 from .optimizer import bounds
 from .over import over
@@ -68,9 +68,7 @@ def zero_grad(slots: Sequence[Slot], *, set_to_none: bool = True) -> list[Slot]:
     with _step("zero_grad", slots) as found:
         if set_to_none:
             return found
-        zeros = over(
-            [(s.grad,) for s in found], lambda g: apply(ZERO_GRAD, [g], {"inplace": True}, "zero_"), "zero_grad"
-        )
+        zeros = over([(s.grad,) for s in found], lambda g: apply(ZeroGrad(), [g], "zero_"), "zero_grad")
         return _with_grads(found, zeros)
 
 
@@ -160,6 +158,6 @@ def unscale(slots: Sequence[Slot], scale: Tensor | None = None) -> tuple[Tensor,
         found_inf = fill((), 0.0, "fp32", name="found_inf")
 
         def one(g: Tensor) -> Tensor:
-            return apply(UNSCALE, [g, inverse, found_inf], {"inplace": True}, "unscale")[0]
+            return apply(Unscale(), [g, inverse, found_inf], "unscale")[0]
 
         return found_inf, _with_grads(found, over([(s.grad,) for s in found], one, "unscale"))

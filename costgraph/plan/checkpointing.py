@@ -102,7 +102,7 @@ def _parts(graph: Graph) -> list[tuple[str, ...]]:
     """List the scopes and kernels inside the layers, one by one and all together."""
     found: dict[str, None] = {}
     for op in graph.ops:
-        if op.kind.body == "repeated" and op.body is not None:
+        if op.loop is not None and op.body is not None:
             for inner in op.body.ops:
                 first, *rest = inner.name.removeprefix(f"{op.name}/").split("/")
                 if (rest or inner.body is not None) and is_name(first):
@@ -180,5 +180,5 @@ def checkpoint_for(
 def _layers(graph: Graph, dims: dict[str, int]) -> int:
     """Return the number of layers of the deepest stack."""
     values = bindings(graph, dims)
-    counts = [op.attrs["count"].bind(values).constant for op in graph.ops if op.kind.body == "repeated"]
+    counts = [op.attrs["count"].bind(values).constant for op in graph.ops if op.loop is not None]
     return max((int(n) for n in counts if n is not None), default=1)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from ..algebra.symbols import dims
 from ..graph.graph import Graph, current_graph
+from ..graph.op import Bodied
 from ..graph.sizes import known_names
 from ..graph.tensor import Tensor
 from ..nn.attention import attention
@@ -91,7 +92,7 @@ def _count(s: Sketch) -> Any:
 
 
 def _kinds(s: Sketch) -> Sequence[str]:
-    return [k for k in s.kinds or SAMPLES if s.depth < _DEEPEST or KINDS[k].body is None]
+    return [k for k in s.kinds or SAMPLES if s.depth < _DEEPEST or not issubclass(KINDS[k], Bodied)]
 
 
 def _like(s: Sketch, x: Tensor, made: Sequence[Tensor]) -> Tensor:

@@ -10,7 +10,7 @@ from ..graph.graph import apply
 from ..graph.tensor import Tensor
 from ..nn.conv import pool
 from ..ops.fill import assign, fill, pad
-from ..ops.pooling import UNPOOL
+from ..ops.pooling import Pool, Unpool
 from .meanings import meaning
 from .samples import sample
 from .sketch import Sketch
@@ -74,6 +74,8 @@ def _drawn_unpool(s: Sketch) -> Sequence[Tensor]:
     operation = s.one_of(["max", "mean"])
     made = pool(x, operation, window=(width,), stride=s.number(1, 3), padding=s.number(0, width // 2))
     assert made.producer is not None
-    attrs = made.producer.attrs
+    kind = made.producer.kind
+    assert isinstance(kind, Pool)
+    back = Unpool(pattern=kind.pattern, extents=kind.extents, operation=kind.operation)
     places = [s.fresh(made.shape, "int64", "input")] if operation == "max" else []
-    return apply(UNPOOL, [s.fresh(made.shape, x.dtype.name), x, *places], attrs, "unpool")
+    return apply(back, [s.fresh(made.shape, x.dtype.name), x, *places], "unpool")

@@ -20,6 +20,9 @@ from ..graph.graph import Graph, need_graph
 from ..graph.op import Op
 from ..graph.sizes import bindings, known_names
 from ..graph.tensor import Storage, Tensor
+from ..ops.blocks import Kernel
+from ..ops.pieces import Absent, Accumulate
+from ..ops.stacks import Empty
 from ..transforms.rewrite import members
 from .arithmetic import Tally
 from .meanings import MEANINGS, Meaning
@@ -226,14 +229,14 @@ class _Interpreter:
         reads = []
         for op in graph.ops:
             self.out.ops.setdefault(op.name, Counted())
-            if op.kind.body == "repeated":
+            if op.loop is not None:
                 self.loop(op, env, where)
                 continue
-            if op.kind.name == "absent" or (op.kind.name == "accumulate" and env[op.operands[0]] is None):
-                env[op.results[0]] = None if op.kind.name == "absent" else env[op.operands[1]]
+            if isinstance(op.kind, Absent) or (isinstance(op.kind, Accumulate) and env[op.operands[0]] is None):
+                env[op.results[0]] = None if isinstance(op.kind, Absent) else env[op.operands[1]]
                 continue
             there = placed | self.slices(op)
-            if op.kind.body == "fused":
+            if isinstance(op.kind, Kernel):
                 at = self.kernel(op, env, where, there, inside=inside)
             else:
                 at = At(op, self.sizes, [env[t] for t in op.operands], there, inside, where)
@@ -244,14 +247,14 @@ class _Interpreter:
                     )
                 self.meanings[op.kind.name](at)
             self.finish(at, env, inside=inside)
-            if op.kind.name == "empty":
+            if isinstance(op.kind, Empty):
                 self.stacks[op.results[0].storage] = env[op.results[0]]
             reads.append(at.read_at)
         return reads
 
     def slices(self, op: Op) -> dict[Any, Value]:
         """Return where the results of an op lie that an unrolled loop writes into a stack."""
-        if op.kind.name == "empty":  # which makes one, in each iteration anew
+        if isinstance(op.kind, Empty):  # which makes one, in each iteration anew
             return {}
         return {t: place for t in op.results if (place := self.place(t)) is not None}
 

@@ -24,6 +24,7 @@ from ..errors import BindingError, UnsupportedError
 from ..graph.graph import Graph
 from ..graph.op import Op
 from ..graph.sizes import bindings, known_names
+from ..ops.stacks import Empty
 from ..transforms.rewrite import Rewriter
 from ..transforms.unroll import unroll
 from .arithmetic import value
@@ -99,7 +100,7 @@ class Trial:
     @cached_property
     def counts(self) -> list[str]:
         """Symbols that only count iterations: they may be 1, and change no layout."""
-        loops = [op.attrs["count"] for op in self.graph.walk() if op.kind.body == "repeated"]
+        loops = [op.attrs["count"] for op in self.graph.walk() if op.loop is not None]
         names = {n for p in loops for n in p.names() if len(p.names()) == 1 and p.terms == {((n, 1),): 1}}
         sizes = {n for g in self.graph.bodies() for t in g.tensors for p in t.sizes for n in p.names()}
         return sorted(names - sizes)
@@ -291,7 +292,7 @@ def layouts_are_those_of_numpy(trial: Trial) -> None:
 def tensors_hold_what_has_been_written(trial: Trial) -> None:
     """Something at each index point of its domain and nowhere else, at every one of a tensor without a domain."""
     for t, v in trial.run.values:
-        if (t.domain is None and v.whole) or (t.producer is not None and t.producer.kind.name == "empty"):
+        if (t.domain is None and v.whole) or (t.producer is not None and isinstance(t.producer.kind, Empty)):
             continue
         held = np.zeros(v.array.shape, dtype=bool)
         for index in v.points():
@@ -311,7 +312,7 @@ def _bound(trial: Trial, names: Iterable[str]) -> dict[str, int]:
 def a_formula_at_a_point_is_the_answer_there(trial: Trial) -> None:
     """By Python's fractions and by `evaluate`, in one step and in two; the peak from the least count that it states."""
     least = timeline(trial.graph).holds_from
-    loops = [op for op in trial.graph.walk() if op.kind.body == "repeated"]
+    loops = [op for op in trial.graph.walk() if op.loop is not None]
     most = max(map(copies_needed, loops), default=3)  # 3, more where a body hands a carry on to another place
     assert all(n <= most for n in least.values()), f"the peak holds from {least}, expected {most} at the most"
     names = sorted(trial.point)

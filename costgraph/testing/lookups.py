@@ -41,7 +41,7 @@ def _gather(at: At) -> None:
 def _scatter(at: At) -> None:
     target, _, updates = at.operands
     add = at.op.attrs["mode"] == "add"
-    if at.op.attrs.get("inplace"):
+    if at.op.kind.overwrites():
         at.made[0] = target
     else:
         for index in product(*map(range, target.array.shape)):
@@ -56,7 +56,7 @@ def _scatter(at: At) -> None:
             if not add:
                 at.write(x, *to)
                 continue
-            if at.op.attrs.get("inplace"):
+            if at.op.kind.overwrites():
                 at.read(0, *to)
             at.write(x + result[to], *to)
     assert updates.array.size or not add

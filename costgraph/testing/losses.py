@@ -61,7 +61,7 @@ def _scalar(s: Sketch, t: Tensor) -> Tensor:
 def _is_last(t: Tensor) -> bool:
     """Whether a loop ends with a tensor: a state that nobody need read."""
     op = t.producer
-    return op is not None and op.kind.body == "repeated" and t in op.results[: op.attrs["carries"]]
+    return op is not None and op.loop is not None and t in op.results[: op.attrs["carries"]]
 
 
 def _loss(s: Sketch) -> Tensor:

@@ -221,7 +221,7 @@ def _like(at: At) -> Any:
 @meaning("pointwise")
 def _pointwise(at: At) -> None:
     name = at.op.attrs["function"].name
-    if at.op.attrs.get("inplace"):
+    if at.op.kind.overwrites():
         at.made[0] = at.operands[0]
     if name in ("causal_mask", "causal_mask_backward"):
         _mask(at, 0.0 if name.endswith("backward") else -np.inf)

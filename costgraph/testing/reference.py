@@ -153,7 +153,7 @@ def _pointwise(at: At) -> Array:
     hidden = 0.0 if name == "causal_mask_backward" else np.nan
     arrays = iter([_filled(v, hidden) for v in at.operands])
     template = at.scalars()
-    if at.op.attrs.get("inplace"):
+    if at.op.kind.overwrites():
         at.made[0] = at.operands[0]
     given = [next(arrays) if s is None else s for s in template]
     if not name.startswith("causal_mask"):
@@ -217,7 +217,7 @@ def _gather(at: At) -> Array:
 
 def _scatter(at: At) -> Array:
     target, ids, updates = (v.array for v in at.operands)
-    if at.op.attrs.get("inplace"):
+    if at.op.kind.overwrites():
         at.made[0] = at.operands[0]
     out = np.array(target)
     if at.op.attrs.get("along"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -12,15 +13,15 @@ from ..graph.graph import apply
 from ..graph.tensor import Tensor
 from ..nn.conv import conv, pool
 from ..notation.pattern import parse_pattern
-from ..ops.aten import ATEN
+from ..ops.aten import Aten
+from ..ops.contraction import Einsum
 from ..ops.einsum import contract, einsum
 from ..ops.index import arange, gather, scatter, take_along
 from ..ops.layout import concat, contiguous_copy, expand, index, rearrange, reshape, slice_axis
 from ..ops.pointwise import FUNCTIONS, cast, pointwise
-from ..ops.pooling import POOL
 from ..ops.reduce import REDUCTIONS, reduce
 from ..ops.registry import adding
-from ..ops.stacks import EMPTY
+from ..ops.stacks import Empty
 from ..ops.stated import COLLECTIVES, collective, opaque, transfer
 from ..ops.stochastic import dropout
 from .sketch import LARGEST, MOST_POINTS, Sketch, together
@@ -166,8 +167,8 @@ def _spread(s: Sketch) -> Sequence[Tensor]:
         ("n o, r -> n n o", (x.sizes[0], *x.sizes)),
         (f"n o, r -> (n r) o*{stride + 1}", (x.sizes[0] * w.sizes[0], x.sizes[1] * (stride + 1) + left)),
     ])  # fmt: skip
-    attrs = {"domain": None, "dtype": x.dtype, "sizes": sizes}
-    return [contract([x, w], parse_pattern(text, scattered=True), extents, attrs)]
+    kind = Einsum(pattern=parse_pattern(text, scattered=True), extents=extents, dtype=x.dtype, sizes=sizes)
+    return [contract([x, w], kind)]
 
 
 def _restricted(s: Sketch) -> Sequence[Tensor]:
@@ -196,7 +197,7 @@ def _pool(s: Sketch) -> Sequence[Tensor]:
     made = pool(x, operation, window=(width,), stride=s.number(1, 3), padding=padding)
     if operation == "mean" or made.producer is None or s.chance(1):
         return [made]
-    return apply(POOL, made.producer.operands, {**made.producer.attrs, "indices": True}, "max_pool")[:1]
+    return apply(replace(made.producer.kind, indices=True), made.producer.operands, "max_pool")[:1]
 
 
 # -- element by element ------------------------------------------------------------------------------------------
@@ -327,7 +328,7 @@ def _transfer(s: Sketch) -> Sequence[Tensor]:
 
 @sample("empty")
 def _empty(s: Sketch) -> Sequence[Tensor]:
-    apply(EMPTY, [], {"sizes": tuple(map(poly, s.shape())), "dtype": s.fresh(()).dtype}, "empty")
+    apply(Empty(sizes=tuple(map(poly, s.shape())), dtype=s.fresh(()).dtype), [], "empty")
     return []  # nobody reads what was never written
 
 
@@ -386,7 +387,7 @@ def _aten(s: Sketch) -> Sequence[Tensor]:
     call: dict[str, Any] = {"target": "relu.default", "arguments": ({"operand": 0},), "keywords": {}, "places": (0,)}
     call |= dict.fromkeys(("matmul", "pointwise", "transcendental"), n) | {"full": 2 * n, "workspace": poly(8)}
     call |= {"outputs": (((n,), x.dtype, None, None, ZERO),), "reads": s.one_of([None, (8 * n,)]), "writes": None}
-    return apply(ATEN, [x], call, "relu")
+    return apply(Aten(**call), [x], "relu")
 
 
 @sample("collective")

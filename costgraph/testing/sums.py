@@ -10,7 +10,7 @@ from ..graph.graph import apply
 from ..graph.tensor import Tensor
 from ..ops.fill import fill
 from ..ops.pieces import absent, accumulate
-from ..ops.stacks import EMPTY, STACKED
+from ..ops.stacks import Empty, Stacked
 from .meanings import meaning
 from .samples import sample
 from .sketch import Sketch
@@ -43,8 +43,8 @@ def _stacked(at: At) -> None:
 def _drawn_stack(s: Sketch) -> Sequence[Tensor]:
     y = s.fresh(s.shape(1))
     sizes = (poly(2), *y.sizes)
-    stack = apply(EMPTY, [], {"sizes": sizes, "dtype": y.dtype}, "empty")[0]
-    return list(apply(STACKED, [stack, y + 1, y * y], {}, "stacked"))
+    stack = apply(Empty(sizes=sizes, dtype=y.dtype), [], "empty")[0]
+    return list(apply(Stacked(), [stack, y + 1, y * y], "stacked"))
 
 
 @meaning("absent")

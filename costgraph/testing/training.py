@@ -21,6 +21,13 @@ from ..graph.graph import Graph
 from ..graph.op import Op
 from ..graph.sizes import bindings, known_names
 from ..graph.tensor import Tensor
+from ..ops.fill import Fill
+from ..ops.moves import Concat
+from ..ops.pieces import Accumulate
+from ..ops.pointwise import Pointwise
+from ..ops.pooling import Pool
+from ..ops.reduce import Reduce
+from ..ops.stacks import Stacked
 from ..transforms.backward.backward import backward
 from ..transforms.backward.hoist import hoist
 from ..transforms.backward.peel import peel
@@ -204,11 +211,11 @@ def _is_linear_in(graph: Graph, dependent: set[Tensor]) -> bool:
         if not any(reads):
             continue
         function = op.attrs.get("function")
-        together = op.kind.name in ("concat", "stacked") or getattr(function, "name", "") in _LINEAR_FUNCTIONS
-        fits = op.kind.name in _LINEAR or (op.kind.name == "pointwise" and getattr(function, "name", "") in _FACTORS)
-        fits |= op.kind.name == "reduce" and op.attrs["operation"] in ("sum", "mean")
-        fits |= op.kind.name == "pool" and op.attrs["operation"] == "mean"
-        if not fits or (reads.count(True) > 1 and not together) or op.attrs.get("inplace"):
+        together = isinstance(op.kind, Concat | Stacked) or getattr(function, "name", "") in _LINEAR_FUNCTIONS
+        fits = op.kind.name in _LINEAR or (isinstance(op.kind, Pointwise) and op.kind.function.name in _FACTORS)
+        fits |= isinstance(op.kind, Reduce) and op.kind.operation in ("sum", "mean")
+        fits |= isinstance(op.kind, Pool) and op.kind.operation == "mean"
+        if not fits or (reads.count(True) > 1 and not together) or op.kind.overwrites():
             return False
         dependent.update(op.results)
     return True
@@ -250,7 +257,7 @@ def a_loop_goes_back_as_its_iterations_do(lesson: Lesson) -> None:
         if "has overwritten in place" not in str(error):
             raise
         return  # of what an op in place changes, iterations that hand it on have no copy
-    zeros = any(op.kind.name == "fill" and not op.attrs["value"] for op in handed)
+    zeros = any(isinstance(op.kind, Fill) and not op.kind.value for op in handed)
     if zeros and any(op.attrs["carries"] > 1 for op in _loops(lesson.graph)):
         return
     more = _added_to_zeros(lesson)
@@ -270,7 +277,7 @@ def _added_to_zeros(lesson: Lesson) -> int:
     for loop in _loops(lesson.trained):
         for i, t in enumerate(loop.operands[: loop.attrs["carries"]]):
             start, adds = t.producer, _adds(loop, i)
-            if adds is None or start is None or start.kind.name != "fill" or start.attrs["value"]:
+            if adds is None or start is None or not isinstance(start.kind, Fill) or start.attrs["value"]:
                 continue
             if start.phase == "backward":
                 out += runs[start] * int(value(adds.kind.flops(adds).pointwise.expr, lesson.point))
@@ -283,9 +290,9 @@ def _adds(loop: Op, i: int) -> Op | None:
     f = loop.body.formals[i]
     op: Op
     for op in loop.body.successors(f):
-        if op.kind.name == "accumulate" and op.operands[0] is f:
+        if isinstance(op.kind, Accumulate) and op.operands[0] is f:
             return op
-        if op.kind.body == "repeated" and f in op.operands[: op.attrs["carries"]]:
+        if op.loop is not None and f in op.operands[: op.attrs["carries"]]:
             return _adds(op, op.operands.index(f))
     return None
 
@@ -306,12 +313,12 @@ def _makers(loop: Op) -> list[Op]:
     """Return the ops of the backward pass that make what a loop starts from, what an iteration hands on and adds up."""
     assert loop.body is not None
     handed = [*loop.operands[: loop.attrs["carries"]], *loop.body.outputs[: loop.attrs["carries"]]]
-    handed += [op.operands[1] for op in loop.body.ops if op.kind.name == "accumulate"]
+    handed += [op.operands[1] for op in loop.body.ops if isinstance(op.kind, Accumulate)]
     return [t.producer for t in handed if t.producer is not None and t.producer.phase == "backward"]
 
 
 def _loops(graph: Graph) -> list[Op]:
-    return [op for op in graph.walk() if op.kind.body == "repeated"]
+    return [op for op in graph.walk() if op.loop is not None]
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from ..graph.graph import apply
 from ..graph.tensor import Tensor
 from ..ops.fill import fill
 from ..ops.keep import keep
-from ..ops.updates import UNSCALE, ZERO_GRAD
+from ..ops.updates import Unscale, ZeroGrad
 from ..optimizers.adaptive import Adam
 from ..optimizers.fused import fused_update
 from ..optimizers.sgd import SGD
@@ -113,13 +113,13 @@ def _zero_grad(at: At) -> None:
 
 @sample("zero_grad")
 def _drawn_zero_grad(s: Sketch) -> Sequence[Tensor]:
-    return apply(ZERO_GRAD, [_changeable(s)], {"inplace": True}, "zero_")
+    return apply(ZeroGrad(), [_changeable(s)], "zero_")
 
 
 @sample("unscale")
 def _drawn_unscale(s: Sketch) -> Sequence[Tensor]:
     operands = [_changeable(s), s.fresh((), "fp32"), fill((), 0.0)]
-    return apply(UNSCALE, operands, {"inplace": True}, "unscale")
+    return apply(Unscale(), operands, "unscale")
 
 
 @meaning("unscale")

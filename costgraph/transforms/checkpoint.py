@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 from ..algebra.polynomial import ONE, Poly
@@ -63,7 +63,7 @@ class Checkpoint:
             return ()
         owner = ops[0].graph.owner
         if self.blocks:
-            return [list(ops)] if owner is not None and owner.kind.body == "repeated" else ()
+            return [list(ops)] if owner is not None and owner.loop is not None else ()
         found: list[list[Op]] = []
         open_ = False
         for op in ops:
@@ -187,7 +187,7 @@ def nest(graph: Graph, k: Poly) -> Graph:
 
     def emit(rewriter: Rewriter, op: Op, new: Graph) -> bool:
         body = op.body
-        if body is None or op.kind.body != "repeated" or op.attrs["xs"] or len(op.results) > op.attrs["carries"]:
+        if body is None or op.loop is None or op.attrs["xs"] or len(op.results) > op.attrs["carries"]:
             return False
         groups = op.attrs["count"] / k
         if groups.constant is not None and (not isinstance(groups.constant, int) or groups.constant < 1):
@@ -197,11 +197,11 @@ def nest(graph: Graph, k: Poly) -> Graph:
             rewriter.tensors[f] = rewriter.formal(f, outer)
         operands = [rewriter.tensors[f] for f in body.formals]
         inner = rewriter.body(body, outer, "")
-        made = outer.add_op(op.kind, operands, {**op.attrs, "body": inner, "count": k}, f"{op.name}.group", op.phase)
+        made = outer.add_op(replace(op.kind, body=inner, count=k), operands, f"{op.name}.group", op.phase)
         made.scope, inner.owner = op.scope, made
         outer.outputs += made.results
-        attrs = {**op.attrs, "body": outer, "count": groups}
-        whole = new.add_op(op.kind, [rewriter.tensors[t] for t in op.operands], attrs, op.name, op.phase)
+        around = replace(op.kind, body=outer, count=groups)
+        whole = new.add_op(around, [rewriter.tensors[t] for t in op.operands], op.name, op.phase)
         whole.scope, outer.owner = op.scope, whole
         rewriter.tensors |= dict(zip(op.results, whole.results, strict=True))
         return True

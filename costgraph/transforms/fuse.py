@@ -11,7 +11,10 @@ from ..graph.op import Op
 from ..graph.scopes import building
 from ..graph.tensor import Tensor
 from ..ops.aten import need_declared
-from ..ops.blocks import KERNEL
+from ..ops.blocks import Kernel
+from ..ops.pointwise import Pointwise
+from ..ops.reduce import Reduce
+from ..ops.stochastic import Dropout
 from .rewrite import Rewriter
 
 __all__ = ["fuse"]
@@ -71,7 +74,7 @@ def _bodies(graph: Graph) -> list[Graph]:
     """The graph and the bodies of its Repeats: those of kernels are fused already."""
     out = [graph]
     for op in graph.ops:
-        if op.kind.body == "repeated" and op.body is not None:
+        if op.loop is not None and op.body is not None:
             out += _bodies(op.body)
     return out
 
@@ -84,7 +87,7 @@ def _kernel(rewriter: Rewriter, group: Sequence[Op], new: Graph, scope: str | No
         for op in group:
             rewriter.copy(op, body)
     space = total(op.attrs["workspace"] for op in group if "workspace" in op.attrs)
-    made = new.add_op(KERNEL, body.captured, {"body": body, "workspace": space}, prefix + name, group[0].phase)
+    made = new.add_op(Kernel(body=body, workspace=space), body.captured, prefix + name, group[0].phase)
     made.scope = scope if scope is not None else group[-1].scope
     body.owner = made
     for t in _read_outside(group):  # now, so that results stand right behind their op as in a file
@@ -100,7 +103,7 @@ def _by_scope(graph: Graph, scope: str) -> list[list[Op]]:
         group = [op for op in body.ops if op.scope == scope or op.scope.startswith(f"{scope}/")]
         if not group:
             continue
-        if any(op.kind.body == "repeated" for op in group):
+        if any(op.loop is not None for op in group):
             raise GraphError(
                 f"fuse scope {scope!r}: {group[0].name!r} holds a Repeat, expected ops that one kernel can run"
             )
@@ -126,20 +129,20 @@ def _in_between(order: Sequence[Op], group: Sequence[Op]) -> Op | None:
             continue
         if made.intersection(op.operands):
             return op
-        if op.attrs.get("inplace") and any(op.operands[i].storage in read for i in op.attrs.get("changed", (0,))):
+        if op.kind.overwrites() and any(op.operands[i].storage in read for i in op.kind.overwrites()):
             return op
     return None
 
 
 def _is_light(op: Op) -> bool:
     """Whether an op does its work element by element, or along the innermost axes."""
-    if op.attrs.get("inplace") or op.attrs.get("workspace"):
+    if op.kind.overwrites() or op.attrs.get("workspace"):
         return False
-    if op.kind.name == "reduce":
+    if isinstance(op.kind, Reduce):
         return _is_trailing(op)
-    if op.kind.body == "fused" and op.body is not None:
+    if isinstance(op.kind, Kernel) and op.body is not None:
         return all(_is_light(inner) for inner in op.body.ops)
-    return op.kind.name in ("pointwise", "dropout")
+    return isinstance(op.kind, Pointwise | Dropout)
 
 
 def _is_trailing(op: Op) -> bool:
@@ -200,9 +203,9 @@ def _joins(order: Sequence[Op], chain: list[Op], op: Op, producer: Op) -> bool:
     rows = _space(chain[0])
     space = _space(op)
     # after a reduction only the leading axes are left, and they have to be the chain's
-    if space[: len(rows)] != rows[: len(space)] or (not space and rows and producer.kind.name != "reduce"):
+    if space[: len(rows)] != rows[: len(space)] or (not space and rows and not isinstance(producer.kind, Reduce)):
         return False
     if not all(t.domain == op.results[0].domain for t in op.operands if t.domain is not None):
         return False
-    whole = producer.kind.name == "reduce" and not producer.results[0].sizes
+    whole = isinstance(producer.kind, Reduce) and not producer.results[0].sizes
     return not whole and _in_between(order, [*chain, op]) is None

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from ..algebra.polynomial import Poly
 from ..graph.domain import Domain
 from ..graph.graph import Graph
-from ..graph.op import Op
+from ..graph.op import Bodied, Op, OpKind
 from ..graph.scopes import opened
 from ..graph.tensor import Tensor
 
-__all__ = ["Rewriter", "bound_attributes", "members"]
+__all__ = ["Rewriter", "bound_attributes", "bound_record", "members"]
+
+K = TypeVar("K", bound=OpKind)
 
 
 def members(made: Any) -> Iterator[Any]:
@@ -38,6 +40,13 @@ def bound_attributes(value: Any, values: Mapping[str, Poly]) -> Any:
     if isinstance(value, dict):
         return {k: bound_attributes(v, values) for k, v in value.items()}
     return value
+
+
+def bound_record(kind: K, values: Mapping[str, Poly]) -> K:
+    """Return the record of an op with sizes put in for symbols."""
+    if not values:
+        return kind
+    return replace(kind, **{name: bound_attributes(v, values) for name, v in kind.stated().items()})
 
 
 class Rewriter:
@@ -92,10 +101,10 @@ class Rewriter:
 
     def copy(self, op: Op, new: Graph, suffix: str = "") -> Op:
         """Copy an op, its body included."""
-        attrs = {k: bound_attributes(v, self.values) for k, v in op.attrs.items() if k != "body"}
-        if op.body is not None:
-            attrs["body"] = self.body(op.body, new, suffix)
-        made = new.add_op(op.kind, [self.tensors[t] for t in op.operands], attrs, op.name + suffix, op.phase)
+        kind = bound_record(op.kind, self.values)
+        if isinstance(kind, Bodied):
+            kind = replace(kind, body=self.body(kind.body, new, suffix))
+        made = new.add_op(kind, [self.tensors[t] for t in op.operands], op.name + suffix, op.phase)
         made.scope = op.scope
         if made.body is not None:
             made.body.owner = made

@@ -16,7 +16,7 @@ from ..graph.strides import contiguous
 from ..graph.tensor import Tensor
 from ..nn.losses import binary_cross_entropy, cross_entropy
 from ..ops.aten import need_declared
-from ..ops.blocks import REPEAT, fused, written_slices
+from ..ops.blocks import Repeat, fused, written_slices
 from ..ops.index import arange
 from ..ops.operators import transpose
 from ..ops.pieces import absent, slice_of
@@ -310,8 +310,8 @@ def _accumulated(
         *(totals[t] for t in params), *(given[t] for t in inputs), *map(body.capture, body.captured),
     ]  # fmt: skip
     starts = [buffers[t] or absent(totals[t].sizes, totals[t].dtype, totals[t].storage.pieces) for t in params]
-    attrs = {"body": body, "count": times, "carries": len(params), "xs": len(inputs)}
-    loop = new.add_op(REPEAT, (*starts, *(sources[t] for t in inputs), *body.captured), attrs, "microbatches")
+    kind = Repeat(body=body, count=times, carries=len(params), xs=len(inputs))
+    loop = new.add_op(kind, (*starts, *(sources[t] for t in inputs), *body.captured), "microbatches")
     body.owner = loop
     made = len(params)
     new.output(loop.results[made])

@@ -12,9 +12,10 @@ from ..graph.op import Op
 from ..graph.sizes import bindings
 from ..graph.strides import Sizes
 from ..graph.tensor import Tensor
-from ..ops.keep import KEEP
-from ..ops.layout import REARRANGE, SLICE
-from ..ops.stacks import EMPTY, STACKED
+from ..ops.keep import Keep
+from ..ops.moves import Rearrange, Slice
+from ..ops.pieces import Absent, Accumulate
+from ..ops.stacks import Empty, Stacked
 from .rewrite import Rewriter, members
 
 __all__ = ["unroll"]
@@ -99,7 +100,7 @@ def _need_few(graph: Graph, values: Mapping[str, Poly]) -> None:
         return sum(1 if op.body is None else times(op) * played(op.body) for op in g.ops)
 
     def times(op: Op) -> int:
-        return _count(op, op.attrs["count"].bind(values)) if op.kind.body == "repeated" else 1
+        return _count(op, op.attrs["count"].bind(values)) if op.loop is not None else 1
 
     ops = played(graph)
     if ops > _MOST_OPS:
@@ -107,13 +108,13 @@ def _need_few(graph: Graph, values: Mapping[str, Poly]) -> None:
 
 
 def _emit(rewriter: Rewriter, op: Op, new: Graph) -> bool:
-    if op.kind.name == "absent":
+    if isinstance(op.kind, Absent):
         rewriter.tensors[op.results[0]] = None
-    elif op.kind.name == "accumulate" and rewriter.tensors[op.operands[0]] is None:
+    elif isinstance(op.kind, Accumulate) and rewriter.tensors[op.operands[0]] is None:
         rewriter.tensors[op.results[0]] = rewriter.tensors[op.operands[1]]
-    elif op.kind.body == "repeated":
+    elif op.loop is not None:
         _play_out(rewriter, op, new)
-    elif op.kind is STACKED or any(isinstance(rewriter.tensors[t], list) for t in op.operands):
+    elif isinstance(op.kind, Stacked) or any(isinstance(rewriter.tensors[t], list) for t in op.operands):
         _take_whole(rewriter, op, new)
     else:
         return False
@@ -122,10 +123,10 @@ def _emit(rewriter: Rewriter, op: Op, new: Graph) -> bool:
 
 def _take_whole(rewriter: Rewriter, op: Op, new: Graph) -> None:
     """Let an op outside of loops read what has a storage for each iteration."""
-    if op.kind is not KEEP and op.kind is not STACKED:
+    if not isinstance(op.kind, Keep) and not isinstance(op.kind, Stacked):
         raise UnsupportedError(f"unroll: {op.name!r} reads something of every iteration, expected an op inside a loop")
     operands = [t for o in op.operands for t in members(rewriter.tensors[o])]
-    made = new.add_op(op.kind, operands, op.attrs, op.name, op.phase)
+    made = new.add_op(op.kind, operands, op.name, op.phase)
     made.scope = op.scope
     rewriter.tensors[op.results[0]] = made.results[0]
 
@@ -143,7 +144,7 @@ def _play_out(rewriter: Rewriter, op: Op, new: Graph) -> None:
             stacks.append(None)
             continue
         sizes = tuple(n.bind(rewriter.values) for n in t.sizes)
-        stacks += new.add_op(EMPTY, [], {"sizes": sizes, "dtype": t.dtype}, t.name, op.phase).results
+        stacks += new.add_op(Empty(sizes=sizes, dtype=t.dtype), [], t.name, op.phase).results
     left, made = [], []
     for turn in range(count):
         i = count - 1 - turn if op.attrs.get("reverse") else turn
@@ -171,15 +172,15 @@ def _play_out(rewriter: Rewriter, op: Op, new: Graph) -> None:
 
 def _is_part(t: Tensor) -> bool:
     """Whether several loops write into a stack, of which a result of one of them is a part."""
-    return any(op.kind is STACKED and t in op.operands[1:] for op in t.graph.successors(t))
+    return any(isinstance(op.kind, Stacked) and t in op.operands[1:] for op in t.graph.successors(t))
 
 
 def _filled(stack: Tensor, order: Sequence[Tensor], new: Graph, op: Op, *, read: bool) -> Tensor:
     """Return the stack once all of its slices are written, with an op that says so if anyone reads it."""
     if not read:  # its slices lie in it all the same
-        STACKED.infer([stack, *order], {})
+        Stacked().infer([stack, *order])
         return stack
-    return new.add_op(STACKED, [stack, *order], {}, f"{stack.name}.filled", op.phase).results[0]
+    return new.add_op(Stacked(), [stack, *order], f"{stack.name}.filled", op.phase).results[0]
 
 
 def _slice(t: Any, i: int, new: Graph, phase: str) -> Any:
@@ -187,7 +188,7 @@ def _slice(t: Any, i: int, new: Graph, phase: str) -> Any:
     if t is None or isinstance(t, list):
         return None if t is None else t[i]
     sliced = new.add_op(
-        SLICE, [t], {"axis": 0, "start": as_poly(i), "size": ONE, "step": 1, "split": True}, f"{t.name}.slice", phase
+        Slice(axis=0, start=as_poly(i), size=ONE, step=1, split=True), [t], f"{t.name}.slice", phase
     ).results[0]
-    attrs = {"split": sliced.sizes, "order": tuple(range(sliced.ndim)), "merged": t.sizes[1:]}
-    return new.add_op(REARRANGE, [sliced], attrs, f"{t.name}.at", phase).results[0]
+    whole = Rearrange(split=sliced.sizes, order=tuple(range(sliced.ndim)), merged=t.sizes[1:])
+    return new.add_op(whole, [sliced], f"{t.name}.at", phase).results[0]

@@ -8,6 +8,9 @@ from typing import Any
 from ...graph.graph import Graph
 from ...graph.op import Op
 from ...graph.tensor import Tensor
+from ...ops.blocks import Kernel
+from ...ops.pointwise import Pointwise
+from ...ops.reduce import Reduce
 from .site import Site
 
 __all__ = ["Bound", "Rule", "given_node", "match", "named_results", "narrow", "reduced_axis", "whole"]
@@ -19,12 +22,12 @@ Rule = Callable[[Site, Bound], bool]
 
 
 def label_of(op: Op) -> str:
-    if op.kind.name == "pointwise":
+    if isinstance(op.kind, Pointwise):
         name: str = op.attrs["function"].name
         return name
-    if op.kind.name == "reduce":
+    if isinstance(op.kind, Reduce):
         return str(op.attrs["operation"])
-    return str(op.attrs.get("backward", "kernel")) if op.kind.name == "kernel" else op.kind.name
+    return str(op.attrs.get("backward", "kernel")) if isinstance(op.kind, Kernel) else op.kind.name
 
 
 def through(t: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ def _as_it_is(number: Any) -> Any:
 
 
 def _cast(site: Site, x: Any) -> None:
-    if site.op.attrs.get("inplace"):
+    if site.op.kind.overwrites():
         site.alias(site.call(torch.Tensor.copy_, site.operands[0], x))
     else:
         site.own(torch.ops.aten._to_copy, x, dtype=site.dtype(site.op.results[0]))
@@ -72,7 +72,7 @@ def _masked(site: Site, fill: float) -> None:
 
 
 def _place(site: Site, name: str, function: Callable[..., Any], given: list[Any]) -> None:
-    if not site.op.attrs.get("inplace"):
+    if not site.op.kind.overwrites():
         site.own(function, *given)
         return
     target = site.operands[0]

@@ -9,6 +9,8 @@ from ...graph.graph import Graph
 from ...graph.op import Op
 from ...graph.strides import numel
 from ...graph.tensor import Tensor
+from ...ops.grouped import Dispatch
+from ...ops.index import Gather, Scatter
 from .emitter import Numbers
 
 __all__ = ["Indices"]
@@ -86,18 +88,18 @@ class Indices:
             if t.producer is None and t.role != "formal":
                 self._origins[t] = _Origin(frozenset([t]))
         for op in graph.ops:
-            if op.kind.name == "dispatch":
+            if isinstance(op.kind, Dispatch):
                 for source in self._of(op.operands[0]).sources:
                     most = self._numbers(op.attrs["experts"])
                     self._limits[source] = min(self._limits.get(source, most), most)
-            if op.kind.name in ("gather", "scatter"):
+            if isinstance(op.kind, Gather | Scatter):
                 for source in self._of(op.operands[1]).sources:
                     self._limits[source] = min(self._limits.get(source, self._rows(op)), self._rows(op))
             if op.body is not None:
                 self._through(op)
             else:
                 for i, t in enumerate(op.results):
-                    self._origins[t] = self._sent(op, i) if op.kind.name == "dispatch" else self._made(op)
+                    self._origins[t] = self._sent(op, i) if isinstance(op.kind, Dispatch) else self._made(op)
 
     def _sent(self, op: Op, i: int) -> _Origin:
         """Return what the numbers of a dispatch are below: tokens, ends, rows, experts."""

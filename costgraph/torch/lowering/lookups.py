@@ -49,7 +49,7 @@ def _scatter(site: Site) -> None:
     target, _, updates = site.operands
     sizes, last = site.sizes(site.op.operands[0]), bool(site.op.attrs.get("along"))
     ids = site.cast(_ids(site, sizes[-1 if last else 0]), torch.int64)
-    if not site.op.attrs.get("inplace"):
+    if not site.op.kind.overwrites():
         site.own(torch.clone, target)
         target = site.made[0]
     add = site.attr("mode") == "add"

@@ -11,6 +11,8 @@ from ...errors import BindingError, CostGraphError, ShapeError, UnsupportedError
 from ...graph.graph import Graph
 from ...graph.op import Op
 from ...graph.tensor import Storage, Tensor
+from ...ops.pieces import Absent, Accumulate
+from ...ops.stacks import Empty
 from .emitter import Emitter, Numbers
 from .formats import torch_dtype
 from .indices import Indices
@@ -88,11 +90,11 @@ class Walk:
             if t.producer is None and t.role not in ("formal", "input"):
                 env[t] = self._source(t, self.numbers.of(t.sizes), where, t.storage.pieces)
         for op in graph.ops:
-            if op.kind.body == "repeated":
+            if op.loop is not None:
                 self._loop(op, env, where)
-            elif op.kind.name == "absent":
+            elif isinstance(op.kind, Absent):
                 env[op.results[0]] = None
-            elif op.kind.name == "accumulate" and env[op.operands[0]] is None:
+            elif isinstance(op.kind, Accumulate) and env[op.operands[0]] is None:
                 env[op.results[0]] = env[op.operands[1]]
             else:
                 self._op(op, env, places)
@@ -124,12 +126,12 @@ class Walk:
                 f"lower {op.name!r}: torch refuses it ({what}), expected operands that its kernels take"
             ) from error
         env |= {t: site.made[i] for i, t in enumerate(op.results)}
-        if op.kind.name == "empty":
+        if isinstance(op.kind, Empty):
             self._stacks[op.results[0].storage] = env[op.results[0]]
 
     def _slices(self, op: Op) -> dict[Tensor, Any]:
         """Return where the results of an op lie that an unrolled loop writes into a stack."""
-        if op.kind.name == "empty":  # which makes one, in each iteration anew
+        if isinstance(op.kind, Empty):  # which makes one, in each iteration anew
             return {}
         return {t: self._place(t) for t in op.results if t.storage in self._stacks and not t.is_view}
 

@@ -9,8 +9,8 @@ from ...graph.graph import Graph
 from ...graph.scopes import opened
 from ...graph.strides import contiguous
 from ...graph.tensor import Tensor
-from ...ops.aten import ATEN
-from ...ops.keep import KEEP
+from ...ops.aten import Aten, Output
+from ...ops.keep import Keep
 from .call import Counts
 from .recorder import Death, Handle, Made, Source
 
@@ -101,22 +101,22 @@ class Builder:
     ) -> tuple[Tensor, ...]:
         c = call.counts
         nothing = (ZERO,) * len(operands) if not call.moves else None
-        attrs = {
-            "target": call.target,
-            "arguments": call.arguments,
-            "keywords": call.keywords,
-            "places": tuple(place for _, _, place, _ in outputs),
-            "outputs": tuple(_stated(*row) for row in outputs),
-            "matmul": c.matmul,
-            "full": c.matmul if c.full is None else c.full,
-            "pointwise": c.pointwise,
-            "transcendental": c.transcendental,
-            "reads": nothing if c.reads is None else tuple(c.reads),
-            "writes": (ZERO,) * len(outputs) if not call.moves else None if c.writes is None else tuple(c.writes),
-            "workspace": c.workspace,
-        }
+        kind = Aten(
+            target=call.target,
+            arguments=call.arguments,
+            keywords=call.keywords,
+            places=tuple(place for _, _, place, _ in outputs),
+            outputs=tuple(_stated(*row) for row in outputs),
+            matmul=c.matmul,
+            full=c.matmul if c.full is None else c.full,
+            pointwise=c.pointwise,
+            transcendental=c.transcendental,
+            bytes_read=nothing if c.reads is None else tuple(c.reads),
+            bytes_written=(ZERO,) * len(outputs) if not call.moves else None if c.writes is None else tuple(c.writes),
+            workspace=c.workspace,
+        )
         with opened(levels=tuple(call.scope.split("/")) if call.scope else (), phase=call.phase):
-            op = self.graph.add_op(ATEN, operands, attrs, call.target.partition(".")[0] or "op")
+            op = self.graph.add_op(kind, operands, call.target.partition(".")[0] or "op")
         for (handle, of, _, bytes_), t in zip(outputs, op.results, strict=True):
             if bytes_ is None:
                 self.tensors[handle] = t
@@ -138,14 +138,14 @@ class Builder:
         """Let the storages that were given back since the last op that made something live up to here."""
         if self._held:
             held, self._held = self._held, []
-            self.graph.add_op(KEEP, [self.first[n] for n in held], {}, "keep", self.phase)
+            self.graph.add_op(Keep(), [self.first[n] for n in held], "keep", self.phase)
 
 
 def _dense(t: Tensor, number: int) -> Handle:
     return Handle(t.sizes, t.strides if t.producer is not None else contiguous(t.sizes), t.dtype, number, t.offset)
 
 
-def _stated(handle: Handle, of: int | None, place: int, bytes_: Poly | None) -> tuple[object, ...]:
+def _stated(handle: Handle, of: int | None, place: int, bytes_: Poly | None) -> Output:
     """Return what an op states of a result; a storage larger than its tensor is stated as one row of elements."""
     if bytes_ is not None:
         return ((bytes_ / handle.dtype.bytes,), handle.dtype, None, None, ZERO)

@@ -18,6 +18,9 @@ from ...errors import UnsupportedError
 from ...graph.graph import Graph
 from ...graph.sizes import bindings, known_names
 from ...hardware.specs import Hardware, load_hardware
+from ...ops.aten import Aten
+from ...ops.blocks import Kernel
+from ...ops.contraction import Einsum
 from ..calibrating import calibrate
 from ..calibrating.caches import last_level_cache
 from ..measuring import environment, measure, progressing, timed
@@ -202,10 +205,10 @@ def _uncounted(graph: Graph, sizes: Mapping[str, int]) -> int:
 
 def _in_attention(graph: Graph) -> Iterator[Poly]:
     for op, times, _ in executions(graph):
-        if op.kind.name == "aten" and _UNCOUNTED in op.name:
+        if isinstance(op.kind, Aten) and _UNCOUNTED in op.name:
             yield op.kind.flops(op).full * times
-        elif op.kind.name == "kernel" and op.body is not None:
-            products = [inner for inner in op.body.ops if inner.kind.name == "einsum"]
+        elif isinstance(op.kind, Kernel) and op.body is not None:
+            products = [inner for inner in op.body.ops if isinstance(inner.kind, Einsum)]
             if len(products) > 1:  # scores and their reduction, or the five of their gradient
                 yield total(inner.kind.flops(inner).full for inner in products) * times
 

@@ -15,7 +15,7 @@ def active_in(ops: Iterable[Op], start: Iterable[Tensor]) -> set[Tensor]:
     """Return the tensors whose gradient may be wanted: those given, and what is computed from them."""
     active = set(start)
     for op in ops:
-        if op.body is not None and op.kind.body == "repeated":
+        if op.body is not None and op.loop is not None:
             _active_carries(op, active)
         elif any(t in active for t in op.operands):
             active.update(t for t in op.results if t.dtype.kind == "float")

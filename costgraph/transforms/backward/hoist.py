@@ -6,6 +6,8 @@ read and update what the iterations own.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ...algebra.polynomial import Poly
 from ...graph.graph import Graph
 from ...graph.op import Op
@@ -37,7 +39,7 @@ def hoist(graph: Graph) -> Graph:
 
 def _owned(op: Op) -> list[Tensor]:
     """Sources that belong to each iteration of a loop, those of loops inside it included."""
-    if op.body is None or op.kind.body != "repeated":
+    if op.body is None or op.loop is None:
         return []
     own = [t for t in op.body.tensors if t.producer is None and t.role != "formal"]
     return own + [t for inner in op.body.ops for t in _owned(inner)]
@@ -57,7 +59,7 @@ class _Hoister(Rewriter):
 
     def declare(self, op: Op, new: Graph, counts: tuple[Poly, ...]) -> None:
         """Add to the top what the iterations of a loop own."""
-        if op.body is None or op.kind.body != "repeated":
+        if op.body is None or op.loop is None:
             return
         counts = (*counts, op.attrs["count"])
         for t in op.body.tensors:
@@ -95,8 +97,9 @@ def _emit(rewriter: Rewriter, op: Op, new: Graph) -> bool:
     body.outputs += [body.adopt(rewriter.tensors[t]) for t in old.outputs]
     operands = [rewriter.tensors[t] for t in op.operands]
     operands[first:first] = around
-    attrs = {**op.attrs, "body": body, "xs": op.attrs["xs"] + len(around)}
-    made = new.add_op(op.kind, operands, attrs, op.name, op.phase)
+    assert op.loop is not None
+    kind = replace(op.loop.kind, body=body, xs=len(op.loop.xs) + len(around))
+    made = new.add_op(kind, operands, op.name, op.phase)
     made.scope, body.owner = op.scope, made
     rewriter.tensors |= dict(zip(op.results, made.results, strict=True))
     for t, outer in zip(owned, around, strict=True):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 
 from ...graph.graph import Graph, current_graph
 from ...graph.op import Op
@@ -51,7 +50,7 @@ class _Inside:
             return self.own.rebuilt[t](self.saved)
         if maker.attrs.get("save") or t in self.own.kept:
             return self.walk.saved(body.export(t))
-        if maker.kind.body == "repeated":
+        if maker.loop is not None:
             self.seen[t] = self.repeated(maker, maker.results.index(t))
             return self.seen[t]
         again = Rewriter()
@@ -91,7 +90,8 @@ class _Inside:
                 _compute(again, t, body)
             body.outputs += [body.adopt(again.tensors[t]) for t in old.outputs[:carries]]
             operands = [self.graph.adopt(again.tensors[o]) for o in op.operands]
-            made = self.graph.add_op(op.kind, operands, {**op.attrs, "body": body, "saved": 0}, op.name)
+            assert op.loop is not None
+            made = self.graph.add_op(replace(op.loop.kind, body=body, saved=0), operands, op.name)
         made.scope, body.owner = op.scope, made
         _mark([made])
         return made, again
@@ -116,7 +116,7 @@ def _stacked(op: Op, t: Tensor) -> Tensor:
     op.graph._modify(op.name)
     at = len(body.outputs) - op.attrs.get("saved", 0)
     body.outputs.insert(at, t)
-    op.graph.add_result(op, op.kind.infer(op.operands, op.attrs)[at], f"{t.name}.again")
+    op.graph.add_result(op, op.kind.infer(op.operands)[at], f"{t.name}.again")
     *others, made = op.results
     op.results = (*others[:at], made, *others[at:])  # in the order of the outputs
     return made
@@ -125,7 +125,8 @@ def _stacked(op: Op, t: Tensor) -> Tensor:
 def _mark(ops: Iterable[Op]) -> None:
     """Note of ops that they are computed again."""
     for op in ops:
-        op.phase, op.attrs = "backward", MappingProxyType({**op.attrs, "again": True})
+        op.phase = "backward"
+        op.state(again=True)
 
 
 def pull_kernel(walk: Walk, op: Op, grads: Grads, needs: Sequence[bool]) -> Grads:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 
 from ...algebra.polynomial import ONE, ZERO
 from ...graph.checks import overwritten_by
@@ -14,11 +13,11 @@ from ...graph.op import Op
 from ...graph.scopes import building
 from ...graph.strides import contiguous
 from ...graph.tensor import Tensor
-from ...ops.blocks import REPEAT
+from ...ops.blocks import Repeat
 from ...ops.fill import fill
-from ...ops.keep import KEEP
+from ...ops.keep import Keep
 from ...ops.layout import contiguous_copy, slice_axis
-from ...ops.pieces import ABSENT, slice_of
+from ...ops.pieces import Absent, Accumulate, slice_of
 from ...ops.pointwise import pointwise
 from ..rewrite import Rewriter
 from ..vjp.common import restricted
@@ -89,28 +88,28 @@ class _Reverse:
             return self.body.adopt(outer) if whole else self.slice(outer, f"{t.name}.again")
         if 0 <= at < attrs["carries"] and self.outer.hooks.start:
             return self.from_start()[at]
-        if t.producer is not None and t.producer.kind is KEEP:  # what was held is not held here
+        if t.producer is not None and isinstance(t.producer.kind, Keep):  # what was held is not held here
             return self.saved(t.producer.operands[0])
         if t.producer is not None and is_view_op(t.producer):
             base = self.saved(t.producer.operands[0])
-            op = self.body.add_op(t.producer.kind, [base], t.producer.attrs, t.producer.name + ".again")
+            op = self.body.add_op(t.producer.kind, [base], t.producer.name + ".again")
             return op.results[0]
         return self.slice(around.adopt(self.outer.saved(left_behind(self.forward, t))), f"{t.name}.saved")
 
     def from_start(self) -> tuple[Tensor, ...]:
         """Compute again what an iteration starts from, by all iterations before it."""
-        op, around, inner = self.forward, self.body.parent, self.forward.body
-        assert inner is not None
+        op, around, loop = self.forward, self.body.parent, self.forward.loop
+        assert loop is not None
         assert around is not None
         operands = [self.body.adopt(around.adopt(self.outer.saved(t))) for t in op.operands]
-        again, carries = Rewriter().body(inner, self.body, ""), op.attrs["carries"]
-        del again.outputs[carries:]
-        attrs = {**op.attrs, "body": again, "saved": 0, "until": True}
-        made = self.body.add_op(REPEAT, operands, attrs, f"{op.name}.before")
+        again = Rewriter().body(loop.body, self.body, "")
+        del again.outputs[len(loop.nexts) :]
+        before = replace(loop.kind, body=again, saved=0, until=True)
+        made = self.body.add_op(before, operands, f"{op.name}.before")
         again.owner, made.scope = made, op.scope
         for each in (made, *again.walk()):
             each.phase = "recompute"
-        self.seen |= dict(zip(inner.formals[:carries], made.results, strict=False))
+        self.seen |= dict(zip(loop.carries, made.results, strict=False))
         return made.results
 
 
@@ -123,8 +122,8 @@ def left_behind(op: Op, t: Tensor) -> Tensor:
         return op.results[body.outputs.index(t, first)]
     op.graph._modify(op.name)
     body.outputs.append(t)
-    op.attrs = MappingProxyType({**op.attrs, "saved": saved + 1})
-    result = op.kind.infer(op.operands, op.attrs)[-1]
+    op.state(saved=saved + 1)
+    result = op.kind.infer(op.operands)[-1]
     op.graph.add_result(op, replace(result, of=None) if result.of is not None else result, f"{t.name}.kept")
     return op.results[-1]
 
@@ -269,7 +268,7 @@ class _Out:
                     grad = self.back.own(grad) if own else pointwise("copy", grad, name="own")
                 self.kept.append((i, grad))
             else:
-                looped = grad.producer is not None and grad.producer.kind.body == "repeated"
+                looped = grad.producer is not None and grad.producer.loop is not None
                 fresh = own and grad.is_contiguous and not grad.is_view and not looped
                 fresh = fresh and not any(grad.storage is t.storage for _, t in (*self.stacks, *self.kept))
                 grad = grad if fresh else pointwise("copy", grad, name="stack")
@@ -296,21 +295,20 @@ def _close(walk: Walk, out: _Out, grads: Grads, sums: dict[int, tuple[Tensor, Te
         # of sums, which stand behind gradients that came in, it is known that they may be written into
         begun, shared = i >= len(out.carried), t is not None and several[t.storage] > 1
         starts.append(_start(walk, graph, body, f, t, begun=begun, shared=shared))
-    attrs = {
-        "body": body, "count": op.attrs["count"], "carries": len(starts), "xs": len(made.xs), "saved": len(out.kept),
-    }  # fmt: skip
-    if not op.attrs.get("reverse"):
-        attrs["reverse"] = True
-    if "least" in op.attrs:  # it may run no iteration at all
-        attrs["least"] = op.attrs["least"]
+    old = op.loop
+    assert old is not None
+    kind = Repeat(
+        body=body, count=old.count, carries=len(starts), xs=len(made.xs), saved=len(out.kept),
+        reverse=not old.reverse, least=old.kind.least,
+    )  # fmt: skip
     for i, t in out.stacks:
         stack_of(walk, op.operands[i], t.dtype)
     # a name is made complete by the scope that is open
-    loop = graph.add_op(REPEAT, (*starts, *(t for _, t in made.xs), *body.captured), attrs, f"{_leaf(op)}.backward")
+    loop = graph.add_op(kind, (*starts, *(t for _, t in made.xs), *body.captured), f"{_leaf(op)}.backward")
     body.owner = loop
     for p, t in zip(out.carried, loop.results, strict=False):
         results[p] = t
-    captured = [i for i in sums if i >= op.attrs["carries"] + op.attrs["xs"]]
+    captured = [i for i in sums if i >= len(old.starts) + len(old.xs)]
     listed = [*captured, *(i for i, _ in out.stacks), *(i for i, _ in out.kept)]
     for i, t in zip(listed, loop.results[len(out.carried) :], strict=True):
         if (i in sums and sums[i][1] is not None) or (i in sums and op.operands[i].storage.pieces):
@@ -336,9 +334,8 @@ def _start(
         absent = len(readers) < 2 and all(_only_added_to(op, f) for op in readers) and f not in body.outputs
         absent = absent or _passed_on(body, f)
         if absent:
-            attrs = {"sizes": f.sizes, "dtype": f.dtype, "pieces": f.storage.pieces}
-            attrs |= {} if f.domain is None else {"domain": f.domain}
-            return graph.add_op(ABSENT, [], attrs, "absent").results[0]
+            nothing = Absent(sizes=f.sizes, dtype=f.dtype, pieces=f.storage.pieces, domain=f.domain)
+            return graph.add_op(nothing, [], "absent").results[0]
         return restricted(fill(f.shape, dtype=f.dtype), f)
     start = graph.adopt(start)
     if start.storage.pieces or begun:
@@ -352,7 +349,7 @@ def _start(
 
 
 def _only_added_to(op: Op, f: Tensor) -> bool:
-    return op.kind.name == "accumulate" and op.operands[0] is f and op.operands[1].role == "activation"
+    return isinstance(op.kind, Accumulate) and op.operands[0] is f and op.operands[1].role == "activation"
 
 
 def _passed_on(body: Graph, f: Tensor) -> bool:

@@ -7,7 +7,7 @@ with may be read by nobody: the last state of a recurrence has none, so that wha
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...algebra.polynomial import ONE, Poly
 from ...graph.graph import Graph
@@ -15,7 +15,7 @@ from ...graph.op import Op
 from ...graph.scopes import building
 from ...graph.tensor import Tensor
 from ...ops.layout import split
-from ...ops.stacks import EMPTY, STACKED
+from ...ops.stacks import Empty, Stacked
 from ..rewrite import Rewriter
 from .flow import active_in, active_inside, graded_in
 
@@ -41,7 +41,7 @@ def peel(graph: Graph) -> Graph:
         With loops of one iteration each, and one of the rest, which may be none, in place of such a loop. The loops
         read parts of its slices, and write into one stack. Loops inside of kernels stay as they are.
     """
-    if not any(op.kind.body == "repeated" for op in graph.walk()):
+    if not any(op.loop is not None for op in graph.walk()):
         return graph
     active = active_in(graph.ops, (t for t in graph.tensors if t.producer is None and t.requires_grad))
     losses = (t for t in graph.outputs if not t.sizes and t.dtype.kind == "float")
@@ -164,10 +164,11 @@ class _Peeler(Rewriter):
         """Copy a loop for some of its iterations."""
         op, around = loop.op, (self.active, self.graded)
         self.active, self.graded = loop.active(turn.active), loop.reached(turn)
-        attrs = {**op.attrs, "body": self.body(loop.body, new, turn.name), "count": turn.count}
-        if turn.count.constant is None and turn.count != op.attrs["count"] and loop.may_be_empty(turn):
-            attrs["least"] = 0
-        made = new.add_op(op.kind, operands, attrs, op.name + turn.name, op.phase)
+        assert op.loop is not None
+        kind = replace(op.loop.kind, body=self.body(loop.body, new, turn.name), count=turn.count)
+        if turn.count.constant is None and turn.count != op.loop.count and loop.may_be_empty(turn):
+            kind = replace(kind, least=0)
+        made = new.add_op(kind, operands, op.name + turn.name, op.phase)
         made.scope = op.scope
         made.body.owner = made  # type: ignore[union-attr]  # it has one
         self.active, self.graded = around
@@ -181,7 +182,7 @@ class _Peeler(Rewriter):
         with building(new):
             parts = [split(t, counts, 0, name=f"{op.name}.slices") for t in dense]
         stacks = [
-            new.add_op(EMPTY, [], {"sizes": r.sizes, "dtype": r.dtype}, r.name, op.phase).results[0]
+            new.add_op(Empty(sizes=r.sizes, dtype=r.dtype), [], r.name, op.phase).results[0]
             for r in op.results[carries:]
         ]
         state, made = given[:carries], []
@@ -190,7 +191,7 @@ class _Peeler(Rewriter):
             made.append(self.loop(loop, turn, operands, new).results)
             state = list(made[-1][:carries])
         whole = [
-            new.add_op(STACKED, [t, *(r[carries + k] for r in made)], {}, f"{t.name}.filled", op.phase).results[0]
+            new.add_op(Stacked(), [t, *(r[carries + k] for r in made)], f"{t.name}.filled", op.phase).results[0]
             for k, t in enumerate(stacks)
         ]
         self.tensors |= dict(zip(op.results, [*state, *whole], strict=True))
@@ -198,7 +199,7 @@ class _Peeler(Rewriter):
 
 def _emit(rewriter: Rewriter, op: Op, new: Graph) -> bool:
     assert isinstance(rewriter, _Peeler)
-    if op.kind.body != "repeated" or new.fused:
+    if op.loop is None or new.fused:
         return False
     loop = _Loop(op, rewriter.active, rewriter.graded)
     turns = loop.turns()

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import islice
-from types import MappingProxyType
 
 from ...algebra.polynomial import ZERO
 from ...dtypes import DType
@@ -16,12 +15,16 @@ from ...graph.graph import apply, current_graph
 from ...graph.op import Op
 from ...graph.scopes import opened
 from ...graph.tensor import Storage, Tensor
+from ...ops.blocks import Kernel
 from ...ops.fill import fill
 from ...ops.keep import keep
 from ...ops.layout import concat, contiguous_copy
+from ...ops.moves import Expand, Rearrange, Slice
 from ...ops.pieces import accumulate
 from ...ops.pointwise import cast, pointwise
-from ...ops.stacks import EMPTY, STACKED
+from ...ops.pooling import Pool
+from ...ops.reduce import Reduce
+from ...ops.stacks import Empty, Stacked
 from ..vjp.common import restricted, whole
 from ..vjp.table import Pull, Rule, rule_of
 
@@ -72,9 +75,9 @@ def scoped(op: Op) -> AbstractContextManager[None]:
 def is_view_op(op: Op) -> bool:
     """Whether an op only gives another view of its operand's storage."""
     return (
-        op.kind.name in ("rearrange", "slice", "expand")
+        isinstance(op.kind, Rearrange | Slice | Expand)
         and op.results[0].storage is op.operands[0].storage
-        and not op.attrs.get("inplace")
+        and not op.kind.overwrites()
     )
 
 
@@ -243,8 +246,10 @@ class Walk:
             if op in self.rules:
                 made = self.rules[op](Pull(op, grads, needs, self.saved))
             elif op.body is not None:
-                made = (self.hooks.fused if op.kind.body == "fused" else self.hooks.repeated)(self, op, grads, needs)
-            elif op.kind.name == "slice" and op.attrs.get("split") and grads[0] is not None:
+                made = (self.hooks.fused if isinstance(op.kind, Kernel) else self.hooks.repeated)(
+                    self, op, grads, needs
+                )
+            elif isinstance(op.kind, Slice) and op.attrs.get("split") and grads[0] is not None:
                 self.parts.setdefault(op.operands[0], {})[op] = grads[0]
                 return
             else:
@@ -273,7 +278,7 @@ class Walk:
             return made
         added = [n for n in islice(graph, before, None) if isinstance(n, Op) and not is_view_op(n)]
         # sums over axes that were repeated come after the op itself
-        main = [o for o in added if o.kind.name != "reduce"]
+        main = [o for o in added if not isinstance(o.kind, Reduce)]
         last = main[-1] if main else None
         early = [t for t in read if last is not None and t not in last.operands and t.role in ("activation", "formal")]
         i = next((i for i, g in enumerate(made) if g is not None and g.role == "activation"), None)
@@ -284,16 +289,16 @@ class Walk:
 
 def _keep_places(op: Op) -> None:
     """Let a pooling tell where its maxima stand."""
-    if op.kind.name != "pool" or op.attrs["operation"] != "max" or op.attrs.get("indices"):
+    if not isinstance(op.kind, Pool) or op.kind.operation != "max" or op.kind.indices:
         return
     op.graph._modify(op.name)
-    op.attrs = MappingProxyType({**op.attrs, "indices": True})
-    op.graph.add_result(op, op.kind.infer(op.operands, op.attrs)[1], f"{op.name}.places")
+    op.state(indices=True)
+    op.graph.add_result(op, op.kind.infer(op.operands)[1], f"{op.name}.places")
 
 
 def _tilings(t: Tensor) -> Iterator[list[Op]]:
     """Yield the parts that a tensor was split into, once for each time that it was."""
-    cuts = [op for op in t.graph.successors(t) if op.attrs.get("split") and op.kind.name == "slice"]
+    cuts = [op for op in t.graph.successors(t) if op.attrs.get("split") and isinstance(op.kind, Slice)]
     while cuts:
         axis, at, found = cuts[0].attrs["axis"], ZERO, list[Op]()
         while not t.graph.same(at, t.sizes[axis]):
@@ -313,17 +318,17 @@ def _joined(cuts: Sequence[Op], grads: Sequence[Tensor | None], stack: Tensor | 
     parts = [restricted(fill(t.shape, dtype=dtype), t) if g is None else g for t, g in pairs]
     if stack is None:
         return concat(parts, cuts[0].attrs["axis"])
-    return apply(STACKED, [stack, *parts], {}, "stacked")[0]
+    return apply(Stacked(), [stack, *parts], "stacked")[0]
 
 
 def stack_of(walk: Walk, t: Tensor, dtype: DType) -> None:
     """Let loops that read parts of a tensor write the gradients of these into one stack, made before the first."""
     cut = t.producer
-    if cut is None or cut.kind.name != "slice" or not cut.attrs.get("split") or cut.attrs["axis"]:
+    if cut is None or not isinstance(cut.kind, Slice) or not cut.attrs.get("split") or cut.attrs["axis"]:
         return
     cuts = next(cuts for cuts in _tilings(cut.operands[0]) if cut in cuts)
     readers = [list(t.graph.successors(c.results[0])) for c in cuts]
     if cuts[0] in walk.stacks or any(len(ops) != 1 or ops[0].kind.body != "repeated" for ops in readers):
         return
     sizes = cut.operands[0].sizes
-    walk.stacks[cuts[0]] = apply(EMPTY, [], {"sizes": sizes, "dtype": dtype}, f"{cuts[0].name}.grad")[0]
+    walk.stacks[cuts[0]] = apply(Empty(sizes=sizes, dtype=dtype), [], f"{cuts[0].name}.grad")[0]

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from ...algebra.polynomial import Poly
 from ...errors import GraphError
 from ...graph.graph import Graph
-from ...graph.op import Op
+from ...graph.op import Bodied, Op
 from ...graph.scopes import opened
 from ...graph.tensor import Tensor
-from ...ops.blocks import REPEAT
-from ...ops.pieces import ABSENT
+from ...ops.blocks import Repeat
+from ...ops.pieces import Absent
 from ..rewrite import Rewriter
 from .around import Around, Outer, once
 from .equal import layout
@@ -132,8 +133,7 @@ class Folder(Rewriter):
         operands = [self.outer(v) for v in values]
         numbers = {t: i for i, t in enumerate(dict.fromkeys(operands))}
         places = [numbers[t] for t in operands]
-        attrs = lists.attributes(self.count, places)
-        made = new.add_op(op.kind, tuple(numbers), attrs, op.name, op.phase)
+        made = new.add_op(lists.record(self.count, places), tuple(numbers), op.name, op.phase)
         made.scope = op.scope
         left = dict.fromkeys(self.around.listed.get(t, t) for t in op.results)
         for t, result in zip(left, made.results, strict=True):
@@ -144,10 +144,10 @@ class Folder(Rewriter):
 
     def again(self, op: Op, operands: Sequence[Tensor], new: Graph, name: str) -> Op:
         """Copy an op with other operands."""
-        attrs = dict(op.attrs)
-        if op.body is not None:
-            attrs["body"] = self.body(op.body, new, "")
-        made = new.add_op(op.kind, operands, attrs, name, op.phase)
+        kind = op.kind
+        if isinstance(kind, Bodied):
+            kind = replace(kind, body=self.body(kind.body, new, ""))
+        made = new.add_op(kind, operands, name, op.phase)
         made.scope = self.match.labels.plain(op.scope)
         if made.body is not None:
             made.body.owner = made
@@ -167,13 +167,12 @@ class Folder(Rewriter):
         inner = _Inner(self, plan, body)
         inner.fill_body()
         operands = [self.start(plan, c, new) for c in inner.carries] + [self.families[f] for f in inner.slices]
-        attrs = {
-            "body": body, "count": self.count, "carries": len(inner.carries), "xs": len(inner.slices),
-            "saved": len(plan.saved),
-        }  # fmt: skip
-        attrs |= {"reverse": True} if plan.run.step < 0 else {}
+        kind = Repeat(
+            body=body, count=self.count, carries=len(inner.carries), xs=len(inner.slices), saved=len(plan.saved),
+            reverse=plan.run.step < 0,
+        )  # fmt: skip
         name = scope if plan.run.phase == "forward" else f"{scope}.{plan.run.phase}"
-        op = new.add_op(REPEAT, (*operands, *body.captured), attrs, name, self.match.ops[plan.run.starts[0]].phase)
+        op = new.add_op(kind, (*operands, *body.captured), name, self.match.ops[plan.run.starts[0]].phase)
         body.owner = op
         results = iter(op.results)
         self.ends |= {After(plan.number, c): next(results) for c in inner.carries}
@@ -185,8 +184,8 @@ class Folder(Rewriter):
         if t is not None:
             return self.outer(self.around.starts[plan.number, t])
         like = self.match.typical(plan, carry)
-        attrs = {"sizes": like.sizes, "dtype": like.dtype, "pieces": like.storage.pieces}
-        return new.add_op(ABSENT, [], attrs, "absent", self.match.ops[plan.run.starts[0]].phase).results[0]
+        nothing = Absent(sizes=like.sizes, dtype=like.dtype, pieces=like.storage.pieces)
+        return new.add_op(nothing, [], "absent", self.match.ops[plan.run.starts[0]].phase).results[0]
 
 
 class _Inner:

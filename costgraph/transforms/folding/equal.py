@@ -10,7 +10,7 @@ from ...errors import CostGraphError
 from ...graph.graph import Graph
 from ...graph.op import Op
 from ...graph.tensor import Tensor
-from ...ops.aten import ATEN
+from ...ops.aten import Aten
 
 __all__ = ["Differs", "difference", "layout"]
 
@@ -52,7 +52,7 @@ def difference(a: Op, b: Op, names: tuple[Names, Names]) -> str | None:
         "scope": (names[0](a.scope), names[1](b.scope)),
         "operands": (len(a.operands), len(b.operands)),
     }
-    if facts["kind"][0] == facts["kind"][1] == ATEN.name:
+    if facts["kind"][0] == facts["kind"][1] == Aten.name:
         facts["target"] = a.attrs["target"], b.attrs["target"]
     for name, (mine, other) in facts.items():
         if mine != other:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...algebra.polynomial import ONE, ZERO, Poly, total
@@ -11,6 +11,7 @@ from ...errors import UnsupportedError
 from ...graph.op import Op
 from ...graph.strides import contiguous
 from ...graph.tensor import Tensor
+from ...ops.aten import Aten, Output
 from .values import Family
 
 __all__ = ["Lists"]
@@ -43,7 +44,7 @@ class Lists:
     blocks: int
 
     def __post_init__(self) -> None:
-        if not self.op.attrs["target"].startswith(_LISTED):
+        if not self.kind.target.startswith(_LISTED):
             raise self._unsupported("is no op on lists")
         if len({len(row) for row in self.lists}) != 1:
             raise self._unsupported(f"has lists of {sorted({len(row) for row in self.lists})} tensors")
@@ -60,9 +61,15 @@ class Lists:
         )
 
     @property
+    def kind(self) -> Aten:
+        """The record of the op as it is."""
+        assert isinstance(self.op.kind, Aten)
+        return self.op.kind
+
+    @property
     def lists(self) -> list[tuple[int, ...]]:
         """Operands in each argument that is a list of tensors."""
-        values = (*self.op.attrs["arguments"], *self.op.attrs["keywords"].values())
+        values = (*self.kind.arguments, *self.kind.keywords.values())
         return [tuple(v["operand"] for v in value) for value in values if _is_list(value)]
 
     @property
@@ -84,7 +91,7 @@ class Lists:
         """Results that are made for each place."""
         places = {operand: place for row in self.lists for place, operand in enumerate(row)}
         out: dict[int, list[int]] = {}
-        for i, (place, (*_, of, _)) in enumerate(zip(self.op.attrs["places"], self.op.attrs["outputs"], strict=True)):
+        for i, (place, (*_, of, _)) in enumerate(zip(self.kind.places, self.kind.outputs, strict=True)):
             out.setdefault(place if of is None else places.get(of, -1), []).append(i)
         return out
 
@@ -100,8 +107,8 @@ class Lists:
 
     # -- the op with fewer places --------------------------------------------------------------------------------
 
-    def attributes(self, count: Poly, operands: Sequence[int]) -> dict[str, Any]:
-        """Return the attributes of the op in which one place stands for those of all blocks.
+    def record(self, count: Poly, operands: Sequence[int]) -> Aten:
+        """Return the record of the op in which one place stands for those of all blocks.
 
         Parameters
         ----------
@@ -110,22 +117,24 @@ class Lists:
         operands : sequence of int
             For each operand its number among those that are left.
         """
-        a, groups, results = dict(self.op.attrs), self.groups, self.results
-        a["arguments"] = tuple(self._merged(v, operands) for v in a["arguments"])
-        a["keywords"] = {k: self._merged(v, operands) for k, v in a["keywords"].items()}
+        old, groups, results = self.kind, self.groups, self.results
         left = sorted((i, len(g) > 1) for g in groups for i in results[g[0]])
-        a["places"] = tuple(i if a["places"][row] >= 0 else -1 for i, (row, _) in enumerate(left))
-        a["pieces"] = tuple(int(several) for _, several in left)
-        a["outputs"] = tuple(self._output(row, count if several else None, operands) for row, several in left)
         times = [count if len(g) > 1 else ONE for g in groups]
         lead = [self.op.operands[i].numel for i in self.lists[0]]
         after = total(n * lead[g[0]] for n, g in zip(times, groups, strict=True))
-        for kind in ("matmul", "full", "pointwise", "transcendental", "workspace"):
-            a[kind] = self._scaled(kind, a[kind], total(lead), after)
-        if a["reads"] is not None:
+        if old.bytes_read is not None:
             raise self._unsupported("states what it reads")
-        a["writes"] = None if a["writes"] is None else self._written(a["writes"], count)
-        return a
+        amounts = ("matmul", "full", "pointwise", "transcendental", "workspace")
+        return replace(
+            old,
+            arguments=tuple(self._merged(v, operands) for v in old.arguments),
+            keywords={k: self._merged(v, operands) for k, v in old.keywords.items()},
+            places=tuple(i if old.places[row] >= 0 else -1 for i, (row, _) in enumerate(left)),
+            pieces=tuple(int(several) for _, several in left),
+            outputs=tuple(self._output(row, count if several else None, operands) for row, several in left),
+            bytes_written=None if old.bytes_written is None else self._written(old.bytes_written, count),
+            **{kind: self._scaled(kind, getattr(old, kind), total(lead), after) for kind in amounts},
+        )
 
     def _written(self, amounts: Sequence[Poly], count: Poly) -> tuple[Poly, ...]:
         """Return what is written of each result: of one for all blocks, as much as of each times their number."""
@@ -156,9 +165,9 @@ class Lists:
             raise self._unsupported("takes other numbers for some blocks than for others")
         return tuple(self._merged(value[g[0]], operands) for g in self.groups)
 
-    def _output(self, row: int, count: Poly | None, operands: Sequence[int]) -> tuple[Any, ...]:
+    def _output(self, row: int, count: Poly | None, operands: Sequence[int]) -> Output:
         """Return what is stated of a result: of one for all blocks, with a first axis that numbers them."""
-        sizes, dtype, strides, of, offset = self.op.attrs["outputs"][row]
+        sizes, dtype, strides, of, offset = self.kind.outputs[row]
         if count is not None:
             inner = contiguous(sizes) if strides is None else strides
             sizes, strides = (count, *sizes), (self.op.results[row].storage.elements, *inner)

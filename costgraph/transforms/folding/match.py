@@ -335,7 +335,7 @@ def is_free_view(op: Op) -> bool:
     """Whether an op only gives another view of its one operand, at no cost."""
     if len(op.operands) != 1 or len(op.results) != 1 or op.results[0].storage is not op.operands[0].storage:
         return False
-    return op.body is None and not op.attrs.get("inplace") and not any((*op.kind.reads(op), *op.kind.writes(op)))
+    return op.body is None and not op.kind.overwrites() and not any((*op.kind.reads(op), *op.kind.writes(op)))
 
 
 def _lent(value: Value) -> Tensor | None:
@@ -348,7 +348,7 @@ def _lent(value: Value) -> Tensor | None:
 def as_stored(t: Tensor) -> Tensor:
     """Return the first tensor that lies in the same storage in the same way: what a view of a view comes back to."""
     found = t
-    while t.is_view and t.producer is not None and not t.producer.attrs.get("inplace"):
+    while t.is_view and t.producer is not None and not t.producer.kind.overwrites():
         t = next(o for o in t.producer.operands if o.storage is t.storage)
         if layout(t) == layout(found):
             found = t

@@ -11,7 +11,7 @@ from ...algebra.symbols import shorten
 from ...errors import GraphError
 from ...graph.graph import Graph
 from ...graph.op import Op
-from ...ops.keep import KEEP
+from ...ops.keep import Keep
 
 __all__ = ["FEWEST", "Labels", "Run", "find_runs"]
 
@@ -76,7 +76,7 @@ class Labels:
             read = {stored[t.storage] for t in op.operands if t.storage in stored}
             if found is not None:
                 out[op] = int(found.group(1))
-            elif len(read) == 1 and op.kind is not KEEP:  # which follows when something is given back
+            elif len(read) == 1 and not isinstance(op.kind, Keep):  # which follows when something is given back
                 (out[op],) = read
                 if op.phase == "optimizer":  # an update goes on with what it has made
                     stored |= {t.storage: out[op] for t in op.results}

@@ -6,7 +6,12 @@ from ...errors import UnsupportedError
 from ...graph.graph import Graph
 from ...graph.op import Op
 from ...graph.tensor import Tensor
-from ...ops.cached import CACHE
+from ...ops.blocks import Kernel
+from ...ops.cached import Cache
+from ...ops.contraction import Einsum
+from ...ops.keep import Keep
+from ...ops.moves import Rearrange
+from ...ops.pointwise import Pointwise
 
 __all__ = ["head_of", "needed_ops", "needed_formals"]
 
@@ -38,7 +43,7 @@ def _walk(graph: Graph, found: set[Op], *, static: bool) -> set[Tensor]:
         if not any(t in wanted for t in op.results):
             continue
         found.add(op)
-        if static and op.kind is CACHE and "axis" not in op.attrs:
+        if static and isinstance(op.kind, Cache) and "axis" not in op.attrs:
             continue
         if op.body is None:
             wanted.update(op.operands)
@@ -60,7 +65,7 @@ def needed_formals(op: Op, needed: set[Op]) -> list[bool]:
 
 
 def _read(op: Op, needed: set[Op]) -> list[Tensor]:
-    if op.kind is CACHE and "axis" not in op.attrs:
+    if isinstance(op.kind, Cache) and "axis" not in op.attrs:
         return []
     if op.body is None:
         return list(op.operands)
@@ -92,14 +97,14 @@ def head_of(place: str, graph: Graph, positions: str) -> Op:
     op = graph.outputs[0].producer if len(graph.outputs) == 1 else None
     while op is not None:
         along = [t for t in op.operands if any(positions in n.names() for n in t.sizes)]
-        contracts = op.kind.name == "einsum" or (
-            op.kind.body == "fused" and op.body is not None and any(o.kind.name == "einsum" for o in op.body.ops)
+        contracts = isinstance(op.kind, Einsum) or (
+            isinstance(op.kind, Kernel) and op.body is not None and any(isinstance(o.kind, Einsum) for o in op.body.ops)
         )
         if len(along) != 1:
             break
         if contracts:
             return op
-        if op.kind.name not in ("pointwise", "rearrange", "keep", "kernel"):
+        if not isinstance(op.kind, Pointwise | Rearrange | Keep | Kernel):
             break
         op = along[0].producer
     raise UnsupportedError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ...algebra.extremum import smaller
@@ -13,9 +14,11 @@ from ...graph.graph import Graph
 from ...graph.op import Op
 from ...graph.strides import contiguous
 from ...graph.tensor import Tensor
-from ...ops.cached import APPEND, CACHE, INITIAL_STATE
-from ...ops.fill import ASSIGN, PAD
-from ...ops.layout import CONCAT, SLICE
+from ...ops.blocks import Kernel
+from ...ops.cached import Append, Cache, InitialState
+from ...ops.contraction import Einsum
+from ...ops.fill import Assign, Pad
+from ...ops.moves import Concat, Slice
 from ..rewrite import Rewriter
 from .needed import needed_formals
 from .resize import Lengths, resized
@@ -26,11 +29,11 @@ __all__ = ["Replayer", "positions_of"]
 def positions_of(op: Op) -> Poly | None:
     """Return the number of positions that an op runs over, None if it keeps nothing of earlier ones."""
     size: Poly | None = None
-    if (op.kind is CACHE and "axis" in op.attrs) or (op.kind is PAD and op.attrs.get("causal")):
+    if (isinstance(op.kind, Cache) and "axis" in op.attrs) or (isinstance(op.kind, Pad) and op.attrs.get("causal")):
         size = op.operands[0].sizes[op.attrs["axis"]]
-    elif op.kind.body == "repeated" and op.attrs["xs"]:
+    elif op.loop is not None and op.attrs["xs"]:
         makers = [_outside(t).producer for t in op.operands[: op.attrs["carries"]]]
-        recurs = any(maker is not None and maker.kind is INITIAL_STATE for maker in makers)
+        recurs = any(maker is not None and isinstance(maker.kind, InitialState) for maker in makers)
         size = op.attrs["count"] if recurs else None
     elif (found := _sliding(op)) is not None:
         size = op.operands[found[0]].sizes[-1]
@@ -86,8 +89,8 @@ class Replayer(Rewriter):
             return
         x = self.tensors[t]
         held = self.buffer(op, new, x, axis)
-        kind, attrs = (ASSIGN, {"inplace": True}) if axis is None else (APPEND, {"axis": axis, "inplace": True})
-        whole = self.made(op, new.add_op(kind, [held, x], attrs, op.name, op.phase))
+        kind = Assign() if axis is None else Append(axis=axis)
+        whole = self.made(op, new.add_op(kind, [held, x], op.name, op.phase))
         self.tensors[op.results[0]] = x if self.writes else whole
 
     def begun(self, op: Op, new: Graph) -> None:
@@ -96,8 +99,7 @@ class Replayer(Rewriter):
         held = self.buffer(op, new, Tensor(new, op.name, sizes, op.attrs["dtype"], role="cache"))
         start = held
         if self.writes:
-            attrs = {"sizes": sizes, "dtype": op.attrs["dtype"]}
-            start = self.made(op, new.add_op(INITIAL_STATE, [], attrs, op.name, op.phase))
+            start = self.made(op, new.add_op(replace(op.kind, sizes=sizes), [], op.name, op.phase))
         self.tensors[op.results[0]] = start
         self.states[op.results[0]] = held
 
@@ -108,8 +110,7 @@ class Replayer(Rewriter):
             if new.fused and start in self.states:
                 self.ends.append((self.states[start], self.tensors[end]))
             elif start in self.states and self.tensors[end] is not self.states[start]:
-                attrs = {"inplace": True}
-                self.made(op, new.add_op(ASSIGN, [self.states[start], self.tensors[end]], attrs, op.name, op.phase))
+                self.made(op, new.add_op(Assign(), [self.states[start], self.tensors[end]], op.name, op.phase))
 
     def made(self, old: Op, op: Op) -> Tensor:
         """Let an op stand in the scope of the one that it stands for."""
@@ -123,12 +124,12 @@ class Replayer(Rewriter):
         x = self.tensors[t]
         held = self.buffer(op, new, _resized_axis(x, axis, history))
         if self.writes:
-            self.made(op, new.add_op(APPEND, [held, x], {"axis": axis, "inplace": True}, op.name, op.phase))
+            self.made(op, new.add_op(Append(axis=axis), [held, x], op.name, op.phase))
             return False
-        whole = self.made(op, new.add_op(CONCAT, [held, x], {"axis": axis}, op.name, op.phase))
-        cut = {"axis": axis, "start": x.sizes[axis], "size": history, "step": 1}
-        last = self.made(op, new.add_op(SLICE, [whole], cut, f"{op.name}.last", op.phase))
-        self.made(op, new.add_op(ASSIGN, [held, last], {"inplace": True}, f"{op.name}.keep", op.phase))
+        whole = self.made(op, new.add_op(Concat(axis=axis), [held, x], op.name, op.phase))
+        cut = Slice(axis=axis, start=x.sizes[axis], size=history, step=1)
+        last = self.made(op, new.add_op(cut, [whole], f"{op.name}.last", op.phase))
+        self.made(op, new.add_op(Assign(), [held, last], f"{op.name}.keep", op.phase))
         self.tensors[op.results[0]] = whole
         return True
 
@@ -141,7 +142,7 @@ class Replayer(Rewriter):
         axis = x.ndim - 1
         room = (ONE if self.writes else x.sizes[axis]) + history  # the window of the next one
         held = self.buffer(op, new, _resized_axis(x, axis, room))
-        whole = self.made(op, new.add_op(APPEND, [held, x], {"axis": axis, "inplace": True}, f"{op.name}.history"))
+        whole = self.made(op, new.add_op(Append(axis=axis), [held, x], f"{op.name}.history"))
         if self.writes:
             return False
         self.tensors[op.operands[place]] = whole
@@ -174,15 +175,15 @@ class Replayer(Rewriter):
         if op is self.head:
             operands = [self._last(op, t, x, new) for t, x in zip(op.operands, operands, strict=True)]
         attrs = resized(op, operands, self.lengths)
-        if self.lengths.own == ONE and attrs.get("domain") is not None and op.kind.name == "einsum":
+        if self.lengths.own == ONE and attrs.get("domain") is not None and isinstance(op.kind, Einsum):
             attrs["domain"] = _unrestricted(attrs["domain"])
         if op.body is not None:
             attrs["body"] = self.inner(op, operands, new)
         given = [t for t in operands if t is not None]
-        if self.ends and op.kind.body == "fused":
+        if self.ends and isinstance(op.kind, Kernel):
             attrs |= self.written(op, attrs["body"], given, new)
         try:
-            made = new.add_op(op.kind, given, attrs, op.name + suffix, op.phase)
+            made = new.add_op(type(op.kind)(**attrs), given, op.name + suffix, op.phase)
         except ShapeError as error:
             raise UnsupportedError(
                 f"{self.place}: {error}: what is seen of earlier positions has to be marked with costgraph.ops.cache, "
@@ -192,7 +193,7 @@ class Replayer(Rewriter):
         if made.body is not None:
             made.body.owner = made
         self.tensors |= dict(zip(op.results, made.results, strict=False))  # behind them what a kernel keeps
-        if made.body is not None and op.kind.body == "repeated":
+        if made.body is not None and op.loop is not None:
             self.left(op, new)
         return made
 
@@ -207,9 +208,9 @@ class Replayer(Rewriter):
                 given.append(held)
             changed.append(given.index(held))
             target = body.formals[changed[-1]]
-            body.outputs.append(body.add_op(ASSIGN, [target, end], {"inplace": True}, f"{op.name}.keep").results[0])
+            body.outputs.append(body.add_op(Assign(), [target, end], f"{op.name}.keep").results[0])
         self.ends.clear()
-        return {"inplace": True, "changed": tuple(changed)}
+        return {"changed": tuple(changed)}
 
     def inner(self, op: Op, operands: Sequence[Tensor | None], new: Graph) -> Graph:
         """Make the body of an op again, its inputs as what they stand for is now."""
@@ -237,8 +238,8 @@ class Replayer(Rewriter):
         at = [i for i, n in enumerate(old.sizes) if n == poly(symbol(self.lengths.symbol))]
         if x is None or not at or x.sizes[at[0]] == ONE:
             return x
-        attrs = {"axis": at[0], "start": x.sizes[at[0]] - 1, "size": ONE, "step": 1}
-        return self.made(op, new.add_op(SLICE, [x], attrs, f"{op.name}.last", op.phase))
+        last = Slice(axis=at[0], start=x.sizes[at[0]] - 1, size=ONE, step=1)
+        return self.made(op, new.add_op(last, [x], f"{op.name}.last", op.phase))
 
 
 def _outside(t: Tensor) -> Tensor:
@@ -256,7 +257,7 @@ def _resized_axis(x: Tensor, axis: int, size: Poly) -> Tensor:
 def _repeated(op: Op, times: tuple[Poly, ...] = ()) -> Iterator[tuple[Graph, tuple[Poly, ...]]]:
     """Yield the bodies inside an op, each with the counts of the loops around."""
     assert op.body is not None
-    inside = (*times, op.attrs["count"]) if op.kind.body == "repeated" else times
+    inside = (*times, op.attrs["count"]) if op.loop is not None else times
     yield op.body, inside
     for inner in op.body.ops:
         if inner.body is not None:
@@ -272,15 +273,15 @@ def _emit(rewriter: Rewriter, op: Op, new: Graph) -> bool:
     assert isinstance(rewriter, Replayer)
     if op not in rewriter.kept:
         rewriter.hold(op, new)
-    elif op.kind is CACHE:
+    elif isinstance(op.kind, Cache):
         rewriter.cached(op, new)
-    elif op.kind is INITIAL_STATE:
+    elif isinstance(op.kind, InitialState):
         rewriter.begun(op, new)
-    elif op.kind is PAD and op.attrs.get("causal"):
+    elif isinstance(op.kind, Pad) and op.attrs.get("causal"):
         return rewriter.shifted(op, new)
     elif not new.fused and _sliding(op) is not None:
         return rewriter.slid(op, new)
-    elif op.kind is SLICE and not rewriter.writes and _is_causal(op.operands[0].producer):
+    elif isinstance(op.kind, Slice) and not rewriter.writes and _is_causal(op.operands[0].producer):
         rewriter.tensors[op.results[0]] = rewriter.tensors[op.operands[0]]  # no more is made than is wanted
     else:
         return False
@@ -294,9 +295,9 @@ def _is_causal(op: Op | None) -> bool:
 def _sliding(op: Op) -> tuple[int, int] | None:
     """Return the operand that a causal convolution slides over, and how many earlier positions it sees."""
     inner = op
-    if op.kind.body == "fused" and op.body is not None:
+    if isinstance(op.kind, Kernel) and op.body is not None:
         inner = next((o for o in op.body.ops if o.attrs.get("causal")), op)
-    if inner.kind.name != "einsum" or not inner.attrs.get("causal"):
+    if not isinstance(inner.kind, Einsum) or not inner.attrs.get("causal"):
         return None
     dim = inner.attrs["pattern"].operands[0][-1]
     place = 0 if inner is op or op.body is None else op.body.formals.index(inner.operands[0])

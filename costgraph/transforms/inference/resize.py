@@ -15,6 +15,7 @@ from ...graph.sizes import _polys
 from ...graph.strides import numel
 from ...graph.tensor import Tensor
 from ...notation.pattern import Affine, Axes, Pattern
+from ...ops.moves import Slice
 from ..rewrite import bound_attributes
 
 __all__ = ["Lengths", "resized"]
@@ -176,7 +177,7 @@ def _along_axis(op: Op, operands: Sequence[Any], lengths: Lengths) -> Mapping[st
     """Bind what is said of one axis as that axis is."""
     length = _axes(op, operands, lengths)[0][op.attrs["axis"]]
     out = {k: lengths.bound(v, length) for k, v in op.attrs.items()}
-    if length is None and op.kind.name == "slice" and lengths.symbol in op.attrs["size"].names():
+    if length is None and isinstance(op.kind, Slice) and lengths.symbol in op.attrs["size"].names():
         # rows of a table of positions: those of the new ones come after the others
         out["start"] = out["start"] + lengths.earlier
         out["room"] = out["room"] - lengths.earlier

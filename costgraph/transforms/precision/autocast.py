@@ -13,8 +13,10 @@ from types import MappingProxyType
 from ...graph.graph import Graph
 from ...graph.op import Op
 from ...notation.pattern import Affine
+from ...ops.blocks import Kernel
+from ...ops.index import Gather
 from ...ops.pointwise import FUNCTIONS
-from ...ops.reduce import REDUCTIONS
+from ...ops.reduce import REDUCTIONS, Reduce
 
 __all__ = ["DEVICES", "FALLBACK", "WORDS", "autocast_list", "casts_inside", "family", "word"]
 
@@ -92,7 +94,7 @@ def word(op: Op) -> str:
         if not _contracts(op):
             return "mul"
         return "conv" if any(isinstance(d, Affine) for o in op.attrs["pattern"].operands for d in o) else "matmul"
-    if op.body is not None and op.kind.body == "fused":
+    if op.body is not None and isinstance(op.kind, Kernel):
         found = family(op.body)
         if found == "log_softmax" and _is_loss(op):
             return "cross_entropy"
@@ -136,9 +138,9 @@ def family(body: Graph) -> str | None:
 
 def _over_the_batch(body: Graph) -> bool:
     """Whether means are taken of the first axis and a later one stays: of a channel, and not of a row."""
-    patterns = [op.attrs["pattern"] for op in body.ops if op.kind.name == "reduce"]
+    patterns = [op.attrs["pattern"] for op in body.ops if isinstance(op.kind, Reduce)]
     return any(p.result_names and p.operands[0][0].names[0] not in p.result_names for p in patterns)
 
 
 def _inner(op: Op) -> str:
-    return str(op.attrs["mode"]) if op.kind.name == "gather" else word(op)
+    return str(op.attrs["mode"]) if isinstance(op.kind, Gather) else word(op)

@@ -8,6 +8,8 @@ from ...algebra.symbols import shown
 from ...errors import GraphError
 from ...graph.graph import Graph, need_graph
 from ...ops.aten import need_declared
+from ...ops.blocks import Kernel
+from ...ops.stated import Opaque
 from .autocast import WORDS, word
 from .formats import Attributes, Carries
 from .policy import Policy, find_policy
@@ -77,8 +79,8 @@ def apply_precision(graph: Graph, policy: object, *, autocast_device: str | None
 def _check_names(graph: Graph, policy: Policy) -> None:
     """Refuse words and scopes that nothing in the graph answers to: a typing mistake would change nothing."""
     place = f"policy {policy.name!r}"
-    own = {word(op) for op in graph.walk() if op.kind.name == "opaque"}
-    own |= {op.body.name for op in graph.walk() if op.body is not None and op.kind.body == "fused"}
+    own = {word(op) for op in graph.walk() if isinstance(op.kind, Opaque)}
+    own |= {op.body.name for op in graph.walk() if op.body is not None and isinstance(op.kind, Kernel)}
     for name in policy.autocast or ():
         if name not in WORDS and name not in own:
             near = get_close_matches(name, [*WORDS, *own], n=4) or [*sorted(own), *WORDS]

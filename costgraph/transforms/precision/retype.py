@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ...algebra.polynomial import ZERO
 from ...dtypes import DType, promote
 from ...graph.graph import Graph
 from ...graph.op import Op
 from ...graph.scopes import building
 from ...graph.tensor import Storage, Tensor
-from ...ops.blocks import KERNEL
+from ...ops.blocks import Kernel
+from ...ops.index import Scatter
 from ...ops.layout import contiguous_copy
-from ...ops.pointwise import FUNCTIONS, POINTWISE
+from ...ops.moves import Concat
+from ...ops.pointwise import FUNCTIONS, Pointwise
 from ..rewrite import Rewriter
 from .autocast import FALLBACK, casts_inside, family, word
 from .formats import Attributes, Carries, common, is_float
@@ -83,8 +84,7 @@ class Retyper(Rewriter):
 
     def cast(self, t: Tensor, wanted: DType, graph: Graph, name: str) -> Tensor:
         """Add a cast in front of what is added next."""
-        attrs = {"function": FUNCTIONS["cast"], "dtype": wanted}
-        made: Tensor = graph.add_op(POINTWISE, [t], attrs, name).results[0]
+        made: Tensor = graph.add_op(Pointwise(function=FUNCTIONS["cast"], dtype=wanted), [t], name).results[0]
         return made
 
     def once(self, t: Tensor, key: DType, make: Callable[[Graph, Tensor, str], Any]) -> Any:
@@ -118,7 +118,7 @@ class Retyper(Rewriter):
     def listed(self, op: Op) -> DType | None:
         """Return the format that autocast runs an op in, None if it has none of its own."""
         table = self.policy.autocast
-        if table is None or op.attrs.get("inplace"):  # torch casts for no op that writes into its operand
+        if table is None or op.kind.overwrites():  # torch casts for no op that writes into its operand
             return None
         name = word(op)
         keys = [name, FALLBACK.get(name, "")]
@@ -146,7 +146,7 @@ class Retyper(Rewriter):
             return tensors
         done: dict[Tensor, Tensor] = {}
         for i, (old, t) in enumerate(zip(op.operands, tensors, strict=True)):
-            wanted = None if i == 0 and op.attrs.get("inplace") else self.wanted(op, old, t)
+            wanted = None if i == 0 and op.kind.overwrites() else self.wanted(op, old, t)
             if wanted is not None and wanted != t.dtype:
                 if t not in done:
                     done[t] = self.converted(t, wanted, op, new)
@@ -155,9 +155,9 @@ class Retyper(Rewriter):
 
     def place(self, op: Op, new: Graph) -> None:
         """Add what stands for an op."""
-        if op.kind.body == "repeated":
+        if op.loop is not None:
             self._loop(op, new)
-        elif op.kind.body == "fused":
+        elif isinstance(op.kind, Kernel):
             self._kernel(op, new)
         else:
             self._plain(op, new)
@@ -166,7 +166,7 @@ class Retyper(Rewriter):
 
     def add(self, op: Op, new: Graph, operands: Sequence[Tensor], attrs: Mapping[str, Any]) -> Op:
         """Add an op like the old one and let its results stand for the old ones."""
-        made = new.add_op(op.kind, operands, attrs, op.name, op.phase)
+        made = new.add_op(type(op.kind)(**attrs), operands, op.name, op.phase)
         made.scope = op.scope
         if made.body is not None:
             made.body.owner = made
@@ -182,8 +182,8 @@ class Retyper(Rewriter):
         if self._is_idle(op, operands[0] if operands else None):
             self.tensors[op.results[0]] = operands[0]
             return
-        if op.kind.name in ("concat", "scatter") and len({t.dtype for t in operands if is_float(t)}) > 1:
-            own = operands[0].dtype if op.attrs.get("inplace") else common(operands)
+        if isinstance(op.kind, Concat | Scatter) and len({t.dtype for t in operands if is_float(t)}) > 1:
+            own = operands[0].dtype if op.kind.overwrites() else common(operands)
             if casts_inside(self.policy.autocast_device, word(op), own.name) and not new.fused:
                 self._with_casts(op, new, operands, own)
                 return
@@ -205,16 +205,15 @@ class Retyper(Rewriter):
         body = new.start_body(word(op), fused=True)
         read = [body.adopt(t) for t in operands]  # in their order
         inner = [self.cast(t, wanted, body, f"{op.name}/cast") if t.dtype != wanted else t for t in read]
-        made = body.add_op(op.kind, inner, self.attributes.of(op, inner), f"{op.name}/{word(op)}", op.phase)
+        made = body.add_op(type(op.kind)(**self.attributes.of(op, inner)), inner, f"{op.name}/{word(op)}", op.phase)
         body.outputs += made.results
-        attrs = {"body": body, "workspace": ZERO, "backward": "ops"}
-        kernel = new.add_op(KERNEL, body.captured, attrs, op.name, op.phase)
+        kernel = new.add_op(Kernel(body=body, backward="ops"), body.captured, op.name, op.phase)
         kernel.scope, body.owner = op.scope, kernel
         self.tensors |= dict(zip(op.results, kernel.results, strict=True))
 
     def _is_idle(self, op: Op, t: Tensor | None) -> bool:
         """Whether a cast has nothing left to do. What a body hands out keeps a storage of its own."""
-        if op.kind.name != "pointwise" or op.attrs["function"].name != "cast" or t is None:
+        if not isinstance(op.kind, Pointwise) or op.attrs["function"].name != "cast" or t is None:
             return False
         if self.attributes.of(op, [t])["dtype"] != t.dtype:
             return False

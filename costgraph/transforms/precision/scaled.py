@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ...algebra.polynomial import ZERO
 from ...dtypes import DType
@@ -10,8 +11,8 @@ from ...graph.graph import Graph
 from ...graph.op import Op
 from ...graph.scopes import opened
 from ...graph.tensor import Tensor
-from ...ops.blocks import KERNEL
-from ...ops.einsum import EINSUM
+from ...ops.blocks import Kernel
+from ...ops.contraction import Einsum
 from ..vjp.scaled import SCALED_MM, backward_rule, quantize, unscaled
 from .autocast import family, word
 from .formats import Attributes, is_float
@@ -23,10 +24,10 @@ __all__ = ["ScaledRetyper"]
 def _product(op: Op) -> Op | None:
     """Return the one contraction of an op that may be a linear layer."""
     if op.body is not None:
-        if op.kind.body != "fused" or family(op.body) != "addmm":
+        if not isinstance(op.kind, Kernel) or family(op.body) != "addmm":
             return None
-        op = next(o for o in op.body.ops if o.kind.name == "einsum")
-    return op if op.kind.name == "einsum" and word(op) == "matmul" and len(op.operands) == 2 else None
+        op = next(o for o in op.body.ops if isinstance(o.kind, Einsum))
+    return op if isinstance(op.kind, Einsum) and word(op) == "matmul" and len(op.operands) == 2 else None
 
 
 def _quantize(graph: Graph, t: Tensor, name: str, wanted: DType) -> tuple[Tensor, Tensor]:
@@ -97,21 +98,20 @@ class ScaledRetyper(Retyper):
             body.outputs.append(y)
         else:
             self._add_bias(op, product, y, new, body)
-        attrs = {
-            "body": body,
-            "workspace": ZERO if old is None else op.attrs["workspace"],
-            "backward": backward_rule(self.policy.grad_matmul or wanted.name),
-        }
-        made = new.add_op(KERNEL, body.captured, attrs, op.name, op.phase)
+        kind = Kernel(
+            body=body,
+            workspace=ZERO if old is None else op.workspace,
+            backward=backward_rule(self.policy.grad_matmul or wanted.name),
+        )
+        made = new.add_op(kind, body.captured, op.name, op.phase)
         made.scope, body.owner = op.scope, made
         self.tensors |= dict(zip(op.results, made.results, strict=True))
 
     def _multiplied(self, op: Op, product: Op, pairs: Sequence[tuple[Tensor, Tensor]], body: Graph) -> Tensor:
         """Multiply narrow copies and divide by their scales."""
         (x, x_scale), (w, w_scale) = pairs
-        attrs = {**product.attrs, "dtype": Attributes.format("fp32")}
         name = product.name if product is not op else f"{op.name}/matmul"
-        (y,) = body.add_op(EINSUM, [x, w], attrs, name, op.phase).results
+        (y,) = body.add_op(replace(product.kind, dtype=Attributes.format("fp32")), [x, w], name, op.phase).results
         with opened(graph=body, levels=tuple(op.name.split("/"))):
             return unscaled(y, x_scale, w_scale, self.base)
 

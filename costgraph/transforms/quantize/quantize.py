@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from ...algebra.symbols import shown
@@ -21,10 +22,11 @@ from ...graph.tensor import Storage, Tensor
 from ...notation.pattern import Axes, Pattern
 from ...ops.aten import need_declared
 from ...ops.blocks import kernel
-from ...ops.cached import APPEND
-from ...ops.einsum import EINSUM
-from ...ops.fill import ASSIGN
+from ...ops.cached import Append, Cache
+from ...ops.contraction import Einsum
+from ...ops.fill import Assign
 from ...ops.index import gather
+from ...ops.keep import Keep
 from ...ops.layout import rearrange
 from ...ops.pointwise import cast, pointwise
 from ..backward.walk import is_view_op, scoped
@@ -225,10 +227,10 @@ class _Quantizer(Rewriter):
         if op.body is not None:
             return self.block(op, new)
         narrow = [i for i, t in enumerate(op.operands) if self.tensors[t].dtype != t.dtype]
-        if new.fused and op.kind is EINSUM and len(narrow) == 1 and len(op.operands) == 2:
+        if new.fused and isinstance(op.kind, Einsum) and len(narrow) == 1 and len(op.operands) == 2:
             return self.contracted(op, narrow[0], new)
-        held = 1 if op.kind in (APPEND, ASSIGN) else 0
-        passive = is_view_op(op) or op.kind.name in ("keep", "cache")
+        held = 1 if isinstance(op.kind, Append | Assign) else 0
+        passive = is_view_op(op) or isinstance(op.kind, Keep | Cache)
         before = {t: self.tensors[t] for t in op.operands}
         if not passive:
             self.tensors |= {t: self.widened(t, op, new) for t in op.operands[held:]}
@@ -243,7 +245,7 @@ class _Quantizer(Rewriter):
 
         def product(other: Tensor) -> Tensor:
             operands[1 - i] = other
-            made.append(new.add_op(EINSUM, operands, op.attrs, op.name.rpartition("/")[2], op.phase))
+            made.append(new.add_op(op.kind, operands, op.name.rpartition("/")[2], op.phase))
             return made[0].results[0]
 
         with self.at(op, new):
@@ -288,7 +290,7 @@ class _Quantizer(Rewriter):
             attrs.pop("backward", None)
             if "changed" in attrs:  # places among operands, which stand in the order of their readers now
                 attrs["changed"] = tuple(body.captured.index(operands[i]) for i in attrs["changed"])
-        made_op = new.add_op(op.kind, body.captured if rewritten else operands, attrs, op.name, op.phase)
+        made_op = new.add_op(type(op.kind)(**attrs), body.captured if rewritten else operands, op.name, op.phase)
         made_op.scope, body.owner = op.scope, made_op
         self.tensors |= dict(zip(op.results, made_op.results, strict=True))
         return made_op
@@ -328,7 +330,7 @@ class _Quantizer(Rewriter):
         A pattern among the attributes becomes one that reads them so.
         """
         outer, summed = _ROWS
-        if op.kind is EINSUM:
+        if isinstance(op.kind, Einsum):
             pattern: Pattern = attrs["pattern"]
             outer, summed = divided(op, pattern, place)
             dims = pattern.operands[place]
@@ -357,7 +359,7 @@ class _Quantizer(Rewriter):
         operands[place], operands[1 - place] = w, x
         sums = wide if own is None else DTYPES["int32" if own.kind == "int" else "fp32"]
         graph = current_graph()
-        y: Tensor = graph.add_op(op.kind, operands, {**attrs, "dtype": sums}, "product", op.phase).results[0]
+        y: Tensor = graph.add_op(replace(op.kind, dtype=sums), operands, "product", op.phase).results[0]
         calculated = y.dtype if y.dtype.kind == "float" else DTYPES["fp32"]
         if own is not None and weights.element and weights.block:
             y = added_up(y, groups(op, place, weights.block), calculated)

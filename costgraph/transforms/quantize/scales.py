@@ -13,8 +13,8 @@ from ...graph.strides import windows_along
 from ...graph.tensor import Tensor
 from ...notation.pattern import Pattern
 from ...ops.blocks import kernel
-from ...ops.einsum import EINSUM
-from ...ops.grouped import GROUPED
+from ...ops.contraction import Einsum
+from ...ops.grouped import Grouped
 from ...ops.layout import expand, rearrange
 from ...ops.pointwise import cast, pointwise
 from ...ops.reduce import reduce
@@ -42,7 +42,7 @@ def unpacked(op: Op, w: Tensor, wanted: DType, *, scaled: bool) -> Tensor:
     stored = w.dtype
     # the scales of a block format are part of its conversion
     zero, scaled = bool(stored.element) and len(stored.scale) > 1, scaled and bool(stored.element and stored.block)
-    if op.kind is GROUPED:  # of those experts alone that rows go to
+    if isinstance(op.kind, Grouped):  # of those experts alone that rows go to
         if not zero and not scaled:
             return w
         count = op.kind.reads(op)[1]
@@ -59,7 +59,7 @@ def unpacked(op: Op, w: Tensor, wanted: DType, *, scaled: bool) -> Tensor:
 def groups(op: Op, place: int, group: int) -> Poly:
     """Return how many groups share scales along the summed axes of a product."""
     count: Poly = op.operands[place].sizes[1]
-    if op.kind is EINSUM:
+    if isinstance(op.kind, Einsum):
         kept, count = op.attrs["pattern"].result_names, ONE
         for name in op.attrs["pattern"].operand_names(place):
             count = count if name in kept else count * op.attrs["extents"][name]

@@ -8,9 +8,13 @@ from ...graph.graph import Graph, need_graph
 from ...graph.op import Op
 from ...graph.tensor import Tensor
 from ...notation.pattern import Affine
-from ...ops.cached import APPEND
-from ...ops.fill import ASSIGN
-from ...ops.grouped import GROUPED
+from ...ops.blocks import Kernel
+from ...ops.cached import Append
+from ...ops.contraction import Einsum
+from ...ops.fill import Assign
+from ...ops.grouped import Grouped
+from ...ops.index import Gather
+from ...ops.moves import Concat, Expand, Slice
 from ..backward.walk import is_view_op
 from ..precision.autocast import word
 
@@ -60,9 +64,9 @@ class _Sources:
 
 def _before(op: Op, axes: _Axes | None) -> _Axes | None:
     """Return the axes of a view in those of its operand."""
-    if axes is None or op.kind.name == "slice":
+    if axes is None or isinstance(op.kind, Slice):
         return axes
-    if op.kind.name == "expand":
+    if isinstance(op.kind, Expand):
         places = [frozenset() if at is None else frozenset((at,)) for at in op.attrs["kept"]]
     elif "pattern" in op.attrs:
         pattern = op.attrs["pattern"]
@@ -94,8 +98,8 @@ def uses_of(graph: Graph) -> dict[Tensor, list[Use]]:
     for op in graph.walk():
         if is_view_op(op):
             continue
-        last = op.attrs["carries"] + op.attrs["xs"] if op.kind.body == "repeated" else len(op.operands)
-        for i, t in enumerate(op.operands[: 0 if op.kind.body == "fused" else last]):
+        last = op.attrs["carries"] + op.attrs["xs"] if op.loop is not None else len(op.operands)
+        for i, t in enumerate(op.operands[: 0 if isinstance(op.kind, Kernel) else last]):
             leaf, axes = sources.of(t)
             if leaf in found:
                 found[leaf].append(_use(op, i, axes, sources))
@@ -112,11 +116,11 @@ def uses_of(graph: Graph) -> dict[Tensor, list[Use]]:
 
 
 def _use(op: Op, i: int, axes: _Axes | None, sources: _Sources) -> Use:
-    if op.kind.name == "gather" and op.attrs["mode"] == "rows" and i == 0:
+    if isinstance(op.kind, Gather) and op.attrs["mode"] == "rows" and i == 0:
         return Use(op, i, "lookup")
-    if op.kind is GROUPED and i == 1 and axes is not None and sources.of(op.operands[0])[0].role != "param":
+    if isinstance(op.kind, Grouped) and i == 1 and axes is not None and sources.of(op.operands[0])[0].role != "param":
         return Use(op, i, "product", tuple(sorted(axes[1])))
-    if op.kind.name != "einsum" or word(op) != "matmul" or len(op.operands) != 2 or axes is None:
+    if not isinstance(op.kind, Einsum) or word(op) != "matmul" or len(op.operands) != 2 or axes is None:
         return Use(op, i, "other")
     other, _ = sources.of(op.operands[1 - i])
     pattern = op.attrs["pattern"]
@@ -153,10 +157,10 @@ def caches_of(graph: Graph) -> set[Tensor]:
     found = {t for g in graph.bodies() for t in g.tensors if t.producer is None and t.role == "cache"}
     left = {t for t in found if t.dtype.kind == "float"}
     for op in graph.walk():
-        if op.kind.body is None:
+        if op.body is None:
             left -= _states(op, sources)
-        elif op.kind.body == "repeated":
-            left -= {_held(t, sources) for t in op.operands[: op.attrs["carries"] + op.attrs["xs"]]}
+        elif op.loop is not None:
+            left -= {_held(t, sources) for t in (*op.loop.starts, *op.loop.xs)}
     return left
 
 
@@ -164,25 +168,25 @@ def _held(t: Tensor, sources: _Sources) -> Tensor:
     """Return the cache that a tensor is a view of, or has been appended to."""
     while True:
         t, _ = sources.of(t)
-        if t.producer is None or t.producer.kind not in (APPEND, ASSIGN):
+        if t.producer is None or not isinstance(t.producer.kind, Append | Assign):
             return t
         t = t.producer.operands[0]
 
 
 def _states(op: Op, sources: _Sources) -> set[Tensor]:
     """Return the caches that an op reads or writes as the state of a recurrence, or as earlier inputs of some width."""
-    if op.kind is ASSIGN:
+    if isinstance(op.kind, Assign):
         held = _held(op.operands[0], sources)
         made = sources.of(op.operands[1])[0].producer
         if made is None:
             return set()
         # what came before and the new positions, of which the last ones stay
-        shifted = made.kind.name == "concat" and any(_held(t, sources) is held for t in made.operands)
-        return {held} if shifted or made.kind.body == "repeated" else set()
-    if op.kind is APPEND:  # as much as is seen of earlier positions, however many there are
+        shifted = isinstance(made.kind, Concat) and any(_held(t, sources) is held for t in made.operands)
+        return {held} if shifted or made.loop is not None else set()
+    if isinstance(op.kind, Append):  # as much as is seen of earlier positions, however many there are
         held, new = op.operands
-        room, more = (t.sizes[op.attrs["axis"]] for t in (held, new))
+        room, more = (t.sizes[op.kind.axis] for t in (held, new))
         short = room.constant is not None and more.constant is None
         return {_held(held, sources)} if short else set()
-    slides = op.kind.name == "einsum" and any(isinstance(d, Affine) for o in op.attrs["pattern"].operands for d in o)
+    slides = isinstance(op.kind, Einsum) and any(isinstance(d, Affine) for o in op.attrs["pattern"].operands for d in o)
     return {_held(t, sources) for t in op.operands} if slides else set()

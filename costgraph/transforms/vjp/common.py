@@ -8,8 +8,9 @@ from ...algebra.polynomial import ONE
 from ...graph.graph import apply
 from ...graph.strides import Sizes
 from ...graph.tensor import Tensor
-from ...ops.layout import EXPAND, rearrange
-from ...ops.pointwise import FUNCTIONS, POINTWISE, cast
+from ...ops.layout import rearrange
+from ...ops.moves import Expand
+from ...ops.pointwise import FUNCTIONS, Pointwise, cast
 from ...ops.reduce import reduce
 
 __all__ = ["expanded", "restricted", "sum_to", "summed", "whole"]
@@ -19,16 +20,13 @@ def restricted(g: Tensor, like: Tensor) -> Tensor:
     """Return a view of a gradient that holds nothing where the tensor that it belongs to does not."""
     if like.domain is None or g.domain is not None:
         return g
-    attrs = {"sizes": g.sizes, "kept": tuple(range(g.ndim)), "domain": like.domain}
-    return apply(EXPAND, [g], attrs, "restrict")[0]
+    return apply(Expand(sizes=g.sizes, kept=tuple(range(g.ndim)), domain=like.domain), [g], "restrict")[0]
 
 
 def expanded(t: Tensor, sizes: Sizes, kept: Sequence[int | None], like: Tensor | None = None) -> Tensor:
     """Return a view repeated along axes that `kept` has None for, restricted as another tensor is."""
-    attrs: dict[str, object] = {"sizes": sizes, "kept": tuple(kept)}
-    if like is not None and like.domain is not None and t.domain is None:
-        attrs["domain"] = like.domain
-    return apply(EXPAND, [t], attrs, "expand")[0]
+    domain = like.domain if like is not None and t.domain is None else None
+    return apply(Expand(sizes=sizes, kept=tuple(kept), domain=domain), [t], "expand")[0]
 
 
 def summed(g: Tensor, names: Sequence[str], kept: Sequence[str]) -> Tensor:
@@ -49,8 +47,8 @@ def whole(g: Tensor) -> Tensor:
     names = [f"n{i}" for i in range(g.ndim)]
     order = [n for i, n in enumerate(names) if i not in (query, key)] + [names[query], names[key]]
     moved = g if order == names else rearrange(g, f"{' '.join(names)} -> {' '.join(order)}")
-    attrs = {"function": FUNCTIONS["causal_mask_backward"], "masked": domain}
-    (made,) = apply(POINTWISE, [moved], attrs, "zeros_elsewhere")
+    zeros = Pointwise(function=FUNCTIONS["causal_mask_backward"], masked=domain)
+    (made,) = apply(zeros, [moved], "zeros_elsewhere")
     return made if order == names else rearrange(made, f"{' '.join(order)} -> {' '.join(names)}")
 
 

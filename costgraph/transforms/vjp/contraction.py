@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
 
 from ...algebra.polynomial import ONE, Poly
 from ...graph.tensor import Tensor
 from ...notation.pattern import Affine, Axes, Pattern
+from ...ops.contraction import Einsum
 from ...ops.einsum import contract
 from ...ops.layout import rearrange
 from .common import expanded
@@ -29,22 +29,25 @@ def _einsum(pull: Pull) -> Sequence[Tensor | None]:
 def _of_operand(pull: Pull, g: Tensor, i: int) -> Tensor:
     """Contract the gradient with the other operands; an axis that no other one has is repeated, which is free."""
     op, x = pull.op, pull.op.operands[i]
-    pattern: Pattern = op.attrs["pattern"]
-    extents: dict[str, Poly] = op.attrs["extents"]
+    kind = op.kind
+    assert isinstance(kind, Einsum)
+    pattern, extents = kind.pattern, kind.extents
     others = [j for j in range(len(op.operands)) if j != i]
     dims = (pattern.result, *(pattern.operands[j] for j in others))
     inside = {n for d in dims for a in d for n in a.names}
     target = pattern.operands[i]
-    lone = _lone(target, inside, op.attrs["domain"])
+    lone = _lone(target, inside, kind.domain)
     result, sizes = _without(target, lone, x, extents)
     used = {n: extents[n] for n in extents if n in inside or n in {m for a in result for m in a.names}}
-    attrs: dict[str, Any] = {"domain": op.attrs["domain"], "dtype": x.dtype}
-    if not _plain(result, inside):
-        attrs["sizes"] = sizes
-    if "rooms" in op.attrs:
-        attrs["rooms"] = op.attrs["rooms"]
-    tensors = [g, *(pull.saved(op.operands[j]) for j in others)]
-    made = contract(tensors, Pattern(dims, result), used, attrs)
+    back = Einsum(
+        pattern=Pattern(dims, result),
+        extents=used,
+        domain=kind.domain,
+        dtype=x.dtype,
+        sizes=None if _plain(result, inside) else sizes,
+        rooms=kind.rooms,
+    )
+    made = contract([g, *(pull.saved(op.operands[j]) for j in others)], back)
     return _with(made, result, target, lone, extents) if lone else made
 
 

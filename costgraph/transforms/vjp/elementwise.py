@@ -13,7 +13,7 @@ from ...errors import UnsupportedError
 from ...graph.graph import apply
 from ...graph.tensor import Tensor
 from ...ops.functions import FUNCTIONS, Function
-from ...ops.pointwise import POINTWISE, pointwise
+from ...ops.pointwise import Pointwise, pointwise
 from .common import restricted, sum_to
 from .table import Pull, vjp
 
@@ -79,8 +79,9 @@ class _Given:
         """Apply a function; what numbers alone decide takes no op."""
         plain = name.removesuffix("_")
         if plain == "causal_mask_backward":
-            attrs = {k: v for k, v in self.pull.op.attrs.items() if k == "masked"}
-            return apply(POINTWISE, [self.g], {**attrs, "function": FUNCTIONS[plain]}, plain)[0]
+            kind = self.pull.op.kind
+            assert isinstance(kind, Pointwise)
+            return apply(Pointwise(function=FUNCTIONS[plain], masked=kind.masked), [self.g], plain)[0]
         first = self.value(arguments[0])
         if not isinstance(first, Tensor) and plain in ("where", "logical_and"):
             left = arguments[1 if first else -1] if plain == "where" else arguments[1] if first else False

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ...graph.graph import apply
 from ...graph.tensor import Tensor
 from ...ops.fill import fill
-from ...ops.grouped import GROUPED, grouped_outer
+from ...ops.grouped import Grouped, grouped_outer
 from ...ops.index import scatter
 from ...ops.layout import rearrange
 from ...ops.pointwise import cast
@@ -35,7 +35,7 @@ def _grouped(pull: Pull) -> Sequence[Tensor | None]:
     made: list[Tensor | None] = [None, None, None]
     if pull.needs[0]:
         back = rearrange(pull.saved(weights), "e d f -> e f d")
-        made[0] = cast(apply(GROUPED, [g, back, pull.saved(ends)], op.attrs, "grouped")[0], rows.dtype)
+        made[0] = cast(apply(op.kind, [g, back, pull.saved(ends)], "grouped")[0], rows.dtype)
     if pull.needs[1]:
         made[1] = cast(grouped_outer(pull.saved(rows), g, pull.saved(ends)), weights.dtype)
     return made
@@ -46,11 +46,11 @@ def _grouped_outer(pull: Pull) -> Sequence[Tensor | None]:
     """Multiply each row by the gradient of its expert: of every expert, whatever is assumed of routing."""
     (g,), (a, b, ends) = pull.grads, pull.op.operands
     assert g is not None
-    attrs = {"routing": "capacity", "chosen": ends.sizes[0]}
+    every = Grouped(routing="capacity", chosen=ends.sizes[0])
     made: list[Tensor | None] = [None, None, None]
     if pull.needs[0]:
         back = rearrange(g, "e d f -> e f d")
-        made[0] = cast(apply(GROUPED, [pull.saved(b), back, pull.saved(ends)], attrs, "grouped")[0], a.dtype)
+        made[0] = cast(apply(every, [pull.saved(b), back, pull.saved(ends)], "grouped")[0], a.dtype)
     if pull.needs[1]:
-        made[1] = cast(apply(GROUPED, [pull.saved(a), g, pull.saved(ends)], attrs, "grouped")[0], b.dtype)
+        made[1] = cast(apply(every, [pull.saved(a), g, pull.saved(ends)], "grouped")[0], b.dtype)
     return made

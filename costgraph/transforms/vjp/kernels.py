@@ -10,9 +10,10 @@ from ...graph.op import Op
 from ...graph.scopes import building, phase
 from ...graph.tensor import Tensor
 from ...ops.blocks import kernel
+from ...ops.contraction import Einsum
 from ...ops.layout import reshape
-from ...ops.pointwise import cast, pointwise
-from ...ops.reduce import reduce
+from ...ops.pointwise import Pointwise, cast, pointwise
+from ...ops.reduce import Reduce, reduce
 from .common import sum_to
 from .table import Pull, Rule
 
@@ -40,7 +41,7 @@ Prepare = Callable[[Op, Sequence[Tensor | None], Saved], Inside]
 def _rows(op: Op) -> tuple[str, str]:
     """Return patterns of what a kernel runs over and of one number a row: its body reduces some axes to size 1."""
     assert op.body is not None
-    inner = next(o for o in op.body.ops if o.kind.name == "reduce")
+    inner = next(o for o in op.body.ops if isinstance(o.kind, Reduce))
     pattern = inner.attrs["pattern"]
     return " ".join(map(str, pattern.operands[0])), " ".join(map(str, pattern.result))
 
@@ -109,14 +110,14 @@ def _flash(op: Op, grads: Sequence[Tensor | None], saved: Saved) -> Inside:
 
 def _second(body: Graph, function: str) -> Tensor:
     """Return what a softmax subtracts, or divides by."""
-    found = (o for o in body.ops if o.kind.name == "pointwise" and o.attrs["function"].name == function)
+    found = (o for o in body.ops if isinstance(o.kind, Pointwise) and o.attrs["function"].name == function)
     return next(o.operands[1] for o in found if o.operands[0].sizes == o.results[0].sizes)
 
 
 def _along_rows(op: Op, product: Tensor) -> Tensor:
     """Sum over what a result has beside the axes of the probabilities, and order the axes as theirs."""
     assert op.body is not None
-    last = next(o for o in reversed(op.body.ops) if o.kind.name == "einsum")
+    last = next(o for o in reversed(op.body.ops) if isinstance(o.kind, Einsum))
     pattern = last.attrs["pattern"]
     names, rows = list(pattern.result_names), pattern.operand_names(0)
     kept = [n for n in rows if n in names]

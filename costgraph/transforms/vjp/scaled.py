@@ -16,7 +16,7 @@ from ...graph.op import Op
 from ...graph.tensor import Tensor
 from ...notation.pattern import Pattern
 from ...ops.blocks import fused, kernel
-from ...ops.einsum import EINSUM
+from ...ops.contraction import Einsum
 from ...ops.pointwise import cast, pointwise
 from ...ops.reduce import reduce
 from .kernels import KERNELS
@@ -69,7 +69,7 @@ def _scaled_mm(wanted: DType, pull: Pull) -> list[Tensor | None]:
     assert grad is not None
     outer = dict(zip(body.formals, op.operands, strict=True))
     needs = dict(zip(body.formals, pull.needs, strict=True))
-    product = next(o for o in body.ops if o.kind is EINSUM)
+    product = next(o for o in body.ops if isinstance(o.kind, Einsum))
     scales = next(o for o in body.ops if o.name.rpartition("/")[2].startswith("scales")).operands
     made: dict[Tensor, Tensor] = {}
     narrow: tuple[Tensor, Tensor] | None = None
@@ -86,11 +86,12 @@ def _scaled_mm(wanted: DType, pull: Pull) -> list[Tensor | None]:
 
 def _product(product: Op, i: int, grad: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], wanted: DType) -> Tensor:
     """Add the product that makes the gradient of an operand."""
-    forward: Pattern = product.attrs["pattern"]
+    assert isinstance(product.kind, Einsum)
+    forward = product.kind.pattern
     pattern = Pattern((forward.result, forward.operands[1 - i]), forward.operands[i])
-    attrs = {"pattern": pattern, "extents": product.attrs["extents"], "domain": None, "dtype": DTYPES["fp32"]}
+    kind = Einsum(pattern=pattern, extents=product.kind.extents, dtype=DTYPES["fp32"])
     with kernel(SCALED_MM) as body:
-        y = apply(EINSUM, [grad[0], other[0]], attrs, "matmul")[0]
+        y = apply(kind, [grad[0], other[0]], "matmul")[0]
         y = unscaled(y, grad[1], other[1], wanted)
     return body.export(y)
 

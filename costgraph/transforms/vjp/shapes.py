@@ -8,7 +8,8 @@ from ...algebra.polynomial import ONE, total
 from ...graph.graph import apply
 from ...graph.tensor import Tensor
 from ...ops.fill import pad
-from ...ops.layout import REARRANGE, slice_axis
+from ...ops.layout import slice_axis
+from ...ops.moves import Rearrange
 from ...ops.pointwise import cast
 from .common import summed
 from .table import Pull, vjp
@@ -29,12 +30,10 @@ def _rearrange(pull: Pull) -> Sequence[Tensor | None]:
     split, order = attrs["split"], attrs["order"]
     if g is None or (attrs["merged"] == x.sizes and list(order) == sorted(order)):
         return [g]
-    back = {
-        "split": tuple(split[i] for i in order),
-        "order": tuple(order.index(i) for i in range(len(order))),
-        "merged": x.sizes,
-    }
-    return [apply(REARRANGE, [g], back, "rearrange")[0]]
+    back = Rearrange(
+        split=tuple(split[i] for i in order), order=tuple(order.index(i) for i in range(len(order))), merged=x.sizes
+    )
+    return [apply(back, [g], "rearrange")[0]]
 
 
 @vjp("slice")

@@ -8,7 +8,7 @@ from ...algebra.polynomial import Poly, total
 from ...errors import UnsupportedError
 from ...graph.graph import apply
 from ...graph.tensor import Tensor
-from ...ops.stated import OPAQUE, collective, transfer
+from ...ops.stated import Opaque, collective, transfer
 from .table import Pull, vjp
 
 __all__: list[str] = []  # its rules are found in RULES
@@ -41,21 +41,21 @@ def _collective(pull: Pull) -> Sequence[Tensor | None]:
 def _opaque(pull: Pull) -> Sequence[Tensor | None]:
     """Add the op whose costs the caller stated."""
     op = pull.op
-    if "backward" not in op.attrs:
+    stated = op.kind.backward if isinstance(op.kind, Opaque) else None
+    if stated is None:
         raise UnsupportedError(f"backward of {op.name!r}: nothing is stated of it, expected backward= of opaque")
-    stated = op.attrs["backward"]
     kept = [op.operands[i] for i in stated["inputs"]] + [op.results[i] for i in stated["outputs"]]
     grads = [i for i, g in enumerate(pull.grads) if g is not None]
     operands = [g for g in pull.grads if g is not None] + [pull.saved(t) for t in kept]
     wanted = [i for i, needed in enumerate(pull.needs) if needed]
     count = len(pull.grads)
-    attrs = {
+    kind = Opaque(
         **{k: stated[k] for k in ("matmul", "pointwise", "transcendental", "workspace")},
-        "outputs": tuple((op.operands[i].sizes, op.operands[i].dtype) for i in wanted),
-        "reads": _chosen(stated["reads"], [*grads, *range(count, count + len(kept))], len(operands)),
-        "writes": _chosen(stated["writes"], wanted, len(wanted)),
-    }
-    made = dict(zip(wanted, apply(OPAQUE, operands, attrs, f"{op.name.rpartition('/')[2]}_backward"), strict=True))
+        outputs=tuple((op.operands[i].sizes, op.operands[i].dtype) for i in wanted),
+        bytes_read=_chosen(stated["reads"], [*grads, *range(count, count + len(kept))], len(operands)),
+        bytes_written=_chosen(stated["writes"], wanted, len(wanted)),
+    )
+    made = dict(zip(wanted, apply(kind, operands, f"{op.name.rpartition('/')[2]}_backward"), strict=True))
     return [made.get(i) for i in range(len(op.operands))]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ...errors import UnsupportedError
 from ...graph.graph import apply
 from ...graph.tensor import Tensor
-from ...ops.pooling import UNPOOL
+from ...ops.pooling import Pool, Unpool
 from .table import Pull, vjp
 
 __all__: list[str] = []  # its rules are found in RULES
@@ -20,12 +20,14 @@ def _pool(pull: Pull) -> Sequence[Tensor | None]:
     if g is None or not pull.needs[0]:
         return [None]
     operands = [g, pull.saved(op.operands[0])]
-    if op.attrs["operation"] == "max":
+    kind = op.kind
+    assert isinstance(kind, Pool)
+    if kind.operation == "max":
         if len(op.results) < 2:
             raise UnsupportedError(
                 f"backward of {op.name!r}: the pooling does not keep where its maxima stand, expected attribute "
                 f"'indices'"
             )
         operands.append(pull.saved(op.results[1]))
-    attrs = {k: v for k, v in op.attrs.items() if k != "indices"}
-    return apply(UNPOOL, operands, attrs, "unpool")
+    back = Unpool(pattern=kind.pattern, extents=kind.extents, operation=kind.operation)
+    return apply(back, operands, "unpool")

@@ -1,0 +1,60 @@
+"""From what a file says of an op to the record of its kind: every field is of the type that the record states."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from typing import Any
+
+from ..algebra.symbols import shown
+from ..errors import GraphError
+from ..graph.op import OpKind
+from ..notation.door import Rule, hints_of, rule
+
+__all__ = ["of_version_1", "typed"]
+
+
+_known: dict[type[OpKind], dict[str, tuple[Rule, bool]]] = {}
+
+
+def _rules(kind: type[OpKind]) -> dict[str, tuple[Rule, bool]]:
+    """Return of each field what it asks, and whether it has to be there."""
+    if kind not in _known:
+        hints = hints_of(kind)
+        _known[kind] = {f.name: (rule(hints[f.name]), f.default is MISSING) for f in fields(kind)}
+    return _known[kind]
+
+
+def typed(kind: type[OpKind], facts: Mapping[str, Any]) -> OpKind:
+    """Return a record, of fields that are of the right types, none missing.
+
+    Parameters
+    ----------
+    kind : subclass of OpKind
+        What the record is of.
+    facts : mapping of str to object
+        Fields as they stand in a file.
+
+    Raises
+    ------
+    GraphError
+        If a field is unknown, missing or of another type.
+    """
+    known = _rules(kind)
+    odd = next((name for name in facts if name not in known), None)
+    if odd is not None:
+        raise GraphError(f"attribute {shown(odd)} of {kind.name!r}, expected none but {', '.join(known)}")
+    for name, (asked, needed) in known.items():
+        if needed and name not in facts:
+            raise GraphError(f"attribute {name!r} of {kind.name!r} is missing, expected {asked.expected}")
+        if name in facts and not asked.holds(facts[name]):
+            raise GraphError(f"attribute {name!r} of {kind.name!r} is {shown(facts[name])}, expected {asked.expected}")
+    return kind(**facts)
+
+
+def of_version_1(kind: type[OpKind], facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a file of version 1, which said of each op that it works in place, and of bytes `reads`."""
+    names = {f.name for f in fields(kind)}
+    renamed = {k: f"bytes_{v}" for k, v in (("reads", "read"), ("writes", "written")) if f"bytes_{v}" in names}
+    needless = "inplace" not in names and facts.get("inplace") is True
+    return {renamed.get(k, k): v for k, v in facts.items() if k != "inplace" or not needless}

@@ -1,0 +1,167 @@
+"""The record of a contraction: what it computes, where it is restricted, and what that costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Annotated
+
+from ..algebra.polynomial import ONE, ZERO, Poly
+from ..algebra.symbols import shown
+from ..dtypes import DType
+from ..errors import ShapeError
+from ..graph.domain import Domain
+from ..graph.facts import Extents, Flag, Formulas, all_of, is_amount, is_size, optional
+from ..graph.graph import Graph
+from ..graph.loop import need
+from ..graph.op import Flops, Op, Result, Working
+from ..graph.strides import Sizes
+from ..graph.tensor import Tensor
+from ..notation.pattern import Affine, Axes, Pattern
+from . import rules
+from .indexing import need_indexed, need_plain
+from .order import best_orders
+from .registry import register
+
+if TYPE_CHECKING:
+    from ..algebra.dominance import Relations
+
+__all__ = ["Einsum", "Restricted", "inherited"]
+
+#: A domain, and the axes that it is over by name.
+Restricted = tuple[Domain, str, str]
+
+
+def _is_restriction(value: object) -> bool:
+    return isinstance(value, tuple) and [type(v) for v in value] == [Domain, str, str] and bool(value[1] != value[2])
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Einsum(Working):
+    """A contraction over named axes."""
+
+    name = "einsum"
+    restricted = True
+    pattern: Pattern
+    extents: Extents
+    """Size of every axis of the pattern."""
+    domain: Annotated[Restricted | None, optional("None, or a domain and two axes", _is_restriction)] = None
+    """Which index points there are of two of its axes."""
+    dtype: DType
+    """Number format of the result."""
+    orders: Annotated[Poly | None, optional("an amount that is not negative", is_amount)] = None
+    """FLOPs of three operands or more where no contraction order is always the best."""
+    rooms: Formulas = ()
+    """What stated outputs of windows leave over of an axis."""
+    sizes: Annotated[tuple[Poly, ...] | None, optional("a tuple of positive sizes", all_of(is_size))] = None
+    """Shape of a result whose indices alone do not tell it: zeros where nothing lands."""
+    causal: Flag = False
+    """Whether its windows see earlier positions alone, which `decode` keeps."""
+    writes = rules.all_results
+
+    @property
+    def summed(self) -> bool:
+        """Whether a sum is made: an axis is left out, or an index of several puts points on one place."""
+        return bool(set(self.extents) - set(self.pattern.result_names)) or any(
+            isinstance(a, Affine) and len(a.terms) > 1 for a in self.pattern.result
+        )
+
+    def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
+        """One dense result."""
+        pattern, extents = self.pattern, self.extents
+        for i, t in enumerate(operands):
+            for dim, size in zip(pattern.operands[i], t.sizes, strict=True):
+                if isinstance(dim, Axes) and not t.graph.same(prod((extents[n] for n in dim.names), start=ONE), size):
+                    raise ShapeError(
+                        f"operand {i + 1} {t!r}: an axis of size {size} where the pattern {dim} makes another"
+                    )
+        _need_one_domain(pattern, operands, self.domain)
+        domain = _result_domain(pattern, self.domain)
+        if self.sizes is not None:
+            sizes = _stated_sizes(pattern, extents, self.sizes, operands[0].graph)
+        else:
+            sizes = tuple(prod((extents[n] for n in a.names), start=ONE) for a in pattern.result)
+        return [Result(sizes, self.dtype, domain=domain)]
+
+    def flops(self, op: Op) -> Flops:
+        """Count 2 for every index point where a sum is made, 1 where none is (a product alone)."""
+        if self.orders is not None:
+            return Flops(matmul=self.orders) if self.summed else Flops(pointwise=self.orders)
+        full = executed = prod(self.extents.values(), start=ONE)
+        if self.domain is not None:
+            domain, query, key = self.domain
+            others = prod((n for name, n in self.extents.items() if name not in (query, key)), start=ONE)
+            executed = others * domain.points(self.extents[query], self.extents[key], op.graph.root.relations)
+        return Flops(matmul=2 * executed, full=2 * full) if self.summed else Flops(pointwise=executed)
+
+    def reads(self, op: Op) -> tuple[Poly, ...]:
+        """Return what its index points reach."""
+        return rules.reached_by_index(op, self.pattern, self.extents, self.domain)
+
+    def verify(self, operands: Sequence[Tensor], known: Iterable[Relations]) -> None:
+        """Hold pattern, extents, domain and orders against the operands."""
+        pattern, restriction, several = self.pattern, self.domain, len(operands) > 2
+        need(bool(operands), "no operand")
+        need((self.orders is not None) == several, f"orders of {len(operands)} operands")
+        need(several or self.workspace == ZERO, f"workspace of {len(operands)} operands")
+        need_indexed(operands, pattern, self.extents, self.sizes, self.rooms)
+        if self.sizes is None:
+            need_plain(pattern)
+            inside = {n for i in range(len(operands)) for n in pattern.operand_names(i)}
+            need(set(pattern.result_names) <= inside, f"the result of pattern {shown(str(pattern))}")
+        if restriction is not None:
+            domain, query, key = restriction
+            need({query, key} <= set(self.extents), f"domain over {shown(query)} and {shown(key)}")
+            domain.points(self.extents[query], self.extents[key])  # refuses what it cannot count
+        need(restriction is not None or all(t.domain is None for t in operands), "no domain, where an operand has one")
+        if several:  # FLOPs of a product of several tensors are derived again: else they would be taken at their word
+            affine = any(isinstance(a, Affine) for o in pattern.operands for a in o)
+            need(not affine and restriction is None, f"{len(operands)} operands with an index or a domain")
+            axes = [frozenset(pattern.operand_names(i)) for i in range(len(operands))]
+            found = (best_orders(axes, frozenset(pattern.result_names), self.extents, k) for k in known)
+            need(any(f.flops == self.orders for f in found), f"orders {shown(str(self.orders))}")
+
+
+def _stated_sizes(pattern: Pattern, extents: Mapping[str, Poly], sizes: Sizes, graph: Graph) -> Sizes:
+    """Return the sizes of a result whose indices alone do not tell them: they stay where nothing lands, as zeros."""
+    if len(sizes) != len(pattern.result):
+        raise ShapeError(f"result of {len(sizes)} axes, the pattern {pattern} has {len(pattern.result)}")
+    for dim, size in zip(pattern.result, sizes, strict=True):
+        if isinstance(dim, Axes) and not graph.same(prod((extents[n] for n in dim.names), start=ONE), size):
+            raise ShapeError(f"result: an axis of size {size} where the pattern {dim} makes another")
+    return sizes
+
+
+def _result_domain(pattern: Pattern, restriction: tuple[Domain, str, str] | None) -> tuple[Domain, int, int] | None:
+    if restriction is None:
+        return None
+    # a place that an index makes is another position than that of its axis
+    places = [a.names if isinstance(a, Axes) else None for a in pattern.result]
+    domain, query, key = restriction
+    if (query,) in places and (key,) in places:
+        return domain, places.index((query,)), places.index((key,))
+    return None
+
+
+def inherited(pattern: Pattern, operands: Sequence[Tensor]) -> tuple[Domain, str, str] | None:
+    """Return the restriction of the first operand that has one."""
+    for dims, t in zip(pattern.operands, operands, strict=True):
+        if t.domain is not None:
+            domain, query, key = t.domain
+            names = {d.names for d in (dims[query], dims[key]) if isinstance(d, Axes)}
+            if len(names) != 2 or any(len(n) != 1 for n in names):
+                raise ShapeError(f"{t!r} is restricted to a domain: expected a name each for axes {query} and {key}")
+            return domain, dims[query].names[0], dims[key].names[0]
+    return None
+
+
+def _need_one_domain(pattern: Pattern, operands: Sequence[Tensor], restriction: tuple[Domain, str, str] | None) -> None:
+    """Refuse operands that hold something elsewhere than at the index points of the contraction."""
+    for dims, t in zip(pattern.operands, operands, strict=True):
+        if inherited(Pattern((dims,), ()), [t]) not in (None, restriction):
+            raise ShapeError("operands restricted to two different domains, expected one")
+    indices = [d for dims in pattern.operands for d in dims if isinstance(d, Affine)]
+    if restriction is not None and any(set(d.names) & set(restriction[1:]) for d in indices):
+        raise ShapeError(f"domain over {' and '.join(restriction[1:])}, one of which is in an index: expected axes")

@@ -1,0 +1,231 @@
+"""Records of ops that move or rename elements: of views, of copies where strides allow no view, of joins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Annotated
+
+from ..algebra.polynomial import ONE, ZERO, Poly, total
+from ..algebra.symbols import shown
+from ..errors import ShapeError
+from ..graph.domain import Domain
+from ..graph.facts import Amount, Count, Flag, Index, Size, Sizes, all_of, is_amount, is_count, optional
+from ..graph.loop import need
+from ..graph.op import OpKind, Result
+from ..graph.strides import numel, view
+from ..graph.tensor import Tensor
+from ..notation.door import Rule
+from ..notation.pattern import Affine, Pattern
+from . import rules
+from .reach import alike, carried, regrouped
+from .registry import register
+
+if TYPE_CHECKING:
+    from ..algebra.dominance import Relations
+
+__all__ = ["Concat", "Expand", "Places", "Rearrange", "Slice", "need_places", "need_within", "room"]
+
+
+def _is_places(value: object) -> bool:
+    return isinstance(value, tuple) and [type(v) for v in value] == [Domain, int, int] and bool(value[1] != value[2])
+
+
+#: A domain over two axes by their places, or none.
+Places = Annotated[tuple[Domain, int, int] | None, optional("a domain and two axes", _is_places)]
+
+
+def room(whole: Poly, start: Poly, size: Poly, step: int) -> Poly:
+    """Return how many positions are left behind the last one of a slice."""
+    return whole - start - (size - 1) * step - 1
+
+
+def need_within(place: str, axis: int, expected: str, **values: Poly) -> None:
+    """Raise ShapeError where a place on an axis is known to be negative, or no whole number."""
+    for what, value in values.items():
+        if value.constant is not None and (value.constant < 0 or not isinstance(value.constant, int)):
+            raise ShapeError(f"{place}: {what} is {value} on axis {axis}, expected {expected}")
+
+
+def need_places(domain: tuple[Domain, int, int] | None, sizes: Sequence[Poly]) -> None:
+    """Raise ShapeError where a domain is over other axes than a shape has."""
+    if domain is not None:
+        seen, query, key = domain
+        need(0 <= query < len(sizes) and 0 <= key < len(sizes), f"domain over {shown([query, key])}")
+        seen.points(sizes[query], sizes[key])  # refuses what it cannot count
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Rearrange(OpKind):
+    """Axes split, permuted and merged: a view where strides allow it, else a dense copy."""
+
+    name = "rearrange"
+    restricted = True
+    pattern: Annotated[Pattern | None, optional("a pattern", lambda v: isinstance(v, Pattern))] = None
+    """What was asked for; None of a reshape."""
+    split: Sizes
+    """Shape with all axes apart."""
+    order: Annotated[tuple[int, ...], Rule("a tuple of integers", all_of(is_count))]
+    """Which of these stands on each place."""
+    merged: Sizes
+    """Shape of the result."""
+    copy: Flag = False
+    """Whether a copy is asked for."""
+    flops, reads, writes = rules.free, rules.moved_if_copied, rules.written_if_copied
+
+    def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
+        """Return a view, or what is copied."""
+        rules.need_operands(self, operands, 1)
+        (x,), split, merged = operands, self.split, self.merged
+        need(sorted(self.order) == list(range(len(split))), f"order {shown(self.order)} of {len(split)} axes")
+        ordered = tuple(split[i] for i in self.order)
+        if not x.graph.same(numel(split), x.numel) or not x.graph.same(numel(merged), numel(ordered)):
+            raise ShapeError(f"{x!r} has {x.numel} elements, ({', '.join(map(str, merged))}) has {numel(merged)}")
+        domain = carried(x, self._axes(x))
+        told = x.graph.told
+        strides = view(told(x.sizes), told(x.strides), told(split))
+        if strides is not None:
+            strides = view(told(ordered), tuple(strides[i] for i in self.order), told(merged))
+        if strides is None or self.copy:
+            return [Result(merged, x.dtype, domain=domain)]
+        return [Result(merged, x.dtype, strides, of=0, offset=x.offset, domain=domain)]
+
+    def _axes(self, x: Tensor) -> list[int | None]:
+        """Return of each axis of the result which axis of a restriction it is, None of others."""
+        places: list[int | None] = [None] * len(self.merged)
+        if x.domain is not None:
+            told, axes, order = x.graph.told, x.domain[1:], self.order
+            parts = [i for i in regrouped(told(x.sizes), axes, told(self.split)) if i is not None]
+            ordered = told(tuple(self.split[i] for i in order))
+            moved = regrouped(ordered, [order.index(i) for i in parts], told(self.merged))
+            for axis, at in zip(axes, moved, strict=len(parts) == len(axes)):
+                if at is not None:
+                    places[at] = axis
+        return places
+
+    def verify(self, operands: Sequence[Tensor], known: Iterable[Relations]) -> None:
+        """Hold the pattern against the sizes."""
+        if self.pattern is None:
+            return
+        (x,), pattern = operands, self.pattern
+        need(len(pattern.operands) == 1 and len(pattern.operands[0]) == x.ndim, "the operands of the pattern")
+        need(not any(isinstance(a, Affine) for a in (*pattern.operands[0], *pattern.result)), "an index in the pattern")
+        names, whole = pattern.operand_names(0), shown(str(pattern))
+        need(len(names) == len(set(names)) == len(self.split), f"split {shown(self.split)} of pattern {whole}")
+        need(tuple(names[i] for i in self.order) == pattern.result_names, f"order {shown(self.order)}")
+        sizes = dict(zip(names, self.split, strict=True))
+        for dims, shape in ((pattern.operands[0], x.sizes), (pattern.result, self.merged)):
+            made = [prod((sizes[n] for n in a.names), start=ONE) for a in dims]
+            need(len(made) == len(shape) and all(map(x.graph.same, made, shape)), f"sizes of pattern {whole}")
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Slice(OpKind):
+    """Some positions of one axis: a view."""
+
+    name = "slice"
+    restricted = True
+    axis: Index
+    start: Amount
+    size: Size
+    step: Count
+    room: Annotated[Poly | None, optional("an amount that is not negative", is_amount)] = None
+    """Positions left behind the last one, where they are looked at when sizes are bound."""
+    split: Flag = False
+    """Whether it is a part of a split, whose gradients are joined by one op."""
+    flops, reads, writes = rules.free, rules.nothing, rules.nothing
+
+    def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
+        """Return the positions as a view."""
+        rules.need_operands(self, operands, 1)
+        (x,), axis, start, size, step = operands, self.axis, self.start, self.size, self.step
+        need(axis < x.ndim, f"axis {axis} of {x!r}")
+        left = room(x.sizes[axis], start, size, step)
+        expected = f"start={start}, size={size}, step={step} within {x.sizes[axis]}"
+        need_within(f"slice of {x!r}", axis, expected, start=start, size=size - 1, room=left)
+        sizes = (*x.sizes[:axis], size, *x.sizes[axis + 1 :])
+        strides = (*x.strides[:axis], x.strides[axis] * step, *x.strides[axis + 1 :])
+        domain = carried(x, [None if i == axis else i for i in range(x.ndim)])
+        return [Result(sizes, x.dtype, strides, of=0, offset=x.offset + start * x.strides[axis], domain=domain)]
+
+    def verify(self, operands: Sequence[Tensor], known: Iterable[Relations]) -> None:
+        """Hold the room against the axis."""
+        left = room(operands[0].sizes[self.axis], self.start, self.size, self.step)
+        need(self.room in (None, left), f"room {shown(str(self.room))}")
+
+    def span(self) -> tuple[Poly, Poly]:
+        """Return where it begins and ends on its axis."""
+        return self.start, self.start + (self.size - 1) * self.step + 1
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Expand(OpKind):
+    """A tensor repeated along new axes or axes of size 1, without a copy."""
+
+    name = "expand"
+    restricted = True
+    sizes: Sizes
+    """Shape of the result."""
+    kept: Annotated[
+        tuple[int | None, ...], Rule("a tuple of integers and None", all_of(lambda v: v is None or is_count(v)))
+    ]
+    """Which axis of the operand each is, None for a new one."""
+    domain: Places = None
+    """Of what a gradient is wanted, None where the restriction of the operand goes on."""
+    flops, reads, writes = rules.free, rules.nothing, rules.nothing
+
+    def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
+        """Return a view whose strides are zero along what is repeated."""
+        rules.need_operands(self, operands, 1)
+        (x,), used = operands, [i for i in self.kept if i is not None]
+        need(len(self.kept) == len(self.sizes), f"kept {shown(self.kept)} of {len(self.sizes)} axes")
+        need(len(set(used)) == len(used) and all(i < x.ndim for i in used), f"kept {shown(self.kept)} of {x!r}")
+        strides, places = [], list[int | None]()
+        for size, at in zip(self.sizes, self.kept, strict=True):
+            if at is not None and x.sizes[at] != ONE and not x.graph.same(size, x.sizes[at]):
+                raise ShapeError(f"expand of {x!r}: axis {at} to {size}, expected its own size or an axis of size 1")
+            place = None if at is None or (x.sizes[at] == ONE and size != ONE) else at
+            places.append(place)
+            strides.append(ZERO if place is None else x.strides[place])
+        domain = carried(x, places) if self.domain is None else self.domain
+        return [Result(self.sizes, x.dtype, tuple(strides), of=0, offset=x.offset, domain=domain)]
+
+    def verify(self, operands: Sequence[Tensor], known: Iterable[Relations]) -> None:
+        """Hold what is kept, and the domain, against the operand."""
+        (x,) = operands
+        left = all(x.sizes[i] == ONE for i in range(x.ndim) if i not in self.kept)
+        need(left, f"kept {shown(self.kept)} leaves out axes of {x!r}")
+        need(self.domain is None or x.domain is None, f"domain of {x!r}, which has one")
+        need_places(self.domain, self.sizes)
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Concat(OpKind):
+    """Tensors joined along an axis."""
+
+    name = "concat"
+    restricted = True
+    axis: Index
+    flops, reads, writes = rules.free, rules.whole, rules.all_results
+
+    def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
+        """One dense result."""
+        need(bool(operands) and self.axis < operands[0].ndim, f"axis {self.axis}")
+        axis, first = self.axis, operands[0]
+        for t in operands[1:]:
+            if t.dtype != first.dtype:
+                raise ShapeError(f"concat of {first!r} and {t!r}: expected one number format")
+            fits = t.ndim == first.ndim and all(
+                i == axis or t.graph.same(a, b) for i, (a, b) in enumerate(zip(t.sizes, first.sizes, strict=True))
+            )
+            if not fits:
+                raise ShapeError(f"concat of {first!r} and {t!r}: expected equal sizes on all axes but {axis}")
+        sizes = (*first.sizes[:axis], total(t.sizes[axis] for t in operands), *first.sizes[axis + 1 :])
+        alike(operands)
+        domain = carried(first, [None if i == axis else i for i in range(first.ndim)])
+        return [Result(sizes, first.dtype, domain=domain)]
