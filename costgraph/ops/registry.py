@@ -15,6 +15,7 @@ __all__ = ["KINDS", "adding", "register"]
 
 F = TypeVar("F")
 K = TypeVar("K", bound=type[OpKind])
+Key = TypeVar("Key", str, type[OpKind])
 
 #: Every op kind by name.
 KINDS: Mapping[str, type[OpKind]] = MappingProxyType(_kinds)
@@ -42,20 +43,21 @@ def register(kind: K) -> K:
     return kind
 
 
-def adding(table: dict[str, F], has: str, *names: str, what: str = "op kind") -> Callable[[F], F]:
-    """Return a decorator that puts what it decorates into a table, under names that are new there.
+def adding(table: dict[Key, F], has: str, *keys: Key, what: str = "op kind") -> Callable[[F], F]:
+    """Return a decorator that puts what it decorates into a table, under names or kinds that are new there.
 
     Raises
     ------
     GraphError
-        If a name is taken: the decorator raises it.
+        If one is taken: the decorator raises it.
     """
 
     def decorate(found: F) -> F:
-        for name in names:
-            if name in table:
+        for key in keys:
+            if key in table:
+                name = key if isinstance(key, str) else key.name
                 raise GraphError(f"{what} {name!r} has {has} already, expected a new name")
-            table[name] = found
+            table[key] = found
         return found
 
     return decorate

@@ -9,29 +9,35 @@ from hypothesis import strategies as st
 
 from ..algebra.symbols import dims
 from ..graph.graph import Graph, current_graph
-from ..graph.op import Bodied
+from ..graph.loop import Repeat
+from ..graph.op import Bodied, OpKind
 from ..graph.sizes import known_names
 from ..graph.tensor import Tensor
 from ..nn.attention import attention
 from ..nn.linear import linear
 from ..nn.norms import layer_norm, rms_norm
 from ..nn.softmax import log_softmax, softmax
-from ..ops.blocks import kernel, repeat, scan
+from ..ops.blocks import Kernel, kernel, repeat, scan
+from ..ops.contraction import Einsum
 from ..ops.einsum import einsum
-from ..ops.pointwise import cast, pointwise
-from ..ops.reduce import reduce
-from ..ops.registry import KINDS
+from ..ops.index import Gather
+from ..ops.moves import Concat, Expand, Rearrange, Slice
+from ..ops.pointwise import Pointwise, cast, pointwise
+from ..ops.pooling import Pool
+from ..ops.reduce import Reduce, reduce
+from ..ops.stochastic import Dropout
+from .kinds import Named, kind_of
 from .samples import SAMPLES, sample
 from .sketch import Case, Sketch
 
 __all__ = ["graphs", "ops"]
 
 #: What a fused kernel holds: ops that move or compute elements.
-_FUSED = ("einsum", "pointwise", "reduce", "rearrange", "slice", "expand", "concat", "gather", "dropout", "pool")
+_FUSED = (Einsum, Pointwise, Reduce, Rearrange, Slice, Expand, Concat, Gather, Dropout, Pool)
 _DEEPEST = 2
 
 
-def _grow(s: Sketch, kinds: Sequence[str], least: int, most: int) -> list[Tensor]:
+def _grow(s: Sketch, kinds: Sequence[type[OpKind]], least: int, most: int) -> list[Tensor]:
     """Draw some ops and return what they made."""
     out: list[Tensor] = []
     for _ in range(s.number(least, most)):
@@ -41,7 +47,7 @@ def _grow(s: Sketch, kinds: Sequence[str], least: int, most: int) -> list[Tensor
     return [t for t in out if t in s.pool]
 
 
-@sample("kernel")
+@sample(Kernel)
 def _kernel(s: Sketch) -> Sequence[Tensor]:
     return s.one_of([_drawn_kernel, _layer, _attention])(s)
 
@@ -91,8 +97,8 @@ def _count(s: Sketch) -> Any:
     return s.one_of([dims("L"), dims("T"), 1, 2, 3])
 
 
-def _kinds(s: Sketch) -> Sequence[str]:
-    return [k for k in s.kinds or SAMPLES if s.depth < _DEEPEST or not issubclass(KINDS[k], Bodied)]
+def _kinds(s: Sketch) -> Sequence[type[OpKind]]:
+    return [k for k in s.kinds or SAMPLES if s.depth < _DEEPEST or not issubclass(k, Bodied)]
 
 
 def _like(s: Sketch, x: Tensor, made: Sequence[Tensor]) -> Tensor:
@@ -112,7 +118,7 @@ def _like(s: Sketch, x: Tensor, made: Sequence[Tensor]) -> Tensor:
     return s.one_of([x, pointwise("relu", x), pointwise("neg", x)])
 
 
-@sample("repeat")
+@sample(Repeat)
 def _repeat(s: Sketch) -> Sequence[Tensor]:
     many = s.one_of([1, 1, 2])
     carries = tuple(s.tensor(lambda t: s.elements(t) <= 20, s.shape(s.number(0, 2), 20)) for _ in range(many))
@@ -161,50 +167,50 @@ def _finish(s: Sketch) -> Case:
     return Case(graph, {name: s.point[name] for name in sorted(known_names(graph))})
 
 
-def _case(draw: Callable[[Any], Any], kinds: Sequence[str], must: str | None, most: int) -> Case:
+def _case(draw: Callable[[Any], Any], kinds: Sequence[type[OpKind]], must: type[OpKind] | None, most: int) -> Case:
     with Graph("drawn", dtype="fp32") as graph:
         s = Sketch(draw, graph)
         _grow(s, kinds, 0 if must else 1, most)
         if must:
             s.made(*s.drawn(SAMPLES[must]))
-            _grow(s, ("pointwise", "rearrange"), 0, 1)
+            _grow(s, (Pointwise, Rearrange), 0, 1)
         return _finish(s)
 
 
 @st.composite
-def _drawn(draw: Callable[[Any], Any], kinds: Sequence[str], must: str | None, most: int) -> Case:
+def _drawn(draw: Callable[[Any], Any], kinds: Sequence[type[OpKind]], must: type[OpKind] | None, most: int) -> Case:
     return _case(draw, kinds, must, most)
 
 
-def ops(kind: str) -> st.SearchStrategy[Case]:
+def ops(kind: Named) -> st.SearchStrategy[Case]:
     """Draw graphs around an op of one kind: operands of all layouts before it, sometimes a reader behind it.
 
     Parameters
     ----------
-    kind : str
-        Name of an op kind with a sample.
+    kind : subclass of OpKind or str
+        An op kind with a sample, or its name.
 
     Returns
     -------
     strategy of Case
         (graph, point): every dimension of the graph has a size in `point`.
     """
-    return _drawn(("rearrange", "slice", "expand", "pointwise"), kind, 2)
+    return _drawn((Rearrange, Slice, Expand, Pointwise), kind_of("ops", kind), 2)
 
 
-def graphs(most: int = 6, kinds: Sequence[str] = ()) -> st.SearchStrategy[Case]:
+def graphs(most: int = 6, kinds: Sequence[Named] = ()) -> st.SearchStrategy[Case]:
     """Draw whole graphs: views, several consumers, ops in place, kernels, nested loops, domains, lookups.
 
     Parameters
     ----------
     most : int
         Most ops at the outermost level.
-    kinds : sequence of str
-        Kinds of ops, all that have a sample by default.
+    kinds : sequence of subclasses of OpKind or str
+        Kinds of ops or their names, all that have a sample by default.
 
     Returns
     -------
     strategy of Case
         (graph, point): every dimension of the graph has a size in `point`.
     """
-    return _drawn(tuple(kinds) or tuple(SAMPLES), None, most)
+    return _drawn([kind_of("graphs", k) for k in kinds] or tuple(SAMPLES), None, most)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..graph.tensor import Tensor
-from ..ops.cached import append, cache, initial_state
+from ..ops.cached import Append, Cache, InitialState, append, cache, initial_state
 from ..ops.fill import fill
 from .meanings import meaning
 from .samples import sample
@@ -17,12 +17,12 @@ from .values import At
 __all__: list[str] = []  # its functions are found in MEANINGS and SAMPLES
 
 
-@meaning("cache")
-def _cache(at: At) -> None:
+@meaning(Cache)
+def _cache(at: At[Cache]) -> None:
     at.view(np.asarray)
 
 
-@sample("cache")
+@sample(Cache)
 def _drawn_cache(s: Sketch) -> Sequence[Tensor]:
     x = s.tensor()
     names = [f"a{i}" for i in range(x.ndim)]
@@ -30,22 +30,22 @@ def _drawn_cache(s: Sketch) -> Sequence[Tensor]:
     return [cache(x, " ".join(names), along=along, window=s.one_of([None, 2]) if along else None)]
 
 
-@meaning("initial_state")
-def _initial_state(at: At) -> None:
+@meaning(InitialState)
+def _initial_state(at: At[InitialState]) -> None:
     for index in at.result().index():
         at.write(0.0, *index)
 
 
-@sample("initial_state")
+@sample(InitialState)
 def _drawn_state(s: Sketch) -> Sequence[Tensor]:
     return [initial_state(s.shape(), s.one_of(["fp32", "bf16"]))]
 
 
-@meaning("append")
-def _append(at: At) -> None:
+@meaning(Append)
+def _append(at: At[Append]) -> None:
     """Write the last positions of what is new into the last ones of the cache."""
     at.made[0] = at.operands[0]
-    axis = at.attr("axis")
+    axis = at.kind.axis
     held, new = at.operands[0].array.shape[axis], at.operands[1].array.shape[axis]
     taken = min(held, new)
     for index in at.operands[1].points():
@@ -55,7 +55,7 @@ def _append(at: At) -> None:
             at.write(at.read(1, *index), *target)
 
 
-@sample("append")
+@sample(Append)
 def _drawn_append(s: Sketch) -> Sequence[Tensor]:
     new = s.tensor(lambda t: t.ndim >= 1 and s.elements(t) <= 24, s.shape(s.number(1, 3), 24))
     axis = s.number(0, new.ndim - 1)

@@ -9,7 +9,7 @@ from ..algebra.symbols import dims
 from ..graph.graph import apply
 from ..graph.tensor import Tensor
 from ..nn.conv import pool
-from ..ops.fill import assign, fill, pad
+from ..ops.fill import Assign, Fill, Pad, assign, fill, pad
 from ..ops.pooling import Pool, Unpool
 from .meanings import meaning
 from .samples import sample
@@ -19,25 +19,25 @@ from .values import At
 __all__: list[str] = []  # its functions are found in MEANINGS and SAMPLES
 
 
-@meaning("fill")
-def _fill(at: At) -> None:
+@meaning(Fill)
+def _fill(at: At[Fill]) -> None:
     for index in at.result().index():
-        at.write(at.op.attrs["value"], *index)
+        at.write(at.kind.value, *index)
 
 
-@sample("fill")
+@sample(Fill)
 def _drawn_fill(s: Sketch) -> Sequence[Tensor]:
     return [fill(s.shape(), s.one_of([0, 1, -1.5]), s.one_of(["fp32", "bf16"]))]
 
 
-@meaning("assign")
-def _assign(at: At) -> None:
+@meaning(Assign)
+def _assign(at: At[Assign]) -> None:
     at.made[0] = at.operands[0]
     for index in at.operands[1].points():
         at.write(at.read(1, *index), *index)
 
 
-@sample("assign")
+@sample(Assign)
 def _drawn_assign(s: Sketch) -> Sequence[Tensor]:
     x = s.tensor()
     target = x if s.may_change(x) and x.touched == x.numel else fill(x.shape, dtype=s.one_of(["fp32", "bf16"]))
@@ -45,9 +45,9 @@ def _drawn_assign(s: Sketch) -> Sequence[Tensor]:
     return [assign(target, value)]
 
 
-@meaning("pad")
-def _pad(at: At) -> None:
-    axis, start, step = (at.attr(n) for n in ("axis", "start", "step"))
+@meaning(Pad)
+def _pad(at: At[Pad]) -> None:
+    axis, start, step = at.kind.axis, at.of(at.kind.start), at.kind.step
     x = at.operands[0].array
     for index in product(*map(range, at.result().array.shape)):
         place = (index[axis] - start) / step
@@ -59,7 +59,7 @@ def _pad(at: At) -> None:
             at.write(0.0, *index)
 
 
-@sample("pad")
+@sample(Pad)
 def _drawn_pad(s: Sketch) -> Sequence[Tensor]:
     x = s.tensor(lambda t: t.ndim >= 1 and s.elements(t) <= 24, s.shape(s.number(1, 3), 24))
     axis, step, start = s.axis(x), s.number(1, 2), s.one_of([0, 1, dims("A")])
@@ -67,7 +67,7 @@ def _drawn_pad(s: Sketch) -> Sequence[Tensor]:
     return [pad(x, axis, start, full, step)]
 
 
-@sample("unpool")
+@sample(Unpool)
 def _drawn_unpool(s: Sketch) -> Sequence[Tensor]:
     x = s.fresh((*s.shape(1, 6), s.number(3, 5)))
     width = s.number(1, 3)

@@ -8,8 +8,19 @@ from itertools import product
 from math import ceil, comb
 
 from ..algebra.symbols import dims
+from ..graph.op import OpKind
 from ..graph.tensor import Tensor
-from ..ops.grouped import ROUTINGS, dispatch, grouped, grouped_outer, top_k
+from ..ops.grouped import (
+    ROUTINGS,
+    Dispatch,
+    Grouped,
+    GroupedOuter,
+    TopK,
+    dispatch,
+    grouped,
+    grouped_outer,
+    top_k,
+)  # fmt: skip
 from ..ops.index import gather, take_along
 from .meanings import meaning
 from .samples import sample
@@ -19,25 +30,25 @@ from .values import At
 __all__: list[str] = []  # its functions are found in MEANINGS and SAMPLES
 
 
-@meaning("top_k")
-def _top_k(at: At) -> None:
+@meaning(TopK)
+def _top_k(at: At[TopK]) -> None:
     *lead, last = at.operands[0].array.shape
     for index in product(*map(range, lead)):
         values = [at.read(0, *index, i) for i in range(last)]
         found = sorted(range(last), key=values.__getitem__, reverse=True)  # of equal ones the first comes first
         at.tally.pointwise += last
-        for j in range(at.attr("k")):
+        for j in range(at.of(at.kind.k)):
             at.write(values[found[j]], *index, j)
             at.write(found[j], *index, j, to=1)
 
 
-@meaning("dispatch")
-def _dispatch(at: At) -> None:
+@meaning(Dispatch)
+def _dispatch(at: At[Dispatch]) -> None:
     """Order choices by expert, each as it comes; a row that fills up the room of an expert is the first token."""
-    shape, experts = at.operands[0].array.shape, at.attr("experts")
+    shape, experts, capacity = at.operands[0].array.shape, at.of(at.kind.experts), at.kind.capacity
     places = list(product(*map(range, shape)))
     chosen = {index: int(at.read(0, *index)) % experts for index in places}
-    room = ceil(at.attr("capacity") * Fraction(len(places), experts)) if "capacity" in at.op.attrs else None
+    room = None if capacity is None else ceil(at.of(capacity) * Fraction(len(places), experts))
     rows: list[tuple[int, int]] = []
     dropped = {}
     for expert in range(experts):
@@ -54,7 +65,7 @@ def _dispatch(at: At) -> None:
         at.write(len(rows), expert, to=1)
     for row, (token, expert) in enumerate(rows):
         at.write(token, row)
-        if at.op.attrs.get("owners"):
+        if at.kind.owners:
             at.write(expert, row, to=3)
     if room is not None:
         for index, gone in dropped.items():
@@ -62,14 +73,14 @@ def _dispatch(at: At) -> None:
     at.tally.pointwise += 2 * len(places) + experts
 
 
-def _owners(at: At, rows: int) -> list[int | None]:
+def _owners(at: At[OpKind], rows: int) -> list[int | None]:
     """Return the expert of each row, None of a row beyond the last one's end."""
     ends = [int(at.read(2, e)) for e in range(at.operands[2].array.shape[0])]
     return [next((e for e, end in enumerate(ends) if row < end), None) for row in range(rows)]
 
 
-@meaning("grouped")
-def _grouped(at: At) -> None:
+@meaning(Grouped)
+def _grouped(at: At[Grouped]) -> None:
     """Multiply rows by matrices; where the rows that came are not those of the assumption, say so."""
     (rows, inner), (experts, _, outer) = at.operands[0].array.shape, at.operands[1].array.shape
     owners = _owners(at, rows)
@@ -82,14 +93,14 @@ def _grouped(at: At) -> None:
                 at.tally.matmul += 2
                 at.tally.full += 2
             at.write(total, row, f)
-    routing, seen = at.op.attrs["routing"], len(set(owners) - {None})
+    routing, seen = at.kind.routing, len(set(owners) - {None})
     if routing == "capacity":
         for index in product(range(experts), range(inner), range(outer)):
             at.read(1, *index)
     elif routing == "balanced":
         at.repeats = at.repeats or seen != min(experts, rows)
     else:
-        chosen = at.attr("chosen")
+        chosen = at.of(at.kind.chosen)
         mean = _mean_touched(experts, chosen, Fraction(rows, chosen))
         sizes = [b.element * b.array.size for b in (at.operands[0].buffer, at.operands[2].buffer)]
         at.stated["reads"] = sum(sizes) + mean * inner * outer * at.operands[1].buffer.element
@@ -103,8 +114,8 @@ def _mean_touched(experts: int, chosen: int, tokens: Fraction) -> Fraction:
     return experts * (1 - without ** int(tokens))
 
 
-@meaning("grouped_outer")
-def _grouped_outer(at: At) -> None:
+@meaning(GroupedOuter)
+def _grouped_outer(at: At[GroupedOuter]) -> None:
     (rows, left), right = at.operands[0].array.shape, at.operands[1].array.shape[1]
     made = at.result().array
     for index in product(*map(range, made.shape)):
@@ -121,7 +132,7 @@ def _grouped_outer(at: At) -> None:
 # -- drawing -----------------------------------------------------------------------------------------------------
 
 
-@sample("top_k")
+@sample(TopK)
 def _drawn_top_k(s: Sketch) -> Sequence[Tensor]:
     x = s.tensor(lambda t: t.ndim >= 1 and t.sizes[-1].constant is not None, (*s.shape(s.number(0, 2), 6), 3))
     values, ids = top_k(x, s.number(1, s.value(x.sizes[-1])))
@@ -137,7 +148,7 @@ def _sent(s: Sketch, capacity: object = None) -> tuple[int, int, Tensor, Tensor]
     return experts, min(chosen, experts), sent.ends, sent.tokens
 
 
-@sample("dispatch")
+@sample(Dispatch)
 def _drawn_dispatch(s: Sketch) -> Sequence[Tensor]:
     experts, tokens = s.number(1, 4), s.one_of([1, 2, 3, *dims("A B")])
     ids = s.fresh((tokens, s.number(1, 2)), "int64", "input")
@@ -147,7 +158,7 @@ def _drawn_dispatch(s: Sketch) -> Sequence[Tensor]:
     return [rows, gather(rows, sent.places)]
 
 
-@sample("grouped")
+@sample(Grouped)
 def _drawn_grouped(s: Sketch) -> Sequence[Tensor]:
     routing = s.one_of(ROUTINGS)
     experts, chosen, ends, tokens = _sent(s, 1.25 if routing == "capacity" else None)
@@ -157,7 +168,7 @@ def _drawn_grouped(s: Sketch) -> Sequence[Tensor]:
     return [grouped(rows, weights, ends, chosen, routing=routing)]
 
 
-@sample("grouped_outer")
+@sample(GroupedOuter)
 def _drawn_grouped_outer(s: Sketch) -> Sequence[Tensor]:
     _, _, ends, tokens = _sent(s)
     a, b = (s.fresh((*tokens.shape, s.number(1, 3)), s.one_of(["fp32", "bf16"])) for _ in range(2))

@@ -1,32 +1,74 @@
-"""Holding an op kind to the laws on graphs that are drawn around it."""
+"""Holding an op kind to the laws on graphs that are drawn around it, and what has to be said of it before."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import seed as seeded
 from hypothesis import strategies as st
 
 from ..errors import UnsupportedError
-from ..graph.op import Bodied
-from ..ops.registry import KINDS
+from ..graph.op import Bodied, OpKind
+from ..transforms.vjp.table import RULES
 from .bodies import ops
+from .kinds import Named, kind_of
 from .laws import check
 from .meanings import MEANINGS
 from .samples import SAMPLES
 from .sketch import Case
 
-__all__ = ["hold", "search"]
+__all__ = ["hold", "missing", "search"]
 
 
-def hold(kind: str, examples: int = 100, *, laws: Iterable[str] | None = None, seed: int | None = None) -> None:
+def missing(kind: Named, **tables: Container[type[OpKind]]) -> tuple[str, ...]:
+    """Say what is missing of an op kind: rules of its record, and what is registered for it elsewhere.
+
+    Parameters
+    ----------
+    kind : subclass of OpKind or str
+        A registered op kind, or its name.
+    **tables : container of subclasses of OpKind
+        Where else it should be found, such as `lowering=costgraph.torch.lowering.LOWERINGS`.
+
+    Returns
+    -------
+    tuple of str
+        Of `infer`, `flops`, `reads`, `writes`, `meaning`, `sample`, `vjp` and the names of the tables those that it
+        has not. Not all of them are needed: a kind without `vjp` cannot be differentiated, and one with a body means
+        what its ops do.
+
+    Raises
+    ------
+    UnsupportedError
+        If the kind is not registered.
+
+    Examples
+    --------
+    >>> from costgraph import testing
+    >>> testing.missing("einsum"), testing.missing("unscale")
+    ((), ('vjp',))
+    """
+    kind = kind_of("missing", kind)
+    found = {
+        "infer": kind.infer is not OpKind.infer,
+        "flops": kind.flops is not OpKind.flops,
+        "reads": kind.reads is not OpKind.reads,
+        "writes": kind.writes is not OpKind.writes,
+        "meaning": kind in MEANINGS or issubclass(kind, Bodied),
+        "sample": kind in SAMPLES,
+        "vjp": kind.name in RULES,
+    }
+    return tuple(what for what, there in (found | {k: kind in t for k, t in tables.items()}).items() if not there)
+
+
+def hold(kind: Named, examples: int = 100, *, laws: Iterable[str] | None = None, seed: int | None = None) -> None:
     """Hold an op kind to the laws on drawn graphs: its record against what it does at each index point.
 
     Parameters
     ----------
-    kind : str
-        Name of a registered op kind; one without a body needs a `meaning`, and each a `sample`.
+    kind : subclass of OpKind or str
+        A registered op kind, or its name; one without a body needs a `meaning`, and each a `sample`.
     examples : int
         How many graphs are drawn; of one that fails some smaller ones are tried, and the smallest that fails is told.
     laws : iterable of str, optional
@@ -46,12 +88,12 @@ def hold(kind: str, examples: int = 100, *, laws: Iterable[str] | None = None, s
     >>> from costgraph import testing
     >>> testing.hold("einsum", examples=5)
     """
-    if kind not in KINDS:
-        raise UnsupportedError(f"hold: op kind {kind!r} is not registered, expected one of {', '.join(KINDS)}")
-    if not issubclass(KINDS[kind], Bodied) and kind not in MEANINGS:
-        raise UnsupportedError(f"hold: op kind {kind!r} has no meaning, expected one from costgraph.testing.meaning")
-    if kind not in SAMPLES:
-        raise UnsupportedError(f"hold: op kind {kind!r} has no sample, expected one from costgraph.testing.sample")
+    kind = kind_of("hold", kind)
+    for needed in ("meaning", "sample"):
+        if needed in missing(kind):
+            raise UnsupportedError(
+                f"hold: op kind {kind.name!r} has no {needed}, expected one from costgraph.testing.{needed}"
+            )
     chosen = None if laws is None else tuple(laws)
 
     search(ops(kind), lambda case: check(case.graph, chosen, **case.point), examples, seed=seed)

@@ -17,7 +17,8 @@ import numpy as np
 
 from ..errors import BindingError, GraphError, UnsupportedError
 from ..graph.graph import Graph, need_graph
-from ..graph.op import Op
+from ..graph.loop import Loop
+from ..graph.op import Op, OpKind
 from ..graph.sizes import bindings, known_names
 from ..graph.tensor import Storage, Tensor
 from ..ops.blocks import Kernel
@@ -126,7 +127,7 @@ def run(
     inputs: Mapping[str, Any] | None = None,
     *,
     seed: int = 0,
-    meanings: Mapping[str, Meaning] | None = None,
+    meanings: Mapping[type[OpKind], Meaning] | None = None,
     **dims: int,
 ) -> Run:
     """Execute a graph index point by index point and count.
@@ -140,7 +141,7 @@ def run(
         formats.
     seed : int
         Of the random numbers.
-    meanings : mapping of str to callable, optional
+    meanings : mapping of type to callable, optional
         What op kinds do, instead of `costgraph.testing.MEANINGS`.
     **dims : int
         A size for every dimension that has no default; small primes show most.
@@ -209,7 +210,9 @@ def _slice(v: Any, i: int) -> Any:
 class _Interpreter:
     """Runs a graph, the bodies inside it included."""
 
-    def __init__(self, sizes: Sizes, inputs: dict[str, Any], seed: int, meanings: Mapping[str, Meaning]) -> None:
+    def __init__(
+        self, sizes: Sizes, inputs: dict[str, Any], seed: int, meanings: Mapping[type[OpKind], Meaning]
+    ) -> None:
         self.sizes = sizes
         self.inputs = inputs
         self.random = np.random.default_rng(seed)
@@ -229,8 +232,9 @@ class _Interpreter:
         reads = []
         for op in graph.ops:
             self.out.ops.setdefault(op.name, Counted())
-            if op.loop is not None:
-                self.loop(op, env, where)
+            loop = op.loop
+            if loop is not None:
+                self.loop(loop, env, where)
                 continue
             if isinstance(op.kind, Absent) or (isinstance(op.kind, Accumulate) and env[op.operands[0]] is None):
                 env[op.results[0]] = None if isinstance(op.kind, Absent) else env[op.operands[1]]
@@ -240,12 +244,12 @@ class _Interpreter:
                 at = self.kernel(op, env, where, there, inside=inside)
             else:
                 at = At(op, self.sizes, [env[t] for t in op.operands], there, inside, where)
-                if op.kind.name not in self.meanings:
+                if type(op.kind) not in self.meanings:
                     raise UnsupportedError(
                         f"op kind {op.kind.name!r} of {op.name!r} has no meaning, expected one from "
                         f"costgraph.testing.meaning"
                     )
-                self.meanings[op.kind.name](at)
+                self.meanings[type(op.kind)](at)
             self.finish(at, env, inside=inside)
             if isinstance(op.kind, Empty):
                 self.stacks[op.results[0].storage] = env[op.results[0]]
@@ -299,11 +303,13 @@ class _Interpreter:
         top = 2 if t.dtype.kind == "bool" else max(int(np.prod(shape)), 1)
         return np.arange(int(np.prod(shape)), dtype=float).reshape(shape) % top
 
-    def kernel(self, op: Op, env: dict[Tensor, Any], where: str, placed: dict[Any, Value], *, inside: bool) -> At:
+    def kernel(
+        self, op: Op, env: dict[Tensor, Any], where: str, placed: dict[Any, Value], *, inside: bool
+    ) -> At[OpKind]:
         """Run a fused body: what its ops pass to each other is no memory."""
         body = op.body
         assert body is not None
-        at = At(op, self.sizes, [env[t] for t in op.operands], placed, inside, where)
+        at: At[OpKind] = At(op, self.sizes, [env[t] for t in op.operands], placed, inside, where)
         inner = {**env, **dict(zip(body.formals, at.operands, strict=True))}
         memory = {v.buffer for v in at.operands}
         parts = self.graph(body, inner, where, {}, inside=True)
@@ -320,14 +326,11 @@ class _Interpreter:
         at.repeats = any(self.out.ops[inner_op.name].repeats for inner_op in body.walk())
         return at
 
-    def loop(self, op: Op, env: dict[Tensor, Any], where: str) -> None:
+    def loop(self, loop: Loop, env: dict[Tensor, Any], where: str) -> None:
         """Run a body as often as the count says."""
-        body, carries, xs = op.body, op.attrs["carries"], op.attrs["xs"]
-        assert body is not None
-        operands = [env[t] for t in op.operands]
-        saved = len(op.results) - op.attrs.get("saved", 0)
+        state, xs, shared = ([env[t] for t in part] for part in (loop.starts, loop.xs, loop.shared))
         stacks = []
-        for t in op.results[carries:saved]:
+        for t in loop.stacks:
             stack = self.place(t)
             if stack is None:
                 shape = tuple(self.sizes(n) for n in t.sizes)
@@ -335,26 +338,23 @@ class _Interpreter:
                 self.new.append(buffer)
                 stack = Value(buffer.array, buffer)
             stacks.append(stack)
-        state = operands[:carries]
-        count = self.index[-1] if op.attrs.get("until") else self.sizes(op.attrs["count"])
-        left: list[list[Any]] = [[None] * count for _ in op.results[saved:]]
+        count = self.index[-1] if loop.until else self.sizes(loop.count)
+        left: list[list[Any]] = [[None] * count for _ in loop.pieces]
+        given = (*loop.carries, *loop.slices, *loop.captured)
         for turn in range(count):
-            i = count - 1 - turn if op.attrs.get("reverse") else turn
-            slices = [_slice(v, i) for v in operands[carries : carries + xs]]
-            inner = {**env, **dict(zip(body.formals, [*state, *slices, *operands[carries + xs :]], strict=True))}
-            placed = {
-                t.storage: Value(v.array[i, ...], v.buffer)
-                for t, v in zip(body.outputs[carries:saved], stacks, strict=True)
-            }
+            i = count - 1 - turn if loop.reverse else turn
+            inner = {**env, **dict(zip(given, [*state, *(_slice(v, i) for v in xs), *shared], strict=True))}
+            written = zip(loop.ys, stacks, strict=True)
+            placed = {t.storage: Value(v.array[i, ...], v.buffer) for t, v in written}
             self.index.append(i)
-            self.graph(body, inner, f"{where}[{i}]", placed, inside=False)
+            self.graph(loop.body, inner, f"{where}[{i}]", placed, inside=False)
             self.index.pop()
-            state = [inner[t] for t in body.outputs[:carries]]
-            for pieces, t in zip(left, body.outputs[saved:], strict=True):
+            state = [inner[t] for t in loop.nexts]
+            for pieces, t in zip(left, loop.saved, strict=True):
                 pieces[i] = inner[t]
-        env |= dict(zip(op.results, [*state, *stacks, *left], strict=True))
+        env |= dict(zip((*loop.lasts, *loop.stacks, *loop.pieces), [*state, *stacks, *left], strict=True))
 
-    def finish(self, at: At, env: dict[Tensor, Any], *, inside: bool) -> None:
+    def finish(self, at: At[OpKind], env: dict[Tensor, Any], *, inside: bool) -> None:
         """Add up what an op did, and note which buffers it needed."""
         for i, t in enumerate(at.op.results):
             env[t] = at.result(i)
@@ -376,12 +376,12 @@ class _Interpreter:
         known = {v.buffer for v in at.operands}
         made = [v.buffer for v in at.made.values() if v.buffer not in known]
         touched = [*known, *(v.buffer for v in at.made.values())]
-        workspace = at.attr("workspace", 0) or 0
+        workspace = self.sizes(at.op.workspace)
         self.out.events.append(Event(at.op.name + at.where, self.new + made, touched, workspace))
         self.new = []
 
 
-def _parts(at: At) -> tuple[Any, Any]:
+def _parts(at: At[OpKind]) -> tuple[Any, Any]:
     """Return the bytes that an op reads, of the widest part of each storage, and of all its different parts."""
     parts: dict[Buffer, set[frozenset[int]]] = {}
     for i, addresses in at.read_by.items():

@@ -5,6 +5,9 @@ from __future__ import annotations
 from fractions import Fraction
 from itertools import product
 
+from ..ops.aten import Aten
+from ..ops.index import Gather, Scatter
+from ..ops.stated import Collective, Opaque, Stated
 from .arithmetic import Number, Tally
 from .meanings import meaning
 from .values import At, Point
@@ -12,11 +15,10 @@ from .values import At, Point
 __all__: list[str] = []  # its functions are found in MEANINGS
 
 
-def _rows(at: At, rows: int) -> dict[Point, int]:
+def _rows(at: At[Gather | Scatter], rows: int, *, along: bool) -> dict[Point, int]:
     """Read every index once; those beyond the table wrap around. The same row twice is noted."""
     table, ids = at.operands[:2]
     found = {index: int(at.read(1, *index)) % rows for index in product(*map(range, ids.array.shape))}
-    along = at.op.attrs["mode"] == "along" or at.op.attrs.get("along")
     looks: dict[int, set[int]] = {}
     for index, row in found.items():
         where = (*index[:-1], row) if along else (row,) + (0,) * (table.array.ndim - 1)
@@ -25,38 +27,37 @@ def _rows(at: At, rows: int) -> dict[Point, int]:
     return found
 
 
-@meaning("gather")
-def _gather(at: At) -> None:
+@meaning(Gather)
+def _gather(at: At[Gather]) -> None:
     table = at.operands[0].array
-    if at.op.attrs["mode"] == "along":
-        for index, row in _rows(at, table.shape[-1]).items():
+    if at.kind.mode == "along":
+        for index, row in _rows(at, table.shape[-1], along=True).items():
             at.write(at.read(0, *index[:-1], row), *index)
         return
-    for index, row in _rows(at, table.shape[0]).items():
+    for index, row in _rows(at, table.shape[0], along=False).items():
         for rest in product(*map(range, table.shape[1:])):
             at.write(at.read(0, row, *rest), *index, *rest)
 
 
-@meaning("scatter")
-def _scatter(at: At) -> None:
+@meaning(Scatter)
+def _scatter(at: At[Scatter]) -> None:
     target, _, updates = at.operands
-    add = at.op.attrs["mode"] == "add"
-    if at.op.kind.overwrites():
+    add, along = at.kind.mode == "add", at.kind.along
+    if at.kind.overwrites():
         at.made[0] = target
     else:
         for index in product(*map(range, target.array.shape)):
             at.write(at.read(0, *index), *index)
     result = at.result().array
-    along = at.op.attrs.get("along")
     rests = [()] if along else list(product(*map(range, target.array.shape[1:])))
-    for index, row in _rows(at, target.array.shape[-1 if along else 0]).items():
+    for index, row in _rows(at, target.array.shape[-1 if along else 0], along=along).items():
         for rest in rests:
             x = at.number(2, *index, *rest)
             to = (*index[:-1], row) if along else (row, *rest)
             if not add:
                 at.write(x, *to)
                 continue
-            if at.op.kind.overwrites():
+            if at.kind.overwrites():
                 at.read(0, *to)
             at.write(x + result[to], *to)
     assert updates.array.size or not add
@@ -65,12 +66,12 @@ def _scatter(at: At) -> None:
 # -- stated ------------------------------------------------------------------------------------------------------
 
 
-@meaning("aten")
-@meaning("opaque")
-def _opaque(at: At) -> None:
+@meaning(Aten, Opaque)
+def _stated(at: At[Stated]) -> None:
     """Take what is stated for true: nothing says what the op does."""
-    matmul, pointwise, transcendental = (at.attr(k) for k in ("matmul", "pointwise", "transcendental"))
-    at.tally = Tally(matmul, at.attr("full", matmul), pointwise, transcendental)
+    kind = at.kind
+    full = kind.full if isinstance(kind, Aten) else kind.matmul
+    at.tally = Tally(*map(at.of, (kind.matmul, full, kind.pointwise, kind.transcendental)))
     shared = {t.storage for t in at.op.operands}
     for i in (i for i, t in enumerate(at.op.results) if t.storage not in shared):
         for index in product(*map(range, at.result(i).array.shape)):
@@ -78,15 +79,15 @@ def _opaque(at: At) -> None:
     for i, v in enumerate(at.operands):
         for index in v.points():
             at.read(i, *index)
-    for direction in ("reads", "writes"):
-        if at.op.attrs[direction] is not None:
-            at.stated[direction] = sum(at.attr(direction))
+    for direction, amounts in (("reads", kind.bytes_read), ("writes", kind.bytes_written)):
+        if amounts is not None:
+            at.stated[direction] = sum(at.of(amounts))
 
 
-@meaning("collective")
-def _collective(at: At) -> None:
+@meaning(Collective)
+def _collective(at: At[Collective]) -> None:
     """Play the ranks, all of which bring the same: additions are spread evenly over them."""
-    name, ranks = at.op.attrs["collective"], at.attr("ranks")
+    name, ranks = at.kind.collective, at.of(at.kind.ranks)
     x = at.operands[0]
     additions = 0
     first = at.result().array.shape[0] if at.result().array.ndim else 1

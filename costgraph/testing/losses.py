@@ -8,20 +8,31 @@ from typing import Any
 from hypothesis import strategies as st
 
 from ..graph.graph import Graph
+from ..graph.loop import Repeat
+from ..graph.op import OpKind
 from ..graph.sizes import known_names
 from ..graph.tensor import Tensor
 from ..nn.losses import cross_entropy
-from ..ops.pointwise import FUNCTIONS, cast, pointwise
-from ..ops.reduce import reduce
+from ..ops.blocks import Kernel
+from ..ops.contraction import Einsum
+from ..ops.fill import Assign, Pad
+from ..ops.index import Gather, Scatter
+from ..ops.moves import Concat, Expand, Rearrange, Slice
+from ..ops.pointwise import FUNCTIONS, Pointwise, cast, pointwise
+from ..ops.pooling import Pool
+from ..ops.reduce import Reduce, reduce
+from ..ops.stated import Transfer
+from ..ops.stochastic import Dropout
 from .bodies import _grow
+from .kinds import Named, kind_of
 from .sketch import Case, Sketch
 
 __all__ = ["losses"]
 
 #: Kinds of ops that a gradient goes through.
-_KINDS = (
-    "einsum", "einsum", "pointwise", "pointwise", "pointwise", "reduce", "rearrange", "slice", "expand", "concat",
-    "gather", "scatter", "dropout", "pool", "pad", "assign", "kernel", "repeat", "repeat", "transfer",
+_KINDS: tuple[type[OpKind], ...] = (
+    Einsum, Einsum, Pointwise, Pointwise, Pointwise, Reduce, Rearrange, Slice, Expand, Concat, Gather, Scatter, Dropout,
+    Pool, Pad, Assign, Kernel, Repeat, Repeat, Transfer,
 )  # fmt: skip
 #: Elementwise functions of numbers of either sign, with a gradient at almost all of them.
 _FUNCTIONS = (
@@ -61,7 +72,7 @@ def _scalar(s: Sketch, t: Tensor) -> Tensor:
 def _is_last(t: Tensor) -> bool:
     """Whether a loop ends with a tensor: a state that nobody need read."""
     op = t.producer
-    return op is not None and op.loop is not None and t in op.results[: op.attrs["carries"]]
+    return op is not None and op.loop is not None and t in op.loop.lasts
 
 
 def _loss(s: Sketch) -> Tensor:
@@ -78,7 +89,7 @@ def _loss(s: Sketch) -> Tensor:
 
 
 @st.composite
-def _drawn(draw: Callable[[Any], Any], most: int, kinds: Sequence[str], must: str | None) -> Case:
+def _drawn(draw: Callable[[Any], Any], most: int, kinds: Sequence[type[OpKind]], must: type[OpKind] | None) -> Case:
     with Graph("drawn", dtype="fp32") as graph:
         s = _Trained(draw, graph)
         s.kinds, s.functions = kinds, [n for n in _FUNCTIONS if n in FUNCTIONS]
@@ -90,17 +101,17 @@ def _drawn(draw: Callable[[Any], Any], most: int, kinds: Sequence[str], must: st
     return Case(graph, {name: s.point[name] for name in sorted(known_names(graph))})
 
 
-def losses(most: int = 5, kinds: Sequence[str] = (), *, around: str | None = None) -> st.SearchStrategy[Case]:
+def losses(most: int = 5, kinds: Sequence[Named] = (), *, around: Named | None = None) -> st.SearchStrategy[Case]:
     """Draw graphs with one scalar output, whose parameters and some of whose inputs want gradients.
 
     Parameters
     ----------
     most : int
         Most ops at the outermost level, what makes the loss of them aside.
-    kinds : sequence of str
-        Kinds of ops; by default those that a gradient goes through: contractions, elementwise functions, reductions,
-        views, lookups, windows, kernels and loops, in place where it is drawn so.
-    around : str, optional
+    kinds : sequence of subclasses of OpKind or str
+        Kinds of ops or their names; by default those that a gradient goes through: contractions, elementwise functions,
+        reductions, views, lookups, windows, kernels and loops, in place where it is drawn so.
+    around : subclass of OpKind or str, optional
         A kind of which there is one op at least.
 
     Returns
@@ -109,4 +120,5 @@ def losses(most: int = 5, kinds: Sequence[str] = (), *, around: str | None = Non
         (graph, point): every dimension of the graph has a size in `point`. `costgraph.backward` may still refuse it,
         such as where an op in place overwrites what a gradient reads.
     """
-    return _drawn(most, tuple(kinds) or _KINDS, around)
+    must = None if around is None else kind_of("losses", around)
+    return _drawn(most, [kind_of("losses", k) for k in kinds] or _KINDS, must)

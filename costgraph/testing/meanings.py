@@ -4,44 +4,56 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import combinations, product
-from typing import Any
+from math import prod
+from typing import Any, TypeVar
 
 import numpy as np
 
 from ..errors import GraphError, UnsupportedError
+from ..graph.op import OpKind
 from ..notation.pattern import Affine, Axes, Pattern
+from ..ops.contraction import Einsum
+from ..ops.index import Arange
+from ..ops.moves import Concat, Expand, Rearrange, Slice
+from ..ops.pointwise import Pointwise
+from ..ops.pooling import Pool, Unpool, Windowed
+from ..ops.reduce import Reduce
 from ..ops.registry import adding
+from ..ops.stacks import Empty
+from ..ops.stated import Transfer
+from ..ops.stochastic import Dropout
 from .arithmetic import FUNCTIONS, Number, Tally
 from .values import At, Point, Value, sees
 
-__all__ = ["MEANINGS", "Meaning", "meaning"]
+__all__ = ["MEANINGS", "Meaning", "meaning", "scalars"]
 
-Meaning = Callable[[At], None]
+K = TypeVar("K", bound=OpKind)
+Meaning = Callable[[At[Any]], None]
 
-#: What each op kind without a body does, by its name.
-MEANINGS: dict[str, Meaning] = {}
+#: What ops of each kind without a body do.
+MEANINGS: dict[type[OpKind], Meaning] = {}
 
 
-def meaning(kind: str) -> Callable[[Meaning], Meaning]:
+def meaning(*kinds: type[K]) -> Callable[[Callable[[At[K]], None]], Callable[[At[K]], None]]:
     """Say what an op kind does, index point by index point, so that the laws can hold it to its record.
 
     Parameters
     ----------
-    kind : str
-        Name of the op kind.
+    *kinds : subclass of OpKind
+        Of which ops it is said.
 
     Returns
     -------
     callable
-        Decorator of a function of `At`: `at.read(operand, *index)`, `at.number(operand, *index)`,
-        `at.write(value, *index)`, `at.attr(name)` and `at.tally`.
+        Decorator of a function of `At`: `at.kind` is the record, `at.of(at.kind.size)` puts numbers into one of its
+        facts; `at.read(operand, *index)`, `at.number(operand, *index)`, `at.write(value, *index)` and `at.tally`.
 
     Raises
     ------
     GraphError
         If the kind has a meaning already.
     """
-    return adding(MEANINGS, "a meaning", kind)
+    return adding(MEANINGS, "a meaning", *kinds)
 
 
 # -- contractions ------------------------------------------------------------------------------------------------
@@ -67,10 +79,9 @@ def _inside(index: Point, shape: Point) -> bool:
     return all(0 <= i < n for i, n in zip(index, shape, strict=True))
 
 
-@meaning("einsum")
-def _einsum(at: At) -> None:
-    pattern, extents = at.op.attrs["pattern"], at.attr("extents")
-    restriction = at.op.attrs.get("domain")
+@meaning(Einsum)
+def _einsum(at: At[Einsum]) -> None:
+    pattern, extents, restriction = at.kind.pattern, at.of(at.kind.extents), at.kind.domain
     overlapping = any(isinstance(d, Affine) and len(d.terms) > 1 for d in pattern.result)
     summed = overlapping or bool(set(extents) - set(pattern.result_names))
     array = at.result().array
@@ -94,12 +105,12 @@ def _einsum(at: At) -> None:
     own = {d.names for d in pattern.result if isinstance(d, Axes)}
     if restriction is None or not {(n,) for n in restriction[1:]} <= own:
         _fill_unreached(at)
-    if "orders" in at.op.attrs:
+    if at.kind.orders is not None:
         cheapest = _cheapest([set(_names(d)) for d in pattern.operands], set(pattern.result_names), extents)
         at.tally = Tally(cheapest, cheapest) if summed else Tally(pointwise=cheapest)
 
 
-def _fill_unreached(at: At) -> None:
+def _fill_unreached(at: At[OpKind]) -> None:
     """Sums of no term are 0: rows of a domain that see nothing, places that no index reaches, written all the same."""
     v = at.result()
     written = at.written_at.get(v.buffer, set())
@@ -108,7 +119,7 @@ def _fill_unreached(at: At) -> None:
             at.write(0.0, *index)
 
 
-def _charge(at: At, summed: bool) -> None:
+def _charge(at: At[OpKind], summed: bool) -> None:
     """Count a multiply and an add for an index point, a product alone where nothing is summed."""
     if summed:
         at.tally.matmul += 2
@@ -143,20 +154,21 @@ def _flat(pattern: Pattern, index: Point, shape: Point) -> int:
     return out
 
 
-@meaning("unpool")
-def _unpool(at: At) -> None:
+def _window(kind: Windowed, extents: Mapping[str, int]) -> int:
+    return prod(n for name, n in extents.items() if name not in kind.pattern.result_names)
+
+
+@meaning(Unpool)
+def _unpool(at: At[Unpool]) -> None:
     """Give the gradient of each window to the place of its maximum, or a share of it to every element."""
-    pattern, extents = at.op.attrs["pattern"], at.attr("extents")
-    out = at.result().array
+    pattern, extents = at.kind.pattern, at.of(at.kind.extents)
+    out, window = at.result().array, _window(at.kind, extents)
     out[...] = 0
-    window = 1
-    for name in extents:
-        window *= 1 if name in pattern.result_names else extents[name]
     for point in _index_points(extents):
         index = tuple(_place(d, point, extents) for d in pattern.operands[0])
         to = tuple(_place(d, point, extents) for d in pattern.result)
         share = at.read(0, *to)
-        if at.op.attrs["operation"] == "mean":
+        if at.kind.operation == "mean":
             share /= window
         elif at.read(2, *to) != _flat(pattern, index, out.shape):
             share = 0.0
@@ -166,20 +178,17 @@ def _unpool(at: At) -> None:
     _fill_unreached(at)
 
 
-@meaning("pool")
-def _pool(at: At) -> None:
-    pattern, extents = at.op.attrs["pattern"], at.attr("extents")
+@meaning(Pool)
+def _pool(at: At[Pool]) -> None:
+    pattern, extents = at.kind.pattern, at.of(at.kind.extents)
     out, shape = at.result().array, at.operands[0].array.shape
-    largest = at.op.attrs["operation"] == "max"
-    window = 1
-    for name in extents:
-        window *= 1 if name in pattern.result_names else extents[name]
+    largest, window = at.kind.operation == "max", _window(at.kind, extents)
     for point in _index_points(extents):
         index = tuple(_place(d, point, extents) for d in pattern.operands[0])
         to = tuple(_place(d, point, extents) for d in pattern.result)
         x = at.read(0, *index) if _inside(index, shape) else (-np.inf if largest else 0.0)
         old = out[to]
-        if at.op.attrs.get("indices") and (np.isnan(old) or x > old):
+        if at.kind.indices and (np.isnan(old) or x > old):
             at.write(_flat(pattern, index, shape), *to, to=1)
         new = (x if np.isnan(old) else max(old, x)) if largest else x / window + (0 if np.isnan(old) else old)
         at.write(new, *to)
@@ -195,7 +204,7 @@ def _aligned(index: Point, shape: Point) -> Point:
     return tuple(0 if n == 1 else i for i, n in zip(tail, shape, strict=True))
 
 
-def _common(at: At, result: Value) -> Iterator[Point]:
+def _common(at: At[OpKind], result: Value) -> Iterator[Point]:
     """Yield the index points of the result at which every operand holds something."""
     partial = [v for v in at.operands if not v.whole]
     for index in result.index():
@@ -203,7 +212,7 @@ def _common(at: At, result: Value) -> Iterator[Point]:
             yield index
 
 
-def _like(at: At) -> Any:
+def _like(at: At[OpKind]) -> Any:
     """Let NumPy lay out the result of its own elementwise functions on these operands.
 
     Where two operands have their axes in different orders, NumPy prefers that of C, and torch, which the library
@@ -218,10 +227,16 @@ def _like(at: At) -> Any:
     return np.nditer([*arrays, None], op_flags=flags, order="K").operands[-1]
 
 
-@meaning("pointwise")
-def _pointwise(at: At) -> None:
-    name = at.op.attrs["function"].name
-    if at.op.kind.overwrites():
+def scalars(at: At[Pointwise]) -> tuple[Any, ...]:
+    """Return the numbers of an elementwise op, None where an operand stands."""
+    number = float if at.kind.numbers == "float" else lambda n: n
+    return tuple(n if n is None else number(n) for n in at.of(at.kind.scalars) or (None,) * len(at.operands))
+
+
+@meaning(Pointwise)
+def _pointwise(at: At[Pointwise]) -> None:
+    name = at.kind.function.name
+    if at.kind.overwrites():
         at.made[0] = at.operands[0]
     if name in ("causal_mask", "causal_mask_backward"):
         _mask(at, 0.0 if name.endswith("backward") else -np.inf)
@@ -229,7 +244,7 @@ def _pointwise(at: At) -> None:
     if name not in FUNCTIONS:
         raise UnsupportedError(f"function {name!r} has no meaning, expected one from costgraph.testing.function")
     result = at.result(like=_like(at))
-    template = at.scalars()
+    template = scalars(at)
     for index in _common(at, result):
         given, operands = [], iter(enumerate(at.operands))
         for scalar in template:
@@ -241,8 +256,8 @@ def _pointwise(at: At) -> None:
         at.write(FUNCTIONS[name](*given), *index)
 
 
-def _mask(at: At, hidden: float) -> None:
-    domain = at.op.attrs.get("masked")
+def _mask(at: At[Pointwise], hidden: float) -> None:
+    domain = at.kind.masked
     window = None if domain is None or domain.window is None else at.sizes(domain.window)
     result = at.result(like=_like(at))
     *_, queries, keys = result.array.shape
@@ -253,9 +268,9 @@ def _mask(at: At, hidden: float) -> None:
         at.write(x.once(x.value if seen else hidden), *index)
 
 
-@meaning("dropout")
-def _dropout(at: At) -> None:
-    p = at.op.attrs["p"]
+@meaning(Dropout)
+def _dropout(at: At[Dropout]) -> None:
+    p = at.kind.p
     like = _like(at)
     result, _ = at.result(0, like), at.result(1, like)
     draw = np.random.default_rng(0)
@@ -277,9 +292,9 @@ _STEPS: dict[str, tuple[float, Callable[[Any, Any], Any]]] = {
 }
 
 
-@meaning("reduce")
-def _reduce(at: At) -> None:
-    pattern, operation = at.op.attrs["pattern"], at.op.attrs["operation"]
+@meaning(Reduce)
+def _reduce(at: At[Reduce]) -> None:
+    pattern, operation = at.kind.pattern, at.kind.operation
     names = [d.names[0] if d.names else None for d in pattern.operands[0]]
     places = [names.index(d.names[0]) if d.names else None for d in pattern.result]
     kept: dict[Point, list[Any]] = {}
@@ -305,15 +320,15 @@ def _reduced(operation: str, elements: list[Any]) -> Any:
 # -- moving elements ---------------------------------------------------------------------------------------------
 
 
-@meaning("rearrange")
-def _rearrange(at: At) -> None:
+@meaning(Rearrange)
+def _rearrange(at: At[Rearrange]) -> None:
     """Move axes; what is no view of the operand is copied element by element."""
-    split, order, merged = at.attr("split"), at.op.attrs["order"], at.attr("merged")
+    split, order, merged = at.of(at.kind.split), at.kind.order, at.of(at.kind.merged)
 
     def moved(array: Any) -> Any:
         return array.reshape(split).transpose(order).reshape(merged)
 
-    result, v = at.view(moved), at.operands[0]
+    result, v = at.view(moved, copy=at.kind.copy), at.operands[0]
     if result.buffer is v.buffer:
         return
     where = np.empty(v.array.shape, dtype=object)
@@ -325,9 +340,9 @@ def _rearrange(at: At) -> None:
             at.write(at.read(0, *where[index]), *index)
 
 
-@meaning("slice")
-def _slice(at: At) -> None:
-    axis, start, size, step = (at.attr(n) for n in ("axis", "start", "size", "step"))
+@meaning(Slice)
+def _slice(at: At[Slice]) -> None:
+    axis, start, size, step = at.kind.axis, at.of(at.kind.start), at.of(at.kind.size), at.kind.step
     array = at.operands[0].array
     if not 0 <= start <= start + (size - 1) * step < array.shape[axis]:
         raise GraphError(f"slice {at.op.name!r} of {array.shape}: {size} from {start} by {step} lie outside")
@@ -335,9 +350,9 @@ def _slice(at: At) -> None:
     at.view(lambda array: array[key])
 
 
-@meaning("expand")
-def _expand(at: At) -> None:
-    kept, sizes = at.op.attrs["kept"], at.attr("sizes")
+@meaning(Expand)
+def _expand(at: At[Expand]) -> None:
+    kept, sizes, domain = at.kind.kept, at.of(at.kind.sizes), at.kind.domain
     places = [k for k in kept if k is not None]
     index = tuple(None if k is None else slice(None) for k in kept)
 
@@ -350,31 +365,31 @@ def _expand(at: At) -> None:
         return np.lib.stride_tricks.as_strided(array, sizes, strides)
 
     made = at.view(repeated)
-    if at.op.attrs.get("domain") is not None:  # a gradient of which a part is wanted
-        at.made[0] = Value(made.array, made.buffer, at.sizes.seen(at.op.attrs["domain"], sizes))
+    if domain is not None:  # a gradient of which a part is wanted
+        at.made[0] = Value(made.array, made.buffer, at.sizes.seen(domain, sizes))
 
 
-@meaning("concat")
-def _concat(at: At) -> None:
-    axis, done = at.op.attrs["axis"], 0
+@meaning(Concat)
+def _concat(at: At[Concat]) -> None:
+    axis, done = at.kind.axis, 0
     for i, v in enumerate(at.operands):
         for index in v.points():
             at.write(at.read(i, *index), *index[:axis], index[axis] + done, *index[axis + 1 :])
         done += v.array.shape[axis]
 
 
-@meaning("transfer")
-def _transfer(at: At) -> None:
+@meaning(Transfer)
+def _transfer(at: At[Transfer]) -> None:
     for index in at.operands[0].points():
         at.write(at.read(0, *index), *index)
 
 
-@meaning("arange")
-def _arange(at: At) -> None:
-    for i in range(at.attr("size")):
-        at.write(at.attr("start", 0) + i, i)
+@meaning(Arange)
+def _arange(at: At[Arange]) -> None:
+    for i in range(at.of(at.kind.size)):
+        at.write(at.of(at.kind.start) + i, i)
 
 
-@meaning("empty")
-def _empty(at: At) -> None:
+@meaning(Empty)
+def _empty(at: At[Empty]) -> None:
     at.result()

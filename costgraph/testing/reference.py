@@ -9,17 +9,25 @@ from typing import Any
 
 import numpy as np
 
+from ..graph.op import OpKind
+from ..ops.contraction import Einsum
+from ..ops.index import Arange, Gather, Scatter
+from ..ops.moves import Concat, Rearrange
+from ..ops.pointwise import Pointwise
+from ..ops.pooling import Pool
+from ..ops.reduce import Reduce
+from ..ops.stated import Collective, Transfer
 from .arithmetic import erf
-from .meanings import MEANINGS, Meaning
+from .meanings import MEANINGS, Meaning, scalars
 from .values import Array, At, Value, sees
 
 __all__ = ["REFERENCE"]
 
 
-def _whole(function: Callable[[At], Array]) -> Meaning:
+def _whole(function: Callable[[At[Any]], Array]) -> Meaning:
     """Write a whole array into the first result, where it holds anything."""
 
-    def run(at: At) -> None:
+    def run(at: At[OpKind]) -> None:
         found = function(at)
         result = at.result()
         _put(result, np.broadcast_to(found, result.array.shape), at.sizes.held(at.op.results[0]))
@@ -49,10 +57,10 @@ def _filled(v: Value, fill: float) -> Array:
 # -- contractions ------------------------------------------------------------------------------------------------
 
 
-def _windows(at: At, i: int, letters: Mapping[str, str], fill: float) -> tuple[Array, str]:
+def _windows(at: At[Einsum | Pool], i: int, letters: Mapping[str, str], fill: float) -> tuple[Array, str]:
     """Return an operand with one axis for each name, windows cut out by NumPy's indexing, and these as letters."""
-    dims, shape = at.op.attrs["pattern"].operands[i], at.operands[i].array.shape
-    names, places, outside = _grid(dims, at.attr("extents"), shape)
+    dims, shape = at.kind.pattern.operands[i], at.operands[i].array.shape
+    names, places, outside = _grid(dims, at.of(at.kind.extents), shape)
     array = _filled(at.operands[i], 0.0)[tuple(places)] if places else at.operands[i].array
     return np.where(outside, fill, array), "".join(letters[n] for n in names)
 
@@ -74,12 +82,12 @@ def _grid(
     return names, places, outside
 
 
-def _einsum(at: At) -> Array:
-    pattern, extents = at.op.attrs["pattern"], at.attr("extents")
+def _einsum(at: At[Einsum]) -> Array:
+    pattern, extents = at.kind.pattern, at.of(at.kind.extents)
     letters = dict(zip(extents, ascii_letters, strict=False))
     operands = [_windows(at, i, letters, 0.0) for i in range(len(pattern.operands))]
-    if at.op.attrs.get("domain") is not None:
-        domain, q, k = at.op.attrs["domain"]
+    if at.kind.domain is not None:
+        domain, q, k = at.kind.domain
         window = None if domain.window is None else at.sizes(domain.window)
         rows, columns = extents[q], extents[k]
         seen = [[sees(domain, window, s, t, rows, columns) for t in range(columns)] for s in range(rows)]
@@ -87,19 +95,19 @@ def _einsum(at: At) -> Array:
     shape = at.result().array.shape
     names, places, outside = _grid(pattern.result, extents, shape)
     result = "".join(letters[n] for n in names)
-    if "sizes" in at.op.attrs:  # names that stand on the right side alone: ones to multiply with
+    if at.kind.sizes is not None:  # names that stand on the right side alone: ones to multiply with
         operands += [(np.ones(extents[n]), letters[n]) for n in names]
     made = np.einsum(",".join(text for _, text in operands) + "->" + result, *(array for array, _ in operands))
-    if "sizes" not in at.op.attrs:
+    if at.kind.sizes is None:
         return np.asarray(made).reshape(shape)
     out = np.zeros(shape)
     np.add.at(out, tuple(p[~outside] for p in places), made[~outside])
     return out
 
 
-def _pool(at: At) -> Array:
-    pattern, extents = at.op.attrs["pattern"], at.attr("extents")
-    largest = at.op.attrs["operation"] == "max"
+def _pool(at: At[Pool]) -> Array:
+    pattern, extents = at.kind.pattern, at.of(at.kind.extents)
+    largest = at.kind.operation == "max"
     windows, _ = _windows(at, 0, dict(zip(extents, ascii_letters, strict=False)), -np.inf if largest else 0.0)
     names = list(dict.fromkeys(n for d in pattern.operands[0] for n in d.names))
     axes = tuple(i for i, n in enumerate(names) if n not in pattern.result_names)
@@ -148,18 +156,18 @@ _NUMPY |= {
 }  # fmt: skip
 
 
-def _pointwise(at: At) -> Array:
-    name = at.op.attrs["function"].name
+def _pointwise(at: At[Pointwise]) -> Array:
+    name = at.kind.function.name
     hidden = 0.0 if name == "causal_mask_backward" else np.nan
     arrays = iter([_filled(v, hidden) for v in at.operands])
-    template = at.scalars()
-    if at.op.kind.overwrites():
+    template = scalars(at)
+    if at.kind.overwrites():
         at.made[0] = at.operands[0]
     given = [next(arrays) if s is None else s for s in template]
     if not name.startswith("causal_mask"):
         return np.asarray(_NUMPY[name](*given), dtype=float)
     rows, columns = given[0].shape[-2:]
-    domain = at.op.attrs.get("masked")
+    domain = at.kind.masked
     if domain is None:
         return np.asarray(given[0])
     window = None if domain.window is None else at.sizes(domain.window)
@@ -170,14 +178,14 @@ def _pointwise(at: At) -> Array:
     return np.where(seen, given[0], 0.0 if name.endswith("backward") else -np.inf)
 
 
-def _function(at: At) -> None:
+def _function(at: At[Pointwise]) -> None:
     # of a function of one's own NumPy knows nothing
-    name = at.op.attrs["function"].name
-    (_whole(_pointwise) if name in _NUMPY or name.startswith("causal_mask") else MEANINGS["pointwise"])(at)
+    name = at.kind.function.name
+    (_whole(_pointwise) if name in _NUMPY or name.startswith("causal_mask") else MEANINGS[Pointwise])(at)
 
 
-def _reduce(at: At) -> Array:
-    pattern, operation = at.op.attrs["pattern"], at.op.attrs["operation"]
+def _reduce(at: At[Reduce]) -> Array:
+    pattern, operation = at.kind.pattern, at.kind.operation
     names = [d.names[0] if d.names else None for d in pattern.operands[0]]
     kept = [d.names[0] for d in pattern.result if d.names]
     axes = tuple(i for i, n in enumerate(names) if n not in kept)
@@ -197,64 +205,72 @@ def _reduce(at: At) -> Array:
 # -- moving elements ---------------------------------------------------------------------------------------------
 
 
-def _rearrange(at: At) -> None:
-    x, split, order, merged = at.operands[0], at.attr("split"), at.op.attrs["order"], at.attr("merged")
+def _rearrange(at: At[Rearrange]) -> None:
+    x, split, order, merged = at.operands[0], at.of(at.kind.split), at.kind.order, at.of(at.kind.merged)
 
     def moved(array: Array) -> Array:
         return array.reshape(split).transpose(order).reshape(merged)
 
-    result = at.view(moved)
+    result = at.view(moved, copy=at.kind.copy)
     if result.buffer is not x.buffer:
         _put(result, moved(x.array), moved(_held(x)))
 
 
-def _gather(at: At) -> Array:
+def _gather(at: At[Gather]) -> Array:
     table, ids = (v.array for v in at.operands)
-    if at.op.attrs["mode"] == "along":
+    if at.kind.mode == "along":
         return np.take_along_axis(table, ids.astype(int) % table.shape[-1], -1)
     return np.take(table, ids.astype(int), axis=0, mode="wrap")
 
 
-def _scatter(at: At) -> Array:
+def _scatter(at: At[Scatter]) -> Array:
     target, ids, updates = (v.array for v in at.operands)
-    if at.op.kind.overwrites():
+    if at.kind.overwrites():
         at.made[0] = at.operands[0]
     out = np.array(target)
-    if at.op.attrs.get("along"):
+    if at.kind.along:
         places = (*np.indices(ids.shape)[:-1], ids.astype(int) % target.shape[-1])
-        if at.op.attrs["mode"] == "add":
+        if at.kind.mode == "add":
             np.add.at(out, places, updates)
         else:
             out[places] = updates
         return out
     rows = ids.astype(int) % target.shape[0]
-    if at.op.attrs["mode"] == "add":
+    if at.kind.mode == "add":
         np.add.at(out, rows, updates)
     else:
         out[rows] = updates
     return out
 
 
-def _collective(at: At) -> Array:
-    name, ranks, x = at.op.attrs["collective"], at.attr("ranks"), at.operands[0].array
+def _collective(at: At[Collective]) -> Array:
+    name, ranks, x = at.kind.collective, at.of(at.kind.ranks), at.operands[0].array
     if name == "all_gather":
         return np.concatenate([x] * ranks) if x.ndim else x
     total = x * ranks if name in ("all_reduce", "reduce_scatter") else x
     return np.split(total, ranks)[0] if name == "reduce_scatter" and x.ndim else total
 
 
+def _arange(at: At[Arange]) -> Array:
+    return np.asarray(at.of(at.kind.start) + np.arange(at.of(at.kind.size), dtype=float))
+
+
+def _concat(at: At[Concat]) -> Array:
+    return np.concatenate([v.array for v in at.operands], at.kind.axis)
+
+
 #: What op kinds do, by NumPy's whole-array functions; of others the interpreter's own meaning stands.
-REFERENCE: dict[str, Meaning] = {
-    "einsum": _whole(_einsum),
+REFERENCE: dict[type[OpKind], Meaning] = {
+    Einsum: _whole(_einsum),
     # where the maxima are, NumPy does not say
-    "pool": lambda at: (MEANINGS["pool"] if at.op.attrs.get("indices") else _whole(_pool))(at),
-    "pointwise": _function,
-    "reduce": _whole(_reduce),
-    "rearrange": _rearrange,
-    "concat": _whole(lambda at: np.concatenate([v.array for v in at.operands], at.op.attrs["axis"])),
-    "transfer": _whole(lambda at: at.operands[0].array),
-    "arange": _whole(lambda at: at.attr("start", 0) + np.arange(at.attr("size"), dtype=float)),
-    "gather": _whole(_gather),
-    "scatter": _whole(_scatter),
-    "collective": _whole(_collective),
+    Pool: lambda at: (MEANINGS[Pool] if at.kind.indices else _whole(_pool))(at),
+    Pointwise: _function,
+    Reduce: _whole(_reduce),
+    Rearrange: _rearrange,
+    Concat: _whole(_concat),
+    Transfer: _whole(lambda at: at.operands[0].array),
+    Arange: _whole(_arange),
+    Gather: _whole(_gather),
+    Scatter: _whole(_scatter),
+    Collective: _whole(_collective),
 }

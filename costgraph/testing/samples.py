@@ -4,43 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import prod
 from typing import Any
 
 from ..algebra.polynomial import ZERO, poly
 from ..algebra.symbols import dims
 from ..graph.graph import apply
+from ..graph.op import OpKind
 from ..graph.tensor import Tensor
-from ..nn.conv import conv, pool
-from ..notation.pattern import parse_pattern
+from ..nn.conv import pool
 from ..ops.aten import Aten
 from ..ops.contraction import Einsum
-from ..ops.einsum import contract, einsum
-from ..ops.index import arange, gather, scatter, take_along
+from ..ops.index import Arange, Gather, Scatter, arange, gather, scatter, take_along
 from ..ops.layout import concat, contiguous_copy, expand, index, rearrange, reshape, slice_axis
-from ..ops.pointwise import FUNCTIONS, cast, pointwise
-from ..ops.reduce import REDUCTIONS, reduce
+from ..ops.moves import Concat, Expand, Rearrange, Slice
+from ..ops.pointwise import FUNCTIONS, Pointwise, cast, pointwise
+from ..ops.pooling import Pool
+from ..ops.reduce import REDUCTIONS, Reduce, reduce
 from ..ops.registry import adding
 from ..ops.stacks import Empty
-from ..ops.stated import COLLECTIVES, collective, opaque, transfer
-from ..ops.stochastic import dropout
-from .sketch import LARGEST, MOST_POINTS, Sketch, together
+from ..ops.stated import COLLECTIVES, Collective, Opaque, Transfer, collective, opaque, transfer
+from ..ops.stochastic import Dropout, dropout
+from .contractions import contraction, merged, names_of
+from .sketch import LARGEST, Sketch, together
 
 __all__ = ["SAMPLES", "Sample", "sample"]
 
 Sample = Callable[[Sketch], Sequence[Tensor]]
 
-#: How to draw an op of each kind, by its name.
-SAMPLES: dict[str, Sample] = {}
+#: How to draw an op of each kind.
+SAMPLES: dict[type[OpKind], Sample] = {}
 
 
-def sample(kind: str) -> Callable[[Sample], Sample]:
+def sample(kind: type[OpKind]) -> Callable[[Sample], Sample]:
     """Say how to draw an op of a kind, so that the laws can hold it on inputs that nobody chose.
 
     Parameters
     ----------
-    kind : str
-        Name of the op kind.
+    kind : subclass of OpKind
+        Of which ops it is said.
 
     Returns
     -------
@@ -56,148 +57,24 @@ def sample(kind: str) -> Callable[[Sample], Sample]:
     return adding(SAMPLES, "a sample", kind)
 
 
-def _names(count: int, first: str = "a") -> list[str]:
-    return [f"{first}{i}" for i in range(count)]
-
-
 # -- contractions ------------------------------------------------------------------------------------------------
 
 
-@sample("einsum")
-def _einsum(s: Sketch) -> Sequence[Tensor]:
-    return s.one_of([_product, _product, _product, _windows, _restricted, _convolution, _spread])(s)
+sample(Einsum)(contraction)
 
 
-def _product(s: Sketch) -> Sequence[Tensor]:
-    """Two or three operands that share some axes, in any order, merged and split."""
-    operands = [s.tensor(lambda t: s.elements(t) <= 30)]
-    known: dict[str, Any] = {}
-    patterns = [_named(s, operands[0], known)]
-    for _ in range(s.one_of([1, 1, 1, 2])):
-        fits = s.others(lambda t: all(together(t.dtype, o.dtype) for o in operands))
-        kept = s.some(list(known), 0)[:2]
-        shape = (*(known[n] for n in kept), *s.shape(s.number(0, 1), 6))
-        least = min(operands, key=lambda o: o.dtype.bits)
-        other = s.one_of(fits) if fits and s.chance(1) else s.fresh(shape, s.partner(least))
-        before = dict(known)
-        pattern = _named(s, other, known, kept)
-        if prod(map(s.value, known.values())) > MOST_POINTS:
-            known.clear()
-            known.update(before)
-            continue
-        operands.append(other)
-        patterns.append(pattern)
-    if len(operands) == 1:
-        operands.append(s.fresh((), s.partner(operands[0])))
-        patterns.append([])
-    left = s.some(list(known))
-    while prod(s.value(known[n]) for n in left) > LARGEST:
-        left.pop()
-    result = _merged(s, s.order(left))
-    return [einsum(*operands, f"{', '.join(' '.join(p) for p in patterns)} -> {' '.join(result)}")]
-
-
-def _named(s: Sketch, t: Tensor, known: dict[str, Any], shared: Sequence[str] = ()) -> list[str]:
-    """Name the axes of an operand: as one of the same size is named already, or anew."""
-    out: list[str] = []
-    for size in t.sizes:
-        same = [n for n, k in known.items() if poly(k) == size and (n not in out or s.chance(4))]
-        wanted = [n for n in same if n in shared]
-        name = s.one_of(wanted or same) if same and (wanted or s.chance(1)) else f"a{len(known)}"
-        known.setdefault(name, size)
-        out.append(name)
-    return out
-
-
-def _merged(s: Sketch, names: Sequence[str]) -> list[str]:
-    if len(names) > 1 and s.chance(2):
-        at = s.number(0, len(names) - 2)
-        return [*names[:at], f"({names[at]} {names[at + 1]})", *names[at + 2 :]]
-    return list(names)
-
-
-def _windows(s: Sketch) -> Sequence[Tensor]:
-    """A window that slides over one axis, by an index such as a*2+r*3-1."""
-    width, stride, dilation = s.number(1, 4), s.number(1, 3), s.number(1, 3)
-    reach = (width - 1) * dilation
-    padding = s.number(0, reach)
-    batch, length = s.shape(s.number(0, 1), 5), s.size()
-    if s.value(length) + 2 * padding - reach < 1:
-        length = poly(length).expr + reach
-    x = s.fresh((*batch, length), s.one_of(["fp32", "bf16"]))
-    if x.ndim == 2 and s.chance(1):
-        x = rearrange(rearrange(x, "a b -> b a"), "b a -> a b")
-    w = s.fresh((width,), "fp32")
-    at = "+".join(s.order([f"o*{stride}", f"r*{dilation}"])) + (f"-{padding}" if padding else "")
-    names = _names(len(batch))
-    kept = s.order([*names, "o"]) if s.chance(1) else names
-    return [einsum(x, w, f"{' '.join([*names, at])}, r -> {' '.join(kept)}")]
-
-
-def _convolution(s: Sketch) -> Sequence[Tensor]:
-    width, padding = s.number(1, 3), s.number(0, 1)
-    groups = s.one_of([1, 1, 2])
-    shape = (s.size(), groups * s.number(1, 2), *(s.number(width, width + 2) for _ in range(s.number(1, 2))))
-    spread = "h w"[: 2 * len(shape) - 5]
-    if s.value(shape[0]) * prod(shape[1:]) > LARGEST:
-        shape = (1, *shape[1:])
-    x = s.fresh(shape, "fp32", "input")
-    y = conv(
-        x,
-        f"b c {spread} -> b o {spread}",
-        window=(width,) * (len(shape) - 2),
-        stride=s.number(1, 2),
-        padding=min(padding, width),
-        groups=groups,
-        bias=s.chance(2),
-        o=2 * groups,
-    )
-    return [y]
-
-
-def _spread(s: Sketch) -> Sequence[Tensor]:
-    """What the gradient of a window or a diagonal is: an index or a name twice in the result."""
-    x, w = s.fresh((s.size(), s.size()), "fp32"), s.fresh((s.number(1, 3),), s.one_of(["fp32", "bf16"]))
-    extents = dict(zip("nor", (*x.sizes, *w.sizes), strict=True))
-    stride, dilation, padding, left = s.number(1, 3), s.number(1, 2), s.number(0, 2), s.number(0, 2)
-    full = x.sizes[1] * stride + w.sizes[0] * dilation + left
-    index = f"o*{stride}+r*{dilation}" + (f"-{padding}" if padding else "")
-    text, sizes = s.one_of([
-        (f"n o, r -> n {index}", (x.sizes[0], full)), (f"n o, r -> {index}", (full,)),
-        ("n o, r -> n n o", (x.sizes[0], *x.sizes)),
-        (f"n o, r -> (n r) o*{stride + 1}", (x.sizes[0] * w.sizes[0], x.sizes[1] * (stride + 1) + left)),
-    ])  # fmt: skip
-    kind = Einsum(pattern=parse_pattern(text, scattered=True), extents=extents, dtype=x.dtype, sizes=sizes)
-    return [contract([x, w], kind)]
-
-
-def _restricted(s: Sketch) -> Sequence[Tensor]:
-    """Scores of a causal or a windowed attention, and what reads them."""
-    scores = s.scores()
-    out = [scores]
-    if s.chance(1):
-        out.append(pointwise(s.one_of(["exp", "gelu", "square"]), out[-1]))
-    if s.chance(1):
-        assert scores.domain is not None
-        names = _names(scores.ndim)
-        key = names[scores.domain[2]]
-        v = s.fresh((scores.shape[scores.domain[2]], 2), "fp32")
-        out.append(einsum(out[-1], v, f"{' '.join(names)}, {key} d -> {' '.join(n for n in names if n != key)} d"))
-    elif s.chance(1):
-        out.append(reduce(out[-1], s.one_of(["... a b -> ... a", "... a b -> ... b"]), s.one_of(["sum", "max"])))
-    return out
-
-
-@sample("pool")
+@sample(Pool)
 def _pool(s: Sketch) -> Sequence[Tensor]:
     width = s.number(1, 3)
     x = s.tensor(lambda t: t.ndim >= 1 and s.value(t.sizes[-1]) >= width, (*s.shape(1, 6), s.number(width, 5)))
     operation = s.one_of(["max", "mean"])
     padding = s.number(0, width // 2)
     made = pool(x, operation, window=(width,), stride=s.number(1, 3), padding=padding)
-    if operation == "mean" or made.producer is None or s.chance(1):
+    maker = made.producer
+    if operation == "mean" or maker is None or s.chance(1):
         return [made]
-    return apply(replace(made.producer.kind, indices=True), made.producer.operands, "max_pool")[:1]
+    assert isinstance(maker.kind, Pool)
+    return apply(replace(maker.kind, indices=True), maker.operands, "max_pool")[:1]
 
 
 # -- element by element ------------------------------------------------------------------------------------------
@@ -205,7 +82,7 @@ def _pool(s: Sketch) -> Sequence[Tensor]:
 _PLAIN = sorted(name for name, f in FUNCTIONS.items() if name not in ("cast", "where", "masked_fill"))
 
 
-@sample("pointwise")
+@sample(Pointwise)
 def _pointwise(s: Sketch) -> Sequence[Tensor]:
     x = s.tensor()
     if s.chance(6):
@@ -237,15 +114,15 @@ def _beside(s: Sketch, x: Tensor) -> Tensor:
     return s.fresh(shape if s.chance(1) else x.shape, s.partner(x))
 
 
-@sample("dropout")
+@sample(Dropout)
 def _dropout(s: Sketch) -> Sequence[Tensor]:
     return [dropout(s.tensor(), s.one_of([0.1, 0.5]), mask=s.one_of(["bool", "fp32"]))]
 
 
-@sample("reduce")
+@sample(Reduce)
 def _reduce(s: Sketch) -> Sequence[Tensor]:
     x = s.tensor(lambda t: t.ndim >= 1, s.shape(s.number(1, 3)))
-    names = _names(x.ndim)
+    names = names_of(x.ndim)
     gone = s.some(names, 1)
     kept = s.order([n for n in names if n not in gone])
     if s.chance(1):
@@ -257,7 +134,7 @@ def _reduce(s: Sketch) -> Sequence[Tensor]:
 # -- moving elements ---------------------------------------------------------------------------------------------
 
 
-@sample("rearrange")
+@sample(Rearrange)
 def _rearrange(s: Sketch) -> Sequence[Tensor]:
     x = s.tensor(lambda t: t.ndim >= 1, s.shape(s.number(1, 3)))
     if s.chance(4):
@@ -274,7 +151,7 @@ def _rearrange(s: Sketch) -> Sequence[Tensor]:
             left.append(f"(a{i} b{i})")
             right += [f"a{i}", f"b{i}"]
             given[f"b{i}"] = factor
-    right = _merged(s, s.order(right) if s.chance(1) else right)
+    right = merged(s, s.order(right) if s.chance(1) else right)
     return [rearrange(x, f"{' '.join(left)} -> {' '.join(right)}", **given)]
 
 
@@ -284,7 +161,7 @@ def _divides(factor: Any, size: Any) -> bool:
     return whole and quotient != 1
 
 
-@sample("slice")
+@sample(Slice)
 def _slice(s: Sketch) -> Sequence[Tensor]:
     x = s.tensor(lambda t: t.ndim >= 1, s.shape(s.number(1, 3)))
     axis = s.axis(x)
@@ -298,10 +175,10 @@ def _slice(s: Sketch) -> Sequence[Tensor]:
     return [slice_axis(x, axis, start, s.number(1, (long - 1 - start) // step + 1), step)]
 
 
-@sample("expand")
+@sample(Expand)
 def _expand(s: Sketch) -> Sequence[Tensor]:
     x = s.tensor(lambda t: t.ndim <= 2 and s.elements(t) <= 24, s.shape(s.number(0, 2), 12))
-    names = _names(x.ndim)
+    names = names_of(x.ndim)
     new = s.one_of([2, 3, *dims("A B")])
     at = s.number(0, x.ndim)
     given = {"n": new} | {n: new for n, size in zip(names, x.sizes, strict=True) if size == 1 and s.chance(1)}
@@ -310,7 +187,7 @@ def _expand(s: Sketch) -> Sequence[Tensor]:
     return [expand(x, f"{' '.join(names)} -> {' '.join([*names[:at], 'n', *names[at:]])}", **given)]
 
 
-@sample("concat")
+@sample(Concat)
 def _concat(s: Sketch) -> Sequence[Tensor]:
     x = s.tensor(lambda t: t.ndim >= 1 and s.elements(t) <= 24, s.shape(s.number(1, 3), 24))
     axis = s.axis(x)
@@ -321,12 +198,12 @@ def _concat(s: Sketch) -> Sequence[Tensor]:
     return [concat(s.order(parts), axis)]
 
 
-@sample("transfer")
+@sample(Transfer)
 def _transfer(s: Sketch) -> Sequence[Tensor]:
     return [transfer(s.tensor())]
 
 
-@sample("empty")
+@sample(Empty)
 def _empty(s: Sketch) -> Sequence[Tensor]:
     apply(Empty(sizes=tuple(map(poly, s.shape())), dtype=s.fresh(()).dtype), [], "empty")
     return []  # nobody reads what was never written
@@ -342,7 +219,7 @@ def _ids(s: Sketch, most: int, *lead: Any) -> Tensor:
     return s.fresh((*lead, *shape) if lead else shape, s.one_of(["int64", "int32"]), "input")
 
 
-@sample("gather")
+@sample(Gather)
 def _gather(s: Sketch) -> Sequence[Tensor]:
     x = s.tensor(lambda t: t.ndim >= 1 and s.elements(t) <= 36, s.shape(s.number(1, 3), 36))
     if s.chance(1):
@@ -351,7 +228,7 @@ def _gather(s: Sketch) -> Sequence[Tensor]:
     return [take_along(x, ids)]
 
 
-@sample("scatter")
+@sample(Scatter)
 def _scatter(s: Sketch) -> Sequence[Tensor]:
     x = s.tensor(lambda t: t.ndim >= 1 and s.elements(t) <= 36, s.shape(s.number(1, 3), 36))
     along = s.chance(2)
@@ -367,13 +244,13 @@ def _scatter(s: Sketch) -> Sequence[Tensor]:
     return [scatter(x, ids, updates, mode, inplace=changes, along=along)]
 
 
-@sample("arange")
+@sample(Arange)
 def _arange(s: Sketch) -> Sequence[Tensor]:
     made = arange(s.size(), s.one_of(["int64", "int32", "fp32"]))
     return [made if made.dtype.kind == "float" else cast(made, "fp32")]
 
 
-@sample("opaque")
+@sample(Opaque)
 def _opaque(s: Sketch) -> Sequence[Tensor]:
     x, size = s.tensor(), s.size()
     amounts: dict[str, Any] = {} if s.chance(1) else dict.fromkeys(("reads", "writes"), 8 * size)
@@ -381,16 +258,26 @@ def _opaque(s: Sketch) -> Sequence[Tensor]:
     return [opaque("stated", [x], (size,), workspace=s.one_of([0, 64, 16 * size]), **amounts)]
 
 
-@sample("aten")
+@sample(Aten)
 def _aten(s: Sketch) -> Sequence[Tensor]:
     x, n = s.tensor(), poly(s.size())
-    call: dict[str, Any] = {"target": "relu.default", "arguments": ({"operand": 0},), "keywords": {}, "places": (0,)}
-    call |= dict.fromkeys(("matmul", "pointwise", "transcendental"), n) | {"full": 2 * n, "workspace": poly(8)}
-    call |= {"outputs": (((n,), x.dtype, None, None, ZERO),), "reads": s.one_of([None, (8 * n,)]), "writes": None}
-    return apply(Aten(**call), [x], "relu")
+    kind = Aten(
+        target="relu.default",
+        arguments=({"operand": 0},),
+        keywords={},
+        places=(0,),
+        outputs=(((n,), x.dtype, None, None, ZERO),),
+        matmul=n,
+        full=2 * n,
+        pointwise=n,
+        transcendental=n,
+        bytes_read=s.one_of([None, (8 * n,)]),
+        workspace=poly(8),
+    )
+    return apply(kind, [x], "relu")
 
 
-@sample("collective")
+@sample(Collective)
 def _collective(s: Sketch) -> Sequence[Tensor]:
     kind = s.one_of(sorted(COLLECTIVES))
     ranks: Any = s.one_of([2, 3, dims("A")])

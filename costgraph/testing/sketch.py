@@ -19,6 +19,7 @@ from ..errors import CostGraphError
 from ..graph.checks import overwritten_by
 from ..graph.domain import Domain
 from ..graph.graph import Graph, current_graph
+from ..graph.op import OpKind
 from ..graph.scopes import here as place_now
 from ..graph.tensor import Tensor
 from ..ops.einsum import einsum
@@ -69,7 +70,7 @@ class Sketch:
         if self.related:  # sizes that divide each other, as the width of a head does that of a model
             graph.assume("C == A*B")
             self.point["C"] = self.point["A"] * self.point["B"]
-        self.kinds: Sequence[str] = ()
+        self.kinds: Sequence[type[OpKind]] = ()
         """kinds of ops in bodies, all that have a sample where it is empty"""
         self.functions: Sequence[str] = ()
         """elementwise functions, all where it is empty"""

@@ -9,7 +9,7 @@ from ..dtypes import DTYPES
 from ..graph.graph import apply
 from ..graph.tensor import Tensor
 from ..ops.fill import fill
-from ..ops.pieces import absent, accumulate
+from ..ops.pieces import Absent, Accumulate, absent, accumulate
 from ..ops.stacks import Empty, Stacked
 from .meanings import meaning
 from .samples import sample
@@ -19,14 +19,14 @@ from .values import At
 __all__: list[str] = []  # what is said here is found in MEANINGS and SAMPLES
 
 
-@meaning("accumulate")
-def _accumulate(at: At) -> None:
+@meaning(Accumulate)
+def _accumulate(at: At[Accumulate]) -> None:
     at.made[0] = at.operands[0]
     for index in list(at.operands[0].points()):
         at.write(at.number(0, *index) + at.number(1, *index), *index)
 
 
-@sample("accumulate")
+@sample(Accumulate)
 def _drawn(s: Sketch) -> Sequence[Tensor]:
     x = s.tensor(lambda t: t.dtype.kind == "float")
     term = s.like(x)
@@ -34,12 +34,12 @@ def _drawn(s: Sketch) -> Sequence[Tensor]:
     return [accumulate(so_far, term)]
 
 
-@meaning("stacked")
-def _stacked(at: At) -> None:
+@meaning(Stacked)
+def _stacked(at: At[Stacked]) -> None:
     at.made[0] = at.operands[0]  # the slices lie in it
 
 
-@sample("stacked")
+@sample(Stacked)
 def _drawn_stack(s: Sketch) -> Sequence[Tensor]:
     y = s.fresh(s.shape(1))
     sizes = (poly(2), *y.sizes)
@@ -47,12 +47,12 @@ def _drawn_stack(s: Sketch) -> Sequence[Tensor]:
     return list(apply(Stacked(), [stack, y + 1, y * y], "stacked"))
 
 
-@meaning("absent")
-def _nothing_yet(at: At) -> None:
+@meaning(Absent)
+def _nothing_yet(at: At[Absent]) -> None:
     """Do nothing: what a loop hands to `accumulate` before there is anything is no value."""
 
 
-@sample("absent")
+@sample(Absent)
 def _nothing(s: Sketch) -> Sequence[Tensor]:
     absent(s.fresh(s.shape(1)).sizes, s.one_of([DTYPES["fp32"], DTYPES["bf16"]]))
     return []

@@ -14,26 +14,32 @@ from typing import Any
 import numpy as np
 
 from ..analysis.costs import bytes_moved, executions, flops
-from ..analysis.lifetimes import Life, play
+from ..analysis.lifetimes import Life
 from ..analysis.memory import peak_memory
 from ..errors import BindingError, GraphError, UnsupportedError
 from ..graph.graph import Graph
-from ..graph.op import Op
+from ..graph.loop import Loop
+from ..graph.op import Op, OpKind
 from ..graph.sizes import bindings, known_names
 from ..graph.tensor import Tensor
-from ..ops.fill import Fill
-from ..ops.moves import Concat
+from ..ops.contraction import Einsum
+from ..ops.fill import Assign, Fill, Pad
+from ..ops.index import Gather
+from ..ops.moves import Concat, Expand, Rearrange, Slice
 from ..ops.pieces import Accumulate
 from ..ops.pointwise import Pointwise
 from ..ops.pooling import Pool
 from ..ops.reduce import Reduce
 from ..ops.stacks import Stacked
+from ..ops.stated import Transfer
+from ..ops.stochastic import Dropout
 from ..transforms.backward.backward import backward
 from ..transforms.backward.hoist import hoist
 from ..transforms.backward.peel import peel
 from ..transforms.checkpoint import Checkpoint, every, every_block, selective
 from ..transforms.unroll import unroll
 from .arithmetic import value
+from .formulas import played
 from .interpreter import Run, run
 from .laws import LAWS, Trial, same
 from .values import Array
@@ -48,10 +54,8 @@ TRAINING: dict[str, TrainingLaw] = {}
 #: What loops and ops cost that a transform must not change.
 _QUESTIONS: dict[str, Callable[..., Any]] = {"flops": flops, "bytes_moved": bytes_moved, "peak_memory": peak_memory}
 _STEP = 2.0**-13
-#: Ops through which what they compute is a linear function of one operand, or of all of them together.
-_LINEAR = {
-    "einsum", "rearrange", "slice", "expand", "pad", "gather", "dropout", "transfer", "concat", "stacked", "assign",
-}  # fmt: skip
+#: Ops that compute a linear function of one operand, and functions of all of them together.
+_LINEAR = {Einsum, Rearrange, Slice, Expand, Pad, Gather, Dropout, Transfer, Assign}
 _LINEAR_FUNCTIONS = {"copy", "cast", "add", "sub", "neg"}
 
 
@@ -210,18 +214,23 @@ def _is_linear_in(graph: Graph, dependent: set[Tensor]) -> bool:
         reads = [t in dependent for t in op.operands]
         if not any(reads):
             continue
-        function = op.attrs.get("function")
-        together = isinstance(op.kind, Concat | Stacked) or getattr(function, "name", "") in _LINEAR_FUNCTIONS
-        fits = op.kind.name in _LINEAR or (isinstance(op.kind, Pointwise) and op.kind.function.name in _FACTORS)
-        fits |= isinstance(op.kind, Reduce) and op.kind.operation in ("sum", "mean")
-        fits |= isinstance(op.kind, Pool) and op.kind.operation == "mean"
-        if not fits or (reads.count(True) > 1 and not together) or op.kind.overwrites():
+        if op.kind.overwrites() or not _is_linear(op.kind, together=reads.count(True) > 1):
             return False
         dependent.update(op.results)
     return True
 
 
-_FACTORS = _LINEAR_FUNCTIONS | {"mul"}
+def _is_linear(kind: OpKind, *, together: bool) -> bool:
+    """Whether an op is linear in one operand, or in all of them together."""
+    match kind:
+        case Pointwise():
+            return kind.function.name in _LINEAR_FUNCTIONS or (kind.function.name == "mul" and not together)
+        case Reduce():
+            return kind.operation in ("sum", "mean") and not together
+        case Pool():
+            return kind.operation == "mean" and not together
+        case _:
+            return isinstance(kind, Concat | Stacked) or (type(kind) in _LINEAR and not together)
 
 
 # -- costs -------------------------------------------------------------------------------------------------------
@@ -249,7 +258,8 @@ def a_loop_goes_back_as_its_iterations_do(lesson: Lesson) -> None:
     if not _loops(lesson.graph):
         return
     handed = [op for loop in _loops(lesson.trained) for op in _makers(loop)]
-    copied = any(op.attrs.get("copy") or op.name.rpartition("/")[2].startswith("own") for op in handed)
+    copied = any(isinstance(op.kind, Rearrange) and op.kind.copy for op in handed)
+    copied |= any(op.name.rpartition("/")[2].startswith("own") for op in handed)
     plain = all(map(_is_plain, _loops(lesson.graph))) and not copied
     try:
         flat = backward(_flat(lesson.graph, lesson.point))
@@ -258,7 +268,7 @@ def a_loop_goes_back_as_its_iterations_do(lesson: Lesson) -> None:
             raise
         return  # of what an op in place changes, iterations that hand it on have no copy
     zeros = any(isinstance(op.kind, Fill) and not op.kind.value for op in handed)
-    if zeros and any(op.attrs["carries"] > 1 for op in _loops(lesson.graph)):
+    if zeros and any(len(loop.carries) > 1 for loop in _loops(lesson.graph)):
         return
     more = _added_to_zeros(lesson)
     for question, ask in (_QUESTIONS if plain and not more else {"flops": flops}).items():
@@ -275,50 +285,46 @@ def _added_to_zeros(lesson: Lesson) -> int:
         runs[op] += int(value(times.expr, lesson.point))
     out = 0
     for loop in _loops(lesson.trained):
-        for i, t in enumerate(loop.operands[: loop.attrs["carries"]]):
-            start, adds = t.producer, _adds(loop, i)
-            if adds is None or start is None or not isinstance(start.kind, Fill) or start.attrs["value"]:
+        for t, carry in zip(loop.starts, loop.carries, strict=True):
+            start, adds = t.producer, _adds(loop.body, carry)
+            if adds is None or start is None or not isinstance(start.kind, Fill) or start.kind.value:
                 continue
             if start.phase == "backward":
                 out += runs[start] * int(value(adds.kind.flops(adds).pointwise.expr, lesson.point))
     return out
 
 
-def _adds(loop: Op, i: int) -> Op | None:
+def _adds(body: Graph, carry: Tensor) -> Op | None:
     """Return the op that adds the first term to what a loop starts from, None if nothing is added to it."""
-    assert loop.body is not None
-    f = loop.body.formals[i]
     op: Op
-    for op in loop.body.successors(f):
-        if isinstance(op.kind, Accumulate) and op.operands[0] is f:
+    for op in body.successors(carry):
+        if isinstance(op.kind, Accumulate) and op.operands[0] is carry:
             return op
-        if op.loop is not None and f in op.operands[: op.attrs["carries"]]:
-            return _adds(op, op.operands.index(f))
+        if op.loop is not None and carry in op.loop.starts:
+            return _adds(op.loop.body, op.loop.carries[op.loop.starts.index(carry)])
     return None
 
 
 def _flat(graph: Graph, point: Mapping[str, int]) -> Graph:
     """Return a graph with its loops played out, other sizes left open."""
-    return unroll(graph, **{n: point[n] for n in {n for op in _loops(graph) for n in op.attrs["count"].names()}})
+    return unroll(graph, **{n: point[n] for n in {n for loop in _loops(graph) for n in loop.count.names()}})
 
 
-def _is_plain(loop: Op) -> bool:
+def _is_plain(loop: Loop) -> bool:
     """Whether a loop neither reads nor writes slices, and each iteration makes what it hands on."""
-    assert loop.body is not None
     handed = {t.storage for t in loop.body.outputs} & {f.storage for f in loop.body.formals}
-    return not (loop.attrs["xs"] or len(loop.results) > loop.attrs["carries"] or handed)
+    return not (loop.xs or loop.stacks or loop.pieces or handed)
 
 
-def _makers(loop: Op) -> list[Op]:
+def _makers(loop: Loop) -> list[Op]:
     """Return the ops of the backward pass that make what a loop starts from, what an iteration hands on and adds up."""
-    assert loop.body is not None
-    handed = [*loop.operands[: loop.attrs["carries"]], *loop.body.outputs[: loop.attrs["carries"]]]
+    handed = [*loop.starts, *loop.nexts]
     handed += [op.operands[1] for op in loop.body.ops if isinstance(op.kind, Accumulate)]
     return [t.producer for t in handed if t.producer is not None and t.producer.phase == "backward"]
 
 
-def _loops(graph: Graph) -> list[Op]:
-    return [op for op in graph.walk() if op.loop is not None]
+def _loops(graph: Graph) -> list[Loop]:
+    return [loop for op in graph.walk() if (loop := op.loop) is not None]
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------
@@ -331,7 +337,7 @@ def _policies(lesson: Lesson) -> Iterator[Checkpoint]:
     if loops:
         yield every_block()
         yield every_block(inside=selective(ops[-1]))
-        if all(value(op.attrs["count"].expr, lesson.point) % 2 == 0 for op in loops):
+        if all(value(loop.count.expr, lesson.point) % 2 == 0 for loop in loops):
             yield every(2)
             yield every(2, inside=every_block())
     yield selective(ops[len(ops) // 2])
@@ -367,12 +373,7 @@ def checkpoints_change_no_gradient_and_save_no_flops(lesson: Lesson) -> None:
 
 def _kept(lesson: Lesson) -> set[str]:
     """Return what the forward pass leaves to the backward pass, iterations aside."""
-    values = bindings(lesson.trained, lesson.point)
-
-    def copies(op: Op) -> int:
-        return int(op.attrs["count"].bind(values).constant)
-
-    program = play(lesson.trained, copies, values)
+    program = played(lesson.trained, lesson.point)
     first = next(i for i, step in enumerate(program.steps) if step.op.phase != "forward")
     return {
         _plain(life) for life in program.lives if life.born is not None and life.born < first <= (life.dies or first)

@@ -10,8 +10,8 @@ import numpy as np
 from ..graph.graph import apply
 from ..graph.tensor import Tensor
 from ..ops.fill import fill
-from ..ops.keep import keep
-from ..ops.updates import Unscale, ZeroGrad
+from ..ops.keep import Keep, keep
+from ..ops.updates import FusedUpdate, Unscale, ZeroGrad
 from ..optimizers.adaptive import Adam
 from ..optimizers.fused import fused_update
 from ..optimizers.sgd import SGD
@@ -63,20 +63,20 @@ def _changeable(s: Sketch) -> Tensor:
     return x if s.may_change(x) and x.touched == x.numel else fill(x.shape, 1.5)
 
 
-@meaning("keep")
-def _keep(at: At) -> None:
+@meaning(Keep)
+def _keep(at: At[Keep]) -> None:
     at.view(np.asarray)
 
 
-@sample("keep")
+@sample(Keep)
 def _drawn_keep(s: Sketch) -> Sequence[Tensor]:
     return [keep(s.tensor(), *(s.tensor() for _ in range(s.number(0, 2))))]
 
 
-@meaning("fused_update")
-def _fused_update(at: At) -> None:
+@meaning(FusedUpdate)
+def _fused_update(at: At[FusedUpdate]) -> None:
     """Take the update's steps at each index point; what passes from one to the next is in registers."""
-    changed, steps, updated = at.op.attrs["changed"], at.op.attrs["steps"], at.op.attrs["updated"]
+    changed, steps, updated = at.kind.changed, at.kind.steps, at.kind.updated
     for i, place in enumerate(changed):
         at.made[i] = at.operands[place]
     for index in at.operands[0].points():
@@ -93,7 +93,7 @@ def _fused_update(at: At) -> None:
             at.read(i, *index)
 
 
-@sample("fused_update")
+@sample(FusedUpdate)
 def _drawn_fused_update(s: Sketch) -> Sequence[Tensor]:
     x = _changeable(s)
     optimizer, count = s.one_of(
@@ -104,26 +104,26 @@ def _drawn_fused_update(s: Sketch) -> Sequence[Tensor]:
     return fused_update(optimizer._update, (x, s.fresh(x.shape, "fp32"), *states), beside, name="fused_update")[:1]
 
 
-@meaning("zero_grad")
-def _zero_grad(at: At) -> None:
+@meaning(ZeroGrad)
+def _zero_grad(at: At[ZeroGrad]) -> None:
     at.made[0] = at.operands[0]
     for index in at.operands[0].points():
         at.write(0.0, *index)
 
 
-@sample("zero_grad")
+@sample(ZeroGrad)
 def _drawn_zero_grad(s: Sketch) -> Sequence[Tensor]:
     return apply(ZeroGrad(), [_changeable(s)], "zero_")
 
 
-@sample("unscale")
+@sample(Unscale)
 def _drawn_unscale(s: Sketch) -> Sequence[Tensor]:
     operands = [_changeable(s), s.fresh((), "fp32"), fill((), 0.0)]
     return apply(Unscale(), operands, "unscale")
 
 
-@meaning("unscale")
-def _unscale(at: At) -> None:
+@meaning(Unscale)
+def _unscale(at: At[Unscale]) -> None:
     at.made[0], (gradient, _, flag) = at.operands[0], at.operands
     inverse = at.number(1)
     at.read(2)

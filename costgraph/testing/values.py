@@ -8,7 +8,7 @@ from fractions import Fraction
 from itertools import product
 from math import ceil
 from operator import mul
-from typing import Any
+from typing import Any, Generic, TypeVar, cast, overload
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from ..algebra.polynomial import Poly
 from ..dtypes import DType
 from ..errors import GraphError
 from ..graph.domain import Domain
-from ..graph.op import Op
+from ..graph.op import Op, OpKind
 from ..graph.tensor import Tensor
 from .arithmetic import Number, Tally, value
 
@@ -24,6 +24,7 @@ __all__ = ["At", "Buffer", "Sizes", "Value", "sees", "storage_bytes"]
 
 Array = np.ndarray[Any, Any]
 Point = tuple[int, ...]
+K_co = TypeVar("K_co", bound=OpKind, covariant=True)
 
 
 def storage_bytes(shape: Point, dtype: DType) -> Fraction:
@@ -126,15 +127,15 @@ class Sizes:
             self._known[p] = int(found) if isinstance(found, Fraction) and found.denominator == 1 else found
         return self._known[p]
 
-    def of(self, attribute: Any) -> Any:
-        """Return an attribute of an op with numbers put in."""
-        if isinstance(attribute, Poly):
-            return self(attribute)
-        if isinstance(attribute, tuple | list):
-            return tuple(self.of(a) for a in attribute)
-        if isinstance(attribute, Mapping):
-            return {k: self.of(a) for k, a in attribute.items()}
-        return attribute
+    def of(self, fact: Any) -> Any:
+        """Return a fact of an op with numbers put in."""
+        if isinstance(fact, Poly):
+            return self(fact)
+        if isinstance(fact, tuple | list):
+            return tuple(self.of(f) for f in fact)
+        if isinstance(fact, Mapping):
+            return {k: self.of(f) for k, f in fact.items()}
+        return fact
 
     def held(self, t: Tensor) -> Array:
         """Return for each index point of a tensor whether the library says that it holds anything."""
@@ -152,7 +153,7 @@ class Sizes:
 
 
 @dataclass
-class At:
+class At(Generic[K_co]):
     """One op at work: what it may read, and what is counted while it does."""
 
     op: Op
@@ -182,14 +183,23 @@ class At:
     made: dict[int, Value] = field(default_factory=dict)
     """results by place"""
 
-    def attr(self, name: str, default: Any = None) -> Any:
-        """Return an attribute of the op with numbers put in."""
-        return self.sizes.of(self.op.attrs.get(name, default))
+    @property
+    def kind(self) -> K_co:
+        """The record of the op: its facts in fields."""
+        return cast("K_co", self.op.kind)  # what is said of a kind gets ops of that kind alone
 
-    def scalars(self) -> tuple[Any, ...]:
-        """Return the numbers of an elementwise op, None where an operand stands."""
-        number = float if self.op.attrs.get("numbers") == "float" else lambda n: n
-        return tuple(n if n is None else number(n) for n in self.attr("scalars") or (None,) * len(self.operands))
+    @overload
+    def of(self, fact: Poly) -> Any: ...
+
+    @overload
+    def of(self, fact: tuple[Any, ...]) -> tuple[Any, ...]: ...
+
+    @overload
+    def of(self, fact: Mapping[str, Any]) -> dict[str, Any]: ...
+
+    def of(self, fact: Any) -> Any:
+        """Return a fact of the op with numbers put in: `at.of(at.kind.size)`."""
+        return self.sizes.of(fact)
 
     def read(self, i: int, *index: int) -> Any:
         """Read an element of an operand."""
@@ -225,11 +235,11 @@ class At:
         buffer = Buffer(t.name + self.where, storage_bytes(shape, t.dtype), array, inside=self.inside, held=set())
         return Value(array, buffer)
 
-    def view(self, change: Callable[[Array], Array], i: int = 0) -> Value:
-        """Return what NumPy makes of operand `i` as the result: a view, or a new array to be written if it copies."""
-        source = self.operands[i]
+    def view(self, change: Callable[[Array], Array], *, copy: bool = False) -> Value:
+        """Return what NumPy makes of the operand as the result: a view, or a new array to be written if it copies."""
+        source = self.operands[0]
         array, limit = change(source.array), None if source.limit is None else change(source.limit)
-        if np.may_share_memory(array, source.buffer.array) and not self.op.attrs.get("copy"):
+        if np.may_share_memory(array, source.buffer.array) and not copy:
             self.made[0] = Value(array, source.buffer, limit)
         return self.result()
 
