@@ -1,6 +1,7 @@
 """torch.autocast: formats and casts op by op against torch on a CPU, casts of weights, formats of loops."""
 
 from collections import Counter
+from dataclasses import dataclass
 
 import pytest
 from autocast_models import SIZES, gpt2_graph, gpt2_rows, in_order, llama_graph, llama_rows, rows
@@ -67,7 +68,7 @@ def test_a_cpu_takes_a_softmax_and_an_exponential_in_the_format_that_comes_in():
 
     def softmaxes(policy, device):
         made = apply_precision(g, policy, autocast_device=device)
-        (op,) = [op for op in made.walk() if op.kind.body and word(op) == "softmax"]
+        (op,) = [op for op in made.walk() if op.body is not None and word(op) == "softmax"]
         return op.operands[0].dtype.name, op.results[0].dtype.name
 
     assert softmaxes("bf16-mixed", "cpu") == ("bf16", "bf16")
@@ -93,7 +94,7 @@ def test_weights_are_cast_once_an_iteration_and_shared_ones_once_in_all():
     casts = [(op.name, op.graph.name) for op in made.walk() if word(op) == "cast"]
     # the body settles on bf16, so that x is cast in front of the loop
     assert casts == [("layers/cast", "g"), ("t.cast", "g"), ("layers/w.cast", "layers")]
-    (loop,) = [op for op in made.ops if op.kind.body]
+    (loop,) = [op for op in made.ops if op.body is not None]
     assert [t.name for t in loop.operands] == ["layers/cast", "t.cast"]
     # read 4 and write 2 bytes an element: D*D for t, L*D*D for w, B*D for x; 3 products in each of L turns, and one
     # more, each of which reads B*D and D*D and writes B*D in bf16
@@ -160,7 +161,7 @@ def test_concat_takes_the_wider_format():
         g.output(cg.ops.concat([x, x @ g.param("w", (D, D))]))
     made = apply_precision(g, "bf16-mixed")
     assert made.outputs[0].dtype.name == "fp32"
-    (joined,) = [op for op in made.ops if op.kind.body]
+    (joined,) = [op for op in made.ops if op.body is not None]
     assert [t.dtype.name for t in joined.operands] == ["fp32", "bf16"]
     on_cpu = apply_precision(g, "bf16-mixed", autocast_device="cpu")
     assert [word(op) for op in on_cpu.ops] == ["cast", "cast", "matmul", "cast", "concat"]
@@ -173,7 +174,7 @@ def test_kernels_of_ones_own_cast_inside_as_a_compiler_would():
             y = pointwise_exp(x) + 1
         g.output(y)
     made = apply_precision(g, "bf16-mixed")
-    (op,) = [op for op in made.ops if op.kind.body]
+    (op,) = [op for op in made.ops if op.body is not None]
     assert (op.operands[0].dtype.name, op.results[0].dtype.name) == ("bf16", "fp32")
     assert [word(o) for o in op.body.ops] == ["cast", "exp", "add"]
     named = apply_precision(g, {"gate": "fp16"})
@@ -219,7 +220,7 @@ def test_carries_that_change_places_meet_at_the_wider_format():
         a, b = cg.repeat(L, lambda a, b: (b @ w, a), (x, y), name="layers")
         g.output(a, b)
     made = apply_precision(g, "bf16-mixed")
-    (loop,) = [op for op in made.ops if op.kind.body]
+    (loop,) = [op for op in made.ops if op.body is not None]
     assert [t.dtype.name for t in loop.results] == ["bf16", "bf16"]
     assert [f.dtype.name for f in loop.body.formals[:2]] == [t.dtype.name for t in loop.body.outputs]
 
@@ -233,7 +234,7 @@ def test_carries_that_only_change_places_are_held_at_the_wider_format():
         g.output(a, b)
     made = apply_precision(g, "bf16-mixed")
     assert [t.dtype.name for t in made.outputs] == ["fp32", "fp32"]
-    (loop,) = [op for op in made.ops if op.kind.body]
+    (loop,) = [op for op in made.ops if op.body is not None]
     assert [op.name for op in made.ops if word(op) == "cast"] == ["cast", "w.cast", "layers/cast"]
     assert not [op for op in loop.body.ops if word(op) == "cast"]
 
@@ -241,15 +242,17 @@ def test_carries_that_only_change_places_are_held_at_the_wider_format():
 def test_a_body_that_never_settles_casts_at_its_end():
     """bf16 makes fp16, fp16 and fp32 make bf16: fp32 holds both and is what every iteration is given."""
     after = {"fp64": "fp64", "bf16": "fp16", "fp16": "bf16", "fp32": "bf16"}
-    flip = OpKind(
-        "flip",
-        lambda operands, attrs: [Result(operands[0].sizes, cg.dtype(after[operands[0].dtype.name]))],
-        flops=rules.free,
-        reads=rules.whole,
-        writes=rules.all_results,
-    )
+
+    @dataclass(frozen=True, kw_only=True)
+    class Flip(OpKind):
+        name = "flip"
+        flops, reads, writes = rules.free, rules.whole, rules.all_results
+
+        def infer(self, operands):
+            return [Result(operands[0].sizes, cg.dtype(after[operands[0].dtype.name]))]
+
     with cg.Graph("g", dtype="fp64") as g:
-        g.output(cg.repeat(L, lambda x: apply(flip, [x], {}, "flip")[0], g.input("x", (B, D)), name="layers"))
+        g.output(cg.repeat(L, lambda x: apply(Flip(), [x], "flip")[0], g.input("x", (B, D)), name="layers"))
     made = apply_precision(g, Policy("p", compute="bf16"))
     (cast, loop) = made.ops
     assert (word(cast), cast.results[0].dtype.name) == ("cast", "fp32")

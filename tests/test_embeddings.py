@@ -95,7 +95,7 @@ def test_cross_attention_keeps_keys_and_values_for_decode():
     g = crossed()
     kinds = [op.kind.name for op in g.walk()]
     assert kinds.count("cache") == 2
-    assert all("axis" not in op.attrs for op in g.walk() if op.kind.name == "cache")
+    assert all(op.kind.axis is None for op in g.walk() if op.kind.name == "cache")
     assert "cache" not in [op.kind.name for op in crossed(cached=False).walk()]
     with pytest.raises(GraphError, match="cross_attention: cached is 1, expected True or False"):
         crossed(cached=1)

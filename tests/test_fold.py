@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import costgraph as cg
 from costgraph import testing
 from costgraph.algebra.polynomial import ZERO, poly
-from costgraph.ops.aten import ATEN
+from costgraph.ops.aten import Aten
 from costgraph.testing.laws import QUESTIONS
 
 B, D, F, L, S = cg.dims("B D F L S")
@@ -75,7 +75,7 @@ def model(body, count, edges=()):
 def test_folded_blocks_cost_what_as_many_blocks_cost(name):
     sizes = {k: n for k, n in SIZES.items() if k != "F" or name == "residual"}
     folded = cg.fold(model(BODIES[name], 7), "net/h", "L")
-    (loop,) = [op for op in folded.ops if op.kind.body == "repeated"]
+    (loop,) = [op for op in folded.ops if op.loop is not None]
     assert loop.name == "net/h"
     least = cg.timeline(folded, **sizes).holds_from.get("L", 1)
     formula = cg.peak_memory(folded, **sizes)
@@ -111,8 +111,8 @@ def extra(g, x):
 )
 def test_blocks_at_the_edges_that_differ_stay_outside(edges, outside):
     folded = cg.fold(model(residual, 6, edges), "net/h", "L")
-    (loop,) = [op for op in folded.ops if op.kind.body == "repeated"]
-    assert loop.attrs["count"] == poly(L) - outside
+    (loop,) = [op for op in folded.ops if op.loop is not None]
+    assert loop.kind.count == poly(L) - outside
     for n in (6, 7, 9):
         assert answers(folded, L=n, **SIZES) == answers(model(residual, n, edges), **SIZES)
     with pytest.raises(cg.BindingError, match=f"L={outside}"):
@@ -179,7 +179,7 @@ STEPS = {
 def test_what_was_unrolled_is_folded_back(name):
     graph = STEPS[name]()
     folded = cg.fold(cg.unroll(graph, L=5), "layers", "L")
-    assert any(op.attrs.get("reverse") for op in folded.ops) is (name != "forward")
+    assert any(getattr(op.kind, "reverse", None) for op in folded.ops) is (name != "forward")
     for n in (1, 2, 3, 5, 8):
         assert answers(folded, L=n, **SIZES) == answers(graph, L=n, **SIZES), n
     assert cg.peak_memory(folded, B=3, D=5, F=7) == cg.peak_memory(graph, B=3, D=5, F=7)
@@ -199,11 +199,11 @@ def test_a_folded_model_is_trained_as_the_loop_that_it_was():
 def alone(graph, point):
     """A loop whose count is a symbol that nothing else has, and the symbol."""
     free = testing.laws.Trial(graph, point).counts
-    counts = Counter(str(op.attrs["count"]) for op in graph.walk() if op.kind.body == "repeated")
-    found = (op for op in graph.ops if op.kind.body == "repeated")
-    loop = next((op for op in found if (name := str(op.attrs["count"])) in free and counts[name] == 1), None)
+    counts = Counter(str(op.kind.count) for op in graph.walk() if op.loop is not None)
+    found = (op for op in graph.ops if op.loop is not None)
+    loop = next((op for op in found if (name := str(op.kind.count)) in free and counts[name] == 1), None)
     assume(loop is not None)
-    return loop, str(loop.attrs["count"])
+    return loop, str(loop.kind.count)
 
 
 def folded_back(graph, loop, sizes):
@@ -257,12 +257,12 @@ def stated(g, target, operands, shape, *, of=None, arguments=None, phase="forwar
     """Add a call as a trace has it."""
     sizes = tuple(poly(n) for n in shape)
     rows = outputs or [(sizes, operands[0].dtype, None, of, ZERO)]
-    attrs = {
-        "target": target, "arguments": arguments or tuple({"operand": i} for i in range(len(operands))), "keywords": {},
-        "places": tuple(range(len(rows))), "outputs": tuple(rows), "matmul": ZERO, "full": ZERO,
-        "pointwise": poly(pointwise), "transcendental": ZERO, "reads": None, "writes": None, "workspace": ZERO,
-    }  # fmt: skip
-    return g.add_op(ATEN, operands, attrs | more, target.partition(".")[0], phase).results
+    places = tuple({"operand": i} for i in range(len(operands)))
+    kind = Aten(
+        target=target, arguments=arguments or places, keywords={}, places=tuple(range(len(rows))), outputs=tuple(rows),
+        pointwise=poly(pointwise), **more,
+    )  # fmt: skip
+    return g.add_op(kind, operands, target.partition(".")[0], phase).results
 
 
 def listed(count, target="_foreach_mul_.Scalar", rate=1, numbers=(0.5,), **more):
@@ -287,7 +287,7 @@ def test_an_op_over_a_list_has_one_element_for_all_blocks():
     folded = cg.fold(listed(4), "h", "L")
     call = folded.ops[-1]
     assert [str(t.shape) for t in call.operands] == ["(5, 5)", "(L, 5, 5)"]
-    assert (call.attrs["pieces"], call.attrs["arguments"]) == ((0, 1), (({"operand": 0}, {"operand": 1}), 0.5))
+    assert (call.kind.pieces, call.kind.arguments) == ((0, 1), (({"operand": 0}, {"operand": 1}), 0.5))
     for n in (3, 4, 9):
         assert answers(folded, L=n, B=3) == answers(listed(n), B=3)
 

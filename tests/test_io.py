@@ -1,6 +1,7 @@
 import copy
 import json
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -45,9 +46,11 @@ def everything() -> cg.Graph:
         (out,) = cg.opaque("sort", [moved], [((T,), "int32")], flops=T, workspace=8 * T)
         cache = g.buffer("cache", (V, D), role="cache")
         cg.ops.scatter(cache, ids, x)
-        whole = apply(KINDS["pool"], pooled.producer.operands, {**pooled.producer.attrs, "indices": True}, "pool")
+        pooling = pooled.producer.kind
+        whole = apply(replace(pooling, indices=True), pooled.producer.operands, "pool")
         operands = [whole[0], *pooled.producer.operands, whole[1]]
-        (back,) = apply(KINDS["unpool"], operands, pooled.producer.attrs, "unpool")
+        back = KINDS["unpool"](pattern=pooling.pattern, extents=pooling.extents, operation=pooling.operation)
+        (back,) = apply(back, operands, "unpool")
         back = assign(fill(back.sizes, 0, "bf16"), pad(back[:, :, 1:], 2, 1, back.sizes[2]))
         loss = cg.cross_entropy(cg.einsum(x, cg.ops.cast(g.param("head", (V, D)), "bf16"), "b s d, v d -> b s v"), ids)
         g.output(out, states, loss, back)

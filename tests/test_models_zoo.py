@@ -141,7 +141,7 @@ def test_steps_of_one_token_add_up_to_the_prompt(name):
     assert cg.param_count(step) == cg.param_count(g)
     assert cg.cache_bytes(step, **_of(step, at)) == cg.cache_bytes(cg.prefill(g), **at)
     # where nothing else runs in the prompt, such as an encoder, and no convolution has padding behind it
-    if not any(op.attrs.get("causal") for op in g.walk()) and "M" not in known_names(g):
+    if not any(getattr(op.kind, "causal", None) for op in g.walk()) and "M" not in known_names(g):
         steps = [cg.matmul_flops(step, **_of(step, {**at, "S": s})) for s in range(1, OPEN["S"] + 1)]
         assert sum(steps) == cg.matmul_flops(g, **at)
 

@@ -77,7 +77,7 @@ def test_a_training_step_takes_statistics_of_the_batch_unless_told_otherwise():
     assert cg.flops(auto, **SIZES) == cg.flops(batch, **SIZES) > cg.flops(running, **SIZES)
     assert cg.peak_memory(auto, **SIZES) == cg.peak_memory(batch, **SIZES)
     (kernel,) = kernels(auto)
-    assert "statistics" not in kernel.attrs
+    assert not kernel.kind.statistics
     assert kernel.scope == kernels(running)[0].scope == "batch_norm/batch_norm"
 
 
@@ -86,7 +86,7 @@ def test_the_graph_that_a_step_is_made_of_stays_as_it_is():
     before = cg.flops(g, **SIZES)
     cg.training_step(g)
     assert cg.flops(g, **SIZES) == before
-    assert kernels(g)[0].attrs["statistics"] == "auto"
+    assert kernels(g)[0].kind.statistics == "auto"
 
 
 def test_gradients_alone_are_of_what_is_declared():

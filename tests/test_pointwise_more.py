@@ -182,9 +182,9 @@ def test_numbers_have_the_say_that_torch_gives_them(dtype, number):
         y = cg.ops.pointwise("mul", g.input("x", (3,), dtype=dtype), number)
         g.output(y)
     assert formats[y.dtype.name] == expected
-    (kept,) = [n for n in y.producer.attrs["scalars"] if n is not None]
+    (kept,) = [n for n in y.producer.kind.scalars if n is not None]
     assert kept == plain
-    assert y.producer.attrs["numbers"] == type(plain).__name__
+    assert y.producer.kind.numbers == type(plain).__name__
     assert type(kept) is type(plain)  # one of Python's own, which a file can hold
     assert np.allclose(testing.run(g, {"x": [1.0, 0.0, 1.0]}).outputs[0], np.array([1.0, 0.0, 1.0]) * plain)
 
@@ -193,7 +193,7 @@ def test_without_numbers_nothing_is_said_of_them():
     with cg.Graph("g") as g:
         x = g.input("x", (3,), dtype="bool")
         y = cg.ops.pointwise("mul", x, x)
-    assert set(y.producer.attrs) == {"function"}
+    assert set(y.producer.kind.stated()) == {"function"}
     assert y.dtype.name == "bool"
     with pytest.raises(cg.GraphError, match="expected tensors and numbers, one tensor"), cg.Graph("g") as g:
         cg.ops.pointwise("mul", g.input("x", (3,)), Decimal(1))

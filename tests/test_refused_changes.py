@@ -145,7 +145,7 @@ def test_the_calls_are_all_that_the_library_has():
 
 def facts(node):
     if isinstance(node, Op):
-        attrs = {k: v if k != "body" else state(v) for k, v in node.attrs.items()}
+        attrs = {k: v if k != "body" else state(v) for k, v in node.kind.stated().items()}
         names = [t.name for t in node.operands], [t.name for t in node.results]
         return (node.kind.name, node.name, names, str(attrs), node.scope, node.phase)
     storage = node.storage

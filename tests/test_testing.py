@@ -1,6 +1,6 @@
 """The public kit that checks ops: what it refuses, and what it counts by itself."""
 
-from dataclasses import replace
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -23,15 +23,17 @@ def twice(monkeypatch):
     for table in (registry._kinds, testing.MEANINGS, testing.SAMPLES):
         for name in list(table):
             monkeypatch.setitem(table, name, table[name])
-    kind = OpKind(
-        "twice",
-        infer=lambda operands, attrs: [Result(operands[0].sizes, operands[0].dtype)],
-        flops=lambda op: rules.Flops(pointwise=rules.points(op.operands[0])),
-        reads=rules.whole,
-        writes=rules.all_results,
-    )
-    registry.register(kind)
-    yield kind
+
+    @registry.register
+    @dataclass(frozen=True, kw_only=True)
+    class Twice(OpKind):
+        name = "twice"
+        flops, reads, writes = rules.per_element_reduced, rules.whole, rules.all_results
+
+        def infer(self, operands):
+            return [Result(operands[0].sizes, operands[0].dtype)]
+
+    yield Twice
     for table in (registry._kinds, testing.MEANINGS, testing.SAMPLES):
         table.pop("twice", None)
 
@@ -42,7 +44,7 @@ def means_twice(at):
 
 
 def draws_twice(kind):
-    return lambda s: [apply(kind, [s.tensor()], {}, "twice")[0]]
+    return lambda s: [apply(kind(), [s.tensor()], "twice")[0]]
 
 
 def test_an_op_of_ones_own_is_held_to_the_laws(twice):
@@ -80,7 +82,7 @@ def test_a_wrong_record_of_ones_own_is_noticed(twice, field, rule, law):
 
 def test_an_op_without_a_meaning_is_refused_where_it_stands(twice):
     with cg.Graph("g") as g:
-        g.output(apply(twice, [g.input("x", (A,))], {}, "doubled")[0])
+        g.output(apply(twice(), [g.input("x", (A,))], "doubled")[0])
     with pytest.raises(cg.UnsupportedError, match="op kind 'twice' of 'doubled' has no meaning"):
         testing.run(g, A=2)
 
@@ -173,12 +175,18 @@ def test_functions_compute_what_torch_does(name):
 
 def test_full_is_what_is_executed_unless_an_op_says_more(twice):
     """A record that names its products once has them in both counts; one that says fewer in all is no record."""
-    product = replace(twice, flops=lambda op: rules.Flops(matmul=2 * rules.points(op.operands[0])))
+
+    class Product(twice):
+        def flops(self, op):
+            return rules.Flops(matmul=2 * rules.points(op.operands[0]))
+
     with cg.Graph("own") as g:
-        g.output(apply(product, [g.input("x", (B, D))], {}, "twice")[0])
+        g.output(apply(Product(), [g.input("x", (B, D))], "twice")[0])
     assert cg.matmul_flops(g, count="full") == cg.matmul_flops(g) == 2 * B * D
-    fewer = replace(twice, flops=lambda op: rules.Flops(matmul=2 * rules.points(op.operands[0]), full=rules.ZERO))
-    registry._kinds["twice"] = fewer
+
+    class Fewer(twice):
+        def flops(self, op):
+            return rules.Flops(matmul=2 * rules.points(op.operands[0]), full=rules.ZERO)
 
     @testing.meaning("twice")
     def _twice(at):
@@ -187,7 +195,7 @@ def test_full_is_what_is_executed_unless_an_op_says_more(twice):
             at.tally.matmul += 2
 
     with cg.Graph("own") as g:
-        g.output(apply(fewer, [g.input("x", (B, D))], {}, "twice")[0])
+        g.output(apply(Fewer(), [g.input("x", (B, D))], "twice")[0])
     with pytest.raises(AssertionError, match="matmul FLOPs of 'twice', domains ignored, are 0: fewer than run"):
         testing.check(g, B=2, D=3)
 

@@ -161,7 +161,7 @@ def test_an_overwritten_operand_is_not_carried_past():
         g.output(cg.tanh(a), k)
     fused = cg.fuse(g)
     assert cg.flops(fused) == cg.flops(g)
-    assert all("inplace" not in inner.attrs for op in fused.ops if op.body for inner in op.body.ops)
+    assert all(not inner.kind.overwrites() for op in fused.ops if op.body for inner in op.body.ops)
 
 
 def test_fusion_reaches_into_repeats():

@@ -11,7 +11,9 @@ B, D, L, S, W = cg.dims("B D L S W")
 
 def fused_ops(g):
     """Names of the ops in each kernel of a graph."""
-    return [[inner.name.split("/")[-1] for inner in op.body.ops] for op in g.ops if op.kind.body == "fused"]
+    return [
+        [inner.name.split("/")[-1] for inner in op.body.ops] for op in g.ops if op.body is not None and op.loop is None
+    ]
 
 
 # -- unrolling ---------------------------------------------------------------------------------------------------------
@@ -243,7 +245,7 @@ def test_a_loop_is_no_part_of_a_chain_and_its_body_has_chains_of_its_own():
     g, made = unfused_and_fused(build)
     assert [op.kind.name for op in made.ops] == ["kernel", "repeat", "kernel"]
     assert [len(names) for names in fused_ops(made)] == [2, 2]
-    (loop,) = [op for op in made.ops if op.kind.body == "repeated"]
+    (loop,) = [op for op in made.ops if op.loop is not None]
     assert fused_ops(loop.body) == [["relu", "tanh"]]
     # two ops read and write 35 elements each, a kernel once; before, three times in the loop and after it
     assert (cg.bytes_moved(g), cg.bytes_moved(made)) == (5 * 4 * 4 * 35, 5 * 2 * 4 * 35)

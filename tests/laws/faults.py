@@ -12,7 +12,7 @@ from costgraph.algebra import polynomial
 from costgraph.algebra.polynomial import ONE, ZERO
 from costgraph.analysis import costs, lifetimes, memory, params, traffic
 from costgraph.graph import domain
-from costgraph.ops import layout as layout_ops
+from costgraph.ops import moves as layout_ops
 from costgraph.ops import reach, rules
 from costgraph.ops.registry import KINDS
 from costgraph.ops.rules import Flops
@@ -28,7 +28,7 @@ class Fault:
     family: str
     what: str
     where: tuple
-    """record field of an op kind, or attribute of a module or class"""
+    """rule of an op kind, or attribute of a module or class"""
     broken: object
     kinds: tuple[str, ...]
     """op kinds on whose graphs a law has to notice"""
@@ -48,17 +48,21 @@ def fault(family, what, where, kinds):
 def broken(found: Fault):
     """Put the fault in, and take it out again."""
     owner, name = found.where
-    owner = KINDS[owner] if isinstance(owner, str) else owner
-    right = getattr(owner, name)
+    rule = isinstance(owner, str)
+    owner = KINDS[owner] if rule else owner
+    right, own = getattr(owner, name), name in vars(owner)
 
     def wrong(*args, **kwargs):
+        if rule:  # which is called with the record and its op
+            kind, *args = args
+            return found.broken(lambda *args: right(kind, *args), *args, **kwargs)
         return found.broken(right, *args, **kwargs)
 
-    object.__setattr__(owner, name, wrong) if owner in KINDS.values() else setattr(owner, name, wrong)
+    setattr(owner, name, wrong)
     try:
         yield
     finally:
-        object.__setattr__(owner, name, right) if owner in KINDS.values() else setattr(owner, name, right)
+        setattr(owner, name, right) if own else delattr(owner, name)
 
 
 def scaled(flops, factor):
@@ -66,7 +70,7 @@ def scaled(flops, factor):
 
 
 def extents_without_last(op):
-    extents = dict(list(op.attrs["extents"].items())[:-1])
+    extents = dict(list(op.kind.extents.items())[:-1])
     return prod(extents.values(), start=ONE)
 
 
@@ -98,7 +102,7 @@ ELEMENTWISE = "FLOPs of elementwise functions"
 
 @fault(ELEMENTWISE, "elements of the first operand instead of the result", ("pointwise", "flops"), ("pointwise",))
 def _(right, op):
-    function, count = op.attrs["function"], reach.points(op.operands[0])
+    function, count = op.kind.function, reach.points(op.operands[0])
     return Flops(pointwise=count * function.flops, transcendental=count * function.transcendentals)
 
 
@@ -109,7 +113,7 @@ def _(right, op):
 
 @fault(ELEMENTWISE, "a domain is ignored", ("pointwise", "flops"), ("einsum",))
 def _(right, op):
-    function, count = op.attrs["function"], op.results[0].numel
+    function, count = op.kind.function, op.results[0].numel
     return Flops(pointwise=count * function.flops, transcendental=count * function.transcendentals)
 
 
@@ -141,7 +145,7 @@ def _(right, op):
     return tuple(t.numel for t in op.operands)
 
 
-@fault(WHOLE, "an operand that stands twice is read twice", (rules, "_once"), ("pointwise", "einsum"))
+@fault(WHOLE, "an operand that stands twice is read twice", (rules, "once"), ("pointwise", "einsum"))
 def _(right, op, amounts):
     return tuple(amounts)
 
@@ -193,7 +197,7 @@ COPIES = "bytes of views and copies"
 
 @fault(COPIES, "a view is written", ("rearrange", "writes"), ("rearrange",))
 def _(right, op):
-    return rules.all_results(op)
+    return rules.all_results(op.kind, op)
 
 
 @fault(COPIES, "a copy is read alone", ("rearrange", "writes"), ("rearrange",))
@@ -230,7 +234,7 @@ KERNELS = "bytes of kernels"
 
 @fault(KERNELS, "an operand is read whole where a part is read", ("kernel", "reads"), ("kernel",))
 def _(right, op):
-    return rules.whole(op)
+    return rules.whole(op.kind, op)
 
 
 @fault(KERNELS, "what is passed inside reaches memory", (costs, "executions"), ("kernel",))
@@ -366,7 +370,7 @@ def _(right, op):
 
 @fault(LOOPS, "a tensor under two names is read twice in the first iteration", (costs, "situations"), ("repeat",))
 def _(right, op):
-    return [(MappingProxyType({}), op.attrs["count"])]
+    return [(MappingProxyType({}), op.kind.count)]
 
 
 # -- training ------------------------------------------------------------------------------------------------------

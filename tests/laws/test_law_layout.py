@@ -21,7 +21,7 @@ def meta(t, point):
 
 
 def moved(op, x, point):
-    a = {k: v for k, v in op.attrs.items() if k != "pattern"}
+    a = op.kind.facts()
     if op.kind.name == "rearrange":
         split, merged = ([number(p, point) for p in a[k]] for k in ("split", "merged"))
         y = x.reshape(split).permute(a["order"]).reshape(merged)
@@ -45,7 +45,7 @@ def check(op, point):
         theirs = moved(op, operands[0], point)
         shared = theirs.untyped_storage()._cdata == operands[0].untyped_storage()._cdata
         assert shared == mine.is_view, f"{op.name}: {'a view' if shared else 'a copy'} in torch"
-    elif name == "pointwise" and not op.attrs.get("inplace"):
+    elif name == "pointwise" and not op.kind.overwrites():
         functions = {1: torch.neg, 2: torch.add, 3: lambda c, a, b: torch.where(c.bool(), a, b)}
         masks = [t.bool() if i == 0 and len(operands) == 3 else t for i, t in enumerate(operands)]
         theirs = functions[len(operands)](*masks)

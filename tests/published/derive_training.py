@@ -171,9 +171,9 @@ def days_of_gpt3(row):
 
 def weights_of(g):
     """Parameters that tokens are multiplied with, as a formula."""
-    (loop,) = [op for op in g.ops if op.kind.body == "repeated"]
+    (loop,) = [op for op in g.ops if op.loop is not None]
     found = [t for t in g.params if t.ndim > 1 and not t.name.endswith("bias") and t.name != "positions/table"]
-    return sum(sympy.prod(t.shape) * (loop.attrs["count"].expr if t.graph is loop.body else 1) for t in found)
+    return sum(sympy.prod(t.shape) * (loop.kind.count.expr if t.graph is loop.body else 1) for t in found)
 
 
 @derives("palm-formula")

@@ -81,7 +81,7 @@ def test_flops_of_equation_7_and_where_equation_8_counts_more():
 def test_all_that_is_saved_is_what_lives_between_the_passes(name, kernel, checkpoint):
     step = cg.training_step(models.load(name, attention=kernel, dropout=0.1, symbolic=True), checkpoint=checkpoint)
     found = cg.saved_bytes(step)
-    times = {op.name: op.attrs["count"].expr for op in step.walk() if op.kind.body == "repeated"}
+    times = {op.name: op.kind.count.expr for op in step.walk() if op.loop is not None}
     if checkpoint == cg.every(2):
         times["layers.group"] *= times["layers"]
     saved = found.pop("") + sum(times[loop] * size for loop, size in found.items())

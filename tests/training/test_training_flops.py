@@ -122,8 +122,8 @@ CORE = ("layers/attention/scores", "layers/attention/reduce")
 
 def size_of(graph, wanted):
     """How many parameters there are of those that are wanted, each as often as there are layers that have it."""
-    depth = next(op for op in graph.ops if op.kind.body == "repeated")
-    counts = {depth.body: depth.attrs["count"].expr}
+    depth = next(op for op in graph.ops if op.loop is not None)
+    counts = {depth.body: depth.kind.count.expr}
     return sum(counts.get(t.graph, 1) * sympy.prod(t.shape) for t in graph.params if wanted(t.name))
 
 

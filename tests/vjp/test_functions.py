@@ -81,16 +81,16 @@ def test_a_function_of_ones_own_with_its_gradient():
     """y = x*x*x under another name: dy = g * 3 * x*x."""
     own = Function("cubed", 1, 2, formula="x*x*x", grad=(("mul", "g", ("mul", 3, ("square", "a"))),))
     _, ops = check(lambda x: pointwise(own, x), WIDE)
-    assert [op.attrs["function"].name for op in ops] == ["square", "mul", "mul"]
+    assert [op.kind.function.name for op in ops] == ["square", "mul", "mul"]
 
 
 def test_masks_of_attention_hide_gradients_too():
     from costgraph.graph.domain import Domain
     from costgraph.graph.graph import apply
-    from costgraph.ops.pointwise import POINTWISE
+    from costgraph.ops.pointwise import Pointwise
 
     def masked(x):
-        made = apply(POINTWISE, [x], {"function": FUNCTIONS["causal_mask"], "masked": Domain(True, None)}, "mask")[0]
+        made = apply(Pointwise(function=FUNCTIONS["causal_mask"], masked=Domain(True, None)), [x], "mask")[0]
         return pointwise("exp", made)
 
     check(masked, numbers("x", (2, 3, 3)))
@@ -179,7 +179,7 @@ def test_kernels_are_those_of_torch(name):
     x = numbers(name, (2, 3))
     arrays = [x + 0.1 * i for i in range(FUNCTIONS[name].arity)]
     _, _, _, ops = gradients(lambda *xs: pointwise(name, *xs), arrays)
-    mine = [op.attrs["function"].name for op in ops]
+    mine = [op.kind.function.name for op in ops]
     xs = [torch.tensor(a, requires_grad=True) for a in arrays]
     y = torch_function(torch, name)(*xs)
     seed = torch.ones_like(y)

@@ -1,11 +1,14 @@
 """Gradients of every op kind but contractions and elementwise functions."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from pulls import built, check, gradients, walk
 
 import costgraph as cg
 from costgraph.graph.graph import apply
+from costgraph.graph.op import Bodied
 from costgraph.ops.fill import assign, fill, pad
 from costgraph.ops.layout import index
 from costgraph.ops.pointwise import pointwise
@@ -21,11 +24,11 @@ def distinct(*shape, seed=0):
 
 
 def kinds(ops):
-    return [op.attrs["function"].name if op.kind.name == "pointwise" else op.kind.name for op in ops]
+    return [op.kind.function.name if op.kind.name == "pointwise" else op.kind.name for op in ops]
 
 
 def test_every_kind_has_a_rule_or_a_reason():
-    bodies = {name for name, kind in KINDS.items() if kind.body is not None}
+    bodies = {name for name, kind in KINDS.items() if issubclass(kind, Bodied)}
     own = {name for name, kind in KINDS.items() if not kind.infer.__module__.startswith("costgraph.")}
     assert sorted(set(KINDS) - bodies - own - set(RULES) - set(NOT_DIFFERENTIABLE)) == []
     assert not set(RULES) & set(NOT_DIFFERENTIABLE)
@@ -54,7 +57,7 @@ def test_what_reductions_cost():
 def test_a_mean_of_open_sizes():
     a, b = cg.dims("A B")
     _, ops = check(lambda x: cg.reduce(x, "a b -> b", "mean"), (distinct(3, 5), (a, b)), dims={"A": 3, "B": 5})
-    assert str(ops[-1].attrs["scalars"][1]) == "A"
+    assert str(ops[-1].kind.scalars[1]) == "A"
 
 
 def test_equal_maxima_share_the_gradient():
@@ -129,7 +132,7 @@ def test_parts_of_a_split_say_so():
     with cg.Graph("g") as g:
         parts = cg.ops.split(g.input("x", (5,)), (2, 3))
         alone = cg.ops.slice_axis(parts[1], 0, 0, 2)
-    assert [p.producer.attrs.get("split") for p in (*parts, alone)] == [True, True, None]
+    assert [p.producer.kind.split for p in (*parts, alone)] == [True, True, False]
 
 
 # -- by index ----------------------------------------------------------------------------------------------------
@@ -196,9 +199,7 @@ def test_dropout(mask):
 
 def with_places(made):
     """The same pooling with a second result, as a backward pass sets it."""
-    from costgraph.ops.pooling import POOL
-
-    return apply(POOL, made.producer.operands, {**made.producer.attrs, "indices": True}, "pool")[0]
+    return apply(replace(made.producer.kind, indices=True), made.producer.operands, "pool")[0]
 
 
 POOLS = [((2, 7), {"window": (3,)}), ((1, 2, 5, 7), {"window": 2, "stride": (1, 2), "padding": 1}),
@@ -259,7 +260,7 @@ def test_collectives_go_back(name, back, shape):
     graph, xs, results, seeds = built(lambda x: cg.ops.collective(x, name, 3), [shape])
     with graph:
         (dx,) = walk(results, seeds, xs)
-    assert dx.producer.attrs["collective"] == back
+    assert dx.producer.kind.collective == back
     assert dx.sizes == xs[0].sizes
 
 
@@ -267,7 +268,7 @@ def test_a_transfer_goes_back_over_the_same_link():
     graph, xs, results, seeds = built(lambda x: cg.ops.transfer(x, "nvlink"), [(3,)])
     with graph:
         (dx,) = walk(results, seeds, xs)
-    assert dx.producer.attrs["link"] == "nvlink"
+    assert dx.producer.kind.link == "nvlink"
 
 
 def stated(**backward):
@@ -294,7 +295,7 @@ def test_an_opaque_op_whose_backward_is_stated():
     assert op.operands == (*seeds, *asked)
     assert op.kind.flops(op).matmul.expr == 7 * n
     assert [r.expr for r in op.kind.reads(op)] == [n] * 4
-    assert op.attrs["workspace"].expr == 16 * n
+    assert op.kind.workspace.expr == 16 * n
 
 
 def test_stated_bytes_of_a_backward_pass():
@@ -361,8 +362,9 @@ def every_new_attribute():
         y = cg.opaque("fft", [x], (n,), flops=0, backward={"flops": n, "saves": {"inputs": [0]}, "reads": 8 * n})
         g.output(total, assigned, mean, top, y, pad(x, 1, 1, 9), pointwise(own, x))
         seed = g.input("s", (n, 3))
-        g.output(*apply(KINDS["unpool"], [seed, x, top.producer.results[1]],
-                        {k: v for k, v in top.producer.attrs.items() if k != "indices"}, "unpool"))  # fmt: skip
+        kind = top.producer.kind
+        kind = KINDS["unpool"](pattern=kind.pattern, extents=kind.extents, operation=kind.operation)
+        g.output(*apply(kind, [seed, x, top.producer.results[1]], "unpool"))
     return g
 
 

@@ -27,7 +27,7 @@ def _appended(graph):
     for op in graph.walk():
         if op.kind.name == "append":
             levels = op.operands[0].name.replace(".", "_").split("/")
-            found[".".join(f"{n}_" if iskeyword(n) else n for n in levels)] = op.attrs["axis"]
+            found[".".join(f"{n}_" if iskeyword(n) else n for n in levels)] = op.kind.axis
     return found
 
 

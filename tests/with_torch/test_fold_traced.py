@@ -46,7 +46,7 @@ def held_to(make, scope, traced, others, points):
 
 
 def loops(folded):
-    return {op.name: str(op.attrs["count"]) for op in folded.ops if op.kind.body == "repeated"}
+    return {op.name: str(op.kind.count) for op in folded.ops if op.loop is not None}
 
 
 # -- plain modules -----------------------------------------------------------------------------------------------

@@ -109,22 +109,22 @@ def exceptions(graph):
     """Whether an op needs more than what is modelled: the causes that `lower` lists."""
 
     def lone(op):
-        names = [set(op.attrs["pattern"].operand_names(i)) for i in range(len(op.operands))]
-        kept = set(op.attrs["pattern"].result_names)
+        names = [set(op.kind.pattern.operand_names(i)) for i in range(len(op.operands))]
+        kept = set(op.kind.pattern.result_names)
         alone = [n - kept - set().union(*(m for m in names if m is not n)) for n in names]
         repeated = any(t.touched != t.numel for t in op.operands)  # which no matrix product reads as it is
         return any(alone) or len(names) != 2 or repeated
 
     plain = {*KINDS, "kernel"} >= {op.kind.name for op in graph.walk()}  # a loop draws from all kinds
     products = [op for op in graph.walk() if op.kind.name == "einsum"]
-    windows = any("+" in str(op.attrs["pattern"]) or "sizes" in op.attrs for op in products)
+    windows = any("+" in str(op.kind.pattern) or op.kind.sizes is not None for op in products)
     alone = any(map(lone, products))
-    odd = any(op.attrs["operation"] in ("any", "all", "argmax", "argmin", "prod") for op in graph.walk()
+    odd = any(op.kind.operation in ("any", "all", "argmax", "argmin", "prod") for op in graph.walk()
               if op.kind.name == "reduce")  # fmt: skip
     mixed = len({t.dtype.name for body in graph.bodies() for t in body.tensors}) > 1
     # torch hides keys with a tensor of bools beside the scores, whether or not a domain is left of them
     masks = any(t.domain is not None for body in graph.bodies() for t in body.tensors)
-    masks |= any(op.attrs.get("masked") is not None for op in graph.walk())
+    masks |= any(getattr(op.kind, "masked", None) is not None for op in graph.walk())
     drawn = any(op.kind.name == "kernel" and op.name.rpartition("/")[2].startswith("fused") for op in graph.walk())
     return not plain or windows or alone or odd or mixed or masks or drawn
 

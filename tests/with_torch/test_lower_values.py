@@ -27,7 +27,7 @@ def has(graph, *kinds):
 
 def truncates(graph):
     """Whether a float becomes an integer, or bools are calculated with: the interpreter rounds nothing."""
-    return any(op.kind.name == "pointwise" and op.attrs["function"].result == "same" and t.dtype.kind != "float"
+    return any(op.kind.name == "pointwise" and op.kind.function.result == "same" and t.dtype.kind != "float"
                and any(o.dtype.kind == "float" or t.dtype.kind == "bool" for o in op.operands)
                for op in graph.walk() for t in op.results)  # fmt: skip
 

@@ -159,9 +159,9 @@ def test_experts_are_products_over_groups():
     # in each of 2 layers every token meets 2 of 4 experts: one product of 60 x 224 and one of 112 x 60
     module = made("mixtral")
     g = trace(module, *tokens(3, 17), dims=[("B", "S")] * 2)
-    grouped = [op for op in g.ops if op.attrs.get("target") == "_grouped_mm.default"]
+    grouped = [op for op in g.ops if getattr(op.kind, "target", None) == "_grouped_mm.default"]
     assert len(grouped) == 4
-    total = sum(op.attrs["matmul"] for op in grouped)
+    total = sum(op.kind.matmul for op in grouped)
     B, S = cg.dims("B S")
     assert total.expr == 2 * (2 * B * S * 2 * 60 * 224 + 2 * B * S * 2 * 112 * 60)
 
