@@ -15,7 +15,8 @@ import sympy
 from ..algebra.extremum import at_least_zero, smaller
 from ..algebra.polynomial import ONE, ZERO, Poly, poly
 from ..algebra.symbols import dims
-from ..graph.op import Op
+from ..graph.graph import Graph
+from ..graph.loop import Loop
 from ..graph.tensor import ALIASES, Storage
 
 __all__ = ["aliased", "situations"]
@@ -34,13 +35,13 @@ def aliased(aliases: Aliases) -> Iterator[None]:
         ALIASES.reset(token)
 
 
-def situations(op: Op) -> list[tuple[Aliases, Poly]]:
+def situations(loop: Loop) -> list[tuple[Aliases, Poly]]:
     """Return which inputs of a Repeat's body are one tensor, and in how many iterations they are.
 
     Parameters
     ----------
-    op : Op
-        A Repeat.
+    loop : Loop
+        What is repeated.
 
     Returns
     -------
@@ -48,8 +49,8 @@ def situations(op: Op) -> list[tuple[Aliases, Poly]]:
         For each situation what the storages of the body's inputs stand for, and the number of iterations in it; one
         entry in the ordinary case that nothing is read under two names.
     """
-    count: Poly = op.attrs["count"]
-    seen, first = _play(op)
+    count = loop.count
+    seen, first = _followed(loop)
     if len(seen) == 1:
         return [(seen[0], count)]
     out = []
@@ -63,19 +64,17 @@ def situations(op: Op) -> list[tuple[Aliases, Poly]]:
     return out
 
 
-def _play(op: Op) -> tuple[list[Aliases], int]:
+def _followed(loop: Loop) -> tuple[list[Aliases], int]:
     """Follow the carries until a situation comes back; returns the situations and which one it is."""
-    body, carries = op.body, op.attrs["carries"]
-    assert body is not None
-    fixed = dict(_entries(op))
-    state = [_resolved(t.storage, t.offset) for t in op.operands[:carries]]
+    fixed = dict(_entries(loop))
+    state = [_resolved(t.storage, t.offset) for t in loop.starts]
     made: dict[tuple[Storage, int], Storage] = {}
-    places = {f.storage: i for i, f in enumerate(body.formals[:carries])}
+    places = {f.storage: i for i, f in enumerate(loop.carries)}
     history: list[tuple[Place, ...]] = []
     while tuple(state) not in history:
         history.append(tuple(state))
         after = []
-        for t in body.outputs[:carries]:
+        for t in loop.nexts:
             if t.storage in places:
                 base, delta = state[places[t.storage]]
                 after.append((_older(made, base), delta + t.offset))
@@ -86,8 +85,8 @@ def _play(op: Op) -> tuple[list[Aliases], int]:
                 after.append((made.setdefault((t.storage, 0), _copy(t.storage)), t.offset))
         state = after
     first = history.index(tuple(state))
-    inputs = [f.storage for f in body.formals[:carries]]
-    told = [_told(op, {**fixed, **dict(zip(inputs, s, strict=True))}) for s in history]
+    inputs = [f.storage for f in loop.carries]
+    told = [_told(loop.body, {**fixed, **dict(zip(inputs, s, strict=True))}) for s in history]
     if all(t == told[0] for t in told):
         return told[:1], 0
     return _shortened(told, first)
@@ -124,26 +123,22 @@ def _resolved(storage: Storage, offset: Poly) -> Place:
     return storage, offset
 
 
-def _entries(op: Op) -> Iterator[tuple[Storage, Place]]:
+def _entries(loop: Loop) -> Iterator[tuple[Storage, Place]]:
     """Yield what the inputs of a body stand for that are the same in all iterations, slices apart."""
-    carries, xs = op.attrs["carries"], op.attrs["xs"]
-    assert op.body is not None
-    for i, (f, t) in enumerate(zip(op.body.formals, op.operands, strict=True)):
-        if carries <= i < carries + xs:
-            yield f.storage, _resolved(t.storage, t.offset + t.strides[0] * poly(dims("iteration")))
-        elif i >= carries:
-            yield f.storage, _resolved(t.storage, ZERO)  # its own offset is that of the outer one
+    for f, t in zip(loop.slices, loop.xs, strict=True):
+        yield f.storage, _resolved(t.storage, t.offset + t.strides[0] * poly(dims("iteration")))
+    for f, t in zip(loop.captured, loop.shared, strict=True):
+        yield f.storage, _resolved(t.storage, ZERO)  # its own offset is that of the outer one
 
 
-def _told(op: Op, places: Mapping[Storage, Place]) -> Aliases:
+def _told(body: Graph, places: Mapping[Storage, Place]) -> Aliases:
     """Keep what matters: storages under several names of which an op reads two."""
-    assert op.body is not None
     bases = [base for base, _ in places.values()]
     shared = {name: place for name, place in places.items() if bases.count(place[0]) > 1}
     if not shared:
         return {}
     same = partial(_base, shared)
-    for inner in op.body.walk():
+    for inner in body.walk():
         names = {t.storage for t in inner.operands}
         if len({same(n) for n in names}) < len(names):
             return shared

@@ -162,7 +162,7 @@ def _amounts(graph: Graph, count: str, dims: Mapping[str, int]) -> dict[tuple[st
 def _class_of(op: Op) -> str:
     if op.phase == "optimizer":
         return "update"
-    target: str | None = op.attrs.get("target") if isinstance(op.kind, Aten) else None
+    target: str | None = op.kind.target if isinstance(op.kind, Aten) else None
     name = word(op) if target is None else target.partition(".")[0]
     name = name.strip("_").removesuffix("_data").removesuffix("_backward")
     if name in _CLASS_OF:

@@ -16,6 +16,7 @@ from ..dtypes import promote
 from ..errors import GraphError, UnsupportedError
 from ..graph.arguments import need_choice, need_flag
 from ..graph.graph import Graph, need_graph
+from ..graph.loop import Loop
 from ..graph.op import Op
 from ..graph.sizes import Bindings, bindings, known_names
 from ..graph.tensor import Storage, Tensor
@@ -55,7 +56,7 @@ def _executions(graph: Graph, times: Poly, moves: bool, absent: dict[Tensor, Pol
     """As above; `absent` has the sums that are not there yet, and in how many of the executions they are not."""
     for op in graph.ops:
         if op.loop is not None:
-            yield from _iterations(op, times, moves, absent)
+            yield from _iterations(op.loop, times, moves, absent)
             continue
         if isinstance(op.kind, Absent):
             absent[op.results[0]] = times
@@ -70,27 +71,28 @@ def _executions(graph: Graph, times: Poly, moves: bool, absent: dict[Tensor, Pol
             yield from _executions(op.body, times, False, absent)
 
 
-def _iterations(op: Op, times: Poly, moves: bool, absent: dict[Tensor, Poly]) -> Iterator[tuple[Op, Poly, bool]]:
-    body, first = op.body, op.attrs["carries"]
-    assert body is not None
-    for nth, (aliases, runs) in enumerate(_situations(op)):
-        inner = {}
-        for i, (f, t) in enumerate(zip(body.formals, op.operands, strict=True)):
-            if t in absent and (nth == 0 or i >= first):
-                inner[f] = absent[t] * runs if i >= first else absent[t]
+def _iterations(loop: Loop, times: Poly, moves: bool, absent: dict[Tensor, Poly]) -> Iterator[tuple[Op, Poly, bool]]:
+    for nth, (aliases, runs) in enumerate(_situations(loop)):
+        # of a sum that is handed on, the first iteration makes something
+        begun = zip(loop.carries, loop.starts, strict=True) if nth == 0 else ()
+        inner = {f: absent[t] for f, t in begun if t in absent}
+        given = (*zip(loop.slices, loop.xs, strict=True), *zip(loop.captured, loop.shared, strict=True))
+        inner |= {f: absent[t] * runs for f, t in given if t in absent}
         with aliased(aliases):
-            yield from _executions(body, times * runs, moves, inner)
+            yield from _executions(loop.body, times * runs, moves, inner)
 
 
-def _situations(op: Op) -> list[tuple[Mapping[Storage, tuple[Storage, Poly]], Poly]]:
+def _situations(loop: Loop) -> list[tuple[Mapping[Storage, tuple[Storage, Poly]], Poly]]:
     """Return the situations of a loop; one up to the iteration of the loop around runs 0 + 1 + ... times."""
-    found = situations(op)
-    if not op.attrs.get("until"):
+    found = situations(loop)
+    if not loop.until:
         return found
     if len(found) > 1:
-        raise UnsupportedError(f"{op.name!r} reads one tensor under two names, expected a loop that reads each once")
+        raise UnsupportedError(
+            f"{loop.op.name!r} reads one tensor under two names, expected a loop that reads each once"
+        )
     # as often in the mean
-    return [(found[0][0], (op.attrs["count"] - 1) / 2)]
+    return [(found[0][0], (loop.count - 1) / 2)]
 
 
 def compute_dtype(op: Op) -> str:

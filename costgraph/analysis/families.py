@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ..algebra.polynomial import ONE, Poly
+from ..algebra.polynomial import ONE, ZERO, Poly
 
 __all__ = ["Family", "Held", "Life", "Rest", "piece"]
 
@@ -37,7 +37,7 @@ class Life:
 class Family:
     """Storages that a loop leaves behind, one an iteration: those of the iterations played, and all others as one."""
 
-    def __init__(self, slots: list[Held], rest: list[Life]) -> None:
+    def __init__(self, slots: Sequence[Held], rest: list[Life]) -> None:
         self.slots = slots
         self.rest = rest
 
@@ -68,23 +68,23 @@ class Rest:
 
     start: int
     """first step of the loop"""
-    turn: int
-    """first step behind the iterations that are not played"""
-    count: Poly
-    """how many are not played"""
     depth: int
     """loops around this one"""
-    middle: int
-    """iteration that stands for them"""
-    read: list[Held]
+    turn: int = 0
+    """first step behind the iterations that are not played"""
+    count: Poly = ZERO
+    """how many are not played"""
+    middle: int = 0
+    """iteration that stands for them, in the order in which they run"""
+    read: Sequence[Held] = ()
     """families that the loop reads"""
     lives: dict[tuple[object, ...], Life] = field(default_factory=dict)
 
-    def family(self, slots: list[Held], reverse: bool) -> Family:
+    def family(self, slots: Sequence[Held], *, reverse: bool) -> Family:
         """Return what stands behind a result of which these are the slices of the iterations that were played."""
-        member = slots[self.middle] if self.count and slots else None
+        member = slots[-1 - self.middle if reverse else self.middle] if self.count and slots else None
         rest = [life for m in member.every() for life in self.others(m)] if member is not None else []
-        return Family(slots[::-1] if reverse else slots, list(dict.fromkeys(rest)))
+        return Family(slots, list(dict.fromkeys(rest)))
 
     def others(self, member: Life) -> Iterator[Life]:
         """Yield what stands for a storage in the iterations that are not played."""

@@ -6,24 +6,29 @@ inputs, parameters, buffers and caches live throughout, outputs to the end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import lcm
 from types import MappingProxyType
 
-from ..algebra.polynomial import ONE, ZERO, Poly, as_poly
+from ..algebra.polynomial import ONE, Poly, as_poly
 from ..algebra.symbols import shorten
 from ..bind.evaluate import Formula, bound_answer
 from ..graph.graph import Graph, need_graph
+from ..graph.loop import Loop, loops
 from ..graph.op import Op
 from ..graph.sizes import bindings
 from ..graph.strides import numel
 from ..graph.tensor import Storage, Tensor
 from ..hardware.tables import Column, Fact, Table
-from ..ops.pieces import Absent, Accumulate
+from ..ops.play import Env, Player, Turn
 from .families import Family, Held, Life, Rest, piece
 
-__all__ = ["Life", "Lifetime", "Lifetimes", "Program", "Step", "copies_needed", "lifetimes", "period", "play"]
+__all__ = ["Copies", "Life", "Lifetime", "Lifetimes", "Program", "Step", "copies_needed", "lifetimes", "period", "play"]
+
+
+#: How many iterations to play of a loop.
+Copies = Callable[[Loop], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,56 +53,50 @@ class Program:
     """Storages, those that live throughout first."""
 
 
-def _handed_on(op: Op) -> dict[int, int]:
+def _handed_on(loop: Loop) -> dict[int, int]:
     """Carries that a body hands on in another place: where each goes, and which one it was."""
-    body = op.body
-    assert body is not None
-    carries = op.attrs["carries"]
-    entries = {f.storage: i for i, f in enumerate(body.formals[:carries])}
-    return {i: entries[t.storage] for i, t in enumerate(body.outputs[:carries]) if entries.get(t.storage, i) != i}
+    entries = {f.storage: i for i, f in enumerate(loop.carries)}
+    return {i: entries[t.storage] for i, t in enumerate(loop.nexts) if entries.get(t.storage, i) != i}
 
 
-def copies_needed(op: Op) -> int:
-    """Return how many iterations of a Repeat stand for all of them: the first, one in the middle, the last.
+def copies_needed(loop: Loop) -> int:
+    """Return how many iterations of a loop stand for all of them: the first, one in the middle, the last.
 
     More where a body hands its carries around: what is made in one iteration then lives through some more, and the
     one in the middle needs as many before it and after it.
     """
-    if not _leaves_storages(op):
-        return 3 + 2 * len(_handed_on(op))
+    if not _leaves_storages(loop):
+        return 3 + 2 * len(_handed_on(loop))
     # what an iteration leaves behind changes from one to the next: two in the middle, at either end, are looked at
-    most = 4 + 2 * max(len(_handed_on(o)) for o in _leaving(op))
+    most = 4 + 2 * max(len(_handed_on(other)) for other in _leaving(loop))
     # a loop up to the iteration of another one has as many iterations as it needs in those behind the middle
-    root = op.graph.root
+    root = loop.op.graph.root
     if "until" not in root.cache:
-        root.cache["until"] = any(o.attrs.get("until") for o in root.walk())
+        root.cache["until"] = any(other.until for other in loops(root))
     return most + 2 * int(root.cache["until"])
 
 
-def _leaves_storages(op: Op) -> bool:
+def _leaves_storages(loop: Loop) -> bool:
     """Whether a loop makes, or reads, one storage an iteration that does not live throughout."""
-    first = op.attrs["carries"]
-    read = op.operands[first : first + op.attrs["xs"]]
-    return bool(op.attrs.get("saved")) or any(t.storage.pieces and t.role in ("activation", "formal") for t in read)
+    return bool(loop.saved) or any(t.storage.pieces and t.role in ("activation", "formal") for t in loop.xs)
 
 
-def _leaving(op: Op) -> list[Op]:
+def _leaving(loop: Loop) -> list[Loop]:
     """List the loops of a graph that leave storages behind: as many iterations are looked at of each of them."""
-    root = op.graph.root
+    root = loop.op.graph.root
     if "leaving" not in root.cache:
-        loops = (o for o in root.walk() if o.loop is not None)
-        root.cache["leaving"] = [o for o in loops if _leaves_storages(o)]
-    found: list[Op] = root.cache["leaving"]
+        root.cache["leaving"] = [other for other in loops(root) if _leaves_storages(other)]
+    found: list[Loop] = root.cache["leaving"]
     return found
 
 
-def period(op: Op) -> int:
+def period(loop: Loop) -> int:
     """Return after how many iterations the carries that a body only exchanges are back in their places."""
-    return lcm(*map(_period, _leaving(op) if _leaves_storages(op) else [op]))
+    return lcm(*map(_period, _leaving(loop) if _leaves_storages(loop) else [loop]))
 
 
-def _period(op: Op) -> int:
-    moves, out = _handed_on(op), 1
+def _period(loop: Loop) -> int:
+    moves, out = _handed_on(loop), 1
     for start in moves:
         at, length = moves[start], 1
         while at in moves and at != start and length <= len(moves):
@@ -106,18 +105,22 @@ def _period(op: Op) -> int:
     return out
 
 
-class _Player:
-    """Runs a graph step by step, keeping track of which storage stands behind each tensor."""
+class _Player(Player[tuple[str, ...]]):
+    """Notes of every storage its first use and its last one; a place is the iterations around, as they are named."""
 
-    def __init__(self, copies: Callable[[Op], int], values: Mapping[str, Poly]) -> None:
+    def __init__(self, copies: Copies, values: Mapping[str, Poly]) -> None:
+        super().__init__()
         self.copies = copies
         self.values = values
         self.program = Program()
-        self.around: list[tuple[int, int, Poly]] = []
-        """iteration of each loop around, of how many that are played, and the count"""
+        self.rests: list[Rest] = []
+        """of the loops around, what their iterations leave behind that are not played"""
+
+    def key(self, t: Tensor) -> Storage:
+        return t.storage
 
     def sources(self, graph: Graph, env: dict[Storage, Held], times: Poly = ONE) -> None:
-        """Add what lives throughout: in a Repeat's body, that of all its iterations at once."""
+        """Add what lives throughout: in a loop's body, that of all its iterations at once."""
         for t in graph.tensors:
             if t.producer is None and t.role != "formal":
                 many = times * numel(t.sizes[: t.storage.pieces])
@@ -125,33 +128,22 @@ class _Player:
                 self.program.lives.append(life)
         for op in graph.ops:
             if op.body is not None:
-                self.sources(op.body, env, times * op.attrs["count"] if op.loop is not None else times)
+                self.sources(op.body, env, times if op.loop is None else times * op.loop.count)
 
-    def run(self, graph: Graph, env: dict[Storage, Held], label: tuple[object, ...]) -> None:
-        for op in graph.ops:
-            if op.loop is not None:
-                self.loop(op, env, label)
-            elif isinstance(op.kind, Absent):
-                env[op.results[0].storage] = None
-            elif isinstance(op.kind, Accumulate) and env[op.operands[0].storage] is None:
-                env[op.operands[0].storage] = env[op.operands[1].storage]
-            else:
-                self.step(op, env, label)
-
-    def step(self, op: Op, env: dict[Storage, Held], label: tuple[object, ...]) -> None:
+    def step(self, op: Op, env: Env, place: tuple[str, ...]) -> None:
         now = len(self.program.steps)
         for t in op.operands:
             self.touch(env[t.storage], now)
         for t in op.results:
             if t.storage not in env:
-                env[t.storage] = self.birth(t, now, label, op.phase)
+                env[t.storage] = self.birth(t, place, op.phase)
             self.touch(env[t.storage], now)
-        self.program.steps.append(Step(op, op.name + "".join(map(str, label)), op.attrs.get("workspace", ZERO)))
+        self.program.steps.append(Step(op, op.name + "".join(place), op.workspace))
 
-    def birth(self, t: Tensor, now: int, label: tuple[object, ...], phase: str) -> Life:
-        role = "activation" if phase == "forward" else "temporary"
+    def birth(self, t: Tensor, place: tuple[str, ...], phase: str) -> Life:
+        role, now = "activation" if phase == "forward" else "temporary", len(self.program.steps)
         many = numel(t.sizes[: t.storage.pieces])
-        life = Life(t.name + "".join(map(str, label)), role, t.storage.bytes, now, now, many, (t.storage, *label))
+        life = Life(t.name + "".join(place), role, t.storage.bytes, now, now, many, (t.storage, *place))
         self.program.lives.append(life)
         return life
 
@@ -161,66 +153,61 @@ class _Player:
             if life.dies is not None:
                 life.dies = max(life.dies, now)
 
-    def loop(self, op: Op, env: dict[Storage, Held], label: tuple[object, ...]) -> None:
-        body, carries, reverse = op.body, op.attrs["carries"], op.attrs.get("reverse", False)
-        assert body is not None
-        start, saved = len(self.program.steps), len(op.results) - op.attrs.get("saved", 0)
-        # the stacks are there before the first slice is written, those that several loops write into before the loops
-        stacks = [env.get(t.storage) or self.birth(t, start, label, op.phase) for t in op.results[carries:saved]]
-        fixed = {f.storage: env[t.storage] for f, t in zip(body.formals, op.operands, strict=True)}
-        xs = dict(list(fixed.items())[carries : carries + op.attrs["xs"]])
-        state = [env[t.storage] for t in op.operands[:carries]]
-        count, times = op.attrs["count"].bind(self.values), self.copies(op)
-        if op.attrs.get("until"):
-            count, times = self.before(op)
-        left: list[list[Held]] = []
-        turn = start
-        middle = times - times // 2 if reverse else times // 2
+    def loop(self, loop: Loop, env: Env, place: tuple[str, ...]) -> None:
+        self.rests.append(Rest(len(self.program.steps), len(place)))
+        super().loop(loop, env, place)
+        self.program.lives += self.rests.pop().lives.values()
+
+    def turns(self, loop: Loop, xs: Sequence[Held]) -> Iterator[Turn]:
+        rest = self.rests[-1]
+        count, times = loop.count.bind(self.values), self.copies(loop)
+        if loop.until:
+            count, times = self.before(loop)
+        middle = times - times // 2 if loop.reverse else times // 2
+        rest.count, rest.middle, rest.read = count - times, middle - 1, xs
         for i in range(times):
             if i == middle:
-                self.rest_read(xs.values())
-                turn = len(self.program.steps)
-            inner = {**env, **fixed}
-            at = times - 1 - i if reverse else i
-            inner |= {f: piece(held, at) for f, held in xs.items()}
-            inner |= {f.storage: held for f, held in zip(body.formals[:carries], state, strict=True)}
-            inner |= {t.storage: life for t, life in zip(body.outputs[carries:saved], stacks, strict=True)}
-            self.around.append((at, times, count))
-            self.run(body, inner, (*label, f"[{_iteration(at, times, count)}]"))
-            self.around.pop()
-            state = [inner[t.storage] for t in body.outputs[:carries]]
-            left.append([inner[t.storage] for t in body.outputs[saved:]])
-        rest = Rest(start, turn, count - times, len(label), middle - 1, list(xs.values()))
-        made: list[Held] = [rest.family([row[k] for row in left], reverse) for k in range(len(op.results) - saved)]
-        self.program.lives += rest.lives.values()
-        env |= {t.storage: held for t, held in zip(op.results, [*state, *stacks, *made], strict=True)}
+                rest.turn = len(self.program.steps)
+                for life in (life for held in xs if isinstance(held, Family) for life in held.rest):
+                    self.touch(life, rest.turn - 1)  # the iterations that are not played read their slices
+            yield Turn(times - 1 - i if loop.reverse else i, times, count)
 
-    def before(self, op: Op) -> tuple[Poly, int]:
+    def before(self, loop: Loop) -> tuple[Poly, int]:
         """Return how many iterations of the loop around come before the one that runs, and how many to play."""
-        at, times, count = self.around[-1]
+        around = self.around[-1]
+        at, times, count = around.at, around.times, around.count
         index = as_poly(at) if count.constant == times or at < times // 2 else count - (times - at)
-        needed = copies_needed(op)
+        needed = copies_needed(loop)
         return index, needed if index.constant is None else min(int(index.constant), needed)
 
-    def rest_read(self, families: Iterable[Held]) -> None:
-        """Let the iterations that are not played read their slices."""
-        for held in families:
-            if isinstance(held, Family):
-                for life in held.rest:
-                    self.touch(life, len(self.program.steps) - 1)
+    def stack(self, loop: Loop, t: Tensor, env: Env, place: tuple[str, ...]) -> Held:
+        # there before the first slice is written, one that several loops write into before the loops
+        return env.get(t.storage) or self.birth(t, place, loop.op.phase)
+
+    def slice(self, loop: Loop, value: Held, turn: Turn, place: tuple[str, ...]) -> Held:
+        return piece(value, turn.at)
+
+    def inside(self, env: Env) -> Env:
+        return {**env}
+
+    def iteration(self, loop: Loop, env: Env, turn: Turn, stacks: Sequence[Held], place: tuple[str, ...]) -> None:
+        env |= {t.storage: life for t, life in zip(loop.ys, stacks, strict=True)}
+        self.play(loop.body.ops, env, (*place, f"[{_iteration(turn)}]"))
+
+    def collected(self, loop: Loop, rows: Sequence[Held]) -> Held:
+        return self.rests[-1].family(rows, reverse=loop.reverse)
 
 
-def _iteration(i: int, times: int, count: Poly) -> str:
+def _iteration(turn: Turn) -> str:
     """Name an iteration: its number, or what it stands for where the count is a symbol."""
+    i, times, count = turn.at, turn.times, turn.count
     if count.constant == times or i < times // 2:
         return str(i)
     middle = times % 2 and i == times // 2
     return "i" if middle else str(count - (times - i)).replace(" ", "")
 
 
-def play(
-    graph: Graph, copies: Callable[[Op], int] = copies_needed, values: Mapping[str, Poly] = MappingProxyType({})
-) -> Program:
+def play(graph: Graph, copies: Copies = copies_needed, values: Mapping[str, Poly] = MappingProxyType({})) -> Program:
     """Run a graph.
 
     Parameters
@@ -228,7 +215,7 @@ def play(
     graph : Graph
         What runs.
     copies : callable
-        How many iterations to play of each Repeat.
+        How many iterations to play of each loop.
     values : mapping of str to Poly
         Bound sizes: they name the iterations.
 
@@ -240,7 +227,7 @@ def play(
     player = _Player(copies, values)
     env: dict[Storage, Held] = {}
     player.sources(graph, env)
-    player.run(graph, env, ())
+    player.play(graph.ops, env, ())
     for role, kept in (("output", graph.outputs), ("gradient", graph.gradients.values())):
         for t in kept:
             held = env[t.storage]
@@ -288,15 +275,14 @@ class Lifetimes(Table, list[Lifetime]):
         return (Fact("throughout", sum(throughout), "B"),) if throughout else ()
 
 
-def copies_for(values: Mapping[str, Poly], extra: int = 0) -> Callable[[Op], int]:
+def copies_for(values: Mapping[str, Poly], extra: int = 0) -> Copies:
     """Return the rule for how many iterations to play, once some sizes are bound; `extra` where a count is open."""
 
-    def copies(op: Op) -> int:
-        count = op.attrs["count"].bind(values).constant
-        needed = copies_needed(op)
+    def copies(loop: Loop) -> int:
+        count, needed = loop.count.bind(values).constant, copies_needed(loop)
         if count is None:
-            return needed + extra % period(op)
-        return int(count) if count <= needed else needed + (int(count) - needed) % period(op)
+            return needed + extra % period(loop)
+        return int(count) if count <= needed else needed + (int(count) - needed) % period(loop)
 
     return copies
 

@@ -9,10 +9,10 @@ from math import lcm
 
 from ..algebra.conditions import Counts, Validity
 from ..algebra.extremum import Owner
-from ..algebra.polynomial import ONE, Monomial, Poly, Rational, as_poly, total
+from ..algebra.polynomial import Monomial, Poly, Rational, as_poly, total
 from ..algebra.pruning import prune
 from ..graph.graph import Graph
-from ..graph.op import Op
+from ..graph.loop import Loop, loops
 from ..graph.sizes import Bindings
 from .collecting import collection_paused
 from .hull import at_most, corners
@@ -74,15 +74,15 @@ def live_cases(graph: Graph, values: Mapping[str, Poly], view: View = None) -> l
     list of (Poly, Owner)
         Not yet bound.
     """
-    loops = [op for op in graph.walk() if op.loop is not None]
+    every = list(loops(graph))
     # where a body exchanges carries, an open count may leave them in any of their places
-    ends = lcm(*(period(op) for op in loops if op.attrs["count"].bind(values).constant is None))
+    ends = lcm(*(period(loop) for loop in every if loop.count.bind(values).constant is None))
     rules = [copies_for(values, extra) for extra in range(ends)]
-    key: tuple[object, ...] = ("peak", view, tuple(copies(op) for copies in rules for op in loops))
+    key: tuple[object, ...] = ("peak", view, tuple(copies(loop) for copies in rules for loop in every))
     counts: Mapping[str, Poly] = {}
-    if any(op.attrs.get("until") for op in loops):  # how often these run depends on the counts themselves
+    if any(loop.until for loop in every):  # how often these run depends on the counts themselves
         counts = values
-        key = (*key, tuple(op.attrs["count"].bind(values) for op in loops))
+        key = (*key, tuple(loop.count.bind(values) for loop in every))
     if key not in graph.cache:
         programs = [play(graph, copies, counts) for copies in rules]
         if view is not None:
@@ -113,23 +113,23 @@ def closed(graph: Graph, values: Bindings, view: View = None) -> tuple[Validity,
     return (replace(values.validity, counts=counts),)
 
 
-def _open_counts(graph: Graph, values: Mapping[str, Poly]) -> dict[str, list[tuple[Poly, Op]]]:
+def _open_counts(graph: Graph, values: Mapping[str, Poly]) -> dict[str, list[tuple[Poly, Loop]]]:
     """Return the loops whose count is open in one symbol, by that symbol."""
-    out: dict[str, list[tuple[Poly, Op]]] = {}
-    for op in graph.walk():
-        count = op.attrs["count"].bind(values) if op.loop is not None else ONE
+    out: dict[str, list[tuple[Poly, Loop]]] = {}
+    for loop in loops(graph):
+        count = loop.count.bind(values)
         if len(count.names()) == 1:
             (name,) = count.names()
-            out.setdefault(name, []).append((count, op))
+            out.setdefault(name, []).append((count, loop))
     return out
 
 
 def _sure(graph: Graph, values: Mapping[str, Poly]) -> dict[str, int]:
     """Return for each symbol in a count a value from which on all iterations that can differ are there."""
     out = {}
-    for name, loops in sorted(_open_counts(graph, values).items()):
+    for name, found in sorted(_open_counts(graph, values).items()):
         value = 1
-        while any((p.bind({name: as_poly(value)}).constant or 0) < copies_needed(op) for p, op in loops):
+        while any((p.bind({name: as_poly(value)}).constant or 0) < copies_needed(loop) for p, loop in found):
             value += 1
         out[name] = value
     return out

@@ -203,8 +203,8 @@ def _played_out(graph: Graph, values: Mapping[str, Poly]) -> int:
         out = 0
         for op in g.ops:
             if op.loop is not None:
-                count = op.attrs["count"].bind(values).constant
-                inner = max(steps(op.body), 1)  # type: ignore[arg-type]  # it has one
+                count = op.loop.count.bind(values).constant
+                inner = max(steps(op.loop.body), 1)
                 out += (_MOST_STEPS + 1 if count is None else int(count)) * inner
             else:
                 out += 1
@@ -236,7 +236,7 @@ def timeline(graph: Graph, /, **dims: int) -> Timeline:
     need_graph("timeline", graph)
     values = bindings(graph, dims)
     whole = _played_out(graph, values) <= _MOST_STEPS
-    copies = (lambda op: int(op.attrs["count"].bind(values).constant)) if whole else copies_for(values)
+    copies = (lambda loop: int(loop.count.bind(values).constant or 0)) if whole else copies_for(values)
     program = play(graph, copies, values)
     live = [(at, p.bind(values)) for at, p in live_bytes(program)]
     held = values.held if whole else closed(graph, values)

@@ -51,7 +51,7 @@ class Work:
             )
         if isinstance(self.op.kind, Transfer):
             # what it reads and what it writes is one stream over the link
-            return total(parts), self.bytes / 2 / Fraction(hardware.link(self.op.attrs["link"]).value)
+            return total(parts), self.bytes / 2 / Fraction(hardware.link(self.op.kind.link).value)
         return total(parts), self.bytes / Fraction(hardware.bandwidth.value)
 
 

@@ -8,6 +8,7 @@ from ..algebra.polynomial import total
 from ..bind.evaluate import Formula, bound_answer
 from ..errors import GraphError
 from ..graph.graph import Graph, need_graph
+from ..graph.loop import Loop
 from ..graph.op import Op
 from ..graph.sizes import bindings
 from ..graph.tensor import Storage, Tensor
@@ -64,8 +65,7 @@ def saved_bytes(graph: Graph, /, **dims: int) -> dict[str, Formula]:
     found: dict[str, list[Storage]] = {"": list(dict.fromkeys(_outlive(graph)))}
     for op in graph.walk():
         if op.loop is not None and op.phase == "forward":
-            assert op.body is not None
-            found[op.name] = list(dict.fromkeys((*_left(op), *_outlive(op.body))))
+            found[op.name] = list(dict.fromkeys((*_left(op.loop), *_outlive(op.loop.body))))
     return {name: bound_answer(total(s.bytes for s in storages), values) for name, storages in found.items()}
 
 
@@ -77,14 +77,10 @@ def _outlive(graph: Graph) -> Iterator[Storage]:
             yield from (t.storage for t in op.operands if t.storage in own)
 
 
-def _left(op: Op) -> Iterator[Storage]:
+def _left(loop: Loop) -> Iterator[Storage]:
     """Yield what an iteration of a loop leaves behind: what its body made or was handed, not what is there anyway."""
-    body, carries = op.body, op.attrs["carries"]
-    assert body is not None
-    handed = {f.storage for f in body.formals[:carries]}
-    own = (_made(body.ops) - _there(body)) | handed
-    first = len(body.outputs) - op.attrs.get("saved", 0)
-    yield from (t.storage for t in body.outputs[first:] if t.storage in own)
+    own = (_made(loop.body.ops) - _there(loop.body)) | {f.storage for f in loop.carries}
+    yield from (t.storage for t in loop.saved if t.storage in own)
 
 
 def _made(ops: Iterable[Op]) -> set[Storage]:
@@ -99,8 +95,4 @@ def _there(graph: Graph) -> set[Storage]:
 
 def _is_left(t: Tensor) -> bool:
     """Whether a tensor stands for what the iterations of a loop left behind."""
-    op = t.producer
-    if op is None or op.loop is None:
-        return False
-    saved: int = op.attrs.get("saved", 0)
-    return op.results.index(t) >= len(op.results) - saved
+    return t.producer is not None and t.producer.loop is not None and t in t.producer.loop.pieces

@@ -22,14 +22,14 @@ def repeated_bodies(graph: Graph, times: Poly = ONE) -> Iterator[tuple[Graph, Po
     yield graph, times
     for op in graph.ops:
         if op.body is not None:
-            repeated = times * op.attrs["count"] if op.loop is not None else times
+            repeated = times if op.loop is None else times * op.loop.count
             yield from repeated_bodies(op.body, repeated)
 
 
 def _known(graph: Graph) -> Relations:
     """Return what is known of sizes, and that no token chooses more experts than there are."""
-    found = [op for op in graph.walk() if isinstance(op.kind, Grouped) and op.attrs["routing"] == "expected"]
-    pairs = {(op.operands[1].sizes[0], op.attrs["chosen"]) for op in found}
+    products = ((op, op.kind) for op in graph.walk() if isinstance(op.kind, Grouped))
+    pairs = {(op.operands[1].sizes[0], kind.chosen) for op, kind in products if kind.routing == "expected"}
     texts = sorted(f"{experts} >= {chosen}" for experts, chosen in pairs if (experts - chosen).constant is None)
     return Relations([*graph.root.relations.relations, *map(parse_relation, texts)])
 

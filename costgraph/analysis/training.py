@@ -33,7 +33,7 @@ _NOT_OF_THE_MODEL = ("recompute", "optimizer")
 def _is_of_the_model(op: Op | None) -> bool:
     """Whether an op is one that every implementation of forward and backward pass needs."""
     while op is not None:
-        if op.phase in _NOT_OF_THE_MODEL or op.attrs.get("again"):
+        if op.phase in _NOT_OF_THE_MODEL or op.kind.again:
             return False
         op = op.graph.owner
     return True

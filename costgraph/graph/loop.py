@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..algebra.dominance import Relations
     from .graph import Graph
 
-__all__ = ["Loop", "Repeat", "need", "need_formals"]
+__all__ = ["Loop", "Repeat", "loops", "need", "need_fit", "need_formals"]
 
 # 0 only where 'least' says so
 _Times = Annotated[Poly, Rule("a positive size", lambda v: is_size(v) or (is_amount(v) and is_size(v + 1)))]
@@ -176,6 +176,13 @@ class Loop:
                 if given.storage is left.storage:  # in the same order, as all that a loop hands on
                     found[self.lasts[i].storage] = outer.storage, outer.offset + left.offset - given.offset
         return found
+
+
+def loops(graph: Graph) -> Iterator[Loop]:
+    """Yield the loops of a graph, those inside bodies included."""
+    for op in graph.walk():
+        if op.loop is not None:
+            yield op.loop
 
 
 # -- agreement with the operands ---------------------------------------------------------------------------------

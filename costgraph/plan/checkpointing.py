@@ -180,5 +180,5 @@ def checkpoint_for(
 def _layers(graph: Graph, dims: dict[str, int]) -> int:
     """Return the number of layers of the deepest stack."""
     values = bindings(graph, dims)
-    counts = [op.attrs["count"].bind(values).constant for op in graph.ops if op.loop is not None]
+    counts = [op.loop.count.bind(values).constant for op in graph.ops if op.loop is not None]
     return max((int(n) for n in counts if n is not None), default=1)

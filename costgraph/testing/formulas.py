@@ -13,7 +13,7 @@ from ..analysis.live import live_bytes
 from ..analysis.memory import timeline
 from ..bind.evaluate import evaluate
 from ..graph.graph import Graph
-from ..graph.op import Op
+from ..graph.loop import Loop, loops
 from ..graph.sizes import bindings, known_names
 from ..transforms.unroll import unroll
 from .arithmetic import value
@@ -30,8 +30,7 @@ def _bound(trial: Trial, names: Iterable[str]) -> dict[str, int]:
 def a_formula_at_a_point_is_the_answer_there(trial: Trial) -> None:
     """By Python's fractions and by `evaluate`, in one step and in two; the peak from the least count that it states."""
     least = timeline(trial.graph).holds_from
-    loops = [op for op in trial.graph.walk() if op.loop is not None]
-    most = max(map(copies_needed, loops), default=3)  # 3, more where a body hands a carry on to another place
+    most = max(map(copies_needed, loops(trial.graph)), default=3)  # 3, more where a body hands a carry on to another place
     assert all(n <= most for n in least.values()), f"the peak holds from {least}, expected {most} at the most"
     names = sorted(trial.point)
     for question, ask in QUESTIONS.items():
@@ -57,9 +56,8 @@ def played(graph: Graph, point: Mapping[str, int]) -> Program:
     """Return every execution of an op and the life of every storage, loops played out in full."""
     values = bindings(graph, point)
 
-    def copies(op: Op) -> int:
-        assert op.loop is not None
-        return int(value(op.loop.count.expr, point))
+    def copies(loop: Loop) -> int:
+        return int(value(loop.count.expr, point))
 
     return play(graph, copies, values)
 

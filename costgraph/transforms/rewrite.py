@@ -84,10 +84,14 @@ class Rewriter:
         """Copy sources and ops; inputs of a body have to be in `tensors` already."""
         for node in list(old.nodes):
             if isinstance(node, Op):
-                if self._emit is None or not self._emit(self, node, new):
-                    self.copy(node, new, suffix)
+                self.emit(node, new, suffix)
             elif node.producer is None and node.role != "formal":
                 self.tensors[node] = self.source(node, new, suffix)
+
+    def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
+        """Add what stands for an op: a copy."""
+        if self._emit is None or not self._emit(self, op, new):
+            self.copy(op, new, suffix)
 
     def source(self, old: Tensor, new: Graph, suffix: str) -> Any:
         """Copy an input, parameter, buffer or cache."""

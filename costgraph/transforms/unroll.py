@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..algebra.polynomial import ONE, Poly, as_poly
 from ..errors import BindingError, UnsupportedError
 from ..graph.graph import Graph
+from ..graph.loop import Loop
 from ..graph.op import Op
 from ..graph.sizes import bindings
 from ..graph.strides import Sizes
 from ..graph.tensor import Tensor
 from ..ops.keep import Keep
 from ..ops.moves import Rearrange, Slice
-from ..ops.pieces import Absent, Accumulate
+from ..ops.play import Env, Player, Turn
 from ..ops.stacks import Empty, Stacked
 from .rewrite import Rewriter, members
 
@@ -60,13 +61,16 @@ def unroll(graph: Graph, /, **dims: int) -> Graph:
     return _Unroller(values).run(graph)
 
 
-class _Unroller(Rewriter):
+#: Where an op goes: the new graph, and what names of this iteration end with.
+_Place = tuple[Graph, str]
+
+
+class _Unroller(Rewriter, Player[_Place]):
     """Plays loops out. What has a storage for each iteration becomes a list, a sum before its first term None."""
 
     def __init__(self, values: Mapping[str, Poly]) -> None:
-        super().__init__(values, _emit)
-        self.index = [0]
-        """Iterations of the loops around the op that is played out."""
+        Rewriter.__init__(self, values)
+        Player.__init__(self)
 
     def source(self, old: Tensor, new: Graph, suffix: str) -> Any:
         if not old.storage.pieces:
@@ -84,6 +88,56 @@ class _Unroller(Rewriter):
         new.add_node(tensor)
         return tensor
 
+    def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
+        self.one(op, self.tensors, (new, suffix))
+
+    def step(self, op: Op, env: Env, place: _Place) -> None:
+        new, suffix = place
+        if isinstance(op.kind, Stacked) or any(isinstance(env[t], list) for t in op.operands):
+            self.take_whole(op, new)
+        else:
+            self.copy(op, new, suffix)
+
+    def take_whole(self, op: Op, new: Graph) -> None:
+        """Let an op outside of loops read what has a storage for each iteration."""
+        if not isinstance(op.kind, Keep | Stacked):
+            raise UnsupportedError(
+                f"unroll: {op.name!r} reads something of every iteration, expected an op inside a loop"
+            )
+        operands = [t for o in op.operands for t in members(self.tensors[o])]
+        made = new.add_op(op.kind, operands, op.name, op.phase)
+        made.scope = op.scope
+        self.tensors[op.results[0]] = made.results[0]
+
+    # -- loops -------------------------------------------------------------------------------------------------------
+
+    def turns(self, loop: Loop, xs: Sequence[Any]) -> Iterator[Turn]:
+        count = self.around[-1].at if loop.until else _count(loop.op, loop.count.bind(self.values))
+        for turn in range(count):
+            yield Turn(count - 1 - turn if loop.reverse else turn, count)
+
+    def stack(self, loop: Loop, t: Tensor, env: Env, place: _Place) -> Tensor | None:
+        if _is_part(t):
+            return None
+        empty = Empty(sizes=tuple(n.bind(self.values) for n in t.sizes), dtype=t.dtype)
+        (made,) = place[0].add_op(empty, [], t.name, loop.op.phase).results
+        return made
+
+    def slice(self, loop: Loop, value: Any, turn: Turn, place: _Place) -> Any:
+        return _slice(value, turn.at, place[0], loop.op.phase)
+
+    def inside(self, env: Env) -> Env:
+        return env
+
+    def iteration(self, loop: Loop, env: Env, turn: Turn, stacks: Sequence[Any], place: _Place) -> None:
+        self.fill(loop.body, place[0], f".i{turn.at}")
+
+    def filled(self, loop: Loop, i: int, stack: Any, rows: Sequence[Any], place: _Place) -> Any:
+        if stack is None:
+            return list(rows)
+        t, graph = loop.stacks[i], loop.op.graph
+        return _filled(stack, rows, place[0], loop.op, read=graph.out_degree(t) > 0 or t in graph.outputs)
+
 
 def _count(of: object, count: Poly) -> int:
     if not isinstance(count.constant, int):
@@ -100,74 +154,11 @@ def _need_few(graph: Graph, values: Mapping[str, Poly]) -> None:
         return sum(1 if op.body is None else times(op) * played(op.body) for op in g.ops)
 
     def times(op: Op) -> int:
-        return _count(op, op.attrs["count"].bind(values)) if op.loop is not None else 1
+        return 1 if op.loop is None else _count(op, op.loop.count.bind(values))
 
     ops = played(graph)
     if ops > _MOST_OPS:
         raise BindingError(f"unroll of graph {graph.name!r}: {ops} ops, expected at most {_MOST_OPS}")
-
-
-def _emit(rewriter: Rewriter, op: Op, new: Graph) -> bool:
-    if isinstance(op.kind, Absent):
-        rewriter.tensors[op.results[0]] = None
-    elif isinstance(op.kind, Accumulate) and rewriter.tensors[op.operands[0]] is None:
-        rewriter.tensors[op.results[0]] = rewriter.tensors[op.operands[1]]
-    elif op.loop is not None:
-        _play_out(rewriter, op, new)
-    elif isinstance(op.kind, Stacked) or any(isinstance(rewriter.tensors[t], list) for t in op.operands):
-        _take_whole(rewriter, op, new)
-    else:
-        return False
-    return True
-
-
-def _take_whole(rewriter: Rewriter, op: Op, new: Graph) -> None:
-    """Let an op outside of loops read what has a storage for each iteration."""
-    if not isinstance(op.kind, Keep) and not isinstance(op.kind, Stacked):
-        raise UnsupportedError(f"unroll: {op.name!r} reads something of every iteration, expected an op inside a loop")
-    operands = [t for o in op.operands for t in members(rewriter.tensors[o])]
-    made = new.add_op(op.kind, operands, op.name, op.phase)
-    made.scope = op.scope
-    rewriter.tensors[op.results[0]] = made.results[0]
-
-
-def _play_out(rewriter: Rewriter, op: Op, new: Graph) -> None:
-    body, carries, xs = op.body, op.attrs["carries"], op.attrs["xs"]
-    assert isinstance(rewriter, _Unroller)
-    assert body is not None
-    count = rewriter.index[-1] if op.attrs.get("until") else _count(op, op.attrs["count"].bind(rewriter.values))
-    saved = len(op.results) - op.attrs.get("saved", 0)
-    state = [rewriter.tensors[t] for t in op.operands[:carries]]
-    stacks: list[Any] = []
-    for t in op.results[carries:saved]:
-        if _is_part(t):
-            stacks.append(None)
-            continue
-        sizes = tuple(n.bind(rewriter.values) for n in t.sizes)
-        stacks += new.add_op(Empty(sizes=sizes, dtype=t.dtype), [], t.name, op.phase).results
-    left, made = [], []
-    for turn in range(count):
-        i = count - 1 - turn if op.attrs.get("reverse") else turn
-        rewriter.tensors |= dict(zip(body.formals[:carries], state, strict=True))
-        for f, t in zip(body.formals[carries : carries + xs], op.operands[carries:], strict=False):
-            rewriter.tensors[f] = _slice(rewriter.tensors[t], i, new, op.phase)
-        for f, t in zip(body.formals[carries + xs :], op.operands[carries + xs :], strict=True):
-            rewriter.tensors[f] = rewriter.tensors[t]
-        rewriter.index.append(i)
-        rewriter.fill(body, new, f".i{i}")
-        rewriter.index.pop()
-        state = [rewriter.tensors[t] for t in body.outputs[:carries]]
-        made.append([rewriter.tensors[t] for t in body.outputs[carries:saved]])
-        left.append([rewriter.tensors[t] for t in body.outputs[saved:]])
-    ordered = left[::-1] if op.attrs.get("reverse") else left
-    pieces = [[row[k] for row in ordered] for k in range(len(op.results) - saved)]
-    handed = op.results[carries:saved]
-    read = [op.graph.out_degree(t) > 0 or t in op.graph.outputs for t in handed]
-    rows = [[row[k] for row in (made[::-1] if op.attrs.get("reverse") else made)] for k in range(len(stacks))]
-    filled = [
-        row if s is None else _filled(s, row, new, op, read=r) for s, row, r in zip(stacks, rows, read, strict=True)
-    ]
-    rewriter.tensors |= dict(zip(op.results, [*state, *filled, *pieces], strict=True))
 
 
 def _is_part(t: Tensor) -> bool:

@@ -369,8 +369,8 @@ def _(right, op):
 
 
 @fault(LOOPS, "a tensor under two names is read twice in the first iteration", (costs, "situations"), ("repeat",))
-def _(right, op):
-    return [(MappingProxyType({}), op.kind.count)]
+def _(right, loop):
+    return [(MappingProxyType({}), loop.count)]
 
 
 # -- training ------------------------------------------------------------------------------------------------------

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ...errors import BindingError, CostGraphError, ShapeError, UnsupportedError
 from ...graph.graph import Graph
+from ...graph.loop import Loop
 from ...graph.op import Op
 from ...graph.tensor import Storage, Tensor
-from ...ops.pieces import Absent, Accumulate
+from ...ops.play import Env, Player, Turn
 from ...ops.stacks import Empty
 from .emitter import Emitter, Numbers
 from .formats import torch_dtype
@@ -21,8 +23,6 @@ from .sources import Leaf, Leaves
 from .table import LOWERINGS
 
 __all__ = ["Walk", "kept", "taken"]
-
-Env = dict[Tensor, Any]
 
 
 def kept(first: Any, *others: Any) -> Any:
@@ -46,7 +46,17 @@ def taken(x: torch.Tensor, name: str, sizes: Sequence[int], dtype: torch.dtype) 
     return x
 
 
-class Walk:
+@dataclass(frozen=True)
+class Place:
+    """Where an op stands."""
+
+    slices: Mapping[Storage, Any]
+    """nodes of the slices of stacks that are written, by the storage that the body has for them"""
+    where: tuple[int, ...]
+    """iterations around"""
+
+
+class Walk(Player[Place]):
     """Lowers a graph and the bodies inside it.
 
     What has a storage for each iteration of a loop is a list, a sum before its first term None.
@@ -55,12 +65,12 @@ class Walk:
     def __init__(
         self, graph: Graph, numbers: Numbers, device: torch.device, functions: Mapping[str, Callable[..., Any]]
     ) -> None:
+        super().__init__()
         self.numbers = numbers
         self.emitter = Emitter(device)
         self.indices = Indices(graph, numbers)
         self.leaves = Leaves(graph)
         self.shared = Shared(self.emitter, numbers, self.indices, functions, self.body)
-        self._index = [0]  # iterations of the loops around
         self._stacks: dict[Storage, Any] = {}  # made before what is written into their slices
 
     def run(self, graph: Graph) -> None:
@@ -69,7 +79,7 @@ class Walk:
         for t in graph.tensors:
             if t.producer is None and t.role == "input":
                 env[t] = self._input(t)
-        self.ops(graph, env, {}, ())
+        self.ops(graph, env, Place({}, ()))
         outputs = [_nested(env[t]) for t in graph.outputs]
         made = outputs[0] if len(outputs) == 1 else tuple(outputs)
         # gradients live to the end of the step
@@ -84,20 +94,12 @@ class Walk:
         node = self.emitter.source(self.emitter.graph.placeholder(name), sizes, dtype)
         return self.emitter.call(taken, node, t.name, sizes, dtype)
 
-    def ops(self, graph: Graph, env: Env, places: Mapping[Storage, Any], where: tuple[int, ...]) -> None:
-        """Lower the ops of a graph; `places` are slices of stacks by the storage that the body has for them."""
+    def ops(self, graph: Graph, env: Env, place: Place) -> None:
+        """Lower the ops of a graph."""
         for t in graph.tensors:
             if t.producer is None and t.role not in ("formal", "input"):
-                env[t] = self._source(t, self.numbers.of(t.sizes), where, t.storage.pieces)
-        for op in graph.ops:
-            if op.loop is not None:
-                self._loop(op, env, where)
-            elif isinstance(op.kind, Absent):
-                env[op.results[0]] = None
-            elif isinstance(op.kind, Accumulate) and env[op.operands[0]] is None:
-                env[op.results[0]] = env[op.operands[1]]
-            else:
-                self._op(op, env, places)
+                env[t] = self._source(t, self.numbers.of(t.sizes), place.where, t.storage.pieces)
+        self.play(graph.ops, env, place)
 
     def _source(self, t: Tensor, sizes: tuple[int, ...], where: tuple[int, ...], pieces: int) -> Any:
         """Return the node of a parameter, or of each of its layers."""
@@ -107,14 +109,16 @@ class Walk:
         target = self.leaves.add(Leaf(t, sizes, dtype, where, self.indices.limit(t)))
         return self.emitter.source(self.emitter.graph.get_attr(target), sizes, dtype)
 
-    def _op(self, op: Op, env: Env, places: Mapping[Storage, Any]) -> None:
+    def step(self, op: Op, env: Env, place: Place) -> None:
+        """Emit the calls of an op."""
         rule = LOWERINGS.get(op.kind.name)
         if rule is None:
             raise UnsupportedError(
                 f"lower {op.name!r}: op kind {op.kind.name!r} has no lowering, expected one from "
                 f"costgraph.torch.lowering"
             )
-        there = {t: places[t.storage] for t in op.results if t.storage in places} | self._slices(op)
+        slices = place.slices
+        there = {t: slices[t.storage] for t in op.results if t.storage in slices} | self._slices(op)
         site = Site(op, self.shared, [env[t] for t in op.operands], there)
         try:
             rule(site)
@@ -143,38 +147,34 @@ class Walk:
     def body(self, body: Graph, operands: Sequence[Any]) -> list[Any]:
         """Lower the ops of a fused body one by one and return its outputs."""
         inner: Env = dict(zip(body.formals, operands, strict=True))
-        self.ops(body, inner, {}, ())
+        self.ops(body, inner, Place({}, ()))
         return [inner[t] for t in body.outputs]
 
-    def _loop(self, op: Op, env: Env, where: tuple[int, ...]) -> None:
-        body, carries, xs = op.body, op.attrs["carries"], op.attrs["xs"]
-        assert body is not None
-        operands = [env[t] for t in op.operands]
-        saved = len(op.results) - op.attrs.get("saved", 0)
-        count = self._index[-1] if op.attrs.get("until") else self.numbers(op.attrs["count"])
-        handed = op.results[carries:saved]
-        stacks = [self._place(t) if t.storage in self._stacks else self._stack(t) for t in handed]
-        state, left = operands[:carries], [[None] * count for _ in op.results[saved:]]
-        for turn in range(count):
-            i = count - 1 - turn if op.attrs.get("reverse") else turn
-            slices = [self._slice(v, i) for v in operands[carries : carries + xs]]
-            inner: Env = dict(zip(body.formals, [*state, *slices, *operands[carries + xs :]], strict=True))
-            written = [t.storage for t in body.outputs[carries:saved]]
-            places = {storage: self._slice(stack, i) for storage, stack in zip(written, stacks, strict=True)}
-            self._index.append(i)
-            self.ops(body, inner, places, (*where, i))
-            self._index.pop()
-            state = [inner[t] for t in body.outputs[:carries]]
-            for pieces, t in zip(left, body.outputs[saved:], strict=True):
-                pieces[i] = inner[t]
-        env |= dict(zip(op.results, [*state, *stacks, *left], strict=True))
+    # -- loops -------------------------------------------------------------------------------------------------------
 
-    def _stack(self, t: Tensor) -> Any:
+    def turns(self, loop: Loop, xs: Sequence[Any]) -> Iterator[Turn]:
+        """Yield every iteration."""
+        count = self.around[-1].at if loop.until else self.numbers(loop.count)
+        for turn in range(count):
+            yield Turn(count - 1 - turn if loop.reverse else turn, count)
+
+    def stack(self, loop: Loop, t: Tensor, env: Env, place: Place) -> Any:
+        """Make a stack before its slices, if none is there."""
+        if t.storage in self._stacks:
+            return self._place(t)
         dtype = torch_dtype(repr(t.name), t.dtype)
         return self.emitter.call(torch.empty, self.numbers.of(t.sizes), dtype=dtype, device=self.emitter.device)
 
-    def _slice(self, v: Any, i: int) -> Any:
+    def slice(self, loop: Loop, value: Any, turn: Turn, place: Place) -> Any:
         """Return one position along the first axis."""
+        return self._at(value, turn.at)
+
+    def iteration(self, loop: Loop, env: Env, turn: Turn, stacks: Sequence[Any], place: Place) -> None:
+        """Lower the body, whose slices are written into the stacks."""
+        slices = {t.storage: self._at(stack, turn.at) for t, stack in zip(loop.ys, stacks, strict=True)}
+        self.ops(loop.body, env, Place(slices, (*place.where, turn.at)))
+
+    def _at(self, v: Any, i: int) -> Any:
         if v is None or isinstance(v, list):
             return None if v is None else v[i]
         if not self.emitter.shadow(v).ndim:
