@@ -67,24 +67,35 @@ def test_transforms_leave_the_scope_that_is_open_alone():
         assert not any(op.name.startswith("a/") for op in cg.unroll(g, L=2).ops)
 
 
+class Noting(Rewriter):
+    """Notes what it copies."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def emit(self, op, new, suffix=""):
+        self.seen.append(op.name)
+        super().emit(op, new, suffix)
+
+
 def test_what_is_emitted_is_held_to_the_rules_of_a_graph():
-    def emit(rewriter, op, new):
-        made = rewriter.copy(op, new)
-        made.results[0].graph.remove_edge(made, made.results[0])
-        return True
+    class Cutting(Rewriter):
+        def emit(self, op, new, suffix=""):
+            made = self.copy(op, new)
+            made.results[0].graph.remove_edge(made, made.results[0])
 
     with cg.Graph("g") as g:
         g.output(cg.relu(g.input("x", (B,))))
     with pytest.raises(cg.GraphError, match="is not joined to it, expected an edge"):
-        Rewriter(emit=emit).run(g)
+        Cutting().run(g)
 
 
-def test_what_is_left_alone_by_emit_is_copied():
-    g = layered()
-    seen = []
-    made = Rewriter(emit=lambda rewriter, op, new: seen.append(op.name)).run(g)
+def test_what_is_left_alone_is_copied():
+    g, noting = layered(), Noting()
+    made = noting.run(g)
     assert facts(made) == facts(g)
-    assert seen == [op.name for op in g.walk()]
+    assert noting.seen == [op.name for op in g.walk()]
 
 
 def test_sizes_are_bound_where_a_kernel_captures_parts_that_overlap():

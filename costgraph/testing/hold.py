@@ -57,7 +57,7 @@ def missing(kind: Named, **tables: Container[type[OpKind]]) -> tuple[str, ...]:
         "writes": kind.writes is not OpKind.writes,
         "meaning": kind in MEANINGS or issubclass(kind, Bodied),
         "sample": kind in SAMPLES,
-        "vjp": kind.name in RULES,
+        "vjp": kind in RULES,
     }
     return tuple(what for what, there in (found | {k: kind in t for k, t in tables.items()}).items() if not there)
 

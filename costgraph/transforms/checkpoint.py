@@ -184,26 +184,28 @@ def selective(*names: str, inside: Checkpoint | None = None) -> Checkpoint:
 
 def nest(graph: Graph, k: Poly) -> Graph:
     """Split each stack of layers into groups of k: a loop over groups of a loop over layers."""
+    return graph if k == ONE else _Nester(k).run(graph)
 
-    def emit(rewriter: Rewriter, op: Op, new: Graph) -> bool:
-        body = op.body
-        if body is None or op.loop is None or op.attrs["xs"] or len(op.results) > op.attrs["carries"]:
-            return False
-        groups = op.attrs["count"] / k
+
+class _Nester(Rewriter):
+    def __init__(self, k: Poly) -> None:
+        super().__init__()
+        self.k = k
+
+    def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
+        loop, k = op.loop, self.k
+        if loop is None or loop.xs or loop.stacks or loop.pieces:
+            super().emit(op, new, suffix)
+            return
+        groups = loop.count / k
         if groups.constant is not None and (not isinstance(groups.constant, int) or groups.constant < 1):
-            raise GraphError(f"every {k} of {op.attrs['count']} iterations of {op.name!r}: expected a divisor")
-        outer = new.start_body(f"{body.name}_groups", fused=False)
-        for f in body.formals:
-            rewriter.tensors[f] = rewriter.formal(f, outer)
-        operands = [rewriter.tensors[f] for f in body.formals]
-        inner = rewriter.body(body, outer, "")
-        made = outer.add_op(replace(op.kind, body=inner, count=k), operands, f"{op.name}.group", op.phase)
-        made.scope, inner.owner = op.scope, made
+            raise GraphError(f"every {k} of {loop.count} iterations of {op.name!r}: expected a divisor")
+        outer = new.start_body(f"{loop.body.name}_groups", fused=False)
+        for f in loop.body.formals:
+            self.tensors[f] = self.formal(f, outer)
+        operands = [self.tensors[f] for f in loop.body.formals]
+        inner = self.body(loop.body, outer, "")
+        made = self.add(op, replace(loop.kind, body=inner, count=k), operands, outer, f"{op.name}.group")
         outer.outputs += made.results
-        around = replace(op.kind, body=outer, count=groups)
-        whole = new.add_op(around, [rewriter.tensors[t] for t in op.operands], op.name, op.phase)
-        whole.scope, outer.owner = op.scope, whole
-        rewriter.tensors |= dict(zip(op.results, whole.results, strict=True))
-        return True
-
-    return graph if k == ONE else Rewriter(emit=emit).run(graph)
+        around = replace(loop.kind, body=outer, count=groups)
+        self.add(op, around, [self.tensors[t] for t in op.operands], new)

@@ -10,6 +10,7 @@ from ..graph.graph import Graph
 from ..graph.op import Op
 from ..graph.scopes import building
 from ..graph.tensor import Tensor
+from ..notation.pattern import Pattern
 from ..ops.aten import need_declared
 from ..ops.blocks import Kernel
 from ..ops.pointwise import Pointwise
@@ -57,17 +58,7 @@ def fuse(graph: Graph, /, scope: str | None = None) -> Graph:
     if scope is None:
         need_declared("fuse", graph, "name what is one kernel with scope=")
     groups = _by_scope(graph, scope) if scope is not None else [g for b in _bodies(graph) for g in _chains(b)]
-    last = {group[-1]: group for group in groups}
-    inner = {op for group in groups for op in group}
-
-    def emit(rewriter: Rewriter, op: Op, new: Graph) -> bool:
-        if op not in inner:
-            return False
-        if op in last:
-            _kernel(rewriter, last[op], new, scope)
-        return True
-
-    return Rewriter(emit=emit).run(graph)
+    return _Fuser(groups, scope).run(graph)
 
 
 def _bodies(graph: Graph) -> list[Graph]:
@@ -79,19 +70,33 @@ def _bodies(graph: Graph) -> list[Graph]:
     return out
 
 
-def _kernel(rewriter: Rewriter, group: Sequence[Op], new: Graph, scope: str | None) -> None:
-    name = scope.replace("/", "_") if scope is not None else "fused"
-    prefix = f"{group[-1].scope}/" if scope is None and group[-1].scope else ""
-    body = new.start_body(name, fused=True)
-    with building(body):
-        for op in group:
-            rewriter.copy(op, body)
-    space = total(op.attrs["workspace"] for op in group if "workspace" in op.attrs)
-    made = new.add_op(Kernel(body=body, workspace=space), body.captured, prefix + name, group[0].phase)
-    made.scope = scope if scope is not None else group[-1].scope
-    body.owner = made
-    for t in _read_outside(group):  # now, so that results stand right behind their op as in a file
-        body.export(rewriter.tensors[t])
+class _Fuser(Rewriter):
+    def __init__(self, groups: Sequence[Sequence[Op]], scope: str | None) -> None:
+        super().__init__()
+        self.scope = scope
+        self.last = {group[-1]: group for group in groups}
+        self.inner = {op for group in groups for op in group}
+
+    def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
+        if op not in self.inner:
+            super().emit(op, new, suffix)
+        elif op in self.last:
+            self.kernel(self.last[op], new)
+
+    def kernel(self, group: Sequence[Op], new: Graph) -> None:
+        """Add the kernel for some ops."""
+        scope = group[-1].scope if self.scope is None else self.scope
+        name = "fused" if self.scope is None else self.scope.replace("/", "_")
+        prefix = f"{scope}/" if self.scope is None and scope else ""
+        body = new.start_body(name, fused=True)
+        with building(body):
+            for op in group:
+                self.copy(op, body)
+        kind = Kernel(body=body, workspace=total(op.workspace for op in group))
+        made = new.add_op(kind, body.captured, prefix + name, group[0].phase)
+        made.scope, body.owner = scope, made
+        for t in _read_outside(group):  # now, so that results stand right behind their op as in a file
+            body.export(self.tensors[t])
 
 
 # -- what may be fused -------------------------------------------------------------------------------------------
@@ -136,18 +141,17 @@ def _in_between(order: Sequence[Op], group: Sequence[Op]) -> Op | None:
 
 def _is_light(op: Op) -> bool:
     """Whether an op does its work element by element, or along the innermost axes."""
-    if op.kind.overwrites() or op.attrs.get("workspace"):
+    if op.kind.overwrites() or op.workspace:
         return False
     if isinstance(op.kind, Reduce):
-        return _is_trailing(op)
+        return _is_trailing(op.kind.pattern)
     if isinstance(op.kind, Kernel) and op.body is not None:
         return all(_is_light(inner) for inner in op.body.ops)
     return isinstance(op.kind, Pointwise | Dropout)
 
 
-def _is_trailing(op: Op) -> bool:
+def _is_trailing(pattern: Pattern) -> bool:
     """Whether a reduction leaves the leading axes as they are, so that a row stays with one block of threads."""
-    pattern = op.attrs["pattern"]
     names = [a.names for a in pattern.operands[0]]
     kept = [a.names for a in pattern.result if a.names]
     return names[: len(kept)] == kept

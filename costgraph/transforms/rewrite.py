@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -50,24 +50,18 @@ def bound_record(kind: K, values: Mapping[str, Poly]) -> K:
 
 
 class Rewriter:
-    """Builds a new graph from an old one in program order.
+    """Builds a new graph from an old one in program order: a copy, but for what a subclass does otherwise.
 
     Parameters
     ----------
     values : mapping of str to Poly
         Sizes that are put in for symbols on the way.
-    emit : callable, optional
-        `emit(rewriter, op, graph) -> bool`: adds what stands for an op and says whether it did; what it leaves alone
-        is copied.
     """
 
-    def __init__(
-        self, values: Mapping[str, Poly] | None = None, emit: Callable[[Rewriter, Op, Graph], bool] | None = None
-    ) -> None:
+    def __init__(self, values: Mapping[str, Poly] | None = None) -> None:
         self.values = dict(values or {})
         self.tensors: dict[Tensor, Any] = {}
         """What stands for each tensor of the old graph."""
-        self._emit = emit
 
     def run(self, old: Graph, name: str | None = None) -> Graph:
         """Return the new graph."""
@@ -89,9 +83,8 @@ class Rewriter:
                 self.tensors[node] = self.source(node, new, suffix)
 
     def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
-        """Add what stands for an op: a copy."""
-        if self._emit is None or not self._emit(self, op, new):
-            self.copy(op, new, suffix)
+        """Add what stands for an op: by default a copy."""
+        self.copy(op, new, suffix)
 
     def source(self, old: Tensor, new: Graph, suffix: str) -> Any:
         """Copy an input, parameter, buffer or cache."""
@@ -108,11 +101,15 @@ class Rewriter:
         kind = bound_record(op.kind, self.values)
         if isinstance(kind, Bodied):
             kind = replace(kind, body=self.body(kind.body, new, suffix))
-        made = new.add_op(kind, [self.tensors[t] for t in op.operands], op.name + suffix, op.phase)
+        return self.add(op, kind, [self.tensors[t] for t in op.operands], new, op.name + suffix)
+
+    def add(self, op: Op, kind: OpKind, operands: Sequence[Tensor], new: Graph, name: str | None = None) -> Op:
+        """Add an op in the scope and phase of an old one, whose results stand for those of the old one."""
+        made = new.add_op(kind, operands, op.name if name is None else name, op.phase)
         made.scope = op.scope
         if made.body is not None:
             made.body.owner = made
-        self.tensors |= dict(zip(op.results, made.results, strict=True))
+        self.tensors |= dict(zip(op.results, made.results, strict=False))  # it may have more of them
         return made
 
     def formal(self, old: Tensor, body: Graph, suffix: str = "") -> Tensor:

@@ -6,17 +6,21 @@ from ..graph.graph import Graph
 from ..graph.op import Op
 from ..graph.scopes import opened
 from ..nn.norms import over_the_batch
+from ..ops.blocks import Kernel
 from .rewrite import Rewriter
 
-__all__ = ["trained"]
+__all__ = ["Trained"]
 
 
-def trained(rewriter: Rewriter, op: Op, new: Graph) -> bool:
-    """Add a batch norm with statistics of the batch for one that leaves the choice; for use as `emit`."""
-    if op.attrs.get("statistics") != "auto":
-        return False
-    *levels, name = op.name.split("/")
-    with opened(graph=new, levels=tuple(levels), phase=op.phase):
-        made = over_the_batch(*(rewriter.tensors[t] for t in op.operands), name=name)
-    rewriter.tensors[op.results[0]] = made
-    return True
+class Trained(Rewriter):
+    """Copies a graph, with statistics of the batch in batch norms that leave the choice."""
+
+    def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
+        """Add what stands for an op."""
+        if not isinstance(op.kind, Kernel) or op.kind.statistics != "auto":
+            super().emit(op, new, suffix)
+            return
+        *levels, name = op.name.split("/")
+        with opened(graph=new, levels=tuple(levels), phase=op.phase):
+            made = over_the_batch(*(self.tensors[t] for t in op.operands), name=name)
+        self.tensors[op.results[0]] = made

@@ -29,7 +29,7 @@ from .checkpoint import Checkpoint
 from .precision.policy import Policy, find_policy
 from .precision.precision import apply_precision
 from .rewrite import Rewriter
-from .statistics import trained
+from .statistics import Trained
 
 __all__ = ["training_step", "with_loss"]
 
@@ -101,7 +101,7 @@ def with_loss(graph: Graph, loss: str | Loss | None = None) -> Graph:
     need_declared("training_step", graph, "trace with train=True and optimizer=")
     named = graph.loss if loss is None else loss
     scalars = [t for t in graph.outputs if not t.sizes]
-    new = Rewriter(emit=trained).run(graph)
+    new = Trained().run(graph)
     with new:
         new.loss = None
         if loss is not None or len(scalars) != 1 or len(graph.outputs) != 1:
@@ -313,10 +313,11 @@ def _accumulated(
     kind = Repeat(body=body, count=times, carries=len(params), xs=len(inputs))
     loop = new.add_op(kind, (*starts, *(sources[t] for t in inputs), *body.captured), "microbatches")
     body.owner = loop
-    made = len(params)
-    new.output(loop.results[made])
-    grads = dict(zip((sources[t] for t in params), loop.results, strict=False))
-    grads |= dict(zip((sources[t] for t in slices), loop.results[made + 1 :], strict=True))
+    made = loop.loop
+    assert made is not None
+    mean, *stacks = made.stacks
+    new.output(mean)
+    grads = dict(zip((sources[t] for t in (*params, *slices)), (*made.lasts, *stacks), strict=True))
     return _Pass(new, grads, {sources[t] for t in params if buffers[t] is not None})
 
 

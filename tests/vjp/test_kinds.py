@@ -30,7 +30,8 @@ def kinds(ops):
 def test_every_kind_has_a_rule_or_a_reason():
     bodies = {name for name, kind in KINDS.items() if issubclass(kind, Bodied)}
     own = {name for name, kind in KINDS.items() if not kind.infer.__module__.startswith("costgraph.")}
-    assert sorted(set(KINDS) - bodies - own - set(RULES) - set(NOT_DIFFERENTIABLE)) == []
+    told = {kind.name for kind in (*RULES, *NOT_DIFFERENTIABLE)}
+    assert sorted(set(KINDS) - bodies - own - told) == []
     assert not set(RULES) & set(NOT_DIFFERENTIABLE)
     assert all(NOT_DIFFERENTIABLE.values())
 
@@ -404,4 +405,4 @@ def test_what_does_not_fit_is_refused(make, text):
 
 def test_a_second_rule_is_refused():
     with pytest.raises(cg.GraphError, match="op kind 'einsum' has a vector-Jacobian rule already, expected a new name"):
-        cg.vjp("einsum")(lambda pull: [])
+        cg.vjp(KINDS["einsum"])(lambda pull: [])

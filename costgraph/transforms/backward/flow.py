@@ -24,12 +24,12 @@ def active_in(ops: Iterable[Op], start: Iterable[Tensor]) -> set[Tensor]:
 
 def active_inside(op: Op, active: set[Tensor]) -> set[Tensor]:
     """Return the active tensors of a body, in any of its iterations."""
-    body, carries = op.body, op.attrs.get("carries", 0)
+    body, loop = op.body, op.loop
     assert body is not None
     start = [f for f, t in zip(body.formals, op.operands, strict=True) if t in active]
     start += [t for t in body.tensors if t.producer is None and t.requires_grad]
-    if op.attrs.get("count") != ONE:  # what an iteration makes is what the next one starts from
-        start += [f for f, r in zip(body.formals[:carries], op.results, strict=False) if r in active]
+    if loop is not None and loop.count != ONE:  # what an iteration makes is what the next one starts from
+        start += [f for f, r in zip(loop.carries, loop.lasts, strict=True) if r in active]
     return active_in(body.ops, start)
 
 
@@ -61,15 +61,16 @@ def graded_in(ops: Iterable[Op], active: set[Tensor], ends: Iterable[Tensor]) ->
 
 def graded_inside(op: Op, active: set[Tensor], graded: set[Tensor]) -> set[Tensor]:
     """Return the tensors of a body that a gradient comes to, in any of its iterations."""
-    body = op.body
+    body, loop = op.body, op.loop
     assert body is not None
     within = active_inside(op, active)
     ends = {t for t, r in zip(body.outputs, op.results, strict=False) if r in graded}
     while True:
         found = graded_in(body.ops, within, ends)
-        carried = zip(body.formals, body.outputs[: op.attrs.get("carries", 0)], strict=False)
+        if loop is None or loop.count == ONE:
+            return found
         # what an iteration starts from is what the one before has made
-        more = {t for f, t in carried if f in found} - ends if op.attrs.get("count") != ONE else set()
+        more = {t for f, t in zip(loop.carries, loop.nexts, strict=True) if f in found} - ends
         if not more:
             return found
         ends |= more

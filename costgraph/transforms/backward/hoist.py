@@ -39,15 +39,16 @@ def hoist(graph: Graph) -> Graph:
 
 def _owned(op: Op) -> list[Tensor]:
     """Sources that belong to each iteration of a loop, those of loops inside it included."""
-    if op.body is None or op.loop is None:
+    if op.loop is None:
         return []
-    own = [t for t in op.body.tensors if t.producer is None and t.role != "formal"]
-    return own + [t for inner in op.body.ops for t in _owned(inner)]
+    body = op.loop.body
+    own = [t for t in body.tensors if t.producer is None and t.role != "formal"]
+    return own + [t for inner in body.ops for t in _owned(inner)]
 
 
 class _Hoister(Rewriter):
     def __init__(self) -> None:
-        super().__init__(None, _emit)
+        super().__init__()
         self.outside: dict[Tensor, Tensor] = {}
         """What stands for a source of a body in the graph that is being filled."""
 
@@ -59,10 +60,11 @@ class _Hoister(Rewriter):
 
     def declare(self, op: Op, new: Graph, counts: tuple[Poly, ...]) -> None:
         """Add to the top what the iterations of a loop own."""
-        if op.body is None or op.loop is None:
+        loop = op.loop
+        if loop is None:
             return
-        counts = (*counts, op.attrs["count"])
-        for t in op.body.tensors:
+        counts = (*counts, loop.count)
+        for t in loop.body.tensors:
             if t.producer is None and t.role != "formal":
                 made = Tensor(
                     new, new.unique(t.name), (*counts, *t.sizes), t.dtype,
@@ -70,38 +72,29 @@ class _Hoister(Rewriter):
                 )  # fmt: skip
                 new.add_node(made)
                 self.outside[t] = made
-        for inner in op.body.ops:
+        for inner in loop.body.ops:
             self.declare(inner, new, counts)
 
     def source(self, old: Tensor, new: Graph, suffix: str) -> Tensor:
         found = self.outside.get(old)
         return super().source(old, new, suffix) if found is None else found
 
-
-def _emit(rewriter: Rewriter, op: Op, new: Graph) -> bool:
-    owned = _owned(op)
-    if not owned:
-        return False
-    assert isinstance(rewriter, _Hoister)
-    old, first = op.body, op.attrs["carries"] + op.attrs["xs"]
-    assert old is not None
-    body = new.start_body(old.name, fused=False)
-    around = [rewriter.outside[t] for t in owned]
-    for f in old.formals[:first]:
-        rewriter.tensors[f] = rewriter.formal(f, body)
-    for t in owned:
-        rewriter.outside[t] = slice_of(body, rewriter.outside[t], t.name)
-    for f in old.formals[first:]:
-        rewriter.tensors[f] = rewriter.formal(f, body)
-    rewriter.fill(old, body)
-    body.outputs += [body.adopt(rewriter.tensors[t]) for t in old.outputs]
-    operands = [rewriter.tensors[t] for t in op.operands]
-    operands[first:first] = around
-    assert op.loop is not None
-    kind = replace(op.loop.kind, body=body, xs=len(op.loop.xs) + len(around))
-    made = new.add_op(kind, operands, op.name, op.phase)
-    made.scope, body.owner = op.scope, made
-    rewriter.tensors |= dict(zip(op.results, made.results, strict=True))
-    for t, outer in zip(owned, around, strict=True):
-        rewriter.outside[t] = outer
-    return True
+    def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
+        owned, loop = _owned(op), op.loop
+        if not owned or loop is None:
+            super().emit(op, new, suffix)
+            return
+        body = new.start_body(loop.body.name, fused=False)
+        around = {t: self.outside[t] for t in owned}
+        for f in (*loop.carries, *loop.slices):
+            self.tensors[f] = self.formal(f, body)
+        for t, outer in around.items():
+            self.outside[t] = slice_of(body, outer, t.name)
+        for f in loop.captured:
+            self.tensors[f] = self.formal(f, body)
+        self.fill(loop.body, body)
+        body.outputs += [body.adopt(self.tensors[t]) for t in loop.body.outputs]
+        starts, xs, shared = ([self.tensors[t] for t in ts] for ts in (loop.starts, loop.xs, loop.shared))
+        kind = replace(loop.kind, body=body, xs=len(xs) + len(around))
+        self.add(op, kind, [*starts, *xs, *around.values(), *shared], new)
+        self.outside |= around

@@ -9,7 +9,7 @@ from ...graph.graph import Graph, current_graph
 from ...graph.op import Op
 from ...graph.scopes import building
 from ...graph.tensor import Tensor
-from ...ops.blocks import kernel
+from ...ops.blocks import Kernel, kernel
 from ..rewrite import Rewriter
 from ..vjp.kernels import INSIDE, KERNELS, Inside
 from ..vjp.table import Pull
@@ -48,10 +48,10 @@ class _Inside:
             return self.walk.saved(self.op.operands[body.formals.index(t)])
         if t in self.own.rebuilt:
             return self.own.rebuilt[t](self.saved)
-        if maker.attrs.get("save") or t in self.own.kept:
+        if maker.kind.save or t in self.own.kept:
             return self.walk.saved(body.export(t))
         if maker.loop is not None:
-            self.seen[t] = self.repeated(maker, maker.results.index(t))
+            self.seen[t] = self.repeated(maker, t)
             return self.seen[t]
         again = Rewriter()
         again.tensors |= {o: self.saved(o) for o in maker.operands}
@@ -61,37 +61,35 @@ class _Inside:
         self.seen |= dict(zip(maker.results, made.results, strict=True))
         return self.seen[t]
 
-    def repeated(self, op: Op, i: int) -> Tensor:
+    def repeated(self, op: Op, result: Tensor) -> Tensor:
         """Return a result of a loop: what its iterations carry on, or a part of the rest, which is asked for."""
         if op not in self.loops:
             self.loops[op] = self.loop(op)
         made, again = self.loops[op]
-        old, new = op.body, made.body
+        old, new = op.loop, made.loop
         assert old is not None
         assert new is not None
-        if i < op.attrs["carries"]:
-            return made.results[i]
-        t = old.outputs[i]
-        _compute(again, t, new)
-        whole = i < len(old.outputs) - op.attrs.get("saved", 0)
-        return _stacked(made, again.tensors[t]) if whole else left_behind(made, again.tensors[t])
+        if result in old.lasts:
+            return new.lasts[old.lasts.index(result)]
+        t = old.body.outputs[op.results.index(result)]
+        _compute(again, t, new.body)
+        return (_stacked if result in old.stacks else left_behind)(made, again.tensors[t])
 
     def loop(self, op: Op) -> tuple[Op, Rewriter]:
         """Run the iterations of a loop again, for what they carry on alone."""
-        old, carries = op.body, op.attrs["carries"]
-        assert old is not None
+        loop = op.loop
+        assert loop is not None
         again = Rewriter()
         again.tensors |= {o: self.saved(o) for o in op.operands}
         with building(self.graph):
-            body = self.graph.start_body(old.name, fused=False)
-            for f in old.formals:
+            body = self.graph.start_body(loop.body.name, fused=False)
+            for f in loop.body.formals:
                 again.tensors[f] = again.formal(f, body)
-            for t in old.outputs[:carries]:
+            for t in loop.nexts:
                 _compute(again, t, body)
-            body.outputs += [body.adopt(again.tensors[t]) for t in old.outputs[:carries]]
+            body.outputs += [body.adopt(again.tensors[t]) for t in loop.nexts]
             operands = [self.graph.adopt(again.tensors[o]) for o in op.operands]
-            assert op.loop is not None
-            made = self.graph.add_op(replace(op.loop.kind, body=body, saved=0), operands, op.name)
+            made = self.graph.add_op(replace(loop.kind, body=body, saved=0), operands, op.name)
         made.scope, body.owner = op.scope, made
         _mark([made])
         return made, again
@@ -111,11 +109,11 @@ def _compute(again: Rewriter, t: Tensor, body: Graph) -> None:
 
 def _stacked(op: Op, t: Tensor) -> Tensor:
     """Let the iterations of a loop write a tensor of its body into one stack, as they do what a scan returns."""
-    body = op.body
-    assert body is not None
+    loop = op.loop
+    assert loop is not None
     op.graph._modify(op.name)
-    at = len(body.outputs) - op.attrs.get("saved", 0)
-    body.outputs.insert(at, t)
+    at = len(loop.lasts) + len(loop.stacks)
+    loop.body.outputs.insert(at, t)
     op.graph.add_result(op, op.kind.infer(op.operands)[at], f"{t.name}.again")
     *others, made = op.results
     op.results = (*others[:at], made, *others[at:])  # in the order of the outputs
@@ -135,7 +133,8 @@ def pull_kernel(walk: Walk, op: Op, grads: Grads, needs: Sequence[bool]) -> Grad
     The attribute `backward` of the kernel says how: `ops` for an op each, the name of a rule of its own, or nothing
     for one kernel in which the rules of the ops inside are asked.
     """
-    how = op.attrs.get("backward", "")
+    assert isinstance(op.kind, Kernel)
+    how = op.kind.backward
     if how in KERNELS:
         return KERNELS[how](Pull(op, tuple(grads), tuple(needs), walk.saved))
     own = INSIDE[how](op, grads, walk.saved) if how in INSIDE else Inside()

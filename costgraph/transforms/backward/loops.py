@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from ...algebra.polynomial import ONE, ZERO
 from ...graph.checks import overwritten_by
@@ -19,6 +20,7 @@ from ...ops.keep import Keep
 from ...ops.layout import contiguous_copy, slice_axis
 from ...ops.pieces import Absent, Accumulate, slice_of
 from ...ops.pointwise import pointwise
+from ...ops.stacks import Stacked
 from ..rewrite import Rewriter
 from ..vjp.common import restricted
 from ..vjp.table import Pull, vjp
@@ -50,6 +52,13 @@ class _Reverse:
     seen: dict[Tensor, Tensor] = field(default_factory=dict)
     """what stands for tensors of the forward body"""
 
+    @cached_property
+    def shared(self) -> set[int]:
+        """Places of the operands that all iterations of the forward pass read whole."""
+        loop = self.forward.loop
+        assert loop is not None
+        return {i for i, f in enumerate(loop.body.formals) if f in loop.captured}
+
     def carry(self, like: Tensor, name: str, start: Tensor | None) -> Tensor:
         """Add an input that the iterations hand on."""
         made = self.body.formal(like, name, like.sizes, contiguous(like.sizes))
@@ -78,16 +87,15 @@ class _Reverse:
         return self.seen[t]
 
     def find(self, t: Tensor) -> Tensor:
-        inner, attrs, around = self.forward.body, self.forward.attrs, self.body.parent
-        assert inner is not None
+        loop, around = self.forward.loop, self.body.parent
+        assert loop is not None
         assert around is not None
-        at = inner.formals.index(t) if t in inner.formals else -1
-        if at >= attrs["carries"]:
-            outer = around.adopt(self.outer.saved(self.forward.operands[at]))
-            whole = at >= attrs["carries"] + attrs["xs"]
-            return self.body.adopt(outer) if whole else self.slice(outer, f"{t.name}.again")
-        if 0 <= at < attrs["carries"] and self.outer.hooks.start:
-            return self.from_start()[at]
+        if t in loop.slices:
+            return self.slice(around.adopt(self.outer.saved(loop.xs[loop.slices.index(t)])), f"{t.name}.again")
+        if t in loop.captured:
+            return self.body.adopt(around.adopt(self.outer.saved(loop.shared[loop.captured.index(t)])))
+        if t in loop.carries and self.outer.hooks.start:
+            return self.from_start()[loop.carries.index(t)]
         if t.producer is not None and isinstance(t.producer.kind, Keep):  # what was held is not held here
             return self.saved(t.producer.operands[0])
         if t.producer is not None and is_view_op(t.producer):
@@ -115,14 +123,13 @@ class _Reverse:
 
 def left_behind(op: Op, t: Tensor) -> Tensor:
     """Return the result of a loop that keeps a tensor of its body, one storage an iteration."""
-    body, saved = op.body, op.attrs.get("saved", 0)
-    assert body is not None
-    first = len(body.outputs) - saved
-    if t in body.outputs[first:]:
-        return op.results[body.outputs.index(t, first)]
+    loop = op.loop
+    assert loop is not None
+    if t in loop.saved:
+        return loop.pieces[loop.saved.index(t)]
     op.graph._modify(op.name)
-    body.outputs.append(t)
-    op.state(saved=saved + 1)
+    loop.body.outputs.append(t)
+    op.state(saved=loop.kind.saved + 1)
     result = op.kind.infer(op.operands)[-1]
     op.graph.add_result(op, replace(result, of=None) if result.of is not None else result, f"{t.name}.kept")
     return op.results[-1]
@@ -151,17 +158,17 @@ def pull_loop(walk: Walk, op: Op, grads: Grads, needs: Sequence[bool]) -> Grads:
 
 def _seed(made: _Reverse, back: Walk, grads: Grads) -> list[int]:
     """Put the gradients of what an iteration hands on and writes; returns the places of carries that have one."""
-    op, inner = made.forward, made.forward.body
-    assert inner is not None
-    carries = op.attrs["carries"]
-    once = op.attrs["count"] == ONE
-    graded = graded_inside(op, made.outer.active, {t for t, g in zip(op.results, grads, strict=True) if g is not None})
+    op, loop = made.forward, made.forward.loop
+    assert loop is not None
+    once = loop.count == ONE
+    of = dict(zip(op.results, grads, strict=True))
+    graded = graded_inside(op, made.outer.active, {t for t, g in of.items() if g is not None})
     carried, seeds = [], []
-    for p, (f, t) in enumerate(zip(inner.formals[:carries], inner.outputs, strict=False)):
-        grad = grads[p]
+    for p, (f, t, last) in enumerate(zip(loop.carries, loop.nexts, loop.lasts, strict=True)):
+        grad = of[last]
         if f in graded or (t in graded and not once):
             carried.append(p)
-            seed = made.carry(op.results[p], f"{op.results[p].name}.grad", grad)
+            seed = made.carry(last, f"{last.name}.grad", grad)
             back.carried.add(seed)
             if grad is not None or not once:
                 seeds.append((t, seed))
@@ -172,7 +179,8 @@ def _seed(made: _Reverse, back: Walk, grads: Grads) -> list[int]:
             back.put(t, seed)
     for t, seed in seeds:
         back.put(t, seed)
-    for t, grad in zip(inner.outputs[carries:], grads[carries:], strict=True):
+    for t, r in (*zip(loop.ys, loop.stacks, strict=True), *zip(loop.saved, loop.pieces, strict=True)):
+        grad = of[r]
         if grad is not None and t in back.active:
             back.put(t, made.slice(grad, f"{t.name}.grad"))
     return carried
@@ -180,16 +188,14 @@ def _seed(made: _Reverse, back: Walk, grads: Grads) -> list[int]:
 
 def _start_sums(made: _Reverse, back: Walk, needs: Sequence[bool]) -> dict[int, tuple[Tensor, Tensor | None]]:
     """Begin the gradients of what all iterations share, and go on with those of slices that are there already."""
-    op, inner, walk = made.forward, made.forward.body, made.outer
-    assert inner is not None
-    first, last = op.attrs["carries"], op.attrs["carries"] + op.attrs["xs"]
+    op, loop, walk = made.forward, made.forward.loop, made.outer
+    assert loop is not None
     sums: dict[int, tuple[Tensor, Tensor | None]] = {}
-    for i in range(first, len(op.operands)):
-        t, f = op.operands[i], inner.formals[i]
-        if not needs[i]:
+    for i, (t, f) in enumerate(zip(op.operands, loop.body.formals, strict=True)):
+        if not needs[i] or f in loop.carries:
             continue
         before = walk.grads.get(t)
-        if i < last and t in walk.leaves and walk.readers[t] == 1 and t.storage.pieces:
+        if f in loop.slices and t in walk.leaves and walk.readers[t] == 1 and t.storage.pieces:
             leaf = walk.leaves[t]
             total = None if leaf.total is None else made.slice(leaf.total, f"{t.name}.total")
             back.leaves[f] = replace(leaf, total=total)
@@ -198,7 +204,7 @@ def _start_sums(made: _Reverse, back: Walk, needs: Sequence[bool]) -> dict[int, 
         fits = before is not None and (bool(before.storage.pieces) or (walk.writable(before) and before.is_contiguous))
         if before is not None:
             walk.held[before.storage] += 1
-        if i >= last:
+        if f in loop.captured:
             start = made.carry(t, f"{t.name}.sum", before if fits else None)
             if t.dtype.bits < _LEAST_BITS:
                 start.dtype = t.graph.root.dtype  # no gradient has so few bits
@@ -207,7 +213,7 @@ def _start_sums(made: _Reverse, back: Walk, needs: Sequence[bool]) -> dict[int, 
         else:
             continue
         back.carried.add(start)
-        if not fits and op.attrs["count"] == ONE:
+        if not fits and loop.count == ONE:
             back.first.add(start)
         back.keep(f, start)
         sums[i] = start, before if fits else None
@@ -247,7 +253,7 @@ class _Out:
         if grad is None or grad is start:
             del sums[i]
             self.made.drop(start)
-        elif i >= self.made.forward.attrs["carries"] + self.made.forward.attrs["xs"]:
+        elif i in self.made.shared:
             self.after.append(contiguous_copy(grad))
         else:
             self.kept.append((i, grad))
@@ -255,15 +261,16 @@ class _Out:
     def slices(self, needs: Sequence[bool]) -> None:
         """Keep the gradients of slices: of what has a storage for each iteration so, of others in one stack."""
         op, done = self.made.forward, {i for i, _ in self.kept}
-        inner, first = op.body, op.attrs["carries"]
-        assert inner is not None
-        for i in range(first, first + op.attrs["xs"]):
-            grad = self.back.taken(inner.formals[i]) if needs[i] and i not in done else None
+        loop = op.loop
+        assert loop is not None
+        for i, f in enumerate(loop.body.formals):
+            wanted = f in loop.slices and needs[i] and i not in done
+            grad = self.back.taken(f) if wanted else None
             if grad is None:
                 continue
             own = grad.role == "activation" and not any(grad.storage is t.storage for t in self.after)
             if op.operands[i].storage.pieces:
-                leaf = self.back.leaves.get(inner.formals[i])
+                leaf = self.back.leaves.get(f)
                 if leaf is None or leaf.total is None:  # else it lies in the sum that it was added to
                     grad = self.back.own(grad) if own else pointwise("copy", grad, name="own")
                 self.kept.append((i, grad))
@@ -306,11 +313,9 @@ def _close(walk: Walk, out: _Out, grads: Grads, sums: dict[int, tuple[Tensor, Te
     # a name is made complete by the scope that is open
     loop = graph.add_op(kind, (*starts, *(t for _, t in made.xs), *body.captured), f"{_leaf(op)}.backward")
     body.owner = loop
-    for p, t in zip(out.carried, loop.results, strict=False):
-        results[p] = t
-    captured = [i for i in sums if i >= len(old.starts) + len(old.xs)]
-    listed = [*captured, *(i for i, _ in out.stacks), *(i for i, _ in out.kept)]
-    for i, t in zip(listed, loop.results[len(out.carried) :], strict=True):
+    sliced = [i for i, _ in (*out.stacks, *out.kept)]
+    listed = [*out.carried, *(i for i in sums if i in made.shared), *sliced]
+    for i, t in zip(listed, loop.results, strict=True):
         if (i in sums and sums[i][1] is not None) or (i in sums and op.operands[i].storage.pieces):
             before = walk.grads.pop(op.operands[i])
             walk.held[before.storage] -= 1
@@ -355,7 +360,7 @@ def _only_added_to(op: Op, f: Tensor) -> bool:
 def _passed_on(body: Graph, f: Tensor) -> bool:
     """Whether only a loop inside reads a sum, which adds to it in turn."""
     readers = list(body.successors(f))
-    if len(readers) != 1 or readers[0].kind.body != "repeated" or f in body.outputs:
+    if len(readers) != 1 or readers[0].loop is None or f in body.outputs:
         return False
     op = readers[0]
     inner = op.body.formals[op.operands.index(f)]
@@ -364,8 +369,8 @@ def _passed_on(body: Graph, f: Tensor) -> bool:
     return adds or _passed_on(op.body, inner)
 
 
-@vjp("stacked")
-def _unstacked(pull: Pull) -> Grads:
+@vjp(Stacked)
+def _unstacked(pull: Pull[Stacked]) -> Grads:
     """Return the part of the gradient for each part of a stack: a slice of an unrolled one, several of a loop."""
     grad, at, out = pull.grads[0], ZERO, list[Tensor | None]([None])
     assert grad is not None
@@ -376,11 +381,11 @@ def _unstacked(pull: Pull) -> Grads:
     return out
 
 
-@vjp("accumulate")
-def _added(pull: Pull) -> Grads:
+@vjp(Accumulate)
+def _added(pull: Pull[Accumulate]) -> Grads:
     return [pull.grads[0] if need else None for need in pull.needs]
 
 
-@vjp("absent")
-def _absent(pull: Pull) -> Grads:
+@vjp(Absent)
+def _absent(pull: Pull[Absent]) -> Grads:
     return []

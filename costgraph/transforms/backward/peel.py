@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from ...algebra.polynomial import ONE, Poly
 from ...graph.graph import Graph
+from ...graph.loop import Loop
 from ...graph.op import Op
 from ...graph.scopes import building
 from ...graph.tensor import Tensor
@@ -73,46 +74,48 @@ def _states(first: Carries, step: Callable[[Carries], Carries]) -> tuple[list[Ca
     return seen, seen.index(first)
 
 
+def _places(tensors: Sequence[Tensor], of: set[Tensor]) -> Carries:
+    return frozenset(i for i, t in enumerate(tensors) if t in of)
+
+
 class _Loop:
     """What goes through a loop of which it is known what is active, and graded, around it."""
 
     def __init__(self, op: Op, active: set[Tensor], graded: set[Tensor]) -> None:
-        assert op.body is not None
-        self.op, self.body, self.carries = op, op.body, op.attrs["carries"]
-        self.fixed = [t for t in self.body.tensors if t.producer is None and t.requires_grad]
-        pairs = list(zip(self.body.formals, op.operands, strict=True))
-        self.fixed += [f for f, t in pairs[self.carries :] if t in active]
-        made = list(zip(self.body.outputs, op.results, strict=True))
-        self.ends = [t for t, r in made[self.carries :] if r in graded]
+        assert op.loop is not None
+        self.op = op
+        self.parts = loop = op.loop
+        self.fixed = [t for t in loop.body.tensors if t.producer is None and t.requires_grad]
+        given = (*zip(loop.slices, loop.xs, strict=True), *zip(loop.captured, loop.shared, strict=True))
+        self.fixed += [f for f, t in given if t in active]
+        made = (*zip(loop.ys, loop.stacks, strict=True), *zip(loop.saved, loop.pieces, strict=True))
+        self.ends = [t for t, r in made if r in graded]
         self.anywhere = active_inside(op, active)
-        self.entered, first = _states(self._places([t for _, t in pairs], active), self._enter)
-        self.left, self.last = _states(self._places(op.results, graded), self._leave)
+        self.entered, first = _states(_places(loop.starts, active), self._enter)
+        self.left, self.last = _states(_places(loop.lasts, graded), self._leave)
         self.middle = frozenset().union(*self.entered[first:]), frozenset().union(*self.left[self.last :])
         wanted = self._leave(self.middle[1])  # what starts without a gradient that is zero anyway is as all others
         while first and self.entered[first - 1] & wanted == self.entered[first] & wanted:
             first -= 1
         self.first = first
 
-    def _places(self, tensors: Sequence[Tensor], of: set[Tensor]) -> Carries:
-        return frozenset(i for i, t in enumerate(tensors[: self.carries]) if t in of)
-
     def _enter(self, carries: Carries) -> Carries:
-        return self._places(self.body.outputs, self.active(carries))
+        return _places(self.parts.nexts, self.active(carries))
 
     def _leave(self, carries: Carries) -> Carries:
-        return self._places(self.body.formals, self.graded(self.anywhere, carries))
+        return _places(self.parts.carries, self.graded(self.anywhere, carries))
 
     def active(self, carries: Carries) -> set[Tensor]:
         """Return what is active in an iteration that starts from these."""
-        return active_in(self.body.ops, [*self.fixed, *(self.body.formals[i] for i in carries)])
+        return active_in(self.parts.body.ops, [*self.fixed, *(self.parts.carries[i] for i in carries)])
 
     def graded(self, active: set[Tensor], carries: Carries) -> set[Tensor]:
         """Return what a gradient comes to in an iteration of whose results these have one."""
-        return graded_in(self.body.ops, active, [*self.ends, *(self.body.outputs[i] for i in carries)])
+        return graded_in(self.parts.body.ops, active, [*self.ends, *(self.parts.nexts[i] for i in carries)])
 
     def turns(self) -> list[_Turn]:
         """Return the loops that stand for it."""
-        count = self.op.attrs["count"]
+        count = self.parts.count
         first, last = (self.first, self.last) if self._can_be_split() else (0, 0)
         if isinstance(count.constant, int):
             first = min(first, count.constant)
@@ -124,7 +127,7 @@ class _Loop:
 
     def _turn(self, name: str, count: Poly, i: int | None, behind: int | None) -> _Turn:
         """Describe iteration `i`, or the one that so many come behind, or None of both: those in the middle."""
-        whole = self.op.attrs["count"].constant
+        whole = self.parts.count.constant
         if whole == 1:
             i = behind = 0
         elif isinstance(whole, int) and i is not None:
@@ -138,75 +141,67 @@ class _Loop:
     def may_be_empty(self, middle: _Turn) -> bool:
         """Whether the others go through all that the iterations in the middle do: without these it has a gradient."""
         peeled = [t for turn in self.turns() if turn.name for t in self.reached(turn)]
-        return {t for t in self.reached(middle) if t in self.body.formals[self.carries :]} <= set(peeled)
+        return self.reached(middle).intersection((*self.parts.slices, *self.parts.captured)) <= set(peeled)
 
     def reached(self, turn: _Turn) -> set[Tensor]:
         """Return what a gradient comes to in some iterations."""
         return self.graded(self.active(turn.active), turn.graded)
 
     def _can_be_split(self) -> bool:
-        attrs, first = self.op.attrs, self.carries
-        if attrs["count"] == ONE or attrs.get("reverse") or attrs.get("until") or attrs.get("saved"):
+        loop = self.parts
+        if loop.count == ONE or loop.reverse or loop.until or loop.pieces:
             return False
         # what has a storage for each iteration has no parts
-        pieces = any(t.storage.pieces for t in self.op.operands[first : first + attrs["xs"]])
+        pieces = any(t.storage.pieces for t in loop.xs)
         return not pieces and bool(self.middle[1] or self.left[0] or self.ends)
 
 
 class _Peeler(Rewriter):
     def __init__(self, active: set[Tensor], graded: set[Tensor]) -> None:
-        super().__init__(None, _emit)
+        super().__init__()
         self.active, self.graded = active, graded
         """Tensors of the graph, or body, that is being copied: what may want a gradient, and what one comes to."""
         self.found = False
 
-    def loop(self, loop: _Loop, turn: _Turn, operands: Sequence[Tensor], new: Graph) -> Op:
+    def loop(self, loop: _Loop, turn: _Turn, operands: Sequence[Tensor], new: Graph) -> Loop:
         """Copy a loop for some of its iterations."""
-        op, around = loop.op, (self.active, self.graded)
+        op, old, around = loop.op, loop.parts, (self.active, self.graded)
         self.active, self.graded = loop.active(turn.active), loop.reached(turn)
-        assert op.loop is not None
-        kind = replace(op.loop.kind, body=self.body(loop.body, new, turn.name), count=turn.count)
-        if turn.count.constant is None and turn.count != op.loop.count and loop.may_be_empty(turn):
+        kind = replace(old.kind, body=self.body(old.body, new, turn.name), count=turn.count)
+        if turn.count.constant is None and turn.count != old.count and loop.may_be_empty(turn):
             kind = replace(kind, least=0)
-        made = new.add_op(kind, operands, op.name + turn.name, op.phase)
-        made.scope = op.scope
-        made.body.owner = made  # type: ignore[union-attr]  # it has one
+        made = self.add(op, kind, operands, new, op.name + turn.name).loop
+        assert made is not None
         self.active, self.graded = around
         return made
 
     def split(self, loop: _Loop, turns: Sequence[_Turn], new: Graph) -> None:
         """Copy a loop as several, which read parts of its slices and write parts of its stacks."""
-        op, carries, xs = loop.op, loop.carries, loop.op.attrs["xs"]
-        given = [self.tensors[t] for t in op.operands]
-        counts, dense = [turn.count.expr for turn in turns], given[carries : carries + xs]
+        op, old = loop.op, loop.parts
+        state, dense, shared = ([self.tensors[t] for t in ts] for ts in (old.starts, old.xs, old.shared))
+        counts = [turn.count.expr for turn in turns]
         with building(new):
             parts = [split(t, counts, 0, name=f"{op.name}.slices") for t in dense]
-        stacks = [
-            new.add_op(Empty(sizes=r.sizes, dtype=r.dtype), [], r.name, op.phase).results[0]
-            for r in op.results[carries:]
-        ]
-        state, made = given[:carries], []
+        stacks = [new.add_op(Empty(sizes=r.sizes, dtype=r.dtype), [], r.name, op.phase).results[0] for r in old.stacks]
+        made = []
         for i, turn in enumerate(turns):
-            operands = [*state, *(part[i] for part in parts), *given[carries + xs :]]
-            made.append(self.loop(loop, turn, operands, new).results)
-            state = list(made[-1][:carries])
+            made.append(self.loop(loop, turn, [*state, *(part[i] for part in parts), *shared], new))
+            state = list(made[-1].lasts)
         whole = [
-            new.add_op(Stacked(), [t, *(r[carries + k] for r in made)], f"{t.name}.filled", op.phase).results[0]
+            new.add_op(Stacked(), [t, *(part.stacks[k] for part in made)], f"{t.name}.filled", op.phase).results[0]
             for k, t in enumerate(stacks)
         ]
         self.tensors |= dict(zip(op.results, [*state, *whole], strict=True))
 
-
-def _emit(rewriter: Rewriter, op: Op, new: Graph) -> bool:
-    assert isinstance(rewriter, _Peeler)
-    if op.loop is None or new.fused:
-        return False
-    loop = _Loop(op, rewriter.active, rewriter.graded)
-    turns = loop.turns()
-    if len(turns) > 1:
-        rewriter.found = True
-        rewriter.split(loop, turns, new)
-        return True
-    made = rewriter.loop(loop, turns[0], [rewriter.tensors[t] for t in op.operands], new)
-    rewriter.tensors |= dict(zip(op.results, made.results, strict=True))
-    return True
+    def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
+        """Add what stands for an op."""
+        if op.loop is None or new.fused:
+            super().emit(op, new, suffix)
+            return
+        loop = _Loop(op, self.active, self.graded)
+        turns = loop.turns()
+        if len(turns) > 1:
+            self.found = True
+            self.split(loop, turns, new)
+        else:
+            self.loop(loop, turns[0], [self.tensors[t] for t in op.operands], new)

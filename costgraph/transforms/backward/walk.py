@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 from ...algebra.polynomial import ZERO
 from ...dtypes import DType
@@ -111,7 +112,7 @@ class Walk:
         carried: set[Tensor] | None = None,
         leaves: Mapping[Tensor, Leaf] | None = None,
         fused: bool = False,
-        rules: Mapping[Op, Rule] | None = None,
+        rules: Mapping[Op, Rule[Any]] | None = None,
     ) -> None:
         self.hooks = hooks
         self.active = active
@@ -249,7 +250,7 @@ class Walk:
                 made = (self.hooks.fused if isinstance(op.kind, Kernel) else self.hooks.repeated)(
                     self, op, grads, needs
                 )
-            elif isinstance(op.kind, Slice) and op.attrs.get("split") and grads[0] is not None:
+            elif isinstance(op.kind, Slice) and op.kind.split and grads[0] is not None:
                 self.parts.setdefault(op.operands[0], {})[op] = grads[0]
                 return
             else:
@@ -298,16 +299,16 @@ def _keep_places(op: Op) -> None:
 
 def _tilings(t: Tensor) -> Iterator[list[Op]]:
     """Yield the parts that a tensor was split into, once for each time that it was."""
-    cuts = [op for op in t.graph.successors(t) if op.attrs.get("split") and isinstance(op.kind, Slice)]
+    cuts = [(op, op.kind) for op in t.graph.successors(t) if isinstance(op.kind, Slice) and op.kind.split]
     while cuts:
-        axis, at, found = cuts[0].attrs["axis"], ZERO, list[Op]()
+        axis, at, found = cuts[0][1].axis, ZERO, list[Op]()
         while not t.graph.same(at, t.sizes[axis]):
-            cut = next((c for c in cuts if c.attrs["axis"] == axis and t.graph.same(c.attrs["start"], at)), None)
+            cut = next((c for c in cuts if c[1].axis == axis and t.graph.same(c[1].start, at)), None)
             if cut is None:
                 raise GraphError(f"gradient of {t!r}: its parts leave a gap at {at}, expected a split of all of it")
             cuts.remove(cut)
-            found.append(cut)
-            at = at + cut.results[0].sizes[axis]
+            found.append(cut[0])
+            at = at + cut[1].size
         yield found
 
 
@@ -317,18 +318,19 @@ def _joined(cuts: Sequence[Op], grads: Sequence[Tensor | None], stack: Tensor | 
     pairs = [(cut.results[0], g) for cut, g in zip(cuts, grads, strict=True)]
     parts = [restricted(fill(t.shape, dtype=dtype), t) if g is None else g for t, g in pairs]
     if stack is None:
-        return concat(parts, cuts[0].attrs["axis"])
+        assert isinstance(cuts[0].kind, Slice)
+        return concat(parts, cuts[0].kind.axis)
     return apply(Stacked(), [stack, *parts], "stacked")[0]
 
 
 def stack_of(walk: Walk, t: Tensor, dtype: DType) -> None:
     """Let loops that read parts of a tensor write the gradients of these into one stack, made before the first."""
     cut = t.producer
-    if cut is None or not isinstance(cut.kind, Slice) or not cut.attrs.get("split") or cut.attrs["axis"]:
+    if cut is None or not isinstance(cut.kind, Slice) or not cut.kind.split or cut.kind.axis:
         return
     cuts = next(cuts for cuts in _tilings(cut.operands[0]) if cut in cuts)
     readers = [list(t.graph.successors(c.results[0])) for c in cuts]
-    if cuts[0] in walk.stacks or any(len(ops) != 1 or ops[0].kind.body != "repeated" for ops in readers):
+    if cuts[0] in walk.stacks or any(len(ops) != 1 or ops[0].loop is None for ops in readers):
         return
     sizes = cut.operands[0].sizes
     walk.stacks[cuts[0]] = apply(Empty(sizes=sizes, dtype=dtype), [], f"{cuts[0].name}.grad")[0]

@@ -37,7 +37,7 @@ class Folder(Rewriter):
     """
 
     def __init__(self, match: Match, around: Around, count: Poly) -> None:
-        super().__init__(None, _emit)
+        super().__init__()
         self.match, self.around, self.count = match, around, count
         self.families: dict[Family, Tensor] = {}
         """What stands for a family: one tensor, a storage for each block."""
@@ -96,9 +96,17 @@ class Folder(Rewriter):
 
     def copy(self, op: Op, new: Graph, suffix: str = "") -> Op:
         """Copy an op of a body, with a name that has no number of a block."""
-        made = self.again(op, [self.tensors[t] for t in op.operands], new, self.match.labels.plain(op.name))
-        self.tensors |= dict(zip(op.results, made.results, strict=True))
-        return made
+        return self.again(op, [self.tensors[t] for t in op.operands], new, self.match.labels.plain(op.name))
+
+    def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
+        """Add what stands for an op: of the blocks, a loop where the first of them begins."""
+        if op.graph.parent is not None:
+            super().emit(op, new, suffix)
+            return
+        if op in self.first:
+            self.loop(self.first[op], new)
+        if op not in self.match.places:
+            self.outside(op, new)
 
     def outer(self, value: Outer) -> Tensor:
         """Return the tensor for what is read outside."""
@@ -122,12 +130,11 @@ class Folder(Rewriter):
         made.phase = phase
         return made.results[0]
 
-    def add(self, op: Op, new: Graph) -> None:
+    def outside(self, op: Op, new: Graph) -> None:
         """Copy an op from outside of the blocks."""
         values = self.around.reads[op]
         if op not in self.around.lists:
-            made = self.again(op, [self.outer(v) for v in once(values)], new, op.name)
-            self.tensors |= dict(zip(op.results, made.results, strict=True))
+            self.again(op, [self.outer(v) for v in once(values)], new, op.name)
             return
         lists = self.around.lists[op]
         operands = [self.outer(v) for v in values]
@@ -147,10 +154,8 @@ class Folder(Rewriter):
         kind = op.kind
         if isinstance(kind, Bodied):
             kind = replace(kind, body=self.body(kind.body, new, ""))
-        made = new.add_op(kind, operands, name, op.phase)
+        made = self.add(op, kind, operands, new, name)
         made.scope = self.match.labels.plain(op.scope)
-        if made.body is not None:
-            made.body.owner = made
         for t, copy in zip(op.results, made.results, strict=True):
             if layout(t) != layout(copy):
                 raise GraphError(
@@ -234,14 +239,3 @@ class _Inner:
             else:
                 raise AssertionError(value)
         return self.values[value]
-
-
-def _emit(rewriter: Rewriter, op: Op, new: Graph) -> bool:
-    assert isinstance(rewriter, Folder)
-    if op.graph.parent is not None:
-        return False
-    if op in rewriter.first:
-        rewriter.loop(rewriter.first[op], new)
-    if op not in rewriter.match.places:
-        rewriter.add(op, new)
-    return True

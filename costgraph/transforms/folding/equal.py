@@ -52,15 +52,16 @@ def difference(a: Op, b: Op, names: tuple[Names, Names]) -> str | None:
         "scope": (names[0](a.scope), names[1](b.scope)),
         "operands": (len(a.operands), len(b.operands)),
     }
-    if facts["kind"][0] == facts["kind"][1] == Aten.name:
-        facts["target"] = a.attrs["target"], b.attrs["target"]
+    if isinstance(a.kind, Aten) and isinstance(b.kind, Aten):
+        facts["target"] = a.kind.target, b.kind.target
     for name, (mine, other) in facts.items():
         if mine != other:
             return f"{b.name!r} has {name} {other!r}, {a.name!r} has {mine!r}"
     if [*map(_stored, a.results)] != [*map(_stored, b.results)] or _shared(a) != _shared(b):
         return f"{b.name!r} makes {_told(b.results)}, {a.name!r} makes {_told(a.results)}"
-    for name in dict.fromkeys((*a.attrs, *b.attrs)):
-        mine, other = a.attrs.get(name), b.attrs.get(name)
+    stated = b.kind.facts()
+    for name, mine in a.kind.facts().items():
+        other = stated[name]
         if name != "body" and mine != other:
             return f"{b.name!r} has {name} {shown(other, 120)}, {a.name!r} has {shown(mine, 120)}"
     if a.body is not None and b.body is not None:

@@ -56,7 +56,7 @@ class Lists:
 
     def _unsupported(self, what: str) -> UnsupportedError:
         return UnsupportedError(
-            f"fold: {self.op.name!r} ({self.op.attrs['target']}) reads something of every block and {what}, expected "
+            f"fold: {self.op.name!r} ({self.kind.target}) reads something of every block and {what}, expected "
             f"an op that takes lists place by place"
         )
 
@@ -124,7 +124,10 @@ class Lists:
         after = total(n * lead[g[0]] for n, g in zip(times, groups, strict=True))
         if old.bytes_read is not None:
             raise self._unsupported("states what it reads")
-        amounts = ("matmul", "full", "pointwise", "transcendental", "workspace")
+
+        def scaled(kind: str, amount: Poly) -> Poly:
+            return self._scaled(kind, amount, total(lead), after)
+
         return replace(
             old,
             arguments=tuple(self._merged(v, operands) for v in old.arguments),
@@ -133,7 +136,11 @@ class Lists:
             pieces=tuple(int(several) for _, several in left),
             outputs=tuple(self._output(row, count if several else None, operands) for row, several in left),
             bytes_written=None if old.bytes_written is None else self._written(old.bytes_written, count),
-            **{kind: self._scaled(kind, getattr(old, kind), total(lead), after) for kind in amounts},
+            matmul=scaled("matmul", old.matmul),
+            full=scaled("full", old.full),
+            pointwise=scaled("pointwise", old.pointwise),
+            transcendental=scaled("transcendental", old.transcendental),
+            workspace=scaled("workspace", old.workspace),
         )
 
     def _written(self, amounts: Sequence[Poly], count: Poly) -> tuple[Poly, ...]:

@@ -43,29 +43,36 @@ def _walk(graph: Graph, found: set[Op], *, static: bool) -> set[Tensor]:
         if not any(t in wanted for t in op.results):
             continue
         found.add(op)
-        if static and isinstance(op.kind, Cache) and "axis" not in op.attrs:
+        if static and _is_static(op):
             continue
         if op.body is None:
             wanted.update(op.operands)
             continue
         inside = _walk(op.body, found, static=static)
-        first = op.attrs.get("carries", 0) + op.attrs.get("xs", 0)
-        wanted.update(
-            t for i, (f, t) in enumerate(zip(op.body.formals, op.operands, strict=True)) if i < first or f in inside
-        )
+        inside |= _always_read(op)
+        wanted.update(t for f, t in zip(op.body.formals, op.operands, strict=True) if f in inside)
     return wanted
+
+
+def _is_static(op: Op) -> bool:
+    """Whether an op marks what is cached once."""
+    return isinstance(op.kind, Cache) and op.kind.axis is None
+
+
+def _always_read(op: Op) -> set[Tensor]:
+    """Return the inputs of a body that are carried or read by slices."""
+    return set() if op.loop is None else {*op.loop.carries, *op.loop.slices}
 
 
 def needed_formals(op: Op, needed: set[Op]) -> list[bool]:
     """Return which inputs of a body its needed ops read; those that are carried or read by slices always count."""
     assert op.body is not None
-    first = op.attrs.get("carries", 0) + op.attrs.get("xs", 0)
-    read = {t for o in op.body.ops if o in needed for t in _read(o, needed)} | set(op.body.outputs)
-    return [i < first or f in read for i, f in enumerate(op.body.formals)]
+    read = {t for o in op.body.ops if o in needed for t in _read(o, needed)} | set(op.body.outputs) | _always_read(op)
+    return [f in read for f in op.body.formals]
 
 
 def _read(op: Op, needed: set[Op]) -> list[Tensor]:
-    if isinstance(op.kind, Cache) and "axis" not in op.attrs:
+    if _is_static(op):
         return []
     if op.body is None:
         return list(op.operands)

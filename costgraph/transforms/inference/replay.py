@@ -7,13 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 from ...algebra.extremum import smaller
-from ...algebra.polynomial import ONE, Poly, poly
+from ...algebra.polynomial import ONE, ZERO, Poly, poly
 from ...algebra.symbols import symbol
 from ...errors import ShapeError, UnsupportedError
 from ...graph.graph import Graph
-from ...graph.op import Op
+from ...graph.loop import Loop
+from ...graph.op import Bodied, Op
 from ...graph.strides import contiguous
 from ...graph.tensor import Tensor
+from ...notation.pattern import Affine
 from ...ops.blocks import Kernel
 from ...ops.cached import Append, Cache, InitialState
 from ...ops.contraction import Einsum
@@ -28,23 +30,22 @@ __all__ = ["Replayer", "positions_of"]
 
 def positions_of(op: Op) -> Poly | None:
     """Return the number of positions that an op runs over, None if it keeps nothing of earlier ones."""
-    size: Poly | None = None
-    if (isinstance(op.kind, Cache) and "axis" in op.attrs) or (isinstance(op.kind, Pad) and op.attrs.get("causal")):
-        size = op.operands[0].sizes[op.attrs["axis"]]
-    elif op.loop is not None and op.attrs["xs"]:
-        makers = [_outside(t).producer for t in op.operands[: op.attrs["carries"]]]
+    match op.kind:
+        case Cache(axis=int(axis)) | Pad(axis=axis, causal=True):
+            return op.operands[0].sizes[axis]
+    if op.loop is not None and op.loop.xs:
+        makers = [_outside(t).producer for t in op.loop.starts]
         recurs = any(maker is not None and isinstance(maker.kind, InitialState) for maker in makers)
-        size = op.attrs["count"] if recurs else None
-    elif (found := _sliding(op)) is not None:
-        size = op.operands[found[0]].sizes[-1]
-    return size
+        return op.loop.count if recurs else None
+    found = _sliding(op)
+    return None if found is None else op.operands[found[0]].sizes[-1]
 
 
 class Replayer(Rewriter):
     """Copies a forward pass op by op, each with the sizes that its operands have by then."""
 
     def __init__(self, place: str, lengths: Lengths, kept: set[Op], head: Op | None, *, writes: bool) -> None:
-        super().__init__({lengths.symbol: lengths.own}, _emit)
+        super().__init__({lengths.symbol: lengths.own})
         self.place, self.lengths = place, lengths
         self.kept = kept
         """Ops that the results depend on."""
@@ -64,15 +65,15 @@ class Replayer(Rewriter):
         used = any(op in self.kept for op in old.graph.successors(old)) or old in old.graph.outputs
         return super().source(old, new, suffix) if used or old.role != "input" else None
 
-    def buffer(self, op: Op, new: Graph, like: Tensor, axis: int | None = None) -> Tensor:
+    def buffer(self, op: Op, new: Graph, like: Tensor, axis: int | None = None, window: Poly | None = None) -> Tensor:
         """Add the cache of an op: dense, and with room for what is seen of one axis."""
         if new.fused:
             raise UnsupportedError(f"{self.place}: {op.name!r} is inside a kernel, expected what is cached outside")
         sizes = like.sizes
         if axis is not None:
             room = poly(symbol(self.lengths.symbol))
-            if "window" in op.attrs:
-                window = self.lengths.bound(op.attrs["window"])
+            if window is not None:
+                window = self.lengths.bound(window)
                 room = smaller(room, window if self.writes else window + self.lengths.own - 1)
             sizes = (*sizes[:axis], room, *sizes[axis + 1 :])
             self.lengths = self.lengths.with_other(room)
@@ -80,33 +81,32 @@ class Replayer(Rewriter):
         new.add_node(made)
         return made
 
-    def cached(self, op: Op, new: Graph) -> None:
+    def cached(self, op: Op, kind: Cache, new: Graph) -> None:
         """Write what is cached, and go on with all that is seen: fresh where that is there, else from the cache."""
-        (t,), axis = op.operands, op.attrs.get("axis")
+        (t,), axis = op.operands, kind.axis
         if axis is None and not self.writes:
             sizes = tuple(n.bind(self.values) for n in t.sizes)
             self.tensors[op.results[0]] = self.buffer(op, new, Tensor(new, t.name, sizes, t.dtype, role="cache"))
             return
         x = self.tensors[t]
-        held = self.buffer(op, new, x, axis)
-        kind = Assign() if axis is None else Append(axis=axis)
-        whole = self.made(op, new.add_op(kind, [held, x], op.name, op.phase))
+        held = self.buffer(op, new, x, axis, kind.window)
+        write = Assign() if axis is None else Append(axis=axis)
+        whole = self.made(op, new.add_op(write, [held, x], op.name, op.phase))
         self.tensors[op.results[0]] = x if self.writes else whole
 
-    def begun(self, op: Op, new: Graph) -> None:
+    def begun(self, op: Op, kind: InitialState, new: Graph) -> None:
         """Start a recurrence: from zeros over a whole prompt, else from what the last step left."""
-        sizes = self.lengths.bound(op.attrs["sizes"])
-        held = self.buffer(op, new, Tensor(new, op.name, sizes, op.attrs["dtype"], role="cache"))
+        sizes = self.lengths.bound(kind.sizes)
+        held = self.buffer(op, new, Tensor(new, op.name, sizes, kind.dtype, role="cache"))
         start = held
         if self.writes:
-            start = self.made(op, new.add_op(replace(op.kind, sizes=sizes), [], op.name, op.phase))
+            start = self.made(op, new.add_op(replace(kind, sizes=sizes), [], op.name, op.phase))
         self.tensors[op.results[0]] = start
         self.states[op.results[0]] = held
 
-    def left(self, op: Op, new: Graph) -> None:
+    def left(self, op: Op, loop: Loop, new: Graph) -> None:
         """Keep what a recurrence ends with."""
-        carries = op.attrs["carries"]
-        for start, end in zip(map(_outside, op.operands[:carries]), op.results[:carries], strict=True):
+        for start, end in zip(map(_outside, loop.starts), loop.lasts, strict=True):
             if new.fused and start in self.states:
                 self.ends.append((self.states[start], self.tensors[end]))
             elif start in self.states and self.tensors[end] is not self.states[start]:
@@ -118,22 +118,22 @@ class Replayer(Rewriter):
         result: Tensor = op.results[0]
         return result
 
-    def shifted(self, op: Op, new: Graph) -> bool:
+    def shifted(self, op: Op, kind: Pad, new: Graph) -> None:
         """Put what came before in front of the new positions, where the declaration has zeros."""
-        (t,), axis, history = op.operands, op.attrs["axis"], op.attrs["start"]
+        (t,), axis, history = op.operands, kind.axis, kind.start
         x = self.tensors[t]
         held = self.buffer(op, new, _resized_axis(x, axis, history))
         if self.writes:
             self.made(op, new.add_op(Append(axis=axis), [held, x], op.name, op.phase))
-            return False
+            self.copy(op, new)
+            return
         whole = self.made(op, new.add_op(Concat(axis=axis), [held, x], op.name, op.phase))
         cut = Slice(axis=axis, start=x.sizes[axis], size=history, step=1)
         last = self.made(op, new.add_op(cut, [whole], f"{op.name}.last", op.phase))
         self.made(op, new.add_op(Assign(), [held, last], f"{op.name}.keep", op.phase))
         self.tensors[op.results[0]] = whole
-        return True
 
-    def slid(self, op: Op, new: Graph) -> bool:
+    def slid(self, op: Op, new: Graph) -> None:
         """Let a causal convolution see the inputs before the new ones, where the declaration has zeros."""
         found = _sliding(op)
         assert found is not None
@@ -143,13 +143,11 @@ class Replayer(Rewriter):
         room = (ONE if self.writes else x.sizes[axis]) + history  # the window of the next one
         held = self.buffer(op, new, _resized_axis(x, axis, room))
         whole = self.made(op, new.add_op(Append(axis=axis), [held, x], f"{op.name}.history"))
-        if self.writes:
-            return False
-        self.tensors[op.operands[place]] = whole
-        self.lengths = self.lengths.with_other(room)
+        if not self.writes:
+            self.tensors[op.operands[place]] = whole
+            self.lengths = self.lengths.with_other(room)
         self.copy(op, new)
         self.tensors[op.operands[place]] = x
-        return True
 
     def hold(self, op: Op, new: Graph) -> None:
         """Keep the parameters of a loop that does not run: they are in memory all the same."""
@@ -166,6 +164,23 @@ class Replayer(Rewriter):
 
     # -- ops ---------------------------------------------------------------------------------------------------------
 
+    def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
+        """Add what stands for an op."""
+        if op not in self.kept:
+            self.hold(op, new)
+        elif isinstance(op.kind, Cache):
+            self.cached(op, op.kind, new)
+        elif isinstance(op.kind, InitialState):
+            self.begun(op, op.kind, new)
+        elif isinstance(op.kind, Pad) and op.kind.causal:
+            self.shifted(op, op.kind, new)
+        elif not new.fused and _sliding(op) is not None:
+            self.slid(op, new)
+        elif isinstance(op.kind, Slice) and not self.writes and _is_causal(op.operands[0].producer):
+            self.tensors[op.results[0]] = self.tensors[op.operands[0]]  # no more is made than is wanted
+        else:
+            super().emit(op, new, suffix)
+
     def copy(self, op: Op, new: Graph, suffix: str = "") -> Op:
         """Make an op again with the operands that it has now."""
         operands: list[Tensor | None] = [self.tensors.get(t) for t in op.operands]
@@ -174,30 +189,27 @@ class Replayer(Rewriter):
             operands = [t if w else None for t, w in zip(operands, wanted, strict=True)]
         if op is self.head:
             operands = [self._last(op, t, x, new) for t, x in zip(op.operands, operands, strict=True)]
-        attrs = resized(op, operands, self.lengths)
-        if self.lengths.own == ONE and attrs.get("domain") is not None and isinstance(op.kind, Einsum):
-            attrs["domain"] = _unrestricted(attrs["domain"])
-        if op.body is not None:
-            attrs["body"] = self.inner(op, operands, new)
+        kind = resized(op, operands, self.lengths)
+        if isinstance(kind, Einsum) and kind.domain is not None and self.lengths.own == ONE:
+            # one query, the last position, sees all that a cache holds
+            kind = replace(kind, domain=None if kind.domain[0].causal else kind.domain)
+        if isinstance(kind, Bodied):
+            kind = replace(kind, body=self.inner(op, operands, new))
         given = [t for t in operands if t is not None]
-        if self.ends and isinstance(op.kind, Kernel):
-            attrs |= self.written(op, attrs["body"], given, new)
+        if self.ends and isinstance(kind, Kernel):
+            kind = replace(kind, changed=self.written(op, kind.body, given, new))
         try:
-            made = new.add_op(type(op.kind)(**attrs), given, op.name + suffix, op.phase)
+            made = self.add(op, kind, given, new, op.name + suffix)  # a kernel may keep something beside its results
         except ShapeError as error:
             raise UnsupportedError(
                 f"{self.place}: {error}: what is seen of earlier positions has to be marked with costgraph.ops.cache, "
                 f"and positions of keys with arange(context=True)"
             ) from None
-        made.scope = op.scope
-        if made.body is not None:
-            made.body.owner = made
-        self.tensors |= dict(zip(op.results, made.results, strict=False))  # behind them what a kernel keeps
-        if made.body is not None and op.loop is not None:
-            self.left(op, new)
+        if op.loop is not None:
+            self.left(op, op.loop, new)
         return made
 
-    def written(self, op: Op, body: Graph, given: list[Tensor], new: Graph) -> dict[str, Any]:
+    def written(self, op: Op, body: Graph, given: list[Tensor], new: Graph) -> tuple[int, ...]:
         """Let a kernel write what its recurrences end with into their caches, which it reads or is given as well."""
         if new.fused:
             raise UnsupportedError(f"{self.place}: {op.name!r} is inside a kernel, expected a recurrence in one alone")
@@ -210,24 +222,26 @@ class Replayer(Rewriter):
             target = body.formals[changed[-1]]
             body.outputs.append(body.add_op(Assign(), [target, end], f"{op.name}.keep").results[0])
         self.ends.clear()
-        return {"changed": tuple(changed)}
+        return tuple(changed)
 
     def inner(self, op: Op, operands: Sequence[Tensor | None], new: Graph) -> Graph:
         """Make the body of an op again, its inputs as what they stand for is now."""
-        old = op.body
+        old, loop = op.body, op.loop
         assert old is not None
+        carries, slices = ((), ()) if loop is None else (loop.carries, loop.slices)
         body = new.start_body(old.name, fused=old.fused)
-        first, last = op.attrs.get("carries", 0), op.attrs.get("carries", 0) + op.attrs.get("xs", 0)
-        for i, (f, t) in enumerate(zip(old.formals, operands, strict=True)):
+        for f, t in zip(old.formals, operands, strict=True):
             if t is None:  # only what is cached already was made from it
                 continue
-            sizes, strides = (t.sizes[1:], t.strides[1:]) if first <= i < last else (t.sizes, t.strides)
-            strides = contiguous(sizes) if i < first else strides
-            made = body.formal(t, f.name, sizes, strides)
-            if not first <= i < last and i >= first:
-                made.offset = t.offset
-            if first <= i < last and t.domain is not None:
-                raise UnsupportedError(f"{self.place}: {t!r} is read slice by slice, expected a tensor that is whole")
+            if f in slices:
+                if t.domain is not None:
+                    raise UnsupportedError(
+                        f"{self.place}: {t!r} is read slice by slice, expected a tensor that is whole"
+                    )
+                made = body.formal(t, f.name, t.sizes[1:], t.strides[1:])
+            else:
+                made = body.formal(t, f.name, t.sizes, contiguous(t.sizes) if f in carries else t.strides)
+                made.offset = ZERO if f in carries else t.offset
             self.tensors[f] = made
         self.fill(old, body)
         body.outputs += [body.adopt(self.tensors[t]) for t in old.outputs]
@@ -257,35 +271,11 @@ def _resized_axis(x: Tensor, axis: int, size: Poly) -> Tensor:
 def _repeated(op: Op, times: tuple[Poly, ...] = ()) -> Iterator[tuple[Graph, tuple[Poly, ...]]]:
     """Yield the bodies inside an op, each with the counts of the loops around."""
     assert op.body is not None
-    inside = (*times, op.attrs["count"]) if op.loop is not None else times
+    inside = times if op.loop is None else (*times, op.loop.count)
     yield op.body, inside
     for inner in op.body.ops:
         if inner.body is not None:
             yield from _repeated(inner, inside)
-
-
-def _unrestricted(restriction: tuple[Any, str, str]) -> tuple[Any, str, str] | None:
-    """One query, the last position, sees all that a cache holds."""
-    return None if restriction[0].causal else restriction
-
-
-def _emit(rewriter: Rewriter, op: Op, new: Graph) -> bool:
-    assert isinstance(rewriter, Replayer)
-    if op not in rewriter.kept:
-        rewriter.hold(op, new)
-    elif isinstance(op.kind, Cache):
-        rewriter.cached(op, new)
-    elif isinstance(op.kind, InitialState):
-        rewriter.begun(op, new)
-    elif isinstance(op.kind, Pad) and op.attrs.get("causal"):
-        return rewriter.shifted(op, new)
-    elif not new.fused and _sliding(op) is not None:
-        return rewriter.slid(op, new)
-    elif isinstance(op.kind, Slice) and not rewriter.writes and _is_causal(op.operands[0].producer):
-        rewriter.tensors[op.results[0]] = rewriter.tensors[op.operands[0]]  # no more is made than is wanted
-    else:
-        return False
-    return True
 
 
 def _is_causal(op: Op | None) -> bool:
@@ -294,11 +284,10 @@ def _is_causal(op: Op | None) -> bool:
 
 def _sliding(op: Op) -> tuple[int, int] | None:
     """Return the operand that a causal convolution slides over, and how many earlier positions it sees."""
-    inner = op
-    if isinstance(op.kind, Kernel) and op.body is not None:
-        inner = next((o for o in op.body.ops if o.attrs.get("causal")), op)
-    if not isinstance(inner.kind, Einsum) or not inner.attrs.get("causal"):
-        return None
-    dim = inner.attrs["pattern"].operands[0][-1]
-    place = 0 if inner is op or op.body is None else op.body.formals.index(inner.operands[0])
-    return place, -dim.offset
+    body = op.kind.body if isinstance(op.kind, Kernel) else None
+    for inner in [op] if body is None else body.ops:
+        if isinstance(inner.kind, Einsum) and inner.kind.causal:
+            dim = inner.kind.pattern.operands[0][-1]
+            assert isinstance(dim, Affine)
+            return 0 if body is None else body.formals.index(inner.operands[0]), -dim.offset
+    return None

@@ -1,24 +1,34 @@
-"""Attributes of ops whose operands have become longer or shorter along the positions of a sequence."""
+"""Records of ops whose operands have become longer or shorter along the positions of a sequence."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
-from ...algebra.polynomial import ONE, ZERO, Poly, poly
+from ...algebra.polynomial import ONE, Poly, poly
 from ...algebra.symbols import symbol
 from ...errors import UnsupportedError
-from ...graph.op import Op
+from ...graph.op import Op, OpKind
 from ...graph.sizes import _polys
 from ...graph.strides import numel
 from ...graph.tensor import Tensor
 from ...notation.pattern import Affine, Axes, Pattern
-from ...ops.moves import Slice
-from ..rewrite import bound_attributes
+from ...ops.blocks import Repeat
+from ...ops.contraction import Einsum
+from ...ops.fill import Assign, Pad
+from ...ops.index import Arange, Gather, Scatter
+from ...ops.keep import Keep
+from ...ops.moves import Concat, Expand, Rearrange, Slice
+from ...ops.pooling import Pool
+from ...ops.reduce import Reduce
+from ...ops.stochastic import Dropout
+from ..rewrite import bound_attributes, bound_record
 
 __all__ = ["Lengths", "resized"]
+
+K = TypeVar("K", bound=OpKind)
 
 
 @dataclass(frozen=True)
@@ -54,38 +64,38 @@ class Lengths:
         )
 
     def bound(self, value: Any, length: Poly | None = None) -> Any:
-        """Return an attribute with a number of positions put in, by default those that a step computes."""
+        """Return a fact with a number of positions put in, by default those that a step computes."""
         return bound_attributes(value, {self.symbol: self.own if length is None else length})
 
+    def record(self, kind: K, length: Poly | None = None) -> K:
+        """Return a record with a number of positions put into all of its facts, by default those of a step."""
+        return bound_record(kind, {self.symbol: self.own if length is None else length})
 
-#: What stands for the attributes of an op of some kind, with its new operands: None for what is not made any more.
-_Rule = Callable[[Op, Sequence[Any], Lengths], Mapping[str, Any]]
 
-
-def resized(op: Op, operands: Sequence[Any], lengths: Lengths) -> dict[str, Any]:
-    """Return the attributes of an op for other operands, a body left out.
+def resized(op: Op, operands: Sequence[Any], lengths: Lengths) -> OpKind:
+    """Return the record of an op for other operands; a body is still the old one.
 
     Parameters
     ----------
     op : Op
         As declared.
     operands : sequence of Tensor
-        What stands for its operands.
+        What stands for its operands: None for what is not made any more.
     lengths : Lengths
         What the number of positions has become.
 
     Returns
     -------
-    dict
-        Attributes with which the op can be made.
+    OpKind
+        With which the op can be made.
 
     Raises
     ------
     UnsupportedError
         If the op states a formula in a number of positions that it does not tell apart.
     """
-    rule = _RULES.get(op.kind.name, _bound)
-    return {k: v for k, v in rule(op, operands, lengths).items() if k != "body"}
+    rule: _Rule = _RULES.get(type(op.kind), _bound)
+    return rule(op, op.kind, operands, lengths)
 
 
 def _axes(op: Op, operands: Sequence[Any], lengths: Lengths) -> list[list[Poly | None]]:
@@ -98,25 +108,39 @@ def _axes(op: Op, operands: Sequence[Any], lengths: Lengths) -> list[list[Poly |
     ]
 
 
-def _bound(op: Op, operands: Sequence[Any], lengths: Lengths) -> Mapping[str, Any]:
+def _bound(op: Op, kind: K, operands: Sequence[Any], lengths: Lengths) -> K:
     """Put one number of positions into everything that is stated: the one that all operands speak of."""
-    stated = {k: v for k, v in op.attrs.items() if k != "body"}
-    if all(lengths.symbol not in p.names() for p in _polys(stated)):
-        return stated
+    if all(lengths.symbol not in p.names() for p in _polys(kind.stated())):
+        return kind
     found = {n for axes in _axes(op, operands, lengths) for n in axes if n is not None}
     if found - {lengths.own}:
         raise UnsupportedError(
             f"op {op.name!r} states its sizes or costs in {lengths.symbol}, and reads what is cached: expected an op "
             f"that tells new positions from all that are seen"
         )
-    return {k: lengths.bound(v) for k, v in stated.items()}
+    return lengths.record(kind)
 
 
-def _contraction(op: Op, operands: Sequence[Any], lengths: Lengths) -> Mapping[str, Any]:
+def _contraction(op: Op, kind: Einsum, operands: Sequence[Any], lengths: Lengths) -> Einsum:
     """Take the sizes of axes from the operands; outputs of a sliding window follow the axis that it slides over."""
-    if op.attrs.get("causal") and operands[0].sizes[-1] != lengths.own:
-        return _after_history(op, operands, lengths)
-    attrs, pattern = op.attrs, op.attrs["pattern"]
+    if kind.causal and operands[0].sizes[-1] != lengths.own:
+        return _after_history(kind, lengths)
+    by_name, slid = _by_name(op, kind.pattern, operands, lengths)
+    if kind.orders is not None and any(n not in (None, lengths.own) for n in by_name.values()):
+        raise UnsupportedError(f"op {op.name!r} has no contraction order of its own, expected order= where it is made")
+    extents = {n: lengths.bound(size, by_name.get(n)) for n, size in kind.extents.items()}
+    return replace(lengths.record(kind), extents=extents, rooms=lengths.bound(kind.rooms, slid))
+
+
+def _pooled(op: Op, kind: Pool, operands: Sequence[Any], lengths: Lengths) -> Pool:
+    by_name, _ = _by_name(op, kind.pattern, operands, lengths)
+    return replace(kind, extents={n: lengths.bound(size, by_name.get(n)) for n, size in kind.extents.items()})
+
+
+def _by_name(
+    op: Op, pattern: Pattern, operands: Sequence[Any], lengths: Lengths
+) -> tuple[dict[str, Poly | None], Poly | None]:
+    """Return the number of positions that each axis of a pattern speaks of, and that of the one that is slid over."""
     by_name: dict[str, Poly | None] = {}
     slid: Poly | None = None
     for axes, dims in zip(_axes(op, operands, lengths), pattern.operands, strict=True):
@@ -126,108 +150,107 @@ def _contraction(op: Op, operands: Sequence[Any], lengths: Lengths) -> Mapping[s
                     by_name[name] = length
             if isinstance(dim, Affine) and length is not None:
                 slid = length
-    out = {k: lengths.bound(v) for k, v in attrs.items() if k not in ("extents", "rooms")}
-    out["extents"] = {n: lengths.bound(size, by_name.get(n)) for n, size in attrs["extents"].items()}
-    if "rooms" in attrs:
-        out["rooms"] = lengths.bound(attrs["rooms"], slid)
-    if "orders" in attrs and any(n not in (None, lengths.own) for n in by_name.values()):
-        raise UnsupportedError(f"op {op.name!r} has no contraction order of its own, expected order= where it is made")
-    return out
+    return by_name, slid
 
 
-def _after_history(op: Op, operands: Sequence[Any], lengths: Lengths) -> Mapping[str, Any]:
+def _after_history(kind: Einsum, lengths: Lengths) -> Einsum:
     """A causal convolution whose earlier inputs stand in front of the new ones: no padding, as many outputs as new."""
-    pattern: Pattern = op.attrs["pattern"]
+    pattern = kind.pattern
     *kept, last = pattern.operands[0]
     assert isinstance(last, Affine)
     slides = Affine(last.terms, 0)
     out = {n for n, _ in last.terms if n in pattern.result_names}
-    extents = {n: lengths.own if n in out else lengths.bound(size) for n, size in op.attrs["extents"].items()}
-    plain = {k: lengths.bound(v) for k, v in op.attrs.items() if k not in ("causal", "rooms", "pattern", "extents")}
-    patterns = Pattern(((*kept, slides), *pattern.operands[1:]), pattern.result)
-    return {**plain, "pattern": patterns, "extents": extents}
+    extents = {n: lengths.own if n in out else lengths.bound(size) for n, size in kind.extents.items()}
+    pattern = Pattern(((*kept, slides), *pattern.operands[1:]), pattern.result)
+    return replace(lengths.record(kind), pattern=pattern, extents=extents, causal=False, rooms=())
 
 
-def _rearranged(op: Op, operands: Sequence[Any], lengths: Lengths) -> Mapping[str, Any]:
-    attrs, (x,), (old,) = op.attrs, operands, op.operands
+def _rearranged(op: Op, kind: Rearrange, operands: Sequence[Any], lengths: Lengths) -> Rearrange:
+    (x,), (old,), pattern = operands, op.operands, kind.pattern
     (axes,) = _axes(op, operands, lengths)
-    if "pattern" not in attrs:
-        merged = x.sizes if attrs["merged"] == old.sizes else _reshaped(op, x, axes, lengths)
-        return {**attrs, "split": x.sizes, "merged": merged}
-    pattern: Pattern = attrs["pattern"]
+    if pattern is None:
+        merged = x.sizes if kind.merged == old.sizes else _reshaped(op, kind, x, axes, lengths)
+        return replace(kind, split=x.sizes, merged=merged)
     names = pattern.operand_names(0)
-    sizes = dict(zip(names, attrs["split"], strict=True))
+    sizes = dict(zip(names, kind.split, strict=True))
     for length, dim in zip(axes, pattern.operands[0], strict=True):
         sizes |= {n: lengths.bound(sizes[n], length) for n in dim.names}
     merged = tuple(prod((sizes[n] for n in a.names), start=ONE) for a in pattern.result if isinstance(a, Axes))
-    return {**attrs, "split": tuple(sizes[n] for n in names), "merged": merged}
+    return replace(kind, split=tuple(sizes[n] for n in names), merged=merged)
 
 
-def _reshaped(op: Op, x: Tensor, axes: Sequence[Poly | None], lengths: Lengths) -> tuple[Poly, ...]:
+def _reshaped(op: Op, kind: Rearrange, x: Tensor, axes: Sequence[Poly | None], lengths: Lengths) -> tuple[Poly, ...]:
     """Return a shape of as many elements, where all axes speak of one number of positions."""
     found = {n for n in axes if n is not None} or {lengths.own}
     for length in found:
-        merged = tuple(n.bind({lengths.symbol: length}) for n in op.attrs["merged"])
+        merged = tuple(n.bind({lengths.symbol: length}) for n in kind.merged)
         if len(found) == 1 and numel(merged) == x.numel:
             return merged
     raise UnsupportedError(f"op {op.name!r} reshapes {x!r}, expected a rearrange that names its axes")
 
 
-def _along_axis(op: Op, operands: Sequence[Any], lengths: Lengths) -> Mapping[str, Any]:
+def _cut(op: Op, kind: Slice, operands: Sequence[Any], lengths: Lengths) -> Slice:
     """Bind what is said of one axis as that axis is."""
-    length = _axes(op, operands, lengths)[0][op.attrs["axis"]]
-    out = {k: lengths.bound(v, length) for k, v in op.attrs.items()}
-    if length is None and isinstance(op.kind, Slice) and lengths.symbol in op.attrs["size"].names():
-        # rows of a table of positions: those of the new ones come after the others
-        out["start"] = out["start"] + lengths.earlier
-        out["room"] = out["room"] - lengths.earlier
-    return out
+    length = _axes(op, operands, lengths)[0][kind.axis]
+    made = lengths.record(kind, length)
+    if length is not None or lengths.symbol not in kind.size.names():
+        return made
+    # rows of a table of positions: those of the new ones come after the others
+    room = None if made.room is None else made.room - lengths.earlier
+    return replace(made, start=made.start + lengths.earlier, room=room)
 
 
-def _expanded(op: Op, operands: Sequence[Any], lengths: Lengths) -> Mapping[str, Any]:
+def _padded(op: Op, kind: Pad, operands: Sequence[Any], lengths: Lengths) -> Pad:
+    """Bind what is said of one axis as that axis is."""
+    return lengths.record(kind, _axes(op, operands, lengths)[0][kind.axis])
+
+
+def _expanded(op: Op, kind: Expand, operands: Sequence[Any], lengths: Lengths) -> Expand:
     """Axes that the operand has keep its sizes, others follow the positions of a step."""
-    (x,), (old,), kept = operands, op.operands, op.attrs["kept"]
+    (x,), (old,) = operands, op.operands
     sizes = tuple(
         x.sizes[at] if at is not None and size == old.sizes[at] else lengths.bound(size)
-        for size, at in zip(op.attrs["sizes"], kept, strict=True)
+        for size, at in zip(kind.sizes, kind.kept, strict=True)
     )
-    return {**op.attrs, "sizes": sizes}
+    return replace(kind, sizes=sizes)
 
 
-def _positions(op: Op, operands: Sequence[Any], lengths: Lengths) -> Mapping[str, Any]:
-    if op.attrs.get("context"):
-        return op.attrs
-    start = op.attrs.get("start", ZERO) + lengths.earlier
-    return {**_bound(op, operands, lengths), **({"start": start} if start else {})}
+def _positions(op: Op, kind: Arange, operands: Sequence[Any], lengths: Lengths) -> Arange:
+    if kind.context:
+        return kind
+    return replace(_bound(op, kind, operands, lengths), start=kind.start + lengths.earlier)
 
 
-def _as_it_is(op: Op, operands: Sequence[Any], lengths: Lengths) -> Mapping[str, Any]:
+def _as_it_is(op: Op, kind: OpKind, operands: Sequence[Any], lengths: Lengths) -> OpKind:
     """Sizes come from the operands alone."""
-    return op.attrs
+    return kind
 
 
-def _looped(op: Op, operands: Sequence[Any], lengths: Lengths) -> Mapping[str, Any]:
+def _looped(op: Op, kind: Repeat, operands: Sequence[Any], lengths: Lengths) -> Repeat:
     """As many iterations as what is read slice by slice has slices."""
-    carries, xs = op.attrs["carries"], op.attrs["xs"]
-    count = operands[carries].sizes[0] if xs else lengths.bound(op.attrs["count"])
-    return {**op.attrs, "count": count}
+    slices = kind.parts(op).slices
+    read = (t for f, t in zip(kind.body.formals, operands, strict=True) if f in slices)
+    return replace(kind, count=next(read).sizes[0] if slices else lengths.bound(kind.count))
 
 
-#: Kinds whose attributes speak of single axes; of others, one number of positions is put into all of them.
-_RULES: dict[str, _Rule] = {
-    "einsum": _contraction,
-    "pool": _contraction,
-    "rearrange": _rearranged,
-    "slice": _along_axis,
-    "pad": _along_axis,
-    "expand": _expanded,
-    "arange": _positions,
-    "reduce": _as_it_is,
-    "concat": _as_it_is,
-    "keep": _as_it_is,
-    "assign": _as_it_is,
-    "dropout": _as_it_is,
-    "gather": _as_it_is,
-    "scatter": _as_it_is,
-    "repeat": _looped,
+#: What stands for the record of an op of some kind, with its new operands.
+_Rule = Callable[[Op, Any, Sequence[Any], Lengths], OpKind]
+
+#: Kinds whose facts speak of single axes; of others, one number of positions is put into all of them.
+_RULES: dict[type[OpKind], _Rule] = {
+    Einsum: _contraction,
+    Pool: _pooled,
+    Rearrange: _rearranged,
+    Slice: _cut,
+    Pad: _padded,
+    Expand: _expanded,
+    Arange: _positions,
+    Repeat: _looped,
+    Reduce: _as_it_is,
+    Concat: _as_it_is,
+    Keep: _as_it_is,
+    Assign: _as_it_is,
+    Dropout: _as_it_is,
+    Gather: _as_it_is,
+    Scatter: _as_it_is,
 }

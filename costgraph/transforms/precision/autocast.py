@@ -14,9 +14,12 @@ from ...graph.graph import Graph
 from ...graph.op import Op
 from ...notation.pattern import Affine
 from ...ops.blocks import Kernel
+from ...ops.contraction import Einsum
 from ...ops.index import Gather
-from ...ops.pointwise import FUNCTIONS
+from ...ops.pointwise import FUNCTIONS, Pointwise
+from ...ops.pooling import Pool
 from ...ops.reduce import REDUCTIONS, Reduce
+from ...ops.stated import Opaque
 
 __all__ = ["DEVICES", "FALLBACK", "WORDS", "autocast_list", "casts_inside", "family", "word"]
 
@@ -82,31 +85,27 @@ def casts_inside(device: str, name: str, given: str) -> bool:
     )
 
 
-def _contracts(op: Op) -> bool:
-    pattern = op.attrs["pattern"]
-    return bool(set(op.attrs["extents"]) - set(pattern.result_names))
-
-
 def word(op: Op) -> str:
     """Return the word of an op; that of a kernel which is none of the known ones is its own name."""
-    kind = op.kind.name
-    if kind == "einsum":
-        if not _contracts(op):
-            return "mul"
-        return "conv" if any(isinstance(d, Affine) for o in op.attrs["pattern"].operands for d in o) else "matmul"
-    if op.body is not None and isinstance(op.kind, Kernel):
-        found = family(op.body)
-        if found == "log_softmax" and _is_loss(op):
-            return "cross_entropy"
-        return found or op.body.name
-    if kind == "pointwise":
-        return str(op.attrs["function"].name)
-    if kind == "reduce":
-        return str(op.attrs["operation"])
-    if kind == "pool":
-        slid = sum(isinstance(d, Affine) for d in op.attrs["pattern"].operands[0])
-        return f"{op.attrs['operation']}_pool{slid}d"
-    return op.name.rpartition("/")[2] if kind == "opaque" else kind
+    match op.kind:
+        case Einsum(pattern=pattern, extents=extents):
+            if set(pattern.result_names).issuperset(extents):
+                return "mul"
+            return "conv" if any(isinstance(d, Affine) for o in pattern.operands for d in o) else "matmul"
+        case Kernel(body=body):
+            found = family(body)
+            if found == "log_softmax" and _is_loss(op):
+                return "cross_entropy"
+            return found or body.name
+        case Pointwise(function=function):
+            return function.name
+        case Reduce(operation=operation):
+            return operation
+        case Pool(pattern=pattern, operation=operation):
+            return f"{operation}_pool{sum(isinstance(d, Affine) for d in pattern.operands[0])}d"
+        case Opaque():
+            return op.name.rpartition("/")[2]
+    return op.kind.name
 
 
 def _is_loss(op: Op) -> bool:
@@ -138,9 +137,9 @@ def family(body: Graph) -> str | None:
 
 def _over_the_batch(body: Graph) -> bool:
     """Whether means are taken of the first axis and a later one stays: of a channel, and not of a row."""
-    patterns = [op.attrs["pattern"] for op in body.ops if isinstance(op.kind, Reduce)]
+    patterns = [op.kind.pattern for op in body.ops if isinstance(op.kind, Reduce)]
     return any(p.result_names and p.operands[0][0].names[0] not in p.result_names for p in patterns)
 
 
 def _inner(op: Op) -> str:
-    return str(op.attrs["mode"]) if isinstance(op.kind, Gather) else word(op)
+    return op.kind.mode if isinstance(op.kind, Gather) else word(op)

@@ -1,15 +1,20 @@
-"""Formats that stand in attributes of ops, and those that carries of loops settle on."""
+"""Formats that stand in records of ops, and those that carries of loops settle on."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import reduce as fold
 from typing import Any
 
 from ...dtypes import DTYPES, DType, promote
 from ...errors import FormatError, UnsupportedError
-from ...graph.op import Op
+from ...graph.op import Op, OpKind
+from ...graph.strides import Sizes
 from ...graph.tensor import Tensor
+from ...ops.contraction import Einsum
+from ...ops.pointwise import Pointwise
+from ...ops.stated import Opaque
 from .policy import Policy
 
 __all__ = ["Attributes", "Carries", "common", "is_float"]
@@ -53,7 +58,7 @@ class Carries:
 
 
 class Attributes:
-    """Formats in attributes of ops, as the rewritten operands have them.
+    """Formats in records of ops, as the rewritten operands have them.
 
     Parameters
     ----------
@@ -73,29 +78,28 @@ class Attributes:
         """Return the format of a canonical name."""
         return DTYPES[name]
 
-    def of(self, op: Op, operands: Sequence[Tensor]) -> dict[str, Any]:
-        """Return the attributes of an op for other operands; a body is left out."""
-        attrs = {k: v for k, v in op.attrs.items() if k != "body"}
-        kind = op.kind.name
-        if kind == "opaque":
-            attrs["outputs"] = self._stated(op, operands)
-        elif kind == "einsum":
-            self._contraction(op, operands, attrs)
-        elif "dtype" in attrs:
-            attrs["dtype"] = self._same_as(op, attrs["dtype"])
-        elif kind == "pointwise" and attrs.get("inplace"):
-            if operands[0].dtype.kind == "float" and any(t.dtype != operands[0].dtype for t in operands[1:]):
-                attrs["dtype"] = operands[0].dtype  # written into it, whatever is computed
-        elif kind not in ("dropout", "kernel", "repeat"):
-            attrs = {k: self._declared(v, op) for k, v in attrs.items()}
-        return attrs
+    def of(self, op: Op, operands: Sequence[Tensor]) -> OpKind:
+        """Return the record of an op for other operands; a body is still the old one."""
+        kind = op.kind
+        if isinstance(kind, Opaque):
+            return replace(kind, outputs=self._stated(op, kind, operands))
+        if isinstance(kind, Einsum):
+            return self._contraction(op, kind, operands)
+        if isinstance(kind, Pointwise) and kind.inplace and kind.dtype is None:
+            own = operands[0].dtype
+            mixed = own.kind == "float" and any(t.dtype != own for t in operands[1:])
+            return replace(kind, dtype=own) if mixed else kind  # written into it, whatever is computed
+        changed: dict[str, Any] = {
+            name: self._same_as(op, v) if isinstance(v, DType) else self._declared(v, op)
+            for name, v in kind.stated().items()
+        }
+        return replace(kind, **changed)
 
-    def _contraction(self, op: Op, operands: Sequence[Tensor], attrs: dict[str, Any]) -> None:
-        old = attrs["dtype"]
+    def _contraction(self, op: Op, kind: Einsum, operands: Sequence[Tensor]) -> Einsum:
+        old = kind.dtype
         new = _derived(operands) if old == _derived(op.operands) else None
-        attrs["dtype"] = self._same_as(op, old) if new is None else new
-        if "workspace" in attrs:
-            attrs["workspace"] = attrs["workspace"] * attrs["dtype"].bits / old.bits
+        dtype = self._same_as(op, old) if new is None else new
+        return replace(kind, dtype=dtype, workspace=kind.workspace * dtype.bits / old.bits)
 
     def _same_as(self, op: Op, stated: DType) -> DType:
         """Return a format that an op states: inside a kernel, of the operand that had it."""
@@ -110,7 +114,7 @@ class Attributes:
         return self._declared(stated, op)  # type: ignore[no-any-return]  # a format stays one
 
     def _declared(self, value: Any, op: Op) -> Any:
-        """Return an attribute with the policy's format in place of the default one."""
+        """Return a fact with the policy's format in place of the default one."""
         if isinstance(value, DType):
             own = self.policy.scope_format(op.name)
             return (own or self.base) if value == self.default and value.kind == "float" else value
@@ -120,18 +124,18 @@ class Attributes:
             return {k: self._declared(v, op) for k, v in value.items()}
         return value
 
-    def _stated(self, op: Op, operands: Sequence[Tensor]) -> Any:
+    def _stated(self, op: Op, kind: Opaque, operands: Sequence[Tensor]) -> tuple[tuple[Sizes, DType], ...]:
         """Return outputs of an opaque op; those in the default format are in that of the operands that had it."""
         default = self.default
         given = [t for old, t in zip(op.operands, operands, strict=True) if old.dtype == default and is_float(t)]
         own = common(given) if given else self._declared(default, op)
-        outputs = tuple((sizes, own if dtype == default else dtype) for sizes, dtype in op.attrs["outputs"])
+        outputs = tuple((sizes, own if dtype == default else dtype) for sizes, dtype in kind.outputs)
         before = [t.dtype for t in op.operands], [t.dtype for t in op.results]
-        for what, old, new in (
-            ("reads", before[0], [t.dtype for t in operands]),
-            ("writes", before[1], [dtype for _, dtype in outputs]),
+        for what, amounts, old, new in (
+            ("reads", kind.bytes_read, before[0], [t.dtype for t in operands]),
+            ("writes", kind.bytes_written, before[1], [dtype for _, dtype in outputs]),
         ):
-            if op.attrs[what] is not None and old != new:
+            if amounts is not None and old != new:
                 raise UnsupportedError(
                     f"opaque {op.name!r}: states the bytes that it {what}, of formats that go from "
                     f"{', '.join(d.name for d in old)} to {', '.join(d.name for d in new)}; expected none stated, or a "

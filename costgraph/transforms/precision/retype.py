@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ...dtypes import DType, promote
 from ...graph.graph import Graph
+from ...graph.loop import Loop
 from ...graph.op import Op
 from ...graph.scopes import building
 from ...graph.tensor import Storage, Tensor
@@ -23,17 +25,11 @@ from .policy import Policy
 __all__ = ["Retyper"]
 
 
-def _emit(rewriter: Rewriter, op: Op, new: Graph) -> bool:
-    assert isinstance(rewriter, Retyper)
-    rewriter.place(op, new)
-    return True
-
-
 class Retyper(Rewriter):
     """Copies a graph op by op, each in the formats that its operands have by then."""
 
     def __init__(self, policy: Policy, old: Graph, carries: Carries) -> None:
-        super().__init__(emit=_emit)
+        super().__init__()
         self.policy, self.carries = policy, carries
         self.default = old.dtype
         self.base = old.dtype if policy.compute is None else Attributes.format(policy.compute)
@@ -153,25 +149,16 @@ class Retyper(Rewriter):
                 tensors[i] = done[t]
         return tensors
 
-    def place(self, op: Op, new: Graph) -> None:
+    def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
         """Add what stands for an op."""
         if op.loop is not None:
-            self._loop(op, new)
+            self._loop(op, op.loop, new)
         elif isinstance(op.kind, Kernel):
-            self._kernel(op, new)
+            self._kernel(op, op.kind, new)
         else:
             self._plain(op, new)
         if self.policy.scope_format(op.name) is not None and not self.kernels:
             self.scoped.update(self.tensors[t] for t in op.results)
-
-    def add(self, op: Op, new: Graph, operands: Sequence[Tensor], attrs: Mapping[str, Any]) -> Op:
-        """Add an op like the old one and let its results stand for the old ones."""
-        made = new.add_op(type(op.kind)(**attrs), operands, op.name, op.phase)
-        made.scope = op.scope
-        if made.body is not None:
-            made.body.owner = made
-        self.tensors |= dict(zip(op.results, made.results, strict=True))
-        return made
 
     def _plain(self, op: Op, new: Graph) -> None:
         inside = self._inside(op, new)
@@ -188,7 +175,7 @@ class Retyper(Rewriter):
                 self._with_casts(op, new, operands, own)
                 return
             operands = [self.converted(t, own, op, new) if is_float(t) and t.dtype != own else t for t in operands]
-        self.add(op, new, operands, self.attributes.of(op, operands))
+        self.add(op, self.attributes.of(op, operands), operands, new)
 
     def _inside(self, op: Op, new: Graph) -> DType | None:
         """Return the format that a kernel of torch converts to as it reads, None where it takes what it is given."""
@@ -205,26 +192,24 @@ class Retyper(Rewriter):
         body = new.start_body(word(op), fused=True)
         read = [body.adopt(t) for t in operands]  # in their order
         inner = [self.cast(t, wanted, body, f"{op.name}/cast") if t.dtype != wanted else t for t in read]
-        made = body.add_op(type(op.kind)(**self.attributes.of(op, inner)), inner, f"{op.name}/{word(op)}", op.phase)
+        made = body.add_op(self.attributes.of(op, inner), inner, f"{op.name}/{word(op)}", op.phase)
         body.outputs += made.results
-        kernel = new.add_op(Kernel(body=body, backward="ops"), body.captured, op.name, op.phase)
-        kernel.scope, body.owner = op.scope, kernel
-        self.tensors |= dict(zip(op.results, kernel.results, strict=True))
+        self.add(op, Kernel(body=body, backward="ops"), body.captured, new)
 
     def _is_idle(self, op: Op, t: Tensor | None) -> bool:
         """Whether a cast has nothing left to do. What a body hands out keeps a storage of its own."""
-        if not isinstance(op.kind, Pointwise) or op.attrs["function"].name != "cast" or t is None:
+        if word(op) != "cast" or t is None:
             return False
-        if self.attributes.of(op, [t])["dtype"] != t.dtype:
+        kind = self.attributes.of(op, [t])
+        if not isinstance(kind, Pointwise) or kind.dtype != t.dtype:
             return False
         handed = op.graph.parent is not None and op.results[0] in op.graph.outputs
         return not handed or (t.role == "activation" and not t.is_view and op.graph.fused)
 
     # -- bodies --------------------------------------------------------------------------------------------------
 
-    def _kernel(self, op: Op, new: Graph) -> None:
-        assert op.body is not None
-        known = family(op.body) is not None
+    def _kernel(self, op: Op, kind: Kernel, new: Graph) -> None:
+        known = family(kind.body) is not None
         inside = self._inside(op, new)
         operands = [self.tensors[t] for t in op.operands]
         whole = bool(
@@ -242,8 +227,8 @@ class Retyper(Rewriter):
         if whole:
             self.kernels.pop()
         if known and inside is None:
-            self._like_the_first(op.body, body)
-        self.add(op, new, operands, {**self.attributes.of(op, operands), "body": body})
+            self._like_the_first(kind.body, body)
+        self.add(op, replace(kind, body=body), operands, new)
 
     def _like_the_first(self, old: Graph, body: Graph) -> None:
         """Hand out the format of the first operand where the old kernel did, as torch's kernels do."""
@@ -255,26 +240,26 @@ class Retyper(Rewriter):
         self, op: Op, new: Graph, operands: Sequence[Tensor], inside: DType | None = None
     ) -> tuple[Graph, list[Tensor]]:
         """Copy a body for operands in other formats; return it and the operands that it has in the end."""
-        old = op.body
+        old, loop = op.body, op.loop
         assert old is not None
+        carries, slices = ((), ()) if loop is None else (loop.carries, loop.slices)
         wide = _statistics(op, operands[0]) if old.fused and operands else None
         body = new.start_body(old.name, fused=old.fused)
-        first = 0 if old.fused else op.attrs["carries"] + op.attrs["xs"]
         for i, (f, t, before) in enumerate(zip(old.formals, operands, op.operands, strict=True)):
             made = self.formal(f, body)
             _give_format(made, t.dtype)
-            if i >= first:
+            if f in slices:
+                self._slice(made, t, before)
+            elif f not in carries:
                 made.strides, made.offset = t.strides, t.offset  # a cast lies dense in memory
                 self.sources[made] = t
-            elif not old.fused and i >= op.attrs["carries"]:
-                self._slice(made, t, before)
             self.tensors[f], self.given[f] = made, inside if inside is not None and is_float(t) else t.dtype
             calculated = wide if i == 0 and wide is not None else self.given[f]
             if calculated != t.dtype:
                 self.tensors[f] = self.cast(made, calculated, body, f"{op.name}/cast")
         self.fill(old, body)
         body.outputs += [body.adopt(self.tensors[t]) for t in old.outputs]
-        return body, self._used(old, body, list(operands), first)
+        return body, self._used(old, body, operands, {*carries, *slices})
 
     def _slice(self, made: Tensor, t: Tensor, before: Tensor) -> None:
         if t.strides != before.strides:
@@ -283,12 +268,11 @@ class Retyper(Rewriter):
         if declared.role == "param" and declared.storage.pieces and declared.producer is None:
             self.slices[made] = declared
 
-    def _used(self, old: Graph, body: Graph, operands: list[Tensor], first: int) -> list[Tensor]:
+    def _used(self, old: Graph, body: Graph, operands: Sequence[Tensor], fixed: set[Tensor]) -> list[Tensor]:
         """Drop inputs of a body that only their casts outside are read for now, and add those casts."""
-        kept = operands[:first]
-        formals = body.formals[:first]
-        for f, made, t in zip(old.formals[first:], body.formals[first:], operands[first:], strict=False):
-            idle = not any(body.successors(made)) and made not in body.outputs
+        kept, formals = list[Tensor](), list[Tensor]()
+        for f, made, t in zip(old.formals, body.formals, operands, strict=False):
+            idle = f not in fixed and not any(body.successors(made)) and made not in body.outputs
             if idle and (any(old.successors(f)) or f in old.outputs):
                 body.remove_node(made)
             else:
@@ -297,22 +281,21 @@ class Retyper(Rewriter):
         body.formals[:] = formals + body.formals[len(operands) :]
         return [*kept, *body.captured]
 
-    def _loop(self, op: Op, new: Graph) -> None:
+    def _loop(self, op: Op, loop: Loop, new: Graph) -> None:
         operands = [self.tensors[t] for t in op.operands]
-        count = op.attrs["carries"]
-        for i in range(count):
+        for i in range(len(loop.starts)):
             settled = self.carries.settled.get((op, i))
             if settled is not None and settled != operands[i].dtype:
                 operands[i] = self.cast(operands[i], settled, new, f"{op.name}/cast")
         body, operands = self._body(op, new, operands)
-        for i in range(count):
+        for i in range(len(loop.starts)):
             entry, after = operands[i].dtype, body.outputs[i]
             if after.dtype != entry:
                 self.carries.settle(op, i, entry, after.dtype)
                 after = self.cast(after, entry, body, f"{op.name}/cast")
             with building(body):
                 body.outputs[i] = contiguous_copy(after)
-        self.add(op, new, operands, {**self.attributes.of(op, operands), "body": body})
+        self.add(op, replace(loop.kind, body=body), operands, new)
 
 
 def _statistics(op: Op, x: Tensor) -> DType | None:

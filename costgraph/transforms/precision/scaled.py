@@ -39,12 +39,12 @@ def _quantize(graph: Graph, t: Tensor, name: str, wanted: DType) -> tuple[Tensor
 class ScaledRetyper(Retyper):
     """Copies a graph in other formats, and its linear layers in the policy's `matmul`."""
 
-    def place(self, op: Op, new: Graph) -> None:
+    def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
         """Add what stands for an op."""
         if not new.fused and self._is_scaled(op):
             self._place_scaled(op, new)
         else:
-            super().place(op, new)
+            super().emit(op, new, suffix)
 
     def _is_scaled(self, op: Op) -> bool:
         if self.policy.matmul is None or self.kernels or self.policy.scope_format(op.name) is not None:
@@ -103,14 +103,13 @@ class ScaledRetyper(Retyper):
             workspace=ZERO if old is None else op.workspace,
             backward=backward_rule(self.policy.grad_matmul or wanted.name),
         )
-        made = new.add_op(kind, body.captured, op.name, op.phase)
-        made.scope, body.owner = op.scope, made
-        self.tensors |= dict(zip(op.results, made.results, strict=True))
+        self.add(op, kind, body.captured, new)
 
     def _multiplied(self, op: Op, product: Op, pairs: Sequence[tuple[Tensor, Tensor]], body: Graph) -> Tensor:
         """Multiply narrow copies and divide by their scales."""
         (x, x_scale), (w, w_scale) = pairs
         name = product.name if product is not op else f"{op.name}/matmul"
+        assert isinstance(product.kind, Einsum)
         (y,) = body.add_op(replace(product.kind, dtype=Attributes.format("fp32")), [x, w], name, op.phase).results
         with opened(graph=body, levels=tuple(op.name.split("/"))):
             return unscaled(y, x_scale, w_scale, self.base)
@@ -129,6 +128,6 @@ class ScaledRetyper(Retyper):
         self.kernels.append(op)
         for inner in old.ops:
             if inner is not product:
-                self.place(inner, body)
+                self.emit(inner, body)
         self.kernels.pop()
         body.outputs += [body.adopt(self.tensors[t]) for t in old.outputs]

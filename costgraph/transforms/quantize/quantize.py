@@ -9,22 +9,25 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from math import prod
 from typing import Any
 
+from ...algebra.polynomial import ONE
 from ...algebra.symbols import shown
 from ...dtypes import DTYPES
 from ...errors import GraphError, ShapeError, UnsupportedError
 from ...graph.arguments import need_flag, need_list
 from ...graph.graph import Graph, current_graph, need_graph
-from ...graph.op import Op
+from ...graph.op import Bodied, Op
 from ...graph.scopes import building
 from ...graph.tensor import Storage, Tensor
 from ...notation.pattern import Axes, Pattern
 from ...ops.aten import need_declared
-from ...ops.blocks import kernel
+from ...ops.blocks import Kernel, kernel
 from ...ops.cached import Append, Cache
 from ...ops.contraction import Einsum
 from ...ops.fill import Assign
+from ...ops.grouped import Grouped
 from ...ops.index import gather
 from ...ops.keep import Keep
 from ...ops.layout import rearrange
@@ -158,7 +161,7 @@ class _Quantizer(Rewriter):
     """Copies a graph; what is stored narrower is widened where an op reads it."""
 
     def __init__(self, formats: Narrow) -> None:
-        super().__init__(emit=_emit)
+        super().__init__()
         self.formats = formats
         self.weights: dict[Tensor, tuple[int, ...]] = {}
         """Parameters that are quantized, and the axes that products sum."""
@@ -209,7 +212,7 @@ class _Quantizer(Rewriter):
         summed = self.weights[old]
         outer = [i for i in range(old.ndim) if i not in summed]
         names = [f"a{i}" for i in range(old.ndim)]
-        sizes = (*(old.sizes[i] for i in outer), _product(old, summed))
+        sizes = (*(old.sizes[i] for i in outer), prod((old.sizes[i] for i in summed), start=ONE))
         made.sizes, made.dtype, made.requires_grad = sizes, self.formats.weights, False
         stored = Tensor(new, made.name, sizes, made.dtype, role="param")
         made.strides, made.storage = stored.strides, stored.storage
@@ -222,13 +225,29 @@ class _Quantizer(Rewriter):
 
     # -- ops -------------------------------------------------------------------------------------------------------
 
+    def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
+        """Add what stands for an op."""
+        use = self.uses.get(op)
+        if use is None:
+            super().emit(op, new, suffix)
+            return
+        try:
+            if use.kind == "lookup":
+                self.looked_up(op, new)
+            else:
+                self.multiplied(op, new)
+        except ShapeError as error:
+            raise UnsupportedError(
+                f"quantize: {op.name!r}: {error}; its weight may be left as it is by skip="
+            ) from None
+
     def copy(self, op: Op, new: Graph, suffix: str = "") -> Op:
         """Copy an op; what it takes wide is widened in front of it."""
         if op.body is not None:
             return self.block(op, new)
         narrow = [i for i, t in enumerate(op.operands) if self.tensors[t].dtype != t.dtype]
         if new.fused and isinstance(op.kind, Einsum) and len(narrow) == 1 and len(op.operands) == 2:
-            return self.contracted(op, narrow[0], new)
+            return self.contracted(op, op.kind, narrow[0], new)
         held = 1 if isinstance(op.kind, Append | Assign) else 0
         passive = is_view_op(op) or isinstance(op.kind, Keep | Cache)
         before = {t: self.tensors[t] for t in op.operands}
@@ -238,19 +257,19 @@ class _Quantizer(Rewriter):
         self.tensors |= before
         return made
 
-    def contracted(self, op: Op, i: int, new: Graph) -> Op:
+    def contracted(self, op: Op, kind: Einsum, i: int, new: Graph) -> Op:
         """Multiply with what is cached as it is: the kernel widens what it reads of it."""
         operands: list[Tensor] = [new.adopt(self.tensors[t]) for t in op.operands]
         made: list[Op] = []
 
         def product(other: Tensor) -> Tensor:
             operands[1 - i] = other
-            made.append(new.add_op(op.kind, operands, op.name.rpartition("/")[2], op.phase))
+            made.append(new.add_op(kind, operands, op.name.rpartition("/")[2], op.phase))
             return made[0].results[0]
 
         with self.at(op, new):
             scaled = operands[i].dtype.element and not operands[i].dtype.block
-            y = row_scaled(op, i, product, operands[1 - i]) if scaled else product(operands[1 - i])
+            y = row_scaled(kind.pattern, i, product, operands[1 - i]) if scaled else product(operands[1 - i])
         self.tensors[op.results[0]] = y
         return made[0]
 
@@ -266,34 +285,32 @@ class _Quantizer(Rewriter):
 
     def block(self, op: Op, new: Graph) -> Op:
         """Copy an op with a body, whose inputs have the formats that are given."""
-        old = op.body
-        assert old is not None
+        kind, loop = op.kind, op.loop
+        assert isinstance(kind, Bodied)
+        old = kind.body
         body = new.start_body(old.name, fused=old.fused)
-        loop = not old.fused
-        rewritten = not loop and any(inner in self.uses for inner in old.walk())
-        carries, slices = (op.attrs["carries"], op.attrs["xs"]) if loop else (0, 0)
-        operands = [self.widened(t, op, new) if i < carries else self.tensors[t] for i, t in enumerate(op.operands)]
-        for i, (f, t) in enumerate(zip(old.formals, operands, strict=True)):
+        rewritten = loop is None and any(inner in self.uses for inner in old.walk())
+        carries, slices = ((), ()) if loop is None else (loop.carries, loop.slices)
+        operands = []
+        for f, before in zip(old.formals, op.operands, strict=True):
+            t = self.widened(before, op, new) if f in carries else self.tensors[before]
+            operands.append(t)
             if rewritten:
                 self.tensors[f] = t  # taken in when an op inside reads it: activations are quantized outside
                 continue
             made = self.formal(f, body)
             made.dtype = t.dtype
             made.storage = Storage(made.name, made.sizes, t.dtype, made.role, made.storage.pieces)
-            if i >= carries + slices:
+            if f not in carries and f not in slices:
                 made.strides, made.offset = t.strides, t.offset
             self.tensors[f] = made
         self.fill(old, body)
         body.outputs += [body.adopt(self.tensors[t]) for t in old.outputs]
-        attrs = {**{k: v for k, v in op.attrs.items() if k != "body"}, "body": body}
-        if rewritten:
-            attrs.pop("backward", None)
-            if "changed" in attrs:  # places among operands, which stand in the order of their readers now
-                attrs["changed"] = tuple(body.captured.index(operands[i]) for i in attrs["changed"])
-        made_op = new.add_op(type(op.kind)(**attrs), body.captured if rewritten else operands, op.name, op.phase)
-        made_op.scope, body.owner = op.scope, made_op
-        self.tensors |= dict(zip(op.results, made_op.results, strict=True))
-        return made_op
+        kind = replace(kind, body=body)
+        if rewritten and isinstance(kind, Kernel):  # places among operands, which are in the order of their readers now
+            changed = tuple(body.captured.index(operands[i]) for i in kind.changed)
+            kind = replace(kind, backward="", changed=changed)
+        return self.add(op, kind, body.captured if rewritten else operands, new)
 
     def looked_up(self, op: Op, new: Graph) -> None:
         """Look up rows of a quantized table and widen them, in one kernel."""
@@ -310,33 +327,35 @@ class _Quantizer(Rewriter):
 
     def multiplied(self, op: Op, new: Graph) -> None:
         """Multiply by a quantized weight, in one kernel that widens what it reads."""
-        place = 1 - self.uses[op].operand
-        attrs = {k: v for k, v in op.attrs.items() if k != "body"}
+        place, kind = 1 - self.uses[op].operand, op.kind
+        assert isinstance(kind, Einsum | Grouped)
         x = self.widened(op.operands[place], op, new)
         if self.formats.activations is not None:
-            x = self.quantized(op, x, place, attrs, new)
+            x, kind = self.quantized(op, kind, x, place, new)
         with self.at(op, new):
             if new.fused:
-                made = self.product(op, x, attrs)
+                made = self.product(op, kind, x)
             else:
                 with kernel(_level(op)) as body:
-                    y = self.product(op, x, attrs)
+                    y = self.product(op, kind, x)
                 made = body.export(y)
         self.tensors[op.results[0]] = made
 
-    def quantized(self, op: Op, x: Tensor, place: int, attrs: dict[str, Any], new: Graph) -> Tensor:
+    def quantized(
+        self, op: Op, kind: Einsum | Grouped, x: Tensor, place: int, new: Graph
+    ) -> tuple[Tensor, Einsum | Grouped]:
         """Return the activations of a product in their narrow format, made once: axes that it sums merged, at the end.
 
-        A pattern among the attributes becomes one that reads them so.
+        The record of the product becomes one that reads them so.
         """
         outer, summed = _ROWS
-        if isinstance(op.kind, Einsum):
-            pattern: Pattern = attrs["pattern"]
+        if isinstance(kind, Einsum):
+            pattern = kind.pattern
             outer, summed = divided(op, pattern, place)
             dims = pattern.operands[place]
             operands = list(pattern.operands)
             operands[place] = (*(dims[i] for i in outer), Axes(tuple(n for i in summed for n in dims[i].names)))
-            attrs["pattern"] = Pattern(tuple(operands), pattern.result)
+            kind = replace(kind, pattern=Pattern(tuple(operands), pattern.result))
         home = new
         while home.fused and x.graph is not home and home.parent is not None:
             home = home.parent
@@ -345,9 +364,9 @@ class _Quantizer(Rewriter):
             assert self.formats.activations is not None
             with self.at(op, home):
                 self.narrow[key] = rounded(x, outer, summed, self.formats.activations, fused=home.fused)
-        return self.narrow[key]
+        return self.narrow[key], kind
 
-    def product(self, op: Op, x: Tensor, attrs: dict[str, Any]) -> Tensor:
+    def product(self, op: Op, kind: Einsum | Grouped, x: Tensor) -> Tensor:
         """Add a product and what scales it to the kernel that is open."""
         place, wide, own = self.uses[op].operand, op.results[0].dtype, self.formats.product
         weights, activations = self.formats.weights, self.formats.activations
@@ -359,7 +378,7 @@ class _Quantizer(Rewriter):
         operands[place], operands[1 - place] = w, x
         sums = wide if own is None else DTYPES["int32" if own.kind == "int" else "fp32"]
         graph = current_graph()
-        y: Tensor = graph.add_op(replace(op.kind, dtype=sums), operands, "product", op.phase).results[0]
+        y: Tensor = graph.add_op(replace(kind, dtype=sums), operands, "product", op.phase).results[0]
         calculated = y.dtype if y.dtype.kind == "float" else DTYPES["fp32"]
         if own is not None and weights.element and weights.block:
             y = added_up(y, groups(op, place, weights.block), calculated)
@@ -370,29 +389,7 @@ class _Quantizer(Rewriter):
         return cast(y, wide)
 
 
-def _product(t: Tensor, axes: Sequence[int]) -> Any:
-    out = t.sizes[axes[0]]
-    for i in axes[1:]:
-        out = out * t.sizes[i]
-    return out
-
-
 def _level(op: Op) -> str:
     """Return the name of a kernel for an op: its last level, without a number that a name has to have."""
     last = op.name.rpartition("/")[2]
     return last if last.isidentifier() else "matmul"
-
-
-def _emit(rewriter: Rewriter, op: Op, new: Graph) -> bool:
-    assert isinstance(rewriter, _Quantizer)
-    use = rewriter.uses.get(op)
-    if use is None:
-        return False
-    try:
-        if use.kind == "lookup":
-            rewriter.looked_up(op, new)
-        else:
-            rewriter.multiplied(op, new)
-    except ShapeError as error:
-        raise UnsupportedError(f"quantize: {op.name!r}: {error}; its weight may be left as it is by skip=") from None
-    return True

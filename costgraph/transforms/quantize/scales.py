@@ -60,9 +60,9 @@ def groups(op: Op, place: int, group: int) -> Poly:
     """Return how many groups share scales along the summed axes of a product."""
     count: Poly = op.operands[place].sizes[1]
     if isinstance(op.kind, Einsum):
-        kept, count = op.attrs["pattern"].result_names, ONE
-        for name in op.attrs["pattern"].operand_names(place):
-            count = count if name in kept else count * op.attrs["extents"][name]
+        pattern, count = op.kind.pattern, ONE
+        for name in pattern.operand_names(place):
+            count = count if name in pattern.result_names else count * op.kind.extents[name]
     return windows_along(count, 0, group)
 
 
@@ -89,9 +89,8 @@ def widened(t: Tensor, wanted: DType, *, fused: bool) -> Tensor:
     return body.export(made)
 
 
-def row_scaled(op: Op, i: int, y: Callable[[Tensor], Tensor], other: Tensor) -> Tensor:
+def row_scaled(pattern: Pattern, i: int, y: Callable[[Tensor], Tensor], other: Tensor) -> Tensor:
     """Multiply with an operand whose rows have scales: the sums by them, or the other operand where rows are kept."""
-    pattern: Pattern = op.attrs["pattern"]
     if set(pattern.operands[i][-1].names) & set(pattern.result_names):
         return y(pointwise("mul", other, 1.0, dtype=other.dtype, name="row_scale"))
     made = y(other)

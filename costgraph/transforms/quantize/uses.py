@@ -14,7 +14,7 @@ from ...ops.contraction import Einsum
 from ...ops.fill import Assign
 from ...ops.grouped import Grouped
 from ...ops.index import Gather
-from ...ops.moves import Concat, Expand, Slice
+from ...ops.moves import Concat, Expand, Rearrange, Slice
 from ..backward.walk import is_view_op
 from ..precision.autocast import word
 
@@ -45,9 +45,10 @@ class _Sources:
     def __init__(self, graph: Graph) -> None:
         self.outer: dict[Tensor, Tensor] = {}
         for op in graph.walk():
-            if op.body is not None:
-                first = op.attrs.get("carries", 0) + op.attrs.get("xs", 0)
-                self.outer |= dict(zip(op.body.formals[first:], op.operands[first:], strict=False))
+            if op.loop is not None:
+                self.outer |= dict(zip(op.loop.captured, op.loop.shared, strict=True))
+            elif op.body is not None:
+                self.outer |= dict(zip(op.body.formals, op.operands, strict=True))
 
     def of(self, t: Tensor) -> tuple[Tensor, _Axes | None]:
         """Return the source of a tensor, and its axes; None for what a view leaves no account of."""
@@ -67,9 +68,9 @@ def _before(op: Op, axes: _Axes | None) -> _Axes | None:
     if axes is None or isinstance(op.kind, Slice):
         return axes
     if isinstance(op.kind, Expand):
-        places = [frozenset() if at is None else frozenset((at,)) for at in op.attrs["kept"]]
-    elif "pattern" in op.attrs:
-        pattern = op.attrs["pattern"]
+        places = [frozenset[int]() if at is None else frozenset((at,)) for at in op.kind.kept]
+    elif isinstance(op.kind, Rearrange) and op.kind.pattern is not None:
+        pattern = op.kind.pattern
         places = [
             frozenset(i for i, d in enumerate(pattern.operands[0]) if set(d.names) & set(dim.names))
             for dim in pattern.result
@@ -98,8 +99,8 @@ def uses_of(graph: Graph) -> dict[Tensor, list[Use]]:
     for op in graph.walk():
         if is_view_op(op):
             continue
-        last = op.attrs["carries"] + op.attrs["xs"] if op.loop is not None else len(op.operands)
-        for i, t in enumerate(op.operands[: 0 if isinstance(op.kind, Kernel) else last]):
+        own = () if isinstance(op.kind, Kernel) else op.operands
+        for i, t in enumerate(own if op.loop is None else (*op.loop.starts, *op.loop.xs)):
             leaf, axes = sources.of(t)
             if leaf in found:
                 found[leaf].append(_use(op, i, axes, sources))
@@ -116,14 +117,14 @@ def uses_of(graph: Graph) -> dict[Tensor, list[Use]]:
 
 
 def _use(op: Op, i: int, axes: _Axes | None, sources: _Sources) -> Use:
-    if isinstance(op.kind, Gather) and op.attrs["mode"] == "rows" and i == 0:
+    if isinstance(op.kind, Gather) and op.kind.mode == "rows" and i == 0:
         return Use(op, i, "lookup")
     if isinstance(op.kind, Grouped) and i == 1 and axes is not None and sources.of(op.operands[0])[0].role != "param":
         return Use(op, i, "product", tuple(sorted(axes[1])))
     if not isinstance(op.kind, Einsum) or word(op) != "matmul" or len(op.operands) != 2 or axes is None:
         return Use(op, i, "other")
     other, _ = sources.of(op.operands[1 - i])
-    pattern = op.attrs["pattern"]
+    pattern = op.kind.pattern
     kept = set(pattern.result_names)
     summed: set[int] = set()
     for dim, inner in zip(pattern.operands[i], axes, strict=True):
@@ -188,5 +189,5 @@ def _states(op: Op, sources: _Sources) -> set[Tensor]:
         room, more = (t.sizes[op.kind.axis] for t in (held, new))
         short = room.constant is not None and more.constant is None
         return {_held(held, sources)} if short else set()
-    slides = isinstance(op.kind, Einsum) and any(isinstance(d, Affine) for o in op.attrs["pattern"].operands for d in o)
+    slides = isinstance(op.kind, Einsum) and any(isinstance(d, Affine) for o in op.kind.pattern.operands for d in o)
     return {_held(t, sources) for t in op.operands} if slides else set()

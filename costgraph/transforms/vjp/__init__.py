@@ -3,6 +3,12 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from ...graph.op import OpKind
+from ...ops.aten import Aten
+from ...ops.cached import Append
+from ...ops.grouped import Dispatch
+from ...ops.pooling import Unpool
+from ...ops.updates import FusedUpdate, Unscale, ZeroGrad
 from . import contraction, elementwise, grouped, lookups, reductions, shapes, stated, windows
 
 __all__ = [
@@ -11,14 +17,14 @@ __all__ = [
 ]  # fmt: skip
 
 #: Op kinds without a body that have no rule, and why.
-NOT_DIFFERENTIABLE: Mapping[str, str] = MappingProxyType(
+NOT_DIFFERENTIABLE: Mapping[type[OpKind], str] = MappingProxyType(
     {
-        "unpool": "a gradient already: of gradients of gradients of windows nothing is stated",
-        "aten": "a call that was recorded: torch runs its backward pass, which a trace can record as well",
-        "fused_update": "part of an optimizer step",
-        "dispatch": "makes integers alone",
-        "append": "part of a step of inference",
-        "zero_grad": "part of an optimizer step",
-        "unscale": "part of an optimizer step",
+        Unpool: "a gradient already: of gradients of gradients of windows nothing is stated",
+        Aten: "a call that was recorded: torch runs its backward pass, which a trace can record as well",
+        FusedUpdate: "part of an optimizer step",
+        Dispatch: "makes integers alone",
+        Append: "part of a step of inference",
+        ZeroGrad: "part of an optimizer step",
+        Unscale: "part of an optimizer step",
     }
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 
 from ...algebra.polynomial import ONE, Poly
@@ -19,18 +19,16 @@ __all__: list[str] = []  # its rules are found in RULES
 _Dims = tuple[Axes | Affine, ...]
 
 
-@vjp("einsum")
-def _einsum(pull: Pull) -> Sequence[Tensor | None]:
+@vjp(Einsum)
+def _einsum(pull: Pull[Einsum]) -> Sequence[Tensor | None]:
     (g,) = pull.grads
     assert g is not None
     return [_of_operand(pull, g, i) if wanted else None for i, wanted in enumerate(pull.needs)]
 
 
-def _of_operand(pull: Pull, g: Tensor, i: int) -> Tensor:
+def _of_operand(pull: Pull[Einsum], g: Tensor, i: int) -> Tensor:
     """Contract the gradient with the other operands; an axis that no other one has is repeated, which is free."""
-    op, x = pull.op, pull.op.operands[i]
-    kind = op.kind
-    assert isinstance(kind, Einsum)
+    op, kind, x = pull.op, pull.kind, pull.op.operands[i]
     pattern, extents = kind.pattern, kind.extents
     others = [j for j in range(len(op.operands)) if j != i]
     dims = (pattern.result, *(pattern.operands[j] for j in others))
@@ -64,7 +62,7 @@ def _plain(result: _Dims, inside: set[str]) -> bool:
     return all(isinstance(a, Axes) for a in result) and len(set(names)) == len(names) and inside.issuperset(names)
 
 
-def _without(target: _Dims, lone: set[str], x: Tensor, extents: dict[str, Poly]) -> tuple[_Dims, tuple[Poly, ...]]:
+def _without(target: _Dims, lone: set[str], x: Tensor, extents: Mapping[str, Poly]) -> tuple[_Dims, tuple[Poly, ...]]:
     """Return the dimensions of an operand without some of its axes, and their sizes."""
     dims: list[Axes | Affine] = []
     sizes: list[Poly] = []
@@ -79,7 +77,7 @@ def _without(target: _Dims, lone: set[str], x: Tensor, extents: dict[str, Poly])
     return tuple(dims), tuple(sizes)
 
 
-def _with(made: Tensor, result: _Dims, target: _Dims, lone: set[str], extents: dict[str, Poly]) -> Tensor:
+def _with(made: Tensor, result: _Dims, target: _Dims, lone: set[str], extents: Mapping[str, Poly]) -> Tensor:
     """Repeat along the axes that were left out, and merge those that stand in one dimension."""
     kept: list[int | None] = []
     sizes: list[Poly] = []

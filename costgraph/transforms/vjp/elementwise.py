@@ -12,8 +12,9 @@ from ...algebra.polynomial import Poly, poly
 from ...errors import UnsupportedError
 from ...graph.graph import apply
 from ...graph.tensor import Tensor
-from ...ops.functions import FUNCTIONS, Function
+from ...ops.functions import FUNCTIONS
 from ...ops.pointwise import Pointwise, pointwise
+from ...ops.stochastic import Dropout
 from .common import restricted, sum_to
 from .table import Pull, vjp
 
@@ -31,17 +32,17 @@ _NUMBERS: dict[str, Callable[..., Any]] = {
 }
 
 
-@vjp("pointwise")
-def _pointwise(pull: Pull) -> Sequence[Tensor | None]:
+@vjp(Pointwise)
+def _pointwise(pull: Pull[Pointwise]) -> Sequence[Tensor | None]:
     op, (g,) = pull.op, pull.grads
     assert g is not None
-    function: Function = op.attrs["function"]
+    function = pull.kind.function
     if function.grad is None or len(function.grad) != function.arity:
         raise UnsupportedError(
             f"backward of {op.name!r}: gradient of function {function.name!r} is not stated, expected "
             f"{function.arity} expressions in its record"
         )
-    places = [i for i, s in enumerate(op.attrs.get("scalars", (None,) * len(op.operands))) if s is None]
+    places = [i for i, s in enumerate(pull.kind.scalars or (None,) * len(op.operands)) if s is None]
     given = _Given(pull, restricted(g, op.results[0]), places)
     out: list[Tensor | None] = []
     for operand, place, wanted in zip(op.operands, places, pull.needs, strict=True):
@@ -54,7 +55,7 @@ def _pointwise(pull: Pull) -> Sequence[Tensor | None]:
 class _Given:
     """What the names in the gradient of a function stand for: asked for only where they are read."""
 
-    def __init__(self, pull: Pull, g: Tensor, places: Sequence[int]) -> None:
+    def __init__(self, pull: Pull[Pointwise], g: Tensor, places: Sequence[int]) -> None:
         self.pull = pull
         self.g = g
         self.places = places
@@ -72,16 +73,14 @@ class _Given:
             return self.pull.saved(op.results[0])
         place = "abc".index(expression)
         if place not in self.places:
-            return op.attrs["scalars"][place]
+            return self.pull.kind.scalars[place]
         return self.pull.saved(op.operands[self.places.index(place)])
 
     def applied(self, name: str, *arguments: Any) -> Any:
         """Apply a function; what numbers alone decide takes no op."""
         plain = name.removesuffix("_")
         if plain == "causal_mask_backward":
-            kind = self.pull.op.kind
-            assert isinstance(kind, Pointwise)
-            return apply(Pointwise(function=FUNCTIONS[plain], masked=kind.masked), [self.g], plain)[0]
+            return apply(Pointwise(function=FUNCTIONS[plain], masked=self.pull.kind.masked), [self.g], plain)[0]
         first = self.value(arguments[0])
         if not isinstance(first, Tensor) and plain in ("where", "logical_and"):
             left = arguments[1 if first else -1] if plain == "where" else arguments[1] if first else False
@@ -96,10 +95,10 @@ class _Given:
         return pointwise(plain, *values, inplace=name != plain)
 
 
-@vjp("dropout")
-def _dropout(pull: Pull) -> Sequence[Tensor | None]:
+@vjp(Dropout)
+def _dropout(pull: Pull[Dropout]) -> Sequence[Tensor | None]:
     g, op = pull.grads[0], pull.op
     if g is None or not pull.needs[0]:
         return [None]
     g = restricted(g, op.results[0])
-    return [pointwise("masked_scale", g, pull.saved(op.results[1]), 1 / (1 - op.attrs["p"]))]
+    return [pointwise("masked_scale", g, pull.saved(op.results[1]), 1 / (1 - pull.kind.p))]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ...graph.graph import apply
 from ...graph.tensor import Tensor
 from ...ops.fill import fill
-from ...ops.grouped import Grouped, grouped_outer
+from ...ops.grouped import Grouped, GroupedOuter, TopK, grouped_outer
 from ...ops.index import scatter
 from ...ops.layout import rearrange
 from ...ops.pointwise import cast
@@ -16,8 +16,8 @@ from .table import Pull, vjp
 __all__: list[str] = []  # its rules are found in RULES
 
 
-@vjp("top_k")
-def _top_k(pull: Pull) -> Sequence[Tensor | None]:
+@vjp(TopK)
+def _top_k(pull: Pull[TopK]) -> Sequence[Tensor | None]:
     """Put the gradients of the values where they were found, as torch's `value_selecting_reduction_backward`."""
     g, op = pull.grads[0], pull.op
     if g is None or not pull.needs[0]:
@@ -26,8 +26,8 @@ def _top_k(pull: Pull) -> Sequence[Tensor | None]:
     return [scatter(fill(x.sizes, 0, x.dtype), pull.saved(op.results[1]), g, "add", along=True)]
 
 
-@vjp("grouped")
-def _grouped(pull: Pull) -> Sequence[Tensor | None]:
+@vjp(Grouped)
+def _grouped(pull: Pull[Grouped]) -> Sequence[Tensor | None]:
     """Multiply by the experts' matrices the other way round, and add up outer products by expert."""
     (g,), op = pull.grads, pull.op
     assert g is not None
@@ -35,14 +35,14 @@ def _grouped(pull: Pull) -> Sequence[Tensor | None]:
     made: list[Tensor | None] = [None, None, None]
     if pull.needs[0]:
         back = rearrange(pull.saved(weights), "e d f -> e f d")
-        made[0] = cast(apply(op.kind, [g, back, pull.saved(ends)], "grouped")[0], rows.dtype)
+        made[0] = cast(apply(pull.kind, [g, back, pull.saved(ends)], "grouped")[0], rows.dtype)
     if pull.needs[1]:
         made[1] = cast(grouped_outer(pull.saved(rows), g, pull.saved(ends)), weights.dtype)
     return made
 
 
-@vjp("grouped_outer")
-def _grouped_outer(pull: Pull) -> Sequence[Tensor | None]:
+@vjp(GroupedOuter)
+def _grouped_outer(pull: Pull[GroupedOuter]) -> Sequence[Tensor | None]:
     """Multiply each row by the gradient of its expert: of every expert, whatever is assumed of routing."""
     (g,), (a, b, ends) = pull.grads, pull.op.operands
     assert g is not None

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from ...graph.graph import Graph
 from ...graph.op import Op
 from ...graph.scopes import building, phase
 from ...graph.tensor import Tensor
-from ...ops.blocks import kernel
+from ...ops.blocks import Kernel, kernel
 from ...ops.contraction import Einsum
 from ...ops.layout import reshape
 from ...ops.pointwise import Pointwise, cast, pointwise
@@ -30,7 +31,7 @@ class Inside:
     """tensors inside that come back otherwise than from what made them"""
     kept: frozenset[Tensor] = frozenset()
     """tensors inside that the forward kernel writes"""
-    rules: Mapping[Op, Rule] = field(default_factory=dict)
+    rules: Mapping[Op, Rule[Any]] = field(default_factory=dict)
     """rules of ops inside, in place of those of their kinds"""
 
 
@@ -41,12 +42,11 @@ Prepare = Callable[[Op, Sequence[Tensor | None], Saved], Inside]
 def _rows(op: Op) -> tuple[str, str]:
     """Return patterns of what a kernel runs over and of one number a row: its body reduces some axes to size 1."""
     assert op.body is not None
-    inner = next(o for o in op.body.ops if isinstance(o.kind, Reduce))
-    pattern = inner.attrs["pattern"]
+    pattern = next(o.kind.pattern for o in op.body.ops if isinstance(o.kind, Reduce))
     return " ".join(map(str, pattern.operands[0])), " ".join(map(str, pattern.result))
 
 
-def softmax(pull: Pull) -> Sequence[Tensor | None]:
+def softmax(pull: Pull[Kernel]) -> Sequence[Tensor | None]:
     """Return y * (g - sum(g * y)): reads the result alone.
 
     What stands in the sum beside the row, where there is such an operand, has the share 1 - sum(y) of it.
@@ -64,7 +64,7 @@ def softmax(pull: Pull) -> Sequence[Tensor | None]:
     return [*map(body.export, made), *(None for _ in beside[len(made) - 1 :])]
 
 
-def log_softmax(pull: Pull) -> tuple[Tensor | None]:
+def log_softmax(pull: Pull[Kernel]) -> tuple[Tensor | None]:
     """Return g - exp(y) * sum(g): reads the result alone."""
     g, (names, kept) = pull.grads[0], _rows(pull.op)
     y = pull.saved(pull.op.results[0])
@@ -81,7 +81,7 @@ def _flash(op: Op, grads: Sequence[Tensor | None], saved: Saved) -> Inside:
     al. 2022, arXiv 2205.14135, section B.4).
     """
     assert op.body is not None
-    probabilities = next(o for o in op.body.ops if o.attrs.get("backward") == "softmax")
+    probabilities = next(o for o in op.body.ops if isinstance(o.kind, Kernel) and o.kind.backward == "softmax")
     inner = probabilities.body
     assert inner is not None
     scores = probabilities.operands[0]
@@ -93,7 +93,7 @@ def _flash(op: Op, grads: Sequence[Tensor | None], saved: Saved) -> Inside:
     def rebuilt(inside: Saved) -> Tensor:
         return cast(pointwise("exp", inside(scores) - inside(statistic)), scores.dtype)
 
-    def rule(pull: Pull) -> Sequence[Tensor | None]:
+    def rule(pull: Pull[Kernel]) -> Sequence[Tensor | None]:
         grad, out = pull.grads[0], grads[0]
         assert grad is not None
         assert out is not None
@@ -110,22 +110,21 @@ def _flash(op: Op, grads: Sequence[Tensor | None], saved: Saved) -> Inside:
 
 def _second(body: Graph, function: str) -> Tensor:
     """Return what a softmax subtracts, or divides by."""
-    found = (o for o in body.ops if isinstance(o.kind, Pointwise) and o.attrs["function"].name == function)
+    found = (o for o in body.ops if isinstance(o.kind, Pointwise) and o.kind.function.name == function)
     return next(o.operands[1] for o in found if o.operands[0].sizes == o.results[0].sizes)
 
 
 def _along_rows(op: Op, product: Tensor) -> Tensor:
     """Sum over what a result has beside the axes of the probabilities, and order the axes as theirs."""
     assert op.body is not None
-    last = next(o for o in reversed(op.body.ops) if isinstance(o.kind, Einsum))
-    pattern = last.attrs["pattern"]
+    pattern = next(o.kind.pattern for o in reversed(op.body.ops) if isinstance(o.kind, Einsum))
     names, rows = list(pattern.result_names), pattern.operand_names(0)
     kept = [n for n in rows if n in names]
     total = reduce(product, f"{' '.join(names)} -> {' '.join(kept)}", "sum")
     return reshape(total, [product.sizes[names.index(n)] if n in names else 1 for n in rows])
 
 
-#: Rules of kernels by the name in their attribute `backward`.
-KERNELS: dict[str, Rule] = {"softmax": softmax, "log_softmax": log_softmax}
+#: Rules of kernels by the name that their `backward` says.
+KERNELS: dict[str, Rule[Kernel]] = {"softmax": softmax, "log_softmax": log_softmax}
 #: What a kernel does otherwise than ask the rules of the ops inside and compute again what they read.
 INSIDE: dict[str, Prepare] = {"flash": _flash}

@@ -9,17 +9,17 @@ from ...algebra.polynomial import ONE, Poly
 from ...errors import UnsupportedError
 from ...graph.tensor import Tensor
 from ...ops.pointwise import pointwise
-from ...ops.reduce import reduce
+from ...ops.reduce import Reduce, reduce
 from .common import expanded
 from .table import Pull, vjp
 
 __all__: list[str] = []  # its rules are found in RULES
 
 
-@vjp("reduce")
-def _reduce(pull: Pull) -> Sequence[Tensor | None]:
+@vjp(Reduce)
+def _reduce(pull: Pull[Reduce]) -> Sequence[Tensor | None]:
     (g,), op = pull.grads, pull.op
-    (x,), operation = op.operands, op.attrs["operation"]
+    (x,), operation = op.operands, pull.kind.operation
     if g is None or not pull.needs[0] or operation in ("any", "all", "argmax", "argmin"):
         return [None]
     spread = _spread(pull, g)
@@ -37,21 +37,21 @@ def _reduce(pull: Pull) -> Sequence[Tensor | None]:
     return [pointwise("div", pointwise("mul", spread, ties), many, dtype=x.dtype)]
 
 
-def _reduced(pull: Pull) -> list[int]:
+def _reduced(pull: Pull[Reduce]) -> list[int]:
     """Return the places of the axes that are reduced."""
-    pattern = pull.op.attrs["pattern"]
+    pattern = pull.kind.pattern
     return [i for i, n in enumerate(pattern.operand_names(0)) if n not in pattern.result_names]
 
 
-def _spread(pull: Pull, t: Tensor) -> Tensor:
+def _spread(pull: Pull[Reduce], t: Tensor) -> Tensor:
     """Return something of the shape of the result as a view of the shape of the operand."""
-    (x,), pattern = pull.op.operands, pull.op.attrs["pattern"]
+    (x,), pattern = pull.op.operands, pull.kind.pattern
     places = [a.names for a in pattern.result]
     kept = [places.index(a.names) if a.names in places else None for a in pattern.operands[0]]
     return expanded(t, x.sizes, kept, x)
 
 
-def _count(pull: Pull) -> Poly | int:
+def _count(pull: Pull[Reduce]) -> Poly | int:
     """Return how many elements there are to a mean."""
     (x,) = pull.op.operands
     if x.domain is not None:

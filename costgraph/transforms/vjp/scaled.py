@@ -15,7 +15,7 @@ from ...graph.graph import apply
 from ...graph.op import Op
 from ...graph.tensor import Tensor
 from ...notation.pattern import Pattern
-from ...ops.blocks import fused, kernel
+from ...ops.blocks import Kernel, fused, kernel
 from ...ops.contraction import Einsum
 from ...ops.pointwise import cast, pointwise
 from ...ops.reduce import reduce
@@ -58,14 +58,12 @@ def backward_rule(wanted: str) -> str:
     return f"{SCALED_MM}_{wanted}"
 
 
-def _straight(pull: Pull) -> tuple[Tensor | None, None]:
+def _straight(pull: Pull[Kernel]) -> tuple[Tensor | None, None]:
     return pull.grads[0], None
 
 
-def _scaled_mm(wanted: DType, pull: Pull) -> list[Tensor | None]:
-    op, grad = pull.op, pull.grads[0]
-    body = op.body
-    assert body is not None
+def _scaled_mm(wanted: DType, pull: Pull[Kernel]) -> list[Tensor | None]:
+    op, body, grad = pull.op, pull.kind.body, pull.grads[0]
     assert grad is not None
     outer = dict(zip(body.formals, op.operands, strict=True))
     needs = dict(zip(body.formals, pull.needs, strict=True))

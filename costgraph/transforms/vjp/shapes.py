@@ -3,32 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from ...algebra.polynomial import ONE, total
 from ...graph.graph import apply
 from ...graph.tensor import Tensor
-from ...ops.fill import pad
+from ...ops.cached import Cache, InitialState
+from ...ops.fill import Assign, Fill, Pad, pad
+from ...ops.index import Arange
+from ...ops.keep import Keep
 from ...ops.layout import slice_axis
-from ...ops.moves import Rearrange
+from ...ops.moves import Concat, Expand, Rearrange, Slice
 from ...ops.pointwise import cast
+from ...ops.stacks import Empty
 from .common import summed
 from .table import Pull, vjp
 
 __all__: list[str] = []  # its rules are found in RULES
 
 
-def _only(pull: Pull) -> Tensor | None:
+def _only(pull: Pull[Any]) -> Tensor | None:
     """Return the gradient of the only result, None where that of the only operand is not wanted."""
     return pull.grads[0] if pull.needs[0] else None
 
 
-@vjp("rearrange")
-def _rearrange(pull: Pull) -> Sequence[Tensor | None]:
+@vjp(Rearrange)
+def _rearrange(pull: Pull[Rearrange]) -> Sequence[Tensor | None]:
     """Go the other way; a copy that was made for its layout alone has the gradient of its result."""
-    g, attrs = _only(pull), pull.op.attrs
-    (x,) = pull.op.operands
-    split, order = attrs["split"], attrs["order"]
-    if g is None or (attrs["merged"] == x.sizes and list(order) == sorted(order)):
+    g, kind, (x,) = _only(pull), pull.kind, pull.op.operands
+    split, order = kind.split, kind.order
+    if g is None or (kind.merged == x.sizes and list(order) == sorted(order)):
         return [g]
     back = Rearrange(
         split=tuple(split[i] for i in order), order=tuple(order.index(i) for i in range(len(order))), merged=x.sizes
@@ -36,27 +40,26 @@ def _rearrange(pull: Pull) -> Sequence[Tensor | None]:
     return [apply(back, [g], "rearrange")[0]]
 
 
-@vjp("slice")
-def _slice(pull: Pull) -> Sequence[Tensor | None]:
-    g, attrs = _only(pull), pull.op.attrs
-    full = pull.op.operands[0].sizes[attrs["axis"]]
-    return [None if g is None else pad(g, attrs["axis"], attrs["start"], full, attrs["step"])]
+@vjp(Slice)
+def _slice(pull: Pull[Slice]) -> Sequence[Tensor | None]:
+    g, kind = _only(pull), pull.kind
+    full = pull.op.operands[0].sizes[kind.axis]
+    return [None if g is None else pad(g, kind.axis, kind.start, full, kind.step)]
 
 
-@vjp("pad")
-def _pad(pull: Pull) -> Sequence[Tensor | None]:
-    g, attrs = _only(pull), pull.op.attrs
-    size = pull.op.operands[0].sizes[attrs["axis"]]
-    return [None if g is None else slice_axis(g, attrs["axis"], attrs["start"], size, attrs["step"])]
+@vjp(Pad)
+def _pad(pull: Pull[Pad]) -> Sequence[Tensor | None]:
+    g, kind = _only(pull), pull.kind
+    size = pull.op.operands[0].sizes[kind.axis]
+    return [None if g is None else slice_axis(g, kind.axis, kind.start, size, kind.step)]
 
 
-@vjp("expand")
-def _expand(pull: Pull) -> Sequence[Tensor | None]:
+@vjp(Expand)
+def _expand(pull: Pull[Expand]) -> Sequence[Tensor | None]:
     """Sum over the axes along which it was repeated."""
-    g, op = _only(pull), pull.op
+    g, (x,), kept = _only(pull), pull.op.operands, pull.kind.kept
     if g is None:
         return [None]
-    (x,), kept = op.operands, op.attrs["kept"]
     names = [f"n{i}" for i in range(g.ndim)]
     left = []
     for axis, size in enumerate(x.sizes):
@@ -65,10 +68,10 @@ def _expand(pull: Pull) -> Sequence[Tensor | None]:
     return [summed(g, names, left)]
 
 
-@vjp("concat")
-def _concat(pull: Pull) -> Sequence[Tensor | None]:
+@vjp(Concat)
+def _concat(pull: Pull[Concat]) -> Sequence[Tensor | None]:
     """Cut the gradient into views."""
-    (g,), axis, parts = pull.grads, pull.op.attrs["axis"], pull.op.operands
+    (g,), axis, parts = pull.grads, pull.kind.axis, pull.op.operands
     assert g is not None
     sizes = [t.sizes[axis] for t in parts]
     return [
@@ -77,30 +80,32 @@ def _concat(pull: Pull) -> Sequence[Tensor | None]:
     ]
 
 
-@vjp("keep")
-def _keep(pull: Pull) -> Sequence[Tensor | None]:
+@vjp(Keep)
+def _keep(pull: Pull[Keep]) -> Sequence[Tensor | None]:
     """What is only held has no part in the result."""
     return [_only(pull), *(None for _ in pull.op.operands[1:])]
 
 
-@vjp("cache")
-def _cache(pull: Pull) -> Sequence[Tensor | None]:
+@vjp(Cache)
+def _cache(pull: Pull[Cache]) -> Sequence[Tensor | None]:
     """Nothing happens in training."""
     return [_only(pull)]
 
 
-@vjp("assign")
-def _assign(pull: Pull) -> Sequence[Tensor | None]:
+@vjp(Assign)
+def _assign(pull: Pull[Assign]) -> Sequence[Tensor | None]:
     """What was overwritten has no gradient."""
     (g,), (_, value) = pull.grads, pull.op.operands
     assert g is not None
     return [None, cast(g, value.dtype) if pull.needs[1] else None]
 
 
-def _nothing(pull: Pull) -> Sequence[Tensor | None]:
+def _nothing(pull: Pull[Any]) -> Sequence[Tensor | None]:
     """Return no gradient: there is no operand."""
     return []
 
 
-for _kind in ("fill", "arange", "empty", "initial_state"):
-    vjp(_kind)(_nothing)
+vjp(Fill)(_nothing)
+vjp(Arange)(_nothing)
+vjp(Empty)(_nothing)
+vjp(InitialState)(_nothing)

@@ -8,7 +8,7 @@ from ...algebra.polynomial import Poly, total
 from ...errors import UnsupportedError
 from ...graph.graph import apply
 from ...graph.tensor import Tensor
-from ...ops.stated import Opaque, collective, transfer
+from ...ops.stated import Collective, Opaque, Transfer, collective, transfer
 from .table import Pull, vjp
 
 __all__: list[str] = []  # its rules are found in RULES
@@ -23,25 +23,24 @@ _BACK = {
 }
 
 
-@vjp("transfer")
-def _transfer(pull: Pull) -> Sequence[Tensor | None]:
+@vjp(Transfer)
+def _transfer(pull: Pull[Transfer]) -> Sequence[Tensor | None]:
     g = pull.grads[0]
-    return [None if g is None or not pull.needs[0] else transfer(g, pull.op.attrs["link"])]
+    return [None if g is None or not pull.needs[0] else transfer(g, pull.kind.link)]
 
 
-@vjp("collective")
-def _collective(pull: Pull) -> Sequence[Tensor | None]:
-    g, attrs = pull.grads[0], pull.op.attrs
+@vjp(Collective)
+def _collective(pull: Pull[Collective]) -> Sequence[Tensor | None]:
+    g = pull.grads[0]
     if g is None or not pull.needs[0]:
         return [None]
-    return [collective(g, _BACK[attrs["collective"]], attrs["ranks"].expr)]
+    return [collective(g, _BACK[pull.kind.collective], pull.kind.ranks.expr)]
 
 
-@vjp("opaque")
-def _opaque(pull: Pull) -> Sequence[Tensor | None]:
+@vjp(Opaque)
+def _opaque(pull: Pull[Opaque]) -> Sequence[Tensor | None]:
     """Add the op whose costs the caller stated."""
-    op = pull.op
-    stated = op.kind.backward if isinstance(op.kind, Opaque) else None
+    op, stated = pull.op, pull.kind.backward
     if stated is None:
         raise UnsupportedError(f"backward of {op.name!r}: nothing is stated of it, expected backward= of opaque")
     kept = [op.operands[i] for i in stated["inputs"]] + [op.results[i] for i in stated["outputs"]]

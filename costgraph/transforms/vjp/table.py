@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any, Generic, TypeVar
 
 from ...errors import UnsupportedError
-from ...graph.op import Op
+from ...graph.op import Op, OpKind
 from ...graph.tensor import Tensor
 from ...ops.registry import adding
 
 __all__ = ["RULES", "Pull", "Rule", "rule_of", "vjp"]
 
 
+K = TypeVar("K", bound=OpKind)
+
+
 @dataclass(frozen=True)
-class Pull:
+class Pull(Generic[K]):
     """What a vector-Jacobian rule is given: an op of the forward pass and the gradients of its results."""
 
     op: Op
@@ -27,22 +31,27 @@ class Pull:
     saved: Callable[[Tensor], Tensor]
     """what stands for an operand or result of the op in the backward pass: asking for it is what saves it"""
 
+    @property
+    def kind(self) -> K:
+        """Record of the op."""
+        return self.op.kind  # type: ignore[return-value]  # a rule is given ops of its own kind
+
 
 #: Adds ops to the graph that is open and returns the gradient of each operand, None where none is wanted or it is zero.
-Rule = Callable[[Pull], Sequence[Tensor | None]]
+Rule = Callable[[Pull[K]], Sequence[Tensor | None]]
 
-_rules: dict[str, Rule] = {}
-#: Rule of each op kind, by its name.
-RULES: Mapping[str, Rule] = MappingProxyType(_rules)
+_rules: dict[type[OpKind], Rule[Any]] = {}
+#: Rule of each op kind.
+RULES: Mapping[type[OpKind], Rule[Any]] = MappingProxyType(_rules)
 
 
-def vjp(kind: str) -> Callable[[Rule], Rule]:
-    """Register the vector-Jacobian rule of an op kind: `@costgraph.vjp("my_kind")`.
+def vjp(kind: type[K]) -> Callable[[Rule[K]], Rule[K]]:
+    """Register the vector-Jacobian rule of an op kind: `@costgraph.vjp(MyKind)`.
 
     Parameters
     ----------
-    kind : str
-        Name of the op kind.
+    kind : subclass of OpKind
+        The op kind.
 
     Returns
     -------
@@ -57,7 +66,7 @@ def vjp(kind: str) -> Callable[[Rule], Rule]:
     return adding(_rules, "a vector-Jacobian rule", kind)
 
 
-def rule_of(op: Op) -> Rule:
+def rule_of(op: Op) -> Rule[Any]:
     """Return the rule of an op's kind.
 
     Raises
@@ -65,9 +74,9 @@ def rule_of(op: Op) -> Rule:
     UnsupportedError
         If it has none.
     """
-    if op.kind.name not in _rules:
+    if type(op.kind) not in _rules:
         raise UnsupportedError(
             f"backward of {op.name!r}: op kind {op.kind.name!r} has no vector-Jacobian rule, expected one from "
             f"costgraph.vjp"
         )
-    return _rules[op.kind.name]
+    return _rules[type(op.kind)]

@@ -13,15 +13,13 @@ from .table import Pull, vjp
 __all__: list[str] = []  # its rules are found in RULES
 
 
-@vjp("pool")
-def _pool(pull: Pull) -> Sequence[Tensor | None]:
+@vjp(Pool)
+def _pool(pull: Pull[Pool]) -> Sequence[Tensor | None]:
     """Give each window's gradient to its elements; torch keeps the input of the pooling for its shape."""
-    g, op = pull.grads[0], pull.op
+    g, op, kind = pull.grads[0], pull.op, pull.kind
     if g is None or not pull.needs[0]:
         return [None]
     operands = [g, pull.saved(op.operands[0])]
-    kind = op.kind
-    assert isinstance(kind, Pool)
     if kind.operation == "max":
         if len(op.results) < 2:
             raise UnsupportedError(
