@@ -119,7 +119,8 @@ def test_the_top_of_the_package_has_the_rooms_alone():
 
 
 def test_what_the_library_knows_of_a_kind_of_op_stands_in_ops():
-    places = {name: kind.infer.__module__ for name, kind in KINDS.items()}
+    places = {name: kind.__module__ for name, kind in KINDS.items()}
+    del places["repeat"]  # graphs ask of loops what they hand on
     own = {name: place for name, place in places.items() if place.startswith("costgraph.")}
     assert {name: place for name, place in own.items() if not place.startswith("costgraph.ops.")} == {}
     assert {"einsum", "pool", "fused_update", "stacked"} <= set(own)

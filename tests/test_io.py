@@ -289,7 +289,7 @@ def damaged(saved, change):
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (lambda d: d["graph"].update(schema="other"), "schema 'other', expected 'costgraph/graph/1'"),
+        (lambda d: d["graph"].update(schema="other"), "schema 'other', expected 'costgraph/graph/2'"),
         (lambda d: d["graph"].update(dtype="fp33"), "fp33"),
         (lambda d: d["graph"].update(assumptions=["F <="]), "assumption"),
         (

@@ -177,9 +177,11 @@ def test_another_process_reads_it():
 def test_a_kind_that_nobody_registered_is_refused():
     kind = net().ops[0].kind
     data = pickle.dumps(kind)
-    assert pickle.loads(data) is kind
-    with pytest.raises(cg.GraphError, match=r"op kind 'x+' is not registered, expected one of .*einsum"):
-        pickle.loads(data.replace(kind.name.encode(), b"x" * len(kind.name)))
+    assert pickle.loads(data) == kind
+    assert type(pickle.loads(data)) is type(kind)
+    name = type(kind).__name__.encode()
+    with pytest.raises(AttributeError, match=r"x+"):
+        pickle.loads(data.replace(name, b"x" * len(name)))
 
 
 @settings(max_examples=25)

@@ -47,8 +47,11 @@ def typed(kind: type[OpKind], facts: Mapping[str, Any]) -> OpKind:
     for name, (asked, needed) in known.items():
         if needed and name not in facts:
             raise GraphError(f"attribute {name!r} of {kind.name!r} is missing, expected {asked.expected}")
-        if name in facts and not asked.holds(facts[name]):
-            raise GraphError(f"attribute {name!r} of {kind.name!r} is {shown(facts[name])}, expected {asked.expected}")
+    for name, value in facts.items():
+        if not known[name][0].holds(value):
+            raise GraphError(
+                f"attribute {name!r} of {kind.name!r} is {shown(value)}, expected {known[name][0].expected}"
+            )
     return kind(**facts)
 
 

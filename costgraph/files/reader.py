@@ -275,16 +275,14 @@ class Reader:
         name, phase = node["id"].removesuffix("()"), node["phase"]
         try:
             facts = {k: self.decode(v, graph, where) for k, v in self.need(node, "attrs", dict, where).items()}
-            record = self.record(kind, facts)
             whole = next((t for t in operands if t.storage.pieces and kind is not Repeat), None)
             # a list may have an element for each layer of a stack, and what is kept is not read
-            if whole is not None and kind is not Keep and not getattr(record, "pieces", ()):
+            if whole is not None and kind is not Keep and "pieces" not in facts:
                 raise GraphError(f"{kind.name} of {whole!r}, expected a loop: it has a storage for each iteration")
-            op = graph.add_op(record, operands, name, phase)
-            self.verify(op)
+            op = self.added(graph, kind, facts, operands, name, phase)
             if op.body is not None:
                 op.body.owner, op.body.fused = op, kind is not Repeat
-            record.flops(op), record.reads(op), record.writes(op)  # what cannot be counted is refused now
+            op.kind.flops(op), op.kind.reads(op), op.kind.writes(op)  # what cannot be counted is refused now
         except FormatError:
             raise
         except CostGraphError as error:
@@ -295,19 +293,16 @@ class Reader:
             ) from None
         return op
 
-    def record(self, kind: type[OpKind], facts: dict[str, Any]) -> OpKind:
-        """Return the record of an op, its fields held against their types."""
+    def added(
+        self, graph: Graph, kind: type[OpKind], facts: dict[str, Any], operands: list[Tensor], name: str, phase: str
+    ) -> Op:
+        """Add an op whose fields are of their types, and say what the operands say."""
         try:
-            return typed(kind, facts if self.version > 1 else of_version_1(kind, facts))
+            record = typed(kind, facts if self.version > 1 else of_version_1(kind, facts))
+            record.verify(operands, self.known)
+            return graph.add_op(record, operands, name, phase)
         except CostGraphError as error:
             raise GraphError(f"attributes of {kind.name!r} are malformed: {error}") from None
-
-    def verify(self, op: Op) -> None:
-        """Refuse fields that say something else than the operands."""
-        try:
-            op.kind.verify(op.operands, self.known)
-        except CostGraphError as error:
-            raise GraphError(f"attributes of {op.kind.name!r} are malformed: {error}") from None
 
     def results(self, op: Op, node: dict[str, Any], name: str, tensors: dict[str, Tensor], where: str) -> None:
         """Give the results of an op the names that the file has for them."""

@@ -48,7 +48,8 @@ def all_of(fits: Callable[[Any], bool]) -> Callable[[object], bool]:
 
 def one_of(*words: str) -> Rule:
     """Return what a field asks that holds one of some words."""
-    return Rule(f"one of {', '.join(words)}", lambda v: isinstance(v, str) and v in words)
+    text = " or ".join(words) if len(words) == 2 else f"one of {', '.join(words)}"
+    return Rule(text, lambda v: isinstance(v, str) and v in words)
 
 
 def optional(expected: str, fits: Callable[[Any], bool]) -> Rule:

@@ -162,6 +162,6 @@ def test_a_damaged_record_is_refused(attribute, value):
     with cg.Graph("g") as g:
         SGD(implementation="fused").update([pair(g, 7)])
         (op,) = g.ops
+        operands = [g.param("v", (7,)), g.input("h", (7,))]
         with pytest.raises(cg.GraphError, match=r"fused update: .*, expected|attribute '\w+' of .*, expected"):
-            kind = typed(type(op.kind), {**op.kind.stated(), attribute: value})
-            g.add_op(kind, [g.param("v", (7,)), g.input("h", (7,))], "again")
+            g.add_op(typed(type(op.kind), {**op.kind.stated(), attribute: value}), operands, "again")
