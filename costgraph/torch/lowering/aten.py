@@ -9,6 +9,8 @@ import torch
 
 from ...dtypes import DType
 from ...errors import UnsupportedError
+from ...graph.op import OpKind
+from ...ops.aten import Aten
 from .formats import torch_dtype
 from .functions import leaf
 from .site import Site
@@ -20,16 +22,17 @@ __all__: list[str] = []  # its lowerings are found in LOWERINGS
 _REFUSED = ("from_file",)
 
 
-@lowering("aten")
-def _aten(site: Site) -> None:
-    attrs = site.attributes(site.op)
-    arguments = [_argument(site, v) for v in site.op.attrs["arguments"]]
-    keywords = {k: _argument(site, v) for k, v in site.op.attrs["keywords"].items()}
-    made = site.call(_overload(site, attrs["target"]), *arguments, **keywords)
+@lowering(Aten)
+def _aten(site: Site[Aten]) -> None:
+    kind = site.kind
+    arguments = [_argument(site, v) for v in kind.arguments]
+    keywords = {k: _argument(site, v) for k, v in kind.keywords.items()}
+    made = site.call(_overload(site), *arguments, **keywords)
     single = isinstance(site.shadow(made), torch.Tensor)
-    for i, (place, stated) in enumerate(zip(attrs["places"], site.op.attrs["outputs"], strict=True)):
+    for i, (place, stated) in enumerate(zip(kind.places, kind.outputs, strict=True)):
         of = stated[3]
         if place < 0:  # an operand that was written into
+            assert of is not None
             site.alias(site.operands[of], i)
             continue
         node = made if single else site.call(leaf, made, place)
@@ -39,8 +42,9 @@ def _aten(site: Site) -> None:
             site.alias(node, i)
 
 
-def _overload(site: Site, target: str) -> Callable[..., Any]:
+def _overload(site: Site[Aten]) -> Callable[..., Any]:
     """Return torch's op by its name, with another namespace than aten before it where it has one."""
+    target = site.kind.target
     *space, name, overload = target.split(".")
     packet = getattr(getattr(torch.ops, space[0] if space else "aten"), name, None)
     found: Callable[..., Any] | None = getattr(packet, overload or "default", None)
@@ -49,14 +53,14 @@ def _overload(site: Site, target: str) -> Callable[..., Any]:
     return found
 
 
-def _argument(site: Site, value: Any) -> Any:
+def _argument(site: Site[OpKind], value: Any) -> Any:
     """Return an argument as torch takes it."""
     if isinstance(value, tuple):
         return [_argument(site, v) for v in value]
     if isinstance(value, DType):
         return torch_dtype(repr(site.op.name), value)
     if not isinstance(value, Mapping):
-        return site.numbers.attribute(value)
+        return site.numbers.fact(value)
     if "operand" in value:
         return site.operands[value["operand"]]
     if "empty" in value:
@@ -65,7 +69,7 @@ def _argument(site: Site, value: Any) -> Any:
     return _named(site, value["torch"])
 
 
-def _named(site: Site, text: str) -> Any:
+def _named(site: Site[OpKind], text: str) -> Any:
     """Return a device, a memory format, a layout or a complex number."""
     if text == "device":
         return site.emitter.device

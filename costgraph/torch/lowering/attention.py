@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
-from ...graph.domain import Domain
-from ...graph.op import Op
-from .bodies import Bound, given_node, match, named_results, narrow
+from ...ops.blocks import Kernel
+from ...ops.contraction import Einsum
+from ...ops.stochastic import Dropout
+from .bodies import Bound, given_node, match, named_results, narrow, number_of, record_of
 from .functions import item, mask_of
 from .site import Site
 
@@ -103,25 +104,22 @@ _SOFTMAX = "m = max x; s = sub x m; e = exp s; z = sum e; y = div e z"
 _KEEPING = f"{_SOFTMAX}; l = log z; t = add m l"
 
 
-def flash(site: Site, found: Bound) -> bool:
+def flash(site: Site[Kernel], found: Bound) -> bool:
     """Lower attention that never writes its scores."""
-    scores, reduced, scale, inner = (found[n].producer for n in ("s", "y", "c", "p"))
-    assert scores is not None
-    assert reduced is not None
-    assert inner is not None
-    assert inner.body is not None
+    scores, reduced = (record_of(found, n, Einsum) for n in "sy")
+    inner = record_of(found, "p", Kernel).body
     keeps = "p'" in found
     q, k, v = (given_node(site, found[n]) for n in "qkv")
-    patterns = str(scores.attrs["pattern"]), str(reduced.attrs["pattern"])
+    patterns = str(scores.pattern), str(reduced.pattern)
     if patterns != (_SCORES, _REDUCE) or any(n is None or narrow(site, n) for n in (q, k, v)):
         return False
     made = named_results(site, found, "y", *(["p'"] if keeps else []))
-    if made is None or match(inner.body, _KEEPING if keeps else _SOFTMAX) is None:
+    if made is None or match(inner, _KEEPING if keeps else _SOFTMAX) is None:
         return False
     if len({site.shadow(n).dtype for n in (q, k, v)}) > 1:
         return False
-    causal, window = _seen(site, scores.attrs["domain"])
-    factor, p = _factor(site, scale), 0.0 if "d" not in found else _dropped(found)
+    causal, window = _seen(site, scores)
+    factor, p = number_of(site, found, "c"), record_of(found, "d", Dropout).p if "d" in found else 0.0
     shape, rows = site.shadow(q).shape, site.shadow(q).shape[:-1]
     b, g, r, s, _ = shape
     like = torch.empty((b, s, g, r, site.shadow(v).shape[-1]), dtype=site.shadow(q).dtype, device="meta")
@@ -142,26 +140,15 @@ def _sums(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _dropped(found: Bound) -> float:
-    maker = found["d"].producer
-    assert maker is not None
-    return float(maker.attrs["p"])
-
-
-def _factor(site: Site, scale: Op | None) -> float:
-    assert scale is not None
-    return next(float(n) for n in site.attributes(scale)["scalars"] if n is not None)
-
-
-def _seen(site: Site, domain: tuple[Domain, str, str] | None) -> tuple[bool, int | None]:
+def _seen(site: Site[Kernel], scores: Einsum) -> tuple[bool, int | None]:
     """Return whether later keys are hidden, and the window."""
-    if domain is None:
+    if scores.domain is None:
         return False, None
-    window = domain[0].window
-    return domain[0].causal, None if window is None else site.numbers(window)
+    domain, _, _ = scores.domain
+    return domain.causal, None if domain.window is None else site.numbers(domain.window)
 
 
-def _flag(site: Site, q: Any, k: Any, v: Any, causal: bool, window: int | None) -> bool | None:
+def _flag(site: Site[Kernel], q: Any, k: Any, v: Any, causal: bool, window: int | None) -> bool | None:
     """Return torch's `is_causal`, None where no flag says which pairs are seen or torch's kernels need padding."""
     queries, keys = site.shadow(q).shape[3], site.shadow(k).shape[2]
     size, other = site.shadow(q).shape[-1], site.shadow(v).shape[-1]
@@ -170,22 +157,20 @@ def _flag(site: Site, q: Any, k: Any, v: Any, causal: bool, window: int | None) 
     return False if not causal or queries == 1 else True if queries == keys else None
 
 
-def flash_backward(site: Site, found: Bound) -> bool:
+def flash_backward(site: Site[Kernel], found: Bound) -> bool:
     """Lower the gradient of attention, which computes the scores again."""
-    scores, grads, scale = (found[n].producer for n in ("s", "a", "c"))
-    assert scores is not None
-    assert grads is not None
-    patterns = str(scores.attrs["pattern"]), str(grads.attrs["pattern"])
+    scores, grads = (record_of(found, n, Einsum) for n in "sa")
+    patterns = str(scores.pattern), str(grads.pattern)
     made = named_results(site, found, "dq", "dk", "dv")
     given = [given_node(site, found[n]) for n in ("g", "q", "k", "v", "y", "l")]
     if patterns != (_SCORES, "b s g r v, b g t v -> b g r s t") or made is None or any(n is None for n in given):
         return False
     q, k, v = given[1:4]
-    flag = _flag(site, q, k, v, *_seen(site, scores.attrs["domain"]))
+    flag = _flag(site, q, k, v, *_seen(site, scores))
     if flag is None or narrow(site, q) or len({site.shadow(n).dtype for n in given[:5]}) > 1:
         return False
     like = [torch.empty(site.shadow(n).shape, dtype=site.shadow(q).dtype, device="meta") for n in (q, k, v)]
-    every = site.call(attend_backward, *given, flag, _factor(site, scale), like=like)
+    every = site.call(attend_backward, *given, flag, number_of(site, found, "c"), like=like)
     for i, name in made.items():
         site.settle(site.call(item, every, ("dq", "dk", "dv").index(name)), i)
     return True

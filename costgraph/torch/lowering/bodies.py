@@ -3,31 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from ...graph.graph import Graph
-from ...graph.op import Op
+from ...graph.op import Op, OpKind
 from ...graph.tensor import Tensor
 from ...ops.blocks import Kernel
 from ...ops.pointwise import Pointwise
 from ...ops.reduce import Reduce
 from .site import Site
 
-__all__ = ["Bound", "Rule", "given_node", "match", "named_results", "narrow", "reduced_axis", "whole"]
+__all__ = [
+    "Bound", "Rule", "given_node", "match", "named_results", "narrow", "number_of", "record_of", "reduced_axis",
+    "whole",
+]  # fmt: skip
+
+K = TypeVar("K", bound=OpKind)
 
 #: What the names of a text stand for.
 Bound = dict[str, Tensor]
 #: Lowers a kernel whose body is recognised, or returns False where sizes, formats or results do not allow it.
-Rule = Callable[[Site, Bound], bool]
+Rule = Callable[[Site[Kernel], Bound], bool]
 
 
 def label_of(op: Op) -> str:
-    if isinstance(op.kind, Pointwise):
-        name: str = op.attrs["function"].name
-        return name
-    if isinstance(op.kind, Reduce):
-        return str(op.attrs["operation"])
-    return str(op.attrs.get("backward", "kernel")) if isinstance(op.kind, Kernel) else op.kind.name
+    match op.kind:
+        case Pointwise() as kind:
+            return kind.function.name
+        case Reduce() as kind:
+            return kind.operation
+        case Kernel() as kind:
+            return kind.backward or kind.name
+        case kind:
+            return kind.name
 
 
 def through(t: Tensor) -> Tensor:
@@ -55,25 +63,35 @@ def match(body: Graph, text: str) -> Bound | None:
     return found
 
 
-def named_results(site: Site, found: Bound, *names: str) -> dict[int, str] | None:
+def named_results(site: Site[Kernel], found: Bound, *names: str) -> dict[int, str] | None:
     """Return which name each result of the kernel is, None if it hands out anything else."""
-    assert site.op.body is not None
     by_tensor = {found[n]: n for n in names}
-    out = {i: by_tensor.get(through(t), "") for i, t in enumerate(site.op.body.outputs)}
+    out = {i: by_tensor.get(through(t), "") for i, t in enumerate(site.kind.body.outputs)}
     return out if out and all(out.values()) and len(set(out.values())) == len(out) else None
 
 
-def given_node(site: Site, t: Tensor) -> Any:
+def given_node(site: Site[Kernel], t: Tensor) -> Any:
     """Return what a name stands for that the kernel is given, None for what is made inside."""
-    assert site.op.body is not None
-    formals = dict(zip(site.op.body.formals, site.operands, strict=True))
+    formals = dict(zip(site.kind.body.formals, site.operands, strict=True))
     return formals.get(t)
 
 
-def reduced_axis(op: Op | None) -> int | None:
-    """Return the only axis that a reduction leaves out, None if there are several."""
+def record_of(found: Bound, name: str, kind: type[K]) -> K:
+    """Return the record of the op that makes what a name stands for."""
+    op = found[name].producer
     assert op is not None
-    pattern = op.attrs["pattern"]
+    assert isinstance(op.kind, kind)
+    return op.kind
+
+
+def number_of(site: Site[Kernel], found: Bound, name: str) -> float:
+    """Return the number beside the operands of the elementwise op that makes what a name stands for."""
+    return next(float(n) for n in site.of(record_of(found, name, Pointwise).scalars) if n is not None)
+
+
+def reduced_axis(found: Bound, name: str) -> int | None:
+    """Return the only axis that a reduction leaves out, None if there are several."""
+    pattern = record_of(found, name, Reduce).pattern
     gone = [i for i, a in enumerate(pattern.operands[0]) if not a.names or a.names[0] not in pattern.result_names]
     return gone[0] if len(gone) == 1 and len(pattern.operands[0]) == len(pattern.result) else None
 
@@ -83,7 +101,7 @@ def whole(found: Mapping[str, Tensor]) -> bool:
     return all(t.domain is None for t in found.values())
 
 
-def narrow(site: Site, node: Any) -> bool:
+def narrow(site: Site[Kernel], node: Any) -> bool:
     """Whether torch computes with none of the format."""
     dtype = site.shadow(node).dtype
     return dtype.itemsize == 1 or not dtype.is_floating_point

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from ...graph.op import Op
+from ...graph.op import Op, OpKind
 from ...notation.pattern import Affine, Axes
+from ...ops.contraction import Einsum
 from .elementwise import held
 from .functions import mask_of
 from .site import Site, strided
@@ -31,16 +32,16 @@ class Labelled:
     names: tuple[str, ...]
 
 
-@lowering("einsum")
-def _einsum(site: Site) -> None:
+@lowering(Einsum)
+def _einsum(site: Site[Einsum]) -> None:
     if convolution(site):
         return
-    pattern, extents = site.op.attrs["pattern"], site.attr("extents")
+    pattern, extents = site.kind.pattern, site.of(site.kind.extents)
     inherited = any(t.domain is not None for t in site.op.operands)
     operands = [labelled(site, held(site, i, 0.0), d, extents) for i, d in enumerate(pattern.operands)]
-    scattered = "sizes" in site.op.attrs
+    scattered = site.kind.sizes is not None
     kept = pattern.result_names if not scattered else tuple(dict.fromkeys(pattern.result_names))
-    if site.op.attrs.get("domain") is not None and not inherited:
+    if not inherited:
         operands = _masked(site, operands, kept, extents)
     dtype = site.dtype(site.op.results[0])
     if dtype.is_floating_point and dtype.itemsize == 1:
@@ -60,7 +61,7 @@ def _einsum(site: Site) -> None:
         product(site, operands, kept, extents, place=True)
 
 
-def labelled(site: Site, node: Any, dims: Dims, extents: Mapping[str, int]) -> Labelled:
+def labelled(site: Site[OpKind], node: Any, dims: Dims, extents: Mapping[str, int]) -> Labelled:
     """View an operand with one axis for each name: merged axes split, windows and diagonals cut out by strides."""
     names = tuple(dict.fromkeys(n for d in dims for n in d.names))
     plain = all(isinstance(d, Axes) for d in dims) and len(names) == sum(len(d.names) for d in dims)
@@ -125,10 +126,14 @@ def mask_like(x: torch.Tensor, queries: int, keys: int, causal: bool, window: in
     return mask_of(queries, keys, causal, window, x.device).to(x.dtype)
 
 
-def _masked(site: Site, operands: list[Labelled], kept: Sequence[str], extents: Mapping[str, int]) -> list[Labelled]:
+def _masked(
+    site: Site[Einsum], operands: list[Labelled], kept: Sequence[str], extents: Mapping[str, int]
+) -> list[Labelled]:
     """Multiply by the pairs that a domain holds, where one of its axes is summed."""
-    domain, query, key = site.attr("domain")
-    if query in kept and key in kept and "sizes" not in site.op.attrs:
+    if site.kind.domain is None:
+        return operands
+    domain, query, key = site.kind.domain
+    if query in kept and key in kept and site.kind.sizes is None:
         return operands  # nobody reads the others
     window = None if domain.window is None else site.numbers(domain.window)
     first = operands[0].node
@@ -136,7 +141,9 @@ def _masked(site: Site, operands: list[Labelled], kept: Sequence[str], extents: 
     return [*operands, Labelled(node, (query, key))]
 
 
-def _paired(site: Site, operands: list[Labelled], kept: Sequence[str], extents: Mapping[str, int]) -> list[Labelled]:
+def _paired(
+    site: Site[OpKind], operands: list[Labelled], kept: Sequence[str], extents: Mapping[str, int]
+) -> list[Labelled]:
     """Contract the two operands with which the whole costs least."""
 
     def after(left: list[tuple[str, ...]], i: int, j: int) -> tuple[list[tuple[str, ...]], int]:
@@ -159,11 +166,12 @@ def _paired(site: Site, operands: list[Labelled], kept: Sequence[str], extents: 
     return [*rest, product(site, [operands[i], operands[j]], costs[i, j][0][-1], extents)]
 
 
-def linear(site: Site, einsum: Op, operands: Sequence[Any], bias: Any) -> bool:
+def linear(site: Site[OpKind], einsum: Op, operands: Sequence[Any], bias: Any) -> bool:
     """Lower a product and what is added to it as one call; says whether it is one: a matrix and a row."""
-    pattern, extents = einsum.attrs["pattern"], site.numbers.attribute(einsum.attrs["extents"])
+    assert isinstance(einsum.kind, Einsum)
+    pattern, extents = einsum.kind.pattern, site.of(einsum.kind.extents)
     dims = (*pattern.operands, pattern.result)
-    if len(operands) != 2 or "sizes" in einsum.attrs or any(isinstance(d, Affine) for part in dims for d in part):
+    if len(operands) != 2 or einsum.kind.sizes is not None or any(isinstance(d, Affine) for part in dims for d in part):
         return False
     kept, dtype = pattern.result_names, site.dtype(site.op.results[0])
     left, right = (labelled(site, v, d, extents) for v, d in zip(operands, pattern.operands, strict=True))
@@ -185,7 +193,12 @@ def linear(site: Site, einsum: Op, operands: Sequence[Any], bias: Any) -> bool:
 
 
 def product(
-    site: Site, operands: list[Labelled], kept: Sequence[str], extents: Mapping[str, int], *, place: bool = False
+    site: Site[OpKind],
+    operands: list[Labelled],
+    kept: Sequence[str],
+    extents: Mapping[str, int],
+    *,
+    place: bool = False,
 ) -> Labelled:
     """Contract one or two operands; with `place` into the result of the op."""
     operands = [_summed(site, o, kept, [p.names for p in operands if p is not o]) for o in operands]
@@ -200,7 +213,7 @@ def product(
     return Labelled(site.call(function, *views), tuple(kept))
 
 
-def _summed(site: Site, o: Labelled, kept: Sequence[str], others: Sequence[Sequence[str]]) -> Labelled:
+def _summed(site: Site[OpKind], o: Labelled, kept: Sequence[str], others: Sequence[Sequence[str]]) -> Labelled:
     """Sum over axes that nothing else has."""
     gone = [i for i, n in enumerate(o.names) if n not in kept and not any(n in names for names in others)]
     if not gone:
@@ -209,7 +222,7 @@ def _summed(site: Site, o: Labelled, kept: Sequence[str], others: Sequence[Seque
     return Labelled(site.call(torch.sum, o.node, gone, dtype=site.shadow(o.node).dtype), left)
 
 
-def _aligned(site: Site, o: Labelled, kept: Sequence[str]) -> Any:
+def _aligned(site: Site[OpKind], o: Labelled, kept: Sequence[str]) -> Any:
     """Order the axes as those of the result, with size 1 for those that are missing."""
     there = [n for n in kept if n in o.names]
     node = site.permuted(o.node, [o.names.index(n) for n in there])
@@ -220,7 +233,7 @@ def _aligned(site: Site, o: Labelled, kept: Sequence[str]) -> Any:
 
 
 def _matmul(
-    site: Site,
+    site: Site[OpKind],
     a: Labelled,
     b: Labelled,
     kept: tuple[str, ...],
@@ -261,13 +274,13 @@ def _groups(groups: Sequence[Sequence[str]], extents: Mapping[str, int]) -> tupl
     return sizes if groups[0] else sizes[1:]
 
 
-def _matrix(site: Site, o: Labelled, groups: Sequence[Sequence[str]], extents: Mapping[str, int]) -> Any:
+def _matrix(site: Site[OpKind], o: Labelled, groups: Sequence[Sequence[str]], extents: Mapping[str, int]) -> Any:
     order = [o.names.index(n) for names in groups for n in names]
     node = site.permuted(o.node, order)
     return site.shaped(node, _groups(groups, extents))
 
 
-def _is_matrix(site: Site, o: Labelled, groups: Sequence[Sequence[str]], extents: Mapping[str, int]) -> bool:
+def _is_matrix(site: Site[OpKind], o: Labelled, groups: Sequence[Sequence[str]], extents: Mapping[str, int]) -> bool:
     """Whether an operand is a matrix without a copy."""
     shadow = site.shadow(o.node).permute([o.names.index(n) for names in groups for n in names])
     try:
@@ -278,7 +291,11 @@ def _is_matrix(site: Site, o: Labelled, groups: Sequence[Sequence[str]], extents
 
 
 def _order_of_sum(
-    site: Site, a: Labelled, b: Labelled, parts: tuple[list[str], list[str], list[str]], extents: Mapping[str, int]
+    site: Site[OpKind],
+    a: Labelled,
+    b: Labelled,
+    parts: tuple[list[str], list[str], list[str]],
+    extents: Mapping[str, int],
 ) -> list[str]:
     """Order the summed axes as they lie in the operands, so that fewest of these are copied."""
     batch, rows, columns = parts

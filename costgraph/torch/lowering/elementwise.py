@@ -8,6 +8,9 @@ from typing import Any
 import torch
 
 from ...errors import UnsupportedError
+from ...graph.op import OpKind
+from ...ops.pointwise import Pointwise
+from ...ops.stochastic import Dropout
 from .functions import FLEXIBLE, IN_PLACE, KERNELS, SWAPPED, WITH_NUMBER, hidden, item
 from .site import Site
 from .table import lowering
@@ -15,25 +18,25 @@ from .table import lowering
 __all__ = ["chosen", "held"]
 
 
-def held(site: Site, i: int, fill: float) -> Any:
+def held(site: Site[OpKind], i: int, fill: float) -> Any:
     """Return an operand with a number where its domain has nothing."""
     t, x = site.op.operands[i], site.operands[i]
     if t.domain is None:
         return x
-    domain, query, key = site.numbers.attribute(t.domain)
+    domain, query, key = t.domain
     window = None if domain.window is None else site.numbers(domain.window)
     return site.call(hidden, x, query, key, domain.causal, window, fill)
 
 
-@lowering("pointwise")
-def _pointwise(site: Site) -> None:
-    record, name = site.op.attrs["function"], site.op.attrs["function"].name
+@lowering(Pointwise)
+def _pointwise(site: Site[Pointwise]) -> None:
+    record, name = site.kind.function, site.kind.function.name
     if name.startswith("causal_mask"):
         _masked(site, 0.0 if name.endswith("backward") else float("-inf"))
         return
     operands = iter(site.operands)
-    template = site.attr("scalars") or (None,) * len(site.operands)
-    number = float if site.attr("numbers") == "float" else _as_it_is  # D/H is one where it comes out whole too
+    template = site.of(site.kind.scalars) or (None,) * len(site.operands)
+    number = float if site.kind.numbers == "float" else _as_it_is  # D/H is one where it comes out whole too
     given = [next(operands) if s is None else number(s) for s in template]
     if name in site.shared.functions:
         _place(site, name, site.shared.functions[name], given)
@@ -53,15 +56,15 @@ def _as_it_is(number: Any) -> Any:
     return number
 
 
-def _cast(site: Site, x: Any) -> None:
-    if site.op.kind.overwrites():
+def _cast(site: Site[Pointwise], x: Any) -> None:
+    if site.kind.overwrites():
         site.alias(site.call(torch.Tensor.copy_, site.operands[0], x))
     else:
         site.own(torch.ops.aten._to_copy, x, dtype=site.dtype(site.op.results[0]))
 
 
-def _masked(site: Site, fill: float) -> None:
-    domain, x = site.attr("masked"), site.operands[0]
+def _masked(site: Site[Pointwise], fill: float) -> None:
+    domain, x = site.kind.masked, site.operands[0]
     if domain is None:
         function, given = KERNELS["copy"], [x]
     else:
@@ -71,8 +74,8 @@ def _masked(site: Site, fill: float) -> None:
     _place(site, "causal_mask", function, given)
 
 
-def _place(site: Site, name: str, function: Callable[..., Any], given: list[Any]) -> None:
-    if not site.op.kind.overwrites():
+def _place(site: Site[OpKind], name: str, function: Callable[..., Any], given: list[Any]) -> None:
+    if not site.kind.overwrites():
         site.own(function, *given)
         return
     target = site.operands[0]
@@ -95,7 +98,7 @@ def chosen(name: str, given: list[Any]) -> tuple[Callable[..., Any], list[Any]]:
     return KERNELS[name], given
 
 
-def _taken(site: Site, name: str, given: list[Any]) -> list[Any]:
+def _taken(site: Site[OpKind], name: str, given: list[Any]) -> list[Any]:
     """Return operands as torch's kernel takes them: in a format that it has, and whole where it does not broadcast."""
     result = site.dtype(site.op.results[0])
     shadows = [None if isinstance(v, int | float) else site.shadow(v) for v in given]
@@ -114,7 +117,7 @@ def _taken(site: Site, name: str, given: list[Any]) -> list[Any]:
     return [_full(site, v, sizes, dtype) for v in given] if name.endswith("_backward") else given
 
 
-def _full(site: Site, v: Any, sizes: tuple[int, ...], dtype: torch.dtype) -> Any:
+def _full(site: Site[OpKind], v: Any, sizes: tuple[int, ...], dtype: torch.dtype) -> Any:
     if isinstance(v, int | float):
         v = site.call(torch.full, (), v, dtype=dtype, device=site.emitter.device)
     v = site.cast(v, dtype)
@@ -151,9 +154,9 @@ def dropped(x: torch.Tensor, p: float, dtype: torch.dtype) -> tuple[torch.Tensor
     return made, mask.logical_not_()
 
 
-@lowering("dropout")
-def _dropout(site: Site) -> None:
-    x, p = site.operands[0], site.op.attrs["p"]
+@lowering(Dropout)
+def _dropout(site: Site[Dropout]) -> None:
+    x, p = site.operands[0], site.kind.p
     mask = site.dtype(site.op.results[1])
     shadow = site.shadow(x)
     if shadow.dtype.itemsize == 1:

@@ -47,8 +47,8 @@ class Numbers:
         """Return the values of several sizes."""
         return tuple(map(self, sizes))
 
-    def attribute(self, value: Any) -> Any:
-        """Return an attribute of an op with numbers in the place of formulas."""
+    def fact(self, value: Any) -> Any:
+        """Return a fact of an op with numbers in the place of formulas."""
         return _plain(bound_attributes(value, self.values))
 
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from ...graph.op import OpKind
+from ...ops.grouped import Dispatch, Grouped, GroupedOuter, TopK
 from .functions import item
 from .site import Site
 from .table import lowering
@@ -13,9 +15,9 @@ from .table import lowering
 __all__: list[str] = []  # its lowerings are found in LOWERINGS
 
 
-@lowering("top_k")
-def _top_k(site: Site) -> None:
-    made = site.call(torch.topk, site.operands[0], site.attr("k"), -1)
+@lowering(TopK)
+def _top_k(site: Site[TopK]) -> None:
+    made = site.call(torch.topk, site.operands[0], site.of(site.kind.k), -1)
     for i in (0, 1):
         site.settle(site.call(item, made, i), i)
 
@@ -46,16 +48,16 @@ def dispatched(ids: torch.Tensor, experts: int, room: int | None, owners: bool) 
     return made
 
 
-@lowering("dispatch")
-def _dispatch(site: Site) -> None:
+@lowering(Dispatch)
+def _dispatch(site: Site[Dispatch]) -> None:
     """Experts that nothing says to be there are taken modulo their number."""
-    ids, experts = site.operands[0], site.attr("experts")
+    ids, experts = site.operands[0], site.of(site.kind.experts)
     if not site.shared.indices.within(site.op.operands[0], experts):
         ids = site.call(torch.remainder, ids, experts)
     sizes = [site.sizes(t) for t in site.op.results]
-    room = sizes[0][0] // experts if "capacity" in site.op.attrs else None
+    room = None if site.kind.capacity is None else sizes[0][0] // experts
     like = [torch.empty(n, dtype=site.dtype(t), device="meta") for n, t in zip(sizes, site.op.results, strict=True)]
-    made = site.call(dispatched, ids, experts, room, bool(site.op.attrs.get("owners")), like=like)
+    made = site.call(dispatched, ids, experts, room, site.kind.owners, like=like)
     for i in range(len(sizes)):
         site.settle(site.call(item, made, i), i)
 
@@ -93,22 +95,22 @@ def grouped_outer(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch
     return out
 
 
-def _made(site: Site, function: Any) -> None:
+def _made(site: Site[Grouped | GroupedOuter], function: Any) -> None:
     result = site.op.results[0]
     like = torch.empty(site.sizes(result), dtype=_common(site), device="meta")
     site.settle(site.call(function, *site.operands, like=like))
 
 
-def _common(site: Site) -> torch.dtype:
+def _common(site: Site[OpKind]) -> torch.dtype:
     a, b = (site.shadow(n).dtype for n in site.operands[:2])
     return torch.promote_types(a, b)
 
 
-@lowering("grouped")
-def _grouped(site: Site) -> None:
+@lowering(Grouped)
+def _grouped(site: Site[Grouped]) -> None:
     _made(site, grouped)
 
 
-@lowering("grouped_outer")
-def _grouped_outer(site: Site) -> None:
+@lowering(GroupedOuter)
+def _grouped_outer(site: Site[GroupedOuter]) -> None:
     _made(site, grouped_outer)

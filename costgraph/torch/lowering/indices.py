@@ -2,36 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
+from ...algebra.polynomial import Poly
 from ...graph.graph import Graph
-from ...graph.op import Op
+from ...graph.op import Op, OpKind
 from ...graph.strides import numel
 from ...graph.tensor import Tensor
-from ...ops.grouped import Dispatch
-from ...ops.index import Gather, Scatter
+from ...ops.cached import Append, Cache
+from ...ops.fill import Assign, Fill
+from ...ops.grouped import Dispatch, TopK
+from ...ops.index import Arange, Gather, Scatter
+from ...ops.keep import Keep
+from ...ops.moves import Concat, Expand, Rearrange, Slice
+from ...ops.pointwise import Pointwise
+from ...ops.reduce import Reduce
+from ...ops.stacks import Stacked
+from ...ops.stated import Collective, Transfer
 from .emitter import Numbers
 
 __all__ = ["Indices"]
 
 #: Kinds that hand their operands' numbers on.
-_MOVES = frozenset(
-    {
-        "rearrange",
-        "slice",
-        "expand",
-        "concat",
-        "keep",
-        "cache",
-        "append",
-        "transfer",
-        "collective",
-        "gather",
-        "stacked",
-        "assign",
-    }
-)
+_MOVES = Rearrange | Slice | Expand | Concat | Keep | Cache | Append | Transfer | Collective | Gather | Stacked | Assign
 
 
 @dataclass(frozen=True)
@@ -80,7 +75,8 @@ class Indices:
         return self._of(t).below <= rows
 
     def _rows(self, op: Op) -> int:
-        along = op.attrs.get("mode") == "along" or op.attrs.get("along")
+        kind = op.kind
+        along = kind.mode == "along" if isinstance(kind, Gather) else isinstance(kind, Scatter) and kind.along
         return self._numbers(op.operands[0].sizes[-1 if along else 0])
 
     def _follow(self, graph: Graph) -> None:
@@ -90,7 +86,7 @@ class Indices:
         for op in graph.ops:
             if isinstance(op.kind, Dispatch):
                 for source in self._of(op.operands[0]).sources:
-                    most = self._numbers(op.attrs["experts"])
+                    most = self._numbers(op.kind.experts)
                     self._limits[source] = min(self._limits.get(source, most), most)
             if isinstance(op.kind, Gather | Scatter):
                 for source in self._of(op.operands[1]).sources:
@@ -99,19 +95,18 @@ class Indices:
                 self._through(op)
             else:
                 for i, t in enumerate(op.results):
-                    self._origins[t] = self._sent(op, i) if isinstance(op.kind, Dispatch) else self._made(op)
+                    self._origins[t] = self._made(op, i)
 
-    def _sent(self, op: Op, i: int) -> _Origin:
+    def _sent(self, op: Op, experts: Poly, i: int) -> _Origin:
         """Return what the numbers of a dispatch are below: tokens, ends, rows, experts."""
-        rows, experts = op.results[0].sizes[0], op.attrs["experts"]
-        tokens = numel(op.operands[0].sizes[:-1])
+        rows, tokens = op.results[0].sizes[0], numel(op.operands[0].sizes[:-1])
         return _Origin(below=self._numbers((tokens, rows + 1, rows, experts)[min(i, 3)]))
 
     def _through(self, op: Op) -> None:
         assert op.body is not None
-        carries = op.attrs.get("carries", 0)
-        for i, (outer, inner) in enumerate(zip(op.operands, op.body.formals, strict=True)):
-            before = self._origins.get(op.body.outputs[i]) if i < carries else None
+        handed_on = {} if op.loop is None else dict(zip(op.loop.carries, op.loop.nexts, strict=True))
+        for outer, inner in zip(op.operands, op.body.formals, strict=True):
+            before = self._origins.get(handed_on[inner]) if inner in handed_on else None
             self._origins[inner] = self._of(outer) if before is None else self._of(outer) | before
         self._follow(op.body)
         for outer, inner in zip(op.results, op.body.outputs, strict=True):
@@ -120,31 +115,36 @@ class Indices:
     def _of(self, t: Tensor) -> _Origin:
         return self._origins.get(t, _Origin(below=inf))
 
-    def _made(self, op: Op) -> _Origin:
-        name = op.kind.name
-        copies = name == "pointwise" and op.attrs["function"].name in ("copy", "cast")
-        if (name in _MOVES or copies) and op.operands:
-            given = {"gather": op.operands[:1], "assign": op.operands[1:], "append": op.operands[1:]}.get(
-                name, op.operands
-            )
-            found = self._of(given[0])
-            for t in given[1:]:
-                found |= self._of(t)
-            return found
-        if name == "arange":
-            return _Origin(below=self._numbers(op.attrs["size"] + op.attrs.get("start", 0)))
-        if name == "reduce" and op.attrs["operation"].startswith("arg"):
-            pattern = op.attrs["pattern"]
-            names = pattern.operand_names(0)
-            at = next(
-                i
-                for i, a in enumerate(pattern.operands[0])
-                if a.names and a.names[0] in set(names) - set(pattern.result_names)
-            )
-            return _Origin(below=self._numbers(op.operands[0].sizes[at]))
-        if name == "top_k":
-            return _Origin(below=self._numbers(op.operands[0].sizes[-1]))
-        if name == "fill":
-            value = op.attrs["value"]
-            return _Origin(below=value + 1 if value >= 0 else inf)
-        return _Origin(below=inf)
+    def _made(self, op: Op, i: int) -> _Origin:
+        below: float = inf
+        match op.kind:
+            case kind if op.operands and _hands_on(kind):
+                found = _Origin()
+                for t in _moved(kind, op.operands):
+                    found |= self._of(t)
+                return found
+            case Dispatch() as kind:
+                return self._sent(op, kind.experts, i)
+            case Arange() as kind:
+                below = self._numbers(kind.size + kind.start)
+            case Reduce() as kind if kind.operation.startswith("arg"):
+                axes = zip(kind.pattern.operands[0], op.operands[0].sizes, strict=True)
+                kept = kind.pattern.result_names
+                below = self._numbers(next(n for a, n in axes if a.names and a.names[0] not in kept))
+            case TopK():
+                below = self._numbers(op.operands[0].sizes[-1])
+            case Fill() as kind if kind.value >= 0:
+                below = kind.value + 1
+        return _Origin(below=below)
+
+
+def _hands_on(kind: OpKind) -> bool:
+    """Whether the numbers of its results are those of operands."""
+    return isinstance(kind, _MOVES) or (isinstance(kind, Pointwise) and kind.function.name in ("copy", "cast"))
+
+
+def _moved(kind: OpKind, operands: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return the operands whose numbers are handed on."""
+    if isinstance(kind, Gather):
+        return operands[:1]
+    return operands[1:] if isinstance(kind, Assign | Append) else operands

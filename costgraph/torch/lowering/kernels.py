@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ...ops.blocks import Kernel
 from .attention import flash, flash_backward
 from .bodies import Bound, Rule, given_node, match, named_results, narrow, reduced_axis, whole
 from .contraction import linear
@@ -18,10 +19,9 @@ from .windows import convolution
 __all__: list[str] = []  # its lowerings are found in LOWERINGS
 
 
-@lowering("kernel")
-def _kernel(site: Site) -> None:
-    body = site.op.body
-    assert body is not None
+@lowering(Kernel)
+def _kernel(site: Site[Kernel]) -> None:
+    body = site.kind.body
     for text, rule in _RULES.items():
         found = match(body, text)
         if found is not None and rule(site, found):
@@ -35,14 +35,14 @@ def _kernel(site: Site) -> None:
         site.settle(v, i, fresh=own)
 
 
-def _storage(site: Site, node: Any) -> int:
+def _storage(site: Site[Kernel], node: Any) -> int:
     found: int = site.shadow(node).untyped_storage()._cdata
     return found
 
 
 def _softmax(function: Callable[..., Any]) -> Rule:
-    def rule(site: Site, found: Bound) -> bool:
-        axis, x = reduced_axis(found["m"].producer), given_node(site, found["x"])
+    def rule(site: Site[Kernel], found: Bound) -> bool:
+        axis, x = reduced_axis(found, "m"), given_node(site, found["x"])
         if axis is None or x is None or not whole(found) or named_results(site, found, "y") is None or narrow(site, x):
             return False
         site.own(function, x, axis, False)
@@ -52,8 +52,8 @@ def _softmax(function: Callable[..., Any]) -> Rule:
 
 
 def _softmax_backward(function: Callable[..., Any]) -> Rule:
-    def rule(site: Site, found: Bound) -> bool:
-        axis, g, y = reduced_axis(found["a"].producer), given_node(site, found["g"]), given_node(site, found["y"])
+    def rule(site: Site[Kernel], found: Bound) -> bool:
+        axis, g, y = reduced_axis(found, "a"), given_node(site, found["g"]), given_node(site, found["y"])
         if axis is None or g is None or y is None or not whole(found) or named_results(site, found, "z") is None:
             return False
         shadows = [site.shadow(g), site.shadow(y)]
@@ -65,7 +65,7 @@ def _softmax_backward(function: Callable[..., Any]) -> Rule:
     return rule
 
 
-def _linear(site: Site, found: Bound) -> bool:
+def _linear(site: Site[Kernel], found: Bound) -> bool:
     einsum, nodes = found["p"].producer, [given_node(site, found[n]) for n in "xwb"]
     assert einsum is not None
     if any(v is None for v in nodes) or not whole(found) or named_results(site, found, "y") is None:
@@ -73,7 +73,7 @@ def _linear(site: Site, found: Bound) -> bool:
     return linear(site, einsum, nodes[:2], nodes[2])
 
 
-def _convolution(site: Site, found: Bound) -> bool:
+def _convolution(site: Site[Kernel], found: Bound) -> bool:
     einsum, nodes = found["p"].producer, [given_node(site, found[n]) for n in "xwb"]
     assert einsum is not None
     if any(v is None for v in nodes) or not whole(found) or named_results(site, found, "y") is None:

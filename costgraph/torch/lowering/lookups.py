@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 
+from ...ops.index import Gather, Scatter
 from .site import Site
 from .table import lowering
 
 __all__: list[str] = []  # its lowerings are found in LOWERINGS
 
 
-def _ids(site: Site, rows: int) -> Any:
+def _ids(site: Site[Gather | Scatter], rows: int) -> Any:
     """Return the indices; those that nothing says to be rows are taken modulo their number."""
     ids = site.operands[1]
     if not site.shared.indices.valid(site.op):
@@ -25,10 +26,10 @@ def along(table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return torch.gather(table, -1, ids.long())
 
 
-@lowering("gather")
-def _gather(site: Site) -> None:
+@lowering(Gather)
+def _gather(site: Site[Gather]) -> None:
     table, sizes = site.operands[0], site.sizes(site.op.operands[0])
-    if site.attr("mode") == "along":
+    if site.kind.mode == "along":
         ids = _ids(site, sizes[-1])
         if site.shadow(ids).dtype == torch.int64:
             site.own(torch.gather, table, -1, ids)
@@ -44,15 +45,15 @@ def _gather(site: Site) -> None:
     site.own(torch.index_select, table, 0, flat, shape=(site.shadow(flat).numel(), *sizes[1:]))
 
 
-@lowering("scatter")
-def _scatter(site: Site) -> None:
+@lowering(Scatter)
+def _scatter(site: Site[Scatter]) -> None:
     target, _, updates = site.operands
-    sizes, last = site.sizes(site.op.operands[0]), bool(site.op.attrs.get("along"))
+    sizes, last = site.sizes(site.op.operands[0]), site.kind.along
     ids = site.cast(_ids(site, sizes[-1 if last else 0]), torch.int64)
-    if not site.op.kind.overwrites():
+    if not site.kind.overwrites():
         site.own(torch.clone, target)
         target = site.made[0]
-    add = site.attr("mode") == "add"
+    add = site.kind.mode == "add"
     if last:
         site.alias(site.call(torch.Tensor.scatter_add_ if add else torch.Tensor.scatter_, target, -1, ids, updates))
         return

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from .bodies import Bound, Rule, given_node, named_results, narrow, reduced_axis, whole
+from ...ops.blocks import Kernel
+from .bodies import Bound, Rule, given_node, named_results, narrow, number_of, reduced_axis, whole
 from .functions import item
 from .site import Site
 
@@ -16,9 +17,9 @@ __all__ = ["LAYER_BACKWARD", "ROOT_BACKWARD", "norm", "norm_backward"]
 def norm(statistics: str) -> Rule:
     """Return the rule of a norm that can hand out these: r of its deviation, of a layer norm m of its mean as well."""
 
-    def rule(site: Site, found: Bound) -> bool:
+    def rule(site: Site[Kernel], found: Bound) -> bool:
         made, x = named_results(site, found, "y", *statistics), given_node(site, found["x"])
-        last = reduced_axis(found["v"].producer) == found["x"].ndim - 1
+        last = reduced_axis(found, "v") == found["x"].ndim - 1
         if made is None or x is None or not last or not whole(found) or narrow(site, x):
             return False
         given = [None if n not in found else given_node(site, found[n]) for n in ("w", "b")]
@@ -29,9 +30,7 @@ def norm(statistics: str) -> Rule:
         if any(v is not None and list(site.shadow(v).shape) != size for v in given):
             return False
         weight, shift = (None if v is None else site.cast(v, shadow.dtype) for v in given)
-        add = found["a"].producer
-        assert add is not None
-        eps = next(float(s) for s in site.attributes(add)["scalars"] if s is not None)
+        eps = number_of(site, found, "a")
         if "m" in statistics:
             every = site.call(torch.native_layer_norm, x, size, weight, shift, eps)
         else:
@@ -90,7 +89,7 @@ ROOT_BACKWARD = (
 )
 
 
-def norm_backward(site: Site, found: Bound) -> bool:
+def norm_backward(site: Site[Kernel], found: Bound) -> bool:
     """Lower the gradient of a norm with a weight along the last axis."""
     names: list[str] = [n for n in ("y", "sw", "sb") if n in found]
     made = named_results(site, found, *names)

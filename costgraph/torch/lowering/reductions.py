@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ...ops.reduce import Reduce
 from .elementwise import held
 from .functions import hidden
 from .site import Site
@@ -24,9 +25,9 @@ _LAST: dict[str, Callable[..., Any]] = {"prod": torch.prod, "argmax": torch.argm
 _NOTHING = {"sum": 0.0, "mean": 0.0, "max": -inf, "min": inf, "prod": 1.0, "any": 0.0, "all": 1.0}
 
 
-@lowering("reduce")
-def _reduce(site: Site) -> None:
-    pattern, operation = site.op.attrs["pattern"], site.op.attrs["operation"]
+@lowering(Reduce)
+def _reduce(site: Site[Reduce]) -> None:
+    pattern, operation = site.kind.pattern, site.kind.operation
     names = [a.names[0] if a.names else None for a in pattern.operands[0]]
     kept = [a.names[0] for a in pattern.result if a.names]
     gone = [i for i, n in enumerate(names) if n is None or n not in kept]
@@ -44,7 +45,7 @@ def _reduce(site: Site) -> None:
         flat = site.shaped(x, (*shape, prod(sizes[i] for i in order[len(kept) :])))
         site.own(_LAST[operation], flat, -1, shape=shape)
     elif operation == "mean" and site.op.operands[0].domain is not None:
-        domain, *axes = site.numbers.attribute(site.op.operands[0].domain)
+        domain, *axes = site.op.operands[0].domain
         window = None if domain.window is None else site.numbers(domain.window)
         site.own(
             mean_of_held,

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from ...ops.cached import InitialState
+from ...ops.fill import Assign, Fill, Pad
+from ...ops.index import Arange
+from ...ops.moves import Concat, Expand, Rearrange, Slice
+from ...ops.stacks import Empty, Stacked
+from ...ops.stated import Transfer
 from .elementwise import held
 from .site import Site, strided
 from .table import lowering
@@ -11,10 +17,10 @@ from .table import lowering
 __all__: list[str] = []  # its lowerings are found in LOWERINGS
 
 
-@lowering("rearrange")
-def _rearrange(site: Site) -> None:
+@lowering(Rearrange)
+def _rearrange(site: Site[Rearrange]) -> None:
     op = site.op
-    split, order, merged = site.attr("split"), site.attr("order"), site.attr("merged")
+    split, order, merged = site.of(site.kind.split), site.kind.order, site.of(site.kind.merged)
     if op.results[0].storage is op.operands[0].storage:
         node = site.permuted(site.viewed(site.operands[0], split), order)
         site.alias(site.viewed(node, merged))
@@ -23,25 +29,25 @@ def _rearrange(site: Site) -> None:
     site.settle(site.permuted(site.shaped(site.operands[0], split), order), fresh=False)
 
 
-@lowering("slice")
-def _slice(site: Site) -> None:
-    axis, start, size, step = (site.attr(n) for n in ("axis", "start", "size", "step"))
+@lowering(Slice)
+def _slice(site: Site[Slice]) -> None:
+    axis, start, size, step = site.kind.axis, site.of(site.kind.start), site.of(site.kind.size), site.kind.step
     stop = start + (size - 1) * step + 1
     site.alias(site.call(torch.ops.aten.slice, site.operands[0], axis, start, stop, step))
 
 
-@lowering("expand")
-def _expand(site: Site) -> None:
+@lowering(Expand)
+def _expand(site: Site[Expand]) -> None:
     """Repeat by strides of 0, which torch's expand has as well, and order axes at once."""
-    kept, sizes, x = site.attr("kept"), site.attr("sizes"), site.operands[0]
+    kept, sizes, x = site.kind.kept, site.of(site.kind.sizes), site.operands[0]
     shadow = site.shadow(x)
     strides = [0 if k is None or shadow.shape[k] != n else shadow.stride(k) for k, n in zip(kept, sizes, strict=True)]
     site.alias(site.call(strided, x, tuple(sizes), tuple(strides), 0))
 
 
-@lowering("concat")
-def _concat(site: Site) -> None:
-    site.own(torch.cat, list(site.operands), site.attr("axis"))
+@lowering(Concat)
+def _concat(site: Site[Concat]) -> None:
+    site.own(torch.cat, list(site.operands), site.kind.axis)
 
 
 def padded(x: torch.Tensor, sizes: tuple[int, ...], axis: int, start: int, stop: int, step: int) -> torch.Tensor:
@@ -51,51 +57,51 @@ def padded(x: torch.Tensor, sizes: tuple[int, ...], axis: int, start: int, stop:
     return made
 
 
-@lowering("pad")
-def _pad(site: Site) -> None:
-    axis, start, step = (site.attr(n) for n in ("axis", "start", "step"))
+@lowering(Pad)
+def _pad(site: Site[Pad]) -> None:
+    axis, start, step = site.kind.axis, site.of(site.kind.start), site.kind.step
     sizes = site.sizes(site.op.results[0])
     stop = start + (site.sizes(site.op.operands[0])[axis] - 1) * step + 1
     site.own(padded, site.operands[0], sizes, axis, start, stop, step)
 
 
-@lowering("fill")
-def _fill(site: Site) -> None:
+@lowering(Fill)
+def _fill(site: Site[Fill]) -> None:
     t = site.op.results[0]
-    site.own(torch.full, site.sizes(t), site.attr("value"), dtype=site.dtype(t), device=site.emitter.device)
+    site.own(torch.full, site.sizes(t), site.kind.value, dtype=site.dtype(t), device=site.emitter.device)
 
 
-@lowering("initial_state")
-def _initial_state(site: Site) -> None:
+@lowering(InitialState)
+def _initial_state(site: Site[InitialState]) -> None:
     site.own(
         torch.zeros, site.sizes(site.op.results[0]), dtype=site.dtype(site.op.results[0]), device=site.emitter.device
     )
 
 
-@lowering("arange")
-def _arange(site: Site) -> None:
-    start = site.attr("start", 0)
+@lowering(Arange)
+def _arange(site: Site[Arange]) -> None:
+    start = site.of(site.kind.start)
     dtype = site.dtype(site.op.results[0])
-    site.own(torch.arange, start, start + site.attr("size"), dtype=dtype, device=site.emitter.device)
+    site.own(torch.arange, start, start + site.of(site.kind.size), dtype=dtype, device=site.emitter.device)
 
 
-@lowering("empty")
-def _empty(site: Site) -> None:
+@lowering(Empty)
+def _empty(site: Site[Empty]) -> None:
     t = site.op.results[0]
     site.own(torch.empty, site.sizes(t), dtype=site.dtype(t), device=site.emitter.device)
 
 
-@lowering("stacked")
-def _stacked(site: Site) -> None:
+@lowering(Stacked)
+def _stacked(site: Site[Stacked]) -> None:
     site.alias(site.operands[0])  # the slices lie in it
 
 
-@lowering("assign")
-def _assign(site: Site) -> None:
+@lowering(Assign)
+def _assign(site: Site[Assign]) -> None:
     site.alias(site.call(torch.Tensor.copy_, site.operands[0], site.operands[1]))
 
 
-@lowering("transfer")
-def _transfer(site: Site) -> None:
+@lowering(Transfer)
+def _transfer(site: Site[Transfer]) -> None:
     """Copy on the device: the other end of the link is not part of the run."""
     site.own(torch.clone, held(site, 0, 0.0) if site.op.operands[0].domain is not None else site.operands[0])

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar, cast, overload
 
 import torch
 
+from ...algebra.polynomial import Poly
 from ...graph.graph import Graph
-from ...graph.op import Op
+from ...graph.op import Op, OpKind
 from ...graph.tensor import Tensor
 from .emitter import Emitter, Numbers
 from .formats import torch_dtype
 from .indices import Indices
 
 __all__ = ["Shared", "Site", "strided"]
+
+K_co = TypeVar("K_co", bound=OpKind, covariant=True)
 
 
 def strided(x: torch.Tensor, sizes: Sequence[int], strides: Sequence[int], offset: int) -> torch.Tensor:
@@ -50,7 +53,7 @@ class Shared:
 
 
 @dataclass
-class Site:
+class Site(Generic[K_co]):
     """What a lowering is given."""
 
     op: Op
@@ -72,13 +75,23 @@ class Site:
         """Numbers for formulas."""
         return self.shared.numbers
 
-    def attr(self, name: str, default: Any = None) -> Any:
-        """Return an attribute of the op with numbers put in."""
-        return self.numbers.attribute(self.op.attrs.get(name, default))
+    @property
+    def kind(self) -> K_co:
+        """The record of the op: its facts in fields."""
+        return cast("K_co", self.op.kind)  # a lowering is called with ops of its kind alone
 
-    def attributes(self, op: Op) -> dict[str, Any]:
-        """Return all attributes of an op inside with numbers put in."""
-        return {k: self.numbers.attribute(v) for k, v in op.attrs.items()}
+    @overload
+    def of(self, fact: Poly) -> Any: ...
+
+    @overload
+    def of(self, fact: tuple[Any, ...]) -> tuple[Any, ...]: ...
+
+    @overload
+    def of(self, fact: Mapping[str, Any]) -> dict[str, Any]: ...
+
+    def of(self, fact: Any) -> Any:
+        """Return a fact of an op with numbers put in: `site.of(site.kind.size)`."""
+        return self.numbers.fact(fact)
 
     def sizes(self, t: Tensor) -> tuple[int, ...]:
         """Return the shape of a tensor of the graph."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ...errors import UnsupportedError
+from ...ops.stated import Collective, Opaque
 from .functions import item
 from .site import Site
 from .table import lowering
@@ -16,7 +17,7 @@ from .table import lowering
 __all__: list[str] = []  # its lowerings are found in LOWERINGS
 
 
-def _function(site: Site) -> Callable[..., Any]:
+def _function(site: Site[Opaque]) -> Callable[..., Any]:
     """Return what the caller has for an opaque op, by its name with or without scope and number."""
     last = site.op.name.rpartition("/")[2]
     names = (site.op.name, last, re.sub(r"_\d+\Z", "", last))
@@ -43,8 +44,8 @@ def _checked(function: Callable[..., Any], name: str, outputs: Sequence[tuple[An
     return opaque
 
 
-@lowering("opaque")
-def _opaque(site: Site) -> None:
+@lowering(Opaque)
+def _opaque(site: Site[Opaque]) -> None:
     outputs = tuple((site.sizes(t), site.dtype(t)) for t in site.op.results)
     like = [torch.empty(sizes, dtype=dtype, device="meta") for sizes, dtype in outputs]
     made = site.call(_checked(_function(site), site.op.name, outputs), *site.operands, like=like)
@@ -52,10 +53,10 @@ def _opaque(site: Site) -> None:
         site.settle(site.call(item, made, i), i)
 
 
-@lowering("collective")
-def _collective(site: Site) -> None:
+@lowering(Collective)
+def _collective(site: Site[Collective]) -> None:
     """Play one rank among ranks that all bring the same: a sum is a multiple, what is gathered is repeated."""
-    name, ranks, x = site.attr("collective"), site.attr("ranks"), site.operands[0]
+    name, ranks, x = site.kind.collective, site.of(site.kind.ranks), site.operands[0]
     sizes = site.sizes(site.op.results[0])
     if name == "all_gather":
         site.own(torch.cat, [x] * ranks, 0) if sizes else site.own(torch.clone, x)

@@ -8,6 +8,10 @@ from typing import Any
 import torch
 
 from ...errors import UnsupportedError
+from ...ops.cached import Append, Cache
+from ...ops.keep import Keep
+from ...ops.pieces import Accumulate
+from ...ops.updates import FusedUpdate, Unscale, ZeroGrad
 from .elementwise import chosen
 from .functions import IN_PLACE, KERNELS, item
 from .site import Site
@@ -20,18 +24,18 @@ __all__: list[str] = []  # its lowerings are found in LOWERINGS
 _PIECE = 1 << 16
 
 
-@lowering("accumulate")
-def _accumulate(site: Site) -> None:
+@lowering(Accumulate)
+def _accumulate(site: Site[Accumulate]) -> None:
     site.alias(site.call(torch.Tensor.add_, *site.operands))
 
 
-@lowering("keep")
-def _keep(site: Site) -> None:
+@lowering(Keep)
+def _keep(site: Site[Keep]) -> None:
     site.alias(site.call(kept, *site.operands, like=site.shadow(site.operands[0])))
 
 
-@lowering("cache")
-def _cache(site: Site) -> None:
+@lowering(Cache)
+def _cache(site: Site[Cache]) -> None:
     site.alias(site.call(torch.Tensor.view_as, site.operands[0], site.operands[0]))
 
 
@@ -42,13 +46,13 @@ def appended(held: torch.Tensor, new: torch.Tensor, axis: int) -> torch.Tensor:
     return held
 
 
-@lowering("append")
-def _append(site: Site) -> None:
-    site.alias(site.call(appended, *site.operands, site.attr("axis")))
+@lowering(Append)
+def _append(site: Site[Append]) -> None:
+    site.alias(site.call(appended, *site.operands, site.kind.axis))
 
 
-@lowering("zero_grad")
-def _zero_grad(site: Site) -> None:
+@lowering(ZeroGrad)
+def _zero_grad(site: Site[ZeroGrad]) -> None:
     site.alias(site.call(torch.Tensor.zero_, site.operands[0]))
 
 
@@ -61,8 +65,8 @@ def unscaled(grad: torch.Tensor, inverse: torch.Tensor, found: torch.Tensor) -> 
     return grad.mul_(inverse)
 
 
-@lowering("unscale")
-def _unscale(site: Site) -> None:
+@lowering(Unscale)
+def _unscale(site: Site[Unscale]) -> None:
     site.alias(site.call(unscaled, *site.operands))
 
 
@@ -98,10 +102,10 @@ def _take(steps: Sequence[Step], registers: list[torch.Tensor]) -> None:
         registers[target:] = [made, *registers[target + 1 :]]
 
 
-@lowering("fused_update")
-def _fused_update(site: Site) -> None:
-    changed, count = site.attr("changed"), site.attr("updated")
-    steps = tuple((record.name, *rest) for record, *rest in site.attr("steps"))
+@lowering(FusedUpdate)
+def _fused_update(site: Site[FusedUpdate]) -> None:
+    changed, count = site.kind.changed, site.kind.updated
+    steps = tuple((record.name, *rest) for record, *rest in site.of(site.kind.steps))
     unknown = [name for name, *_ in steps if name not in KERNELS]
     if unknown:
         raise UnsupportedError(f"lower {site.op.name!r}: torch has no function {unknown[0]!r}, expected a known one")

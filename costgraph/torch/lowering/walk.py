@@ -11,7 +11,7 @@ import torch
 from ...errors import BindingError, CostGraphError, ShapeError, UnsupportedError
 from ...graph.graph import Graph
 from ...graph.loop import Loop
-from ...graph.op import Op
+from ...graph.op import Op, OpKind
 from ...graph.tensor import Storage, Tensor
 from ...ops.play import Env, Player, Turn
 from ...ops.stacks import Empty
@@ -111,7 +111,7 @@ class Walk(Player[Place]):
 
     def step(self, op: Op, env: Env, place: Place) -> None:
         """Emit the calls of an op."""
-        rule = LOWERINGS.get(op.kind.name)
+        rule = LOWERINGS.get(type(op.kind))
         if rule is None:
             raise UnsupportedError(
                 f"lower {op.name!r}: op kind {op.kind.name!r} has no lowering, expected one from "
@@ -119,7 +119,7 @@ class Walk(Player[Place]):
             )
         slices = place.slices
         there = {t: slices[t.storage] for t in op.results if t.storage in slices} | self._slices(op)
-        site = Site(op, self.shared, [env[t] for t in op.operands], there)
+        site: Site[OpKind] = Site(op, self.shared, [env[t] for t in op.operands], there)
         try:
             rule(site)
         except CostGraphError:

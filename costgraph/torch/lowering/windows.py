@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
-from ...graph.op import Op
+from ...graph.op import Op, OpKind
 from ...notation.pattern import Affine, Axes, Pattern
+from ...ops.contraction import Einsum
+from ...ops.pooling import Pool, Unpool, Windowed
 from .functions import item
 from .site import Site
 from .table import lowering
@@ -73,15 +75,16 @@ def sliding(pattern: Pattern, extents: dict[str, int], sizes: Mapping[str, Seque
 _FUNCTIONS = {1: torch.conv1d, 2: torch.conv2d, 3: torch.conv3d}
 
 
-def convolution(site: Site, einsum: Op | None = None, operands: Sequence[Any] = (), bias: Any = None) -> bool:
+def convolution(site: Site[OpKind], einsum: Op | None = None, operands: Sequence[Any] = (), bias: Any = None) -> bool:
     """Lower a contraction that is a convolution or one of its two gradients; says whether it is one."""
     op = site.op if einsum is None else einsum
-    pattern: Pattern = op.attrs["pattern"]
+    assert isinstance(op.kind, Einsum)
+    pattern, extents = op.kind.pattern, site.of(op.kind.extents)
     dims, tensors = (*pattern.operands, pattern.result), (*op.operands, op.results[0])
     if not any(isinstance(d, Affine) for part in dims for d in part):
         return False
     sizes = {_role(d): site.sizes(t) for d, t in zip(dims, tensors, strict=True)}
-    found = sliding(pattern, site.numbers.attribute(op.attrs["extents"]), sizes)
+    found = sliding(pattern, extents, sizes)
     dtype, wanted = site.dtype(op.results[0]), _role(pattern.result)
     if found is None or any(t.domain is not None for t in tensors) or (bias is not None and wanted != "output"):
         return False
@@ -113,26 +116,26 @@ def gradient(wanted: str, sizes: Sequence[int], grad: torch.Tensor, other: torch
 # -- pooling -----------------------------------------------------------------------------------------------------
 
 
-def _spans(site: Site, pattern: Pattern) -> tuple[list[int], list[int], list[int], int]:
+def _spans(site: Site[Windowed]) -> tuple[list[int], list[int], list[int], int]:
     """Return window, stride and padding of the sliding axes, and how many other axes there are."""
-    extents, dims = site.attr("extents"), pattern.operands[0]
+    extents, dims = site.of(site.kind.extents), site.kind.pattern.operands[0]
     indices = [d for d in dims if isinstance(d, Affine)]
     window = [extents[d.terms[1][0]] for d in indices]
     return window, [d.terms[0][1] for d in indices], [-d.offset for d in indices], len(dims) - len(indices)
 
 
-def _flat(site: Site, node: Any, other: int) -> Any:
+def _flat(site: Site[OpKind], node: Any, other: int) -> Any:
     """View what torch pools: one channel of a batch, then the sliding axes."""
     sizes = tuple(site.shadow(node).shape)
     return site.shaped(node, (prod(sizes[:other]), 1, *sizes[other:]))
 
 
-@lowering("pool")
-def _pool(site: Site) -> None:
-    window, stride, padding, other = _spans(site, site.op.attrs["pattern"])
+@lowering(Pool)
+def _pool(site: Site[Pool]) -> None:
+    window, stride, padding, other = _spans(site)
     x = _flat(site, site.operands[0], other)
     sizes = (site.shadow(x).shape[0], 1, *site.sizes(site.op.results[0])[other:])
-    if site.attr("operation") == "max":
+    if site.kind.operation == "max":
         made = site.call(max_pool, x, window, stride, padding, like=_pooled(site, sizes))
         for i in range(len(site.op.results)):
             site.settle(site.call(item, made, i), i)
@@ -141,7 +144,7 @@ def _pool(site: Site) -> None:
         site.settle(site.call(mean_pool, x, window, stride, padding, like=like))
 
 
-def _pooled(site: Site, sizes: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+def _pooled(site: Site[OpKind], sizes: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
     dtype = site.dtype(site.op.results[0])
     return torch.empty(sizes, dtype=dtype, device="meta"), torch.empty(sizes, dtype=torch.int64, device="meta")
 
@@ -171,14 +174,14 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
     return x.float() if x.dtype.itemsize == 1 or not x.is_floating_point() else x
 
 
-@lowering("unpool")
-def _unpool(site: Site) -> None:
-    window, stride, padding, other = _spans(site, site.op.attrs["pattern"])
+@lowering(Unpool)
+def _unpool(site: Site[Unpool]) -> None:
+    window, stride, padding, other = _spans(site)
     x = _flat(site, site.operands[1], other)
     nodes = [_flat(site, v, other) for v in (site.operands[0], *site.operands[2:])]
     shadow = site.shadow(x)
     like = torch.empty(shadow.shape, dtype=shadow.dtype, device="meta")
-    if site.attr("operation") == "max":
+    if site.kind.operation == "max":
         site.settle(site.call(max_unpool, *nodes, x, like=like))
     else:
         site.settle(site.call(mean_unpool, *nodes, x, window, stride, padding, like=like))
