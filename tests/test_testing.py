@@ -11,6 +11,7 @@ from costgraph import testing
 from costgraph.graph.graph import apply
 from costgraph.graph.op import OpKind, Result
 from costgraph.ops import registry, rules
+from costgraph.ops.moves import Slice
 from costgraph.ops.pointwise import FUNCTIONS
 from costgraph.testing.hold import TRIES
 
@@ -20,9 +21,7 @@ A, B, D, L = cg.dims("A B D L")
 @pytest.fixture
 def twice(monkeypatch):
     """An op kind of one's own, which is forgotten afterwards."""
-    for table in (registry._kinds, testing.MEANINGS, testing.SAMPLES):
-        for name in list(table):
-            monkeypatch.setitem(table, name, table[name])
+    monkeypatch.delitem(registry._kinds, "twice", raising=False)
 
     @registry.register
     @dataclass(frozen=True, kw_only=True)
@@ -79,6 +78,42 @@ def test_a_wrong_record_of_ones_own_is_noticed(twice, field, rule, law):
         return
     with pytest.raises(AssertionError, match=law):
         testing.hold("twice", examples=20)
+
+
+def test_what_is_missing_of_a_kind_is_told(monkeypatch, twice):
+    assert testing.missing(twice) == testing.missing("twice") == ("meaning", "sample", "vjp")
+    testing.meaning(twice)(means_twice)
+    testing.sample(twice)(draws_twice(twice))
+    assert testing.missing(twice, lowering=()) == ("vjp", "lowering")
+    assert testing.missing(twice, lowering=[twice]) == ("vjp",)
+
+    class Bare(OpKind):
+        name = "bare"
+
+    with pytest.raises(cg.UnsupportedError, match="missing: op kind 'bare' is not registered, expected one of"):
+        testing.missing(Bare)
+    monkeypatch.setitem(registry._kinds, "bare", Bare)
+    assert testing.missing(Bare) == ("infer", "flops", "reads", "writes", "meaning", "sample", "vjp")
+
+
+def test_kinds_are_classes_or_names(twice):
+    testing.meaning(twice)(means_twice)
+    testing.sample(twice)(draws_twice(twice))
+    testing.hold(twice, examples=3)
+
+    class Other(twice):
+        pass
+
+    with pytest.raises(cg.UnsupportedError, match="hold: op kind 'twice' is not registered"):
+        testing.hold(Other)
+
+    def small(case):
+        assert {op.kind.name for op in case.graph.walk()} <= {"slice", "rearrange", "twice", "pointwise"}
+
+    testing.search(testing.graphs(2, kinds=[Slice, "twice"]), small, 5)
+    for call in (testing.ops, lambda kind: testing.graphs(kinds=[kind]), lambda kind: testing.losses(kinds=[kind])):
+        with pytest.raises(cg.UnsupportedError, match="op kind 'gravity' is not registered, expected one of"):
+            call("gravity")
 
 
 def test_an_op_without_a_meaning_is_refused_where_it_stands(twice):

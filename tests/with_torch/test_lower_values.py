@@ -8,17 +8,12 @@ torch = pytest.importorskip("torch")
 from lowered import both, defined, held  # noqa: E402  # it imports torch
 
 from costgraph import testing  # noqa: E402  # after torch is known to be there
-from costgraph.ops.registry import KINDS  # noqa: E402
 from costgraph.testing import SAMPLES  # noqa: E402
-from costgraph.torch.lowering import LOWERINGS  # noqa: E402
 
 torch.set_num_threads(1)
 quick = settings(
     max_examples=15, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
 )
-
-#: A loop is played out and what is absent is nothing: the walk itself does both.
-WALKED = {"repeat", "absent"}
 
 
 def has(graph, *kinds):
@@ -62,13 +57,8 @@ def agree(case):
         np.testing.assert_allclose(a.numpy().astype(float)[where], b[where], rtol=1e-7, atol=1e-9)
 
 
-def test_every_kind_has_a_lowering():
-    assert LOWERINGS.keys() | WALKED == KINDS.keys()
-    assert not LOWERINGS.keys() & WALKED
-
-
 # a position of a maximum that lies outside of its window is none: `test_lower.py` has real ones
-@pytest.mark.parametrize("kind", sorted(SAMPLES.keys() - {"unpool", "dropout", "empty", "aten"}))
+@pytest.mark.parametrize("kind", sorted({k.name for k in SAMPLES} - {"unpool", "dropout", "empty", "aten"}))
 def test_ops_of_each_kind_compute_what_the_interpreter_does(kind):
     quick(given(testing.ops(kind))(agree))()
 

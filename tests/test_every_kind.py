@@ -1,0 +1,36 @@
+"""What is said of every op kind of the library: its record, what it does, how it is drawn, differentiated and run."""
+
+from importlib.util import find_spec
+
+from costgraph import testing
+from costgraph.ops.registry import KINDS
+from costgraph.transforms.vjp import NOT_DIFFERENTIABLE
+
+#: What is missing of a kind by its name, and why it has to be.
+WHY = {
+    **{(name, "vjp"): reason for name, reason in NOT_DIFFERENTIABLE.items()},
+    ("kernel", "vjp"): "has a body: its gradient is made of those of its ops",
+    ("repeat", "vjp"): "has a body: its gradient is a loop over those of its ops",
+    ("repeat", "lowering"): "played out: torch is called for the ops of its iterations",
+    ("absent", "lowering"): "no value: the walk passes it on",
+}
+
+
+def tables():
+    """What costgraph.torch registers, where there is torch."""
+    if find_spec("torch") is None:
+        return {}
+    from costgraph.torch.lowering import LOWERINGS
+
+    return {"lowering": LOWERINGS}
+
+
+def test_everything_is_said_of_every_kind_or_it_is_said_why_not():
+    also = tables()
+    own = {name: kind for name, kind in KINDS.items() if kind.__module__.startswith("costgraph.")}
+    found = {(name, what) for name, kind in own.items() for what in testing.missing(kind, **also)}
+    lacking = [f"{what} of {name}" for name, what in sorted(found - WHY.keys())]
+    assert not lacking, f"missing, and no reason in WHY: {', '.join(lacking)}"
+    needless = [f"{what} of {name}" for name, what in sorted(WHY.keys() - found) if what in also or what != "lowering"]
+    assert not needless, f"a reason in WHY, and not missing: {', '.join(needless)}"
+    assert all(WHY.values())
