@@ -8,7 +8,7 @@ from costgraph.transforms.vjp import NOT_DIFFERENTIABLE
 
 #: What is missing of a kind by its name, and why it has to be.
 WHY = {
-    **{(name, "vjp"): reason for name, reason in NOT_DIFFERENTIABLE.items()},
+    **{(kind.name, "vjp"): reason for kind, reason in NOT_DIFFERENTIABLE.items()},
     ("kernel", "vjp"): "has a body: its gradient is made of those of its ops",
     ("repeat", "vjp"): "has a body: its gradient is a loop over those of its ops",
     ("repeat", "lowering"): "played out: torch is called for the ops of its iterations",

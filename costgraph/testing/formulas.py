@@ -30,9 +30,8 @@ def _bound(trial: Trial, names: Iterable[str]) -> dict[str, int]:
 def a_formula_at_a_point_is_the_answer_there(trial: Trial) -> None:
     """By Python's fractions and by `evaluate`, in one step and in two; the peak from the least count that it states."""
     least = timeline(trial.graph).holds_from
-    most = max(
-        map(copies_needed, loops(trial.graph)), default=3
-    )  # 3, more where a body hands a carry on to another place
+    # 3, more where a body hands a carry on to another place
+    most = max(map(copies_needed, loops(trial.graph)), default=3)
     assert all(n <= most for n in least.values()), f"the peak holds from {least}, expected {most} at the most"
     names = sorted(trial.point)
     for question, ask in QUESTIONS.items():
