@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
 from typing import Any
 
 from ..algebra.symbols import shown
 from ..errors import GraphError
 from ..graph.op import OpKind
+from ..graph.tensor import Tensor
 from ..notation.door import Rule, hints_of, rule
+from ..ops.index import Gather, Indexed
 
 __all__ = ["of_version_1", "typed"]
 
@@ -55,8 +57,16 @@ def typed(kind: type[OpKind], facts: Mapping[str, Any]) -> OpKind:
     return kind(**facts)
 
 
-def of_version_1(kind: type[OpKind], facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a file of version 1, which said of each op that it works in place, and of bytes `reads`."""
+def of_version_1(kind: type[OpKind], facts: Mapping[str, Any], operands: Sequence[Tensor]) -> dict[str, Any]:
+    """Return the fields of a file of version 1.
+
+    It said of each op that it works in place, called bytes `reads`, and had lookups of rows or along the last axis.
+    """
+    if issubclass(kind, Indexed):
+        along = facts.get("mode") == "along" or facts.get("along") is True
+        known = {("mode", "rows"), ("mode", "along")} if kind is Gather else {("along", True)}
+        facts = {k: v for k, v in facts.items() if not (isinstance(v, str | bool) and (k, v) in known)}
+        facts |= {"batch": max(operands[0].ndim - 1, 0)} if along and operands else {}
     names = {f.name for f in fields(kind)}
     renamed = {k: f"bytes_{v}" for k, v in (("reads", "read"), ("writes", "written")) if f"bytes_{v}" in names}
     needless = "inplace" not in names and facts.get("inplace") is True

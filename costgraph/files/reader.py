@@ -298,7 +298,7 @@ class Reader:
     ) -> Op:
         """Add an op whose fields are of their types, and say what the operands say."""
         try:
-            record = typed(kind, facts if self.version > 1 else of_version_1(kind, facts))
+            record = typed(kind, facts if self.version > 1 else of_version_1(kind, facts, operands))
             record.verify(operands, self.known)
             return graph.add_op(record, operands, name, phase)
         except CostGraphError as error:

@@ -77,6 +77,8 @@ class OpKind:
     """Name of the kind in tables and files."""
     restricted: ClassVar[bool] = False
     """Whether it takes operands that are restricted to a domain, `infer` says what is left of it; refused otherwise."""
+    passes_gradients: ClassVar[bool] = True
+    """Whether a backward pass goes through it at all."""
     save: Flag = field(default=False, repr=False)
     """Whether a kernel around it writes its result as well where a backward pass reads it."""
     again: Flag = field(default=False, repr=False)

@@ -212,6 +212,18 @@ class Tensor(Node):
     def __rtruediv__(self, other: object) -> Tensor:
         return OPERATORS["div"](other, self)
 
+    def __lt__(self, other: object) -> Tensor:
+        return OPERATORS["less"](self, other)
+
+    def __le__(self, other: object) -> Tensor:
+        return OPERATORS["less_equal"](self, other)
+
+    def __gt__(self, other: object) -> Tensor:
+        return OPERATORS["less"](other, self)
+
+    def __ge__(self, other: object) -> Tensor:
+        return OPERATORS["less_equal"](other, self)
+
     def __neg__(self) -> Tensor:
         return OPERATORS["neg"](self)
 

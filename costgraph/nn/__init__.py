@@ -16,8 +16,10 @@ from .recommendation import dot_interaction, embedding_bag
 from .recurrent import causal_conv, cumulative_sum, head_norm, recurrence, scan_kernel, token_shift
 from .resizing import adaptive_pool, upsample
 from .rotary import rotary, rotary_tables
+from .segments import segment_softmax
 from .softmax import log_softmax, softmax
 from .stack import layers
+from .transposed import conv_transpose
 from .vision import inverted_residual, squeeze_excitation, stochastic_depth
 from .windows import patch_merging, window_bias, window_merge, window_partition
 
@@ -28,6 +30,7 @@ __all__ = [
     "binary_cross_entropy",
     "causal_conv",
     "conv",
+    "conv_transpose",
     "cross_attention",
     "cross_entropy",
     "cumulative_sum",
@@ -61,6 +64,7 @@ __all__ = [
     "rotary_tables",
     "router",
     "scan_kernel",
+    "segment_softmax",
     "self_attention",
     "sigmoid",
     "silu",

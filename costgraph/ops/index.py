@@ -10,12 +10,12 @@ from typing import Annotated
 from ..algebra.polynomial import ONE, ZERO, Poly
 from ..dtypes import DType
 from ..dtypes import dtype as find_dtype
-from ..errors import ShapeError
-from ..graph.arguments import need_choice, need_flag, positive
-from ..graph.facts import Amount, Flag, Size, one_of
+from ..errors import GraphError, ShapeError
+from ..graph.arguments import need_choice, need_flag, need_tensor, positive
+from ..graph.facts import Amount, Flag, Index, Size, one_of
 from ..graph.graph import apply
 from ..graph.op import Flops, Op, OpKind, Result
-from ..graph.strides import Sizes, distinct
+from ..graph.strides import distinct
 from ..graph.tensor import Tensor
 from . import rules
 from .registry import register
@@ -28,64 +28,66 @@ def _need_integers(ids: Tensor) -> None:
         raise ShapeError(f"indices {ids!r}: expected an integer format")
 
 
-def _need_along(table: Tensor, ids: Tensor) -> None:
-    if table.ndim != ids.ndim or not all(map(table.graph.same, table.sizes[:-1], ids.sizes[:-1])):
-        raise ShapeError(f"indices {ids!r} along {table!r}: expected the same axes except the last")
+def _need_batch(table: Tensor, ids: Tensor, batch: int) -> None:
+    _need_integers(ids)
+    if table.ndim <= batch:
+        raise ShapeError(f"gather from {table!r}: expected at least {batch + 1} axes, {batch} of them of the batch")
+    shared = zip(table.sizes[:batch], ids.sizes[:batch], strict=True) if ids.ndim >= batch else [(None, None)]
+    if not all(a is not None and b is not None and table.graph.same(a, b) for a, b in shared):
+        raise ShapeError(f"indices {ids!r} into {table!r}: expected the first {batch} axes of both to be the same")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Indexed(OpKind):
+    """What looks up rows of a table, or writes them: those of axis `batch`, the axes before it shared with the indices.
+
+    With `batch` 0 any index means a row of the whole table; with that of the last axis, rows are single elements.
+    """
+
+    batch: Index = 0
 
 
 @register
 @dataclass(frozen=True, kw_only=True)
-class Gather(OpKind):
-    """Rows of a table by index, or elements along its last axis."""
+class Gather(Indexed):
+    """Rows of a table by index."""
 
     name = "gather"
-    mode: Annotated[str, one_of("rows", "along")]
     flops, writes = rules.free, rules.all_results
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
         """Return what is looked up."""
         rules.need_operands(self, operands, 2)
         table, ids = operands
-        _need_integers(ids)
-        if self.mode == "along":
-            _need_along(table, ids)
-            return [Result(ids.sizes, table.dtype)]
-        if table.ndim == 0:
-            raise ShapeError(f"gather from {table!r}: expected at least one axis")
-        return [Result((*ids.sizes, *table.sizes[1:]), table.dtype)]
+        _need_batch(table, ids, self.batch)
+        return [Result((*ids.sizes, *table.sizes[self.batch + 1 :]), table.dtype)]
 
     def reads(self, op: Op) -> tuple[Poly, ...]:
         """Return the rows of a table that are looked up, not the table, and the indices."""
-        table, ids = op.operands
-        if self.mode == "along":
-            *lead, last = zip(ids.sizes, ids.strides, table.strides, strict=True)
-            rows = prod((n for n, i, t in lead if t or (i and last[2])), start=ONE)
-            found = last[0] if last[1] and last[2] else ONE
-            return rows * found, rules.elements(ids)
-        rows = rules.elements(ids) if table.strides[0] else ONE  # all rows of an expanded table are one
-        return rows * distinct(table.sizes[1:], table.strides[1:]), rules.elements(ids)
+        (table, ids), batch = op.operands, self.batch
+        moves = bool(table.strides[batch])  # all rows of an expanded table are one
+        lead = zip(ids.sizes[:batch], ids.strides[:batch], table.strides[:batch], strict=True)
+        rows = prod((n for n, i, t in lead if t or (i and moves)), start=ONE)
+        found = distinct(ids.sizes[batch:], ids.strides[batch:]) if moves else ONE
+        return rows * found * distinct(table.sizes[batch + 1 :], table.strides[batch + 1 :]), rules.elements(ids)
 
 
 @register
 @dataclass(frozen=True, kw_only=True)
-class Scatter(OpKind):
-    """Updates that are added to rows of a target, or written over them."""
+class Scatter(Indexed):
+    """Updates that are added to rows of a target, written over them, or compared with them."""
 
     name = "scatter"
-    mode: Annotated[str, one_of("add", "set")]
+    mode: Annotated[str, one_of("add", "set", "max")]
     inplace: Flag = False
     """Whether it writes into the target's storage, else into a copy."""
-    along: Flag = False
-    """Whether indices are positions along the last axis."""
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
         """Return the target with the updates in it."""
         rules.need_operands(self, operands, 3)
         target, ids, updates = operands
-        _need_integers(ids)
-        expected: Sizes = ids.sizes if self.along else (*ids.sizes, *target.sizes[1:])
-        if self.along:
-            _need_along(target, ids)
+        _need_batch(target, ids, self.batch)
+        expected = (*ids.sizes, *target.sizes[self.batch + 1 :])
         if len(expected) != updates.ndim or not all(map(target.graph.same, expected, updates.sizes)):
             raise ShapeError(
                 f"updates {updates!r}: expected ({', '.join(map(str, expected))}) for {ids!r} into {target!r}"
@@ -97,13 +99,13 @@ class Scatter(OpKind):
         return [Result(target.sizes, target.dtype, target.strides, of=0, offset=target.offset)]
 
     def flops(self, op: Op) -> Flops:
-        """Count one addition for each element that is scattered."""
-        return Flops(pointwise=rules.points(op.operands[-1])) if self.mode == "add" else Flops()
+        """Count an addition, or a comparison, for each element that is scattered."""
+        return Flops() if self.mode == "set" else Flops(pointwise=rules.points(op.operands[-1]))
 
     def reads(self, op: Op) -> tuple[Poly, ...]:
-        """Return indices and updates, and what the result starts as: rows that are added to, or a copied target."""
+        """Return indices and updates, and what the result starts as: rows that are read first, or a copied target."""
         target, ids, updates = op.operands
-        rows = self._rows(op) if self.mode == "add" else ZERO
+        rows = ZERO if self.mode == "set" else self._rows(op)
         return (rows if self.inplace else rules.elements(target)), rules.elements(ids), rules.elements(updates)
 
     def writes(self, op: Op) -> tuple[Poly, ...]:
@@ -116,10 +118,9 @@ class Scatter(OpKind):
 
     def _rows(self, op: Op) -> Poly:
         """Return the elements of its target that it reaches: an expanded axis of indices is one row again."""
-        target, ids, _ = op.operands
-        if not self.along:
-            return rules.elements(ids) * prod(target.sizes[1:], start=ONE)
-        return prod(target.sizes[:-1], start=ids.sizes[-1] if ids.strides[-1] else ONE)
+        (target, ids, _), batch = op.operands, self.batch
+        found = distinct(ids.sizes[batch:], ids.strides[batch:])
+        return prod((*target.sizes[:batch], *target.sizes[batch + 1 :]), start=found)
 
 
 @register
@@ -141,15 +142,18 @@ class Arange(OpKind):
         return [Result((self.size,), self.dtype)]
 
 
-def gather(table: Tensor, ids: Tensor, *, name: str = "gather") -> Tensor:
+def gather(table: Tensor, ids: Tensor, *, batch: int = 0, name: str = "gather") -> Tensor:
     """Look up rows: `table[ids]`, shape of `ids` followed by that of a row.
 
     Parameters
     ----------
     table : Tensor
-        Rows along its first axis.
+        Rows along the axis behind those of the batch.
     ids : Tensor
         Indices of an integer format.
+    batch : int
+        How many leading axes table and indices have in common: with 1, each sequence of a batch picks among its own
+        positions, (B, T, D) by (B, K) to (B, K, D).
     name : str
         Name of the op.
 
@@ -160,8 +164,8 @@ def gather(table: Tensor, ids: Tensor, *, name: str = "gather") -> Tensor:
 
     Raises
     ------
-    ShapeError
-        If the indices are no integers.
+    GraphError, ShapeError
+        If the indices are no integers, or the axes of the batch differ.
 
     Examples
     --------
@@ -172,12 +176,26 @@ def gather(table: Tensor, ids: Tensor, *, name: str = "gather") -> Tensor:
     >>> cg.bytes_moved(g)
     8*B*D*S + 8*B*S
     """
-    return apply(Gather(mode="rows"), [table, ids], name)[0]
+    need_tensor("gather", table, ids)
+    return apply(Gather(batch=_batch("gather", batch)), [table, ids], name)[0]
+
+
+def _batch(place: str, batch: int) -> int:
+    if isinstance(batch, bool) or not isinstance(batch, int) or batch < 0:
+        raise GraphError(f"{place}: batch {batch!r}, expected a number of leading axes")
+    return batch
 
 
 def take_along(x: Tensor, ids: Tensor, *, name: str = "take_along") -> Tensor:
     """Pick elements along the last axis: `numpy.take_along_axis(x, ids, -1)`, as a loss picks its targets."""
-    return apply(Gather(mode="along"), [x, ids], name)[0]
+    need_tensor("take_along", x, ids)
+    return apply(Gather(batch=_last(x, ids)), [x, ids], name)[0]
+
+
+def _last(x: Tensor, ids: Tensor) -> int:
+    if x.ndim != ids.ndim or not x.ndim:
+        raise ShapeError(f"indices {ids!r} along {x!r}: expected the same axes except the last")
+    return x.ndim - 1
 
 
 def scatter(
@@ -187,25 +205,28 @@ def scatter(
     mode: str = "add",
     *,
     inplace: bool = True,
+    batch: int = 0,
     along: bool = False,
     name: str = "scatter",
 ) -> Tensor:
-    """Add rows to those of a target, or overwrite them: the reverse of `gather`.
+    """Add rows to those of a target, overwrite them, or keep the larger: the reverse of `gather`.
 
     Parameters
     ----------
     target : Tensor
-        Rows along its first axis.
+        Rows along the axis behind those of the batch.
     ids : Tensor
         Which row each update belongs to.
     updates : Tensor
-        Shape of `ids` followed by that of a row; with `along` that of `ids`.
+        Shape of `ids` followed by that of a row.
     mode : str
-        add (one FLOP for each element of the updates) or set (none).
+        add (one FLOP for each element of the updates), max (a comparison each) or set (none).
     inplace : bool
         Write into the target's storage; otherwise into a copy of it.
+    batch : int
+        How many leading axes target and indices have in common, as in `gather`.
     along : bool
-        Indices are positions along the last axis, as in `take_along`, and not rows.
+        Indices are positions along the last axis, as in `take_along`: the other axes are those of the batch.
     name : str
         Name of the op.
 
@@ -219,9 +240,11 @@ def scatter(
     GraphError, ShapeError
         If the mode is unknown, or shapes or formats do not fit.
     """
-    need_choice("scatter: mode", mode, ("add", "set"))
+    need_choice("scatter: mode", mode, ("add", "set", "max"))
     need_flag("scatter", inplace=inplace, along=along)
-    return apply(Scatter(mode=mode, inplace=inplace, along=along), [target, ids, updates], name)[0]
+    need_tensor("scatter", target, ids, updates)
+    kind = Scatter(mode=mode, inplace=inplace, batch=_last(target, ids) if along else _batch("scatter", batch))
+    return apply(kind, [target, ids, updates], name)[0]
 
 
 def arange(size: object, dtype: object = "int64", *, context: bool = False, name: str = "arange") -> Tensor:

@@ -1,4 +1,4 @@
-"""What variables of a program do to memory: a tensor that one still names is not given back."""
+"""Views that say something: what lives until here, and what a backward pass does not go through."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..graph.tensor import Tensor
 from . import rules
 from .registry import register
 
-__all__ = ["Keep", "keep"]
+__all__ = ["Keep", "StopGradient", "keep", "stop_gradient"]
 
 
 @register
@@ -30,6 +30,23 @@ class Keep(OpKind):
         if not operands:
             raise GraphError("keep of nothing, expected one operand at least")
         x = operands[0]
+        return [Result(x.sizes, x.dtype, x.strides, of=0, offset=x.offset, domain=x.domain)]
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class StopGradient(OpKind):
+    """A view of its operand through which no gradient passes."""
+
+    name = "stop_gradient"
+    restricted = True
+    passes_gradients = False
+    flops, reads, writes = rules.free, rules.nothing, rules.nothing
+
+    def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
+        """Return the operand."""
+        rules.need_operands(self, operands, 1)
+        (x,) = operands
         return [Result(x.sizes, x.dtype, x.strides, of=0, offset=x.offset, domain=x.domain)]
 
 
@@ -73,3 +90,41 @@ def keep(x: Tensor, *others: Tensor, name: str = "keep") -> Tensor:
     """
     need_tensor("keep", x, *others)
     return apply(Keep(), [x, *others], name)[0]
+
+
+def stop_gradient(x: Tensor, *, name: str = "stop_gradient") -> Tensor:
+    """Let no gradient pass: `x.detach()` in torch, `stop_gradient` in JAX.
+
+    Parameters
+    ----------
+    x : Tensor
+        What is a constant from here on.
+    name : str
+        Name of the op.
+
+    Returns
+    -------
+    Tensor
+        A view of `x`: no FLOPs and no bytes. Of what is computed from it alone, a backward pass computes nothing.
+
+    Raises
+    ------
+    GraphError
+        If it is no tensor.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> B, D, F = cg.dims("B D F")
+    >>> def step(target):
+    ...     with cg.Graph("g") as g:
+    ...         x = g.input("x", (B, D))
+    ...         y = cg.linear(x, "b d -> b f", f=F)
+    ...         d = y - target(cg.linear(x, "b d -> b f", f=F, name="teacher"))
+    ...         g.output(cg.reduce(d * d, "b f -> ", "mean"))
+    ...     return cg.matmul_flops(cg.backward(g))
+    >>> step(lambda t: t), step(cg.ops.stop_gradient)
+    (8*B*D*F, 6*B*D*F)
+    """
+    need_tensor("stop_gradient", x)
+    return apply(StopGradient(), [x], name)[0]

@@ -68,7 +68,7 @@ def _binary(function: str) -> None:
     OPERATORS[function] = operator
 
 
-for _function in ("add", "sub", "mul", "div", "pow"):
+for _function in ("add", "sub", "mul", "div", "pow", "less", "less_equal"):
     _binary(_function)
 OPERATORS["neg"] = lambda x: pointwise("neg", x)
 OPERATORS["matmul"] = matmul

@@ -22,6 +22,7 @@ from ..ops.grouped import (
     top_k,
 )  # fmt: skip
 from ..ops.index import gather, take_along
+from ..ops.ordering import Sort, sort
 from .meanings import meaning
 from .samples import sample
 from .sketch import Sketch
@@ -38,6 +39,18 @@ def _top_k(at: At[TopK]) -> None:
         found = sorted(range(last), key=values.__getitem__, reverse=True)  # of equal ones the first comes first
         at.tally.pointwise += last
         for j in range(at.of(at.kind.k)):
+            at.write(values[found[j]], *index, j)
+            at.write(found[j], *index, j, to=1)
+
+
+@meaning(Sort)
+def _sort(at: At[Sort]) -> None:
+    *lead, last = at.operands[0].array.shape
+    for index in product(*map(range, lead)):
+        values = [at.read(0, *index, i) for i in range(last)]
+        found = sorted(range(last), key=values.__getitem__, reverse=at.kind.descending)
+        at.tally.pointwise += last
+        for j in range(last):
             at.write(values[found[j]], *index, j)
             at.write(found[j], *index, j, to=1)
 
@@ -136,6 +149,13 @@ def _grouped_outer(at: At[GroupedOuter]) -> None:
 def _drawn_top_k(s: Sketch) -> Sequence[Tensor]:
     x = s.tensor(lambda t: t.ndim >= 1 and t.sizes[-1].constant is not None, (*s.shape(s.number(0, 2), 6), 3))
     values, ids = top_k(x, s.number(1, s.value(x.sizes[-1])))
+    return [values, take_along(x, ids)]  # of equal elements nothing says which comes first
+
+
+@sample(Sort)
+def _drawn_sort(s: Sketch) -> Sequence[Tensor]:
+    x = s.tensor(lambda t: t.ndim >= 1, (*s.shape(s.number(0, 2), 6), 3))
+    values, ids = sort(x, descending=s.chance(1))
     return [values, take_along(x, ids)]  # of equal elements nothing says which comes first
 
 

@@ -15,52 +15,56 @@ from .values import At, Point
 __all__: list[str] = []  # its functions are found in MEANINGS
 
 
-def _rows(at: At[Gather | Scatter], rows: int, *, along: bool) -> dict[Point, int]:
-    """Read every index once; those beyond the table wrap around. The same row twice is noted."""
-    table, ids = at.operands[:2]
-    found = {index: int(at.read(1, *index)) % rows for index in product(*map(range, ids.array.shape))}
+def _rows(at: At[Gather | Scatter]) -> dict[Point, Point]:
+    """Read every index once, for the row that it means; those beyond the table wrap around.
+
+    The same row twice is noted.
+    """
+    (table, ids), batch = at.operands[:2], at.kind.batch
+    many = table.array.shape[batch]
+    found = {index: (*index[:batch], int(at.read(1, *index)) % many) for index in product(*map(range, ids.array.shape))}
     looks: dict[int, set[int]] = {}
     for index, row in found.items():
-        where = (*index[:-1], row) if along else (row,) + (0,) * (table.array.ndim - 1)
-        looks.setdefault(table.address(where), set()).add(ids.address(index))
+        first = table.address(row + (0,) * (table.array.ndim - batch - 1))
+        looks.setdefault(first, set()).add(ids.address(index))
     at.repeats = at.repeats or any(len(cells) > 1 for cells in looks.values())
     return found
 
 
+def _rests(at: At[Gather | Scatter]) -> list[Point]:
+    return list(product(*map(range, at.operands[0].array.shape[at.kind.batch + 1 :])))
+
+
 @meaning(Gather)
 def _gather(at: At[Gather]) -> None:
-    table = at.operands[0].array
-    if at.kind.mode == "along":
-        for index, row in _rows(at, table.shape[-1], along=True).items():
-            at.write(at.read(0, *index[:-1], row), *index)
-        return
-    for index, row in _rows(at, table.shape[0], along=False).items():
-        for rest in product(*map(range, table.shape[1:])):
-            at.write(at.read(0, row, *rest), *index, *rest)
+    for index, row in _rows(at).items():
+        for rest in _rests(at):
+            at.write(at.read(0, *row, *rest), *index, *rest)
 
 
 @meaning(Scatter)
 def _scatter(at: At[Scatter]) -> None:
     target, _, updates = at.operands
-    add, along = at.kind.mode == "add", at.kind.along
     if at.kind.overwrites():
         at.made[0] = target
     else:
         for index in product(*map(range, target.array.shape)):
             at.write(at.read(0, *index), *index)
     result = at.result().array
-    rests = [()] if along else list(product(*map(range, target.array.shape[1:])))
-    for index, row in _rows(at, target.array.shape[-1 if along else 0], along=along).items():
-        for rest in rests:
-            x = at.number(2, *index, *rest)
-            to = (*index[:-1], row) if along else (row, *rest)
-            if not add:
+    for index, row in _rows(at).items():
+        for rest in _rests(at):
+            x, to = at.number(2, *index, *rest), (*row, *rest)
+            if at.kind.mode == "set":
                 at.write(x, *to)
                 continue
             if at.kind.overwrites():
                 at.read(0, *to)
-            at.write(x + result[to], *to)
-    assert updates.array.size or not add
+            if at.kind.mode == "add":
+                at.write(x + result[to], *to)
+            else:
+                at.tally.pointwise += 1
+                at.write(max(x.value, result[to]), *to)
+    assert updates.array.size or at.kind.mode == "set"
 
 
 # -- stated ------------------------------------------------------------------------------------------------------

@@ -216,30 +216,27 @@ def _rearrange(at: At[Rearrange]) -> None:
         _put(result, moved(x.array), moved(_held(x)))
 
 
+def _places(at: At[Gather | Scatter]) -> tuple[Array, ...]:
+    """Return where the row of each index is, as NumPy's advanced indexing has it."""
+    table, ids, batch = at.operands[0].array, at.operands[1].array, at.kind.batch
+    lead = np.indices(ids.shape)[:batch]
+    return (*lead, ids.astype(int) % table.shape[batch])
+
+
 def _gather(at: At[Gather]) -> Array:
-    table, ids = (v.array for v in at.operands)
-    if at.kind.mode == "along":
-        return np.take_along_axis(table, ids.astype(int) % table.shape[-1], -1)
-    return np.take(table, ids.astype(int), axis=0, mode="wrap")
+    found: Array = at.operands[0].array[_places(at)]
+    return found
 
 
 def _scatter(at: At[Scatter]) -> Array:
-    target, ids, updates = (v.array for v in at.operands)
+    target, _, updates = (v.array for v in at.operands)
     if at.kind.overwrites():
         at.made[0] = at.operands[0]
     out = np.array(target)
-    if at.kind.along:
-        places = (*np.indices(ids.shape)[:-1], ids.astype(int) % target.shape[-1])
-        if at.kind.mode == "add":
-            np.add.at(out, places, updates)
-        else:
-            out[places] = updates
-        return out
-    rows = ids.astype(int) % target.shape[0]
-    if at.kind.mode == "add":
-        np.add.at(out, rows, updates)
+    if at.kind.mode == "set":
+        out[_places(at)] = updates
     else:
-        out[rows] = updates
+        (np.add if at.kind.mode == "add" else np.maximum).at(out, _places(at), updates)
     return out
 
 

@@ -14,7 +14,7 @@ from ..graph.tensor import Tensor
 from ..nn.conv import pool
 from ..ops.aten import Aten
 from ..ops.contraction import Einsum
-from ..ops.index import Arange, Gather, Scatter, arange, gather, scatter, take_along
+from ..ops.index import Arange, Gather, Scatter, arange, gather, scatter
 from ..ops.layout import concat, contiguous_copy, expand, index, rearrange, reshape, slice_axis
 from ..ops.moves import Concat, Expand, Rearrange, Slice
 from ..ops.pointwise import FUNCTIONS, Pointwise, cast, pointwise
@@ -219,29 +219,30 @@ def _ids(s: Sketch, most: int, *lead: Any) -> Tensor:
     return s.fresh((*lead, *shape) if lead else shape, s.one_of(["int64", "int32"]), "input")
 
 
+def _indexed(s: Sketch) -> tuple[Tensor, Tensor, int]:
+    """Draw a table, indices and how many leading axes they have in common."""
+    x = s.tensor(lambda t: t.ndim >= 1 and s.elements(t) <= 36, s.shape(s.number(1, 3), 36))
+    batch = s.one_of([0, 0, x.ndim - 1, s.number(0, x.ndim - 1)])
+    if not batch:
+        return x, _ids(s, s.value(x.sizes[0])), 0
+    return x, s.fresh((*x.shape[:batch], s.number(1, s.value(x.sizes[batch]))), "int64", "input"), batch
+
+
 @sample(Gather)
 def _gather(s: Sketch) -> Sequence[Tensor]:
-    x = s.tensor(lambda t: t.ndim >= 1 and s.elements(t) <= 36, s.shape(s.number(1, 3), 36))
-    if s.chance(1):
-        return [gather(x, _ids(s, s.value(x.sizes[0])))]
-    ids = s.fresh((*x.shape[:-1], s.number(1, s.value(x.sizes[-1]))), "int64", "input")
-    return [take_along(x, ids)]
+    x, ids, batch = _indexed(s)
+    return [gather(x, ids, batch=batch)]
 
 
 @sample(Scatter)
 def _scatter(s: Sketch) -> Sequence[Tensor]:
-    x = s.tensor(lambda t: t.ndim >= 1 and s.elements(t) <= 36, s.shape(s.number(1, 3), 36))
-    along = s.chance(2)
-    if along:
-        ids = s.fresh((*x.shape[:-1], s.number(1, s.value(x.sizes[-1]))), "int64", "input")
-    else:
-        ids = _ids(s, s.value(x.sizes[0]))
-    updates = s.fresh(ids.shape if along else (*ids.shape, *x.shape[1:]), x.dtype.name)
+    x, ids, batch = _indexed(s)
+    updates = s.fresh((*ids.shape, *x.shape[batch + 1 :]), x.dtype.name)
     changes = s.may_change(x) and x.touched == x.numel and s.chance(1)
-    mode = s.one_of(["add", "set"])
-    if s.trained and not along and s.elements(ids) > s.value(x.sizes[0]):
-        mode = "add"  # of what is set twice, autograd has no gradient
-    return [scatter(x, ids, updates, mode, inplace=changes, along=along)]
+    mode = s.one_of(["add", "set", "max"])
+    if s.trained and ((mode == "set" and s.elements(ids) > s.value(x.sizes[0])) or (mode == "max" and changes)):
+        mode = "add"  # of what is set twice, autograd has no gradient, and a maximum in place leaves none
+    return [scatter(x, ids, updates, mode, inplace=changes, batch=batch)]
 
 
 @sample(Arange)

@@ -10,7 +10,7 @@ import numpy as np
 from ..graph.graph import apply
 from ..graph.tensor import Tensor
 from ..ops.fill import fill
-from ..ops.keep import Keep, keep
+from ..ops.keep import Keep, StopGradient, keep, stop_gradient
 from ..ops.updates import FusedUpdate, Unscale, ZeroGrad
 from ..optimizers.adaptive import Adam
 from ..optimizers.fused import fused_update
@@ -66,6 +66,16 @@ def _changeable(s: Sketch) -> Tensor:
 @meaning(Keep)
 def _keep(at: At[Keep]) -> None:
     at.view(np.asarray)
+
+
+@meaning(StopGradient)
+def _stop(at: At[StopGradient]) -> None:
+    at.view(np.asarray)
+
+
+@sample(StopGradient)
+def _drawn_stop(s: Sketch) -> Sequence[Tensor]:
+    return [stop_gradient(s.tensor())]
 
 
 @sample(Keep)

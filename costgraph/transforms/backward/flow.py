@@ -17,7 +17,7 @@ def active_in(ops: Iterable[Op], start: Iterable[Tensor]) -> set[Tensor]:
     for op in ops:
         if op.body is not None and op.loop is not None:
             _active_carries(op, active)
-        elif any(t in active for t in op.operands):
+        elif op.kind.passes_gradients and any(t in active for t in op.operands):
             active.update(t for t in op.results if t.dtype.kind == "float")
     return active
 

@@ -142,4 +142,4 @@ def _over_the_batch(body: Graph) -> bool:
 
 
 def _inner(op: Op) -> str:
-    return op.kind.mode if isinstance(op.kind, Gather) else word(op)
+    return ("along" if op.kind.batch else "rows") if isinstance(op.kind, Gather) else word(op)

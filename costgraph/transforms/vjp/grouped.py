@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from ...graph.graph import apply
 from ...graph.tensor import Tensor
@@ -10,6 +11,7 @@ from ...ops.fill import fill
 from ...ops.grouped import Grouped, GroupedOuter, TopK, grouped_outer
 from ...ops.index import scatter
 from ...ops.layout import rearrange
+from ...ops.ordering import Sort
 from ...ops.pointwise import cast
 from .table import Pull, vjp
 
@@ -17,13 +19,16 @@ __all__: list[str] = []  # its rules are found in RULES
 
 
 @vjp(TopK)
-def _top_k(pull: Pull[TopK]) -> Sequence[Tensor | None]:
+def _top_k(pull: Pull[Any]) -> Sequence[Tensor | None]:
     """Put the gradients of the values where they were found, as torch's `value_selecting_reduction_backward`."""
     g, op = pull.grads[0], pull.op
     if g is None or not pull.needs[0]:
         return [None]
     (x,) = op.operands
     return [scatter(fill(x.sizes, 0, x.dtype), pull.saved(op.results[1]), g, "add", along=True)]
+
+
+vjp(Sort)(_top_k)
 
 
 @vjp(Grouped)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ...errors import UnsupportedError
 from ...graph.tensor import Tensor
 from ...ops.fill import fill
-from ...ops.index import Gather, Scatter, gather, scatter, take_along
+from ...ops.index import Gather, Scatter, gather, scatter
+from ...ops.pointwise import cast, pointwise
 from .common import expanded
 from .table import Pull, vjp
 
@@ -20,7 +22,7 @@ def _gather(pull: Pull[Gather]) -> Sequence[Tensor | None]:
     if g is None or not pull.needs[0]:
         return [None, None]
     zeros = fill(table.sizes, 0, table.dtype)
-    return [scatter(zeros, pull.saved(ids), g, "add", along=pull.kind.mode == "along"), None]
+    return [scatter(zeros, pull.saved(ids), g, "add", batch=pull.kind.batch), None]
 
 
 @vjp(Scatter)
@@ -28,10 +30,27 @@ def _scatter(pull: Pull[Scatter]) -> Sequence[Tensor | None]:
     """Look up what the updates got; of rows that were overwritten the target has no gradient."""
     (g,), (_, ids, updates) = pull.grads, pull.op.operands
     assert g is not None
-    along = pull.kind.along
+    batch = pull.kind.batch
+    if pull.kind.mode == "max":
+        return _largest(pull, g)
     target = g if pull.needs[0] else None
     if target is not None and pull.kind.mode == "set":
         zeros = expanded(fill((), 0, updates.dtype), updates.sizes, (None,) * updates.ndim)
-        target = scatter(g, pull.saved(ids), zeros, "set", inplace=False, along=along)
-    look = take_along if along else gather
-    return [target, None, look(g, pull.saved(ids)) if pull.needs[2] else None]
+        target = scatter(g, pull.saved(ids), zeros, "set", inplace=False, batch=batch)
+    return [target, None, gather(g, pull.saved(ids), batch=batch) if pull.needs[2] else None]
+
+
+def _largest(pull: Pull[Scatter], g: Tensor) -> Sequence[Tensor | None]:
+    """Share the gradient among what is as large as the result, as torch's `scatter_reduce_backward` of amax."""
+    batch, (target, ids, updates) = pull.kind.batch, pull.op.operands
+    if pull.kind.inplace:
+        raise UnsupportedError(
+            f"backward of {pull.op.name!r}: a maximum in place leaves nothing of its target, expected inplace=False"
+        )
+    rows, result = pull.saved(ids), pull.saved(pull.op.results[0])
+    own = pointwise("eq", pull.saved(target), result)
+    theirs = pointwise("eq", pull.saved(updates), gather(result, rows, batch=batch))
+    count = scatter(cast(own, g.dtype), rows, cast(theirs, g.dtype), "add", batch=batch)
+    each = pointwise("div", g, count)
+    made = pointwise("mul", each, own) if pull.needs[0] else None
+    return [made, None, pointwise("mul", gather(each, rows, batch=batch), theirs) if pull.needs[2] else None]

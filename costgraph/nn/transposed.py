@@ -1,0 +1,164 @@
+"""Transposed convolution: each element is spread over a window, and what lands on one place is added up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from ..algebra.polynomial import Poly, poly
+from ..algebra.symbols import shown
+from ..errors import PatternError, ShapeError
+from ..graph.arguments import need_flag, need_tensor, positive
+from ..graph.graph import apply, current_graph
+from ..graph.scopes import module
+from ..graph.tensor import Tensor
+from ..notation.door import READ
+from ..notation.pattern import Affine, Axes, Pattern, PatternText, parse_pattern
+from ..ops.blocks import fused
+from ..ops.contraction import Einsum
+from ..ops.layout import reshape
+
+__all__ = ["conv_transpose"]
+
+#: One number for all axes of a window, or one for each.
+_Extents = Annotated[int | Sequence[int], READ]
+
+
+def conv_transpose(
+    x: Tensor,
+    pattern: PatternText,
+    /,
+    *,
+    window: _Extents,
+    stride: _Extents = 1,
+    padding: _Extents = 0,
+    output_padding: _Extents = 0,
+    dilation: _Extents = 1,
+    groups: object = 1,
+    bias: bool = False,
+    name: str = "conv_transpose",
+    **sizes: object,
+) -> Tensor:
+    """Convolve the other way round: the map that the gradient of a convolution is, as in decoders of images.
+
+    Parameters
+    ----------
+    x : Tensor
+        Batch and channels first, the axes that the window slides over last.
+    pattern : str
+        Axes before and after, as in `conv`: `"b c h w -> b o h w"`.
+    window : int or sequence of int
+        Size of the window along each sliding axis; an integer is for all of them.
+    stride, padding, output_padding, dilation : int or sequence of int
+        As in torch.nn.ConvTranspose2d: an axis of n becomes `(n - 1)*stride - 2*padding + dilation*(window - 1) +
+        output_padding + 1`.
+    groups : sympy.Expr or int
+        Groups of channels that do not mix.
+    bias : bool
+        Add a parameter of the output channels, in the same kernel.
+    name : str
+        Scope of the parameters and of the op.
+    **sizes : sympy.Expr or int
+        Size of the output channel.
+
+    Returns
+    -------
+    Tensor
+        FLOPs: 2 * input points * window * input channels of a group * output channels, what falls on padding included.
+
+    Raises
+    ------
+    PatternError, ShapeError
+        If the pattern or a size does not fit.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> B, C, H, O = cg.dims("B C H O")
+    >>> with cg.Graph("g") as g:
+    ...     x = g.input("x", (B, C, H))
+    ...     y = cg.nn.conv_transpose(x, "b c h -> b o h", window=4, stride=2, padding=1, o=O)
+    >>> y.shape, cg.matmul_flops(g)
+    ((B, O, 2*H), 8*B*C*H*O)
+    """
+    need_tensor("conv_transpose", x)
+    need_flag("conv_transpose", bias=bias)
+    graph = current_graph(x.graph)
+    x = graph.adopt(x)
+    place, new = _channels(x, pattern)
+    spans = _each(window, x.ndim - place - 1, "window", 1)
+    if set(sizes) != {new}:
+        raise ShapeError(f"conv_transpose {name!r}: sizes given for {sorted(sizes)}, expected {new}=...")
+    many = positive(f"conv_transpose {name!r}: groups", groups)
+    channels, made = x.sizes[place], positive(f"conv_transpose {name!r}: size of {new!r}", sizes[new])
+    indices, out = _spread(x, spans, stride, padding, output_padding, dilation)
+    kind = Einsum(
+        pattern=_contraction(place, indices),
+        extents={
+            **{f"n{i}": size for i, size in enumerate(x.sizes[:place])},
+            "g": many,
+            "c": channels / many,
+            "o": made / many,
+            **{f"o{i}": size for i, size in enumerate(x.sizes[place + 1 :])},
+            **{f"w{i}": poly(w) for i, w in enumerate(spans)},
+        },
+        dtype=x.dtype,
+        sizes=(*x.sizes[:place], made, *out),
+    )
+
+    def product(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return apply(kind, [x, w], "conv_transpose")[0] + reshape(b, (made, *(1,) * len(spans)))
+
+    with module(graph, name):
+        weight = graph.param("weight", (channels, made / many, *spans))
+        if not bias:
+            return apply(kind, [x, weight], "conv_transpose")[0]
+        y = fused("conv_transpose", product, x, weight, graph.param("bias", (made,)), backward="ops")
+        return y if isinstance(y, Tensor) else y[0]
+
+
+def _each(value: object, rank: int, what: str, least: int) -> tuple[int, ...]:
+    values: tuple[Any, ...] = tuple(value) if isinstance(value, list | tuple) else (value,) * rank
+    if len(values) != rank or any(isinstance(v, bool) or not isinstance(v, int) or v < least for v in values):
+        raise ShapeError(f"{what}={shown(value)}: expected an integer of at least {least}, or {rank} of them")
+    return values
+
+
+def _channels(x: Tensor, pattern: PatternText) -> tuple[int, str]:
+    """Return the place of the channels, and the name of those that come out."""
+    parsed = parse_pattern(pattern, (x.ndim,))
+    plain = all(isinstance(a, Axes) and len(a.names) == 1 for a in (*parsed.operands[0], *parsed.result))
+    before, after = parsed.operand_names(0), parsed.result_names
+    changed = [i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b]
+    if not plain or len(before) != len(after) or len(changed) != 1 or changed[0] + 1 >= x.ndim:
+        raise PatternError(
+            f"conv_transpose {pattern!r}: expected one other name, with the axes of the window behind it"
+        )
+    return changed[0], after[changed[0]]
+
+
+def _spread(
+    x: Tensor, spans: tuple[int, ...], stride: object, padding: object, more: object, dilation: object
+) -> tuple[list[Affine], list[Poly]]:
+    """Return where each element of a window lands on the last axes, and their sizes."""
+    rank = len(spans)
+    steps, gaps = _each(stride, rank, "stride", 1), _each(dilation, rank, "dilation", 1)
+    pads, rests = _each(padding, rank, "padding", 0), _each(more, rank, "output_padding", 0)
+    indices, sizes = [], []
+    for i, (n, w) in enumerate(zip(x.sizes[x.ndim - rank :], spans, strict=True)):
+        if rests[i] >= max(steps[i], gaps[i]):
+            raise ShapeError(f"output_padding={more!r}: expected less than the stride or the dilation")
+        size = (n - 1) * steps[i] - 2 * pads[i] + gaps[i] * (w - 1) + rests[i] + 1
+        if size.constant is not None and size.constant < 1:
+            raise ShapeError(f"padding={padding!r} leaves {size} positions of axis {i + x.ndim - rank} of {x!r}")
+        indices.append(Affine(((f"o{i}", steps[i]), (f"w{i}", gaps[i])), -pads[i]))
+        sizes.append(size)
+    return indices, sizes
+
+
+def _contraction(place: int, indices: list[Affine]) -> Pattern:
+    lead = tuple(Axes((f"n{i}",)) for i in range(place))
+    points = tuple(Axes((f"o{i}",)) for i in range(len(indices)))
+    window = tuple(Axes((f"w{i}",)) for i in range(len(indices)))
+    inputs, outputs = Axes(("g", "c")), Axes(("g", "o"))
+    return Pattern(((*lead, inputs, *points), (inputs, Axes(("o",)), *window)), (*lead, outputs, *indices))
