@@ -186,10 +186,6 @@ class Op(Node):
         """Bytes that it needs while it runs, beside operands and results."""
         return self.kind.workspace if isinstance(self.kind, Working) else ZERO
 
-    @property
-    def attrs(self) -> Any:
-        return _Attrs(self.kind)
-
     def state(self, **facts: Any) -> None:
         """Take a record with other facts in place of the op's own."""
         before = self.kind
@@ -198,12 +194,3 @@ class Op(Node):
 
     def __repr__(self) -> str:
         return f"{self.name}[{self.kind.name}]"
-
-
-class _Attrs(dict[str, Any]):
-    def __init__(self, kind: OpKind) -> None:
-        super().__init__(kind.stated())
-        self.kind = kind
-
-    def __missing__(self, name: str) -> Any:
-        return getattr(self.kind, name)

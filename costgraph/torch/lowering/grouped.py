@@ -8,6 +8,7 @@ import torch
 
 from ...graph.op import OpKind
 from ...ops.grouped import Dispatch, Grouped, GroupedOuter, TopK
+from ...ops.ordering import Sort
 from .functions import item
 from .site import Site
 from .table import lowering
@@ -18,6 +19,13 @@ __all__: list[str] = []  # its lowerings are found in LOWERINGS
 @lowering(TopK)
 def _top_k(site: Site[TopK]) -> None:
     made = site.call(torch.topk, site.operands[0], site.of(site.kind.k), -1)
+    for i in (0, 1):
+        site.settle(site.call(item, made, i), i)
+
+
+@lowering(Sort)
+def _sort(site: Site[Sort]) -> None:
+    made = site.call(torch.sort, site.operands[0], -1, site.kind.descending)
     for i in (0, 1):
         site.settle(site.call(item, made, i), i)
 

@@ -14,8 +14,8 @@ from ...graph.tensor import Tensor
 from ...ops.cached import Append, Cache
 from ...ops.fill import Assign, Fill
 from ...ops.grouped import Dispatch, TopK
-from ...ops.index import Arange, Gather, Scatter
-from ...ops.keep import Keep
+from ...ops.index import Arange, Gather, Indexed
+from ...ops.keep import Keep, StopGradient
 from ...ops.moves import Concat, Expand, Rearrange, Slice
 from ...ops.pointwise import Pointwise
 from ...ops.reduce import Reduce
@@ -26,7 +26,21 @@ from .emitter import Numbers
 __all__ = ["Indices"]
 
 #: Kinds that hand their operands' numbers on.
-_MOVES = Rearrange | Slice | Expand | Concat | Keep | Cache | Append | Transfer | Collective | Gather | Stacked | Assign
+_MOVES = (
+    Rearrange
+    | Slice
+    | Expand
+    | Concat
+    | Keep
+    | StopGradient
+    | Cache
+    | Append
+    | Transfer
+    | Collective
+    | Gather
+    | Stacked
+    | Assign
+)
 
 
 @dataclass(frozen=True)
@@ -75,9 +89,8 @@ class Indices:
         return self._of(t).below <= rows
 
     def _rows(self, op: Op) -> int:
-        kind = op.kind
-        along = kind.mode == "along" if isinstance(kind, Gather) else isinstance(kind, Scatter) and kind.along
-        return self._numbers(op.operands[0].sizes[-1 if along else 0])
+        assert isinstance(op.kind, Indexed)
+        return self._numbers(op.operands[0].sizes[op.kind.batch])
 
     def _follow(self, graph: Graph) -> None:
         for t in graph.tensors:
@@ -88,7 +101,7 @@ class Indices:
                 for source in self._of(op.operands[0]).sources:
                     most = self._numbers(op.kind.experts)
                     self._limits[source] = min(self._limits.get(source, most), most)
-            if isinstance(op.kind, Gather | Scatter):
+            if isinstance(op.kind, Indexed):
                 for source in self._of(op.operands[1]).sources:
                     self._limits[source] = min(self._limits.get(source, self._rows(op)), self._rows(op))
             if op.body is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
@@ -28,35 +29,49 @@ def along(table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 @lowering(Gather)
 def _gather(site: Site[Gather]) -> None:
-    table, sizes = site.operands[0], site.sizes(site.op.operands[0])
-    if site.kind.mode == "along":
-        ids = _ids(site, sizes[-1])
+    table, sizes, batch = site.operands[0], site.sizes(site.op.operands[0]), site.kind.batch
+    ids = _ids(site, sizes[batch])
+    if batch and batch == len(sizes) - 1 == len(site.sizes(site.op.operands[1])) - 1:
         if site.shadow(ids).dtype == torch.int64:
             site.own(torch.gather, table, -1, ids)
         else:
             site.own(along, table, ids)
         return
-    ids = _ids(site, sizes[0])
-    if len(sizes) == 2 and site.shadow(ids).dtype in (torch.int32, torch.int64):
+    if not batch and len(sizes) == 2 and site.shadow(ids).dtype in (torch.int32, torch.int64):
         site.own(torch.embedding, table, ids)
         return
-    ids = site.cast(ids, torch.int64)
-    flat = site.shaped(ids, (site.shadow(ids).numel(),))
-    site.own(torch.index_select, table, 0, flat, shape=(site.shadow(flat).numel(), *sizes[1:]))
+    flat, count = _flat(site, site.cast(ids, torch.int64), sizes)
+    shape = (*sizes[:batch], count, *sizes[batch + 1 :])
+    if batch:
+        site.own(torch.gather, table, batch, site.call(torch.Tensor.expand, flat, shape), shape=shape)
+    else:
+        site.own(torch.index_select, table, 0, flat, shape=shape)
+
+
+def _flat(site: Site[Gather | Scatter], ids: Any, sizes: tuple[int, ...]) -> tuple[Any, int]:
+    """Return the indices with one axis behind those of the batch, and one of size 1 for each of a row, and how many."""
+    batch = site.kind.batch
+    count = prod(site.sizes(site.op.operands[1])[batch:])
+    rest = (1,) * (len(sizes) - batch - 1) if batch else ()
+    return site.shaped(ids, (*sizes[:batch], count, *rest)), count
+
+
+#: What torch calls on rows of a whole table, and on those behind the axes of a batch.
+_ROWS = {"add": torch.Tensor.index_add_, "set": torch.Tensor.index_copy_, "max": torch.Tensor.index_reduce_}
+_ALONG = {"add": torch.Tensor.scatter_add_, "set": torch.Tensor.scatter_, "max": torch.Tensor.scatter_reduce_}
 
 
 @lowering(Scatter)
 def _scatter(site: Site[Scatter]) -> None:
     target, _, updates = site.operands
-    sizes, last = site.sizes(site.op.operands[0]), site.kind.along
-    ids = site.cast(_ids(site, sizes[-1 if last else 0]), torch.int64)
+    sizes, batch, mode = site.sizes(site.op.operands[0]), site.kind.batch, site.kind.mode
+    places, count = _flat(site, site.cast(_ids(site, sizes[batch]), torch.int64), sizes)
     if not site.kind.overwrites():
         site.own(torch.clone, target)
         target = site.made[0]
-    add = site.kind.mode == "add"
-    if last:
-        site.alias(site.call(torch.Tensor.scatter_add_ if add else torch.Tensor.scatter_, target, -1, ids, updates))
-        return
-    count = site.shadow(ids).numel()
-    flat, rows = site.shaped(ids, (count,)), site.shaped(updates, (count, *sizes[1:]))
-    site.alias(site.call(torch.Tensor.index_add_ if add else torch.Tensor.index_copy_, target, 0, flat, rows))
+    shape = (*sizes[:batch], count, *sizes[batch + 1 :])
+    if batch:
+        places = site.call(torch.Tensor.expand, places, shape)
+    how = ("amax",) if mode == "max" else ()
+    function = (_ALONG if batch else _ROWS)[mode]
+    site.alias(site.call(function, target, batch, places, site.shaped(updates, shape), *how))

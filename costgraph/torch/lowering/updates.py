@@ -9,7 +9,7 @@ import torch
 
 from ...errors import UnsupportedError
 from ...ops.cached import Append, Cache
-from ...ops.keep import Keep
+from ...ops.keep import Keep, StopGradient
 from ...ops.pieces import Accumulate
 from ...ops.updates import FusedUpdate, Unscale, ZeroGrad
 from .elementwise import chosen
@@ -27,6 +27,11 @@ _PIECE = 1 << 16
 @lowering(Accumulate)
 def _accumulate(site: Site[Accumulate]) -> None:
     site.alias(site.call(torch.Tensor.add_, *site.operands))
+
+
+@lowering(StopGradient)
+def _stop(site: Site[StopGradient]) -> None:
+    site.alias(site.call(torch.Tensor.detach, site.operands[0]))
 
 
 @lowering(Keep)

@@ -11,7 +11,6 @@ from ...ops.fill import fill
 from ...ops.grouped import Grouped, GroupedOuter, TopK, grouped_outer
 from ...ops.index import scatter
 from ...ops.layout import rearrange
-from ...ops.ordering import Sort
 from ...ops.pointwise import cast
 from .table import Pull, vjp
 
@@ -26,9 +25,6 @@ def _top_k(pull: Pull[Any]) -> Sequence[Tensor | None]:
         return [None]
     (x,) = op.operands
     return [scatter(fill(x.sizes, 0, x.dtype), pull.saved(op.results[1]), g, "add", along=True)]
-
-
-vjp(Sort)(_top_k)
 
 
 @vjp(Grouped)
