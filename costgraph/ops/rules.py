@@ -12,12 +12,13 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from ..algebra.extremum import at_least_zero, smaller
-from ..algebra.polynomial import ONE, ZERO, Poly, poly
+from ..algebra.polynomial import ONE, ZERO, Poly, Rational, poly
 from ..errors import UnsupportedError
 from ..graph.op import Op
 from ..graph.strides import distinct, windows_along
 from ..graph.tensor import Tensor
 from ..notation.pattern import Affine, Pattern
+from .functions import Function
 from .reach import elements_read, larger, points, reached
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Flops",
     "all_results",
+    "applied",
     "elements",
     "free",
     "in_the_body",
@@ -51,9 +53,9 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Flops:
-    """FLOPs by the unit of the hardware that does them."""
+    """FLOPs by the unit of the hardware that does them: formulas, and numbers where they are counted."""
 
     matmul: Poly = ZERO
     """multiplies and adds of contractions, as executed"""
@@ -66,7 +68,23 @@ class Flops:
 
     def __post_init__(self) -> None:
         if self.full is None:
-            object.__setattr__(self, "full", self.matmul)
+            self.full = self.matmul
+
+    def __add__(self, other: Flops) -> Flops:
+        return Flops(
+            self.matmul + other.matmul,
+            self.full + other.full,
+            self.pointwise + other.pointwise,
+            self.transcendental + other.transcendental,
+        )
+
+    def __mul__(self, times: Poly | Rational) -> Flops:
+        return Flops(self.matmul * times, self.full * times, self.pointwise * times, self.transcendental * times)
+
+    def by_kind(self, count: str = "executed") -> dict[str, Poly]:
+        """Return them by kind; those of contractions as executed, or with every domain ignored."""
+        matmul = self.full if count == "full" else self.matmul
+        return {"matmul": matmul, "pointwise": self.pointwise, "transcendental": self.transcendental}
 
 
 # -- index points ------------------------------------------------------------------------------------------------
@@ -133,11 +151,17 @@ def multiply_add(op: Op) -> Flops:
     return Flops(pointwise=executed)
 
 
+def applied(count: Poly, *functions: Function) -> Flops:
+    """Return what the table says of functions that are applied one after another at each of some points."""
+    return Flops(
+        pointwise=count * sum(f.flops for f in functions),
+        transcendental=count * sum(f.transcendentals for f in functions),
+    )
+
+
 def per_element(op: Op) -> Flops:
     """Count what the table of functions says for each index point of the result."""
-    function = op.attrs["function"]
-    count = points(op.results[0])
-    return Flops(pointwise=count * function.flops, transcendental=count * function.transcendentals)
+    return applied(points(op.results[0]), op.attrs["function"])
 
 
 def per_element_reduced(op: Op) -> Flops:

@@ -104,12 +104,7 @@ def _is_step(step: object, registers: int) -> bool:
 
 
 def _flops(op: Op) -> Flops:
-    count = rules.points(op.operands[0])
-    functions = [step[0] for step in op.attrs["steps"]]
-    return Flops(
-        pointwise=count * sum(f.flops for f in functions),
-        transcendental=count * sum(f.transcendentals for f in functions),
-    )
+    return rules.applied(rules.points(op.operands[0]), *(step[0] for step in op.attrs["steps"]))
 
 
 FUSED_UPDATE = register(OpKind("fused_update", _infer, flops=_flops, reads=rules.whole, writes=rules.all_results))

@@ -21,7 +21,7 @@ from ..graph.op import Op
 from ..graph.sizes import bindings, known_names
 from ..graph.tensor import Storage, Tensor
 from ..transforms.rewrite import members
-from .arithmetic import Tally
+from .arithmetic import tally
 from .meanings import MEANINGS, Meaning
 from .replay import Event, peak_of
 from .values import Array, At, Buffer, Sizes, Value, storage_bytes
@@ -33,7 +33,7 @@ __all__ = ["Counted", "Run", "run"]
 class Counted:
     """What one op did, in all of its iterations together."""
 
-    tally: Tally = field(default_factory=Tally)
+    tally: Any = field(default_factory=tally)
     """FLOPs by kind"""
     read: Any = 0
     """bytes of the different elements that each execution read"""

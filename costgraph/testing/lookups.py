@@ -5,7 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 from itertools import product
 
-from .arithmetic import Number, Tally
+from .arithmetic import Number, tally
 from .meanings import meaning
 from .values import At, Point
 
@@ -70,7 +70,7 @@ def _scatter(at: At) -> None:
 def _opaque(at: At) -> None:
     """Take what is stated for true: nothing says what the op does."""
     matmul, pointwise, transcendental = (at.attr(k) for k in ("matmul", "pointwise", "transcendental"))
-    at.tally = Tally(matmul, at.attr("full", matmul), pointwise, transcendental)
+    at.tally = tally(matmul, at.attr("full", matmul), pointwise, transcendental)
     shared = {t.storage for t in at.op.operands}
     for i in (i for i, t in enumerate(at.op.results) if t.storage not in shared):
         for index in product(*map(range, at.result(i).array.shape)):
@@ -91,7 +91,7 @@ def _collective(at: At) -> None:
     additions = 0
     first = at.result().array.shape[0] if at.result().array.ndim else 1
     for index in product(*map(range, x.array.shape)):
-        total = Number(at.read(0, *index), Tally())
+        total = Number(at.read(0, *index), tally())
         if name in ("all_reduce", "reduce_scatter"):
             for _ in range(ranks - 1):
                 total = total + x.array[index]

@@ -11,7 +11,7 @@ import numpy as np
 from ..errors import GraphError, UnsupportedError
 from ..notation.pattern import Affine, Axes, Pattern
 from ..ops.registry import adding
-from .arithmetic import FUNCTIONS, Number, Tally
+from .arithmetic import FUNCTIONS, Number, tally
 from .values import At, Point, Value, sees
 
 __all__ = ["MEANINGS", "Meaning", "meaning"]
@@ -96,7 +96,7 @@ def _einsum(at: At) -> None:
         _fill_unreached(at)
     if "orders" in at.op.attrs:
         cheapest = _cheapest([set(_names(d)) for d in pattern.operands], set(pattern.result_names), extents)
-        at.tally = Tally(cheapest, cheapest) if summed else Tally(pointwise=cheapest)
+        at.tally = tally(cheapest, cheapest) if summed else tally(pointwise=cheapest)
 
 
 def _fill_unreached(at: At) -> None:

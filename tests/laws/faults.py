@@ -61,10 +61,6 @@ def broken(found: Fault):
         object.__setattr__(owner, name, right) if owner in KINDS.values() else setattr(owner, name, right)
 
 
-def scaled(flops, factor):
-    return Flops(flops.matmul * factor, flops.full * factor, flops.pointwise * factor, flops.transcendental * factor)
-
-
 def extents_without_last(op):
     extents = dict(list(op.attrs["extents"].items())[:-1])
     return prod(extents.values(), start=ONE)
