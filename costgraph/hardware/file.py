@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -92,6 +91,8 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def _parsed(path: Path) -> dict[str, Any]:
+    import tomllib  # most programs read no device
+
     text = read_text(path, str(path), _MOST_BYTES, "the TOML file of one device", SpecError)
     try:
         if max(line.count(".") for line in text.split("\n")) > _MOST_DOTS:
