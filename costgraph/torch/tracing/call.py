@@ -84,7 +84,7 @@ def _specs(values: Any) -> Iterator[Spec]:
 
 @dataclass
 class Counts(Flops):
-    """What one call costs."""
+    """What one call costs: `costgraph.ops.rules.Flops`, and bytes where they are not those of whole tensors."""
 
     reads: Sequence[Poly] | None = None
     """bytes read of each tensor argument, as `Call.operands` lists them, None for each of them whole"""
