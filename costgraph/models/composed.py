@@ -33,7 +33,7 @@ class Kernels:
         return x
 
     def add(self, x: cg.Tensor, made: cg.Tensor, given: cg.Tensor) -> cg.Tensor:
-        """Return a residual stream and what half of a layer, given a tensor, adds to it."""
+        """Return a residual stream and what a part of a layer, given a tensor, adds to it."""
         return x + made
 
     def left(self, y: cg.Tensor, x: cg.Tensor) -> cg.Tensor:
@@ -91,8 +91,8 @@ class Composed(Kernels):
     softmax : str
         Format of the softmax, that of the scores by default.
     renamed : bool
-        Whether what a half of a layer makes gets a name of its own, so that both what it was given and what it made
-        are named longer than the half runs.
+        Whether what a part of a layer makes gets a name of its own, so that both what it was given and what it made
+        are named longer than the part runs.
     """
 
     def __init__(self, dtype: str, softmax: str = "", *, renamed: bool) -> None:
@@ -113,7 +113,7 @@ class Composed(Kernels):
         return cg.ops.keep(x, *others)
 
     def add(self, x: cg.Tensor, made: cg.Tensor, given: cg.Tensor) -> cg.Tensor:
-        """Add, while what the half was given lives until it returns or, with a name of its own, for longer."""
+        """Add, while what the part was given lives until it returns or, with a name of its own, for longer."""
         if not self._renamed:
             return x + cg.ops.keep(made, given)
         self._of_layer.append(made)

@@ -13,8 +13,9 @@ from typing import Any
 
 import costgraph as cg
 
+from .blocks import Tables, block, gated, mixed
 from .config import Config
-from .decoder import Block, Tables, decoder, gated, mixed
+from .decoder import decoder
 from .family import Family, Preset
 
 
@@ -55,8 +56,8 @@ def deepseek(
             cg.nn.latent_attention, heads=H, latent=C, nope=Kn, rotated=Kr, value=Kv, rope=rope,
             query_latent=Cq if query_latent else None, absorbed=absorbed, kernel=attention, bias=bias, p=dropout,
         )  # fmt: skip
-        x = cg.repeat(Ld, Block(mixer, gated("silu")), x, name="dense_layers") if dense else x
-        return cg.repeat(L - Ld if dense else L, Block(mixer, channels, ("attention", "moe")), x, name="layers")
+        x = cg.repeat(Ld, block(attention=mixer, mlp=gated("silu")), x, name="dense_layers") if dense else x
+        return cg.repeat(L - Ld if dense else L, block(attention=mixer, moe=channels), x, name="layers")
 
     return decoder(name, dtype, stack, rope=Kr, tied=tied, assume=())
 

@@ -11,8 +11,9 @@ from typing import Literal
 
 import costgraph as cg
 
+from .blocks import Tables, block, dropped
 from .config import Config
-from .decoder import Block, Tables, decoder
+from .decoder import decoder
 from .family import Family, Preset
 
 
@@ -45,8 +46,8 @@ def falcon(
             z = cg.layer_norm(x, name="mlp/norm") if norms == 2 else y
             return x + cg.dropout(channels(z) + mixer(y), dropout)
 
-        block = side_by_side if parallel else Block(mixer, channels, norm=cg.layer_norm, p=dropout)
-        return cg.repeat(L, block, x, name="layers")
+        one_by_one = block(attention=dropped(mixer, dropout), mlp=dropped(channels, dropout), norm=cg.layer_norm)
+        return cg.repeat(L, side_by_side if parallel else one_by_one, x, name="layers")
 
     return decoder(name, dtype, stack, rope=D / H, norm=cg.layer_norm, tied=tied)
 

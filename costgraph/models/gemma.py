@@ -12,8 +12,9 @@ from typing import Literal
 
 import costgraph as cg
 
+from .blocks import attending, block, gated
 from .config import Config
-from .decoder import Block, attending, decoder, gated
+from .decoder import decoder
 from .family import Family, Preset
 
 
@@ -35,6 +36,7 @@ def gemma(
 ) -> cg.Graph:
     """Declare Gemma: tokens (B, S) to logits (B, S, V); `kinds` of layers see the last W positions or all of them."""
     S, K, L, W = cg.dims("S K L W")
+    mlp = gated(activation)
 
     def stack(x: cg.Tensor) -> cg.Tensor:
         x = cg.ops.pointwise("mul", x, 1.0, name="scale")  # by the root of D
@@ -43,7 +45,7 @@ def gemma(
         ropes = [cg.nn.rotary_tables(cg.ops.arange(S), K) for _ in range(2 if two else 1)]
         facts = {"bias": bias, "out_bias": bias, "qk_norm": qk_norm, "softcap": softcap}
         bodies = {
-            kind: Block(attending(attention, dropout, rope, window=seen, **facts), gated(activation), norms="both")
+            kind: block(attention=attending(attention, dropout, rope, window=seen, **facts), mlp=mlp, norms="both")
             for kind, seen, rope in (("local", W, ropes[0]), ("global", None, ropes[-1]))
         }
         return cg.nn.layers(L, bodies, x, kinds, rest=rest)

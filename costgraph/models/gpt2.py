@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import costgraph as cg
 
+from .blocks import block
 from .composed import KERNELS, Composed
 from .config import Config
-from .decoder import Block, decoder
+from .decoder import decoder
 from .family import Family, Preset
 
 
@@ -50,7 +51,8 @@ def gpt2(
         positions = run.named(cg.ops.arange(S))
         x = x + run.named(cg.embedding(positions, x.graph.param("positions/table", (P, D))))
         run.hide(positions, attention)
-        return cg.repeat(L, Block(mixer, channels, norm=cg.layer_norm, run=run), cg.dropout(x, dropout), name="layers")
+        layer = block(attention=mixer, mlp=channels, norm=cg.layer_norm, run=run)
+        return cg.repeat(L, layer, cg.dropout(x, dropout), name="layers")
 
     return decoder(name, dtype, stack, norm=cg.layer_norm, tied=tied, assume=("S <= P",), run=run)
 

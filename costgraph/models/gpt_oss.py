@@ -10,8 +10,9 @@ from collections.abc import Sequence
 
 import costgraph as cg
 
+from .blocks import Tables, attending, block, mixed
 from .config import Config
-from .decoder import Block, Tables, attending, decoder, mixed
+from .decoder import decoder
 from .family import Family, Preset
 
 
@@ -35,7 +36,7 @@ def gpt_oss(
         channels = mixed(routing, capacity, gate=_clamped, bias=True, score="chosen", router_bias=True)
         facts = {"bias": bias, "out_bias": bias, "sinks": True}
         bodies = {
-            kind: Block(attending(attention, dropout, rope, window=window, **facts), channels, ("attention", "moe"))
+            kind: block(attention=attending(attention, dropout, rope, window=window, **facts), moe=channels)
             for kind, window in (("global", None), ("local", W))
         }
         return cg.nn.layers(L, bodies, x, kinds, rest=rest)

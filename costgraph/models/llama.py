@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import costgraph as cg
 
+from .blocks import block, gated
 from .composed import KERNELS, Composed
 from .config import Config
-from .decoder import Block, decoder, gated
+from .decoder import decoder
 from .family import Family, Preset
 
 
@@ -46,8 +47,8 @@ def llama(
         def attend(x: cg.Tensor) -> cg.Tensor:
             return run.self_attention(x, H, K, groups=groups, rope=rope, kernel=attention, bias=bias, p=dropout)
 
-        block = Block(attend, gated(activation, bias=mlp_bias), norm=run.rms_norm, run=run)
-        return cg.repeat(L, block, x, name="layers")
+        layer = block(attention=attend, mlp=gated(activation, bias=mlp_bias), norm=run.rms_norm, run=run)
+        return cg.repeat(L, layer, x, name="layers")
 
     return decoder(name, dtype, stack, norm=run.rms_norm, tied=tied, assume=(assume,) if fewer else (), run=run)
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import costgraph as cg
 
+from .blocks import Tables, attending, block, gated
 from .config import Config
-from .decoder import Block, Tables, attending, decoder, gated
+from .decoder import decoder
 from .family import Family, Preset
 
 
@@ -29,7 +30,7 @@ def mistral(
 
     def stack(x: cg.Tensor, rope: Tables) -> cg.Tensor:
         mixer = attending(attention, dropout, rope, window=W if window else None)
-        return cg.repeat(L, Block(mixer, gated(activation)), x, name="layers")
+        return cg.repeat(L, block(attention=mixer, mlp=gated(activation)), x, name="layers")
 
     return decoder(name, dtype, stack, rope=K, tied=tied)
 

@@ -10,8 +10,9 @@ from functools import partial
 
 import costgraph as cg
 
+from .blocks import Tables, attending, block, mixed
 from .config import Config
-from .decoder import Block, Tables, attending, decoder, mixed
+from .decoder import decoder
 from .family import Family, Preset
 
 
@@ -33,7 +34,7 @@ def mixtral(
     def stack(x: cg.Tensor, rope: Tables) -> cg.Tensor:
         mixer = attending(attention, dropout, rope, window=W if window else None)
         channels = mixed(routing, capacity, activation=partial(cg.ops.pointwise, activation), normalize=True)
-        return cg.repeat(L, Block(mixer, channels, ("attention", "moe")), x, name="layers")
+        return cg.repeat(L, block(attention=mixer, moe=channels), x, name="layers")
 
     return decoder(name, dtype, stack, rope=K, tied=tied)
 

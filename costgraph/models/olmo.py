@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import costgraph as cg
 
+from .blocks import Tables, attending, block, gated
 from .config import Config
-from .decoder import Block, Tables, attending, decoder, gated
+from .decoder import decoder
 from .family import Family, Preset
 
 
@@ -28,7 +29,7 @@ def olmo(
 
     def stack(x: cg.Tensor, rope: Tables) -> cg.Tensor:
         mixer = attending(attention, dropout, rope, qk_norm="all", bias=bias, out_bias=bias)
-        return cg.repeat(L, Block(mixer, gated(activation), norms="after"), x, name="layers")
+        return cg.repeat(L, block(attention=mixer, mlp=gated(activation), norms="after"), x, name="layers")
 
     return decoder(name, dtype, stack, rope=K, tied=tied)
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import costgraph as cg
 
+from .blocks import Tables, attending, block, dropped, gated
 from .config import Config
-from .decoder import Block, Tables, attending, decoder, gated
+from .decoder import decoder
 from .family import Family, Preset
 
 
@@ -30,7 +31,8 @@ def phi(
 
     def stack(x: cg.Tensor, rope: Tables) -> cg.Tensor:
         mixer = attending(attention, dropout, rope, packed=True, window=W if window else None)
-        return cg.repeat(L, Block(mixer, gated(activation, packed=True), p=dropout), x, name="layers")
+        layer = block(attention=dropped(mixer, dropout), mlp=dropped(gated(activation, packed=True), dropout))
+        return cg.repeat(L, layer, x, name="layers")
 
     return decoder(name, dtype, stack, rope=R if partial_rotary else K, tied=tied)
 

@@ -12,8 +12,9 @@ from typing import Literal
 
 import costgraph as cg
 
+from .blocks import Tables, attending, block, gated
 from .config import Config
-from .decoder import Block, Tables, attending, decoder, gated
+from .decoder import decoder
 from .family import Family, Preset
 
 
@@ -37,7 +38,7 @@ def qwen(
     def stack(x: cg.Tensor, rope: Tables) -> cg.Tensor:
         facts = {"bias": bias, "out_bias": out_bias, "qk_norm": qk_norm}
         bodies = {
-            kind: Block(attending(attention, dropout, rope, window=window, **facts), gated(activation))
+            kind: block(attention=attending(attention, dropout, rope, window=window, **facts), mlp=gated(activation))
             for kind, window in (("global", None), ("local", W))
         }
         return cg.nn.layers(L, bodies, x, kinds, rest=rest)

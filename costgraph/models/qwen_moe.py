@@ -12,8 +12,9 @@ from functools import partial
 
 import costgraph as cg
 
+from .blocks import Tables, attending, block, gated, mixed
 from .config import Config
-from .decoder import Block, Tables, attending, decoder, gated, mixed
+from .decoder import decoder
 from .family import Family, Preset
 
 
@@ -51,7 +52,7 @@ def qwen_moe(
     def stack(x: cg.Tensor, rope: Tables) -> cg.Tensor:
         facts = {"bias": bias, "out_bias": out_bias, "qk_norm": qk_norm, "window": W if window else None}
         mixer = attending(attention, dropout, rope, **facts)
-        bodies = {"moe": Block(mixer, mixture), "dense": Block(mixer, gated(activation))}
+        bodies = {kind: block(attention=mixer, mlp=f) for kind, f in (("moe", mixture), ("dense", gated(activation)))}
         return cg.nn.layers(L, bodies, x, kinds, rest=rest)
 
     return decoder(name, dtype, stack, rope=K, tied=tied)
