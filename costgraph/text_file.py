@@ -13,7 +13,7 @@ from pathlib import Path
 from .algebra.symbols import shown
 from .errors import CostGraphError, FormatError
 
-__all__ = ["place_of", "read_text", "write_file"]
+__all__ = ["place_of", "read_text", "target_of", "write_file"]
 
 
 def place_of(path: object) -> str:
@@ -63,6 +63,22 @@ def read_text(
         raise error(f"{place}: byte {found.start} is no UTF-8, expected {expected}") from None
     except (OSError, ValueError, TypeError) as found:
         raise error(f"{place}: {_reason(found)}, expected {expected}") from None
+
+
+def target_of(path: str | os.PathLike[str], ending: str) -> Path:
+    """Return the path of a file that is to be written.
+
+    Raises
+    ------
+    FormatError
+        If it has another ending, or its folder does not exist.
+    """
+    target = Path(path)
+    if target.suffix != ending:
+        raise FormatError(f"{place_of(target)}: expected a path that ends in {ending}")
+    if not target.parent.is_dir():
+        raise FormatError(f"{place_of(target)}: no such folder, expected a file that can be written")
+    return target
 
 
 def write_file(path: str | os.PathLike[str], content: str | bytes, place: str | None = None) -> None:

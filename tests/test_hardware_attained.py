@@ -94,17 +94,17 @@ def test_a_device_that_was_never_measured_has_none():
     [
         (
             'launches = { value = 4, unit = "us", source = ["RUN"] }',
-            r"\[attained\] 'launches' is unknown: did you mean",
+            r"attained: key 'launches' is unknown, did you mean",
         ),
         (
             'launch = { value = 4, unit = "GB/s", source = ["RUN"] }',
-            r"attained.launch.unit = 'GB/s': expected a unit of s",
+            r"attained: launch: unit 'GB/s', expected a unit of s",
         ),
         (
             'bandwidth = { value = 0, unit = "GB/s", source = ["RUN"] }',
-            r"attained.bandwidth.value = 0: expected a number",
+            r"attained: bandwidth: value 0, expected a number above 0",
         ),
-        ('fp32 = { value = 1, unit = "FLOP/s" }', r"attained.fp32.source = nothing: expected a list of keys"),
+        ('fp32 = { value = 1, unit = "FLOP/s" }', r"attained: fp32: no 'source', expected value, unit, source"),
         ('fp32_sparse = { value = 1, unit = "FLOP/s", source = ["RUN"] }', r"expected dense rates only"),
     ],
 )

@@ -50,7 +50,7 @@ ZOO_EXCEPT = {
 # `from costgraph import ...` counts as an import of this: the package is complete once its zoo is.
 PACKAGE = "models"
 # Heavy or optional: not loaded by `import costgraph`.
-NOT_LOADED = ("torch", "matplotlib", "typer", "rich")
+NOT_LOADED = ("torch", "matplotlib", "typer", "rich", "tomllib", "costgraph.models.registry")
 
 
 def modules() -> dict[str, Path]:

@@ -12,7 +12,7 @@ from costgraph.files.write import load, save
 from costgraph.models.registry import FAMILIES
 
 #: Models of which it is stated how eager code composes them.
-NAMES = [name for family in FAMILIES if family.composed is not None for name in family.presets]
+NAMES = [name for family in FAMILIES if family.composed for name in family.presets]
 SMALL = {
     "gpt2": {"D": 12, "H": 3, "F": 20, "P": 13, "V": 11},
     "llama-2-7b": {"D": 12, "H": 3, "K": 4, "F": 20, "V": 11},

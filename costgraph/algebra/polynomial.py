@@ -6,19 +6,18 @@ exponent), kept as the sympy expression that it is. sympy is met only at the two
 its own sums are three orders of magnitude slower to build.
 """
 
-# Longer than other files: the class, and the ways to it from sympy and through powers, call each other.
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
 from itertools import chain
-from math import ceil, floor, gcd, lcm, prod
+from math import ceil, floor, prod
 from typing import Any
 
 import sympy
 
 from ..errors import ShapeError
+from .division import Terms, content, quotient, reciprocal
 from .generators import (
     HIGHEST_EXPONENT,
     Monomial,
@@ -39,7 +38,6 @@ __all__ = ["ONE", "ZERO", "Monomial", "Poly", "Rational", "generator", "poly", "
 # Sums raised to more than this are no sizes of tensors; expanding them would take for ever.
 _HIGHEST_POWER = 64
 _MOST_TERMS = 100_000
-_MOST_STEPS = 2000  # of a division
 
 
 class Poly:
@@ -53,7 +51,7 @@ class Poly:
 
     __slots__ = ("_expr", "_hash", "terms")
 
-    def __init__(self, terms: Mapping[Monomial, Rational]) -> None:
+    def __init__(self, terms: Terms) -> None:
         self.terms = terms
         self._hash: int | None = None
         self._expr: sympy.Expr | None = None
@@ -116,53 +114,13 @@ class Poly:
         if len(other.terms) == 1:
             ((m, c),) = other.terms.items()
             sums = [(k, p) for k, p in m if p > 0 and is_reciprocal(k)]  # 1/(1/(A + 1)) is A + 1 again
-            inverse = Poly({times((), tuple((k, -p) for k, p in m if (k, p) not in sums)): tidy(Fraction(1) / c)})
+            inverse = Poly({reciprocal(tuple(f for f in m if f not in sums)): tidy(Fraction(1) / c)})
             return prod((_from_expr(1 / generator(k)) ** p for k, p in sums), start=self * inverse)
-        quotient = self._divide(other)
-        if quotient is None:
-            content = other._content()
-            quotient = self / content * atom(1 / (other / content).expr)
-        return quotient
-
-    def _content(self) -> Poly:
-        """Return the common factor of all terms, so that multiples of a sum have one reciprocal as an atom."""
-        powers = {k: self._range(k)[0] for k in self.generators()}
-        scale = Fraction(
-            gcd(*(c.numerator for c in self.terms.values())), lcm(*(c.denominator for c in self.terms.values()))
-        )
-        common = tuple(sorted((k, e) for k, e in powers.items() if e))
-        # of what is left once it is divided out: the sign is then that of the sum, whatever it is multiplied by
-        rest = {times(m, tuple((k, -e) for k, e in common)): c for m, c in self.terms.items()}
-        return Poly({common: scale if rest[max(rest)] > 0 else -scale})
-
-    def _divide(self, divisor: Poly) -> Poly | None:
-        """Return the exact quotient by a sum, or None: least and greatest exponents of a product are sums."""
-        keys = sorted(self.generators() | divisor.generators())
-        ranges = [(self._range(k), divisor._range(k)) for k in keys]
-        allowed = [(low - its_low, high - its_high) for (low, high), (its_low, its_high) in ranges]
-
-        def rank(m: Monomial) -> tuple[int, ...]:
-            powers = dict(m)
-            return sum(powers.values()), *(powers.get(k, 0) for k in keys)
-
-        lead = max(divisor.terms, key=rank)
-        inverse = ONE / Poly({lead: divisor.terms[lead]})
-        if len(inverse.terms) > 1:  # the reciprocal of a reciprocal is a sum
-            return None
-        rest, parts = self, list[Poly]()
-        while rest.terms and len(parts) < _MOST_STEPS:
-            top = max(rest.terms, key=rank)
-            part = Poly({top: rest.terms[top]}) * inverse
-            (powers,) = map(dict, part.terms)
-            if any(not low <= powers.get(k, 0) <= high for k, (low, high) in zip(keys, allowed, strict=True)):
-                return None
-            parts.append(part)
-            rest = rest - part * divisor
-        return None if rest.terms else total(parts)
-
-    def _range(self, key: str) -> tuple[int, int]:
-        found = [dict(m).get(key, 0) for m in self.terms]
-        return min(found, default=0), max(found, default=0)
+        exact = quotient(self.terms, other.terms)
+        if exact is not None:
+            return Poly(exact)
+        common = Poly(dict([content(other.terms)]))
+        return self / common * atom(1 / (other / common).expr)
 
     # -- identity ------------------------------------------------------------------------------------------------
 
@@ -282,7 +240,7 @@ class Poly:
         return self._expr
 
 
-def _restored(terms: Mapping[Monomial, Rational]) -> Poly:
+def _restored(terms: Terms) -> Poly:
     return Poly({times((), m): c for m, c in terms.items()})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 from functools import cache
 from operator import index
 
@@ -75,7 +76,7 @@ def shown(value: object, most: int = 60) -> str:
     if isinstance(value, int) and value.bit_length() > _MOST_BITS:
         return f"an integer of {value.bit_length()} bits"
     try:
-        text = " ".join(repr(value).split("\n"))
+        text = str(value) if isinstance(value, Decimal) else " ".join(repr(value).split("\n"))
     except (ValueError, RecursionError):  # such an integer somewhere inside, or no end of brackets
         return f"a {type(value).__name__} too large to be shown"
     return text if len(text) <= most else text[: most - 3] + "..."

@@ -147,9 +147,7 @@ def _amounts(graph: Graph, count: str, dims: Mapping[str, int]) -> dict[tuple[st
     around = ""
     for op, times, moves in executions(graph):
         around = _class_of(op) if moves else around  # what a kernel fuses belongs to it
-        flops = op.kind.flops(op)
-        own = {"matmul": flops.full if count == "full" else flops.matmul, "pointwise": flops.pointwise,
-               "transcendental": flops.transcendental}  # fmt: skip
+        own = op.kind.flops(op).by_kind(count)
         if moves:
             own |= traffic_of(op)
         for kind, amount in own.items():
@@ -172,5 +170,4 @@ def _class_of(op: Op) -> str:
 
 def _computed(op: Op) -> Iterator[Poly]:
     for inner in [op] if op.body is None else [i for i, _, _ in executions(op.body)]:
-        flops = inner.kind.flops(inner)
-        yield from (flops.matmul, flops.pointwise, flops.transcendental)
+        yield from inner.kind.flops(inner).by_kind().values()

@@ -116,7 +116,8 @@ def compute_dtype(op: Op) -> str:
 def _main_kind(op: Op, flops_of: Callable[[Op], Flops]) -> str:
     """Name the kind of an op's bytes: the first kind of FLOPs that it, or what is fused into it, has any of."""
     inside = [op] if op.body is None else [inner for inner, _, _ in executions(op.body)]
-    return next((k for k in FLOP_KINDS if any(getattr(flops_of(i), k) for i in inside)), "data")
+    found = [flops_of(i).by_kind() for i in inside]
+    return next((k for k in FLOP_KINDS if any(flops[k] for flops in found)), "data")
 
 
 def _traffic(op: Op) -> Iterator[tuple[str, str, Poly]]:
@@ -139,9 +140,7 @@ def _rows(graph: Graph, count: str) -> tuple[CostRow, ...]:
     rows = []
     flops_of = lru_cache(maxsize=None)(lambda op: op.kind.flops(op))  # of what is fused, asked twice
     for op, times, moves in executions(graph):
-        own = flops_of(op)
-        for kind in FLOP_KINDS:
-            amount = own.full if kind == "matmul" and count == "full" else getattr(own, kind)
+        for kind, amount in flops_of(op).by_kind(count).items():
             if amount:
                 rows.append(CostRow(op.name, op.scope, op.phase, kind, compute_dtype(op), "compute", amount * times))
         if moves:

@@ -23,8 +23,6 @@ from .traffic import compulsory
 
 __all__ = ["Roofline", "RooflineRow", "Work", "roofline", "works"]
 
-_KINDS = ("matmul", "pointwise", "transcendental")
-
 
 Fallback = str | Mapping[str, str] | None
 
@@ -82,9 +80,7 @@ def works(graph: Graph) -> list[Work]:
                     *zip(op.results, op.kind.writes(op), strict=False),
                 ]
                 out.append(Work(op, times, {}, total(a * t.element_bytes() for t, a in amounts) * times))
-            own = op.kind.flops(op)
-            for kind in _KINDS:
-                amount = getattr(own, kind)
+            for kind, amount in op.kind.flops(op).by_kind().items():
                 if amount:
                     key = (kind, compute_dtype(op))
                     out[-1].flops[key] = out[-1].flops.get(key, ZERO) + amount * times

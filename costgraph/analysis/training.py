@@ -46,8 +46,7 @@ def _model_poly(graph: Graph, count: str) -> Poly:
     if key not in graph.cache:
         parts = []
         for op, times, _ in executions(graph):
-            own = op.kind.flops(op)
-            amount = own.full if count == "full" else own.matmul
+            amount = op.kind.flops(op).by_kind(count)["matmul"]
             if amount and _is_of_the_model(op):
                 parts.append(amount * times)
         graph.cache[key] = total(parts)

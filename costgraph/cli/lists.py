@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rich import box
 from rich.console import RenderableType
-from rich.table import Table
 
 from ..analysis.params import param_count
 from ..errors import SpecError
 from ..hardware.specs import Hardware, list_hardware, load_hardware
 from ..hardware.units import Quantity, format_bytes
-from ..report.text import clean, grid, listing, show
+from ..report.text import clean, grid, listing, show, texts
 
 __all__ = ["device", "devices", "models"]
 
@@ -22,14 +20,12 @@ def models() -> RenderableType:
     from ..models import load
     from ..models.published import published
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("model", no_wrap=True)
-    table.add_column("parameters", justify="right", no_wrap=True)
-    table.add_column("published sizes", overflow="fold")
+    rows = []
     for name, parameters, sizes in published():
         count = param_count(load(name)) if parameters is None else parameters
-        table.add_row(clean(name), clean(show(count, "1")), " ".join(f"{k}={v}" for k, v in sizes.items()))
-    return table
+        rows.append((name, show(count, "1"), " ".join(f"{k}={v}" for k, v in sizes.items())))
+    columns = texts("model", "parameters", "published sizes", amounts=["parameters"])
+    return listing("", columns, rows, whole=["model"])
 
 
 def devices() -> RenderableType:
@@ -43,7 +39,7 @@ def devices() -> RenderableType:
             bf16, ridge = "none", ""
         rows.append((name, bf16, str(found.memory), str(found.bandwidth), ridge))
     head = ("device", "dense bf16", "memory", "bandwidth", "ridge [FLOP/B]")
-    return listing("", head, rows)
+    return listing("", texts(*head, amounts=head[1:]), rows)
 
 
 def device(found: Hardware) -> Iterator[RenderableType]:
@@ -52,13 +48,9 @@ def device(found: Hardware) -> Iterator[RenderableType]:
     rows = [("name", clean(found.id)), ("vendor", clean(found.vendor))]
     rows += [(f"{table} type", clean(text)) for table, text in found.types.items()]
     yield grid(rows)
-    table = Table(title="\nquantities", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("quantity", no_wrap=True)
-    table.add_column("value", overflow="fold")
-    table.add_column("sources and notes", overflow="fold", ratio=1)
-    for place, q in found.rows:
-        table.add_row(clean(place), clean(_value(q)), clean("; ".join(t for t in (q.source, q.note) if t), 1000))
-    yield table
+    said = [(place, _value(q), "; ".join(t for t in (q.source, q.note) if t)) for place, q in found.rows]
+    columns = texts("quantity", "value", "sources and notes")
+    yield listing("\nquantities", columns, said, whole=["quantity"], wide={"sources and notes": 1})
     if found.disagreements:
         yield "\n[bold]disagreements between sources[/bold]"
         yield grid([("-", clean(note, 2000)) for note in found.disagreements])

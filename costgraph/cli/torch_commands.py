@@ -11,6 +11,7 @@ import typer
 from ..algebra.symbols import read_size, shorten
 from ..errors import FormatError, UnsupportedError
 from ..report.drawing import new_figure
+from ..text_file import target_of
 from .commands import command
 from .serving_commands import app
 from .terminal import say, screen
@@ -64,10 +65,10 @@ def calibrate_command(
     """
     count = _count(threads)
     need_torch("calibrate")
-    from ..torch.calibrating import calibrate, check_target
+    from ..torch.calibrating import calibrate
     from ..torch.words import threads as running
 
-    check_target(out)
+    target_of(out, ".toml")
     with running(count):
         found = calibrate(device, quick=quick, like=like)
     found.save(out)
@@ -96,10 +97,9 @@ def validate_command(
     need_torch("validate")
     from ..report.validation_text import render_validation
     from ..torch.validating import suite, validate
-    from ..torch.validating.record import check_target
     from ..torch.words import threads as running
 
-    check_target(out)
+    target_of(out, ".json")
     if plots is not None:
         new_figure(1, 1)  # whether there is what draws, before anything runs
     cases = suite("cuda" if device.startswith("cuda") else "cpu", quick=quick)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ..algebra.polynomial import ZERO, Poly
+from ..algebra.polynomial import ZERO, Poly, Rational
 from ..dtypes import DType
 from ..errors import ShapeError, UnsupportedError
 from .copies import Node
@@ -47,9 +47,9 @@ class Result:
 kinds: dict[str, type[OpKind]] = {}
 
 
-@dataclass(frozen=True)
+@dataclass
 class Flops:
-    """FLOPs by the unit of the hardware that does them."""
+    """FLOPs by the unit of the hardware that does them: formulas, and numbers where they are counted."""
 
     matmul: Poly = ZERO
     """multiplies and adds of contractions, as executed"""
@@ -62,7 +62,23 @@ class Flops:
 
     def __post_init__(self) -> None:
         if self.full is None:
-            object.__setattr__(self, "full", self.matmul)
+            self.full = self.matmul
+
+    def __add__(self, other: Flops) -> Flops:
+        return Flops(
+            self.matmul + other.matmul,
+            self.full + other.full,
+            self.pointwise + other.pointwise,
+            self.transcendental + other.transcendental,
+        )
+
+    def __mul__(self, times: Poly | Rational) -> Flops:
+        return Flops(self.matmul * times, self.full * times, self.pointwise * times, self.transcendental * times)
+
+    def by_kind(self, count: str = "executed") -> dict[str, Poly]:
+        """Return them by kind; those of contractions as executed, or with every domain ignored."""
+        matmul = self.full if count == "full" else self.matmul
+        return {"matmul": matmul, "pointwise": self.pointwise, "transcendental": self.transcendental}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,27 +8,23 @@ counts 2:4 structured sparsity has to be halved before it is written down.
 from __future__ import annotations
 
 import os
-import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
+from costgraph.algebra.symbols import shown
 from costgraph.dtypes import DType, dtype
 from costgraph.errors import SpecError
+from costgraph.hardware.file import read_file
 from costgraph.hardware.keys import LINK_KINDS, PEAKS, RATE_KEYS, TABLES
 from costgraph.hardware.tables import Column, Fact, Table
-from costgraph.hardware.units import Quantity, check_keys, check_text, near, read_quantity, show
+from costgraph.hardware.units import Quantity
 from costgraph.notation.door import READ
-from costgraph.text_file import read_text
+from costgraph.notation.records import near
 
 __all__ = ["Hardware", "list_hardware", "load_hardware"]
-
-_MOST_BYTES = 2**20
-_MOST_DOTS = 1000  # in a line: the time for a key grows as the square of their number
 
 Fallback = str | DType | Mapping[str, str]
 
@@ -101,7 +97,7 @@ class Hardware(Table):
         """
         table = {"matmul": "peak", "vector": "vector"}.get(unit) if isinstance(unit, str) else None
         if table is None:
-            raise SpecError(f"hardware {self.id}: unit {show(unit)} is unknown; expected 'matmul' or 'vector'")
+            raise SpecError(f"hardware {self.id}: unit {shown(unit)} is unknown; expected 'matmul' or 'vector'")
         found_format = dtype(dtype_name)
         wanted = found_format.element or found_format.name
         instead = _chosen(f"hardware {self.id}", fallback, wanted)
@@ -186,7 +182,7 @@ class Hardware(Table):
         """
         if not isinstance(kind, str) or kind not in LINK_KINDS:
             raise SpecError(
-                f"hardware {self.id}: link {show(kind)} is unknown; expected one of {', '.join(LINK_KINDS)}"
+                f"hardware {self.id}: link {shown(kind)} is unknown; expected one of {', '.join(LINK_KINDS)}"
             )
         table, key = LINK_KINDS[kind]
         there = self.tables.get(table, {})
@@ -208,7 +204,7 @@ class Hardware(Table):
         return [(f"{table}.{key}", q) for table, keys in self.tables.items() for key, q in keys.items()]
 
     def _about(self) -> str:
-        return f"{show(self.id)}: {len(self.rows)} numbers of {show(self.name)}"
+        return f"{shown(self.id)}: {len(self.rows)} numbers of {shown(self.name)}"
 
     def _columns(self) -> Sequence[Column]:
         return (
@@ -293,7 +289,7 @@ def load_hardware(name_or_path: str | os.PathLike[str] | Hardware) -> Hardware:
     if isinstance(name_or_path, Hardware):
         return name_or_path
     path = _find(name_or_path)
-    return _build(path, _read(path))
+    return Hardware(id=path.stem, **read_file(path))
 
 
 def _folder() -> Path:
@@ -305,76 +301,12 @@ def _folder() -> Path:
 
 def _find(name_or_path: object) -> Path:
     if not isinstance(name_or_path, str | os.PathLike):
-        raise SpecError(f"hardware {show(name_or_path)}: expected a name or the path of a TOML file")
+        raise SpecError(f"hardware {shown(name_or_path)}: expected a name or the path of a TOML file")
     text = os.fsdecode(name_or_path)
     if isinstance(name_or_path, os.PathLike) or text.endswith(".toml") or "/" in text or os.sep in text:
         return Path(text)
     names = list_hardware()
     if text not in names:
         known = f"{near(text, names)}expected the path of a .toml file or one of {', '.join(names)}"
-        raise SpecError(f"hardware {show(text)} is unknown: {known}")
+        raise SpecError(f"hardware {shown(text)} is unknown: {known}")
     return _folder() / f"{text}.toml"
-
-
-def _read(path: Path) -> dict[str, Any]:
-    text = read_text(path, str(path), _MOST_BYTES, "the TOML file of one device", SpecError)
-    try:
-        if max(line.count(".") for line in text.split("\n")) > _MOST_DOTS:
-            raise SpecError(f"{path}: a line with more than {_MOST_DOTS} dots; expected short keys")
-        return tomllib.loads(text, parse_float=Decimal)
-    except RecursionError:
-        raise SpecError(f"{path}: nested too deep; expected the tables of a specification") from None
-    except (ValueError, ArithmeticError) as error:
-        raise SpecError(f"{path}: {error or type(error).__name__}; expected a readable TOML file") from None
-
-
-def _sources(path: Path, data: Mapping[str, Any]) -> dict[str, str]:
-    sources = _table(path, data, "sources")
-    for key, text in sources.items():
-        if not re.fullmatch(r"[A-Za-z0-9_-]+", key):
-            raise SpecError(f"{path}: sources.{show(key)}: expected a key of letters, digits, - and _")
-        check_text(f"{path}: sources.{key}", text)
-    return sources
-
-
-def _build(path: Path, data: dict[str, Any]) -> Hardware:
-    check_keys(f"{path}:", data, ("name", "vendor", "disagreements", "sources", *TABLES))
-    sources = _sources(path, data)
-    tables: dict[str, dict[str, Quantity]] = {"peak": {}, "vector": {}, "memory": {}}
-    types = {}
-    for name, slots in TABLES.items():
-        entries = _table(path, data, name)
-        check_keys(f"{path}: [{name}]", entries, slots)
-        if "type" in entries:
-            types[name] = check_text(f"{path}: {name}.type", entries.pop("type"))
-        found = {k: read_quantity(f"{path}: {name}.{k}", v, slots.get(k), sources) for k, v in entries.items()}
-        tables |= {name: found} if found else {}
-    if not tables["peak"]:
-        raise SpecError(f"{path}: [peak] has no rate; expected one at least, such as peak.bf16")
-    for key in ("bandwidth", "capacity"):
-        if key not in (memory := tables["memory"]):
-            raise SpecError(f"{path}: memory.{key} is missing; expected it in every specification")
-    notes = data.get("disagreements", [])
-    if not isinstance(notes, list):
-        raise SpecError(f"{path}: disagreements = {show(notes)}: expected a list of texts")
-    return Hardware(
-        id=path.stem,
-        name=check_text(f"{path}: name", data.get("name")),
-        vendor=check_text(f"{path}: vendor", data.get("vendor")),
-        peak=tables["peak"],
-        vector=tables["vector"],
-        bandwidth=memory["bandwidth"],
-        memory=memory["capacity"],
-        measured_memory=memory.get("measured"),
-        tables=tables,
-        types=types,
-        sources=sources,
-        disagreements=tuple(check_text(f"{path}: disagreements", note) for note in notes),
-    )
-
-
-def _table(path: Path, data: Mapping[str, Any], name: str) -> dict[str, Any]:
-    table = data.get(name, {})
-    if not isinstance(table, dict):
-        raise SpecError(f"{path}: {name} = {show(table)}: expected a table [{name}]")
-    return dict(table)

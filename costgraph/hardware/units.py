@@ -7,15 +7,13 @@ FLOP/s and not the binary fraction beside it.
 
 from __future__ import annotations
 
-import difflib
 import math
 import numbers
-import reprlib
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal, localcontext
 from fractions import Fraction
 
+from costgraph.algebra.symbols import shown
 from costgraph.errors import SpecError
 
 __all__ = ["BASE_UNITS", "UNITS", "Quantity", "exact", "format_bytes", "format_quantity", "quantity"]
@@ -30,10 +28,6 @@ _BINARY = {"Ki": 10, "Mi": 20, "Gi": 30, "Ti": 40, "Pi": 50}
 
 # a decimal with a larger exponent is no property of a device, and its Fraction would fill the memory
 _LARGEST_EXPONENT = 400
-
-
-# no device has such numbers, and times made of them would be no floats
-_LEAST, _MOST = Fraction(1, 10**60), 10**60
 
 
 def _units() -> dict[str, tuple[Fraction, str]]:
@@ -99,11 +93,11 @@ class Quantity:
     def __post_init__(self) -> None:
         if self.unit not in BASE_UNITS:
             raise SpecError(
-                f"quantity: unit {show(self.unit)} is no base unit; expected one of {', '.join(BASE_UNITS)}"
+                f"quantity: unit {shown(self.unit)} is no base unit; expected one of {', '.join(BASE_UNITS)}"
             )
         for name in ("source", "note"):
             if not isinstance(getattr(self, name), str):
-                raise SpecError(f"quantity: {name} {show(getattr(self, name))}; expected a text")
+                raise SpecError(f"quantity: {name} {shown(getattr(self, name))}; expected a text")
         object.__setattr__(self, "value", exact(self.value))
 
     def __add__(self, other: Quantity) -> Quantity:
@@ -171,8 +165,9 @@ def exact(value: object) -> Number:
     (Fraction(4947, 5), 80)
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Real | Decimal):
-        met = "None" if value is None else show(value)  # nothing is what a file leaves out
-        raise SpecError(f"quantity: value {met} is no number; expected an int, a Fraction, a Decimal or a float")
+        raise SpecError(
+            f"quantity: value {shown(value)} is no number; expected an int, a Fraction, a Decimal or a float"
+        )
     if isinstance(value, numbers.Rational):
         fraction = Fraction(int(value.numerator), int(value.denominator))
         if max(abs(fraction.numerator), fraction.denominator) > 10**_LARGEST_EXPONENT:
@@ -181,7 +176,7 @@ def exact(value: object) -> Number:
         decimal = value if isinstance(value, Decimal) else Decimal(repr(float(value)))
         if not decimal.is_finite() or abs(decimal.adjusted()) > _LARGEST_EXPONENT:
             raise SpecError(
-                f"quantity: value {show(value)} is out of range; expected a finite number to 1e{_LARGEST_EXPONENT}"
+                f"quantity: value {shown(value)} is out of range; expected a finite number to 1e{_LARGEST_EXPONENT}"
             )
         fraction = Fraction(decimal)
     return fraction.numerator if fraction.denominator == 1 else fraction
@@ -214,14 +209,14 @@ def quantity(value: object, unit: str, source: str = "", note: str = "") -> Quan
     """
     made = _scaled(value, unit, source, note)
     if made.value < 0:
-        raise SpecError(f"quantity: value {show(value)} {unit}; expected a number that is not negative")
+        raise SpecError(f"quantity: value {shown(value)} {unit}; expected a number that is not negative")
     return made
 
 
 def _scaled(value: object, unit: str, source: str = "", note: str = "") -> Quantity:
     if not isinstance(unit, str) or unit not in UNITS:
         raise SpecError(
-            f"quantity: unit {show(unit)} of value {show(value)} is unknown; expected one of {', '.join(UNITS)}"
+            f"quantity: unit {shown(unit)} of value {shown(value)} is unknown; expected one of {', '.join(UNITS)}"
         )
     factor, base = UNITS[unit]
     return Quantity(exact(Fraction(exact(value)) * factor), base, source, note)
@@ -304,75 +299,3 @@ def _digits(number: Decimal) -> str:
         mantissa = format(number.scaleb(-number.adjusted()), "f")
         return f"{mantissa}e{number.adjusted():+03d}"
     return format(number, "f") if math.isfinite(number) else str(number)
-
-
-# What follows reads files: not for users, and every refusal names the place.
-
-
-def read_quantity(place: str, entry: object, base: str | None, sources: Mapping[str, str]) -> Quantity:
-    """Return the quantity of a table of value, unit, source and perhaps note; base None allows any unit."""
-    if not isinstance(entry, dict):
-        form = '{ value = 1.5, unit = "TB/s", source = ["KEY"] }'
-        raise SpecError(f"{place} = {show(entry)}: expected a table such as {form}")
-    check_keys(place, entry, ("value", "unit", "source", "note"))
-    value, unit, keys = entry.get("value"), entry.get("unit"), entry.get("source")
-    if isinstance(value, bool) or not isinstance(value, int | Decimal):
-        raise SpecError(f"{place}.value = {show(value)}: expected a number")
-    if not isinstance(unit, str) or unit not in UNITS:
-        raise SpecError(f"{place}.unit = {show(unit)}: expected one of {', '.join(UNITS)}")
-    if base is not None and UNITS[unit][1] != base:
-        raise SpecError(f"{place}.unit = {show(unit)}: expected a unit of {base}")
-    if not isinstance(keys, list) or not keys:
-        raise SpecError(f"{place}.source = {show(keys)}: expected a list of keys of [sources]")
-    known = ", ".join(sources) or "none yet"
-    for key in keys:
-        if not isinstance(key, str) or key not in sources:
-            raise SpecError(f"{place}.source has {show(key)}: expected keys of [sources], which has {known}")
-    note = check_text(f"{place}.note", entry["note"]) if "note" in entry else ""
-    try:
-        made = _scaled(value, unit, ", ".join(keys), note)
-    except SpecError:
-        raise SpecError(f"{place}.value = {show(value)}: expected a finite number") from None
-    if made.value <= 0:
-        raise SpecError(f"{place}.value = {show(value)}: expected a number above 0")
-    if not _LEAST <= made.value <= _MOST:
-        raise SpecError(f"{place}.value = {show(value)} {unit}: expected a number from 1e-60 to 1e60")
-    return made
-
-
-def check_keys(place: str, keys: Iterable[str], known: Iterable[str]) -> None:
-    """Refuse every key that is not ``known``, if there are any, and every key that speaks of sparsity."""
-    known = list(known)
-    for key in keys:
-        if "spars" in key.lower():
-            raise SpecError(f"{place} {show(key)}: expected dense rates only; halve one with 2:4 sparsity")
-        if known and key not in known:
-            expected = f"{near(key, known)}expected one of {', '.join(known)}"
-            raise SpecError(f"{place} {show(key)} is unknown: {expected}")
-
-
-def check_text(place: str, value: object) -> str:
-    """Return ``value`` if it is a text with something in it."""
-    if not isinstance(value, str) or not value.strip():
-        raise SpecError(f"{place} = {show(value)}: expected a text")
-    return value
-
-
-def near(name: str, known: Iterable[str]) -> str:
-    """Return a question that proposes the names like this one, or nothing."""
-    names = difflib.get_close_matches(name.lower(), list(known), n=3)
-    return f"did you mean {' or '.join(names)}? " if names else ""
-
-
-def show(value: object) -> str:
-    """Return a short text of what was met in a file, however large it is."""
-    if value is None:
-        return "nothing"
-    if isinstance(value, Decimal):
-        return str(value)[:40]
-    if isinstance(value, int) and value.bit_length() > 400:  # Python refuses to print the longest ones
-        return "a huge integer"
-    try:
-        return reprlib.repr(value)
-    except ValueError:  # such an integer inside something else
-        return f"a {type(value).__name__} with a huge integer"

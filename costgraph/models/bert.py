@@ -11,6 +11,7 @@ from typing import Literal
 
 import costgraph as cg
 
+from .blocks import block, dropped
 from .config import Config
 from .family import Family, Preset
 
@@ -36,12 +37,12 @@ def bert(
     B, S, D, H, F, L, V, P, kinds = cg.dims("B S D H F L V P kinds")
     act = partial(cg.ops.pointwise, activation)
 
-    def block(x: cg.Tensor) -> cg.Tensor:
-        y = cg.nn.self_attention(
-            x, H, D / H, causal=False, kernel=attention, bias=True, out_bias=True, p=dropout, cached=False
-        )
-        x = cg.layer_norm(cg.dropout(y, dropout) + x, name="attention/norm")
-        return cg.layer_norm(cg.nn.mlp(x, F, activation=act, bias=True, p=dropout, name="mlp") + x, name="mlp/norm")
+    mixer = partial(
+        cg.nn.self_attention, heads=H, size=D / H, causal=False, kernel=attention, bias=True, out_bias=True, p=dropout,
+        cached=False,
+    )  # fmt: skip
+    mlp = partial(cg.nn.mlp, f=F, activation=act, bias=True, p=dropout)
+    layer = block(attention=dropped(mixer, dropout), mlp=mlp, norm=cg.layer_norm, norms="behind")
 
     with cg.Graph(name, dtype=dtype) as g:
         g.assume("S <= P")
@@ -50,7 +51,7 @@ def bert(
         x = cg.embedding(tokens, table) + cg.embedding(types, g.param("types/table", (kinds, D)))
         x = x + cg.embedding(cg.ops.arange(S), g.param("positions/table", (P, D)))
         x = cg.dropout(cg.layer_norm(x, name="norm"), dropout)
-        x = cg.repeat(L, block, x, name="layers")
+        x = cg.repeat(L, layer, x, name="layers")
         for made in _headed(x, table, head, act, dropout, tied=tied):
             g.output(made)
         g.loss = None if head == "pooler" else "cross_entropy"

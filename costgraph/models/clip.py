@@ -13,6 +13,7 @@ import sympy
 
 import costgraph as cg
 
+from .blocks import Part, block
 from .config import Config
 from .family import Family, Preset
 
@@ -28,19 +29,12 @@ def clip(
     """
     B, S, V, P, D, H, F, L, joint = cg.dims("B S V P D H F L joint")
     R, IC, DV, HV, FV, LV = cg.dims("R IC DV HV FV LV")  # of the vision tower
-
-    def layer(x: cg.Tensor, heads: sympy.Expr, size: sympy.Expr, f: sympy.Expr, act: str, *, causal: bool) -> cg.Tensor:
-        y = cg.layer_norm(x, name="attention/norm")
-        x = x + cg.nn.self_attention(
-            y, heads, size, causal=causal, kernel=attention, bias=True, out_bias=True, p=dropout, cached=False
-        )
-        y = cg.layer_norm(x, name="mlp/norm")
-        return x + cg.nn.mlp(y, f, activation=partial(cg.ops.pointwise, act), bias=True, name="mlp")
+    layer = partial(_layer, kernel=attention, p=dropout)
 
     def texts(tokens: cg.Tensor, ends: cg.Tensor) -> cg.Tensor:
         x = cg.embedding(tokens, tokens.graph.param("tokens/table", (V, D)))
         x = x + cg.embedding(cg.ops.arange(S), tokens.graph.param("positions/table", (P, D)))
-        x = cg.repeat(L, lambda x: layer(x, H, D / H, F, text_activation, causal=True), x, name="layers")
+        x = cg.repeat(L, layer(H, D / H, F, text_activation, causal=True), x, name="layers")
         x = cg.ops.gather(cg.rearrange(cg.layer_norm(x, name="norm"), "b s d -> (b s) d"), ends, name="last")
         return _unit(cg.linear(x, "b d -> b e", e=joint, name="projection"))
 
@@ -50,7 +44,7 @@ def clip(
         x = cg.ops.concat([first, x], 1)
         x = x + cg.embedding(cg.ops.arange(x.shape[1]), x.graph.param("positions/table", x.shape[1:]))
         x = cg.layer_norm(x, name="first_norm")
-        x = cg.repeat(LV, lambda x: layer(x, HV, DV / HV, FV, vision_activation, causal=False), x, name="layers")
+        x = cg.repeat(LV, layer(HV, DV / HV, FV, vision_activation, causal=False), x, name="layers")
         x = cg.layer_norm(cg.rearrange(x[:, :1], "b 1 d -> b d", name="first"), name="norm")
         return _unit(cg.linear(x, "b d -> b e", e=joint, name="projection"))
 
@@ -66,6 +60,17 @@ def clip(
         g.output(logits * cg.ops.pointwise("exp", g.param("logit_scale", ())))
         g.loss = "contrastive"
     return g
+
+
+def _layer(
+    heads: sympy.Expr, size: sympy.Expr, f: sympy.Expr, activation: str, *, causal: bool, kernel: str, p: float
+) -> Part:
+    mixer = partial(
+        cg.nn.self_attention, heads=heads, size=size, causal=causal, kernel=kernel, bias=True, out_bias=True, p=p,
+        cached=False,
+    )  # fmt: skip
+    mlp = partial(cg.nn.mlp, f=f, activation=partial(cg.ops.pointwise, activation), bias=True)
+    return block(attention=mixer, mlp=mlp, norm=cg.layer_norm)
 
 
 def _unit(x: cg.Tensor) -> cg.Tensor:

@@ -1,7 +1,8 @@
-"""Functions of transformers' modules as its eager code runs them: an op for each call, and what variables still name.
+"""How functions of a module run: a kernel each, or as transformers' eager code composes them and names what they make.
 
 Source: transformers 5.23, `activations.NewGELUActivation`, `LlamaRMSNorm`, `LlamaRotaryEmbedding`,
-`apply_rotary_pos_emb`, `repeat_kv`, `eager_attention_forward` and `create_causal_mask`.
+`apply_rotary_pos_emb`, `repeat_kv`, `eager_attention_forward`, `create_causal_mask`, `GPT2Block` and
+`LlamaDecoderLayer`.
 """
 
 from __future__ import annotations
@@ -12,86 +13,203 @@ import sympy
 
 import costgraph as cg
 
-__all__ = ["attend", "causal_mask", "gelu_new", "rms_norm", "rotary", "rotary_tables"]
+__all__ = ["KERNELS", "Composed", "Kernels"]
 
 #: What a hidden score gets; the number makes no difference to any cost, and every floating format holds it.
 _HIDDEN = -1e4
 
 
-def gelu_new(x: cg.Tensor) -> cg.Tensor:
-    """GELU in its tanh form, in eight ops; the module's input lives until it returns."""
-    half = 0.5 * x
-    y = 1.0 + cg.tanh(sqrt(2 / pi) * (x + 0.044715 * x**3.0))
-    return cg.ops.keep(half * y, x)
+class Kernels:
+    """Functions as kernels, and variables that name nothing: a tensor dies after the last op that reads it."""
+
+    # -- what variables name -------------------------------------------------------------------------------------------
+
+    def named(self, x: cg.Tensor) -> cg.Tensor:
+        """Return a tensor that the model names until it has its last norm."""
+        return x
+
+    def keep(self, x: cg.Tensor, *others: cg.Tensor) -> cg.Tensor:
+        """Return a tensor, before which others are named."""
+        return x
+
+    def add(self, x: cg.Tensor, made: cg.Tensor, given: cg.Tensor) -> cg.Tensor:
+        """Return a residual stream and what a part of a layer, given a tensor, adds to it."""
+        return x + made
+
+    def left(self, y: cg.Tensor, x: cg.Tensor) -> cg.Tensor:
+        """Return what a layer makes of x, at its end."""
+        return y
+
+    def normed(self, y: cg.Tensor, x: cg.Tensor) -> cg.Tensor:
+        """Return what the last norm makes of x, behind the last layer."""
+        return y
+
+    # -- functions -----------------------------------------------------------------------------------------------------
+
+    def pointwise(self, function: str, x: cg.Tensor) -> cg.Tensor:
+        """Apply an elementwise function."""
+        return cg.ops.pointwise(function, x)
+
+    def rms_norm(self, x: cg.Tensor, *, name: str) -> cg.Tensor:
+        """Divide by the root mean square, and scale."""
+        return cg.rms_norm(x, name=name)
+
+    def hide(self, positions: cg.Tensor, kernel: str) -> None:
+        """Make what hides later keys, once for all layers."""
+
+    def rotary_tables(self, positions: cg.Tensor, size: sympy.Expr) -> tuple[cg.Tensor, cg.Tensor]:
+        """Make cosines and sines for heads of some size."""
+        return cg.nn.rotary_tables(positions, size)
+
+    def attention(self, q: cg.Tensor, k: cg.Tensor, v: cg.Tensor, kernel: str, p: float) -> cg.Tensor:
+        """Attend to the keys so far, from (b, h, s, k) to (b, s, h*k)."""
+        k, v = (cg.ops.cache(t, "b h t k", along="t", name=f"attention/{c}_cache") for c, t in (("k", k), ("v", v)))
+        y = cg.attention(q, k, v, causal=True, kernel=kernel, p=p, name="attention")
+        return cg.rearrange(y, "b h s k -> b s (h k)", name="attention/merge")
+
+    def self_attention(
+        self, x: cg.Tensor, heads: sympy.Expr, size: sympy.Expr, *, groups: sympy.Expr,
+        rope: tuple[cg.Tensor, cg.Tensor], kernel: str, bias: bool, p: float,
+    ) -> cg.Tensor:  # fmt: skip
+        """Attend within a sequence, with rotary positions and the linear layers around."""
+        return cg.nn.self_attention(
+            x, heads, size, groups=groups, rope=rope, kernel=kernel, bias=bias, out_bias=bias, p=p
+        )
 
 
-def rms_norm(x: cg.Tensor, name: str) -> cg.Tensor:
-    """RMSNorm in steps, in fp32 and back."""
-    with cg.scope(name):
-        wide = cg.ops.cast(x, "fp32")
-        variance = cg.reduce(wide**2.0, "b s d -> b s 1", "mean")
-        y = cg.ops.cast(wide * cg.ops.pointwise("rsqrt", variance + 1e-6), x.dtype)
-        return cg.ops.keep(x.graph.param("weight", x.shape[-1:]) * y, variance, wide)
+#: How functions of all models run of which nothing else is said.
+KERNELS = Kernels()
 
 
-def rotary_tables(positions: cg.Tensor, size: sympy.Expr, dtype: str) -> tuple[cg.Tensor, cg.Tensor]:
-    """Make cosines and sines for all elements of a head, of both halves alike."""
-    with cg.scope("rope"):
-        frequencies = positions.graph.buffer("inv_freq", (size / 2,), dtype="fp32")
-        positions.graph.buffer("original_inv_freq", (size / 2,), dtype="fp32")
-        angles = cg.ops.cast(cg.rearrange(positions, "s -> 1 s 1"), "fp32") * frequencies
-        both = cg.ops.concat([angles, angles])
-        cos = cg.ops.pointwise("cos", both) * 1.0
-        sin = cg.ops.pointwise("sin", both) * 1.0
-        return cg.ops.cast(cos, dtype), cg.ops.keep(cg.ops.cast(sin, dtype), angles, both)
+class Composed(Kernels):
+    """Functions as eager code runs them: an op for each call, and what variables still name.
+
+    Parameters
+    ----------
+    dtype : str
+        Format of activations.
+    softmax : str
+        Format of the softmax, that of the scores by default.
+    renamed : bool
+        Whether what a part of a layer makes gets a name of its own, so that both what it was given and what it made
+        are named longer than the part runs.
+    """
+
+    def __init__(self, dtype: str, softmax: str = "", *, renamed: bool) -> None:
+        self._dtype, self._softmax, self._renamed = dtype, softmax, renamed
+        self._mask: cg.Tensor | None = None
+        self._of_model: list[cg.Tensor] = []
+        self._of_layer: list[cg.Tensor] = []
+
+    # -- what variables name -------------------------------------------------------------------------------------------
+
+    def named(self, x: cg.Tensor) -> cg.Tensor:
+        """Return a tensor that lives until the last norm has returned."""
+        self._of_model.append(x)
+        return x
+
+    def keep(self, x: cg.Tensor, *others: cg.Tensor) -> cg.Tensor:
+        """Return a tensor until which others live."""
+        return cg.ops.keep(x, *others)
+
+    def add(self, x: cg.Tensor, made: cg.Tensor, given: cg.Tensor) -> cg.Tensor:
+        """Add, while what the part was given lives until it returns or, with a name of its own, for longer."""
+        if not self._renamed:
+            return x + cg.ops.keep(made, given)
+        self._of_layer.append(made)
+        return cg.ops.keep(x + made, given)
+
+    def left(self, y: cg.Tensor, x: cg.Tensor) -> cg.Tensor:
+        """Let what the layer was given live until it returns, and what its attention returned."""
+        named, self._of_layer = self._of_layer, []
+        return cg.ops.keep(y, *named, x)
+
+    def normed(self, y: cg.Tensor, x: cg.Tensor) -> cg.Tensor:
+        """Let all that the model names live until here."""
+        return cg.ops.keep(y, x, *self._of_model)
+
+    # -- functions -----------------------------------------------------------------------------------------------------
+
+    def pointwise(self, function: str, x: cg.Tensor) -> cg.Tensor:
+        """Apply a function: GELU in its tanh form is eight ops, and the module's input lives until it returns."""
+        if function != "gelu_tanh":
+            return super().pointwise(function, x)
+        half = 0.5 * x
+        y = 1.0 + cg.tanh(sqrt(2 / pi) * (x + 0.044715 * x**3.0))
+        return cg.ops.keep(half * y, x)
+
+    def rms_norm(self, x: cg.Tensor, *, name: str) -> cg.Tensor:
+        """Normalise in steps, in fp32 and back."""
+        with cg.scope(name):
+            wide = cg.ops.cast(x, "fp32")
+            variance = cg.reduce(wide**2.0, "b s d -> b s 1", "mean")
+            y = cg.ops.cast(wide * cg.ops.pointwise("rsqrt", variance + 1e-6), x.dtype)
+            return cg.ops.keep(x.graph.param("weight", x.shape[-1:]) * y, variance, wide)
+
+    def hide(self, positions: cg.Tensor, kernel: str) -> None:
+        """Make what is added to scores, (b, 1, s, s), where they are apart: 0 where a query sees a key."""
+        if kernel != "eager":
+            return
+        with cg.scope("mask"):
+            B = cg.dims("B")
+            queries = cg.ops.expand(positions, "s -> b 1 s 1", b=B)
+            keys = cg.ops.expand(positions, "s -> b 1 1 s", b=B)
+            seen = cg.ops.pointwise("less_equal", keys, queries)
+            self._mask = self.named(cg.ops.pointwise("where", seen, 0.0, _HIDDEN, dtype=self._dtype))
+
+    def rotary_tables(self, positions: cg.Tensor, size: sympy.Expr) -> tuple[cg.Tensor, cg.Tensor]:
+        """Make cosines and sines for all elements of a head, of both halves alike."""
+        with cg.scope("rope"):
+            frequencies = positions.graph.buffer("inv_freq", (size / 2,), dtype="fp32")
+            positions.graph.buffer("original_inv_freq", (size / 2,), dtype="fp32")
+            angles = cg.ops.cast(cg.rearrange(positions, "s -> 1 s 1"), "fp32") * frequencies
+            both = cg.ops.concat([angles, angles])
+            cos, sin = (cg.ops.pointwise(f, both) * 1.0 for f in ("cos", "sin"))
+            cos = cg.ops.cast(cos, self._dtype)
+            sin = cg.ops.keep(cg.ops.cast(sin, self._dtype), angles, both)
+        return self.named(cos), self.named(sin)
+
+    def attention(self, q: cg.Tensor, k: cg.Tensor, v: cg.Tensor, kernel: str, p: float) -> cg.Tensor:
+        """Attend in separate ops; in one kernel without a mask."""
+        if self._mask is None:
+            y = cg.attention(q, k, v, kernel=kernel, p=p)
+            return cg.rearrange(y, "b h s k -> b s (h k)", name="attention/merge")
+        with cg.scope("attention"):
+            repeats = q.shape[1] / k.shape[1]
+            if repeats != 1:
+                k, v = _repeat_kv(k, repeats), _repeat_kv(v, repeats)
+            scores = _matmul(q, k.mT) * 1.0
+            scores = scores + self._mask
+            y = cg.ops.cast(cg.softmax(cg.ops.cast(scores, self._softmax or scores.dtype)), v.dtype)
+            y = cg.dropout(cg.ops.keep(y, scores), p)
+            self._of_layer.append(y)  # the module returns probabilities as well
+            return cg.ops.keep(cg.rearrange(_matmul(y, v), "b h s k -> b s (h k)", name="merge"), k, v)
+
+    def self_attention(
+        self, x: cg.Tensor, heads: sympy.Expr, size: sympy.Expr, *, groups: sympy.Expr,
+        rope: tuple[cg.Tensor, cg.Tensor], kernel: str, bias: bool, p: float,
+    ) -> cg.Tensor:  # fmt: skip
+        """Attend with rotary positions by separate ops, as the module names what it makes."""
+        made = [
+            cg.linear(x, "b s d -> b s h k", h=n, k=size, bias=bias, name=f"attention/{c}")
+            for c, n in (("q", heads), ("k", groups), ("v", groups))
+        ]
+        q, k, v = (cg.rearrange(t, "b s h k -> b h s k") for t in made)
+        with cg.scope("attention"):
+            turned, keys = _rotary(q, *rope), _rotary(k, *rope)
+            keys = cg.ops.keep(keys, q, k)  # both names go over to what is turned once both are
+        y = self.attention(turned, keys, v, kernel, p)
+        y = cg.linear(y, "b s e -> b s d", d=x.shape[2], bias=bias, name="attention/proj")
+        return cg.ops.keep(y, turned, keys, v)
 
 
-def rotary(x: cg.Tensor, cos: cg.Tensor, sin: cg.Tensor) -> cg.Tensor:
+def _rotary(x: cg.Tensor, cos: cg.Tensor, sin: cg.Tensor) -> cg.Tensor:
     """Rotate by products with cosines and sines: x * cos + rotate_half(x) * sin."""
     straight = x * cg.rearrange(cos, "1 s k -> 1 1 s k")
     half = x.shape[-1] / 2
     first, last = x[..., :half], x[..., half:]
     turned = cg.ops.concat([-last, first])
     return straight + turned * cg.rearrange(sin, "1 s k -> 1 1 s k")
-
-
-def causal_mask(positions: cg.Tensor, batch: sympy.Expr, dtype: str) -> cg.Tensor:
-    """Make what is added to scores, (batch, 1, s, s): 0 where a query sees a key."""
-    with cg.scope("mask"):
-        queries = cg.ops.expand(positions, "s -> b 1 s 1", b=batch)
-        keys = cg.ops.expand(positions, "s -> b 1 1 s", b=batch)
-        return cg.ops.pointwise("where", cg.ops.pointwise("less_equal", keys, queries), 0.0, _HIDDEN, dtype=dtype)
-
-
-def attend(
-    q: cg.Tensor,
-    k: cg.Tensor,
-    v: cg.Tensor,
-    mask: cg.Tensor | None,
-    p: float,
-    *,
-    repeats: sympy.Expr | int = 1,
-    softmax: str = "",
-) -> tuple[cg.Tensor, list[cg.Tensor]]:
-    """Attention in separate ops, with its softmax in a format of its own if one is given; in one kernel without a mask.
-
-    Returns
-    -------
-    tuple
-        What is attended to, (b, s, h*k), and the probabilities if there are any: the module returns them as well.
-    """
-    if mask is None:
-        y = cg.attention(q, k, v, kernel="flash", p=p)
-        return cg.rearrange(y, "b h s k -> b s (h k)", name="attention/merge"), []
-    with cg.scope("attention"):
-        if repeats != 1:
-            k, v = _repeat_kv(k, repeats), _repeat_kv(v, repeats)
-        scores = _matmul(q, k.mT) * 1.0
-        scores = scores + mask
-        y = cg.ops.cast(cg.softmax(cg.ops.cast(scores, softmax or scores.dtype)), v.dtype)
-        y = cg.dropout(cg.ops.keep(y, scores), p)
-        out = cg.rearrange(_matmul(y, v), "b h s k -> b s (h k)", name="merge")
-        return cg.ops.keep(out, k, v), [y]
 
 
 def _repeat_kv(x: cg.Tensor, repeats: sympy.Expr) -> cg.Tensor:

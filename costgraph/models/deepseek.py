@@ -8,11 +8,14 @@ more tokens, which these leave out.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import costgraph as cg
 
+from .blocks import Tables, block, gated, mixed
 from .config import Config
+from .decoder import decoder
 from .family import Family, Preset
 
 
@@ -39,40 +42,24 @@ def deepseek(
     `absorbed` lets heads attend to the latent vectors themselves; `limited` lets tokens choose experts within kg of Eg
     groups; `sigmoid` is the router of V3, with a buffer for balance.
     """
-    B, S, D, H, F, L, V = cg.dims("B S D H F L V")
-    C, Cq, Kn, Kr, Kv = cg.dims("C Cq Kn Kr Kv")
-    E, k, Fe, Es, Eg, kg, Ld = cg.dims("E k Fe Es Eg kg Ld")
+    H, L, C, Cq, Kn, Kr, Kv = cg.dims("H L C Cq Kn Kr Kv")
+    Fe, Es, Eg, kg, Ld = cg.dims("Fe Es Eg kg Ld")
     options: dict[str, Any] = {"score": "sigmoid" if sigmoid else "softmax", "correction": sigmoid, "fp32": True}
-    options |= {"normalize": normalize, "scale": scale, "routing": routing, "capacity": capacity}
     options |= {"groups": Eg, "kept_groups": kg} if limited else {}
+    experts = mixed(routing, capacity, normalize=normalize, scale=scale, **options)
 
-    def attend(x: cg.Tensor) -> cg.Tensor:
-        return x + cg.nn.latent_attention(
-            cg.rms_norm(x, name="attention/norm"), H, latent=C, nope=Kn, rotated=Kr, value=Kv, rope=rope,
+    def channels(y: cg.Tensor) -> cg.Tensor:
+        return experts(y) + cg.nn.gated_mlp(y, Es * Fe, name="shared")
+
+    def stack(x: cg.Tensor, rope: Tables) -> cg.Tensor:
+        mixer = partial(
+            cg.nn.latent_attention, heads=H, latent=C, nope=Kn, rotated=Kr, value=Kv, rope=rope,
             query_latent=Cq if query_latent else None, absorbed=absorbed, kernel=attention, bias=bias, p=dropout,
         )  # fmt: skip
+        x = cg.repeat(Ld, block(attention=mixer, mlp=gated("silu")), x, name="dense_layers") if dense else x
+        return cg.repeat(L - Ld if dense else L, block(attention=mixer, moe=channels), x, name="layers")
 
-    def first(x: cg.Tensor) -> cg.Tensor:
-        x = attend(x)
-        return x + cg.nn.gated_mlp(cg.rms_norm(x, name="mlp/norm"), F)
-
-    def block(x: cg.Tensor) -> cg.Tensor:
-        x = attend(x)
-        y = cg.rms_norm(x, name="moe/norm")
-        return x + (cg.nn.moe(y, E, k, Fe, **options) + cg.nn.gated_mlp(y, Es * Fe, name="shared"))
-
-    with cg.Graph(name, dtype=dtype) as g:
-        tokens = g.input("tokens", (B, S), dtype="int64")
-        table = g.param("tokens/table", (V, D))
-        rope = cg.nn.rotary_tables(cg.ops.arange(S), Kr)
-        x = cg.embedding(tokens, table)
-        if dense:
-            x = cg.repeat(Ld, first, x, name="dense_layers")
-        x = cg.repeat(L - Ld if dense else L, block, x, name="layers")
-        x = cg.rms_norm(x, name="norm")
-        g.output(cg.nn.tied_head(x, table) if tied else cg.linear(x, "b s d -> b s v", v=V, name="head"))
-        g.loss = "cross_entropy"
-    return g
+    return decoder(name, dtype, stack, rope=Kr, tied=tied, assume=())
 
 
 def read(c: Config) -> Preset:

@@ -20,21 +20,14 @@ def dit(
     """
     B, R, IC, D, H, F, L, C, waves = cg.dims("B R IC D H F L C waves")
 
-    def modulated(x: cg.Tensor, shift: cg.Tensor, scale: cg.Tensor) -> cg.Tensor:
-        return cg.layer_norm(x, affine=False, name="norm") * (1.0 + scale) + shift
-
-    def by_condition(c: cg.Tensor, count: int) -> tuple[cg.Tensor, ...]:
-        y = cg.linear(cg.silu(c), "b d -> b n e", n=count, e=D, bias=True, name="modulation")
-        return cg.ops.split(y, (1,) * count, 1)
-
     def block(x: cg.Tensor, c: cg.Tensor) -> tuple[cg.Tensor, cg.Tensor]:
-        shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = by_condition(c, 6)
+        shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = _by_condition(c, 6)
         y = cg.nn.self_attention(
-            modulated(x, shift, scale), H, D / H,
+            _modulated(x, shift, scale), H, D / H,
             causal=False, kernel=attention, bias=True, out_bias=True, p=dropout, cached=False,
         )  # fmt: skip
         x = x + gate * cg.dropout(y, dropout)
-        y = cg.nn.mlp(modulated(x, shift_mlp, scale_mlp), F, activation=_gelu, bias=True, p=dropout, name="mlp")
+        y = cg.nn.mlp(_modulated(x, shift_mlp, scale_mlp), F, activation=_gelu, bias=True, p=dropout, name="mlp")
         return x + gate_mlp * y, c
 
     with cg.Graph(name, dtype=dtype) as g:
@@ -51,11 +44,20 @@ def dit(
         c = c + cg.embedding(classes, g.param("classes/table", (C + 1, D)))
         x, c = cg.repeat(L, block, (x, c), name="layers")
         with cg.scope("head"):
-            shift, scale = by_condition(c, 2)
+            shift, scale = _by_condition(c, 2)
             made = IC * (2 if learned_variance else 1) * patch**2
-            y = cg.linear(modulated(x, shift, scale), "b n d -> b n e", e=made, bias=True, name="linear")
+            y = cg.linear(_modulated(x, shift, scale), "b n d -> b n e", e=made, bias=True, name="linear")
         g.output(cg.rearrange(y, "b (h w) (p q c) -> b c (h p) (w q)", h=side, w=side, p=patch, q=patch))
     return g
+
+
+def _modulated(x: cg.Tensor, shift: cg.Tensor, scale: cg.Tensor) -> cg.Tensor:
+    return cg.layer_norm(x, affine=False, name="norm") * (1.0 + scale) + shift
+
+
+def _by_condition(c: cg.Tensor, count: int) -> tuple[cg.Tensor, ...]:
+    y = cg.linear(cg.silu(c), "b d -> b n e", n=count, e=cg.dims("D"), bias=True, name="modulation")
+    return cg.ops.split(y, (1,) * count, 1)
 
 
 def _gelu(x: cg.Tensor) -> cg.Tensor:

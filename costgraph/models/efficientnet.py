@@ -38,26 +38,15 @@ def efficientnet(
     Stage i makes D{i} channels in L{i} blocks, of which the first has the stride; `single` stages have one block.
     Squeeze and excitation has a Q-th of the channels that the block is given.
     """
-    B, IC, R, C, Q, width = cg.dims("B IC R C Q D0")
+    B, IC, R, C, width = cg.dims("B IC R C D0")
     if not len(windows) == len(strides) == len(expansions):
         raise cg.GraphError(f"model {name!r}: windows, strides and expansions, expected one of each for every stage")
 
     def stage(x: cg.Tensor, i: int, before: sympy.Expr, width: sympy.Expr) -> cg.Tensor:
-        depth: Any = cg.dims(f"L{i}")
-        expansion = expansions[i - 1]
-        options: dict[str, Any] = {"window": windows[i - 1], "activation": activation, "expand": expansion != 1}
-        options["squeeze_activation"] = activation
-
-        def block(x: cg.Tensor) -> cg.Tensor:
-            return cg.nn.inverted_residual(
-                x, expansion * width, width, squeezed=width / Q, residual=True, p=dropout, **options
-            )
-
+        facts = (expansions[i - 1], strides[i - 1], windows[i - 1])
+        depth = None if i in single else cg.dims(f"L{i}")
         with cg.scope(f"stage{i}"):
-            x = cg.nn.inverted_residual(
-                x, expansion * before, width, squeezed=before / Q, stride=strides[i - 1], name="first", **options
-            )
-            return x if i in single else cg.repeat(depth - 1, block, x, name="blocks")
+            return _blocks(x, depth, before, width, *facts, activation=activation, p=dropout)
 
     with cg.Graph(name, dtype=dtype) as g:
         x = convolved(g.input("images", (B, IC, R, R)), width, 3, 2, activation, "stem")
@@ -69,6 +58,24 @@ def efficientnet(
         g.output(cg.linear(x, "b d -> b c", c=C, bias=True, name="head") if head else x)
         g.loss = "cross_entropy" if head else None
     return g
+
+
+def _blocks(
+    x: cg.Tensor, depth: Any, before: sympy.Expr, width: sympy.Expr, expansion: int, stride: int, window: int,
+    *, activation: str, p: float,
+) -> cg.Tensor:  # fmt: skip
+    """Run the blocks of a stage, one where no depth is given."""
+    Q = cg.dims("Q")
+    options: dict[str, Any] = {"window": window, "activation": activation, "expand": expansion != 1}
+    options["squeeze_activation"] = activation
+
+    def block(x: cg.Tensor) -> cg.Tensor:
+        return cg.nn.inverted_residual(x, expansion * width, width, squeezed=width / Q, residual=True, p=p, **options)
+
+    x = cg.nn.inverted_residual(
+        x, expansion * before, width, squeezed=before / Q, stride=stride, name="first", **options
+    )
+    return x if depth is None else cg.repeat(depth - 1, block, x, name="blocks")
 
 
 def read(c: Config) -> Preset:

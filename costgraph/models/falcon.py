@@ -11,7 +11,9 @@ from typing import Literal
 
 import costgraph as cg
 
+from .blocks import Tables, block, dropped
 from .config import Config
+from .decoder import decoder
 from .family import Family, Preset
 
 
@@ -28,35 +30,26 @@ def falcon(
     activation: str = "gelu",
 ) -> cg.Graph:
     """Declare Falcon: tokens (B, S) to logits (B, S, V); both halves of a layer read one of `norms`, or one each."""
-    B, S, D, H, G, F, L, V = cg.dims("B S D H G F L V")
+    D, H, G, F, L = cg.dims("D H G F L")
     if norms == 1 and not parallel:
         raise cg.GraphError(f"model {name!r}: norms=1 with parallel=False, expected 2")
+    channels = partial(cg.nn.mlp, f=F, bias=bias, activation=partial(cg.ops.pointwise, activation))
 
-    with cg.Graph(name, dtype=dtype) as g:
-        g.assume("H >= G")
-        tokens = g.input("tokens", (B, S), dtype="int64")
-        table = g.param("tokens/table", (V, D))
-        rope = cg.nn.rotary_tables(cg.ops.arange(S), D / H)
+    def stack(x: cg.Tensor, rope: Tables) -> cg.Tensor:
+        mixer = partial(
+            cg.nn.self_attention, heads=H, size=D / H, groups=G, packed=True, rope=rope, kernel=attention, bias=bias,
+            out_bias=bias,
+        )  # fmt: skip
 
-        def attend(x: cg.Tensor) -> cg.Tensor:
-            return cg.nn.self_attention(
-                x, H, D / H, groups=G, packed=True, rope=rope, kernel=attention, bias=bias, out_bias=bias
-            )
-
-        def block(x: cg.Tensor) -> cg.Tensor:
-            mlp = partial(cg.nn.mlp, f=F, bias=bias, activation=partial(cg.ops.pointwise, activation))
+        def side_by_side(x: cg.Tensor) -> cg.Tensor:
             y = cg.layer_norm(x, name="attention/norm")
-            if parallel:
-                z = cg.layer_norm(x, name="mlp/norm") if norms == 2 else y
-                return x + cg.dropout(mlp(z) + attend(y), dropout)
-            x = x + cg.dropout(attend(y), dropout)
-            return x + cg.dropout(mlp(cg.layer_norm(x, name="mlp/norm")), dropout)
+            z = cg.layer_norm(x, name="mlp/norm") if norms == 2 else y
+            return x + cg.dropout(channels(z) + mixer(y), dropout)
 
-        x = cg.repeat(L, block, cg.embedding(tokens, table), name="layers")
-        x = cg.layer_norm(x, name="norm")
-        g.output(cg.nn.tied_head(x, table) if tied else cg.linear(x, "b s d -> b s v", v=V, name="head"))
-        g.loss = "cross_entropy"
-    return g
+        one_by_one = block(attention=dropped(mixer, dropout), mlp=dropped(channels, dropout), norm=cg.layer_norm)
+        return cg.repeat(L, side_by_side if parallel else one_by_one, x, name="layers")
+
+    return decoder(name, dtype, stack, rope=D / H, norm=cg.layer_norm, tied=tied)
 
 
 def read(c: Config) -> Preset:

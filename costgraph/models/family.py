@@ -30,11 +30,11 @@ class Family:
 
     declare: Callable[..., Graph]
     """`declare(name, attention, dropout, dtype, **structure)`; keyword arguments with defaults are what `load` takes
-    as well."""
+    as well. Behind the format stands `composed` where that is stated."""
     presets: Mapping[str, Preset]
     """Published models, by the names that users write."""
-    composed: Callable[..., Graph] | None = None
-    """The same as eager code runs it, None where nothing is stated of it."""
+    composed: bool = False
+    """Whether it is stated how eager code runs these models."""
     architectures: Mapping[str, str] = field(default_factory=dict)
     """What `architectures` of a config.json of transformers says of such models, and `model_type` with it."""
     read: Callable[[Config], Preset] | None = None

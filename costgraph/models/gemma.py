@@ -8,12 +8,13 @@ Order of ops: `Gemma2ForCausalLM` and `Gemma3ForCausalLM` of transformers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import costgraph as cg
 
+from .blocks import attending, block, gated
 from .config import Config
+from .decoder import decoder
 from .family import Family, Preset
 
 
@@ -34,36 +35,25 @@ def gemma(
     activation: str = "gelu_tanh",
 ) -> cg.Graph:
     """Declare Gemma: tokens (B, S) to logits (B, S, V); `kinds` of layers see the last W positions or all of them."""
-    B, S, D, H, G, K, F, L, V, W = cg.dims("B S D H G K F L V W")
+    S, K, L, W = cg.dims("S K L W")
+    mlp = gated(activation)
 
-    with cg.Graph(name, dtype=dtype) as g:
-        g.assume("H >= G")
-        tokens = g.input("tokens", (B, S), dtype="int64")
-        table = g.param("tokens/table", (V, D))
-        x = cg.ops.pointwise("mul", cg.embedding(tokens, table), 1.0, name="scale")  # by the root of D
-        options: dict[str, Any] = {"groups": G, "bias": bias, "out_bias": bias, "qk_norm": qk_norm, "p": dropout}
-        options |= {"softcap": softcap, "kernel": attention}
+    def stack(x: cg.Tensor) -> cg.Tensor:
+        x = cg.ops.pointwise("mul", x, 1.0, name="scale")  # by the root of D
         # with two bases each kind of layer that there is has tables of its own
         two = local_base and isinstance(kinds, list | tuple) and "local" in kinds and "global" in kinds
         ropes = [cg.nn.rotary_tables(cg.ops.arange(S), K) for _ in range(2 if two else 1)]
-
-        def block(x: cg.Tensor, window: object, rope: tuple[cg.Tensor, cg.Tensor]) -> cg.Tensor:
-            y = cg.rms_norm(x, name="attention/norm")
-            y = cg.nn.self_attention(y, H, K, window=window, rope=rope, **options)
-            x = x + cg.rms_norm(y, name="attention/norm_after")
-            y = cg.rms_norm(x, name="mlp/norm")
-            y = cg.nn.gated_mlp(y, F, activation=partial(cg.ops.pointwise, activation))
-            return x + cg.rms_norm(y, name="mlp/norm_after")
-
+        facts = {"bias": bias, "out_bias": bias, "qk_norm": qk_norm, "softcap": softcap}
         bodies = {
-            "local": partial(block, window=W, rope=ropes[0]),
-            "global": partial(block, window=None, rope=ropes[-1]),
+            kind: block(attention=attending(attention, dropout, rope, window=seen, **facts), mlp=mlp, norms="both")
+            for kind, seen, rope in (("local", W, ropes[0]), ("global", None, ropes[-1]))
         }
-        x = cg.rms_norm(cg.nn.layers(L, bodies, x, kinds, rest=rest), name="norm")
-        x = cg.nn.tied_head(x, table) if tied else cg.linear(x, "b s d -> b s v", v=V, name="head")
-        g.output(x if logit_softcap is None else cg.ops.pointwise("softcap", x, name="head/softcap"))
-        g.loss = "cross_entropy"
-    return g
+        return cg.nn.layers(L, bodies, x, kinds, rest=rest)
+
+    def end(x: cg.Tensor) -> cg.Tensor:
+        return x if logit_softcap is None else cg.ops.pointwise("softcap", x, name="head/softcap")
+
+    return decoder(name, dtype, stack, tied=tied, end=end)
 
 
 def read(c: Config) -> Preset:

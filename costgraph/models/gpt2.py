@@ -9,84 +9,52 @@ from __future__ import annotations
 
 import costgraph as cg
 
-from . import composed
+from .blocks import block
+from .composed import KERNELS, Composed
 from .config import Config
+from .decoder import decoder
 from .family import Family, Preset
 
 
 def gpt2(
-    name: str, attention: str, dropout: float, dtype: str, *, tied: bool = True, activation: str = "gelu_tanh"
+    name: str,
+    attention: str,
+    dropout: float,
+    dtype: str,
+    composed: bool = False,
+    *,
+    tied: bool = True,
+    activation: str = "gelu_tanh",
 ) -> cg.Graph:
     """Declare GPT-2: tokens (B, S) to logits (B, S, V)."""
-    B, S, D, H, F, L, V, P = cg.dims("B S D H F L V P")
+    S, D, H, F, L, P = cg.dims("S D H F L P")
+    run = Composed(dtype, renamed=True) if composed else KERNELS
 
-    def block(x: cg.Tensor) -> cg.Tensor:
-        y = cg.layer_norm(x, name="attention/norm")
-        qkv = cg.linear(y, "b s d -> b s n h k", n=3, h=H, k=D / H, bias=True, name="attention/kqv")
-        q, k, v = (cg.rearrange(part, "b s 1 h k -> b h s k") for part in cg.ops.split(qkv, (1, 1, 1), 2))
-        k, v = (cg.ops.cache(t, "b h t k", along="t", name=f"attention/{c}_cache") for c, t in (("k", k), ("v", v)))
-        y = cg.attention(q, k, v, causal=True, kernel=attention, p=dropout, name="attention")
-        y = cg.rearrange(y, "b h s k -> b s (h k)", name="attention/merge")
+    def mixer(x: cg.Tensor) -> cg.Tensor:
+        if composed:  # heads are told apart once parts are
+            qkv = cg.linear(x, "b s d -> b s e", e=3 * D, bias=True, name="attention/kqv")
+            q, k, v = (cg.rearrange(part, "b s (h k) -> b h s k", h=H) for part in cg.ops.split(qkv, (D, D, D)))
+        else:
+            qkv = cg.linear(x, "b s d -> b s n h k", n=3, h=H, k=D / H, bias=True, name="attention/kqv")
+            q, k, v = (cg.rearrange(part, "b s 1 h k -> b h s k") for part in cg.ops.split(qkv, (1, 1, 1), 2))
+        y = run.attention(q, k, v, attention, dropout)
         y = cg.linear(y, "b s e -> b s d", d=D, bias=True, name="attention/proj")
-        x = x + cg.dropout(y, dropout)
-        y = cg.layer_norm(x, name="mlp/norm")
+        return run.keep(cg.dropout(y, dropout), qkv)
+
+    def channels(x: cg.Tensor) -> cg.Tensor:
         with cg.scope("mlp"):
-            y = cg.ops.pointwise(activation, cg.linear(y, "b s d -> b s f", f=F, bias=True, name="ffw1"))
+            y = run.pointwise(activation, cg.linear(x, "b s d -> b s f", f=F, bias=True, name="ffw1"))
             y = cg.linear(y, "b s f -> b s d", d=D, bias=True, name="ffw2")
-        return x + cg.dropout(y, dropout)
+        return cg.dropout(y, dropout)
 
-    with cg.Graph(name, dtype=dtype) as g:
-        g.assume("S <= P")
-        tokens = g.input("tokens", (B, S), dtype="int64")
-        table = g.param("tokens/table", (V, D))
-        x = cg.embedding(tokens, table)
-        x = x + cg.embedding(cg.ops.arange(S), g.param("positions/table", (P, D)))
-        x = cg.repeat(L, block, cg.dropout(x, dropout), name="layers")
-        x = cg.layer_norm(x, name="norm")
-        g.output(cg.nn.tied_head(x, table) if tied else cg.linear(x, "b s d -> b s v", v=V, name="head"))
-        g.loss = "cross_entropy"
-    return g
+    def stack(x: cg.Tensor) -> cg.Tensor:
+        positions = run.named(cg.ops.arange(S))
+        x = x + run.named(cg.embedding(positions, x.graph.param("positions/table", (P, D))))
+        run.hide(positions, attention)
+        layer = block(attention=mixer, mlp=channels, norm=cg.layer_norm, run=run)
+        return cg.repeat(L, layer, cg.dropout(x, dropout), name="layers")
 
-
-def composed_gpt2(name: str, attention: str, dropout: float, dtype: str) -> cg.Graph:
-    """Declare GPT-2 as transformers' eager code runs it, with what its variables still name."""
-    B, S, D, F, L, V, P = cg.dims("B S D F L V P")
-
-    def block(x: cg.Tensor) -> cg.Tensor:
-        y = cg.layer_norm(x, name="attention/norm")
-        attended, probabilities = _attend(y, mask, dropout)
-        middle = cg.ops.keep(attended + x, y)
-        y = cg.layer_norm(middle, name="mlp/norm")
-        with cg.scope("mlp"):
-            z = composed.gelu_new(cg.linear(y, "b s d -> b s f", f=F, bias=True, name="ffw1"))
-            z = cg.linear(z, "b s f -> b s d", d=D, bias=True, name="ffw2")
-        # what the layer was given and what its attention returned are named until it returns
-        return cg.ops.keep(middle + cg.dropout(z, dropout), y, attended, *probabilities, x)
-
-    with cg.Graph(name, dtype=dtype) as g:
-        g.assume("S <= P")
-        tokens = g.input("tokens", (B, S), dtype="int64")
-        table = g.param("tokens/table", (V, D))
-        embedded, positions = cg.embedding(tokens, table), cg.ops.arange(S)
-        placed = cg.embedding(positions, g.param("positions/table", (P, D)))
-        x = embedded + placed
-        mask = composed.causal_mask(positions, B, dtype) if attention == "eager" else None
-        x = cg.repeat(L, block, cg.dropout(x, dropout), name="layers")
-        x = cg.ops.keep(cg.layer_norm(x, name="norm"), embedded, placed, positions, *([] if mask is None else [mask]))
-        with cg.scope("head"):
-            g.output(cg.einsum(x, table, "b s d, v d -> b s v", name="matmul"))
-        g.loss = "cross_entropy"
-    return g
-
-
-def _attend(x: cg.Tensor, mask: cg.Tensor | None, dropout: float) -> tuple[cg.Tensor, list[cg.Tensor]]:
-    """Return what attention adds, and the probabilities that it returns as well."""
-    D, H = cg.dims("D H")
-    qkv = cg.linear(x, "b s d -> b s e", e=3 * D, bias=True, name="attention/kqv")
-    q, k, v = (cg.rearrange(part, "b s (h k) -> b h s k", h=H) for part in cg.ops.split(qkv, (D, D, D)))
-    y, probabilities = composed.attend(q, k, v, mask, dropout)
-    y = cg.linear(y, "b s e -> b s d", d=D, bias=True, name="attention/proj")
-    return cg.ops.keep(cg.dropout(y, dropout), qkv), probabilities
+    return decoder(name, dtype, stack, norm=cg.layer_norm, tied=tied, assume=("S <= P",), run=run)
 
 
 def read(c: Config) -> Preset:
@@ -114,7 +82,7 @@ FAMILIES = (
             "gpt2-xl": Preset({"D": 1600, "H": 25, "F": 6400, "L": 48, "V": 50257, "P": 1024}),
             "gpt3-175b": Preset({"D": 12288, "H": 96, "F": 49152, "L": 96, "V": 50257, "P": 2048}),
         },
-        composed=composed_gpt2,
+        composed=True,
         architectures={"GPT2LMHeadModel": "gpt2"},
         read=read,
     ),

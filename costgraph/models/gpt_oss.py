@@ -7,11 +7,12 @@ ops: `GptOssForCausalLM` of transformers with its experts as grouped products.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import costgraph as cg
 
+from .blocks import Tables, attending, block, mixed
 from .config import Config
+from .decoder import decoder
 from .family import Family, Preset
 
 
@@ -29,29 +30,18 @@ def gpt_oss(
     tied: bool = False,
 ) -> cg.Graph:
     """Declare GPT-OSS: tokens (B, S) to logits (B, S, V); `kinds` of layers see all positions or the last W of them."""
-    B, S, D, H, G, K, L, V, W = cg.dims("B S D H G K L V W")
-    E, k, Fe = cg.dims("E k Fe")
+    K, L, W = cg.dims("K L W")
 
-    def block(x: cg.Tensor, window: object) -> cg.Tensor:
-        x = x + cg.nn.self_attention(
-            cg.rms_norm(x, name="attention/norm"), H, K, groups=G, rope=rope, window=window, kernel=attention,
-            bias=bias, out_bias=bias, sinks=True, p=dropout,
-        )  # fmt: skip
-        y = cg.rms_norm(x, name="moe/norm")
-        return x + cg.nn.moe(
-            y, E, k, Fe, routing=routing, capacity=capacity, gate=_clamped, bias=True, score="chosen", router_bias=True
-        )
+    def stack(x: cg.Tensor, rope: Tables) -> cg.Tensor:
+        channels = mixed(routing, capacity, gate=_clamped, bias=True, score="chosen", router_bias=True)
+        facts = {"bias": bias, "out_bias": bias, "sinks": True}
+        bodies = {
+            kind: block(attention=attending(attention, dropout, rope, window=window, **facts), moe=channels)
+            for kind, window in (("global", None), ("local", W))
+        }
+        return cg.nn.layers(L, bodies, x, kinds, rest=rest)
 
-    with cg.Graph(name, dtype=dtype) as g:
-        g.assume("H >= G")
-        tokens = g.input("tokens", (B, S), dtype="int64")
-        table = g.param("tokens/table", (V, D))
-        rope = cg.nn.rotary_tables(cg.ops.arange(S), K)
-        bodies = {"global": partial(block, window=None), "local": partial(block, window=W)}
-        x = cg.rms_norm(cg.nn.layers(L, bodies, cg.embedding(tokens, table), kinds, rest=rest), name="norm")
-        g.output(cg.nn.tied_head(x, table) if tied else cg.linear(x, "b s d -> b s v", v=V, name="head"))
-        g.loss = "cross_entropy"
-    return g
+    return decoder(name, dtype, stack, rope=K, tied=tied)
 
 
 def _clamped(gate: cg.Tensor, up: cg.Tensor) -> cg.Tensor:

@@ -9,30 +9,28 @@ The paper's head gives a mixture of ten logistics; here it is one of all values.
 
 from __future__ import annotations
 
+from functools import partial
+
 import costgraph as cg
 
+from .blocks import block, dropped
+from .decoder import decoder
 from .family import Family, Preset
 
 
 def linear_attention(name: str, attention: str, dropout: float, dtype: str, *, scan: str = "kernel") -> cg.Graph:
     """Declare a linear transformer: tokens (B, S) to logits (B, S, V); `attention` says nothing of it."""
-    B, S, D, F, L, V, P = cg.dims("B S D F L V P")
+    S, D, F, L, P = cg.dims("S D F L P")
 
-    def block(x: cg.Tensor) -> cg.Tensor:
-        y = cg.dropout(_attend(x, dtype, scan), dropout)
-        x = cg.layer_norm(x + y, name="attention/norm")
-        y = cg.nn.mlp(x, F, activation=cg.relu, bias=True, p=dropout)
-        return cg.layer_norm(x + y, name="mlp/norm")
+    mixer = dropped(partial(_attend, dtype=dtype, scan=scan), dropout)
 
-    with cg.Graph(name, dtype=dtype) as g:
-        g.assume("S <= P")
-        tokens = g.input("tokens", (B, S), dtype="int64")
-        x = cg.embedding(tokens, g.param("tokens/table", (V, D)))
-        x = x + cg.embedding(cg.ops.arange(S), g.buffer("positions/table", (P, D)))
-        x = cg.repeat(L, block, cg.dropout(x, dropout), name="layers")
-        g.output(cg.linear(cg.layer_norm(x, name="norm"), "b s d -> b s v", v=V, bias=True, name="head"))
-        g.loss = "cross_entropy"
-    return g
+    def stack(x: cg.Tensor) -> cg.Tensor:
+        x = x + cg.embedding(cg.ops.arange(S), x.graph.buffer("positions/table", (P, D)))
+        channels = partial(cg.nn.mlp, f=F, activation=cg.relu, bias=True, p=dropout)
+        layer = block(attention=mixer, mlp=channels, norm=cg.layer_norm, norms="behind")
+        return cg.repeat(L, layer, cg.dropout(x, dropout), name="layers")
+
+    return decoder(name, dtype, stack, norm=cg.layer_norm, head_bias=True, assume=("S <= P",))
 
 
 def _attend(x: cg.Tensor, dtype: str, scan: str) -> cg.Tensor:

@@ -7,14 +7,12 @@ of transformers.
 
 from __future__ import annotations
 
-from functools import partial
-
-import sympy
-
 import costgraph as cg
 
-from . import composed
+from .blocks import block, gated
+from .composed import KERNELS, Composed
 from .config import Config
+from .decoder import decoder
 from .family import Family, Preset
 
 
@@ -23,82 +21,36 @@ def llama(
     attention: str,
     dropout: float,
     dtype: str,
+    composed: bool = False,
     *,
     bias: bool = False,
     mlp_bias: bool = False,
     tied: bool = False,
     activation: str = "silu",
+    shared: bool = True,
 ) -> cg.Graph:
-    """Declare Llama: tokens (B, S) to logits (B, S, V); dropout falls on attention probabilities alone."""
-    B, S, D, H, G, K, F, L, V = cg.dims("B S D H G K F L V")
+    """Declare Llama: tokens (B, S) to logits (B, S, V); dropout falls on attention probabilities alone.
 
-    with cg.Graph(name, dtype=dtype) as g:
-        g.assume("H >= G")
-        tokens = g.input("tokens", (B, S), dtype="int64")
-        table = g.param("tokens/table", (V, D))
-        x = cg.embedding(tokens, table)
-        rope = cg.nn.rotary_tables(cg.ops.arange(S), K)
+    `shared`: there are fewer heads of keys than of queries, so that eager code (`composed`) repeats them.
+    """
+    S, H, G, K, L = cg.dims("S H G K L")
+    run = Composed(dtype, softmax="fp32", renamed=False) if composed else KERNELS
+    fewer = shared or not composed
+    groups = G if fewer else H
+    assume = "H > G" if composed else "H >= G"
 
-        def block(x: cg.Tensor) -> cg.Tensor:
-            y = cg.rms_norm(x, name="attention/norm")
-            x = x + cg.nn.self_attention(
-                y, H, K, groups=G, rope=rope, kernel=attention, bias=bias, out_bias=bias, p=dropout
-            )
-            y = cg.rms_norm(x, name="mlp/norm")
-            return x + cg.nn.gated_mlp(y, F, activation=partial(cg.ops.pointwise, activation), bias=mlp_bias)
+    def stack(x: cg.Tensor) -> cg.Tensor:
+        positions = run.named(cg.ops.arange(S))
+        run.hide(positions, attention)
+        rope = run.rotary_tables(positions, K)
 
-        x = cg.rms_norm(cg.repeat(L, block, x, name="layers"), name="norm")
-        g.output(cg.nn.tied_head(x, table) if tied else cg.linear(x, "b s d -> b s v", v=V, name="head"))
-        g.loss = "cross_entropy"
-    return g
+        def attend(x: cg.Tensor) -> cg.Tensor:
+            return run.self_attention(x, H, K, groups=groups, rope=rope, kernel=attention, bias=bias, p=dropout)
 
+        layer = block(attention=attend, mlp=gated(activation, bias=mlp_bias), norm=run.rms_norm, run=run)
+        return cg.repeat(L, layer, x, name="layers")
 
-def composed_llama(name: str, attention: str, dropout: float, dtype: str) -> cg.Graph:
-    """Declare Llama as transformers' eager code runs it, with what its variables still name."""
-    B, S, D, H, G, K, F, L, V = cg.dims("B S D H G K F L V")
-    # a model whose heads all have keys and values of their own repeats none
-    shared = not name.startswith(("llama-2-7b", "llama-2-13b"))
-
-    def block(x: cg.Tensor) -> cg.Tensor:
-        y = composed.rms_norm(x, "attention/norm")
-        attended, probabilities = _attend(y, cos, sin, mask, G if shared else H, dropout)
-        middle = x + cg.ops.keep(attended, y)
-        y = composed.rms_norm(middle, "mlp/norm")
-        y = cg.ops.keep(cg.nn.gated_mlp(y, F, name="mlp"), y)
-        # what the layer was given and what its attention returned are named until it returns
-        return cg.ops.keep(middle + y, *probabilities, x)
-
-    with cg.Graph(name, dtype=dtype) as g:
-        if shared:
-            g.assume("H > G")
-        tokens = g.input("tokens", (B, S), dtype="int64")
-        embedded, positions = cg.embedding(tokens, g.param("tokens/table", (V, D))), cg.ops.arange(S)
-        mask = composed.causal_mask(positions, B, dtype) if attention == "eager" else None
-        cos, sin = composed.rotary_tables(positions, K, dtype)
-        x = cg.repeat(L, block, embedded, name="layers")
-        y = composed.rms_norm(x, "norm")
-        y = cg.ops.keep(y, x, embedded, positions, cos, sin, *([] if mask is None else [mask]))
-        g.output(cg.linear(y, "b s d -> b s v", v=V, name="head"))
-        g.loss = "cross_entropy"
-    return g
-
-
-def _attend(
-    x: cg.Tensor, cos: cg.Tensor, sin: cg.Tensor, mask: cg.Tensor | None, groups: sympy.Expr, dropout: float
-) -> tuple[cg.Tensor, list[cg.Tensor]]:
-    """Return what attention adds, and the probabilities that it returns as well."""
-    D, H, K = cg.dims("D H K")
-    made = [
-        cg.linear(x, "b s d -> b s h k", h=n, k=K, name=f"attention/{c}")
-        for c, n in (("q", H), ("k", groups), ("v", groups))
-    ]
-    q, k, v = (cg.rearrange(t, "b s h k -> b h s k") for t in made)
-    with cg.scope("attention"):
-        turned, keys = composed.rotary(q, cos, sin), composed.rotary(k, cos, sin)
-        keys = cg.ops.keep(keys, q, k)  # both names go over to what is turned once both are
-    y, probabilities = composed.attend(turned, keys, v, mask, dropout, repeats=H / groups, softmax="fp32")
-    y = cg.linear(y, "b s e -> b s d", d=D, name="attention/proj")
-    return cg.ops.keep(y, turned, keys, v), probabilities
+    return decoder(name, dtype, stack, norm=run.rms_norm, tied=tied, assume=(assume,) if fewer else (), run=run)
 
 
 def read(c: Config) -> Preset:
@@ -110,7 +62,7 @@ def read(c: Config) -> Preset:
 
 
 def _sizes(D: int, H: int, G: int, F: int, L: int, V: int) -> Preset:
-    return Preset({"D": D, "H": H, "G": G, "K": D // H, "F": F, "L": L, "V": V})
+    return Preset({"D": D, "H": H, "G": G, "K": D // H, "F": F, "L": L, "V": V}, {"shared": G < H})
 
 
 FAMILIES = (
@@ -124,7 +76,7 @@ FAMILIES = (
             "llama-3-70b": _sizes(8192, 64, 8, 28672, 80, 128256),
             "llama-3.1-405b": _sizes(16384, 128, 8, 53248, 126, 128256),
         },
-        composed=composed_llama,
+        composed=True,
         architectures={"LlamaForCausalLM": "llama"},
         read=read,
     ),

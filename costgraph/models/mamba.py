@@ -12,28 +12,23 @@ from collections.abc import Callable
 import costgraph as cg
 
 from .config import Config
+from .decoder import decoder
 from .family import Family, Preset
 
-_Mixer = Callable[[cg.Graph, cg.Tensor], cg.Tensor]
 
-
-def _model(name: str, dtype: str, mixer: _Mixer, *, wide: bool, tied: bool) -> cg.Graph:
+def _model(name: str, dtype: str, mixer: Callable[[cg.Tensor], cg.Tensor], *, wide: bool, tied: bool) -> cg.Graph:
     """Declare what both have: a residual stream, in fp32 if it is wide, to which each layer adds."""
-    B, S, D, L, V = cg.dims("B S D L V")
 
-    with cg.Graph(name, dtype=dtype) as g:
-        tokens = g.input("tokens", (B, S), dtype="int64")
-        table = g.param("tokens/table", (V, D))
-        x = cg.embedding(tokens, table)
-        x = cg.ops.cast(x, "fp32") if wide else x
+    def block(x: cg.Tensor) -> cg.Tensor:
+        return x + mixer(cg.rms_norm(cg.ops.cast(x, dtype), name="norm"))
 
-        def block(x: cg.Tensor) -> cg.Tensor:
-            return x + mixer(g, cg.rms_norm(cg.ops.cast(x, dtype), name="norm"))
+    def stack(x: cg.Tensor) -> cg.Tensor:
+        return cg.repeat(cg.dims("L"), block, cg.ops.cast(x, "fp32") if wide else x, name="layers")
 
-        x = cg.ops.cast(cg.rms_norm(cg.repeat(L, block, x, name="layers"), name="norm"), dtype)
-        g.output(cg.nn.tied_head(x, table) if tied else cg.linear(x, "b s d -> b s v", v=V, name="head"))
-        g.loss = "cross_entropy"
-    return g
+    def norm(x: cg.Tensor, *, name: str) -> cg.Tensor:
+        return cg.ops.cast(cg.rms_norm(x, name=name), dtype)
+
+    return decoder(name, dtype, stack, norm=norm, tied=tied, assume=())
 
 
 def mamba(
@@ -44,12 +39,12 @@ def mamba(
     """Declare Mamba: tokens (B, S) to logits (B, S, V); it has no attention, and drops nothing out."""
     B, D, E, N, R = cg.dims("B D E N R")
 
-    def mixer(g: cg.Graph, x: cg.Tensor) -> cg.Tensor:
+    def mixer(x: cg.Tensor) -> cg.Tensor:
         x, z = cg.ops.split(cg.linear(x, "b s d -> b s e", e=2 * E, bias=bias, name="in"), (E, E))
         x = cg.silu(cg.nn.causal_conv(x, window, bias=conv_bias))
         dt, b, c = cg.ops.split(cg.linear(x, "b s e -> b s r", r=R + 2 * N, name="x"), (R, N, N))
         dt = cg.linear(dt, "b s r -> b s e", e=E, name="dt")
-        shift, log_a, skip = g.param("dt/bias", (E,)), g.param("log_a", (E, N)), g.param("skip", (E,))
+        shift, log_a, skip = (x.graph.param(n, s) for n, s in (("dt/bias", (E,)), ("log_a", (E, N)), ("skip", (E,))))
         start = cg.ops.initial_state((B, E, N), "fp32", name="state")
         with cg.nn.scan_kernel("selective_scan", scan):
             dt = cg.ops.pointwise("softplus", cg.ops.cast(dt, "fp32") + cg.ops.cast(shift, "fp32"))
@@ -84,25 +79,25 @@ def mamba2(
         raise cg.GraphError(f"form={form!r}, expected 'recurrent' or 'chunked'")
     E, shared = H * K, 2 * G * N
 
-    def mixer(g: cg.Graph, x: cg.Tensor) -> cg.Tensor:
+    def mixer(x: cg.Tensor) -> cg.Tensor:
         y = cg.linear(x, "b s d -> b s e", e=2 * E + shared + H, bias=bias, name="in")
         z, x, dt = cg.ops.split(y, (E, E + shared, H))
         x, b, c = cg.ops.split(cg.silu(cg.nn.causal_conv(x, window, bias=conv_bias)), (E, G * N, G * N))
         x = cg.rearrange(x, "b s (g r k) -> b s g r k", g=G, k=K)
         b, c = (cg.rearrange(t, "b s (g n) -> b s g n", g=G) for t in (b, c))
         dt = cg.rearrange(dt, "b s (g r) -> b s g r", g=G)
-        shift, log_a, skip = (g.param(n, (H,)) for n in ("dt/bias", "log_a", "skip"))
+        shift, log_a, skip = (x.graph.param(n, (H,)) for n in ("dt/bias", "log_a", "skip"))
         y = forms[form](x, dt, b, c, *(cg.rearrange(t, "(g r) -> g r", g=G) for t in (shift, log_a, skip)), scan=scan)
-        y = _gated_norm(g, cg.rearrange(y, "b s g r k -> b s (g r k)"), z)
+        y = _gated_norm(cg.rearrange(y, "b s g r k -> b s (g r k)"), z)
         return cg.linear(y, "b s e -> b s d", d=D, bias=bias, name="out")
 
     return _model(name, dtype, mixer, wide=wide, tied=tied)
 
 
-def _gated_norm(g: cg.Graph, y: cg.Tensor, z: cg.Tensor) -> cg.Tensor:
+def _gated_norm(y: cg.Tensor, z: cg.Tensor) -> cg.Tensor:
     """Multiply by the gate, and normalise each group of channels on its own."""
     G = cg.dims("G")
-    weight = g.param("gated_norm/weight", y.shape[-1:])
+    weight = y.graph.param("gated_norm/weight", y.shape[-1:])
     with cg.kernel("gated_norm"):
         wide = cg.ops.cast(y, "fp32") * cg.silu(cg.ops.cast(z, "fp32"))
         wide = cg.rearrange(wide, "b s (g e) -> b s g e", g=G)

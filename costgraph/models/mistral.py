@@ -7,11 +7,11 @@ Mistral-7B-v0.3 and Mistral-Nemo-Base-2407. Order of ops: `MistralForCausalLM` o
 
 from __future__ import annotations
 
-from functools import partial
-
 import costgraph as cg
 
+from .blocks import Tables, attending, block, gated
 from .config import Config
+from .decoder import decoder
 from .family import Family, Preset
 
 
@@ -26,27 +26,13 @@ def mistral(
     activation: str = "silu",
 ) -> cg.Graph:
     """Declare Mistral: tokens (B, S) to logits (B, S, V); with `window` a query sees the last W positions."""
-    B, S, D, H, G, K, F, L, V, W = cg.dims("B S D H G K F L V W")
+    K, L, W = cg.dims("K L W")
 
-    with cg.Graph(name, dtype=dtype) as g:
-        g.assume("H >= G")
-        tokens = g.input("tokens", (B, S), dtype="int64")
-        table = g.param("tokens/table", (V, D))
-        rope = cg.nn.rotary_tables(cg.ops.arange(S), K)
+    def stack(x: cg.Tensor, rope: Tables) -> cg.Tensor:
+        mixer = attending(attention, dropout, rope, window=W if window else None)
+        return cg.repeat(L, block(attention=mixer, mlp=gated(activation)), x, name="layers")
 
-        def block(x: cg.Tensor) -> cg.Tensor:
-            y = cg.rms_norm(x, name="attention/norm")
-            x = x + cg.nn.self_attention(
-                y, H, K, groups=G, rope=rope, window=W if window else None, kernel=attention, p=dropout
-            )
-            y = cg.rms_norm(x, name="mlp/norm")
-            return x + cg.nn.gated_mlp(y, F, activation=partial(cg.ops.pointwise, activation))
-
-        x = cg.repeat(L, block, cg.embedding(tokens, table), name="layers")
-        x = cg.rms_norm(x, name="norm")
-        g.output(cg.nn.tied_head(x, table) if tied else cg.linear(x, "b s d -> b s v", v=V, name="head"))
-        g.loss = "cross_entropy"
-    return g
+    return decoder(name, dtype, stack, rope=K, tied=tied)
 
 
 def read(c: Config) -> Preset:

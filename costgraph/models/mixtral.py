@@ -10,7 +10,9 @@ from functools import partial
 
 import costgraph as cg
 
+from .blocks import Tables, attending, block, mixed
 from .config import Config
+from .decoder import decoder
 from .family import Family, Preset
 
 
@@ -27,29 +29,14 @@ def mixtral(
     activation: str = "silu",
 ) -> cg.Graph:
     """Declare Mixtral: tokens (B, S) to logits (B, S, V); of E experts of width Fe a token meets k."""
-    B, S, D, H, G, K, L, V, W = cg.dims("B S D H G K L V W")
-    E, k, Fe = cg.dims("E k Fe")
+    K, L, W = cg.dims("K L W")
 
-    with cg.Graph(name, dtype=dtype) as g:
-        g.assume("H >= G")
-        tokens = g.input("tokens", (B, S), dtype="int64")
-        table = g.param("tokens/table", (V, D))
-        rope = cg.nn.rotary_tables(cg.ops.arange(S), K)
+    def stack(x: cg.Tensor, rope: Tables) -> cg.Tensor:
+        mixer = attending(attention, dropout, rope, window=W if window else None)
+        channels = mixed(routing, capacity, activation=partial(cg.ops.pointwise, activation), normalize=True)
+        return cg.repeat(L, block(attention=mixer, moe=channels), x, name="layers")
 
-        def block(x: cg.Tensor) -> cg.Tensor:
-            y = cg.rms_norm(x, name="attention/norm")
-            x = x + cg.nn.self_attention(
-                y, H, K, groups=G, rope=rope, window=W if window else None, kernel=attention, p=dropout
-            )
-            y = cg.rms_norm(x, name="moe/norm")
-            act = partial(cg.ops.pointwise, activation)
-            return x + cg.nn.moe(y, E, k, Fe, routing=routing, capacity=capacity, activation=act, normalize=True)
-
-        x = cg.repeat(L, block, cg.embedding(tokens, table), name="layers")
-        x = cg.rms_norm(x, name="norm")
-        g.output(cg.nn.tied_head(x, table) if tied else cg.linear(x, "b s d -> b s v", v=V, name="head"))
-        g.loss = "cross_entropy"
-    return g
+    return decoder(name, dtype, stack, rope=K, tied=tied)
 
 
 def read(c: Config) -> Preset:

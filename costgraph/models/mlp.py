@@ -10,8 +10,8 @@ import costgraph as cg
 from .family import Family, Preset
 
 
-def mlp(name: str, attention: str, dropout: float, dtype: str) -> cg.Graph:
-    """Declare a perceptron: features (B, D) to logits (B, C); it has no attention."""
+def mlp(name: str, attention: str, dropout: float, dtype: str, composed: bool = False) -> cg.Graph:
+    """Declare a perceptron: features (B, D) to logits (B, C); it has no attention, and `composed` changes nothing."""
     B, D, F, L, C = cg.dims("B D F L C")
 
     def hidden(x: cg.Tensor, name: str = "linear") -> cg.Tensor:
@@ -25,4 +25,4 @@ def mlp(name: str, attention: str, dropout: float, dtype: str) -> cg.Graph:
     return g
 
 
-FAMILIES = (Family(mlp, {"mlp": Preset({"D": 784, "F": 512, "L": 1, "C": 10})}, composed=mlp),)
+FAMILIES = (Family(mlp, {"mlp": Preset({"D": 784, "F": 512, "L": 1, "C": 10})}, composed=True),)

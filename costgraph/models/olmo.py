@@ -6,11 +6,11 @@ and -0325-32B. Order of ops: `Olmo2ForCausalLM` of transformers.
 
 from __future__ import annotations
 
-from functools import partial
-
 import costgraph as cg
 
+from .blocks import Tables, attending, block, gated
 from .config import Config
+from .decoder import decoder
 from .family import Family, Preset
 
 
@@ -25,27 +25,13 @@ def olmo(
     activation: str = "silu",
 ) -> cg.Graph:
     """Declare OLMo 2: tokens (B, S) to logits (B, S, V); `bias` is that of the four layers of attention."""
-    B, S, D, H, G, K, F, L, V = cg.dims("B S D H G K F L V")
+    K, L = cg.dims("K L")
 
-    with cg.Graph(name, dtype=dtype) as g:
-        g.assume("H >= G")
-        tokens = g.input("tokens", (B, S), dtype="int64")
-        table = g.param("tokens/table", (V, D))
-        rope = cg.nn.rotary_tables(cg.ops.arange(S), K)
+    def stack(x: cg.Tensor, rope: Tables) -> cg.Tensor:
+        mixer = attending(attention, dropout, rope, qk_norm="all", bias=bias, out_bias=bias)
+        return cg.repeat(L, block(attention=mixer, mlp=gated(activation), norms="after"), x, name="layers")
 
-        def block(x: cg.Tensor) -> cg.Tensor:
-            y = cg.nn.self_attention(
-                x, H, K, groups=G, rope=rope, kernel=attention, qk_norm="all", bias=bias, out_bias=bias, p=dropout
-            )
-            x = x + cg.rms_norm(y, name="attention/norm_after")
-            y = cg.nn.gated_mlp(x, F, activation=partial(cg.ops.pointwise, activation))
-            return x + cg.rms_norm(y, name="mlp/norm_after")
-
-        x = cg.repeat(L, block, cg.embedding(tokens, table), name="layers")
-        x = cg.rms_norm(x, name="norm")
-        g.output(cg.nn.tied_head(x, table) if tied else cg.linear(x, "b s d -> b s v", v=V, name="head"))
-        g.loss = "cross_entropy"
-    return g
+    return decoder(name, dtype, stack, rope=K, tied=tied)
 
 
 def read(c: Config) -> Preset:

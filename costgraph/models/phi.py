@@ -7,11 +7,11 @@ transformers, whose `sliding_window` counts the own position as `window` does he
 
 from __future__ import annotations
 
-from functools import partial
-
 import costgraph as cg
 
+from .blocks import Tables, attending, block, dropped, gated
 from .config import Config
+from .decoder import decoder
 from .family import Family, Preset
 
 
@@ -27,30 +27,14 @@ def phi(
     activation: str = "silu",
 ) -> cg.Graph:
     """Declare Phi-3: tokens (B, S) to logits (B, S, V); with `partial_rotary` R of a head's K elements are rotated."""
-    B, S, D, H, G, K, F, L, V, W, R = cg.dims("B S D H G K F L V W R")
+    K, L, W, R = cg.dims("K L W R")
 
-    with cg.Graph(name, dtype=dtype) as g:
-        g.assume("H >= G")
-        tokens = g.input("tokens", (B, S), dtype="int64")
-        table = g.param("tokens/table", (V, D))
-        rope = cg.nn.rotary_tables(cg.ops.arange(S), R if partial_rotary else K)
-        seen = W if window else None
+    def stack(x: cg.Tensor, rope: Tables) -> cg.Tensor:
+        mixer = attending(attention, dropout, rope, packed=True, window=W if window else None)
+        layer = block(attention=dropped(mixer, dropout), mlp=dropped(gated(activation, packed=True), dropout))
+        return cg.repeat(L, layer, x, name="layers")
 
-        def block(x: cg.Tensor) -> cg.Tensor:
-            y = cg.rms_norm(x, name="attention/norm")
-            y = cg.nn.self_attention(
-                y, H, K, groups=G, packed=True, rope=rope, window=seen, kernel=attention, p=dropout
-            )
-            x = x + cg.dropout(y, dropout)
-            y = cg.rms_norm(x, name="mlp/norm")
-            y = cg.nn.gated_mlp(y, F, activation=partial(cg.ops.pointwise, activation), packed=True)
-            return x + cg.dropout(y, dropout)
-
-        x = cg.repeat(L, block, cg.embedding(tokens, table), name="layers")
-        x = cg.rms_norm(x, name="norm")
-        g.output(cg.nn.tied_head(x, table) if tied else cg.linear(x, "b s d -> b s v", v=V, name="head"))
-        g.loss = "cross_entropy"
-    return g
+    return decoder(name, dtype, stack, rope=R if partial_rotary else K, tied=tied)
 
 
 def read(c: Config) -> Preset:

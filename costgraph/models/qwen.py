@@ -8,12 +8,13 @@ Qwen/Qwen2.5-0.5B to Qwen2.5-72B and Qwen/Qwen3-0.6B to Qwen3-32B. Order of ops:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import costgraph as cg
 
+from .blocks import Tables, attending, block, gated
 from .config import Config
+from .decoder import decoder
 from .family import Family, Preset
 
 
@@ -32,25 +33,17 @@ def qwen(
     activation: str = "silu",
 ) -> cg.Graph:
     """Declare Qwen: tokens (B, S) to logits (B, S, V); `kinds` of layers see all positions or the last W of them."""
-    B, S, D, H, G, K, F, L, V, W = cg.dims("B S D H G K F L V W")
+    K, L, W = cg.dims("K L W")
 
-    with cg.Graph(name, dtype=dtype) as g:
-        g.assume("H >= G")
-        tokens = g.input("tokens", (B, S), dtype="int64")
-        table = g.param("tokens/table", (V, D))
-        options: dict[str, Any] = {"groups": G, "bias": bias, "out_bias": out_bias, "qk_norm": qk_norm, "p": dropout}
-        options |= {"rope": cg.nn.rotary_tables(cg.ops.arange(S), K), "kernel": attention}
+    def stack(x: cg.Tensor, rope: Tables) -> cg.Tensor:
+        facts = {"bias": bias, "out_bias": out_bias, "qk_norm": qk_norm}
+        bodies = {
+            kind: block(attention=attending(attention, dropout, rope, window=window, **facts), mlp=gated(activation))
+            for kind, window in (("global", None), ("local", W))
+        }
+        return cg.nn.layers(L, bodies, x, kinds, rest=rest)
 
-        def block(x: cg.Tensor, window: object) -> cg.Tensor:
-            x = x + cg.nn.self_attention(cg.rms_norm(x, name="attention/norm"), H, K, window=window, **options)
-            y = cg.rms_norm(x, name="mlp/norm")
-            return x + cg.nn.gated_mlp(y, F, activation=partial(cg.ops.pointwise, activation))
-
-        bodies = {"global": partial(block, window=None), "local": partial(block, window=W)}
-        x = cg.rms_norm(cg.nn.layers(L, bodies, cg.embedding(tokens, table), kinds, rest=rest), name="norm")
-        g.output(cg.nn.tied_head(x, table) if tied else cg.linear(x, "b s d -> b s v", v=V, name="head"))
-        g.loss = "cross_entropy"
-    return g
+    return decoder(name, dtype, stack, rope=K, tied=tied)
 
 
 def read(c: Config) -> Preset:

@@ -7,13 +7,14 @@ of Qwen/Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B, Qwen3-30B-A3B and Qwen3-235B-A22B. Or
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import costgraph as cg
 
+from .blocks import Tables, attending, block, gated, mixed
 from .config import Config
+from .decoder import decoder
 from .family import Family, Preset
 
 
@@ -37,40 +38,24 @@ def qwen_moe(
     activation: str = "silu",
 ) -> cg.Graph:
     """Declare Qwen with experts: tokens (B, S) to logits (B, S, V); `kinds` of layers are moe or dense."""
-    B, S, D, H, G, K, F, L, V, W = cg.dims("B S D H G K F L V W")
-    E, k, Fe, Fs = cg.dims("E k Fe Fs")
+    K, L, W = cg.dims("K L W")
     act = partial(cg.ops.pointwise, activation)
+    experts = mixed(routing, capacity, activation=act, normalize=normalize)
 
     def mixture(y: cg.Tensor) -> cg.Tensor:
-        made = cg.nn.moe(y, E, k, Fe, routing=routing, capacity=capacity, activation=act, normalize=normalize)
+        made = experts(y)
         if not shared:
             return made
         own = cg.sigmoid(cg.linear(y, "b s d -> b s one", one=1, name="shared_gate"))
-        return made + own * cg.nn.gated_mlp(y, Fs, activation=act, name="shared")
+        return made + own * cg.nn.gated_mlp(y, cg.dims("Fs"), activation=act, name="shared")
 
-    with cg.Graph(name, dtype=dtype) as g:
-        g.assume("H >= G")
-        tokens = g.input("tokens", (B, S), dtype="int64")
-        table = g.param("tokens/table", (V, D))
-        options: dict[str, Any] = {"groups": G, "bias": bias, "out_bias": out_bias, "qk_norm": qk_norm, "p": dropout}
-        options |= {
-            "rope": cg.nn.rotary_tables(cg.ops.arange(S), K),
-            "kernel": attention,
-            "window": W if window else None,
-        }
+    def stack(x: cg.Tensor, rope: Tables) -> cg.Tensor:
+        facts = {"bias": bias, "out_bias": out_bias, "qk_norm": qk_norm, "window": W if window else None}
+        mixer = attending(attention, dropout, rope, **facts)
+        bodies = {kind: block(attention=mixer, mlp=f) for kind, f in (("moe", mixture), ("dense", gated(activation)))}
+        return cg.nn.layers(L, bodies, x, kinds, rest=rest)
 
-        def block(x: cg.Tensor, feed_forward: Callable[[cg.Tensor], cg.Tensor]) -> cg.Tensor:
-            x = x + cg.nn.self_attention(cg.rms_norm(x, name="attention/norm"), H, K, **options)
-            return x + feed_forward(cg.rms_norm(x, name="mlp/norm"))
-
-        bodies = {
-            "moe": partial(block, feed_forward=mixture),
-            "dense": partial(block, feed_forward=partial(cg.nn.gated_mlp, f=F, activation=act)),
-        }
-        x = cg.rms_norm(cg.nn.layers(L, bodies, cg.embedding(tokens, table), kinds, rest=rest), name="norm")
-        g.output(cg.nn.tied_head(x, table) if tied else cg.linear(x, "b s d -> b s v", v=V, name="head"))
-        g.loss = "cross_entropy"
-    return g
+    return decoder(name, dtype, stack, rope=K, tied=tied)
 
 
 def read(c: Config) -> Preset:

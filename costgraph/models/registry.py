@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from difflib import get_close_matches
+from functools import partial
 from inspect import signature
 from numbers import Real
 from typing import Literal, get_args, get_origin, get_type_hints
@@ -244,14 +245,14 @@ def _declared(
     format_ = find_dtype(dtype)
     if format_.kind != "float":
         raise FormatError(f"{place}: dtype {format_.name!r}, expected a floating format")
-    if composed and family.composed is None:
+    if composed and not family.composed:
         raise UnsupportedError(f"{place}: composed=True, expected a model of which that is stated")
-    declare = family.composed if composed and family.composed is not None else family.declare
-    known = [p.name for p in signature(declare).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    declare = partial(family.declare, composed=True) if composed else family.declare
+    known = [p.name for p in signature(family.declare).parameters.values() if p.kind is p.KEYWORD_ONLY]
     unknown = sorted(set(structure) - set(known))
     if unknown:
         raise GraphError(f"{place}: {unknown[0]}={shown(structure[unknown[0]])}, expected {_listed(known)}")
-    _need_options(place, declare, structure)
+    _need_options(place, family.declare, structure)
     graph = declare(name, attention, dropout, format_.name, **{**preset.structure, **structure})
     if not symbolic:
         names = known_names(graph)  # another structure may have other sizes

@@ -11,28 +11,23 @@ from collections.abc import Callable
 
 import costgraph as cg
 
+from .decoder import decoder
 from .family import Family, Preset
 
 _Layer = Callable[..., cg.Tensor]
 
 
 def _model(name: str, dropout: float, dtype: str, layer: _Layer, *, bias: bool, tied: bool) -> cg.Graph:
-    B, S, D, L, V = cg.dims("B S D L V")
+    D, L = cg.dims("D L")
 
     def block(x: cg.Tensor) -> cg.Tensor:
         # torch drops out between layers, the model before the first and behind the last
         return cg.dropout(layer(x, D, bias=bias), dropout)
 
-    with cg.Graph(name, dtype=dtype) as g:
-        tokens = g.input("tokens", (B, S), dtype="int64")
-        table = g.param("tokens/table", (V, D))
-        x = cg.repeat(L, block, cg.dropout(cg.embedding(tokens, table), dropout), name="layers")
-        if tied:
-            g.output(cg.nn.tied_head(x, table) + g.param("head/bias", (V,)))
-        else:
-            g.output(cg.linear(x, "b s d -> b s v", v=V, bias=True, name="head"))
-        g.loss = "cross_entropy"
-    return g
+    def stack(x: cg.Tensor) -> cg.Tensor:
+        return cg.repeat(L, block, cg.dropout(x, dropout), name="layers")
+
+    return decoder(name, dtype, stack, norm=None, tied=tied, head_bias=True, assume=())
 
 
 def lstm(name: str, attention: str, dropout: float, dtype: str, *, bias: bool = True, tied: bool = False) -> cg.Graph:

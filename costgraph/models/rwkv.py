@@ -8,38 +8,32 @@ from __future__ import annotations
 
 import costgraph as cg
 
+from .decoder import decoder
 from .family import Family, Preset
 
 
 def rwkv7(name: str, attention: str, dropout: float, dtype: str, *, scan: str = "kernel") -> cg.Graph:
     """Declare RWKV-7: tokens (B, S) to logits (B, S, V); it has no attention, and drops nothing out."""
-    B, S, D, F, L, V = cg.dims("B S D F L V")
+    L, F = cg.dims("L F")
 
-    with cg.Graph(name, dtype=dtype) as g:
-        g.assume("L >= 2")
-        tokens = g.input("tokens", (B, S), dtype="int64")
-        x = cg.layer_norm(cg.embedding(tokens, g.param("tokens/table", (V, D))), name="tokens/norm")
+    def layer(x: cg.Tensor, values: cg.Tensor | None) -> tuple[cg.Tensor, cg.Tensor]:
+        y, v = _time_mix(cg.layer_norm(x, name="time/norm"), values, scan)
+        x = x + y
+        return x + _channel_mix(cg.layer_norm(x, name="channel/norm"), F), v
 
-        def layer(x: cg.Tensor, values: cg.Tensor | None) -> tuple[cg.Tensor, cg.Tensor]:
-            y, v = _time_mix(g, cg.layer_norm(x, name="time/norm"), values, scan)
-            x = x + y
-            return x + _channel_mix(g, cg.layer_norm(x, name="channel/norm"), F), v
-
-        def later(x: cg.Tensor) -> cg.Tensor:
-            return layer(x, values)[0]
-
+    def stack(x: cg.Tensor) -> cg.Tensor:
+        x = cg.layer_norm(x, name="tokens/norm")
         # all later layers mix the values of the first one into their own
         with cg.scope("first"):
             x, values = layer(x, None)
-        x = cg.layer_norm(cg.repeat(L - 1, later, x, name="layers"), name="norm")
-        g.output(cg.linear(x, "b s d -> b s v", v=V, name="head"))
-        g.loss = "cross_entropy"
-    return g
+        return cg.repeat(L - 1, lambda x: layer(x, values)[0], x, name="layers")
+
+    return decoder(name, dtype, stack, norm=cg.layer_norm, assume=("L >= 2",))
 
 
-def _mixed(g: cg.Graph, x: cg.Tensor, names: str, scope: str) -> list[cg.Tensor]:
+def _mixed(x: cg.Tensor, names: str, scope: str) -> list[cg.Tensor]:
     """Mix each position with the one before it, a share for each channel and use, in one kernel."""
-    shares = [g.param(f"{scope}/mix_{n}", x.shape[-1:]) for n in names]
+    shares = [x.graph.param(f"{scope}/mix_{n}", x.shape[-1:]) for n in names]
     before = cg.nn.token_shift(x, name=f"{scope}/shift")
     with cg.kernel(f"{scope}_mix"):
         change = before - x
@@ -53,10 +47,10 @@ def _low_rank(x: cg.Tensor, rank: str, name: str, inner: str | None, *, bias: bo
     return cg.linear(y, "b s r -> b s d", d=x.shape[-1], bias=bias, name=f"{name}/up")
 
 
-def _time_mix(g: cg.Graph, x: cg.Tensor, values: cg.Tensor | None, scan: str) -> tuple[cg.Tensor, cg.Tensor]:
+def _time_mix(x: cg.Tensor, values: cg.Tensor | None, scan: str) -> tuple[cg.Tensor, cg.Tensor]:
     B, D, K = cg.dims("B D K")
-    vector = {n: g.param(f"time/{n}", (D,)) for n in ("k_k", "k_a", "r_k")}
-    xr, xw, xk, xv, xa, xg = _mixed(g, x, "rwkvag", "time")
+    vector = {n: x.graph.param(f"time/{n}", (D,)) for n in ("k_k", "k_a", "r_k")}
+    xr, xw, xk, xv, xa, xg = _mixed(x, "rwkvag", "time")
     r, k, v = (cg.linear(t, "b s d -> b s e", e=D, name=f"time/{n}") for t, n in ((xr, "r"), (xk, "k"), (xv, "v")))
     w = _low_rank(xw, "R_w", "time/decay", "tanh")
     if values is None:
@@ -101,8 +95,8 @@ def _wkv(
         return cg.nn.recurrence(step, start, (r, decay, k, v, a, b))
 
 
-def _channel_mix(g: cg.Graph, x: cg.Tensor, inner: object) -> cg.Tensor:
-    (x,) = _mixed(g, x, "k", "channel")
+def _channel_mix(x: cg.Tensor, inner: object) -> cg.Tensor:
+    (x,) = _mixed(x, "k", "channel")
     return cg.nn.mlp(x, inner, activation=lambda t: cg.ops.pointwise("relu2", t), name="channel")
 
 

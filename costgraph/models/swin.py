@@ -7,10 +7,11 @@ transformers; rows and columns are padded as `torchvision.models.swin_transforme
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 
 import costgraph as cg
 
+from .blocks import Part, block
 from .config import Config
 from .family import Family, Preset
 
@@ -34,25 +35,8 @@ def swin(
     head: bool = True,
 ) -> cg.Graph:
     """Declare Swin: images (B, IC, R, R) to logits (B, C), or without a head to features (B, D*2**(stages - 1))."""
-    B, R, IC, C, D, F = cg.dims("B R IC C D F")
-
-    def layer(stage: int, shift: int) -> Callable[[cg.Tensor], cg.Tensor]:
-        heads, hidden = cg.dims(f"H{stage}"), F * 2 ** (stage - 1)
-
-        def body(x: cg.Tensor) -> cg.Tensor:
-            y = cg.nn.window_partition(cg.layer_norm(x, name="attention/norm"), window, shift)
-            masks = {} if shift == 0 else {"images": B, "masks": y.shape[0] / B}
-            bias = cg.nn.window_bias(window, heads, name="attention/bias", **masks)
-            y = cg.nn.self_attention(
-                y, heads, y.shape[2] / heads, causal=False, kernel=attention, bias=qkv_bias, out_bias=True,
-                score_bias=bias, p=dropout, cached=False,
-            )  # fmt: skip
-            x = x + cg.nn.stochastic_depth(cg.nn.window_merge(cg.dropout(y, dropout), x, window, shift), dropout)
-            y = cg.layer_norm(x, name="mlp/norm")
-            y = cg.nn.mlp(y, hidden, activation=lambda t: cg.ops.pointwise(activation, t), bias=True, p=dropout)
-            return x + cg.nn.stochastic_depth(y, dropout)
-
-        return body
+    B, R, IC, C, D = cg.dims("B R IC C D")
+    layer = partial(_layer, window=window, kernel=attention, activation=activation, qkv_bias=qkv_bias, p=dropout)
 
     with cg.Graph(name, dtype=dtype) as g:
         x = g.input("images", (B, IC, R, R))
@@ -61,7 +45,7 @@ def swin(
         x = cg.dropout(x + g.param("positions/table", x.shape[1:]) if positions else x, dropout)
         for i, kind in enumerate(stages, 1):
             _assume(g, i, kind, patch, window)
-            bodies = {"plain": layer(i, 0), "shifted": layer(i, window // 2)}
+            bodies = {"plain": layer(i, shift=0), "shifted": layer(i, shift=window // 2)}
             turns = ("plain", "shifted") if kind.startswith("shifted") else ("plain",)
             with cg.scope(f"stage{i}"):
                 x = cg.nn.layers(cg.dims(f"L{i}"), bodies, x, turns, rest=int(kind == "shifted-odd"), name="blocks")
@@ -70,6 +54,27 @@ def swin(
         g.output(cg.linear(x, "b d -> b c", c=C, bias=True, name="head") if head else x)
         g.loss = "cross_entropy" if head else None
     return g
+
+
+def _layer(stage: int, *, shift: int, window: int, kernel: str, activation: str, qkv_bias: bool, p: float) -> Part:
+    """Return attention within windows and a feed-forward layer, whose results are dropped for whole images."""
+    B, F, heads = cg.dims(f"B F H{stage}")
+
+    def attend(x: cg.Tensor) -> cg.Tensor:
+        y = cg.nn.window_partition(x, window, shift)
+        masks = {} if shift == 0 else {"images": B, "masks": y.shape[0] / B}
+        bias = cg.nn.window_bias(window, heads, name="attention/bias", **masks)
+        y = cg.nn.self_attention(
+            y, heads, y.shape[2] / heads, causal=False, kernel=kernel, bias=qkv_bias, out_bias=True, score_bias=bias,
+            p=p, cached=False,
+        )  # fmt: skip
+        return cg.nn.stochastic_depth(cg.nn.window_merge(cg.dropout(y, p), x, window, shift), p)
+
+    def feed_forward(x: cg.Tensor) -> cg.Tensor:
+        act = partial(cg.ops.pointwise, activation)
+        return cg.nn.stochastic_depth(cg.nn.mlp(x, F * 2 ** (stage - 1), activation=act, bias=True, p=p), p)
+
+    return block(attention=attend, mlp=feed_forward, norm=cg.layer_norm)
 
 
 def _assume(g: cg.Graph, i: int, kind: str, patch: int, window: int) -> None:

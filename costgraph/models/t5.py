@@ -7,9 +7,13 @@ t5-base, t5-large, t5-3b and t5-11b, in which heads times their size need not be
 
 from __future__ import annotations
 
+from functools import partial
+
 import costgraph as cg
 
+from .blocks import block, dropped
 from .config import Config
+from .decoder import logits
 from .defaults import ACTIVATIONS
 from .family import Family, Preset
 
@@ -23,37 +27,22 @@ def t5(
     `gated`: feed-forward layers have a gate; `tied`: the head is the table of embeddings; `scaled`: what the head is
     given is divided by sqrt(D).
     """
-    B, S, M, D, H, K, F, L, N, V, buckets = cg.dims("B S M D H K F L N V buckets")
-
-    def feed_forward(x: cg.Tensor) -> cg.Tensor:
-        with cg.scope("mlp"):
-            y = cg.rms_norm(x, name="norm")
-            h = cg.ops.pointwise(activation, cg.linear(y, "b s d -> b s f", f=F, name="gate" if gated else "up"))
-            h = h * cg.linear(y, "b s d -> b s f", f=F, name="up") if gated else h
-            y = cg.linear(cg.dropout(h, dropout), "b s f -> b s d", d=D, name="down")
-        return x + cg.dropout(y, dropout)
-
-    def attend(x: cg.Tensor, bias: cg.Tensor, *, causal: bool) -> cg.Tensor:
-        y = cg.rms_norm(x, name="attention/norm")
-        y = cg.nn.self_attention(y, H, K, causal=causal, kernel=attention, score_bias=bias, p=dropout, cached=causal)
-        return x + cg.dropout(y, dropout)
+    B, S, M, D, H, K, L, N, V = cg.dims("B S M D H K L N V")
+    attend = partial(cg.nn.self_attention, heads=H, size=K, kernel=attention, p=dropout)
+    mlp = partial(_feed_forward, gated=gated, activation=activation, p=dropout)
 
     def encoder(x: cg.Tensor) -> cg.Tensor:
-        bias = cg.nn.relative_bias(cg.ops.arange(M), cg.ops.arange(M), H, buckets=buckets, name="positions")
-        x = cg.repeat(L, lambda x: feed_forward(attend(x, bias, causal=False)), x, name="layers")
-        return cg.dropout(cg.rms_norm(x, name="norm"), dropout)
+        bias = _positions(cg.ops.arange(M), cg.ops.arange(M), bidirectional=True)
+        mixer = partial(attend, score_bias=bias, causal=False, cached=False)
+        layer = block(attention=dropped(mixer, dropout), mlp=dropped(mlp, dropout))
+        return cg.dropout(cg.rms_norm(cg.repeat(L, layer, x, name="layers"), name="norm"), dropout)
 
     def decoder(x: cg.Tensor, memory: cg.Tensor) -> cg.Tensor:
-        queries, keys = cg.ops.arange(S), cg.ops.arange(S, context=True)
-        bias = cg.nn.relative_bias(queries, keys, H, buckets=buckets, bidirectional=False, name="positions")
-
-        def block(x: cg.Tensor) -> cg.Tensor:
-            x = attend(x, bias, causal=True)
-            y = cg.nn.cross_attention(cg.rms_norm(x, name="cross/norm"), memory, H, K, kernel=attention, p=dropout)
-            return feed_forward(x + cg.dropout(y, dropout))
-
-        x = cg.repeat(N, block, x, name="layers")
-        return cg.dropout(cg.rms_norm(x, name="norm"), dropout)
+        bias = _positions(cg.ops.arange(S), cg.ops.arange(S, context=True), bidirectional=False)
+        cross = partial(cg.nn.cross_attention, memory=memory, heads=H, size=K, kernel=attention, p=dropout)
+        mixer = partial(attend, score_bias=bias)
+        layer = block(attention=dropped(mixer, dropout), cross=dropped(cross, dropout), mlp=dropped(mlp, dropout))
+        return cg.dropout(cg.rms_norm(cg.repeat(N, layer, x, name="layers"), name="norm"), dropout)
 
     with cg.Graph(name, dtype=dtype) as g:
         source, tokens = g.input("source", (B, M), dtype="int64"), g.input("tokens", (B, S), dtype="int64")
@@ -64,9 +53,23 @@ def t5(
             x = decoder(cg.dropout(cg.embedding(tokens, table), dropout), memory)
         # by 1/sqrt(D), which changes no cost
         x = cg.ops.pointwise("mul", x, 1.0, name="scale") if scaled else x
-        g.output(cg.nn.tied_head(x, table) if tied else cg.linear(x, "b s d -> b s v", v=V, name="head"))
+        g.output(logits(x, table, tied=tied))
         g.loss = "cross_entropy"
     return g
+
+
+def _positions(queries: cg.Tensor, keys: cg.Tensor, *, bidirectional: bool) -> cg.Tensor:
+    """Return what is added to the scores of all layers of a side."""
+    H, buckets = cg.dims("H buckets")
+    return cg.nn.relative_bias(queries, keys, H, buckets=buckets, bidirectional=bidirectional, name="positions")
+
+
+def _feed_forward(x: cg.Tensor, *, gated: bool, activation: str, p: float) -> cg.Tensor:
+    D, F = cg.dims("D F")
+    with cg.scope("mlp"):
+        h = cg.ops.pointwise(activation, cg.linear(x, "b s d -> b s f", f=F, name="gate" if gated else "up"))
+        h = h * cg.linear(x, "b s d -> b s f", f=F, name="up") if gated else h
+        return cg.linear(cg.dropout(h, p), "b s f -> b s d", d=D, name="down")
 
 
 def read(c: Config) -> Preset:

@@ -8,11 +8,13 @@ Sizes: Ho et al. 2020 (arXiv 2006.11239), appendix B, for CIFAR-10; Rombach et a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import sympy
 
 import costgraph as cg
 
+from .blocks import block
 from .family import Family, Preset
 
 
@@ -61,14 +63,14 @@ class _Parts:
     def transformer(self, y: cg.Tensor, heads: sympy.Expr) -> cg.Tensor:
         """Attend to the image, then to the text, then a gated feed-forward layer, each behind a LayerNorm."""
         width = y.shape[2]
-        y = y + self.over_pixels(cg.layer_norm(y, name="attention/norm"), heads, bias=False)
         assert self.text is not None
-        y = y + cg.nn.cross_attention(
-            cg.layer_norm(y, name="cross/norm"), self.text, heads, width / heads, kernel=self.attention,
+        cross = partial(
+            cg.nn.cross_attention, memory=self.text, heads=heads, size=width / heads, kernel=self.attention,
             out_bias=True, cached=False,
         )  # fmt: skip
-        z = cg.layer_norm(y, name="mlp/norm")
-        return y + cg.nn.gated_mlp(z, 4 * width, activation=cg.gelu, bias=True, packed=True)
+        mlp = partial(cg.nn.gated_mlp, f=4 * width, activation=cg.gelu, bias=True, packed=True)
+        mixer = partial(self.over_pixels, heads=heads, bias=False)
+        return block(attention=mixer, cross=cross, mlp=mlp, norm=cg.layer_norm)(y)
 
 
 def conv(x: cg.Tensor, width: sympy.Expr, window: int, stride: int = 1, *, name: str) -> cg.Tensor:

@@ -7,10 +7,12 @@ which has a pooler, or `ViTForImageClassification` of transformers.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
 import costgraph as cg
 
+from .blocks import block, dropped
 from .config import Config
 from .family import Family, Preset
 
@@ -33,20 +35,19 @@ def vit(
     def hidden(x: cg.Tensor) -> cg.Tensor:
         return cg.dropout(cg.ops.pointwise(activation, x), dropout if inner_dropout else 0)
 
-    def block(x: cg.Tensor) -> cg.Tensor:
-        y = cg.layer_norm(x, name="attention/norm")
-        y = cg.nn.self_attention(
-            y, H, D / H, causal=False, kernel=attention, bias=qkv_bias, out_bias=True, p=dropout, cached=False
-        )
-        x = x + cg.dropout(y, dropout)
-        return x + cg.nn.mlp(cg.layer_norm(x, name="mlp/norm"), F, activation=hidden, bias=True, p=dropout, name="mlp")
+    mixer = partial(
+        cg.nn.self_attention, heads=H, size=D / H, causal=False, kernel=attention, bias=qkv_bias, out_bias=True,
+        p=dropout, cached=False,
+    )  # fmt: skip
+    mlp = partial(cg.nn.mlp, f=F, activation=hidden, bias=True, p=dropout)
+    layer = block(attention=dropped(mixer, dropout), mlp=mlp, norm=cg.layer_norm)
 
     with cg.Graph(name, dtype=dtype) as g:
         x = cg.nn.patch_embedding(g.input("images", (B, IC, R, R)), patch, D)
         first = cg.ops.expand(g.param("class_token", (1, 1, D)), "1 1 d -> b 1 d", b=B)
         x = cg.ops.concat([first, x], 1)
         x = cg.dropout(x + g.param("positions", (1, *x.shape[1:])), dropout)
-        x = cg.layer_norm(cg.repeat(L, block, x, name="layers"), name="norm")
+        x = cg.layer_norm(cg.repeat(L, layer, x, name="layers"), name="norm")
         first = cg.rearrange(x[:, :1], "b 1 d -> b d", name="first")
         if head == "classifier":
             g.output(cg.linear(first, "b d -> b c", c=C, bias=True, name="head"))

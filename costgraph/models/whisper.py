@@ -12,7 +12,9 @@ from typing import Any
 
 import costgraph as cg
 
+from .blocks import Part, block, dropped
 from .config import Config
+from .decoder import logits
 from .family import Family, Preset
 
 
@@ -27,48 +29,42 @@ def whisper(
     # of the L layers of the encoder, then of the N of the decoder
     H, F, L, HN, FN, N = cg.dims("H F L HN FN N")
     act = partial(cg.ops.pointwise, activation)
+    facts: dict[str, Any] = {"kernel": attention, "bias": True, "key_bias": False, "out_bias": True, "p": dropout}
+    attend = partial(cg.nn.self_attention, **facts)
+    mlp = partial(cg.nn.mlp, activation=act, bias=True, p=dropout)
 
-    def attend(x: cg.Tensor, heads: object, *, causal: bool, memory: cg.Tensor | None = None) -> cg.Tensor:
-        about: dict[str, Any] = {"kernel": attention, "bias": True, "key_bias": False, "out_bias": True, "p": dropout}
-        if memory is None:
-            y = cg.layer_norm(x, name="attention/norm")
-            y = cg.nn.self_attention(y, heads, D / heads, causal=causal, cached=causal, **about)
-        else:
-            y = cg.nn.cross_attention(cg.layer_norm(x, name="cross/norm"), memory, heads, D / heads, **about)
-        return x + cg.dropout(y, dropout)
-
-    def feed_forward(x: cg.Tensor, f: object) -> cg.Tensor:
-        y = cg.layer_norm(x, name="mlp/norm")
-        return x + cg.nn.mlp(y, f, activation=act, bias=True, p=dropout, name="mlp")
-
-    def encoder(sound: cg.Tensor) -> cg.Tensor:
-        x = act(cg.conv(sound, "b c t -> b d t", window=3, padding=1, bias=True, d=D, name="conv1"))
-        x = act(cg.conv(x, "b c t -> b d t", window=3, stride=2, padding=1, bias=True, d=D, name="conv2"))
-        table = sound.graph.param("positions/table", (M, D), grad=False)
-        x = cg.rearrange(x, "b d m -> b m d") + cg.embedding(cg.ops.arange(M), table)
-        x = cg.repeat(L, lambda x: feed_forward(attend(x, H, causal=False), F), cg.dropout(x, dropout), name="layers")
-        return cg.layer_norm(x, name="norm")
+    def encoder(x: cg.Tensor) -> cg.Tensor:
+        x = x + cg.embedding(cg.ops.arange(M), x.graph.param("positions/table", (M, D), grad=False))
+        mixer = partial(attend, heads=H, size=D / H, causal=False, cached=False)
+        layer = block(attention=dropped(mixer, dropout), mlp=partial(mlp, f=F), norm=cg.layer_norm)
+        return cg.layer_norm(cg.repeat(L, layer, cg.dropout(x, dropout), name="layers"), name="norm")
 
     def decoder(x: cg.Tensor, memory: cg.Tensor) -> cg.Tensor:
         x = x + cg.embedding(cg.ops.arange(S), x.graph.param("positions/table", (P, D)))
-
-        def block(x: cg.Tensor) -> cg.Tensor:
-            x = attend(attend(x, HN, causal=True), HN, causal=False, memory=memory)
-            return feed_forward(x, FN)
-
-        return cg.layer_norm(cg.repeat(N, block, cg.dropout(x, dropout), name="layers"), name="norm")
+        mixer = dropped(partial(attend, heads=HN, size=D / HN), dropout)
+        cross = dropped(partial(cg.nn.cross_attention, memory=memory, heads=HN, size=D / HN, **facts), dropout)
+        layer = block(attention=mixer, cross=cross, mlp=partial(mlp, f=FN), norm=cg.layer_norm)
+        return cg.layer_norm(cg.repeat(N, layer, cg.dropout(x, dropout), name="layers"), name="norm")
 
     with cg.Graph(name, dtype=dtype) as g:
         g.assume("S <= P")
         sound, tokens = g.input("sound", (B, mels, 2 * M)), g.input("tokens", (B, S), dtype="int64")
         table = g.param("tokens/table", (V, D))
         with cg.scope("encoder"):
-            memory = encoder(sound)
+            memory = encoder(_convolved(sound, act))
         with cg.scope("decoder"):
             x = decoder(cg.embedding(tokens, table), memory)
-        g.output(cg.nn.tied_head(x, table) if tied else cg.linear(x, "b s d -> b s v", v=V, name="head"))
+        g.output(logits(x, table, tied=tied))
         g.loss = "cross_entropy"
     return g
+
+
+def _convolved(sound: cg.Tensor, act: Part) -> cg.Tensor:
+    """Return half as many positions, (B, M, D)."""
+    conv = partial(cg.conv, window=3, padding=1, bias=True, d=cg.dims("D"))
+    x = act(conv(sound, "b c t -> b d t", name="conv1"))
+    x = act(conv(x, "b c t -> b d t", stride=2, name="conv2"))
+    return cg.rearrange(x, "b d m -> b m d")
 
 
 def read(c: Config) -> Preset:

@@ -7,11 +7,15 @@ Order of ops: `xLSTMForCausalLM` of transformers, and `xLSTMLMModel` of NX-AI/xl
 
 from __future__ import annotations
 
+from functools import partial
+
 import sympy
 
 import costgraph as cg
 
+from .blocks import added, gated
 from .config import Config
+from .decoder import decoder
 from .family import Family, Preset
 
 _Gates = tuple[cg.Tensor, cg.Tensor, cg.Tensor, cg.Tensor, cg.Tensor]
@@ -21,7 +25,7 @@ def xlstm_large(
     name: str, attention: str, dropout: float, dtype: str, *, form: str = "recurrent", scan: str = "kernel"
 ) -> cg.Graph:
     """Declare xLSTM 7B: tokens (B, S) to logits (B, S, V); it has no attention, and drops nothing out."""
-    B, S, D, H, K, U, F, L, V = cg.dims("B S D H K U F L V")
+    D, H, K, U, L = cg.dims("D H K U L")
     forms = {"recurrent": _recurrent, "chunked": _chunked}
     if form not in forms:
         raise cg.GraphError(f"form={form!r}, expected 'recurrent' or 'chunked'")
@@ -39,15 +43,15 @@ def xlstm_large(
         return cg.linear(y, "b s e -> b s d", d=D, name="mlstm/out")
 
     def block(x: cg.Tensor) -> cg.Tensor:
-        x = x + mixer(cg.rms_norm(x, name="norm"))
-        return x + cg.nn.gated_mlp(cg.rms_norm(x, name="mlp/norm"), F)
+        return added(x + mixer(cg.rms_norm(x, name="norm")), gated("silu"), "mlp")
 
-    with cg.Graph(name, dtype=dtype) as g:
-        x = cg.embedding(g.input("tokens", (B, S), dtype="int64"), g.param("tokens/table", (V, D)))
-        x = cg.rms_norm(cg.repeat(L, block, x, name="layers"), name="norm")
-        g.output(cg.ops.pointwise("softcap", cg.linear(x, "b s d -> b s v", v=V, name="head")))
-        g.loss = "cross_entropy"
-    return g
+    def stack(x: cg.Tensor) -> cg.Tensor:
+        return cg.repeat(L, block, x, name="layers")
+
+    def end(x: cg.Tensor) -> cg.Tensor:
+        return cg.ops.pointwise("softcap", x)
+
+    return decoder(name, dtype, stack, end=end, assume=())
 
 
 def _log_sigmoid(x: cg.Tensor) -> cg.Tensor:
@@ -147,27 +151,22 @@ def xlstm(
     *, slstm: tuple[int, ...] = (), window: int = 4, block: int = 4, scan: str = "kernel", tied: bool = False,
 ) -> cg.Graph:  # fmt: skip
     """Declare xLSTM of 2024: L blocks, those at the places `slstm` with sLSTM, all others and the last with mLSTM."""
-    B, S, D, L, V = cg.dims("B S D L V")
-    places = _checked(slstm)
+    places, (L,) = _checked(slstm), cg.dims("L,")
 
-    with cg.Graph(name, dtype=dtype) as g:
-        g.assume(f"L >= {(places[-1] if places else 0) + 2}")
-        tokens = g.input("tokens", (B, S), dtype="int64")
-        table = g.param("tokens/table", (V, D))
+    def matrix(x: cg.Tensor) -> cg.Tensor:
+        return _mlstm_block(x, window, block, scan, dropout)
 
-        def matrix(x: cg.Tensor) -> cg.Tensor:
-            return _mlstm_block(g, x, window, block, scan, dropout)
-
-        x, done = cg.dropout(cg.embedding(tokens, table), dropout), 0
+    def stack(x: cg.Tensor) -> cg.Tensor:
+        x, done = cg.dropout(x, dropout), 0
         for place in places:
             x = cg.repeat(place - done, matrix, x, name=f"before_{place}") if place > done else x
             with cg.scope(f"slstm_{place}"):
-                x = _slstm_block(g, x, window, scan, dropout)
+                x = _slstm_block(x, window, scan, dropout)
             done = place + 1
-        x = cg.layer_norm(cg.repeat(L - done, matrix, x, name="layers"), bias=False, name="norm")
-        g.output(cg.nn.tied_head(x, table) if tied else cg.linear(x, "b s d -> b s v", v=V, name="head"))
-        g.loss = "cross_entropy"
-    return g
+        return cg.repeat(L - done, matrix, x, name="layers")
+
+    norm, least = partial(cg.layer_norm, bias=False), (places[-1] if places else 0) + 2
+    return decoder(name, dtype, stack, norm=norm, tied=tied, assume=(f"L >= {least}",))
 
 
 def _checked(places: tuple[int, ...]) -> tuple[int, ...]:
@@ -177,38 +176,40 @@ def _checked(places: tuple[int, ...]) -> tuple[int, ...]:
     return places
 
 
-def _headwise(g: cg.Graph, x: cg.Tensor, heads: sympy.Expr, name: str) -> cg.Tensor:
+def _headwise(x: cg.Tensor, heads: sympy.Expr, name: str) -> cg.Tensor:
     """Multiply each of some blocks of channels by a matrix of its own: (b, s, d) to (b, s, heads, d/heads)."""
     x = cg.rearrange(x, "b s (h d) -> b s h d", h=heads)
-    weight = g.param(f"{name}/weight", (heads, x.shape[-1], x.shape[-1]))
+    weight = x.graph.param(f"{name}/weight", (heads, x.shape[-1], x.shape[-1]))
     with cg.scope(name):
         return cg.einsum(x, weight, "b s h d, h d e -> b s h e", name="matmul")
 
 
-def _mlstm_block(g: cg.Graph, x: cg.Tensor, window: int, block: int, scan: str, p: float) -> cg.Tensor:
+def _mlstm_block(x: cg.Tensor, window: int, block: int, scan: str, p: float) -> cg.Tensor:
     """Double the width, and run mLSTM there beside a gate (figure 11 of the paper)."""
     D, H = cg.dims("D H")
     E = 2 * D
     y = cg.linear(cg.layer_norm(x, bias=False, name="norm"), "b s d -> b s e", e=2 * E, name="up")
     y, z = cg.ops.split(y, (E, E))
     seen = cg.silu(cg.nn.causal_conv(y, window))
-    made = [_headwise(g, t, E / block, n) for t, n in ((seen, "q"), (seen, "k"), (y, "v"))]
+    made = [_headwise(t, E / block, n) for t, n in ((seen, "q"), (seen, "k"), (y, "v"))]
     made = [cg.rearrange(t, "b s n e -> b s (n e)") for t in made]
     together = cg.ops.concat(made, -1, name="gates_input")
     i, f = (cg.linear(together, "b s e -> b s h", h=H, bias=True, name=n) for n in ("input_gate", "forget_gate"))
     q, k, v = (cg.rearrange(t, "b s (h k) -> b s h k", h=H) for t in made)
     y = cg.nn.head_norm(_recurrent(q, k, v, i, f, scan), name="head_norm")
-    y = (y + g.param("skip", (E,)) * seen) * cg.silu(z)
+    y = (y + x.graph.param("skip", (E,)) * seen) * cg.silu(z)
     return x + cg.dropout(cg.linear(y, "b s e -> b s d", d=D, name="down"), p)
 
 
-def _slstm_block(g: cg.Graph, x: cg.Tensor, window: int, scan: str, p: float) -> cg.Tensor:
+def _slstm_block(x: cg.Tensor, window: int, scan: str, p: float) -> cg.Tensor:
     """Run sLSTM, and a gated feed-forward layer behind it (figure 10 of the paper)."""
     D, H, F = cg.dims("D H F")
     y = cg.layer_norm(x, bias=False, name="norm")
     seen = cg.silu(cg.nn.causal_conv(y, window))
-    gates = [_headwise(g, t, H, f"gates/{n}") for t, n in ((seen, "i"), (seen, "f"), (y, "z"), (y, "o"))]
-    weight, bias = g.param("state/weight", (H, D / H, 4, D / H)), g.param("state/bias", (4, H, D / H))
+    gates = [_headwise(t, H, f"gates/{n}") for t, n in ((seen, "i"), (seen, "f"), (y, "z"), (y, "o"))]
+    weight, bias = (
+        x.graph.param(f"state/{n}", shape) for n, shape in (("weight", (H, D / H, 4, D / H)), ("bias", (4, H, D / H)))
+    )
     y = cg.nn.head_norm(_slstm(gates, weight, bias, scan), name="head_norm")
     x = x + cg.dropout(y, p)
     y = cg.linear(cg.layer_norm(x, bias=False, name="mlp/norm"), "b s d -> b s f", f=2 * F, name="mlp/up")

@@ -87,7 +87,8 @@ def rule(hint: Any) -> Rule:
         return _PLAIN[hint]
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
-        return next((a for a in args[1:] if isinstance(a, Rule)), rule(args[0]))
+        own = [a for a in args[1:] if isinstance(a, Rule)]
+        return own[0] if own else rule(args[0])
     if origin in (typing.Union, types.UnionType):
         return _either([rule(a) for a in args])
     if origin in _PLAIN:

@@ -173,7 +173,7 @@ class Pointwise(OpKind):
 
     def flops(self, op: Op) -> Flops:
         """Count what the table of functions says for each index point of the result."""
-        return rules.of_functions(rules.points(op.results[0]), self.function)
+        return rules.applied(rules.points(op.results[0]), self.function)
 
     def overwrites(self) -> tuple[int, ...]:
         """Return the first operand where it works in place."""

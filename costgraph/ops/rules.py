@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from ..graph.domain import Domain
 
 __all__ = [
-    "Flops", "all_results", "elements", "free", "in_elements", "in_the_body", "moved_if_copied", "need_operands",
-    "no_operands", "nothing", "of_functions", "once", "per_element_reduced", "per_result", "points",
+    "Flops", "all_results", "applied", "elements", "free", "in_elements", "in_the_body", "moved_if_copied",
+    "need_operands", "no_operands", "nothing", "once", "per_element_reduced", "per_result", "points",
     "reached_by_index", "under_the_result", "whole", "written_if_copied",
 ]  # fmt: skip
 
@@ -84,8 +84,8 @@ def per_result(kind: OpKind, op: Op) -> Flops:
     return Flops(pointwise=points(op.results[0]))
 
 
-def of_functions(count: Poly, *functions: Function) -> Flops:
-    """Count what the table of functions says for each of some index points."""
+def applied(count: Poly, *functions: Function) -> Flops:
+    """Return what the table says of functions that are applied one after another at each of some points."""
     return Flops(
         pointwise=count * sum(f.flops for f in functions),
         transcendental=count * sum(f.transcendentals for f in functions),

@@ -50,7 +50,7 @@ class Dropout(OpKind):
 
     def flops(self, op: Op) -> Flops:
         """Count what the function does with each element."""
-        return rules.of_functions(rules.points(op.results[0]), self.function)
+        return rules.applied(rules.points(op.results[0]), self.function)
 
 
 def dropout(x: Tensor, p: float = 0.1, *, mask: str = "bool", name: str = "dropout") -> Tensor:

@@ -72,7 +72,7 @@ class Unscale(InPlace):
 
     def flops(self, op: Op) -> Flops:
         """Count a product and a check of each gradient."""
-        return rules.of_functions(rules.points(op.operands[0]), FUNCTIONS["mul"], NON_FINITE)
+        return rules.applied(rules.points(op.operands[0]), FUNCTIONS["mul"], NON_FINITE)
 
 
 @register
@@ -103,7 +103,7 @@ class FusedUpdate(OpKind):
 
     def flops(self, op: Op) -> Flops:
         """Count what the functions of the steps do for each element."""
-        return rules.of_functions(rules.points(op.operands[0]), *(step[0] for step in self.steps))
+        return rules.applied(rules.points(op.operands[0]), *(step[0] for step in self.steps))
 
     def overwrites(self) -> tuple[int, ...]:
         """Return the places that change."""

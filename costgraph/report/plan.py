@@ -9,10 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import sympy
-from rich import box
 from rich.console import RenderableType
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from ..bind.evaluate import Formula
@@ -20,7 +18,7 @@ from ..hardware.units import format_quantity
 from ..plan.preflight import Preflight, PreflightCheck
 from .amounts import show
 from .formula import formula_text
-from .text import clean, draw, grid
+from .text import clean, draw, grid, listing, texts
 
 __all__ = ["PLAN_SCHEMA", "plan_csv", "plan_json", "render_plan"]
 
@@ -71,17 +69,16 @@ def _amount(value: Formula, unit: str) -> str:
     return format_quantity(value, "B") if unit == "B" else show(value, unit)
 
 
+def _limit(row: PreflightCheck) -> str:
+    return "" if row.limit is None else f"{row.against} {_amount(row.limit, row.unit)}"
+
+
 def _sections(found: Preflight) -> Iterator[RenderableType]:
     count = "" if found.devices == 1 else f"{_amount(found.devices, '1')} x "
     yield f"[bold]{clean(found.graph)} on {count}{clean(found.hardware.name)}[/bold]"
     yield grid([("sizes", " ".join(f"{k}={v}" for k, v in found.sizes.items()))])
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    for head in ("", "figure", "limit", ""):
-        table.add_column(head, overflow="fold", no_wrap=head == "figure")
-    for row in found.rows:
-        limit = "" if row.limit is None else f"{row.against} {_amount(row.limit, row.unit)}"
-        table.add_row(row.name, _amount(row.figure, row.unit), limit, row.verdict)
-    yield table
+    rows = [(row.name, _amount(row.figure, row.unit), _limit(row), row.verdict) for row in found.rows]
+    yield listing("", texts("", "figure", "limit", ""), rows, whole=["figure"])
     for row in found.rows:
         for what, value in (("", row.figure), ("limit of ", row.limit)):
             if isinstance(value, sympy.Expr):

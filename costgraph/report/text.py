@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from operator import itemgetter
+from types import MappingProxyType
+from typing import Any
 
 import sympy
 from rich import box
@@ -19,6 +23,7 @@ from ..algebra.symbols import printable
 from ..analysis.roofline import Roofline
 from ..analysis.table import Cost
 from ..bind.evaluate import Formula
+from ..hardware.tables import Column
 from ..hardware.units import format_bytes, format_quantity
 from .amounts import amount, exact, percent, show
 from .data import Facts, Part
@@ -26,18 +31,24 @@ from .formula import factored, formula_text, shared
 from .quantities import QUANTITIES
 from .training_text import training_rows
 
-__all__ = ["WIDTH", "clean", "draw", "exact", "grid", "listing", "percent", "render", "show"]
+__all__ = ["WIDTH", "clean", "draw", "exact", "grid", "listing", "percent", "render", "show", "texts"]
 
 #: Columns of what is no terminal.
 WIDTH = 80
 
 _LONGEST_NAME = 120
+_LONGEST_CELL = 1000
+
+
+def line(text: str, most: int = _LONGEST_NAME) -> str:
+    """Return a text from outside as one line that is not too long."""
+    short = text if len(text) <= most else text[: most - 3] + "..."
+    return printable(short).replace("\n", r"\n").replace("\t", r"\t")
 
 
 def clean(text: str, most: int = _LONGEST_NAME) -> str:
-    """Return a text from outside as rich may print it: no markup, one line, not too long."""
-    short = text if len(text) <= most else text[: most - 3] + "..."
-    return escape(printable(short).replace("\n", r"\n").replace("\t", r"\t"))
+    """Return such a line as rich may print it: no markup."""
+    return escape(line(text, most))
 
 
 def draw(parts: Iterable[RenderableType], width: int | None = None, *, color: bool = False) -> str:
@@ -83,18 +94,45 @@ def grid(rows: Iterable[Sequence[str]], *, narrow: int = 1) -> Table:
     return table
 
 
-def listing(title: str, head: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> Table:
-    """Return a table with a head; `left` columns are texts, the others numbers."""
-    table = Table(
-        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1)
-    )
-    for i, name in enumerate(head):
-        number = i >= left
-        table.add_column(name, justify="right" if number else "left", overflow="fold", no_wrap=number)
-    found = list(rows)
-    for i, row in enumerate(found):
-        table.add_row(*row, end_section=i + 2 == len(found) and found[-1][0] == "total")
+def listing(
+    title: str,
+    columns: Sequence[Column],
+    records: Sequence[Any],
+    *,
+    whole: Collection[str] = (),
+    wide: Mapping[str, int] = MappingProxyType({}),
+) -> Table:
+    """Return a table for a terminal.
+
+    Parameters
+    ----------
+    title : str
+        Above it.
+    columns : sequence of Column
+        What it shows of each record; amounts stand on the right and never wrap.
+    records : sequence
+        One a row; a last one whose name is `total` stands apart.
+    whole : collection of str
+        Heads of further columns that never wrap.
+    wide : mapping of str to int
+        Heads of columns that share the room that is left, with their parts of it.
+    """
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for c in columns:
+        table.add_column(
+            c.head, justify="right" if c.unit else "left", overflow="fold", no_wrap=bool(c.unit) or c.head in whole,
+            ratio=wide.get(c.head),
+        )  # fmt: skip
+    for i, record in enumerate(records):
+        last = i + 2 == len(records) and getattr(records[-1], "name", "") == "total"
+        table.add_row(*(escape(c.cell(record)) for c in columns), end_section=last)
     return table
+
+
+def texts(*heads: str, amounts: Collection[str] = ()) -> list[Column]:
+    """Return the columns of rows that are texts already, from outside even; those of amounts stand on the right."""
+    cell = partial(line, most=_LONGEST_CELL)
+    return [Column(h, "1" if h in amounts else "", itemgetter(i), text=cell) for i, h in enumerate(heads)]
 
 
 # -- sections ----------------------------------------------------------------------------------------------------
@@ -201,39 +239,36 @@ def _table(title: str, head: str, parts: Sequence[Part], r: Facts) -> Renderable
     if any(isinstance(v, sympy.Expr) for p in parts for v in (p.value.flops, p.value.bytes)):
         return _formulas_by(title, head, parts, bound=True)
     whole = sum((p.value for p in parts), start=Cost())
-    rows = [*((_name(p), *_amounts(p.value)) for p in parts), ("total", *_amounts(whole))]
+    columns = [
+        Column("name", read=_name, title=head, text=str), Column("FLOPs", "FLOP", lambda p: p.value.flops),
+        Column("bytes", "B", lambda p: p.value.bytes),
+    ]  # fmt: skip
     if r.roofline is None:
-        shares = [percent(float(p.value.flops / whole.flops)) if whole.flops else "" for p in parts]
-        with_shares = [(*row, share) for row, share in zip(rows, [*shares, ""], strict=True)]
-        return listing(title, (head, "FLOPs", "bytes", "of FLOPs"), with_shares)
-    times = [*map(_times, parts), (show(r.roofline.estimate, "s"), "", "")]
-    timed = [(*row, *time) for row, time in zip(rows, times, strict=True)]
-    return listing(title, (head, "FLOPs", "bytes", "time", "of time", "bound"), timed)
+        of = Column("of FLOPs", "%", lambda p: None if p.value is whole else p.value.flops, text=_share_of(whole.flops))
+        return listing(title, [*columns, of], [*parts, Part("total", whole, whole)])
+    columns += [
+        Column("time", "s", lambda p: p.seconds), Column("of time", "%", lambda p: p.share, text=_share_of(1)),
+        Column("bound", "%", lambda p: f"{p.bound} {100 * (p.bound_share or 0.0):.0f}%" if p.bound else ""),
+    ]  # fmt: skip
+    return listing(title, columns, [*parts, Part("total", whole, whole, r.roofline.estimate)])
 
 
-def _amounts(cost: Cost) -> tuple[str, str]:
-    return show(cost.flops, "FLOP"), format_quantity(cost.bytes, "B")
-
-
-def _times(p: Part) -> tuple[str, str, str]:
-    bound = f"{p.bound} {100 * (p.bound_share or 0.0):.0f}%" if p.bound else ""
-    return show(p.seconds or 0.0, "s"), percent(p.share or 0.0), bound
+def _share_of(whole: Formula) -> Callable[[Formula | None], str]:
+    return lambda part: "" if part is None or not whole else percent(float(part / whole))
 
 
 def _name(part: Part) -> str:
-    return clean(part.name) or "(no scope)"
+    return line(part.name) or "(no scope)"
 
 
 def _formulas_by(title: str, head: str, parts: Sequence[Part], *, bound: bool) -> RenderableType:
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column(head, overflow="fold", ratio=1)
-    table.add_column("", no_wrap=True)
-    table.add_column("formula", overflow="fold", ratio=3)
+    rows = []
     for p in parts:
         cost = p.value if bound else p.formula
-        table.add_row(_name(p), "FLOP", escape(formula_text(cost.flops, grouped=True)))
-        table.add_row("", "B", escape(formula_text(cost.bytes, grouped=True)))
-    return table
+        rows += [(_name(p), "FLOP", formula_text(cost.flops, grouped=True))]
+        rows += [("", "B", formula_text(cost.bytes, grouped=True))]
+    columns = [*texts(head, ""), Column("formula", read=itemgetter(2), text=str)]
+    return listing(title, columns, rows, whole=[""], wide={head: 1, "formula": 3})
 
 
 def _formulas(r: Facts) -> Iterator[RenderableType]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .text import clean, draw, listing
+from .text import clean, draw, listing, texts
 
 if TYPE_CHECKING:
     from ..torch.validating import Validation
@@ -27,7 +27,7 @@ def render_validation(validation: Validation, width: int | None = None, *, color
     of, found = validation.environment, validation.tables()
     place = f"{clean(str(of['name']))}, torch {clean(str(of['torch']))}, {clean(str(of['date']))}"
     parts = [
-        listing(title, head, [[clean(text) for text in row] for row in rows])
+        listing(title, texts(*head, amounts=head[1:]), rows)
         for title, (head, rows) in zip((place, "times"), found, strict=True)
     ]
     return draw([*parts, *(clean(text, 400) for text in validation.summary())], width, color=color)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
 from fractions import Fraction
 from functools import partial
 from math import ceil, floor, inf, log, prod
@@ -15,25 +14,14 @@ import sympy
 
 from ..errors import UnsupportedError
 from ..ops.registry import adding
+from ..ops.rules import Flops
 
-__all__ = ["FUNCTIONS", "Number", "Tally", "erf", "function", "value"]
+__all__ = ["FUNCTIONS", "Number", "erf", "function", "tally", "value"]
 
 
-@dataclass
-class Tally:
-    """What was counted, one by one."""
-
-    matmul: Any = 0
-    """multiplies and adds at index points of contractions"""
-    full: Any = 0
-    """the same, with the points that a domain leaves out"""
-    pointwise: Any = 0
-    """adds, multiplies, divides, comparisons and selections of single elements"""
-    transcendental: Any = 0
-    """exp, log, sqrt, sin, tanh, erf and the like"""
-
-    def __add__(self, other: Tally) -> Tally:
-        return Tally(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+def tally(matmul: Any = 0, full: Any = 0, pointwise: Any = 0, transcendental: Any = 0) -> Any:
+    """Return FLOPs to be counted one by one: numbers, where rules have formulas."""
+    return Flops(matmul, full, pointwise, transcendental)
 
 
 class Number:
@@ -41,7 +29,7 @@ class Number:
 
     __slots__ = ("tally", "value")
 
-    def __init__(self, value: Any, tally: Tally) -> None:
+    def __init__(self, value: Any, tally: Any) -> None:
         self.value = value
         self.tally = tally
 

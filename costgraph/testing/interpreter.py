@@ -25,7 +25,7 @@ from ..ops.blocks import Kernel
 from ..ops.pieces import Absent, Accumulate
 from ..ops.stacks import Empty
 from ..transforms.rewrite import members
-from .arithmetic import Tally
+from .arithmetic import tally
 from .meanings import MEANINGS, Meaning
 from .replay import Event, peak_of
 from .values import Array, At, Buffer, Sizes, Value, storage_bytes
@@ -37,7 +37,7 @@ __all__ = ["Counted", "Run", "run"]
 class Counted:
     """What one op did, in all of its iterations together."""
 
-    tally: Tally = field(default_factory=Tally)
+    tally: Any = field(default_factory=tally)
     """FLOPs by kind"""
     read: Any = 0
     """bytes of the different elements that each execution read"""

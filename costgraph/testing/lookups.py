@@ -8,7 +8,7 @@ from itertools import product
 from ..ops.aten import Aten
 from ..ops.index import Gather, Scatter
 from ..ops.stated import Collective, Opaque, Stated
-from .arithmetic import Number, Tally
+from .arithmetic import Number, tally
 from .meanings import meaning
 from .values import At, Point
 
@@ -75,7 +75,7 @@ def _stated(at: At[Stated]) -> None:
     """Take what is stated for true: nothing says what the op does."""
     kind = at.kind
     full = kind.full if isinstance(kind, Aten) else kind.matmul
-    at.tally = Tally(*map(at.of, (kind.matmul, full, kind.pointwise, kind.transcendental)))
+    at.tally = tally(*map(at.of, (kind.matmul, full, kind.pointwise, kind.transcendental)))
     shared = {t.storage for t in at.op.operands}
     for i in (i for i, t in enumerate(at.op.results) if t.storage not in shared):
         for index in product(*map(range, at.result(i).array.shape)):
@@ -96,7 +96,7 @@ def _collective(at: At[Collective]) -> None:
     additions = 0
     first = at.result().array.shape[0] if at.result().array.ndim else 1
     for index in product(*map(range, x.array.shape)):
-        total = Number(at.read(0, *index), Tally())
+        total = Number(at.read(0, *index), tally())
         if name in ("all_reduce", "reduce_scatter"):
             for _ in range(ranks - 1):
                 total = total + x.array[index]

@@ -22,7 +22,7 @@ from ..ops.registry import adding
 from ..ops.stacks import Empty
 from ..ops.stated import Transfer
 from ..ops.stochastic import Dropout
-from .arithmetic import FUNCTIONS, Number, Tally
+from .arithmetic import FUNCTIONS, Number, tally
 from .values import At, Point, Value, sees
 
 __all__ = ["MEANINGS", "Meaning", "meaning", "scalars"]
@@ -107,7 +107,7 @@ def _einsum(at: At[Einsum]) -> None:
         _fill_unreached(at)
     if at.kind.orders is not None:
         cheapest = _cheapest([set(_names(d)) for d in pattern.operands], set(pattern.result_names), extents)
-        at.tally = Tally(cheapest, cheapest) if summed else Tally(pointwise=cheapest)
+        at.tally = tally(cheapest, cheapest) if summed else tally(pointwise=cheapest)
 
 
 def _fill_unreached(at: At[OpKind]) -> None:

@@ -18,7 +18,7 @@ from ..errors import GraphError
 from ..graph.domain import Domain
 from ..graph.op import Op, OpKind
 from ..graph.tensor import Tensor
-from .arithmetic import Number, Tally, value
+from .arithmetic import Number, tally, value
 
 __all__ = ["At", "Buffer", "Sizes", "Value", "sees", "storage_bytes"]
 
@@ -168,7 +168,7 @@ class At(Generic[K_co]):
     """whether a fused kernel runs it"""
     where: str = ""
     """iterations around it"""
-    tally: Tally = field(default_factory=Tally)
+    tally: Any = field(default_factory=tally)
     """FLOPs counted"""
     read_at: dict[Buffer, set[int]] = field(default_factory=dict)
     """addresses read"""

@@ -37,7 +37,7 @@ def test_import_costs_little_more_than_what_it_imports(benchmark, tmp_path):
     benchmark.extra_info["milliseconds, sympy, networkx and numpy"] = theirs * 1e3
     benchmark.extra_info["ratio"] = ours / theirs
     # what a processor makes of it differs: the same commit (fd0938a) has 1.19 on an AMD EPYC and 1.41 on an Intel Xeon
-    assert ours / theirs <= 1.6
+    assert ours / theirs <= 1.5
 
 
 def test_loading_a_file_grows_in_proportion_to_its_size(benchmark, tmp_path):

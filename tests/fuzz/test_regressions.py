@@ -40,9 +40,9 @@ def op(folder, name, kind):
         (lambda: cg.dtype(HUGE), cg.FormatError, "an integer of 16610 bits"),
         (lambda: cg.models.load(HUGE), cg.GraphError, "an integer of 16610 bits"),
         (lambda: cg.models.load("gpt2", attention=HUGE), cg.GraphError, "an integer of 16610 bits"),
-        (lambda: cg.load_hardware([HUGE]), cg.SpecError, "a list with a huge integer"),
-        (lambda: units.quantity(HUGE, "no unit"), cg.SpecError, "of value a huge integer is unknown"),
-        (lambda: units.exact([HUGE]), cg.SpecError, "a list with a huge integer"),
+        (lambda: cg.load_hardware([HUGE]), cg.SpecError, "a list too large to be shown"),
+        (lambda: units.quantity(HUGE, "no unit"), cg.SpecError, "of value an integer of 16610 bits is unknown"),
+        (lambda: units.exact([HUGE]), cg.SpecError, "a list too large to be shown"),
         (lambda: cg.load(nested(10**4)), cg.FormatError, "a list too large to be shown"),
         (lambda: cg.load_hardware("h100-sxm").link(bytearray(b"1")), cg.SpecError, "is unknown"),
     ],
@@ -229,7 +229,8 @@ def test_a_key_of_many_dots_is_refused_in_time(tmp_path):
 @pytest.mark.parametrize("value", ["1e-400", "1e61"])
 def test_a_rate_that_no_float_holds_is_refused(tmp_path, value):
     path = tmp_path / "f.toml"
-    source = 'unit = "B/s", source = ["A"] }'
-    path.write_text(f'[sources]\nA = "x"\n[memory]\nbandwidth = {{ value = {value}, {source}\n')
-    with pytest.raises(cg.SpecError, match=r"memory\.bandwidth\.value = .* B/s: expected a number from 1e-60 to 1e60"):
+    bytes_, source = 'unit = "B", source = ["A"] }', 'unit = "B/s", source = ["A"] }'
+    memory = f"[memory]\ncapacity = {{ value = 1, {bytes_}\nbandwidth = {{ value = {value}, {source}\n"
+    path.write_text('name = "n"\nvendor = "v"\n[sources]\nA = "x"\n' + memory)
+    with pytest.raises(cg.SpecError, match=r"memory: bandwidth: value 1E.*, expected a number .* from 1e-60 to 1e60"):
         cg.load_hardware(path)

@@ -65,10 +65,6 @@ def broken(found: Fault):
         setattr(owner, name, right) if own else delattr(owner, name)
 
 
-def scaled(flops, factor):
-    return Flops(flops.matmul * factor, flops.full * factor, flops.pointwise * factor, flops.transcendental * factor)
-
-
 def extents_without_last(op):
     extents = dict(list(op.kind.extents.items())[:-1])
     return prod(extents.values(), start=ONE)

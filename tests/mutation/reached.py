@@ -43,6 +43,7 @@ HOMES = {
     "analysis/lifetimes": ["repeat", "peak"],
     "analysis/traffic": ["costs"],
     "ops/order": ["einsum"],
+    "algebra/division": ["polynomial"],
     "algebra/generators": ["polynomial"],
 }
 # -- children ----------------------------------------------------------------------------------------------------

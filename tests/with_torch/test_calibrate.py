@@ -186,7 +186,7 @@ def test_the_command_writes_what_the_roofline_reads(quickly, tmp_path, capsys):
     [
         (
             ["--out", "mine.json"],
-            "costgraph: mine.json: expected a path that ends in .toml, as a specification is read",
+            "costgraph: mine.json: expected a path that ends in .toml",
         ),
         (["--out", "no/mine.toml"], "costgraph: no/mine.toml: no such folder, expected a file that can be written"),
         (["--out", "mine.toml", "--threads", "100000"], "costgraph: --threads 100000: this machine has"),

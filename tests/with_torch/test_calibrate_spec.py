@@ -140,7 +140,7 @@ def test_keys_that_need_quotes_get_them():
 @pytest.mark.parametrize(
     ("path", "text"),
     [
-        ("mine.json", "mine.json: expected a path that ends in .toml, as a specification is read from there"),
+        ("mine.json", "mine.json: expected a path that ends in .toml"),
         ("no/where.toml", "no/where.toml: no such folder, expected a file that can be written"),
         ("folder.toml", "folder.toml: Is a directory, expected a file that can be written"),
     ],

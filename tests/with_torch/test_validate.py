@@ -17,7 +17,6 @@ from costgraph.errors import FormatError, GraphError, SpecError, UnsupportedErro
 from costgraph.torch.validating import SCHEMA, SUBJECTS, Case, Validation, suite, validate
 from costgraph.torch.validating.causes import CAUSES, causes
 from costgraph.torch.validating.judging import FOLLOWS, OUTCOMES, Attained, agrees, outcome
-from costgraph.torch.validating.record import check_target
 from costgraph.torch.validating.run import declared, predicted, traced
 from costgraph.torch.validating.subjects import check
 
@@ -297,29 +296,41 @@ def at(data, *keys):
 @pytest.mark.parametrize(
     ("damage", "text"),
     [
-        (lambda d: "[]", r"\[\], expected an object with schema, environment, hardware, rows, failed"),
+        (lambda d: "[]", r"\[\], expected a record with schema, environment, hardware, rows, failed"),
         (lambda d: "{", "expected JSON"),
         (lambda d: '{"schema": NaN}', "NaN, which is no number of JSON, expected JSON"),
         (broken(lambda d: d.update(schema="costgraph/validation/2")), "schema 'costgraph/validation/2', expected 'cos"),
         (broken(lambda d: d.update(extra=1)), "key 'extra' is unknown, expected schema"),
         (broken(lambda d: d.pop("rows")), "no 'rows', expected schema"),
         (broken(lambda d: d.update(rows={})), r"rows \{\}, expected a list"),
-        (broken(lambda d: d.update(failed=[{"case": d["rows"][0]["case"]}])), "failed 0: no 'error'"),
-        (broken(lambda d: d["environment"].pop("torch")), "environment has no 'torch', expected device"),
-        (broken(lambda d: d["environment"].update(device="tpu")), "environment: device 'tpu', expected cpu or cuda"),
+        (
+            broken(lambda d: d.update(failed=[{"case": d["rows"][0]["case"]}])),
+            r"failed\[0\]: no 'error', expected case, error",
+        ),
+        (broken(lambda d: d["environment"].pop("torch")), "environment: no 'torch', expected device"),
+        (
+            broken(lambda d: d["environment"].update(device="tpu")),
+            "environment: device 'tpu', expected one of cpu, cuda",
+        ),
         (broken(lambda d: d["hardware"].update(specification="../x.toml")), "expected the file beside the record"),
         (broken(lambda d: d["hardware"].update(cache_bytes=-1)), "cache_bytes -1, expected a whole number of at least"),
-        (broken(lambda d: d["rows"][0].update(note="")), "row 0: key 'note' is unknown"),
-        (broken(lambda d: d["rows"][1].pop("outcome")), "row 1: no 'outcome'"),
-        (broken(lambda d: d["rows"][0].update(outcome="fast")), "row 0: outcome 'fast', expected one of memory,"),
-        (broken(lambda d: d["rows"][0]["case"].update(mode="train")), "row 0: case: mode 'train', expected one of"),
-        (broken(lambda d: d["rows"][0]["case"].update(sizes={})), r"row 0: case: sizes \{\}, expected sizes by name"),
+        (broken(lambda d: d["rows"][0].update(note="")), r"rows\[0\]: key 'note' is unknown"),
+        (broken(lambda d: d["rows"][1].pop("outcome")), r"rows\[1\]: no 'outcome'"),
+        (broken(lambda d: d["rows"][0].update(outcome="fast")), r"rows\[0\]: outcome 'fast', expected one of memory,"),
+        (
+            broken(lambda d: d["rows"][0]["case"].update(mode="train")),
+            r"rows\[0\]: case: mode 'train', expected one of",
+        ),
+        (
+            broken(lambda d: d["rows"][0]["case"].update(sizes={})),
+            r"rows\[0\]: case: sizes \{\}, expected sizes by name",
+        ),
         (broken(lambda d: d["rows"][0]["case"]["sizes"].update(M=0)), "case: sizes: M 0, expected a whole number of"),
         (broken(lambda d: d["rows"][0]["case"]["sizes"].update(M=True)), "case: sizes: M True, expected a whole"),
         (broken(lambda d: d["rows"][0]["measured"].update(flops=1.5)), "measured: flops 1.5, expected a whole number"),
-        (broken(lambda d: d["rows"][0]["declared"].pop("peak")), "row 0: declared: no 'peak'"),
+        (broken(lambda d: d["rows"][0]["declared"].pop("peak")), r"rows\[0\]: declared: no 'peak'"),
         (broken(lambda d: d["rows"][0]["seconds"].update(min="1 s")), "seconds: min '1 s', expected a number of"),
-        (broken(lambda d: d["rows"][0]["seconds"].update(min=9e9)), "row 0: seconds .*, expected them in order"),
+        (broken(lambda d: d["rows"][0]["seconds"].update(min=9e9)), r"rows\[0\]: seconds .*, expected them in order"),
         (broken(lambda d: d["rows"][0]["modelled"].update(bound=math.inf)), "Infinity, which is no number of JSON"),
     ],
 )
@@ -334,8 +345,8 @@ def test_damaged_records_are_refused(found, tmp_path, damage, text):
 
 def test_files_that_are_no_records(found, tmp_path):
     assert "expected a record of a validation" in error_of(FormatError, Validation.load, tmp_path / "none.json")
-    assert "expected a path that ends in .json" in error_of(FormatError, check_target, "record.toml")
-    assert "no such folder" in error_of(FormatError, check_target, tmp_path / "nowhere" / "record.json")
+    assert "expected a path that ends in .json" in error_of(FormatError, found.save, "record.toml")
+    assert "no such folder" in error_of(FormatError, found.save, tmp_path / "nowhere" / "record.json")
     found.save(tmp_path / "record.json")
     (tmp_path / "record.toml").unlink()
     assert "No such file" in error_of(SpecError, Validation.load, tmp_path / "record.json")

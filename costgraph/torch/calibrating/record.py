@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ...errors import FormatError, UnsupportedError
+from ...errors import UnsupportedError
 from ...hardware.specs import Hardware, load_hardware
 from ...hardware.units import format_quantity
-from ...text_file import write_file
+from ...text_file import target_of, write_file
 from ..measuring.environment import counted
 from .spec import Table, entry, specification
 
-__all__ = ["SOURCE", "Calibration", "Key", "Rate", "check_target"]
+__all__ = ["SOURCE", "Calibration", "Key", "Rate"]
 
 SOURCE = "CALIBRATED"
 """Key of the source that the entries of a specification name."""
@@ -125,7 +125,7 @@ class Calibration:
         FormatError
             If the file cannot be written, or has another ending.
         """
-        target = check_target(path)
+        target = target_of(path, ".toml")
         write_file(target, self.text())
         return load_hardware(target)
 
@@ -147,22 +147,6 @@ class Calibration:
         if launch is not None:
             lines.append(f"{'launch':19} {format_quantity(1 / launch.value, 's'):>14}")
         return "\n".join(lines)
-
-
-def check_target(path: str | os.PathLike[str]) -> Path:
-    """Return the path of a specification that is to be written.
-
-    Raises
-    ------
-    FormatError
-        If it does not end in `.toml`, or its folder does not exist.
-    """
-    target = Path(path)
-    if target.suffix != ".toml":
-        raise FormatError(f"{target}: expected a path that ends in .toml, as a specification is read from there")
-    if not target.parent.is_dir():
-        raise FormatError(f"{target}: no such folder, expected a file that can be written")
-    return target
 
 
 def _vendor(name: str) -> str:

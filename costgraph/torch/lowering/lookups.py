@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any
 
@@ -57,8 +58,16 @@ def _flat(site: Site[Gather | Scatter], ids: Any, sizes: tuple[int, ...]) -> tup
 
 
 #: What torch calls on rows of a whole table, and on those behind the axes of a batch.
-_ROWS = {"add": torch.Tensor.index_add_, "set": torch.Tensor.index_copy_, "max": torch.Tensor.index_reduce_}
-_ALONG = {"add": torch.Tensor.scatter_add_, "set": torch.Tensor.scatter_, "max": torch.Tensor.scatter_reduce_}
+_ROWS: Mapping[str, Callable[..., Any]] = {
+    "add": torch.Tensor.index_add_,
+    "set": torch.Tensor.index_copy_,
+    "max": torch.Tensor.index_reduce_,
+}
+_ALONG: Mapping[str, Callable[..., Any]] = {
+    "add": torch.Tensor.scatter_add_,
+    "set": torch.Tensor.scatter_,
+    "max": torch.Tensor.scatter_reduce_,
+}
 
 
 @lowering(Scatter)

@@ -8,17 +8,23 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
+from ...algebra.symbols import shown
 from ...errors import BindingError
-from ...hardware.units import format_quantity, show
+from ...hardware.units import format_quantity
+from ...notation.records import Size, at_least
 
 __all__ = ["NOISY", "Times", "collector_off", "synchronize", "timed"]
 
 NOISY = 0.1
 """A spread above this is said to be noisy: half of the runs then lie further apart than a tenth of the median."""
+
+
+Seconds = Annotated[float, at_least(1e-12, float)]
+"""No run takes less."""
 
 
 @dataclass(frozen=True)
@@ -34,17 +40,17 @@ class Times:
     1 s (median of 5 runs from 1 s to 3 s, spread 50%: noisy)
     """
 
-    median: float
+    median: Seconds
     """s"""
-    min: float
+    min: Seconds
     """s"""
-    max: float
+    max: Seconds
     """s"""
-    lower: float
+    lower: Seconds
     """first quartile, s"""
-    upper: float
+    upper: Seconds
     """third quartile, s"""
-    runs: int
+    runs: Size
     """how many runs there were"""
 
     @classmethod
@@ -124,9 +130,9 @@ def timed(call: Callable[[], Any], device: torch.device, least: int = 5, most: i
     """
     for name, runs in (("least", least), ("most", most)):
         if isinstance(runs, bool) or not isinstance(runs, int) or runs < 1:
-            raise BindingError(f"{name}={show(runs)}: expected a positive number of runs")
+            raise BindingError(f"{name}={shown(runs)}: expected a positive number of runs")
     if isinstance(budget, bool) or not isinstance(budget, int | float) or not budget >= 0:
-        raise BindingError(f"budget={show(budget)}: expected seconds, zero or more")
+        raise BindingError(f"budget={shown(budget)}: expected seconds, zero or more")
     once = _events if device.type == "cuda" else _clock
     call()
     synchronize(device)

@@ -108,7 +108,7 @@ class Builder:
             places=tuple(place for _, _, place, _ in outputs),
             outputs=tuple(_stated(*row) for row in outputs),
             matmul=c.matmul,
-            full=c.matmul if c.full is None else c.full,
+            full=c.full,
             pointwise=c.pointwise,
             transcendental=c.transcendental,
             bytes_read=nothing if c.reads is None else tuple(c.reads),

@@ -9,6 +9,7 @@ from typing import Any
 from ...algebra.polynomial import ZERO, Poly
 from ...dtypes import DType
 from ...graph.strides import Sizes, distinct, numel
+from ...ops.rules import Flops
 
 __all__ = ["Call", "Counts", "Spec"]
 
@@ -81,18 +82,10 @@ def _specs(values: Any) -> Iterator[Spec]:
             yield from _specs(value)
 
 
-@dataclass(frozen=True)
-class Counts:
-    """What one call costs."""
+@dataclass
+class Counts(Flops):
+    """What one call costs: `costgraph.ops.rules.Flops`, and bytes where they are not those of whole tensors."""
 
-    matmul: Poly = ZERO
-    """multiplies and adds of contractions, as executed"""
-    full: Poly | None = None
-    """the same with masks ignored, None where that is the same number"""
-    pointwise: Poly = ZERO
-    """single arithmetic operations"""
-    transcendental: Poly = ZERO
-    """exp, log, sqrt, tanh, erf and the like"""
     reads: Sequence[Poly] | None = None
     """bytes read of each tensor argument, as `Call.operands` lists them, None for each of them whole"""
     writes: Sequence[Poly] | None = None

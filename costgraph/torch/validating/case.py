@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import torch
 from torch import nn
 
 from ...graph.graph import Graph
+from ...notation.door import Rule
+from ...notation.records import Size, one_of
 
 __all__ = ["Case", "Function", "Program", "Subject"]
 
@@ -29,11 +31,11 @@ class Case:
 
     subject: str
     """which of `SUBJECTS`"""
-    sizes: Mapping[str, int] = field(hash=False)
+    sizes: Annotated[Mapping[str, Size], Rule("sizes by name", bool)] = field(hash=False)
     """of every dimension"""
     dtype: str = "fp32"
     """number format that is declared"""
-    mode: str = "kernel"
+    mode: Annotated[str, one_of(("kernel", "forward", "step"))] = "kernel"
     """kernel, forward or step"""
     attention: str = ""
     """flash or eager, of a model that attends"""

@@ -3,35 +3,50 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args, get_type_hints
+from typing import Annotated, Any
 
-from ...algebra.symbols import shorten
+from ...algebra.symbols import shorten, shown
 from ...errors import FormatError
 from ...hardware.specs import Hardware, load_hardware
 from ...hardware.tables import Column, Fact, Table
-from ...hardware.units import show
-from ...text_file import read_text, write_file
+from ...notation.door import Rule
+from ...notation.records import Size, one_of, read_fields, read_record
+from ...text_file import read_text, target_of, write_file
 from ..calibrating.spec import specification
-from .judging import OUTCOMES
 from .rows import Failed, Row
 from .table import Cells, bytes_and_flops, markdown, summary, times
 
-__all__ = ["SCHEMA", "Validation", "check_target"]
+__all__ = ["SCHEMA", "Validation"]
 
 SCHEMA = "costgraph/validation/1"
 """What the JSON of this version calls itself; another number means other keys."""
 
 _MOST_BYTES = 2**24
-_MODES = ("kernel", "forward", "step")
-_BOUNDS = ("compute", "memory")
-_AT_LEAST = {"noisy": 0, "spread": 0, "flops": 0, "uncounted": 0, "above": 0, "left": -(2**62), "held": 0, "fused": 0,
-             "compute": 0, "memory": 0, "bound": 0, "estimate": 0}  # fmt: skip
+_FACTS = {"device": Annotated[str, one_of(("cpu", "cuda"))], "name": str, "torch": str, "date": str, "command": str,
+          "threads": Size}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Device:
+    """Where the specification stands, and what it does not have."""
+
+    specification: str
+    cache_bytes: Size | None
+
+
+@dataclass(frozen=True)
+class _Record:
+    """What a file holds."""
+
+    schema: Annotated[str, Rule(repr(SCHEMA), SCHEMA.__eq__)]
+    environment: Annotated[Mapping[str, str | int | bool], Rule("texts and whole numbers by name", bool)]
+    hardware: _Device
+    rows: Sequence[Row]
+    failed: Sequence[Failed]
 
 
 @dataclass(frozen=True, repr=False)
@@ -114,7 +129,7 @@ class Validation(Table):
         FormatError
             If the path does not end in `.json`, or cannot be written.
         """
-        target = check_target(path)
+        target = target_of(path, ".json")
         spec = target.with_suffix(".toml")
         data = {
             "schema": SCHEMA,
@@ -140,22 +155,6 @@ class Validation(Table):
         return _read(Path(path))
 
 
-def check_target(path: str | os.PathLike[str]) -> Path:
-    """Return the path of a record that is to be written.
-
-    Raises
-    ------
-    FormatError
-        If it does not end in `.json`, or its folder does not exist.
-    """
-    target = Path(path)
-    if target.suffix != ".json":
-        raise FormatError(f"{shorten(str(target), 200)}: expected a path that ends in .json")
-    if not target.parent.is_dir():
-        raise FormatError(f"{shorten(str(target), 200)}: no such folder, expected a file that can be written")
-    return target
-
-
 # -- as JSON -------------------------------------------------------------------------------------------------------
 
 
@@ -172,98 +171,14 @@ def _read(path: Path) -> Validation:
         data = json.loads(text, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{place}: {str(error)[:200]}, expected JSON") from None
-    _keys(place, data, ("schema", "environment", "hardware", "rows", "failed"))
-    if data["schema"] != SCHEMA:
-        raise FormatError(f"{place}: schema {show(data['schema'])}, expected {SCHEMA!r}")
-    hardware = data["hardware"]
-    _keys(f"{place}: hardware", hardware, ("specification", "cache_bytes"))
-    name, cache = hardware["specification"], hardware["cache_bytes"]
-    if not isinstance(name, str) or name != path.with_suffix(".toml").name:
-        raise FormatError(f"{place}: hardware: specification {show(name)}, expected the file beside the record")
-    if cache is not None:
-        _number(f"{place}: hardware", "cache_bytes", cache, int)
-    for key in ("rows", "failed"):
-        if not isinstance(data[key], list):
-            raise FormatError(f"{place}: {key} {show(data[key])}, expected a list")
-    rows = tuple(_row(f"{place}: row {i}", row) for i, row in enumerate(data["rows"]))
-    failed = tuple(_fields(f"{place}: failed {i}", row, Failed) for i, row in enumerate(data["failed"]))
-    environment = _environment(place, data["environment"])
-    return Validation(environment, load_hardware(path.with_name(name)), cache, rows, failed)
+    record = read_record(place, data, _Record)
+    of, spec = record.environment, path.with_suffix(".toml")
+    read_fields(f"{place}: environment", {key: of[key] for key in _FACTS if key in of}, _FACTS)
+    if record.hardware.specification != spec.name:
+        found = shown(record.hardware.specification)
+        raise FormatError(f"{place}: hardware: specification {found}, expected the file beside the record")
+    return Validation(of, load_hardware(spec), record.hardware.cache_bytes, tuple(record.rows), tuple(record.failed))
 
 
 def _no_constant(text: str) -> Any:
     raise ValueError(f"{text}, which is no number of JSON")
-
-
-def _environment(place: str, found: object) -> dict[str, str | int | bool]:
-    wanted = ("device", "name", "torch", "date", "command", "threads")
-    if not isinstance(found, dict) or not all(isinstance(v, str | int) for v in found.values()):
-        raise FormatError(f"{place}: environment {show(found)}, expected texts and whole numbers by name")
-    missing = [k for k in wanted if k not in found]
-    if missing:
-        raise FormatError(f"{place}: environment has no {missing[0]!r}, expected {', '.join(wanted)} in it")
-    if found["device"] not in ("cpu", "cuda"):
-        raise FormatError(f"{place}: environment: device {show(found['device'])}, expected cpu or cuda")
-    return found
-
-
-def _row(place: str, given: object) -> Row:
-    row: Row = _fields(place, given, Row)
-    for key, value, choices in (
-        ("outcome", row.outcome, OUTCOMES),
-        ("case: mode", row.case.mode, _MODES),
-        ("modelled: limit", row.modelled.limit, _BOUNDS),
-    ):
-        if value not in choices:
-            raise FormatError(f"{place}: {key} {show(value)}, expected one of {', '.join(choices)}")
-    times = row.seconds
-    if not times.min <= times.lower <= times.median <= times.upper <= times.max:
-        raise FormatError(f"{place}: seconds {show(asdict(times))}, expected them in order")
-    return row
-
-
-def _fields(place: str, given: object, kind: Any) -> Any:
-    """Read a dataclass whose fields are texts, numbers, sizes by name, and dataclasses of these."""
-    hints = get_type_hints(kind)
-    optional = {f.name for f in fields(kind) if f.default is not MISSING}
-    _keys(place, given, tuple(hints), optional)
-    assert isinstance(given, dict)
-    return kind(**{key: _value(place, key, value, hints[key]) for key, value in given.items()})
-
-
-def _value(place: str, key: str, value: object, kind: Any) -> object:
-    if kind is str:
-        if not isinstance(value, str):
-            raise FormatError(f"{place}: {key} {show(value)}, expected a text")
-        return value
-    if kind in (int, float):
-        return _number(place, key, value, kind)
-    if isinstance(kind, UnionType):
-        kind = next(k for k in get_args(kind) if k is not type(None))
-        return None if value is None else _fields(f"{place}: {key}", value, kind)
-    if is_dataclass(kind):
-        return _fields(f"{place}: {key}", value, kind)
-    if not isinstance(value, dict) or not value:
-        raise FormatError(f"{place}: {key} {show(value)}, expected sizes by name")
-    return {name: _number(f"{place}: {key}", name, size, int) for name, size in value.items()}
-
-
-def _number(place: str, key: str, value: object, kind: type) -> Any:
-    allowed = (int, float) if kind is float else (int,)
-    least = _AT_LEAST.get(key, 1 if kind is int else 1e-12)
-    fits = isinstance(value, allowed) and not isinstance(value, bool)
-    if not fits or not math.isfinite(value) or value < least:  # type: ignore[arg-type,operator]  # a number by now
-        what = "a whole number" if kind is int else "a number"
-        raise FormatError(f"{place}: {key} {show(value)}, expected {what} of at least {least}")
-    return value
-
-
-def _keys(place: str, given: object, known: tuple[str, ...], optional: set[str] | frozenset[str] = frozenset()) -> None:
-    if not isinstance(given, dict):
-        raise FormatError(f"{place}: {show(given)}, expected an object with {', '.join(known)}")
-    for key in given:
-        if key not in known:
-            raise FormatError(f"{place}: key {show(key)} is unknown, expected {', '.join(known)}")
-    for key in known:
-        if key not in given and key not in optional:
-            raise FormatError(f"{place}: no {key!r}, expected {', '.join(known)}")

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
+from ...notation.door import Rule
+from ...notation.records import Count, Size, at_least, one_of
 from ..measuring import Times
 from .case import Case
-from .judging import agrees
+from .judging import OUTCOMES, agrees
 
 __all__ = ["Failed", "Measured", "Modelled", "Predicted", "Row"]
+
+_Seconds = Annotated[float, at_least(0, float)]
+_IN_ORDER = Rule("them in order", lambda t: t.min <= t.lower <= t.median <= t.upper <= t.max)
 
 
 @dataclass(frozen=True)
 class Predicted:
     """What a graph says."""
 
-    flops: int
+    flops: Count
     """matmul FLOPs, every domain ignored"""
-    uncounted: int
+    uncounted: Count
     """those of them in ops that torch's FlopCounterMode counts as none"""
-    peak: int
+    peak: Size
     """bytes at the peak; on CUDA in blocks of 512 B"""
 
 
@@ -27,11 +33,11 @@ class Predicted:
 class Measured:
     """What torch took."""
 
-    flops: int
+    flops: Count
     """matmul FLOPs as FlopCounterMode counts them"""
-    held: int
+    held: Count
     """bytes of parameters, buffers, inputs and optimizer state, there throughout"""
-    above: int
+    above: Count
     """bytes at the peak above those"""
     left: int
     """bytes that are there afterwards and were not before"""
@@ -46,21 +52,21 @@ class Measured:
 class Modelled:
     """Where the declared graph stands on the roof; seconds and bytes."""
 
-    bound: float
+    bound: _Seconds
     """no run is faster: the roofline's `lower_bound` with the device's own peaks"""
-    estimate: float
+    estimate: _Seconds
     """the roofline's `estimate`"""
-    fused: int
+    fused: Count
     """bytes that have to move at least"""
-    moved: int
+    moved: Size
     """bytes moved as declared"""
-    flops: int
+    flops: Count
     """FLOPs of all kinds, as executed"""
-    limit: str
+    limit: Annotated[str, one_of(("compute", "memory"))]
     """compute or memory: what the roofline says bounds it"""
-    memory: float
+    memory: _Seconds
     """bytes moved at the measured bandwidth"""
-    compute: float
+    compute: _Seconds
     """FLOPs at the measured peaks"""
 
 
@@ -70,7 +76,7 @@ class Row:
 
     case: Case
     """what ran"""
-    seconds: Times
+    seconds: Annotated[Times, _IN_ORDER]
     """how long"""
     measured: Measured
     """FLOPs and bytes that torch took"""
@@ -82,7 +88,7 @@ class Row:
     """why there is none"""
     modelled: Modelled
     """what the roofline says of the declared graph"""
-    outcome: str
+    outcome: Annotated[str, one_of(OUTCOMES)]
     """what bounds it by its measured time, see `outcome`"""
 
     @property

@@ -10,6 +10,7 @@ from typing import Any
 from ....algebra.polynomial import ONE, Poly, poly, total
 from ....errors import UnsupportedError
 from ....ops.functions import FUNCTIONS, Function
+from ....ops.rules import Flops, applied
 from ..call import Call, Counts, Spec
 
 __all__ = ["REDUCE", "each", "is_number", "operand_bytes", "product", "size", "together", "unsupported"]
@@ -33,24 +34,14 @@ def each(count: Poly, *steps: str | Function) -> Counts:
     Counts
         FLOPs; bytes as they are: operands and results whole.
     """
-    functions = [FUNCTIONS[s] if isinstance(s, str) else s for s in steps]
-    return Counts(
-        pointwise=count * sum(f.flops for f in functions),
-        transcendental=count * sum(f.transcendentals for f in functions),
-    )
+    return together(applied(count, *(FUNCTIONS[s] if isinstance(s, str) else s for s in steps)))
 
 
-def together(*parts: Counts, reads: Sequence[Poly] | None = None, writes: Sequence[Poly] | None = None) -> Counts:
+def together(*parts: Flops, reads: Sequence[Poly] | None = None, writes: Sequence[Poly] | None = None) -> Counts:
     """Return the FLOPs of several parts of one kernel, and its bytes where they are not whole tensors."""
-    return Counts(
-        matmul=total(p.matmul for p in parts),
-        full=total(p.matmul if p.full is None else p.full for p in parts),
-        pointwise=total(p.pointwise for p in parts),
-        transcendental=total(p.transcendental for p in parts),
-        reads=reads,
-        writes=writes,
-        workspace=total(p.workspace for p in parts),
-    )
+    workspace = total(p.workspace for p in parts if isinstance(p, Counts))
+    flops = sum(parts, start=Flops())
+    return Counts(**flops.by_kind(), full=flops.full, reads=reads, writes=writes, workspace=workspace)
 
 
 def size(value: Any) -> Poly:

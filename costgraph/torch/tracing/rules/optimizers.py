@@ -74,11 +74,10 @@ def _updated(call: Call, optimizer: Optimizer, *changed: str) -> Counts:
 
     The schema says that a kernel writes everything but the step counters; it writes what changes.
     """
-    one = update(optimizer)
     count = total(t.numel for t in call["self"])
     scaled = call.get("grad_scale") is not None
     changed = ("self", *changed, *(("grads",) if scaled else ()))
-    parts = [Counts(pointwise=one.pointwise * count, transcendental=one.transcendental * count)]
+    parts = [update(optimizer) * count]
     if scaled:
         parts.append(each(count, "mul"))
     return together(*parts, writes=_written(call, changed))

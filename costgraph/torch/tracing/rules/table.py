@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -101,6 +102,4 @@ def _without_outs(call: Call, counts: Counts) -> Counts:
     if not outs or counts.reads is not None:
         return counts
     reads = tuple(ZERO if id(t) in outs else t.bytes for t in call.operands)
-    return Counts(
-        counts.matmul, counts.full, counts.pointwise, counts.transcendental, reads, counts.writes, counts.workspace
-    )
+    return replace(counts, reads=reads)

@@ -1,0 +1,123 @@
+"""A specification as it stands in a TOML file: tables of numbers, each with unit and sources."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from pathlib import Path
+from typing import Annotated, Any
+
+from costgraph.algebra.symbols import shown
+from costgraph.errors import SpecError
+from costgraph.hardware.keys import TABLES
+from costgraph.hardware.units import UNITS, Quantity, quantity
+from costgraph.notation.door import Rule
+from costgraph.notation.records import Text, one_of, read_fields
+from costgraph.text_file import read_text
+
+__all__ = ["read_file"]
+
+_MOST_BYTES = 2**20
+_MOST_DOTS = 1000  # in a line: the time for a key grows as the square of their number
+
+# no device has other numbers, and times made of them would be no floats
+_LEAST, _MOST = Decimal("1e-60"), Decimal("1e60")
+
+
+def _is_number(value: object) -> bool:
+    if type(value) is int:
+        return 0 < value <= 10**60
+    return isinstance(value, Decimal) and value.is_finite() and _LEAST <= value <= _MOST
+
+
+_Number = Annotated[int | Decimal, Rule("a number above 0, from 1e-60 to 1e60", _is_number)]
+_Key = Annotated[
+    str, Rule("a key of letters, digits, - and _", lambda v: re.fullmatch(r"[A-Za-z0-9_-]+", v) is not None)
+]
+_Keys = Annotated[Sequence[str], Rule("a list of keys of [sources]", bool)]
+_TABLE = Rule("a table", lambda table: True)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A number as it stands in a table."""
+
+    value: _Number
+    unit: Annotated[str, one_of(UNITS)]
+    source: _Keys
+    note: Text = ""
+
+
+_TOP = {
+    "name": Text, "vendor": Text, "disagreements": Sequence[Text],
+    "sources": Annotated[Mapping[_Key, Text], _TABLE],
+    **dict.fromkeys(TABLES, Annotated[Mapping[str, object], _TABLE]),
+}  # fmt: skip
+_NEEDED = {"memory": ("bandwidth", "capacity")}
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """Return what a file says of a device, by field of `Hardware`.
+
+    Raises
+    ------
+    SpecError
+        If it cannot be read, or is no specification: the text names place, key, value, and what was expected.
+    """
+    place, data = str(path), _parsed(path)
+    _refuse_sparsity(place, data)
+    optional = (*TABLES, "disagreements", "sources")
+    top = {"sources": {}, "disagreements": ()} | read_fields(place, data, _TOP, optional, SpecError)
+    tables: dict[str, dict[str, Quantity]] = {"peak": {}, "vector": {}, "memory": {}}
+    types: dict[str, str] = {}
+    for name, units in TABLES.items():
+        given = top.pop(name, {})
+        # [measured] takes any name and unit
+        hints = {key: Text if unit == "text" else _Entry for key, unit in units.items()} or dict.fromkeys(given, _Entry)
+        entries = read_fields(f"{place}: {name}", given, hints, hints.keys() - _NEEDED.get(name, ()), SpecError)
+        types |= {name: entries.pop("type")} if "type" in entries else {}
+        found = {
+            key: _quantity(f"{place}: {name}: {key}", entry, units.get(key), top["sources"])
+            for key, entry in entries.items()
+        }
+        tables |= {name: found} if found else {}
+    if not tables["peak"]:
+        raise SpecError(f"{place}: peak has no rate, expected one at least, such as bf16")
+    memory = tables["memory"]
+    own = {"bandwidth": memory["bandwidth"], "memory": memory["capacity"], "measured_memory": memory.get("measured")}
+    return top | own | {"peak": tables["peak"], "vector": tables["vector"], "tables": tables, "types": types}
+
+
+def _parsed(path: Path) -> dict[str, Any]:
+    import tomllib  # most programs read no device
+
+    text = read_text(path, str(path), _MOST_BYTES, "the TOML file of one device", SpecError)
+    try:
+        if max(line.count(".") for line in text.split("\n")) > _MOST_DOTS:
+            raise SpecError(f"{path}: a line with more than {_MOST_DOTS} dots; expected short keys")
+        return tomllib.loads(text, parse_float=Decimal)
+    except RecursionError:
+        raise SpecError(f"{path}: nested too deep; expected the tables of a specification") from None
+    except (ValueError, ArithmeticError) as error:
+        raise SpecError(f"{path}: {error or type(error).__name__}; expected a readable TOML file") from None
+
+
+def _refuse_sparsity(place: str, data: Mapping[str, Any], levels: int = 3) -> None:
+    """Refuse every key that speaks of sparsity: of the file, of a table, and of a number."""
+    for key, value in data.items():
+        if "spars" in key.lower():
+            raise SpecError(f"{place}: key {shown(key)}, expected dense rates only; halve one with 2:4 sparsity")
+        if isinstance(value, dict) and levels > 1:
+            _refuse_sparsity(f"{place}: {key}", value, levels - 1)
+
+
+def _quantity(place: str, entry: _Entry, base: str | None, sources: Mapping[str, str]) -> Quantity:
+    if base is not None and UNITS[entry.unit][1] != base:
+        raise SpecError(f"{place}: unit {shown(entry.unit)}, expected a unit of {base}")
+    for key in entry.source:
+        if key not in sources:
+            known = ", ".join(sources) or "none yet"
+            raise SpecError(f"{place}: source {shown(key)}, expected keys of [sources], which has {known}")
+    return quantity(entry.value, entry.unit, ", ".join(entry.source), entry.note)
