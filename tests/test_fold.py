@@ -293,7 +293,7 @@ def test_an_op_over_a_list_has_one_element_for_all_blocks():
 
 
 def test_a_kernel_over_lists_says_what_it_writes_of_each():
-    more = {"writes": lambda n: (poly(100),) + (poly(60),) * (n - 1)}
+    more = {"bytes_written": lambda n: (poly(100),) + (poly(60),) * (n - 1)}
     folded = cg.fold(listed(4, "_fused_adamw_.", 7, **more), "h", "L")
     assert answers(folded, L=6, B=3) == answers(listed(6, "_fused_adamw_.", 7, **more), B=3)
 
@@ -303,8 +303,8 @@ LISTS = {
     "numbers that differ": (
         {"numbers": ((0.5, 0.5, 0.25, 0.5, 0.5),)}, "takes other numbers for some blocks than for others"),
     "not for each element": ({"rate": cg.dims("B") / 25}, "has pointwise 5*B for 125 elements"),
-    "reads that are stated": ({"reads": lambda n: (poly(4),) * n}, "states what it reads"),
-    "writes that differ": ({"writes": lambda n: tuple(poly(4 + i) for i in range(n))}, "writes other amounts"),
+    "reads that are stated": ({"bytes_read": lambda n: (poly(4),) * n}, "states what it reads"),
+    "writes that differ": ({"bytes_written": lambda n: tuple(poly(4 + i) for i in range(n))}, "writes other amounts"),
 }  # fmt: skip
 
 

@@ -313,12 +313,9 @@ def _accumulated(
     kind = Repeat(body=body, count=times, carries=len(params), xs=len(inputs))
     loop = new.add_op(kind, (*starts, *(sources[t] for t in inputs), *body.captured), "microbatches")
     body.owner = loop
-    made = loop.loop
-    assert made is not None
-    mean, *stacks = made.stacks
-    new.output(mean)
-    grads = dict(zip((sources[t] for t in (*params, *slices)), (*made.lasts, *stacks), strict=True))
-    return _Pass(new, grads, {sources[t] for t in params if buffers[t] is not None})
+    made = dict(zip((*params, loss, *slices), loop.results, strict=True))
+    new.output(made.pop(loss))
+    return _Pass(new, {sources[t]: g for t, g in made.items()}, {sources[t] for t in params if buffers[t] is not None})
 
 
 def _source(t: Tensor, new: Graph, copier: Rewriter, times: Poly) -> Tensor:

@@ -130,7 +130,7 @@ def _mark(ops: Iterable[Op]) -> None:
 def pull_kernel(walk: Walk, op: Op, grads: Grads, needs: Sequence[bool]) -> Grads:
     """Add what makes the gradients of the operands of a kernel.
 
-    The attribute `backward` of the kernel says how: `ops` for an op each, the name of a rule of its own, or nothing
+    The field `backward` of the kernel says how: `ops` for an op each, the name of a rule of its own, or nothing
     for one kernel in which the rules of the ops inside are asked.
     """
     assert isinstance(op.kind, Kernel)

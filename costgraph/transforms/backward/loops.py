@@ -10,6 +10,7 @@ from functools import cached_property
 from ...algebra.polynomial import ONE, ZERO
 from ...graph.checks import overwritten_by
 from ...graph.graph import Graph, current_graph
+from ...graph.loop import Loop
 from ...graph.op import Op
 from ...graph.scopes import building
 from ...graph.strides import contiguous
@@ -39,7 +40,7 @@ _LEAST_BITS = 16
 class _Reverse:
     """The loop that is being built: its inputs and results as they turn out to be needed."""
 
-    forward: Op
+    forward: Loop
     """loop of the forward pass"""
     outer: Walk
     """walk over the graph that the loop is in"""
@@ -55,9 +56,7 @@ class _Reverse:
     @cached_property
     def shared(self) -> set[int]:
         """Places of the operands that all iterations of the forward pass read whole."""
-        loop = self.forward.loop
-        assert loop is not None
-        return {i for i, f in enumerate(loop.body.formals) if f in loop.captured}
+        return {i for i, f in enumerate(self.forward.body.formals) if f in self.forward.captured}
 
     def carry(self, like: Tensor, name: str, start: Tensor | None) -> Tensor:
         """Add an input that the iterations hand on."""
@@ -87,8 +86,7 @@ class _Reverse:
         return self.seen[t]
 
     def find(self, t: Tensor) -> Tensor:
-        loop, around = self.forward.loop, self.body.parent
-        assert loop is not None
+        loop, around = self.forward, self.body.parent
         assert around is not None
         if t in loop.slices:
             return self.slice(around.adopt(self.outer.saved(loop.xs[loop.slices.index(t)])), f"{t.name}.again")
@@ -102,19 +100,18 @@ class _Reverse:
             base = self.saved(t.producer.operands[0])
             op = self.body.add_op(t.producer.kind, [base], t.producer.name + ".again")
             return op.results[0]
-        return self.slice(around.adopt(self.outer.saved(left_behind(self.forward, t))), f"{t.name}.saved")
+        return self.slice(around.adopt(self.outer.saved(left_behind(loop.op, t))), f"{t.name}.saved")
 
     def from_start(self) -> tuple[Tensor, ...]:
         """Compute again what an iteration starts from, by all iterations before it."""
-        op, around, loop = self.forward, self.body.parent, self.forward.loop
-        assert loop is not None
+        loop, around = self.forward, self.body.parent
         assert around is not None
-        operands = [self.body.adopt(around.adopt(self.outer.saved(t))) for t in op.operands]
+        operands = [self.body.adopt(around.adopt(self.outer.saved(t))) for t in loop.op.operands]
         again = Rewriter().body(loop.body, self.body, "")
         del again.outputs[len(loop.nexts) :]
         before = replace(loop.kind, body=again, saved=0, until=True)
-        made = self.body.add_op(before, operands, f"{op.name}.before")
-        again.owner, made.scope = made, op.scope
+        made = self.body.add_op(before, operands, f"{loop.op.name}.before")
+        again.owner, made.scope = made, loop.op.scope
         for each in (made, *again.walk()):
             each.phase = "recompute"
         self.seen |= dict(zip(loop.carries, made.results, strict=False))
@@ -137,32 +134,30 @@ def left_behind(op: Op, t: Tensor) -> Tensor:
 
 def pull_loop(walk: Walk, op: Op, grads: Grads, needs: Sequence[bool]) -> Grads:
     """Add the loop that makes the gradients of the operands of a loop."""
-    inner = op.body
-    assert inner is not None
-    graph = current_graph()
-    made = _Reverse(op, walk, graph.start_body(f"{op.body.name}_backward", fused=False))  # type: ignore[union-attr]
+    loop = op.loop
+    assert loop is not None
+    made = _Reverse(loop, walk, current_graph().start_body(f"{loop.body.name}_backward", fused=False))
     active = active_inside(op, walk.active)
     with building(made.body):
         back = Walk(walk.hooks, active, made.saved)
         carried = _seed(made, back, grads)
         sums = _start_sums(made, back, needs)
-        back.run(inner.ops)
+        back.run(loop.body.ops)
         out = _Out(made, back, carried)
         for p in list(carried):
-            out.carry(p, back.taken(inner.formals[p]))
+            out.carry(p, back.taken(loop.carries[p]))
         for i in list(sums):
-            out.sum(i, back.taken(inner.formals[i]), sums)
+            out.sum(i, back.taken(loop.body.formals[i]), sums)
         out.slices(needs)
     return _close(walk, out, grads, sums)
 
 
 def _seed(made: _Reverse, back: Walk, grads: Grads) -> list[int]:
     """Put the gradients of what an iteration hands on and writes; returns the places of carries that have one."""
-    op, loop = made.forward, made.forward.loop
-    assert loop is not None
+    loop = made.forward
     once = loop.count == ONE
-    of = dict(zip(op.results, grads, strict=True))
-    graded = graded_inside(op, made.outer.active, {t for t, g in of.items() if g is not None})
+    of = dict(zip(loop.op.results, grads, strict=True))
+    graded = graded_inside(loop.op, made.outer.active, {t for t, g in of.items() if g is not None})
     carried, seeds = [], []
     for p, (f, t, last) in enumerate(zip(loop.carries, loop.nexts, loop.lasts, strict=True)):
         grad = of[last]
@@ -188,10 +183,9 @@ def _seed(made: _Reverse, back: Walk, grads: Grads) -> list[int]:
 
 def _start_sums(made: _Reverse, back: Walk, needs: Sequence[bool]) -> dict[int, tuple[Tensor, Tensor | None]]:
     """Begin the gradients of what all iterations share, and go on with those of slices that are there already."""
-    op, loop, walk = made.forward, made.forward.loop, made.outer
-    assert loop is not None
+    loop, walk = made.forward, made.outer
     sums: dict[int, tuple[Tensor, Tensor | None]] = {}
-    for i, (t, f) in enumerate(zip(op.operands, loop.body.formals, strict=True)):
+    for i, (t, f) in enumerate(zip(loop.op.operands, loop.body.formals, strict=True)):
         if not needs[i] or f in loop.carries:
             continue
         before = walk.grads.get(t)
@@ -260,16 +254,14 @@ class _Out:
 
     def slices(self, needs: Sequence[bool]) -> None:
         """Keep the gradients of slices: of what has a storage for each iteration so, of others in one stack."""
-        op, done = self.made.forward, {i for i, _ in self.kept}
-        loop = op.loop
-        assert loop is not None
-        for i, f in enumerate(loop.body.formals):
+        loop, done = self.made.forward, {i for i, _ in self.kept}
+        for i, (t, f) in enumerate(zip(loop.op.operands, loop.body.formals, strict=True)):
             wanted = f in loop.slices and needs[i] and i not in done
             grad = self.back.taken(f) if wanted else None
             if grad is None:
                 continue
             own = grad.role == "activation" and not any(grad.storage is t.storage for t in self.after)
-            if op.operands[i].storage.pieces:
+            if t.storage.pieces:
                 leaf = self.back.leaves.get(f)
                 if leaf is None or leaf.total is None:  # else it lies in the sum that it was added to
                     grad = self.back.own(grad) if own else pointwise("copy", grad, name="own")
@@ -284,7 +276,7 @@ class _Out:
 
 def _close(walk: Walk, out: _Out, grads: Grads, sums: dict[int, tuple[Tensor, Tensor | None]]) -> Grads:
     """Append the loop and hand out what it makes."""
-    made, op = out.made, out.made.forward
+    made, old, op = out.made, out.made.forward, out.made.forward.op
     body, graph = made.body, made.body.parent
     assert graph is not None
     body.outputs += [*out.after, *(t for _, t in out.stacks), *(t for _, t in out.kept)]
@@ -302,8 +294,6 @@ def _close(walk: Walk, out: _Out, grads: Grads, sums: dict[int, tuple[Tensor, Te
         # of sums, which stand behind gradients that came in, it is known that they may be written into
         begun, shared = i >= len(out.carried), t is not None and several[t.storage] > 1
         starts.append(_start(walk, graph, body, f, t, begun=begun, shared=shared))
-    old = op.loop
-    assert old is not None
     kind = Repeat(
         body=body, count=old.count, carries=len(starts), xs=len(made.xs), saved=len(out.kept),
         reverse=not old.reverse, least=old.kind.least,

@@ -51,7 +51,7 @@ def fold(graph: Graph, scope: str, count: str, /) -> Graph:
 
     Notes
     -----
-    Blocks are equal where their ops are, one by one in program order: kind, phase, attributes, shapes, layouts, and
+    Blocks are equal where their ops are, one by one in program order: kind, phase, facts, shapes, layouts, and
     what they read: something of the same block, of the one before, of the same block in an earlier pass, a parameter
     that each block has for itself, or one tensor that all of them share. Ops without a scope that stand between two
     blocks belong to the first of them.

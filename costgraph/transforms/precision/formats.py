@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import reduce as fold
 from typing import Any
 
-from ...dtypes import DTYPES, DType, promote
+from ...dtypes import DType, promote
 from ...errors import FormatError, UnsupportedError
 from ...graph.op import Op, OpKind
 from ...graph.strides import Sizes
@@ -17,7 +17,7 @@ from ...ops.pointwise import Pointwise
 from ...ops.stated import Opaque
 from .policy import Policy
 
-__all__ = ["Attributes", "Carries", "common", "is_float"]
+__all__ = ["Carries", "Records", "common", "is_float"]
 
 
 def is_float(t: Tensor) -> bool:
@@ -57,7 +57,7 @@ class Carries:
             seen.append(after)
 
 
-class Attributes:
+class Records:
     """Formats in records of ops, as the rewritten operands have them.
 
     Parameters
@@ -72,11 +72,6 @@ class Attributes:
 
     def __init__(self, policy: Policy, default: DType, base: DType, given: Mapping[Tensor, DType]) -> None:
         self.policy, self.default, self.base, self.given = policy, default, base, given
-
-    @staticmethod
-    def format(name: str) -> DType:
-        """Return the format of a canonical name."""
-        return DTYPES[name]
 
     def of(self, op: Op, operands: Sequence[Tensor]) -> OpKind:
         """Return the record of an op for other operands; a body is still the old one."""

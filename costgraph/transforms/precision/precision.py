@@ -5,13 +5,14 @@ from __future__ import annotations
 from difflib import get_close_matches
 
 from ...algebra.symbols import shown
+from ...dtypes import DTYPES
 from ...errors import GraphError
 from ...graph.graph import Graph, need_graph
 from ...ops.aten import need_declared
 from ...ops.blocks import Kernel
 from ...ops.stated import Opaque
 from .autocast import WORDS, word
-from .formats import Attributes, Carries
+from .formats import Carries
 from .policy import Policy, find_policy
 from .scaled import ScaledRetyper
 
@@ -72,7 +73,7 @@ def apply_precision(graph: Graph, policy: object, *, autocast_device: str | None
             break
     with made:
         for body in made.bodies():
-            body.dtype = graph.dtype if found.compute is None else Attributes.format(found.compute)
+            body.dtype = graph.dtype if found.compute is None else DTYPES[found.compute]
     return made
 
 

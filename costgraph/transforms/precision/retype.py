@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ...dtypes import DType, promote
+from ...dtypes import DTYPES, DType, promote
 from ...graph.graph import Graph
 from ...graph.loop import Loop
 from ...graph.op import Op
@@ -19,7 +19,7 @@ from ...ops.moves import Concat
 from ...ops.pointwise import FUNCTIONS, Pointwise
 from ..rewrite import Rewriter
 from .autocast import FALLBACK, casts_inside, family, word
-from .formats import Attributes, Carries, common, is_float
+from .formats import Carries, Records, common, is_float
 from .policy import Policy
 
 __all__ = ["Retyper"]
@@ -32,10 +32,10 @@ class Retyper(Rewriter):
         super().__init__()
         self.policy, self.carries = policy, carries
         self.default = old.dtype
-        self.base = old.dtype if policy.compute is None else Attributes.format(policy.compute)
+        self.base = old.dtype if policy.compute is None else DTYPES[policy.compute]
         self.given: dict[Tensor, DType] = {}
         """Format that an input of a body, of the old graph, is taken in."""
-        self.attributes = Attributes(policy, self.default, self.base, self.given)
+        self.records = Records(policy, self.default, self.base, self.given)
         self.sources: dict[Tensor, Tensor] = {}
         """What an input of a body stands for outside, where it is one and the same in all iterations."""
         self.slices: dict[Tensor, Tensor] = {}
@@ -56,7 +56,7 @@ class Retyper(Rewriter):
             scope = self.policy.scope_format(old.name)
             if old.role == "param":
                 params = self.policy.params
-                wanted = scope or (old.dtype if params is None else Attributes.format(params))
+                wanted = scope or (old.dtype if params is None else DTYPES[params])
             else:
                 wanted = scope or self.base
             _give_format(made, wanted)
@@ -121,7 +121,7 @@ class Retyper(Rewriter):
         if op.body is not None:
             keys.insert(0, op.body.name)
         found = next((table[k] for k in keys if k in table), None)
-        return None if found is None else Attributes.format(found)
+        return None if found is None else DTYPES[found]
 
     def wanted(self, op: Op, old: Tensor, t: Tensor) -> DType | None:
         """Return the format that an op takes an operand in, None for the one that it has."""
@@ -175,7 +175,7 @@ class Retyper(Rewriter):
                 self._with_casts(op, new, operands, own)
                 return
             operands = [self.converted(t, own, op, new) if is_float(t) and t.dtype != own else t for t in operands]
-        self.add(op, self.attributes.of(op, operands), operands, new)
+        self.add(op, self.records.of(op, operands), operands, new)
 
     def _inside(self, op: Op, new: Graph) -> DType | None:
         """Return the format that a kernel of torch converts to as it reads, None where it takes what it is given."""
@@ -192,7 +192,7 @@ class Retyper(Rewriter):
         body = new.start_body(word(op), fused=True)
         read = [body.adopt(t) for t in operands]  # in their order
         inner = [self.cast(t, wanted, body, f"{op.name}/cast") if t.dtype != wanted else t for t in read]
-        made = body.add_op(self.attributes.of(op, inner), inner, f"{op.name}/{word(op)}", op.phase)
+        made = body.add_op(self.records.of(op, inner), inner, f"{op.name}/{word(op)}", op.phase)
         body.outputs += made.results
         self.add(op, Kernel(body=body, backward="ops"), body.captured, new)
 
@@ -200,7 +200,7 @@ class Retyper(Rewriter):
         """Whether a cast has nothing left to do. What a body hands out keeps a storage of its own."""
         if word(op) != "cast" or t is None:
             return False
-        kind = self.attributes.of(op, [t])
+        kind = self.records.of(op, [t])
         if not isinstance(kind, Pointwise) or kind.dtype != t.dtype:
             return False
         handed = op.graph.parent is not None and op.results[0] in op.graph.outputs
@@ -303,7 +303,7 @@ def _statistics(op: Op, x: Tensor) -> DType | None:
     assert op.body is not None
     if not is_float(x) or family(op.body) not in ("norm", "batch_norm"):
         return None
-    return promote(x.dtype, Attributes.format("fp32"))
+    return promote(x.dtype, DTYPES["fp32"])
 
 
 def _give_format(t: Tensor, wanted: DType) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ...algebra.polynomial import ZERO
-from ...dtypes import DType
+from ...dtypes import DTYPES, DType
 from ...graph.graph import Graph
 from ...graph.op import Op
 from ...graph.scopes import opened
@@ -15,7 +15,7 @@ from ...ops.blocks import Kernel
 from ...ops.contraction import Einsum
 from ..vjp.scaled import SCALED_MM, backward_rule, quantize, unscaled
 from .autocast import family, word
-from .formats import Attributes, is_float
+from .formats import is_float
 from .retype import Retyper
 
 __all__ = ["ScaledRetyper"]
@@ -82,7 +82,7 @@ class ScaledRetyper(Retyper):
         """Add a linear layer whose product reads quantized operands, as one kernel with its bias."""
         product = _product(op)
         assert product is not None
-        wanted = Attributes.format(self.policy.matmul or "")
+        wanted = DTYPES[self.policy.matmul or ""]
         pairs = []
         for t in product.operands:
             outer = self._outside(op, t)
@@ -110,7 +110,7 @@ class ScaledRetyper(Retyper):
         (x, x_scale), (w, w_scale) = pairs
         name = product.name if product is not op else f"{op.name}/matmul"
         assert isinstance(product.kind, Einsum)
-        (y,) = body.add_op(replace(product.kind, dtype=Attributes.format("fp32")), [x, w], name, op.phase).results
+        (y,) = body.add_op(replace(product.kind, dtype=DTYPES["fp32"]), [x, w], name, op.phase).results
         with opened(graph=body, levels=tuple(op.name.split("/"))):
             return unscaled(y, x_scale, w_scale, self.base)
 
