@@ -74,6 +74,10 @@ class Config:
         value = self._fields.get(name, usual)
         return default if value is None and usual is None else value
 
+    def _is_null(self, name: str) -> bool:
+        """Whether a file says null, or says nothing where transformers has that."""
+        return self._get(name) is None or (self.stated(name) and not self.has(name))
+
     def _wrong(self, name: str, value: object, expected: str) -> CostGraphError:
         if value is None:
             return FormatError(f"{self.place}: {name} is missing, expected {expected}")
@@ -88,10 +92,7 @@ class Config:
 
     def optional(self, name: str) -> int | None:
         """Return a whole number, or None where the file says null, or where transformers has that."""
-        if self.stated(name) and not self.has(name):
-            self._used.add(name)
-            return None
-        return None if self._get(name) is None else self.size(name)
+        return None if self._is_null(name) else self.size(name)
 
     def size_or_auto(self, name: str, auto: int) -> int:
         """Return a whole number, or what the word auto stands for."""
@@ -107,10 +108,7 @@ class Config:
 
     def factor(self, name: str) -> float | None:
         """Return a number above 0, or None where the file says null, or where transformers has that."""
-        if self.stated(name) and not self.has(name):
-            self._used.add(name)
-            return None
-        return None if self._get(name) is None else self.number(name, above=0)
+        return None if self._is_null(name) else self.number(name, above=0)
 
     def flag(self, name: str, default: bool | None = None, *, null: bool | None = None) -> bool:
         """Return a switch; `null` is what null means where transformers takes it, whatever else it has."""

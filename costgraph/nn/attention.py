@@ -6,26 +6,26 @@ from collections.abc import Sequence
 from numbers import Real
 from typing import Any
 
-from ..algebra.polynomial import total
+from ..algebra.polynomial import Poly, total
 from ..errors import GraphError, ShapeError
 from ..graph.arguments import need_choice, need_flag, need_tensor, positive
 from ..graph.domain import Domain
 from ..graph.graph import apply, current_graph
 from ..graph.scopes import scope
 from ..graph.tensor import Tensor
-from ..ops.blocks import fused
 from ..ops.cached import cache
 from ..ops.einsum import einsum
 from ..ops.layout import rearrange, split
 from ..ops.pointwise import FUNCTIONS, Pointwise, pointwise
 from ..ops.reduce import reduce
 from ..ops.stochastic import dropout
+from .kernels import one_kernel
 from .linear import linear
 from .norms import rms_norm
 from .rotary import rotary
 from .softmax import softmax
 
-__all__ = ["attention", "self_attention"]
+__all__ = ["attention", "merged", "self_attention"]
 
 _SCORES = "b g r s k, b g t k -> b g r s t"
 _REDUCE = "b g r s t, b g t v -> b g r s v"
@@ -112,11 +112,10 @@ def attention(
     options: dict[str, Any] = {"biased": bias is not None, "domain": domain, "softcap": softcap, "p": p}
     q = rearrange(q, "b (g r) s k -> b g r s k", g=k.sizes[1].expr, name="groups")
     if kernel == "flash":
-        made = fused(name, _flash, q, k, v, *added, backward="flash", **options)
+        made = one_kernel(name, _flash, q, k, v, *added, backward="flash", **options)
     else:
         with scope(name):
             made = _eager(q, k, v, *added, **options)
-    assert isinstance(made, Tensor)
     order = "b s g r v" if kernel == "flash" else "b g r s v"
     return rearrange(made, f"{order} -> b (g r) s v", name="heads")
 
@@ -158,7 +157,7 @@ def self_attention(
         One linear layer makes queries, keys and values, which are views of its result.
     rope : pair of Tensor, optional
         Cosines and sines from `rotary_tables`, by which queries and keys are rotated.
-    causal, window, kernel, softcap : object
+    causal, window, kernel, softcap, p : object
         As in `attention`.
     bias : bool
         Biases of the layers of queries, keys and values.
@@ -172,8 +171,6 @@ def self_attention(
         Let a parameter for each head stand in the sum of the softmax, as `sinks` of `attention`.
     qk_norm : str
         none; head: RMSNorm of each head of queries and keys; all: of all heads together.
-    p : float
-        Dropout of the probabilities.
     cached : bool
         Mark keys and values as what inference keeps (`cache`).
     name : str
@@ -201,35 +198,35 @@ def self_attention(
     need_tensor(f"attention {name!r}", x)
     need_choice(f"attention {name!r}: qk_norm", qk_norm, ("none", "head", "all"))
     need_flag(f"attention {name!r}", sinks=sinks, cached=cached, packed=packed)
-    shared = heads if groups is None else groups
-
-    biases = (bias, bias if key_bias is None else key_bias, bias)
-
-    def made(what: str, y: Tensor) -> Tensor:
-        count = y.sizes[2]
-        if qk_norm == "head" and what != "v":
-            y = rms_norm(y, name=f"{name}/{what}_norm")
-        if qk_norm == "all" and what != "v":
-            y = rms_norm(rearrange(y, "b s h k -> b s (h k)"), name=f"{name}/{what}_norm")
-            return rearrange(y, "b s (h k) -> b h s k", h=count)
-        return rearrange(y, "b s h k -> b h s k")
-
-    parts = (_packed if packed else _apart)(x, (heads, shared, shared), size, biases, name)
-    q, k, v = (made(what, y) for what, y in zip("qkv", parts, strict=True))
+    shared, of_keys = heads if groups is None else groups, bias if key_bias is None else key_bias
+    parts = (_packed if packed else _apart)(x, (heads, shared, shared), size, (bias, of_keys, bias), name)
+    norms = (qk_norm, qk_norm, "none")
+    q, k, v = (_by_head(y, norm, f"{name}/{what}_norm") for what, y, norm in zip("qkv", parts, norms, strict=True))
     with scope(name):
-        if rope is not None:
-            q, k = rotary(q, *rope), rotary(k, *rope)
+        q, k = (q, k) if rope is None else (rotary(q, *rope), rotary(k, *rope))
         if cached:
-            k, v = (
-                cache(t, "b g t k", along="t", window=window, name=what) for what, t in (("k_cache", k), ("v_cache", v))
-            )
+            k, v = (cache(t, "b g t k", along="t", window=window, name=f"{c}_cache") for c, t in (("k", k), ("v", v)))
     logits = current_graph(x.graph).param(f"{name}/sinks", (heads,)) if sinks else None
     y = attention(
         q, k, v, causal=causal, window=window, kernel=kernel, softcap=softcap, bias=score_bias, sinks=logits, p=p,
         name=name,
     )  # fmt: skip
+    return merged(y, x.sizes[2], bias=out_bias, name=name)
+
+
+def merged(y: Tensor, d: Poly, *, bias: bool, name: str) -> Tensor:
+    """Put the results of all heads, (b, h, s, k), side by side, and multiply them: to (b, s, d)."""
     y = rearrange(y, "b h s k -> b s (h k)", name=f"{name}/merge")
-    return linear(y, "b s e -> b s d", d=x.sizes[2], bias=out_bias, name=f"{name}/proj")
+    return linear(y, "b s e -> b s d", d=d, bias=bias, name=f"{name}/proj")
+
+
+def _by_head(y: Tensor, norm: str, name: str) -> Tensor:
+    """Return (b, h, s, k), normalised head by head or all of them at once."""
+    if norm == "all":
+        count = y.sizes[2]
+        y = rms_norm(rearrange(y, "b s h k -> b s (h k)"), name=name)
+        return rearrange(y, "b s (h k) -> b h s k", h=count)
+    return rearrange(rms_norm(y, name=name) if norm == "head" else y, "b s h k -> b h s k")
 
 
 def _apart(x: Tensor, counts: Sequence[object], size: object, biases: Sequence[bool], name: str) -> tuple[Tensor, ...]:
@@ -300,9 +297,7 @@ def _softmax(x: Tensor, sinks: Tensor | None) -> Tensor:
         e = pointwise("exp", x - largest)
         return e / (reduce(e, "b g r s t -> b g r s 1", "sum") + pointwise("exp", sinks - largest))
 
-    made = fused("softmax", body, x, sinks, backward="softmax")
-    assert isinstance(made, Tensor)
-    return made
+    return one_kernel("softmax", body, x, sinks, backward="softmax")
 
 
 def _flash(

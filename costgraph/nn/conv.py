@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from ..algebra.polynomial import Poly, poly
@@ -15,11 +15,10 @@ from ..graph.strides import windows_along
 from ..graph.tensor import Tensor
 from ..notation.door import READ
 from ..notation.pattern import Affine, Axes, Pattern, PatternText, parse_pattern
-from ..ops.blocks import fused
 from ..ops.contraction import Einsum
 from ..ops.layout import reshape, slice_axis
 from ..ops.pooling import Pool
-from .linear import _one
+from .kernels import one_kernel
 
 __all__ = ["conv", "pool"]
 
@@ -123,23 +122,12 @@ def conv(
     need_flag("conv", bias=bias)
     graph = current_graph(x.graph)
     x = graph.adopt(x)
-    place, spans = _channel(x, pattern, window, name)
-    new = parse_pattern(pattern, (x.ndim,)).result_names[place]
-    if set(sizes) != {new}:
-        raise ShapeError(f"conv {name!r}: sizes given for {sorted(sizes)}, expected {new}=...")
-    many = positive(f"conv {name!r}: groups", groups)
-    channels, made = x.sizes[place], positive(f"conv {name!r}: size of {new!r}", sizes[new])
+    place, spans, made = _channel(x, pattern, window, name, sizes)
+    many, channels = positive(f"conv {name!r}: groups", groups), x.sizes[place]
     _check_groups(f"conv {name!r}", many, input=channels, output=made)
     indices, out = _slid(x, spans, stride, padding, dilation)
     full = _contraction(place, indices)
-    extents = {
-        **{f"n{i}": size for i, size in enumerate(x.sizes[:place])},
-        "g": many,
-        "c": channels / many,
-        "o": made / many,
-        **{f"o{i}": size for i, size in enumerate(out)},
-        **{f"w{i}": poly(w) for i, w in enumerate(spans)},
-    }
+    extents = {"g": many, "c": channels / many, "o": made / many, **_extents(x.sizes[:place], out, spans)}
     causal = isinstance(padding, str) and padding == "causal"
     kind = Einsum(pattern=full, extents=extents, dtype=x.dtype, causal=causal)
 
@@ -149,7 +137,7 @@ def conv(
     with module(graph, name):
         weight = graph.param("weight", (made, channels / many, *spans))
         if bias:
-            y = _one(fused("conv", product, x, weight, graph.param("bias", (made,)), backward="ops"))
+            y = one_kernel("conv", product, x, weight, graph.param("bias", (made,)), backward="ops")
         else:
             y = apply(kind, [x, weight], "conv")[0]
         # behind the positions of x lie those that its padding makes
@@ -163,8 +151,10 @@ def _check_groups(place: str, groups: Poly, **channels: Poly) -> None:
             raise ShapeError(f"{place}: {size} {what} channels in {groups} groups, expected a multiple")
 
 
-def _channel(x: Tensor, pattern: str, window: int | Sequence[int], name: str) -> tuple[int, tuple[int, ...]]:
-    """Return the place of the channel, which one side has under another name, and the window of the axes after it."""
+def _channel(
+    x: Tensor, pattern: str, window: int | Sequence[int], name: str, sizes: Mapping[str, object]
+) -> tuple[int, tuple[int, ...], Poly]:
+    """Return the place of the channel, the window of the axes after it, and how many channels are made."""
     parsed = parse_pattern(pattern, (x.ndim,))
     if any(len(a.names) != 1 or isinstance(a, Affine) for a in (*parsed.operands[0], *parsed.result)):
         raise PatternError(f"conv {name!r}: pattern {pattern!r}, expected single named axes")
@@ -177,7 +167,20 @@ def _channel(x: Tensor, pattern: str, window: int | Sequence[int], name: str) ->
             f"conv {name!r}: pattern {pattern!r}, expected one channel replaced by another in its place and "
             f"the sliding axes after it"
         )
-    return changed[0], _each(window, len(before) - changed[0] - 1, "window", 1)
+    place, new = changed[0], after[changed[0]]
+    spans = _each(window, len(before) - place - 1, "window", 1)
+    if set(sizes) != {new}:
+        raise ShapeError(f"conv {name!r}: sizes given for {sorted(sizes)}, expected {new}=...")
+    return place, spans, positive(f"conv {name!r}: size of {new!r}", sizes[new])
+
+
+def _extents(kept: Sequence[Poly], out: Sequence[Poly], window: Sequence[int]) -> dict[str, Poly]:
+    """Return the sizes of axes that stay, of those that a window makes, and of the window's own."""
+    return {
+        **{f"n{i}": size for i, size in enumerate(kept)},
+        **{f"o{i}": size for i, size in enumerate(out)},
+        **{f"w{i}": poly(w) for i, w in enumerate(window)},
+    }
 
 
 def _contraction(place: int, indices: Sequence[Affine]) -> Pattern:
@@ -241,9 +244,5 @@ def pool(
     indices, out = _slid(x, spans, spans if stride is None else stride, padding, 1)
     kept = tuple(Axes((f"n{i}",)) for i in range(x.ndim - len(spans)))
     pattern = Pattern(((*kept, *indices),), (*kept, *(Axes((f"o{i}",)) for i in range(len(spans)))))
-    extents = {
-        **{f"n{i}": size for i, size in enumerate(x.sizes[: len(kept)])},
-        **{f"o{i}": size for i, size in enumerate(out)},
-        **{f"w{i}": poly(w) for i, w in enumerate(spans)},
-    }
-    return apply(Pool(pattern=pattern, extents=extents, operation=operation), [x], named(name, f"{operation}_pool"))[0]
+    kind = Pool(pattern=pattern, extents=_extents(x.sizes[: len(kept)], out, spans), operation=operation)
+    return apply(kind, [x], named(name, f"{operation}_pool"))[0]

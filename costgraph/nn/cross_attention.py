@@ -7,7 +7,7 @@ from ..graph.scopes import scope
 from ..graph.tensor import Tensor
 from ..ops.cached import cache
 from ..ops.layout import rearrange
-from .attention import attention
+from .attention import attention, merged
 from .linear import linear
 
 __all__ = ["cross_attention"]
@@ -37,12 +37,10 @@ def cross_attention(
         Shape (b, s, d): what asks.
     memory : Tensor
         Shape (b, m, e): what keys and values are made from.
-    heads, size, groups, kernel, bias, key_bias, out_bias, score_bias, p : object
-        As in `self_attention`.
     cached : bool
         Mark keys and values as what `prefill` makes once and `decode` reads (`cache` without an axis that grows).
-    name : str
-        Scope of the layers, and name of the kernel.
+    heads, size, groups, kernel, bias, key_bias, out_bias, score_bias, p, name : object
+        As in `self_attention`.
 
     Returns
     -------
@@ -77,5 +75,4 @@ def cross_attention(
         with scope(name):
             k, v = (cache(t, "b g t k", name=what) for what, t in (("k_cache", k), ("v_cache", v)))
     y = attention(q, k, v, causal=False, kernel=kernel, bias=score_bias, p=p, name=name)
-    y = rearrange(y, "b h s k -> b s (h k)", name=f"{name}/merge")
-    return linear(y, "b s e -> b s d", d=x.sizes[2], bias=out_bias, name=f"{name}/proj")
+    return merged(y, x.sizes[2], bias=out_bias, name=name)

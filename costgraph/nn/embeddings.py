@@ -9,13 +9,12 @@ from ..graph.graph import current_graph
 from ..graph.scopes import module
 from ..graph.strides import windows_along
 from ..graph.tensor import Tensor
-from ..ops.blocks import fused
 from ..ops.einsum import einsum
 from ..ops.index import gather
 from ..ops.layout import concat, rearrange
 from ..ops.pointwise import cast, pointwise
 from .conv import conv
-from .linear import _one
+from .kernels import one_kernel
 
 __all__ = ["embedding", "patch_embedding", "relative_bias", "tied_head", "timestep_embedding"]
 
@@ -104,7 +103,7 @@ def relative_bias(
 
     with module(current_graph(queries.graph), name) as _:
         table = current_graph(queries.graph).param("table", (rows, heads), dtype=dtype)
-        found = _one(fused("buckets", body, queries, keys))
+        found = one_kernel("buckets", body, queries, keys)
         return rearrange(embedding(found, table, name="lookup"), "s t h -> 1 h s t", name="heads")
 
 

@@ -11,7 +11,7 @@ from ..graph.tensor import Tensor
 from ..ops.cached import cache
 from ..ops.einsum import einsum
 from ..ops.layout import concat, expand, rearrange, split
-from .attention import attention
+from .attention import attention, merged
 from .linear import linear
 from .norms import rms_norm
 from .rotary import rotary
@@ -61,16 +61,12 @@ def latent_attention(
         matrix of the keys is applied to the queries and that of the values to the results, and all heads attend to the
         latent vectors themselves (DeepSeek-V2, arXiv 2405.04434, section 2.1.2): more FLOPs for each pair of
         positions, none for each position of the cache.
-    causal, kernel : object
-        As in `attention`.
     bias : bool
         Add biases to the layers that make the latent vectors, and to the layer back.
-    p : float
-        Dropout of the probabilities.
     cached : bool
         Mark what inference keeps (`cache`): two tensors, or with `absorbed` one that holds both side by side.
-    name : str
-        Scope of the layers, and name of the kernel.
+    causal, kernel, p, name : object
+        As in `self_attention`.
 
     Returns
     -------
@@ -120,8 +116,7 @@ def latent_attention(
         shared = rotary(rearrange(shared, "b s k -> b 1 s k"), *rope)
     attend = _absorbed if absorbed else _made
     y = attend(q_own, q_turned, vector, shared, values, cached=cached, causal=causal, kernel=kernel, p=p, name=name)
-    y = rearrange(y, "b h s v -> b s (h v)", name=f"{name}/merge")
-    return linear(y, "b s e -> b s d", d=x.sizes[2], bias=bias, name=f"{name}/proj")
+    return merged(y, x.sizes[2], bias=bias, name=name)
 
 
 def _queries(x: Tensor, heads: object, size: Poly, rank: object, *, bias: bool, name: str) -> Tensor:

@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ..algebra.polynomial import Poly
 from ..errors import PatternError, ShapeError
 from ..graph.arguments import need_call, need_flag, need_tensor, positive
 from ..graph.arguments import sizes as sizes_by_name
 from ..graph.graph import current_graph
 from ..graph.scopes import module
 from ..graph.tensor import Tensor
-from ..notation.pattern import Affine, PatternText, parse_pattern
-from ..ops.blocks import fused
+from ..notation.pattern import Affine, Pattern, PatternText, parse_pattern
 from ..ops.einsum import einsum
 from ..ops.extents import extents_of
 from ..ops.layout import split
 from ..ops.stochastic import dropout
 from .activations import gelu, silu
+from .kernels import one_kernel
 
 __all__ = ["gated_mlp", "linear", "mlp"]
 
@@ -71,31 +72,19 @@ def linear(
     need_tensor("linear", x, *(() if weight is None else (weight,)))
     need_flag("linear", bias=bias)
     parsed = parse_pattern(pattern, (x.ndim,))
-    before, after = parsed.operand_names(0), parsed.result_names
-    if any(isinstance(a, Affine) for a in parsed.operands[0]):
-        raise PatternError(f"linear {name!r}: pattern {pattern!r} has an index such as h*2+r, expected conv for that")
-    contracted = [n for n in before if n not in after]
-    new = [n for n in after if n not in before]
-    if not contracted or not new:
-        raise PatternError(f"linear {name!r}: pattern {pattern!r} contracts {contracted} and adds {new}, expected both")
+    contracted, new = _axes(f"linear {name!r}", pattern, parsed)
     graph = current_graph(x.graph)
-    extents = extents_of(graph, parsed, [graph.adopt(x)], sizes_by_name(f"linear {name!r}", sizes))
-    unused = sorted(set(extents) - {*before, *after})
-    if unused:
-        raise PatternError(f"linear {name!r}: size given for {unused[0]!r}, which is no axis of {pattern!r}")
-    if weight is not None and weight.ndim == len(contracted) + len(new):
-        extents |= {n: size for n, size in zip(contracted + new, weight.sizes, strict=True) if n not in extents}
-    missing = [n for n in new if n not in extents]
-    if missing:
-        raise ShapeError(f"linear {name!r}: size of new axis {missing[0]!r} is not given, expected {missing[0]}=...")
+    given = sizes_by_name(f"linear {name!r}", sizes)
+    extents = _extents(f"linear {name!r}", pattern, graph.adopt(x), parsed, contracted + new, weight, given)
     left = " ".join(map(str, parsed.operands[0]))
     text = f"{left}, {' '.join(contracted + new)} -> {' '.join(map(str, parsed.result))}"
-    given: dict[str, Any] = {n: extents[n] for n in contracted}
+    known: dict[str, Any] = {n: extents[n] for n in contracted}
     with module(graph, name):
         if weight is None:
             weight = graph.param("weight", [extents[n] for n in contracted + new])
         if not bias:
-            return einsum(x, weight, text, name="matmul", **given)
+            return einsum(x, weight, text, name="matmul", **known)
+        after = parsed.result_names
         if after[len(after) - len(new) :] != tuple(new) or any(len(a.names) != 1 for a in parsed.result):
             raise PatternError(
                 f"linear {name!r}: pattern {pattern!r} with a bias, expected the new axes last and unmerged"
@@ -103,14 +92,37 @@ def linear(
         b = graph.param("bias", [extents[n] for n in new])
 
         def product(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-            return einsum(x, w, text, name="matmul", **given) + b
+            return einsum(x, w, text, name="matmul", **known) + b
 
-        return _one(fused("addmm", product, x, weight, b, backward="ops"))
+        return one_kernel("addmm", product, x, weight, b, backward="ops")
 
 
-def _one(made: Tensor | tuple[Tensor, ...]) -> Tensor:
-    assert isinstance(made, Tensor)
-    return made
+def _axes(place: str, pattern: str, parsed: Pattern) -> tuple[list[str], list[str]]:
+    """Return the axes that are contracted and those that are new."""
+    before, after = parsed.operand_names(0), parsed.result_names
+    if any(isinstance(a, Affine) for a in parsed.operands[0]):
+        raise PatternError(f"{place}: pattern {pattern!r} has an index such as h*2+r, expected conv for that")
+    contracted = [n for n in before if n not in after]
+    new = [n for n in after if n not in before]
+    if not contracted or not new:
+        raise PatternError(f"{place}: pattern {pattern!r} contracts {contracted} and adds {new}, expected both")
+    return contracted, new
+
+
+def _extents(
+    place: str, pattern: str, x: Tensor, parsed: Pattern, axes: list[str], weight: Tensor | None, given: dict[str, Poly]
+) -> dict[str, Poly]:
+    """Return the sizes of all axes, those of the weight's among them."""
+    extents = extents_of(x.graph, parsed, [x], given)
+    unused = sorted(set(extents) - {*parsed.operand_names(0), *parsed.result_names})
+    if unused:
+        raise PatternError(f"{place}: size given for {unused[0]!r}, which is no axis of {pattern!r}")
+    if weight is not None and weight.ndim == len(axes):
+        extents |= {n: size for n, size in zip(axes, weight.sizes, strict=True) if n not in extents}
+    missing = [n for n in axes if n not in extents]
+    if missing:
+        raise ShapeError(f"{place}: size of new axis {missing[0]!r} is not given, expected {missing[0]}=...")
+    return extents
 
 
 def mlp(

@@ -7,12 +7,11 @@ from ..graph.arguments import need_tensor
 from ..graph.graph import current_graph
 from ..graph.scopes import module
 from ..graph.tensor import Tensor
-from ..ops.blocks import fused
 from ..ops.index import take_along
 from ..ops.layout import reshape
 from ..ops.pointwise import pointwise
 from ..ops.reduce import reduce
-from .linear import _one
+from .kernels import one_kernel
 from .softmax import log_softmax
 
 __all__ = ["binary_cross_entropy", "cross_entropy"]
@@ -58,7 +57,7 @@ def binary_cross_entropy(p: Tensor, targets: Tensor, *, name: str = "binary_cros
         names = " ".join(f"a{i}" for i in range(p.ndim))
         return reduce(each, f"{names} -> ", "mean")
 
-    return _one(fused(name, body, p, targets))
+    return one_kernel(name, body, p, targets)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, *, name: str = "cross_entropy") -> Tensor:
@@ -94,4 +93,4 @@ def cross_entropy(logits: Tensor, targets: Tensor, *, name: str = "cross_entropy
             names = " ".join(f"a{i}" for i in range(picked.ndim))
             return -reduce(picked, f"{names} -> ", "mean")
 
-        return _one(fused("nll", body, log_p, ids))
+        return one_kernel("nll", body, log_p, ids)

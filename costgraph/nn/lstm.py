@@ -15,7 +15,8 @@ from ..ops.einsum import einsum
 from ..ops.layout import split
 from ..ops.pointwise import pointwise
 from .activations import sigmoid, tanh
-from .linear import _one, linear
+from .kernels import one_kernel
+from .linear import linear
 from .recurrent import recurrence
 
 __all__ = ["gru", "lstm"]
@@ -69,14 +70,8 @@ def gru(x: Tensor, hidden: object, *, bias: bool = True, name: str = "gru") -> T
 
     Parameters
     ----------
-    x : Tensor
-        Shape (b, s, d).
-    hidden : sympy.Expr or int
-        Width of the state.
-    bias : bool
-        Both of torch's biases, of 3*hidden each.
-    name : str
-        Scope of the layer.
+    x, hidden, bias, name : object
+        As of `lstm`; biases are of 3*hidden each.
 
     Returns
     -------
@@ -137,7 +132,7 @@ def _recurrent_layer(
 
         def step(state: tuple[Tensor, ...], given: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
             h, last = state[0], state[-1]
-            made = _one(fused("addmm", product, h, *own, backward="ops")) if bias else product(h, *own)
+            made = one_kernel("addmm", product, h, *own, backward="ops") if bias else product(h, *own)
             after = fused("cell", cell, made, given, last)
             assert isinstance(after, tuple)
             return after, after[0]

@@ -16,13 +16,13 @@ from ..graph.arguments import need_call, need_choice, need_flag, need_tensor, po
 from ..graph.graph import current_graph
 from ..graph.scopes import module
 from ..graph.tensor import Tensor
-from ..ops.blocks import fused
 from ..ops.grouped import ROUTINGS, dispatch, grouped, top_k
 from ..ops.index import gather, take_along
 from ..ops.layout import rearrange, reshape, split
 from ..ops.pointwise import cast, pointwise
 from ..ops.reduce import reduce
 from .activations import sigmoid, silu
+from .kernels import one_kernel
 from .linear import linear
 from .softmax import softmax
 
@@ -161,8 +161,7 @@ def _limited(place: str, scores: Tensor, groups: Poly, kept: object, *, best: in
         hidden = pointwise("less", of_group, least)
         return pointwise("masked_fill", scores, rearrange(hidden, "... g -> ... g 1"))
 
-    made = fused("limit_groups", body, grouped_scores, of_group, values)
-    assert isinstance(made, Tensor)
+    made = one_kernel("limit_groups", body, grouped_scores, of_group, values)
     return rearrange(made, "... g e -> ... (g e)")
 
 
@@ -170,9 +169,7 @@ def _normalized(weights: Tensor) -> Tensor:
     def body(weights: Tensor) -> Tensor:
         return weights / (reduce(weights, "... k -> ... 1", "sum") + 1e-20)
 
-    made = fused("normalize", body, weights)
-    assert isinstance(made, Tensor)
-    return made
+    return one_kernel("normalize", body, weights)
 
 
 def experts(
@@ -234,16 +231,9 @@ def experts(
         If shapes do not fit, or an argument is none.
     """
     place = f"experts {name!r}"
-    need_tensor(place, x, weights, ids)
-    need_choice(f"{place}: routing", routing, ROUTINGS)
+    _check(place, x, weights, ids, routing, capacity)
     need_call(f"{place}: activation", activation)
     need_flag(place, gated=gated, bias=bias)
-    if (capacity is not None) != (routing == "capacity"):
-        raise GraphError(
-            f"{place}: routing={routing!r}, capacity={shown(capacity)}: expected a factor with 'capacity' alone"
-        )
-    if ids.ndim == 0 or weights.ndim != ids.ndim or not all(map(x.graph.same, ids.sizes[:-1], x.sizes[:-1])):
-        raise ShapeError(f"{place}: {ids!r} and {weights!r} of {x!r}, expected experts (..., k) for each token")
     graph = current_graph(x.graph)
     d, width, chosen = x.sizes[-1], positive(f"{place}: f", f), ids.sizes[-1]
     with module(graph, name):
@@ -264,6 +254,17 @@ def experts(
         if sent.dropped is not None:
             weights = pointwise("masked_fill", weights, sent.dropped)
         return _combined(y, sent.places, weights, x)
+
+
+def _check(place: str, x: Tensor, weights: Tensor, ids: Tensor, routing: str, capacity: object) -> None:
+    need_tensor(place, x, weights, ids)
+    need_choice(f"{place}: routing", routing, ROUTINGS)
+    if (capacity is not None) != (routing == "capacity"):
+        raise GraphError(
+            f"{place}: routing={routing!r}, capacity={shown(capacity)}: expected a factor with 'capacity' alone"
+        )
+    if ids.ndim == 0 or weights.ndim != ids.ndim or not all(map(x.graph.same, ids.sizes[:-1], x.sizes[:-1])):
+        raise ShapeError(f"{place}: {ids!r} and {weights!r} of {x!r}, expected experts (..., k) for each token")
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -288,9 +289,7 @@ def _combined(rows: Tensor, places: Tensor, weights: Tensor, x: Tensor) -> Tenso
         weighted = gather(rows, places) * rearrange(weights, "... k -> ... k 1")
         return cast(reduce(weighted, "... k d -> ... d", "sum"), x.dtype)
 
-    made = fused("combine", body, rows, places, weights)
-    assert isinstance(made, Tensor)
-    return made
+    return one_kernel("combine", body, rows, places, weights)
 
 
 def moe(

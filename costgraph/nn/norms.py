@@ -15,8 +15,8 @@ from ..ops.blocks import fused, save
 from ..ops.layout import reshape
 from ..ops.pointwise import cast, pointwise
 from ..ops.reduce import reduce
-from .linear import _one
-from .softmax import _last
+from .kernels import one_kernel
+from .softmax import along
 
 __all__ = ["batch_norm", "group_norm", "layer_norm", "over_the_batch", "rms_norm"]
 
@@ -48,7 +48,7 @@ def layer_norm(x: Tensor, *, affine: bool = True, bias: bool = True, name: str =
     ShapeError
         If `x` is a scalar.
     """
-    names, kept = _last(x, -1)
+    names, kept = along(x, -1)
     need_flag("layer_norm", affine=affine, bias=bias)
     graph = current_graph(x.graph)
 
@@ -63,7 +63,7 @@ def layer_norm(x: Tensor, *, affine: bool = True, bias: bool = True, name: str =
     with module(graph, name):
         params = [graph.param("weight", x.sizes[-1:])] if affine else []
         params += [graph.param("bias", x.sizes[-1:])] if affine and bias else []
-        return _one(fused("norm", body, x, *params))
+        return one_kernel("norm", body, x, *params)
 
 
 def rms_norm(x: Tensor, *, affine: bool = True, name: str = "rms_norm") -> Tensor:
@@ -88,7 +88,7 @@ def rms_norm(x: Tensor, *, affine: bool = True, name: str = "rms_norm") -> Tenso
     ShapeError
         If `x` is a scalar.
     """
-    names, kept = _last(x, -1)
+    names, kept = along(x, -1)
     need_flag("rms_norm", affine=affine)
     graph = current_graph(x.graph)
 
@@ -100,7 +100,7 @@ def rms_norm(x: Tensor, *, affine: bool = True, name: str = "rms_norm") -> Tenso
 
     with module(graph, name):
         params = [graph.param("weight", x.sizes[-1:])] if affine else []
-        return _one(fused("norm", body, x, *params))
+        return one_kernel("norm", body, x, *params)
 
 
 def batch_norm(x: Tensor, *, affine: bool = True, statistics: str = "auto", name: str = "batch_norm") -> Tensor:
@@ -160,7 +160,7 @@ def batch_norm(x: Tensor, *, affine: bool = True, statistics: str = "auto", name
         graph.buffer("num_batches_tracked", (), "int64")
         if statistics == "batch":
             return over_the_batch(x, *running, *params)
-        y = _one(fused("batch_norm", body, x, *running, *params))
+        y = one_kernel("batch_norm", body, x, *running, *params)
         if statistics == "auto" and y.producer is not None:
             y.producer.state(statistics="auto")
         return y
@@ -255,7 +255,7 @@ def group_norm(x: Tensor, groups: object, *, affine: bool = True, name: str = "g
 
     with module(graph, name):
         params = [graph.param(what, x.sizes[1:2]) for what in ("weight", "bias")] if affine else []
-        return _one(fused("norm", body, x, *params))
+        return one_kernel("norm", body, x, *params)
 
 
 def _need_channels(place: str, x: Tensor) -> None:

@@ -7,12 +7,11 @@ from ..graph.arguments import need_choice, need_flag, need_tensor
 from ..graph.graph import current_graph
 from ..graph.scopes import module
 from ..graph.tensor import Tensor
-from ..ops.blocks import fused
 from ..ops.einsum import einsum
 from ..ops.index import gather, take_along
 from ..ops.layout import expand, reshape
 from ..ops.reduce import reduce
-from .linear import _one
+from .kernels import one_kernel
 
 __all__ = ["dot_interaction", "embedding_bag"]
 
@@ -59,7 +58,7 @@ def embedding_bag(ids: Tensor, table: Tensor, *, mode: str = "sum", name: str = 
     def body(ids: Tensor, table: Tensor) -> Tensor:
         return reduce(gather(table, ids, name="rows"), "b n d -> b d", mode)
 
-    return _one(fused(name, body, ids, table))
+    return one_kernel(name, body, ids, table)
 
 
 def dot_interaction(x: Tensor, *, itself: bool = False, name: str = "interaction") -> Tensor:

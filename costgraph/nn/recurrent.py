@@ -13,13 +13,13 @@ from ..graph.arguments import need_call, need_choice, need_flag, need_tensor
 from ..graph.graph import current_graph
 from ..graph.scopes import module
 from ..graph.tensor import Tensor
-from ..ops.blocks import Carry, fused, kernel, save, scan
+from ..ops.blocks import Carry, kernel, save, scan
 from ..ops.fill import fill, pad
 from ..ops.layout import rearrange, reshape, slice_axis
 from ..ops.pointwise import cast, pointwise
 from ..ops.reduce import reduce
 from .conv import conv
-from .linear import _one
+from .kernels import one_kernel
 
 __all__ = [
     "causal_conv",
@@ -255,7 +255,7 @@ def cumulative_sum(x: Tensor, axis: int = -1, *, name: str = "cumulative_sum") -
 
         return recurrence(step, start, x, axis=axis, name="sum")
 
-    return _one(fused(name, body, x))
+    return one_kernel(name, body, x)
 
 
 def head_norm(x: Tensor, *, bias: bool = False, name: str = "head_norm") -> Tensor:
@@ -306,4 +306,4 @@ def head_norm(x: Tensor, *, bias: bool = False, name: str = "head_norm") -> Tens
 
     with module(graph, name):
         params = [graph.param(n, merged[-1:]) for n in (("weight", "bias") if bias else ("weight",))]
-        return _one(fused("norm", body, x, *params))
+        return one_kernel("norm", body, x, *params)

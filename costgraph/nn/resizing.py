@@ -14,12 +14,11 @@ from ..graph.arguments import need_tensor, sizes_of
 from ..graph.strides import Sizes
 from ..graph.tensor import Tensor
 from ..notation.door import READ
-from ..ops.blocks import fused
 from ..ops.layout import expand, reshape, slice_axis
 from ..ops.reduce import reduce
 from ..ops.stated import opaque
 from .conv import pool
-from .linear import _one
+from .kernels import one_kernel
 
 __all__ = ["adaptive_pool", "upsample"]
 
@@ -152,4 +151,4 @@ def upsample(
             y = y if size == whole else slice_axis(y, i + 2, 0, size)
         return y
 
-    return _one(fused(name, body, x))
+    return one_kernel(name, body, x)

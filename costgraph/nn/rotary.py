@@ -9,11 +9,10 @@ from ..graph.arguments import need_tensor, positive
 from ..graph.graph import current_graph
 from ..graph.scopes import module
 from ..graph.tensor import Tensor
-from ..ops.blocks import fused
 from ..ops.einsum import einsum
 from ..ops.layout import concat, split
 from ..ops.pointwise import cast, pointwise
-from .linear import _one
+from .kernels import one_kernel
 
 __all__ = ["rotary", "rotary_tables"]
 
@@ -99,4 +98,4 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, name: str = "rotary") -> Tens
         turned = cast(concat(made, -1), x.dtype)
         return concat([turned, *rest], -1) if rest else turned
 
-    return _one(fused(name, body, x, cos, sin))
+    return one_kernel(name, body, x, cos, sin)

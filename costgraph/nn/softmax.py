@@ -8,16 +8,15 @@ from ..errors import ShapeError
 from ..graph.arguments import need_tensor
 from ..graph.tensor import Tensor
 from ..notation.door import READ
-from ..ops.blocks import fused
 from ..ops.pointwise import pointwise
 from ..ops.reduce import reduce
-from .linear import _one
+from .kernels import one_kernel
 
-__all__ = ["log_softmax", "softmax"]
+__all__ = ["along", "log_softmax", "softmax"]
 
 
-def _last(x: Tensor, axis: int) -> tuple[str, str]:
-    """Patterns that reduce one axis and keep it with size 1."""
+def along(x: Tensor, axis: int) -> tuple[str, str]:
+    """Return the patterns that reduce one axis and keep it with size 1."""
     need_tensor("softmax or norm", x)
     if isinstance(axis, bool) or not isinstance(axis, int) or not -x.ndim <= axis < x.ndim:
         raise ShapeError(f"axis {axis!r} of {x!r}: expected an integer from {-x.ndim} to {x.ndim - 1}")
@@ -58,21 +57,21 @@ def softmax(x: Tensor, axis: Annotated[int, READ] = -1, *, name: str = "softmax"
     >>> cg.flops(g), cg.bytes_moved(g)
     (5*B*S, 8*B*S)
     """
-    names, kept = _last(x, axis)
+    names, kept = along(x, axis)
 
     def body(x: Tensor) -> Tensor:
         e = pointwise("exp", x - reduce(x, f"{names} -> {kept}", "max"))
         return e / reduce(e, f"{names} -> {kept}", "sum")
 
-    return _one(fused(name, body, x, backward="softmax"))
+    return one_kernel(name, body, x, backward="softmax")
 
 
 def log_softmax(x: Tensor, axis: Annotated[int, READ] = -1, *, name: str = "log_softmax") -> Tensor:
     """Logarithm of the softmax, in one kernel."""
-    names, kept = _last(x, axis)
+    names, kept = along(x, axis)
 
     def body(x: Tensor) -> Tensor:
         shifted = x - reduce(x, f"{names} -> {kept}", "max")
         return shifted - pointwise("log", reduce(pointwise("exp", shifted), f"{names} -> {kept}", "sum"))
 
-    return _one(fused(name, body, x, backward="log_softmax"))
+    return one_kernel(name, body, x, backward="log_softmax")

@@ -9,11 +9,11 @@ from ..graph.graph import current_graph
 from ..graph.scopes import module, scope
 from ..graph.strides import windows_along
 from ..graph.tensor import Tensor
-from ..ops.blocks import fused
 from ..ops.fill import pad
 from ..ops.index import gather
 from ..ops.layout import expand, rearrange, roll, slice_axis
-from .linear import _one, linear
+from .kernels import one_kernel
+from .linear import linear
 from .norms import layer_norm
 
 __all__ = ["patch_merging", "window_bias", "window_merge", "window_partition"]
@@ -22,7 +22,7 @@ __all__ = ["patch_merging", "window_bias", "window_merge", "window_partition"]
 def _padded(x: Tensor, multiple: Poly, name: str) -> Tensor:
     """Append zeros to rows and columns of (b, h, w, c) up to a multiple, in one kernel; a copy where there are none."""
     sizes = [multiple * windows_along(size, 0, multiple) for size in x.sizes[1:3]]
-    return _one(fused(name, lambda x: pad(pad(x, 1, 0, sizes[0]), 2, 0, sizes[1]), x))
+    return one_kernel(name, lambda x: pad(pad(x, 1, 0, sizes[0]), 2, 0, sizes[1]), x)
 
 
 def _window(place: str, x: Tensor, side: object, shift: object) -> tuple[Poly, Poly]:
