@@ -13,7 +13,7 @@ from ..graph.op import Bodied, Op, OpKind
 from ..graph.scopes import opened
 from ..graph.tensor import Tensor
 
-__all__ = ["Rewriter", "bound_attributes", "bound_record", "members"]
+__all__ = ["Rewriter", "bound", "bound_record", "members"]
 
 K = TypeVar("K", bound=OpKind)
 
@@ -27,8 +27,8 @@ def members(made: Any) -> Iterator[Any]:
         yield made
 
 
-def bound_attributes(value: Any, values: Mapping[str, Poly]) -> Any:
-    """Return an attribute of an op with sizes put in for symbols."""
+def bound(value: Any, values: Mapping[str, Poly]) -> Any:
+    """Return a fact of an op with sizes put in for symbols."""
     if not values:
         return value
     if isinstance(value, Poly):
@@ -36,9 +36,9 @@ def bound_attributes(value: Any, values: Mapping[str, Poly]) -> Any:
     if isinstance(value, Domain):
         return value if value.window is None else replace(value, window=value.window.bind(values))
     if isinstance(value, tuple):
-        return tuple(bound_attributes(v, values) for v in value)
+        return tuple(bound(v, values) for v in value)
     if isinstance(value, dict):
-        return {k: bound_attributes(v, values) for k, v in value.items()}
+        return {k: bound(v, values) for k, v in value.items()}
     return value
 
 
@@ -46,7 +46,7 @@ def bound_record(kind: K, values: Mapping[str, Poly]) -> K:
     """Return the record of an op with sizes put in for symbols."""
     if not values:
         return kind
-    return replace(kind, **{name: bound_attributes(v, values) for name, v in kind.stated().items()})
+    return replace(kind, **{name: bound(v, values) for name, v in kind.stated().items()})
 
 
 class Rewriter:
@@ -117,7 +117,7 @@ class Rewriter:
         sizes, strides = (tuple(p.bind(self.values) for p in ps) for ps in (old.sizes, old.strides))
         made = body.formal(old, old.name + suffix, sizes, strides)
         made.offset = old.offset.bind(self.values)
-        made.domain = bound_attributes(old.domain, self.values)
+        made.domain = bound(old.domain, self.values)
         return made
 
     def body(self, old: Graph, new: Graph, suffix: str) -> Graph:

@@ -406,3 +406,8 @@ def test_what_does_not_fit_is_refused(make, text):
 def test_a_second_rule_is_refused():
     with pytest.raises(cg.GraphError, match="op kind 'einsum' has a vector-Jacobian rule already, expected a new name"):
         cg.vjp(KINDS["einsum"])(lambda pull: [])
+
+
+def test_a_rule_of_a_name_is_refused():
+    with pytest.raises(cg.GraphError, match=r"vjp: kinds\[0\] is 'einsum', expected a type"):
+        cg.vjp("einsum")

@@ -13,7 +13,7 @@ from ...bind.evaluate import answer
 from ...errors import BindingError
 from ...graph.graph import Graph
 from ...graph.sizes import bindings, known_names
-from ...transforms.rewrite import bound_attributes
+from ...transforms.rewrite import bound
 
 __all__ = ["Emitter", "Numbers"]
 
@@ -49,7 +49,7 @@ class Numbers:
 
     def fact(self, value: Any) -> Any:
         """Return a fact of an op with numbers in the place of formulas."""
-        return _plain(bound_attributes(value, self.values))
+        return _plain(bound(value, self.values))
 
 
 def _plain(value: Any) -> Any:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...algebra.extremum import smaller
-from ...algebra.polynomial import ONE, ZERO, Poly, poly
+from ...algebra.polynomial import ONE, Poly, poly
 from ...algebra.symbols import symbol
 from ...errors import ShapeError, UnsupportedError
 from ...graph.graph import Graph
@@ -241,7 +241,7 @@ class Replayer(Rewriter):
                 made = body.formal(t, f.name, t.sizes[1:], t.strides[1:])
             else:
                 made = body.formal(t, f.name, t.sizes, contiguous(t.sizes) if f in carries else t.strides)
-                made.offset = ZERO if f in carries else t.offset
+                made.offset = made.offset if f in carries else t.offset
             self.tensors[f] = made
         self.fill(old, body)
         body.outputs += [body.adopt(self.tensors[t]) for t in old.outputs]

@@ -24,7 +24,7 @@ from ...ops.moves import Concat, Expand, Rearrange, Slice
 from ...ops.pooling import Pool
 from ...ops.reduce import Reduce
 from ...ops.stochastic import Dropout
-from ..rewrite import bound_attributes, bound_record
+from ..rewrite import bound, bound_record
 
 __all__ = ["Lengths", "resized"]
 
@@ -65,7 +65,7 @@ class Lengths:
 
     def bound(self, value: Any, length: Poly | None = None) -> Any:
         """Return a fact with a number of positions put in, by default those that a step computes."""
-        return bound_attributes(value, {self.symbol: self.own if length is None else length})
+        return bound(value, {self.symbol: self.own if length is None else length})
 
     def record(self, kind: K, length: Poly | None = None) -> K:
         """Return a record with a number of positions put into all of its facts, by default those of a step."""

@@ -100,12 +100,7 @@ def _assign(pull: Pull[Assign]) -> Sequence[Tensor | None]:
     return [None, cast(g, value.dtype) if pull.needs[1] else None]
 
 
+@vjp(Fill, Arange, Empty, InitialState)
 def _nothing(pull: Pull[Any]) -> Sequence[Tensor | None]:
     """Return no gradient: there is no operand."""
     return []
-
-
-vjp(Fill)(_nothing)
-vjp(Arange)(_nothing)
-vjp(Empty)(_nothing)
-vjp(InitialState)(_nothing)

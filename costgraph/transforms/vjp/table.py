@@ -45,25 +45,26 @@ _rules: dict[type[OpKind], Rule[Any]] = {}
 RULES: Mapping[type[OpKind], Rule[Any]] = MappingProxyType(_rules)
 
 
-def vjp(kind: type[K]) -> Callable[[Rule[K]], Rule[K]]:
+def vjp(*kinds: type[K]) -> Callable[[Rule[K]], Rule[K]]:
     """Register the vector-Jacobian rule of an op kind: `@costgraph.vjp(MyKind)`.
 
     Parameters
     ----------
-    kind : subclass of OpKind
-        The op kind.
+    *kinds : subclass of OpKind
+        Of which ops it is.
 
     Returns
     -------
     callable
-        Decorator of the rule, a function `rule(pull)` that adds ops and returns a gradient or None for each operand.
+        Decorator of the rule, a function `rule(pull)` that adds ops and returns a gradient or None for each operand:
+        `pull.kind` is the record.
 
     Raises
     ------
     GraphError
         If the kind has a rule already.
     """
-    return adding(_rules, "a vector-Jacobian rule", kind)
+    return adding(_rules, "a vector-Jacobian rule", *kinds)
 
 
 def rule_of(op: Op) -> Rule[Any]:
