@@ -20,13 +20,14 @@ from ..ops.layout import reshape, slice_axis
 from ..ops.pooling import Pool
 from .kernels import one_kernel
 
-__all__ = ["conv", "pool"]
+__all__ = ["conv", "each_axis", "pool"]
 
 #: One number for all axes of a window, or one for each.
 Extents = Annotated[int | Sequence[int], READ]
 
 
-def _each(value: object, rank: int, what: str, least: int) -> tuple[int, ...]:
+def each_axis(value: object, rank: int, what: str, least: int) -> tuple[int, ...]:
+    """Return a number for each axis of a window, of which one stands for all."""
     values: tuple[Any, ...] = tuple(value) if isinstance(value, list | tuple) else (value,) * rank
     if len(values) != rank or any(isinstance(v, bool) or not isinstance(v, int) or v < least for v in values):
         raise ShapeError(f"{what}={shown(value)}: expected an integer of at least {least}, or {rank} of them")
@@ -38,7 +39,7 @@ def _slid(
 ) -> tuple[list[Affine], list[Poly]]:
     """Return the indices of the last axes and the sizes that they make (torch's formula for Conv2d)."""
     rank = len(window)
-    steps, gaps = _each(stride, rank, "stride", 1), _each(dilation, rank, "dilation", 1)
+    steps, gaps = each_axis(stride, rank, "stride", 1), each_axis(dilation, rank, "dilation", 1)
     same = isinstance(padding, str) and padding == "same"
     causal = isinstance(padding, str) and padding == "causal"
     if (same or causal) and steps != (1,) * rank:
@@ -46,7 +47,7 @@ def _slid(
     if causal and rank != 1:
         raise ShapeError(f"padding='causal' of a window over {rank} axes, expected one axis, that of positions")
     reach = tuple(g * (w - 1) for g, w in zip(gaps, window, strict=True))
-    pads = reach if causal else tuple(n // 2 for n in reach) if same else _each(padding, rank, "padding", 0)
+    pads = reach if causal else tuple(n // 2 for n in reach) if same else each_axis(padding, rank, "padding", 0)
     indices, sizes = [], []
     for i, (w, s, g, p) in enumerate(zip(window, steps, gaps, pads, strict=True)):
         size = x.sizes[x.ndim - rank + i]
@@ -168,7 +169,7 @@ def _channel(
             f"the sliding axes after it"
         )
     place, new = changed[0], after[changed[0]]
-    spans = _each(window, len(before) - place - 1, "window", 1)
+    spans = each_axis(window, len(before) - place - 1, "window", 1)
     if set(sizes) != {new}:
         raise ShapeError(f"conv {name!r}: sizes given for {sorted(sizes)}, expected {new}=...")
     return place, spans, positive(f"conv {name!r}: size of {new!r}", sizes[new])
@@ -231,10 +232,10 @@ def pool(
     need_tensor("pool", x)
     need_choice("pool: operation", operation, ("max", "mean"))
     # an integer is for all axes after batch and channel
-    spans = _each(window, len(window) if isinstance(window, list | tuple) else max(x.ndim - 2, 1), "window", 1)
+    spans = each_axis(window, len(window) if isinstance(window, list | tuple) else max(x.ndim - 2, 1), "window", 1)
     if not spans:
         raise ShapeError(f"window={window!r}: expected one axis at least")
-    for span, pad in zip(spans, _each(padding, len(spans), "padding", 0), strict=True):
+    for span, pad in zip(spans, each_axis(padding, len(spans), "padding", 0), strict=True):
         if 2 * pad > span:  # a window could lie in the padding alone
             raise ShapeError(f"pool: padding {pad}, expected at most half of the window of {span}")
     graph = current_graph(x.graph)

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Any
-
 from ..algebra.polynomial import Poly, poly
-from ..algebra.symbols import shown
 from ..errors import PatternError, ShapeError
 from ..graph.arguments import need_flag, need_tensor, positive
 from ..graph.graph import apply, current_graph
 from ..graph.scopes import module
 from ..graph.tensor import Tensor
-from ..notation.door import READ
 from ..notation.pattern import Affine, Axes, Pattern, PatternText, parse_pattern
-from ..ops.blocks import fused
 from ..ops.contraction import Einsum
 from ..ops.layout import reshape
+from .conv import Extents, each_axis
+from .kernels import one_kernel
 
 __all__ = ["conv_transpose"]
-
-#: One number for all axes of a window, or one for each.
-_Extents = Annotated[int | Sequence[int], READ]
 
 
 def conv_transpose(
@@ -29,11 +22,11 @@ def conv_transpose(
     pattern: PatternText,
     /,
     *,
-    window: _Extents,
-    stride: _Extents = 1,
-    padding: _Extents = 0,
-    output_padding: _Extents = 0,
-    dilation: _Extents = 1,
+    window: Extents,
+    stride: Extents = 1,
+    padding: Extents = 0,
+    output_padding: Extents = 0,
+    dilation: Extents = 1,
     groups: object = 1,
     bias: bool = False,
     name: str = "conv_transpose",
@@ -86,7 +79,7 @@ def conv_transpose(
     graph = current_graph(x.graph)
     x = graph.adopt(x)
     place, new = _channels(x, pattern)
-    spans = _each(window, x.ndim - place - 1, "window", 1)
+    spans = each_axis(window, x.ndim - place - 1, "window", 1)
     if set(sizes) != {new}:
         raise ShapeError(f"conv_transpose {name!r}: sizes given for {sorted(sizes)}, expected {new}=...")
     many = positive(f"conv_transpose {name!r}: groups", groups)
@@ -113,15 +106,7 @@ def conv_transpose(
         weight = graph.param("weight", (channels, made / many, *spans))
         if not bias:
             return apply(kind, [x, weight], "conv_transpose")[0]
-        y = fused("conv_transpose", product, x, weight, graph.param("bias", (made,)), backward="ops")
-        return y if isinstance(y, Tensor) else y[0]
-
-
-def _each(value: object, rank: int, what: str, least: int) -> tuple[int, ...]:
-    values: tuple[Any, ...] = tuple(value) if isinstance(value, list | tuple) else (value,) * rank
-    if len(values) != rank or any(isinstance(v, bool) or not isinstance(v, int) or v < least for v in values):
-        raise ShapeError(f"{what}={shown(value)}: expected an integer of at least {least}, or {rank} of them")
-    return values
+        return one_kernel("conv_transpose", product, x, weight, graph.param("bias", (made,)), backward="ops")
 
 
 def _channels(x: Tensor, pattern: PatternText) -> tuple[int, str]:
@@ -142,8 +127,8 @@ def _spread(
 ) -> tuple[list[Affine], list[Poly]]:
     """Return where each element of a window lands on the last axes, and their sizes."""
     rank = len(spans)
-    steps, gaps = _each(stride, rank, "stride", 1), _each(dilation, rank, "dilation", 1)
-    pads, rests = _each(padding, rank, "padding", 0), _each(more, rank, "output_padding", 0)
+    steps, gaps = each_axis(stride, rank, "stride", 1), each_axis(dilation, rank, "dilation", 1)
+    pads, rests = each_axis(padding, rank, "padding", 0), each_axis(more, rank, "output_padding", 0)
     indices, sizes = [], []
     for i, (n, w) in enumerate(zip(x.sizes[x.ndim - rank :], spans, strict=True)):
         if rests[i] >= max(steps[i], gaps[i]):

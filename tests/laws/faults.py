@@ -381,8 +381,20 @@ def _(right, self, before, grad):
 
 
 @fault(TRAINING, "storages of iterations that are not played count once too few", (lifetimes, "Rest"), LOSSES)
-def _(right, start, turn, count, *args):
-    return right(start, turn, count - 1 if count else count, *args)
+def _(right, start, depth):
+    rest = right(start, depth)
+    family = rest.family
+
+    def fewer(*args, **kwargs):
+        count = rest.count
+        rest.count = count - 1 if count else count
+        try:
+            return family(*args, **kwargs)
+        finally:
+            rest.count = count
+
+    rest.family = fewer
+    return rest
 
 
 @fault(TRAINING, "the first term of a sum is added to something", (costs, "_iterations"), LOSSES)
