@@ -2,6 +2,7 @@ import copy
 import json
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -78,6 +79,26 @@ def test_loading_gives_the_same_formulas_and_numbers(saved, question):
     loaded = cg.load(path)
     assert question(loaded) == question(g)
     assert question(loaded, **SIZES) == question(g, **SIZES)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "flops", "bytes_", "peak", "params"),
+    [
+        ("everything", SIZES, 94688, 48098, 11225, 2889),
+        ("step", {"B": 2, "S": 3, "D": 5, "V": 7, "L": 3}, 8550, 8706, 2014, 160),
+    ],
+)
+def test_files_of_version_1_are_read(tmp_path, name, sizes, flops, bytes_, peak, params):
+    """Written at 02ca4ec, which gave these figures: ops that said `inplace`, `reads`, and lookups by their mode."""
+    path = Path(__file__).parent / "files_of_version_1" / f"{name}.json"
+    assert '"schema":"costgraph/graph/1"' in path.read_text()
+    for _ in range(2):
+        g = cg.load(path)
+        found = [ask(g, **sizes) for ask in (cg.flops, cg.bytes_moved, cg.peak_memory, cg.param_count)]
+        assert found == [flops, bytes_, peak, params]
+        path = tmp_path / "again.json"
+        cg.save(g, path)
+    assert '"schema": "costgraph/graph/2"' in path.read_text()
 
 
 def test_saving_what_was_loaded_gives_the_same_file(saved, tmp_path):
