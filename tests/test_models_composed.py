@@ -31,6 +31,22 @@ def test_parameters_and_products_are_those_of_the_declaration_of_kernels(name, a
     assert cg.peak_memory(composed, **sizes) >= cg.peak_memory(plain, **sizes)
 
 
+@pytest.mark.parametrize(
+    ("name", "structure"),
+    [
+        ("gpt2", {"tied": False}),
+        ("gpt2", {"activation": "relu"}),
+        ("llama-3-8b", {"bias": True}),
+        ("llama-3-8b", {"mlp_bias": True, "tied": True}),
+        ("llama-2-7b", {"bias": True, "activation": "gelu"}),
+    ],
+)
+def test_another_structure_is_composed_as_the_published_one(name, structure):
+    plain, composed = (models.load(name, attention="eager", composed=c, **structure) for c in (False, True))
+    assert cg.param_count(composed) == cg.param_count(plain)
+    assert cg.matmul_flops(composed, count="full", B=3, S=257) == cg.matmul_flops(plain, count="full", B=3, S=257)
+
+
 def test_nothing_is_composed_in_the_mlp():
     a, b = (models.load("mlp", composed=c) for c in (False, True))
     assert [op.name for op in a.ops] == [op.name for op in b.ops]
@@ -77,6 +93,8 @@ def test_heads_that_share_none_repeat_none():
     own, shared = (models.load(n, attention="eager", composed=True) for n in ("llama-2-7b", "llama-3-8b"))
     assert not any(op.kind.name == "expand" and "attention" in op.scope for op in own.walk())
     assert sum(op.kind.name == "expand" and "attention" in op.scope for op in shared.walk()) == 2
+    alone = models.load("llama-3-8b", attention="eager", composed=True, shared=False)
+    assert not any(op.kind.name == "expand" and "attention" in op.scope for op in alone.walk())
     with pytest.raises(CostGraphError, match="H > G"):
         cg.peak_memory(shared, B=2, S=7, G=32)
 

@@ -11,7 +11,7 @@ from typing import Literal
 
 import costgraph as cg
 
-from .blocks import block, dropped
+from .blocks import block, dropped, encoding
 from .config import Config
 from .family import Family, Preset
 
@@ -37,10 +37,7 @@ def bert(
     B, S, D, H, F, L, V, P, kinds = cg.dims("B S D H F L V P kinds")
     act = partial(cg.ops.pointwise, activation)
 
-    mixer = partial(
-        cg.nn.self_attention, heads=H, size=D / H, causal=False, kernel=attention, bias=True, out_bias=True, p=dropout,
-        cached=False,
-    )  # fmt: skip
+    mixer = encoding(attention, dropout, H, D / H)
     mlp = partial(cg.nn.mlp, f=F, activation=act, bias=True, p=dropout)
     layer = block(attention=dropped(mixer, dropout), mlp=mlp, norm=cg.layer_norm, norms="behind")
 

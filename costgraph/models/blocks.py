@@ -10,7 +10,7 @@ import costgraph as cg
 
 from .composed import KERNELS, Kernels
 
-__all__ = ["Norm", "Part", "Tables", "added", "attending", "block", "dropped", "gated", "mixed"]
+__all__ = ["Norm", "Part", "Tables", "added", "attending", "block", "dropped", "encoding", "gated", "mixed"]
 
 #: What a layer is made of, from (b, s, d) to the same.
 Part = Callable[[cg.Tensor], cg.Tensor]
@@ -86,6 +86,12 @@ def attending(kernel: str, p: float, rope: Tables, **facts: Any) -> Part:
     """Return attention of H heads of K elements, G of them with keys and values, with rotary positions."""
     H, G, K = cg.dims("H G K")
     return partial(cg.nn.self_attention, heads=H, size=K, groups=G, rope=rope, kernel=kernel, p=p, **facts)
+
+
+def encoding(kernel: str, p: float, heads: object, size: object, **facts: Any) -> Part:
+    """Return attention in which all positions see each other, with biases unless told otherwise."""
+    facts = {"causal": False, "bias": True, "out_bias": True, "cached": False, **facts}
+    return partial(cg.nn.self_attention, heads=heads, size=size, kernel=kernel, p=p, **facts)
 
 
 def gated(activation: str, **facts: Any) -> Part:

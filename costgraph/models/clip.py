@@ -13,7 +13,7 @@ import sympy
 
 import costgraph as cg
 
-from .blocks import Part, block
+from .blocks import Part, block, encoding
 from .config import Config
 from .family import Family, Preset
 
@@ -65,10 +65,7 @@ def clip(
 def _layer(
     heads: sympy.Expr, size: sympy.Expr, f: sympy.Expr, activation: str, *, causal: bool, kernel: str, p: float
 ) -> Part:
-    mixer = partial(
-        cg.nn.self_attention, heads=heads, size=size, causal=causal, kernel=kernel, bias=True, out_bias=True, p=p,
-        cached=False,
-    )  # fmt: skip
+    mixer = encoding(kernel, p, heads, size, causal=causal)
     mlp = partial(cg.nn.mlp, f=f, activation=partial(cg.ops.pointwise, activation), bias=True)
     return block(attention=mixer, mlp=mlp, norm=cg.layer_norm)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import costgraph as cg
 
+from .blocks import encoding
 from .family import Family, Preset
 
 
@@ -22,10 +23,7 @@ def dit(
 
     def block(x: cg.Tensor, c: cg.Tensor) -> tuple[cg.Tensor, cg.Tensor]:
         shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = _by_condition(c, 6)
-        y = cg.nn.self_attention(
-            _modulated(x, shift, scale), H, D / H,
-            causal=False, kernel=attention, bias=True, out_bias=True, p=dropout, cached=False,
-        )  # fmt: skip
+        y = encoding(attention, dropout, H, D / H)(_modulated(x, shift, scale))
         x = x + gate * cg.dropout(y, dropout)
         y = cg.nn.mlp(_modulated(x, shift_mlp, scale_mlp), F, activation=_gelu, bias=True, p=dropout, name="mlp")
         return x + gate_mlp * y, c

@@ -11,7 +11,7 @@ from functools import partial
 
 import costgraph as cg
 
-from .blocks import Part, block
+from .blocks import Part, block, encoding
 from .config import Config
 from .family import Family, Preset
 
@@ -64,10 +64,7 @@ def _layer(stage: int, *, shift: int, window: int, kernel: str, activation: str,
         y = cg.nn.window_partition(x, window, shift)
         masks = {} if shift == 0 else {"images": B, "masks": y.shape[0] / B}
         bias = cg.nn.window_bias(window, heads, name="attention/bias", **masks)
-        y = cg.nn.self_attention(
-            y, heads, y.shape[2] / heads, causal=False, kernel=kernel, bias=qkv_bias, out_bias=True, score_bias=bias,
-            p=p, cached=False,
-        )  # fmt: skip
+        y = encoding(kernel, p, heads, y.shape[2] / heads, bias=qkv_bias, score_bias=bias)(y)
         return cg.nn.stochastic_depth(cg.nn.window_merge(cg.dropout(y, p), x, window, shift), p)
 
     def feed_forward(x: cg.Tensor) -> cg.Tensor:

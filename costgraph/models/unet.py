@@ -14,7 +14,7 @@ import sympy
 
 import costgraph as cg
 
-from .blocks import block
+from .blocks import block, encoding
 from .family import Family, Preset
 
 
@@ -49,16 +49,11 @@ class _Parts:
             y = y if self.text is None else conv(y, width, 1, name="in")
             y = cg.rearrange(y, "b c h w -> b (h w) c")
             if self.text is None:
-                y = self.over_pixels(y, heads, bias=True)
+                y = encoding(self.attention, 0, heads, width / heads)(y)
             else:
                 y = cg.repeat(cg.dims("L"), lambda y: self.transformer(y, heads), y, name="layers")
             y = cg.rearrange(y, "b (h w) c -> b c h w", h=rows)
             return x + (y if self.text is None else conv(y, width, 1, name="out"))
-
-    def over_pixels(self, y: cg.Tensor, heads: sympy.Expr, *, bias: bool) -> cg.Tensor:
-        return cg.nn.self_attention(
-            y, heads, y.shape[2] / heads, causal=False, kernel=self.attention, bias=bias, out_bias=True, cached=False,
-        )  # fmt: skip
 
     def transformer(self, y: cg.Tensor, heads: sympy.Expr) -> cg.Tensor:
         """Attend to the image, then to the text, then a gated feed-forward layer, each behind a LayerNorm."""
@@ -69,7 +64,7 @@ class _Parts:
             out_bias=True, cached=False,
         )  # fmt: skip
         mlp = partial(cg.nn.gated_mlp, f=4 * width, activation=cg.gelu, bias=True, packed=True)
-        mixer = partial(self.over_pixels, heads=heads, bias=False)
+        mixer = encoding(self.attention, 0, heads, width / heads, bias=False)
         return block(attention=mixer, cross=cross, mlp=mlp, norm=cg.layer_norm)(y)
 
 

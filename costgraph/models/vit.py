@@ -12,7 +12,7 @@ from typing import Literal
 
 import costgraph as cg
 
-from .blocks import block, dropped
+from .blocks import block, dropped, encoding
 from .config import Config
 from .family import Family, Preset
 
@@ -35,10 +35,7 @@ def vit(
     def hidden(x: cg.Tensor) -> cg.Tensor:
         return cg.dropout(cg.ops.pointwise(activation, x), dropout if inner_dropout else 0)
 
-    mixer = partial(
-        cg.nn.self_attention, heads=H, size=D / H, causal=False, kernel=attention, bias=qkv_bias, out_bias=True,
-        p=dropout, cached=False,
-    )  # fmt: skip
+    mixer = encoding(attention, dropout, H, D / H, bias=qkv_bias)
     mlp = partial(cg.nn.mlp, f=F, activation=hidden, bias=True, p=dropout)
     layer = block(attention=dropped(mixer, dropout), mlp=mlp, norm=cg.layer_norm)
 
