@@ -145,7 +145,7 @@ def test_in_place_keeps_the_strides_of_its_operand():
     ("make", "text"),
     [
         (lambda h: (cg.relu(h, inplace=True), h + 1), "op 'add': reads 'gelu', which 'relu' has overwritten in place"),
-        (lambda h: (h.T, cg.relu(h, inplace=True), h), "output 'gelu': 'relu' has overwritten it in place"),
+        (lambda h: (h.T, cg.relu(h, inplace=True), h), "output 'gelu', which 'relu' has overwritten in place"),
     ],
 )
 def test_reading_what_was_overwritten_is_refused(make, text):

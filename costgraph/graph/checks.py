@@ -98,4 +98,4 @@ def _check_overwritten(graph: Graph) -> None:
             by_storage.setdefault(t.storage, []).append(t)
     lost = next((t for t in graph.outputs if t in gone), None)
     if lost is not None:
-        raise GraphError(f"output {lost.name!r}: {gone[lost].name!r} has overwritten it in place")
+        raise GraphError(f"output {lost.name!r}, which {gone[lost].name!r} has overwritten in place")
