@@ -3,9 +3,12 @@
 import pickle
 import subprocess
 import sys
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from fractions import Fraction
 from math import isqrt
+from typing import Annotated
 
 import pytest
 import sympy
@@ -15,8 +18,11 @@ from hypothesis import strategies as st
 
 import costgraph as cg
 from costgraph.algebra import generators
-from costgraph.algebra.polynomial import poly
+from costgraph.algebra.polynomial import ONE, ZERO, Poly, poly
 from costgraph.errors import BindingError, PatternError, ShapeError
+from costgraph.graph.facts import Amount, Extents, Length, Limit, Size, Sizes
+from costgraph.graph.graph import apply
+from costgraph.graph.op import OpKind, Result
 from costgraph.graph.sizes import conditions
 
 B, S, N, L = cg.dims("B S N L")
@@ -68,6 +74,61 @@ def test_conditions_are_what_binding_can_break():
     with g:
         g.assume("S >= 6", "N == 4*L")
     assert [str(c.formula) for c in conditions(g)] == ["N/4"]
+
+
+TILE = poly(N - 6)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiled(OpKind):
+    """A kind of one's own, with formulas in fields of all makes."""
+
+    name = "tiled"
+    tile: Size = ONE
+    last_tile: Size | None = None
+    each: tuple[Size, ...] = ()
+    sides: Sizes = ()
+    by_axis: Extents = field(default_factory=dict)
+    spare_bytes: Amount = ZERO
+    by_unit: Mapping[str, Amount] = field(default_factory=dict)
+    ahead: Annotated[Size, Limit(0, words="ahead in")] = ZERO
+    length: Length = ONE
+    plain: Poly = ZERO
+    mixed: tuple[Size, Amount] | None = None
+
+    def infer(self, operands):
+        return [Result((self.length,), operands[0].dtype)]
+
+
+@pytest.mark.parametrize(
+    ("facts", "text"),
+    [
+        ({"tile": TILE}, "tile of 'tiled' has size N - 6 = 0, expected a positive whole number"),
+        ({"last_tile": TILE}, "last tile of 'tiled' has size N - 6 = 0, expected a positive whole number"),
+        ({"each": (poly(N), TILE)}, "each of 'tiled' has size N - 6 = 0, expected a positive whole number"),
+        ({"sides": (poly(N), TILE)}, "sides of 'tiled' has size N - 6 = 0, expected a positive whole number"),
+        ({"by_axis": {"h": TILE}}, "by axis of 'tiled' has size N - 6 = 0, expected a positive whole number"),
+        ({"spare_bytes": TILE - 1}, "spare bytes of 'tiled' is N - 7 = -1, expected an amount that is not negative"),
+        ({"by_unit": {"a": TILE - 1}}, "by unit of 'tiled' is N - 7 = -1, expected an amount that is not negative"),
+        (
+            {"ahead": TILE - 1},
+            "ahead in 'tiled' has size N - 7 = -1, expected a whole number that is not negative",
+        ),
+    ],
+)
+def test_formulas_in_a_kind_of_ones_own_are_looked_at(facts, text):
+    with cg.Graph("g") as g:
+        g.output(*apply(Tiled(**facts), [g.input("x", (N,))], "tiled"))
+    assert cg.peak_memory(g, N=8) > 0
+    with pytest.raises(BindingError) as caught:
+        cg.peak_memory(g, N=6)
+    assert str(caught.value) == f"N=6: {text}"
+
+
+def test_fields_that_ask_nothing_are_not_looked_at():
+    with cg.Graph("g") as g:
+        g.output(*apply(Tiled(length=poly(N), plain=TILE, mixed=(TILE, TILE)), [g.input("x", (N,))], "tiled"))
+    assert conditions(g) == ()
 
 
 # -- sizes of any make -------------------------------------------------------------------------------------------------

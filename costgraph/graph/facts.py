@@ -3,17 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple, get_args
 
 from ..algebra.polynomial import Poly
 from ..errors import CostGraphError
-from ..notation.door import Rule
+from ..notation.door import Rule, hints_of
 from .arguments import amount, positive
 
 __all__ = [
-    "Amount", "Amounts", "Count", "Extents", "Flag", "Formulas", "Index", "Size", "Sizes", "all_of", "is_amount",
-    "is_count", "is_size", "one_of", "optional",
+    "Amount", "Amounts", "Count", "Extents", "Flag", "Index", "Length", "Limit", "Room", "Rooms", "Shape", "Size",
+    "Sizes", "Start", "all_of", "is_amount", "is_count", "is_size", "limits_of", "one_of", "optional",
 ]  # fmt: skip
+
+
+class Limit(NamedTuple):
+    """What the formulas in a field have to be once sizes are bound; in an annotation, the last one counts."""
+
+    least: int
+    """Least value."""
+    whole: bool = True
+    """Whether they have to be whole."""
+    words: str = ""
+    """What stands before the name of the op where they are not; by default what the field is called."""
+
+
+_known: dict[type, dict[str, Limit]] = {}
+
+
+def limits_of(record: type) -> dict[str, Limit]:
+    """Return the limits of fields, by name; of fields that state none, or several, nothing is asked."""
+    if record not in _known:
+        limits = {name: _limit(hint) for name, hint in hints_of(record).items()}
+        _known[record] = {name: limit for name, limit in limits.items() if limit is not None}
+    return _known[record]
+
+
+def _limit(hint: Any) -> Limit | None:
+    """Return the limit that an annotation states: its own, or the one of what it holds."""
+    own = [a for a in getattr(hint, "__metadata__", ()) if isinstance(a, Limit)]
+    if own:
+        return own[-1]
+    inner = {_limit(a) for a in get_args(hint)} - {None}
+    return inner.pop() if len(inner) == 1 else None
 
 
 def _passes(check: Callable[[str, object], Poly], value: object) -> bool:
@@ -61,14 +92,27 @@ def _is_extents(value: object) -> bool:
     return isinstance(value, Mapping) and all(map(is_size, value.values()))
 
 
-Size = Annotated[Poly, Rule("a positive size", is_size)]
-Sizes = Annotated[tuple[Poly, ...], Rule("a tuple of positive sizes", all_of(is_size))]
-Amount = Annotated[Poly, Rule("an amount that is not negative", is_amount)]
+#: Of a result, which is looked at itself when sizes are bound.
+Length = Annotated[Poly, Rule("a positive size", is_size)]
+Shape = Annotated[tuple[Poly, ...], Rule("a tuple of positive sizes", all_of(is_size))]
+
+Size = Annotated[Length, Limit(1)]
+Sizes = Annotated[Shape, Limit(1)]
+Extents = Annotated[Mapping[str, Poly], Rule("positive sizes by axis", _is_extents), Limit(1)]
+Amount = Annotated[Poly, Rule("an amount that is not negative", is_amount), Limit(0, whole=False)]
 Amounts = Annotated[
-    tuple[Poly, ...] | None, Rule("None or a tuple of amounts", lambda v: v is None or all_of(is_amount)(v))
+    tuple[Poly, ...] | None,
+    Rule("None or a tuple of amounts", lambda v: v is None or all_of(is_amount)(v)),
+    Limit(0, whole=False),
 ]
-Formulas = Annotated[tuple[Poly, ...], Rule("a tuple of formulas", all_of(lambda v: isinstance(v, Poly)))]
-Extents = Annotated[Mapping[str, Poly], Rule("positive sizes by axis", _is_extents)]
+#: Where something begins on an axis, and how much of the axis is left behind it.
+Start = Annotated[Amount, Limit(0)]
+Room = Annotated[Amount, Limit(0, words="what is left beyond")]
+Rooms = Annotated[
+    tuple[Poly, ...],
+    Rule("a tuple of formulas", all_of(lambda v: isinstance(v, Poly))),
+    Limit(0, words="what is left beyond"),
+]
 Index = Annotated[int, Rule("an integer of at least 0", is_count)]
 Count = Annotated[int, Rule("an integer of at least 1", lambda v: is_count(v, 1))]
 Flag = Annotated[bool, Rule("True, or nothing", lambda v: v is True)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from ..algebra.polynomial import ONE, ZERO, Poly
 from ..errors import ShapeError
 from ..notation.door import Rule
-from .facts import Flag, Index, is_amount, is_count, is_size
+from .facts import Flag, Index, Limit, is_amount, is_count, is_size
 from .op import Bodied, Flops, Op, Result
 from .strides import contiguous
 from .tensor import Storage, Tensor
@@ -45,6 +45,10 @@ class Repeat(Bodied):
     """Whether it runs the iterations before the one of the loop around."""
     least: Annotated[int, Rule("0, or nothing", lambda v: v == 0 and is_count(v))] = 1
     """0 where it may run no iteration at all."""
+
+    def limits(self) -> Mapping[str, Limit]:
+        """Return that of the count, which may be 0 where the record says so."""
+        return {**super().limits(), "count": Limit(self.least)}
 
     def parts(self, op: Op) -> Loop:
         """Return the parts of the loop."""

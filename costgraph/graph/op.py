@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -10,7 +10,7 @@ from ..algebra.polynomial import ZERO, Poly, Rational
 from ..dtypes import DType
 from ..errors import ShapeError, UnsupportedError
 from .copies import Node
-from .facts import Amount, Flag
+from .facts import Amount, Flag, Limit, limits_of
 from .strides import Sizes
 from .tensor import Tensor
 
@@ -133,6 +133,10 @@ class OpKind:
     def facts(self) -> dict[str, Any]:
         """Return the fields by name."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    def limits(self) -> Mapping[str, Limit]:
+        """Return what the formulas in fields have to be once sizes are bound, by name of the field."""
+        return limits_of(type(self))
 
     def stated(self) -> dict[str, Any]:
         """Return the fields that say something: those that differ from their defaults."""

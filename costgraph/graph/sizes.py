@@ -55,17 +55,6 @@ def known_names(graph: Graph) -> frozenset[str]:
     return names
 
 
-#: Attributes that are sizes beside those of results, places on an axis, which may be 0, and stated amounts, with the
-#: words for them.
-_SIZES = frozenset(("chosen", "count", "domain", "experts", "extents", "k", "ranks", "split", "window"))
-_PLACES = {"room": "what is left beyond", "rooms": "what is left beyond", "start": "start of"}
-_AMOUNTS = {
-    "matmul": "matmul FLOPs", "full": "matmul FLOPs", "pointwise": "pointwise FLOPs", "bytes_read": "bytes read",
-    "transcendental": "transcendental FLOPs", "bytes_written": "bytes written", "workspace": "workspace",
-    "backward": "backward pass", "capacity": "capacity",
-}  # fmt: skip
-
-
 def _declared(graph: Graph) -> Iterator[tuple[Poly, str, int, bool]]:
     """Yield what a graph and its bodies are declared with: formula, place, least value, whether it is whole."""
     for g in graph.bodies():
@@ -75,15 +64,12 @@ def _declared(graph: Graph) -> Iterator[tuple[Poly, str, int, bool]]:
             for i, n in enumerate(t.sizes[t.storage.pieces :], t.storage.pieces):
                 yield n, f"axis {i} of {t.name!r}", int(i > 0 or t not in none), True
         for op in g.ops:
+            limits = op.kind.limits()
             for key, value in op.kind.facts().items():
-                found = _polys(value)
-                if key in _SIZES:
-                    least = 0 if key == "count" and op.loop is not None and op.loop.kind.least == 0 else 1
-                    yield from ((p, f"{key} of {op.name!r}", least, True) for p in found)
-                elif key in _PLACES:
-                    yield from ((p, f"{_PLACES[key]} {op.name!r}", 0, True) for p in found)
-                elif key in _AMOUNTS:
-                    yield from ((p, f"{_AMOUNTS[key]} of {op.name!r}", 0, False) for p in found)
+                if key in limits:
+                    least, whole, words = limits[key]
+                    place = f"{words or key.replace('_', ' ') + ' of'} {op.name!r}"
+                    yield from ((p, place, least, whole) for p in _polys(value))
 
 
 def _of_all_iterations(graph: Graph) -> Iterator[Tensor]:

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 from ..algebra.polynomial import ZERO, Poly
 from ..dtypes import DType
 from ..errors import UnsupportedError
-from ..graph.facts import Amount, Sizes, all_of, is_amount, is_count, is_size
+from ..graph.facts import Shape, all_of, is_amount, is_count, is_size
 from ..graph.graph import Graph
 from ..graph.loop import need
 from ..graph.op import Flops, Op, Result
 from ..graph.tensor import Tensor
 from ..notation.door import Rule
 from .registry import register
-from .stated import Stated
+from .stated import MatmulFlops, Stated
 
 if TYPE_CHECKING:
     from ..algebra.dominance import Relations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["Aten", "Output", "need_declared"]
 
 #: Shape, number format, strides or None, the operand whose storage it shares or None, and its offset there.
-Output = tuple[Sizes, DType, tuple[Poly, ...] | None, int | None, Poly]
+Output = tuple[Shape, DType, tuple[Poly, ...] | None, int | None, Poly]
 
 
 def _is_output(value: object) -> bool:
@@ -81,7 +81,7 @@ class Aten(Stated):
     places: Annotated[tuple[int, ...], Rule("a tuple of integers of at least -1", all_of(lambda v: is_count(v, -1)))]
     """Where each result stands in what it returns."""
     outputs: Annotated[tuple[Output, ...], Rule("a tuple of shapes with formats and layouts", all_of(_is_output))]
-    full: Amount = ZERO
+    full: MatmulFlops = ZERO
     """FLOPs of contractions with every mask ignored."""
     pieces: Annotated[tuple[int, ...], Rule("a tuple of numbers of axes", all_of(is_count))] = ()
     """Which results are lists: an element stands for a tensor of each layer of a stack."""

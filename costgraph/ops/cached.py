@@ -12,7 +12,7 @@ from ..dtypes import DType
 from ..dtypes import dtype as find_dtype
 from ..errors import PatternError, ShapeError
 from ..graph.arguments import need_tensor, positive, sizes_of
-from ..graph.facts import Index, Sizes, is_count, is_size, optional
+from ..graph.facts import Index, Shape, Size, is_count, optional
 from ..graph.graph import apply, current_graph
 from ..graph.op import Op, OpKind, Result
 from ..graph.strides import distinct, numel
@@ -32,7 +32,7 @@ class Cache(OpKind):
     name = "cache"
     axis: Annotated[int | None, optional("an integer of at least 0", is_count)] = None
     """The axis that grows, None of what is written once."""
-    window: Annotated[Poly | None, optional("a positive size", is_size)] = None
+    window: Size | None = None
     """How many of the last positions are kept."""
     flops, reads, writes = rules.free, rules.nothing, rules.nothing
 
@@ -48,7 +48,7 @@ class InitialState(OpKind):
     """What a recurrence starts from: zeros in training, in inference what the last step left."""
 
     name = "initial_state"
-    sizes: Sizes
+    sizes: Shape
     dtype: DType
     flops, reads, writes = rules.free, rules.no_operands, rules.all_results
 

@@ -12,7 +12,7 @@ from ..algebra.symbols import shown
 from ..dtypes import DType
 from ..errors import ShapeError
 from ..graph.domain import Domain
-from ..graph.facts import Extents, Flag, Formulas, all_of, is_amount, is_size, optional
+from ..graph.facts import Extents, Flag, Limit, Rooms, Shape, is_amount, optional
 from ..graph.graph import Graph
 from ..graph.loop import need
 from ..graph.op import Flops, Op, Result, Working
@@ -47,15 +47,15 @@ class Einsum(Working):
     pattern: Pattern
     extents: Extents
     """Size of every axis of the pattern."""
-    domain: Annotated[Restricted | None, optional("None, or a domain and two axes", _is_restriction)] = None
+    domain: Annotated[Restricted | None, optional("None, or a domain and two axes", _is_restriction), Limit(1)] = None
     """Which index points there are of two of its axes."""
     dtype: DType
     """Number format of the result."""
     orders: Annotated[Poly | None, optional("an amount that is not negative", is_amount)] = None
     """FLOPs of three operands or more where no contraction order is always the best."""
-    rooms: Formulas = ()
+    rooms: Rooms = ()
     """What stated outputs of windows leave over of an axis."""
-    sizes: Annotated[tuple[Poly, ...] | None, optional("a tuple of positive sizes", all_of(is_size))] = None
+    sizes: Shape | None = None
     """Shape of a result whose indices alone do not tell it: zeros where nothing lands."""
     causal: Flag = False
     """Whether its windows see earlier positions alone, which `decode` keeps."""

@@ -13,7 +13,7 @@ from ..dtypes import DType
 from ..dtypes import dtype as find_dtype
 from ..errors import GraphError, ShapeError
 from ..graph.arguments import need_tensor, positive, sizes_of
-from ..graph.facts import Amount, Count, Flag, Index, Size, Sizes
+from ..graph.facts import Count, Flag, Index, Length, Room, Shape, Start
 from ..graph.graph import apply
 from ..graph.loop import need
 from ..graph.op import Op, OpKind, Result
@@ -37,7 +37,7 @@ class Fill(OpKind):
     """A tensor of one number."""
 
     name = "fill"
-    sizes: Sizes
+    sizes: Shape
     dtype: DType
     value: Annotated[float, Rule("a number", lambda v: isinstance(v, int | float))]
     flops, reads, writes = rules.free, rules.no_operands, rules.all_results
@@ -85,10 +85,10 @@ class Pad(OpKind):
     name = "pad"
     restricted = True
     axis: Index
-    start: Amount
+    start: Start
     step: Count
-    full: Size
-    room: Amount
+    full: Length
+    room: Room
     """Positions left behind the last one, looked at when sizes are bound."""
     causal: Flag = False
     """Whether the zeros at the start stand for earlier positions, which `decode` keeps."""

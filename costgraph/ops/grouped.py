@@ -16,7 +16,7 @@ from ..dtypes import DType, promote
 from ..dtypes import dtype as find_dtype
 from ..errors import GraphError, ShapeError
 from ..graph.arguments import need_choice, need_flag, need_tensor, positive
-from ..graph.facts import Flag, Size, is_amount, one_of, optional
+from ..graph.facts import Flag, Limit, Room, Size, is_amount, one_of, optional
 from ..graph.graph import apply
 from ..graph.op import Flops, Op, OpKind, Result
 from ..graph.strides import numel
@@ -55,7 +55,7 @@ class TopK(OpKind):
 
     name = "top_k"
     k: Size
-    room: Annotated[Poly | None, optional("an amount that is not negative", is_amount)] = None
+    room: Room | None = None
     """Elements beside them, looked at when sizes are bound."""
     flops, reads, writes = rules.per_element_reduced, rules.whole, rules.all_results
 
@@ -80,7 +80,7 @@ class Dispatch(OpKind):
 
     name = "dispatch"
     experts: Size
-    capacity: Annotated[Poly | None, optional("an amount above 0", _is_above_zero)] = None
+    capacity: Annotated[Poly | None, optional("an amount above 0", _is_above_zero), Limit(0, whole=False)] = None
     """Times its even share, for how many rows an expert has room; None where it takes all that come."""
     owners: Flag = False
     """Whether the expert of each row is wanted as well."""

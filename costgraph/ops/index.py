@@ -12,7 +12,7 @@ from ..dtypes import DType
 from ..dtypes import dtype as find_dtype
 from ..errors import GraphError, ShapeError
 from ..graph.arguments import need_choice, need_flag, need_tensor, positive
-from ..graph.facts import Amount, Flag, Index, Size, one_of
+from ..graph.facts import Flag, Index, Length, Start, one_of
 from ..graph.graph import apply
 from ..graph.op import Flops, Op, OpKind, Result
 from ..graph.strides import distinct
@@ -129,11 +129,11 @@ class Arange(OpKind):
     """Consecutive integers."""
 
     name = "arange"
-    size: Size
+    size: Length
     dtype: DType
     context: Flag = False
     """Whether these are positions of keys: in `decode` then all that are cached, otherwise the new ones alone."""
-    start: Amount = ZERO
+    start: Start = ZERO
     flops, reads, writes = rules.free, rules.no_operands, rules.all_results
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:

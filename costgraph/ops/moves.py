@@ -11,7 +11,7 @@ from ..algebra.polynomial import ONE, ZERO, Poly, total
 from ..algebra.symbols import shown
 from ..errors import ShapeError
 from ..graph.domain import Domain
-from ..graph.facts import Amount, Count, Flag, Index, Size, Sizes, all_of, is_amount, is_count, optional
+from ..graph.facts import Count, Flag, Index, Length, Limit, Room, Shape, Sizes, Start, all_of, is_count, optional
 from ..graph.loop import need
 from ..graph.op import OpKind, Result
 from ..graph.strides import numel, view
@@ -33,7 +33,7 @@ def _is_places(value: object) -> bool:
 
 
 #: A domain over two axes by their places, or none.
-Places = Annotated[tuple[Domain, int, int] | None, optional("a domain and two axes", _is_places)]
+Places = Annotated[tuple[Domain, int, int] | None, optional("a domain and two axes", _is_places), Limit(1)]
 
 
 def room(whole: Poly, start: Poly, size: Poly, step: int) -> Poly:
@@ -69,7 +69,7 @@ class Rearrange(OpKind):
     """Shape with all axes apart."""
     order: Annotated[tuple[int, ...], Rule("a tuple of integers", all_of(is_count))]
     """Which of these stands on each place."""
-    merged: Sizes
+    merged: Shape
     """Shape of the result."""
     copy: Flag = False
     """Whether a copy is asked for."""
@@ -129,10 +129,10 @@ class Slice(OpKind):
     name = "slice"
     restricted = True
     axis: Index
-    start: Amount
-    size: Size
+    start: Start
+    size: Length
     step: Count
-    room: Annotated[Poly | None, optional("an amount that is not negative", is_amount)] = None
+    room: Room | None = None
     """Positions left behind the last one, where they are looked at when sizes are bound."""
     split: Flag = False
     """Whether it is a part of a split, whose gradients are joined by one op."""
@@ -168,7 +168,7 @@ class Expand(OpKind):
 
     name = "expand"
     restricted = True
-    sizes: Sizes
+    sizes: Shape
     """Shape of the result."""
     kept: Annotated[
         tuple[int | None, ...], Rule("a tuple of integers and None", all_of(lambda v: v is None or is_count(v)))

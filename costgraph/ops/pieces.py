@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..dtypes import DType
 from ..errors import ShapeError
-from ..graph.facts import Index, Sizes
+from ..graph.facts import Index, Shape
 from ..graph.graph import Graph, apply
 from ..graph.op import OpKind, Result
 from ..graph.tensor import Tensor
@@ -30,7 +30,7 @@ class Absent(OpKind):
     """What a loop adds to before there is anything: it takes no memory, and the first term becomes it."""
 
     name = "absent"
-    sizes: Sizes
+    sizes: Shape
     dtype: DType
     pieces: Index = 0
     """Leading axes whose positions are storages of their own."""
@@ -70,7 +70,7 @@ class Accumulate(OpKind):
         return (0,)
 
 
-def absent(sizes: Sizes, dtype: DType, pieces: int = 0, *, name: str = "absent") -> Tensor:
+def absent(sizes: Shape, dtype: DType, pieces: int = 0, *, name: str = "absent") -> Tensor:
     """Return a sum before its first term: a carry of a loop that `accumulate` adds to; it takes no memory."""
     return apply(Absent(sizes=sizes, dtype=dtype, pieces=pieces), [], name)[0]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ..algebra.polynomial import ZERO, Poly
 from ..dtypes import DType
 from ..errors import ShapeError
-from ..graph.facts import Sizes
+from ..graph.facts import Shape
 from ..graph.op import OpKind, Result
 from ..graph.strides import contiguous, numel
 from ..graph.tensor import Storage, Tensor
@@ -25,7 +25,7 @@ class Empty(OpKind):
     """A stack of slices before any of them is written: storage without content."""
 
     name = "empty"
-    sizes: Sizes
+    sizes: Shape
     dtype: DType
     flops, reads, writes = rules.free, rules.nothing, rules.nothing
 

@@ -12,7 +12,7 @@ from ..dtypes import DType
 from ..dtypes import dtype as find_dtype
 from ..errors import GraphError
 from ..graph.arguments import amount, named, need_choice, need_list, positive
-from ..graph.facts import Amount, Amounts, Size, Sizes, all_of, is_amount, is_count, is_size, one_of, optional
+from ..graph.facts import Amount, Amounts, Limit, Shape, Size, all_of, is_amount, is_count, is_size, one_of, optional
 from ..graph.graph import Graph, apply, current_graph, sizes_of
 from ..graph.loop import need
 from ..graph.op import Flops, Op, OpKind, Result, Working
@@ -30,6 +30,7 @@ __all__ = ["COLLECTIVES", "Collective", "Opaque", "Stated", "Transfer", "collect
 COLLECTIVES = {"all_reduce": 0, "all_gather": 1, "reduce_scatter": -1, "all_to_all": 0, "send": 0}
 
 
+MatmulFlops = Annotated[Amount, Limit(0, whole=False, words="matmul FLOPs of")]
 _KINDS = ("matmul", "pointwise", "transcendental")
 
 
@@ -51,10 +52,10 @@ def _is_backward(value: object) -> bool:
 class Stated(Working):
     """A kind whose ops say themselves what they cost."""
 
-    matmul: Amount = ZERO
+    matmul: MatmulFlops = ZERO
     """FLOPs of this kind."""
-    pointwise: Amount = ZERO
-    transcendental: Amount = ZERO
+    pointwise: Annotated[Amount, Limit(0, whole=False, words="pointwise FLOPs of")] = ZERO
+    transcendental: Annotated[Amount, Limit(0, whole=False, words="transcendental FLOPs of")] = ZERO
     bytes_read: Amounts = None
     """Bytes read of each operand, None where each is read once as a whole."""
     bytes_written: Amounts = None
@@ -87,8 +88,12 @@ class Opaque(Stated):
 
     name = "opaque"
     restricted = True
-    outputs: Annotated[tuple[tuple[Sizes, DType], ...], Rule("a tuple of shapes with formats", all_of(_is_output))]
-    backward: Annotated[Mapping[str, Any] | None, optional("the costs of a backward pass", _is_backward)] = None
+    outputs: Annotated[tuple[tuple[Shape, DType], ...], Rule("a tuple of shapes with formats", all_of(_is_output))]
+    backward: Annotated[
+        Mapping[str, Any] | None,
+        optional("the costs of a backward pass", _is_backward),
+        Limit(0, whole=False, words="backward pass of"),
+    ] = None
     """What its gradients cost, None where a backward pass through it is an error."""
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
@@ -254,7 +259,7 @@ def _in_all_or_each(place: str, stated: object, expected: int) -> tuple[Poly, ..
     return found if found is None or isinstance(stated, list | tuple) else found[:1]
 
 
-def _output(place: str, output: object, graph: Graph) -> tuple[Sizes, DType]:
+def _output(place: str, output: object, graph: Graph) -> tuple[Shape, DType]:
     if not isinstance(output, tuple):
         raise GraphError(f"{place} is {output!r}, expected a shape or a pair (shape, dtype)")
     if len(output) == 2 and isinstance(output[0], tuple | list):
