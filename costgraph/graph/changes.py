@@ -1,4 +1,4 @@
-"""Changes that are taken back where a call is refused.
+"""Changes of a graph: which are refused, what they make obsolete, and how they are taken back.
 
 A public function that adds to a graph does it whole or not at all: what it notes is taken back where it, or a function
 that it was given, ends in an error.
@@ -8,13 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import wraps
-from typing import Any
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, get_args
 
+from ..algebra.symbols import shown
+from ..errors import GraphError
+from ..notation.door import rule
 from .scopes import here
 from .tensor import Tensor
 
-__all__ = ["Journal", "whole"]
+if TYPE_CHECKING:
+    from .graph import Graph
+
+__all__ = ["Carried", "Journal", "Stated", "append", "changing", "forget", "modify", "whole"]
+
+T = TypeVar("T")
 
 
 class Journal:
@@ -71,3 +79,68 @@ def _tensors(values: Iterable[object]) -> Iterator[Tensor]:
             yield value
         elif isinstance(value, list | tuple):
             yield from (v for v in value if isinstance(v, Tensor))
+
+
+def forget(graph: Graph) -> None:
+    """Forget what was derived of a graph that is changed now, and again where the change is taken back."""
+    _forget(graph)
+    graph.note(partial(_forget, graph))
+
+
+def _forget(graph: Graph | None) -> None:
+    while graph is not None:
+        graph.cache.clear()
+        graph = graph.parent
+
+
+def modify(graph: Graph, asked: str) -> None:
+    """Refuse what was asked for if the graph is finished, else forget what was derived of it."""
+    if graph.frozen:
+        raise GraphError(
+            f"{graph.root.journal.asked or asked}: graph {graph.root.name!r} is finished, expected an open one: "
+            "'with g:' opens graph g again"
+        )
+    forget(graph)
+
+
+def changing(method: Callable[..., None]) -> Callable[..., None]:
+    """Let one of networkx's own ways to change a graph need an open one, and forget what was derived before."""
+
+    @wraps(method)
+    def changed(graph: Graph, /, *args: Any, **kwargs: Any) -> None:
+        modify(graph, method.__name__)
+        method(graph, *args, **kwargs)
+
+    return changed
+
+
+def append(graph: Graph, tensors: list[Tensor], tensor: Tensor) -> None:
+    """Append to the inputs or outputs of a graph."""
+    length = len(tensors)
+    tensors.append(tensor)
+    graph.note(lambda: tensors.__delitem__(slice(length, None)))
+
+
+class Carried(Generic[T]):
+    """An attribute kept in the dictionary that networkx hands on to copies, views and reversed graphs."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, graph: Graph, owner: type) -> T:
+        out: T = graph.graph.facts[self.name]
+        return out
+
+    def __set__(self, graph: Graph, value: T) -> None:
+        forget(graph)
+        graph.graph.facts[self.name] = value
+
+
+class Stated(Carried[T]):
+    """One that is set from outside: what it holds is looked at."""
+
+    def __set__(self, graph: Graph, value: T) -> None:
+        asked = rule(get_args(self.__orig_class__)[0])  # type: ignore[attr-defined]  # typing sets it
+        if not asked.holds(value):
+            raise GraphError(f"graph {graph.name!r}: {self.name} is {shown(value)}, expected {asked.expected}")
+        super().__set__(graph, value)

@@ -14,7 +14,7 @@ from ..errors import GraphError
 if TYPE_CHECKING:
     from .graph import Graph
 
-__all__ = ["Place", "building", "close", "enter", "here", "module", "opened", "phase", "scope"]
+__all__ = ["Place", "building", "close", "current_graph", "enter", "here", "module", "opened", "phase", "scope"]
 
 
 @dataclass(frozen=True, eq=False)  # told apart by identity: one is closed where it stands
@@ -36,6 +36,18 @@ _OPEN: ContextVar[tuple[Place, ...]] = ContextVar("costgraph_open", default=(Pla
 def here() -> Place:
     """Return the innermost place."""
     return _OPEN.get()[-1]
+
+
+def current_graph(of: Graph | None = None) -> Graph:
+    """Return the graph that an op added now goes to: the body being built, if it is one of the same graph."""
+    current = here().graph
+    if of is None:
+        if current is None:
+            raise GraphError("no graph is open, expected 'with costgraph.Graph(...) as g:' around")
+        return current
+    if current is not None and current.root is of.root:
+        return current
+    return of.root
 
 
 def enter(**facts: Any) -> Place:

@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from operator import itemgetter
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from ..algebra.conditions import Condition, Conditions, Validity
 from ..algebra.dominance import Relations
 from ..algebra.polynomial import Poly, as_poly
 from ..algebra.symbols import integer, shorten, shown
 from ..errors import BindingError
-from .graph import Graph
-from .strides import is_integral
+from .strides import Sizes, is_integral, settled
 from .tensor import Tensor
 
-__all__ = ["Bindings", "bindings", "conditions", "known_names", "need_open", "size_of"]
+if TYPE_CHECKING:
+    from .graph import Graph
 
+__all__ = ["Bindings", "bindings", "conditions", "known_names", "need_open", "same", "size_of", "told"]
 
 # No size has so many, and what is multiplied out of them could not be printed.
 _MOST_BITS = 1024
@@ -34,6 +36,25 @@ def _polys(value: object) -> Iterable[Poly]:
             yield from _polys(v)
     elif hasattr(value, "window"):
         yield from _polys(value.window)
+
+
+def same(graph: Graph, a: Poly, b: Poly) -> bool:
+    """Whether two sizes are equal, assumptions included."""
+    if a == b:
+        return True
+    a, b = graph.told((a, b))
+    return a == b
+
+
+def told(graph: Graph, sizes: Sizes) -> Sizes:
+    """Return sizes or strides with all that is known put in: what is equal is then the same polynomial.
+
+    Known are assumed equalities, and that sizes such as D/H are whole: ceiling(D/H) is then D/H.
+    """
+    known, whole = graph.root.relations, graph.root.quotients
+    if known.relations:
+        sizes, whole = tuple(map(known.reduce, sizes)), frozenset(map(known.reduce, whole))
+    return tuple(settled(n, whole) for n in sizes) if whole else sizes
 
 
 def known_names(graph: Graph) -> frozenset[str]:

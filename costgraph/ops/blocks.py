@@ -12,6 +12,7 @@ from ..algebra.polynomial import Poly
 from ..algebra.symbols import is_name, shorten
 from ..errors import GraphError, ShapeError
 from ..graph.arguments import amount, need_call
+from ..graph.changes import modify
 from ..graph.facts import all_of, is_count
 from ..graph.graph import Graph, current_graph, sizes_of
 from ..graph.loop import Repeat, need, need_fit, need_formals
@@ -148,7 +149,7 @@ def save(t: Tensor) -> Tensor:
     maker = t.producer
     if maker is None or not t.graph.fused:
         raise GraphError(f"save {t!r}: expected a tensor that an op inside a kernel makes")
-    t.graph._modify("save")
+    modify(t.graph, "save")
     maker.state(save=True)
     return t
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+from ...graph.changes import modify
 from ...graph.graph import Graph, current_graph
 from ...graph.op import Op
 from ...graph.scopes import building
@@ -111,7 +112,7 @@ def _stacked(op: Op, t: Tensor) -> Tensor:
     """Let the iterations of a loop write a tensor of its body into one stack, as they do what a scan returns."""
     loop = op.loop
     assert loop is not None
-    op.graph._modify(op.name)
+    modify(op.graph, op.name)
     at = len(loop.lasts) + len(loop.stacks)
     loop.body.outputs.insert(at, t)
     op.graph.add_result(op, op.kind.infer(op.operands)[at], f"{t.name}.again")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ...algebra.polynomial import ONE, ZERO
+from ...graph.changes import modify
 from ...graph.checks import overwritten_by
 from ...graph.graph import Graph, current_graph
 from ...graph.loop import Loop
@@ -124,7 +125,7 @@ def left_behind(op: Op, t: Tensor) -> Tensor:
     assert loop is not None
     if t in loop.saved:
         return loop.pieces[loop.saved.index(t)]
-    op.graph._modify(op.name)
+    modify(op.graph, op.name)
     loop.body.outputs.append(t)
     op.state(saved=loop.kind.saved + 1)
     result = op.kind.infer(op.operands)[-1]

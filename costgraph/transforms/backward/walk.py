@@ -12,6 +12,7 @@ from typing import Any
 from ...algebra.polynomial import ZERO
 from ...dtypes import DType
 from ...errors import GraphError
+from ...graph.changes import modify
 from ...graph.graph import apply, current_graph
 from ...graph.op import Op
 from ...graph.scopes import opened
@@ -292,7 +293,7 @@ def _keep_places(op: Op) -> None:
     """Let a pooling tell where its maxima stand."""
     if not isinstance(op.kind, Pool) or op.kind.operation != "max" or op.kind.indices:
         return
-    op.graph._modify(op.name)
+    modify(op.graph, op.name)
     op.state(indices=True)
     op.graph.add_result(op, op.kind.infer(op.operands)[1], f"{op.name}.places")
 
