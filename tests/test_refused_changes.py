@@ -35,6 +35,7 @@ class Declared:
         self.chosen = g.input("chosen", (B, S, 2), dtype="int64")
         self.experts, self.ends = g.input("experts", (4, 8, 2)), g.input("ends", (4,), dtype="int32")
         self.row = g.input("row", (8,))
+        self.rows_of = g.input("rows_of", (B,), dtype="int64")
         self.at = g.input("at", (S,), dtype="int64")
         self.turned, self.cut = self.x.mT, cg.nn.window_partition(self.nhwc, 2, 1)
 
@@ -58,6 +59,7 @@ CALLS = {
     "concat": lambda d: cg.ops.concat([d.turned, d.turned]),
     "contiguous_copy": lambda d: cg.ops.contiguous_copy(d.turned),
     "conv": lambda d: cg.conv(d.image, "b c h w -> b o h w", window=3, padding=1, o=4, bias=True),
+    "conv_transpose": lambda d: cg.nn.conv_transpose(d.image, "b c h w -> b o h w", window=3, stride=2, o=4, bias=True),
     "cross_attention": lambda d: cg.nn.cross_attention(d.x, d.x, 2, 4, bias=True, p=0.1),
     "cross_entropy": lambda d: cg.cross_entropy(d.rows, d.targets),
     "cumulative_sum": lambda d: cg.nn.cumulative_sum(d.x),
@@ -66,11 +68,16 @@ CALLS = {
     "einsum": lambda d: cg.einsum(d.x, d.table, d.rows, "b s d, v d, b d -> b s v"),
     "embedding": lambda d: cg.embedding(d.ids, d.table),
     "embedding_bag": lambda d: cg.nn.embedding_bag(d.ids, d.table),
+    "equal": lambda d: cg.ops.equal(d.x, 1.0),
+    "exp": lambda d: cg.ops.exp(d.x),
     "expand": lambda d: cg.ops.expand(d.rows, "b d -> b s d", s=S),
     "experts": lambda d: cg.nn.experts(d.x, d.weights, d.chosen, 4, 16),
+    "full": lambda d: cg.ops.full((B, 4), 2.5),
     "gated_mlp": lambda d: cg.nn.gated_mlp(d.x, 16, bias=True),
     "gather": lambda d: cg.ops.gather(d.table, d.ids),
     "gelu": lambda d: cg.gelu(d.x, approximate="tanh"),
+    "greater": lambda d: cg.ops.greater(d.x, 1.0),
+    "greater_equal": lambda d: cg.ops.greater_equal(d.x, 1.0),
     "group_norm": lambda d: cg.nn.group_norm(d.image, 2),
     "grouped": lambda d: cg.ops.grouped(d.rows, d.experts, d.ends, 1),
     "gru": lambda d: cg.nn.gru(d.x, 4),
@@ -83,10 +90,15 @@ CALLS = {
     ),
     "layer_norm": lambda d: cg.layer_norm(d.x),
     "layers": lambda d: cg.nn.layers(3, {"a": cg.layer_norm, "b": cg.tanh}, d.x, ("a", "b"), rest=1),
+    "less": lambda d: cg.ops.less(d.x, 1.0),
+    "less_equal": lambda d: cg.ops.less_equal(d.x, 1.0),
     "linear": lambda d: cg.linear(d.x, "b s d -> b s f", f=4, bias=True),
+    "log": lambda d: cg.ops.log(d.x),
     "log_softmax": lambda d: cg.nn.log_softmax(d.x),
     "lstm": lambda d: cg.nn.lstm(d.x, 4),
     "matmul": lambda d: d.x @ d.turned,
+    "maximum": lambda d: cg.ops.maximum(d.x, 1.0),
+    "minimum": lambda d: cg.ops.minimum(d.x, 1.0),
     "mlp": lambda d: cg.nn.mlp(d.x, 16, bias=True, p=0.1),
     "moe": lambda d: cg.nn.moe(d.x, 4, 2, 16),
     "patch_embedding": lambda d: cg.nn.patch_embedding(d.image, 2, 4),
@@ -107,15 +119,19 @@ CALLS = {
     "router": lambda d: cg.nn.router(d.x, 4, 2, score="sigmoid", normalize=True, correction=True),
     "scan": lambda d: cg.scan(B, step, d.row, d.rows),
     "scatter": lambda d: cg.ops.scatter(d.table, d.ids, d.x, inplace=False),
+    "segment_softmax": lambda d: cg.nn.segment_softmax(d.rows, d.rows_of, 3),
     "self_attention": lambda d: cg.nn.self_attention(d.x, 2, 4, rope=(d.cos, d.sin), bias=True, p=0.1),
     "sigmoid": lambda d: cg.sigmoid(d.x),
     "silu": lambda d: cg.silu(d.x),
     "slice_axis": lambda d: cg.ops.slice_axis(d.x, -1, 1, 4),
     "softmax": lambda d: cg.softmax(d.x),
+    "sort": lambda d: cg.ops.sort(d.rows),
     "split": lambda d: cg.ops.split(d.x, (4, 4)),
+    "sqrt": lambda d: cg.ops.sqrt(d.x),
     "squeeze_excitation": lambda d: cg.nn.squeeze_excitation(d.image, 4),
     "stack": lambda d: cg.ops.stack([d.x, d.x]),
     "stochastic_depth": lambda d: cg.nn.stochastic_depth(d.x, 0.1),
+    "stop_gradient": lambda d: cg.ops.stop_gradient(d.x),
     "take_along": lambda d: cg.ops.take_along(d.rows, d.order),
     "tanh": lambda d: cg.tanh(d.x),
     "tied_head": lambda d: cg.nn.tied_head(d.x, d.table),
@@ -125,9 +141,11 @@ CALLS = {
     "transfer": lambda d: cg.ops.transfer(d.x),
     "transpose": lambda d: d.x.mT,
     "upsample": lambda d: cg.nn.upsample(d.image),
+    "where": lambda d: cg.ops.where(d.x, d.x, 0.0),
     "window_bias": lambda d: cg.nn.window_bias(2, 2),
     "window_merge": lambda d: cg.nn.window_merge(d.cut, d.nhwc, 2, 1),
     "window_partition": lambda d: cg.nn.window_partition(d.nhwc, 2, 1),
+    "zeros": lambda d: cg.ops.zeros((B, 4)),
 }
 
 

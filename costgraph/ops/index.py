@@ -31,7 +31,8 @@ def _need_integers(ids: Tensor) -> None:
 def _need_batch(table: Tensor, ids: Tensor, batch: int) -> None:
     _need_integers(ids)
     if table.ndim <= batch:
-        raise ShapeError(f"gather from {table!r}: expected at least {batch + 1} axes, {batch} of them of the batch")
+        least = "one axis" if not batch else f"{batch + 1} axes, {batch} of them of the batch"
+        raise ShapeError(f"rows of {table!r}: expected at least {least}")
     shared = zip(table.sizes[:batch], ids.sizes[:batch], strict=True) if ids.ndim >= batch else [(None, None)]
     if not all(a is not None and b is not None and table.graph.same(a, b) for a, b in shared):
         raise ShapeError(f"indices {ids!r} into {table!r}: expected the first {batch} axes of both to be the same")
@@ -193,7 +194,9 @@ def take_along(x: Tensor, ids: Tensor, *, name: str = "take_along") -> Tensor:
 
 
 def _last(x: Tensor, ids: Tensor) -> int:
-    if x.ndim != ids.ndim or not x.ndim:
+    _need_integers(ids)
+    same = x.ndim == ids.ndim > 0 and all(map(x.graph.same, x.sizes[:-1], ids.sizes[:-1]))
+    if not same:
         raise ShapeError(f"indices {ids!r} along {x!r}: expected the same axes except the last")
     return x.ndim - 1
 

@@ -108,6 +108,17 @@ FUNCTIONS = {
     "gather": lambda e: a(e.w, e.many),
     "take_along": lambda e: a(e.weight, e.chosen),
     "scatter": lambda e: a(e.table, e.many, e.up),
+    "sort": lambda e: a(e.x),
+    "stop_gradient": lambda e: a(e.x),
+    "segment_softmax": lambda e: a(e.x, e.many, 3),
+    "conv_transpose": lambda e: a(e.im, "b c h w -> b o h w", window=3, o=4),
+    "zeros": lambda e: a((B, 6)),
+    "full": lambda e: a((B, 6), 2.5),
+    "where": lambda e: a(e.x, e.up, 0.5),
+    **dict.fromkeys(("exp", "log", "sqrt"), lambda e: a(e.x)),
+    **dict.fromkeys(
+        ("maximum", "minimum", "equal", "less", "less_equal", "greater", "greater_equal"), lambda e: a(e.x, e.up)
+    ),
     "arange": lambda e: a(5),
     "dropout": lambda e: a(e.x, 0.1),
     "opaque": lambda e: a("op", [e.x], [((B,), "fp32")], flops=B, reads=[B], writes=[B], workspace=4 * B),
@@ -177,7 +188,7 @@ FUNCTIONS = {
     "kernel": lambda e: a("k"),
     "scope": lambda e: a("k"),
     "scan_kernel": lambda e: a("k", "ops"),
-    "vjp": lambda e: a("a_kind_of_tests"),
+    "vjp": lambda e: a(type("AKindOfTests", (cg.graph.op.OpKind,), {"name": "a_kind_of_tests"})),
     **dict.fromkeys(
         (
             "flops",

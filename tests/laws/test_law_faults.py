@@ -39,7 +39,7 @@ def caught(fault, laws):
         holds = testing.check_training if kind == "training" else testing.check
 
         @settings(
-            max_examples=1500,
+            max_examples=4000,
             phases=[Phase.generate],  # which graph shows it does not matter here
             report_multiple_bugs=False,
             deadline=None,

@@ -41,7 +41,7 @@ def _gather(site: Site[Gather]) -> None:
     if not batch and len(sizes) == 2 and site.shadow(ids).dtype in (torch.int32, torch.int64):
         site.own(torch.embedding, table, ids)
         return
-    flat, count = _flat(site, site.cast(ids, torch.int64), sizes)
+    flat, count = _flat(site, site.cast(ids, torch.int64), sizes, by_row=not batch)
     shape = (*sizes[:batch], count, *sizes[batch + 1 :])
     if batch:
         site.own(torch.gather, table, batch, site.call(torch.Tensor.expand, flat, shape), shape=shape)
@@ -49,20 +49,16 @@ def _gather(site: Site[Gather]) -> None:
         site.own(torch.index_select, table, 0, flat, shape=shape)
 
 
-def _flat(site: Site[Gather | Scatter], ids: Any, sizes: tuple[int, ...]) -> tuple[Any, int]:
+def _flat(site: Site[Gather | Scatter], ids: Any, sizes: tuple[int, ...], *, by_row: bool) -> tuple[Any, int]:
     """Return the indices with one axis behind those of the batch, and one of size 1 for each of a row, and how many."""
     batch = site.kind.batch
     count = prod(site.sizes(site.op.operands[1])[batch:])
-    rest = (1,) * (len(sizes) - batch - 1) if batch else ()
+    rest = () if by_row else (1,) * (len(sizes) - batch - 1)
     return site.shaped(ids, (*sizes[:batch], count, *rest)), count
 
 
-#: What torch calls on rows of a whole table, and on those behind the axes of a batch.
-_ROWS: Mapping[str, Callable[..., Any]] = {
-    "add": torch.Tensor.index_add_,
-    "set": torch.Tensor.index_copy_,
-    "max": torch.Tensor.index_reduce_,
-}
+#: What torch calls on rows of a whole table, and along any axis.
+_ROWS: Mapping[str, Callable[..., Any]] = {"add": torch.Tensor.index_add_, "set": torch.Tensor.index_copy_}
 _ALONG: Mapping[str, Callable[..., Any]] = {
     "add": torch.Tensor.scatter_add_,
     "set": torch.Tensor.scatter_,
@@ -74,13 +70,13 @@ _ALONG: Mapping[str, Callable[..., Any]] = {
 def _scatter(site: Site[Scatter]) -> None:
     target, _, updates = site.operands
     sizes, batch, mode = site.sizes(site.op.operands[0]), site.kind.batch, site.kind.mode
-    places, count = _flat(site, site.cast(_ids(site, sizes[batch]), torch.int64), sizes)
+    by_row = not batch and mode in _ROWS
+    places, count = _flat(site, site.cast(_ids(site, sizes[batch]), torch.int64), sizes, by_row=by_row)
     if not site.kind.overwrites():
         site.own(torch.clone, target)
         target = site.made[0]
     shape = (*sizes[:batch], count, *sizes[batch + 1 :])
-    if batch:
+    if not by_row:
         places = site.call(torch.Tensor.expand, places, shape)
-    how = ("amax",) if mode == "max" else ()
-    function = (_ALONG if batch else _ROWS)[mode]
+    function, how = (_ROWS if by_row else _ALONG)[mode], ("amax",) if mode == "max" else ()
     site.alias(site.call(function, target, batch, places, site.shaped(updates, shape), *how))

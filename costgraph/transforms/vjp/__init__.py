@@ -7,6 +7,7 @@ from ...graph.op import OpKind
 from ...ops.aten import Aten
 from ...ops.cached import Append
 from ...ops.grouped import Dispatch
+from ...ops.keep import StopGradient
 from ...ops.pooling import Unpool
 from ...ops.updates import FusedUpdate, Unscale, ZeroGrad
 from . import contraction, elementwise, grouped, lookups, reductions, shapes, stated, windows
@@ -23,6 +24,7 @@ NOT_DIFFERENTIABLE: Mapping[type[OpKind], str] = MappingProxyType(
         Aten: "a call that was recorded: torch runs its backward pass, which a trace can record as well",
         FusedUpdate: "part of an optimizer step",
         Dispatch: "makes integers alone",
+        StopGradient: "lets no gradient pass: nothing asks for its rule",
         Append: "part of a step of inference",
         ZeroGrad: "part of an optimizer step",
         Unscale: "part of an optimizer step",

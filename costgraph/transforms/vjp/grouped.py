@@ -11,13 +11,14 @@ from ...ops.fill import fill
 from ...ops.grouped import Grouped, GroupedOuter, TopK, grouped_outer
 from ...ops.index import scatter
 from ...ops.layout import rearrange
+from ...ops.ordering import Sort
 from ...ops.pointwise import cast
 from .table import Pull, vjp
 
 __all__: list[str] = []  # its rules are found in RULES
 
 
-@vjp(TopK)
+@vjp(TopK, Sort)
 def _top_k(pull: Pull[Any]) -> Sequence[Tensor | None]:
     """Put the gradients of the values where they were found, as torch's `value_selecting_reduction_backward`."""
     g, op = pull.grads[0], pull.op
