@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .graph import Graph
     from .loop import Loop
 
-__all__ = ["Bodied", "Flops", "Op", "OpKind", "Result", "Working"]
+__all__ = ["Bodied", "Flops", "Op", "OpKind", "Result", "Working", "itself"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,11 @@ class Result:
     """Restriction of its index points, as in Tensor."""
     pieces: int = 0
     """Leading axes whose positions are storages of their own, as in Storage."""
+
+
+def itself(t: Tensor, of: int = 0) -> Result:
+    """Return the result that is an operand: another name of it, or what it holds once an op has written into it."""
+    return Result(t.sizes, t.dtype, t.strides, of=of, offset=t.offset, domain=t.domain)
 
 
 #: Op kinds by name; `costgraph.ops.registry` fills it.

@@ -8,17 +8,17 @@ from typing import Annotated
 
 from ..algebra.extremum import smaller
 from ..algebra.polynomial import ZERO, Poly
-from ..dtypes import DType
 from ..dtypes import dtype as find_dtype
 from ..errors import PatternError, ShapeError
 from ..graph.arguments import need_tensor, positive, sizes_of
-from ..graph.facts import Index, Shape, Size, is_count, optional
+from ..graph.facts import Index, Size, is_count, optional
 from ..graph.graph import apply, current_graph
-from ..graph.op import Op, OpKind, Result
+from ..graph.op import Op, OpKind, Result, itself
 from ..graph.strides import distinct, numel
 from ..graph.tensor import Tensor
 from ..notation.pattern import Affine, PatternText, parse_pattern
 from . import rules
+from .fresh import Fresh
 from .registry import register
 
 __all__ = ["Append", "Cache", "InitialState", "append", "cache", "initial_state"]
@@ -39,23 +39,15 @@ class Cache(OpKind):
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
         """Return the operand."""
         (x,) = operands
-        return [Result(x.sizes, x.dtype, x.strides, of=0, offset=x.offset)]
+        return [itself(x)]
 
 
 @register
 @dataclass(frozen=True, kw_only=True)
-class InitialState(OpKind):
+class InitialState(Fresh):
     """What a recurrence starts from: zeros in training, in inference what the last step left."""
 
     name = "initial_state"
-    sizes: Shape
-    dtype: DType
-    flops, reads, writes = rules.free, rules.no_operands, rules.all_results
-
-    def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
-        """Return it."""
-        rules.need_operands(self, operands, 0)
-        return [Result(self.sizes, self.dtype)]
 
 
 @register
@@ -78,7 +70,7 @@ class Append(OpKind):
         )
         if not fits or not 0 <= axis < held.ndim:
             raise ShapeError(f"append {new!r} to {held!r}: expected equal sizes on all axes but {axis}")
-        return [Result(held.sizes, held.dtype, held.strides, of=0, offset=held.offset)]
+        return [itself(held)]
 
     def reads(self, op: Op) -> tuple[Poly, ...]:
         """Return the positions that it takes."""

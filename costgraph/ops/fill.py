@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Annotated
 
 from ..algebra.polynomial import ZERO, Poly, poly
 from ..algebra.symbols import shown
-from ..dtypes import DType
 from ..dtypes import dtype as find_dtype
 from ..errors import GraphError, ShapeError
 from ..graph.arguments import need_tensor, positive, sizes_of
-from ..graph.facts import Count, Flag, Index, Length, Room, Shape, Start
+from ..graph.facts import Count, Flag, Index, Length, Room, Start
 from ..graph.graph import apply
 from ..graph.loop import need
-from ..graph.op import Op, OpKind, Result
+from ..graph.op import Op, OpKind, Result, itself
 from ..graph.tensor import Tensor
 from ..notation.door import Rule
 from . import rules
+from .fresh import Fresh
 from .layout import axis_of
 from .moves import need_within, room
 from .reach import alike, carried
@@ -33,19 +33,11 @@ __all__ = ["Assign", "Fill", "Pad", "assign", "fill", "pad"]
 
 @register
 @dataclass(frozen=True, kw_only=True)
-class Fill(OpKind):
+class Fill(Fresh):
     """A tensor of one number."""
 
     name = "fill"
-    sizes: Shape
-    dtype: DType
     value: Annotated[float, Rule("a number", lambda v: isinstance(v, int | float))]
-    flops, reads, writes = rules.free, rules.no_operands, rules.all_results
-
-    def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
-        """Return it."""
-        rules.need_operands(self, operands, 0)
-        return [Result(self.sizes, self.dtype)]
 
 
 @register
@@ -65,8 +57,8 @@ class Assign(OpKind):
             raise ShapeError(f"assign {value!r} to {target!r}: expected equal shapes")
         if target.touched != target.numel:
             raise ShapeError(f"assign to {target!r}: expected a tensor that is not expanded")
-        domain = alike(operands)
-        return [Result(target.sizes, target.dtype, target.strides, of=0, offset=target.offset, domain=domain)]
+        alike(operands)
+        return [itself(target)]
 
     def reads(self, op: Op) -> tuple[Poly, ...]:
         """Return the value: what was in the target has no say."""

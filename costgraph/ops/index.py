@@ -14,7 +14,7 @@ from ..errors import GraphError, ShapeError
 from ..graph.arguments import need_choice, need_flag, need_tensor, positive
 from ..graph.facts import Flag, Index, Length, Start, one_of
 from ..graph.graph import apply
-from ..graph.op import Flops, Op, OpKind, Result
+from ..graph.op import Flops, Op, OpKind, Result, itself
 from ..graph.strides import distinct
 from ..graph.tensor import Tensor
 from . import rules
@@ -95,9 +95,7 @@ class Scatter(Indexed):
             )
         if updates.dtype != target.dtype:
             raise ShapeError(f"updates {updates!r} into {target!r}: expected one number format")
-        if not self.inplace:
-            return [Result(target.sizes, target.dtype)]
-        return [Result(target.sizes, target.dtype, target.strides, of=0, offset=target.offset)]
+        return [itself(target) if self.inplace else Result(target.sizes, target.dtype)]
 
     def flops(self, op: Op) -> Flops:
         """Count an addition, or a comparison, for each element that is scattered."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ..errors import GraphError
 from ..graph.arguments import need_tensor
 from ..graph.graph import apply
-from ..graph.op import OpKind, Result
+from ..graph.op import OpKind, Result, itself
 from ..graph.tensor import Tensor
 from . import rules
 from .registry import register
@@ -30,7 +30,7 @@ class Keep(OpKind):
         if not operands:
             raise GraphError("keep of nothing, expected one operand at least")
         x = operands[0]
-        return [Result(x.sizes, x.dtype, x.strides, of=0, offset=x.offset, domain=x.domain)]
+        return [itself(x)]
 
 
 @register
@@ -47,7 +47,7 @@ class StopGradient(OpKind):
         """Return the operand."""
         rules.need_operands(self, operands, 1)
         (x,) = operands
-        return [Result(x.sizes, x.dtype, x.strides, of=0, offset=x.offset, domain=x.domain)]
+        return [itself(x)]
 
 
 def keep(x: Tensor, *others: Tensor, name: str = "keep") -> Tensor:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ..dtypes import DType
 from ..errors import ShapeError
 from ..graph.facts import Index, Shape
 from ..graph.graph import Graph, apply
-from ..graph.op import OpKind, Result
+from ..graph.op import OpKind, Result, itself
 from ..graph.tensor import Tensor
 from . import rules
+from .fresh import Fresh
 from .layout import contiguous_copy
 from .moves import Places, need_places
 from .reach import alike
@@ -26,21 +27,18 @@ __all__ = ["Absent", "Accumulate", "absent", "accumulate", "slice_of"]
 
 @register
 @dataclass(frozen=True, kw_only=True)
-class Absent(OpKind):
+class Absent(Fresh):
     """What a loop adds to before there is anything: it takes no memory, and the first term becomes it."""
 
     name = "absent"
-    sizes: Shape
-    dtype: DType
     pieces: Index = 0
     """Leading axes whose positions are storages of their own."""
     domain: Places = None
-    flops, reads, writes = rules.free, rules.nothing, rules.nothing
+    writes = rules.nothing
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
         """Return the sum."""
-        rules.need_operands(self, operands, 0)
-        return [Result(self.sizes, self.dtype, pieces=self.pieces, domain=self.domain)]
+        return [replace(made, pieces=self.pieces, domain=self.domain) for made in Fresh.infer(self, operands)]
 
     def verify(self, operands: Sequence[Tensor], known: Iterable[Relations]) -> None:
         """Hold the domain against the shape."""
@@ -62,8 +60,8 @@ class Accumulate(OpKind):
         so_far, term = operands
         if so_far.sizes != term.sizes or so_far.dtype != term.dtype:
             raise ShapeError(f"accumulate {term!r} into {so_far!r}: expected one shape and format")
-        domain = alike(operands)
-        return [Result(so_far.sizes, so_far.dtype, so_far.strides, of=0, offset=so_far.offset, domain=domain)]
+        alike(operands)
+        return [itself(so_far)]
 
     def overwrites(self) -> tuple[int, ...]:
         """Return the sum."""

@@ -6,33 +6,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..algebra.polynomial import ZERO, Poly
-from ..dtypes import DType
 from ..errors import ShapeError
-from ..graph.facts import Shape
-from ..graph.op import OpKind, Result
+from ..graph.op import OpKind, Result, itself
 from ..graph.strides import contiguous, numel
 from ..graph.tensor import Storage, Tensor
 from . import rules
+from .fresh import Fresh
 from .registry import register
-from .rules import need_operands
 
 __all__ = ["Empty", "Stacked"]
 
 
 @register
 @dataclass(frozen=True, kw_only=True)
-class Empty(OpKind):
+class Empty(Fresh):
     """A stack of slices before any of them is written: storage without content."""
 
     name = "empty"
-    sizes: Shape
-    dtype: DType
-    flops, reads, writes = rules.free, rules.nothing, rules.nothing
-
-    def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
-        """Return the stack."""
-        need_operands(self, operands, 0)
-        return [Result(self.sizes, self.dtype)]
+    writes = rules.nothing
 
 
 @register
@@ -56,7 +47,7 @@ class Stacked(OpKind):
             at = at + numel(t.sizes)
         if not stack.graph.same(at, stack.numel):
             raise ShapeError(f"stack {stack!r} of {operands[1:]!r}, expected all of its slices")
-        return [Result(stack.sizes, stack.dtype, stack.strides, of=0, offset=stack.offset)]
+        return [itself(stack)]
 
 
 def _move(t: Tensor, old: Storage, new: Storage, offset: Poly) -> None:

@@ -10,7 +10,7 @@ from ..algebra.polynomial import Poly
 from ..algebra.symbols import shown
 from ..errors import GraphError, ShapeError
 from ..graph.facts import Count, all_of, is_count
-from ..graph.op import Flops, Op, OpKind, Result
+from ..graph.op import Flops, Op, OpKind, Result, itself
 from ..graph.tensor import Tensor
 from ..notation.door import Rule
 from . import rules
@@ -46,7 +46,7 @@ class InPlace(OpKind):
         x = operands[0]
         if x.touched != x.numel:
             raise ShapeError(f"in place into {x!r}: expected a tensor that is not expanded")
-        return [Result(x.sizes, x.dtype, x.strides, of=0, offset=x.offset, domain=x.domain)]
+        return [itself(x)]
 
     def overwrites(self) -> tuple[int, ...]:
         """Return the place of the tensor."""
@@ -98,8 +98,7 @@ class FusedUpdate(OpKind):
         for i in self.changed:
             if operands[i].touched != operands[i].numel:
                 raise ShapeError(f"fused update of {operands[i]!r}: expected a tensor that is not expanded")
-        changed = [(i, operands[i]) for i in self.changed]
-        return [Result(t.sizes, t.dtype, t.strides, of=i, offset=t.offset, domain=t.domain) for i, t in changed]
+        return [itself(operands[i], i) for i in self.changed]
 
     def flops(self, op: Op) -> Flops:
         """Count what the functions of the steps do for each element."""

@@ -1,0 +1,28 @@
+"""What kinds share whose results come from nothing: a shape and a number format."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..dtypes import DType
+from ..graph.facts import Shape
+from ..graph.op import OpKind, Result
+from ..graph.tensor import Tensor
+from . import rules
+
+__all__ = ["Fresh"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fresh(OpKind):
+    """Makes a dense tensor, and reads nothing."""
+
+    sizes: Shape
+    dtype: DType
+    flops, reads, writes = rules.free, rules.no_operands, rules.all_results
+
+    def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
+        """Return it."""
+        rules.need_operands(self, operands, 0)
+        return [Result(self.sizes, self.dtype)]
