@@ -157,7 +157,7 @@ def self_attention(
         One linear layer makes queries, keys and values, which are views of its result.
     rope : pair of Tensor, optional
         Cosines and sines from `rotary_tables`, by which queries and keys are rotated.
-    causal, window, kernel, softcap, p : object
+    causal, window, kernel, softcap : object
         As in `attention`.
     bias : bool
         Biases of the layers of queries, keys and values.
@@ -171,6 +171,8 @@ def self_attention(
         Let a parameter for each head stand in the sum of the softmax, as `sinks` of `attention`.
     qk_norm : str
         none; head: RMSNorm of each head of queries and keys; all: of all heads together.
+    p : float
+        As in `attention`.
     cached : bool
         Mark keys and values as what inference keeps (`cache`).
     name : str

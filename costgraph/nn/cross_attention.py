@@ -37,9 +37,11 @@ def cross_attention(
         Shape (b, s, d): what asks.
     memory : Tensor
         Shape (b, m, e): what keys and values are made from.
+    heads, size, groups, kernel, bias, key_bias, out_bias, score_bias, p : object
+        As in `self_attention`.
     cached : bool
         Mark keys and values as what `prefill` makes once and `decode` reads (`cache` without an axis that grows).
-    heads, size, groups, kernel, bias, key_bias, out_bias, score_bias, p, name : object
+    name : str
         As in `self_attention`.
 
     Returns

@@ -61,11 +61,15 @@ def latent_attention(
         matrix of the keys is applied to the queries and that of the values to the results, and all heads attend to the
         latent vectors themselves (DeepSeek-V2, arXiv 2405.04434, section 2.1.2): more FLOPs for each pair of
         positions, none for each position of the cache.
+    causal, kernel : object
+        As in `self_attention`.
     bias : bool
         Add biases to the layers that make the latent vectors, and to the layer back.
+    p : float
+        As in `self_attention`.
     cached : bool
         Mark what inference keeps (`cache`): two tensors, or with `absorbed` one that holds both side by side.
-    causal, kernel, p, name : object
+    name : str
         As in `self_attention`.
 
     Returns

@@ -36,8 +36,9 @@ def test_import_costs_little_more_than_what_it_imports(benchmark, tmp_path):
     benchmark.extra_info["milliseconds"] = ours * 1e3
     benchmark.extra_info["milliseconds, sympy, networkx and numpy"] = theirs * 1e3
     benchmark.extra_info["ratio"] = ours / theirs
-    # what a processor makes of it differs: the same commit (fd0938a) has 1.19 on an AMD EPYC and 1.41 on an Intel Xeon
-    assert ours / theirs <= 1.5
+    # what a processor makes of it differs: the same commit (fd0938a) has 1.19 on an AMD EPYC and 1.41 on an Intel Xeon,
+    # where it is 1.35 and, behind other benchmarks, 1.52 by now
+    assert ours / theirs <= 1.6
 
 
 def test_loading_a_file_grows_in_proportion_to_its_size(benchmark, tmp_path):
