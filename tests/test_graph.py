@@ -1,10 +1,14 @@
+from dataclasses import dataclass
+
 import networkx as nx
 import pytest
 
 import costgraph as cg
 from costgraph import BindingError, GraphError, PatternError, ShapeError
-from costgraph.graph.op import Op
+from costgraph.graph.graph import apply
+from costgraph.graph.op import Op, OpKind, Result
 from costgraph.graph.tensor import Tensor
+from costgraph.ops import rules
 from costgraph.ops.registry import KINDS, register
 
 B, S, D, F, H, K = cg.dims("B S D F H K")
@@ -192,6 +196,8 @@ def test_an_empty_graph_costs_nothing():
         (lambda g: cg.lifetimes("g"), GraphError, "lifetimes: graph is 'g', expected a graph"),
         (lambda g: cg.timeline("g"), GraphError, "timeline: graph is 'g', expected a graph"),
         (lambda g: cg.param_count([]), GraphError, r"param_count: graph is \[\], expected a graph"),
+        (lambda g: register(OpKind), GraphError, "register: got .*, expected a subclass of OpKind with a name"),
+        (lambda g: register("einsum"), GraphError, "register: got 'einsum', expected a subclass of OpKind with a name"),
         (lambda g: register(KINDS["einsum"]), GraphError, "op kind 'einsum' has a record already"),
     ],
 )  # fmt: skip
@@ -333,3 +339,20 @@ def test_removing_nodes_by_networkx_forgets_what_was_derived():
     assert (cg.flops(g), cg.bytes_moved(g), cg.peak_memory(g)) == (B, 8 * B, 8 * B)
     with pytest.raises(GraphError, match="remove_node: graph 'g' is finished"):
         g.remove_node(g.ops[0])
+
+
+def test_annotations_that_only_type_checkers_can_read_are_refused():
+    @dataclass(frozen=True, kw_only=True)
+    class Odd(OpKind):
+        name = "odd"
+        size: "Nowhere" = None  # noqa: F821  # that is the point
+        flops, reads, writes = rules.free, rules.whole, rules.all_results
+
+        def infer(self, operands):
+            return [Result(operands[0].sizes, operands[0].dtype)]
+
+    with cg.Graph("g") as g:
+        g.output(apply(Odd(), [g.input("x", (B,))], "odd")[0])
+    text = "op kind Odd: name 'Nowhere' is not defined in its annotations, expected names that its module has"
+    with pytest.raises(GraphError, match=text):
+        cg.peak_memory(g, B=2)

@@ -8,9 +8,10 @@ from typing import Any
 
 from ..algebra.symbols import shown
 from ..errors import GraphError
+from ..graph.facts import hints
 from ..graph.op import OpKind
 from ..graph.tensor import Tensor
-from ..notation.door import Rule, hints_of, rule
+from ..notation.door import Rule, rule
 from ..ops.index import Gather, Indexed
 
 __all__ = ["of_version_1", "typed"]
@@ -22,8 +23,8 @@ _known: dict[type[OpKind], dict[str, tuple[Rule, bool]]] = {}
 def _rules(kind: type[OpKind]) -> dict[str, tuple[Rule, bool]]:
     """Return of each field what it asks, and whether it has to be there."""
     if kind not in _known:
-        hints = hints_of(kind)
-        _known[kind] = {f.name: (rule(hints[f.name]), f.default is MISSING) for f in fields(kind)}
+        found = hints(kind)
+        _known[kind] = {f.name: (rule(found[f.name]), f.default is MISSING) for f in fields(kind)}
     return _known[kind]
 
 

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Any, NamedTuple, get_args
 
 from ..algebra.polynomial import Poly
-from ..errors import CostGraphError
+from ..errors import CostGraphError, GraphError
 from ..notation.door import Rule, hints_of
 from .arguments import amount, positive
 
 __all__ = [
     "Amount", "Amounts", "Count", "Extents", "Flag", "Index", "Length", "Limit", "Room", "Rooms", "Shape", "Size",
-    "Sizes", "Start", "all_of", "is_amount", "is_count", "is_size", "limits_of", "one_of", "optional",
+    "Sizes", "Start", "all_of", "hints", "is_amount", "is_count", "is_size", "limits_of", "one_of", "optional",
 ]  # fmt: skip
 
 
@@ -30,10 +30,26 @@ class Limit(NamedTuple):
 _known: dict[type, dict[str, Limit]] = {}
 
 
+def hints(record: type) -> dict[str, Any]:
+    """Return the annotations of a record as what they name.
+
+    Raises
+    ------
+    GraphError
+        If one names what its module has for type checkers alone.
+    """
+    try:
+        return hints_of(record)
+    except NameError as error:
+        raise GraphError(
+            f"op kind {record.__name__}: {error} in its annotations, expected names that its module has when it runs"
+        ) from None
+
+
 def limits_of(record: type) -> dict[str, Limit]:
     """Return the limits of fields, by name; of fields that state none, or several, nothing is asked."""
     if record not in _known:
-        limits = {name: _limit(hint) for name, hint in hints_of(record).items()}
+        limits = {name: _limit(hint) for name, hint in hints(record).items()}
         _known[record] = {name: limit for name, limit in limits.items() if limit is not None}
     return _known[record]
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TypeVar
 
+from ..algebra.symbols import shown
 from ..errors import GraphError
 from ..graph.loop import Repeat
 from ..graph.op import OpKind
@@ -37,8 +38,10 @@ def register(kind: K) -> K:
     Raises
     ------
     GraphError
-        If the name is taken.
+        If it is no such class, or the name is taken.
     """
+    if not (isinstance(kind, type) and issubclass(kind, OpKind) and isinstance(getattr(kind, "name", None), str)):
+        raise GraphError(f"register: got {shown(kind)}, expected a subclass of OpKind with a name")
     adding(_kinds, "a record", kind.name)(kind)
     return kind
 
