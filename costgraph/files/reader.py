@@ -31,18 +31,11 @@ from .fields import of_version_1, typed
 
 __all__ = ["MALFORMED", "Reader", "kept", "need", "node_id", "texts"]
 
-# What goes wrong underneath when attributes are of another type than an op kind expects.
+# What goes wrong underneath where a field says what nothing of its kind can be.
 MALFORMED = (
-    KeyError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    IndexError,
-    AssertionError,
-    RecursionError,
-    ZeroDivisionError,
+    KeyError, TypeError, ValueError, AttributeError, IndexError, AssertionError, RecursionError, ZeroDivisionError,
     OverflowError,
-)
+)  # fmt: skip
 _PHASES = ("forward", "recompute", "backward", "optimizer")
 # What stands in a file: of a graph, of what is said about one, the outermost one's beside it, and of nodes.
 _GRAPH = {"directed", "multigraph", "graph", "nodes", "edges"}
