@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Any, NamedTuple, get_args
 
 from ..algebra.polynomial import Poly
-from ..errors import CostGraphError, GraphError
+from ..errors import CostGraphError, GraphError, ShapeError
 from ..notation.door import Rule, hints_of
 from .arguments import amount, positive
 
 __all__ = [
     "Amount", "Amounts", "Count", "Extents", "Flag", "Index", "Length", "Limit", "Room", "Rooms", "Shape", "Size",
-    "Sizes", "Start", "all_of", "hints", "is_amount", "is_count", "is_size", "limits_of", "one_of", "optional",
+    "Sizes", "Start", "all_of", "hints", "is_amount", "is_count", "is_size", "limits_of", "need", "one_of", "optional",
 ]  # fmt: skip
 
 
@@ -102,6 +102,12 @@ def one_of(*words: str) -> Rule:
 def optional(expected: str, fits: Callable[[Any], bool]) -> Rule:
     """Return what a field asks that may be None."""
     return Rule(expected, lambda v: v is None or fits(v))
+
+
+def need(holds: bool, what: str) -> None:
+    """Raise ShapeError where a field says something else than the operands."""
+    if not holds:
+        raise ShapeError(f"{what}: expected what agrees with the operands")
 
 
 def _is_extents(value: object) -> bool:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from ..algebra.polynomial import ONE, ZERO, Poly
 from ..errors import ShapeError
 from ..notation.door import Rule
-from .facts import Flag, Index, Limit, is_amount, is_count, is_size
+from .facts import Flag, Index, Limit, is_amount, is_count, is_size, need
 from .op import Bodied, Flops, Op, Result
 from .strides import contiguous
 from .tensor import Storage, Tensor
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..algebra.dominance import Relations
     from .graph import Graph
 
-__all__ = ["Loop", "Repeat", "loops", "need", "need_fit", "need_formals"]
+__all__ = ["Loop", "Repeat", "loops", "need_fit", "need_formals"]
 
 # 0 only where 'least' says so
 _Times = Annotated[Poly, Rule("a positive size", lambda v: is_size(v) or (is_amount(v) and is_size(v + 1)))]
@@ -190,12 +190,6 @@ def loops(graph: Graph) -> Iterator[Loop]:
 
 
 # -- agreement with the operands ---------------------------------------------------------------------------------
-
-
-def need(holds: bool, what: str) -> None:
-    """Raise ShapeError where a field says something else than the operands."""
-    if not holds:
-        raise ShapeError(f"{what}: expected what agrees with the operands")
 
 
 def need_fit(outer: Tensor, inner: Tensor, drop: int = 0) -> None:

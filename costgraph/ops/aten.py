@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from ..algebra.polynomial import ZERO, Poly
 from ..dtypes import DType
 from ..errors import UnsupportedError
-from ..graph.facts import Shape, all_of, is_amount, is_count, is_size
+from ..graph.facts import Shape, all_of, is_amount, is_count, is_size, need
 from ..graph.graph import Graph
-from ..graph.loop import need
 from ..graph.op import Flops, Op, Result
 from ..graph.tensor import Tensor
 from ..notation.door import Rule

@@ -13,9 +13,9 @@ from ..algebra.symbols import is_name, shorten
 from ..errors import GraphError, ShapeError
 from ..graph.arguments import amount, need_call
 from ..graph.changes import modify
-from ..graph.facts import all_of, is_count
+from ..graph.facts import all_of, is_count, need
 from ..graph.graph import Graph, current_graph, sizes_of
-from ..graph.loop import Repeat, need, need_fit, need_formals
+from ..graph.loop import Repeat, need_fit, need_formals
 from ..graph.op import Bodied, Op, Result, Working
 from ..graph.scopes import building, here, module, scope
 from ..graph.strides import contiguous

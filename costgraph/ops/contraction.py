@@ -12,9 +12,8 @@ from ..algebra.symbols import shown
 from ..dtypes import DType
 from ..errors import ShapeError
 from ..graph.domain import Domain
-from ..graph.facts import Extents, Flag, Limit, Rooms, Shape, is_amount, optional
+from ..graph.facts import Extents, Flag, Limit, Rooms, Shape, is_amount, need, optional
 from ..graph.graph import Graph
-from ..graph.loop import need
 from ..graph.op import Flops, Op, Result, Working
 from ..graph.strides import Sizes
 from ..graph.tensor import Tensor

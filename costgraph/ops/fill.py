@@ -12,9 +12,8 @@ from ..algebra.symbols import shown
 from ..dtypes import dtype as find_dtype
 from ..errors import GraphError, ShapeError
 from ..graph.arguments import need_tensor, positive, sizes_of
-from ..graph.facts import Count, Flag, Index, Length, Room, Start
+from ..graph.facts import Count, Flag, Index, Length, Room, Start, need
 from ..graph.graph import apply
-from ..graph.loop import need
 from ..graph.op import Op, OpKind, Result, itself
 from ..graph.tensor import Tensor
 from ..notation.door import Rule

@@ -7,7 +7,7 @@ from math import prod
 
 from ..algebra.polynomial import ONE, Poly, as_poly
 from ..algebra.symbols import shown
-from ..graph.loop import need
+from ..graph.facts import need
 from ..graph.strides import Sizes
 from ..graph.tensor import Tensor
 from ..notation.pattern import Axes, Pattern

@@ -11,8 +11,7 @@ from ..algebra.polynomial import ONE, ZERO, Poly, total
 from ..algebra.symbols import shown
 from ..errors import ShapeError
 from ..graph.domain import Domain
-from ..graph.facts import Count, Flag, Index, Length, Limit, Room, Shape, Sizes, Start, all_of, is_count, optional
-from ..graph.loop import need
+from ..graph.facts import Count, Flag, Index, Length, Limit, Room, Shape, Sizes, Start, all_of, is_count, need, optional
 from ..graph.op import OpKind, Result
 from ..graph.strides import numel, view
 from ..graph.tensor import Tensor

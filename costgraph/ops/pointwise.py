@@ -18,9 +18,8 @@ from ..dtypes import dtype as find_dtype
 from ..errors import GraphError, ShapeError
 from ..graph.arguments import named, need_flag, need_tensor
 from ..graph.domain import Domain
-from ..graph.facts import Flag, all_of, optional
+from ..graph.facts import Flag, all_of, need, optional
 from ..graph.graph import apply
-from ..graph.loop import need
 from ..graph.op import Flops, Op, OpKind, Result
 from ..graph.strides import Sizes, elementwise, is_integral
 from ..graph.tensor import Tensor

@@ -11,8 +11,7 @@ from ..algebra.polynomial import ONE, ZERO, Poly
 from ..algebra.symbols import shown
 from ..dtypes import dtype as find_dtype
 from ..errors import ShapeError
-from ..graph.facts import Extents, Flag
-from ..graph.loop import need
+from ..graph.facts import Extents, Flag, need
 from ..graph.op import Flops, Op, OpKind, Result
 from ..graph.tensor import Tensor
 from ..notation.door import Rule

@@ -12,9 +12,8 @@ from ..dtypes import dtype as find_dtype
 from ..errors import PatternError, ShapeError
 from ..graph.arguments import named, need_choice, need_tensor
 from ..graph.arguments import sizes as sizes_by_name
-from ..graph.facts import one_of
+from ..graph.facts import need, one_of
 from ..graph.graph import apply, current_graph
-from ..graph.loop import need
 from ..graph.op import OpKind, Result
 from ..graph.tensor import Tensor
 from ..notation.pattern import Affine, Axes, Pattern, PatternText, parse_pattern

@@ -12,9 +12,21 @@ from ..dtypes import DType
 from ..dtypes import dtype as find_dtype
 from ..errors import GraphError
 from ..graph.arguments import amount, named, need_choice, need_list, positive
-from ..graph.facts import Amount, Amounts, Limit, Shape, Size, all_of, is_amount, is_count, is_size, one_of, optional
+from ..graph.facts import (
+    Amount,
+    Amounts,
+    Limit,
+    Shape,
+    Size,
+    all_of,
+    is_amount,
+    is_count,
+    is_size,
+    need,
+    one_of,
+    optional,
+)
 from ..graph.graph import Graph, apply, current_graph, sizes_of
-from ..graph.loop import need
 from ..graph.op import Flops, Op, OpKind, Result, Working
 from ..graph.tensor import Tensor
 from ..notation.door import Rule

@@ -10,8 +10,8 @@ from typing import Annotated
 from ..dtypes import DTYPES
 from ..dtypes import dtype as find_dtype
 from ..errors import GraphError
+from ..graph.facts import need
 from ..graph.graph import apply
-from ..graph.loop import need
 from ..graph.op import Flops, Op, OpKind, Result
 from ..graph.strides import elementwise
 from ..graph.tensor import Tensor
