@@ -12,7 +12,6 @@ from ..graph.graph import Graph, need_graph
 from ..graph.op import Op
 from ..graph.sizes import bindings, known_names
 from ..hardware.tables import Column, Table
-from ..ops.aten import Aten
 from ..transforms.precision.autocast import word
 from .costs import executions, traffic_of
 
@@ -160,8 +159,7 @@ def _amounts(graph: Graph, count: str, dims: Mapping[str, int]) -> dict[tuple[st
 def _class_of(op: Op) -> str:
     if op.phase == "optimizer":
         return "update"
-    target: str | None = op.kind.target if isinstance(op.kind, Aten) else None
-    name = word(op) if target is None else target.partition(".")[0]
+    name = word(op) if op.call is None else op.call.name
     name = name.strip("_").removesuffix("_data").removesuffix("_backward")
     if name in _CLASS_OF:
         return _CLASS_OF[name]

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
-from typing import Any
+from typing import Any, TypeVar
 
 from ..algebra.symbols import shown
 from ..errors import GraphError
+from ..graph.call import Call
 from ..graph.facts import hints
 from ..graph.op import OpKind
 from ..graph.tensor import Tensor
 from ..notation.door import Rule, rule
 from ..ops.index import Gather, Indexed
 
-__all__ = ["of_version_1", "typed"]
+__all__ = ["of_version_1", "of_version_2", "typed"]
+
+R = TypeVar("R", OpKind, Call)
+
+_known: dict[type[OpKind | Call], dict[str, tuple[Rule, bool]]] = {}
 
 
-_known: dict[type[OpKind], dict[str, tuple[Rule, bool]]] = {}
-
-
-def _rules(kind: type[OpKind]) -> dict[str, tuple[Rule, bool]]:
+def _rules(kind: type[OpKind | Call]) -> dict[str, tuple[Rule, bool]]:
     """Return of each field what it asks, and whether it has to be there."""
     if kind not in _known:
         found = hints(kind)
@@ -28,12 +30,12 @@ def _rules(kind: type[OpKind]) -> dict[str, tuple[Rule, bool]]:
     return _known[kind]
 
 
-def typed(kind: type[OpKind], facts: Mapping[str, Any]) -> OpKind:
+def typed(kind: type[R], facts: Mapping[str, Any]) -> R:
     """Return a record, of fields that are of the right types, none missing.
 
     Parameters
     ----------
-    kind : subclass of OpKind
+    kind : subclass of OpKind, or Call
         What the record is of.
     facts : mapping of str to object
         Fields as they stand in a file.
@@ -43,17 +45,17 @@ def typed(kind: type[OpKind], facts: Mapping[str, Any]) -> OpKind:
     GraphError
         If a field is unknown, missing or of another type.
     """
-    known = _rules(kind)
+    known, word = _rules(kind), "call" if kind is Call else kind.name
     odd = next((name for name in facts if name not in known), None)
     if odd is not None:
-        raise GraphError(f"attribute {shown(odd)} of {kind.name!r}, expected none but {', '.join(known)}")
+        raise GraphError(f"attribute {shown(odd)} of {word!r}, expected none but {', '.join(known)}")
     for name, (asked, needed) in known.items():
         if needed and name not in facts:
-            raise GraphError(f"attribute {name!r} of {kind.name!r} is missing, expected {asked.expected}")
+            raise GraphError(f"attribute {name!r} of {word!r} is missing, expected {asked.expected}")
     for name, value in facts.items():
         if not known[name][0].holds(value):
             raise GraphError(
-                f"attribute {name!r} of {kind.name!r} is {shown(value)}, expected {known[name][0].expected}"
+                f"attribute {name!r} of {word!r} is {shown(value)}, expected {known[name][0].expected}"
             )
     return kind(**facts)
 
@@ -72,3 +74,13 @@ def of_version_1(kind: type[OpKind], facts: Mapping[str, Any], operands: Sequenc
     renamed = {k: f"bytes_{v}" for k, v in (("reads", "read"), ("writes", "written")) if f"bytes_{v}" in names}
     needless = "inplace" not in names and facts.get("inplace") is True
     return {renamed.get(k, k): v for k, v in facts.items() if k != "inplace" or not needless}
+
+
+def of_version_2(node: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return an op of a file of version 1 or 2: what a trace saw of an op was said by a kind of its own, `aten`."""
+    attrs = node.get("attrs")
+    if node.get("kind") != "aten" or not isinstance(attrs, Mapping):
+        return node
+    called = {f.name for f in fields(Call)}
+    call = {k: v for k, v in attrs.items() if k in called}
+    return {**node, "kind": "foreign", "attrs": {k: v for k, v in attrs.items() if k not in called}, "call": call}

@@ -17,6 +17,7 @@ from ..algebra.symbols import shorten, shown
 from ..dtypes import dtype as find_dtype
 from ..errors import CostGraphError, FormatError, GraphError
 from ..graph.arguments import need_name, sizes_of
+from ..graph.call import Call
 from ..graph.domain import Domain
 from ..graph.graph import Graph
 from ..graph.loop import Repeat
@@ -27,7 +28,7 @@ from ..notation.pattern import parse_pattern
 from ..ops.keep import Keep
 from ..ops.pointwise import FUNCTIONS, Function
 from ..ops.registry import KINDS
-from .fields import of_version_1, typed
+from .fields import of_version_1, of_version_2, typed
 
 __all__ = ["MALFORMED", "Reader", "kept", "need", "node_id", "texts"]
 
@@ -41,7 +42,7 @@ _PHASES = ("forward", "recompute", "backward", "optimizer")
 _GRAPH = {"directed", "multigraph", "graph", "nodes", "edges"}
 _FACTS = {"name", "dtype", "outputs", "formals"}
 _ROOT = {"schema", "assumptions", "defaults", "loss", "gradients"}
-_OP = {"id", "type", "kind", "operands", "results", "attrs", "scope", "phase"}
+_OP = {"id", "type", "kind", "operands", "results", "attrs", "scope", "phase", "call"}
 _TENSOR = {"id", "type", "role", "shape", "dtype"}
 _BY_ROLE = {
     "param": {"pieces", "grad"}, "input": {"pieces", "grad"}, "formal": {"pieces", "strides", "offset", "domain"},
@@ -244,6 +245,7 @@ class Reader:
 
     def op(self, graph: Graph, node: dict[str, Any], tensors: dict[str, Tensor], where: str) -> None:
         """Add an op; its results are derived, and named as the file has them."""
+        node = node if self.version > 2 else dict(of_version_2(node))
         kind = KINDS.get(self.need(node, "kind", str, where))
         if kind is None:
             raise self.error(f"{where}: op kind {shorten(node['kind'])}, expected one of {', '.join(KINDS)}")
@@ -276,6 +278,10 @@ class Reader:
             if op.body is not None:
                 op.body.owner, op.body.fused = op, kind is not Repeat
             op.kind.flops(op), op.kind.reads(op), op.kind.writes(op)  # what cannot be counted is refused now
+            if "call" in node:
+                call = {k: self.decode(v, graph, where) for k, v in self.need(node, "call", dict, where).items()}
+                op.call = typed(Call, call)
+                op.call.verify(len(operands), len(op.results))
         except FormatError:
             raise
         except CostGraphError as error:

@@ -32,8 +32,8 @@ from .reader import MALFORMED, Reader, kept, need, node_id, texts
 
 __all__ = ["load", "save"]
 
-_SCHEMAS = {"costgraph/graph/1": 1, "costgraph/graph/2": 2}
-_SCHEMA = "costgraph/graph/2"
+_SCHEMAS = {"costgraph/graph/1": 1, "costgraph/graph/2": 2, "costgraph/graph/3": 3}
+_SCHEMA = "costgraph/graph/3"
 _LARGEST = 64 * 2**20
 
 # -- writing -----------------------------------------------------------------------------------------------------
@@ -82,7 +82,8 @@ def _node_data(node: Tensor | Op) -> dict[str, Any]:
             data["pieces"] = node.storage.pieces
         stated = data["role"] == "param" or (data["role"] == "input" and node.requires_grad)
         return data | ({"grad": node.requires_grad} if stated else {})
-    return {
+    call = {} if node.call is None else {"call": {k: _encode(v) for k, v in vars(node.call).items()}}
+    return call | {
         "type": "op",
         "kind": node.kind.name,
         "operands": [t.name for t in node.operands],

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ..algebra.polynomial import ZERO, Poly, Rational
 from ..dtypes import DType
 from ..errors import ShapeError, UnsupportedError
+from .call import Call
 from .copies import Node
 from .facts import Amount, Flag, Limit, limits_of
 from .strides import Sizes
@@ -183,7 +184,7 @@ class Bodied(OpKind):
 class Op(Node):
     """An op node: one kernel, which reads each operand once and writes each result once."""
 
-    __slots__ = ("graph", "kind", "name", "operands", "phase", "results", "scope")
+    __slots__ = ("call", "graph", "kind", "name", "operands", "phase", "results", "scope")
 
     def __init__(
         self, graph: Graph, kind: OpKind, name: str, operands: tuple[Tensor, ...], scope: str, phase: str
@@ -195,6 +196,8 @@ class Op(Node):
         self.results: tuple[Tensor, ...] = ()
         self.scope = scope
         self.phase = phase
+        self.call: Call | None = None
+        """What a trace saw here: made again, in place of what the kind says, where the graph is run as it was."""
 
     @property
     def body(self) -> Graph | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-from ..algebra.polynomial import Poly, poly
+from ..algebra.polynomial import ONE, Poly, poly
 from ..algebra.symbols import shown
 from ..errors import PatternError, ShapeError
 from ..graph.arguments import named, need_choice, need_flag, need_tensor, positive
@@ -20,7 +20,7 @@ from ..ops.layout import reshape, slice_axis
 from ..ops.pooling import Pool
 from .kernels import one_kernel
 
-__all__ = ["conv", "each_axis", "pool"]
+__all__ = ["conv", "convolved", "each_axis", "pool", "pooling"]
 
 #: One number for all axes of a window, or one for each.
 Extents = Annotated[int | Sequence[int], READ]
@@ -126,23 +126,39 @@ def conv(
     place, spans, made = _channel(x, pattern, window, name, sizes)
     many, channels = positive(f"conv {name!r}: groups", groups), x.sizes[place]
     _check_groups(f"conv {name!r}", many, input=channels, output=made)
-    indices, out = _slid(x, spans, stride, padding, dilation)
-    full = _contraction(place, indices)
-    extents = {"g": many, "c": channels / many, "o": made / many, **_extents(x.sizes[:place], out, spans)}
-    causal = isinstance(padding, str) and padding == "causal"
-    kind = Einsum(pattern=full, extents=extents, dtype=x.dtype, causal=causal)
 
-    def product(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-        return apply(kind, [x, w], "conv")[0] + reshape(b, (made, *(1,) * len(spans)))
+    def product(x: Tensor, *params: Tensor) -> Tensor:
+        return convolved(x, *params, stride=stride, padding=padding, dilation=dilation, groups=many)
 
     with module(graph, name):
         weight = graph.param("weight", (made, channels / many, *spans))
         if bias:
             y = one_kernel("conv", product, x, weight, graph.param("bias", (made,)), backward="ops")
         else:
-            y = apply(kind, [x, weight], "conv")[0]
+            y = product(x, weight)
         # behind the positions of x lie those that its padding makes
-        return slice_axis(y, -1, 0, x.sizes[-1], name="seen") if causal else y
+        return slice_axis(y, -1, 0, x.sizes[-1], name="seen") if padding == "causal" else y
+
+
+def convolved(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    stride: Extents = 1,
+    padding: Extents | str = 0,
+    dilation: Extents = 1,
+    groups: Poly = ONE,
+) -> Tensor:
+    """Return the convolution of a tensor with weights of shape (out, in / groups, *window), and what is added to it."""
+    made, share, *window = weight.sizes
+    spans, place = tuple(int(w.constant or 0) for w in window), x.ndim - len(window) - 1
+    indices, out = _slid(x, spans, stride, padding, dilation)
+    extents = {"g": groups, "c": share, "o": made / groups, **_extents(x.sizes[:place], out, spans)}
+    causal = isinstance(padding, str) and padding == "causal"
+    kind = Einsum(pattern=_contraction(place, indices), extents=extents, dtype=x.dtype, causal=causal)
+    (y,) = apply(kind, [x, weight], "conv")
+    return y if bias is None else y + reshape(bias, (made, *(1,) * len(spans)))
 
 
 def _check_groups(place: str, groups: Poly, **channels: Poly) -> None:
@@ -242,8 +258,13 @@ def pool(
     x = graph.adopt(x)
     if x.ndim < len(spans):
         raise ShapeError(f"pool of {x!r} with a window of {len(spans)} axes, expected at least as many")
-    indices, out = _slid(x, spans, spans if stride is None else stride, padding, 1)
+    kind = pooling(x, operation, spans, spans if stride is None else stride, padding)
+    return apply(kind, [x], named(name, f"{operation}_pool"))[0]
+
+
+def pooling(x: Tensor, operation: str, spans: tuple[int, ...], stride: Extents, padding: Extents) -> Pool:
+    """Return the record of a pooling of windows of the last axes."""
+    indices, out = _slid(x, spans, stride, padding, 1)
     kept = tuple(Axes((f"n{i}",)) for i in range(x.ndim - len(spans)))
     pattern = Pattern(((*kept, *indices),), (*kept, *(Axes((f"o{i}",)) for i in range(len(spans)))))
-    kind = Pool(pattern=pattern, extents=_extents(x.sizes[: len(kept)], out, spans), operation=operation)
-    return apply(kind, [x], named(name, f"{operation}_pool"))[0]
+    return Pool(pattern=pattern, extents=_extents(x.sizes[: len(kept)], out, spans), operation=operation)

@@ -18,7 +18,9 @@ from ..ops.reduce import reduce
 from .kernels import one_kernel
 from .softmax import along
 
-__all__ = ["batch_norm", "group_norm", "layer_norm", "over_the_batch", "rms_norm"]
+__all__ = [
+    "batch_norm", "group_norm", "layer_norm", "normalised", "of_running", "of_the_batch", "over_the_batch", "rms_norm",
+]  # fmt: skip
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -52,18 +54,29 @@ def layer_norm(x: Tensor, *, affine: bool = True, bias: bool = True, name: str =
     need_flag("layer_norm", affine=affine, bias=bias)
     graph = current_graph(x.graph)
 
-    def body(x: Tensor, weight: Tensor | None = None, shift: Tensor | None = None) -> Tensor:
-        wide = _wide(x)
-        centred = wide - save(reduce(wide, f"{names} -> {kept}", "mean"))
-        variance = reduce(pointwise("square", centred), f"{names} -> {kept}", "mean")
-        y = centred * save(pointwise("rsqrt", variance + 1e-5))
-        y = y if weight is None else y * weight
-        return cast(y if shift is None else y + shift, x.dtype)
+    def body(x: Tensor, *params: Tensor) -> Tensor:
+        return normalised(x, f"{names} -> {kept}", *params)[0]
 
     with module(graph, name):
         params = [graph.param("weight", x.sizes[-1:])] if affine else []
         params += [graph.param("bias", x.sizes[-1:])] if affine and bias else []
         return one_kernel("norm", body, x, *params)
+
+
+def normalised(
+    x: Tensor, rows: str, weight: Tensor | None = None, shift: Tensor | None = None, *, epsilon: float = 1e-5
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return rows of mean 0 and variance 1, scaled and shifted, with the mean and reciprocal deviation of each.
+
+    `rows` is the pattern that reduces a row to size 1.
+    """
+    wide = _wide(x)
+    mean = save(reduce(wide, rows, "mean"))
+    centred = wide - mean
+    scale = save(pointwise("rsqrt", reduce(pointwise("square", centred), rows, "mean") + epsilon))
+    y = centred * scale
+    y = y if weight is None else y * weight
+    return cast(y if shift is None else y + shift, x.dtype), mean, scale
 
 
 def rms_norm(x: Tensor, *, affine: bool = True, name: str = "rms_norm") -> Tensor:
@@ -150,9 +163,7 @@ def batch_norm(x: Tensor, *, affine: bool = True, statistics: str = "auto", name
     def body(*given: Tensor) -> Tensor:
         # in this order they are its operands
         x, mean, variance, *params = map(current_graph(graph).adopt, given)
-        centred = _wide(x) - _along_channels(mean, x)
-        scale = pointwise("rsqrt", variance + 1e-5)
-        return _affine(centred * _along_channels(scale, x), params, x)
+        return of_running(x, mean, variance, params)
 
     with module(graph, name):
         params = [graph.param(what, x.sizes[1:2]) for what in ("weight", "bias")] if affine else []
@@ -186,20 +197,30 @@ def over_the_batch(x: Tensor, mean: Tensor, variance: Tensor, *params: Tensor, n
         Shape of `x`. Running statistics are written beside the buffers, not into them: a pass that is computed again
         reads them once more.
     """
-    names = [f"a{i}" for i in range(x.ndim)]
-    pattern = f"{' '.join(names)} -> a1"
-
     def body(x: Tensor, mean: Tensor, variance: Tensor, *params: Tensor) -> tuple[Tensor, ...]:
-        wide = _wide(x)
-        average = save(reduce(wide, pattern, "mean"))
-        centred = wide - _along_channels(average, x)
-        spread = reduce(pointwise("square", centred), pattern, "mean")
-        scale = save(pointwise("rsqrt", spread + 1e-5))
-        after = [pointwise("lerp", old, new, 0.1) for old, new in ((mean, average), (variance, spread))]
-        return _affine(centred * _along_channels(scale, x), params, x), *after
+        y, average, spread, _ = of_the_batch(x, params)
+        return y, *(pointwise("lerp", old, new, 0.1) for old, new in ((mean, average), (variance, spread)))
 
     made = fused(name, body, x, mean, variance, *params)
     return made[0] if isinstance(made, tuple) else made
+
+
+def of_the_batch(x: Tensor, params: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return channels of mean 0 and variance 1, scaled and shifted, with mean, variance and reciprocal deviation."""
+    pattern = f"{' '.join(f'a{i}' for i in range(x.ndim))} -> a1"
+    wide = _wide(x)
+    average = save(reduce(wide, pattern, "mean"))
+    centred = wide - _along_channels(average, x)
+    spread = reduce(pointwise("square", centred), pattern, "mean")
+    scale = save(pointwise("rsqrt", spread + 1e-5))
+    return _affine(centred * _along_channels(scale, x), params, x), average, spread, scale
+
+
+def of_running(x: Tensor, mean: Tensor, variance: Tensor, params: Sequence[Tensor]) -> Tensor:
+    """Return channels normalised by given statistics, scaled and shifted."""
+    centred = _wide(x) - _along_channels(mean, x)
+    scale = pointwise("rsqrt", variance + 1e-5)
+    return _affine(centred * _along_channels(scale, x), params, x)
 
 
 def group_norm(x: Tensor, groups: object, *, affine: bool = True, name: str = "group_norm") -> Tensor:

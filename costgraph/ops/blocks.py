@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import reduce as fold
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Annotated, overload
 
 from ..algebra.polynomial import Poly
@@ -13,7 +14,7 @@ from ..algebra.symbols import is_name, shorten
 from ..errors import GraphError, ShapeError
 from ..graph.arguments import amount, need_call
 from ..graph.changes import modify
-from ..graph.facts import all_of, is_count, need
+from ..graph.facts import all_of, is_amount, is_count, need
 from ..graph.graph import Graph, current_graph, sizes_of
 from ..graph.loop import Repeat, need_fit, need_formals
 from ..graph.op import Bodied, Op, Result, Working
@@ -37,6 +38,10 @@ __all__ = ["Carry", "Kernel", "Repeat", "each", "fused", "kernel", "repeat", "sa
 Carry = Tensor | tuple[Tensor, ...]
 
 
+def _are_strides(value: object) -> bool:
+    return value is None or all_of(is_amount)(value)
+
+
 @register
 @dataclass(frozen=True, kw_only=True)
 class Kernel(Working, Bodied):
@@ -50,6 +55,8 @@ class Kernel(Working, Bodied):
     """How its gradients are made: in one kernel, `ops` for an op each, or the name of a rule."""
     statistics: Annotated[str, Rule("auto, or nothing", lambda v: v == "auto")] = ""
     """Whether its statistics are kept where a backward pass reads them: found out there."""
+    strides: Annotated[tuple[tuple[Poly, ...] | None, ...], Rule("strides, or None, of results", all_of(_are_strides))] = ()
+    """How its first results lie in memory where that is not dense in the order of their axes."""
     flops, writes = rules.in_the_body, rules.all_results
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
@@ -61,9 +68,10 @@ class Kernel(Working, Bodied):
             )
         places = {body.formals[i].storage: i for i in self.changed}
         made = []
-        for t in body.outputs:
+        for t, strides in zip_longest(body.outputs, self.strides[: len(body.outputs)]):
             i = places.get(t.storage)
-            into = Result(t.sizes, t.dtype, domain=t.domain)
+            need(strides is None or len(strides) == t.ndim, f"{len(strides or ())} strides of {t!r}")
+            into = Result(t.sizes, t.dtype, strides, domain=t.domain)
             if i is not None:
                 into = replace(into, strides=operands[i].strides, of=i, offset=operands[i].offset)
             made.append(into)

@@ -36,7 +36,7 @@ class Fill(Fresh):
     """A tensor of one number."""
 
     name = "fill"
-    value: Annotated[float, Rule("a number", lambda v: isinstance(v, int | float))]
+    value: Annotated[float | Poly, Rule("a number, or a formula", lambda v: isinstance(v, int | float | Poly))]
 
 
 @register
@@ -101,15 +101,15 @@ class Pad(OpKind):
         need(self.room == left, f"room {shown(str(self.room))}")
 
 
-def fill(shape: Sequence[object], value: float = 0, dtype: object = "fp32", *, name: str = "zeros") -> Tensor:
+def fill(shape: Sequence[object], value: float | Poly = 0, dtype: object = "fp32", *, name: str = "zeros") -> Tensor:
     """Make a tensor of one number: no FLOPs, one write. The graph is the one that is open.
 
     Parameters
     ----------
     shape : sequence of sympy.Expr or int
         Sizes.
-    value : float
-        What every element is.
+    value : float or Poly
+        What every element is: a number, or a formula of sizes.
     dtype : str or DType
         Number format.
     name : str
@@ -135,9 +135,10 @@ def fill(shape: Sequence[object], value: float = 0, dtype: object = "fp32", *, n
     >>> cg.flops(g), cg.bytes_moved(g)
     (0, 4*B*D)
     """
-    if isinstance(value, bool) or not isinstance(value, Real):
+    if isinstance(value, bool) or not isinstance(value, Real | Poly):
         raise GraphError(f"fill: value {value!r}, expected a number")
-    return apply(Fill(sizes=sizes_of(shape, "fill"), dtype=find_dtype(dtype), value=float(value)), [], name)[0]
+    number = value if isinstance(value, Poly) else float(value)
+    return apply(Fill(sizes=sizes_of(shape, "fill"), dtype=find_dtype(dtype), value=number), [], name)[0]
 
 
 def assign(target: Tensor, value: Tensor, *, name: str = "assign") -> Tensor:

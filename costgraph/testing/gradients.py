@@ -21,8 +21,9 @@ __all__: list[str] = []  # its functions are found in MEANINGS and SAMPLES
 
 @meaning(Fill)
 def _fill(at: At[Fill]) -> None:
+    (value,) = at.of((at.kind.value,))
     for index in at.result().index():
-        at.write(at.kind.value, *index)
+        at.write(value, *index)
 
 
 @sample(Fill)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 from itertools import product
 
-from ..ops.aten import Aten
+from ..ops.foreign import Foreign
 from ..ops.index import Gather, Scatter
 from ..ops.stated import Collective, Opaque, Stated
 from .arithmetic import Number, tally
@@ -70,11 +70,11 @@ def _scatter(at: At[Scatter]) -> None:
 # -- stated ------------------------------------------------------------------------------------------------------
 
 
-@meaning(Aten, Opaque)
+@meaning(Foreign, Opaque)
 def _stated(at: At[Stated]) -> None:
     """Take what is stated for true: nothing says what the op does."""
     kind = at.kind
-    full = kind.full if isinstance(kind, Aten) else kind.matmul
+    full = kind.full if isinstance(kind, Foreign) else kind.matmul
     at.tally = tally(*map(at.of, (kind.matmul, full, kind.pointwise, kind.transcendental)))
     shared = {t.storage for t in at.op.operands}
     for i in (i for i, t in enumerate(at.op.results) if t.storage not in shared):

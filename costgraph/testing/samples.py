@@ -12,7 +12,7 @@ from ..graph.graph import apply
 from ..graph.op import OpKind
 from ..graph.tensor import Tensor
 from ..nn.conv import pool
-from ..ops.aten import Aten
+from ..ops.foreign import Foreign
 from ..ops.contraction import Einsum
 from ..ops.index import Arange, Gather, Scatter, arange, gather, scatter
 from ..ops.layout import concat, contiguous_copy, expand, index, rearrange, reshape, slice_axis
@@ -259,14 +259,10 @@ def _opaque(s: Sketch) -> Sequence[Tensor]:
     return [opaque("stated", [x], (size,), workspace=s.one_of([0, 64, 16 * size]), **amounts)]
 
 
-@sample(Aten)
-def _aten(s: Sketch) -> Sequence[Tensor]:
+@sample(Foreign)
+def _foreign(s: Sketch) -> Sequence[Tensor]:
     x, n = s.tensor(), poly(s.size())
-    kind = Aten(
-        target="relu.default",
-        arguments=({"operand": 0},),
-        keywords={},
-        places=(0,),
+    kind = Foreign(
         outputs=(((n,), x.dtype, None, None, ZERO),),
         matmul=n,
         full=2 * n,

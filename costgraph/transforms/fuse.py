@@ -11,7 +11,6 @@ from ..graph.op import Op
 from ..graph.scopes import building
 from ..graph.tensor import Tensor
 from ..notation.pattern import Pattern
-from ..ops.aten import need_declared
 from ..ops.blocks import Kernel
 from ..ops.pointwise import Pointwise
 from ..ops.reduce import Reduce
@@ -55,8 +54,6 @@ def fuse(graph: Graph, /, scope: str | None = None) -> Graph:
     >>> cg.bytes_moved(g), cg.bytes_moved(cg.fuse(g))
     (24*B*D, 8*B*D)
     """
-    if scope is None:
-        need_declared("fuse", graph, "name what is one kernel with scope=")
     groups = _by_scope(graph, scope) if scope is not None else [g for b in _bodies(graph) for g in _chains(b)]
     return _Fuser(groups, scope).run(graph)
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from ..algebra.polynomial import Poly
+from ..graph.call import Call
 from ..graph.domain import Domain
 from ..graph.graph import Graph
 from ..graph.op import Bodied, Op, OpKind
@@ -35,6 +36,8 @@ def bound(value: Any, values: Mapping[str, Poly]) -> Any:
         return value.bind(values)
     if isinstance(value, Domain):
         return value if value.window is None else replace(value, window=value.window.bind(values))
+    if isinstance(value, Call):
+        return replace(value, arguments=bound(value.arguments, values), keywords=bound(value.keywords, values))
     if isinstance(value, tuple):
         return tuple(bound(v, values) for v in value)
     if isinstance(value, dict):
@@ -57,6 +60,9 @@ class Rewriter:
     values : mapping of str to Poly
         Sizes that are put in for symbols on the way.
     """
+
+    replays = True
+    """Whether a call that a trace saw can be made again where its op is copied: tensors are as they were."""
 
     def __init__(self, values: Mapping[str, Poly] | None = None) -> None:
         self.values = dict(values or {})
@@ -101,7 +107,9 @@ class Rewriter:
         kind = bound_record(op.kind, self.values)
         if isinstance(kind, Bodied):
             kind = replace(kind, body=self.body(kind.body, new, suffix))
-        return self.add(op, kind, [self.tensors[t] for t in op.operands], new, op.name + suffix)
+        made = self.add(op, kind, [self.tensors[t] for t in op.operands], new, op.name + suffix)
+        made.call = bound(op.call, self.values) if self.replays else None
+        return made
 
     def add(self, op: Op, kind: OpKind, operands: Sequence[Tensor], new: Graph, name: str | None = None) -> Op:
         """Add an op in the scope and phase of an old one, whose results stand for those of the old one."""

@@ -15,7 +15,6 @@ from ..graph.scopes import building, opened
 from ..graph.strides import contiguous
 from ..graph.tensor import Tensor
 from ..nn.losses import binary_cross_entropy, cross_entropy
-from ..ops.aten import need_declared
 from ..ops.blocks import Repeat, fused, written_slices
 from ..ops.index import arange
 from ..ops.operators import transpose
@@ -98,7 +97,6 @@ def with_loss(graph: Graph, loss: str | Loss | None = None) -> Graph:
         If the graph has neither a scalar output nor a loss.
     """
     need_graph("training_step", graph)
-    need_declared("training_step", graph, "trace with train=True and optimizer=")
     named = graph.loss if loss is None else loss
     scalars = [t for t in graph.outputs if not t.sizes]
     new = Trained().run(graph)

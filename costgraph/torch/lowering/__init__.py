@@ -2,7 +2,6 @@
 
 # imported for their rules, which are found in LOWERINGS
 from . import (  # noqa: F401
-    aten,
     contraction,
     elementwise,
     grouped,

@@ -146,8 +146,8 @@ class Indices:
                 below = self._numbers(next(n for a, n in axes if a.names and a.names[0] not in kept))
             case TopK():
                 below = self._numbers(op.operands[0].sizes[-1])
-            case Fill() as kind if kind.value >= 0:
-                below = kind.value + 1
+            case Fill() as kind if (value := self._numbers.fact(kind.value)) >= 0:
+                below = value + 1
         return _Origin(below=below)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from ...graph.op import Op, OpKind
 from ...graph.tensor import Storage, Tensor
 from ...ops.play import Env, Player, Turn
 from ...ops.stacks import Empty
+from .replay import replay
 from .emitter import Emitter, Numbers
 from .formats import torch_dtype
 from .indices import Indices
@@ -111,12 +113,7 @@ class Walk(Player[Place]):
 
     def step(self, op: Op, env: Env, place: Place) -> None:
         """Emit the calls of an op."""
-        rule = LOWERINGS.get(type(op.kind))
-        if rule is None:
-            raise UnsupportedError(
-                f"lower {op.name!r}: op kind {op.kind.name!r} has no lowering, expected one from "
-                f"costgraph.torch.lowering"
-            )
+        rule = _rule_of(op)
         slices = place.slices
         there = {t: slices[t.storage] for t in op.results if t.storage in slices} | self._slices(op)
         site: Site[OpKind] = Site(op, self.shared, [env[t] for t in op.operands], there)
@@ -180,6 +177,19 @@ class Walk(Player[Place]):
         if not self.emitter.shadow(v).ndim:
             raise ShapeError("slice of a scalar, expected an axis of iterations")
         return self.emitter.call(torch.select, v, 0, i)
+
+
+def _rule_of(op: Op) -> Callable[[Site[Any]], None]:
+    """Return what lowers an op: the call that a trace saw there, which no result was added to, or that of its kind."""
+    call = op.call
+    if call is not None and len(call.places) == len(op.results):
+        return partial(replay, call=call)
+    rule = LOWERINGS.get(type(op.kind))
+    if rule is None:
+        raise UnsupportedError(
+            f"lower {op.name!r}: op kind {op.kind.name!r} has no lowering, expected one from costgraph.torch.lowering"
+        )
+    return rule
 
 
 def _nested(made: Any) -> Any:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from ...algebra.polynomial import ZERO, Poly
+from ...errors import UnsupportedError
 from ...graph.graph import Graph
+from ...graph.op import Op
 from ...graph.scopes import opened
 from ...graph.strides import contiguous
 from ...graph.tensor import Tensor
-from ...ops.aten import Aten, Output
+from ...graph.call import Call as Seen
+from ...ops.foreign import Foreign, Output
 from ...ops.keep import Keep
-from .call import Counts
+from .call import Counts, Spec
 from .recorder import Death, Handle, Made, Source
+from .template import Template, Wanted, template_of
 
 __all__ = ["Builder"]
 
@@ -30,16 +36,19 @@ class Builder:
 
     def __init__(self, graph: Graph, sources: Mapping[int, Source]) -> None:
         self.graph = graph
-        self.tensors: dict[Handle, Tensor] = {}
-        """The tensor that stands for a view now: an op in place makes a new one."""
+        self.tensors: defaultdict[int, dict[Handle, Tensor]] = defaultdict(dict)
+        """The tensors that stand for views of each storage now: an op in place makes new ones."""
         self.first: dict[int, Tensor] = {}
-        """A tensor of each storage."""
+        """A tensor of each storage, as it is now."""
+        self.sources: dict[int, Tensor] = {}
+        """The tensor that each storage is from the start on."""
         self.phase = "forward"
         self._clock = 0
         self._made = 0  # when something was made last
         self._read: dict[int, int] = {}  # when each storage was read last
         self._alive: dict[int, None] = {}
         self._held: list[int] = []
+        self._templates: dict[Any, Template | None] = {}
         for number, source in sources.items():
             self._declare(number, source)
 
@@ -53,10 +62,10 @@ class Builder:
             t = declare(source.name, shape, h.dtype, grad=source.grad)
         else:
             t = self.graph.buffer(source.name, shape, h.dtype, role=source.role)
-        self.first[number] = t
-        self.tensors[_dense(t, number)] = t
+        self.first[number] = self.sources[number] = t
+        self.tensors[number][_dense(t, number)] = t
         if whole:  # however its axes lie in memory: an order of elements that is no matter of costs
-            self.tensors[h] = t
+            self.tensors[number][h] = t
 
     def run(self, events: Sequence[Made | Death]) -> None:
         """Add all events in order."""
@@ -74,12 +83,12 @@ class Builder:
 
     def tensor(self, handle: Handle) -> Tensor:
         """Return the tensor for a view; one that nothing was seen to make is made from its storage."""
-        found = self.tensors.get(handle)
+        found = self.tensors[handle.storage].get(handle)
         if found is None:
             base = self.first[handle.storage]
             arguments = ({"operand": 0}, handle.sizes, handle.strides, handle.offset)
-            call = Made("as_strided.default", (), [], Counts(), False, arguments, {}, "", self.phase)
-            (found,) = self._apply(call, [base], [(handle, 0, 0, None)])
+            call = Made("as_strided.default", (), [], Counts(), False, arguments, {}, "", self.phase, None, None)
+            (found,) = self._foreign(call, [base], [(handle, 0, 0, None)])[1]
         return found
 
     def add(self, call: Made) -> None:
@@ -92,20 +101,55 @@ class Builder:
             self._alive |= dict.fromkeys(made)
         self.phase = call.phase
         operands = [self.tensor(h) for h in call.operands]
-        self._apply(call, operands, call.outputs)
-        self._read |= {h.storage: self._clock for h in call.operands}
+        read = self._apply(call, operands)
+        self._read |= {call.operands[i].storage: self._clock for i in read}
         self._read |= dict.fromkeys(made, self._clock)
 
-    def _apply(
+    def _apply(self, call: Made, operands: list[Tensor]) -> Iterable[int]:
+        """Add the declared ops of a call, or one whose costs are stated; return which operands they read."""
+        template = self._template(call, operands)
+        with opened(levels=tuple(call.scope.split("/")) if call.scope else (), phase=call.phase):
+            if template is None:
+                self._foreign(call, operands, call.outputs)
+                return range(len(operands))
+            op, results = template.add(self.graph, operands, call.name)
+        for i in op.kind.overwrites():
+            self._overwritten(call.operands[operands.index(op.operands[i])].storage)
+        self._stand(call.outputs, results)
+        places = {operands[i]: i for i in reversed(range(len(operands)))}
+        given = tuple(operands.index(t) if t in places else -1 for t in op.operands)
+        if op.results == results and len(results) == len(call.outputs):
+            op.call = _seen(call, given)
+        return template.operands
+
+    def _template(self, call: Made, operands: list[Tensor]) -> Template | None:
+        if call.translation is None or call.call is None or any(b is not None for *_, b in call.outputs):
+            return None
+        offsets = [t.offset for t in operands]
+        wanted = [
+            Wanted(Spec(h.sizes, h.strides, h.dtype), of, h.offset if of is None else h.offset - offsets[of], place)
+            for h, of, place, _ in call.outputs
+        ]
+        key = (
+            call.target,
+            _key((call.arguments, call.keywords)),
+            tuple((t.sizes, t.strides, t.dtype) for t in operands),
+            tuple(wanted),
+        )
+        if key not in self._templates:
+            numbers = {h: i for i, h in enumerate(call.operands)}
+            self._templates[key] = template_of(call.translation, call.call, numbers, operands, wanted)
+        return self._templates[key]
+
+    def _foreign(
         self, call: Made, operands: list[Tensor], outputs: list[tuple[Handle, int | None, int, Poly | None]]
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Op, tuple[Tensor, ...]]:
+        """Add an op whose shapes, layouts and costs are stated."""
         c = call.counts
+        if c is None:
+            raise UnsupportedError(f"{call.scope}: aten::{call.target}: neither declared kinds nor a rule say what it costs")
         nothing = (ZERO,) * len(operands) if not call.moves else None
-        kind = Aten(
-            target=call.target,
-            arguments=call.arguments,
-            keywords=call.keywords,
-            places=tuple(place for _, _, place, _ in outputs),
+        kind = Foreign(
             outputs=tuple(_stated(*row) for row in outputs),
             matmul=c.matmul,
             full=c.full,
@@ -115,15 +159,26 @@ class Builder:
             bytes_written=(ZERO,) * len(outputs) if not call.moves else None if c.writes is None else tuple(c.writes),
             workspace=c.workspace,
         )
-        with opened(levels=tuple(call.scope.split("/")) if call.scope else (), phase=call.phase):
-            op = self.graph.add_op(kind, operands, call.target.partition(".")[0] or "op")
-        for (handle, of, _, bytes_), t in zip(outputs, op.results, strict=True):
+        op = self.graph.add_op(kind, operands, call.name, self.phase)
+        op.call = Seen(call.target, call.arguments, call.keywords, tuple(place for _, _, place, _ in outputs))
+        self._stand(outputs, op.results)
+        return op, op.results
+
+    def _stand(
+        self, outputs: Sequence[tuple[Handle, int | None, int, Poly | None]], results: Sequence[Tensor]
+    ) -> None:
+        """Note which tensors stand for what a call made."""
+        for (handle, of, _, bytes_), t in zip(outputs, results, strict=True):
             if bytes_ is None:
-                self.tensors[handle] = t
-            if of is None:
+                self.tensors[handle.storage][handle] = t
+            if of is None or handle.storage not in self.first:
                 self.first[handle.storage] = t
-                self.tensors[_dense(t, handle.storage)] = t
-        return op.results
+                self.tensors[handle.storage][_dense(t, handle.storage)] = t
+
+    def _overwritten(self, storage: int) -> None:
+        """Forget the tensors of a storage: what is read of it from now on is made of what was written last."""
+        self.first.pop(storage, None)
+        self.tensors.pop(storage, None)
 
     # -- lifetimes -----------------------------------------------------------------------------------------------
 
@@ -143,6 +198,29 @@ class Builder:
 
 def _dense(t: Tensor, number: int) -> Handle:
     return Handle(t.sizes, t.strides if t.producer is not None else contiguous(t.sizes), t.dtype, number, t.offset)
+
+
+def _key(value: Any) -> Any:
+    """Return arguments as something that can be looked up."""
+    if isinstance(value, Mapping):
+        return tuple((k, _key(v)) for k, v in value.items())
+    return tuple(map(_key, value)) if isinstance(value, tuple) else (type(value), value)
+
+
+def _seen(call: Made, given: Sequence[int]) -> Seen | None:
+    """Return the call with the operands that an op has, None where it has not all of them."""
+    numbers = {place: i for i, place in reversed(list(enumerate(given)))}
+
+    def numbered(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {k: numbers[v] if k == "operand" else numbered(v) for k, v in value.items()}
+        return tuple(map(numbered, value)) if isinstance(value, tuple) else value
+
+    try:
+        arguments, keywords = numbered(call.arguments), numbered(call.keywords)
+    except KeyError:
+        return None
+    return Seen(call.target, arguments, keywords, tuple(place for _, _, place, _ in call.outputs))
 
 
 def _stated(handle: Handle, of: int | None, place: int, bytes_: Poly | None) -> Output:

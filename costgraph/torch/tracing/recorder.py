@@ -23,6 +23,7 @@ from .rules import counts_of
 from .scopes import Scopes
 from .shapes import caller
 from .stand_ins import STAND_INS
+from .translations import Translation, translation_of
 from .values import Values, format_of
 
 __all__ = ["Death", "Handle", "Made", "Recorder", "Source"]
@@ -67,13 +68,23 @@ class Made:
     outputs: list[tuple[Handle, int | None, int, Poly | None]]
     """results: the operand whose storage each shares, the place among what the call returned (-1: that operand
     itself), and the bytes of the storage where they are not those of the tensor"""
-    counts: Counts
+    counts: Counts | None
+    """what its rule says, None where a translation says all"""
     moves: bool
     """False for a view, which touches no memory"""
     arguments: tuple[Any, ...]
     keywords: dict[str, Any]
     scope: str
     phase: str
+    call: Call | None
+    """the same, by the names of the schema"""
+    translation: Translation | None
+    """what makes declared ops of it"""
+
+    @property
+    def name(self) -> str:
+        """Name of the op without its overload."""
+        return self.target.partition(".")[0] or "op"
 
 
 @dataclass
@@ -245,8 +256,9 @@ class Recorder(TorchDispatchMode):
         if not outputs or (not moves and all(h in operands for h, *_ in outputs)):
             return  # it reads a number, or returns a tensor as it was
         counts = Counts()
+        call = _call(func, args, kwargs, results)
+        translation = translation_of(call.name, call.overload, func.tags)
         if moves and func is not aten.lift_fresh.default:
-            call = _call(func, args, kwargs, results)
             counts = self._counts(call, func)
             reads, writes = _matched(call, counts, operands, [h for h, *_ in outputs])
             counts = replace(counts, reads=reads, writes=writes)
@@ -255,7 +267,7 @@ class Recorder(TorchDispatchMode):
         name = schema.name.removeprefix("aten::").replace("::", ".")
         positional, named = _encoded(args, operands), {k: _encoded(v, operands) for k, v in kwargs.items()}
         target = f"{name}.{func._overloadname}"
-        self.events.append(Made(target, tuple(operands), outputs, counts, moves, positional, named, scope, phase))
+        self.events.append(Made(target, tuple(operands), outputs, counts, moves, positional, named, scope, phase, call, translation))
 
     def _outputs(
         self, out: Any, operands: dict[Handle, int]

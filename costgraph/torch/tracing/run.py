@@ -106,7 +106,7 @@ class Run:
         builder = Builder(graph, self.recorder.sources)
         builder.run(self.recorder.events)
         graph.output(*(builder.tensor(h) for h in self.outputs if h.numel))
-        graph.gradients.update({builder.first[p.storage]: builder.tensor(g) for p, g in self.gradients.items()})
+        graph.gradients.update({builder.sources[p.storage]: builder.tensor(g) for p, g in self.gradients.items()})
         builder.finish()
         graph.freeze()
 

@@ -18,7 +18,7 @@ from ...errors import UnsupportedError
 from ...graph.graph import Graph
 from ...graph.sizes import bindings, known_names
 from ...hardware.specs import Hardware, load_hardware
-from ...ops.aten import Aten
+from ...ops.foreign import Foreign
 from ...ops.blocks import Kernel
 from ...ops.contraction import Einsum
 from ..calibrating import calibrate
@@ -205,7 +205,7 @@ def _uncounted(graph: Graph, sizes: Mapping[str, int]) -> int:
 
 def _in_attention(graph: Graph) -> Iterator[Poly]:
     for op, times, _ in executions(graph):
-        if isinstance(op.kind, Aten) and _UNCOUNTED in op.name:
+        if isinstance(op.kind, Foreign) and _UNCOUNTED in op.name:
             yield op.kind.flops(op).full * times
         elif isinstance(op.kind, Kernel) and op.body is not None:
             products = [inner for inner in op.body.ops if isinstance(inner.kind, Einsum)]

@@ -9,7 +9,6 @@ from ...graph.graph import Graph, need_graph
 from ...graph.op import Op
 from ...graph.scopes import opened
 from ...graph.tensor import Tensor
-from ...ops.aten import need_declared
 from ...ops.fill import fill
 from ..checkpoint import Checkpoint
 from ..rewrite import Rewriter
@@ -59,7 +58,6 @@ def backward(graph: Graph, /, *, checkpoint: Checkpoint | None = None) -> Graph:
     2*B*D*F + 4*B*F*K
     """
     need_graph("backward", graph)
-    need_declared("backward", graph, "trace with train=True")
     if checkpoint is not None and not isinstance(checkpoint, Checkpoint):
         raise GraphError(f"backward: checkpoint {checkpoint!r}, expected a policy such as costgraph.every_block()")
     policy = Checkpoint() if checkpoint is None else checkpoint

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from ...errors import GraphError
 from ...graph.op import Op
 from ...graph.tensor import Tensor
-from ...ops.aten import Aten
+from ...ops.foreign import Foreign
 from ...ops.keep import Keep
 from .lists import Lists
 from .match import Match, Plan, as_stored
@@ -62,9 +62,9 @@ class Around:
     def _add(self, op: Op, i: int) -> None:
         """Note what an op outside reads."""
         complete = self._complete(op.operands)
-        if isinstance(op.kind, Keep) or (isinstance(op.kind, Aten) and complete):
+        if isinstance(op.kind, Keep) or (isinstance(op.kind, Foreign) and complete):
             self.reads[op] = tuple(self._several(op.operands, i, repr(op.name)))
-            if isinstance(op.kind, Aten):
+            if isinstance(op.kind, Foreign):
                 self._list(op, [f if f in complete else None for f in map(self.family, op.operands)])
         else:
             self.reads[op] = tuple(self.one(t, i, repr(op.name)) for t in op.operands)

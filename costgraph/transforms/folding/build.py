@@ -140,8 +140,9 @@ class Folder(Rewriter):
         operands = [self.outer(v) for v in values]
         numbers = {t: i for i, t in enumerate(dict.fromkeys(operands))}
         places = [numbers[t] for t in operands]
-        made = new.add_op(lists.record(self.count, places), tuple(numbers), op.name, op.phase)
-        made.scope = op.scope
+        record, call = lists.record(self.count, places)
+        made = new.add_op(record, tuple(numbers), op.name, op.phase)
+        made.scope, made.call = op.scope, call
         left = dict.fromkeys(self.around.listed.get(t, t) for t in op.results)
         for t, result in zip(left, made.results, strict=True):
             if isinstance(t, Listed):
@@ -156,6 +157,7 @@ class Folder(Rewriter):
             kind = replace(kind, body=self.body(kind.body, new, ""))
         made = self.add(op, kind, operands, new, name)
         made.scope = self.match.labels.plain(op.scope)
+        made.call = op.call if len(operands) == len(op.operands) else None
         for t, copy in zip(op.results, made.results, strict=True):
             if layout(t) != layout(copy):
                 raise GraphError(

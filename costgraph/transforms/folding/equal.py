@@ -10,7 +10,6 @@ from ...errors import CostGraphError
 from ...graph.graph import Graph
 from ...graph.op import Op
 from ...graph.tensor import Tensor
-from ...ops.aten import Aten
 
 __all__ = ["Differs", "difference", "layout"]
 
@@ -52,8 +51,8 @@ def difference(a: Op, b: Op, names: tuple[Names, Names]) -> str | None:
         "scope": (names[0](a.scope), names[1](b.scope)),
         "operands": (len(a.operands), len(b.operands)),
     }
-    if isinstance(a.kind, Aten) and isinstance(b.kind, Aten):
-        facts["target"] = a.kind.target, b.kind.target
+    if a.call is not None and b.call is not None:
+        facts["target"] = a.call.target, b.call.target
     for name, (mine, other) in facts.items():
         if mine != other:
             return f"{b.name!r} has {name} {other!r}, {a.name!r} has {mine!r}"
@@ -64,6 +63,8 @@ def difference(a: Op, b: Op, names: tuple[Names, Names]) -> str | None:
         other = stated[name]
         if name != "body" and mine != other:
             return f"{b.name!r} has {name} {shown(other, 120)}, {a.name!r} has {shown(mine, 120)}"
+    if a.call != b.call:
+        return f"{b.name!r} has call {shown(b.call, 120)}, {a.name!r} has {shown(a.call, 120)}"
     if a.body is not None and b.body is not None:
         return _bodies(a.body, b.body, names)
     return None

@@ -8,10 +8,11 @@ from typing import Any
 
 from ...algebra.polynomial import ONE, ZERO, Poly, total
 from ...errors import UnsupportedError
+from ...graph.call import Call
 from ...graph.op import Op
 from ...graph.strides import contiguous
 from ...graph.tensor import Tensor
-from ...ops.aten import Aten, Output
+from ...ops.foreign import Foreign, Output
 from .values import Family
 
 __all__ = ["Lists"]
@@ -22,7 +23,7 @@ _LISTED = ("_foreach_", "_fused_")
 
 @dataclass(frozen=True)
 class Lists:
-    """An op of kind aten that takes lists, and which places of them become one.
+    """A call that takes lists, and which places of them become one.
 
     Parameters
     ----------
@@ -44,7 +45,7 @@ class Lists:
     blocks: int
 
     def __post_init__(self) -> None:
-        if not self.kind.target.startswith(_LISTED):
+        if not self.call.target.startswith(_LISTED):
             raise self._unsupported("is no op on lists")
         if len({len(row) for row in self.lists}) != 1:
             raise self._unsupported(f"has lists of {sorted({len(row) for row in self.lists})} tensors")
@@ -56,20 +57,26 @@ class Lists:
 
     def _unsupported(self, what: str) -> UnsupportedError:
         return UnsupportedError(
-            f"fold: {self.op.name!r} ({self.kind.target}) reads something of every block and {what}, expected "
+            f"fold: {self.op.name!r} ({self.call.target}) reads something of every block and {what}, expected "
             f"an op that takes lists place by place"
         )
 
     @property
-    def kind(self) -> Aten:
+    def kind(self) -> Foreign:
         """The record of the op as it is."""
-        assert isinstance(self.op.kind, Aten)
+        assert isinstance(self.op.kind, Foreign)
         return self.op.kind
+
+    @property
+    def call(self) -> Call:
+        """What was called."""
+        assert self.op.call is not None
+        return self.op.call
 
     @property
     def lists(self) -> list[tuple[int, ...]]:
         """Operands in each argument that is a list of tensors."""
-        values = (*self.kind.arguments, *self.kind.keywords.values())
+        values = (*self.call.arguments, *self.call.keywords.values())
         return [tuple(v["operand"] for v in value) for value in values if _is_list(value)]
 
     @property
@@ -91,7 +98,7 @@ class Lists:
         """Results that are made for each place."""
         places = {operand: place for row in self.lists for place, operand in enumerate(row)}
         out: dict[int, list[int]] = {}
-        for i, (place, (*_, of, _)) in enumerate(zip(self.kind.places, self.kind.outputs, strict=True)):
+        for i, (place, (*_, of, _)) in enumerate(zip(self.call.places, self.kind.outputs, strict=True)):
             out.setdefault(place if of is None else places.get(of, -1), []).append(i)
         return out
 
@@ -107,8 +114,8 @@ class Lists:
 
     # -- the op with fewer places --------------------------------------------------------------------------------
 
-    def record(self, count: Poly, operands: Sequence[int]) -> Aten:
-        """Return the record of the op in which one place stands for those of all blocks.
+    def record(self, count: Poly, operands: Sequence[int]) -> tuple[Foreign, Call]:
+        """Return record and call of the op in which one place stands for those of all blocks.
 
         Parameters
         ----------
@@ -117,7 +124,7 @@ class Lists:
         operands : sequence of int
             For each operand its number among those that are left.
         """
-        old, groups, results = self.kind, self.groups, self.results
+        old, call, groups, results = self.kind, self.call, self.groups, self.results
         left = sorted((i, len(g) > 1) for g in groups for i in results[g[0]])
         times = [count if len(g) > 1 else ONE for g in groups]
         lead = [self.op.operands[i].numel for i in self.lists[0]]
@@ -128,11 +135,14 @@ class Lists:
         def scaled(kind: str, amount: Poly) -> Poly:
             return self._scaled(kind, amount, total(lead), after)
 
-        return replace(
+        called = replace(
+            call,
+            arguments=tuple(self._merged(v, operands) for v in call.arguments),
+            keywords={k: self._merged(v, operands) for k, v in call.keywords.items()},
+            places=tuple(i if call.places[row] >= 0 else -1 for i, (row, _) in enumerate(left)),
+        )
+        record = replace(
             old,
-            arguments=tuple(self._merged(v, operands) for v in old.arguments),
-            keywords={k: self._merged(v, operands) for k, v in old.keywords.items()},
-            places=tuple(i if old.places[row] >= 0 else -1 for i, (row, _) in enumerate(left)),
             pieces=tuple(int(several) for _, several in left),
             outputs=tuple(self._output(row, count if several else None, operands) for row, several in left),
             bytes_written=None if old.bytes_written is None else self._written(old.bytes_written, count),
@@ -142,6 +152,7 @@ class Lists:
             transcendental=scaled("transcendental", old.transcendental),
             workspace=scaled("workspace", old.workspace),
         )
+        return record, called
 
     def _written(self, amounts: Sequence[Poly], count: Poly) -> tuple[Poly, ...]:
         """Return what is written of each result: of one for all blocks, as much as of each times their number."""

@@ -10,7 +10,7 @@ from ...errors import GraphError, ShapeError, UnsupportedError
 from ...graph.arguments import need_choice, positive
 from ...graph.graph import Graph, need_graph
 from ...graph.sizes import known_names
-from ...ops.aten import need_declared
+from ...ops.foreign import need_declared
 from .needed import head_of, needed_ops
 from .replay import Replayer, positions_of
 from .resize import Lengths

@@ -8,7 +8,7 @@ from ...algebra.symbols import shown
 from ...dtypes import DTYPES
 from ...errors import GraphError
 from ...graph.graph import Graph, need_graph
-from ...ops.aten import need_declared
+from ...ops.foreign import need_declared
 from ...ops.blocks import Kernel
 from ...ops.stated import Opaque
 from .autocast import WORDS, word
@@ -60,7 +60,7 @@ def apply_precision(graph: Graph, policy: object, *, autocast_device: str | None
     """
     need_graph("apply_precision", graph)
     if policy is not None:
-        need_declared("apply_precision", graph, "trace the module in these formats")
+        need_declared("apply_precision", graph, "trace the module in these formats", floats=True)
     found = find_policy(policy, autocast_device=autocast_device)
     if graph.gradients or any(op.phase != "forward" for op in graph.walk()):
         raise GraphError(f"apply_precision: graph {graph.name!r} has more than a forward pass, expected that alone")

@@ -22,7 +22,7 @@ from ...graph.op import Bodied, Op
 from ...graph.scopes import building
 from ...graph.tensor import Storage, Tensor
 from ...notation.pattern import Axes, Pattern
-from ...ops.aten import need_declared
+from ...ops.foreign import need_declared
 from ...ops.blocks import Kernel, kernel
 from ...ops.cached import Append, Cache
 from ...ops.contraction import Einsum
@@ -118,7 +118,7 @@ def quantize(
     [('linear/quantize', 0), ('linear/matmul', 2*B*D*F)]
     """
     need_graph("quantize", graph)
-    need_declared("quantize", graph, "trace the quantized module")
+    need_declared("quantize", graph, "trace the quantized module", floats=True)
     need_flag("quantize", zero=zero, embeddings=embeddings)
     formats = Narrow(
         weights_format(weights, group, scale, zero=zero), activations_format(weights, activations), cache_format(cache)

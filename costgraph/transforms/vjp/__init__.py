@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from ...graph.op import OpKind
-from ...ops.aten import Aten
+from ...ops.foreign import Foreign
 from ...ops.cached import Append
 from ...ops.grouped import Dispatch
 from ...ops.keep import StopGradient
@@ -21,7 +21,7 @@ __all__ = [
 NOT_DIFFERENTIABLE: Mapping[type[OpKind], str] = MappingProxyType(
     {
         Unpool: "a gradient already: of gradients of gradients of windows nothing is stated",
-        Aten: "a call that was recorded: torch runs its backward pass, which a trace can record as well",
+        Foreign: "a call that was recorded: torch runs its backward pass, which a trace can record as well",
         FusedUpdate: "part of an optimizer step",
         Dispatch: "makes integers alone",
         StopGradient: "lets no gradient pass: nothing asks for its rule",

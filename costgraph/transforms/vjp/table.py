@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 from ...errors import UnsupportedError
 from ...graph.op import Op, OpKind
 from ...graph.tensor import Tensor
+from ...ops.foreign import Foreign, refusal
 from ...ops.registry import adding
 
 __all__ = ["RULES", "Pull", "Rule", "rule_of", "vjp"]
@@ -75,6 +76,8 @@ def rule_of(op: Op) -> Rule[Any]:
     UnsupportedError
         If it has none.
     """
+    if isinstance(op.kind, Foreign):
+        raise refusal("backward", op, "trace with train=True")
     if type(op.kind) not in _rules:
         raise UnsupportedError(
             f"backward of {op.name!r}: op kind {op.kind.name!r} has no vector-Jacobian rule, expected one from "

@@ -17,7 +17,7 @@ from ..call import Call, Counts
 from .amounts import each, is_number
 from .table import Rule, rule
 
-__all__ = ["gelu_steps"]
+__all__ = ["gelu_steps", "power_steps", "steps_of"]
 
 #: The library's functions that aten has under the same name.
 _SAME = (
@@ -94,6 +94,15 @@ for _name in _TRANSCENDENTAL:
     rule(_name)(_of("exp"))
 
 
+def steps_of(name: str) -> tuple[str | Function, ...]:
+    """Return the functions that an elementwise op applies one after another: one that no table names counts 1."""
+    if name in _SAME:
+        return (name,)
+    if name in _TRANSCENDENTAL:
+        return (Function(name.strip("_"), 1, 0, 1),)
+    return _COMPOSED.get(name, (Function(name.strip("_"), 1, 1),))
+
+
 @rule("add")
 def add(call: Call) -> Counts:
     """Count 1, and 2 where the second operand is scaled."""
@@ -164,11 +173,12 @@ _POWERS: dict[float, tuple[str, ...]] = {
 @rule("pow")
 def power(call: Call) -> Counts:
     """Count what is done for this exponent: a square is one product."""
-    exponent = call["exponent"]
-    for number, steps in _POWERS.items():
-        if is_number(exponent, number):
-            return each(call.out.numel, *steps)
-    return each(call.out.numel, "pow")
+    return each(call.out.numel, *power_steps(call["exponent"]))
+
+
+def power_steps(exponent: object) -> tuple[str, ...]:
+    """Return the functions that a power with this exponent is."""
+    return next((steps for number, steps in _POWERS.items() if is_number(exponent, number)), ("pow",))
 
 
 @rule("glu_backward")

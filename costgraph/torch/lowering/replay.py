@@ -9,28 +9,27 @@ import torch
 
 from ...dtypes import DType
 from ...errors import UnsupportedError
+from ...graph.call import Call
 from ...graph.op import OpKind
-from ...ops.aten import Aten
 from .formats import torch_dtype
 from .functions import leaf
 from .site import Site
-from .table import lowering
 
-__all__: list[str] = []  # its lowerings are found in LOWERINGS
+__all__ = ["replay"]
 
 #: What a graph from a file may not call: it would read another file.
 _REFUSED = ("from_file",)
 
 
-@lowering(Aten)
-def _aten(site: Site[Aten]) -> None:
-    kind = site.kind
-    arguments = [_argument(site, v) for v in kind.arguments]
-    keywords = {k: _argument(site, v) for k, v in kind.keywords.items()}
-    made = site.call(_overload(site), *arguments, **keywords)
+def replay(site: Site[OpKind], call: Call) -> None:
+    """Make the call that a trace saw where an op stands."""
+    arguments = [_argument(site, v) for v in call.arguments]
+    keywords = {k: _argument(site, v) for k, v in call.keywords.items()}
+    made = site.call(_overload(site, call.target), *arguments, **keywords)
     single = isinstance(site.shadow(made), torch.Tensor)
-    for i, (place, stated) in enumerate(zip(kind.places, kind.outputs, strict=True)):
-        of = stated[3]
+    stored = [t.storage for t in site.op.operands]
+    for i, (place, t) in enumerate(zip(call.places, site.op.results, strict=True)):
+        of = stored.index(t.storage) if t.storage in stored else None
         if place < 0:  # an operand that was written into
             assert of is not None
             site.alias(site.operands[of], i)
@@ -42,9 +41,8 @@ def _aten(site: Site[Aten]) -> None:
             site.alias(node, i)
 
 
-def _overload(site: Site[Aten]) -> Callable[..., Any]:
+def _overload(site: Site[OpKind], target: str) -> Callable[..., Any]:
     """Return torch's op by its name, with another namespace than aten before it where it has one."""
-    target = site.kind.target
     *space, name, overload = target.split(".")
     packet = getattr(getattr(torch.ops, space[0] if space else "aten"), name, None)
     found: Callable[..., Any] | None = getattr(packet, overload or "default", None)

@@ -1,10 +1,10 @@
-"""Calls of torch's own ops, as a trace of a run records them: shapes, layouts and costs are stated for each call."""
+"""What no declared kinds say: shapes, layouts and costs are stated, for one call and as it was."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from ..algebra.polynomial import ZERO, Poly
 from ..dtypes import DType
@@ -20,7 +20,7 @@ from .stated import MatmulFlops, Stated
 if TYPE_CHECKING:
     from ..algebra.dominance import Relations
 
-__all__ = ["Aten", "Output", "need_declared"]
+__all__ = ["Foreign", "Output", "need_declared", "refusal"]
 
 #: Shape, number format, strides or None, the operand whose storage it shares or None, and its offset there.
 Output = tuple[Shape, DType, tuple[Poly, ...] | None, int | None, Poly]
@@ -34,51 +34,12 @@ def _is_output(value: object) -> bool:
     return fits and (strides is None or (all_of(is_amount)(strides) and len(strides) == len(sizes)))
 
 
-def _is_argument(value: object) -> bool:
-    """Whether it is what an op of torch can be called with: a number, a text, a tensor by its place, or a list."""
-    if isinstance(value, dict):
-        shapes: dict[str, Callable[[object], bool]] = {
-            "operand": is_count,
-            "torch": lambda v: isinstance(v, str),
-            "empty": all_of(lambda v: isinstance(v, Poly)),
-            "dtype": lambda v: isinstance(v, DType),
-        }
-        return value.keys() in ({"operand"}, {"torch"}, {"empty", "dtype"}) and all(
-            shapes[k](v) for k, v in value.items()
-        )
-    if isinstance(value, tuple):
-        return all(map(_is_argument, value))
-    return value is None or isinstance(value, bool | int | float | str | Poly | DType)
-
-
-def _places_in(value: Any) -> Iterator[int]:
-    """Yield the places of operands among arguments."""
-    if isinstance(value, Mapping):
-        if "operand" in value:
-            yield value["operand"]
-    elif isinstance(value, tuple):
-        for v in value:
-            yield from _places_in(v)
-
-
 @register
 @dataclass(frozen=True, kw_only=True)
-class Aten(Stated):
-    """One call of an op of torch. FLOPs and bytes come from the rule for that op."""
+class Foreign(Stated):
+    """An op of another library that no kind of this one says: FLOPs and bytes come from the rule for that op."""
 
-    name = "aten"
-    target: Annotated[
-        str, Rule("the name of an op of torch with its overload", lambda v: isinstance(v, str) and "." in v)
-    ]
-    """The op, as `torch.ops.aten` names it."""
-    arguments: Annotated[tuple[Any, ...], Rule("a tuple of arguments", all_of(_is_argument))]
-    """What it was called with, `{"operand": i}` standing for tensors."""
-    keywords: Annotated[
-        Mapping[str, Any],
-        Rule("arguments by name", lambda v: isinstance(v, dict) and all(map(_is_argument, v.values()))),
-    ]
-    places: Annotated[tuple[int, ...], Rule("a tuple of integers of at least -1", all_of(lambda v: is_count(v, -1)))]
-    """Where each result stands in what it returns."""
+    name = "foreign"
     outputs: Annotated[tuple[Output, ...], Rule("a tuple of shapes with formats and layouts", all_of(_is_output))]
     full: MatmulFlops = ZERO
     """FLOPs of contractions with every mask ignored."""
@@ -88,7 +49,6 @@ class Aten(Stated):
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
         """Return what is stated."""
         outputs, pieces = self.outputs, self.pieces or (0,) * len(self.outputs)
-        need(len(self.places) == len(outputs), f"{len(self.places)} places of {len(outputs)} results")
         need(len(pieces) == len(outputs), f"{len(pieces)} pieces of {len(outputs)} results")
         for own, (sizes, _, _, of, _) in zip(pieces, outputs, strict=True):
             need(own <= len(sizes), f"{own} pieces of {len(sizes)} axes")
@@ -103,13 +63,20 @@ class Aten(Stated):
         return replace(Stated.flops(self, op), full=self.full)
 
     def verify(self, operands: Sequence[Tensor], known: Iterable[Relations]) -> None:
-        """Hold amounts and arguments against the operands."""
+        """Hold amounts against the tensors."""
         self.need_amounts(len(operands), len(self.outputs))
-        for i in _places_in((*self.arguments, *self.keywords.values())):
-            need(i < len(operands), f"argument {i} of {len(operands)} operands")
 
 
-def need_declared(place: str, graph: Graph, instead: str) -> None:
+def refusal(place: str, op: Op, instead: str) -> UnsupportedError:
+    """Return the error of a transform that would have to look inside an op whose costs are stated."""
+    what = op.name if op.call is None else op.call.target
+    return UnsupportedError(
+        f"{place}: {op.name!r} of graph {op.graph.root.name!r} is a recorded call of {what}, expected declared ops; "
+        f"{instead}"
+    )
+
+
+def need_declared(place: str, graph: Graph, instead: str, *, floats: bool = False) -> None:
     """Refuse recorded calls: what they state holds for the call as it was, so a transform that looks inside cannot.
 
     Parameters
@@ -120,6 +87,8 @@ def need_declared(place: str, graph: Graph, instead: str) -> None:
         What it is asked of, bodies included.
     instead : str
         What to do with a traced module.
+    floats : bool
+        Whether calls that read and write nothing but integers and bools may stay: formats and weights are asked for.
 
     Raises
     ------
@@ -127,8 +96,6 @@ def need_declared(place: str, graph: Graph, instead: str) -> None:
         If there is a recorded call: the text names it.
     """
     for op in graph.walk():
-        if isinstance(op.kind, Aten):
-            raise UnsupportedError(
-                f"{place}: {op.name!r} of graph {graph.name!r} is a recorded call of {op.kind.target}, expected "
-                f"declared ops; {instead}"
-            )
+        touched = (*op.operands, *op.results)
+        if isinstance(op.kind, Foreign) and (not floats or any(t.dtype.kind == "float" for t in touched)):
+            raise refusal(place, op, instead)

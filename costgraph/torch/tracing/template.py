@@ -1,0 +1,192 @@
+"""What a call is in declared kinds: found once for each call of its sort, and put into the graph for each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ...algebra.polynomial import ONE, Poly
+from ...errors import CostGraphError
+from ...graph.graph import Graph
+from ...graph.op import Bodied, Op, Result
+from ...graph.scopes import opened
+from ...graph.strides import Sizes, contiguous
+from ...graph.tensor import Tensor
+from ...ops.blocks import Kernel
+from ...ops.contraction import Einsum
+from ...transforms.rewrite import Rewriter
+from .call import Call, Spec
+from .translations import Translation
+
+__all__ = ["Template", "Wanted", "template_of"]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the run made of a result."""
+
+    spec: Spec
+    of: int | None
+    """operand whose storage it shares"""
+    offset: Poly
+    """first element within the storage"""
+    place: int
+    """among what the call returned, -1 of an operand that it wrote into and did not return"""
+
+
+@dataclass(frozen=True)
+class Template:
+    """Declared ops that stand for a call."""
+
+    body: Graph
+    """the ops, on tensors that stand for operands"""
+    operands: tuple[int, ...]
+    """which operands of the call its inputs stand for"""
+    results: tuple[Tensor, ...]
+    """what stands for each result that is wanted"""
+    kernel: Kernel | None
+    """record of the kernel that they are, None where each op is one of its own"""
+
+    def add(self, graph: Graph, operands: Sequence[Tensor], name: str) -> tuple[Op, tuple[Tensor, ...]]:
+        """Add the ops to a graph; returns the last one, and the results."""
+        again = Rewriter()
+        given = [operands[i] for i in self.operands]
+        again.tensors |= zip(self.body.formals, given, strict=True)
+        if self.kernel is not None:
+            op = _added(graph, replace(self.kernel, body=again.body(self.body, graph, "")), given, name)
+            return op, op.results
+        for inner in self.body.ops:
+            kind = inner.kind
+            if isinstance(kind, Bodied):
+                kind = replace(kind, body=again.body(kind.body, graph, ""))
+            op = _added(graph, kind, [again.tensors[t] for t in inner.operands], name)
+            again.tensors |= zip(inner.results, op.results, strict=True)
+        return op, tuple(again.tensors[t] for t in self.results)
+
+
+def _added(graph: Graph, kind: Any, operands: Sequence[Tensor], name: str) -> Op:
+    op = graph.add_op(kind, operands, name)
+    if op.body is not None:
+        op.body.owner = op
+    return op
+
+
+def template_of(
+    translation: Translation, call: Call, operands: Mapping[Spec, int], tensors: Sequence[Tensor], wanted: Sequence[Wanted]
+) -> Template | None:
+    """Return the declared ops of a call; None where it is not what they say.
+
+    Parameters
+    ----------
+    translation : callable
+        Of the op.
+    call : Call
+        The call, as the run had it.
+    operands : mapping of Spec to int
+        Number of each operand.
+    tensors : sequence of Tensor
+        What stands for the operands in the graph.
+    wanted : sequence of Wanted
+        What the run made.
+    """
+    scratch = Graph("call")
+    scratch.relations = tensors[0].graph.root.relations if tensors else scratch.relations
+    inputs = [
+        Tensor(scratch, f"x{i}", t.sizes, t.dtype, role="input", strides=t.strides) for i, t in enumerate(tensors)
+    ]
+    for t in inputs:
+        scratch.add_node(t)
+    body = scratch.start_body("call", fused=True)
+    asked = replace(call, arguments={k: _given(v, operands, inputs) for k, v in call.arguments.items()})
+    try:
+        with opened(graph=body, levels=(), phase="forward"):
+            made = translation(asked)
+    except CostGraphError:
+        return None  # shapes that only data, or the strides of the run, explain
+    if made is None:
+        return None
+    places = {outer: i for i, outer in enumerate(inputs)}
+    used = tuple(places[t] for t in body.captured)
+    results = _results(made, body, inputs, wanted)
+    return None if results is None else _settled(body, used, results, wanted)
+
+
+def _given(value: Any, operands: Mapping[Spec, int], inputs: Sequence[Tensor]) -> Any:
+    if isinstance(value, Spec):
+        return inputs[operands[value]] if value in operands else None
+    if isinstance(value, tuple):
+        return tuple(_given(v, operands, inputs) for v in value)
+    return value
+
+
+def _results(
+    made: Tensor | Sequence[Tensor | None], body: Graph, inputs: Sequence[Tensor], wanted: Sequence[Wanted]
+) -> tuple[Tensor, ...] | None:
+    """Return what stands for each result; None where the run made something else."""
+    returned = [made] if isinstance(made, Tensor) else list(made)
+    found = []
+    for w in wanted:
+        t = returned[w.place] if 0 <= w.place < len(returned) else None
+        t = body.adopt(t) if t is not None and t in inputs else t
+        if t is None or t.dtype != w.spec.dtype or len(t.sizes) != len(w.spec.sizes):
+            return None
+        if not all(map(body.same, t.sizes, w.spec.sizes)):
+            return None
+        shared = next((i for i, x in enumerate(inputs) if t.storage in _stored(body, x)), None)
+        if shared != w.of:
+            return None
+        found.append(t)
+    return tuple(found)
+
+
+def _stored(body: Graph, outer: Tensor) -> list[Any]:
+    return [outer.storage, *(inner.storage for out, inner in body._captured.items() if out is outer)]
+
+
+def _settled(
+    body: Graph, used: tuple[int, ...], results: tuple[Tensor, ...], wanted: Sequence[Wanted]
+) -> Template | None:
+    """Say whether the ops stand for themselves, or are one kernel."""
+    ops = body.ops
+    as_run = all(_lies(t, w) for t, w in zip(results, wanted, strict=True))
+    if not ops:
+        return None
+    views = all(t.storage in {f.storage for f in body.formals} and not op.kind.overwrites() for op in ops for t in op.results)
+    if views:
+        return Template(body, used, results, None) if as_run else None
+    if len(ops) == 1 and as_run:
+        return Template(body, used, results, None)
+    if len(ops) == 1 and isinstance(ops[0].kind, Kernel) and not ops[0].kind.changed:
+        inner = ops[0].kind
+        order = [body.formals.index(t) for t in ops[0].operands]
+        if tuple(ops[0].results) != results:
+            return None
+        kind = replace(inner, strides=_strides(wanted))
+        return Template(inner.body, tuple(used[i] for i in order), results, kind)
+    changed = {body.formals.index(f) for f in body.formals for t in results if t.storage is f.storage}
+    if any(w.of is not None for w in wanted) and not changed:
+        return None
+    body.outputs = list(results)
+    # torch has a kernel for the gradients of one that contracts nothing, and products of their own for the others
+    contracts = any(isinstance(op.kind, Einsum) for op in ops)
+    kind = Kernel(
+        body=body, changed=tuple(sorted(changed)), backward="ops" if contracts else "", strides=_strides(wanted)
+    )
+    return Template(body, used, results, kind)
+
+
+def _lies(t: Tensor, w: Wanted) -> bool:
+    """Whether a result lies in memory as in the run; where an axis of size 1 leads makes no difference."""
+    same = all(n == ONE or a == b for n, a, b in zip(t.sizes, t.strides, w.spec.strides, strict=True))
+    return same and (w.of is None or t.offset == w.offset)
+
+
+def _strides(wanted: Sequence[Wanted]) -> tuple[Sizes | None, ...]:
+    """Return how results lie where not all of them are dense in the order of their axes."""
+    out = []
+    for w in wanted:
+        dense = contiguous(w.spec.sizes)
+        own = any(n != ONE and a != b for n, a, b in zip(w.spec.sizes, w.spec.strides, dense, strict=True))
+        out.append(w.spec.strides if own and w.of is None else None)
+    return tuple(out) if any(s is not None for s in out) else ()

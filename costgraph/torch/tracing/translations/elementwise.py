@@ -1,0 +1,142 @@
+"""Elementwise ops: one function of the library for each, or a record that says what one element costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from ....algebra.polynomial import Poly
+from ....graph.tensor import Tensor
+from ....ops.functions import FUNCTIONS, Function
+from ....ops.pointwise import pointwise
+from ....ops.updates import ADD_PRODUCT, ADD_QUOTIENT, ADD_SCALED, ADD_SCALED_PRODUCT, ADD_SCALED_QUOTIENT
+from ..call import Call
+from ..rules.amounts import is_number
+from ..rules.pointwise import gelu_steps, power_steps, steps_of
+from .table import translation
+
+__all__: list[str] = []  # its translations are found in TRANSLATIONS
+
+#: Comparisons that are the library's with operands exchanged, and those that it has under another name.
+_COMPARED = {"lt": ("less", False), "le": ("less_equal", False), "gt": ("less", True), "ge": ("less_equal", True)}
+#: Sums, and what they are where a factor stands before the second operand, or the product.
+_SCALED = {
+    "add": ("add", ADD_SCALED, "alpha"),
+    "addcmul": (ADD_PRODUCT, ADD_SCALED_PRODUCT, "value"),
+    "addcdiv": (ADD_QUOTIENT, ADD_SCALED_QUOTIENT, "value"),
+}
+
+
+def _is_operand(value: Any) -> bool:
+    return isinstance(value, Tensor | Poly | int | float) and not isinstance(value, bool)
+
+
+def _operands(call: Call) -> list[Any]:
+    return [v for v in call.arguments.values() if _is_operand(v)]
+
+
+def _applied(call: Call, function: str | Function, operands: Sequence[Any]) -> Tensor | None:
+    """Apply a function, in place where the call is, in the format that the call made."""
+    record = FUNCTIONS[function] if isinstance(function, str) else function
+    if call.inplace and not isinstance(operands[0], Tensor):
+        return None
+    common = {t.dtype for t in operands if isinstance(t, Tensor)}
+    plain = common == {call.out.dtype} or (record.result == "bool" and call.out.dtype.name == "bool")
+    return pointwise(record, *operands, inplace=call.inplace, dtype=None if plain else call.out.dtype)
+
+
+def _named(call: Call, steps: Sequence[str | Function]) -> Function | str:
+    """Return one function for several that a kernel applies one after another at each element."""
+    tensors = [v for v in call.arguments.values() if isinstance(v, Tensor)]
+    if len(steps) == 1 and isinstance(steps[0], str) and FUNCTIONS[steps[0]].arity in (len(tensors), len(_operands(call))):
+        return steps[0]
+    records = [FUNCTIONS[s] if isinstance(s, str) else s for s in steps]
+    flops, hard = sum(f.flops for f in records), sum(f.transcendentals for f in records)
+    return Function(call.name.strip("_"), len(tensors), flops, hard)
+
+
+@translation("pointwise")
+def elementwise(call: Call) -> Tensor | None:
+    """What the table of functions says, or the steps that the kernel consists of."""
+    if len(call.results) != 1 or any(isinstance(v, tuple) for v in call.arguments.values()):
+        return None
+    function = _named(call, steps_of(call.name))
+    tensors = [v for v in call.arguments.values() if isinstance(v, Tensor)]
+    arity = FUNCTIONS[function].arity if isinstance(function, str) else function.arity
+    operands = tensors if arity == len(tensors) else _operands(call)
+    if not tensors or len(operands) != arity:
+        return None
+    return _applied(call, function, operands)
+
+
+@translation(*_COMPARED)
+def compared(call: Call) -> Tensor | None:
+    """Comparisons: two of them are the others with operands exchanged."""
+    function, turned = _COMPARED[call.name]
+    operands = [call["self"], call["other"]]
+    return _applied(call, function, operands[::-1] if turned else operands)
+
+
+@translation(*_SCALED)
+def added(call: Call) -> Tensor | None:
+    """A sum, the second operand scaled perhaps."""
+    plain, scaled, name = _SCALED[call.name]
+    factor, operands = call.get(name), [v for k, v in call.arguments.items() if k != name and _is_operand(v)]
+    if factor is None or is_number(factor, 1):
+        return _applied(call, plain, operands)
+    return _applied(call, scaled, [operands[0], factor, *operands[1:]]) if _is_operand(factor) else None
+
+
+@translation("sub", "rsub")
+def subtracted(call: Call) -> Tensor | None:
+    """A difference; one that is scaled is a sum with a negative factor."""
+    a, b, factor = call["self"], call["other"], call.get("alpha")
+    if call.name == "rsub":
+        a, b = b, a
+    if factor is None or is_number(factor, 1):
+        return _applied(call, "sub", [a, b])
+    return _applied(call, ADD_SCALED, [a, -factor, b]) if _is_operand(factor) else None
+
+
+@translation("div")
+def divided(call: Call) -> Tensor | None:
+    """A quotient, rounded perhaps."""
+    operands = [call["self"], call["other"]]
+    if call.get("rounding_mode") is None:
+        return _applied(call, "div", operands)
+    tensors = [v for v in operands if isinstance(v, Tensor)]
+    return _applied(call, Function("rounded_quotient", len(tensors), 2), tensors)
+
+
+@translation("gelu", "gelu_backward")
+def gelu(call: Call) -> Tensor | None:
+    """By the approximation."""
+    (name,) = gelu_steps(call["approximate"])
+    back = call.name == "gelu_backward"
+    return _applied(call, f"{name}_backward" if back else name, [call["grad_output"], call["self"]] if back else [call["self"]])
+
+
+@translation("pow")
+def power(call: Call) -> Tensor | None:
+    """What is done for this exponent: a square is one product."""
+    steps = power_steps(call["exponent"])
+    if steps == ("pow",):
+        return _applied(call, "pow", [call["self"], call["exponent"]])
+    if len(steps) == 1:
+        return _applied(call, steps[0], [call["self"]])
+    records = [FUNCTIONS[s] for s in steps]
+    made = Function("power", 1, sum(f.flops for f in records), sum(f.transcendentals for f in records))
+    return _applied(call, replace(made, result="float") if call.out.dtype.kind == "float" else made, [call["self"]])
+
+
+@translation("clamp")
+def clamped(call: Call) -> Tensor | None:
+    """Bounded on one side, or on both."""
+    low, high = call.get("min"), call.get("max")
+    if high is None and _is_operand(low):
+        return _applied(call, "maximum", [call["self"], low])
+    if low is None and _is_operand(high):
+        return _applied(call, "minimum", [call["self"], high])
+    tensors = [v for v in (call["self"], low, high) if isinstance(v, Tensor)]
+    return _applied(call, Function("clamp_between", len(tensors), 2), tensors)

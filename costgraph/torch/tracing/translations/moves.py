@@ -1,0 +1,214 @@
+"""Views, copies, joins, and tensors that are made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from ....algebra.polynomial import ONE, ZERO, Poly, poly, total
+from ....graph.graph import apply
+from ....graph.tensor import Tensor
+from ....ops.fill import assign, fill, pad
+from ....ops.index import Arange
+from ....ops.layout import concat, reshape, slice_axis
+from ....ops.moves import Expand, Rearrange
+from ....ops.pointwise import cast, pointwise
+from ..call import Call
+from .table import translation
+
+__all__ = ["expanded", "permuted"]
+
+
+def permuted(x: Tensor, order: Sequence[int]) -> Tensor:
+    """Return the tensor with its axes in another order."""
+    places = tuple(i % x.ndim for i in order)
+    merged = tuple(x.sizes[i] for i in places)
+    return apply(Rearrange(split=x.sizes, order=places, merged=merged), [x], "permute")[0]
+
+
+def expanded(x: Tensor, sizes: Sequence[Poly]) -> Tensor:
+    """Repeat a tensor along new leading axes, and axes of size 1."""
+    new = len(sizes) - x.ndim
+    kept = (*(None for _ in range(new)), *range(x.ndim))
+    return apply(Expand(sizes=tuple(sizes), kept=kept), [x], "expand")[0]
+
+
+# -- views -------------------------------------------------------------------------------------------------------
+
+
+@translation("view", "_unsafe_view", "_reshape_alias", "unsqueeze", "squeeze")
+def viewed(call: Call) -> Tensor:
+    """The same elements in another shape."""
+    return reshape(call["self"], call.out.sizes)
+
+
+@translation("t")
+def transposed(call: Call) -> Tensor:
+    """Both axes exchanged."""
+    x: Tensor = call["self"]
+    return permuted(x, range(x.ndim)[::-1])
+
+
+@translation("transpose")
+def exchanged(call: Call) -> Tensor:
+    """Two axes exchanged."""
+    x: Tensor = call["self"]
+    order = list(range(x.ndim))
+    a, b = call["dim0"], call["dim1"]
+    if order:
+        order[a], order[b] = order[b], order[a]
+    return permuted(x, order)
+
+
+@translation("permute")
+def permutation(call: Call) -> Tensor:
+    """Axes in another order."""
+    return permuted(call["self"], call["dims"])
+
+
+@translation("expand")
+def expand(call: Call) -> Tensor:
+    """Axes repeated."""
+    return expanded(call["self"], call.out.sizes)
+
+
+def _start(call: Call, size: Poly) -> Poly:
+    start = poly(call.get("start") or 0)
+    return start + size if start.constant is not None and start.constant < 0 else start
+
+
+@translation("slice")
+def sliced(call: Call) -> Tensor:
+    """Some positions of an axis."""
+    x: Tensor = call["self"]
+    axis = call["dim"] % x.ndim
+    return slice_axis(x, axis, _start(call, x.sizes[axis]), call.out.sizes[axis], call["step"])
+
+
+def _position(call: Call, size: Poly) -> Poly:
+    index = poly(call["index"])
+    return index + size if index.constant is not None and index.constant < 0 else index
+
+
+@translation("select")
+def selected(call: Call) -> Tensor:
+    """One position of an axis, which is left out."""
+    x: Tensor = call["self"]
+    axis = call["dim"] % x.ndim
+    return reshape(slice_axis(x, axis, _position(call, x.sizes[axis]), ONE), call.out.sizes)
+
+
+@translation("split", "split_with_sizes")
+def parts(call: Call) -> list[Tensor]:
+    """Consecutive parts of an axis."""
+    x: Tensor = call["self"]
+    axis = call["dim"] % x.ndim
+    sizes = [made.sizes[axis] for made in call.results]
+    starts = accumulate(sizes[:-1], initial=ZERO)
+    return [slice_axis(x, axis, start, size) for start, size in zip(starts, sizes, strict=True)]
+
+
+@translation("unbind")
+def unbound(call: Call) -> list[Tensor]:
+    """Every position of an axis, which is left out."""
+    x: Tensor = call["self"]
+    axis = call["dim"] % x.ndim
+    return [reshape(slice_axis(x, axis, i, ONE), made.sizes) for i, made in enumerate(call.results)]
+
+
+# -- copies ------------------------------------------------------------------------------------------------------
+
+
+@translation("clone", "_to_copy")
+def copied(call: Call) -> Tensor:
+    """A copy, in another format or order of elements perhaps."""
+    x: Tensor = call["self"]
+    if call.out.dtype != x.dtype:
+        return cast(x, call.out.dtype)
+    if call.get("memory_format") == {"torch": "contiguous_format"}:
+        return apply(Rearrange(split=x.sizes, order=tuple(range(x.ndim)), merged=x.sizes, copy=True), [x], "copy")[0]
+    return pointwise("copy", x)
+
+
+@translation("copy")
+def written(call: Call) -> Tensor | None:
+    """Elements of another tensor, in place."""
+    target, source = call["self"], call["src"]
+    if not call.inplace or not isinstance(source, Tensor):
+        return None
+    return assign(target, source if source.sizes == target.sizes else expanded(source, target.sizes))
+
+
+@translation("cat")
+def joined(call: Call) -> Tensor | None:
+    """Tensors one behind the other; what is empty is left out."""
+    tensors = [t for t in call["tensors"] if isinstance(t, Tensor)]
+    if len(tensors) < 2 or len({t.dtype for t in tensors}) > 1:
+        return None
+    return concat(tensors, call["dim"])
+
+
+@translation("stack")
+def stacked(call: Call) -> Tensor | None:
+    """Tensors along a new axis."""
+    tensors, made = call["tensors"], call.out.sizes
+    axis = call["dim"] % len(made)
+    if len(tensors) < 2 or len({t.dtype for t in tensors}) > 1:
+        return None
+    return concat([reshape(t, (*t.sizes[:axis], ONE, *t.sizes[axis:])) for t in tensors], axis)
+
+
+@translation("constant_pad_nd")
+def padded(call: Call) -> Tensor | None:
+    """Zeros around a tensor, axis by axis from the last one."""
+    x, widths = call["self"], list(map(poly, call["pad"]))
+    if call["value"] != 0 or any(n.constant is not None and n.constant < 0 for n in widths):
+        return None
+    made: Tensor = x
+    for i in range(0, len(widths), 2):
+        axis = x.ndim - 1 - i // 2
+        if total(widths[i : i + 2]):
+            made = pad(made, axis, widths[i], call.out.sizes[axis])
+    return None if made is x else made
+
+
+@translation("slice_backward")
+def put_back(call: Call) -> Tensor:
+    """A gradient at some positions of an axis of zeros."""
+    grad: Tensor = call["grad_output"]
+    axis = call["dim"] % grad.ndim
+    return pad(grad, axis, _start(call, call.out.sizes[axis]), call.out.sizes[axis], call["step"])
+
+
+@translation("select_backward")
+def put_back_at(call: Call) -> Tensor:
+    """A gradient at one position of an axis of zeros."""
+    grad, sizes = call["grad_output"], call.out.sizes
+    axis = call["dim"] % len(sizes)
+    whole = reshape(grad, (*sizes[:axis], ONE, *sizes[axis + 1 :]))
+    return pad(whole, axis, _position(call, sizes[axis]), sizes[axis])
+
+
+# -- what is made of nothing -------------------------------------------------------------------------------------
+
+_VALUES = {"zeros": 0, "new_zeros": 0, "zeros_like": 0, "ones": 1, "new_ones": 1, "ones_like": 1}
+
+
+@translation(*_VALUES, "full", "new_full", "full_like", "scalar_tensor")
+def filled(call: Call) -> Tensor | None:
+    """A tensor of one number."""
+    value = _VALUES.get(call.name, call.get("fill_value") if call.name != "scalar_tensor" else call["s"])
+    return fill(call.out.sizes, float(value), call.out.dtype) if isinstance(value, bool | int | float) else None
+
+
+@translation("arange")
+def counted(call: Call) -> Tensor | None:
+    """Consecutive integers."""
+    start, step = call.get("start"), call.get("step")
+    known = start is None or (isinstance(start, int | Poly) and not isinstance(start, bool))
+    if not known or step not in (None, 1) or call.out.dtype.kind != "int":
+        return None
+    first = poly(start or 0)
+    if first.constant is not None and first.constant < 0:
+        return None
+    return apply(Arange(size=call.out.sizes[0], dtype=call.out.dtype, start=first), [], "arange")[0]

@@ -1,0 +1,54 @@
+"""Matrix products, and what is added to them."""
+
+from __future__ import annotations
+
+from ....graph.tensor import Tensor
+from ....ops.einsum import einsum
+from ....ops.pointwise import pointwise
+from ..call import Call
+from ..rules.amounts import is_number
+from .table import translation
+
+__all__: list[str] = []  # its translations are found in TRANSLATIONS
+
+_PATTERNS = {
+    "mm": "m k, k n -> m n",
+    "bmm": "b m k, b k n -> b m n",
+    "addmm": "m k, k n -> m n",
+    "baddbmm": "b m k, b k n -> b m n",
+    "mv": "m k, k -> m",
+    "addmv": "m k, k -> m",
+    "dot": "k, k -> ",
+}
+
+
+@translation("mm", "bmm", "mv", "dot")
+def multiply(call: Call) -> Tensor:
+    """A product of two matrices, of a batch of them, or of vectors."""
+    second = {"mv": "vec", "dot": "tensor"}.get(call.name, "mat2")
+    return einsum(call["self"], call[second], _PATTERNS[call.name])
+
+
+_FACTORS = {"addmm": ("mat1", "mat2"), "baddbmm": ("batch1", "batch2"), "addmv": ("mat", "vec")}
+
+
+@translation(*_FACTORS)
+def add_product(call: Call) -> Tensor:
+    """A product, scaled perhaps, and what is added to it."""
+    first, second = (call[n] for n in _FACTORS[call.name])
+    made = einsum(first, second, _PATTERNS[call.name])
+    if not is_number(call["alpha"], 1):
+        made = made * call["alpha"]
+    if is_number(call["beta"], 0):
+        return made
+    added: Tensor = call["self"] if is_number(call["beta"], 1) else call["self"] * call["beta"]
+    return pointwise("add", made, added, inplace=False)
+
+
+@translation("linear", "mkldnn_linear")
+def linear(call: Call) -> Tensor:
+    """Rows by the rows of a weight, and a bias."""
+    x, w = call.get("input") or call["self"], call["weight"]
+    names = " ".join(f"b{i}" for i in range(x.ndim - 1))
+    made = einsum(x, w, f"{names} k, n k -> {names} n")
+    return made if call.get("bias") is None else made + call["bias"]
