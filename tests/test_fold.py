@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 import costgraph as cg
 from costgraph import testing
 from costgraph.algebra.polynomial import ZERO, poly
-from costgraph.ops.aten import Aten
+from costgraph.graph.call import Call
+from costgraph.ops.foreign import Foreign
 from costgraph.testing.laws import QUESTIONS
 
 B, D, F, L, S = cg.dims("B D F L S")
@@ -258,11 +259,10 @@ def stated(g, target, operands, shape, *, of=None, arguments=None, phase="forwar
     sizes = tuple(poly(n) for n in shape)
     rows = outputs or [(sizes, operands[0].dtype, None, of, ZERO)]
     places = tuple({"operand": i} for i in range(len(operands)))
-    kind = Aten(
-        target=target, arguments=arguments or places, keywords={}, places=tuple(range(len(rows))), outputs=tuple(rows),
-        pointwise=poly(pointwise), **more,
-    )  # fmt: skip
-    return g.add_op(kind, operands, target.partition(".")[0], phase).results
+    kind = Foreign(outputs=tuple(rows), pointwise=poly(pointwise), **more)
+    op = g.add_op(kind, operands, target.partition(".")[0], phase)
+    op.call = Call(target, arguments or places, {}, tuple(range(len(rows))))
+    return op.results
 
 
 def listed(count, target="_foreach_mul_.Scalar", rate=1, numbers=(0.5,), **more):
@@ -287,7 +287,7 @@ def test_an_op_over_a_list_has_one_element_for_all_blocks():
     folded = cg.fold(listed(4), "h", "L")
     call = folded.ops[-1]
     assert [str(t.shape) for t in call.operands] == ["(5, 5)", "(L, 5, 5)"]
-    assert (call.kind.pieces, call.kind.arguments) == ((0, 1), (({"operand": 0}, {"operand": 1}), 0.5))
+    assert (call.kind.pieces, call.call.arguments) == ((0, 1), (({"operand": 0}, {"operand": 1}), 0.5))
     for n in (3, 4, 9):
         assert answers(folded, L=n, B=3) == answers(listed(n), B=3)
 

@@ -54,9 +54,7 @@ def typed(kind: type[R], facts: Mapping[str, Any]) -> R:
             raise GraphError(f"attribute {name!r} of {word!r} is missing, expected {asked.expected}")
     for name, value in facts.items():
         if not known[name][0].holds(value):
-            raise GraphError(
-                f"attribute {name!r} of {word!r} is {shown(value)}, expected {known[name][0].expected}"
-            )
+            raise GraphError(f"attribute {name!r} of {word!r} is {shown(value)}, expected {known[name][0].expected}")
     return kind(**facts)
 
 

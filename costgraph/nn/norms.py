@@ -197,6 +197,7 @@ def over_the_batch(x: Tensor, mean: Tensor, variance: Tensor, *params: Tensor, n
         Shape of `x`. Running statistics are written beside the buffers, not into them: a pass that is computed again
         reads them once more.
     """
+
     def body(x: Tensor, mean: Tensor, variance: Tensor, *params: Tensor) -> tuple[Tensor, ...]:
         y, average, spread, _ = of_the_batch(x, params)
         return y, *(pointwise("lerp", old, new, 0.1) for old, new in ((mean, average), (variance, spread)))

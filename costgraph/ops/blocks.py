@@ -55,7 +55,9 @@ class Kernel(Working, Bodied):
     """How its gradients are made: in one kernel, `ops` for an op each, or the name of a rule."""
     statistics: Annotated[str, Rule("auto, or nothing", lambda v: v == "auto")] = ""
     """Whether its statistics are kept where a backward pass reads them: found out there."""
-    strides: Annotated[tuple[tuple[Poly, ...] | None, ...], Rule("strides, or None, of results", all_of(_are_strides))] = ()
+    strides: Annotated[
+        tuple[tuple[Poly, ...] | None, ...], Rule("strides, or None, of results", all_of(_are_strides))
+    ] = ()
     """How its first results lie in memory where that is not dense in the order of their axes."""
     flops, writes = rules.in_the_body, rules.all_results
 

@@ -12,8 +12,8 @@ from ..graph.graph import apply
 from ..graph.op import OpKind
 from ..graph.tensor import Tensor
 from ..nn.conv import pool
-from ..ops.foreign import Foreign
 from ..ops.contraction import Einsum
+from ..ops.foreign import Foreign
 from ..ops.index import Arange, Gather, Scatter, arange, gather, scatter
 from ..ops.layout import concat, contiguous_copy, expand, index, rearrange, reshape, slice_axis
 from ..ops.moves import Concat, Expand, Rearrange, Slice

@@ -42,8 +42,6 @@ def fuse(graph: Graph, /, scope: str | None = None) -> Graph:
     ------
     GraphError
         If no op is in the scope, or one outside would have to run in the middle of the kernel.
-    UnsupportedError
-        If an op is a recorded call of a trace and no scope is given: of such a call it is not known what it fuses with.
 
     Examples
     --------

@@ -48,7 +48,7 @@ def invents_places(graph):
 
 def agree(case):
     graph, point = case
-    assume(not has(graph, "aten"))  # calls of a trace are drawn without meaning
+    assume(not has(graph, "foreign"))  # calls of a trace are drawn without meaning
     assume(not invents_places(graph))
     made, run = both(graph, point, opaque(graph, point))
     assume(defined(run) and not has(graph, "dropout") and not truncates(graph))
@@ -58,7 +58,7 @@ def agree(case):
 
 
 # a position of a maximum that lies outside of its window is none: `test_lower.py` has real ones
-@pytest.mark.parametrize("kind", sorted({k.name for k in SAMPLES} - {"unpool", "dropout", "empty", "aten"}))
+@pytest.mark.parametrize("kind", sorted({k.name for k in SAMPLES} - {"unpool", "dropout", "empty", "foreign"}))
 def test_ops_of_each_kind_compute_what_the_interpreter_does(kind):
     quick(given(testing.ops(kind))(agree))()
 
@@ -68,7 +68,7 @@ def test_ops_with_other_numbers_run(kind):
     @quick
     @given(testing.ops(kind))
     def runs(case):
-        assume(not has(case[0], "aten"))
+        assume(not has(case[0], "foreign"))
         both(*case, opaque(*case))
 
     runs()

@@ -68,7 +68,9 @@ def _pad(site: Site[Pad]) -> None:
 @lowering(Fill)
 def _fill(site: Site[Fill]) -> None:
     t = site.op.results[0]
-    site.own(torch.full, site.sizes(t), site.numbers.fact(site.kind.value), dtype=site.dtype(t), device=site.emitter.device)
+    site.own(
+        torch.full, site.sizes(t), site.numbers.fact(site.kind.value), dtype=site.dtype(t), device=site.emitter.device
+    )
 
 
 @lowering(InitialState)

@@ -16,10 +16,10 @@ from ...graph.op import Op, OpKind
 from ...graph.tensor import Storage, Tensor
 from ...ops.play import Env, Player, Turn
 from ...ops.stacks import Empty
-from .replay import replay
 from .emitter import Emitter, Numbers
 from .formats import torch_dtype
 from .indices import Indices
+from .replay import replay
 from .site import Shared, Site, strided
 from .sources import Leaf, Leaves
 from .table import LOWERINGS

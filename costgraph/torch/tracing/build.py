@@ -8,12 +8,12 @@ from typing import Any
 
 from ...algebra.polynomial import ZERO, Poly
 from ...errors import UnsupportedError
+from ...graph.call import Call as Seen
 from ...graph.graph import Graph
 from ...graph.op import Op
 from ...graph.scopes import opened
 from ...graph.strides import contiguous
 from ...graph.tensor import Tensor
-from ...graph.call import Call as Seen
 from ...ops.foreign import Foreign, Output
 from ...ops.keep import Keep
 from .call import Counts, Spec
@@ -147,7 +147,9 @@ class Builder:
         """Add an op whose shapes, layouts and costs are stated."""
         c = call.counts
         if c is None:
-            raise UnsupportedError(f"{call.scope}: aten::{call.target}: neither declared kinds nor a rule say what it costs")
+            raise UnsupportedError(
+                f"{call.scope}: aten::{call.target}: neither declared kinds nor a rule say what it costs"
+            )
         nothing = (ZERO,) * len(operands) if not call.moves else None
         kind = Foreign(
             outputs=tuple(_stated(*row) for row in outputs),
@@ -164,9 +166,7 @@ class Builder:
         self._stand(outputs, op.results)
         return op, op.results
 
-    def _stand(
-        self, outputs: Sequence[tuple[Handle, int | None, int, Poly | None]], results: Sequence[Tensor]
-    ) -> None:
+    def _stand(self, outputs: Sequence[tuple[Handle, int | None, int, Poly | None]], results: Sequence[Tensor]) -> None:
         """Note which tensors stand for what a call made."""
         for (handle, of, _, bytes_), t in zip(outputs, results, strict=True):
             if bytes_ is None:

@@ -267,7 +267,9 @@ class Recorder(TorchDispatchMode):
         name = schema.name.removeprefix("aten::").replace("::", ".")
         positional, named = _encoded(args, operands), {k: _encoded(v, operands) for k, v in kwargs.items()}
         target = f"{name}.{func._overloadname}"
-        self.events.append(Made(target, tuple(operands), outputs, counts, moves, positional, named, scope, phase, call, translation))
+        self.events.append(
+            Made(target, tuple(operands), outputs, counts, moves, positional, named, scope, phase, call, translation)
+        )
 
     def _outputs(
         self, out: Any, operands: dict[Handle, int]

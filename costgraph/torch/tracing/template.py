@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ...algebra.polynomial import ONE, Poly
 from ...errors import CostGraphError
 from ...graph.graph import Graph
-from ...graph.op import Bodied, Op, Result
+from ...graph.op import Bodied, Op
 from ...graph.scopes import opened
 from ...graph.strides import Sizes, contiguous
 from ...graph.tensor import Tensor
@@ -73,7 +73,11 @@ def _added(graph: Graph, kind: Any, operands: Sequence[Tensor], name: str) -> Op
 
 
 def template_of(
-    translation: Translation, call: Call, operands: Mapping[Spec, int], tensors: Sequence[Tensor], wanted: Sequence[Wanted]
+    translation: Translation,
+    call: Call,
+    operands: Mapping[Any, int],
+    tensors: Sequence[Tensor],
+    wanted: Sequence[Wanted],
 ) -> Template | None:
     """Return the declared ops of a call; None where it is not what they say.
 
@@ -83,7 +87,7 @@ def template_of(
         Of the op.
     call : Call
         The call, as the run had it.
-    operands : mapping of Spec to int
+    operands : mapping of Handle to int
         Number of each operand.
     tensors : sequence of Tensor
         What stands for the operands in the graph.
@@ -112,7 +116,7 @@ def template_of(
     return None if results is None else _settled(body, used, results, wanted)
 
 
-def _given(value: Any, operands: Mapping[Spec, int], inputs: Sequence[Tensor]) -> Any:
+def _given(value: Any, operands: Mapping[Any, int], inputs: Sequence[Tensor]) -> Any:
     if isinstance(value, Spec):
         return inputs[operands[value]] if value in operands else None
     if isinstance(value, tuple):
@@ -152,7 +156,9 @@ def _settled(
     as_run = all(_lies(t, w) for t, w in zip(results, wanted, strict=True))
     if not ops:
         return None
-    views = all(t.storage in {f.storage for f in body.formals} and not op.kind.overwrites() for op in ops for t in op.results)
+    views = all(
+        t.storage in {f.storage for f in body.formals} and not op.kind.overwrites() for op in ops for t in op.results
+    )
     if views:
         return Template(body, used, results, None) if as_run else None
     if len(ops) == 1 and as_run:

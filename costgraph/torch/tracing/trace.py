@@ -64,7 +64,8 @@ def trace(
     Returns
     -------
     Graph
-        Its ops are of the kind `aten`, with the paths of modules as scopes; `costgraph.torch.lower` runs it.
+        Its ops are of declared kinds, or `foreign` with stated costs where no kind says what a call does, with the paths
+        of modules as scopes; `costgraph.torch.lower` makes the calls again.
 
     Raises
     ------

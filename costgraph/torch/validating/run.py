@@ -18,9 +18,9 @@ from ...errors import UnsupportedError
 from ...graph.graph import Graph
 from ...graph.sizes import bindings, known_names
 from ...hardware.specs import Hardware, load_hardware
-from ...ops.foreign import Foreign
 from ...ops.blocks import Kernel
 from ...ops.contraction import Einsum
+from ...ops.foreign import Foreign
 from ..calibrating import calibrate
 from ..calibrating.caches import last_level_cache
 from ..measuring import environment, measure, progressing, timed

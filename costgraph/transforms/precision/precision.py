@@ -8,8 +8,8 @@ from ...algebra.symbols import shown
 from ...dtypes import DTYPES
 from ...errors import GraphError
 from ...graph.graph import Graph, need_graph
-from ...ops.foreign import need_declared
 from ...ops.blocks import Kernel
+from ...ops.foreign import need_declared
 from ...ops.stated import Opaque
 from .autocast import WORDS, word
 from .formats import Carries

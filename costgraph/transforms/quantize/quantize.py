@@ -22,11 +22,11 @@ from ...graph.op import Bodied, Op
 from ...graph.scopes import building
 from ...graph.tensor import Storage, Tensor
 from ...notation.pattern import Axes, Pattern
-from ...ops.foreign import need_declared
 from ...ops.blocks import Kernel, kernel
 from ...ops.cached import Append, Cache
 from ...ops.contraction import Einsum
 from ...ops.fill import Assign
+from ...ops.foreign import need_declared
 from ...ops.grouped import Grouped
 from ...ops.index import gather
 from ...ops.keep import Keep

@@ -75,6 +75,10 @@ def _before(op: Op, axes: _Axes | None) -> _Axes | None:
             frozenset(i for i, d in enumerate(pattern.operands[0]) if set(d.names) & set(dim.names))
             for dim in pattern.result
         ]
+    elif isinstance(op.kind, Rearrange) and op.kind.merged == tuple(op.kind.split[i] for i in op.kind.order):
+        if len(op.kind.order) != op.operands[0].ndim:
+            return None
+        places = [frozenset((i,)) for i in op.kind.order]  # permuted, and nothing else
     else:
         return None
     return tuple(frozenset[int]().union(*(places[i] for i in inner)) for inner in axes)

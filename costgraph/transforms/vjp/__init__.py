@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from ...graph.op import OpKind
-from ...ops.foreign import Foreign
 from ...ops.cached import Append
+from ...ops.foreign import Foreign
 from ...ops.grouped import Dispatch
 from ...ops.keep import StopGradient
 from ...ops.pooling import Unpool

@@ -21,7 +21,7 @@ __all__: list[str] = []  # its translations are found in TRANSLATIONS
 #: Comparisons that are the library's with operands exchanged, and those that it has under another name.
 _COMPARED = {"lt": ("less", False), "le": ("less_equal", False), "gt": ("less", True), "ge": ("less_equal", True)}
 #: Sums, and what they are where a factor stands before the second operand, or the product.
-_SCALED = {
+_SCALED: dict[str, tuple[str | Function, Function, str]] = {
     "add": ("add", ADD_SCALED, "alpha"),
     "addcmul": (ADD_PRODUCT, ADD_SCALED_PRODUCT, "value"),
     "addcdiv": (ADD_QUOTIENT, ADD_SCALED_QUOTIENT, "value"),
@@ -49,7 +49,11 @@ def _applied(call: Call, function: str | Function, operands: Sequence[Any]) -> T
 def _named(call: Call, steps: Sequence[str | Function]) -> Function | str:
     """Return one function for several that a kernel applies one after another at each element."""
     tensors = [v for v in call.arguments.values() if isinstance(v, Tensor)]
-    if len(steps) == 1 and isinstance(steps[0], str) and FUNCTIONS[steps[0]].arity in (len(tensors), len(_operands(call))):
+    if (
+        len(steps) == 1
+        and isinstance(steps[0], str)
+        and FUNCTIONS[steps[0]].arity in (len(tensors), len(_operands(call)))
+    ):
         return steps[0]
     records = [FUNCTIONS[s] if isinstance(s, str) else s for s in steps]
     flops, hard = sum(f.flops for f in records), sum(f.transcendentals for f in records)
@@ -82,7 +86,8 @@ def compared(call: Call) -> Tensor | None:
 def added(call: Call) -> Tensor | None:
     """A sum, the second operand scaled perhaps."""
     plain, scaled, name = _SCALED[call.name]
-    factor, operands = call.get(name), [v for k, v in call.arguments.items() if k != name and _is_operand(v)]
+    factor = call.get(name)
+    operands = [v for k, v in call.arguments.items() if k != name and _is_operand(v)]
     if factor is None or is_number(factor, 1):
         return _applied(call, plain, operands)
     return _applied(call, scaled, [operands[0], factor, *operands[1:]]) if _is_operand(factor) else None
@@ -114,7 +119,9 @@ def gelu(call: Call) -> Tensor | None:
     """By the approximation."""
     (name,) = gelu_steps(call["approximate"])
     back = call.name == "gelu_backward"
-    return _applied(call, f"{name}_backward" if back else name, [call["grad_output"], call["self"]] if back else [call["self"]])
+    return _applied(
+        call, f"{name}_backward" if back else name, [call["grad_output"], call["self"]] if back else [call["self"]]
+    )
 
 
 @translation("pow")

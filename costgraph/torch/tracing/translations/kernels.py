@@ -28,7 +28,7 @@ def soft(call: Call) -> Tensor | None:
 
 @translation("_softmax_backward_data")
 def softmax_backward(call: Call) -> Tensor | None:
-    """y * (g - sum(g * y)) along the axis."""
+    """Y * (g - sum(g * y)) along the axis."""
     g, y = call["grad_output"], call["output"]
     if not y.ndim or call.out.dtype != y.dtype:
         return None
@@ -38,7 +38,7 @@ def softmax_backward(call: Call) -> Tensor | None:
 
 @translation("_log_softmax_backward_data")
 def log_softmax_backward(call: Call) -> Tensor | None:
-    """g - exp(y) * sum(g) along the axis."""
+    """G - exp(y) * sum(g) along the axis."""
     g, y = call["grad_output"], call["output"]
     if not y.ndim or call.out.dtype != y.dtype:
         return None
@@ -66,13 +66,16 @@ def layer_norm(call: Call) -> tuple[Tensor, Tensor, Tensor] | None:
 def batch_norm(call: Call) -> tuple[Tensor | None, ...] | None:
     """Normalise channels by the statistics of the batch, which running ones then move to, or by those."""
     x, *params = (call[n] for n in ("input", "weight", "bias"))
-    running = [call.get("running_mean"), call.get("running_var")]
-    if any(t is None for t in (*params, *running)) or len({t.dtype for t in (x, *params)}) > 1:
+    mean, variance = call.get("running_mean"), call.get("running_var")
+    if any(t is None for t in (*params, mean, variance)) or len({t.dtype for t in (x, *params)}) > 1:
         return None
     if not call.get("training"):
-        return of_running(x, *running, params), None, None
+        return of_running(x, mean, variance, params), None, None
     y, average, spread, scale = of_the_batch(x, params)
-    steps = [pointwise("lerp", old, new, call["momentum"], inplace=True) for old, new in zip(running, (average, spread), strict=True)]
+    steps = [
+        pointwise("lerp", old, new, call["momentum"], inplace=True)
+        for old, new in ((mean, average), (variance, spread))
+    ]
     return y, average, scale, *steps
 
 

@@ -27,12 +27,13 @@ def convolution(call: Call) -> Tensor | None:
     """A contraction over a window and the channels of a group, and a bias."""
     x, weight = call["input"], call["weight"]
     rank = weight.ndim - 2
-    facts = {name: _numbers(call[name], rank) for name in ("stride", "padding", "dilation")}
-    if call["transposed"] or x.dtype != weight.dtype or any(v is None for v in facts.values()):
+    stride, padding, dilation = (_numbers(call[name], rank) for name in ("stride", "padding", "dilation"))
+    if stride is None or padding is None or dilation is None or any(n.constant is None for n in weight.sizes[2:]):
         return None
-    if any(n.constant is None for n in weight.sizes[2:]):
+    if call["transposed"] or x.dtype != weight.dtype:
         return None
-    return convolved(x, weight, call.get("bias"), groups=poly(call["groups"]), **facts)
+    groups = poly(call["groups"])
+    return convolved(x, weight, call.get("bias"), stride=stride, padding=padding, dilation=dilation, groups=groups)
 
 
 @translation("max_pool2d_with_indices", "max_pool3d_with_indices")
