@@ -135,10 +135,11 @@ class Builder:
             _key((call.arguments, call.keywords)),
             tuple((t.sizes, t.strides, t.dtype) for t in operands),
             tuple(wanted),
+            space := ZERO if call.counts is None else call.counts.workspace,
         )
         if key not in self._templates:
             numbers = {h: i for i, h in enumerate(call.operands)}
-            self._templates[key] = template_of(call.translation, call.call, numbers, operands, wanted)
+            self._templates[key] = template_of(call.translation, call.call, numbers, operands, wanted, space)
         return self._templates[key]
 
     def _foreign(

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...algebra.polynomial import ONE, Poly
+from ...algebra.polynomial import ONE, ZERO, Poly
 from ...errors import CostGraphError
 from ...graph.graph import Graph
 from ...graph.op import Bodied, Op
@@ -78,6 +78,7 @@ def template_of(
     operands: Mapping[Any, int],
     tensors: Sequence[Tensor],
     wanted: Sequence[Wanted],
+    workspace: Poly = ZERO,
 ) -> Template | None:
     """Return the declared ops of a call; None where it is not what they say.
 
@@ -93,7 +94,12 @@ def template_of(
         What stands for the operands in the graph.
     wanted : sequence of Wanted
         What the run made.
+    workspace : Poly
+        Bytes that torch's kernel takes beside operands and results.
     """
+    made = (w.spec.dtype for w in wanted)
+    if any(d.kind not in ("float", "int", "bool") for d in (*made, *(t.dtype for t in tensors))):
+        return None  # declared kinds count real numbers
     scratch = Graph("call")
     scratch.relations = tensors[0].graph.root.relations if tensors else scratch.relations
     inputs = [
@@ -105,15 +111,15 @@ def template_of(
     asked = replace(call, arguments={k: _given(v, operands, inputs) for k, v in call.arguments.items()})
     try:
         with opened(graph=body, levels=(), phase="forward"):
-            made = translation(asked)
+            returned = translation(asked)
     except CostGraphError:
         return None  # shapes that only data, or the strides of the run, explain
-    if made is None:
+    if returned is None:
         return None
     places = {outer: i for i, outer in enumerate(inputs)}
     used = tuple(places[t] for t in body.captured)
-    results = _results(made, body, inputs, wanted)
-    return None if results is None else _settled(body, used, results, wanted)
+    results = _results(returned, body, inputs, wanted)
+    return None if results is None else _settled(body, used, results, wanted, workspace)
 
 
 def _given(value: Any, operands: Mapping[Any, int], inputs: Sequence[Tensor]) -> Any:
@@ -149,7 +155,7 @@ def _stored(body: Graph, outer: Tensor) -> list[Any]:
 
 
 def _settled(
-    body: Graph, used: tuple[int, ...], results: tuple[Tensor, ...], wanted: Sequence[Wanted]
+    body: Graph, used: tuple[int, ...], results: tuple[Tensor, ...], wanted: Sequence[Wanted], workspace: Poly
 ) -> Template | None:
     """Say whether the ops stand for themselves, or are one kernel."""
     ops = body.ops
@@ -161,14 +167,14 @@ def _settled(
     )
     if views:
         return Template(body, used, results, None) if as_run else None
-    if len(ops) == 1 and as_run:
+    if len(ops) == 1 and as_run and not workspace:
         return Template(body, used, results, None)
     if len(ops) == 1 and isinstance(ops[0].kind, Kernel) and not ops[0].kind.changed:
         inner = ops[0].kind
         order = [body.formals.index(t) for t in ops[0].operands]
         if tuple(ops[0].results) != results:
             return None
-        kind = replace(inner, strides=_strides(wanted))
+        kind = replace(inner, strides=_strides(wanted), workspace=inner.workspace + workspace)
         return Template(inner.body, tuple(used[i] for i in order), results, kind)
     changed = {body.formals.index(f) for f in body.formals for t in results if t.storage is f.storage}
     if any(w.of is not None for w in wanted) and not changed:
@@ -177,7 +183,11 @@ def _settled(
     # torch has a kernel for the gradients of one that contracts nothing, and products of their own for the others
     contracts = any(isinstance(op.kind, Einsum) for op in ops)
     kind = Kernel(
-        body=body, changed=tuple(sorted(changed)), backward="ops" if contracts else "", strides=_strides(wanted)
+        body=body,
+        changed=tuple(sorted(changed)),
+        backward="ops" if contracts else "",
+        strides=_strides(wanted),
+        workspace=workspace,
     )
     return Template(body, used, results, kind)
 
