@@ -113,7 +113,7 @@ def flash(site: Site[Kernel], found: Bound) -> bool:
     patterns = str(scores.pattern), str(reduced.pattern)
     if patterns != (_SCORES, _REDUCE) or any(n is None or narrow(site, n) for n in (q, k, v)):
         return False
-    made = named_results(site, found, "y", *(["p'"] if keeps else []))
+    made = named_results(site, found, "y", *(n for n in ("p'", "n") if n in found))
     if made is None or match(inner, _KEEPING if keeps else _SOFTMAX) is None:
         return False
     if len({site.shadow(n).dtype for n in (q, k, v)}) > 1:
@@ -132,7 +132,10 @@ def flash(site: Site[Kernel], found: Bound) -> bool:
     sums = torch.empty((*rows, 1), dtype=_sums(like.dtype), device="meta")
     both = site.call(attend_and_keep, q, k, v, flag, factor, like=[like, sums])
     for i, name in made.items():
-        site.settle(site.call(item, both, int(name == "p'")), i)
+        node = site.call(item, both, int(name != "y"))
+        if name == "n":  # positions first
+            node = site.permuted(site.viewed(node, (b, g * r, s)), (0, 2, 1))
+        site.settle(node, i)
     return True
 
 

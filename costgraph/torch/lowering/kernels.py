@@ -98,6 +98,7 @@ _RULES: dict[str, Rule] = {
     "p = einsum x w; o = rearrange b; y = add p o": _convolution,
     **dict.fromkeys((*LAYER_BACKWARD, ROOT_BACKWARD), norm_backward),
     "s = einsum q k; c = mul s; p = softmax c; y = einsum p v": flash,
+    "s = einsum q k; c = mul s; p = softmax c; y = einsum p v; n = rearrange p'": flash,
     "s = einsum q k; c = mul s; p = softmax c; d = dropout p; y = einsum d v": flash,
     "a = einsum g v; s = einsum q k; c = mul s; o = sub c l; p = exp o; dv = einsum g p; i = mul g y; t = sum i; "
     "u = rearrange t; e = sub a u; f = mul p e; h = mul f; dq = einsum h k; dk = einsum h q": flash_backward,

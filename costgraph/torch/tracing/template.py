@@ -162,12 +162,10 @@ def _settled(
     as_run = all(_lies(t, w) for t, w in zip(results, wanted, strict=True))
     if not ops:
         return None
-    views = all(
-        t.storage in {f.storage for f in body.formals} and not op.kind.overwrites() for op in ops for t in op.results
-    )
-    if views:
+    work = [op for op in ops if op.kind.overwrites() or any(not t.is_view for t in op.results)]
+    if not work:
         return Template(body, used, results, None) if as_run else None
-    if len(ops) == 1 and as_run and not workspace:
+    if len(work) == 1 and as_run and not workspace:
         return Template(body, used, results, None)
     if len(ops) == 1 and isinstance(ops[0].kind, Kernel) and not ops[0].kind.changed:
         inner = ops[0].kind

@@ -64,8 +64,8 @@ def trace(
     Returns
     -------
     Graph
-        Its ops are of declared kinds, or `foreign` with stated costs where no kind says what a call does, with the paths
-        of modules as scopes; `costgraph.torch.lower` makes the calls again.
+        Its ops are of declared kinds, or `foreign` with stated costs where no kind says what a call does; paths of
+        modules are scopes. `costgraph.torch.lower` makes the calls again.
 
     Raises
     ------

@@ -18,7 +18,7 @@ from ...ops.reduce import Reduce, reduce
 from .common import sum_to
 from .table import Pull, Rule
 
-__all__ = ["INSIDE", "KERNELS", "Inside"]
+__all__ = ["INSIDE", "KERNELS", "Inside", "row_sums"]
 
 Saved = Callable[[Tensor], Tensor]
 
@@ -80,15 +80,8 @@ def _flash(op: Op, grads: Sequence[Tensor | None], saved: Saved) -> Inside:
     The sum of gradient times probability along a row is that of gradient times result, which is much shorter (Dao et
     al. 2022, arXiv 2205.14135, section B.4).
     """
-    assert op.body is not None
-    probabilities = next(o for o in op.body.ops if isinstance(o.kind, Kernel) and o.kind.backward == "softmax")
-    inner = probabilities.body
-    assert inner is not None
+    probabilities, statistic = row_sums(op)
     scores = probabilities.operands[0]
-    largest, sums = (_second(inner, function) for function in ("sub", "div"))
-    with building(inner), phase(op.phase):
-        made = cast(largest + pointwise("log", sums), "fp32" if scores.dtype.bits < 32 else scores.dtype)
-    statistic = inner.export(made)
 
     def rebuilt(inside: Saved) -> Tensor:
         return cast(pointwise("exp", inside(scores) - inside(statistic)), scores.dtype)
@@ -106,6 +99,21 @@ def _flash(op: Op, grads: Sequence[Tensor | None], saved: Saved) -> Inside:
         return made
 
     return Inside({probabilities.results[0]: rebuilt}, frozenset({statistic}), {probabilities: rule})
+
+
+def row_sums(op: Op) -> tuple[Op, Tensor]:
+    """Return the softmax in a kernel of attention, and the logarithm of the sum of each of its rows."""
+    assert op.body is not None
+    probabilities = next(o for o in op.body.ops if isinstance(o.kind, Kernel) and o.kind.backward == "softmax")
+    inner = probabilities.body
+    assert inner is not None
+    if len(probabilities.results) > 1:  # it was asked for
+        return probabilities, probabilities.results[1]
+    scores = probabilities.operands[0]
+    largest, sums = (_second(inner, function) for function in ("sub", "div"))
+    with building(inner), phase(op.phase):
+        made = cast(largest + pointwise("log", sums), "fp32" if scores.dtype.bits < 32 else scores.dtype)
+    return probabilities, inner.export(made)
 
 
 def _second(body: Graph, function: str) -> Tensor:

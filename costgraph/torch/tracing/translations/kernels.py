@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from ....algebra.polynomial import ONE
+import sympy
+
+from ....algebra.polynomial import ONE, poly
+from ....graph.scopes import building
 from ....graph.tensor import Tensor
+from ....nn.attention import attention as attend
 from ....nn.norms import normalised, of_running, of_the_batch
 from ....nn.softmax import along, log_softmax, softmax
 from ....ops.fill import fill
 from ....ops.index import take_along
-from ....ops.layout import reshape
+from ....ops.layout import rearrange, reshape
 from ....ops.pointwise import pointwise
 from ....ops.reduce import reduce
+from ....transforms.vjp.kernels import row_sums
 from ..call import Call
 from .table import translation
 
@@ -77,6 +82,29 @@ def batch_norm(call: Call) -> tuple[Tensor | None, ...] | None:
         for old, new in ((mean, average), (variance, spread))
     ]
     return y, average, scale, *steps
+
+
+@translation("_scaled_dot_product_flash_attention_for_cpu")
+def attention(call: Call) -> tuple[Tensor, Tensor] | None:
+    """Attention in one kernel, which hands out the logarithm of the sum of each row as well."""
+    q, k, v = (call[name] for name in ("query", "key", "value"))
+    causal, scale = bool(call["is_causal"]), call["scale"]
+    if call["dropout_p"] or (causal and q.sizes[2] != k.sizes[2]):
+        return None  # what is dropped is told from a seed; a query that is not the last may see no key
+    mask = call["attn_mask"]
+    if mask is not None:
+        mask = reshape(mask, (*(ONE for _ in range(4 - mask.ndim)), *mask.sizes))
+    y = attend(q, k, v, causal=causal, bias=mask)
+    op = y.producer.operands[0].producer if y.producer is not None else None
+    assert op is not None
+    assert op.body is not None
+    factor = sympy.sqrt(1 / q.shape[-1]) if scale is None else scale
+    for inner in op.body.ops:
+        if inner.name.endswith("/scale"):
+            inner.state(scalars=(None, float(factor) if factor.is_number else poly(factor)))
+    with building(op.body):
+        sums = rearrange(row_sums(op)[1], "b g r s 1 -> b s (g r)")
+    return y, rearrange(op.body.export(sums), "b s h -> b h s")
 
 
 @translation("nll_loss_forward")
