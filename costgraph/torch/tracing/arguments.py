@@ -77,6 +77,10 @@ class Given:
         """Return the arguments by name, tensors without data and with sizes for the named axes."""
         return {n: _fake(v, a, sizes) for n, v, a in zip(self.names, self.values, self.axes, strict=True)}
 
+    def others(self) -> list[object]:
+        """Return the arguments that are no tensors."""
+        return [v for v in self.values if not isinstance(v, torch.Tensor)]
+
     def arguments(self, fakes: Mapping[str, object]) -> tuple[list[object], dict[str, object]]:
         """Return positional and keyword arguments."""
         values = list(fakes.values())

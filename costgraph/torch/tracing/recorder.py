@@ -141,6 +141,10 @@ class Recorder(TorchDispatchMode):
         self._alive[number] = weakref.ref(storage, gone)
         return number, True
 
+    def left(self) -> bool:
+        """Whether a storage that the run made is still there."""
+        return any(number not in self.sources for number in self._alive)
+
     def handle(self, t: torch.Tensor, storage: int) -> Handle:
         """Return what a tensor is."""
         spec, size = self.values.spec(t), self.values.translator.size
@@ -154,7 +158,7 @@ class Recorder(TorchDispatchMode):
         """Declare a tensor that is there before the first op; a storage has the first name that it is given."""
         number, new = self._number(t)
         handle = self.handle(t, number)
-        if new:
+        if new and handle.numel:
             name = name or f"constant_{number}"
             self.sources[number] = Source(name, role, handle, self._bytes(t), t.requires_grad and t.is_leaf)
         return handle

@@ -18,9 +18,10 @@ from ...graph.graph import Graph
 from .build import Builder
 from .functions import SymbolicSizes
 from .recorder import Handle, Recorder
+from .scopes import path_of
 from .shapes import HERE, TORCH
 
-__all__ = ["Factory", "Run", "plain_errors", "replaced"]
+__all__ = ["Factory", "Run", "plain_errors"]
 
 Factory = Callable[[Any], torch.optim.Optimizer]
 
@@ -49,11 +50,15 @@ class Run:
         self.outputs: list[Handle] = []
         self.gradients: dict[Handle, Handle] = {}
 
-    def declare(self, state: Mapping[str, torch.Tensor], inputs: Mapping[str, object]) -> None:
-        """Say what is there before the first op: parameters, buffers and inputs."""
-        for name, t in state.items():
-            self.recorder.source(t, "param" if isinstance(t, nn.Parameter) else "buffer", name.replace(".", "/"))
-        self.params = {k: t for k, t in state.items() if isinstance(t, nn.Parameter) and t.requires_grad}
+    def declare(self, inputs: Mapping[str, object]) -> None:
+        """Say what is there before the first op: parameters, buffers, gradients that were there before, and inputs."""
+        for name, t in (*self.module.named_parameters(), *self.module.named_buffers()):
+            path = path_of(name)
+            self.recorder.source(t, "param" if isinstance(t, nn.Parameter) else "buffer", path)
+            if isinstance(t, nn.Parameter) and t.requires_grad:
+                self.params[path] = t
+                if t.grad is not None:
+                    self.recorder.source(t.grad, "buffer", f"{path}/grad")
         for name, value in inputs.items():
             if isinstance(value, torch.Tensor):
                 self.recorder.source(value, "input", name)
@@ -64,8 +69,10 @@ class Run:
         gc.disable()  # what only a cycle holds would be given back at any time
         try:
             with torch.set_grad_enabled(train), SymbolicSizes(), self.recorder:
-                out = self.module(*args, **kwargs)
-                made = list(_tensors(out))
+                if train and any(p._post_accumulate_grad_hooks for p in self.params.values()):
+                    with self.recorder.pausing():
+                        self._warm(args, kwargs)
+                made = list(_tensors(self.module(*args, **kwargs)))
                 if train:
                     self._train(made)
                 self.outputs = [self.recorder.known(t) for t in made]
@@ -73,17 +80,30 @@ class Run:
             if collecting:
                 gc.enable()
 
-    def _train(self, made: list[torch.Tensor]) -> None:
+    def _warm(self, args: list[object], kwargs: dict[str, object]) -> None:
+        """Run forward and backward unseen: an optimizer that a hook calls makes its state in the first step."""
+        before = {p: p.grad for p in self.params.values()}
+        for loss in self._loss(list(_tensors(self.module(*args, **kwargs)))):
+            loss.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
+        for p, grad in before.items():
+            p.grad = grad
+
+    def _loss(self, made: list[torch.Tensor]) -> list[torch.Tensor]:
         if len(made) != 1 or made[0].numel() != 1 or not made[0].requires_grad:
             raise GraphError(
                 f"trace: with train=True {type(self.module).__name__} returns {shown(made, 200)}, expected one scalar "
                 f"loss that depends on a parameter"
             )
-        (loss,) = made
+        return made
+
+    def _train(self, made: list[torch.Tensor]) -> None:
+        (loss,) = self._loss(made)
         self.recorder.phase = "backward"
         loss.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
         self.gradients = {
-            self.recorder.known(p): self.recorder.known(p.grad) for p in self.params.values() if p.grad is not None
+            self.recorder.known(p): self.recorder.known(p.grad)
+            for p in self.params.values()
+            if p.grad is not None and p.numel()
         }
         if self.optimizer is not None:
             self._update(self.optimizer)
@@ -93,7 +113,7 @@ class Run:
         with self.recorder.pausing():
             optimizer = make(list(self.params.values()))
             optimizer.step()  # makes the state
-        names = {id(p): name.replace(".", "/") for name, p in self.params.items()}
+        names = {id(p): name for name, p in self.params.items()}
         for p, state in optimizer.state.items():
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):
@@ -124,29 +144,6 @@ def _tensors(value: object) -> Iterator[torch.Tensor]:
     elif hasattr(value, "__dict__"):
         for v in vars(value).values():
             yield from _tensors(v)
-
-
-@contextmanager
-def replaced(module: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
-    """Let a module have parameters and buffers without data for a while; yields them by name, tied ones once."""
-    before = [(m, dict(m.__dict__)) for m in module.modules()]
-    memo: dict[int, torch.Tensor] = {}
-    try:
-        for m, attributes in before:
-            for kind in ("_parameters", "_buffers"):
-                own = attributes[kind]
-                m.__dict__[kind] = {k: None if t is None else memo.setdefault(id(t), _fake(t)) for k, t in own.items()}
-        yield {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    finally:
-        for m, attributes in before:
-            m.__dict__.clear()
-            m.__dict__.update(attributes)
-
-
-def _fake(t: torch.Tensor) -> torch.Tensor:
-    device = torch.device("cpu") if t.device.type == "meta" else t.device
-    fake = torch.empty_strided(tuple(t.shape), t.stride(), dtype=t.dtype, device=device)
-    return nn.Parameter(fake, requires_grad=t.requires_grad) if isinstance(t, nn.Parameter) else fake
 
 
 @contextmanager

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...errors import GraphError
@@ -13,10 +15,11 @@ from ...graph.graph import Graph
 from .arguments import Axes, Given
 from .guards import assumptions
 from .recorder import Recorder
-from .run import Factory, Run, plain_errors, replaced
+from .run import Factory, Run, plain_errors
 from .scopes import Scopes
 from .shapes import Shapes, hints
 from .sizes import Translator
+from .state import borrowed, forgetting
 from .values import Values
 
 __all__ = ["trace"]
@@ -41,8 +44,8 @@ def trace(
     Parameters
     ----------
     module : torch.nn.Module
-        What is called, in the mode (`train()`, `eval()`) that it is in. Its parameters may be on any device, `meta`
-        included, or fake.
+        What is called, in the mode (`train()`, `eval()`) that it is in; of a compiled one, the one inside it. Its
+        parameters may be on any device, `meta` included, or fake.
     *inputs : torch.Tensor or other
         Positional arguments; of tensors the shape, the layout and the number format matter alone.
     dims : sequence, optional
@@ -88,16 +91,22 @@ def trace(
         raise GraphError(f"trace: got {type(module).__name__}, expected a torch.nn.Module")
     if optimizer is not None and not train:
         raise GraphError("trace: an optimizer without train=True, expected a backward pass before its step")
+    module = module._orig_mod if isinstance(module, OptimizedModule) else module
     given = Given(module, inputs, dims, dict(keywords or {}), dict(keyword_dims or {}))
     shapes = Shapes()
     translator = Translator(shapes.names, symbols=unknown == "symbol")
     recorder = Recorder(Values(translator), Scopes(module), symbols=unknown == "symbol")
     run = Run(module, recorder, optimizer)
-    with FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True), plain_errors(), replaced(module) as state:
+    with (
+        FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True),
+        plain_errors(),
+        forgetting(recorder.left),
+        borrowed(module, *given.others()),
+    ):
         sizes = {n: shapes.named(n, size) for n, size in hints(given.sizes()).items()}
         fakes = given.fakes(sizes)
-        run.declare(state, fakes)
-        with recorder.scopes.watching():
+        run.declare(fakes)
+        with recorder.scopes.watching(), torch.compiler.set_stance("force_eager"):
             run(*given.arguments(fakes), train=train)
     graph = Graph(name or type(module).__name__)
     graph.assume(*assumptions(shapes, translator))
