@@ -19,6 +19,7 @@ from ...algebra.symbols import symbol
 from ...errors import UnsupportedError
 from ...ops.reach import larger
 from .call import Call, Counts, Spec
+from .data import Data
 from .rules import counts_of
 from .scopes import Scopes
 from .shapes import caller
@@ -93,12 +94,15 @@ class Recorder(TorchDispatchMode):
         Converts sizes and formats.
     scopes : Scopes
         Says which module an op belongs to.
+    data : Data
+        Says what is known of the data of tensors.
     symbols : bool
         Whether an op without a rule counts as a symbol named after it; it is an error else.
     """
 
     values: Values
     scopes: Scopes
+    data: Data
     symbols: bool = False
     phase: str = "forward"
     paused: bool = False
@@ -183,6 +187,9 @@ class Recorder(TorchDispatchMode):
             raise UnsupportedError(f"{caller()}: op {func} has no rule, expected ops of torch.ops")
         if func.namespace in _SILENT:
             return func(*args, **kwargs)
+        answer = self.data.answer(func, args)
+        if answer is not None:
+            return answer
         if torch.is_inference_mode_enabled() and _is_composed(func):
             with self:  # without autograd nothing has taken it apart yet
                 return func.decompose(*args, **kwargs)
@@ -202,13 +209,15 @@ class Recorder(TorchDispatchMode):
                 operands.setdefault(handle, len(operands))
             return handle
 
-        positional = tuple(self.values.seen(a, operand) for a in args)
-        keywords = {k: self.values.seen(v, operand) for k, v in kwargs.items()}
-        out = STAND_INS.get(func, func)(*args, **kwargs)
         try:
+            positional = tuple(self.values.seen(a, operand) for a in args)
+            keywords = {k: self.values.seen(v, operand) for k, v in kwargs.items()}
+            out = STAND_INS.get(func, func)(*args, **kwargs)
+            self.data.note(func, args, kwargs, out)
             self._record(func, positional, keywords, operands, out)
         except UnsupportedError as error:
-            raise UnsupportedError(f"{caller()}: {error}") from None
+            where = f"{caller()}: "
+            raise UnsupportedError(f"{where}{str(error).removeprefix(where)}") from None
         return out
 
     def _joins(self, x: Any, y: Any) -> bool:

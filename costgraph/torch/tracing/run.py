@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from ...algebra.symbols import shown
 from ...errors import CostGraphError, GraphError, UnsupportedError
@@ -19,7 +21,7 @@ from .build import Builder
 from .functions import SymbolicSizes
 from .recorder import Handle, Recorder
 from .scopes import path_of
-from .shapes import HERE, TORCH
+from .shapes import is_program, place
 
 __all__ = ["Factory", "Run", "plain_errors"]
 
@@ -159,11 +161,19 @@ def plain_errors() -> Iterator[None]:
         raise
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
-        at = [f for f in frames if not f.filename.startswith((TORCH, HERE))][-1:] or frames[-1:]
-        raise UnsupportedError(
-            f"{at[0].filename}:{at[0].lineno}, in {at[0].name}, {shown(at[0].line, 120)}: {type(error).__name__}: "
-            f"{shown(str(error), 300)}; expected a program that runs on tensors without data"
-        ) from error
+        at = [f for f in frames if is_program(f.filename)][-1:] or frames[-1:]
+        raise UnsupportedError(f"{place(at[0].filename, at[0].lineno, at[0].name)}: {_cause(error)}") from error
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
+
+
+def _cause(error: Exception) -> str:
+    """Return what is wrong in words, and what would do."""
+    if isinstance(error, GuardOnDataDependentSymNode | DataDependentOutputException | DynamicOutputShapeException):
+        return (
+            "goes by the data of a tensor, which has none, expected a program that runs on tensors without data; what is "
+            "known are buffers, and whether something holds of inputs that are whole numbers or truth values"
+        )
+    first = next((line for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {shown(first, 300)}; expected a program that runs on tensors without data"

@@ -19,7 +19,7 @@ __all__ = ["borrowed", "forgetting"]
 
 _ATOMS = (int, float, str, bytes, bool, complex, type(None), torch.dtype, torch.device, torch.Size)
 _CONTAINERS = (dict, list, set, deque)
-_CACHE = functools._lru_cache_wrapper
+_CACHE: Any = functools._lru_cache_wrapper  # what pretends to be of another class is not asked
 _NOT_THEIRS = frozenset({*sys.stdlib_module_names, "torch", "numpy", "sympy", "costgraph"}) - {"__main__"}
 _DEEPEST = 8  # containers within containers of what a cache holds
 
@@ -227,7 +227,7 @@ def forgetting(left: Callable[[], bool]) -> Iterator[None]:
         torch.SymInt.__hash__ = plain  # type: ignore[method-assign]
         if asked or left():
             for cached in (*gc.get_objects(), *_in_modules()):  # of which the former lacks what `gc.freeze` has met
-                if isinstance(cached, _CACHE) and _is_theirs(cached.__module__) and _of_a_run(cached, _DEEPEST):
+                if type(cached) is _CACHE and _is_theirs(cached.__module__) and _of_a_run(cached, _DEEPEST):
                     cached.cache_clear()
 
 
