@@ -1,7 +1,7 @@
-"""Data that is known in a run without data: of buffers, of inputs that hold no measurements, and what follows from it.
+"""Data that is known in a run without data: of buffers, of inputs that are whole numbers or flags, and more.
 
-Programs ask for it: whether a mask hides anything, how long a window is that lies in a buffer. Nothing is computed until
-one does; then what led to the answer runs for real, at the sizes that were given and at others.
+Programs ask for it: whether a mask hides anything, how long a window is that lies in a buffer. Nothing is computed
+until one does; then what led to the answer runs for real, at the sizes that were given and at others.
 """
 
 from __future__ import annotations

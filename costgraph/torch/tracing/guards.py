@@ -25,8 +25,8 @@ def assumptions(shapes: Shapes, translator: Translator) -> list[str]:
     """Return what sizes must keep so that the program goes the way that was recorded.
 
     Sizes are in general position, as everywhere in the library: larger than 1, and equal only where they must be. What
-    follows from the former is left out, and from the latter where torch itself asked, which is how tensors lie in memory.
-    A program that compares two sizes goes another way where they are equal.
+    follows from the former is left out, and from the latter where torch itself asked, which is how tensors lie in
+    memory; a program that compares two sizes goes another way where they are equal.
 
     Parameters
     ----------
@@ -47,14 +47,15 @@ def assumptions(shapes: Shapes, translator: Translator) -> list[str]:
     """
     found = [f"{name} == {translator.formula(expr)}" for name, expr in shapes.equal]
     by_torch = {guard.expr: "" for guard in shapes.guards}
-    for expr, place in (by_torch | shapes.asked).items():
+    for asked, place in (by_torch | shapes.asked).items():
+        expr = sympy.to_nnf(asked, simplify=False)
         try:
             # what follows from general position is left out before it is written down
             found += [] if _follows(expr, translator, apart=not place) else _texts(expr, translator)
         except CostGraphError as error:
             raise UnsupportedError(
-                f"{place or 'torch'}: asks whether {shown(str(expr))}, which is no relation of sizes ({error}), expected "
-                f"one of sums, products and whole parts; name no dimension for its axes (None)"
+                f"{place or 'torch'}: asks whether {shown(str(expr))}, which is no relation of sizes ({error}), "
+                f"expected one of sums, products and whole parts; name no dimension for its axes (None)"
             ) from error
     return list(dict.fromkeys(found))
 

@@ -195,6 +195,7 @@ class Recorder(TorchDispatchMode):
                 return func.decompose(*args, **kwargs)
         if func is aten.lift_fresh.default:  # numbers of Python become a tensor
             out = func(*args)
+            self.data.note(func, args, kwargs, out)
             with _disable_current_modes():
                 numbers = args[0].tolist()
             self._record(func, (self.values.seen(numbers, self.known),), {"dtype": format_of(args[0].dtype)}, {}, out)

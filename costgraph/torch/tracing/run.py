@@ -172,8 +172,8 @@ def _cause(error: Exception) -> str:
     """Return what is wrong in words, and what would do."""
     if isinstance(error, GuardOnDataDependentSymNode | DataDependentOutputException | DynamicOutputShapeException):
         return (
-            "goes by the data of a tensor, which has none, expected a program that runs on tensors without data; what is "
-            "known are buffers, and whether something holds of inputs that are whole numbers or truth values"
+            "goes by the data of a tensor, which has none, expected a program that runs on tensors without data; what "
+            "is known are buffers, and whether something holds of inputs that are whole numbers or truth values"
         )
     first = next((line for line in str(error).splitlines() if line.strip()), "")
     return f"{type(error).__name__}: {shown(first, 300)}; expected a program that runs on tensors without data"

@@ -100,8 +100,8 @@ class Shapes(ShapeEnv):
                 )
             if number != self.given.get(name):
                 raise UnsupportedError(
-                    f"{caller()}: needs the size {name} as a number, which is given as {self.given.get(name)}, expected "
-                    f"one above 1 that no other dimension has"
+                    f"{caller()}: needs the size {name} as a number, which is given as {self.given.get(name)}, "
+                    f"expected one above 1 that no other dimension has"
                 )
             self._set_replacement(free, sympy.Integer(number), "given")
 
