@@ -104,7 +104,7 @@ def _follows(expr: Any, translator: Translator, *, apart: bool) -> bool:
     if isinstance(expr, sympy.And | sympy.Or):
         each = (_follows(part, translator, apart=apart) for part in expr.args)
         return all(each) if isinstance(expr, sympy.And) else any(each)
-    if isinstance(expr, sympy.Ne) and apart and not expr.atoms(*_REMAINDERS):
+    if isinstance(expr, sympy.Ne) and apart and not any(isinstance(side, _REMAINDERS) for side in expr.args):
         return True
     left, right = (translator.formula(side) for side in expr.args)
     ahead = left - right

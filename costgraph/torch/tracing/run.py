@@ -175,5 +175,10 @@ def _cause(error: Exception) -> str:
             "goes by the data of a tensor, which has none, expected a program that runs on tensors without data; what "
             "is known are buffers, and whether something holds of inputs that are whole numbers or truth values"
         )
+    if "symbolic sizes" in str(error):
+        return (
+            "runs in torch on sizes that are numbers alone, expected no dimensions there; name none (None) for the "
+            "axes of what it is given"
+        )
     first = next((line for line in str(error).splitlines() if line.strip()), "")
     return f"{type(error).__name__}: {shown(first, 300)}; expected a program that runs on tensors without data"
