@@ -101,6 +101,8 @@ def _above(p: Poly) -> Poly:
 
 def _follows(expr: Any, translator: Translator, *, apart: bool) -> bool:
     """Whether a guard holds for all sizes above 1; where they are `apart`, no two of them are equal."""
+    if isinstance(expr, sympy.Or) and apart:
+        return True  # in which order torch takes the axes of a tensor: layout is decided once
     if isinstance(expr, sympy.And | sympy.Or):
         each = (_follows(part, translator, apart=apart) for part in expr.args)
         return all(each) if isinstance(expr, sympy.And) else any(each)

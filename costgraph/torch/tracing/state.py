@@ -147,6 +147,7 @@ def borrowed(module: nn.Module, *others: object) -> Iterator[Callable[[torch.Ten
     swapped: list[tuple[torch.Tensor, torch.Tensor]] = []
     real: dict[int, torch.Tensor] = {}
     bases: dict[int, torch.Tensor] = {}
+    torch.clear_autocast_cache()  # whose weak references would forbid to lend tensors
     try:
         made = [(t, _fake(t, bases)) for t in sorted(reached.tensors, key=lambda t: not isinstance(t, nn.Parameter))]
         grads = [(t, t.grad) for t in reached.tensors if t.is_leaf and t.grad is not None]
@@ -164,6 +165,7 @@ def borrowed(module: nn.Module, *others: object) -> Iterator[Callable[[torch.Ten
             t.grad = grad
         yield lambda t: real.get(id(t))
     finally:
+        torch.clear_autocast_cache()  # it knows tensors of the run
         for t, fake in swapped:
             _swap(t, fake)
         reached.restore()
@@ -171,9 +173,9 @@ def borrowed(module: nn.Module, *others: object) -> Iterator[Callable[[torch.Ten
 
 def _swap(t: torch.Tensor, other: torch.Tensor) -> None:
     """Exchange what two tensors are; attributes that a program has set stay."""
+    torch._C._swap_tensor_impl(t, other)  # which torch.utils.swap_tensors calls; refused, nothing has changed yet
     t.__class__, other.__class__ = other.__class__, t.__class__
     t.__dict__, other.__dict__ = other.__dict__, t.__dict__
-    torch._C._swap_tensor_impl(t, other)  # which torch.utils.swap_tensors calls
 
 
 def _fake(t: torch.Tensor, bases: dict[int, torch.Tensor]) -> torch.Tensor | None:
