@@ -201,3 +201,12 @@ def test_a_module_that_changes_its_formats_on_the_way():
     g = trace(net, X, dims=[("B", None)])
     assert net.route.weight.dtype == torch.float32
     assert cg.matmul_flops(g) == 2 * cg.dims("B") * 131 * 5
+
+
+def test_what_autocast_remembers_goes_too():
+    net = Loss()
+    with torch.autocast("cpu", torch.bfloat16):
+        g = trace(net, X, dims=[("B", None)], train=True)
+        assert all(type(p) is nn.Parameter for p in net.parameters())
+        assert type(net(X)) is torch.Tensor
+    assert any("_to_copy" in getattr(op.kind, "target", "") for op in g.ops)
