@@ -46,6 +46,8 @@ def trace_command(
     fold: Annotated[list[str] | None, typer.Option("--fold", metavar="SCOPE=NAME",
                     help="Scope of repeated blocks, whose number becomes a symbol: transformer/h=L.")] = None,
     unknown: Annotated[str, typer.Option("--unknown", help="Ops without a rule: error, or symbol.")] = "error",
+    fixed: Annotated[str, typer.Option("--fixed", help="Sizes that the module turns into numbers, as loops do: error, "
+                     "or given.")] = "error",
     out: Annotated[str | None, typer.Option("--out", metavar="FILE", help="Save the graph: a .json file.")] = None,
     hardware: opt.Hardware = None, depth: opt.Depth = 2, formulas: opt.Formulas = False,
 ) -> None:  # fmt: skip
@@ -77,6 +79,7 @@ def trace_command(
         keywords={name: t for name, t, _ in tensors if name is not None},
         keyword_dims={name: _names(shape) for name, _, shape in tensors if name is not None},
         train=train, optimizer=None if optimizer is None else made_optimizer(optimizer), unknown=unknown,
+        fixed=fixed,
     )  # fmt: skip
     for scope, name in folds:
         from ..transforms.folding.fold import fold as fold_blocks

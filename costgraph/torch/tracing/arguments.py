@@ -11,6 +11,7 @@ from torch import nn
 
 from ...algebra.symbols import is_name, shown
 from ...errors import GraphError, ShapeError
+from .data import Data
 
 __all__ = ["Axes", "Given"]
 
@@ -73,9 +74,17 @@ class Given:
                     )
         return out
 
-    def fakes(self, sizes: Mapping[str, Any]) -> dict[str, object]:
+    def fakes(self, sizes: Mapping[str, Any], data: Data) -> dict[str, object]:
         """Return the arguments by name, tensors without data and with sizes for the named axes."""
-        return {n: _fake(v, a, sizes) for n, v, a in zip(self.names, self.values, self.axes, strict=True)}
+        made = {n: _fake(v, a, sizes) for n, v, a in zip(self.names, self.values, self.axes, strict=True)}
+        for value, fake in zip(self.values, made.values(), strict=True):
+            if isinstance(value, torch.Tensor) and isinstance(fake, torch.Tensor):
+                data.declare(fake, value)
+        return made
+
+    def others(self) -> list[object]:
+        """Return the arguments that are no tensors."""
+        return [v for v in self.values if not isinstance(v, torch.Tensor)]
 
     def arguments(self, fakes: Mapping[str, object]) -> tuple[list[object], dict[str, object]]:
         """Return positional and keyword arguments."""

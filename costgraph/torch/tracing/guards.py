@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import sympy
+from torch.utils._sympy import functions
 
-from ...algebra.dominance import lower
+from ...algebra.dominance import integral, lower
+from ...algebra.extremum import Max, Min
 from ...algebra.polynomial import Poly, poly
-from ...algebra.symbols import symbol
-from ...errors import CostGraphError
+from ...algebra.symbols import shown, symbol
+from ...errors import CostGraphError, UnsupportedError
 from .shapes import Shapes
 from .sizes import Translator
 
 __all__ = ["assumptions"]
 
 _SIGNS = {sympy.Ge: ">=", sympy.Gt: ">", sympy.Le: "<=", sympy.Lt: "<", sympy.Eq: "=="}
+_REMAINDERS = (functions.Mod, functions.PythonMod, sympy.Mod)
 
 
 def assumptions(shapes: Shapes, translator: Translator) -> list[str]:
     """Return what sizes must keep so that the program goes the way that was recorded.
 
     Sizes are in general position, as everywhere in the library: larger than 1, and equal only where they must be. What
-    follows from that is left out.
+    follows from the former is left out, and from the latter where torch itself asked, which is how tensors lie in
+    memory; a program that compares two sizes goes another way where they are equal.
 
     Parameters
     ----------
@@ -36,42 +39,88 @@ def assumptions(shapes: Shapes, translator: Translator) -> list[str]:
     -------
     list of str
         Relations as `Graph.assume` reads them.
+
+    Raises
+    ------
+    UnsupportedError
+        If something that was asked has no such form.
     """
     found = [f"{name} == {translator.formula(expr)}" for name, expr in shapes.equal]
-    for guard in shapes.guards:
-        for relation in _parts(guard.expr):
-            text = _text(relation, translator)
-            if text is not None:
-                found.append(text)
+    by_torch = {guard.expr: "" for guard in shapes.guards}
+    for asked, place in (by_torch | shapes.asked).items():
+        expr = sympy.to_nnf(asked, simplify=False)
+        try:
+            # what follows from general position is left out before it is written down
+            found += [] if _follows(expr, translator, apart=not place) else _texts(expr, translator)
+        except CostGraphError as error:
+            raise UnsupportedError(
+                f"{place or 'torch'}: asks whether {shown(str(expr))}, which is no relation of sizes ({error}), "
+                f"expected one of sums, products and whole parts; name no dimension for its axes (None)"
+            ) from error
     return list(dict.fromkeys(found))
 
 
-def _parts(expr: Any) -> Iterator[Any]:
+def _texts(expr: Any, translator: Translator) -> list[str]:
+    """Return the relations that say what a guard says."""
     if isinstance(expr, sympy.And):
-        for part in expr.args:
-            yield from _parts(part)
-    else:
-        yield expr
+        return [text for part in expr.args for text in _texts(part, translator)]
+    if isinstance(expr, sympy.Or):
+        return [f"{_margin(expr, translator)} >= 0"]
+    left, right = (translator.formula(side) for side in expr.args)
+    if not isinstance(expr, sympy.Ne):
+        return [f"{left} {_SIGNS[type(expr)]} {right}"]
+    if _holds(left - right) or (not right and isinstance(expr.args[0], _REMAINDERS)):
+        return [f"{left} > {right}"]
+    return [f"{left} < {right}" if _holds(right - left) else f"{_margin(expr, translator)} >= 0"]
 
 
-def _text(relation: Any, translator: Translator) -> str | None:
-    sign = _SIGNS.get(type(relation))
-    if sign is None:
-        return None  # an inequality, which general position means, or a choice between several relations
-    left, right = (translator.formula(side) for side in relation.args)
-    if _follows(left - right, sign):
-        return None
-    return f"{left} {sign} {right}"
+def _margin(expr: Any, translator: Translator) -> Poly:
+    """Return what is at least 0 where a guard holds, and below 0 where it does not."""
+    if isinstance(expr, sympy.And | sympy.Or):
+        extremum = Min if isinstance(expr, sympy.And) else Max
+        return poly(extremum(*(_margin(part, translator).expr for part in expr.args)))
+    left, right = (translator.formula(side) for side in expr.args)
+    ahead = left - right
+    return {
+        sympy.Ge: lambda: ahead,
+        sympy.Le: lambda: -ahead,
+        sympy.Gt: lambda: _above(ahead),
+        sympy.Lt: lambda: _above(-ahead),
+        sympy.Eq: lambda: poly(Min(ahead.expr, (-ahead).expr)),
+        sympy.Ne: lambda: poly(Max(_above(ahead).expr, _above(-ahead).expr)),
+    }[type(expr)]()
 
 
-def _follows(difference: Poly, sign: str) -> bool:
-    """Whether a relation holds for all sizes above 1."""
-    if not difference:
-        return sign in (">=", "<=", "==")
-    larger = {n: poly(symbol(n) + 1) for n in difference.names()}
+def _above(p: Poly) -> Poly:
+    """Return what is at least 0 where a whole number is above 0."""
+    whole = integral(p)
+    if whole is None:
+        raise UnsupportedError(f"{p} need not be a whole number")
+    return whole - 1
+
+
+def _follows(expr: Any, translator: Translator, *, apart: bool) -> bool:
+    """Whether a guard holds for all sizes above 1; where they are `apart`, no two of them are equal."""
+    if isinstance(expr, sympy.Or) and apart:
+        return True  # in which order torch takes the axes of a tensor: layout is decided once
+    if isinstance(expr, sympy.And | sympy.Or):
+        each = (_follows(part, translator, apart=apart) for part in expr.args)
+        return all(each) if isinstance(expr, sympy.And) else any(each)
+    if isinstance(expr, sympy.Ne) and apart and not any(isinstance(side, _REMAINDERS) for side in expr.args):
+        return True
+    left, right = (translator.formula(side) for side in expr.args)
+    ahead = left - right
+    if isinstance(expr, sympy.Eq | sympy.Ne):
+        unequal = _holds(ahead, strict=True) or _holds(-ahead, strict=True)
+        return unequal if isinstance(expr, sympy.Ne) else not ahead
+    strict = isinstance(expr, sympy.Gt | sympy.Lt)
+    return _holds(ahead if isinstance(expr, sympy.Ge | sympy.Gt) else -ahead, strict=strict)
+
+
+def _holds(p: Poly, *, strict: bool = False) -> bool:
+    """Whether something is at least 0, or above it, for all sizes above 1."""
     try:
-        shifted = difference.substitute(larger)
-        least = lower(shifted if sign in (">=", ">") else -shifted)
+        low = lower(p.substitute({n: poly(symbol(n) + 1) for n in p.names()}))
     except CostGraphError:
         return False
-    return least is not None and (least > 0 if sign in (">", "<") else least >= 0) and sign != "=="
+    return low is not None and (low > 0 if strict else low >= 0)

@@ -19,6 +19,7 @@ from ...algebra.symbols import symbol
 from ...errors import UnsupportedError
 from ...ops.reach import larger
 from .call import Call, Counts, Spec
+from .data import Data
 from .rules import counts_of
 from .scopes import Scopes
 from .shapes import caller
@@ -104,12 +105,15 @@ class Recorder(TorchDispatchMode):
         Converts sizes and formats.
     scopes : Scopes
         Says which module an op belongs to.
+    data : Data
+        Says what is known of the data of tensors.
     symbols : bool
         Whether an op without a rule counts as a symbol named after it; it is an error else.
     """
 
     values: Values
     scopes: Scopes
+    data: Data
     symbols: bool = False
     phase: str = "forward"
     paused: bool = False
@@ -152,6 +156,10 @@ class Recorder(TorchDispatchMode):
         self._alive[number] = weakref.ref(storage, gone)
         return number, True
 
+    def left(self) -> bool:
+        """Whether a storage that the run made is still there."""
+        return any(number not in self.sources for number in self._alive)
+
     def handle(self, t: torch.Tensor, storage: int) -> Handle:
         """Return what a tensor is."""
         spec, size = self.values.spec(t), self.values.translator.size
@@ -165,7 +173,7 @@ class Recorder(TorchDispatchMode):
         """Declare a tensor that is there before the first op; a storage has the first name that it is given."""
         number, new = self._number(t)
         handle = self.handle(t, number)
-        if new:
+        if new and handle.numel:
             name = name or f"constant_{number}"
             self.sources[number] = Source(name, role, handle, self._bytes(t), t.requires_grad and t.is_leaf)
         return handle
@@ -190,11 +198,15 @@ class Recorder(TorchDispatchMode):
             raise UnsupportedError(f"{caller()}: op {func} has no rule, expected ops of torch.ops")
         if func.namespace in _SILENT:
             return func(*args, **kwargs)
+        answer = self.data.answer(func, args)
+        if answer is not None:
+            return answer
         if torch.is_inference_mode_enabled() and _is_composed(func):
             with self:  # without autograd nothing has taken it apart yet
                 return func.decompose(*args, **kwargs)
         if func is aten.lift_fresh.default:  # numbers of Python become a tensor
             out = func(*args)
+            self.data.note(func, args, kwargs, out)
             with _disable_current_modes():
                 numbers = args[0].tolist()
             self._record(func, (self.values.seen(numbers, self.known),), {"dtype": format_of(args[0].dtype)}, {}, out)
@@ -209,13 +221,15 @@ class Recorder(TorchDispatchMode):
                 operands.setdefault(handle, len(operands))
             return handle
 
-        positional = tuple(self.values.seen(a, operand) for a in args)
-        keywords = {k: self.values.seen(v, operand) for k, v in kwargs.items()}
-        out = STAND_INS.get(func, func)(*args, **kwargs)
         try:
+            positional = tuple(self.values.seen(a, operand) for a in args)
+            keywords = {k: self.values.seen(v, operand) for k, v in kwargs.items()}
+            out = STAND_INS.get(func, func)(*args, **kwargs)
+            self.data.note(func, args, kwargs, out)
             self._record(func, positional, keywords, operands, out)
         except UnsupportedError as error:
-            raise UnsupportedError(f"{caller()}: {error}") from None
+            where = f"{caller()}: "
+            raise UnsupportedError(f"{where}{str(error).removeprefix(where)}") from None
         return out
 
     def _joins(self, x: Any, y: Any) -> bool:

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from ...algebra.symbols import shown
 from ...errors import CostGraphError, GraphError, UnsupportedError
@@ -18,9 +20,10 @@ from ...graph.graph import Graph
 from .build import Builder
 from .functions import SymbolicSizes
 from .recorder import Handle, Recorder
-from .shapes import HERE, TORCH
+from .scopes import path_of
+from .shapes import is_program, place
 
-__all__ = ["Factory", "Run", "plain_errors", "replaced"]
+__all__ = ["Factory", "Run", "plain_errors"]
 
 Factory = Callable[[Any], torch.optim.Optimizer]
 
@@ -49,11 +52,15 @@ class Run:
         self.outputs: list[Handle] = []
         self.gradients: dict[Handle, Handle] = {}
 
-    def declare(self, state: Mapping[str, torch.Tensor], inputs: Mapping[str, object]) -> None:
-        """Say what is there before the first op: parameters, buffers and inputs."""
-        for name, t in state.items():
-            self.recorder.source(t, "param" if isinstance(t, nn.Parameter) else "buffer", name.replace(".", "/"))
-        self.params = {k: t for k, t in state.items() if isinstance(t, nn.Parameter) and t.requires_grad}
+    def declare(self, inputs: Mapping[str, object]) -> None:
+        """Say what is there before the first op: parameters, buffers, gradients that were there before, and inputs."""
+        for name, t in (*self.module.named_parameters(), *self.module.named_buffers()):
+            path = path_of(name)
+            self.recorder.source(t, "param" if isinstance(t, nn.Parameter) else "buffer", path)
+            if isinstance(t, nn.Parameter) and t.requires_grad:
+                self.params[path] = t
+                if t.grad is not None:
+                    self.recorder.source(t.grad, "buffer", f"{path}/grad")
         for name, value in inputs.items():
             if isinstance(value, torch.Tensor):
                 self.recorder.source(value, "input", name)
@@ -64,8 +71,10 @@ class Run:
         gc.disable()  # what only a cycle holds would be given back at any time
         try:
             with torch.set_grad_enabled(train), SymbolicSizes(), self.recorder:
-                out = self.module(*args, **kwargs)
-                made = list(_tensors(out))
+                if train and any(p._post_accumulate_grad_hooks for p in self.params.values()):
+                    with self.recorder.pausing():
+                        self._warm(args, kwargs)
+                made = list(_tensors(self.module(*args, **kwargs)))
                 if train:
                     self._train(made)
                 self.outputs = [self.recorder.known(t) for t in made]
@@ -73,17 +82,30 @@ class Run:
             if collecting:
                 gc.enable()
 
-    def _train(self, made: list[torch.Tensor]) -> None:
+    def _warm(self, args: list[object], kwargs: dict[str, object]) -> None:
+        """Run forward and backward unseen: an optimizer that a hook calls makes its state in the first step."""
+        before = {p: p.grad for p in self.params.values()}
+        for loss in self._loss(list(_tensors(self.module(*args, **kwargs)))):
+            loss.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
+        for p, grad in before.items():
+            p.grad = grad
+
+    def _loss(self, made: list[torch.Tensor]) -> list[torch.Tensor]:
         if len(made) != 1 or made[0].numel() != 1 or not made[0].requires_grad:
             raise GraphError(
                 f"trace: with train=True {type(self.module).__name__} returns {shown(made, 200)}, expected one scalar "
                 f"loss that depends on a parameter"
             )
-        (loss,) = made
+        return made
+
+    def _train(self, made: list[torch.Tensor]) -> None:
+        (loss,) = self._loss(made)
         self.recorder.phase = "backward"
         loss.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
         self.gradients = {
-            self.recorder.known(p): self.recorder.known(p.grad) for p in self.params.values() if p.grad is not None
+            self.recorder.known(p): self.recorder.known(p.grad)
+            for p in self.params.values()
+            if p.grad is not None and p.numel()
         }
         if self.optimizer is not None:
             self._update(self.optimizer)
@@ -93,7 +115,7 @@ class Run:
         with self.recorder.pausing():
             optimizer = make(list(self.params.values()))
             optimizer.step()  # makes the state
-        names = {id(p): name.replace(".", "/") for name, p in self.params.items()}
+        names = {id(p): name for name, p in self.params.items()}
         for p, state in optimizer.state.items():
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):
@@ -127,29 +149,6 @@ def _tensors(value: object) -> Iterator[torch.Tensor]:
 
 
 @contextmanager
-def replaced(module: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
-    """Let a module have parameters and buffers without data for a while; yields them by name, tied ones once."""
-    before = [(m, dict(m.__dict__)) for m in module.modules()]
-    memo: dict[int, torch.Tensor] = {}
-    try:
-        for m, attributes in before:
-            for kind in ("_parameters", "_buffers"):
-                own = attributes[kind]
-                m.__dict__[kind] = {k: None if t is None else memo.setdefault(id(t), _fake(t)) for k, t in own.items()}
-        yield {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    finally:
-        for m, attributes in before:
-            m.__dict__.clear()
-            m.__dict__.update(attributes)
-
-
-def _fake(t: torch.Tensor) -> torch.Tensor:
-    device = torch.device("cpu") if t.device.type == "meta" else t.device
-    fake = torch.empty_strided(tuple(t.shape), t.stride(), dtype=t.dtype, device=device)
-    return nn.Parameter(fake, requires_grad=t.requires_grad) if isinstance(t, nn.Parameter) else fake
-
-
-@contextmanager
 def plain_errors() -> Iterator[None]:
     """Say which line of the program failed, and why, in one error of the library."""
     loggers = [logging.getLogger(name) for name in _LOGGERS]
@@ -162,11 +161,24 @@ def plain_errors() -> Iterator[None]:
         raise
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
-        at = [f for f in frames if not f.filename.startswith((TORCH, HERE))][-1:] or frames[-1:]
-        raise UnsupportedError(
-            f"{at[0].filename}:{at[0].lineno}, in {at[0].name}, {shown(at[0].line, 120)}: {type(error).__name__}: "
-            f"{shown(str(error), 300)}; expected a program that runs on tensors without data"
-        ) from error
+        at = [f for f in frames if is_program(f.filename)][-1:] or frames[-1:]
+        raise UnsupportedError(f"{place(at[0].filename, at[0].lineno, at[0].name)}: {_cause(error)}") from error
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
+
+
+def _cause(error: Exception) -> str:
+    """Return what is wrong in words, and what would do."""
+    if isinstance(error, GuardOnDataDependentSymNode | DataDependentOutputException | DynamicOutputShapeException):
+        return (
+            "goes by the data of a tensor, which has none, expected a program that runs on tensors without data; what "
+            "is known are buffers, and whether something holds of inputs that are whole numbers or truth values"
+        )
+    if "symbolic sizes" in str(error):
+        return (
+            "runs in torch on sizes that are numbers alone, expected no dimensions there; name none (None) for the "
+            "axes of what it is given"
+        )
+    first = next((line for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {shown(first, 300)}; expected a program that runs on tensors without data"

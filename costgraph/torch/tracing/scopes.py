@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +11,12 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-__all__ = ["Scopes"]
+__all__ = ["Scopes", "path_of"]
+
+
+def path_of(name: str) -> str:
+    """Return the path of a parameter or a module; a compiled module has that of the one inside it."""
+    return "/".join(part for part in name.split(".") if part != "_orig_mod")
 
 
 class Scopes:
@@ -23,7 +29,7 @@ class Scopes:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.paths = {id(m): name.replace(".", "/") for name, m in module.named_modules()}
+        self.paths = {id(m): path_of(name) for name, m in module.named_modules()}
         self.stack: list[str] = []
         self.made: dict[int, str] = {}
         """Scope in which each node of the backward pass came to be, by its number."""
@@ -34,7 +40,10 @@ class Scopes:
         before = register_module_forward_pre_hook(self._enter)
         after = register_module_forward_hook(self._leave, always_call=True)
         try:
-            yield
+            with warnings.catch_warnings():
+                # a compiled module says that such hooks see it twice: both have one path
+                warnings.filterwarnings("ignore", message="Using `torch.compile")
+                yield
         finally:
             before.remove()
             after.remove()

@@ -6,7 +6,7 @@ import linecache
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any
 
 import sympy
@@ -18,21 +18,36 @@ from ...algebra.symbols import shown
 from ...errors import UnsupportedError
 from .nodes import remembering
 
-__all__ = ["HERE", "TORCH", "Shapes", "caller", "hints"]
+__all__ = ["HERE", "TORCH", "Shapes", "caller", "hints", "is_program", "place"]
 
 TORCH = str(Path(torch.__file__).parent)
 HERE = str(Path(__file__).parent)
+_PYTHON = str(Path(linecache.__file__).parent)
+_NOT_THEIRS = (TORCH, HERE, str(Path(sympy.__file__).parent))
+_DOOR = str(Path(TORCH, "__init__.py"))  # of bool(size) and the like
+_ALGEBRA = (_DOOR, str(Path(TORCH, "fx", "experimental")), __file__, str(Path(HERE, "nodes.py")))
 
 
 class Shapes(ShapeEnv):
-    """torch's symbolic shapes, in which a dimension that has a name never becomes a number."""
+    """torch's symbolic shapes, in which a dimension that has a name becomes a number only where that is wanted.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    given : mapping of str to int
+        Sizes, by name.
+    fixed : bool
+        Whether a program may turn one of them into a number, which is an assumption then; it is an error else.
+    """
+
+    def __init__(self, given: Mapping[str, int] = MappingProxyType({}), *, fixed: bool = False) -> None:
         super().__init__()
+        self.given, self.fixed = given, fixed
         self.names: dict[sympy.Symbol, str] = {}
         """Names of torch's symbols."""
         self.equal: list[tuple[str, sympy.Expr]] = []
         """Dimensions that the program needs to be equal to something else."""
+        self.asked: dict[sympy.Basic, str] = {}
+        """What holds of the sizes where the program asked, and its line; what torch asked itself is in `guards`."""
         self.known_nodes: dict[Any, Any] = {}
         """What operations on sizes made, by the operation and its operands."""
         self._answers: dict[Any, sympy.Basic] = {}
@@ -59,30 +74,77 @@ class Shapes(ShapeEnv):
 
     def evaluate_expr(self, orig_expr: sympy.Basic, *args: Any, **kwargs: Any) -> sympy.Basic:
         """Answer a question about sizes; what was asked before has its guard already."""
-        key = (orig_expr, args[2:], tuple(kwargs.items()), self._suppress_guards_tls())
+        silent = self._suppress_guards_tls()
+        key = (orig_expr, args[2:], tuple(kwargs.items()), silent)
         if key not in self._answers:
+            known = self.replace(orig_expr)
+            number = not isinstance(known, sympy.logic.boolalg.Boolean)
+            if number and not silent and known.free_symbols and known.free_symbols <= self.names.keys():
+                self.fix(known)
             self._answers[key] = super().evaluate_expr(orig_expr, *args, **kwargs)
-        return self._answers[key]
+        answer = self._answers[key]
+        if answer in (sympy.true, sympy.false) and not silent and _asked_by_program():
+            known = self.replace(orig_expr)
+            if known.free_symbols and known.free_symbols <= self.names.keys():
+                self.asked.setdefault(known if answer else sympy.Not(known), caller())
+        return answer
+
+    def fix(self, size: sympy.Expr) -> None:
+        """Note that a size becomes a number here: every size that it is made of is then the one that was given."""
+        for free in sorted(size.free_symbols, key=str):
+            name, number = self.names[free], self.backed_var_to_val[free]
+            if not self.fixed:
+                raise UnsupportedError(
+                    f"{caller()}: turns the size {name} into the number {number}, expected a program that takes any "
+                    f"size; name no dimension for this axis (None) to keep it a number, or trace with fixed='given'"
+                )
+            if number != self.given.get(name):
+                raise UnsupportedError(
+                    f"{caller()}: needs the size {name} as a number, which is given as {self.given.get(name)}, "
+                    f"expected one above 1 that no other dimension has"
+                )
+            self._set_replacement(free, sympy.Integer(number), "given")
 
     def _set_replacement(self, a: sympy.Symbol, tgt: sympy.Expr, msg: str) -> None:
         if a in self.names:
-            if tgt.is_number:
-                raise UnsupportedError(
-                    f"{caller()}: turns the size {self.names[a]} into the number {tgt}, expected a program that takes "
-                    f"any size; name no dimension for this axis (None) to keep it a number"
-                )
-            self.equal.append((self.names[a], tgt))
+            if tgt.is_number and msg != "given":
+                self.fix(a)
+                return
+            if self.replacements.get(a) != tgt:
+                self.equal.append((self.names[a], tgt))
         super()._set_replacement(a, tgt, msg)
 
 
+def _asked_by_program() -> bool:
+    """Whether the innermost line outside of torch's algebra of sizes is one of the program, which asks in Python.
+
+    What torch's kernels ask, layouts above all, comes from C++ straight to that algebra.
+    """
+    frame, asked = sys._getframe(2), False
+    while frame is not None and frame.f_code.co_filename.startswith(_ALGEBRA):
+        asked = asked or frame.f_code.co_filename == _DOOR
+        frame = frame.f_back  # type: ignore[assignment]
+    return asked and frame is not None and not frame.f_code.co_filename.startswith((TORCH, HERE))
+
+
+def is_program(file: str) -> bool:
+    """Whether a file is the program's: none of torch, of the tracer, of what they call or of Python's library."""
+    return not (file.startswith(_NOT_THEIRS) or "<" in file or (file.startswith(_PYTHON) and "-packages" not in file))
+
+
 def caller() -> str:
-    """Return file, line and text of the innermost line outside of torch and of the tracer."""
+    """Return file, line and text of the innermost line of the program."""
     for frame in _frames(sys._getframe(1)):
         file = frame.f_code.co_filename
-        if not file.startswith((TORCH, HERE)) and "<" not in file:
-            text = linecache.getline(file, frame.f_lineno).strip()
-            return f"{file}:{frame.f_lineno}, in {frame.f_code.co_name}, {shown(text, 120)}"
+        if is_program(file):
+            return place(file, frame.f_lineno, frame.f_code.co_name)
     return "a line of torch"
+
+
+def place(file: str, line: int | None, function: str) -> str:
+    """Return a line of a file in words."""
+    text = linecache.getline(file, line or 0).strip()
+    return f"{file}:{line}, in {function}, {shown(text, 120)}"
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from functools import reduce
 from typing import Any
 
@@ -55,6 +56,8 @@ class Translator:
         """
         if expr.is_Integer:
             return poly(int(expr))
+        if expr.is_Rational or expr.is_Float:
+            return poly(Fraction(float(expr)) if expr.is_Float else Fraction(int(expr.p), int(expr.q)))
         if expr.is_Symbol:
             if expr not in self.names and self.symbols:
                 self.names[expr] = expr.name
@@ -66,7 +69,7 @@ class Translator:
         rule = _RULES.get(type(expr))
         if rule is None:
             raise UnsupportedError(f"size {shown(str(expr))}: no rule for {type(expr).__name__}, expected a formula")
-        out: Poly = rule(*(self.formula(a) if not a.is_Rational else poly(a) for a in expr.args))
+        out: Poly = rule(*map(self.formula, expr.args))
         return out
 
 

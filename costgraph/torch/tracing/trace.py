@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...errors import GraphError
 from ...graph.arguments import need_choice
 from ...graph.graph import Graph
 from .arguments import Axes, Given
+from .data import Data
 from .guards import assumptions
 from .recorder import Recorder
-from .run import Factory, Run, plain_errors, replaced
+from .run import Factory, Run, plain_errors
 from .scopes import Scopes
 from .shapes import Shapes, hints
 from .sizes import Translator
+from .state import borrowed, forgetting
 from .values import Values
 
 __all__ = ["trace"]
@@ -31,6 +35,7 @@ def trace(
     keywords: Mapping[str, object] | None = None,
     keyword_dims: Mapping[str, Axes] | None = None,
     unknown: str = "error",
+    fixed: str = "error",
     name: str = "",
 ) -> Graph:
     """Turn a module into a graph with symbolic sizes, from one eager run on tensors that hold no data.
@@ -41,8 +46,8 @@ def trace(
     Parameters
     ----------
     module : torch.nn.Module
-        What is called, in the mode (`train()`, `eval()`) that it is in. Its parameters may be on any device, `meta`
-        included, or fake.
+        What is called, in the mode (`train()`, `eval()`) that it is in; of a compiled one, the one inside it. Its
+        parameters may be on any device, `meta` included, or fake.
     *inputs : torch.Tensor or other
         Positional arguments; of tensors the shape, the layout and the number format matter alone.
     dims : sequence, optional
@@ -58,6 +63,9 @@ def trace(
     unknown : str
         What an op without a rule is: an `error`, or a `symbol`, the positive number `flops_NAME` of FLOPs; a size that
         depends on data is a symbol as well then.
+    fixed : str
+        What a named size is that the program turns into a number, as a loop over it does: an `error`, or the size that
+        is `given`, with the assumption that says so: the loop is unrolled.
     name : str
         Name of the graph, by default the class of the module.
 
@@ -85,20 +93,29 @@ def trace(
     (70*B, 76*B + 168)
     """
     need_choice("trace: unknown", unknown, ("error", "symbol"))
+    need_choice("trace: fixed", fixed, ("error", "given"))
     if not isinstance(module, nn.Module):
         raise GraphError(f"trace: got {type(module).__name__}, expected a torch.nn.Module")
     if optimizer is not None and not train:
         raise GraphError("trace: an optimizer without train=True, expected a backward pass before its step")
+    module = module._orig_mod if isinstance(module, OptimizedModule) else module
     given = Given(module, inputs, dims, dict(keywords or {}), dict(keyword_dims or {}))
-    shapes = Shapes()
+    shapes = Shapes(given.sizes(), fixed=fixed == "given")
     translator = Translator(shapes.names, symbols=unknown == "symbol")
-    recorder = Recorder(Values(translator), Scopes(module), symbols=unknown == "symbol")
+    data = Data(shapes)
+    recorder = Recorder(Values(translator), Scopes(module), data, symbols=unknown == "symbol")
     run = Run(module, recorder, optimizer)
-    with FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True), plain_errors(), replaced(module) as state:
+    with (
+        FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True),
+        plain_errors(),
+        forgetting(recorder.left),
+        borrowed(module, *given.others()) as data.held,
+        data.unseen(),
+    ):
         sizes = {n: shapes.named(n, size) for n, size in hints(given.sizes()).items()}
-        fakes = given.fakes(sizes)
-        run.declare(state, fakes)
-        with recorder.scopes.watching():
+        fakes = given.fakes(sizes, data)
+        run.declare(fakes)
+        with recorder.scopes.watching(), torch.compiler.set_stance("force_eager"):
             run(*given.arguments(fakes), train=train)
     graph = Graph(name or type(module).__name__)
     graph.assume(*assumptions(shapes, translator))

@@ -1,0 +1,247 @@
+"""Data that is known in a run without data: of buffers, of inputs that are whole numbers or flags, and more.
+
+Programs ask for it: whether a mask hides anything, how long a window is that lies in a buffer. Nothing is computed
+until one does; then what led to the answer runs for real, at the sizes that were given and at others.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from .shapes import TORCH, Shapes
+
+__all__ = ["Data"]
+
+aten = torch.ops.aten
+#: Ops whose answer is a number of Python.
+_ASKING = (aten._local_scalar_dense.default, aten.equal.default)
+#: What is made in the shape of a tensor whose data matter not, and the place of the number that it is filled with.
+_FILLED: dict[Any, int | float] = {
+    aten.ones_like.default: 1, aten.new_ones.default: 1, aten.zeros_like.default: 0, aten.new_zeros.default: 0,
+}  # fmt: skip
+_MOST = 1 << 24  # elements of what is worked out
+_NAME = "_costgraph_value"  # of the attribute of a tensor without data
+#: Where an answer is looked at again: it may depend on a size, as that of `positions.max() > 2048` does.
+_ELSEWHERE = (2, 3, 5, 8, 13, 64, 257, 1 << 10, 1 << 13, 1 << 17)
+
+
+class _UnknownError(Exception):
+    """Data are not known, or would be too many."""
+
+
+@dataclass(eq=False)
+class _Value:
+    """Data of a tensor: there, or to be worked out from others by an op."""
+
+    op: Callable[..., Any] | None
+    args: Any
+    kwargs: Any
+    shape: tuple[Any, ...]
+    """sizes, which are torch's formulas where they are not numbers"""
+    place: int | None = None
+    """among the results of the op, if there are several"""
+    given: bool = False
+    """whether it is the data of an input, or follows from it"""
+    version: int = 0
+    """number of writes into the tensor before"""
+
+
+class Data:
+    """What is known of the data of tensors.
+
+    Parameters
+    ----------
+    shapes : Shapes
+        Of the run.
+    """
+
+    def __init__(self, shapes: Shapes) -> None:
+        self.shapes = shapes
+        self.held: Callable[[torch.Tensor], torch.Tensor | None] = lambda t: None
+        """The tensor that has the data of one of the program's, which is lent to the run."""
+
+    def declare(self, t: torch.Tensor, real: torch.Tensor) -> None:
+        """Note the data of an input, if it holds whole numbers or truth values."""
+        held = self.held(real)  # where a file of the program has it too
+        real = real if held is None else held
+        if not t.is_floating_point() and not t.is_complex() and _has_data(real):
+            t.__dict__[_NAME] = _Value(None, real, None, tuple(map(_formula, t.shape)), given=True)
+
+    def note(self, op: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Note how the results of an op follow from what is known."""
+        many = isinstance(out, tuple | list)
+        if op in _FILLED:
+            like = {k: kwargs[k] for k in ("dtype",) if k in kwargs} or {"dtype": args[0].dtype}
+            op, args, kwargs = aten.full.default, (out.shape, _FILLED[op]), like
+        tensors = list(_flat((args, kwargs)))
+        values = [self._of(t) for t in tensors]
+        if None in values or not (tensors or _is_maker(op)) or op._schema.is_mutable or _is_random(op):
+            return
+        given = any(v.given for v in values if v is not None)
+        inside = {id(t): v for t, v in zip(tensors, values, strict=True)}
+        args, kwargs = _mapped((args, kwargs), lambda t: inside[id(t)])
+        for place, t in enumerate(out if many else [out]):
+            if isinstance(t, FakeTensor) and not t.is_inference() and t.constant is None:
+                shape = tuple(map(_formula, t.shape))
+                t.__dict__[_NAME] = _Value(op, args, kwargs, shape, place if many else None, given, t._version)
+
+    def answer(self, op: Any, args: Any) -> Any:
+        """Return the number or the flag that a program asks for; None where it is not known."""
+        if op not in _ASKING:
+            return None
+        values = [self._of(t) for t in _flat(args)]
+        if None in values:
+            return None
+        asked = _Value(op, tuple(values), {}, (), given=any(v.given for v in values if v is not None))
+        try:
+            found = self._at(asked, self.shapes.backed_var_to_val)
+        except (_UnknownError, RecursionError):
+            return None
+        if asked.given and not isinstance(found, bool):
+            return None  # what follows from numbers of an input is no fact of the program
+        for size in sorted(_sizes(asked, self.shapes), key=str):
+            if any(other != found for other in self._elsewhere(asked, size)):
+                self.shapes.fix(size)
+        return found
+
+    def _elsewhere(self, asked: _Value, size: sympy.Symbol) -> Iterator[Any]:
+        """Yield what the answer is where a size is another one."""
+        now = self.shapes.backed_var_to_val
+        for other in dict.fromkeys((*_ELSEWHERE, now[size] - 1, now[size] + 1, 2 * now[size])):
+            try:
+                yield self._at(asked, {**now, size: sympy.Integer(other)})
+            except (_UnknownError, RuntimeError, IndexError, ValueError):
+                continue  # no such size, or nobody knows
+
+    def _of(self, t: torch.Tensor) -> _Value | None:
+        found = t.__dict__.get(_NAME)
+        if found is not None:
+            return found if found.version == t._version else None
+        real = self.held(t) if isinstance(t, FakeTensor) else t
+        if real is None and isinstance(t, FakeTensor):
+            real = t.constant
+        elif real is None or isinstance(real, nn.Parameter) or t._version > (0 if real is not t else t._version):
+            return None
+        return None if real is None or not _has_data(real) else _Value(None, real, None, tuple(real.shape))
+
+    def _at(self, value: _Value, sizes: Mapping[sympy.Symbol, Any]) -> Any:
+        """Work out a value at these sizes."""
+        known: dict[int, Any] = {}
+
+        def number(size: Any) -> Any:
+            free = self.shapes.replace(size).xreplace(dict(sizes))
+            return int(free) if free.is_integer else bool(free) if free.is_Boolean else float(free)
+
+        def made(v: _Value) -> Any:
+            if id(v) not in known:
+                shape = [number(n) if isinstance(n, sympy.Basic) else n for n in v.shape]
+                if sympy.prod(shape) > _MOST:
+                    raise _UnknownError
+                if v.op is None:
+                    known[id(v)] = _extended(v.args, shape)
+                else:
+                    args, kwargs = _mapped((v.args, v.kwargs), made, number)
+                    known[id(v)] = v.op(*args, **{k: a for k, a in kwargs.items() if k not in ("device", "pin_memory")})
+            return known[id(v)] if v.place is None else known[id(v)][v.place]
+
+        with _disable_current_modes(), torch.no_grad():
+            return made(value)
+
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """Let tensors look like any others to the program, but for those whose data it may ask for and nobody knows."""
+
+        class Kind(type):
+            def __instancecheck__(cls, value: object) -> bool:
+                if not isinstance(value, FakeTensor) or sys._getframe(1).f_code.co_filename.startswith(TORCH):
+                    return isinstance(value, FakeTensor)
+                return not value.is_floating_point() and self._of(value) is None
+
+        before = torch._subclasses.FakeTensor
+        torch._subclasses.FakeTensor = Kind("FakeTensor", (), {})  # type: ignore[assignment, misc]
+        try:
+            yield
+        finally:
+            torch._subclasses.FakeTensor = before  # type: ignore[misc]
+
+
+def _has_data(t: torch.Tensor) -> bool:
+    return t.device.type != "meta" and not isinstance(t, FakeTensor) and t.layout is torch.strided
+
+
+def _is_random(op: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in op.tags
+
+
+def _is_maker(op: Any) -> bool:
+    """Whether an op makes a tensor of nothing, and fills it."""
+    return op.namespace == "aten" and not op._schema.name.startswith("aten::empty")
+
+
+def _formula(size: Any) -> Any:
+    return size.node.expr if isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool) else size
+
+
+def _flat(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in arguments."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for v in value:
+            yield from _flat(v)
+    elif isinstance(value, dict):
+        yield from _flat(tuple(value.values()))
+
+
+def _mapped(value: Any, tensor: Callable[[Any], Any], size: Callable[[Any], Any] = _formula) -> Any:
+    """Return arguments with tensors, or what stands for them, and sizes as these functions have them."""
+    if isinstance(value, torch.Tensor | _Value):
+        return tensor(value)
+    if isinstance(value, tuple | list):
+        return [_mapped(v, tensor, size) for v in value]
+    if isinstance(value, dict):
+        return {k: _mapped(v, tensor, size) for k, v in value.items()}
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool | sympy.Basic):
+        return size(value)
+    return value
+
+
+def _sizes(value: _Value, shapes: Shapes) -> set[sympy.Symbol]:
+    """Return the named sizes that a value may depend on."""
+    out: set[sympy.Symbol] = set()
+    seen: set[int] = set()
+    left: list[Any] = [value]
+    while left:
+        v = left.pop()
+        if isinstance(v, _Value):
+            if id(v) not in seen:
+                seen.add(id(v))
+                left += [v.args, v.kwargs, v.shape]
+        elif isinstance(v, tuple | list):
+            left += v
+        elif isinstance(v, dict):
+            left += v.values()
+        elif isinstance(v, sympy.Basic):
+            out |= shapes.replace(v).free_symbols
+    return out & shapes.names.keys()
+
+
+def _extended(t: torch.Tensor, shape: list[int]) -> torch.Tensor:
+    """Return data at another size, where they are the same all along an axis."""
+    for axis, size in enumerate(shape):
+        if t.shape[axis] != size:
+            first = t.narrow(axis, 0, min(1, t.shape[axis]))
+            if not t.shape[axis] or not torch.equal(t, first.expand_as(t)):
+                raise _UnknownError
+            t = first.expand(*t.shape[:axis], size, *t.shape[axis + 1 :])
+    return t

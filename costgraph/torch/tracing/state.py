@@ -1,0 +1,252 @@
+"""What a program holds: tensors without data for the time of a run, and everything as it was after it."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+__all__ = ["borrowed", "forgetting"]
+
+_ATOMS = (int, float, str, bytes, bool, complex, type(None), torch.dtype, torch.device, torch.Size)
+_CONTAINERS = (dict, list, set, deque)
+_CACHE: Any = functools._lru_cache_wrapper  # what pretends to be of another class is not asked
+_NOT_THEIRS = frozenset({*sys.stdlib_module_names, "torch", "numpy", "sympy", "costgraph"}) - {"__main__"}
+_DEEPEST = 8  # containers within containers of what a cache holds
+
+
+def _is_theirs(module: str | None) -> bool:
+    """Whether a module is the program's, neither torch's nor Python's own."""
+    return (module or "").partition(".")[0] not in _NOT_THEIRS
+
+
+class _Reached:
+    """What can be reached from a module and from the files of its classes, and what it all was."""
+
+    def __init__(self, roots: Iterable[object]) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self._undo: list[Callable[[], None]] = []
+        self._seen: dict[int, object] = {}
+        self._next = list(roots)
+        while self._next:
+            value = self._next.pop()
+            if not isinstance(value, _ATOMS) and id(value) not in self._seen:
+                self._seen[id(value)] = value
+                self._next += self._inside(value)
+
+    def restore(self) -> None:
+        """Let everything be what it was."""
+        for undo in self._undo:
+            undo()
+
+    def _inside(self, value: object) -> Iterable[object]:
+        """Return what a value holds, and remember how to bring it back."""
+        if isinstance(value, torch.Tensor):
+            self.tensors.append(value)
+            hooks = [value._backward_hooks, getattr(value, "_post_accumulate_grad_hooks", None)]
+            return [*hooks, value.grad if value.is_leaf else None]
+        if isinstance(value, _CONTAINERS):
+            return self._kept(value)
+        if isinstance(value, tuple | frozenset):
+            return value
+        if isinstance(value, types.MethodType):
+            return (value.__self__, value.__func__)
+        if isinstance(value, types.FunctionType):
+            return [c.cell_contents for c in value.__closure__ or () if _filled(c)]
+        if isinstance(value, functools.partial):
+            return (value.func, value.args, value.keywords)
+        if isinstance(value, type | types.ModuleType) or not hasattr(value, "__dict__"):
+            return ()
+        if isinstance(value, nn.Module):
+            return [vars(value), *self._files(type(value))]
+        theirs = _is_theirs(type(value).__module__) or isinstance(value, torch.optim.Optimizer | types.SimpleNamespace)
+        return [vars(value)] if theirs else ()
+
+    def _kept(self, held: Any) -> Iterable[object]:
+        """Return the elements of a container that is brought back to them; keys may be tensors as well."""
+        before = list(held.items()) if isinstance(held, dict) else list(held)
+
+        def undo() -> None:
+            now = held.items() if isinstance(held, dict) else held
+            if len(now) != len(before) or any(not _is(a, b) for a, b in zip(now, before, strict=True)):
+                held.clear()
+                (held.update if isinstance(held, dict | set) else held.extend)(before)
+
+        self._undo.append(undo)
+        return [v for pair in before for v in pair] if isinstance(held, dict) else before
+
+    def _files(self, kind: type) -> Iterator[object]:
+        """Yield what the classes of a module, and the files in which they stand, hold: caches of all instances."""
+        for cls in kind.__mro__:
+            if cls is not object and _is_theirs(cls.__module__) and id(cls) not in self._seen:
+                self._seen[id(cls)] = cls
+                for place in (cls, sys.modules.get(cls.__module__)):
+                    if place is not None and (place is cls or id(place) not in self._seen):
+                        self._seen[id(place)] = place
+                        self._undo.append(_renaming(place))
+                        yield from (v for v in vars(place).values() if isinstance(v, (*_CONTAINERS, torch.Tensor)))
+
+
+def _renaming(place: type | types.ModuleType) -> Callable[[], None]:
+    """Return what lets a class or a module have the names that it has now."""
+    before = dict(vars(place))
+
+    def undo() -> None:
+        now = dict(vars(place))
+        for name in now.keys() - before.keys():
+            delattr(place, name)
+        for name, value in before.items():
+            if now.get(name) is not value:
+                setattr(place, name, value)
+
+    return undo
+
+
+def _filled(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018  # an empty cell has none
+    except ValueError:
+        return False
+    return True
+
+
+def _is(a: object, b: object) -> bool:
+    """Whether an element, or a name with its value, is the one that was there."""
+    if isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b) == 2:
+        return a[0] is b[0] and a[1] is b[1]
+    return a is b
+
+
+# -- tensors ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def borrowed(module: nn.Module, *others: object) -> Iterator[Callable[[torch.Tensor], torch.Tensor | None]]:
+    """Let all tensors that a program holds have no data for a while, and let nothing be changed after that.
+
+    A tensor stays the object that it is, so whoever has it, an optimizer or a hook, has the one without data. Tensors
+    of one storage have one. Yields what gives the data of a tensor.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        Whose attributes are looked through, those of what they hold, and what the files of its classes hold.
+    *others : object
+        Arguments, which it may change.
+    """
+    reached = _Reached([module, *others])
+    swapped: list[tuple[torch.Tensor, torch.Tensor]] = []
+    real: dict[int, torch.Tensor] = {}
+    bases: dict[int, torch.Tensor] = {}
+    torch.clear_autocast_cache()  # whose weak references would forbid to lend tensors
+    try:
+        made = [(t, _fake(t, bases)) for t in sorted(reached.tensors, key=lambda t: not isinstance(t, nn.Parameter))]
+        grads = [(t, t.grad) for t in reached.tensors if t.is_leaf and t.grad is not None]
+        for t, fake in made:
+            if fake is not None:
+                _swap(t, fake)
+                swapped.append((t, fake))
+                real[id(t)] = fake  # what has the data now
+        for t, _ in swapped:
+            if t._backward_hooks:
+                t._backward_hooks = t._backward_hooks
+            if t.is_leaf and t.requires_grad and t._post_accumulate_grad_hooks:
+                t._post_accumulate_grad_hooks = t._post_accumulate_grad_hooks
+        for t, grad in grads:
+            t.grad = grad
+        yield lambda t: real.get(id(t))
+    finally:
+        torch.clear_autocast_cache()  # it knows tensors of the run
+        for t, fake in swapped:
+            _swap(t, fake)
+        reached.restore()
+
+
+def _swap(t: torch.Tensor, other: torch.Tensor) -> None:
+    """Exchange what two tensors are; attributes that a program has set stay."""
+    torch._C._swap_tensor_impl(t, other)  # which torch.utils.swap_tensors calls; refused, nothing has changed yet
+    t.__class__, other.__class__ = other.__class__, t.__class__
+    t.__dict__, other.__dict__ = other.__dict__, t.__dict__
+
+
+def _fake(t: torch.Tensor, bases: dict[int, torch.Tensor]) -> torch.Tensor | None:
+    """Return a tensor without data; None for what has no strides."""
+    if t.layout is not torch.strided or t.is_nested:
+        return None
+    device = torch.device("cpu") if t.device.type == "meta" else t.device
+    storage, parameter = t.untyped_storage(), isinstance(t, nn.Parameter)
+    base = None if parameter else bases.get(storage._cdata)
+    if base is not None and base.dtype == t.dtype:
+        with torch.set_grad_enabled(t.grad_fn is not None):
+            fake = base.as_strided(tuple(t.shape), t.stride(), t.storage_offset())
+    else:
+        fake = torch.empty_strided(tuple(t.shape), t.stride(), dtype=t.dtype, device=device)
+        least = fake.untyped_storage().nbytes()
+        if not parameter and least < storage.nbytes() and not storage.nbytes() % t.element_size():
+            base = torch.empty(storage.nbytes() // t.element_size(), dtype=t.dtype, device=device)
+            fake = base.as_strided(tuple(t.shape), t.stride(), t.storage_offset())
+    fake = nn.Parameter(fake, requires_grad=t.requires_grad) if parameter else fake
+    if t.requires_grad and not fake.requires_grad:
+        fake.requires_grad_()
+    if fake.untyped_storage().nbytes() == storage.nbytes():
+        bases.setdefault(storage._cdata, fake)
+    fake.__dict__.update({k: v for k, v in t.__dict__.items() if k not in fake.__dict__})
+    return fake
+
+
+# -- caches ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def forgetting(left: Callable[[], bool]) -> Iterator[None]:
+    """Let sizes be keys of caches, and let no cache of a function know of this run after it.
+
+    Parameters
+    ----------
+    left : callable
+        Whether anything that the run made is still there.
+    """
+    plain, asked = torch.SymInt.__hash__, False
+
+    def hashed(size: torch.SymInt) -> int:
+        nonlocal asked
+        asked = True
+        return hash(size.node.expr)
+
+    torch.SymInt.__hash__ = hashed  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.SymInt.__hash__ = plain  # type: ignore[method-assign]
+        if asked or left():
+            for cached in (*gc.get_objects(), *_in_modules()):  # of which the former lacks what `gc.freeze` has met
+                if type(cached) is _CACHE and _is_theirs(cached.__module__) and _of_a_run(cached, _DEEPEST):
+                    cached.cache_clear()
+
+
+def _in_modules() -> Iterator[object]:
+    """Yield what stands in the program's files, and in classes there."""
+    for name, module in list(sys.modules.items()):
+        if _is_theirs(name) and isinstance(module, types.ModuleType):
+            for value in list(vars(module).values()):
+                yield value
+                if isinstance(value, type):
+                    yield from vars(value).values()
+
+
+def _of_a_run(value: object, depth: int) -> bool:
+    """Whether a value holds a tensor without data, or a size of a run."""
+    if isinstance(value, FakeTensor | torch.SymInt):
+        return True
+    if not depth or isinstance(value, type | types.ModuleType | types.FunctionType | nn.Module):
+        return False
+    return any(_of_a_run(v, depth - 1) for v in gc.get_referents(value))

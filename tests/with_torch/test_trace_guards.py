@@ -1,0 +1,175 @@
+"""What a program asks of sizes and of data: assumptions that hold exactly where a real run goes the same way."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import costgraph as cg
+from costgraph.torch import trace
+
+
+class Asks(nn.Module):
+    """Multiplies where what it asks holds, and copies where not."""
+
+    def __init__(self, question):
+        super().__init__()
+        self.question = question
+        self.register_buffer("window", torch.tensor(5))
+
+    def forward(self, x, *others):
+        return x @ x.mT if self.question(self, x, *others) else x.clone()
+
+
+X = torch.zeros(3, 17)
+D = ("B", "S")
+QUESTIONS = {
+    "odd": lambda m, x: x.shape[1] % 2,
+    "even": lambda m, x: x.shape[1] % 2 == 0,
+    "unequal": lambda m, x: x.shape[0] != x.shape[1],
+    "no number": lambda m, x: x.shape[1] != 11,
+    "neither": lambda m, x: not (x.shape[1] > 20 or x.shape[0] > 7),
+    "both": lambda m, x: x.shape[1] % 4 == 1 and x.shape[0] < 5,
+    "one of several": lambda m, x: x.shape[1] in (4, 9, 16),
+    "half": lambda m, x: x.shape[1] / 2 > 5,
+    "whole part": lambda m, x: x.shape[1] // 4 > x.shape[0],
+    "product": lambda m, x: x.numel() % 3 == 0,
+    "symbolic choice": lambda m, x: torch.sym_not((x.shape[1] > 20) | (x.shape[0] == 4)),
+}
+
+
+@pytest.mark.parametrize("name", sorted(QUESTIONS))
+def test_a_graph_is_bound_where_a_real_run_goes_the_same_way(name):
+    net = Asks(QUESTIONS[name])
+    g = trace(net, X, dims=[D])
+    way = bool(net.question(net, X))
+    for B, S in itertools.product((2, 3, 4, 7, 8, 11, 18), (2, 4, 9, 11, 12, 16, 17, 18, 21, 23)):
+        same = bool(net.question(net, torch.empty(B, S))) == way
+        if same:
+            assert cg.matmul_flops(g, B=B, S=S) == (2 * B * S * B if way else 0)
+        else:
+            with pytest.raises(cg.BindingError, match="against the assumption"):
+                cg.matmul_flops(g, B=B, S=S)
+
+
+def test_of_a_choice_the_part_that_held_is_assumed():
+    g = trace(Asks(lambda m, x: x.shape[1] > 20 or x.shape[0] > 2), X, dims=[D])
+    assert [r.text for r in g.relations.relations] == ["S <= 20", "B > 2"]
+
+
+def test_sizes_are_larger_than_one():
+    g = trace(Asks(lambda m, x: x.shape[0] != 1), X, dims=[D])
+    assert g.relations.relations == ()
+
+
+# -- sizes that become numbers ------------------------------------------------------------------------------------
+
+
+class Steps(nn.Module):
+    """A recurrence over time, as Python has it."""
+
+    def __init__(self, part):
+        super().__init__()
+        self.part, self.cell = part, nn.Linear(5, 5)
+
+    def forward(self, x):
+        for t in range(x.shape[1] // self.part):
+            x = x + torch.tanh(self.cell(x[:, t : t + 1]))
+        return x
+
+
+@pytest.mark.parametrize("part", [1, 3])
+def test_a_loop_over_a_size_is_unrolled_where_that_is_asked_for(part):
+    net, x = Steps(part), torch.zeros(3, 7, 5)
+    with pytest.raises(
+        cg.UnsupportedError, match=r"in forward, 'for t in range.*turns the size S into the number 7, .*'g"
+    ):
+        trace(net, x, dims=[("B", "S", None)])
+    g = trace(net, x, dims=[("B", "S", None)], fixed="given")
+    B = cg.dims("B")
+    assert [r.text for r in g.relations.relations] == ["S == 7"]
+    assert cg.matmul_flops(g) == 7 // part * 2 * B * 5 * 5
+    assert cg.matmul_flops(g, B=2, S=7) == 7 // part * 2 * 2 * 5 * 5
+    with pytest.raises(cg.BindingError, match="against the assumption 'S == 7'"):
+        cg.matmul_flops(g, B=2, S=8)
+
+
+def test_a_size_that_is_no_other_ones_is_given():
+    with pytest.raises(
+        cg.UnsupportedError, match="needs the size S as a number, which is given as 3, expected one abov"
+    ):
+        trace(Steps(1), torch.zeros(3, 3, 5), dims=[("B", "S", None)], fixed="given")
+
+
+# -- data ---------------------------------------------------------------------------------------------------------
+
+MASK = torch.ones(3, 17, dtype=torch.bool)
+KNOWN = {
+    "a mask hides nothing": (lambda m, x, mask: mask.all(), True),
+    "counted": (lambda m, x, mask: mask.sum() == mask.numel(), True),
+    "compared": (lambda m, x, mask: torch.equal(mask, torch.zeros_like(mask)), False),
+    "a buffer": (lambda m, x, mask: m.window.item() > 4, True),
+    "a number of a buffer": (lambda m, x, mask: x[:, : int(m.window)].shape[1] == 4, False),
+    "positions": (lambda m, x, mask: (torch.arange(x.shape[1]).diff() == 1).all(), True),
+    "a list": (lambda m, x, mask: torch.tensor([3, 5]).tolist() == [3, 5], True),
+}
+
+
+@pytest.mark.parametrize("name", sorted(KNOWN))
+def test_data_that_are_known_answer(name):
+    question, answer = KNOWN[name]
+    g = trace(Asks(question), X, MASK, dims=[D, D])
+    for B, S in ((3, 17), (2, 31)):
+        assert bool(question(Asks(question), torch.empty(B, S), torch.ones(B, S, dtype=torch.bool))) is answer
+        assert cg.matmul_flops(g, B=B, S=S) == (2 * B * S * B if answer else 0)
+
+
+def test_a_mask_that_hides_something():
+    mask = MASK.clone()
+    mask[1, 3:] = False
+    assert cg.matmul_flops(trace(Asks(KNOWN["a mask hides nothing"][0]), X, mask, dims=[D, D])) == 0
+
+
+def test_an_answer_that_a_size_decides_is_one_for_that_size():
+    net = Asks(lambda m, x: torch.arange(x.shape[1]).max() < 2048)
+    with pytest.raises(cg.UnsupportedError, match="turns the size S into the number 17"):
+        trace(net, X, dims=[D])
+    g = trace(net, X, dims=[D], fixed="given")
+    assert [r.text for r in g.relations.relations] == ["S == 17"]
+
+
+def changed(m, x, mask):
+    mask.logical_not_()
+    return mask.any()
+
+
+@pytest.mark.parametrize(
+    "question",
+    [lambda m, x, mask: (x > 0).all(), lambda m, x, mask: m.window.add_(1) > 5, changed],
+    ids=["measured", "a buffer that was changed", "an input that was changed"],
+)
+def test_data_that_nobody_knows_are_refused(question):
+    with pytest.raises(cg.UnsupportedError, match=r"test_trace_guards\.py:\d+, in .*: goes by the data of a tensor"):
+        trace(Asks(question), X, MASK, dims=[D, D])
+
+
+def test_numbers_that_an_input_holds_are_no_sizes():
+    net = Asks(lambda m, x, n: x[:, : n.max().item()].shape[1] > 3)
+    with pytest.raises(
+        cg.UnsupportedError, match=r"test_trace_guards\.py:\d+, in <lambda>, .*: size u0: it depends on"
+    ):
+        trace(net, X, torch.full((3,), 5), dims=[D, ("B",)])
+
+
+def test_programs_do_not_see_that_they_are_traced():
+    seen = []
+
+    class Looks(nn.Module):
+        def forward(self, x, ids):
+            seen.extend(isinstance(t, torch._subclasses.FakeTensor) for t in (x, ids, ids + 1))
+            return x
+
+    trace(Looks(), X, MASK, dims=[D, D])
+    trace(Looks(), X, MASK.to("meta"), dims=[D, D])  # whose data it cannot ask for
+    assert seen == [False, False, False, False, True, True]

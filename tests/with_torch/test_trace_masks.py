@@ -1,0 +1,65 @@
+"""Training steps of transformers' default attention: masks, or the kernel that needs none, as in a real run."""
+
+import pytest
+import torch
+from torch import nn
+from traced import adamw, differences
+
+import costgraph as cg
+from costgraph.torch import trace
+
+transformers = pytest.importorskip("transformers")
+
+SCALARS = 4096  # bytes of what a real run allocates beside its tensors, as in test_trace_models
+HEADS, WIDTH, LAYERS = 5, 12, 2
+SMALL = {
+    "hidden_size": HEADS * WIDTH, "intermediate_size": 112, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
+    "num_key_value_heads": 1, "head_dim": WIDTH, "vocab_size": 61, "max_position_embeddings": 512,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+
+
+class Loss(nn.Module):
+    def __init__(self, family):
+        super().__init__()
+        config = getattr(transformers, f"{family}Config")(**SMALL)
+        self.model = getattr(transformers, f"{family}ForCausalLM")(config)
+
+    def forward(self, ids, y, attention_mask=None):
+        logits = self.model(ids, attention_mask=attention_mask, use_cache=False).logits
+        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), y.flatten())
+
+
+def data(B, S, mask):
+    out = torch.randint(0, 61, (B, S)), torch.randint(0, 61, (B, S))
+    return (*out, torch.ones(B, S, dtype=torch.int64)) if mask else out
+
+
+@pytest.mark.parametrize("mask", [False, True], ids=["no mask", "a mask of ones"])
+@pytest.mark.parametrize("family", ["Llama", "Gemma", "Qwen3"])
+def test_a_step_with_the_default_attention(family, mask):
+    inputs = data(3, 17, mask)
+    g = trace(Loss(family), *inputs, dims=[("B", "S")] * len(inputs), train=True, optimizer=adamw)
+    assert g.relations.relations == ()
+    attention = [op for op in g.ops if "attention" in getattr(op.kind, "target", "")]
+    assert len(attention) == 2 * LAYERS  # forward and backward
+    for size in ({"B": 2, "S": 41}, {"B": 5, "S": 67}):
+        pairs = size["B"] * HEADS * size["S"] * (size["S"] + 1) // 2  # a key and a query that does not come before it
+        # scores and values in the forward pass; scores again, and four gradients, in the backward pass
+        products = LAYERS * (2 + 5) * 2 * WIDTH * pairs
+        assert sum(cg.evaluate(op.kind.matmul.expr, **size) for op in attention) == products
+        module = Loss(family)
+        peak, flops = differences(g, module, data(**size, mask=mask), adamw(module.parameters()), **size)
+        assert abs(peak) <= SCALARS
+        # the counter has no entry for the CPU's kernel: all else is equal
+        assert -flops == sum(cg.evaluate(op.kind.full.expr, **size) for op in attention)
+
+
+def test_a_mask_that_hides_something_is_one_that_the_kernel_gets():
+    inputs = data(3, 17, mask=True)
+    inputs[2][1, :4] = 0
+    g = trace(Loss("Llama"), *inputs, dims=[("B", "S")] * 3, train=True, optimizer=adamw)
+    module, size = Loss("Llama"), {"B": 3, "S": 17}
+    assert abs(differences(g, module, inputs, adamw(module.parameters()), **size)[0]) <= SCALARS
+    B, S = cg.dims("B S")
+    assert any(t.shape == (B, 1, S, S) for t in g.tensors)
