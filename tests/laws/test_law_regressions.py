@@ -5,6 +5,8 @@ import pytest
 import costgraph as cg
 from costgraph import testing
 from costgraph.ops.cached import append
+from costgraph.ops.fill import fill
+from costgraph.ops.pieces import accumulate
 
 A, B, D, L, W = cg.dims("A B D L W")
 
@@ -382,3 +384,22 @@ def test_a_repeated_element_is_read_once_and_written_everywhere_into_a_cache():
     row = cg.costs(g).filter(op="append").bind(A=3, D=2).total()
     assert (row.read, row.written) == (4 * 2, 4 * 3 * 2)
     testing.check(g, A=3, D=2)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda held, x, ids: append(held, x, 0),
+        lambda held, x, ids: cg.ops.scatter(held, ids, x, inplace=True),
+        lambda held, x, ids: cg.ops.pointwise("add", held, x, inplace=True),
+        lambda held, x, ids: accumulate(held, x),
+    ],
+)
+def test_nothing_is_written_where_several_index_points_are_one_element(write):
+    with cg.Graph("g") as g:
+        held = cg.ops.expand(fill((D,), 1.5), "d -> a d", a=3)
+        x, ids = g.input("x", (3, D)), g.input("ids", (3,), dtype="int64")
+        with pytest.raises(cg.ShapeError, match="in place into expand.*: expected a tensor that is not expanded"):
+            write(held, x, ids)  # torch: more than one element of the written-to tensor refers to a single location
+        g.output(append(held + 0, x, 0))
+    testing.check(g, D=5)
