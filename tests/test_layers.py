@@ -216,3 +216,34 @@ def test_one_layer_for_gate_and_up_computes_the_same(bias):
     assert cg.param_count(apart) == cg.param_count(packed) == 3 * D * F + (2 * F + D if bias else 0)
     assert cg.flops(apart) == cg.flops(packed)
     assert (cg.bytes_moved(apart) - cg.bytes_moved(packed)).expand() == 4 * B * S * D
+
+
+@pytest.mark.parametrize(
+    "policy", [cg.every_block(), cg.every(2), cg.from_start(), cg.every(2, inside=cg.every_block())]
+)
+@pytest.mark.parametrize(
+    ("kinds", "rest", "count"), [(("a", "b"), 1, 9), (("a", "b", "b"), 2, 8), (("a", "a", "b"), 0, 12)]
+)
+def test_layers_of_several_kinds_are_computed_again_one_by_one(kinds, rest, count, policy, tmp_path):
+    def layer(x):
+        return x + cg.nn.mlp(x, 4 * D, activation=cg.relu)
+
+    def loss(stack):
+        with cg.Graph("g") as g:
+            x = stack(cg.linear(g.input("x", (B, D)), "b d -> b e", e=D))
+            g.output(cg.reduce(x, "b d -> ", "mean"))
+        return g
+
+    alike = loss(lambda x: cg.repeat(L, layer, x, name="layers"))
+    turns = loss(lambda x: cg.nn.layers(L, {"a": layer, "b": lambda x: layer(x)}, x, kinds, rest=rest))
+    cg.save(turns, tmp_path / "g.json")
+    for g in (turns, cg.load(tmp_path / "g.json")):
+        step = cg.backward(g, checkpoint=policy)
+        again = cg.costs(step).filter(phase="recompute", kind="matmul").total().matmul
+        alone = cg.unroll(step, L=count)
+        for question in (cg.flops, cg.bytes_moved, cg.peak_memory):
+            assert question(alone, B=2, D=3) == question(step, B=2, D=3, L=count)
+        if policy == cg.every_block():
+            assert cg.evaluate(again, B=7, D=3, L=count) == 2 * 7 * 3 * 12 * count  # the last product is not needed
+            expected = cg.peak_memory(cg.backward(alike, checkpoint=policy), B=211, D=3, L=count)
+            assert cg.peak_memory(step, B=211, D=3, L=count) == expected

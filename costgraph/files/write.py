@@ -118,6 +118,8 @@ def _graph_data(graph: Graph) -> dict[str, Any]:
             "defaults": dict(graph.defaults),
             "loss": graph.loss,
         }
+        if graph.layers:
+            plain.graph["layers"] = sorted(graph.layers)
         if graph.gradients:
             plain.graph["gradients"] = [[t.name, g.name] for t, g in graph.gradients.items()]
     plain.add_nodes_from((node_id(n), _node_data(n)) for n in _ordered(graph))
@@ -192,6 +194,7 @@ def load(path: str | os.PathLike[str]) -> Graph:
             graph = Reader(place, texts(place, facts, "assumptions", "top"), _SCHEMAS[schema]).graph(data, None, "top")
             graph.defaults = _defaults(place, facts)
             graph.loss = None if facts["loss"] is None else kept(str, facts["loss"])
+            graph.layers = frozenset(texts(place, facts, "layers", "top") if "layers" in facts else ())
             graph.freeze()
     except CostGraphError as error:  # the fact from below, with the place in front of it once
         text = str(error)

@@ -82,6 +82,8 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
     loss = Stated[str | None]()
     handed = Carried[dict[Storage, tuple[Storage, Poly]]]()
     """Storages of carries that a loop hands on as they came, each with what it started from."""
+    layers = Carried[frozenset[str]]()
+    """Scopes that are one layer each, of stacks whose loops run through a period of several."""
 
     add_nodes_from = changing(nx.DiGraph.add_nodes_from)
     add_edge = changing(nx.DiGraph.add_edge)
@@ -113,7 +115,7 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
         super().__init__(None if isinstance(name, str) else name, **attr)
         self.graph.setdefault("name", name if isinstance(name, str) else "graph")
         facts = {"dtype": find_dtype(dtype), "outputs": [], "relations": NOTHING_KNOWN, "defaults": {}, "loss": None}
-        self.graph.facts = facts | {"gradients": {}, "handed": {}} | self.graph.facts
+        self.graph.facts = facts | {"gradients": {}, "handed": {}, "layers": frozenset()} | self.graph.facts
 
     def copy(self, as_view: bool = False) -> Graph:
         """Return a graph of the same nodes, in which nodes can be removed; ops of its tensors go to the original."""

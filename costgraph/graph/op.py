@@ -154,12 +154,17 @@ class OpKind:
         Raises
         ------
         CostGraphError
-            If an operand does not fit, or is restricted to a domain where that means nothing.
+            If an operand does not fit, is restricted to a domain where that means nothing, or is written into where
+            several of its index points are one element.
         """
         limited = None if self.restricted else next((t for t in operands if t.domain is not None), None)
         if limited is not None:
             raise ShapeError(f"{self.name} of {limited!r}, which is restricted to a domain: expected a whole tensor")
-        return self.infer(operands)
+        results = self.infer(operands)
+        expanded = next((t for t in map(operands.__getitem__, self.overwrites()) if t.touched != t.numel), None)
+        if expanded is not None:
+            raise ShapeError(f"{self.name} in place into {expanded!r}: expected a tensor that is not expanded")
+        return results
 
     def _lacks(self, rule: str) -> UnsupportedError:
         return UnsupportedError(f"op kind {self.name!r} has no rule {rule!r}, expected one in {type(self).__name__}")

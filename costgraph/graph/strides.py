@@ -12,7 +12,7 @@ from math import ceil, floor, prod
 import sympy
 
 from ..algebra.dominance import lower
-from ..algebra.generators import cached, generator
+from ..algebra.generators import cached, generator, is_reciprocal
 from ..algebra.polynomial import ONE, ZERO, Monomial, Poly, Rational, poly
 
 __all__ = [
@@ -138,7 +138,7 @@ def _at_least_one(ratio: Poly) -> bool:
     """Whether a ratio of two strides, or two sizes, is known to be 1 or more."""
     if len(ratio.terms) == 1:
         ((factors, coefficient),) = ratio.terms.items()
-        if coefficient >= 1 and all(power > 0 for _, power in factors):
+        if coefficient >= 1 and all(power > 0 and not is_reciprocal(key) for key, power in factors):
             return True  # a product of sizes, none of which is 0: of a ceiling alone that could not be said
     least = lower(ratio)
     return least is not None and least >= 1

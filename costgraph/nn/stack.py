@@ -10,7 +10,7 @@ from ..algebra.symbols import is_name, shown
 from ..errors import GraphError
 from ..graph.arguments import need_call, need_list, need_tensor, positive
 from ..graph.graph import current_graph
-from ..graph.scopes import module
+from ..graph.scopes import here, module
 from ..graph.tensor import Tensor
 from ..ops.blocks import Carry, repeat
 
@@ -133,11 +133,18 @@ def _steps(place: str, bodies: object) -> dict[str, _Step]:
 
 def _run(kinds: Sequence[str], steps: Mapping[str, _Step], x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Layers one after the other; equal neighbours are a repeat of their own."""
+
+    def layer(kind: str, x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        root = current_graph(x[0].graph).root
+        before, root.layers = root.layers, root.layers | {"/".join(here().levels)}
+        root.note(lambda: setattr(root, "layers", before))
+        return steps[kind](*x)
+
     for kind, run in groupby(kinds):
         times = len(list(run))
         if times > 1:
-            x = repeat(times, steps[kind], x, name=kind)
+            x = repeat(times, lambda *x, kind=kind: layer(kind, x), x, name=kind)
         else:
             with module(current_graph(x[0].graph), kind):
-                x = steps[kind](*x)
+                x = layer(kind, x)
     return x

@@ -159,10 +159,8 @@ class Pointwise(OpKind):
         result = _format(function, operands, self.dtype, self.numbers)
         if self.inplace:
             first = operands[0]
-            if first.sizes != sizes or first.dtype != result or first.touched != first.numel:
-                raise ShapeError(
-                    f"in place into {first!r}: expected an operand of the result's shape and format, not expanded"
-                )
+            if first.sizes != sizes or first.dtype != result:
+                raise ShapeError(f"in place into {first!r}: expected an operand of the result's shape and format")
             if first.domain != domain:
                 raise ShapeError(f"in place into {first!r}: expected it restricted to a domain as the result is")
             return [Result(sizes, result, first.strides, of=0, offset=first.offset, domain=domain)]

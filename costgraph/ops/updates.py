@@ -43,10 +43,7 @@ class InPlace(OpKind):
         """Return the same tensor with other values."""
         if len(operands) not in (1, 3) or any(t.ndim for t in operands[1:]):
             raise GraphError(f"in place into {list(operands)!r}, expected a tensor and scalars")
-        x = operands[0]
-        if x.touched != x.numel:
-            raise ShapeError(f"in place into {x!r}: expected a tensor that is not expanded")
-        return [itself(x)]
+        return [itself(operands[0])]
 
     def overwrites(self) -> tuple[int, ...]:
         """Return the place of the tensor."""
@@ -95,9 +92,6 @@ class FusedUpdate(OpKind):
         for t in operands[1 : self.updated]:
             if t.ndim != first.ndim or not all(map(first.graph.same, t.sizes, first.sizes)):
                 raise ShapeError(f"fused update of {first!r} with {t!r}: expected equal shapes")
-        for i in self.changed:
-            if operands[i].touched != operands[i].numel:
-                raise ShapeError(f"fused update of {operands[i]!r}: expected a tensor that is not expanded")
         return [itself(operands[i], i) for i in self.changed]
 
     def flops(self, op: Op) -> Flops:

@@ -297,22 +297,24 @@ def _reduce(at: At[Reduce]) -> None:
     pattern, operation = at.kind.pattern, at.kind.operation
     names = [d.names[0] if d.names else None for d in pattern.operands[0]]
     places = [names.index(d.names[0]) if d.names else None for d in pattern.result]
-    kept: dict[Point, list[Any]] = {}
+    gone = [i for i in range(len(names)) if i not in places]
+    kept: dict[Point, dict[Point, Any]] = {}
     for index in at.operands[0].points():
         out = tuple(0 if p is None else index[p] for p in places)
-        kept.setdefault(out, []).append(at.read(0, *index))
+        kept.setdefault(out, {})[tuple(index[i] for i in gone)] = at.read(0, *index)
         at.tally.pointwise += 1  # the division of a mean is part of its last addition
     for out in at.result().index():
         # a row that holds nothing has a result all the same
         if out in kept or at.op.results[0].domain is None:
-            at.write(_reduced(operation, kept.get(out, [])), *out)
+            at.write(_reduced(operation, kept.get(out, {})), *out)
 
 
-def _reduced(operation: str, elements: list[Any]) -> Any:
+def _reduced(operation: str, elements: dict[Point, Any]) -> Any:
+    """Reduce what a row holds, by its positions: that of the largest is counted from where the row begins."""
     if operation in ("argmax", "argmin"):
-        return max(range(len(elements)), key=lambda i: elements[i] * (1 if operation == "argmax" else -1), default=0)
+        return max(elements, key=lambda i: elements[i] * (1 if operation == "argmax" else -1), default=(0,))[0]
     start, step = _STEPS[operation]
-    for x in elements:
+    for x in elements.values():
         start = step(start, x)
     return start / len(elements) if operation == "mean" and elements else start
 

@@ -59,7 +59,8 @@ def what_the_graph_refuses_its_formulas_refuse(trial: Trial) -> None:
     for point in places if table is not None else ():
         expected = _said(flops, trial.graph, **point)
         bound = _said(table.bind, **point)
-        found = None if bound is None else bound.total().flops
+        # parts of a FLOP are rounded once: the sum of the kinds, each rounded already, may be off by the last bit
+        found = None if bound is None else evaluate(sum(r.amount.expr for r in bound.filter(direction="compute").rows))
         assert found == expected, f"costs at {point}: {_shown(found)}, where the graph: {_shown(expected)}"
 
 

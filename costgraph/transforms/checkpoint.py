@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Annotated
 
 from ..algebra.polynomial import ONE, Poly
@@ -27,7 +28,7 @@ class Checkpoint:
     """
 
     blocks: bool = False
-    """whether the body of each loop is one run"""
+    """whether each layer is one run: the body of a loop, or of layers of several kinds each one"""
     names: tuple[str, ...] = ()
     """scopes, kernels or ops whose neighbours in the program are one run"""
     interval: Annotated[Poly | None, READ] = None
@@ -61,19 +62,25 @@ class Checkpoint:
         """Return the runs of ops of a graph or body that are computed again."""
         if not ops:
             return ()
-        owner = ops[0].graph.owner
-        if self.blocks:
-            return [list(ops)] if owner is not None and owner.loop is not None else ()
-        found: list[list[Op]] = []
-        open_ = False
-        for op in ops:
-            named = any(_is_part(name, op.name) for name in self.names)
-            if named and open_:
-                found[-1].append(op)
-            elif named:
-                found.append([op])
-            open_ = named
-        return found
+        graph = ops[0].graph
+        if not self.blocks:
+            return _neighbours(ops, lambda op: any(_is_part(name, op.name) for name in self.names))
+        looped = graph.owner is not None and graph.owner.loop is not None
+        if looped and (self.interval is not None or self.start or not any(map(_layer, graph.walk()))):
+            return [list(ops)]
+        return _neighbours(ops, _layer)
+
+
+def _neighbours(ops: Sequence[Op], key: Callable[[Op], object]) -> Sequence[Sequence[Op]]:
+    """Return the runs of neighbours for which a key says one thing; where it says nothing they are in none."""
+    return [list(run) for part, run in groupby(ops, key) if part]
+
+
+def _layer(op: Op) -> str:
+    """Return the scope of the layer that an op stands in, nothing outside of those that are marked as one."""
+    levels = op.scope.split("/")
+    scopes = ("/".join(levels[:n]) for n in range(len(levels), 0, -1))
+    return next((scope for scope in scopes if scope in op.graph.root.layers), "")
 
 
 def _is_part(name: str, full: str) -> bool:
@@ -117,7 +124,7 @@ def every(k: object, *, inside: Checkpoint | None = None) -> Checkpoint:
     Parameters
     ----------
     k : sympy.Expr or int
-        Layers that are computed again together; it divides their number.
+        Layers that are computed again together, periods where kinds of layers take turns; it divides their number.
     inside : Checkpoint, optional
         What is done with the ops of these layers when they are computed again.
 

@@ -73,6 +73,7 @@ class Rewriter:
         """Return the new graph."""
         new = Graph(old.name if name is None else name, dtype=old.dtype)
         new.relations, new.defaults, new.loss = old.relations, dict(old.defaults), old.loss
+        new.layers = old.layers
         with opened(levels=()):  # names are complete already
             self.fill(old, new)
             new.output(*(made for t in old.outputs for made in members(self.tensors[t])))

@@ -5,6 +5,8 @@ import pytest
 import costgraph as cg
 from costgraph import testing
 from costgraph.ops.cached import append
+from costgraph.ops.fill import fill
+from costgraph.ops.pieces import accumulate
 
 A, B, D, L, W = cg.dims("A B D L W")
 
@@ -382,3 +384,39 @@ def test_a_repeated_element_is_read_once_and_written_everywhere_into_a_cache():
     row = cg.costs(g).filter(op="append").bind(A=3, D=2).total()
     assert (row.read, row.written) == (4 * 2, 4 * 3 * 2)
     testing.check(g, A=3, D=2)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda held, x, ids: append(held, x, 0),
+        lambda held, x, ids: cg.ops.scatter(held, ids, x, inplace=True),
+        lambda held, x, ids: cg.ops.pointwise("add", held, x, inplace=True),
+        lambda held, x, ids: accumulate(held, x),
+    ],
+)
+def test_nothing_is_written_where_several_index_points_are_one_element(write):
+    with cg.Graph("g") as g:
+        held = cg.ops.expand(fill((D,), 1.5), "d -> a d", a=3)
+        x, ids = g.input("x", (3, D)), g.input("ids", (3,), dtype="int64")
+        with pytest.raises(cg.ShapeError, match=r"in place into expand.*: expected a tensor that is not expanded"):
+            write(held, x, ids)  # torch: more than one element of the written-to tensor refers to a single location
+        g.output(append(held + 0, x, 0))
+    testing.check(g, D=5)
+
+
+def test_the_largest_of_a_restricted_row_is_counted_from_where_the_row_begins():
+    with cg.Graph("g") as g:
+        q, k = g.input("q", (A, D)), g.input("k", (A, D))
+        s = cg.einsum(q, k, "s d, t d -> s t", domain=cg.Domain(causal=True, window=1), over=("s", "t"))
+        g.output(cg.reduce(s, "s t -> t", "argmax"))
+    assert testing.run(g, A=5, D=3).outputs[0].tolist() == [0, 1, 2, 3, 4]  # a query sees the key of its own place
+    testing.check(g, A=5, D=3)
+
+
+def test_an_axis_of_one_more_than_a_size_is_longer_than_one():
+    with cg.Graph("g") as g:
+        x = cg.rearrange(g.input("x", (A, B, D + 1)), "a b d -> a d b")
+        g.output(cg.relu(x))
+    assert g.outputs[0].strides == x.strides  # 1/(D + 1) is no size: the order of the axes is kept
+    testing.check(g, A=2, B=3, D=5)

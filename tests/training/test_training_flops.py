@@ -168,3 +168,24 @@ def test_how_far_6nd_is_off_with_the_sizes_of_llama_3_8b():
     # 7*L*H*K*(S + 1) a token more for attention, 6*D*V less for the table that is looked up
     assert exact - rule == S * (7 * 32 * 32 * 128 * (S + 1) - 6 * 4096 * 128256 - 6 * (2 * 32 + 1) * 4096)
     assert exact / rule == pytest.approx(1.0906, abs=1e-4)
+
+
+@pytest.mark.parametrize("depth", [2, 3, 5])
+def test_each_layer_is_computed_again_where_they_differ_in_turn(depth):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    from torch.utils.flop_counter import FlopCounterMode
+
+    fields = {
+        "hidden_size": 21, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 6, "intermediate_size": 19,
+        "num_hidden_layers": depth, "vocab_size": 11, "sliding_window": 3, "use_cache": False,
+    }  # fmt: skip
+    config = transformers.Gemma2Config(**fields, attn_implementation="eager")
+    module = transformers.Gemma2ForCausalLM(config).train()
+    module.activation_checkpointing_enable()
+    ids = torch.zeros((2, 7), dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter:
+        module(ids, labels=ids).loss.backward()
+    model = models.from_config({**config.to_dict(), "architectures": ["Gemma2ForCausalLM"]}, attention="eager")
+    step = cg.training_step(model, checkpoint=cg.every_block())
+    assert cg.matmul_flops(step, count="full", B=2, S=7) == counter.get_total_flops()

@@ -151,3 +151,25 @@ def test_models_generate_what_one_pass_computes(name, options, sizes):
     g = cg.models.load(name, **options)
     sizes = {k: v for k, v in {"V": 17, **sizes}.items() if k in g.defaults or k == "M"}
     assert difference(g, 4, [1, 2], B=2, **sizes) < 1e-9
+
+
+def test_a_window_keeps_the_positions_that_a_ring_of_them_does():
+    import torch
+    from transformers import MistralConfig
+    from transformers.cache_utils import DynamicCache, StaticCache
+
+    B, G, K, W, S = 2, 1, 4, 5, 11
+    fields = {
+        "hidden_size": 12, "num_attention_heads": 3, "num_key_value_heads": G, "head_dim": K, "intermediate_size": 7,
+        "num_hidden_layers": 1, "vocab_size": 13, "sliding_window": W,
+    }  # fmt: skip
+    config = MistralConfig(**fields)
+    rings = {"ring": StaticCache(config, max_cache_len=S), "cut": DynamicCache(config=config)}
+    kept = {}
+    for name, held in rings.items():
+        for _ in range(S):
+            keys, _ = held.update(torch.zeros(B, G, 1, K), torch.zeros(B, G, 1, K), 0)
+        assert keys.shape[2] == W  # what attention reads in a step
+        kept[name] = 2 * held.layers[0].keys.numel() * 4
+    step = cg.decode(cg.models.from_config({**config.to_dict(), "architectures": ["MistralForCausalLM"]}, dtype="fp32"))
+    assert cg.cache_bytes(step, B=B, S=S) == kept["ring"] == kept["cut"] + 2 * B * G * K * 4

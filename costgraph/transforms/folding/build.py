@@ -63,7 +63,7 @@ class Folder(Rewriter):
     def run(self, old: Graph, name: str | None = None) -> Graph:
         """Return the new graph."""
         self.new = new = Graph(old.name if name is None else name, dtype=old.dtype)
-        new.relations, new.loss = old.relations, old.loss
+        new.relations, new.loss, new.layers = old.relations, old.loss, old.layers
         # a default of the count is of the loop that was here before, whatever its length
         new.defaults = {name: size for name, size in old.defaults.items() if name not in self.count.names()}
         with opened(levels=()):  # names are complete already
