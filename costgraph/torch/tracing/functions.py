@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch import overrides
 from torch.nn.functional import interpolate
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 
 __all__ = ["SymbolicSizes"]
 
@@ -22,7 +24,27 @@ _RESAMPLING = {
 
 
 class SymbolicSizes(TorchFunctionMode):
-    """Lets what resamples have symbols for sizes: the op below it takes them."""
+    """Lets what resamples have symbols for sizes: the op below it takes them.
+
+    A program that asks whether its tensors are special ones, as layers with a fast path do, is told what it would be
+    told without this mode.
+    """
+
+    def __enter__(self) -> SymbolicSizes:
+        self._asked = overrides.has_torch_function
+        overrides.has_torch_function = self._special  # type: ignore[assignment]  # under another name
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch has no types for it
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]  # as above
+        overrides.has_torch_function = self._asked
+
+    def _special(self, tensors: Any) -> bool:
+        modes = torch._C._len_torch_function_stack()
+        own = modes > 0 and torch._C._get_function_stack_at(modes - 1) is self
+        with _pop_mode_temporarily() if own else nullcontext():
+            return self._asked(tensors)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = _resampled(*args, **(kwargs or {})) if func is interpolate else None

@@ -19,6 +19,7 @@ from ...algebra.symbols import symbol
 from ...errors import UnsupportedError
 from ...ops.reach import larger
 from .call import Call, Counts, Spec
+from .composites import COMPOSITES
 from .rules import counts_of
 from .scopes import Scopes
 from .shapes import caller
@@ -179,9 +180,10 @@ class Recorder(TorchDispatchMode):
             raise UnsupportedError(f"{caller()}: op {func} has no rule, expected ops of torch.ops")
         if func.namespace in _SILENT:
             return func(*args, **kwargs)
-        if torch.is_inference_mode_enabled() and _is_composed(func):
-            with self:  # without autograd nothing has taken it apart yet
-                return func.decompose(*args, **kwargs)
+        parts = COMPOSITES.get(func) or (func.decompose if _is_composed(func) else None)
+        if parts is not None:
+            with self:  # without autograd, and inside of an op, nothing has taken it apart yet
+                return parts(*args, **kwargs)
         if func is aten.lift_fresh.default:  # numbers of Python become a tensor
             out = func(*args)
             with _disable_current_modes():
@@ -273,9 +275,10 @@ class Recorder(TorchDispatchMode):
             if not handle.numel:
                 continue
             of = None if new else next((i for h, i in operands.items() if h.storage == number), None)
-            made_before = not new and of is None and not any(h.storage == number for h, *_ in outputs)
-            if made_before:  # a view of something that is no argument
-                of = operands[handle] = len(operands)
+            if not new and of is None:
+                if any(h.storage == number for h, *_ in outputs):
+                    continue  # another part of a storage that the call has made: a view of that result
+                of = operands[handle] = len(operands)  # a view of something that is no argument
             bytes_ = self._bytes(t) if new else None
             if new and node is not None:
                 self._makers[number] = node._sequence_nr()
