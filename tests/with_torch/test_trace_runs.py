@@ -121,3 +121,83 @@ def test_a_layer_that_runs_as_one_op_makes_the_numbers_of_its_parts_and_their_pr
     # four projections, two products of attention, two of the layers behind it
     assert cg.matmul_flops(g) == 2 * (4 * D * D + 2 * D * 97) * b * s + 2 * 2 * D * b * s**2
     assert differences(g, module, (x,), B=B, S=S)[0] == 0
+
+
+# -- recurrent layers ------------------------------------------------------------------------------------------------
+
+
+def outputs(module):
+    return Program(lambda x, m: m(x)[0], module)
+
+
+RECURRENT = {
+    "LSTM": lambda: nn.LSTM(D, 61),
+    "LSTM in a state of whole lines": lambda: nn.LSTM(48, 64),
+    "LSTM of two layers, both ways": lambda: nn.LSTM(D, 67, 2, bidirectional=True),
+    "LSTM without biases, with dropout": lambda: nn.LSTM(D, 17, 2, bias=False, dropout=0.5),
+    "LSTM, projected": lambda: nn.LSTM(D, 61, proj_size=23),
+    "GRU": lambda: nn.GRU(D, 61),
+    "GRU of two layers, both ways": lambda: nn.GRU(D, 23, 2, bidirectional=True, dropout=0.5),
+    "RNN": lambda: nn.RNN(D, 61),
+}
+# kernels of oneDNN, and with them the blocks that weights are packed into, are chosen by what the processor has
+AVX2 = torch.backends.cpu.get_cpu_capability() == "AVX2"
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections")  # that they run step by step
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("name", RECURRENT)
+def test_recurrent_layers(name, train):
+    if "LSTM" in name and not AVX2:
+        pytest.skip("workspaces are those of a processor with AVX2")
+    module = RECURRENT[name]()
+    assert abs(missing(outputs(module), (rand(5, B, module.input_size),), train)) <= NEAR
+
+
+@pytest.mark.parametrize(
+    "sizes", [(31, 7, 52, 61), (2, 3, 5, 7), (31, 131, 52, 61), (3, 7, 500, 131), (13, 31, 128, 256)]
+)
+def test_what_an_lstm_saves_is_what_onednn_saves(sizes):
+    steps, batch, inner, size = sizes
+    module, x = nn.LSTM(inner, size), rand(steps, batch, inner)
+    state = torch.zeros(1, batch, size)
+    flags = (False, [], 2, size, 1, True, False, False, True)
+    *_, saved = torch.ops.aten.mkldnn_rnn_layer(x, *module.all_weights[0], state, state, *flags)
+    g = trace(Loss(outputs(module)), x, dims=[("T", "B", None)], train=True)
+    (kept,) = (op.results[3] for op in g.ops if getattr(op.kind, "target", "") == "mkldnn_rnn_layer.default")
+    assert kept.sizes[0].expr.subs({cg.dims("T"): steps, cg.dims("B"): batch}) == saved.numel()
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections")
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize(
+    ("name", "dims"),
+    [
+        ("LSTM", ("T", "B", None)),
+        ("LSTM of two layers, both ways", ("T", "B", None)),
+        ("LSTM without biases, with dropout", ("T", "B", None)),
+        ("LSTM, projected", (None, "B", None)),
+        ("GRU", (None, "B", None)),
+        ("GRU of two layers, both ways", (None, "B", None)),
+    ],
+)
+def test_recurrent_layers_of_named_sizes_are_those_of_numbers(name, dims, train):
+    torch.manual_seed(0)
+    module, x = outputs(RECURRENT[name]()).train(train), rand(5, B, D)
+    module = Loss(module) if train else module
+    named, plain = (trace(module, x, dims=[names], train=train) for names in (dims, None))
+    sizes = {n: k for n, k in zip(dims, x.shape, strict=True) if n}
+    for question in (cg.matmul_flops, cg.flops, cg.bytes_moved, cg.peak_memory):
+        assert question(named, **sizes) == question(plain)
+
+
+def test_batches_may_come_first_and_a_state_may_be_given():
+    module = nn.LSTM(5, 7, batch_first=True)
+    net = Program(lambda x, h, c, m: m(x, (h, c))[0], module)
+    given = rand(3, 11, 5), rand(1, 3, 7), rand(1, 3, 7)
+    g = trace(net, *given, dims=[("B", "T", None), (None, "B", None), (None, "B", None)])
+    assert cg.matmul_flops(g) == 2 * 4 * 7 * (5 + 7) * cg.dims("B") * cg.dims("T")
+    run = lower(g, B=3, T=11)
+    run.load_state_dict(net.state_dict())
+    with torch.no_grad():
+        torch.testing.assert_close(run(*given), net(*given))

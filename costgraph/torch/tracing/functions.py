@@ -10,6 +10,8 @@ from torch import overrides
 from torch.nn.functional import interpolate
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 
+from .layers import RECURRENT
+
 __all__ = ["SymbolicSizes"]
 
 #: The op behind each mode of `interpolate`, and whether it takes the flag `align_corners`.
@@ -47,8 +49,14 @@ class SymbolicSizes(TorchFunctionMode):
             return self._asked(tensors)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in RECURRENT and isinstance(args[3], bool) and _open(args[0]):  # else a packed sequence
+            return RECURRENT[func](*args)
         made = _resampled(*args, **(kwargs or {})) if func is interpolate else None
         return func(*args, **(kwargs or {})) if made is None else made
+
+
+def _open(x: torch.Tensor) -> bool:
+    return any(isinstance(n, torch.SymInt) for n in x.shape)
 
 
 def _resampled(

@@ -328,7 +328,8 @@ def _is_composed(func: OpOverload) -> bool:
     key = torch._C.DispatchKey.CompositeImplicitAutograd
     schema = func._schema
     name = f"{schema.name}.{schema.overload_name}".rstrip(".")
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))
+    # what asks for a fact alone, as for a size, is known to torch's parser and not to its dispatcher
+    return torch._C._dispatch_has_kernel(name) and torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
 
 
 def _symbol(name: str) -> Poly:
