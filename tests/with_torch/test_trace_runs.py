@@ -1,8 +1,11 @@
 """Small modules, traced and run: the peak is the allocator's, matmul FLOPs are those of torch's counter."""
 
+from functools import reduce
+
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from traced import differences, held_by, real_peak, stepper
 
 import costgraph as cg
@@ -201,3 +204,46 @@ def test_batches_may_come_first_and_a_state_may_be_given():
     run.load_state_dict(net.state_dict())
     with torch.no_grad():
         torch.testing.assert_close(run(*given), net(*given))
+
+
+# -- what a program does beside its ops ------------------------------------------------------------------------------
+
+
+def test_a_slice_of_a_whole_axis_is_no_call_where_sizes_are_named():
+    def parts(y, m):
+        y = m(y)
+        return (y[:, 1:] * y[:, :-1, :]).sum() + y[..., None, :2].sum() + y.flatten(0, 1)[:, None].sum()
+
+    net, x = Program(parts, nn.Linear(D, D)), rand(B, S, D)
+    named, plain = (trace(net, x, dims=[dims], train=True) for dims in (("B", "S", None), None))
+    for g in (named, plain):
+        backward = [op for op in g.ops if getattr(op.kind, "target", "") == "slice_backward.default"]
+        assert len(backward) == 3  # one for each slice that leaves something out
+    for question in (cg.bytes_moved, cg.peak_memory):
+        assert question(named, B=B, S=S) == question(plain)
+    assert not named.relations.relations
+
+
+def again(module, x, reentrant):
+    return checkpoint(module, x, use_reentrant=reentrant)
+
+
+@pytest.mark.parametrize(("reentrant", "train"), [(False, False), (False, True), (True, True)])
+def test_checkpoints_save_the_state_of_random_numbers(reentrant, train):
+    blocks = [nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.1)) for _ in range(5)]
+    net = Program(lambda x, *blocks: reduce(lambda h, m: again(m, h, reentrant), blocks, x), *blocks)
+    x = rand(2, 3, grad=True)
+    assert 0 <= missing(net, (x,), train) <= 64  # five states of 5,056 bytes, and scalars of the loss
+    without = Program(lambda x, *blocks: reduce(lambda h, m: m(h), blocks, x), *blocks)
+    state = torch.get_rng_state().numel()
+    names = [cg.peak_memory(trace(Loss(m.train()), x, train=True)) for m in (net, without)]
+    assert names[0] - names[1] > 4 * state
+
+
+def test_a_trace_leaves_functions_of_torch_as_they_were():
+    before = torch.get_rng_state, torch.set_rng_state, torch.overrides.has_torch_function
+    x = rand(3)
+    state = torch.get_rng_state()
+    trace(Program(lambda x, m: again(m, x, False), nn.Dropout()), x)
+    assert before == (torch.get_rng_state, torch.set_rng_state, torch.overrides.has_torch_function)
+    assert torch.equal(torch.get_rng_state(), state)

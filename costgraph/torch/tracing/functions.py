@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import overrides
@@ -29,18 +30,24 @@ class SymbolicSizes(TorchFunctionMode):
     """Lets what resamples have symbols for sizes: the op below it takes them.
 
     A program that asks whether its tensors are special ones, as layers with a fast path do, is told what it would be
-    told without this mode.
+    told without this mode. The state of the random numbers that it saves, as checkpointing does, is memory as any other.
     """
 
     def __enter__(self) -> SymbolicSizes:
         self._asked = overrides.has_torch_function
-        overrides.has_torch_function = self._special  # type: ignore[assignment]  # under another name
+        self._replaced = ExitStack()
+        for module, name, instead in (
+            (overrides, "has_torch_function", self._special),
+            (torch, "get_rng_state", _saved_state),
+            (torch, "set_rng_state", lambda state: None),  # what is drawn has no data
+        ):
+            self._replaced.enter_context(patch.object(module, name, instead))
         super().__enter__()  # type: ignore[no-untyped-call]  # torch has no types for it
         return self
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]  # as above
-        overrides.has_torch_function = self._asked
+        self._replaced.close()
 
     def _special(self, tensors: Any) -> bool:
         modes = torch._C._len_torch_function_stack()
@@ -53,6 +60,11 @@ class SymbolicSizes(TorchFunctionMode):
             return RECURRENT[func](*args)
         made = _resampled(*args, **(kwargs or {})) if func is interpolate else None
         return func(*args, **(kwargs or {})) if made is None else made
+
+
+def _saved_state() -> torch.Tensor:
+    """Make as many bytes as the state of torch's generator has."""
+    return torch.empty(torch.default_generator.get_state().numel(), dtype=torch.uint8)
 
 
 def _open(x: torch.Tensor) -> bool:

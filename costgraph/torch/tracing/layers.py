@@ -98,7 +98,7 @@ def _fused(
     x: torch.Tensor, state: State, weights: Weights, biased: bool, back: bool, held: dict[Any, Any]
 ) -> tuple[torch.Tensor, State]:
     biases = weights[2:] if biased else [torch.zeros(w.shape) for w in weights]
-    flags = (back, [], _LSTM, state[0].shape[-1], 1, biased, False, False, False)
+    flags: tuple[Any, ...] = (back, [], _LSTM, state[0].shape[-1], 1, biased, False, False, False)
     out, made, kept, _ = aten.mkldnn_rnn_layer(x, *weights[:2], *biases, *state, *flags)
     return out, (made, kept)
 

@@ -66,7 +66,7 @@ def product(sizes: Iterable[Any]) -> Poly:
 
 
 def contiguous_copy(t: Spec) -> Poly:
-    """Return the bytes of the dense copy that a kernel makes of a tensor that lies otherwise; 0 of one that is dense."""
+    """Return the bytes of the dense copy that a kernel makes of a tensor that lies otherwise; 0 of a dense one."""
     dense = zip(t.sizes, t.strides, contiguous(t.sizes), strict=True)
     return ZERO if all(n == ONE or stride == wanted for n, stride, wanted in dense) else t.numel * t.dtype.bytes
 

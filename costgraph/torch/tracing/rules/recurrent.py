@@ -79,7 +79,8 @@ def _pages(n: Any) -> Poly:
 
 def _bias(call: Call) -> Poly:
     """Return the bytes of the sum of both biases."""
-    return size(call["hidden_size"]) * _GATES[int(call["mode"])] * call["input"].dtype.bytes
+    operand: Spec = call["input"]
+    return size(call["hidden_size"]) * _GATES[int(call["mode"])] * operand.dtype.bytes
 
 
 def _places(call: Call, operand: Spec) -> tuple[Poly, Poly]:
