@@ -5,6 +5,7 @@ from functools import reduce
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from traced import differences, held_by, real_peak, stepper
 
@@ -247,3 +248,50 @@ def test_a_trace_leaves_functions_of_torch_as_they_were():
     trace(Program(lambda x, m: again(m, x, False), nn.Dropout()), x)
     assert before == (torch.get_rng_state, torch.set_rng_state, torch.overrides.has_torch_function)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+# -- operands that lie otherwise than dense --------------------------------------------------------------------------
+
+LAYOUTS = {
+    "transposed": lambda: rand(B, 59, 61).mT,
+    "a part": lambda: rand(B, 61, 60)[..., 1:],
+    "repeated": lambda: rand(1, 61, 59).expand(B, 61, 59),
+}
+#: They are given indices.
+LOOKUPS = ("cross entropy", "lookup that is written into", "rows")
+KERNELS = {
+    "softmax": lambda: Program(lambda x: x.softmax(-1) ** 2),
+    "softmax along another axis": lambda: Program(lambda x: x.softmax(1) ** 2),
+    "log_softmax": lambda: Program(lambda x: x.log_softmax(-1)),
+    "layer norm": lambda: nn.LayerNorm(59),
+    "batch norm": lambda: nn.BatchNorm1d(61),
+    "cross entropy": lambda: Program(lambda x, t: functional.cross_entropy(x.flatten(0, 1), t.flatten())),
+    "linear": lambda: nn.Linear(59, 97),
+    "products of matrices": lambda: Program(lambda x: x @ x.mT),
+    "maximum of windows": lambda: Program(lambda x: functional.max_pool2d(x[:, None], 2)),
+    "mean of windows": lambda: Program(lambda x: functional.avg_pool2d(x[:, None], 2)),
+    "log of a sum of exponentials": lambda: Program(lambda x: x.logsumexp(-1)),
+    "lookup that is written into": lambda: Program(lambda x, t: x.gather(2, t[..., None])),
+    "largest": lambda: Program(lambda x: x.topk(3)[0]),
+    "rows": lambda: Program(lambda x, t: x[:, t[0]]),
+}
+
+
+class Leaf(nn.Module):
+    """Gives a program a tensor of some layout that wants a gradient, which is a parameter's."""
+
+    def __init__(self, program, layout):
+        super().__init__()
+        self.program, self.operand = program, nn.Parameter(layout)
+
+    def forward(self, one, *targets):
+        return self.program(self.operand, *targets) * one
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("train", [False, True])
+def test_kernels_take_copies_of_operands_that_are_not_dense(kernel, layout, train):
+    torch.manual_seed(0)
+    targets = [torch.randint(0, 59, (B, 61))] if kernel in LOOKUPS else []
+    assert abs(missing(Leaf(KERNELS[kernel](), LAYOUTS[layout]()), (torch.ones(1), *targets), train)) <= NEAR

@@ -28,7 +28,7 @@ class Node(SymNode):
         return known[num]
 
     def statically_known_true(self, file: str, line: int) -> bool:
-        """Whether it holds of all sizes: none is above the end of a slice `:`, so that this is no call, as in any run."""
+        """Whether it holds of all sizes: none is above the end of a slice `:`, which is no call then, as in any run."""
         if isinstance(self.expr, sympy.Le) and self.expr.rhs == sys.maxsize:
             return True
         return bool(super().statically_known_true(file, line))

@@ -1,7 +1,7 @@
 """Memory of oneDNN's LSTM on a CPU: what a training step saves of it, and what its kernels take while they run.
 
-Sizes are those of `cpu/rnn/rnn_utils.hpp` (v3.12, with AVX2): rows are padded to lines of cache, and each part starts at
-a page. Held against the allocator in the tests.
+Sizes are those of `cpu/rnn/rnn_utils.hpp` (v3.12, with AVX2): rows are padded to lines of cache, and each part starts
+at a page. Held against the allocator in the tests.
 """
 
 from __future__ import annotations

@@ -33,6 +33,16 @@ aten = torch.ops.aten
 # buffer, and those that calling the op takes.
 _ALONE, _ALONE_IN_STORAGE = 4, 2
 
+# what gradients of lookups are written with: into new zeros
+_INTO_NEW = {
+    aten.index_put.default: aten.index_put_.default,
+    aten.index_add.default: aten.index_add_.default,
+    aten.index_fill.int_Scalar: aten.index_fill_.int_Scalar,
+    aten.put.default: aten.put_.default,
+    aten.scatter.src: aten.scatter_.src,
+    aten.scatter_add.default: aten.scatter_add_.default,
+}
+
 # they ask for facts of tensors, or mark a region of a profile
 _SILENT = ("prim", "profiler")
 
@@ -192,6 +202,8 @@ class Recorder(TorchDispatchMode):
             return out
         if func is aten.add.Tensor and not kwargs and self._joins(*args):
             func = aten.add_.Tensor
+        elif func in _INTO_NEW and self._is_new(args[0]):
+            func = _INTO_NEW[func]
         operands: dict[Handle, int] = {}
 
         def operand(t: torch.Tensor) -> Handle:
@@ -228,6 +240,16 @@ class Recorder(TorchDispatchMode):
         )
         spec = self.values.spec(x)
         return alone and spec.touched == spec.numel and x.shape == y.shape
+
+    def _is_new(self, x: torch.Tensor) -> bool:
+        """Whether one of torch's own nodes of the backward pass has made a tensor, which it writes into.
+
+        Of tensors without data it makes a copy instead.
+        """
+        node = torch._C._current_autograd_node()
+        if node is None or isinstance(node, torch.autograd.function.BackwardCFunction):
+            return False
+        return self._makers.get(self._numbers.get(x.untyped_storage()._cdata, 0)) == node._sequence_nr()
 
     def _record(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], operands: dict[Handle, int], out: Any
