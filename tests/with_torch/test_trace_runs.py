@@ -102,6 +102,12 @@ WHOLE = {
     "encoder, causal": lambda: (
         masked(lambda x, k, m: m(x, mask=k, is_causal=True), nn.TransformerEncoder(layer(), 2)), CAUSAL
     ),
+    "encoder, padded": lambda: (
+        masked(
+            lambda x, k, m: m(x, src_key_padding_mask=k), nn.TransformerEncoder(layer(), 2, enable_nested_tensor=False)
+        ),
+        HIDDEN,
+    ),
     "decoder": lambda: (
         Program(lambda x, m: m(x, x), nn.TransformerDecoder(nn.TransformerDecoderLayer(D, H, 97, batch_first=True), 2)),
     ),

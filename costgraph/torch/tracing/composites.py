@@ -127,4 +127,6 @@ def _encoder_layer(
 COMPOSITES: dict[Any, Callable[..., Any]] = {
     aten._native_multi_head_attention.default: _attention,
     aten._transformer_encoder_layer_fwd.default: _encoder_layer,
+    # whether a padding mask leaves sequences that can be packed is data: the way of one that does not is taken
+    aten._nested_tensor_from_mask_left_aligned.default: lambda tensor, mask: False,
 }
