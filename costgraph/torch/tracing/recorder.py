@@ -351,7 +351,10 @@ def _is_composed(func: OpOverload) -> bool:
     schema = func._schema
     name = f"{schema.name}.{schema.overload_name}".rstrip(".")
     # what asks for a fact alone, as for a size, is known to torch's parser and not to its dispatcher
-    return torch._C._dispatch_has_kernel(name) and torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
+    if not torch._C._dispatch_has_kernel(name):
+        return False
+    found = torch._C._dispatch_has_kernel_for_dispatch_key
+    return found(name, key) and not found(name, "CPU")  # as an op that is composed for other devices alone has
 
 
 def _symbol(name: str) -> Poly:
