@@ -240,8 +240,9 @@ def rows() -> list[tuple[str, str, int]]:
 
 _PAGE = """# Workspace of torch's kernels on a CPU
 
-Bytes that a kernel takes while it runs, beside its operands and results: no tensor shows them, and a traced graph does
-not have them. Measured, each op by itself, by `python tests/with_torch/workspaces.py` on {date}:
+Bytes that a kernel takes while it runs, beside its operands and results: no tensor shows them. A traced graph has
+[some](aten_ops.md) of them: copies of strided operands, and those of an LSTM. Measured,
+each op by itself, by `python tests/with_torch/workspaces.py` on {date}:
 torch {torch} on {machine} with {capability}, one thread (some kernels take as much for each thread). What libraries
 allocate without torch's allocator is not seen.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import prod
 from typing import Any
 
 import torch
@@ -36,9 +37,15 @@ def replay(site: Site[OpKind], call: Call) -> None:
             continue
         node = made if single else site.call(leaf, made, place)
         if of is None:
-            site.settle(node, i)
+            site.settle(_stored(site, node, i), i)
         else:
             site.alias(node, i)
+
+
+def _stored(site: Site[OpKind], node: Any, i: int) -> Any:
+    """Return the whole storage of a result that is a part of it: stated as a row of elements."""
+    sizes = site.sizes(site.op.results[i])
+    return node if site.shadow(node).numel() == prod(sizes) else site.call(torch.as_strided, node, sizes, (1,), 0)
 
 
 def _overload(site: Site[OpKind], target: str) -> Callable[..., Any]:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from torch.nn.functional import interpolate
-from torch.overrides import TorchFunctionMode
+from torch import _prims_common, overrides
+from torch.nn.functional import interpolate, linear
+from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
+
+from .layers import RECURRENT
 
 __all__ = ["SymbolicSizes"]
 
@@ -22,11 +28,60 @@ _RESAMPLING = {
 
 
 class SymbolicSizes(TorchFunctionMode):
-    """Lets what resamples have symbols for sizes: the op below it takes them."""
+    """Lets what resamples have symbols for sizes: the op below it takes them.
+
+    A program that asks whether its tensors are special ones, as layers with a fast path do, is told what it would be
+    told without this mode. The state of random numbers that it saves, as checkpointing does, is memory as any other.
+    """
+
+    def __enter__(self) -> SymbolicSizes:
+        self._asked = overrides.has_torch_function
+        self._replaced = ExitStack()
+        for module, name, instead in (
+            (overrides, "has_torch_function", self._special),
+            (torch, "get_rng_state", _saved_state),
+            (torch, "set_rng_state", lambda state: None),  # what is drawn has no data
+        ):
+            self._replaced.enter_context(patch.object(module, name, instead))
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch has no types for it
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]  # as above
+        self._replaced.close()
+
+    def _special(self, tensors: Any) -> bool:
+        modes = torch._C._len_torch_function_stack()
+        own = modes > 0 and torch._C._get_function_stack_at(modes - 1) is self
+        with _pop_mode_temporarily() if own else nullcontext():
+            return self._asked(tensors)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = _resampled(*args, **(kwargs or {})) if func is interpolate else None
+        if func in RECURRENT and isinstance(args[3], bool) and _open(args[0]):  # else a packed sequence
+            return RECURRENT[func](*args)
+        instead = _INSTEAD.get(func)
+        made = None if instead is None else instead(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {})) if made is None else made
+
+
+def _saved_state() -> torch.Tensor:
+    """Make as many bytes as the state of torch's generator has."""
+    return torch.empty(torch.default_generator.get_state().numel(), dtype=torch.uint8)
+
+
+def _open(x: torch.Tensor) -> bool:
+    return any(isinstance(n, torch.SymInt) for n in x.shape)
+
+
+def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
+    """Add a bias to a product in place, as torch does where rows do not lie one behind another; None where they do.
+
+    Of tensors without data it would make another one.
+    """
+    flat = input.ndim < 3 or weight.ndim != 2 or _prims_common.is_contiguous_or_false(input)
+    if bias is None or flat or torch.is_autocast_enabled(input.device.type):  # whose casts come before all
+        return None
+    return torch.matmul(input, weight.T).add_(bias)
 
 
 def _resampled(
@@ -62,3 +117,7 @@ def _scaled(size: Any, factor: float) -> Any:
     if part and 1 / part == factor:
         return size // part
     return torch.sym_int(size * factor)  # type: ignore[no-untyped-call]  # torch has no types for it
+
+
+#: By function of torch: what is called for it, which gives None where the function itself has to run.
+_INSTEAD: dict[Any, Callable[..., torch.Tensor | None]] = {interpolate: _resampled, linear: _linear}

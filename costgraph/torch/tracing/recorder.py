@@ -19,6 +19,7 @@ from ...algebra.symbols import symbol
 from ...errors import UnsupportedError
 from ...ops.reach import larger
 from .call import Call, Counts, Spec
+from .composites import COMPOSITES
 from .data import Data
 from .rules import counts_of
 from .scopes import Scopes
@@ -33,6 +34,16 @@ aten = torch.ops.aten
 # References to a tensor, and to its storage, that an op meets whose operand nothing but autograd's buffer holds: the
 # buffer, and those that calling the op takes.
 _ALONE, _ALONE_IN_STORAGE = 4, 2
+
+# what gradients of lookups are written with: into new zeros
+_INTO_NEW = {
+    aten.index_put.default: aten.index_put_.default,
+    aten.index_add.default: aten.index_add_.default,
+    aten.index_fill.int_Scalar: aten.index_fill_.int_Scalar,
+    aten.put.default: aten.put_.default,
+    aten.scatter.src: aten.scatter_.src,
+    aten.scatter_add.default: aten.scatter_add_.default,
+}
 
 # they ask for facts of tensors, or mark a region of a profile
 _SILENT = ("prim", "profiler")
@@ -201,9 +212,10 @@ class Recorder(TorchDispatchMode):
         answer = self.data.answer(func, args)
         if answer is not None:
             return answer
-        if torch.is_inference_mode_enabled() and _is_composed(func):
-            with self:  # without autograd nothing has taken it apart yet
-                return func.decompose(*args, **kwargs)
+        parts = COMPOSITES.get(func) or (func.decompose if _is_composed(func) else None)
+        if parts is not None:
+            with self:  # without autograd, and inside of an op, nothing has taken it apart yet
+                return parts(*args, **kwargs)
         if func is aten.lift_fresh.default:  # numbers of Python become a tensor
             out = func(*args)
             self.data.note(func, args, kwargs, out)
@@ -213,6 +225,8 @@ class Recorder(TorchDispatchMode):
             return out
         if func is aten.add.Tensor and not kwargs and self._joins(*args):
             func = aten.add_.Tensor
+        elif func in _INTO_NEW and self._is_new(args[0]):
+            func = _INTO_NEW[func]
         operands: dict[Handle, int] = {}
 
         def operand(t: torch.Tensor) -> Handle:
@@ -251,6 +265,16 @@ class Recorder(TorchDispatchMode):
         )
         spec = self.values.spec(x)
         return alone and spec.touched == spec.numel and x.shape == y.shape
+
+    def _is_new(self, x: torch.Tensor) -> bool:
+        """Whether one of torch's own nodes of the backward pass has made a tensor, which it writes into.
+
+        Of tensors without data it makes a copy instead.
+        """
+        node = torch._C._current_autograd_node()
+        if node is None or isinstance(node, torch.autograd.function.BackwardCFunction):
+            return False
+        return self._makers.get(self._numbers.get(x.untyped_storage()._cdata, 0)) == node._sequence_nr()
 
     def _record(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], operands: dict[Handle, int], out: Any
@@ -301,9 +325,10 @@ class Recorder(TorchDispatchMode):
             if not handle.numel:
                 continue
             of = None if new else next((i for h, i in operands.items() if h.storage == number), None)
-            made_before = not new and of is None and not any(h.storage == number for h, *_ in outputs)
-            if made_before:  # a view of something that is no argument
-                of = operands[handle] = len(operands)
+            if not new and of is None:
+                if any(h.storage == number for h, *_ in outputs):
+                    continue  # another part of a storage that the call has made: a view of that result
+                of = operands[handle] = len(operands)  # a view of something that is no argument
             bytes_ = self._bytes(t) if new else None
             if new and node is not None:
                 self._makers[number] = node._sequence_nr()
@@ -353,7 +378,11 @@ def _is_composed(func: OpOverload) -> bool:
     key = torch._C.DispatchKey.CompositeImplicitAutograd
     schema = func._schema
     name = f"{schema.name}.{schema.overload_name}".rstrip(".")
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))
+    # what asks for a fact alone, as for a size, is known to torch's parser and not to its dispatcher
+    if not torch._C._dispatch_has_kernel(name):
+        return False
+    found = torch._C._dispatch_has_kernel_for_dispatch_key
+    return found(name, key) and not found(name, "CPU")  # as an op that is composed for other devices alone has
 
 
 def _symbol(name: str) -> Poly:

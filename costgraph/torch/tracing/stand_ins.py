@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch._guards import detect_fake_mode
 
+from .onednn import PAGE, Lstm
 from .views import direct, expanded, viewed
 
 __all__ = ["STAND_INS"]
@@ -54,6 +55,15 @@ def _product_and_sum(
     return a.new_empty([a.shape[0], a.shape[1], b.shape[2]])
 
 
+def _recurrent(x: torch.Tensor, weight: torch.Tensor, before: torch.Tensor, *rest: Any) -> Any:
+    """Make the results of a layer, and with gradients on what is saved for them: fake tensors leave that out."""
+    *made, saved = aten.mkldnn_rnn_layer.default(x, weight, before, *rest)
+    if torch.is_grad_enabled():
+        layer = Lstm(x.shape[0], x.shape[1], weight.shape[1], before.shape[1], x.element_size())
+        saved = saved.new_empty([layer.saved(lambda n: (n + PAGE - 1) // PAGE * PAGE)])
+    return (*made, saved)
+
+
 def _unasked(func: Any) -> Callable[..., Any]:
     """Let an op look at sizes without an assumption: which of torch's kernels it takes changes no shape."""
 
@@ -75,6 +85,7 @@ STAND_INS: dict[Any, Callable[..., Any]] = {
     aten._grouped_mm.default: _grouped_mm,
     aten.constant_pad_nd.default: _constant_pad,
     aten.baddbmm.default: _product_and_sum,
+    aten.mkldnn_rnn_layer.default: _recurrent,
     aten.upsample_linear1d.default: _resampled,
     aten.upsample_bilinear2d.default: _resampled,
     aten.upsample_bicubic2d.default: _resampled,

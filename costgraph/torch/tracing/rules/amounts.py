@@ -7,13 +7,24 @@ from math import prod
 from numbers import Real
 from typing import Any
 
-from ....algebra.polynomial import ONE, Poly, poly, total
+from ....algebra.polynomial import ONE, ZERO, Poly, poly, total
 from ....errors import UnsupportedError
+from ....graph.strides import contiguous
 from ....ops.functions import FUNCTIONS, Function
 from ....ops.rules import Flops, applied
 from ..call import Call, Counts, Spec
 
-__all__ = ["REDUCE", "each", "is_number", "operand_bytes", "product", "size", "together", "unsupported"]
+__all__ = [
+    "REDUCE",
+    "contiguous_copy",
+    "each",
+    "is_number",
+    "operand_bytes",
+    "product",
+    "size",
+    "together",
+    "unsupported",
+]
 
 #: One step of a reduction, an entry of no table: 1 for each element that is reduced.
 REDUCE = Function("reduce", 1, 1, formula="an element joins a sum, a product or an extremum")
@@ -52,6 +63,12 @@ def size(value: Any) -> Poly:
 def product(sizes: Iterable[Any]) -> Poly:
     """Return the product of sizes."""
     return prod(map(size, sizes), start=ONE)
+
+
+def contiguous_copy(t: Spec) -> Poly:
+    """Return the bytes of the dense copy that a kernel makes of a tensor that lies otherwise; 0 of a dense one."""
+    dense = zip(t.sizes, t.strides, contiguous(t.sizes), strict=True)
+    return ZERO if all(n == ONE or stride == wanted for n, stride, wanted in dense) else t.numel * t.dtype.bytes
 
 
 def is_number(value: Any, number: float) -> bool:

@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-from ....algebra.polynomial import ONE, Poly
+import sympy
+
+from ....algebra.polynomial import ONE, Poly, poly, total
 from ..call import Call, Counts, Spec
-from .amounts import REDUCE, each, size, together, unsupported
+from ..onednn import PAGE, Lstm
+from .amounts import REDUCE, contiguous_copy, each, size, together, unsupported
 from .table import rule
 
 __all__: list[str] = []  # its rules are found in RULES
@@ -58,7 +61,26 @@ def layer(call: Call) -> Counts:
     """Count 2 for each element of both weights at every step, and the cells."""
     places, states = _places(call, call["input"])
     weights: Poly = call["weight0"].numel + call["weight1"].numel
-    return _layers(call, places * weights, states, int(call["mode"]), bool(call["has_biases"]))
+    layer = _lstm(call, call["weight0"])
+    workspace = _bias(call) + (layer.forward(_pages) if call.results[3].numel else layer.inference(_pages))
+    made = _layers(call, places * weights, states, int(call["mode"]), bool(call["has_biases"]))
+    return together(made, Counts(workspace=poly(workspace)))
+
+
+def _lstm(call: Call, weight: Spec) -> Lstm:
+    """Return the sizes of a layer: those of its weights are numbers."""
+    steps, batch = (n.constant or n for n in call["input"].sizes[:2])
+    return Lstm(steps, batch, int(weight.sizes[1].expr), int(call["hidden_size"]), int(weight.dtype.bytes))
+
+
+def _pages(n: Any) -> Poly:
+    return PAGE * poly(sympy.ceiling(poly(n).expr / PAGE))
+
+
+def _bias(call: Call) -> Poly:
+    """Return the bytes of the sum of both biases."""
+    operand: Spec = call["input"]
+    return size(call["hidden_size"]) * _GATES[int(call["mode"])] * operand.dtype.bytes
 
 
 def _places(call: Call, operand: Spec) -> tuple[Poly, Poly]:
@@ -74,7 +96,12 @@ def layer_backward(call: Call) -> Counts:
     mode = int(call["mode"])
     weights: Poly = call["weight1"].numel + call["weight2"].numel
     bias = each(states * _GATES[mode], REDUCE) if call["has_biases"] else Counts()
-    return together(Counts(matmul=4 * places * weights), _cells(mode, states, _CELL_BACKWARD, 0), bias)
+    # gradients that nothing asked for are zeros, others dense; biases are added up again, their gradient is made twice
+    given = zip(("output", "hx_", "cx_tmp"), ("grad_output", "grad_hy", "grad_cy"), strict=True)
+    gradients = total(call[like].bytes if call.get(g) is None else contiguous_copy(call[g]) for like, g in given)
+    workspace = _lstm(call, call["weight1"]).backward(_pages) + gradients + 2 * _bias(call)
+    made = Counts(matmul=4 * places * weights, workspace=poly(workspace))
+    return together(made, _cells(mode, states, _CELL_BACKWARD, 0), bias)
 
 
 # -- all layers --------------------------------------------------------------------------------------------------

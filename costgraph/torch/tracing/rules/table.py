@@ -12,6 +12,7 @@ from ....algebra.polynomial import ZERO
 from ....errors import UnsupportedError
 from ....ops.registry import adding
 from ..call import Call, Counts, Spec
+from .workspaces import workspace_of
 
 __all__ = ["RULES", "Rule", "counts_of", "rule"]
 
@@ -93,7 +94,9 @@ def counts_of(call: Call, tags: Collection[Any] = ()) -> Counts:
                 f"under {call.name!r} with costgraph.torch.tracing.rules.rule"
             )
         return Counts(pointwise=call.out.numel)
-    return _without_outs(call, found(call))
+    counts = _without_outs(call, found(call))
+    more = workspace_of(call)
+    return replace(counts, workspace=counts.workspace + more) if more else counts
 
 
 def _without_outs(call: Call, counts: Counts) -> Counts:

@@ -1,0 +1,132 @@
+"""Ops that call other ops where nothing can look on: taken apart here, so that what lives between those is seen.
+
+They follow torch's own kernels for a CPU call by call (`native/transformers/attention.cpp`, `transformer.cpp`), in
+which variables decide how long a storage lives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+__all__ = ["COMPOSITES"]
+
+aten = torch.ops.aten
+
+
+def _heads(qkv: torch.Tensor, qkv_bias: torch.Tensor, num_heads: int) -> Any:
+    """Make queries, keys and values by heads, which lie in one storage."""
+    batch, length, width = qkv.shape
+    return aten.split(qkv.new_empty([3 * batch, num_heads, length, width // 3 // num_heads]), batch)
+
+
+# torch has a kernel for tensors with data alone
+torch.library.register_fake("aten::_transform_bias_rescale_qkv", _heads)
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    embed_dim: int,
+    num_head: int,
+    qkv_weight: torch.Tensor,
+    qkv_bias: torch.Tensor,
+    proj_weight: torch.Tensor,
+    proj_bias: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    need_weights: bool = True,
+    average_attn_weights: bool = True,
+    mask_type: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Multi-head attention that writes its result where the queries were."""
+    batch, length, _ = query.shape
+    rows, size = (batch * num_head, length), embed_dim // num_head
+    qkv = _projected(query, key, value, embed_dim, qkv_weight)
+    q, k, v = (t.view(*rows, size) for t in aten._transform_bias_rescale_qkv(qkv, qkv_bias, num_head))
+    del qkv
+    pairs = torch.bmm(q, k.mT)
+    if mask is None:
+        aten._softmax.out(pairs, -1, False, out=pairs)
+    else:
+        pairs = _hidden(pairs.view(batch, num_head, length, length), mask, mask_type).view(*rows, length)
+    seen = torch.bmm(pairs, v, out=q).view(batch, num_head, length, size)
+    weights = pairs.view(batch, num_head, length, length) if need_weights else None
+    del pairs
+    heads = seen.transpose(1, 2).contiguous().view(batch, length, embed_dim)
+    out = functional.linear(heads, proj_weight, proj_bias)
+    del heads
+    if weights is not None and average_attn_weights:
+        weights = weights.sum(1)
+        weights /= num_head
+    return out, weights
+
+
+def _projected(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, width: int, weight: torch.Tensor
+) -> torch.Tensor:
+    """Queries, keys and values beside each other: one product where they come from one tensor."""
+    if key is not value:
+        return torch.cat([x @ w.T for x, w in zip((query, key, value), weight.chunk(3), strict=True)], 2)
+    if query is key:
+        return query @ weight.T
+    first, rest = aten.split_with_sizes(weight, [width, 2 * width])
+    return torch.cat([query @ first.T, key @ rest.T], 2)
+
+
+def _hidden(pairs: torch.Tensor, mask: torch.Tensor, kind: int | None) -> torch.Tensor:
+    made: torch.Tensor = aten._masked_softmax(pairs, mask.to(torch.bool), pairs.ndim - 1, kind)
+    return made
+
+
+def _encoder_layer(
+    src: torch.Tensor,
+    embed_dim: int,
+    num_heads: int,
+    qkv_weight: torch.Tensor,
+    qkv_bias: torch.Tensor,
+    proj_weight: torch.Tensor,
+    proj_bias: torch.Tensor,
+    use_gelu: bool,
+    norm_first: bool,
+    eps: float,
+    norm_weight_1: torch.Tensor,
+    norm_bias_1: torch.Tensor,
+    norm_weight_2: torch.Tensor,
+    norm_bias_2: torch.Tensor,
+    ffn_weight_1: torch.Tensor,
+    ffn_bias_1: torch.Tensor,
+    ffn_weight_2: torch.Tensor,
+    ffn_bias_2: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    mask_type: int | None = None,
+) -> torch.Tensor:
+    """Attention and two linear layers, each with a norm before or behind it."""
+
+    def norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return functional.layer_norm(x, (embed_dim,), weight, bias, eps)
+
+    def linears(x: torch.Tensor) -> torch.Tensor:
+        inner = aten._addmm_activation(ffn_bias_1, x.view(-1, embed_dim), ffn_weight_1.T, use_gelu=use_gelu)
+        return torch.addmm(ffn_bias_2, inner, ffn_weight_2.T).view(x.shape)
+
+    x = norm(src, norm_weight_1, norm_bias_1) if norm_first else src
+    weights = (qkv_weight, qkv_bias, proj_weight, proj_bias)
+    x, _ = _attention(x, x, x, embed_dim, num_heads, *weights, mask, need_weights=False, mask_type=mask_type)
+    x.add_(src)
+    x = before = x if norm_first else norm(x, norm_weight_1, norm_bias_1)
+    x = linears(norm(x, norm_weight_2, norm_bias_2) if norm_first else x)
+    x.add_(before)
+    return x if norm_first else norm(x, norm_weight_2, norm_bias_2)
+
+
+#: By op; each takes and returns what the op does.
+COMPOSITES: dict[Any, Callable[..., Any]] = {
+    aten._native_multi_head_attention.default: _attention,
+    aten._transformer_encoder_layer_fwd.default: _encoder_layer,
+    # whether a padding mask leaves sequences that can be packed is data: the way of one that does not is taken
+    aten._nested_tensor_from_mask_left_aligned.default: lambda tensor, mask: False,
+}

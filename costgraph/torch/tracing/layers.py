@@ -1,0 +1,145 @@
+"""Recurrent layers with symbols for sizes: torch's own functions ask for sizes as numbers before any op runs.
+
+They follow torch's functions for a CPU call by call (`native/RNN.cpp`, `native/mkldnn/RNN.cpp`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+__all__ = ["RECURRENT"]
+
+aten = torch.ops.aten
+# torch's number of the mode
+_LSTM = 2
+
+#: One tensor, or an LSTM's pair of them.
+State = Any
+#: Weights and biases of one layer in one direction.
+Weights = Sequence[torch.Tensor]
+#: Input, state before, weights, whether there are biases, whether it goes back in time, and what lives until the other
+#: direction has run -> outputs and last state.
+Layer = Callable[[torch.Tensor, State, Weights, bool, bool, dict[Any, Any]], tuple[torch.Tensor, State]]
+
+
+# the names are torch's: what is given by name has them
+def _lstm(
+    input: torch.Tensor,
+    hx: Sequence[torch.Tensor],
+    params: Sequence[torch.Tensor],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Run an LSTM, each layer as one op of oneDNN unless its state is projected."""
+    projected = hx[0].shape[2] != hx[1].shape[2]
+    fused = torch._C._get_mkldnn_enabled() and not projected and input.dtype == torch.float32
+    sides = 1 + bidirectional
+    states = list(zip(*(t.contiguous() if fused else t for t in hx), strict=True))
+    sizes = (num_layers, sides, dropout if train else 0.0)
+    x = input.transpose(0, 1) if batch_first else input
+    x, last = _stacked(
+        _fused if fused else _steps(_lstm_cell), x.contiguous() if fused else x, states, params, has_biases, sizes
+    )
+    made, kept = (torch.stack(each) for each in zip(*last, strict=True))
+    return x.transpose(0, 1) if batch_first else x, made, kept
+
+
+def _gru(
+    input: torch.Tensor,
+    hx: torch.Tensor,
+    params: Sequence[torch.Tensor],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run a GRU, step by step."""
+    sizes = (num_layers, 1 + bidirectional, dropout if train else 0.0)
+    x = input.transpose(0, 1) if batch_first else input
+    x, last = _stacked(_steps(_gru_cell), x, hx.unbind(0), params, has_biases, sizes)
+    return x.transpose(0, 1) if batch_first else x, torch.stack(last)
+
+
+def _stacked(
+    layer: Layer, x: torch.Tensor, states: Sequence[State], params: Weights, biased: bool, sizes: tuple[int, int, float]
+) -> tuple[torch.Tensor, list[State]]:
+    """Run layers one after another, the directions of each beside each other, with dropout between them."""
+    layers, sides, dropout = sizes
+    each = len(params) // (layers * sides)
+    last: list[State] = []
+    outs: dict[int, torch.Tensor] = {}
+    for i in range(layers):
+        held: dict[Any, Any] = {}
+        for side in range(sides):
+            k = i * sides + side
+            outs[side], state = layer(x, states[k], params[k * each : (k + 1) * each], biased, side > 0, held)
+            last.append(state)
+            del state
+        x = outs[0] if sides == 1 else torch.cat(list(outs.values()), -1)
+        if layer is not _fused:  # whose outputs live until those of the next layer take their places
+            outs.clear()
+        del held
+        if dropout and i < layers - 1:
+            x = torch.dropout(x, dropout, train=True)
+    return x, last
+
+
+def _fused(
+    x: torch.Tensor, state: State, weights: Weights, biased: bool, back: bool, held: dict[Any, Any]
+) -> tuple[torch.Tensor, State]:
+    biases = weights[2:] if biased else [torch.zeros(w.shape) for w in weights]
+    flags: tuple[Any, ...] = (back, [], _LSTM, state[0].shape[-1], 1, biased, False, False, False)
+    out, made, kept, _ = aten.mkldnn_rnn_layer(x, *weights[:2], *biases, *state, *flags)
+    return out, (made, kept)
+
+
+def _steps(cell: Callable[..., State]) -> Layer:
+    def layer(
+        x: torch.Tensor, state: State, weights: Weights, biased: bool, back: bool, held: dict[Any, Any]
+    ) -> tuple[torch.Tensor, State]:
+        bias = weights[2:4] if biased else (None, None)
+        project = weights[-1] if len(weights) % 2 else None
+        outs = held[back] = []
+        # those of the other direction live until these are there
+        inputs = held["inputs"] = functional.linear(x, weights[0], bias[0]).unbind(0)
+        for step in reversed(inputs) if back else inputs:
+            state = cell(step, state, weights[1], bias[1], project)
+            outs.append(state[0] if isinstance(state, tuple) else state)
+        return torch.stack(outs[::-1] if back else outs), state
+
+    return layer
+
+
+def _gru_cell(x: torch.Tensor, h: torch.Tensor, weight: torch.Tensor, bias: Any, _: None) -> torch.Tensor:
+    size = h.shape[1]
+    ours = aten.unsafe_split(x, size, 1)
+    before = aten.unsafe_split(functional.linear(h, weight, bias), size, 1)
+    reset = before[0].add_(ours[0]).sigmoid_()
+    update = before[1].add_(ours[1]).sigmoid_()
+    new = ours[2].add(before[2].mul_(reset)).tanh_()
+    made: torch.Tensor = (h - new).mul_(update).add_(new)
+    return made
+
+
+def _lstm_cell(x: torch.Tensor, state: State, weight: torch.Tensor, bias: Any, project: Any) -> State:
+    h, c = state
+    gates = functional.linear(h, weight, bias).add_(x)
+    i, f, g, o = aten.unsafe_split(gates, c.shape[1], 1)
+    i, f, g, o = i.sigmoid_(), f.sigmoid_(), g.tanh_(), o.sigmoid_()
+    c = (f * c).add_(i * g)
+    h = o * c.tanh()
+    return h if project is None else h @ project.T, c
+
+
+#: By function of torch, called with tensors of a batch; what is packed has lengths that are data.
+RECURRENT: dict[Any, Callable[..., Any]] = {torch.lstm: _lstm, torch.gru: _gru}

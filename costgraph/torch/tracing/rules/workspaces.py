@@ -1,0 +1,78 @@
+"""Memory that torch's kernels take on a CPU beside operands and results: dense copies of operands that lie otherwise.
+
+Each entry was held against the allocator, with operands that are dense, transposed, expanded and sliced. What libraries
+take for products and convolutions is measured in docs/workspaces.md, and not here.
+"""
+
+from __future__ import annotations
+
+from ....algebra.polynomial import ONE, ZERO, Poly, total
+from ..call import Call, Spec
+from .amounts import contiguous_copy
+
+__all__ = ["workspace_of"]
+
+#: Arguments that a kernel makes dense, by op.
+_DENSE: dict[str, tuple[str, ...]] = {
+    "_softmax": ("self",),
+    "_log_softmax": ("self",),
+    "_softmax_backward_data": ("grad_output", "output"),
+    "_log_softmax_backward_data": ("grad_output", "output"),
+    "native_layer_norm": ("input",),
+    "native_layer_norm_backward": ("grad_out", "input"),
+    "nll_loss_forward": ("self",),
+    "embedding_dense_backward": ("grad_output",),
+    "im2col": ("self",),
+    "pixel_shuffle": ("self",),
+}
+#: The same where channels may be the last axis in memory as well.
+_DENSE_OR_CHANNELS_LAST: dict[str, tuple[str, ...]] = {
+    "max_pool2d_with_indices": ("self",),
+    "max_pool2d_with_indices_backward": ("grad_output",),
+    "avg_pool2d": ("self",),
+    "avg_pool2d_backward": ("grad_output",),
+    "_adaptive_avg_pool2d": ("self",),
+}
+#: Factors of products: those that a library cannot take as they lie, in whole or a matrix at a time.
+_FACTORS = {"mm": ("self", "mat2"), "addmm": ("mat1", "mat2"), "bmm": ("self", "mat2"), "baddbmm": ("batch1", "batch2")}
+#: Temporaries of the size of an operand.
+_WHOLE = {"im2col": "self", "logsumexp": "self", "native_batch_norm_backward": "input"}
+
+
+def workspace_of(call: Call) -> Poly:
+    """Return the bytes that a kernel takes for operands as they lie; what is not known here has none."""
+    name = call.name
+    copies = [contiguous_copy(call[a]) for a in _DENSE.get(name, ())]
+    copies += [
+        ZERO if _channels_last(call[a]) else contiguous_copy(call[a]) for a in _DENSE_OR_CHANNELS_LAST.get(name, ())
+    ]
+    copies += [_factor(call[a]) for a in _FACTORS.get(name, ())]
+    if name in _WHOLE:
+        copies.append(_whole(call, call[_WHOLE[name]]))
+    if name == "native_layer_norm_backward" and call.get("weight") is not None:
+        copies.append(2 * call["weight"].bytes)  # sums for both gradients, of each thread
+    if name == "mse_loss" and call["reduction"]:
+        copies.append(call["self"].numel * call["self"].dtype.bytes)  # squares before they are added up
+    return total(copies)
+
+
+def _whole(call: Call, operand: Spec) -> Poly:
+    grad: Spec | None = call.get("grad_out")
+    if grad is not None and any(contiguous_copy(t) and not _channels_last(t) for t in (grad, operand)):
+        return ZERO  # a norm of channels has another kernel for what is strided
+    return operand.numel * operand.dtype.bytes
+
+
+def _channels_last(t: Spec) -> bool:
+    if len(t.sizes) != 4:
+        return False
+    order = (0, 2, 3, 1)
+    return not contiguous_copy(Spec(tuple(t.sizes[i] for i in order), tuple(t.strides[i] for i in order), t.dtype))
+
+
+def _factor(t: Spec) -> Poly:
+    """Return the bytes of a matrix that has no axis whose elements are neighbours, or repeats its rows."""
+    rows, columns = t.sizes[-2:]
+    down, across = t.strides[-2:]
+    fits = (across == ONE and (down or rows == ONE)) or (down == ONE and (across or columns == ONE))
+    return ZERO if fits else rows * columns * t.dtype.bytes
