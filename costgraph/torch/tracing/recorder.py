@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -19,6 +19,7 @@ from ...algebra.symbols import symbol
 from ...errors import UnsupportedError
 from ...ops.reach import larger
 from .call import Call, Counts, Spec
+from .higher_order import run_eagerly
 from .rules import counts_of
 from .scopes import Scopes
 from .shapes import caller
@@ -111,6 +112,16 @@ class Recorder(TorchDispatchMode):
         self._alive: dict[int, weakref.ref[Any]] = {}
         self._makers: dict[int, int] = {}  # node of the backward pass that made each storage
         self._count = 0
+        self._inside = 0  # of how many ops whose operands are functions it is: there autograd has passed already
+
+    @contextmanager
+    def taking_apart(self) -> Iterator[None]:
+        """Look at composed ops part by part."""
+        self._inside += 1
+        try:
+            yield
+        finally:
+            self._inside -= 1
 
     @contextmanager
     def pausing(self) -> Iterator[None]:
@@ -120,6 +131,8 @@ class Recorder(TorchDispatchMode):
             yield
         finally:
             self.paused = False
+
+    supports_higher_order_operators = True
 
     # -- storages ------------------------------------------------------------------------------------------------
 
@@ -174,12 +187,15 @@ class Recorder(TorchDispatchMode):
             return t.fake_device if isinstance(t, FakeTensor) and not t.fake_mode.in_kernel_invocation else func(t)
         kwargs = kwargs or {}
         if self.paused:
-            return func(*args, **kwargs)
+            return STAND_INS.get(func, func)(*args, **kwargs)
+        if isinstance(func, HigherOrderOperator):
+            with self.taking_apart(), self:
+                return run_eagerly(func, args, kwargs)
         if not isinstance(func, OpOverload):
             raise UnsupportedError(f"{caller()}: op {func} has no rule, expected ops of torch.ops")
         if func.namespace in _SILENT:
             return func(*args, **kwargs)
-        if torch.is_inference_mode_enabled() and _is_composed(func):
+        if (self._inside or torch.is_inference_mode_enabled()) and _is_composed(func):
             with self:  # without autograd nothing has taken it apart yet
                 return func.decompose(*args, **kwargs)
         if func is aten.lift_fresh.default:  # numbers of Python become a tensor

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo import config
 
 from ...algebra.symbols import shown
 from ...errors import CostGraphError, GraphError, UnsupportedError
@@ -63,7 +64,8 @@ class Run:
         collecting = gc.isenabled()
         gc.disable()  # what only a cycle holds would be given back at any time
         try:
-            with torch.set_grad_enabled(train), SymbolicSizes(), self.recorder:
+            # higher-order ops would be compiled before they run
+            with torch.set_grad_enabled(train), config.patch(disable=True), SymbolicSizes(), self.recorder:
                 out = self.module(*args, **kwargs)
                 made = list(_tensors(out))
                 if train:

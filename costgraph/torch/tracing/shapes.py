@@ -12,10 +12,11 @@ from typing import Any
 import sympy
 import torch
 from torch._dynamo.source import ConstantSource
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv
 
 from ...algebra.symbols import shown
 from ...errors import UnsupportedError
+from .checks import answer
 from .nodes import remembering
 
 __all__ = ["HERE", "TORCH", "Shapes", "caller", "hints"]
@@ -61,8 +62,21 @@ class Shapes(ShapeEnv):
         """Answer a question about sizes; what was asked before has its guard already."""
         key = (orig_expr, args[2:], tuple(kwargs.items()), self._suppress_guards_tls())
         if key not in self._answers:
-            self._answers[key] = super().evaluate_expr(orig_expr, *args, **kwargs)
+            try:
+                self._answers[key] = super().evaluate_expr(orig_expr, *args, **kwargs)
+            except GuardOnDataDependentSymNode:
+                return self._passed(orig_expr)
         return self._answers[key]
+
+    def _passed(self, question: sympy.Basic) -> sympy.Basic:
+        """Return how a check of values goes on; a choice between two ways is refused."""
+        found = answer(question)
+        if found is None:
+            raise UnsupportedError(
+                f"{caller()}: the values of a tensor choose the way from here, expected a program that goes one way for "
+                f"all data; choose with torch.where, or by a number that is given"
+            ) from None
+        return sympy.true if found else sympy.false
 
     def _set_replacement(self, a: sympy.Symbol, tgt: sympy.Expr, msg: str) -> None:
         if a in self.names:
