@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import linecache
 import sys
+from bisect import bisect_right
 from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
@@ -46,7 +47,7 @@ def _passing(code: CodeType, at: int, called: bool) -> bool | None:
     """Return which answer does not lead to an error, None where both go on; `called` of what `bool` returns."""
     steps = list(dis.get_instructions(code))
     places = {step.offset: i for i, step in enumerate(steps)}
-    i = places[at] + called
+    i = bisect_right(steps, at, key=lambda step: step.offset) - 1 + called
     while steps[i].opname in ("TO_BOOL", "CACHE", "NOT_TAKEN"):
         i += 1
     name = steps[i].opname
@@ -70,7 +71,7 @@ def _fails(steps: list[dis.Instruction], i: int) -> bool:
 
 def _called(frame: FrameType) -> str:
     """Return the name of the function of Python's own that is called just now, "" if none is."""
-    step = next(s for s in dis.get_instructions(frame.f_code) if s.offset == frame.f_lasti)
+    step = [s for s in dis.get_instructions(frame.f_code) if s.offset <= frame.f_lasti][-1]
     where = step.positions
     if not step.opname.startswith("CALL") or where is None or where.lineno is None or where.col_offset is None:
         return ""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.nn.functional import interpolate
 from torch.overrides import TorchFunctionMode
+
+from .spectra import einsum, istft, stft
 
 __all__ = ["SymbolicSizes"]
 
@@ -22,10 +25,11 @@ _RESAMPLING = {
 
 
 class SymbolicSizes(TorchFunctionMode):
-    """Lets what resamples have symbols for sizes: the op below it takes them."""
+    """Lets what asks for numbers have symbols for sizes: the ops below it take them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = _resampled(*args, **(kwargs or {})) if func is interpolate else None
+        parts = _PARTS.get(func)
+        made = None if parts is None else parts(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {})) if made is None else made
 
 
@@ -62,3 +66,8 @@ def _scaled(size: Any, factor: float) -> Any:
     if part and 1 / part == factor:
         return size // part
     return torch.sym_int(size * factor)  # type: ignore[no-untyped-call]  # torch has no types for it
+
+
+#: By function; each returns None where torch's own has to run.
+_PARTS: dict[Any, Callable[..., Any]] = {interpolate: _resampled, torch.stft: stft, torch.istft: istft,
+                                         torch.einsum: einsum}

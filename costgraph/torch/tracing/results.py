@@ -89,9 +89,13 @@ def _columns(
     return x.new_empty([*x.shape[:-3], x.shape[-3] * window[0] * window[1], places])
 
 
-def _images(x: torch.Tensor, sizes: Sequence[Any], window: Sequence[Any], *rest: Any) -> torch.Tensor:
-    """Make the image that columns add up to."""
-    return x.new_empty([*x.shape[:-2], x.shape[-2] // (window[0] * window[1]), *sizes])
+def _images(
+    x: torch.Tensor, sizes: Sequence[Any], window: Sequence[Any], dilation: Any, padding: Any, stride: Sequence[Any]
+) -> torch.Tensor:
+    """Make the image that columns add up to; of windows that overlap it keeps the storage of as many elements."""
+    made = x.new_empty([*x.shape[:-2], x.shape[-2] // (window[0] * window[1]), *sizes])
+    overlapping = any(k not in (1, s) for k, s in zip(window, stride, strict=True))
+    return x.new_empty([x.numel()]).as_strided(made.shape, made.stride()) if overlapping else made
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------

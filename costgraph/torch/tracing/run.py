@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo import config
 
 from ...algebra.symbols import shown
 from ...errors import CostGraphError, GraphError, UnsupportedError
 from ...graph.graph import Graph
 from .build import Builder
 from .functions import SymbolicSizes
+from .higher_order import uncompiled
 from .recorder import Handle, Recorder
 from .shapes import HERE, TORCH
 
@@ -64,8 +64,7 @@ class Run:
         collecting = gc.isenabled()
         gc.disable()  # what only a cycle holds would be given back at any time
         try:
-            # higher-order ops would be compiled before they run
-            with torch.set_grad_enabled(train), config.patch(disable=True), SymbolicSizes(), self.recorder:
+            with torch.set_grad_enabled(train), uncompiled(), SymbolicSizes(), self.recorder:
                 out = self.module(*args, **kwargs)
                 made = list(_tensors(out))
                 if train:

@@ -6,6 +6,8 @@ Operands of a common format are counted, as torch casts a real one first.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ....ops.functions import FUNCTIONS, Function, of_complex
 from ....ops.rules import applied
 from ..call import Call, Counts
@@ -13,7 +15,7 @@ from .amounts import is_number, together, unsupported
 
 __all__ = ["complex_counts"]
 
-_SAME = ("abs", "add", "div", "eq", "exp", "lerp", "log", "masked_fill", "mul", "neg", "pow", "reciprocal",
+_SAME = ("add", "div", "eq", "exp", "lerp", "log", "masked_fill", "mul", "neg", "pow", "reciprocal",
          "sqrt", "sub", "where")  # fmt: skip
 #: Functions of the library that an op is made of, applied to each element of its result.
 _STEPS: dict[str, tuple[str, ...]] = {
@@ -29,7 +31,7 @@ _SUMS = frozenset({
 })  # fmt: skip
 _PRODUCTS = frozenset({"addbmm", "addmm", "addmv", "baddbmm", "bmm", "dot", "mm", "mv", "vdot"})
 #: Their own rules speak of complex numbers already.
-_OWN = frozenset({"_fft_c2c", "_fft_c2r", "_fft_r2c", "angle", "polar"})
+_OWN = frozenset({"_fft_c2c", "_fft_c2r", "_fft_r2c", "polar"})
 _SCALES = ("alpha", "beta", "value")
 
 
@@ -55,6 +57,9 @@ def complex_counts(call: Call, counts: Counts) -> Counts:
     """
     flops = {k: v for k, v in counts.by_kind().items() if v}
     bytes_ = {"reads": counts.reads, "writes": counts.writes}
+    if call.name in ("abs", "angle"):  # of a kernel that makes complex numbers first
+        first = FUNCTIONS["exp"] if call.name == "angle" else of_complex(FUNCTIONS["abs"])
+        return replace(together(applied(call.out.numel, first), **bytes_), workspace=2 * call.out.bytes)
     if not flops or call.name in _OWN:
         return counts
     if call.name in ("conj_physical", "_conj_physical"):  # the sign of one part
