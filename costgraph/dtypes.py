@@ -345,9 +345,9 @@ def dtype(name_or_dtype: object) -> DType:
 def promote(a: str | DType, b: str | DType) -> DType:
     """Return the format of the result of two tensors, as ``torch.promote_types`` has it.
 
-    A complex format wins over a float, a float over an int, an int over a bool; of two floats the wider wins; bf16 with fp16 is fp32, int8
-    with uint8 is int16. Where torch has no result, as for its own fp8 formats, the same rules hold: a float
-    of 8 bits or fewer, or a block format, beside a float of 16 bits and more gives the latter.
+    A complex format wins over a float, a float over an int, an int over a bool; of two floats the wider wins; bf16
+    with fp16 is fp32, int8 with uint8 is int16. Where torch has no result, as for its own fp8 formats, the same rules
+    hold: a float of 8 bits or fewer, or a block format, beside a float of 16 bits and more gives the latter.
 
     Raises
     ------

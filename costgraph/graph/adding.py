@@ -150,8 +150,8 @@ def _need_complex(op: Op) -> None:
     counted = op.kind.flops(op).by_kind()
     if any(counted.values()) and not op.kind.takes_complex:
         raise UnsupportedError(
-            f"{op.name!r} in graph {op.graph.root.name!r}: {op.kind.name} of complex numbers has no rule that says what "
-            f"it costs, expected real numbers, or an op of elements"
+            f"{op.name!r} in graph {op.graph.root.name!r}: {op.kind.name} of complex numbers has no rule that says "
+            f"what it costs, expected real numbers, or an op of elements"
         )
 
 

@@ -1,13 +1,11 @@
 """Programs whose kernels or questions a trace has to know: peaks and FLOPs held to real runs, values to torch's."""
 
-import inspect
-
 import pytest
 import torch
+from checked_programs import checked_by_assert, checked_by_raise
 from torch import nn
 from torch.nn import functional
 from torch.nn.attention import flex_attention
-from checked_programs import checked_by_assert, checked_by_raise
 from traced import differences, real_peak
 
 import costgraph as cg
@@ -34,12 +32,14 @@ def rotated(x):
 
 
 def spectrum(x):
-    return torch.stft(x, 31, 7, 23, torch.hann_window(23), normalized=True, return_complex=True)
+    return torch.stft(x, 31, 7, 23, torch.hann_window(23, periodic=False), normalized=True, return_complex=True)
 
 
 def there_and_back(x):
-    window = torch.hann_window(31)
-    return torch.istft(torch.stft(x, 31, 7, window=window, return_complex=True), 31, 7, window=window, length=x.shape[1])
+    window = torch.hann_window(31, periodic=False)
+    return torch.istft(
+        torch.stft(x, 31, 7, window=window, return_complex=True), 31, 7, window=window, length=x.shape[1]
+    )
 
 
 def relative(score, b, h, i, j):
@@ -53,7 +53,9 @@ PROGRAMS = {
     "checked by torch": (lambda x: torch._check_tensor_all(x > -100) or x.exp(), "B 13", {"B": (101, 211)}),
     "assert": (checked_by_assert, "B 13", {"B": (101, 211)}),
     "raise": (checked_by_raise, "B 13", {"B": (101, 211)}),
-    "masked_scatter": (lambda x, s: x.masked_scatter(x[..., :1] > 0, s), "B S 13; B S 13", {"B": (3, 5), "S": (61, 47)}),
+    "masked_scatter": (
+        lambda x, s: x.masked_scatter(x[..., :1] > 0, s), "B S 13; B S 13", {"B": (3, 5), "S": (61, 47)},
+    ),
     "triangular": (
         lambda a, b: torch.linalg.solve_triangular(a.tril(-1) + torch.eye(a.shape[-1]), b, upper=False),
         "B N N; B N K", {"B": (3, 2), "N": (31, 41), "K": (17, 5)},
@@ -62,7 +64,10 @@ PROGRAMS = {
         lambda a, b: torch.linalg.solve_triangular(a, b, upper=True, left=False, unitriangular=True),
         "N N; B K N", {"B": (3, 2), "N": (31, 41), "K": (17, 5)},
     ),
-    "unfold": (lambda x: functional.unfold(x, (3, 2), padding=(1, 0)), "B 5 H W", {"B": (2, 3), "H": (31, 29), "W": (37, 23)}),
+    "unfold": (
+        lambda x: functional.unfold(x, (3, 2), padding=(1, 0)),
+        "B 5 H W", {"B": (2, 3), "H": (31, 29), "W": (37, 23)},
+    ),
     "fold": (
         lambda x: functional.fold(functional.unfold(x, 3, stride=2), x.shape[2:], 3, stride=2),
         "B 5 H W", {"B": (2, 3), "H": (31, 29), "W": (37, 23)},
@@ -147,7 +152,9 @@ def test_its_gradients_are_refused_as_torch_does():
     ],
 )
 def test_a_way_that_values_choose_is_refused_by_its_line(function):
-    with pytest.raises(UnsupportedError, match=r"test_trace_programs.py:\d+, in .*the values of a tensor choose the way"):
+    with pytest.raises(
+        UnsupportedError, match=r"test_trace_programs.py:\d+, in .*the values of a tensor choose the way"
+    ):
         trace(Program(function), torch.rand(3, 5), dims=[("B", None)])
 
 
@@ -159,3 +166,81 @@ def test_values_are_torchs():
         module = Program(function)
         made = lower(trace(module, *operands, dims=names), **first)(*operands)
         torch.testing.assert_close(made, module(*operands))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(7, 67), nn.Linear(67, 61, bias=False)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu()).square().mean()
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+@pytest.mark.parametrize("name", ["ASGD", "Adafactor"])
+def test_optimizers_that_ask_for_numbers(name, foreach):
+    def make(parameters):
+        return getattr(torch.optim, name)(parameters, foreach=foreach)
+
+    module = Net()
+    g = trace(module, torch.rand(5, 7), dims=[("B", None)], train=True, optimizer=make)
+    peak, flops = differences(g, module, [torch.rand(13, 7)], make(module.parameters()), B=13)
+    assert flops == 0
+    assert abs(peak) <= 16  # numbers of Python
+
+
+#: What one element costs: products and sums of the parts of each number.
+COMPLEX = {
+    "add": (torch.add, 2, 0),
+    "mul": (torch.mul, 6, 0),  # four products, two sums
+    "div": (torch.div, 11, 0),  # by the conjugate, and both parts by the square of the modulus
+    "abs": (lambda a, b: a.abs(), 3, 1),
+    "exp": (lambda a, b: a.exp(), 2, 3),
+    "sum": (lambda a, b: a.sum(), 2, 0),
+    "square": (lambda a, b: a**2, 6, 0),
+    "mm": (lambda a, b: a @ b.T, 8 * 5, 0),  # a row of 7 by five rows
+    "conj": (lambda a, b: a.conj().resolve_conj(), 0, 0),  # a copy, as of all numbers
+}
+
+
+@pytest.mark.parametrize("name", COMPLEX)
+def test_arithmetic_of_complex_numbers(name):
+    function, flops, transcendental = COMPLEX[name]
+    a, b = (torch.rand(5, 7, dtype=torch.complex64) for _ in "ab")
+    g = trace(Program(function), a, b, dims=[("B", None)] * 2)
+    found = cg.costs(g, B=5).total()
+    assert (found.matmul + found.pointwise, found.transcendental) == (flops * 35, transcendental * 35)
+
+
+def test_declared_elements_cost_the_same():
+    B, D = cg.dims("B D")
+    with cg.Graph("g") as g:
+        x, y = (g.input(n, (B, D), dtype="complex64") for n in "xy")
+        g.output(cg.ops.pointwise("abs", x * y))
+    assert g.outputs[0].dtype.name == "fp32"
+    assert cg.flops(g) == B * D * (6 + 4)
+    assert cg.bytes_moved(g) == B * D * (8 * (2 + 1) + 8 + 4)
+
+
+def test_what_has_no_rule_for_complex_numbers_is_refused():
+    text = r"test_trace_programs.py.*aten::tanh.default: complex numbers, of which no rule says what they cost"
+    with pytest.raises(UnsupportedError, match=text):
+        trace(Program(torch.tanh), torch.rand(3, 5, dtype=torch.complex64))
+    with cg.Graph("g") as g:
+        x = g.input("x", (3, 5), dtype="complex64")
+        with pytest.raises(UnsupportedError, match=r"'sum' in graph 'g': reduce of complex numbers has no rule"):
+            cg.reduce(x, "a b -> a", "sum")
+        with pytest.raises(UnsupportedError, match="tanh of complex numbers: no rule says what it costs"):
+            cg.tanh(x)
+
+
+@pytest.mark.parametrize("n", [1, 2, 7, 8, 64, 101])
+def test_a_transform_is_five_for_each_point_and_stage(n):
+    """FFTW's convention, https://www.fftw.org/speed/: 5*N*log2(N), half of it for real numbers; stages are whole."""
+    stages = 0
+    while 2**stages < n:
+        stages += 1
+    for x, share in ((torch.rand(3, n, dtype=torch.complex64), 1), (torch.rand(3, n), 0.5)):
+        g = trace(Program(lambda x: torch.fft.fft(x)), x, dims=[("B", "N") if n > 1 else ("B", None)])
+        assert cg.flops(g, **({"B": 3, "N": n} if n > 1 else {"B": 3})) == 3 * 5 * n * stages * share

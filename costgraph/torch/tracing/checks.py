@@ -28,8 +28,8 @@ _ENDS = ("RAISE_VARARGS", "RERAISE")
 def answer(question: sympy.Basic) -> bool | None:
     """Return the answer to a question about values after which a program goes on; None where both ways go on.
 
-    An `assert`, or an `if` with nothing but a `raise` behind it, is a check: a trace takes it for passed. `max` and `min`
-    of numbers choose between values, which no cost depends on.
+    An `assert`, or an `if` with nothing but a `raise` behind it, is a check: a trace takes it for passed. `max` and
+    `min` of numbers choose between values, which no cost depends on.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_ASKING):

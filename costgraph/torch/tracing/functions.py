@@ -69,5 +69,9 @@ def _scaled(size: Any, factor: float) -> Any:
 
 
 #: By function; each returns None where torch's own has to run.
-_PARTS: dict[Any, Callable[..., Any]] = {interpolate: _resampled, torch.stft: stft, torch.istft: istft,
-                                         torch.einsum: einsum}
+_PARTS: dict[Any, Callable[..., Any]] = {
+    interpolate: _resampled,
+    torch.stft: stft,
+    torch.istft: istft,
+    torch.einsum: einsum,
+}

@@ -48,7 +48,7 @@ def run_eagerly(func: HigherOrderOperator, args: Sequence[Any], kwargs: dict[str
     UnsupportedError
         If torch has no such kernel.
     """
-    kernel = _KERNELS.get(func.name()) or func.py_kernels.get(torch._C.DispatchKey.CompositeExplicitAutograd)
+    kernel = _KERNELS.get(str(func)) or func.py_kernels.get(torch._C.DispatchKey.CompositeExplicitAutograd)
     if kernel is None:
-        raise UnsupportedError(f"{func.name()}: torch runs it compiled alone, expected an op that has an eager kernel")
+        raise UnsupportedError(f"{str(func)}: torch runs it compiled alone, expected an op that has an eager kernel")
     return kernel(*args, **kwargs)

@@ -45,6 +45,8 @@ class Handle(Spec):
     """number of the storage"""
     offset: Poly
     """first element within the storage"""
+    signs: tuple[bool, bool] = (False, False)
+    """whether it stands for the conjugate of what is stored, and for its negative"""
 
 
 @dataclass
@@ -157,7 +159,8 @@ class Recorder(TorchDispatchMode):
     def handle(self, t: torch.Tensor, storage: int) -> Handle:
         """Return what a tensor is."""
         spec, size = self.values.spec(t), self.values.translator.size
-        return Handle(spec.sizes, spec.strides, spec.dtype, storage, size(t.storage_offset()))
+        signs = t.is_conj(), t.is_neg()
+        return Handle(spec.sizes, spec.strides, spec.dtype, storage, size(t.storage_offset()), signs)
 
     def known(self, t: torch.Tensor) -> Handle:
         """Return what a tensor is; a storage that nothing made while it was looked at has always been there."""

@@ -1,4 +1,4 @@
-"""Results of kernels that fake tensors take apart into ops of numbers: shapes and layouts, as torch's kernels have them.
+"""Results of kernels that fake tensors take apart into ops of numbers: shapes and layouts as torch's kernels have.
 
 Fourier transforms, triangular solves, windows as columns, and masks that are broadcast.
 """
@@ -19,6 +19,10 @@ aten = torch.ops.aten
 def _hint(n: Any) -> int:
     """Return the number that decides an order: of strides, which any sizes have alike."""
     return n if isinstance(n, int) else int(n.node.hint)
+
+
+def _broadcast(*shapes: Sequence[Any]) -> Sequence[Any]:
+    return torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call,no-any-return]  # torch has no types for it
 
 
 # -- Fourier transforms ------------------------------------------------------------------------------------------
@@ -71,7 +75,7 @@ def _triangular(
     a: torch.Tensor, b: torch.Tensor, *, upper: bool, left: bool = True, unitriangular: bool = False
 ) -> torch.Tensor:
     """Make the solution: right sides of a broadcast batch, each a matrix that lies column by column."""
-    lead = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    lead = _broadcast(a.shape[:-2], b.shape[:-2])
     rows, columns = b.shape[-2:]
     return (b.new_empty([*lead, columns, rows]).mT) if left else b.new_empty([*lead, rows, columns])
 
@@ -89,13 +93,9 @@ def _columns(
     return x.new_empty([*x.shape[:-3], x.shape[-3] * window[0] * window[1], places])
 
 
-def _images(
-    x: torch.Tensor, sizes: Sequence[Any], window: Sequence[Any], dilation: Any, padding: Any, stride: Sequence[Any]
-) -> torch.Tensor:
-    """Make the image that columns add up to; of windows that overlap it keeps the storage of as many elements."""
-    made = x.new_empty([*x.shape[:-2], x.shape[-2] // (window[0] * window[1]), *sizes])
-    overlapping = any(k not in (1, s) for k, s in zip(window, stride, strict=True))
-    return x.new_empty([x.numel()]).as_strided(made.shape, made.stride()) if overlapping else made
+def _images(x: torch.Tensor, sizes: Sequence[Any], window: Sequence[Any], *rest: Any) -> torch.Tensor:
+    """Make the image that columns add up to."""
+    return x.new_empty([*x.shape[:-2], x.shape[-2] // (window[0] * window[1]), *sizes])
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ def _copied(x: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -
 
 def _scattered(x: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """Make a copy with other elements where a mask says so, both broadcast."""
-    return x.new_empty(torch.broadcast_shapes(x.shape, mask.shape))
+    return x.new_empty(_broadcast(x.shape, mask.shape))
 
 
 def _one_bool(x: torch.Tensor) -> torch.Tensor:
@@ -158,7 +158,9 @@ RESULTS: dict[Any, Callable[..., Any]] = {
     aten.im2col.default: _columns,
     aten.col2im.default: _images,
     aten.masked_scatter.default: _scattered,
-    **{op: _number(op) for op in (aten.ones.default, aten.zeros.default, aten.full.default, aten.scalar_tensor.default)},
+    **{
+        op: _number(op) for op in (aten.ones.default, aten.zeros.default, aten.full.default, aten.scalar_tensor.default)
+    },
     aten.copy_.default: _copied,
     aten._is_all_true.default: _one_bool,
     aten._is_any_true.default: _one_bool,

@@ -73,8 +73,8 @@ class Shapes(ShapeEnv):
         found = answer(question)
         if found is None:
             raise UnsupportedError(
-                f"{caller()}: the values of a tensor choose the way from here, expected a program that goes one way for "
-                f"all data; choose with torch.where, or by a number that is given"
+                f"{caller()}: the values of a tensor choose the way from here, expected a program that goes one way "
+                f"for all data; choose with torch.where, or by a number that is given"
             ) from None
         return sympy.true if found else sympy.false
 

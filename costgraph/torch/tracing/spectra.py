@@ -94,7 +94,8 @@ def istft(
     start = n_fft // 2 if center else 0
     end = start + length if length is not None else whole - start
     # what is asked for beyond the last frame is silence
-    made, envelope = (t[:, start : torch.sym_min(end, whole)] for t in (made, envelope))
+    seen = torch.sym_min(end, whole)  # type: ignore[no-untyped-call]  # torch has no types for it
+    made, envelope = made[:, start:seen], envelope[:, start:seen]
     envelope.abs().min().lt(1e-11)
     made = made / envelope
     if end > whole:
@@ -114,7 +115,7 @@ def einsum(equation: Any, *operands: Any) -> torch.Tensor | None:
     """
     if len(operands) < 3 or not isinstance(equation, str) or not (opt_einsum.is_available() and opt_einsum.enabled):
         return None
-    import opt_einsum as library
+    import opt_einsum as library  # type: ignore[import-untyped]  # which torch may do without
 
     inputs, output, _ = library.parser.parse_einsum_input([equation, *(t.shape for t in operands)], shapes=True)
     terms = inputs.split(",")

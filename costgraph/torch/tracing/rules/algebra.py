@@ -75,7 +75,7 @@ def _columns(right: Spec, matrix: Spec) -> Poly:
 @rule("linalg_solve_triangular", "triangular_solve")
 def triangular(call: Call) -> Counts:
     """Count n**2 for each column; a matrix that stands for several is copied for each of them."""
-    a, right = (call["self"], call["B"]) if "B" in call.arguments else (call["A"], call["self"])
+    a: Spec = call["self"] if "B" in call.arguments else call["A"]
     each_one = prod(call.out.sizes[:-2], start=ONE) * a.sizes[-1] ** 2 * a.dtype.bytes
     copied = ZERO if each_one == a.bytes else each_one
     return Counts(pointwise=_columns(call.out, a) * a.sizes[-1] ** 2, workspace=copied)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from ....algebra.polynomial import ONE, ZERO
+from ....ops.reach import larger
 from ..call import Call, Counts, Spec
-from .amounts import each, operand_bytes, size, unsupported
+from .amounts import operand_bytes, size, unsupported
 from .table import rule
 
 __all__: list[str] = []  # its rules are found in RULES
@@ -120,7 +121,7 @@ def unfolded(call: Call) -> Counts:
     return Counts()
 
 
-# A CPU's kernels make a result as large as the operand and then one of the right size, where that is larger. Windows
+# A CPU's kernels make a result as large as the operand, and then one of the right size where that is larger. Windows
 # that overlap are more than what they are taken from.
 
 
@@ -138,8 +139,11 @@ def im2col(call: Call) -> Counts:
 def col2im(call: Call) -> Counts:
     """Count an addition for each element of each window."""
     columns: Spec = call["self"]
-    smaller = not _overlapping(call) and columns.numel != call.out.numel
-    return Counts(pointwise=columns.numel, workspace=columns.bytes if smaller else ZERO)
+    if _overlapping(call):
+        extra = larger(columns.bytes, call.out.bytes) - call.out.bytes
+    else:
+        extra = ZERO if columns.numel == call.out.numel else columns.bytes
+    return Counts(pointwise=columns.numel, workspace=extra)
 
 
 @rule("_local_scalar_dense", "_assert_async", "_assert_tensor_metadata", "is_same_size")
