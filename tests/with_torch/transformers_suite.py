@@ -1,31 +1,39 @@
 """Classes of transformers, each with a tiny configuration, traced and held to real runs.
 
-    python tests/with_torch/transformers_suite.py [--only NAME ...] [--write docs/transformers.md]
+    python tests/with_torch/transformers_suite.py [--only NAME ...] [--forward] [--write docs/transformers.md]
 
 A class runs in a process of its own, forward and, where it returns a loss, as a step of AdamW: parameters, matmul FLOPs
 by torch's counter, and the peak by the profiler's allocation events. The trace is made with sizes as symbols and bound
 to the sizes of the run, which are others. What is traced is the module as it is built: with its default attention.
 """
 
+import argparse
 import dataclasses
 import inspect
 import multiprocessing
+import re
 import time
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 from traced import adamw, held_by, real_peak, stepper
+from transformers_classes import MORE, NAMES
 
 import costgraph as cg
 from costgraph.errors import CostGraphError
+from costgraph.ops.aten import Aten
 from costgraph.torch import trace
 
 #: Beyond that a difference of peaks is no matter of Python's numbers.
 SLACK = 4096
-LIMIT = 40  # seconds for one class
+LIMIT = 150  # seconds for one class
+PARTS = ("forward", "step")
 VOCABULARY, WIDTH, HEADS, PIXELS = 101, 32, 4, 32
 
 #: Fields of configurations by their names, in any family that has them.
@@ -60,8 +68,8 @@ TINY: dict[str, Any] = {
     "num_mel_bins": 16, "max_source_positions": 32, "max_target_positions": 32,
 }  # fmt: skip
 
-#: What a class needs besides.
-MORE: dict[str, dict[str, Any]] = {}
+#: Kernels that take memory which no tensor shows: docs/workspaces.md.
+WORKSPACE = {"convolution", "_scaled_dot_product_flash_attention_for_cpu", "native_group_norm", "logsumexp"}
 
 
 @dataclasses.dataclass
@@ -76,6 +84,17 @@ class Row:
     found: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
     """Of forward and step: bytes of the real peak less the predicted one, FLOPs of torch's counter less ours."""
     parameters: bool = True
+    kernels: list[str] = dataclasses.field(default_factory=list)
+    """Kernels with workspace among its calls: what a peak that is larger than predicted is named after."""
+
+    @property
+    def says(self) -> str:
+        """What is wrong with it, "" if nothing is."""
+        if self.problem or self.refused:
+            return self.problem or self.refused
+        wrong = [f"{k}: FLOPs {n:+d}" for k, (_, n) in self.found.items() if n]
+        wrong += [f"{k}: peak {n:+d} B" for k, (n, _) in self.found.items() if abs(n) > SLACK]
+        return "; ".join([*wrong, *(() if self.parameters else ("parameters",))])
 
 
 class Called(nn.Module):
@@ -154,18 +173,25 @@ def grouped(a: Any, b: Any, *rest: Any, out_shape: Any = None, **options: Any) -
     return 2 * rows * inner * columns
 
 
-#: Kernels that torch's counter does not know, docs/flop_counter.md, with its own formulas for their like.
+def convolution_backward(grad: Any, x: Any, weight: Any, bias: Any, *rest: Any, out_shape: Any = None) -> int:
+    transposed, mask = rest[3], rest[6]
+    slid = x if transposed else grad
+    return sum(mask[:2]) * 2 * slid[0] * prod(slid[2:]) * prod(weight)
+
+
+#: Kernels that torch's counter does not know, or of which it forgets the groups: docs/flop_counter.md.
 UNCOUNTED = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward,
     torch.ops.aten._grouped_mm: grouped,
+    torch.ops.aten.convolution_backward: convolution_backward,
 }
 
 
 # -- one class -------------------------------------------------------------------------------------------------------
 
 
-def run(name: str) -> Row:
+def run(name: str, parts: Sequence[str] = PARTS) -> Row:
     """Trace a class and run it."""
     import transformers
 
@@ -174,7 +200,7 @@ def run(name: str) -> Row:
         cls = getattr(transformers, name)
         model = cls(tiny(cls.config_class, MORE.get(name, {})))
         inputs = next(v for k, v in FAMILIES.items() if k in name)
-        for what in ("forward", "step"):
+        for what in parts:
             if not _compared(row, what, model, inputs):
                 break
     except Exception as error:
@@ -210,6 +236,8 @@ def _compared(row: Row, what: str, model: nn.Module, inputs: Inputs) -> bool:
         run()  # the optimizer's state exists afterwards
     flops = counter.get_total_flops() - cg.matmul_flops(graph, count="full", **sizes)
     row.found[what] = real_peak(run, *held_by(module, given, optimizer)) - cg.peak_memory(graph, **sizes), flops
+    called = {op.kind.target.partition(".")[0] for op in graph.ops if isinstance(op.kind, Aten)}
+    row.kernels = sorted({*row.kernels, *called} & WORKSPACE)
     return True
 
 
@@ -224,13 +252,13 @@ def _warm() -> None:
     trace(module, torch.zeros(2, 5), dims=[("B", None)], train=True, optimizer=adamw)
 
 
-def results(names: list[str]) -> Iterator[Row]:
+def results(names: Sequence[str], parts: Sequence[str] = PARTS) -> Iterator[Row]:
     """Run classes one after another, each in a process of its own."""
     _warm()
     context = multiprocessing.get_context("fork")
     for name in names:
         mine, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=lambda end, n: end.send(run(n)), args=(theirs, name))
+        process = context.Process(target=lambda end, n: end.send(run(n, parts)), args=(theirs, name))
         process.start()
         theirs.close()
         try:
@@ -239,3 +267,76 @@ def results(names: list[str]) -> Iterator[Row]:
             yield Row(name, problem="the process ended")
         process.kill()
         process.join()
+
+
+# -- the page --------------------------------------------------------------------------------------------------------
+
+HEAD = """# Classes of transformers
+
+Each class below is built with a tiny configuration, traced with sizes as symbols, and run: forward without gradients and,
+where it returns a loss, a step of AdamW (a class with an empty cell was run with `--forward`, or returns
+no scalar loss). Written with torch {torch} and transformers {transformers} on a CPU by
+
+```console
+$ python tests/with_torch/transformers_suite.py --write docs/transformers.md
+```
+
+Parameters are equal in all. FLOPs are held against `FlopCounterMode`, to which the kernels are added that it
+[does not know](flop_counter.md). Peaks are those of the profiler's allocation events less the predicted ones, in bytes; one
+that is beyond 4 KiB has the kernel beside it that takes [workspace](workspaces.md).
+
+{traced} classes are traced, {equal} of them with equal FLOPs and peaks within 4 KiB; {refused} are refused.
+
+| class | FLOPs | peak, forward | peak, step | named |
+|---|---|---:|---:|---|
+"""
+
+
+def page(rows: list[Row]) -> str:
+    """Return the table as Markdown; classes that transformers itself does not run are left out."""
+    import transformers
+
+    rows = sorted((r for r in rows if not r.problem), key=lambda r: r.name)
+    traced = [r for r in rows if not r.refused]
+    head = HEAD.format(
+        torch=torch.__version__.partition("+")[0],
+        transformers=transformers.__version__,
+        traced=len(traced),
+        equal=sum(not r.says for r in traced),
+        refused=len(rows) - len(traced),
+    )
+    refused = "".join(f"| {r.name} | {_short(r.refused)} |\n" for r in rows if r.refused)
+    return head + "".join(map(_line, traced)) + "\n## Refused\n\n| class | why |\n|---|---|\n" + refused
+
+
+def _line(row: Row) -> str:
+    peaks = [f"{row.found[k][0]:,}" if k in row.found else "" for k in ("forward", "step")]
+    off = any(abs(n) > SLACK for n, _ in row.found.values())
+    flops = ", ".join(f"{n:+,}" for _, n in row.found.values() if n) or "equal"
+    named = ", ".join(f"`{k}`" for k in row.kernels) if off else ""
+    return f"| {row.name} | {flops} | {' | '.join(peaks)} | {named} |\n"
+
+
+def _short(text: str) -> str:
+    """Return a refusal without the places of files on this machine."""
+    text = re.sub(r"\S*/site-packages/", "", text).replace("|", "\\|").replace("\n", " ")
+    return text if len(text) < 330 else text[:330] + " ..."
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="+", default=NAMES, metavar="NAME", help="classes to run, by default all")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the table there as well")
+    parser.add_argument("--forward", action="store_true", help="no steps of training")
+    given = parser.parse_args()
+    warnings.simplefilter("ignore")
+    rows = []
+    for row in results(given.only, PARTS[:1] if given.forward else PARTS):
+        rows.append(row)
+        print(f"{row.name} {row.seconds:.1f} s {row.found} {row.says}", flush=True)
+    if given.write is not None:
+        given.write.write_text(page(rows), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
