@@ -4,8 +4,8 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from transformers_classes import SAMPLE  # noqa: E402  # of what is there
-from transformers_suite import SLACK, run  # noqa: E402
+from transformers_classes import SAMPLE  # of what is there
+from transformers_suite import SLACK, run
 
 
 @pytest.mark.filterwarnings("ignore")  # of transformers, about its own configurations

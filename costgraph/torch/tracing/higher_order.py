@@ -50,5 +50,5 @@ def run_eagerly(func: HigherOrderOperator, args: Sequence[Any], kwargs: dict[str
     """
     kernel = _KERNELS.get(str(func)) or func.py_kernels.get(torch._C.DispatchKey.CompositeExplicitAutograd)
     if kernel is None:
-        raise UnsupportedError(f"{str(func)}: torch runs it compiled alone, expected an op that has an eager kernel")
+        raise UnsupportedError(f"{func!s}: torch runs it compiled alone, expected an op that has an eager kernel")
     return kernel(*args, **kwargs)
