@@ -273,17 +273,17 @@ def results(names: Sequence[str], parts: Sequence[str] = PARTS) -> Iterator[Row]
 
 HEAD = """# Classes of transformers
 
-Each class below is built with a tiny configuration, traced with sizes as symbols, and run at other sizes: forward without
-gradients and, where it returns a loss, a step of AdamW. Where the cell of the step is empty, the class returns no scalar
-loss or was run with `--forward`. Written with torch {torch} and transformers {transformers} on a CPU by
+Each class below is built with a tiny configuration, traced with sizes as symbols, and run at other sizes: forward
+without gradients and, where it returns a loss, a step of AdamW. Where the cell of the step is empty, the class returns
+no scalar loss or was run with `--forward`. Written with torch {torch} and transformers {transformers} on a CPU by
 
 ```console
 $ python tests/with_torch/transformers_suite.py --write docs/transformers.md
 ```
 
 Parameters are equal in all. FLOPs are held against `FlopCounterMode`, to which the kernels are added that it
-[does not know](flop_counter.md). Peaks are those of the profiler's allocation events less the predicted ones, in bytes. One
-that is more than 4 KiB above has the kernel beside it that takes [workspace](workspaces.md); one that is below was
+[does not know](flop_counter.md). Peaks are those of the profiler's allocation events less the predicted ones, in bytes.
+One that is more than 4 KiB above has the kernel beside it that takes [workspace](workspaces.md); one that is below was
 predicted with a mask that transformers makes in a trace, and in a run only where it is needed.
 
 {traced} classes are traced, {equal} of them with equal FLOPs and peaks within 4 KiB; {refused} are refused.
