@@ -263,22 +263,16 @@ DTYPES: Mapping[str, DType] = MappingProxyType({f.name: f for f in _FORMATS})
 """Every format by its name."""
 
 _OTHER_NAMES = {
-    "fp64": ("float64", "double"),
-    "fp32": ("float32", "float"),
-    "tf32": ("tfloat32",),
-    "fp16": ("float16", "half"),
-    "bf16": ("bfloat16",),
+    "fp64": ("float64", "double"), "fp32": ("float32", "float"), "tf32": ("tfloat32",),
+    "fp16": ("float16", "half"), "bf16": ("bfloat16",),
     "fp8_e4m3": ("fp8", "e4m3", "float8_e4m3fn"),
     "fp8_e5m2": ("e5m2", "float8_e5m2"),
     "fp8_e8m0": ("e8m0", "float8_e8m0fnu"),
-    "fp6_e2m3": ("fp6", "e2m3"),
-    "fp6_e3m2": ("e3m2",),
+    "fp6_e2m3": ("fp6", "e2m3"), "fp6_e3m2": ("e3m2",),
     "fp4_e2m1": ("fp4", "e2m1"),
     "complex128": ("cdouble",), "complex64": ("cfloat",),
     "int64": ("long",), "int32": ("int",), "int16": ("short",), "int8": ("char",), "uint8": ("byte",),
-    "mxfp8": ("mxfp8_e4m3",),
-    "mxfp6": ("mxfp6_e2m3",),
-    "mxfp4": ("mxfp4_e2m1",),
+    "mxfp8": ("mxfp8_e4m3",), "mxfp6": ("mxfp6_e2m3",), "mxfp4": ("mxfp4_e2m1",),
 }  # fmt: skip
 
 ALIASES: Mapping[str, str] = MappingProxyType(
