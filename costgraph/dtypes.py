@@ -25,7 +25,7 @@ from costgraph.notation.door import REAL
 
 __all__ = ["ALIASES", "DTYPES", "BlockScale", "DType", "bits_per_element", "dtype", "promote"]
 
-_KINDS = ("bool", "int", "float")
+_KINDS = ("bool", "int", "float", "complex")
 _SPECIALS = ("ieee", "nan", "none")
 # the range of a format is written out: IEEE 754-2019 gives the exponent of binary256 19 bits
 _MOST_BITS, _MOST_EXPONENT = 1024, 19
@@ -49,7 +49,8 @@ class BlockScale:
 class DType:
     """A number format.
 
-    The range of a block format is that of its elements, before any scale is applied.
+    The range of a block format is that of its elements, before any scale is applied; the range of a complex format is
+    that of either part.
 
     Examples
     --------
@@ -64,18 +65,19 @@ class DType:
     bits: int
     """bits that one element takes in memory, without scales"""
     kind: str
-    """"float", "int" or "bool\""""
+    """"float", "complex", "int" or "bool\""""
     exponent: int = 0
-    """exponent bits of a float"""
+    """exponent bits of a float, or of each part of a complex number"""
     mantissa: int = 0
-    """mantissa bits of a float, without the implied one"""
+    """mantissa bits of the same, without the implied one"""
     signed: bool = True
     specials: str = "ieee"
     """codes of a float that are no numbers: "ieee" the top exponent, "nan" the last of it, "none" no code"""
     scale: tuple[BlockScale, ...] = ()
     """scales of a block format"""
     element: str = ""
-    """name of the format that elements have alone, where scales were added to one, as in int4_g128_fp16"""
+    """name of the format that elements have alone, where scales were added to one, as in int4_g128_fp16; of a complex
+    format, that of either part"""
 
     def __post_init__(self) -> None:
         ranges = {"bits": (1, _MOST_BITS), "exponent": (0, _MOST_EXPONENT), "mantissa": (0, _MOST_BITS)}
@@ -213,10 +215,10 @@ class DType:
 
     @property
     def _overflows(self) -> bool:
-        return self.bits >= 16 and self.kind == "float"
+        return self.bits >= 16 and self.kind in ("float", "complex")
 
     def _only_float(self, what: str) -> None:
-        if self.kind != "float":
+        if self.kind not in ("float", "complex"):
             raise FormatError(f"{self.name}: a format of kind {self.kind!r} has no {what}; expected a float format")
 
 
@@ -240,6 +242,8 @@ _FORMATS = (
     DType("fp6_e2m3", 6, "float", 2, 3, specials="none"),
     DType("fp6_e3m2", 6, "float", 3, 2, specials="none"),
     DType("fp4_e2m1", 4, "float", 2, 1, specials="none"),
+    DType("complex128", 128, "complex", 11, 52, element="fp64"),
+    DType("complex64", 64, "complex", 8, 23, element="fp32"),
     DType("int64", 64, "int"),
     DType("int32", 32, "int"),
     DType("int16", 16, "int"),
@@ -259,21 +263,16 @@ DTYPES: Mapping[str, DType] = MappingProxyType({f.name: f for f in _FORMATS})
 """Every format by its name."""
 
 _OTHER_NAMES = {
-    "fp64": ("float64", "double"),
-    "fp32": ("float32", "float"),
-    "tf32": ("tfloat32",),
-    "fp16": ("float16", "half"),
-    "bf16": ("bfloat16",),
+    "fp64": ("float64", "double"), "fp32": ("float32", "float"), "tf32": ("tfloat32",),
+    "fp16": ("float16", "half"), "bf16": ("bfloat16",),
     "fp8_e4m3": ("fp8", "e4m3", "float8_e4m3fn"),
     "fp8_e5m2": ("e5m2", "float8_e5m2"),
     "fp8_e8m0": ("e8m0", "float8_e8m0fnu"),
-    "fp6_e2m3": ("fp6", "e2m3"),
-    "fp6_e3m2": ("e3m2",),
+    "fp6_e2m3": ("fp6", "e2m3"), "fp6_e3m2": ("e3m2",),
     "fp4_e2m1": ("fp4", "e2m1"),
+    "complex128": ("cdouble",), "complex64": ("cfloat",),
     "int64": ("long",), "int32": ("int",), "int16": ("short",), "int8": ("char",), "uint8": ("byte",),
-    "mxfp8": ("mxfp8_e4m3",),
-    "mxfp6": ("mxfp6_e2m3",),
-    "mxfp4": ("mxfp4_e2m1",),
+    "mxfp8": ("mxfp8_e4m3",), "mxfp6": ("mxfp6_e2m3",), "mxfp4": ("mxfp4_e2m1",),
 }  # fmt: skip
 
 ALIASES: Mapping[str, str] = MappingProxyType(
@@ -340,9 +339,9 @@ def dtype(name_or_dtype: object) -> DType:
 def promote(a: str | DType, b: str | DType) -> DType:
     """Return the format of the result of two tensors, as ``torch.promote_types`` has it.
 
-    A float wins over an int, an int over a bool; of two floats the wider wins; bf16 with fp16 is fp32, int8
-    with uint8 is int16. Where torch has no result, as for its own fp8 formats, the same rules hold: a float
-    of 8 bits or fewer, or a block format, beside a float of 16 bits and more gives the latter.
+    A complex format wins over a float, a float over an int, an int over a bool; of two floats the wider wins; bf16
+    with fp16 is fp32, int8 with uint8 is int16. Where torch has no result, as for its own fp8 formats, the same rules
+    hold: a float of 8 bits or fewer, or a block format, beside a float of 16 bits and more gives the latter.
 
     Raises
     ------
@@ -357,6 +356,8 @@ def promote(a: str | DType, b: str | DType) -> DType:
     first, second = dtype(a), dtype(b)
     if first == second:
         return first
+    if "complex" in (first.kind, second.kind):  # two parts of the wider one
+        return DTYPES["complex128" if 52 in (first.mantissa, second.mantissa) else "complex64"]
     if first.kind != second.kind:
         return max(first, second, key=lambda d: _KINDS.index(d.kind))
     if first.kind == "int":

@@ -18,6 +18,7 @@ TORCH_FLOATS = {
     "fp8_e5m2": "float8_e5m2",
     "fp8_e8m0": "float8_e8m0fnu",
 }
+TORCH_COMPLEX = {name: name for name in ("complex64", "complex128")}
 TORCH_INTS = {name: name for name in ("int64", "int32", "int16", "int8", "uint8")}
 
 
@@ -32,6 +33,15 @@ def test_ranges_are_those_of_torch(name, other):
     assert float(ours.epsilon) == info.eps
     if name != "fp8_e8m0":  # torch prints the negative of the maximum for a format without a sign
         assert float(ours.min) == info.min
+
+
+@pytest.mark.parametrize("name", TORCH_COMPLEX)
+def test_complex_formats_are_two_parts(name):
+    torch = pytest.importorskip("torch")
+    info, ours = torch.finfo(getattr(torch, name)), dtype(name)
+    assert ours.bytes == getattr(torch, name).itemsize == 2 * dtype(ours.element).bytes
+    assert (float(ours.max), float(ours.epsilon)) == (info.max, info.eps)  # of either part
+    assert (ours.max, ours.round(0.1)) == (dtype(ours.element).max, dtype(ours.element).round(0.1))
 
 
 @pytest.mark.parametrize("name", TORCH_INTS)
@@ -275,7 +285,7 @@ def test_a_format_is_a_name():
 
 def test_promotion_is_that_of_torch():
     torch = pytest.importorskip("torch")
-    names = {**{k: v for k, v in TORCH_FLOATS.items() if "fp8" not in k}, **TORCH_INTS, "bool": "bool"}
+    names = {k: v for k, v in TORCH_FLOATS.items() if "fp8" not in k} | TORCH_COMPLEX | TORCH_INTS | {"bool": "bool"}
     back = {getattr(torch, other): name for name, other in names.items()}
     for a, b in itertools.product(names, repeat=2):
         theirs = torch.promote_types(getattr(torch, names[a]), getattr(torch, names[b]))

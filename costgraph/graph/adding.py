@@ -11,7 +11,7 @@ from ..algebra.polynomial import Poly
 from ..algebra.symbols import is_level, shorten
 from ..dtypes import DType
 from ..dtypes import dtype as find_dtype
-from ..errors import CostGraphError, GraphError
+from ..errors import CostGraphError, GraphError, UnsupportedError
 from .arguments import need_name, sizes_of
 from .changes import modify
 from .op import Op, OpKind, Result
@@ -140,7 +140,19 @@ def _op(graph: Graph, kind: OpKind, operands: Iterable[Tensor], name: str, phase
         add_result(graph, op, result)
     if op.loop is not None:
         _hand(graph, op.loop.handed_on())
+    if any(t.dtype.kind == "complex" for t in (*adopted, *op.results)):
+        _need_complex(op)
     return op
+
+
+def _need_complex(op: Op) -> None:
+    """Refuse an op whose FLOPs are counted for real numbers alone."""
+    counted = op.kind.flops(op).by_kind()
+    if any(counted.values()) and not op.kind.takes_complex:
+        raise UnsupportedError(
+            f"{op.name!r} in graph {op.graph.root.name!r}: {op.kind.name} of complex numbers has no rule that says "
+            f"what it costs, expected real numbers, or an op of elements"
+        )
 
 
 def _hand(graph: Graph, storages: dict[Storage, tuple[Storage, Poly]]) -> None:

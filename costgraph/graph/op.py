@@ -99,6 +99,8 @@ class OpKind:
     """Name of the kind in tables and files."""
     restricted: ClassVar[bool] = False
     """Whether it takes operands that are restricted to a domain, `infer` says what is left of it; refused otherwise."""
+    takes_complex: ClassVar[bool] = False
+    """Whether its FLOPs are those of complex numbers as well; a kind with others refuses such operands."""
     passes_gradients: ClassVar[bool] = True
     """Whether a backward pass goes through it at all."""
     save: Flag = field(default=False, repr=False)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import pi
 from typing import Annotated, Any
 
+from ..errors import UnsupportedError
 from ..graph.facts import all_of, is_count
 from ..notation.door import Rule
 
-__all__ = ["FUNCTIONS", "Elementwise", "Function"]
+__all__ = ["COMPLEX", "FUNCTIONS", "Elementwise", "Function", "of_complex"]
 
 
 @dataclass(frozen=True)
@@ -177,3 +178,41 @@ def _backward() -> list[Function]:
 FUNCTIONS: dict[str, Function] = {
     row.name: row for row in (*_arithmetic(), *_transcendental(), *_activations(), *_backward())
 }
+
+_MODULUS = (3, 1)  # a*a, b*b, their sum and its root
+
+#: What a function costs of complex numbers z = a + b*i: arithmetic of their parts (FLOPs), and transcendentals.
+COMPLEX: dict[str, tuple[int, int]] = {
+    "copy": (0, 0),
+    "cast": (0, 0),
+    "add": (2, 0),
+    "sub": (2, 0),
+    "neg": (2, 0),
+    "where": (2, 0),
+    "masked_fill": (2, 0),
+    "masked_scale": (4, 0),  # mask and scale are real
+    "eq": (3, 0),  # both parts
+    "mul": (6, 0),  # a*c - b*d, a*d + b*c
+    "square": (6, 0),
+    "fma": (8, 0),
+    "lerp": (10, 0),
+    "cubed": (12, 0),
+    "reciprocal": (6, 0),  # a and -b by the square of the modulus
+    "div": (11, 0),  # z * conj(w), both parts by the square of the modulus of w
+    "abs": _MODULUS,
+    "sign": (_MODULUS[0] + 2, 1),
+    "exp": (2, 3),  # exp(a) * (cos(b), sin(b))
+    "log": (_MODULUS[0], 3),  # logarithm of the modulus, and the angle
+    "sqrt": (_MODULUS[0] + 4, 2),  # t = sqrt((|z| + |a|) / 2), b / (2*t)
+    "pow": (_MODULUS[0] + 8, 6),  # exp(w * log(z))
+}
+
+
+def of_complex(function: Function) -> Function:
+    """Return the function as it is of complex numbers; UnsupportedError where nothing says what it costs."""
+    if function.name not in COMPLEX:
+        raise UnsupportedError(
+            f"{function.name} of complex numbers: no rule says what it costs, expected one of {', '.join(COMPLEX)}"
+        )
+    flops, transcendentals = COMPLEX[function.name]
+    return replace(function, flops=flops, transcendentals=transcendentals)

@@ -25,7 +25,7 @@ from ..graph.strides import Sizes, elementwise, is_integral
 from ..graph.tensor import Tensor
 from ..notation.door import REAL, Rule
 from . import rules
-from .functions import FUNCTIONS, Elementwise, Function
+from .functions import FUNCTIONS, Elementwise, Function, of_complex
 from .reach import shared
 from .registry import register
 
@@ -64,12 +64,14 @@ def _format(function: Function, operands: Sequence[Tensor], wanted: DType | None
     common = fold(promote, (t.dtype for t in voters))
     if function.name not in _FILLS:
         common = _with_numbers(common, numbers)
-    return find_dtype("fp32") if function.result == "float" and common.kind != "float" else common
+    if common.kind == "complex" and function.name == "abs":
+        return find_dtype(common.element)
+    return find_dtype("fp32") if function.result == "float" and common.kind in ("int", "bool") else common
 
 
 def _with_numbers(common: DType, numbers: str) -> DType:
     """Return the format after numbers have had their say: torch's rule, only a kind above the tensors' counts."""
-    if numbers == "float" and common.kind != "float":
+    if numbers == "float" and common.kind in ("int", "bool"):
         return find_dtype("fp32")
     return find_dtype("int64") if numbers == "int" and common.kind == "bool" else common
 
@@ -124,6 +126,7 @@ class Pointwise(OpKind):
 
     name = "pointwise"
     restricted = True
+    takes_complex = True
     function: Elementwise
     scalars: Annotated[
         tuple[int | float | Poly | None, ...], Rule("a tuple of numbers, formulas and None", all_of(_is_scalar))
@@ -170,7 +173,8 @@ class Pointwise(OpKind):
 
     def flops(self, op: Op) -> Flops:
         """Count what the table of functions says for each index point of the result."""
-        return rules.applied(rules.points(op.results[0]), self.function)
+        complex_ = any(t.dtype.kind == "complex" for t in (*op.operands, *op.results))
+        return rules.applied(rules.points(op.results[0]), of_complex(self.function) if complex_ else self.function)
 
     def overwrites(self) -> tuple[int, ...]:
         """Return the first operand where it works in place."""

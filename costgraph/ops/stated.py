@@ -64,6 +64,7 @@ def _is_backward(value: object) -> bool:
 class Stated(Working):
     """A kind whose ops say themselves what they cost."""
 
+    takes_complex = True
     matmul: MatmulFlops = ZERO
     """FLOPs of this kind."""
     pointwise: Annotated[Amount, Limit(0, whole=False, words="pointwise FLOPs of")] = ZERO

@@ -19,6 +19,8 @@ FORMATS: dict[str, torch.dtype] = {
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
     "fp8_e8m0": torch.float8_e8m0fnu,
+    "complex128": torch.complex128,
+    "complex64": torch.complex64,
     "int64": torch.int64,
     "int32": torch.int32,
     "int16": torch.int16,

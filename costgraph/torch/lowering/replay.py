@@ -78,6 +78,8 @@ def _named(site: Site[OpKind], text: str) -> Any:
     """Return a device, a memory format, a layout or a complex number."""
     if text == "device":
         return site.emitter.device
+    if text == "data":
+        raise UnsupportedError(f"lower {site.op.name!r}: a number that the run read off a tensor, expected a number")
     if text.isidentifier():
         return getattr(torch, text)
     return complex(*map(float, text.split()))

@@ -13,6 +13,7 @@ from torch.nn.functional import interpolate, linear
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 
 from .layers import RECURRENT
+from .spectra import einsum, istft, stft
 
 __all__ = ["SymbolicSizes"]
 
@@ -28,7 +29,7 @@ _RESAMPLING = {
 
 
 class SymbolicSizes(TorchFunctionMode):
-    """Lets what resamples have symbols for sizes: the op below it takes them.
+    """Lets what asks for numbers have symbols for sizes: the ops below it take them.
 
     A program that asks whether its tensors are special ones, as layers with a fast path do, is told what it would be
     told without this mode. The state of random numbers that it saves, as checkpointing does, is memory as any other.
@@ -120,4 +121,10 @@ def _scaled(size: Any, factor: float) -> Any:
 
 
 #: By function of torch: what is called for it, which gives None where the function itself has to run.
-_INSTEAD: dict[Any, Callable[..., torch.Tensor | None]] = {interpolate: _resampled, linear: _linear}
+_INSTEAD: dict[Any, Callable[..., Any]] = {
+    interpolate: _resampled,
+    linear: _linear,
+    torch.stft: stft,
+    torch.istft: istft,
+    torch.einsum: einsum,
+}

@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -21,6 +21,7 @@ from ...ops.reach import larger
 from .call import Call, Counts, Spec
 from .composites import COMPOSITES
 from .data import Data
+from .higher_order import run_eagerly
 from .rules import counts_of
 from .scopes import Scopes
 from .shapes import caller
@@ -57,6 +58,8 @@ class Handle(Spec):
     """number of the storage"""
     offset: Poly
     """first element within the storage"""
+    signs: tuple[bool, bool] = (False, False)
+    """whether it stands for the conjugate of what is stored, and for its negative"""
 
 
 @dataclass
@@ -147,6 +150,8 @@ class Recorder(TorchDispatchMode):
         finally:
             self.paused = False
 
+    supports_higher_order_operators = True
+
     # -- storages ------------------------------------------------------------------------------------------------
 
     def _number(self, t: torch.Tensor) -> tuple[int, bool]:
@@ -174,7 +179,8 @@ class Recorder(TorchDispatchMode):
     def handle(self, t: torch.Tensor, storage: int) -> Handle:
         """Return what a tensor is."""
         spec, size = self.values.spec(t), self.values.translator.size
-        return Handle(spec.sizes, spec.strides, spec.dtype, storage, size(t.storage_offset()))
+        signs = t.is_conj(), t.is_neg()
+        return Handle(spec.sizes, spec.strides, spec.dtype, storage, size(t.storage_offset()), signs)
 
     def known(self, t: torch.Tensor) -> Handle:
         """Return what a tensor is; a storage that nothing made while it was looked at has always been there."""
@@ -204,7 +210,10 @@ class Recorder(TorchDispatchMode):
             return t.fake_device if isinstance(t, FakeTensor) and not t.fake_mode.in_kernel_invocation else func(t)
         kwargs = kwargs or {}
         if self.paused:
-            return func(*args, **kwargs)
+            return STAND_INS.get(func, func)(*args, **kwargs)
+        if isinstance(func, HigherOrderOperator):
+            with self:
+                return run_eagerly(func, args, kwargs)
         if not isinstance(func, OpOverload):
             raise UnsupportedError(f"{caller()}: op {func} has no rule, expected ops of torch.ops")
         if func.namespace in _SILENT:

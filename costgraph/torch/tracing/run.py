@@ -19,6 +19,7 @@ from ...errors import CostGraphError, GraphError, UnsupportedError
 from ...graph.graph import Graph
 from .build import Builder
 from .functions import SymbolicSizes
+from .higher_order import uncompiled
 from .recorder import Handle, Recorder
 from .scopes import path_of
 from .shapes import is_program, place
@@ -70,7 +71,7 @@ class Run:
         collecting = gc.isenabled()
         gc.disable()  # what only a cycle holds would be given back at any time
         try:
-            with torch.set_grad_enabled(train), SymbolicSizes(), self.recorder:
+            with torch.set_grad_enabled(train), uncompiled(), SymbolicSizes(), self.recorder:
                 if train and any(p._post_accumulate_grad_hooks for p in self.params.values()):
                     with self.recorder.pausing():
                         self._warm(args, kwargs)

@@ -12,10 +12,11 @@ from typing import Any
 import sympy
 import torch
 from torch._dynamo.source import ConstantSource
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv
 
 from ...algebra.symbols import shown
 from ...errors import UnsupportedError
+from .checks import answer
 from .nodes import remembering
 
 __all__ = ["HERE", "TORCH", "Shapes", "caller", "hints", "is_program", "place"]
@@ -81,7 +82,10 @@ class Shapes(ShapeEnv):
             number = not isinstance(known, sympy.logic.boolalg.Boolean)
             if number and not silent and known.free_symbols and known.free_symbols <= self.names.keys():
                 self.fix(known)
-            self._answers[key] = super().evaluate_expr(orig_expr, *args, **kwargs)
+            try:
+                self._answers[key] = super().evaluate_expr(orig_expr, *args, **kwargs)
+            except GuardOnDataDependentSymNode:
+                return self._passed(orig_expr)
         answer = self._answers[key]
         if answer in (sympy.true, sympy.false) and not silent and _asked_by_program():
             known = self.replace(orig_expr)
@@ -104,6 +108,16 @@ class Shapes(ShapeEnv):
                     f"expected one above 1 that no other dimension has"
                 )
             self._set_replacement(free, sympy.Integer(number), "given")
+
+    def _passed(self, question: sympy.Basic) -> sympy.Basic:
+        """Return how a check of values goes on; a choice between two ways is refused."""
+        found = answer(question)
+        if found is None:
+            raise UnsupportedError(
+                f"{caller()}: the values of a tensor choose the way from here, expected a program that goes one way "
+                f"for all data; choose with torch.where, or by a number that is given"
+            ) from None
+        return sympy.true if found else sympy.false
 
     def _set_replacement(self, a: sympy.Symbol, tgt: sympy.Expr, msg: str) -> None:
         if a in self.names:

@@ -10,6 +10,7 @@ import torch
 from torch._guards import detect_fake_mode
 
 from .onednn import PAGE, Lstm
+from .results import RESULTS
 from .views import direct, expanded, viewed
 
 __all__ = ["STAND_INS"]
@@ -77,6 +78,7 @@ def _unasked(func: Any) -> Callable[..., Any]:
 
 #: By op; what each does to shapes, layouts and storages is what the op does.
 STAND_INS: dict[Any, Callable[..., Any]] = {
+    **RESULTS,
     aten._unsafe_view.default: viewed,
     aten.view.default: viewed,
     aten.expand.default: expanded,

@@ -57,8 +57,8 @@ class Values:
         if isinstance(value, torch.dtype):
             return format_of(value)
         if isinstance(value, torch.SymFloat | torch.SymBool):
-            # a factor or a flag that follows from sizes: nothing that costs depends on its value
-            return value.node.hint
+            # a factor or a flag: nothing that costs depends on its value, which is not known where it is data
+            return value.node.hint if value.node.has_hint() else {"torch": "data"}
         if isinstance(value, torch.device):
             return {"torch": "device"}
         if isinstance(value, torch.memory_format | torch.layout):

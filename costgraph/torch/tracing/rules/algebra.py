@@ -7,13 +7,15 @@ steps are exact, where the book states their leading term; pivoting and iteratio
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from fractions import Fraction
+from itertools import pairwise, permutations
 from math import prod
 
 import sympy
 
 from ....algebra.extremum import smaller
-from ....algebra.polynomial import ONE, Poly, poly
+from ....algebra.polynomial import ONE, ZERO, Poly, poly
 from ..call import Call, Counts, Spec
 from .amounts import REDUCE, each, is_number, together
 from .reductions import norm_of
@@ -72,9 +74,11 @@ def _columns(right: Spec, matrix: Spec) -> Poly:
 
 @rule("linalg_solve_triangular", "triangular_solve")
 def triangular(call: Call) -> Counts:
-    """Count n**2 for each column."""
-    a, right = (call["self"], call["B"]) if "B" in call.arguments else (call["A"], call["self"])
-    return Counts(pointwise=_columns(right, a) * a.sizes[-1] ** 2)
+    """Count n**2 for each column; a matrix that stands for several is copied for each of them."""
+    a: Spec = call["self"] if "B" in call.arguments else call["A"]
+    each_one = prod(call.out.sizes[:-2], start=ONE) * a.sizes[-1] ** 2 * a.dtype.bytes
+    copied = ZERO if each_one == a.bytes else each_one
+    return Counts(pointwise=_columns(call.out, a) * a.sizes[-1] ** 2, workspace=copied)
 
 
 @rule("_linalg_solve_ex")
@@ -134,6 +138,15 @@ def singular(call: Call) -> Counts:
     return Counts(pointwise=batch * (_reflected(m, n) + 2 * (m - n) * n * (n - 1) + (n - 1) * n * (n + 1) * 4 / 3))
 
 
+@rule("linalg_pinv.atol_rtol_tensor")
+def pseudoinverse(call: Call) -> Counts:
+    """Count singular values with their vectors, the vectors by the reciprocals, and one matrix product."""
+    batch, rows, columns = _matrix(call)
+    n, m = smaller(rows, columns), rows + columns - smaller(rows, columns)
+    pointwise = batch * (4 * m**2 * n + 8 * m * n**2 + 9 * n**3 + n * columns)
+    return Counts(matmul=2 * batch * rows * columns * n, pointwise=pointwise)
+
+
 @rule("linalg_cross")
 def cross(call: Call) -> Counts:
     """Count two products and a difference for each element."""
@@ -154,22 +167,42 @@ def _transform(points: Poly, length: Poly) -> Poly:
     return 5 * points * poly(sympy.ceiling(sympy.log(length.expr, 2)))
 
 
+def _joined(operand: Spec, axes: Sequence[int]) -> Poly:
+    """Return the bytes of a copy: the axes that are not transformed have to be one, in the order in memory."""
+    outer = [i for i, n in enumerate(operand.sizes) if i not in axes and n != ONE]
+    steps, sizes = operand.strides, operand.sizes
+    whole = any(all(steps[i] == steps[j] * sizes[j] for i, j in pairwise(order)) for order in permutations(outer))
+    return ZERO if whole else operand.bytes
+
+
 @rule("_fft_c2c")
 def transformed(call: Call) -> Counts:
     """Count 5*n*ceil(log2(n)) for each complex transform."""
-    return _along(call, call["self"], 1)
+    return _along(call, call["self"], 1, _joined(call["self"], _axes(call)))
 
 
-@rule("_fft_r2c", "_fft_c2r")
-def real(call: Call) -> Counts:
+@rule("_fft_r2c")
+def to_complex(call: Call) -> Counts:
     """Count half of it: of real numbers the other half of the spectrum is known."""
-    larger: Spec = call["self"] if call.name == "_fft_r2c" else call.out
-    return _along(call, larger, Fraction(1, 2))
+    return _along(call, call["self"], Fraction(1, 2), _joined(call["self"], _axes(call)))
 
 
-def _along(call: Call, operand: Spec, factor: Fraction | int) -> Counts:
+@rule("_fft_c2r")
+def to_real(call: Call) -> Counts:
+    """Count half of it too; the axes but the last one are transformed before, into a tensor of their own."""
+    operand: Spec = call["self"]
+    *before, last = _axes(call)
+    extra = operand.bytes + _joined(operand, before) if before else _joined(operand, [last])
+    return _along(call, call.out, Fraction(1, 2), extra)
+
+
+def _axes(call: Call) -> list[int]:
+    return [d % len(call.out.sizes) for d in call["dim"]]
+
+
+def _along(call: Call, operand: Spec, factor: Fraction | int, workspace: Poly) -> Counts:
     length = prod((operand.sizes[d] for d in call["dim"]), start=ONE)
-    return Counts(pointwise=_transform(operand.numel, length) * factor)
+    return Counts(pointwise=_transform(operand.numel, length) * factor, workspace=workspace)
 
 
 # -- distances ---------------------------------------------------------------------------------------------------

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from ....algebra.polynomial import ZERO
-from ..call import Call, Counts
-from .amounts import each, operand_bytes, unsupported
+from ....algebra.polynomial import ONE, ZERO
+from ....ops.reach import larger
+from ..call import Call, Counts, Spec
+from .amounts import operand_bytes, size, unsupported
 from .table import rule
 
 __all__: list[str] = []  # its rules are found in RULES
@@ -89,8 +90,9 @@ def placed(call: Call) -> Counts:
 
 @rule("unfold_backward")
 def unfold_backward(call: Call) -> Counts:
-    """Count an addition for each element of each window."""
-    return Counts(pointwise=call["grad_in"].numel)
+    """Count an addition for each element of each window; the kernel makes a list of all places of the axis."""
+    places = call.out.sizes[call["dim"]] * 8
+    return Counts(pointwise=call["grad_in"].numel, workspace=places)
 
 
 @rule("repeat_interleave.Tensor")
@@ -113,16 +115,35 @@ def triangle(call: Call) -> Counts:
     return Counts()
 
 
-@rule("im2col", "unfold_copy")
-def im2col(call: Call) -> Counts:
+@rule("unfold_copy")
+def unfolded(call: Call) -> Counts:
     """Count no FLOPs: every window is written out."""
     return Counts()
+
+
+# A CPU's kernels make a result as large as the operand, and then one of the right size where that is larger. Windows
+# that overlap are more than what they are taken from.
+
+
+def _overlapping(call: Call) -> bool:
+    return any(size(k) != s and size(k) != ONE for k, s in zip(call["kernel_size"], call["stride"], strict=True))
+
+
+@rule("im2col")
+def im2col(call: Call) -> Counts:
+    """Count no FLOPs: every window is written out."""
+    return Counts(workspace=call["self"].bytes if _overlapping(call) else ZERO)
 
 
 @rule("col2im")
 def col2im(call: Call) -> Counts:
     """Count an addition for each element of each window."""
-    return each(call["self"].numel, "add")
+    columns: Spec = call["self"]
+    if _overlapping(call):
+        extra = larger(columns.bytes, call.out.bytes) - call.out.bytes
+    else:
+        extra = ZERO if columns.numel == call.out.numel else columns.bytes
+    return Counts(pointwise=columns.numel, workspace=extra)
 
 
 @rule("_local_scalar_dense", "_assert_async", "_assert_tensor_metadata", "is_same_size")

@@ -15,7 +15,7 @@ __all__: list[str] = []  # its rules are found in RULES
 _EACH: dict[str, tuple[str | Function, ...]] = {
     **dict.fromkeys(
         ("all", "amax", "amin", "any", "argmax", "argmin", "cummax", "cummin", "cumprod", "cumsum", "max", "mean",
-         "min", "prod", "sum", "_cummax_helper", "_cummin_helper"),
+         "min", "prod", "sum", "_cummax_helper", "_cummin_helper", "_is_all_true", "_is_any_true"),
         (REDUCE,),
     ),
     "aminmax": (REDUCE, REDUCE),

@@ -10,7 +10,7 @@ from math import prod
 
 import sympy
 
-from ....algebra.polynomial import ONE, ZERO, Poly, poly
+from ....algebra.polynomial import ONE, ZERO, Poly, poly, total
 from ..call import Call, Counts, Spec
 from .amounts import each, operand_bytes, together, unsupported
 from .table import Rule, rule
@@ -31,7 +31,18 @@ _NEAREST = ("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "_
 def _forward(taps: int, axes: int) -> Rule:
     """One axis after the other: of n neighbours n products and n - 1 sums, for each of those of the axes before."""
     flops = sum((2 * taps - 1) * taps**i for i in range(axes))
-    return lambda call: Counts(pointwise=call.out.numel * flops)
+    return lambda call: Counts(pointwise=call.out.numel * flops, workspace=_table(call, taps))
+
+
+def _table(call: Call, taps: int) -> Poly:
+    """Return the bytes of place and weight of each neighbour, made for each row and each column of a CPU's kernel.
+
+    Where channels come last in memory only the cubic one makes such a table.
+    """
+    made = call.out
+    if taps < 4 and made.strides[1] == ONE and made.sizes[1] != ONE:
+        return ZERO
+    return total(made.sizes[2:]) * (taps * (8 + made.dtype.bytes))
 
 
 def _backward(taps: int, axes: int) -> Rule:
@@ -51,7 +62,8 @@ def nearest(call: Call) -> Counts:
     larger = all(
         (n / k).constant is None or (n / k).constant >= 1 for n, k in zip(call.out.sizes, operand.sizes, strict=True)
     )
-    return Counts(reads=None if larger else operand_bytes(call, self=call.out.numel * operand.dtype.bytes))
+    reads = None if larger else operand_bytes(call, self=call.out.numel * operand.dtype.bytes)
+    return Counts(reads=reads, workspace=_table(call, 1))
 
 
 @rule(*(f"{name}_backward" for name in _NEAREST))

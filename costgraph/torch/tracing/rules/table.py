@@ -12,6 +12,7 @@ from ....algebra.polynomial import ZERO
 from ....errors import UnsupportedError
 from ....ops.registry import adding
 from ..call import Call, Counts, Spec
+from .complex_numbers import complex_counts
 from .workspaces import workspace_of
 
 __all__ = ["RULES", "Rule", "counts_of", "rule"]
@@ -93,10 +94,17 @@ def counts_of(call: Call, tags: Collection[Any] = ()) -> Counts:
                 f"{shown}: no rule says what it costs, expected one of {len(RULES)} ops that have one; register a rule "
                 f"under {call.name!r} with costgraph.torch.tracing.rules.rule"
             )
-        return Counts(pointwise=call.out.numel)
-    counts = _without_outs(call, found(call))
-    more = workspace_of(call)
+        found = _each_once
+    counts = found(call)
+    if any(t.dtype.kind == "complex" for t in (*call.operands, *call.results)):
+        counts = complex_counts(call, counts)
+    counts, more = _without_outs(call, counts), workspace_of(call)
     return replace(counts, workspace=counts.workspace + more) if more else counts
+
+
+def _each_once(call: Call) -> Counts:
+    """Count 1 for each element."""
+    return Counts(pointwise=call.out.numel)
 
 
 def _without_outs(call: Call, counts: Counts) -> Counts:

@@ -1,0 +1,246 @@
+"""Programs whose kernels or questions a trace has to know: peaks and FLOPs held to real runs, values to torch's."""
+
+import pytest
+import torch
+from checked_programs import checked_by_assert, checked_by_raise
+from torch import nn
+from torch.nn import functional
+from torch.nn.attention import flex_attention
+from traced import differences, real_peak
+
+import costgraph as cg
+from costgraph.errors import UnsupportedError
+from costgraph.torch import lower, trace
+
+# what Python's numbers and a transform's plan take in a real run
+SLACK = 4096
+
+
+class Program(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *tensors):
+        return self.function(*tensors)
+
+
+def rotated(x):
+    turn = torch.polar(torch.ones(x.shape[1], 8), torch.rand(x.shape[1], 8))
+    z = torch.view_as_complex(x.reshape(*x.shape[:-1], 8, 2)) * turn[:, None]
+    return torch.view_as_real(z).flatten(3)
+
+
+def spectrum(x):
+    return torch.stft(x, 31, 7, 23, torch.hann_window(23, periodic=False), normalized=True, return_complex=True)
+
+
+def there_and_back(x):
+    window = torch.hann_window(31, periodic=False)
+    return torch.istft(
+        torch.stft(x, 31, 7, window=window, return_complex=True), 31, 7, window=window, length=x.shape[1]
+    )
+
+
+def relative(score, b, h, i, j):
+    return score + (i - j)
+
+
+#: A function, the names of its operands' axes, their numbers, and two lots of sizes.
+PROGRAMS = {
+    "distribution": (lambda x: torch.distributions.Normal(x, x.exp()).log_prob(x), "B 13", {"B": (101, 211)}),
+    "categorical": (lambda x: torch.distributions.Categorical(logits=x).entropy(), "B 13", {"B": (101, 211)}),
+    "checked by torch": (lambda x: torch._check_tensor_all(x > -100) or x.exp(), "B 13", {"B": (101, 211)}),
+    "assert": (checked_by_assert, "B 13", {"B": (101, 211)}),
+    "raise": (checked_by_raise, "B 13", {"B": (101, 211)}),
+    "masked_scatter": (
+        lambda x, s: x.masked_scatter(x[..., :1] > 0, s), "B S 13; B S 13", {"B": (3, 5), "S": (61, 47)},
+    ),
+    "triangular": (
+        lambda a, b: torch.linalg.solve_triangular(a.tril(-1) + torch.eye(a.shape[-1]), b, upper=False),
+        "B N N; B N K", {"B": (3, 2), "N": (31, 41), "K": (17, 5)},
+    ),
+    "triangular from the right": (
+        lambda a, b: torch.linalg.solve_triangular(a, b, upper=True, left=False, unitriangular=True),
+        "N N; B K N", {"B": (3, 2), "N": (31, 41), "K": (17, 5)},
+    ),
+    "unfold": (
+        lambda x: functional.unfold(x, (3, 2), padding=(1, 0)),
+        "B 5 H W", {"B": (2, 3), "H": (31, 29), "W": (37, 23)},
+    ),
+    "fold": (
+        lambda x: functional.fold(functional.unfold(x, 3, stride=2), x.shape[2:], 3, stride=2),
+        "B 5 H W", {"B": (2, 3), "H": (31, 29), "W": (37, 23)},
+    ),
+    "three operands": (
+        lambda a, b, c: torch.einsum("bij,bjk,bkl->bil", a, b, c),
+        "B I J; B J K; B K 5", {"B": (3, 2), "I": (31, 37), "J": (17, 29), "K": (23, 19)},
+    ),
+    "nearest 1d": (lambda x: functional.interpolate(x, scale_factor=2), "B 5 S", {"B": (3, 2), "S": (101, 211)}),
+    "nearest 3d": (
+        lambda x: functional.interpolate(x, size=[2 * n for n in x.shape[2:]], mode="nearest-exact"),
+        "B 2 D H W", {"B": (2, 3), "D": (5, 7), "H": (7, 5), "W": (11, 13)},
+    ),
+    "fft": (lambda x: torch.fft.fft(x.mT).real, "B S 31", {"B": (3, 2), "S": (61, 127)}),
+    "fft2": (lambda x: torch.fft.fft2(x).abs(), "B S 31", {"B": (3, 2), "S": (61, 127)}),
+    "two ffts": (
+        lambda x: torch.fft.fft(torch.fft.fft(x, dim=-1), dim=-2).real, "B S 31", {"B": (3, 2), "S": (61, 127)},
+    ),
+    "rfft": (lambda x: torch.fft.irfft(torch.fft.rfft(x), n=x.shape[-1]), "B S", {"B": (11, 5), "S": (101, 211)}),
+    "stft": (spectrum, "B T", {"B": (3, 2), "T": (401, 701)}),
+    "istft": (there_and_back, "B T", {"B": (3, 2), "T": (401, 701)}),
+    "polar": (rotated, "B S 3 16", {"B": (3, 2), "S": (61, 127)}),
+    "conj": (lambda x: (torch.fft.rfft(x).conj() * torch.fft.rfft(x)).real, "B 63", {"B": (31, 61)}),
+    "complex product": (lambda x: (torch.fft.fft(x) @ torch.fft.fft(x).mH).abs(), "B 63", {"B": (31, 61)}),
+    "branch by a size": (
+        lambda x: torch.cond(x.shape[0] > 7, torch.exp, lambda x: x * 2 + 1, (x,)), "B 13", {"B": (101, 211)},
+    ),
+    "pinv": (torch.linalg.pinv, "11 7", {}),
+}  # fmt: skip
+
+
+def given(axes, sizes):
+    """Return the operands, and the names of their axes."""
+    rows = [operand.split() for operand in axes.split(";")]
+    torch.manual_seed(0)
+    tensors = [torch.rand([int(sizes.get(n, n)) for n in row]) for row in rows]
+    return tensors, [[None if n.isdigit() else n for n in row] for row in rows]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs(name):
+    function, axes, sizes = PROGRAMS[name]
+    module = Program(function)
+    first, second = ({n: v[i] for n, v in sizes.items()} for i in (0, 1))
+    operands, names = given(axes, first)
+    g = trace(module, *operands, dims=names)
+    for size in (first, second):
+        peak, flops = differences(g, module, given(axes, size)[0], **size)
+        assert abs(peak) <= SLACK, size
+        assert flops == DIFFERENT.get(name, lambda **_: 0)(**size)
+
+
+#: What torch's counter says more than there is: it takes a complex product for a real one, and does not look into pinv.
+DIFFERENT = {"complex product": lambda B: -6 * B * B * 63, "pinv": lambda: -2 * 11 * 7 * 7}
+
+
+@pytest.mark.parametrize("score", [None, relative])
+def test_flexible_attention_is_what_its_eager_kernel_does(score, monkeypatch):
+    # torch's own switch: a real run compiles it to look at it, and then runs the same kernel
+    monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    module = Program(lambda q: flex_attention.flex_attention(q, q, q, score_mod=score))
+    g = trace(module, torch.rand(3, 2, 17, 8), dims=[("B", None, "S", None)])
+    B, S = cg.dims("B S")
+    assert cg.matmul_flops(g) == 2 * (B * 2) * (S * S * 8) * 2  # scores and values
+    q = torch.rand(2, 2, 29, 8)
+    assert abs(real_peak(lambda: module(q), q) - cg.peak_memory(g, B=2, S=29)) <= SLACK
+
+
+def test_its_gradients_are_refused_as_torch_does():
+    module = Program(lambda q: flex_attention.flex_attention(q, q, q).sum())
+    with pytest.raises(UnsupportedError, match="FlexAttention does not support backward on CPU"):
+        trace(module, torch.rand(3, 2, 17, 8, requires_grad=True), train=True)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x if x.sum() > 0 else -x,
+        lambda x: torch.cond(x.sum() > 0, torch.exp, torch.sin, (x,)),
+        lambda x: x * 2 if bool(x.max() > 0) else x,
+        lambda x: torch.ops.higher_order.while_loop(lambda x: x.sum() > 0, lambda x: (x - 1,), (x,), ())[0],
+    ],
+)
+def test_a_way_that_values_choose_is_refused_by_its_line(function):
+    with pytest.raises(
+        UnsupportedError, match=r"test_trace_programs.py:\d+, in .*the values of a tensor choose the way"
+    ):
+        trace(Program(function), torch.rand(3, 5), dims=[("B", None)])
+
+
+def test_values_are_torchs():
+    for name in ("stft", "istft", "three operands", "fft2", "fold", "conj", "triangular", "masked_scatter"):
+        function, axes, sizes = PROGRAMS[name]
+        first = {n: v[0] for n, v in sizes.items()}
+        operands, names = given(axes, first)
+        module = Program(function)
+        made = lower(trace(module, *operands, dims=names), **first)(*operands)
+        torch.testing.assert_close(made, module(*operands))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(7, 67), nn.Linear(67, 61, bias=False)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu()).square().mean()
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+@pytest.mark.parametrize("name", ["ASGD", "Adafactor"])
+def test_optimizers_that_ask_for_numbers(name, foreach):
+    def make(parameters):
+        return getattr(torch.optim, name)(parameters, foreach=foreach)
+
+    module = Net()
+    g = trace(module, torch.rand(5, 7), dims=[("B", None)], train=True, optimizer=make)
+    peak, flops = differences(g, module, [torch.rand(13, 7)], make(module.parameters()), B=13)
+    assert flops == 0
+    assert abs(peak) <= 16  # numbers of Python
+
+
+#: What one element costs: products and sums of the parts of each number.
+COMPLEX = {
+    "add": (torch.add, 2, 0),
+    "mul": (torch.mul, 6, 0),  # four products, two sums
+    "div": (torch.div, 11, 0),  # by the conjugate, and both parts by the square of the modulus
+    "abs": (lambda a, b: a.abs(), 3, 1),
+    "exp": (lambda a, b: a.exp(), 2, 3),
+    "sum": (lambda a, b: a.sum(), 2, 0),
+    "square": (lambda a, b: a**2, 6, 0),
+    "mm": (lambda a, b: a @ b.T, 8 * 5, 0),  # a row of 7 by five rows
+    "conj": (lambda a, b: a.conj().resolve_conj(), 0, 0),  # a copy, as of all numbers
+}
+
+
+@pytest.mark.parametrize("name", COMPLEX)
+def test_arithmetic_of_complex_numbers(name):
+    function, flops, transcendental = COMPLEX[name]
+    a, b = (torch.rand(5, 7, dtype=torch.complex64) for _ in "ab")
+    g = trace(Program(function), a, b, dims=[("B", None)] * 2)
+    found = cg.costs(g, B=5).total()
+    assert (found.matmul + found.pointwise, found.transcendental) == (flops * 35, transcendental * 35)
+
+
+def test_declared_elements_cost_the_same():
+    B, D = cg.dims("B D")
+    with cg.Graph("g") as g:
+        x, y = (g.input(n, (B, D), dtype="complex64") for n in "xy")
+        g.output(cg.ops.pointwise("abs", x * y))
+    assert g.outputs[0].dtype.name == "fp32"
+    assert cg.flops(g) == B * D * (6 + 4)
+    assert cg.bytes_moved(g) == B * D * (8 * (2 + 1) + 8 + 4)
+
+
+def test_what_has_no_rule_for_complex_numbers_is_refused():
+    text = r"test_trace_programs.py.*aten::tanh.default: complex numbers, of which no rule says what they cost"
+    with pytest.raises(UnsupportedError, match=text):
+        trace(Program(torch.tanh), torch.rand(3, 5, dtype=torch.complex64))
+    with cg.Graph("g") as g:
+        x = g.input("x", (3, 5), dtype="complex64")
+        with pytest.raises(UnsupportedError, match=r"'sum' in graph 'g': reduce of complex numbers has no rule"):
+            cg.reduce(x, "a b -> a", "sum")
+        with pytest.raises(UnsupportedError, match="tanh of complex numbers: no rule says what it costs"):
+            cg.tanh(x)
+
+
+@pytest.mark.parametrize("n", [1, 2, 7, 8, 64, 101])
+def test_a_transform_is_five_for_each_point_and_stage(n):
+    """FFTW's convention, https://www.fftw.org/speed/: 5*N*log2(N), half of it for real numbers; stages are whole."""
+    stages = 0
+    while 2**stages < n:
+        stages += 1
+    for x, share in ((torch.rand(3, n, dtype=torch.complex64), 1), (torch.rand(3, n), 0.5)):
+        g = trace(Program(lambda x: torch.fft.fft(x)), x, dims=[("B", "N") if n > 1 else ("B", None)])
+        assert cg.flops(g, **({"B": 3, "N": n} if n > 1 else {"B": 3})) == 3 * 5 * n * stages * share
