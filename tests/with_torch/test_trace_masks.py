@@ -41,7 +41,7 @@ def test_a_step_with_the_default_attention(family, mask):
     inputs = data(3, 17, mask)
     g = trace(Loss(family), *inputs, dims=[("B", "S")] * len(inputs), train=True, optimizer=adamw)
     assert g.relations.relations == ()
-    attention = [op for op in g.ops if "attention" in getattr(op.kind, "target", "")]
+    attention = [op for op in g.ops if "attention" in (op.call.target if op.call else "")]
     assert len(attention) == 2 * LAYERS  # forward and backward
     for size in ({"B": 2, "S": 41}, {"B": 5, "S": 67}):
         pairs = size["B"] * HEADS * size["S"] * (size["S"] + 1) // 2  # a key and a query that does not come before it

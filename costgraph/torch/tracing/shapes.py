@@ -29,6 +29,10 @@ _DOOR = str(Path(TORCH, "__init__.py"))  # of bool(size) and the like
 _ALGEBRA = (_DOOR, str(Path(TORCH, "fx", "experimental")), __file__, str(Path(HERE, "nodes.py")))
 
 
+#: Other sizes than the one that was given, times and more: neighbours of it, and multiples.
+_OTHERS = ((1, -1), (1, 1), (1, 2), (2, 0), (3, 0), (12, 0))
+
+
 class Shapes(ShapeEnv):
     """torch's symbolic shapes, in which a dimension that has a name becomes a number only where that is wanted.
 
@@ -80,7 +84,8 @@ class Shapes(ShapeEnv):
         if key not in self._answers:
             known = self.replace(orig_expr)
             number = not isinstance(known, sympy.logic.boolalg.Boolean)
-            if number and not silent and known.free_symbols and known.free_symbols <= self.names.keys():
+            named = known.free_symbols and known.free_symbols <= self.names.keys()
+            if number and not silent and named and not self._is_shared(known):
                 self.fix(known)
             try:
                 self._answers[key] = super().evaluate_expr(orig_expr, *args, **kwargs)
@@ -92,6 +97,16 @@ class Shapes(ShapeEnv):
             if known.free_symbols and known.free_symbols <= self.names.keys():
                 self.asked.setdefault(known if answer else sympy.Not(known), caller())
         return answer
+
+    def _is_shared(self, number: sympy.Expr) -> bool:
+        """Whether other sizes make the same number, as S parts of S//3 each: that it is this one is an assumption."""
+        given = {s: self.backed_var_to_val[s] for s in number.free_symbols}
+        found = number.xreplace(given)
+        return any(
+            number.xreplace(given | {s: sympy.Integer(times * n + more)}) == found
+            for s, n in given.items()
+            for times, more in _OTHERS
+        )
 
     def fix(self, size: sympy.Expr) -> None:
         """Note that a size becomes a number here: every size that it is made of is then the one that was given."""

@@ -36,7 +36,7 @@ _DENSE_OR_CHANNELS_LAST: dict[str, tuple[str, ...]] = {
 #: Factors of products: those that a library cannot take as they lie, in whole or a matrix at a time.
 _FACTORS = {"mm": ("self", "mat2"), "addmm": ("mat1", "mat2"), "bmm": ("self", "mat2"), "baddbmm": ("batch1", "batch2")}
 #: Temporaries of the size of an operand.
-_WHOLE = {"im2col": "self", "logsumexp": "self", "native_batch_norm_backward": "input"}
+_WHOLE = {"logsumexp": "self", "native_batch_norm_backward": "input"}
 
 
 def workspace_of(call: Call) -> Poly:

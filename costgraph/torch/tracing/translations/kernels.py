@@ -98,10 +98,11 @@ def attention(call: Call) -> tuple[Tensor, Tensor] | None:
     op = y.producer.operands[0].producer if y.producer is not None else None
     assert op is not None
     assert op.body is not None
-    factor = sympy.sqrt(1 / q.shape[-1]) if scale is None else scale
+    factor = poly(sympy.sqrt(1 / q.shape[-1])) if scale is None else poly(scale)
+    number = factor if factor.names() else float(factor.expr)
     for inner in op.body.ops:
         if inner.name.endswith("/scale"):
-            inner.state(scalars=(None, float(factor) if factor.is_number else poly(factor)))
+            inner.state(scalars=(None, number))
     with building(op.body):
         sums = rearrange(row_sums(op)[1], "b g r s 1 -> b s (g r)")
     return y, rearrange(op.body.export(sums), "b s h -> b h s")
