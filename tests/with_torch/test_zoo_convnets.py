@@ -183,8 +183,10 @@ def test_peak_memory_is_that_of_the_trace(case):
     for layer in module.modules():
         layer.p = 0.0  # no dropout, as in the declaration
     step = cg.backward(with_loss(g, lambda y: cg.reduce(cg.ops.pointwise("square", y), "b c -> ", "mean")))
-    theirs = cg.peak_memory(trace(Scored(module), x, train=True))
-    assert 0 <= theirs - cg.peak_memory(step, B=2, R=71, **sizes) <= 4
+    seen = trace(Scored(module), x, train=True)
+    # torch's gradient of a norm of channels takes memory of its own, as real runs do; declared ones state none
+    room = max((op.workspace.constant for op in seen.ops if "batch_norm_backward" in op.name), default=0)
+    assert 0 <= cg.peak_memory(seen) - cg.peak_memory(step, B=2, R=71, **sizes) <= 4 + room
 
 
 # -- transformers' ResNet ----------------------------------------------------------------------------------------------

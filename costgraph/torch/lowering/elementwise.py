@@ -64,13 +64,15 @@ def _cast(site: Site[Pointwise], x: Any) -> None:
 
 
 def _masked(site: Site[Pointwise], fill: float) -> None:
-    domain, x = site.kind.masked, site.operands[0]
+    x, old = site.operands[0], site.op.operands[0]
+    # a gradient is zero where its operand holds nothing
+    domain = old.domain[0] if site.kind.masked is None and old.domain is not None and not fill else site.kind.masked
     if domain is None:
         function, given = KERNELS["copy"], [x]
     else:
         window = None if domain.window is None else site.numbers(domain.window)
-        rank = len(site.op.operands[0].sizes)
-        function, given = hidden, [x, rank - 2, rank - 1, domain.causal, window, fill]
+        query, key = old.domain[1:] if old.domain is not None else (old.ndim - 2, old.ndim - 1)
+        function, given = hidden, [x, query, key, domain.causal, window, fill]
     _place(site, "causal_mask", function, given)
 
 

@@ -85,7 +85,7 @@ class Shapes(ShapeEnv):
             known = self.replace(orig_expr)
             number = not isinstance(known, sympy.logic.boolalg.Boolean)
             named = known.free_symbols and known.free_symbols <= self.names.keys()
-            if number and not silent and named and not self._is_shared(known):
+            if number and not silent and named and (_asked_by_program() or not self._is_shared(known)):
                 self.fix(known)
             try:
                 self._answers[key] = super().evaluate_expr(orig_expr, *args, **kwargs)

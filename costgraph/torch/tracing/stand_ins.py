@@ -65,6 +65,13 @@ def _recurrent(x: torch.Tensor, weight: torch.Tensor, before: torch.Tensor, *res
     return (*made, saved)
 
 
+def _recurrent_backward(*args: Any) -> Any:
+    """Return the gradient of both biases as one tensor, as the kernel does: fake tensors do so the first time alone."""
+    made = list(aten.mkldnn_rnn_layer_backward.default(*args))
+    made[4] = made[3]
+    return tuple(made)
+
+
 def _unasked(func: Any) -> Callable[..., Any]:
     """Let an op look at sizes without an assumption: which of torch's kernels it takes changes no shape."""
 
@@ -88,6 +95,7 @@ STAND_INS: dict[Any, Callable[..., Any]] = {
     aten.constant_pad_nd.default: _constant_pad,
     aten.baddbmm.default: _product_and_sum,
     aten.mkldnn_rnn_layer.default: _recurrent,
+    aten.mkldnn_rnn_layer_backward.default: _recurrent_backward,
     aten.upsample_linear1d.default: _resampled,
     aten.upsample_bilinear2d.default: _resampled,
     aten.upsample_bicubic2d.default: _resampled,

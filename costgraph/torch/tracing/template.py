@@ -9,8 +9,8 @@ from typing import Any
 from ...algebra.polynomial import ONE, ZERO, Poly
 from ...errors import CostGraphError
 from ...graph.graph import Graph
-from ...graph.op import Bodied, Op
-from ...graph.scopes import opened
+from ...graph.op import Bodied, Op, OpKind
+from ...graph.scopes import here, opened, scope
 from ...graph.strides import Sizes, contiguous
 from ...graph.tensor import Tensor
 from ...ops.blocks import Kernel
@@ -50,19 +50,34 @@ class Template:
 
     def add(self, graph: Graph, operands: Sequence[Tensor], name: str) -> tuple[Op, tuple[Tensor, ...]]:
         """Add the ops to a graph; returns the last one, and the results."""
-        again = Rewriter()
+        again = _Copier()
         given = [operands[i] for i in self.operands]
         again.tensors |= zip(self.body.formals, given, strict=True)
         if self.kernel is not None:
-            op = _added(graph, replace(self.kernel, body=again.body(self.body, graph, "")), given, name)
+            op = _added(graph, replace(self.kernel, body=again.inside(self.body, graph, name)), given, name)
             return op, op.results
         for inner in self.body.ops:
             kind = inner.kind
             if isinstance(kind, Bodied):
-                kind = replace(kind, body=again.body(kind.body, graph, ""))
+                kind = replace(kind, body=again.inside(kind.body, graph, name))
             op = _added(graph, kind, [again.tensors[t] for t in inner.operands], name)
             again.tensors |= zip(inner.results, op.results, strict=True)
         return op, tuple(again.tensors[t] for t in self.results)
+
+
+class _Copier(Rewriter):
+    """Copies ops to where the call stands: into its scope, and into its phase."""
+
+    def inside(self, body: Graph, graph: Graph, name: str) -> Graph:
+        """Copy the body of a kernel, whose name is a scope for what is inside."""
+        with scope(name):
+            return self.body(body, graph, "")
+
+    def add(self, op: Op, kind: OpKind, operands: Sequence[Tensor], new: Graph, name: str | None = None) -> Op:
+        """Add an op under its own name."""
+        made = super().add(op, kind, operands, new, name)
+        made.scope, made.phase = made.name.rpartition("/")[0], here().phase
+        return made
 
 
 def _added(graph: Graph, kind: Any, operands: Sequence[Tensor], name: str) -> Op:

@@ -62,7 +62,7 @@ def layer(call: Call) -> Counts:
     places, states = _places(call, call["input"])
     weights: Poly = call["weight0"].numel + call["weight1"].numel
     layer = _lstm(call, call["weight0"])
-    workspace = _bias(call) + (layer.forward(_pages) if call.results[3].numel else layer.inference(_pages))
+    workspace = _bias(call) + (layer.forward(_pages) if _saves(call) else layer.inference(_pages))
     made = _layers(call, places * weights, states, int(call["mode"]), bool(call["has_biases"]))
     return together(made, Counts(workspace=poly(workspace)))
 
@@ -81,6 +81,11 @@ def _bias(call: Call) -> Poly:
     """Return the bytes of the sum of both biases."""
     operand: Spec = call["input"]
     return size(call["hidden_size"]) * _GATES[int(call["mode"])] * operand.dtype.bytes
+
+
+def _saves(call: Call) -> bool:
+    """Whether a layer saves what a backward pass needs, in its fourth result."""
+    return len(call.results) > 3 and bool(call.results[3].numel)
 
 
 def _places(call: Call, operand: Spec) -> tuple[Poly, Poly]:
