@@ -17,7 +17,7 @@ from ...graph.tensor import Tensor
 from ...ops.foreign import Foreign, Output
 from ...ops.keep import Keep
 from .call import Counts, Spec
-from .recorder import Death, Handle, Made, Source
+from .events import Death, Handle, Made, Source
 from .template import Template, Wanted, template_of
 
 __all__ = ["Builder"]

@@ -18,9 +18,10 @@ from ...algebra.symbols import shown
 from ...errors import CostGraphError, GraphError, UnsupportedError
 from ...graph.graph import Graph
 from .build import Builder
+from .events import Handle
 from .functions import SymbolicSizes
 from .higher_order import uncompiled
-from .recorder import Handle, Recorder
+from .recorder import Recorder
 from .scopes import path_of
 from .shapes import is_program, place
 
