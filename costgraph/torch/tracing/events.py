@@ -1,0 +1,71 @@
+"""What a recorder notes of a program: storages that are there, calls that ran, and what was given back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ...algebra.polynomial import Poly
+from .call import Call, Counts, Spec
+from .translations import Translation
+
+__all__ = ["Death", "Handle", "Made", "Source"]
+
+
+@dataclass(frozen=True)
+class Handle(Spec):
+    """A view of a storage: what one of torch's tensors is."""
+
+    storage: int
+    """number of the storage"""
+    offset: Poly
+    """first element within the storage"""
+    signs: tuple[bool, bool] = (False, False)
+    """whether it stands for the conjugate of what is stored, and for its negative"""
+
+
+@dataclass
+class Source:
+    """A storage that is there before the first op."""
+
+    name: str
+    role: str
+    handle: Handle
+    bytes: Poly
+    grad: bool = False
+
+
+@dataclass
+class Made:
+    """One op that ran."""
+
+    target: str
+    """name and overload, as in torch.ops.aten; with its namespace where that is another one"""
+    operands: tuple[Handle, ...]
+    outputs: list[tuple[Handle, int | None, int, Poly | None]]
+    """results: the operand whose storage each shares, the place among what the call returned (-1: that operand
+    itself), and the bytes of the storage where they are not those of the tensor"""
+    counts: Counts | None
+    """what its rule says, None where a translation says all"""
+    moves: bool
+    """False for a view, which touches no memory"""
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+    scope: str
+    phase: str
+    call: Call | None
+    """the same, by the names of the schema"""
+    translation: Translation | None
+    """what makes declared ops of it"""
+
+    @property
+    def name(self) -> str:
+        """Name of the op without its overload."""
+        return self.target.partition(".")[0] or "op"
+
+
+@dataclass
+class Death:
+    """A storage is given back."""
+
+    storage: int
