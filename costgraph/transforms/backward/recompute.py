@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from ...graph.graph import Graph, current_graph
 from ...graph.op import Op
 from ...graph.tensor import Tensor
-from ...ops.keep import keep
 from ..rewrite import Rewriter
 from .flow import active_in
 from .walk import Hooks, Walk
@@ -50,7 +49,6 @@ def again(walk: Walk, run: Sequence[Op]) -> None:
             walk.held[before.storage] -= 1
             back.keep(standin, before)
     back.run(copies)
-    keep(*inputs.values())  # as what torch's checkpoint calls again holds its arguments
     for t, standin in inputs.items():
         if standin in back.final:
             walk.final[t] = back.final[standin]
