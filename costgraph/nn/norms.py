@@ -206,21 +206,21 @@ def over_the_batch(x: Tensor, mean: Tensor, variance: Tensor, *params: Tensor, n
     return made[0] if isinstance(made, tuple) else made
 
 
-def of_the_batch(x: Tensor, params: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def of_the_batch(x: Tensor, params: Sequence[Tensor], *, epsilon: float = 1e-5) -> tuple[Tensor, ...]:
     """Return channels of mean 0 and variance 1, scaled and shifted, with mean, variance and reciprocal deviation."""
     pattern = f"{' '.join(f'a{i}' for i in range(x.ndim))} -> a1"
     wide = _wide(x)
     average = save(reduce(wide, pattern, "mean"))
     centred = wide - _along_channels(average, x)
     spread = reduce(pointwise("square", centred), pattern, "mean")
-    scale = save(pointwise("rsqrt", spread + 1e-5))
+    scale = save(pointwise("rsqrt", spread + epsilon))
     return _affine(centred * _along_channels(scale, x), params, x), average, spread, scale
 
 
-def of_running(x: Tensor, mean: Tensor, variance: Tensor, params: Sequence[Tensor]) -> Tensor:
+def of_running(x: Tensor, mean: Tensor, variance: Tensor, params: Sequence[Tensor], *, epsilon: float = 1e-5) -> Tensor:
     """Return channels normalised by given statistics, scaled and shifted."""
     centred = _wide(x) - _along_channels(mean, x)
-    scale = pointwise("rsqrt", variance + 1e-5)
+    scale = pointwise("rsqrt", variance + epsilon)
     return _affine(centred * _along_channels(scale, x), params, x)
 
 

@@ -33,7 +33,7 @@ def soft(call: Call) -> Tensor | None:
 
 @translation("_softmax_backward_data")
 def softmax_backward(call: Call) -> Tensor | None:
-    """Y * (g - sum(g * y)) along the axis."""
+    """Return y * (g - sum(g * y)) along the axis."""
     g, y = call["grad_output"], call["output"]
     if not y.ndim or call.out.dtype != y.dtype:
         return None
@@ -43,7 +43,7 @@ def softmax_backward(call: Call) -> Tensor | None:
 
 @translation("_log_softmax_backward_data")
 def log_softmax_backward(call: Call) -> Tensor | None:
-    """G - exp(y) * sum(g) along the axis."""
+    """Return g - exp(y) * sum(g) along the axis."""
     g, y = call["grad_output"], call["output"]
     if not y.ndim or call.out.dtype != y.dtype:
         return None
@@ -75,8 +75,8 @@ def batch_norm(call: Call) -> tuple[Tensor | None, ...] | None:
     if any(t is None for t in (*params, mean, variance)) or len({t.dtype for t in (x, *params)}) > 1:
         return None
     if not call.get("training"):
-        return of_running(x, mean, variance, params), None, None
-    y, average, spread, scale = of_the_batch(x, params)
+        return of_running(x, mean, variance, params, epsilon=call["eps"]), None, None
+    y, average, spread, scale = of_the_batch(x, params, epsilon=call["eps"])
     steps = [
         pointwise("lerp", old, new, call["momentum"], inplace=True)
         for old, new in ((mean, average), (variance, spread))
