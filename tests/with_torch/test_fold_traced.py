@@ -136,7 +136,7 @@ def test_a_vision_transformer():
     held_to(patches, "blocks", 5, (3, 6), POINTS["B"])
 
 
-@pytest.mark.parametrize("name", ["foreach", "for-loop"])
+@pytest.mark.parametrize("name", ["foreach", pytest.param("for-loop", marks=pytest.mark.long)])
 def test_a_vision_transformer_is_trained(name):
     held_to(lambda n: patches(n, OPTIMIZERS[name], train=True), "blocks", 5, (6,), POINTS["B"])
 
@@ -223,7 +223,12 @@ def test_a_language_model(name):
 
 @pytest.mark.parametrize(
     ("name", "optimizer"),
-    [("gpt2", "foreach"), ("gpt2", "for-loop"), ("llama", "foreach"), ("llama", "for-loop")],
+    [
+        ("gpt2", "foreach"),
+        pytest.param("gpt2", "for-loop", marks=pytest.mark.long),
+        pytest.param("llama", "foreach", marks=pytest.mark.long),
+        ("llama", "for-loop"),
+    ],
 )
 def test_a_language_model_is_trained(name, optimizer):
     def step(n):

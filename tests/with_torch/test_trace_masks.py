@@ -36,7 +36,7 @@ def data(B, S, mask):
 
 
 @pytest.mark.parametrize("mask", [False, True], ids=["no mask", "a mask of ones"])
-@pytest.mark.parametrize("family", ["Llama", "Gemma", "Qwen3"])
+@pytest.mark.parametrize("family", ["Llama", pytest.param("Gemma", marks=pytest.mark.long), "Qwen3"])
 def test_a_step_with_the_default_attention(family, mask):
     inputs = data(3, 17, mask)
     g = trace(Loss(family), *inputs, dims=[("B", "S")] * len(inputs), train=True, optimizer=adamw)
