@@ -19,6 +19,7 @@ from .analysis.memory import peak_memory, timeline
 from .analysis.params import cache_bytes, param_bytes, param_count
 from .analysis.roofline import roofline
 from .analysis.saved import saved_bytes
+from .analysis.seconds import seconds
 from .analysis.training import hardware_flops, hfu, mfu, model_flops, step_tokens
 from .analysis.training_memory import activation_memory, bytes_per_param, saved_state_bytes, state_bytes
 from .bind.evaluate import compile, evaluate
@@ -31,6 +32,7 @@ from .errors import (
     PatternError,
     ShapeError,
     SpecError,
+    StandInWarning,
     UnsupportedError,
 )
 from .files.write import load, save
@@ -138,6 +140,7 @@ __all__ = [
     "PatternError",
     "ShapeError",
     "SpecError",
+    "StandInWarning",
     "Tensor",
     "UnsupportedError",
     "attention",
@@ -181,6 +184,7 @@ __all__ = [
     "saved_bytes",
     "scan",
     "scope",
+    "seconds",
     "sigmoid",
     "silu",
     "softmax",

@@ -11,6 +11,7 @@ __all__ = [
     "PatternError",
     "ShapeError",
     "SpecError",
+    "StandInWarning",
     "UnsupportedError",
 ]
 
@@ -44,6 +45,10 @@ class BindingError(CostGraphError):
 
 class SpecError(CostGraphError):
     """A hardware specification is malformed, or lacks what is asked of it."""
+
+
+class StandInWarning(UserWarning):
+    """An answer rests on a rate in the place of one that the device has none of."""
 
 
 class FormatError(CostGraphError):

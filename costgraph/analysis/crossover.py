@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 import sympy
 
+from ..algebra.conditions import Asked
+from ..algebra.dominance import solve
 from ..algebra.polynomial import ONE, Poly, total
 from ..bind.evaluate import Formula, answer
 from ..errors import GraphError, UnsupportedError
 from ..graph.graph import Graph
 from ..graph.op import Op
-from ..graph.sizes import bindings, need_open
+from ..graph.sizes import bindings, conditions, need_open
 from ..hardware.specs import Hardware, load_hardware
-from .roofline import Fallback, exact, works
+from .seconds import warn_of
+from .work import Fallback, Rates, exact, need_other_names, works
 
 __all__ = ["crossover"]
 
@@ -33,7 +38,7 @@ def crossover(
     hardware : str, path-like or Hardware
         The device.
     symbol : str
-        Dimension that is solved for, such as `"B"`.
+        Dimension that is solved for, such as `"B"`, or a rate of hardware that is an unknown, such as `"bandwidth"`.
     fallback : str or mapping, optional
         As in `roofline`.
     **dims : int
@@ -44,12 +49,17 @@ def crossover(
     sympy.Expr or float
         Where compute time equals memory time: a formula while others are open, else a number; where that is no ratio
         of two sums, the first whole size after the change. `math.inf` where it is memory-bound at every size, 0 where
-        it is compute-bound at every size.
+        it is compute-bound at every size: once all other sizes are bound, at every one that assumptions allow.
 
     Raises
     ------
     BindingError, SpecError, UnsupportedError
-        If a name is no dimension, the device lacks a rate, or there is no closed form: bind the other sizes then.
+        If a name is no dimension, the device has no rate at all, or there is no closed form: bind the other sizes then.
+
+    Warns
+    -----
+    StandInWarning
+        If a rate is missing: the text says which one stands in.
 
     Examples
     --------
@@ -59,43 +69,123 @@ def crossover(
     ...     g.output(g.input("a", (N, N)) @ g.input("b", (N, N)))
     >>> round(cg.crossover(g, "h100-sxm", "N"), 1)
     886.0
+    >>> unknown = cg.load_hardware("h100-sxm").symbolic()
+    >>> cg.crossover(g, unknown, "N"), cg.crossover(g, unknown, "bandwidth")
+    (3*peak_bf16/bandwidth, 3*peak_bf16/N)
     """
     if not isinstance(of, Graph | Op):
         raise GraphError(f"crossover of {type(of).__name__}, expected a graph or one of its ops")
     device = load_hardware(hardware)
     graph = of if isinstance(of, Graph) else of.graph.root
-    need_open(graph, symbol, dims, "crossover")
+    need_other_names(graph, device, "crossover")
+    if symbol not in device.symbols:
+        need_open(graph, symbol, dims, "crossover")
     values = bindings(graph, dims)
     values.pop(symbol, None)
     chosen = [w for w in works(graph) if of is graph or w.op is of]
     if not chosen:
         raise GraphError(f"crossover: op {getattr(of, 'name', '')!r} does nothing that takes time")
-    times = [w.seconds(device, fallback) for w in chosen]
-    excess = total(c - m for c, m in times).bind(values)
-    found = _root(excess, symbol)
+    rates = Rates(device, fallback)
+    excess = total(c - m for c, m in (w.seconds(rates) for w in chosen)).bind(values)
+    warn_of(device, rates.stand_ins.values())
+    found = _root(excess, symbol, _allowed(graph, values, symbol))
     return answer(found, values.held) if isinstance(found, sympy.Expr) else found
 
 
-def _root(excess: Poly, symbol: str) -> Formula:
+@dataclass(frozen=True)
+class _Sizes:
+    """The sizes that a dimension may have: from the least to the most, without end where that is None."""
+
+    least: int = 1
+    most: int | None = None
+
+    def __contains__(self, size: float) -> bool:
+        return self.least <= size and (self.most is None or size <= self.most)
+
+    def both(self, other: _Sizes) -> _Sizes:
+        """Return those that are in both."""
+        ends = [m for m in (self.most, other.most) if m is not None]
+        return _Sizes(max(self.least, other.least), min(ends, default=None))
+
+    def spread(self) -> list[int]:
+        """Return both ends, and powers of two between them."""
+        inside = (2**i for i in range(_DOUBLINGS) if 2**i in self)
+        return sorted({*inside, self.least, *([] if self.most is None else [self.most])})
+
+
+def _allowed(graph: Graph, values: Mapping[str, Poly], symbol: str) -> _Sizes:
+    """Return the sizes that the graph's assumptions and declared sizes allow, the others being bound."""
+    out = _Sizes()
+    for asked in _asked(graph, values):
+        if asked.amount.names() == {symbol}:
+            out = out.both(_meeting(asked, symbol))
+    if out.most is not None and out.least > out.most:
+        raise UnsupportedError(f"crossover: no {symbol} is allowed beside the other sizes, expected one at least")
+    return out
+
+
+def _asked(graph: Graph, values: Mapping[str, Poly]) -> Iterator[Asked]:
+    for r in graph.root.relations.relations:
+        yield Asked(r.difference.bind(values), equal=r.equal, strict=r.strict)
+    for c in conditions(graph):
+        yield Asked(c.formula.bind(values), c.least)
+
+
+def _meeting(asked: Asked, symbol: str) -> _Sizes:
+    """Return between which sizes something that is asked holds; all where that is not seen."""
+    if asked.equal:
+        found = solve(asked.amount, [symbol])
+        size = None if found is None else found[1].constant
+        return _Sizes() if size is None else _Sizes(math.ceil(size), math.floor(size))
+
+    def holds(size: int) -> bool:
+        return asked.holds({symbol: size})
+
+    met = [holds(2**i) for i in range(_DOUBLINGS)]
+    if not any(met):
+        return _Sizes()
+    first, last = met.index(True), _DOUBLINGS - 1 - met[::-1].index(True)
+    least = 1 if first == 0 else _first(holds, 2 ** (first - 1), 2**first)
+    return _Sizes(
+        least, None if last == _DOUBLINGS - 1 else _first(lambda n: not holds(n), 2**last, 2 ** (last + 1)) - 1
+    )
+
+
+def _first(holds: Callable[[int], bool], low: int, high: int) -> int:
+    """Return where something that does not hold at the lower size, and does at the higher one, begins to."""
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high
+
+
+def _root(excess: Poly, symbol: str, sizes: _Sizes) -> Formula:
     """Solve for where an excess of compute over memory becomes positive."""
     powers: dict[int, list[Poly]] = {}
     for m, c in excess.terms.items():
         power = dict(m).get(symbol, 0)
         rest = Poly({tuple(f for f in m if f[0] != symbol): c})
         if symbol in rest.names():
-            return _search(excess, symbol)
+            return _search(excess, symbol, sizes)
         powers.setdefault(power, []).append(rest)
     sums = {p: total(parts) for p, parts in powers.items() if total(parts)}
     signs = {c >= 0 for p in sums.values() for c in p.terms.values()}
     if len(signs) < 2:
         return 0 if signs != {False} else math.inf
     least = min(sums)
-    if max(sums) - least == 1:
-        return answer(sympy.cancel(-sums[least].expr / sums[least + 1].expr))
-    return _search(excess, symbol)
+    if max(sums) - least != 1:
+        return _search(excess, symbol, sizes)
+    turn = answer(sympy.cancel(-sums[least].expr / sums[least + 1].expr))
+    if isinstance(turn, sympy.Expr) or turn in sizes:
+        return turn
+    return 0 if _is_positive(excess, symbol, sizes.least) else math.inf
 
 
-def _search(excess: Poly, symbol: str) -> Formula:
+def _is_positive(excess: Poly, symbol: str, size: int) -> bool:
+    return bool(exact(excess.bind({symbol: ONE * size})) >= 0)
+
+
+def _search(excess: Poly, symbol: str, sizes: _Sizes) -> Formula:
     """Find by bisection the first size after the bound changes; everything else has to be bound."""
     left = sorted(excess.names() - {symbol})
     if left:
@@ -104,17 +194,15 @@ def _search(excess: Poly, symbol: str) -> Formula:
         )
 
     def positive(size: int) -> bool:
-        return bool(exact(excess.bind({symbol: ONE * size})) >= 0)
+        return _is_positive(excess, symbol, size)
 
-    signs = [positive(2**i) for i in range(_DOUBLINGS)]
-    changes = [i for i in range(_DOUBLINGS - 1) if signs[i] != signs[i + 1]]
+    tried = sizes.spread()
+    signs = [positive(size) for size in tried]
+    changes = [i for i in range(len(tried) - 1) if signs[i] != signs[i + 1]]
     if not changes:
         return 0 if signs[0] else math.inf
     if len(changes) > 1:
-        places = ", ".join(str(2**i) for i in changes)
+        places = ", ".join(str(tried[i]) for i in changes)
         raise UnsupportedError(f"crossover: {symbol} has several, above {places}, expected an op or a graph with one")
-    low, high = 2 ** changes[0], 2 ** (changes[0] + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if positive(middle) == signs[changes[0]] else (low, middle)
-    return high
+    before = signs[changes[0]]
+    return _first(lambda size: positive(size) != before, tried[changes[0]], tried[changes[0] + 1])

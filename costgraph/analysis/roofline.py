@@ -3,90 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 
+from ..algebra.dominance import Relations
+from ..algebra.extremum import Max
 from ..algebra.polynomial import ZERO, Poly, total
+from ..algebra.pruning import prune
 from ..algebra.symbols import shorten
-from ..bind.evaluate import number, real
-from ..errors import BindingError, UnsupportedError
+from ..bind.evaluate import Formula, answer, need_bound
 from ..graph.graph import Graph
-from ..graph.op import Op
-from ..graph.sizes import bindings, known_names
-from ..hardware.specs import Hardware, load_hardware
+from ..hardware.rates import StandIn
+from ..hardware.specs import Hardware
 from ..hardware.tables import Column, Fact, Table
-from ..ops.stated import Collective, Transfer
-from .costs import compute_dtype, executions
 from .hooks import PLOTTERS
+from .seconds import Bound, estimate, in_seconds, lower_bound, warn_of, which
 from .traffic import compulsory
+from .work import Asked, Fallback, Work, ask
 
-__all__ = ["Roofline", "RooflineRow", "Work", "roofline", "works"]
-
-
-Fallback = str | Mapping[str, str] | None
+__all__ = ["Roofline", "RooflineRow", "bound_roofline", "roofline"]
 
 
-@dataclass
-class Work:
-    """What one op does, all its iterations together: a kernel with all that is fused into it."""
-
-    op: Op
-    """the op"""
-    times: Poly
-    """how often it runs"""
-    flops: dict[tuple[str, str], Poly]
-    """FLOPs by kind and number format"""
-    bytes: Poly
-    """bytes read and written"""
-
-    def seconds(self, hardware: Hardware, fallback: Fallback) -> tuple[Poly, Poly]:
-        """Return the time in compute and the time in memory (or over a link), as formulas in seconds."""
-        parts = [amount / _rate(hardware, kind, dtype, fallback) for (kind, dtype), amount in self.flops.items()]
-        if isinstance(self.op.kind, Collective):
-            raise UnsupportedError(
-                f"roofline: {self.op.name!r} is a collective, whose time on a network has no rule yet"
-            )
-        if isinstance(self.op.kind, Transfer):
-            # what it reads and what it writes is one stream over the link
-            return total(parts), self.bytes / 2 / Fraction(hardware.link(self.op.kind.link).value)
-        return total(parts), self.bytes / Fraction(hardware.bandwidth.value)
-
-
-def _rate(hardware: Hardware, kind: str, dtype: str, fallback: Fallback) -> Fraction:
-    unit = "matmul" if kind == "matmul" else "vector"
-    return Fraction(hardware.rate(dtype, unit, fallback=fallback).value)
-
-
-def works(graph: Graph) -> list[Work]:
-    """Return what each op does, those that do nothing (views) left out.
-
-    Parameters
-    ----------
-    graph : Graph
-        What is asked.
-
-    Returns
-    -------
-    list of Work
-        In program order.
-    """
-    if "works" not in graph.cache:
-        out: list[Work] = []
-        for op, times, moves in executions(graph):
-            if moves:
-                amounts = [
-                    *zip(op.operands, op.kind.reads(op), strict=False),
-                    *zip(op.results, op.kind.writes(op), strict=False),
-                ]
-                out.append(Work(op, times, {}, total(a * t.element_bytes() for t, a in amounts) * times))
-            for kind, amount in op.kind.flops(op).by_kind().items():
-                if amount:
-                    key = (kind, compute_dtype(op))
-                    out[-1].flops[key] = out[-1].flops.get(key, ZERO) + amount * times
-        graph.cache["works"] = [w for w in out if w.flops or w.bytes]
-    found: list[Work] = graph.cache["works"]
-    return found
+#: Of a condition that a table shows.
+_WIDEST = 60
 
 
 @dataclass(frozen=True)
@@ -101,25 +40,33 @@ class RooflineRow:
     """phase of the op"""
     kind: str
     """kind of most of its FLOPs, or data where it has none"""
-    flops: int | float
+    flops: Formula
     """FLOPs"""
-    bytes: int | float
+    bytes: Formula
     """bytes moved"""
-    intensity: float
-    """FLOP/B; infinite where nothing is moved"""
-    compute_s: float
+    compute_s: Formula
     """seconds at the peak rates of its kinds and formats"""
-    memory_s: float
+    memory_s: Formula
     """seconds at the bandwidth of the memory, or of the link for a transfer"""
-    bound: str
-    """compute, memory or link: the larger of the two times"""
-    attainable: float
-    """FLOP/s that the roof allows at this intensity"""
+    bound: str | Bound
+    """compute, memory or link: the larger of the two times; a condition where that depends on what is open"""
 
     @property
-    def seconds(self) -> float:
+    def seconds(self) -> Formula:
         """The larger of the two times."""
-        return max(self.compute_s, self.memory_s)
+        if isinstance(self.bound, Bound):
+            return answer(Max(self.compute_s, self.memory_s))
+        return self.compute_s if self.bound == "compute" else self.memory_s
+
+    @property
+    def intensity(self) -> Formula:
+        """FLOP/B; infinite where nothing is moved."""
+        return self.flops / self.bytes if self.bytes else math.inf
+
+    @property
+    def attainable(self) -> Formula:
+        """FLOP/s that the roof allows at this intensity."""
+        return self.flops / self.seconds if self.seconds else 0.0
 
 
 @dataclass(frozen=True, repr=False)
@@ -132,20 +79,22 @@ class Roofline(Table):
     """the device"""
     rows: tuple[RooflineRow, ...]
     """ops that do something, in program order"""
-    flops: int | float
+    flops: Formula
     """FLOPs of all ops, as executed"""
-    bytes: int | float
+    bytes: Formula
     """bytes moved as declared, each op one kernel"""
-    fused_bytes: int | float
+    fused_bytes: Formula
     """bytes that no fusion avoids"""
-    ridge: float
+    ridge: Formula
     """FLOP/B at which the peak of the graph's main kind of FLOPs and the bandwidth meet"""
-    lower_bound: float
+    lower_bound: Formula
     """seconds below which no run is: the busiest unit, or the fused bytes"""
-    estimate: float
+    estimate: Formula
     """seconds as declared: sum over ops of the larger of compute and memory time"""
-    rates: Mapping[str, float]
+    rates: Mapping[str, Formula]
     """FLOP/s of each unit and number format that the ops use, such as `matmul bf16`"""
+    stand_ins: tuple[StandIn, ...] = ()
+    """rates in the place of those that the device has none of"""
 
     def _about(self) -> str:
         return f"graph {shorten(self.graph)} on {self.hardware.id}: {len(self.rows)} rows"
@@ -154,31 +103,33 @@ class Roofline(Table):
         return (
             *map(Column, ("op", "scope", "phase", "kind")), Column("flops", "FLOP"), Column("bytes", "B"),
             Column("intensity", "FLOP/B"), Column("compute_s", "s", title="compute"),
-            Column("memory_s", "s", title="memory"), Column("bound"), Column("attainable", "FLOP/s"),
+            Column("memory_s", "s", title="memory"), Column("bound", text=_short), Column("attainable", "FLOP/s"),
         )  # fmt: skip
 
     def _facts(self) -> Sequence[Fact]:
         return (
             Fact("FLOPs", self.flops, "FLOP"), Fact("bytes moved", self.bytes, "B"),
             Fact("lower bound", self.lower_bound, "s"), Fact("estimate", self.estimate, "s"),
+            *(Fact("note", str(instead)) for instead in self.stand_ins),
         )  # fmt: skip
 
     @property
-    def intensity(self) -> float:
+    def intensity(self) -> Formula:
         """FLOP/B as declared."""
-        return float(self.flops / self.bytes) if self.bytes else math.inf
+        return self.flops / self.bytes if self.bytes else math.inf
 
     @property
-    def fused_intensity(self) -> float:
+    def fused_intensity(self) -> Formula:
         """FLOP/B of the bytes that no fusion avoids."""
-        return float(self.flops / self.fused_bytes) if self.fused_bytes else math.inf
+        return self.flops / self.fused_bytes if self.fused_bytes else math.inf
 
     @property
     def bound(self) -> str:
-        """What bounds most of the estimated time: compute, memory or link."""
+        """What bounds most of the estimated time: compute, memory or link; BindingError while a size is open."""
+        need_bound([self.estimate], f"bound of graph {self.graph!r}")
         times: dict[str, float] = {}
         for r in self.rows:
-            times[r.bound] = times.get(r.bound, 0.0) + r.seconds
+            times[str(r.bound)] = times.get(str(r.bound), 0.0) + r.seconds
         return max(times, key=lambda k: times[k], default="memory")
 
     def plot(self, path: object = None) -> object:
@@ -193,21 +144,14 @@ class Roofline(Table):
         -------
         matplotlib.figure.Figure
             The figure.
+
+        Raises
+        ------
+        BindingError
+            If a size is open.
         """
+        need_bound([self.estimate, self.ridge], f"plot of graph {self.graph!r}")
         return PLOTTERS["roofline"](self, path)
-
-
-def exact(p: Poly) -> Fraction:
-    """Return the value of a formula that is bound."""
-    constant = p.constant
-    assert constant is not None
-    return Fraction(constant)
-
-
-def _need_all(graph: Graph, values: Mapping[str, Poly], question: str) -> None:
-    left = sorted(n for n in known_names(graph) if n not in values or values[n].constant is None)
-    if left:
-        raise BindingError(f"{question} of graph {graph.name!r}: expected numbers, still unbound: {', '.join(left)}")
 
 
 def roofline(graph: Graph, hardware: str | Hardware, /, *, fallback: Fallback = None, **dims: int) -> Roofline:
@@ -222,19 +166,19 @@ def roofline(graph: Graph, hardware: str | Hardware, /, *, fallback: Fallback = 
     fallback : str or mapping, optional
         Number format whose rate stands in for one that the device lacks, or a mapping from wanted to used format.
     **dims : int
-        Sizes; all of them have to be bound.
+        Sizes; with one left open, times are formulas, and what bounds an op may be a condition.
 
     Returns
     -------
     Roofline
-        `.rows`, `.lower_bound` and `.estimate` in seconds, `.plot(path)`.
+        `.rows`, `.lower_bound` and `.estimate` in seconds, `.stand_ins` for rates that are missing, `.plot(path)`.
 
     Raises
     ------
     BindingError
-        If a symbol is left, naming all of them.
+        If a size cannot be bound.
     SpecError
-        If the device is unknown or lacks a rate.
+        If the device is unknown, or has no rate at all.
     UnsupportedError
         If the graph has a collective.
 
@@ -242,7 +186,9 @@ def roofline(graph: Graph, hardware: str | Hardware, /, *, fallback: Fallback = 
     -----
     Of Williams, Waterman and Patterson 2009: time in compute is the sum over kinds of FLOPs of FLOPs / peak rate, time
     in memory is bytes / bandwidth. Contractions run at the matrix rate of their format, all else on the vector unit.
-    Units that can overlap (matrix, vector, memory, link) are not summed in the lower bound.
+    Units that can overlap (matrix, vector, memory, link) are not summed in the lower bound; of hardware that is an
+    unknown, all can. For a missing rate the next wider format stands in, then the matrix unit, then the nearest
+    format; in the lower bound the highest rate of the device.
 
     Examples
     --------
@@ -253,83 +199,86 @@ def roofline(graph: Graph, hardware: str | Hardware, /, *, fallback: Fallback = 
     >>> [cg.roofline(g, "h100-sxm", N=n).rows[0].bound for n in (512, 1024)]
     ['memory', 'compute']
     """
-    device = load_hardware(hardware)
-    values = bindings(graph, dims)
-    _need_all(graph, values, "roofline")
-    rows, units = [], {"link": Fraction(0)}
-    estimate = Fraction(0)
-    for work in works(graph):
-        compute, memory = (exact(p.bind(values)) for p in work.seconds(device, fallback))
-        estimate += max(compute, memory)
-        rows.append(_row(work, values, compute, memory, device))
-        if isinstance(work.op.kind, Transfer):
-            units["link"] += memory
-        for unit, seconds in _by_unit(work, values, device, fallback):
-            units[unit] = units.get(unit, Fraction(0)) + seconds
-    fused = exact(compulsory(graph).bind(values))
-    work_total = total(a for w in works(graph) for a in w.flops.values()).bind(values)
+    return _placed(ask(graph, hardware, fallback, dims, "roofline"))
+
+
+def _short(bound: str | Bound) -> str:
+    text = str(bound)
+    return text if len(text) <= _WIDEST else f"{text[: _WIDEST - 3]}..."
+
+
+def bound_roofline(
+    question: str, graph: Graph, hardware: Hardware, fallback: Fallback, dims: Mapping[str, object]
+) -> Roofline:
+    """Return a roofline of numbers alone, with a warning of rates that stand in: for answers made of it.
+
+    Raises
+    ------
+    BindingError
+        If a symbol is left, naming all of them.
+    """
+    asked = ask(graph, hardware, fallback, dims, question)
+    asked.need_numbers(question)
+    found = _placed(asked)
+    warn_of(hardware, found.stand_ins)
+    return found
+
+
+def _placed(asked: Asked) -> Roofline:
+    graph, known, held = asked.graph, asked.graph.root.relations, asked.values.held
+    times = [work.seconds(asked.rates) for work in asked.works]
+    sums: dict[tuple[str, str], Poly] = {}
+    for work in asked.works:
+        for key, amount in work.flops.items():
+            sums[key] = sums.get(key, ZERO) + amount
+    rates = {_unit(kind, dtype): asked.rates.of(kind, dtype) for kind, dtype in sums}
     return Roofline(
         graph=graph.name,
-        hardware=device,
-        rows=tuple(rows),
-        flops=number(exact(work_total)),
-        bytes=number(exact(total(w.bytes for w in works(graph)).bind(values))),
-        fused_bytes=number(fused),
-        ridge=_ridge(graph, values, device, fallback),
-        lower_bound=real(max(*units.values(), fused / Fraction(device.bandwidth.value))),
-        estimate=real(estimate),
-        rates=_rates(graph, device, fallback),
+        hardware=asked.hardware,
+        rows=tuple(_row(work, pair, asked) for work, pair in zip(asked.works, times, strict=True)),
+        flops=answer(total(sums.values()), held),
+        bytes=answer(total(w.bytes for w in asked.works), held),
+        fused_bytes=answer(compulsory(graph).bind(asked.values), held),
+        ridge=_ridge(sums, asked),
+        lower_bound=in_seconds(lower_bound(asked), asked),
+        estimate=in_seconds(estimate(times, known), asked),
+        rates={unit: in_seconds(rate, asked) for unit, rate in rates.items()},
+        stand_ins=tuple(asked.rates.stand_ins.values()),
     )
 
 
-def _rates(graph: Graph, device: Hardware, fallback: Fallback) -> dict[str, float]:
-    out = {}
-    for work in works(graph):
-        for kind, dtype in work.flops:
-            # pointwise work is done in fp32 whatever is stored
-            name = f"matmul {dtype}" if kind == "matmul" else "vector fp64" if dtype == "fp64" else "vector"
-            out[name] = float(_rate(device, kind, dtype, fallback))
-    return out
+def _unit(kind: str, dtype: str) -> str:
+    # pointwise work is done in fp32 whatever is stored
+    return f"matmul {dtype}" if kind == "matmul" else "vector fp64" if dtype == "fp64" else "vector"
 
 
-def _by_unit(
-    work: Work, values: Mapping[str, Poly], device: Hardware, fallback: Fallback
-) -> Iterator[tuple[str, Fraction]]:
-    for (kind, dtype), amount in work.flops.items():
-        rate = _rate(device, kind, dtype, fallback)
-        # a device whose plain fp32 products run on its vector unit lists one rate in both places; fp64 products are
-        # compared with the fp64 unit alone, as their matrix rate is often that of fp32 pointwise work
-        own = device.vector.get("fp64" if dtype == "fp64" else "fp32")
-        shared = kind != "matmul" or (own is not None and own.value == rate)
-        yield ("vector" if shared else "matmul"), exact(amount.bind(values)) / rate
-
-
-def _ridge(graph: Graph, values: Mapping[str, Poly], device: Hardware, fallback: Fallback) -> float:
-    sums: dict[tuple[str, str], Fraction] = {}
-    for work in works(graph):
-        for key, amount in work.flops.items():
-            sums[key] = sums.get(key, Fraction(0)) + exact(amount.bind(values))
+def _ridge(sums: Mapping[tuple[str, str], Poly], asked: Asked) -> Formula:
+    """Return the ridge point of the main kind of FLOPs."""
     if not sums:
         return 0.0
-    kind, dtype = max(sums, key=lambda k: sums[k])
-    return float(_rate(device, kind, dtype, fallback) / Fraction(device.bandwidth.value))
+    kind, dtype = _main(sums, asked.graph.root.relations)
+    return in_seconds(asked.rates.of(kind, dtype) / asked.rates.bandwidth, asked)
 
 
-def _row(work: Work, values: Mapping[str, Poly], compute: Fraction, memory: Fraction, device: Hardware) -> RooflineRow:
-    amounts = {key: exact(p.bind(values)) for key, p in work.flops.items()}
-    flops, moved = sum(amounts.values(), start=Fraction(0)), exact(work.bytes.bind(values))
-    slow = "link" if isinstance(work.op.kind, Transfer) else "memory"
-    seconds = max(compute, memory)
+def _main(amounts: Mapping[tuple[str, str], Poly], known: Relations) -> tuple[str, str]:
+    """Return the kind and format of most FLOPs; of several that no size decides between, contractions."""
+    if all(p.constant is not None for p in amounts.values()):
+        return max(amounts, key=lambda key: amounts[key].constant or 0)
+    kept = [key for _, key in prune([(p, key) for key, p in amounts.items()], known)]
+    return min(kept, key=lambda key: key[0] != "matmul")
+
+
+def _row(work: Work, times: tuple[Poly, Poly], asked: Asked) -> RooflineRow:
+    known, held = asked.graph.root.relations, asked.values.held
+    compute, memory = times
     return RooflineRow(
         op=work.op.name,
         scope=work.op.scope,
         phase=work.op.phase,
-        kind=max(amounts, key=lambda k: amounts[k])[0] if amounts else "data",
-        flops=number(flops),
-        bytes=number(moved),
-        intensity=real(flops / moved) if moved else math.inf,
-        compute_s=real(compute),
-        memory_s=real(memory),
-        bound="compute" if compute >= memory else slow,
-        attainable=real(flops / seconds) if seconds else 0.0,
+        kind=_main(work.flops, known)[0] if work.flops else "data",
+        flops=answer(total(work.flops.values()), held),
+        bytes=answer(work.bytes, held),
+        compute_s=in_seconds(compute, asked),
+        memory_s=in_seconds(memory, asked),
+        bound=which(compute, memory, known, "memory" if work.link is None else "link"),
     )

@@ -276,8 +276,7 @@ def rate_of(
         if graph is None:
             raise BindingError(f"{place}: dtype=None, expected a number format such as bf16, of which a peak rate is")
         dtype = main_format(graph, **dims)
-    value = Fraction(device.rate(dtype, fallback=fallback).value)
-    return sympy.Rational(value.numerator, value.denominator)
+    return as_expr(device.rate(dtype, fallback=fallback).value)
 
 
 def mfu(

@@ -13,11 +13,13 @@ import sympy
 from ..algebra.carried import conditioned, held_by, plain
 from ..algebra.conditions import Asked, Validity
 from ..algebra.extremum import as_expr
+from ..algebra.generators import cached
 from ..algebra.polynomial import Poly, Rational, as_poly, poly
 from ..algebra.symbols import check_symbol, is_number_like, shorten, shown, symbol
 from ..errors import BindingError, CostGraphError, ShapeError
 from ..graph.arguments import need_choice
 from ..graph.sizes import Bindings, size_of
+from .exactly import At, NoRuleError, allowed, exactly
 from .sweep import aligned, checked, in_chunks, lambdified, outside, plan, too_few
 
 __all__ = ["Formula", "answer", "bound_answer", "compile", "evaluate", "need_bound", "number", "real"]
@@ -113,8 +115,8 @@ def evaluate(formula: Formula, /, **dims: int) -> int | float:
     """
     formula = as_expr(formula)
     held, formula = held_by(formula), plain(formula)
-    names = _names_in(formula)
-    asked = names.union(*(v.names for v in held))
+    names, at = _prepared(formula)
+    asked = names.union(*(v.names for v in held)) if held else names
     for name in dims:
         if name not in asked:
             raise BindingError(
@@ -123,7 +125,23 @@ def evaluate(formula: Formula, /, **dims: int) -> int | float:
     missing = sorted(names - dims.keys())
     if missing:
         raise BindingError(f"evaluate: no size for {', '.join(missing)}")
-    values = {name: as_poly(size_of(name, value)) for name, value in dims.items()}
+    sizes = {name: size_of(name, value) for name, value in dims.items()}
+    # what follows from a size that is not in the formula is looked at closely
+    found = None if at is None or len(sizes) > len(names) else _at_once(at, sizes, held)
+    return _in_full(formula, sizes, held) if found is None else number(found)
+
+
+def _at_once(at: At, sizes: Mapping[str, int], held: tuple[Validity, ...]) -> Rational | None:
+    """Return the exact value; None where there is none, or where the formula is not known to hold."""
+    try:
+        return at(sizes) if all(allowed(v, sizes) for v in held) else None
+    except (ZeroDivisionError, CostGraphError, NoRuleError):
+        return None
+
+
+def _in_full(formula: sympy.Expr, sizes: Mapping[str, int], held: tuple[Validity, ...]) -> int | float:
+    """Return the value of a formula by putting sizes into it, or raise what is wrong with them."""
+    values = {name: as_poly(size) for name, size in sizes.items()}
     try:
         for v in held:
             v.at(values)
@@ -134,6 +152,15 @@ def evaluate(formula: Formula, /, **dims: int) -> int | float:
         return _answered(found.bind(values))
     except ShapeError as error:  # a division by zero, or a number without end
         raise BindingError(f"{', '.join(f'{k}={v}' for k, v in values.items())}: {error}") from None
+
+
+@cached(1 << 10)
+def _prepared(formula: sympy.Expr) -> tuple[frozenset[str], At | None]:
+    """Return the names in a formula, and what works it out in whole numbers, None where nothing does."""
+    try:
+        return _names_in(formula), exactly(poly(formula))
+    except ShapeError:
+        return _names_in(formula), None  # floats, which costs do not have
 
 
 @lru_cache(maxsize=1 << 10)

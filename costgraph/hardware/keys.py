@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["LINK_KINDS", "PEAKS", "RATE_KEYS", "TABLES"]
+__all__ = ["LINK_KINDS", "PEAKS", "RATE_KEYS", "SYMBOLS", "TABLES"]
 
 _TEXT = "text"
 PEAKS = ["fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp6", "fp4", "nvfp4", "int8", "int4"]
@@ -40,3 +40,11 @@ RATE_KEYS = {
     **dict.fromkeys(("fp4_e2m1", "mxfp4"), "fp4"),
     "uint8": "int8",
 }
+
+SYMBOLS = {
+    **{f"peak.{key}": f"peak_{key}" for key in PEAKS},
+    **{f"vector.{key}": f"vector_{key}" for key in TABLES["vector"]},
+    "memory.bandwidth": "bandwidth",
+    **{f"{table}.{key}": kind for kind, (table, key) in LINK_KINDS.items()},
+}
+"""What is a symbol of hardware as an unknown, and its name."""

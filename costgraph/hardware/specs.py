@@ -14,19 +14,21 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Annotated
 
-from costgraph.algebra.symbols import shown
+import sympy
+
+from costgraph.algebra.polynomial import poly
+from costgraph.algebra.symbols import shown, symbol
 from costgraph.dtypes import DType, dtype
 from costgraph.errors import SpecError
 from costgraph.hardware.file import read_file
-from costgraph.hardware.keys import LINK_KINDS, PEAKS, RATE_KEYS, TABLES
+from costgraph.hardware.keys import LINK_KINDS, PEAKS, SYMBOLS, TABLES
+from costgraph.hardware.rates import NAMED, Fallback, StandIn, chosen_fallback, fastest, nearest, rate_key
 from costgraph.hardware.tables import Column, Fact, Table
 from costgraph.hardware.units import Quantity
 from costgraph.notation.door import READ
 from costgraph.notation.records import near
 
 __all__ = ["Hardware", "list_hardware", "load_hardware"]
-
-Fallback = str | DType | Mapping[str, str]
 
 
 @dataclass(frozen=True, repr=False)
@@ -95,20 +97,107 @@ class Hardware(Table):
         >>> print(load_hardware("v100-sxm2-16gb").rate("bf16", fallback="fp16"))
         125 TFLOP/s
         """
-        table = {"matmul": "peak", "vector": "vector"}.get(unit) if isinstance(unit, str) else None
-        if table is None:
-            raise SpecError(f"hardware {self.id}: unit {shown(unit)} is unknown; expected 'matmul' or 'vector'")
-        found_format = dtype(dtype_name)
-        wanted = found_format.element or found_format.name
-        instead = _chosen(f"hardware {self.id}", fallback, wanted)
-        key = _rate_key(wanted, unit, self.peak)
-        found = self.tables[table].get(key)
+        wanted, place = self._wanted(dtype_name, unit)
+        instead = chosen_fallback(f"hardware {self.id}", fallback, wanted)
+        found = self._at(place)
         if found is not None:
             return found
-        place = f"hardware {self.id}: no {unit} rate {table}.{key} for {wanted}"
+        place = f"hardware {self.id}: no {unit} rate {place} for {wanted}"
         return self._instead(instead, unit, place)
 
-    def ridge(self, dtype_name: str | DType, fallback: Fallback | None = None) -> Fraction:
+    def nearest_rate(
+        self, dtype_name: str | DType, unit: str = "matmul", fallback: Fallback | None = None, *, highest: bool = False
+    ) -> tuple[Quantity, StandIn | None]:
+        """Return the peak rate in FLOP/s, or what bounds it where the device has none, and then what stands in.
+
+        Parameters
+        ----------
+        dtype_name, unit, fallback
+            As ``rate``.
+        highest : bool
+            False: take the next wider format, which is no faster, or the matrix unit. True: take the highest rate of
+            the device, which no missing one exceeds.
+
+        Returns
+        -------
+        tuple of Quantity and StandIn or None
+            None where the device has the rate.
+
+        Raises
+        ------
+        SpecError
+            If the device has no rate at all, or a fallback that is named is missing too.
+        FormatError
+            If there is no such number format.
+
+        Examples
+        --------
+        >>> rate, instead = load_hardware("v100-sxm2-16gb").nearest_rate("bf16")
+        >>> print(rate, "|", instead)
+        15.7 TFLOP/s | peak.bf16 is missing, peak.fp32 (next wider format) stands in
+        """
+        wanted, place = self._wanted(dtype_name, unit)
+        found = self._at(place)
+        if found is not None:
+            return found, None
+        if chosen_fallback(f"hardware {self.id}", fallback, wanted) is not None:
+            rate = self.rate(dtype_name, unit, fallback)
+            used = next(f"{t}.{k}" for t in ("peak", "vector") for k, q in self.tables[t].items() if q is rate)
+            return rate, StandIn(place, used, NAMED)
+        if highest:
+            top = fastest(self.peak, self.vector)
+            chosen = None if top is None else (top, "highest rate, for the lower bound")
+        else:
+            of = dtype(wanted) if unit == "matmul" else dtype(place.removeprefix("vector."))
+            chosen = nearest(of, unit, self.peak, self.vector)
+        if chosen is None:
+            raise SpecError(f"hardware {self.id}: no {unit} rate {place} for {wanted}; expected one rate at least")
+        rate_there = self._at(chosen[0])
+        assert rate_there is not None
+        return rate_there, StandIn(place, *chosen)
+
+    def symbolic(self) -> Hardware:
+        """Return hardware as an unknown: peak rates and bandwidths are symbols, so that times are formulas in them.
+
+        Returns
+        -------
+        Hardware
+            With ``peak_bf16``, ``vector_fp32`` and the like for all formats in FLOP/s, and ``bandwidth``,
+            ``interconnect``, ``c2c``, ``pcie`` and ``network`` in B/s: whole numbers above 0. The names are the same
+            whatever the device, so that a formula can be asked of another one.
+
+        Examples
+        --------
+        >>> print(load_hardware("h100-sxm").symbolic().ridge("bf16"))
+        peak_bf16/bandwidth
+        """
+        tables = {name: dict(found) for name, found in self.tables.items()}
+        for place, name in SYMBOLS.items():
+            table, _, key = place.partition(".")
+            tables.setdefault(table, {})[key] = Quantity(symbol(name), TABLES[table][key])
+        bandwidth = tables["memory"]["bandwidth"]
+        return replace(self, peak=tables["peak"], vector=tables["vector"], bandwidth=bandwidth, tables=tables)
+
+    @property
+    def symbols(self) -> frozenset[str]:
+        """Names of its symbols, where it is ``symbolic()``; empty for a device of numbers."""
+        found = [self.bandwidth, *self.peak.values(), *self.vector.values()]
+        names = SYMBOLS.values() if any(isinstance(q.value, sympy.Symbol) for q in found) else ()
+        return frozenset(names)
+
+    def bindings(self) -> dict[sympy.Symbol, sympy.Rational]:
+        """Return the numbers for the symbols of ``symbolic()``, as ``subs`` takes them; a missing rate has none.
+
+        Examples
+        --------
+        >>> h100 = load_hardware("h100-sxm")
+        >>> float(h100.symbolic().ridge("bf16").subs(h100.bindings())) == float(h100.ridge("bf16"))
+        True
+        """
+        found = {name: self._at(place) for place, name in SYMBOLS.items()}
+        return {symbol(name): sympy.sympify(q.value) for name, q in found.items() if q is not None}
+
+    def ridge(self, dtype_name: str | DType, fallback: Fallback | None = None) -> Fraction | sympy.Expr:
         """Return the ridge point in FLOP/B: the intensity above which a matmul is bound by compute.
 
         Raises
@@ -121,7 +210,8 @@ class Hardware(Table):
         >>> load_hardware("h100-sxm").ridge("bf16") == Fraction(9894, 10) / Fraction(335, 100)
         True
         """
-        return Fraction(self.rate(dtype_name, fallback=fallback).value) / self.bandwidth.value
+        found = poly(self.rate(dtype_name, fallback=fallback).value) / poly(self.bandwidth.value)
+        return found.expr if found.constant is None else Fraction(found.constant)
 
     def capacity(self, measured: bool = False) -> Quantity:
         """Return the memory in bytes: the vendor's figure, or what a device showed.
@@ -216,6 +306,19 @@ class Hardware(Table):
     def _facts(self) -> Sequence[Fact]:
         return [Fact("name", self.name), *(Fact(f"{table}.type", text) for table, text in self.types.items())]
 
+    def _wanted(self, dtype_name: str | DType, unit: str) -> tuple[str, str]:
+        """Return the format that work is done in, and the place of its rate."""
+        table = {"matmul": "peak", "vector": "vector"}.get(unit) if isinstance(unit, str) else None
+        if table is None:
+            raise SpecError(f"hardware {self.id}: unit {shown(unit)} is unknown; expected 'matmul' or 'vector'")
+        found_format = dtype(dtype_name)
+        wanted = found_format.element or found_format.name
+        return wanted, f"{table}.{rate_key(wanted, unit, self.peak)}"
+
+    def _at(self, place: str) -> Quantity | None:
+        table, _, key = place.partition(".")
+        return self.tables.get(table, {}).get(key)
+
     def _instead(self, use: str | None, unit: str, place: str) -> Quantity:
         rates = ", ".join(f"{table}.{key}" for table in ("peak", "vector") for key in self.tables[table])
         if use is None:
@@ -224,7 +327,7 @@ class Hardware(Table):
         if dot:
             places = [self.tables[table]] if table in ("peak", "vector") else []
         else:
-            key = use if use in TABLES["peak"] else _rate_key(dtype(use).name, "matmul", self.peak)
+            key = use if use in TABLES["peak"] else rate_key(dtype(use).name, "matmul", self.peak)
             places = [self.peak] if unit == "matmul" else [self.vector, self.peak]
         for rates_there in places:
             if key in rates_there:
@@ -233,28 +336,6 @@ class Hardware(Table):
 
 
 _SOURCE = Column("source", read=lambda row: row[1].source, text=lambda s: s if len(s) <= 40 else f"{s[:37]}...")
-
-
-def _rate_key(name: str, unit: str, peak: Mapping[str, Quantity]) -> str:
-    if unit == "vector":
-        return "fp64" if name == "fp64" else "fp32"
-    if name == "nvfp4" and "nvfp4" not in peak:
-        return "fp4"
-    return RATE_KEYS.get(name, name)
-
-
-def _chosen(place: str, fallback: Fallback | None, wanted: str) -> str | None:
-    """Return the fallback of a format or None; one that no device can have is refused, needed or not."""
-    chosen: str | None = None
-    alone = {} if fallback is None else {wanted: fallback}
-    for asked, use in (fallback if isinstance(fallback, Mapping) else alone).items():
-        table, dot, key = use.rpartition(".") if isinstance(use, str) else ("", "", "")
-        if dot and (table not in ("peak", "vector") or key not in TABLES[table]):
-            raise SpecError(f"{place}: fallback {use}; expected a number format, peak.KEY or vector.KEY")
-        name = use if isinstance(use, str) and (dot or use in TABLES["peak"]) else dtype(use).name
-        if dtype(asked).name == wanted:
-            chosen = name
-    return chosen
 
 
 def list_hardware() -> list[str]:

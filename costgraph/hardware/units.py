@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from decimal import Decimal, localcontext
 from fractions import Fraction
 
-from costgraph.algebra.symbols import shown
+import sympy
+
+from costgraph.algebra.symbols import check_symbol, shown
 from costgraph.errors import SpecError
 
 __all__ = ["BASE_UNITS", "UNITS", "Quantity", "exact", "format_bytes", "format_quantity", "quantity"]
@@ -71,6 +73,8 @@ class Quantity:
     ------
     SpecError
         If ``unit`` is no base unit, or ``value`` is not a finite number.
+    ShapeError
+        If ``value`` is a symbol that ``dims`` did not make.
 
     Examples
     --------
@@ -81,8 +85,8 @@ class Quantity:
     989.4 TFLOP/s
     """
 
-    value: Number
-    """in ``unit``; an int where it is whole"""
+    value: Number | sympy.Symbol
+    """in ``unit``; an int where it is whole, a symbol of a device that is an unknown"""
     unit: str
     """one of BASE_UNITS"""
     source: str = ""
@@ -98,7 +102,17 @@ class Quantity:
         for name in ("source", "note"):
             if not isinstance(getattr(self, name), str):
                 raise SpecError(f"quantity: {name} {shown(getattr(self, name))}; expected a text")
-        object.__setattr__(self, "value", exact(self.value))
+        if isinstance(self.value, sympy.Symbol):
+            check_symbol(self.value)
+        else:
+            object.__setattr__(self, "value", exact(self.value))
+
+    @property
+    def number(self) -> Number:
+        """The value, or SpecError where it is a symbol."""
+        if isinstance(self.value, sympy.Symbol):
+            raise SpecError(f"quantity {self.value}: a symbol of a device that is an unknown; expected a number")
+        return self.value
 
     def __add__(self, other: Quantity) -> Quantity:
         return self._sum(other, 1)
@@ -109,7 +123,7 @@ class Quantity:
     def __truediv__(self, other: Quantity) -> Quantity:
         if not isinstance(other, Quantity):
             return NotImplemented
-        if other.value == 0:
+        if other.number == 0:
             raise SpecError(f"quantity: {self} divided by {other}; expected a divisor that is not zero")
         if self.unit == other.unit:
             unit = "1"
@@ -121,15 +135,17 @@ class Quantity:
             raise SpecError(
                 f"quantity: {self} divided by {other} has no unit here; expected one of {_known_quotients()}"
             )
-        return Quantity(exact(Fraction(self.value) / other.value), unit)
+        return Quantity(exact(Fraction(self.number) / other.number), unit)
 
     def __float__(self) -> float:
-        return float(self.value)
+        return float(self.number)
 
     def __round__(self) -> int:
-        return round(self.value)
+        return round(self.number)
 
     def __str__(self) -> str:
+        if isinstance(self.value, sympy.Symbol):
+            return f"{self.value} {self.unit}"
         return format_quantity(self.value, self.unit)
 
     def _sum(self, other: Quantity, sign: int) -> Quantity:
@@ -139,7 +155,7 @@ class Quantity:
             raise SpecError(
                 f"quantity: {self} in {self.unit} and {other} in {other.unit} have no sum; expected one unit"
             )
-        return Quantity(self.value + sign * other.value, self.unit)
+        return Quantity(self.number + sign * other.number, self.unit)
 
 
 def _known_quotients() -> str:

@@ -14,7 +14,7 @@ from ..algebra.symbols import shorten
 from ..analysis.costs import intensity
 from ..analysis.memory import peak_memory
 from ..analysis.params import param_count
-from ..analysis.roofline import roofline
+from ..analysis.roofline import bound_roofline
 from ..analysis.training import given, main_format, model_flops, rate_of
 from ..analysis.training import mfu as utilization
 from ..analysis.training_memory import activation_memory, saved_state_bytes, state_bytes
@@ -164,7 +164,7 @@ def _memory(run: _Run) -> list[PreflightCheck]:
 
 def _speed(run: _Run, dtype: str, used: Formula | None, bound: Formula | None) -> list[PreflightCheck]:
     ratio, ridge = intensity(run.step, **run.dims), run.device.ridge(dtype, fallback=run.fallback)
-    limit = answer(sympy.Rational(ridge.numerator, ridge.denominator))
+    limit = answer(as_expr(ridge))
     verdict = "open" if isinstance(ratio, sympy.Expr) else "compute-bound" if ratio >= limit else "memory-bound"
     rows = [PreflightCheck("arithmetic intensity", ratio, "FLOP/B", limit, "the ridge point is", verdict)]
     if used is not None:
@@ -240,7 +240,7 @@ def _utilizations(run: _Run, assumed: Formula | None, *, whole: bool) -> tuple[F
     asked = None if assumed is None else answer(given("preflight: mfu", assumed, most=1))
     if not whole:
         return asked, None
-    times = roofline(run.step, run.device, fallback=run.fallback, **run.dims)
+    times = bound_roofline("preflight", run.step, run.device, run.fallback, run.dims)
 
     def at(seconds: float) -> Formula:
         return utilization(run.step, seconds, run.rate, **run.dims)

@@ -12,7 +12,7 @@ from ..algebra.polynomial import Poly
 from ..algebra.symbols import shorten, shown
 from ..analysis.hooks import PLOTTERS
 from ..analysis.memory import peak_memory
-from ..analysis.roofline import Roofline, roofline
+from ..analysis.roofline import bound_roofline
 from ..analysis.training import tokens_poly
 from ..errors import BindingError, GraphError
 from ..graph.arguments import need_choice
@@ -211,7 +211,7 @@ def _doublings(most: int) -> list[int]:
 def _row(
     graph: Graph, device: Hardware, dims: dict[str, Any], values: Mapping[str, int], size: int, fallback: Fallback
 ) -> ThroughputRow:
-    times = roofline(graph, device, fallback=fallback, **dims)
+    times = bound_roofline("throughput", graph, device, fallback, dims)
     peak = peak_memory(graph, **dims)
     return ThroughputRow(
         size=size, tokens=_bound(tokens_poly(graph), values), seconds=times.estimate, lower_bound=times.lower_bound,
@@ -305,7 +305,7 @@ def latency(
 
     def seconds(g: Graph, size: int) -> float:
         sizes: dict[str, Any] = {k: v for k, v in dims.items() if k in known_names(g)}
-        times: Roofline = roofline(g, device, fallback=fallback, **sizes, **{along: size})
+        times = bound_roofline("latency", g, device, fallback, {**sizes, along: size})
         return times.estimate if time == "estimate" else times.lower_bound
 
     unknown = sorted(set(dims) - known_names(prefill) - known_names(decode))

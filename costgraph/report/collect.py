@@ -154,7 +154,7 @@ def _parts(
     seconds: dict[str, dict[str, float]] = {}
     for row in times.rows if times else ():
         by_bound = seconds.setdefault(key(row), {})
-        by_bound[row.bound] = by_bound.get(row.bound, 0.0) + row.seconds
+        by_bound[str(row.bound)] = by_bound.get(str(row.bound), 0.0) + row.seconds
     out = []
     for name in formulas:
         part = Part(name, values[name].total(), formulas[name].total())
@@ -242,6 +242,8 @@ def report(
     if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
         raise GraphError(f"report: depth={depth!r:.60}, expected a whole number from 1")
     device = None if hardware is None else load_hardware(hardware)
+    if device is not None and device.symbols:
+        raise BindingError(f"report: rates of {device.id} are symbols, expected a device of numbers")
     values = bindings(graph, dims)
     sizes = {k: int(v.constant) for k, v in sorted(values.items()) if v.constant is not None}
     unbound = tuple(sorted(known_names(graph) - sizes.keys()))

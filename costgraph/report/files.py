@@ -82,6 +82,7 @@ def _times(times: Roofline | None) -> dict[str, Any] | None:
         "lower_bound": _figure(times.lower_bound, "s"),
         "estimate": _figure(times.estimate, "s"),
         "bound": times.bound,
+        "stand_ins": [instead._asdict() for instead in times.stand_ins],
         "ops": [
             {
                 "op": row.op,

@@ -230,9 +230,11 @@ def _time_rows(r: Facts) -> Iterator[tuple[str, str]]:
         whole = r.roofline.estimate
         by_bound: dict[str, float] = {}
         for row in r.roofline.rows:
-            by_bound[row.bound] = by_bound.get(row.bound, 0.0) + row.seconds
+            by_bound[str(row.bound)] = by_bound.get(str(row.bound), 0.0) + row.seconds
         parts = [f"{percent(s / whole)} of it {b}-bound" for b, s in by_bound.items() if whole]
         yield "time, estimate", ", ".join([show(whole, "s"), *sorted(parts)])
+        for instead in r.roofline.stand_ins:
+            yield "  note", escape(str(instead))
 
 
 def _table(title: str, head: str, parts: Sequence[Part], r: Facts) -> RenderableType:

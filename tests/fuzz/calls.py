@@ -221,6 +221,7 @@ FUNCTIONS = {
     ),
     "compare": lambda e: a(e.loss, e.loss, B=2),
     "roofline": lambda e: a(e.lm, "h100-sxm", B=2, S=8, L=2, V=11),
+    "seconds": lambda e: a(e.lm, "h100-sxm", B=2, S=8, L=2, V=11),
     "crossover": lambda e: a(e.lm, "h100-sxm", "B", S=8, L=2, V=11),
     "largest": lambda e: a(e.lm, "B", memory=1e6, S=8, L=2, V=11),
     "latency": lambda e: a(e.first, e.next, "h100-sxm", prompt=4, steps=2, B=1, L=2, V=11),
@@ -323,6 +324,7 @@ METHODS = {
         lambda e: e.hardware,
         {
             "rate": lambda e: a("bf16"), "ridge": lambda e: a("bf16"), "capacity": lambda e: a(),
+            "nearest_rate": lambda e: a("bf16"), "symbolic": lambda e: a(), "bindings": lambda e: a(),
             "attained": lambda e: a(), "link": lambda e: a("pcie"),
         },
     ),

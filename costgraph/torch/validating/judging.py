@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
-from ...analysis.roofline import exact, works
+from ...analysis.work import exact, works
 from ...bind.evaluate import real
 from ...graph.graph import Graph
 from ...graph.sizes import bindings

@@ -1,0 +1,233 @@
+"""How long a graph takes on a device, as a formula: a sum over its ops, and a bound that no run is below."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from math import gcd, lcm
+
+import sympy
+
+from ..algebra.division import content
+from ..algebra.dominance import Relations
+from ..algebra.extremum import Owner, extremum
+from ..algebra.polynomial import Poly, poly, total
+from ..algebra.pruning import prune
+from ..bind.evaluate import Formula, answer, real
+from ..errors import StandInWarning
+from ..graph.arguments import need_choice
+from ..graph.graph import Graph, need_graph
+from ..hardware.rates import NAMED, StandIn
+from ..hardware.specs import Hardware
+from .traffic import compulsory
+from .work import Asked, Fallback, Work, ask
+
+__all__ = ["Bound", "estimate", "in_seconds", "lower_bound", "seconds", "warn_of", "which"]
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What bounds an op, as a condition on sizes.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> N = cg.dims("N")
+    >>> with cg.Graph("g", dtype="bf16") as g:
+    ...     g.output(g.input("a", (N, N)) @ g.input("b", (N, N)))
+    >>> device = cg.load_hardware("h100-sxm")
+    >>> print(cg.roofline(g, device.symbolic()).rows[0].bound)
+    compute where N*bandwidth >= 3*peak_bf16, else memory
+    >>> cg.roofline(g, device).rows[0].bound.compute.subs(N, 1024)
+    True
+    """
+
+    compute: sympy.Ge
+    """where compute takes as long or longer, as a sympy relation"""
+    otherwise: str
+    """memory or link: what bounds it elsewhere"""
+
+    def __str__(self) -> str:
+        sides = (side if _is_whole(side) else side.n(4) for side in (self.compute.lhs, self.compute.rhs))
+        return f"compute where {' >= '.join(map(str, sides))}, else {self.otherwise}"
+
+
+def _is_whole(side: sympy.Expr) -> bool:
+    return all(number.is_Integer for number in side.atoms(sympy.Rational))
+
+
+def which(compute: Poly, memory: Poly, known: Relations, slow: str) -> str | Bound:
+    """Say which of two times is the larger: by name where that is one for all sizes, else where it is which.
+
+    Parameters
+    ----------
+    compute, memory : Poly
+        Seconds.
+    known : Relations
+        What is assumed of sizes.
+    slow : str
+        memory or link.
+
+    Returns
+    -------
+    str or Bound
+        Compute where both are equal.
+    """
+    excess = compute - memory
+    if known.nonnegative(excess):
+        return "compute"
+    if known.nonnegative(-excess):
+        return slow
+    plain = known.cleared(excess) or excess
+    plain = plain * lcm(*(c.denominator for c in plain.terms.values()))
+    more, less = (Poly({m: c for m, c in p.terms.items() if c > 0}) for p in (plain, -plain))
+    shared, scale = content(plain.terms)
+    if len(more.terms) == 1:  # B*S >= 295.3, where it is one product
+        (scale,) = more.terms.values()
+    factor = Poly({shared: abs(scale)})
+    return Bound(sympy.Ge((more / factor).expr, (less / factor).expr, evaluate=False), slow)
+
+
+def larger(compute: Poly, memory: Poly, known: Relations) -> Poly:
+    """Return the larger of two times, what both have in common as a factor in front, so that multiples are one atom."""
+    if not compute or not memory:
+        return compute + memory
+    if (a := compute.constant) is not None and (b := memory.constant) is not None:
+        return compute if a >= b else memory
+    kept = prune([(compute, Owner()), (memory, Owner())], known)
+    if len(kept) == 1:
+        return kept[0][0]
+    factor = _common(compute, memory)
+    return factor * poly(extremum([(p / factor, o) for p, o in kept]))
+
+
+def _common(a: Poly, b: Poly) -> Poly:
+    """Return the factor that all terms of both have: numbers, and symbols, which are positive."""
+    terms = [*a.terms.items(), *b.terms.items()]
+    number = Fraction(gcd(*(c.numerator for _, c in terms)), lcm(*(c.denominator for _, c in terms)))
+    powers = [dict(m) for m, _ in terms]
+    shared = []
+    for key in sorted(k for k in powers[0] if k[0] != "~"):
+        found = [p.get(key, 0) for p in powers]
+        if min(found) > 0 or max(found) < 0:
+            shared.append((key, min(found, key=abs)))
+    return Poly({tuple(shared): number})
+
+
+def estimate(times: Iterable[tuple[Poly, Poly]], known: Relations) -> Poly:
+    """Return the sum over ops of the larger time, equal ops together.
+
+    Parameters
+    ----------
+    times : iterable of (Poly, Poly)
+        Seconds in compute and in memory of each op.
+    known : Relations
+        What is assumed of sizes.
+    """
+    alike: dict[tuple[Poly, Poly], int] = {}
+    for pair in times:
+        alike[pair] = alike.get(pair, 0) + 1
+    return total(larger(*pair, known) * count for pair, count in alike.items())
+
+
+def lower_bound(asked: Asked) -> Poly:
+    """Return the seconds that no run is below: the busiest unit, or the bytes that no fusion avoids.
+
+    Rates that are missing are taken as the highest of the device here, which is no smaller.
+    """
+    units: dict[str, list[Poly]] = {}
+    for work in asked.works:
+        if work.link is not None:
+            units.setdefault("link", []).append(work.seconds(asked.rates)[1])
+        for unit, spent in _by_unit(work, asked):
+            units.setdefault(unit, []).append(spent)
+    found = {unit: total(parts) for unit, parts in units.items()}
+    found["memory"] = compulsory(asked.graph).bind(asked.values) / asked.rates.bandwidth
+    kept = prune([(p, Owner(unit)) for unit, p in found.items()], asked.graph.root.relations)
+    return kept[0][0] if len(kept) == 1 else poly(extremum(kept))
+
+
+def _by_unit(work: Work, asked: Asked) -> Iterator[tuple[str, Poly]]:
+    for (kind, dtype), amount in work.flops.items():
+        shared = asked.rates.shares_unit(kind, dtype)
+        yield ("vector" if shared else "matmul"), amount / asked.rates.of(kind, dtype, highest=True)
+
+
+def warn_of(hardware: Hardware, stand_ins: Iterable[StandIn]) -> None:
+    """Warn of rates that stand in for missing ones, but for those that were named by whoever asks."""
+    texts = [str(instead) for instead in stand_ins if instead.why != NAMED]
+    if texts:
+        warnings.warn(f"hardware {hardware.id}: {'; '.join(texts)}", StandInWarning, stacklevel=5)
+
+
+def in_seconds(value: Poly, asked: Asked) -> Formula:
+    """Return a time as it is handed out: a float, or a formula while something is open."""
+    return answer(value, asked.values.held) if value.constant is None else real(Fraction(value.constant))
+
+
+def seconds(
+    graph: Graph, hardware: str | Hardware, which: str = "estimate", /, *, fallback: Fallback = None, **dims: int
+) -> Formula:
+    """Return the time of a graph on a device, as a formula while sizes are open.
+
+    Parameters
+    ----------
+    graph : Graph
+        What is asked.
+    hardware : str, path-like or Hardware
+        Name of a device, path of a TOML file, what `load_hardware` returned, or `symbolic()` of it.
+    which : str
+        estimate: the sum over ops, as declared, of the larger of compute and memory time. lower: what no run is below.
+    fallback : str or mapping, optional
+        Number format whose rate stands in for one that the device lacks, or a mapping from wanted to used format.
+    **dims : int
+        Sizes to bind.
+
+    Returns
+    -------
+    float or sympy.Expr
+        Seconds: the `estimate` or `lower_bound` of `roofline`.
+
+    Raises
+    ------
+    BindingError, GraphError
+        If a size cannot be bound, or there is no such time.
+    SpecError
+        If the device is unknown, or has no rate at all.
+    UnsupportedError
+        If the graph has a collective.
+
+    Warns
+    -----
+    StandInWarning
+        If a rate is missing: the text says which one stands in. `roofline` has them as `stand_ins`.
+
+    Notes
+    -----
+    Of Williams, Waterman and Patterson 2009, for each op. Ops with the same times are one term with their number, and
+    what is decided for all sizes, assumptions included, is no maximum.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> N, M = cg.dims("N M")
+    >>> with cg.Graph("g", dtype="bf16") as g:
+    ...     x = g.input("x", (N, M))
+    ...     g.output(cg.relu(cg.linear(x, "n m -> n k", k=M)))
+    >>> device = cg.load_hardware("h100-sxm").symbolic()
+    >>> cg.seconds(g, device)
+    M*Max(2*M*N/peak_bf16, 2*M/bandwidth + 4*N/bandwidth) + Max(M*N/vector_fp32, 4*M*N/bandwidth)
+    >>> f"{cg.seconds(g, 'h100-sxm', N=8192, M=4096) * 1e6:.1f} us"
+    '319.1 us'
+    """
+    need_graph("seconds", graph)
+    need_choice("seconds: which", which, ("estimate", "lower"))
+    asked = ask(graph, hardware, fallback, dims, "seconds")
+    if which == "estimate":
+        found = estimate((w.seconds(asked.rates) for w in asked.works), graph.root.relations)
+    else:
+        found = lower_bound(asked)
+    warn_of(asked.hardware, asked.rates.stand_ins.values())
+    return in_seconds(found, asked)

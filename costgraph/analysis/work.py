@@ -1,0 +1,187 @@
+"""What each op does, and how long a device takes for it: in compute, and in memory or over a link."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+
+from ..algebra.polynomial import ZERO, Poly, poly, total
+from ..errors import BindingError, UnsupportedError
+from ..graph.graph import Graph
+from ..graph.op import Op
+from ..graph.sizes import Bindings, bindings, known_names
+from ..hardware.rates import StandIn
+from ..hardware.specs import Hardware, load_hardware
+from ..ops.stated import Collective, Transfer
+from .costs import compute_dtype, executions
+
+__all__ = ["Asked", "Fallback", "Rates", "Work", "ask", "exact", "need_other_names", "works"]
+
+
+Fallback = str | Mapping[str, str] | None
+
+
+class Rates:
+    """What a device does in a second, as the algebra has it; what stands in for a missing rate is noted.
+
+    Parameters
+    ----------
+    hardware : Hardware
+        The device, of numbers or of symbols.
+    fallback : str or mapping, optional
+        As in `roofline`.
+    """
+
+    def __init__(self, hardware: Hardware, fallback: Fallback = None) -> None:
+        self.hardware, self.fallback = hardware, fallback
+        self.stand_ins: dict[tuple[str, str], StandIn] = {}
+        """by the missing place and by why it was taken"""
+        self.bandwidth = poly(hardware.bandwidth.value)
+        """B/s of the memory"""
+        self._found: dict[tuple[str, str, bool], Poly] = {}
+
+    def of(self, kind: str, dtype: str, *, highest: bool = False) -> Poly:
+        """Return the FLOP/s of a kind of FLOPs in a format; of one that is missing the highest it can be, if asked."""
+        key = ("matmul" if kind == "matmul" else "vector", dtype, highest)
+        if key not in self._found:
+            rate, instead = self.hardware.nearest_rate(dtype, key[0], self.fallback, highest=highest)
+            if instead is not None:
+                self.stand_ins[instead.wanted, instead.why] = instead
+            self._found[key] = poly(rate.value)
+        return self._found[key]
+
+    def shares_unit(self, kind: str, dtype: str) -> bool:
+        """Whether FLOPs of this kind run on the vector unit.
+
+        A device whose plain fp32 products run on its vector unit lists one rate in both places; fp64 products are
+        compared with the fp64 unit alone, as their matrix rate is often that of fp32 pointwise work.
+        """
+        if kind != "matmul":
+            return True
+        own = self.hardware.vector.get("fp64" if dtype == "fp64" else "fp32")
+        return own is not None and poly(own.value) == self.of(kind, dtype, highest=True)
+
+
+@dataclass
+class Work:
+    """What one op does, all its iterations together: a kernel with all that is fused into it."""
+
+    op: Op
+    """the op"""
+    times: Poly
+    """how often it runs"""
+    flops: dict[tuple[str, str], Poly]
+    """FLOPs by kind and number format"""
+    bytes: Poly
+    """bytes read and written"""
+
+    @property
+    def link(self) -> str | None:
+        """The link that a transfer goes over; None for what moves its bytes to and from the memory."""
+        return self.op.kind.link if isinstance(self.op.kind, Transfer) else None
+
+    def bound(self, values: Mapping[str, Poly]) -> Work:
+        """Return the same with sizes put in."""
+        flops = {key: amount.bind(values) for key, amount in self.flops.items()}
+        return Work(self.op, self.times.bind(values), flops, self.bytes.bind(values))
+
+    def seconds(self, rates: Rates) -> tuple[Poly, Poly]:
+        """Return the time in compute and the time in memory (or over a link), as formulas in seconds."""
+        parts = [amount / rates.of(kind, dtype) for (kind, dtype), amount in self.flops.items()]
+        if isinstance(self.op.kind, Collective):
+            raise UnsupportedError(
+                f"roofline: {self.op.name!r} is a collective, whose time on a network has no rule yet"
+            )
+        if self.link is not None:
+            # what it reads and what it writes is one stream over the link
+            return total(parts), self.bytes / 2 / poly(rates.hardware.link(self.link).value)
+        return total(parts), self.bytes / rates.bandwidth
+
+
+def works(graph: Graph) -> list[Work]:
+    """Return what each op does, those that do nothing (views) left out.
+
+    Parameters
+    ----------
+    graph : Graph
+        What is asked.
+
+    Returns
+    -------
+    list of Work
+        In program order.
+    """
+    if "works" not in graph.cache:
+        out: list[Work] = []
+        for op, times, moves in executions(graph):
+            if moves:
+                amounts = [
+                    *zip(op.operands, op.kind.reads(op), strict=False),
+                    *zip(op.results, op.kind.writes(op), strict=False),
+                ]
+                out.append(Work(op, times, {}, total(a * t.element_bytes() for t, a in amounts) * times))
+            for kind, amount in op.kind.flops(op).by_kind().items():
+                if amount:
+                    key = (kind, compute_dtype(op))
+                    out[-1].flops[key] = out[-1].flops.get(key, ZERO) + amount * times
+        graph.cache["works"] = [w for w in out if w.flops or w.bytes]
+    found: list[Work] = graph.cache["works"]
+    return found
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A graph on a device, with sizes put in as far as they are given."""
+
+    graph: Graph
+    rates: Rates
+    values: Bindings
+    works: list[Work]
+
+    @property
+    def hardware(self) -> Hardware:
+        """The device."""
+        return self.rates.hardware
+
+    @property
+    def unbound(self) -> tuple[str, ...]:
+        """Names of what is open: sizes, and the symbols of hardware that is an unknown."""
+        sizes = (n for n in known_names(self.graph) if n not in self.values or self.values[n].constant is None)
+        return tuple(sorted({*sizes, *self.hardware.symbols}))
+
+    def need_numbers(self, question: str) -> None:
+        """Raise BindingError if something is open, naming all of it."""
+        if self.unbound:
+            left = ", ".join(self.unbound)
+            raise BindingError(f"{question} of graph {self.graph.name!r}: expected numbers, still unbound: {left}")
+
+
+def ask(graph: Graph, hardware: str | Hardware, fallback: Fallback, dims: Mapping[str, object], question: str) -> Asked:
+    """Return a graph on a device; BindingError if a dimension of it is named as a rate of hardware is."""
+    device = load_hardware(hardware)
+    values = bindings(graph, dims)
+    need_other_names(graph, device, question)
+    # devices are compared at the same sizes
+    kept: tuple[object, list[Work]] = graph.cache.get("bound works", (None, []))
+    if kept[0] != values:
+        kept = values, [w.bound(values) for w in works(graph)]
+        graph.cache["bound works"] = kept
+    return Asked(graph, Rates(device, fallback), values, kept[1])
+
+
+def need_other_names(graph: Graph, hardware: Hardware, question: str) -> None:
+    """Raise BindingError if a dimension is named as a rate of hardware that is an unknown."""
+    both = sorted(hardware.symbols & known_names(graph))
+    if both:
+        raise BindingError(
+            f"{question} of graph {graph.name!r}: {', '.join(both)} names a dimension and a rate of the device, "
+            f"expected another name of the dimension"
+        )
+
+
+def exact(p: Poly) -> Fraction:
+    """Return the value of a formula that is bound."""
+    constant = p.constant
+    assert constant is not None
+    return Fraction(constant)
