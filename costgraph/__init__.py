@@ -9,7 +9,7 @@ from sys import modules as _modules
 from . import interruption  # noqa: F401  # before what takes its time
 
 # isort: split
-from .algebra.extremum import Max, Min, regimes
+from .algebra.extremum import Max, Min
 from .algebra.symbols import dims
 from .analysis.compare import compare
 from .analysis.costs import bytes_moved, costs, flops, intensity, matmul_flops
@@ -17,6 +17,7 @@ from .analysis.crossover import crossover
 from .analysis.lifetimes import lifetimes
 from .analysis.memory import peak_memory, timeline
 from .analysis.params import cache_bytes, param_bytes, param_count
+from .analysis.regimes import regimes
 from .analysis.roofline import roofline
 from .analysis.saved import saved_bytes
 from .analysis.seconds import seconds

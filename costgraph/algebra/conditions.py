@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import sympy
 
-from ..errors import BindingError, ShapeError
-from .dominance import Relation, lower, solve
+from ..errors import BindingError, PatternError, ShapeError
+from .dominance import NOTHING_KNOWN, Relation, Relations, lower, solve
 from .polynomial import Poly, Rational, as_poly, generator, poly
 from .symbols import shown, symbol
 
@@ -114,6 +114,11 @@ class Conditions:
         """Names of the symbols that something is asked of."""
         return frozenset().union(*(r.difference.names() for r in self.relations), *(c.names for c in self.declared))
 
+    @cached_property
+    def known(self) -> Relations:
+        """What may be taken for granted of sizes wherever the conditions hold."""
+        return _known(self.relations, self.declared)
+
     def settle(self, values: dict[str, Poly]) -> None:
         """Add what follows from bound sizes by equalities, or raise BindingError if the sizes break a condition."""
         self._apply_equalities(values)
@@ -137,6 +142,18 @@ class Conditions:
             for k, v in values.items():
                 values[k] = v.bind({name: value})
             values[name] = value
+
+
+def _known(relations: Iterable[Relation], declared: Iterable[Condition]) -> Relations:
+    """Return assumptions, and that what is declared is large enough, as what a comparison puts in."""
+    stated = tuple(relations)
+    asked = tuple(Relation(f"{c.place} >= {c.least}", c.formula - c.least, equal=False) for c in declared)
+    for found in ((*stated, *asked), stated):
+        try:
+            return Relations(found)
+        except (PatternError, ShapeError):  # no size satisfies what is declared: nothing is compared there
+            continue
+    return NOTHING_KNOWN
 
 
 def _value(p: Poly) -> str:
@@ -242,6 +259,20 @@ class Validity:
         if self.counts is not None:
             self.counts.check(known)
         return known
+
+    @cached_property
+    def known(self) -> Relations:
+        """What may be taken for granted of the open symbols."""
+        if not self.values:
+            return self.conditions.known
+        put, unknown = {k: v for k, v in self.values if v is not None}, {k for k, v in self.values if v is None}
+        relations = [r.at(put) for r in self.conditions.relations if unknown.isdisjoint(r.difference.names())]
+        declared = [c for c in self.conditions.declared if unknown.isdisjoint(c.names)]
+        declared = [c._replace(formula=c.formula.bind(put)) for c in declared]
+        return _known(
+            (r for r in relations if r.difference.constant is None),
+            (c for c in declared if c.formula.constant is None),
+        )
 
     def counted(self) -> dict[str, Poly]:
         """Return the counts of loops that the formula is a closed form over, in the symbols that are open."""

@@ -8,6 +8,7 @@ F = D + f with f >= 0. The test is sufficient, not necessary: what it cannot dec
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from fractions import Fraction
 from math import ceil, floor, lcm, prod
 from weakref import WeakKeyDictionary
 
@@ -15,7 +16,7 @@ import sympy
 
 from ..errors import BindingError, PatternError, ShapeError
 from .generators import SLACK
-from .polynomial import ONE, Poly, Rational, as_poly, generator, poly, total
+from .polynomial import ONE, Monomial, Poly, Rational, as_poly, generator, poly, total
 
 __all__ = ["BOUNDS", "NOTHING_KNOWN", "Relation", "Relations", "integral", "lower", "solve"]
 
@@ -58,10 +59,10 @@ def lower(p: Poly, known: Relations | None = None) -> Rational | None:
         return p.terms.get((), 0)  # a reciprocal comes as near to 0 as it likes
     if any(e < 0 for m in p.terms for _, e in m):
         return 0 if known.nonnegative(p) else None
-    shifted = known.shifted(p)
-    if shifted is None or any(c < 0 for m, c in shifted.terms.items() if m):
+    shifted = known.shifted([p])
+    if shifted is None or any(c < 0 for m, c in shifted[0].terms.items() if m):
         return None
-    return shifted.terms.get((), 0)
+    return shifted[0].terms.get((), 0)
 
 
 def _alone(p: Poly, key: str) -> tuple[Rational, Poly] | None:
@@ -92,10 +93,10 @@ def solve(p: Poly, prefer: Sequence[str] = ()) -> tuple[str, Poly] | None:
 
 def integral(p: Poly) -> Poly | None:
     """Return a positive multiple that is an integer for all sizes, or None where an atom need not be one."""
-    cleared = NOTHING_KNOWN.cleared(p)
-    if cleared is None or any(k[0] == "~" and not generator(k).is_integer for k in cleared.generators()):
+    found = NOTHING_KNOWN.cleared([p])
+    if found is None or any(k[0] == "~" and not generator(k).is_integer for k in found[0].generators()):
         return None
-    return cleared * lcm(*(c.denominator for c in cleared.terms.values()))
+    return found[0] * lcm(*(c.denominator for c in found[0].terms.values()))
 
 
 class Relation:
@@ -121,6 +122,11 @@ class Relation:
         self.equal = equal
         self.strict = strict and whole is None
         self.subject = subject
+
+    def at(self, values: Mapping[str, Poly]) -> Relation:
+        """Return what is left of it once symbols are replaced."""
+        difference = self.difference.bind(values)
+        return Relation(self.text, difference, equal=self.equal, strict=self.strict, subject=self.subject)
 
     def check(self, values: Mapping[str, Poly]) -> None:
         """Raise BindingError if bound sizes break the assumption."""
@@ -154,6 +160,7 @@ class Relations:
         self._equal: list[tuple[str, Poly]] = []
         self._steps: list[tuple[str, Poly]] = []
         self._most: dict[str, Rational] = {}
+        self._stated: dict[str, Rational] = {}  # lower bounds of atoms
         self._least: WeakKeyDictionary[str, Rational | None] = WeakKeyDictionary()  # of atoms, which may go
         # what eliminates symbols comes first, so that bounds are about those that are left
         for relation in sorted(self.relations, key=lambda r: not r.equal):
@@ -170,15 +177,17 @@ class Relations:
     def _admit(self, relation: Relation) -> None:
         """Keep D == H*K and F >= D as substitutions."""
         self._least.clear()  # bounds of atoms may be better now
-        difference = self._expressed(relation.difference)
-        if difference is None:
+        found = self._expressed([relation.difference])
+        if found is None:
             return
+        (difference,) = found
+        self._state(difference)
         subject = [s for s in relation.subject if s in difference.generators()]
         if relation.equal:
-            found = solve(difference, subject)
-            if found is not None and not found[1].names() and not found[1].is_size:
+            solved = solve(difference, subject)
+            if solved is not None and not solved[1].names() and not solved[1].is_size:
                 raise self._contradiction(relation)
-            self._equal += [] if found is None else [found]
+            self._equal += [] if solved is None else [solved]
             return
         for key in [*subject, *sorted(_symbols(difference) - set(subject))]:
             found_alone = _alone(difference, key)
@@ -192,14 +201,23 @@ class Relations:
                 self._steps.append((key, bound + Poly({((SLACK + key + relation.text, 1),): 1})))
                 return
 
+    def _state(self, difference: Poly) -> None:
+        """Keep ceiling(S/4 - 2) >= 1 as the lower bound of an atom."""
+        for key in difference.generators() if len(difference.generators()) == 1 else ():
+            slope, rest = difference.terms.get(((key, 1),), 0), difference.terms.get((), 0)
+            if key[0] == "~" and slope > 0 and difference == Poly({((key, 1),): slope}) + rest:
+                bound = Fraction(-rest) / slope
+                self._stated[key] = max(bound, self._stated.get(key, bound))
+                self._least.clear()
+
     def _limit(self, relation: Relation) -> None:
         """Keep S <= 1024 as bounds from above, of slacks too."""
-        difference = None if relation.equal else self._expressed(relation.difference)
-        if difference is None:
+        found = None if relation.equal else self._expressed([relation.difference])
+        if found is None:
             return
-        for key in sorted(k for k in difference.generators() if k[0] != "~"):
-            found = _alone(difference, key)
-            room = None if found is None or found[0] > 0 else lower(found[1] / found[0], self)
+        for key in sorted(k for k in found[0].generators() if k[0] != "~"):
+            alone = _alone(found[0], key)
+            room = None if alone is None or alone[0] > 0 else lower(alone[1] / alone[0], self)
             if room is None:  # the generator is at most -room
                 continue
             most = -room if key[0] == SLACK else floor(-room)
@@ -221,6 +239,11 @@ class Relations:
         texts = " and ".join(repr(r.text) for r in against)
         return PatternError(f"assumption {relation.text!r}: contradicts {texts or 'every positive integer'}")
 
+    @property
+    def settled(self) -> tuple[tuple[str, Poly], ...]:
+        """Symbols that follow from others by equalities; a formula may hold symbols that come later, never earlier."""
+        return tuple(self._equal)
+
     # -- forms that are easy to compare --------------------------------------------------------------------------
 
     def least(self, key: str) -> Rational | None:
@@ -230,30 +253,32 @@ class Relations:
         if key not in self._least:
             expr = generator(key)
             bound = BOUNDS.get(type(expr))
-            self._least[key] = None if bound is None else bound(expr, self)
+            found = (self._stated.get(key), None if bound is None else bound(expr, self))
+            self._least[key] = max((b for b in found if b is not None), default=None)
         return self._least[key]
 
-    def cleared(self, p: Poly) -> Poly | None:
-        """Multiply by what makes all exponents nonnegative: the sign stays, or None where a sign is not known."""
-        negative = [factor for m in p.terms for factor in m if factor[1] < 0]
-        if not negative:
-            return p
-        lowest = dict(sorted(negative, reverse=True))  # of several exponents of a generator the least comes last
-        if any((least := self.least(k)) is None or least < 0 for k in lowest):
-            return None
-        return p * Poly({tuple(sorted((k, -e) for k, e in lowest.items())): 1})
+    def _divides(self, key: str) -> bool:
+        """Whether a generator is known not to be negative, so that multiplying by it keeps a sign."""
+        least = self.least(key)
+        return least is not None and least >= 0
 
-    def shifted(self, p: Poly) -> Poly | None:
-        """Write each generator as its lower bound plus a generator that is at least 0; None where that cannot be."""
-        new = {}
-        for key in p.generators():
-            least = self.least(key)
-            if least is None:
-                return None
-            if least:
-                new[key] = as_poly(least) + Poly({((SLACK + key, 1),): 1})
+    def cleared(self, ps: Sequence[Poly]) -> list[Poly] | None:
+        """Multiply all by what makes no exponent negative: signs stay, or None where that of a factor is not known."""
+        negative = {factor for p in ps for m in p.terms for factor in m if factor[1] < 0}
+        if not negative:
+            return list(ps)
+        lowest = dict(sorted(negative, reverse=True))  # of several exponents of a generator the least comes last
+        if not all(map(self._divides, lowest)):
+            return None
+        factor = Poly({tuple(sorted((k, -e) for k, e in lowest.items())): 1})
+        return [p * factor for p in ps]
+
+    def shifted(self, ps: Sequence[Poly]) -> list[Poly] | None:
+        """Write each generator as its lower bound, where one is known, plus a generator that is at least 0."""
+        least = {key: self.least(key) for key in set[str]().union(*(p.generators() for p in ps))}
+        new = {key: as_poly(low) + Poly({((SLACK + key, 1),): 1}) for key, low in least.items() if low}
         try:
-            return p.substitute(new)
+            return [p.substitute(new) for p in ps]
         except ShapeError:  # too long to be written out: nothing is known of it
             return None
 
@@ -263,39 +288,70 @@ class Relations:
             p = p.bind({key: value})
         return p
 
-    def _expressed(self, p: Poly) -> Poly | None:
-        """Return something of the same sign with everything known substituted into it, without reciprocals."""
-        out = self.cleared(self.reduce(p))
+    def _expressed(self, ps: Sequence[Poly]) -> list[Poly] | None:
+        """Return something of the same signs with everything known substituted into it, without reciprocals."""
+        out = self.cleared([self.reduce(p) for p in ps])
         for key, value in self._steps:
-            if out is not None and key in out.generators():
-                out = self.cleared(out.substitute({key: value}))
+            if out is not None and any(key in p.generators() for p in out):
+                out = self.cleared([p.substitute({key: value}) for p in out])
         return out
 
-    def _expanded(self, p: Poly) -> Poly | None:
-        out = self._expressed(p)
+    def _expanded(self, ps: Sequence[Poly]) -> list[Poly] | None:
+        out = self._expressed(ps)
         if out is None:
             return None
         for key, most in self._most.items():
-            degree = max((e for m in out.terms for k, e in m if k == key), default=0)
+            degree = max((e for p in out for m in p.terms for k, e in m if k == key), default=0)
             if degree:
                 # L <= S <= U is S = (U + L*t)/(1 + t) with t >= 0; the denominator is multiplied away
                 t = Poly({((SLACK + key + "<", 1),): 1})
-                parts = []
-                for m, c in out.terms.items():
-                    power = dict(m).get(key, 0)
-                    rest = Poly({tuple(f for f in m if f[0] != key): c})
-                    parts.append(rest * (t * (self.least(key) or 0) + most) ** power * (t + 1) ** (degree - power))
-                out = total(parts)
+                low = t * (self.least(key) or 0) + most
+                try:
+                    powers = [low**power * (t + 1) ** (degree - power) for power in range(degree + 1)]
+                    out = [_collected(p, key, powers) for p in out]
+                except ShapeError:  # too long to be written out
+                    return None
         return self.shifted(out)
+
+    def spread(self, monomials: Sequence[Monomial], *, known: bool = True) -> dict[Monomial, Poly] | None:
+        """Write monomials, all of them times one positive factor, in generators that are at least 0.
+
+        Parameters
+        ----------
+        monomials : sequence of Monomial
+            What is written; one with a divisor whose sign is not known stays as it is.
+        known : bool
+            Whether what is assumed of sizes is put in.
+
+        Returns
+        -------
+        dict of Monomial to Poly or None
+            A sum of the monomials is then at least 0 if no coefficient of what it becomes is negative, nor any other
+            than 0 where a monomial `has_sign` says no; None where it would be too long.
+        """
+        plain = [m for m in monomials if all(e > 0 or self._divides(k) for k, e in m)]
+        ps = [Poly({m: 1}) for m in plain]
+        if known:
+            found = self._expanded(ps)
+        else:
+            cleared = self.cleared(ps)
+            found = None if cleared is None else self.shifted(cleared)
+        if found is None:
+            return None
+        return {m: Poly({m: 1}) for m in monomials} | dict(zip(plain, found, strict=True))
+
+    def has_sign(self, m: Monomial) -> bool:
+        """Whether a monomial is known to be at least 0."""
+        return all(self._divides(k) for k, _ in m)
 
     # -- answers -------------------------------------------------------------------------------------------------
 
     def nonnegative(self, p: Poly) -> bool:
         """Whether the polynomial is known to be at least 0 for all admissible sizes."""
-        plain = self.cleared(p)
-        if _no_negative(None if plain is None else self.shifted(plain)):
+        plain = self.cleared([p])
+        if self._no_negative(None if plain is None else self.shifted(plain)):
             return True
-        return bool(self.relations) and _no_negative(self._expanded(p))
+        return bool(self.relations) and self._no_negative(self._expanded([p]))
 
     def positive(self, p: Poly) -> bool:
         """Whether the polynomial is known to be above 0 for all admissible sizes."""
@@ -303,34 +359,22 @@ class Relations:
         if whole is not None:
             return self.nonnegative(whole - 1)
         # bounds from above are left out: (U + t)/(1 + t) reaches its lower end only in the limit
-        out = self._expressed(p)
+        out = self._expressed([p])
         found = None if out is None else self.shifted(out)
-        return found is not None and found.terms.get((), 0) > 0 and _no_negative(found)
+        return found is not None and found[0].terms.get((), 0) > 0 and self._no_negative(found)
 
-    def free(self, keys: set[str]) -> list[str]:
-        """Return the generators that decide the values of others."""
-        known = self._equal + self._steps
-        return sorted(keys.union(*(value.generators() for _, value in known)) - {key for key, _ in known})
-
-    def sample(self, at: Mapping[str, int]) -> dict[str, Rational] | None:
-        """Return a value for every generator, or None where these values of the free ones are not admissible."""
-        # an atom is a number of its own here, so that what is not provable may be refuted wrongly:
-        # a regime too many, never one too few
-        raised = {k: max(v, ceil(self.least(k) or 0)) for k, v in at.items()}
-        values: dict[str, Rational] = {k: min(v, floor(self._most.get(k, v))) for k, v in raised.items()}
-        for key, value in reversed(self._equal + self._steps):
-            values[key] = value.evaluate(values.__getitem__)
-            if values[key] < 1:
-                return None
-        return values
+    def _no_negative(self, ps: Sequence[Poly] | None) -> bool:
+        return ps is not None and all(c >= 0 and self.has_sign(m) for p in ps for m, c in p.terms.items())
 
 
 def _symbols(p: Poly) -> set[str]:
     return {k for k in p.generators() if k[0] not in "~" + SLACK}
 
 
-def _no_negative(p: Poly | None) -> bool:
-    return p is not None and all(c >= 0 for c in p.terms.values())
+def _collected(p: Poly, key: str, powers: Sequence[Poly]) -> Poly:
+    """Put a polynomial for each power of a generator."""
+    rest = {m: (dict(m).get(key, 0), tuple(f for f in m if f[0] != key)) for m in p.terms}
+    return total(Poly({rest[m][1]: c}) * powers[rest[m][0]] for m, c in p.terms.items())
 
 
 def _contradicts(relations: list[Relation]) -> bool:

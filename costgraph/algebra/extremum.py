@@ -16,11 +16,12 @@ from sympy.printing.str import StrPrinter
 from ..errors import GraphError, ShapeError
 from .carried import conditioned, held_by, plain
 from .dominance import BOUNDS, Relations, lower
+from .lines import as_latex
 from .polynomial import Poly, Rational, generator, poly
 from .pruning import prune
 from .symbols import FUNCTIONS, is_number_like, shown
 
-__all__ = ["Max", "Min", "Owner", "Regime", "extremum", "regimes"]
+__all__ = ["Max", "Min", "Owner", "extremum"]
 
 
 class Owner(NamedTuple):
@@ -30,17 +31,19 @@ class Owner(NamedTuple):
     """Name of the op, None where the formula is not of a graph."""
     phase: str | None = None
     """Phase of the op: forward, recompute, backward or optimizer."""
+    label: str = ""
+    """The op as a reader knows it."""
+    roles: tuple[tuple[str, Poly], ...] = ()
+    """What the argument consists of, where it is a sum of amounts with names."""
 
+    def bound(self, values: Mapping[str, Poly]) -> Owner:
+        """Return the owner of the argument with symbols replaced."""
+        return self._replace(roles=tuple((role, p.bind(values)) for role, p in self.roles)) if self.roles else self
 
-class Regime(NamedTuple):
-    """One argument of a Max or Min."""
-
-    formula: sympy.Expr
-    """The formula that holds in this regime."""
-    op: str | None
-    """Name of the op that owns it."""
-    phase: str | None
-    """Phase of that op."""
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What tells owners apart, in a form that has an order."""
+        return self.op or "", self.phase or "", self.label, tuple((role, p.sort_key()) for role, p in self.roles)
 
 
 class _AtOnce(sympy.Expr):  # type: ignore[misc]  # sympy has no types
@@ -91,10 +94,17 @@ class _Extremum(_AtOnce):
         """Rebuild with the owners kept: what sympy's traversals call."""
         if not any(o.op or o.phase for o in self.owners):
             return type(self)
-        return lambda *args: type(self)(*args, owners=self.owners if len(args) == len(self.owners) else None)
+        return lambda *args: type(self)(*args, owners=self._owners_of(args))
+
+    def _owners_of(self, args: Sequence[sympy.Expr]) -> list[Owner] | None:
+        """Return the owners of arguments in place of its own: what one consists of is known of that alone."""
+        if len(args) != len(self.owners):
+            return None
+        pairs = zip(args, self.args, self.owners, strict=True)
+        return [owner if new == old else owner._replace(roles=()) for new, old, owner in pairs]
 
     def _hashable_content(self) -> tuple[object, ...]:
-        return (*self.args, tuple((o.op or "", o.phase or "") for o in self.owners))  # sympy compares these by <
+        return (*self.args, tuple(o.key for o in self.owners))  # sympy compares these by <
 
     def __reduce__(self) -> tuple[object, ...]:
         return _restore, (type(self), self.args, self.owners)
@@ -126,7 +136,7 @@ class _Extremum(_AtOnce):
 
     def bound(self, values: Mapping[str, Poly]) -> sympy.Expr:
         """Replace symbols in every argument; ShapeError where a number would be too large to be written out."""
-        candidates = [(poly(a).bind(values), o) for a, o in zip(self.args, self.owners, strict=True)]
+        candidates = [(poly(a).bind(values), o.bound(values)) for a, o in zip(self.args, self.owners, strict=True)]
         return _build(type(self), prune(_flat(type(self), candidates), largest=self._largest))
 
     def _eval_derivative(self, symbol: sympy.Symbol) -> sympy.Expr:
@@ -163,6 +173,11 @@ class _Extremum(_AtOnce):
         inside = ", ".join(printer._print(a) for a in self.args)
         text = rf"\{self._python}\left({inside}\right)"
         return text if exp is None else rf"{text}^{{{exp}}}"
+
+    def _repr_latex_(self) -> str:
+        """Return what a notebook shows."""
+        cases = [(poly(a), o.label or o.op or "") for a, o in zip(self.args, self.owners, strict=True)]
+        return rf"$\displaystyle {as_latex(cases, largest=self._largest)}$"
 
     def _pretty(self, printer: Any) -> Any:
         return printer._print_Function(sympy.Function(type(self).__name__)(*self.args))
@@ -339,39 +354,6 @@ def _node(cls: type[_Extremum], given: Sequence[tuple[sympy.Expr, Owner]]) -> sy
 def extremum(candidates: Sequence[tuple[Poly, Owner]], *, largest: bool = True) -> sympy.Expr:
     """Return the Max (or Min) of candidates that were pruned already, with their owners."""
     return _build(Max if largest else Min, list(candidates))
-
-
-def regimes(formula: sympy.Expr | int | float) -> list[Regime]:
-    """List what a formula can be, with the op and the phase that own each case.
-
-    Parameters
-    ----------
-    formula : sympy.Expr or number
-        A Max or Min, also multiplied by or added to something, or anything else.
-
-    Returns
-    -------
-    list of Regime
-        `(formula, op, phase)` for each argument of the Max or Min; one entry for anything else.
-
-    Examples
-    --------
-    >>> from costgraph import dims
-    >>> B, D, F = dims("B D F")
-    >>> [r.formula for r in regimes(1 + Max(B*D, B*F))]
-    [B*D + 1, B*F + 1]
-    """
-    formula = as_expr(formula)
-    found = next((e for e in sympy.preorder_traversal(plain(formula)) if isinstance(e, _Extremum)), None)
-    if found is None:
-        return [Regime(formula, None, None)]
-    held, formula = held_by(formula), plain(formula)
-    out = []
-    for arg, owner in zip(found.args, found.owners, strict=True):
-        # args of a Max may hold another one: a minimum over windows in a count of FLOPs
-        part = arg if formula is found else formula.xreplace({found: arg})
-        out.append(Regime(conditioned(part, held), owner.op, owner.phase))
-    return out
 
 
 def least_of(expr: sympy.Expr, known: Relations) -> Rational | None:

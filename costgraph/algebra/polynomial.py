@@ -31,6 +31,7 @@ from .generators import (
     tidy,
     times,
 )  # fmt: skip
+from .rounding import split
 from .symbols import check_symbol, integer, shown, symbol
 
 __all__ = ["ONE", "ZERO", "Monomial", "Poly", "Rational", "generator", "poly", "total"]
@@ -291,10 +292,17 @@ def _from_expr(expr: sympy.Expr) -> Poly:
         return prod(map(_from_expr, expr.args), start=ONE)
     if expr.is_Pow:
         return power(_from_expr(expr.base), _from_expr(expr.exp))
-    if isinstance(expr, sympy.floor | sympy.ceiling):  # one form, however its sum was written
-        plain = expr.func(_from_expr(expr.args[0]).expr)
-        return atom(expr) if plain == expr else _from_expr(plain)
+    if isinstance(expr, sympy.floor | sympy.ceiling):
+        return _rounded(expr)
     return atom(expr)
+
+
+def _rounded(expr: sympy.Expr) -> Poly:
+    """Return a floor or ceiling in one form, however its sum was written."""
+    terms, up = _from_expr(expr.args[0]).terms, isinstance(expr, sympy.ceiling)
+    whole, rest, up = split(terms, up=up, inside=lambda key: _from_expr(generator(key).args[0]).terms)
+    made = (sympy.ceiling if up else sympy.floor)(Poly(rest).expr)
+    return Poly(whole) + (atom(made) if isinstance(made, sympy.floor | sympy.ceiling) else _from_expr(made))
 
 
 def power(base: Poly, exponent: Poly) -> Poly:

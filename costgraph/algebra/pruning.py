@@ -1,33 +1,29 @@
-"""Leaving out of a maximum or minimum what another of its arguments dominates for every admissible size."""
+"""Leaving out of a maximum or minimum what its other arguments reach for every admissible size."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
-from operator import ge
+from collections.abc import Iterable, Mapping, Sequence
+from math import lcm
 from typing import TypeVar
 
-from .dominance import NOTHING_KNOWN, Relations
-from .polynomial import Poly
-from .sampling import apart, compared_at
+import numpy as np
 
-__all__ = ["prune"]
+from .convex import Table, corners, skyline
+from .dominance import NOTHING_KNOWN, Relations
+from .polynomial import Monomial, Poly
+
+__all__ = ["prune", "reached_by"]
 
 Label = TypeVar("Label")
 
-# Points at which candidates are compared before anything is proved: small, large and mixed sizes.
-_POINTS: tuple[Callable[[int], int], ...] = (
-    lambda i: 1,
-    lambda i: 3 + 2 * i,
-    lambda i: 10 ** (5 - i % 5),
-    lambda i: 10 ** (1 + i % 5),
-    lambda i: 10**3 + 77 * i,
-)
+# Sums of products of integers below this are far from where int64 ends.
+_MOST = 1 << 62
 
 
 def prune(
     candidates: Iterable[tuple[Poly, Label]], relations: Relations = NOTHING_KNOWN, *, largest: bool = True
 ) -> list[tuple[Poly, Label]]:
-    """Drop every candidate that another one dominates.
+    """Drop every candidate that another one, or a mean of several others, reaches for all sizes.
 
     Parameters
     ----------
@@ -42,35 +38,70 @@ def prune(
     -------
     list of (Poly, label)
         In the order of the candidates.
+
+    Notes
+    -----
+    Generators are written as their lower bounds plus something that is not negative: a candidate goes if the
+    coefficients of a convex combination of others are nowhere below its own then. That is sufficient, not necessary.
     """
     first: dict[Poly, Label] = {}
     for p, label in candidates:
         first.setdefault(p, label)
-    if len(first) < 2:
-        return list(first.items())
-    values = _samples(first, relations, 1 if largest else -1)
-
-    def dominates(q: Poly, p: Poly) -> bool:
-        # a point where q is smaller settles it; only the others need a proof
-        return all(map(ge, values[q], values[p])) and relations.nonnegative((q - p) if largest else (p - q))
-
-    kept: list[Poly] = []
-    for p in sorted(first, key=lambda p: (values[p][::-1], p.sort_key()), reverse=True):
-        if not any(dominates(q, p) for q in kept):
-            kept.append(p)
-    # ties at the samples may have put a dominated one first
-    final = {p for p in kept if not any(q is not p and dominates(q, p) for q in kept)}
+    kept = list(first)
+    if len(kept) > 1:
+        # of generators that are at least 0 whatever is known of them, which is fast where candidates are many
+        kept = _best(kept, relations, None, largest=largest)
+        for known in (False, True) if relations.relations else (False,):
+            images = relations.spread(sorted({m for p in kept for m in p.terms}), known=known)
+            if len(kept) > 1 and images is not None:
+                kept = _best(kept, relations, images, largest=largest)
+    final = set(kept)
     return [(p, label) for p, label in first.items() if p in final]
 
 
-def _samples(candidates: Collection[Poly], relations: Relations, sign: int) -> dict[Poly, list[int]]:
-    """Values of each candidate at a few admissible points: exact, since all sizes there are integers."""
-    parts = apart(candidates)
-    keys = relations.free({k for part in parts.values() for k in part.generators()})
-    points = [{k: at(i) for i, k in enumerate(keys)} for at in _POINTS]
-    # one generator large among small ones, and small among large ones
-    points += [
-        {k: big if k == one else small for k in keys} for one in keys[:16] for big, small in ((10**6, 1), (1, 999))
-    ]
-    admissible = [values for at in points if (values := relations.sample(at)) is not None]
-    return {p: [sign * v for v in row] for p, row in compared_at(parts, admissible).items()}
+def reached_by(ps: Iterable[Poly], others: Iterable[Poly], relations: Relations = NOTHING_KNOWN) -> bool:
+    """Whether each of some polynomials is one of others, or nowhere above the largest of them."""
+    return all(is_other for _, is_other in prune([*((q, True) for q in others), *((p, False) for p in ps)], relations))
+
+
+def _best(
+    ps: Sequence[Poly], relations: Relations, images: Mapping[Monomial, Poly] | None, *, largest: bool
+) -> list[Poly]:
+    """Keep what others do not reach by coefficients: of the sums as they are, or of what their monomials become."""
+    table = _coefficients(ps)
+    monomials = list({m: None for p in ps for m in p.terms})
+    columns = {m: Poly({m: 1}) for m in monomials} if images is None else {m: images[m] for m in monomials}
+    if images is not None:
+        table = _product(table, _coefficients(list(columns.values())))
+        monomials = list({m: None for p in columns.values() for m in p.terms})
+    free = np.array([not relations.has_sign(m) for m in monomials], dtype=bool)
+    changing = (table != table[0]).any(axis=0)
+    table = np.hstack([table[:, changing], -table[:, changing & free]])
+    table = table if largest else -table
+    order = range(len(ps)) if images is None else sorted(range(len(ps)), key=lambda i: ps[i].sort_key())
+    found = skyline(table, order)
+    if images is not None:
+        found = [found[i] for i in corners(table[found])]
+    return [ps[i] for i in found]
+
+
+def _coefficients(ps: Sequence[Poly]) -> Table:
+    """Return the coefficients of sums, a row each and a column for each monomial in the order of their first use.
+
+    All are multiplied by one number that makes them whole.
+    """
+    monomials = {m: i for i, m in enumerate({m: None for p in ps for m in p.terms})}
+    whole = lcm(*{c.denominator for p in ps for c in p.terms.values()})
+    rows: list[list[int]] = [[0] * len(monomials) for _ in ps]
+    for row, p in zip(rows, ps, strict=True):
+        for m, c in p.terms.items():
+            row[monomials[m]] = c if type(c) is int and whole == 1 else int(c * whole)
+    most = max((abs(c) for row in rows for c in row), default=0)
+    shape = (len(ps), len(monomials))
+    return np.array(rows, dtype=np.int64 if most * max(len(monomials), 2) < _MOST else object).reshape(shape)
+
+
+def _product(a: Table, b: Table) -> Table:
+    """Return a product of tables, exact."""
+    most = int(np.abs(a).max(initial=0)) * int(np.abs(b).max(initial=0)) * max(a.shape[1], 2)
+    return a @ b if most < _MOST else a.astype(object) @ b.astype(object)

@@ -3,34 +3,40 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from fractions import Fraction
-from itertools import combinations
+from collections.abc import Iterable
+from typing import Protocol, TypeVar
 
-from ..algebra.extremum import Owner
 from ..algebra.polynomial import Monomial, Poly
 
-__all__ = ["at_most", "corners"]
-
-_Candidate = tuple[Poly, Owner]
+__all__ = ["corners"]
 
 
-def corners(candidates: Iterable[_Candidate]) -> list[_Candidate]:
+class _Named(Protocol):
+    """What says which op it belongs to."""
+
+    @property
+    def op(self) -> str | None: ...
+
+
+Label = TypeVar("Label", bound=_Named)
+
+
+def corners(candidates: Iterable[tuple[Poly, Label]]) -> list[tuple[Poly, Label]]:
     """Drop candidates for a maximum that are at most a mean of two others, for all sizes.
 
     Parameters
     ----------
-    candidates : iterable of (Poly, Owner)
+    candidates : iterable of (Poly, label)
         In program order. Ops that have the same name but for numbers are looked at together, layer by layer: whatever
         is dropped is so because of what is kept, the names only say where to look.
 
     Returns
     -------
-    list of (Poly, Owner)
+    list of (Poly, label)
         In program order, with the same maximum. Layers that are declared one by one add residuals or gradients of
         equal size, so that only the first and the last of them are left.
     """
-    rows: dict[str, list[tuple[int, _Candidate]]] = {}
+    rows: dict[str, list[tuple[int, tuple[Poly, Label]]]] = {}
     for i, (p, owner) in enumerate(candidates):
         row = rows.setdefault(re.sub(r"\d+", "", owner.op or ""), [])
         while len(row) > 1 and _between(row[-2][1][0], row[-1][1][0], p):
@@ -39,24 +45,23 @@ def corners(candidates: Iterable[_Candidate]) -> list[_Candidate]:
     return [candidate for _, candidate in sorted((item for row in rows.values() for item in row), key=lambda c: c[0])]
 
 
-def at_most(ps: Sequence[Poly], qs: Sequence[Poly]) -> bool:
-    """Whether each of some polynomials is one of others, or at most a mean of two of them."""
-    rest = set(ps).difference(qs)
-    return all(any(_between(a, p, c) for a, c in combinations(qs, 2)) for p in rest)
-
-
 def _between(a: Poly, b: Poly, c: Poly) -> bool:
     """Whether `b <= share*a + (1 - share)*c` term by term for some share from 0 to 1."""
     first, middle, last = a.terms, b.terms, c.terms
     m = next((m for m in {**first, **last} if first.get(m, 0) != last.get(m, 0)), None)
     if m is None:
         return middle == first
-    share = Fraction(middle.get(m, 0) - last.get(m, 0)) / Fraction(first.get(m, 0) - last.get(m, 0))
-    if not 0 <= share <= 1:
+    above, below = middle.get(m, 0) - last.get(m, 0), first.get(m, 0) - last.get(m, 0)
+    if below < 0:
+        above, below = -above, -below
+    if not 0 <= above <= below:
         return False
-    mean = {k: share * first.get(k, 0) + (1 - share) * last.get(k, 0) for k in {**first, **middle, **last}}
-    # an atom, such as a ceiling, may be anything: terms with one have to be equal
-    return all(middle.get(k, 0) == v if _has_atom(k) else middle.get(k, 0) <= v for k, v in mean.items())
+    for k in {**first, **middle, **last}:
+        left = above * first.get(k, 0) + (below - above) * last.get(k, 0) - below * middle.get(k, 0)
+        # an atom, such as a ceiling, may be anything: terms with one have to be equal
+        if left < 0 or (left and _has_atom(k)):
+            return False
+    return True
 
 
 def _has_atom(m: Monomial) -> bool:

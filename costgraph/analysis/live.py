@@ -6,22 +6,66 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import product
 from math import lcm
+from typing import NamedTuple
 
 from ..algebra.conditions import Counts, Validity
 from ..algebra.extremum import Owner
 from ..algebra.polynomial import Monomial, Poly, Rational, as_poly, total
-from ..algebra.pruning import prune
+from ..algebra.pruning import prune, reached_by
 from ..graph.graph import Graph
 from ..graph.loop import Loop, loops
+from ..graph.op import Op
 from ..graph.sizes import Bindings
 from .collecting import collection_paused
-from .hull import at_most, corners
+from .hull import corners
 from .lifetimes import Program, copies_for, copies_needed, period, play
 
 __all__ = ["closed", "holds_from", "live_bytes", "live_cases"]
 
 #: What of a program is looked at.
 View = Callable[[Graph, Program], Program] | None
+
+
+class Instant(NamedTuple):
+    """A step of a program; -1 before the first one."""
+
+    program: Program
+    at: int
+
+    @property
+    def op(self) -> str | None:
+        """Name of the op that runs."""
+        return self.program.steps[self.at].where if self.at >= 0 else None
+
+    def owner(self) -> Owner:
+        """Return what a peak at this step belongs to, and what it consists of."""
+        if self.at < 0:
+            return Owner(roles=self.roles())
+        step = self.program.steps[self.at]
+        return Owner(step.where, step.op.phase, label(step.op), self.roles())
+
+    def roles(self) -> tuple[tuple[str, Poly], ...]:
+        """Return the live bytes by role of the storage."""
+        found: dict[str, list[Poly]] = {}
+        for life in self.program.lives:
+            if (life.born is None or life.born <= self.at) and (life.dies is None or life.dies >= self.at):
+                found.setdefault(life.role, []).append(life.bytes)
+        if self.at >= 0 and self.program.steps[self.at].workspace:
+            found["workspace"] = [self.program.steps[self.at].workspace]
+        return tuple((role, total(parts)) for role, parts in found.items())
+
+
+def label(op: Op) -> str:
+    """Return an op as a reader knows it: where it stands, what it does, and whose gradient it makes."""
+    root, what = op.graph.root, op.kind.name if isinstance(op.kind.name, str) else ""
+    made = {t.storage for t in op.results}
+    own = next((t.name for t, grad in root.gradients.items() if grad.storage in made), None)
+    place = op.scope or op.name
+    return (
+        f"{place}: {what}"
+        + (f", gradient of {own}" if own else "")
+        + ("" if op.phase == "forward" else f" ({op.phase})")
+    )
 
 
 def live_bytes(program: Program) -> Iterator[tuple[int, Poly]]:
@@ -88,12 +132,9 @@ def live_cases(graph: Graph, values: Mapping[str, Poly], view: View = None) -> l
         if view is not None:
             programs = [view(graph, program) for program in programs]
         # one by one: most of them are equal, and only the first of equal ones is kept
-        candidates = (
-            (p, Owner(program.steps[at].where, program.steps[at].op.phase) if at >= 0 else Owner())
-            for program in programs
-            for at, p in live_bytes(program)
-        )
-        graph.cache[key] = prune(corners(candidates), graph.root.relations)
+        candidates = ((p, Instant(program, at)) for program in programs for at, p in live_bytes(program))
+        kept = prune(corners(candidates), Bindings(graph).validity.known)
+        graph.cache[key] = [(p, instant.owner()) for p, instant in kept]
     out: list[tuple[Poly, Owner]] = graph.cache[key]
     return out
 
@@ -154,7 +195,7 @@ def holds_from(graph: Graph, values: Mapping[str, Poly], view: View = None) -> d
 def _same(graph: Graph, values: Mapping[str, Poly], chosen: Mapping[str, int | None], view: View) -> bool:
     """Whether the formula, with counts put in, is what comes out with so many iterations."""
     bound = {**values, **{name: as_poly(k) for name, k in chosen.items() if k is not None}}
-    relations = graph.root.relations
-    formula = [p for p, _ in prune(((p.bind(bound), None) for p, _ in live_cases(graph, values, view)), relations)]
-    played = [p for p, _ in prune(((p.bind(bound), None) for p, _ in live_cases(graph, bound, view)), relations)]
-    return at_most(formula, played) and at_most(played, formula)
+    known = Bindings(graph, bound).validity.known
+    formula = [p for p, _ in prune(((p.bind(bound), None) for p, _ in live_cases(graph, values, view)), known)]
+    played = [p for p, _ in prune(((p.bind(bound), None) for p, _ in live_cases(graph, bound, view)), known)]
+    return reached_by(formula, played, known) and reached_by(played, formula, known)

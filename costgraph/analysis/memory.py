@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import accumulate
 
-from ..algebra.carried import conditioned
-from ..algebra.extremum import Owner, Regime, extremum
+from ..algebra.extremum import Owner, as_expr, extremum
 from ..algebra.polynomial import ONE, Poly, Rational, total
 from ..algebra.pruning import prune
 from ..algebra.symbols import shorten
@@ -20,6 +19,7 @@ from ..hardware.tables import Column, Fact, Table
 from .hooks import PLOTTERS
 from .lifetimes import Program, copies_for, play
 from .live import closed, holds_from, live_bytes, live_cases
+from .regimes import Range, Regime, narrowed, ranges, regime
 
 __all__ = ["Moment", "Timeline", "peak_cases", "peak_memory", "timeline"]
 
@@ -31,7 +31,9 @@ _MOST_STEPS = 20_000
 ALLOCATORS = {"exact": 1, "cuda": 512}
 
 
-def peak_memory(graph: Graph, /, *, allocator: str = "exact", **dims: int) -> Formula:
+def peak_memory(
+    graph: Graph, /, *, allocator: str = "exact", within: Mapping[str, Range] | None = None, **dims: int
+) -> Formula:
     """Return the peak memory: the most bytes live at once.
 
     Parameters
@@ -40,6 +42,9 @@ def peak_memory(graph: Graph, /, *, allocator: str = "exact", **dims: int) -> Fo
         What is asked.
     allocator : str
         exact, or cuda: each storage takes whole blocks of 512 B, as torch hands them out; all sizes are bound then.
+    within : mapping of str to (int, int), optional
+        Least and largest size of some dimensions, whose defaults are not taken then: only cases that may hold somewhere
+        there are part of the formula (`regimes`), which refuses sizes outside.
     **dims : int
         Sizes to bind.
 
@@ -52,7 +57,7 @@ def peak_memory(graph: Graph, /, *, allocator: str = "exact", **dims: int) -> Fo
     Raises
     ------
     BindingError
-        If a size cannot be bound.
+        If a size cannot be bound, or a range is none of open dimensions.
 
     Notes
     -----
@@ -71,13 +76,17 @@ def peak_memory(graph: Graph, /, *, allocator: str = "exact", **dims: int) -> Fo
     320
     >>> [r.op for r in cg.regimes(cg.peak_memory(g))]
     ['relu', 'einsum_1']
+    >>> cg.peak_memory(g, within={"F": (1, 64), "K": (128, 1024)})
+    4*B*D + 4*B*F + 4*B*K + 4*D*F + 4*F*K
     """
     need_graph("peak_memory", graph)
     need_choice("peak_memory: allocator", allocator, tuple(ALLOCATORS))
-    values = bindings(graph, dims)
+    given = within if isinstance(within, Mapping) else {}
+    values = bindings(graph, dims, left_open=[name for name in given if name not in dims])
     if allocator != "exact":
         return _in_blocks(graph, values, ALLOCATORS[allocator])
-    return answer(extremum(_bound_regimes(graph, values)), closed(graph, values))
+    peak = answer(extremum(_bound_regimes(graph, values)), closed(graph, values))
+    return peak if within is None else answer(narrowed(as_expr(peak), ranges(within, peak, "peak_memory"))[0])
 
 
 def _in_blocks(graph: Graph, values: Mapping[str, Poly], block: int) -> int:
@@ -101,15 +110,15 @@ def _in_blocks(graph: Graph, values: Mapping[str, Poly], block: int) -> int:
 
 def peak_cases(graph: Graph, values: Bindings) -> tuple[Regime, ...]:
     """Return what the peak can be, with the op and the phase that own each case, also where there is only one."""
-    held = closed(graph, values)
-    return tuple(Regime(conditioned(p.expr, held), o.op, o.phase) for p, o in _bound_regimes(graph, values))
+    found, held = _bound_regimes(graph, values), closed(graph, values)
+    return tuple(regime(p.expr, owner, held) for p, owner in found)
 
 
-def _bound_regimes(graph: Graph, values: Mapping[str, Poly]) -> list[tuple[Poly, Owner]]:
-    found = [(p.bind(values), owner) for p, owner in live_cases(graph, values)]
+def _bound_regimes(graph: Graph, values: Bindings) -> list[tuple[Poly, Owner]]:
+    found = [(p.bind(values), owner.bound(values)) for p, owner in live_cases(graph, values)]
     if all(p.constant is not None for p, _ in found):
         return [max(found, key=lambda item: item[0].constant or 0)]
-    return prune(found, graph.root.relations) if values else found
+    return prune(found, values.validity.known) if values else found
 
 
 @dataclass(frozen=True)

@@ -243,5 +243,5 @@ def activation_memory(graph: Graph, /, **dims: int) -> Formula:
     if all(p.constant is not None for p, _ in found):
         return answer(max((p for p, _ in found), key=lambda p: p.constant or 0))
     return answer(
-        extremum(prune(found, graph.root.relations) if values else found), closed(graph, values, _activations)
+        extremum(prune(found, values.validity.known) if values else found), closed(graph, values, _activations)
     )

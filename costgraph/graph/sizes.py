@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from operator import itemgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -139,7 +139,7 @@ class Bindings(dict[str, Poly]):
         return (self.validity,) if self.validity.names else ()
 
 
-def bindings(graph: Graph, dims: Mapping[str, object]) -> Bindings:
+def bindings(graph: Graph, dims: Mapping[str, object], left_open: Collection[str] = ()) -> Bindings:
     """Return what to put in for each bound symbol: the graph's defaults, overridden by the given sizes.
 
     Parameters
@@ -148,6 +148,8 @@ def bindings(graph: Graph, dims: Mapping[str, object]) -> Bindings:
         Its dimensions are the names that can be bound.
     dims : mapping of str to int
         Sizes.
+    left_open : collection of str
+        Names whose default is not taken.
 
     Returns
     -------
@@ -167,7 +169,8 @@ def bindings(graph: Graph, dims: Mapping[str, object]) -> Bindings:
                 f"{shorten(name)} is no dimension of graph {graph.root.name!r}, "
                 f"expected one of {', '.join(sorted(names))}"
             )
-    chosen = {**{k: v for k, v in graph.root.defaults.items() if k in names}, **dims}
+    defaults = {k: v for k, v in graph.root.defaults.items() if k in names and k not in left_open}
+    chosen = {**defaults, **dims}
     values = Bindings(graph, {name: as_poly(size_of(name, value)) for name, value in chosen.items()})
     values.validity.conditions.settle(values)
     return values

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import sympy
 
-from ..algebra.extremum import Regime
+from ..analysis.regimes import Regime
 from ..analysis.roofline import Roofline
 from ..analysis.table import Cost
 from ..bind.evaluate import Formula

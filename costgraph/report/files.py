@@ -11,7 +11,7 @@ from typing import Any
 
 import sympy
 
-from ..algebra.extremum import Regime
+from ..analysis.regimes import Regime
 from ..analysis.roofline import Roofline
 from ..bind.evaluate import Formula
 from .data import Facts, Part

@@ -14,6 +14,7 @@ from sympy.printing.latex import LatexPrinter
 from sympy.printing.str import StrPrinter
 
 from ..algebra.extremum import Max, Min
+from ..algebra.lines import shared as split
 from ..algebra.polynomial import Poly, generator, poly
 from ..algebra.symbols import is_name, shorten
 from ..bind.evaluate import Formula
@@ -62,10 +63,8 @@ def shared(cases: Sequence[Formula]) -> tuple[sympy.Expr, list[sympy.Expr]]:
     """Split several formulas into what all share and the rest of each; a single one is all rest."""
     if len(cases) == 1:
         return sympy.Integer(0), [sympy.sympify(cases[0], strict=True)]
-    polys = [poly(sympy.sympify(c, strict=True)) for c in cases]
-    least = {m: min(p.terms.get(m, 0) for p in polys) for m in {m for p in polys for m in p.terms}}
-    common = Poly({m: c for m, c in sorted(least.items()) if c})
-    return common.expr, [(p - common).expr for p in polys]
+    common, rests = split([poly(sympy.sympify(c, strict=True)) for c in cases])
+    return common.expr, [p.expr for p in rests]
 
 
 def _content(expr: sympy.Expr) -> tuple[Poly, Poly]:

@@ -18,8 +18,8 @@ from rich.segment import Segment, Segments
 from rich.table import Table
 from rich.text import Text
 
-from ..algebra.extremum import Regime
 from ..algebra.symbols import printable
+from ..analysis.regimes import Regime
 from ..analysis.roofline import Roofline
 from ..analysis.table import Cost
 from ..bind.evaluate import Formula

@@ -6,6 +6,7 @@ import gc
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -176,7 +177,7 @@ def declared(case: Case, device: str) -> Graph:
 
 def predicted(graph: Graph, sizes: Mapping[str, int], device: str) -> Predicted:
     """Return what a graph says of FLOPs and bytes at some sizes, of which it may have a part."""
-    own = {k: v for k, v in sizes.items() if k in known_names(graph)}
+    own: dict[str, Any] = {k: v for k, v in sizes.items() if k in known_names(graph)}
     return Predicted(
         flops=int(cg.matmul_flops(graph, count="full", **own)),
         uncounted=_uncounted(graph, own) if device == "cpu" else 0,

@@ -1,0 +1,294 @@
+"""What a maximum can be: its cases with what owns them, and which of them hold somewhere in a box of sizes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import isqrt
+from typing import Any, NamedTuple
+
+import numpy as np
+import sympy
+
+from ..algebra.carried import conditioned, held_by, plain
+from ..algebra.conditions import Conditions, Validity
+from ..algebra.dominance import Relation, Relations
+from ..algebra.extremum import Max, Min, Owner, as_expr, extremum
+from ..algebra.lines import as_latex, as_text
+from ..algebra.polynomial import Poly, poly
+from ..algebra.pruning import prune
+from ..algebra.symbols import shown, symbol
+from ..bind.evaluate import Formula, answer
+from ..bind.sweep import plan
+from ..errors import BindingError, PatternError
+from ..graph.sizes import size_of
+
+__all__ = ["Range", "Regime", "Regimes", "narrowed", "ranges", "regime", "regimes"]
+
+#: Least and largest size.
+Range = tuple[int, int]
+
+# Points at which shares of a box are counted, and parts of it in which a case may be shown never to hold.
+_POINTS = 4096
+_MOST_PARTS = 48
+
+_Case = tuple[Poly, Owner]
+
+
+class _Plain(NamedTuple):
+    formula: Formula
+    op: str | None
+    phase: str | None
+
+
+class Regime(_Plain):
+    """One case of a Max or Min: in all else the tuple `(formula, op, phase)`.
+
+    Parameters
+    ----------
+    formula : sympy.Expr or number
+        What holds in this case.
+    op, phase : str or None
+        Name of the op that owns it, and its phase: forward, recompute, backward or optimizer.
+    label : str
+        The op as a reader knows it: its scope, kind and phase, and of which tensor it makes the gradient.
+    by_role : mapping of str to Formula
+        Of a peak the bytes of each role, which add up to the formula; empty for anything else.
+    share : float, optional
+        Part of a box, by the logarithms of sizes, in which the case holds.
+    """
+
+    label: str
+    by_role: Mapping[str, Formula]
+    share: float | None
+
+    def __new__(
+        cls,
+        formula: Formula,
+        op: str | None,
+        phase: str | None,
+        *,
+        label: str = "",
+        by_role: Mapping[str, Formula] | None = None,
+        share: float | None = None,
+    ) -> Regime:
+        """Return a tuple of three with what else is known of it."""
+        out = super().__new__(cls, formula, op, phase)
+        out.label, out.by_role, out.share = label or op or "", dict(by_role or {}), share
+        return out
+
+
+class Regimes(list[Regime]):
+    """The cases of a Max or Min, as text a case a line. Made by `regimes`; in all else a list."""
+
+    largest = True
+    """whether the largest case holds, or the smallest"""
+
+    def __str__(self) -> str:
+        return as_text(self._cases(), largest=self.largest)
+
+    def _repr_latex_(self) -> str:
+        """Return what a notebook shows."""
+        return rf"$\displaystyle {as_latex(self._cases(), largest=self.largest)}$"
+
+    def _cases(self) -> list[tuple[Poly, str]]:
+        shares = ["" if r.share is None else f", {100 * r.share:.3g} % of the box" for r in self]
+        return [(poly(plain(as_expr(r.formula))), r.label + share) for r, share in zip(self, shares, strict=True)]
+
+
+def regimes(formula: Formula, within: Mapping[str, Range] | None = None) -> Regimes:
+    """List what a formula can be, with the op and the phase that own each case.
+
+    Parameters
+    ----------
+    formula : sympy.Expr or number
+        A Max or Min, also multiplied by or added to something, or anything else.
+    within : mapping of str to (int, int), optional
+        Least and largest size of some symbols: only cases that may hold somewhere there are listed.
+
+    Returns
+    -------
+    list of Regime
+        `(formula, op, phase)` for each argument of the Max or Min; one entry for anything else. Each has `.label`, of a
+        peak `.by_role`, and, where each symbol has a range or follows from those that have one, `.share`: the part of
+        4,096 points, uniform in the logarithm of each size, at which it is the case that holds.
+
+    Raises
+    ------
+    BindingError
+        If a range is no pair of sizes, of no symbol of the formula, or against what the formula's graph asks of sizes.
+
+    Notes
+    -----
+    What is left out is proved never to be needed: in the box, or in each of some parts of it, a convex combination of
+    other cases is at least as large (`costgraph.Max`). A case for which neither this nor a point is found at which it
+    holds stays, with a share of 0.
+
+    Examples
+    --------
+    >>> from costgraph import dims
+    >>> B, D, F = dims("B D F")
+    >>> [r.formula for r in regimes(1 + Max(B*D, B*F))]
+    [B*D + 1, B*F + 1]
+    >>> [(r.formula, r.share) for r in regimes(Max(B**2, 100*B), within={"B": (1, 64)})]
+    [(100*B, 1.0)]
+    """
+    formula = as_expr(formula)
+    shares: Sequence[float | None] | None = None
+    if within is not None:
+        formula, shares = narrowed(formula, ranges(within, formula, "regimes"))
+    expr, held = plain(formula), held_by(formula)
+    found = _inner(expr)
+    if found is None:
+        return Regimes([Regime(formula, None, None, share=None if shares is None else shares[0])])
+    out = Regimes()
+    out.largest = isinstance(found, Max)
+    for i, (arg, owner) in enumerate(zip(found.args, found.owners, strict=True)):
+        # args of a Max may hold another one: a minimum over windows in a count of FLOPs
+        part = arg if expr is found else expr.xreplace({found: arg})
+        mine = owner if expr is found else owner._replace(roles=())
+        out.append(regime(part, mine, held, None if shares is None else shares[i]))
+    return out
+
+
+def regime(formula: sympy.Expr, owner: Owner, held: Iterable[Validity], share: float | None = None) -> Regime:
+    """Return one case as it is handed out."""
+    roles = {role: answer(p, held) for role, p in owner.roles if p}
+    return Regime(conditioned(formula, held), owner.op, owner.phase, label=owner.label, by_role=roles, share=share)
+
+
+def _inner(expr: sympy.Expr) -> Any:
+    """Return the first Max or Min in an expression."""
+    return next((e for e in sympy.preorder_traversal(expr) if isinstance(e, Max | Min)), None)
+
+
+# -- a box of sizes ----------------------------------------------------------------------------------------------
+
+
+def ranges(within: object, formula: Formula, question: str) -> dict[str, Range]:
+    """Return ranges of symbols of a formula, or raise BindingError if they are none."""
+    if not isinstance(within, Mapping):
+        raise BindingError(f"{question}: within is {shown(within)}, expected sizes such as {{'B': (1, 64)}}")
+    names = {s.name for s in as_expr(formula).free_symbols}.union(*(v.names for v in held_by(formula)))
+    return {name: _range(name, pair, names, question) for name, pair in within.items()}
+
+
+def _range(name: object, pair: object, names: set[str], question: str) -> Range:
+    if name not in names:
+        expected = ", ".join(sorted(names)) or "none, as all are bound"
+        raise BindingError(f"{question}: within has {shown(name)}, expected open sizes: {expected}")
+    if not isinstance(pair, list | tuple) or len(pair) != 2:
+        raise BindingError(f"{question}: within has {name}={shown(pair)}, expected its least and its largest size")
+    low, high = (size_of(str(name), n) for n in pair)
+    if low > high:
+        raise BindingError(f"{question}: within has {name}={shown(pair)}, expected the least size first")
+    return low, high
+
+
+def _relations(box: Mapping[str, Range]) -> Iterator[Relation]:
+    for name, (low, high) in sorted(box.items()):
+        size = poly(symbol(name))
+        if low == high:
+            yield Relation(f"{name} == {low}", size - low, equal=True, subject=[name])
+        else:
+            yield Relation(f"{name} >= {low}", size - low, equal=False, subject=[name])
+            yield Relation(f"{name} <= {high}", high - size, equal=False, subject=[name])
+
+
+def narrowed(formula: sympy.Expr, box: Mapping[str, Range]) -> tuple[sympy.Expr, list[float | None]]:
+    """Return a formula that holds in a box of sizes, and the share of the box in which each case left holds."""
+    held, expr = held_by(formula), plain(formula)
+    asked = [r for v in held for r in v.known.relations]
+    try:
+        known = Relations([*_relations(box), *asked])
+    except PatternError as error:
+        raise BindingError(f"within: {error}") from None
+    inside = (*held, Validity(Conditions(tuple(_relations(box)), ())))
+    found = _inner(expr)
+    cases: list[_Case] = [] if found is None else list(zip(map(poly, found.args), found.owners, strict=True))
+    points = _points(known, box, [p for p, _ in cases] or [poly(expr)])
+    if found is None:
+        return conditioned(expr, inside), [None if points is None else 1.0]
+    largest = isinstance(found, Max)
+    kept = _needed(cases, asked, box, _holding(cases, points, largest=largest), largest=largest)
+    inner = extremum(kept, largest=largest)
+    shares = _shares([p for p, _ in kept], inner, points, largest=largest)
+    return conditioned(inner if expr is found else expr.xreplace({found: inner}), inside), shares
+
+
+def _needed(
+    cases: Sequence[_Case], asked: Sequence[Relation], box: Mapping[str, Range], sure: set[Poly], *, largest: bool
+) -> list[_Case]:
+    """Keep the cases that hold at some point, and those that in some part of the box nothing shows to be needless."""
+    needed, parts, looked_at = set(sure), deque([(dict(box), list(cases))]), 0
+    while parts:
+        part, left = parts.popleft()
+        try:
+            known = Relations([*_relations(part), *asked])
+        except PatternError:  # no size is asked for there
+            continue
+        left = prune(left, known, largest=largest)
+        looked_at += 1
+        open_ = [p for p, _ in left if p not in needed]
+        name = max(part, key=lambda n: (part[n][1] / part[n][0], n))
+        low, high = part[name]
+        if not open_ or low == high or looked_at + len(parts) >= _MOST_PARTS:
+            needed.update(open_)
+        else:
+            middle = isqrt(low * high)
+            parts += [({**part, name: half}, left) for half in ((low, middle), (middle + 1, high))]
+    return [case for case in cases if case[0] in needed]
+
+
+# -- points of a box ---------------------------------------------------------------------------------------------
+
+_Points = dict[str, "np.ndarray[Any, Any]"]
+
+
+def _points(known: Relations, box: Mapping[str, Range], formulas: Sequence[Poly]) -> _Points | None:
+    """Return admissible sizes, uniform in their logarithms; None where a symbol has no range."""
+    names = set(box).union(*(p.names() for p in formulas), *(r.difference.names() for r in known.relations))
+    given = dict(known.settled)
+    if not (names - given.keys()) <= box.keys():
+        return None
+    draw = np.random.default_rng(0)
+    out: _Points = {}
+    for name in sorted(names - given.keys()):
+        low, high = box[name]
+        spread = np.exp(draw.uniform(np.log(low), np.log(high + 1), _POINTS))
+        out[name] = np.clip(np.floor(spread), low, high)
+    for name, value in reversed(known.settled):
+        out[name] = np.broadcast_to(np.asarray(plan(value)(out), dtype=float), (_POINTS,))
+    fits = np.ones(_POINTS, dtype=bool)
+    for relation in known.relations:
+        margin = plan(relation.difference)(out)
+        fits &= np.abs(margin) < 0.5 if relation.equal else margin >= 0
+    for name, _ in known.settled:
+        fits &= (out[name] == np.floor(out[name])) & (out[name] >= 1)
+    return {name: sizes[fits] for name, sizes in out.items()} if fits.any() else None
+
+
+def _values(ps: Sequence[Poly], points: _Points) -> np.ndarray[Any, Any]:
+    many = len(next(iter(points.values()), ()))
+    return np.array([np.broadcast_to(np.asarray(plan(p)(points), dtype=float), (many,)) for p in ps])
+
+
+def _first(ps: Sequence[Poly], points: _Points, *, largest: bool) -> np.ndarray[Any, Any]:
+    values = _values(ps, points)
+    return np.asarray(values.argmax(axis=0) if largest else values.argmin(axis=0))
+
+
+def _holding(cases: Sequence[_Case], points: _Points | None, *, largest: bool) -> set[Poly]:
+    if points is None:
+        return set()
+    ps = [p for p, _ in cases]
+    return {ps[i] for i in np.unique(_first(ps, points, largest=largest))}
+
+
+def _shares(ps: Sequence[Poly], inner: sympy.Expr, points: _Points | None, *, largest: bool) -> list[float | None]:
+    """Return the shares in the order in which an extremum has its arguments."""
+    if points is None:
+        return [None] * len(ps)
+    ordered = list(map(poly, inner.args)) if isinstance(inner, Max | Min) else list(ps)
+    first = _first(ordered, points, largest=largest)
+    return [float(n) for n in np.bincount(first, minlength=len(ordered)) / len(first)]

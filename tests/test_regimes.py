@@ -1,0 +1,265 @@
+"""What is left of a maximum: nothing that a mean of other cases reaches, and in a box only what may hold there."""
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+import sympy
+
+import costgraph as cg
+from costgraph import BindingError, Max, Min
+from costgraph.algebra.convex import corners, skyline
+from costgraph.algebra.polynomial import poly
+from costgraph.analysis.lifetimes import copies_for, play
+from costgraph.analysis.live import live_bytes
+from costgraph.graph.sizes import bindings
+from costgraph.notation.grammar import parse_formula
+from costgraph.testing import value
+
+A, B, C, D, F, S = cg.dims("A B C D F S")
+
+# -- means of rows -----------------------------------------------------------------------------------------------------
+
+
+def upper_hull(rows):
+    """Corners of what lies below a set of points in the plane: Andrew's chain from the highest to the rightmost."""
+    top = max(rows, key=lambda r: (r[1], r[0]))
+    chain = []
+    highest = {x: max(r for r in rows if r[0] == x) for x, _ in rows if x >= top[0]}
+    for p in sorted(highest.values()):
+
+        def bends_left(a, b, p=p):
+            return (b[0] - a[0]) * (p[1] - a[1]) - (b[1] - a[1]) * (p[0] - a[0]) >= 0
+
+        while len(chain) > 1 and bends_left(chain[-2], chain[-1]):
+            chain.pop()
+        chain.append(p)
+    return set(chain)
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_in_two_columns_the_corners_of_the_hull_are_left(seed):
+    rnd = random.Random(seed)
+    most = rnd.choice([7, 97, 10**6])
+    rows = [(rnd.randint(0, most), rnd.randint(0, most)) for _ in range(rnd.randint(2, 40))]
+    table = np.array(rows)
+    first = skyline(table, range(len(rows)))
+    found = [rows[first[i]] for i in corners(table[first])]
+    assert set(found) == upper_hull(rows)
+    assert len(found) == len(set(found))
+
+
+@pytest.mark.parametrize("scale", [1, 10**30])  # the second is beyond int64
+@pytest.mark.parametrize("seed", range(10))
+def test_no_weight_of_the_columns_misses_a_row_that_was_left_out(seed, scale):
+    rnd = random.Random(seed)
+    rows = [[rnd.randint(0, 9) * scale for _ in range(6)] for _ in range(30)]
+    table = np.array(rows, dtype=object if scale > 1 else np.int64)
+    first = skyline(table, range(len(rows)))
+    kept = [rows[first[i]] for i in corners(table[first])]
+    for _ in range(300):
+        weights = [rnd.choice([0, 0, 1, 3, 1000]) for _ in range(6)]
+        best = [max(sum(w * n for w, n in zip(weights, row, strict=True)) for row in some) for some in (rows, kept)]
+        assert best[0] == best[1]
+
+
+def test_shares_that_are_no_decimals_are_found():
+    # the last row is 1/3 of the first and 2/3 of the second, to the last digit; one more anywhere and it is not reached
+    rows = [[3 * 10**15, 0, 7], [0, 3 * 10**15, 1]]
+    mean = [10**15, 2 * 10**15, 3]
+    assert corners(np.array([*rows, mean])) == [0, 1]
+    for column in range(3):
+        more = list(mean)
+        more[column] += 1
+        assert corners(np.array([*rows, more])) == [0, 1, 2]
+
+
+def test_cases_between_others_are_left_out_of_a_maximum():
+    # a step of k layers keeps k residuals and no gradient, or L - k of each: what changes by one amount has two ends
+    rows = [k * B * S + (12 - k) * D * F for k in range(13)]
+    assert Max(*rows) == Max(12 * B * S, 12 * D * F)
+    assert Min(*rows) == Min(12 * B * S, 12 * D * F)
+    assert len(Max(A**2, A * B, B**2).args) == 3  # between the others by its value, but by no mean of terms
+    assert Max(3 * A, 3 * B, A + 2 * B - 5) == Max(3 * A, 3 * B)
+
+
+# -- floors and ceilings -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("outer", [sympy.floor, sympy.ceiling])
+@pytest.mark.parametrize("inner", [sympy.floor, sympy.ceiling])
+def test_nested_floors_keep_their_value_and_equal_ones_are_one(outer, inner):
+    T = cg.dims("T")
+    numbers = list(itertools.product([1, 2, 3], [-5, 0, 4], [1, 2, 3], [-3, 0, 5]))
+    seen = {}
+    for p, m, q, n in random.Random(5).sample(numbers, 40):
+        expr = outer((inner((T + m) / p, evaluate=False) + n) / q, evaluate=False)
+        made = poly(expr)
+        exact = [int(outer((inner(sympy.Rational(t + m, p)) + n) / sympy.Integer(q))) for t in range(1, 40)]
+        assert [made.bind({"T": poly(t)}).constant for t in range(1, 40)] == exact
+        assert seen.setdefault(tuple(exact), made) == made  # what is equal at all of these is one polynomial
+
+
+def test_a_traced_and_a_declared_size_are_one():
+    declared, traced = parse_formula("ceiling(T/4 - 9/4)"), parse_formula("floor(floor(T/2)/2 - 5/2) + 1")
+    assert [declared.bind({"T": poly(t)}).constant for t in (9, 13, 14, 17)] == [0, 1, 2, 2]
+    assert declared == traced
+
+
+def test_more_of_an_atom_beats_less_of_it():
+    X = sympy.ceiling(S / 4)
+    assert Max(8 * X, 4 * X + 1, D * 0) == 8 * X  # X is at least 1
+    Y = sympy.floor(S / 4)
+    assert Max(8 * Y, 4 * Y) == 8 * Y  # at least 0
+    with cg.Graph("g") as g:  # a window that fits leaves at least one place: other sizes are refused
+        y = cg.conv(g.input("x", (B, A, S)), "b a s -> b o s", window=(7,), stride=4, padding=0, o=A)
+        g.output(cg.relu(cg.relu(y)))
+    places = sympy.floor((S - 7) / 4) + 1
+    assert poly(cg.peak_memory(g)) == poly(4 * A * B * S + 28 * A**2 + 8 * A * B * places)  # two of y, x, and w
+
+
+# -- regimes in a box --------------------------------------------------------------------------------------------------
+
+
+def brute(formula, box):
+    """Cases that are the largest, alone, at some point of a box."""
+    found = set()
+    for point in itertools.product(*(range(low, high + 1) for low, high in box.values())):
+        values = [value(a, dict(zip(box, point, strict=True))) for a in formula.args]
+        if values.count(max(values)) == 1:
+            found.add(formula.args[values.index(max(values))])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("rows", "box"),
+    [
+        (("A*B", "7*A", "11*B"), {"A": (1, 13), "B": (1, 5)}),
+        (("A*B", "7*A", "11*B"), {"A": (2, 5), "B": (2, 5)}),
+        (("A**2", "30*A - 190", "5*B"), {"A": (1, 40), "B": (1, 3)}),
+        (("A*B + 3*A", "B**2 + 20", "2*A*B"), {"A": (1, 17), "B": (1, 17)}),
+        (("A*B*C", "13*A*C", "29*B", "17*A + 19*C"), {"A": (1, 7), "B": (1, 11), "C": (1, 5)}),
+    ],
+)
+def test_what_holds_somewhere_in_a_box_is_left(rows, box):
+    formula = Max(*(parse_formula(t).expr for t in rows))
+    found = cg.regimes(formula, within=box)
+    needed = brute(formula, box)
+    assert needed <= {r.formula for r in found}
+    assert abs(sum(r.share for r in found) - 1) < 1e-9
+    for point in itertools.product(*(range(low, high + 1) for low, high in box.values())):
+        at = dict(zip(box, point, strict=True))
+        assert max(value(r.formula, at) for r in found) == value(formula, at)
+
+
+def test_what_holds_nowhere_in_a_box_is_gone():
+    formula = Max(A * B, 7 * A, 11 * B)
+    assert [r.formula for r in cg.regimes(formula, within={"A": (12, 99), "B": (8, 99)})] == [A * B]
+    assert [r.formula for r in cg.regimes(formula, within={"A": (12, 99)})] == [7 * A, A * B]
+    assert [r.share for r in cg.regimes(formula, within={"A": (12, 99)})] == [None, None]
+    assert [r.formula for r in cg.regimes(Min(A, 5 * B), within={"A": (1, 5)})] == [A]
+    assert [r.formula for r in cg.regimes(D + 2 * Max(A, B), within={"A": (5, 9), "B": (1, 5)})] == [2 * A + D]
+    # along A*(100 - A) no mean of the others reaches 49*A - 600 or so, and it is below the larger of them everywhere
+    formula = Max(A**2, 100 * A - 2000, 900)
+    assert {r.formula for r in cg.regimes(formula, within={"A": (1, 20)})} == {sympy.Integer(900)}
+
+
+def graph():
+    with cg.Graph("g") as g:
+        h = cg.einsum(g.input("x", (B, D)), g.param("w1", (D, F)), "b d, d f -> b f")
+        g.output(cg.einsum(cg.relu(h), g.param("w2", (F, A)), "b f, f a -> b a"))
+    return g
+
+
+def test_a_peak_in_a_box_refuses_sizes_outside():
+    g = graph()
+    peak = cg.peak_memory(g, within={"F": (1, 64), "A": (128, 512)})
+    assert peak == 4 * (A * F + B * D + D * F + B * F + A * B)  # with F below A the second product holds it
+    assert cg.evaluate(peak, A=128, B=3, D=5, F=64) == cg.peak_memory(g, A=128, B=3, D=5, F=64)
+    with pytest.raises(BindingError, match="F=65: against the assumption 'F <= 64'"):
+        cg.evaluate(peak, A=128, B=3, D=5, F=65)
+    with pytest.raises(BindingError, match="A=127: against the assumption 'A >= 128'"):
+        peak.subs(A, 127)
+    with pytest.raises(BindingError, match="against the assumption"):
+        cg.compile(peak)(A=128, B=3, D=5, F=np.array([7, 100]))
+    one = cg.peak_memory(g, within={"F": (3, 3)}, A=128, B=3, D=5)
+    assert cg.evaluate(one, F=3) == cg.peak_memory(g, A=128, B=3, D=5, F=3)
+
+
+def test_ranges_that_are_none():
+    g = graph()
+    for within, text in [
+        (5, "peak_memory: within is 5, expected a mapping from text to (a whole number, a whole number)"),
+        ({"X": (1, 2)}, "within has 'X', expected open sizes: A, B, D, F"),
+        ({"B": 3}, "within is {'B': 3}, expected a mapping from text to (a whole number, a whole number)"),
+        ({"B": (3, 2)}, "within has B=(3, 2), expected the least size first"),
+        ({"B": (0, 2)}, "B=0: expected a positive integer"),
+        ({"B": (1.5, 2)}, "within is {'B': (1.5, 2)}, expected a mapping"),
+    ]:
+        with pytest.raises(cg.CostGraphError) as caught:
+            cg.peak_memory(g, within=within)
+        assert text in str(caught.value)
+    with pytest.raises(BindingError, match="within has 'B', expected open sizes: A, D, F"):
+        cg.peak_memory(g, within={"B": (1, 2)}, B=3)
+    with g.__class__("h") as h:
+        h.output(cg.relu(h.input("x", (B, D))))
+        h.assume("B >= 9")
+    with pytest.raises(BindingError, match="within: assumption"):
+        cg.peak_memory(h, within={"B": (1, 8)})
+
+
+# -- what a peak consists of -------------------------------------------------------------------------------------------
+
+
+def test_roles_add_up_to_the_case_and_are_those_of_the_timeline():
+    step = cg.training_step(cg.models.load("gpt2"), optimizer=cg.AdamW())
+    for case in cg.regimes(cg.peak_memory(step)):
+        assert sympy.expand(sum(case.by_role.values()) - case.formula) == 0
+        formula, op, phase = case
+        assert (formula, op, phase) == tuple(case)
+    for sizes in ({"B": 1, "S": 1024}, {"B": 64, "S": 1024}):
+        t = cg.timeline(step, **sizes)
+        held = max(cg.regimes(cg.peak_memory(step)), key=lambda r: value(r.formula, sizes))
+        assert {k: v for k, v in t.by_role.items() if v} == {k: value(v, sizes) for k, v in held.by_role.items()}
+
+
+def test_text_and_latex_have_a_line_for_each_case():
+    g = graph()
+    found = cg.regimes(cg.peak_memory(g))
+    assert str(found).splitlines()[0] == "4*A*F + 4*B*D + 4*B*F + 4*D*F + the largest of"
+    assert [line.split()[0] for line in str(found).splitlines()[1:]] == [
+        str(sympy.expand(r.formula - 4 * (A * F + B * D + D * F + B * F))) for r in found
+    ]
+    latex = cg.peak_memory(g)._repr_latex_()
+    assert latex.startswith(r"$\displaystyle ")
+    assert latex.count(r"\\") == len(found) - 1
+    assert r"\text{einsum\_1: einsum}" in latex
+
+
+# -- published models --------------------------------------------------------------------------------------------------
+
+# Open are batch and length alone; a graph with two outputs is trained on one.
+STEPS = ["gpt2", "llama-3-8b", "mixtral-8x7b", "vit-b-16", "mamba-130m"]
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_has_few_cases_and_the_peak_of_all_of_its_moments(name):
+    step = cg.training_step(cg.models.load(name), precision="bf16-mixed", optimizer=cg.AdamW())
+    peak = cg.peak_memory(step)
+    cases = cg.regimes(peak)
+    assert len(cases) <= 4
+    values = bindings(step, {})
+    live = {p.bind(values) for _, p in live_bytes(play(step, copies_for(values), values))}
+    draw = np.random.default_rng(7)
+    names = sorted(str(s) for s in peak.free_symbols)
+    sizes = {n: draw.integers(1, 1025, 10_000) for n in names}
+    assert all(isinstance(c, int) for p in live for c in p.terms.values())
+    assert max(value(p.expr, dict.fromkeys(names, 1024)) for p in live) < 2**62  # exact in int64
+
+    def largest(ps):
+        monomials = sorted({m for p in ps for m in p.terms})
+        points = np.array([np.prod([sizes[n] ** e for n, e in m] + [np.ones(10_000, int)], axis=0) for m in monomials])
+        return (np.array([[p.terms.get(m, 0) for m in monomials] for p in ps]) @ points).max(axis=0)
+
+    assert (largest(live) == largest([poly(r.formula) for r in cases])).all()
