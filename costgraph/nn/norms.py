@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..algebra.polynomial import Poly
 from ..dtypes import dtype as find_dtype
 from ..dtypes import promote
 from ..errors import ShapeError
@@ -19,7 +20,8 @@ from .kernels import one_kernel
 from .softmax import along
 
 __all__ = [
-    "batch_norm", "group_norm", "layer_norm", "normalised", "of_running", "of_the_batch", "over_the_batch", "rms_norm",
+    "batch_norm", "group_norm", "layer_norm", "normalised", "of_groups", "of_running", "of_the_batch",
+    "over_the_batch", "rms_norm",
 ]  # fmt: skip
 
 
@@ -265,19 +267,26 @@ def group_norm(x: Tensor, groups: object, *, affine: bool = True, name: str = "g
     share = (x.sizes[1] / many).constant
     if share is not None and (not isinstance(share, int) or share < 1):
         raise ShapeError(f"group_norm of {x!r}: {x.sizes[1]} channels in {many} groups, expected a multiple")
-    names = " ".join(f"a{i}" for i in range(x.ndim + 1))
-    rows = f"{names} -> a0 a1{' 1' * (x.ndim - 1)}"
 
     def body(x: Tensor, *params: Tensor) -> Tensor:
-        wide = reshape(_wide(x), (x.sizes[0], many, x.sizes[1] / many, *x.sizes[2:]))
-        centred = wide - save(reduce(wide, rows, "mean"))
-        variance = reduce(pointwise("square", centred), rows, "mean")
-        y = centred * save(pointwise("rsqrt", variance + 1e-5))
-        return _affine(reshape(y, x.sizes), params, x)
+        return of_groups(x, many, params)[0]
 
     with module(graph, name):
         params = [graph.param(what, x.sizes[1:2]) for what in ("weight", "bias")] if affine else []
         return one_kernel("norm", body, x, *params)
+
+
+def of_groups(
+    x: Tensor, groups: Poly, params: Sequence[Tensor], *, epsilon: float = 1e-5
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return groups of mean 0 and variance 1, scaled and shifted by channel, with mean and reciprocal deviation."""
+    rows = f"{' '.join(f'a{i}' for i in range(x.ndim + 1))} -> a0 a1"
+    each = (x.sizes[0], groups, *(1,) * (x.ndim - 1))
+    wide = reshape(_wide(x), (x.sizes[0], groups, x.sizes[1] / groups, *x.sizes[2:]))
+    mean = save(reduce(wide, rows, "mean"))
+    centred = wide - reshape(mean, each)
+    scale = save(pointwise("rsqrt", reduce(pointwise("square", centred), rows, "mean") + epsilon))
+    return _affine(reshape(centred * reshape(scale, each), x.sizes), params, x), mean, scale
 
 
 def _need_channels(place: str, x: Tensor) -> None:

@@ -20,7 +20,7 @@ from .stated import MatmulFlops, Stated
 if TYPE_CHECKING:
     from ..algebra.dominance import Relations
 
-__all__ = ["Foreign", "Output", "need_declared", "refusal"]
+__all__ = ["Foreign", "Output", "exact", "need_declared", "refusal"]
 
 #: Shape, number format, strides or None, the operand whose storage it shares or None, and its offset there.
 Output = tuple[Shape, DType, tuple[Poly, ...] | None, int | None, Poly]
@@ -76,6 +76,26 @@ def refusal(place: str, op: Op, instead: str) -> UnsupportedError:
     )
 
 
+def exact(graph: Graph) -> set[Op]:
+    """Return the recorded calls that integers alone decide, and what is made of integers for them.
+
+    So experts are counted, and places of a sequence: whatever the format of a model, that of these numbers stays.
+    """
+    found = set[Op]()
+    for body in graph.bodies():
+        known = {t for t in body.tensors if t.producer is None and t.dtype.kind != "float"}
+        for op in body.ops:
+            made_of_known = op.operands and known.issuperset(op.operands)
+            known.update(t for t in op.results if made_of_known or t.dtype.kind != "float")
+        wanted = set[Tensor]()
+        for op in reversed(list(body.ops)):
+            asked = isinstance(op.kind, Foreign) or not wanted.isdisjoint(op.results)
+            if asked and known.issuperset((*op.operands, *op.results)):
+                found.add(op)
+                wanted.update(t for t in op.operands if t.dtype.kind == "float")
+    return found
+
+
 def need_declared(place: str, graph: Graph, instead: str, *, floats: bool = False) -> None:
     """Refuse recorded calls: what they state holds for the call as it was, so a transform that looks inside cannot.
 
@@ -88,14 +108,14 @@ def need_declared(place: str, graph: Graph, instead: str, *, floats: bool = Fals
     instead : str
         What to do with a traced module.
     floats : bool
-        Whether calls that read and write nothing but integers and bools may stay: formats and weights are asked for.
+        Whether calls that integers alone decide may stay: formats and weights are asked for.
 
     Raises
     ------
     UnsupportedError
         If there is a recorded call: the text names it.
     """
+    kept = exact(graph) if floats else set()
     for op in graph.walk():
-        touched = (*op.operands, *op.results)
-        if isinstance(op.kind, Foreign) and (not floats or any(t.dtype.kind == "float" for t in touched)):
+        if isinstance(op.kind, Foreign) and op not in kept:
             raise refusal(place, op, instead)

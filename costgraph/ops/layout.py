@@ -20,10 +20,12 @@ from .moves import Concat, Expand, Rearrange, Slice, room
 
 __all__ = [
     "axis_of",
+    "broadcast",
     "concat",
     "contiguous_copy",
     "expand",
     "index",
+    "permute",
     "rearrange",
     "reshape",
     "roll",
@@ -93,6 +95,12 @@ def reshape(x: Tensor, shape: Sequence[object], *, name: str = "reshape") -> Ten
     need_tensor("reshape", x)
     sizes = sizes_of(shape, f"reshape of {x!r}")
     return apply(Rearrange(split=x.sizes, order=tuple(range(x.ndim)), merged=sizes), [x], name)[0]
+
+
+def permute(x: Tensor, order: Sequence[int], *, name: str = "permute") -> Tensor:
+    """Give a tensor its axes in another order: a view."""
+    places = tuple(i % x.ndim for i in order)
+    return apply(Rearrange(split=x.sizes, order=places, merged=tuple(x.sizes[i] for i in places)), [x], name)[0]
 
 
 def contiguous_copy(x: Tensor, *, name: str = "contiguous") -> Tensor:
@@ -227,6 +235,12 @@ def expand(x: Tensor, pattern: PatternText, /, *, name: str = "expand", **sizes:
             raise PatternError(f"pattern {pattern!r}: size of new axis {n[0]!r} is not given")
         out.append(size if size is not None else x.sizes[at])  # type: ignore[index]  # at is known here
     return apply(Expand(sizes=tuple(out), kept=kept), [x], name)[0]
+
+
+def broadcast(x: Tensor, sizes: Sequence[Poly], *, name: str = "expand") -> Tensor:
+    """Repeat a tensor along new leading axes, and along axes of size 1, without a copy."""
+    kept = (*(None for _ in range(len(sizes) - x.ndim)), *range(x.ndim))
+    return apply(Expand(sizes=tuple(sizes), kept=kept), [x], name)[0]
 
 
 def concat(tensors: Sequence[Tensor], axis: int = -1, *, name: str = "concat") -> Tensor:

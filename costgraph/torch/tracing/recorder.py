@@ -232,13 +232,12 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         outputs, results = self._outputs(out, operands)
         schema = func._schema
-        changed = [
-            h
+        written = [
+            args[i] if i < len(args) else kwargs.get(a.name)
             for i, a in enumerate(schema.arguments)
             if a.alias_info is not None and a.alias_info.is_write
-            for h in _handles(args[i] if i < len(args) else kwargs.get(a.name))
-            if h.numel
         ]
+        changed = [h for h in _handles((*written, *_unsaid(func, args))) if h.numel]
         returned = {h for h, *_ in outputs}
         outputs += [(h, operands[h], -1, None) for h in changed if h not in returned]
         moves = bool(changed) or any(of is None for _, of, _, _ in outputs)
@@ -346,6 +345,11 @@ def _leaves(out: Any) -> Iterator[Any]:
             yield from _leaves(value)
     else:
         yield out
+
+
+def _unsaid(func: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return what an op writes into though its schema does not say so: running statistics, in training."""
+    return args[3:5] if func is aten.native_batch_norm.default and args[5] else ()
 
 
 def _handles(value: Any) -> Iterator[Handle]:

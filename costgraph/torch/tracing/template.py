@@ -76,7 +76,7 @@ class _Copier(Rewriter):
     def add(self, op: Op, kind: OpKind, operands: Sequence[Tensor], new: Graph, name: str | None = None) -> Op:
         """Add an op under its own name."""
         made = super().add(op, kind, operands, new, name)
-        made.scope, made.phase = made.name.rpartition("/")[0], here().phase
+        made.scope, made.phase = "/".join(here().levels), here().phase
         return made
 
 
@@ -152,7 +152,10 @@ def _results(
     returned = [made] if isinstance(made, Tensor) else list(made)
     found = []
     for w in wanted:
-        t = returned[w.place] if 0 <= w.place < len(returned) else None
+        if w.place >= 0:
+            t = returned[w.place] if w.place < len(returned) else None
+        else:  # an operand that it wrote into
+            t = next((r for r in returned if r is not None and r.storage in _stored(body, inputs[w.of or 0])), None)
         t = body.adopt(t) if t is not None and t in inputs else t
         if t is None or t.dtype != w.spec.dtype or len(t.sizes) != len(w.spec.sizes):
             return None

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from ...errors import GraphError
-from ...graph.graph import Graph, need_graph
+from ...graph.graph import Graph, current_graph, need_graph
 from ...graph.op import Op
 from ...graph.scopes import opened
 from ...graph.tensor import Tensor
 from ...ops.fill import fill
 from ..checkpoint import Checkpoint
-from ..rewrite import Rewriter
+from .apart import apart
 from .flow import active_in
 from .hoist import hoist
 from .kernels import pull_kernel
@@ -20,7 +20,7 @@ from .peel import peel
 from .recompute import again
 from .walk import Hooks, Leaf, Walk
 
-__all__ = ["backward", "differentiate", "loss_of", "prepared"]
+__all__ = ["backward", "differentiate", "loss_of", "prepared", "pull_back"]
 
 
 def backward(graph: Graph, /, *, checkpoint: Checkpoint | None = None) -> Graph:
@@ -74,7 +74,7 @@ def backward(graph: Graph, /, *, checkpoint: Checkpoint | None = None) -> Graph:
 
 def prepared(graph: Graph, policy: Checkpoint) -> Graph:
     """Return a copy of a forward graph to which a backward pass can be added."""
-    return Rewriter().run(hoist(peel(policy.prepared(graph))))
+    return apart(hoist(peel(policy.prepared(graph))))
 
 
 def differentiate(
@@ -105,6 +105,34 @@ def differentiate(
         walk.put(loss, fill((), 1, loss.dtype, name="ones"))
         walk.run(ops)
     return walk
+
+
+def pull_back(
+    made: Tensor, grad: Tensor, wanted: Sequence[Tensor], saved: Callable[[Tensor], Tensor]
+) -> list[Tensor | None]:
+    """Add what makes the gradients of some tensors to the graph that is open, from that of one that is made of them.
+
+    Parameters
+    ----------
+    made : Tensor
+        Of a graph of its own.
+    grad : Tensor
+        Its gradient, of the graph that is open.
+    wanted : sequence of Tensor
+        Of the graph of `made`.
+    saved : callable
+        What stands for a tensor of that graph in the one that is open.
+
+    Returns
+    -------
+    list of Tensor or None
+        A gradient for each that is wanted, None where it is zero.
+    """
+    ops = list(made.graph.ops)
+    walk = Walk(_hooks(Checkpoint()), active_in(ops, wanted), saved, fused=current_graph().fused)
+    walk.put(made, grad)
+    walk.run(ops)
+    return [walk.take(t) for t in wanted]
 
 
 def _hooks(policy: Checkpoint) -> Hooks:

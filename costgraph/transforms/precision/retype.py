@@ -13,6 +13,7 @@ from ...graph.op import Op
 from ...graph.scopes import building
 from ...graph.tensor import Storage, Tensor
 from ...ops.blocks import Kernel
+from ...ops.foreign import exact
 from ...ops.index import Scatter
 from ...ops.layout import contiguous_copy
 from ...ops.moves import Concat
@@ -44,6 +45,8 @@ class Retyper(Rewriter):
         """Casts of parameters, made once."""
         self.scoped: set[Tensor] = set()
         """What ops and parameters of a scope with a format of its own hand out."""
+        self.exact = exact(old)
+        """Ops that integers alone decide, which keep their formats."""
         self.kernels: list[Op] = []
         """Kernels, those around first, whose body is copied with no look at the policy."""
 
@@ -151,7 +154,9 @@ class Retyper(Rewriter):
 
     def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
         """Add what stands for an op."""
-        if op.loop is not None:
+        if op in self.exact:
+            self.copy(op, new, suffix)
+        elif op.loop is not None:
             self._loop(op, op.loop, new)
         elif isinstance(op.kind, Kernel):
             self._kernel(op, op.kind, new)

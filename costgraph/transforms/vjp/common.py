@@ -13,7 +13,7 @@ from ...ops.moves import Expand
 from ...ops.pointwise import FUNCTIONS, Pointwise, cast
 from ...ops.reduce import reduce
 
-__all__ = ["expanded", "restricted", "sum_to", "summed", "whole"]
+__all__ = ["expanded", "order_of_parameter", "restricted", "sum_to", "summed", "whole"]
 
 
 def restricted(g: Tensor, like: Tensor) -> Tensor:
@@ -21,6 +21,28 @@ def restricted(g: Tensor, like: Tensor) -> Tensor:
     if like.domain is None or g.domain is not None:
         return g
     return apply(Expand(sizes=g.sizes, kept=tuple(range(g.ndim)), domain=like.domain), [g], "restrict")[0]
+
+
+def order_of_parameter(x: Tensor) -> tuple[int, ...] | None:
+    """Return the order of axes in which a parameter lies that a tensor is another view of.
+
+    Its gradient is made in that order, as torch's products make that of a weight which they take transposed; None where
+    that is the order of the axes, and of what is no parameter.
+    """
+    outer = x
+    while outer.graph.fused and outer.graph.owner is not None and outer.storage.role == "formal":
+        places = [i for i, f in enumerate(outer.graph.formals) if f.storage is outer.storage]
+        outer = outer.graph.owner.operands[places[0]]
+    if outer.storage.role != "param" or x.is_contiguous:
+        return None
+    order, step = list[int](), ONE
+    while len(order) < x.ndim:
+        found = [i for i, n in enumerate(x.strides) if n == step and i not in order]
+        if not found:
+            return None
+        order.insert(0, found[0])
+        step = step * x.sizes[found[0]]
+    return tuple(order)
 
 
 def expanded(t: Tensor, sizes: Sizes, kept: Sequence[int | None], like: Tensor | None = None) -> Tensor:

@@ -10,8 +10,8 @@ from ...graph.tensor import Tensor
 from ...notation.pattern import Affine, Axes, Pattern
 from ...ops.contraction import Einsum
 from ...ops.einsum import contract
-from ...ops.layout import rearrange
-from .common import expanded
+from ...ops.layout import permute, rearrange
+from .common import expanded, order_of_parameter
 from .table import Pull, vjp
 
 __all__: list[str] = []  # its rules are found in RULES
@@ -36,6 +36,9 @@ def _of_operand(pull: Pull[Einsum], g: Tensor, i: int) -> Tensor:
     target = pattern.operands[i]
     lone = _lone(target, inside, kind.domain)
     result, sizes = _without(target, lone, x, extents)
+    order = None if lone else order_of_parameter(x)
+    if order is not None:
+        result, sizes = tuple(result[i] for i in order), tuple(sizes[i] for i in order)
     used = {n: extents[n] for n in extents if n in inside or n in {m for a in result for m in a.names}}
     back = Einsum(
         pattern=Pattern(dims, result),
@@ -46,6 +49,8 @@ def _of_operand(pull: Pull[Einsum], g: Tensor, i: int) -> Tensor:
         rooms=kind.rooms,
     )
     made = contract([g, *(pull.saved(op.operands[j]) for j in others)], back)
+    if order is not None:
+        return permute(made, [order.index(i) for i in range(x.ndim)])
     return _with(made, result, target, lone, extents) if lone else made
 
 

@@ -10,9 +10,10 @@ from ...graph.tensor import Tensor
 from ...ops.fill import fill
 from ...ops.grouped import Grouped, GroupedOuter, TopK, grouped_outer
 from ...ops.index import scatter
-from ...ops.layout import rearrange
+from ...ops.layout import permute, rearrange
 from ...ops.ordering import Sort
 from ...ops.pointwise import cast
+from .common import order_of_parameter
 from .table import Pull, vjp
 
 __all__: list[str] = []  # its rules are found in RULES
@@ -25,7 +26,7 @@ def _top_k(pull: Pull[Any]) -> Sequence[Tensor | None]:
     if g is None or not pull.needs[0]:
         return [None]
     (x,) = op.operands
-    return [scatter(fill(x.sizes, 0, x.dtype), pull.saved(op.results[1]), g, "add", along=True)]
+    return [scatter(fill(x.sizes, 0, x.dtype), pull.saved(op.results[1]), g, "set", along=True)]
 
 
 @vjp(Grouped)
@@ -39,7 +40,10 @@ def _grouped(pull: Pull[Grouped]) -> Sequence[Tensor | None]:
         back = rearrange(pull.saved(weights), "e d f -> e f d")
         made[0] = cast(apply(pull.kind, [g, back, pull.saved(ends)], "grouped")[0], rows.dtype)
     if pull.needs[1]:
-        made[1] = cast(grouped_outer(pull.saved(rows), g, pull.saved(ends)), weights.dtype)
+        turned = order_of_parameter(weights) == (0, 2, 1)
+        first, second = (g, pull.saved(rows)) if turned else (pull.saved(rows), g)
+        outer = cast(grouped_outer(first, second, pull.saved(ends)), weights.dtype)
+        made[1] = permute(outer, (0, 2, 1)) if turned else outer
     return made
 
 

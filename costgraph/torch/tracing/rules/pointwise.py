@@ -34,7 +34,7 @@ _COMPOSED: dict[str, tuple[str | Function, ...]] = {
     "clamp_max": ("minimum",),
     "fmax": ("maximum",),
     "fmin": ("minimum",),
-    "hardtanh": ("clamp",),
+    "hardtanh": ("relu6",),
     "hardtanh_backward": ("relu6_backward",),
     "threshold": ("less", "where"),
     "celu": ("elu",),

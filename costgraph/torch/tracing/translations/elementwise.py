@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -26,6 +27,13 @@ _SCALED: dict[str, tuple[str | Function, Function, str]] = {
     "addcmul": (ADD_PRODUCT, ADD_SCALED_PRODUCT, "value"),
     "addcdiv": (ADD_QUOTIENT, ADD_SCALED_QUOTIENT, "value"),
 }
+
+
+#: Numbers that stand in the library's functions; with others it is a function of its own, which a run has to have.
+_NUMBERS: dict[str, dict[str, float]] = {
+    "leaky_relu": {"negative_slope": 0.01}, "elu": {"alpha": 1, "scale": 1, "input_scale": 1}, "celu": {"alpha": 1},
+    "softplus": {"beta": 1, "threshold": 20}, "hardtanh": {"min_val": 0, "max_val": 6},
+}  # fmt: skip
 
 
 def _is_operand(value: Any) -> bool:
@@ -71,7 +79,21 @@ def elementwise(call: Call) -> Tensor | None:
     operands = tensors if arity == len(tensors) else _operands(call)
     if not tensors or len(operands) != arity:
         return None
+    stated = _NUMBERS.get(call.name) or _NUMBERS.get(call.name.removesuffix("_backward"), {})
+    given = {k: v for k, v in call.arguments.items() if isinstance(v, int | float) and v is not False}
+    own = {k: v for k, v in given.items() if not any(v is o for o in operands) and not is_number(v, stated.get(k, 0))}
+    if own and isinstance(function, str):
+        numbers = re.sub(r"\W", "_", "_".join(f"{k}_{v}" for k, v in own.items()))
+        function = replace(FUNCTIONS[function], name=f"{function}_{numbers}")
     return _applied(call, function, operands)
+
+
+@translation("masked_fill")
+def filled(call: Call) -> Tensor | Sequence[Tensor | None] | None:
+    """A number where a mask is true."""
+    if call.inplace or not isinstance(call["value"], int | float) or is_number(call["value"], 0):
+        return elementwise(call)
+    return _applied(call, "where", [call["mask"], call["value"], call["self"]])
 
 
 @translation(*_COMPARED)

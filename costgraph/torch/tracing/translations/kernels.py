@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import sympy
 
-from ....algebra.polynomial import ONE, poly
+from ....algebra.polynomial import ONE, Poly, poly
+from ....graph.op import Op
 from ....graph.scopes import building
 from ....graph.tensor import Tensor
 from ....nn.attention import attention as attend
-from ....nn.norms import normalised, of_running, of_the_batch
-from ....nn.softmax import along, log_softmax, softmax
+from ....nn.norms import normalised, of_groups, of_running, of_the_batch
+from ....nn.softmax import log_softmax, softmax
 from ....ops.fill import fill
 from ....ops.index import take_along
 from ....ops.layout import rearrange, reshape
-from ....ops.pointwise import pointwise
+from ....ops.pointwise import cast, pointwise
 from ....ops.reduce import reduce
 from ....transforms.vjp.kernels import row_sums
 from ..call import Call
 from .table import translation
 
-__all__: list[str] = []  # its translations are found in TRANSLATIONS
+__all__ = ["attended", "batch_norm", "group_norm", "layer_norm", "nll", "soft"]
 
 
 @translation("_softmax", "_log_softmax")
@@ -31,26 +35,6 @@ def soft(call: Call) -> Tensor | None:
     return (softmax if call.name == "_softmax" else log_softmax)(x, call["dim"])
 
 
-@translation("_softmax_backward_data")
-def softmax_backward(call: Call) -> Tensor | None:
-    """Return y * (g - sum(g * y)) along the axis."""
-    g, y = call["grad_output"], call["output"]
-    if not y.ndim or call.out.dtype != y.dtype:
-        return None
-    names, kept = along(y, call["dim"])
-    return pointwise("mul", y, g - reduce(g * y, f"{names} -> {kept}", "sum"))
-
-
-@translation("_log_softmax_backward_data")
-def log_softmax_backward(call: Call) -> Tensor | None:
-    """Return g - exp(y) * sum(g) along the axis."""
-    g, y = call["grad_output"], call["output"]
-    if not y.ndim or call.out.dtype != y.dtype:
-        return None
-    names, kept = along(y, call["dim"])
-    return pointwise("sub", g, pointwise("exp", y) * reduce(g, f"{names} -> {kept}", "sum"))
-
-
 def _rows(x: Tensor, count: int) -> tuple[str, str]:
     """Return patterns that reduce the last axes and keep them with size 1."""
     names = [f"a{i}" for i in range(x.ndim)]
@@ -58,63 +42,94 @@ def _rows(x: Tensor, count: int) -> tuple[str, str]:
 
 
 @translation("native_layer_norm")
-def layer_norm(call: Call) -> tuple[Tensor, Tensor, Tensor] | None:
+def layer_norm(call: Call) -> tuple[Tensor, ...] | None:
     """Normalise the last axes, and hand out mean and reciprocal deviation of each row."""
     x, weight, bias = call["input"], call.get("weight"), call.get("bias")
-    if any(t is not None and t.dtype != x.dtype for t in (weight, bias)) or len(call.results) != 3:
+    if any(t is not None and t.dtype != x.dtype for t in (weight, bias)):
         return None
     names, kept = _rows(x, len(call["normalized_shape"]))
-    return normalised(x, f"{names} -> {kept}", weight, bias, epsilon=call["eps"])
+    y, *statistics = normalised(x, f"{names} -> {kept}", weight, bias, epsilon=call.get("eps") or 0.0)
+    return y, *_in_format(call, statistics)
+
+
+def _in_format(call: Call, statistics: Sequence[Tensor]) -> list[Tensor]:
+    """Return statistics in the format that a kernel of torch hands them out in."""
+    formats = [spec.dtype for spec in call.results[1:]] or [t.dtype for t in statistics]
+    return [cast(t, dtype) for t, dtype in zip(statistics, formats, strict=False)]
+
+
+@translation("native_group_norm")
+def group_norm(call: Call) -> tuple[Tensor, ...] | None:
+    """Normalise groups of channels, and hand out mean and reciprocal deviation of each."""
+    x, params = call["input"], [call[n] for n in ("weight", "bias") if call.get(n) is not None]
+    if len(params) == 1 or any(t.dtype != x.dtype for t in params):
+        return None
+    y, *statistics = of_groups(x, poly(call["group"]), params, epsilon=call.get("eps") or 0.0)
+    return y, *_in_format(call, statistics)
 
 
 @translation("native_batch_norm", "_native_batch_norm_legit_no_training")
 def batch_norm(call: Call) -> tuple[Tensor | None, ...] | None:
     """Normalise channels by the statistics of the batch, which running ones then move to, or by those."""
     x, *params = (call[n] for n in ("input", "weight", "bias"))
-    mean, variance = call.get("running_mean"), call.get("running_var")
-    if any(t is None for t in (*params, mean, variance)) or len({t.dtype for t in (x, *params)}) > 1:
+    running = [call.get(n) for n in ("running_mean", "running_var")]
+    if any(t is None or t.dtype != x.dtype for t in params):
         return None
     if not call.get("training"):
-        return of_running(x, mean, variance, params, epsilon=call["eps"]), None, None
+        mean, variance = running
+        return None if None in running else (of_running(x, mean, variance, params, epsilon=call["eps"]), None, None)
     y, average, spread, scale = of_the_batch(x, params, epsilon=call["eps"])
-    steps = [
+    moved = [
         pointwise("lerp", old, new, call["momentum"], inplace=True)
-        for old, new in ((mean, average), (variance, spread))
+        for old, new in zip(running, (average, spread), strict=True)
+        if old is not None and "momentum" in call.arguments
     ]
-    return y, average, scale, *steps
+    return y, *_in_format(call, (average, scale)), *moved
 
 
 @translation("_scaled_dot_product_flash_attention_for_cpu")
 def attention(call: Call) -> tuple[Tensor, Tensor] | None:
     """Attention in one kernel, which hands out the logarithm of the sum of each row as well."""
-    q, k, v = (call[name] for name in ("query", "key", "value"))
+    found = attended(call, *(call.get(name) for name in ("query", "key", "value", "attn_mask")))
+    if found is None:
+        return None
+    y, op = found
+    assert op.body is not None
+    with building(op.body):
+        sums = rearrange(row_sums(op)[1], "b g r s 1 -> b s (g r)")
+    return y, rearrange(op.body.export(sums), "b s h -> b h s")
+
+
+def attended(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Op] | None:
+    """Return attention with the facts of a call, and the kernel that makes it."""
     causal, scale = bool(call["is_causal"]), call["scale"]
     if call["dropout_p"] or (causal and q.sizes[2] != k.sizes[2]):
         return None  # what is dropped is told from a seed; a query that is not the last may see no key
-    mask = call["attn_mask"]
     if mask is not None:
         mask = reshape(mask, (*(ONE for _ in range(4 - mask.ndim)), *mask.sizes))
     y = attend(q, k, v, causal=causal, bias=mask)
     op = y.producer.operands[0].producer if y.producer is not None else None
     assert op is not None
     assert op.body is not None
-    factor = poly(sympy.sqrt(1 / q.shape[-1])) if scale is None else poly(scale)
-    number = factor if factor.names() else float(factor.expr)
+    factor: Any = poly(sympy.sqrt(1 / q.shape[-1])) if scale is None else scale
+    number = factor if isinstance(factor, Poly) and factor.names() else float(getattr(factor, "expr", factor))
     for inner in op.body.ops:
         if inner.name.endswith("/scale"):
             inner.state(scalars=(None, number))
-    with building(op.body):
-        sums = rearrange(row_sums(op)[1], "b g r s 1 -> b s (g r)")
-    return y, rearrange(op.body.export(sums), "b s h -> b h s")
+    return y, op
 
 
 @translation("nll_loss_forward")
 def nll(call: Call) -> tuple[Tensor, Tensor] | None:
     """The mean, or the sum, of what each target picks, with its sign turned, and how many they are."""
-    x, targets = call["self"], call["target"]
+    x, targets, ignored = call["self"], call["target"], call["ignore_index"]
     if call.get("weight") is not None or call["reduction"] == 0 or x.ndim != 2:
         return None
-    picked = take_along(x, reshape(targets, (*targets.sizes, ONE)))
-    operation = "mean" if call["reduction"] == 1 else "sum"
-    loss = -reduce(picked, "n i -> ", operation)
-    return loss, fill((), targets.sizes[0], x.dtype)
+    picked, count = take_along(x, reshape(targets, (*targets.sizes, ONE))), targets.sizes[0]
+    if ignored < 0:  # of no class: what a program fills up with, and nothing here is known to be
+        made = reduce(picked, "n i -> ", "mean" if call["reduction"] == 1 else "sum")
+        return -made, fill((), count, x.dtype)
+    hidden = pointwise("eq", targets, ignored)
+    total = reduce(pointwise("masked_fill", picked, reshape(hidden, picked.sizes)), "n i -> ", "sum")
+    left = pointwise("sub", count, reduce(cast(hidden, x.dtype), "n -> ", "sum"))
+    return -(total / left if call["reduction"] == 1 else total), left

@@ -3,34 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 
-from ....algebra.polynomial import ONE, ZERO, Poly, poly, total
+from ....algebra.polynomial import ONE, Poly, poly, total
 from ....graph.graph import apply
 from ....graph.tensor import Tensor
 from ....ops.fill import assign, fill, pad
 from ....ops.index import Arange
-from ....ops.layout import concat, reshape, slice_axis
-from ....ops.moves import Expand, Rearrange
+from ....ops.layout import broadcast, concat, permute, reshape, slice_axis, split
+from ....ops.moves import Rearrange
 from ....ops.pointwise import cast, pointwise
 from ..call import Call
 from .table import translation
 
-__all__ = ["expanded", "permuted"]
-
-
-def permuted(x: Tensor, order: Sequence[int]) -> Tensor:
-    """Return the tensor with its axes in another order."""
-    places = tuple(i % x.ndim for i in order)
-    merged = tuple(x.sizes[i] for i in places)
-    return apply(Rearrange(split=x.sizes, order=places, merged=merged), [x], "permute")[0]
-
-
-def expanded(x: Tensor, sizes: Sequence[Poly]) -> Tensor:
-    """Repeat a tensor along new leading axes, and axes of size 1."""
-    new = len(sizes) - x.ndim
-    kept = (*(None for _ in range(new)), *range(x.ndim))
-    return apply(Expand(sizes=tuple(sizes), kept=kept), [x], "expand")[0]
+__all__: list[str] = []  # its translations are found in TRANSLATIONS
 
 
 # -- views -------------------------------------------------------------------------------------------------------
@@ -46,7 +31,7 @@ def viewed(call: Call) -> Tensor:
 def transposed(call: Call) -> Tensor:
     """Both axes exchanged."""
     x: Tensor = call["self"]
-    return permuted(x, range(x.ndim)[::-1])
+    return permute(x, range(x.ndim)[::-1])
 
 
 @translation("transpose")
@@ -57,19 +42,19 @@ def exchanged(call: Call) -> Tensor:
     a, b = call["dim0"], call["dim1"]
     if order:
         order[a], order[b] = order[b], order[a]
-    return permuted(x, order)
+    return permute(x, order)
 
 
 @translation("permute")
 def permutation(call: Call) -> Tensor:
     """Axes in another order."""
-    return permuted(call["self"], call["dims"])
+    return permute(call["self"], call["dims"])
 
 
 @translation("expand")
 def expand(call: Call) -> Tensor:
     """Axes repeated."""
-    return expanded(call["self"], call.out.sizes)
+    return broadcast(call["self"], call.out.sizes)
 
 
 def _start(call: Call, size: Poly) -> Poly:
@@ -99,21 +84,17 @@ def selected(call: Call) -> Tensor:
 
 
 @translation("split", "split_with_sizes")
-def parts(call: Call) -> list[Tensor]:
+def parts(call: Call) -> Sequence[Tensor]:
     """Consecutive parts of an axis."""
-    x: Tensor = call["self"]
-    axis = call["dim"] % x.ndim
-    sizes = [made.sizes[axis] for made in call.results]
-    starts = accumulate(sizes[:-1], initial=ZERO)
-    return [slice_axis(x, axis, start, size) for start, size in zip(starts, sizes, strict=True)]
+    axis = call["dim"] % call["self"].ndim
+    return split(call["self"], [made.sizes[axis] for made in call.results], axis)
 
 
 @translation("unbind")
 def unbound(call: Call) -> list[Tensor]:
     """Every position of an axis, which is left out."""
-    x: Tensor = call["self"]
-    axis = call["dim"] % x.ndim
-    return [reshape(slice_axis(x, axis, i, ONE), made.sizes) for i, made in enumerate(call.results)]
+    cuts = split(call["self"], [ONE for _ in call.results], call["dim"])
+    return [reshape(cut, made.sizes) for cut, made in zip(cuts, call.results, strict=True)]
 
 
 # -- copies ------------------------------------------------------------------------------------------------------
@@ -136,7 +117,7 @@ def written(call: Call) -> Tensor | None:
     target, source = call["self"], call["src"]
     if not call.inplace or not isinstance(source, Tensor):
         return None
-    return assign(target, source if source.sizes == target.sizes else expanded(source, target.sizes))
+    return assign(target, source if source.sizes == target.sizes else broadcast(source, target.sizes))
 
 
 @translation("cat")

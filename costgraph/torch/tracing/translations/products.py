@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from ....graph.graph import apply
 from ....graph.tensor import Tensor
 from ....ops.einsum import einsum
+from ....ops.grouped import Grouped, grouped_outer
+from ....ops.layout import permute
 from ....ops.pointwise import pointwise
 from ..call import Call
 from ..rules.amounts import is_number
@@ -52,3 +55,20 @@ def linear(call: Call) -> Tensor:
     names = " ".join(f"b{i}" for i in range(x.ndim - 1))
     made = einsum(x, w, f"{names} k, n k -> {names} n")
     return made if call.get("bias") is None else made + call["bias"]
+
+
+@translation("_grouped_mm")
+def grouped(call: Call) -> Tensor | None:
+    """Rows, or columns, by the matrix of their group; or the rows of each group by those of another operand."""
+    x, y, ends = call["self"], call["mat2"], call.get("offs")
+    if call.get("bias") is not None or call.get("out_dtype") is not None:
+        return None
+    if ends is None:
+        return einsum(x, y, _PATTERNS["bmm"])
+    if (x.ndim, y.ndim) == (2, 2):
+        return grouped_outer(permute(x, (1, 0)), y, ends)
+    every = Grouped(routing="capacity", chosen=ends.sizes[0])  # where rows go is data: all weights are read
+    if x.ndim == 2:
+        return apply(every, [x, y, ends], "grouped")[0]
+    rows = apply(every, [permute(y, (1, 0)), permute(x, (0, 2, 1)), ends], "grouped")[0]
+    return permute(rows, (1, 0))

@@ -10,10 +10,11 @@ from ....algebra.polynomial import poly
 from ....graph.graph import apply
 from ....graph.tensor import Tensor
 from ....nn.conv import convolved, pooling
+from ....ops.pooling import Pool
 from ..call import Call
 from .table import translation
 
-__all__: list[str] = []  # its translations are found in TRANSLATIONS
+__all__ = ["adaptive_mean", "convolution", "max_pool", "mean_pool"]
 
 
 def _numbers(values: Sequence[Any], rank: int) -> tuple[int, ...] | None:
@@ -39,12 +40,33 @@ def convolution(call: Call) -> Tensor | None:
 @translation("max_pool2d_with_indices", "max_pool3d_with_indices")
 def max_pool(call: Call) -> Sequence[Tensor] | None:
     """The maximum of each window, and where it stood."""
+    kind = _pooled(call, "max") if all(n == 1 for n in call["dilation"]) else None
+    return None if kind is None else apply(replace(kind, indices=True), [call["self"]], "max_pool")
+
+
+def _pooled(call: Call, operation: str) -> Pool | None:
+    """Return the record of a pooling, None where windows are no numbers or reach beyond the padding."""
     window = _numbers(call["kernel_size"], call["self"].ndim - 2)
-    if window is None or any(n != 1 for n in call["dilation"]) or call["ceil_mode"]:
+    if window is None or call["ceil_mode"]:
         return None
-    stride = _numbers(call["stride"] or window, len(window))
-    padding = _numbers(call["padding"], len(window))
-    if stride is None or padding is None:
-        return None
-    kind = pooling(call["self"], "max", window, stride, padding)
-    return apply(replace(kind, indices=True), [call["self"]], "max_pool")
+    stride, padding = _numbers(call["stride"] or window, len(window)), _numbers(call["padding"], len(window))
+    return None if stride is None or padding is None else pooling(call["self"], operation, window, stride, padding)
+
+
+@translation("avg_pool2d", "avg_pool3d")
+def mean_pool(call: Call) -> Tensor | None:
+    """The mean of each window."""
+    outside = not call["count_include_pad"] and any(n != 0 for n in call["padding"])
+    kind = _pooled(call, "mean") if call["divisor_override"] is None and not outside else None
+    return None if kind is None else apply(kind, [call["self"]], "avg_pool")[0]
+
+
+@translation("_adaptive_avg_pool2d", "_adaptive_avg_pool3d")
+def adaptive_mean(call: Call) -> Tensor | None:
+    """The mean of each part that an axis is divided into; None where parts differ."""
+    x: Tensor = call["self"]
+    rank = 3 if "3d" in call.name else 2
+    sizes = call.get("output_size") or call["grad_output"].sizes[-rank:]
+    shares = [(n / poly(k)).constant for n, k in zip(x.sizes[-rank:], sizes, strict=True)]
+    window = tuple(n for n in shares if isinstance(n, int))
+    return apply(pooling(x, "mean", window, window, 0), [x], "avg_pool")[0] if len(window) == rank else None

@@ -1,0 +1,190 @@
+"""Kernels of gradients: what the library's own backward pass makes of the translation of the forward kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ....errors import UnsupportedError
+from ....graph.graph import Graph, current_graph
+from ....graph.scopes import building
+from ....graph.tensor import Tensor
+from ....ops.blocks import fused
+from ....ops.layout import rearrange
+from ....ops.pointwise import cast
+from ....transforms.backward.backward import pull_back
+from ....transforms.rewrite import Rewriter
+from ....transforms.vjp.kernels import row_sums
+from ..call import Call, Spec
+from .kernels import attended, batch_norm, group_norm, layer_norm, nll, soft
+from .table import Translation, translation
+from .windows import adaptive_mean, convolution, max_pool, mean_pool
+
+__all__: list[str] = []  # its translations are found in TRANSLATIONS
+
+
+def _inputs(tensors: Sequence[Tensor | Spec]) -> list[Tensor]:
+    """Return inputs of a graph of their own that are like some tensors."""
+    graph = Graph("forward")
+    graph.relations = current_graph().root.relations
+    made = [Tensor(graph, f"x{i}", t.sizes, t.dtype, role="input", strides=t.strides) for i, t in enumerate(tensors)]
+    for t in made:
+        graph.add_node(t)
+    return made
+
+
+def _pulled(
+    made: Tensor, grad: Tensor, wanted: Sequence[Tensor], known: Mapping[Tensor, Tensor]
+) -> list[Tensor | None]:
+    """Return the gradients of inputs, by what is known of the forward pass and what that alone makes again."""
+    home, again = current_graph(), Rewriter()
+    again.tensors |= known
+    for op in made.graph.ops:
+        op.scope = ""  # the call's own is around
+
+    def saved(t: Tensor) -> Tensor:
+        if t not in again.tensors:
+            if t.producer is None:
+                raise UnsupportedError(f"gradient of {made.name!r}: {t!r} is not saved, expected what is")
+            for o in t.producer.operands:
+                saved(o)
+            again.copy(t.producer, home)
+        found: Tensor = again.tensors[t]
+        return found
+
+    return pull_back(made, grad, wanted, saved)
+
+
+def _gradients(
+    call: Call,
+    forward: Translation,
+    operands: Mapping[str, Tensor | Spec | None],
+    grad: Tensor,
+    saved: Mapping[int, str],
+    *,
+    kernel: bool = False,
+) -> list[Tensor | None] | None:
+    """Return a gradient for each operand of the forward kernel.
+
+    Parameters
+    ----------
+    call : Call
+        Of the gradient, whose facts the forward kernel has as well.
+    forward : callable
+        Translation of the forward kernel.
+    operands : mapping of str to Tensor, Spec or None
+        Its operands: what is saved of them, or how they look.
+    grad : Tensor
+        Gradient of its first result.
+    saved : mapping of int to str
+        Results that are saved, and the arguments that they are in the call of the gradient.
+    kernel : bool
+        Whether its ops are one kernel, which says itself what is saved of its inside.
+    """
+    given = {name: t for name, t in operands.items() if t is not None}
+    inputs = dict(zip(given, _inputs(list(given.values())), strict=True))
+
+    def made(*tensors: Tensor) -> Any:
+        arguments = {**call.arguments, **dict.fromkeys(operands), **dict(zip(given, tensors, strict=True))}
+        found = forward(replace(call, arguments=arguments, results=()))
+        if found is None:
+            raise UnsupportedError(f"{call.name}: declared kinds do not say what it is, expected other arguments")
+        return found if isinstance(found, Tensor) else tuple(t for t in found if t is not None)
+
+    with building(next(iter(inputs.values())).graph):
+        found = fused("forward", made, *inputs.values()) if kernel else made(*inputs.values())
+    results = [found] if isinstance(found, Tensor) else list(found)
+    known = {inputs[n]: t for n, t in given.items() if isinstance(t, Tensor)}
+    for place, name in saved.items():
+        known[results[place]] = cast(call[name], results[place].dtype)
+    mask = call.get("output_mask") or (True,) * len(operands)
+    asked = [n for n, wanted in zip(operands, mask, strict=False) if wanted and n in inputs and _is_float(inputs[n])]
+    gradients = dict(zip(asked, _pulled(results[0], grad, [inputs[n] for n in asked], known), strict=True))
+    return [gradients.get(n) for n in operands]
+
+
+def _is_float(t: Tensor) -> bool:
+    return t.dtype.kind == "float"
+
+
+def _shift(call: Call) -> Spec | None:
+    """Return how a bias looks, which no gradient reads: as its own gradient, or as a weight beside it."""
+    return call.results[-1] if call["output_mask"][2] else None
+
+
+@translation("convolution_backward")
+def convolution_backward(call: Call) -> Sequence[Tensor | None] | None:
+    """Two contractions, and the sum for a bias."""
+    operands = {"input": call["input"], "weight": call["weight"], "bias": _shift(call)}
+    return _gradients(call, convolution, operands, call["grad_output"], {})
+
+
+@translation("native_layer_norm_backward", "native_group_norm_backward", "native_batch_norm_backward")
+def norm_backward(call: Call) -> Sequence[Tensor | None] | None:
+    """By the statistics that are saved, or by running ones."""
+    forward, saved = _NORMS[call.name.removesuffix("_backward")]
+    weight = call.get("weight")
+    operands = {"input": call["input"], "weight": weight, "bias": _shift(call) or weight}
+    if call.get("train") is False:
+        operands, saved = {**operands, **{n: call[n] for n in ("running_mean", "running_var")}}, {}
+    made = replace(call, arguments={**call.arguments, "training": call.get("train")})
+    gradients = _gradients(made, forward, operands, call["grad_out"], saved, kernel=True)
+    return None if gradients is None else gradients[:3]
+
+
+_NORMS: dict[str, tuple[Translation, dict[int, str]]] = {
+    "native_layer_norm": (layer_norm, {1: "mean", 2: "rstd"}),
+    "native_group_norm": (group_norm, {1: "mean", 2: "rstd"}),
+    "native_batch_norm": (batch_norm, {1: "save_mean", 2: "save_invstd"}),
+}
+
+
+@translation("_softmax_backward_data", "_log_softmax_backward_data")
+def soft_backward(call: Call) -> Sequence[Tensor | None] | None:
+    """From the result alone."""
+    y: Tensor = call["output"]
+    if not y.ndim or call.out.dtype != y.dtype:
+        return None
+    plain = replace(call, name=call.name.removesuffix("_backward_data"))
+    plain = replace(plain, arguments={**call.arguments, "half_to_float": False})
+    return _gradients(plain, soft, {"self": Spec(y.sizes, y.strides, y.dtype)}, call["grad_output"], {0: "output"})
+
+
+@translation("nll_loss_backward")
+def nll_backward(call: Call) -> Sequence[Tensor | None] | None:
+    """Shares of the mean, added to zeros where the targets are."""
+    operands = {"self": call["self"], "target": call["target"]}
+    made = _gradients(call, nll, operands, call["grad_output"], {1: "total_weight"})
+    return None if made is None else made[:1]
+
+
+@translation(
+    "max_pool2d_with_indices_backward", "max_pool3d_with_indices_backward", "avg_pool2d_backward",
+    "avg_pool3d_backward", "_adaptive_avg_pool2d_backward", "_adaptive_avg_pool3d_backward",
+)  # fmt: skip
+def pool_backward(call: Call) -> Sequence[Tensor | None] | None:
+    """To the largest element of each window, or to each of them."""
+    forward = adaptive_mean if "adaptive" in call.name else mean_pool
+    if "indices" in call.arguments:
+        return _gradients(call, max_pool, {"self": call["self"]}, call["grad_output"], {1: "indices"})
+    return _gradients(call, forward, {"self": call["self"]}, call["grad_output"], {})
+
+
+@translation("_scaled_dot_product_flash_attention_for_cpu_backward")
+def attention_backward(call: Call) -> Sequence[Tensor | None] | None:
+    """Five products, probabilities made again of the logarithm of each row's sum."""
+    given = [call[n] for n in ("query", "key", "value", "attn_mask") if call[n] is not None]
+    inputs = _inputs(given)
+    q, k, v, *masks = inputs
+    found = attended(call, q, k, v, masks[0] if masks else None)
+    if found is None:
+        return None
+    y, op = found
+    assert op.body is not None
+    heads = given[1].sizes[1].expr
+    known = dict(zip(inputs, given, strict=True)) | {
+        op.results[0]: rearrange(call["out"], "b (g r) s v -> b s g r v", g=heads),
+        op.body.export(row_sums(op)[1]): rearrange(call["logsumexp"], "b (g r) s -> b g r s 1", g=heads),
+    }
+    return _pulled(y, call["grad_out"], [q, k, v], known)

@@ -1,0 +1,195 @@
+"""Kernels of gradients in declared kinds: their ops are run in place of torch's calls, and make autograd's numbers."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import costgraph as cg
+from costgraph.torch import lower, trace
+from costgraph.transforms.rewrite import Rewriter
+
+
+class Declared(Rewriter):
+    """Copies a traced graph without the calls that were seen: what runs then is what its ops say."""
+
+    replays = False
+
+
+class Net(nn.Module):
+    """A layer between two others, whose inputs and parameters want gradients."""
+
+    def __init__(self, layer, before=None):
+        super().__init__()
+        self.before, self.layer = before, layer
+
+    def forward(self, x, *more):
+        x = x if self.before is None else self.before(x)
+        made = self.layer(x, *more)
+        return made if not made.ndim else (made * made.sin()).mean()
+
+
+class Function(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *tensors):
+        return self.function(*tensors)
+
+
+def attend(**options):
+    def run(x):
+        q, k, v = (x * n for n in (1.0, 2.0, 0.5))
+        return functional.scaled_dot_product_attention(q, k[:, :1], v[:, :1], enable_gqa=True, **options)
+
+    return Function(run)
+
+
+def entropy(**options):
+    return Function(lambda x, y: functional.cross_entropy(x, y, **options))
+
+
+def images():
+    return nn.Conv2d(3, 6, 1)
+
+
+class Experts(nn.Module):
+    """Rows by the matrix of their expert, three of which there are."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.Parameter(torch.randn(3, 20, 16))
+
+    def forward(self, x, ends):
+        return functional.grouped_mm(x, self.weights.transpose(1, 2), offs=ends)
+
+
+X, ROWS = (2, 3, 8, 10), (7, 5)
+TARGETS = torch.tensor([1, 4, 0, 2, 2, 3, 0])
+ENDS = torch.tensor([2, 2, 7], dtype=torch.int32)
+#: Layers, what is before them, and what they are given.
+CASES = {
+    "convolution": (nn.Conv2d(3, 4, 3, stride=2, padding=1), nn.Conv2d(3, 3, 1), [X]),
+    "convolution of groups": (nn.Conv2d(6, 4, (1, 2), dilation=2, groups=2, bias=False), images(), [X]),
+    "convolution of data": (nn.Conv1d(3, 4, 3), None, [(2, 3, 8)]),
+    "layer norm": (nn.LayerNorm((3, 5)), nn.Linear(5, 5), [(7, 3, 5)]),
+    "layer norm of data": (nn.LayerNorm(5), None, [ROWS]),
+    "layer norm without parameters": (nn.LayerNorm(5, elementwise_affine=False), nn.Linear(5, 5), [ROWS]),
+    "layer norm without a shift": (nn.LayerNorm(5, bias=False), nn.Linear(5, 5), [ROWS]),
+    "group norm": (nn.GroupNorm(3, 6), images(), [X]),
+    "batch norm": (nn.BatchNorm2d(6), images(), [X]),
+    "batch norm by running statistics": (nn.BatchNorm2d(6).eval(), images(), [X]),
+    "softmax": (nn.Softmax(1), nn.Linear(5, 5), [ROWS]),
+    "log_softmax": (nn.LogSoftmax(0), nn.Linear(5, 5), [ROWS]),
+    "cross entropy": (entropy(), nn.Linear(5, 5), [ROWS, TARGETS]),
+    "sum of cross entropies": (entropy(reduction="sum"), nn.Linear(5, 5), [ROWS, TARGETS]),
+    "cross entropy without a class": (entropy(ignore_index=2), nn.Linear(5, 5), [ROWS, TARGETS]),
+    "largest of windows": (nn.MaxPool2d(3, 2, 1), images(), [X]),
+    "mean of windows": (nn.AvgPool2d(3, 2, 1), images(), [X]),
+    "mean of parts": (nn.AdaptiveAvgPool2d((4, 2)), images(), [X]),
+    "attention": (attend(), nn.Linear(10, 10), [X]),
+    "causal attention": (attend(is_causal=True, scale=0.3), nn.Linear(10, 10), [X]),
+    "experts": (Experts(), nn.Linear(16, 16), [(7, 16), ENDS]),
+    "lookup": (Function(lambda x, y: x[y]), nn.Linear(5, 5), [ROWS, TARGETS]),
+    "largest": (Function(lambda x: x.topk(2)[0]), nn.Linear(5, 5), [ROWS]),
+    "in order": (Function(lambda x: x.sort(descending=True)[0]), nn.Linear(5, 5), [ROWS]),
+    "added to rows": (
+        Function(lambda x, y: torch.zeros(5, 5).index_add(0, y, x)), nn.Linear(5, 5), [ROWS, TARGETS],
+    ),
+    "parts": (Function(lambda x: torch.mul(*x.view(7, 2, 2).unbind(1))), nn.Linear(5, 4), [ROWS]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_in_declared_ops_are_those_of_autograd(name):
+    layer, before, given = CASES[name]
+    torch.manual_seed(3)
+    net = Net(layer, before)
+    inputs = [torch.randn(g) if isinstance(g, tuple) else g for g in given]
+    if before is None:
+        inputs[0].requires_grad_()
+    g = trace(net, *inputs, train=True)
+    assert not [op for op in g.walk() if op.kind.name == "foreign"]
+    made = Declared().run(g)
+    with made:
+        made.outputs.extend(made.gradients.values())
+    low = lower(made)
+    low.load_state_dict(net.state_dict(), strict=False)
+    with torch.no_grad():
+        loss, *gradients = low(*(x.clone() for x in inputs))
+    expected = net(*inputs)
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach())
+    wanted = {n.replace(".", "/"): p.grad for n, p in net.named_parameters()}
+    assert {t.name for t in g.gradients} == wanted.keys()
+    for t, gradient in zip(g.gradients, gradients, strict=True):
+        torch.testing.assert_close(gradient, wanted[t.name], rtol=1e-4, atol=1e-5)
+
+
+class InPlace(nn.Module):
+    """Writes over what gradients of its ops read: torch keeps a copy, the library's own pass writes beside it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 7), nn.Linear(7, 3)
+
+    def forward(self, x):
+        h = self.first(x) + 9
+        h /= h.sum(1, keepdim=True)
+        h = functional.silu(h, inplace=True)
+        return self.last(h.mul_(2.0)).mean()
+
+
+def test_what_an_op_in_place_writes_over_is_there_for_its_gradient():
+    net, x = InPlace(), torch.randn(11, 5)
+    made = cg.backward(trace(net, x))
+    assert cg.matmul_flops(made) == cg.matmul_flops(trace(net, x, train=True))
+    with made:
+        made.outputs.extend(made.gradients.values())
+    low = lower(made)
+    low.load_state_dict(net.state_dict())
+    with torch.no_grad():
+        _, *gradients = low(x)
+    net(x).backward()
+    for gradient, (_, p) in zip(gradients, net.named_parameters(), strict=True):
+        torch.testing.assert_close(gradient, p.grad)
+
+
+#: Functions whose numbers are not those of the library's: two that it can say with others, and those that it cannot.
+NUMBERS = {
+    "relu6": (functional.relu6, True),
+    "masked": (lambda x: x.masked_fill(x > 0, -7.0), True),
+    "leaky_relu": (lambda x: functional.leaky_relu(x, 0.2), False),
+    "elu": (lambda x: functional.elu(x, 0.5), False),
+    "softplus": (lambda x: functional.softplus(x, 2.0), False),
+    "hardtanh": (lambda x: functional.hardtanh(x, -2.0, 3.0), False),
+    "in place": (lambda x: (x + 0).masked_fill_(x > 0, -7.0), False),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_of_a_call_is_kept_or_its_run_is_refused(name):
+    function, kept = NUMBERS[name]
+    x = torch.linspace(-9, 9, 23)
+    g = trace(Function(function), x)
+    torch.testing.assert_close(lower(g)(x), function(x))
+    made = Declared().run(g)
+    if kept:
+        torch.testing.assert_close(lower(made)(x), function(x))
+    else:
+        with pytest.raises(cg.UnsupportedError, match="torch has no function"):
+            lower(made)
+
+
+def test_running_statistics_are_written_into():
+    """Two more reads and writes of a number for each of 5 channels than the norm of a batch has without them."""
+    norm, x = nn.BatchNorm1d(5), torch.randn(7, 5)
+    g = trace(norm, x)
+    (op,) = (op for op in g.ops if op.kind.name == "kernel")
+    assert [op.operands[i].name for i in op.kind.overwrites()] == ["running_mean", "running_var"]
+    low = lower(g)
+    low.load_state_dict(norm.state_dict())
+    torch.testing.assert_close(low(x), norm(x))
+    for name in ("running_mean", "running_var"):
+        torch.testing.assert_close(low.state_dict()[name], norm.state_dict()[name])
