@@ -58,6 +58,13 @@ class Foreign(Stated):
             for (sizes, dtype, strides, of, offset), own in zip(outputs, pieces, strict=True)
         ]
 
+    @property
+    def is_blind(self) -> bool:
+        """Whether its results are new and nothing is read for them: random numbers, and memory that is only taken."""
+        written = self.bytes_written or (None,) * len(self.outputs)
+        new = all(of is None or n != ZERO for (*_, of, _), n in zip(self.outputs, written, strict=True))
+        return new and self.bytes_read is not None and not any(self.bytes_read)
+
     def flops(self, op: Op) -> Flops:
         """Return what is stated, the masked part too."""
         return replace(Stated.flops(self, op), full=self.full)
@@ -108,7 +115,8 @@ def need_declared(place: str, graph: Graph, instead: str, *, floats: bool = Fals
     instead : str
         What to do with a traced module.
     floats : bool
-        Whether calls that integers alone decide may stay: formats and weights are asked for.
+        Whether calls that integers alone decide, and those that read nothing, may stay: formats and weights are asked
+        for.
 
     Raises
     ------
@@ -117,5 +125,5 @@ def need_declared(place: str, graph: Graph, instead: str, *, floats: bool = Fals
     """
     kept = exact(graph) if floats else set()
     for op in graph.walk():
-        if isinstance(op.kind, Foreign) and op not in kept:
+        if isinstance(op.kind, Foreign) and op not in kept and not (floats and op.kind.is_blind):
             raise refusal(place, op, instead)

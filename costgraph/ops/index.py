@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from ..algebra.polynomial import ONE, ZERO, Poly
 from ..dtypes import DType
@@ -28,8 +28,14 @@ def _need_integers(ids: Tensor) -> None:
         raise ShapeError(f"indices {ids!r}: expected an integer format")
 
 
-def _need_batch(table: Tensor, ids: Tensor, batch: int) -> None:
-    _need_integers(ids)
+def _need_batch(table: Tensor, places: Sequence[Tensor], batch: int) -> None:
+    ids = places[0]
+    for t in places:
+        _need_integers(t)
+        if t.ndim != ids.ndim or not all(map(table.graph.same, t.sizes, ids.sizes)):
+            raise ShapeError(f"indices {t!r} beside {ids!r}: expected one shape")
+    if len(places) > 1 and (batch or table.ndim < len(places)):
+        raise ShapeError(f"{len(places)} tensors of indices into {table!r}: expected an axis for each, none of a batch")
     if table.ndim <= batch:
         least = "one axis" if not batch else f"{batch + 1} axes, {batch} of them of the batch"
         raise ShapeError(f"rows of {table!r}: expected at least {least}")
@@ -42,10 +48,26 @@ def _need_batch(table: Tensor, ids: Tensor, batch: int) -> None:
 class Indexed(OpKind):
     """What looks up rows of a table, or writes them: those of axis `batch`, the axes before it shared with the indices.
 
-    With `batch` 0 any index means a row of the whole table; with that of the last axis, rows are single elements.
+    With `batch` 0 any index means a row of the whole table; with that of the last axis, rows are single elements. Of
+    several tensors of indices, all of one shape, each is for an axis of the table, from the first one on.
     """
 
+    after: ClassVar[int] = 0
+    """Operands behind the indices."""
     batch: Index = 0
+
+    def places(self, operands: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return the tensors of indices."""
+        return operands[1 : len(operands) - self.after]
+
+    def row(self, operands: Sequence[Tensor]) -> slice:
+        """Return which axes of the table are those of a row."""
+        return slice(self.batch + len(self.places(operands)), None)
+
+    def different(self, ids: Sequence[Tensor]) -> Poly:
+        """Return how many different places indices may name: an expanded axis of all of them is one again."""
+        strides = [next((s for s in at if s), ZERO) for at in zip(*(t.strides for t in ids), strict=True)]
+        return distinct(ids[0].sizes[self.batch :], strides[self.batch :]) if ids else ONE
 
 
 @register
@@ -58,19 +80,20 @@ class Gather(Indexed):
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
         """Return what is looked up."""
-        rules.need_operands(self, operands, 2)
-        table, ids = operands
+        rules.need_operands(self, operands[:2], 2)
+        table, ids = operands[0], self.places(operands)
         _need_batch(table, ids, self.batch)
-        return [Result((*ids.sizes, *table.sizes[self.batch + 1 :]), table.dtype)]
+        return [Result((*ids[0].sizes, *table.sizes[self.row(operands)]), table.dtype)]
 
     def reads(self, op: Op) -> tuple[Poly, ...]:
         """Return the rows of a table that are looked up, not the table, and the indices."""
-        (table, ids), batch = op.operands, self.batch
-        moves = bool(table.strides[batch])  # all rows of an expanded table are one
-        lead = zip(ids.sizes[:batch], ids.strides[:batch], table.strides[:batch], strict=True)
-        rows = prod((n for n, i, t in lead if t or (i and moves)), start=ONE)
-        found = distinct(ids.sizes[batch:], ids.strides[batch:]) if moves else ONE
-        return rows * found * distinct(table.sizes[batch + 1 :], table.strides[batch + 1 :]), rules.elements(ids)
+        (table, *ids), batch, row = op.operands, self.batch, self.row(op.operands)
+        # all rows of an expanded table are one
+        moving = [t for t, stride in zip(ids, table.strides[batch:], strict=False) if stride]
+        lead = zip(ids[0].sizes[:batch], ids[0].strides[:batch], table.strides[:batch], strict=True)
+        rows = prod((n for n, i, t in lead if t or (i and moving)), start=ONE)
+        read = rows * self.different(moving) * distinct(table.sizes[row], table.strides[row])
+        return read, *map(rules.elements, ids)
 
 
 @register
@@ -79,16 +102,19 @@ class Scatter(Indexed):
     """Updates that are added to rows of a target, written over them, or compared with them."""
 
     name = "scatter"
+    after = 1
     mode: Annotated[str, one_of("add", "set", "max")]
     inplace: Flag = False
     """Whether it writes into the target's storage, else into a copy."""
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
         """Return the target with the updates in it."""
-        rules.need_operands(self, operands, 3)
-        target, ids, updates = operands
-        _need_batch(target, ids, self.batch)
-        expected = (*ids.sizes, *target.sizes[self.batch + 1 :])
+        rules.need_operands(self, operands[:3], 3)
+        (target, *_, updates), (ids, *more) = operands, self.places(operands)
+        _need_batch(target, [ids, *more], self.batch)
+        if more and self.mode == "max":
+            raise ShapeError(f"largest of {target!r} by {len(more) + 1} tensors of indices: expected one")
+        expected = (*ids.sizes, *target.sizes[self.row(operands)])
         if len(expected) != updates.ndim or not all(map(target.graph.same, expected, updates.sizes)):
             raise ShapeError(
                 f"updates {updates!r}: expected ({', '.join(map(str, expected))}) for {ids!r} into {target!r}"
@@ -103,9 +129,9 @@ class Scatter(Indexed):
 
     def reads(self, op: Op) -> tuple[Poly, ...]:
         """Return indices and updates, and what the result starts as: rows that are read first, or a copied target."""
-        target, ids, updates = op.operands
+        target, *rest = op.operands
         rows = ZERO if self.mode == "set" else self._rows(op)
-        return (rows if self.inplace else rules.elements(target)), rules.elements(ids), rules.elements(updates)
+        return (rows if self.inplace else rules.elements(target)), *map(rules.elements, rest)
 
     def writes(self, op: Op) -> tuple[Poly, ...]:
         """Return the rows that change, or a result of its own whole."""
@@ -116,10 +142,9 @@ class Scatter(Indexed):
         return (0,) if self.inplace else ()
 
     def _rows(self, op: Op) -> Poly:
-        """Return the elements of its target that it reaches: an expanded axis of indices is one row again."""
-        (target, ids, _), batch = op.operands, self.batch
-        found = distinct(ids.sizes[batch:], ids.strides[batch:])
-        return prod((*target.sizes[:batch], *target.sizes[batch + 1 :]), start=found)
+        """Return the elements of its target that it reaches."""
+        sizes, found = op.operands[0].sizes, self.different(self.places(op.operands))
+        return prod((*sizes[: self.batch], *sizes[self.row(op.operands)]), start=found)
 
 
 @register

@@ -20,19 +20,21 @@ def _rows(at: At[Gather | Scatter]) -> dict[Point, Point]:
 
     The same row twice is noted.
     """
-    (table, ids), batch = at.operands[:2], at.kind.batch
-    many = table.array.shape[batch]
-    found = {index: (*index[:batch], int(at.read(1, *index)) % many) for index in product(*map(range, ids.array.shape))}
-    looks: dict[int, set[int]] = {}
+    (table, *ids), batch = at.operands[: len(at.operands) - at.kind.after], at.kind.batch
+    found = {}
+    for index in product(*map(range, ids[0].array.shape)):
+        own = (int(at.read(k + 1, *index)) % table.array.shape[batch + k] for k in range(len(ids)))
+        found[index] = (*index[:batch], *own)
+    looks: dict[int, set[tuple[int, ...]]] = {}
     for index, row in found.items():
-        first = table.address(row + (0,) * (table.array.ndim - batch - 1))
-        looks.setdefault(first, set()).add(ids.address(index))
+        first = table.address(row + (0,) * (table.array.ndim - len(row)))
+        looks.setdefault(first, set()).add(tuple(t.address(index) for t in ids))
     at.repeats = at.repeats or any(len(cells) > 1 for cells in looks.values())
     return found
 
 
 def _rests(at: At[Gather | Scatter]) -> list[Point]:
-    return list(product(*map(range, at.operands[0].array.shape[at.kind.batch + 1 :])))
+    return list(product(*map(range, at.operands[0].array.shape[at.kind.row(at.op.operands)])))
 
 
 @meaning(Gather)
@@ -44,7 +46,7 @@ def _gather(at: At[Gather]) -> None:
 
 @meaning(Scatter)
 def _scatter(at: At[Scatter]) -> None:
-    target, _, updates = at.operands
+    target, *_, updates = at.operands
     if at.kind.overwrites():
         at.made[0] = target
     else:
@@ -53,7 +55,7 @@ def _scatter(at: At[Scatter]) -> None:
     result = at.result().array
     for index, row in _rows(at).items():
         for rest in _rests(at):
-            x, to = at.number(2, *index, *rest), (*row, *rest)
+            x, to = at.number(len(at.operands) - 1, *index, *rest), (*row, *rest)
             if at.kind.mode == "set":
                 at.write(x, *to)
                 continue

@@ -218,9 +218,9 @@ def _rearrange(at: At[Rearrange]) -> None:
 
 def _places(at: At[Gather | Scatter]) -> tuple[Array, ...]:
     """Return where the row of each index is, as NumPy's advanced indexing has it."""
-    table, ids, batch = at.operands[0].array, at.operands[1].array, at.kind.batch
-    lead = np.indices(ids.shape)[:batch]
-    return (*lead, ids.astype(int) % table.shape[batch])
+    table, *ids = (v.array for v in at.operands[: len(at.operands) - at.kind.after])
+    lead = np.indices(ids[0].shape)[: at.kind.batch]
+    return (*lead, *(t.astype(int) % n for t, n in zip(ids, table.shape[at.kind.batch :], strict=False)))
 
 
 def _gather(at: At[Gather]) -> Array:
@@ -229,7 +229,7 @@ def _gather(at: At[Gather]) -> Array:
 
 
 def _scatter(at: At[Scatter]) -> Array:
-    target, _, updates = (v.array for v in at.operands)
+    target, *_, updates = (v.array for v in at.operands)
     if at.kind.overwrites():
         at.made[0] = at.operands[0]
     out = np.array(target)

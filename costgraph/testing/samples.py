@@ -14,7 +14,7 @@ from ..graph.tensor import Tensor
 from ..nn.conv import pool
 from ..ops.contraction import Einsum
 from ..ops.foreign import Foreign
-from ..ops.index import Arange, Gather, Scatter, arange, gather, scatter
+from ..ops.index import Arange, Gather, Scatter, arange
 from ..ops.layout import concat, contiguous_copy, expand, index, rearrange, reshape, slice_axis
 from ..ops.moves import Concat, Expand, Rearrange, Slice
 from ..ops.pointwise import FUNCTIONS, Pointwise, cast, pointwise
@@ -219,30 +219,31 @@ def _ids(s: Sketch, most: int, *lead: Any) -> Tensor:
     return s.fresh((*lead, *shape) if lead else shape, s.one_of(["int64", "int32"]), "input")
 
 
-def _indexed(s: Sketch) -> tuple[Tensor, Tensor, int]:
+def _indexed(s: Sketch) -> tuple[Tensor, list[Tensor], int]:
     """Draw a table, indices and how many leading axes they have in common."""
     x = s.tensor(lambda t: t.ndim >= 1 and s.elements(t) <= 36, s.shape(s.number(1, 3), 36))
     batch = s.one_of([0, 0, x.ndim - 1, s.number(0, x.ndim - 1)])
     if not batch:
-        return x, _ids(s, s.value(x.sizes[0])), 0
-    return x, s.fresh((*x.shape[:batch], s.number(1, s.value(x.sizes[batch]))), "int64", "input"), batch
+        ids = _ids(s, s.value(x.sizes[0]))
+        return x, [ids, *(s.fresh(ids.shape, "int64", "input") for _ in range(s.one_of([0, 0, x.ndim - 1])))], 0
+    return x, [s.fresh((*x.shape[:batch], s.number(1, s.value(x.sizes[batch]))), "int64", "input")], batch
 
 
 @sample(Gather)
 def _gather(s: Sketch) -> Sequence[Tensor]:
     x, ids, batch = _indexed(s)
-    return [gather(x, ids, batch=batch)]
+    return apply(Gather(batch=batch), [x, *ids], "gather")
 
 
 @sample(Scatter)
 def _scatter(s: Sketch) -> Sequence[Tensor]:
     x, ids, batch = _indexed(s)
-    updates = s.fresh((*ids.shape, *x.shape[batch + 1 :]), x.dtype.name)
+    updates = s.fresh((*ids[0].shape, *x.shape[batch + len(ids) :]), x.dtype.name)
     changes = s.may_change(x) and x.touched == x.numel and s.chance(1)
-    mode = s.one_of(["add", "set", "max"])
-    if s.trained and ((mode == "set" and s.elements(ids) > s.value(x.sizes[0])) or (mode == "max" and changes)):
+    mode = s.one_of(["add", "set", *(["max"] if len(ids) == 1 else [])])
+    if s.trained and ((mode == "set" and s.elements(ids[0]) > s.value(x.sizes[0])) or (mode == "max" and changes)):
         mode = "add"  # of what is set twice, autograd has no gradient, and a maximum in place leaves none
-    return [scatter(x, ids, updates, mode, inplace=changes, batch=batch)]
+    return apply(Scatter(mode=mode, inplace=changes, batch=batch), [x, *ids, updates], "scatter")
 
 
 @sample(Arange)

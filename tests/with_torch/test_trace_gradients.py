@@ -92,6 +92,14 @@ CASES = {
     "causal attention": (attend(is_causal=True, scale=0.3), nn.Linear(10, 10), [X]),
     "experts": (Experts(), nn.Linear(16, 16), [(7, 16), ENDS]),
     "lookup": (Function(lambda x, y: x[y]), nn.Linear(5, 5), [ROWS, TARGETS]),
+    "lookup in the last axis": (Function(lambda x, y: x[:, y[None, :3]]), nn.Linear(5, 5), [ROWS, TARGETS]),
+    "lookup in two axes": (
+        Function(lambda x, y: x[:, y[:4, None], y[None, :2]]), nn.Linear(10, 10), [(2, 5, 10), TARGETS],
+    ),
+    "written over": (
+        Function(lambda x, y: torch.index_put(x, (y[:2], y[1:3]), x[2, :2])), nn.Linear(5, 5), [ROWS, TARGETS],
+    ),
+    "picked": (Function(lambda x, y: x.gather(0, y[:5].expand(3, 5))), nn.Linear(5, 5), [ROWS, TARGETS]),
     "largest": (Function(lambda x: x.topk(2)[0]), nn.Linear(5, 5), [ROWS]),
     "in order": (Function(lambda x: x.sort(descending=True)[0]), nn.Linear(5, 5), [ROWS]),
     "added to rows": (
@@ -193,3 +201,23 @@ def test_running_statistics_are_written_into():
     torch.testing.assert_close(low(x), norm(x))
     for name in ("running_mean", "running_var"):
         torch.testing.assert_close(low.state_dict()[name], norm.state_dict()[name])
+
+
+class Dropping(nn.Module):
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 7, dtype=dtype), nn.Linear(7, 3, dtype=dtype)
+
+    def forward(self, x):
+        return self.last(functional.dropout(self.first(x), 0.1)).mean()
+
+
+def test_masks_that_are_drawn_have_no_gradient_and_the_format_of_what_they_hide():
+    x = torch.randn(11, 5)
+    g, seen = trace(Dropping(), x), trace(Dropping(), x, train=True)
+    made = cg.backward(g)
+    assert cg.flops(made) == cg.flops(seen)
+    assert abs(cg.peak_memory(made) - cg.peak_memory(seen)) <= 4
+    low, narrow = cg.apply_precision(g, "bf16"), trace(Dropping(torch.bfloat16), x.bfloat16())
+    for count in (cg.flops, cg.bytes_moved, cg.peak_memory):
+        assert count(low) == count(narrow)

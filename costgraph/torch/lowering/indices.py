@@ -17,6 +17,7 @@ from ...ops.grouped import Dispatch, TopK
 from ...ops.index import Arange, Gather, Indexed
 from ...ops.keep import Keep, StopGradient
 from ...ops.moves import Concat, Expand, Rearrange, Slice
+from ...ops.ordering import Sort
 from ...ops.pointwise import Pointwise
 from ...ops.reduce import Reduce
 from ...ops.stacks import Stacked
@@ -81,16 +82,17 @@ class Indices:
 
     def valid(self, op: Op) -> bool:
         """Whether the indices of a lookup are within its table, where sources are."""
-        origin = self._origins.get(op.operands[1], _Origin(below=inf))
-        return origin.below <= self._rows(op)
+        return all(self._of(t).below <= rows for t, rows in self._rows(op))
 
     def within(self, t: Tensor, rows: int) -> bool:
         """Whether integers are below a number, where sources are."""
         return self._of(t).below <= rows
 
-    def _rows(self, op: Op) -> int:
+    def _rows(self, op: Op) -> list[tuple[Tensor, int]]:
+        """Return the tensors of indices, and what each of them has to be below."""
         assert isinstance(op.kind, Indexed)
-        return self._numbers(op.operands[0].sizes[op.kind.batch])
+        sizes = op.operands[0].sizes[op.kind.batch :]
+        return [(t, self._numbers(n)) for t, n in zip(op.kind.places(op.operands), sizes, strict=False)]
 
     def _follow(self, graph: Graph) -> None:
         for t in graph.tensors:
@@ -102,8 +104,8 @@ class Indices:
                     most = self._numbers(op.kind.experts)
                     self._limits[source] = min(self._limits.get(source, most), most)
             if isinstance(op.kind, Indexed):
-                for source in self._of(op.operands[1]).sources:
-                    self._limits[source] = min(self._limits.get(source, self._rows(op)), self._rows(op))
+                for t, rows in self._rows(op):
+                    self._limits |= {s: min(self._limits.get(s, rows), rows) for s in self._of(t).sources}
             if op.body is not None:
                 self._through(op)
             else:
@@ -144,7 +146,7 @@ class Indices:
                 axes = zip(kind.pattern.operands[0], op.operands[0].sizes, strict=True)
                 kept = kind.pattern.result_names
                 below = self._numbers(next(n for a, n in axes if a.names and a.names[0] not in kept))
-            case TopK():
+            case TopK() | Sort():
                 below = self._numbers(op.operands[0].sizes[-1])
             case Fill() as kind if (value := self._numbers.fact(kind.value)) >= 0:
                 below = value + 1

@@ -15,12 +15,18 @@ from .table import lowering
 __all__: list[str] = []  # its lowerings are found in LOWERINGS
 
 
-def _ids(site: Site[Gather | Scatter], rows: int) -> Any:
+def _ids(site: Site[Gather | Scatter], rows: int, place: int = 0) -> Any:
     """Return the indices; those that nothing says to be rows are taken modulo their number."""
-    ids = site.operands[1]
+    ids = site.operands[1 + place]
     if not site.shared.indices.valid(site.op):
         ids = site.call(torch.remainder, ids, rows)
     return ids
+
+
+def _each(site: Site[Gather | Scatter], sizes: tuple[int, ...]) -> list[Any]:
+    """Return the indices of each of several axes."""
+    count = len(site.kind.places(site.op.operands))
+    return [site.cast(_ids(site, sizes[k], k), torch.int64) for k in range(count)]
 
 
 def along(table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -31,6 +37,9 @@ def along(table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 @lowering(Gather)
 def _gather(site: Site[Gather]) -> None:
     table, sizes, batch = site.operands[0], site.sizes(site.op.operands[0]), site.kind.batch
+    if len(site.operands) > 2:
+        site.own(torch.ops.aten.index, table, _each(site, sizes))
+        return
     ids = _ids(site, sizes[batch])
     if batch and batch == len(sizes) - 1 == len(site.sizes(site.op.operands[1])) - 1:
         if site.shadow(ids).dtype == torch.int64:
@@ -68,8 +77,14 @@ _ALONG: Mapping[str, Callable[..., Any]] = {
 
 @lowering(Scatter)
 def _scatter(site: Site[Scatter]) -> None:
-    target, _, updates = site.operands
+    target, *_, updates = site.operands
     sizes, batch, mode = site.sizes(site.op.operands[0]), site.kind.batch, site.kind.mode
+    if len(site.operands) > 3:
+        if not site.kind.overwrites():
+            site.own(torch.clone, target)
+            target = site.made[0]
+        site.alias(site.call(torch.ops.aten.index_put_, target, _each(site, sizes), updates, mode == "add"))
+        return
     by_row = not batch and mode in _ROWS
     places, count = _flat(site, site.cast(_ids(site, sizes[batch]), torch.int64), sizes, by_row=by_row)
     if not site.kind.overwrites():

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from ...algebra.polynomial import ONE
 from ...graph.op import Op
 from ...graph.tensor import Tensor
+from ...ops.foreign import Foreign
 
 __all__ = ["active_in", "active_inside", "graded_in", "graded_inside"]
 
@@ -17,9 +18,13 @@ def active_in(ops: Iterable[Op], start: Iterable[Tensor]) -> set[Tensor]:
     for op in ops:
         if op.body is not None and op.loop is not None:
             _active_carries(op, active)
-        elif op.kind.passes_gradients and any(t in active for t in op.operands):
+        elif _passes(op) and any(t in active for t in op.operands):
             active.update(t for t in op.results if t.dtype.kind == "float")
     return active
+
+
+def _passes(op: Op) -> bool:
+    return op.kind.passes_gradients and not (isinstance(op.kind, Foreign) and op.kind.is_blind)
 
 
 def active_inside(op: Op, active: set[Tensor]) -> set[Tensor]:

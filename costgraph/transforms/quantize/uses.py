@@ -121,7 +121,7 @@ def uses_of(graph: Graph) -> dict[Tensor, list[Use]]:
 
 
 def _use(op: Op, i: int, axes: _Axes | None, sources: _Sources) -> Use:
-    if isinstance(op.kind, Gather) and not op.kind.batch and i == 0:
+    if isinstance(op.kind, Gather) and not op.kind.batch and i == 0 and len(op.operands) == 2:
         return Use(op, i, "lookup")
     if isinstance(op.kind, Grouped) and i == 1 and axes is not None and sources.of(op.operands[0])[0].role != "param":
         return Use(op, i, "product", tuple(sorted(axes[1])))

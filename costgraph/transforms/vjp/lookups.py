@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ...errors import UnsupportedError
+from ...graph.graph import apply
 from ...graph.tensor import Tensor
 from ...ops.fill import fill
 from ...ops.index import Gather, Scatter, gather, scatter
@@ -18,26 +20,27 @@ __all__: list[str] = []  # its rules are found in RULES
 @vjp(Gather)
 def _gather(pull: Pull[Gather]) -> Sequence[Tensor | None]:
     """Add what each row got to a table of zeros, as torch's `embedding_dense_backward`."""
-    (g,), (table, ids) = pull.grads, pull.op.operands
+    (g,), (table, *ids) = pull.grads, pull.op.operands
     if g is None or not pull.needs[0]:
-        return [None, None]
-    zeros = fill(table.sizes, 0, table.dtype)
-    return [scatter(zeros, pull.saved(ids), g, "add", batch=pull.kind.batch), None]
+        return [None, *(None for _ in ids)]
+    kind = Scatter(mode="add", inplace=True, batch=pull.kind.batch)
+    added = apply(kind, [fill(table.sizes, 0, table.dtype), *map(pull.saved, ids), g], "scatter")
+    return [*added, *(None for _ in ids)]
 
 
 @vjp(Scatter)
 def _scatter(pull: Pull[Scatter]) -> Sequence[Tensor | None]:
     """Look up what the updates got; of rows that were overwritten the target has no gradient."""
-    (g,), (_, ids, updates) = pull.grads, pull.op.operands
+    (g,), (_, *ids, updates) = pull.grads, pull.op.operands
     assert g is not None
-    batch = pull.kind.batch
     if pull.kind.mode == "max":
         return _largest(pull, g)
-    target = g if pull.needs[0] else None
+    target, rows = g if pull.needs[0] else None, list(map(pull.saved, ids))
     if target is not None and pull.kind.mode == "set":
         zeros = expanded(fill((), 0, updates.dtype), updates.sizes, (None,) * updates.ndim)
-        target = scatter(g, pull.saved(ids), zeros, "set", inplace=False, batch=batch)
-    return [target, None, gather(g, pull.saved(ids), batch=batch) if pull.needs[2] else None]
+        (target,) = apply(replace(pull.kind, inplace=False), [g, *rows, zeros], "scatter")
+    found = apply(Gather(batch=pull.kind.batch), [g, *rows], "gather")[0] if pull.needs[-1] else None
+    return [target, *(None for _ in ids), found]
 
 
 def _largest(pull: Pull[Scatter], g: Tensor) -> Sequence[Tensor | None]:

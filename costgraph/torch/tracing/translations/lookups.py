@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ....algebra.polynomial import poly
+from ....algebra.polynomial import ONE, poly
 from ....graph.graph import apply
 from ....graph.tensor import Tensor
 from ....ops.fill import fill
 from ....ops.grouped import TopK
-from ....ops.index import gather, scatter, take_along
-from ....ops.layout import broadcast
+from ....ops.index import Gather, Scatter, gather, scatter, take_along
+from ....ops.layout import broadcast, permute
 from ....ops.ordering import Sort
 from ..call import Call
 from ..rules.amounts import is_number
@@ -36,22 +36,64 @@ def embedding_backward(call: Call) -> Tensor | None:
 
 @translation("index_select")
 def selected(call: Call) -> Tensor | None:
-    """Rows of the first axis."""
-    return gather(call["self"], call["index"]) if call["dim"] == 0 and call["index"].ndim else None
+    """Rows of an axis."""
+    x: Tensor = call["self"]
+    return _looked_up(x, [None] * (call["dim"] % x.ndim) + [call["index"]]) if x.ndim and call["index"].ndim else None
 
 
 @translation("index")
 def indexed(call: Call) -> Tensor | None:
-    """Rows of the first axis by one tensor of integers."""
-    rows = _rows(call)
-    return None if rows is None else gather(call["self"], rows)
+    """What one tensor of integers or several name, of neighbouring axes."""
+    return _looked_up(call["self"], call["indices"])
+
+
+def _looked_up(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor | None:
+    found = _places(x, indices)
+    if found is None:
+        return None
+    first, ids = found
+    (made,) = apply(Gather(), [_turned(x, first, len(ids)), *ids], "gather")
+    return _turned(made, ids[0].ndim, first)  # axes before those of indices stand behind them now
+
+
+def _places(x: Tensor, indices: Sequence[Tensor | None]) -> tuple[int, list[Tensor]] | None:
+    """Return the first axis that is indexed, and indices of one shape for it and those behind it."""
+    given = [(i, t) for i, t in enumerate(indices) if t is not None]
+    ids = [t for _, t in given]
+    together = bool(given) and [i for i, _ in given] == list(range(given[0][0], given[0][0] + len(ids)))
+    if not together or any(t.dtype.kind != "int" for t in ids):
+        return None  # what stands apart comes first; of masks the data say how many there are
+    if len(ids) == 1:
+        return given[0][0], ids
+    rank = max(t.ndim for t in ids)
+    at = [[t.sizes[i - rank + t.ndim] for t in ids if i - rank + t.ndim >= 0] for i in range(rank)]
+    sizes = [next((n for n in ns if n != ONE), ONE) for ns in at]
+    return given[0][0], [t if t.sizes == tuple(sizes) else broadcast(t, sizes) for t in ids]
+
+
+def _turned(x: Tensor, first: int, count: int) -> Tensor:
+    """Return a tensor with some of its axes in front of those before them."""
+    order = [*range(first, first + count), *range(first), *range(first + count, x.ndim)]
+    return permute(x, order) if order != list(range(x.ndim)) else x
 
 
 @translation("gather")
 def picked(call: Call) -> Tensor | None:
-    """Elements along the last axis."""
-    x, ids = call["self"], call["index"]
-    return take_along(x, ids) if _is_last(x, call["dim"]) else None
+    """Elements along an axis."""
+    x, dim = call["self"], call["dim"]
+    return _behind(take_along(_to_the_end(x, dim), _to_the_end(call["index"], dim)), dim) if x.ndim else None
+
+
+def _to_the_end(x: Tensor, dim: int) -> Tensor:
+    """Return a tensor with an axis behind the others."""
+    return x if _is_last(x, dim) else permute(x, [*(i for i in range(x.ndim) if i != dim % x.ndim), dim])
+
+
+def _behind(x: Tensor, dim: int) -> Tensor:
+    """Return a tensor with its last axis where another one was."""
+    order = list(range(x.ndim - 1))
+    order.insert(dim % x.ndim, x.ndim - 1)
+    return x if _is_last(x, dim) else permute(x, order)
 
 
 def _is_last(x: Tensor, dim: int) -> bool:
@@ -74,22 +116,21 @@ def ordered(call: Call) -> Sequence[Tensor] | None:
     return apply(Sort(descending=bool(call["descending"])), [x], "sort") if _is_last(x, call["dim"]) else None
 
 
-def _rows(call: Call) -> Tensor | None:
-    """Return the only tensor of integers that an indexing of the first axis has."""
-    first, *others = call["indices"]
-    fits = isinstance(first, Tensor) and first.dtype.kind == "int" and not any(t is not None for t in others)
-    return first if fits else None
-
-
 @translation("index_put", "_index_put_impl")
 def put(call: Call) -> Tensor | None:
-    """Rows of the first axis added to, or written over."""
-    target, rows, values = call["self"], _rows(call), call["values"]
-    if rows is None or values.dtype != target.dtype:
+    """What tensors of integers name added to, or written over."""
+    target, values = call["self"], call["values"]
+    found = _places(target, call["indices"])
+    if found is None or values.dtype != target.dtype:
         return None
-    whole = (*rows.sizes, *target.sizes[1:])
+    first, ids = found
+    turned = _turned(target, first, len(ids))
+    n, rank = len(ids), ids[0].ndim
+    whole = (*target.sizes[:first], *ids[0].sizes, *target.sizes[first + n :])
     values = values if values.sizes == whole else broadcast(values, whole)
-    return scatter(target, rows, values, "add" if call["accumulate"] else "set", inplace=call.inplace)
+    kind = Scatter(mode="add" if call["accumulate"] else "set", inplace=call.inplace)
+    (made,) = apply(kind, [turned, *ids, _turned(values, first, rank)], "scatter")
+    return _turned(made, n, first)
 
 
 @translation("index_add", "index_copy")
@@ -104,9 +145,10 @@ def added(call: Call) -> Tensor | None:
 
 @translation("scatter_add", "scatter.src")
 def along(call: Call) -> Tensor | None:
-    """Elements along the last axis that others are added to, or that others take the place of."""
-    target, ids, source = call["self"], call["index"], call["src"]
-    if not _is_last(target, call["dim"]) or source.sizes != ids.sizes:
+    """Elements along an axis that others are added to, or that others take the place of."""
+    target, dim = call["self"], call["dim"]
+    if not target.ndim or call["src"].sizes != call["index"].sizes:
         return None
+    target, ids, source = (_to_the_end(call[n], dim) for n in ("self", "index", "src"))
     mode = "add" if call.name == "scatter_add" else "set"
-    return scatter(target, ids, source, mode, inplace=call.inplace, along=True)
+    return _behind(scatter(target, ids, source, mode, inplace=call.inplace, along=True), dim)
