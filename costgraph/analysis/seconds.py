@@ -80,13 +80,14 @@ def which(compute: Poly, memory: Poly, known: Relations, slow: str) -> str | Bou
         return "compute"
     if known.nonnegative(-excess):
         return slow
-    plain = known.cleared(excess) or excess
+    found = known.cleared([excess])
+    plain = found[0] if found else excess
     plain = plain * lcm(*(c.denominator for c in plain.terms.values()))
     more, less = (Poly({m: c for m, c in p.terms.items() if c > 0}) for p in (plain, -plain))
     shared, scale = content(plain.terms)
     if len(more.terms) == 1:  # B*S >= 295.3, where it is one product
         (scale,) = more.terms.values()
-    factor = Poly({shared: abs(scale)})
+    factor = Poly({shared: scale if scale > 0 else -scale})
     return Bound(sympy.Ge((more / factor).expr, (less / factor).expr, evaluate=False), slow)
 
 
