@@ -5,11 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from limits import PROCESS
 
 HERE = Path(__file__).resolve().parent
 
 
+@pytest.mark.long
 def test_hostile_inputs_need_little_memory():
     paths = os.pathsep.join([str(HERE), str(HERE.parent), str(HERE.parent.parent)])
     done = subprocess.run(

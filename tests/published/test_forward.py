@@ -63,6 +63,7 @@ def test_every_row_is_derived_or_left_for_a_reason():
         assert row["why"]
 
 
+@pytest.mark.long
 def test_the_page_is_what_the_script_makes_of_the_rows():
     script = runpy.run_path(str(Path(__file__).with_name("table.py")))
     page = script["page"]()
