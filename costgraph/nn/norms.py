@@ -20,7 +20,7 @@ from .kernels import one_kernel
 from .softmax import along
 
 __all__ = [
-    "batch_norm", "group_norm", "layer_norm", "normalised", "of_groups", "of_running", "of_the_batch",
+    "batch_norm", "group_norm", "layer_norm", "normalised", "of_groups", "of_root", "of_running", "of_the_batch",
     "over_the_batch", "rms_norm",
 ]  # fmt: skip
 
@@ -108,14 +108,19 @@ def rms_norm(x: Tensor, *, affine: bool = True, name: str = "rms_norm") -> Tenso
     graph = current_graph(x.graph)
 
     def body(x: Tensor, weight: Tensor | None = None) -> Tensor:
-        wide = _wide(x)
-        power = reduce(pointwise("square", wide), f"{names} -> {kept}", "mean")
-        y = wide * save(pointwise("rsqrt", power + 1e-6))
-        return cast(y if weight is None else y * weight, x.dtype)
+        return of_root(x, f"{names} -> {kept}", weight)[0]
 
     with module(graph, name):
         params = [graph.param("weight", x.sizes[-1:])] if affine else []
         return one_kernel("norm", body, x, *params)
+
+
+def of_root(x: Tensor, rows: str, weight: Tensor | None = None, *, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
+    """Return rows by their root mean square, scaled, with its reciprocal; `rows` reduces a row to size 1."""
+    wide = _wide(x)
+    scale = save(pointwise("rsqrt", reduce(pointwise("square", wide), rows, "mean") + epsilon))
+    y = wide * scale
+    return cast(y if weight is None else y * weight, x.dtype), scale
 
 
 def batch_norm(x: Tensor, *, affine: bool = True, statistics: str = "auto", name: str = "batch_norm") -> Tensor:
@@ -208,7 +213,7 @@ def over_the_batch(x: Tensor, mean: Tensor, variance: Tensor, *params: Tensor, n
     return made[0] if isinstance(made, tuple) else made
 
 
-def of_the_batch(x: Tensor, params: Sequence[Tensor], *, epsilon: float = 1e-5) -> tuple[Tensor, ...]:
+def of_the_batch(x: Tensor, params: Sequence[Tensor | None], *, epsilon: float = 1e-5) -> tuple[Tensor, ...]:
     """Return channels of mean 0 and variance 1, scaled and shifted, with mean, variance and reciprocal deviation."""
     pattern = f"{' '.join(f'a{i}' for i in range(x.ndim))} -> a1"
     wide = _wide(x)
@@ -219,7 +224,9 @@ def of_the_batch(x: Tensor, params: Sequence[Tensor], *, epsilon: float = 1e-5) 
     return _affine(centred * _along_channels(scale, x), params, x), average, spread, scale
 
 
-def of_running(x: Tensor, mean: Tensor, variance: Tensor, params: Sequence[Tensor], *, epsilon: float = 1e-5) -> Tensor:
+def of_running(
+    x: Tensor, mean: Tensor, variance: Tensor, params: Sequence[Tensor | None], *, epsilon: float = 1e-5
+) -> Tensor:
     """Return channels normalised by given statistics, scaled and shifted."""
     centred = _wide(x) - _along_channels(mean, x)
     scale = pointwise("rsqrt", variance + epsilon)
@@ -277,7 +284,7 @@ def group_norm(x: Tensor, groups: object, *, affine: bool = True, name: str = "g
 
 
 def of_groups(
-    x: Tensor, groups: Poly, params: Sequence[Tensor], *, epsilon: float = 1e-5
+    x: Tensor, groups: Poly, params: Sequence[Tensor | None], *, epsilon: float = 1e-5
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return groups of mean 0 and variance 1, scaled and shifted by channel, with mean and reciprocal deviation."""
     rows = f"{' '.join(f'a{i}' for i in range(x.ndim + 1))} -> a0 a1"
@@ -299,9 +306,8 @@ def _along_channels(t: Tensor, x: Tensor) -> Tensor:
     return reshape(t, (t.sizes[0], *(1,) * (x.ndim - 2)))
 
 
-def _affine(y: Tensor, params: Sequence[Tensor], x: Tensor) -> Tensor:
+def _affine(y: Tensor, params: Sequence[Tensor | None], x: Tensor) -> Tensor:
     """Scale and shift each channel, and go back to the format of what came in."""
-    if params:
-        weight, shift = (_along_channels(t, x) for t in params)
-        y = y * weight + shift
-    return cast(y, x.dtype)
+    weight, shift = params or (None, None)
+    y = y if weight is None else y * _along_channels(weight, x)
+    return cast(y if shift is None else y + _along_channels(shift, x), x.dtype)

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ...algebra.polynomial import ZERO, Poly
-from ...errors import UnsupportedError
 from ...graph.call import Call as Seen
 from ...graph.graph import Graph
 from ...graph.op import Op
@@ -16,8 +15,11 @@ from ...graph.strides import contiguous
 from ...graph.tensor import Tensor
 from ...ops.foreign import Foreign, Output
 from ...ops.keep import Keep
-from .call import Counts, Spec
+from ...ops.reach import larger
+from .call import Call, Counts, Spec
 from .events import Death, Handle, Made, Source
+from .rules.counts import counts_of
+from .rules.workspaces import workspace_of
 from .template import Template, Wanted, template_of
 
 __all__ = ["Builder"]
@@ -135,7 +137,7 @@ class Builder:
             _key((call.arguments, call.keywords)),
             tuple((t.sizes, t.strides, t.dtype) for t in operands),
             tuple(wanted),
-            space := ZERO if call.counts is None else call.counts.workspace,
+            space := workspace_of(call.call) if call.counts is None else call.counts.workspace,
         )
         if key not in self._templates:
             numbers = {h: i for i, h in enumerate(call.operands)}
@@ -146,11 +148,11 @@ class Builder:
         self, call: Made, operands: list[Tensor], outputs: list[tuple[Handle, int | None, int, Poly | None]]
     ) -> tuple[Op, tuple[Tensor, ...]]:
         """Add an op whose shapes, layouts and costs are stated."""
-        c = call.counts
-        if c is None:
-            raise UnsupportedError(
-                f"{call.scope}: aten::{call.target}: neither declared kinds nor a rule say what it costs"
-            )
+        c, reads, writes = call.counts, None, None
+        if call.call is not None:
+            c = counts_of(call.call) if c is None else c
+            reads, writes = _matched(call.call, c, call.operands, [h for h, *_ in outputs])
+        assert c is not None
         nothing = (ZERO,) * len(operands) if not call.moves else None
         kind = Foreign(
             outputs=tuple(_stated(*row) for row in outputs),
@@ -158,8 +160,8 @@ class Builder:
             full=c.full,
             pointwise=c.pointwise,
             transcendental=c.transcendental,
-            bytes_read=nothing if c.reads is None else tuple(c.reads),
-            bytes_written=(ZERO,) * len(outputs) if not call.moves else None if c.writes is None else tuple(c.writes),
+            bytes_read=nothing if reads is None else tuple(reads),
+            bytes_written=(ZERO,) * len(outputs) if not call.moves else None if writes is None else tuple(writes),
             workspace=c.workspace,
         )
         op = self.graph.add_op(kind, operands, call.name, self.phase)
@@ -206,6 +208,22 @@ def _key(value: Any) -> Any:
     if isinstance(value, Mapping):
         return tuple((k, _key(v)) for k, v in value.items())
     return tuple(map(_key, value)) if isinstance(value, tuple) else (type(value), value)
+
+
+def _matched(
+    call: Call, counts: Counts, operands: Sequence[Handle], outputs: Sequence[Handle]
+) -> tuple[Sequence[Poly] | None, Sequence[Poly] | None]:
+    """Return the bytes of each operand and result that a graph has: one given twice is one, what is empty is none."""
+    reads, writes = counts.reads, counts.writes
+    if reads is not None:
+        each: dict[Spec, Poly] = {}
+        for spec, amount in zip(call.operands, reads, strict=True):
+            each[spec] = larger(each[spec], amount) if spec in each else amount
+        reads = tuple(each.get(h, ZERO) for h in operands)
+    if writes is not None:
+        made = dict(zip(call.results or outputs, writes, strict=True))
+        writes = tuple(made.get(h, h.bytes) for h in outputs)
+    return reads, writes
 
 
 def _seen(call: Made, given: Sequence[int]) -> Seen | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ...algebra.polynomial import Poly
 from .call import Call, Counts, Spec
-from .translations import Translation
+from .translations.table import Translation
 
 __all__ = ["Death", "Handle", "Made", "Source"]
 
@@ -46,7 +46,7 @@ class Made:
     """results: the operand whose storage each shares, the place among what the call returned (-1: that operand
     itself), and the bytes of the storage where they are not those of the tensor"""
     counts: Counts | None
-    """what its rule says, None where a translation says all"""
+    """what its rule says, None where its translation does"""
     moves: bool
     """False for a view, which touches no memory"""
     arguments: tuple[Any, ...]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -14,16 +14,15 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from ...algebra.polynomial import ZERO, Poly, poly
+from ...algebra.polynomial import Poly, poly
 from ...algebra.symbols import symbol
 from ...errors import UnsupportedError
-from ...ops.reach import larger
 from .call import Call, Counts, Spec
 from .composites import COMPOSITES
 from .data import Data
 from .events import Death, Handle, Made, Source
 from .higher_order import run_eagerly
-from .rules import counts_of
+from .rules.counts import counts_of, is_derived
 from .scopes import Scopes
 from .shapes import caller
 from .stand_ins import STAND_INS
@@ -243,13 +242,11 @@ class Recorder(TorchDispatchMode):
         moves = bool(changed) or any(of is None for _, of, _, _ in outputs)
         if not outputs or (not moves and all(h in operands for h, *_ in outputs)):
             return  # it reads a number, or returns a tensor as it was
-        counts = Counts()
         call = _call(func, args, kwargs, results)
         translation = translation_of(call.name, call.overload, func.tags)
+        counts: Counts | None = Counts()
         if moves and func is not aten.lift_fresh.default:
-            counts = self._counts(call, func)
-            reads, writes = _matched(call, counts, operands, [h for h, *_ in outputs])
-            counts = replace(counts, reads=reads, writes=writes)
+            counts = None if is_derived(call) else self._counts(call, func)
         scope, again = self.scopes.now()
         phase = "recompute" if again and self.phase == "backward" else self.phase
         name = schema.name.removeprefix("aten::").replace("::", ".")
@@ -305,22 +302,6 @@ def _call(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], resul
     name = schema.name.removeprefix("aten::").replace("::", ".")
     inplace = schema.is_mutable and name.endswith("_")
     return Call(name.removesuffix("_") if inplace else name, func._overloadname, inplace, arguments, results)
-
-
-def _matched(
-    call: Call, counts: Counts, operands: Mapping[Handle, int], outputs: Sequence[Handle]
-) -> tuple[Sequence[Poly] | None, Sequence[Poly] | None]:
-    """Return the bytes of each operand and result that a graph has: one given twice is one, what is empty is none."""
-    reads, writes = counts.reads, counts.writes
-    if reads is not None:
-        each: dict[Spec, Poly] = {}
-        for spec, amount in zip(call.operands, reads, strict=True):
-            each[spec] = larger(each[spec], amount) if spec in each else amount
-        reads = tuple(each.get(h, ZERO) for h in operands)
-    if writes is not None:
-        made = dict(zip(call.results or outputs, writes, strict=True))
-        writes = tuple(made.get(h, h.bytes) for h in outputs)
-    return reads, writes
 
 
 @cache

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ...algebra.dominance import Relations
 from ...algebra.polynomial import ONE, ZERO, Poly
 from ...errors import CostGraphError
 from ...graph.graph import Graph
@@ -17,9 +18,9 @@ from ...ops.blocks import Kernel
 from ...ops.contraction import Einsum
 from ...transforms.rewrite import Rewriter
 from .call import Call, Spec
-from .translations import Translation
+from .translations.table import Translation
 
-__all__ = ["Template", "Wanted", "template_of"]
+__all__ = ["Template", "Wanted", "declared", "template_of"]
 
 
 @dataclass(frozen=True)
@@ -115,8 +116,27 @@ def template_of(
     made = (w.spec.dtype for w in wanted)
     if any(d.kind not in ("float", "int", "bool") for d in (*made, *(t.dtype for t in tensors))):
         return None  # declared kinds count real numbers
+    relations = tensors[0].graph.root.relations if tensors else None
+    found = declared(translation, call, operands, tensors, relations)
+    if found is None:
+        return None
+    body, inputs, returned = found
+    places = {outer: i for i, outer in enumerate(inputs)}
+    used = tuple(places[t] for t in body.captured)
+    results = _results(returned, body, inputs, wanted)
+    return None if results is None else _settled(body, used, results, wanted, workspace)
+
+
+def declared(
+    translation: Translation,
+    call: Call,
+    operands: Mapping[Any, int],
+    tensors: Sequence[Tensor | Spec],
+    relations: Relations | None = None,
+) -> tuple[Graph, list[Tensor], Tensor | Sequence[Tensor | None]] | None:
+    """Return the declared ops of a call in a body, its inputs outside, and what it returns; None where it has none."""
     scratch = Graph("call")
-    scratch.relations = tensors[0].graph.root.relations if tensors else scratch.relations
+    scratch.relations = scratch.relations if relations is None else relations
     inputs = [
         Tensor(scratch, f"x{i}", t.sizes, t.dtype, role="input", strides=t.strides) for i, t in enumerate(tensors)
     ]
@@ -129,12 +149,7 @@ def template_of(
             returned = translation(asked)
     except CostGraphError:
         return None  # shapes that only data, or the strides of the run, explain
-    if returned is None:
-        return None
-    places = {outer: i for i, outer in enumerate(inputs)}
-    used = tuple(places[t] for t in body.captured)
-    results = _results(returned, body, inputs, wanted)
-    return None if results is None else _settled(body, used, results, wanted, workspace)
+    return None if returned is None else (body, inputs, returned)
 
 
 def _given(value: Any, operands: Mapping[Any, int], inputs: Sequence[Tensor]) -> Any:

@@ -17,6 +17,7 @@ from . import (  # noqa: F401  # they fill the table
     resampling,
     transformer,
 )
-from .table import RULES, Rule, counts_of, rule
+from .counts import counts_of
+from .table import RULES, Rule, rule
 
 __all__ = ["RULES", "Rule", "counts_of", "rule"]

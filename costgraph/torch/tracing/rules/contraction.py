@@ -29,27 +29,13 @@ def _scaled_sum(call: Call, points: Poly, product_points: Poly, given: str = "se
     return together(_multiplied(product_points), each(points, *steps))
 
 
-@rule("mm", "bmm", "_int_mm")
-def multiply(call: Call) -> Counts:
-    """Count 2 for every index point: elements of the first operand, times columns of the second."""
-    first: Spec = call["self"]
-    second: Spec = call["mat2"]
-    return _multiplied(first.numel * second.sizes[-1])
-
-
-@rule("mv")
-def matrix_vector(call: Call) -> Counts:
-    """Count 2 for each element of the matrix."""
-    return _multiplied(call["self"].numel)
-
-
-@rule("dot", "vdot")
+@rule("vdot")
 def dot(call: Call) -> Counts:
     """Count 2 for each pair of elements."""
     return _multiplied(call["self"].numel)
 
 
-@rule("addmm", "_addmm_activation", "sspaddmm")
+@rule("_addmm_activation", "sspaddmm")
 def add_product(call: Call) -> Counts:
     """Count the product, its sum with a bias, and the activation where there is one."""
     mat1: Spec = call["mat1"]
@@ -57,19 +43,6 @@ def add_product(call: Call) -> Counts:
     if call.name == "_addmm_activation":
         return together(counts, each(call.out.numel, *(gelu_steps("none") if call["use_gelu"] else ("relu",))))
     return counts
-
-
-@rule("baddbmm", "addbmm")
-def add_batched_product(call: Call) -> Counts:
-    """Count the products of a batch, and their sum with what is there."""
-    batch1: Spec = call["batch1"]
-    return _scaled_sum(call, call.out.numel, batch1.numel * call["batch2"].sizes[-1])
-
-
-@rule("addmv")
-def add_matrix_vector(call: Call) -> Counts:
-    """Count the product of matrix and vector, and the sum."""
-    return _scaled_sum(call, call.out.numel, call["mat"].numel)
 
 
 @rule("addr")
@@ -100,14 +73,6 @@ def grouped(call: Call) -> Counts:
         points = first.numel * second.sizes[-1]
     bias = each(call.out.numel, "add") if call.get("bias") is not None else Counts()
     return together(_multiplied(points), bias)
-
-
-@rule("mkldnn_linear", "linear")
-def linear(call: Call) -> Counts:
-    """Count the product, and the sum with a bias."""
-    operand: Spec = call.get("input") or call["self"]
-    bias = each(call.out.numel, "add") if call.get("bias") is not None else Counts()
-    return together(_multiplied(operand.numel * call["weight"].sizes[0]), bias)
 
 
 @rule("linear_backward", "mkldnn_linear_backward")

@@ -22,12 +22,6 @@ def _elements(operand: Spec, count: Poly) -> Poly:
 # -- reading -----------------------------------------------------------------------------------------------------
 
 
-@rule("embedding")
-def embedding(call: Call) -> Counts:
-    """Count no FLOPs; a row is read for each index, and the indices."""
-    return Counts(reads=operand_bytes(call, weight=_elements(call["weight"], call.out.numel)))
-
-
 @rule("embedding_dense_backward")
 def embedding_backward(call: Call) -> Counts:
     """Count an addition for each element of each row that was looked up; the whole gradient is written."""

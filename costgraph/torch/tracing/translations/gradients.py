@@ -17,7 +17,7 @@ from ....transforms.backward.backward import pull_back
 from ....transforms.rewrite import Rewriter
 from ....transforms.vjp.kernels import row_sums
 from ..call import Call, Spec
-from .kernels import attended, batch_norm, group_norm, layer_norm, nll, soft
+from .kernels import attended, batch_norm, group_norm, layer_norm, nll, root_norm, soft
 from .table import Translation, translation
 from .windows import adaptive_mean, convolution, max_pool, mean_pool
 
@@ -110,7 +110,8 @@ def _is_float(t: Tensor) -> bool:
 
 def _shift(call: Call) -> Spec | None:
     """Return how a bias looks, which no gradient reads: as its own gradient, or as a weight beside it."""
-    return call.results[-1] if call["output_mask"][2] else None
+    mask = call["output_mask"]
+    return call.results[-1] if len(mask) > 2 and mask[2] else None
 
 
 @translation("convolution_backward")
@@ -120,20 +121,23 @@ def convolution_backward(call: Call) -> Sequence[Tensor | None] | None:
     return _gradients(call, convolution, operands, call["grad_output"], {})
 
 
-@translation("native_layer_norm_backward", "native_group_norm_backward", "native_batch_norm_backward")
+@translation(
+    "native_layer_norm_backward", "native_group_norm_backward", "native_batch_norm_backward", "_fused_rms_norm_backward"
+)
 def norm_backward(call: Call) -> Sequence[Tensor | None] | None:
     """By the statistics that are saved, or by running ones."""
     forward, saved = _NORMS[call.name.removesuffix("_backward")]
     weight = call.get("weight")
-    operands = {"input": call["input"], "weight": weight, "bias": _shift(call) or weight}
+    operands = {"input": call["input"], "weight": weight, "bias": _shift(call)}
     if call.get("train") is False:
         operands, saved = {**operands, **{n: call[n] for n in ("running_mean", "running_var")}}, {}
     made = replace(call, arguments={**call.arguments, "training": call.get("train")})
     gradients = _gradients(made, forward, operands, call["grad_out"], saved, kernel=True)
-    return None if gradients is None else gradients[:3]
+    return None if gradients is None else gradients[: len(call["output_mask"])]
 
 
 _NORMS: dict[str, tuple[Translation, dict[int, str]]] = {
+    "_fused_rms_norm": (root_norm, {1: "rstd"}),
     "native_layer_norm": (layer_norm, {1: "mean", 2: "rstd"}),
     "native_group_norm": (group_norm, {1: "mean", 2: "rstd"}),
     "native_batch_norm": (batch_norm, {1: "save_mean", 2: "save_invstd"}),
@@ -144,11 +148,9 @@ _NORMS: dict[str, tuple[Translation, dict[int, str]]] = {
 def soft_backward(call: Call) -> Sequence[Tensor | None] | None:
     """From the result alone."""
     y: Tensor = call["output"]
-    if not y.ndim or call.out.dtype != y.dtype:
-        return None
     plain = replace(call, name=call.name.removesuffix("_backward_data"))
-    plain = replace(plain, arguments={**call.arguments, "half_to_float": False})
-    return _gradients(plain, soft, {"self": Spec(y.sizes, y.strides, y.dtype)}, call["grad_output"], {0: "output"})
+    made = _gradients(plain, soft, {"self": Spec(y.sizes, y.strides, y.dtype)}, call["grad_output"], {0: "output"})
+    return None if made is None or made[0] is None else [cast(made[0], call.out.dtype)]
 
 
 @translation("nll_loss_backward")

@@ -12,7 +12,7 @@ from ....graph.op import Op
 from ....graph.scopes import building
 from ....graph.tensor import Tensor
 from ....nn.attention import attention as attend
-from ....nn.norms import normalised, of_groups, of_running, of_the_batch
+from ....nn.norms import normalised, of_groups, of_root, of_running, of_the_batch
 from ....nn.softmax import log_softmax, softmax
 from ....ops.fill import fill
 from ....ops.index import take_along
@@ -23,16 +23,18 @@ from ....transforms.vjp.kernels import row_sums
 from ..call import Call
 from .table import translation
 
-__all__ = ["attended", "batch_norm", "group_norm", "layer_norm", "nll", "soft"]
+__all__ = ["attended", "batch_norm", "group_norm", "layer_norm", "nll", "root_norm", "soft"]
 
 
 @translation("_softmax", "_log_softmax")
 def soft(call: Call) -> Tensor | None:
     """A softmax, or its logarithm, along an axis."""
     x: Tensor = call["self"]
-    if not x.ndim or call["half_to_float"]:
-        return None
-    return (softmax if call.name == "_softmax" else log_softmax)(x, call["dim"])
+    if call.get("half_to_float"):
+        x = cast(x, "fp32")
+    row = x if x.ndim else reshape(x, (ONE,))
+    made = (softmax if call.name == "_softmax" else log_softmax)(row, call["dim"])
+    return made if x.ndim else reshape(made, ())
 
 
 def _rows(x: Tensor, count: int) -> tuple[str, str]:
@@ -58,11 +60,20 @@ def _in_format(call: Call, statistics: Sequence[Tensor]) -> list[Tensor]:
     return [cast(t, dtype) for t, dtype in zip(statistics, formats, strict=False)]
 
 
+@translation("_fused_rms_norm")
+def root_norm(call: Call) -> tuple[Tensor, ...]:
+    """Divide the last axes by their root mean square, and hand out its reciprocal for each row."""
+    x = call["input"]
+    names, kept = _rows(x, len(call["normalized_shape"]))
+    y, scale = of_root(x, f"{names} -> {kept}", call.get("weight"), epsilon=call.get("eps") or 0.0)
+    return y, *_in_format(call, [scale])
+
+
 @translation("native_group_norm")
 def group_norm(call: Call) -> tuple[Tensor, ...] | None:
     """Normalise groups of channels, and hand out mean and reciprocal deviation of each."""
-    x, params = call["input"], [call[n] for n in ("weight", "bias") if call.get(n) is not None]
-    if len(params) == 1 or any(t.dtype != x.dtype for t in params):
+    x, params = call["input"], [call.get(n) for n in ("weight", "bias")]
+    if any(t is not None and t.dtype != x.dtype for t in params):
         return None
     y, *statistics = of_groups(x, poly(call["group"]), params, epsilon=call.get("eps") or 0.0)
     return y, *_in_format(call, statistics)
@@ -71,9 +82,9 @@ def group_norm(call: Call) -> tuple[Tensor, ...] | None:
 @translation("native_batch_norm", "_native_batch_norm_legit_no_training")
 def batch_norm(call: Call) -> tuple[Tensor | None, ...] | None:
     """Normalise channels by the statistics of the batch, which running ones then move to, or by those."""
-    x, *params = (call[n] for n in ("input", "weight", "bias"))
+    x, *params = (call.get(n) for n in ("input", "weight", "bias"))
     running = [call.get(n) for n in ("running_mean", "running_var")]
-    if any(t is None or t.dtype != x.dtype for t in params):
+    if x is None or any(t is not None and t.dtype != x.dtype for t in params):
         return None
     if not call.get("training"):
         mean, variance = running

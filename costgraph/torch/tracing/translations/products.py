@@ -18,21 +18,28 @@ _PATTERNS = {
     "mm": "m k, k n -> m n",
     "bmm": "b m k, b k n -> b m n",
     "addmm": "m k, k n -> m n",
+    "_int_mm": "m k, k n -> m n",
     "baddbmm": "b m k, b k n -> b m n",
+    "addbmm": "b m k, b k n -> m n",
     "mv": "m k, k -> m",
     "addmv": "m k, k -> m",
     "dot": "k, k -> ",
 }
 
 
-@translation("mm", "bmm", "mv", "dot")
+@translation("mm", "bmm", "mv", "dot", "_int_mm")
 def multiply(call: Call) -> Tensor:
     """A product of two matrices, of a batch of them, or of vectors."""
     second = {"mv": "vec", "dot": "tensor"}.get(call.name, "mat2")
     return einsum(call["self"], call[second], _PATTERNS[call.name])
 
 
-_FACTORS = {"addmm": ("mat1", "mat2"), "baddbmm": ("batch1", "batch2"), "addmv": ("mat", "vec")}
+_FACTORS = {
+    "addmm": ("mat1", "mat2"),
+    "baddbmm": ("batch1", "batch2"),
+    "addbmm": ("batch1", "batch2"),
+    "addmv": ("mat", "vec"),
+}
 
 
 @translation(*_FACTORS)

@@ -1,0 +1,115 @@
+"""What a call costs: by its rule, or by the declared ops that its translation makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ....algebra.polynomial import ZERO, Poly
+from ....dtypes import DTYPES
+from ....errors import UnsupportedError
+from ....graph.op import Flops
+from ....ops.readers import elements_read
+from ..call import Call, Counts, Spec
+from ..template import declared
+from ..translations.table import TRANSLATIONS, translation_of
+from .amounts import together
+from .complex_numbers import complex_counts
+from .table import RULES
+from .workspaces import workspace_of
+
+__all__ = ["counts_of", "is_derived"]
+
+#: The shape of their result is in the data of their operands: no formula of sizes says what they cost.
+DATA_DEPENDENT = frozenset({
+    "_unique", "_unique2", "bincount", "masked_select", "nonzero", "unique_consecutive", "unique_dim",
+})  # fmt: skip
+
+
+def counts_of(call: Call, tags: Collection[Any] = ()) -> Counts:
+    """Return what a call costs.
+
+    Parameters
+    ----------
+    call : Call
+        The op and its arguments.
+    tags : collection of torch.Tag
+        Tags of the overload: an op that torch calls pointwise and that no rule names counts 1 for each element of its
+        first result.
+
+    Returns
+    -------
+    Counts
+        FLOPs by kind, and bytes where an operand or a result is not touched as a whole.
+
+    Raises
+    ------
+    UnsupportedError
+        If there is no rule for the op, or none for these arguments of it.
+    """
+    shown = f"aten::{call.name}.{call.overload}"
+    found = RULES.get(f"{call.name}.{call.overload}") or RULES.get(call.name)
+    counts = found(call) if found is not None else _derived(call)
+    if counts is None:
+        if call.name in DATA_DEPENDENT:
+            raise UnsupportedError(
+                f"{shown}: the shape of its result depends on the data, expected an op whose shapes follow from sizes; "
+                f"write it with a mask, or with a size that is given"
+            )
+        if torch.Tag.pointwise not in tags or not call.results:
+            raise UnsupportedError(
+                f"{shown}: no rule says what it costs, expected one of {len(RULES)} ops that have one; register a rule "
+                f"under {call.name!r} with costgraph.torch.tracing.rules.rule"
+            )
+        counts = Counts(pointwise=call.out.numel)
+    if any(t.dtype.kind == "complex" for t in (*call.operands, *call.results)):
+        counts = complex_counts(call, counts)
+    counts, more = _without_outs(call, counts), workspace_of(call)
+    return replace(counts, workspace=counts.workspace + more) if more else counts
+
+
+def is_derived(call: Call) -> bool:
+    """Whether its translation alone says what a call costs."""
+    names = (f"{call.name}.{call.overload}", call.name)
+    return not any(n in RULES for n in names) and any(n in TRANSLATIONS for n in names)
+
+
+def _derived(call: Call) -> Counts | None:
+    """Return what the declared ops of a call cost, whatever its formats: None where it has no translation."""
+    translation = translation_of(call.name, call.overload, ())
+    if translation is None:
+        return None
+    operands = {t: i for i, t in enumerate(dict.fromkeys(call.operands))}
+    plain = {t: _real(t) for t in (*operands, *call.results)}
+    found = declared(
+        translation,
+        replace(call, results=tuple(plain[t] for t in call.results)),
+        operands,
+        [plain[t] for t in operands],
+    )
+    if found is None:
+        return None
+    body, inputs, _ = found
+    read: dict[Spec, Poly] = {}
+    for t, x in zip(operands, inputs, strict=True):
+        inner = body.adopt(x) if x in body.captured else None
+        read[t] = ZERO if inner is None else elements_read(body, inner) * t.dtype.bytes
+    flops = sum((op.kind.flops(op) for op in body.walk() if op.body is None), start=Flops())
+    return together(flops, reads=tuple(read[t] for t in call.operands))
+
+
+def _real(t: Spec) -> Spec:
+    """Return a tensor as it would be in fp32, where it holds fractions: what is done with numbers is the same."""
+    return Spec(t.sizes, t.strides, t.dtype if t.dtype.kind in ("int", "bool") else DTYPES["fp32"])
+
+
+def _without_outs(call: Call, counts: Counts) -> Counts:
+    """Leave tensors out of the reads that a caller hands in for results."""
+    outs = {id(t) for name in ("out", "out0", "out1", "out2") if isinstance(t := call.get(name), Spec)}
+    if not outs or counts.reads is not None:
+        return counts
+    reads = tuple(ZERO if id(t) in outs else t.bytes for t in call.operands)
+    return replace(counts, reads=reads)
