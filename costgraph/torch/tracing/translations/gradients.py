@@ -64,7 +64,7 @@ def _gradients(
     saved: Mapping[int, str],
     *,
     kernel: bool = False,
-) -> list[Tensor | None] | None:
+) -> list[Tensor | None]:
     """Return a gradient for each operand of the forward kernel.
 
     Parameters
@@ -85,16 +85,12 @@ def _gradients(
     given = {name: t for name, t in operands.items() if t is not None}
     inputs = dict(zip(given, _inputs(list(given.values())), strict=True))
 
-    def made(*tensors: Tensor) -> Any:
+    def made(*tensors: Tensor) -> tuple[Tensor, ...]:
         arguments = {**call.arguments, **dict.fromkeys(operands), **dict(zip(given, tensors, strict=True))}
-        found = forward(replace(call, arguments=arguments, results=()))
-        if found is None:
-            raise UnsupportedError(f"{call.name}: declared kinds do not say what it is, expected other arguments")
-        return found if isinstance(found, Tensor) else tuple(t for t in found if t is not None)
+        return _results(forward, replace(call, arguments=arguments, results=()))
 
     with building(next(iter(inputs.values())).graph):
-        found = fused("forward", made, *inputs.values()) if kernel else made(*inputs.values())
-    results = [found] if isinstance(found, Tensor) else list(found)
+        results: Any = fused("forward", made, *inputs.values()) if kernel else made(*inputs.values())
     known = {inputs[n]: t for n, t in given.items() if isinstance(t, Tensor)}
     for place, name in saved.items():
         known[results[place]] = cast(call[name], results[place].dtype)
@@ -104,18 +100,26 @@ def _gradients(
     return [gradients.get(n) for n in operands]
 
 
+def _results(forward: Translation, call: Call) -> tuple[Tensor, ...]:
+    """Return what a forward kernel makes."""
+    found = forward(call)
+    if found is None:
+        raise UnsupportedError(f"{call.name}: declared kinds do not say what it is, expected other arguments")
+    return (found,) if isinstance(found, Tensor) else tuple(t for t in found if t is not None)
+
+
 def _is_float(t: Tensor) -> bool:
     return t.dtype.kind == "float"
 
 
 def _shift(call: Call) -> Spec | None:
-    """Return how a bias looks, which no gradient reads: as its own gradient, or as a weight beside it."""
+    """Return how a bias looks, which no gradient reads, where its own is asked for."""
     mask = call["output_mask"]
     return call.results[-1] if len(mask) > 2 and mask[2] else None
 
 
 @translation("convolution_backward")
-def convolution_backward(call: Call) -> Sequence[Tensor | None] | None:
+def convolution_backward(call: Call) -> Sequence[Tensor | None]:
     """Two contractions, and the sum for a bias."""
     operands = {"input": call["input"], "weight": call["weight"], "bias": _shift(call)}
     return _gradients(call, convolution, operands, call["grad_output"], {})
@@ -124,7 +128,7 @@ def convolution_backward(call: Call) -> Sequence[Tensor | None] | None:
 @translation(
     "native_layer_norm_backward", "native_group_norm_backward", "native_batch_norm_backward", "_fused_rms_norm_backward"
 )
-def norm_backward(call: Call) -> Sequence[Tensor | None] | None:
+def norm_backward(call: Call) -> Sequence[Tensor | None]:
     """By the statistics that are saved, or by running ones."""
     forward, saved = _NORMS[call.name.removesuffix("_backward")]
     weight = call.get("weight")
@@ -133,7 +137,7 @@ def norm_backward(call: Call) -> Sequence[Tensor | None] | None:
         operands, saved = {**operands, **{n: call[n] for n in ("running_mean", "running_var")}}, {}
     made = replace(call, arguments={**call.arguments, "training": call.get("train")})
     gradients = _gradients(made, forward, operands, call["grad_out"], saved, kernel=True)
-    return None if gradients is None else gradients[: len(call["output_mask"])]
+    return gradients[: len(call["output_mask"])]
 
 
 _NORMS: dict[str, tuple[Translation, dict[int, str]]] = {
@@ -149,23 +153,22 @@ def soft_backward(call: Call) -> Sequence[Tensor | None] | None:
     """From the result alone."""
     y: Tensor = call["output"]
     plain = replace(call, name=call.name.removesuffix("_backward_data"))
-    made = _gradients(plain, soft, {"self": Spec(y.sizes, y.strides, y.dtype)}, call["grad_output"], {0: "output"})
-    return None if made is None or made[0] is None else [cast(made[0], call.out.dtype)]
+    (made,) = _gradients(plain, soft, {"self": Spec(y.sizes, y.strides, y.dtype)}, call["grad_output"], {0: "output"})
+    return None if made is None else [cast(made, call.out.dtype)]
 
 
 @translation("nll_loss_backward")
-def nll_backward(call: Call) -> Sequence[Tensor | None] | None:
+def nll_backward(call: Call) -> Sequence[Tensor | None]:
     """Shares of the mean, added to zeros where the targets are."""
     operands = {"self": call["self"], "target": call["target"]}
-    made = _gradients(call, nll, operands, call["grad_output"], {1: "total_weight"})
-    return None if made is None else made[:1]
+    return _gradients(call, nll, operands, call["grad_output"], {1: "total_weight"})[:1]
 
 
 @translation(
     "max_pool2d_with_indices_backward", "max_pool3d_with_indices_backward", "avg_pool2d_backward",
     "avg_pool3d_backward", "_adaptive_avg_pool2d_backward", "_adaptive_avg_pool3d_backward",
 )  # fmt: skip
-def pool_backward(call: Call) -> Sequence[Tensor | None] | None:
+def pool_backward(call: Call) -> Sequence[Tensor | None]:
     """To the largest element of each window, or to each of them."""
     forward = adaptive_mean if "adaptive" in call.name else mean_pool
     if "indices" in call.arguments:
