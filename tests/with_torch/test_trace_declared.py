@@ -71,8 +71,8 @@ def test_the_backward_pass_of_a_forward_trace_is_the_traced_one(name):
         assert cg.matmul_flops(made, count=count) == cg.matmul_flops(seen, count=count)
     assert cg.flops(made, **bound) == cg.flops(seen, **bound)
     assert len(made.gradients) == len(seen.gradients)
-    # variables of torch's program name what its own backward pass no longer needs, and it copies what the library reads as
-    # it lies, and the other way round
+    # variables of torch's program name what its own backward pass no longer needs, and it copies what the library reads
+    # as it lies, and the other way round
     for question in (cg.peak_memory, cg.bytes_moved):
         assert abs(question(made, **bound) - question(seen, **bound)) <= 0.03 * question(seen, **bound)
 
