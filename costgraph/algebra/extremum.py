@@ -15,9 +15,10 @@ from sympy.printing.str import StrPrinter
 
 from ..errors import GraphError, ShapeError
 from .carried import conditioned, held_by, plain
+from .cases import AtOnce, Chosen, Remade, eventually, piecewise, slope
 from .dominance import BOUNDS, Relations, lower
 from .lines import as_latex
-from .polynomial import Poly, Rational, generator, poly
+from .polynomial import Poly, Rational, poly
 from .pruning import prune
 from .symbols import FUNCTIONS, is_number_like, shown
 
@@ -46,26 +47,14 @@ class Owner(NamedTuple):
         return self.op or "", self.phase or "", self.label, tuple((role, p.sort_key()) for role, p in self.roles)
 
 
-class _AtOnce(sympy.Expr):  # type: ignore[misc]  # sympy has no types
-    """What replaces many symbols by numbers in one pass, where sympy takes one pass for each."""
-
-    __slots__ = ()
-
-    def subs(self, *args: Any, **kwargs: Any) -> sympy.Expr:
-        """Replace as sympy does; the order of numbers has no say."""
-        rule = args[0] if len(args) == 1 and isinstance(args[0], dict) else {}
-        if rule and all(k in self.free_symbols and isinstance(v, int | sympy.Integer) for k, v in rule.items()):
-            return self.xreplace({k: sympy.Integer(v) for k, v in rule.items()})
-        return super().subs(*args, **kwargs)
-
-
-class _Extremum(_AtOnce):
+class _Extremum(AtOnce):
     """Common part of Max and Min: arguments are pruned when the object is made."""
 
     __slots__ = ("owners",)
     is_commutative = True
     is_extended_real = True
     is_real = True
+    is_Function = True  # noqa: N815  # sympy's naming: `solve` would take it for an unknown of its own
     _largest: ClassVar[bool]
     _numpy: ClassVar[str]
     _python: ClassVar[str]
@@ -94,7 +83,7 @@ class _Extremum(_AtOnce):
         """Rebuild with the owners kept: what sympy's traversals call."""
         if not any(o.op or o.phase for o in self.owners):
             return type(self)
-        return lambda *args: type(self)(*args, owners=self._owners_of(args))
+        return Remade(type(self), self._owners_of)
 
     def _owners_of(self, args: Sequence[sympy.Expr]) -> list[Owner] | None:
         """Return the owners of arguments in place of its own: what one consists of is known of that alone."""
@@ -141,7 +130,7 @@ class _Extremum(_AtOnce):
 
     def _eval_derivative(self, symbol: sympy.Symbol) -> sympy.Expr:
         # where one argument is the extremum, the derivative is that argument's
-        slopes = sympy.Tuple(*(_slope(a, symbol) for a in self.args))
+        slopes = sympy.Tuple(*(slope(a, symbol) for a in self.args))
         return Chosen(1 if self._largest else -1, sympy.Tuple(*self.args), slopes)
 
     def _eval_is_positive(self) -> bool | None:
@@ -157,6 +146,15 @@ class _Extremum(_AtOnce):
     def _eval_rewrite(self, rule: Any, args: Sequence[sympy.Expr], **hints: object) -> sympy.Expr | None:
         # sympy's own class compares when it is made: that is what is too slow
         return self._sympy(*args, evaluate=False) if rule is self._sympy else None
+
+    def _eval_rewrite_as_Piecewise(self, *args: sympy.Expr, **hints: object) -> sympy.Expr:  # noqa: N802  # sympy's naming
+        return piecewise(args, largest=self._largest)
+
+    def _eval_rewrite_as_tractable(
+        self, *args: sympy.Expr, limitvar: sympy.Symbol = None, **hints: object
+    ) -> sympy.Expr:
+        # what sympy asks for before it takes a limit at infinity
+        return self if limitvar not in self.free_symbols else eventually(args, limitvar, largest=self._largest)
 
     def _eval_simplify(self, **kwargs: object) -> sympy.Expr:
         return self
@@ -239,72 +237,6 @@ class Min(_Extremum):
 
     __slots__ = ()
     _largest, _numpy, _python, _sympy = False, "minimum", "min", sympy.Min
-
-
-class Chosen(_AtOnce):
-    """The value that belongs to the extreme one of some keys, the first of equals: the derivative of an extremum.
-
-    Parameters
-    ----------
-    sign : int
-        1 where the largest key decides, -1 where the smallest does.
-    keys, values : sympy.Tuple
-        Formulas, one value for each key.
-    """
-
-    is_commutative = True
-    is_real = True
-
-    def __new__(cls, sign: int, keys: sympy.Tuple, values: sympy.Tuple) -> sympy.Expr:
-        """Return the value itself once it is decided."""
-        if len(set(values)) == 1:
-            return values[0]
-        if all(k.is_number for k in keys):
-            return values[max(range(len(keys)), key=lambda i: (sign * keys[i], -i))]
-        return sympy.Expr.__new__(cls, sympy.Integer(sign), keys, values)
-
-    def _eval_subs(self, old: sympy.Expr, new: sympy.Expr) -> sympy.Expr | None:
-        try:
-            values = {old.name: poly(new)} if old in self.free_symbols else {}
-            keys, slopes = ([poly(e).bind(values).expr for e in part] for part in self.args[1:])
-        except ShapeError:  # what the algebra does not know
-            return None
-        return Chosen(self.args[0], sympy.Tuple(*keys), sympy.Tuple(*slopes))
-
-    def _eval_derivative(self, symbol: sympy.Symbol) -> sympy.Expr:
-        sign, keys, values = self.args
-        return Chosen(sign, keys, sympy.Tuple(*(_slope(v, symbol) for v in values)))
-
-    def _eval_simplify(self, **kwargs: object) -> sympy.Expr:
-        return self
-
-    def _code(self, printer: Any, choice: str) -> str:
-        sign, keys, values = ([printer._print(e) for e in part] for part in ([self.args[0]], *self.args[1:]))
-        return f"(lambda k, v: {choice})([{sign[0]}*({f'), {sign[0]}*('.join(keys)})], [{', '.join(values)}])"
-
-    def _numpycode(self, printer: Any) -> str:
-        select, maximum = (printer._module_format(f"numpy.{name}") for name in ("select", "maximum"))
-        reduce = printer._module_format("functools.reduce")
-        return self._code(printer, f"{select}([x == {reduce}({maximum}, k) for x in k], v)")
-
-    _scipycode = _numpycode
-
-    def _pythoncode(self, printer: Any) -> str:
-        return self._code(printer, "v[k.index(max(k))]")
-
-    _lambdacode = _mpmathcode = _pythoncode
-
-
-def _slope(expr: sympy.Expr, symbol: sympy.Symbol) -> sympy.Expr:
-    """Return the derivative of a sum of monomials term by term, of anything else by sympy."""
-    try:
-        p = poly(expr)
-    except ShapeError:
-        return expr.diff(symbol)
-    if any(symbol in generator(k).free_symbols for k in p.generators() if k[0] == "~"):
-        return expr.diff(symbol)
-    powers = {m: dict(m).get(symbol.name, 0) for m in p.terms}
-    return (Poly({m: c * powers[m] for m, c in p.terms.items() if powers[m]}) / Poly({((symbol.name, 1),): 1})).expr
 
 
 def _restore(cls: type[_Extremum], args: tuple[sympy.Expr, ...], owners: tuple[Owner, ...]) -> sympy.Expr:

@@ -1,11 +1,14 @@
 """Sweeps of a formula over a million points, against sympy.lambdify in the same process."""
 
+from math import prod
+
 import numpy as np
 import sympy
 from timing import best
 
 import costgraph as cg
 from costgraph import models
+from costgraph.algebra.polynomial import poly
 
 POINTS = 10**6
 
@@ -40,3 +43,38 @@ def test_sweep_of_a_peak_against_lambdify_of_its_cases(benchmark):
     benchmark.extra_info["cases"] = len(cg.regimes(peak))
     assert len(cg.regimes(peak)) > 1
     compare(benchmark, cg.compile(peak), lambda B, S, F, V: np.maximum.reduce(cases(B, S, F, V)), points)
+
+
+def test_sweep_of_a_time_against_lambdify_and_rooflines(benchmark):
+    model, device = models.load("llama-3-8b"), cg.load_hardware("h100-sxm")
+    time = cg.seconds(model, device)
+    random = np.random.default_rng(0)
+    points = {"B": random.integers(1, 512, POINTS), "S": random.integers(1, 8193, POINTS)}
+    compiled, plain = cg.compile(time), sympy.lambdify(cg.dims("B S"), time, "numpy")
+    at = {name: int(sizes[0]) for name, sizes in points.items()}
+    assert compiled(**points)[0] == cg.roofline(model, device, **at).estimate
+    sweep, one = best(3, lambda: compiled(**points), lambda: cg.roofline(model, device, **at))
+    benchmark.extra_info["maxima"] = len(time.atoms(cg.Max))
+    benchmark.extra_info["rooflines a second"] = 1 / one
+    benchmark.extra_info["ratio, to rooflines one by one"] = one * POINTS / sweep
+    assert one * POINTS > 10**4 * sweep
+    compare(benchmark, compiled, plain, points)
+
+
+def test_a_peak_at_one_point_against_a_loop_over_its_cases(benchmark):
+    step = cg.training_step(models.load("llama-3-8b", symbolic=True), precision="bf16-mixed", optimizer=cg.AdamW())
+    peak = cg.peak_memory(step, D=4096, H=32, G=8, K=128, L=32)
+    at = {s.name: size for s, size in zip(sorted(peak.free_symbols, key=str), (3, 14336, 2048, 128256), strict=True)}
+    cases = [list(poly(r.formula).terms.items()) for r in cg.regimes(peak)]
+
+    def loop():
+        return max(sum(c * prod(at[name] ** power for name, power in m) for m, c in case) for case in cases)
+
+    compiled = cg.compile(peak)
+    assert cg.evaluate(peak, **at) == compiled(**at) == loop()
+    evaluated, called, bare = best(100, lambda: cg.evaluate(peak, **at), lambda: compiled(**at), loop)
+    benchmark.extra_info["cases"] = len(cases)
+    benchmark.extra_info["microseconds"] = evaluated * 1e6
+    benchmark.extra_info["ratio"] = bare / evaluated
+    benchmark.pedantic(cg.evaluate, args=(peak,), kwargs=at, rounds=20)
+    assert max(evaluated, called) < 3 * bare

@@ -1,0 +1,125 @@
+"""What stands for an extremum in sympy's hands: its derivative, its cases with their conditions, its limit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import sympy
+
+from ..errors import ShapeError, UnsupportedError
+from .polynomial import Poly, generator, poly
+
+__all__ = ["AtOnce", "Chosen", "Remade", "eventually", "piecewise", "slope"]
+
+
+class AtOnce(sympy.Expr):  # type: ignore[misc]  # sympy has no types
+    """What replaces many symbols by numbers in one pass, where sympy takes one pass for each."""
+
+    __slots__ = ()
+
+    def subs(self, *args: Any, **kwargs: Any) -> sympy.Expr:
+        """Replace as sympy does; the order of numbers has no say."""
+        rule = args[0] if len(args) == 1 and isinstance(args[0], dict) else {}
+        if rule and all(k in self.free_symbols and isinstance(v, int | sympy.Integer) for k, v in rule.items()):
+            return self.xreplace({k: sympy.Integer(v) for k, v in rule.items()})
+        return super().subs(*args, **kwargs)
+
+
+class Chosen(AtOnce):
+    """The value that belongs to the extreme one of some keys, the first of equals: the derivative of an extremum.
+
+    Parameters
+    ----------
+    sign : int
+        1 where the largest key decides, -1 where the smallest does.
+    keys, values : sympy.Tuple
+        Formulas, one value for each key.
+    """
+
+    is_commutative = True
+    is_real = True
+    is_Function = True  # noqa: N815  # as above
+
+    def __new__(cls, sign: int, keys: sympy.Tuple, values: sympy.Tuple) -> sympy.Expr:
+        """Return the value itself once it is decided."""
+        if len(set(values)) == 1:
+            return values[0]
+        if all(k.is_number for k in keys):
+            return values[max(range(len(keys)), key=lambda i: (sign * keys[i], -i))]
+        return sympy.Expr.__new__(cls, sympy.Integer(sign), keys, values)
+
+    def _eval_subs(self, old: sympy.Expr, new: sympy.Expr) -> sympy.Expr | None:
+        try:
+            values = {old.name: poly(new)} if old in self.free_symbols else {}
+            keys, slopes = ([poly(e).bind(values).expr for e in part] for part in self.args[1:])
+        except ShapeError:  # what the algebra does not know
+            return None
+        return Chosen(self.args[0], sympy.Tuple(*keys), sympy.Tuple(*slopes))
+
+    def _eval_derivative(self, symbol: sympy.Symbol) -> sympy.Expr:
+        sign, keys, values = self.args
+        return Chosen(sign, keys, sympy.Tuple(*(slope(v, symbol) for v in values)))
+
+    def _eval_simplify(self, **kwargs: object) -> sympy.Expr:
+        return self
+
+    def _code(self, printer: Any, choice: str) -> str:
+        sign, keys, values = ([printer._print(e) for e in part] for part in ([self.args[0]], *self.args[1:]))
+        return f"(lambda k, v: {choice})([{sign[0]}*({f'), {sign[0]}*('.join(keys)})], [{', '.join(values)}])"
+
+    def _numpycode(self, printer: Any) -> str:
+        select, maximum = (printer._module_format(f"numpy.{name}") for name in ("select", "maximum"))
+        reduce = printer._module_format("functools.reduce")
+        return self._code(printer, f"{select}([x == {reduce}({maximum}, k) for x in k], v)")
+
+    _scipycode = _numpycode
+
+    def _pythoncode(self, printer: Any) -> str:
+        return self._code(printer, "v[k.index(max(k))]")
+
+    _lambdacode = _mpmathcode = _pythoncode
+
+
+def slope(expr: sympy.Expr, symbol: sympy.Symbol) -> sympy.Expr:
+    """Return the derivative of a sum of monomials term by term, of anything else by sympy."""
+    try:
+        p = poly(expr)
+    except ShapeError:
+        return expr.diff(symbol)
+    if any(symbol in generator(k).free_symbols for k in p.generators() if k[0] == "~"):
+        return expr.diff(symbol)
+    powers = {m: dict(m).get(symbol.name, 0) for m in p.terms}
+    return (Poly({m: c * powers[m] for m, c in p.terms.items() if powers[m]}) / Poly({((symbol.name, 1),): 1})).expr
+
+
+class Remade:
+    """What makes an extremum of other arguments, its owners kept: sympy's printers ask it for the name of the class."""
+
+    def __init__(self, kind: Callable[..., sympy.Expr], owners_of: Callable[..., Sequence[object] | None]) -> None:
+        self.kind, self.owners_of, self.__name__ = kind, owners_of, kind.__name__
+
+    def __call__(self, *args: object) -> sympy.Expr:
+        """Return it, without owners where there are other arguments."""
+        return self.kind(*args, owners=self.owners_of(args))
+
+
+def piecewise(cases: Sequence[sympy.Expr], *, largest: bool) -> sympy.Expr:
+    """Return an extremum as cases with conditions, nothing of which is compared; a case is no less than later ones."""
+    at_least = sympy.Ge if largest else sympy.Le
+    pieces = [
+        (case, sympy.And(*(at_least(case, other, evaluate=False) for other in cases[i:]), evaluate=False))
+        for i, case in enumerate(cases[:-1], start=1)
+    ]
+    return sympy.Piecewise(*pieces, (cases[-1], True), evaluate=False)
+
+
+def eventually(cases: Sequence[sympy.Expr], growing: sympy.Symbol, *, largest: bool) -> sympy.Expr:
+    """Return the case that holds once a symbol is large enough."""
+    best = cases[0]
+    for case in cases[1:]:
+        gap = sympy.limit(case - best, growing, sympy.oo)
+        if not (gap.is_extended_positive or gap.is_extended_negative):
+            raise UnsupportedError(f"limit of a maximum: {case} and {best} stay {gap} apart, expected one to win")
+        best = case if gap.is_extended_positive is largest else best
+    return best
