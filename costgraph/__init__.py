@@ -24,6 +24,7 @@ from .analysis.seconds import seconds
 from .analysis.training import hardware_flops, hfu, mfu, model_flops, step_tokens
 from .analysis.training_memory import activation_memory, bytes_per_param, saved_state_bytes, state_bytes
 from .bind.evaluate import compile, evaluate
+from .bind.grid import sweep
 from .dtypes import DTYPES, DType, bits_per_element, dtype
 from .errors import (
     BindingError,
@@ -189,6 +190,7 @@ __all__ = [
     "sigmoid",
     "silu",
     "softmax",
+    "sweep",
     "tanh",
     "timeline",
 ]

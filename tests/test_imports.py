@@ -50,7 +50,17 @@ ZOO_EXCEPT = {
 # `from costgraph import ...` counts as an import of this: the package is complete once its zoo is.
 PACKAGE = "models"
 # Heavy or optional: not loaded by `import costgraph`.
-NOT_LOADED = ("torch", "matplotlib", "typer", "rich", "tomllib", "costgraph.models.registry")
+NOT_LOADED = (
+    "torch",
+    "matplotlib",
+    "typer",
+    "rich",
+    "xarray",
+    "dask",
+    "distributed",
+    "tomllib",
+    "costgraph.models.registry",
+)
 
 
 def modules() -> dict[str, Path]:

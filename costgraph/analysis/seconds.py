@@ -219,7 +219,7 @@ def seconds(
     ...     g.output(cg.relu(cg.linear(x, "n m -> n k", k=M)))
     >>> device = cg.load_hardware("h100-sxm").symbolic()
     >>> cg.seconds(g, device)
-    M*Max(2*M*N/peak_bf16, 2*M/bandwidth + 4*N/bandwidth) + Max(M*N/vector_fp32, 4*M*N/bandwidth)
+    M*N*Max(4/bandwidth, 1/vector_fp32) + 2*M*Max(M*N/peak_bf16, M/bandwidth + 2*N/bandwidth)
     >>> f"{cg.seconds(g, 'h100-sxm', N=8192, M=4096) * 1e6:.1f} us"
     '319.1 us'
     """

@@ -15,7 +15,7 @@ from ..algebra.polynomial import Poly, generator, poly
 from ..algebra.symbols import shown, symbol
 from ..errors import BindingError
 
-__all__ = ["aligned", "checked", "in_chunks", "lambdified", "outside", "plan", "too_few"]
+__all__ = ["aligned", "checked", "in_chunks", "lambdified", "largest_met", "outside", "plan", "too_few"]
 
 # A chunk of each array and of the sums built from it stays in the second-level cache.
 _CHUNK = 1 << 14
@@ -281,6 +281,14 @@ def _whole_generator(key: str, env: Mapping[str, Any]) -> Any:
         above, below = _fraction(poly(expr.args[0]))
         return -(-_whole(above, env) // _whole(below, env))
     return _fold(np.maximum if isinstance(expr, Max) else np.minimum, [_whole(poly(a), env) for a in expr.args])
+
+
+def largest_met(p: Poly, largest: Mapping[str, int]) -> int | None:
+    """Return a number that nothing exceeds which is met while a sum is worked out; None where that is not whole."""
+    try:
+        return _most(p, largest)
+    except _NotWholeError:
+        return None
 
 
 def _most(p: Poly, largest: Mapping[str, int]) -> int:

@@ -11,7 +11,7 @@ from costgraph.errors import SpecError
 from costgraph.hardware.keys import PEAKS, RATE_KEYS, TABLES
 from costgraph.hardware.units import Quantity
 
-__all__ = ["NAMED", "Fallback", "StandIn", "chosen_fallback", "fastest", "nearest", "rate_key"]
+__all__ = ["FORMATS", "NAMED", "Fallback", "StandIn", "chosen_fallback", "fastest", "nearest", "rate_key"]
 
 Rates = Mapping[str, Quantity]
 Fallback = str | DType | Mapping[str, str]
@@ -19,7 +19,7 @@ Fallback = str | DType | Mapping[str, str]
 #: Why a fallback stands in that was named where a question was asked.
 NAMED = "asked for"
 
-_FORMATS = {key: dtype({"fp8": "fp8_e4m3", "fp6": "fp6_e2m3", "fp4": "fp4_e2m1"}.get(key, key)) for key in PEAKS}
+FORMATS = {key: dtype({"fp8": "fp8_e4m3", "fp6": "fp6_e2m3", "fp4": "fp4_e2m1"}.get(key, key)) for key in PEAKS}
 
 
 class StandIn(NamedTuple):
@@ -91,7 +91,7 @@ def _other(rates: Rates, wanted: DType) -> str | None:
 
 
 def _formats(rates: Rates) -> dict[str, DType]:
-    return {key: _FORMATS[key] for key in rates if key in _FORMATS}
+    return {key: FORMATS[key] for key in rates if key in FORMATS}
 
 
 def _size(f: DType) -> int:

@@ -62,6 +62,10 @@ ABOUT = {
     "test_sweep_against_lambdify": "A formula of 20 terms over a million points, against sympy.lambdify.",
     "test_sweep_of_a_peak_against_lambdify_of_its_cases": "A peak that is a maximum of several cases over a million"
     " points, against sympy.lambdify of the cases and NumPy's maximum.",
+    "test_sweep_of_a_time_against_lambdify_and_rooflines": "The estimated time of llama-3-8b on an H100 as a formula in"
+    " batch and length over a million points, against sympy.lambdify, and against as many rooflines one by one.",
+    "test_a_peak_at_one_point_against_a_loop_over_its_cases": "A peak with several cases at one point, exactly,"
+    " against a loop over its cases in plain Python.",
     "test_import_costs_little_more_than_what_it_imports": "`import costgraph` in a fresh interpreter, what it imports"
     " included, over that of what it imports alone.",
     "test_loading_a_file_grows_in_proportion_to_its_size": "`cg.load` of residual blocks. The ratios are those of a"

@@ -253,6 +253,7 @@ FUNCTIONS = {
     "fold": lambda e: a(e.three, "h", "L"),
     "unroll": lambda e: a(e.lm, L=2),
     "evaluate": _formula,
+    "sweep": lambda e: a({"f": (12 * B * S**2, "FLOP")}, B=[2, 3], S=3),
     "compile": lambda e: a(12 * B * S**2),
     "regimes": lambda e: a(cg.Max(B, S)),
     "dtype": lambda e: a("bf16"),

@@ -1,0 +1,214 @@
+"""Formulas over a grid of sizes and devices, as a labelled dataset; lazily where chunks are given."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import sympy
+
+from ..algebra.extremum import as_expr
+from ..algebra.polynomial import poly
+from ..algebra.symbols import shorten, shown, symbol
+from ..errors import BindingError, ShapeError, UnsupportedError
+from ..hardware.keys import SYMBOLS, TABLES
+from ..hardware.rates import FORMATS, StandIn
+from ..hardware.specs import Hardware, load_hardware
+from .evaluate import Compiled, Formula, compile
+from .sweep import checked, largest_met
+
+__all__ = ["sweep"]
+
+#: Integers up to here are what they are in float64.
+_EXACT = 1 << 53
+
+
+def sweep(formulas: Mapping[str, Any], /, *, chunks: Any = None, **axes: Any) -> Any:
+    """Evaluate formulas over a grid: every combination of the sizes, and of devices.
+
+    Parameters
+    ----------
+    formulas : mapping of str to formula
+        By name: a formula, or a pair of it and its unit, which becomes the attribute `units`. A function of a device,
+        such as `lambda device: cg.seconds(g, device)`, is asked for each one; a formula in the symbols of
+        `Hardware.symbolic` takes the rates of each one.
+    chunks : int, mapping or "auto", optional
+        Sizes of the blocks that dask works on, as xarray's `chunk` takes them; nothing is computed then before it is
+        asked for.
+    **axes : int or array_like of int
+        Sizes, and rates of hardware, by name: a list is an axis, a number is bound. `device`: names of devices, paths,
+        or what `load_hardware` returned.
+
+    Returns
+    -------
+    xarray.Dataset
+        A variable for each formula, with the axes that it depends on alone: int64 where the formula is a sum with whole
+        coefficients, of which no number on the way exceeds 2**53, so that all is exact; else float64. Where the rate of
+        a device is missing, the attribute `stand_ins` of the variable says which one was taken.
+
+    Raises
+    ------
+    BindingError
+        If an axis is missing, is of no formula or holds anything but positive integers; if sizes are refused by the
+        graph of a formula.
+    SpecError
+        If a device is unknown, or lacks what stands for nothing.
+    UnsupportedError
+        If xarray, or for chunks dask, is not installed: the extra `sweep` has both.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> g = cg.models.load("gpt2")
+    >>> found = cg.sweep(
+    ...     {"peak": (cg.peak_memory(g), "B"), "time": (lambda device: cg.seconds(g, device), "s")},
+    ...     B=[1, 8], S=[128, 256, 1024], device=["a100-80-sxm", "h100-sxm"],
+    ... )
+    >>> dict(found.sizes), found.peak.dims, found.time.dims, found.time.attrs["units"]
+    ({'B': 2, 'S': 3, 'device': 2}, ('B', 'S'), ('B', 'S', 'device'), 's')
+    >>> int(found.peak.sel(B=8, S=1024)) == cg.peak_memory(g, B=8, S=1024)
+    True
+    """
+    grid = _Grid(_library("xarray", "sweep"), chunks, *_read(axes))
+    if chunks is not None:
+        _library("dask", "sweep with chunks")
+    both = sorted(formulas.keys() & axes.keys())
+    if both:
+        raise BindingError(f"sweep: {shorten(both[0])} names a formula and an axis, expected two names")
+    found = {name: grid.variable(name, *_with_unit(what)) for name, what in formulas.items()}
+    unused = sorted(axes.keys() - grid.used)
+    if unused:
+        raise BindingError(f"sweep: {shorten(unused[0])} is in none of the formulas, expected a size of one of them")
+    return grid.xarray.Dataset(found, coords=grid.coordinates())
+
+
+def _library(name: str, place: str) -> Any:
+    try:
+        return import_module(name)
+    except ImportError:
+        hint = "pip install costgraph[sweep]"
+        raise UnsupportedError(f"{place}: {name} is missing, expected it from: {hint}") from None
+
+
+def _with_unit(what: Any) -> tuple[Any, str | None]:
+    """Return a formula and its unit, where a pair of both was given."""
+    if isinstance(what, tuple) and len(what) == 2 and isinstance(what[1], str):
+        return what
+    return what, None
+
+
+def _read(axes: Mapping[str, Any]) -> tuple[dict[str, np.ndarray[Any, Any]], list[Hardware]]:
+    """Return sizes as arrays of one axis or none, and the devices."""
+    sizes, devices = {}, []
+    for name, values in axes.items():
+        if name == "device":
+            listed = values if isinstance(values, Collection) and not isinstance(values, str | bytes) else [values]
+            devices = [load_hardware(v) for v in listed]
+            continue
+        sizes[name] = checked(name, values)
+        if sizes[name].ndim > 1:
+            raise BindingError(f"sweep: {name} has {sizes[name].ndim} axes, expected a list of sizes, or one")
+    return sizes, devices
+
+
+@dataclass
+class _Grid:
+    """The axes, and how a formula is worked out along those that it depends on."""
+
+    xarray: Any
+    chunks: Any
+    sizes: dict[str, np.ndarray[Any, Any]]
+    devices: list[Hardware]
+
+    def __post_init__(self) -> None:
+        self.used: set[str] = set()
+        ids = [device.id for device in self.devices]
+        if len(set(ids)) < len(ids):
+            raise BindingError(f"sweep: devices {shown(ids)}, expected each once")
+
+    def coordinates(self) -> dict[str, Any]:
+        """Return the labels along the axes, with their units."""
+        units = {name: _unit(place) for place, name in SYMBOLS.items()}
+        out: dict[str, Any] = {n: (n, v, {"units": units.get(n, "1")}) for n, v in self.sizes.items() if v.ndim}
+        return out | ({"device": [device.id for device in self.devices]} if "device" in self.used else {})
+
+    def variable(self, name: str, what: Any, unit: str | None) -> Any:
+        """Return a formula, or what a function says of each device, along its axes."""
+        notes: list[str] = []
+        if callable(what) and not isinstance(what, sympy.Basic):
+            if not self.devices:
+                raise BindingError(f"sweep: {shorten(name)} is a function of a device, expected device=[...]")
+            out = self._each(name, [what(device) for device in self.devices])
+        elif self.devices and _rates_in(as_expr(what)):
+            parts = [_on(device, as_expr(what), notes) for device in self.devices]
+            out = self._each(name, parts)
+        else:
+            out = self._along(name, what)
+        out.attrs.update({"units": unit} if unit else {}, **({"stand_ins": notes} if notes else {}))
+        return out
+
+    def _each(self, name: str, parts: list[Formula]) -> Any:
+        self.used.add("device")
+        arrays = self.xarray.broadcast(*(self._along(name, part) for part in parts))
+        return self.xarray.concat(arrays, dim="device").transpose(..., "device")
+
+    def _along(self, name: str, formula: Formula) -> Any:
+        made = compile(formula)
+        missing = sorted(set(made.names) - self.sizes.keys())
+        if missing:
+            raise BindingError(f"sweep: {shorten(name)} has no sizes for {', '.join(missing)}")
+        self.used |= set(made.names)
+        arrays = [self._array(n) for n in self.sizes if n in made.names]
+        order = [n for n in self.sizes if n in made.names]
+        kind = np.int64 if self._is_exact(made) else np.float64
+        return self.xarray.apply_ufunc(
+            _worked_out, *arrays, kwargs={"formula": made, "names": order, "kind": kind}, dask="parallelized",
+            output_dtypes=[kind],
+        ) if arrays else self.xarray.DataArray(_worked_out(formula=made, names=[], kind=kind))  # fmt: skip
+
+    def _array(self, name: str) -> Any:
+        out = self.xarray.DataArray(self.sizes[name], dims=[name] if self.sizes[name].ndim else [])
+        if self.chunks is None or not self.sizes[name].ndim:
+            return out
+        blocks = self.chunks.get(name, -1) if isinstance(self.chunks, Mapping) else self.chunks
+        return out.chunk({name: blocks})
+
+    def _is_exact(self, made: Compiled) -> bool:
+        largest = {n: int(self.sizes[n].max()) if self.sizes[n].size else 1 for n in made.names}
+        try:
+            met = largest_met(poly(made.formula), largest)
+        except ShapeError:  # floats
+            return False
+        return met is not None and met < _EXACT
+
+
+def _worked_out(*arrays: Any, formula: Compiled, names: list[str], kind: Any) -> Any:
+    return np.asarray(formula(**dict(zip(names, arrays, strict=True)))).astype(kind)
+
+
+def _unit(place: str) -> str:
+    table, _, key = place.partition(".")
+    return TABLES[table][key]
+
+
+def _rates_in(formula: sympy.Expr) -> dict[str, str]:
+    names = {s.name for s in formula.free_symbols}
+    return {name: place for place, name in SYMBOLS.items() if name in names}
+
+
+def _on(device: Hardware, formula: sympy.Expr, notes: list[str]) -> Formula:
+    """Return a formula with the rates of a device; what stands in for a missing one is noted."""
+    put = {}
+    for name, place in _rates_in(formula).items():
+        table, _, key = place.partition(".")
+        found = device.tables.get(table, {}).get(key)
+        instead: StandIn | None = None
+        if found is None and table in ("peak", "vector"):
+            found, instead = device.nearest_rate(FORMATS[key].name, "matmul" if table == "peak" else "vector")
+        if instead is not None:
+            notes.append(f"{device.id}: {instead}")
+        put[symbol(name)] = sympy.sympify((found or device.link(name)).value)
+    return formula.xreplace(put)
