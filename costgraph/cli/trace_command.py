@@ -7,7 +7,8 @@ import importlib.util
 import re
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -48,6 +49,10 @@ def trace_command(
     unknown: Annotated[str, typer.Option("--unknown", help="Ops without a rule: error, or symbol.")] = "error",
     fixed: Annotated[str, typer.Option("--fixed", help="Sizes that the module turns into numbers, as loops do: error, "
                      "or given.")] = "error",
+    device: Annotated[str, typer.Option("--device", metavar="NAME", help="What would run it: cpu, or cuda, of which "
+                      "none is needed.")] = "cpu",
+    arch: Annotated[str | None, typer.Option("--arch", metavar="NAME", help="With --device cuda: sm_80, sm_90 (as "
+                    "without), sm_100 and the like.")] = None,
     out: Annotated[str | None, typer.Option("--out", metavar="FILE", help="Save the graph: a .json file.")] = None,
     hardware: opt.Hardware = None, depth: opt.Depth = 2, formulas: opt.Formulas = False,
 ) -> None:  # fmt: skip
@@ -66,7 +71,7 @@ def trace_command(
     folds = [_pair(word) for word in fold or ()]
     given, dims = [_parsed(word) for word in inputs or ()], read_sizes(sizes)
     need_torch("trace")
-    from ..torch import trace
+    from ..torch import dispatched, trace
     from ..torch.words import on_meta
     from ..torch.words import optimizer as made_optimizer
 
@@ -79,7 +84,7 @@ def trace_command(
         keywords={name: t for name, t, _ in tensors if name is not None},
         keyword_dims={name: _names(shape) for name, _, shape in tensors if name is not None},
         train=train, optimizer=None if optimizer is None else made_optimizer(optimizer), unknown=unknown,
-        fixed=fixed,
+        fixed=fixed, device=device, arch=arch,
     )  # fmt: skip
     for scope, name in folds:
         from ..transforms.folding.fold import fold as fold_blocks
@@ -94,6 +99,14 @@ def trace_command(
     say(text.render(found, formulas=formulas, width=width, color=color), styled=color)
     for relation in graph.relations.relations:
         say(f"holds for {relation.text}")
+    for line in _chosen(dispatched(graph)):
+        say(line)
+
+
+def _chosen(rows: Sequence[Any]) -> Iterator[str]:
+    """Yield by which rules calls are those of the device, and how many."""
+    for (rule, why), count in Counter((row.rule, row.why) for row in rows).items():
+        yield f"{count} {'call' if count == 1 else 'calls'} by the rule {rule}: {why}"
 
 
 # -- what is traced ----------------------------------------------------------------------------------------------

@@ -82,7 +82,8 @@ def _node_data(node: Tensor | Op) -> dict[str, Any]:
             data["pieces"] = node.storage.pieces
         stated = data["role"] == "param" or (data["role"] == "input" and node.requires_grad)
         return data | ({"grad": node.requires_grad} if stated else {})
-    call = {} if node.call is None else {"call": {k: _encode(v) for k, v in vars(node.call).items()}}
+    seen = {} if node.call is None else vars(node.call)
+    call = {"call": {k: _encode(v) for k, v in seen.items() if v != ""}} if seen else {}
     return call | {
         "type": "op",
         "kind": node.kind.name,

@@ -57,6 +57,10 @@ class Call:
     ]
     places: Annotated[tuple[int, ...], Rule("a tuple of integers of at least -1", all_of(lambda v: is_count(v, -1)))]
     """Where each result stands in what it returns, -1 for an operand that it wrote into."""
+    rule: Annotated[str, Rule("the name of a rule", lambda v: isinstance(v, str))] = ""
+    """The rule by which it is what another device runs, empty where it ran as it stands here."""
+    why: Annotated[str, Rule("a text", lambda v: isinstance(v, str))] = ""
+    """What that rule went by."""
 
     @property
     def name(self) -> str:

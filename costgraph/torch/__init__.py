@@ -12,14 +12,16 @@ except ImportError as error:
 from .calibrating import Calibration, calibrate
 from .lowering import lower, random_inputs
 from .measuring import Measurement, environment, measure
-from .tracing import trace
+from .tracing import Dispatched, dispatched, trace
 from .validating import Validation, validate
 
 __all__ = [
     "Calibration",
+    "Dispatched",
     "Measurement",
     "Validation",
     "calibrate",
+    "dispatched",
     "environment",
     "lower",
     "measure",

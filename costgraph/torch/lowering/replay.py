@@ -16,7 +16,9 @@ from .formats import torch_dtype
 from .functions import leaf
 from .site import Site
 
-__all__ = ["replay"]
+__all__ = ["replay", "runs_on"]
+
+_OF_A_CPU = ("CPU", "CompositeExplicitAutograd", "CompositeImplicitAutograd", "CompositeExplicitAutogradNonFunctional")
 
 #: What a graph from a file may not call: it would read another file.
 _REFUSED = ("from_file",)
@@ -40,6 +42,16 @@ def replay(site: Site[OpKind], call: Call) -> None:
             site.settle(_stored(site, node, i), i)
         else:
             site.alias(node, i)
+
+
+def runs_on(call: Call, device: torch.device) -> bool:
+    """Whether a call can be made there: a trace for CUDA has calls of kernels that a CPU is without."""
+    if not call.rule or device.type != "cpu":
+        return True
+    found = torch._C._dispatch_has_kernel_for_dispatch_key
+    *_, name, overload = call.target.split(".")
+    full = f"aten::{name}" + ("" if overload == "default" else f".{overload}")
+    return any(found(full, key) for key in _OF_A_CPU)
 
 
 def _stored(site: Site[OpKind], node: Any, i: int) -> Any:

@@ -19,7 +19,7 @@ from ...ops.stacks import Empty
 from .emitter import Emitter, Numbers
 from .formats import torch_dtype
 from .indices import Indices
-from .replay import replay
+from .replay import replay, runs_on
 from .site import Shared, Site, strided
 from .sources import Leaf, Leaves
 from .table import LOWERINGS
@@ -113,7 +113,7 @@ class Walk(Player[Place]):
 
     def step(self, op: Op, env: Env, place: Place) -> None:
         """Emit the calls of an op."""
-        rule = _rule_of(op)
+        rule = _rule_of(op, self.emitter.device)
         slices = place.slices
         there = {t: slices[t.storage] for t in op.results if t.storage in slices} | self._slices(op)
         site: Site[OpKind] = Site(op, self.shared, [env[t] for t in op.operands], there)
@@ -179,12 +179,17 @@ class Walk(Player[Place]):
         return self.emitter.call(torch.select, v, 0, i)
 
 
-def _rule_of(op: Op) -> Callable[[Site[Any]], None]:
+def _rule_of(op: Op, device: torch.device) -> Callable[[Site[Any]], None]:
     """Return what lowers an op: the call that a trace saw there, which no result was added to, or that of its kind."""
     call = op.call
-    if call is not None and len(call.places) == len(op.results):
+    here = call is not None and runs_on(call, device)
+    if call is not None and here and len(call.places) == len(op.results):
         return partial(replay, call=call)
     rule = LOWERINGS.get(type(op.kind))
+    if call is not None and not here and rule is None:
+        raise UnsupportedError(
+            f"lower {op.name!r}: torch has {call.target} for CUDA alone ({call.rule}), expected device='cuda'"
+        )
     if rule is None:
         raise UnsupportedError(
             f"lower {op.name!r}: op kind {op.kind.name!r} has no lowering, expected one from costgraph.torch.lowering"

@@ -74,9 +74,9 @@ class Given:
                     )
         return out
 
-    def fakes(self, sizes: Mapping[str, Any], data: Data) -> dict[str, object]:
-        """Return the arguments by name, tensors without data and with sizes for the named axes."""
-        made = {n: _fake(v, a, sizes) for n, v, a in zip(self.names, self.values, self.axes, strict=True)}
+    def fakes(self, sizes: Mapping[str, Any], data: Data, *, host: bool) -> dict[str, object]:
+        """Return the arguments by name: tensors without data, on the host or not, with sizes for the named axes."""
+        made = {n: _fake(v, a, sizes, host) for n, v, a in zip(self.names, self.values, self.axes, strict=True)}
         for value, fake in zip(self.values, made.values(), strict=True):
             if isinstance(value, torch.Tensor) and isinstance(fake, torch.Tensor):
                 data.declare(fake, value)
@@ -122,17 +122,17 @@ def _checked(label: str, value: object, axes: Axes) -> tuple[str | None, ...]:
     return names
 
 
-def _fake(value: object, axes: Sequence[str | None], sizes: Mapping[str, Any]) -> object:
+def _fake(value: object, axes: Sequence[str | None], sizes: Mapping[str, Any], host: bool) -> object:
     if not isinstance(value, torch.Tensor):
         return value
     shape: list[Any] = [n if name is None else sizes[name] for n, name in zip(value.shape, axes, strict=True)]
     # axes in the order in which they lie in memory
     order = sorted(range(value.ndim), key=lambda i: (-value.stride()[i], i))
-    dense = torch.empty([shape[i] for i in order], dtype=value.dtype, device=_device(value))
+    dense = torch.empty([shape[i] for i in order], dtype=value.dtype, device=_device(value, host))
     back = [order.index(i) for i in range(value.ndim)]
     fake = dense.permute(back) if back != sorted(back) else dense
     return fake.detach().requires_grad_(value.requires_grad)
 
 
-def _device(value: torch.Tensor) -> torch.device:
-    return torch.device("cpu") if value.device.type == "meta" else value.device
+def _device(value: torch.Tensor, host: bool) -> torch.device:
+    return torch.device("cpu") if host or value.device.type == "meta" else value.device

@@ -138,10 +138,13 @@ class Builder:
             tuple((t.sizes, t.strides, t.dtype) for t in operands),
             tuple(wanted),
             space := workspace_of(call.call) if call.counts is None else call.counts.workspace,
+            whole := call.choice is not None,
         )
         if key not in self._templates:
             numbers = {h: i for i, h in enumerate(call.operands)}
-            self._templates[key] = template_of(call.translation, call.call, numbers, operands, wanted, space)
+            self._templates[key] = template_of(
+                call.translation, call.call, numbers, operands, wanted, space, whole=whole
+            )
         return self._templates[key]
 
     def _foreign(
@@ -165,7 +168,8 @@ class Builder:
             workspace=c.workspace,
         )
         op = self.graph.add_op(kind, operands, call.name, self.phase)
-        op.call = Seen(call.target, call.arguments, call.keywords, tuple(place for _, _, place, _ in outputs))
+        places = tuple(place for _, _, place, _ in outputs)
+        op.call = Seen(call.target, call.arguments, call.keywords, places, *_chosen(call))
         self._stand(outputs, op.results)
         return op, op.results
 
@@ -239,7 +243,11 @@ def _seen(call: Made, given: Sequence[int]) -> Seen | None:
         arguments, keywords = numbered(call.arguments), numbered(call.keywords)
     except KeyError:
         return None
-    return Seen(call.target, arguments, keywords, tuple(place for _, _, place, _ in call.outputs))
+    return Seen(call.target, arguments, keywords, tuple(place for _, _, place, _ in call.outputs), *_chosen(call))
+
+
+def _chosen(call: Made) -> tuple[str, str]:
+    return ("", "") if call.choice is None else (call.choice.rule, call.choice.why)
 
 
 def _stated(handle: Handle, of: int | None, place: int, bytes_: Poly | None) -> Output:

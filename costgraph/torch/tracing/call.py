@@ -55,6 +55,8 @@ class Call:
     """Arguments by the names of torch's schema, defaults filled in: tensors as Spec, sizes as Poly or int."""
     results: tuple[Spec, ...]
     """The tensors that it returns, those of lists one by one."""
+    device: str = "cpu"
+    """What it runs on: kernels take their workspace by it."""
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]

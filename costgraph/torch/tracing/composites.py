@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-__all__ = ["COMPOSITES"]
+__all__ = ["COMPOSITES", "encoder_layer"]
 
 aten = torch.ops.aten
 
@@ -82,7 +82,7 @@ def _hidden(pairs: torch.Tensor, mask: torch.Tensor, kind: int | None) -> torch.
     return made
 
 
-def _encoder_layer(
+def encoder_layer(
     src: torch.Tensor,
     embed_dim: int,
     num_heads: int,
@@ -103,6 +103,8 @@ def _encoder_layer(
     ffn_bias_2: torch.Tensor,
     mask: torch.Tensor | None = None,
     mask_type: int | None = None,
+    *,
+    attention: Callable[..., Any] = _attention,
 ) -> torch.Tensor:
     """Attention and two linear layers, each with a norm before or behind it."""
 
@@ -115,7 +117,7 @@ def _encoder_layer(
 
     x = norm(src, norm_weight_1, norm_bias_1) if norm_first else src
     weights = (qkv_weight, qkv_bias, proj_weight, proj_bias)
-    x, _ = _attention(x, x, x, embed_dim, num_heads, *weights, mask, need_weights=False, mask_type=mask_type)
+    x, _ = attention(x, x, x, embed_dim, num_heads, *weights, mask, need_weights=False, mask_type=mask_type)
     x.add_(src)
     x = before = x if norm_first else norm(x, norm_weight_1, norm_bias_1)
     x = linears(norm(x, norm_weight_2, norm_bias_2) if norm_first else x)
@@ -126,7 +128,7 @@ def _encoder_layer(
 #: By op; each takes and returns what the op does.
 COMPOSITES: dict[Any, Callable[..., Any]] = {
     aten._native_multi_head_attention.default: _attention,
-    aten._transformer_encoder_layer_fwd.default: _encoder_layer,
+    aten._transformer_encoder_layer_fwd.default: encoder_layer,
     # whether a padding mask leaves sequences that can be packed is data: the way of one that does not is taken
     aten._nested_tensor_from_mask_left_aligned.default: lambda tensor, mask: False,
 }

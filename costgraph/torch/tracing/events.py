@@ -7,6 +7,7 @@ from typing import Any
 
 from ...algebra.polynomial import Poly
 from .call import Call, Counts, Spec
+from .choices import Choice
 from .translations.table import Translation
 
 __all__ = ["Death", "Handle", "Made", "Source"]
@@ -57,6 +58,8 @@ class Made:
     """the same, by the names of the schema"""
     translation: Translation | None
     """what makes declared ops of it"""
+    choice: Choice | None = None
+    """why a device runs it, None where torch's own way leads to it on any device"""
 
     @property
     def name(self) -> str:

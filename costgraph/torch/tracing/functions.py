@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
 
@@ -35,6 +35,8 @@ class SymbolicSizes(TorchFunctionMode):
     told without this mode. The state of random numbers that it saves, as checkpointing does, is memory as any other.
     """
 
+    unseen = True
+
     def __enter__(self) -> SymbolicSizes:
         self._asked = overrides.has_torch_function
         self._replaced = ExitStack()
@@ -52,9 +54,9 @@ class SymbolicSizes(TorchFunctionMode):
         self._replaced.close()
 
     def _special(self, tensors: Any) -> bool:
-        modes = torch._C._len_torch_function_stack()
-        own = modes > 0 and torch._C._get_function_stack_at(modes - 1) is self
-        with _pop_mode_temporarily() if own else nullcontext():
+        with ExitStack() as popped:
+            while _own(torch._C._len_torch_function_stack()):
+                popped.enter_context(_pop_mode_temporarily())
             return self._asked(tensors)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -63,6 +65,11 @@ class SymbolicSizes(TorchFunctionMode):
         instead = _INSTEAD.get(func)
         made = None if instead is None else instead(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {})) if made is None else made
+
+
+def _own(modes: int) -> bool:
+    """Whether the innermost of so many modes is one that a program is not to see."""
+    return modes > 0 and getattr(torch._C._get_function_stack_at(modes - 1), "unseen", False)
 
 
 def _saved_state() -> torch.Tensor:

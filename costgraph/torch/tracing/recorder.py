@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -18,6 +18,7 @@ from ...algebra.polynomial import Poly, poly
 from ...algebra.symbols import symbol
 from ...errors import UnsupportedError
 from .call import Call, Counts, Spec
+from .choices import Choices
 from .composites import COMPOSITES
 from .data import Data
 from .events import Death, Handle, Made, Source
@@ -64,12 +65,21 @@ class Recorder(TorchDispatchMode):
         Says what is known of the data of tensors.
     symbols : bool
         Whether an op without a rule counts as a symbol named after it; it is an error else.
+    device : str
+        What kernels run on.
+    kernels : collection
+        Ops that a CPU is without and that are composed there, of which the device has a kernel.
+    choices : Choices
+        Says by which rule a call is what the device runs.
     """
 
     values: Values
     scopes: Scopes
     data: Data
     symbols: bool = False
+    device: str = "cpu"
+    kernels: Collection[Any] = ()
+    choices: Choices = field(default_factory=Choices)
     phase: str = "forward"
     paused: bool = False
     events: list[Made | Death] = field(default_factory=list)
@@ -146,6 +156,12 @@ class Recorder(TorchDispatchMode):
         return False  # nothing compiles here, and a guard against it in each call takes its time
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.device == "cpu":
+            return self._dispatched(func, args, kwargs)
+        with torch._C.DisableTorchFunction():  # which tell of a device that is not there
+            return self._dispatched(func, args, kwargs)
+
+    def _dispatched(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is torch.ops.prim.device.default:  # asked several times for each op
             t = args[0]
             return t.fake_device if isinstance(t, FakeTensor) and not t.fake_mode.in_kernel_invocation else func(t)
@@ -162,7 +178,7 @@ class Recorder(TorchDispatchMode):
         answer = self.data.answer(func, args)
         if answer is not None:
             return answer
-        parts = COMPOSITES.get(func) or (func.decompose if _is_composed(func) else None)
+        parts = COMPOSITES.get(func) or (func.decompose if _is_composed(func) and func not in self.kernels else None)
         if parts is not None:
             with self:  # without autograd, and inside of an op, nothing has taken it apart yet
                 return parts(*args, **kwargs)
@@ -242,7 +258,7 @@ class Recorder(TorchDispatchMode):
         moves = bool(changed) or any(of is None for _, of, _, _ in outputs)
         if not outputs or (not moves and all(h in operands for h, *_ in outputs)):
             return  # it reads a number, or returns a tensor as it was
-        call = _call(func, args, kwargs, results)
+        call = _call(func, args, kwargs, results, self.device)
         translation = translation_of(call.name, call.overload, func.tags)
         counts: Counts | None = Counts()
         if moves and func is not aten.lift_fresh.default:
@@ -252,9 +268,8 @@ class Recorder(TorchDispatchMode):
         name = schema.name.removeprefix("aten::").replace("::", ".")
         positional, named = _encoded(args, operands), {k: _encoded(v, operands) for k, v in kwargs.items()}
         target = f"{name}.{func._overloadname}"
-        self.events.append(
-            Made(target, tuple(operands), outputs, counts, moves, positional, named, scope, phase, call, translation)
-        )
+        what = (target, tuple(operands), outputs, counts, moves, positional, named, scope, phase, call, translation)
+        self.events.append(Made(*what, self.choices.now()))
 
     def _outputs(
         self, out: Any, operands: dict[Handle, int]
@@ -292,7 +307,9 @@ class Recorder(TorchDispatchMode):
             return Counts(pointwise=_symbol(call.name))
 
 
-def _call(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], results: tuple[Spec, ...]) -> Call:
+def _call(
+    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], results: tuple[Spec, ...], device: str
+) -> Call:
     """Return what a rule sees."""
     schema = func._schema
     arguments = {
@@ -301,7 +318,7 @@ def _call(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], resul
     }
     name = schema.name.removeprefix("aten::").replace("::", ".")
     inplace = schema.is_mutable and name.endswith("_")
-    return Call(name.removesuffix("_") if inplace else name, func._overloadname, inplace, arguments, results)
+    return Call(name.removesuffix("_") if inplace else name, func._overloadname, inplace, arguments, results, device)
 
 
 @cache

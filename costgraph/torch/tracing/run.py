@@ -6,7 +6,7 @@ import gc
 import logging
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -44,10 +44,19 @@ class Run:
         What looks on.
     optimizer : callable or None
         Makes the optimizer of a list of parameters.
+    device : callable
+        Lets the program run as on a device.
     """
 
-    def __init__(self, module: nn.Module, recorder: Recorder, optimizer: Factory | None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        recorder: Recorder,
+        optimizer: Factory | None,
+        device: Callable[[], AbstractContextManager[None]],
+    ) -> None:
         self.module = module
+        self.device = device
         self.recorder = recorder
         self.optimizer = optimizer
         self.params: dict[str, torch.Tensor] = {}
@@ -72,7 +81,7 @@ class Run:
         collecting = gc.isenabled()
         gc.disable()  # what only a cycle holds would be given back at any time
         try:
-            with torch.set_grad_enabled(train), uncompiled(), SymbolicSizes(), self.recorder:
+            with torch.set_grad_enabled(train), uncompiled(), SymbolicSizes(), self.device(), self.recorder:
                 if train and any(p._post_accumulate_grad_hooks for p in self.params.values()):
                     with self.recorder.pausing():
                         self._warm(args, kwargs)

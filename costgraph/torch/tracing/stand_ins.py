@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch._guards import detect_fake_mode
 
+from .cuda.results import CUDA_RESULTS
 from .onednn import PAGE, Lstm
 from .results import RESULTS
 from .views import direct, expanded, viewed
@@ -86,6 +87,7 @@ def _unasked(func: Any) -> Callable[..., Any]:
 #: By op; what each does to shapes, layouts and storages is what the op does.
 STAND_INS: dict[Any, Callable[..., Any]] = {
     **RESULTS,
+    **CUDA_RESULTS,
     aten._unsafe_view.default: viewed,
     aten.view.default: viewed,
     aten.expand.default: expanded,

@@ -130,7 +130,9 @@ def _is(a: object, b: object) -> bool:
 
 
 @contextmanager
-def borrowed(module: nn.Module, *others: object) -> Iterator[Callable[[torch.Tensor], torch.Tensor | None]]:
+def borrowed(
+    module: nn.Module, *others: object, host: bool = False
+) -> Iterator[Callable[[torch.Tensor], torch.Tensor | None]]:
     """Let all tensors that a program holds have no data for a while, and let nothing be changed after that.
 
     A tensor stays the object that it is, so whoever has it, an optimizer or a hook, has the one without data. Tensors
@@ -142,6 +144,8 @@ def borrowed(module: nn.Module, *others: object) -> Iterator[Callable[[torch.Ten
         Whose attributes are looked through, those of what they hold, and what the files of its classes hold.
     *others : object
         Arguments, which it may change.
+    host : bool
+        Whether the ones without data are all of a CPU, wherever the program has them.
     """
     reached = _Reached([module, *others])
     swapped: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -149,7 +153,9 @@ def borrowed(module: nn.Module, *others: object) -> Iterator[Callable[[torch.Ten
     bases: dict[int, torch.Tensor] = {}
     torch.clear_autocast_cache()  # whose weak references would forbid to lend tensors
     try:
-        made = [(t, _fake(t, bases)) for t in sorted(reached.tensors, key=lambda t: not isinstance(t, nn.Parameter))]
+        made = [
+            (t, _fake(t, bases, host)) for t in sorted(reached.tensors, key=lambda t: not isinstance(t, nn.Parameter))
+        ]
         grads = [(t, t.grad) for t in reached.tensors if t.is_leaf and t.grad is not None]
         for t, fake in made:
             if fake is not None:
@@ -178,11 +184,11 @@ def _swap(t: torch.Tensor, other: torch.Tensor) -> None:
     t.__dict__, other.__dict__ = other.__dict__, t.__dict__
 
 
-def _fake(t: torch.Tensor, bases: dict[int, torch.Tensor]) -> torch.Tensor | None:
+def _fake(t: torch.Tensor, bases: dict[int, torch.Tensor], host: bool) -> torch.Tensor | None:
     """Return a tensor without data; None for what has no strides."""
     if t.layout is not torch.strided or t.is_nested:
         return None
-    device = torch.device("cpu") if t.device.type == "meta" else t.device
+    device = torch.device("cpu") if host or t.device.type == "meta" else t.device
     storage, parameter = t.untyped_storage(), isinstance(t, nn.Parameter)
     base = None if parameter else bases.get(storage._cdata)
     if base is not None and base.dtype == t.dtype:

@@ -95,6 +95,8 @@ def template_of(
     tensors: Sequence[Tensor],
     wanted: Sequence[Wanted],
     workspace: Poly = ZERO,
+    *,
+    whole: bool = False,
 ) -> Template | None:
     """Return the declared ops of a call; None where it is not what they say.
 
@@ -112,6 +114,8 @@ def template_of(
         What the run made.
     workspace : Poly
         Bytes that torch's kernel takes beside operands and results.
+    whole : bool
+        Whether they are one op, which keeps the call, even where each could be one of its own.
     """
     made = (w.spec.dtype for w in wanted)
     if any(d.kind not in ("float", "int", "bool") for d in (*made, *(t.dtype for t in tensors))):
@@ -124,7 +128,7 @@ def template_of(
     places = {outer: i for i, outer in enumerate(inputs)}
     used = tuple(places[t] for t in body.captured)
     results = _results(returned, body, inputs, wanted)
-    return None if results is None else _settled(body, used, results, wanted, workspace)
+    return None if results is None else _settled(body, used, results, wanted, workspace, whole)
 
 
 def declared(
@@ -188,7 +192,12 @@ def _stored(body: Graph, outer: Tensor) -> list[Any]:
 
 
 def _settled(
-    body: Graph, used: tuple[int, ...], results: tuple[Tensor, ...], wanted: Sequence[Wanted], workspace: Poly
+    body: Graph,
+    used: tuple[int, ...],
+    results: tuple[Tensor, ...],
+    wanted: Sequence[Wanted],
+    workspace: Poly,
+    whole: bool,
 ) -> Template | None:
     """Say whether the ops stand for themselves, or are one kernel."""
     ops = body.ops
@@ -198,7 +207,7 @@ def _settled(
     work = [op for op in ops if op.kind.overwrites() or any(not t.is_view for t in op.results)]
     if not work:
         return Template(body, used, results, None) if as_run else None
-    if len(work) == 1 and as_run and not workspace:
+    if len(work) == 1 and as_run and not workspace and not (whole and len(ops) > 1):
         return Template(body, used, results, None)
     if len(ops) == 1 and isinstance(ops[0].kind, Kernel) and not ops[0].kind.changed:
         inner = ops[0].kind

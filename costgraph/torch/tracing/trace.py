@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ...algebra.symbols import shown
 from ...errors import GraphError
 from ...graph.arguments import need_choice
 from ...graph.graph import Graph
 from .arguments import Axes, Given
+from .cuda import DEFAULT, KERNELS, Here, arch_of, on_cuda
 from .data import Data
 from .guards import assumptions
 from .recorder import Recorder
@@ -37,6 +41,8 @@ def trace(
     unknown: str = "error",
     fixed: str = "error",
     name: str = "",
+    device: str = "cpu",
+    arch: str | None = None,
 ) -> Graph:
     """Turn a module into a graph with symbolic sizes, from one eager run on tensors that hold no data.
 
@@ -68,6 +74,12 @@ def trace(
         is `given`, with the assumption that says so: the loop is unrolled.
     name : str
         Name of the graph, by default the class of the module.
+    device : str
+        cpu: module and inputs are where they are, on a CPU if they hold no data. cuda: all is on a GPU, of which none
+        is needed: what torch chooses by the device follows from its own conditions (`costgraph.torch.dispatched` says
+        which call by which rule).
+    arch : str, optional
+        Compute capability of the GPU as torch names it, by default sm_90.
 
     Returns
     -------
@@ -78,7 +90,7 @@ def trace(
     Raises
     ------
     GraphError, ShapeError
-        If names do not fit the inputs, or with `train=True` the module returns no scalar.
+        If names do not fit the inputs, with `train=True` the module returns no scalar, or there is no such device.
     UnsupportedError
         If an op has no rule, or the program turns a named size into a number: the text names the line.
 
@@ -94,6 +106,10 @@ def trace(
     """
     need_choice("trace: unknown", unknown, ("error", "symbol"))
     need_choice("trace: fixed", fixed, ("error", "given"))
+    need_choice("trace: device", device, ("cpu", "cuda"))
+    if arch is not None and device == "cpu":
+        raise GraphError(f"trace: arch {shown(arch)} of a CPU, expected device='cuda' with it")
+    target = arch_of(DEFAULT if arch is None else arch) if device == "cuda" else None
     if not isinstance(module, nn.Module):
         raise GraphError(f"trace: got {type(module).__name__}, expected a torch.nn.Module")
     if optimizer is not None and not train:
@@ -103,17 +119,21 @@ def trace(
     shapes = Shapes(given.sizes(), fixed=fixed == "given")
     translator = Translator(shapes.names, symbols=unknown == "symbol")
     data = Data(shapes)
-    recorder = Recorder(Values(translator), Scopes(module), data, symbols=unknown == "symbol")
-    run = Run(module, recorder, optimizer)
+    recorder = Recorder(Values(translator), Scopes(module), data, symbols=unknown == "symbol", device=device)
+    place: Callable[[], AbstractContextManager[None]] = nullcontext
+    if target is not None:
+        recorder.kernels = KERNELS
+        place = partial(on_cuda, Here(target, recorder.choices))
+    run = Run(module, recorder, optimizer, place)
     with (
         FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True),
         plain_errors(),
         forgetting(recorder.left),
-        borrowed(module, *given.others()) as data.held,
+        borrowed(module, *given.others(), host=target is not None) as data.held,
         data.unseen(),
     ):
         sizes = {n: shapes.named(n, size) for n, size in hints(given.sizes()).items()}
-        fakes = given.fakes(sizes, data)
+        fakes = given.fakes(sizes, data, host=target is not None)
         run.declare(fakes)
         with recorder.scopes.watching(), torch.compiler.set_stance("force_eager"):
             run(*given.arguments(fakes), train=train)

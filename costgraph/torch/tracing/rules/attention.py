@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import sympy
+
 from ....algebra.extremum import smaller
-from ....algebra.polynomial import ONE, Poly
+from ....algebra.polynomial import ONE, Poly, poly, total
 from ....graph.domain import Domain
 from ....ops.functions import Function
 from ..call import Call, Counts, Spec
@@ -110,13 +112,36 @@ def _causal(call: Call) -> str:
     return "first" if call.get("is_causal") else ""
 
 
+@rule("_scaled_dot_product_flash_attention_backward")
+def flash_backward(call: Call) -> Counts:
+    """Count as above; on a GPU the kernel adds up the gradient of queries in fp32, and those of every head's keys.
+
+    `mha_bwd` of aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp: rows and heads are padded.
+    """
+    s = _sizes(call, 2, _causal(call))
+    rows = _padded(s.queries, _ROWS)
+    q, k, v = (call[n] for n in ("query", "key", "value"))
+    workspace = 4 * s.heads * rows * (1 + _padded(s.size, _WIDTH))
+    if q.sizes[1] != k.sizes[1]:
+        workspace += (q.sizes[1] / k.sizes[1]) * total(t.numel * t.dtype.bytes for t in (k, v))
+    return together(_backward(call, s), Counts(workspace=workspace))
+
+
+#: Rows of queries, and elements of a head, that the kernel takes at a time.
+_ROWS, _WIDTH = 128, 32
+
+
+def _padded(n: Poly, step: int) -> Poly:
+    return step * poly(sympy.ceiling(n.expr / step))
+
+
 @rule(*_HEADS_FIRST)
 def attention(call: Call) -> Counts:
     """Count the products of the pairs that are seen, and their softmax; no scores reach memory."""
     return _forward(call, _sizes(call, 2, _causal(call)))
 
 
-@rule(*(f"{name}_backward" for name in _HEADS_FIRST))
+@rule(*(f"{name}_backward" for name in _HEADS_FIRST if name != "_scaled_dot_product_flash_attention"))
 def attention_backward(call: Call) -> Counts:
     """Count five products of the pairs that are seen, and what is done with each."""
     return _backward(call, _sizes(call, 2, _causal(call)))

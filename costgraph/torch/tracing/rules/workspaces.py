@@ -39,6 +39,10 @@ _FACTORS = {"mm": ("self", "mat2"), "addmm": ("mat1", "mat2"), "bmm": ("self", "
 _WHOLE = {"logsumexp": "self", "native_batch_norm_backward": "input"}
 
 
+#: Of those, what kernels for CUDA are without: they add up in place, or in shared memory.
+_OF_A_CPU = frozenset({"native_batch_norm_backward", "native_layer_norm_backward"})
+
+
 def workspace_of(call: Call) -> Poly:
     """Return the bytes that a kernel takes for operands as they lie; what is not known here has none."""
     name = call.name
@@ -47,6 +51,8 @@ def workspace_of(call: Call) -> Poly:
         ZERO if _channels_last(call[a]) else contiguous_copy(call[a]) for a in _DENSE_OR_CHANNELS_LAST.get(name, ())
     ]
     copies += [_factor(call[a]) for a in _FACTORS.get(name, ())]
+    if call.device != "cpu" and name in _OF_A_CPU:
+        return total(copies)
     if name in _WHOLE:
         copies.append(_whole(call, call[_WHOLE[name]]))
     if name == "native_layer_norm_backward" and call.get("weight") is not None:

@@ -111,6 +111,29 @@ def attention(call: Call) -> tuple[Tensor, Tensor] | None:
     return y, rearrange(op.body.export(sums), "b s h -> b h s")
 
 
+#: How kernels for CUDA lay out what they hand out of each row, and where the state of the generator is returned.
+_ON_CUDA = {
+    "_scaled_dot_product_flash_attention": ("b g r s 1 -> b (g r) s", 6, (2,)),
+    "_scaled_dot_product_cudnn_attention": ("b g r s 1 -> b (g r) s 1", 6, ()),
+    "_scaled_dot_product_efficient_attention": ("b g r s 1 -> b (g r) s", 2, ()),
+}
+
+
+@translation(*_ON_CUDA)
+def attention_on_cuda(call: Call) -> list[Tensor | None] | None:
+    """The same, and the state of the generator, whether anything is drawn or not."""
+    pattern, place, seed = _ON_CUDA[call.name]
+    found = attended(call, *(call.get(name) for name in ("query", "key", "value", "attn_bias")))
+    if found is None:
+        return None
+    y, op = found
+    assert op.body is not None
+    with building(op.body):
+        kept = [rearrange(row_sums(op)[1], pattern), *(fill(sizes, 0, "int64") for sizes in (seed, ()))]
+    sums, *seeds = map(op.body.export, kept)
+    return [y, sums, *(None for _ in range(place - 2)), *seeds]
+
+
 def attended(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Op] | None:
     """Return attention with the facts of a call, and the kernel that makes it."""
     causal, scale = bool(call["is_causal"]), call["scale"]

@@ -1,0 +1,62 @@
+"""Which kernel a device runs where torch has several, and by which rule that is known without the device."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+__all__ = ["Choice", "Choices"]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Why a call is what a device runs."""
+
+    rule: str
+    """name of the rule"""
+    why: str
+    """what it went by"""
+
+
+@dataclass
+class Choices:
+    """What was chosen, for the calls that follow from it: those of its gradient as well."""
+
+    _current: Choice | None = None
+    _starts: list[int] = field(default_factory=list)
+    _made: list[tuple[int, Choice]] = field(default_factory=list)
+
+    def now(self) -> Choice | None:
+        """Return by which rule a call runs, None where torch's own way leads to it on any device."""
+        if self._current is not None:
+            return self._current
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return None
+        number = node._sequence_nr()
+        at = bisect_right(self._starts, number) - 1
+        if at < 0 or number >= self._made[at][0]:
+            return None
+        return self._made[at][1]
+
+    @contextmanager
+    def by(self, rule: str, why: str) -> Iterator[None]:
+        """Let the calls inside, and those of their gradients, follow from a choice."""
+        before, self._current = self._current, Choice(rule, why)
+        start = _nodes()
+        try:
+            yield
+        finally:
+            if _nodes() > start and before is None:
+                self._starts.append(start)
+                self._made.append((_nodes(), self._current))
+            self._current = before
+
+
+def _nodes() -> int:
+    """Return how many nodes of a backward pass have been made."""
+    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]  # torch has no types for it

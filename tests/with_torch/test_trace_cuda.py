@@ -1,0 +1,365 @@
+"""What a GPU would run, traced without one: held to torch's registrations for kernels of CUDA, and to its counter."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812  # torch's own habit
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import costgraph as cg
+from costgraph.torch import dispatched, lower, random_inputs, trace
+
+aten = torch.ops.aten
+B, S = 3, 17
+AXES = [("B", None, "S", None)] * 3
+
+
+class Attention(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.options = options
+
+    def forward(self, q, k, v, mask=None):
+        return F.scaled_dot_product_attention(q, k, v, mask, **self.options)
+
+
+class Loss(nn.Module):
+    def __init__(self, inner, first=True):
+        super().__init__()
+        self.inner, self.scale, self.first = inner, nn.Parameter(torch.ones(())), first
+
+    def forward(self, x, *others):
+        made = self.inner(x * self.scale.to(x.dtype) if x.is_floating_point() else x, *others)
+        return (made[0] if isinstance(made, tuple) else made).float().sum()
+
+
+def heads(dtype, size, groups=4, value=None):
+    shapes = [(B, 4, S, size), (B, groups, S, size), (B, groups, S, value or size)]
+    return [torch.zeros(shape, dtype=dtype) for shape in shapes]
+
+
+def attended(dtype, size, *, arch="sm_90", groups=4, mask=None, train=False, value=None, **options):
+    inner = Attention(**options, **({"enable_gqa": True} if groups != 4 else {}))
+    module = Loss(inner) if train else inner
+    inputs, dims = heads(dtype, size, groups, value), list(AXES)
+    if mask is not None:
+        inputs, dims = [*inputs, torch.zeros(S, S, dtype=mask)], [*dims, ("S", "S")]
+    return trace(module, *inputs, dims=dims, train=train, device="cuda", arch=arch)
+
+
+def sized(size):
+    return cg.evaluate(size.expr, **{str(n): {"B": B, "S": S}[str(n)] for n in size.expr.free_symbols})
+
+
+def called(graph):
+    return [op.call.target.removesuffix(".default") for op in graph.ops if op.call is not None]
+
+
+def rules(graph):
+    return {row.rule for row in dispatched(graph)}
+
+
+fp16, bf16, fp32, fp64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+# by the conditions of sdp_utils.cpp in torch 2.13: cuDNN first on sm_90 and sm_100, flash for two bytes and no mask,
+# efficient for heads of whole lines, products for everything
+CHOSEN = [
+    ("cuDNN", bf16, 64, {}),
+    ("cuDNN", fp16, 80, {"is_causal": True}),
+    ("cuDNN", bf16, 128, {"mask": torch.bool}),
+    ("cuDNN", bf16, 256, {"train": True}),
+    ("cuDNN", bf16, 64, {"groups": 2}),
+    ("cuDNN", bf16, 64, {"dropout_p": 0.125}),
+    ("flash", bf16, 64, {"dropout_p": 0.1}),  # no multiple of 1/16
+    ("flash", fp16, 77, {}),  # which flash pads to 80
+    ("flash", bf16, 256, {"arch": "sm_100"}),
+    ("cuDNN", bf16, 192, {"arch": "sm_100", "value": 128}),
+    ("flash", bf16, 64, {"arch": "sm_80"}),
+    ("flash", bf16, 64, {"arch": "sm_80", "groups": 2}),
+    ("efficient", bf16, 64, {"arch": "sm_80", "mask": torch.bool}),
+    ("efficient", bf16, 64, {"arch": "sm_80", "mask": bf16}),
+    ("math", bf16, 77, {"arch": "sm_80", "mask": bf16}),  # 77 is no multiple of 8
+    ("flash", bf16, 256, {"arch": "sm_86"}),
+    ("flash", bf16, 256, {"arch": "sm_86", "train": True}),
+    ("efficient", bf16, 200, {"arch": "sm_86", "train": True}),  # in (192, 224]
+    ("efficient", bf16, 256, {"arch": "sm_120", "train": True, "dropout_p": 0.1}),
+    ("efficient", fp32, 64, {}),
+    ("efficient", fp32, 80, {"is_causal": True, "train": True}),
+    ("efficient", fp32, 64, {"mask": torch.bool}),
+    ("math", fp32, 77, {}),  # no multiple of 4
+    ("math", fp32, 64, {"groups": 2}),
+    ("math", fp64, 64, {}),
+    ("efficient", fp16, 64, {"arch": "sm_75"}),
+    ("math", bf16, 64, {"arch": "sm_75"}),
+]
+
+
+@pytest.mark.parametrize(("kernel", "dtype", "size", "options"), CHOSEN)
+def test_attention_takes_the_kernel_that_torch_takes(kernel, dtype, size, options):
+    graph = attended(dtype, size, **options)
+    assert rules(graph) == {f"attention: {kernel}"}
+    name = {"cuDNN": "_cudnn", "flash": "_flash", "efficient": "_efficient", "math": "_math"}[kernel]
+    fused = [target for target in called(graph) if target.startswith("_scaled_dot_product")]
+    found = [
+        f"_scaled_dot_product{name}_attention{way}" for way in ("", "_backward")[: 1 + options.get("train", False)]
+    ]
+    assert fused == ([] if kernel == "math" else found)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "arch", "size"),
+    [(fp16, "sm_80", 64), (bf16, "sm_80", 80), (fp16, "sm_90", 80), (bf16, "sm_90", 256), (fp32, "sm_90", 64)],
+)
+def test_what_is_saved_and_its_flops_are_torchs(dtype, arch, size):
+    graph = attended(dtype, size, arch=arch, train=True)
+    op = next(op for op in graph.ops if op.call is not None and op.call.target.startswith("_scaled_dot_product"))
+    q, k, v = (torch.zeros_like(t, device="meta", requires_grad=True) for t in heads(dtype, size))
+    keeps = {"_scaled_dot_product_flash_attention": (0.0, False, False)}.get(op.call.name, (None, True, 0.0, False))
+    with FlopCounterMode(display=False) as counter:
+        made = getattr(aten, op.call.name)(q, k, v, *keeps)
+        made[0].float().sum().backward()
+    saved = [t for t in made if isinstance(t, torch.Tensor) and t.numel()]
+    whole = [tuple(sized(n) for n in t.sizes) for t in op.results]
+    assert whole == [tuple(t.shape) for t in saved]
+    # a seed is eight bytes in torch's uint64 as well
+    assert [int(t.dtype.bytes) for t in op.results] == [t.element_size() for t in saved]
+    assert cg.matmul_flops(graph, count="full", B=B, S=S) == counter.get_total_flops()
+
+
+def test_a_step_of_flash_attention_has_its_peak_in_the_gradient():
+    graph = attended(bf16, 64, arch="sm_80", train=True, is_causal=True)
+    elements = B * 4 * S * 64
+    # q, k, v are the caller's; the scaled queries and the result live for the gradient, and its fp32 sums of rows;
+    # gradients of the result and of all three; the scale, its copy and the loss are of one element
+    fixed = elements * 2 * (3 + 2 + 1 + 3) + 4 * B * 4 * S + 16 + 8
+    # the kernel adds up the gradient of queries in fp32: rows padded to 128, and the sum of each of them
+    workspace = 4 * B * 4 * 128 * (64 + 1)
+    assert 0 <= cg.peak_memory(graph, B=B, S=S) - fixed - workspace < 64
+
+
+def test_padded_heads_are_scaled_by_the_size_they_have():
+    graph = attended(fp16, 77)
+    (op,) = (op for op in graph.ops if op.call is not None and "flash" in op.call.target)
+    assert op.call.keywords["scale"] == pytest.approx(77**-0.5)
+    assert called(graph)[:3] == ["constant_pad_nd"] * 3
+    assert cg.evaluate(graph.outputs[0].sizes[-1].expr) == 77
+
+
+def test_keys_that_fewer_heads_share_make_the_flash_gradient_larger():
+    made = {g: attended(bf16, 64, arch="sm_80", groups=g, train=True) for g in (2, 4)}
+    kinds = {
+        g: next(op for op in graph.ops if op.call is not None and "flash_attention_backward" in op.call.target).kind
+        for g, graph in made.items()
+    }
+    # gradients of each head's keys and values, before they are added up: mha_bwd, dk_expanded and dv_expanded
+    more = kinds[2].workspace - kinds[4].workspace
+    assert sized(more) == 2 * B * 4 * S * 64 * 2
+
+
+@pytest.mark.parametrize(("length", "padded"), [(17, True), (16, False)])
+def test_a_mask_is_padded_as_its_rows_ask_for(length, padded):
+    inputs = [torch.zeros(2, 4, length, 64) for _ in range(3)]
+    mask = torch.zeros(length, length, dtype=torch.bool)
+    graph = trace(Attention(), *inputs, mask, dims=[*AXES, ("S", "S")], device="cuda")
+    assert ("constant_pad_nd" in called(graph)) is padded
+    with pytest.raises(cg.BindingError, match="against the assumption"):
+        cg.flops(graph, B=2, S=33 - length)
+
+
+# -- other layers ------------------------------------------------------------------------------------------------
+
+
+def step(module, *inputs, dims, **options):
+    return trace(Loss(module), *inputs, dims=dims, train=True, device="cuda", **options)
+
+
+def test_dropout_is_one_kernel_that_keeps_a_flag_for_each_element():
+    graph = step(nn.Dropout(0.1), torch.zeros(3, 5), dims=[("B", None)])
+    assert [t for t in called(graph) if "drop" in t] == ["native_dropout", "native_dropout_backward"]
+    (op,) = (op for op in graph.ops if op.call is not None and op.call.target.startswith("native_dropout.d"))
+    assert [t.dtype.name for t in op.results] == ["fp32", "bool"]
+    assert not dispatched(trace(nn.Dropout(0.1).eval(), torch.zeros(3, 5), dims=[("B", None)], device="cuda"))
+
+
+@pytest.mark.parametrize(("dtype", "cudnn"), [(fp32, True), (bf16, False)])
+@pytest.mark.parametrize("train", [False, True])
+def test_batch_norm_is_cudnns_where_it_takes_the_format(dtype, cudnn, train):
+    module = nn.BatchNorm2d(5, dtype=dtype).train(train)
+    x, dims = torch.zeros(3, 5, 7, 11, dtype=dtype), [("B", None, None, None)]
+    graphs = [trace(Loss(module) if train else module, x, dims=dims, train=train, device=d) for d in ("cpu", "cuda")]
+    names = [t for t in called(graphs[1]) if "batch_norm" in t]
+    assert all(("cudnn" in name) is cudnn for name in names)
+    assert len(names) == 1 + train
+    assert cg.flops(graphs[1]) == cg.flops(graphs[0])
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype")
+def test_an_rms_norm_is_one_kernel_each_way():
+    graph = step(nn.RMSNorm(7), torch.zeros(3, 7, dtype=fp32), dims=[("B", None)])
+    assert [t for t in called(graph) if "rms" in t] == ["_fused_rms_norm", "_fused_rms_norm_backward"]
+    (op,) = (op for op in graph.ops if op.call is not None and op.call.target.startswith("_fused_rms_norm.d"))
+    assert [[str(n) for n in t.sizes] for t in op.results] == [["B", "7"], ["B", "1"]]
+    mixed = trace(nn.RMSNorm(7), torch.zeros(3, 7, dtype=bf16), dims=[("B", None)], device="cuda")
+    assert not dispatched(mixed)  # a scale in fp32: torch takes the norm apart
+
+
+def test_a_softmax_reads_fp16_and_writes_fp32():
+    class Wide(nn.Module):
+        def forward(self, x):
+            return F.softmax(x, -1, dtype=torch.float32)
+
+    assert called(trace(Wide(), torch.zeros(3, 5, dtype=fp16), dims=[("B", None)], device="cuda")) == ["_softmax"]
+    assert called(trace(Wide(), torch.zeros(3, 5, dtype=bf16), dims=[("B", None)], device="cuda")) == [
+        "_to_copy",
+        "_softmax",
+    ]
+
+
+def test_a_fast_path_attends_in_a_kernel():
+    # torch's own fast path is for an even number of heads
+    layer = nn.TransformerEncoderLayer(48, 6, 29, batch_first=True).eval()
+    graph = trace(layer, torch.zeros(3, 17, 48), dims=[("B", "S", None)], device="cuda")
+    plain = trace(layer, torch.zeros(3, 17, 48), dims=[("B", "S", None)])
+    fused = [t for t in called(graph) if t.startswith("_scaled_dot_product")]
+    assert fused == ["_scaled_dot_product_efficient_attention"]
+    assert "bmm" in called(plain)
+    assert cg.matmul_flops(graph) == cg.matmul_flops(plain)
+
+
+@pytest.mark.parametrize(("kind", "gates"), [(nn.LSTM, 4), (nn.GRU, 3), (nn.RNN, 1)])
+def test_recurrent_layers_are_one_call_of_cudnn(kind, gates):
+    module = kind(5, 7, num_layers=2, bidirectional=True)
+    graph = step(module, torch.zeros(11, 3, 5), dims=[("T", "B", None)])
+    assert [t for t in called(graph) if "rnn" in t] == ["_cudnn_rnn", "_cudnn_rnn_backward"]
+    # of each step, layer and direction products with both weights; backwards twice as many
+    weights = gates * 7 * (2 * (5 + 7) + 2 * (14 + 7))
+    assert cg.matmul_flops(graph, T=11, B=3) == 3 * 2 * 11 * 3 * weights
+
+
+@pytest.mark.parametrize(("kind", "name", "gates"), [(nn.LSTMCell, "lstm", 4), (nn.GRUCell, "gru", 3)])
+def test_cells_are_two_products_and_a_kernel(kind, name, gates):
+    graph = step(kind(5, 7), torch.zeros(3, 5), dims=[("B", None)])
+    assert next(t for t in called(graph) if "thnn" in t) == f"_thnn_fused_{name}_cell"
+    # both products; backwards twice, but for the state before, which is none of a parameter's
+    assert cg.matmul_flops(graph, B=3) == 2 * 3 * gates * 7 * (3 * 5 + 2 * 7)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_an_optimizer_goes_by_lists_unless_it_is_told_otherwise(kind):
+    net = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 11))
+    made = [
+        step(net, torch.zeros(3, 5), dims=[("B", None)], optimizer=lambda ps, o=o: kind(ps, lr=0.1, **o))
+        for o in ({}, {"foreach": True}, {"foreach": False})
+    ]
+    lists = [[t for t in called(g) if t.startswith("_foreach")] for g in made]
+    assert lists[0] == lists[1] != []
+    assert lists[2] == []
+
+
+@pytest.mark.parametrize("dtype", [fp32, bf16])
+def test_a_llama_of_transformers_takes_what_its_format_allows(dtype):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 112, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=97, num_hidden_layers=1, **sizes)
+    model = transformers.LlamaForCausalLM(config).to(dtype).eval()
+    ids, dims = torch.zeros(3, 17, dtype=torch.int64), [("B", "S")]
+    graphs = [trace(model, ids, dims=dims, keywords={"use_cache": False}, device=device) for device in ("cpu", "cuda")]
+    # heads share keys: cuDNN takes that, and for fp32 no kernel does
+    assert rules(graphs[1]) == {"attention: math" if dtype == fp32 else "attention: cuDNN"}
+    counts = [cg.matmul_flops(g, count="full", B=3, S=17) for g in graphs]
+    assert counts[0] == counts[1]
+
+
+# -- what a program sees -----------------------------------------------------------------------------------------
+
+
+class Asking(nn.Module):
+    def forward(self, x):
+        print(x.device, x.is_cuda, x.is_cpu, torch.cuda.is_available(), torch.cuda.get_device_capability())
+        more = torch.ones(x.shape[0], device=x.device) + torch.arange(x.shape[0], device="cuda")
+        return x.to("cuda:0").cuda() * more
+
+
+def test_a_program_is_told_that_it_is_on_a_gpu(capsys):
+    before = torch.cuda.is_available()
+    trace(Asking(), torch.zeros(3), dims=[("N",)], device="cuda", arch="sm_86")
+    assert capsys.readouterr().out == "cuda:0 True False True (8, 6)\n"
+    assert torch.cuda.is_available() == before
+    assert torch.zeros(3).device.type == "cpu"
+
+
+def test_what_is_computed_again_is_computed_on_the_gpu():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(5, 5)
+
+        def forward(self, x):
+            return checkpoint(lambda y: F.dropout(self.linear(y), 0.1).relu(), x, use_reentrant=False)
+
+    graph = step(Block(), torch.zeros(3, 5), dims=[("B", None)])
+    phases = [op.phase for op in graph.ops if op.call is not None and op.call.target.startswith("native_dropout.d")]
+    assert phases == ["forward", "recompute"]
+
+
+# -- what becomes of such a graph ----------------------------------------------------------------------------------
+
+
+def test_a_graph_says_which_call_follows_from_which_rule_and_a_file_keeps_it(tmp_path):
+    graph = attended(bf16, 64, arch="sm_80", train=True)
+    rows = dispatched(graph)
+    assert [row.call for row in rows] == [
+        "_scaled_dot_product_flash_attention.default",
+        "_scaled_dot_product_flash_attention_backward.default",
+    ]
+    assert {row.why for row in rows} == {"not cuDNN: sm_80"}
+    assert all("sdp_utils.cpp, can_use_flash_attention" in row.source for row in rows)
+    cg.save(graph, tmp_path / "g.json")
+    assert dispatched(cg.load(tmp_path / "g.json")) == rows
+    assert dispatched(attended(fp32, 64)) != []
+    assert dispatched(trace(Attention(), *heads(bf16, 64), dims=AXES)) == []
+
+
+def test_a_declared_kernel_runs_on_a_cpu_and_one_for_cuda_alone_is_refused():
+    graph = attended(fp32, 64, is_causal=True)
+    inputs = random_inputs(graph, B=2, S=5)
+    found = lower(graph, B=2, S=5)(*inputs)
+    expected = F.scaled_dot_product_attention(*inputs, is_causal=True)
+    torch.testing.assert_close(found[0] if isinstance(found, tuple) else found, expected)
+    layer = trace(nn.LSTM(5, 7), torch.zeros(11, 3, 5), dims=[("T", "B", None)], device="cuda")
+    with pytest.raises(cg.UnsupportedError, match=r"_cudnn_rnn\.default for CUDA alone"):
+        lower(layer, T=3, B=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"device": "tpu"}, "trace: device 'tpu'"),
+        ({"device": "cuda:1"}, "trace: device 'cuda:1'"),
+        ({"device": "cuda", "arch": "hopper"}, "arch 'hopper', expected a compute capability from sm_50 to sm_121"),
+        ({"device": "cuda", "arch": "sm_200"}, "arch 'sm_200', expected a compute capability"),
+        ({"device": "cuda", "arch": 90}, "arch 90, expected a compute capability"),
+        ({"arch": "sm_90"}, "arch 'sm_90' of a CPU, expected device='cuda' with it"),
+    ],
+)
+def test_what_is_no_device_is_refused(options, text):
+    with pytest.raises(cg.CostGraphError, match=text):
+        trace(nn.ReLU(), torch.zeros(3), dims=[("N",)], **options)
+
+
+def test_autocast_on_a_gpu_is_refused_by_name():
+    class Cast(nn.Module):
+        def forward(self, x):
+            with torch.autocast("cuda"):
+                return x @ x.T
+
+    with pytest.raises(cg.UnsupportedError, match=r'torch.autocast\("cuda"\), whose casts torch makes'):
+        trace(Cast(), torch.zeros(3, 5), dims=[("N", None)], device="cuda")
+    assert not torch.is_autocast_enabled("cuda")
+
+
+def test_a_recurrent_layer_of_a_format_that_cudnn_takes_not_is_refused_by_name():
+    with pytest.raises(
+        cg.UnsupportedError, match=r"a recurrent layer of torch.bfloat16, expected one that cuDNN takes"
+    ):
+        trace(nn.LSTM(5, 7, dtype=bf16), torch.zeros(3, 2, 5, dtype=bf16), dims=[("T", "B", None)], device="cuda")
