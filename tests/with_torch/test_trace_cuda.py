@@ -347,6 +347,19 @@ def test_what_is_no_device_is_refused(options, text):
         trace(nn.ReLU(), torch.zeros(3), dims=[("N",)], **options)
 
 
+def test_a_packed_sequence_is_refused():
+    class Packed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.LSTM(5, 7)
+
+        def forward(self, x, lengths):
+            return self.layer(nn.utils.rnn.PackedSequence(x, lengths))[0].data
+
+    with pytest.raises(cg.UnsupportedError, match="batch_sizes should always be on CPU"):
+        trace(Packed(), torch.zeros(5, 5), torch.tensor([3, 2]), device="cuda")
+
+
 def test_autocast_on_a_gpu_is_refused_by_name():
     class Cast(nn.Module):
         def forward(self, x):

@@ -38,19 +38,23 @@ def _layers(
         return aten._cudnn_rnn(x, list(weights), each, x.new_empty(0), state, memory, *sizes)[:3]
 
 
+def _need_padded(has_biases: object) -> None:
+    """Raise where another list of arguments has something else in that place."""
+    if not isinstance(has_biases, bool):
+        raise UnsupportedError("a packed sequence, whose lengths are data, expected a padded batch")
+
+
 @rule(torch.lstm)
 def lstm(here: Here, input: Any, hx: Any, params: Any, has_biases: Any, *rest: Any) -> Any:
-    """Call cuDNN; a packed sequence, whose lengths are data, goes the way of any device."""
-    if not isinstance(has_biases, bool):
-        return None
+    """Call cuDNN."""
+    _need_padded(has_biases)
     state, memory = hx
     return tuple(_layers(here, _LSTM, input, state, memory, params, (has_biases, *rest)))
 
 
 def _of_one_state(mode: int) -> Callable[..., Any]:
     def layers(here: Here, input: Any, hx: Any, params: Any, has_biases: Any, *rest: Any) -> Any:
-        if not isinstance(has_biases, bool):
-            return None
+        _need_padded(has_biases)
         return tuple(_layers(here, mode, input, hx, None, params, (has_biases, *rest))[:2])
 
     return layers
