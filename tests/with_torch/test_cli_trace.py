@@ -41,6 +41,9 @@ class Square(nn.Module):
         return x @ x
 
 number = 3
+
+def make_dropout():
+    return nn.Dropout()
 """
 
 
@@ -72,6 +75,12 @@ def test_a_step_is_traced(program, capsys):
     assert f"{3 * (2 * 30 * 7 + 2 * 7 * 97):_}*B*S" in shown
 
 
+def test_a_trace_for_a_gpu_says_what_was_chosen(program, capsys):
+    words = ["trace", f"{program}:make_dropout", "--input", "B,5", "--device", "cuda", "--arch", "sm_80"]
+    assert main(words) == 0
+    assert "1 call by the rule dropout: one kernel: p = 0.5 in training" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [
@@ -96,6 +105,11 @@ def test_a_step_is_traced(program, capsys):
         (["{program}:make", "--fold", "blocks"], "--fold 'blocks': expected SCOPE=NAME, such as transformer/h=L"),
         (["{program}:make", "--out", "graph.txt"], "--out 'graph.txt': expected the name of a .json file"),
         (["{program}:make", "--input", "B,S:int64", "--unknown", "zero"], "unknown"),
+        (
+            ["{program}:make", "--input", "B,S:int64", "--device", "tpu"],
+            "trace: device 'tpu', expected one of cpu, cuda",
+        ),
+        (["{program}:make", "--input", "B,S:int64", "--device", "cuda", "--arch", "90"], "trace: arch '90', expected"),
     ],
 )
 def test_what_is_refused(program, words, text, capsys, tmp_path):
