@@ -21,6 +21,7 @@ from .analysis.regimes import regimes
 from .analysis.roofline import roofline
 from .analysis.saved import saved_bytes
 from .analysis.seconds import seconds
+from .analysis.terms import in_terms_of
 from .analysis.training import hardware_flops, hfu, mfu, model_flops, step_tokens
 from .analysis.training_memory import activation_memory, bytes_per_param, saved_state_bytes, state_bytes
 from .bind.evaluate import compile, evaluate
@@ -164,6 +165,7 @@ __all__ = [
     "evaluate",
     "flops",
     "gelu",
+    "in_terms_of",
     "intensity",
     "kernel",
     "layer_norm",

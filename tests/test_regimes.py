@@ -234,7 +234,47 @@ def test_text_and_latex_have_a_line_for_each_case():
     latex = cg.peak_memory(g)._repr_latex_()
     assert latex.startswith(r"$\displaystyle ")
     assert latex.count(r"\\") == len(found) - 1
-    assert r"\text{einsum\_1: einsum}" in latex
+    assert r"\text{einsum with w2 (forward)}" in latex
+
+
+def test_ops_are_named_as_a_reader_knows_them():
+    step = cg.training_step(cg.models.load("gpt2"), optimizer=cg.AdamW())
+    labels = {r.op: r.label for r in cg.regimes(cg.peak_memory(step))}
+    assert labels == {
+        "cross_entropy/log_softmax/log_softmax_backward": "cross_entropy/log_softmax: log_softmax_backward (backward)",
+        "adamw/sqrt_15": "adamw: sqrt (optimizer)",
+    }
+
+
+# -- formulas in terms of a quantity -----------------------------------------------------------------------------------
+
+
+def test_what_is_taken_out_can_be_put_back():
+    N = cg.dims("N")
+    for name in ("gpt2", "llama-3-8b"):
+        model = cg.models.load(name, symbolic=True)
+        quantity = cg.param_count(model)
+        step = cg.training_step(model, precision="bf16-mixed", optimizer=cg.AdamW())
+        for case in cg.regimes(cg.peak_memory(step))[:8]:
+            written = cg.in_terms_of(case.formula, N=quantity)
+            assert N in written.free_symbols
+            assert poly(written).bind({"N": poly(quantity)}) == poly(case.formula)
+
+
+def test_in_terms_of():
+    N, M = cg.dims("N M")
+    assert cg.in_terms_of(6 * A * B * D * F + 6 * A * B * D + A, N=D * F + D) == 6 * A * B * N + A
+    assert cg.in_terms_of(6 * A * D * F + 4 * A * D, N=D * F + D) == 4 * A * N + 2 * A * D * F
+    assert cg.in_terms_of(6 * A * D * F + 6 * A * D * C, N=D * F + D * C + D) == 6 * A * N - 6 * A * D
+    assert cg.in_terms_of(Max(12 * D * F + B, 4 * D * F + B * C), N=D * F) == Max(12 * N + B, 4 * N + B * C)
+    assert cg.in_terms_of(17 * B + 100, N=7) == 2 * B * N + 3 * B + 14 * N + 2
+    assert cg.in_terms_of(9 * A * B, N=A, M=B) == 9 * M * N
+    assert cg.in_terms_of(A + 1, N=B) == A + 1
+    assert cg.in_terms_of(40, N=B) == 40
+    with pytest.raises(BindingError, match="in_terms_of: A is a size already"):
+        cg.in_terms_of(A * B, A=B)
+    with pytest.raises(BindingError, match="in_terms_of: N is 0"):
+        cg.in_terms_of(A * B, N=0)
 
 
 # -- published models --------------------------------------------------------------------------------------------------

@@ -147,7 +147,9 @@ class Conditions:
 def _known(relations: Iterable[Relation], declared: Iterable[Condition]) -> Relations:
     """Return assumptions, and that what is declared is large enough, as what a comparison puts in."""
     stated = tuple(relations)
-    asked = tuple(Relation(f"{c.place} >= {c.least}", c.formula - c.least, equal=False) for c in declared)
+    # bounds of one size or atom; several symbols, as in D/H, would take the place of what is assumed of them
+    single = [c for c in declared if len(c.formula.generators()) == 1]
+    asked = tuple(Relation(f"{c.place} >= {c.least}", c.formula - c.least, equal=False) for c in single)
     for found in ((*stated, *asked), stated):
         try:
             return Relations(found)

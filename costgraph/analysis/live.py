@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import product
@@ -56,16 +57,14 @@ class Instant(NamedTuple):
 
 
 def label(op: Op) -> str:
-    """Return an op as a reader knows it: where it stands, what it does, and whose gradient it makes."""
-    root, what = op.graph.root, op.kind.name if isinstance(op.kind.name, str) else ""
+    """Return an op as a reader knows it: where it stands, what it does, with or for which parameter, in which phase."""
     made = {t.storage for t in op.results}
-    own = next((t.name for t, grad in root.gradients.items() if grad.storage in made), None)
-    place = op.scope or op.name
-    return (
-        f"{place}: {what}"
-        + (f", gradient of {own}" if own else "")
-        + ("" if op.phase == "forward" else f" ({op.phase})")
-    )
+    own = next((t.name for t, grad in op.graph.root.gradients.items() if grad.storage in made), None)
+    read = next((t.name for t in op.operands if t.role == "param" and not t.name.startswith(f"{op.scope}/")), None)
+    about = f" for the gradient of {own}" if own else f" with {read}" if read else ""
+    place, _, last = op.name.rpartition("/")
+    place = place if op.scope in ("", op.name) else op.scope  # a kernel is a scope of its own
+    return f"{place}: {re.sub(r'_[0-9]+$', '', last)}{about} ({op.phase})".removeprefix(": ")
 
 
 def live_bytes(program: Program) -> Iterator[tuple[int, Poly]]:

@@ -256,6 +256,7 @@ FUNCTIONS = {
     "sweep": lambda e: a({"f": (12 * B * S**2, "FLOP")}, B=[2, 3], S=3),
     "compile": lambda e: a(12 * B * S**2),
     "regimes": lambda e: a(cg.Max(B, S)),
+    "in_terms_of": lambda e: a(cg.Max(12 * B * S**2, S), N=B * S),
     "dtype": lambda e: a("bf16"),
     "bits_per_element": lambda e: a("mxfp4"),
     "list_hardware": lambda e: a(),

@@ -1,0 +1,92 @@
+"""Formulas in terms of a quantity that people name, such as the number of parameters."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from math import floor
+from typing import Any
+
+import sympy
+
+from ..algebra.carried import conditioned, held_by, plain
+from ..algebra.extremum import Max, Min, Owner, as_expr
+from ..algebra.generators import Monomial, Rational, times
+from ..algebra.polynomial import Poly, poly
+from ..algebra.symbols import shown, symbol
+from ..bind.evaluate import Formula, answer
+from ..errors import BindingError
+
+__all__ = ["in_terms_of"]
+
+
+def in_terms_of(formula: Formula, /, **quantities: Formula) -> Formula:
+    """Write a formula in terms of quantities with names: what is left stands beside them.
+
+    Parameters
+    ----------
+    formula : sympy.Expr or number
+        A sum, or a Max or Min, which is written so case by case.
+    **quantities : sympy.Expr or number
+        What each name stands for; the first is taken out first, and multiples of it by sizes too.
+
+    Returns
+    -------
+    sympy.Expr or number
+        Equal to the formula where each name has the value of its quantity. Of a quantity that is a sum as much is taken
+        out as leaves no term negative; where that is nothing, but more than half of its terms occur in one proportion,
+        as much as that. Of one that is a number, whole multiples.
+
+    Raises
+    ------
+    BindingError
+        If a name is that of a size in the formula or in a quantity, or a quantity is 0.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> llama = cg.models.load("llama-3-8b", symbolic=True)
+    >>> step = cg.training_step(llama, precision="fp32", optimizer=cg.AdamW())
+    >>> case = next(c for c in cg.regimes(cg.peak_memory(step)) if c.phase == "optimizer")
+    >>> cg.in_terms_of(case.formula, N=cg.param_count(llama))
+    16*B*S + 2*K + 20*N + 4
+    """
+    expr = as_expr(formula)
+    out: Any = plain(expr)
+    values = {name: poly(plain(as_expr(q))) for name, q in quantities.items()}
+    taken = {s.name for s in out.free_symbols}.union(*(q.names() for q in values.values()))
+    for name, quantity in values.items():
+        if name in taken:
+            raise BindingError(f"in_terms_of: {name} is a size already, expected another name for {shown(quantity)}")
+        if not quantity:
+            raise BindingError(f"in_terms_of: {name} is 0, expected a quantity that is not")
+        out = _written(out, poly(symbol(name)), quantity)
+    return answer(conditioned(out, held_by(expr)))
+
+
+def _written(expr: sympy.Expr, name: Poly, quantity: Poly) -> sympy.Expr:
+    if isinstance(expr, Max | Min):
+        owners = [Owner(o.op, o.phase, o.label) for o in expr.owners]
+        return type(expr)(*(_taken_out(poly(a), name, quantity).expr for a in expr.args), owners=owners)
+    return _taken_out(poly(expr), name, quantity).expr
+
+
+def _taken_out(p: Poly, name: Poly, quantity: Poly) -> Poly:
+    """Return `many*name + (p - many*quantity)`, as much as is taken out."""
+    out, inverses = p, [tuple((k, -e) for k, e in m) for m in quantity.terms]
+    factors = {times(m, inverse) for m in p.terms for inverse in inverses}
+    for factor in sorted(factors, key=lambda m: (-sum(e for _, e in m), m)):
+        many = _many(out, factor, quantity) if all(e > 0 for _, e in factor) else 0
+        if many:
+            out += Poly({factor: many}) * (name - quantity)
+    return out
+
+
+def _many(p: Poly, factor: Monomial, quantity: Poly) -> Rational:
+    """Return how many times a quantity, multiplied by a factor, is taken out of a sum."""
+    ratios = [Fraction(p.terms.get(times(m, factor), 0)) / c for m, c in quantity.terms.items()]
+    if quantity.constant is not None:
+        return floor(ratios[0]) if ratios[0] > 0 else 0
+    common = max(sorted(set(ratios)), key=ratios.count)
+    if min(ratios) > 0:
+        return min(ratios)
+    return common if 2 * ratios.count(common) > len(ratios) else 0
