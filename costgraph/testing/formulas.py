@@ -10,7 +10,8 @@ from ..algebra.polynomial import Poly
 from ..analysis.costs import intensity
 from ..analysis.lifetimes import Program, copies_needed, play
 from ..analysis.live import live_bytes
-from ..analysis.memory import timeline
+from ..analysis.memory import peak_memory, timeline
+from ..analysis.regimes import regimes
 from ..bind.evaluate import evaluate
 from ..graph.graph import Graph
 from ..graph.loop import Loop, loops
@@ -68,6 +69,23 @@ def pruning_changes_no_value(trial: Trial) -> None:
     """The largest of all live sets, none of them left out, is the peak."""
     live = [value(p.expr, trial.point) for _, p in live_bytes(played(trial.graph, trial.point))]
     same(trial.answers["peak_memory"], Fraction(max(live)), "peak memory")
+
+
+@law
+def a_peak_in_a_box_is_the_peak(trial: Trial) -> None:
+    """Cases that may hold near the point have the peak there among them, and the bytes of their roles add up."""
+    if not all(trial.point[n] >= k for n, k in timeline(trial.graph).holds_from.items()):
+        return
+    formula = peak_memory(trial.graph)
+    names = sorted(_used(formula, trial.point))
+    near = {n: (max(trial.point[n] - 1, 1), trial.point[n] + 1) for n in names[:2]}
+    cases = regimes(formula, within={n: (trial.point[n], trial.point[n]) for n in names} | near)
+    found = max(value(case.formula, trial.point) for case in cases)
+    same(trial.answers["peak_memory"], found, f"peak memory in a box around {names}")
+    for case in regimes(formula):
+        if case.by_role:
+            whole = sum(value(part, trial.point) for part in case.by_role.values())
+            same(value(case.formula, trial.point), whole, f"bytes of the roles at {case.op!r}")
 
 
 @law
