@@ -20,6 +20,9 @@ from .polynomial import ONE, Monomial, Poly, Rational, as_poly, generator, poly,
 
 __all__ = ["BOUNDS", "NOTHING_KNOWN", "Relation", "Relations", "integral", "lower", "solve"]
 
+# Terms that bounds from above may make of what is compared.
+_MOST_TERMS = 1 << 17
+
 #: Lower bound of an atom by the type of its expression; filled by the modules that define such types.
 BOUNDS: dict[type, Callable[[sympy.Expr, Relations], Rational | None]] = {}
 
@@ -302,7 +305,8 @@ class Relations:
             return None
         for key, most in self._most.items():
             degree = max((e for p in out for m in p.terms for k, e in m if k == key), default=0)
-            if degree:
+            # without the bounds that are left, less is known
+            if degree and sum(len(p.terms) for p in out) * (degree + 1) <= _MOST_TERMS:
                 # L <= S <= U is S = (U + L*t)/(1 + t) with t >= 0; the denominator is multiplied away
                 t = Poly({((SLACK + key + "<", 1),): 1})
                 low = t * (self.least(key) or 0) + most

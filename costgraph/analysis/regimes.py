@@ -28,9 +28,10 @@ __all__ = ["Range", "Regime", "Regimes", "narrowed", "ranges", "regime", "regime
 #: Least and largest size.
 Range = tuple[int, int]
 
-# Points at which shares of a box are counted, and parts of it in which a case may be shown never to hold.
+# Points at which shares of a box are counted.
 _POINTS = 4096
-_MOST_PARTS = 48
+# Parts of a box in which a case may be shown never to hold; each size with a range doubles the work for one.
+_MOST_PARTS, _MOST_WORK = 48, 48 << 8
 
 _Case = tuple[Poly, Owner]
 
@@ -221,6 +222,7 @@ def _needed(
 ) -> list[_Case]:
     """Keep the cases that hold at some point, and those that in some part of the box nothing shows to be needless."""
     needed, parts, looked_at = set(sure), deque([(dict(box), list(cases))]), 0
+    most = min(_MOST_PARTS, _MOST_WORK >> sum(low < high for low, high in box.values()))
     while parts:
         part, left = parts.popleft()
         try:
@@ -232,7 +234,7 @@ def _needed(
         open_ = [p for p, _ in left if p not in needed]
         name = max(part, key=lambda n: (part[n][1] / part[n][0], n))
         low, high = part[name]
-        if not open_ or low == high or looked_at + len(parts) >= _MOST_PARTS:
+        if not open_ or low == high or looked_at + len(parts) >= most:
             needed.update(open_)
         else:
             middle = isqrt(low * high)
