@@ -22,6 +22,7 @@ from .analysis.roofline import roofline
 from .analysis.saved import saved_bytes
 from .analysis.seconds import seconds
 from .analysis.terms import in_terms_of
+from .analysis.tiling import tiling
 from .analysis.training import hardware_flops, hfu, mfu, model_flops, step_tokens
 from .analysis.training_memory import activation_memory, bytes_per_param, saved_state_bytes, state_bytes
 from .bind.evaluate import compile, evaluate
@@ -96,6 +97,7 @@ __all__ = [
     "plan",
     "largest",
     "compare",
+    "tiling",
     "activation_memory",
     "bytes_per_param",
     "hardware_flops",

@@ -25,8 +25,10 @@ from ..ops.grouped import Grouped
 from ..ops.pieces import Absent, Accumulate
 from ..ops.rules import Flops
 from .aliases import aliased, situations
+from .bounds import least_traffic
 from .collecting import collection_paused
 from .table import FLOP_KINDS, CostRow, Costs
+from .tiling import cache_bytes
 from .traffic import compulsory
 
 __all__ = [
@@ -289,7 +291,7 @@ def matmul_flops(graph: Graph, /, count: str = "executed", **dims: int) -> Formu
     return _sum_of(graph, dims, count, _is_matmul)
 
 
-def bytes_moved(graph: Graph, /, fused: bool = False, **dims: int) -> Formula:
+def bytes_moved(graph: Graph, /, fused: bool = False, *, cache: object = None, **dims: int) -> Formula:
     """Return the bytes read and written.
 
     Parameters
@@ -299,24 +301,52 @@ def bytes_moved(graph: Graph, /, fused: bool = False, **dims: int) -> Formula:
     fused : bool
         False: as declared, each op one kernel that reads each operand and writes each result once. True: what no
         fusion can avoid, the touched part of graph inputs, parameters and buffers, and the outputs.
+    cache : int, str or sympy.Expr, optional
+        Bytes of a fast memory, such as `"50 MB"`, that each op goes through and that holds nothing from one op to the
+        next: of every op the least that any schedule of it moves. That is what it touches, or where that is more the
+        bound of `tiling` of a contraction of two operands or of a kernel. Nothing as declared reads an operand twice;
+        this does where operands do not fit. Schedules that come near it are those of `tiling`.
     **dims : int
         Sizes to bind.
 
     Returns
     -------
     int or sympy.Expr
-        Bytes.
+        Bytes; a bound that holds a root is a float once it is bound.
 
     Raises
     ------
-    BindingError
-        If a size cannot be bound.
+    BindingError, GraphError
+        If a size cannot be bound, the cache is no positive number of bytes, or it is given beside `fused`, which knows
+        of one kernel alone.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> N, M = cg.dims("N M")
+    >>> with cg.Graph("g", dtype="fp32") as g:
+    ...     g.output(g.input("a", (N, N)) @ g.input("b", (N, N)))
+    >>> cg.bytes_moved(g), cg.bytes_moved(g, cache=M)
+    (12*N**2, Max(12*N**2, -2*M + 16*N**3/sqrt(M)))
+    >>> cg.bytes_moved(g, cache="1 MiB", N=4096) / cg.bytes_moved(g, N=4096)
+    5.322916666666667
     """
     need_graph("bytes_moved", graph)
     need_flag("bytes_moved", fused=fused)
+    if cache is not None:
+        return _through(graph, fused, cache, dims)
     if not fused:
         return _sum_of(graph, dims, "executed", _is_traffic)
     return bound_answer(compulsory(graph), bindings(graph, dims))
+
+
+def _through(graph: Graph, fused: bool, cache: object, dims: Mapping[str, object]) -> Formula:
+    size = cache_bytes("bytes_moved", graph, cache)
+    if fused:
+        raise GraphError("bytes_moved: fused=True beside a cache, expected one of them: the cache is that of each op")
+    values = bindings(graph, dims)
+    moved = (least_traffic(op, size, values) * times.bind(values) for op, times, moves in executions(graph) if moves)
+    return bound_answer(total(moved), values)
 
 
 def intensity(graph: Graph, /, fused: bool = False, **dims: int) -> Formula:

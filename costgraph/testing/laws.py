@@ -221,6 +221,15 @@ def the_fused_bound_is_below_everything(trial: Trial) -> None:
     assert bound <= float(most), f"fused bytes: {bound} derived, {most} counted at most, inputs touched and outputs"
 
 
+@law
+def bytes_through_a_cache_are_no_fewer_than_declared(trial: Trial) -> None:
+    """Bytes through a cache are no fewer than declared, and as many where everything fits."""
+    declared = float(trial.answers["bytes_moved"])
+    small, large = (float(bytes_moved(trial.graph, False, cache=size, **trial.point)) for size in (64, "1 EB"))
+    assert large == declared, f"bytes through a cache that holds all: {large}, expected {declared} as declared"
+    assert small >= declared, f"bytes through a cache of 64 bytes: {small}, below {declared} as declared"
+
+
 def _made(trial: Trial) -> Iterable[tuple[int, Any, list[int]]]:
     """Yield the addresses of outputs that are no inputs."""
     by_tensor = dict(trial.run.values)

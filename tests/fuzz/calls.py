@@ -219,6 +219,7 @@ FUNCTIONS = {
         ),
         lambda e: a(e.step, B=2, S=8, L=2, V=11),
     ),
+    "tiling": lambda e: a(next(op for op in e.lm.walk() if op.kind.name == "einsum"), cache=4096, B=2, S=8, L=2, V=11),
     "compare": lambda e: a(e.loss, e.loss, B=2),
     "roofline": lambda e: a(e.lm, "h100-sxm", B=2, S=8, L=2, V=11),
     "seconds": lambda e: a(e.lm, "h100-sxm", B=2, S=8, L=2, V=11),

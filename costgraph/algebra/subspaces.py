@@ -1,0 +1,70 @@
+"""Subspaces of a rational space, exactly: rank, sum, intersection, and the closure of some under both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
+
+__all__ = ["Matrix", "Vector", "closure", "image_rank", "kernel", "reduced", "solved"]
+
+Vector = tuple[Fraction, ...]
+Matrix = tuple[Vector, ...]
+
+
+def reduced(rows: Iterable[Sequence[Fraction | int]]) -> Matrix:
+    """Return the reduced row echelon form without rows of zeros: the same for every basis of a subspace."""
+    left = [[Fraction(x) for x in row] for row in rows]
+    done: list[list[Fraction]] = []
+    for column in range(len(left[0]) if left else 0):
+        pivot = next((row for row in left if row[column]), None)
+        if pivot is None:
+            continue
+        left.remove(pivot)
+        unit = [x / pivot[column] for x in pivot]
+        for row in (*left, *done):
+            factor = row[column]
+            row[:] = [x - factor * y for x, y in zip(row, unit, strict=True)]
+        done.append(unit)
+    return tuple(map(tuple, done))
+
+
+def kernel(rows: Matrix, size: int) -> Matrix:
+    """Return the vectors of a space of `size` dimensions that all rows take to zero."""
+    form = reduced(rows)
+    pivots = [next(i for i, x in enumerate(row) if x) for row in form]
+    out = []
+    for free in set(range(size)) - set(pivots):
+        vector = [Fraction(int(i == free)) for i in range(size)]
+        for row, pivot in zip(form, pivots, strict=True):
+            vector[pivot] = -row[free]
+        out.append(vector)
+    return reduced(out)
+
+
+def image_rank(rows: Matrix, subspace: Matrix) -> int:
+    """Return the dimension of what a linear map makes of a subspace."""
+    return len(reduced([[sum(a * b for a, b in zip(row, v, strict=True)) for row in rows] for v in subspace]))
+
+
+def closure(subspaces: Iterable[Matrix], size: int, most: int) -> list[Matrix] | None:
+    """Return all that sums and intersections make of some subspaces; None where these are more than `most`."""
+    found: list[Matrix] = []
+    due = list(dict.fromkeys(subspaces))
+    while due:
+        new = due.pop()
+        if len(found) >= most:
+            return None
+        for old in found:
+            both = kernel(kernel(old, size) + kernel(new, size), size)
+            due += [s for s in (reduced(old + new), both) if s != new and s not in found and s not in due]
+        found.append(new)
+    return found
+
+
+def solved(rows: Sequence[Sequence[Fraction | int]], right: Sequence[Fraction | int]) -> Vector | None:
+    """Return the one solution of as many linear equations as unknowns, None where there is none or more than one."""
+    size = len(rows)
+    form = reduced([*row, value] for row, value in zip(rows, right, strict=True))
+    if len(form) < size or any(not form[i][i] for i in range(size)):
+        return None
+    return tuple(row[-1] for row in form)
