@@ -137,10 +137,10 @@ class Hardware(Table):
         15.7 TFLOP/s | peak.bf16 is missing, peak.fp32 (next wider format) stands in
         """
         wanted, place = self._wanted(dtype_name, unit)
-        found = self._at(place)
+        named, found = chosen_fallback(f"hardware {self.id}", fallback, wanted), self._at(place)
         if found is not None:
             return found, None
-        if chosen_fallback(f"hardware {self.id}", fallback, wanted) is not None:
+        if named is not None:
             rate = self.rate(dtype_name, unit, fallback)
             used = next(f"{t}.{k}" for t in ("peak", "vector") for k, q in self.tables[t].items() if q is rate)
             return rate, StandIn(place, used, NAMED)
