@@ -210,5 +210,5 @@ def _on(device: Hardware, formula: sympy.Expr, notes: list[str]) -> Formula:
             found, instead = device.nearest_rate(FORMATS[key].name, "matmul" if table == "peak" else "vector")
         if instead is not None:
             notes.append(f"{device.id}: {instead}")
-        put[symbol(name)] = sympy.sympify((found or device.link(name)).value)
+        put[symbol(name)] = sympy.sympify((found or device.link(name)).value, strict=True)
     return formula.xreplace(put)

@@ -195,7 +195,7 @@ class Hardware(Table):
         True
         """
         found = {name: self._at(place) for place, name in SYMBOLS.items()}
-        return {symbol(name): sympy.sympify(q.value) for name, q in found.items() if q is not None}
+        return {symbol(name): sympy.sympify(q.value, strict=True) for name, q in found.items() if q is not None}
 
     def ridge(self, dtype_name: str | DType, fallback: Fallback | None = None) -> Fraction | sympy.Expr:
         """Return the ridge point in FLOP/B: the intensity above which a matmul is bound by compute.
