@@ -112,8 +112,12 @@ class Hardware(Table):
 
         Parameters
         ----------
-        dtype_name, unit, fallback
-            As ``rate``.
+        dtype_name : str or DType
+            Format of the operands, as in ``rate``.
+        unit : {"matmul", "vector"}
+            As in ``rate``.
+        fallback : str, DType or mapping, optional
+            As in ``rate``.
         highest : bool
             False: take the next wider format, which is no faster, or the matrix unit. True: take the highest rate of
             the device, which no missing one exceeds.
