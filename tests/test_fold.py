@@ -244,7 +244,12 @@ def test_a_drawn_training_step_is_folded_back(case, optimizer):
     step = cg.training_step(graph, optimizer=cg.AdamW(implementation=optimizer))
     # iterations at either end of a loop may have been taken out of it, as they have other gradients
     assume(not any(op.name.startswith((f"{loop.name}.first", f"{loop.name}.last")) for op in step.ops))
-    folded = folded_back(step, loop, {**point, name: 6})
+    try:
+        folded = folded_back(step, loop, {**point, name: 6})
+    except cg.BindingError as error:  # a loop beside it that runs once has nothing left between its ends
+        if "count of" not in str(error):
+            raise
+        reject()
     for n in (4, 6, 9):
         plain = cg.unroll(step, **{**point, name: n})
         for question, ask in COSTS.items():
