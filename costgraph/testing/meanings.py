@@ -346,9 +346,10 @@ def _rearrange(at: At[Rearrange]) -> None:
 def _slice(at: At[Slice]) -> None:
     axis, start, size, step = at.kind.axis, at.of(at.kind.start), at.of(at.kind.size), at.kind.step
     array = at.operands[0].array
-    if not 0 <= start <= start + (size - 1) * step < array.shape[axis]:
+    if not 0 <= start <= start + max(size - 1, 0) * step < array.shape[axis] + (not size):
         raise GraphError(f"slice {at.op.name!r} of {array.shape}: {size} from {start} by {step} lie outside")
-    key = (slice(None),) * axis + (slice(start, start + (size - 1) * step + 1, step),)
+    # none where a loop has no iteration left between its ends
+    key = (slice(None),) * axis + (slice(start, start + (size - 1) * step + 1 if size else start, step),)
     at.view(lambda array: array[key])
 
 

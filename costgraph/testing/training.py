@@ -157,7 +157,8 @@ def check_training(graph: Graph, laws: Iterable[str] | None = None, **point: int
         bindings(lesson.trained, lesson.point)
     except BindingError:  # loops whose iterations differ at both ends have some: fewer of them are unrolled
         bindings(graph, lesson.point)
-        lesson = Lesson(_flat(graph, lesson.point), lesson.point)
+        flat = _flat(graph, lesson.point)
+        lesson = Lesson(flat, {k: v for k, v in lesson.point.items() if k in known_names(flat)})
     for name in chosen:
         try:
             TRAINING[name](lesson)
