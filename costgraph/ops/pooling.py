@@ -101,6 +101,10 @@ class Unpool(Windowed):
                 raise ShapeError(f"unpool of {t!r}: expected ({', '.join(map(str, self.made))})")
         return [Result(x.sizes, x.dtype)]
 
+    def flops(self, op: Op) -> Flops:
+        """Count an addition for each element of each window, of a maximum for each window: one place gets it."""
+        return Flops(pointwise=op.operands[0].numel) if self.operation == "max" else super().flops(op)
+
     def reads(self, op: Op) -> tuple[Poly, ...]:
         """Return all but the input of the pooling: of it the shape alone is needed, but torch keeps it all the same."""
         return tuple(ZERO if i == 1 else rules.elements(t) for i, t in enumerate(op.operands))

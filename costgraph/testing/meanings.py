@@ -171,7 +171,7 @@ def _unpool(at: At[Unpool]) -> None:
         if at.kind.operation == "mean":
             share /= window
         elif at.read(2, *to) != _flat(pattern, index, out.shape):
-            share = 0.0
+            continue
         at.tally.pointwise += 1
         if _inside(index, out.shape):
             at.write(out[index] + share, *index)
