@@ -1,5 +1,7 @@
 """Traced models in declared kinds: how much of them, and what follows from it, beside traces of what torch runs."""
 
+from functools import cache
+
 import pytest
 import torch
 from torch import nn
@@ -37,6 +39,7 @@ class Scored(nn.Module):
         return self.model(x, labels=labels).loss
 
 
+@cache
 def traced(name, train=False, dtype=torch.float32):
     torch.manual_seed(0)
     config, model, facts = MODELS[name]

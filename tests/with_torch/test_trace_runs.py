@@ -296,7 +296,7 @@ class Leaf(nn.Module):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("train", [pytest.param(False, marks=pytest.mark.long), True])
 def test_kernels_take_copies_of_operands_that_are_not_dense(kernel, layout, train):
     torch.manual_seed(0)
     targets = [torch.randint(0, 59, (B, 61))] if kernel in LOOKUPS else []
