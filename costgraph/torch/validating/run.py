@@ -208,7 +208,7 @@ def _in_attention(graph: Graph) -> Iterator[Poly]:
     for op, times, _ in executions(graph):
         if isinstance(op.kind, Foreign) and _UNCOUNTED in op.name:
             yield op.kind.flops(op).full * times
-        elif isinstance(op.kind, Kernel) and op.body is not None:
+        elif isinstance(op.kind, Kernel) and op.body is not None and (op.call is None or _UNCOUNTED in op.call.target):
             products = [inner for inner in op.body.ops if isinstance(inner.kind, Einsum)]
             if len(products) > 1:  # scores and their reduction, or the five of their gradient
                 yield total(inner.kind.flops(inner).full for inner in products) * times
