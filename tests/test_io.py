@@ -84,7 +84,8 @@ def test_loading_gives_the_same_formulas_and_numbers(saved, question):
 @pytest.mark.parametrize(
     ("name", "sizes", "flops", "bytes_", "peak", "params"),
     [
-        ("everything", SIZES, 94688, 48098, 11225, 2889),
+        # 94688 then: gradients of maxima of windows were an addition for each element of each window, 288 more
+        ("everything", SIZES, 94688 - 288, 48098, 11225, 2889),
         ("step", {"B": 2, "S": 3, "D": 5, "V": 7, "L": 3}, 8550, 8706, 2014, 160),
     ],
 )
