@@ -161,20 +161,19 @@ def _window(kind: Windowed, extents: Mapping[str, int]) -> int:
 @meaning(Unpool)
 def _unpool(at: At[Unpool]) -> None:
     """Give the gradient of each window to the place of its maximum, or a share of it to every element."""
-    pattern, extents = at.kind.pattern, at.of(at.kind.extents)
+    pattern, extents, largest = at.kind.pattern, at.of(at.kind.extents), at.kind.operation == "max"
     out, window = at.result().array, _window(at.kind, extents)
     out[...] = 0
-    for point in _index_points(extents):
-        index = tuple(_place(d, point, extents) for d in pattern.operands[0])
-        to = tuple(_place(d, point, extents) for d in pattern.result)
-        share = at.read(0, *to)
-        if at.kind.operation == "mean":
-            share /= window
-        elif at.read(2, *to) != _flat(pattern, index, out.shape):
-            continue
-        at.tally.pointwise += 1
-        if _inside(index, out.shape):
-            at.write(out[index] + share, *index)
+    slid = {n: extents.pop(n) for n in pattern.result_names}
+    for start in _index_points(slid):
+        to = tuple(_place(d, start, slid) for d in pattern.result)
+        share = at.read(0, *to) / (1 if largest else window)
+        place = at.read(2, *to) if largest else None
+        at.tally.pointwise += 1 if largest else window
+        for point in _index_points(extents):
+            index = tuple(_place(d, start | point, slid | extents) for d in pattern.operands[0])
+            if _inside(index, out.shape) and (not largest or place == _flat(pattern, index, out.shape)):
+                at.write(out[index] + share, *index)
     _fill_unreached(at)
 
 
