@@ -7,7 +7,7 @@ F = D + f with f >= 0. The test is sufficient, not necessary: what it cannot dec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from math import ceil, floor, lcm, prod
 from weakref import WeakKeyDictionary
@@ -299,6 +299,10 @@ class Relations:
                 out = self.cleared([p.substitute({key: value}) for p in out])
         return out
 
+    def _bare(self, ps: Sequence[Poly]) -> list[Poly] | None:
+        plain = self.cleared(ps)
+        return None if plain is None else self.shifted(plain)
+
     def _expanded(self, ps: Sequence[Poly]) -> list[Poly] | None:
         out = self._expressed(ps)
         if out is None:
@@ -335,11 +339,7 @@ class Relations:
         """
         plain = [m for m in monomials if all(e > 0 or self._divides(k) for k, e in m)]
         ps = [Poly({m: 1}) for m in plain]
-        if known:
-            found = self._expanded(ps)
-        else:
-            cleared = self.cleared(ps)
-            found = None if cleared is None else self.shifted(cleared)
+        found = self._expanded(ps) if known else self._bare(ps)
         if found is None:
             return None
         return {m: Poly({m: 1}) for m in monomials} | dict(zip(plain, found, strict=True))
@@ -352,10 +352,18 @@ class Relations:
 
     def nonnegative(self, p: Poly) -> bool:
         """Whether the polynomial is known to be at least 0 for all admissible sizes."""
-        plain = self.cleared([p])
-        if self._no_negative(None if plain is None else self.shifted(plain)):
-            return True
-        return bool(self.relations) and self._no_negative(self._expanded([p]))
+        return any(self._no_negative(ps) for ps in self._forms(p))
+
+    def sign(self, p: Poly) -> int:
+        """Return 1 for a polynomial known to be at least 0, -1 for one known to be at most 0, else 0."""
+        return next((sign for ps in self._forms(p) for sign in (1, -1) if self._no_negative(ps, sign)), 0)
+
+    def _forms(self, p: Poly) -> Iterator[Sequence[Poly] | None]:
+        """Write a polynomial in ways that keep its sign, what is fast first."""
+        yield [p]
+        yield self._bare([p])
+        if self.relations:
+            yield self._expanded([p])
 
     def positive(self, p: Poly) -> bool:
         """Whether the polynomial is known to be above 0 for all admissible sizes."""
@@ -367,8 +375,8 @@ class Relations:
         found = None if out is None else self.shifted(out)
         return found is not None and found[0].terms.get((), 0) > 0 and self._no_negative(found)
 
-    def _no_negative(self, ps: Sequence[Poly] | None) -> bool:
-        return ps is not None and all(c >= 0 and self.has_sign(m) for p in ps for m, c in p.terms.items())
+    def _no_negative(self, ps: Sequence[Poly] | None, sign: int = 1) -> bool:
+        return ps is not None and all(c * sign >= 0 and self.has_sign(m) for p in ps for m, c in p.terms.items())
 
 
 def _symbols(p: Poly) -> set[str]:

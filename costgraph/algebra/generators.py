@@ -17,7 +17,7 @@ from .symbols import check_exact, symbol
 
 __all__ = [
     "HIGHEST_EXPONENT", "SLACK", "Monomial", "Rational", "atom_key", "cached", "generator", "is_reciprocal",
-    "number_power", "product", "tidy", "times",
+    "names_in", "number_power", "product", "tidy", "times",
 ]  # fmt: skip
 
 Rational = int | Fraction
@@ -37,8 +37,9 @@ T = TypeVar("T")
 class _Key(str):
     """The key of an atom: text that sorts and hashes as any other, and the expression that it stands for."""
 
-    __slots__ = ("__weakref__", "expr", "root")
+    __slots__ = ("__weakref__", "expr", "names", "root")
     expr: sympy.Expr
+    names: frozenset[str]
     root: tuple[str, int] | None
     """Of B**(1/2) the symbol and 2: its square is the symbol."""
 
@@ -70,6 +71,11 @@ def generator(key: str) -> sympy.Expr:
     return key.expr if isinstance(key, _Key) else symbol(key) if key[0] != SLACK else sympy.Symbol(key)
 
 
+def names_in(key: str) -> frozenset[str]:
+    """Return the names of the symbols in a generator."""
+    return key.names if isinstance(key, _Key) else frozenset((key,))
+
+
 def atom_key(expr: sympy.Expr) -> str:
     """Return the key of an atom, the same for equal expressions, or raise ShapeError if it is no exact size."""
     key = _by_expr.get(expr)
@@ -84,7 +90,7 @@ def atom_key(expr: sympy.Expr) -> str:
             while text in _by_text:  # equal text, another expression: the owners of a maximum may differ
                 text += "'"
             key = _Key(text)
-            key.expr, key.root = expr, _root(expr)
+            key.expr, key.root, key.names = expr, _root(expr), frozenset(s.name for s in expr.free_symbols)
             _by_expr[expr] = _by_text[text] = key
         return key
 

@@ -26,6 +26,7 @@ from .generators import (
     cached,
     generator,
     is_reciprocal,
+    names_in,
     number_power,
     product,
     tidy,
@@ -144,7 +145,7 @@ class Poly:
 
     def __repr__(self) -> str:
         try:
-            return str(self.expr)
+            return _text(self)
         except ValueError:  # Python refuses to write out integers of more than 4,300 digits
             return f"a formula with {shown(max((abs(c.numerator) for c in self.terms.values()), default=0))}"
 
@@ -184,15 +185,12 @@ class Poly:
 
     def names(self) -> set[str]:
         """Names of the symbols that occur, inside atoms too."""
-        keys = self.generators()
-        return {s.name for k in keys if k[0] == "~" for s in generator(k).free_symbols} | {
-            k for k in keys if k[0] != "~"
-        }
+        return set[str]().union(*map(names_in, self.generators()))
 
     def bind(self, values: Mapping[str, Poly]) -> Poly:
         """Replace symbols by polynomials, inside atoms too."""
         keys = self.generators()
-        inside = {k for k in keys if k[0] == "~" and any(s.name in values for s in generator(k).free_symbols)}
+        inside = {k for k in keys if k[0] == "~" and not names_in(k).isdisjoint(values)}
         if not inside and keys.isdisjoint(values):
             return self
         new = {k: v for k, v in values.items() if k in keys}
@@ -210,9 +208,10 @@ class Poly:
                     c = c * (numbers[k] ** p if p > 0 else Fraction(numbers[k]) ** p)
                 elif k in new:
                     part = part * new[k] ** p
-            rest = tuple((k, p) for k, p in m if k not in new)
+            rest = tuple(f for f in m if f[0] not in new)
             for n, d in part.terms.items():
-                out[times(rest, n)] = out.get(times(rest, n), 0) + c * d
+                key = times(rest, n) if n else rest
+                out[key] = out.get(key, 0) + c * d
         return Poly({m: tidy(c) for m, c in out.items() if c})
 
     def evaluate(self, value: Callable[[str], Any]) -> Any:
@@ -245,6 +244,8 @@ def _restored(terms: Terms) -> Poly:
     return Poly({times((), m): c for m, c in terms.items()})
 
 
+# kept, as sympy takes long
+_text: Callable[[Poly], str] = cached(1 << 14)(lambda p: str(p.expr))
 ZERO = Poly({})
 ONE = Poly({(): 1})
 

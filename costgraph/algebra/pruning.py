@@ -48,7 +48,11 @@ def prune(
     for p, label in candidates:
         first.setdefault(p, label)
     kept = list(first)
-    if len(kept) > 1:
+    if len(kept) == 2:  # most often, and fast without a table
+        a, b = sorted(kept, key=Poly.sort_key)
+        sign = relations.sign(a - b if largest else b - a)
+        kept = {1: [a], -1: [b], 0: kept}[sign]
+    elif len(kept) > 1:
         # of generators that are at least 0 whatever is known of them, which is fast where candidates are many
         kept = _best(kept, relations, None, largest=largest)
         for known in (False, True) if relations.relations else (False,):

@@ -115,10 +115,11 @@ def peak_cases(graph: Graph, values: Bindings) -> tuple[Regime, ...]:
 
 
 def _bound_regimes(graph: Graph, values: Bindings) -> list[tuple[Poly, Owner]]:
-    found = [(p.bind(values), owner.bound(values)) for p, owner in live_cases(graph, values)]
+    found = [(p.bind(values), owner) for p, owner in live_cases(graph, values)]
     if all(p.constant is not None for p, _ in found):
-        return [max(found, key=lambda item: item[0].constant or 0)]
-    return prune(found, values.validity.known) if values else found
+        found = [max(found, key=lambda item: item[0].constant or 0)]
+    kept = prune(found, values.validity.known) if values else found
+    return [(p, owner.bound(values)) for p, owner in kept]
 
 
 @dataclass(frozen=True)

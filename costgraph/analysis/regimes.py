@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import isqrt
 from typing import Any, NamedTuple
 
@@ -53,15 +53,18 @@ class Regime(_Plain):
         Name of the op that owns it, and its phase: forward, recompute, backward or optimizer.
     label : str
         The op as a reader knows it: its scope, kind and phase, and of which tensor it makes the gradient.
-    by_role : mapping of str to Formula
-        Of a peak the bytes of each role, which add up to the formula; empty for anything else.
     share : float, optional
         Part of a box, by the logarithms of sizes, in which the case holds.
+    roles : sequence of (str, Poly)
+        Of a peak the bytes of each role.
+    held : sequence of Validity
+        What the formulas hold for.
     """
 
     label: str
-    by_role: Mapping[str, Formula]
     share: float | None
+    _roles: Sequence[tuple[str, Poly]]
+    _held: Sequence[Validity]
 
     def __new__(
         cls,
@@ -70,13 +73,19 @@ class Regime(_Plain):
         phase: str | None,
         *,
         label: str = "",
-        by_role: Mapping[str, Formula] | None = None,
         share: float | None = None,
+        roles: Sequence[tuple[str, Poly]] = (),
+        held: Sequence[Validity] = (),
     ) -> Regime:
         """Return a tuple of three with what else is known of it."""
         out = super().__new__(cls, formula, op, phase)
-        out.label, out.by_role, out.share = label or op or "", dict(by_role or {}), share
+        out.label, out.share, out._roles, out._held = label or op or "", share, roles, held
         return out
+
+    @property
+    def by_role(self) -> dict[str, Formula]:
+        """Of a peak the bytes of each role, which add up to the formula; empty for anything else."""
+        return {role: answer(p, self._held) for role, p in self._roles if p}
 
 
 class Regimes(list[Regime]):
@@ -152,10 +161,10 @@ def regimes(formula: Formula, within: Mapping[str, Range] | None = None) -> Regi
     return out
 
 
-def regime(formula: sympy.Expr, owner: Owner, held: Iterable[Validity], share: float | None = None) -> Regime:
+def regime(formula: sympy.Expr, owner: Owner, held: Sequence[Validity], share: float | None = None) -> Regime:
     """Return one case as it is handed out."""
-    roles = {role: answer(p, held) for role, p in owner.roles if p}
-    return Regime(conditioned(formula, held), owner.op, owner.phase, label=owner.label, by_role=roles, share=share)
+    value = conditioned(formula, held)
+    return Regime(value, owner.op, owner.phase, label=owner.label, share=share, roles=owner.roles, held=held)
 
 
 def _inner(expr: sympy.Expr) -> Any:

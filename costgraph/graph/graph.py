@@ -140,7 +140,10 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
     @property
     def root(self) -> Graph:
         """The outermost graph."""
-        return self if self.parent is None else self.parent.root
+        out = self
+        while out.parent is not None:
+            out = out.parent
+        return out
 
     def walk(self) -> Iterator[Op]:
         """Yield every op, those inside bodies included, an op before its body's."""
