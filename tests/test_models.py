@@ -136,8 +136,7 @@ def test_dtype_is_a_floating_format(name, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16", "fp8_e4m3", "mxfp8"])
-@pytest.mark.parametrize("dropout", [0, 0.1])
-@pytest.mark.parametrize("attention", ["flash", "eager"])
+@pytest.mark.parametrize(("attention", "dropout"), [("flash", 0), ("eager", 0), ("flash", 0.1)])
 @pytest.mark.parametrize("name", NAMES)
 def test_every_option_builds_and_binds(name, attention, dropout, dtype):
     g = models.load(name, attention=attention, dropout=dropout, dtype=dtype)

@@ -7,9 +7,6 @@ from torch.nn import functional
 
 import costgraph as cg
 from costgraph import testing
-from costgraph.ops.index import Gather, Scatter
-from costgraph.ops.keep import StopGradient
-from costgraph.ops.ordering import Sort
 
 B, S, K, D, E, N, C, O, H, W = cg.dims("B S K D E N C O H W")
 
@@ -240,11 +237,3 @@ def test_the_gradient_of_a_softmax_by_segment():
         p = cg.nn.segment_softmax(x, g.input("ends", (E,), "int64"), N)
         g.output(cg.reduce(p * p, "e h -> ", "mean"))
     testing.check_training(g, E=5, D=3, N=2)
-
-
-# -- laws --------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", [Gather, Scatter, StopGradient, Sort])
-def test_the_laws_hold(kind):
-    testing.hold(kind, examples=30)

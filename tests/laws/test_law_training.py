@@ -126,7 +126,7 @@ def test_backward_passes_of_loops_keep(make, law):
     testing.check_training(graph, [law], **{n: POINT[n] for n in known_names(graph)})
 
 
-@pytest.mark.parametrize("attention", ["eager", "flash"])
+@pytest.mark.parametrize("attention", [pytest.param("eager", marks=pytest.mark.long), "flash"])
 @pytest.mark.parametrize("name", ["gpt2", pytest.param("llama-2-7b", marks=pytest.mark.long)])
 def test_backward_passes_of_models_keep_the_laws(name, attention):
     graph = cg.models.load(name, symbolic=True, attention=attention, dtype="fp32")

@@ -126,7 +126,11 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "sizes", "B", "S", "more", "differences"), CASES)
+#: The others are long: a middling length, and kernels, are asked each time.
+MARKED = [pytest.param(*c, marks=() if c[3] == 59 or "kernel" in c[4] else pytest.mark.long) for c in CASES]
+
+
+@pytest.mark.parametrize(("name", "sizes", "B", "S", "more", "differences"), MARKED)
 def test_peak_is_that_of_torch_but_for_named_differences(name, sizes, B, S, more, differences):
     torchs, ours = tracked_peak(name, sizes, B, S, **more), declared(name, sizes, B, S, **more).peak
     dtype = more.get("dtype", "fp32")
