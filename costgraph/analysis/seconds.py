@@ -24,7 +24,7 @@ from ..hardware.specs import Hardware
 from .traffic import compulsory
 from .work import Asked, Fallback, Work, ask
 
-__all__ = ["Bound", "estimate", "in_seconds", "lower_bound", "seconds", "warn_of", "which"]
+__all__ = ["Bound", "estimate", "in_seconds", "lower_bound", "seconds", "unit_times", "warn_of", "which"]
 
 
 @dataclass(frozen=True)
@@ -138,6 +138,18 @@ def lower_bound(asked: Asked) -> Poly:
 
     Rates that are missing are taken as the highest of the device here, which is no smaller.
     """
+    kept = prune([(p, Owner(unit)) for unit, p in unit_times(asked).items()], asked.graph.root.relations)
+    return kept[0][0] if len(kept) == 1 else poly(extremum(kept))
+
+
+def unit_times(asked: Asked) -> dict[str, Poly]:
+    """Return the least seconds that each unit is busy: those of `vector`, `matmul` and `link` that are used, `memory`.
+
+    Parameters
+    ----------
+    asked : Asked
+        A graph on a device.
+    """
     units: dict[str, list[Poly]] = {}
     for work in asked.works:
         if work.link is not None:
@@ -146,8 +158,7 @@ def lower_bound(asked: Asked) -> Poly:
             units.setdefault(unit, []).append(spent)
     found = {unit: total(parts) for unit, parts in units.items()}
     found["memory"] = compulsory(asked.graph).bind(asked.values) / asked.rates.bandwidth
-    kept = prune([(p, Owner(unit)) for unit, p in found.items()], asked.graph.root.relations)
-    return kept[0][0] if len(kept) == 1 else poly(extremum(kept))
+    return found
 
 
 def _by_unit(work: Work, asked: Asked) -> Iterator[tuple[str, Poly]]:

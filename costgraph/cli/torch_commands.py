@@ -75,25 +75,70 @@ def calibrate_command(
     say(f"{found}\nwritten to {shorten(out, 200)}")
 
 
-@command("validate", short_help="Hold predictions to what torch takes on a device.")
+@command("validate", short_help="Hold predictions to measurements, of a device here or published.")
 def validate_command(
-    out: Annotated[str, typer.Option("--out", metavar="FILE", help="Where the record goes: a .json file.")],
-    device: _Device = "cpu",
+    out: Annotated[
+        str | None, typer.Option("--out", metavar="FILE", help="Where the record goes: a .json file.")
+    ] = None,
+    device: Annotated[str | None, typer.Option("--device", metavar="NAME", help="cpu (default), cuda, cuda:N.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="One cheap case of each kind, and fewer runs.")] = False,
     hardware: Annotated[
         str | None, typer.Option("--hardware", metavar="NAME", help="Device or .toml; calibrated first by default.")
     ] = None,
     threads: _Threads = None,
     only: Annotated[str | None, typer.Option("--only", metavar="TEXT", help="Cases whose name has this in it.")] = None,
-    plots: Annotated[str | None, typer.Option("--plots", metavar="DIR", help="Where pictures go.")] = None,
+    plots: Annotated[str | None, typer.Option("--plots", "--plot", metavar="DIR", help="Where pictures go.")] = None,
+    records: Annotated[
+        str | None, typer.Option("--records", metavar="FILE", help="Published measurements, in the place of runs here.")
+    ] = None,
 ) -> None:
-    """Run ops, models and training steps; show predicted beside measured FLOPs, bytes at the peak and times.
+    """Run ops, models and training steps, or read what others measured; show predictions beside it.
+
+    With --records nothing runs: each record of the file is predicted, or listed with the reason why not. The exit code
+    is 1 where a limit does not hold.
 
     Examples
     --------
       costgraph validate --device cuda --out my-gpu.json --plots pictures
+      costgraph validate --records published.json --out predictions.json
     """
-    count = _count(threads)
+    if records is not None:
+        given = {"--device": device, "--quick": quick, "--hardware": hardware, "--threads": threads, "--only": only}
+        for name in (name for name, value in given.items() if value):
+            raise FormatError(f"{name}: nothing runs with --records, expected --out and --plots alone beside it")
+        _hold(records, out, plots)
+    elif out is None:
+        raise FormatError("validate: no --out FILE, expected where the record goes, or --records FILE")
+    else:
+        _run(out, device or "cpu", quick, hardware, _count(threads), only, plots)
+
+
+def _hold(records: str, out: str | None, plots: str | None) -> None:
+    """Print predictions beside published measurements."""
+    from ..report.records import hold
+    from ..report.records.picture import plot_held
+    from ..report.records.text import render_held
+
+    if out is not None:
+        target_of(out, ".json")
+    if plots is not None:
+        new_figure(1, 1)  # whether there is what draws, before anything is predicted
+    found = hold(records)
+    width, color = screen()
+    say(render_held(found, width, color=color), styled=color)
+    if out is not None:
+        found.save(out)
+        say(f"written to {shorten(out, 200)}")
+    if plots is not None:
+        say("\n".join(f"drawn to {shorten(str(path), 200)}" for path in plot_held(found, plots)))
+    if not found.holds:
+        raise typer.Exit(1)
+
+
+def _run(
+    out: str, device: str, quick: bool, hardware: str | None, count: int | None, only: str | None, plots: str | None
+) -> None:
+    """Run the suite, and print and write what it measured."""
     need_torch("validate")
     from ..report.validation_text import render_validation
     from ..torch.validating import suite, validate

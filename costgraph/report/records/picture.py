@@ -1,0 +1,75 @@
+"""Published measurements against predictions, as a picture; needs matplotlib."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...algebra.symbols import shorten, shown
+from ...errors import FormatError
+from ..drawing import ROOF, new_figure, saved, short
+
+if TYPE_CHECKING:
+    from .held import Held
+
+__all__ = ["plot_held", "plot_times"]
+
+#: Colours that stay apart, of Okabe and Ito 2008; families beyond them share those of the first with another mark.
+_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7a7a7a")
+_MARKS = ("o", "s", "^", "D")
+
+
+def plot_held(held: Held, directory: str | os.PathLike[str]) -> list[Path]:
+    """Draw `times.png` in a directory, which is made if it is not there.
+
+    Raises
+    ------
+    UnsupportedError
+        If matplotlib is missing.
+    FormatError
+        If the file cannot be written.
+    """
+    folder = Path(directory)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        place = shorten(str(folder), 200)
+        raise FormatError(f"plot: {place}: {shown(str(error))}, expected a directory that can be written") from None
+    plot_times(held, folder / "times.png")
+    return [folder / "times.png"]
+
+
+def plot_times(held: Held, path: str | os.PathLike[str] | None = None) -> Any:
+    """Draw measured against estimated times, both logarithmic, one colour a family.
+
+    Parameters
+    ----------
+    held : Held
+        Records and predictions.
+    path : str or path-like, optional
+        File to write: .png, .svg or .pdf.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+        Points on the line are exact; the dashed lines are a factor of 2 away from it.
+    """
+    figure = new_figure(7.5, 6.5)
+    axes = figure.subplots()
+    points: dict[str, list[tuple[float, float]]] = {}
+    for row in held.records:
+        if row.seconds is not None and row.estimate:
+            points.setdefault(row.record.family, []).append((row.estimate, row.seconds))
+    ends = [x for found in points.values() for pair in found for x in pair] or [1.0]
+    line = (min(ends) / 2, max(ends) * 2)
+    for factor, style in ((1, "-"), (2, "--"), (0.5, "--")):
+        axes.plot(line, [factor * x for x in line], color=ROOF, linewidth=0.8, linestyle=style)
+    for i, (name, found) in enumerate(points.items()):
+        color, mark = _COLORS[i % len(_COLORS)], _MARKS[i // len(_COLORS) % len(_MARKS)]
+        axes.scatter(*zip(*found, strict=True), s=9, color=color, marker=mark, alpha=0.6, linewidths=0,
+                     label=short(name))  # fmt: skip
+    axes.set(xscale="log", yscale="log", xlim=line, ylim=line, xlabel="estimate [s]", ylabel="measured [s]")
+    if points:
+        axes.legend(fontsize=7, loc="upper left")
+    return saved(figure, path)

@@ -1,0 +1,138 @@
+"""One record and what is predicted of it: a time and its lower bound, a share of the peak, or why there is none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
+
+from ...algebra.polynomial import Poly
+from ...analysis.seconds import estimate, in_seconds, unit_times
+from ...analysis.work import Asked, ask
+from ...errors import CostGraphError, UnsupportedError
+from ...hardware.specs import Hardware, list_hardware, load_hardware
+from ...notation.records import near
+from .case import FAMILIES, Case, Printed, Run, measured_rate
+from .record import Record
+
+__all__ = ["Row", "predict"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A record beside its prediction."""
+
+    record: Record
+    """what was measured"""
+    subject: str
+    """what limits are stated for"""
+    reason: str = ""
+    """why nothing is predicted; empty where something is"""
+    seconds: float | None = None
+    """measured, of one run"""
+    estimate: float | None = None
+    """seconds, as declared"""
+    bound: float | None = None
+    """seconds that no run is below"""
+    violated: bool = False
+    """whether the measured time is below the bound by more than its last printed digit tells"""
+    printed: float | None = None
+    """share of the peak that the source prints, over the one derived from its rate"""
+    notes: tuple[str, ...] = ()
+    """rates that stand in for missing ones"""
+
+    @property
+    def ratio(self) -> float | None:
+        """Measured time over the estimate."""
+        return None if self.seconds is None or not self.estimate else self.seconds / self.estimate
+
+
+def predict(record: Record, last: Decimal) -> Row:
+    """Predict what a record measured.
+
+    Parameters
+    ----------
+    record : Record
+        The measurement.
+    last : Decimal
+        One in the last digit that its source prints.
+
+    Returns
+    -------
+    Row
+        With a reason where there is no prediction.
+    """
+    found = FAMILIES.get(record.family)
+    subject = "" if found is None else found.subject
+    try:
+        if found is None:
+            raise UnsupportedError(f"{near(record.family, FAMILIES)}expected a family that has a prediction")
+        hardware = _device(record.device)
+        case = found.case(record)
+        return _row(record, case, case.subject or subject, hardware, Fraction(last))
+    except CostGraphError as error:
+        return Row(record, subject, reason=str(error))
+    except OverflowError:
+        return Row(record, subject, reason="inputs: the numbers are too large, expected sizes of what could run")
+
+
+def _device(name: str) -> Hardware:
+    """Return a device of the list: a record is from outside, and names no files."""
+    if name not in list_hardware():
+        raise UnsupportedError(f"device {name!r} has no specification, {near(name, list_hardware())}expected one")
+    return load_hardware(name)
+
+
+def _row(record: Record, case: Case, subject: str, hardware: Hardware, last: Fraction) -> Row:
+    is_rate, unit = measured_rate(record)
+    value = Fraction(record.value)
+    # what was printed may have been the slower by half of its last digit
+    slowest = max(value - last / 2, value / 2) if is_rate else value + last / 2
+    times = [_times(run, hardware, resident=case.repeated) for run in case.runs]
+    works = [float(run.work) for run in case.runs]
+    best = min(range(len(times)), key=lambda i: times[i][0] / works[i])
+    bound = min(t[1] / w for t, w in zip(times, works, strict=True)) * works[best]
+    seconds, longest = (works[best] / float(v * unit) if is_rate else float(v * unit) for v in (value, slowest))
+    printed = None if case.printed is None else float(case.printed.share / _share(case.printed, value * unit, hardware))
+    return Row(record, subject, "", seconds, times[best][0], bound, longest < bound, printed, times[best][2])
+
+
+def _share(printed: Printed, rate: Fraction, hardware: Hardware) -> Fraction:
+    """Return the share of the peak that a rate is."""
+    return printed.flops * rate / Fraction(hardware.rate(printed.format).number)
+
+
+def _times(run: Run, hardware: Hardware, *, resident: bool) -> tuple[float, float, tuple[str, ...]]:
+    """Return estimate and lower bound in seconds, and the rates that stand in.
+
+    Parameters
+    ----------
+    run : Run
+        A graph with its sizes.
+    hardware : Hardware
+        The device.
+    resident : bool
+        Whether the last-level cache may hold what a run before left in it: those bytes need no memory.
+    """
+    asked = ask(run.graph, hardware, None, run.sizes, "records")
+    asked.need_numbers("records")
+    if run.phases:
+        asked = Asked(run.graph, asked.rates, asked.values, [w for w in asked.works if w.op.phase in run.phases])
+    spent = estimate((work.seconds(asked.rates) for work in asked.works), run.graph.root.relations)
+    busy = {unit: _number(time, asked) for unit, time in unit_times(asked).items()}
+    if run.phases:  # what moves between phases is not known to reach memory
+        del busy["memory"]
+    elif resident:
+        busy["memory"] = max(0.0, busy["memory"] - _cache(hardware) / float(hardware.bandwidth))
+    notes = tuple(str(instead) for instead in asked.rates.stand_ins.values())
+    return _number(spent, asked), max(busy.values(), default=0.0), notes
+
+
+def _number(time: Poly, asked: Asked) -> float:
+    return float(in_seconds(time, asked))
+
+
+def _cache(hardware: Hardware) -> float:
+    """Return the bytes of the last-level cache, 0 where nothing says."""
+    known = hardware.tables.get("cache", {})
+    return max((float(known[key]) for key in ("l2", "last_level") if key in known), default=0.0)

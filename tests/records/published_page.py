@@ -1,0 +1,126 @@
+"""The page `docs/published_gpus.md`: what others measured on GPUs, and predictions beside it.
+
+    python tests/records/published_page.py
+
+writes it anew, which takes some minutes of the processor.
+"""
+
+from collections import Counter
+from pathlib import Path
+
+from costgraph.hardware.specs import load_hardware
+from costgraph.report.records import hold
+from costgraph.report.records.held import spread
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE, FILE = ROOT / "docs" / "published_gpus.md", ROOT / "tests" / "measured" / "published-gpus.json"
+#: Measured over estimated times beyond which a record is listed, with its cause where one is known.
+FACTOR = 3
+#: Seconds that a kernel takes to start and to end, of the order of: what is shorter measures little else.
+LAUNCH = 20e-6
+
+HEAD = """\
+# Published measurements of GPUs
+
+`tests/measured/published-gpus.json` has {count:,} measurements that others made on GPUs and published, each with the
+repository, path and commit, or the address, that it was read in. No number of theirs is changed. This page is what
+
+```console
+$ costgraph validate --records published-gpus.json --out predictions.json
+```
+
+says of them. Every record is predicted, or listed below with the reason why not; the exit code is 0 where all limits
+hold. Any file of that form can be asked: a list of records with `id`, `source`, `device` (a name of
+`costgraph hardware`), `family`, `what`, `inputs`, `quantity`, `unit`, `value`, and a `note` if there is one.
+
+A family's record becomes a graph by one function, in `costgraph.report.records`; a new family is one more of them. In
+Python, `costgraph.report.records.hold(path)` answers with `.records`, `.rows`, `.limits` and `.save(path)`.
+
+**The estimate** is the roofline's: the sum over ops, as declared, of the larger of compute and memory time at the peaks
+of the data sheet. It knows of no launch, no tile that is cut off, no clock that falls. **The lower bound** is the
+busiest unit at its peak, or the bytes that no fusion avoids; what a kernel that is run again finds in the L2 needs no
+memory. A time counts as below the bound where its last printed digit leaves no doubt. Rates of products count two for each
+index point, those of streams the bytes read and written, those of attention the pairs that are seen.
+
+Passes of training on many devices are forward and backward pass of one of them: the optimizer's update is spread over
+all, and a network is not predicted. Vision models run under autocast, in eager mode or with pointwise ops fused. A step
+of generation is that in the middle of what was generated.
+"""
+
+
+def line(cells):
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def ratio(value):
+    return "" if value is None else f"{value:.2f}"
+
+
+def table(found):
+    """Families by device."""
+    yield line(["family", "device", "records", "predicted", "below the bound", "p10", "median", "p90"])
+    yield line(["---"] * 8)
+    for g in found.rows:
+        amounts = (g.rows, g.predicted, g.violations, *map(ratio, (g.p10, g.median, g.p90)))
+        yield line([g.family, g.device, *amounts])
+
+
+def subjects(found):
+    """What all devices together come to."""
+    groups = {}
+    for row in found.records:
+        if row.ratio is not None:
+            groups.setdefault(row.subject, []).append(row.ratio)
+    yield line(["subject", "predicted", "p10", "median", "p90", "within a factor of 2"])
+    yield line(["---"] * 6)
+    for name, ratios in groups.items():
+        near = sum(0.5 <= r <= 2 for r in ratios) / len(ratios)
+        yield line([name, len(ratios), *map(ratio, spread(ratios)), f"{near:.0%}"])
+
+
+def cause(row):
+    """Why a measured time is far from the estimate, where something that can be computed says so."""
+    given = row.record.inputs
+    cores = load_hardware(row.record.device).tables.get("cores", {})
+    if row.estimate < LAUNCH:
+        return f"shorter than {LAUNCH * 1e6:g} us by the estimate: launches, and loops that barely start"
+    if given.get("op") == "gemm" and "M" in given and "count" in cores:
+        tiles = -(-given["M"] // 128) * -(-given["N"] // 128)
+        if tiles < float(cores["count"]):
+            return "fewer tiles of 128 by 128 than the device has cores: the others are idle, or share sums"
+    if given.get("op") == "conv" and min(given["C"], given["K"]) < 64:
+        return "fewer than 64 channels: tiles of a product are mostly empty"
+    return ""
+
+
+def outliers(found):
+    """Records that are off by more than the factor: how many for each cause, and those without one by name."""
+    far = [row for row in found.records if row.ratio and not 1 / FACTOR <= row.ratio <= FACTOR]
+    causes = {row.record.id: cause(row) for row in far}
+    counts = Counter((row.record.family, causes[row.record.id]) for row in far)
+    yield line(["family", "records", "cause"])
+    yield line(["---"] * 3)
+    for (family, why), n in sorted(counts.items()):
+        yield line([family, n, why or "unexplained, listed below"])
+    yield "\n| unexplained | device | measured over estimate |\n| --- | --- | --- |"
+    for row in far:
+        if not causes[row.record.id]:
+            yield line([f"`{row.record.id}`", row.record.device, ratio(row.ratio)])
+
+
+def page(found):
+    """Return the text of the page."""
+    below = [row for row in found.records if row.violated]
+    parts = [HEAD.format(count=len(found.records)), "\n## What is asked\n"]
+    parts += [f"- {'holds' if limit.holds else '**fails**'}: {limit}." for limit in found.limits]
+    parts += ["\n## By subject\n", *subjects(found), "\n## By family and device\n", *table(found)]
+    parts += ["\n## Not predicted\n", line(["family", "records", "reason"]), line(["---"] * 3)]
+    parts += [line([f, n, why.replace("|", "/")[:200]]) for (f, why), n in sorted(found.reasons.items())]
+    parts += [f"\n## Off by more than a factor of {FACTOR}\n", *outliers(found)]
+    parts += ["\n## Below the bound\n", line(["record", "device", "measured over bound"]), line(["---"] * 3)]
+    parts += [line([f"`{r.record.id}`", r.record.device, f"{r.seconds / r.bound:.3f}"]) for r in below]
+    return "\n".join(parts) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(hold(FILE)), encoding="utf-8")

@@ -1,0 +1,98 @@
+"""`costgraph validate --records`: what is printed, written and refused, and the exit code."""
+
+import json
+import re
+
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+pytest.importorskip("matplotlib")
+
+from costgraph.cli import app as cli
+
+INPUTS = {"op": "gemm", "M": 4093, "N": 4099, "K": 4111, "dtype": "fp16"}
+RECORD = {
+    "id": "a", "source": "a page", "device": "h100-sxm", "family": "squares", "what": "kernel", "inputs": INPUTS,
+    "quantity": "rate", "unit": "TFLOP/s", "value": 700,
+}  # fmt: skip
+
+
+@pytest.fixture
+def run(capsys, tmp_path):
+    def _run(records, *words):
+        path = tmp_path / "records.json"
+        path.write_text(json.dumps(records))
+        code = cli.main(["validate", "--records", str(path), *words])
+        done = capsys.readouterr()
+        return code, done.out, done.err
+
+    return _run
+
+
+def test_what_holds(run, tmp_path):
+    out, pictures = tmp_path / "out.json", tmp_path / "pictures"
+    code, text, err = run(
+        [RECORD, RECORD | {"id": "b", "family": "knitting"}], "--out", str(out), "--plot", str(pictures)
+    )
+    assert (code, err) == (0, "")
+    # 989.4 TFLOP/s of the data sheet over the 700 measured
+    assert re.search(r"squares +h100-sxm +1 +1 +0 +1\.41 +1\.41 +1\.41", text)
+    assert "1 of knitting  expected a family that has a prediction" in text
+    assert "holds  no time is below its lower bound: 0 of 1 are" in text
+    assert (pictures / "times.png").read_bytes().startswith(b"\x89PNG")
+    told = json.loads(out.read_text())
+    assert (told["schema"], told["records"]) == ("costgraph/held/1", "records.json")
+    assert [limit["holds"] for limit in told["limits"]] == [True, True]
+    assert told["rows"][1] == {"id": "b", "reason": "expected a family that has a prediction"}
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (1100, "fails  no time is below its lower bound: 1 of 1 are"),
+        (300, "fails  measured over estimated times of products are from 0.9 to 2.0 in the\n       median: 3.30 of 1"),
+    ],
+)
+def test_what_fails_has_another_exit_code(run, value, text):
+    code, out, err = run([RECORD | {"value": value}])
+    assert (code, err) == (1, "")
+    assert text in out
+
+
+def test_with_nothing_predicted_all_limits_hold(run):
+    code, out, _ = run([RECORD | {"family": "knitting"}])
+    assert code == 0
+    assert "1 of knitting" in out
+
+
+def test_markup_and_control_characters_of_a_file_stay_text(run):
+    odd = {"family": "[bold]x\x1b[31m\n", "device": "[/]\x07"}
+    code, out, _ = run([RECORD | odd])
+    assert code == 0
+    assert "[bold]x" in out
+    assert not {"\x1b", "\x07"} & set(out)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--device", "cuda"], "--device: nothing runs with --records, expected --out and --plots alone beside it"),
+        (["--quick"], "--quick: nothing runs with --records, "),
+        (["--out", "x.txt"], "x.txt: expected a path that ends in .json"),
+        (["--out", "/no/such/folder/x.json"], "/no/such/folder/x.json: no such folder, "),
+    ],
+)
+def test_what_is_refused(run, words, text):
+    code, out, err = run([RECORD], *words)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"costgraph: {text}")
+
+
+def test_a_run_needs_a_place_for_its_record(capsys):
+    assert cli.main(["validate"]) == 2
+    assert capsys.readouterr().err == (
+        "costgraph: validate: no --out FILE, expected where the record goes, or --records FILE\n"
+    )
+    assert cli.main(["validate", "--records", "/no/such.json"]) == 2
+    assert capsys.readouterr().err.startswith("costgraph: /no/such.json: No such file or directory, expected ")

@@ -1,0 +1,214 @@
+"""Predictions of published measurements, each family against arithmetic that is written out beside it."""
+
+import json
+from dataclasses import replace
+from decimal import Decimal
+from fractions import Fraction
+
+import pytest
+
+import costgraph as cg
+from costgraph.report.records import hold
+from costgraph.report.records.case import FAMILIES
+from costgraph.report.records.predicting import predict
+
+H100 = cg.load_hardware("h100-sxm")
+BANDWIDTH = float(H100.bandwidth)
+LAST = Decimal("0.001")
+
+
+def peak(name):
+    return float(H100.rate(name))
+
+
+def one_of(measured, family, **inputs):
+    """The first record of a family with these inputs."""
+    return next(r for r in measured if r.family == family and inputs.items() <= r.inputs.items())
+
+
+def made(measured, family, quantity, unit, value, **inputs):
+    """A record with sizes of the test's own, on an H100."""
+    like = one_of(measured, family)
+    return replace(like, device="h100-sxm", quantity=quantity, unit=unit, value=value, inputs={**like.inputs, **inputs})
+
+
+def timed(measured, family, **inputs):
+    return predict(made(measured, family, "time", "ms", Decimal("1.5"), **inputs), LAST)
+
+
+# -- kernels -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "element", "result"), [("fp16", 2, 2), ("fp32", 4, 4), ("fp8", 1, 2), ("int8", 1, 4)])
+def test_a_product(measured, name, element, result):
+    m, n, k = 1009, 1013, 4093
+    row = timed(measured, "deepbench-gemm", M=m, N=n, K=k, dtype=name)
+    compute = 2 * m * n * k / peak({"fp8": "fp8_e4m3"}.get(name, name))  # multiply and add at each index point
+    moved = element * (m * k + k * n) + result * m * n
+    assert row.seconds == pytest.approx(1.5e-3)
+    assert row.estimate == pytest.approx(max(compute, moved / BANDWIDTH))
+    # 50 MiB of L2 hold all of it from one run to the next
+    assert row.bound == pytest.approx(compute)
+
+
+def test_a_rate_of_products_counts_two_for_each_index_point(measured):
+    row = predict(made(measured, "squares", "rate", "TFLOP/s", 500, M=4093, N=4099, K=4111, dtype="bf16"), Decimal(1))
+    assert row.seconds == pytest.approx(2 * 4093 * 4099 * 4111 / 500e12)
+
+
+def test_the_best_of_several_products_is_predicted_for_the_best_size(measured):
+    record = made(measured, "squares-best", "rate", "TFLOP/s", 700, best_of=[127, 8191], dtype="fp16")
+    row = predict(record, Decimal(1))
+    # the small one waits for memory, the large one runs at the peak
+    assert row.ratio == pytest.approx(peak("fp16") / 700e12)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward-weights", "backward-inputs"])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_a_convolution_and_its_gradients(measured, direction, stride):
+    n, c, k, h, w, r, s, pad = 7, 61, 127, 53, 59, 3, 5, 1
+    high, wide = (h + 2 * pad - r) // stride + 1, (w + 2 * pad - s) // stride + 1
+    row = timed(
+        measured, "deepbench-conv", W=w, H=h, C=c, N=n, K=k, S=s, R=r, pad_w=pad, pad_h=pad, stride_w=stride,
+        stride_h=stride, dtype="fp32", direction=direction, out_w=wide, out_h=high,
+    )  # fmt: skip
+    # each element of the result meets each tap of each channel, whichever of the three is unknown
+    compute = 2 * n * k * high * wide * c * r * s / peak("fp32")
+    assert row.reason == ""
+    assert row.estimate == pytest.approx(compute)
+
+
+def test_a_convolution_whose_result_the_source_has_otherwise_is_not_predicted(measured):
+    row = timed(measured, "deepbench-conv", out_w=3)
+    assert row.reason.startswith("inputs: a result of ")
+
+
+@pytest.mark.parametrize(
+    ("op", "arrays"),
+    [("init", 1), ("read", 1), ("dot", 2), ("copy", 2), ("scale", 2), ("mul", 2), ("add", 3), ("triad", 3)],
+)
+def test_a_stream_moves_its_arrays_once(measured, op, arrays):
+    record = made(measured, "bandwidth", "bandwidth", "GB/s", 3000, op=op, elements=2**31 - 1, dtype="fp64")
+    row = predict(record, Decimal(1))
+    assert row.seconds == pytest.approx(arrays * 8 * (2**31 - 1) / 3000e9)
+    assert row.ratio == pytest.approx(BANDWIDTH / 3000e9, rel=1e-6)
+    assert not row.violated
+    assert predict(replace(record, value=3400), Decimal(1)).violated  # H100's memory has 3,350 GB/s
+
+
+def test_attention_counts_two_products_for_each_pair(measured):
+    b, heads, s, k = 3, 13, 2039, 128
+    inputs = {"B": b, "heads": heads, "S": s, "head_dim": k, "dtype": "fp16", "direction": "forward"}
+    square = timed(measured, "attention", **inputs, causal=False)
+    # 2*K multiply-adds a pair for the scores, and as many for the values
+    assert square.bound == pytest.approx(4 * b * heads * s * s * k / peak("fp16"))
+    half = timed(measured, "attention", **inputs, causal=True)
+    assert half.bound == pytest.approx(2 * b * heads * s * (s + 1) * k / peak("fp16"))
+    backward = timed(measured, "attention", **inputs | {"direction": "backward"}, causal=False)
+    # five products instead of two: the scores once more, and the gradients of q, k, v and the probabilities
+    assert backward.bound == pytest.approx(2.5 * square.bound)
+
+
+# -- models --------------------------------------------------------------------------------------------------------
+
+
+def test_the_printed_share_of_the_peak_follows_from_the_rate(measured):
+    record = one_of(measured, "foundry", model="mpt-1b")
+    given = record.inputs
+    # PaLM, appendix B: 6 for each parameter, and 12*L*D*S for attention; the printed parameters have the table of
+    # positions in them, from which a row is looked up
+    n = given["params"] - given["seq"] * given["d_model"]
+    per_token = 6 * n + 12 * given["n_layers"] * given["d_model"] * given["seq"]
+    derived = per_token * Fraction(record.value) / Fraction(cg.load_hardware(record.device).rate("bf16").number)
+    row = predict(record, Decimal(1))
+    # biases and norms, a thousandth of the parameters, are no matmul FLOPs
+    assert row.printed == pytest.approx(float(given["reported_mfu"]) / 100 / float(derived), rel=2e-3)
+    assert row.printed == pytest.approx(1, abs=0.04)
+
+
+def test_another_architecture_is_not_predicted(measured):
+    record = one_of(measured, "foundry", model="mpt-1b")
+    row = predict(replace(record, inputs=record.inputs | {"params": 1009}), Decimal(1))
+    assert row.reason.startswith("inputs: params 1,009, expected 1,")
+
+
+def test_a_step_of_generation_reads_the_weights(measured):
+    row = predict(one_of(measured, "decode", model="llama-3-8b", weights="fp16", new_tokens=512), LAST)
+    g = cg.models.load("llama-3-8b", dtype="fp16")
+    weights = float(cg.param_bytes(g)) - 2 * 128256 * 4096  # of the table one row is read
+    device = cg.load_hardware(row.record.device)
+    assert row.bound == pytest.approx(weights / float(device.bandwidth), rel=0.01)
+
+
+def test_a_vision_model_has_the_multiply_adds_that_its_source_prints(measured):
+    record = one_of(measured, "timm-infer", zoo="resnet18", image=224)
+    row = predict(record, LAST)
+    assert row.reason == ""
+    assert row.subject == "vision"
+    other = predict(replace(record, inputs=record.inputs | {"gmacs": 3}), LAST)
+    assert other.reason == "inputs: gmacs 3, expected the 1.81 of resnet18: another model"
+
+
+# -- what is not predicted -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "reason"),
+    [
+        ("squares", {"device": "h1000"}, "device 'h1000' has no specification, did you mean b100 or h100-sxm"),
+        ("squares", {"device": "/etc/passwd.toml"}, "device '/etc/passwd.toml' has no specification, "),
+        ("squares", {"family": "square"}, "did you mean squares"),
+        ("squares", {"family": "knitting"}, "expected a family that has a prediction"),
+        ("squares", {"unit": "furlong"}, "unit: rate in furlong, expected one of s, ms, us, TFLOP/s, GB/s, "),
+        ("squares", {"inputs": {}}, "inputs: no 'M', expected M, N, K, dtype, op"),
+        ("attention", {"inputs": {"causal": None}}, "inputs: no 'B', expected B, S, heads, head_dim, causal"),
+        ("decode", {"inputs": {"model": "eliza", "weights": "bf16", "B": 1, "prompt": 2}}, "model 'eliza'"),
+    ],
+)  # fmt: skip
+def test_a_record_that_nothing_is_known_of_is_listed_with_the_reason(measured, family, change, reason):
+    row = predict(replace(one_of(measured, family), **change), LAST)
+    assert row.reason.startswith(reason)
+    assert (row.seconds, row.estimate, row.bound, row.violated) == (None, None, None, False)
+
+
+HOSTILE = [None, True, -1, 0, 10**400, 1.5, "", "x" * 10**4, "int4", "bool", "mxfp8", [], [0], [1, 2], {}, {"a": 1}]
+
+
+@pytest.mark.parametrize("family", [name for name, found in FAMILIES.items() if found.subject != "vision"])
+def test_hostile_inputs_are_listed(measured, family):
+    record = next((r for r in measured if r.family == family and predict(r, LAST).reason == ""), None)
+    if record is None:
+        pytest.skip("no record of it is predicted")
+    for key in record.inputs:
+        for value in HOSTILE:
+            row = predict(replace(record, inputs=record.inputs | {key: value}), LAST)
+            assert row.reason or (row.estimate > 0 and row.bound >= 0), (key, value)
+
+
+# -- files ---------------------------------------------------------------------------------------------------------
+
+
+def test_every_record_of_a_file_is_predicted_or_listed(measured, tmp_path):
+    kept = [r for r in measured if r.family != "liger" and FAMILIES.get(r.family, None) is None]
+    kept += [r for r in measured if r.family in FAMILIES and FAMILIES[r.family].subject in ("products", "streams")][::7]
+    path = tmp_path / "some.json"
+    path.write_text(json.dumps([vars(r) for r in kept], default=float))
+    found = hold(path)
+    assert [row.record.id for row in found.records] == [r.id for r in kept]
+    assert all(bool(row.reason) != (row.ratio is not None) for row in found.records)
+    assert sum(g.rows for g in found.rows) == len(kept)
+    assert sum(found.reasons.values()) + sum(g.predicted for g in found.rows) == len(kept)
+    assert len(str(found).split("\n")) <= 40
+    saved = tmp_path / "out.json"
+    found.save(saved)
+    told = json.loads(saved.read_text())
+    assert [row["id"] for row in told["rows"]] == [r.id for r in kept]
+    assert all(("reason" in row) != ("estimate" in row) for row in told["rows"])
+
+
+def test_what_its_last_digit_leaves_open_is_no_violation(measured):
+    record = made(measured, "squares", "time", "ms", Decimal("0.010"), M=1009, N=1013, K=1019, dtype="fp32")
+    least = predict(record, LAST).bound * 1e3  # ms
+    below = Decimal(least) * Decimal("0.99")
+    assert predict(replace(record, value=below), Decimal("0.0000001")).violated
+    assert not predict(replace(record, value=below), below / 10).violated
