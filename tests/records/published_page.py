@@ -39,12 +39,13 @@ Python, `costgraph.report.records.hold(path)` answers with `.records`, `.rows`, 
 **The estimate** is the roofline's: the sum over ops, as declared, of the larger of compute and memory time at the peaks
 of the data sheet. It knows of no launch, no tile that is cut off, no clock that falls. **The lower bound** is the
 busiest unit at its peak, or the bytes that no fusion avoids; what a kernel that is run again finds in the L2 needs no
-memory. A time counts as below the bound where its last printed digit leaves no doubt. Rates of products count two for each
-index point, those of streams the bytes read and written, those of attention the pairs that are seen.
+memory. A time counts as below the bound where its last printed digit leaves no doubt. Rates of products count two for
+each index point, those of streams the bytes read and written, those of attention the pairs that are seen.
 
 Passes of training on many devices are forward and backward pass of one of them: the optimizer's update is spread over
 all, and a network is not predicted. Vision models run under autocast, in eager mode or with pointwise ops fused. A step
-of generation is that in the middle of what was generated.
+of generation is that in the middle of what was generated. Single calls of plain torch, with their backward passes, are
+traced, which needs torch.
 """
 
 

@@ -12,7 +12,7 @@ from statistics import median, quantiles
 
 from ...hardware.tables import Column, Fact, Table
 from ...text_file import target_of, write_file
-from . import kernels, models  # noqa: F401  # families register themselves
+from . import kernels, models, traced  # noqa: F401  # families register themselves
 from .limits import LIMITS, Limit
 from .predicting import Row, predict
 from .record import column, last_digits, read_records
@@ -149,4 +149,6 @@ def hold(path: str | os.PathLike[str]) -> Held:
     """
     found = read_records(path)
     last = last_digits(found)
-    return Held(os.path.basename(os.fspath(path)), tuple(predict(record, last[column(record)]) for record in found))
+    # a list first: a trace looks at all that refers to tensors, and a tuple that is still made may not be looked at
+    rows = [predict(record, last[column(record)]) for record in found]
+    return Held(os.path.basename(os.fspath(path)), tuple(rows))

@@ -13,7 +13,7 @@ __all__ = ["LIMITS", "Limit"]
 #: Of measured over estimated time, in the median of a subject: launches and attained rates take up to twice the time.
 _LEAST, _MOST = 0.9, 2.0
 #: Subjects whose times are those of large work, for which the estimate is meant.
-_TIMED = ("products", "vision", "decode", "training")
+_TIMED = ("products", "mlp", "vision", "decode", "training")
 #: Printed over derived shares of the peak.
 _PRINTED = 0.04
 

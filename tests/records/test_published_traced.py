@@ -1,0 +1,83 @@
+"""Programs of plain torch whose times were published: what their traces cost, written out."""
+
+from dataclasses import replace
+from decimal import Decimal
+
+import pytest
+
+pytest.importorskip("torch.utils.flop_counter")
+
+import costgraph as cg
+from costgraph.report.records.predicting import predict
+from costgraph.torch.validating.published import PROGRAMS, traced
+
+BANDWIDTH = float(cg.load_hardware("h100-sxm").bandwidth)
+
+
+@pytest.fixture
+def timed(measured):
+    like = next(r for r in measured if r.family == "liger" and r.what == "kernel")
+
+    def predicted(kernel, mode, **sizes):
+        inputs = {"provider": "torch", "dtype": "bfloat16", "kernel": kernel, "mode": mode, **sizes}
+        return predict(replace(like, device="h100-sxm", inputs=inputs, value=Decimal("1.5")), Decimal("0.001"))
+
+    return predicted
+
+
+def test_pointwise_ops_move_what_they_read_and_write(timed):
+    m, n = 4093, 8191
+    forward = timed("relu_squared", "forward", M=m, N=n)
+    # relu and square, each one tensor in and one out, 2 B an element
+    assert forward.estimate == pytest.approx(4 * 2 * m * n / BANDWIDTH, rel=1e-6)
+    full = timed("relu_squared", "full", M=m, N=n)
+    backward = timed("relu_squared", "backward", M=m, N=n)
+    assert full.estimate == pytest.approx(forward.estimate + backward.estimate)
+    assert (full.subject, full.violated) == ("pointwise", False)
+
+
+def test_a_gated_perceptron_has_three_products_and_six_in_its_backward_pass():
+    g = traced("swiglu", "bfloat16")
+    b, t, d, f = 2, 61, 127, 131
+    for phase, products in (("forward", 3), ("backward", 6)):
+        found = cg.costs(g).bind(B=b, T=t, D=d, F=f).filter(phase=phase, kind="matmul").total().flops
+        assert found == products * 2 * b * t * d * f
+
+
+def test_the_loss_of_a_head_is_computed_in_fp32(timed):
+    row = timed("fused_linear_cross_entropy", "full", BT=1021, H=509, V=4093)
+    g = traced("fused_linear_cross_entropy", "bfloat16")
+    assert cg.matmul_flops(g, BT=1021, H=509, V=4093) == 3 * 2 * 1021 * 509 * 4093
+    assert (row.reason, row.subject) == ("", "losses")
+
+
+@pytest.mark.parametrize("name", [n for n in PROGRAMS if not n.startswith("tiled")])
+def test_every_program_is_traced_with_open_sizes(name):
+    program = PROGRAMS[name]
+    g = traced(name, program.format or "bfloat16")
+    facts = {n: 4 + 2 * i for i, n in enumerate(("B", "T", "M", "N", "H", "V", "D", "BT", "hidden_size"))}
+    facts |= {"intermediate_size": 34, "num_q_heads": 6, "num_kv_heads": 2, "head_dim": 8}
+    assert {op.phase for op in g.ops} == {"forward", "backward"}
+    assert cg.bytes_moved(g, **program.bound(facts)) > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"provider": "liger"}, "inputs: provider 'liger' has kernels of its own, expected plain torch"),
+        ({"kernel": "knitting"}, "inputs: kernel 'knitting' has no plain program here, expected one that has"),
+        ({"mode": "sideways"}, "inputs: mode 'sideways', expected one of forward, backward, full"),
+        ({"dtype": "float7"}, "inputs: dtype 'float7', expected one of float32, bfloat16, float16"),
+        ({"M": 0}, "inputs: no size M, expected a positive whole number"),
+        ({"M": None}, "inputs: no size M, expected a positive whole number"),
+    ],
+)
+def test_what_is_not_predicted(timed, change, reason):
+    given = {"kernel": "softmax", "mode": "full", "provider": "torch", "M": 3, "N": 5} | change
+    assert timed(**given).reason == reason
+
+
+def test_peaks_are_listed(measured):
+    record = next(r for r in measured if r.family == "liger" and r.what == "peak memory")
+    plain = replace(record, inputs=record.inputs | {"provider": "torch"})
+    assert predict(plain, Decimal(1)).reason.startswith("peak memory: ")
