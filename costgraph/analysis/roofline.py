@@ -188,7 +188,8 @@ def roofline(graph: Graph, hardware: str | Hardware, /, *, fallback: Fallback = 
     in memory is bytes / bandwidth. Contractions run at the matrix rate of their format, all else on the vector unit.
     Units that can overlap (matrix, vector, memory, link) are not summed in the lower bound; of hardware that is an
     unknown, all can. For a missing rate the next wider format stands in, then the matrix unit, then the nearest
-    format; in the lower bound the highest rate of the device.
+    format; in the lower bound the highest rate of the device. There a convolution has the fewest products that an
+    algorithm is known to need, and a device the highest clock that it was seen to reach.
 
     Examples
     --------

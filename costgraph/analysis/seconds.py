@@ -162,9 +162,9 @@ def unit_times(asked: Asked) -> dict[str, Poly]:
 
 
 def _by_unit(work: Work, asked: Asked) -> Iterator[tuple[str, Poly]]:
-    for (kind, dtype), amount in work.flops.items():
-        shared = asked.rates.shares_unit(kind, dtype)
-        yield ("vector" if shared else "matmul"), amount / asked.rates.of(kind, dtype, highest=True)
+    for (kind, dtype), amount in work.least.items():
+        unit = "vector" if asked.rates.shares_unit(kind, dtype) else "matmul"
+        yield unit, amount / (asked.rates.of(kind, dtype, highest=True) * asked.rates.headroom)
 
 
 def warn_of(hardware: Hardware, stand_ins: Iterable[StandIn]) -> None:

@@ -13,6 +13,7 @@ from ..graph.op import Op
 from ..graph.sizes import Bindings, bindings, known_names
 from ..hardware.rates import StandIn
 from ..hardware.specs import Hardware, load_hardware
+from ..ops.contraction import Einsum
 from ..ops.stated import Collective, Transfer
 from .costs import compute_dtype, executions
 
@@ -39,6 +40,8 @@ class Rates:
         """by the missing place and by why it was taken"""
         self.bandwidth = poly(hardware.bandwidth.value)
         """B/s of the memory"""
+        self.headroom = _headroom(hardware)
+        """how much faster than its peaks the device may run"""
         self._found: dict[tuple[str, str, bool], Poly] = {}
 
     def of(self, kind: str, dtype: str, *, highest: bool = False) -> Poly:
@@ -63,6 +66,17 @@ class Rates:
         return own is not None and poly(own.value) == self.of(kind, dtype, highest=True)
 
 
+def _headroom(hardware: Hardware) -> Fraction:
+    """Return the clock that a device was seen to reach under load over its boost clock, at which peaks are stated.
+
+    It is 1 where a file has not both, and of hardware that is an unknown: its symbols are the highest rates there are.
+    """
+    clock = hardware.tables.get("clock", {})
+    if hardware.symbols or "reached" not in clock or "boost" not in clock:
+        return Fraction(1)
+    return max(Fraction(1), Fraction(clock["reached"].number) / Fraction(clock["boost"].number))
+
+
 @dataclass
 class Work:
     """What one op does, all its iterations together: a kernel with all that is fused into it."""
@@ -75,6 +89,8 @@ class Work:
     """FLOPs by kind and number format"""
     bytes: Poly
     """bytes read and written"""
+    least: dict[tuple[str, str], Poly]
+    """as `flops`, of the algorithm that needs the fewest products: a convolution has others than its index points"""
 
     @property
     def link(self) -> str | None:
@@ -83,8 +99,10 @@ class Work:
 
     def bound(self, values: Mapping[str, Poly]) -> Work:
         """Return the same with sizes put in."""
-        flops = {key: amount.bind(values) for key, amount in self.flops.items()}
-        return Work(self.op, self.times.bind(values), flops, self.bytes.bind(values))
+        flops, least = (
+            {key: amount.bind(values) for key, amount in found.items()} for found in (self.flops, self.least)
+        )
+        return Work(self.op, self.times.bind(values), flops, self.bytes.bind(values), least)
 
     def seconds(self, rates: Rates) -> tuple[Poly, Poly]:
         """Return the time in compute and the time in memory (or over a link), as formulas in seconds."""
@@ -120,11 +138,13 @@ def works(graph: Graph) -> list[Work]:
                     *zip(op.operands, op.kind.reads(op), strict=False),
                     *zip(op.results, op.kind.writes(op), strict=False),
                 ]
-                out.append(Work(op, times, {}, total(a * t.element_bytes() for t, a in amounts) * times))
+                out.append(Work(op, times, {}, total(a * t.element_bytes() for t, a in amounts) * times, {}))
             for kind, amount in op.kind.flops(op).by_kind().items():
                 if amount:
                     key = (kind, compute_dtype(op))
                     out[-1].flops[key] = out[-1].flops.get(key, ZERO) + amount * times
+                    fewest = op.kind.least(op) if kind == "matmul" and isinstance(op.kind, Einsum) else amount
+                    out[-1].least[key] = out[-1].least.get(key, ZERO) + fewest * times
         graph.cache["works"] = [w for w in out if w.flops or w.bytes]
     found: list[Work] = graph.cache["works"]
     return found

@@ -18,7 +18,7 @@ TABLES: dict[str, dict[str, str]] = {
     "memory": {"type": _TEXT, "capacity": "B", "measured": "B", "reported": "B", "bandwidth": "B/s"},
     "cache": dict.fromkeys(_CACHES + _SCRATCHPADS, "B"),
     "cores": {"type": _TEXT, "count": "1"},
-    "clock": {"boost": "Hz", "max": "Hz"},
+    "clock": dict.fromkeys(("boost", "max", "reached"), "Hz"),
     "power": dict.fromkeys(("tdp", "measured_min", "measured_mean", "measured_max"), "W"),
     "interconnect": {"type": _TEXT, "links": "1", "domain": "1"} | dict.fromkeys(_LINKS + _CHIP_LINKS, "B/s"),
     "pcie": {"generation": "1", "x16_per_direction": "B/s"},

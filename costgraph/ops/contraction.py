@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Annotated
@@ -95,6 +95,23 @@ class Einsum(Working):
             executed = others * domain.points(self.extents[query], self.extents[key], op.graph.root.relations)
         return Flops(matmul=2 * executed, full=2 * full) if self.summed else Flops(pointwise=executed)
 
+    def least(self, op: Op) -> Poly:
+        """Return the matmul FLOPs of the algorithm that needs the fewest, of those that windows have.
+
+        F(n, r) of Winograd 1980 (Arithmetic Complexity of Computations, theorem 5a) makes n outputs of a window of r
+        with n + r - 1 products, and none does with fewer; so does the gradient by either operand. Here n is the whole
+        axis, which is the limit of tiles F(m, r): F(2x2, 3x3) needs 16/36 of the products of each tile, F(4x4, 3x3)
+        36/144 (Lavin and Gray 2015, arXiv 1509.09308), and a Fourier transform more than the limit. What the
+        transforms add is left out.
+        """
+        executed = self.flops(op).matmul
+        if self.orders is not None or self.domain is not None or not executed:
+            return executed
+        found = dict(_window_products(self.pattern, self.extents))
+        inside = {name for pair in found for name in pair}
+        others = prod((n for name, n in self.extents.items() if name not in inside), start=2 * ONE)
+        return prod(found.values(), start=others)
+
     def reads(self, op: Op) -> tuple[Poly, ...]:
         """Return what its index points reach."""
         return rules.reached_by_index(op, self.pattern, self.extents, self.domain)
@@ -121,6 +138,34 @@ class Einsum(Working):
             axes = [frozenset(pattern.operand_names(i)) for i in range(len(operands))]
             found = (best_orders(axes, frozenset(pattern.result_names), self.extents, k) for k in known)
             need(any(f.flops == self.orders for f in found), f"orders {shown(str(self.orders))}")
+
+
+def _window_products(
+    pattern: Pattern, extents: Mapping[str, Poly]
+) -> Iterator[tuple[tuple[str, str], Poly]]:
+    """Return pairs of axes that slide along each other, with the products of the fewest: one of each has either."""
+    tensors = [*pattern.operands, pattern.result]
+    if len(tensors) != 3:
+        return
+    names = [{name for dim in dims for name in dim.names} for dims in tensors]
+    for i, dims in enumerate(tensors):
+        for dim in dims:
+            if isinstance(dim, Affine) and len(dim.terms) == 2:
+                pair = dim.names
+                seen = sorted(tuple(name in names[j] for name in pair) for j in range(3) if j != i)
+                if seen == [(False, True), (True, False)]:
+                    yield (pair[0], pair[1]), _products(*((extents[name], step) for name, step in dim.terms))
+
+
+def _products(outer: tuple[Poly, int], inner: tuple[Poly, int]) -> Poly:
+    """Return the fewest products of two axes with their steps: with a stride, a window falls into one for each phase."""
+    (n, stride), (r, gap) = outer, inner
+    if stride == 1 < gap:
+        (n, stride), (r, gap) = (r, gap), (n, stride)
+    phases = 1
+    if gap == 1 and isinstance(r.constant, int):
+        phases = min(stride, r.constant)
+    return n * phases + r - phases
 
 
 def _stated_sizes(pattern: Pattern, extents: Mapping[str, Poly], sizes: Sizes, graph: Graph) -> Sizes:

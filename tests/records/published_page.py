@@ -8,7 +8,7 @@ writes it anew, which takes some minutes of the processor.
 from collections import Counter
 from pathlib import Path
 
-from costgraph.hardware.specs import load_hardware
+from costgraph.hardware.specs import list_hardware, load_hardware
 from costgraph.report.records import hold
 from costgraph.report.records.held import spread
 
@@ -18,6 +18,7 @@ PAGE, FILE = ROOT / "docs" / "published_gpus.md", ROOT / "tests" / "measured" / 
 FACTOR = 3
 #: Seconds that a kernel takes to start and to end, of the order of: what is shorter measures little else.
 LAUNCH = 20e-6
+DEVICES = {name: load_hardware(name) for name in list_hardware()}
 
 HEAD = """\
 # Published measurements of GPUs
@@ -82,7 +83,7 @@ def subjects(found):
 def cause(row):
     """Why a measured time is far from the estimate, where something that can be computed says so."""
     given = row.record.inputs
-    cores = load_hardware(row.record.device).tables.get("cores", {})
+    cores = DEVICES[row.record.device].tables.get("cores", {})
     if row.estimate < LAUNCH:
         return f"shorter than {LAUNCH * 1e6:g} us by the estimate: launches, and loops that barely start"
     if given.get("op") == "gemm" and "M" in given and "count" in cores:

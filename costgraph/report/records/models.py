@@ -40,8 +40,18 @@ class _Vision:
 
 
 @cache
+def _multiply_adds(name: str, image: int) -> float:
+    return float(cg.matmul_flops(_declared(name), B=1, R=image)) / 2
+
+
+@cache
+def _declared(name: str) -> cg.Graph:
+    return cg.models.load(name, dtype="fp32")
+
+
+@cache
 def _vision(name: str, precision: str, phase: str, *, compiled: bool) -> cg.Graph:
-    g = cg.models.load(name, dtype="fp32")
+    g = _declared(name)
     if phase == "train":
         return cg.training_step(g, optimizer=cg.SGD(momentum=0.9), precision=_POLICIES[precision])
     found = cg.apply_precision(g, _POLICIES[precision])
@@ -53,7 +63,7 @@ def vision(record: Record) -> Case:
     """Predict a vision model on square images; how images lie in memory changes neither FLOPs nor bytes."""
     given = facts(record, _Vision)
     g = _vision(given.zoo, given.precision, given.phase, compiled=given.compiled)
-    stated, own = given.gmacs, cg.matmul_flops(cg.models.load(given.zoo), B=1, R=given.image) / 2e9
+    stated, own = given.gmacs, _multiply_adds(given.zoo, given.image) / 1e9
     if stated is not None and abs(own / float(stated) - 1) > _ANOTHER_MODEL:
         raise UnsupportedError(f"inputs: gmacs {stated}, expected the {own:.2f} of {given.zoo}: another model")
     return Case((Run(g, {"B": given.batch, "R": given.image}, Fraction(given.batch)),))

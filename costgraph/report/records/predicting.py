@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
+from functools import cache
 
 from ...algebra.polynomial import Poly
 from ...analysis.seconds import estimate, in_seconds, unit_times
@@ -78,9 +79,14 @@ def predict(record: Record, last: Decimal) -> Row:
 
 def _device(name: str) -> Hardware:
     """Return a device of the list: a record is from outside, and names no files."""
-    if name not in list_hardware():
-        raise UnsupportedError(f"device {name!r} has no specification, {near(name, list_hardware())}expected one")
-    return load_hardware(name)
+    if name not in _devices():
+        raise UnsupportedError(f"device {name!r} has no specification, {near(name, _devices())}expected one")
+    return _devices()[name]
+
+
+@cache
+def _devices() -> dict[str, Hardware]:
+    return {name: load_hardware(name) for name in list_hardware()}
 
 
 def _row(record: Record, case: Case, subject: str, hardware: Hardware, last: Fraction) -> Row:
