@@ -118,6 +118,26 @@ def test_names_of_cases_say_all_that_is_set():
     assert replace(case, program="lowered").name.split()[7:9] == ["every-block", "lowered"]
 
 
+@pytest.mark.parametrize(("checkpoint", "forward"), [(None, 1), (cg.every_block(), 2)])
+def test_products_that_torch_leaves_out_are_those_of_kernels_that_attend(checkpoint, forward):
+    """Two products of an attention forward, as often as it runs, and five backward; those of other kernels count."""
+    B, S = cg.dims("B S")
+    with cg.Graph("g") as g:
+        x = g.input("x", (B, S, 6))
+
+        def block(x):
+            q = cg.rearrange(cg.linear(x, "b s d -> b s e", e=6), "b s (h k) -> b h s k", k=2)
+            x = cg.rearrange(cg.attention(q, q, q), "b h s k -> b s (h k)")
+            with cg.kernel("mlp"):
+                return cg.linear(cg.relu(cg.linear(x, "b s d -> b s f", f=10)), "b s f -> b s d", d=6)
+
+        g.output(cg.reduce(cg.repeat(3, block, x, name="blocks"), "b s d -> ", "sum"))
+    step = cg.training_step(g, optimizer=cg.SGD(), checkpoint=checkpoint)
+    sizes = {"B": 5, "S": 7}
+    assert predicted(step, sizes, "cpu").uncounted == 3 * (2 * forward + 5) * 2 * 5 * 7 * 7 * 6
+    assert predicted(step, sizes, "cuda").uncounted == 0
+
+
 # -- what is measured ----------------------------------------------------------------------------------------------
 
 

@@ -37,6 +37,7 @@ from .suite import suite
 __all__ = ["declared", "modelled", "predicted", "traced", "validate"]
 
 _UNCOUNTED = "scaled_dot_product_flash_attention_for_cpu"
+_RULE = "flash"  # how attention in one kernel goes back; kernels of gradients have the name of the forward one
 _NEWEST = ("fp8_e4m3", "fp8_e5m2", "bf16", "fp16", "fp64")
 
 
@@ -205,13 +206,17 @@ def _uncounted(graph: Graph, sizes: Mapping[str, int]) -> int:
 
 
 def _in_attention(graph: Graph) -> Iterator[Poly]:
+    """Yield the products of kernels that attend: by the call that was traced, else by the rule of their gradients."""
+    kernels = {op for op in graph.walk() if isinstance(op.kind, Kernel) and op.kind.backward == _RULE}
+    gradients = tuple(op.name.rpartition("/")[2].replace(".", "_") + "_backward" for op in kernels)
     for op, times, _ in executions(graph):
-        if isinstance(op.kind, Foreign) and _UNCOUNTED in op.name:
+        own = op in kernels or op.name.rpartition("/")[2].startswith(gradients)
+        if not (own if op.call is None else _UNCOUNTED in op.call.target):
+            continue
+        if isinstance(op.kind, Foreign):
             yield op.kind.flops(op).full * times
-        elif isinstance(op.kind, Kernel) and op.body is not None and (op.call is None or _UNCOUNTED in op.call.target):
-            products = [inner for inner in op.body.ops if isinstance(inner.kind, Einsum)]
-            if len(products) > 1:  # scores and their reduction, or the five of their gradient
-                yield total(inner.kind.flops(inner).full for inner in products) * times
+        elif op.body is not None:
+            yield total(o.kind.flops(o).full for o in op.body.ops if isinstance(o.kind, Einsum)) * times
 
 
 def modelled(graph: Graph, sizes: Mapping[str, int], hardware: Hardware) -> Modelled:

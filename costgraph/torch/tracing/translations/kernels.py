@@ -98,40 +98,29 @@ def batch_norm(call: Call) -> tuple[Tensor | None, ...] | None:
     return y, *_in_format(call, (average, scale)), *moved
 
 
-@translation("_scaled_dot_product_flash_attention_for_cpu")
-def attention(call: Call) -> tuple[Tensor, Tensor] | None:
-    """Attention in one kernel, which hands out the logarithm of the sum of each row as well."""
-    found = attended(call, *(call.get(name) for name in ("query", "key", "value", "attn_mask")))
-    if found is None:
-        return None
-    y, op = found
-    assert op.body is not None
-    with building(op.body):
-        sums = rearrange(row_sums(op)[1], "b g r s 1 -> b s (g r)")
-    return y, rearrange(op.body.export(sums), "b s h -> b h s")
-
-
-#: How kernels for CUDA lay out what they hand out of each row, and where the state of the generator is returned.
-_ON_CUDA = {
-    "_scaled_dot_product_flash_attention": ("b g r s 1 -> b (g r) s", 6, (2,)),
-    "_scaled_dot_product_cudnn_attention": ("b g r s 1 -> b (g r) s 1", 6, ()),
-    "_scaled_dot_product_efficient_attention": ("b g r s 1 -> b (g r) s", 2, ()),
+#: How kernels lay out what they hand out of each row, how that is seen, and where states of the generator are returned.
+_LAYOUTS: dict[str, tuple[str, str, int, tuple[tuple[int, ...], ...]]] = {
+    "_scaled_dot_product_flash_attention_for_cpu": ("b g r s 1 -> b s (g r)", "b s h -> b h s", 2, ()),
+    "_scaled_dot_product_flash_attention": ("b g r s 1 -> b (g r) s", "", 6, ((2,), ())),
+    "_scaled_dot_product_cudnn_attention": ("b g r s 1 -> b (g r) s 1", "", 6, ((), ())),
+    "_scaled_dot_product_efficient_attention": ("b g r s 1 -> b (g r) s", "", 2, ((), ())),
 }
 
 
-@translation(*_ON_CUDA)
-def attention_on_cuda(call: Call) -> list[Tensor | None] | None:
-    """The same, and the state of the generator, whether anything is drawn or not."""
-    pattern, place, seed = _ON_CUDA[call.name]
-    found = attended(call, *(call.get(name) for name in ("query", "key", "value", "attn_bias")))
+@translation(*_LAYOUTS)
+def attention(call: Call) -> list[Tensor | None] | None:
+    """Attention in one kernel, the logarithm of the sum of each row, and what the generator would start from."""
+    pattern, seen, place, seeds = _LAYOUTS[call.name]
+    mask = call.get("attn_mask") or call.get("attn_bias")
+    found = attended(call, call["query"], call["key"], call["value"], mask)
     if found is None:
         return None
     y, op = found
     assert op.body is not None
     with building(op.body):
-        kept = [rearrange(row_sums(op)[1], pattern), *(fill(sizes, 0, "int64") for sizes in (seed, ()))]
-    sums, *seeds = map(op.body.export, kept)
-    return [y, sums, *(None for _ in range(place - 2)), *seeds]
+        kept = [rearrange(row_sums(op)[1], pattern), *(fill(sizes, 0, "int64") for sizes in seeds)]
+    sums, *states = map(op.body.export, kept)
+    return [y, rearrange(sums, seen) if seen else sums, *(None for _ in range(place - 2)), *states]
 
 
 def attended(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Op] | None:
