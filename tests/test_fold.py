@@ -259,19 +259,18 @@ def test_a_drawn_training_step_is_folded_back(case, optimizer):
 # -- calls of torch, stated by hand ------------------------------------------------------------------------------
 
 
-def stated(g, target, operands, shape, *, of=None, arguments=None, phase="forward", pointwise=0, outputs=None, **more):
+def stated(g, target, operands, shape, *, of=None, arguments=None, phase="forward", pointwise=0):
     """Add a call as a trace has it."""
     sizes = tuple(poly(n) for n in shape)
-    rows = outputs or [(sizes, operands[0].dtype, None, of, ZERO)]
     places = tuple({"operand": i} for i in range(len(operands)))
-    kind = Foreign(outputs=tuple(rows), pointwise=poly(pointwise), **more)
+    kind = Foreign(outputs=((sizes, operands[0].dtype, None, of, ZERO),), pointwise=poly(pointwise))
     op = g.add_op(kind, operands, target.partition(".")[0], phase)
-    op.call = Call(target, arguments or places, {}, tuple(range(len(rows))))
+    op.call = Call(target, arguments or places, {}, (0,))
     return op.results
 
 
-def listed(count, target="_foreach_mul_.Scalar", rate=1, numbers=(0.5,), **more):
-    """A stack, after which one call updates the weight of each block, and one outside."""
+def listed(count, numbers=0.5):
+    """A stack, after which calls over lists, one for each place, update the weight of each block and one outside."""
     with cg.Graph("g") as g:
         x, head = g.input("x", (B, 5)), g.param("head", (5, 5))
         for i in range(count):
@@ -279,54 +278,42 @@ def listed(count, target="_foreach_mul_.Scalar", rate=1, numbers=(0.5,), **more)
                 x = stated(g, "mm.default", (x, g.param("w", (5, 5))), (B, 5), pointwise=50 * B)[0]
         g.output(stated(g, "mm.default", (x, head), (B, 5), pointwise=50 * B)[0])
         weights = [head, *(t for t in g.params if t is not head)]
-        row = tuple({"operand": i} for i in range(len(weights)))
-        outputs = [(t.sizes, t.dtype, t.strides, i, ZERO) for i, t in enumerate(weights)]
-        stated(
-            g, target, weights, (), arguments=(row, *numbers), outputs=outputs, phase="optimizer",
-            pointwise=25 * len(weights) * rate, **{k: v(len(weights)) for k, v in more.items()},
-        )  # fmt: skip
+
+        def each(target, lists, of=None, number=None, rate=1):
+            row = [({"operand": i},) for i in range(len(lists))]
+            for i, tensors in enumerate(zip(*lists, strict=True)):
+                facts = (*row, number[i] if isinstance(number, list) else number)
+                yield stated(
+                    g, target, tensors, (5, 5), of=of, arguments=facts, phase="optimizer", pointwise=25 * rate
+                )[0]
+
+        roots = list(each("_foreach_sqrt.default", [weights]))
+        roots = list(each("_foreach_mul_.Scalar", [roots], 0, numbers))
+        list(each("_foreach_add_.List", [weights, roots], 0, rate=2))
     return g
 
 
-def test_an_op_over_a_list_has_one_element_for_all_blocks():
+def test_calls_over_lists_become_loops():
     folded = cg.fold(listed(4), "h", "L")
-    call = folded.ops[-1]
-    assert [str(t.shape) for t in call.operands] == ["(5, 5)", "(L, 5, 5)"]
-    assert (call.kind.pieces, call.call.arguments) == ((0, 1), (({"operand": 0}, {"operand": 1}), 0.5))
+    loops = [op for op in folded.ops if op.loop is not None]
+    assert [op.name for op in loops] == ["h", "h.optimizer", "h.optimizer_1", "h.optimizer_2"]
+    # what one call makes stays for the next, one storage a block
+    assert [str(t.shape) for t in loops[2].operands] == ["(L, 5, 5)"]
     for n in (3, 4, 9):
         assert answers(folded, L=n, B=3) == answers(listed(n), B=3)
 
 
-def test_a_kernel_over_lists_says_what_it_writes_of_each():
-    more = {"bytes_written": lambda n: (poly(100),) + (poly(60),) * (n - 1)}
-    folded = cg.fold(listed(4, "_fused_adamw_.", 7, **more), "h", "L")
-    assert answers(folded, L=6, B=3) == answers(listed(6, "_fused_adamw_.", 7, **more), B=3)
+def test_calls_over_lists_that_differ_are_refused():
+    with pytest.raises(cg.GraphError, match="blocks 1 and 2 differ: '_foreach_mul__3' has call"):
+        cg.fold(listed(4, [0.5, 0.5, 0.5, 0.25, 0.5]), "h", "L")
 
 
-LISTS = {
-    "no list op": ({"target": "stack.default"}, "'g' is no op on lists"),
-    "numbers that differ": (
-        {"numbers": ((0.5, 0.5, 0.25, 0.5, 0.5),)}, "takes other numbers for some blocks than for others"),
-    "not for each element": ({"rate": cg.dims("B") / 25}, "has pointwise 5*B for 125 elements"),
-    "reads that are stated": ({"bytes_read": lambda n: (poly(4),) * n}, "states what it reads"),
-    "writes that differ": ({"bytes_written": lambda n: tuple(poly(4 + i) for i in range(n))}, "writes other amounts"),
-}  # fmt: skip
+def test_folded_calls_over_lists_are_unrolled():
+    folded = cg.fold(listed(4), "h", "L")
+    assert answers(cg.unroll(folded, L=6), B=3) == answers(listed(6), B=3)
 
 
-@pytest.mark.parametrize("name", LISTS)
-def test_a_list_that_is_not_taken_element_by_element_is_refused(name):
-    more, text = LISTS[name]
-    with pytest.raises(cg.UnsupportedError) as error:
-        cg.fold(listed(4, **more), "h", "L")
-    assert text.replace("'g' ", "") in str(error.value)
-
-
-def test_a_folded_list_is_not_unrolled():
-    with pytest.raises(cg.UnsupportedError, match="unroll: '_foreach_mul_' reads something of every iteration"):
-        cg.unroll(cg.fold(listed(4), "h", "L"), L=3)
-
-
-def test_a_folded_list_is_saved_and_loaded(tmp_path):
+def test_folded_calls_over_lists_are_saved_and_loaded(tmp_path):
     folded = cg.fold(listed(4), "h", "L")
     cg.save(folded, tmp_path / "g.json")
     assert answers(cg.load(tmp_path / "g.json"), L=5, B=3) == answers(folded, L=5, B=3)

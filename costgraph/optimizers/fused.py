@@ -33,12 +33,12 @@ def fused_update(update: Update, group: Column, beside: Column = (), *, name: st
     Returns
     -------
     tuple of Tensor
-        What is updated, and its gradient, as they are afterwards.
+        The group as it is afterwards.
     """
     steps, changed = _steps(update, group)
     kind = FusedUpdate(steps=steps, changed=changed, updated=len(group))
     made = dict(zip(changed, apply(kind, [*group, *beside], name), strict=True))
-    return made.get(0, group[0]), made.get(1, group[1])
+    return tuple(made.get(i, t) for i, t in enumerate(group))
 
 
 def _steps(update: Update, group: Column) -> tuple[tuple[Step, ...], tuple[int, ...]]:

@@ -147,7 +147,7 @@ class Optimizer:
             sizes = len(groups[0])
 
             def one(*group: Tensor) -> Column:
-                return fused_update(self._update, group[:sizes], group[sizes:], name="fused_update")
+                return fused_update(self._update, group[:sizes], group[sizes:], name="fused_update")[:2]
 
             made = over([(*g, *b) for g, b in zip(groups, beside, strict=True)], one, name)
         return [(p, g) for p, g in made]

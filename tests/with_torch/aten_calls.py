@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from costgraph.algebra.polynomial import Poly, total
 from costgraph.errors import UnsupportedError
 from costgraph.torch.tracing.call import Call, Counts, Spec
+from costgraph.torch.tracing.lists import one_by_one, tags_of
 from costgraph.torch.tracing.rules import counts_of
 from costgraph.torch.tracing.sizes import Translator
 from costgraph.torch.tracing.values import Values
@@ -57,7 +58,8 @@ class Calls(TorchDispatchMode):
                 {k: self.values.seen(v, self.values.spec) for k, v in given.items()},
                 tuple(map(self.values.spec, results)),
             )
-            self.seen.append(Seen(call, counts_of(call, func.tags)))
+            for one in one_by_one(call):
+                self.seen.append(Seen(one, counts_of(one, func.tags if one is call else tags_of(one.name))))
         except UnsupportedError as error:
             if self.strict:
                 raise

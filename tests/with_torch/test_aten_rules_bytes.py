@@ -8,6 +8,9 @@ import torch
 from aten_calls import calls_of, number
 from torch.nn import functional
 
+import costgraph as cg
+from costgraph.torch import lower, trace
+
 V, D, N = 13, 5, 7  # rows of a table, their size, how many are looked up
 
 
@@ -152,28 +155,73 @@ def test_gradients_that_need_the_shape_of_an_operand_do_not_read_it():
     assert moved(pooled, "max_pool2d_with_indices_backward")[0] == [grad, 0, 2 * grad]
 
 
+class Updated(torch.nn.Module):
+    """Parameters of several sizes, and their sum."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = torch.nn.ParameterList(torch.rand(n) for n in (3, 5))
+
+    def forward(self):
+        return sum(w.sum() for w in self.weights)
+
+
+def of_updates(graph, name):
+    """Bytes read of operands and written of results by each call of an op, and its FLOPs."""
+    for op in graph.ops:
+        if op.call is not None and op.call.target.startswith(name):
+            reads, writes = op.kind.reads(op), op.kind.writes(op)
+            yield (
+                {t.storage.name: number(n) * 4 for t, n in zip(op.operands, reads, strict=True) if n},
+                [number(n) * 4 for n in writes],
+                sum(number(inner.kind.flops(inner).pointwise) for inner in (op, *(op.body.ops if op.body else ()))),
+            )
+
+
 def test_a_fused_update_writes_parameters_and_state():
-    params = [torch.nn.Parameter(torch.rand(n)) for n in (3, 5)]
-    optimizer = torch.optim.AdamW(params, fused=True)
-    for p in params:
-        p.grad = torch.rand_like(p)
-    seen = calls_of(optimizer.step).of("_fused_adamw")
-    # parameters, gradients (read alone), first and second moments
-    assert [number(n) for n in seen.counts.writes] == [12, 20, 0, 0, 12, 20, 12, 20]
-    assert seen.counts.reads is None
+    graph = trace(Updated(), train=True, optimizer=lambda params: torch.optim.AdamW(params, fused=True))
+    first, second = of_updates(graph, "_fused_adamw_")
+    # parameter, gradient (read alone) and two moments, and the number of the step
+    assert (sorted(first[0].values()), first[1]) == ([4, 12, 12, 12, 12], [12, 12, 12])
+    assert (sorted(second[0].values()), second[1]) == ([4, 20, 20, 20, 20], [20, 20, 20])
+    assert cg.costs(graph).filter(phase="optimizer").total().pointwise == (3 + 5) * 13 + 2  # and two steps counted
 
 
 def test_a_fused_update_that_scales_gradients_writes_them_too():
-    params = [torch.rand(3)]
-    lists = [[torch.rand(3)] for _ in range(3)]
-    step = [torch.ones(())]
+    class Scaled(torch.nn.Module):
+        def forward(self, *lists):
+            torch._fused_adam_(
+                *([t] for t in lists[:4]), [], [lists[4]], lr=0.1, beta1=0.9, beta2=0.99, weight_decay=0.0, eps=1e-8,
+                amsgrad=False, maximize=False, grad_scale=lists[5], found_inf=lists[6],
+            )  # fmt: skip
 
-    def program():
-        torch._fused_adam_(
-            params, *lists, [], step, lr=0.1, beta1=0.9, beta2=0.99, weight_decay=0.0, eps=1e-8, amsgrad=False,
-            maximize=False, grad_scale=torch.ones(()), found_inf=torch.zeros(()),
-        )  # fmt: skip
+    given = [torch.rand(3) for _ in range(4)] + [torch.ones(()) for _ in range(3)]
+    ((reads, writes, flops),) = of_updates(trace(Scaled(), *given), "_fused_adam_")
+    assert sorted(reads.values()) == [4, 4, 4, 12, 12, 12, 12]
+    assert writes == [12] * 4
+    assert flops == 3 * (12 + 1)  # as without, and the division
 
-    seen = calls_of(program).of("_fused_adam")
-    assert [number(n) for n in seen.counts.writes] == [12] * 4
-    assert number(seen.counts.pointwise) == 3 * (12 + 1)  # as without, and the division
+
+def test_calls_on_lists_are_declared_ops_one_for_each_tensor():
+    """What a call on a list does is done with each tensor by itself; of numbers beside it each has its own."""
+
+    class Lists(torch.nn.Module):
+        def forward(self, a, b, c, d):
+            torch._foreach_addcdiv_([a, c], [b, d], [b, d], [0.5, 1.0])
+            made = torch._foreach_add([a, c], [b, d], alpha=2)
+            torch._foreach_zero_([b, d])
+            return *made, *torch._foreach_norm(made)
+
+    graph = trace(Lists(), *(torch.rand(n) for n in (3, 3, 5, 5)))
+    calls = [(op.call.target, op.kind.name, number(op.kind.flops(op).pointwise)) for op in graph.ops if op.call]
+    assert calls == [
+        ("_foreach_addcdiv_.ScalarList", "pointwise", 3 * 3), ("_foreach_addcdiv_.ScalarList", "pointwise", 5 * 2),
+        ("_foreach_add.List", "pointwise", 3 * 2), ("_foreach_add.List", "pointwise", 5 * 2),
+        ("_foreach_zero_.default", "zero_grad", 0), ("_foreach_zero_.default", "zero_grad", 0),
+        ("_foreach_norm.Scalar", "foreign", 3 * 2), ("_foreach_norm.Scalar", "foreign", 5 * 2),
+    ]  # fmt: skip
+    operands = [torch.rand(n) for n in (3, 3, 5, 5)]
+    for mine, other in zip(
+        lower(graph)(*map(torch.clone, operands)), Lists()(*map(torch.clone, operands)), strict=True
+    ):
+        torch.testing.assert_close(mine, other)

@@ -120,8 +120,9 @@ class Builder:
         self._stand(call.outputs, results)
         places = {operands[i]: i for i in reversed(range(len(operands)))}
         given = tuple(operands.index(t) if t in places else -1 for t in op.operands)
-        if op.results == results and len(results) == len(call.outputs):
-            op.call = _seen(call, given)
+        made = [(row, t) for row, t in zip(call.outputs, results, strict=True) if t not in places]
+        if op.results == tuple(t for _, t in made):
+            op.call = _seen(call, given, tuple(place for (_, _, place, _), _ in made))
         return template.operands
 
     def _template(self, call: Made, operands: list[Tensor]) -> Template | None:
@@ -230,7 +231,7 @@ def _matched(
     return reads, writes
 
 
-def _seen(call: Made, given: Sequence[int]) -> Seen | None:
+def _seen(call: Made, given: Sequence[int], results: tuple[int, ...]) -> Seen | None:
     """Return the call with the operands that an op has, None where it has not all of them."""
     numbers = {place: i for i, place in reversed(list(enumerate(given)))}
 
@@ -243,7 +244,7 @@ def _seen(call: Made, given: Sequence[int]) -> Seen | None:
         arguments, keywords = numbered(call.arguments), numbered(call.keywords)
     except KeyError:
         return None
-    return Seen(call.target, arguments, keywords, tuple(place for _, _, place, _ in call.outputs), *_chosen(call))
+    return Seen(call.target, arguments, keywords, results, *_chosen(call))
 
 
 def _chosen(call: Made) -> tuple[str, str]:

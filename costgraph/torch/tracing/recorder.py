@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -23,6 +23,7 @@ from .composites import COMPOSITES
 from .data import Data
 from .events import Death, Handle, Made, Source
 from .higher_order import run_eagerly
+from .lists import Place, handles, one_by_one, places, tags_of
 from .rules.counts import counts_of, is_derived
 from .scopes import Scopes
 from .shapes import caller
@@ -252,23 +253,36 @@ class Recorder(TorchDispatchMode):
             for i, a in enumerate(schema.arguments)
             if a.alias_info is not None and a.alias_info.is_write
         ]
-        changed = [h for h in _handles((*written, *_unsaid(func, args))) if h.numel]
+        changed = [h for h in handles((*written, *_unsaid(func, args))) if h.numel]
         returned = {h for h, *_ in outputs}
         outputs += [(h, operands[h], -1, None) for h in changed if h not in returned]
         moves = bool(changed) or any(of is None for _, of, _, _ in outputs)
         if not outputs or (not moves and all(h in operands for h, *_ in outputs)):
             return  # it reads a number, or returns a tensor as it was
         call = _call(func, args, kwargs, results, self.device)
-        translation = translation_of(call.name, call.overload, func.tags)
+        for one, place in zip(one_by_one(call), places(call, Place(args, kwargs, operands, outputs)), strict=True):
+            if place.outputs:
+                self._add(func, one, place, func.tags if one is call else tags_of(one.name), moves=moves)
+
+    def _add(self, func: OpOverload, call: Call, place: Place, tags: Collection[Any], *, moves: bool) -> None:
+        """Note a call of single tensors."""
         counts: Counts | None = Counts()
         if moves and func is not aten.lift_fresh.default:
-            counts = None if is_derived(call) else self._counts(call, func)
+            counts = None if is_derived(call) else self._counts(call, tags)
         scope, again = self.scopes.now()
-        phase = "recompute" if again and self.phase == "backward" else self.phase
-        name = schema.name.removeprefix("aten::").replace("::", ".")
-        positional, named = _encoded(args, operands), {k: _encoded(v, operands) for k, v in kwargs.items()}
-        target = f"{name}.{func._overloadname}"
-        what = (target, tuple(operands), outputs, counts, moves, positional, named, scope, phase, call, translation)
+        what = (
+            f"{_name(func)}.{func._overloadname}",
+            tuple(place.operands),
+            place.outputs,
+            counts,
+            moves,
+            _encoded(place.arguments, place.operands),
+            {k: _encoded(v, place.operands) for k, v in place.keywords.items()},
+            scope,
+            "recompute" if again and self.phase == "backward" else self.phase,
+            call,
+            translation_of(call.name, call.overload, tags),
+        )
         self.events.append(Made(*what, self.choices.now()))
 
     def _outputs(
@@ -298,9 +312,9 @@ class Recorder(TorchDispatchMode):
             outputs.append((handle, of, place, None if same else bytes_))
         return outputs, tuple(results)
 
-    def _counts(self, call: Call, func: OpOverload) -> Counts:
+    def _counts(self, call: Call, tags: Collection[Any]) -> Counts:
         try:
-            return counts_of(call, func.tags)
+            return counts_of(call, tags)
         except UnsupportedError:
             if not self.symbols:
                 raise
@@ -316,9 +330,13 @@ def _call(
         a.name: args[i] if i < len(args) else kwargs.get(a.name, a.default_value)
         for i, a in enumerate(schema.arguments)
     }
-    name = schema.name.removeprefix("aten::").replace("::", ".")
+    name = _name(func)
     inplace = schema.is_mutable and name.endswith("_")
     return Call(name.removesuffix("_") if inplace else name, func._overloadname, inplace, arguments, results, device)
+
+
+def _name(func: OpOverload) -> str:
+    return func._schema.name.removeprefix("aten::").replace("::", ".")
 
 
 @cache
@@ -350,11 +368,7 @@ def _unsaid(func: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return args[3:5] if func is aten.native_batch_norm.default and args[5] else ()
 
 
-def _handles(value: Any) -> Iterator[Handle]:
-    yield from (v for v in _leaves(value) if isinstance(v, Handle))
-
-
-def _encoded(value: Any, operands: dict[Handle, int]) -> Any:
+def _encoded(value: Any, operands: Mapping[Handle, int]) -> Any:
     """Return an argument as an op keeps it: a tensor by its place among the operands."""
     if isinstance(value, Handle):
         return {"operand": operands[value]} if value.numel else {"empty": value.sizes, "dtype": value.dtype}

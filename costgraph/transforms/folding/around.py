@@ -7,11 +7,9 @@ from collections.abc import Iterable, Sequence
 from ...errors import GraphError
 from ...graph.op import Op
 from ...graph.tensor import Tensor
-from ...ops.foreign import Foreign
 from ...ops.keep import Keep
-from .lists import Lists
 from .match import Match, Plan, as_stored
-from .values import After, Family, Left, Listed, Made, Member, Shared, View
+from .values import After, Family, Left, Made, Member, Shared, View
 
 __all__ = ["Around", "Outer", "once"]
 
@@ -29,7 +27,7 @@ class Around:
     Raises
     ------
     GraphError
-        If something is read of one block that is not the last, or of all of them by an op that takes no list.
+        If something is read of one block that is not the last.
     """
 
     def __init__(self, match: Match) -> None:
@@ -38,9 +36,6 @@ class Around:
         """operands of ops outside: a family in place of each of its members"""
         self.starts: dict[tuple[int, Tensor], Outer] = {}
         """what runs start from, by run and tensor"""
-        self.listed: dict[Tensor, Listed] = {}
-        self.lists: dict[Op, Lists] = {}
-        """ops over lists in which something stands for every block"""
         self.gradients: dict[Outer, Outer] = {}
         starts = {plan.run.starts[0]: plan for plan in match.plans}
         for i, op in enumerate(match.ops):
@@ -61,32 +56,24 @@ class Around:
 
     def _add(self, op: Op, i: int) -> None:
         """Note what an op outside reads."""
-        complete = self._complete(op.operands)
-        if isinstance(op.kind, Keep) or (isinstance(op.kind, Foreign) and complete):
+        if isinstance(op.kind, Keep):
             self.reads[op] = tuple(self._several(op.operands, i, repr(op.name)))
-            if isinstance(op.kind, Foreign):
-                self._list(op, [f if f in complete else None for f in map(self.family, op.operands)])
         else:
             self.reads[op] = tuple(self.one(t, i, repr(op.name)) for t in op.operands)
 
     def _of(self, t: Tensor) -> bool:
         """Whether the blocks make a tensor or have it for themselves."""
-        return t in self.listed or t in self.match.owners or t.producer in self.match.places
+        return t in self.match.owners or t.producer in self.match.places
 
     def family(self, t: Tensor) -> Family | None:
         """Return the family that a tensor is of."""
-        t = self._stored(t)
-        if t in self.listed:
-            return self.listed[t]
+        t = as_stored(t)
         if t in self.match.owners:
             return self.match.owners[t]
         if t.producer is None or t.producer not in self.match.places:
             return None
         plan, _, at = self.match.places[t.producer]
         return Left(plan.number, Made(at, t.producer.results.index(t)))
-
-    def _stored(self, t: Tensor) -> Tensor:
-        return t if t in self.listed else as_stored(t)
 
     def members(self, family: Family) -> tuple[Tensor, ...]:
         """Return the tensors of a family, in the order of the blocks."""
@@ -97,21 +84,10 @@ class Around:
         turns = range(len(plan.run.blocks))[:: plan.run.step]
         return tuple(self.match.at(plan, family.value, turn) for turn in turns)
 
-    def _list(self, op: Op, families: Sequence[Family | None]) -> None:
-        """Note what an op over lists makes for the blocks."""
-        lists = self.lists[op] = Lists(op, families, len(self.match.blocks))
-        for operands, results in lists.together():
-            family = families[operands[0]]
-            assert family is not None
-            members = self.members(family)
-            stored = [members.index(self._stored(op.operands[i])) for i in operands]
-            made = Listed(op, tuple(results[stored.index(i)] for i in range(len(members))))
-            self.listed |= dict.fromkeys(made.members, made)
-
     def _complete(self, tensors: Sequence[Tensor]) -> set[Family]:
         """Return the families of which all members are among some tensors."""
         families = {f for t in tensors if (f := self.family(t)) is not None}
-        among = {self._stored(t) for t in tensors}
+        among = {as_stored(t) for t in tensors}
         return {f for f in families if among.issuperset(self.members(f))}
 
     def _several(self, tensors: Sequence[Tensor], i: int, reader: str) -> list[Outer]:
@@ -133,8 +109,8 @@ class Around:
         """Return what one tensor is for a reader at place `i` of the program."""
         if not self._of(t):
             return Shared(t)
-        t = self._stored(t)
-        seen = None if t in self.listed else self.match.from_outside(t)
+        t = as_stored(t)
+        seen = self.match.from_outside(t)
         if seen is not None:
             return seen
         found = min(self._ends(t, i), key=lambda row: row[0], default=None)
@@ -173,11 +149,11 @@ class Around:
             if family is None:
                 self.gradients[Shared(t)] = self.one(g, end, f"the gradient of {t.name!r}")
             else:
-                seen.setdefault(family, {})[self._stored(t)] = g
+                seen.setdefault(family, {})[as_stored(t)] = g
         for family, pairs in seen.items():
             grads = [pairs.get(t) for t in self.members(family)]
             made = None if grads[0] is None else self.family(grads[0])
-            if made is None or [*self.members(made)] != [None if g is None else self._stored(g) for g in grads]:
+            if made is None or [*self.members(made)] != [None if g is None else as_stored(g) for g in grads]:
                 raise GraphError(
                     f"fold of graph {self.match.graph.name!r}: the gradient of {next(iter(pairs)).name!r}, expected "
                     f"one that is made in each block at the same place"

@@ -18,7 +18,7 @@ from ..rewrite import Rewriter
 from .around import Around, Outer, once
 from .equal import layout
 from .match import Match, Plan
-from .values import After, Before, Family, Left, Listed, Made, Member, Owned, Shared, Value, View
+from .values import After, Before, Family, Left, Made, Member, Owned, Shared, Value, View
 
 __all__ = ["Folder"]
 
@@ -132,23 +132,7 @@ class Folder(Rewriter):
 
     def outside(self, op: Op, new: Graph) -> None:
         """Copy an op from outside of the blocks."""
-        values = self.around.reads[op]
-        if op not in self.around.lists:
-            self.again(op, [self.outer(v) for v in once(values)], new, op.name)
-            return
-        lists = self.around.lists[op]
-        operands = [self.outer(v) for v in values]
-        numbers = {t: i for i, t in enumerate(dict.fromkeys(operands))}
-        places = [numbers[t] for t in operands]
-        record, call = lists.record(self.count, places)
-        made = new.add_op(record, tuple(numbers), op.name, op.phase)
-        made.scope, made.call = op.scope, call
-        left = dict.fromkeys(self.around.listed.get(t, t) for t in op.results)
-        for t, result in zip(left, made.results, strict=True):
-            if isinstance(t, Listed):
-                self.families[t] = result
-            else:
-                self.tensors[t] = result
+        self.again(op, [self.outer(v) for v in once(self.around.reads[op])], new, op.name)
 
     def again(self, op: Op, operands: Sequence[Tensor], new: Graph, name: str) -> Op:
         """Copy an op with other operands."""

@@ -36,7 +36,7 @@ def fold(graph: Graph, scope: str, count: str, /) -> Graph:
     -------
     Graph
         With a Repeat for each pass over the blocks: forward, backward (in reverse, reading what the forward pass left
-        behind, one storage a block) and, where an optimizer takes the parameters one by one, its updates. Bound to the
+        behind, one storage a block) and the updates of an optimizer. Bound to the
         number of blocks that were there, equal to the given graph in every cost; bound to another one, to the graph of
         a model with so many blocks. Blocks at either end that are not like the others stay outside of the loops and
         count as well.
@@ -46,8 +46,6 @@ def fold(graph: Graph, scope: str, count: str, /) -> Graph:
     GraphError
         If there are no such blocks, fewer than three neighbours are equal (the text names the first op that differs,
         and how), something outside reads what one block in the middle makes, or the symbol is in use.
-    UnsupportedError
-        If an op outside reads something of every block, and is none that takes lists element by element.
 
     Notes
     -----

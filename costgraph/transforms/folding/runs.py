@@ -68,12 +68,17 @@ class Labels:
         return None if found is None else int(found.group(1))
 
     def _labelled(self, graph: Graph) -> dict[Op, int]:
-        """Find the block of each op: the one it stands in, or the only one whose parameters or states it reads."""
+        """Find the block of each op: the one it stands in, or the only one of whose own it reads something.
+
+        That is parameters and states, and in an update gradients as well.
+        """
         stored = {t.storage: block for t, block in self.sources.items()}
+        grads = {g.storage: b for t, b in self.sources.items() if (g := graph.gradients.get(t)) is not None}
         out: dict[Op, int] = {}
         for op in graph.ops:
             found = self._played.match(op.name) if self.unrolled else self._scoped.match(op.scope)
-            read = {stored[t.storage] for t in op.operands if t.storage in stored}
+            known = {**grads, **stored} if op.phase == "optimizer" else stored
+            read = {known[t.storage] for t in op.operands if t.storage in known}
             if found is not None:
                 out[op] = int(found.group(1))
             elif len(read) == 1 and not isinstance(op.kind, Keep):  # which follows when something is given back

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...graph.op import Op
 from ...graph.tensor import Tensor
 
-__all__ = ["After", "Before", "Family", "Left", "Listed", "Made", "Member", "Owned", "Shared", "Value", "View"]
+__all__ = ["After", "Before", "Family", "Left", "Made", "Member", "Owned", "Shared", "Value", "View"]
 
 
 @dataclass(frozen=True)
@@ -43,15 +42,7 @@ class Left:
     value: Made | Before
 
 
-@dataclass(frozen=True, eq=False)
-class Listed:
-    """What an op over a list of tensors makes for those of the blocks."""
-
-    op: Op
-    members: tuple[Tensor, ...]
-
-
-Family = Owned | Left | Listed
+Family = Owned | Left
 
 
 @dataclass(frozen=True)

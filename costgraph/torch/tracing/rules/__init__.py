@@ -9,7 +9,6 @@ from . import (  # noqa: F401  # they fill the table
     lookups,
     losses,
     norms,
-    optimizers,
     pointwise,
     pooling,
     recurrent,

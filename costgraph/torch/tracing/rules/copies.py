@@ -22,7 +22,7 @@ def moved(call: Call) -> Counts:
     return Counts()
 
 
-@rule("copy", "_foreach_copy")
+@rule("copy")
 def copy(call: Call) -> Counts:
     """Count no FLOPs; what is written over is not read."""
     return Counts(reads=operand_bytes(call, self=ZERO))
@@ -33,7 +33,7 @@ def copy(call: Call) -> Counts:
     "hamming_window", "blackman_window", "bartlett_window", "kaiser_window", "linspace", "log_normal", "logspace",
     "new_full", "new_ones", "new_zeros", "normal", "ones", "ones_like", "rand", "rand_like", "randint",
     "randint_like", "randn", "randn_like", "randperm", "random", "scalar_tensor", "tril_indices", "triu_indices",
-    "uniform", "zero", "zeros", "zeros_like", "_foreach_zero", "_efficientzerotensor",
+    "uniform", "zero", "zeros", "zeros_like", "_efficientzerotensor",
 )  # fmt: skip
 def made(call: Call) -> Counts:
     """Count no FLOPs: numbers are made, random ones too; of tensors only shape and format are looked at."""

@@ -5,6 +5,7 @@ An op that torch tags as pointwise and that stands in none of the tables here co
 
 from __future__ import annotations
 
+from ....algebra.polynomial import ONE, total
 from ....ops.functions import Function
 from ....ops.updates import (
     ADD_PRODUCT,
@@ -12,6 +13,7 @@ from ....ops.updates import (
     ADD_SCALED,
     ADD_SCALED_PRODUCT,
     ADD_SCALED_QUOTIENT,
+    NON_FINITE,
 )
 from ..call import Call, Counts
 from .amounts import each, is_number
@@ -199,3 +201,18 @@ def dropout(call: Call) -> Counts:
     if call.get("train") is False:
         return Counts()
     return each(call.out.numel, "mul", "mul")
+
+
+# -- scaled gradients --------------------------------------------------------------------------------------------
+
+
+@rule("_amp_foreach_non_finite_check_and_unscale")
+def unscale(call: Call) -> Counts:
+    """Count a look for what is not finite, and the product with the reciprocal scale."""
+    return each(total(t.numel for t in call["self"]), NON_FINITE, "mul")
+
+
+@rule("_amp_update_scale")
+def update_scale(call: Call) -> Counts:
+    """Count the comparison, the count of good steps and the product, of one number each."""
+    return each(ONE, "eq", "add", "mul")

@@ -8,6 +8,7 @@ from . import (  # noqa: F401  # they fill the table
     moves,
     products,
     reductions,
+    updates,
     windows,
 )
 from .table import TRANSLATIONS, Translation, translation, translation_of
