@@ -32,6 +32,16 @@ def test_code_that_has_no_maximum_has_its_cases():
     assert sympy.julia_code(cg.Max(30, 2 * B)) == "(((30 >= 2 * B) ? (30) : (2 * B)))"
 
 
+def test_smt_has_its_cases():
+    # SMT-LIB has no maximum
+    largest = "(ite (and (>= (* 8 B S) (* 7 (pow D 2))) (>= (* 8 B S) (+ (* 4 D) (* 4 B S)))) (* 8 B S) "
+    rest = "(ite (>= (* 7 (pow D 2)) (+ (* 4 D) (* 4 B S))) (* 7 (pow D 2)) (+ (* 4 D) (* 4 B S))))"
+    assert sympy.smtlib_code(OWNED, auto_declare=False) == largest + rest
+    asserted = sympy.smtlib_code(cg.Max(30, 2 * B) < 40)
+    assert asserted == "(declare-const B Int)\n(assert (< (ite (>= 30 (* 2 B)) 30 (* 2 B)) 40))"
+    assert sympy.smtlib_code(cg.Max(30, 2 * B).diff(B), auto_declare=False) == "(ite (>= 30 (* 2 B)) 0 2)"
+
+
 @pytest.mark.parametrize("formula", FORMULAS, ids=str)
 def test_cases_with_conditions_and_functions_have_its_values(formula):
     pick, names = random.Random(7), sorted(formula.free_symbols, key=str)
@@ -75,3 +85,62 @@ def test_equations_are_solved_or_refused():
                 sympy.solve(equation, B)
     assert sympy.solve((cg.Max(30, 2 * B) - 40).rewrite(sympy.Piecewise), B) == [20]
     assert sympy.solveset(cg.Max(30, 2 * B) - 40, B, sympy.S.Reals) == {20}
+
+
+@pytest.mark.parametrize(
+    "formula",
+    [cg.Min(S, B), cg.Max(2 * B, 3 * S), D * cg.Max(2 * B, 3 * S), 2 / cg.Min(S, B), cg.Max(2 * B, 3 * S) + B,
+     cg.Max(B, S) - cg.Max(D, 2 * B), cg.Max(30, 2 * B) / B, cg.Max(30, 2 * B).diff(B), cg.Min(S, B).diff(B)],
+    ids=str,
+)  # fmt: skip
+def test_what_is_equal_for_a_range_of_sizes_is_no_empty_list(formula):
+    # Min(S, B) is 40 at B = 40 and at no other size, or at all from 40 on, or at none: S decides
+    with pytest.raises(NotImplementedError):
+        sympy.solve(formula - 40, B)
+
+
+def test_a_refusal_says_what_is_solved():
+    with pytest.raises(cg.UnsupportedError, match=r"solve of an equation with Min\(B, S\): it has no inverse, exp"):
+        sympy.solve(cg.Min(S, B) - 40, B)
+    (found,) = sympy.solve((cg.Min(S, B) - 40).rewrite(sympy.Piecewise), B)
+    assert found.subs(S, 50) == 40
+    assert found.subs(S, 30) is sympy.nan
+
+
+def test_a_second_derivative_is_0_in_every_case():
+    for formula in (cg.Max(30, 2 * B), cg.Min(S, B), 1 + 2 * OWNED):
+        assert formula.diff(B, 2).subs({B: 7, S: 5, D: 3}) == 0
+    assert cg.Max(30, 2 * B).diff(B, 2) == 0
+    assert hash(cg.Max(30, 2 * B).diff(B, 2)) == hash(0)
+    assert cg.Max(30, 2 * B).diff(B) != 0
+    assert cg.Max(30, B**2).diff(B, 2).subs(B, 6) == 2
+    assert cg.Max(30, 2 * S).diff(B) == 0
+
+
+#: Left of the sign, the sign, right of it.
+INEQUALITIES = [
+    (cg.Max(30, 2 * B), "<", 40), (cg.Max(30, 2 * B), ">=", 40), (cg.Max(30, 2 * B), "<", 20),
+    (cg.Max(30, 2 * B), ">", 20), (cg.Min(30, 2 * B), "<", 20), (cg.Min(30, 2 * B), "<", 40),
+    (2 * cg.Max(30, 2 * B) + B, "<=", 100), (cg.Max(30, 2 * B) - cg.Min(B, 40), ">", 20),
+    (cg.Max(30, 2 * B) / B, "<=", 3), (B * cg.Min(30, 2 * B), ">", 10),
+    (cg.Max(30, 2 * B, B**2), "<", 400), (cg.Max(2 * cg.Max(3, B), 10 * B), "<=", 95),
+    (cg.Max(7, 60 - B) * cg.Min(B, 20), ">=", 500),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("left", "sign", "right"), INEQUALITIES, ids=str)
+def test_inequalities_of_one_size_are_solved(left, sign, right):
+    found = sympy.solve(sympy.Rel(left, right, sign), B)
+    for size in range(1, 101):
+        expected = {"<": float.__lt__, "<=": float.__le__, ">": float.__gt__, ">=": float.__ge__}[sign]
+        assert bool(found.subs(B, size)) is expected(float(cg.evaluate(left, B=size)), float(right)), size
+
+
+def test_inequalities_are_solved_or_refused():
+    for wrong in (cg.Min(S, B) < 40, OWNED >= 7, S * cg.Max(30, 2 * B) < 400, cg.Max(30, 2 * B) <= 30):
+        with pytest.raises(NotImplementedError):
+            sympy.solve(wrong, B)
+    with pytest.raises(cg.UnsupportedError, match=r"inequality of Chosen.*, a slope of a maximum, expected"):
+        sympy.solve(cg.Max(30, 2 * B).diff(B) >= 1, B)
+    assert not sympy.is_increasing(-cg.Max(30, B), sympy.Interval(1, 50), B)
+    assert sympy.is_increasing(cg.Max(30, B), sympy.Interval(1, 50), B)

@@ -9,8 +9,9 @@ import sympy
 
 from ..errors import ShapeError, UnsupportedError
 from .polynomial import Poly, generator, poly
+from .symbols import is_dimension, shown
 
-__all__ = ["AtOnce", "Chosen", "Remade", "eventually", "piecewise", "slope"]
+__all__ = ["AtOnce", "Chosen", "Remade", "as_known", "eventually", "no_inverse", "piecewise", "slope"]
 
 
 class AtOnce(sympy.Expr):  # type: ignore[misc]  # sympy has no types
@@ -59,10 +60,31 @@ class Chosen(AtOnce):
 
     def _eval_derivative(self, symbol: sympy.Symbol) -> sympy.Expr:
         sign, keys, values = self.args
-        return Chosen(sign, keys, sympy.Tuple(*(slope(v, symbol) for v in values)))
+        slopes = sympy.Tuple(*(slope(v, symbol) for v in values))
+        if any(slopes) or symbol not in keys.free_symbols:
+            return Chosen(sign, keys, slopes)
+        # it equals 0, but for the step where the case changes: `solve` takes a plain 0 for no symbol at all
+        return sympy.Expr.__new__(Chosen, sign, keys, slopes)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, int | sympy.Integer):
+            return other == 0 and not any(self.args[2])
+        return super().__eq__(other)  # type: ignore[no-any-return]  # sympy has no types
+
+    def __hash__(self) -> int:
+        return hash(self.args) if any(self.args[2]) else hash(0)
+
+    def _eval_rewrite_as_Piecewise(self, *args: sympy.Expr, **hints: object) -> sympy.Expr:  # noqa: N802  # sympy's naming
+        sign, keys, values = args
+        return piecewise(keys, values, largest=sign == 1)
 
     def _eval_simplify(self, **kwargs: object) -> sympy.Expr:
+        if not all(map(is_dimension, self.free_symbols)):  # an inequality, which would not know of its steps
+            raise _RefusedError(f"inequality of {shown(self)}, a slope of a maximum, expected the maximum itself")
         return self
+
+    def _smtlib(self, printer: Any) -> str:
+        return str(printer._print(self.rewrite(sympy.Piecewise)))
 
     def _code(self, printer: Any, choice: str) -> str:
         sign, keys, values = ([printer._print(e) for e in part] for part in ([self.args[0]], *self.args[1:]))
@@ -104,14 +126,33 @@ class Remade:
         return self.kind(*args, owners=self.owners_of(args))
 
 
-def piecewise(cases: Sequence[sympy.Expr], *, largest: bool) -> sympy.Expr:
-    """Return an extremum as cases with conditions, nothing of which is compared; a case is no less than later ones."""
+def piecewise(cases: Sequence[sympy.Expr], values: Sequence[sympy.Expr], *, largest: bool) -> sympy.Expr:
+    """Return the value of the extreme case, the first of equals, with conditions of which nothing is compared."""
     at_least = sympy.Ge if largest else sympy.Le
     pieces = [
-        (case, sympy.And(*(at_least(case, other, evaluate=False) for other in cases[i:]), evaluate=False))
-        for i, case in enumerate(cases[:-1], start=1)
+        (value, sympy.And(*(at_least(case, other, evaluate=False) for other in cases[i:]), evaluate=False))
+        for i, (case, value) in enumerate(zip(cases[:-1], values, strict=False), start=1)
     ]
-    return sympy.Piecewise(*pieces, (cases[-1], True), evaluate=False)
+    return sympy.Piecewise(*pieces, (values[-1], True), evaluate=False)
+
+
+def as_known(expr: sympy.Expr) -> sympy.Expr:
+    """Return an expression itself, or as cases with conditions where sympy has put a symbol of its own into it.
+
+    It does so where it looks for a period, and without end in a function of several arguments that it does not know.
+    """
+    return expr if all(map(is_dimension, expr.free_symbols)) else expr.rewrite(sympy.Piecewise)
+
+
+class _RefusedError(UnsupportedError, NotImplementedError):
+    """What users of this library expect of a refusal, and sympy's solvers too."""
+
+
+def no_inverse(expr: sympy.Expr) -> UnsupportedError:
+    """Return the refusal of `solve`, which asks for the inverse: an equation may hold for a range of sizes."""
+    return _RefusedError(
+        f"solve of an equation with {shown(expr)}: it has no inverse, expected its cases: .rewrite(sympy.Piecewise)"
+    )
 
 
 def eventually(cases: Sequence[sympy.Expr], growing: sympy.Symbol, *, largest: bool) -> sympy.Expr:

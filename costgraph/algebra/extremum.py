@@ -15,7 +15,7 @@ from sympy.printing.str import StrPrinter
 
 from ..errors import GraphError, ShapeError
 from .carried import conditioned, held_by, plain
-from .cases import AtOnce, Chosen, Remade, eventually, piecewise, slope
+from .cases import AtOnce, Chosen, Remade, as_known, eventually, no_inverse, piecewise, slope
 from .dominance import BOUNDS, Relations, lower
 from .lines import as_latex
 from .polynomial import Poly, Rational, poly
@@ -102,6 +102,8 @@ class _Extremum(AtOnce):
         return self.__reduce__()  # sympy defines it for its own slots
 
     def _eval_subs(self, old: sympy.Expr, new: sympy.Expr) -> sympy.Expr | None:
+        if new in (sympy.oo, -sympy.oo):  # no size, but what sympy's inequalities try: an answer for a while
+            return self._sympy(*(a.subs(old, new) for a in self.args))
         return self._bound({old: new})
 
     def _xreplace(self, rule: Mapping[sympy.Basic, sympy.Basic]) -> tuple[sympy.Basic, bool]:
@@ -148,7 +150,13 @@ class _Extremum(AtOnce):
         return self._sympy(*args, evaluate=False) if rule is self._sympy else None
 
     def _eval_rewrite_as_Piecewise(self, *args: sympy.Expr, **hints: object) -> sympy.Expr:  # noqa: N802  # sympy's naming
-        return piecewise(args, largest=self._largest)
+        return piecewise(args, args, largest=self._largest)
+
+    _smtlib = Chosen._smtlib
+
+    def inverse(self, argindex: int = 1) -> None:
+        """Raise UnsupportedError: `sympy.solve` asks for it."""
+        raise no_inverse(self)
 
     def _eval_rewrite_as_tractable(
         self, *args: sympy.Expr, limitvar: sympy.Symbol = None, **hints: object
@@ -157,7 +165,7 @@ class _Extremum(AtOnce):
         return self if limitvar not in self.free_symbols else eventually(args, limitvar, largest=self._largest)
 
     def _eval_simplify(self, **kwargs: object) -> sympy.Expr:
-        return self
+        return as_known(self)
 
     def _join(self, printer: StrPrinter, name: str) -> str:
         return f"{name}({', '.join(printer._print(a) for a in self.args)})"

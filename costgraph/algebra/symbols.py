@@ -12,7 +12,8 @@ import sympy
 from ..errors import BindingError, PatternError, ShapeError
 
 __all__ = [
-    "dims", "integer", "is_level", "is_name", "kind_of", "printable", "read_size", "shorten", "shown", "symbol",
+    "dims", "integer", "is_dimension", "is_level", "is_name", "kind_of", "printable", "read_size", "shorten", "shown",
+    "symbol",
 ]  # fmt: skip
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
@@ -93,9 +94,14 @@ def symbol(name: str) -> sympy.Symbol:
     return sympy.Symbol(name, integer=True, positive=True)
 
 
+def is_dimension(expr: sympy.Symbol) -> bool:
+    """Whether `symbol` made it."""
+    return is_name(expr.name) and bool(expr == symbol(expr.name))
+
+
 def check_symbol(expr: sympy.Symbol) -> None:
     """Raise ShapeError for a symbol that `symbol` did not make: equal names would not be equal sizes."""
-    if not is_name(expr.name) or expr != symbol(expr.name):
+    if not is_dimension(expr):
         given = ", ".join(k for k, v in sorted(expr.assumptions0.items()) if v) or "none"
         raise ShapeError(
             f"symbol {shorten(expr.name)} has the assumptions {given}; expected the positive integer symbol that "
