@@ -11,6 +11,7 @@ import sympy
 
 from ..algebra.extremum import Max
 from ..algebra.polynomial import ONE, Poly, as_poly, poly, power
+from ..graph.graph import Graph
 from ..graph.op import Op
 from ..graph.sizes import Bindings
 from ..ops.blocks import Kernel
@@ -18,7 +19,11 @@ from ..ops.contraction import Einsum
 from .exponents import Exponents, exponents
 from .nests import Array, Nest, contraction_nest, moved_once, products_inside
 
-__all__ = ["largest", "least_traffic", "proved"]
+__all__ = ["largest", "least_traffic", "parts_of_traffic", "proved", "unavoidable"]
+
+
+#: Roles of what no op of a graph makes.
+_GIVEN = frozenset({"input", "param", "buffer"})
 
 
 def proved(op: Op, cache: Poly) -> list[Poly]:
@@ -36,9 +41,39 @@ def least_traffic(op: Op, cache: Poly, values: Bindings) -> Poly:
 
     A product of three tensors or more is made in pairs: what is known is that each of them is moved once.
     """
+    return largest(parts_of_traffic(op, cache, values))
+
+
+def parts_of_traffic(op: Op, cache: Poly, values: Bindings) -> list[Poly]:
+    """Return what `least_traffic` is the largest of."""
     several = isinstance(op.kind, Einsum) and len(op.operands) > 2
-    parts = [moved_once(op)] if several else proved(op, cache)
-    return largest([p.bind(values) for p in dict.fromkeys(parts)])
+    parts = [moved_once(op)] if several or not cache else proved(op, cache)
+    return [p.bind(values) for p in dict.fromkeys(parts)]
+
+
+def unavoidable(graph: Graph, cache: Poly) -> list[Poly]:
+    """Return bytes that no run of a graph moves fewer of through a memory, whatever is fused: each an op's.
+
+    Of a product whose operands are inputs, parameters or buffers of the graph each element has to be loaded, and
+    is in the cache at no other time; what is handed on may be made and used up there. What an op that is repeated moves
+    counts once, and ops are not added up, as they may share what is loaded.
+    """
+    out, stored = [], {t.storage for t in graph.outputs}
+    for op in graph.walk():
+        if not all(t.storage.role in _GIVEN for t in op.operands):
+            continue
+        if isinstance(op.kind, Kernel):
+            nests = products_inside(op, op.kind)
+        elif isinstance(op.kind, Einsum) and len(op.operands) == 2:
+            nest = contraction_nest(op, op.kind)
+            if op.results[0].storage in stored:
+                out += _of_points(nest, cache)
+                continue
+            nests = iter([nest])
+        else:
+            continue
+        out += [p for nest in nests for p in _handed_on(nest, cache)]
+    return list(dict.fromkeys(out))
 
 
 def largest(parts: Sequence[Poly]) -> Poly:

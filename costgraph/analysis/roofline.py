@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
 from ..algebra.dominance import Relations
 from ..algebra.extremum import Max
@@ -13,11 +14,12 @@ from ..algebra.pruning import prune
 from ..algebra.symbols import shorten
 from ..bind.evaluate import Formula, answer, need_bound
 from ..graph.graph import Graph
+from ..hardware.levels import Level
 from ..hardware.rates import StandIn
 from ..hardware.specs import Hardware
 from ..hardware.tables import Column, Fact, Table
 from .hooks import PLOTTERS
-from .seconds import Bound, estimate, in_seconds, lower_bound, warn_of, which
+from .seconds import Bound, Spent, estimate, in_seconds, largest, lower_bound, spent, warn_of, which
 from .traffic import compulsory
 from .work import Asked, Fallback, Work, ask
 
@@ -49,14 +51,16 @@ class RooflineRow:
     memory_s: Formula
     """seconds at the bandwidth of the memory, or of the link for a transfer"""
     bound: str | Bound
-    """compute, memory or link: the larger of the two times; a condition where that depends on what is open"""
+    """compute, memory, link or a cache: the largest of the times; a condition where that depends on what is open"""
+    caches_s: Mapping[str, Formula] = field(default_factory=dict)
+    """seconds at the bandwidth of each cache, where these are taken into account"""
 
     @property
     def seconds(self) -> Formula:
-        """The larger of the two times."""
+        """The largest of the times."""
         if isinstance(self.bound, Bound):
-            return answer(Max(self.compute_s, self.memory_s))
-        return self.compute_s if self.bound == "compute" else self.memory_s
+            return answer(Max(self.compute_s, self.memory_s, *self.caches_s.values()))
+        return {"compute": self.compute_s, **self.caches_s}.get(self.bound, self.memory_s)
 
     @property
     def intensity(self) -> Formula:
@@ -95,6 +99,8 @@ class Roofline(Table):
     """FLOP/s of each unit and number format that the ops use, such as `matmul bf16`"""
     stand_ins: tuple[StandIn, ...] = ()
     """rates in the place of those that the device has none of"""
+    levels: tuple[Level, ...] = ()
+    """levels of memory that are taken into account, the memory itself first; empty where that was not asked for"""
 
     def _about(self) -> str:
         return f"graph {shorten(self.graph)} on {self.hardware.id}: {len(self.rows)} rows"
@@ -103,15 +109,24 @@ class Roofline(Table):
         return (
             *map(Column, ("op", "scope", "phase", "kind")), Column("flops", "FLOP"), Column("bytes", "B"),
             Column("intensity", "FLOP/B"), Column("compute_s", "s", title="compute"),
-            Column("memory_s", "s", title="memory"), Column("bound", text=_short), Column("attainable", "FLOP/s"),
+            Column("memory_s", "s", title="memory"),
+            *(Column(f"{level.name}_s", "s", partial(_in_cache, level.name), level.name) for level in self.levels[1:]),
+            Column("bound", text=_short), Column("attainable", "FLOP/s"),
         )  # fmt: skip
 
     def _facts(self) -> Sequence[Fact]:
         return (
             Fact("FLOPs", self.flops, "FLOP"), Fact("bytes moved", self.bytes, "B"),
             Fact("lower bound", self.lower_bound, "s"), Fact("estimate", self.estimate, "s"),
-            *(Fact("note", str(instead)) for instead in self.stand_ins),
+            *(Fact("note", note) for note in (*map(str, self.stand_ins), *self._notes())),
         )  # fmt: skip
+
+    def _notes(self) -> Iterator[str]:
+        if len(self.levels) == 1:
+            has = "of caches it has sizes alone" if self.levels[0].nearer else "it has no caches"
+            yield f"{self.hardware.id} has no bandwidth of a cache, {has}: the memory is its only level"
+        if self.levels and not self.levels[0].whole:
+            yield f"{self.hardware.id} lacks the size of registers or of first caches: no cache is in the lower bound"
 
     @property
     def intensity(self) -> Formula:
@@ -154,7 +169,15 @@ class Roofline(Table):
         return PLOTTERS["roofline"](self, path)
 
 
-def roofline(graph: Graph, hardware: str | Hardware, /, *, fallback: Fallback = None, **dims: int) -> Roofline:
+def roofline(
+    graph: Graph,
+    hardware: str | Hardware,
+    /,
+    *,
+    fallback: Fallback = None,
+    hierarchical: bool = False,
+    **dims: int,
+) -> Roofline:
     """Place every op of a graph on the roof of a device.
 
     Parameters
@@ -165,6 +188,9 @@ def roofline(graph: Graph, hardware: str | Hardware, /, *, fallback: Fallback = 
         Name of a device, path of a TOML file, or what `load_hardware` returned.
     fallback : str or mapping, optional
         Number format whose rate stands in for one that the device lacks, or a mapping from wanted to used format.
+    hierarchical : bool
+        Take each level of memory into account: an op takes no less than its traffic out of each one, which is the least
+        that any schedule moves through all stores that are nearer to the arithmetic, as `bytes_moved` with `cache=`.
     **dims : int
         Sizes; with one left open, times are formulas, and what bounds an op may be a condition.
 
@@ -191,6 +217,10 @@ def roofline(graph: Graph, hardware: str | Hardware, /, *, fallback: Fallback = 
     format; in the lower bound the highest rate of the device. There a convolution has the fewest products that an
     algorithm is known to need, and a device the highest clock that it was seen to reach.
 
+    With `hierarchical` (Yang, Kurth and Williams 2020, but with traffic that is derived, not measured) the levels are
+    the memory and each cache whose bandwidth the specification has. The lower bound then holds what one product of
+    inputs and parameters has to move out of the memory, where all that is nearer is known, registers included.
+
     Examples
     --------
     >>> import costgraph as cg
@@ -200,7 +230,11 @@ def roofline(graph: Graph, hardware: str | Hardware, /, *, fallback: Fallback = 
     >>> [cg.roofline(g, "h100-sxm", N=n).rows[0].bound for n in (512, 1024)]
     ['memory', 'compute']
     """
-    return _placed(ask(graph, hardware, fallback, dims, "roofline"))
+    return _placed(ask(graph, hardware, fallback, dims, "roofline", hierarchical=hierarchical))
+
+
+def _in_cache(name: str, row: RooflineRow) -> Formula | None:
+    return row.caches_s.get(name)
 
 
 def _short(bound: str | Bound) -> str:
@@ -227,7 +261,7 @@ def bound_roofline(
 
 def _placed(asked: Asked) -> Roofline:
     graph, known, held = asked.graph, asked.graph.root.relations, asked.values.held
-    times = [work.seconds(asked.rates) for work in asked.works]
+    times = [spent(work, asked) for work in asked.works]
     sums: dict[tuple[str, str], Poly] = {}
     for work in asked.works:
         for key, amount in work.flops.items():
@@ -245,6 +279,7 @@ def _placed(asked: Asked) -> Roofline:
         estimate=in_seconds(estimate(times, known), asked),
         rates={unit: in_seconds(rate, asked) for unit, rate in rates.items()},
         stand_ins=tuple(asked.rates.stand_ins.values()),
+        levels=asked.levels,
     )
 
 
@@ -269,9 +304,12 @@ def _main(amounts: Mapping[tuple[str, str], Poly], known: Relations) -> tuple[st
     return min(kept, key=lambda key: key[0] != "matmul")
 
 
-def _row(work: Work, times: tuple[Poly, Poly], asked: Asked) -> RooflineRow:
+def _row(work: Work, times: Sequence[Spent], asked: Asked) -> RooflineRow:
     known, held = asked.graph.root.relations, asked.values.held
-    compute, memory = times
+    named: dict[str, list[Spent]] = {}
+    for found in times:
+        named.setdefault(found[1], []).append(found)
+    compute, memory, *caches = ((name, in_seconds(largest(found, known), asked)) for name, found in named.items())
     return RooflineRow(
         op=work.op.name,
         scope=work.op.scope,
@@ -279,7 +317,8 @@ def _row(work: Work, times: tuple[Poly, Poly], asked: Asked) -> RooflineRow:
         kind=_main(work.flops, known)[0] if work.flops else "data",
         flops=answer(total(work.flops.values()), held),
         bytes=answer(work.bytes, held),
-        compute_s=in_seconds(compute, asked),
-        memory_s=in_seconds(memory, asked),
-        bound=which(compute, memory, known, "memory" if work.link is None else "link"),
+        compute_s=compute[1],
+        memory_s=memory[1],
+        bound=which(times, known),
+        caches_s=dict(caches),
     )

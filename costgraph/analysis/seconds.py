@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import gcd, lcm
@@ -21,15 +21,23 @@ from ..graph.arguments import need_choice
 from ..graph.graph import Graph, need_graph
 from ..hardware.rates import NAMED, StandIn
 from ..hardware.specs import Hardware
+from .bounds import parts_of_traffic, unavoidable
 from .traffic import compulsory
-from .work import Asked, Fallback, Work, ask
+from .work import Asked, Fallback, Work, ask, exact
 
-__all__ = ["Bound", "estimate", "in_seconds", "lower_bound", "seconds", "unit_times", "warn_of", "which"]
+__all__ = [
+    "Bound", "Spent", "estimate", "in_seconds", "largest", "lower_bound", "seconds", "spent", "unit_times", "warn_of",
+    "which",
+]  # fmt: skip
+
+Spent = tuple[Poly, str]
 
 
 @dataclass(frozen=True)
 class Bound:
     """What bounds an op, as a condition on sizes.
+
+    Where each level of memory is taken into account, several conditions in a row.
 
     Examples
     --------
@@ -45,41 +53,56 @@ class Bound:
     """
 
     compute: sympy.Ge
-    """where compute takes as long or longer, as a sympy relation"""
-    otherwise: str
-    """memory or link: what bounds it elsewhere"""
+    """where compute, or what `first` names, takes as long as all else or longer, as a sympy relation"""
+    otherwise: str | Bound
+    """memory, link or a cache: what bounds it elsewhere"""
+    first: str = "compute"
+    """what bounds it where the relation holds"""
 
     def __str__(self) -> str:
         sides = (side if _is_whole(side) else side.n(4) for side in (self.compute.lhs, self.compute.rhs))
-        return f"compute where {' >= '.join(map(str, sides))}, else {self.otherwise}"
+        return f"{self.first} where {' >= '.join(map(str, sides))}, else {self.otherwise}"
 
 
 def _is_whole(side: sympy.Expr) -> bool:
     return all(number.is_Integer for number in side.atoms(sympy.Rational))
 
 
-def which(compute: Poly, memory: Poly, known: Relations, slow: str) -> str | Bound:
-    """Say which of two times is the larger: by name where that is one for all sizes, else where it is which.
+def which(times: Sequence[Spent], known: Relations) -> str | Bound:
+    """Say which of several times is the largest: by name where that is one for all sizes, else where it is which.
 
     Parameters
     ----------
-    compute, memory : Poly
-        Seconds.
+    times : sequence of (Poly, str)
+        Seconds, and what they are spent in, as `spent` returns them.
     known : Relations
         What is assumed of sizes.
-    slow : str
-        memory or link.
 
     Returns
     -------
     str or Bound
-        Compute where both are equal.
+        The first where several are equal.
     """
-    excess = compute - memory
+    if len(times) > 2 or all(not p.names() for p, _ in times):
+        times = _kept(times, known)
+    name = times[0][1]
+    rest = [p for p, other in times if other != name]
+    if not rest:
+        return name
+    own = [p for p, other in times if other == name]
+    excess = _most(own) - _most(rest)
     if known.nonnegative(excess):
-        return "compute"
-    if known.nonnegative(-excess):
-        return slow
+        return name
+    left = which([t for t in times if t[1] != name], known)
+    return left if known.nonnegative(-excess) else Bound(_relation(excess, known), left, name)
+
+
+def _most(parts: Sequence[Poly]) -> Poly:
+    return parts[0] if len(parts) == 1 else poly(extremum([(p, Owner()) for p in parts]))
+
+
+def _relation(excess: Poly, known: Relations) -> sympy.Ge:
+    """Return where a difference of times is not negative, positive terms on the left."""
     found = known.cleared([excess])
     plain = found[0] if found else excess
     plain = plain * lcm(*(c.denominator for c in plain.terms.values()))
@@ -88,25 +111,31 @@ def which(compute: Poly, memory: Poly, known: Relations, slow: str) -> str | Bou
     if len(more.terms) == 1:  # B*S >= 295.3, where it is one product
         (scale,) = more.terms.values()
     factor = Poly({shared: scale if scale > 0 else -scale})
-    return Bound(sympy.Ge((more / factor).expr, (less / factor).expr, evaluate=False), slow)
+    return sympy.Ge((more / factor).expr, (less / factor).expr, evaluate=False)
 
 
-def larger(compute: Poly, memory: Poly, known: Relations) -> Poly:
-    """Return the larger of two times, what both have in common as a factor in front, so that multiples are one atom."""
-    if not compute or not memory:
-        return compute + memory
-    if (a := compute.constant) is not None and (b := memory.constant) is not None:
-        return compute if a >= b else memory
-    kept = prune([(compute, Owner()), (memory, Owner())], known)
+def _kept(times: Sequence[Spent], known: Relations) -> list[Spent]:
+    """Return times of which one is the largest; of numbers, roots among them, the first that is."""
+    times = [t for t in times if t[0]] or [times[0]]
+    if all(not p.names() for p, _ in times):
+        exactly = all(p.constant is not None for p, _ in times)
+        values = [exact(p) if exactly else sympy.N(p.expr, 30) for p, _ in times]
+        return [times[values.index(max(values))]]
+    return prune(times, known)
+
+
+def largest(times: Sequence[Spent], known: Relations) -> Poly:
+    """Return the largest of some times, what all have in common as a factor in front: multiples are one atom."""
+    kept = _kept(times, known)
     if len(kept) == 1:
         return kept[0][0]
-    factor = _common(compute, memory)
-    return factor * poly(extremum([(p / factor, o) for p, o in kept]))
+    factor = _common([p for p, _ in kept])
+    return factor * poly(extremum([(p / factor, Owner()) for p, _ in kept]))
 
 
-def _common(a: Poly, b: Poly) -> Poly:
-    """Return the factor that all terms of both have: numbers, and symbols, which are positive."""
-    terms = [*a.terms.items(), *b.terms.items()]
+def _common(parts: Sequence[Poly]) -> Poly:
+    """Return the factor that all terms of all parts have: numbers, and symbols, which are positive."""
+    terms = [term for p in parts for term in p.terms.items()]
     number = Fraction(gcd(*(c.numerator for _, c in terms)), lcm(*(c.denominator for _, c in terms)))
     powers = [dict(m) for m, _ in terms]
     shared = []
@@ -117,20 +146,44 @@ def _common(a: Poly, b: Poly) -> Poly:
     return Poly({tuple(shared): number})
 
 
-def estimate(times: Iterable[tuple[Poly, Poly]], known: Relations) -> Poly:
-    """Return the sum over ops of the larger time, equal ops together.
+def spent(work: Work, asked: Asked) -> list[Spent]:
+    """Return the times of an op, the largest of which is its own: in compute, in memory or over a link, in caches.
 
     Parameters
     ----------
-    times : iterable of (Poly, Poly)
-        Seconds in compute and in memory of each op.
+    work : Work
+        The op, sizes put in.
+    asked : Asked
+        The device; with levels, what moves out of each of them is the least through all that is nearer, several
+        formulas of which the largest holds.
+
+    Returns
+    -------
+    list of (Poly, str)
+        Seconds, and compute, link, memory or the name of a cache.
+    """
+    compute, memory = work.seconds(asked.rates)
+    out = [(compute, "compute"), (memory, "memory" if work.link is None else "link")]
+    for level in asked.levels if work.link is None else ():
+        rate = work.times / poly(level.bandwidth.value)
+        out += [(p * rate, level.name) for p in parts_of_traffic(work.op, level.nearer, asked.values)]
+    return list(dict.fromkeys(out))
+
+
+def estimate(times: Iterable[Sequence[Spent]], known: Relations) -> Poly:
+    """Return the sum over ops of the largest time, equal ops together.
+
+    Parameters
+    ----------
+    times : iterable of sequences of (Poly, str)
+        What `spent` returns for each op.
     known : Relations
         What is assumed of sizes.
     """
-    alike: dict[tuple[Poly, Poly], int] = {}
-    for pair in times:
-        alike[pair] = alike.get(pair, 0) + 1
-    return total(larger(*pair, known) * count for pair, count in alike.items())
+    alike: dict[tuple[Spent, ...], int] = {}
+    for found in times:
+        alike[tuple(found)] = alike.get(tuple(found), 0) + 1
+    return total(largest(found, known) * count for found, count in alike.items())
 
 
 def lower_bound(asked: Asked) -> Poly:
@@ -138,8 +191,12 @@ def lower_bound(asked: Asked) -> Poly:
 
     Rates that are missing are taken as the highest of the device here, which is no smaller.
     """
-    kept = prune([(p, Owner(unit)) for unit, p in unit_times(asked).items()], asked.graph.root.relations)
-    return kept[0][0] if len(kept) == 1 else poly(extremum(kept))
+    found = [(p, unit) for unit, p in unit_times(asked).items()]
+    if asked.levels and asked.levels[0].whole:  # what caches hand out may be read and written at once: no bound
+        moved = unavoidable(asked.graph, asked.levels[0].nearer)
+        found += [(p.bind(asked.values) / asked.rates.bandwidth, "memory") for p in moved]
+    kept = _kept(found, asked.graph.root.relations)
+    return kept[0][0] if len(kept) == 1 else poly(extremum([(p, Owner(unit)) for p, unit in kept]))
 
 
 def unit_times(asked: Asked) -> dict[str, Poly]:
@@ -180,7 +237,14 @@ def in_seconds(value: Poly, asked: Asked) -> Formula:
 
 
 def seconds(
-    graph: Graph, hardware: str | Hardware, which: str = "estimate", /, *, fallback: Fallback = None, **dims: int
+    graph: Graph,
+    hardware: str | Hardware,
+    which: str = "estimate",
+    /,
+    *,
+    fallback: Fallback = None,
+    hierarchical: bool = False,
+    **dims: int,
 ) -> Formula:
     """Return the time of a graph on a device, as a formula while sizes are open.
 
@@ -194,6 +258,8 @@ def seconds(
         estimate: the sum over ops, as declared, of the larger of compute and memory time. lower: what no run is below.
     fallback : str or mapping, optional
         Number format whose rate stands in for one that the device lacks, or a mapping from wanted to used format.
+    hierarchical : bool
+        Take each level of memory into account, as `roofline`.
     **dims : int
         Sizes to bind.
 
@@ -236,9 +302,9 @@ def seconds(
     """
     need_graph("seconds", graph)
     need_choice("seconds: which", which, ("estimate", "lower"))
-    asked = ask(graph, hardware, fallback, dims, "seconds")
+    asked = ask(graph, hardware, fallback, dims, "seconds", hierarchical=hierarchical)
     if which == "estimate":
-        found = estimate((w.seconds(asked.rates) for w in asked.works), graph.root.relations)
+        found = estimate((spent(w, asked) for w in asked.works), graph.root.relations)
     else:
         found = lower_bound(asked)
     warn_of(asked.hardware, asked.rates.stand_ins.values())

@@ -8,9 +8,11 @@ from fractions import Fraction
 
 from ..algebra.polynomial import ZERO, Poly, poly, total
 from ..errors import BindingError, UnsupportedError
+from ..graph.arguments import need_flag
 from ..graph.graph import Graph
 from ..graph.op import Op
 from ..graph.sizes import Bindings, bindings, known_names
+from ..hardware.levels import Level, levels
 from ..hardware.rates import StandIn
 from ..hardware.specs import Hardware, load_hardware
 from ..ops.contraction import Einsum
@@ -158,6 +160,8 @@ class Asked:
     rates: Rates
     values: Bindings
     works: list[Work]
+    levels: tuple[Level, ...] = ()
+    """Levels of memory, where the answer is to take each into account."""
 
     @property
     def hardware(self) -> Hardware:
@@ -177,8 +181,17 @@ class Asked:
             raise BindingError(f"{question} of graph {self.graph.name!r}: expected numbers, still unbound: {left}")
 
 
-def ask(graph: Graph, hardware: str | Hardware, fallback: Fallback, dims: Mapping[str, object], question: str) -> Asked:
+def ask(
+    graph: Graph,
+    hardware: str | Hardware,
+    fallback: Fallback,
+    dims: Mapping[str, object],
+    question: str,
+    *,
+    hierarchical: bool = False,
+) -> Asked:
     """Return a graph on a device; BindingError if a dimension of it is named as a rate of hardware is."""
+    need_flag(question, hierarchical=hierarchical)
     device = load_hardware(hardware)
     values = bindings(graph, dims)
     need_other_names(graph, device, question)
@@ -187,7 +200,7 @@ def ask(graph: Graph, hardware: str | Hardware, fallback: Fallback, dims: Mappin
     if kept[0] != values:
         kept = values, [w.bound(values) for w in works(graph)]
         graph.cache["bound works"] = kept
-    return Asked(graph, Rates(device, fallback), values, kept[1])
+    return Asked(graph, Rates(device, fallback), values, kept[1], levels(device) if hierarchical else ())
 
 
 def need_other_names(graph: Graph, hardware: Hardware, question: str) -> None:

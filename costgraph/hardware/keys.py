@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-__all__ = ["LINK_KINDS", "PEAKS", "RATE_KEYS", "SYMBOLS", "TABLES"]
+from collections.abc import Mapping
+
+__all__ = ["CACHE_SYMBOLS", "LINK_KINDS", "PEAKS", "RATE_KEYS", "SYMBOLS", "TABLES", "symbols_of"]
 
 _TEXT = "text"
 PEAKS = ["fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp6", "fp4", "nvfp4", "int8", "int4"]
 # GeForce multiplies twice as fast where it keeps the sum in fp16
 _FP16_SUMS = ["fp16_accum_fp16", "fp8_accum_fp16"]
 _CACHES = ["l2", "l2_reported_by_driver", "last_level", "l1_and_shared_per_core", "shared_per_core"]
-_SCRATCHPADS = ["tensor_memory_per_core", "vmem", "cmem", "sbuf", "sram"]
+_SCRATCHPADS = ["tensor_memory_per_core", "registers_per_core", "vmem", "cmem", "sbuf", "sram"]
+# from the store to what is nearer to the arithmetic
+_CACHE_RATES = ["last_level_bandwidth", "l2_bandwidth"]
 _LINKS = ["per_direction", "bidirectional", "per_link_per_direction", "c2c_per_direction"]
 _CHIP_LINKS = ["per_chip", "bidirectional_per_chip", "per_axis_bidirectional"]
 TABLES: dict[str, dict[str, str]] = {
     "peak": dict.fromkeys(PEAKS + _FP16_SUMS, "FLOP/s"),
     "vector": dict.fromkeys(("fp64", "fp32"), "FLOP/s"),
     "memory": {"type": _TEXT, "capacity": "B", "measured": "B", "reported": "B", "bandwidth": "B/s"},
-    "cache": dict.fromkeys(_CACHES + _SCRATCHPADS, "B"),
+    "cache": dict.fromkeys(_CACHES + _SCRATCHPADS, "B") | dict.fromkeys(_CACHE_RATES, "B/s"),
     "cores": {"type": _TEXT, "count": "1"},
     "clock": dict.fromkeys(("boost", "max", "reached"), "Hz"),
     "power": dict.fromkeys(("tdp", "measured_min", "measured_mean", "measured_max"), "W"),
@@ -48,3 +52,11 @@ SYMBOLS = {
     **{f"{table}.{key}": kind for kind, (table, key) in LINK_KINDS.items()},
 }
 """What is a symbol of hardware as an unknown, and its name."""
+
+CACHE_SYMBOLS = {key: f"{key}_size" if unit == "B" else key for key, unit in TABLES["cache"].items()}
+"""The same of [cache], which devices have in part."""
+
+
+def symbols_of(tables: Mapping[str, Mapping[str, object]]) -> dict[str, str]:
+    """Return what is a symbol of a device as an unknown, and its name: of [cache] what the device has."""
+    return SYMBOLS | {f"cache.{key}": CACHE_SYMBOLS[key] for key in tables.get("cache", ())}

@@ -21,7 +21,7 @@ from costgraph.algebra.symbols import shown, symbol
 from costgraph.dtypes import DType, dtype
 from costgraph.errors import SpecError
 from costgraph.hardware.file import read_file
-from costgraph.hardware.keys import LINK_KINDS, PEAKS, SYMBOLS, TABLES
+from costgraph.hardware.keys import LINK_KINDS, PEAKS, TABLES, symbols_of
 from costgraph.hardware.rates import NAMED, Fallback, StandIn, chosen_fallback, fastest, nearest, rate_key
 from costgraph.hardware.tables import Column, Fact, Table
 from costgraph.hardware.units import Quantity
@@ -168,7 +168,8 @@ class Hardware(Table):
         Hardware
             With ``peak_bf16``, ``vector_fp32`` and the like for all formats in FLOP/s, and ``bandwidth``,
             ``interconnect``, ``c2c``, ``pcie`` and ``network`` in B/s: whole numbers above 0. The names are the same
-            whatever the device, so that a formula can be asked of another one.
+            whatever the device, so that a formula can be asked of another one. Caches that the device has are
+            ``l2_size``, ``l2_bandwidth`` and the like.
 
         Examples
         --------
@@ -176,7 +177,7 @@ class Hardware(Table):
         peak_bf16/bandwidth
         """
         tables = {name: dict(found) for name, found in self.tables.items()}
-        for place, name in SYMBOLS.items():
+        for place, name in symbols_of(self.tables).items():
             table, _, key = place.partition(".")
             tables.setdefault(table, {})[key] = Quantity(symbol(name), TABLES[table][key])
         bandwidth = tables["memory"]["bandwidth"]
@@ -186,7 +187,7 @@ class Hardware(Table):
     def symbols(self) -> frozenset[str]:
         """Names of its symbols, where it is ``symbolic()``; empty for a device of numbers."""
         found = [self.bandwidth, *self.peak.values(), *self.vector.values()]
-        names = SYMBOLS.values() if any(isinstance(q.value, sympy.Symbol) for q in found) else ()
+        names = symbols_of(self.tables).values() if any(isinstance(q.value, sympy.Symbol) for q in found) else ()
         return frozenset(names)
 
     def bindings(self) -> dict[sympy.Symbol, sympy.Rational]:
@@ -198,7 +199,7 @@ class Hardware(Table):
         >>> float(h100.symbolic().ridge("bf16").subs(h100.bindings())) == float(h100.ridge("bf16"))
         True
         """
-        found = {name: self._at(place) for place, name in SYMBOLS.items()}
+        found = {name: self._at(place) for place, name in symbols_of(self.tables).items()}
         return {symbol(name): sympy.sympify(q.value, strict=True) for name, q in found.items() if q is not None}
 
     def ridge(self, dtype_name: str | DType, fallback: Fallback | None = None) -> Fraction | sympy.Expr:

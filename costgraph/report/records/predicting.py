@@ -8,7 +8,7 @@ from fractions import Fraction
 from functools import cache
 
 from ...algebra.polynomial import Poly
-from ...analysis.seconds import estimate, in_seconds, unit_times
+from ...analysis.seconds import estimate, in_seconds, spent, unit_times
 from ...analysis.work import Asked, ask
 from ...errors import CostGraphError, UnsupportedError
 from ...hardware.specs import Hardware, list_hardware, load_hardware
@@ -124,14 +124,14 @@ def _times(run: Run, hardware: Hardware, *, resident: bool) -> tuple[float, floa
     asked.need_numbers("records")
     if run.phases:
         asked = Asked(run.graph, asked.rates, asked.values, [w for w in asked.works if w.op.phase in run.phases])
-    spent = estimate((work.seconds(asked.rates) for work in asked.works), run.graph.root.relations)
+    taken = estimate((spent(work, asked) for work in asked.works), run.graph.root.relations)
     busy = {unit: _number(time, asked) for unit, time in unit_times(asked).items()}
     if run.phases:  # what moves between phases is not known to reach memory
         del busy["memory"]
     elif resident:
         busy["memory"] = max(0.0, busy["memory"] - _cache(hardware) / float(hardware.bandwidth))
     notes = tuple(str(instead) for instead in asked.rates.stand_ins.values())
-    return _number(spent, asked), max(busy.values(), default=0.0), notes
+    return _number(taken, asked), max(busy.values(), default=0.0), notes
 
 
 def _number(time: Poly, asked: Asked) -> float:

@@ -1,0 +1,228 @@
+"""Levels of memory: times against traffic that is asked apart, and bounds against caches that are simulated."""
+
+from dataclasses import replace
+
+import pytest
+from caches import Nest, ideal, loops_of
+
+import costgraph as cg
+from costgraph.hardware.levels import levels
+from costgraph.hardware.units import Quantity
+
+A100 = cg.load_hardware("a100-80-sxm")
+I, J, K, L = cg.dims("I J K L")
+
+
+def device(memory=100, *, peak=10**9, cores=3, **cache):
+    """A device of few bytes: rates in B/s and FLOP/s."""
+    found = {key: Quantity(value, "B/s" if "bandwidth" in key else "B") for key, value in cache.items()}
+    rates = {key: Quantity(peak, "FLOP/s") for key in ("fp32", "bf16")}
+    bandwidth = Quantity(memory, "B/s")
+    tables = {
+        "peak": rates, "vector": rates, "cache": found, "cores": {"count": Quantity(cores, "1")},
+        "memory": {**A100.tables["memory"], "bandwidth": bandwidth},
+    }  # fmt: skip
+    return replace(A100, peak=rates, vector=rates, bandwidth=bandwidth, tables=tables)
+
+
+def product():
+    with cg.Graph("product", dtype="fp32") as g:
+        g.output(g.input("a", (I, K)) @ g.input("b", (K, J)))
+    return g
+
+
+def chain():
+    with cg.Graph("chain", dtype="fp32") as g:
+        h = cg.relu(g.input("x", (I, K)) @ g.param("w", (K, J)))
+        g.output(h @ g.param("v", (J, L)))
+    return g
+
+
+SIZES = {"I": 41, "J": 37, "K": 43}
+CACHES = {"l2": 4096, "l2_bandwidth": 170, "l1_and_shared_per_core": 64, "registers_per_core": 32}
+
+
+# -- levels ------------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_nearer_is_added_up_over_all_cores():
+    memory, l2 = levels(device(shared_per_core=50, **CACHES))
+    assert (memory.name, memory.bandwidth.value, memory.nearer) == ("memory", 100, 4096 + 3 * (64 + 32))
+    # shared memory is a part of the first cache
+    assert (l2.name, l2.bandwidth.value, l2.nearer) == ("l2", 170, 3 * (64 + 32))
+    assert memory.whole
+    assert l2.whole
+
+
+def test_levels_are_those_that_the_specification_has():
+    assert [(v.name, v.nearer, v.whole) for v in levels(device())] == [("memory", 0, False)]
+    bare = device(l2=4096, l2_bandwidth=9, shared_per_core=5)
+    assert [(v.name, v.nearer, v.whole) for v in levels(bare)] == [("memory", 4096 + 15, False), ("l2", 15, False)]
+    # out of what is next to the arithmetic nothing is known
+    assert [v.name for v in levels(device(l2=4096, l2_bandwidth=9))] == ["memory"]
+    assert [v.name for v in levels(cg.load_hardware("mi300x"))] == ["memory", "last_level", "l2"]
+    for name in cg.list_hardware():
+        memory, *caches = levels(cg.load_hardware(name))
+        assert all(memory.nearer.constant > v.nearer.constant > 0 for v in caches), name
+
+
+# -- times -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "bound"),
+    [({}, "l2"), ({"l2_bandwidth": 700}, "memory"), ({"peak": 100}, "compute"), ({"l2_bandwidth": 10**9}, "memory")],
+)
+def test_an_op_takes_the_largest_of_the_times_of_all_levels(change, bound):
+    small = device(**(CACHES | change))
+    (row,) = (found := cg.roofline(product(), small, hierarchical=True, **SIZES)).rows
+    # 2 I J K FLOPs; 4384 bytes are nearer than the memory, 288 nearer than the second cache
+    flops = 2 * 41 * 37 * 43 / change.get("peak", 10**9)
+    moved = [
+        cg.bytes_moved(product(), cache=n, **SIZES) / rate
+        for n, rate in ((4384, 100), (288, small.tables["cache"]["l2_bandwidth"].value))
+    ]
+    assert row.compute_s == pytest.approx(flops)
+    assert [row.memory_s, *row.caches_s.values()] == pytest.approx(moved)
+    assert found.estimate == row.seconds == pytest.approx(max(flops, *moved))
+    assert row.bound == found.bound == bound
+    assert found.estimate == cg.seconds(product(), small, hierarchical=True, **SIZES)
+    assert "l2" in str(found).split("\n")[0].split()
+    assert "l2" in found._repr_html_()
+
+
+def test_a_sum_over_ops_of_the_largest_times():
+    small, at = device(**CACHES), {**SIZES, "L": 31}
+    found = cg.roofline(chain(), small, hierarchical=True, **at)
+    parts = []
+    for op in chain().ops:
+        least = [cg.tiling(op, cache=n, **at).bound / rate for n, rate in ((4384, 100), (288, 170))]
+        parts.append(max(least))
+    assert [row.seconds for row in found.rows] == pytest.approx(parts)
+    assert found.estimate == pytest.approx(sum(parts))
+    flat = cg.roofline(chain(), small, **at)
+    assert flat.estimate < found.estimate
+    assert not flat.levels
+    assert not flat.rows[0].caches_s
+
+
+def test_where_all_fits_nothing_changes():
+    roomy = device(l2=10**9, l2_bandwidth=10**9, l1_and_shared_per_core=10**8, registers_per_core=10**8)
+    for graph in (product(), chain()):
+        at = {**SIZES, "L": 31} if graph.name == "chain" else SIZES
+        one, other = cg.roofline(graph, roomy, **at), cg.roofline(graph, roomy, hierarchical=True, **at)
+        assert (one.estimate, one.lower_bound) == (other.estimate, other.lower_bound)
+        assert [row.bound for row in one.rows] == [row.bound for row in other.rows]
+
+
+def test_a_specification_without_caches_changes_nothing_and_says_so():
+    bare = device()
+    one, other = cg.roofline(product(), bare), cg.roofline(product(), bare, hierarchical=True)
+    assert (one.estimate, one.lower_bound, one.rows) == (other.estimate, other.lower_bound, other.rows)
+    assert "no bandwidth of a cache, it has no caches: the memory is its only level" in str(other)
+    assert "note" not in str(one)
+    assert "of caches it has sizes alone" in str(cg.roofline(product(), "tpu-v5e", hierarchical=True))
+    assert "lacks the size of registers or of first caches" in str(cg.roofline(product(), "mi300x", hierarchical=True))
+
+
+def test_with_open_sizes_times_are_formulas_and_bounds_are_conditions():
+    small = device(**CACHES, peak=5000)
+    found = cg.roofline(product(), small, hierarchical=True)
+    lower = cg.seconds(product(), small, "lower", hierarchical=True)
+    for at in (SIZES, {"I": 5, "J": 3, "K": 7}, {"I": 1, "J": 1, "K": 997}, {"I": 101, "J": 97, "K": 1}):
+        bound = cg.roofline(product(), small, hierarchical=True, **at)
+        assert cg.evaluate(found.estimate, **at) == pytest.approx(bound.estimate)
+        assert cg.evaluate(lower, **at) == pytest.approx(bound.lower_bound)
+        assert cg.evaluate(found.rows[0].seconds, **at) == pytest.approx(bound.rows[0].seconds)
+        condition, where = found.rows[0].bound, {I: at["I"], J: at["J"], K: at["K"]}
+        while not isinstance(condition, str):
+            condition = condition.first if condition.compute.subs(where) else condition.otherwise
+        assert condition == bound.rows[0].bound
+    assert "compute where" in str(found.rows[0].bound)
+    assert ", else memory where" in str(found.rows[0].bound)
+
+
+def test_sizes_and_rates_of_caches_are_symbols_of_an_unknown():
+    small = device(**CACHES)
+    unknown = small.symbolic()
+    names = {"l2_size", "l2_bandwidth", "l1_and_shared_per_core_size", "registers_per_core_size"}
+    assert names <= unknown.symbols
+    assert "last_level_size" not in unknown.symbols
+    found = cg.seconds(product(), unknown, hierarchical=True, **SIZES)
+    assert names <= {s.name for s in found.free_symbols}
+    assert float(found.subs(small.bindings())) == pytest.approx(
+        cg.seconds(product(), small, hierarchical=True, **SIZES)
+    )
+    with cg.Graph("g") as g:
+        g.output(cg.relu(g.input("x", cg.dims("l2_size,"))))
+    with pytest.raises(cg.BindingError, match="l2_size names a dimension and a rate of the device"):
+        cg.seconds(g, unknown)
+
+
+def test_a_transfer_goes_over_its_link_alone():
+    with cg.Graph("g") as g:
+        g.output(cg.ops.transfer(g.input("x", (I,)), "pcie"))
+    one, other = (cg.roofline(g, A100, hierarchical=switch, I=1009) for switch in (False, True))
+    assert [row.bound for row in other.rows] == ["link"]
+    assert not other.rows[0].caches_s
+    assert one.estimate == other.estimate
+
+
+def test_it_is_a_switch():
+    for call in (cg.roofline, cg.seconds):
+        with pytest.raises(cg.GraphError, match="hierarchical is 'yes', expected True or False"):
+            call(product(), A100, hierarchical="yes")
+
+
+# -- the bound ---------------------------------------------------------------------------------------------------------
+
+
+def test_no_simulated_schedule_is_faster_than_the_lower_bound():
+    sizes = {"i": 11, "j": 13, "k": 7}
+    nest = Nest("i k, k j -> i j", sizes, [(11, 7), (7, 13), (11, 13)])
+    at = {name.upper(): n for name, n in sizes.items()}
+    held = 0
+    for room in (24, 48, 96, 192, 1024):
+        small = device(1, l1_and_shared_per_core=room - 4, registers_per_core=4, cores=1)
+        least = cg.seconds(product(), small, "lower", hierarchical=True, **at)
+        held += least > cg.seconds(product(), small, "lower", **at)
+        for seed in range(5):
+            assert ideal(nest, nest.accesses(loops_of(nest, seed)), room) >= least
+    assert held >= 2  # where it says more than that each element is moved once
+
+
+def test_the_lower_bound_holds_for_products_that_are_fused():
+    # x w is handed on in the cache: row by row, w and v being read for each row once more at the most
+    rows, inner, mid, out = 23, 5, 7, 3
+    at = {"I": rows, "K": inner, "J": mid, "L": out}
+    for room in (64, 128, 256, 4 * (inner + mid + out + inner * mid + mid * out)):
+        small = device(1, l1_and_shared_per_core=room - 32, registers_per_core=32, cores=1)
+        fused = 4 * (rows * inner + rows * out)  # x is read and y is written once
+        weights = 4 * (inner * mid + mid * out)
+        fits = room >= 4 * (inner + mid + out) + weights
+        moved = fused + weights * (1 if fits else rows)
+        assert cg.seconds(chain(), small, "lower", hierarchical=True, **at) <= moved
+    # as declared, x w is written and read between
+    assert cg.seconds(chain(), small, hierarchical=True, **at) > moved
+
+
+def test_the_bound_is_below_the_estimate_on_every_device():
+    model = cg.models.load("gpt2")
+    for name in ("a100-80-sxm", "v100-sxm2-32gb", "h100-sxm", "mi300x", "l4"):
+        found = cg.roofline(model, name, hierarchical=True, B=3, S=509, fallback="fp32" if "v100" in name else None)
+        flat = cg.roofline(model, name, B=3, S=509, fallback="fp32" if "v100" in name else None)
+        assert flat.lower_bound <= found.lower_bound <= found.estimate
+        assert flat.estimate <= found.estimate * (1 + 1e-12)
+
+
+def test_a_machine_is_balanced_by_the_root_of_its_cache():
+    # 2 n^3/P = 4 * 2 n^3/sqrt(M/4) / W for a large product of 4-byte elements: sqrt(M) = 8 P/W
+    n = 10**6
+    unknown = device(l1_and_shared_per_core=1, registers_per_core=1, cores=1).symbolic()
+    time = cg.seconds(product(), unknown, "lower", hierarchical=True, I=n, J=n, K=n)
+    symbols = {s.name: s for s in time.free_symbols}
+    # M is 64, so that both are 2 n^3/1000
+    at = {symbols["peak_fp32"]: 1000, **{s: 32 for name, s in symbols.items() if name.endswith("_size")}}
+    for bandwidth in (1000, 999):
+        assert float(time.subs(at | {symbols["bandwidth"]: bandwidth})) == pytest.approx(2 * n**3 / bandwidth, rel=1e-5)
+    assert float(time.subs(at | {symbols["bandwidth"]: 2000})) == pytest.approx(2 * n**3 / 1000, rel=1e-5)
