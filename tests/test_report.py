@@ -215,6 +215,15 @@ def test_open_sizes_leave_formulas_and_say_what_is_missing():
     text = str(r)
     assert "needs sizes, still unbound: D, F, K" in text
     assert "whether it fits\n" in text or "whether it fits " in text
+    assert r.open_roofline.estimate == cg.seconds(model(), "h100-sxm", B=2)
+    assert r.open_roofline.lower_bound == cg.seconds(model(), "h100-sxm", "lower", B=2)
+    assert "time, estimate" in text
+    for figure in ("estimate", "lower_bound"):
+        formula = json.loads(to_json(r))["roofline"][figure]
+        assert formula == {"value": None, "unit": "s", "bound": formula_text(getattr(r.open_roofline, figure))}
+        assert formula["bound"] in to_csv(r)
+    assert formula_text(r.open_roofline.estimate, grouped=True).split()[0] in text
+    assert report(model(), "h100-sxm", **SIZES).open_roofline is report(model()).open_roofline is None
     with pytest.raises(cg.BindingError, match="unbound: D, F, K"):
         r.plot("roof.png")
     with pytest.raises(cg.BindingError, match="there is no device"):

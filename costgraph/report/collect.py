@@ -247,7 +247,8 @@ def report(
     values = bindings(graph, dims)
     sizes = {k: int(v.constant) for k, v in sorted(values.items()) if v.constant is not None}
     unbound = tuple(sorted(known_names(graph) - sizes.keys()))
-    times = None if device is None or unbound else _times(graph, device, fallback, dims)
+    found = None if device is None else _times(graph, device, fallback, dims)
+    times = None if unbound else found
     figures, peak = _figures(graph, dims), _peak(graph, dims, values)
     free = _outer_scopes(graph, costs(symbolic(graph), count=count))
     bound = _outer_scopes(graph, costs(graph, count=count, **dims))
@@ -266,5 +267,6 @@ def report(
         phases=_parts(bound, free, times, lambda row: row.phase),
         count=count,
         defaults=dict(graph.root.defaults),
+        open_roofline=found if unbound else None,
         training=training_of(graph, dims, times),
     )

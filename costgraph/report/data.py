@@ -86,6 +86,8 @@ class Facts:
     """how matmul FLOPs of the tables are counted: executed or full"""
     defaults: Mapping[str, int] = field(default_factory=dict)
     """default sizes of the graph"""
+    open_roofline: Roofline | None = None
+    """times as formulas; None without a device, or once all sizes are bound"""
     training: Training | None = None
     """what a step of training has beside; None for other graphs"""
 

@@ -81,7 +81,7 @@ def _times(times: Roofline | None) -> dict[str, Any] | None:
         "ridge": _figure(times.ridge, "FLOP/B"),
         "lower_bound": _figure(times.lower_bound, "s"),
         "estimate": _figure(times.estimate, "s"),
-        "bound": times.bound,
+        "bound": None if isinstance(times.estimate, sympy.Expr) else times.bound,
         "stand_ins": [instead._asdict() for instead in times.stand_ins],
         "ops": [
             {
@@ -94,7 +94,7 @@ def _times(times: Roofline | None) -> dict[str, Any] | None:
                 "intensity": _figure(row.intensity, "FLOP/B"),
                 "compute": _figure(row.compute_s, "s"),
                 "memory": _figure(row.memory_s, "s"),
-                "bound": row.bound,
+                "bound": str(row.bound),
             }
             for row in times.rows
         ],
@@ -148,7 +148,7 @@ def to_json(r: Facts) -> str:
         "figures": {name: _figure(f.value, f.unit, f.formula) for name, f in r.figures.items()},
         "training": _training(r),
         "peak_memory": _peak(r),
-        "roofline": _times(r.roofline),
+        "roofline": _times(r.roofline or r.open_roofline),
         "scopes": [_part(p) for p in r.scopes],
         "phases": [_part(p) for p in r.phases],
     }
@@ -167,10 +167,11 @@ def rows(r: Facts) -> Iterator[tuple[str, str, str, object, str, str]]:
     yield ("graph", "", "peak-memory", _cell(r.peak.value), "B", "")
     for role, amount in r.peak.by_role.items():
         yield ("role at the peak", role, "bytes", _cell(amount), "B", "")
-    if r.roofline is not None:
-        yield ("graph", "", "ridge", _cell(r.roofline.ridge), "FLOP/B", "")
-        yield ("graph", "", "lower-bound", r.roofline.lower_bound, "s", "")
-        yield ("graph", "", "estimate", r.roofline.estimate, "s", "")
+    times = r.roofline or r.open_roofline
+    if times is not None:
+        yield ("graph", "", "ridge", _cell(times.ridge), "FLOP/B", "")
+        yield ("graph", "", "lower-bound", _cell(times.lower_bound), "s", "")
+        yield ("graph", "", "estimate", _cell(times.estimate), "s", "")
     for kind, parts in (("scope", r.scopes), ("phase", r.phases)):
         for part in parts:
             for quantity, unit in _PART_UNITS.items():

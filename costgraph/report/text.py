@@ -224,7 +224,7 @@ def _time_rows(r: Facts) -> Iterator[tuple[str, str]]:
     if r.hardware is None:
         yield "time", "needs a device: --hardware NAME"
     elif r.roofline is None:
-        yield "time, roofline", f"needs sizes, still unbound: {', '.join(r.unbound)}"
+        yield from _open_time_rows(r)
     else:
         yield "time, lower bound", show(r.roofline.lower_bound, "s") + ", no run is faster"
         whole = r.roofline.estimate
@@ -235,6 +235,16 @@ def _time_rows(r: Facts) -> Iterator[tuple[str, str]]:
         yield "time, estimate", ", ".join([show(whole, "s"), *sorted(parts)])
         for instead in r.roofline.stand_ins:
             yield "  note", escape(str(instead))
+
+
+def _open_time_rows(r: Facts) -> Iterator[tuple[str, str]]:
+    times = r.open_roofline
+    if times is not None:
+        yield "time, lower bound", escape(show(times.lower_bound, "s"))
+        yield "time, estimate", escape(show(times.estimate, "s"))
+        for instead in times.stand_ins:
+            yield "  note", escape(str(instead))
+    yield "  bound by", f"needs sizes, still unbound: {', '.join(r.unbound)}"
 
 
 def _table(title: str, head: str, parts: Sequence[Part], r: Facts) -> RenderableType:
