@@ -1,6 +1,7 @@
 """Crossovers of stated amounts: the size at which they are equal is put in, and has to come out."""
 
 import math
+import random
 
 import pytest
 import sympy
@@ -109,3 +110,46 @@ def test_a_default_of_the_size_that_is_asked_for_does_not_count(own):
         g.defaults.update(N=3, M=2)
     assert cg.crossover(g, own, "N") == 14
     assert cg.crossover(g, own, "N", M=11) == 77
+
+
+# -- with other sizes open ---------------------------------------------------------------------------------------------
+
+
+def ops_of(graph):
+    """Ops that take time themselves, kernels as a whole."""
+    names = {row.op for row in cg.roofline(graph, "h100-sxm").rows}
+    return [op for op in graph.walk() if op.name in names]
+
+
+@pytest.mark.parametrize("name", ["llama-3-8b", "bert-base"])
+def test_a_formula_of_open_sizes_is_where_the_numbers_change(name):
+    model, pick, device = cg.models.load(name, symbolic=True), random.Random(name), cg.load_hardware("h100-sxm")
+    preset, met = cg.models.load(name).defaults, 0
+    for op in ops_of(model)[-9:]:
+        found = cg.crossover(op, device, "B")
+        for _ in range(3):
+            sizes = {n: max(1, pick.choice((v // 4, v, 3 * v))) for n, v in preset.items() if n in ("F", "V", "L")}
+            sizes = {**preset, **sizes, "S": pick.randrange(1, 400)}
+            number = cg.crossover(op, device, "B", **sizes)
+            used = {s.name: sizes[s.name] for s in getattr(found, "free_symbols", ())}
+            at = cg.evaluate(found, **used) if used else found
+            if number not in (0, math.inf):
+                assert at == pytest.approx(number, rel=1e-12)
+                met += 1
+            else:  # bound alike at every size: no size is below 1
+                assert at in (number, sympy.oo) or at < 1
+    assert met >= 5
+
+
+def test_what_has_no_closed_form_needs_the_others(own):
+    g = stated(80 * N**5 / M**2, N, N, N)
+    with pytest.raises(cg.UnsupportedError, match=r"no closed form for N in .*, expected sizes for M"):
+        cg.crossover(g, own, "N")
+    assert cg.crossover(g, own, "N", M=101) == 101
+    # 80 N (N - M) of compute against 80 N of memory: the same at N = M + 1
+    with cg.Graph("g", dtype="fp32") as g:
+        (y,) = cg.opaque("op", [g.input("x", (N,))], [((N,), "fp32")], flops={"matmul": 80 * N * cg.Max(0, N - M)})
+        g.output(y)
+    with pytest.raises(cg.UnsupportedError, match="expected sizes for M"):
+        cg.crossover(g, own, "N")
+    assert cg.crossover(g, own, "N", M=7) == 8

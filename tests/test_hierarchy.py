@@ -206,6 +206,20 @@ def test_the_lower_bound_holds_for_products_that_are_fused():
     assert cg.seconds(chain(), small, hierarchical=True, **at) > moved
 
 
+def test_what_is_not_handed_out_need_not_be_stored():
+    # one row of the result is: of the others sums may begin and end in the cache
+    with cg.Graph("part", dtype="fp32") as g:
+        g.output((g.input("a", (I, K)) @ g.input("b", (K, J)))[:1])
+    rows, inner, mid = 29, 5, 7
+    at = {"I": rows, "K": inner, "J": mid}
+    for room in (24, 48, 96, 4 * (2 * mid + inner * mid + inner)):
+        small = device(1, l1_and_shared_per_core=room - 4, registers_per_core=4, cores=1)
+        # row by row: one element of a, of b and of the result at a time, or b as a whole
+        fits = room >= 4 * (inner * mid + 1 + 1)
+        moved = 4 * (rows * inner * (1 if fits else mid) + inner * mid * (1 if fits else rows) + mid)
+        assert cg.seconds(g, small, "lower", hierarchical=True, **at) <= moved
+
+
 def test_the_bound_is_below_the_estimate_on_every_device():
     model = cg.models.load("gpt2")
     for name in ("a100-80-sxm", "v100-sxm2-32gb", "h100-sxm", "mi300x", "l4"):

@@ -58,21 +58,18 @@ def unavoidable(graph: Graph, cache: Poly) -> list[Poly]:
     is in the cache at no other time; what is handed on may be made and used up there. What an op that is repeated moves
     counts once, and ops are not added up, as they may share what is loaded.
     """
-    out, stored = [], {t.storage for t in graph.outputs}
+    out = []
     for op in graph.walk():
         if not all(t.storage.role in _GIVEN for t in op.operands):
             continue
         if isinstance(op.kind, Kernel):
-            nests = products_inside(op, op.kind)
+            out += [p for nest in products_inside(op, op.kind) for p in _handed_on(nest, cache)]
         elif isinstance(op.kind, Einsum) and len(op.operands) == 2:
             nest = contraction_nest(op, op.kind)
-            if op.results[0].storage in stored:
+            if any(t is op.results[0] for t in graph.outputs):
                 out += _of_points(nest, cache)
-                continue
-            nests = iter([nest])
-        else:
-            continue
-        out += [p for nest in nests for p in _handed_on(nest, cache)]
+            elif nest.is_plain:
+                out += _handed_on(nest, cache)
     return list(dict.fromkeys(out))
 
 

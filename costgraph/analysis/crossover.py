@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import sympy
 
 from ..algebra.conditions import Asked
-from ..algebra.dominance import solve
+from ..algebra.dominance import NOTHING_KNOWN, solve
 from ..algebra.polynomial import ONE, Poly, total
 from ..bind.evaluate import Formula, answer
 from ..errors import GraphError, UnsupportedError
@@ -49,7 +49,9 @@ def crossover(
     sympy.Expr or float
         Where compute time equals memory time: a formula while others are open, else a number; where that is no ratio
         of two sums, the first whole size after the change. `math.inf` where it is memory-bound at every size, 0 where
-        it is compute-bound at every size: once all other sizes are bound, at every one that assumptions allow.
+        it is compute-bound at every size: once all other sizes are bound, at every one that assumptions allow. A
+        formula knows nothing of these: where it is below 1 or infinite all sizes are bound alike, and what ties the
+        symbol to sizes that are open is left to whoever puts them in.
 
     Raises
     ------
@@ -169,9 +171,10 @@ def _root(excess: Poly, symbol: str, sizes: _Sizes) -> Formula:
             return _search(excess, symbol, sizes)
         powers.setdefault(power, []).append(rest)
     sums = {p: total(parts) for p, parts in powers.items() if total(parts)}
-    signs = {c >= 0 for p in sums.values() for c in p.terms.values()}
-    if len(signs) < 2:
-        return 0 if signs != {False} else math.inf
+    if NOTHING_KNOWN.nonnegative(excess):
+        return 0
+    if NOTHING_KNOWN.nonnegative(-excess):
+        return math.inf
     least = min(sums)
     if max(sums) - least != 1:
         return _search(excess, symbol, sizes)

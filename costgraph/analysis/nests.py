@@ -68,6 +68,11 @@ class Nest:
     """Indices that a kernel has to go through before the next of its ops can begin."""
 
     @property
+    def is_plain(self) -> bool:
+        """Whether no index of an array is a sum of several."""
+        return all(len(row) == 1 for a in self.arrays for row in a.access)
+
+    @property
     def moved(self) -> tuple[Array, ...]:
         """Arrays that are outside of the cache before or after."""
         return tuple(a for a in self.arrays if a.role != "held")
@@ -164,7 +169,7 @@ def _products(body: Graph, outside: Mapping[object, object]) -> Iterator[Nest]:
             yield from _products(kind.body, {f.storage: outside[t.storage] for f, t in inner if t.storage in outside})
         if isinstance(kind, Einsum) and len(op.operands) == 2 and all(t.storage in outside for t in op.operands):
             nest = contraction_nest(op, kind)
-            if all(len(row) == 1 for a in nest.arrays for row in a.access):
+            if nest.is_plain:
                 read = (replace(a, storage=outside[t.storage]) for a, t in zip(nest.arrays, op.operands, strict=False))
                 yield replace(nest, arrays=(*read, nest.arrays[-1]))
 
