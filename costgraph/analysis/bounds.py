@@ -66,10 +66,9 @@ def unavoidable(graph: Graph, cache: Poly) -> list[Poly]:
             out += [p for nest in products_inside(op, op.kind) for p in _handed_on(nest, cache)]
         elif isinstance(op.kind, Einsum) and len(op.operands) == 2:
             nest = contraction_nest(op, op.kind)
-            if any(t is op.results[0] for t in graph.outputs):
-                out += _of_points(nest, cache)
-            elif nest.is_plain:
-                out += _handed_on(nest, cache)
+            if nest.is_plain:  # a convolution can be done with fewer products
+                stored = any(t is op.results[0] for t in graph.outputs)
+                out += _of_points(nest, cache) if stored else _handed_on(nest, cache)
     return list(dict.fromkeys(out))
 
 
