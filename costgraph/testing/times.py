@@ -1,0 +1,48 @@
+"""Laws of times: what levels of memory add to them, and that formulas say the same as numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..analysis.roofline import roofline
+from ..analysis.seconds import seconds
+from ..bind.evaluate import evaluate
+from ..errors import UnsupportedError
+from ..hardware.specs import Hardware, load_hardware
+from ..hardware.units import Quantity
+from .laws import Trial, law
+
+__all__ = ["through"]
+
+#: Of 64 and 32 bytes next to the arithmetic each op that reuses anything has to move more.
+_CACHES = {"l2": 256, "l1_and_shared_per_core": 32, "registers_per_core": 32}
+
+
+def through(**bandwidths: int) -> Hardware:
+    """Return a device with caches of a few bytes, and with bandwidths of these in B/s."""
+    device = load_hardware("a100-80-sxm")
+    cache = {key: Quantity(size, "B") for key, size in _CACHES.items()}
+    cache |= {f"{key}_bandwidth": Quantity(rate, "B/s") for key, rate in bandwidths.items()}
+    tables = {**device.tables, "cache": cache, "cores": {"count": Quantity(1, "1")}}
+    return replace(device, tables=tables)
+
+
+@law
+def levels_of_memory_take_no_less_time(trial: Trial) -> None:
+    """Neither estimate nor bound falls, the bound stays below, and formulas give the same at the point."""
+    device = through(l2=10**12)
+    try:
+        flat, deep = (
+            roofline(trial.graph, device, fallback=None, hierarchical=each, **trial.point) for each in (False, True)
+        )
+    except UnsupportedError:  # a collective, which has no time yet
+        return
+    about = 1 + 1e-9
+    assert flat.estimate <= deep.estimate * about, f"estimate of levels {deep.estimate}, below {flat.estimate}"
+    assert flat.lower_bound <= deep.lower_bound * about, f"bound of levels {deep.lower_bound}, below {flat.lower_bound}"
+    assert deep.lower_bound <= deep.estimate * about, f"bound {deep.lower_bound}, above the estimate {deep.estimate}"
+    for which, expected in (("estimate", deep.estimate), ("lower", deep.lower_bound)):
+        formula = seconds(trial.graph, device, which, hierarchical=True)
+        names = {s.name for s in getattr(formula, "free_symbols", ())}
+        found = evaluate(formula, **{k: v for k, v in trial.point.items() if k in names})
+        assert abs(found - expected) <= 1e-9 * expected, f"{which}: {found} of the formula, expected {expected}"
