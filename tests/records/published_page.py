@@ -13,7 +13,7 @@ from costgraph.report.records import hold
 from costgraph.report.records.held import spread
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE, FILE = ROOT / "docs" / "published_gpus.md", ROOT / "tests" / "measured" / "published-gpus.json"
+PAGE, FILE = ROOT / "docs" / "published_gpus.md", ROOT / "tests" / "measured" / "published" / "gpus.json"
 #: Measured over estimated times beyond which a record is listed, with its cause where one is known.
 FACTOR = 3
 #: Seconds that a kernel takes to start and to end, of the order of: what is shorter measures little else.
@@ -23,11 +23,11 @@ DEVICES = {name: load_hardware(name) for name in list_hardware()}
 HEAD = """\
 # Published measurements of GPUs
 
-`tests/measured/published-gpus.json` has {count:,} measurements that others made on GPUs and published, each with the
+`tests/measured/published/gpus.json` has {count:,} measurements that others made on GPUs and published, each with the
 repository, path and commit, or the address, that it was read in. No number of theirs is changed. This page is what
 
 ```console
-$ costgraph validate --records published-gpus.json --out predictions.json
+$ costgraph validate --records gpus.json --out predictions.json
 ```
 
 says of them. Every record is predicted, or listed below with the reason why not; the exit code is 0 where all limits
