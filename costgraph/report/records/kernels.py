@@ -17,7 +17,7 @@ from ...notation.records import Count, Size, one_of
 from .case import Case, Run, family
 from .record import Record, facts
 
-__all__ = ["format_of"]
+__all__ = ["DIRECTIONS", "format_of"]
 
 
 def format_of(name: str) -> cg.DType:
@@ -81,7 +81,7 @@ def best_product(record: Record) -> Case:
 
 # -- convolutions --------------------------------------------------------------------------------------------------
 
-_DIRECTIONS = ("forward", "backward-weights", "backward-inputs")
+DIRECTIONS = ("forward", "backward-weights", "backward-inputs")
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class _Convolution:
     stride_w: Size
     stride_h: Size
     dtype: str
-    direction: Annotated[str, one_of(_DIRECTIONS)]
+    direction: Annotated[str, one_of(DIRECTIONS)]
     op: Annotated[str, one_of(["conv"])]
     out_w: Size | None = None
     out_h: Size | None = None
