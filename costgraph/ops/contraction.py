@@ -140,9 +140,7 @@ class Einsum(Working):
             need(any(f.flops == self.orders for f in found), f"orders {shown(str(self.orders))}")
 
 
-def _window_products(
-    pattern: Pattern, extents: Mapping[str, Poly]
-) -> Iterator[tuple[tuple[str, str], Poly]]:
+def _window_products(pattern: Pattern, extents: Mapping[str, Poly]) -> Iterator[tuple[tuple[str, str], Poly]]:
     """Return pairs of axes that slide along each other, with the products of the fewest: one of each has either."""
     tensors = [*pattern.operands, pattern.result]
     if len(tensors) != 3:
@@ -158,7 +156,7 @@ def _window_products(
 
 
 def _products(outer: tuple[Poly, int], inner: tuple[Poly, int]) -> Poly:
-    """Return the fewest products of two axes with their steps: with a stride, a window falls into one for each phase."""
+    """Return the fewest products of two axes with their steps: of a stride, a window falls into one for each phase."""
     (n, stride), (r, gap) = outer, inner
     if stride == 1 < gap:
         (n, stride), (r, gap) = (r, gap), (n, stride)

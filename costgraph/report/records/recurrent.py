@@ -52,9 +52,11 @@ def _layer(gates: int, elements: cg.DType, direction: str) -> cg.Graph:
 
         state = g.input("state", (N, H))
         if direction == "forward":
-            g.output(*cg.scan(T, forward, state, g.input("x", (T, N, H))))
+            _, states = cg.scan(T, forward, state, g.input("x", (T, N, H)))
         else:
-            g.output(*cg.scan(T, backward, state, g.input("saved", (T, N, gates, H))))
+            _, states = cg.scan(T, backward, state, g.input("saved", (T, N, gates, H)))
+        assert isinstance(states, cg.Tensor)
+        g.output(states)
     return g
 
 
