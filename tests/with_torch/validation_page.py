@@ -26,6 +26,13 @@ $ costgraph validate --device cuda --out my-gpu.json --plots pictures      # on 
 $ costgraph validate --device cpu --threads 1 --out my-cpu.json            # --quick: one cheap case of each kind
 ```
 
+What others have measured on GPUs and published is predicted without running anything:
+[published measurements of GPUs](published_gpus.md) has the table by family and device, from
+
+```console
+$ costgraph validate --records tests/measured/published/gpus.json --out predictions.json --plot pictures
+```
+
 In Python: `costgraph.torch.validate("cuda")`, whose answer has `.rows`, `.table()`, `.plot(directory)`,
 `.save(path)`. The suite of a GPU is the same as that of a processor with larger sizes; tests build all of its
 declarations and programs on `meta` tensors, where nothing is allocated.

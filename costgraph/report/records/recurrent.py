@@ -52,11 +52,12 @@ def _layer(gates: int, elements: cg.DType, direction: str) -> cg.Graph:
 
         state = g.input("state", (N, H))
         if direction == "forward":
-            _, states = cg.scan(T, forward, state, g.input("x", (T, N, H)))
+            made = cg.scan(T, forward, state, g.input("x", (T, N, H)))
         else:
-            _, states = cg.scan(T, backward, state, g.input("saved", (T, N, gates, H)))
-        assert isinstance(states, cg.Tensor)
-        g.output(states)
+            made = cg.scan(T, backward, state, g.input("saved", (T, N, gates, H)))
+        _, outputs = made
+        assert isinstance(outputs, cg.Tensor)
+        g.output(outputs)
     return g
 
 
