@@ -48,11 +48,12 @@ all, and a network is not predicted. Vision models run under autocast, in eager 
 of generation is that in the middle of what was generated. Single calls of plain torch, with their backward passes, are
 traced, which needs torch.
 
-**What looks odd** in the file, and is left as it is: `llamacpp-llama-3-8b-F16-pp4096-a100-80-sxm` has 866 tokens/s where
-the same source prints 5,122 for four-bit weights on the same device; streams of A100 boards come from files that do not
-say SXM or PCIe; a vision model named after CLIP is its image tower alone, while the zoo's has both; times of vector
-lengths below a thousand are those of a launch. Liger's peaks of embeddings (12 to 14 GB of other allocations), and of
-softmax and squared ReLU by `N` (kilobytes where a matrix has megabytes), are of something else than their inputs say.
+**What looks odd** in the file, and is left as it is: `llamacpp-llama-3-8b-F16-pp4096-a100-80-sxm` has 866 tokens/s
+where the same source prints 5,122 for four-bit weights on the same device; streams of A100 boards come from files that
+do not say SXM or PCIe; a vision model named after CLIP is its image tower alone, while the zoo's has both; times of
+vector lengths below a thousand are those of a launch. Liger's peaks of embeddings (12 to 14 GB of other allocations),
+and of softmax and squared ReLU by `N` (kilobytes where a matrix has megabytes), are of something else than their inputs
+say.
 """
 
 
