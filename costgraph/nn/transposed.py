@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from ..algebra.polynomial import Poly, poly
+from typing import Any
+
+from ..algebra.polynomial import ONE, Poly, poly
 from ..errors import PatternError, ShapeError
 from ..graph.arguments import need_flag, need_tensor, positive
 from ..graph.graph import apply, current_graph
@@ -14,7 +16,9 @@ from ..ops.layout import reshape
 from .conv import Extents, each_axis
 from .kernels import one_kernel
 
-__all__ = ["conv_transpose"]
+__all__ = ["conv_transpose", "spread"]
+
+_NAME = "conv_transpose"
 
 
 def conv_transpose(
@@ -84,29 +88,40 @@ def conv_transpose(
         raise ShapeError(f"conv_transpose {name!r}: sizes given for {sorted(sizes)}, expected {new}=...")
     many = positive(f"conv_transpose {name!r}: groups", groups)
     channels, made = x.sizes[place], positive(f"conv_transpose {name!r}: size of {new!r}", sizes[new])
-    indices, out = _spread(x, spans, stride, padding, output_padding, dilation)
-    kind = Einsum(
-        pattern=_contraction(place, indices),
-        extents={
-            **{f"n{i}": size for i, size in enumerate(x.sizes[:place])},
-            "g": many,
-            "c": channels / many,
-            "o": made / many,
-            **{f"o{i}": size for i, size in enumerate(x.sizes[place + 1 :])},
-            **{f"w{i}": poly(w) for i, w in enumerate(spans)},
-        },
-        dtype=x.dtype,
-        sizes=(*x.sizes[:place], made, *out),
-    )
+    facts: Any = {"stride": stride, "padding": padding, "output_padding": output_padding, "dilation": dilation}
 
-    def product(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-        return apply(kind, [x, w], "conv_transpose")[0] + reshape(b, (made, *(1,) * len(spans)))
+    def product(x: Tensor, *own: Tensor) -> Tensor:
+        return spread(x, *own, groups=many, **facts)
 
     with module(graph, name):
         weight = graph.param("weight", (channels, made / many, *spans))
         if not bias:
-            return apply(kind, [x, weight], "conv_transpose")[0]
-        return one_kernel("conv_transpose", product, x, weight, graph.param("bias", (made,)), backward="ops")
+            return product(x, weight)
+        return one_kernel(_NAME, product, x, weight, graph.param("bias", (made,)), backward="ops")
+
+
+def spread(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    stride: Extents = 1,
+    padding: Extents = 0,
+    output_padding: Extents = 0,
+    dilation: Extents = 1,
+    groups: Poly = ONE,
+) -> Tensor:
+    """Return what weights of shape (in, out / groups, *window) spread a tensor over, and what is added to it."""
+    channels, share, *window = weight.sizes
+    spans, place, made = tuple(int(w.constant or 0) for w in window), x.ndim - len(window) - 1, share * groups
+    indices, out = _spread(x, spans, stride, padding, output_padding, dilation)
+    lead, after = x.sizes[:place], x.sizes[place + 1 :]
+    extents = {"g": groups, "c": channels / groups, "o": share, **{f"n{i}": size for i, size in enumerate(lead)}}
+    for i, (size, span) in enumerate(zip(after, spans, strict=True)):
+        extents |= {f"o{i}": size, f"w{i}": poly(span)}
+    pattern = _contraction(place, indices)
+    (y,) = apply(Einsum(pattern=pattern, extents=extents, dtype=x.dtype, sizes=(*lead, made, *out)), [x, weight], _NAME)
+    return y if bias is None else y + reshape(bias, (made, *(1,) * len(spans)))
 
 
 def _channels(x: Tensor, pattern: PatternText) -> tuple[int, str]:

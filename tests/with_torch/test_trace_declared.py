@@ -123,3 +123,39 @@ def test_attention_in_one_kernel_is_declared(causal, masked):
     low = lower(g, B=3, S=7)
     low.load_state_dict(module.state_dict())
     torch.testing.assert_close(low(x), module(x), check_stride=False)
+
+
+class Grows(nn.Module):
+    def __init__(self, groups, bias):
+        super().__init__()
+        self.grow = nn.ConvTranspose2d(6, 4, 3, 2, 1, output_padding=1, groups=groups, bias=bias)
+
+    def forward(self, x):
+        return self.grow(x).relu().square().mean()
+
+
+@pytest.mark.parametrize(("groups", "bias"), [(1, True), (2, False)])
+def test_a_transposed_convolution_is_declared(groups, bias):
+    """Each of 5 by 7 elements is spread over 3 by 3 places for each pair of channels in a group; so are gradients."""
+    module, x = Grows(groups, bias), torch.randn(2, 6, 5, 7)
+    g = trace(module, x, dims=[("B", None, None, None)])
+    seen = trace(module, x, dims=[("B", None, None, None)], train=True)
+    assert all(op.kind.name != "foreign" for op in (*g.ops, *seen.ops))
+    B = cg.dims("B")
+    assert cg.matmul_flops(g) == 2 * B * 5 * 7 * 6 * 4 // groups * 9
+    assert cg.matmul_flops(seen) == 2 * cg.matmul_flops(g)  # the input wants no gradient
+    assert cg.flops(cg.backward(g)) == cg.flops(seen)
+    low = lower(g, B=2)
+    low.load_state_dict(module.state_dict())
+    torch.testing.assert_close(low(x), module(x))
+
+
+def test_one_tensor_that_is_joined_is_a_copy():
+    class Joined(nn.Module):
+        def forward(self, x):
+            return torch.stack([x], 1), torch.cat([x])
+
+    g = trace(Joined(), torch.zeros(3, 5), dims=[("B", None)])
+    assert all(op.kind.name != "foreign" for op in g.ops)
+    assert cg.bytes_moved(g) == 2 * 2 * 4 * 5 * cg.dims("B")
+    assert [t.shape[1:] for t in g.outputs] == [(1, 5), (5,)]

@@ -154,7 +154,7 @@ class Builder:
         """Add an op whose shapes, layouts and costs are stated."""
         c, reads, writes = call.counts, None, None
         if call.call is not None:
-            c = counts_of(call.call) if c is None else c
+            c = counts_of(call.call, call.tags, self.graph.relations) if c is None else c
             reads, writes = _matched(call.call, c, call.operands, [h for h, *_ in outputs])
         assert c is not None
         nothing = (ZERO,) * len(operands) if not call.moves else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +59,8 @@ class Made:
     """the same, by the names of the schema"""
     translation: Translation | None
     """what makes declared ops of it"""
+    tags: Collection[Any] = ()
+    """what torch says of its op"""
     choice: Choice | None = None
     """why a device runs it, None where torch's own way leads to it on any device"""
 

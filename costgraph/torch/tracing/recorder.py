@@ -282,6 +282,7 @@ class Recorder(TorchDispatchMode):
             "recompute" if again and self.phase == "backward" else self.phase,
             call,
             translation_of(call.name, call.overload, tags),
+            tags,
         )
         self.events.append(Made(*what, self.choices.now()))
 

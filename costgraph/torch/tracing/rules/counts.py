@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ....algebra.dominance import Relations
 from ....algebra.polynomial import ZERO, Poly
 from ....dtypes import DTYPES
 from ....errors import UnsupportedError
@@ -29,7 +30,7 @@ DATA_DEPENDENT = frozenset({
 })  # fmt: skip
 
 
-def counts_of(call: Call, tags: Collection[Any] = ()) -> Counts:
+def counts_of(call: Call, tags: Collection[Any] = (), relations: Relations | None = None) -> Counts:
     """Return what a call costs.
 
     Parameters
@@ -39,6 +40,8 @@ def counts_of(call: Call, tags: Collection[Any] = ()) -> Counts:
     tags : collection of torch.Tag
         Tags of the overload: an op that torch calls pointwise and that no rule names counts 1 for each element of its
         first result.
+    relations : Relations, optional
+        What is known of sizes.
 
     Returns
     -------
@@ -52,7 +55,7 @@ def counts_of(call: Call, tags: Collection[Any] = ()) -> Counts:
     """
     shown = f"aten::{call.name}.{call.overload}"
     found = RULES.get(f"{call.name}.{call.overload}") or RULES.get(call.name)
-    counts = found(call) if found is not None else _derived(call)
+    counts = found(call) if found is not None else _derived(call, relations)
     if counts is None:
         if call.name in DATA_DEPENDENT:
             raise UnsupportedError(
@@ -77,7 +80,7 @@ def is_derived(call: Call) -> bool:
     return not any(n in RULES for n in names) and any(n in TRANSLATIONS for n in names)
 
 
-def _derived(call: Call) -> Counts | None:
+def _derived(call: Call, relations: Relations | None) -> Counts | None:
     """Return what the declared ops of a call cost, whatever its formats: None where it has no translation."""
     translation = translation_of(call.name, call.overload, ())
     if translation is None:
@@ -89,6 +92,7 @@ def _derived(call: Call) -> Counts | None:
         replace(call, results=tuple(plain[t] for t in call.results)),
         operands,
         [plain[t] for t in operands],
+        relations,
     )
     if found is None:
         return None

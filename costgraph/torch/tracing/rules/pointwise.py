@@ -7,14 +7,7 @@ from __future__ import annotations
 
 from ....algebra.polynomial import ONE, total
 from ....ops.functions import Function
-from ....ops.updates import (
-    ADD_PRODUCT,
-    ADD_QUOTIENT,
-    ADD_SCALED,
-    ADD_SCALED_PRODUCT,
-    ADD_SCALED_QUOTIENT,
-    NON_FINITE,
-)
+from ....ops.updates import NON_FINITE
 from ..call import Call, Counts
 from .amounts import each, is_number
 from .table import Rule, rule
@@ -76,13 +69,6 @@ _TRANSCENDENTAL = (
     "special_log_ndtr", "special_ndtri", "special_zeta", "tan",
 )  # fmt: skip
 
-_SCALED_SUB = Function("scaled_sub", 3, 2, formula="a - t * b")
-
-
-def _is_plain(call: Call, scale: str) -> bool:
-    """Whether nothing is scaled: the schema has no such argument, or it is 1."""
-    return call.get(scale) is None or is_number(call[scale], 1)
-
 
 def _of(*steps: str | Function) -> Rule:
     return lambda call: each(call.out.numel, *steps)
@@ -105,47 +91,10 @@ def steps_of(name: str) -> tuple[str | Function, ...]:
     return _COMPOSED.get(name, (Function(name.strip("_"), 1, 1),))
 
 
-@rule("add")
-def add(call: Call) -> Counts:
-    """Count 1, and 2 where the second operand is scaled."""
-    return each(call.out.numel, "add" if _is_plain(call, "alpha") else ADD_SCALED)
-
-
-@rule("sub", "rsub")
-def sub(call: Call) -> Counts:
-    """Count 1, and 2 where one operand is scaled."""
-    return each(call.out.numel, "sub" if _is_plain(call, "alpha") else _SCALED_SUB)
-
-
 @rule("_add_relu")
 def add_relu(call: Call) -> Counts:
     """Count the sum and the maximum."""
     return each(call.out.numel, "add", "relu")
-
-
-@rule("div")
-def div(call: Call) -> Counts:
-    """Count 1, and 2 where the quotient is rounded."""
-    return each(call.out.numel, *(("div",) if call.get("rounding_mode") is None else ("div", "floor")))
-
-
-@rule("clamp")
-def clamp(call: Call) -> Counts:
-    """Count 1 for each of the bounds."""
-    bounds = [name for name in ("min", "max") if call.get(name) is not None]
-    return each(call.out.numel, *("maximum" if name == "min" else "minimum" for name in bounds))
-
-
-@rule("addcmul")
-def addcmul(call: Call) -> Counts:
-    """Count product and sum, and the scale where it is not 1."""
-    return each(call.out.numel, ADD_PRODUCT if _is_plain(call, "value") else ADD_SCALED_PRODUCT)
-
-
-@rule("addcdiv")
-def addcdiv(call: Call) -> Counts:
-    """Count quotient and sum, and the scale where it is not 1."""
-    return each(call.out.numel, ADD_QUOTIENT if _is_plain(call, "value") else ADD_SCALED_QUOTIENT)
 
 
 def gelu_steps(approximate: object) -> tuple[str]:
@@ -153,29 +102,11 @@ def gelu_steps(approximate: object) -> tuple[str]:
     return ("gelu_tanh",) if approximate == "tanh" else ("gelu",)
 
 
-@rule("gelu")
-def gelu(call: Call) -> Counts:
-    """Count by the approximation."""
-    return each(call.out.numel, *gelu_steps(call["approximate"]))
-
-
-@rule("gelu_backward")
-def gelu_backward(call: Call) -> Counts:
-    """Count by the approximation."""
-    return each(call.out.numel, *(f"{name}_backward" for name in gelu_steps(call["approximate"])))
-
-
 #: Exponents for which torch's kernel multiplies or takes a root.
 _POWERS: dict[float, tuple[str, ...]] = {
     0: (), 1: ("copy",), 2: ("square",), 3: ("cubed",), 0.5: ("sqrt",), -0.5: ("rsqrt",), -1: ("reciprocal",),
     -2: ("square", "reciprocal"),
 }  # fmt: skip
-
-
-@rule("pow")
-def power(call: Call) -> Counts:
-    """Count what is done for this exponent: a square is one product."""
-    return each(call.out.numel, *power_steps(call["exponent"]))
 
 
 def power_steps(exponent: object) -> tuple[str, ...]:

@@ -36,12 +36,6 @@ for _name, _steps in _EACH.items():
     rule(_name)(_of(*_steps))
 
 
-@rule("max.other", "min.other")
-def extremum(call: Call) -> Counts:
-    """Count 1 for each element of the result: the larger one of two tensors."""
-    return each(call.out.numel, "maximum")
-
-
 @rule("var", "var_mean", "std", "std_mean")
 def variance(call: Call) -> Counts:
     """Count mean, subtraction, square and mean for each element, and the root of each result of a deviation."""

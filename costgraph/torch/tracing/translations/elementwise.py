@@ -136,6 +136,12 @@ def divided(call: Call) -> Tensor | None:
     return _applied(call, Function("rounded_quotient", len(tensors), 2), tensors)
 
 
+@translation("max.other", "min.other")
+def extremum(call: Call) -> Tensor | None:
+    """The larger, or the smaller, of two elements."""
+    return _applied(call, "maximum" if call.name == "max" else "minimum", [call["self"], call["other"]])
+
+
 @translation("gelu", "gelu_backward")
 def gelu(call: Call) -> Tensor | None:
     """By the approximation."""

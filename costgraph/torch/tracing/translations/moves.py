@@ -124,9 +124,13 @@ def written(call: Call) -> Tensor | None:
 def joined(call: Call) -> Tensor | None:
     """Tensors one behind the other; what is empty is left out."""
     tensors = [t for t in call["tensors"] if isinstance(t, Tensor)]
-    if len(tensors) < 2 or len({t.dtype for t in tensors}) > 1:
+    return _joined(tensors, call["dim"])
+
+
+def _joined(tensors: Sequence[Tensor], axis: int) -> Tensor | None:
+    if not tensors or len({t.dtype for t in tensors}) > 1:
         return None
-    return concat(tensors, call["dim"])
+    return concat(tensors, axis) if len(tensors) > 1 else pointwise("copy", tensors[0])
 
 
 @translation("stack")
@@ -134,9 +138,7 @@ def stacked(call: Call) -> Tensor | None:
     """Tensors along a new axis."""
     tensors, made = call["tensors"], call.out.sizes
     axis = call["dim"] % len(made)
-    if len(tensors) < 2 or len({t.dtype for t in tensors}) > 1:
-        return None
-    return concat([reshape(t, (*t.sizes[:axis], ONE, *t.sizes[axis:])) for t in tensors], axis)
+    return _joined([reshape(t, (*t.sizes[:axis], ONE, *t.sizes[axis:])) for t in tensors], axis)
 
 
 @translation("constant_pad_nd")

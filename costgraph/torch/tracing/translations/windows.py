@@ -10,6 +10,7 @@ from ....algebra.polynomial import poly
 from ....graph.graph import apply
 from ....graph.tensor import Tensor
 from ....nn.conv import convolved, pooling
+from ....nn.transposed import spread
 from ....ops.pooling import Pool
 from ..call import Call
 from .table import translation
@@ -25,16 +26,14 @@ def _numbers(values: Sequence[Any], rank: int) -> tuple[int, ...] | None:
 
 @translation("convolution")
 def convolution(call: Call) -> Tensor | None:
-    """A contraction over a window and the channels of a group, and a bias."""
+    """A contraction over a window and the channels of a group, or what spreads over a window, and a bias."""
     x, weight = call["input"], call["weight"]
-    rank = weight.ndim - 2
-    stride, padding, dilation = (_numbers(call[name], rank) for name in ("stride", "padding", "dilation"))
-    if stride is None or padding is None or dilation is None or any(n.constant is None for n in weight.sizes[2:]):
+    names = ("stride", "padding", "dilation", *(("output_padding",) if call["transposed"] else ()))
+    facts: Any = {name: _numbers(call[name], weight.ndim - 2) for name in names}
+    if None in facts.values() or any(n.constant is None for n in weight.sizes[2:]) or x.dtype != weight.dtype:
         return None
-    if call["transposed"] or x.dtype != weight.dtype:
-        return None
-    groups = poly(call["groups"])
-    return convolved(x, weight, call.get("bias"), stride=stride, padding=padding, dilation=dilation, groups=groups)
+    made = spread if call["transposed"] else convolved
+    return made(x, weight, call.get("bias"), groups=poly(call["groups"]), **facts)
 
 
 @translation("max_pool2d_with_indices", "max_pool3d_with_indices")
