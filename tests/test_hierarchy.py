@@ -115,6 +115,14 @@ def test_where_all_fits_nothing_changes():
         assert [row.bound for row in one.rows] == [row.bound for row in other.rows]
 
 
+def test_one_tensor_for_two_operands_in_a_loop_is_moved_once():
+    # the optimizer squares gradients, layer by layer: which operands are one tensor is known inside the loop alone
+    step = cg.training_step(cg.models.load("gpt2"))
+    one, other = (cg.roofline(step, A100, hierarchical=switch, B=2, S=61) for switch in (False, True))
+    assert one.estimate == other.estimate
+    assert [row.memory_s for row in one.rows] == [row.memory_s for row in other.rows]
+
+
 def test_a_specification_without_caches_changes_nothing_and_says_so():
     bare = device()
     one, other = cg.roofline(product(), bare), cg.roofline(product(), bare, hierarchical=True)

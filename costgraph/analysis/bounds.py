@@ -41,14 +41,13 @@ def least_traffic(op: Op, cache: Poly, values: Bindings) -> Poly:
 
     A product of three tensors or more is made in pairs: what is known is that each of them is moved once.
     """
-    return largest(parts_of_traffic(op, cache, values))
+    return largest([p.bind(values) for p in parts_of_traffic(op, cache)])
 
 
-def parts_of_traffic(op: Op, cache: Poly, values: Bindings) -> list[Poly]:
-    """Return what `least_traffic` is the largest of."""
+def parts_of_traffic(op: Op, cache: Poly) -> list[Poly]:
+    """Return what `least_traffic` is the largest of; of a cache that is not known what is moved once."""
     several = isinstance(op.kind, Einsum) and len(op.operands) > 2
-    parts = [moved_once(op)] if several or not cache else proved(op, cache)
-    return [p.bind(values) for p in dict.fromkeys(parts)]
+    return list(dict.fromkeys([moved_once(op)] if several or not cache else proved(op, cache)))
 
 
 def unavoidable(graph: Graph, cache: Poly) -> list[Poly]:

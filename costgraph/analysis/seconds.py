@@ -21,7 +21,7 @@ from ..graph.arguments import need_choice
 from ..graph.graph import Graph, need_graph
 from ..hardware.rates import NAMED, StandIn
 from ..hardware.specs import Hardware
-from .bounds import parts_of_traffic, unavoidable
+from .bounds import unavoidable
 from .traffic import compulsory
 from .work import Asked, Fallback, Work, ask, exact
 
@@ -164,9 +164,8 @@ def spent(work: Work, asked: Asked) -> list[Spent]:
     """
     compute, memory = work.seconds(asked.rates)
     out = [(compute, "compute"), (memory, "memory" if work.link is None else "link")]
-    for level in asked.levels if work.link is None else ():
-        rate = work.times / poly(level.bandwidth.value)
-        out += [(p * rate, level.name) for p in parts_of_traffic(work.op, level.nearer, asked.values)]
+    if work.link is None:
+        out += [(p / poly(level.bandwidth.value), level.name) for p, level in work.through]
     return list(dict.fromkeys(out))
 
 

@@ -17,6 +17,7 @@ from ..hardware.rates import StandIn
 from ..hardware.specs import Hardware, load_hardware
 from ..ops.contraction import Einsum
 from ..ops.stated import Collective, Transfer
+from .bounds import parts_of_traffic
 from .costs import compute_dtype, executions
 
 __all__ = ["Asked", "Fallback", "Rates", "Work", "ask", "exact", "need_other_names", "works"]
@@ -93,6 +94,8 @@ class Work:
     """bytes read and written"""
     least: dict[tuple[str, str], Poly]
     """as `flops`, of the algorithm that needs the fewest products: a convolution has others than its index points"""
+    through: tuple[tuple[Poly, Level], ...] = ()
+    """bytes out of levels of memory: of several for one level the most"""
 
     @property
     def link(self) -> str | None:
@@ -104,7 +107,8 @@ class Work:
         flops, least = (
             {key: amount.bind(values) for key, amount in found.items()} for found in (self.flops, self.least)
         )
-        return Work(self.op, self.times.bind(values), flops, self.bytes.bind(values), least)
+        through = tuple((p.bind(values), level) for p, level in self.through)
+        return Work(self.op, self.times.bind(values), flops, self.bytes.bind(values), least, through)
 
     def seconds(self, rates: Rates) -> tuple[Poly, Poly]:
         """Return the time in compute and the time in memory (or over a link), as formulas in seconds."""
@@ -119,37 +123,48 @@ class Work:
         return total(parts), self.bytes / rates.bandwidth
 
 
-def works(graph: Graph) -> list[Work]:
+def works(graph: Graph, through: tuple[Level, ...] = ()) -> list[Work]:
     """Return what each op does, those that do nothing (views) left out.
 
     Parameters
     ----------
     graph : Graph
         What is asked.
+    through : tuple of Level
+        Levels of memory whose traffic is asked for as well.
 
     Returns
     -------
     list of Work
         In program order.
     """
+    if through:
+        return _works(graph, through)
     if "works" not in graph.cache:
-        out: list[Work] = []
-        for op, times, moves in executions(graph):
-            if moves:
-                amounts = [
-                    *zip(op.operands, op.kind.reads(op), strict=False),
-                    *zip(op.results, op.kind.writes(op), strict=False),
-                ]
-                out.append(Work(op, times, {}, total(a * t.element_bytes() for t, a in amounts) * times, {}))
-            for kind, amount in op.kind.flops(op).by_kind().items():
-                if amount:
-                    key = (kind, compute_dtype(op))
-                    out[-1].flops[key] = out[-1].flops.get(key, ZERO) + amount * times
-                    fewest = op.kind.least(op) if kind == "matmul" and isinstance(op.kind, Einsum) else amount
-                    out[-1].least[key] = out[-1].least.get(key, ZERO) + fewest * times
-        graph.cache["works"] = [w for w in out if w.flops or w.bytes]
+        graph.cache["works"] = _works(graph, ())
     found: list[Work] = graph.cache["works"]
     return found
+
+
+def _works(graph: Graph, through: tuple[Level, ...]) -> list[Work]:
+    out: list[Work] = []
+    for op, times, moves in executions(graph):
+        if moves:
+            amounts = [
+                *zip(op.operands, op.kind.reads(op), strict=False),
+                *zip(op.results, op.kind.writes(op), strict=False),
+            ]
+            moved = total(a * t.element_bytes() for t, a in amounts) * times
+            # here, where it is known which operands of an op in a loop are one tensor
+            parts = tuple((p * times, level) for level in through for p in parts_of_traffic(op, level.nearer))
+            out.append(Work(op, times, {}, moved, {}, parts))
+        for kind, amount in op.kind.flops(op).by_kind().items():
+            if amount:
+                key = (kind, compute_dtype(op))
+                out[-1].flops[key] = out[-1].flops.get(key, ZERO) + amount * times
+                fewest = op.kind.least(op) if kind == "matmul" and isinstance(op.kind, Einsum) else amount
+                out[-1].least[key] = out[-1].least.get(key, ZERO) + fewest * times
+    return [w for w in out if w.flops or w.bytes]
 
 
 @dataclass(frozen=True)
@@ -195,12 +210,15 @@ def ask(
     device = load_hardware(hardware)
     values = bindings(graph, dims)
     need_other_names(graph, device, question)
+    if hierarchical:
+        found = levels(device)
+        return Asked(graph, Rates(device, fallback), values, [w.bound(values) for w in works(graph, found)], found)
     # devices are compared at the same sizes
     kept: tuple[object, list[Work]] = graph.cache.get("bound works", (None, []))
     if kept[0] != values:
         kept = values, [w.bound(values) for w in works(graph)]
         graph.cache["bound works"] = kept
-    return Asked(graph, Rates(device, fallback), values, kept[1], levels(device) if hierarchical else ())
+    return Asked(graph, Rates(device, fallback), values, kept[1])
 
 
 def need_other_names(graph: Graph, hardware: Hardware, question: str) -> None:
