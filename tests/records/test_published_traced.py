@@ -40,14 +40,14 @@ def test_a_gated_perceptron_has_three_products_and_six_in_its_backward_pass():
     g = traced("swiglu", "bfloat16")
     b, t, d, f = 2, 61, 127, 131
     for phase, products in (("forward", 3), ("backward", 6)):
-        found = cg.costs(g).bind(B=b, T=t, D=d, F=f).filter(phase=phase, kind="matmul").total().flops
+        found = cg.costs(g).bind(R=b * t, D=d, F=f).filter(phase=phase, kind="matmul").total().flops
         assert found == products * 2 * b * t * d * f
 
 
 def test_the_loss_of_a_head_is_computed_in_fp32(timed):
     row = timed("fused_linear_cross_entropy", "full", BT=1021, H=509, V=4093)
     g = traced("fused_linear_cross_entropy", "bfloat16")
-    assert cg.matmul_flops(g, BT=1021, H=509, V=4093) == 3 * 2 * 1021 * 509 * 4093
+    assert cg.matmul_flops(g, R=1021, H=509, V=4093) == 3 * 2 * 1021 * 509 * 4093
     assert (row.reason, row.subject) == ("", "losses")
 
 
@@ -81,3 +81,10 @@ def test_peaks_are_listed(measured):
     record = next(r for r in measured if r.family == "liger" and r.what == "peak memory")
     plain = replace(record, inputs=record.inputs | {"provider": "torch"})
     assert predict(plain, Decimal(1)).reason.startswith("peak memory: ")
+
+
+def test_sizes_have_other_names_in_other_records():
+    program = PROGRAMS["swiglu"]
+    rest = {"hidden_size": 5, "intermediate_size": 7}
+    for stated in ({"B": 3, "T": 11}, {"bsz": 3, "T": 11}, {"BT": 33}):
+        assert program.bound(rest | stated) == {"R": 33, "D": 5, "F": 7}

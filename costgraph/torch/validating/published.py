@@ -35,7 +35,8 @@ class Program:
     made: Sequence[str] = ()
     """axes of the results, whose gradients are given; none of a loss"""
     sizes: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """facts of which an axis has the product, each with its other names; by default that of its own name"""
+    """facts that have the size of an axis, of which the first is taken that is stated; `B*T` is a product of two. By
+    default it is the fact of the axis' own name"""
     format: str = ""
     """number format where nothing states one"""
 
@@ -48,18 +49,19 @@ class Program:
             If one is missing or no positive whole number.
         """
         axes = dict.fromkeys(axis for text in self.tensors.values() for axis in _axes(text))
-        return {axis: prod(_size(facts, names) for names in self.sizes.get(axis, (axis,))) for axis in axes}
+        return {axis: _size(facts, self.sizes.get(axis, (axis,))) for axis in axes}
 
 
 def _axes(text: str) -> list[str]:
     return [word for word in text.split() if word not in ("ids", "fixed", "1")]
 
 
-def _size(facts: Mapping[str, object], names: str) -> int:
-    found = next((facts[name] for name in names.split("|") if facts.get(name) is not None), None)
-    if isinstance(found, bool) or not isinstance(found, int) or not 0 < found < 2**63:
-        raise UnsupportedError(f"inputs: no size {names.replace('|', ' or ')}, expected a positive whole number")
-    return found
+def _size(facts: Mapping[str, object], choices: Sequence[str]) -> int:
+    for choice in choices:
+        found = [facts.get(name) for name in choice.split("*")]
+        if all(isinstance(n, int) and not isinstance(n, bool) and 0 < n < 2**63 for n in found):
+            return prod(n for n in found if isinstance(n, int))
+    raise UnsupportedError(f"inputs: no size {' or '.join(choices)}, expected a positive whole number")
 
 
 class _Given(torch.autograd.Function):
@@ -181,25 +183,27 @@ def _rotary(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tens
 
 
 _MLP: dict[str, Any] = {
-    "tensors": {"x": "B T D", "gate": "F D", "up": "F D", "down": "D F"}, "made": ("B T D",),
-    "sizes": {"B": ("bsz|B",), "D": ("hidden_size",), "F": ("intermediate_size",)},
+    "tensors": {"x": "R D", "gate": "F D", "up": "F D", "down": "D F"}, "made": ("R D",),
+    "sizes": {"R": ("bsz*T", "B*T", "BT"), "D": ("hidden_size",), "F": ("intermediate_size",)},
 }  # fmt: skip
-_ROWS = {"R": ("B", "T")}
+_ROWS = {"R": ("B*T", "BT")}
+_NORM = {"M": ("M", "BT"), "H": ("H", "N", "hidden_size")}
 
 #: By the name of the kernel that they are the plain form of.
 PROGRAMS: dict[str, Program] = {
-    "rms_norm": Program("norms", _rms_norm, {"x": "M H", "weight": "H"}, ("M H",)),
+    "rms_norm": Program("norms", _rms_norm, {"x": "M H", "weight": "H"}, ("M H",), _NORM),
     "fused_add_rms_norm": Program(
-        "norms", _added_norm, {"x": "M H", "residual": "M H", "weight": "H"}, ("M H", "M H")
+        "norms", _added_norm, {"x": "M H", "residual": "M H", "weight": "H"}, ("M H", "M H"), _NORM
     ),
-    "layer_norm": Program("norms", _layer_norm, {"x": "M N", "weight": "N", "bias": "N"}, ("M N",)),
+    "layer_norm": Program("norms", _layer_norm, {"x": "M H", "weight": "H", "bias": "H"}, ("M H",), _NORM),
     "softmax": Program("softmax", lambda x: functional.softmax(x, -1), {"x": "M N"}, ("M N",)),
     "relu_squared": Program("pointwise", lambda x: functional.relu(x).square(), {"x": "M N"}, ("M N",)),
     "cross_entropy": Program(
         "losses", functional.cross_entropy, {"x": "R V", "targets": "R ids"}, (), _ROWS, "float32"
     ),
     "fused_linear_cross_entropy": Program(
-        "losses", _head_loss, {"x": "BT H", "weight": "V H", "targets": "BT ids"}
+        "losses", _head_loss, {"x": "R H", "weight": "V H", "targets": "R ids"}, (),
+        {"R": ("BT", "B*T"), "H": ("H", "hidden_size"), "V": ("V", "vocab_size")},
     ),
     "embedding": Program("lookups", functional.embedding, {"ids": "B T ids", "table": "V D"}, ("B T D",)),
     "swiglu": Program("mlp", _gated(functional.silu), **_MLP),
@@ -209,6 +213,6 @@ PROGRAMS: dict[str, Program] = {
     "rope": Program(
         "pointwise", _rotary, {"q": "1 T Q K", "k": "1 T G K", "cos": "1 T K fixed", "sin": "1 T K fixed"},
         ("1 T Q K", "1 T G K"),
-        {"T": ("T|seq_len",), "Q": ("num_q_heads",), "G": ("num_kv_heads",), "K": ("head_dim",)},
+        {"T": ("T", "seq_len"), "Q": ("num_q_heads",), "G": ("num_kv_heads",), "K": ("head_dim",)},
     ),
 }  # fmt: skip
