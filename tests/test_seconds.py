@@ -11,6 +11,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import sympy
+from budget import examples
 
 import costgraph as cg
 from costgraph.algebra.polynomial import poly
@@ -182,12 +183,12 @@ def op_by_op(graph, device):
     return lambda sizes: sum(max(compute(sizes), memory(sizes)) * count for compute, memory, count in plans)
 
 
-def holds_at_a_thousand_points(graph, pick):
-    """What a roofline sums at numbers, at 1,000 random points; and the roofline itself at some of these."""
+def holds_at_many_points(graph, pick):
+    """What a roofline sums at numbers, at 100 random points (COSTGRAPH_EXAMPLES=10: 1,000); and itself at some of these."""
     open_ = sorted({str(s) for s in cg.flops(graph).free_symbols | cg.bytes_moved(graph).free_symbols})
     estimate, lower = (cg.seconds(graph, H100, which) for which in ("estimate", "lower"))
     summed = op_by_op(graph, H100)
-    for i in range(1000):
+    for i in range(examples(100)):
         sizes = {n: pick.randrange(1, 65) if n == "B" else 64 * pick.randrange(1, 8) for n in open_}
         at_once = cg.evaluate(estimate, **sizes)
         assert at_once == float(summed(sizes)), sizes
@@ -214,7 +215,7 @@ def test_the_formula_at_numbers_is_the_estimate_of_every_family(name):
         with suppress(cg.CostGraphError):  # of what has no loss, or no cache
             made.append(change(model))
     for graph in made:
-        holds_at_a_thousand_points(graph, pick)
+        holds_at_many_points(graph, pick)
 
 
 # -- hardware that is an unknown ------------------------------------------------------------------------------------
