@@ -184,7 +184,7 @@ def op_by_op(graph, device):
 
 
 def holds_at_many_points(graph, pick):
-    """What a roofline sums at numbers, at 100 random points (COSTGRAPH_EXAMPLES=10: 1,000); and itself at some of these."""
+    """What a roofline sums at numbers, at 100 points (COSTGRAPH_EXAMPLES=10: 1,000), and itself at some of these."""
     open_ = sorted({str(s) for s in cg.flops(graph).free_symbols | cg.bytes_moved(graph).free_symbols})
     estimate, lower = (cg.seconds(graph, H100, which) for which in ("estimate", "lower"))
     summed = op_by_op(graph, H100)
