@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ...graph.graph import Graph
+
 __all__ = ["borrowed", "forgetting"]
 
 _ATOMS = (int, float, str, bytes, bool, complex, type(None), torch.dtype, torch.device, torch.Size)
@@ -253,6 +255,6 @@ def _of_a_run(value: object, depth: int) -> bool:
     """Whether a value holds a tensor without data, or a size of a run."""
     if isinstance(value, FakeTensor | torch.SymInt):
         return True
-    if not depth or isinstance(value, type | types.ModuleType | types.FunctionType | nn.Module):
+    if not depth or isinstance(value, type | types.ModuleType | types.FunctionType | nn.Module | Graph):
         return False
     return any(_of_a_run(v, depth - 1) for v in gc.get_referents(value))
