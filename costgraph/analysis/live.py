@@ -52,7 +52,7 @@ class Instant(NamedTuple):
             if (life.born is None or life.born <= self.at) and (life.dies is None or life.dies >= self.at):
                 found.setdefault(life.role, []).append(life.bytes)
         if self.at >= 0 and self.program.steps[self.at].workspace:
-            found["workspace"] = [self.program.steps[self.at].workspace]
+            found.setdefault("workspace", []).append(self.program.steps[self.at].workspace)
         return tuple((role, total(parts)) for role, parts in found.items())
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from itertools import accumulate
 
+from ..algebra.conditions import Validity
 from ..algebra.extremum import Owner, as_expr, extremum
 from ..algebra.polynomial import ONE, Poly, Rational, total
 from ..algebra.pruning import prune
@@ -16,10 +17,12 @@ from ..graph.arguments import need_choice
 from ..graph.graph import Graph, need_graph
 from ..graph.sizes import Bindings, bindings
 from ..hardware.tables import Column, Fact, Table
+from .caching import CachingAllocator
 from .hooks import PLOTTERS
-from .lifetimes import Program, copies_for, play
-from .live import closed, holds_from, live_bytes, live_cases
+from .lifetimes import Copies, Program, copies_for, play
+from .live import View, closed, holds_from, live_bytes, live_cases
 from .regimes import Range, Regime, narrowed, ranges, regime
+from .workspaces import on_device
 
 __all__ = ["Moment", "Timeline", "peak_cases", "peak_memory", "timeline"]
 
@@ -27,12 +30,19 @@ __all__ = ["Moment", "Timeline", "peak_cases", "peak_memory", "timeline"]
 _MOST_STEPS = 20_000
 
 
-#: Bytes of which an allocator hands out multiples: torch's on CUDA has blocks of 512 B.
-ALLOCATORS = {"exact": 1, "cuda": 512}
+#: exact hands out what is asked for.
+ALLOCATORS = ("exact", "cuda")
 
 
 def peak_memory(
-    graph: Graph, /, *, allocator: str = "exact", within: Mapping[str, Range] | None = None, **dims: int
+    graph: Graph,
+    /,
+    *,
+    allocator: str | bool = "exact",
+    within: Mapping[str, Range] | None = None,
+    device: str | None = None,
+    arch: str | None = None,
+    **dims: int,
 ) -> Formula:
     """Return the peak memory: the most bytes live at once.
 
@@ -40,11 +50,16 @@ def peak_memory(
     ----------
     graph : Graph
         What is asked.
-    allocator : str
-        exact, or cuda: each storage takes whole blocks of 512 B, as torch hands them out; all sizes are bound then.
+    allocator : str or bool
+        exact, or cuda, which True means: each storage takes the block that torch's allocator hands out for it, of
+        multiples of 512 B, and all of a large one of which at most 1 MiB is left over; all sizes are bound then.
     within : mapping of str to (int, int), optional
         Least and largest size of some dimensions, whose defaults are not taken then: only cases that may hold somewhere
         there are part of the formula (`regimes`), which refuses sizes outside.
+    device : str, optional
+        cuda: with what torch's libraries and kernels allocate there beside tensors (`Timeline.workspaces` names it).
+    arch : str, optional
+        Compute capability of the device as torch names it, by default sm_90.
     **dims : int
         Sizes to bind.
 
@@ -58,6 +73,8 @@ def peak_memory(
     ------
     BindingError
         If a size cannot be bound, or a range is none of open dimensions.
+    GraphError
+        If there is no such allocator, device or architecture.
 
     Notes
     -----
@@ -80,42 +97,59 @@ def peak_memory(
     4*B*D + 4*B*F + 4*B*K + 4*D*F + 4*F*K
     """
     need_graph("peak_memory", graph)
-    need_choice("peak_memory: allocator", allocator, tuple(ALLOCATORS))
+    if isinstance(allocator, bool):
+        allocator = ALLOCATORS[allocator]
+    need_choice("peak_memory: allocator", allocator, ALLOCATORS)
     given = within if isinstance(within, Mapping) else {}
+    view = on_device("peak_memory", device, arch)
     values = bindings(graph, dims, left_open=[name for name in given if name not in dims])
     if allocator != "exact":
-        return _in_blocks(graph, values, ALLOCATORS[allocator])
-    peak = answer(extremum(_bound_regimes(graph, values)), closed(graph, values))
+        return _handed_out(_played(graph, copies_for(values), values, view), values)
+    peak = answer(extremum(_bound_regimes(graph, values, view)), closed(graph, values, view))
     return peak if within is None else answer(narrowed(as_expr(peak), ranges(within, peak, "peak_memory"))[0])
 
 
-def _in_blocks(graph: Graph, values: Mapping[str, Poly], block: int) -> int:
-    """Return the peak where each storage takes whole blocks."""
-    program = play(graph, copies_for(values), values)
+def _played(graph: Graph, copies: Copies, values: Mapping[str, Poly], view: View) -> Program:
+    program = play(graph, copies, values)
+    return program if view is None else view(graph, program)
 
-    def taken(bytes_: Poly, many: Poly = ONE) -> int:
+
+def _handed_out(program: Program, values: Mapping[str, Poly]) -> int:
+    """Return the most bytes of blocks that torch's allocator hands out at once."""
+    allocator, blocks = CachingAllocator(), {}
+    born, dies = (defaultdict[int, list[int]](list) for _ in range(2))
+    for i, life in enumerate(program.lives):
+        born[-1 if life.born is None else life.born].append(i)
+        if life.dies is not None:
+            dies[life.dies].append(i)
+
+    def parts(bytes_: Poly, many: Poly = ONE) -> list[int]:
         amount, count = (answer(p.bind(values)) for p in (bytes_, many))
         need_bound([amount, count], "peak in blocks of an allocator")
-        return int(count) * int(-(-Fraction(amount) / int(count) // block)) * block if amount else 0
+        return [-(-Fraction(amount) // int(count))] * int(count) if amount else []
 
-    change = [0] * (len(program.steps) + 1)
-    for life in program.lives:
-        amount = taken(life.bytes, life.many)
-        change[life.born or 0] += amount
-        if life.dies is not None:
-            change[life.dies + 1] -= amount
-    live = list(accumulate(change))
-    return max((live[i] + taken(step.workspace) for i, step in enumerate(program.steps)), default=live[0])
+    for now in range(-1, len(program.steps)):
+        for i in born[now]:
+            life = program.lives[i]
+            blocks[i] = [(allocator.take(size), size) for size in parts(life.bytes, life.many)]
+        if now >= 0 and program.steps[now].workspace:
+            spaces = [(allocator.take(size), size) for size in parts(program.steps[now].workspace)]
+            blocks[len(program.lives)] = spaces
+            dies[now].insert(0, len(program.lives))
+        for i in dies[now]:
+            for block, size in blocks.pop(i):
+                allocator.give(block, size)
+    return allocator.most
 
 
-def peak_cases(graph: Graph, values: Bindings) -> tuple[Regime, ...]:
+def peak_cases(graph: Graph, values: Bindings, view: View = None) -> tuple[Regime, ...]:
     """Return what the peak can be, with the op and the phase that own each case, also where there is only one."""
-    found, held = _bound_regimes(graph, values), closed(graph, values)
+    found, held = _bound_regimes(graph, values, view), closed(graph, values, view)
     return tuple(regime(p.expr, owner, held) for p, owner in found)
 
 
-def _bound_regimes(graph: Graph, values: Bindings) -> list[tuple[Poly, Owner]]:
-    found = [(p.bind(values), owner) for p, owner in live_cases(graph, values)]
+def _bound_regimes(graph: Graph, values: Bindings, view: View) -> list[tuple[Poly, Owner]]:
+    found = [(p.bind(values), owner) for p, owner in live_cases(graph, values, view)]
     if all(p.constant is not None for p, _ in found):
         found = [max(found, key=lambda item: item[0].constant or 0)]
     kept = prune(found, values.validity.known) if values else found
@@ -151,6 +185,8 @@ class Timeline(Table):
     """bytes of each role at each of the moments; empty while a size is open"""
     graph: str = ""
     """name of the graph"""
+    workspaces: Mapping[str, Formula] = field(default_factory=dict)
+    """bytes beside tensors: of libraries, which stay, and of ops while they run, by name"""
 
     @property
     def rows(self) -> tuple[Moment, ...]:
@@ -223,33 +259,40 @@ def _played_out(graph: Graph, values: Mapping[str, Poly]) -> int:
     return steps(graph)
 
 
-def timeline(graph: Graph, /, **dims: int) -> Timeline:
+def timeline(graph: Graph, /, *, device: str | None = None, arch: str | None = None, **dims: int) -> Timeline:
     """Return the live memory over the program.
 
     Parameters
     ----------
     graph : Graph
         What is asked.
+    device, arch : str, optional
+        As in `peak_memory`.
     **dims : int
         Sizes to bind; with all of them, loops are played out (up to 20,000 steps).
 
     Returns
     -------
     Timeline
-        `.peak`, `.op`, `.phase`, `.by_role`, `.moments`, `.roles` (of each moment) and `.plot(path)`.
+        `.peak`, `.op`, `.phase`, `.by_role`, `.moments`, `.roles` (of each moment), `.workspaces`
+        and `.plot(path)`.
 
     Raises
     ------
     BindingError
         If a size cannot be bound.
+    GraphError
+        If there is no such device or architecture.
     """
     need_graph("timeline", graph)
+    view = on_device("timeline", device, arch)
     values = bindings(graph, dims)
     whole = _played_out(graph, values) <= _MOST_STEPS
     copies = (lambda loop: int(loop.count.bind(values).constant or 0)) if whole else copies_for(values)
-    program = play(graph, copies, values)
+    program = _played(graph, copies, values, view)
     live = [(at, p.bind(values)) for at, p in live_bytes(program)]
-    held = values.held if whole else closed(graph, values)
+    held = values.held if whole else closed(graph, values, view)
+    spaces = _workspaces(program, values, held)
     moments = tuple(
         Moment(program.steps[at].where, program.steps[at].op.phase, answer(p, held))
         if at >= 0
@@ -263,15 +306,22 @@ def timeline(graph: Graph, /, **dims: int) -> Timeline:
             if (life.born is None or life.born <= at) and (life.dies is None or life.dies >= at):
                 roles.setdefault(life.role, []).append(life.bytes.bind(values))
         if at >= 0 and program.steps[at].workspace:
-            roles["workspace"] = [program.steps[at].workspace.bind(values)]
+            roles.setdefault("workspace", []).append(program.steps[at].workspace.bind(values))
         by_role = {role: answer(total(parts)) for role, parts in roles.items()}
         owner = program.steps[at].where if at >= 0 else None, program.steps[at].op.phase if at >= 0 else None
         return Timeline(
-            answer(most), moments, {} if whole else holds_from(graph, values), by_role, (Regime(most.expr, *owner),),
-            _roles_over(program, values, [at for at, _ in live]), graph.name,
+            answer(most), moments, {} if whole else holds_from(graph, values, view), by_role,
+            (Regime(most.expr, *owner),), _roles_over(program, values, [at for at, _ in live]), graph.name, spaces,
         )  # fmt: skip
-    peak = answer(extremum(_bound_regimes(graph, values)), held)
-    return Timeline(peak, moments, holds_from(graph, values), None, peak_cases(graph, values), graph=graph.name)
+    peak = answer(extremum(_bound_regimes(graph, values, view)), held)
+    from_, cases = holds_from(graph, values, view), peak_cases(graph, values, view)
+    return Timeline(peak, moments, from_, None, cases, graph=graph.name, workspaces=spaces)
+
+
+def _workspaces(program: Program, values: Mapping[str, Poly], held: Sequence[Validity]) -> dict[str, Formula]:
+    own = {life.name: life.bytes for life in program.lives if life.role == "workspace"}
+    own |= {step.where: step.workspace for step in program.steps if step.workspace}
+    return {name: answer(p.bind(values), held) for name, p in own.items()}
 
 
 def _roles_over(program: Program, values: Mapping[str, Poly], at: Sequence[int]) -> dict[str, tuple[int | float, ...]]:
@@ -292,4 +342,7 @@ def _roles_over(program: Program, values: Mapping[str, Poly], at: Sequence[int])
                 live += own[due.pop()]
             amounts.append(number(live))
         out[role] = tuple(amounts)
-    return out | ({"workspace": tuple(number(Fraction(needs.get(now, 0))) for now in at)} if needs else {})
+    if needs:
+        kept = out.get("workspace", (0,) * len(at))
+        out["workspace"] = tuple(more + number(Fraction(needs.get(now, 0))) for now, more in zip(at, kept, strict=True))
+    return out

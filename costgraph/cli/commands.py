@@ -63,8 +63,10 @@ def command(name: str, short_help: str) -> Callable[[Callable[..., None]], Calla
 #: Words that questions take beside sizes: a dimension of such a name cannot be bound from here.
 _RESERVED = (
     "allocator",
+    "arch",
     "count",
     "depth",
+    "device",
     "devices",
     "dtype",
     "fallback",

@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from ..algebra.symbols import printable
 from ..errors import FormatError
@@ -60,7 +61,7 @@ def write_files(*files: tuple[str | None, Callable[[], str]]) -> bool:
 
 
 def draw_report(
-    graph: Graph, found: Report, dims: Mapping[str, int], plot: str | None, memory_plot: str | None
+    graph: Graph, found: Report, dims: Mapping[str, Any], plot: str | None, memory_plot: str | None
 ) -> None:
     """Draw the pictures that were asked for."""
     if plot is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import sympy
 
@@ -117,7 +118,7 @@ def _figures(graph: Graph, dims: Mapping[str, int]) -> dict[str, Figure]:
 # -- peak --------------------------------------------------------------------------------------------------------
 
 
-def _peak(graph: Graph, dims: Mapping[str, int], values: Mapping[str, Poly]) -> Peak:
+def _peak(graph: Graph, dims: Mapping[str, Any], values: Mapping[str, Poly]) -> Peak:
     line = timeline(graph, **dims)
     number = not isinstance(line.peak, sympy.Expr)
     return Peak(

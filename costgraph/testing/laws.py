@@ -248,7 +248,7 @@ def _made(trial: Trial) -> Iterable[tuple[int, Any, list[int]]]:
 def peak_memory_is_that_of_a_replay(trial: Trial) -> None:
     """Buffers taken when an op makes them, given back after the last op that touches them."""
     _as_counted(trial.answers["peak_memory"], trial.run.peak, "peak memory")
-    line = timeline(trial.graph, **trial.point)
+    line = timeline(trial.graph, **dict[str, Any](trial.point))
     _as_counted(line.peak, trial.run.peak, "peak of the timeline")
     _as_counted(sum(map(Fraction, line.by_role.values())), trial.run.peak, "bytes by role at the peak")
     fixed = sum(b.bytes for b in trial.run.buffers)

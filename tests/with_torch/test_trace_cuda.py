@@ -376,3 +376,41 @@ def test_a_recurrent_layer_of_a_format_that_cudnn_takes_not_is_refused_by_name()
         cg.UnsupportedError, match=r"a recurrent layer of torch.bfloat16, expected one that cuDNN takes"
     ):
         trace(nn.LSTM(5, 7, dtype=bf16), torch.zeros(3, 2, 5, dtype=bf16), dims=[("T", "B", None)], device="cuda")
+
+
+def test_kernels_take_memory_beside_their_tensors():
+    class Scores(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.norm = nn.Linear(8, 12, bias=False), nn.GroupNorm(3, 12)
+
+        def forward(self, x):
+            return self.norm(torch.softmax(self.layer(x), -1).transpose(1, 2)).square().mean()
+
+    g = trace(Scores(), torch.zeros(2, 5, 8), dims=[("B", "S", None)], train=True, device="cuda", arch="sm_80")
+    found = cg.timeline(g, device="cuda", arch="sm_80", B=7, S=11).workspaces
+    # of the forward pass, and of the gradient of the weights
+    libraries = {"cuBLAS": (2 * 4096 + 8 * 16) * 1024, "cuBLAS (autograd)": (2 * 4096 + 8 * 16) * 1024}
+    # grad, which lies transposed, is copied, and grad * output; three sums of each channel and two factors of each group, in fp32
+    kernels = {
+        "_softmax_backward_data": 2 * 7 * 11 * 12 * 4,
+        "norm/native_group_norm_backward": (3 * 7 * 12 + 2 * 7 * 3) * 4,
+    }
+    assert found == {**libraries, **kernels}
+
+
+def test_gradients_that_a_program_asks_for_are_a_backward_pass():
+    class Penalty(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 5, bias=False)
+
+        def forward(self, x):
+            with torch.enable_grad():
+                y = self.layer(x.requires_grad_()).sum()
+                return torch.autograd.grad(y, x)[0]
+
+    g = trace(Penalty(), torch.zeros(7, 3), dims=[("B", None)])
+    found = cg.costs(g, B=7)
+    # each of the two products has 7 x 3 x 5 points
+    assert [found.filter(phase=p).total().matmul for p in ("forward", "backward")] == [2 * 7 * 3 * 5] * 2

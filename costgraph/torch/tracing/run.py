@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -31,6 +32,10 @@ Factory = Callable[[Any], torch.optim.Optimizer]
 
 # they write out what the error says
 _LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
+
+
+#: Through it each backward pass goes.
+_ENGINE = torch.autograd.graph._engine_run_backward
 
 
 class Run:
@@ -81,7 +86,10 @@ class Run:
         collecting = gc.isenabled()
         gc.disable()  # what only a cycle holds would be given back at any time
         try:
-            with torch.set_grad_enabled(train), uncompiled(), SymbolicSizes(), self.device(), self.recorder:
+            with (
+                torch.set_grad_enabled(train), uncompiled(), SymbolicSizes(), self.device(), self.recorder,
+                _gradients(self.recorder),
+            ):  # fmt: skip
                 if train and any(p._post_accumulate_grad_hooks for p in self.params.values()):
                     with self.recorder.pausing():
                         self._warm(args, kwargs)
@@ -142,6 +150,22 @@ class Run:
         graph.gradients.update({builder.sources[p.storage]: builder.tensor(g) for p, g in self.gradients.items()})
         builder.finish()
         graph.freeze()
+
+
+@contextmanager
+def _gradients(recorder: Recorder) -> Iterator[None]:
+    """Let what autograd runs be the backward pass, also where the program itself asks for it."""
+
+    def run(*args: Any, **options: Any) -> Any:
+        before = recorder.phase
+        recorder.phase = "backward"
+        try:
+            return _ENGINE(*args, **options)
+        finally:
+            recorder.phase = before
+
+    with patch.object(torch.autograd, _ENGINE.__name__, run), patch.object(torch.autograd.graph, _ENGINE.__name__, run):
+        yield
 
 
 def _tensors(value: object) -> Iterator[torch.Tensor]:

@@ -15,8 +15,9 @@ from ...algebra.symbols import shown
 from ...errors import GraphError
 from ...graph.arguments import need_choice
 from ...graph.graph import Graph
+from ...hardware.arch import DEFAULT, arch_of
 from .arguments import Axes, Given
-from .cuda import DEFAULT, KERNELS, Here, arch_of, on_cuda
+from .cuda import KERNELS, Here, on_cuda
 from .data import Data
 from .guards import assumptions
 from .recorder import Recorder
@@ -109,7 +110,7 @@ def trace(
     need_choice("trace: device", device, ("cpu", "cuda"))
     if arch is not None and device == "cpu":
         raise GraphError(f"trace: arch {shown(arch)} of a CPU, expected device='cuda' with it")
-    target = arch_of(DEFAULT if arch is None else arch) if device == "cuda" else None
+    target = arch_of(DEFAULT if arch is None else arch, "trace") if device == "cuda" else None
     if not isinstance(module, nn.Module):
         raise GraphError(f"trace: got {type(module).__name__}, expected a torch.nn.Module")
     if optimizer is not None and not train:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .arch import Arch
+from ....hardware.arch import Arch
 from .table import Here, rule, source
 
 __all__ = ["choose"]

@@ -7,9 +7,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+from ....hardware.arch import Arch
 from ....ops.registry import adding
 from ..choices import Choices
-from .arch import Arch
 
 __all__ = ["RULES", "SOURCES", "Here", "Rule", "rule", "source"]
 

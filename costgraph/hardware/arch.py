@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from ....algebra.symbols import shown
-from ....errors import GraphError
+from ..algebra.symbols import shown
+from ..errors import GraphError
 
 __all__ = ["DEFAULT", "Arch", "arch_of"]
 
@@ -28,8 +28,15 @@ class Arch:
         return f"sm_{self.major}{self.minor}"
 
 
-def arch_of(name: object) -> Arch:
+def arch_of(name: object, place: str) -> Arch:
     """Return the architecture of a name as `torch.cuda.get_arch_list` has it, such as `sm_90`.
+
+    Parameters
+    ----------
+    name : object
+        What may be one.
+    place : str
+        What asks, for the text of an error.
 
     Raises
     ------
@@ -40,6 +47,6 @@ def arch_of(name: object) -> Arch:
     number = (0, 0) if found is None else (int(found[1]), int(found[2]))
     if not _FIRST <= number <= _LAST:
         raise GraphError(
-            f"trace: arch {shown(name)}, expected a compute capability from sm_50 to sm_121, such as sm_80 or sm_90"
+            f"{place}: arch {shown(name)}, expected a compute capability from sm_50 to sm_121, such as sm_80 or sm_90"
         )
     return Arch(*number)

@@ -1,0 +1,134 @@
+"""Memory that a GPU's libraries and kernels take beside tensors, and the blocks that torch's allocator hands out."""
+
+import pytest
+
+import costgraph as cg
+from costgraph.analysis.caching import CachingAllocator
+from costgraph.errors import BindingError, GraphError
+
+KIB, MIB = 2**10, 2**20
+# two blocks of 4 MiB and eight of 16 KiB
+BEFORE_HOPPER = 2 * 4 * MIB + 8 * 16 * KIB
+
+
+def scores():
+    """The mean of softmax(x W)."""
+    R, D, F = cg.dims("R D F")
+    with cg.Graph("scores") as g:
+        x, w = g.input("x", (R, D), "bf16"), g.param("w", (D, F), "bf16")
+        y = cg.nn.softmax(cg.einsum(x, w, "r d, d f -> r f"), axis=-1)
+        g.output(cg.reduce(y, "r f -> ", "mean"))
+    return g
+
+
+@pytest.mark.parametrize(("arch", "each"), [("sm_80", BEFORE_HOPPER), ("sm_89", BEFORE_HOPPER), ("sm_90", 32 * MIB)])
+def test_each_thread_that_multiplies_has_a_workspace(arch, each):
+    g, sizes = scores(), {"R": 11, "D": 13, "F": 17}
+    # forward: one thread, whatever is the peak otherwise
+    assert cg.peak_memory(g, device="cuda", arch=arch, **sizes) == cg.peak_memory(g, **sizes) + each
+    step = cg.backward(g)
+    line = cg.timeline(step, device="cuda", arch=arch, **sizes)
+    libraries = {name: n for name, n in line.workspaces.items() if name.startswith("cuBLAS")}
+    assert libraries == {"cuBLAS": each, "cuBLAS (autograd)": each}
+    assert line.peak == cg.peak_memory(step, device="cuda", arch=arch, **sizes)
+    assert line.peak >= cg.peak_memory(step, **sizes) + 2 * each
+    assert sum(line.by_role.values()) == line.peak
+    assert line.by_role["workspace"] >= 2 * each
+
+
+def test_what_multiplies_nothing_has_no_workspace():
+    R, D = cg.dims("R D")
+    with cg.Graph("g") as g:
+        g.output(cg.relu(g.input("x", (R, D))))
+    assert cg.peak_memory(g, device="cuda") == cg.peak_memory(g)
+    assert cg.timeline(g, device="cuda").workspaces == {}
+
+
+def test_a_convolution_is_not_one_of_cublas():
+    N, C, H = cg.dims("N C H")
+    with cg.Graph("g") as g:
+        g.output(cg.conv(g.input("x", (N, C, H, H)), "n c h w -> n o h w", window=3, o=5))
+    assert cg.timeline(g, device="cuda", N=2, C=3, H=7).workspaces == {}
+
+
+def test_the_gradient_of_softmax_makes_a_product_first():
+    step, sizes = cg.backward(scores()), {"R": 11, "D": 2, "F": 1009}
+    found = cg.timeline(step, device="cuda", **sizes).workspaces
+    (name,) = [name for name in found if not name.startswith("cuBLAS")]
+    assert "softmax_backward" in name
+    # R*F elements of bf16: grad * output
+    assert found[name] == 11 * 1009 * 2
+    # the op holds y, its gradient and the result, which are what the peak is beside x, w and their like
+    there = {m.op: m.bytes for m in cg.timeline(step, device="cuda", **sizes).moments}
+    plain = {m.op: m.bytes for m in cg.timeline(step, **sizes).moments}
+    assert there[name] == plain[name] + found[name] + 2 * 32 * MIB
+
+
+def test_a_peak_with_workspaces_is_a_formula():
+    step, sizes = cg.backward(scores()), {"R": 11, "D": 13, "F": 1009}
+    peak = cg.peak_memory(step, device="cuda", arch="sm_80")
+    assert cg.evaluate(peak, **sizes) == cg.peak_memory(step, device="cuda", arch="sm_80", **sizes)
+    R, F = cg.dims("R F")
+    spaces = {r.by_role["workspace"] - 2 * BEFORE_HOPPER for r in cg.regimes(peak)}
+    assert 2 * R * F in spaces <= {0, 2 * R * F}
+
+
+def test_a_device_is_one_that_is_known():
+    g = scores()
+    with pytest.raises(GraphError, match="peak_memory: device 'tpu', expected one of cuda"):
+        cg.peak_memory(g, device="tpu")
+    with pytest.raises(GraphError, match="timeline: arch 'hopper', expected a compute capability"):
+        cg.timeline(g, device="cuda", arch="hopper")
+    with pytest.raises(GraphError, match="peak_memory: arch 'sm_80' of no device, expected device='cuda' with it"):
+        cg.peak_memory(g, arch="sm_80")
+
+
+# -- blocks --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("size", "taken"),
+    [
+        (1, 512), (513, 1024), (MIB, MIB),  # cut from a segment of 2 MiB
+        (MIB + 1, MIB + 512),  # from one of 20 MiB
+        (12 * MIB - 512, 12 * MIB),  # a segment of 12 MiB, of which 512 B are left over
+        (11 * MIB, 12 * MIB), (11 * MIB - 512, 11 * MIB - 512),  # more than 1 MiB is cut off
+    ],
+)  # fmt: skip
+def test_a_block_is_whole_where_little_is_left_over(size, taken):
+    allocator = CachingAllocator()
+    block = allocator.take(size)
+    assert (block.size, allocator.taken, allocator.most) == (taken, taken, taken)
+    allocator.give(block, size)
+    assert (allocator.taken, allocator.most) == (0, taken)
+
+
+def test_blocks_are_joined_and_taken_again():
+    allocator = CachingAllocator()
+    first, second = allocator.take(3 * MIB), allocator.take(5 * MIB)
+    assert (first.segment, first.at, second.segment, second.at) == (0, 0, 0, 3 * MIB)
+    allocator.give(first, 3 * MIB)
+    # 12 MiB are free behind, 3 MiB before: the smaller one that fits
+    again = allocator.take(2 * MIB + MIB // 2)
+    assert (again.at, again.size) == (0, 3 * MIB)  # half a MiB is left over
+    allocator.give(again, 2 * MIB + MIB // 2)
+    allocator.give(second, 5 * MIB)
+    whole = allocator.take(19 * MIB + MIB // 2)  # all of the segment, joined again
+    assert (whole.segment, whole.at, whole.size) == (0, 0, 20 * MIB)
+    small = allocator.take(7)
+    assert small.segment == 1
+
+
+def test_a_peak_in_blocks_is_that_of_what_is_handed_out():
+    R = cg.dims("R")
+    with cg.Graph("g") as g:
+        x = g.input("x", (R,), "fp32")
+        g.output(cg.relu(cg.relu(x)))
+    # 11 MiB each, of segments of 12: of x, and of what the first makes and of what the second does
+    elements = 11 * MIB // 4
+    assert cg.peak_memory(g, R=elements) == 3 * 11 * MIB
+    assert cg.peak_memory(g, allocator="cuda", R=elements) == 3 * 12 * MIB
+    assert cg.peak_memory(g, allocator=True, R=elements) == cg.peak_memory(g, allocator="cuda", R=elements)
+    assert cg.peak_memory(g, allocator=False, R=elements) == cg.peak_memory(g, R=elements)
+    with pytest.raises(BindingError, match="peak in blocks of an allocator"):
+        cg.peak_memory(g, allocator=True)
