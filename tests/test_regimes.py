@@ -334,5 +334,5 @@ def test_a_step_has_few_cases_and_the_peak_of_all_of_its_moments(name, box):
 def test_a_peak_that_is_no_whole_number_is_a_regime():
     # 7 elements of 6 bits are 5.25 bytes
     found = cg.regimes(5.25, within={})
-    assert [(r.formula, r.share) for r in found] == [(sympy.Rational(21, 4), 1.0)]
+    assert [(r.formula, r.share) for r in found] == [(5.25, 1.0)]
     assert "21/4" in str(found)

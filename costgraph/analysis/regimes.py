@@ -103,12 +103,12 @@ class Regimes(list[Regime]):
 
     def _cases(self) -> list[tuple[Poly, str]]:
         shares = ["" if r.share is None else f", {100 * r.share:.3g} % of the box" for r in self]
-        return [(poly(plain(as_expr(r.formula))), r.label + share) for r, share in zip(self, shares, strict=True)]
+        return [(poly(_exact(r.formula)), r.label + share) for r, share in zip(self, shares, strict=True)]
 
 
 def _exact(formula: Formula) -> sympy.Expr:
-    """Return a formula; 5.25 bytes, which are no whole number, as the fraction that they are."""
-    expr = as_expr(formula)
+    """Return 5.25 bytes, which are no whole number, as the fraction that they are."""
+    expr = plain(as_expr(formula))
     return sympy.Rational(*float(expr).as_integer_ratio()) if expr.is_Float else expr
 
 
@@ -149,7 +149,7 @@ def regimes(formula: Formula, within: Mapping[str, Range] | None = None) -> Regi
     >>> [(r.formula, r.share) for r in regimes(Max(B**2, 100*B), within={"B": (1, 64)})]
     [(100*B, 1.0)]
     """
-    formula = _exact(formula)
+    formula = as_expr(formula)
     shares: Sequence[float | None] | None = None
     if within is not None:
         formula, shares = narrowed(formula, ranges(within, formula, "regimes"))
@@ -222,7 +222,7 @@ def narrowed(formula: sympy.Expr, box: Mapping[str, Range]) -> tuple[sympy.Expr,
     inside = (*held, Validity(Conditions(tuple(_relations(box)), ())))
     found = _inner(expr)
     cases: list[_Case] = [] if found is None else list(zip(map(poly, found.args), found.owners, strict=True))
-    points = _points(known, box, [p for p, _ in cases] or [poly(expr)])
+    points = _points(known, box, [p for p, _ in cases] or [poly(_exact(expr))])
     if found is None:
         return conditioned(expr, inside), [None if points is None else 1.0]
     largest = isinstance(found, Max)

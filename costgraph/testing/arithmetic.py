@@ -305,6 +305,8 @@ def value(expr: sympy.Expr | int | float, point: Mapping[str, int]) -> Fraction 
         return Fraction(point[expr.name])
     if expr.is_Rational:
         return Fraction(int(expr.p), int(expr.q))
+    if expr.is_Float:  # the bytes of elements of 6 bits, such as 5.25
+        return Fraction(float(expr))
     if expr is sympy.oo:
         return inf
     inner: list[Any] = [value(a, point) for a in expr.args]
