@@ -23,6 +23,7 @@ _ATOMS = (int, float, str, bytes, bool, complex, type(None), torch.dtype, torch.
 _CONTAINERS = (dict, list, set, deque)
 _CACHE: Any = functools._lru_cache_wrapper  # what pretends to be of another class is not asked
 _NOT_THEIRS = frozenset({*sys.stdlib_module_names, "torch", "numpy", "sympy", "costgraph"}) - {"__main__"}
+_OPAQUE = (type, types.ModuleType, types.FunctionType, nn.Module, Graph)
 _DEEPEST = 8  # containers within containers of what a cache holds
 
 
@@ -236,8 +237,9 @@ def forgetting(left: Callable[[], bool]) -> Iterator[None]:
     finally:
         torch.SymInt.__hash__ = plain  # type: ignore[method-assign]
         if asked or left():
+            clean: set[int] = set()
             for cached in (*gc.get_objects(), *_in_modules()):  # of which the former lacks what `gc.freeze` has met
-                if type(cached) is _CACHE and _is_theirs(cached.__module__) and _of_a_run(cached, _DEEPEST):
+                if type(cached) is _CACHE and _is_theirs(cached.__module__) and _of_a_run(cached, clean):
                     cached.cache_clear()
 
 
@@ -251,10 +253,22 @@ def _in_modules() -> Iterator[object]:
                     yield from vars(value).values()
 
 
-def _of_a_run(value: object, depth: int) -> bool:
-    """Whether a value holds a tensor without data, or a size of a run."""
-    if isinstance(value, FakeTensor | torch.SymInt):
-        return True
-    if not depth or isinstance(value, type | types.ModuleType | types.FunctionType | nn.Module | Graph):
-        return False
-    return any(_of_a_run(v, depth - 1) for v in gc.get_referents(value))
+def _of_a_run(cached: object, clean: set[int]) -> bool:
+    """Whether a cache holds a tensor without data, or a size of a run; `clean` has what was found to hold none."""
+    level, seen = [cached], {id(cached)}
+    for _ in range(_DEEPEST):
+        inside = [v for value in level for v in gc.get_referents(value)]
+        level = []
+        for value in inside:
+            if isinstance(value, FakeTensor | torch.SymInt):
+                return True
+            if (
+                gc.is_tracked(value)
+                and not isinstance(value, _OPAQUE)
+                and id(value) not in seen
+                and id(value) not in clean
+            ):
+                seen.add(id(value))
+                level.append(value)
+    clean |= seen.difference(map(id, level))  # what lies deepest was not looked into
+    return False
