@@ -26,6 +26,15 @@ def examples(n: int) -> int:
 SHARES = [pytest.param(4, id="some"), pytest.param(1, id="all", marks=pytest.mark.long)]
 
 
+def in_part(cases, nth: int, of: int = 2) -> list:
+    """Cases of which a plain run holds each `of`-th, from the `nth` on, and a long test all others."""
+    marked = [c if isinstance(c, type(pytest.param())) else pytest.param(c) for c in cases]
+    return [
+        c if i % of == nth else pytest.param(*c.values, marks=(*c.marks, pytest.mark.long), id=c.id)
+        for i, c in enumerate(marked)
+    ]
+
+
 def seed() -> int | None:
     """None, with which a search draws the same each time; a larger budget draws new examples."""
     return None if multiplier() == 1 else random.SystemRandom().getrandbits(32)

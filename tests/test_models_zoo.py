@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from budget import in_part
 
 import costgraph as cg
 from costgraph import models
@@ -71,7 +72,7 @@ def test_names_are_those_that_users_write(name):
 # -- one of each family ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", SMALLEST)
+@pytest.mark.parametrize("name", in_part(SMALLEST, 1))
 def test_symbolic_is_the_same_graph_with_all_sizes_open(name):
     preset, symbolic = models.load(name), models.load(name, symbolic=True)
     assert symbolic.defaults == {}
@@ -90,7 +91,7 @@ def test_every_option_builds_and_binds(name, attention, dtype):
     assert cg.matmul_flops(g, count="full", **point(g)) >= cg.matmul_flops(g, **point(g))
 
 
-@pytest.mark.parametrize("name", SMALLEST)
+@pytest.mark.parametrize("name", in_part(SMALLEST, 0))
 def test_a_step_of_training(name):
     g = models.load(name)
     step = cg.training_step(g, loss_of(g), optimizer=cg.AdamW(), precision="bf16")
@@ -104,7 +105,7 @@ def test_a_step_of_training(name):
     assert cg.peak_memory(step, **at) > state.total
 
 
-@pytest.mark.parametrize("name", SMALLEST)
+@pytest.mark.parametrize("name", in_part(SMALLEST, 1))
 def test_a_report(name):
     g = models.load(name)
     text = str(cg.report(g, "h100-sxm", **point(g)))
@@ -120,7 +121,7 @@ def test_plots(name, tmp_path):
     assert all(path.stat().st_size > 1000 for path in tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("name", SMALLEST)
+@pytest.mark.parametrize("name", in_part(SMALLEST, 0))
 def test_a_file_says_the_same(name, tmp_path):
     g = models.load(name)
     cg.save(g, tmp_path / "g.json")

@@ -164,7 +164,7 @@ def test_a_norm_that_is_an_op_each_keeps_more(dtype):
         ("llama-2-7b", {"D": 2048, "H": 16, "G": 16, "K": 128, "F": 5504, "L": 3, "V": 32000}, 4, 1024),
     ],
 )
-@pytest.mark.parametrize(("dtype", "again"), [("fp32", None), ("bf16", "layers")])
+@pytest.mark.parametrize(("dtype", "again"), [pytest.param("fp32", None, marks=pytest.mark.long), ("bf16", "layers")])
 def test_models_as_they_are(name, sizes, B, S, dtype, again):
     torchs = tracked_peak(name, sizes, B, S, dtype, again=again)
     assert declared(name, sizes, B, S, dtype, again=again).peak == pytest.approx(torchs, rel=0.02)

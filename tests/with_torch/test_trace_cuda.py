@@ -391,7 +391,7 @@ def test_kernels_take_memory_beside_their_tensors():
     found = cg.timeline(g, device="cuda", arch="sm_80", B=7, S=11).workspaces
     # of the forward pass, and of the gradient of the weights
     libraries = {"cuBLAS": (2 * 4096 + 8 * 16) * 1024, "cuBLAS (autograd)": (2 * 4096 + 8 * 16) * 1024}
-    # grad, which lies transposed, is copied, and grad * output; three sums of each channel and two factors of each group, in fp32
+    # grad, which lies transposed, is copied, and grad * output; sums of each channel and factors of each group
     kernels = {
         "_softmax_backward_data": 2 * 7 * 11 * 12 * 4,
         "norm/native_group_norm_backward": (3 * 7 * 12 + 2 * 7 * 3) * 4,
