@@ -77,6 +77,22 @@ def test_every_device_loads_with_sources_for_every_number(name):
     assert {key for key in device.sources if key not in used and key not in cited} == set()
 
 
+@pytest.mark.parametrize(("pattern", "arch"), [
+    ("v100-", "sm_70"), ("t4", "sm_75"), ("a100-", "sm_80"), ("a10", "sm_86"), ("rtx3090", "sm_86"), ("l40s", "sm_89"),
+    ("rtx4090", "sm_89"), ("h100-", "sm_90"), ("gh200-", "sm_90"), ("b200", "sm_100"), ("b300", "sm_103"),
+    ("rtx5090", "sm_120"),
+])  # fmt: skip
+def test_a_gpu_of_nvidia_states_its_compute_capability(pattern, arch):
+    """As developer.nvidia.com/cuda/gpus lists them."""
+    found = [name for name in list_hardware() if name == pattern or (pattern[-1] == "-" and name.startswith(pattern))]
+    assert {load_hardware(name).arch for name in found} == {arch}
+
+
+def test_who_is_not_nvidia_has_no_compute_capability():
+    assert all((load_hardware(name).arch is not None) == (load_hardware(name).vendor == "NVIDIA")
+               for name in list_hardware())  # fmt: skip
+
+
 @pytest.mark.parametrize("name", list_hardware())
 def test_every_device_is_of_a_plausible_size(name):
     """Factors of 1000 and of 2 (sparsity) would stand out here."""
@@ -311,7 +327,7 @@ def test_a_pipe_is_no_file(tmp_path):
 
 RATES = "fp64, fp32, tf32, bf16, fp16, fp8, fp6, fp4, nvfp4, int8, int4, fp16_accum_fp16, fp8_accum_fp16"
 TABLES = (
-    "name, vendor, disagreements, sources, peak, vector, memory, cache, cores, clock, power, interconnect, "
+    "name, vendor, arch, disagreements, sources, peak, vector, memory, cache, cores, clock, power, interconnect, "
     "pcie, network, attained, measured"
 )
 BF16 = 'bf16 = { value = 100.5, unit = "TFLOP/s", source = ["SHEET"] }'
@@ -367,6 +383,8 @@ SPARSE_RUN = '[measured]\nsparse_matmul = { value = 1, unit = "TFLOP/s", source 
         # what every specification has
         ('name = "Workstation card"', "", f"no 'name', expected {TABLES}"),
         (VENDOR, "vendor = 5", "vendor 5, expected a text"),
+        (VENDOR, VENDOR + '\narch = "90"', "arch '90', expected a compute capability, such as sm_90"),
+        (VENDOR, VENDOR + "\narch = 90", "arch 90, expected a compute capability, such as sm_90"),
         ("capacity =", "reported =", f"memory: no 'capacity', expected {MEMORY}"),
         (VENDOR, VENDOR + '\ndisagreements = "x"', "disagreements 'x', expected a list, each a text"),
         (VENDOR, VENDOR + "\ndisagreements = [1]", "disagreements[0] 1, expected a text"),

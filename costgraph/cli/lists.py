@@ -46,6 +46,7 @@ def device(found: Hardware) -> Iterator[RenderableType]:
     """Yield all that a specification says: quantities, units, sources and noted disagreements."""
     yield f"[bold]{clean(found.name)}[/bold]"
     rows = [("name", clean(found.id)), ("vendor", clean(found.vendor))]
+    rows += [] if found.arch is None else [("arch", clean(found.arch))]
     rows += [(f"{table} type", clean(text)) for table, text in found.types.items()]
     yield grid(rows)
     said = [(place, _value(q), "; ".join(t for t in (q.source, q.note) if t)) for place, q in found.rows]

@@ -40,6 +40,13 @@ _Keys = Annotated[Sequence[str], Rule("a list of keys of [sources]", bool)]
 _TABLE = Rule("a table", lambda table: True)
 
 
+def _is_arch(value: object) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"sm_[1-9][0-9]{1,2}", value) is not None
+
+
+_Arch = Annotated[str, Rule("a compute capability, such as sm_90", _is_arch)]
+
+
 @dataclass(frozen=True)
 class _Entry:
     """A number as it stands in a table."""
@@ -51,7 +58,7 @@ class _Entry:
 
 
 _TOP = {
-    "name": Text, "vendor": Text, "disagreements": Sequence[Text],
+    "name": Text, "vendor": Text, "arch": _Arch, "disagreements": Sequence[Text],
     "sources": Annotated[Mapping[_Key, Text], _TABLE],
     **dict.fromkeys(TABLES, Annotated[Mapping[str, object], _TABLE]),
 }  # fmt: skip
@@ -68,7 +75,7 @@ def read_file(path: Path) -> dict[str, Any]:
     """
     place, data = str(path), _parsed(path)
     _refuse_sparsity(place, data)
-    optional = (*TABLES, "disagreements", "sources")
+    optional = (*TABLES, "arch", "disagreements", "sources")
     top = {"sources": {}, "disagreements": ()} | read_fields(place, data, _TOP, optional, SpecError)
     tables: dict[str, dict[str, Quantity]] = {"peak": {}, "vector": {}, "memory": {}}
     types: dict[str, str] = {}

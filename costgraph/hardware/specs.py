@@ -66,6 +66,8 @@ class Hardware(Table):
     """key of a source -> reference"""
     disagreements: tuple[str, ...]
     """where sources differ, and figures that look wrong"""
+    arch: str | None = None
+    """compute capability of a GPU of NVIDIA as torch names it, such as sm_90, where it is stated"""
 
     def __hash__(self) -> int:
         return hash((self.id, self.name))
@@ -309,7 +311,8 @@ class Hardware(Table):
         )  # fmt: skip
 
     def _facts(self) -> Sequence[Fact]:
-        return [Fact("name", self.name), *(Fact(f"{table}.type", text) for table, text in self.types.items())]
+        arch = [] if self.arch is None else [Fact("arch", self.arch)]
+        return [Fact("name", self.name), *arch, *(Fact(f"{table}.type", text) for table, text in self.types.items())]
 
     def _wanted(self, dtype_name: str | DType, unit: str) -> tuple[str, str]:
         """Return the format that work is done in, and the place of its rate."""

@@ -90,7 +90,7 @@ def test_what_was_seen_on_the_way_is_written_down():
 def test_a_data_sheet_stays_as_it_is(name, tmp_path):
     sheet = cg.load_hardware(name)
     found = calibration(like=name).save(tmp_path / "mine.toml")
-    assert (found.name, found.vendor, found.types) == (sheet.name, sheet.vendor, sheet.types)
+    assert (found.name, found.vendor, found.arch, found.types) == (sheet.name, sheet.vendor, sheet.arch, sheet.types)
     assert found.disagreements == sheet.disagreements
     assert (found.peak, found.vector) == (sheet.peak, sheet.vector)
     assert (found.bandwidth, found.memory) == (sheet.bandwidth, sheet.memory)

@@ -107,6 +107,8 @@ def specification(
     known = {} if like is None else {t: {k: taken_over(q) for k, q in rows.items()} for t, rows in like.tables.items()}
     types = {} if like is None else like.types
     lines = [f"name = {_text(name)}", f"vendor = {_text(vendor)}"]
+    if like is not None and like.arch is not None:
+        lines += [f"arch = {_text(like.arch)}"]
     if like is not None and like.disagreements:
         lines += ["disagreements = [", *(f"  {_text(note)}," for note in like.disagreements), "]"]
     references = {**({} if like is None else like.sources), **sources}
