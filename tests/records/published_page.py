@@ -48,12 +48,17 @@ all, and a network is not predicted. Vision models run under autocast, in eager 
 of generation is that in the middle of what was generated. Single calls of plain torch, with their backward passes, are
 traced, which needs torch.
 
+**Peaks of memory** are those that torch's allocator counted while a benchmark ran such a call again: with the gradients
+of the run before, those that the backward pass starts from, and the parameters of other forms of the program, where the
+benchmark of that date made them; with what libraries keep for the compute capability of the device, in blocks as they
+are handed out. What ran on a date is that of the benchmark's repository.
+
 **What looks odd** in the file, and is left as it is: `llamacpp-llama-3-8b-F16-pp4096-a100-80-sxm` has 866 tokens/s
 where the same source prints 5,122 for four-bit weights on the same device; streams of A100 boards come from files that
 do not say SXM or PCIe; a vision model named after CLIP is its image tower alone, while the zoo's has both; times of
 vector lengths below a thousand are those of a launch. Liger's peaks of embeddings (12 to 14 GB of other allocations),
-and of softmax and squared ReLU by `N` (kilobytes where a matrix has megabytes), are of something else than their inputs
-say.
+of softmax and squared ReLU by `N` (kilobytes where a matrix has megabytes), and of losses of preferences of 2024
+(2.2 GB that are in no program, whatever the size) are of something else than their inputs say.
 """
 
 
@@ -136,6 +141,15 @@ def outliers(found):
             yield line([f"`{row.record.id}`", row.record.device, ratio(row.ratio)])
 
 
+def peaks(found):
+    """Predicted peaks that are off by more than 4 KiB."""
+    yield line(["record", "device", "measured bytes", "predicted"])
+    yield line(["---"] * 4)
+    for row in found.records:
+        if row.peak is not None and abs(row.peak - row.bytes) > 4096:
+            yield line([f"`{row.record.id}`", row.record.device, f"{row.bytes:,}", f"{row.peak:,}"])
+
+
 def page(found):
     """Return the text of the page."""
     below = [row for row in found.records if row.violated]
@@ -145,6 +159,7 @@ def page(found):
     parts += ["\n## Not predicted\n", line(["family", "records", "reason"]), line(["---"] * 3)]
     parts += [line([f, n, why.replace("|", "/")[:200]]) for (f, why), n in sorted(found.reasons.items())]
     parts += [f"\n## Off by more than a factor of {FACTOR}\n", *outliers(found)]
+    parts += ["\n## Peaks that are off by more than 4 KiB\n", *peaks(found)]
     parts += ["\n## Below the bound\n", line(["record", "device", "measured over bound"]), line(["---"] * 3)]
     parts += [line([f"`{r.record.id}`", r.record.device, f"{r.seconds / r.bound:.3f}"]) for r in below]
     return "\n".join(parts) + "\n"

@@ -98,9 +98,13 @@ def test_a_run_needs_a_place_for_its_record(capsys):
     assert capsys.readouterr().err.startswith("costgraph: /no/such.json: No such file or directory, expected ")
 
 
-def test_a_peak_without_a_prediction_fails(run):
-    peak = {"family": "liger", "what": "peak memory", "quantity": "max_memory_allocated", "unit": "MiB",
-            "inputs": {"kernel": "softmax", "provider": "torch", "mode": "full"}}  # fmt: skip
-    code, out, _ = run([RECORD | peak])
+def test_a_peak_that_is_predicted_and_one_that_is_not(run):
+    pytest.importorskip("torch.utils.flop_counter")
+    inputs = {"kernel": "relu_squared", "provider": "torch", "mode": "full", "M": 4, "N": 8, "dtype": "float32"}
+    peak = {"family": "liger", "what": "peak memory", "quantity": "max_memory_allocated", "unit": "B", "inputs": inputs}
+    norm = peak | {"device": "t4", "id": "norm", "inputs": inputs | {"kernel": "layer_norm"}, "value": 40_000}
+    code, out, _ = run([RECORD | peak, RECORD | norm])
     assert code == 1
-    assert "fails  peaks that an allocator counted are predicted: 0 of 1 are" in out
+    text = " ".join(out.split())
+    assert "1 of liger peak memory: a vector of N elements is measured, no matrix" in text
+    assert "fails at least 95% of predicted peaks are within 4 KiB of those counted: 0 of 1 are, off by" in text

@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import cache
 
 from ...errors import UnsupportedError
 from ...graph.graph import Graph
+from ...hardware.specs import Hardware, list_hardware, load_hardware
+from ...notation.records import near
 from .record import Record
 
-__all__ = ["FAMILIES", "Case", "Family", "Printed", "Run", "family", "measured_rate"]
+__all__ = ["FAMILIES", "Case", "Family", "Printed", "Run", "device_of", "family", "measured_bytes", "measured_rate"]
 
 #: Of units of time, in seconds.
 _TIMES = {"s": Fraction(1), "ms": Fraction(1, 10**3), "us": Fraction(1, 10**6)}
+#: Of units of memory, in bytes.
+_BYTES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 #: Of units of rates, in FLOP, bytes, tokens or samples in a second.
 _RATES = {
     "TFLOP/s": Fraction(10**12), "GB/s": Fraction(10**9), "tok/s": Fraction(1), "samples/s": Fraction(1),
@@ -56,6 +61,8 @@ class Case:
     """a share of the peak beside the rate"""
     subject: str = ""
     """what limits are stated for, where it is not that of the family"""
+    peak: Run | None = None
+    """what ran while an allocator counted; nothing is timed then"""
 
 
 @dataclass(frozen=True)
@@ -91,6 +98,19 @@ def family(*names: str, subject: str) -> Callable[[Callable[[Record], Case]], Ca
     return registered
 
 
+def measured_bytes(record: Record) -> tuple[Fraction, Fraction]:
+    """Return the bytes of a record, and its unit in bytes.
+
+    Raises
+    ------
+    UnsupportedError
+        If the number is none of bytes.
+    """
+    if record.unit not in _BYTES:
+        raise UnsupportedError(f"unit: {record.quantity} in {record.unit}, expected one of {', '.join(_BYTES)}")
+    return Fraction(record.value) * _BYTES[record.unit], Fraction(_BYTES[record.unit])
+
+
 def measured_rate(record: Record) -> tuple[bool, Fraction]:
     """Return whether the number of a record is a rate, and its unit in seconds, or in what is done in a second.
 
@@ -103,3 +123,15 @@ def measured_rate(record: Record) -> tuple[bool, Fraction]:
         if record.unit in units:
             return is_rate, units[record.unit]
     raise UnsupportedError(f"unit: {record.quantity} in {record.unit}, expected one of {', '.join([*_TIMES, *_RATES])}")
+
+
+def device_of(name: str) -> Hardware:
+    """Return a device of the list: a record is from outside, and names no files."""
+    if name not in _devices():
+        raise UnsupportedError(f"device {name!r} has no specification, {near(name, _devices())}expected one")
+    return _devices()[name]
+
+
+@cache
+def _devices() -> dict[str, Hardware]:
+    return {name: load_hardware(name) for name in list_hardware()}

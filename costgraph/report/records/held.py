@@ -123,7 +123,10 @@ def _group(family: str, device: str, rows: Sequence[Row]) -> Group:
 
 def _facts(row: Row) -> dict[str, object]:
     """Return what a row says, by name: what it has nothing to say of left out."""
-    own = {name: getattr(row, name) for name in ("subject", "reason", "seconds", "estimate", "bound", "printed")}
+    own = {
+        name: getattr(row, name)
+        for name in ("subject", "reason", "seconds", "estimate", "bound", "printed", "bytes", "peak")
+    }
     found = {name: value for name, value in own.items() if value not in (None, "")}
     more = {"violated": True} if row.violated else {}
     return {"id": row.record.id, **found, **more} | ({"notes": list(row.notes)} if row.notes else {})

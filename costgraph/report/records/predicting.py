@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
-from functools import cache
+from typing import Any
 
 from ...algebra.polynomial import Poly
+from ...analysis.memory import peak_memory
 from ...analysis.seconds import estimate, in_seconds, spent, unit_times
 from ...analysis.work import Asked, ask
 from ...errors import CostGraphError, UnsupportedError
-from ...hardware.specs import Hardware, list_hardware, load_hardware
+from ...hardware.specs import Hardware
 from ...notation.records import near
-from .case import FAMILIES, Case, Printed, Run, measured_rate
+from .case import FAMILIES, Case, Printed, Run, device_of, measured_bytes, measured_rate
 from .record import Record
 
 __all__ = ["Row", "predict"]
@@ -39,6 +40,10 @@ class Row:
     """whether the measured time is below the bound by more than its last printed digit tells"""
     printed: float | None = None
     """share of the peak that the source prints, over the one derived from its rate"""
+    bytes: int | None = None
+    """measured, at the peak"""
+    peak: int | None = None
+    """bytes that are predicted there"""
     notes: tuple[str, ...] = ()
     """rates that stand in for missing ones"""
 
@@ -68,7 +73,7 @@ def predict(record: Record, last: Decimal) -> Row:
     try:
         if found is None:
             raise UnsupportedError(f"{near(record.family, FAMILIES)}expected a family that has a prediction")
-        hardware = _device(record.device)
+        hardware = device_of(record.device)
         case = found.case(record)
         return _row(record, case, case.subject or subject, hardware, Fraction(last))
     except CostGraphError as error:
@@ -77,19 +82,10 @@ def predict(record: Record, last: Decimal) -> Row:
         return Row(record, subject, reason="inputs: the numbers are too large, expected sizes of what could run")
 
 
-def _device(name: str) -> Hardware:
-    """Return a device of the list: a record is from outside, and names no files."""
-    if name not in _devices():
-        raise UnsupportedError(f"device {name!r} has no specification, {near(name, _devices())}expected one")
-    return _devices()[name]
-
-
-@cache
-def _devices() -> dict[str, Hardware]:
-    return {name: load_hardware(name) for name in list_hardware()}
-
-
 def _row(record: Record, case: Case, subject: str, hardware: Hardware, last: Fraction) -> Row:
+    if case.peak is not None:
+        counted, _ = measured_bytes(record)
+        return Row(record, subject, bytes=round(counted), peak=_peak(case.peak, hardware))
     is_rate, unit = measured_rate(record)
     value = Fraction(record.value)
     # what was printed may have been the slower by half of its last digit
@@ -100,7 +96,14 @@ def _row(record: Record, case: Case, subject: str, hardware: Hardware, last: Fra
     bound = min(t[1] / w for t, w in zip(times, works, strict=True)) * works[best]
     seconds, longest = (works[best] / float(v * unit) if is_rate else float(v * unit) for v in (value, slowest))
     printed = None if case.printed is None else float(case.printed.share / _share(case.printed, value * unit, hardware))
-    return Row(record, subject, "", seconds, times[best][0], bound, longest < bound, printed, times[best][2])
+    return Row(record, subject, "", seconds, times[best][0], bound, longest < bound, printed,
+               notes=times[best][2])  # fmt: skip
+
+
+def _peak(run: Run, hardware: Hardware) -> int:
+    """Return the bytes at the peak of a run, as torch's allocator counts them on a device."""
+    sizes: dict[str, Any] = dict(run.sizes)
+    return int(peak_memory(run.graph, allocator="cuda", device="cuda", arch=hardware.arch, **sizes))
 
 
 def _share(printed: Printed, rate: Fraction, hardware: Hardware) -> Fraction:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from fractions import Fraction
 from importlib.util import find_spec
 from typing import Annotated
 
 from ...errors import UnsupportedError
+from ...notation.door import Rule
 from ...notation.records import one_of
-from .case import Case, Run, family
+from .case import Case, Run, device_of, family
 from .record import Record, facts
 
 _PHASES = {"forward": ("forward",), "backward": ("backward",), "full": ()}
 #: Who runs the program as it is written; others bring kernels of their own.
 _PLAIN = ("huggingface", "torch")
+
+
+def _is_date(text: object) -> bool:
+    return isinstance(text, str) and re.fullmatch(r"\d{4}-\d{2}-\d{2}", text) is not None
 
 
 @dataclass(frozen=True)
@@ -23,6 +29,7 @@ class _Called:
     provider: str
     mode: Annotated[str, one_of(_PHASES)]
     dtype: str = ""
+    measured: Annotated[str, Rule("a date, such as 2026-05-15", _is_date)] = ""
 
 
 @family("liger", subject="kernels")
@@ -31,23 +38,22 @@ def called(record: Record) -> Case:
     given = facts(record, _Called)
     if given.provider not in _PLAIN:
         raise UnsupportedError(f"inputs: provider {given.provider!r} has kernels of its own, expected plain torch")
-    if record.what == "peak memory":
-        raise UnsupportedError("peak memory: what a benchmark keeps alive, and workspaces of CUDA, have no prediction")
     if find_spec("torch") is None:
         raise UnsupportedError("torch is not installed, expected it for a program that is traced")
-    from ...torch.validating.published import PROGRAMS, traced
+    from ...torch.validating.published import DECIDED, PROGRAMS, benchmarked, traced
 
+    if given.kernel in DECIDED:
+        raise UnsupportedError(f"inputs: kernel {given.kernel!r}: {DECIDED[given.kernel]} is up to the data")
     if given.kernel not in PROGRAMS:
         raise UnsupportedError(f"inputs: kernel {given.kernel!r} has no plain program here, expected one that has")
-    program, known = PROGRAMS[given.kernel], dict(record.inputs)
-    sizes = program.bound(_with_heads(known))
-    run = Run(traced(given.kernel, given.dtype), sizes, Fraction(1), _PHASES[given.mode])
-    return Case((run,), subject=program.subject)
-
-
-def _with_heads(known: dict[str, object]) -> dict[str, object]:
-    """Return facts with the size of a head, which is that of all of them over their number."""
-    whole, heads = known.get("hidden_size", known.get("H")), known.get("num_q_heads")
-    if isinstance(whole, int) and isinstance(heads, int) and heads and whole % heads == 0:
-        known.setdefault("head_dim", whole // heads)
-    return known
+    program = PROGRAMS[given.kernel].at(given.measured)
+    if record.what != "peak memory":
+        graph = traced(program, given.dtype)
+        return Case(
+            (Run(graph, program.bound(record.inputs), Fraction(1), _PHASES[given.mode]),), subject=program.subject
+        )
+    arch = device_of(record.device).arch
+    if arch is None:
+        raise UnsupportedError(f"device {record.device!r} states no compute capability, expected a GPU of NVIDIA")
+    graph = benchmarked(program, given.dtype, given.mode, arch)
+    return Case(subject=program.subject, peak=Run(graph, program.bound(record.inputs)))
