@@ -53,8 +53,8 @@ def test_a_norm_in_bf16_whose_weight_is_of_fp32(peaks):
 
 def test_a_loss_of_logits(peaks):
     row = peaks("cross_entropy", V=32768)
-    # logits, their gradient, logarithms of probabilities, and gradients of those and of logits; targets; of the loss and
-    # of its gradient a block each
+    # logits, their gradient, logarithms of probabilities, and gradients of those and of logits; targets; a block each of
+    # the loss and of its gradient
     assert row.peak == matrices(5, 16384, 32768, 4) + 16384 * 8 + 2 * 512
     assert row.bytes == row.peak
 
@@ -70,9 +70,9 @@ def test_a_gated_perceptron_and_the_workspaces_of_two_threads(peaks):
 def test_attention_op_by_op(peaks):
     row = peaks("fused_neighborhood_attention", seq_len=4096, hidden_size=512, device="rtx3090")
     b, s, d, heads = 2, 4096, 512, 8
-    # shares, their gradient, that of scores, and the product that it is made of; the mask; two sets of four weights, and
-    # gradients of one; x and its gradient, that of the result, copies of three projections, what is mixed of them and its
-    # gradient, and the result
+    # shares, their gradient, that of scores, and the product that it is made of; the mask; two sets of four weights,
+    # and gradients of one; x and its gradient, that of the result, copies of three projections, what is mixed of them
+    # and its gradient, and the result
     squares, weights = matrices(4, b * heads * s, s, 4) + s * s, matrices(12, d, d, 4) + matrices(12, 1, d, 4)
     assert row.peak == squares + weights + matrices(9, b * s, d, 4) + THREADS
     assert row.bytes == row.peak
