@@ -5,6 +5,7 @@ import pytest
 import costgraph as cg
 from costgraph.analysis.caching import CachingAllocator
 from costgraph.errors import BindingError, GraphError
+from costgraph.ops.ordering import sort
 
 KIB, MIB = 2**10, 2**20
 # two blocks of 4 MiB and eight of 16 KiB
@@ -132,3 +133,15 @@ def test_a_peak_in_blocks_is_that_of_what_is_handed_out():
     assert cg.peak_memory(g, allocator=False, R=elements) == cg.peak_memory(g, R=elements)
     with pytest.raises(BindingError, match="peak in blocks of an allocator"):
         cg.peak_memory(g, allocator=True)
+
+
+@pytest.mark.parametrize(("rows", "length", "extra"), [(128, 4096, 0), (127, 4099, 0), (131, 4099, 131 * 4099 * 20)])
+def test_a_sort_of_long_rows_makes_places_and_passes(rows, length, extra):
+    """Places in int64; elements of 4 B and places where a pass of the radix sort writes them."""
+    R, V = cg.dims("R V")
+    with cg.Graph("g") as g:
+        values, places = sort(g.input("x", (R, V)))
+        g.output(values)
+        g.output(places)
+    # x, its elements in order, and places
+    assert cg.peak_memory(g, device="cuda", R=rows, V=length) == rows * length * (4 + 4 + 8) + extra

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
+import sympy
+
+from ..algebra.extremum import Min
 from ..algebra.polynomial import ZERO, Poly, as_poly
 from ..algebra.symbols import shown
 from ..errors import GraphError
@@ -16,6 +19,7 @@ from ..hardware.arch import DEFAULT, Arch, arch_of
 from ..notation.pattern import Affine
 from ..ops.blocks import Kernel
 from ..ops.contraction import Einsum
+from ..ops.ordering import Sort
 from ..ops.pointwise import Pointwise
 from ..ops.reduce import Reduce
 from .families import Life
@@ -98,11 +102,26 @@ def temporary(op: Op) -> Poly:
     groups makes sums of each channel, and factors of each channel and each group, in fp32: 3*N*C + 2*N*G elements
     (group_norm_kernel.cu, GroupNormBackwardKernelImplInternal).
     """
+    if isinstance(op.kind, Sort):
+        return _of_sort(op)
     if not isinstance(op.kind, Kernel):
         return ZERO
     if _is_gradient_of_softmax(op):
         return numel(op.results[0].sizes) * op.operands[0].dtype.bytes
     return _sums_of_groups(op)
+
+
+def _of_sort(op: Op) -> Poly:
+    """Bytes of a sort of 128 rows or more, each of more than 4096 elements; what is smaller is sorted in place.
+
+    Source: torch 2.13, aten/src/ATen/native/cuda/Sort.cpp, should_use_small_sort, and Sort.cu, segmented_sort_pairs:
+    places of elements in int64, and where cub's radix sort goes to and fro between passes, elements and places.
+    """
+    x = op.operands[0]
+    *others, length = x.sizes
+    long = as_poly(Min(1, sympy.floor(length.expr / 4097)))
+    many = as_poly(Min(1, sympy.floor(numel(others).expr / 128)))
+    return long * many * numel(x.sizes) * (8 + x.dtype.bytes + 8)
 
 
 def _is_gradient_of_softmax(op: Op) -> bool:

@@ -53,8 +53,8 @@ def test_a_norm_in_bf16_whose_weight_is_of_fp32(peaks):
 
 def test_a_loss_of_logits(peaks):
     row = peaks("cross_entropy", V=32768)
-    # logits, their gradient, logarithms of probabilities, and gradients of those and of logits; targets; a block each of
-    # the loss and of its gradient
+    # logits, their gradient, logarithms of probabilities, and gradients of those and of logits; targets; a block each
+    # of the loss and of its gradient
     assert row.peak == matrices(5, 16384, 32768, 4) + 16384 * 8 + 2 * 512
     assert row.bytes == row.peak
 

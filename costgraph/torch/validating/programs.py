@@ -214,7 +214,7 @@ LAYERS: dict[str, Program] = {
         kept=("T ids", "J float32"), before=_turns, returned=True,
     ),
     "fused_neighborhood_attention": Program(
-        "attention", _masked_attention,
+        "attention op by op", _masked_attention,
         {**{f"{to}_{part}": axes for to in ("q", "k", "v", "out")
             for part, axes in (("weight", "(N K) (N K)"), ("bias", "(N K)"))},
          "x": "B L (N K)", "heads": "N 0 fixed"},
@@ -223,7 +223,7 @@ LAYERS: dict[str, Program] = {
         given={"bias": True}, kept=("N K N K", "N K") * 4, timed=False,
     ),
     "multi_token_attention": Program(
-        "attention", _windowed_attention, {"scores": "B C_in L L", "weight": "C_out C_in 3 3", "bias": "C_out"},
+        "attention op by op", _windowed_attention, {"scores": "B C_in L L", "weight": "C_out C_in 3 3", "bias": "C_out"},
         ("B C_out L L",), given={"bias": True, "groups": 1, "K": 3},
         refused="what cuDNN takes for a convolution is not stated",
     ),
