@@ -1,16 +1,18 @@
 """Peaks of memory that were published: what is kept and made, tensor by tensor."""
 
 from dataclasses import replace
+from math import prod
 
 import pytest
 
 pytest.importorskip("torch.utils.flop_counter")
 
+import costgraph as cg
 from costgraph.report.records.limits import LIMITS
 from costgraph.report.records.predicting import predict
 from costgraph.report.records.record import column, last_digits
-from costgraph.torch.validating.program import Program, joined, made_of
-from costgraph.torch.validating.published import PROGRAMS
+from costgraph.torch.validating.program import Program, axes_of, joined, made_of
+from costgraph.torch.validating.published import PROGRAMS, benchmarked
 
 MIB = 2**20
 #: Of cuBLAS, in each of two threads, up to Ada: two blocks of 4 MiB, and eight of 16 KiB.
@@ -84,6 +86,7 @@ def test_attention_op_by_op(peaks):
         ("embedding", "peak memory: 12 to 14 GB of other allocations are counted"),
         ("softmax", "peak memory: a vector of N elements is measured, no matrix"),
         ("fused_moe", "inputs: kernel 'fused_moe': which tokens an expert has is up to the data"),
+        ("kto_loss", "inputs: kernel 'kto_loss': which rows of logits are chosen is up to the data"),
         ("multi_token_attention", "peak memory: what cuDNN takes for a convolution is not stated"),
     ],
 )
@@ -124,3 +127,16 @@ def test_the_limit_counts_those_that_are_near(peaks):
     assert (found.holds, found.found) == (True, "19 of 20 are, off by 0.41% in the median; 0 have no prediction")
     (found,) = [limit for ask in LIMITS for limit in ask([*near[:18], replace(row, peak=10**6 + 8193)])]
     assert not found.holds
+
+
+@pytest.mark.parametrize("kernel", ["dyt", "poly_norm", "modulated_rms_norm", "softmax", "embedding", "sparsemax"])
+def test_programs_of_which_no_peak_is_in_the_file(kernel):
+    """They are alone: a result, what the backward pass starts from, and gradients are there at once, in fp32."""
+    program = PROGRAMS[kernel].at("2026-06-01")
+    graph = benchmarked(program, "float32", "full", "sm_100")
+    facts = {"BT": 509 * 127, "T": 127, "hidden_size": 1031, "vocab_size": 131, "has_shift": True, "beta": True}
+    sizes = program.bound(facts)
+    (made,) = program.made
+    elements = prod(sizes[axis] for axis in axes_of(made))
+    assert cg.peak_memory(graph, device="cuda", arch="sm_100", **sizes) > (2 + (kernel != "embedding")) * elements * 4
+    assert program.kept == ()

@@ -71,8 +71,8 @@ def test_every_program_is_traced_with_open_sizes(name):
         ({"kernel": "knitting"}, "inputs: kernel 'knitting' has no plain program here, expected one that has"),
         ({"mode": "sideways"}, "inputs: mode 'sideways', expected one of forward, backward, full"),
         ({"dtype": "float7"}, "inputs: dtype 'float7', expected one of float32, bfloat16, float16"),
-        ({"M": 0}, "inputs: no size M, expected a positive whole number"),
-        ({"M": None}, "inputs: no size M, expected a positive whole number"),
+        ({"M": 0}, "inputs: no size M or BT or T, expected a positive whole number"),
+        ({"M": None}, "inputs: no size M or BT or T, expected a positive whole number"),
     ],
 )
 def test_what_is_not_predicted(timed, change, reason):

@@ -40,10 +40,10 @@ def called(record: Record) -> Case:
         raise UnsupportedError(f"inputs: provider {given.provider!r} has kernels of its own, expected plain torch")
     if find_spec("torch") is None:
         raise UnsupportedError("torch is not installed, expected it for a program that is traced")
-    from ...torch.validating.published import DECIDED, PROGRAMS, benchmarked, traced
+    from ...torch.validating.published import PROGRAMS, UNTRACED, benchmarked, traced
 
-    if given.kernel in DECIDED:
-        raise UnsupportedError(f"inputs: kernel {given.kernel!r}: {DECIDED[given.kernel]} is up to the data")
+    if given.kernel in UNTRACED:
+        raise UnsupportedError(f"inputs: kernel {given.kernel!r}: {UNTRACED[given.kernel]}")
     if given.kernel not in PROGRAMS:
         raise UnsupportedError(f"inputs: kernel {given.kernel!r} has no plain program here, expected one that has")
     program = PROGRAMS[given.kernel].at(given.measured)

@@ -29,6 +29,24 @@ def _added_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -
     return weight * _normed(total).to(x.dtype), total.to(x.dtype)
 
 
+def _modulated_norm(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """A norm times one more than a scale for each element, and a shift."""
+    normed = _normed(x.to(torch.float32)).to(x.dtype) * (0.0 + weight)
+    return normed * (1 + scale) + shift
+
+
+def _dynamic_tanh(alpha: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return gamma * torch.tanh(x * alpha) + beta
+
+
+def _polynomial_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """Norms of three powers, weighted."""
+    h = x.to(torch.float32)
+    third, second, first = h**3, h**2, h**1
+    cubes, squares, same = _normed(third), _normed(second), _normed(first)
+    return (weight[0] * cubes + weight[1] * squares + weight[2] * same + bias).to(x.dtype)
+
+
 def _layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     return functional.layer_norm(x, weight.shape, weight, bias, 1e-6)
 
@@ -163,10 +181,11 @@ def _windowed_attention(scores: torch.Tensor, weight: torch.Tensor, bias: torch.
 
 _MLP: dict[str, Any] = {
     "tensors": {"x": "R D", "gate": "F D", "up": "F D", "down": "D F"}, "made": ("R D",),
-    "sizes": {"R": ("bsz*T", "B*T", "BT"), "D": ("hidden_size",), "F": ("intermediate_size",)},
+    "sizes": {"R": ("bsz*T", "bsz*seq_len", "B*T", "BT"), "D": ("hidden_size",), "F": ("intermediate_size",)},
     "drawn": True, "before": _stepped,
 }  # fmt: skip
-_NORM = {"M": ("M", "BT"), "H": ("H", "N", "hidden_size")}
+_NORM = {"M": ("M", "BT", "T", "seq_len"), "H": ("H", "N", "hidden_size")}
+_MATRIX = {"M": ("M", "BT", "T"), "N": ("N", "hidden_size")}
 
 LAYERS: dict[str, Program] = {
     "rms_norm": Program(
@@ -180,19 +199,33 @@ LAYERS: dict[str, Program] = {
     "layer_norm": Program(
         "norms", _layer_norm, {"x": "M H", "weight": "H float32", "bias": "H float32"}, ("M H",), _NORM,
         kept=("H float32",) * 2,
-    ).since("2026-04-18"),
+    ).since("2026-04-18", tensors={"x": "M H", "weight": "H", "bias": "H"}),
     "softmax": Program(
-        "softmax", lambda x: functional.softmax(x, -1), {"x": "M N"}, ("M N",),
+        "softmax", lambda x: functional.softmax(x, -1), {"x": "M N"}, ("M N",), _MATRIX,
         refused="a vector of N elements is measured, no matrix",
-    ),
+    ).since("2026-05-15", refused=""),
     "relu_squared": Program(
-        "pointwise", lambda x: functional.relu(x).square(), {"x": "M N"}, ("M N",),
+        "pointwise", lambda x: functional.relu(x).square(), {"x": "M N"}, ("M N",), _MATRIX,
         refused="a vector of N elements is measured, no matrix",
-    ),
+    ).since("2026-05-15", refused=""),
     "embedding": Program(
         "lookups", functional.embedding, {"ids": "B T ids", "table": "V D"}, ("B T D",),
         refused="12 to 14 GB of other allocations are counted",
+    ).since("2026-05-15", refused="", sizes={"B": ("B", "BT/T"), "V": ("V", "vocab_size"), "D": ("D", "hidden_size")}),
+    "modulated_rms_norm": Program(
+        "norms", _modulated_norm, {"x": "M H", "scale": "M H", "shift": "M H", "weight": "H float32"}, ("M H",), _NORM,
+        given={"has_shift": True}, drawn=True,
     ),
+    "dyt": Program(
+        "norms", _dynamic_tanh,
+        {"alpha": "1 float32", "gamma": "H float32", "beta": "H float32", "x": "M H"}, ("M H",), _NORM,
+        given={"beta": True}, kept=("1 float32", "H float32", "H float32") * 2,
+    ).since("2026-03-18"),
+    "poly_norm": Program(
+        "norms", _polynomial_norm, {"x": "M H", "weight": "3 float32", "bias": "float32"}, ("M H",), _NORM,
+        kept=("3 float32", "float32"),
+    ).since("2026-04-18"),
+    "mlp": Program("mlp", _gated(functional.silu), **_MLP, given={"hidden_act": "silu"}),
     "swiglu": Program("mlp", _gated(functional.silu), **_MLP),
     "tiled_swiglu": Program("mlp", _gated(functional.silu), **_MLP),
     "geglu": Program("mlp", _gated(_gelu_tanh), **_MLP),
@@ -223,11 +256,14 @@ LAYERS: dict[str, Program] = {
         given={"bias": True}, kept=("N K N K", "N K") * 4, timed=False,
     ),
     "multi_token_attention": Program(
-        "attention op by op", _windowed_attention, {"scores": "B C_in L L", "weight": "C_out C_in 3 3", "bias": "C_out"},
-        ("B C_out L L",), given={"bias": True, "groups": 1, "K": 3},
+        "attention op by op", _windowed_attention,
+        {"scores": "B C_in L L", "weight": "C_out C_in 3 3", "bias": "C_out"}, ("B C_out L L",),
+        given={"bias": True, "groups": 1, "K": 3},
         refused="what cuDNN takes for a convolution is not stated",
     ),
-    "sparsemax": Program("softmax", _sparsemax, {"x": "R V"}, ("R V",), {"R": ("B*T", "BT")}),
+    "sparsemax": Program(
+        "softmax", _sparsemax, {"x": "R V"}, ("R V",), {"R": ("B*T", "BT"), "V": ("V", "hidden_size")},
+    ).since("2026-05-15"),
     "megatron_rms_norm": Program(
         "norms", _fused_rms_norm, {"weight": "H", "x": "S B H"}, format="bfloat16", summed=True, freed=True,
         timed=False,

@@ -16,14 +16,16 @@ from .losses import LOSSES
 from .program import FORMATS, Program, axes_of, joined, made_of, names_of
 from .programs import LAYERS
 
-__all__ = ["DECIDED", "PROGRAMS", "Program", "benchmarked", "traced"]
+__all__ = ["UNTRACED", "PROGRAMS", "Program", "benchmarked", "traced"]
 
 Tensors = Any
 #: By the name of the kernel that they are the plain form of.
 PROGRAMS: Mapping[str, Program] = {**LAYERS, **LOSSES}
-#: Kernels whose plain form is up to the data, by name.
-DECIDED: Mapping[str, str] = {
-    "fused_moe": "which tokens an expert has", "kto_loss": "which rows of logits are chosen, and which are rejected",
+#: Kernels that are not traced, and why.
+UNTRACED: Mapping[str, str] = {
+    "fused_moe": "which tokens an expert has is up to the data",
+    "kto_loss": "which rows of logits are chosen is up to the data",
+    "group_norm": "its benchmark ignores the mode that is stated",
 }  # fmt: skip
 
 
