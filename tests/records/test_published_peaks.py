@@ -8,8 +8,10 @@ import pytest
 pytest.importorskip("torch.utils.flop_counter")
 
 import costgraph as cg
+from costgraph.errors import UnsupportedError
+from costgraph.report.records.case import Run
 from costgraph.report.records.limits import LIMITS
-from costgraph.report.records.predicting import predict
+from costgraph.report.records.predicting import _peak, predict
 from costgraph.report.records.record import column, last_digits
 from costgraph.torch.validating.program import Program, axes_of, joined, made_of
 from costgraph.torch.validating.published import PROGRAMS, benchmarked
@@ -67,6 +69,16 @@ def test_a_gated_perceptron_and_the_workspaces_of_two_threads(peaks):
     rows, d, f = 2 * 4096, 2048, 4096
     assert row.peak == matrices(3, d, f, 2) + matrices(2, rows, d, 2) + matrices(4, rows, f, 2) + THREADS
     assert row.bytes == row.peak
+
+
+def test_a_backward_pass_alone_is_counted_from_where_it_starts(peaks):
+    row = peaks("geglu", mode="backward")
+    assert row.peak == row.bytes
+    R = cg.dims("R")
+    with cg.Graph("forward") as graph:
+        graph.output(cg.relu(graph.input("x", (R,))))
+    with pytest.raises(UnsupportedError, match="forward before it has more than the backward counted"):
+        _peak(Run(graph, {"R": 61}, phases=("backward",)), cg.load_hardware("t4"))
 
 
 def test_attention_op_by_op(peaks):

@@ -58,7 +58,7 @@ def test_every_program_is_traced_with_open_sizes(name):
     program = PROGRAMS[name]
     g = traced(program, program.format or "bfloat16")
     facts = {n: 4 + 2 * i for i, n in enumerate(("B", "T", "M", "N", "H", "V", "D", "BT", "S", "L"))}
-    facts |= {"hidden_size": 48, "intermediate_size": 34, "num_q_heads": 6, "num_kv_heads": 2, "ffn_local": 14}
+    facts |= {"hidden_size": 192, "intermediate_size": 34, "num_q_heads": 6, "num_kv_heads": 2, "ffn_local": 14}
     facts |= {"C_in": 4, "C_out": 6}
     assert {op.phase for op in g.ops} == {"forward", "backward"}
     assert cg.bytes_moved(g, **program.bound(facts)) > 0

@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import Any
 
 from ...algebra.polynomial import Poly
-from ...analysis.memory import peak_memory
+from ...analysis.memory import peak_memory, timeline
 from ...analysis.seconds import estimate, in_seconds, spent, unit_times
 from ...analysis.work import Asked, ask
 from ...errors import CostGraphError, UnsupportedError
@@ -102,8 +102,10 @@ def _row(record: Record, case: Case, subject: str, hardware: Hardware, last: Fra
 
 def _peak(run: Run, hardware: Hardware) -> int:
     """Return the bytes at the peak of a run, as torch's allocator counts them on a device."""
-    sizes: dict[str, Any] = dict(run.sizes)
-    return int(peak_memory(run.graph, allocator="cuda", device="cuda", arch=hardware.arch, **sizes))
+    how: dict[str, Any] = {"device": "cuda", "arch": hardware.arch, **run.sizes}
+    if run.phases and (found := timeline(run.graph, **how).phase) not in run.phases:
+        raise UnsupportedError(f"peak memory: {found} before it has more than the {run.phases[0]} counted")
+    return int(peak_memory(run.graph, allocator="cuda", **how))
 
 
 def _share(printed: Printed, rate: Fraction, hardware: Hardware) -> Fraction:

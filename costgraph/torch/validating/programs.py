@@ -111,6 +111,17 @@ def _rotary(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tens
     return tuple(((x * cos) + (_turned(x) * sin)).transpose(1, 2) for x in (q, k))
 
 
+def _sectioned(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """As `apply_multimodal_rotary_pos_emb` of transformers: parts of a head turn by time, height and width."""
+    part = cos.shape[-1] // 16
+    sections = [2 * part, 3 * part, 3 * part] * 2
+    first, second = (
+        torch.cat([piece[i % 3] for i, piece in enumerate(turns.split_with_sizes(sections, dim=-1))], dim=-1)
+        for turns in (cos, sin)
+    )
+    return _rotary(q, k, first, second)
+
+
 def _angles(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Positions times frequencies, as a product of matrices."""
     return sin.float().transpose(1, 2)[:, :, :1] @ cos.float()[:, :1]
@@ -238,6 +249,15 @@ LAYERS: dict[str, Program] = {
         before=_angles, returned=True,
         # positions, and half as many frequencies as a head is wide, in fp32
         kept=("T ids", "K float16"),
+    ),
+    "qwen2vl_mrope": Program(
+        "pointwise", _sectioned,
+        {"q": "1 T Q (16 J)", "k": "1 T G (16 J)", "cos": "3 1 T (16 J) fixed", "sin": "3 1 T (16 J) fixed"},
+        ("1 T Q (16 J)", "1 T G (16 J)"),
+        {"T": ("T", "seq_len"), "Q": ("num_q_heads",), "G": ("num_kv_heads",),
+         "J": ("hidden_size/num_q_heads/16", "H/num_q_heads/16")},
+        before=lambda q, k, cos, sin: _angles(q, k, cos[0], sin[0]), returned=True,
+        kept=("3 T ids", "16 J float16"),
     ),
     "llama4_rope": Program(
         "pointwise", _pairs_turned,
