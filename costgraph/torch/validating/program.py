@@ -41,8 +41,8 @@ class Program:
     a half. By default it is the fact of the axis' own name"""
     format: str = ""
     """number format where nothing states one"""
-    timed: bool = True
-    """whether the call is what is timed: else it has ops that run before, so that gradients go through them"""
+    untimed: str = ""
+    """why a time is none of the call; empty where it is one"""
     given: Mapping[str, object] = field(default_factory=dict)
     """what facts have to be, where they are stated: with others it is another program"""
     kept: Sequence[str] = ()

@@ -273,7 +273,7 @@ LAYERS: dict[str, Program] = {
          "x": "B L (N K)", "heads": "N 0 fixed"},
         ("B L (N K)",),
         {"B": ("batch_size",), "L": ("seq_len",), "N": ("num_heads",), "K": ("hidden_size/num_heads",)},
-        given={"bias": True}, kept=("N K N K", "N K") * 4, timed=False,
+        given={"bias": True}, kept=("N K N K", "N K") * 4, untimed="its mask is made entry by entry",
     ),
     "multi_token_attention": Program(
         "attention op by op", _windowed_attention,
@@ -286,7 +286,7 @@ LAYERS: dict[str, Program] = {
     ).since("2026-05-15"),
     "megatron_rms_norm": Program(
         "norms", _fused_rms_norm, {"weight": "H", "x": "S B H"}, format="bfloat16", summed=True, freed=True,
-        timed=False,
+        untimed="one kernel, whose reads and writes are not stated",
     ),
     "megatron_swiglu": Program(
         "pointwise", _gated_halves, {"x": "S B (2 F)"}, sizes={"F": ("ffn_local",)}, format="bfloat16", summed=True,

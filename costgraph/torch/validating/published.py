@@ -153,8 +153,8 @@ def traced(program: Program, format: str) -> Graph:
     UnsupportedError
         If there is no such format, or the call is not what is timed.
     """
-    if not program.timed:
-        raise UnsupportedError("inputs: a kernel that is timed without what its inputs are made by")
+    if program.untimed:
+        raise UnsupportedError(f"time: {program.untimed}")
     texts = [*program.tensors.values(), *(f"{text} fixed" for text in program.made)]
     return _graph(_Called(program), texts, _format(program, format), train=True)
 
