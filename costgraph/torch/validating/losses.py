@@ -28,8 +28,17 @@ def _divergence(log_q: torch.Tensor, log_p: torch.Tensor, half: float = 0.5) -> 
     return half * first + (1 - half) * functional.kl_div(torch.log(m), log_q, reduction="batchmean", log_target=True)
 
 
-def _divergence_loss(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return _divergence(x.log_softmax(-1), target)
+def _divergence_of_rows(log_q: torch.Tensor, log_p: torch.Tensor, half: float = 0.5) -> torch.Tensor:
+    """The same, summed row by row."""
+    log_p, log_q = log_p.to(torch.float32), log_q.to(torch.float32)
+    m = torch.lerp(torch.exp(log_q), torch.exp(log_p), half)
+    first = half * functional.kl_div(torch.log(m), log_p, reduction="none", log_target=True).sum(-1)
+    loss = first + (1 - half) * functional.kl_div(torch.log(m), log_q, reduction="none", log_target=True).sum(-1)
+    return (loss / log_q.shape[0]).sum()
+
+
+def _divergence_loss(of: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    return lambda x, target: of(x.log_softmax(-1), target)
 
 
 def _relative_entropy(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -42,14 +51,17 @@ def _variation(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return torch.sum(tvd) / p.size(0)
 
 
-def _distilled_divergence(
-    x: torch.Tensor, weight: torch.Tensor, teacher: torch.Tensor, teacher_weight: torch.Tensor
-) -> torch.Tensor:
-    logits = functional.linear(x, weight)
-    teacher_logits = functional.linear(teacher, teacher_weight)
-    log_q = torch.log_softmax(logits / 1.0, dim=-1)
-    log_p = torch.log_softmax(teacher_logits / 1.0, dim=-1)
-    return _divergence(log_q, log_p).to(x.dtype)
+def _distilled_divergence(of: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def call(
+        x: torch.Tensor, weight: torch.Tensor, teacher: torch.Tensor, teacher_weight: torch.Tensor
+    ) -> torch.Tensor:
+        logits = functional.linear(x, weight)
+        teacher_logits = functional.linear(teacher, teacher_weight)
+        log_q = torch.log_softmax(logits / 1.0, dim=-1)
+        log_p = torch.log_softmax(teacher_logits / 1.0, dim=-1)
+        return of(log_q, log_p).to(x.dtype)
+
+    return call
 
 
 def _log_probabilities(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -167,13 +179,15 @@ LOSSES: dict[str, Program] = {
         "losses", _head_loss, {"x": "R H", "weight": "V H", "targets": "R ids"}, (), _HEAD,
         kept=("V H",), freed=True,
     ).since("2026-05-15"),
-    "jsd": Program("losses", _divergence_loss, **_DISTANCE),
+    "jsd": Program("losses", _divergence_loss(_divergence), **_DISTANCE).since(
+        "2024-10-15", call=_divergence_loss(_divergence_of_rows)
+    ),
     "kl_div": Program("losses", _relative_entropy, **_DISTANCE),
     "tvd": Program("losses", _variation, **_DISTANCE),
     "fused_linear_jsd": Program(
-        "losses", _distilled_divergence,
+        "losses", _distilled_divergence(_divergence),
         {"x": "R H", "weight": "V H", "teacher": "R H fixed", "teacher_weight": "V H"}, (), _HEAD, freed=True,
-    ),
+    ).since("2024-10-15", call=_distilled_divergence(_divergence_of_rows), freed=True),
     "distill_cosine_loss": Program("losses", _distilled(_away), **_DISTILLED),
     "distill_jsd_loss": Program(
         "losses", _distilled(_mixed), **_DISTILLED, refused="the program of then was not published",

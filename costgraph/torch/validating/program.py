@@ -84,7 +84,7 @@ class Program:
             If one is missing or no positive whole number, or a fact is that of another program.
         """
         for name, value in self.given.items():
-            if facts.get(name, value) != value:
+            if facts.get(name) not in (None, value):
                 raise UnsupportedError(f"inputs: {name} {facts[name]!r}, expected {value!r}")
         axes = dict.fromkeys(axis for text in self.tensors.values() for axis in axes_of(text))
         return {axis: _size(facts, self.sizes.get(axis, (axis,))) for axis in axes}
