@@ -1,10 +1,13 @@
+import ctypes
 import itertools
 import math
 from fractions import Fraction
+from statistics import NormalDist
 
 import numpy as np
 import pytest
 
+import costgraph as cg
 from costgraph.dtypes import ALIASES, DTYPES, DType, bits_per_element, dtype, promote
 from costgraph.errors import FormatError
 
@@ -81,7 +84,10 @@ def test_formats_by_hand(name, exponent, mantissa, largest, normal, subnormal):
     assert ours.smallest_subnormal == subnormal
 
 
-@pytest.mark.parametrize("name", [n for n, f in DTYPES.items() if f.kind == "float" and f.signed and not f.scale])
+@pytest.mark.parametrize(
+    "name",
+    [n for n, f in DTYPES.items() if f.kind == "float" and f.signed and not f.scale and not f.codes],
+)
 def test_bits_are_sign_exponent_and_mantissa(name):
     ours = dtype(name)
     stored = 19 if name == "tf32" else ours.bits  # tf32 is kept in 32 bits and uses 19
@@ -240,6 +246,79 @@ def test_block_scales(name, block, scale_bits, tensor_bits, bits):
     ours = dtype(name)
     assert (ours.block, ours.scale_bits, ours.tensor_bits) == (block, scale_bits, tensor_bits)
     assert bits_per_element(name) == bits
+
+
+def _struct(**fields):
+    """Return a C struct of GGUF: how many bytes each field has; ggml_half is two of them."""
+
+    class Block(ctypes.Structure):
+        _pack_ = 1
+        _fields_ = [(name, ctypes.c_uint8 * n) for name, n in fields.items()]
+
+    return Block
+
+
+# llama.cpp, ggml/src/ggml-common.h: fields of the structs in bytes, QK_K = 256 and K_SCALE_SIZE = 12
+STRUCTS = {
+    "q4_0": (32, _struct(d=2, qs=16)),
+    "q4_1": (32, _struct(dm=4, qs=16)),
+    "q5_0": (32, _struct(d=2, qh=4, qs=16)),
+    "q5_1": (32, _struct(dm=4, qh=4, qs=16)),
+    "q8_0": (32, _struct(d=2, qs=32)),
+    "q2_k": (256, _struct(scales=16, qs=64, dm=4)),
+    "q3_k": (256, _struct(hmask=32, qs=64, scales=12, d=2)),
+    "q4_k": (256, _struct(dm=4, scales=12, qs=128)),
+    "q5_k": (256, _struct(dm=4, scales=12, qh=32, qs=128)),
+    "q6_k": (256, _struct(ql=128, qh=64, scales=16, d=2)),
+}
+
+
+@pytest.mark.parametrize("name", STRUCTS)
+def test_a_block_of_gguf_takes_the_bytes_of_its_struct(name):
+    elements, struct = STRUCTS[name]
+    size = ctypes.sizeof(struct)
+    assert bits_per_element(name) * elements == 8 * size
+    with cg.Graph("g") as g:
+        g.param("w", (7, 11 * elements), dtype=name)
+    assert cg.param_bytes(g) == 7 * 11 * size
+
+
+def test_a_block_that_is_not_full_has_its_scales():
+    with cg.Graph("g") as g:
+        g.param("w", (3, 257), dtype="q4_k")
+    # 3 rows of 257 elements of 4 bits, 9 scales and minima of 6 bits, 2 pairs of 16 bits
+    assert cg.param_bytes(g) == Fraction(3 * (257 * 4 + 9 * 12 + 2 * 32), 8)
+
+
+def test_double_quantization():
+    """QLoRA (arXiv 2305.14314), section 3: 8/64 + 32/(64 * 256) bits for 0.5 of a scale in fp32 for 64."""
+    assert bits_per_element("nf4_double") == 4 + Fraction(8, 64) + Fraction(32, 64 * 256)
+    assert f"{float(bits_per_element('nf4_double') - 4):.3f}" == "0.127"
+    assert bits_per_element("nf4_g64_fp32") == Fraction("4.5")
+    for rows, row in ((4096, 11008), (5, 101)):
+        with cg.Graph("g") as g:
+            g.param("w", (rows, row), dtype="nf4_double")
+        # blocks run on over the ends of rows, as those of the array do
+        scales = len(range(0, rows * row, 64))
+        wide = len(range(0, scales, 256))
+        assert cg.param_bytes(g) == Fraction(rows * row, 2) + scales + 4 * wide + 4
+
+
+def test_values_of_a_table():
+    nf4 = dtype("nf4")
+    assert (len(nf4.codes), nf4.min, nf4.max) == (16, -1, 1)
+    assert [nf4.round(x) for x in (0.0, 0.03, 0.05, 9.0)] == [0.0, 0.0, 0.07958029955625534, 1.0]
+    # half of the quantiles of the normal distribution on either side, one more above: appendix E
+    normal = NormalDist()
+    for sign, n in ((1, 8), (-1, 7)):
+        top = 1 - (1 / 30 + 1 / 32) / 2
+        drawn = [normal.inv_cdf(top + (0.5 - top) * i / n) for i in range(n)]
+        own = sorted((c for c in map(float, nf4.codes) if c * sign > 0), key=abs, reverse=True)
+        assert own == pytest.approx([sign * x / drawn[0] for x in drawn], abs=1e-6)
+    with pytest.raises(FormatError, match=r"^nf4: a format of 16 given values has no epsilon$"):
+        _ = nf4.epsilon
+    with pytest.raises(FormatError, match=r"^x: codes \(.*\), expected at most 2\*\*bits in ascending order$"):
+        DType("x", 1, "float", codes=(Fraction(1), Fraction(0)))
 
 
 def test_the_bytes_of_a_block_tensor_follow_from_the_facts():

@@ -53,11 +53,12 @@ def nbytes(sizes: Sequence[Poly], dtype: DType) -> Poly:
     count = numel(sizes)
     out = count * (dtype.bits // 8 if dtype.bits % 8 == 0 else dtype.bytes)
     if dtype.block is not None:
-        last = sizes[-1] if sizes else poly(1)
-        blocks = windows_along(last, 0, dtype.block) if dtype.block else poly(1)
-        rows = numel(sizes[:-1])
-        rows = rows if dtype.rows == 1 else windows_along(rows, 0, dtype.rows)
-        out = out + rows * blocks * dtype.scale_bits / 8 + poly(dtype.tensor_bits) / 8
+        last, rows = sizes[-1] if sizes else poly(1), numel(sizes[:-1])
+        for bits, per, high, flat in dtype.shares:
+            blocks = windows_along(count if flat else last, 0, per) if per else poly(1)
+            shared = poly(1) if flat else rows if high == 1 else windows_along(rows, 0, high)
+            out = out + shared * blocks * bits / 8
+        out = out + poly(dtype.tensor_bits) / 8
     return out
 
 

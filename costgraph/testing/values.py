@@ -28,15 +28,19 @@ K_co = TypeVar("K_co", bound=OpKind, covariant=True)
 
 
 def storage_bytes(shape: Point, dtype: DType) -> Fraction:
-    """Return the bytes of a dense tensor, the scales of its blocks counted row by row."""
+    """Return the bytes of a dense tensor, the scales of its blocks counted one by one."""
     rows = 1
     for n in shape[:-1]:
         rows *= n
     last = shape[-1] if shape else 1
     bits = rows * last * dtype.bits
-    if dtype.block is not None:
-        blocks = ceil(last / dtype.block) if dtype.block else 1
-        bits += ceil(rows / dtype.rows) * blocks * dtype.scale_bits + dtype.tensor_bits
+    for scale in dtype.scale:
+        if scale.per is None:
+            bits += scale.bits
+        elif scale.flat:
+            bits += ceil(rows * last / scale.per) * scale.bits
+        else:
+            bits += ceil(rows / scale.rows) * (ceil(last / scale.per) if scale.per else 1) * scale.bits
     return Fraction(bits, 8)
 
 

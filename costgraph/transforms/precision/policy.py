@@ -105,7 +105,7 @@ class Policy:
                 object.__setattr__(self, key, _format(f"{place}: {key}", getattr(self, key)))
         for key in ("matmul", "grad_matmul"):
             given = getattr(self, key)
-            if given is not None and (DTYPES[given].bits > 8 or DTYPES[given].scale):
+            if given is not None and (DTYPES[given].bits > 8 or DTYPES[given].scale or DTYPES[given].codes):
                 raise FormatError(
                     f"{place}: {key} {given!r}, expected a format of 8 bits or fewer without block scales"
                 )

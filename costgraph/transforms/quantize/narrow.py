@@ -95,7 +95,9 @@ def cache_format(value: object) -> DType | None:
 
 
 def _holds(wide: DType, narrow: DType) -> bool:
-    """Whether a format has every value of another one, scales left aside."""
+    """Whether a format has every value of another one, scales left aside; no unit multiplies values of a table."""
+    if wide.codes or narrow.codes:
+        return False
     if wide.kind == narrow.kind == "int":
         return wide.bits > narrow.bits or (wide.bits == narrow.bits and wide.signed == narrow.signed)
     if wide.kind == "int" or wide.bits < narrow.bits:

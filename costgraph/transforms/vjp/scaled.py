@@ -103,5 +103,5 @@ def _summed(grad: Tensor, bias: Tensor) -> Tensor:
 
 KERNELS[QUANTIZE] = _straight
 for _format in DTYPES.values():
-    if _format.kind == "float" and _format.bits <= 8 and not _format.scale:
+    if _format.kind == "float" and _format.bits <= 8 and not (_format.scale or _format.codes):
         KERNELS[backward_rule(_format.name)] = partial(_scaled_mm, _format)
