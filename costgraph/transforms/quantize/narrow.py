@@ -8,8 +8,9 @@ from ...algebra.symbols import shown
 from ...dtypes import DTYPES, DType
 from ...dtypes import dtype as find_dtype
 from ...errors import CostGraphError, FormatError
+from .mixtures import MIXTURES, Mixture
 
-__all__ = ["Narrow", "activations_format", "cache_format", "need_common", "weights_format"]
+__all__ = ["Narrow", "activations_format", "cache_format", "mixture_of", "need_common", "weights_format"]
 
 
 @dataclass(frozen=True)
@@ -57,12 +58,13 @@ def weights_format(value: object, group: object, scale: object, *, zero: bool) -
             if given is not None:
                 raise FormatError(f"quantize: {name}={shown(given)} without weights=, expected a format for them")
         return None
-    found = _narrow(place, value)
+    mixture = mixture_of(value)
+    found = _narrow(place, value) if mixture is None else _narrow(place, mixture.base)
     if found.scale:
         for name, given in (("group", group), ("scale", scale), ("zero", zero or None)):
             if given is not None:
-                raise FormatError(f"{place} {found.name!r} have scales of their own, expected no {name}=")
-        return found
+                raise FormatError(f"{place} {shown(value)} have scales of their own, expected no {name}=")
+        return found if mixture is None else None
     if group is not None and (isinstance(group, bool) or not isinstance(group, int) or group < 1):
         raise FormatError(f"quantize: group={shown(group)}, expected a positive integer")
     wanted = ("fp32" if group is None else "fp16") if scale is None else scale
@@ -76,12 +78,19 @@ def weights_format(value: object, group: object, scale: object, *, zero: bool) -
         ) from None
 
 
+def mixture_of(value: object) -> Mixture | None:
+    """Return the mixture of that name, None where there is none."""
+    return MIXTURES.get(value) if isinstance(value, str) else None
+
+
 def activations_format(weights: object, value: object) -> DType | None:
     """Return the format of activations, with a scale for each token, None where they stay."""
     if value is None:
         return None
     if weights is None:
         raise FormatError(f"quantize: activations={shown(value)} without weights=, expected a format for both")
+    if mixture_of(weights) is not None:
+        raise FormatError(f"quantize: activations={shown(value)} with the mixture {weights!r}, expected weights alone")
     found = _narrow("quantize: activations", value)
     return found if found.scale else find_dtype(f"{found.name}_row_fp32")
 

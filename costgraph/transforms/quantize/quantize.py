@@ -6,7 +6,7 @@ the kernel that multiplies: what moves is the packed weight and its scales.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
@@ -14,7 +14,7 @@ from typing import Any
 
 from ...algebra.polynomial import ONE
 from ...algebra.symbols import shown
-from ...dtypes import DTYPES
+from ...dtypes import DTYPES, DType
 from ...errors import GraphError, ShapeError, UnsupportedError
 from ...graph.arguments import need_flag, need_list
 from ...graph.graph import Graph, current_graph, need_graph
@@ -34,9 +34,10 @@ from ...ops.layout import rearrange
 from ...ops.pointwise import cast, pointwise
 from ..backward.walk import is_view_op, scoped
 from ..rewrite import Rewriter
-from .narrow import Narrow, activations_format, cache_format, need_common, weights_format
+from .mixed import mixed
+from .narrow import Narrow, activations_format, cache_format, mixture_of, need_common, weights_format
 from .scales import added_up, divided, groups, rounded, row_scaled, unpacked, widened
-from .uses import Use, caches_of, uses_of
+from .uses import Use, caches_of, is_in, summed_axes, weights_of
 
 __all__ = ["quantize"]
 
@@ -60,7 +61,9 @@ def quantize(
     weights : str or DType, optional
         Format of the parameters that products with activations alone read: linear layers and products of experts.
         An integer or float of 8 bits or fewer gets scales (see `group`), a block format such as mxfp4 has its own.
-        Parameters with one axis, those in a format of their own, and what convolutions read stay.
+        Parameters with one axis, those in a format of their own, and what convolutions read stay. The name of a
+        mixture of GGUF, such as Q4_K_M, gives each matrix of a decoder a format, embeddings and logits among them, by
+        what its name says it is and by its layer; a loop becomes one for all layers of the same formats.
     activations : str or DType, optional
         Format that the other operand of those products is quantized to, by an op of its own, with a scale in fp32 for
         each token. By default products run in the format of the activations, weights widened inside the kernel.
@@ -77,7 +80,7 @@ def quantize(
         Whether each scale of the weights has a zero point beside it, in their own format.
     skip : sequence of str, optional
         Scopes or names of parameters that stay, by any of their levels; by default `head` and `router` where there
-        are such.
+        are such, with a mixture `router` alone.
     embeddings : bool
         Whether tables that tokens look rows up in are quantized too, also those tied to a head that is not skipped.
 
@@ -123,13 +126,18 @@ def quantize(
     formats = Narrow(
         weights_format(weights, group, scale, zero=zero), activations_format(weights, activations), cache_format(cache)
     )
-    if formats.weights is None and formats.cache is None:
+    mixture = mixture_of(weights)
+    if formats.weights is None and formats.cache is None and mixture is None:
         raise GraphError("quantize: no format, expected one of weights or of the cache")
     if formats.activations is not None:
         need_common(formats)
-    rewriter = _Quantizer(formats)
-    if formats.weights is not None:
-        rewriter.choose(graph, _kept(graph, skip), embeddings=embeddings)
+    stored: Mapping[str, DType] = {}
+    kept = _kept(graph, skip, KEPT if mixture is None else KEPT[1:])
+    if mixture is not None:
+        graph, stored = mixed(graph, str(weights), mixture, kept)
+    rewriter = _Quantizer(formats, stored)
+    if formats.weights is not None or mixture is not None:
+        rewriter.choose(graph, kept, embeddings=embeddings or mixture is not None)
     if formats.cache is not None:
         rewriter.caches = caches_of(graph)
         if not rewriter.caches:
@@ -140,18 +148,14 @@ def quantize(
     return rewriter.run(graph)
 
 
-def _kept(graph: Graph, skip: Sequence[str] | None) -> tuple[str, ...]:
+def _kept(graph: Graph, skip: Sequence[str] | None, default: tuple[str, ...]) -> tuple[str, ...]:
     if skip is None:
-        return KEPT
+        return default
     for name in need_list("quantize: skip", skip):
-        if not isinstance(name, str) or not any(_is_in(t.name, name) for t in graph.params):
+        if not isinstance(name, str) or not any(is_in(t.name, name) for t in graph.params):
             known = ", ".join(sorted({t.name for t in graph.params})[:8])
             raise GraphError(f"quantize: skip {shown(name)} is no parameter or scope of one, expected some of {known}")
     return tuple(skip)
-
-
-def _is_in(name: str, scope: str) -> bool:
-    return f"/{scope}/" in f"/{name}/"
 
 
 # -- the rewriter ----------------------------------------------------------------------------------------------------
@@ -160,9 +164,11 @@ def _is_in(name: str, scope: str) -> bool:
 class _Quantizer(Rewriter):
     """Copies a graph; what is stored narrower is widened where an op reads it."""
 
-    def __init__(self, formats: Narrow) -> None:
+    def __init__(self, formats: Narrow, stored: Mapping[str, DType]) -> None:
         super().__init__()
         self.formats = formats
+        self.stored = stored
+        """Formats by the names of parameters, where a mixture gives them."""
         self.weights: dict[Tensor, tuple[int, ...]] = {}
         """Parameters that are quantized, and the axes that products sum."""
         self.uses: dict[Op, Use] = {}
@@ -175,21 +181,10 @@ class _Quantizer(Rewriter):
 
     def choose(self, graph: Graph, kept: Sequence[str], *, embeddings: bool) -> None:
         """Find the parameters that are quantized."""
-        for t, uses in uses_of(graph).items():
-            products = [u for u in uses if u.kind == "product"]
-            whole = all(u.kind in ("product", "lookup") for u in uses)
-            looked_up = len(products) < len(uses)
-            if not whole or t.ndim < 2 or t.dtype != graph.dtype or (looked_up and not embeddings):
-                continue
-            if any(_is_in(t.name, name) for name in kept):
-                continue
-            self.weights[t] = products[0].summed if products else tuple(range(1, t.ndim))
-            self.uses |= {u.op: u for u in uses}
-        if not self.weights:
-            raise GraphError(
-                f"quantize: graph {graph.name!r} has no weight that products with activations alone read outside "
-                f"{', '.join(kept) or 'nothing'}, expected linear layers in its default format {graph.dtype.name!r}"
-            )
+        for t, uses in weights_of(graph, kept, embeddings=embeddings).items():
+            if self.formats.weights is not None or t.name in self.stored:
+                self.weights[t] = summed_axes(t, uses)
+                self.uses |= {u.op: u for u in uses}
 
     @contextmanager
     def at(self, op: Op, graph: Graph) -> Iterator[None]:
@@ -208,12 +203,13 @@ class _Quantizer(Rewriter):
             made.storage = Storage(made.name, made.sizes, made.dtype, made.role, made.storage.pieces)
         if old not in self.weights:
             return made
-        assert self.formats.weights is not None
+        found = self.stored.get(old.name, self.formats.weights)
+        assert found is not None
         summed = self.weights[old]
         outer = [i for i in range(old.ndim) if i not in summed]
         names = [f"a{i}" for i in range(old.ndim)]
         sizes = (*(old.sizes[i] for i in outer), prod((old.sizes[i] for i in summed), start=ONE))
-        made.sizes, made.dtype, made.requires_grad = sizes, self.formats.weights, False
+        made.sizes, made.dtype, made.requires_grad = sizes, found, False
         stored = Tensor(new, made.name, sizes, made.dtype, role="param")
         made.strides, made.storage = stored.strides, stored.storage
         if len(summed) == 1 and (*outer, *summed) == tuple(range(old.ndim)):
@@ -369,9 +365,8 @@ class _Quantizer(Rewriter):
     def product(self, op: Op, kind: Einsum | Grouped, x: Tensor) -> Tensor:
         """Add a product and what scales it to the kernel that is open."""
         place, wide, own = self.uses[op].operand, op.results[0].dtype, self.formats.product
-        weights, activations = self.formats.weights, self.formats.activations
-        assert weights is not None
         packed: Tensor = self.tensors[op.operands[place]]
+        weights, activations = packed.dtype, self.formats.activations
         w = unpacked(op, packed, wide if own is None else self.formats.operand(weights), scaled=own is None)
         x = x if own is None else cast(x, self.formats.operand(x.dtype))
         operands = [self.tensors[t] for t in op.operands]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ...errors import GraphError
 from ...graph.graph import Graph, need_graph
 from ...graph.op import Op
 from ...graph.tensor import Tensor
@@ -18,7 +20,7 @@ from ...ops.moves import Concat, Expand, Rearrange, Slice
 from ..backward.walk import is_view_op
 from ..precision.autocast import word
 
-__all__ = ["Use", "caches_of", "uses_of"]
+__all__ = ["Use", "caches_of", "is_in", "summed_axes", "uses_of", "weights_of"]
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,49 @@ def uses_of(graph: Graph) -> dict[Tensor, list[Use]]:
         if leaf in found:
             found[leaf].append(Use(t.producer or next(iter(graph.walk())), 0, "other"))
     return {t: uses for t, uses in found.items() if uses}
+
+
+def is_in(name: str, scope: str) -> bool:
+    """Whether a name has a scope, or that of a parameter, among its levels."""
+    return f"/{scope}/" in f"/{name}/"
+
+
+def weights_of(graph: Graph, kept: Sequence[str], *, embeddings: bool) -> dict[Tensor, list[Use]]:
+    """Return the parameters that can be quantized, and what reads them.
+
+    Parameters
+    ----------
+    graph : Graph
+        What is asked.
+    kept : sequence of str
+        Scopes and names of those that stay.
+    embeddings : bool
+        Whether tables that rows are looked up in are among them.
+
+    Raises
+    ------
+    GraphError
+        If there are none.
+    """
+    found = {}
+    for t, uses in uses_of(graph).items():
+        products = sum(u.kind == "product" for u in uses)
+        whole = all(u.kind in ("product", "lookup") for u in uses)
+        if not whole or t.ndim < 2 or t.dtype != graph.dtype or (products < len(uses) and not embeddings):
+            continue
+        if not any(is_in(t.name, name) for name in kept):
+            found[t] = uses
+    if not found:
+        raise GraphError(
+            f"quantize: graph {graph.name!r} has no weight that products with activations alone read outside "
+            f"{', '.join(kept) or 'nothing'}, expected linear layers in its default format {graph.dtype.name!r}"
+        )
+    return found
+
+
+def summed_axes(t: Tensor, uses: Sequence[Use]) -> tuple[int, ...]:
+    """Return the axes of a parameter that products sum, of a table those of a row."""
+    return next((u.summed for u in uses if u.kind == "product"), tuple(range(1, t.ndim)))
 
 
 def _use(op: Op, i: int, axes: _Axes | None, sources: _Sources) -> Use:
