@@ -3,6 +3,7 @@
 import pytest
 
 import costgraph as cg
+from costgraph.errors import BindingError, FormatError, GraphError, UnsupportedError
 
 # bytes of published files: of Llama-2-7B and Llama-3-8B as the Hugging Face hub lists them (TheBloke, bartowski), of
 # Phi-3-mini Microsoft's own, of 70B bartowski's table of Llama-3.1-70B in units of 10**7. What is no tensor in them is
@@ -62,3 +63,109 @@ def test_layers_have_their_formats(n, mixture, value, down):
     assert formats(played, "mlp/down") == [down(i, n) for i in range(n)]
     assert cg.param_bytes(loop) == cg.param_bytes(played)
     assert cg.param_count(loop) == cg.param_count(played) == cg.param_count(decoder(n), **decoder(n).defaults)
+
+
+def test_a_step_costs_what_its_layers_do_one_by_one():
+    step = cg.quantize(cg.decode(decoder(13)), "Q4_K_M", cache="fp8_e4m3")
+    played, sizes = cg.unroll(step), {"B": 2, "S": 5}
+    for of in (cg.flops, cg.bytes_moved, cg.peak_memory, cg.cache_bytes):
+        assert of(step, **sizes) == of(played, **sizes)
+    assert cg.flops(step, **sizes) == cg.flops(cg.decode(decoder(13)), **sizes)
+    after = cg.decode(cg.quantize(decoder(13), "Q4_K_M"))
+    assert cg.bytes_moved(after, **sizes) == cg.bytes_moved(cg.quantize(cg.decode(decoder(13)), "Q4_K_M"), **sizes)
+
+
+def test_layers_of_several_kinds_are_counted_in_the_order_in_which_they_run():
+    g = cg.models.load("gemma-3-1b", symbolic=True)
+    g.defaults |= {"D": 256, "H": 4, "G": 2, "K": 64, "F": 512, "V": 17, "L": 26, "W": 3}
+    found = cg.unroll(cg.quantize(g, "Q4_K_M"))
+    wide = [t for t in found.params if t.name.partition(".")[0].endswith("mlp/down/weight") and t.dtype.name == "q6_k"]
+    assert len(wide) == sum(
+        more(i, 26) for i in range(26)
+    )  # of 4 periods of five local layers and a global one, 2 more
+    # Layer 5 is the first global one: 5 - 26 // 8 = 2
+    first = next(t for t in found.params if t.name.startswith("layers/global/mlp/down"))
+    assert (more(5, 26), first.dtype.name) == (True, "q6_k")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        # rows of D, of H*K, of F: 320 is no multiple of 256, 40 none of 32
+        ({"D": 320, "H": 5, "G": 5, "K": 8}, {"q": "q5_1", "proj": "fp16", "gate": "q5_1", "down": "q5_k"}),
+        ({"D": 512, "H": 4, "G": 1, "K": 64, "F": 96}, {"q": "q5_k", "proj": "q5_k", "gate": "q5_k", "down": "q5_1"}),
+    ],
+)
+def test_rows_of_other_lengths_have_formats_of_shorter_blocks(sizes, expected):
+    g = cg.quantize(decoder(1, **sizes), "Q5_K_S")
+    found = {t.name.split("/")[-2]: t.dtype.name for t in g.params if t.ndim > 1}
+    assert {name: found[name] for name in expected} == expected
+
+
+def test_eight_experts_and_eighty_layers():
+    g = cg.quantize(cg.models.load("mixtral-8x7b"), "Q4_K_M")
+    found = {"/".join(t.name.partition(".")[0].split("/")[-3:]): t.dtype.name for t in g.params}
+    assert {found[f"attention/{which}/weight"] for which in "kv"} == {"q8_0"}
+    assert (found["attention/q/weight"], found["attention/proj/weight"]) == ("q4_k", "q5_k")
+    assert (found["moe/experts/gate_up"], found["router/gate/weight"]) == ("q4_k", "bf16")
+    for heads, expected in ((2, "q5_k"), (4, "q3_k")):  # of 4: two share one, or none does
+        g = cg.quantize(decoder(80, G=heads), "Q3_K_S")
+        assert [t.dtype.name for t in g.params if t.name.endswith("/v/weight")] == [expected]
+
+
+def test_what_stays():
+    g = cg.quantize(decoder(3), "Q6_K", skip=["head", "mlp"])
+    assert {t.name.split("/")[-2] for t in g.params if t.dtype.name == "bf16" and t.ndim > 1} == {
+        "head",
+        "gate",
+        "up",
+        "down",
+    }
+    tied = cg.quantize(cg.models.load("gemma-2-2b"), "Q4_K_M")
+    assert [t.dtype.name for t in tied.params if t.name == "tokens/table"] == ["q6_k"]
+    # without rules for layers, sizes may be open
+    assert cg.param_count(cg.quantize(cg.models.load("llama-3-8b", symbolic=True), "Q8_0")).has(cg.dims("L"))
+
+
+def stacked():
+    """A loop whose layers read and write slices."""
+    B, D, L = cg.dims("B D L")
+    with cg.Graph("stacked", dtype="bf16") as g:
+        g.defaults = {"D": 256, "L": 8}
+        x = g.input("x", (B, D))
+
+        def body(x, _):
+            with cg.scope("attention"):
+                y = cg.linear(x, "b d -> b e", e=D, name="v")
+            with cg.scope("mlp"):
+                y = cg.linear(y, "b d -> b e", e=D, name="down")
+            return y, y
+
+        _, every = cg.scan(L, body, x, name="layers")
+        g.output(every)
+    return g
+
+
+@pytest.mark.parametrize(
+    ("graph", "options", "error", "text"),
+    [
+        (lambda: decoder(2), {"activations": "int8"}, FormatError,
+         "activations='int8' with the mixture 'Q4_K_M', expected weights alone"),
+        (lambda: decoder(2), {"group": 32}, FormatError,
+         "weights 'Q4_K_M' have scales of their own, expected no group="),
+        (lambda: cg.models.load("llama-3-8b", symbolic=True), {}, BindingError,
+         "weights 'Q4_K_M': iterations of 'layers' are L, expected a number: formats depend on it"),
+        (lambda: decoder(5000), {}, BindingError,
+         "weights 'Q4_K_M': 5000 iterations of 'layers', expected at most 4096"),
+        (lambda: cg.models.load("mamba-130m"), {}, GraphError,
+         "weights 'Q4_K_M' names down, packed, value, none of which the graph has; expected layers of costgraph.nn"),
+        (lambda: cg.models.load("t5-base"), {}, UnsupportedError,
+         "weights 'Q4_K_M': 'decoder/layers/cross/q/weight' is of no decoder, which alone is known"),
+        (stacked, {}, UnsupportedError,
+         "weights 'Q4_K_M': 'layers' reads or writes a slice in each iteration, expected one that hands on alone"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(graph, options, error, text):
+    with pytest.raises(error) as found:
+        cg.quantize(graph(), "Q4_K_M", **options)
+    assert str(found.value) == f"quantize: {text}"

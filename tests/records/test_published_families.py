@@ -153,6 +153,14 @@ def test_a_step_of_generation_reads_the_weights(measured):
     assert row.bound == pytest.approx(weights / float(device.bandwidth), rel=0.01)
 
 
+def test_a_step_with_a_mixture_reads_what_its_file_has(measured):
+    row = predict(one_of(measured, "decode", model="llama-3-8b", weights="Q4_K_M", new_tokens=512), LAST)
+    # a published file of 4,920,734,272 bytes has a table of embeddings of 4.5 bits, of which one row is read
+    read = 4_920_734_272 - 128256 * 4096 * 4.5 / 8
+    device = cg.load_hardware(row.record.device)
+    assert row.bound == pytest.approx(read / float(device.bandwidth), rel=0.01)
+
+
 def test_a_vision_model_has_the_multiply_adds_that_its_source_prints(measured):
     record = one_of(measured, "timm-infer", zoo="resnet18", image=224)
     row = predict(record, LAST)

@@ -126,7 +126,7 @@ class _Plan:
             if levels[-len(last) :] == last:
                 return _Place(t, path, role, (path, again, levels[: -len(last)]))
         if "cross" in levels:
-            raise UnsupportedError(f"{self.place}: {t.name!r} attends to another sequence, expected a decoder alone")
+            raise UnsupportedError(f"{self.place}: {t.name!r} is of no decoder, which alone is known")
         return _Place(t, path, "", ())
 
     def count(self, op: Op) -> int:
@@ -152,8 +152,7 @@ class _Plan:
         missing = sorted(set(self.mixture.rules) - known)
         if missing:
             raise GraphError(
-                f"{self.place} has formats of its own for matrices of these roles, of which the graph has none: "
-                f"{', '.join(missing)}; expected layers as costgraph.nn names them"
+                f"{self.place} names {', '.join(missing)}, none of which the graph has; expected layers of costgraph.nn"
             )
 
     def model(self, places: Sequence[_Place]) -> Model:
@@ -226,8 +225,8 @@ class _Parter(Rewriter):
             return super().copy(op, new, suffix)
         if loop.xs or len(op.results) > len(loop.starts):
             raise UnsupportedError(
-                f"{self.plan.place}: {op.name!r} reads or writes a slice in each iteration, expected a loop whose "
-                f"iterations hand on tensors alone, as formats differ between them"
+                f"{self.plan.place}: {op.name!r} reads or writes a slice in each iteration, expected one that hands on "
+                f"alone"
             )
         kind = replace(loop.kind, body=self.body(loop.body, new, suffix), count=as_poly(count))
         return self.add(op, kind, [self.tensors[t] for t in op.operands], new, op.name + suffix)
