@@ -45,10 +45,11 @@ class DType:
 
     Examples
     --------
-    >>> fp16 = dtype("fp16")
+    >>> import costgraph as cg
+    >>> fp16 = cg.dtype("fp16")
     >>> fp16.bits, fp16.exponent, fp16.mantissa, fp16.max, fp16.bytes
     (16, 5, 10, Fraction(65504, 1), Fraction(2, 1))
-    >>> fp16.round(1e-8), dtype("bf16").round(1e-8) > 0
+    >>> fp16.round(1e-8), cg.dtype("bf16").round(1e-8) > 0
     (0.0, True)
     """
 
@@ -180,7 +181,8 @@ class DType:
 
         Examples
         --------
-        >>> dtype("fp8_e4m3").round(1000.0), dtype("bf16").round(1.005), dtype("int8").round(2.5)
+        >>> import costgraph as cg
+        >>> cg.dtype("fp8_e4m3").round(1000.0), cg.dtype("bf16").round(1.005), cg.dtype("int8").round(2.5)
         (448.0, 1.0078125, 2.0)
         """
         x = float(x)  # NumPy's and sympy's numbers too
