@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -23,6 +24,8 @@ from .uses import is_in, summed_axes, weights_of
 
 __all__ = ["mixed"]
 
+#: What makes names unique: of modules, and of iterations that are played out.
+_NUMBER = re.compile(r"_\d+(?=/|$)|\..*", re.ASCII)
 _MOST_TURNS = 1 << 12  # no model has as many layers
 #: Iterations of the loops that a parameter is in, from the outermost one.
 _Path = tuple[int, ...]
@@ -116,8 +119,8 @@ class _Plan:
                     yield from self.walk(node.body, path if node.loop is None else (*path, i), seen)
 
     def placed(self, t: Tensor, path: _Path, seen: dict[tuple[str, _Path], int]) -> _Place:
-        """Return what a parameter is: played out, one of each iteration has the same name up to a dot."""
-        stem = t.name.partition(".")[0]
+        """Return what a parameter is; where layers come one after the other, names alike are numbered."""
+        stem = _NUMBER.sub("", t.name)
         levels = tuple(stem.split("/"))
         again = seen[stem, path] = seen.get((stem, path), -1) + 1
         if t in self.heads:
