@@ -41,7 +41,7 @@ _Vary = Annotated[str, typer.Option("--vary", metavar="NAME", help="Dimension th
 _Values = Annotated[
     str | None, typer.Option("--values", metavar="N,N", help="Its sizes; powers of two up to what fits by default.")
 ]
-_Weights = Annotated[str | None, typer.Option("--weights", metavar="FORMAT", help="Of weights, such as int4.")]
+_Weights = Annotated[str | None, typer.Option("--weights", metavar="FORMAT", help="Of weights, as int4, Q4_K_M.")]
 _Activations = Annotated[str | None, typer.Option("--activations", metavar="FORMAT", help="Of what they multiply.")]
 _Cache = Annotated[str | None, typer.Option("--cache", metavar="FORMAT", help="Of the cache, such as fp8_e4m3.")]
 _Group = Annotated[str | None, typer.Option("--group", metavar="N", help="Weights that share a scale.")]

@@ -63,7 +63,8 @@ def quantize(
         An integer or float of 8 bits or fewer gets scales (see `group`), a block format such as mxfp4 has its own.
         Parameters with one axis, those in a format of their own, and what convolutions read stay. The name of a
         mixture of GGUF, such as Q4_K_M, gives each matrix of a decoder a format, embeddings and logits among them, by
-        what its name says it is and by its layer; a loop becomes one for all layers of the same formats.
+        what its name says it is and by its layer, at the sizes that the graph has; a loop becomes one for all layers of
+        the same formats.
     activations : str or DType, optional
         Format that the other operand of those products is quantized to, by an op of its own, with a scale in fp32 for
         each token. By default products run in the format of the activations, weights widened inside the kernel.
@@ -94,6 +95,8 @@ def quantize(
 
     Raises
     ------
+    BindingError
+        If a mixture depends on a size that the graph has no number for.
     FormatError
         If a format is unknown or wider than 8 bits, has scales and is asked for more, or one of the two operands
         cannot hold the values of the other.
@@ -106,7 +109,8 @@ def quantize(
     -----
     Formats as in GPTQ (Frantar et al. 2022, arXiv 2210.17323) and AWQ (Lin et al. 2023, arXiv 2306.00978) with
     weights="int4", group=128; SmoothQuant (Xiao et al. 2022, arXiv 2211.10438) with int8 on both sides; OCP
-    Microscaling (MX) 1.0. The products of a training step in fp8 are `costgraph.Policy`'s.
+    Microscaling (MX) 1.0; llama.cpp's mixtures (src/llama-quant.cpp). The products of a training step in fp8 are
+    `costgraph.Policy`'s.
 
     Examples
     --------
