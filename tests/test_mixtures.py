@@ -5,9 +5,10 @@ import pytest
 import costgraph as cg
 from costgraph.errors import BindingError, FormatError, GraphError, UnsupportedError
 
-# bytes of published files: of Llama-2-7B and Llama-3-8B as the Hugging Face hub lists them (TheBloke, bartowski), of
-# Phi-3-mini Microsoft's own, of 70B bartowski's table of Llama-3.1-70B in units of 10**7. What is no tensor in them is
-# the vocabulary and a few kilobytes, less than 10 MB; norms are in fp32 there.
+# bytes of published files on huggingface.co: TheBloke's llama-2-7b-chat.Q4_K_M.gguf, bartowski's
+# Meta-Llama-3-8B-Instruct-Q4_K_M.gguf, microsoft's Phi-3-mini-4k-instruct-q4.gguf, each as public download lists state
+# it beside its checksum; of 70B bartowski's table of Llama-3.1-70B in units of 10**7. What is no tensor in them is the
+# vocabulary and a few kilobytes, less than 10 MB; norms are in fp32 there.
 FILES = {
     ("llama-2-7b", "Q4_K_M"): 4_081_004_224,
     ("llama-3-8b", "Q4_K_M"): 4_920_734_272,

@@ -5,6 +5,7 @@ import pytest
 import costgraph as cg
 from costgraph.analysis.caching import CachingAllocator
 from costgraph.errors import BindingError, GraphError
+from costgraph.ops.blocks import save
 from costgraph.ops.ordering import sort
 
 KIB, MIB = 2**10, 2**20
@@ -100,7 +101,7 @@ def test_a_block_is_whole_where_little_is_left_over(size, taken):
     allocator = CachingAllocator()
     block = allocator.take(size)
     assert (block.size, allocator.taken, allocator.most) == (taken, taken, taken)
-    allocator.give(block, size)
+    allocator.give(block)
     assert (allocator.taken, allocator.most) == (0, taken)
 
 
@@ -108,12 +109,12 @@ def test_blocks_are_joined_and_taken_again():
     allocator = CachingAllocator()
     first, second = allocator.take(3 * MIB), allocator.take(5 * MIB)
     assert (first.segment, first.at, second.segment, second.at) == (0, 0, 0, 3 * MIB)
-    allocator.give(first, 3 * MIB)
+    allocator.give(first)
     # 12 MiB are free behind, 3 MiB before: the smaller one that fits
     again = allocator.take(2 * MIB + MIB // 2)
     assert (again.at, again.size) == (0, 3 * MIB)  # half a MiB is left over
-    allocator.give(again, 2 * MIB + MIB // 2)
-    allocator.give(second, 5 * MIB)
+    allocator.give(again)
+    allocator.give(second)
     whole = allocator.take(19 * MIB + MIB // 2)  # all of the segment, joined again
     assert (whole.segment, whole.at, whole.size) == (0, 0, 20 * MIB)
     small = allocator.take(7)
@@ -145,3 +146,18 @@ def test_a_sort_of_long_rows_makes_places_and_passes(rows, length, extra):
         g.output(places)
     # x, its elements in order, and places
     assert cg.peak_memory(g, device="cuda", R=rows, V=length) == rows * length * (4 + 4 + 8) + extra
+
+
+def test_statistics_of_rows_are_none_of_groups():
+    B, S, D = cg.dims("B S D")
+    with cg.Graph("norms") as g:
+        h = cg.einsum(g.input("x", (B, S, D)), g.param("w", (D, D)), "b s d, d e -> b s e")
+        with cg.kernel("norm"):
+            mean = save(cg.reduce(h, "b s d -> b s", "mean"))
+            scale = save(cg.reduce(h * h, "b s d -> b s", "mean"))
+            y = (h - cg.rearrange(mean, "b s -> b s 1")) / cg.rearrange(scale, "b s -> b s 1")
+        g.output(cg.reduce(y * y, "b s d -> ", "mean"))
+    step = cg.backward(g)
+    (gradient,) = [op for op in step.ops if op.phase == "backward" and op.scope.startswith("norm") and op.body]
+    assert [t.sizes for t in gradient.operands].count(gradient.operands[-1].sizes) == 2  # both of (B, S)
+    assert all(name.startswith("cuBLAS") for name in cg.timeline(step, device="cuda").workspaces)

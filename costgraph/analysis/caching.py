@@ -68,7 +68,8 @@ class CachingAllocator:
 
     def __init__(self) -> None:
         self.pools = _Pool(small=False), _Pool(small=True)
-        self.segments = 0
+        self.segments: list[_Pool] = []
+        """the pool of each, in the order in which they were asked for"""
         self.taken = 0
         """bytes handed out"""
         self.most = 0
@@ -83,8 +84,8 @@ class CachingAllocator:
             block = pool.free[place]
             pool.remove(block)
         else:
-            block = _Block(pool.segment(size), self.segments, 0)
-            self.segments += 1
+            block = _Block(pool.segment(size), len(self.segments), 0)
+            self.segments.append(pool)
         if pool.splits(block.size - size):
             pool.add(_Block(block.size - size, block.segment, block.at + size))
             block = _Block(size, block.segment, block.at)
@@ -92,7 +93,7 @@ class CachingAllocator:
         self.most = max(self.most, self.taken)
         return block
 
-    def give(self, block: _Block, size: int) -> None:
-        """Take back the block that was handed out for some bytes."""
+    def give(self, block: _Block) -> None:
+        """Take back a block."""
         self.taken -= block.size
-        self.pools[-(-size // _BLOCK) * _BLOCK <= _SMALL].add(block)
+        self.segments[block.segment].add(block)

@@ -131,14 +131,13 @@ def _handed_out(program: Program, values: Mapping[str, Poly]) -> int:
     for now in range(-1, len(program.steps)):
         for i in born[now]:
             life = program.lives[i]
-            blocks[i] = [(allocator.take(size), size) for size in parts(life.bytes, life.many)]
+            blocks[i] = [allocator.take(size) for size in parts(life.bytes, life.many)]
         if now >= 0 and program.steps[now].workspace:
-            spaces = [(allocator.take(size), size) for size in parts(program.steps[now].workspace)]
-            blocks[len(program.lives)] = spaces
+            blocks[len(program.lives)] = [allocator.take(size) for size in parts(program.steps[now].workspace)]
             dies[now].insert(0, len(program.lives))
         for i in dies[now]:
-            for block, size in blocks.pop(i):
-                allocator.give(block, size)
+            for block in blocks.pop(i):
+                allocator.give(block)
     return allocator.most
 
 

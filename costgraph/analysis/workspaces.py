@@ -139,7 +139,10 @@ def _is_gradient_of_softmax(op: Op) -> bool:
 
 
 def _sums_of_groups(op: Op) -> Poly:
-    """Bytes of sums and factors, if a kernel is the gradient of a norm whose statistics are those of (N, G)."""
+    """Bytes of sums and factors, if a kernel is the gradient of a norm whose statistics are those of (N, G).
+
+    Statistics of the shape of its first axes are those of rows, unless it has gradients of a number for each channel.
+    """
     if op.phase != "backward":
         return ZERO
     statistics = [t for t in op.operands if t.ndim == 2]
@@ -148,4 +151,6 @@ def _sums_of_groups(op: Op) -> Poly:
     if not data or not pairs or pairs[0].sizes[0] != data[0].sizes[0]:
         return ZERO
     rows, channels = data[0].sizes[:2]
+    if pairs[0].sizes[1] == channels and all(r.sizes != (channels,) for r in op.results):
+        return ZERO
     return _FP32 * (3 * rows * channels + 2 * numel(pairs[0].sizes))

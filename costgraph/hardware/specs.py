@@ -311,8 +311,8 @@ class Hardware(Table):
         )  # fmt: skip
 
     def _facts(self) -> Sequence[Fact]:
-        arch = [] if self.arch is None else [Fact("arch", self.arch)]
-        return [Fact("name", self.name), *arch, *(Fact(f"{table}.type", text) for table, text in self.types.items())]
+        found = {"name": self.name, "arch": self.arch, **{f"{table}.type": text for table, text in self.types.items()}}
+        return [Fact(key, text) for key, text in found.items() if text is not None]
 
     def _wanted(self, dtype_name: str | DType, unit: str) -> tuple[str, str]:
         """Return the format that work is done in, and the place of its rate."""
@@ -383,9 +383,8 @@ def load_hardware(name_or_path: str | os.PathLike[str] | Hardware) -> Hardware:
 
 def _folder() -> Path:
     # inside the package in a wheel; beside it in a checkout, which an editable install points to
-    package = Path(__file__).resolve().parent.parent
-    inside = package / "hardware_specs"
-    return inside if inside.is_dir() else package.parent / "hardware_specs"
+    inside, beside = (folder / "hardware_specs" for folder in Path(__file__).resolve().parents[1:3])
+    return inside if inside.is_dir() else beside
 
 
 def _find(name_or_path: object) -> Path:

@@ -98,6 +98,14 @@ def test_a_run_needs_a_place_for_its_record(capsys):
     assert capsys.readouterr().err.startswith("costgraph: /no/such.json: No such file or directory, expected ")
 
 
+def test_a_peak_without_a_prediction_fails(run):
+    peak = {"family": "liger", "what": "peak memory", "quantity": "max_memory_allocated", "unit": "MiB",
+            "inputs": {"kernel": "softmax", "provider": "torch", "mode": "full"}}  # fmt: skip
+    code, out, _ = run([RECORD | peak])
+    assert code == 1
+    assert "fails  peaks that an allocator counted are predicted: 0 of 1 are" in out
+
+
 def test_a_peak_that_is_predicted_and_one_that_is_not(run):
     pytest.importorskip("torch.utils.flop_counter")
     inputs = {"kernel": "relu_squared", "provider": "torch", "mode": "full", "M": 4, "N": 8, "dtype": "float32"}

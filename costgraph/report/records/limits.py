@@ -67,10 +67,12 @@ def _shares(rows: Sequence[Row]) -> Iterator[Limit]:
 
 def _peaks(rows: Sequence[Row]) -> Iterator[Limit]:
     known = [(row.peak, row.bytes) for row in rows if row.peak is not None and row.bytes is not None]
+    others = sum(row.record.quantity == _COUNTED and row.peak is None for row in rows)
+    if not known and others:
+        yield Limit("peaks that an allocator counted are predicted", f"0 of {others} are", holds=False)
     if known:
         near = sum(abs(peak - counted) <= _NEAR for peak, counted in known)
-        middle = median(abs(peak / counted - 1) for peak, counted in known)
-        others = sum(row.record.quantity == _COUNTED and row.peak is None for row in rows)
+        middle = median(abs(peak - counted) / max(counted, 1) for peak, counted in known)
         asked = f"at least {_MOST_OFTEN:.0%} of predicted peaks are within {_NEAR // 2**10} KiB of those counted"
         found = f"{near} of {len(known)} are, off by {middle:.2%} in the median; {others} have no prediction"
         yield Limit(asked, found, near >= _MOST_OFTEN * len(known))
