@@ -103,14 +103,16 @@ def test_a_kernel_joins_a_chain_if_it_works_along_rows(axis, kernels):
     assert cg.flops(made) == cg.flops(g)
 
 
-def test_ops_over_more_rows_are_a_kernel_of_their_own():
+@pytest.mark.parametrize(("operands", "kernels"), [(1, 1), (4, 1), (5, 2)])
+def test_what_is_broadcast_is_computed_where_it_is_read_unless_it_reads_much(operands, kernels):
     with cg.Graph("g") as g:
-        h = cg.relu(cg.tanh(g.input("x", (3, 5))))
+        h = cg.relu(sum((cg.tanh(g.input(f"x{i}", (3, 5))) for i in range(operands)), start=1))
         g.output(cg.relu(h + g.input("z", (7, 3, 5))))
     made = cg.fuse(g)
-    assert len(made.ops) == 2
+    assert len(made.ops) == kernels
     small, large = 4 * 3 * 5, 4 * 7 * 3 * 5
-    assert cg.bytes_moved(made) == 2 * small + (small + 2 * large)
+    # in a kernel of its own it is written and read once more
+    assert cg.bytes_moved(made) == operands * small + 2 * large + (2 * small if kernels == 2 else 0)
 
 
 def test_what_overwrites_an_operand_in_between_keeps_a_scope_apart():
@@ -185,7 +187,7 @@ def test_ops_between_do_no_harm_unless_they_touch_what_the_chain_reads(inplace):
     assert ["relu", "tanh"] in fused_ops(made)
 
 
-def test_ops_in_place_and_kernels_with_workspace_are_left_alone():
+def test_ops_in_place_join_a_chain_and_kernels_with_workspace_are_left_alone():
     def in_place(x):
         return cg.tanh(cg.relu(cg.gelu(x(7, 5)) @ x(5, 5), inplace=True))
 
@@ -199,7 +201,7 @@ def test_ops_in_place_and_kernels_with_workspace_are_left_alone():
             y = cg.relu(x(7, 5))
         return cg.tanh(y)
 
-    assert fused_ops(unfused_and_fused(in_place)[1]) == []
+    assert fused_ops(unfused_and_fused(in_place)[1]) == [["relu", "tanh"]]
     assert fused_ops(unfused_and_fused(with_space)[1]) == [["relu"]]
     assert fused_ops(unfused_and_fused(without)[1]) == [["k", "tanh"]]
 
@@ -263,25 +265,52 @@ def test_ops_with_other_domains_are_apart():
 
 
 @pytest.mark.parametrize(
+    "pattern",
+    [
+        "a b c -> a b", "a b c -> a b 1", "a b c -> a", "a b c -> b c", "a b c -> a c", "a b c -> b a",
+        "a b c -> a 1 c", "a b c -> ",
+    ],
+)  # fmt: skip
+def test_what_runs_over_results_of_a_reduction_joins_it(pattern):
+    _, made = unfused_and_fused(lambda x: cg.tanh(cg.reduce(cg.relu(x(2, 3, 5)), pattern, "sum")))
+    assert fused_ops(made) == [["relu", "sum", "tanh"]]
+
+
+@pytest.mark.parametrize(
     ("pattern", "kernels"),
     [
-        ("a b c -> a b", [["relu", "sum", "tanh"]]),
-        ("a b c -> a b 1", [["relu", "sum"]]),  # rows of one element are no rows of five
-        ("a b c -> a", [["relu", "sum", "tanh"]]),
-        ("a b c -> b c", []),
-        ("a b c -> a c", []),
-        ("a b c -> b a", []),
+        ("a b c -> a b 1", [["relu", "sum", "div"]]),
+        ("a b c -> a 1 1", [["relu", "sum", "div"]]),
+        # spread over blocks of threads: there when all of them have ended
+        ("a b c -> 1 b c", []),
         ("a b c -> a 1 c", []),
-        # one number of all: whoever reads it waits for the whole
-        ("a b c -> ", [["relu", "sum"]]),
+        ("a b c -> 1 1 1", []),
     ],
 )
-def test_reductions_of_trailing_axes_join_a_chain(pattern, kernels):
-    _, made = unfused_and_fused(lambda x: cg.tanh(cg.reduce(cg.relu(x(2, 3, 5)), pattern, "sum")))
-    assert fused_ops(made) == kernels
+def test_what_needs_a_reduction_of_its_own_row_joins_it(pattern, kernels):
+    def build(x):
+        y = cg.relu(x(2, 3, 5))
+        return y / cg.reduce(y, pattern, "sum")
+
+    assert fused_ops(unfused_and_fused(build)[1]) == kernels
 
 
-def test_what_is_broadcast_into_a_chain_does_not_begin_it():
+def test_numbers_of_rows_are_no_numbers_of_columns():
+    """Both are 7 of 7 * 7 elements: a row of the quotient needs one of them, or all."""
+
+    def build(columns):
+        def quotient(x):
+            y = x(7, 7)
+            rows = cg.reduce(y, "a b -> a", "sum")
+            return y / (rows if columns else cg.rearrange(rows, "a -> a 1"))
+
+        return quotient
+
+    assert fused_ops(unfused_and_fused(build(columns=False))[1]) == [["sum", "rearrange", "div"]]
+    assert fused_ops(unfused_and_fused(build(columns=True))[1]) == []
+
+
+def test_what_is_broadcast_joins_what_reads_it():
     def small_first(x):
         return cg.tanh(cg.relu(x(5)) + x(7, 5))  # relu runs over 5, the sum over 7 * 5
 
@@ -291,27 +320,36 @@ def test_what_is_broadcast_into_a_chain_does_not_begin_it():
     def column(x):
         return cg.tanh(cg.relu(x(7, 1)) * x(7, 5))
 
-    assert fused_ops(unfused_and_fused(small_first)[1]) == [["add", "tanh"]]
+    assert fused_ops(unfused_and_fused(small_first)[1]) == [["relu", "add", "tanh"]]
     assert fused_ops(unfused_and_fused(leading)[1]) == [["relu", "add", "relu_1"]]
-    assert fused_ops(unfused_and_fused(column)[1]) == [["mul", "tanh"]]
+    assert fused_ops(unfused_and_fused(column)[1]) == [["relu", "mul", "tanh"]]
 
 
-def test_a_chain_goes_on_with_its_first_producer_that_allows_it():
+def test_a_kernel_has_all_producers_of_its_ops_that_allow_it():
     def build(x):
         a, b = cg.relu(x(7, 5)), cg.tanh(x(7, 5))
         return a + b
 
     _, made = unfused_and_fused(build)
-    assert fused_ops(made) == [["relu", "add"]]
-    # tanh reads and writes 35, the kernel reads two and writes one
-    assert cg.bytes_moved(made) == 4 * 35 * (2 + 3)
+    assert fused_ops(made) == [["relu", "tanh", "add"]]
+    assert cg.bytes_moved(made) == 4 * 35 * 3  # two are read and one is written
+
+
+def test_ops_that_read_the_same_are_one_kernel():
+    def build(x):
+        a = x(7, 5)
+        return cg.relu(a), cg.tanh(a), cg.reduce(a, "a b -> a", "sum")
+
+    _, made = unfused_and_fused(build)
+    assert fused_ops(made) == [["relu", "tanh", "sum"]]
+    assert cg.bytes_moved(made) == 4 * (3 * 35 + 7)
 
 
 def test_a_number_made_of_numbers_is_fused():
     _, made = unfused_and_fused(lambda x: cg.tanh(cg.relu(x())))
     assert fused_ops(made) == [["relu", "tanh"]]
     _, made = unfused_and_fused(lambda x: cg.relu(cg.tanh(cg.reduce(x(7, 5), "a b -> ", "sum"))))
-    assert fused_ops(made) == [["tanh", "relu"]]
+    assert fused_ops(made) == [["sum", "tanh", "relu"]]
 
 
 def test_an_unrolled_stack_begins_as_storage_without_content():

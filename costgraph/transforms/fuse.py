@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from ..algebra.polynomial import ONE, Poly, total
+from ..algebra.polynomial import total
 from ..errors import GraphError
+from ..graph.arguments import need_flag
 from ..graph.graph import Graph
 from ..graph.op import Op
 from ..graph.scopes import building
 from ..graph.tensor import Tensor
-from ..notation.pattern import Pattern
 from ..ops.blocks import Kernel
 from ..ops.pointwise import Pointwise
-from ..ops.reduce import Reduce
-from ..ops.stochastic import Dropout
+from .fusion.groups import base_of, grouped
+from .fusion.spaces import is_view
 from .rewrite import Rewriter
 
 __all__ = ["fuse"]
 
 
-def fuse(graph: Graph, /, scope: str | None = None) -> Graph:
+def fuse(graph: Graph, /, scope: str | None = None, *, epilogues: bool = False) -> Graph:
     """Fuse ops into kernels.
 
     Parameters
@@ -29,8 +30,11 @@ def fuse(graph: Graph, /, scope: str | None = None) -> Graph:
         What is fused; it stays as it is.
     scope : str, optional
         Fuse every op inside this module scope, whatever its kind, into one kernel for each place where it runs. By
-        default chains of elementwise ops, reductions of trailing axes and kernels made of them are fused wherever it
-        is legal.
+        default ops are fused wherever `torch.compile` does so with its default options on a GPU.
+    epilogues : bool
+        Whether what is done with each element of a product or a convolution - bias, norm by given statistics,
+        activation, residual - is done in its kernel, as by templates (`mode="max-autotune"`) and by engines of
+        inference. By default products are calls of a library and stay alone.
 
     Returns
     -------
@@ -41,7 +45,20 @@ def fuse(graph: Graph, /, scope: str | None = None) -> Graph:
     Raises
     ------
     GraphError
-        If no op is in the scope, or one outside would have to run in the middle of the kernel.
+        If no op is in the scope, or one outside would have to run in the middle of the kernel; if epilogues are asked
+        for with a scope, which has them anyway.
+
+    Notes
+    -----
+    The rules are those of torch 2.13's inductor: `Scheduler.can_fuse` (torch/_inductor/scheduler.py:7327), the
+    backend's `SIMDScheduling.can_fuse` (torch/_inductor/codegen/simd.py:1998), and `realize_reads_threshold`
+    (config.py:861) for what is computed where it is read. Loops over the same index points are one kernel; so are loops over the
+    points, or the results, of a reduction of trailing axes; what reads the same; and what is read by one kernel alone,
+    broadcast, sliced or in another order, if it reads few operands itself. Other reductions are spread over blocks of
+    threads, and what needs all of their results waits for the end. Ops in place are done out of place inside.
+
+    Inductor differs where it computes a cheap value again in several kernels, which would be more FLOPs: here it is
+    written once. A kernel that is declared stays one: the statistics of a batch are no kernel of their own.
 
     Examples
     --------
@@ -52,8 +69,14 @@ def fuse(graph: Graph, /, scope: str | None = None) -> Graph:
     >>> cg.bytes_moved(g), cg.bytes_moved(cg.fuse(g))
     (24*B*D, 8*B*D)
     """
-    groups = _by_scope(graph, scope) if scope is not None else [g for b in _bodies(graph) for g in _chains(b)]
-    return _Fuser(groups, scope).run(graph)
+    need_flag("fuse", epilogues=epilogues)
+    if scope is not None:
+        if epilogues:
+            raise GraphError(
+                f"fuse scope {scope!r}: epilogues=True, expected a scope or epilogues: it fuses all inside"
+            )
+        return _ScopeFuser(_by_scope(graph, scope), scope).run(graph)
+    return _Fuser(epilogues=epilogues).run(graph)
 
 
 def _bodies(graph: Graph) -> list[Graph]:
@@ -65,8 +88,28 @@ def _bodies(graph: Graph) -> list[Graph]:
     return out
 
 
-class _Fuser(Rewriter):
-    def __init__(self, groups: Sequence[Sequence[Op]], scope: str | None) -> None:
+class _Joiner(Rewriter):
+    """Adds a kernel for some ops."""
+
+    def kernel(self, group: Sequence[Op], new: Graph, name: str, scope: str, read: Sequence[Tensor]) -> None:
+        """Add the kernel, which hands out what is read outside."""
+        body = new.start_body(name.rpartition("/")[2], fused=True)
+        with building(body):
+            for op in group:
+                self.member(op, group, body)
+        kind = Kernel(body=body, workspace=total(op.workspace for op in group))
+        made = new.add_op(kind, body.captured, name, group[0].phase)
+        made.scope, body.owner = scope, made
+        for t in read:  # now, so that results stand right behind their op as in a file
+            self.tensors[t] = body.export(self.tensors[t])
+
+    def member(self, op: Op, group: Sequence[Op], body: Graph) -> None:
+        """Add an op to the body."""
+        self.copy(op, body)
+
+
+class _ScopeFuser(_Joiner):
+    def __init__(self, groups: Sequence[Sequence[Op]], scope: str) -> None:
         super().__init__()
         self.scope = scope
         self.last = {group[-1]: group for group in groups}
@@ -76,22 +119,49 @@ class _Fuser(Rewriter):
         if op not in self.inner:
             super().emit(op, new, suffix)
         elif op in self.last:
-            self.kernel(self.last[op], new)
+            group = self.last[op]
+            self.kernel(group, new, self.scope.replace("/", "_"), self.scope, _read_outside(group))
 
-    def kernel(self, group: Sequence[Op], new: Graph) -> None:
-        """Add the kernel for some ops."""
-        scope = group[-1].scope if self.scope is None else self.scope
-        name = "fused" if self.scope is None else self.scope.replace("/", "_")
-        prefix = f"{scope}/" if self.scope is None and scope else ""
-        body = new.start_body(name, fused=True)
-        with building(body):
-            for op in group:
-                self.copy(op, body)
-        kind = Kernel(body=body, workspace=total(op.workspace for op in group))
-        made = new.add_op(kind, body.captured, prefix + name, group[0].phase)
-        made.scope, body.owner = scope, made
-        for t in _read_outside(group):  # now, so that results stand right behind their op as in a file
-            body.export(self.tensors[t])
+
+class _Fuser(_Joiner):
+    def __init__(self, *, epilogues: bool) -> None:
+        super().__init__()
+        self.epilogues = epilogues
+
+    def fill(self, old: Graph, new: Graph, suffix: str = "") -> None:
+        if old.fused:
+            return super().fill(old, new, suffix)
+        for t in old.tensors:
+            if t.producer is None and t.role != "formal":
+                self.tensors[t] = self.source(t, new, suffix)
+        for group, read in grouped(old, epilogues=self.epilogues):
+            for t in (t for op in group for t in op.operands if base_of(t).producer not in group):
+                self.look(t, new)
+            if len(group) == 1:
+                self.emit(group[0], new, suffix)
+                continue
+            scope = group[-1].scope
+            self.kernel(group, new, f"{scope}/fused" if scope else "fused", scope, read)
+            for t in (t for op in group for t in op.operands if base_of(t) is not t):
+                if base_of(t).producer in group:
+                    self.tensors.pop(t, None)  # inside, each kernel has views of its own
+        for t in old.tensors:
+            self.look(t, new)
+        return None
+
+    def look(self, t: Tensor, to: Graph) -> None:
+        """Make a view where it is needed."""
+        if t not in self.tensors and t.producer is not None and is_view(t.producer):
+            self.look(t.producer.operands[0], to)
+            self.copy(t.producer, to)
+
+    def member(self, op: Op, group: Sequence[Op], body: Graph) -> None:
+        for t in op.operands:
+            self.look(t, body)
+        if isinstance(op.kind, Pointwise) and op.kind.inplace:
+            self.add(op, replace(op.kind, inplace=False), [self.tensors[t] for t in op.operands], body)
+        else:
+            self.copy(op, body)
 
 
 # -- what may be fused -------------------------------------------------------------------------------------------
@@ -134,77 +204,8 @@ def _in_between(order: Sequence[Op], group: Sequence[Op]) -> Op | None:
     return None
 
 
-def _is_light(op: Op) -> bool:
-    """Whether an op does its work element by element, or along the innermost axes."""
-    if op.kind.overwrites() or op.workspace:
-        return False
-    if isinstance(op.kind, Reduce):
-        return _is_trailing(op.kind.pattern)
-    if isinstance(op.kind, Kernel) and op.body is not None:
-        return all(_is_light(inner) for inner in op.body.ops)
-    return isinstance(op.kind, Pointwise | Dropout)
-
-
-def _is_trailing(pattern: Pattern) -> bool:
-    """Whether a reduction leaves the leading axes as they are, so that a row stays with one block of threads."""
-    names = [a.names for a in pattern.operands[0]]
-    kept = [a.names for a in pattern.result if a.names]
-    return names[: len(kept)] == kept
-
-
-def _space(op: Op) -> tuple[Poly, ...]:
-    """Shape that an op runs over: that of its largest tensor."""
-    sizes = max(((t.sizes, t.ndim) for t in (*op.operands, *op.results)), key=lambda item: item[1])[0]
-    for t in (*op.operands, *op.results):
-        if t.ndim == len(sizes):
-            sizes = tuple(b if a == ONE else a for a, b in zip(sizes, t.sizes, strict=True))
-    return sizes
-
-
-def _chains(graph: Graph) -> list[list[Op]]:
-    """Grow chains in program order: an op joins the chain of a producer with the same iteration space."""
-    chain_of: dict[Op, list[Op]] = {}
-    chains: list[list[Op]] = []
-    order = graph.ops
-    place = {op: i for i, op in enumerate(order)}
-    for op in order:
-        if not _is_light(op):
-            continue
-        producers = dict.fromkeys(t.producer for t in op.operands if t.producer is not None)
-        for producer in producers:
-            chain = chain_of.get(producer)
-            if chain is not None and _joins(order[place[chain[0]] : place[op] + 1], chain, op, producer):
-                chain.append(op)
-                chain_of[op] = chain
-                break
-        else:
-            chain_of[op] = [op]
-            chains.append(chain_of[op])
-    return [chain for chain in chains if len(chain) > 1 and _is_worth_it(chain)]
-
-
-def _is_worth_it(chain: Sequence[Op]) -> bool:
-    """Whether something is read outside, and all of it lies as a kernel would write it: else views become copies."""
-    read = _read_outside(chain)
-    return bool(read) and all(t.is_contiguous for t in read)
-
-
 def _read_outside(group: Sequence[Op]) -> list[Tensor]:
     """Tensors made in a group that have to reach memory."""
     members, graph = set(group), group[0].graph
     made = [t for op in group for t in op.results]
     return [t for t in made if t in graph.outputs or not members.issuperset(graph.successors(t))]
-
-
-def _joins(order: Sequence[Op], chain: list[Op], op: Op, producer: Op) -> bool:
-    if op.phase != chain[0].phase:
-        return False
-    rows = _space(chain[0])
-    space = _space(op)
-    # after a reduction only the leading axes are left, and they have to be the chain's
-    if space[: len(rows)] != rows[: len(space)] or (not space and rows and not isinstance(producer.kind, Reduce)):
-        return False
-    if not all(t.domain == op.results[0].domain for t in op.operands if t.domain is not None):
-        return False
-    whole = isinstance(producer.kind, Reduce) and not producer.results[0].sizes
-    return not whole and _in_between(order, [*chain, op]) is None
