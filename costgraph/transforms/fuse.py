@@ -91,17 +91,21 @@ def _bodies(graph: Graph) -> list[Graph]:
 class _Joiner(Rewriter):
     """Adds a kernel for some ops."""
 
+    dense = True
+    """Whether results of kernels are dense in the order of their axes, however they lay before."""
+
     def kernel(self, group: Sequence[Op], new: Graph, name: str, scope: str, read: Sequence[Tensor]) -> None:
         """Add the kernel, which hands out what is read outside."""
         body = new.start_body(name.rpartition("/")[2], fused=True)
         with building(body):
             for op in group:
                 self.member(op, group, body)
-        kind = Kernel(body=body, workspace=total(op.workspace for op in group))
+        body.outputs += [self.tensors[t] for t in read]
+        strides = () if self.dense else tuple(None if t.is_contiguous else t.strides for t in read)
+        kind = Kernel(body=body, workspace=total(op.workspace for op in group), strides=strides if any(strides) else ())
         made = new.add_op(kind, body.captured, name, group[0].phase)
         made.scope, body.owner = scope, made
-        for t in read:  # now, so that results stand right behind their op as in a file
-            self.tensors[t] = body.export(self.tensors[t])
+        self.tensors |= zip(read, made.results, strict=True)
 
     def member(self, op: Op, group: Sequence[Op], body: Graph) -> None:
         """Add an op to the body."""
@@ -124,6 +128,8 @@ class _ScopeFuser(_Joiner):
 
 
 class _Fuser(_Joiner):
+    dense = False
+
     def __init__(self, *, epilogues: bool) -> None:
         super().__init__()
         self.epilogues = epilogues

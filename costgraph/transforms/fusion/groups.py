@@ -143,8 +143,9 @@ class _Groups:
             return False
         points = reader.results[0].numel if isinstance(kind, Pointwise) else seen.numel
         if same(made.numel, points):
-            # a reduction that is spread over blocks is not there yet
-            return in_order(seen, made) and (space.across is None or same(made.numel, space.rows or space.points))
+            # a reduction that is spread over blocks is not there yet, and rows are those of memory
+            late = space.across is not None and not same(made.numel, space.rows or space.points)
+            return in_order(seen, made) and not late and (space.rows is None or made.is_contiguous)
         shape = reader.results[0].sizes if isinstance(kind, Pointwise) else seen.sizes
         by_rows = space.rows is not None and space.across is None and same(made.numel, space.rows)
         return by_rows and same(points, space.points) and leading(seen, shape, made.numel)
@@ -161,9 +162,9 @@ class _Groups:
         return [t for t in made if t in self.kept or not inside.issuperset(self.readers.get(t, ()))]
 
     def is_sound(self, group: _Group) -> bool:
-        """Whether its results can be written as a kernel does, dense and each into memory of its own."""
+        """Whether it has results, each of which can be written into memory of its own."""
         out = self.exported(group.ops, group.ops)
-        if not out or not all(t.is_contiguous for t in out):
+        if not out:
             return False
         for op in group.ops:
             if op.kind.overwrites():
