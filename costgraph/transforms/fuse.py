@@ -151,7 +151,7 @@ class _Fuser(_Joiner):
             for t in (t for op in group for t in op.operands if base_of(t) is not t):
                 if base_of(t).producer in group:
                     self.tensors.pop(t, None)  # inside, each kernel has views of its own
-        for t in old.tensors:
+        for t in (*old.outputs, *old.gradients, *old.gradients.values()):
             self.look(t, new)
         return None
 
