@@ -1,0 +1,125 @@
+"""Small programs, and the kernels that torch's inductor makes of them.
+
+    python tests/with_torch/inductor_programs.py
+
+writes `inductor_kernels.json` anew: of each program the kernels that are loops, after fusion, with the bytes of the
+buffers that each reads and writes. It takes the scheduler of GPUs (Triton's) on a machine without one: compilation ends
+where code would be generated. What inductor does for CPUs alone is left out.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+RECORD = Path(__file__).with_name("inductor_kernels.json")
+
+
+class Residual(nn.Module):
+    """Two convolutions and one beside them, with batch norm, activation in place and a residual."""
+
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Conv2d(11, 13, 3, padding=1, bias=False)
+        self.two = nn.Conv2d(13, 13, 3, padding=1, bias=False)
+        self.side = nn.Conv2d(11, 13, 1, bias=False)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(13) for _ in range(3))
+
+    def forward(self, x):
+        h = F.relu(self.norms[0](self.one(x)), inplace=True)
+        y = self.norms[1](self.two(h))
+        y += self.norms[2](self.side(x))
+        return F.relu(y, inplace=True)
+
+
+class Program(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *operands):
+        return self.function(*operands)
+
+
+def rms_norm(x, w):
+    return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-5) * w
+
+
+def layer_norms(x, y, w, u):
+    total = x + y
+    return F.gelu(F.layer_norm(total, (61,), w)) @ u, total
+
+
+def squeeze(x, w):
+    return x * torch.sigmoid(F.silu(x).mean((2, 3)) @ w)[:, :, None, None]
+
+
+def bias_gradient(g, h):
+    gradient = g * torch.cos(h)
+    return gradient, gradient.sum(0)
+
+
+#: Functions, or a module, and the shapes of what they take: rows too few to be split.
+PROGRAMS = {
+    "conv, norm, relu, residual": (Residual, [(3, 11, 17, 17)]),
+    "softmax": (lambda x: torch.softmax(torch.relu(x), -1) * 2, [(37, 61)]),
+    "gelu mlp": (lambda x, w, v: F.gelu(x @ w) @ v, [(37, 61), (61, 53), (53, 61)]),
+    "gated mlp": (lambda x, w, v, u: (F.silu(x @ w) * (x @ v)) @ u, [(37, 61), (61, 53), (61, 53), (53, 61)]),
+    "rms norm": (rms_norm, [(37, 61), (61,)]),
+    "residual, layer norm, gelu": (layer_norms, [(37, 61), (37, 61), (61,), (61, 61)]),
+    "statistics of columns": (lambda x: torch.tanh(torch.relu(x).sum(0)), [(23, 307)]),
+    "rows by columns": (lambda x: x / x.sum(1), [(53, 53)]),
+    "broadcast": (lambda x, z: torch.relu(torch.relu(torch.tanh(x)) + z), [(3, 5), (7, 3, 5)]),
+    "two of one": (lambda x, w: (torch.relu(x) @ w, torch.tanh(x) @ w), [(53, 61), (61, 53)]),
+    "transposed": (lambda x, y: torch.tanh(torch.relu(x).T) + y, [(7, 53), (53, 7)]),
+    "pooled": (lambda x: torch.relu(F.max_pool2d(torch.relu(x), 3, 2, 1)), [(3, 5, 17, 17)]),
+    "squeeze and excite": (squeeze, [(3, 7, 17, 17), (7, 7)]),
+    "gradient of a bias": (bias_gradient, [(37, 53), (37, 53)]),
+}
+
+
+def program(name):
+    """Return a program as a module, and its operands."""
+    function, shapes = PROGRAMS[name]
+    module = function() if isinstance(function, type) else Program(function)
+    return module.eval(), [torch.randn(shape) for shape in shapes]
+
+
+def kernels(name):
+    """Return the bytes of each kernel of loops that inductor makes of a program."""
+    from torch._inductor import config, ir, scheduler
+
+    class Scheduled(Exception):  # noqa: N818  # no error
+        pass
+
+    found = []
+
+    def codegen(self):
+        loops = [n for n in self.nodes if isinstance(n, (scheduler.SchedulerNode, scheduler.FusedSchedulerNode))]
+        found.extend(node.get_read_write_buffers_sizes() for node in loops)
+        raise Scheduled
+
+    config.cpu_backend, config.fx_graph_cache, config.layout_optimization = "triton", False, False
+    ir.is_cpu = lambda _: False  # no rule for CPUs alone
+    for kind in (scheduler.ExternKernelSchedulerNode, scheduler.NopKernelSchedulerNode):
+        kind.group = None  # which a GPU's scheduler does not ask for
+    scheduler.Scheduler.codegen = codegen
+    module, operands = program(name)
+    torch._dynamo.reset()
+    try:
+        with torch.no_grad():
+            torch.compile(module)(*operands)
+    except Exception as error:
+        if "Scheduled" not in repr(error):
+            raise
+    return found
+
+
+if __name__ == "__main__":
+    made = {name: kernels(name) for name in PROGRAMS}
+    record = {"torch": torch.__version__, "date": "2026-11-23", "bytes of each kernel": made}
+    RECORD.write_text(json.dumps(record, indent=1) + "\n")
