@@ -14,13 +14,13 @@ from .algebra.symbols import dims
 from .analysis.compare import compare
 from .analysis.costs import bytes_moved, costs, flops, intensity, matmul_flops
 from .analysis.crossover import crossover
-from .analysis.lifetimes import lifetimes
 from .analysis.memory import peak_memory, timeline
 from .analysis.params import cache_bytes, param_bytes, param_count
 from .analysis.regimes import regimes
 from .analysis.roofline import roofline
 from .analysis.saved import saved_bytes
 from .analysis.seconds import seconds
+from .analysis.storages import lifetimes
 from .analysis.terms import in_terms_of
 from .analysis.tiling import tiling
 from .analysis.training import hardware_flops, hfu, mfu, model_flops, step_tokens
@@ -209,9 +209,9 @@ _INSIDE = [
 #: What questions answer with, by module.
 _RECORDS = {
     "analysis.compare": ("Compared", "Comparison"),
-    "analysis.lifetimes": ("Lifetime",),
     "analysis.memory": ("Timeline",),
     "analysis.roofline": ("Roofline", "RooflineRow"),
+    "analysis.storages": ("Lifetime",),
     "analysis.table": ("Cost", "CostRow", "Costs"),
     "analysis.training_memory": ("StateBytes",),
     "plan.amounts": ("LeadingTerm",),

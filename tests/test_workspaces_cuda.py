@@ -1,12 +1,16 @@
 """Memory that a GPU's libraries and kernels take beside tensors, and the blocks that torch's allocator hands out."""
 
+import json
+
 import pytest
 
 import costgraph as cg
 from costgraph.analysis.caching import CachingAllocator
-from costgraph.errors import BindingError, GraphError
+from costgraph.errors import BindingError, GraphError, SpecError
 from costgraph.ops.blocks import save
 from costgraph.ops.ordering import sort
+from costgraph.report import report
+from costgraph.report.files import to_json
 
 KIB, MIB = 2**10, 2**20
 # two blocks of 4 MiB and eight of 16 KiB
@@ -161,3 +165,60 @@ def test_statistics_of_rows_are_none_of_groups():
     (gradient,) = [op for op in step.ops if op.phase == "backward" and op.scope.startswith("norm") and op.body]
     assert [t.sizes for t in gradient.operands].count(gradient.operands[-1].sizes) == 2  # both of (B, S)
     assert all(name.startswith("cuBLAS") for name in cg.timeline(step, device="cuda").workspaces)
+
+
+# -- other questions -----------------------------------------------------------------------------------------------
+
+
+def test_workspaces_are_listed_among_storages():
+    step, sizes = cg.backward(scores()), {"R": 11, "D": 2, "F": 1009}
+    plain = cg.lifetimes(step, **sizes)
+    found = cg.lifetimes(step, device="cuda", arch="sm_80", **sizes)
+    spaces = [r for r in found if r.role == "workspace"]
+    assert {r.tensor: r.bytes for r in spaces} == cg.timeline(step, device="cuda", arch="sm_80", **sizes).workspaces
+    assert [r for r in found if r.role != "workspace"] == list(plain)
+    assert {(r.born, r.dies) for r in spaces if r.tensor.startswith("cuBLAS")} == {(None, None)}
+    assert all(r.born == r.dies == r.tensor for r in spaces if not r.tensor.startswith("cuBLAS"))
+
+
+@pytest.mark.parametrize(
+    ("hardware", "arch", "each"),
+    [
+        ("h100-sxm", None, 32 * MIB), ("a100-80-sxm", None, BEFORE_HOPPER), (None, None, 32 * MIB),
+        ("h100-sxm", "sm_80", BEFORE_HOPPER), ("mi300x", "sm_80", BEFORE_HOPPER),
+    ],
+)  # fmt: skip
+def test_a_report_takes_the_architecture_of_the_hardware(hardware, arch, each):
+    g, sizes = scores(), {"R": 11, "D": 13, "F": 17}
+    plain, found = report(g, hardware, **sizes), report(g, hardware, device="cuda", arch=arch, **sizes)
+    assert found.peak.value == plain.peak.value + each == cg.evaluate(found.peak.formula[0].formula, **sizes)
+    assert found.peak.by_role["workspace"] == each
+    assert plain.peak.arch is None
+    assert f"of CUDA's libraries and kernels on {found.peak.arch}" in str(found)
+    assert json.loads(to_json(found))["peak_memory"]["arch"] == found.peak.arch
+
+
+def test_a_report_needs_an_architecture_of_a_device():
+    g = scores()
+    with pytest.raises(SpecError, match="report: mi300x states no arch, expected arch= such as 'sm_90' beside device="):
+        report(g, "mi300x", device="cuda")
+    with pytest.raises(GraphError, match="report: arch 'sm_80' of no device, expected device='cuda' with it"):
+        report(g, "h100-sxm", arch="sm_80")
+    with pytest.raises(GraphError, match="lifetimes: device 'tpu', expected one of cuda"):
+        cg.lifetimes(g, device="tpu")
+
+
+@pytest.mark.parametrize("command", ["report", "train"])
+def test_the_commands_count_workspaces_where_they_are_asked_to(command, capsys):
+    main = pytest.importorskip("costgraph.cli.app").main
+
+    def peak(*words):
+        assert main([command, "gpt2", "--json", "-", "B=2", "S=16", *words]) == 0
+        return json.loads(capsys.readouterr().out)["peak_memory"]
+
+    plain, found = peak("--hardware", "a100-80-sxm"), peak("--hardware", "a100-80-sxm", "--device", "cuda")
+    threads = {"report": 1, "train": 2}[command]
+    assert found["by_role"]["workspace"]["value"] == threads * BEFORE_HOPPER
+    assert found["value"] >= plain["value"] + BEFORE_HOPPER
+    assert (plain["arch"], found["arch"]) == (None, "sm_80")
+    assert peak("--device", "cuda", "--arch", "sm_90")["by_role"]["workspace"]["value"] == threads * 32 * MIB

@@ -12,19 +12,15 @@ from math import lcm
 from types import MappingProxyType
 
 from ..algebra.polynomial import ONE, Poly, as_poly
-from ..algebra.symbols import shorten
-from ..bind.evaluate import Formula, bound_answer
-from ..graph.graph import Graph, need_graph
+from ..graph.graph import Graph
 from ..graph.loop import Loop, loops
 from ..graph.op import Op
-from ..graph.sizes import bindings
 from ..graph.strides import numel
 from ..graph.tensor import Storage, Tensor
-from ..hardware.tables import Column, Fact, Table
 from ..ops.play import Env, Player, Turn
 from .families import Family, Held, Life, Rest, piece
 
-__all__ = ["Copies", "Life", "Lifetime", "Lifetimes", "Program", "Step", "copies_needed", "lifetimes", "period", "play"]
+__all__ = ["Copies", "Life", "Program", "Step", "copies_for", "copies_needed", "period", "play"]
 
 
 #: How many iterations to play of a loop.
@@ -237,44 +233,6 @@ def play(graph: Graph, copies: Copies = copies_needed, values: Mapping[str, Poly
     return player.program
 
 
-@dataclass(frozen=True)
-class Lifetime:
-    """One storage: what it is, and when it is there."""
-
-    tensor: str
-    """name of the tensor that it was made for; iterations of a Repeat in brackets"""
-    role: str
-    """input, param, buffer, cache, output or activation"""
-    bytes: Formula
-    """bytes it takes"""
-    born: str | None
-    """op that makes it, None for what is there from the start"""
-    dies: str | None
-    """last op that needs it, None for what stays to the end"""
-
-
-class Lifetimes(Table, list[Lifetime]):
-    """The storages of a graph. Made by `lifetimes`; in all else a list."""
-
-    graph = ""
-    """name of the graph"""
-
-    @property
-    def rows(self) -> tuple[Lifetime, ...]:
-        """The storages."""
-        return tuple(self)
-
-    def _about(self) -> str:
-        return f"graph {shorten(self.graph)}: {len(self)} storages"
-
-    def _columns(self) -> Sequence[Column]:
-        return Column("tensor"), Column("role"), Column("bytes", "B"), Column("born"), Column("dies")
-
-    def _facts(self) -> Sequence[Fact]:
-        throughout = [r.bytes for r in self if r.born is None and r.dies is None]
-        return (Fact("throughout", sum(throughout), "B"),) if throughout else ()
-
-
 def copies_for(values: Mapping[str, Poly], extra: int = 0) -> Copies:
     """Return the rule for how many iterations to play, once some sizes are bound; `extra` where a count is open."""
 
@@ -285,49 +243,3 @@ def copies_for(values: Mapping[str, Poly], extra: int = 0) -> Copies:
         return int(count) if count <= needed else needed + (int(count) - needed) % period(loop)
 
     return copies
-
-
-def lifetimes(graph: Graph, /, **dims: int) -> Lifetimes:
-    """List every storage with its birth and death.
-
-    Parameters
-    ----------
-    graph : Graph
-        What is asked.
-    **dims : int
-        Sizes to bind.
-
-    Returns
-    -------
-    Lifetimes
-        A list of `Lifetime`, rows (tensor, role, bytes, born, dies), what lives throughout first. Of a Repeat the
-        first, a middle and the last iteration are listed.
-
-    Raises
-    ------
-    BindingError
-        If a size cannot be bound.
-
-    Examples
-    --------
-    >>> import costgraph as cg
-    >>> B, D = cg.dims("B D")
-    >>> with cg.Graph("g") as g:
-    ...     x = g.input("x", (B, D))
-    ...     g.output(cg.relu(cg.relu(x)))
-    >>> [(r.tensor, r.role, r.born, r.dies) for r in cg.lifetimes(g)]
-    [('x', 'input', None, None), ('relu', 'activation', 'relu', 'relu_1'), ('relu_1', 'output', 'relu_1', None)]
-    """
-    need_graph("lifetimes", graph)
-    out = Lifetimes(_rows(graph, dims))
-    out.graph = graph.name
-    return out
-
-
-def _rows(graph: Graph, dims: Mapping[str, object]) -> Iterator[Lifetime]:
-    values = bindings(graph, dims)
-    program = play(graph, copies_for(values), values)
-    for life in program.lives:
-        born = None if life.born is None else program.steps[life.born].where
-        dies = None if life.dies is None else program.steps[life.dies].where
-        yield Lifetime(life.name, life.role, bound_answer(life.bytes, values), born, dies)

@@ -139,6 +139,7 @@ def report_command(
     symbolic: opt.Symbolic = False, count: opt.Count = "executed", fallback: opt.Fallback = None,
     depth: opt.Depth = 2, sort: opt.Sort = "order", formulas: opt.Formulas = False, json: opt.Json = None,
     csv: opt.Csv = None, plot: opt.Plot = None, memory_plot: opt.Memory = None,
+    device: opt.On = None, arch: opt.Arch = None,
 ) -> None:  # fmt: skip
     """Print what a model costs: parameters, FLOPs, bytes moved, peak memory, and times on a device.
 
@@ -151,7 +152,9 @@ def report_command(
     check_files(json, csv, plot, memory_plot)
     dims = read_sizes(sizes)
     graph = load_model(model, attention, dtype, dropout, composed, symbolic)
-    found = report(graph, hardware, count=count, fallback=fallback, depth=depth, **dims).sorted(sort)
+    found = report(
+        graph, hardware, count=count, fallback=fallback, depth=depth, device=device, arch=arch, **dims
+    ).sorted(sort)  # fmt: skip
     draw_report(graph, found, dims, plot, memory_plot)
     if not write_files((json, lambda: to_json(found)), (csv, lambda: to_csv(found))):
         width, color = screen()

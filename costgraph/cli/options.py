@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 __all__ = [
+    "Arch",
     "Attention",
     "Composed",
     "Count",
@@ -21,6 +22,7 @@ __all__ = [
     "Json",
     "Memory",
     "Model",
+    "On",
     "Plot",
     "Sizes",
     "Sort",
@@ -35,6 +37,9 @@ Model = Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL_HELP)]
 Sizes = Annotated[list[str] | None, typer.Argument(metavar="NAME=SIZE", help="Sizes: 8192, 8Ki, 1.5M, 70B.")]
 Hardware = Annotated[str | None, typer.Option("--hardware", metavar="NAME", help=_DEVICE_HELP)]
 Device = Annotated[str, typer.Option("--hardware", metavar="NAME", help=_DEVICE_HELP)]
+On = Annotated[str | None, typer.Option("--device", metavar="NAME", help="cuda: memory with libraries' workspaces.")]
+Arch = Annotated[str | None, typer.Option("--arch", metavar="NAME", help="With --device cuda, where not that of the "
+                 "hardware: sm_80, sm_90 and the like.")]  # fmt: skip
 Attention = Annotated[str | None, typer.Option("--attention", metavar="KERNEL", help="flash (the default) or eager.")]
 Format = Annotated[str | None, typer.Option("--dtype", metavar="FORMAT", help="Of the model; bf16 by default.")]
 Dropout = Annotated[float | None, typer.Option("--dropout", metavar="P", help="Probability; 0 by default.")]

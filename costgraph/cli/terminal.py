@@ -70,4 +70,6 @@ def draw_report(
         from ..analysis.memory import timeline
 
         room = None if found.hardware is None else float(found.hardware.memory.value)
-        plot_timeline(timeline(graph, **dims), memory_plot, capacity=room)
+        arch = found.peak.arch
+        line = timeline(graph, device=None if arch is None else "cuda", arch=arch, **dims)
+        plot_timeline(line, memory_plot, capacity=room)

@@ -113,6 +113,7 @@ def train_command(
     count: opt.Count = "executed",
     fallback: opt.Fallback = None, depth: opt.Depth = 2, sort: opt.Sort = "order", formulas: opt.Formulas = False,
     json: opt.Json = None, csv: opt.Csv = None, plot: opt.Plot = None, memory_plot: opt.Memory = None,
+    device: opt.On = None, arch: opt.Arch = None,
 ) -> None:  # fmt: skip
     """Print what a step of training costs: state and activations apart, FLOPs by phase, and times on a device.
 
@@ -125,7 +126,9 @@ def train_command(
     dims = read_sizes(sizes)
     graph = load_model(model, attention, dtype, dropout, composed, symbolic)
     step = _step(graph, optimizer, implementation, precision, checkpoint, accumulate, clip)
-    found = report(step, hardware, count=count, fallback=fallback, depth=depth, **dims).sorted(sort)
+    found = report(
+        step, hardware, count=count, fallback=fallback, depth=depth, device=device, arch=arch, **dims
+    ).sorted(sort)  # fmt: skip
     draw_report(step, found, dims, plot, memory_plot)
     if not write_files((json, lambda: to_json(found)), (csv, lambda: to_csv(found))):
         width, color = screen()

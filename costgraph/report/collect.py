@@ -9,16 +9,17 @@ from typing import Any
 
 import sympy
 
-from ..algebra.polynomial import Poly
 from ..algebra.symbols import shorten, shown
 from ..analysis.costs import costs, executions, unused_names
 from ..analysis.memory import peak_cases, timeline
 from ..analysis.roofline import Roofline, RooflineRow, roofline
 from ..analysis.table import CostRow, Costs
+from ..analysis.workspaces import on_device
 from ..bind.evaluate import Formula
-from ..errors import BindingError, GraphError
+from ..errors import BindingError, GraphError, SpecError
 from ..graph.graph import Graph
 from ..graph.sizes import Bindings, bindings, known_names
+from ..hardware.arch import DEFAULT
 from ..hardware.specs import Hardware, load_hardware
 from ..text_file import write_file
 from .data import Facts, Part, Peak
@@ -118,8 +119,8 @@ def _figures(graph: Graph, dims: Mapping[str, int]) -> dict[str, Figure]:
 # -- peak --------------------------------------------------------------------------------------------------------
 
 
-def _peak(graph: Graph, dims: Mapping[str, Any], values: Mapping[str, Poly]) -> Peak:
-    line = timeline(graph, **dims)
+def _peak(graph: Graph, dims: Mapping[str, Any], device: str | None, arch: str | None) -> Peak:
+    line = timeline(graph, device=device, arch=arch, **dims)
     number = not isinstance(line.peak, sympy.Expr)
     return Peak(
         value=line.peak,
@@ -127,7 +128,8 @@ def _peak(graph: Graph, dims: Mapping[str, Any], values: Mapping[str, Poly]) -> 
         phase=line.phase if number else None,
         by_role=line.by_role if number else {},
         regimes=line.regimes,
-        formula=peak_cases(graph, Bindings(graph)),
+        formula=peak_cases(graph, Bindings(graph), on_device("report", device, arch)),
+        arch=arch,
     )
 
 
@@ -188,6 +190,16 @@ def _times(
         raise BindingError(f"{most}: too large for a time in seconds, expected sizes of a model that runs") from None
 
 
+def _architecture(hardware: Hardware | None, device: str | None, arch: str | None) -> str | None:
+    """Return the compute capability that libraries are asked for: what is stated, or that of the hardware."""
+    if device is not None and arch is None:
+        if hardware is not None and hardware.arch is None:
+            raise SpecError(f"report: {hardware.id} states no arch, expected arch= such as 'sm_90' beside {device=}")
+        arch = DEFAULT if hardware is None else hardware.arch
+    on_device("report", device, arch)
+    return arch
+
+
 # -- the report --------------------------------------------------------------------------------------------------
 
 
@@ -199,6 +211,8 @@ def report(
     count: str = "executed",
     fallback: str | Mapping[str, str] | None = None,
     depth: int = 2,
+    device: str | None = None,
+    arch: str | None = None,
     **dims: int,
 ) -> Report:
     """Collect what a graph costs, on a device if one is named.
@@ -215,6 +229,10 @@ def report(
         As `roofline`.
     depth : int
         Levels of module scope to tell apart.
+    device : str, optional
+        cuda: the peak is that with what torch's libraries and kernels allocate there, as `peak_memory` has it.
+    arch : str, optional
+        Compute capability, by default that of the hardware, or sm_90 without one.
     **dims : int
         Sizes; what is left open stays a formula.
 
@@ -242,21 +260,22 @@ def report(
     """
     if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
         raise GraphError(f"report: depth={depth!r:.60}, expected a whole number from 1")
-    device = None if hardware is None else load_hardware(hardware)
-    if device is not None and device.symbols:
-        raise BindingError(f"report: rates of {device.id} are symbols, expected a device of numbers")
+    on = None if hardware is None else load_hardware(hardware)
+    if on is not None and on.symbols:
+        raise BindingError(f"report: rates of {on.id} are symbols, expected a device of numbers")
+    arch = _architecture(on, device, arch)
     values = bindings(graph, dims)
     sizes = {k: int(v.constant) for k, v in sorted(values.items()) if v.constant is not None}
     unbound = tuple(sorted(known_names(graph) - sizes.keys()))
-    found = None if device is None else _times(graph, device, fallback, dims)
+    found = None if on is None else _times(graph, on, fallback, dims)
     times = None if unbound else found
-    figures, peak = _figures(graph, dims), _peak(graph, dims, values)
+    figures, peak = _figures(graph, dims), _peak(graph, dims, device, arch)
     free = _outer_scopes(graph, costs(symbolic(graph), count=count))
     bound = _outer_scopes(graph, costs(graph, count=count, **dims))
     shown: Iterable[Formula] = [*(f.formula for f in figures.values()), *(r.formula for r in peak.formula)]
     return Report(
         graph=graph.root.name,
-        hardware=device,
+        hardware=on,
         sizes=sizes,
         given=frozenset(dims),
         unbound=unbound,

@@ -54,6 +54,8 @@ class Peak:
     """cases with the sizes that are bound: formula, op, phase"""
     formula: tuple[Regime, ...]
     """cases with no size bound"""
+    arch: str | None = None
+    """compute capability whose libraries and kernels are counted; None for tensors alone"""
 
 
 @dataclass(frozen=True, repr=False)

@@ -52,6 +52,7 @@ def _peak(r: Facts) -> dict[str, Any]:
         "op": r.peak.op,
         "phase": r.peak.phase,
         "by_role": {role: _figure(v, "B") for role, v in r.peak.by_role.items()},
+        "arch": r.peak.arch,
         "cases": _cases(r.peak.regimes),
         "formulas": _cases(r.peak.formula),
         "capacity": capacity,

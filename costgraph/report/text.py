@@ -186,6 +186,8 @@ def _peak_rows(r: Facts) -> Iterator[tuple[str, str]]:
         yield "  held by", _holder(r.peak.op, r.peak.phase)
         for role, held in sorted(r.peak.by_role.items()):
             yield f"  {role}", f"{show(held, 'B')}{_part_of(held, r.peak.value)}"
+    if r.peak.arch is not None:
+        yield "  with workspaces", f"of CUDA's libraries and kernels on {clean(r.peak.arch)}"
     if r.hardware is not None:
         yield f"capacity of {clean(r.hardware.id, 20)}", _capacity(r)
 

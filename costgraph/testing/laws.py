@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from ..analysis.costs import bytes_moved, costs, flops, matmul_flops
-from ..analysis.lifetimes import lifetimes
 from ..analysis.memory import peak_memory, timeline
 from ..analysis.params import param_bytes, param_count
+from ..analysis.storages import lifetimes
 from ..errors import BindingError, UnsupportedError
 from ..graph.graph import Graph
 from ..graph.sizes import bindings, known_names
@@ -254,7 +254,7 @@ def peak_memory_is_that_of_a_replay(trial: Trial) -> None:
     fixed = sum(b.bytes for b in trial.run.buffers)
     kept = sum(b.bytes for b in set(trial.run._kept) if not b.throughout)
     assert trial.run.peak >= fixed + kept, f"peak {trial.run.peak} below parameters, inputs and outputs"
-    rows = lifetimes(trial.graph, **trial.point)
+    rows = lifetimes(trial.graph, **dict[str, Any](trial.point))
     _as_counted(sum(Fraction(r.bytes) for r in rows if r.born is None), fixed, "bytes of what lives throughout")
 
 

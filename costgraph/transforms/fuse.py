@@ -52,10 +52,11 @@ def fuse(graph: Graph, /, scope: str | None = None, *, epilogues: bool = False) 
     -----
     The rules are those of torch 2.13's inductor: `Scheduler.can_fuse` (torch/_inductor/scheduler.py:7327), the
     backend's `SIMDScheduling.can_fuse` (torch/_inductor/codegen/simd.py:1998), and `realize_reads_threshold`
-    (config.py:861) for what is computed where it is read. Loops over the same index points are one kernel; so are loops over the
-    points, or the results, of a reduction of trailing axes; what reads the same; and what is read by one kernel alone,
-    broadcast, sliced or in another order, if it reads few operands itself. Other reductions are spread over blocks of
-    threads, and what needs all of their results waits for the end. Ops in place are done out of place inside.
+    (config.py:861) for what is computed where it is read. Loops over the same index points are one kernel; so are
+    loops over the points, or the results, of a reduction of trailing axes; what reads the same; and what is read by one
+    kernel alone, broadcast, sliced or in another order, if it reads few operands itself. Other reductions are spread
+    over blocks of threads, and what needs all of their results waits for the end. Ops in place are done out of place
+    inside.
 
     Inductor differs where it computes a cheap value again in several kernels, which would be more FLOPs: here it is
     written once. A kernel that is declared stays one: the statistics of a batch are no kernel of their own.

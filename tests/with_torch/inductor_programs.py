@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 RECORD = Path(__file__).with_name("inductor_kernels.json")
 
@@ -28,10 +28,10 @@ class Residual(nn.Module):
         self.norms = nn.ModuleList(nn.BatchNorm2d(13) for _ in range(3))
 
     def forward(self, x):
-        h = F.relu(self.norms[0](self.one(x)), inplace=True)
+        h = functional.relu(self.norms[0](self.one(x)), inplace=True)
         y = self.norms[1](self.two(h))
         y += self.norms[2](self.side(x))
-        return F.relu(y, inplace=True)
+        return functional.relu(y, inplace=True)
 
 
 class Program(nn.Module):
@@ -51,11 +51,11 @@ def rms_norm(x, w):
 
 def layer_norms(x, y, w, u):
     total = x + y
-    return F.gelu(F.layer_norm(total, (61,), w)) @ u, total
+    return functional.gelu(functional.layer_norm(total, (61,), w)) @ u, total
 
 
 def squeeze(x, w):
-    return x * torch.sigmoid(F.silu(x).mean((2, 3)) @ w)[:, :, None, None]
+    return x * torch.sigmoid(functional.silu(x).mean((2, 3)) @ w)[:, :, None, None]
 
 
 def bias_gradient(g, h):
@@ -67,8 +67,8 @@ def bias_gradient(g, h):
 PROGRAMS = {
     "conv, norm, relu, residual": (Residual, [(3, 11, 17, 17)]),
     "softmax": (lambda x: torch.softmax(torch.relu(x), -1) * 2, [(37, 61)]),
-    "gelu mlp": (lambda x, w, v: F.gelu(x @ w) @ v, [(37, 61), (61, 53), (53, 61)]),
-    "gated mlp": (lambda x, w, v, u: (F.silu(x @ w) * (x @ v)) @ u, [(37, 61), (61, 53), (61, 53), (53, 61)]),
+    "gelu mlp": (lambda x, w, v: functional.gelu(x @ w) @ v, [(37, 61), (61, 53), (53, 61)]),
+    "gated mlp": (lambda x, w, v, u: (functional.silu(x @ w) * (x @ v)) @ u, [(37, 61), (61, 53), (61, 53), (53, 61)]),
     "rms norm": (rms_norm, [(37, 61), (61,)]),
     "residual, layer norm, gelu": (layer_norms, [(37, 61), (37, 61), (61,), (61, 61)]),
     "statistics of columns": (lambda x: torch.tanh(torch.relu(x).sum(0)), [(23, 307)]),
@@ -76,7 +76,7 @@ PROGRAMS = {
     "broadcast": (lambda x, z: torch.relu(torch.relu(torch.tanh(x)) + z), [(3, 5), (7, 3, 5)]),
     "two of one": (lambda x, w: (torch.relu(x) @ w, torch.tanh(x) @ w), [(53, 61), (61, 53)]),
     "transposed": (lambda x, y: torch.tanh(torch.relu(x).T) + y, [(7, 53), (53, 7)]),
-    "pooled": (lambda x: torch.relu(F.max_pool2d(torch.relu(x), 3, 2, 1)), [(3, 5, 17, 17)]),
+    "pooled": (lambda x: torch.relu(functional.max_pool2d(torch.relu(x), 3, 2, 1)), [(3, 5, 17, 17)]),
     "squeeze and excite": (squeeze, [(3, 7, 17, 17), (7, 7)]),
     "gradient of a bias": (bias_gradient, [(37, 53), (37, 53)]),
 }
