@@ -362,3 +362,89 @@ def test_an_unrolled_stack_begins_as_storage_without_content():
     rows = {row.op: row for row in cg.costs(flat)}
     assert flat.ops[0].name not in rows  # nothing is read or written
     assert cg.peak_memory(flat, D=7) == cg.peak_memory(g, L=3, D=7)
+
+
+# -- epilogues, and what is not fused ----------------------------------------------------------------------------------
+
+
+def convolved(x, then):
+    """A convolution with batch norm and what is done in place then, and a residual."""
+    y = cg.conv(x, "b c h w -> b o h w", window=3, padding=1, o=x.sizes[1], name="conv")
+    y = cg.nn.batch_norm(y, name="norm")
+    return then(cg.relu(y, inplace=True) + x)
+
+
+def image():
+    with cg.Graph("image") as g:
+        g.output(convolved(g.input("x", (2, 3, 7, 7)), cg.tanh))
+    return g
+
+
+def test_norm_activation_and_residual_are_one_kernel_behind_a_convolution():
+    g, at, made = image(), 4 * 2 * 3 * 7 * 7, cg.fuse(image())
+    assert fused_ops(made) == [["batch_norm", "relu", "add", "tanh"]]
+    weights, channels = 4 * 3 * 3 * 9, 4 * 4 * 3
+    # the convolution reads x and writes, the kernel reads that, x and four numbers a channel, and writes
+    assert cg.bytes_moved(made) == 2 * at + weights + 3 * at + channels
+    assert cg.flops(made) == cg.flops(g)
+    # x, what is convolved and the result: nothing inside has storage
+    assert cg.peak_memory(made) == 3 * at + weights + channels + 8
+    assert cg.peak_memory(g) == cg.peak_memory(made)
+
+
+def test_with_epilogues_a_convolution_takes_what_is_behind_it():
+    g, at = image(), 4 * 2 * 3 * 7 * 7
+    made = cg.fuse(g, epilogues=True)
+    assert fused_ops(made) == [["conv", "batch_norm", "relu", "add", "tanh"]]
+    weights, channels = 4 * 3 * 3 * 9, 4 * 4 * 3
+    assert cg.bytes_moved(made) == 2 * at + weights + channels  # x once, and the result
+    assert cg.peak_memory(made) == 2 * at + weights + channels + 8
+    assert cg.flops(made) == cg.flops(g)
+
+
+def test_an_epilogue_is_that_of_one_product_and_goes_no_further_than_its_elements():
+    def build(x):
+        a, b = x(7, 5) @ x(5, 5), x(7, 5) @ x(5, 5)
+        return cg.softmax(cg.tanh(a + b), -1)
+
+    with cg.Graph("g") as g:
+        g.output(build(lambda *shape: g.input(f"x{len(g)}", shape)))
+    # of two products one takes the sum; softmax needs whole rows
+    assert fused_ops(cg.fuse(g, epilogues=True)) == [["matmul", "add", "tanh"], ["max", "sub", "exp", "sum", "div"]]
+
+
+def test_epilogues_are_none_of_a_scope():
+    with pytest.raises(
+        cg.GraphError, match="fuse scope 'a': epilogues=True, expected one of them: a scope has all"
+    ):
+        cg.fuse(image(), "a", epilogues=True)
+
+
+def test_an_op_in_place_that_changes_what_the_caller_owns_stays():
+    def build(x):
+        a = x(7, 5)
+        return cg.tanh(cg.relu(a, inplace=True))
+
+    assert fused_ops(unfused_and_fused(build)[1]) == []
+
+
+def test_a_value_from_before_an_op_in_place_keeps_its_storage():
+    def build(x):
+        h = cg.gelu(x(7, 5))
+        early = h @ x(5, 5)
+        late = cg.relu(h, inplace=True)
+        return early, late
+
+    # h is read outside as it was, and as it is then: what overwrites it stays an op of its own
+    assert fused_ops(unfused_and_fused(build)[1]) == []
+
+
+def test_an_op_moves_behind_the_kernel_that_it_needs():
+    def build(x):
+        h = cg.relu(x(7, 5))
+        z = h @ x(5, 5)
+        return cg.tanh(h), z
+
+    _, made = unfused_and_fused(build)
+    assert fused_ops(made) == [["relu", "tanh"]]
+    assert [op.name for op in made.ops] == ["fused", "matmul"]

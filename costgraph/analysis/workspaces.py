@@ -26,7 +26,12 @@ from .families import Life
 from .lifetimes import Program
 from .live import View
 
-__all__ = ["blas_workspace", "on_device", "temporary"]
+__all__ = ["LT_WORKSPACE", "blas_workspace", "on_device", "temporary"]
+
+#: Bytes that a product with a bias took while it ran, made by cuBLASLt: up to torch 2.6 `_parseChosenWorkspaceSize` of
+#: aten/src/ATen/cuda/CUDABlas.cpp, 1024 KiB, which `gemm_and_bias` takes from the allocator at each call. Today
+#: cuBLASLt takes that of cuBLAS (CublasHandlePool.cpp, `unified_cublas_and_lt_workspaces`), and nothing is added.
+LT_WORKSPACE = 1 << 20
 
 #: Phases that run in the thread that autograd has for a device.
 _IN_AUTOGRAD = ("backward", "recompute")

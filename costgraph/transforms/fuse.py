@@ -73,9 +73,7 @@ def fuse(graph: Graph, /, scope: str | None = None, *, epilogues: bool = False) 
     need_flag("fuse", epilogues=epilogues)
     if scope is not None:
         if epilogues:
-            raise GraphError(
-                f"fuse scope {scope!r}: epilogues=True, expected a scope or epilogues: it fuses all inside"
-            )
+            raise GraphError(f"fuse scope {scope!r}: epilogues=True, expected one of them: a scope has all inside")
         return _ScopeFuser(_by_scope(graph, scope), scope).run(graph)
     return _Fuser(epilogues=epilogues).run(graph)
 

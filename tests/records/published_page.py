@@ -44,9 +44,9 @@ memory. A time counts as below the bound where its last printed digit leaves no 
 each index point, those of streams the bytes read and written, those of attention the pairs that are seen.
 
 Passes of training on many devices are forward and backward pass of one of them: the optimizer's update is spread over
-all, and a network is not predicted. Vision models run under autocast, in eager mode or with pointwise ops fused. A step
-of generation is that in the middle of what was generated. Single calls of plain torch, with their backward passes, are
-traced, which needs torch.
+all, and a network is not predicted. Vision models run under autocast, in eager mode or fused as `torch.compile` does. A
+step of generation is that in the middle of what was generated. Single calls of plain torch, with their backward passes,
+are traced, which needs torch.
 
 **Peaks of memory** are those that torch's allocator counted while a benchmark ran such a call again: with the gradients
 of the run before, those that the backward pass starts from, and the parameters of other forms of the program, where the

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from ...analysis.workspaces import LT_WORKSPACE
 from .program import Program
 
 __all__ = ["LAYERS"]
@@ -158,8 +159,8 @@ def _turns(q: torch.Tensor, k: torch.Tensor, turns: torch.Tensor) -> torch.Tenso
 
 
 def _biased(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """A product with a bias, which cuBLASLt makes: until torch 2.7 with a workspace of its own, of 1 MiB."""
-    workspace = x.new_empty(2**20 // x.element_size())
+    """A product with a bias as torch ran it up to 2.6: cuBLASLt makes it, with a workspace of its own."""
+    workspace = x.new_empty(LT_WORKSPACE // x.element_size())
     made = functional.linear(x, weight, bias)
     del workspace
     return made
