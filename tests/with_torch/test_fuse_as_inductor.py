@@ -8,7 +8,7 @@ import torch
 from inductor_programs import PROGRAMS, RECORD, program
 
 import costgraph as cg
-from costgraph.torch import trace
+from costgraph.torch import lower, trace
 
 FOUND = json.loads(RECORD.read_text())["bytes of each kernel"]
 
@@ -31,3 +31,14 @@ def test_kernels_and_their_bytes_are_those_of_inductor(name):
     with torch.no_grad():
         g = cg.fuse(trace(module, *operands))
     assert sorted(loops(g)) == sorted(FOUND[name])
+
+
+@pytest.mark.parametrize("epilogues", [False, True])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_fused_trace_computes_what_the_program_does(name, epilogues):
+    """Of the same parameters, in place or not."""
+    module, operands = program(name)
+    with torch.no_grad():
+        g = trace(module, *operands)
+        expected, made = (lower(graph)(*operands) for graph in (g, cg.fuse(g, epilogues=epilogues)))
+    torch.testing.assert_close(made, expected)
