@@ -213,7 +213,7 @@ def test_the_commands_count_workspaces_where_they_are_asked_to(command, capsys):
     main = pytest.importorskip("costgraph.cli.app").main
 
     def peak(*words):
-        assert main([command, "gpt2", "--json", "-", "B=2", "S=16", *words]) == 0
+        assert main([command, "mlp", "--dtype", "bf16", "--json", "-", "B=2", *words]) == 0
         return json.loads(capsys.readouterr().out)["peak_memory"]
 
     plain, found = peak("--hardware", "a100-80-sxm"), peak("--hardware", "a100-80-sxm", "--device", "cuda")

@@ -136,3 +136,20 @@ def test_a_stack_holds_what_each_iteration_made_for_it(count):
         # slices lie one behind the other: i-th at i * A * D elements
         assert [t.offset.bind({}).expr for t, _ in parts] == [i * A * D for i in range(count)]
         assert all(t.strides == parts[0][0].strides for t, _ in parts)
+
+
+def test_a_fused_step_of_training_keeps_all_laws():
+    with cg.Graph("conv") as g:
+        x = g.input("x", (B, 3, 3, 2))
+        y = cg.conv(x, "b c h w -> b o h w", window=3, padding=1, o=2)
+        y = cg.relu(cg.nn.batch_norm(y), inplace=True)
+        y = cg.relu(cg.conv(y, "b c h w -> b o h w", window=3, padding=1, o=3, name="last") + x)
+        g.output(cg.reduce(y, "b c h w -> ", "mean"))
+    step = cg.training_step(g, optimizer=cg.SGD(momentum=0.9))
+    fused = cg.fuse(step, epilogues=True)
+    kernels = [{inner.name for inner in op.body.ops} for op in fused.ops if op.body is not None]
+    assert {"last/conv", "add", "relu_1"} in kernels
+    assert any("threshold_backward" in names and len(names) > 1 for names in kernels)
+    assert cg.flops(fused, B=2) == cg.flops(step, B=2)
+    assert cg.bytes_moved(fused, B=2) < cg.bytes_moved(step, B=2)
+    testing.check(fused, B=2)
