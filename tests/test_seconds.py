@@ -134,7 +134,7 @@ def test_it_is_a_formula_like_others():
 def test_the_lower_bound_says_which_unit_holds_it():
     found = cg.regimes(cg.seconds(mlp(), H100, "lower", D=1024, F=4096))
     assert [r.op for r in found] == ["matmul", "memory"]
-    with pytest.raises(cg.GraphError, match="seconds: which 'fastest', expected one of estimate, lower"):
+    with pytest.raises(cg.GraphError, match="seconds: which 'fastest', expected one of estimate, lower, calibrated"):
         cg.seconds(mlp(), H100, "fastest")
 
 

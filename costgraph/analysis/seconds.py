@@ -16,12 +16,13 @@ from ..algebra.extremum import Owner, extremum
 from ..algebra.polynomial import Poly, poly, total
 from ..algebra.pruning import prune
 from ..bind.evaluate import Formula, answer, real
-from ..errors import StandInWarning
+from ..errors import StandInWarning, UnsupportedError
 from ..graph.arguments import need_choice
 from ..graph.graph import Graph, need_graph
 from ..hardware.rates import NAMED, StandIn
 from ..hardware.specs import Hardware
 from .bounds import unavoidable
+from .calibrated.model import loads_of, shipped
 from .traffic import compulsory
 from .work import Asked, Fallback, Work, ask, exact
 
@@ -255,6 +256,7 @@ def seconds(
         Name of a device, path of a TOML file, what `load_hardware` returned, or `symbolic()` of it.
     which : str
         estimate: the sum over ops, as declared, of the larger of compute and memory time. lower: what no run is below.
+        calibrated: what devices were seen to attain of their peaks, at all sizes bound, and no less than the bound.
     fallback : str or mapping, optional
         Number format whose rate stands in for one that the device lacks, or a mapping from wanted to used format.
     hierarchical : bool
@@ -265,16 +267,16 @@ def seconds(
     Returns
     -------
     float or sympy.Expr
-        Seconds: the `estimate` or `lower_bound` of `roofline`.
+        Seconds: the `estimate` or `lower_bound` of `roofline`, or the calibrated time, which is a float.
 
     Raises
     ------
     BindingError, GraphError
-        If a size cannot be bound, or there is no such time.
+        If a size cannot be bound, or is open for a calibrated time, or there is no such time.
     SpecError
         If the device is unknown, or has no rate at all.
     UnsupportedError
-        If the graph has a collective.
+        If the graph has a collective, or a calibrated time is asked for with `hierarchical`.
 
     Warns
     -----
@@ -298,13 +300,32 @@ def seconds(
     M*N*Max(4/bandwidth, 1/vector_fp32) + 2*M*Max(M*N/peak_bf16, M/bandwidth + 2*N/bandwidth)
     >>> f"{cg.seconds(g, 'h100-sxm', N=8192, M=4096) * 1e6:.1f} us"
     '317.9 us'
+    >>> sizes = {"N": 8192, "M": 4096}
+    >>> cg.seconds(g, "h100-sxm", "calibrated", **sizes) > cg.seconds(g, "h100-sxm", "lower", **sizes)
+    True
     """
     need_graph("seconds", graph)
-    need_choice("seconds: which", which, ("estimate", "lower"))
+    need_choice("seconds: which", which, ("estimate", "lower", "calibrated"))
     asked = ask(graph, hardware, fallback, dims, "seconds", hierarchical=hierarchical)
+    if which == "calibrated":
+        return _calibrated(asked)
     if which == "estimate":
         found = estimate((spent(w, asked) for w in asked.works), graph.root.relations)
     else:
         found = lower_bound(asked)
     warn_of(asked.hardware, asked.rates.stand_ins.values())
     return in_seconds(found, asked)
+
+
+def _calibrated(asked: Asked) -> float:
+    """Return what devices were seen to take, all sizes put in; the bound where that is more."""
+    question = "seconds, calibrated,"
+    if asked.levels:
+        raise UnsupportedError(f"{question} of graph {asked.graph.name!r}: hierarchical=True, expected False: what a "
+                               "cache attains is in the terms")  # fmt: skip
+    asked.need_numbers(question)
+    for work in asked.works:
+        work.seconds(asked.rates)  # refuses what has no time
+    found = shipped().seconds(loads_of(asked), asked.rates)
+    warn_of(asked.hardware, asked.rates.stand_ins.values())
+    return max(found, float(in_seconds(lower_bound(asked), asked)))

@@ -18,8 +18,6 @@ from .terminal import say, screen
 
 __all__ = ["app", "need_torch"]
 
-_Device = Annotated[str, typer.Option("--device", metavar="NAME", help="cpu, cuda or cuda:N.")]
-
 _THREADS_HELP = "Of the processor; what torch takes by default."
 _Threads = Annotated[str | None, typer.Option("--threads", metavar="N", help=_THREADS_HELP)]
 
@@ -46,23 +44,40 @@ def _count(threads: str | None) -> int | None:
     return count
 
 
-@command("calibrate", short_help="Measure what a device attains, as a specification.")
+@command("calibrate", short_help="Measure what a device attains, or fit a model of time to records.")
 def calibrate_command(
-    out: Annotated[str, typer.Option("--out", metavar="FILE", help="Where the specification goes: a .toml file.")],
-    device: _Device = "cpu",
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and shorter runs.")] = False,
+    out: Annotated[
+        str | None, typer.Option("--out", metavar="FILE", help="The specification: a .toml file. Of --records: .json.")
+    ] = None,
+    device: Annotated[str | None, typer.Option("--device", metavar="NAME", help="cpu (default), cuda, cuda:N.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and shorter runs, or one fit alone.")] = False,
     threads: _Threads = None,
     like: Annotated[
         str | None, typer.Option("--like", metavar="NAME", help="Device whose data sheet is meant; by default by name.")
     ] = None,
+    records: Annotated[
+        str | None, typer.Option("--records", metavar="FILE", help="Published measurements, in the place of runs here.")
+    ] = None,
 ) -> None:
     """Measure bandwidth, matrix rates by format and size, elementwise work and launches; write a device file.
+
+    With --records nothing runs: a model of time is fitted to what others measured, and how well it predicts what it was
+    not fitted to is printed. With --quick it is fitted, and not held against anything.
 
     Examples
     --------
       costgraph calibrate --device cpu --out my-cpu.toml
       costgraph report llama-3-8b --hardware my-cpu.toml B=1 S=512
+      costgraph calibrate --records published.json --out model.json
     """
+    if records is not None:
+        for name, value in {"--device": device, "--threads": threads, "--like": like}.items():
+            if value:
+                raise FormatError(f"{name}: nothing runs with --records, expected --out and --quick alone beside it")
+        _fit(records, out, validate=not quick)
+        return
+    if out is None:
+        raise FormatError("calibrate: no --out FILE, expected where the specification goes, or --records FILE")
     count = _count(threads)
     need_torch("calibrate")
     from ..torch.calibrating import calibrate
@@ -70,9 +85,24 @@ def calibrate_command(
 
     target_of(out, ".toml")
     with running(count):
-        found = calibrate(device, quick=quick, like=like)
+        found = calibrate(device or "cpu", quick=quick, like=like)
     found.save(out)
     say(f"{found}\nwritten to {shorten(out, 200)}")
+
+
+def _fit(records: str, out: str | None, *, validate: bool) -> None:
+    """Fit a model of time to published measurements, and print how good it is."""
+    from ..report.records import calibrate
+    from ..report.records.text import render_calibrated
+
+    if out is not None:
+        target_of(out, ".json")
+    found = calibrate(records, validate=validate, say=lambda text: typer.echo(text, err=True))
+    width, color = screen()
+    say(render_calibrated(found, width, color=color), styled=color)
+    if out is not None:
+        found.save(out)
+        say(f"written to {shorten(out, 200)}")
 
 
 @command("validate", short_help="Hold predictions to measurements, of a device here or published.")

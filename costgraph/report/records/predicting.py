@@ -17,7 +17,7 @@ from ...notation.records import near
 from .case import FAMILIES, Case, Printed, Run, device_of, measured_bytes, measured_rate
 from .record import Record
 
-__all__ = ["Row", "predict"]
+__all__ = ["Row", "predict", "times_of"]
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def _row(record: Record, case: Case, subject: str, hardware: Hardware, last: Fra
     value = Fraction(record.value)
     # what was printed may have been the slower by half of its last digit
     slowest = max(value - last / 2, value / 2) if is_rate else value + last / 2
-    times = [_times(run, hardware, resident=case.repeated) for run in case.runs]
+    times = [times_of(run, hardware, resident=case.repeated) for run in case.runs]
     works = [float(run.work) for run in case.runs]
     best = min(range(len(times)), key=lambda i: times[i][0] / works[i])
     bound = min(t[1] / w for t, w in zip(times, works, strict=True)) * works[best]
@@ -113,7 +113,7 @@ def _share(printed: Printed, rate: Fraction, hardware: Hardware) -> Fraction:
     return printed.flops * rate / Fraction(hardware.rate(printed.format).number)
 
 
-def _times(run: Run, hardware: Hardware, *, resident: bool) -> tuple[float, float, tuple[str, ...]]:
+def times_of(run: Run, hardware: Hardware, *, resident: bool) -> tuple[float, float, tuple[str, ...]]:
     """Return estimate and lower bound in seconds, and the rates that stand in.
 
     Parameters
