@@ -2,6 +2,7 @@
 
 import json
 from math import exp, prod
+from pathlib import Path
 
 import pytest
 
@@ -207,3 +208,14 @@ def test_facts_that_a_specification_lacks_are_left_out():
     assert facts == pytest.approx(dict(zip(DEVICE, wanted, strict=True)))
     # two large cores are none that a tile is given to
     assert set(facts_of(cg.load_hardware("tpu-v4"))) == {"intensity", "bandwidth"}
+
+
+def test_the_page_has_the_figures_that_are_shipped():
+    page = Path(__file__).parents[1] / "docs" / "calibration.md"
+    if not page.exists():
+        pytest.skip("the package is tested without its pages")
+    figures = shipped().figures
+    whole = (figures.rows, figures.fitted, figures.folds, figures.shapes, figures.devices)
+    for name, (count, *shares) in [*figures.families.items(), ("all", whole)]:
+        row = f"| {name} | {count:,.0f} | {' | '.join(f'{share:.1%}' for share in shares)} |"
+        assert row in page.read_text()

@@ -88,7 +88,7 @@ class _Terms:
     def split(self, terms: Array) -> list[Array]:
         """Return the terms of each block, and in the place before the last those of units."""
         ends = np.cumsum([b.shape[1] for b in self.blocks[:3]] + [2])
-        return np.split(terms, ends)
+        return [np.asarray(part, dtype=float) for part in np.split(terms, ends)]
 
     def times(self, rows: Rows, terms: Array) -> Attained:
         """Return the times of all ops."""
@@ -98,7 +98,8 @@ class _Terms:
 
 
 def _totals(found: Measured, seconds: Array) -> Array:
-    return np.bincount(found.of, seconds * found.rows.times, len(found))
+    summed: Array = np.bincount(found.of, seconds * found.rows.times, len(found)).astype(float)
+    return summed
 
 
 class _Errors:
