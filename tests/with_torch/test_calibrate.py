@@ -191,7 +191,7 @@ def test_the_command_writes_what_the_roofline_reads(quickly, tmp_path, capsys):
         (["--out", "no/mine.toml"], "costgraph: no/mine.toml: no such folder, expected a file that can be written"),
         (["--out", "mine.toml", "--threads", "100000"], "costgraph: --threads 100000: this machine has"),
         (["--out", "mine.toml", "--threads", "all"], "costgraph: --threads"),
-        ([], "costgraph: Missing option '--out'"),
+        ([], "costgraph: calibrate: no --out FILE, expected where the specification goes, or --records FILE"),
     ],
 )
 def test_what_the_command_refuses(quickly, words, text, capsys, tmp_path, monkeypatch):
