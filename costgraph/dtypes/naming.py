@@ -20,7 +20,7 @@ from .record import KINDS, BlockScale, DType
 __all__ = ["bits_per_element", "dtype", "promote"]
 
 _SHARED = r"(?:g([1-9]\d{0,6})|row|b([1-9]\d{0,6})x([1-9]\d{0,6}))"
-_SCALED = re.compile(rf"(\w+?)_{_SHARED}_(fp32|fp16|bf16|fp8_e4m3|fp8_e8m0)(_zero)?", re.ASCII)
+_SCALED = re.compile(rf"(\w+?)_{_SHARED}_(fp32|fp16|bf16|fp8_e4m3|fp8_e8m0)(_zero)?(_flat)?", re.ASCII)
 
 
 @lru_cache(maxsize=1 << 10)
@@ -30,14 +30,15 @@ def _scaled(name: str) -> DType | None:
     own = found and DTYPES.get(ALIASES.get(found[1], found[1]))
     if found is None or own is None or own.bits > 8 or own.scale or own.kind == "bool" or own.name == "fp8_e8m0":
         return None
-    group, high, wide, scale, zero = found.groups()[1:]
+    group, high, wide, scale, zero, flat = found.groups()[1:]
     per, rows = int(group or wide or 0), int(high or 1)
-    scales = [BlockScale(DTYPES[scale].bits, per, scale, rows)]
-    if zero and own.kind != "int":
+    scales = [BlockScale(DTYPES[scale].bits, per, scale, rows, flat=bool(flat))]
+    if (zero and own.kind != "int") or (flat and not group):
         return None
-    scales += [BlockScale(own.bits, per, own.name, rows)] if zero else []
+    scales += [BlockScale(own.bits, per, own.name, rows, flat=bool(flat))] if zero else []
     shared = f"b{rows}x{per}" if high else f"g{per}" if per else "row"
-    return replace(own, name=f"{own.name}_{shared}_{scale}{zero or ''}", scale=tuple(scales), element=own.name)
+    whole = f"{own.name}_{shared}_{scale}{zero or ''}{flat or ''}"
+    return replace(own, name=whole, scale=tuple(scales), element=own.name)
 
 
 def dtype(name_or_dtype: object) -> DType:
@@ -45,7 +46,8 @@ def dtype(name_or_dtype: object) -> DType:
 
     A format of 8 bits or fewer with scales is named after both: `int4_g128_fp16` has a scale in fp16 for each 128
     elements along the innermost axis, `int8_row_fp32` one in fp32 for all of it, `fp8_e4m3_b128x128_fp32` one for 128
-    of it in 128 rows; `_zero` behind it adds a zero point in the format of the elements for each scale.
+    of it in 128 rows; `_zero` behind it adds a zero point in the format of the elements for each scale, and `_flat`
+    lets a block go on where a row ends.
 
     Raises
     ------

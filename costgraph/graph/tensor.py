@@ -77,8 +77,8 @@ class Storage:
         """Name of the tensor that it was made for."""
         self.elements = numel(sizes)
         """Elements it holds."""
-        self.bytes = nbytes(sizes, dtype)
-        """Bytes it takes."""
+        self.bytes = numel(sizes[:pieces]) * nbytes(sizes[pieces:], dtype)
+        """Bytes it takes: blocks of a format end where a piece does."""
         self.role = role
         """input, param, buffer, cache, state (of an optimizer), formal (a body's own input) or activation."""
         self.pieces = pieces

@@ -7,9 +7,10 @@ from .optimizer import COUNTERS, IMPLEMENTATIONS, Optimizer
 from .over import over
 from .sgd import SGD, Lion
 from .slots import Slot, source_like
+from .states import STATES, BlockStates
 from .steps import clip_grad_norm, unscale, zero_grad
 
 __all__ = [
-    "COUNTERS", "IMPLEMENTATIONS", "SGD", "AdaGrad", "Adafactor", "Adam", "AdamW", "Lion", "Muon", "Optimizer",
-    "RMSProp", "Slot", "clip_grad_norm", "over", "source_like", "unscale", "zero_grad",
+    "COUNTERS", "IMPLEMENTATIONS", "SGD", "STATES", "AdaGrad", "Adafactor", "Adam", "AdamW", "BlockStates", "Lion",
+    "Muon", "Optimizer", "RMSProp", "Slot", "clip_grad_norm", "over", "source_like", "unscale", "zero_grad",
 ]  # fmt: skip

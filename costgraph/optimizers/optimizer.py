@@ -17,6 +17,7 @@ from .calls import Calls, Column, one_by_one
 from .fused import fused_update
 from .over import over
 from .slots import Slot, need_slots, pieces
+from .states import STATES, BlockStates
 
 __all__ = ["COUNTERS", "IMPLEMENTATIONS", "Optimizer", "bounds"]
 
@@ -55,6 +56,9 @@ class Optimizer:
     each parameter tensor. By default torch's choice: on the device if fused."""
     step: int = 2
     """Number of the step: it decides numbers of the update, no cost. Steps after the first do the same."""
+    states: str | BlockStates | None = None
+    """State in blocks of few bits: bitsandbytes-8bit, torchao-8bit, torchao-4bit, torchao-fp8, or what is described by
+    a `BlockStates`. Kernels for it are fused; steps are counted on the host."""
 
     def __post_init__(self) -> None:
         place = type(self).__name__
@@ -72,7 +76,25 @@ class Optimizer:
                 f"{place}: counters 'device' with implementation {self.implementation!r}, expected 'host': what "
                 f"depends on the step is computed on the host"
             )
+        self._check_states(place)
         need_flag(place, **{f.name: getattr(self, f.name) for f in fields(self) if f.type == "bool"})
+
+    def _check_states(self, place: str) -> None:
+        if self.states is None:
+            return
+        if not isinstance(self.states, BlockStates):
+            need_choice(f"{place}: states", self.states, tuple(STATES))
+        if self.implementation != "fused":
+            raise GraphError(
+                f"{place}: states in blocks with implementation {self.implementation!r}, expected 'fused': they are "
+                f"read and written by one kernel for each parameter"
+            )
+        if self.counters == "device":
+            raise GraphError(f"{place}: counters 'device' with states in blocks, expected 'host'")
+
+    @property
+    def _blocks(self) -> BlockStates | None:
+        return STATES[self.states] if isinstance(self.states, str) else self.states
 
     # -- what each optimizer says of itself ------------------------------------------------------------------------
 
@@ -111,6 +133,8 @@ class Optimizer:
         place = type(self).__name__
         found = need_slots(place, slots)
         with building(current_graph(found[0].param.graph)), phase("optimizer"), scope(place.lower()):
+            if self._blocks is not None:
+                found = [replace(s, moments=self._blocks.format_of(s)) for s in found]
             out = dict(enumerate(found))
             for positions in _alike(self._kind(s) for s in found):
                 of_list = [found[i] for i in positions]
@@ -143,14 +167,19 @@ class Optimizer:
         if self.implementation == "for-loop":
             made = one_by_one(self._update, groups, name)
         else:
-            beside = self._counters(slots)
-            sizes = len(groups[0])
-
-            def one(*group: Tensor) -> Column:
-                return fused_update(self._update, group[:sizes], group[sizes:], name="fused_update")[:2]
-
-            made = over([(*g, *b) for g, b in zip(groups, beside, strict=True)], one, name)
+            made = self._fused(groups, slots, name)
         return [(p, g) for p, g in made]
+
+    def _fused(self, groups: list[Column], slots: list[Slot], name: str) -> list[Column]:
+        sizes, blocks = len(groups[0]), self._blocks
+        beside = self._counters(slots) if blocks is None else blocks.own_tables(slots, [g[2:] for g in groups])
+        common = () if blocks is None else blocks.common_tables([g[2:] for g in groups])
+
+        def one(*group: Tensor) -> Column:
+            looked = common if blocks is not None and any(map(blocks.holds, group[2:sizes])) else ()
+            return fused_update(self._update, group[:sizes], (*group[sizes:], *looked), name="fused_update")[:2]
+
+        return over([(*g, *b) for g, b in zip(groups, beside, strict=True)], one, name)
 
     def _counters(self, slots: list[Slot]) -> list[Column]:
         """Count the step in a scalar for each parameter; nothing where the host does."""

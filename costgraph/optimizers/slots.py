@@ -11,7 +11,7 @@ from ..errors import GraphError, ShapeError
 from ..graph.graph import Graph
 from ..graph.scopes import opened
 from ..graph.strides import Sizes
-from ..graph.tensor import Tensor
+from ..graph.tensor import Storage, Tensor
 
 __all__ = ["Slot", "declare_state", "need_slots", "pieces", "source_like"]
 
@@ -31,7 +31,7 @@ def source_like(param: Tensor, name: str, sizes: Sequence[object], dtype: str | 
     """Declare state, or a gradient that stays, beside a parameter, one storage for each of a stack's layers."""
     # the tensor that was declared has the name, a result of an op in place has the op's
     state = declare_state(param.graph, f"{param.storage.name}.{name}", sizes, dtype, role)
-    state.storage.pieces = pieces(param)
+    state.storage = Storage(state.name, state.sizes, state.dtype, role, pieces(param))
     return state
 
 
@@ -103,6 +103,10 @@ class Slot:
     def axes(self) -> Sizes:
         """Return the shape of one parameter, without the axes that number those of a layer stack."""
         return self.param.sizes[pieces(self.param) :]
+
+    def layers(self) -> Sizes:
+        """Return the axes that number the parameters of a layer stack; none where there is one alone."""
+        return self.param.sizes[: pieces(self.param)]
 
     def factor(self, axis: int) -> Sizes:
         """Return the parameter's shape with size 1 along one axis, counted from the last: row or column statistics."""
