@@ -11,7 +11,7 @@ from costgraph.errors import SpecError
 from costgraph.hardware.keys import PEAKS, RATE_KEYS, TABLES
 from costgraph.hardware.units import Quantity
 
-__all__ = ["FORMATS", "NAMED", "Fallback", "StandIn", "chosen_fallback", "fastest", "nearest", "rate_key"]
+__all__ = ["FORMATS", "NAMED", "Fallback", "StandIn", "chosen_fallback", "fastest", "named_rate", "nearest", "rate_key"]
 
 Rates = Mapping[str, Quantity]
 Fallback = str | DType | Mapping[str, str]
@@ -131,3 +131,20 @@ def chosen_fallback(place: str, fallback: Fallback | None, wanted: str) -> str |
         if dtype(asked).name == wanted:
             chosen = name
     return chosen
+
+
+def named_rate(tables: Mapping[str, Rates], use: str | None, unit: str, place: str) -> Quantity:
+    """Return the rate that was named to stand in for a missing one, or raise SpecError."""
+    rates = ", ".join(f"{table}.{key}" for table in ("peak", "vector") for key in tables[table])
+    if use is None:
+        raise SpecError(f"{place}; expected one of {rates}, or fallback= that names one of them")
+    table, dot, key = use.rpartition(".")
+    if dot:
+        places = [tables[table]] if table in ("peak", "vector") else []
+    else:
+        key = use if use in TABLES["peak"] else rate_key(dtype(use).name, "matmul", tables["peak"])
+        places = [tables["peak"]] if unit == "matmul" else [tables["vector"], tables["peak"]]
+    for rates_there in places:
+        if key in rates_there:
+            return rates_there[key]
+    raise SpecError(f"{place}, nor one for its fallback {use}; expected one of {rates}")

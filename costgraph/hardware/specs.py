@@ -11,7 +11,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from pathlib import Path
 from typing import Annotated
 
 import sympy
@@ -21,12 +20,13 @@ from costgraph.algebra.symbols import shown, symbol
 from costgraph.dtypes import DType, dtype
 from costgraph.errors import SpecError
 from costgraph.hardware.file import read_file
-from costgraph.hardware.keys import LINK_KINDS, PEAKS, TABLES, symbols_of
-from costgraph.hardware.rates import NAMED, Fallback, StandIn, chosen_fallback, fastest, nearest, rate_key
+from costgraph.hardware.find import known, path_of
+from costgraph.hardware.keys import LINK_KINDS, symbols_of
+from costgraph.hardware.rates import NAMED, Fallback, StandIn, chosen_fallback, fastest, named_rate, nearest, rate_key
+from costgraph.hardware.scaled import as_attained, as_symbols, at_clock, of_share, share_of
 from costgraph.hardware.tables import Column, Fact, Table
 from costgraph.hardware.units import Quantity
 from costgraph.notation.door import READ
-from costgraph.notation.records import near
 
 __all__ = ["Hardware", "list_hardware", "load_hardware"]
 
@@ -105,7 +105,7 @@ class Hardware(Table):
         if found is not None:
             return found
         place = f"hardware {self.id}: no {unit} rate {place} for {wanted}"
-        return self._instead(instead, unit, place)
+        return named_rate(self.tables, instead, unit, place)
 
     def nearest_rate(
         self, dtype_name: str | DType, unit: str = "matmul", fallback: Fallback | None = None, *, highest: bool = False
@@ -178,12 +178,7 @@ class Hardware(Table):
         >>> print(load_hardware("h100-sxm").symbolic().ridge("bf16"))
         peak_bf16/bandwidth
         """
-        tables = {name: dict(found) for name, found in self.tables.items()}
-        for place, name in symbols_of(self.tables).items():
-            table, _, key = place.partition(".")
-            tables.setdefault(table, {})[key] = Quantity(symbol(name), TABLES[table][key])
-        bandwidth = tables["memory"]["bandwidth"]
-        return replace(self, peak=tables["peak"], vector=tables["vector"], bandwidth=bandwidth, tables=tables)
+        return self._with(as_symbols(self.tables))
 
     @property
     def symbols(self) -> frozenset[str]:
@@ -241,6 +236,50 @@ class Hardware(Table):
             raise SpecError(f"{place}; expected it there, or measured=False for the vendor's {self.memory}")
         return self.measured_memory
 
+    def part(self, share: object) -> Hardware:
+        """Return a share of the device, such as one of two dies: of rates, memory, caches, cores and power alike.
+
+        What was measured of the whole, and links, are left out: asking for them is an error.
+
+        Raises
+        ------
+        SpecError
+            If the share is no number above 0 and at most 1.
+
+        Examples
+        --------
+        >>> die = load_hardware("mi250x").part(0.5)
+        >>> print(die.name, "|", die.rate("bf16"), "|", die.memory)
+        0.5 of AMD Instinct MI250X (whole package, 2 GCD) | 191.5 TFLOP/s | 68.72 GB
+        """
+        found = share_of(f"hardware {self.id}: share", share)
+        name = f"{float(found):g} of {self.name}"
+        made = self._with(of_share(self.tables, found))
+        return replace(made, id=f"{float(found):g} of {self.id}", name=name, measured_memory=None)
+
+    def at_clock(self, share: object) -> Hardware:
+        """Return the device at a share of its clocks, as under a limit of power: arithmetic is slower, memory is not.
+
+        Raises
+        ------
+        SpecError
+            As ``part``.
+
+        Examples
+        --------
+        >>> limited = load_hardware("h100-sxm").at_clock(0.8)
+        >>> print(limited.id, "|", limited.rate("bf16"), "|", limited.bandwidth)
+        h100-sxm at 0.8 of its clock | 791.5 TFLOP/s | 3.35 TB/s
+        """
+        found = share_of(f"hardware {self.id}: share of the clock", share)
+        slower = f"at {float(found):g} of its clock"
+        return replace(self._with(at_clock(self.tables, found)), id=f"{self.id} {slower}", name=f"{self.name} {slower}")
+
+    def _with(self, tables: Mapping[str, Mapping[str, Quantity]]) -> Hardware:
+        peak, vector, memory = (tables.get(name, {}) for name in ("peak", "vector", "memory"))
+        bandwidth, capacity = memory["bandwidth"], memory["capacity"]
+        return replace(self, tables=tables, peak=peak, vector=vector, bandwidth=bandwidth, memory=capacity)
+
     def attained(self) -> Hardware:
         """Return the device with the rates of [attained], measured on it, in the place of all those of the vendor.
 
@@ -249,15 +288,7 @@ class Hardware(Table):
         SpecError
             If no matrix rate or no bandwidth was measured.
         """
-        found = self.tables.get("attained", {})
-        peak = {key: rate for key, rate in found.items() if key in PEAKS}
-        if "bandwidth" not in found or not peak:
-            place = f"hardware {self.id}: [attained] has no bandwidth or no matrix rate"
-            raise SpecError(f"{place}; expected both, as costgraph calibrate writes them")
-        vector = {key.removeprefix("vector_"): rate for key, rate in found.items() if key.startswith("vector_")}
-        memory = {**self.tables["memory"], "bandwidth": found["bandwidth"]}
-        tables = {**self.tables, "peak": peak, "vector": vector, "memory": memory}
-        return replace(self, peak=peak, vector=vector, bandwidth=found["bandwidth"], tables=tables)
+        return self._with(as_attained(f"hardware {self.id}", self.tables))
 
     def link(self, kind: Annotated[str, READ]) -> Quantity:
         """Return the bandwidth of a link in B/s, one direction.
@@ -327,21 +358,6 @@ class Hardware(Table):
         table, _, key = place.partition(".")
         return self.tables.get(table, {}).get(key)
 
-    def _instead(self, use: str | None, unit: str, place: str) -> Quantity:
-        rates = ", ".join(f"{table}.{key}" for table in ("peak", "vector") for key in self.tables[table])
-        if use is None:
-            raise SpecError(f"{place}; expected one of {rates}, or fallback= that names one of them")
-        table, dot, key = use.rpartition(".")
-        if dot:
-            places = [self.tables[table]] if table in ("peak", "vector") else []
-        else:
-            key = use if use in TABLES["peak"] else rate_key(dtype(use).name, "matmul", self.peak)
-            places = [self.peak] if unit == "matmul" else [self.vector, self.peak]
-        for rates_there in places:
-            if key in rates_there:
-                return rates_there[key]
-        raise SpecError(f"{place}, nor one for its fallback {use}; expected one of {rates}")
-
 
 _SOURCE = Column("source", read=lambda row: row[1].source, text=lambda s: s if len(s) <= 40 else f"{s[:37]}...")
 
@@ -354,7 +370,7 @@ def list_hardware() -> list[str]:
     >>> [name for name in list_hardware() if name.startswith("h100")]
     ['h100-nvl', 'h100-pcie', 'h100-sxm']
     """
-    return sorted(path.stem for path in _folder().glob("*.toml"))
+    return known()
 
 
 def load_hardware(name_or_path: str | os.PathLike[str] | Hardware) -> Hardware:
@@ -377,24 +393,5 @@ def load_hardware(name_or_path: str | os.PathLike[str] | Hardware) -> Hardware:
     """
     if isinstance(name_or_path, Hardware):
         return name_or_path
-    path = _find(name_or_path)
+    path = path_of(name_or_path)
     return Hardware(id=path.stem, **read_file(path))
-
-
-def _folder() -> Path:
-    # inside the package in a wheel; beside it in a checkout, which an editable install points to
-    inside, beside = (folder / "hardware_specs" for folder in Path(__file__).resolve().parents[1:3])
-    return inside if inside.is_dir() else beside
-
-
-def _find(name_or_path: object) -> Path:
-    if not isinstance(name_or_path, str | os.PathLike):
-        raise SpecError(f"hardware {shown(name_or_path)}: expected a name or the path of a TOML file")
-    text = os.fsdecode(name_or_path)
-    if isinstance(name_or_path, os.PathLike) or text.endswith(".toml") or "/" in text or os.sep in text:
-        return Path(text)
-    names = list_hardware()
-    if text not in names:
-        known = f"{near(text, names)}expected the path of a .toml file or one of {', '.join(names)}"
-        raise SpecError(f"hardware {shown(text)} is unknown: {known}")
-    return _folder() / f"{text}.toml"

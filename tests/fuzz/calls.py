@@ -328,7 +328,8 @@ METHODS = {
         {
             "rate": lambda e: a("bf16"), "ridge": lambda e: a("bf16"), "capacity": lambda e: a(),
             "nearest_rate": lambda e: a("bf16"), "symbolic": lambda e: a(), "bindings": lambda e: a(),
-            "attained": lambda e: a(), "link": lambda e: a("pcie"),
+            "attained": lambda e: a(), "link": lambda e: a("pcie"), "part": lambda e: a(0.5),
+            "at_clock": lambda e: a(0.8),
         },
     ),
     "Graph": (

@@ -1,0 +1,37 @@
+"""Where specifications lie: those that come with the library, and files of one's own."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from costgraph.algebra.symbols import shown
+from costgraph.errors import SpecError
+from costgraph.notation.records import near
+
+__all__ = ["known", "path_of"]
+
+
+def _folder() -> Path:
+    # inside the package in a wheel; beside it in a checkout, which an editable install points to
+    inside, beside = (folder / "hardware_specs" for folder in Path(__file__).resolve().parents[1:3])
+    return inside if inside.is_dir() else beside
+
+
+def known() -> list[str]:
+    """Return the names of the devices that come with the library, sorted."""
+    return sorted(path.stem for path in _folder().glob("*.toml"))
+
+
+def path_of(name_or_path: object) -> Path:
+    """Return the file of a device: of a name, or the path itself, which ends with ``.toml`` or has a slash in it."""
+    if not isinstance(name_or_path, str | os.PathLike):
+        raise SpecError(f"hardware {shown(name_or_path)}: expected a name or the path of a TOML file")
+    text = os.fsdecode(name_or_path)
+    if isinstance(name_or_path, os.PathLike) or text.endswith(".toml") or "/" in text or os.sep in text:
+        return Path(text)
+    names = known()
+    if text not in names:
+        expected = f"{near(text, names)}expected the path of a .toml file or one of {', '.join(names)}"
+        raise SpecError(f"hardware {shown(text)} is unknown: {expected}")
+    return _folder() / f"{text}.toml"
