@@ -20,7 +20,7 @@ from .lifetimes import Program
 from .live import closed, live_cases
 from .traffic import repeated_bodies
 
-__all__ = ["StateBytes", "activation_memory", "bytes_per_param", "saved_state_bytes", "state_bytes"]
+__all__ = ["StateBytes", "activation_memory", "bytes_per_param", "is_step", "saved_state_bytes", "state_bytes"]
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,14 @@ def _gradients(graph: Graph) -> Iterable[Poly]:
     return [t.storage.bytes for t in kept.values()]
 
 
+def is_step(graph: Graph) -> bool:
+    """Whether a graph has gradients, or had them until parameters were updated."""
+    return bool(graph.gradients) or any(op.phase == "optimizer" for op in graph.walk())
+
+
 def _parts(graph: Graph, question: str) -> tuple[Poly, Poly, Poly]:
     need_graph(question, graph)
-    if not graph.gradients:
+    if not is_step(graph):
         raise GraphError(f"{question}: graph {graph.name!r} has no gradients, expected what training_step returns")
     if "state bytes" not in graph.cache:
         found = total(_sources(graph, "param")), total(_gradients(graph)), total(_sources(graph, "state"))
@@ -78,7 +83,8 @@ def state_bytes(step: Graph, /, **dims: int) -> StateBytes:
     -------
     StateBytes
         `.params`, `.gradients`, `.state` and `.total`; each an int or a formula. Gradients are counted at the size
-        that they have together before the update, whether they stay afterwards or not.
+        that they have together before the update, whether they stay afterwards or not; those that die one by one, as
+        the optimizer runs in the backward pass, are none.
 
     Raises
     ------

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from ..algebra.polynomial import ONE
 from ..dtypes import DType
@@ -23,7 +24,7 @@ def pieces(t: Tensor) -> int:
 
 def declare_state(graph: Graph, name: str, sizes: Sequence[object], dtype: str | DType, role: str = "state") -> Tensor:
     """Declare a tensor that stays under its own name, whatever scope is open."""
-    with opened(levels=()):
+    with opened(graph=graph.root, levels=()):
         return graph.root.buffer(name, sizes, dtype, role=role)
 
 
@@ -58,6 +59,8 @@ class Slot:
     """Copy in a wider format that is updated in place of the parameter, which is then assigned its values."""
     moments: DType | None = None
     """Format of state of the parameter's shape, by default that of what is updated."""
+    declare: Callable[[str, Sequence[object], str | DType], Tensor] | None = None
+    """Declares state of a name, sizes and a format, by default beside the parameter."""
 
     def __post_init__(self) -> None:
         for what, t in (("grad", self.grad), ("master", self.master)):
@@ -98,7 +101,8 @@ class Slot:
         """
         shape = self.updated.sizes if sizes is None else sizes
         wanted = self.moments or self.updated.dtype if dtype is None else dtype
-        return source_like(self.param, name, shape, wanted)
+        declare = partial(source_like, self.param) if self.declare is None else self.declare
+        return declare(name, shape, wanted)
 
     def axes(self) -> Sizes:
         """Return the shape of one parameter, without the axes that number those of a layer stack."""

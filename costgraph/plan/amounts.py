@@ -11,6 +11,7 @@ from ..algebra.extremum import as_expr
 from ..algebra.polynomial import poly
 from ..analysis.params import param_count
 from ..analysis.training import given, model_flops, rate_of, tokens_poly
+from ..analysis.training_memory import is_step
 from ..bind.evaluate import Formula, answer
 from ..errors import BindingError, GraphError
 from ..graph.graph import Graph
@@ -42,7 +43,7 @@ def _per_token(place: str, model: Graph | Formula, count: str, dims: Mapping[str
         if dims:
             raise BindingError(f"{place}: sizes {', '.join(sorted(dims))}, expected none beside a number of parameters")
         return 6 * given(f"{place}: parameters", model)
-    if not model.gradients:
+    if not is_step(model):
         raise GraphError(f"{place}: graph {model.name!r} has no gradients, expected what training_step returns")
     values = bindings(model, dims)
     work = poly(as_expr(model_flops(model, count, **dims)))

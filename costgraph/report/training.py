@@ -8,7 +8,7 @@ from typing import Any
 
 from ..analysis.roofline import Roofline
 from ..analysis.training import hardware_flops, main_format, model_flops
-from ..analysis.training_memory import activation_memory, bytes_per_param, saved_state_bytes, state_bytes
+from ..analysis.training_memory import activation_memory, bytes_per_param, is_step, saved_state_bytes, state_bytes
 from ..bind.evaluate import Formula
 from ..graph.graph import Graph
 from .quantities import Figure, symbolic
@@ -63,7 +63,7 @@ def training_of(graph: Graph, dims: Mapping[str, Any], times: Roofline | None) -
     Training or None
         None where the graph has no gradients of parameters.
     """
-    if not any(t.role == "param" for t in graph.gradients):
+    if not is_step(graph) or (graph.gradients and not any(t.role == "param" for t in graph.gradients)):
         return None
     twin = symbolic(graph)
     figures = {

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ..algebra.polynomial import ONE, Poly
 from ..algebra.symbols import shown
 from ..errors import GraphError, ShapeError
-from ..graph.arguments import positive
+from ..graph.arguments import need_flag, positive
 from ..graph.graph import Graph, need_graph
 from ..graph.scopes import building, opened
 from ..graph.strides import contiguous
@@ -23,6 +24,7 @@ from ..ops.pointwise import pointwise
 from ..ops.reduce import reduce
 from ..optimizers import AdamW, Optimizer, Slot, clip_grad_norm, source_like, unscale, zero_grad
 from .backward.backward import differentiate, loss_of, prepared
+from .backward.updating import Update
 from .backward.walk import Leaf
 from .checkpoint import Checkpoint
 from .precision.policy import Policy, find_policy
@@ -146,6 +148,7 @@ def training_step(
     clip: float | None = None,
     set_to_none: bool = True,
     autocast_device: str | None = None,
+    optimizer_in_backward: bool = False,
 ) -> Graph:
     """Turn a forward graph into a whole step of training, in its steady state.
 
@@ -171,6 +174,9 @@ def training_step(
         False fills gradients with zeros at the end, so that they live throughout; by default they are given back.
     autocast_device : str, optional
         cuda (by default) or cpu: whose lists of ops autocast follows.
+    optimizer_in_backward : bool
+        Whether each parameter is updated as soon as its gradient is complete, which dies then, as hooks do that torch
+        calls after a gradient was accumulated (`register_post_accumulate_grad_hook`; Lv et al. 2023, arXiv 2306.09782).
 
     Returns
     -------
@@ -198,6 +204,7 @@ def training_step(
     if checkpoint is not None and not isinstance(checkpoint, Checkpoint):
         raise GraphError(f"training_step: checkpoint {shown(checkpoint)}, expected a policy such as every_block()")
     times = positive("training_step: accumulate", accumulate)
+    need_flag("training_step", optimizer_in_backward=optimizer_in_backward)
     need_graph("training_step", graph)
     if graph.gradients or any(op.phase != "forward" for op in graph.walk()):
         raise GraphError(
@@ -205,16 +212,31 @@ def training_step(
         )
     formats = find_policy(precision, autocast_device=autocast_device)
     policy = Checkpoint() if checkpoint is None else checkpoint
+    if optimizer_in_backward:
+        _need_one_at_a_time(formats, accumulate=times != ONE, clip=clip is not None, set_to_none=set_to_none)
     forward = prepared(apply_precision(with_loss(graph, loss), formats), policy)
     always = not set_to_none
     new = Rewriter().run(forward) if times == ONE else Graph(forward.name, dtype=forward.dtype)
     with new:
         if times == ONE:
-            made = _once(new, policy, formats, always=always)
+            made = _once(new, policy, formats, optimizer if optimizer_in_backward else None, always=always)
         else:
             made = _accumulated(forward, new, policy, formats, times, always=always)
         _update(made, optimizer, formats, clip)
     return new
+
+
+def _need_one_at_a_time(formats: Policy, *, accumulate: bool, clip: bool, set_to_none: bool) -> None:
+    """Raise GraphError where an update needs more than the gradient of its own parameter, or one that stays."""
+    wants = {
+        "accumulate: gradients of micro-batches are added up before it": accumulate,
+        "clip: the norm of all gradients comes before it": clip,
+        "set_to_none=False: gradients stay": not set_to_none,
+        f"precision {formats.name!r}: its loss is scaled, all gradients are looked at before it": formats.loss_scaling,
+    }
+    for text, there in wants.items():
+        if there:
+            raise GraphError(f"training_step: optimizer_in_backward beside {text}; expected one of the two")
 
 
 # -- forward and backward ----------------------------------------------------------------------------------------
@@ -237,21 +259,30 @@ def _buffer(t: Tensor, formats: Policy, *, always: bool) -> Tensor | None:
     return source_like(t, "grad", t.sizes, wanted, role="gradient")
 
 
-def _leaf(t: Tensor, formats: Policy, total: Tensor | None) -> Leaf:
+def _leaf(t: Tensor, formats: Policy, total: Tensor | None, optimizer: Optimizer | None = None) -> Leaf:
     """Say what becomes of the gradient of a tensor."""
-    wanted = formats.formats_of(t).grad if t.role == "param" else t.dtype
-    return Leaf(total, None if wanted == t.dtype else wanted)
+    if t.role != "param":
+        return Leaf(total)
+    kept, update = formats.formats_of(t), None
+    if optimizer is not None:
+        if kept.grad.bits > t.dtype.bits:
+            raise GraphError(
+                f"training_step: optimizer_in_backward beside precision {formats.name!r}, whose gradients in "
+                f"{kept.grad.name} stay from one step to the next; expected one of the two"
+            )
+        update = Update(optimizer, partial(source_like, t), kept.master, kept.moments)
+    return Leaf(total, None if kept.grad == t.dtype else kept.grad, update)
 
 
-def _once(new: Graph, policy: Checkpoint, formats: Policy, *, always: bool) -> _Pass:
+def _once(new: Graph, policy: Checkpoint, formats: Policy, at_once: Optimizer | None, *, always: bool) -> _Pass:
     """Run forward and backward pass."""
     wanted = _wanted(new)
-    buffers = {t: _buffer(t, formats, always=always) for t in wanted}
+    buffers = {t: None if at_once else _buffer(t, formats, always=always) for t in wanted}
     loss = loss_of(new)
     scaled = _scaled(loss, formats, ONE)
-    leaves = {t: _leaf(t, formats, buffers[t]) for t in wanted}
+    leaves = {t: _leaf(t, formats, buffers[t], at_once) for t in wanted}
     walk = differentiate(new, new.ops, scaled, leaves, policy)
-    params = [t for t in wanted if t in walk.final]
+    params = [t for t in wanted if t in walk.final and leaves[t].update is None]
     return _Pass(new, {t: walk.final[t] for t in params}, {t for t in params if buffers[t] is not None})
 
 
@@ -339,6 +370,9 @@ def _update(made: _Pass, optimizer: Optimizer, formats: Policy, clip: float | No
     with opened(graph=graph, levels=(), phase="optimizer"):
         params = [t for t in made.grads if t.role == "param"]
         slots = [_slot(t, made.grads[t], formats) for t in params]
+        graph.gradients = dict(made.grads)
+        if not slots:  # they were updated on the way
+            return
         if formats.loss_scaling:
             _, slots = unscale(slots)
         if clip is not None:
@@ -347,7 +381,6 @@ def _update(made: _Pass, optimizer: Optimizer, formats: Policy, clip: float | No
         stay = [slot for t, slot in zip(params, slots, strict=True) if t in made.stay]
         if stay:
             zero_grad(stay, set_to_none=False)
-    graph.gradients = dict(made.grads)
 
 
 def _slot(t: Tensor, grad: Tensor, formats: Policy) -> Slot:

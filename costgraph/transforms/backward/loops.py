@@ -80,6 +80,12 @@ class _Reverse:
             self.xs.append((found, outer))
         return found
 
+    def part(self, outer: Tensor, name: str) -> Tensor:
+        """Add an input that is one position of a tensor that was declared further out."""
+        around = self.body.parent
+        assert around is not None
+        return self.slice(around.adopt(outer), name)
+
     def saved(self, t: Tensor) -> Tensor:
         """Return what stands for a tensor of the forward body."""
         if t not in self.seen:
@@ -193,7 +199,8 @@ def _start_sums(made: _Reverse, back: Walk, needs: Sequence[bool]) -> dict[int, 
         if f in loop.slices and t in walk.leaves and walk.readers[t] == 1 and t.storage.pieces:
             leaf = walk.leaves[t]
             total = None if leaf.total is None else made.slice(leaf.total, f"{t.name}.total")
-            back.leaves[f] = replace(leaf, total=total)
+            update = None if leaf.update is None else leaf.update.inside(made.part, loop.count)
+            back.leaves[f] = replace(leaf, total=total, update=update)
         if before is not None:
             walk.held[before.storage] -= 1
         fits = before is not None and (bool(before.storage.pieces) or (walk.writable(before) and before.is_contiguous))
@@ -264,6 +271,8 @@ class _Out:
             own = grad.role == "activation" and not any(grad.storage is t.storage for t in self.after)
             if t.storage.pieces:
                 leaf = self.back.leaves.get(f)
+                if leaf is not None and leaf.update is not None:
+                    continue  # the parameter is updated, the gradient is of no use any more
                 if leaf is None or leaf.total is None:  # else it lies in the sum that it was added to
                     grad = self.back.own(grad) if own else pointwise("copy", grad, name="own")
                 self.kept.append((i, grad))

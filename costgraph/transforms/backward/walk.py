@@ -29,6 +29,7 @@ from ...ops.reduce import Reduce
 from ...ops.stacks import Empty, Stacked
 from ..vjp.common import restricted, whole
 from ..vjp.table import Pull, Rule, rule_of
+from .updating import Update
 
 __all__ = ["Hooks", "Leaf", "Walk", "is_view_op", "scoped", "stack_of"]
 
@@ -41,6 +42,8 @@ class Leaf:
     """what it is added to, None where it is the first"""
     dtype: DType | None = None
     """format that it is kept in, None for that of the tensor"""
+    update: Update | None = None
+    """of the parameter, where it is updated at once and the gradient does not stay"""
 
     @property
     def is_plain(self) -> bool:
@@ -216,13 +219,17 @@ class Walk:
     def contributed(self, ops: Sequence[Op]) -> None:
         """Add the gradients of leaves, that ops were the last to contribute to, to what there is already."""
         for op in ops:
-            for t in dict.fromkeys(op.operands):
+            # the bias of a linear layer before its weight, whose gradient torch has to transpose first
+            for t in dict.fromkeys(reversed(op.operands)):
                 if t not in self.leaves:
                     continue
                 self.readers[t] -= 1
                 grad = self.take(t) if not self.readers[t] and t not in self.final else None
                 if grad is not None:
                     self.final[t] = self.complete(t, grad)
+                    update = self.leaves[t].update
+                    if update is not None:
+                        update(self.saved(t), self.final[t])
 
     def complete(self, t: Tensor, grad: Tensor) -> Tensor:
         """Return the gradient that stays."""

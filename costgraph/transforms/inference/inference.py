@@ -101,7 +101,7 @@ def _replayed(place: str, graph: Graph, tokens: object, logits: str) -> Graph:
     need_graph(place, graph)
     need_declared(place, graph, "trace the call with what it keeps")
     need_choice(f"{place}: logits", logits, ("all", "last"))
-    if graph.gradients:
+    if graph.gradients or any(op.phase != "forward" for op in graph.walk()):
         raise GraphError(f"{place}: graph {graph.name!r} has a backward pass, expected a forward pass alone")
     name = _positions(place, graph)
     context = poly(symbol(name))
