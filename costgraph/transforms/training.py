@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,6 +27,7 @@ from .backward.backward import differentiate, loss_of, prepared
 from .backward.updating import Update
 from .backward.walk import Leaf
 from .checkpoint import Checkpoint
+from .frozen import with_frozen
 from .precision.policy import Policy, find_policy
 from .precision.precision import apply_precision
 from .rewrite import Rewriter
@@ -149,6 +150,8 @@ def training_step(
     set_to_none: bool = True,
     autocast_device: str | None = None,
     optimizer_in_backward: bool = False,
+    freeze: str | Sequence[str] | None = None,
+    trainable: str | Sequence[str] | None = None,
 ) -> Graph:
     """Turn a forward graph into a whole step of training, in its steady state.
 
@@ -177,6 +180,9 @@ def training_step(
     optimizer_in_backward : bool
         Whether each parameter is updated as soon as its gradient is complete, which dies then, as hooks do that torch
         calls after a gradient was accumulated (`register_post_accumulate_grad_hook`; Lv et al. 2023, arXiv 2306.09782).
+    freeze, trainable : str or sequence of str, optional
+        Parameters without gradient and state, or those that alone have them: names or scopes, in which `*` stands for
+        anything, as in `layers/*/bias`.
 
     Returns
     -------
@@ -214,7 +220,7 @@ def training_step(
     policy = Checkpoint() if checkpoint is None else checkpoint
     if optimizer_in_backward:
         _need_one_at_a_time(formats, accumulate=times != ONE, clip=clip is not None, set_to_none=set_to_none)
-    forward = prepared(apply_precision(with_loss(graph, loss), formats), policy)
+    forward = prepared(apply_precision(with_loss(with_frozen(graph, freeze, trainable), loss), formats), policy)
     always = not set_to_none
     new = Rewriter().run(forward) if times == ONE else Graph(forward.name, dtype=forward.dtype)
     with new:
