@@ -20,7 +20,8 @@ from .record import KINDS, BlockScale, DType
 __all__ = ["bits_per_element", "dtype", "promote"]
 
 _SHARED = r"(?:g([1-9]\d{0,6})|row|b([1-9]\d{0,6})x([1-9]\d{0,6}))"
-_SCALED = re.compile(rf"(\w+?)_{_SHARED}_(fp32|fp16|bf16|fp8_e4m3|fp8_e8m0)(_zero)?(_flat)?", re.ASCII)
+_MORE = r"(_zero(?:_(?:fp32|fp16|bf16))?)?(_flat)?(?:_pad([1-9]\d{0,4})x([1-9]\d{0,4}))?"
+_SCALED = re.compile(rf"(\w+?)_{_SHARED}_(fp32|fp16|bf16|fp8_e4m3|fp8_e8m0){_MORE}", re.ASCII)
 
 
 @lru_cache(maxsize=1 << 10)
@@ -30,15 +31,14 @@ def _scaled(name: str) -> DType | None:
     own = found and DTYPES.get(ALIASES.get(found[1], found[1]))
     if found is None or own is None or own.bits > 8 or own.scale or own.kind == "bool" or own.name == "fp8_e8m0":
         return None
-    group, high, wide, scale, zero, flat = found.groups()[1:]
+    group, high, wide, scale, zero, flat, along, across = found.groups()[1:]
     per, rows = int(group or wide or 0), int(high or 1)
-    scales = [BlockScale(DTYPES[scale].bits, per, scale, rows, flat=bool(flat))]
     if (zero and own.kind != "int") or (flat and not group):
         return None
-    scales += [BlockScale(own.bits, per, own.name, rows, flat=bool(flat))] if zero else []
-    shared = f"b{rows}x{per}" if high else f"g{per}" if per else "row"
-    whole = f"{own.name}_{shared}_{scale}{zero or ''}{flat or ''}"
-    return replace(own, name=whole, scale=tuple(scales), element=own.name)
+    shared = [DTYPES[scale], *([DTYPES[zero[6:]] if zero[6:] else own] if zero else [])]
+    scales = tuple(BlockScale(d.bits, per, d.name, rows, flat=bool(flat)) for d in shared)
+    whole = own.name + name.removeprefix(found[1])
+    return replace(own, name=whole, scale=scales, element=own.name, padded=(int(along or 1), int(across or 1)))
 
 
 def dtype(name_or_dtype: object) -> DType:
@@ -46,8 +46,9 @@ def dtype(name_or_dtype: object) -> DType:
 
     A format of 8 bits or fewer with scales is named after both: `int4_g128_fp16` has a scale in fp16 for each 128
     elements along the innermost axis, `int8_row_fp32` one in fp32 for all of it, `fp8_e4m3_b128x128_fp32` one for 128
-    of it in 128 rows; `_zero` behind it adds a zero point in the format of the elements for each scale, and `_flat`
-    lets a block go on where a row ends.
+    of it in 128 rows; `_zero` behind it adds a zero point in the format of the elements for each scale, `_zero_bf16`
+    one in bf16, `_flat` lets a block go on where a row ends, and `_pad1024x8` stores whole 1024s of the innermost axis,
+    and whole 8s of the rows.
 
     Raises
     ------

@@ -70,6 +70,8 @@ class DType:
     element: str = ""
     """name of the format that elements have alone, where scales were added to one, as in int4_g128_fp16; of a complex
     format, that of either part"""
+    padded: tuple[int, int] = (1, 1)
+    """what the innermost axis, and the number of rows, are rounded up to a multiple of where they are stored"""
     codes: tuple[Fraction, ...] = ()
     """values of a format whose elements are looked up in a table, in ascending order"""
 

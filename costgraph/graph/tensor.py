@@ -50,6 +50,9 @@ def nbytes(sizes: Sequence[Poly], dtype: DType) -> Poly:
     Poly
         Bytes; elements below a byte are packed without gaps.
     """
+    along, across = dtype.padded
+    if dtype.padded != (1, 1) and sizes:
+        sizes = (windows_along(numel(sizes[:-1]), 0, across) * across, windows_along(sizes[-1], 0, along) * along)
     count = numel(sizes)
     out = count * (dtype.bits // 8 if dtype.bits % 8 == 0 else dtype.bytes)
     if dtype.block is not None:

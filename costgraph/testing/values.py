@@ -33,6 +33,9 @@ def storage_bytes(shape: Point, dtype: DType) -> Fraction:
     for n in shape[:-1]:
         rows *= n
     last = shape[-1] if shape else 1
+    if shape and dtype.padded != (1, 1):
+        rows += -rows % dtype.padded[1]
+        last += -last % dtype.padded[0]
     bits = rows * last * dtype.bits
     for scale in dtype.scale:
         if scale.per is None:
