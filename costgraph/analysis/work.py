@@ -16,7 +16,8 @@ from ..hardware.levels import Level, levels
 from ..hardware.rates import StandIn
 from ..hardware.specs import Hardware, load_hardware
 from ..ops.contraction import Einsum
-from ..ops.stated import Collective, Transfer
+from ..ops.collectives import Collective
+from ..ops.stated import Transfer
 from .bounds import parts_of_traffic
 from .costs import compute_dtype, executions
 

@@ -27,6 +27,7 @@ from .changes import Carried, Journal, Stated, append, changing, forget, modify
 from .checks import check
 from .copies import Attributes, filled, reduced
 from .op import Op, OpKind
+from .placement import Sharding
 from .scopes import Place, close, current_graph, enter
 from .tensor import Storage, Tensor
 
@@ -82,6 +83,8 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
     loss = Stated[str | None]()
     handed = Carried[dict[Storage, tuple[Storage, Poly]]]()
     """Storages of carries that a loop hands on as they came, each with what it started from."""
+    sharding = Carried[Sharding | None]()
+    """Of the graph of one rank, where its tensors lie on the mesh."""
     layers = Carried[frozenset[str]]()
     """Scopes that are one layer each, of stacks whose loops run through a period of several."""
 
@@ -115,7 +118,7 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
         super().__init__(None if isinstance(name, str) else name, **attr)
         self.graph.setdefault("name", name if isinstance(name, str) else "graph")
         facts = {"dtype": find_dtype(dtype), "outputs": [], "relations": NOTHING_KNOWN, "defaults": {}, "loss": None}
-        self.graph.facts = facts | {"gradients": {}, "handed": {}, "layers": frozenset()} | self.graph.facts
+        self.graph.facts = facts | {"gradients": {}, "handed": {}, "layers": frozenset(), "sharding": None} | self.graph.facts
 
     def copy(self, as_view: bool = False) -> Graph:
         """Return a graph of the same nodes, in which nodes can be removed; ops of its tensors go to the original."""

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .domain import Domain
     from .graph import Graph
     from .loop import Loop
+    from .placement import Split
 
 __all__ = ["Bodied", "Flops", "Op", "OpKind", "Result", "Working", "itself"]
 
@@ -130,6 +131,10 @@ class OpKind:
 
     def parts(self, op: Op) -> Loop | None:
         """Return the parts of a loop, of kinds that repeat a body."""
+        return None
+
+    def placed(self, op: Op) -> Split | None:
+        """Say how the axes of operands and results belong together; None where all have to be whole on each rank."""
         return None
 
     def verify(self, operands: Sequence[Tensor], known: Iterable[Relations]) -> None:

@@ -23,7 +23,8 @@ from .layout import concat, contiguous_copy, expand, reshape, roll, slice_axis, 
 from .operators import matmul, transpose
 from .ordering import sort
 from .pointwise import cast, pointwise
-from .stated import collective, transfer
+from .collectives import collective
+from .stated import transfer
 
 __all__ = [
     "arange",

@@ -14,10 +14,11 @@ from ..graph.arguments import need_tensor, positive, sizes_of
 from ..graph.facts import Index, Size, is_count, optional
 from ..graph.graph import apply, current_graph
 from ..graph.op import Op, OpKind, Result, itself
+from ..graph.placement import Split
 from ..graph.strides import distinct, numel
 from ..graph.tensor import Tensor
 from ..notation.pattern import Affine, PatternText, parse_pattern
-from . import rules
+from . import rules, splits
 from .fresh import Fresh
 from .registry import register
 
@@ -35,6 +36,7 @@ class Cache(OpKind):
     window: Size | None = None
     """How many of the last positions are kept."""
     flops, reads, writes = rules.free, rules.nothing, rules.nothing
+    placed = splits.same_shape
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
         """Return the operand."""
@@ -79,6 +81,10 @@ class Append(OpKind):
     def writes(self, op: Op) -> tuple[Poly, ...]:
         """Return the positions that it takes."""
         return (numel(self._latest(op)),)
+
+    def placed(self, op: Op) -> Split:
+        """Split the other axes."""
+        return splits.alike(op, whole=[self.axis])
 
     def overwrites(self) -> tuple[int, ...]:
         """Return the cache."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,11 +14,12 @@ from ..errors import ShapeError
 from ..graph.domain import Domain
 from ..graph.facts import Extents, Flag, Limit, Rooms, Shape, is_amount, need, optional
 from ..graph.graph import Graph
-from ..graph.op import Flops, Op, Result, Working
+from ..graph.op import Flops, Op, OpKind, Result, Working
+from ..graph.placement import Split
 from ..graph.strides import Sizes
 from ..graph.tensor import Tensor
 from ..notation.pattern import Affine, Axes, Pattern
-from . import rules
+from . import rules, splits
 from .indexing import need_indexed, need_plain
 from .order import best_orders
 from .registry import register
@@ -115,6 +116,40 @@ class Einsum(Working):
     def reads(self, op: Op) -> tuple[Poly, ...]:
         """Return what its index points reach."""
         return rules.reached_by_index(op, self.pattern, self.extents, self.domain)
+
+    def placed(self, op: Op) -> Split:
+        """Split any axis that is no part of an index, each contracted one into parts of a sum."""
+        pattern = self.pattern
+        dims = [d for o in (*pattern.operands, pattern.result) for d in o]
+        whole = {n for d in dims if isinstance(d, Affine) for n in d.names}
+        for side in (*pattern.operands, pattern.result):
+            names = [n for d in side for n in d.names]
+            whole |= {n for n in names if names.count(n) > 1}  # of a diagonal
+        inside = {n for i in range(len(pattern.operands)) for n in pattern.operand_names(i)}
+        labels = [tuple(d.names if isinstance(d, Axes) else () for d in o) for o in (*pattern.operands, pattern.result)]
+
+        def local(extents: Mapping[str, Poly], ranks: Mapping[str, str]) -> OpKind:
+            own = {n: extents[n] for n in self.extents}
+            made = replace(self, extents=own)
+            if self.sizes is not None:
+                stated = zip(labels[-1], pattern.result, self.sizes, strict=True)
+                sizes = [splits.local_of([names], own)[0] if isinstance(d, Axes) else n for names, d, n in stated]
+                made = replace(made, sizes=tuple(sizes))
+            if self.orders is not None:
+                axes = [frozenset(pattern.operand_names(i)) for i in range(len(pattern.operands))]
+                found = best_orders(axes, frozenset(pattern.result_names), own, op.graph.root.relations)
+                made = replace(made, orders=found.flops, workspace=found.workspace * self.dtype.bits / 8)
+            return made
+
+        return Split(
+            operands=tuple(labels[:-1]),
+            results=(labels[-1],),
+            extents=self.extents,
+            local=local,
+            reduced=dict.fromkeys(inside - set(pattern.result_names), "sum"),
+            whole=frozenset(whole),
+            linear=len(op.operands) == 1,
+        )
 
     def verify(self, operands: Sequence[Tensor], known: Iterable[Relations]) -> None:
         """Hold pattern, extents, domain and orders against the operands."""

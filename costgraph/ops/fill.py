@@ -15,9 +15,10 @@ from ..graph.arguments import need_tensor, positive, sizes_of
 from ..graph.facts import Count, Flag, Index, Length, Room, Start, need
 from ..graph.graph import apply
 from ..graph.op import Op, OpKind, Result, itself
+from ..graph.placement import Split
 from ..graph.tensor import Tensor
 from ..notation.door import Rule
-from . import rules
+from . import rules, splits
 from .fresh import Fresh
 from .layout import axis_of
 from .moves import need_within, room
@@ -47,6 +48,7 @@ class Assign(OpKind):
     name = "assign"
     restricted = True
     flops, writes = rules.free, rules.all_results
+    placed = splits.same_shape
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
         """Return the target with other values."""
@@ -92,6 +94,10 @@ class Pad(OpKind):
         need_within(f"pad of {x!r}", axis, expected, start=start, room=room(full, start, x.sizes[axis], step))
         domain = carried(x, [None if i == axis else i for i in range(x.ndim)])
         return [Result((*x.sizes[:axis], full, *x.sizes[axis + 1 :]), x.dtype, domain=domain)]
+
+    def placed(self, op: Op) -> Split:
+        """Split the other axes."""
+        return splits.alike(op, whole=[self.axis], linear=True)
 
     def verify(self, operands: Sequence[Tensor], known: Iterable[Relations]) -> None:
         """Hold the room against the axis."""

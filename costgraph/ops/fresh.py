@@ -9,7 +9,7 @@ from ..dtypes import DType
 from ..graph.facts import Shape
 from ..graph.op import OpKind, Result
 from ..graph.tensor import Tensor
-from . import rules
+from . import rules, splits
 
 __all__ = ["Fresh"]
 
@@ -21,6 +21,7 @@ class Fresh(OpKind):
     sizes: Shape
     dtype: DType
     flops, reads, writes = rules.free, rules.no_operands, rules.all_results
+    placed = splits.fresh
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
         """Return it."""

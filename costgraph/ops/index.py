@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import Annotated, ClassVar
 
@@ -15,9 +16,10 @@ from ..graph.arguments import need_choice, need_flag, need_tensor, positive
 from ..graph.facts import Flag, Index, Length, Start, one_of
 from ..graph.graph import apply
 from ..graph.op import Flops, Op, OpKind, Result, itself
+from ..graph.placement import Split
 from ..graph.strides import distinct
 from ..graph.tensor import Tensor
-from . import rules
+from . import rules, splits
 from .registry import register
 
 __all__ = ["Arange", "Gather", "Scatter", "arange", "gather", "scatter", "take_along"]
@@ -44,6 +46,9 @@ def _need_batch(table: Tensor, places: Sequence[Tensor], batch: int) -> None:
         raise ShapeError(f"indices {ids!r} into {table!r}: expected the first {batch} axes of both to be the same")
 
 
+Axes = tuple[tuple[str, ...], ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Indexed(OpKind):
     """What looks up rows of a table, or writes them: those of axis `batch`, the axes before it shared with the indices.
@@ -55,10 +60,20 @@ class Indexed(OpKind):
     after: ClassVar[int] = 0
     """Operands behind the indices."""
     batch: Index = 0
+    part: str = ""
+    """The axis of a mesh that splits the rows: those of other ranks are zeros here, and nothing is written to them."""
 
     def places(self, operands: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return the tensors of indices."""
         return operands[1 : len(operands) - self.after]
+
+    def names(self, op: Op) -> tuple[Axes, Axes, tuple[str, ...]]:
+        """Return names of the axes of a table and of indices, and those of rows that indices name."""
+        count, table, ids = len(self.places(op.operands)), op.operands[0], op.operands[1]
+        batch = tuple((f"b{i}",) for i in range(self.batch))
+        rows = tuple(f"v{i}" for i in range(count))
+        behind = tuple((f"r{i}",) for i in range(table.ndim - self.batch - count))
+        return (*batch, *((n,) for n in rows), *behind), (*batch, *((f"i{i}",) for i in range(self.batch, ids.ndim))), rows
 
     def row(self, operands: Sequence[Tensor]) -> slice:
         """Return which axes of the table are those of a row."""
@@ -68,6 +83,11 @@ class Indexed(OpKind):
         """Return how many different places indices may name: an expanded axis of all of them is one again."""
         strides = [next((s for s in at if s), ZERO) for at in zip(*(t.strides for t in ids), strict=True)]
         return distinct(ids[0].sizes[self.batch :], strides[self.batch :]) if ids else ONE
+
+
+def _in_part(kind: Indexed, rows: Sequence[str], extents: Mapping[str, Poly], ranks: Mapping[str, str]) -> OpKind:
+    """Return the record of a rank that has some of the rows."""
+    return replace(kind, part=ranks.get(rows[0], "")) if rows else kind
 
 
 @register
@@ -84,6 +104,13 @@ class Gather(Indexed):
         table, ids = operands[0], self.places(operands)
         _need_batch(table, ids, self.batch)
         return [Result((*ids[0].sizes, *table.sizes[self.row(operands)]), table.dtype)]
+
+    def placed(self, op: Op) -> Split:
+        """Split rows, indices and what rows hold: each rank looks up what it has, and the others add nothing."""
+        table, ids, rows = self.names(op)
+        result = (*ids, *table[self.batch + len(rows) :])
+        reduced = dict.fromkeys(rows, "sum") if len(rows) == 1 else {}
+        return splits.across(op, [table, *(ids for _ in rows)], result, partial(_in_part, self, rows), reduced=reduced, once=frozenset(rows))
 
     def reads(self, op: Op) -> tuple[Poly, ...]:
         """Return the rows of a table that are looked up, not the table, and the indices."""
@@ -122,6 +149,17 @@ class Scatter(Indexed):
         if updates.dtype != target.dtype:
             raise ShapeError(f"updates {updates!r} into {target!r}: expected one number format")
         return [itself(target) if self.inplace else Result(target.sizes, target.dtype)]
+
+    def placed(self, op: Op) -> Split:
+        """Split rows and what they hold; updates where all are added to nothing, or to a part of a sum."""
+        table, ids, rows = self.names(op)
+        behind = table[self.batch + len(rows) :]
+        own = {n for axis in ids for n in axis} - {n for axis in table for n in axis}
+        return splits.across(
+            op, [table, *(ids for _ in rows), (*ids, *behind)], table, partial(_in_part, self, rows),
+            reduced=dict.fromkeys(own, "sum") if self.mode == "add" else {}, into=0, once=frozenset(rows),
+            whole=frozenset(rows) if len(rows) > 1 else frozenset(),
+        )  # fmt: skip
 
     def flops(self, op: Op) -> Flops:
         """Count an addition, or a comparison, for each element that is scattered."""

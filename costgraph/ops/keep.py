@@ -10,7 +10,7 @@ from ..graph.arguments import need_tensor
 from ..graph.graph import apply
 from ..graph.op import OpKind, Result, itself
 from ..graph.tensor import Tensor
-from . import rules
+from . import rules, splits
 from .registry import register
 
 __all__ = ["Keep", "StopGradient", "keep", "stop_gradient"]
@@ -24,6 +24,7 @@ class Keep(OpKind):
     name = "keep"
     restricted = True
     flops, reads, writes = rules.free, rules.nothing, rules.nothing
+    placed = splits.as_it_is
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
         """Return the first operand."""
@@ -42,6 +43,7 @@ class StopGradient(OpKind):
     restricted = True
     passes_gradients = False
     flops, reads, writes = rules.free, rules.nothing, rules.nothing
+    placed = splits.as_it_is
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
         """Return the operand."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,12 +12,13 @@ from ..algebra.symbols import shown
 from ..errors import ShapeError
 from ..graph.domain import Domain
 from ..graph.facts import Count, Flag, Index, Length, Limit, Room, Shape, Sizes, Start, all_of, is_count, need, optional
-from ..graph.op import OpKind, Result
+from ..graph.op import Op, OpKind, Result
+from ..graph.placement import Split
 from ..graph.strides import numel, view
 from ..graph.tensor import Tensor
 from ..notation.door import Rule
 from ..notation.pattern import Affine, Pattern
-from . import rules
+from . import rules, splits
 from .reach import alike, carried, regrouped
 from .registry import register
 
@@ -33,6 +34,23 @@ def _is_places(value: object) -> bool:
 
 #: A domain over two axes by their places, or none.
 Places = Annotated[tuple[Domain, int, int] | None, optional("a domain and two axes", _is_places), Limit(1)]
+
+
+def _grouped(sizes: Sequence[Poly], parts: Sequence[Poly], same: Callable[[Poly, Poly], bool]) -> list[list[int]] | None:
+    """Return which consecutive parts make up each size, None where some do not."""
+    out: list[list[int]] = []
+    at = 0
+    for size in sizes:
+        mine: list[int] = []
+        made = ONE
+        while at < len(parts) and not (mine and same(made, size) and parts[at] != ONE) and (mine or size != ONE or parts[at] == ONE):
+            mine.append(at)
+            made = made * parts[at]
+            at += 1
+        if not same(made, size):
+            return None
+        out.append(mine)
+    return out if at == len(parts) else None
 
 
 def room(whole: Poly, start: Poly, size: Poly, step: int) -> Poly:
@@ -90,6 +108,34 @@ class Rearrange(OpKind):
         if strides is None or self.copy:
             return [Result(merged, x.dtype, domain=domain)]
         return [Result(merged, x.dtype, strides, of=0, offset=x.offset, domain=domain)]
+
+    def _parts(self, op: Op) -> tuple[Mapping[str, Poly], list[tuple[str, ...]], list[tuple[str, ...]], set[str]]:
+        """Return the parts that operand and result are both made of."""
+        x, same = op.operands[0], op.graph.same
+        names = [f"s{i}" for i in range(len(self.split))]
+        groups = [_grouped(sizes, parts, same) for sizes, parts in (
+            (x.sizes, self.split), (self.merged, tuple(self.split[i] for i in self.order)),
+        )]  # fmt: skip
+        if None not in groups:
+            left, right = ([tuple(g) for g in group or ()] for group in groups)
+            at = [names[i] for i in self.order]
+            extents = dict(zip(names, self.split, strict=True))
+            return extents, [tuple(names[i] for i in g) for g in left], [tuple(at[i] for i in g) for g in right], set()
+        if self.order != tuple(range(len(self.split))):
+            return {}, [() for _ in x.sizes], [() for _ in self.merged], set()
+        return splits.refined(x.sizes, self.merged, same)
+
+    def placed(self, op: Op) -> Split:
+        """Split the parts that axes are made of."""
+        extents, left, right, whole = self._parts(op)
+
+        def local(own: Mapping[str, Poly], ranks: Mapping[str, str]) -> OpKind:
+            merged = splits.local_of(right, own)
+            if all(f"s{i}" in own for i in range(len(self.split))) and extents:
+                return replace(self, split=tuple(own[f"s{i}"] for i in range(len(self.split))), merged=merged)
+            return replace(self, pattern=None, split=splits.local_of(left, own), merged=merged)
+
+        return Split((tuple(left),), (tuple(right),), extents, local, whole=frozenset(whole), linear=True)
 
     def _axes(self, x: Tensor) -> list[int | None]:
         """Return of each axis of the result which axis of a restriction it is, None of others."""
@@ -155,6 +201,10 @@ class Slice(OpKind):
         left = room(operands[0].sizes[self.axis], self.start, self.size, self.step)
         need(self.room in (None, left), f"room {shown(str(self.room))}")
 
+    def placed(self, op: Op) -> Split:
+        """Split the other axes."""
+        return splits.alike(op, whole=[self.axis], linear=True)
+
     def span(self) -> tuple[Poly, Poly]:
         """Return where it begins and ends on its axis."""
         return self.start, self.start + (self.size - 1) * self.step + 1
@@ -193,6 +243,16 @@ class Expand(OpKind):
         domain = carried(x, places) if self.domain is None else self.domain
         return [Result(self.sizes, x.dtype, tuple(strides), of=0, offset=x.offset, domain=domain)]
 
+    def placed(self, op: Op) -> Split:
+        """Split what is kept, and what is repeated where a reader wants a part of it."""
+        (x,) = op.operands
+        names = tuple((f"a{i}",) for i in range(len(self.sizes)))
+        moved = {at: i for i, at in enumerate(self.kept) if at is not None and x.sizes[at] == self.sizes[i]}
+        own = [tuple(names[moved[i]] if i in moved else () for i in range(x.ndim))]
+        return splits.across(
+            op, own, names, lambda extents, ranks: replace(self, sizes=splits.local_of(names, extents)), linear=True
+        )
+
     def verify(self, operands: Sequence[Tensor], known: Iterable[Relations]) -> None:
         """Hold what is kept, and the domain, against the operand."""
         (x,) = operands
@@ -228,3 +288,7 @@ class Concat(OpKind):
         alike(operands)
         domain = carried(first, [None if i == axis else i for i in range(first.ndim)])
         return [Result(sizes, first.dtype, domain=domain)]
+
+    def placed(self, op: Op) -> Split:
+        """Split the other axes."""
+        return splits.alike(op, whole=[self.axis], linear=True)

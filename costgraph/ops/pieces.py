@@ -12,7 +12,7 @@ from ..graph.facts import Index, Shape
 from ..graph.graph import Graph, apply
 from ..graph.op import OpKind, Result, itself
 from ..graph.tensor import Tensor
-from . import rules
+from . import rules, splits
 from .fresh import Fresh
 from .layout import contiguous_copy
 from .moves import Places, need_places
@@ -53,6 +53,7 @@ class Accumulate(OpKind):
     name = "accumulate"
     restricted = True
     flops, reads, writes = rules.per_result, rules.whole, rules.all_results
+    placed = splits.summed
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
         """Return the sum."""

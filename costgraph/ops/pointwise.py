@@ -21,10 +21,11 @@ from ..graph.domain import Domain
 from ..graph.facts import Flag, all_of, need, optional
 from ..graph.graph import apply
 from ..graph.op import Flops, Op, OpKind, Result
+from ..graph.placement import Split
 from ..graph.strides import Sizes, elementwise, is_integral
 from ..graph.tensor import Tensor
 from ..notation.door import REAL, Rule
-from . import rules
+from . import rules, splits
 from .functions import FUNCTIONS, Elementwise, Function, of_complex
 from .reach import shared
 from .registry import register
@@ -36,6 +37,8 @@ T = TypeVar("T")
 
 #: Functions whose result has the format of the first operand: a mask and what fills it have no say.
 _FILLS = ("masked_fill", "masked_scale")
+#: Functions of which the sum of results is the result of sums.
+_LINEAR = ("add", "sub", "neg", "copy", "cast")
 
 
 def _broadcast(operands: Sequence[Tensor]) -> Sizes:
@@ -179,6 +182,16 @@ class Pointwise(OpKind):
     def overwrites(self) -> tuple[int, ...]:
         """Return the first operand where it works in place."""
         return (0,) if self.inplace else ()
+
+    def placed(self, op: Op) -> Split:
+        """Split any axis but those of a mask, which are positions."""
+        positions = self.masked is not None or self.function.name.startswith("causal_mask")
+        last = range(op.results[0].ndim)[-2:] if positions else ()
+        scaled = self.function.name in ("mul", "div") and len(op.operands) == 1
+        scaled = scaled and self.scalars[:1] == (None,)
+        return splits.alike(
+            op, whole=last, linear=scaled or (self.function.name in _LINEAR and not any(s is not None for s in self.scalars))
+        )
 
 
 def pointwise(

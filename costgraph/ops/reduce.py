@@ -14,10 +14,11 @@ from ..graph.arguments import named, need_choice, need_tensor
 from ..graph.arguments import sizes as sizes_by_name
 from ..graph.facts import need, one_of
 from ..graph.graph import apply, current_graph
-from ..graph.op import OpKind, Result
+from ..graph.op import Op, OpKind, Result
+from ..graph.placement import Split
 from ..graph.tensor import Tensor
 from ..notation.pattern import Affine, Axes, Pattern, PatternText, parse_pattern
-from . import rules
+from . import rules, splits
 from .extents import extents_of
 from .indexing import need_plain
 from .layout import rearrange
@@ -59,6 +60,16 @@ class Reduce(OpKind):
         if operation == "mean" and result.kind != "float":
             raise ShapeError(f"mean of {x!r}: expected a floating format")
         return [Result(sizes, result, domain=left_over(x, places))]
+
+    def placed(self, op: Op) -> Split:
+        """Split what stays, and what is reduced where parts of it can be reduced again."""
+        left, right = ([a.names for a in dims] for dims in (self.pattern.operands[0], self.pattern.result))
+        gone = {n for names in left for n in names} - {n for names in right for n in names}
+        again = self.operation in ("sum", "mean", "max", "min")
+        return splits.across(
+            op, [tuple(left)], tuple(right), lambda extents, ranks: self,
+            reduced=dict.fromkeys(gone, self.operation) if again else {}, linear=self.operation in ("sum", "mean"),
+        )  # fmt: skip
 
     def verify(self, operands: Sequence[Tensor], known: Iterable[Relations]) -> None:
         """Hold the pattern against the operand: single axes, each once."""

@@ -11,36 +11,30 @@ from ..algebra.symbols import shown
 from ..dtypes import DType
 from ..dtypes import dtype as find_dtype
 from ..errors import GraphError
-from ..graph.arguments import amount, named, need_choice, need_list, positive
+from ..graph.arguments import amount, need_choice, need_list
 from ..graph.facts import (
     Amount,
     Amounts,
     Limit,
     Shape,
-    Size,
     all_of,
     is_amount,
     is_count,
     is_size,
     need,
-    one_of,
     optional,
 )
 from ..graph.graph import Graph, apply, current_graph, sizes_of
 from ..graph.op import Flops, Op, OpKind, Result, Working
 from ..graph.tensor import Tensor
 from ..notation.door import Rule
-from . import rules
+from . import rules, splits
 from .registry import register
 
 if TYPE_CHECKING:
     from ..algebra.dominance import Relations
 
-__all__ = ["COLLECTIVES", "Collective", "Opaque", "Stated", "Transfer", "collective", "opaque", "transfer"]
-
-#: Collectives and what each does to the first axis: times the number of ranks, divided by it, or nothing.
-COLLECTIVES = {"all_reduce": 0, "all_gather": 1, "reduce_scatter": -1, "all_to_all": 0, "send": 0}
-
+__all__ = ["Opaque", "Stated", "Transfer", "opaque", "transfer"]
 
 MatmulFlops = Annotated[Amount, Limit(0, whole=False, words="matmul FLOPs of")]
 _KINDS = ("matmul", "pointwise", "transcendental")
@@ -131,36 +125,13 @@ class Transfer(OpKind):
     restricted = True
     link: str
     flops, reads, writes = rules.free, rules.whole, rules.all_results
+    placed = splits.same_shape
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
         """Return the copy."""
         rules.need_operands(self, operands, 1)
         (x,) = operands
         return [Result(x.sizes, x.dtype, domain=x.domain)]
-
-
-@register
-@dataclass(frozen=True, kw_only=True)
-class Collective(OpKind):
-    """What ranks do together, as one of them sees it."""
-
-    name = "collective"
-    collective: Annotated[str, one_of(*COLLECTIVES)]
-    ranks: Size
-    reads, writes = rules.whole, rules.all_results
-
-    def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
-        """Return what each rank gets."""
-        rules.need_operands(self, operands, 1)
-        (x,) = operands
-        first = (x.sizes[0] * self.ranks ** COLLECTIVES[self.collective],) if x.ndim else ()
-        return [Result((*first, *x.sizes[1:]), x.dtype)]
-
-    def flops(self, op: Op) -> Flops:
-        """Count one addition for each element and each rank but one, spread evenly over the ranks."""
-        if self.collective not in ("all_reduce", "reduce_scatter"):
-            return Flops()
-        return Flops(pointwise=rules.points(op.operands[0]) * (self.ranks - 1) / self.ranks)
 
 
 def opaque(
@@ -313,27 +284,3 @@ def transfer(x: Tensor, link: str = "pcie", *, name: str = "transfer") -> Tensor
     if not isinstance(link, str):
         raise GraphError(f"transfer: link {link!r}, expected the name of a link such as 'pcie'")
     return apply(Transfer(link=link), [x], name)[0]
-
-
-def collective(x: Tensor, collective: str, ranks: object, *, name: str = "") -> Tensor:
-    """Declare a collective over some ranks: its reduction's FLOPs and what it reads and writes on one rank.
-
-    Parameters
-    ----------
-    x : Tensor
-        What each rank brings.
-    collective : str
-        One of `COLLECTIVES`; all_gather multiplies the first axis by the ranks, reduce_scatter divides it.
-    ranks : sympy.Expr or int
-        Number of ranks.
-    name : str
-        Name of the op, by default the collective's.
-
-    Returns
-    -------
-    Tensor
-        What each rank gets. The time on the network has no rule yet: a roofline of it is an error.
-    """
-    need_choice("collective", collective, tuple(COLLECTIVES))
-    kind = Collective(collective=collective, ranks=positive("collective: ranks", ranks))
-    return apply(kind, [x], named(name, collective))[0]

@@ -16,7 +16,7 @@ from ..graph.op import Flops, Op, OpKind, Result
 from ..graph.strides import elementwise
 from ..graph.tensor import Tensor
 from ..notation.door import Rule
-from . import rules
+from . import rules, splits
 from .functions import Elementwise, Function
 from .registry import register
 
@@ -38,6 +38,7 @@ class Dropout(OpKind):
     p: Annotated[float, Rule("a number between 0 and 1", lambda v: isinstance(v, int | float) and 0 < v < 1)]
     """Probability that an element is zeroed."""
     reads, writes = rules.whole, rules.all_results
+    placed = splits.same_shape
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
         """Return the elements that are left, and the mask."""

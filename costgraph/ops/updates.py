@@ -13,7 +13,7 @@ from ..graph.facts import Count, all_of, is_count
 from ..graph.op import Flops, Op, OpKind, Result, itself
 from ..graph.tensor import Tensor
 from ..notation.door import Rule
-from . import rules
+from . import rules, splits
 from .functions import FUNCTIONS, Function
 from .registry import register
 
@@ -38,6 +38,7 @@ class InPlace(OpKind):
     """What writes into its one tensor; scalars may stand beside it."""
 
     writes = rules.all_results
+    placed = splits.same_shape
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
         """Return the same tensor with other values."""
@@ -84,6 +85,7 @@ class FusedUpdate(OpKind):
     updated: Count
     """How many operands are tensors of one shape; the others are scalars."""
     reads, writes = rules.whole, rules.all_results
+    placed = splits.same_shape
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
         """Return the tensors that change."""

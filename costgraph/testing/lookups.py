@@ -7,7 +7,8 @@ from itertools import product
 
 from ..ops.foreign import Foreign
 from ..ops.index import Gather, Scatter
-from ..ops.stated import Collective, Opaque, Stated
+from ..ops.collectives import Collective
+from ..ops.stated import Opaque, Stated
 from .arithmetic import Number, tally
 from .meanings import meaning
 from .values import At, Point

@@ -16,15 +16,16 @@ from ..ops.moves import Concat, Rearrange
 from ..ops.pointwise import Pointwise
 from ..ops.pooling import Pool
 from ..ops.reduce import Reduce
-from ..ops.stated import Collective, Transfer
+from ..ops.collectives import Collective
+from ..ops.stated import Transfer
 from .arithmetic import erf
 from .meanings import MEANINGS, Meaning, scalars
 from .values import Array, At, Value, sees
 
-__all__ = ["REFERENCE"]
+__all__ = ["REFERENCE", "whole"]
 
 
-def _whole(function: Callable[[At[Any]], Array]) -> Meaning:
+def whole(function: Callable[[At[Any]], Array]) -> Meaning:
     """Write a whole array into the first result, where it holds anything."""
 
     def run(at: At[OpKind]) -> None:
@@ -181,7 +182,7 @@ def _pointwise(at: At[Pointwise]) -> Array:
 def _function(at: At[Pointwise]) -> None:
     # of a function of one's own NumPy knows nothing
     name = at.kind.function.name
-    (_whole(_pointwise) if name in _NUMPY or name.startswith("causal_mask") else MEANINGS[Pointwise])(at)
+    (whole(_pointwise) if name in _NUMPY or name.startswith("causal_mask") else MEANINGS[Pointwise])(at)
 
 
 def _reduce(at: At[Reduce]) -> Array:
@@ -258,16 +259,16 @@ def _concat(at: At[Concat]) -> Array:
 
 #: What op kinds do, by NumPy's whole-array functions; of others the interpreter's own meaning stands.
 REFERENCE: dict[type[OpKind], Meaning] = {
-    Einsum: _whole(_einsum),
+    Einsum: whole(_einsum),
     # where the maxima are, NumPy does not say
-    Pool: lambda at: (MEANINGS[Pool] if at.kind.indices else _whole(_pool))(at),
+    Pool: lambda at: (MEANINGS[Pool] if at.kind.indices else whole(_pool))(at),
     Pointwise: _function,
-    Reduce: _whole(_reduce),
+    Reduce: whole(_reduce),
     Rearrange: _rearrange,
-    Concat: _whole(_concat),
-    Transfer: _whole(lambda at: at.operands[0].array),
-    Arange: _whole(_arange),
-    Gather: _whole(_gather),
-    Scatter: _whole(_scatter),
-    Collective: _whole(_collective),
+    Concat: whole(_concat),
+    Transfer: whole(lambda at: at.operands[0].array),
+    Arange: whole(_arange),
+    Gather: whole(_gather),
+    Scatter: whole(_scatter),
+    Collective: whole(_collective),
 }

@@ -22,7 +22,8 @@ from ..ops.pooling import Pool
 from ..ops.reduce import REDUCTIONS, Reduce, reduce
 from ..ops.registry import adding
 from ..ops.stacks import Empty
-from ..ops.stated import COLLECTIVES, Collective, Opaque, Transfer, collective, opaque, transfer
+from ..ops.collectives import COLLECTIVES, Collective, collective
+from ..ops.stated import Opaque, Transfer, opaque, transfer
 from ..ops.stochastic import Dropout, dropout
 from .contractions import contraction, merged, names_of
 from .sketch import LARGEST, Sketch, together

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from ...errors import UnsupportedError
-from ...ops.stated import Collective, Opaque
+from ...ops.collectives import Collective
+from ...ops.stated import Opaque
 from .functions import item
 from .site import Site
 from .table import lowering

@@ -8,7 +8,8 @@ from ...algebra.polynomial import Poly, total
 from ...errors import UnsupportedError
 from ...graph.graph import apply
 from ...graph.tensor import Tensor
-from ...ops.stated import Collective, Opaque, Transfer, collective, transfer
+from ...ops.collectives import Collective, collective
+from ...ops.stated import Opaque, Transfer, transfer
 from .table import Pull, vjp
 
 __all__: list[str] = []  # its rules are found in RULES

@@ -1,0 +1,223 @@
+"""Where the parts of a tensor lie on a mesh of devices: which axes of the mesh split which of its axes, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import TYPE_CHECKING
+
+from ..algebra.polynomial import ONE, Poly
+from ..errors import ShapeError
+from .strides import Sizes, is_integral, numel
+
+if TYPE_CHECKING:
+    from .op import OpKind
+
+__all__ = ["Factor", "Factors", "Mesh", "Placement", "Sharding", "Split", "blocks", "distributed", "size_of", "tidy"]
+
+#: A part of an axis of a tensor: a size, or the axis of a mesh whose ranks each have one of as many blocks.
+Factor = Poly | str
+#: An axis of a tensor as its parts, the slowest first; nothing where no axis of a mesh splits it.
+Factors = tuple[Factor, ...]
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Devices in a grid with named axes, the outermost first; made by `costgraph.mesh`."""
+
+    axes: tuple[tuple[str, Poly], ...]
+    """Name and number of ranks of each."""
+
+    def __getitem__(self, axis: str) -> Poly:
+        return dict(self.axes)[axis]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(name for name, _ in self.axes)
+
+    def __contains__(self, axis: object) -> bool:
+        return any(axis == name for name, _ in self.axes)
+
+    @property
+    def devices(self) -> Poly:
+        """How many devices there are."""
+        return prod((n for _, n in self.axes), start=ONE)
+
+    def __str__(self) -> str:
+        return f"mesh({', '.join(f'{name}={n}' for name, n in self.axes)})"
+
+
+def tidy(factors: Iterable[Factor]) -> Factors:
+    """Return parts with neighbouring sizes multiplied, nothing where no axis of a mesh is among them."""
+    out: list[Factor] = []
+    for f in factors:
+        if isinstance(f, str) or not out or isinstance(out[-1], str):
+            if f != ONE:
+                out.append(f)
+        else:
+            out[-1] = out[-1] * f
+    return tuple(out) if any(isinstance(f, str) for f in out) else ()
+
+
+@dataclass(frozen=True)
+class Split:
+    """How the axes of an op's operands and results belong together: its rule of placement, by names of its own.
+
+    A name that stands on both sides may be split, each rank doing its part; one of operands alone may be where
+    `reduced` says how the results of the ranks are put together. All others have to be whole.
+    """
+
+    operands: tuple[tuple[tuple[str, ...], ...] | None, ...]
+    """Of each operand the names that make up each axis, the slowest first; None of one that is taken as it lies."""
+    results: tuple[tuple[tuple[str, ...], ...], ...]
+    """The same of each result."""
+    extents: Mapping[str, Poly]
+    """Size of each name."""
+    local: Callable[[Mapping[str, Poly], Mapping[str, str]], OpKind]
+    """Makes the record of one rank, of the sizes there and of the axis of the mesh that splits a name."""
+    reduced: Mapping[str, str] = field(default_factory=dict)
+    """Names that results leave out: sum, mean, max or min."""
+    whole: frozenset[str] = frozenset()
+    """Names that cannot be split."""
+    once: frozenset[str] = frozenset()
+    """Names that one axis of a mesh at most can split."""
+    linear: bool = False
+    """Whether sums that are pending in all of its operands may be so in its results."""
+    into: int | None = None
+    """The operand that what is reduced is added to: it has to hold nothing, or a part of a sum itself."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How a tensor lies on a mesh: DTensor's Shard, Replicate and Partial for each axis of the mesh.
+
+    A split axis is a product of parts, in the order of its elements: (tp, F/tp) is F in consecutive blocks, one for
+    each rank of tp; (B, tp, H/tp) is what merging B with a split H makes, as DTensor's strided shard.
+    """
+
+    dims: tuple[Factors, ...]
+    """Of each axis of the tensor its parts, nothing where it is whole on every rank."""
+    partial: tuple[tuple[str, str], ...] = ()
+    """Axes of the mesh over which the values of the ranks are yet to be reduced, and how: sum, mean, max, min."""
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """Axes of the mesh that split it."""
+        return frozenset(f for dim in self.dims for f in dim if isinstance(f, str))
+
+    @property
+    def pending(self) -> dict[str, str]:
+        """How it is to be reduced, by axis of the mesh."""
+        return dict(self.partial)
+
+    def dim(self, axis: str) -> int | None:
+        """Return which axis of the tensor an axis of the mesh splits."""
+        return next((i for i, dim in enumerate(self.dims) if axis in dim), None)
+
+    def local(self, sizes: Sizes) -> Sizes:
+        """Return the sizes on one rank."""
+        return tuple(size_of(dim, n) for dim, n in zip(self.dims, sizes, strict=True))
+
+    def without(self, axes: Iterable[str], mesh: Mesh) -> Placement:
+        """Return where it lies once it is whole along some axes of the mesh."""
+        gone = set(axes)
+        dims = tuple(tidy(mesh[f] if f in gone and isinstance(f, str) else f for f in dim) for dim in self.dims)
+        return Placement(dims, tuple(p for p in self.partial if p[0] not in gone))
+
+    def only(self, axes: Iterable[str], mesh: Mesh) -> Placement:
+        """Return where it would lie if other axes of the mesh did not split it."""
+        return self.without({*self.axes, *self.pending} - set(axes), mesh)
+
+    def whole(self) -> Placement:
+        """Return the placement of as many axes that nothing splits."""
+        return Placement(((),) * len(self.dims))
+
+    def with_dims(self, dims: Sequence[Factors]) -> Placement:
+        """Return the same for other axes."""
+        return replace(self, dims=tuple(dims))
+
+    def __str__(self) -> str:
+        dims = " ".join(f"({' '.join(map(str, dim))})" if dim else "_" for dim in self.dims)
+        return dims + "".join(f" + {how} over {axis}" for axis, how in self.partial)
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What a graph of one rank says of the others."""
+
+    mesh: Mesh
+    places: Mapping[str, Placement]
+    """Where sources lie, by name."""
+    outputs: tuple[Placement, ...]
+    """Where outputs lie."""
+    gradients: Mapping[str, Placement]
+    """Where gradients lie, by name of what they are of."""
+    resharded: tuple[str, ...] = ()
+    """What was put together although nobody asked for it, in words."""
+
+
+def size_of(factors: Factors, whole: Poly) -> Poly:
+    """Return the size on one rank of an axis."""
+    return prod((f for f in factors if not isinstance(f, str)), start=ONE) if factors else whole
+
+
+def blocks(factors: Factors, axis: str) -> Poly:
+    """Return how many blocks of every rank stand before a rank's own on its part of an axis."""
+    return prod((f for f in factors[: factors.index(axis)] if not isinstance(f, str)), start=ONE)
+
+
+def distributed(factors: Factors, sizes: Sequence[Poly], mesh: Mesh) -> tuple[Factors, ...] | None:
+    """Return the parts of the axes that an axis is made of, None where a part lies across two of them.
+
+    (tp, H*K/tp) as an axis of heads and one within heads is (tp, H/tp) and K: what has to be whole, H/tp here, is
+    looked at when sizes are bound.
+    """
+    if len(sizes) == 1:
+        return (factors,)
+    if not factors:
+        return ((),) * len(sizes)
+    out: list[Factors] = []
+    rest = list(factors)
+    for at, size in enumerate(sizes):
+        mine: list[Factor] = []
+        left = size
+        while left != ONE and rest:
+            first = rest.pop(0)
+            if isinstance(first, str):
+                mine.append(first)
+                left = _divided(left, mesh[first]) or ONE
+                continue
+            if at == len(sizes) - 1 or first == left:
+                mine.append(first)
+                left = ONE if first == left else left
+                continue
+            more, less = _divided(first, left), _divided(left, first)
+            behind = numel(sizes[at + 1 :]) / prod((_ranks(f, mesh) for f in rest), start=ONE)
+            if more is not None and (is_integral(more) or more == behind):
+                mine.append(left)
+                rest.insert(0, more)
+                left = ONE
+            elif less is not None and is_integral(less):
+                mine.append(first)
+                left = less
+            else:
+                return None
+        out.append(tidy(mine))
+    return None if any(isinstance(f, str) for f in rest) else tuple(out)
+
+
+def _ranks(f: Factor, mesh: Mesh) -> Poly:
+    return mesh[f] if isinstance(f, str) else f
+
+
+def _divided(a: Poly, b: Poly) -> Poly | None:
+    """Return a quotient that can be a size."""
+    if len(b.terms) != 1 and a != b:
+        return None
+    try:
+        ratio = a / b
+    except ShapeError:
+        return None
+    known = ratio.constant
+    return ratio if known is None or (isinstance(known, int) and known >= 1) else None
+

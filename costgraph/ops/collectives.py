@@ -1,0 +1,144 @@
+"""What ranks of a mesh do together, as one of them sees it, and the part of a tensor that is its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+from ..algebra.polynomial import ONE, Poly
+from ..errors import ShapeError
+from ..graph.arguments import named, need_choice, positive
+from ..graph.facts import Index, Size, is_count, one_of, optional
+from ..graph.graph import apply
+from ..graph.op import Flops, Op, OpKind, Result
+from ..graph.tensor import Tensor
+from . import rules
+from .registry import register
+
+__all__ = ["COLLECTIVES", "REDUCING", "Collective", "Part", "collective"]
+
+#: Collectives and what each does to an axis: times the number of ranks, divided by it, or nothing.
+COLLECTIVES = {"all_reduce": 0, "all_gather": 1, "reduce_scatter": -1, "all_to_all": 0, "send": 0}
+#: Those that put the values of all ranks together.
+REDUCING = ("all_reduce", "reduce_scatter")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meshed(OpKind):
+    """What is said along an axis of a mesh: of a tensor's axis `dim`, each of some blocks is split or put together."""
+
+    restricted = True
+    ranks: Size
+    axis: str = ""
+    """Name of the axis of the mesh."""
+    dim: Index = 0
+    """The axis of the tensor that is put together or split."""
+    blocks: Size = ONE
+    """Blocks of that axis, of each of which every rank has a part: 1 where its part is one piece."""
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Collective(Meshed):
+    """What ranks do together, as one of them sees it."""
+
+    name = "collective"
+    collective: Annotated[str, one_of(*COLLECTIVES)]
+    operation: Annotated[str, one_of("sum", "mean", "max", "min")] = "sum"
+    """How a reduction puts values together."""
+    source: Annotated[int | None, optional("an integer of at least 0", is_count)] = None
+    """The axis that an all-to-all puts together, None where it is the one that it splits."""
+    source_blocks: Size = ONE
+    """Its blocks."""
+    reads, writes = rules.whole, rules.all_results
+
+    def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
+        """Return what each rank gets."""
+        rules.need_operands(self, operands, 1)
+        (x,) = operands
+        places = [i for i in (self.dim, self.source) if i is not None]
+        if x.ndim and max(places) >= x.ndim:
+            raise ShapeError(f"{self.collective} of {x!r} along axis {max(places)}, expected one that it has")
+        sizes = list(x.sizes)
+        if sizes:
+            sizes[self.dim] *= self.ranks ** COLLECTIVES[self.collective]
+            if self.source is not None:
+                sizes[self.dim] /= self.ranks
+                sizes[self.source] *= self.ranks
+        return [Result(tuple(sizes), x.dtype, domain=x.domain)]
+
+    def flops(self, op: Op) -> Flops:
+        """Count one addition for each element and each rank but one, spread evenly over the ranks."""
+        if self.collective not in REDUCING:
+            return Flops()
+        return Flops(pointwise=rules.points(op.operands[0]) * (self.ranks - 1) / self.ranks)
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Part(Meshed):
+    """The part of a tensor that is a rank's own: a view where it is one piece, else a copy."""
+
+    name = "part"
+    flops = rules.free
+
+    def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
+        """Return the part of the first rank, which lies as those of the others do."""
+        rules.need_operands(self, operands, 1)
+        (x,) = operands
+        if self.dim >= x.ndim:
+            raise ShapeError(f"part of {x!r} along axis {self.dim}, expected one that it has")
+        sizes = (*x.sizes[: self.dim], x.sizes[self.dim] / self.ranks, *x.sizes[self.dim + 1 :])
+        if self.blocks != ONE:
+            return [Result(sizes, x.dtype, domain=x.domain)]
+        return [Result(sizes, x.dtype, x.strides, of=0, offset=x.offset, domain=x.domain)]
+
+    def reads(self, op: Op) -> tuple[Poly, ...]:
+        """Return what is copied."""
+        (x,) = op.operands
+        return (rules.elements(x) / self.ranks,) if self.blocks != ONE else rules.nothing(self, op)
+
+    def writes(self, op: Op) -> tuple[Poly, ...]:
+        """Return the copy."""
+        return rules.all_results(self, op) if self.blocks != ONE else rules.nothing(self, op)
+
+
+def collective(
+    x: Tensor, collective: str, ranks: object, *, axis: str = "", dim: int = 0, operation: str = "sum", name: str = ""
+) -> Tensor:
+    """Declare a collective over some ranks: its reduction's FLOPs and what it reads and writes on one rank.
+
+    Parameters
+    ----------
+    x : Tensor
+        What each rank brings.
+    collective : str
+        One of `COLLECTIVES`; all_gather multiplies an axis by the ranks, reduce_scatter divides it.
+    ranks : sympy.Expr or int
+        Number of ranks.
+    axis : str
+        Name of the axis of the mesh that the ranks are on.
+    dim : int
+        The axis of the tensor that is put together or split.
+    operation : str
+        How a reduction puts the values together: sum, mean, max or min.
+    name : str
+        Name of the op, by default the collective's.
+
+    Returns
+    -------
+    Tensor
+        What each rank gets. The time on the network has no rule yet: a roofline of it is an error.
+
+    Raises
+    ------
+    GraphError, ShapeError
+        If the collective or operation is unknown, or the tensor has no such axis.
+    """
+    need_choice("collective", collective, tuple(COLLECTIVES))
+    need_choice("collective: operation", operation, ("sum", "mean", "max", "min"))
+    kind = Collective(
+        collective=collective, ranks=positive("collective: ranks", ranks), axis=axis, dim=dim, operation=operation
+    )
+    return apply(kind, [x], named(name, collective))[0]

@@ -1,0 +1,236 @@
+"""All ranks of a mesh at once: each runs its graph on NumPy, and they meet where a collective stands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import product
+from math import prod
+from threading import Barrier, BrokenBarrierError, Thread
+from typing import Any
+
+import numpy as np
+
+from ..errors import GraphError
+from ..graph.graph import Graph, need_graph
+from ..graph.op import OpKind
+from ..graph.placement import Factors, Mesh, Placement
+from ..ops.collectives import REDUCING, Collective, Part
+from ..ops.index import Gather, Scatter
+from .interpreter import Run, run
+from .meanings import MEANINGS, Meaning
+from .reference import REFERENCE, whole
+from .values import Array, At, Sizes
+
+__all__ = ["assembled", "part_of", "run_ranks"]
+
+Rank = dict[str, int]
+
+
+def ranks_of(mesh: Mesh, degrees: Mapping[str, int]) -> Iterator[Rank]:
+    """Yield the place of every rank on a mesh, the innermost axis the fastest."""
+    names = list(mesh)
+    for place in product(*(range(degrees[n]) for n in names)):
+        yield dict(zip(names, place, strict=True))
+
+
+def _index(factors: Factors, size: int, rank: Rank, degrees: Mapping[str, int]) -> Array:
+    """Return the positions along an axis that a rank has."""
+    if not factors:
+        return np.arange(size)
+    splits = [degrees[f] if isinstance(f, str) else None for f in factors]
+    known = prod(n for n in splits if n is not None)
+    sizes = [degrees[f] if isinstance(f, str) else f for f in factors]
+    free = [i for i, n in enumerate(splits) if n is None]
+    # the last part is what is left: what stands before it is known by number
+    shape = [n if isinstance(n, int) else int(n.constant or 0) for n in sizes]
+    if free:
+        shape[free[-1]] = size // (known * prod(shape[i] for i in free[:-1]))
+    grid = np.arange(size).reshape(shape)
+    return grid[tuple(rank[f] if isinstance(f, str) else slice(None) for f in factors)].reshape(-1)
+
+
+def part_of(array: Array, at: Placement, rank: Rank, degrees: Mapping[str, int], sizes: Sizes) -> Array:
+    """Return what a rank has of an array."""
+    out = array
+    for i, factors in enumerate(at.dims):
+        bound = tuple(f if isinstance(f, str) else _number(sizes, f) for f in factors)
+        out = np.take(out, _index(bound, array.shape[i], rank, degrees), axis=i)
+    return out
+
+
+def _number(sizes: Sizes, f: Any) -> Any:
+    from ..algebra.polynomial import as_poly
+
+    return as_poly(sizes(f))
+
+
+def assembled(parts: list[tuple[Rank, Array]], shape: tuple[int, ...], at: Placement, degrees: Mapping[str, int], sizes: Sizes) -> Array:
+    """Put the parts of all ranks together; those that several ranks have must be the same.
+
+    Raises
+    ------
+    AssertionError
+        If two ranks that have the same elements have other numbers there.
+    """
+    out = np.full(shape, np.nan)
+    for rank, part in parts:
+        index = []
+        for i, factors in enumerate(at.dims):
+            bound = tuple(f if isinstance(f, str) else _number(sizes, f) for f in factors)
+            index.append(_index(bound, shape[i], rank, degrees))
+        place = np.ix_(*index) if index else ()
+        there = out[place]
+        same = np.isnan(there) | np.isclose(there, part, rtol=1e-9, atol=1e-12, equal_nan=True)
+        assert bool(np.all(same)), f"ranks have other numbers where they should have the same, at {rank}"
+        out[place] = part
+    return out
+
+
+class _Meeting:
+    """Where ranks put what they bring, and take what the others brought."""
+
+    def __init__(self, ranks: list[Rank]) -> None:
+        self.ranks = ranks
+        self.barrier = Barrier(len(ranks))
+        self.brought: dict[int, Array] = {}
+
+    def group(self, me: int, axis: str) -> list[int]:
+        """Return the ranks that are on one line with a rank, in order."""
+        mine = self.ranks[me]
+        found = [i for i, r in enumerate(self.ranks) if all(r[a] == mine[a] for a in mine if a != axis)]
+        return sorted(found, key=lambda i: self.ranks[i][axis])
+
+    def exchange(self, me: int, axis: str, array: Array) -> list[Array]:
+        """Return what all of a group have brought."""
+        self.brought[me] = np.array(array)
+        self.barrier.wait()
+        found = [self.brought[i] for i in self.group(me, axis)]
+        self.barrier.wait()
+        return found
+
+
+_TOGETHER = {"sum": np.sum, "mean": np.mean, "max": np.max, "min": np.min}
+
+
+def _cut(array: Array, dim: int, blocks: int, ranks: int, rank: int) -> Array:
+    """Return a rank's part of each block of an axis."""
+    shape = array.shape
+    size = shape[dim]
+    whole_ = array.reshape(*shape[:dim], blocks, ranks, size // blocks // ranks, *shape[dim + 1 :])
+    return np.take(whole_, rank, axis=dim + 1).reshape(*shape[:dim], size // ranks, *shape[dim + 1 :])
+
+
+def _joined(parts: list[Array], dim: int, blocks: int) -> Array:
+    """Put the parts of all ranks together, block by block."""
+    shape = parts[0].shape
+    cut = [p.reshape(*shape[:dim], blocks, 1, shape[dim] // blocks, *shape[dim + 1 :]) for p in parts]
+    return np.concatenate(cut, axis=dim + 1).reshape(*shape[:dim], shape[dim] * len(parts), *shape[dim + 1 :])
+
+
+def _meanings(me: int, meeting: _Meeting) -> dict[type[OpKind], Meaning]:
+    """Return what op kinds do on one rank."""
+    rank = meeting.ranks[me]
+
+    def collective(at: At[Collective]) -> Array:
+        kind, x = at.kind, at.operands[0].array
+        found = meeting.exchange(me, kind.axis, x)
+        ranks, blocks = len(found), at.of(kind.blocks)
+        assert ranks == at.of(kind.ranks), f"{at.op.name!r}: {ranks} ranks, the op says {at.of(kind.ranks)}"
+        if kind.collective in REDUCING:
+            total = _TOGETHER[kind.operation](np.stack(found), axis=0)
+            return total if kind.collective == "all_reduce" else _cut(total, kind.dim, blocks, ranks, rank[kind.axis])
+        if kind.collective == "all_gather":
+            return _joined(found, kind.dim, blocks)
+        assert kind.collective == "all_to_all" and kind.source is not None
+        parts = [_cut(p, kind.dim, blocks, ranks, rank[kind.axis]) for p in found]
+        return _joined(parts, kind.source, at.of(kind.source_blocks))
+
+    def part(at: At[Part]) -> None:
+        kind, ranks, blocks = at.kind, at.of(at.kind.ranks), at.of(at.kind.blocks)
+        if blocks == 1:
+            size = at.operands[0].array.shape[kind.dim] // ranks
+            own = slice(rank[kind.axis] * size, (rank[kind.axis] + 1) * size)
+            at.view(lambda array: array[(slice(None),) * kind.dim + (own,)])
+        else:
+            whole(lambda at: _cut(at.operands[0].array, kind.dim, blocks, ranks, rank[kind.axis]))(at)
+
+    def looked_up(at: At[Gather]) -> Array:
+        kind = at.kind
+        table, ids = at.operands[0].array, at.operands[1].array.astype(int)
+        rows = table.shape[kind.batch]
+        own = ids - rank[kind.part] * rows
+        inside = (own >= 0) & (own < rows)
+        lead = np.indices(ids.shape)[: kind.batch]
+        found = table[(*lead, np.where(inside, own, 0))]
+        return np.where(inside.reshape(*inside.shape, *(1,) * (found.ndim - inside.ndim)), found, 0.0)
+
+    def scattered(at: At[Scatter]) -> Array:
+        kind = at.kind
+        target, ids, updates = (v.array for v in at.operands)
+        if kind.overwrites():
+            at.made[0] = at.operands[0]
+        ids = ids.astype(int) - rank[kind.part] * target.shape[kind.batch]
+        inside = (ids >= 0) & (ids < target.shape[kind.batch])
+        out = np.array(target)
+        lead = [i[inside] for i in np.indices(ids.shape)[: kind.batch]]
+        place = (*lead, ids[inside])
+        if kind.mode == "set":
+            out[place] = updates[inside]
+        else:
+            (np.add if kind.mode == "add" else np.maximum).at(out, place, updates[inside])
+        return out
+
+    plain: dict[type[OpKind], Meaning] = {**MEANINGS, **REFERENCE}
+    return {
+        **plain,
+        Collective: whole(collective),
+        Part: part,
+        Gather: lambda at: (whole(looked_up) if at.kind.part else plain[Gather])(at),
+        Scatter: lambda at: (whole(scattered) if at.kind.part else plain[Scatter])(at),
+    }
+
+
+def run_ranks(graph: Graph, inputs: Mapping[str, Array], **dims: int) -> list[tuple[Rank, Run]]:
+    """Run the graph of a rank on every rank of its mesh.
+
+    Parameters
+    ----------
+    graph : Graph
+        What `costgraph.shard` made.
+    inputs : mapping of str to array
+        Values of all sources, whole.
+    **dims : int
+        Sizes, the degrees of the mesh among them.
+
+    Returns
+    -------
+    list of (rank, Run)
+        Of each rank its place on the mesh, and what was counted there.
+    """
+    need_graph("run_ranks", graph)
+    sharding = graph.sharding
+    if sharding is None:
+        raise GraphError(f"run_ranks of graph {graph.name!r}, which is on no mesh: expected one that shard made")
+    sizes = Sizes({k: int(v) for k, v in {**graph.defaults, **dims}.items()})
+    degrees = {name: int(sizes(n)) for name, n in sharding.mesh.axes}
+    ranks = list(ranks_of(sharding.mesh, degrees))
+    meeting = _Meeting(ranks)
+    out: list[Any] = [None] * len(ranks)
+
+    def one(me: int) -> None:
+        own = {n: part_of(np.asarray(a, dtype=float), sharding.places[n], ranks[me], degrees, sizes) for n, a in inputs.items()}
+        try:
+            out[me] = run(graph, own, meanings=_meanings(me, meeting), **dims)
+        except BaseException as error:
+            out[me] = error
+            meeting.barrier.abort()
+
+    threads = [Thread(target=one, args=(i,)) for i in range(len(ranks))]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    failed = [e for e in out if isinstance(e, BaseException)]
+    for error in sorted(failed, key=lambda e: isinstance(e, BrokenBarrierError)):
+        raise error
+    return list(zip(ranks, out, strict=True))

@@ -1,0 +1,183 @@
+"""Which axes of an op a mesh splits: one choice for all kinds, made from their rule of placement."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ...algebra.polynomial import Poly
+from ...graph.placement import Factors, Mesh, Placement, Split, distributed, size_of, tidy
+
+__all__ = ["Choice", "Given", "choose"]
+
+
+@dataclass
+class Given:
+    """An operand as it lies before the op."""
+
+    at: Placement | None
+    """Its placement; None of one that lies wherever it is wanted, as it is made for this reader."""
+    gathered: Collection[str] = ()
+    """Axes of the mesh along which it is put together for its readers: those of a parameter under ZeRO-3."""
+    stays: bool = False
+    """Whether it stays where it is, and what is computed with it comes to it: a parameter."""
+    zero: bool = False
+    """Whether it is nothing but zeros, so that all ranks together hold it if each of them does."""
+
+
+@dataclass
+class Choice:
+    """What an op wants of its operands, and where its results lie."""
+
+    operands: list[Placement | None]
+    """Of each; None of one that is taken as it lies."""
+    results: list[Placement]
+    extents: dict[str, Poly]
+    """Size of each name of the rule on one rank."""
+    ranks: dict[str, str]
+    """The axis of the mesh that splits a name that the results leave out."""
+    moved: list[tuple[int, str, str]] = field(default_factory=list)
+    """Operands that are put together although the op has no use for it: place, axis of the mesh, and why."""
+
+
+class _Op:
+    """The rule of one op with what it is given, and what is chosen of it so far."""
+
+    def __init__(self, rule: Split, given: Sequence[Given], mesh: Mesh) -> None:
+        self.rule, self.given, self.mesh = rule, given, mesh
+        self.parts: list[dict[str, Factors] | None] = [self._parts(i) for i in range(len(given))]
+        self.moved: list[tuple[int, str, str]] = []
+        kept = {n for result in rule.results for dim in result for n in dim}
+        self.free = {n for n in rule.extents if n not in rule.whole and (n in kept or n in rule.reduced)}
+        self.kept = kept
+
+    def _parts(self, i: int) -> dict[str, Factors] | None:
+        """Return of each name the parts that an operand has of it."""
+        labels, at = self.rule.operands[i], self.given[i].at
+        if labels is None or at is None:
+            return None
+        out: dict[str, Factors] = {}
+        for names, dim in zip(labels, at.dims, strict=True):
+            found = distributed(dim, [self.rule.extents[n] for n in names], self.mesh) if names else ((),)
+            if found is not None and names:
+                out |= dict(zip(names, found, strict=True))
+        return out
+
+    def names(self, axis: str, wanted: Mapping[str, str], taken: Collection[str]) -> dict[str, list[int]]:
+        """Return the names that an axis of the mesh splits, with the operands in which it does."""
+        out: dict[str, list[int]] = {}
+        for i, (parts, given) in enumerate(zip(self.parts, self.given, strict=True)):
+            if parts is None or given.at is None or axis in given.gathered or axis not in given.at.axes:
+                continue
+            name = next((n for n, dim in parts.items() if axis in dim and n in self.free), None)
+            if name is None:
+                why = "its part lies across several axes" if not any(axis in d for d in parts.values()) else "it is whole"
+                self.moved.append((i, axis, why))
+            elif self.fits(name, axis):
+                out.setdefault(name, []).append(i)
+        name = wanted.get(axis, "")
+        if name in self.free and self.unmade(name):
+            out.setdefault(name, [])
+        return {n: at for n, at in out.items() if n not in self.rule.once or n not in taken}
+
+    def unmade(self, name: str) -> bool:
+        """Whether only operands have an axis that are made for this reader, so that it may be split for nothing."""
+        having = [g for labels, g in zip(self.rule.operands, self.given, strict=True) if labels and (name,) in labels]
+        return bool(having) and all(g.at is None for g in having)
+
+    def fits(self, name: str, axis: str) -> bool:
+        """Whether what is left out can be reduced into what it is added to."""
+        into = self.rule.into
+        if into is None or name in self.kept:
+            return True
+        base = self.given[into]
+        return base.zero or (base.at is not None and axis in base.at.pending)
+
+    def pick(self, axis: str, names: Mapping[str, list[int]], wanted: Mapping[str, str]) -> str | None:
+        """Choose one of several names: that of a parameter that stays, that which is asked for, one of a result."""
+        if not names:
+            return None
+        stay = [n for n, at in names.items() if any(self.given[i].stays for i in at)]
+        own = [n for n in names if wanted.get(axis) == n]
+        kept = [n for n in names if n in self.kept]
+        return (stay or own or kept or list(names))[0]
+
+    def pending(self, axis: str) -> str | None:
+        """Return how operands that are all parts of a sum are to be reduced, None where they are not."""
+        if not self.rule.linear:
+            return None
+        found = set()
+        for i, given in enumerate(self.given):
+            if self.rule.operands[i] is None or given.zero:
+                continue
+            found.add(given.at.pending.get(axis) if given.at is not None else None)
+        only = found.pop() if len(found) == 1 else None
+        return only
+
+
+def choose(rule: Split, given: Sequence[Given], mesh: Mesh, wanted: Mapping[str, str]) -> Choice:
+    """Decide for each axis of a mesh which name of an op\'s rule it splits.
+
+    Parameters
+    ----------
+    rule : Split
+        How the op\'s axes belong together.
+    given : sequence of Given
+        Its operands.
+    mesh : Mesh
+        The devices.
+    wanted : mapping of str to str
+        Names that are preferred, by axis of the mesh: where the result is asked to lie.
+    """
+    op = _Op(rule, given, mesh)
+    chosen: dict[str, str] = {}
+    pending: dict[str, str] = {}
+    for axis in mesh:
+        how = op.pending(axis)
+        if how is not None:
+            pending[axis] = how
+            continue
+        name = op.pick(axis, op.names(axis, wanted, chosen.values()), wanted)
+        if name is not None:
+            chosen[axis] = name
+    spread = {n: _spread(n, [a for a, name in chosen.items() if name == n], op) for n in rule.extents}
+    operands: list[Placement | None] = []
+    for labels, have in zip(rule.operands, given, strict=True):
+        if labels is None:
+            operands.append(None)
+            continue
+        passing = tuple((a, how) for a, how in pending.items())
+        operands.append(Placement(tuple(_dim(names, spread, rule.extents) for names in labels), passing))
+    left = [(a, rule.reduced[n]) for a, n in chosen.items() if n not in op.kept]
+    if rule.into is not None and left:
+        base = operands[rule.into]
+        assert base is not None
+        operands[rule.into] = Placement(base.dims, (*base.partial, *left))
+    order = list(mesh)
+    after = tuple(sorted({**pending, **dict(left)}.items(), key=lambda p: order.index(p[0])))
+    results = [Placement(tuple(_dim(names, spread, rule.extents) for names in r), after) for r in rule.results]
+    extents = {n: size_of(spread[n], size) for n, size in rule.extents.items()}
+    ranks = {n: a for a, n in chosen.items() if n in rule.extents}
+    return Choice(operands, results, extents, ranks, op.moved)
+
+
+def _spread(name: str, axes: Sequence[str], op: _Op) -> Factors:
+    """Return the parts of a name: as the operand has them that has most of the chosen axes, the others within them."""
+    if not axes:
+        return ()
+    found = [p[name] for p in op.parts if p is not None and p.get(name)]
+    best = max(found, key=lambda dim: sum(a in dim for a in axes), default=())
+    parts = tidy(op.mesh[f] if isinstance(f, str) and f not in axes else f for f in best)
+    missing = [a for a in axes if a not in parts]
+    if not missing:
+        return parts
+    *before, last = parts or (op.rule.extents[name],)
+    for axis in missing:
+        before.append(axis)
+        last = last / op.mesh[axis] if isinstance(last, Poly) else last
+    return tidy((*before, last))
+
+
+def _dim(names: Sequence[str], spread: Mapping[str, Factors], extents: Mapping[str, Poly]) -> Factors:
+    """Return the parts of an axis that several names make up."""
+    return tidy(f for n in names for f in (spread[n] or (extents[n],)))

@@ -1,0 +1,92 @@
+"""From one placement to another: which collectives take a tensor there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ...algebra.polynomial import ONE
+from ...graph.op import OpKind
+from ...graph.placement import Factors, Mesh, Placement, blocks, tidy
+from ...ops.collectives import Collective, Part
+
+__all__ = ["steps"]
+
+Step = tuple[OpKind, Placement, str]
+
+
+def steps(have: Placement, want: Placement, mesh: Mesh) -> Iterator[Step]:
+    """Yield the ops that take a tensor from one placement to another, where it lies after each, and a name.
+
+    A sum that is pending is reduced to where the tensor is wanted; an axis of the mesh that goes from one axis of the
+    tensor to another is an all-to-all, one that goes away an all-gather; what is split anew is a part, which is free.
+    """
+    at = have
+    for axis in mesh:
+        if axis in at.pending:
+            continue
+        here, there = at.dim(axis), want.dim(axis)
+        if here is None or (here == there and _agree(at.dims[here], want.dims[here], mesh)):
+            continue
+        free = at.without([axis], mesh)
+        if there is not None and there != here and axis not in want.pending and _fits(free, want, axis, there, mesh):
+            at, kind = _exchange(at, want, axis, here, there, mesh)
+            yield kind, at, "all_to_all"
+        else:
+            kind = Collective(
+                collective="all_gather", ranks=mesh[axis], axis=axis, dim=here, blocks=blocks(at.dims[here], axis)
+            )
+            at = free
+            yield kind, at, "all_gather"
+    for axis, how in have.partial:
+        if want.pending.get(axis) == how:
+            continue
+        there = want.dim(axis)
+        free = at.without([axis], mesh)
+        if there is not None and _fits(free, want, axis, there, mesh):
+            at = _into(free, want, axis, there, mesh)
+            kind = Collective(
+                collective="reduce_scatter", ranks=mesh[axis], axis=axis, dim=there,
+                blocks=blocks(at.dims[there], axis), operation=how,
+            )  # fmt: skip
+            yield kind, at, "reduce_scatter"
+        else:
+            at = free
+            yield Collective(collective="all_reduce", ranks=mesh[axis], axis=axis, operation=how), at, "all_reduce"
+    for axis in mesh:
+        there = want.dim(axis)
+        if there is not None and axis not in at.axes:
+            at = _into(at, want, axis, there, mesh)
+            yield Part(ranks=mesh[axis], axis=axis, dim=there, blocks=blocks(at.dims[there], axis)), at, "part"
+
+
+def _seen(dim: Factors, axes: frozenset[str], mesh: Mesh) -> Factors:
+    """Return the parts of an axis if only some axes of the mesh split it."""
+    return tidy(mesh[f] if isinstance(f, str) and f not in axes else f for f in dim)
+
+
+def _agree(a: Factors, b: Factors, mesh: Mesh) -> bool:
+    """Whether the axes of the mesh that split both do so in the same way."""
+    both = frozenset(f for f in a if isinstance(f, str) and f in b)
+    return _seen(a, both, mesh) == _seen(b, both, mesh)
+
+
+def _fits(at: Placement, want: Placement, axis: str, dim: int, mesh: Mesh) -> bool:
+    """Whether an axis of the mesh can be put where it is wanted, beside those that split the same axis already."""
+    return _agree(at.dims[dim], want.dims[dim], mesh)
+
+
+def _into(at: Placement, want: Placement, axis: str, dim: int, mesh: Mesh) -> Placement:
+    there = frozenset(f for f in at.dims[dim] if isinstance(f, str)) | {axis}
+    return at.with_dims([_seen(want.dims[dim], there, mesh) if i == dim else d for i, d in enumerate(at.dims)])
+
+
+def _exchange(
+    at: Placement, want: Placement, axis: str, here: int, there: int, mesh: Mesh
+) -> tuple[Placement, Collective]:
+    after = _into(at.without([axis], mesh), want, axis, there, mesh)
+    kind = Collective(
+        collective="all_to_all", ranks=mesh[axis], axis=axis, dim=there, blocks=blocks(after.dims[there], axis),
+        source=here, source_blocks=blocks(at.dims[here], axis),
+    )  # fmt: skip
+    assert kind.ranks != ONE
+    return after, kind

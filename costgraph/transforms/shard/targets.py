@@ -1,0 +1,29 @@
+"""Gradients, and what they are made up of: all of it is reduced to where the gradient is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ...graph.graph import Graph
+from ...graph.placement import Placement
+from ...graph.tensor import Tensor
+from ...ops.keep import Keep
+from ...ops.pieces import Accumulate
+
+__all__ = ["targets"]
+
+
+def targets(graph: Graph, gradients: Mapping[Tensor, Placement]) -> dict[Tensor, Placement]:
+    """Return where gradients lie, and sums that are on the way to them."""
+    found = dict(gradients)
+    left = list(gradients)
+    while left:
+        t = left.pop()
+        op = t.producer
+        if op is None or not isinstance(op.kind, Accumulate | Keep):
+            continue
+        for o in op.operands[: 1 if isinstance(op.kind, Keep) else 2]:
+            if o.sizes == t.sizes and o.producer is not None and o not in found:
+                found[o] = found[t]
+                left.append(o)
+    return found
