@@ -185,7 +185,10 @@ def distributed(factors: Factors, sizes: Sequence[Poly], mesh: Mesh) -> tuple[Fa
             first = rest.pop(0)
             if isinstance(first, str):
                 mine.append(first)
-                left = _divided(left, mesh[first]) or ONE
+                rest_of = _divided(left, mesh[first])
+                if rest_of is None:
+                    return None
+                left = rest_of
                 continue
             if at == len(sizes) - 1 or first == left:
                 mine.append(first)

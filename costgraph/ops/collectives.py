@@ -9,7 +9,7 @@ from typing import Annotated
 from ..algebra.polynomial import ONE, Poly
 from ..errors import ShapeError
 from ..graph.arguments import named, need_choice, positive
-from ..graph.facts import Index, Size, is_count, one_of, optional
+from ..graph.facts import Flag, Index, Size, is_count, one_of, optional
 from ..graph.graph import apply
 from ..graph.op import Flops, Op, OpKind, Result
 from ..graph.tensor import Tensor
@@ -51,7 +51,9 @@ class Collective(Meshed):
     """The axis that an all-to-all puts together, None where it is the one that it splits."""
     source_blocks: Size = ONE
     """Its blocks."""
-    reads, writes = rules.whole, rules.all_results
+    inplace: Flag = False
+    """Whether an all-gather writes into the storage of which its operand is a part."""
+    writes = rules.all_results
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
         """Return what each rank gets."""
@@ -66,7 +68,17 @@ class Collective(Meshed):
             if self.source is not None:
                 sizes[self.dim] /= self.ranks
                 sizes[self.source] *= self.ranks
+        if self.inplace:
+            return [Result(tuple(sizes), x.dtype, x.strides, of=0, offset=x.offset)]
         return [Result(tuple(sizes), x.dtype, domain=x.domain)]
+
+    def reads(self, op: Op) -> tuple[Poly, ...]:
+        """Return what the rank brings."""
+        return rules.whole(self, op)
+
+    def overwrites(self) -> tuple[int, ...]:
+        """Return the operand where the others' parts are written beside it."""
+        return (0,) if self.inplace else ()
 
     def flops(self, op: Op) -> Flops:
         """Count one addition for each element and each rank but one, spread evenly over the ranks."""

@@ -16,10 +16,12 @@ from ..graph.op import OpKind
 from ..graph.placement import Factors, Mesh, Placement
 from ..ops.collectives import REDUCING, Collective, Part
 from ..ops.index import Gather, Scatter
+from ..ops.stochastic import Dropout
 from .interpreter import Run, run
 from .meanings import MEANINGS, Meaning
 from .reference import REFERENCE, whole
-from .values import Array, At, Sizes
+from .reference import collective as reference_collective
+from .values import Array, At, Sizes, Value
 
 __all__ = ["assembled", "part_of", "run_ranks"]
 
@@ -100,6 +102,10 @@ class _Meeting:
         found = [i for i, r in enumerate(self.ranks) if all(r[a] == mine[a] for a in mine if a != axis)]
         return sorted(found, key=lambda i: self.ranks[i][axis])
 
+    def degree(self, axis: str) -> int:
+        """Return how many ranks an axis has."""
+        return 1 + max(r[axis] for r in self.ranks)
+
     def exchange(self, me: int, axis: str, array: Array) -> list[Array]:
         """Return what all of a group have brought."""
         self.brought[me] = np.array(array)
@@ -133,6 +139,8 @@ def _meanings(me: int, meeting: _Meeting) -> dict[type[OpKind], Meaning]:
 
     def collective(at: At[Collective]) -> Array:
         kind, x = at.kind, at.operands[0].array
+        if not kind.axis:  # declared by hand, for ranks that all bring the same
+            return alone(at)
         found = meeting.exchange(me, kind.axis, x)
         ranks, blocks = len(found), at.of(kind.blocks)
         assert ranks == at.of(kind.ranks), f"{at.op.name!r}: {ranks} ranks, the op says {at.of(kind.ranks)}"
@@ -140,10 +148,15 @@ def _meanings(me: int, meeting: _Meeting) -> dict[type[OpKind], Meaning]:
             total = _TOGETHER[kind.operation](np.stack(found), axis=0)
             return total if kind.collective == "all_reduce" else _cut(total, kind.dim, blocks, ranks, rank[kind.axis])
         if kind.collective == "all_gather":
+            if kind.inplace:
+                v = at.operands[0]
+                at.made[0] = Value(v.buffer.array, v.buffer)
             return _joined(found, kind.dim, blocks)
         assert kind.collective == "all_to_all" and kind.source is not None
         parts = [_cut(p, kind.dim, blocks, ranks, rank[kind.axis]) for p in found]
         return _joined(parts, kind.source, at.of(kind.source_blocks))
+
+    alone = reference_collective
 
     def part(at: At[Part]) -> None:
         kind, ranks, blocks = at.kind, at.of(at.kind.ranks), at.of(at.kind.blocks)
@@ -158,7 +171,7 @@ def _meanings(me: int, meeting: _Meeting) -> dict[type[OpKind], Meaning]:
         kind = at.kind
         table, ids = at.operands[0].array, at.operands[1].array.astype(int)
         rows = table.shape[kind.batch]
-        own = ids - rank[kind.part] * rows
+        own = ids % (rows * meeting.degree(kind.part)) - rank[kind.part] * rows
         inside = (own >= 0) & (own < rows)
         lead = np.indices(ids.shape)[: kind.batch]
         found = table[(*lead, np.where(inside, own, 0))]
@@ -169,8 +182,9 @@ def _meanings(me: int, meeting: _Meeting) -> dict[type[OpKind], Meaning]:
         target, ids, updates = (v.array for v in at.operands)
         if kind.overwrites():
             at.made[0] = at.operands[0]
-        ids = ids.astype(int) - rank[kind.part] * target.shape[kind.batch]
-        inside = (ids >= 0) & (ids < target.shape[kind.batch])
+        rows = target.shape[kind.batch]
+        ids = ids.astype(int) % (rows * meeting.degree(kind.part)) - rank[kind.part] * rows
+        inside = (ids >= 0) & (ids < rows)
         out = np.array(target)
         lead = [i[inside] for i in np.indices(ids.shape)[: kind.batch]]
         place = (*lead, ids[inside])
@@ -180,9 +194,15 @@ def _meanings(me: int, meeting: _Meeting) -> dict[type[OpKind], Meaning]:
             (np.add if kind.mode == "add" else np.maximum).at(out, place, updates[inside])
         return out
 
+    def dropped(at: At[Dropout]) -> None:
+        """Leave all elements: which ones are zeros is another question on each rank."""
+        for i, made in enumerate((at.operands[0].array / (1 - at.kind.p), np.ones(at.operands[0].array.shape))):
+            whole(lambda at, made=made: made, to=i)(at)
+
     plain: dict[type[OpKind], Meaning] = {**MEANINGS, **REFERENCE}
     return {
         **plain,
+        Dropout: dropped,
         Collective: whole(collective),
         Part: part,
         Gather: lambda at: (whole(looked_up) if at.kind.part else plain[Gather])(at),
@@ -190,7 +210,9 @@ def _meanings(me: int, meeting: _Meeting) -> dict[type[OpKind], Meaning]:
     }
 
 
-def run_ranks(graph: Graph, inputs: Mapping[str, Array], **dims: int) -> list[tuple[Rank, Run]]:
+def run_ranks(
+    graph: Graph, inputs: Mapping[str, Array], degrees: Mapping[str, int] | None = None, **dims: int
+) -> list[tuple[Rank, Run]]:
     """Run the graph of a rank on every rank of its mesh.
 
     Parameters
@@ -212,7 +234,9 @@ def run_ranks(graph: Graph, inputs: Mapping[str, Array], **dims: int) -> list[tu
     if sharding is None:
         raise GraphError(f"run_ranks of graph {graph.name!r}, which is on no mesh: expected one that shard made")
     sizes = Sizes({k: int(v) for k, v in {**graph.defaults, **dims}.items()})
-    degrees = {name: int(sizes(n)) for name, n in sharding.mesh.axes}
+    given = degrees or {}
+    degrees = {name: given[name] if name in given else int(sizes(n)) for name, n in sharding.mesh.axes}
+    sizes.point |= {n.constant is None and str(n): degrees[name] for name, n in sharding.mesh.axes}  # type: ignore[misc]
     ranks = list(ranks_of(sharding.mesh, degrees))
     meeting = _Meeting(ranks)
     out: list[Any] = [None] * len(ranks)

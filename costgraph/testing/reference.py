@@ -22,16 +22,16 @@ from .arithmetic import erf
 from .meanings import MEANINGS, Meaning, scalars
 from .values import Array, At, Value, sees
 
-__all__ = ["REFERENCE", "whole"]
+__all__ = ["REFERENCE", "collective", "whole"]
 
 
-def whole(function: Callable[[At[Any]], Array]) -> Meaning:
-    """Write a whole array into the first result, where it holds anything."""
+def whole(function: Callable[[At[Any]], Array], to: int = 0) -> Meaning:
+    """Write a whole array into a result, where it holds anything."""
 
     def run(at: At[OpKind]) -> None:
         found = function(at)
-        result = at.result()
-        _put(result, np.broadcast_to(found, result.array.shape), at.sizes.held(at.op.results[0]))
+        result = at.result(to)
+        _put(result, np.broadcast_to(found, result.array.shape), at.sizes.held(at.op.results[to]))
 
     return run
 
@@ -241,7 +241,7 @@ def _scatter(at: At[Scatter]) -> Array:
     return out
 
 
-def _collective(at: At[Collective]) -> Array:
+def collective(at: At[Collective]) -> Array:
     name, ranks, x = at.kind.collective, at.of(at.kind.ranks), at.operands[0].array
     if name == "all_gather":
         return np.concatenate([x] * ranks) if x.ndim else x
@@ -270,5 +270,5 @@ REFERENCE: dict[type[OpKind], Meaning] = {
     Arange: whole(_arange),
     Gather: whole(_gather),
     Scatter: whole(_scatter),
-    Collective: whole(_collective),
+    Collective: whole(collective),
 }

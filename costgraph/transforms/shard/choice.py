@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 
 from ...algebra.polynomial import Poly
 from ...graph.placement import Factors, Mesh, Placement, Split, distributed, size_of, tidy
@@ -63,7 +64,7 @@ class _Op:
                 out |= dict(zip(names, found, strict=True))
         return out
 
-    def names(self, axis: str, wanted: Mapping[str, str], taken: Collection[str]) -> dict[str, list[int]]:
+    def names(self, axis: str, wanted: Mapping[str, str], taken: Mapping[str, str]) -> dict[str, list[int]]:
         """Return the names that an axis of the mesh splits, with the operands in which it does."""
         out: dict[str, list[int]] = {}
         for i, (parts, given) in enumerate(zip(self.parts, self.given, strict=True)):
@@ -73,17 +74,23 @@ class _Op:
             if name is None:
                 why = "its part lies across several axes" if not any(axis in d for d in parts.values()) else "it is whole"
                 self.moved.append((i, axis, why))
-            elif self.fits(name, axis):
+            elif self.fits(name, axis) and self.even(name, axis, taken):
                 out.setdefault(name, []).append(i)
         name = wanted.get(axis, "")
-        if name in self.free and self.unmade(name):
+        if name in self.free and self.unmade(name) and self.even(name, axis, taken):
             out.setdefault(name, [])
-        return {n: at for n, at in out.items() if n not in self.rule.once or n not in taken}
+        return {n: at for n, at in out.items() if n not in self.rule.once or n not in taken.values()}
 
     def unmade(self, name: str) -> bool:
         """Whether only operands have an axis that are made for this reader, so that it may be split for nothing."""
         having = [g for labels, g in zip(self.rule.operands, self.given, strict=True) if labels and (name,) in labels]
         return bool(having) and all(g.at is None for g in having)
+
+    def even(self, name: str, axis: str, taken: Mapping[str, str]) -> bool:
+        """Whether the parts of a name may be equal; of numbers that is known."""
+        parts = prod((self.mesh[a] for a, n in taken.items() if n == name), start=self.mesh[axis])
+        size = (self.rule.extents[name] / parts).constant
+        return size is None or (isinstance(size, int) and size >= 1)
 
     def fits(self, name: str, axis: str) -> bool:
         """Whether what is left out can be reduced into what it is added to."""
@@ -137,7 +144,7 @@ def choose(rule: Split, given: Sequence[Given], mesh: Mesh, wanted: Mapping[str,
         if how is not None:
             pending[axis] = how
             continue
-        name = op.pick(axis, op.names(axis, wanted, chosen.values()), wanted)
+        name = op.pick(axis, op.names(axis, wanted, chosen), wanted)
         if name is not None:
             chosen[axis] = name
     spread = {n: _spread(n, [a for a, name in chosen.items() if name == n], op) for n in rule.extents}

@@ -37,9 +37,12 @@ def shard(
     used = Mesh(tuple((name, n) for name, n in devices.axes if n != 1))
     places = _found(graph, used, devices, placements)
     kept = dict(places)
+    asked = _found(graph, used, devices, gradients or {})
     for t, g in graph.gradients.items():
-        kept[g] = places.get(t, Placement(((),) * t.ndim))
-    stated = Stated(used, places, {g: kept[g] for g in graph.gradients.values()}, frozenset(gather) & {n for n, _ in used.axes})
+        kept[g] = asked.get(t, places.get(t, Placement(((),) * t.ndim)))
+    gathered = frozenset(gather) & {*used}
+    stay = {g: places[t].axes - gathered if t in places else frozenset[str]() for t, g in graph.gradients.items()}
+    stated = Stated(used, places, {g: kept[g] for g in graph.gradients.values()}, stay, gathered)
     sharder = Sharder(stated)
     made = sharder.run(graph)
     at = sharder.at

@@ -12,12 +12,14 @@ from ...graph.graph import Graph
 from ...graph.op import Op, OpKind
 from ...graph.placement import Mesh, Placement, Split
 from ...graph.strides import contiguous
-from ...graph.tensor import Tensor
+from ...graph.tensor import Storage, Tensor
 from ...ops.blocks import Kernel
+from ...ops.collectives import Collective
 from ...ops.fill import Fill
 from ...ops.fresh import Fresh
 from ...ops.layout import contiguous_copy
 from ...ops.pieces import Absent
+from ...ops.stacks import Empty
 from ..rewrite import Rewriter
 from .choice import Choice, Given, choose
 from .convert import steps
@@ -35,6 +37,8 @@ class Stated:
     """Of sources of the old graph, and of other tensors whose placement is stated."""
     gradients: Mapping[Tensor, Placement]
     """Of gradients of the old graph."""
+    staying: Mapping[Tensor, frozenset[str]]
+    """Axes of the mesh that split what a gradient is of, while an op reads it."""
     gathered: frozenset[str]
     """Axes of the mesh along which parameters are put together where an op reads them."""
 
@@ -71,16 +75,23 @@ class Sharder(Rewriter):
         """What was put together although nobody asked for it, in words."""
         self.wanted: dict[Tensor, Placement] = {}
         """Old tensors that are gradients, and where they are kept."""
+        self.staying: dict[Tensor, frozenset[str]] = {}
         self.piece: _Pieces | None = None
         """The kernel that is being cut."""
-        self.latest: dict[Tensor, Tensor] = {}
+        self.parts: dict[Storage, tuple[Tensor, Placement]] = {}
+        """Storages that ranks have written their parts of: the last old tensor there, and where it should lie."""
 
     def run(self, old: Graph, name: str | None = None) -> Graph:
         self.wanted = targets(old, self.stated.gradients)
+        self.staying = targets(old, self.stated.staying)
         return super().run(old, name)
 
     def fill(self, old: Graph, new: Graph, suffix: str = "") -> None:
+        around, self.parts = self.parts, {}
         super().fill(old, new, suffix)
+        for t, place in self.parts.values():
+            self.put_together(t, place, new)
+        self.parts = around
         if old.parent is None:
             for t in old.outputs:
                 now = self.value(t, new)
@@ -152,7 +163,7 @@ class Sharder(Rewriter):
     # -- ops ---------------------------------------------------------------------------------------------------------
 
     def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
-        if isinstance(op.kind, Fresh) and not op.operands:
+        if isinstance(op.kind, Fresh) and not isinstance(op.kind, Empty):  # a stack is there before its slices are
             self.tensors[op.results[0]] = _Later(op)
         elif op.loop is not None:
             self.loop(op, new)
@@ -166,7 +177,7 @@ class Sharder(Rewriter):
 
     def plain(self, op: Op, new: Graph) -> None:
         """Add an op of a rank."""
-        rule = op.kind.placed(op)
+        rule = None if isinstance(op.kind, Empty) else op.kind.placed(op)
         choice = self.whole(op) if rule is None else choose(self.restricted(rule, op), self.given(op), self.mesh, self.asked(op, rule))
         self.moved += [
             f"{op.name!r}: {op.operands[i].name!r} put together along {axis}: {why}" for i, axis, why in choice.moved
@@ -177,6 +188,33 @@ class Sharder(Rewriter):
         made = self.add(op, kind, operands, self.here(new))
         for t, place in zip(made.results, choice.results, strict=True):
             self.at[t] = place
+        for i, t in zip(op.kind.overwrites(), op.results, strict=False):
+            self.note_part(op.operands[i], operands[i], t)
+
+    def note_part(self, before: Tensor, written: Tensor, after: Tensor) -> None:
+        """Note what is written in parts although every rank has it whole."""
+        storage = written.storage
+        if storage in self.parts:
+            self.parts[storage] = after, self.parts[storage][1]
+        elif isinstance(self.tensors[before], Tensor) and self.at[written] != self.at[self.tensors[before]]:
+            if storage.role != "activation":
+                self.parts[storage] = after, self.at[self.tensors[before]]
+
+    def put_together(self, old: Tensor, place: Placement, new: Graph) -> None:
+        """Let ranks exchange their parts of what each of them keeps whole, in place."""
+        t = self.tensors[old]
+        for axis in reversed(list(self.mesh)):
+            at = self.at[t]
+            dim = at.dim(axis)
+            if dim is None or place.dim(axis) is not None:
+                continue
+            kind = Collective(collective="all_gather", ranks=self.mesh[axis], axis=axis, dim=dim, inplace=True)
+            assert old.producer is not None
+            op = new.add_op(kind, [t], f"{t.name}.all_gather", old.producer.phase)
+            op.scope = old.producer.scope
+            (t,) = op.results
+            self.at[t] = at.without([axis], self.mesh)
+        self.tensors[old] = t
 
     def restricted(self, rule: Split, op: Op) -> Split:
         """Return the rule with the axes of a domain whole: which of its points a rank has is not the same for all."""
@@ -204,14 +242,16 @@ class Sharder(Rewriter):
 
     def asked(self, op: Op, rule: Split) -> dict[str, str]:
         """Return which names of the rule are asked for, by axis of the mesh: of a gradient, or a stated placement."""
-        place = self.wanted.get(op.results[0]) or self.stated.places.get(op.results[0])
+        made = op.results[0]
+        place = self.wanted.get(made) or self.stated.places.get(made)
         if place is None:
             return {}
+        axes = self.staying[made] if made in self.wanted else place.axes
         return {
             axis: names[0]
             for names, dim in zip(rule.results[0], place.dims, strict=True)
-            for axis in self.mesh
-            if axis in dim and names and axis not in self.stated.gathered
+            for axis in axes
+            if axis in dim and names
         }
 
     def whole(self, op: Op) -> Choice:
@@ -250,8 +290,10 @@ class Sharder(Rewriter):
         outer, self.piece = self.piece, _Pieces(op, kind, operands, new, self.piece)
         for f, t in zip(body.formals, operands, strict=True):
             self.tensors[f] = t
+        live = _live(body)
         for inner in body.ops:
             self.emit(inner, new)
+            self.piece.useful |= inner in live
         made = [self.value(o, new) for o in body.outputs]
         self.piece.outputs = made
         self.piece.close(last=True)
@@ -330,10 +372,10 @@ class Sharder(Rewriter):
             made.offset = outer.offset
         for r, o in zip((*loop.stacks, *loop.pieces), (*loop.ys, *loop.saved), strict=True):
             if r in self.wanted:
-                self.wanted |= targets_through(o, self.wanted[r].with_dims(self.wanted[r].dims[1:]))
+                self.aim(o, self.wanted[r].with_dims(self.wanted[r].dims[1:]), self.staying[r])
         for r, o in zip(loop.lasts, loop.nexts, strict=True):
             if r in self.wanted:
-                self.wanted |= targets_through(o, self.wanted[r])
+                self.aim(o, self.wanted[r], self.staying[r])
         self.fill(loop.body, body)
         for i, t in enumerate(loop.nexts):
             self.hand_on(i, t, body, op, starts[i], places[i])
@@ -345,6 +387,11 @@ class Sharder(Rewriter):
         for i, (r, t) in enumerate(zip(made_op.results, loop.body.outputs, strict=True)):
             at = self.at[self.tensors[t]]
             self.at[r] = at if i < len(loop.lasts) else at.with_dims([(), *at.dims])
+
+    def aim(self, t: Tensor, place: Placement, staying: frozenset[str]) -> None:
+        """Note where a gradient is kept that is made inside a body."""
+        self.wanted |= targets(t.graph, {t: place})
+        self.staying |= targets(t.graph, {t: staying})
 
     def hand_on(self, i: int, t: Tensor, body: Graph, op: Op, start: Placement | None, place: Placement) -> None:
         """Take what an iteration hands on to where the next one wants it, or ask for another beginning."""
@@ -381,9 +428,15 @@ class Sharder(Rewriter):
         return made
 
 
-def targets_through(t: Tensor, place: Placement) -> dict[Tensor, Placement]:
-    """Return where what makes up a gradient lies."""
-    return targets(t.graph, {t: place})
+def _live(body: Graph) -> set[Op]:
+    """Return the ops of a body that its results depend on, and those that write in place."""
+    found: set[Op] = set()
+    needed = set(body.outputs)
+    for op in reversed(body.ops):
+        if needed.intersection(op.results) or op.kind.overwrites():
+            found.add(op)
+            needed.update(op.operands)
+    return found
 
 
 class _Pieces:
@@ -395,6 +448,8 @@ class _Pieces:
         self.op, self.kind, self.operands, self.new, self.around = op, kind, operands, new, around
         self.body: Graph | None = None
         self.cuts = 0
+        self.useful = False
+        """Whether anyone reads what the present body makes."""
         self.outputs: list[Tensor] = []
 
     def graph(self) -> Graph:
@@ -418,12 +473,16 @@ class _Pieces:
             self.body = None if not last else self.body
             if self.body is None:
                 return
+        if not self.useful and not last:  # FLOPs that nobody wanted stay behind
+            self.body = None
+            return
         if (self.cuts or not last) and self.kind.changed:
             raise UnsupportedError(
                 f"shard: {self.op.name!r} is a kernel that writes into its operands, and ranks have to meet inside: "
                 "expected a placement that leaves it whole"
             )
         self.cuts += 1
+        self.useful = False
         body, self.body = self.body, None
         if last:
             body.outputs += [t for t in self.outputs if t.graph is body and t not in body.outputs]

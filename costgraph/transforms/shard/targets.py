@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TypeVar
 
 from ...graph.graph import Graph
-from ...graph.placement import Placement
 from ...graph.tensor import Tensor
 from ...ops.keep import Keep
 from ...ops.pieces import Accumulate
 
 __all__ = ["targets"]
 
+T = TypeVar("T")
 
-def targets(graph: Graph, gradients: Mapping[Tensor, Placement]) -> dict[Tensor, Placement]:
-    """Return where gradients lie, and sums that are on the way to them."""
+
+def targets(graph: Graph, gradients: Mapping[Tensor, T]) -> dict[Tensor, T]:
+    """Return what is said of gradients, of sums on the way to them as well."""
     found = dict(gradients)
     left = list(gradients)
     while left:
