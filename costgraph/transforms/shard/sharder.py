@@ -147,6 +147,7 @@ class Sharder(Rewriter):
         for kind, after, name in steps(have, want, self.mesh):
             made = self.step(kind, made, name, new, phase)
             self.at[made] = after
+        assert self.at[made] == want, f"{t!r}: {have} -> {self.at[made]}, expected {want}"
         if param:
             self.params.add(made)
         self.copies[key] = made
@@ -473,7 +474,7 @@ class _Pieces:
             self.body = None if not last else self.body
             if self.body is None:
                 return
-        if not self.useful and not last:  # FLOPs that nobody wanted stay behind
+        if not self.useful and (self.cuts or not last):  # FLOPs that nobody wanted stay behind
             self.body = None
             return
         if (self.cuts or not last) and self.kind.changed:
@@ -491,3 +492,5 @@ class _Pieces:
         made = body.parent.add_op(kind, body.captured, self.op.name, self.op.phase)
         made.scope = self.op.scope
         body.owner = made
+        if self.around is not None:
+            self.around.useful = True
