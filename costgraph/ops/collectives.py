@@ -116,9 +116,7 @@ class Part(Meshed):
         return rules.all_results(self, op) if self.blocks != ONE else rules.nothing(self, op)
 
 
-def collective(
-    x: Tensor, collective: str, ranks: object, *, axis: str = "", dim: int = 0, operation: str = "sum", name: str = ""
-) -> Tensor:
+def collective(x: Tensor, collective: str, ranks: object, *, name: str = "") -> Tensor:
     """Declare a collective over some ranks: its reduction's FLOPs and what it reads and writes on one rank.
 
     Parameters
@@ -126,15 +124,9 @@ def collective(
     x : Tensor
         What each rank brings.
     collective : str
-        One of `COLLECTIVES`; all_gather multiplies an axis by the ranks, reduce_scatter divides it.
+        One of `COLLECTIVES`; all_gather multiplies the first axis by the ranks, reduce_scatter divides it.
     ranks : sympy.Expr or int
         Number of ranks.
-    axis : str
-        Name of the axis of the mesh that the ranks are on.
-    dim : int
-        The axis of the tensor that is put together or split.
-    operation : str
-        How a reduction puts the values together: sum, mean, max or min.
     name : str
         Name of the op, by default the collective's.
 
@@ -143,14 +135,10 @@ def collective(
     Tensor
         What each rank gets. The time on the network has no rule yet: a roofline of it is an error.
 
-    Raises
-    ------
-    GraphError, ShapeError
-        If the collective or operation is unknown, or the tensor has no such axis.
+    Notes
+    -----
+    Collectives that follow from where tensors lie on a mesh are derived: `costgraph.shard`.
     """
     need_choice("collective", collective, tuple(COLLECTIVES))
-    need_choice("collective: operation", operation, ("sum", "mean", "max", "min"))
-    kind = Collective(
-        collective=collective, ranks=positive("collective: ranks", ranks), axis=axis, dim=dim, operation=operation
-    )
+    kind = Collective(collective=collective, ranks=positive("collective: ranks", ranks))
     return apply(kind, [x], named(name, collective))[0]

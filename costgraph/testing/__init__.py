@@ -5,7 +5,7 @@ point, `sample` how to draw one, and `hold` checks its record against both on dr
 """
 
 # the laws and the meanings in them
-from . import cached, formulas, gradients, grouped, identity, lookups, refusals, sums, times, updates
+from . import cached, formulas, gradients, grouped, identity, lookups, meetings, refusals, sums, times, updates
 from .arithmetic import FUNCTIONS, Number, function, value
 from .bodies import graphs, ops
 from .hold import hold, missing, search
@@ -22,6 +22,6 @@ from .values import At
 __all__ = [
     "FUNCTIONS", "LAWS", "MEANINGS", "SAMPLES", "TRAINING", "At", "Case", "Counted", "DrawnPattern", "Lesson",
     "Number", "Run", "Sketch", "Trial", "cached", "check", "check_training", "dtypes", "formulas", "function",
-    "gradients", "graphs", "grouped", "hold", "identity", "law", "lookups", "losses", "meaning", "missing", "ops",
+    "gradients", "graphs", "grouped", "hold", "identity", "law", "lookups", "losses", "meetings", "meaning", "missing", "ops",
     "patterns", "points", "run", "refusals", "sample", "search", "sizes", "sums", "times", "updates", "value",
 ]  # fmt: skip

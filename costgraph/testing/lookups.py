@@ -7,7 +7,6 @@ from itertools import product
 
 from ..ops.foreign import Foreign
 from ..ops.index import Gather, Scatter
-from ..ops.collectives import Collective
 from ..ops.stated import Opaque, Stated
 from .arithmetic import Number, tally
 from .meanings import meaning
@@ -89,23 +88,3 @@ def _stated(at: At[Stated]) -> None:
     for direction, amounts in (("reads", kind.bytes_read), ("writes", kind.bytes_written)):
         if amounts is not None:
             at.stated[direction] = sum(at.of(amounts))
-
-
-@meaning(Collective)
-def _collective(at: At[Collective]) -> None:
-    """Play the ranks, all of which bring the same: additions are spread evenly over them."""
-    name, ranks = at.kind.collective, at.of(at.kind.ranks)
-    x = at.operands[0]
-    additions = 0
-    first = at.result().array.shape[0] if at.result().array.ndim else 1
-    for index in product(*map(range, x.array.shape)):
-        total = Number(at.read(0, *index), tally())
-        if name in ("all_reduce", "reduce_scatter"):
-            for _ in range(ranks - 1):
-                total = total + x.array[index]
-                additions += 1
-        for copy in range(ranks if name == "all_gather" else 1):
-            to = (index[0] + copy * x.array.shape[0], *index[1:]) if index else index
-            if not to or to[0] < first:  # the other rows are another rank's
-                at.write(total, *to)
-    at.tally.pointwise += Fraction(additions, ranks)

@@ -14,11 +14,12 @@ from ..errors import GraphError
 from ..graph.graph import Graph, need_graph
 from ..graph.op import OpKind
 from ..graph.placement import Factors, Mesh, Placement
-from ..ops.collectives import REDUCING, Collective, Part
+from ..ops.collectives import Collective, Part
 from ..ops.index import Gather, Scatter
 from ..ops.stochastic import Dropout
 from .interpreter import Run, run
 from .meanings import MEANINGS, Meaning
+from .meetings import cut, together
 from .reference import REFERENCE, whole
 from .reference import collective as reference_collective
 from .values import Array, At, Sizes, Value
@@ -115,24 +116,6 @@ class _Meeting:
         return found
 
 
-_TOGETHER = {"sum": np.sum, "mean": np.mean, "max": np.max, "min": np.min}
-
-
-def _cut(array: Array, dim: int, blocks: int, ranks: int, rank: int) -> Array:
-    """Return a rank's part of each block of an axis."""
-    shape = array.shape
-    size = shape[dim]
-    whole_ = array.reshape(*shape[:dim], blocks, ranks, size // blocks // ranks, *shape[dim + 1 :])
-    return np.take(whole_, rank, axis=dim + 1).reshape(*shape[:dim], size // ranks, *shape[dim + 1 :])
-
-
-def _joined(parts: list[Array], dim: int, blocks: int) -> Array:
-    """Put the parts of all ranks together, block by block."""
-    shape = parts[0].shape
-    cut = [p.reshape(*shape[:dim], blocks, 1, shape[dim] // blocks, *shape[dim + 1 :]) for p in parts]
-    return np.concatenate(cut, axis=dim + 1).reshape(*shape[:dim], shape[dim] * len(parts), *shape[dim + 1 :])
-
-
 def _meanings(me: int, meeting: _Meeting) -> dict[type[OpKind], Meaning]:
     """Return what op kinds do on one rank."""
     rank = meeting.ranks[me]
@@ -142,19 +125,10 @@ def _meanings(me: int, meeting: _Meeting) -> dict[type[OpKind], Meaning]:
         if not kind.axis:  # declared by hand, for ranks that all bring the same
             return alone(at)
         found = meeting.exchange(me, kind.axis, x)
-        ranks, blocks = len(found), at.of(kind.blocks)
-        assert ranks == at.of(kind.ranks), f"{at.op.name!r}: {ranks} ranks, the op says {at.of(kind.ranks)}"
-        if kind.collective in REDUCING:
-            total = _TOGETHER[kind.operation](np.stack(found), axis=0)
-            return total if kind.collective == "all_reduce" else _cut(total, kind.dim, blocks, ranks, rank[kind.axis])
-        if kind.collective == "all_gather":
-            if kind.inplace:
-                v = at.operands[0]
-                at.made[0] = Value(v.buffer.array, v.buffer)
-            return _joined(found, kind.dim, blocks)
-        assert kind.collective == "all_to_all" and kind.source is not None
-        parts = [_cut(p, kind.dim, blocks, ranks, rank[kind.axis]) for p in found]
-        return _joined(parts, kind.source, at.of(kind.source_blocks))
+        assert len(found) == at.of(kind.ranks), f"{at.op.name!r}: {len(found)} ranks, expected {at.of(kind.ranks)}"
+        if kind.inplace:
+            at.made[0] = Value(at.operands[0].buffer.array, at.operands[0].buffer)
+        return together(at, found, rank[kind.axis])
 
     alone = reference_collective
 
@@ -165,7 +139,7 @@ def _meanings(me: int, meeting: _Meeting) -> dict[type[OpKind], Meaning]:
             own = slice(rank[kind.axis] * size, (rank[kind.axis] + 1) * size)
             at.view(lambda array: array[(slice(None),) * kind.dim + (own,)])
         else:
-            whole(lambda at: _cut(at.operands[0].array, kind.dim, blocks, ranks, rank[kind.axis]))(at)
+            whole(lambda at: cut(at.operands[0].array, kind.dim, blocks, ranks, rank[kind.axis]))(at)
 
     def looked_up(at: At[Gather]) -> Array:
         kind = at.kind

@@ -20,6 +20,7 @@ from ..ops.collectives import Collective
 from ..ops.stated import Transfer
 from .arithmetic import erf
 from .meanings import MEANINGS, Meaning, scalars
+from .meetings import together
 from .values import Array, At, Value, sees
 
 __all__ = ["REFERENCE", "collective", "whole"]
@@ -242,11 +243,8 @@ def _scatter(at: At[Scatter]) -> Array:
 
 
 def collective(at: At[Collective]) -> Array:
-    name, ranks, x = at.kind.collective, at.of(at.kind.ranks), at.operands[0].array
-    if name == "all_gather":
-        return np.concatenate([x] * ranks) if x.ndim else x
-    total = x * ranks if name in ("all_reduce", "reduce_scatter") else x
-    return np.split(total, ranks)[0] if name == "reduce_scatter" and x.ndim else total
+    """Let all ranks bring the same; the first one looks."""
+    return together(at, [at.operands[0].array] * at.of(at.kind.ranks), 0)
 
 
 def _arange(at: At[Arange]) -> Array:

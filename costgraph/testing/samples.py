@@ -22,7 +22,7 @@ from ..ops.pooling import Pool
 from ..ops.reduce import REDUCTIONS, Reduce, reduce
 from ..ops.registry import adding
 from ..ops.stacks import Empty
-from ..ops.collectives import COLLECTIVES, Collective, collective
+from ..ops.collectives import COLLECTIVES, Collective, Part, collective
 from ..ops.stated import Opaque, Transfer, opaque, transfer
 from ..ops.stochastic import Dropout, dropout
 from .contractions import contraction, merged, names_of
@@ -276,10 +276,32 @@ def _foreign(s: Sketch) -> Sequence[Tensor]:
     return apply(kind, [x], "relu")
 
 
+def _dim(s: Sketch, ranks: Any, blocks: int, *others: Any) -> Tensor:
+    """Return a tensor of which an axis can be cut into parts of each block."""
+    return s.fresh((*others, ranks * blocks * s.one_of([1, dims("B")]), *s.shape(1, 4)))
+
+
 @sample(Collective)
 def _collective(s: Sketch) -> Sequence[Tensor]:
     kind = s.one_of(sorted(COLLECTIVES))
     ranks: Any = s.one_of([2, 3, dims("A")])
-    rows = (ranks * s.one_of([1, dims("B")]), *s.shape(1, 4)) if kind == "reduce_scatter" else None
-    x = s.tensor(lambda t: s.elements(t) <= 20, s.shape(1, 20)) if rows is None else s.fresh(rows)
-    return [collective(x, kind, ranks)]
+    if s.chance(1):
+        rows = (ranks * s.one_of([1, dims("B")]), *s.shape(1, 4)) if kind == "reduce_scatter" else None
+        x = s.tensor(lambda t: s.elements(t) <= 20, s.shape(1, 20)) if rows is None else s.fresh(rows)
+        return [collective(x, kind, ranks)]
+    kind = s.one_of(["all_reduce", "all_gather", "reduce_scatter", "all_to_all"])
+    blocks, dim = s.number(1, 2), s.number(0, 1)
+    x = _dim(s, ranks, blocks, *[2] * dim)
+    facts = {"source": x.ndim - 1 if x.ndim - 1 != dim else None} if kind == "all_to_all" else {}
+    made = Collective(
+        collective=kind, ranks=poly(ranks), axis="x", dim=dim, blocks=poly(blocks),
+        operation=s.one_of(["sum", "mean", "max", "min"]), **facts,
+    )  # fmt: skip
+    return apply(made, [x], kind)
+
+
+@sample(Part)
+def _part(s: Sketch) -> Sequence[Tensor]:
+    ranks: Any = s.one_of([2, 3, dims("A")])
+    blocks, dim = s.number(1, 2), s.number(0, 1)
+    return apply(Part(ranks=poly(ranks), axis="x", dim=dim, blocks=poly(blocks)), [_dim(s, ranks, blocks, *[2] * dim)], "part")

@@ -21,7 +21,8 @@ from ...ops.ordering import Sort
 from ...ops.pointwise import Pointwise
 from ...ops.reduce import Reduce
 from ...ops.stacks import Stacked
-from ...ops.stated import Collective, Transfer
+from ...ops.collectives import Collective, Part
+from ...ops.stated import Transfer
 from .emitter import Numbers
 
 __all__ = ["Indices"]
@@ -38,6 +39,7 @@ _MOVES = (
     | Append
     | Transfer
     | Collective
+    | Part
     | Gather
     | Stacked
     | Assign

@@ -5,6 +5,7 @@ from types import MappingProxyType
 
 from ...graph.op import OpKind
 from ...ops.cached import Append
+from ...ops.collectives import Part
 from ...ops.foreign import Foreign
 from ...ops.grouped import Dispatch
 from ...ops.keep import StopGradient
@@ -23,6 +24,7 @@ NOT_DIFFERENTIABLE: Mapping[type[OpKind], str] = MappingProxyType(
         Unpool: "a gradient already: of gradients of gradients of windows nothing is stated",
         Foreign: "a call that was recorded: torch runs its backward pass, which a trace can record as well",
         FusedUpdate: "part of an optimizer step",
+        Part: "of the graph of one rank: a graph is differentiated before it is sharded",
         Dispatch: "makes integers alone",
         StopGradient: "lets no gradient pass: nothing asks for its rule",
         Append: "part of a step of inference",
