@@ -11,6 +11,7 @@ from . import interruption  # noqa: F401  # before what takes its time
 # isort: split
 from .algebra.extremum import Max, Min
 from .algebra.symbols import dims
+from .analysis.communication import communication
 from .analysis.compare import compare
 from .analysis.costs import bytes_moved, costs, flops, intensity, matmul_flops
 from .analysis.crossover import crossover
@@ -79,6 +80,7 @@ from .transforms.inference.inference import decode, prefill
 from .transforms.precision.policy import Policy
 from .transforms.precision.precision import apply_precision
 from .transforms.quantize.quantize import quantize
+from .transforms.shard.shard import mesh, shard
 from .transforms.training import training_step
 from .transforms.unroll import unroll
 from .transforms.vjp.table import vjp
@@ -96,6 +98,7 @@ __all__ = [
     "ops",
     "plan",
     "largest",
+    "communication",
     "compare",
     "tiling",
     "activation_memory",
@@ -112,7 +115,9 @@ __all__ = [
     "Checkpoint",
     "Policy",
     "apply_precision",
+    "mesh",
     "quantize",
+    "shard",
     "training_step",
     "SGD",
     "AdaGrad",

@@ -15,8 +15,8 @@ from ..graph.sizes import Bindings, bindings, known_names
 from ..hardware.levels import Level, levels
 from ..hardware.rates import StandIn
 from ..hardware.specs import Hardware, load_hardware
-from ..ops.contraction import Einsum
 from ..ops.collectives import Collective
+from ..ops.contraction import Einsum
 from ..ops.stated import Transfer
 from .bounds import parts_of_traffic
 from .costs import compute_dtype, executions

@@ -118,7 +118,9 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
         super().__init__(None if isinstance(name, str) else name, **attr)
         self.graph.setdefault("name", name if isinstance(name, str) else "graph")
         facts = {"dtype": find_dtype(dtype), "outputs": [], "relations": NOTHING_KNOWN, "defaults": {}, "loss": None}
-        self.graph.facts = facts | {"gradients": {}, "handed": {}, "layers": frozenset(), "sharding": None} | self.graph.facts
+        self.graph.facts = (
+            facts | {"gradients": {}, "handed": {}, "layers": frozenset(), "sharding": None} | self.graph.facts
+        )
 
     def copy(self, as_view: bool = False) -> Graph:
         """Return a graph of the same nodes, in which nodes can be removed; ops of its tensors go to the original."""

@@ -223,4 +223,3 @@ def _divided(a: Poly, b: Poly) -> Poly | None:
         return None
     known = ratio.constant
     return ratio if known is None or (isinstance(known, int) and known >= 1) else None
-

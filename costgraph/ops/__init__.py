@@ -1,6 +1,7 @@
 """Op kinds, one file a family. The functions here are those that models need beside the ones of `costgraph` itself."""
 
 from .cached import cache, initial_state
+from .collectives import collective
 from .elementwise import (
     equal,
     exp,
@@ -23,7 +24,6 @@ from .layout import concat, contiguous_copy, expand, reshape, roll, slice_axis, 
 from .operators import matmul, transpose
 from .ordering import sort
 from .pointwise import cast, pointwise
-from .collectives import collective
 from .stated import transfer
 
 __all__ = [

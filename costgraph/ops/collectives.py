@@ -16,7 +16,7 @@ from ..graph.tensor import Tensor
 from . import rules
 from .registry import register
 
-__all__ = ["COLLECTIVES", "REDUCING", "Collective", "Part", "collective"]
+__all__ = ["COLLECTIVES", "REDUCING", "Collective", "Meshed", "Part", "collective"]
 
 #: Collectives and what each does to an axis: times the number of ranks, divided by it, or nothing.
 COLLECTIVES = {"all_reduce": 0, "all_gather": 1, "reduce_scatter": -1, "all_to_all": 0, "send": 0}

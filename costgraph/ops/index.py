@@ -73,7 +73,11 @@ class Indexed(OpKind):
         batch = tuple((f"b{i}",) for i in range(self.batch))
         rows = tuple(f"v{i}" for i in range(count))
         behind = tuple((f"r{i}",) for i in range(table.ndim - self.batch - count))
-        return (*batch, *((n,) for n in rows), *behind), (*batch, *((f"i{i}",) for i in range(self.batch, ids.ndim))), rows
+        return (
+            (*batch, *((n,) for n in rows), *behind),
+            (*batch, *((f"i{i}",) for i in range(self.batch, ids.ndim))),
+            rows,
+        )
 
     def row(self, operands: Sequence[Tensor]) -> slice:
         """Return which axes of the table are those of a row."""
@@ -110,7 +114,14 @@ class Gather(Indexed):
         table, ids, rows = self.names(op)
         result = (*ids, *table[self.batch + len(rows) :])
         reduced = dict.fromkeys(rows, "sum") if len(rows) == 1 else {}
-        return splits.across(op, [table, *(ids for _ in rows)], result, partial(_in_part, self, rows), reduced=reduced, once=frozenset(rows))
+        return splits.across(
+            op,
+            [table, *(ids for _ in rows)],
+            result,
+            partial(_in_part, self, rows),
+            reduced=reduced,
+            once=frozenset(rows),
+        )
 
     def reads(self, op: Op) -> tuple[Poly, ...]:
         """Return the rows of a table that are looked up, not the table, and the indices."""

@@ -36,14 +36,20 @@ def _is_places(value: object) -> bool:
 Places = Annotated[tuple[Domain, int, int] | None, optional("a domain and two axes", _is_places), Limit(1)]
 
 
-def _grouped(sizes: Sequence[Poly], parts: Sequence[Poly], same: Callable[[Poly, Poly], bool]) -> list[list[int]] | None:
+def _grouped(
+    sizes: Sequence[Poly], parts: Sequence[Poly], same: Callable[[Poly, Poly], bool]
+) -> list[list[int]] | None:
     """Return which consecutive parts make up each size, None where some do not."""
     out: list[list[int]] = []
     at = 0
     for size in sizes:
         mine: list[int] = []
         made = ONE
-        while at < len(parts) and not (mine and same(made, size) and parts[at] != ONE) and (mine or size != ONE or parts[at] == ONE):
+        while (
+            at < len(parts)
+            and not (mine and same(made, size) and parts[at] != ONE)
+            and (mine or size != ONE or parts[at] == ONE)
+        ):
             mine.append(at)
             made = made * parts[at]
             at += 1

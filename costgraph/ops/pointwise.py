@@ -190,7 +190,9 @@ class Pointwise(OpKind):
         scaled = self.function.name in ("mul", "div") and len(op.operands) == 1
         scaled = scaled and self.scalars[:1] == (None,)
         return splits.alike(
-            op, whole=last, linear=scaled or (self.function.name in _LINEAR and not any(s is not None for s in self.scalars))
+            op,
+            whole=last,
+            linear=scaled or (self.function.name in _LINEAR and not any(s is not None for s in self.scalars)),
         )
 
 

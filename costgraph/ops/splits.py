@@ -81,7 +81,9 @@ def fresh(kind: Any, op: Op) -> Split:
     return across(op, (), names, lambda extents, ranks: replace(kind, sizes=local_of(names, extents)))
 
 
-def refined(a: Sizes, b: Sizes, same: Any) -> tuple[dict[str, Poly], list[tuple[str, ...]], list[tuple[str, ...]], set[str]]:
+def refined(
+    a: Sizes, b: Sizes, same: Any
+) -> tuple[dict[str, Poly], list[tuple[str, ...]], list[tuple[str, ...]], set[str]]:
     """Return parts that two shapes of as many elements are both made of.
 
     Returns the size of each part by name, the parts of each axis of both shapes, and those that cannot be split:

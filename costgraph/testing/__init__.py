@@ -13,15 +13,18 @@ from .interpreter import Counted, Run, run
 from .laws import LAWS, Trial, check, law
 from .losses import losses
 from .meanings import MEANINGS, meaning
+from .ranks import check_sharded, run_ranks
 from .samples import SAMPLES, sample
 from .sketch import Case, Sketch
+from .spreads import Spread, spreads
 from .strategies import DrawnPattern, dtypes, patterns, points, sizes
 from .training import TRAINING, Lesson, check_training
 from .values import At
 
 __all__ = [
     "FUNCTIONS", "LAWS", "MEANINGS", "SAMPLES", "TRAINING", "At", "Case", "Counted", "DrawnPattern", "Lesson",
-    "Number", "Run", "Sketch", "Trial", "cached", "check", "check_training", "dtypes", "formulas", "function",
-    "gradients", "graphs", "grouped", "hold", "identity", "law", "lookups", "losses", "meetings", "meaning", "missing", "ops",
-    "patterns", "points", "run", "refusals", "sample", "search", "sizes", "sums", "times", "updates", "value",
+    "Number", "Run", "Sketch", "Spread", "Trial", "cached", "check", "check_sharded", "check_training", "dtypes",
+    "formulas", "function", "gradients", "graphs", "grouped", "hold", "identity", "law", "lookups", "losses", "meaning",
+    "meetings", "missing", "ops", "patterns", "points", "refusals", "run", "run_ranks", "sample", "search", "sizes",
+    "spreads", "sums", "times", "updates", "value",
 ]  # fmt: skip

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from fractions import Fraction
 from itertools import product
 
 from ..ops.foreign import Foreign
 from ..ops.index import Gather, Scatter
 from ..ops.stated import Opaque, Stated
-from .arithmetic import Number, tally
+from .arithmetic import tally
 from .meanings import meaning
 from .values import At, Point
 

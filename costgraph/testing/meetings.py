@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 
@@ -81,7 +82,7 @@ def _part(at: At[Part]) -> None:
 
 # -- by whole arrays -------------------------------------------------------------------------------------------------
 
-_TOGETHER = {"sum": np.sum, "mean": np.mean, "max": np.max, "min": np.min}
+_TOGETHER: dict[str, Callable[..., Any]] = {"sum": np.sum, "mean": np.mean, "max": np.max, "min": np.min}
 
 
 def cut(array: Array, dim: int, blocks: int, ranks: int, rank: int) -> Array:
@@ -89,7 +90,8 @@ def cut(array: Array, dim: int, blocks: int, ranks: int, rank: int) -> Array:
     shape = array.shape
     size = shape[dim]
     split = array.reshape(*shape[:dim], blocks, ranks, size // blocks // ranks, *shape[dim + 1 :])
-    return np.take(split, rank, axis=dim + 1).reshape(*shape[:dim], size // ranks, *shape[dim + 1 :])
+    out: Array = np.take(split, rank, axis=dim + 1)
+    return out.reshape(*shape[:dim], size // ranks, *shape[dim + 1 :])
 
 
 def joined(parts: Sequence[Array], dim: int, blocks: int) -> Array:
@@ -104,7 +106,9 @@ def together(at: At[Collective], brought: Sequence[Array], rank: int) -> Array:
     kind, ranks, blocks = at.kind, len(brought), at.of(at.kind.blocks)
     if kind.collective in REDUCING:
         total: Array = np.asarray(_TOGETHER[kind.operation](np.stack(brought), axis=0))
-        return cut(total, kind.dim, blocks, ranks, rank) if kind.collective == "reduce_scatter" and total.ndim else total
+        if kind.collective == "all_reduce" or not total.ndim:
+            return total
+        return cut(total, kind.dim, blocks, ranks, rank)
     if kind.collective == "all_gather":
         return joined(brought, kind.dim, blocks) if brought[0].ndim else brought[rank]
     if kind.source is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from math import prod
 from threading import Barrier, BrokenBarrierError, Thread
@@ -13,7 +13,8 @@ import numpy as np
 from ..errors import GraphError
 from ..graph.graph import Graph, need_graph
 from ..graph.op import OpKind
-from ..graph.placement import Factors, Mesh, Placement
+from ..graph.placement import Factors, Mesh, Placement, Sharding
+from ..graph.sizes import known_names
 from ..ops.collectives import Collective, Part
 from ..ops.index import Gather, Scatter
 from ..ops.stochastic import Dropout
@@ -21,78 +22,77 @@ from .interpreter import Run, run
 from .meanings import MEANINGS, Meaning
 from .meetings import cut, together
 from .reference import REFERENCE, whole
-from .reference import collective as reference_collective
+from .reference import collective as alone
 from .values import Array, At, Sizes, Value
 
-__all__ = ["assembled", "part_of", "run_ranks"]
+__all__ = ["check_sharded", "run_ranks"]
 
 Rank = dict[str, int]
 
 
-def ranks_of(mesh: Mesh, degrees: Mapping[str, int]) -> Iterator[Rank]:
-    """Yield the place of every rank on a mesh, the innermost axis the fastest."""
+def _dropped(at: At[Dropout]) -> None:
+    """Leave all elements: which ones are zeros is another question on each rank."""
+    x = at.operands[0].array
+    whole(lambda at: x / (1 - at.kind.p))(at)
+    whole(lambda at: np.ones(x.shape), to=1)(at)
+
+
+_PLAIN: dict[type[OpKind], Meaning] = {**MEANINGS, **REFERENCE, Dropout: _dropped}
+
+# -- what a rank has -------------------------------------------------------------------------------------------------
+
+
+class _Mesh:
+    """Ranks by number, and what each has of a tensor."""
+
+    def __init__(self, sharding: Sharding, sizes: Sizes, degrees: Mapping[str, int]) -> None:
+        self.sizes, self.degrees = sizes, degrees
+        self.ranks = list(_ranks(sharding.mesh, degrees))
+
+    def part(self, array: Array, at: Placement, rank: Rank) -> Array:
+        """Return what a rank has of an array."""
+        out = array
+        for i, factors in enumerate(at.dims):
+            out = np.take(out, self._positions(factors, array.shape[i], rank), axis=i)
+        return out
+
+    def assembled(self, parts: Sequence[Array], at: Placement, shape: tuple[int, ...]) -> Array:
+        """Put the parts of all ranks together; those that several ranks have must be the same."""
+        out = np.full(shape, np.nan)
+        seen = np.zeros(shape, dtype=bool)
+        for rank, part in zip(self.ranks, parts, strict=True):
+            index = [self._positions(factors, n, rank) for factors, n in zip(at.dims, shape, strict=True)]
+            place = np.ix_(*index) if index else ()
+            same = np.isclose(out[place], part, rtol=1e-9, atol=1e-12, equal_nan=True) | ~seen[place]
+            assert bool(np.all(same)), f"rank {rank} has other numbers than another one that has the same part"
+            out[place] = part
+            seen[place] = True
+        return out
+
+    def _positions(self, factors: Factors, size: int, rank: Rank) -> Array:
+        """Return the positions along an axis that a rank has."""
+        if not factors:
+            return np.arange(size)
+        shape = [self.degrees[f] if isinstance(f, str) else self.sizes(f) for f in factors]
+        assert prod(shape) == size, f"an axis of {size} in parts of {shape}"
+        grid = np.arange(size).reshape(shape)
+        return grid[tuple(rank[f] if isinstance(f, str) else slice(None) for f in factors)].reshape(-1)
+
+
+def _ranks(mesh: Mesh, degrees: Mapping[str, int]) -> Iterator[Rank]:
+    """Yield the place of every rank, the innermost axis the fastest."""
     names = list(mesh)
     for place in product(*(range(degrees[n]) for n in names)):
         yield dict(zip(names, place, strict=True))
 
 
-def _index(factors: Factors, size: int, rank: Rank, degrees: Mapping[str, int]) -> Array:
-    """Return the positions along an axis that a rank has."""
-    if not factors:
-        return np.arange(size)
-    splits = [degrees[f] if isinstance(f, str) else None for f in factors]
-    known = prod(n for n in splits if n is not None)
-    sizes = [degrees[f] if isinstance(f, str) else f for f in factors]
-    free = [i for i, n in enumerate(splits) if n is None]
-    # the last part is what is left: what stands before it is known by number
-    shape = [n if isinstance(n, int) else int(n.constant or 0) for n in sizes]
-    if free:
-        shape[free[-1]] = size // (known * prod(shape[i] for i in free[:-1]))
-    grid = np.arange(size).reshape(shape)
-    return grid[tuple(rank[f] if isinstance(f, str) else slice(None) for f in factors)].reshape(-1)
-
-
-def part_of(array: Array, at: Placement, rank: Rank, degrees: Mapping[str, int], sizes: Sizes) -> Array:
-    """Return what a rank has of an array."""
-    out = array
-    for i, factors in enumerate(at.dims):
-        bound = tuple(f if isinstance(f, str) else _number(sizes, f) for f in factors)
-        out = np.take(out, _index(bound, array.shape[i], rank, degrees), axis=i)
-    return out
-
-
-def _number(sizes: Sizes, f: Any) -> Any:
-    from ..algebra.polynomial import as_poly
-
-    return as_poly(sizes(f))
-
-
-def assembled(parts: list[tuple[Rank, Array]], shape: tuple[int, ...], at: Placement, degrees: Mapping[str, int], sizes: Sizes) -> Array:
-    """Put the parts of all ranks together; those that several ranks have must be the same.
-
-    Raises
-    ------
-    AssertionError
-        If two ranks that have the same elements have other numbers there.
-    """
-    out = np.full(shape, np.nan)
-    for rank, part in parts:
-        index = []
-        for i, factors in enumerate(at.dims):
-            bound = tuple(f if isinstance(f, str) else _number(sizes, f) for f in factors)
-            index.append(_index(bound, shape[i], rank, degrees))
-        place = np.ix_(*index) if index else ()
-        there = out[place]
-        same = np.isnan(there) | np.isclose(there, part, rtol=1e-9, atol=1e-12, equal_nan=True)
-        assert bool(np.all(same)), f"ranks have other numbers where they should have the same, at {rank}"
-        out[place] = part
-    return out
+# -- where ranks meet ------------------------------------------------------------------------------------------------
 
 
 class _Meeting:
-    """Where ranks put what they bring, and take what the others brought."""
+    """Where ranks put what they bring, and take what the others of their group brought."""
 
-    def __init__(self, ranks: list[Rank]) -> None:
+    def __init__(self, ranks: Sequence[Rank]) -> None:
         self.ranks = ranks
         self.barrier = Barrier(len(ranks))
         self.brought: dict[int, Array] = {}
@@ -100,12 +100,7 @@ class _Meeting:
     def group(self, me: int, axis: str) -> list[int]:
         """Return the ranks that are on one line with a rank, in order."""
         mine = self.ranks[me]
-        found = [i for i, r in enumerate(self.ranks) if all(r[a] == mine[a] for a in mine if a != axis)]
-        return sorted(found, key=lambda i: self.ranks[i][axis])
-
-    def degree(self, axis: str) -> int:
-        """Return how many ranks an axis has."""
-        return 1 + max(r[axis] for r in self.ranks)
+        return [i for i, r in enumerate(self.ranks) if all(r[a] == mine[a] for a in mine if a != axis)]
 
     def exchange(self, me: int, axis: str, array: Array) -> list[Array]:
         """Return what all of a group have brought."""
@@ -116,114 +111,133 @@ class _Meeting:
         return found
 
 
-def _meanings(me: int, meeting: _Meeting) -> dict[type[OpKind], Meaning]:
-    """Return what op kinds do on one rank."""
-    rank = meeting.ranks[me]
+class _Rank:
+    """What op kinds do on one rank."""
 
-    def collective(at: At[Collective]) -> Array:
-        kind, x = at.kind, at.operands[0].array
-        if not kind.axis:  # declared by hand, for ranks that all bring the same
+    def __init__(self, me: int, meeting: _Meeting, degrees: Mapping[str, int]) -> None:
+        self.me, self.meeting, self.rank, self.degrees = me, meeting, meeting.ranks[me], degrees
+        self.meanings: dict[type[OpKind], Meaning] = {
+            **_PLAIN,
+            Collective: whole(self.collective),
+            Part: self.part,
+            Gather: self.in_part(whole(self.looked_up), _PLAIN[Gather]),
+            Scatter: self.in_part(whole(self.scattered), _PLAIN[Scatter]),
+        }
+
+    @staticmethod
+    def in_part(split: Meaning, plain: Meaning) -> Meaning:
+        """Choose between what is done with some of the rows and with all."""
+
+        def chosen(at: At[Any]) -> None:
+            (split if at.kind.part else plain)(at)
+
+        return chosen
+
+    def collective(self, at: At[Collective]) -> Array:
+        """Bring what the rank has, and take what it gets."""
+        kind = at.kind
+        if not kind.axis:  # declared, for ranks that all bring the same
             return alone(at)
-        found = meeting.exchange(me, kind.axis, x)
+        found = self.meeting.exchange(self.me, kind.axis, at.operands[0].array)
         assert len(found) == at.of(kind.ranks), f"{at.op.name!r}: {len(found)} ranks, expected {at.of(kind.ranks)}"
         if kind.inplace:
             at.made[0] = Value(at.operands[0].buffer.array, at.operands[0].buffer)
-        return together(at, found, rank[kind.axis])
+        return together(at, found, self.rank[kind.axis])
 
-    alone = reference_collective
-
-    def part(at: At[Part]) -> None:
-        kind, ranks, blocks = at.kind, at.of(at.kind.ranks), at.of(at.kind.blocks)
+    def part(self, at: At[Part]) -> None:
+        """Take the rank's own part."""
+        kind, ranks, blocks, me = at.kind, at.of(at.kind.ranks), at.of(at.kind.blocks), self.rank[at.kind.axis]
         if blocks == 1:
             size = at.operands[0].array.shape[kind.dim] // ranks
-            own = slice(rank[kind.axis] * size, (rank[kind.axis] + 1) * size)
-            at.view(lambda array: array[(slice(None),) * kind.dim + (own,)])
+            at.view(lambda array: array[(slice(None),) * kind.dim + (slice(me * size, (me + 1) * size),)])
         else:
-            whole(lambda at: cut(at.operands[0].array, kind.dim, blocks, ranks, rank[kind.axis]))(at)
+            whole(lambda at: cut(at.operands[0].array, kind.dim, blocks, ranks, me))(at)
 
-    def looked_up(at: At[Gather]) -> Array:
-        kind = at.kind
-        table, ids = at.operands[0].array, at.operands[1].array.astype(int)
-        rows = table.shape[kind.batch]
-        own = ids % (rows * meeting.degree(kind.part)) - rank[kind.part] * rows
-        inside = (own >= 0) & (own < rows)
-        lead = np.indices(ids.shape)[: kind.batch]
-        found = table[(*lead, np.where(inside, own, 0))]
+    def own(self, at: At[Any], rows: int) -> tuple[Array, Array]:
+        """Return which of a rank's rows indices mean, and whether they do."""
+        axis = at.kind.part
+        own = at.operands[1].array.astype(int) % (rows * self.degrees[axis]) - self.rank[axis] * rows
+        return own, (own >= 0) & (own < rows)
+
+    def looked_up(self, at: At[Gather]) -> Array:
+        """Look up the rows that the rank has; zeros stand for those of others."""
+        table, batch = at.operands[0].array, at.kind.batch
+        own, inside = self.own(at, table.shape[batch])
+        found = table[(*np.indices(own.shape)[:batch], np.where(inside, own, 0))]
         return np.where(inside.reshape(*inside.shape, *(1,) * (found.ndim - inside.ndim)), found, 0.0)
 
-    def scattered(at: At[Scatter]) -> Array:
-        kind = at.kind
-        target, ids, updates = (v.array for v in at.operands)
+    def scattered(self, at: At[Scatter]) -> Array:
+        """Write the updates of rows that the rank has."""
+        kind, target, updates = at.kind, at.operands[0].array, at.operands[-1].array
         if kind.overwrites():
             at.made[0] = at.operands[0]
-        rows = target.shape[kind.batch]
-        ids = ids.astype(int) % (rows * meeting.degree(kind.part)) - rank[kind.part] * rows
-        inside = (ids >= 0) & (ids < rows)
+        own, inside = self.own(at, target.shape[kind.batch])
         out = np.array(target)
-        lead = [i[inside] for i in np.indices(ids.shape)[: kind.batch]]
-        place = (*lead, ids[inside])
+        place = (*(i[inside] for i in np.indices(own.shape)[: kind.batch]), own[inside])
         if kind.mode == "set":
             out[place] = updates[inside]
         else:
             (np.add if kind.mode == "add" else np.maximum).at(out, place, updates[inside])
         return out
 
-    def dropped(at: At[Dropout]) -> None:
-        """Leave all elements: which ones are zeros is another question on each rank."""
-        for i, made in enumerate((at.operands[0].array / (1 - at.kind.p), np.ones(at.operands[0].array.shape))):
-            whole(lambda at, made=made: made, to=i)(at)
 
-    plain: dict[type[OpKind], Meaning] = {**MEANINGS, **REFERENCE}
-    return {
-        **plain,
-        Dropout: dropped,
-        Collective: whole(collective),
-        Part: part,
-        Gather: lambda at: (whole(looked_up) if at.kind.part else plain[Gather])(at),
-        Scatter: lambda at: (whole(scattered) if at.kind.part else plain[Scatter])(at),
-    }
+# -- all of them -----------------------------------------------------------------------------------------------------
 
 
 def run_ranks(
-    graph: Graph, inputs: Mapping[str, Array], degrees: Mapping[str, int] | None = None, **dims: int
+    graph: Graph, inputs: Mapping[str, Any], degrees: Mapping[str, int] | None = None, **dims: int
 ) -> list[tuple[Rank, Run]]:
-    """Run the graph of a rank on every rank of its mesh.
+    """Run the graph of one rank on every rank of its mesh, all at once.
 
     Parameters
     ----------
     graph : Graph
         What `costgraph.shard` made.
     inputs : mapping of str to array
-        Values of all sources, whole.
+        Values of sources by name, whole: each rank is given its part.
+    degrees : mapping of str to int, optional
+        Ranks of axes of the mesh, where the graph has no size that says so.
     **dims : int
-        Sizes, the degrees of the mesh among them.
+        A size for every dimension that has no default, degrees of the mesh among them.
 
     Returns
     -------
-    list of (rank, Run)
+    list of (dict, Run)
         Of each rank its place on the mesh, and what was counted there.
+
+    Raises
+    ------
+    GraphError
+        If the graph is on no mesh.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> from costgraph import testing
+    >>> D, F = cg.dims("D F")
+    >>> with cg.Graph("g") as g:
+    ...     g.output(cg.einsum(g.input("x", (D,)), g.param("w", (D, F)), "d, d f -> f"))
+    >>> s = cg.shard(g, cg.mesh(tp=2), {"w": "(d tp) f"})
+    >>> ranks = testing.run_ranks(s, {"x": [1, 2, 3, 4], "w": [[1], [1], [1], [1]]}, D=4, F=1)
+    >>> [(place, counted.outputs[0].tolist()) for place, counted in ranks]
+    [({'tp': 0}, [10.0]), ({'tp': 1}, [10.0])]
     """
-    need_graph("run_ranks", graph)
-    sharding = graph.sharding
-    if sharding is None:
-        raise GraphError(f"run_ranks of graph {graph.name!r}, which is on no mesh: expected one that shard made")
-    sizes = Sizes({k: int(v) for k, v in {**graph.defaults, **dims}.items()})
-    given = degrees or {}
-    degrees = {name: given[name] if name in given else int(sizes(n)) for name, n in sharding.mesh.axes}
-    sizes.point |= {n.constant is None and str(n): degrees[name] for name, n in sharding.mesh.axes}  # type: ignore[misc]
-    ranks = list(ranks_of(sharding.mesh, degrees))
-    meeting = _Meeting(ranks)
-    out: list[Any] = [None] * len(ranks)
+    mesh = _mesh(graph, degrees or {}, dims)
+    meeting = _Meeting(mesh.ranks)
+    asked = {name: n for name, n in dims.items() if name in known_names(graph)}
+    places = graph.sharding.places  # type: ignore[union-attr]  # `_mesh` has looked
+    out: list[Any] = [None] * len(mesh.ranks)
 
     def one(me: int) -> None:
-        own = {n: part_of(np.asarray(a, dtype=float), sharding.places[n], ranks[me], degrees, sizes) for n, a in inputs.items()}
         try:
-            out[me] = run(graph, own, meanings=_meanings(me, meeting), **dims)
-        except BaseException as error:
+            given = {n: np.asarray(a, dtype=float) for n, a in inputs.items()}
+            own = {n: mesh.part(a, places[n], mesh.ranks[me]) for n, a in given.items()}
+            out[me] = run(graph, own, meanings=_Rank(me, meeting, mesh.degrees).meanings, **asked)
+        except BaseException as error:  # raised again where it is looked for
             out[me] = error
             meeting.barrier.abort()
 
-    threads = [Thread(target=one, args=(i,)) for i in range(len(ranks))]
+    threads = [Thread(target=one, args=(i,)) for i in range(len(mesh.ranks))]
     for t in threads:
         t.start()
     for t in threads:
@@ -231,4 +245,92 @@ def run_ranks(
     failed = [e for e in out if isinstance(e, BaseException)]
     for error in sorted(failed, key=lambda e: isinstance(e, BrokenBarrierError)):
         raise error
-    return list(zip(ranks, out, strict=True))
+    return list(zip(mesh.ranks, out, strict=True))
+
+
+def _mesh(graph: Graph, degrees: Mapping[str, int], dims: Mapping[str, int]) -> _Mesh:
+    need_graph("run_ranks", graph)
+    sharding = graph.sharding
+    if sharding is None:
+        raise GraphError(f"run_ranks of graph {graph.name!r}, which is on no mesh: expected one that shard made")
+    point = {**graph.defaults, **dims}
+    known = {name: degrees[name] if name in degrees else int(Sizes(point)(n)) for name, n in sharding.mesh.axes}
+    point |= {str(n): known[name] for name, n in sharding.mesh.axes if n.constant is None}
+    return _Mesh(sharding, Sizes(point), known)
+
+
+def check_sharded(
+    graph: Graph, sharded: Graph, degrees: Mapping[str, int] | None = None, *, seed: int = 0, **dims: int
+) -> None:
+    """Hold the graph of one rank to the graph of all: run on every rank, it leaves the same numbers.
+
+    Outputs, gradients and whatever is written in place, parameters and optimizer states after a step, are put together
+    from the parts of all ranks. Dropout leaves all elements, as random places are others on each rank.
+
+    Parameters
+    ----------
+    graph : Graph
+        The graph of all.
+    sharded : Graph
+        What `costgraph.shard` made of it.
+    degrees : mapping of str to int, optional
+        Ranks of axes of the mesh, where the graph has no size that says so.
+    seed : int
+        Of the numbers that are put in.
+    **dims : int
+        A size for every dimension, degrees of the mesh among them.
+
+    Raises
+    ------
+    AssertionError
+        If a number differs by more than 1e-9 of itself.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> from costgraph import testing
+    >>> B, D, n = cg.dims("B D n")
+    >>> with cg.Graph("g") as g:
+    ...     y = cg.linear(g.input("x", (B, D)), "b d -> b e", e=D)
+    ...     g.output(cg.reduce(y * y, "b e -> ", "mean"))
+    >>> step = cg.training_step(g)
+    >>> zero = cg.shard(step, cg.mesh(dp=n), {"x": "(b dp) d", "*/weight*": "(d dp) e"}, gather="dp")
+    >>> testing.check_sharded(step, zero, B=4, D=6, n=2)
+    """
+    mesh = _mesh(sharded, degrees or {}, dims)
+    values = _numbers(graph, mesh.sizes, np.random.default_rng(seed))
+    asked = {name: n for name, n in dims.items() if name in known_names(graph)}
+    expected = run(graph, values, meanings=_PLAIN, **asked)
+    ranks = [counted for _, counted in run_ranks(sharded, values, degrees, **dims)]
+    sharding = sharded.sharding
+    assert sharding is not None  # run_ranks has looked
+
+    def same(what: str, whole_: Array, at: Placement, part: Callable[[Run], Array]) -> None:
+        found = mesh.assembled([part(counted) for counted in ranks], at, whole_.shape)
+        assert np.allclose(found, whole_, rtol=1e-9, atol=1e-12, equal_nan=True), f"{what} differs on a mesh"
+
+    for i, array in enumerate(expected.outputs):
+        same(f"output {i + 1}", array, sharding.outputs[i], lambda counted, i=i: counted.outputs[i])  # type: ignore[misc]
+    for name, array in expected.gradients.items():
+        place = sharding.gradients[name]
+        same(f"gradient of {name!r}", array, place, lambda counted, name=name: counted.gradients[name])  # type: ignore[misc]
+    for i, buffer in enumerate(expected.buffers):
+        place = sharding.places[buffer.name.partition("[")[0]]
+        # of what has a storage for each iteration, this is one
+        place = place.with_dims(place.dims[len(place.dims) - buffer.array.ndim :])
+        same(f"{buffer.name!r}", buffer.array, place, lambda counted, i=i: counted.buffers[i].array)  # type: ignore[misc]
+
+
+def _numbers(graph: Graph, sizes: Sizes, random: np.random.Generator) -> dict[str, Array]:
+    """Return numbers for all sources: small ones, indices of the first rows."""
+    out = {}
+    for t in (t for g in graph.bodies() for t in g.tensors if t.producer is None and t.role != "formal"):
+        shape = tuple(sizes(n) for n in t.sizes)
+        count = prod(shape)
+        if t.dtype.kind == "float":
+            out[t.name] = random.uniform(0.5, 2, shape)
+        else:
+            out[t.name] = np.arange(count, dtype=float).reshape(shape) % (
+                2 if t.dtype.kind == "bool" else max(count, 1)
+            )
+    return out

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from ..graph.op import OpKind
+from ..ops.collectives import Collective
 from ..ops.contraction import Einsum
 from ..ops.index import Arange, Gather, Scatter
 from ..ops.moves import Concat, Rearrange
 from ..ops.pointwise import Pointwise
 from ..ops.pooling import Pool
 from ..ops.reduce import Reduce
-from ..ops.collectives import Collective
 from ..ops.stated import Transfer
 from .arithmetic import erf
 from .meanings import MEANINGS, Meaning, scalars

@@ -12,6 +12,7 @@ from ..graph.graph import apply
 from ..graph.op import OpKind
 from ..graph.tensor import Tensor
 from ..nn.conv import pool
+from ..ops.collectives import COLLECTIVES, Collective, Part, collective
 from ..ops.contraction import Einsum
 from ..ops.foreign import Foreign
 from ..ops.index import Arange, Gather, Scatter, arange
@@ -22,7 +23,6 @@ from ..ops.pooling import Pool
 from ..ops.reduce import REDUCTIONS, Reduce, reduce
 from ..ops.registry import adding
 from ..ops.stacks import Empty
-from ..ops.collectives import COLLECTIVES, Collective, Part, collective
 from ..ops.stated import Opaque, Transfer, opaque, transfer
 from ..ops.stochastic import Dropout, dropout
 from .contractions import contraction, merged, names_of
@@ -292,10 +292,10 @@ def _collective(s: Sketch) -> Sequence[Tensor]:
     kind = s.one_of(["all_reduce", "all_gather", "reduce_scatter", "all_to_all"])
     blocks, dim = s.number(1, 2), s.number(0, 1)
     x = _dim(s, ranks, blocks, *[2] * dim)
-    facts = {"source": x.ndim - 1 if x.ndim - 1 != dim else None} if kind == "all_to_all" else {}
+    source = x.ndim - 1 if kind == "all_to_all" and x.ndim - 1 != dim else None
     made = Collective(
         collective=kind, ranks=poly(ranks), axis="x", dim=dim, blocks=poly(blocks),
-        operation=s.one_of(["sum", "mean", "max", "min"]), **facts,
+        operation=s.one_of(["sum", "mean", "max", "min"]), source=source,
     )  # fmt: skip
     return apply(made, [x], kind)
 
@@ -304,4 +304,6 @@ def _collective(s: Sketch) -> Sequence[Tensor]:
 def _part(s: Sketch) -> Sequence[Tensor]:
     ranks: Any = s.one_of([2, 3, dims("A")])
     blocks, dim = s.number(1, 2), s.number(0, 1)
-    return apply(Part(ranks=poly(ranks), axis="x", dim=dim, blocks=poly(blocks)), [_dim(s, ranks, blocks, *[2] * dim)], "part")
+    return apply(
+        Part(ranks=poly(ranks), axis="x", dim=dim, blocks=poly(blocks)), [_dim(s, ranks, blocks, *[2] * dim)], "part"
+    )

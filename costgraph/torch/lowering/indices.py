@@ -12,6 +12,7 @@ from ...graph.op import Op, OpKind
 from ...graph.strides import numel
 from ...graph.tensor import Tensor
 from ...ops.cached import Append, Cache
+from ...ops.collectives import Collective, Part
 from ...ops.fill import Assign, Fill
 from ...ops.grouped import Dispatch, TopK
 from ...ops.index import Arange, Gather, Indexed
@@ -21,7 +22,6 @@ from ...ops.ordering import Sort
 from ...ops.pointwise import Pointwise
 from ...ops.reduce import Reduce
 from ...ops.stacks import Stacked
-from ...ops.collectives import Collective, Part
 from ...ops.stated import Transfer
 from .emitter import Numbers
 

@@ -1,0 +1,1 @@
+"""Sharding: from the graph of all devices to the graph of one rank."""

@@ -72,14 +72,21 @@ class _Op:
                 continue
             name = next((n for n, dim in parts.items() if axis in dim and n in self.free), None)
             if name is None:
-                why = "its part lies across several axes" if not any(axis in d for d in parts.values()) else "it is whole"
+                why = (
+                    "its part lies across several axes" if not any(axis in d for d in parts.values()) else "it is whole"
+                )
                 self.moved.append((i, axis, why))
             elif self.fits(name, axis) and self.even(name, axis, taken):
                 out.setdefault(name, []).append(i)
         name = wanted.get(axis, "")
-        if name in self.free and self.unmade(name) and self.even(name, axis, taken):
+        if name in self.free and (self.unmade(name) or self.reduced(name, axis)) and self.even(name, axis, taken):
             out.setdefault(name, [])
         return {n: at for n, at in out.items() if n not in self.rule.once or n not in taken.values()}
+
+    def reduced(self, name: str, axis: str) -> bool:
+        """Whether a part of a sum has an axis, so that it may be reduced into parts of that."""
+        both = zip(self.rule.operands, self.given, strict=True)
+        return any(labels and (name,) in labels and g.at is not None and axis in g.at.pending for labels, g in both)
 
     def unmade(self, name: str) -> bool:
         """Whether only operands have an axis that are made for this reader, so that it may be split for nothing."""
@@ -118,17 +125,16 @@ class _Op:
             if self.rule.operands[i] is None or given.zero:
                 continue
             found.add(given.at.pending.get(axis) if given.at is not None else None)
-        only = found.pop() if len(found) == 1 else None
-        return only
+        return found.pop() if len(found) == 1 else None
 
 
 def choose(rule: Split, given: Sequence[Given], mesh: Mesh, wanted: Mapping[str, str]) -> Choice:
-    """Decide for each axis of a mesh which name of an op\'s rule it splits.
+    """Decide for each axis of a mesh which name of an op's rule it splits.
 
     Parameters
     ----------
     rule : Split
-        How the op\'s axes belong together.
+        How the op's axes belong together.
     given : sequence of Given
         Its operands.
     mesh : Mesh
@@ -149,7 +155,7 @@ def choose(rule: Split, given: Sequence[Given], mesh: Mesh, wanted: Mapping[str,
             chosen[axis] = name
     spread = {n: _spread(n, [a for a, name in chosen.items() if name == n], op) for n in rule.extents}
     operands: list[Placement | None] = []
-    for labels, have in zip(rule.operands, given, strict=True):
+    for labels in rule.operands:
         if labels is None:
             operands.append(None)
             continue

@@ -4,87 +4,199 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
+from math import prod
+from typing import Annotated
 
-from ...algebra.symbols import shown
-from ...errors import GraphError, PatternError, ShapeError, UnsupportedError
+from ...algebra.polynomial import ONE
+from ...algebra.symbols import is_name, kind_of, shown
+from ...errors import CostGraphError, GraphError, PatternError, ShapeError, UnsupportedError
 from ...graph.arguments import need_flag, positive
 from ...graph.graph import Graph, need_graph
 from ...graph.placement import Factors, Mesh, Placement, Sharding, tidy
 from ...graph.tensor import Tensor
+from ...notation.door import READ
 from ...notation.pattern import Axes, parse_pattern
-from .sharder import Sharder, Stated
+from ...ops.collectives import Meshed
+from .sharder import Sharder
+from .tensors import Stated
 
 __all__ = ["mesh", "shard"]
 
+#: Placements by the name of a tensor, or by a pattern of names.
+Placements = Mapping[Annotated[str, READ], Annotated[str, READ]]
+
 
 def mesh(**axes: object) -> Mesh:
-    """Return devices in a grid with named axes, the outermost first."""
+    """Arrange devices in a grid with named axes.
+
+    Parameters
+    ----------
+    **axes : sympy.Expr or int
+        Number of ranks of each axis, the outermost first: `mesh(dp=8, tp=cg.dims("T"))`.
+
+    Returns
+    -------
+    Mesh
+        What `shard` takes.
+
+    Raises
+    ------
+    GraphError, ShapeError
+        If there is no axis, or a number of ranks is no positive integer.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> print(cg.mesh(dp=8, tp=cg.dims("T")))
+    mesh(dp=8, tp=T)
+    """
+    if not axes or not all(map(is_name, axes)):
+        raise GraphError(f"mesh: axes {shown(list(axes))}, expected a name and a number of ranks at least")
     return Mesh(tuple((name, positive(f"mesh: {name}", n)) for name, n in axes.items()))
 
 
 def shard(
     graph: Graph,
-    devices: Mesh,
-    placements: Mapping[str, str],
+    mesh: Mesh,
+    placements: Placements,
     *,
-    gather: Iterable[str] = (),
-    gradients: Mapping[str, str] | None = None,
+    gather: str | Iterable[str] = (),
+    gradients: Placements | None = None,
     strict: bool = False,
 ) -> Graph:
-    """Return the graph of one rank."""
+    """Turn the graph of a whole model into the graph of one rank of a mesh: local sizes, and collectives as ops.
+
+    Placements propagate from what is stated through every op, forward and backward: an op's rule says which axes of
+    its operands and results belong together. A contraction over an axis that is split leaves parts of a sum; what is
+    not linear has them reduced before it, to where its other operands lie. What is stated of parameters, gradients and
+    optimizer states is all there is: data, tensor and sequence parallelism and ZeRO are what follows from it.
+
+    Parameters
+    ----------
+    graph : Graph
+        A forward pass, a step or a pass of inference, declared or traced; it stays as it is.
+    mesh : Mesh
+        The devices. An axis of one rank changes nothing.
+    placements : mapping of str to str
+        By the name of a tensor, or a pattern such as `"layers/*/weight"` (later entries win): its axes as in einops,
+        those that are split in brackets with axes of the mesh, `"d (f tp)"`. Each rank has one block of consecutive
+        elements; of several axes of the mesh the first one splits into the larger blocks. Stated of parameters, inputs,
+        buffers, optimizer states (`"*.exp_avg"`) and, where a choice is left, of tensors that ops make: that the carry
+        of the layers is split along the sequence is sequence parallelism. What is not named is whole on every rank.
+    gather : str or iterable of str
+        Axes of the mesh along which parameters are put together where an op reads them and given back after it: ZeRO-3,
+        or fully sharded data parallelism. Along other axes they stay, and activations come to them.
+    gradients : mapping of str to str, optional
+        Where gradients are kept, by the name of what they are of; by default where that is. Split where parameters are
+        whole is ZeRO-2.
+    strict : bool
+        True where it is an error that an op cannot keep the placement of an operand, which is put together before it;
+        by default `graph.sharding.resharded` tells of it.
+
+    Returns
+    -------
+    Graph
+        Of one rank. Its questions are those of any graph; `communication` lists what it sends, and `sharding` says
+        where its tensors lie. Degrees of the mesh are dimensions of it.
+
+    Raises
+    ------
+    GraphError, PatternError, ShapeError
+        If a name is no tensor of the graph, a text is no placement, or an axis cannot be split into equal parts.
+    UnsupportedError
+        If ranks would have to meet where they cannot, or a placement cannot be kept while `strict` is set.
+
+    Notes
+    -----
+    The words are those of torch's DTensor (`torch/distributed/tensor/placement_types.py`): shard, replicate, partial.
+    Sizes that a degree has to divide are conditions of the graph, looked at when they are bound. Collectives make a
+    new tensor, as torch's functional ones do. In a graph with a loop parameters are gathered anew by each pass.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> B, D, F, T = cg.dims("B D F T")
+    >>> with cg.Graph("mlp") as g:
+    ...     h = cg.relu(cg.einsum(g.input("x", (B, D)), g.param("up", (D, F)), "b d, d f -> b f"))
+    ...     g.output(cg.einsum(h, g.param("down", (F, D)), "b f, f d -> b d"))
+    >>> s = cg.shard(g, cg.mesh(tp=T), {"up": "d (f tp)", "down": "(f tp) d"})
+    >>> cg.matmul_flops(s), cg.param_count(s), [m.collective for m in cg.communication(s)]
+    (4*B*D*F/T, 2*D*F/T, ['all_reduce'])
+    """
     need_graph("shard", graph)
     need_flag("shard", strict=strict)
-    used = Mesh(tuple((name, n) for name, n in devices.axes if n != 1))
-    places = _found(graph, used, devices, placements)
-    kept = dict(places)
-    asked = _found(graph, used, devices, gradients or {})
-    for t, g in graph.gradients.items():
-        kept[g] = asked.get(t, places.get(t, Placement(((),) * t.ndim)))
-    gathered = frozenset(gather) & {*used}
-    stay = {g: places[t].axes - gathered if t in places else frozenset[str]() for t, g in graph.gradients.items()}
-    stated = Stated(used, places, {g: kept[g] for g in graph.gradients.values()}, stay, gathered)
+    if not isinstance(mesh, Mesh):
+        raise GraphError(f"shard: mesh is {kind_of(mesh)}, expected one such as costgraph.mesh(tp=8)")
+    if graph.sharding is not None or any(isinstance(op.kind, Meshed) and op.kind.axis for op in graph.walk()):
+        raise GraphError(f"shard: graph {graph.name!r} is that of one rank already, expected one of all devices")
+    used = Mesh(tuple((name, n) for name, n in mesh.axes if n != ONE))
+    gathered = frozenset([gather] if isinstance(gather, str) else gather)
+    odd = sorted(gathered - {*mesh}, key=str)
+    if odd:
+        raise GraphError(f"shard: gather along {shown(odd[0])}, expected axes of {mesh}")
+    gathered &= {*used}
+    places = _found(graph, used, mesh, placements, "placements")
+    asked = _found(graph, used, mesh, gradients or {}, "gradients")
+    whole = {t: Placement(((),) * t.ndim) for t in graph.gradients}
+    stated = Stated(
+        mesh=used,
+        places=places,
+        gradients={g: asked.get(t, places.get(t, whole[t])) for t, g in graph.gradients.items()},
+        staying={g: places.get(t, whole[t]).axes - gathered for t, g in graph.gradients.items()},
+        gathered=gathered,
+    )
     sharder = Sharder(stated)
     made = sharder.run(graph)
-    at = sharder.at
-    made.sharding = Sharding(
-        used,
-        {t.name: at[t] for g in made.bodies() for t in g.tensors if t.producer is None and t.role != "formal"},
-        tuple(at[t] for t in made.outputs),
-        {t.name: at[g] for t, g in made.gradients.items()},
-        tuple(sharder.moved),
-    )
     if strict and sharder.moved:
-        raise UnsupportedError(f"shard: {sharder.moved[0]}, expected every op to keep its placements (strict)")
+        raise UnsupportedError(f"shard: {sharder.moved[0]}, expected placements that every op can keep")
+    at = sharder.at
+    sources = [t for g in made.bodies() for t in g.tensors if t.producer is None and t.role != "formal"]
+    made.sharding = Sharding(
+        mesh=used,
+        places={t.name: at[t] for t in sources},
+        outputs=tuple(at[t] for t in made.outputs),
+        gradients={t.name: at[g] for t, g in made.gradients.items()},
+        resharded=tuple(dict.fromkeys(sharder.moved)),
+    )
     return made
 
 
-def _found(graph: Graph, used: Mesh, devices: Mesh, placements: Mapping[str, str]) -> dict[Tensor, Placement]:
+def _found(graph: Graph, used: Mesh, mesh: Mesh, stated: object, what: str) -> dict[Tensor, Placement]:
+    """Return the placement of each tensor that is named."""
+    if not isinstance(stated, Mapping):
+        raise GraphError(f"shard: {what} is {kind_of(stated)}, expected a mapping of names to texts such as 'd (f tp)'")
     named = {t.name: t for g in graph.bodies() for t in g.tensors if not g.fused}
     out: dict[Tensor, Placement] = {}
-    for key, text in placements.items():
+    for key, text in stated.items():
+        if not isinstance(key, str) or not isinstance(text, str):
+            raise GraphError(f"shard: {what} of {shown(key)}: {shown(text)}, expected a text such as 'd (f tp)'")
         matched = [t for name, t in named.items() if name == key or fnmatchcase(name, key)]
         if not matched:
             raise GraphError(f"shard: {shown(key)} is no tensor of graph {graph.name!r}, expected a name or a pattern")
-        for t in matched:
-            out[t] = _read(t, text, used, devices)
+        out |= {t: _read(t, text, used, mesh) for t in matched}
     return out
 
 
-def _read(t: Tensor, text: str, used: Mesh, devices: Mesh) -> Placement:
-    rank = t.ndim - t.storage.pieces
+def _read(t: Tensor, text: str, used: Mesh, mesh: Mesh) -> Placement:
+    """Read a placement of a tensor; axes of which each position is a storage of its own have no say in it."""
+    pieces = t.storage.pieces
+    place = f"shard: {text!r} of {t!r}"
     try:
-        dims = parse_pattern(f"{text} -> ", (rank,)).operands[0]
-    except ShapeError as error:
-        raise ShapeError(f"shard: {t.name!r}: {error}") from None
-    out: list[Factors] = [()] * t.storage.pieces
-    for dim, size in zip(dims, t.sizes[t.storage.pieces :], strict=True):
-        assert isinstance(dim, Axes)
-        names = [n for n in dim.names if n not in devices]
-        axes = [n for n in dim.names if n in used]
-        if len(names) != 1 and dim.names:
-            raise PatternError(f"shard: {t.name!r}: {dim} of {text!r}, expected one name and axes of {devices}")
-        rest = size
-        for a in axes:
-            rest = rest / used[a]
-        out.append(tidy([*axes, rest]))
+        dims = parse_pattern(f"{text} -> ", (t.ndim - pieces,)).operands
+    except CostGraphError as error:
+        raise type(error)(f"{place}: {error}") from None
+    if len(dims) != 1:
+        raise PatternError(f"{place}: {len(dims)} tensors, expected the axes of one")
+    out: list[Factors] = [()] * pieces
+    seen: set[str] = set()
+    for dim, size in zip(dims[0], t.sizes[pieces:], strict=True):
+        names = [n for n in dim.names if n not in mesh]
+        axes = [n for n in dim.names if n in mesh]
+        if not isinstance(dim, Axes) or len(names) != 1 - (not dim.names) or seen & {*axes} or len(axes) > len({*axes}):
+            raise PatternError(f"{place}: {dim}, expected a name and axes of {mesh}, each once")
+        seen |= {*axes}
+        part = size / prod((used[a] for a in axes if a in used), start=ONE)
+        if part.constant is not None and not isinstance(part.constant, int):
+            raise ShapeError(f"{place}: {dim} is {size} in parts of {part}, expected a size that the ranks divide")
+        out.append(tidy([*(a for a in axes if a in used), part]))
     return Placement(tuple(out))

@@ -2,170 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
 
 from ...algebra.polynomial import Poly
 from ...errors import UnsupportedError
 from ...graph.graph import Graph
-from ...graph.op import Op, OpKind
-from ...graph.placement import Mesh, Placement, Split
+from ...graph.op import Op
+from ...graph.placement import Placement, Split
 from ...graph.strides import contiguous
-from ...graph.tensor import Storage, Tensor
+from ...graph.tensor import Tensor
 from ...ops.blocks import Kernel
-from ...ops.collectives import Collective
-from ...ops.fill import Fill
 from ...ops.fresh import Fresh
 from ...ops.layout import contiguous_copy
-from ...ops.pieces import Absent
 from ...ops.stacks import Empty
-from ..rewrite import Rewriter
 from .choice import Choice, Given, choose
-from .convert import steps
+from .kernels import Pieces, live
 from .targets import targets
+from .tensors import Later, Placed
 
-__all__ = ["Sharder", "Stated"]
-
-
-@dataclass(frozen=True)
-class Stated:
-    """What is asked for: where sources and gradients lie, and what is gathered for its readers."""
-
-    mesh: Mesh
-    places: Mapping[Tensor, Placement]
-    """Of sources of the old graph, and of other tensors whose placement is stated."""
-    gradients: Mapping[Tensor, Placement]
-    """Of gradients of the old graph."""
-    staying: Mapping[Tensor, frozenset[str]]
-    """Axes of the mesh that split what a gradient is of, while an op reads it."""
-    gathered: frozenset[str]
-    """Axes of the mesh along which parameters are put together where an op reads them."""
+__all__ = ["Sharder"]
 
 
-class _Later:
-    """What an op without operands makes, before it is known where a reader wants it."""
-
-    def __init__(self, op: Op) -> None:
-        self.op = op
-        value = op.kind.value if isinstance(op.kind, Fill) else None
-        self.zero = isinstance(op.kind, Absent) or value == 0
-
-
-class _Wider(Exception):
+class _WiderError(Exception):
     """Raised where an iteration hands on what is split along more axes than what it was handed."""
 
     def __init__(self, at: int, placement: Placement) -> None:
         self.at, self.placement = at, placement
 
 
-class Sharder(Rewriter):
-    """Copies a graph with the sizes of one rank; `at` says where each new tensor lies."""
-
-    replays = False
-
-    def __init__(self, stated: Stated) -> None:
-        super().__init__()
-        self.stated, self.mesh = stated, stated.mesh
-        self.at: dict[Tensor, Placement] = {}
-        self.params: set[Tensor] = set()
-        """New tensors that are parameters, or stand for them."""
-        self.copies: dict[tuple[Tensor, Placement, Graph, str], Tensor] = {}
-        self.moved: list[str] = []
-        """What was put together although nobody asked for it, in words."""
-        self.wanted: dict[Tensor, Placement] = {}
-        """Old tensors that are gradients, and where they are kept."""
-        self.staying: dict[Tensor, frozenset[str]] = {}
-        self.piece: _Pieces | None = None
-        """The kernel that is being cut."""
-        self.parts: dict[Storage, tuple[Tensor, Placement]] = {}
-        """Storages that ranks have written their parts of: the last old tensor there, and where it should lie."""
-
-    def run(self, old: Graph, name: str | None = None) -> Graph:
-        self.wanted = targets(old, self.stated.gradients)
-        self.staying = targets(old, self.stated.staying)
-        return super().run(old, name)
-
-    def fill(self, old: Graph, new: Graph, suffix: str = "") -> None:
-        around, self.parts = self.parts, {}
-        super().fill(old, new, suffix)
-        for t, place in self.parts.values():
-            self.put_together(t, place, new)
-        self.parts = around
-        if old.parent is None:
-            for t in old.outputs:
-                now = self.value(t, new)
-                self.tensors[t] = self.moved_to(now, self.at[now].without(self.at[now].pending, self.mesh), new, "forward")
-            for t, g in old.gradients.items():
-                self.tensors[g] = self.value(g, new)
-
-    # -- tensors -----------------------------------------------------------------------------------------------------
-
-    def source(self, old: Tensor, new: Graph, suffix: str) -> Any:
-        place = self.stated.places.get(old, Placement(((),) * old.ndim))
-        tensor = Tensor(
-            new, new.unique(old.name + suffix), place.local(old.sizes), old.dtype,
-            role=old.role, requires_grad=old.requires_grad, pieces=old.storage.pieces,
-        )  # fmt: skip
-        new.add_node(tensor)
-        self.at[tensor] = place
-        if old.role == "param":
-            self.params.add(tensor)
-        return tensor
-
-    def value(self, old: Tensor, new: Graph, want: Placement | None = None, phase: str = "forward") -> Tensor:
-        """Return what stands for an old tensor, made now where it was not made yet, at the placement that is wanted."""
-        found = self.tensors[old]
-        if isinstance(found, _Later):
-            return self.made(found, old, new, want or Placement(((),) * old.ndim))
-        return found if want is None else self.moved_to(found, want, new, phase)
-
-    def here(self, new: Graph) -> Graph:
-        """Return where ops go now: into the kernel that is being written, if there is one."""
-        return new if self.piece is None else self.piece.graph()
-
-    def made(self, later: _Later, old: Tensor, new: Graph, want: Placement) -> Tensor:
-        """Make what has no operands with the sizes of one rank."""
-        if not later.zero:
-            want = want.without(want.pending, self.mesh)
-        kind = later.op.kind
-        assert isinstance(kind, Fresh)
-        op = self.here(new).add_op(replace(kind, sizes=want.local(old.sizes)), [], later.op.name, later.op.phase)
-        op.scope = later.op.scope
-        self.at[op.results[0]] = want
-        return op.results[0]
-
-    def moved_to(self, t: Tensor, want: Placement, new: Graph, phase: str) -> Tensor:
-        """Return a tensor at another placement; what readers of the same phase have asked for is there already."""
-        have = self.at[t]
-        if have == want:
-            return t
-        key = (t, want, new, "" if t in self.params else phase)
-        if key in self.copies:
-            return self.copies[key]
-        made, param = t, t in self.params
-        for kind, after, name in steps(have, want, self.mesh):
-            made = self.step(kind, made, name, new, phase)
-            self.at[made] = after
-        assert self.at[made] == want, f"{t!r}: {have} -> {self.at[made]}, expected {want}"
-        if param:
-            self.params.add(made)
-        self.copies[key] = made
-        return made
-
-    def step(self, kind: OpKind, t: Tensor, name: str, new: Graph, phase: str) -> Tensor:
-        """Add an op that moves a tensor; a kernel is cut where ranks have to meet."""
-        graph = new if self.piece is None else self.piece.site(kind)
-        base = t.name.removesuffix(".in")
-        op = graph.add_op(kind, [t], f"{base}.{name}", phase)
-        op.scope = base.rpartition("/")[0]
-        return op.results[0]
+class Sharder(Placed):
+    """Copies ops with the sizes of one rank, and moves operands to where their rule wants them."""
 
     # -- ops ---------------------------------------------------------------------------------------------------------
 
     def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
+        """Add what stands for an op, and take gradients to where they are kept."""
         if isinstance(op.kind, Fresh) and not isinstance(op.kind, Empty):  # a stack is there before its slices are
-            self.tensors[op.results[0]] = _Later(op)
+            self.tensors[op.results[0]] = Later(op)
         elif op.loop is not None:
             self.loop(op, new)
         elif isinstance(op.kind, Kernel):
@@ -173,13 +47,17 @@ class Sharder(Rewriter):
         else:
             self.plain(op, new)
         for t in op.results:
-            if t in self.wanted and not isinstance(self.tensors[t], _Later):
+            if t in self.wanted and not isinstance(self.tensors[t], Later):
                 self.tensors[t] = self.moved_to(self.tensors[t], self.wanted[t], new, op.phase)
 
     def plain(self, op: Op, new: Graph) -> None:
         """Add an op of a rank."""
         rule = None if isinstance(op.kind, Empty) else op.kind.placed(op)
-        choice = self.whole(op) if rule is None else choose(self.restricted(rule, op), self.given(op), self.mesh, self.asked(op, rule))
+        choice = (
+            self.whole(op)
+            if rule is None
+            else choose(self.restricted(rule, op), self.given(op), self.mesh, self.asked(op, rule))
+        )
         self.moved += [
             f"{op.name!r}: {op.operands[i].name!r} put together along {axis}: {why}" for i, axis, why in choice.moved
         ]
@@ -191,31 +69,6 @@ class Sharder(Rewriter):
             self.at[t] = place
         for i, t in zip(op.kind.overwrites(), op.results, strict=False):
             self.note_part(op.operands[i], operands[i], t)
-
-    def note_part(self, before: Tensor, written: Tensor, after: Tensor) -> None:
-        """Note what is written in parts although every rank has it whole."""
-        storage = written.storage
-        if storage in self.parts:
-            self.parts[storage] = after, self.parts[storage][1]
-        elif isinstance(self.tensors[before], Tensor) and self.at[written] != self.at[self.tensors[before]]:
-            if storage.role != "activation":
-                self.parts[storage] = after, self.at[self.tensors[before]]
-
-    def put_together(self, old: Tensor, place: Placement, new: Graph) -> None:
-        """Let ranks exchange their parts of what each of them keeps whole, in place."""
-        t = self.tensors[old]
-        for axis in reversed(list(self.mesh)):
-            at = self.at[t]
-            dim = at.dim(axis)
-            if dim is None or place.dim(axis) is not None:
-                continue
-            kind = Collective(collective="all_gather", ranks=self.mesh[axis], axis=axis, dim=dim, inplace=True)
-            assert old.producer is not None
-            op = new.add_op(kind, [t], f"{t.name}.all_gather", old.producer.phase)
-            op.scope = old.producer.scope
-            (t,) = op.results
-            self.at[t] = at.without([axis], self.mesh)
-        self.tensors[old] = t
 
     def restricted(self, rule: Split, op: Op) -> Split:
         """Return the rule with the axes of a domain whole: which of its points a rank has is not the same for all."""
@@ -233,7 +86,7 @@ class Sharder(Rewriter):
         out = []
         for t in op.operands:
             found = self.tensors[t]
-            if isinstance(found, _Later):
+            if isinstance(found, Later):
                 out.append(Given(None, zero=found.zero))
                 continue
             param = found in self.params
@@ -245,9 +98,12 @@ class Sharder(Rewriter):
         """Return which names of the rule are asked for, by axis of the mesh: of a gradient, or a stated placement."""
         made = op.results[0]
         place = self.wanted.get(made) or self.stated.places.get(made)
+        axes = self.staying[made] if made in self.wanted else None
+        if place is None and any(isinstance(t, Tensor) and self.at[t].pending for t in map(self.tensors.get, op.operands)):
+            place = self.met(made)
         if place is None:
             return {}
-        axes = self.staying[made] if made in self.wanted else place.axes
+        axes = place.axes if axes is None else axes
         return {
             axis: names[0]
             for names, dim in zip(rule.results[0], place.dims, strict=True)
@@ -255,12 +111,30 @@ class Sharder(Rewriter):
             if axis in dim and names
         }
 
+    def met(self, t: Tensor) -> Placement | None:
+        """Return where the tensor lies that an old one, or what elementwise ops make of it, is put together with."""
+        while True:
+            if t in self.met_by:
+                return self.met_by[t]
+            readers = [op for op in t.graph.ops if t in op.operands]
+            if not readers and t.graph.fused and t in t.graph.outputs and t.graph.owner is not None:
+                t = t.graph.owner.results[t.graph.outputs.index(t)]  # what a kernel hands out
+                continue
+            if not readers:
+                return None
+            others = [self.tensors.get(o) for o in readers[0].operands if o is not t and o.sizes == t.sizes]
+            found = [self.at[o] for o in others if isinstance(o, Tensor) and not self.at[o].pending]
+            alone = len(readers[0].operands) == 1 and readers[0].results[0].sizes == t.sizes
+            if found or not alone or readers[0].loop is not None:
+                return found[0] if found else None
+            t = readers[0].results[0]
+
     def whole(self, op: Op) -> Choice:
         """Have every operand whole on every rank, as nothing is known of the op."""
         self.moved += [
             f"{op.name!r}: {t.name!r} put together along {axis}: {op.kind.name} has no rule of placement"
             for t in op.operands
-            if not isinstance(self.tensors[t], _Later)
+            if not isinstance(self.tensors[t], Later)
             for axis in self.mesh
             if axis in {*self.at[self.tensors[t]].axes, *self.at[self.tensors[t]].pending}
         ]
@@ -284,17 +158,18 @@ class Sharder(Rewriter):
     # -- bodies ------------------------------------------------------------------------------------------------------
 
     def kernel(self, op: Op, new: Graph) -> None:
-        """Copy a kernel, cut where ranks have to meet: what was one kernel is then several, with collectives between."""
-        kind, body = op.kind, op.body
-        assert isinstance(kind, Kernel) and body is not None
+        """Copy a kernel, cut where ranks have to meet: it is then several, with collectives between them."""
+        kind = op.kind
+        assert isinstance(kind, Kernel)
+        body = kind.body
         operands = [self.prepared(op, i, new) for i in range(len(op.operands))]
-        outer, self.piece = self.piece, _Pieces(op, kind, operands, new, self.piece)
+        outer, self.piece = self.piece, Pieces(op, kind, operands, new, self.piece)
         for f, t in zip(body.formals, operands, strict=True):
             self.tensors[f] = t
-        live = _live(body)
+        needed = live(body)
         for inner in body.ops:
             self.emit(inner, new)
-            self.piece.useful |= inner in live
+            self.piece.useful |= inner in needed
         made = [self.value(o, new) for o in body.outputs]
         self.piece.outputs = made
         self.piece.close(last=True)
@@ -329,21 +204,25 @@ class Sharder(Rewriter):
         loop = op.loop
         assert loop is not None
         starts: list[Placement | None] = []
-        for f, t in zip(loop.carries, loop.starts, strict=True):
+        for f, t, last in zip(loop.carries, loop.starts, loop.lasts, strict=True):
             now = self.tensors[t]
             place = self.stated.places.get(f)
-            if place is None and isinstance(now, Tensor):
+            if place is None and isinstance(now, Later):
+                place = self.wanted.get(last)
+            elif place is None:
                 place = self.at[now].without(self.at[now].pending, self.mesh)
             starts.append(place)
-        known = dict(self.tensors)
+        known, host, around = dict(self.tensors), self.here(new), self.piece
+        self.piece = None  # a loop inside a kernel is not cut: ranks meet where they have to
         while True:
             try:
-                with new.whole():
-                    self.iterations(op, new, starts)
-                return
-            except _Wider as wider:
+                with host.whole():
+                    self.iterations(op, host, starts)
+                break
+            except _WiderError as wider:
                 starts[wider.at] = wider.placement
                 self.tensors = dict(known)
+        self.piece = around
 
     def iterations(self, op: Op, new: Graph, starts: Sequence[Placement | None]) -> None:
         """Add the loop with its carries at some placements."""
@@ -364,7 +243,8 @@ class Sharder(Rewriter):
             shared.append(self.moved_to(now, self.at[now].without(self.at[now].pending, self.mesh), new, op.phase))
         body = new.start_body(loop.body.name, fused=False)
         for f, outer in zip(loop.carries, begun, strict=True):
-            self.stand_for(f, outer, body, outer.sizes, contiguous(outer.sizes), self.at[outer])
+            made = self.stand_for(f, outer, body, outer.sizes, contiguous(outer.sizes), self.at[outer])
+            self.carried.add(made.storage)
         for f, outer in zip(loop.slices, xs, strict=True):
             at = self.at[outer].with_dims(self.at[outer].dims[1:])
             self.stand_for(f, outer, body, outer.sizes[1:], outer.strides[1:], at, lead=1)
@@ -377,6 +257,7 @@ class Sharder(Rewriter):
         for r, o in zip(loop.lasts, loop.nexts, strict=True):
             if r in self.wanted:
                 self.aim(o, self.wanted[r], self.staying[r])
+        self.met_by |= {t: place for t, place in zip(loop.nexts, starts, strict=True) if place is not None}
         self.fill(loop.body, body)
         for i, t in enumerate(loop.nexts):
             self.hand_on(i, t, body, op, starts[i], places[i])
@@ -397,7 +278,7 @@ class Sharder(Rewriter):
     def hand_on(self, i: int, t: Tensor, body: Graph, op: Op, start: Placement | None, place: Placement) -> None:
         """Take what an iteration hands on to where the next one wants it, or ask for another beginning."""
         found = self.tensors[t]
-        if isinstance(found, _Later):
+        if isinstance(found, Later):
             self.tensors[t] = self.value(t, body, place, op.phase)
             return
         after = self.at[found].without(self.at[found].pending, self.mesh)
@@ -406,7 +287,7 @@ class Sharder(Rewriter):
             dims = [d if not place.dims[j] else place.dims[j] for j, d in enumerate(after.dims)]
             wider = Placement(tuple(dims))
             if wider != place and len(wider.axes) == sum(len([f for f in d if isinstance(f, str)]) for d in dims):
-                raise _Wider(i, wider)
+                raise _WiderError(i, wider)
         self.tensors[t] = self.dense(self.moved_to(found, place, body, op.phase))
 
     def dense(self, t: Tensor) -> Tensor:
@@ -419,7 +300,7 @@ class Sharder(Rewriter):
         self, f: Tensor, outer: Tensor, body: Graph, sizes: tuple[Poly, ...], strides: tuple[Poly, ...],
         place: Placement, lead: int = 0,
     ) -> Tensor:  # fmt: skip
-        """Add an input of a loop\'s body."""
+        """Add an input of a loop's body."""
         pieces = max(outer.storage.pieces - lead, 0)
         made = body.formal(outer, f.name, sizes, strides, pieces)
         made.domain = f.domain
@@ -427,70 +308,3 @@ class Sharder(Rewriter):
         if outer in self.params:
             self.params.add(made)
         return made
-
-
-def _live(body: Graph) -> set[Op]:
-    """Return the ops of a body that its results depend on, and those that write in place."""
-    found: set[Op] = set()
-    needed = set(body.outputs)
-    for op in reversed(body.ops):
-        if needed.intersection(op.results) or op.kind.overwrites():
-            found.add(op)
-            needed.update(op.operands)
-    return found
-
-
-class _Pieces:
-    """A kernel that is written anew: one body until ranks have to meet, and another one behind it."""
-
-    def __init__(
-        self, op: Op, kind: Kernel, operands: Sequence[Tensor], new: Graph, around: _Pieces | None
-    ) -> None:
-        self.op, self.kind, self.operands, self.new, self.around = op, kind, operands, new, around
-        self.body: Graph | None = None
-        self.cuts = 0
-        self.useful = False
-        """Whether anyone reads what the present body makes."""
-        self.outputs: list[Tensor] = []
-
-    def graph(self) -> Graph:
-        """Return the body to which ops go now."""
-        if self.body is None:
-            home = self.new if self.around is None else self.around.graph()
-            self.body = home.start_body(self.op.body.name, fused=True)  # type: ignore[union-attr]
-            if not self.cuts:
-                for t in self.operands:
-                    self.body.adopt(t)
-        return self.body
-
-    def site(self, kind: OpKind) -> Graph:
-        """Return where an op that moves a tensor goes: out of the kernel where ranks have to meet."""
-        self.close()
-        return self.new if self.around is None else self.around.site(kind)
-
-    def close(self, *, last: bool = False) -> None:
-        """Add the kernel that was written so far."""
-        if self.body is None or not self.body.ops:
-            self.body = None if not last else self.body
-            if self.body is None:
-                return
-        if not self.useful and (self.cuts or not last):  # FLOPs that nobody wanted stay behind
-            self.body = None
-            return
-        if (self.cuts or not last) and self.kind.changed:
-            raise UnsupportedError(
-                f"shard: {self.op.name!r} is a kernel that writes into its operands, and ranks have to meet inside: "
-                "expected a placement that leaves it whole"
-            )
-        self.cuts += 1
-        self.useful = False
-        body, self.body = self.body, None
-        if last:
-            body.outputs += [t for t in self.outputs if t.graph is body and t not in body.outputs]
-        kind = replace(self.kind, body=body, strides=()) if self.cuts == 1 else Kernel(body=body)
-        assert body.parent is not None
-        made = body.parent.add_op(kind, body.captured, self.op.name, self.op.phase)
-        made.scope = self.op.scope
-        body.owner = made
-        if self.around is not None:
-            self.around.useful = True

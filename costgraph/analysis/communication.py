@@ -1,0 +1,141 @@
+"""What the graph of one rank sends: a row for each collective, with its formulas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from ..algebra.polynomial import Poly, total
+from ..bind.evaluate import Formula, bound_answer
+from ..graph.graph import Graph, need_graph
+from ..graph.op import Op
+from ..graph.sizes import Bindings, bindings
+from ..hardware.tables import Column, Fact, Table
+from ..ops.collectives import Collective
+from .costs import executions
+
+__all__ = ["Communication", "Message", "communication"]
+
+
+@dataclass(frozen=True)
+class Message:
+    """A collective of the graph of one rank."""
+
+    op: str
+    """name of the op"""
+    collective: str
+    """all_reduce, all_gather, reduce_scatter, all_to_all or send"""
+    axis: str
+    """the axis of the mesh that its ranks are on, empty where none is named"""
+    ranks: Formula
+    """how many ranks take part"""
+    phase: str
+    """forward, recompute, backward or optimizer"""
+    scope: str
+    """module scope, levels separated by /"""
+    times: Formula
+    """how often it runs"""
+    bytes: Formula
+    """of what all ranks of a group have together, or of what is reduced: of one time"""
+    ring_bytes: Formula
+    """that a rank sends in a ring: of all times"""
+
+
+@dataclass(frozen=True, repr=False)
+class Communication(Table):
+    """The collectives of a graph."""
+
+    rows: tuple[Message, ...]
+    """One for each op, in program order."""
+    graph: str = field(default="", compare=False)
+    """Name of the graph."""
+
+    def __iter__(self) -> Iterator[Message]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def filter(self, **facts: str) -> Communication:
+        """Return the rows of which some facts are as given: `filter(collective="all_gather", phase="forward")`."""
+        kept = (m for m in self.rows if all(getattr(m, name) == value for name, value in facts.items()))
+        return Communication(tuple(kept), self.graph)
+
+    def total(self) -> Formula:
+        """Return the bytes that a rank sends in rings, all rows together."""
+        return sum((m.ring_bytes for m in self.rows), start=0)
+
+    def _about(self) -> str:
+        return f"graph {self.graph}: {len(self.rows)} collectives"
+
+    def _columns(self) -> Sequence[Column]:
+        return (
+            Column("op"), Column("collective"), Column("axis"), Column("ranks", unit="1"), Column("phase"),
+            Column("scope", shown=False), Column("times", unit="1"), Column("bytes", unit="B"),
+            Column("ring_bytes", unit="B", title="ring bytes"),
+        )  # fmt: skip
+
+    def _facts(self) -> Iterable[Fact]:
+        return (Fact("ring bytes", self.total(), "B"),)
+
+
+def communication(graph: Graph, /, **dims: int) -> Communication:
+    """List the collectives of the graph of one rank, with what they send.
+
+    Parameters
+    ----------
+    graph : Graph
+        Such as `shard` makes.
+    **dims : int
+        Sizes to bind, degrees of the mesh among them.
+
+    Returns
+    -------
+    Communication
+        A row for each collective. Bytes are formulas while a size is open.
+
+    Raises
+    ------
+    BindingError
+        If a size cannot be bound.
+
+    Notes
+    -----
+    In a ring of n ranks, each rank sends (n - 1)/n of the whole for an all-gather, a reduce-scatter or an all-to-all,
+    and twice that for an all-reduce, which is one of each (Patarasuk and Yuan 2009, bandwidth optimal all-reduce).
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> B, D, F, n = cg.dims("B D F n")
+    >>> with cg.Graph("mlp") as g:
+    ...     h = cg.relu(cg.einsum(g.input("x", (B, D)), g.param("up", (D, F)), "b d, d f -> b f"))
+    ...     g.output(cg.einsum(h, g.param("down", (F, D)), "b f, f d -> b d"))
+    >>> s = cg.shard(g, cg.mesh(tp=n), {"up": "d (f tp)", "down": "(f tp) d"})
+    >>> [(m.collective, m.axis, m.ring_bytes) for m in cg.communication(s)]
+    [('all_reduce', 'tp', 8*B*D - 8*B*D/n)]
+    """
+    need_graph("communication", graph)
+    values = bindings(graph, dims)
+    times: dict[Op, list[Poly]] = {}
+    for op, runs, _ in executions(graph):
+        if isinstance(op.kind, Collective):
+            times.setdefault(op, []).append(runs)
+    rows = (_message(op, op.kind, total(runs), values) for op, runs in times.items() if isinstance(op.kind, Collective))
+    return Communication(tuple(rows), graph.name)
+
+
+def _message(op: Op, kind: Collective, times: Poly, values: Bindings) -> Message:
+    (x,), (made,) = op.operands, op.results
+    whole = (made if kind.collective == "all_gather" else x).numel * x.element_bytes()
+    sent = whole * (kind.ranks - 1) / kind.ranks * (2 if kind.collective == "all_reduce" else 1)
+    if kind.collective == "send":
+        sent = whole
+
+    def bound(p: Poly) -> Formula:
+        return bound_answer(p, values)
+
+    return Message(
+        op.name, kind.collective, kind.axis, bound(kind.ranks), op.phase, op.scope, bound(times), bound(whole),
+        bound(sent * times),
+    )  # fmt: skip

@@ -1,0 +1,79 @@
+"""Kernels that are cut where ranks have to meet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ...errors import UnsupportedError
+from ...graph.graph import Graph
+from ...graph.op import Op, OpKind
+from ...graph.tensor import Tensor
+from ...ops.blocks import Kernel
+
+__all__ = ["Pieces", "live"]
+
+
+def live(body: Graph) -> set[Op]:
+    """Return the ops of a body that its results depend on, and those that write in place."""
+    found: set[Op] = set()
+    needed = set(body.outputs)
+    for op in reversed(body.ops):
+        if needed.intersection(op.results) or op.kind.overwrites():
+            found.add(op)
+            needed.update(op.operands)
+    return found
+
+
+class Pieces:
+    """A kernel that is written anew: one body until ranks have to meet, and another one behind it."""
+
+    def __init__(self, op: Op, kind: Kernel, operands: Sequence[Tensor], new: Graph, around: Pieces | None) -> None:
+        self.op, self.kind, self.operands, self.new, self.around = op, kind, operands, new, around
+        self.body: Graph | None = None
+        self.cuts = 0
+        self.useful = False
+        """Whether anyone reads what the present body makes."""
+        self.outputs: list[Tensor] = []
+
+    def graph(self) -> Graph:
+        """Return the body to which ops go now."""
+        if self.body is None:
+            home = self.new if self.around is None else self.around.graph()
+            self.body = home.start_body(self.op.body.name, fused=True)  # type: ignore[union-attr]
+            if not self.cuts:
+                for t in self.operands:
+                    self.body.adopt(t)
+        return self.body
+
+    def site(self, kind: OpKind) -> Graph:
+        """Return where an op that moves a tensor goes: out of the kernel where ranks have to meet."""
+        self.close()
+        return self.new if self.around is None else self.around.site(kind)
+
+    def close(self, *, last: bool = False) -> None:
+        """Add the kernel that was written so far."""
+        if self.body is None or not self.body.ops:
+            self.body = None if not last else self.body
+            if self.body is None:
+                return
+        if not self.useful and (self.cuts or not last):  # FLOPs that nobody wanted stay behind
+            self.body = None
+            return
+        if (self.cuts or not last) and self.kind.changed:
+            raise UnsupportedError(
+                f"shard: {self.op.name!r} is a kernel that writes into its operands, and ranks have to meet inside: "
+                "expected a placement that leaves it whole"
+            )
+        self.cuts += 1
+        self.useful = False
+        body, self.body = self.body, None
+        if last:
+            body.outputs += [t for t in self.outputs if t.graph is body and t not in body.outputs]
+        kind = replace(self.kind, body=body, strides=()) if self.cuts == 1 else Kernel(body=body)
+        assert body.parent is not None
+        made = body.parent.add_op(kind, body.captured, self.op.name, self.op.phase)
+        made.scope = self.op.scope
+        body.owner = made
+        if self.around is not None:
+            self.around.useful = True

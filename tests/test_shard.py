@@ -1,0 +1,275 @@
+"""Graphs of one rank: what follows from placements, held against published forms, torch's collectives, and values."""
+
+from fractions import Fraction
+from functools import cache
+
+import pytest
+import sympy
+
+import costgraph as cg
+from costgraph import models, testing
+
+B, S, D, F, H, G, K, L, V, T, N = cg.dims("B S D F H G K L V T N")
+#: Small sizes that two ranks of both axes divide.
+SIZES = {"B": 2, "S": 4, "D": 4, "F": 6, "H": 4, "G": 2, "K": 2, "L": 2, "V": 8}
+DATA = {"tokens": "(b dp) s", "targets": "(b dp) s"}
+TENSOR = {
+    "tokens/table": "(v tp) d",
+    "*attention/[qkv]/weight": "d (h tp) k",
+    "*attention/proj/weight": "(e tp) d",
+    "*/gate/weight": "d (f tp)",
+    "*/up/weight": "d (f tp)",
+    "*/down/weight": "(f tp) d",
+    "head/weight": "d (v tp)",
+}
+SEQUENCE = {"layers.carry0": "b (s tp) d"}
+
+
+@cache
+def step(optimizer="foreach", **options):
+    model = models.load("llama-3-8b", symbolic=True, dtype="fp32")
+    return cg.training_step(model, optimizer=cg.AdamW(implementation=optimizer), **options)
+
+
+def with_states(placements):
+    """Let optimizer states lie where their parameters do."""
+    return {f"{name}{state}": text for name, text in placements.items() for state in ("", ".exp_avg", ".exp_avg_sq")}
+
+
+def over(axis, graph, roles=("param", "state")):
+    """Split the first axis of every parameter, or state, over an axis of a mesh, within what splits it already."""
+    out = {}
+    for t in graph.tensors:
+        rank = t.ndim - t.storage.pieces
+        if t.producer is None and t.role in roles and rank:
+            out[t.name] = f"(a0 {axis}) {' '.join(f'a{i}' for i in range(1, rank))}".strip()
+    return out
+
+
+def both(first, second):
+    """Put the axes of a mesh of two placements beside each other."""
+    return first | {name: text.replace(")", " dp)") if text.startswith("(") else f"({text.replace(' ', ' dp) ', 1)}"
+                    for name, text in second.items()}  # fmt: skip
+
+
+def kinds(sharded, phase):
+    """Collectives of a phase by kind: how many of a layer, and how many outside of them."""
+    found = {}
+    for m in cg.communication(sharded).filter(phase=phase):
+        inside, outside = found.get(m.collective, (0, 0))
+        found[m.collective] = (inside + (m.times == L), outside + (m.times == 1))
+    return found
+
+
+# -- what follows from placements --------------------------------------------------------------------------------
+
+
+def test_tensor_parallel_layers_reduce_twice_each_way():
+    sharded = cg.shard(step(), cg.mesh(tp=T), with_states(TENSOR), strict=True)
+    # beside 2 of each layer, Megatron reduces the embedding; a maximum and a sum of the loss, and the loss
+    assert kinds(sharded, "forward") == {"all_reduce": (2, 4)}
+    assert kinds(sharded, "backward") == {"all_reduce": (2, 1)}
+    assert kinds(sharded, "optimizer") == {}
+    layer = [m for m in cg.communication(sharded) if m.times == L]
+    assert {m.bytes for m in layer} == {4 * B * S * D}
+    assert {sympy.expand(m.ring_bytes - 8 * B * S * D * L * (T - 1) / T) for m in layer} == {0}
+
+
+def test_a_carry_that_is_split_is_sequence_parallelism():
+    sharded = cg.shard(step(), cg.mesh(tp=T), {**with_states(TENSOR), **SEQUENCE}, strict=True)
+    # torch 2.13.0 on four ranks of a fake group, fp32, L=4, B=2, S=32, D=64: 2L + 1 of each in the forward pass, and of
+    # reduce-scatters in the backward pass, 110,592 bytes each
+    sizes = {**SIZES, "B": 2, "S": 32, "D": 64, "H": 4, "G": 4, "K": 16, "F": 128, "L": 4, "V": 512, "T": 4}
+    sent = cg.communication(sharded, **sizes)
+    for phase, collective in (("forward", "all_gather"), ("forward", "reduce_scatter"), ("backward", "reduce_scatter")):
+        rows = sent.filter(phase=phase, collective=collective)
+        assert (sum(m.times for m in rows), rows.total()) == (9, 110_592)
+    # what was gathered is gathered again for the backward pass, as Megatron does it, and the gradient as well
+    assert kinds(sharded, "backward")["all_gather"] == (4, 2)
+    # gains of norms have a part of the sequence on each rank
+    assert kinds(sharded, "backward")["all_reduce"] == (2, 1)
+
+
+def test_a_split_batch_reduces_every_gradient():
+    sharded = cg.shard(step(), cg.mesh(dp=N), DATA, strict=True)
+    sent = cg.communication(sharded).filter(phase="backward")
+    assert {m.collective for m in sent} == {"all_reduce"}
+    whole = sum(m.bytes * m.times for m in sent)
+    assert sympy.expand(whole - cg.param_bytes(step())) == 0
+    assert cg.param_count(sharded) == cg.param_count(step())
+    assert sympy.expand(cg.matmul_flops(sharded) * N - cg.matmul_flops(step())) == 0
+
+
+def test_gathered_parameters_send_three_times_their_bytes():
+    """Rajbhandari et al. 2020 (arXiv 1910.02054), section 7.2.2: 3P elements for stage 3; 2P for stages 1 and 2."""
+    graph = step()
+    sharded = cg.shard(graph, cg.mesh(dp=N), {**DATA, **over("dp", graph)}, gather="dp", strict=True)
+    sizes = {"B": 8, "S": 32, "D": 64, "H": 4, "G": 4, "K": 16, "F": 128, "L": 4, "V": 512, "N": 4}
+    sent = cg.communication(sharded, **sizes)
+    # torch 2.13.0, fully_shard on four ranks: 689,856 bytes for the forward gathers and for the reduce-scatters
+    assert sent.filter(phase="forward", collective="all_gather").total() == 689_856
+    assert sent.filter(phase="backward", collective="reduce_scatter").total() == 689_856
+    assert cg.param_bytes(sharded, **sizes) * 4 == cg.param_bytes(graph, **{k: n for k, n in sizes.items() if k != "N"})
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_states_that_are_split_gather_parameters_after_the_update(stage):
+    graph = step()
+    split = over("dp", graph, roles=("state",))
+    gradients = over("dp", graph, roles=("param",)) if stage == 2 else None
+    sharded = cg.shard(graph, cg.mesh(dp=N), {**DATA, **split}, gradients=gradients, strict=True)
+    whole, sent = cg.param_bytes(graph), cg.communication(sharded)
+    assert sympy.expand(sent.filter(phase="optimizer").total() - whole * (N - 1) / N) == 0
+    reduced = 2 if stage == 1 else 1
+    assert sympy.expand(sent.filter(phase="backward").total() - reduced * whole * (N - 1) / N) == 0
+    assert {m.collective for m in sent.filter(phase="optimizer")} == {"all_gather"}
+
+
+def test_states_of_7_5_billion_parameters_on_64_devices():
+    """ZeRO (arXiv 1910.02054), figure 1: 120, 31.4, 16.6 and 1.9 GB for 16P, 4P + 12P/N, 2P + 14P/N and 16P/N."""
+    with cg.Graph("linear", dtype="fp32") as g:
+        w = g.param("w", (N * 64,))
+        g.output(cg.reduce(g.input("x", (64, N * 64)) * w, "b n -> ", "sum"))
+    graph = cg.training_step(g, precision="bf16-master", optimizer=cg.AdamW(implementation="fused"))
+    states = {t.name: "(n dp)" for t in graph.tensors if t.role == "state" and t.ndim}
+    data = {"x": "(b dp) n"}
+    cases = {
+        0: ({}, None, ()),
+        1: (states, None, ()),
+        2: (states, {"w": "(n dp)"}, ()),
+        3: ({**states, "w": "(n dp)"}, None, "dp"),
+    }
+    found = {}
+    for stage, (placements, gradients, gathered) in cases.items():
+        s = cg.shard(graph, cg.mesh(dp=64), {**data, **placements}, gradients=gradients, gather=gathered)
+        roles = ("param", "state")
+        kept = sum(t.storage.bytes.expr for t in s.tensors if t.producer is None and t.role in roles and t.ndim)
+        kept += sum(t.storage.bytes.expr for t in s.gradients.values())
+        found[stage] = kept / (64 * N)
+    assert found == {0: 16, 1: 4 + Fraction(12, 64), 2: 2 + Fraction(14, 64), 3: Fraction(16, 64)}
+    gigabytes = [round(float(found[stage] * Fraction(15, 2)), 1) for stage in range(4)]
+    assert gigabytes == [120.0, 31.4, 16.6, 1.9]
+
+
+# -- activations of a layer: Korthikanti et al. 2022 (arXiv 2205.05198) ------------------------------------------
+
+
+def layer(x):
+    y = cg.layer_norm(x, name="attention/norm")
+    qkv = cg.linear(y, "b s d -> b s n h k", n=3, h=H, k=D / H, bias=True, name="attention/kqv")
+    q, k, v = (cg.rearrange(part, "b s 1 h k -> b h s k") for part in cg.ops.split(qkv, (1, 1, 1), 2))
+    y = cg.rearrange(cg.attention(q, k, v, kernel="eager", p=0.1, name="core"), "b h s k -> b s (h k)")
+    x = x + cg.dropout(cg.linear(y, "b s e -> b s d", d=D, bias=True, name="attention/proj"), 0.1)
+    y = cg.layer_norm(x, name="mlp/norm")
+    y = cg.gelu(cg.linear(y, "b s d -> b s f", f=4 * D, bias=True, name="mlp/up"))
+    return x + cg.dropout(cg.linear(y, "b s f -> b s d", d=D, bias=True, name="mlp/down"), 0.1)
+
+
+def gpt():
+    with cg.Graph("gpt", dtype="bf16") as g:
+        x = cg.embedding(g.input("tokens", (B, S), dtype="int64"), g.param("table", (V, D)))
+        x = cg.layer_norm(cg.repeat(L, layer, x, name="layers"), name="norm")
+        g.output(cg.reduce(x, "b s d -> ", "mean"))
+    return g
+
+
+MEGATRON = {
+    "*/kqv/weight": "d n (h tp) k", "*/kqv/bias": "n (h tp) k", "*/proj/weight": "(e tp) d",
+    "*/up/weight": "d (f tp)", "*/up/bias": "(f tp)", "*/down/weight": "(f tp) d",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("sequence", "checkpoint", "form"),
+    [
+        (False, None, 10 + 24 / T + 5 * H * S / (D * T)),  # equation 2
+        (True, None, (34 + 5 * H * S / D) / T),  # equation 4
+        (True, cg.selective("core"), 34 / T),  # equation 6
+        (False, cg.selective("core"), 10 + 24 / T),
+    ],
+)
+def test_activations_of_a_layer_are_those_of_equations_2_to_6(sequence, checkpoint, form):
+    whole = cg.training_step(gpt(), checkpoint=checkpoint, optimizer=cg.SGD())
+    split = {**MEGATRON, **(SEQUENCE if sequence else {})}
+    sharded = cg.shard(whole, cg.mesh(tp=T), split, strict=True)
+    # mean and scale of two norms in fp32, which the paper neglects
+    statistics = 16 * B * S / (T if sequence else 1)
+    assert sympy.expand(cg.saved_bytes(sharded)["layers"] - B * S * D * form - statistics) == 0
+
+
+# -- degrees ---------------------------------------------------------------------------------------------------------
+
+
+def test_at_degree_1_the_graph_is_the_unsharded_one():
+    graph = step()
+    sharded = cg.shard(graph, cg.mesh(dp=1, tp=1), {**DATA, **with_states(TENSOR)}, gather="dp")
+    assert cg.flops(sharded) == cg.flops(graph)
+    assert cg.bytes_moved(sharded) == cg.bytes_moved(graph)
+    assert cg.peak_memory(sharded) == cg.peak_memory(graph)
+    assert not cg.communication(sharded).rows
+
+
+def test_a_closed_form_of_the_peak_holds_its_unrolled_graph():
+    graph = step("fused")
+    placements = {**DATA, **both(over("dp", graph), with_states(matched(graph, TENSOR)))}
+    sharded = cg.shard(graph, cg.mesh(dp=N, tp=T), placements, gather="dp", strict=True)
+    sizes = {**SIZES, "B": 6, "S": 5, "D": 12, "F": 18, "V": 24, "G": 4, "K": 6, "N": 3, "T": 2, "L": 5}
+    unrolled = cg.unroll(sharded, L=5)
+    left = {name: n for name, n in sizes.items() if name != "L"}
+    assert cg.peak_memory(sharded, **sizes) == cg.peak_memory(unrolled, **left)
+    assert cg.communication(sharded, **sizes).total() == cg.communication(unrolled, **left).total()
+
+
+def matched(graph, placements):
+    """Write placements by pattern out by name."""
+    from fnmatch import fnmatchcase
+
+    names = [t.name for t in graph.tensors if t.producer is None and t.role == "param"]
+    return {name: text for name in names for pattern, text in placements.items() if fnmatchcase(name, pattern)}
+
+
+# -- values ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", ["for-loop", "foreach", "fused"])
+def test_a_step_under_tensor_and_sequence_parallelism_leaves_the_same_numbers(optimizer):
+    graph = step(optimizer)
+    sharded = cg.shard(graph, cg.mesh(tp=T), {**with_states(TENSOR), **SEQUENCE}, strict=True)
+    testing.check_sharded(graph, sharded, **SIZES, T=2)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_step_under_zero_leaves_the_same_numbers(stage):
+    graph = step()
+    roles = ("param", "state") if stage == 3 else ("state",)
+    gradients = over("dp", graph, roles=("param",)) if stage == 2 else None
+    gathered = "dp" if stage == 3 else ()
+    split = {**DATA, **over("dp", graph, roles)}
+    sharded = cg.shard(graph, cg.mesh(dp=N), split, gradients=gradients, gather=gathered, strict=True)
+    testing.check_sharded(graph, sharded, **SIZES, N=2)
+
+
+def test_a_step_on_a_mesh_of_two_axes_leaves_the_same_numbers():
+    graph = step()
+    placements = {**DATA, **both(over("dp", graph), with_states(matched(graph, TENSOR)))}
+    placements["layers.carry0"] = "(b dp) (s tp) d"
+    sharded = cg.shard(graph, cg.mesh(dp=N, tp=T), placements, gather="dp", strict=True)
+    testing.check_sharded(graph, sharded, **{**SIZES, "D": 8, "V": 8, "F": 8, "G": 4}, N=2, T=2)
+
+
+def test_micro_batches_and_checkpoints_leave_the_same_numbers():
+    graph = step(accumulate=3, checkpoint=cg.every_block())
+    split = {"tokens": "(b dp) s", "targets": "(b dp) s", **with_states(TENSOR)}
+    sharded = cg.shard(
+        graph, cg.mesh(dp=N, tp=T), {k: f"m {v}" if k in DATA else v for k, v in split.items()}, strict=True
+    )
+    testing.check_sharded(graph, sharded, **SIZES, N=2, T=2)
+
+
+@pytest.mark.parametrize("pass_", [cg.prefill, cg.decode])
+def test_inference_on_two_ranks_leaves_the_same_numbers(pass_):
+    graph = pass_(models.load("llama-3-8b", symbolic=True, dtype="fp32"))
+    caches = {t.name: "b (g tp) t k" for g in graph.bodies() for t in g.tensors if t.role == "cache"}
+    sharded = cg.shard(graph, cg.mesh(tp=T), {**TENSOR, **caches}, strict=True)
+    sizes = {**SIZES, "T": 2} if pass_ is cg.prefill else {**SIZES, "T": 2}
+    testing.check_sharded(graph, sharded, {"tp": 2}, **{k: n for k, n in sizes.items()})
