@@ -273,3 +273,102 @@ def test_inference_on_two_ranks_leaves_the_same_numbers(pass_):
     sharded = cg.shard(graph, cg.mesh(tp=T), {**TENSOR, **caches}, strict=True)
     sizes = {**SIZES, "T": 2} if pass_ is cg.prefill else {**SIZES, "T": 2}
     testing.check_sharded(graph, sharded, {"tp": 2}, **{k: n for k, n in sizes.items()})
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------
+
+
+def mlp():
+    with cg.Graph("mlp") as g:
+        h = cg.relu(cg.einsum(g.input("x", (B, D)), g.param("up", (D, 6)), "b d, d f -> b f"))
+        g.output(cg.einsum(h, g.param("down", (6, D)), "b f, f d -> b d"))
+    return g
+
+
+REFUSED = {
+    "a name that is no tensor": (
+        {"placements": {"upp": "d f"}}, cg.GraphError, "shard: 'upp' is no tensor of graph 'mlp', expected a name or a pattern"),
+    "two names in brackets": (
+        {"placements": {"up": "(d f) tp"}}, cg.PatternError, "shard: '(d f) tp' of up(D, 6; fp32): (d f), expected a name and axes of mesh(tp=4), each once"),
+    "an axis alone": (
+        {"placements": {"up": "d tp"}}, cg.PatternError, "shard: 'd tp' of up(D, 6; fp32): tp, expected a name and axes of mesh(tp=4), each once"),
+    "an axis twice": (
+        {"placements": {"up": "(d tp) (f tp)"}}, cg.PatternError, "shard: '(d tp) (f tp)' of up(D, 6; fp32): (f tp), expected a name and axes of mesh(tp=4), each once"),
+    "axes that are too many": (
+        {"placements": {"up": "d f g"}}, cg.PatternError, "shard: 'd f g' of up(D, 6; fp32): expected a place for each of 2 axes"),
+    "a size that the ranks do not divide": (
+        {"placements": {"up": "d (f tp)"}}, cg.ShapeError, "shard: 'd (f tp)' of up(D, 6; fp32): (f tp) is 6 in parts of 3/2, expected a size that the ranks divide"),
+    "no text": (
+        {"placements": {"up": 3}}, cg.GraphError, "shard: placements is {'up': 3}, expected a mapping of names to placements such as 'd (f tp)'"),
+    "no mapping": (
+        {"placements": ["up"]}, cg.GraphError, "shard: placements is ['up'], expected a mapping of names to placements such as 'd (f tp)'"),
+    "an axis that the mesh does not have": (
+        {"placements": {}, "gather": "dp"}, cg.GraphError, "shard: gather along 'dp', expected axes of mesh(tp=4)"),
+    "no mesh": (
+        {"placements": {}, "mesh": 4}, cg.GraphError, "shard: mesh is 4, expected a mesh"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_no_placement_is_refused(what):
+    given, error, text = REFUSED[what]
+    with pytest.raises(error) as refused:
+        cg.shard(mlp(), given.pop("mesh", cg.mesh(tp=4)), given.pop("placements"), **given)
+    assert str(refused.value) == text
+
+
+def test_a_mesh_has_an_axis_and_its_degrees_are_positive():
+    with pytest.raises(cg.GraphError, match=r"mesh: axes \[\], expected a name and a number of ranks at least"):
+        cg.mesh()
+    with pytest.raises(cg.ShapeError, match="mesh: tp: 0, expected a positive integer"):
+        cg.mesh(tp=0)
+
+
+def test_a_degree_that_does_not_divide_is_refused_when_it_is_bound():
+    sharded = cg.shard(mlp(), cg.mesh(tp=T), {"up": "d (f tp)", "down": "(f tp) d"})
+    # two products and a function of a third of the six columns, and 2/3 of an addition for each element of the sum
+    assert cg.flops(sharded, B=2, D=5, T=3) == pytest.approx(2 * (2 * 2 * 5 * 2) + 2 * 2 + 2 * 5 * 2 / 3)
+    with pytest.raises(
+        cg.BindingError, match="T=4: axis 1 of 'up' has size 6/T = 3/2, expected a positive whole number"
+    ):
+        cg.flops(sharded, B=2, D=5, T=4)
+
+
+def test_an_op_that_cannot_keep_a_placement_says_so():
+    with cg.Graph("rolled") as g:
+        g.output(cg.ops.roll(g.input("x", (B, D)), 1))
+    sharded = cg.shard(g, cg.mesh(tp=T), {"x": "b (d tp)"})
+    assert sharded.sharding.resharded[0] == "'roll_parts': 'x' put together along tp: it is whole"
+    assert [m.collective for m in cg.communication(sharded)] == ["all_gather"]
+    with pytest.raises(cg.UnsupportedError, match="'roll_parts': 'x' put together along tp: it is whole, expected pl"):
+        cg.shard(g, cg.mesh(tp=T), {"x": "b (d tp)"}, strict=True)
+
+
+def test_the_graph_of_one_rank_is_not_sharded_again():
+    sharded = cg.shard(mlp(), cg.mesh(tp=T), {"up": "d (f tp)", "down": "(f tp) d"})
+    with pytest.raises(cg.GraphError, match="shard: graph 'mlp' is that of one rank already, expected one of all dev"):
+        cg.shard(sharded, cg.mesh(dp=N), {"x": "(b dp) d"})
+    with pytest.raises(cg.GraphError, match="run_ranks of graph 'mlp', which is on no mesh: expected one that shard"):
+        testing.run_ranks(mlp(), {})
+
+
+def test_ranks_that_have_other_numbers_are_found():
+    graph = mlp()
+    sharded = cg.shard(graph, cg.mesh(tp=2), {"up": "d (f tp)", "down": "(f tp) d"})
+    lacking = cg.Graph("lacking")
+    with lacking:  # without the reduction, each rank has a part of the sum
+        h = cg.relu(cg.einsum(lacking.input("x", (B, D)), lacking.param("up", (D, 3)), "b d, d f -> b f"))
+        lacking.output(cg.einsum(h, lacking.param("down", (3, D)), "b f, f d -> b d"))
+    lacking.sharding = sharded.sharding
+    with pytest.raises(AssertionError, match="rank {'tp': 1} has other numbers than another one that has the same"):
+        testing.check_sharded(graph, lacking, B=2, D=3)
+
+
+def test_communication_is_a_table():
+    pytest.importorskip("pandas")
+    sharded = cg.shard(mlp(), cg.mesh(tp=3), {"up": "d (f tp)", "down": "(f tp) d"})
+    sent = cg.communication(sharded, B=2, D=5)
+    assert repr(sent) == "Communication(graph mlp: 1 collectives)"
+    assert (sent.total(), len(sent.filter(collective="all_gather"))) == (2 * 40 * 2 / 3, 0)
+    assert str(sent).splitlines()[-1] == "ring bytes  53.33 B"
+    assert list(sent.to_pandas()["bytes"]) == [40]

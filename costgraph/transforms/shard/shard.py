@@ -8,13 +8,13 @@ from math import prod
 from typing import Annotated
 
 from ...algebra.polynomial import ONE
-from ...algebra.symbols import is_name, kind_of, shown
+from ...algebra.symbols import is_name, shown
 from ...errors import CostGraphError, GraphError, PatternError, ShapeError, UnsupportedError
 from ...graph.arguments import need_flag, positive
 from ...graph.graph import Graph, need_graph
 from ...graph.placement import Factors, Mesh, Placement, Sharding, tidy
 from ...graph.tensor import Tensor
-from ...notation.door import READ
+from ...notation.door import Rule
 from ...notation.pattern import Axes, parse_pattern
 from ...ops.collectives import Meshed
 from .sharder import Sharder
@@ -23,7 +23,13 @@ from .tensors import Stated
 __all__ = ["mesh", "shard"]
 
 #: Placements by the name of a tensor, or by a pattern of names.
-Placements = Mapping[Annotated[str, READ], Annotated[str, READ]]
+Placements = Annotated[
+    Mapping[str, str],
+    Rule(
+        "a mapping of names to placements such as 'd (f tp)'",
+        lambda v: isinstance(v, Mapping) and all(isinstance(text, str) for pair in v.items() for text in pair),
+    ),
+]
 
 
 def mesh(**axes: object) -> Mesh:
@@ -78,7 +84,7 @@ def shard(
     mesh : Mesh
         The devices. An axis of one rank changes nothing.
     placements : mapping of str to str
-        By the name of a tensor, or a pattern such as `"layers/*/weight"` (later entries win): its axes as in einops,
+        By the name of a tensor, or a pattern of sources such as `"layers/*/weight"` (later entries win): its axes as in einops,
         those that are split in brackets with axes of the mesh, `"d (f tp)"`. Each rank has one block of consecutive
         elements; of several axes of the mesh the first one splits into the larger blocks. Stated of parameters, inputs,
         buffers, optimizer states (`"*.exp_avg"`) and, where a choice is left, of tensors that ops make: that the carry
@@ -125,8 +131,6 @@ def shard(
     """
     need_graph("shard", graph)
     need_flag("shard", strict=strict)
-    if not isinstance(mesh, Mesh):
-        raise GraphError(f"shard: mesh is {kind_of(mesh)}, expected one such as costgraph.mesh(tp=8)")
     if graph.sharding is not None or any(isinstance(op.kind, Meshed) and op.kind.axis for op in graph.walk()):
         raise GraphError(f"shard: graph {graph.name!r} is that of one rank already, expected one of all devices")
     used = Mesh(tuple((name, n) for name, n in mesh.axes if n != ONE))
@@ -135,8 +139,8 @@ def shard(
     if odd:
         raise GraphError(f"shard: gather along {shown(odd[0])}, expected axes of {mesh}")
     gathered &= {*used}
-    places = _found(graph, used, mesh, placements, "placements")
-    asked = _found(graph, used, mesh, gradients or {}, "gradients")
+    places = _found(graph, used, mesh, placements)
+    asked = _found(graph, used, mesh, gradients or {})
     whole = {t: Placement(((),) * t.ndim) for t in graph.gradients}
     stated = Stated(
         mesh=used,
@@ -161,16 +165,13 @@ def shard(
     return made
 
 
-def _found(graph: Graph, used: Mesh, mesh: Mesh, stated: object, what: str) -> dict[Tensor, Placement]:
+def _found(graph: Graph, used: Mesh, mesh: Mesh, stated: Placements) -> dict[Tensor, Placement]:
     """Return the placement of each tensor that is named."""
-    if not isinstance(stated, Mapping):
-        raise GraphError(f"shard: {what} is {kind_of(stated)}, expected a mapping of names to texts such as 'd (f tp)'")
     named = {t.name: t for g in graph.bodies() for t in g.tensors if not g.fused}
+    sources = [t for t in named.values() if t.producer is None and t.role != "formal"]
     out: dict[Tensor, Placement] = {}
     for key, text in stated.items():
-        if not isinstance(key, str) or not isinstance(text, str):
-            raise GraphError(f"shard: {what} of {shown(key)}: {shown(text)}, expected a text such as 'd (f tp)'")
-        matched = [t for name, t in named.items() if name == key or fnmatchcase(name, key)]
+        matched = [named[key]] if key in named else [t for t in sources if fnmatchcase(t.name, key)]
         if not matched:
             raise GraphError(f"shard: {shown(key)} is no tensor of graph {graph.name!r}, expected a name or a pattern")
         out |= {t: _read(t, text, used, mesh) for t in matched}
@@ -185,8 +186,8 @@ def _read(t: Tensor, text: str, used: Mesh, mesh: Mesh) -> Placement:
         dims = parse_pattern(f"{text} -> ", (t.ndim - pieces,)).operands
     except CostGraphError as error:
         raise type(error)(f"{place}: {error}") from None
-    if len(dims) != 1:
-        raise PatternError(f"{place}: {len(dims)} tensors, expected the axes of one")
+    if len(dims) != 1 or len(dims[0]) != t.ndim - pieces:
+        raise PatternError(f"{place}: expected a place for each of {t.ndim - pieces} axes")
     out: list[Factors] = [()] * pieces
     seen: set[str] = set()
     for dim, size in zip(dims[0], t.sizes[pieces:], strict=True):

@@ -99,7 +99,9 @@ class Sharder(Placed):
         made = op.results[0]
         place = self.wanted.get(made) or self.stated.places.get(made)
         axes = self.staying[made] if made in self.wanted else None
-        if place is None and any(isinstance(t, Tensor) and self.at[t].pending for t in map(self.tensors.get, op.operands)):
+        if place is None and any(
+            isinstance(t, Tensor) and self.at[t].pending for t in map(self.tensors.get, op.operands)
+        ):
             place = self.met(made)
         if place is None:
             return {}
