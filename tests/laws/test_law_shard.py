@@ -20,19 +20,21 @@ def held(case, spread, seen):
     try:
         sharded = cg.shard(case.graph, spread.mesh, spread.placements)
     except cg.GraphError as error:  # what a rank has is not split again
-        assert "is that of one rank already" in str(error)
+        if "is that of one rank already" not in str(error):
+            raise
         return
     try:
         testing.check_sharded(case.graph, sharded, spread.degrees, **case.point, **spread.sizes)
     except BindingError as error:  # a size somewhere on the way that the ranks do not divide
-        assert "expected a positive whole number" in str(error)
+        if "expected a positive whole number" not in str(error):
+            raise
         seen["uneven"] += 1
         return
     seen["held"] += 1
     seen["collectives"] += bool(cg.communication(sharded).rows)
 
 
-@pytest.mark.parametrize("examples", [60, pytest.param(1500, marks=pytest.mark.long)])
+@pytest.mark.parametrize("examples", [40, pytest.param(1500, marks=pytest.mark.long)])
 def test_drawn_graphs_compute_on_a_mesh_what_they_do_on_one_device(examples):
     seen = Counter()
 
@@ -42,4 +44,5 @@ def test_drawn_graphs_compute_on_a_mesh_what_they_do_on_one_device(examples):
         held(case, data.draw(testing.spreads(case.graph, case.point)), seen)
 
     drawn()
-    assert seen["held"] >= 0.85 * examples and seen["collectives"] >= 0.3 * examples, seen
+    assert seen["held"] >= 0.85 * examples, seen
+    assert seen["collectives"] >= 0.3 * examples, seen
