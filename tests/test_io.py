@@ -136,8 +136,9 @@ def test_every_op_kind_is_in_the_graph_that_is_saved(saved):
     # arange and empty have no operands and stand in the tests of models and of unroll; the others in tests of their own
     inference = {"cache", "initial_state", "append"}
     experts = {"top_k", "dispatch", "grouped", "grouped_outer"}
-    others = {"foreign", "arange", "empty", "keep", "sort", "stop_gradient", "fused_update", "zero_grad", "unscale"}
-    assert set(KINDS) - used <= others | experts | inference
+    updates = {"fused_update", "zero_grad", "unscale"}
+    others = {"foreign", "arange", "empty", "keep", "sort", "stop_gradient", "part"}
+    assert set(KINDS) - used <= others | updates | experts | inference
 
 
 def test_the_file_is_networkx_node_link_form(saved):

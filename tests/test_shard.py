@@ -368,6 +368,18 @@ def test_ranks_that_have_other_numbers_are_found():
         testing.check_sharded(graph, lacking, B=2, D=3)
 
 
+def test_the_graph_of_one_rank_is_saved_and_loaded(tmp_path):
+    graph = step()
+    sharded = cg.shard(graph, cg.mesh(dp=N, tp=T), {**DATA, **with_states(TENSOR), "layers.carry0": "(b dp) (s tp) d"})
+    assert {op.kind.name for op in sharded.walk()} >= {"collective", "part"}
+    cg.save(sharded, tmp_path / "rank.json")
+    loaded = cg.load(tmp_path / "rank.json")
+    assert cg.communication(loaded).rows == cg.communication(sharded).rows
+    assert cg.peak_memory(loaded) == cg.peak_memory(sharded)
+    with pytest.raises(cg.GraphError, match="is that of one rank already"):
+        cg.shard(loaded, cg.mesh(dp=N), DATA)
+
+
 def test_communication_is_a_table():
     pytest.importorskip("pandas")
     sharded = cg.shard(mlp(), cg.mesh(tp=3), {"up": "d (f tp)", "down": "(f tp) d"})

@@ -85,10 +85,11 @@ def shard(
         The devices. An axis of one rank changes nothing.
     placements : mapping of str to str
         By the name of a tensor, or a pattern of sources such as `"layers/*/weight"`, later entries win: its axes as in
-        einops, those that are split in brackets with axes of the mesh, `"d (f tp)"`. Each rank has one block of consecutive
-        elements; of several axes of the mesh the first one splits into the larger blocks. Stated of parameters, inputs,
-        buffers, optimizer states (`"*.exp_avg"`) and, where a choice is left, of tensors that ops make: that the carry
-        of the layers is split along the sequence is sequence parallelism. What is not named is whole on every rank.
+        einops, those that are split in brackets with axes of the mesh, `"d (f tp)"`. Each rank has one block of
+        consecutive elements; of several axes of the mesh the first one splits into the larger blocks. Stated of
+        parameters, inputs, buffers, optimizer states (`"*.exp_avg"`) and, where a choice is left, of tensors that ops
+        make: that the carry of the layers is split along the sequence is sequence parallelism. What is not named is
+        whole on every rank.
     gather : str or iterable of str
         Axes of the mesh along which parameters are put together where an op reads them and given back after it: ZeRO-3,
         or fully sharded data parallelism. Along other axes they stay, and activations come to them.
