@@ -14,6 +14,7 @@ from ..graph.graph import apply
 from ..graph.op import Flops, Op, OpKind, Result
 from ..graph.tensor import Tensor
 from . import rules
+from .reach import carried
 from .registry import register
 
 __all__ = ["COLLECTIVES", "REDUCING", "Collective", "Meshed", "Part", "collective"]
@@ -68,9 +69,11 @@ class Collective(Meshed):
             if self.source is not None:
                 sizes[self.dim] /= self.ranks
                 sizes[self.source] *= self.ranks
+        moved = {self.source, self.dim if self.source is not None or COLLECTIVES[self.collective] else None}
+        domain = carried(x, [None if i in moved else i for i in range(x.ndim)])
         if self.inplace:
-            return [Result(tuple(sizes), x.dtype, x.strides, of=0, offset=x.offset)]
-        return [Result(tuple(sizes), x.dtype, domain=x.domain)]
+            return [Result(tuple(sizes), x.dtype, x.strides, of=0, offset=x.offset, domain=domain)]
+        return [Result(tuple(sizes), x.dtype, domain=domain)]
 
     def reads(self, op: Op) -> tuple[Poly, ...]:
         """Return what the rank brings."""
@@ -102,9 +105,10 @@ class Part(Meshed):
         if self.dim >= x.ndim:
             raise ShapeError(f"part of {x!r} along axis {self.dim}, expected one that it has")
         sizes = (*x.sizes[: self.dim], x.sizes[self.dim] / self.ranks, *x.sizes[self.dim + 1 :])
+        domain = carried(x, [None if i == self.dim else i for i in range(x.ndim)])
         if self.blocks != ONE:
-            return [Result(sizes, x.dtype, domain=x.domain)]
-        return [Result(sizes, x.dtype, x.strides, of=0, offset=x.offset, domain=x.domain)]
+            return [Result(sizes, x.dtype, domain=domain)]
+        return [Result(sizes, x.dtype, x.strides, of=0, offset=x.offset, domain=domain)]
 
     def reads(self, op: Op) -> tuple[Poly, ...]:
         """Return what is copied."""

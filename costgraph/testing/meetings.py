@@ -62,7 +62,9 @@ def _collective(at: At[Collective]) -> None:
         at.made[0] = at.operands[0]
     made = at.result()
     for index in list(made.index()):
-        at.write(totals[_from(at, index, made.array.shape)], *index)
+        source = _from(at, index, made.array.shape)
+        if source in totals:  # of a restricted one, what there is
+            at.write(totals[source], *index)
     at.tally.pointwise += Fraction(additions, ranks)
 
 
@@ -77,7 +79,8 @@ def _part(at: At[Part]) -> None:
     for index in list(made.index()):
         source = list(index)
         source[kind.dim] = _apart(index[kind.dim], made.array.shape[kind.dim], ranks, blocks)
-        at.write(at.read(0, *source), *index)
+        if at.operands[0].holds(tuple(source)):
+            at.write(at.read(0, *source), *index)
 
 
 # -- by whole arrays -------------------------------------------------------------------------------------------------

@@ -325,7 +325,7 @@ def test_collectives_are_played_by_one_of_equal_ranks():
     with cg.Graph("g") as g:
         x = g.input("x", (4, 2))
         names = ("all_reduce", "all_gather", "reduce_scatter", "send")
-        g.output(*(cg.ops.stated.collective(x, n, 2) for n in names), cg.ops.stated.transfer(x))
+        g.output(*(cg.ops.collective(x, n, 2) for n in names), cg.ops.stated.transfer(x))
     made = [y.numpy() for y in lower(g)(torch.ones(4, 2))]
     assert [(y.shape, y.flat[0]) for y in made] == [((4, 2), 2), ((8, 2), 1), ((2, 2), 2), ((4, 2), 1), ((4, 2), 1)]
     assert all(np.ptp(y) == 0 for y in made)
