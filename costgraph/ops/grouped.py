@@ -19,9 +19,10 @@ from ..graph.arguments import need_choice, need_flag, need_tensor, positive
 from ..graph.facts import Flag, Limit, Room, Size, is_amount, one_of, optional
 from ..graph.graph import apply
 from ..graph.op import Flops, Op, OpKind, Result
+from ..graph.placement import Split
 from ..graph.strides import numel
 from ..graph.tensor import Tensor
-from . import rules
+from . import rules, splits
 from .registry import register
 
 __all__ = [
@@ -68,6 +69,10 @@ class TopK(OpKind):
         sizes = (*x.sizes[:-1], self.k)
         return [Result(sizes, x.dtype), Result(sizes, find_dtype("int64"))]
 
+    def placed(self, op: Op) -> Split:
+        """Split the other axes."""
+        return splits.alike(op, whole=[op.results[0].ndim - 1])
+
 
 def _is_above_zero(value: object) -> bool:
     return is_amount(value) and isinstance(value, Poly) and value.constant != 0
@@ -97,6 +102,17 @@ class Dispatch(OpKind):
         made = [Result((rows,), integer), Result((self.experts,), find_dtype("int32")), Result(ids.sizes, integer)]
         made += [Result((rows,), integer)] if self.owners else []
         return made + ([] if self.capacity is None else [Result(ids.sizes, find_dtype("bool"))])
+
+    def placed(self, op: Op) -> Split | None:
+        """Split the choices: each rank orders its own, and rows, ends and places are those of its part."""
+        if self.capacity is not None:  # room is rounded up for all of them
+            return None
+        names = tuple((f"i{i}",) for i in range(op.operands[0].ndim))
+        rows = (tuple(n for (n,) in names),)
+        extents = {n: size for (n,), size in zip(names, op.operands[0].sizes, strict=True)} | {"e": self.experts}
+        results = (rows, (("e",),), names, *([rows] if self.owners else []))
+        last = names[-1]
+        return Split((names,), results, extents, lambda own, ranks: self, whole=frozenset({"e", *last}))
 
     def flops(self, op: Op) -> Flops:
         """Count one for each choice to order it, one to count it, and the sum over experts: where rows end."""
@@ -136,6 +152,13 @@ class Grouped(OpKind):
         dtype = promote(rows.dtype, weights.dtype) if self.dtype is None else self.dtype
         return [Result((rows.sizes[0], weights.sizes[2]), dtype)]
 
+    def placed(self, op: Op) -> Split:
+        """Split rows and both axes of the matrices."""
+        operands = ((("r",), ("d",)), (("e",), ("d",), ("f",)), (("e",),))
+        return splits.across(
+            op, operands, (("r",), ("f",)), lambda own, ranks: self, reduced={"d": "sum"}, whole=frozenset("e")
+        )
+
     def reads(self, op: Op) -> tuple[Poly, ...]:
         """Return all rows, and of the weights those of the experts that rows go to."""
         rows, weights, ends = rules.whole(self, op)
@@ -172,6 +195,13 @@ class GroupedOuter(OpKind):
                 f"grouped product of {a!r}, {b!r} and {ends!r}: expected (rows, d), (rows, f) and integers (experts,)"
             )
         return [Result((ends.sizes[0], a.sizes[1], b.sizes[1]), promote(a.dtype, b.dtype))]
+
+    def placed(self, op: Op) -> Split:
+        """Split the axes of the matrices, and rows into parts of a sum."""
+        operands = ((("r",), ("d",)), (("r",), ("f",)), (("e",),))
+        return splits.across(
+            op, operands, (("e",), ("d",), ("f",)), lambda own, ranks: self, reduced={"r": "sum"}, whole=frozenset("e")
+        )
 
 
 # -- functions ---------------------------------------------------------------------------------------------------

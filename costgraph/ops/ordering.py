@@ -10,9 +10,10 @@ from ..errors import ShapeError
 from ..graph.arguments import need_flag, need_tensor
 from ..graph.facts import Flag
 from ..graph.graph import apply
-from ..graph.op import OpKind, Result
+from ..graph.op import Op, OpKind, Result
+from ..graph.placement import Split
 from ..graph.tensor import Tensor
-from . import rules
+from . import rules, splits
 from .registry import register
 
 __all__ = ["Sort", "sort"]
@@ -34,6 +35,10 @@ class Sort(OpKind):
         if not x.ndim:
             raise ShapeError(f"sort of {x!r}: expected at least one axis")
         return [Result(x.sizes, x.dtype), Result(x.sizes, find_dtype("int64"))]
+
+    def placed(self, op: Op) -> Split:
+        """Split the other axes."""
+        return splits.alike(op, whole=[op.results[0].ndim - 1])
 
 
 def sort(x: Tensor, *, descending: bool = False, name: str = "sort") -> tuple[Tensor, Tensor]:

@@ -14,6 +14,8 @@ from ...graph.strides import contiguous
 from ...graph.tensor import Tensor
 from ...ops.blocks import Kernel
 from ...ops.fresh import Fresh
+from ...ops.grouped import Dispatch
+from ...ops.index import Indexed
 from ...ops.layout import contiguous_copy
 from ...ops.stacks import Empty
 from .choice import Choice, Given, choose
@@ -52,7 +54,7 @@ class Sharder(Placed):
 
     def plain(self, op: Op, new: Graph) -> None:
         """Add an op of a rank."""
-        rule = None if isinstance(op.kind, Empty) else op.kind.placed(op)
+        rule = self.rule(op)
         choice = (
             self.whole(op)
             if rule is None
@@ -67,8 +69,29 @@ class Sharder(Placed):
         made = self.add(op, kind, operands, self.here(new))
         for t, place in zip(made.results, choice.results, strict=True):
             self.at[t] = place
+        self.note_own(op, choice, operands)
         for i, t in zip(op.kind.overwrites(), op.results, strict=False):
             self.note_part(op.operands[i], operands[i], t)
+
+    def rule(self, op: Op) -> Split | None:
+        """Return the rule of an op; indices that are positions within a rank's own rows have another one."""
+        if isinstance(op.kind, Empty):
+            return None
+        if isinstance(op.kind, Indexed) and any(self.tensors[t] in self.own for t in op.kind.places(op.operands)):
+            return op.kind.own(op)
+        return op.kind.placed(op)
+
+    def note_own(self, op: Op, choice: Choice, operands: Sequence[Tensor]) -> None:
+        """Note results that are positions within a rank's own rows."""
+        if isinstance(op.kind, Dispatch):
+            axes = frozenset(a for place in choice.results for a in place.axes)
+            for t in op.results[:3] if axes else ():
+                self.own[self.tensors[t]] = axes
+            return
+        axes = frozenset(a for t in operands for a in self.own.get(t, ()))
+        for t in op.results if axes else ():
+            if t.dtype.kind == "int":
+                self.own[self.tensors[t]] = axes
 
     def restricted(self, rule: Split, op: Op) -> Split:
         """Return the rule with the axes of a domain whole: which of its points a rank has is not the same for all."""
@@ -178,7 +201,7 @@ class Sharder(Placed):
         self.piece = outer
         for t, inner_t in zip(op.results, made, strict=True):
             result = self.here(new).adopt(inner_t)
-            self.at[result] = self.at[inner_t]
+            self.stands_for(result, inner_t)
             self.tensors[t] = result
 
     def prepared(self, op: Op, i: int, new: Graph) -> Tensor:
@@ -269,8 +292,10 @@ class Sharder(Placed):
         body.outputs += [body.adopt(self.tensors[t]) for t in loop.body.outputs]
         made_op = self.add(op, replace(kind, body=body), [*begun, *xs, *shared], new)  # type: ignore[call-arg]
         for i, (r, t) in enumerate(zip(made_op.results, loop.body.outputs, strict=True)):
-            at = self.at[self.tensors[t]]
-            self.at[r] = at if i < len(loop.lasts) else at.with_dims([(), *at.dims])
+            inner = self.tensors[t]
+            self.stands_for(r, inner)
+            if i >= len(loop.lasts):
+                self.at[r] = self.at[inner].with_dims([(), *self.at[inner].dims])
 
     def aim(self, t: Tensor, place: Placement, staying: frozenset[str]) -> None:
         """Note where a gradient is kept that is made inside a body."""
@@ -295,7 +320,7 @@ class Sharder(Placed):
     def dense(self, t: Tensor) -> Tensor:
         """Return a carry as every iteration hands it on: in the order of its axes."""
         made = contiguous_copy(t)
-        self.at[made] = self.at[t]
+        self.stands_for(made, t)
         return made
 
     def stand_for(
@@ -306,7 +331,6 @@ class Sharder(Placed):
         pieces = max(outer.storage.pieces - lead, 0)
         made = body.formal(outer, f.name, sizes, strides, pieces)
         made.domain = f.domain
+        self.stands_for(made, outer)
         self.tensors[f], self.at[made] = made, place
-        if outer in self.params:
-            self.params.add(made)
         return made
