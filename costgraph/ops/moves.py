@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Annotated
 
-from ..algebra.polynomial import ONE, ZERO, Poly, total
+from ..algebra.polynomial import ONE, ZERO, Poly, poly, total
 from ..algebra.symbols import shown
 from ..errors import ShapeError
 from ..graph.domain import Domain
@@ -208,8 +208,19 @@ class Slice(OpKind):
         need(self.room in (None, left), f"room {shown(str(self.room))}")
 
     def placed(self, op: Op) -> Split:
-        """Split the other axes."""
-        return splits.alike(op, whole=[self.axis], linear=True)
+        """Split the other axes, and the own one where it is cut into equal blocks of which this is one."""
+        (x,) = op.operands
+        blocks, at = x.sizes[self.axis] / self.size, self.start / self.size
+        if self.step != 1 or not all(isinstance(n.constant, int) for n in (blocks, at)):
+            return splits.alike(op, whole=[self.axis], linear=True)
+
+        def local(own: Mapping[str, Poly], ranks: Mapping[str, str]) -> OpKind:
+            size = own[f"a{self.axis}"]
+            left = None if self.room is None else room(blocks * size, at * size, size, 1)
+            return replace(self, start=at * size, size=size, room=left)
+
+        rule = splits.alike(op, linear=True, local=local)
+        return splits.in_blocks(rule, self.axis, blocks, of_operand=True)
 
     def span(self) -> tuple[Poly, Poly]:
         """Return where it begins and ends on its axis."""
@@ -296,5 +307,10 @@ class Concat(OpKind):
         return [Result(sizes, first.dtype, domain=domain)]
 
     def placed(self, op: Op) -> Split:
-        """Split the other axes."""
-        return splits.alike(op, whole=[self.axis], linear=True)
+        """Split the other axes, and the own one where what is joined is equally long."""
+        first = op.operands[0]
+        if any(t.sizes[self.axis] != first.sizes[self.axis] for t in op.operands):
+            return splits.alike(op, whole=[self.axis], linear=True)
+        rule = splits.alike(op, linear=True)
+        extents = {**rule.extents, f"a{self.axis}": first.sizes[self.axis]}
+        return splits.in_blocks(replace(rule, extents=extents), self.axis, poly(len(op.operands)), of_operand=False)

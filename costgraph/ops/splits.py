@@ -13,7 +13,7 @@ from ..graph.placement import Split
 from ..graph.strides import Sizes, is_integral, numel
 from ..graph.tensor import Tensor
 
-__all__ = ["across", "alike", "as_it_is", "fresh", "local_of", "refined", "same_shape", "summed"]
+__all__ = ["across", "alike", "as_it_is", "fresh", "in_blocks", "local_of", "refined", "same_shape", "summed"]
 
 Labels = tuple[tuple[str, ...], ...]
 
@@ -58,6 +58,18 @@ def as_it_is(kind: OpKind, op: Op) -> Split:
 def same_shape(kind: OpKind, op: Op) -> Split:
     """Take operands of one shape element by element, scalars beside them."""
     return alike(op)
+
+
+def in_blocks(rule: Split, axis: int, blocks: Poly, *, of_operand: bool) -> Split:
+    """Return the rule of an op of which one side has several blocks along an axis, and the other one."""
+
+    def several(labels: Labels) -> Labels:
+        return tuple(("n", *names) if i == axis else names for i, names in enumerate(labels))
+
+    extents = {**rule.extents, "n": blocks}
+    if of_operand:
+        return replace(rule, operands=tuple(each and several(each) for each in rule.operands), extents=extents)
+    return replace(rule, results=tuple(map(several, rule.results)), extents=extents)
 
 
 def summed(kind: OpKind, op: Op) -> Split:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from math import prod
 from typing import Annotated
 
-from ...algebra.polynomial import ONE
+from ...algebra.polynomial import ONE, poly
 from ...algebra.symbols import is_name, shown
-from ...errors import CostGraphError, GraphError, PatternError, ShapeError, UnsupportedError
+from ...errors import GraphError, PatternError, ShapeError, UnsupportedError
 from ...graph.arguments import need_flag, positive
 from ...graph.graph import Graph, need_graph
 from ...graph.placement import Factors, Mesh, Placement, Sharding, tidy
 from ...graph.tensor import Tensor
 from ...notation.door import Rule
-from ...notation.pattern import Axes, parse_pattern
 from ...ops.collectives import Meshed
 from .sharder import Sharder
 from .tensors import Stated
@@ -86,7 +86,8 @@ def shard(
     placements : mapping of str to str
         By the name of a tensor, or a pattern of sources such as `"layers/*/weight"`, later entries win: its axes as in
         einops, those that are split in brackets with axes of the mesh, `"d (f tp)"`. Each rank has one block of
-        consecutive elements; of several axes of the mesh the first one splits into the larger blocks. Stated of
+        consecutive elements; of several axes of the mesh the first one splits into the larger blocks. A number before
+        the name, `"d (2 f tp)"`, says that it is two tensors beside each other, each of which is split. Stated of
         parameters, inputs, buffers, optimizer states (`"*.exp_avg"`) and, where a choice is left, of tensors that ops
         make: that the carry of the layers is split along the sequence is sequence parallelism. What is not named is
         whole on every rank.
@@ -183,22 +184,30 @@ def _read(t: Tensor, text: str, used: Mesh, mesh: Mesh) -> Placement:
     """Read a placement of a tensor; axes of which each position is a storage of its own have no say in it."""
     pieces = t.storage.pieces
     place = f"shard: {text!r} of {t!r}"
-    try:
-        dims = parse_pattern(f"{text} -> ", (t.ndim - pieces,)).operands
-    except CostGraphError as error:
-        raise type(error)(f"{place}: {error}") from None
-    if len(dims) != 1 or len(dims[0]) != t.ndim - pieces:
+    groups = _groups(text)
+    if groups is None or len(groups) != t.ndim - pieces:
         raise PatternError(f"{place}: expected a place for each of {t.ndim - pieces} axes")
     out: list[Factors] = [()] * pieces
     seen: set[str] = set()
-    for dim, size in zip(dims[0], t.sizes[pieces:], strict=True):
-        names = [n for n in dim.names if n not in mesh]
-        axes = [n for n in dim.names if n in mesh]
-        if not isinstance(dim, Axes) or len(names) != 1 - (not dim.names) or seen & {*axes} or len(axes) > len({*axes}):
-            raise PatternError(f"{place}: {dim}, expected a name and axes of {mesh}, each once")
+    for group, size in zip(groups, t.sizes[pieces:], strict=True):
+        blocks = int(group[0]) if group[0].isdigit() else 1
+        names = [n for n in group[group[0].isdigit() and len(group) > 1 :] if n not in mesh]
+        axes = [n for n in group if n in mesh]
+        if len(names) != 1 or blocks < 1 or seen & {*axes} or len(axes) > len({*axes}):
+            words = f"({' '.join(group)})" if len(group) > 1 else group[0]
+            raise PatternError(f"{place}: {words}, expected a name and axes of {mesh}, each once")
         seen |= {*axes}
-        part = size / prod((used[a] for a in axes if a in used), start=ONE)
+        part = size / prod((used[a] for a in axes if a in used), start=poly(blocks))
         if part.constant is not None and not isinstance(part.constant, int):
-            raise ShapeError(f"{place}: {dim} is {size} in parts of {part}, expected a size that the ranks divide")
-        out.append(tidy([*(a for a in axes if a in used), part]))
+            raise ShapeError(
+                f"{place}: ({' '.join(group)}) is {size} in parts of {part}, expected a size that the ranks divide"
+            )
+        out.append(tidy([poly(blocks), *(a for a in axes if a in used), part]))
     return Placement(tuple(out))
+
+
+def _groups(text: str) -> list[list[str]] | None:
+    """Return the words of each axis, None where the text is none of a placement."""
+    if not re.fullmatch(r"(\s*(\w+|\((\s*\w+)+\s*\)))*\s*", text, re.ASCII):
+        return None
+    return [found.strip("()").split() for found in re.findall(r"\w+|\([^()]*\)", text)]

@@ -16,7 +16,7 @@ from ...ops.blocks import Kernel
 from ...ops.fresh import Fresh
 from ...ops.grouped import Dispatch
 from ...ops.index import Indexed
-from ...ops.layout import contiguous_copy
+from ...ops.moves import Rearrange
 from ...ops.stacks import Empty
 from .choice import Choice, Given, choose
 from .kernels import Pieces, live
@@ -237,7 +237,8 @@ class Sharder(Placed):
             elif place is None:
                 place = self.at[now].without(self.at[now].pending, self.mesh)
             starts.append(place)
-        known, host, around = dict(self.tensors), self.here(new), self.piece
+        host, around = self.here(new), self.piece
+        known, copies = dict(self.tensors), dict(self.copies)
         self.piece = None  # a loop inside a kernel is not cut: ranks meet where they have to
         while True:
             try:
@@ -246,7 +247,7 @@ class Sharder(Placed):
                 break
             except _WiderError as wider:
                 starts[wider.at] = wider.placement
-                self.tensors = dict(known)
+                self.tensors, self.copies = dict(known), dict(copies)  # what was added is taken back
         self.piece = around
 
     def iterations(self, op: Op, new: Graph, starts: Sequence[Placement | None]) -> None:
@@ -255,7 +256,7 @@ class Sharder(Placed):
         assert loop is not None
         places = [Placement(((),) * t.ndim) if p is None else p for p, t in zip(starts, loop.starts, strict=True)]
         begun = [self.value(t, new, p, op.phase) for t, p in zip(loop.starts, places, strict=True)]
-        begun = [self.dense(t) for t in begun]
+        begun = [self.dense(t, new, op.phase) for t in begun]
         xs = []
         for t in loop.xs:
             now = self.value(t, new)
@@ -315,11 +316,14 @@ class Sharder(Placed):
             wider = Placement(tuple(dims))
             if wider != place and len(wider.axes) == sum(len([f for f in d if isinstance(f, str)]) for d in dims):
                 raise _WiderError(i, wider)
-        self.tensors[t] = self.dense(self.moved_to(found, place, body, op.phase))
+        self.tensors[t] = self.dense(self.moved_to(found, place, body, op.phase), body, op.phase)
 
-    def dense(self, t: Tensor) -> Tensor:
+    def dense(self, t: Tensor, graph: Graph, phase: str) -> Tensor:
         """Return a carry as every iteration hands it on: in the order of its axes."""
-        made = contiguous_copy(t)
+        if t.is_contiguous:
+            return t
+        kind = Rearrange(split=t.sizes, order=tuple(range(t.ndim)), merged=t.sizes, copy=True)
+        (made,) = graph.add_op(kind, [t], f"{t.name}.contiguous", phase).results
         self.stands_for(made, t)
         return made
 

@@ -65,7 +65,7 @@ class Placed(Rewriter):
         """Old tensors that are gradients, and where they are kept."""
         self.staying: dict[Tensor, frozenset[str]] = {}
         self.own: dict[Tensor, frozenset[str]] = {}
-        """New tensors that hold positions within a rank's own part of rows, and the axes of the mesh that split them."""
+        """New tensors that hold positions within a rank's own rows, and the axes of the mesh that split these."""
         self.carried: set[Storage] = set()
         """Storages that iterations hand on: the next one has what is written there as it is."""
         self.met_by: dict[Tensor, Placement] = {}
@@ -146,8 +146,8 @@ class Placed(Rewriter):
         lost = self.own.get(t, frozenset()) - want.axes
         if t in self.own and (lost & have.axes or not have.axes):
             raise UnsupportedError(
-                f"shard: {t.name!r} holds positions within the rows of each rank, which mean nothing elsewhere: expected "
-                f"readers that are split along {', '.join(sorted(self.own[t]))} as well"
+                f"shard: {t.name!r} holds positions within the rows of each rank, which mean nothing elsewhere: "
+                f"expected readers that are split along {', '.join(sorted(self.own[t]))} as well"
             )
         for kind, after, name in steps(have, want, self.mesh):
             made = self.step(kind, made, name, new, phase)
