@@ -80,6 +80,7 @@ from .transforms.inference.inference import decode, prefill
 from .transforms.precision.policy import Policy
 from .transforms.precision.precision import apply_precision
 from .transforms.quantize.quantize import quantize
+from .transforms.shard.parallelize import parallelize
 from .transforms.shard.shard import mesh, shard
 from .transforms.training import training_step
 from .transforms.unroll import unroll
@@ -116,6 +117,7 @@ __all__ = [
     "Policy",
     "apply_precision",
     "mesh",
+    "parallelize",
     "quantize",
     "shard",
     "training_step",

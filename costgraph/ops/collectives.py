@@ -60,6 +60,8 @@ class Collective(Meshed):
         """Return what each rank gets."""
         rules.need_operands(self, operands, 1)
         (x,) = operands
+        if x.domain is not None and not self.axis:  # what lies on a mesh has its parts elsewhere
+            raise ShapeError(f"collective of {x!r}, which is restricted to a domain: expected a whole tensor")
         places = [i for i in (self.dim, self.source) if i is not None]
         if x.ndim and max(places) >= x.ndim:
             raise ShapeError(f"{self.collective} of {x!r} along axis {max(places)}, expected one that it has")

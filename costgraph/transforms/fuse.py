@@ -132,6 +132,8 @@ class _Fuser(_Joiner):
     def __init__(self, *, epilogues: bool) -> None:
         super().__init__()
         self.epilogues = epilogues
+        self.unread: dict[Op | None, list[Tensor]] = {}
+        """Views that nobody reads, by the op that makes what they are of: their sizes are dimensions all the same."""
 
     def fill(self, old: Graph, new: Graph, suffix: str = "") -> None:
         if old.fused:
@@ -139,6 +141,9 @@ class _Fuser(_Joiner):
         for t in old.tensors:
             if t.producer is None and t.role != "formal":
                 self.tensors[t] = self.source(t, new, suffix)
+        unread = _unread(old)
+        for t in unread:
+            self.unread.setdefault(base_of(t).producer, []).append(t)
         for group, read in grouped(old, epilogues=self.epilogues):
             for t in (t for op in group for t in op.operands if base_of(t).producer not in group):
                 self.look(t, new)
@@ -150,7 +155,7 @@ class _Fuser(_Joiner):
             for t in (t for op in group for t in op.operands if base_of(t) is not t):
                 if base_of(t).producer in group:
                     self.tensors.pop(t, None)  # inside, each kernel has views of its own
-        for t in (*old.outputs, *old.gradients, *old.gradients.values()):
+        for t in (*old.outputs, *old.gradients, *old.gradients.values(), *unread):
             self.look(t, new)
         return None
 
@@ -167,6 +172,14 @@ class _Fuser(_Joiner):
             self.add(op, replace(op.kind, inplace=False), [self.tensors[t] for t in op.operands], body)
         else:
             self.copy(op, body)
+        for t in self.unread.get(op, ()):
+            self.look(t, body)
+
+
+def _unread(graph: Graph) -> list[Tensor]:
+    """Return views that nobody reads."""
+    views = (t for op in graph.ops if is_view(op) for t in op.results)
+    return [t for t in views if not graph.out_degree(t) and t not in graph.outputs]
 
 
 # -- what may be fused -------------------------------------------------------------------------------------------

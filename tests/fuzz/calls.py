@@ -242,6 +242,7 @@ FUNCTIONS = {
     "training_step": lambda e: a(e.loss),
     "mesh": lambda e: a(dp=2, tp=3),
     "shard": lambda e: a(e.loss, cg.mesh(tp=2), {}),
+    "parallelize": lambda e: a(e.loss, dp=2),
     "communication": lambda e: a(e.loss),
     "checkpoint_for": lambda e: a(e.lm, memory=1e9, B=2, S=8, L=2, V=11),
     "best_interval": lambda e: a(e.lm, B=2, S=8, L=4, V=11),

@@ -16,7 +16,8 @@ from ...ops.blocks import Kernel
 from ...ops.fresh import Fresh
 from ...ops.grouped import Dispatch
 from ...ops.index import Indexed
-from ...ops.moves import Rearrange
+from ...ops.moves import Rearrange, Slice
+from ...ops.pointwise import Pointwise
 from ...ops.stacks import Empty
 from .choice import Choice, Given, choose
 from .kernels import Pieces, live
@@ -24,6 +25,10 @@ from .targets import targets
 from .tensors import Later, Placed
 
 __all__ = ["Sharder"]
+
+
+#: Kinds whose result is the parameter that they are of, in another form.
+_SAME = (Rearrange, Slice, Pointwise)
 
 
 class _WiderError(Exception):
@@ -69,6 +74,8 @@ class Sharder(Placed):
         made = self.add(op, kind, operands, self.here(new))
         for t, place in zip(made.results, choice.results, strict=True):
             self.at[t] = place
+        if len(operands) == 1 and operands[0] in self.params and isinstance(op.kind, _SAME):
+            self.params.update(made.results)
         self.note_own(op, choice, operands)
         for i, t in zip(op.kind.overwrites(), op.results, strict=False):
             self.note_part(op.operands[i], operands[i], t)

@@ -1,0 +1,111 @@
+"""Models of the zoo on a mesh by the names of their layers: every language model, and values of ten families."""
+
+import pytest
+import sympy
+
+import costgraph as cg
+from costgraph import models, testing
+
+B, S, DP, TP = cg.dims("B S DP TP")
+
+#: A model of each family of language models, with small sizes that two ranks of both axes divide.
+SIZES = {
+    "deepseek-v2-lite": {
+        "D": 4, "H": 2, "L": 3, "Ld": 1, "V": 8, "F": 4, "Fe": 4, "E": 3, "k": 2, "Es": 2, "C": 3, "Kn": 2, "Kr": 2,
+        "Kv": 2,
+    },
+    "falcon-7b": {"D": 8, "H": 2, "G": 1, "L": 2, "V": 8, "F": 4},
+    "gemma-2-27b": {"D": 4, "H": 4, "G": 2, "K": 2, "L": 2, "V": 8, "F": 4, "W": 2},
+    "gpt-oss-120b": {"D": 6, "H": 4, "G": 2, "K": 2, "Fe": 6, "E": 3, "k": 2, "L": 2, "V": 8, "W": 2},
+    "gpt2": {"D": 4, "H": 2, "F": 6, "L": 2, "V": 8, "P": 5},
+    "mamba-1.4b": {"D": 3, "E": 4, "N": 2, "R": 2, "L": 2, "V": 8},
+    "mixtral-8x22b": {"D": 6, "H": 4, "G": 2, "K": 2, "Fe": 6, "E": 3, "k": 2, "L": 2, "V": 8},
+    "olmo-2-13b": {"D": 4, "H": 2, "G": 2, "K": 2, "L": 2, "V": 8, "F": 4},
+    "phi-3-medium": {"D": 4, "H": 2, "G": 2, "K": 2, "L": 2, "V": 8, "F": 4, "W": 2},
+    "qwen3-0.6b": {"D": 4, "H": 4, "G": 2, "K": 2, "L": 2, "V": 8, "F": 4},
+}  # fmt: skip
+OTHERS = (
+    "deepseek-v2", "gemma-3-1b", "linear-attention-cifar10", "llama-2-13b", "mamba2-1.3b", "qwen1.5-moe-a2.7b",
+    "qwen2.5-0.5b", "qwen3-235b-a22b", "rwkv-7-0.1b", "t5-11b", "whisper-base", "xlstm-1.3b", "xlstm-7b",
+)  # fmt: skip
+
+
+def step(name, optimizer=None, **options):
+    model = models.load(name, symbolic=True, dtype="fp32")
+    return cg.training_step(model, optimizer=optimizer or cg.SGD(), **options)
+
+
+@pytest.mark.parametrize("name", [*SIZES, *OTHERS])
+def test_every_language_model_keeps_its_placements(name):
+    whole = step(name)
+    rank = cg.parallelize(whole, dp=DP, tp=TP, strict=True)
+    assert rank.sharding.resharded == ()
+    share = sympy.cancel(cg.matmul_flops(rank) * DP / cg.matmul_flops(whole))
+    assert share.subs(TP, 1) == 1
+    assert share.has(TP)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mixtral-8x22b", *(pytest.param(n, marks=pytest.mark.long) for n in SIZES)])
+def test_a_step_leaves_the_same_numbers(name):
+    whole = step(name)
+    rank = cg.parallelize(whole, dp=2, tp=2, strict=True)
+    testing.check_sharded(whole, rank, **SIZES[name], B=2, S=3)
+
+
+def test_a_step_with_all_of_it_leaves_the_same_numbers():
+    whole = step("llama-2-13b", cg.AdamW(), precision="bf16-master", accumulate=2, checkpoint=cg.every_block())
+    rank = cg.parallelize(whole, dp=2, tp=2, zero=3, sequence=True, strict=True)
+    assert {m.collective for m in cg.communication(rank)} == {"all_gather", "all_reduce", "reduce_scatter"}
+    testing.check_sharded(whole, rank, B=2, S=4, D=8, H=4, G=2, K=2, F=8, L=2, V=8)
+
+
+def test_a_closed_form_of_the_peak_of_llama_3_70b():
+    whole = cg.training_step(models.load("llama-3-70b"), precision="bf16-master")
+    rank = cg.parallelize(whole, dp=DP, tp=TP, zero=3, sequence=True, strict=True)
+    box = {"B": (64, 1024), "S": (2048, 8192), "DP": (8, 512), "TP": (2, 8)}
+    peak = cg.peak_memory(rank, within=box)
+    assert len(cg.regimes(peak)) <= 8
+    sizes = {"B": 512, "S": 4096, "DP": 64, "TP": 8}
+    numbers = cg.parallelize(whole, dp=64, tp=8, zero=3, sequence=True)
+    assert cg.evaluate(peak, **sizes) == cg.peak_memory(rank, **sizes) == cg.peak_memory(numbers, B=512, S=4096)
+
+
+def test_degrees_of_one_change_nothing():
+    whole = step("gpt2")
+    rank = cg.parallelize(whole, zero=3, sequence=True)
+    assert cg.peak_memory(rank) == cg.peak_memory(whole)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_stages_of_zero_split_one_thing_more_each(stage):
+    whole = step("llama-2-13b", cg.AdamW(implementation="fused"))
+    rank = cg.parallelize(whole, dp=DP, zero=stage, strict=True)
+
+    def kept(graph, *roles):
+        sources = [t for t in graph.tensors if t.producer is None and t.role in roles and t.ndim > t.storage.pieces]
+        return sum(t.storage.bytes.expr for t in sources)  # counters of steps are scalars
+
+    assert sympy.expand(kept(rank, "state") * DP - kept(whole, "state")) == 0
+    params = kept(whole, "param") / (DP if stage == 3 else 1)
+    assert sympy.expand(kept(rank, "param") - params) == 0
+    gradients = sum(g.storage.bytes.expr for g in whole.gradients.values())
+    split = sum(g.storage.bytes.expr for g in rank.gradients.values())
+    assert sympy.expand(split * (DP if stage >= 2 else 1) - gradients) == 0
+
+
+def test_placements_of_ones_own_win():
+    whole = step("gpt2")
+    rank = cg.parallelize(whole, tp=TP, placements={"tokens/table": "v d"}, strict=True)
+    assert rank.sharding.places["tokens/table"].axes == frozenset()
+    assert rank.sharding.places["layers/mlp/ffw1/weight"].axes == {"tp"}
+
+
+def test_a_graph_of_other_layers_is_refused():
+    with cg.Graph("other") as g:
+        g.output(cg.relu(g.input("x", (B, 4)) @ g.param("w", (4, 4))))
+    with pytest.raises(cg.GraphError, match="no parameter of graph 'other' has a name that tp splits, expected layers"):
+        cg.parallelize(g, tp=2)
+    with pytest.raises(cg.GraphError, match="parallelize: zero is 4, expected 0, 1, 2 or 3"):
+        cg.parallelize(g, dp=2, zero=4)
+    with pytest.raises(cg.ShapeError, match="parallelize: dp: 0, expected a positive integer"):
+        cg.parallelize(g, dp=0)
