@@ -139,7 +139,8 @@ class Rearrange(OpKind):
             merged = splits.local_of(right, own)
             if all(f"s{i}" in own for i in range(len(self.split))) and extents:
                 return replace(self, split=tuple(own[f"s{i}"] for i in range(len(self.split))), merged=merged)
-            return replace(self, pattern=None, split=splits.local_of(left, own), merged=merged)
+            sizes = splits.local_of(left, own)
+            return replace(self, pattern=None, split=sizes, order=tuple(range(len(sizes))), merged=merged)
 
         return Split((tuple(left),), (tuple(right),), extents, local, whole=frozenset(whole), linear=True)
 

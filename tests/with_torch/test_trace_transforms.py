@@ -8,6 +8,7 @@ from public import FUNCTIONS
 from torch import nn
 
 import costgraph as cg
+from costgraph import testing
 from costgraph.ops.contraction import Einsum
 from costgraph.torch import trace
 
@@ -56,6 +57,8 @@ RIGHT = {
     "apply_precision": (lambda g: cg.apply_precision(g, "bf16"), lambda: traced(BF16)),
     "fold": (lambda g: cg.unroll(cg.fold(g, "layers", "L"), L=5), traced),
     "unroll": (cg.unroll, traced),
+    "shard": (lambda g: cg.shard(g, cg.mesh(dp=1), {}), traced),
+    "parallelize": (lambda g: cg.parallelize(g, zero=3), traced),
     "fuse": (cg.fuse, traced),  # nothing here stands in a chain: products, and one elementwise op behind them
 }
 
@@ -73,6 +76,15 @@ def test_a_transform_that_looks_inside_refuses_recorded_calls(name, options, ins
 def test_a_transform_gives_the_figures_of_a_trace(name):
     change, expected = RIGHT[name]
     assert figures(change(traced())) == figures(expected())
+
+
+def test_a_step_of_a_trace_on_two_ranks_leaves_the_same_numbers():
+    step = cg.training_step(traced(), optimizer=cg.SGD())
+    batch = next(t.name for t in step.tensors if t.role == "input")
+    weights = {t.name: "(o dp) i" for t in step.tensors if t.role == "param" and t.ndim == 2 and t.sizes[0] == 8}
+    rank = cg.shard(step, cg.mesh(dp=2), {batch: "(b dp) s", **weights}, gather="dp", strict=True)
+    assert {m.collective for m in cg.communication(rank)} == {"all_gather", "all_reduce", "reduce_scatter"}
+    testing.check_sharded(step, rank, B=4, S=3)
 
 
 def test_the_backward_pass_of_a_trace_is_the_one_that_torch_runs():

@@ -33,6 +33,9 @@ What others have measured on GPUs and published is predicted without running any
 $ costgraph validate --records tests/measured/published/gpus.json --out predictions.json --plot pictures
 ```
 
+A model of time that is fitted to these, and how well it predicts what it was not fitted to, is in
+[calibrated times](calibration.md).
+
 In Python: `costgraph.torch.validate("cuda")`, whose answer has `.rows`, `.table()`, `.plot(directory)`,
 `.save(path)`. The suite of a GPU is the same as that of a processor with larger sizes; tests build all of its
 declarations and programs on `meta` tensors, where nothing is allocated.
