@@ -76,13 +76,11 @@ class Split:
     local: Callable[[Mapping[str, Poly], Mapping[str, str]], OpKind]
     """Makes the record of one rank, of the sizes there and of the axis of the mesh that splits a name."""
     reduced: Mapping[str, str] = field(default_factory=dict)
-    """Names that results leave out: sum, mean, max or min; own where each rank's part of the result is its own."""
+    """Names that results leave out: sum, mean, max or min."""
     whole: frozenset[str] = frozenset()
     """Names that cannot be split."""
     once: frozenset[str] = frozenset()
     """Names that one axis of a mesh at most can split."""
-    along: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    """Names that are split wherever one of some others is: rows that a rank's own indices name."""
     linear: bool = False
     """Whether sums that are pending in all of its operands may be so in its results."""
     into: int | None = None

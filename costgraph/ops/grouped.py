@@ -103,17 +103,6 @@ class Dispatch(OpKind):
         made += [Result((rows,), integer)] if self.owners else []
         return made + ([] if self.capacity is None else [Result(ids.sizes, find_dtype("bool"))])
 
-    def placed(self, op: Op) -> Split | None:
-        """Split the choices: each rank orders its own, and rows, ends and places are those of its part."""
-        if self.capacity is not None:  # room is rounded up for all of them
-            return None
-        names = tuple((f"i{i}",) for i in range(op.operands[0].ndim))
-        rows = (tuple(n for (n,) in names),)
-        extents = {n: size for (n,), size in zip(names, op.operands[0].sizes, strict=True)} | {"e": self.experts}
-        results = (rows, (("e",),), names, *([rows] if self.owners else []))
-        last = names[-1]
-        return Split((names,), results, extents, lambda own, ranks: self, whole=frozenset({"e", *last}))
-
     def flops(self, op: Op) -> Flops:
         """Count one for each choice to order it, one to count it, and the sum over experts: where rows end."""
         return Flops(pointwise=2 * rules.elements(op.operands[0]) + self.experts)
@@ -153,10 +142,10 @@ class Grouped(OpKind):
         return [Result((rows.sizes[0], weights.sizes[2]), dtype)]
 
     def placed(self, op: Op) -> Split:
-        """Split rows and both axes of the matrices."""
+        """Split both axes of the matrices; which rows are of which expert is known of all together."""
         operands = ((("r",), ("d",)), (("e",), ("d",), ("f",)), (("e",),))
         return splits.across(
-            op, operands, (("r",), ("f",)), lambda own, ranks: self, reduced={"d": "sum"}, whole=frozenset("e")
+            op, operands, (("r",), ("f",)), lambda own, ranks: self, reduced={"d": "sum"}, whole=frozenset("er")
         )
 
     def reads(self, op: Op) -> tuple[Poly, ...]:
@@ -197,11 +186,9 @@ class GroupedOuter(OpKind):
         return [Result((ends.sizes[0], a.sizes[1], b.sizes[1]), promote(a.dtype, b.dtype))]
 
     def placed(self, op: Op) -> Split:
-        """Split the axes of the matrices, and rows into parts of a sum."""
+        """Split both axes of the matrices."""
         operands = ((("r",), ("d",)), (("r",), ("f",)), (("e",),))
-        return splits.across(
-            op, operands, (("e",), ("d",), ("f",)), lambda own, ranks: self, reduced={"r": "sum"}, whole=frozenset("e")
-        )
+        return splits.across(op, operands, (("e",), ("d",), ("f",)), lambda own, ranks: self, whole=frozenset("er"))
 
 
 # -- functions ---------------------------------------------------------------------------------------------------

@@ -79,17 +79,6 @@ class Indexed(OpKind):
             rows,
         )
 
-    def own(self, op: Op) -> Split:
-        """Return the rule where indices are positions within a rank's own rows: rows are split as the indices are."""
-        rule = self.placed(op)
-        assert rule is not None
-        _, ids, rows = self.names(op)
-        named = frozenset(n for axis in ids[self.batch :] for n in axis)
-        return replace(
-            rule, along=dict.fromkeys(rows, named), local=lambda extents, ranks: self, into=None,
-            whole=rule.whole | {*rows}, reduced=dict.fromkeys(named, "own"),
-        )  # fmt: skip
-
     def row(self, operands: Sequence[Tensor]) -> slice:
         """Return which axes of the table are those of a row."""
         return slice(self.batch + len(self.places(operands)), None)

@@ -71,8 +71,6 @@ class _Op:
             if parts is None or given.at is None or axis in given.gathered or axis not in given.at.axes:
                 continue
             name = next((n for n, dim in parts.items() if axis in dim and n in self.free), None)
-            if any(axis in parts.get(n, ()) for n in self.rule.along):
-                continue
             if name is None:
                 why = (
                     "its part lies across several axes" if not any(axis in d for d in parts.values()) else "it is whole"
@@ -155,8 +153,7 @@ def choose(rule: Split, given: Sequence[Given], mesh: Mesh, wanted: Mapping[str,
         name = op.pick(axis, op.names(axis, wanted, chosen), wanted)
         if name is not None:
             chosen[axis] = name
-    of = {n: {n, *rule.along.get(n, ())} for n in rule.extents}
-    spread = {n: _spread(n, [a for a, name in chosen.items() if name in of[n]], op) for n in rule.extents}
+    spread = {n: _spread(n, [a for a, name in chosen.items() if name == n], op) for n in rule.extents}
     operands: list[Placement | None] = []
     for labels in rule.operands:
         if labels is None:
@@ -164,7 +161,7 @@ def choose(rule: Split, given: Sequence[Given], mesh: Mesh, wanted: Mapping[str,
             continue
         passing = tuple((a, how) for a, how in pending.items())
         operands.append(Placement(tuple(_dim(names, spread, rule.extents) for names in labels), passing))
-    left = [(a, rule.reduced[n]) for a, n in chosen.items() if n not in op.kept and rule.reduced[n] != "own"]
+    left = [(a, rule.reduced[n]) for a, n in chosen.items() if n not in op.kept]
     if rule.into is not None and left:
         base = operands[rule.into]
         assert base is not None

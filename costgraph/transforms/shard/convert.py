@@ -21,7 +21,8 @@ def steps(have: Placement, want: Placement, mesh: Mesh) -> Iterator[Step]:
     tensor to another is an all-to-all, one that goes away an all-gather; what is split anew is a part, which is free.
     """
     at = have
-    for axis in mesh:
+    # what goes away makes room for what comes
+    for axis in sorted(mesh, key=lambda axis: want.dim(axis) is not None):
         if axis in at.pending:
             continue
         here, there = at.dim(axis), want.dim(axis)
@@ -72,7 +73,8 @@ def _agree(a: Factors, b: Factors, mesh: Mesh) -> bool:
 
 def _fits(at: Placement, want: Placement, axis: str, dim: int, mesh: Mesh) -> bool:
     """Whether an axis of the mesh can be put where it is wanted, beside those that split the same axis already."""
-    return _agree(at.dims[dim], want.dims[dim], mesh)
+    stay = all(f in want.dims[dim] for f in at.dims[dim] if isinstance(f, str))
+    return stay and _agree(at.dims[dim], want.dims[dim], mesh)
 
 
 def _into(at: Placement, want: Placement, axis: str, dim: int, mesh: Mesh) -> Placement:

@@ -14,8 +14,6 @@ from ...graph.strides import contiguous
 from ...graph.tensor import Tensor
 from ...ops.blocks import Kernel
 from ...ops.fresh import Fresh
-from ...ops.grouped import Dispatch
-from ...ops.index import Indexed
 from ...ops.moves import Rearrange, Slice
 from ...ops.pointwise import Pointwise
 from ...ops.stacks import Empty
@@ -59,7 +57,7 @@ class Sharder(Placed):
 
     def plain(self, op: Op, new: Graph) -> None:
         """Add an op of a rank."""
-        rule = self.rule(op)
+        rule = None if isinstance(op.kind, Empty) else op.kind.placed(op)
         choice = (
             self.whole(op)
             if rule is None
@@ -76,29 +74,8 @@ class Sharder(Placed):
             self.at[t] = place
         if len(operands) == 1 and operands[0] in self.params and isinstance(op.kind, _SAME):
             self.params.update(made.results)
-        self.note_own(op, choice, operands)
         for i, t in zip(op.kind.overwrites(), op.results, strict=False):
             self.note_part(op.operands[i], operands[i], t)
-
-    def rule(self, op: Op) -> Split | None:
-        """Return the rule of an op; indices that are positions within a rank's own rows have another one."""
-        if isinstance(op.kind, Empty):
-            return None
-        if isinstance(op.kind, Indexed) and any(self.tensors[t] in self.own for t in op.kind.places(op.operands)):
-            return op.kind.own(op)
-        return op.kind.placed(op)
-
-    def note_own(self, op: Op, choice: Choice, operands: Sequence[Tensor]) -> None:
-        """Note results that are positions within a rank's own rows."""
-        if isinstance(op.kind, Dispatch):
-            axes = frozenset(a for place in choice.results for a in place.axes)
-            for t in op.results[:3] if axes else ():
-                self.own[self.tensors[t]] = axes
-            return
-        axes = frozenset(a for t in operands for a in self.own.get(t, ()))
-        for t in op.results if axes else ():
-            if t.dtype.kind == "int":
-                self.own[self.tensors[t]] = axes
 
     def restricted(self, rule: Split, op: Op) -> Split:
         """Return the rule with the axes of a domain whole: which of its points a rank has is not the same for all."""

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...errors import UnsupportedError
 from ...graph.graph import Graph
 from ...graph.op import Op, OpKind
 from ...graph.placement import Mesh, Placement
@@ -64,8 +63,6 @@ class Placed(Rewriter):
         self.wanted: dict[Tensor, Placement] = {}
         """Old tensors that are gradients, and where they are kept."""
         self.staying: dict[Tensor, frozenset[str]] = {}
-        self.own: dict[Tensor, frozenset[str]] = {}
-        """New tensors that hold positions within a rank's own rows, and the axes of the mesh that split these."""
         self.carried: set[Storage] = set()
         """Storages that iterations hand on: the next one has what is written there as it is."""
         self.met_by: dict[Tensor, Placement] = {}
@@ -143,12 +140,6 @@ class Placed(Rewriter):
         if key in self.copies:
             return self.copies[key]
         made, param = t, t in self.params
-        lost = self.own.get(t, frozenset()) - want.axes
-        if t in self.own and (lost & have.axes or not have.axes):
-            raise UnsupportedError(
-                f"shard: {t.name!r} holds positions within the rows of each rank, which mean nothing elsewhere: "
-                f"expected readers that are split along {', '.join(sorted(self.own[t]))} as well"
-            )
         for kind, after, name in steps(have, want, self.mesh):
             made = self.step(kind, made, name, new, phase)
             self.at[made] = after
@@ -163,8 +154,6 @@ class Placed(Rewriter):
         self.at[made] = self.at[t]
         if t in self.params:
             self.params.add(made)
-        if t in self.own:
-            self.own[made] = self.own[t]
 
     def step(self, kind: OpKind, t: Tensor, name: str, new: Graph, phase: str) -> Tensor:
         """Add an op that moves a tensor; a kernel is cut where ranks have to meet."""
