@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ...errors import UnsupportedError
 from ...graph.graph import Graph
-from ...graph.op import Op, OpKind
+from ...graph.op import Op
 from ...graph.tensor import Tensor
 from ...ops.blocks import Kernel
 
@@ -46,10 +46,10 @@ class Pieces:
                     self.body.adopt(t)
         return self.body
 
-    def site(self, kind: OpKind) -> Graph:
+    def outside(self) -> Graph:
         """Return where an op that moves a tensor goes: out of the kernel where ranks have to meet."""
         self.close()
-        return self.new if self.around is None else self.around.site(kind)
+        return self.new if self.around is None else self.around.outside()
 
     def close(self, *, last: bool = False) -> None:
         """Add the kernel that was written so far."""

@@ -8,6 +8,7 @@ from dataclasses import replace
 from ...algebra.polynomial import Poly
 from ...errors import UnsupportedError
 from ...graph.graph import Graph
+from ...graph.loop import Loop
 from ...graph.op import Op
 from ...graph.placement import Placement, Split
 from ...graph.strides import contiguous
@@ -106,9 +107,8 @@ class Sharder(Placed):
         made = op.results[0]
         place = self.wanted.get(made) or self.stated.places.get(made)
         axes = self.staying[made] if made in self.wanted else None
-        if place is None and any(
-            isinstance(t, Tensor) and self.at[t].pending for t in map(self.tensors.get, op.operands)
-        ):
+        given = [self.tensors[t] for t in op.operands]
+        if place is None and any(isinstance(t, Tensor) and self.at[t].pending for t in given):
             place = self.met(made)
         if place is None:
             return {}
@@ -125,7 +125,7 @@ class Sharder(Placed):
         while True:
             if t in self.met_by:
                 return self.met_by[t]
-            readers = [op for op in t.graph.ops if t in op.operands]
+            readers = list(t.graph.successors(t))
             if not readers and t.graph.fused and t in t.graph.outputs and t.graph.owner is not None:
                 t = t.graph.owner.results[t.graph.outputs.index(t)]  # what a kernel hands out
                 continue
@@ -236,22 +236,41 @@ class Sharder(Placed):
 
     def iterations(self, op: Op, new: Graph, starts: Sequence[Placement | None]) -> None:
         """Add the loop with its carries at some placements."""
-        loop, kind = op.loop, op.kind
+        loop = op.loop
         assert loop is not None
         places = [Placement(((),) * t.ndim) if p is None else p for p, t in zip(starts, loop.starts, strict=True)]
         begun = [self.value(t, new, p, op.phase) for t, p in zip(loop.starts, places, strict=True)]
         begun = [self.dense(t, new, op.phase) for t in begun]
-        xs = []
-        for t in loop.xs:
-            now = self.value(t, new)
-            at = self.at[now]
-            first = {f for f in at.dims[0] if isinstance(f, str)}
-            xs.append(self.moved_to(now, at.without(first | set(at.pending), self.mesh), new, op.phase))
-        shared = []
-        for t in loop.shared:
-            now = self.value(t, new)
-            shared.append(self.moved_to(now, self.at[now].without(self.at[now].pending, self.mesh), new, op.phase))
+        xs = [self.summed(t, new, op.phase, sliced=True) for t in loop.xs]
+        shared = [self.summed(t, new, op.phase) for t in loop.shared]
         body = new.start_body(loop.body.name, fused=False)
+        self.enter(loop, begun, xs, shared, body)
+        self.met_by |= {t: place for t, place in zip(loop.nexts, starts, strict=True) if place is not None}
+        self.fill(loop.body, body)
+        for i, t in enumerate(loop.nexts):
+            self.hand_on(i, t, body, op, places[i])
+        for t in (*loop.ys, *loop.saved):
+            self.tensors[t] = self.summed(t, body, op.phase)
+        body.outputs += [body.adopt(self.tensors[t]) for t in loop.body.outputs]
+        made_op = self.add(op, replace(loop.kind, body=body), [*begun, *xs, *shared], new)
+        for i, (r, t) in enumerate(zip(made_op.results, loop.body.outputs, strict=True)):
+            inner = self.tensors[t]
+            self.stands_for(r, inner)
+            if i >= len(loop.lasts):
+                self.at[r] = self.at[inner].with_dims([(), *self.at[inner].dims])
+
+    def summed(self, old: Tensor, graph: Graph, phase: str, *, sliced: bool = False) -> Tensor:
+        """Return what stands for an old tensor with nothing pending; what is read in slices has all of them."""
+        t = self.value(old, graph)
+        at = self.at[t]
+        first = at.dims[0] if sliced else ()
+        gone = {*at.pending, *(f for f in first if isinstance(f, str))}
+        return self.moved_to(t, at.without(gone, self.mesh), graph, phase)
+
+    def enter(
+        self, loop: Loop, begun: Sequence[Tensor], xs: Sequence[Tensor], shared: Sequence[Tensor], body: Graph
+    ) -> None:
+        """Add the inputs of a body, and note where gradients are kept that are made inside it."""
         for f, outer in zip(loop.carries, begun, strict=True):
             made = self.stand_for(f, outer, body, outer.sizes, contiguous(outer.sizes), self.at[outer])
             self.carried.add(made.storage)
@@ -267,27 +286,13 @@ class Sharder(Placed):
         for r, o in zip(loop.lasts, loop.nexts, strict=True):
             if r in self.wanted:
                 self.aim(o, self.wanted[r], self.staying[r])
-        self.met_by |= {t: place for t, place in zip(loop.nexts, starts, strict=True) if place is not None}
-        self.fill(loop.body, body)
-        for i, t in enumerate(loop.nexts):
-            self.hand_on(i, t, body, op, starts[i], places[i])
-        for t in (*loop.ys, *loop.saved):
-            now = self.value(t, body)
-            self.tensors[t] = self.moved_to(now, self.at[now].without(self.at[now].pending, self.mesh), body, op.phase)
-        body.outputs += [body.adopt(self.tensors[t]) for t in loop.body.outputs]
-        made_op = self.add(op, replace(kind, body=body), [*begun, *xs, *shared], new)  # type: ignore[call-arg]
-        for i, (r, t) in enumerate(zip(made_op.results, loop.body.outputs, strict=True)):
-            inner = self.tensors[t]
-            self.stands_for(r, inner)
-            if i >= len(loop.lasts):
-                self.at[r] = self.at[inner].with_dims([(), *self.at[inner].dims])
 
     def aim(self, t: Tensor, place: Placement, staying: frozenset[str]) -> None:
         """Note where a gradient is kept that is made inside a body."""
         self.wanted |= targets(t.graph, {t: place})
         self.staying |= targets(t.graph, {t: staying})
 
-    def hand_on(self, i: int, t: Tensor, body: Graph, op: Op, start: Placement | None, place: Placement) -> None:
+    def hand_on(self, i: int, t: Tensor, body: Graph, op: Op, place: Placement) -> None:
         """Take what an iteration hands on to where the next one wants it, or ask for another beginning."""
         found = self.tensors[t]
         if isinstance(found, Later):

@@ -157,7 +157,7 @@ class Placed(Rewriter):
 
     def step(self, kind: OpKind, t: Tensor, name: str, new: Graph, phase: str) -> Tensor:
         """Add an op that moves a tensor; a kernel is cut where ranks have to meet."""
-        graph = new if self.piece is None else self.piece.site(kind)
+        graph = new if self.piece is None else self.piece.outside()
         base = t.name.removesuffix(".in")
         op = graph.add_op(kind, [t], f"{base}.{name}", phase)
         op.scope = base.rpartition("/")[0]
