@@ -348,6 +348,24 @@ def test_an_op_that_cannot_keep_a_placement_says_so():
         cg.shard(g, cg.mesh(tp=T), {"x": "b (d tp)"}, strict=True)
 
 
+def test_rows_in_the_order_of_a_rank_stay_there():
+    """Each rank orders the choices of its own tokens: what goes on with the rows has to lie as they do."""
+    with cg.Graph("experts") as g:
+        x, ids = g.input("x", (B, D)), g.input("ids", (B, 2), dtype="int64")
+        sent = cg.ops.dispatch(ids, 3)
+        rows = cg.ops.gather(x, sent.tokens)
+        g.output(rows)
+    text = "shard: 'gather' is in the order of each rank, or has positions in it, which mean nothing elsewhere"
+    with pytest.raises(cg.UnsupportedError, match=text):
+        cg.shard(g, cg.mesh(dp=2), {"x": "(b dp) d", "ids": "(b dp) k"})
+    with g:
+        made = cg.ops.grouped(rows, g.param("w", (3, D, D)), sent.ends, 2)
+        g.outputs = [cg.ops.gather(made, sent.places)]
+    rank = cg.shard(g, cg.mesh(dp=2), {"x": "(b dp) d", "ids": "(b dp) k"}, strict=True)
+    assert not cg.communication(rank).rows
+    testing.check_sharded(g, rank, B=4, D=3)
+
+
 def test_the_graph_of_one_rank_is_not_sharded_again():
     sharded = cg.shard(mlp(), cg.mesh(tp=T), {"up": "d (f tp)", "down": "(f tp) d"})
     with pytest.raises(cg.GraphError, match="shard: graph 'mlp' is that of one rank already, expected one of all dev"):

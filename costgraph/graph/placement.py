@@ -76,9 +76,13 @@ class Split:
     local: Callable[[Mapping[str, Poly], Mapping[str, str]], OpKind]
     """Makes the record of one rank, of the sizes there and of the axis of the mesh that splits a name."""
     reduced: Mapping[str, str] = field(default_factory=dict)
-    """Names that results leave out: sum, mean, max or min."""
+    """Names that results leave out: sum, mean, max or min; own where the result has a part for each part of them."""
     whole: frozenset[str] = frozenset()
     """Names that cannot be split."""
+    fixed: Mapping[str, Factors] = field(default_factory=dict)
+    """Names whose parts are known: rows that each rank has ordered for itself, and what its own indices name."""
+    paired: frozenset[str] = frozenset()
+    """Names that are split along the axes of those, index by index."""
     once: frozenset[str] = frozenset()
     """Names that one axis of a mesh at most can split."""
     linear: bool = False

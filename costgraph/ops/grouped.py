@@ -103,6 +103,16 @@ class Dispatch(OpKind):
         made += [Result((rows,), integer)] if self.owners else []
         return made + ([] if self.capacity is None else [Result(ids.sizes, find_dtype("bool"))])
 
+    def placed(self, op: Op) -> Split | None:
+        """Split the choices: each rank orders its own, and rows, ends and places are those of its part."""
+        if self.capacity is not None:  # room is rounded up for all of them
+            return None
+        names = tuple((f"i{i}",) for i in range(op.operands[0].ndim))
+        rows = (tuple(n for (n,) in names),)
+        extents = {n: size for (n,), size in zip(names, op.operands[0].sizes, strict=True)} | {"e": self.experts}
+        results = (rows, (("e",),), names, *([rows] if self.owners else []))
+        return Split((names,), results, extents, lambda own, ranks: self, whole=frozenset({"e", *names[-1]}))
+
     def flops(self, op: Op) -> Flops:
         """Count one for each choice to order it, one to count it, and the sum over experts: where rows end."""
         return Flops(pointwise=2 * rules.elements(op.operands[0]) + self.experts)
@@ -188,7 +198,9 @@ class GroupedOuter(OpKind):
     def placed(self, op: Op) -> Split:
         """Split both axes of the matrices."""
         operands = ((("r",), ("d",)), (("r",), ("f",)), (("e",),))
-        return splits.across(op, operands, (("e",), ("d",), ("f",)), lambda own, ranks: self, whole=frozenset("er"))
+        return splits.across(
+            op, operands, (("e",), ("d",), ("f",)), lambda own, ranks: self, reduced={"r": "sum"}, whole=frozenset("er")
+        )
 
 
 # -- functions ---------------------------------------------------------------------------------------------------

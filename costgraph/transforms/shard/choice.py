@@ -71,6 +71,8 @@ class _Op:
             if parts is None or given.at is None or axis in given.gathered or axis not in given.at.axes:
                 continue
             name = next((n for n, dim in parts.items() if axis in dim and n in self.free), None)
+            if any(axis in parts.get(n, ()) for n in self.rule.fixed):
+                continue
             if name is None:
                 why = (
                     "its part lies across several axes" if not any(axis in d for d in parts.values()) else "it is whole"
@@ -87,6 +89,15 @@ class _Op:
         """Whether a part of a sum has an axis, so that it may be reduced into parts of that."""
         both = zip(self.rule.operands, self.given, strict=True)
         return any(labels and (name,) in labels and g.at is not None and axis in g.at.pending for labels, g in both)
+
+    def paired(self, axis: str, names: Mapping[str, list[int]]) -> Mapping[str, list[int]]:
+        """Return the names that may be split: along an axis of rows in the order of each rank, what goes with them."""
+        rows = [n for n, dim in self.rule.fixed.items() if axis in dim]
+        if not rows:  # along others, updates of a row would lie on several ranks
+            return {n: at for n, at in names.items() if self.rule.reduced.get(n) != "own"}
+        if self.rule.paired:
+            return {n: at for n, at in names.items() if n in self.rule.paired}
+        return {rows[0]: []}
 
     def unmade(self, name: str) -> bool:
         """Whether only operands have an axis that are made for this reader, so that it may be split for nothing."""
@@ -150,10 +161,11 @@ def choose(rule: Split, given: Sequence[Given], mesh: Mesh, wanted: Mapping[str,
         if how is not None:
             pending[axis] = how
             continue
-        name = op.pick(axis, op.names(axis, wanted, chosen), wanted)
+        name = op.pick(axis, op.paired(axis, op.names(axis, wanted, chosen)), wanted)
         if name is not None:
             chosen[axis] = name
     spread = {n: _spread(n, [a for a, name in chosen.items() if name == n], op) for n in rule.extents}
+    spread |= rule.fixed
     operands: list[Placement | None] = []
     for labels in rule.operands:
         if labels is None:
@@ -161,7 +173,7 @@ def choose(rule: Split, given: Sequence[Given], mesh: Mesh, wanted: Mapping[str,
             continue
         passing = tuple((a, how) for a, how in pending.items())
         operands.append(Placement(tuple(_dim(names, spread, rule.extents) for names in labels), passing))
-    left = [(a, rule.reduced[n]) for a, n in chosen.items() if n not in op.kept]
+    left = [(a, rule.reduced[n]) for a, n in chosen.items() if n not in op.kept and rule.reduced[n] != "own"]
     if rule.into is not None and left:
         base = operands[rule.into]
         assert base is not None

@@ -58,12 +58,11 @@ class Sharder(Placed):
 
     def plain(self, op: Op, new: Graph) -> None:
         """Add an op of a rank."""
+        before = [self.tensors[t] for t in op.operands]
         rule = None if isinstance(op.kind, Empty) else op.kind.placed(op)
-        choice = (
-            self.whole(op)
-            if rule is None
-            else choose(self.restricted(rule, op), self.given(op), self.mesh, self.asked(op, rule))
-        )
+        if rule is not None:
+            rule = self.rows.rule(op, self.restricted(rule, op), before)
+        choice = self.whole(op) if rule is None else choose(rule, self.given(op), self.mesh, self.asked(op, rule))
         self.moved += [
             f"{op.name!r}: {op.operands[i].name!r} put together along {axis}: {why}" for i, axis, why in choice.moved
         ]
@@ -73,6 +72,7 @@ class Sharder(Placed):
         made = self.add(op, kind, operands, self.here(new))
         for t, place in zip(made.results, choice.results, strict=True):
             self.at[t] = place
+        self.rows.note(op, rule, choice, before, made.results)
         if len(operands) == 1 and operands[0] in self.params and isinstance(op.kind, _SAME):
             self.params.update(made.results)
         for i, t in zip(op.kind.overwrites(), op.results, strict=False):

@@ -17,6 +17,7 @@ from ...ops.pieces import Absent
 from ..rewrite import Rewriter
 from .convert import steps
 from .kernels import Pieces
+from .rows import Rows
 from .targets import targets
 
 __all__ = ["Later", "Placed", "Stated"]
@@ -63,6 +64,8 @@ class Placed(Rewriter):
         self.wanted: dict[Tensor, Placement] = {}
         """Old tensors that are gradients, and where they are kept."""
         self.staying: dict[Tensor, frozenset[str]] = {}
+        self.rows = Rows()
+        """What of the new tensors is in an order of its rank."""
         self.carried: set[Storage] = set()
         """Storages that iterations hand on: the next one has what is written there as it is."""
         self.met_by: dict[Tensor, Placement] = {}
@@ -88,6 +91,8 @@ class Placed(Rewriter):
         if old.parent is None:
             for t in old.outputs:
                 now = self.value(t, new)
+                if now in self.rows.own or now in self.rows.ordered:
+                    self.rows.refuse(now)
                 self.tensors[t] = self.moved_to(
                     now, self.at[now].without(self.at[now].pending, self.mesh), new, "forward"
                 )
@@ -140,10 +145,12 @@ class Placed(Rewriter):
         if key in self.copies:
             return self.copies[key]
         made, param = t, t in self.params
+        self.rows.need_kept(t, have.dims, want.dims)
         for kind, after, name in steps(have, want, self.mesh):
             made = self.step(kind, made, name, new, phase)
             self.at[made] = after
         assert self.at[made] == want, f"{t!r}: {have} -> {self.at[made]}, expected {want}"
+        self.rows.stands_for(made, t)
         if param:
             self.params.add(made)
         self.copies[key] = made
@@ -154,6 +161,7 @@ class Placed(Rewriter):
         self.at[made] = self.at[t]
         if t in self.params:
             self.params.add(made)
+        self.rows.stands_for(made, t)
 
     def step(self, kind: OpKind, t: Tensor, name: str, new: Graph, phase: str) -> Tensor:
         """Add an op that moves a tensor; a kernel is cut where ranks have to meet."""
