@@ -348,6 +348,19 @@ def test_an_op_that_cannot_keep_a_placement_says_so():
         cg.shard(g, cg.mesh(tp=T), {"x": "b (d tp)"}, strict=True)
 
 
+def test_what_nobody_reads_is_left_out_of_a_kernel_that_is_cut():
+    with cg.Graph("cut") as g:
+        x = g.input("x", (B, D))
+        with cg.kernel("both") as body:
+            most, all_ = (cg.reduce(x, "b d -> b", how) for how in ("max", "sum"))
+            cg.relu(cg.tanh(most), inplace=True)  # between two meetings, and for nothing
+            y = cg.tanh(all_)
+        g.output(body.export(y))
+    rank = cg.shard(g, cg.mesh(tp=2), {"x": "b (d tp)"}, strict=True)
+    assert [m.collective for m in cg.communication(rank)] == ["all_reduce", "all_reduce"]
+    testing.check_sharded(g, rank, B=3, D=4)
+
+
 def test_rows_in_the_order_of_a_rank_stay_there():
     """Each rank orders the choices of its own tokens: what goes on with the rows has to lie as they do."""
     with cg.Graph("experts") as g:

@@ -15,11 +15,12 @@ __all__ = ["Pieces", "live"]
 
 
 def live(body: Graph) -> set[Op]:
-    """Return the ops of a body that its results depend on, and those that write in place."""
+    """Return the ops of a body that its results depend on, and those that write into its operands."""
     found: set[Op] = set()
     needed = set(body.outputs)
     for op in reversed(body.ops):
-        if needed.intersection(op.results) or op.kind.overwrites():
+        outside = any(op.operands[i].role == "formal" for i in op.kind.overwrites())
+        if needed.intersection(op.results) or outside:
             found.add(op)
             needed.update(op.operands)
     return found

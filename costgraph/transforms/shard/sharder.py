@@ -181,6 +181,7 @@ class Sharder(Placed):
             self.piece.useful |= inner in needed
         made = [self.value(o, new) for o in body.outputs]
         self.piece.outputs = made
+        self.piece.useful |= any(t.graph is self.piece.body for t in made)
         self.piece.close(last=True)
         self.piece = outer
         for t, inner_t in zip(op.results, made, strict=True):
