@@ -348,6 +348,50 @@ def test_an_op_that_cannot_keep_a_placement_says_so():
         cg.shard(g, cg.mesh(tp=T), {"x": "b (d tp)"}, strict=True)
 
 
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda x: -cg.reduce(x, "b d -> b", "max"),
+        lambda x: cg.reduce(x, "b d -> b", "max") + cg.reduce(-x, "b d -> b", "max"),
+        lambda x: cg.reduce(x, "b d -> b", "min") * -2.0,
+        lambda x: cg.reduce(cg.reduce(x, "b (e f) -> b f", "max", f=2), "b f -> b", "sum"),
+        lambda x: cg.reduce(x, "b d -> b", "mean") + cg.reduce(x, "b d -> b", "sum"),
+    ],
+)  # fmt: skip
+def test_a_maximum_is_no_sum(build):
+    with cg.Graph("most") as g:
+        g.output(build(g.input("x", (B, D))))
+    rank = cg.shard(g, cg.mesh(tp=2), {"x": "b (d tp)"}, strict=True)
+    testing.check_sharded(g, rank, B=3, D=4)
+
+
+def test_what_is_rounded_is_reduced_before():
+    with cg.Graph("rounded") as g:
+        g.output(cg.ops.cast(cg.reduce(g.input("x", (B, D)), "b d -> b", "sum"), "int32"))
+    rank = cg.shard(g, cg.mesh(tp=2), {"x": "b (d tp)"})
+    assert [t.operands[0].dtype.name for t in rank.ops if t.kind.name == "collective"] == ["fp32"]
+
+
+def test_updates_are_added_to_a_part_of_a_sum_alone():
+    with cg.Graph("added") as g:
+        base = cg.reduce(g.input("x", (B, D)), "b d -> b", "mean")
+        g.output(cg.ops.scatter(base, g.input("ids", (D,), dtype="int64"), g.input("new", (D,))))
+    rank = cg.shard(g, cg.mesh(tp=2), {"x": "b (d tp)", "ids": "(d tp)", "new": "(d tp)"})
+    testing.check_sharded(g, rank, B=3, D=4)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_kernel_keeps_the_order_in_which_its_results_lie(ranks):
+    with cg.Graph("turned") as g:
+        y = cg.tanh(cg.relu(cg.rearrange(g.input("x", (B, D)), "b d -> d b")))
+        g.output(cg.rearrange(y, "d b -> (b d)"))
+    fused = cg.fuse(g)
+    rank = cg.shard(fused, cg.mesh(dp=ranks), {"x": "(b dp) d"}, strict=True)
+    # read and written once; the result is a view, and no copy
+    assert cg.bytes_moved(rank) == cg.bytes_moved(fused) / ranks == 8 * B * D / ranks
+    testing.check_sharded(fused, rank, {"dp": ranks}, B=4, D=3)
+
+
 def test_what_nobody_reads_is_left_out_of_a_kernel_that_is_cut():
     with cg.Graph("cut") as g:
         x = g.input("x", (B, D))

@@ -128,14 +128,6 @@ class Placement:
         dims = tuple(tidy(mesh[f] if f in gone and isinstance(f, str) else f for f in dim) for dim in self.dims)
         return Placement(dims, tuple(p for p in self.partial if p[0] not in gone))
 
-    def only(self, axes: Iterable[str], mesh: Mesh) -> Placement:
-        """Return where it would lie if other axes of the mesh did not split it."""
-        return self.without({*self.axes, *self.pending} - set(axes), mesh)
-
-    def whole(self) -> Placement:
-        """Return the placement of as many axes that nothing splits."""
-        return Placement(((),) * len(self.dims))
-
     def with_dims(self, dims: Sequence[Factors]) -> Placement:
         """Return the same for other axes."""
         return replace(self, dims=tuple(dims))

@@ -16,7 +16,8 @@ from ..algebra.generators import cached, generator, is_reciprocal
 from ..algebra.polynomial import ONE, ZERO, Monomial, Poly, Rational, poly
 
 __all__ = [
-    "Sizes", "contiguous", "distinct", "elementwise", "is_integral", "numel", "settled", "view", "windows_along",
+    "Sizes", "contiguous", "distinct", "elementwise", "in_the_order_of", "is_integral", "numel", "settled", "view",
+    "windows_along",
 ]  # fmt: skip
 
 Sizes = tuple[Poly, ...]
@@ -88,6 +89,19 @@ def contiguous(sizes: Sizes) -> Sizes:
     for size in reversed(sizes[1:]):
         out.append(out[-1] * size)
     return tuple(reversed(out)) if sizes else ()
+
+
+def in_the_order_of(sizes: Sizes, strides: Sizes, new: Sizes) -> Sizes | None:
+    """Return the strides of a dense tensor of other sizes with its axes in the same order, None where there is none."""
+    left = [i for i, n in enumerate(sizes) if n != ONE]
+    out, step, made = [ONE] * len(sizes), ONE, ONE
+    while left:
+        axis = next((i for i in left if strides[i] == step), None)
+        if axis is None:
+            return None
+        left.remove(axis)
+        out[axis], step, made = made, step * sizes[axis], made * new[axis]
+    return tuple(out)
 
 
 def distinct(sizes: Sequence[Poly], strides: Sequence[Poly]) -> Poly:

@@ -189,11 +189,9 @@ class Pointwise(OpKind):
         last = range(op.results[0].ndim)[-2:] if positions else ()
         scaled = self.function.name in ("mul", "div") and len(op.operands) == 1
         scaled = scaled and self.scalars[:1] == (None,)
-        return splits.alike(
-            op,
-            whole=last,
-            linear=scaled or (self.function.name in _LINEAR and not any(s is not None for s in self.scalars)),
-        )
+        real = op.results[0].dtype.kind in ("float", "complex")  # what is rounded, or compared, is no sum
+        plain = self.function.name in _LINEAR and not any(s is not None for s in self.scalars)
+        return splits.alike(op, whole=last, linear=real and (scaled or plain))
 
 
 def pointwise(

@@ -116,7 +116,7 @@ class _Op:
         if into is None or name in self.kept:
             return True
         base = self.given[into]
-        return base.zero or (base.at is not None and axis in base.at.pending)
+        return base.zero or (base.at is not None and base.at.pending.get(axis) == self.rule.reduced[name])
 
     def pick(self, axis: str, names: Mapping[str, list[int]], wanted: Mapping[str, str]) -> str | None:
         """Choose one of several names: that of a parameter that stays, that which is asked for, one of a result."""
@@ -136,7 +136,8 @@ class _Op:
             if self.rule.operands[i] is None or given.zero:
                 continue
             found.add(given.at.pending.get(axis) if given.at is not None else None)
-        return found.pop() if len(found) == 1 else None
+        how = found.pop() if len(found) == 1 else None
+        return how if how in ("sum", "mean") else None  # the largest of a difference is none of the largest
 
 
 def choose(rule: Split, given: Sequence[Given], mesh: Mesh, wanted: Mapping[str, str]) -> Choice:

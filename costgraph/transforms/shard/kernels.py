@@ -8,6 +8,7 @@ from dataclasses import replace
 from ...errors import UnsupportedError
 from ...graph.graph import Graph
 from ...graph.op import Op
+from ...graph.strides import Sizes, in_the_order_of
 from ...graph.tensor import Tensor
 from ...ops.blocks import Kernel
 
@@ -52,6 +53,11 @@ class Pieces:
         self.close()
         return self.new if self.around is None else self.around.outside()
 
+    def strides(self, t: Tensor, i: int) -> Sizes | None:
+        """Return how a result lies in memory: with its axes in the order in which the whole one has them."""
+        stated = self.kind.strides[i] if i < len(self.kind.strides) else None
+        return None if stated is None else in_the_order_of(self.kind.body.outputs[i].sizes, stated, t.sizes)
+
     def close(self, *, last: bool = False) -> None:
         """Add the kernel that was written so far."""
         if self.body is None or not self.body.ops:
@@ -69,9 +75,12 @@ class Pieces:
         self.cuts += 1
         self.useful = False
         body, self.body = self.body, None
-        if last:
-            body.outputs += [t for t in self.outputs if t.graph is body and t not in body.outputs]
-        kind = replace(self.kind, body=body, strides=()) if self.cuts == 1 else Kernel(body=body)
+        places = {t: i for i, t in reversed([*enumerate(self.outputs)]) if t.graph is body} if last else {}
+        body.outputs += sorted(places, key=places.__getitem__)
+        strides = tuple(self.strides(t, places[t]) for t in body.outputs if t in places)
+        kind = replace(
+            self.kind if self.cuts == 1 else Kernel(body=body), body=body, strides=strides if any(strides) else ()
+        )
         assert body.parent is not None
         made = body.parent.add_op(kind, body.captured, self.op.name, self.op.phase)
         made.scope = self.op.scope

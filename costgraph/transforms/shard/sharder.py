@@ -154,15 +154,12 @@ class Sharder(Placed):
         """Refuse to write into a copy in place of what it is a copy of."""
         for i in op.kind.overwrites():
             old = self.tensors[op.operands[i]]
-            if isinstance(old, Tensor) and operands[i].storage is not old.storage and self.lives_on(op, i):
+            kept = op.operands[i].storage.role != "activation"  # by more than this op
+            if kept and isinstance(old, Tensor) and operands[i].storage is not old.storage:
                 raise UnsupportedError(
                     f"shard: {op.name!r} writes into {old.name!r}, which lies as {self.at[old]} and is wanted as "
                     f"{self.at[operands[i]]}: expected one placement"
                 )
-
-    def lives_on(self, op: Op, i: int) -> bool:
-        """Whether what an op writes into is kept by more than the op itself."""
-        return op.operands[i].storage.role != "activation"
 
     # -- bodies ------------------------------------------------------------------------------------------------------
 
