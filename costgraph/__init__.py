@@ -26,6 +26,7 @@ from .analysis.terms import in_terms_of
 from .analysis.tiling import tiling
 from .analysis.training import hardware_flops, hfu, mfu, model_flops, step_tokens
 from .analysis.training_memory import activation_memory, bytes_per_param, saved_state_bytes, state_bytes
+from .analysis.weights import compare_weights
 from .bind.evaluate import compile, evaluate
 from .bind.grid import sweep
 from .dtypes import DTYPES, DType, bits_per_element, dtype
@@ -40,12 +41,14 @@ from .errors import (
     StandInWarning,
     UnsupportedError,
 )
+from .files.weights import read_weights
 from .files.write import load, save
 from .graph.changes import whole as _whole
 from .graph.domain import Domain
 from .graph.graph import Graph
 from .graph.scopes import scope
 from .graph.tensor import Tensor
+from .hardware.networks import Network, list_networks, load_network
 from .hardware.specs import Hardware, list_hardware, load_hardware
 from .nn import (
     attention,
@@ -80,6 +83,7 @@ from .transforms.inference.inference import decode, prefill
 from .transforms.precision.policy import Policy
 from .transforms.precision.precision import apply_precision
 from .transforms.quantize.quantize import quantize
+from .transforms.shard.fully import FullyShard
 from .transforms.shard.parallelize import parallelize
 from .transforms.shard.shard import mesh, shard
 from .transforms.training import training_step
@@ -89,6 +93,7 @@ from .transforms.vjp.table import vjp
 # isort: split
 # models are written with the public names above, and those of nn, ops and plan
 from . import models, nn, ops, plan
+from .report.explore import explore
 
 __version__ = "0.1.0"
 
@@ -101,6 +106,7 @@ __all__ = [
     "largest",
     "communication",
     "compare",
+    "compare_weights",
     "tiling",
     "activation_memory",
     "bytes_per_param",
@@ -135,6 +141,7 @@ __all__ = [
     "from_start",
     "selective",
     "load",
+    "read_weights",
     "save",
     "unroll",
     "vjp",
@@ -144,11 +151,13 @@ __all__ = [
     "DType",
     "Domain",
     "FormatError",
+    "FullyShard",
     "Graph",
     "GraphError",
     "Hardware",
     "Max",
     "Min",
+    "Network",
     "PatternError",
     "ShapeError",
     "SpecError",
@@ -172,6 +181,7 @@ __all__ = [
     "einsum",
     "embedding",
     "evaluate",
+    "explore",
     "flops",
     "gelu",
     "in_terms_of",
@@ -181,7 +191,9 @@ __all__ = [
     "lifetimes",
     "linear",
     "list_hardware",
+    "list_networks",
     "load_hardware",
+    "load_network",
     "matmul_flops",
     "opaque",
     "param_bytes",
@@ -221,10 +233,14 @@ _RECORDS = {
     "analysis.storages": ("Lifetime",),
     "analysis.table": ("Cost", "CostRow", "Costs"),
     "analysis.training_memory": ("StateBytes",),
+    "analysis.weights": ("WeightComparison", "WeightDifference"),
+    "files.weights": ("Weight", "Weights"),
     "plan.amounts": ("LeadingTerm",),
+    "plan.cluster": ("Run",),
     "plan.preflight": ("Preflight", "PreflightCheck"),
     "plan.serving": ("Latency", "Throughput", "ThroughputRow"),
     "report.collect": ("Report",),
+    "transforms.schedules": ("Action",),
     "transforms.vjp.table": ("Pull",),
 }
 

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import os
 import stat
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from .algebra.symbols import shown
+from .algebra.symbols import shorten, shown
 from .errors import CostGraphError, FormatError
 
-__all__ = ["place_of", "read_text", "target_of", "write_file"]
+__all__ = ["place_of", "read_start", "read_text", "target_of", "unique", "write_file"]
 
 
 def place_of(path: object) -> str:
@@ -48,21 +50,37 @@ def read_text(
     CostGraphError
         Of the kind named, if the file cannot be read, is no regular file, larger, or no UTF-8.
     """
+    raw, size = read_start(path, place, most + 1, expected, error)
+    if size > most:
+        raise error(f"{place}: more than {most} bytes, expected {expected}")
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as found:
+        raise error(f"{place}: byte {found.start} is no UTF-8, expected {expected}") from None
+
+
+def read_start(
+    path: str | os.PathLike[str], place: str, most: int, expected: str, error: type[CostGraphError] = FormatError
+) -> tuple[bytes, int]:
+    """Return the first bytes of a regular file, `most` of them, and how many it has.
+
+    Raises
+    ------
+    CostGraphError
+        Of the kind named, if the file cannot be read, or is no regular file.
+    """
     try:
         if not isinstance(path, str | os.PathLike):  # a number would be a descriptor that is open
             raise TypeError(f"a path of type {type(path).__name__}")
         # a pipe is opened at once, whether or not somebody writes to it; what it is, is asked of what was opened
         with open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as stream:
-            if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+            found = os.fstat(stream.fileno())
+            if not stat.S_ISREG(found.st_mode):
                 raise ValueError("no regular file")
-            raw = stream.read(most + 1)
-        if len(raw) > most:
-            raise ValueError(f"more than {most} bytes")
-        return raw.decode("utf-8")
-    except UnicodeDecodeError as found:
-        raise error(f"{place}: byte {found.start} is no UTF-8, expected {expected}") from None
-    except (OSError, ValueError, TypeError) as found:
-        raise error(f"{place}: {_reason(found)}, expected {expected}") from None
+            raw = stream.read(most)
+            return raw, max(found.st_size, len(raw))  # some files of the system say that they have none
+    except (OSError, ValueError, TypeError) as wrong:
+        raise error(f"{place}: {_reason(wrong)}, expected {expected}") from None
 
 
 def target_of(path: str | os.PathLike[str], ending: str) -> Path:
@@ -159,3 +177,12 @@ def _replace(target: Path, raw: bytes, before: os.stat_result | None) -> None:
         with suppress(OSError):
             beside.unlink()
         raise
+
+
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON, as its `object_pairs_hook`; ValueError where a key stands twice."""
+    data = dict(pairs)
+    if len(data) < len(pairs):
+        twice = next(k for k, n in Counter(k for k, _ in pairs).items() if n > 1)
+        raise ValueError(f"key {shorten(twice)} twice in one object, expected it once")
+    return data

@@ -1,24 +1,42 @@
 """Configuration of the documentation: `sphinx-build -W --keep-going -b html docs OUT`."""
 
+import atexit
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import costgraph
 
 sys.path.insert(0, str(Path(__file__).parent / "_ext"))
 
+from outside import mapping
+
 project = "costgraph"
 version = release = costgraph.__version__
-extensions = ["sphinx.ext.autodoc", "sphinx.ext.autosummary", "numpydoc", "myst_parser", "derived"]
+extensions = [
+    *("sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.intersphinx", "sphinx.ext.viewcode"),
+    *("numpydoc", "myst_parser", "sphinx_copybutton", "derived"),
+]
 exclude_patterns = ["_build"]
+# inventories are files: nothing is asked over the network
+_folder = Path(tempfile.mkdtemp(prefix="inventories-"))
+atexit.register(shutil.rmtree, _folder, ignore_errors=True)
+intersphinx_mapping = mapping(_folder)
+
+# of an example, what is typed is copied
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
 
 myst_heading_anchors = 3
 highlight_language = "python"
 
 # every name has its place on a page of the reference: no pages are generated
 autosummary_generate = False
-# the docstrings say it in words
-autodoc_typehints = "none"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 88
 autodoc_member_order = "bysource"
 numpydoc_show_class_members = False
 numpydoc_xref_param_type = False
@@ -32,20 +50,13 @@ numpydoc_validation_checks = {
     "GL01",  # where a docstring begins: ruff's part
 }
 
-html_theme = "alabaster"
+html_theme = "furo"
+html_title = "costgraph"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_math_renderer = "mathml"
-html_theme_options = {
-    "description": "What a model costs, as formulas",
-    "fixed_sidebar": True,
-    "page_width": "1200px",
-    "sidebar_width": "240px",
-    "body_max_width": "none",
-    "show_powered_by": False,
-    "font_family": "system-ui, sans-serif",
-    "head_font_family": "system-ui, sans-serif",
-}
+# the mark of a light page and of a dark one
+pygments_style, pygments_dark_style = "friendly", "github-dark"
 html_copy_source = False
 html_show_sourcelink = False
 html_show_copyright = False

@@ -59,6 +59,7 @@ NOT_LOADED = (
     "dask",
     "distributed",
     "tomllib",
+    "sympy.tensor.tensor",  # by the first sum that is made, and 80 ms of a second
     "costgraph.models.registry",
 )
 

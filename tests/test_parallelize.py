@@ -88,9 +88,25 @@ def test_stages_of_zero_split_one_thing_more_each(stage):
     assert sympy.expand(kept(rank, "state") * DP - kept(whole, "state")) == 0
     params = kept(whole, "param") / (DP if stage == 3 else 1)
     assert sympy.expand(kept(rank, "param") - params) == 0
-    gradients = sum(g.storage.bytes.expr for g in whole.gradients.values())
-    split = sum(g.storage.bytes.expr for g in rank.gradients.values())
+    gradients, split = (  # those of a unit are views of one buffer
+        sum(storage.bytes.expr for storage in {g.storage for g in graph.gradients.values()}) for graph in (whole, rank)
+    )
     assert sympy.expand(split * (DP if stage >= 2 else 1) - gradients) == 0
+
+
+@pytest.mark.parametrize("stage", [1, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 3))])
+def test_gradients_in_buffers_of_their_own_lie_as_what_they_are_of(stage):
+    whole = step("llama-2-13b", precision="megatron-bf16", accumulate=2)
+    rank = cg.parallelize(whole, dp=2, tp=2, zero=stage, sequence=True, strict=True)
+    split = {"dp", "tp"} if stage > 1 else {"tp"}
+    assert rank.sharding.places["layers/mlp/up/weight.grad"].axes == split
+    testing.check_sharded(whole, rank, B=2, S=4, D=8, H=4, G=2, K=2, F=8, L=2, V=8)
+
+
+def test_states_that_are_summed_along_an_axis_are_split_along_another():
+    whole = step("llama-2-13b", cg.Adafactor())
+    rank = cg.parallelize(whole, dp=2, zero=3, strict=True)
+    testing.check_sharded(whole, rank, B=2, S=2, D=4, H=4, G=2, K=2, F=4, L=2, V=8)
 
 
 def test_placements_of_ones_own_win():

@@ -232,14 +232,6 @@ def test_a_link_that_the_device_lacks_is_an_error(own):
         cg.roofline(g, own, N=8)
 
 
-def test_a_collective_has_no_time_yet():
-    N = cg.dims("N")
-    with cg.Graph("g") as g:
-        g.output(cg.ops.collective(g.input("x", (N,)), "all_reduce", 8))
-    with pytest.raises(cg.UnsupportedError, match="'all_reduce' is a collective"):
-        cg.roofline(g, H100, N=8)
-
-
 # -- errors ------------------------------------------------------------------------------------------------------
 
 

@@ -380,6 +380,15 @@ def test_updates_are_added_to_a_part_of_a_sum_alone():
     testing.check_sharded(g, rank, B=3, D=4)
 
 
+def test_rows_that_are_looked_up_stand_beside_each_other():
+    with cg.Graph("looked up") as g:
+        y = cg.einsum(g.input("x", (B, D)), g.param("w", (D, D)), "b d, d e -> b e")
+        g.output(cg.ops.gather(y, g.input("ids", (F,), dtype="int64")))
+    # the product leaves every second half of a half on a rank
+    rank = cg.shard(g, cg.mesh(dp=2, ep=2), {"x": "(b dp ep) d", "w": "(d dp) e"})
+    testing.check_sharded(g, rank, B=8, D=2, F=8)
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_kernel_keeps_the_order_in_which_its_results_lie(ranks):
     with cg.Graph("turned") as g:
@@ -463,3 +472,46 @@ def test_communication_is_a_table():
     assert (sent.total(), len(sent.filter(collective="all_gather"))) == (2 * 40 * 2 / 3, 0)
     assert str(sent).splitlines()[-1] == "ring bytes  53.33 B"
     assert list(sent.to_pandas()["bytes"]) == [40]
+
+
+# -- recurrences -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gather", [(), "dp"])
+def test_weights_of_a_recurrence_are_reduced_once(gather):
+    """As torch's DDP and fully_shard do, behind the backward pass, not at each step of time."""
+    with cg.Graph("rnn") as g:
+        x, state = g.input("x", (S, B, D)), g.input("state", (B, D))
+        w, u = g.param("w", (D, D)), g.param("u", (D, D))
+
+        def cell(h, x):
+            h = cg.tanh(cg.einsum(h, w, "b d, d e -> b e") + cg.einsum(x, u, "b d, d e -> b e"))
+            return h, h
+
+        _, states = cg.scan(S, cell, state, x)
+        g.output(cg.reduce(states, "s b d -> ", "mean"))
+    whole = cg.training_step(g, optimizer=cg.SGD())
+    split = {"w": "(d dp) e", "u": "(d dp) e"} if gather else {}
+    rank = cg.shard(whole, cg.mesh(dp=N), {"x": "s (b dp) d", "state": "(b dp) d", **split}, gather=gather, strict=True)
+    sent = cg.communication(rank).filter(phase="backward")
+    assert {(m.collective, m.times) for m in sent} == {("reduce_scatter" if gather else "all_reduce", 1)}
+    assert sympy.expand(sum(m.bytes for m in sent) - cg.param_bytes(whole)) == 0
+    testing.check_sharded(whole, rank, S=3, B=4, D=2, N=2)
+
+
+# -- images ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["max", "mean"])
+def test_statistics_of_a_batch_are_reduced_before_they_are_repeated(mode):
+    """Batch norm over all ranks: each of its all-reduces is of numbers by channel; windows slide within an image."""
+    with cg.Graph("images") as g:
+        x = cg.conv(g.input("x", (B, 2, 4, 4)), "b c h w -> b o h w", window=(3, 3), padding=1, o=D)
+        x = cg.nn.pool(cg.relu(cg.nn.batch_norm(x)), mode, window=(2, 2))
+        g.output(cg.reduce(x * x, "b c h w -> ", "mean"))
+    whole = cg.training_step(g, optimizer=cg.SGD())
+    rank = cg.shard(whole, cg.mesh(dp=N), {"x": "(b dp) c h w"}, strict=True)
+    sent = cg.communication(rank)
+    assert {m.collective for m in sent} == {"all_reduce"}
+    assert all(m.bytes in (4, 4 * D, 8 * D, 4 * 18 * D) for m in sent), [m.bytes for m in sent]
+    testing.check_sharded(whole, rank, B=2, D=2, N=2)

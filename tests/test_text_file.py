@@ -277,6 +277,7 @@ def test_what_is_no_text_is_refused(tmp_path):
 ELSEWHERE = {
     "cli/app": "os.open of the null device",
     "report/drawing": "savefig into memory",
+    "report/explore/page": "parts of the page, which come with the library",
     "models/published": "a table that comes with the library",
     "testing/files": "a folder of its own",
     "torch/calibrating/caches": "the kernel's own files",

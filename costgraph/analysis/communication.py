@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..algebra.polynomial import Poly, total
 from ..bind.evaluate import Formula, bound_answer
 from ..graph.graph import Graph, need_graph
 from ..graph.op import Op
 from ..graph.sizes import Bindings, bindings
+from ..hardware.links import joined
+from ..hardware.networks import Network
+from ..hardware.specs import Hardware
 from ..hardware.tables import Column, Fact, Table
 from ..ops.collectives import Collective
 from .costs import executions
+from .exchange import exchange, whole
+from .seconds import as_seconds
+from .work import need_other_names
 
 __all__ = ["Communication", "Message", "communication"]
 
@@ -39,6 +45,10 @@ class Message:
     """of what all ranks of a group have together, or of what is reduced: of one time"""
     ring_bytes: Formula
     """that a rank sends in a ring: of all times"""
+    seconds: Formula | None = None
+    """that it takes on a device, of all times, where one is given"""
+    link: str = ""
+    """interconnect, network or a level of it where ranks are in several domains, link while what decides is open"""
 
 
 @dataclass(frozen=True, repr=False)
@@ -73,31 +83,43 @@ class Communication(Table):
             Column("op"), Column("collective"), Column("axis"), Column("ranks", unit="1"), Column("phase"),
             Column("scope", shown=False), Column("times", unit="1"), Column("bytes", unit="B"),
             Column("ring_bytes", unit="B", title="ring bytes"),
+            *([Column("link"), Column("seconds", unit="s", title="time")] if any(m.link for m in self.rows) else []),
         )  # fmt: skip
 
     def _facts(self) -> Iterable[Fact]:
-        return (Fact("ring bytes", self.total(), "B"),)
+        times = [m.seconds for m in self.rows if m.seconds is not None]
+        return (Fact("ring bytes", self.total(), "B"), *([Fact("time", sum(times), "s")] if times else []))
 
 
-def communication(graph: Graph, /, **dims: int) -> Communication:
+def communication(
+    graph: Graph, /, *, hardware: str | Hardware | None = None, network: str | Network | None = None, **dims: int
+) -> Communication:
     """List the collectives of the graph of one rank, with what they send.
 
     Parameters
     ----------
     graph : Graph
         Such as `shard` makes.
+    hardware : str, path-like or Hardware, optional
+        Devices whose links the time is of, as in `roofline`.
+    network : str, path-like or Network, optional
+        Between the domains of their interconnect, as in `roofline`.
     **dims : int
         Sizes to bind, degrees of the mesh among them.
 
     Returns
     -------
     Communication
-        A row for each collective. Bytes are formulas while a size is open.
+        A row for each collective. Bytes are formulas while a size is open, and so are times.
 
     Raises
     ------
     BindingError
         If a size cannot be bound.
+    SpecError
+        If the device is unknown, or lacks what is said of a link that a collective goes over.
+    UnsupportedError
+        If a time is asked for over an axis that the graph has no mesh for: some transforms keep none.
 
     Notes
     -----
@@ -114,28 +136,40 @@ def communication(graph: Graph, /, **dims: int) -> Communication:
     >>> s = cg.shard(g, cg.mesh(tp=n), {"up": "d (f tp)", "down": "(f tp) d"})
     >>> [(m.collective, m.axis, m.ring_bytes) for m in cg.communication(s)]
     [('all_reduce', 'tp', 8*B*D - 8*B*D/n)]
+    >>> for m in cg.communication(s, hardware="h100-sxm", B=8192, D=8192, n=8):
+    ...     print(f"{m.seconds * 1e6:.0f} us over the {m.link}")
+    1092 us over the interconnect
     """
     need_graph("communication", graph)
     values = bindings(graph, dims)
+    device = None if hardware is None else joined(hardware, network)
+    if device is not None:
+        need_other_names(graph, device, "communication")
     times: dict[Op, list[Poly]] = {}
     for op, runs, _ in executions(graph):
         if isinstance(op.kind, Collective):
             times.setdefault(op, []).append(runs)
-    rows = (_message(op, op.kind, total(runs), values) for op, runs in times.items() if isinstance(op.kind, Collective))
+    rows = [_message(op, op.kind, total(runs), values) for op, runs in times.items() if isinstance(op.kind, Collective)]
+    if device is not None:
+        rows = [_timed(m, *found, graph, values, device) for m, found in zip(rows, times.items(), strict=True)]
     return Communication(tuple(rows), graph.name)
 
 
+def _timed(m: Message, op: Op, runs: list[Poly], graph: Graph, values: Bindings, device: Hardware) -> Message:
+    once, link = exchange(op, graph, values, device)
+    return replace(m, seconds=as_seconds(once * total(runs).bind(values), values), link=link)
+
+
 def _message(op: Op, kind: Collective, times: Poly, values: Bindings) -> Message:
-    (x,), (made,) = op.operands, op.results
-    whole = (made if kind.collective == "all_gather" else x).numel * x.element_bytes()
-    sent = whole * (kind.ranks - 1) / kind.ranks * (2 if kind.collective == "all_reduce" else 1)
+    size = whole(op)
+    sent = size * (kind.ranks - 1) / kind.ranks * (2 if kind.collective == "all_reduce" else 1)
     if kind.collective == "send":
-        sent = whole
+        sent = size
 
     def bound(p: Poly) -> Formula:
         return bound_answer(p, values)
 
     return Message(
-        op.name, kind.collective, kind.axis, bound(kind.ranks), op.phase, op.scope, bound(times), bound(whole),
+        op.name, kind.collective, kind.axis, bound(kind.ranks), op.phase, op.scope, bound(times), bound(size),
         bound(sent * times),
     )  # fmt: skip

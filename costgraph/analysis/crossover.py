@@ -87,6 +87,9 @@ def crossover(
     chosen = [w for w in works(graph) if of is graph or w.op is of]
     if not chosen:
         raise GraphError(f"crossover: op {getattr(of, 'name', '')!r} does nothing that takes time")
+    alone = next((w for w in chosen if w.collective), None)
+    if alone is not None:
+        raise UnsupportedError(f"crossover: {alone.op.name!r} is a collective, expected what one device does alone")
     rates = Rates(device, fallback)
     excess = total(c - m for c, m in (w.seconds(rates) for w in chosen)).bind(values)
     warn_of(device, rates.stand_ins.values())

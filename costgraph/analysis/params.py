@@ -11,6 +11,7 @@ from ..graph.sizes import bindings
 from ..graph.tensor import Tensor
 from ..ops.grouped import Dispatch, Grouped
 from ..ops.index import Gather
+from ..ops.merge import Merge
 from ..ops.moves import Rearrange
 from ..ops.pointwise import Pointwise
 from ..ops.stated import Opaque
@@ -44,6 +45,8 @@ def _met_by(op: Op, t: Tensor) -> Poly:
     sender = op.operands[1].producer if isinstance(op.kind, Gather) else None
     if sender is not None and isinstance(sender.kind, Dispatch):  # a row of a table for the expert of each row
         return sender.operands[0].sizes[-1] / t.sizes[0]
+    if sender is not None and isinstance(sender.kind, Merge):
+        return sender.kind.chosen / t.sizes[0]
     # another view or format of it, or what is left once scales are applied
     handed_on = isinstance(op.kind, Pointwise | Rearrange | Opaque) and op.results[0].numel == t.numel
     return _met(op.graph, op.results[0]) if handed_on else ONE

@@ -13,13 +13,15 @@ from ..algebra.polynomial import ZERO, Poly, total
 from ..algebra.pruning import prune
 from ..algebra.symbols import shorten
 from ..bind.evaluate import Formula, answer, need_bound
+from ..graph.arguments import need_choice
 from ..graph.graph import Graph
 from ..hardware.levels import Level
+from ..hardware.networks import Network
 from ..hardware.rates import StandIn
 from ..hardware.specs import Hardware
 from ..hardware.tables import Column, Fact, Table
 from .hooks import PLOTTERS
-from .seconds import Bound, Spent, estimate, in_seconds, largest, lower_bound, spent, warn_of, which
+from .seconds import OVERLAPS, Bound, Spent, in_seconds, largest, lower_bound, spent, together, warn_of, which
 from .traffic import compulsory
 from .work import Asked, Fallback, Work, ask
 
@@ -51,16 +53,19 @@ class RooflineRow:
     memory_s: Formula
     """seconds at the bandwidth of the memory, or of the link for a transfer"""
     bound: str | Bound
-    """compute, memory, link or a cache: the largest of the times; a condition where that depends on what is open"""
+    """compute, memory, a link or a cache: the largest of the times; a condition where that depends on what is open"""
     caches_s: Mapping[str, Formula] = field(default_factory=dict)
     """seconds at the bandwidth of each cache, where these are taken into account"""
+    links_s: Mapping[str, Formula] = field(default_factory=dict)
+    """of a collective the seconds over its links: interconnect, network where it leaves a domain, link while a degree
+    that decides is open"""
 
     @property
     def seconds(self) -> Formula:
         """The largest of the times."""
         if isinstance(self.bound, Bound):
-            return answer(Max(self.compute_s, self.memory_s, *self.caches_s.values()))
-        return {"compute": self.compute_s, **self.caches_s}.get(self.bound, self.memory_s)
+            return answer(Max(self.compute_s, self.memory_s, *self.caches_s.values(), *self.links_s.values()))
+        return {"compute": self.compute_s, **self.caches_s, **self.links_s}.get(self.bound, self.memory_s)
 
     @property
     def intensity(self) -> Formula:
@@ -94,13 +99,15 @@ class Roofline(Table):
     lower_bound: Formula
     """seconds below which no run is: the busiest unit, or the fused bytes"""
     estimate: Formula
-    """seconds as declared: sum over ops of the larger of compute and memory time"""
+    """seconds as declared: sum over ops of the largest of compute, memory and link time; see `overlap`"""
     rates: Mapping[str, Formula]
     """FLOP/s of each unit and number format that the ops use, such as `matmul bf16`"""
     stand_ins: tuple[StandIn, ...] = ()
     """rates in the place of those that the device has none of"""
     levels: tuple[Level, ...] = ()
     """levels of memory that are taken into account, the memory itself first; empty where that was not asked for"""
+    overlap: str = "none"
+    """what collectives are assumed to do beside all else: none, ideal or streams"""
 
     def _about(self) -> str:
         return f"graph {shorten(self.graph)} on {self.hardware.id}: {len(self.rows)} rows"
@@ -110,6 +117,7 @@ class Roofline(Table):
             *map(Column, ("op", "scope", "phase", "kind")), Column("flops", "FLOP"), Column("bytes", "B"),
             Column("intensity", "FLOP/B"), Column("compute_s", "s", title="compute"),
             Column("memory_s", "s", title="memory"),
+            *([Column("links_s", "s", _on_links, "links")] if any(r.links_s for r in self.rows) else []),
             *(Column(f"{level.name}_s", "s", partial(_in_cache, level.name), level.name) for level in self.levels[1:]),
             Column("bound", text=_short), Column("attainable", "FLOP/s"),
         )  # fmt: skip
@@ -122,6 +130,9 @@ class Roofline(Table):
         )  # fmt: skip
 
     def _notes(self) -> Iterator[str]:
+        if self.overlap != "none":
+            how = {"ideal": "the larger of both", "streams": "when the last of all streams is done"}[self.overlap]
+            yield f"collectives take their time beside all else: the estimate is {how}"
         if len(self.levels) == 1:
             has = "of caches it has sizes alone" if self.levels[0].nearer else "it has no caches"
             yield f"{self.hardware.id} has no bandwidth of a cache, {has}: the memory is its only level"
@@ -176,6 +187,8 @@ def roofline(
     *,
     fallback: Fallback = None,
     hierarchical: bool = False,
+    overlap: str = "none",
+    network: str | Network | None = None,
     **dims: int,
 ) -> Roofline:
     """Place every op of a graph on the roof of a device.
@@ -191,6 +204,13 @@ def roofline(
     hierarchical : bool
         Take each level of memory into account: an op takes no less than its traffic out of each one, which is the least
         that any schedule moves through all stores that are nearer to the arithmetic, as `bytes_moved` with `cache=`.
+    overlap : str
+        What the estimate assumes of collectives: none, they and all else follow each other; ideal, both fill the same
+        time, so that the larger sum remains; streams, one runs those over each axis of a mesh, and one all else, in the
+        order of the program, each once its operands are there: all sizes are bound then.
+    network : str, path-like or Network, optional
+        Name, TOML file or record of the network between the domains of the interconnect; without it any device
+        reaches any other at the rate of its network card.
     **dims : int
         Sizes; with one left open, times are formulas, and what bounds an op may be a condition.
 
@@ -204,9 +224,9 @@ def roofline(
     BindingError
         If a size cannot be bound.
     SpecError
-        If the device is unknown, or has no rate at all.
+        If the device is unknown, has no rate at all, or lacks what is said of a link that a collective goes over.
     UnsupportedError
-        If the graph has a collective.
+        If a collective is over an axis that the graph has no mesh for, or streams are to run more than a million ops.
 
     Notes
     -----
@@ -214,7 +234,9 @@ def roofline(
     in memory is bytes / bandwidth. Contractions run at the matrix rate of their format, all else on the vector unit.
     Units that can overlap (matrix, vector, memory, link) are not summed in the lower bound; of hardware that is an
     unknown, all can. For a missing rate the next wider format stands in, then the matrix unit, then the nearest
-    format; in the lower bound the highest rate of the device. There a convolution has the fewest products that an
+    format; in the lower bound the highest rate of the device. The ranks of a collective fill the domains of the
+    interconnect, those along the last axis of a mesh next to each other; `costgraph.analysis.exchange` has its time.
+    In the lower bound a convolution has the fewest products that an
     algorithm is known to need, and a device the highest clock that it was seen to reach.
 
     With `hierarchical` (Yang, Kurth and Williams 2020, but with traffic that is derived, not measured) the levels are
@@ -230,11 +252,18 @@ def roofline(
     >>> [cg.roofline(g, "h100-sxm", N=n).rows[0].bound for n in (512, 1024)]
     ['memory', 'compute']
     """
-    return _placed(ask(graph, hardware, fallback, dims, "roofline", hierarchical=hierarchical))
+    need_choice("roofline: overlap", overlap, OVERLAPS)
+    return _placed(
+        ask(graph, hardware, fallback, dims, "roofline", hierarchical=hierarchical, network=network), overlap
+    )
 
 
 def _in_cache(name: str, row: RooflineRow) -> Formula | None:
     return row.caches_s.get(name)
+
+
+def _on_links(row: RooflineRow) -> Formula | None:
+    return next(iter(row.links_s.values()), None)
 
 
 def _short(bound: str | Bound) -> str:
@@ -259,8 +288,8 @@ def bound_roofline(
     return found
 
 
-def _placed(asked: Asked) -> Roofline:
-    graph, known, held = asked.graph, asked.graph.root.relations, asked.values.held
+def _placed(asked: Asked, overlap: str = "none") -> Roofline:
+    graph, held = asked.graph, asked.values.held
     times = [spent(work, asked) for work in asked.works]
     sums: dict[tuple[str, str], Poly] = {}
     for work in asked.works:
@@ -276,10 +305,11 @@ def _placed(asked: Asked) -> Roofline:
         fused_bytes=answer(compulsory(graph).bind(asked.values), held),
         ridge=_ridge(sums, asked),
         lower_bound=in_seconds(lower_bound(asked), asked),
-        estimate=in_seconds(estimate(times, known), asked),
+        estimate=in_seconds(together(times, asked, overlap), asked),
         rates={unit: in_seconds(rate, asked) for unit, rate in rates.items()},
         stand_ins=tuple(asked.rates.stand_ins.values()),
         levels=asked.levels,
+        overlap=overlap,
     )
 
 
@@ -309,7 +339,8 @@ def _row(work: Work, times: Sequence[Spent], asked: Asked) -> RooflineRow:
     named: dict[str, list[Spent]] = {}
     for found in times:
         named.setdefault(found[1], []).append(found)
-    compute, memory, *caches = ((name, in_seconds(largest(found, known), asked)) for name, found in named.items())
+    compute, memory, *others = ((name, in_seconds(largest(found, known), asked)) for name, found in named.items())
+    caches = {level.name for level in asked.levels}
     return RooflineRow(
         op=work.op.name,
         scope=work.op.scope,
@@ -320,5 +351,6 @@ def _row(work: Work, times: Sequence[Spent], asked: Asked) -> RooflineRow:
         compute_s=compute[1],
         memory_s=memory[1],
         bound=which(times, known),
-        caches_s=dict(caches),
+        caches_s={name: time for name, time in others if name in caches},
+        links_s={name: time for name, time in others if name not in caches},
     )

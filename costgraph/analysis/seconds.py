@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import gcd, lcm
 
@@ -19,19 +19,26 @@ from ..bind.evaluate import Formula, answer, real
 from ..errors import StandInWarning, UnsupportedError
 from ..graph.arguments import need_choice
 from ..graph.graph import Graph, need_graph
+from ..graph.op import Op
+from ..graph.sizes import Bindings
+from ..hardware.networks import Network
 from ..hardware.rates import NAMED, StandIn
 from ..hardware.specs import Hardware
 from .bounds import unavoidable
 from .calibrated.model import loads_of, shipped
+from .exchange import exchange, group_of, least_busy, whole
+from .streams import finished
 from .traffic import compulsory
 from .work import Asked, Fallback, Work, ask, exact
 
 __all__ = [
-    "Bound", "Spent", "estimate", "in_seconds", "largest", "lower_bound", "seconds", "spent", "unit_times", "warn_of",
-    "which",
+    "OVERLAPS", "Bound", "Spent", "as_seconds", "estimate", "in_seconds", "largest", "lower_bound", "seconds", "spent",
+    "together", "unit_times", "warn_of", "which",
 ]  # fmt: skip
 
 Spent = tuple[Poly, str]
+#: What communication does beside the rest: follow it, fill the same time, or start once its operands are there.
+OVERLAPS = ("none", "ideal", "streams")
 
 
 @dataclass(frozen=True)
@@ -161,10 +168,13 @@ def spent(work: Work, asked: Asked) -> list[Spent]:
     Returns
     -------
     list of (Poly, str)
-        Seconds, and compute, link, memory or the name of a cache.
+        Seconds, and compute, link, memory or the name of a cache; of a collective interconnect or network as well.
     """
     compute, memory = work.seconds(asked.rates)
     out = [(compute, "compute"), (memory, "memory" if work.link is None else "link")]
+    if work.collective is not None:
+        once, link = exchange(work.op, asked.graph, asked.values, asked.hardware)
+        out.append((once * work.times, link))
     if work.link is None:
         out += [(p / poly(level.bandwidth.value), level.name) for p, level in work.through]
     return list(dict.fromkeys(out))
@@ -186,6 +196,35 @@ def estimate(times: Iterable[Sequence[Spent]], known: Relations) -> Poly:
     return total(largest(found, known) * count for found, count in alike.items())
 
 
+def together(times: Sequence[Sequence[Spent]], asked: Asked, overlap: str) -> Poly:
+    """Return the estimate of a graph with communication: a sum, the larger of its part and of the rest, or a schedule.
+
+    Parameters
+    ----------
+    times : sequence of sequences of (Poly, str)
+        What `spent` returns for each op.
+    asked : Asked
+        A graph on a device.
+    overlap : str
+        One of `OVERLAPS`.
+    """
+    known = asked.graph.root.relations
+    if overlap == "none":
+        return estimate(times, known)
+    if overlap == "streams":
+        asked.need_numbers("overlap 'streams'")
+        taken: dict[Op, float] = {}
+        for work, found in zip(asked.works, times, strict=True):
+            taken[work.op] = taken.get(work.op, 0.0) + float(in_seconds(largest(found, known), asked))
+        busy = (float(in_seconds(time, asked)) for time in unit_times(asked).values())
+        return poly(Fraction(max(finished(asked.graph, taken, asked.values), *busy)))
+    sent = [t for w, t in zip(asked.works, times, strict=True) if w.collective]
+    alone = [t for w, t in zip(asked.works, times, strict=True) if not w.collective]
+    # both read and write the one memory of a device
+    parts = {"alone": estimate(alone, known), "sent": estimate(sent, known), "memory": unit_times(asked)["memory"]}
+    return largest([(p, name) for name, p in parts.items()], known)
+
+
 def lower_bound(asked: Asked) -> Poly:
     """Return the seconds that no run is below: the busiest unit, or the bytes that no fusion avoids.
 
@@ -200,7 +239,7 @@ def lower_bound(asked: Asked) -> Poly:
 
 
 def unit_times(asked: Asked) -> dict[str, Poly]:
-    """Return the least seconds that each unit is busy: those of `vector`, `matmul` and `link` that are used, `memory`.
+    """Return the least seconds that each unit is busy: those of `vector`, `matmul` and links that are used, `memory`.
 
     Parameters
     ----------
@@ -211,7 +250,7 @@ def unit_times(asked: Asked) -> dict[str, Poly]:
     for work in asked.works:
         if work.link is not None:
             units.setdefault("link", []).append(work.seconds(asked.rates)[1])
-        for unit, spent in _by_unit(work, asked):
+        for unit, spent in _of_collective(work, asked) if work.collective else _by_unit(work, asked):
             units.setdefault(unit, []).append(spent)
     found = {unit: total(parts) for unit, parts in units.items()}
     found["memory"] = compulsory(asked.graph).bind(asked.values) / asked.rates.bandwidth
@@ -224,6 +263,14 @@ def _by_unit(work: Work, asked: Asked) -> Iterator[tuple[str, Poly]]:
         yield unit, amount / (asked.rates.of(kind, dtype, highest=True) * asked.rates.headroom)
 
 
+def _of_collective(work: Work, asked: Asked) -> Iterator[tuple[str, Poly]]:
+    """Yield the least times on links: a switch may do the sums."""
+    assert work.collective is not None
+    group = group_of(work.op, asked.graph, asked.values, asked.hardware)
+    least = least_busy(work.collective.collective, whole(work.op).bind(asked.values), group)
+    return ((link, time * work.times) for link, time in least.items())
+
+
 def warn_of(hardware: Hardware, stand_ins: Iterable[StandIn]) -> None:
     """Warn of rates that stand in for missing ones, but for those that were named by whoever asks."""
     texts = [str(instead) for instead in stand_ins if instead.why != NAMED]
@@ -233,7 +280,12 @@ def warn_of(hardware: Hardware, stand_ins: Iterable[StandIn]) -> None:
 
 def in_seconds(value: Poly, asked: Asked) -> Formula:
     """Return a time as it is handed out: a float, or a formula while something is open."""
-    return answer(value, asked.values.held) if value.constant is None else real(Fraction(value.constant))
+    return as_seconds(value, asked.values)
+
+
+def as_seconds(value: Poly, values: Bindings) -> Formula:
+    """Return a time, in which sizes are put in, as it is handed out."""
+    return answer(value, values.held) if value.constant is None else real(Fraction(value.constant))
 
 
 def seconds(
@@ -244,6 +296,8 @@ def seconds(
     *,
     fallback: Fallback = None,
     hierarchical: bool = False,
+    overlap: str = "none",
+    network: str | Network | None = None,
     **dims: int,
 ) -> Formula:
     """Return the time of a graph on a device, as a formula while sizes are open.
@@ -256,11 +310,16 @@ def seconds(
         Name of a device, path of a TOML file, what `load_hardware` returned, or `symbolic()` of it.
     which : str
         estimate: the sum over ops, as declared, of the larger of compute and memory time. lower: what no run is below.
-        calibrated: what devices were seen to attain of their peaks, at all sizes bound, and no less than the bound.
+        calibrated: what devices were seen to attain of their peaks, at all sizes bound, collectives as estimated, and
+        no less than the bound.
     fallback : str or mapping, optional
         Number format whose rate stands in for one that the device lacks, or a mapping from wanted to used format.
     hierarchical : bool
         Take each level of memory into account, as `roofline`.
+    overlap : str
+        Of collectives with all else, as `roofline`.
+    network : str, path-like or Network, optional
+        What is between the domains of its interconnect, as `roofline`.
     **dims : int
         Sizes to bind.
 
@@ -274,9 +333,9 @@ def seconds(
     BindingError, GraphError
         If a size cannot be bound, or is open for a calibrated time, or there is no such time.
     SpecError
-        If the device is unknown, or has no rate at all.
+        If the device is unknown, has no rate at all, or lacks what is said of a link that a collective goes over.
     UnsupportedError
-        If the graph has a collective, or a calibrated time is asked for with `hierarchical`.
+        If a calibrated time is asked for with `hierarchical`, or of collectives that overlap; as `roofline`.
 
     Warns
     -----
@@ -306,26 +365,34 @@ def seconds(
     """
     need_graph("seconds", graph)
     need_choice("seconds: which", which, ("estimate", "lower", "calibrated"))
-    asked = ask(graph, hardware, fallback, dims, "seconds", hierarchical=hierarchical)
+    need_choice("seconds: overlap", overlap, OVERLAPS)
+    asked = ask(graph, hardware, fallback, dims, "seconds", hierarchical=hierarchical, network=network)
     if which == "calibrated":
-        return _calibrated(asked)
+        return _calibrated(asked, overlap)
     if which == "estimate":
-        found = estimate((spent(w, asked) for w in asked.works), graph.root.relations)
+        found = together([spent(w, asked) for w in asked.works], asked, overlap)
     else:
         found = lower_bound(asked)
     warn_of(asked.hardware, asked.rates.stand_ins.values())
     return in_seconds(found, asked)
 
 
-def _calibrated(asked: Asked) -> float:
-    """Return what devices were seen to take, all sizes put in; the bound where that is more."""
+def _calibrated(asked: Asked, overlap: str) -> float:
+    """Return what devices were seen to take, all sizes put in; the bound where that is more.
+
+    Links are not calibrated: what is sent takes its estimated time after all else.
+    """
     question = "seconds, calibrated,"
     if asked.levels:
         raise UnsupportedError(f"{question} of graph {asked.graph.name!r}: hierarchical=True, expected False: what a "
                                "cache attains is in the terms")  # fmt: skip
+    alone = replace(asked, works=[work for work in asked.works if not work.collective])
+    if overlap != "none" and len(alone.works) < len(asked.works):
+        raise UnsupportedError(f"{question} of graph {asked.graph.name!r}: overlap {overlap!r}, expected none")
     asked.need_numbers(question)
     for work in asked.works:
         work.seconds(asked.rates)  # refuses what has no time
-    found = shipped().seconds(loads_of(asked), asked.rates)
+    sent = estimate([spent(work, asked) for work in asked.works if work.collective], asked.graph.root.relations)
+    found = shipped().seconds(loads_of(alone), asked.rates) + float(in_seconds(sent, asked))
     warn_of(asked.hardware, asked.rates.stand_ins.values())
     return max(found, float(in_seconds(lower_bound(asked), asked)))

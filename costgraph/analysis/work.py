@@ -13,8 +13,10 @@ from ..graph.graph import Graph
 from ..graph.op import Op
 from ..graph.sizes import Bindings, bindings, known_names
 from ..hardware.levels import Level, levels
+from ..hardware.links import joined
+from ..hardware.networks import Network
 from ..hardware.rates import StandIn
-from ..hardware.specs import Hardware, load_hardware
+from ..hardware.specs import Hardware
 from ..ops.collectives import Collective
 from ..ops.contraction import Einsum
 from ..ops.stated import Transfer
@@ -103,6 +105,11 @@ class Work:
         """The link that a transfer goes over; None for what moves its bytes to and from the memory."""
         return self.op.kind.link if isinstance(self.op.kind, Transfer) else None
 
+    @property
+    def collective(self) -> Collective | None:
+        """The record of a collective; None for what a device does alone."""
+        return self.op.kind if isinstance(self.op.kind, Collective) else None
+
     def bound(self, values: Mapping[str, Poly]) -> Work:
         """Return the same with sizes put in."""
         flops, least = (
@@ -112,12 +119,8 @@ class Work:
         return Work(self.op, self.times.bind(values), flops, self.bytes.bind(values), least, through)
 
     def seconds(self, rates: Rates) -> tuple[Poly, Poly]:
-        """Return the time in compute and the time in memory (or over a link), as formulas in seconds."""
+        """Return the time in compute and in memory (or over the link of a transfer), as formulas in seconds."""
         parts = [amount / rates.of(kind, dtype) for (kind, dtype), amount in self.flops.items()]
-        if isinstance(self.op.kind, Collective):
-            raise UnsupportedError(
-                f"roofline: {self.op.name!r} is a collective, whose time on a network has no rule yet"
-            )
         if self.link is not None:
             # what it reads and what it writes is one stream over the link
             return total(parts), self.bytes / 2 / poly(rates.hardware.link(self.link).value)
@@ -190,6 +193,14 @@ class Asked:
         sizes = (n for n in known_names(self.graph) if n not in self.values or self.values[n].constant is None)
         return tuple(sorted({*sizes, *self.hardware.symbols}))
 
+    def need_alone(self, question: str, expected: str) -> None:
+        """Raise UnsupportedError if a device does something together with others."""
+        found = next((w for w in self.works if w.collective), None)
+        if found is not None:
+            raise UnsupportedError(
+                f"{question} of graph {self.graph.name!r}: {found.op.name!r} is a collective, expected {expected}"
+            )
+
     def need_numbers(self, question: str) -> None:
         """Raise BindingError if something is open, naming all of it."""
         if self.unbound:
@@ -205,10 +216,11 @@ def ask(
     question: str,
     *,
     hierarchical: bool = False,
+    network: str | Network | None = None,
 ) -> Asked:
     """Return a graph on a device; BindingError if a dimension of it is named as a rate of hardware is."""
     need_flag(question, hierarchical=hierarchical)
-    device = load_hardware(hardware)
+    device = joined(hardware, network)
     values = bindings(graph, dims)
     need_other_names(graph, device, question)
     if hierarchical:

@@ -74,7 +74,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     except ImportError:
         sys.stderr.write(_EXTRA + "\n")
         return 2
-    from .trace_command import app
+    from .weights_command import app
 
     words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     command = get_command(app)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
@@ -10,28 +9,22 @@ import typer
 from ..algebra.symbols import read_size, shorten
 from ..errors import FormatError
 from ..graph.graph import Graph
-from ..optimizers import SGD, Adafactor, AdaGrad, Adam, AdamW, Lion, Muon, Optimizer, RMSProp
+from ..optimizers import OPTIMIZERS
 from ..plan import preflight
 from ..report import text
 from ..report.collect import report
 from ..report.files import to_csv, to_json
 from ..report.plan import plan_csv, plan_json, render_plan
-from ..transforms.checkpoint import Checkpoint, every, every_block, from_start, selective
+from ..transforms.checkpoint import read_checkpoint
 from ..transforms.precision.policy import POLICIES
 from ..transforms.training import training_step
 from . import options as opt
-from .commands import app, command, read_sizes
+from .commands import command, read_sizes
+from .explore_command import app
 from .loading import load_model
 from .terminal import check_files, draw_report, say, screen, write_files
 
-__all__ = ["OPTIMIZERS", "app", "read_checkpoint"]
-
-#: Optimizers by the name that the command line knows them by.
-OPTIMIZERS: Mapping[str, type[Optimizer]] = {
-    kind.__name__.lower(): kind for kind in (SGD, Adam, AdamW, AdaGrad, RMSProp, Lion, Adafactor, Muon)
-}
-
-_CHECKPOINTS = {"none": None, "every-block": every_block(), "from-start": from_start()}
+__all__ = ["app"]
 
 _Optimizer = Annotated[str, typer.Option("--optimizer", metavar="NAME", help=f"{', '.join(OPTIMIZERS)}.")]
 _Implementation = Annotated[
@@ -50,40 +43,6 @@ _Devices = Annotated[str, typer.Option("--devices", metavar="N", help="How many 
 _Tokens = Annotated[str | None, typer.Option("--tokens", metavar="N", help="Tokens that are trained on, such as 15T.")]
 _MFU = Annotated[float | None, typer.Option("--mfu", metavar="PART", help="Assumed; by default the roofline's.")]
 _Days = Annotated[float | None, typer.Option("--days", metavar="N", help="Most days that training may take.")]
-
-
-def read_checkpoint(given: str) -> Checkpoint | None:
-    """Read which ops are computed again, as it stands on a command line.
-
-    Parameters
-    ----------
-    given : str
-        none, every-block, every:K, from-start, or selective: and names separated by commas.
-
-    Returns
-    -------
-    Checkpoint or None
-        The policy.
-
-    Raises
-    ------
-    FormatError, BindingError, GraphError
-        If the text is none of these, K is no size, or a name is none.
-
-    Examples
-    --------
-    >>> read_checkpoint("selective:attention,mlp").names
-    ('attention', 'mlp')
-    """
-    word, colon, rest = given.partition(":")
-    if word == "every" and colon:
-        return every(read_size(rest, "--checkpoint every"))
-    if word == "selective" and colon:
-        return selective(*rest.split(","))
-    if given in _CHECKPOINTS:
-        return _CHECKPOINTS[given]
-    expected = f"{', '.join(_CHECKPOINTS)}, every:K or selective:NAME,NAME"
-    raise FormatError(f"--checkpoint {shorten(given)}: expected {expected}")
 
 
 def _step(

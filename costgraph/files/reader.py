@@ -136,9 +136,9 @@ class Reader:
         return decoders[tag](value)
 
     def domain(self, data: Any, parent: Graph, where: str) -> Domain:
-        """Return a domain: whether it is causal, and its window."""
-        causal, window = kept(list, data)
-        return Domain(causal, self.decode(window, parent, where))
+        """Return a domain: whether it is causal, its window, and the axes of a mesh that split its queries."""
+        causal, window, *ranks = kept(list, data)
+        return Domain(causal, self.decode(window, parent, where), tuple(self.decode(r, parent, where) for r in ranks))
 
     def graph(self, data: Any, parent: Graph | None, where: str) -> Graph:
         """Return the graph of a file, or the body of an op."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from math import isfinite
@@ -27,7 +26,7 @@ from ..graph.scopes import opened
 from ..graph.tensor import Tensor
 from ..notation.pattern import Pattern
 from ..ops.pointwise import FUNCTIONS, Function
-from ..text_file import place_of, read_text, write_file
+from ..text_file import place_of, read_text, unique, write_file
 from .reader import MALFORMED, Reader, kept, need, node_id, texts
 
 __all__ = ["load", "save"]
@@ -53,7 +52,7 @@ def _encode(value: Any) -> Any:
     if isinstance(value, Function):
         return {"function": value.name if FUNCTIONS.get(value.name) == value else asdict(value)}
     if isinstance(value, Domain):
-        return {"domain": [value.causal, _encode(value.window)]}
+        return {"domain": [value.causal, _encode(value.window), *map(_encode, value.ranks)]}
     if isinstance(value, Graph):
         return {"graph": _graph_data(value)}
     if isinstance(value, tuple | list):
@@ -154,14 +153,6 @@ def save(graph: Graph, path: str | os.PathLike[str]) -> None:
 # -- reading -----------------------------------------------------------------------------------------------------
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    data = dict(pairs)
-    if len(data) < len(pairs):
-        twice = next(k for k, n in Counter(k for k, _ in pairs).items() if n > 1)
-        raise ValueError(f"key {shorten(twice)} twice in one object, expected it once")
-    return data
-
-
 def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is no JSON number")
 
@@ -208,7 +199,7 @@ def load(path: str | os.PathLike[str]) -> Graph:
 def _data(path: str | os.PathLike[str], place: str) -> Any:
     text = read_text(path, place, _LARGEST, "a graph in JSON")
     try:
-        return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_unique)
+        return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{place}: no JSON that can be read, {type(error).__name__}: {error}") from None
 

@@ -20,7 +20,7 @@ from ..dtypes import dtype as find_dtype
 from ..errors import GraphError
 from ..notation.door import READ
 from ..notation.grammar import parse_relation
-from . import adding, around, sizes
+from . import adding, around, showing, sizes
 from .adding import home, source
 from .arguments import need_choice, need_flag, sizes_of
 from .changes import Carried, Journal, Stated, append, changing, forget, modify
@@ -347,6 +347,7 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
     adopt = around.adopt
     capture = around.capture
     export = around.export
+    explore = showing.explore
     same = sizes.same
     told = sizes.told
 

@@ -28,15 +28,34 @@ class Mesh:
 
     axes: tuple[tuple[str, Poly], ...]
     """Name and number of ranks of each."""
+    joint: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """Names for several neighbouring axes together: what is done along all of them is one collective."""
 
     def __getitem__(self, axis: str) -> Poly:
-        return dict(self.axes)[axis]
+        sizes = dict(self.axes)
+        return prod((sizes[a] for a in self.parts(axis)), start=ONE)
+
+    def parts(self, axis: str) -> tuple[str, ...]:
+        """Return the axes that a name stands for."""
+        return dict(self.joint).get(axis, (axis,))
+
+    def together(self, axes: Sequence[str]) -> str | None:
+        """Return the name of some axes together, None where they have none."""
+        return axes[0] if len(axes) == 1 else next((n for n, parts in self.joint if parts == tuple(axes)), None)
+
+    def beside(self, axis: str) -> frozenset[str]:
+        """Return the others that have a name together with an axis."""
+        return frozenset(a for _, parts in self.joint if axis in parts for a in parts) - {axis}
+
+    def begins(self, axes: Sequence[str]) -> bool:
+        """Whether some axes are the first ones of several that have a name together."""
+        return any(parts[: len(axes)] == tuple(axes) for _, parts in self.joint)
 
     def __iter__(self) -> Iterator[str]:
         return iter(name for name, _ in self.axes)
 
     def __contains__(self, axis: object) -> bool:
-        return any(axis == name for name, _ in self.axes)
+        return any(axis == name for name, _ in (*self.axes, *self.joint))
 
     @property
     def devices(self) -> Poly:
@@ -44,7 +63,8 @@ class Mesh:
         return prod((n for _, n in self.axes), start=ONE)
 
     def __str__(self) -> str:
-        return f"mesh({', '.join(f'{name}={n}' for name, n in self.axes)})"
+        joint = (f"{name}=({', '.join(parts)})" for name, parts in self.joint)
+        return f"mesh({', '.join([*(f'{name}={n}' for name, n in self.axes), *joint])})"
 
 
 def tidy(factors: Iterable[Factor]) -> Factors:
@@ -87,6 +107,8 @@ class Split:
     """Names that one axis of a mesh at most can split."""
     linear: bool = False
     """Whether sums that are pending in all of its operands may be so in its results."""
+    product: bool = False
+    """Whether it is linear in each operand while the others stay as they are."""
     into: int | None = None
     """The operand that what is reduced is added to: it has to hold nothing, or a part of a sum itself."""
 

@@ -91,6 +91,8 @@ def _declared(graph: Graph) -> Iterator[tuple[Poly, str, int, bool]]:
                     least, whole, words = limits[key]
                     place = f"{words or key.replace('_', ' ') + ' of'} {op.name!r}"
                     yield from ((p, place, least, whole) for p in _polys(value))
+    if graph.sharding is not None:
+        yield from ((n, f"axis {name!r} of the mesh", 1, True) for name, n in graph.sharding.mesh.axes)
 
 
 def _of_all_iterations(graph: Graph) -> Iterator[Tensor]:

@@ -11,13 +11,13 @@ from typing import Annotated, Any
 
 from costgraph.algebra.symbols import shown
 from costgraph.errors import SpecError
-from costgraph.hardware.keys import TABLES
+from costgraph.hardware.keys import LEVEL, TABLES
 from costgraph.hardware.units import UNITS, Quantity, quantity
 from costgraph.notation.door import Rule
 from costgraph.notation.records import Text, one_of, read_fields
 from costgraph.text_file import read_text
 
-__all__ = ["read_file"]
+__all__ = ["read_file", "read_network"]
 
 _MOST_BYTES = 2**20
 _MOST_DOTS = 1000  # in a line: the time for a key grows as the square of their number
@@ -62,6 +62,15 @@ _TOP = {
     "sources": Annotated[Mapping[_Key, Text], _TABLE],
     **dict.fromkeys(TABLES, Annotated[Mapping[str, object], _TABLE]),
 }  # fmt: skip
+_NAMES = ("interconnect", "network", "link", "compute", "memory")
+_Level = Annotated[
+    str,
+    Rule("a name in lower case, and none of a link", lambda v: re.fullmatch("[a-z][a-z0-9_]*", v) and v not in _NAMES),
+]
+_NETWORK = {
+    "name": Text, "topology": Text, "sources": Annotated[Mapping[_Key, Text], _TABLE],
+    "levels": Annotated[Mapping[_Level, Mapping[str, object]], Rule("a table of levels", bool)],
+}  # fmt: skip
 _NEEDED = {"memory": ("bandwidth", "capacity")}
 
 
@@ -73,7 +82,7 @@ def read_file(path: Path) -> dict[str, Any]:
     SpecError
         If it cannot be read, or is no specification: the text names place, key, value, and what was expected.
     """
-    place, data = str(path), _parsed(path)
+    place, data = str(path), _parsed(path, "device")
     _refuse_sparsity(place, data)
     optional = (*TABLES, "arch", "disagreements", "sources")
     top = {"sources": {}, "disagreements": ()} | read_fields(place, data, _TOP, optional, SpecError)
@@ -97,10 +106,39 @@ def read_file(path: Path) -> dict[str, Any]:
     return top | own | {"peak": tables["peak"], "vector": tables["vector"], "tables": tables, "types": types}
 
 
-def _parsed(path: Path) -> dict[str, Any]:
+def read_network(path: Path) -> dict[str, Any]:
+    """Return what a file says of a network, by field of `Network`.
+
+    Raises
+    ------
+    SpecError
+        As `read_file`; or if a level joins fewer devices than the one before it.
+    """
+    place, data = str(path), _parsed(path, "network")
+    top = read_fields(place, data, _NETWORK, (), SpecError)
+    levels: dict[str, dict[str, Quantity]] = {}
+    least = 1
+    for name, given in top.pop("levels").items():
+        entries = read_fields(
+            f"{place}: {name}", given, dict.fromkeys(LEVEL, _Entry), LEVEL.keys() - {"devices"}, SpecError
+        )
+        levels[name] = found = {
+            key: _quantity(f"{place}: {name}: {key}", entry, LEVEL[key], top["sources"])
+            for key, entry in entries.items()
+        }
+        joined, less = found["devices"].number, found.get("oversubscription")
+        if not isinstance(joined, int) or joined < least:
+            raise SpecError(f"{place}: {name}: devices is {joined}, expected a whole number from {least} up")
+        if less is not None and less.number < 1:
+            raise SpecError(f"{place}: {name}: oversubscription is {less.number}, expected 1 or more")
+        least = joined
+    return top | {"levels": levels}
+
+
+def _parsed(path: Path, what: str) -> dict[str, Any]:
     import tomllib  # most programs read no device
 
-    text = read_text(path, str(path), _MOST_BYTES, "the TOML file of one device", SpecError)
+    text = read_text(path, str(path), _MOST_BYTES, f"the TOML file of one {what}", SpecError)
     try:
         if max(line.count(".") for line in text.split("\n")) > _MOST_DOTS:
             raise SpecError(f"{path}: a line with more than {_MOST_DOTS} dots; expected short keys")

@@ -9,7 +9,10 @@ from costgraph.algebra.symbols import shown
 from costgraph.errors import SpecError
 from costgraph.notation.records import near
 
-__all__ = ["known", "path_of"]
+__all__ = ["DEVICES", "NETWORKS", "known", "path_of"]
+
+#: What a specification is of, and the folder of those that come with the library.
+DEVICES, NETWORKS = ("hardware", "."), ("network", "networks")
 
 
 def _folder() -> Path:
@@ -18,20 +21,21 @@ def _folder() -> Path:
     return inside if inside.is_dir() else beside
 
 
-def known() -> list[str]:
-    """Return the names of the devices that come with the library, sorted."""
-    return sorted(path.stem for path in _folder().glob("*.toml"))
+def known(of: tuple[str, str] = DEVICES) -> list[str]:
+    """Return the names of the devices, or networks, that come with the library, sorted."""
+    return sorted(path.stem for path in (_folder() / of[1]).glob("*.toml"))
 
 
-def path_of(name_or_path: object) -> Path:
-    """Return the file of a device: of a name, or the path itself, which ends with ``.toml`` or has a slash in it."""
+def path_of(name_or_path: object, of: tuple[str, str] = DEVICES) -> Path:
+    """Return the file of a name, or the path itself, which ends with ``.toml`` or has a slash in it."""
+    what, folder = of
     if not isinstance(name_or_path, str | os.PathLike):
-        raise SpecError(f"hardware {shown(name_or_path)}: expected a name or the path of a TOML file")
+        raise SpecError(f"{what} {shown(name_or_path)}: expected a name or the path of a TOML file")
     text = os.fsdecode(name_or_path)
     if isinstance(name_or_path, os.PathLike) or text.endswith(".toml") or "/" in text or os.sep in text:
         return Path(text)
-    names = known()
+    names = known(of)
     if text not in names:
         expected = f"{near(text, names)}expected the path of a .toml file or one of {', '.join(names)}"
-        raise SpecError(f"hardware {shown(text)} is unknown: {expected}")
-    return _folder() / f"{text}.toml"
+        raise SpecError(f"{what} {shown(text)} is unknown: {expected}")
+    return _folder() / folder / f"{text}.toml"

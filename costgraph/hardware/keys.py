@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["CACHE_SYMBOLS", "LINK_KINDS", "PEAKS", "RATE_KEYS", "SYMBOLS", "TABLES", "symbols_of"]
+__all__ = ["CACHE_SYMBOLS", "LEVEL", "LINK_KINDS", "PEAKS", "RATE_KEYS", "SYMBOLS", "TABLES", "symbols_of"]
 
 _TEXT = "text"
 PEAKS = ["fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp6", "fp4", "nvfp4", "int8", "int4"]
@@ -24,13 +24,17 @@ TABLES: dict[str, dict[str, str]] = {
     "cores": {"type": _TEXT, "count": "1"},
     "clock": dict.fromkeys(("boost", "max", "reached"), "Hz"),
     "power": dict.fromkeys(("tdp", "measured_min", "measured_mean", "measured_max"), "W"),
-    "interconnect": {"type": _TEXT, "links": "1", "domain": "1"} | dict.fromkeys(_LINKS + _CHIP_LINKS, "B/s"),
+    "interconnect": {"type": _TEXT, "links": "1", "domain": "1", "latency": "s"}
+    | dict.fromkeys(_LINKS + _CHIP_LINKS, "B/s"),
     "pcie": {"generation": "1", "x16_per_direction": "B/s"},
-    "network": {"type": _TEXT, "per_direction": "B/s"},
+    "network": {"type": _TEXT, "per_direction": "B/s", "latency": "s"},
     "attained": dict.fromkeys([*PEAKS, "vector_fp64", "vector_fp32"], "FLOP/s") | {"bandwidth": "B/s", "launch": "s"},
     "measured": {},
 }
 """Tables of a specification, their keys and the base unit of each; [measured] takes any name and unit."""
+
+LEVEL = {"devices": "1", "per_direction": "B/s", "latency": "s", "oversubscription": "1"}
+"""Keys of a level of a network, and the base unit of each."""
 
 LINK_KINDS = {
     "interconnect": ("interconnect", "per_direction"), "c2c": ("interconnect", "c2c_per_direction"),

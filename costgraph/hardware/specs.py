@@ -22,9 +22,10 @@ from costgraph.errors import SpecError
 from costgraph.hardware.file import read_file
 from costgraph.hardware.find import known, path_of
 from costgraph.hardware.keys import LINK_KINDS, symbols_of
+from costgraph.hardware.networks import Network
 from costgraph.hardware.rates import NAMED, Fallback, StandIn, chosen_fallback, fastest, named_rate, nearest, rate_key
 from costgraph.hardware.scaled import as_attained, as_symbols, at_clock, of_share, share_of
-from costgraph.hardware.tables import Column, Fact, Table
+from costgraph.hardware.tables import SOURCE, Column, Fact, Table
 from costgraph.hardware.units import Quantity
 from costgraph.notation.door import READ
 
@@ -68,6 +69,8 @@ class Hardware(Table):
     """where sources differ, and figures that look wrong"""
     arch: str | None = None
     """compute capability of a GPU of NVIDIA as torch names it, such as sm_90, where it is stated"""
+    cluster: Network | None = None
+    """the network that it is in, where one is named"""
 
     def __hash__(self) -> int:
         return hash((self.id, self.name))
@@ -338,7 +341,7 @@ class Hardware(Table):
         return (
             Column("place", read=lambda row: row[0]),
             Column("value", lambda row: row[1].unit, lambda row: row[1].value),
-            Column("unit", read=lambda row: row[1].unit, shown=False), _SOURCE,
+            Column("unit", read=lambda row: row[1].unit, shown=False), SOURCE,
         )  # fmt: skip
 
     def _facts(self) -> Sequence[Fact]:
@@ -357,9 +360,6 @@ class Hardware(Table):
     def _at(self, place: str) -> Quantity | None:
         table, _, key = place.partition(".")
         return self.tables.get(table, {}).get(key)
-
-
-_SOURCE = Column("source", read=lambda row: row[1].source, text=lambda s: s if len(s) <= 40 else f"{s[:37]}...")
 
 
 def list_hardware() -> list[str]:

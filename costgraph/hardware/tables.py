@@ -16,7 +16,7 @@ from ..algebra.symbols import printable, shown
 from ..errors import SpecError, UnsupportedError
 from .units import format_bytes, format_quantity
 
-__all__ = ["MOST_LINES", "Column", "Fact", "Table"]
+__all__ = ["MOST_LINES", "SOURCE", "Column", "Fact", "Table"]
 
 #: Lines that a table has at most, its head and what stands below it included.
 MOST_LINES = 40
@@ -55,6 +55,10 @@ class Column:
         if self.text is not None:
             return self.text(value)
         return _text(value, self.unit if isinstance(self.unit, str) else self.unit(record))
+
+
+#: Of a number of a specification, in a row of its place and itself.
+SOURCE = Column("source", read=lambda row: row[1].source, text=lambda s: s if len(s) <= 40 else f"{s[:37]}...")
 
 
 class Fact(NamedTuple):

@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from ..algebra.polynomial import ONE, Poly
-from ..errors import ShapeError
+from ..errors import GraphError, ShapeError
 from ..graph.arguments import named, need_choice, positive
 from ..graph.facts import Flag, Index, Size, is_count, one_of, optional
-from ..graph.graph import apply
+from ..graph.graph import Graph, apply, need_graph
 from ..graph.op import Flops, Op, OpKind, Result
 from ..graph.tensor import Tensor
 from . import rules
-from .reach import carried
+from .reach import carried_parts
 from .registry import register
 
-__all__ = ["COLLECTIVES", "REDUCING", "Collective", "Meshed", "Part", "collective"]
+__all__ = ["COLLECTIVES", "REDUCING", "Collective", "Meshed", "Part", "collective", "need_of_all"]
 
 #: Collectives and what each does to an axis: times the number of ranks, divided by it, or nothing.
 COLLECTIVES = {"all_reduce": 0, "all_gather": 1, "reduce_scatter": -1, "all_to_all": 0, "send": 0}
@@ -71,8 +71,9 @@ class Collective(Meshed):
             if self.source is not None:
                 sizes[self.dim] /= self.ranks
                 sizes[self.source] *= self.ranks
-        moved = {self.source, self.dim if self.source is not None or COLLECTIVES[self.collective] else None}
-        domain = carried(x, [None if i in moved else i for i in range(x.ndim)])
+        split = self.dim if self.source is not None or COLLECTIVES[self.collective] < 0 else None
+        joined = self.dim if COLLECTIVES[self.collective] > 0 else self.source
+        domain = carried_parts(x, split, joined, (self.axis, self.ranks))
         if self.inplace:
             return [Result(tuple(sizes), x.dtype, x.strides, of=0, offset=x.offset, domain=domain)]
         return [Result(tuple(sizes), x.dtype, domain=domain)]
@@ -107,7 +108,7 @@ class Part(Meshed):
         if self.dim >= x.ndim:
             raise ShapeError(f"part of {x!r} along axis {self.dim}, expected one that it has")
         sizes = (*x.sizes[: self.dim], x.sizes[self.dim] / self.ranks, *x.sizes[self.dim + 1 :])
-        domain = carried(x, [None if i == self.dim else i for i in range(x.ndim)])
+        domain = carried_parts(x, self.dim, None, (self.axis, self.ranks))
         if self.blocks != ONE:
             return [Result(sizes, x.dtype, domain=domain)]
         return [Result(sizes, x.dtype, x.strides, of=0, offset=x.offset, domain=domain)]
@@ -120,6 +121,26 @@ class Part(Meshed):
     def writes(self, op: Op) -> tuple[Poly, ...]:
         """Return the copy."""
         return rules.all_results(self, op) if self.blocks != ONE else rules.nothing(self, op)
+
+
+def need_of_all(place: str, graph: Graph) -> None:
+    """Refuse the graph of one rank of a mesh: what the others do to it is in there already.
+
+    Parameters
+    ----------
+    place : str
+        What is asked.
+    graph : Graph
+        What it is asked of.
+
+    Raises
+    ------
+    GraphError
+        If it is that of one rank, or no graph.
+    """
+    need_graph(place, graph)
+    if graph.sharding is not None or any(isinstance(op.kind, Meshed) and op.kind.axis for op in graph.walk()):
+        raise GraphError(f"{place}: graph {graph.name!r} is that of one rank already, expected one of all devices")
 
 
 def collective(x: Tensor, collective: str, ranks: object, *, name: str = "") -> Tensor:
@@ -139,11 +160,12 @@ def collective(x: Tensor, collective: str, ranks: object, *, name: str = "") -> 
     Returns
     -------
     Tensor
-        What each rank gets. The time on the network has no rule yet: a roofline of it is an error.
+        What each rank gets.
 
     Notes
     -----
-    Collectives that follow from where tensors lie on a mesh are derived: `costgraph.shard`.
+    Collectives that follow from where tensors lie on a mesh are derived: `costgraph.shard`. Of one that is declared the
+    ranks are next to each other, where a time is asked for.
     """
     need_choice("collective", collective, tuple(COLLECTIVES))
     kind = Collective(collective=collective, ranks=positive("collective: ranks", ranks))

@@ -149,6 +149,7 @@ class Einsum(Working):
             reduced=dict.fromkeys(inside - set(pattern.result_names), "sum"),
             whole=frozenset(whole),
             linear=len(op.operands) == 1,
+            product=len(op.operands) > 1,
         )
 
     def verify(self, operands: Sequence[Tensor], known: Iterable[Relations]) -> None:

@@ -22,6 +22,7 @@ from ..graph.op import Flops, Op, OpKind, Result
 from ..graph.placement import Split
 from ..graph.strides import numel
 from ..graph.tensor import Tensor
+from ..notation.door import Rule
 from . import rules, splits
 from .registry import register
 
@@ -132,8 +133,8 @@ class Grouped(OpKind):
     name = "grouped"
     routing: Annotated[str, one_of(*ROUTINGS)]
     """Of how many experts the weights are read."""
-    chosen: Size
-    """Experts that a token chooses."""
+    chosen: Annotated[Poly, Rule("an amount above 0", _is_above_zero), Limit(0, whole=False)]
+    """Experts that a token chooses; of those of one rank in the mean."""
     dtype: Annotated[DType | None, optional("a number format", lambda v: isinstance(v, DType))] = None
     """Number format of the result, None for the common one."""
     flops, writes = _products, rules.all_results

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce as fold
 from numbers import Integral, Real
 from typing import Annotated, TypeVar
@@ -184,14 +184,15 @@ class Pointwise(OpKind):
         return (0,) if self.inplace else ()
 
     def placed(self, op: Op) -> Split:
-        """Split any axis but those of a mask, which are positions."""
-        positions = self.masked is not None or self.function.name.startswith("causal_mask")
-        last = range(op.results[0].ndim)[-2:] if positions else ()
+        """Split any axis but the keys of a mask, or both axes of one that is not known."""
+        last = range(op.results[0].ndim)[-2:] if self.function.name.startswith("causal_mask") else ()
+        last = last[1:] if self.masked is not None else last
         scaled = self.function.name in ("mul", "div") and len(op.operands) == 1
         scaled = scaled and self.scalars[:1] == (None,)
         real = op.results[0].dtype.kind in ("float", "complex")  # what is rounded, or compared, is no sum
         plain = self.function.name in _LINEAR and not any(s is not None for s in self.scalars)
-        return splits.alike(op, whole=last, linear=real and (scaled or plain))
+        product = real and self.function.name == "mul" and len(op.operands) == 2
+        return replace(splits.alike(op, whole=last, linear=real and (scaled or plain)), product=product)
 
 
 def pointwise(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +13,7 @@ from ..dtypes import dtype as find_dtype
 from ..errors import ShapeError
 from ..graph.facts import Extents, Flag, need
 from ..graph.op import Flops, Op, OpKind, Result
+from ..graph.placement import Split
 from ..graph.tensor import Tensor
 from ..notation.door import Rule
 from ..notation.pattern import Affine, Axes, Pattern
@@ -47,6 +48,23 @@ class Windowed(OpKind):
         """Count one for every index point: each element of each window that slides over an operand."""
         return Flops(pointwise=prod(self.extents.values(), start=ONE))
 
+    def split(self, op: Op, x: Tensor) -> Split:
+        """Split the axes that no window slides along."""
+        (dims,) = self.pattern.operands
+        pooled = tuple(d.names if isinstance(d, Axes) else (f"{d.terms[0][0]} before",) for d in dims)
+        made = tuple(d.names for d in self.pattern.result if isinstance(d, Axes))
+        slid = [d.terms[0][0] for d in dims if isinstance(d, Affine)]
+        extents = {n: self.extents[n] for names in made for n in names}
+        extents |= {names[0]: n for names, n in zip(pooled, x.sizes, strict=True) if len(names) == 1}
+
+        def local(own: Mapping[str, Poly], ranks: Mapping[str, str]) -> OpKind:
+            return replace(self, extents={n: own.get(n, size) for n, size in self.extents.items()})
+
+        operands = tuple(pooled if t is x else made for t in op.operands)
+        results = tuple(made if x is op.operands[0] else pooled for _ in op.results)
+        whole = frozenset([*slid, *(f"{n} before" for n in slid)])
+        return Split(operands, results, extents, local, whole=whole)
+
     def need_windows(self, x: Tensor) -> None:
         """Hold the pattern against what is pooled."""
         need_indexed([x], self.pattern, self.extents)
@@ -76,6 +94,10 @@ class Pool(Windowed):
     def reads(self, op: Op) -> tuple[Poly, ...]:
         """Return what the windows reach."""
         return rules.reached_by_index(op, self.pattern, self.extents)
+
+    def placed(self, op: Op) -> Split:
+        """Split the axes that no window slides along."""
+        return self.split(op, op.operands[0])
 
     def verify(self, operands: Sequence[Tensor], known: Iterable[Relations]) -> None:
         """Hold the pattern against the operand."""
@@ -108,6 +130,10 @@ class Unpool(Windowed):
     def reads(self, op: Op) -> tuple[Poly, ...]:
         """Return all but the input of the pooling: of it the shape alone is needed, but torch keeps it all the same."""
         return tuple(ZERO if i == 1 else rules.elements(t) for i, t in enumerate(op.operands))
+
+    def placed(self, op: Op) -> Split:
+        """Split the axes that no window slides along."""
+        return self.split(op, op.operands[1])
 
     def verify(self, operands: Sequence[Tensor], known: Iterable[Relations]) -> None:
         """Hold the pattern against the input of the pooling."""

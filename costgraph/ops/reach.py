@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..algebra.dominance import lower
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     Restriction = tuple[Domain, int, int]
 
 __all__ = [
-    "alike", "at_least", "carried", "larger", "left_over", "points", "reached", "regrouped", "shared",
+    "alike", "at_least", "carried", "carried_parts", "larger", "left_over", "points", "reached", "regrouped", "shared",
 ]  # fmt: skip
 
 
@@ -120,6 +121,26 @@ def carried(x: Tensor, places: Sequence[int | None]) -> Restriction | None:
     if query not in places or key not in places:
         raise ShapeError(f"{x!r} is restricted to a domain, expected its axes {query} and {key} to stay as they are")
     return domain, places.index(query), places.index(key)
+
+
+def carried_parts(
+    x: Tensor, split: int | None, joined: int | None, ranks: tuple[str, Poly]
+) -> tuple[Domain, int, int] | None:
+    """Follow a restriction to the parts of ranks: one axis is split over an axis of a mesh, and one put together.
+
+    Raises
+    ------
+    ShapeError
+        If a restricted axis has no blocks that follow each other then.
+    """
+    if x.domain is None:
+        return None
+    domain, query, key = x.domain
+    inner = joined != query or domain.ranks[-1:] == (ranks,)
+    if key in (split, joined) or not inner:
+        raise ShapeError(f"{x!r} is restricted to a domain, expected its axes {query} and {key} to stay as they are")
+    left = domain.ranks[:-1] if joined == query else domain.ranks
+    return replace(domain, ranks=(*left, ranks) if split == query else left), query, key
 
 
 def left_over(x: Tensor, places: Sequence[int | None]) -> Restriction | None:

@@ -1,5 +1,7 @@
 """Optimizers: which ops update parameters, which temporaries they make, and what state they keep."""
 
+from collections.abc import Mapping
+
 from .adafactor import Adafactor
 from .adaptive import AdaGrad, Adam, AdamW, RMSProp
 from .muon import Muon
@@ -11,6 +13,12 @@ from .states import STATES, BlockStates
 from .steps import clip_grad_norm, unscale, zero_grad
 
 __all__ = [
-    "COUNTERS", "IMPLEMENTATIONS", "SGD", "STATES", "AdaGrad", "Adafactor", "Adam", "AdamW", "BlockStates", "Lion",
-    "Muon", "Optimizer", "RMSProp", "Slot", "clip_grad_norm", "over", "source_like", "unscale", "zero_grad",
+    "COUNTERS", "IMPLEMENTATIONS", "OPTIMIZERS", "SGD", "STATES", "AdaGrad", "Adafactor", "Adam", "AdamW",
+    "BlockStates", "Lion", "Muon", "Optimizer", "RMSProp", "Slot", "clip_grad_norm", "over",
+    "source_like", "unscale", "zero_grad",
 ]  # fmt: skip
+
+#: Optimizers by the name that commands know them by.
+OPTIMIZERS: Mapping[str, type[Optimizer]] = {
+    kind.__name__.lower(): kind for kind in (SGD, Adam, AdamW, AdaGrad, RMSProp, Lion, Adafactor, Muon)
+}

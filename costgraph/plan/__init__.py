@@ -1,5 +1,6 @@
 """Questions of planning: how large, how long, and whether it fits at all."""
 
+from ..transforms.schedules import in_flight, schedule, sends
 from .amounts import (
     leading_term,
     training_days,
@@ -8,6 +9,7 @@ from .amounts import (
     training_tokens,
 )
 from .checkpointing import best_interval, checkpoint_for
+from .cluster import run
 from .preflight import preflight
 from .room import dataset_bytes, dataset_tokens, largest_params
 from .serving import latency, throughput
@@ -17,10 +19,14 @@ __all__ = [
     "checkpoint_for",
     "dataset_bytes",
     "dataset_tokens",
+    "in_flight",
     "largest_params",
     "latency",
     "leading_term",
     "preflight",
+    "run",
+    "schedule",
+    "sends",
     "throughput",
     "training_days",
     "training_flops",

@@ -184,7 +184,9 @@ def _times(
     graph: Graph, device: Hardware, fallback: str | Mapping[str, str] | None, dims: Mapping[str, int]
 ) -> Roofline:
     try:
-        return roofline(graph, device, fallback=fallback, hierarchical=False, **dict(dims))
+        return roofline(
+            graph, device, fallback=fallback, hierarchical=False, overlap="none", network=None, **dict(dims)
+        )
     except OverflowError:
         most = max(dims, key=lambda k: dims[k], default="a size")
         raise BindingError(f"{most}: too large for a time in seconds, expected sizes of a model that runs") from None

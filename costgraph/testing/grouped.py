@@ -7,9 +7,12 @@ from fractions import Fraction
 from itertools import product
 from math import ceil, comb
 
+from ..algebra.polynomial import poly
 from ..algebra.symbols import dims
+from ..graph.graph import apply
 from ..graph.op import OpKind
 from ..graph.tensor import Tensor
+from ..ops.collectives import Collective
 from ..ops.grouped import (
     ROUTINGS,
     Dispatch,
@@ -21,14 +24,16 @@ from ..ops.grouped import (
     grouped_outer,
     top_k,
 )  # fmt: skip
-from ..ops.index import gather, take_along
+from ..ops.index import arange, gather, take_along
+from ..ops.layout import contiguous_copy, expand
+from ..ops.merge import Merge
 from ..ops.ordering import Sort, sort
 from .meanings import meaning
 from .samples import sample
 from .sketch import Sketch
 from .values import At
 
-__all__: list[str] = []  # its functions are found in MEANINGS and SAMPLES
+__all__ = ["merged"]  # others are found in MEANINGS and SAMPLES
 
 
 @meaning(TopK)
@@ -84,6 +89,33 @@ def _dispatch(at: At[Dispatch]) -> None:
         for index, gone in dropped.items():
             at.write(float(gone), *index, to=len(at.op.results) - 1)
     at.tally.pointwise += 2 * len(places) + experts
+
+
+def merged(at: At[Merge], rank: int = 0) -> None:
+    """Put the rows for the experts of a rank in order, by expert and then by where they come from."""
+    ranks, count = at.of(at.kind.ranks), at.operands[0].array.shape[0] // at.of(at.kind.ranks)
+    each = at.of(at.kind.rows) // ranks
+    ends = [[int(at.read(0, sender * count + e)) - rank * each for e in range(count)] for sender in range(ranks)]
+    for sender, found in enumerate(ends):
+        balanced = found[0] >= 0 and found[-1] == each
+        assert balanced, (
+            f"{at.op.name!r}: rank {sender} has rows up to {found[-1] + rank * each} for rank {rank} of {ranks} and "
+            f"those before, expected {(rank + 1) * each}: the routing is not balanced"
+        )
+    row = 0
+    for e in range(count):
+        for sender, found in enumerate(ends):
+            for i in range(found[e - 1] if e else 0, found[e]):
+                at.write(sender * each + i, row, to=1)
+                at.write(row, sender * each + i, to=2)
+                if at.kind.owners:
+                    at.write(e, row, to=3)
+                row += 1
+        at.write(row, e)
+    at.tally.pointwise += ranks * (each + count)
+
+
+meaning(Merge)(merged)
 
 
 def _owners(at: At[OpKind], rows: int) -> list[int | None]:
@@ -176,6 +208,19 @@ def _drawn_dispatch(s: Sketch) -> Sequence[Tensor]:
     table = s.fresh((tokens, s.number(1, 2)), "fp32")
     rows = gather(table, sent.tokens)
     return [rows, gather(rows, sent.places)]
+
+
+@sample(Merge)
+def _drawn_merge(s: Sketch) -> Sequence[Tensor]:
+    """Let two ranks that choose alike send each other rows, each expert as many."""
+    ranks, experts, chosen = 2, 2 * s.number(1, 2), s.number(1, 2)
+    ids = expand(arange(experts), "token -> token choice", choice=chosen)
+    sent = dispatch(contiguous_copy(ids), experts)
+    exchange = Collective(collective="all_to_all", ranks=poly(ranks), axis="x", source=0)
+    (ends,) = apply(exchange, [sent.ends], "all_to_all")
+    rows = poly(experts * chosen)
+    made = Merge(ranks=poly(ranks), axis="x", rows=rows, chosen=poly(chosen) / ranks, owners=s.chance(1))
+    return apply(made, [ends], "merge")
 
 
 @sample(Grouped)

@@ -373,7 +373,7 @@ class _Interpreter:
         counted.widest += at.stated.get("widest", widest if "reads" not in at.stated else read)
         counted.most += max(read, most) if "reads" not in at.stated else read
         counted.written += at.stated.get("writes", _bytes(at.written_at))
-        known = {v.buffer for v in at.operands}
+        known = {v.buffer for v in at.operands if v is not None}  # what is absent is kept as well
         made = [v.buffer for v in at.made.values() if v.buffer not in known]
         touched = [*known, *(v.buffer for v in at.made.values())]
         workspace = self.sizes(at.op.workspace)

@@ -23,7 +23,7 @@ from ..ops.stacks import Empty
 from ..ops.stated import Transfer
 from ..ops.stochastic import Dropout
 from .arithmetic import FUNCTIONS, Number, tally
-from .values import At, Point, Value, sees
+from .values import At, Point, Value
 
 __all__ = ["MEANINGS", "Meaning", "meaning", "scalars"]
 
@@ -89,9 +89,9 @@ def _einsum(at: At[Einsum]) -> None:
         array[...] = 0
     else:
         domain, q, k = restriction
-        window = None if domain.window is None else at.sizes(domain.window)
+        seen = at.sizes.pairs(domain, extents[q], extents[k])
     for point in _index_points(extents):
-        if restriction is not None and not sees(domain, window, point[q], point[k], extents[q], extents[k]):
+        if restriction is not None and not seen[point[q], point[k]]:
             at.tally.full += 2 if summed else 0
             continue
         out = tuple(_place(d, point, extents) for d in pattern.result)
@@ -257,14 +257,12 @@ def _pointwise(at: At[Pointwise]) -> None:
 
 def _mask(at: At[Pointwise], hidden: float) -> None:
     domain = at.kind.masked
-    window = None if domain is None or domain.window is None else at.sizes(domain.window)
     result = at.result(like=_like(at))
-    *_, queries, keys = result.array.shape
+    seen = None if domain is None else at.sizes.pairs(domain, *result.array.shape[-2:])
     backward = hidden == 0  # which has zeros where a restricted operand holds nothing
     for index in list(result.index() if backward else _common(at, result)):
         x = at.number(0, *index) if at.operands[0].holds(index) else Number(hidden, at.tally)
-        seen = domain is None or sees(domain, window, index[-2], index[-1], queries, keys)
-        at.write(x.once(x.value if seen else hidden), *index)
+        at.write(x.once(x.value if seen is None or seen[index[-2:]] else hidden), *index)
 
 
 @meaning(Dropout)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..ops.collectives import REDUCING, Collective, Part
+from ..ops.pack import Pack
 from .arithmetic import Number, tally
 from .meanings import meaning
 from .values import Array, At, Point
@@ -36,6 +37,11 @@ def _from(at: At[Collective], index: Point, made: Point) -> Point:
     if not source:
         return index
     shape = at.operands[0].array.shape
+    if kind.source == kind.dim:
+        length = shape[kind.dim] // ranks
+        piece = _beside(index[kind.dim], length, ranks, at.of(kind.source_blocks))
+        source[kind.dim] = _apart(piece, length, ranks, at.of(kind.blocks))
+        return tuple(source)
     if kind.collective == "all_gather":
         source[kind.dim] = _beside(index[kind.dim], shape[kind.dim], ranks, at.of(kind.blocks))
     elif kind.collective == "reduce_scatter" or kind.source is not None:
@@ -66,6 +72,15 @@ def _collective(at: At[Collective]) -> None:
         if source in totals:  # of a restricted one, what there is
             at.write(totals[source], *index)
     at.tally.pointwise += Fraction(additions, ranks)
+
+
+@meaning(Pack)
+def _pack(at: At[Pack]) -> None:
+    at.made[0] = at.operands[0]
+    places = iter(list(at.operands[0].index()))
+    for i in range(1, len(at.operands)):
+        for index in list(at.operands[i].points()):
+            at.write(at.read(i, *index), *next(places))
 
 
 @meaning(Part)

@@ -10,20 +10,22 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import GraphError
+from ..errors import GraphError, ShapeError
 from ..graph.graph import Graph, need_graph
 from ..graph.op import OpKind
 from ..graph.placement import Factors, Mesh, Placement, Sharding
 from ..graph.sizes import known_names
 from ..ops.collectives import Collective, Part
 from ..ops.index import Gather, Scatter
+from ..ops.merge import Merge
 from ..ops.stochastic import Dropout
+from .grouped import merged
 from .interpreter import Run, run
 from .meanings import MEANINGS, Meaning
 from .meetings import cut, together
 from .reference import REFERENCE, whole
 from .reference import collective as alone
-from .values import Array, At, Sizes, Value
+from .values import RANK, Array, At, Sizes, Value
 
 __all__ = ["check_sharded", "run_ranks"]
 
@@ -74,6 +76,8 @@ class _Mesh:
         if not factors:
             return np.arange(size)
         shape = [self.degrees[f] if isinstance(f, str) else self.sizes(f) for f in factors]
+        if not all(isinstance(n, int) for n in shape):
+            raise ShapeError(f"an axis of {size} in parts of {', '.join(map(str, shape))}: expected whole numbers")
         assert prod(shape) == size, f"an axis of {size} in parts of {shape}"
         grid = np.arange(size).reshape(shape)
         return grid[tuple(rank[f] if isinstance(f, str) else slice(None) for f in factors)].reshape(-1)
@@ -92,15 +96,20 @@ def _ranks(mesh: Mesh, degrees: Mapping[str, int]) -> Iterator[Rank]:
 class _Meeting:
     """Where ranks put what they bring, and take what the others of their group brought."""
 
-    def __init__(self, ranks: Sequence[Rank]) -> None:
-        self.ranks = ranks
+    def __init__(self, ranks: Sequence[Rank], mesh: Mesh) -> None:
+        self.ranks, self.mesh = ranks, mesh
         self.barrier = Barrier(len(ranks))
         self.brought: dict[int, Array] = {}
 
     def group(self, me: int, axis: str) -> list[int]:
         """Return the ranks that are on one line with a rank, in order."""
         mine = self.ranks[me]
-        return [i for i, r in enumerate(self.ranks) if all(r[a] == mine[a] for a in mine if a != axis)]
+        others = {*mine} - {*self.mesh.parts(axis)}
+        return [i for i, r in enumerate(self.ranks) if all(r[a] == mine[a] for a in others)]
+
+    def place(self, me: int, axis: str) -> int:
+        """Return which of its group a rank is."""
+        return self.group(me, axis).index(me)
 
     def exchange(self, me: int, axis: str, array: Array) -> list[Array]:
         """Return what all of a group have brought."""
@@ -111,15 +120,25 @@ class _Meeting:
         return found
 
 
+def _around(part: Value, dim: int, ranks: int, rank: int) -> Value:
+    """Return what a rank's part of a buffer is a part of."""
+    whole, array = part.buffer.array.reshape(-1), part.array
+    start = part.address((0,) * array.ndim) - rank * array.shape[dim] * array.strides[dim]
+    shape = (*array.shape[:dim], array.shape[dim] * ranks, *array.shape[dim + 1 :])
+    found = np.lib.stride_tricks.as_strided(whole[start // array.itemsize :], shape, array.strides)
+    return Value(found, part.buffer)
+
+
 class _Rank:
     """What op kinds do on one rank."""
 
-    def __init__(self, me: int, meeting: _Meeting, degrees: Mapping[str, int]) -> None:
-        self.me, self.meeting, self.rank, self.degrees = me, meeting, meeting.ranks[me], degrees
+    def __init__(self, me: int, meeting: _Meeting) -> None:
+        self.me, self.meeting = me, meeting
         self.meanings: dict[type[OpKind], Meaning] = {
             **_PLAIN,
             Collective: whole(self.collective),
             Part: self.part,
+            Merge: lambda at: merged(at, self.meeting.place(self.me, at.kind.axis)),
             Gather: self.in_part(whole(self.looked_up), _PLAIN[Gather]),
             Scatter: self.in_part(whole(self.scattered), _PLAIN[Scatter]),
         }
@@ -141,12 +160,13 @@ class _Rank:
         found = self.meeting.exchange(self.me, kind.axis, at.operands[0].array)
         assert len(found) == at.of(kind.ranks), f"{at.op.name!r}: {len(found)} ranks, expected {at.of(kind.ranks)}"
         if kind.inplace:
-            at.made[0] = Value(at.operands[0].buffer.array, at.operands[0].buffer)
-        return together(at, found, self.rank[kind.axis])
+            at.made[0] = _around(at.operands[0], kind.dim, len(found), self.meeting.place(self.me, kind.axis))
+        return together(at, found, self.meeting.place(self.me, kind.axis))
 
     def part(self, at: At[Part]) -> None:
         """Take the rank's own part."""
-        kind, ranks, blocks, me = at.kind, at.of(at.kind.ranks), at.of(at.kind.blocks), self.rank[at.kind.axis]
+        kind, ranks, blocks = at.kind, at.of(at.kind.ranks), at.of(at.kind.blocks)
+        me = self.meeting.place(self.me, kind.axis)
         if blocks == 1:
             size = at.operands[0].array.shape[kind.dim] // ranks
             at.view(lambda array: array[(slice(None),) * kind.dim + (slice(me * size, (me + 1) * size),)])
@@ -156,7 +176,8 @@ class _Rank:
     def own(self, at: At[Any], rows: int) -> tuple[Array, Array]:
         """Return which of a rank's rows indices mean, and whether they do."""
         axis = at.kind.part
-        own = at.operands[1].array.astype(int) % (rows * self.degrees[axis]) - self.rank[axis] * rows
+        ranks, me = len(self.meeting.group(self.me, axis)), self.meeting.place(self.me, axis)
+        own = at.operands[1].array.astype(int) % (rows * ranks) - me * rows
         return own, (own >= 0) & (own < rows)
 
     def looked_up(self, at: At[Gather]) -> Array:
@@ -223,16 +244,17 @@ def run_ranks(
     [({'tp': 0}, [10.0]), ({'tp': 1}, [10.0])]
     """
     mesh = _mesh(graph, degrees or {}, dims)
-    meeting = _Meeting(mesh.ranks)
+    meeting = _Meeting(mesh.ranks, graph.sharding.mesh)  # type: ignore[union-attr]  # `_mesh` has looked
     asked = {name: n for name, n in dims.items() if name in known_names(graph)}
-    places = graph.sharding.places  # type: ignore[union-attr]  # `_mesh` has looked
+    places = graph.sharding.places  # type: ignore[union-attr]
     out: list[Any] = [None] * len(mesh.ranks)
 
     def one(me: int) -> None:
         try:
             given = {n: np.asarray(a, dtype=float) for n, a in inputs.items()}
+            RANK.set(mesh.ranks[me])  # a thread has its own
             own = {n: mesh.part(a, places[n], mesh.ranks[me]) for n, a in given.items()}
-            out[me] = run(graph, own, meanings=_Rank(me, meeting, mesh.degrees).meanings, **asked)
+            out[me] = run(graph, own, meanings=_Rank(me, meeting).meanings, **asked)
         except BaseException as error:  # raised again where it is looked for
             out[me] = error
             meeting.barrier.abort()
@@ -314,11 +336,14 @@ def check_sharded(
     for name, array in expected.gradients.items():
         place = sharding.gradients[name]
         same(f"gradient of {name!r}", array, place, lambda counted, name=name: counted.gradients[name])  # type: ignore[misc]
-    for i, buffer in enumerate(expected.buffers):
+    kept = [{buffer.name: buffer.array for buffer in counted.buffers} for counted in ranks]
+    by_run = dict(zip(map(id, ranks), kept, strict=True))
+    assert all(len(names) == len(expected.buffers) for names in kept), "a rank has other sources"
+    for buffer in expected.buffers:
         place = sharding.places[buffer.name.partition("[")[0]]
         # of what has a storage for each iteration, this is one
         place = place.with_dims(place.dims[len(place.dims) - buffer.array.ndim :])
-        same(f"{buffer.name!r}", buffer.array, place, lambda counted, i=i: counted.buffers[i].array)  # type: ignore[misc]
+        same(f"{buffer.name!r}", buffer.array, place, lambda counted, name=buffer.name: by_run[id(counted)][name])  # type: ignore[misc]
 
 
 def _numbers(graph: Graph, sizes: Sizes, random: np.random.Generator) -> dict[str, Array]:

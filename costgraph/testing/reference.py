@@ -21,7 +21,7 @@ from ..ops.stated import Transfer
 from .arithmetic import erf
 from .meanings import MEANINGS, Meaning, scalars
 from .meetings import together
-from .values import Array, At, Value, sees
+from .values import Array, At, Value
 
 __all__ = ["REFERENCE", "collective", "whole"]
 
@@ -90,10 +90,8 @@ def _einsum(at: At[Einsum]) -> Array:
     operands = [_windows(at, i, letters, 0.0) for i in range(len(pattern.operands))]
     if at.kind.domain is not None:
         domain, q, k = at.kind.domain
-        window = None if domain.window is None else at.sizes(domain.window)
-        rows, columns = extents[q], extents[k]
-        seen = [[sees(domain, window, s, t, rows, columns) for t in range(columns)] for s in range(rows)]
-        operands.append((np.array(seen, dtype=float), letters[q] + letters[k]))
+        seen = at.sizes.pairs(domain, extents[q], extents[k])
+        operands.append((seen.astype(float), letters[q] + letters[k]))
     shape = at.result().array.shape
     names, places, outside = _grid(pattern.result, extents, shape)
     result = "".join(letters[n] for n in names)
@@ -172,11 +170,7 @@ def _pointwise(at: At[Pointwise]) -> Array:
     domain = at.kind.masked
     if domain is None:
         return np.asarray(given[0])
-    window = None if domain.window is None else at.sizes(domain.window)
-    seen = np.tril(np.ones((rows, columns)), columns - rows) if domain.causal else np.ones((rows, columns))
-    if window is not None:
-        seen = np.triu(seen, columns - rows - window + 1)
-        seen = seen if domain.causal else np.tril(seen, columns - rows + window - 1)
+    seen = at.sizes.pairs(domain, rows, columns)
     return np.where(seen, given[0], 0.0 if name.endswith("backward") else -np.inf)
 
 

@@ -14,10 +14,12 @@ from ..graph.tensor import Tensor
 from ..nn.conv import pool
 from ..ops.collectives import COLLECTIVES, Collective, Part, collective
 from ..ops.contraction import Einsum
+from ..ops.fill import fill
 from ..ops.foreign import Foreign
 from ..ops.index import Arange, Gather, Scatter, arange
 from ..ops.layout import concat, contiguous_copy, expand, index, rearrange, reshape, slice_axis
 from ..ops.moves import Concat, Expand, Rearrange, Slice
+from ..ops.pack import Pack
 from ..ops.pointwise import FUNCTIONS, Pointwise, cast, pointwise
 from ..ops.pooling import Pool
 from ..ops.reduce import REDUCTIONS, Reduce, reduce
@@ -298,6 +300,14 @@ def _collective(s: Sketch) -> Sequence[Tensor]:
         operation=s.one_of(["sum", "mean", "max", "min"]), source=source,
     )  # fmt: skip
     return apply(made, [x], kind)
+
+
+@sample(Pack)
+def _pack(s: Sketch) -> Sequence[Tensor]:
+    first = s.fresh(s.shape(s.number(1, 2), 6))
+    parts = [first, *(s.fresh(s.shape(s.number(1, 2), 6), first.dtype.name) for _ in range(s.number(0, 2)))]
+    room = sum(t.numel.expr for t in parts)
+    return apply(Pack(), [fill((room,), dtype=parts[0].dtype), *parts], "pack")
 
 
 @sample(Part)

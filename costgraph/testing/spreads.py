@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from ..algebra.symbols import dims
 from ..graph.graph import Graph
 from ..graph.placement import Mesh
+from ..transforms.shard.fully import FullyShard
 from ..transforms.shard.shard import mesh
 from .values import Sizes
 
@@ -27,6 +28,8 @@ class Spread(NamedTuple):
     """the same by symbol, where degrees are symbols"""
     placements: dict[str, str]
     """of sources"""
+    gather: FullyShard
+    """along which axes parameters are put together where they are read, and how"""
 
 
 def spreads(graph: Graph, point: Mapping[str, int]) -> st.SearchStrategy[Spread]:
@@ -65,4 +68,8 @@ def _spreads(draw: Callable[[Any], Any], graph: Graph, point: dict[str, int]) ->
                 left[at] //= ranks
         placements[t.name] = " ".join(f"({' '.join(names)})" if len(names) > 1 else names[0] for names in axes)
     made = mesh(**{axis: dims(named[axis]) if symbols else n for axis, n in degrees.items()})
-    return Spread(made, degrees, {named[a]: n for a, n in degrees.items()} if symbols else {}, placements)
+    gathered = tuple(axis for axis in degrees if draw(st.booleans()))
+    between = draw(st.sampled_from([True, False, *gathered]))
+    flags = {name: draw(st.booleans()) for name in ("reshard_root", "prefetch", "by_unit")}
+    gather = FullyShard(gathered, reshard_after_forward=between, **flags)
+    return Spread(made, degrees, {named[a]: n for a, n in degrees.items()} if symbols else {}, placements, gather)

@@ -36,10 +36,10 @@ def levels_of_memory_take_no_less_time(trial: Trial) -> None:
 def _hold_levels(trial: Trial, device: Hardware) -> None:
     try:
         flat = roofline(trial.graph, device, **trial.point)  # type: ignore[arg-type]  # sizes are no switches
-    except UnsupportedError:  # a collective, which has no time yet
+    except UnsupportedError:  # a collective over an axis of no mesh
         return
-    both = (device, through(10**18))
-    deep, wide = (roofline(trial.graph, d, fallback=None, hierarchical=True, **trial.point) for d in both)
+    both, switches = (device, through(10**18)), {"fallback": None, "hierarchical": True, "overlap": "none"}
+    deep, wide = (roofline(trial.graph, d, **switches, **trial.point) for d in both)  # type: ignore[arg-type]
     assert wide.estimate == flat.estimate, f"estimate where all fits {wide.estimate}, expected {flat.estimate}"
     about = 1 + 1e-9
     assert flat.estimate <= deep.estimate * about, f"estimate of levels {deep.estimate}, below {flat.estimate}"

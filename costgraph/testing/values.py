@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import product
 from math import ceil
 from operator import mul
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar, cast, overload
 
 import numpy as np
@@ -20,10 +22,13 @@ from ..graph.op import Op, OpKind
 from ..graph.tensor import Tensor
 from .arithmetic import Number, tally, value
 
-__all__ = ["At", "Buffer", "Sizes", "Value", "sees", "storage_bytes"]
+__all__ = ["RANK", "At", "Buffer", "Sizes", "Value", "storage_bytes"]
 
 Array = np.ndarray[Any, Any]
 Point = tuple[int, ...]
+#: Place on a mesh of the rank that runs, by axis: the first one where it is not said.
+RANK: ContextVar[Mapping[str, int]] = ContextVar("costgraph_rank", default=MappingProxyType({}))
+
 K_co = TypeVar("K_co", bound=OpKind, covariant=True)
 
 
@@ -112,14 +117,6 @@ class Value:
         return (held is None or self.address(index) in held) and (limit is None or bool(limit[index]))
 
 
-def sees(domain: Domain, window: int | None, query: int, key: int, queries: int, keys: int) -> bool:
-    """Whether a query position sees a key position, both counted from 0 and aligned at their last ones."""
-    own = query + keys - queries
-    if domain.causal and key > own:
-        return False
-    return window is None or (key > own - window and (domain.causal or key < own + window))
-
-
 class Sizes:
     """Numbers for formulas at one point."""
 
@@ -152,10 +149,22 @@ class Sizes:
     def seen(self, restriction: tuple[Domain, int, int], shape: Point) -> Array:
         """Return for each index point of a shape whether a domain over two of its axes has it."""
         domain, query, key = restriction
-        window = None if domain.window is None else self(domain.window)
+        pairs = self.pairs(domain, shape[query], shape[key])
         found = np.empty(shape, dtype=bool)
         for index in np.ndindex(*shape):
-            found[index] = sees(domain, window, index[query], index[key], shape[query], shape[key])
+            found[index] = pairs[index[query], index[key]]
+        return found
+
+    def pairs(self, domain: Domain, queries: int, keys: int) -> Array:
+        """Return for each query position of the rank that runs, and each key position, whether it is seen."""
+        place, parts = 0, 1
+        for axis, n in domain.ranks:
+            place, parts = place * self(n) + RANK.get().get(axis, 0), parts * self(n)
+        own = np.arange(queries)[:, None] + place * queries + keys - queries * parts
+        key, window = np.arange(keys)[None], None if domain.window is None else self(domain.window)
+        found: Array = key <= own if domain.causal else np.ones((queries, keys), dtype=bool)
+        if window is not None:
+            found &= (key > own - window) & (domain.causal | (key < own + window))
         return found
 
 

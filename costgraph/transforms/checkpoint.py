@@ -8,15 +8,15 @@ from itertools import groupby
 from typing import Annotated
 
 from ..algebra.polynomial import ONE, Poly
-from ..algebra.symbols import is_name, shorten
-from ..errors import GraphError
+from ..algebra.symbols import is_name, read_size, shorten
+from ..errors import FormatError, GraphError
 from ..graph.arguments import positive
 from ..graph.graph import Graph
 from ..graph.op import Op
 from ..notation.door import READ
 from .rewrite import Rewriter
 
-__all__ = ["Checkpoint", "every", "every_block", "from_start", "nest", "selective"]
+__all__ = ["Checkpoint", "every", "every_block", "from_start", "nest", "read_checkpoint", "selective"]
 
 
 @dataclass(frozen=True)
@@ -216,3 +216,38 @@ class _Nester(Rewriter):
         outer.outputs += made.results
         around = replace(loop.kind, body=outer, count=groups)
         self.add(op, around, [self.tensors[t] for t in op.operands], new)
+
+
+def read_checkpoint(given: str) -> Checkpoint | None:
+    """Read which ops are computed again, as it stands on a command line.
+
+    Parameters
+    ----------
+    given : str
+        none, every-block, every:K, from-start, or selective: and names separated by commas.
+
+    Returns
+    -------
+    Checkpoint or None
+        The policy.
+
+    Raises
+    ------
+    FormatError, BindingError, GraphError
+        If the text is none of these, K is no size, or a name is none.
+
+    Examples
+    --------
+    >>> read_checkpoint("selective:attention,mlp").names
+    ('attention', 'mlp')
+    """
+    word, colon, rest = given.partition(":")
+    if word == "every" and colon:
+        return every(read_size(rest, "--checkpoint every"))
+    if word == "selective" and colon:
+        return selective(*rest.split(","))
+    named = {"none": None, "every-block": every_block(), "from-start": from_start()}
+    if given in named:
+        return named[given]
+    expected = f"{', '.join(named)}, every:K or selective:NAME,NAME"
+    raise FormatError(f"--checkpoint {shorten(given)}: expected {expected}")

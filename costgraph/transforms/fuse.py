@@ -90,6 +90,7 @@ def _bodies(graph: Graph) -> list[Graph]:
 class _Joiner(Rewriter):
     """Adds a kernel for some ops."""
 
+    lies = True
     dense = True
     """Whether results of kernels are dense in the order of their axes, however they lay before."""
 

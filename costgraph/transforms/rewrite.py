@@ -11,6 +11,7 @@ from ..graph.call import Call
 from ..graph.domain import Domain
 from ..graph.graph import Graph
 from ..graph.op import Bodied, Op, OpKind
+from ..graph.placement import Placement, Sharding
 from ..graph.scopes import opened
 from ..graph.tensor import Tensor
 
@@ -35,7 +36,7 @@ def bound(value: Any, values: Mapping[str, Poly]) -> Any:
     if isinstance(value, Poly):
         return value.bind(values)
     if isinstance(value, Domain):
-        return value if value.window is None else replace(value, window=value.window.bind(values))
+        return replace(value, window=bound(value.window, values), ranks=bound(value.ranks, values))
     if isinstance(value, Call):
         return replace(value, arguments=bound(value.arguments, values), keywords=bound(value.keywords, values))
     if isinstance(value, tuple):
@@ -61,6 +62,8 @@ class Rewriter:
         Sizes that are put in for symbols on the way.
     """
 
+    lies = False
+    """Whether tensors of the graph of one rank lie on its mesh as they did, or those of each iteration do."""
     replays = True
     """Whether a call that a trace saw can be made again where its op is copied: tensors are as they were."""
 
@@ -68,6 +71,8 @@ class Rewriter:
         self.values = dict(values or {})
         self.tensors: dict[Tensor, Any] = {}
         """What stands for each tensor of the old graph."""
+        self.origins: dict[Tensor, Tensor] = {}
+        """What each source of the new graph is of the old one, or a part of."""
 
     def run(self, old: Graph, name: str | None = None) -> Graph:
         """Return the new graph."""
@@ -79,7 +84,25 @@ class Rewriter:
             new.output(*(made for t in old.outputs for made in members(self.tensors[t])))
             for t, g in old.gradients.items():
                 new.gradients |= zip(members(self.tensors[t]), members(self.tensors[g]), strict=True)
+            if self.lies and old.sharding is not None:
+                new.sharding = self.laid(old, old.sharding)
         return new.freeze()
+
+    def laid(self, old: Graph, sharding: Sharding) -> Sharding:
+        """Return where the tensors of the new graph lie: an axis of iterations, which is whole, may have gone."""
+
+        def place(t: Tensor, at: Placement) -> Placement:
+            return at.with_dims([bound(dim, self.values) for dim in at.dims[len(at.dims) - t.ndim :]])
+
+        gradients = [(made, sharding.gradients[t.name]) for t in old.gradients for made in members(self.tensors[t])]
+        outputs = zip(old.outputs, sharding.outputs, strict=True)
+        return replace(
+            sharding,
+            mesh=replace(sharding.mesh, axes=bound(sharding.mesh.axes, self.values)),
+            places={made.name: place(made, sharding.places[t.name]) for made, t in self.origins.items()},
+            outputs=tuple(place(made, at) for t, at in outputs for made in members(self.tensors[t])),
+            gradients={made.name: place(made, at) for made, at in gradients},
+        )
 
     def fill(self, old: Graph, new: Graph, suffix: str = "") -> None:
         """Copy sources and ops; inputs of a body have to be in `tensors` already."""
@@ -101,6 +124,7 @@ class Rewriter:
             role=old.role, requires_grad=old.requires_grad, pieces=old.storage.pieces,
         )  # fmt: skip
         new.add_node(tensor)
+        self.origins[tensor] = old
         return tensor
 
     def copy(self, op: Op, new: Graph, suffix: str = "") -> Op:

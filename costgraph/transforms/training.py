@@ -11,12 +11,13 @@ from ..algebra.polynomial import ONE, Poly
 from ..algebra.symbols import shown
 from ..errors import GraphError, ShapeError
 from ..graph.arguments import need_flag, positive
-from ..graph.graph import Graph, need_graph
+from ..graph.graph import Graph
 from ..graph.scopes import building, opened
 from ..graph.strides import contiguous
 from ..graph.tensor import Tensor
 from ..nn.losses import binary_cross_entropy, cross_entropy
 from ..ops.blocks import Repeat, fused, written_slices
+from ..ops.collectives import need_of_all
 from ..ops.index import arange
 from ..ops.operators import transpose
 from ..ops.pieces import absent, slice_of
@@ -99,7 +100,7 @@ def with_loss(graph: Graph, loss: str | Loss | None = None) -> Graph:
     GraphError
         If the graph has neither a scalar output nor a loss.
     """
-    need_graph("training_step", graph)
+    need_of_all("training_step", graph)
     named = graph.loss if loss is None else loss
     scalars = [t for t in graph.outputs if not t.sizes]
     new = Trained().run(graph)
@@ -211,7 +212,7 @@ def training_step(
         raise GraphError(f"training_step: checkpoint {shown(checkpoint)}, expected a policy such as every_block()")
     times = positive("training_step: accumulate", accumulate)
     need_flag("training_step", optimizer_in_backward=optimizer_in_backward)
-    need_graph("training_step", graph)
+    need_of_all("training_step", graph)
     if graph.gradients or any(op.phase != "forward" for op in graph.walk()):
         raise GraphError(
             f"training_step: graph {graph.name!r} has a backward pass already, expected a forward pass alone"

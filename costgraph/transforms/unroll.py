@@ -68,6 +68,8 @@ _Place = tuple[Graph, str]
 class _Unroller(Rewriter, Player[_Place]):
     """Plays loops out. What has a storage for each iteration becomes a list, a sum before its first term None."""
 
+    lies = True
+
     def __init__(self, values: Mapping[str, Poly]) -> None:
         Rewriter.__init__(self, values)
         Player.__init__(self)
@@ -86,6 +88,7 @@ class _Unroller(Rewriter, Player[_Place]):
             new, new.unique(old.name + suffix), sizes, old.dtype, role=old.role, requires_grad=old.requires_grad
         )
         new.add_node(tensor)
+        self.origins[tensor] = old
         return tensor
 
     def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
@@ -93,7 +96,7 @@ class _Unroller(Rewriter, Player[_Place]):
 
     def step(self, op: Op, env: Env, place: _Place) -> None:
         new, suffix = place
-        if isinstance(op.kind, Stacked) or any(isinstance(env[t], list) for t in op.operands):
+        if isinstance(op.kind, Stacked) or any(isinstance(env[t], list | None) for t in op.operands):
             self.take_whole(op, new)
         else:
             self.copy(op, new, suffix)
@@ -104,7 +107,7 @@ class _Unroller(Rewriter, Player[_Place]):
             raise UnsupportedError(
                 f"unroll: {op.name!r} reads something of every iteration, expected an op inside a loop"
             )
-        operands = [t for o in op.operands for t in members(self.tensors[o])]
+        operands = [t for o in op.operands for t in members(self.tensors[o]) if t is not None]
         made = new.add_op(op.kind, operands, op.name, op.phase)
         made.scope = op.scope
         self.tensors[op.results[0]] = made.results[0]

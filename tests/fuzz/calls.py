@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from public import PUBLIC, RECORDS
 
 import costgraph as cg
+from costgraph.files.weights import Weight, Weights
 from costgraph.hardware import units
 from costgraph.optimizers import Slot
 
@@ -49,6 +50,8 @@ def asked():
     e.throughput = cg.plan.throughput(cg.decode(lm), e.hardware, "B", [1, 2], S=8, L=2, V=11)
     e.preflight = cg.plan.preflight(step, e.hardware, B=1, S=8, L=2, V=11)
     e.comparison = cg.compare(loss, loss)
+    e.weights = Weights((Weight("up.weight", (5, 6), "fp32", 120),), "file")
+    e.differing = cg.compare_weights(loss, Weights((), "file"))
     e.leading = cg.plan.leading_term(step, 10, S=8, L=2, V=11)
     e.latency = cg.plan.latency(cg.prefill(lm), cg.decode(lm), e.hardware, prompt=4, steps=2, B=1, L=2, V=11)
     e.first, e.next = cg.prefill(lm), cg.decode(lm)
@@ -221,6 +224,7 @@ FUNCTIONS = {
     ),
     "tiling": lambda e: a(next(op for op in e.lm.walk() if op.kind.name == "einsum"), cache=4096, B=2, S=8, L=2, V=11),
     "compare": lambda e: a(e.loss, e.loss, B=2),
+    "compare_weights": lambda e: a(e.loss, e.weights),
     "roofline": lambda e: a(e.lm, "h100-sxm", B=2, S=8, L=2, V=11),
     "seconds": lambda e: a(e.lm, "h100-sxm", B=2, S=8, L=2, V=11),
     "crossover": lambda e: a(e.lm, "h100-sxm", "B", S=8, L=2, V=11),
@@ -228,6 +232,7 @@ FUNCTIONS = {
     "latency": lambda e: a(e.first, e.next, "h100-sxm", prompt=4, steps=2, B=1, L=2, V=11),
     "throughput": lambda e: a(e.next, "h100-sxm", "B", [1, 2], S=8, L=2, V=11),
     "preflight": lambda e: a(e.step, "h100-sxm", devices=1, B=1, S=8, L=2, V=11),
+    "run": lambda e: a(e.step, "h100-sxm", 1e9, B=1, S=8, L=2, V=11),
     "leading_term": lambda e: a(e.step, 10, S=8, L=2, V=11),
     "mfu": lambda e: a(e.step, 0.5, "h100-sxm", B=2, S=8, L=2, V=11),
     "hfu": lambda e: a(e.step, 0.5, "h100-sxm", B=2, S=8, L=2, V=11),
@@ -235,6 +240,8 @@ FUNCTIONS = {
     "training_tokens": lambda e: a(e.step, 1e3, "h100-sxm", S=8, L=2, V=11),
     "training_seconds": lambda e: a(1e20, "h100-sxm", mfu=0.4, dtype="bf16"),
     "training_days": lambda e: a(1e20, "h100-sxm", mfu=0.4, dtype="bf16"),
+    "schedule": lambda e: a("1f1b", 2, 3),
+    **dict.fromkeys(("in_flight", "sends"), lambda e: a("1f1b", 4, 8, 1, 2)),
     "largest_params": lambda e: a("h100-sxm", 16),
     "dataset_bytes": lambda e: a(1e9, 2),
     "dataset_tokens": lambda e: a(1e9, 2),
@@ -244,6 +251,7 @@ FUNCTIONS = {
     "shard": lambda e: a(e.loss, cg.mesh(tp=2), {}),
     "parallelize": lambda e: a(e.loss, dp=2),
     "communication": lambda e: a(e.loss),
+    "explore": lambda e: a(e.loss, e.folder / "page.html", views=["forward"]),
     "checkpoint_for": lambda e: a(e.lm, memory=1e9, B=2, S=8, L=2, V=11),
     "best_interval": lambda e: a(e.lm, B=2, S=8, L=4, V=11),
     "every": lambda e: a(2),
@@ -266,7 +274,10 @@ FUNCTIONS = {
     "bits_per_element": lambda e: a("mxfp4"),
     "list_hardware": lambda e: a(),
     "load_hardware": lambda e: a("h100-sxm"),
+    "list_networks": lambda e: a(),
+    "load_network": lambda e: a("meta-24k"),
     "load": lambda e: a(e.folder / "g.json"),
+    "read_weights": lambda e: a(e.folder / "m.safetensors"),
     "save": lambda e: a(e.loss, e.folder / "saved.json"),
 }
 
@@ -276,7 +287,9 @@ CLASSES = {
     "DType": _record(lambda e: cg.dtype("fp16")),
     "Policy": lambda e: a("lean", params="fp32", grads="bf16"),
     "Checkpoint": lambda e: a(blocks=True),
+    "FullyShard": lambda e: a("dp", units="layers/*"),
     "Hardware": _record(lambda e: e.hardware),
+    "Network": _record(lambda e: cg.load_network("meta-24k")),
     "Max": lambda e: a(B, S),
     "Min": lambda e: a(B, S),
     **dict.fromkeys(("SGD", "Adam", "AdamW", "AdaGrad", "RMSProp", "Lion", "Adafactor", "Muon"), lambda e: a()),
@@ -284,10 +297,15 @@ CLASSES = {
     "Report": _record(lambda e: e.report),
     "Compared": _record(lambda e: e.comparison.rows[0]),
     "Comparison": _record(lambda e: e.comparison),
+    "Weight": _record(lambda e: e.weights.rows[0]),
+    "Weights": _record(lambda e: e.weights),
+    "WeightComparison": _record(lambda e: e.differing),
+    "WeightDifference": _record(lambda e: e.differing.rows[0]),
     "Preflight": _record(lambda e: e.preflight),
     "PreflightCheck": _record(lambda e: e.preflight.rows[0]),
     "Latency": _record(lambda e: e.latency),
     "LeadingTerm": _record(lambda e: e.leading),
+    "Run": _record(lambda e: cg.plan.run(e.step, "h100-sxm", 10, B=1, S=8, L=2, V=11)),
     "Throughput": _record(lambda e: e.throughput),
     "ThroughputRow": _record(lambda e: e.throughput.rows[0]),
     "StateBytes": _record(lambda e: cg.state_bytes(e.step)),
@@ -307,6 +325,7 @@ METHODS = {
             "to_csv": lambda e: a(e.folder / "r.csv"), "plot": lambda e: a(e.folder / "r.svg"),
         },
     ),
+    "Weights": (lambda e: e.weights, {"by_format": lambda e: a()}),
     "Comparison": (lambda e: e.comparison, {"differing": lambda e: a(), "total": lambda e: a("matmul")}),
     "Throughput": (lambda e: e.throughput, {"plot": lambda e: a(e.folder / "t.svg")}),
     "Roofline": (lambda e: e.roofline, {"plot": lambda e: a(e.folder / "f.svg")}),
@@ -318,6 +337,7 @@ METHODS = {
             "bind": lambda e: a(B=2),
         },
     ),
+    "FullyShard": (lambda e: cg.FullyShard("dp"), {"between": lambda e: a("")}),
     "Checkpoint": (lambda e: cg.every_block(), {"prepared": lambda e: a(e.lm), "runs": lambda e: a(e.loss.ops)}),
     "Policy": (
         lambda e: cg.Policy("p"), {"scope_format": lambda e: a("up"), "formats_of": lambda e: a(e.w)},
@@ -342,6 +362,7 @@ METHODS = {
             "copy": lambda e: a(), "walk": lambda e: a(), "bodies": lambda e: a(), "freeze": lambda e: a(),
             "validate": lambda e: a(), "input": lambda e: a("z", (B, 3)), "param": lambda e: a("z", (B, 3)),
             "buffer": lambda e: a("z", (B, 3)), "output": lambda e: a(e.x), "assume": lambda e: a("B >= 2"),
+            "explore": lambda e: a(e.folder / "page.html", views=["forward"]),
         },
     ),
     "Muon": (lambda e: cg.Muon(), {"update": lambda e: a([_slot(e)])}),

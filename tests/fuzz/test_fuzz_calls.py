@@ -27,7 +27,7 @@ from costgraph.notation import door
 B = cg.dims("B")
 
 #: Made by the library alone, one for each row of a table: no call of them is a user's.
-ROWS = {"CostRow", "Lifetime", "RooflineRow", "Tensor"}
+ROWS = {"Action", "CostRow", "Lifetime", "RooflineRow", "Tensor"}
 #: What may be negative or without end: what the caller gave, differences, and a size that is never reached.
 SIGNED = {"compare", "leading_term", "regimes", "evaluate", "compile", "units.exact", "units.Quantity", "DType.round"}
 SIGNED |= {"crossover", *CLASSES}
@@ -178,6 +178,8 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # text may be a path
     e = setting()
     cg.save(e.loss, tmp_path / "g.json")
+    header = b'{"w":{"dtype":"F32","shape":[5],"data_offsets":[0,20]}}'
+    (tmp_path / "m.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(20))
     return tmp_path
 
 

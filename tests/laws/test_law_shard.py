@@ -12,15 +12,22 @@ from hypothesis import strategies as st
 import costgraph as cg
 from costgraph import testing
 from costgraph.errors import BindingError
+from costgraph.ops.collectives import Meshed
 
 SETTINGS = {"deadline": None, "derandomize": True, "database": None, "suppress_health_check": list(HealthCheck)}
+
+REFUSED = ("is in the order of each rank", "rows go to the ranks that have theirs")
+
+
+def of_all_devices(case):
+    return not any(isinstance(op.kind, Meshed) and op.kind.axis for op in case.graph.walk())
 
 
 def held(case, spread, seen):
     try:
-        sharded = cg.shard(case.graph, spread.mesh, spread.placements)
-    except (cg.GraphError, cg.UnsupportedError) as error:  # a rank is not split again, nor is its own order
-        if "is that of one rank already" not in str(error) and "is in the order of each rank" not in str(error):
+        sharded = cg.shard(case.graph, spread.mesh, spread.placements, gather=spread.gather)
+    except (cg.GraphError, cg.UnsupportedError) as error:  # the order of a rank is its own
+        if not any(text in str(error) for text in REFUSED):
             raise
         seen["refused"] += 1
         return
@@ -31,6 +38,11 @@ def held(case, spread, seen):
             raise
         seen["uneven"] += 1
         return
+    except AssertionError as error:  # what was drawn sends more rows to some ranks than to others
+        if "the routing is not balanced" not in str(error):
+            raise
+        seen["unbalanced"] += 1
+        return
     seen["held"] += 1
     seen["collectives"] += bool(cg.communication(sharded).rows)
 
@@ -40,10 +52,10 @@ def test_drawn_graphs_compute_on_a_mesh_what_they_do_on_one_device(examples):
     seen = Counter()
 
     @settings(max_examples=examples, **SETTINGS)
-    @given(testing.graphs(), st.data())
+    @given(testing.graphs().filter(of_all_devices), st.data())
     def drawn(case, data):
         held(case, data.draw(testing.spreads(case.graph, case.point)), seen)
 
     drawn()
-    assert seen["held"] + seen["refused"] >= 0.85 * examples, seen
-    assert seen["collectives"] >= 0.3 * examples, seen
+    assert seen["held"] >= 0.85 * examples, seen
+    assert seen["collectives"] >= 0.4 * examples, seen

@@ -49,11 +49,6 @@ def equation_1(row):
     return saved(), B * S * D * (34 + 5 * H * S / D)
 
 
-@derives("kor-eq2")
-def equation_2(row):
-    return saved(t=T), B * S * D * (10 + 24 / T + 5 * H * S / (D * T))
-
-
 @derives("kor-selective")
 def selective(row):
     return saved("core", T), B * S * D * (10 + 24 / T)

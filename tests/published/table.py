@@ -11,6 +11,7 @@ import derive_activations  # noqa: F401  # they register what answers each row
 import derive_devices  # noqa: F401
 import derive_experts  # noqa: F401
 import derive_ops  # noqa: F401
+import derive_sharding  # noqa: F401
 import derive_training  # noqa: F401
 import derive_transformers  # noqa: F401
 import derive_vision  # noqa: F401

@@ -321,6 +321,16 @@ def test_a_step_on_a_gpu_has_the_loss_of_the_cpu(attention, dtype):
     torch.testing.assert_close(there.cpu(), here, rtol=1e-2 if dtype == "bf16" else 1e-4, atol=0)
 
 
+@pytest.mark.parametrize("kernel", ["flash", "eager"])
+def test_queries_of_one_rank_are_refused(kernel):
+    B, H, S, K = cg.dims("B H S K")
+    with cg.Graph("g") as g:
+        g.output(cg.attention(*(g.input(n, (B, H, S, K)) for n in "qkv"), kernel=kernel))
+    rank = cg.shard(g, cg.mesh(cp=2), dict.fromkeys("qkv", "b h (s cp) k"), strict=True)
+    with pytest.raises(cg.UnsupportedError, match="queries of attention are split over a mesh, expected the graph of"):
+        lower(rank, B=2, H=1, S=4, K=3)
+
+
 def test_collectives_are_played_by_one_of_equal_ranks():
     with cg.Graph("g") as g:
         x = g.input("x", (4, 2))

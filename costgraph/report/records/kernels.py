@@ -1,7 +1,8 @@
-"""Families of single kernels: products, convolutions, streams and attention, declared with the library's own blocks."""
+"""Families of kernels, declared with the library's own blocks: products, convolutions, streams, attention, others."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -217,3 +218,33 @@ def fused_attention(record: Record) -> Case:
     pairs = Fraction(given.S**2, 2 if given.causal else 1)
     work = 4 * given.B * given.heads * given.head_dim * pairs * passes
     return Case((Run(g, sizes, work, ("backward",) if given.direction == "backward" else ()),), repeated=True)
+
+
+# -- collectives ---------------------------------------------------------------------------------------------------
+
+_SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
+
+
+def _is_printed(value: object) -> bool:
+    return isinstance(value, str) and re.fullmatch("[1-9][0-9]{0,5}[KMG]?", value) is not None
+
+
+@dataclass(frozen=True)
+class _Collective:
+    op: Annotated[str, one_of(["all_reduce"])]
+    size: Annotated[str, Rule("bytes such as 65K", _is_printed)]
+    gpus: Size
+
+
+@family("allreduce", subject="collectives")
+def all_reduce(record: Record) -> Case:
+    """Predict an all-reduce, of whose bytes a ring moves 2(n - 1)/n on each of n ranks: its rate counts these.
+
+    Sizes of nccl-tests are powers of two, of which sources print the first digits: 65K is 65,536 bytes.
+    """
+    given = facts(record, _Collective)
+    printed = int(given.size.rstrip("KMG")) * _SUFFIXES[given.size.lstrip("0123456789")]
+    size = min((2**e for e in range(2, 50)), key=lambda n: abs(n - printed))
+    with cg.Graph("all_reduce", dtype="fp32") as g:
+        g.output(cg.ops.collective(g.input("x", (size // 4,)), given.op, given.gpus))
+    return Case((Run(g, {}, Fraction(2 * (given.gpus - 1) * size, given.gpus)),), repeated=True)

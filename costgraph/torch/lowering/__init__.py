@@ -2,6 +2,7 @@
 
 # imported for their rules, which are found in LOWERINGS
 from . import (  # noqa: F401
+    collectives,
     contraction,
     elementwise,
     grouped,

@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 
+from ...errors import GraphError
 from ...graph.op import OpKind
 from ...ops.grouped import Dispatch, Grouped, GroupedOuter, TopK
+from ...ops.merge import Merge
 from ...ops.ordering import Sort
 from .functions import item
 from .site import Site
@@ -67,6 +69,29 @@ def _dispatch(site: Site[Dispatch]) -> None:
     like = [torch.empty(n, dtype=site.dtype(t), device="meta") for n, t in zip(sizes, site.op.results, strict=True)]
     made = site.call(dispatched, ids, experts, room, site.kind.owners, like=like)
     for i in range(len(sizes)):
+        site.settle(site.call(item, made, i), i)
+
+
+def merged(ends: torch.Tensor, ranks: int, rows: int, owners: bool, rank: int) -> list[torch.Tensor]:
+    """Order rows that ranks have sent to one of them by expert: ends, rows in order, places, owners."""
+    sent = ends.reshape(ranks, -1).long() - rank * (rows // ranks)  # each has as many for those before
+    counts = torch.diff(sent, prepend=torch.zeros_like(sent[:, :1]))
+    owner = torch.arange(sent.shape[1], device=ends.device).repeat(ranks).repeat_interleave(counts.reshape(-1))
+    if len(owner) != rows:
+        raise GraphError(f"{len(owner)} rows from {ranks} ranks, expected {rows}: the routing is not balanced")
+    order = torch.argsort(owner, stable=True)
+    places = torch.empty_like(order)
+    places[order] = torch.arange(rows, device=ends.device)
+    return [torch.cumsum(counts.sum(0), 0).to(ends.dtype), order, places, *([owner[order]] if owners else [])]
+
+
+@lowering(Merge)
+def _merge(site: Site[Merge]) -> None:
+    kind, like = site.kind, [torch.empty(site.sizes(t), dtype=site.dtype(t), device="meta") for t in site.op.results]
+    group = site.shared.groups.get(kind.axis)
+    facts = (site.of(kind.ranks), site.of(kind.rows), kind.owners, 0 if group is None else group.rank)
+    made = site.call(merged, site.operands[0], *facts, like=like)
+    for i in range(len(like)):
         site.settle(site.call(item, made, i), i)
 
 

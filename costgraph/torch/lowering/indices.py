@@ -17,8 +17,10 @@ from ...ops.fill import Assign, Fill
 from ...ops.grouped import Dispatch, TopK
 from ...ops.index import Arange, Gather, Indexed
 from ...ops.keep import Keep, StopGradient
+from ...ops.merge import Merge
 from ...ops.moves import Concat, Expand, Rearrange, Slice
 from ...ops.ordering import Sort
+from ...ops.pack import Pack
 from ...ops.pointwise import Pointwise
 from ...ops.reduce import Reduce
 from ...ops.stacks import Stacked
@@ -40,6 +42,7 @@ _MOVES = (
     | Transfer
     | Collective
     | Part
+    | Pack
     | Gather
     | Stacked
     | Assign
@@ -72,6 +75,7 @@ class Indices:
 
     def __init__(self, graph: Graph, numbers: Numbers) -> None:
         self._numbers = numbers
+        self._mesh = graph.sharding.mesh if graph.sharding is not None else None
         self._limits: dict[Tensor, int] = {}
         self._origins: dict[Tensor, _Origin] = {}
         self._seen: dict[Tensor, set[Op]] = {}
@@ -94,6 +98,8 @@ class Indices:
         """Return the tensors of indices, and what each of them has to be below."""
         assert isinstance(op.kind, Indexed)
         sizes = op.operands[0].sizes[op.kind.batch :]
+        if op.kind.part and self._mesh is not None:  # indices name rows of all ranks
+            sizes = (sizes[0] * self._mesh[op.kind.part], *sizes[1:])
         return [(t, self._numbers(n)) for t, n in zip(op.kind.places(op.operands), sizes, strict=False)]
 
     def _follow(self, graph: Graph) -> None:
@@ -142,6 +148,9 @@ class Indices:
                 return found
             case Dispatch() as kind:
                 return self._sent(op, kind.experts, i)
+            case Merge() as kind:
+                rows = self._numbers(kind.rows)
+                below = (rows + 1, rows, rows, self._numbers(op.results[0].sizes[0]))[i]
             case Arange() as kind:
                 below = self._numbers(kind.size + kind.start)
             case Reduce() as kind if kind.operation.startswith("arg"):

@@ -12,9 +12,10 @@ from ...errors import GraphError
 from ...graph.graph import Graph, need_graph
 from .emitter import Numbers
 from .formats import torch_dtype
+from .groups import groups_of
 from .indices import Indices
 from .sources import Leaf, numbers_for
-from .walk import Walk
+from .walk import Walk, need_all_queries
 
 __all__ = ["lower", "random_inputs"]
 
@@ -25,6 +26,7 @@ def lower(
     device: str | torch.device = "cpu",
     *,
     functions: Mapping[str, Callable[..., Any]] | None = None,
+    mesh: Any = None,
     seed: int = 0,
     **dims: int,
 ) -> fx.GraphModule:
@@ -40,6 +42,9 @@ def lower(
         What torch does for elementwise functions of one's own, by the name of their record, and for opaque ops, by
         their name. A function gets tensors (numbers where the graph has numbers) and returns a tensor, or a tuple of
         them.
+    mesh : torch.distributed.device_mesh.DeviceMesh or mapping of str to ProcessGroup, optional
+        Where a graph that `costgraph.shard` made runs: torch's mesh, or a process group for each axis, by the names of
+        the axes. The module is that of this process's place there; all of them run it together.
     seed : int
         Of the random numbers that parameters are filled with.
     **dims : int
@@ -61,14 +66,16 @@ def lower(
     UnsupportedError
         If an op has no lowering, torch has no such number format, or an op of one's own is not in `functions`.
     GraphError
-        If it is no graph, has no output, or torch knows no such device.
+        If it is no graph, has no output, or torch knows no such device; if it is that of one rank and the mesh is
+        missing, or has other axes or degrees.
 
     Notes
     -----
     Each op is one call, and its result lies in memory as the graph has it: a view is a view, a copy is a copy, an op
     in place writes in place, and the code gives a tensor up after the op that reads it last. Loops are played out.
-    Outputs with a storage for each iteration are tuples. A collective is played by one rank among ranks that all bring
-    the same, a transfer copies on the device. What a run needs beyond the modelled peak, by cause:
+    Outputs with a storage for each iteration are tuples. Collectives are torch's functional ones over the process group
+    of their axis; one without an axis is played by one rank among ranks that all bring the same. A transfer copies on
+    the device. What a run needs beyond the modelled peak, by cause:
 
     - a fused kernel that torch has no function for runs op by op, and what its ops pass to each other is in memory
       until it is read. torch's own are called for softmax, log-softmax, layer and root-mean-square norms and flash
@@ -85,7 +92,8 @@ def lower(
     - an update in one kernel takes its steps over 65536 elements at a time;
     - indices that are computed are taken modulo the rows of their table: nothing says that they are within it;
     - a result that is written into a stack of slices is copied there, where the function cannot write to a place;
-    - a mask of positions is a tensor of bools while it is used.
+    - a mask of positions is a tensor of bools while it is used;
+    - a collective along another axis than the first, or of several blocks of it, copies what it sends or what it gets.
 
     Examples
     --------
@@ -106,7 +114,9 @@ def lower(
     if not graph.outputs:
         raise GraphError(f"lower of graph {graph.name!r}: no output, expected one at least")
     place = _device(device)
-    walk = Walk(graph, Numbers(graph, dims), place, dict(functions or {}))
+    numbers = Numbers(graph, dims)
+    need_all_queries(graph)
+    walk = Walk(graph, numbers, place, dict(functions or {}), groups_of(graph, mesh, numbers))
     walk.run(graph)
     module = fx.GraphModule(walk.leaves.module(place, seed), walk.emitter.graph, class_name="Lowered")
     return module.eval()

@@ -14,6 +14,7 @@ from ...graph.op import Op, OpKind
 from ...graph.tensor import Tensor
 from .emitter import Emitter, Numbers
 from .formats import torch_dtype
+from .groups import Groups
 from .indices import Indices
 
 __all__ = ["Shared", "Site", "strided"]
@@ -46,6 +47,8 @@ class Shared:
     """numbers for formulas"""
     indices: Indices
     """what is known of integers"""
+    groups: Groups
+    """where ranks meet, by axis of their mesh; empty where a rank plays among ranks that all bring the same"""
     functions: Mapping[str, Callable[..., Any]]
     """functions of torch that the caller gives for ops of unknown meaning, by name"""
     inside: Callable[[Graph, Sequence[Any]], list[Any]]

@@ -1,4 +1,4 @@
-"""Ops whose costs are stated, and collectives."""
+"""Ops whose costs are stated."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from ...errors import UnsupportedError
-from ...ops.collectives import REDUCING, Collective, Part
 from ...ops.stated import Opaque
 from .functions import item
 from .site import Site
@@ -52,44 +51,3 @@ def _opaque(site: Site[Opaque]) -> None:
     made = site.call(_checked(_function(site), site.op.name, outputs), *site.operands, like=like)
     for i in range(len(outputs)):
         site.settle(site.call(item, made, i), i)
-
-
-@lowering(Collective)
-def _collective(site: Site[Collective]) -> None:
-    """Play one rank among ranks that all bring the same: a sum is a multiple, what is gathered is repeated."""
-    kind, ranks, x = site.kind, site.of(site.kind.ranks), site.operands[0]
-    sizes, aten = site.sizes(site.op.results[0]), torch.ops.aten
-    made, scaled = x, kind.collective in REDUCING and kind.operation == "sum"
-    if sizes and kind.source is not None:
-        made = _beside(site, made, kind.source, site.of(kind.source_blocks), ranks)
-    if sizes and kind.collective == "all_gather":
-        made = _beside(site, made, kind.dim, site.of(kind.blocks), ranks)
-    elif sizes and (kind.collective == "reduce_scatter" or kind.source is not None):
-        made = _own(site, made, kind.dim, site.of(kind.blocks), ranks)
-    if scaled:
-        site.own(torch.mul, made, ranks)
-    else:
-        site.own(torch.clone, site.call(aten.reshape, made, sizes))
-
-
-def _own(site: Site[Any], x: Any, dim: int, blocks: int, ranks: int) -> Any:
-    """Return the first rank's part of each block."""
-    parts = site.call(torch.ops.aten.unflatten, x, dim, (blocks, ranks, -1))
-    return site.call(torch.flatten, site.call(torch.select, parts, dim + 1, 0), dim, dim + 1)
-
-
-def _beside(site: Site[Any], x: Any, dim: int, blocks: int, ranks: int) -> Any:
-    """Return each block as often as there are ranks."""
-    parts = site.call(torch.ops.aten.unflatten, x, dim, (blocks, 1, -1))
-    return site.call(torch.flatten, site.call(torch.cat, [parts] * ranks, dim + 1), dim, dim + 2)
-
-
-@lowering(Part)
-def _part(site: Site[Part]) -> None:
-    """Take the part of the first rank."""
-    kind, ranks, x = site.kind, site.of(site.kind.ranks), site.operands[0]
-    if site.of(kind.blocks) == 1:
-        size = site.sizes(site.op.results[0])[kind.dim]
-        site.settle(site.call(torch.ops.aten.slice, x, kind.dim, 0, size))
-    else:
-        site.own(torch.clone, _own(site, x, kind.dim, site.of(kind.blocks), ranks))

@@ -18,13 +18,14 @@ from ...ops.play import Env, Player, Turn
 from ...ops.stacks import Empty
 from .emitter import Emitter, Numbers
 from .formats import torch_dtype
+from .groups import Groups
 from .indices import Indices
 from .replay import replay, runs_on
 from .site import Shared, Site, strided
 from .sources import Leaf, Leaves
 from .table import LOWERINGS
 
-__all__ = ["Walk", "kept", "taken"]
+__all__ = ["Walk", "kept", "need_all_queries", "taken"]
 
 
 def kept(first: Any, *others: Any) -> Any:
@@ -65,14 +66,15 @@ class Walk(Player[Place]):
     """
 
     def __init__(
-        self, graph: Graph, numbers: Numbers, device: torch.device, functions: Mapping[str, Callable[..., Any]]
-    ) -> None:
+        self, graph: Graph, numbers: Numbers, device: torch.device, functions: Mapping[str, Callable[..., Any]],
+        groups: Groups,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.numbers = numbers
         self.emitter = Emitter(device)
         self.indices = Indices(graph, numbers)
         self.leaves = Leaves(graph)
-        self.shared = Shared(self.emitter, numbers, self.indices, functions, self.body)
+        self.shared = Shared(self.emitter, numbers, self.indices, groups, functions, self.body)
         self._stacks: dict[Storage, Any] = {}  # made before what is written into their slices
 
     def run(self, graph: Graph) -> None:
@@ -195,6 +197,18 @@ def _rule_of(op: Op, device: torch.device) -> Callable[[Site[Any]], None]:
             f"lower {op.name!r}: op kind {op.kind.name!r} has no lowering, expected one from costgraph.torch.lowering"
         )
     return rule
+
+
+def need_all_queries(graph: Graph) -> None:
+    """Refuse queries of a rank: which they are is another thing on each."""
+    for op in graph.walk():
+        facts = [getattr(op.kind, name, None) for name in ("domain", "masked")]
+        places = [f[0] if isinstance(f, tuple) else f for f in facts]
+        places += [t.domain[0] for t in (*op.operands, *op.results) if t.domain is not None]
+        if any(domain is not None and domain.ranks for domain in places):
+            raise UnsupportedError(
+                f"lower {op.name!r}: queries of attention are split over a mesh, expected the graph of all devices"
+            )
 
 
 def _nested(made: Any) -> Any:

@@ -222,7 +222,8 @@ def _in_attention(graph: Graph) -> Iterator[Poly]:
 def modelled(graph: Graph, sizes: Mapping[str, int], hardware: Hardware) -> Modelled:
     """Return where a graph stands on the roof of a device, and its times at the rates that were measured there."""
     measured = hardware.attained() if "attained" in hardware.tables else hardware
-    found = cg.roofline(graph, hardware, fallback=_instead(hardware), hierarchical=False, **sizes)
+    instead = _instead(hardware)
+    found = cg.roofline(graph, hardware, fallback=instead, hierarchical=False, overlap="none", network=None, **sizes)
     times = Attained.of(graph, measured, _instead(measured), sizes)
     return Modelled(
         bound=found.lower_bound, estimate=found.estimate, fused=int(found.fused_bytes), moved=int(found.bytes),

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from ...errors import GraphError
-from ...graph.graph import Graph, current_graph, need_graph
+from ...graph.graph import Graph, current_graph
 from ...graph.op import Op
 from ...graph.scopes import opened
 from ...graph.tensor import Tensor
+from ...ops.collectives import need_of_all
 from ...ops.fill import fill
 from ..checkpoint import Checkpoint
 from .apart import apart
@@ -57,7 +58,7 @@ def backward(graph: Graph, /, *, checkpoint: Checkpoint | None = None) -> Graph:
     >>> cg.matmul_flops(cg.backward(g)) - cg.matmul_flops(g)  # dw1, dw2 and dh, but no dx
     2*B*D*F + 4*B*F*K
     """
-    need_graph("backward", graph)
+    need_of_all("backward", graph)
     if checkpoint is not None and not isinstance(checkpoint, Checkpoint):
         raise GraphError(f"backward: checkpoint {checkpoint!r}, expected a policy such as costgraph.every_block()")
     policy = Checkpoint() if checkpoint is None else checkpoint

@@ -8,8 +8,9 @@ from ...algebra.polynomial import ONE, Poly, poly
 from ...algebra.symbols import symbol
 from ...errors import GraphError, ShapeError, UnsupportedError
 from ...graph.arguments import need_choice, positive
-from ...graph.graph import Graph, need_graph
+from ...graph.graph import Graph
 from ...graph.sizes import known_names
+from ...ops.collectives import need_of_all
 from ...ops.foreign import need_declared
 from .needed import head_of, needed_ops
 from .replay import Replayer, positions_of
@@ -98,7 +99,7 @@ def decode(graph: Graph, tokens: object = 1, *, logits: str = "all") -> Graph:
 
 
 def _replayed(place: str, graph: Graph, tokens: object, logits: str) -> Graph:
-    need_graph(place, graph)
+    need_of_all(place, graph)
     need_declared(place, graph, "trace the call with what it keeps")
     need_choice(f"{place}: logits", logits, ("all", "last"))
     if graph.gradients or any(op.phase != "forward" for op in graph.walk()):

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-from ...algebra.polynomial import Poly
+from ...algebra.polynomial import ONE, Poly
 from ...graph.placement import Factors, Mesh, Placement, Split, distributed, size_of, tidy
 
 __all__ = ["Choice", "Given", "choose"]
@@ -37,6 +37,8 @@ class Choice:
     """Size of each name of the rule on one rank."""
     ranks: dict[str, str]
     """The axis of the mesh that splits a name that the results leave out."""
+    spread: dict[str, Factors]
+    """Parts of each name of the rule."""
     moved: list[tuple[int, str, str]] = field(default_factory=list)
     """Operands that are put together although the op has no use for it: place, axis of the mesh, and why."""
 
@@ -67,6 +69,8 @@ class _Op:
     def names(self, axis: str, wanted: Mapping[str, str], taken: Mapping[str, str]) -> dict[str, list[int]]:
         """Return the names that an axis of the mesh splits, with the operands in which it does."""
         out: dict[str, list[int]] = {}
+        if self.same_on(axis, wanted):
+            return out
         for i, (parts, given) in enumerate(zip(self.parts, self.given, strict=True)):
             if parts is None or given.at is None or axis in given.gathered or axis not in given.at.axes:
                 continue
@@ -83,7 +87,17 @@ class _Op:
         name = wanted.get(axis, "")
         if name in self.free and (self.unmade(name) or self.reduced(name, axis)) and self.even(name, axis, taken):
             out.setdefault(name, [])
-        return {n: at for n, at in out.items() if n not in self.rule.once or n not in taken.values()}
+        return {n: at for n, at in out.items() if n not in self.rule.once or self.alone(n, axis, taken)}
+
+    def same_on(self, axis: str, wanted: Mapping[str, str]) -> bool:
+        """Whether ranks along an axis have the same part of a parameter that others of the axes together split."""
+        stay = [g.at.axes for g in self.given if g.stays and g.at is not None]
+        return any(axis not in axes and self.mesh.beside(axis) & {*axes} for axes in (*stay, wanted))
+
+    def alone(self, name: str, axis: str, taken: Mapping[str, str]) -> bool:
+        """Whether nothing else splits a name but axes that are one together with this one."""
+        before = [a for a, n in taken.items() if n == name]
+        return not before or self.mesh.begins([*before, axis])
 
     def reduced(self, name: str, axis: str) -> bool:
         """Whether a part of a sum has an axis, so that it may be reduced into parts of that."""
@@ -97,7 +111,10 @@ class _Op:
             return {n: at for n, at in names.items() if self.rule.reduced.get(n) != "own"}
         if self.rule.paired:
             return {n: at for n, at in names.items() if n in self.rule.paired}
-        return {rows[0]: []}
+        name = next((n for n in rows if n in self.kept), rows[0])
+        lost = (i for n, at in names.items() if n != name for i in at if self.given[i].stays)
+        self.moved += [(i, axis, "rows are split along it") for i in lost]
+        return {name: []}
 
     def unmade(self, name: str) -> bool:
         """Whether only operands have an axis that are made for this reader, so that it may be split for nothing."""
@@ -128,10 +145,20 @@ class _Op:
         return (stay or own or kept or list(names))[0]
 
     def pending(self, axis: str) -> str | None:
-        """Return how operands that are all parts of a sum are to be reduced, None where they are not."""
+        """Return how operands that are all parts of a sum are to be reduced, None where they are not.
+
+        In a product it is one of them, of which ranks with the same part of it have a part of the sum each: what heads
+        of queries add to the gradient of the one that they share is reduced where that of a parameter is.
+        """
         if not self.rule.linear:
-            return None
+            having = [g.at for g in self.given if g.at is not None and axis in g.at.pending]
+            alone = self.rule.product and len(having) == 1 and bool(self.mesh.beside(axis) & having[0].axes)
+            return having[0].pending[axis] if alone and having[0].pending[axis] == "sum" else None
         found = set()
+        read = {n for labels in self.rule.operands if labels for names in labels for n in names}
+        axes = [names for result in self.rule.results for names in result if names and not read & {*names}]
+        if any(self.rule.extents[n] != ONE for names in axes for n in names):
+            return None  # it is repeated along an axis: less is reduced before
         for i, given in enumerate(self.given):
             if self.rule.operands[i] is None or given.zero:
                 continue
@@ -168,11 +195,12 @@ def choose(rule: Split, given: Sequence[Given], mesh: Mesh, wanted: Mapping[str,
     spread = {n: _spread(n, [a for a, name in chosen.items() if name == n], op) for n in rule.extents}
     spread |= rule.fixed
     operands: list[Placement | None] = []
-    for labels in rule.operands:
+    for labels, each in zip(rule.operands, given, strict=True):
         if labels is None:
             operands.append(None)
             continue
-        passing = tuple((a, how) for a, how in pending.items())
+        own = pending if rule.linear else {} if each.at is None else each.at.pending
+        passing = tuple((a, how) for a, how in pending.items() if a in own)
         operands.append(Placement(tuple(_dim(names, spread, rule.extents) for names in labels), passing))
     left = [(a, rule.reduced[n]) for a, n in chosen.items() if n not in op.kept and rule.reduced[n] != "own"]
     if rule.into is not None and left:
@@ -183,14 +211,17 @@ def choose(rule: Split, given: Sequence[Given], mesh: Mesh, wanted: Mapping[str,
     after = tuple(sorted({**pending, **dict(left)}.items(), key=lambda p: order.index(p[0])))
     results = [Placement(tuple(_dim(names, spread, rule.extents) for names in r), after) for r in rule.results]
     extents = {n: size_of(spread[n], size) for n, size in rule.extents.items()}
-    ranks = {n: a for a, n in chosen.items() if n in rule.extents}
-    return Choice(operands, results, extents, ranks, op.moved)
+    along = {n: [a for a, name in chosen.items() if name == n] for n in chosen.values()}
+    ranks = {n: mesh.together(axes) or axes[-1] for n, axes in along.items() if n in rule.extents}
+    return Choice(operands, results, extents, ranks, spread, op.moved)
 
 
 def _spread(name: str, axes: Sequence[str], op: _Op) -> Factors:
     """Return the parts of a name: as the operand has them that has most of the chosen axes, the others within them."""
     if not axes:
         return ()
+    if name in op.rule.once:  # rows that a rank looks up stand beside each other
+        return tidy((*axes, op.rule.extents[name] / prod((op.mesh[a] for a in axes), start=ONE)))
     found = [p[name] for p in op.parts if p is not None and p.get(name)]
     best = max(found, key=lambda dim: sum(a in dim for a in axes), default=())
     parts = tidy(op.mesh[f] if isinstance(f, str) and f not in axes else f for f in best)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 from ...graph.op import OpKind
 from ...graph.placement import Factors, Mesh, Placement, blocks, tidy
-from ...ops.collectives import Collective, Part
+from ...ops.collectives import Collective, Meshed, Part
 
 __all__ = ["steps"]
 
@@ -15,6 +17,50 @@ Step = tuple[OpKind, Placement, str]
 
 def steps(have: Placement, want: Placement, mesh: Mesh) -> Iterator[Step]:
     """Yield the ops that take a tensor from one placement to another, where it lies after each, and a name.
+
+    What neighbouring ones do along axes of the mesh that have a name together is one op along that.
+    """
+    before, waiting = have, list[Step]()
+    for step in _apart(have, want, mesh):
+        if waiting:
+            both = _as_one(before, waiting[-1], step, mesh)
+            if both is not None:
+                waiting[-1] = both
+                continue
+            yield waiting[-1]
+            before = waiting.pop()[1]
+        waiting.append(step)
+    yield from waiting
+
+
+def _as_one(before: Placement, first: Step, second: Step, mesh: Mesh) -> Step | None:
+    """Return one op for two that do the same along axes of the mesh next to each other, None where there is none."""
+    (a, _, name), (b, after, _) = first, second
+    assert isinstance(a, Meshed)
+    assert isinstance(b, Meshed)
+    axes = (*mesh.parts(a.axis), *mesh.parts(b.axis))
+    joint = mesh.together(axes)
+    source = a.source if isinstance(a, Collective) else None
+    # of blocks within those of the first one, the second has as many more as the first has ranks
+    same: dict[str, Any] = {"axis": a.axis, "ranks": a.ranks, "blocks": a.blocks}
+    same |= {"source_blocks": a.source_blocks} if isinstance(a, Collective) else {}
+    if joint is None or type(a) is not type(b) or replace(b, **same) != a:
+        return None
+    gathered = source if source is not None else a.dim if name == "all_gather" else None
+    split = a.dim if name in ("part", "reduce_scatter", "all_to_all") else None
+    if not all(_beside(p.dims[i], axes) for p, i in ((before, gathered), (after, split)) if i is not None):
+        return None
+    return replace(a, axis=joint, ranks=mesh[joint]), after, name
+
+
+def _beside(dim: Factors, axes: Sequence[str]) -> bool:
+    """Whether axes of the mesh split an axis one right within the other."""
+    at = dim.index(axes[0])
+    return dim[at : at + len(axes)] == tuple(axes)
+
+
+def _apart(have: Placement, want: Placement, mesh: Mesh) -> Iterator[Step]:
+    """Yield the ops along each axis of the mesh.
 
     A sum that is pending is reduced to where the tensor is wanted; an axis of the mesh that goes from one axis of the
     tensor to another is an all-to-all, one that goes away an all-gather; what is split anew is a part, which is free.
@@ -37,7 +83,8 @@ def steps(have: Placement, want: Placement, mesh: Mesh) -> Iterator[Step]:
             )
             at = free
             yield kind, at, "all_gather"
-    for axis, how in have.partial:
+    # what is scattered first leaves less to be reduced
+    for axis, how in sorted(have.partial, key=lambda part: want.dim(part[0]) is None):
         if want.pending.get(axis) == how:
             continue
         there = want.dim(axis)

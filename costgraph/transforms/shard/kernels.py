@@ -12,7 +12,7 @@ from ...graph.strides import Sizes, in_the_order_of
 from ...graph.tensor import Tensor
 from ...ops.blocks import Kernel
 
-__all__ = ["Pieces", "live"]
+__all__ = ["Pieces", "live", "passes"]
 
 
 def live(body: Graph) -> set[Op]:
@@ -27,11 +27,27 @@ def live(body: Graph) -> set[Op]:
     return found
 
 
+def passes(body: Graph, formal: Tensor) -> bool:
+    """Whether what a body makes of an input is a sum where that is one, each part made of a part."""
+    parts = {formal}
+    for op in body.ops:
+        having = [t for t in op.operands if t in parts]
+        if not having:
+            continue
+        rule = op.kind.placed(op)
+        whole = len(having) == len(op.operands)
+        if rule is None or not ((rule.linear and whole) or (rule.product and len(having) == 1)):
+            return False
+        parts.update(op.results)
+    return True
+
+
 class Pieces:
     """A kernel that is written anew: one body until ranks have to meet, and another one behind it."""
 
     def __init__(self, op: Op, kind: Kernel, operands: Sequence[Tensor], new: Graph, around: Pieces | None) -> None:
-        self.op, self.kind, self.operands, self.new, self.around = op, kind, operands, new, around
+        self.op, self.kind, self.new, self.around = op, kind, new, around
+        self.operands = list(operands)
         self.body: Graph | None = None
         self.cuts = 0
         self.useful = False
@@ -48,10 +64,11 @@ class Pieces:
                     self.body.adopt(t)
         return self.body
 
-    def outside(self) -> Graph:
-        """Return where an op that moves a tensor goes: out of the kernel where ranks have to meet."""
-        self.close()
-        return self.new if self.around is None else self.around.outside()
+    def outside(self, t: Tensor) -> Graph:
+        """Return where an op that moves a tensor goes: before the kernel, which ends there if it made the tensor."""
+        if t.graph is self.body:
+            self.close()
+        return self.new if self.around is None else self.around.outside(t)
 
     def strides(self, t: Tensor, i: int) -> Sizes | None:
         """Return how a result lies in memory: with its axes in the order in which the whole one has them."""

@@ -1,9 +1,10 @@
-"""Placements of models whose layers are those of `costgraph.nn`: data, tensor and sequence parallelism, ZeRO."""
+"""Placements of models of layers of `costgraph.nn`: data, context, tensor and sequence parallelism, ZeRO."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from math import inf
 from typing import Annotated
 
 from ...algebra.polynomial import ONE, Poly
@@ -13,19 +14,23 @@ from ...graph.graph import Graph, need_graph
 from ...graph.placement import Mesh
 from ...graph.tensor import Tensor
 from ...notation.door import Rule
+from .heads import heads
 from .shard import Placements, shard
 
 __all__ = ["TENSOR", "parallelize"]
 
 #: Where tensor parallelism has parameters of the layers of `costgraph.nn`, by the ends of their names: Shoeybi et al.
 #: 2019 (arXiv 1909.08053), section 3. Heads, the inner width and the vocabulary are split; what goes back to the width
-#: of the model is split along what it sums.
+#: of the model is split along what it sums. kv is tp where ranks have a head of keys and values or more each; of fewer,
+#: several ranks have the same one.
 TENSOR: Mapping[str, str] = {
     "tokens/table": "(v tp) d",
     "head/weight": "d (v tp)",
     "head/bias": "(v tp)",
-    "attention/[qkv]/weight": "d (h tp) k",
-    "attention/[qkv]/bias": "(h tp) k",
+    "attention/q/weight": "d (h tp) k",
+    "attention/q/bias": "(h tp) k",
+    "attention/[kv]/weight": "d (g kv) k",
+    "attention/[kv]/bias": "(g kv) k",
     "attention/kqv/weight": "d n (h tp) k",
     "attention/kqv/bias": "n (h tp) k",
     "attention/q_b/weight": "c (h tp) k",
@@ -48,11 +53,18 @@ TENSOR: Mapping[str, str] = {
     "experts/gate_up": "e d (2 f tp)",
     "experts/gate_up_bias": "e (2 f tp)",
     "experts/down": "e (f tp) d",
+    "attention/[kv]_cache.kept": "b (g kv) s k",
+    "attention/norm_state.kept": "b (h tp) k",
+    "attention/state.kept": "b (h tp) k v",
+    "cross/[kv]_cache.kept": "b (h tp) s k",
 }
-#: Parameters beside which others of the same layer stay whole: queries that share keys stand with these in one tensor,
-#: no equal parts of which are heads with their keys.
-BESIDE: Mapping[str, str] = {"attention/qkv/weight": "attention/proj/weight"}
+#: Parameters beside which other tensors of the same layer stay whole: queries that share keys stand with these in one
+#: tensor, no equal parts of which are heads with their keys.
+BESIDE: Mapping[str, tuple[str, ...]] = {
+    "attention/qkv/weight": ("attention/proj/weight", "attention/[kv]_cache.kept"),
+}
 
+Context = Annotated[str, Rule("gather or all_to_all", lambda v: v in ("gather", "all_to_all"))]
 Stage = Annotated[int, Rule("0, 1, 2 or 3", lambda v: v in (0, 1, 2, 3) and not isinstance(v, bool))]
 
 
@@ -60,9 +72,12 @@ def parallelize(
     graph: Graph,
     *,
     dp: object = 1,
+    cp: object = 1,
     tp: object = 1,
+    ep: object = 1,
     zero: Stage = 0,
     sequence: bool = False,
+    context: Context = "gather",
     placements: Placements | None = None,
     strict: bool = False,
 ) -> Graph:
@@ -73,16 +88,25 @@ def parallelize(
     graph : Graph
         A forward pass, a step or a pass of inference.
     dp : sympy.Expr or int
-        Ranks that have a part of the batch each: the first axis of every input, behind that of micro-batches.
+        Ranks that have a part of the batch each: the first axis of every input, behind that of micro-batches, and of
+        what inference keeps of it.
+    cp : sympy.Expr or int
+        Ranks that have a part of the sequence each: the second axis of inputs that are indices, tokens and targets.
     tp : sympy.Expr or int
         Ranks that have a part of each layer: heads and the inner width, as `TENSOR` says by name.
+    ep : sympy.Expr or int
+        Ranks that have a part of the experts each: of `dp * ep` parts of the batch, each `ep` ranks beside each other
+        send their rows to one another.
     zero : int
-        What is split over `dp` as well: 1 optimizer states, 2 gradients too, 3 parameters too, which are gathered
-        where an op reads them.
+        What is split over `dp` and `cp` as well: 1 optimizer states, 2 gradients too, 3 parameters too, which are
+        gathered where an op reads them. Of what is not of experts, states and gradients are split over `ep` as well.
     sequence : bool
         Whether what layers hand on is split along the sequence, over `tp`.
+    context : str
+        What attention does along `cp`. gather: it puts keys and values of all ranks together for the queries of each.
+        all_to_all: it has a part of the heads for the whole sequence, as `exchange` of `shard`.
     placements : mapping of str to str, optional
-        Others, as `shard` takes them, on a mesh of the axes dp and tp: they win.
+        Others, as `shard` takes them, on a mesh of the axes dp, ep, cp and tp: they win.
     strict : bool
         As in `shard`.
 
@@ -94,12 +118,14 @@ def parallelize(
     Raises
     ------
     GraphError, ShapeError
-        If no parameter of the graph is one that `tp` splits, or a degree is no positive integer.
+        If no parameter of the graph is one that `tp` or `ep` splits, or a degree is no positive integer.
 
     Notes
     -----
     Of a parameter that ZeRO splits, it is an axis that tensor parallelism leaves whole, the longest where sizes have
-    defaults. torch's FSDP2 splits the first axis and fills it up where it does not divide.
+    defaults. torch's FSDP2 splits the first axis and fills it up where it does not divide. Ranks of `cp` have the same
+    parameters, so that ZeRO splits these over both, as torchtitan does. Parameters that are not of experts are whole
+    along `ep`: those that ZeRO-3 splits are gathered along the others alone, where torchtitan splits them over all.
 
     Examples
     --------
@@ -111,41 +137,68 @@ def parallelize(
     """
     need_graph("parallelize", graph)
     need_flag("parallelize", sequence=sequence)
-    mesh = Mesh((("dp", positive("parallelize: dp", dp)), ("tp", positive("parallelize: tp", tp))))
-    split = dict(_split(graph)) if mesh["tp"] != ONE else {}
-    if mesh["tp"] != ONE and not split:
-        raise GraphError(
-            f"parallelize: no parameter of graph {graph.name!r} has a name that tp splits, expected layers of "
-            f"costgraph.nn, or placements for shard"
-        )
+    given = {"dp": dp, "ep": ep, "cp": cp, "tp": tp}
+    degrees = {axis: positive(f"parallelize: {axis}", n) for axis, n in given.items()}
+    tensor = heads(graph, dict(_split(graph)) if degrees["tp"] != ONE else {}, degrees.pop("tp"))
+    mesh, split = Mesh((*degrees.items(), *tensor.axes), tensor.joint), dict(tensor.split)
+    _need_some("tp", mesh, split, graph)
+    experts = dict(_experts(graph, split)) if mesh["ep"] != ONE else {}
+    _need_some("ep", mesh, experts, graph)
+    split |= experts
     if sequence:
         split |= dict(_carries(graph))
-    split |= dict(_data(graph))
+    split |= dict(_data(graph, split))
     named = {t.name: t for t in graph.tensors if t.producer is None}
-    over = {name: _with_dp(t, split.get(name), graph) for name, t in named.items() if t.ndim > t.storage.pieces}
+    over = {
+        name: _with(("dp", "cp") if name in experts or zero >= 3 else ("dp", "ep", "cp"), t, split.get(name), graph)
+        for name, t in named.items()
+        if t.ndim > t.storage.pieces
+    }
     kept = {name: text for name, text in over.items() if named[name].role == "state" and zero >= 1}
+    kept |= {name: text for name, text in over.items() if named[name].role == "gradient" and zero >= 2}
     kept |= {name: text for name, text in over.items() if named[name].role == "param" and zero >= 3}
     gradients = {t.name: over[t.name] for t in graph.gradients if t.name in over and t.role == "param" and zero == 2}
     return shard(
         graph, mesh, {**split, **kept, **(placements or {})},
-        gather="dp" if zero >= 3 else (), gradients=gradients, strict=strict,
+        gather=("dp", "cp") if zero >= 3 else (), gradients=gradients,
+        exchange="cp" if context == "all_to_all" else (), strict=strict,
     )  # fmt: skip
 
 
 def _split(graph: Graph) -> Iterator[tuple[str, str]]:
-    """Yield where tensor parallelism has parameters, and what an optimizer keeps of them in their shape."""
+    """Yield where tensor parallelism has parameters, and what a step keeps of them in their shape."""
     sources = [t for g in graph.bodies() if not g.fused for t in g.tensors if t.producer is None]
     names = {t.name for t in sources}
-    for t in (t for t in sources if t.role in ("param", "state")):
-        of, _, _ = t.name.rpartition(".") if t.role == "state" else (t.name, "", "")
+    for t in (t for t in sources if t.role in ("param", "state", "gradient", "cache")):
+        of, _, _ = t.name.rpartition(".") if t.role in ("state", "gradient") else (t.name, "", "")
         found = next((end for end in TENSOR if fnmatchcase(of, end) or fnmatchcase(of, f"*/{end}")), None)
         if found is None:
             continue
-        fused = next((beside for beside, end in BESIDE.items() if end == found), None)
-        if fused is not None and of.removesuffix(found) + fused in names:
+        layer = "/".join([*of.split("/")[: -1 - found.count("/")], ""])
+        if any(found in ends and layer + fused in names for fused, ends in BESIDE.items()):
             continue
         if len(_axes(TENSOR[found])) == t.ndim - t.storage.pieces:
             yield t.name, TENSOR[found]
+
+
+def _need_some(axis: str, mesh: Mesh, found: Mapping[str, str], graph: Graph) -> None:
+    if mesh[axis] != ONE and not found:
+        raise GraphError(
+            f"parallelize: no parameter of graph {graph.name!r} has a name that {axis} splits, expected layers of "
+            f"costgraph.nn, or placements for shard"
+        )
+
+
+def _experts(graph: Graph, split: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield where parameters of experts lie, and what an optimizer keeps of them in their shape: one for each first."""
+    sources = [t for g in graph.bodies() if not g.fused for t in g.tensors if t.producer is None]
+    params = {t.name: t.sizes[t.storage.pieces :] for t in sources if t.role == "param"}
+    for t in (t for t in sources if t.role in ("param", "state")):
+        of = t.name.rpartition(".")[0] if t.role == "state" else t.name
+        sizes = t.sizes[t.storage.pieces :]
+        if of.split("/")[-2:-1] == ["experts"] and params.get(of) == sizes:
+            _, *others = _axes(split.get(t.name, " ".join(f"a{i}" for i in range(len(sizes)))))
+            yield t.name, " ".join(["(e ep)", *others])
 
 
 def _carries(graph: Graph) -> Iterator[tuple[str, str]]:
@@ -155,26 +208,36 @@ def _carries(graph: Graph) -> Iterator[tuple[str, str]]:
         for op in g.ops:
             for t in op.loop.carries if op.loop is not None and op.phase == "forward" else ():
                 if t.ndim == 3 and t.sizes[:2] in inputs:
-                    yield t.name, "(b dp) (s tp) d"
+                    yield t.name, "(b dp ep) (s cp tp) d"
 
 
-def _data(graph: Graph) -> Iterator[tuple[str, str]]:
-    """Yield inputs with their batch split: the first axis, or the second where micro-batches are slices of it."""
+def _data(graph: Graph, split: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield inputs with their batch split, and the sequence of indices; the first axis may be that of micro-batches.
+
+    What inference keeps is split with the batch as well.
+    """
     sliced = {t for op in graph.ops if op.loop is not None for t in op.loop.xs}
-    for t in graph.tensors:
-        if t.producer is None and t.role == "input" and t.ndim > (t in sliced):
-            axes = [f"a{i}" for i in range(t.ndim)]
-            axes[t in sliced] = f"(a{int(t in sliced)} dp)"
-            yield t.name, " ".join(axes)
+    inputs = [t for t in graph.tensors if t.producer is None and t.role == "input" and t.ndim > (t in sliced)]
+    batches = {t.sizes[t in sliced] for t in inputs}
+    caches = [t for g in graph.bodies() for t in g.tensors if t.role == "cache" and t.producer is None and t.ndim]
+    for t in (*inputs, *(t for t in caches if t.sizes[0] in batches)):
+        first = int(t in sliced)
+        axes = _axes(split[t.name]) if t.name in split else [f"a{i}" for i in range(t.ndim)]
+        axes[first] = f"({axes[first].strip('()')} dp ep)"
+        if t.role == "input" and t.dtype.kind == "int" and t.ndim == first + 2:
+            axes[first + 1] = f"(a{first + 1} cp)"
+        yield t.name, " ".join(axes)
 
 
-def _with_dp(t: Tensor, text: str | None, graph: Graph) -> str:
-    """Return a placement with an axis split over dp as well: the longest that is whole, else within the first."""
+def _with(axes: Sequence[str], t: Tensor, text: str | None, graph: Graph) -> str:
+    """Return a placement with an axis split over others as well: the longest that is whole, else within the first."""
     sizes = t.sizes[t.storage.pieces :]
     groups = _axes(text) if text else [f"a{i}" for i in range(len(sizes))]
-    whole = [i for i, group in enumerate(groups) if "(" not in group]
+    whole = [i for i, group in enumerate(groups) if "(" not in group and sizes[i] != ONE]
+    if not whole and sizes[0] == ONE:
+        return " ".join(groups)
     at = max(whole, key=lambda i: (_length(sizes[i], graph), -i), default=0)
-    groups[at] = f"({groups[at].strip('()')} dp)"
+    groups[at] = f"({groups[at].strip('()')} {' '.join(axes)})"
     return " ".join(groups)
 
 
@@ -190,6 +253,6 @@ def _axes(text: str) -> list[str]:
 
 
 def _length(size: Poly, graph: Graph) -> float:
-    """Return a size under the defaults of a graph, 0 where one is open."""
+    """Return a size under the defaults of a graph, without end where one is open: known ones beside it are windows."""
     bound = size.bind({name: ONE * n for name, n in graph.root.defaults.items()})
-    return float(bound.constant) if bound.constant is not None else 0.0
+    return float(bound.constant) if bound.constant is not None else inf

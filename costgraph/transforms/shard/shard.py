@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from math import prod
 from typing import Annotated
@@ -12,15 +13,16 @@ from ...algebra.polynomial import ONE, poly
 from ...algebra.symbols import is_name, shown
 from ...errors import GraphError, PatternError, ShapeError, UnsupportedError
 from ...graph.arguments import need_flag, positive
-from ...graph.graph import Graph, need_graph
+from ...graph.graph import Graph
 from ...graph.placement import Factors, Mesh, Placement, Sharding, tidy
 from ...graph.tensor import Tensor
 from ...notation.door import Rule
-from ...ops.collectives import Meshed
+from ...ops.collectives import need_of_all
+from .fully import FullyShard
 from .sharder import Sharder
 from .tensors import Stated
 
-__all__ = ["mesh", "shard"]
+__all__ = ["groups", "mesh", "shard"]
 
 #: Placements by the name of a tensor, or by a pattern of names.
 Placements = Annotated[
@@ -37,8 +39,10 @@ def mesh(**axes: object) -> Mesh:
 
     Parameters
     ----------
-    **axes : sympy.Expr or int
-        Number of ranks of each axis, the outermost first: `mesh(dp=8, tp=cg.dims("T"))`.
+    **axes : sympy.Expr, int or tuple of str
+        Number of ranks of each axis, the outermost first: `mesh(dp=8, tp=cg.dims("T"))`. Neighbouring axes may have a
+        name together, `mesh(kv=2, replica=4, tp=("kv", "replica"))`: placements may say it, and what ranks do along all
+        of them is one collective.
 
     Returns
     -------
@@ -48,7 +52,7 @@ def mesh(**axes: object) -> Mesh:
     Raises
     ------
     GraphError, ShapeError
-        If there is no axis, or a number of ranks is no positive integer.
+        If there is no axis, a number of ranks is no positive integer, or axes together are no neighbours.
 
     Examples
     --------
@@ -58,7 +62,14 @@ def mesh(**axes: object) -> Mesh:
     """
     if not axes or not all(map(is_name, axes)):
         raise GraphError(f"mesh: axes {shown(list(axes))}, expected a name and a number of ranks at least")
-    return Mesh(tuple((name, positive(f"mesh: {name}", n)) for name, n in axes.items()))
+    joint = {name: n for name, n in axes.items() if isinstance(n, tuple)}
+    sizes = {name: positive(f"mesh: {name}", n) for name, n in axes.items() if name not in joint}
+    order = [*sizes]
+    for name, parts in joint.items():
+        at = order.index(parts[0]) if len(parts) > 1 and parts[0] in sizes else 0
+        if not parts or tuple(order[at : at + len(parts)]) != parts or len(parts) < 2:
+            raise GraphError(f"mesh: {name} is {shown(parts)}, expected neighbouring axes among {', '.join(order)}")
+    return Mesh(tuple(sizes.items()), tuple(joint.items()))
 
 
 def shard(
@@ -66,8 +77,9 @@ def shard(
     mesh: Mesh,
     placements: Placements,
     *,
-    gather: str | Iterable[str] = (),
+    gather: str | Iterable[str] | FullyShard = (),
     gradients: Placements | None = None,
+    exchange: str | Iterable[str] = (),
     strict: bool = False,
 ) -> Graph:
     """Turn the graph of a whole model into the graph of one rank of a mesh: local sizes, and collectives as ops.
@@ -91,12 +103,17 @@ def shard(
         parameters, inputs, buffers, optimizer states (`"*.exp_avg"`) and, where a choice is left, of tensors that ops
         make: that the carry of the layers is split along the sequence is sequence parallelism. What is not named is
         whole on every rank.
-    gather : str or iterable of str
-        Axes of the mesh along which parameters are put together where an op reads them and given back after it: ZeRO-3,
-        or fully sharded data parallelism. Along other axes they stay, and activations come to them.
+    gather : str, iterable of str or FullyShard
+        Axes of the mesh along which parameters are put together where a pass reads them and given back after it:
+        ZeRO-3, or fully sharded data parallelism; a `FullyShard` says how, by default as torch's `fully_shard` does.
+        Along other axes they stay, and activations come to them.
     gradients : mapping of str to str, optional
         Where gradients are kept, by the name of what they are of; by default where that is. Split where parameters are
         whole is ZeRO-2.
+    exchange : str or iterable of str
+        Axes of the mesh that split heads inside a kernel of attention where they split the sequence outside of it, by
+        all-to-alls: DeepSpeed-Ulysses (Jacobs et al. 2023, arXiv 2309.14509). By default queries stay as they are
+        split, and keys and values are put together.
     strict : bool
         True where it is an error that an op cannot keep the placement of an operand, which is put together before it;
         by default `graph.sharding.resharded` tells of it.
@@ -118,7 +135,7 @@ def shard(
     -----
     The words are those of torch's DTensor (`torch/distributed/tensor/placement_types.py`): shard, replicate, partial.
     Sizes that a degree has to divide are conditions of the graph, looked at when they are bound. Collectives make a
-    new tensor, as torch's functional ones do. In a graph with a loop parameters are gathered anew by each pass.
+    new tensor, as torch's functional ones do, but for buffers of units.
 
     Examples
     --------
@@ -131,16 +148,11 @@ def shard(
     >>> cg.matmul_flops(s), cg.param_count(s), [m.collective for m in cg.communication(s)]
     (4*B*D*F/T, 2*D*F/T, ['all_reduce'])
     """
-    need_graph("shard", graph)
+    need_of_all("shard", graph)
     need_flag("shard", strict=strict)
-    if graph.sharding is not None or any(isinstance(op.kind, Meshed) and op.kind.axis for op in graph.walk()):
-        raise GraphError(f"shard: graph {graph.name!r} is that of one rank already, expected one of all devices")
-    used = Mesh(tuple((name, n) for name, n in mesh.axes if n != ONE))
-    gathered = frozenset([gather] if isinstance(gather, str) else gather)
-    odd = sorted(gathered - {*mesh}, key=str)
-    if odd:
-        raise GraphError(f"shard: gather along {shown(odd[0])}, expected axes of {mesh}")
-    gathered &= {*used}
+    used = _used(mesh)
+    policy = gather if isinstance(gather, FullyShard) else FullyShard(gather)
+    gathered, exchanged = _axes("gather", policy.axes, used, mesh), _axes("exchange", exchange, used, mesh)
     places = _found(graph, used, mesh, placements)
     asked = _found(graph, used, mesh, gradients or {})
     whole = {t: Placement(((),) * t.ndim) for t in graph.gradients}
@@ -150,9 +162,10 @@ def shard(
         gradients={g: asked.get(t, places.get(t, whole[t])) for t, g in graph.gradients.items()},
         staying={g: places.get(t, whole[t]).axes - gathered for t, g in graph.gradients.items()},
         gathered=gathered,
+        policy=policy if gathered else None,
+        exchanged=exchanged,
     )
-    sharder = Sharder(stated)
-    made = sharder.run(graph)
+    sharder, made = _sharded(graph, stated)
     if strict and sharder.moved:
         raise UnsupportedError(f"shard: {sharder.moved[0]}, expected placements that every op can keep")
     at = sharder.at
@@ -165,6 +178,32 @@ def shard(
         resharded=tuple(dict.fromkeys(sharder.moved)),
     )
     return made
+
+
+def _axes(what: str, given: str | Iterable[str], used: Mesh, mesh: Mesh) -> frozenset[str]:
+    """Return axes of a mesh that are named, those of one rank left out."""
+    axes = frozenset([given] if isinstance(given, str) else given)
+    odd = sorted(axes - {*mesh}, key=str)
+    if odd:
+        raise GraphError(f"shard: {what} along {shown(odd[0])}, expected axes of {mesh}")
+    return axes & {*used}
+
+
+def _used(mesh: Mesh) -> Mesh:
+    """Return a mesh without axes of one rank, but for those that are part of several together."""
+    joint = tuple((name, parts) for name, parts in mesh.joint if mesh[name] != ONE)
+    kept = {a for _, parts in joint for a in parts}
+    return Mesh(tuple((name, n) for name, n in mesh.axes if n != ONE or name in kept), joint)
+
+
+def _sharded(graph: Graph, stated: Stated) -> tuple[Sharder, Graph]:
+    """Make the graph of one rank; once more where stacks turn out to lie as their slices do, which come later."""
+    while True:
+        sharder = Sharder(stated)
+        made = sharder.run(graph)
+        if not sharder.stacks:
+            return sharder, made
+        stated = replace(stated, stacks={**stated.stacks, **sharder.stacks})
 
 
 def _found(graph: Graph, used: Mesh, mesh: Mesh, stated: Placements) -> dict[Tensor, Placement]:
@@ -184,15 +223,15 @@ def _read(t: Tensor, text: str, used: Mesh, mesh: Mesh) -> Placement:
     """Read a placement of a tensor; axes of which each position is a storage of its own have no say in it."""
     pieces = t.storage.pieces
     place = f"shard: {text!r} of {t!r}"
-    groups = _groups(text)
-    if groups is None or len(groups) != t.ndim - pieces:
+    found = groups(text)
+    if found is None or len(found) != t.ndim - pieces:
         raise PatternError(f"{place}: expected a place for each of {t.ndim - pieces} axes")
     out: list[Factors] = [()] * pieces
     seen: set[str] = set()
-    for group, size in zip(groups, t.sizes[pieces:], strict=True):
+    for group, size in zip(found, t.sizes[pieces:], strict=True):
         blocks = int(group[0]) if group[0].isdigit() else 1
         names = [n for n in group[group[0].isdigit() and len(group) > 1 :] if n not in mesh]
-        axes = [n for n in group if n in mesh]
+        axes = [a for n in group if n in mesh for a in mesh.parts(n)]
         if len(names) != 1 or blocks < 1 or seen & {*axes} or len(axes) > len({*axes}):
             words = f"({' '.join(group)})" if len(group) > 1 else group[0]
             raise PatternError(f"{place}: {words}, expected a name and axes of {mesh}, each once")
@@ -206,7 +245,7 @@ def _read(t: Tensor, text: str, used: Mesh, mesh: Mesh) -> Placement:
     return Placement(tuple(out))
 
 
-def _groups(text: str) -> list[list[str]] | None:
+def groups(text: str) -> list[list[str]] | None:
     """Return the words of each axis, None where the text is none of a placement."""
     if not re.fullmatch(r"(\s*(\w+|\((\s*\w+)+\s*\)))*\s*", text, re.ASCII):
         return None

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 
 from ...algebra.polynomial import Poly
 from ...errors import UnsupportedError
@@ -15,13 +14,18 @@ from ...graph.strides import contiguous
 from ...graph.tensor import Tensor
 from ...ops.blocks import Kernel
 from ...ops.fresh import Fresh
+from ...ops.grouped import Grouped, GroupedOuter
 from ...ops.moves import Rearrange, Slice
 from ...ops.pointwise import Pointwise
-from ...ops.stacks import Empty
+from ...ops.stacks import Empty, Stacked
 from .choice import Choice, Given, choose
-from .kernels import Pieces, live
-from .targets import targets
-from .tensors import Later, Placed
+from .exchange import before, common, heads, swapped, views
+from .experts import Routed
+from .kernels import Pieces, live, passes
+from .positions import of_keys, of_rank, queries, restricted
+from .sums import late, pending_of
+from .targets import becomes, targets
+from .tensors import Later
 
 __all__ = ["Sharder"]
 
@@ -37,15 +41,27 @@ class _WiderError(Exception):
         self.at, self.placement = at, placement
 
 
-class Sharder(Placed):
+class Sharder(Routed):
     """Copies ops with the sizes of one rank, and moves operands to where their rule wants them."""
 
     # -- ops ---------------------------------------------------------------------------------------------------------
 
     def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
         """Add what stands for an op, and take gradients to where they are kept."""
+        inside = self.piece is not None
+        if not inside:
+            if self.put_off(op):
+                self.after(op, new)
+                return
+            self.before(op, new)
         if isinstance(op.kind, Fresh) and not isinstance(op.kind, Empty):  # a stack is there before its slices are
             self.tensors[op.results[0]] = Later(op)
+        elif self.narrow(op):
+            pass
+        elif isinstance(op.kind, Empty):
+            self.stack(op, self.here(new))
+        elif isinstance(op.kind, Stacked):
+            self.stacked(op, new)
         elif op.loop is not None:
             self.loop(op, new)
         elif isinstance(op.kind, Kernel):
@@ -53,41 +69,47 @@ class Sharder(Placed):
         else:
             self.plain(op, new)
         for t in op.results:
-            if t in self.wanted and not isinstance(self.tensors[t], Later):
+            home = self.homes.get(self.tensors[t]) if self.piece is None else None
+            if home is not None and not becomes(t, self.wanted, _SAME):
+                self.tensors[t] = self.moved_to(self.tensors[t], home, new, op.phase)
+            if t in self.wanted and not isinstance(self.tensors[t], Later) and not self.defer(t):
                 self.tensors[t] = self.moved_to(self.tensors[t], self.wanted[t], new, op.phase)
+        if not inside:
+            self.after(op, new)
 
     def plain(self, op: Op, new: Graph) -> None:
         """Add an op of a rank."""
+        axis = self.routed(op, new)
         before = [self.tensors[t] for t in op.operands]
-        rule = None if isinstance(op.kind, Empty) else op.kind.placed(op)
+        rule = op.kind.placed(op)
         if rule is not None:
-            rule = self.rows.rule(op, self.restricted(rule, op), before)
+            rule = self.rows.rule(op, restricted(rule, op, [g.at for g in self.given(op)]), before, axis)
         choice = self.whole(op) if rule is None else choose(rule, self.given(op), self.mesh, self.asked(op, rule))
+        choice = self.rows.counted(op, choice)
         self.moved += [
-            f"{op.name!r}: {op.operands[i].name!r} put together along {axis}: {why}" for i, axis, why in choice.moved
+            f"{op.name!r}: {op.operands[i].name!r} put together along {axis}: {why}"
+            for i, axis, why in choice.moved
+            if rule is None or axis not in queries(op, rule, choice)  # keys are put together for its queries
         ]
         operands = [self.value(t, new, want, op.phase) for t, want in zip(op.operands, choice.operands, strict=True)]
+        for old, t in zip(op.operands, operands, strict=True):
+            self.read.setdefault(old, []).append(t)
+        if axis and isinstance(op.kind, Grouped | GroupedOuter):
+            operands[2] = self.merge(self.rows.own[before[2]].routing, axis, new, op.phase).results[0]
         self.need_in_place(op, operands)
         kind = op.kind if rule is None else rule.local(choice.extents, choice.ranks)
+        kind = kind if rule is None else of_rank(kind, rule, choice, self.mesh)
         made = self.add(op, kind, operands, self.here(new))
         for t, place in zip(made.results, choice.results, strict=True):
             self.at[t] = place
-        self.rows.note(op, rule, choice, before, made.results)
+        if rule is not None and op.phase == "backward":
+            home = of_keys(rule, choice, [t in self.params for t in operands])
+            self.homes |= {} if home is None else {made.results[0]: home}
+        self.rows.note(op, rule, choice, before, made.results, axis)
         if len(operands) == 1 and operands[0] in self.params and isinstance(op.kind, _SAME):
             self.params.update(made.results)
         for i, t in zip(op.kind.overwrites(), op.results, strict=False):
             self.note_part(op.operands[i], operands[i], t)
-
-    def restricted(self, rule: Split, op: Op) -> Split:
-        """Return the rule with the axes of a domain whole: which of its points a rank has is not the same for all."""
-        found = set(rule.whole)
-        for labels, t in (*zip(rule.operands, op.operands, strict=True), *zip(rule.results, op.results, strict=True)):
-            if t.domain is not None and labels is not None:
-                found |= {n for i in t.domain[1:] for n in labels[i]}
-        domain = getattr(op.kind, "domain", None)
-        if domain is not None and isinstance(domain[1], str):
-            found |= {domain[1], domain[2]}
-        return replace(rule, whole=frozenset(found)) if found != rule.whole else rule
 
     def given(self, op: Op) -> list[Given]:
         """Return the operands as they lie."""
@@ -98,22 +120,25 @@ class Sharder(Placed):
                 out.append(Given(None, zero=found.zero))
                 continue
             param = found in self.params
-            read = param and op.phase != "optimizer"  # an update is made of each rank's own part
+            # an update is made of each rank's own part
+            read = param and op.phase != "optimizer" and not self.apart
             out.append(Given(self.at[found], self.stated.gathered if read else (), stays=param))
         return out
 
     def asked(self, op: Op, rule: Split) -> dict[str, str]:
         """Return which names of the rule are asked for, by axis of the mesh: of a gradient, or a stated placement."""
         made = op.results[0]
+        # a gradient of weights is summed over tokens: what has these whole is exchanged, and tokens are not gathered
+        tokens = common(rule, [g.at for g in self.given(op)]) if becomes(made, self.wanted, _SAME) else {}
         place = self.wanted.get(made) or self.stated.places.get(made)
         axes = self.staying[made] if made in self.wanted else None
         given = [self.tensors[t] for t in op.operands]
         if place is None and any(isinstance(t, Tensor) and self.at[t].pending for t in given):
             place = self.met(made)
         if place is None:
-            return {}
+            return tokens
         axes = place.axes if axes is None else axes
-        return {
+        return tokens | {
             axis: names[0]
             for names, dim in zip(rule.results[0], place.dims, strict=True)
             for axis in axes
@@ -148,7 +173,7 @@ class Sharder(Placed):
             if axis in {*self.at[self.tensors[t]].axes, *self.at[self.tensors[t]].pending}
         ]
         operands = [Placement(((),) * t.ndim) for t in op.operands]
-        return Choice(list(operands), [Placement(((),) * t.ndim) for t in op.results], {}, {})
+        return Choice(list(operands), [Placement(((),) * t.ndim) for t in op.results], {}, {}, {})
 
     def need_in_place(self, op: Op, operands: Sequence[Tensor]) -> None:
         """Refuse to write into a copy in place of what it is a copy of."""
@@ -168,7 +193,11 @@ class Sharder(Placed):
         kind = op.kind
         assert isinstance(kind, Kernel)
         body = kind.body
-        operands = [self.prepared(op, i, new) for i in range(len(op.operands))]
+        places = heads(body) if self.stated.exchanged else {}
+        for old in op.operands:
+            if old.sizes in places and old not in self.inside:
+                self.swap(old, *places[old.sizes], new, op.phase)
+        operands = [self.prepared(op, i, new, self.inside if places else {}) for i in range(len(op.operands))]
         outer, self.piece = self.piece, Pieces(op, kind, operands, new, self.piece)
         for f, t in zip(body.formals, operands, strict=True):
             self.tensors[f] = t
@@ -181,19 +210,61 @@ class Sharder(Placed):
         self.piece.useful |= any(t.graph is self.piece.body for t in made)
         self.piece.close(last=True)
         self.piece = outer
+        for old, f, t in zip(op.operands, body.formals, operands, strict=True):
+            if self.tensors[f] is not t:  # rows that have been sent
+                self.tensors[old] = self.tensors[f]
         for t, inner_t in zip(op.results, made, strict=True):
             result = self.here(new).adopt(inner_t)
             self.stands_for(result, inner_t)
+            if inner_t in self.homes:
+                self.homes[result] = self.homes[inner_t]
             self.tensors[t] = result
+            if t.sizes in places:
+                self.swap_back(t, *places[t.sizes], new, op.phase)
 
-    def prepared(self, op: Op, i: int, new: Graph) -> Tensor:
+    def swap(self, old: Tensor, head: int, position: int, new: Graph, phase: str) -> None:
+        """Split an operand of attention by heads where its sequence is split: what it is a view of, which is saved."""
+        t = self.value(old, new)
+        at = self.at[t]
+        for axis in self.stated.exchanged:
+            if at.dim(axis) == position:
+                at = swapped(at, axis, head, old.sizes, self.mesh)
+        if at == self.at[t]:
+            return
+        base, chain = old, list[Op]()
+        for op in views(old) if phase == "forward" else ():
+            wanted = before(op.kind.placed(op), at, self.mesh)  # type: ignore[arg-type]  # it has a rule
+            if wanted is None:
+                break
+            at, base = wanted, op.operands[0]
+            chain.append(op)
+        known = {t: self.tensors[t] for t in (base, *(op.results[0] for op in chain))}
+        self.inside[base] = self.tensors[base] = self.moved_to(self.value(base, new), at, new, phase)
+        for op in reversed(chain):
+            self.plain(op, new)
+        self.inside[old] = self.tensors[old]
+        self.tensors |= known
+
+    def swap_back(self, old: Tensor, head: int, position: int, new: Graph, phase: str) -> None:
+        """Split a result of attention along the sequence, where its heads are split."""
+        t = self.tensors[old]
+        at = self.at[t]
+        for axis in self.stated.exchanged:
+            if at.dim(axis) == head:
+                at = swapped(at, axis, position, old.sizes, self.mesh)
+        if at != self.at[t]:
+            self.inside[old], self.tensors[old] = t, self.moved_to(t, at, new, phase)
+
+    def prepared(self, op: Op, i: int, new: Graph, inside: Mapping[Tensor, Tensor]) -> Tensor:
         """Return an operand of a kernel: a part of a sum is reduced before it is read, to where its like lies."""
         old = op.operands[i]
-        t = self.value(old, new)
+        t = inside[old] if old in inside else self.value(old, new)
         at = self.at[t]
         if t in self.params and op.phase != "optimizer":
             at = at.without(self.stated.gathered & at.axes, self.mesh)
-        if at.pending:
+        shared = all(self.mesh.beside(axis) & at.axes for axis in at.pending)
+        assert isinstance(op.kind, Kernel)
+        if at.pending and not (shared and passes(op.kind.body, op.kind.body.formals[i])):
             like = next(
                 (
                     self.at[self.tensors[o]]
@@ -211,16 +282,16 @@ class Sharder(Placed):
         loop = op.loop
         assert loop is not None
         starts: list[Placement | None] = []
-        for f, t, last in zip(loop.carries, loop.starts, loop.lasts, strict=True):
+        for i, (f, t, last) in enumerate(zip(loop.carries, loop.starts, loop.lasts, strict=True)):
             now = self.tensors[t]
             place = self.stated.places.get(f)
             if place is None and isinstance(now, Later):
                 place = self.wanted.get(last)
             elif place is None:
-                place = self.at[now].without(self.at[now].pending, self.mesh)
+                place = self.at[now].without(() if late(loop, i) else self.at[now].pending, self.mesh)
             starts.append(place)
         host, around = self.here(new), self.piece
-        known, copies = dict(self.tensors), dict(self.copies)
+        known, copies, within = dict(self.tensors), dict(self.copies), dict(self.inside)
         self.piece = None  # a loop inside a kernel is not cut: ranks meet where they have to
         while True:
             try:
@@ -229,7 +300,8 @@ class Sharder(Placed):
                 break
             except _WiderError as wider:
                 starts[wider.at] = wider.placement
-                self.tensors, self.copies = dict(known), dict(copies)  # what was added is taken back
+                # what was added is taken back
+                self.tensors, self.copies, self.inside = dict(known), dict(copies), dict(within)
         self.piece = around
 
     def iterations(self, op: Op, new: Graph, starts: Sequence[Placement | None]) -> None:
@@ -240,6 +312,7 @@ class Sharder(Placed):
         begun = [self.value(t, new, p, op.phase) for t, p in zip(loop.starts, places, strict=True)]
         begun = [self.dense(t, new, op.phase) for t in begun]
         xs = [self.summed(t, new, op.phase, sliced=True) for t in loop.xs]
+        xs = self.as_kept(loop, xs)
         shared = [self.summed(t, new, op.phase) for t in loop.shared]
         body = new.start_body(loop.body.name, fused=False)
         self.enter(loop, begun, xs, shared, body)
@@ -247,22 +320,21 @@ class Sharder(Placed):
         self.fill(loop.body, body)
         for i, t in enumerate(loop.nexts):
             self.hand_on(i, t, body, op, places[i])
+        self.tensors |= {t: self.inside[t] for t in loop.saved if t in self.inside}
         for t in (*loop.ys, *loop.saved):
             self.tensors[t] = self.summed(t, body, op.phase)
-        body.outputs += [body.adopt(self.tensors[t]) for t in loop.body.outputs]
-        made_op = self.add(op, replace(loop.kind, body=body), [*begun, *xs, *shared], new)
-        for i, (r, t) in enumerate(zip(made_op.results, loop.body.outputs, strict=True)):
-            inner = self.tensors[t]
+        outputs = [self.tensors[t] for t in loop.body.outputs]
+        for r, inner, stacked in self.finished(op, body, [begun, xs, shared], outputs, new):
             self.stands_for(r, inner)
-            if i >= len(loop.lasts):
+            if stacked:
                 self.at[r] = self.at[inner].with_dims([(), *self.at[inner].dims])
 
     def summed(self, old: Tensor, graph: Graph, phase: str, *, sliced: bool = False) -> Tensor:
         """Return what stands for an old tensor with nothing pending; what is read in slices has all of them."""
-        t = self.value(old, graph)
+        t = self.handed(old, self.value(old, graph))
         at = self.at[t]
         first = at.dims[0] if sliced else ()
-        gone = {*at.pending, *(f for f in first if isinstance(f, str))}
+        gone = {*(() if t in self.rows.own else at.pending), *(f for f in first if isinstance(f, str))}
         return self.moved_to(t, at.without(gone, self.mesh), graph, phase)
 
     def enter(
@@ -281,8 +353,8 @@ class Sharder(Placed):
         for r, o in zip((*loop.stacks, *loop.pieces), (*loop.ys, *loop.saved), strict=True):
             if r in self.wanted:
                 self.aim(o, self.wanted[r].with_dims(self.wanted[r].dims[1:]), self.staying[r])
-        for r, o in zip(loop.lasts, loop.nexts, strict=True):
-            if r in self.wanted:
+        for i, (r, o) in enumerate(zip(loop.lasts, loop.nexts, strict=True)):
+            if r in self.wanted and not late(loop, i):
                 self.aim(o, self.wanted[r], self.staying[r])
 
     def aim(self, t: Tensor, place: Placement, staying: frozenset[str]) -> None:
@@ -296,23 +368,20 @@ class Sharder(Placed):
         if isinstance(found, Later):
             self.tensors[t] = self.value(t, body, place, op.phase)
             return
+        loop, zero = op.loop, self.tensors[op.operands[i]]
+        assert loop is not None
+        if late(loop, i) and isinstance(zero, Later) and zero.zero and not place.pending:
+            natural = pending_of(loop, i, self.tensors, self.at)
+            if natural is not None:
+                raise _WiderError(i, natural)
         after = self.at[found].without(self.at[found].pending, self.mesh)
         more = after.axes - place.axes
-        if more and t not in self.stated.places and op.loop.carries[i] not in self.stated.places:  # type: ignore[union-attr]
+        if more and t not in self.stated.places and loop.carries[i] not in self.stated.places:
             dims = [d if not place.dims[j] else place.dims[j] for j, d in enumerate(after.dims)]
             wider = Placement(tuple(dims))
             if wider != place and len(wider.axes) == sum(len([f for f in d if isinstance(f, str)]) for d in dims):
                 raise _WiderError(i, wider)
         self.tensors[t] = self.dense(self.moved_to(found, place, body, op.phase), body, op.phase)
-
-    def dense(self, t: Tensor, graph: Graph, phase: str) -> Tensor:
-        """Return a carry as every iteration hands it on: in the order of its axes."""
-        if t.is_contiguous:
-            return t
-        kind = Rearrange(split=t.sizes, order=tuple(range(t.ndim)), merged=t.sizes, copy=True)
-        (made,) = graph.add_op(kind, [t], f"{t.name}.contiguous", phase).results
-        self.stands_for(made, t)
-        return made
 
     def stand_for(
         self, f: Tensor, outer: Tensor, body: Graph, sizes: tuple[Poly, ...], strides: tuple[Poly, ...],
@@ -321,7 +390,8 @@ class Sharder(Placed):
         """Add an input of a loop's body."""
         pieces = max(outer.storage.pieces - lead, 0)
         made = body.formal(outer, f.name, sizes, strides, pieces)
-        made.domain = f.domain
+        made.domain = None if f.domain is None or outer.domain is None else (outer.domain[0], *f.domain[1:])
         self.stands_for(made, outer)
+        self.names[made] = self.names.get(outer, outer.name)
         self.tensors[f], self.at[made] = made, place
         return made

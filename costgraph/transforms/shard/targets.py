@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TypeVar
 
 from ...graph.graph import Graph
+from ...graph.op import OpKind
 from ...graph.tensor import Tensor
 from ...ops.keep import Keep
 from ...ops.pieces import Accumulate
 
-__all__ = ["targets"]
+__all__ = ["becomes", "targets"]
 
 T = TypeVar("T")
 
@@ -29,3 +30,13 @@ def targets(graph: Graph, gradients: Mapping[Tensor, T]) -> dict[Tensor, T]:
                 found[o] = found[t]
                 left.append(o)
     return found
+
+
+def becomes(t: Tensor, gradients: Collection[Tensor], same: tuple[type[OpKind], ...]) -> bool:
+    """Whether a tensor is a gradient, or kinds with one operand make one of it: another format, or other axes."""
+    while t not in gradients:
+        readers = list(t.graph.successors(t))
+        if len(readers) != 1 or not isinstance(readers[0].kind, same) or len(readers[0].operands) != 1:
+            return False
+        (t,) = readers[0].results
+    return True

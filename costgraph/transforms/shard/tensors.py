@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...graph.graph import Graph
@@ -13,10 +13,13 @@ from ...graph.tensor import Storage, Tensor
 from ...ops.collectives import Collective
 from ...ops.fill import Fill
 from ...ops.fresh import Fresh
+from ...ops.moves import Rearrange
 from ...ops.pieces import Absent
 from ..rewrite import Rewriter
 from .convert import steps
+from .fully import FullyShard
 from .kernels import Pieces
+from .positions import at_places
 from .rows import Rows
 from .targets import targets
 
@@ -36,6 +39,12 @@ class Stated:
     """Axes of the mesh that split what a gradient is of, while an op reads it."""
     gathered: frozenset[str]
     """Axes of the mesh along which parameters are put together where an op reads them."""
+    stacks: Mapping[Tensor, Placement] = field(default_factory=dict)
+    """Of stacks of the old graph before their slices are written: as these lie."""
+    policy: FullyShard | None = None
+    """How."""
+    exchanged: frozenset[str] = frozenset()
+    """Axes of the mesh that split heads inside of attention where they split the sequence outside."""
 
 
 class Later:
@@ -56,20 +65,28 @@ class Placed(Rewriter):
         super().__init__()
         self.stated, self.mesh = stated, stated.mesh
         self.at: dict[Tensor, Placement] = {}
+        self.stacks: dict[Tensor, Placement] = {}
+        """Stacks of the old graph whose slices lie elsewhere than was said, and where."""
         self.params: set[Tensor] = set()
         """New tensors that are parameters, or stand for them."""
         self.copies: dict[tuple[Tensor, Placement, Graph, str], Tensor] = {}
+        self.elsewhere: dict[Tensor, Tensor] = {}
+        """Tensors that ranks have exchanged, and what they are of."""
         self.moved: list[str] = []
         """What was put together although nobody asked for it, in words."""
         self.wanted: dict[Tensor, Placement] = {}
         """Old tensors that are gradients, and where they are kept."""
         self.staying: dict[Tensor, frozenset[str]] = {}
-        self.rows = Rows()
+        self.rows = Rows(stated.mesh)
         """What of the new tensors is in an order of its rank."""
         self.carried: set[Storage] = set()
         """Storages that iterations hand on: the next one has what is written there as it is."""
         self.met_by: dict[Tensor, Placement] = {}
         """Old tensors that are carries of the next iteration, and where that has them."""
+        self.homes: dict[Any, Placement] = {}
+        """New tensors that are parts of sums, and where these belong: gradients of keys, whose queries are split."""
+        self.inside: dict[Tensor, Tensor] = {}
+        """Old tensors that attention has with their heads split, and what it has."""
         self.piece: Pieces | None = None
         """The kernel that is being cut."""
         self.parts: dict[Storage, tuple[Tensor, Placement]] = {}
@@ -85,6 +102,7 @@ class Placed(Rewriter):
         """Copy sources and ops, and put together what ranks have written in parts."""
         around, self.parts = self.parts, {}
         super().fill(old, new, suffix)
+        self.close(old, new)
         for t, place in self.parts.values():
             self.put_together(t, place, new)
         self.parts = around
@@ -99,10 +117,15 @@ class Placed(Rewriter):
             for g in old.gradients.values():
                 self.tensors[g] = self.value(g, new)
 
+    def close(self, old: Graph, new: Graph) -> None:
+        """Do what is left to do once all ops of a body are copied."""
+
     # -- tensors -----------------------------------------------------------------------------------------------------
 
     def source(self, old: Tensor, new: Graph, suffix: str) -> Any:
         """Declare what a rank has of a source."""
+        if old in self.tensors:
+            return self.tensors[old]
         place = self.stated.places.get(old, Placement(((),) * old.ndim))
         tensor = Tensor(
             new, new.unique(old.name + suffix), place.local(old.sizes), old.dtype,
@@ -118,7 +141,10 @@ class Placed(Rewriter):
         """Return what stands for an old tensor, made now where it was not made yet, at the placement that is wanted."""
         found = self.tensors[old]
         if isinstance(found, Later):
-            return self.made(found, old, new, want or Placement(((),) * old.ndim))
+            key = (old, want or Placement(((),) * old.ndim), self.here(new), "")
+            if key not in self.copies:  # its readers have one
+                self.copies[key] = self.made(found, old, new, key[1])
+            return self.copies[key]
         return found if want is None else self.moved_to(found, want, new, phase)
 
     def here(self, new: Graph) -> Graph:
@@ -131,7 +157,8 @@ class Placed(Rewriter):
             want = want.without(want.pending, self.mesh)
         kind = later.op.kind
         assert isinstance(kind, Fresh)
-        op = self.here(new).add_op(replace(kind, sizes=want.local(old.sizes)), [], later.op.name, later.op.phase)
+        kind = at_places(replace(kind, sizes=want.local(old.sizes)), want, self.mesh)
+        op = self.here(new).add_op(kind, [], later.op.name, later.op.phase)
         op.scope = later.op.scope
         self.at[op.results[0]] = want
         return op.results[0]
@@ -141,16 +168,24 @@ class Placed(Rewriter):
         have = self.at[t]
         if have == want:
             return t
-        key = (t, want, new, "" if t in self.params else phase)
-        if key in self.copies:
-            return self.copies[key]
+        key, always = (t, want, new, "" if t in self.params else phase), (t, want, new, "")
+        if key in self.copies or always in self.copies:
+            return self.copies.get(key) or self.copies[always]
         made, param = t, t in self.params
         self.rows.need_kept(t, have.dims, want.dims)
-        for kind, after, name in steps(have, want, self.mesh):
+        way = list(steps(have, want, self.mesh))
+        for kind, after, name in way:
             made = self.step(kind, made, name, new, phase)
             self.at[made] = after
+        if have.pending:  # a sum is reduced once, for all passes
+            key = always
+        if {name for *_, name in way} == {"all_to_all"}:  # as large as what it is of: either may be kept
+            key = always
+            self.copies[made, have, new, ""] = t
+            self.elsewhere[made] = t
         assert self.at[made] == want, f"{t!r}: {have} -> {self.at[made]}, expected {want}"
-        self.rows.stands_for(made, t)
+        if have.pending == want.pending or t not in self.rows.own:  # a count over all ranks is the same on each
+            self.rows.stands_for(made, t)
         if param:
             self.params.add(made)
         self.copies[key] = made
@@ -163,13 +198,46 @@ class Placed(Rewriter):
             self.params.add(made)
         self.rows.stands_for(made, t)
 
-    def step(self, kind: OpKind, t: Tensor, name: str, new: Graph, phase: str) -> Tensor:
+    def step(self, kind: OpKind, t: Tensor, name: str, new: Graph, phase: str, *others: Tensor) -> Tensor:
         """Add an op that moves a tensor; a kernel is cut where ranks have to meet."""
-        graph = new if self.piece is None else self.piece.outside()
+        graph = new if self.piece is None else self.piece.outside(t)
         base = t.name.removesuffix(".in")
-        op = graph.add_op(kind, [t], f"{base}.{name}", phase)
+        op = graph.add_op(kind, [t, *others], f"{base}.{name}", phase)
         op.scope = base.rpartition("/")[0]
         return op.results[0]
+
+    def dense(self, t: Tensor, graph: Graph, phase: str) -> Tensor:
+        """Return a carry as every iteration hands it on: in the order of its axes."""
+        return t if t.is_contiguous else self.copied(t, graph, f"{t.name}.contiguous", phase)
+
+    def copied(self, t: Tensor, graph: Graph, name: str, phase: str) -> Tensor:
+        """Return a copy of a tensor in the order of its axes."""
+        kind = Rearrange(split=t.sizes, order=tuple(range(t.ndim)), merged=t.sizes, copy=True)
+        (made,) = graph.add_op(kind, [t], name, phase).results
+        self.stands_for(made, t)
+        return made
+
+    def stack(self, op: Op, new: Graph) -> None:
+        """Add a stack where its slices will lie, which is known once they do: the graph is made once more then."""
+        (stack,), kind = op.results, op.kind
+        place = self.stated.stacks.get(stack, Placement(((),) * stack.ndim))
+        assert isinstance(kind, Fresh)
+        (made,) = self.add(op, replace(kind, sizes=place.local(stack.sizes)), [], new).results
+        self.at[made] = place
+
+    def stacked(self, op: Op, new: Graph) -> None:
+        """Add the stack that is full, and note where its slices lie."""
+        stack, *slices = op.operands
+        place, rest = self.at[self.tensors[stack]], stack.ndim - 1
+        now = [self.at[self.value(t, new)] for t in slices]
+        dims = {at.dims[len(at.dims) - rest :] for at in now}
+        found = Placement(((), *dims.pop())) if len(dims) == 1 else Placement(((),) * stack.ndim)
+        if found != place and stack not in self.stated.stacks:
+            self.stacks[stack] = found
+        wanted = [Placement((*((),) * (t.ndim - rest), *place.dims[1:])) for t in slices]
+        moved = [self.value(t, new, want, op.phase) for t, want in zip(slices, wanted, strict=True)]
+        (made,) = self.add(op, op.kind, [self.tensors[stack], *moved], self.here(new)).results
+        self.at[made] = place
 
     def note_part(self, before: Tensor, written: Tensor, after: Tensor) -> None:
         """Note what is written in parts although every rank has it whole."""

@@ -9,6 +9,8 @@ from ...ops.collectives import Part
 from ...ops.foreign import Foreign
 from ...ops.grouped import Dispatch
 from ...ops.keep import StopGradient
+from ...ops.merge import Merge
+from ...ops.pack import Pack
 from ...ops.pooling import Unpool
 from ...ops.updates import FusedUpdate, Unscale, ZeroGrad
 from . import contraction, elementwise, grouped, lookups, reductions, shapes, stated, windows
@@ -24,8 +26,10 @@ NOT_DIFFERENTIABLE: Mapping[type[OpKind], str] = MappingProxyType(
         Unpool: "a gradient already: of gradients of gradients of windows nothing is stated",
         Foreign: "a call that was recorded: torch runs its backward pass, which a trace can record as well",
         FusedUpdate: "part of an optimizer step",
+        Pack: "of the graph of one rank: a graph is differentiated before it is sharded",
         Part: "of the graph of one rank: a graph is differentiated before it is sharded",
         Dispatch: "makes integers alone",
+        Merge: "of the graph of one rank: a graph is differentiated before it is sharded",
         StopGradient: "lets no gradient pass: nothing asks for its rule",
         Append: "part of a step of inference",
         ZeroGrad: "part of an optimizer step",

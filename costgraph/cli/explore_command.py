@@ -1,0 +1,39 @@
+"""The command that writes the page with sliders."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ..report.explore import explore
+from . import options as opt
+from .commands import app, command
+from .loading import load_model
+from .terminal import say
+
+__all__ = ["app"]
+
+_Out = Annotated[str, typer.Option("--out", metavar="FILE", help="HTML file to write.")]
+_Views = Annotated[
+    list[str] | None,
+    typer.Option("--views", metavar="VIEW", help="One view; may be given several times. forward, prefill, decode or "
+                 "train, then optimizer=, precision=, checkpoint=, and dp=, tp=, cp=, ep= of one rank."),
+]  # fmt: skip
+
+
+@command("explore", short_help="Write a page with a slider for every size.")
+def explore_command(
+    model: opt.Model, out: _Out, views: _Views = None, attention: opt.Attention = None, dtype: opt.Format = None,
+    dropout: opt.Dropout = None, composed: opt.Composed = False, symbolic: opt.Symbolic = False,
+) -> None:  # fmt: skip
+    """Write one HTML file that shows in a browser what follows from sizes: memory, FLOPs and time, without a server.
+
+    Examples
+    --------
+      costgraph explore llama-3-8b --out page.html
+      costgraph explore llama-3-8b --out page.html --views forward
+        --views "train precision=bf16 checkpoint=every-block dp=8 tp=T"
+    """
+    page = explore(load_model(model, attention, dtype, dropout, composed, symbolic), out, views=views)
+    say(f"{out}: {page.name}, {len(page.html):,} characters")

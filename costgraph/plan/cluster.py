@@ -1,0 +1,138 @@
+"""A run of training on a cluster: from the time of a step to tokens a second, days, and what they cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from ..algebra.extremum import as_expr
+from ..algebra.polynomial import ONE, Poly
+from ..analysis.seconds import seconds
+from ..analysis.training import Fallback, given, model_flops, rate_of, tokens_poly
+from ..analysis.training_memory import is_step
+from ..bind.evaluate import Formula, answer
+from ..errors import GraphError
+from ..graph.graph import Graph, need_graph
+from ..graph.sizes import bindings
+from ..hardware.networks import Network
+from ..hardware.specs import Hardware
+
+__all__ = ["Run", "run"]
+
+_HOUR = 3600
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run of training takes: formulas while something is open."""
+
+    devices: Formula
+    """devices of the mesh"""
+    seconds: Formula
+    """of a step, idle time of a pipeline included"""
+    step_tokens: Formula
+    """tokens of a step, those of all devices"""
+    tokens_per_second: Formula
+    """tokens in a second, those of all devices"""
+    mfu: Formula
+    """model FLOPs of a rank over what its device could do in this time; what several ranks do alike counts for each"""
+    steps: Formula
+    """steps that the tokens take, not rounded"""
+    days: Formula
+    """days of 86,400 seconds that these take, without any restart"""
+    device_hours: Formula
+    """hours of all devices"""
+    cost: Formula | None
+    """in the currency of the price; None where none is stated"""
+
+
+def run(
+    step: Graph, hardware: str | Hardware, /, tokens: Formula, *, network: str | Network | None = None,
+    price: Formula | None = None, overlap: str = "none", bubble: Formula = 0, dtype: str | None = None,
+    fallback: Fallback = None, **dims: int,
+) -> Run:  # fmt: skip
+    """Return what it takes to train on a number of tokens with one graph on each device of a mesh.
+
+    Parameters
+    ----------
+    step : Graph
+        A step of training, such as `parallelize` makes; one without a mesh is of one device.
+    hardware : str, path-like or Hardware
+        The devices.
+    tokens : number or sympy.Expr
+        Tokens to train on.
+    network : str, path-like or Network, optional
+        Between the domains of their interconnect, as in `roofline`.
+    price : number or sympy.Expr, optional
+        Of an hour of one device, in any currency.
+    overlap : str
+        Of collectives with all else, as in `roofline`.
+    bubble : number or sympy.Expr
+        Time that a device waits for others in a pipeline, as a share of the time that it is busy.
+    dtype : str, optional
+        Format whose peak rate counts, by default the one that most matmul FLOPs are done in.
+    fallback : str or mapping, optional
+        As `Hardware.rate`.
+    **dims : int
+        Sizes to bind, degrees of the mesh among them.
+
+    Returns
+    -------
+    Run
+        Time of a step and of all steps, tokens a second, MFU, hours of devices and their cost.
+
+    Raises
+    ------
+    BindingError, GraphError, SpecError, UnsupportedError
+        If an amount is not positive, the graph is no step of training; as `seconds` and `mfu`.
+
+    Notes
+    -----
+    The time is the estimate of `seconds`, which is of vendors' peak rates, times 1 + `bubble`.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> step = cg.training_step(cg.models.load("llama-3-8b"), precision="bf16")
+    >>> s = cg.parallelize(step, dp=8, zero=3)
+    >>> found = cg.plan.run(s, "h100-sxm", 15e12, price=2, B=8, S=8192)
+    >>> f"{found.tokens_per_second:,.0f} tokens/s, MFU {found.mfu:.0%}, {found.days:,.0f} days, {found.cost / 1e6:.2f}M"
+    '101,037 tokens/s, MFU 66%, 1,718 days, 0.66M'
+    """
+    need_graph("run", step)
+    if not is_step(step):
+        raise GraphError(f"run: graph {step.name!r} has no gradients, expected a step of training")
+    values = bindings(step, dims)
+    busy = seconds(step, hardware, fallback=fallback, hierarchical=False, overlap=overlap, network=network, **dims)
+    idle = 0 if isinstance(bubble, int | float) and bubble == 0 else given("run: bubble", bubble)
+    taken = given("run: seconds", busy) * (1 + idle)
+    devices, whole = (as_expr(answer(p.bind(values), values.held)) for p in _spread(step))
+    rate = rate_of("run", hardware, dtype, step, dims, fallback)
+    steps = given("run: tokens", tokens) / whole
+    hours = steps * taken * devices / _HOUR
+    return Run(
+        devices=answer(devices),
+        seconds=answer(taken),
+        step_tokens=answer(whole),
+        tokens_per_second=answer(whole / taken),
+        mfu=answer(as_expr(model_flops(step, "executed", **dims)) / (taken * rate)),
+        steps=answer(steps),
+        days=answer(steps * taken / (24 * _HOUR)),
+        device_hours=answer(hours),
+        cost=None if price is None else answer(hours * given("run: price", price)),
+    )
+
+
+def _spread(step: Graph) -> tuple[Poly, Poly]:
+    """Return how many devices a step runs on, and the tokens that all of them have."""
+    own, sharding = tokens_poly(step), step.sharding
+    if sharding is None:
+        return ONE, own
+    mesh = sharding.mesh
+    inputs = (t.name for t in step.tensors if t.producer is None and t.role == "input" and t.dtype.kind != "float")
+    found = {name: prod((mesh[axis] for axis in sharding.places[name].axes), start=ONE) for name in inputs}
+    parts = set(found.values())
+    if len(parts) != 1:
+        has = ", ".join(f"{name!r} into {n}" for name, n in found.items())
+        raise GraphError(f"run: graph {step.name!r} splits {has}, expected inputs of whole numbers split alike")
+    return mesh.devices, own * parts.pop()

@@ -1,0 +1,253 @@
+"use strict";
+(() => {
+  const at = id => document.getElementById(id);
+  const make = (tag, attributes = {}, ...inside) => {
+    const space = { svg: "http://www.w3.org/2000/svg", math: "http://www.w3.org/1998/Math/MathML" }[attributes.space];
+    const { space: _, ...rest } = attributes;
+    const out = space ? document.createElementNS(space, tag) : document.createElement(tag);
+    for (const [name, value] of Object.entries(rest)) out.setAttribute(name, value);
+    out.append(...inside);
+    return out;
+  };
+  const svg = (tag, attributes, ...inside) => make(tag, { space: "svg", ...attributes }, ...inside);
+  const math = (tag, ...inside) => make(tag, { space: "math" }, ...inside);
+  const PREFIXES = [[1e18, "E"], [1e15, "P"], [1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]];
+  const short = (x, unit) => {
+    if (!Number.isFinite(x)) return "undefined here";
+    const [scale, prefix] = PREFIXES.find(([s]) => Math.abs(x) >= s) ?? [1, ""];
+    return `${Number((x / scale).toPrecision(4))} ${prefix}${unit}`;
+  };
+  const clock = s => !Number.isFinite(s) ? "undefined here" : s >= 1 || s === 0 ? `${Number(s.toPrecision(4))} s`
+    : s >= 1e-3 ? `${Number((s * 1e3).toPrecision(4))} ms` : `${Number((s * 1e6).toPrecision(4))} µs`;
+  const grouped = text => text.replace(/\B(?=(\d{3})+$)/g, ",");
+  const digits = (engine, row) => { // all of them where it is a whole number
+    const found = engine.exact(row);
+    return found && found[1] === 1n ? grouped(found[0].toString()) : String(engine.number(row));
+  };
+
+  const data = JSON.parse(at("data").textContent);
+  const engine = new Engine(data.tables);
+  const state = { view: 0, device: Math.max(0, data.devices.findIndex(d => d.id === "h100-sxm")), sizes: { ...data.sizes } };
+  const LARGEST = 2 ** 53 - 1;
+
+  // -- formulas as MathML ------------------------------------------------------------------------------------------
+
+  const symbol = name => math("mi", name);
+  const joined = (parts, mark) => parts.flatMap((p, i) => i ? [math("mo", mark), p] : [p]);
+  const generator = i => {
+    const g = data.tables.generators[i];
+    if (typeof g === "string") return symbol(g);
+    const [name, ...rows] = g, inside = rows.map(sum);
+    if (name === "pow") return math("msup", math("mrow", math("mo", "("), inside[0], math("mo", ")")), inside[1]);
+    const [open, close] = { floor: ["⌊", "⌋"], ceil: ["⌈", "⌉"] }[name] ?? ["(", ")"];
+    return math("mrow", ...(open === "(" ? [math("mo", name)] : []), math("mo", open), ...joined(inside, ","), math("mo", close));
+  };
+  const product = (monomial, coefficient) => {
+    const [above, below] = String(coefficient).replace("-", "").split("/"), over = [], under = [];
+    const m = data.tables.monomials[monomial];
+    for (let f = 0; f < m.length; f += 2) {
+      const e = Math.abs(m[f + 1]), g = generator(m[f]);
+      (m[f + 1] > 0 ? over : under).push(e === 1 ? g : math("msup", g, math("mn", String(e))));
+    }
+    if (above !== "1" || !over.length) over.unshift(math("mn", grouped(above)));
+    if (below) under.unshift(math("mn", grouped(below)));
+    return under.length ? math("mfrac", math("mrow", ...over), math("mrow", ...under)) : math("mrow", ...over);
+  };
+  const sum = row => {
+    const terms = data.tables.rows[row], out = [];
+    for (let t = 0; t < terms.length; t += 2) {
+      const minus = String(terms[t + 1]).startsWith("-");
+      if (t || minus) out.push(math("mo", minus ? "−" : "+"));
+      out.push(product(terms[t], terms[t + 1]));
+    }
+    return math("mrow", ...(out.length ? out : [math("mn", "0")]));
+  };
+
+  // -- tables ------------------------------------------------------------------------------------------------------
+
+  const table = (heads, rows) => make("table", {},
+    make("thead", {}, make("tr", {}, ...heads.map(h => make("th", { scope: "col" }, h)))),
+    make("tbody", {}, ...rows.map(r => make("tr", {}, ...r.map(c => make("td", {}, c))))));
+  const card = (title, value, detail, kind = "", key = "") =>
+    make("div", { class: "card", ...(key && { "data-key": key }) }, title, make("b", { class: kind }, value), make("small", {}, detail));
+
+  const cards = (view, device, peak, times, low) => {
+    const room = device.capacity, bytes = engine.number(peak[0]), fits = bytes <= room;
+    const total = name => [engine.number(view.totals[name]), digits(engine, view.totals[name])];
+    const [flops, flopDigits] = total("flops"), [moved, movedDigits] = total("bytes"), [params, paramDigits] = total("params");
+    const estimate = times && times.reduce((s, t) => s + t.seconds, 0);
+    const why = device.refused ?? view.ops.map(op => op.sent?.[state.device]).find(s => typeof s === "string");
+    const time = times && Number.isFinite(estimate) ? clock(estimate) : "no time";
+    at("cards").replaceChildren(
+      card("peak memory", short(bytes, "B"), `${digits(engine, peak[0])} B`, "", "peak"),
+      card(`${device.id}, ${short(room, "B")}`, fits ? "fits" : "does not fit",
+        `${(100 * bytes / room).toFixed(1)}% of the memory`, fits ? "good" : "bad", "fits"),
+      card("FLOPs", short(flops, "FLOP"), `${flopDigits} FLOP`, "", "flops"),
+      card("time, estimate", time, why ?? `no run is faster than ${clock(low)}`, "", "estimate"),
+      card("bytes moved, as declared", short(moved, "B"), `${movedDigits} B`, "", "bytes"),
+      card("parameters", short(params, ""), paramDigits, "", "params"));
+    Object.assign(document.body.dataset, { estimate: String(estimate), least: String(low) });
+  };
+
+  const holder = (view, peak, i) => {
+    at("holder").textContent = `${peak[1]} (${peak[2]}), case ${i + 1} of ${view.peak.length}` + (peak[3] ? `: ${peak[3]}` : "");
+    at("formula").replaceChildren(math("math", sum(peak[0])));
+    const bytes = engine.number(peak[0]);
+    at("roles").replaceChildren(table(["role", "bytes", "share"], peak[4].map(([role, row]) =>
+      [role, digits(engine, row), `${(100 * engine.number(row) / bytes).toFixed(1)}%`])));
+  };
+
+  const ops = times => {
+    const whole = times.reduce((s, t) => s + t.seconds, 0);
+    const rows = [...times].sort((x, y) => y.seconds - x.seconds).slice(0, 20);
+    at("ops").replaceChildren(table(["op", "phase", "FLOPs", "bytes", "time", "of time", "bound"], rows.map(t =>
+      [t.op.op, t.op.phase, short(t.flops, "FLOP"), short(t.bytes, "B"), clock(t.seconds), `${(100 * t.seconds / whole).toFixed(1)}%`, t.bound])));
+  };
+
+  const communication = (view, times) => {
+    const sent = view.ops.flatMap((op, i) => op.sent ? [[op, times?.[i]]] : []);
+    at("communication").hidden = !sent.length;
+    at("sent").replaceChildren(table(["op", "collective", "axis", "phase", "bytes in memory", "time"], sent.map(([op, t]) =>
+      [op.op, op.collective, op.axis, op.phase, short(engine.number(op.bytes), "B"), t ? clock(t.seconds) : ""])));
+  };
+
+  // -- pictures ----------------------------------------------------------------------------------------------------
+
+  const roofline = (device, times) => {
+    const box = { w: 760, h: 360, left: 60, bottom: 40, top: 12, right: 12 };
+    const shown = times.filter(t => t.flops > 0 && t.bytes > 0 && t.seconds > 0);
+    const roof = Math.max(...data.keys.map((_, k) => device.rates[k])), ridge = roof / device.bandwidth;
+    if (!shown.length) return at("roofline").replaceChildren("no op has both FLOPs and bytes");
+    const x = shown.map(t => t.flops / t.bytes), y = shown.map(t => t.flops / t.seconds);
+    const range = v => [Math.floor(Math.log10(Math.max(Math.min(...v), 1e-3))), Math.ceil(Math.log10(Math.max(...v)))];
+    const [x0, x1] = range([...x, ridge * 2]), [y0, y1] = range([...y, roof * 1.2]);
+    const px = v => box.left + (Math.log10(v) - x0) / (x1 - x0) * (box.w - box.left - box.right);
+    const py = v => box.h - box.bottom - (Math.log10(v) - y0) / (y1 - y0) * (box.h - box.bottom - box.top);
+    const picture = svg("svg", { viewBox: `0 0 ${box.w} ${box.h}`, role: "img",
+      "aria-label": `roofline of ${device.name}: ${shown.length} ops, ridge point at ${ridge.toFixed(0)} FLOP per byte` });
+    const text = (words, left, top, more = {}) => picture.append(svg("text", { x: left, y: top, ...more }, words));
+    for (let e = x0; e <= x1; e++) {
+      picture.append(svg("line", { class: "grid", x1: px(10 ** e), x2: px(10 ** e), y1: box.top, y2: box.h - box.bottom }));
+      text(short(10 ** e, ""), px(10 ** e), box.h - box.bottom + 14, { "text-anchor": "middle" });
+    }
+    for (let e = y0; e <= y1; e++) {
+      picture.append(svg("line", { class: "grid", y1: py(10 ** e), y2: py(10 ** e), x1: box.left, x2: box.w - box.right }));
+      text(short(10 ** e, ""), box.left - 6, py(10 ** e) + 4, { "text-anchor": "end" });
+    }
+    text("FLOP/B", box.w / 2, box.h - 6);
+    text("FLOP/s", box.left + 6, box.top + 12);
+    const from = Math.max(10 ** x0, 10 ** y0 / device.bandwidth);
+    picture.append(svg("polyline", { class: "roof", points:
+      [[from, from * device.bandwidth], [ridge, roof], [10 ** x1, roof]].map(([a, b]) => `${px(a)},${py(b)}`).join(" ") }));
+    const longest = Math.max(...shown.map(t => t.seconds));
+    shown.forEach((t, i) => picture.append(svg("circle", { class: t.bound, cx: px(Math.max(x[i], 10 ** x0)), cy: py(Math.max(y[i], 10 ** y0)),
+      r: 2.5 + 14 * Math.sqrt(t.seconds / longest), "fill-opacity": .45 },
+      svg("title", {}, `${t.op.op} (${t.op.phase}): ${short(x[i], "FLOP/B")}, ${short(y[i], "FLOP/s")}, ${clock(t.seconds)}, ${t.bound}-bound`))));
+    at("roofline").replaceChildren(picture);
+  };
+
+  const COLOURS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#7f7f7f", "#a05fb4", "#5f8a3d"];
+  let chart = null;
+  const memory = (view, device) => {
+    const found = timeline(engine, view.memory).filter(r => r.bytes.some(b => b > 0));
+    const steps = view.memory.steps, below = steps.map(() => 0);
+    const stacked = found.map(r => r.bytes.map((b, i) => below[i] += b));
+    const most = Math.max(...below), colour = getComputedStyle(document.body).color;
+    const lines = [...stacked.reverse(), ...(device.capacity < 3 * most ? [steps.map(() => device.capacity)] : [])];
+    const key = `${state.view} ${found.map(r => r.role)} ${lines.length} ${colour}`;
+    const xs = steps.map((_, i) => i), values = [xs, ...lines];
+    if (chart?.key === key) return chart.plot.setData(values);
+    chart?.plot.destroy();
+    const series = found.map(({ role }, i) => ({ label: role, fill: COLOURS[i % 10], stroke: COLOURS[i % 10], width: 1,
+      points: { show: false }, value: (u, v, s, at) => at === null ? "" : short(timeline(engine, data.views[state.view].memory).find(r => r.role === role).bytes[at], "B") })).reverse();
+    if (lines.length > stacked.length) series.push({ label: "capacity", stroke: "#d00", dash: [6, 4], points: { show: false }, value: (u, v) => v === null ? "" : short(v, "B") });
+    const axis = { stroke: colour, grid: { stroke: "#8884" } };
+    const where = (u, v, s, at) => at === null ? "" : `${data.views[state.view].memory.steps[at][1]} (${data.views[state.view].memory.steps[at][2]})`;
+    const plot = new uPlot({ width: at("memory").clientWidth, height: 300, scales: { x: { time: false }, y: { range: (u, low, high) => [0, high * 1.05] } },
+      series: [{ label: "step", value: where }, ...series],
+      axes: [axis, { ...axis, size: 80, values: (u, ticks) => ticks.map(v => short(v, "B")) }] }, values, at("memory"));
+    chart = { key, plot };
+  };
+
+  // -- state -------------------------------------------------------------------------------------------------------
+
+  const draw = () => {
+    const view = data.views[state.view], device = data.devices[state.device];
+    engine.set(state.sizes);
+    const broken = violated(engine, view);
+    at("warnings").replaceChildren(...(broken.length ? ["At these sizes this is not so: ", make("ul", {}, ...broken.map(b => make("li", {}, b)))] : []));
+    const i = holding(engine, view.peak), times = spent(engine, view, device, state.device);
+    if (i < 0) return at("warnings").append(" The formulas are undefined at these sizes.");
+    cards(view, device, view.peak[i], times, times && least(engine, view, device, state.device));
+    holder(view, view.peak[i], i);
+    memory(view, device);
+    if (times) roofline(device, times); else at("roofline").replaceChildren(device.refused);
+    if (times) ops(times); else at("ops").replaceChildren(device.refused);
+    communication(view, times);
+    if (device.notes?.length) at("ops").append(make("p", {}, device.notes.join("; ")));
+  };
+  let due = 0;
+  const later = () => { due ||= requestAnimationFrame(() => { due = 0; draw(); }); };
+  const hash = () => "#" + new URLSearchParams({ view: data.views[state.view].name, device: data.devices[state.device].id, ...state.sizes });
+  const remember = () => { try { history.replaceState(null, "", hash()); } catch { /* a notebook's frame has no address */ } };
+  const read = () => {
+    const given = new URLSearchParams(location.hash.slice(1));
+    const place = (list, key, name) => { const i = list.findIndex(x => x[key] === given.get(name)); if (i >= 0) state[name] = i; };
+    place(data.views, "name", "view");
+    place(data.devices, "id", "device");
+    for (const name of Object.keys(state.sizes)) {
+      const size = Number(given.get(name));
+      if (Number.isInteger(size) && size >= 1 && size <= LARGEST) state.sizes[name] = size;
+    }
+  };
+
+  const sliders = () => {
+    const names = data.views[state.view].sizes;
+    at("sizes").replaceChildren(...names.map(name => {
+      const top = Math.max(20, Math.ceil(Math.log2(data.sizes[name])) + 3);
+      const slider = make("input", { type: "range", min: 0, max: top, step: .25, "aria-label": `${name}, slider` });
+      const box = make("input", { type: "number", min: 1, max: LARGEST, step: 1, id: `size-${name}`, "aria-label": `${name}, size` });
+      const show = () => { slider.value = Math.log2(state.sizes[name]); box.value = state.sizes[name]; slider.setAttribute("aria-valuetext", box.value); };
+      const put = size => { state.sizes[name] = size; box.value = size; slider.setAttribute("aria-valuetext", size); later(); };
+      slider.addEventListener("input", () => put(Math.max(1, Math.round(2 ** slider.value))));
+      slider.addEventListener("change", remember);
+      box.addEventListener("input", () => {
+        const size = Number(box.value), good = Number.isInteger(size) && size >= 1 && size <= LARGEST;
+        box.setCustomValidity(good ? "" : "a whole number from 1 on");
+        if (good) { put(size); slider.value = Math.log2(size); remember(); }
+      });
+      box.addEventListener("blur", show);
+      show();
+      return make("div", { class: "size" }, make("label", { for: `size-${name}` }, name), slider, box);
+    }));
+  };
+
+  const select = (id, names) => {
+    at(id).replaceChildren(...names.map((n, i) => make("option", { value: i }, n)));
+    at(id).addEventListener("change", () => { state[id] = Number(at(id).value); sliders(); remember(); later(); });
+  };
+  select("view", data.views.map(v => v.name));
+  select("device", data.devices.map(d => d.name));
+  const restore = () => { read(); at("view").value = state.view; at("device").value = state.device; sliders(); later(); };
+  addEventListener("hashchange", restore);
+  addEventListener("resize", () => chart?.plot.setSize({ width: at("memory").clientWidth, height: 300 }));
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", later);
+  const told = words => { at("told").textContent = words; };
+  at("link").addEventListener("click", async () => {
+    remember();
+    try { await navigator.clipboard.writeText(location.href.split("#")[0] + hash()); told("copied"); } catch { told("the address has it"); }
+  });
+
+  const quoted = value => /[",\n]/.test(value) ? `"${String(value).replaceAll('"', '""')}"` : String(value);
+  const csv = () => {
+    const view = data.views[state.view], times = spent(engine, view, data.devices[state.device], state.device);
+    const rows = view.ops.map((op, i) => [op.op, op.phase, times ? times[i].flops : "", engine.number(op.bytes), times ? times[i].seconds : "", times ? times[i].bound : ""]);
+    return [["op", "phase", "FLOPs", "bytes", "seconds", "bound"], ...rows].map(r => r.map(quoted).join(",")).join("\r\n") + "\r\n";
+  };
+  at("csv").addEventListener("click", () => {
+    const url = URL.createObjectURL(new Blob([csv()], { type: "text/csv" }));
+    make("a", { href: url, download: `${data.name}.csv` }).click();
+    URL.revokeObjectURL(url);
+  });
+  restore();
+})();

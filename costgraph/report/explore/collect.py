@@ -1,0 +1,183 @@
+"""What a page knows of graphs and devices, as JSON has it: formulas by their number in `Tables`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from fractions import Fraction
+from typing import Any
+
+from ...algebra.conditions import Asked as Test
+from ...algebra.polynomial import Poly, poly, total
+from ...analysis.costs import flops, matmul_flops
+from ...analysis.exchange import exchange
+from ...analysis.lifetimes import Program, copies_for, play
+from ...analysis.live import holds_from, live_bytes
+from ...analysis.memory import peak_cases
+from ...analysis.params import param_bytes, param_count
+from ...analysis.seconds import unit_times
+from ...analysis.traffic import compulsory
+from ...analysis.work import Asked, Rates, Work, works
+from ...errors import SpecError
+from ...graph.graph import Graph
+from ...graph.sizes import bindings, conditions, known_names
+from ...hardware.keys import LINK_KINDS
+from ...hardware.specs import Hardware
+from ..quantities import symbolic
+from .tables import Tables
+
+__all__ = ["collected"]
+
+# Sizes that a model leaves open start here: small, so that most devices have room.
+_START = {"B": 1, "S": 2048}
+
+
+def collected(name: str, views: Mapping[str, Graph], devices: Sequence[Hardware]) -> dict[str, Any]:
+    """Return all that a page shows.
+
+    Parameters
+    ----------
+    name : str
+        What it is of.
+    views : mapping of str to Graph
+        Graphs by the name of the view.
+    devices : sequence of Hardware
+        Devices to choose from; one without any rate is shown with its memory alone.
+
+    Returns
+    -------
+    dict of str
+        `tables`, `views`, `devices` and the sizes at which the page starts.
+    """
+    tables = Tables()
+    twins = {view: symbolic(graph) for view, graph in views.items()}
+    keys = sorted({key for g in twins.values() for w in works(g) for key in (*w.flops, *w.least)})
+    sizes = sorted(frozenset().union(*map(known_names, twins.values())))
+    starts = {name: size for graph in reversed(list(views.values())) for name, size in graph.defaults.items()}
+    return {
+        "name": name,
+        "keys": [f"{kind} {dtype}" for kind, dtype in keys],
+        "views": [_view(view, graph, tables, keys, devices) for view, graph in twins.items()],
+        "devices": [_device(d, keys) for d in devices],
+        "sizes": {n: starts.get(n, _START.get(n, 1)) for n in sizes},
+        "tables": tables.data(),
+    }
+
+
+def _view(
+    name: str, graph: Graph, tables: Tables, keys: Sequence[tuple[str, str]], devices: Sequence[Hardware]
+) -> dict[str, Any]:
+    values, row = bindings(graph, {}), tables.row
+    cases = [
+        [
+            row(poly(r.formula)),
+            r.op or "(start)",
+            r.phase or "forward",
+            r.label,
+            [[k, row(p)] for k, p in r._roles if p],
+        ]
+        for r in peak_cases(graph, values)
+    ]
+    found = works(graph)
+    totals = {
+        "flops": flops(graph), "matmul": matmul_flops(graph), "bytes": total(w.bytes for w in found),
+        "fused": compulsory(graph), "params": param_count(graph), "param_bytes": param_bytes(graph),
+    }  # fmt: skip
+    return {
+        "name": name,
+        "sizes": sorted(known_names(graph)),
+        "totals": {k: row(p if isinstance(p, Poly) else poly(p)) for k, p in totals.items()},
+        "peak": cases,
+        "ops": [_op(w, graph, tables, keys, devices) for w in found],
+        "memory": _memory(play(graph, copies_for(values), values), row),
+        "asked": [[row(a.amount), a.least, a.whole, a.equal, a.strict, text] for a, text in _asked(graph)],
+        "counts": holds_from(graph, values),
+    }
+
+
+def _asked(graph: Graph) -> list[tuple[Test, str]]:
+    """Return what sizes have to satisfy, with the words of a warning."""
+    return [
+        *((Test(r.difference, equal=r.equal, strict=r.strict), r.text) for r in graph.root.relations.relations),
+        *((Test(c.formula, c.least, whole=c.whole),
+           f"{c.place}, {c.formula.brief()}, is {'a whole number, ' if c.whole else ''}{c.least} or more")
+          for c in conditions(graph)),
+    ]  # fmt: skip
+
+
+def _op(
+    work: Work, graph: Graph, tables: Tables, keys: Sequence[tuple[str, str]], devices: Sequence[Hardware]
+) -> dict[str, Any]:
+    row = tables.row
+    out: dict[str, Any] = {
+        "op": work.op.name, "phase": work.op.phase, "bytes": row(work.bytes),
+        "flops": [[keys.index(key), row(p)] for key, p in work.flops.items()],
+    }  # fmt: skip
+    if work.least != work.flops:
+        out["least"] = [[keys.index(key), row(p)] for key, p in work.least.items()]
+    if work.link is not None:
+        out["link"] = work.link
+    if work.collective is not None:
+        out |= {"collective": work.collective.collective, "axis": work.collective.axis or ""}
+        out["sent"] = [_sent(work, graph, d, row) for d in devices]
+    return out
+
+
+def _sent(work: Work, graph: Graph, device: Hardware, row: Callable[[Poly], int]) -> list[Any] | str:
+    """Return the seconds of a collective over its link, and the least of each unit; words where there is no link."""
+    values = bindings(graph, {})
+    try:
+        rates = Rates(device)
+        once, link = exchange(work.op, graph, values, device)
+        least = unit_times(Asked(graph, rates, values, [work]))
+    except SpecError as error:
+        return str(error)
+    return [row(once * work.times), link, {unit: row(p) for unit, p in least.items() if unit != "memory"}]
+
+
+def _memory(program: Program, row: Callable[[Poly], int]) -> dict[str, Any]:
+    """Return storages, and the steps at which live memory is looked at."""
+    return {
+        "lives": [
+            [life.role, row(life.bytes), -1 if life.born is None else life.born, life.dies]
+            for life in program.lives if life.bytes
+        ],
+        "steps": [
+            [at, *(_step(program, at) if at >= 0 else ("(start)", "forward")),
+             row(program.steps[at].workspace) if at >= 0 and program.steps[at].workspace else None]
+            for at, _ in live_bytes(program)
+        ],
+    }  # fmt: skip
+
+
+def _step(program: Program, at: int) -> tuple[str, str]:
+    return program.steps[at].where, program.steps[at].op.phase
+
+
+def _device(hardware: Hardware, keys: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    out: dict[str, Any] = {
+        "id": hardware.id, "name": hardware.name, "capacity": int(hardware.capacity().value),
+        "bandwidth": float(hardware.bandwidth.value),
+        "links": dict(_links(hardware)),
+    }  # fmt: skip
+    rates = Rates(hardware)
+    try:
+        out["rates"] = [_rate(rates.of(*key)) for key in keys]
+        out["least"] = [
+            ["vector" if rates.shares_unit(*key) else "matmul", _rate(rates.of(*key, highest=True) * rates.headroom)]
+            for key in keys
+        ]
+        out["notes"] = [str(instead) for instead in rates.stand_ins.values()]
+    except SpecError as error:
+        out["refused"] = str(error)
+    return out
+
+
+def _links(hardware: Hardware) -> Iterator[tuple[str, float]]:
+    for kind in LINK_KINDS:
+        with suppress(SpecError):
+            yield kind, float(hardware.link(kind).value)
+
+
+def _rate(p: Poly) -> float:
+    return float(Fraction(p.constant or 0))

@@ -1,0 +1,86 @@
+"""Tensors of many shapes as rows of one buffer, a row for each rank, as a collective of all of them needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...algebra.polynomial import ONE, ZERO, Poly
+from ...dtypes import DType
+from ...graph.graph import Graph
+from ...graph.op import OpKind
+from ...graph.placement import Factors, Mesh, Placement
+from ...graph.strides import numel
+from ...graph.tensor import Tensor
+from ...ops.blocks import Kernel
+from ...ops.moves import Concat, Rearrange, Slice
+from ...ops.pointwise import FUNCTIONS, Pointwise
+
+__all__ = ["added", "cast_to", "from_rows", "in_rows", "joined", "pieces"]
+
+
+def added(graph: Graph, kind: OpKind, operands: Sequence[Tensor], name: str, phase: str) -> Tensor:
+    """Add an op with one result, in the scope that its name says."""
+    op = graph.add_op(kind, operands, name, phase)
+    op.scope = name.rpartition("/")[0]
+    return op.results[0]
+
+
+def cast_to(graph: Graph, t: Tensor, dtype: DType, name: str, phase: str) -> Tensor:
+    """Return a tensor in a format, itself where it has that."""
+    return t if t.dtype == dtype else added(graph, Pointwise(function=FUNCTIONS["cast"], dtype=dtype), [t], name, phase)
+
+
+def joined(graph: Graph, rows: Sequence[Tensor], dtype: DType, name: str, phase: str) -> Tensor:
+    """Return rows beside each other in one buffer, cast on the way."""
+    kind = Concat(axis=rows[0].ndim - 1)
+    if all(row.dtype == dtype for row in rows):
+        return added(graph, kind, rows, name, phase)
+    body = graph.start_body("copy_in", fused=True)
+    inner = [cast_to(body, body.adopt(row), dtype, f"{name}/cast", phase) for row in rows]
+    body.outputs.append(added(body, kind, inner, f"{name}/concat", phase))
+    return added(graph, Kernel(body=body, backward="ops"), body.captured, name, phase)
+
+
+def _parts(dim: Factors, size: Poly, axes: Sequence[str]) -> list[str | Poly]:
+    """Return what an axis is made of where some axes of the mesh have it together."""
+    return [f for f in dim if not isinstance(f, str) or f in axes] or [size]
+
+
+def in_rows(graph: Graph, t: Tensor, at: Placement, axes: Sequence[str], mesh: Mesh, phase: str) -> Tensor:
+    """Return a tensor that ranks have whole with a row for each of them, the part that `at` says is its own."""
+    flat = [f for dim, n in zip(at.dims, t.sizes, strict=True) for f in _parts(dim, n, axes)]
+    own = [i for i, f in enumerate(flat) if not isinstance(f, str)]
+    split = tuple(mesh[f] if isinstance(f, str) else f for f in flat)
+    merged = (*(mesh[a] for a in axes), numel([split[i] for i in own]))
+    kind = Rearrange(split=split, order=(*(flat.index(a) for a in axes), *own), merged=merged)
+    return added(graph, kind, [t], f"{t.name}.rows", phase)
+
+
+def pieces(graph: Graph, rows: Tensor, sizes: Sequence[Poly], name: str, phase: str) -> list[Tensor]:
+    """Return the parts of rows that belong to one tensor each."""
+    start, out = ZERO, []
+    for size in sizes:
+        kind = Slice(axis=rows.ndim - 1, start=start, size=size, step=1)
+        out.append(added(graph, kind, [rows], f"{name}.piece", phase))
+        start = start + size
+    return out
+
+
+def from_rows(
+    graph: Graph, rows: Tensor, at: Placement, sizes: Sequence[Poly], axes: Sequence[str], mesh: Mesh, name: str,
+    phase: str, *, whole: bool,
+) -> Tensor:  # fmt: skip
+    """Return the tensor of which there are rows: whole, as a copy, or of one row the part of a rank."""
+    dims = [_parts(dim, n, axes) for dim, n in zip(at.dims, sizes, strict=True)]
+    own = [f for dim in dims for f in dim if not isinstance(f, str)]
+    place = iter(range(len(axes), len(axes) + len(own)))
+    order: list[int] = [] if whole else list(range(len(axes)))
+    merged = []
+    for dim in dims:
+        kept = [f for f in dim if whole or not isinstance(f, str)]
+        order += [axes.index(f) if isinstance(f, str) else next(place) for f in kept]
+        merged.append(numel([mesh[f] if isinstance(f, str) else f for f in kept]))
+    split = (*(mesh[a] if whole else ONE for a in axes), *own)
+    return added(
+        graph, Rearrange(split=split, order=tuple(order), merged=tuple(merged), copy=whole), [rows], name, phase
+    )

@@ -1,0 +1,261 @@
+"""Units of parameters: put together by one collective before a pass reads them, and given back behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...algebra.polynomial import total
+from ...dtypes import DType
+from ...errors import FormatError
+from ...graph.graph import Graph
+from ...graph.op import Op
+from ...graph.placement import Placement
+from ...graph.tensor import Tensor
+from ...ops.collectives import Collective, Part
+from ...ops.keep import Keep
+from ...ops.pack import Pack
+from ...ops.stacks import Empty
+from .flat import added, from_rows, in_rows, joined, pieces
+from .frames import Frame, Unit, is_pass, reads, window
+from .fully import unit_of
+from .reducing import Reducing
+from .tensors import Stated
+
+__all__ = ["Units"]
+
+#: Parameters that one collective can put together: the axes of the mesh, and they.
+_Group = tuple[tuple[str, ...], list[Tensor]]
+
+
+class Units(Reducing):
+    """Opens and shuts the units of each body while its ops are copied."""
+
+    def __init__(self, stated: Stated) -> None:
+        super().__init__(stated)
+        self.apart = False
+        """Whether parameters stay in parts although an op reads them: a view of a part is made."""
+        self.names: dict[Tensor, str] = {}
+        """New tensors in bodies that are parameters, or slices of them, and their names outside."""
+
+    def plain(self, op: Op, new: Graph) -> None:
+        """Add an op of a rank."""
+        raise NotImplementedError
+
+    # -- bodies ------------------------------------------------------------------------------------------------------
+
+    def fill(self, old: Graph, new: Graph, suffix: str = "") -> None:
+        """Copy ops, and open and shut units between them."""
+        around, self.frame = self.frame, self._frame(old, new)
+        if self.frame.layer:
+            for unit in self.frame.units:
+                self._open(unit, self._phase(old), old, new)
+        super().fill(old, new, suffix)
+        self.left, self.frame = self.frame, around
+
+    def close(self, old: Graph, new: Graph) -> None:
+        """Shut what is open at the end of a body, and reduce what is left."""
+        for unit in self.frame.units if self.frame.layer else ():
+            self._shut(unit, self._phase(old), new)
+        for key in dict.fromkeys(self.frame.late.values()):
+            self.reduce([t for t, k in self.frame.late.items() if k == key], new)
+
+    @staticmethod
+    def _phase(old: Graph) -> str:
+        return "forward" if old.owner is None else window(old.owner) or "backward"
+
+    def _frame(self, old: Graph, new: Graph) -> Frame:
+        frame = Frame(around=old.owner)
+        if self.policy is None or not self.policy.by_unit:
+            return frame
+        if old.parent is None:
+            params = [t for t in old.tensors if t.role == "param" and t.producer is None]
+            found = [t for t in params if self._split(self.stated.places.get(t))]
+            for t in found:  # an op may read the root's before the last of them is declared
+                self.tensors[t] = self.source(t, new, "")
+            members = {t: unit_of(t.name, self.policy.units) for t in found if not t.storage.pieces}
+        else:
+            loop = old.owner.loop if old.owner is not None else None
+            formals = [f for f in old.formals if isinstance(self.tensors.get(f), Tensor)]
+            found = [f for f in formals if self.tensors[f] in self.params and self._split(self.at[self.tensors[f]])]
+            if loop is None or (loop.op.phase == "optimizer" and not is_pass(loop)):
+                return frame
+            frame.layer = not is_pass(loop) and any(self.tensors.get(f) in self.params for f in loop.slices)
+            names = {f: self.names[self.tensors[f]] for f in found if not self.tensors[f].storage.pieces}
+            members = {f: "layer" if frame.layer else unit_of(name, self.policy.units) for f, name in names.items()}
+        frame.note(old, members, self.policy.param_dtype)
+        frame.shards = {t: self.tensors[t] for unit in frame.units for t in unit.members}
+        self._need_casts(frame)
+        frame.owners = {g: members[t] for t, g in old.root.gradients.items() if t in members}
+        return frame
+
+    def _need_casts(self, frame: Frame) -> None:
+        """Refuse a format that a pass does not read a parameter in."""
+        wanted = None if self.policy is None else self.policy.param_dtype
+        for t in (t for unit in frame.units for t in unit.members if wanted not in (None, t.dtype.name)):
+            for op in t.graph.successors(t):
+                if window(op) and not (op.results and op.results[0] in frame.casts) and t in reads(op):
+                    raise FormatError(
+                        f"shard: {op.name!r} reads {t.name!r} in {t.dtype.name}, expected a cast to "
+                        f"param_dtype={wanted!r} and nothing else"
+                    )
+
+    def _split(self, at: Placement | None) -> bool:
+        return at is not None and bool(at.axes & self.stated.gathered)
+
+    # -- ops ---------------------------------------------------------------------------------------------------------
+
+    def before(self, op: Op, new: Graph) -> None:
+        """Open what an op is the first to read, and reduce gradients that it reads."""
+        frame = self.frame
+        while any(t in frame.late or t in frame.waiting for t in op.operands):
+            self.reduce([*frame.late], new)
+        if frame.layer:
+            self._show(op, new)
+            return
+        for unit, phase in list(frame.beginning(op)):
+            self._open(unit, phase, op.graph, new)
+        self._show(op, new)
+        if op.loop is not None:
+            self.release(new, op.phase)
+
+    def _show(self, op: Op, new: Graph) -> None:
+        """Let an op have members put together where they are, and views of them; an update what a rank has of them."""
+        if isinstance(op.kind, Keep):  # what a program names until here is no more than what is left of it
+            self.tensors |= {t: self.reduced[t.storage] for t in op.operands[1:] if t.storage in self.reduced}
+        for t in op.operands:
+            unit = self.frame.of.get(t.storage)
+            if unit is None:
+                continue
+            found = self.frame.open.get(unit.key) if window(op) else None
+            self.tensors[t] = self._seen(t, self.frame.shards if found is None else found, new)
+
+    def _seen(self, t: Tensor, whole: dict[Tensor, Tensor], new: Graph) -> Tensor:
+        """Return what stands for a member, or for a view of one, which each pass has of its own."""
+        if t in self.frame.casts:
+            return self._seen(self.frame.casts[t], whole, new)
+        if t not in whole:
+            assert t.producer is not None
+            of = next(o for o in t.producer.operands if o.storage is t.storage)
+            self.tensors[of] = self._seen(of, whole, new)
+            if not isinstance(t.producer.kind, Keep):
+                around, self.apart = self.apart, whole is self.frame.shards
+                self.plain(t.producer, new)
+                self.apart = around
+            whole[t] = self.tensors[of if isinstance(t.producer.kind, Keep) else t]
+        return whole[t]
+
+    def after(self, op: Op, new: Graph) -> None:
+        """Shut what no further op of the pass reads."""
+        frame = self.frame
+        for t in op.results:  # views of members, and what updates have made of them
+            if t.storage in frame.of and t in self.tensors and t not in frame.casts:
+                found = frame.open.get(frame.of[t.storage].key) if window(op) else None
+                (frame.shards if found is None else found)[t] = self.tensors[t]
+        if not frame.layer:
+            for unit, phase in list(frame.ending(op)):
+                self._shut(unit, phase, new)
+            if frame.end is op:
+                self.hold(frame.flats, new, "forward")
+                frame.flats = []
+
+    # -- parameters --------------------------------------------------------------------------------------------------
+
+    def _part(self, t: Tensor, phase: str) -> Tensor:
+        """Return what a rank has of a member at the beginning of a pass."""
+        return self.frame.halves.get(t, self.frame.shards[t]) if phase == "backward" else self.frame.shards[t]
+
+    def _format(self, t: Tensor) -> DType:
+        """Return the format that a member is put together in."""
+        return next((c.dtype for c, of in self.frame.casts.items() if of is t), t.dtype)
+
+    def _groups(self, unit: Unit, phase: str) -> list[_Group]:
+        """Return the members that one collective each puts together."""
+        found: dict[object, _Group] = {}
+        for t in unit.members:
+            shard = self._part(t, phase)
+            axes = tuple(a for a in self.mesh if a in self.stated.gathered and a in self.at[shard].axes)
+            found.setdefault((axes, shard.dtype, self._format(t)), (axes, []))[1].append(t)
+        return list(found.values())
+
+    def _open(self, unit: Unit, phase: str, old: Graph, new: Graph) -> None:
+        frame, policy = self.frame, self.policy
+        assert policy is not None
+        if unit.key in frame.open:
+            return
+        flats = frame.ahead.pop(unit.key, None) or self._buffers(unit, phase, new)
+        if policy.prefetch and phase == "forward":
+            flats = self.after_last(flats, new, phase)
+        made: dict[Tensor, Tensor] = {}
+        for (axes, members), flat in zip(self._groups(unit, phase), flats, strict=True):
+            made |= self._copied_out(members, axes, flat, new, phase)
+        frame.open[unit.key] = made
+        if policy.prefetch and phase == "backward" and not frame.layer:
+            ahead = frame.following(unit, old)
+            if ahead is not None and ahead.key not in {*frame.open, *frame.ahead}:
+                frame.ahead[ahead.key] = self._buffers(ahead, phase, new)
+
+    def _buffers(self, unit: Unit, phase: str, new: Graph) -> list[Tensor]:
+        """Put members together in buffers, a row for each rank."""
+        return [self._gathered(unit.key, axes, members, new, phase) for axes, members in self._groups(unit, phase)]
+
+    def _gathered(self, key: str, axes: Sequence[str], members: Sequence[Tensor], new: Graph, phase: str) -> Tensor:
+        shards = [self._part(t, phase) for t in members]
+        name = f"{new.name if self.frame.layer else key or 'root'}.all_gather"
+        sizes, dtype = (*(self.mesh[a] for a in axes), total(t.numel for t in shards)), self._format(members[0])
+        assert self.policy is not None
+        if dtype != self.frame.shards[members[0]].dtype:
+            rows = [in_rows(new, t, self.at[t], (), self.mesh, phase) for t in shards]
+            shards = [joined(new, rows, dtype, f"{name}.cast", phase)]
+        over = self.frame.layer and self.policy.prefetch and phase == "backward"
+        # the buffer of the next layer is there while one is worked on: one buffer, through all iterations
+        kind = Empty(sizes=sizes, dtype=dtype)
+        buffer = self.hand_over("flat", kind, new) if over else added(new, kind, [], f"{name}.buffer", phase)
+        flat = buffer
+        for i, axis in enumerate(axes):
+            flat = added(new, Part(ranks=self.mesh[axis], axis=axis, dim=i), [flat], f"{name}.own", phase)
+        flat = added(new, Pack(), [flat, *shards], f"{name}.copy_in", phase)
+        for i, axis in reversed([*enumerate(axes)]):
+            kind_of = Collective(collective="all_gather", ranks=self.mesh[axis], axis=axis, dim=i, inplace=True)
+            flat = added(new, kind_of, [flat], name, phase)
+        if over:
+            self.frame.carried[-1].next = flat
+        return flat
+
+    def _copied_out(
+        self, members: Sequence[Tensor], axes: Sequence[str], flat: Tensor, new: Graph, phase: str
+    ) -> dict[Tensor, Tensor]:
+        """Copy parameters from a buffer."""
+        shards = [self._part(t, phase) for t in members]
+        rows = pieces(new, flat, [t.numel for t in shards], flat.name, phase)
+        out = {}
+        for t, shard, row in zip(members, shards, rows, strict=True):
+            at, name = self.at[shard], f"{self.names.get(shard, shard.name)}.all_gather"
+            made = from_rows(new, row, at, shard.sizes, axes, self.mesh, name, phase, whole=True)
+            self.at[made] = at.without(axes, self.mesh)
+            self.params.add(made)
+            out[t] = made
+        return out
+
+    def _half(self, t: Tensor, made: Tensor, axes: frozenset[str], new: Graph, phase: str) -> Tensor:
+        """Return a copy of the part of a parameter that a rank has between the passes."""
+        at = self.at[self.frame.shards[t]]
+        part = self.moved_to(made, at.without(self.stated.gathered - axes, self.mesh), new, phase)
+        return self.copied(part, new, f"{part.name}.copy", phase) if part.is_view else part
+
+    def _shut(self, unit: Unit, phase: str, new: Graph) -> None:
+        frame, policy = self.frame, self.policy
+        assert policy is not None
+        made = frame.open.get(unit.key)
+        if made is None:
+            return
+        between = policy.between(unit.key) & self.stated.gathered
+        if phase == "forward" and not between:
+            frame.kept += ((t, made[t]) for t in unit.members if frame.layer)
+            return
+        if phase == "forward" and between != self.stated.gathered:
+            frame.halves |= {t: self._half(t, made[t], between, new, phase) for t in unit.members}
+            frame.kept += ((t, frame.halves[t]) for t in unit.members if frame.layer)
+        self.hold([made[t] for t in unit.members], new, phase)
+        del frame.open[unit.key]
+        self.tensors |= {t: frame.shards[t] for t in unit.members}
+        self.reduce([t for t, key in frame.late.items() if key == unit.key], new)

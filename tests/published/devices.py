@@ -1,0 +1,97 @@
+"""The page `docs/published_devices.md`: what was measured on many devices, beside the graph of one rank.
+
+    python tests/published/devices.py
+
+writes it anew.
+"""
+
+import json
+from functools import cache
+from pathlib import Path
+
+import costgraph as cg
+
+ROWS = json.loads(Path(__file__).with_name("devices.json").read_text())
+PAGE = Path(__file__).parents[2] / "docs" / "published_devices.md"
+UNITS = {"GB": 10**9, "GiB": 2**30, "MiB": 2**20}
+#: What a layer of Llama computes again where every other product of it is kept: torchtitan counts them in the order of
+#: the program (q, k, v, back, gate, up, down) and keeps the odd ones, and attention.
+AGAIN = (
+    "attention/norm", "attention/k/matmul", "attention/rotary", "attention/rotary_1", "attention/proj", "layers/add",
+    "mlp/norm", "mlp/silu", "mlp/up", "mlp/mul",
+)  # fmt: skip
+POLICIES = {"products": cg.selective(*AGAIN), "blocks": cg.every_block(), None: None}
+
+HEAD = """\
+# Memory and times that were measured on many devices
+
+What benchmarks of training report of one device among many, and the peak of the graph of one rank of the same program:
+`costgraph.parallelize` of a step, with degrees and sizes as the source states them. What is reserved by an allocator,
+made by a compiler or computed in float8 is not in the graph. Rows with pipelines, context or expert parallelism are
+left out.
+
+The rows with their sources are in `tests/published/devices.json`; `python tests/published/devices.py` makes this page
+of them and a test compares the two. GB is 10^9 bytes, GiB is 2^30.
+
+| id | what ran | measured | derived | deviation | why |
+|---|---|---|---|---|---|
+"""
+
+
+TIMES = """
+## Time of a step
+
+The calibrated time of the same graphs: ops as devices were seen to run them ([calibration](calibration.md)), with no
+row from below among what was fitted, and no B200, which has the terms of devices like it; after them collectives at
+the rates of data sheets, nothing overlapping. Tokens a second of one device are the tokens of a rank over this time.
+
+| id | what ran | measured | derived | deviation | why |
+|---|---|---|---|---|---|
+"""
+
+
+@cache
+def step(model, precision, accumulate, checkpoint):
+    return cg.training_step(
+        cg.models.load(model), precision=precision, optimizer=cg.AdamW(implementation="fused"), accumulate=accumulate,
+        checkpoint=POLICIES[checkpoint],
+    )  # fmt: skip
+
+
+def rank(program):
+    """Return the graph of one rank."""
+    whole = step(program["model"], program["precision"], program.get("accumulate", 1), program.get("checkpoint"))
+    return cg.parallelize(whole, **{key: program[key] for key in ("dp", "tp", "zero", "sequence")}, strict=True)
+
+
+def derived(row):
+    """What the graph says, in the unit of what was measured: bytes at the peak, or the calibrated time of a step."""
+    graph, sizes = rank(row["program"]), row["program"]["sizes"]
+    if "device" not in row:
+        return cg.peak_memory(graph, **sizes) / UNITS[row["unit"]]
+    seconds = cg.seconds(graph, row["device"], "calibrated", **sizes)
+    return 1e3 * seconds if row["unit"] == "ms" else cg.step_tokens(graph, **sizes) / seconds
+
+
+def deviation(row):
+    """How much more the graph says than was measured, as a share of that."""
+    return derived(row) / row["value"] - 1
+
+
+def line(row):
+    measured = f"| {row['id']} | {row['what']} | {row['value']:,} {row['unit']} |"
+    if "why" in row:
+        return f"{measured} | | not derived: {row['why']} |"
+    found = derived(row)
+    return f"{measured} {found:,.1f} {row['unit']} | {found / row['value'] - 1:+.1%} | {row.get('note', '')} |"
+
+
+def page():
+    """Return the text of the page."""
+    sources = sorted({row["source"] for row in ROWS})
+    memory, times = ("\n".join(line(r) for r in ROWS if ("device" in r) == timed) for timed in (False, True))
+    return HEAD + memory + "\n" + TIMES + times + "\n\nSources: " + "; ".join(sources) + ".\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

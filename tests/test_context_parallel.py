@@ -1,0 +1,283 @@
+"""Attention of which each rank has a part of the sequence: what it counts, what it sends, and the same numbers."""
+
+from contextvars import copy_context
+from fractions import Fraction
+from functools import cache
+from itertools import product
+
+import pytest
+import sympy
+
+import costgraph as cg
+from costgraph import models, testing
+from costgraph.algebra.polynomial import poly
+from costgraph.testing.values import RANK
+
+B, S, D, H, G, K, N, W = cg.dims("B S D H G K N W")
+SPLIT = {"x": "b (s cp) d"}
+#: Sizes that two and three ranks divide.
+SIZES = {"B": 2, "S": 6, "D": 3, "H": 4, "G": 2, "K": 2}
+
+
+def model(rope=False, **options):
+    with cg.Graph("attention", dtype="fp32") as g:
+        x = g.input("x", (B, S, D))
+        tables = cg.nn.rotary_tables(cg.ops.arange(S), K) if rope else None
+        y = cg.nn.self_attention(x, H, K, groups=G, rope=tables, **options)
+        g.output(cg.reduce(y * y, "b s d -> ", "sum"))
+    return g
+
+
+@cache
+def step(**options):
+    return cg.training_step(model(**options), optimizer=cg.SGD())
+
+
+KERNELS = {
+    "flash": {},
+    "flash, rotated": {"rope": True},
+    "flash, window": {"window": 3},
+    "flash, window on both sides": {"window": 3, "causal": False},
+    "flash, sinks": {"sinks": True, "softcap": 5.0},
+    "flash, all keys": {"causal": False},
+    "eager": {"kernel": "eager"},
+    "eager, window": {"kernel": "eager", "window": 2, "rope": True},
+}
+
+
+@cache
+def sharded(what, exchange=()):
+    """A step, and what each of N ranks does of it."""
+    whole = step(**KERNELS[what])
+    return whole, cg.shard(whole, cg.mesh(cp=N), SPLIT, exchange=exchange, strict=True)
+
+
+def long(name):
+    return pytest.param(name, marks=pytest.mark.long)
+
+
+FLASH = [name for name in KERNELS if "flash" in name]
+
+# -- what is counted -------------------------------------------------------------------------------------------------
+
+
+def seen(causal, window, queries, size):
+    """Index pairs that some queries see, one by one."""
+    return {
+        (s, t)
+        for s, t in product(queries, range(size))
+        if (t <= s or not causal) and (window is None or s - window < t < s + window)
+    }
+
+
+@pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 1), (True, 4), (True, 99), (False, 1), (False, 4)])
+def test_a_domain_counts_the_mean_over_the_ranks(causal, window):
+    for ranks, block in product((1, 2, 3, 5), (1, 2, 3, 7)):
+        size = ranks * block
+        found = [seen(causal, window, range(r * block, (r + 1) * block), size) for r in range(ranks)]
+        points = Fraction(sum(map(len, found)), ranks)
+        keys = Fraction(sum(len({t for _, t in pairs}) for pairs in found), ranks)
+        domain = cg.Domain(causal, window, (("cp", poly(ranks)),))
+        sizes = poly(block), poly(size)
+        assert (domain.points(*sizes).constant, domain.keys_used(*sizes).constant) == (points, keys)
+        assert domain.queries_used(*sizes).constant == block
+        open_ = cg.Domain(causal, window and W, (("cp", N),))
+        values = {"S": size, "N": ranks} | ({"W": window} if window else {})
+        for formula, number in ((open_.points, points), (open_.keys_used, keys)):
+            assert cg.evaluate(formula(poly(S / N), poly(S)).expr, **values) == pytest.approx(float(number), rel=1e-15)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_blocks_from_both_ends_of_a_causal_square_are_the_mean_on_every_rank(ranks):
+    """Rank r of torch's head-tail load balancer has blocks r and 2N - 1 - r of 2N."""
+    size = 3 * 2 * ranks
+    for r in range(ranks):
+        rows = [s for block in (r, 2 * ranks - 1 - r) for s in range(3 * block, 3 * block + 3)]
+        domain = cg.Domain(True, None, (("cp", poly(ranks)),))
+        assert domain.points(poly(6), poly(size)).constant == len(seen(True, None, rows, size))
+
+
+@pytest.mark.parametrize("what", KERNELS)
+def test_ranks_together_count_what_one_device_does(what):
+    whole, rank = sharded(what)
+    assert sympy.expand(cg.matmul_flops(rank) * N - cg.matmul_flops(whole)) == 0
+    assert sympy.expand(cg.matmul_flops(rank, count="full") * N - cg.matmul_flops(whole, count="full")) == 0
+
+
+def counted(graph, place, **sizes):
+    """Index point by index point, what the rank at a place does."""
+
+    def run():
+        RANK.set(place)
+        return testing.run(graph, **sizes)
+
+    return copy_context().run(run)
+
+
+@pytest.mark.parametrize("what", ["flash", "flash, window", "flash, window on both sides", "eager, window"])
+def test_formulas_are_the_mean_of_what_ranks_do(what):
+    rank = cg.shard(model(**KERNELS[what]), cg.mesh(cp=3), SPLIT, strict=True)
+    runs = [counted(rank, {"cp": r}, **SIZES) for r in range(3)]
+    for question, found in (
+        (cg.matmul_flops, lambda run: run.matmul),
+        (cg.flops, lambda run: run.matmul + run.pointwise + run.transcendental),
+        (cg.bytes_moved, lambda run: run.bytes_moved),
+    ):
+        assert question(rank, **SIZES) * 3 == pytest.approx(float(sum(map(found, runs))), rel=1e-12)
+    if "eager" not in what:  # which does the whole square
+        assert len({run.matmul for run in runs}) > 1
+
+
+@pytest.mark.parametrize("what", ["flash", "flash, window", "eager"])
+def test_at_degree_1_the_formulas_are_the_unsharded_ones(what):
+    whole, rank = sharded(what)
+    assert cg.flops(rank, **SIZES, N=1) == cg.flops(whole, **SIZES)
+    one = cg.shard(whole, cg.mesh(cp=1), SPLIT, strict=True)
+    for question in (cg.flops, cg.bytes_moved, cg.peak_memory):
+        assert question(one) == question(whole)
+
+
+# -- what is sent ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", [name for name in KERNELS if name != "flash, sinks"])
+def test_keys_and_values_are_gathered_each_way_and_their_gradients_scattered(what):
+    """K and V of all ranks are B*G*S*K elements each, of 4 bytes; what else is reduced are gradients of parameters."""
+    whole, rank = sharded(what)
+    sent = cg.communication(rank)
+    both = 2 * 4 * B * G * S * K * (N - 1) / N
+    for phase, collective in (("forward", "all_gather"), ("backward", "all_gather"), ("backward", "reduce_scatter")):
+        rows = sent.filter(phase=phase, collective=collective)
+        assert len(rows) == 2
+        assert sympy.expand(rows.total() - both) == 0
+    reduced = sent.filter(phase="backward", collective="all_reduce").total()
+    assert sympy.expand(reduced - 2 * cg.param_bytes(whole) * (N - 1) / N) == 0
+
+
+@pytest.mark.parametrize("what", FLASH)
+def test_heads_are_exchanged_for_the_sequence_four_times_each_way(what):
+    """Jacobs et al. 2023 (arXiv 2309.14509), section 3: of queries, keys, values and what attention makes of them.
+
+    Queries and the result have B*H*S*K elements, keys and values B*G*S*K; a rank has 1/N, and sends of it (N - 1)/N.
+    """
+    whole, rank = sharded(what, "cp")
+    assert sympy.expand(cg.matmul_flops(rank) * N - cg.matmul_flops(whole)) == 0
+    sent = cg.communication(rank)
+    each = 4 * B * S * K * (2 * H + 2 * G) * (N - 1) / N**2
+    for phase in ("forward", "backward"):
+        rows = sent.filter(phase=phase, collective="all_to_all")
+        assert len(rows) == 4
+        assert sympy.expand(rows.total() - each) == 0
+    assert not sent.filter(phase="forward", collective="all_gather").rows
+    assert not sent.filter(collective="reduce_scatter").rows
+
+
+@pytest.mark.parametrize("exchange", [(), "cp"])
+def test_a_flash_kernel_stays_one(exchange):
+    whole, rank = sharded("flash, rotated", exchange)
+    assert [op.name for op in rank.ops if op.body] == [op.name for op in whole.ops if op.body]
+
+
+# -- values ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", KERNELS)
+def test_a_step_leaves_the_same_numbers(what):
+    whole, rank = sharded(what)
+    testing.check_sharded(whole, rank, **SIZES, N=3)
+
+
+@pytest.mark.parametrize("what", FLASH)
+def test_a_step_that_exchanges_heads_leaves_the_same_numbers(what):
+    whole, rank = sharded(what, "cp")
+    testing.check_sharded(whole, rank, **SIZES, N=2)
+
+
+def test_a_sequence_on_two_axes_of_a_mesh_leaves_the_same_numbers():
+    whole = step(rope=True)
+    rank = cg.shard(whole, cg.mesh(cp=2, tp=3), {"x": "b (s cp tp) d"}, strict=True)
+    testing.check_sharded(whole, rank, **SIZES)
+
+
+def test_blocks_that_do_not_follow_each_other_are_put_together():
+    whole = step()
+    rank = cg.shard(whole, cg.mesh(cp=2), {"x": "b (3 s cp) d"})
+    assert rank.sharding.resharded
+    testing.check_sharded(whole, rank, **SIZES)
+
+
+# -- models ----------------------------------------------------------------------------------------------------------
+
+#: GQA; windows, sinks and experts; latent attention; relative positions of an encoder and a decoder.
+MODELS = {
+    "llama-3-8b": {"D": 4, "H": 2, "G": 1, "K": 2, "L": 2, "V": 8, "F": 4},
+    "gpt-oss-120b": {"D": 6, "H": 4, "G": 2, "K": 2, "Fe": 6, "E": 3, "k": 2, "L": 2, "V": 8, "W": 2},
+    "deepseek-v2-lite": {
+        "D": 4, "H": 2, "L": 3, "Ld": 1, "V": 8, "F": 4, "Fe": 4, "E": 3, "k": 2, "Es": 2, "C": 3, "Kn": 2, "Kr": 2,
+        "Kv": 2,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt-oss-120b", *(long(n) for n in (*MODELS, "gemma-2-27b", "t5-11b", "whisper-base"))]
+)
+def test_language_models_keep_their_placements(name):
+    whole = cg.training_step(models.load(name, symbolic=True), optimizer=cg.SGD())
+    rank = cg.parallelize(whole, dp=2, cp=N, tp=2, strict=True)
+    assert all(m.collective != "all_to_all" for m in cg.communication(rank))
+
+
+@pytest.mark.parametrize("name", [*map(long, MODELS)])
+def test_a_step_of_a_model_leaves_the_same_numbers(name):
+    whole = cg.training_step(models.load(name, symbolic=True, dtype="fp32"), optimizer=cg.SGD())
+    rank = cg.parallelize(whole, cp=2, strict=True)
+    testing.check_sharded(whole, rank, **MODELS[name], B=1, S=6)
+
+
+@pytest.mark.parametrize("context", ["gather", long("all_to_all")])
+def test_all_axes_together_leave_the_same_numbers(context):
+    whole = cg.training_step(models.load("llama-3-8b", symbolic=True, dtype="fp32"), optimizer=cg.SGD())
+    rank = cg.parallelize(whole, dp=2, cp=2, tp=2, zero=3, sequence=True, context=context, strict=True)
+    testing.check_sharded(whole, rank, B=2, S=4, D=8, H=4, G=4, K=2, L=2, V=8, F=8)
+
+
+@pytest.mark.parametrize("precision", [None, long("bf16-mixed")])
+def test_layers_exchange_heads_and_what_they_saved_of_them_once_more(precision):
+    """Of the saved result of attention, the gradient of the weights behind it needs all heads of a rank's sequence."""
+    model = models.load("llama-3-8b", symbolic=True, dtype="fp32")
+    whole = cg.training_step(model, precision=precision, optimizer=cg.SGD())
+    rank = cg.parallelize(whole, cp=N, context="all_to_all", strict=True)
+    sent = cg.communication(rank)
+    assert [len(sent.filter(phase=p, collective="all_to_all")) for p in ("forward", "backward")] == [4, 5]
+    assert not sent.filter(collective="all_gather").rows
+    testing.check_sharded(whole, rank, {"cp": 2}, **{**MODELS["llama-3-8b"], "G": 2, "H": 4}, B=1, S=4, N=2)
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------
+
+
+def test_ranks_of_a_domain_are_pairs_and_there_is_a_key_for_each_query():
+    with pytest.raises(cg.ShapeError, match="domain: ranks 'cp', expected pairs of an axis of a mesh and its ranks"):
+        cg.Domain(True, None, "cp")
+    with pytest.raises(cg.ShapeError, match="domain: cp: 0, expected a positive integer"):
+        cg.Domain(True, None, (("cp", 0),))
+    domain = cg.Domain(True, None, (("cp", 2),))
+    with pytest.raises(cg.ShapeError, match="3 queries on each of 2 ranks, expected as many in all as 7 keys"):
+        domain.points(poly(3), poly(7))
+
+
+def test_an_axis_that_the_mesh_does_not_have_is_refused():
+    with pytest.raises(cg.GraphError, match=r"shard: exchange along 'dp', expected axes of mesh\(cp=2\)"):
+        cg.shard(model(), cg.mesh(cp=2), SPLIT, exchange="dp")
+    with pytest.raises(cg.GraphError, match="parallelize: context is 'ring', expected gather or all_to_all"):
+        cg.parallelize(model(), cp=2, context="ring")
+
+
+def test_the_graph_of_one_rank_is_saved_and_loaded(tmp_path):
+    _, rank = sharded("flash, window")
+    cg.save(rank, tmp_path / "rank.json")
+    loaded = cg.load(tmp_path / "rank.json")
+    assert cg.flops(loaded) == cg.flops(rank)
+    assert cg.bytes_moved(loaded) == cg.bytes_moved(rank)
+    assert cg.flops(cg.unroll(loaded), **SIZES, N=3) == cg.flops(rank, **SIZES, N=3)

@@ -1,0 +1,249 @@
+"""The page with sliders: its data and its engine against the answers of the library, and the file itself."""
+
+import base64
+import hashlib
+import json
+import random
+import re
+import shutil
+import subprocess
+from fractions import Fraction
+from functools import cache
+from importlib.resources import files
+
+import pytest
+import sympy
+
+import costgraph as cg
+from costgraph.algebra.polynomial import poly
+from costgraph.cli import main
+from costgraph.graph.sizes import bindings
+from costgraph.report.explore import tables
+from costgraph.report.explore.tables import Tables
+from costgraph.report.explore.views import views_of
+
+ENGINE = files("costgraph") / "report" / "explore" / "assets" / "engine.js"
+NODE = shutil.which("node")
+needs_node = pytest.mark.skipif(NODE is None, reason="node is not installed: the engine needs a JavaScript to run in")
+B, S, D, F, L, T = cg.dims("B S D F L T")
+
+#: What is asked of node: at each state the exact totals and the peak, the times on each device, and live memory.
+PROGRAM = """
+const {Engine, holding, least, spent, timeline, violated} = require(process.argv[1]);
+const {data, asked} = JSON.parse(require("fs").readFileSync(0, "utf8"));
+const engine = new Engine(data.tables);
+const text = pair => pair && pair.join("/");
+process.stdout.write(JSON.stringify(asked.map(({view: at, sizes, device}) => {
+  engine.set(sizes);
+  const view = data.views[at], hardware = data.devices[device], peak = view.peak[holding(engine, view.peak)];
+  const times = spent(engine, view, hardware, device);
+  return {
+    totals: Object.fromEntries(Object.entries(view.totals).map(([name, row]) => [name, text(engine.exact(row))])),
+    doubles: Object.fromEntries(Object.entries(view.totals).map(([name, row]) => [name, engine.number(row)])),
+    peak: text(engine.exact(peak[0])), op: peak[1], phase: peak[2],
+    roles: peak[4].map(([role, row]) => [role, text(engine.exact(row))]),
+    estimate: times && times.reduce((sum, t) => sum + t.seconds, 0),
+    bounds: times && times.map(t => t.bound), least: times && least(engine, view, hardware, device),
+    live: timeline(engine, view.memory), violated: violated(engine, view),
+  };
+})));
+"""
+
+
+def in_node(program, given):
+    done = subprocess.run([NODE, "-e", program, str(ENGINE)], input=json.dumps(given), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def mlp():
+    """A stack of blocks with a size that is a quotient, a ceiling and an assumption."""
+    with cg.Graph("mlp", dtype="bf16") as g:
+        g.assume("F >= D")
+
+        def block(x):
+            return x + cg.linear(cg.silu(cg.linear(cg.rms_norm(x), "b s d -> b s f", f=F)), "b s f -> b s d", d=D)
+
+        g.output(cg.repeat(L, block, g.input("x", (B, S, D)), name="layers"))
+        g.loss = "mean_squared_error"
+    return g
+
+
+@cache
+def page_of(name):
+    graph = mlp() if name == "mlp" else cg.models.load(name)
+    views = views_of(graph, VIEWS.get(name, ["forward"]))
+    return views, json.loads(cg.explore(graph, views=views).data)
+
+
+#: Models of six families: attention, recurrences of latents, convolutions, state spaces, tables, and one of this file.
+VIEWS = {
+    "llama-3-8b": ["forward", "train precision=bf16 checkpoint=every-block", "forward dp=2 tp=T"],
+    "gru-ptb-small": ["forward"],
+    "alexnet": ["forward"],
+    "mamba-130m": ["forward"],
+    "dlrm-small": ["forward"],
+    "mlp": ["forward", "train", "forward dp=2"],
+}
+
+
+def drawn(data, views, times):
+    """States of sizes that the graphs allow, with a view and a device each."""
+    draw, names = random.Random(7), list(views)
+    while times:
+        at = draw.randrange(len(names))
+        graph = views[names[at]]
+        own = data["views"][at]["sizes"]
+        free = [n for n in own if n in ("B", "S", "T", "L")]
+        sizes = {n: size for n, size in data["sizes"].items() if n in own}
+        sizes |= {n: draw.choice([2, 4] if n == "T" else [8, 16, 56] if n == "B" else [3, 5, 7, 31] if n == "L"
+                                 else [128, 1024, 4096, 131072]) for n in free}  # fmt: skip
+        try:
+            bindings(graph, sizes)
+        except cg.CostGraphError:
+            continue
+        yield {"view": at, "sizes": {**data["sizes"], **sizes}, "device": draw.randrange(len(data["devices"]))}, sizes
+        times -= 1
+
+
+@needs_node
+@pytest.mark.parametrize("name", VIEWS)
+def test_the_engine_says_what_the_library_says(name):
+    views, data = page_of(name)
+    asked = list(drawn(data, views, 6))
+    answers = in_node(PROGRAM, {"data": data, "asked": [state for state, _ in asked]})
+    for (state, sizes), answer in zip(asked, answers, strict=True):
+        graph = list(views.values())[state["view"]]
+        questions = {
+            "flops": cg.flops, "matmul": cg.matmul_flops, "bytes": cg.bytes_moved, "params": cg.param_count,
+            "param_bytes": cg.param_bytes, "fused": lambda g, **d: cg.bytes_moved(g, True, **d),
+        }  # fmt: skip
+        for key, question in questions.items():
+            expected = question(graph, **sizes)
+            assert Fraction(answer["totals"][key]) == Fraction(expected), (name, key, sizes)
+            assert answer["doubles"][key] == pytest.approx(float(expected), rel=1e-14)
+        line = cg.timeline(graph, **sizes)
+        assert (
+            Fraction(answer["peak"])
+            == line.peak
+            == max(map(sum, zip(*(r["bytes"] for r in answer["live"]), strict=True)))
+        )
+        assert {k: Fraction(v) for k, v in answer["roles"] if Fraction(v)} == {
+            k: v for k, v in line.by_role.items() if v
+        }
+        assert not answer["violated"]
+        hardware = data["devices"][state["device"]]["id"]
+        try:
+            times = cg.roofline(graph, hardware, **sizes)
+        except cg.SpecError:  # a link that is not stated
+            assert answer["estimate"] is None
+            continue
+        assert answer["estimate"] == pytest.approx(times.estimate, rel=1e-12)
+        assert answer["least"] == pytest.approx(times.lower_bound, rel=1e-12)
+        for found, r in zip(answer["bounds"], times.rows, strict=True):  # over which link may depend on an open degree
+            assert found == r.bound or (found == "link" and r.links_s)
+
+
+EXACT = """
+const {Engine} = require(process.argv[1]);
+const {tables, rows, sizes} = JSON.parse(require("fs").readFileSync(0, "utf8"));
+const engine = new Engine(tables);
+process.stdout.write(JSON.stringify(sizes.map(s => {
+  engine.set(s);
+  return rows.map(r => [(engine.exact(r) ?? []).join("/"), engine.number(r)]);
+})));
+"""
+
+
+@needs_node
+def test_every_function_of_the_algebra_is_worked_out():
+    """Of whole numbers by hand: at B = 7, S = 2**40 + 1, D = 9, and at B = 8, S = 5, D = 7."""
+    formulas = {
+        3 * B**2 * S - 4: (3 * 49 * (2**40 + 1) - 4, 3 * 64 * 5 - 4),
+        cg.Max(B * S, D**20): (9**20, 7**20),
+        cg.Min(B, D) / 3: (Fraction(7, 3), Fraction(7, 3)),
+        sympy.floor(B / D): (0, 1),
+        sympy.ceiling(S / B): ((2**40 + 1 + 4) // 7, 1),  # 2**40 is 2 modulo 7
+        1 / (B + D): (Fraction(1, 16), Fraction(1, 15)),
+        (1 + 1 / B) ** D: (Fraction(8, 7) ** 9, Fraction(9, 8) ** 7),
+        sympy.ceiling(sympy.log(B) / sympy.log(2)): (3, 3),
+        sympy.sqrt(B): (7**0.5, 8**0.5),
+    }
+    made = Tables()
+    rows = [made.row(poly(f)) for f in formulas]
+    sizes = [{"B": 7, "S": 2**40 + 1, "D": 9}, {"B": 8, "S": 5, "D": 7}]
+    found = in_node(EXACT, {"tables": made.data(), "rows": rows, "sizes": sizes})
+    for i, expected in enumerate(formulas.values()):
+        for state, value in zip(found, expected, strict=True):
+            exact, double = state[i]
+            assert double == pytest.approx(float(value), rel=1e-14)
+            assert Fraction(exact) == value if exact else i >= 7
+
+
+def test_a_function_that_the_engine_lacks_is_refused(monkeypatch):
+    monkeypatch.setitem(tables._KINDS, sympy.log, None)
+    del tables._KINDS[sympy.log]
+    with pytest.raises(cg.UnsupportedError, match=r"explore: 'log\(B\)': no rule for log, expected one of max, min"):
+        Tables().row(poly(sympy.log(B)))
+
+
+@needs_node
+def test_what_is_assumed_and_how_deep_formulas_hold_is_said():
+    _, data = page_of("mlp")
+    sizes = {**data["sizes"], "L": 1, "D": 64, "F": 32}
+    (answer,) = in_node(PROGRAM, {"data": data, "asked": [{"view": 0, "sizes": sizes, "device": 0}]})
+    assert answer["violated"] == ["F >= D", *(v for v in answer["violated"] if "hold from L = " in v)]
+    assert len(answer["violated"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("views", "error"),
+    [
+        (["sideways"], "view 'sideways': expected forward, prefill, decode or train"),
+        (["train bits=3"], "'bits', expected dp=, tp=, cp=, ep=, optimizer="),
+        (["train optimizer=newton"], "optimizer='newton', expected one of sgd"),
+        (["train checkpoint=never"], "--checkpoint 'never': expected none"),
+        ("forward", "expected a list such as"),
+        ([], "views is empty"),
+        ({"a": 3}, "expected graphs by the name"),
+        ([7], "view 7, expected one such as"),
+    ],
+)
+def test_views_that_are_none_are_refused(views, error):
+    with pytest.raises(cg.CostGraphError, match=re.escape(error)):
+        cg.explore(mlp(), views=views)
+
+
+def test_what_is_no_graph_is_refused():
+    with pytest.raises(cg.FormatError, match="explore: got 3, expected a graph or the name of a preset"):
+        cg.explore(3)
+
+
+def test_a_page_is_one_file_under_its_own_policy(tmp_path):
+    page = mlp().explore(tmp_path / "page.html", views={"</script><b>": mlp()})
+    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert text == page.html
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)[1]
+    for kind, inside in (("script", r"<script>(.*?)</script>"), ("style", r"<style>(.*?)</style>")):
+        (body,) = re.findall(inside, text, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(body.encode()).digest()).decode()
+        assert f"{kind}-src 'sha256-{digest}'" in policy
+    assert policy.startswith("default-src 'none'; ")
+    # nothing is asked for, nothing is run that was not written: the parts of uPlot alone name its home page
+    assert not re.search(r"<link|\bsrc=|\beval\(|new Function|fetch\(|XMLHttp|import\(|innerHTML", text)
+    assert "</script><b>" not in text.split('id="data">')[1]
+    assert "Copyright (c) 2022 Leon Sorokin" in text
+    assert page._repr_html_().startswith("<iframe title=")
+    assert "<script" not in page._repr_html_()
+
+
+@pytest.mark.parametrize("name", ["llama-3-8b"])
+def test_a_page_is_small(name):
+    assert len(cg.explore(name, views=["forward", "decode"]).html) < 1_500_000
+
+
+def test_the_page_in_the_shell(tmp_path, capsys):
+    path = tmp_path / "p.html"
+    assert main(["explore", "mlp", "--out", str(path), "--views", "forward", "--views", "train optimizer=sgd"]) == 0
+    assert capsys.readouterr().out.startswith(f"{path}: mlp, ")
+    assert '"name":"train optimizer=sgd"' in path.read_text(encoding="utf-8")

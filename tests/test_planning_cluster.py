@@ -1,0 +1,70 @@
+"""A run of training on a mesh: each figure beside the division that makes it."""
+
+import pytest
+import sympy
+
+import costgraph as cg
+
+B, S, D, F, dp, tp, P, X = cg.dims("B S D F dp tp P X")
+u = sympy.Symbol("u", positive=True)  # a share is no size
+SIZES = {"B": 6, "S": 64, "D": 96, "F": 192, "V": 101}
+
+
+@pytest.fixture(scope="module")
+def step():
+    with cg.Graph("lm", dtype="bf16") as g:
+        table = g.param("table", (cg.dims("V"), D))
+        x = cg.embedding(g.input("tokens", (B, S), dtype="int64"), table)
+        with cg.scope("mlp"):
+            h = cg.relu(cg.linear(x, "b s d -> b s f", f=F, name="up"))
+            x = x + cg.linear(h, "b s f -> b s d", d=D, name="down")
+        g.output(cg.einsum(x, table, "b s d, v d -> b s v"))
+    return cg.training_step(g, "cross_entropy", precision="bf16", optimizer=cg.SGD())
+
+
+def test_each_figure_is_a_division_of_the_time_of_a_step(step):
+    s = cg.parallelize(step, dp=3, tp=2)
+    taken = cg.seconds(s, "h100-sxm", network="meta-24k", **SIZES)
+    found = cg.plan.run(s, "h100-sxm", 10**9, network="meta-24k", price=2.5, bubble=0.25, **SIZES)
+    tokens = 6 * 64  # of all ranks: each of three has two sequences
+    assert (found.devices, found.step_tokens) == (6, tokens)
+    assert found.seconds == pytest.approx(1.25 * taken)
+    assert found.tokens_per_second == pytest.approx(tokens / found.seconds)
+    assert found.steps * tokens == pytest.approx(10**9)
+    assert found.days == pytest.approx(10**9 / found.tokens_per_second / 86400)
+    assert found.device_hours == pytest.approx(6 * 24 * found.days)
+    assert found.cost == pytest.approx(2.5 * found.device_hours)
+    assert found.mfu == pytest.approx(cg.mfu(s, found.seconds, "h100-sxm", **SIZES))
+
+
+def test_ranks_that_share_no_work_reach_the_utilization_of_the_whole(step):
+    s = cg.parallelize(step, dp=3)
+    found = cg.plan.run(s, "h100-sxm", 1, **SIZES)
+    assert found.cost is None
+    assert found.mfu == pytest.approx(cg.mfu(step, found.seconds, "h100-sxm", devices=3, **SIZES))
+    alone = cg.plan.run(step, "h100-sxm", 1, **SIZES)
+    assert (alone.devices, alone.step_tokens) == (1, 6 * 64)
+    assert alone.seconds == pytest.approx(cg.seconds(step, "h100-sxm", **SIZES))
+
+
+def test_what_is_open_stays_in_the_formulas(step):
+    s = cg.parallelize(step, dp=dp)
+    formulas = cg.plan.run(s, "h100-sxm", X, price=P, bubble=u, **SIZES)
+    numbers = cg.plan.run(cg.parallelize(step, dp=3), "h100-sxm", 10**9, price=2, bubble=0.5, **SIZES)
+    for name in ("devices", "seconds", "tokens_per_second", "mfu", "steps", "days", "device_hours", "cost"):
+        bound = sympy.sympify(getattr(formulas, name)).subs({dp: 3, X: 10**9, P: 2, u: sympy.Rational(1, 2)})
+        assert float(bound) == pytest.approx(getattr(numbers, name), rel=1e-9), name
+
+
+def test_what_is_no_amount_is_an_error(step):
+    for named, says in (
+        ({"tokens": -1}, "run: tokens: -1, expected a positive number"),
+        ({"tokens": 1, "price": "2 USD"}, "run: price: '2 USD', expected a positive number"),
+        ({"tokens": 1, "bubble": -0.1}, "run: bubble: -0.1, expected a positive number"),
+    ):
+        with pytest.raises(cg.BindingError, match=says):
+            cg.plan.run(step, "h100-sxm", named.pop("tokens"), **named, **SIZES)
+    with cg.Graph("g") as g:
+        g.output(cg.relu(g.input("x", (7,))))
+    with pytest.raises(cg.GraphError, match="run: graph 'g' has no gradients, expected a step of training"):
+        cg.plan.run(g, "h100-sxm", 1)

@@ -1,0 +1,41 @@
+"""Drawn graphs on drawn meshes of up to four ranks."""
+
+from math import prod
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from sharded_steps import Case
+
+import costgraph as cg
+from costgraph import testing
+from costgraph.errors import CostGraphError
+from costgraph.graph.sizes import known_names
+from costgraph.torch.lowering.walk import need_all_queries
+
+#: What is not the same on two machines, or means nothing to torch.
+UNLIKE = {"dropout", "opaque", "foreign", "empty", "unpool"}
+
+
+def drawn(count):
+    """Yield drawn graphs on drawn meshes of up to four ranks, by number."""
+    found = {}
+
+    @settings(max_examples=count, deadline=None, derandomize=True, database=None, suppress_health_check=[*HealthCheck])
+    @given(testing.graphs(), st.data())
+    def collect(case, data):
+        spread = data.draw(testing.spreads(case.graph, case.point))
+        odd = {op.kind.name for op in case.graph.walk()} & UNLIKE
+        if odd or prod(spread.degrees.values()) > 4 or any(t.domain for t in case.graph.outputs):
+            return
+        try:
+            sharded = cg.shard(case.graph, spread.mesh, spread.placements, gather=spread.gather)
+            symbols = {n: ranks for n, ranks in spread.sizes.items() if n in known_names(sharded)}
+            cg.peak_memory(sharded, **case.point, **symbols)
+            need_all_queries(sharded)  # which are refused
+        except CostGraphError:
+            return  # `tests/laws/test_law_shard.py` looks at those
+        if cg.communication(sharded).rows:
+            found[f"drawn {len(found)}"] = Case(case.graph, sharded, spread.degrees, case.point, symbols)
+
+    collect()
+    return found

@@ -1,0 +1,174 @@
+"""Sharded steps on real processes, as a program: four ranks that meet over gloo, each beside its part of the whole.
+
+`python gloo_worlds.py FOLDER` writes a file for each rank: by case how far what it has is off, of how many tensors, and
+the collectives that torch's dispatcher saw; and `derived.json` with those that were derived. `FOLDER long 300` runs
+further cases and those of 300 drawn graphs that meet on a mesh of up to four ranks.
+"""
+
+import json
+import os
+import re
+import sys
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from sharded_steps import CASES, MORE
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import costgraph as cg
+from costgraph.torch.lowering import lower, random_inputs
+from costgraph.torch.lowering.emitter import Numbers
+from costgraph.torch.lowering.sources import Leaves
+
+RANKS = 4
+KINDS = {"all_reduce": "all_reduce", "all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter",
+         "all_gather_into_tensor_out": "all_gather", "all_to_all_single": "all_to_all"}  # fmt: skip
+
+
+class Log(TorchDispatchMode):
+    """Collectives by name, axis and the bytes of the larger of what a rank brings and what it gets."""
+
+    def __init__(self, axes):
+        super().__init__()
+        self.axes, self.rows = axes, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        space, name = func._schema.name.split("::")
+        if space == "_c10d_functional" and name in KINDS:
+            group = args[-1]
+            self.rows.append((KINDS[name], self.axes[group], max(t.nbytes for t in (args[0], made))))
+        return made
+
+
+def part(array, dims, numbers, degrees, rank):
+    """What a rank has of a tensor: an axis in parts (n0, axis of the mesh, n1, ...), of which it has one of those."""
+    for i, factors in enumerate(dims):
+        if factors:
+            shape = [degrees[f] if isinstance(f, str) else numbers(f) for f in factors]
+            at = tuple(rank[f] if isinstance(f, str) else slice(None) for f in factors)
+            split = array.reshape(*array.shape[:i], *shape, *array.shape[i + 1 :])
+            array = split[(slice(None),) * i + at].reshape(*array.shape[:i], -1, *array.shape[i + 1 :])
+    return array.contiguous()
+
+
+def places(sharded, module):
+    """Where each tensor of a module lies, by the name that torch has for it."""
+    found, names = {}, Leaves(sharded)._names
+    for t in (t for g in sharded.bodies() for t in g.tensors if t.name in names and t.producer is None):
+        dims = sharded.sharding.places[t.name].dims[t.storage.pieces :]
+        layers = [n for n in module.state_dict() if re.fullmatch(re.escape(names[t.name]) + r"(\.\d+)*", n)]
+        found |= dict.fromkeys(layers, dims)
+    return found
+
+
+def flat(made):
+    """Outputs, those of a loop's iterations one by one, with the place of each among the graph's outputs."""
+    for i, y in enumerate(made if isinstance(made, tuple) else (made,)):
+        yield from ((i, y) for y in (y if isinstance(y, tuple) else (y,)))
+
+
+def whole(case):
+    """What the unsharded step is given, makes and leaves."""
+    module, inputs = lower(case.graph, **case.sizes), random_inputs(case.graph, **case.sizes)
+    before = {n: t.clone() for n, t in module.state_dict().items()}
+    made = [(i, y.clone()) for i, y in flat(module(*(x.clone() for x in inputs)))]
+    return inputs, before, made, module.state_dict()
+
+
+def error(found, expected):
+    assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+    away = (found.double() - expected.double()).abs() / (1e-3 + expected.double().abs())
+    return away.max().item()
+
+
+def run(case, mesh, expected):
+    """One rank's step, beside its part of what the whole one made."""
+    inputs, before, made, after = expected
+    sharded, sharding = case.sharded, case.sharded.sharding
+    module = lower(sharded, mesh=mesh, **case.sizes, **case.symbols)
+    rank = dict(zip(mesh.mesh_dim_names, mesh.get_coordinate(), strict=True))
+    numbers = Numbers(sharded, case.sizes | case.symbols)
+
+    def own(array, dims):
+        return part(array, dims, numbers, case.degrees, rank)
+
+    at = places(sharded, module)
+    module.load_state_dict({n: own(t, at[n]) for n, t in before.items()})
+    names = [t.name for t in case.graph.tensors if t.producer is None and t.role == "input"]
+    given = [own(x, sharding.places[n].dims) for n, x in zip(names, inputs, strict=True)]
+    with Log({mesh.get_group(axis).group_name: axis for axis in mesh.mesh_dim_names}) as log:
+        found = list(flat(module(*given)))
+    errors = []
+    for (i, y), (_, y0) in zip(found, made, strict=True):
+        dims = sharding.outputs[i].dims
+        errors.append(error(y, own(y0, dims[len(dims) - y0.ndim :])))
+    errors += [error(t, own(after[n], at[n])) for n, t in module.state_dict().items()]
+    return {"error": max(errors), "tensors": len(errors), "collectives": log.rows}
+
+
+def work(rank, folder, cases, expected):
+    """All cases on one rank; those of a smaller mesh leave the last ranks out."""
+    store = dist.FileStore(str(folder / "store"), RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(minutes=1))
+    meshes, found = {}, {}
+    for name, case in cases.items():
+        axes, shape = tuple(case.degrees), tuple(case.degrees.values())
+        if (axes, shape) not in meshes:
+            ranks = torch.arange(torch.tensor(shape).prod()).reshape(shape)
+            meshes[axes, shape] = DeviceMesh("cpu", ranks, mesh_dim_names=axes)
+        if meshes[axes, shape].get_coordinate() is not None:
+            found[name] = run(case, meshes[axes, shape], expected[name])
+    (folder / f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def derived(case):
+    """Collectives of the graph of one rank, but those that it plays alone: kind, axis, bytes, and how often."""
+    rows = cg.communication(case.sharded, **case.sizes, **case.symbols)
+    return [[m.collective, m.axis, m.bytes, m.times] for m in rows if m.axis]
+
+
+def spawned(folder, cases, expected):
+    """Run all ranks; what is derived is there already, as a process that is forked has it."""
+    children = []
+    for rank in range(RANKS):
+        child = os.fork()
+        if not child:
+            try:
+                work(rank, folder, cases, expected)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        children.append(child)
+    states = [os.waitpid(child, 0)[1] for child in children]
+    return any(states)
+
+
+def meet(folder, cases):
+    """Run the whole and all ranks of each case; says whether one has failed."""
+    expected = {name: whole(case) for name, case in cases.items()}
+    found = {name: derived(case) for name, case in cases.items()}
+    (folder / "derived.json").write_text(json.dumps(found), encoding="utf-8")
+    return spawned(folder, cases, expected)
+
+
+def main(folder, which="", examples=""):
+    torch.set_num_threads(1)
+    if not which:
+        return meet(Path(folder), {name: made() for name, made in CASES.items()})
+    from drawn_steps import drawn
+    from lowered import exact
+
+    with exact():  # drawn graphs have all formats
+        return meet(Path(folder), {name: made() for name, made in MORE.items()} | drawn(int(examples)))
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

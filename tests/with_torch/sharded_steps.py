@@ -1,0 +1,152 @@
+"""Steps on meshes: a small llama and a mixture of experts, by what is stated of them."""
+
+from dataclasses import dataclass, field
+from functools import cache, partial
+
+import costgraph as cg
+from costgraph import models
+
+#: Small sizes that four ranks of every axis divide.
+SIZES = {"B": 4, "S": 4, "D": 8, "F": 16, "H": 4, "G": 4, "K": 2, "L": 2, "V": 16}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step, the graph of one of its ranks, and sizes."""
+
+    graph: object
+    sharded: object
+    degrees: dict
+    sizes: dict
+    symbols: dict = field(default_factory=dict)
+    """degrees that are symbols"""
+
+
+def gradients_too(made):
+    """Let the gradients of a step be outputs."""
+    with made:
+        made.outputs.extend(made.gradients.values())
+    return made
+
+
+@cache
+def step(name="llama-3-8b", optimizer="SGD", dtype="fp64"):
+    """A step whose gradients are outputs too."""
+    model = models.load(name, symbolic=True, dtype=dtype)
+    return gradients_too(cg.training_step(model, optimizer=getattr(cg, optimizer)()))
+
+
+def parallel(name="llama-3-8b", sizes=SIZES, dp=1, cp=1, tp=1, optimizer="SGD", dtype="fp64", **options):
+    """A model of the zoo on a mesh of three axes."""
+    graph = step(name, optimizer, dtype)
+    degrees = {axis: n for axis, n in (("dp", dp), ("cp", cp), ("tp", tp)) if n > 1}
+    return Case(graph, cg.parallelize(graph, dp=dp, cp=cp, tp=tp, strict=True, **options), degrees, sizes)
+
+
+def gathered(policy, sizes=None, dtype="fp64", **degrees):
+    """Parameters are split over the axes of a policy, the batch over all axes: with others, HSDP."""
+    graph, batch, own = step(dtype=dtype), " ".join(degrees), " ".join(policy.axes)
+    placements = {"tokens": f"(b {batch}) s", "targets": f"(b {batch}) s"}
+    for t in (t for t in graph.tensors if t.producer is None and t.role == "param"):
+        axes = [f"a{i}" for i in range(t.ndim - t.storage.pieces)]
+        placements[t.name] = " ".join([f"({axes[0]} {own})", *axes[1:]])
+    sharded = cg.shard(graph, cg.mesh(**degrees), placements, gather=policy, strict=True)
+    return Case(graph, sharded, degrees, sizes or {**SIZES, "K": 4})
+
+
+def experts(sizes=None, dtype="fp64"):
+    """A mixture of experts as contractions (GShard, Lepikhin et al. 2020): tokens and experts on one axis."""
+    G, S, E, C, M, F = cg.dims("G S E C M F")
+    with cg.Graph("experts", dtype=dtype) as g:
+        # tokens have a gradient, as what a layer before has made
+        x, mask = g.param("x", (G, S, M)), g.input("mask", (G, S, E, C))
+        up, down = g.param("up", (E, M, F)), g.param("down", (E, F, M))
+        sent = cg.einsum(mask, x, "g s e c, g s m -> g e c m")
+        hidden = cg.relu(cg.einsum(sent, up, "g e c m, e m f -> g e c f"))
+        back = cg.einsum(hidden, down, "g e c f, e f m -> g e c m")
+        g.output(cg.reduce(cg.einsum(mask, back, "g s e c, g e c m -> g s m"), "g s m -> ", "sum"))
+    graph = gradients_too(cg.training_step(g, optimizer=cg.SGD()))
+    placements = {"x": "(g ep) s m", "mask": "(g ep) s e c", "up": "(e ep) m f", "down": "(e ep) f m"}
+    sharded = cg.shard(graph, cg.mesh(ep=4), placements, strict=True)
+    return Case(graph, sharded, {"ep": 4}, sizes or {"G": 4, "S": 5, "E": 8, "C": 3, "M": 7, "F": 2})
+
+
+def states():
+    """ZeRO-1 of two linear layers: states are split, parameters are written in parts and put together in place."""
+    B, D, F = cg.dims("B D F")
+    with cg.Graph("mlp", dtype="fp64") as g:
+        h = cg.gelu(cg.linear(g.input("x", (B, D)), "b d -> b f", f=F, bias=True, name="up"))
+        y = cg.linear(h, "b f -> b d", d=D, name="down")
+        g.output(cg.reduce(y * y, "b d -> ", "mean"))
+    graph = gradients_too(cg.training_step(g, optimizer=cg.AdamW()))
+    sharded = cg.parallelize(graph, dp=2, zero=1, strict=True)
+    return Case(graph, sharded, {"dp": 2}, {"B": 6, "D": 4, "F": 10})
+
+
+def lookups():
+    """Tables whose rows are split: what is looked up in them, along rows and along columns, and what is written."""
+    V, D, N, B = cg.dims("V D N B")
+    with cg.Graph("lookups", dtype="fp64") as g:
+        table, new = g.input("table", (V, D)), g.input("new", (N, D))
+        ids, columns = g.input("ids", (N,), dtype="int64"), g.input("columns", (B, N), dtype="int32")
+        wide, sums = g.input("wide", (B, V)), g.input("sums", (B, N))
+        rows = {"add": ids, "max": ids, "set": cg.ops.arange(N)}
+        g.output(cg.embedding(ids, table), cg.ops.take_along(wide, columns))
+        g.output(*(cg.ops.scatter(table, at, new, mode=mode, inplace=False) for mode, at in rows.items()))
+        g.output(cg.ops.scatter(wide, columns, sums, along=True, inplace=False))
+        g.output(*(cg.reduce(wide, "b v -> b", how) for how in ("mean", "max", "min")))
+    placements = {"table": "(v x) d", "wide": "b (v x)"}
+    return Case(g, cg.shard(g, cg.mesh(x=2), placements), {"x": 2}, {"V": 10, "D": 3, "N": 7, "B": 5})
+
+
+def traced():
+    """A step of a traced module, one of whose weights is split over both axes of a mesh and gathered along one."""
+    import torch
+
+    from costgraph.torch import trace
+
+    mlp = [torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 6)]
+    net = torch.nn.Sequential(torch.nn.Embedding(12, 8), torch.nn.LayerNorm(8), *mlp)
+    whole = trace(net.double(), torch.zeros(4, 3, dtype=torch.long), dims=[("B", None)])
+    with whole as g:
+        g.output(cg.reduce(g.outputs.pop() ** 2, "b s d -> ", "mean"))
+    graph = gradients_too(cg.training_step(whole, optimizer=cg.SGD()))
+    batch = next(t.name for t in graph.tensors if t.role == "input")
+    placements = {batch: "(b dp) s", "0/weight": "(v tp) d", "2/weight": "(f tp dp) d", "2/bias": "(f tp)",
+                  "4/weight": "o (f tp)"}  # fmt: skip
+    sharded = cg.shard(graph, cg.mesh(dp=2, tp=2), placements, gather="dp", strict=True)
+    return Case(graph, sharded, {"dp": 2, "tp": 2}, {"B": 4})
+
+
+def decoding():
+    """One more token on two ranks with a part of the heads and of the caches each."""
+    graph = cg.decode(models.load("llama-3-8b", symbolic=True, dtype="fp64"))
+    caches = {t.name: "b (g tp) t k" for g in graph.bodies() for t in g.tensors if t.role == "cache"}
+    return Case(graph, cg.parallelize(graph, tp=2, placements=caches, strict=True), {"tp": 2}, SIZES)
+
+
+MIXTRAL = {"B": 4, "S": 3, "D": 6, "H": 4, "G": 2, "K": 2, "Fe": 6, "E": 3, "k": 2, "L": 2, "V": 8}
+GPT_OSS = {**MIXTRAL, "W": 2}
+CASES = {
+    "states": states,
+    "lookups": lookups,
+    "experts": experts,
+    "zero 3, tensor and sequence": partial(parallel, dp=2, tp=2, sequence=True, zero=3),
+    "hybrid": partial(gathered, cg.FullyShard("own"), rep=2, own=2),
+}
+MORE = {
+    "mixtral": partial(parallel, "mixtral-8x22b", MIXTRAL, dp=2, tp=2),
+    "gpt-oss": partial(parallel, "gpt-oss-120b", GPT_OSS, dp=2, tp=2),
+    "tensor": partial(parallel, tp=2),
+    "context, by heads": partial(parallel, cp=2, tp=2, context="all_to_all"),
+    "tensor and sequence": partial(parallel, tp=4, sequence=True),
+    "zero 1": partial(parallel, dp=2, zero=1, optimizer="AdamW"),
+    "zero 2": partial(parallel, dp=4, zero=2, optimizer="AdamW"),
+    "zero 3": partial(parallel, dp=2, zero=3, optimizer="AdamW"),
+    "zero 3 of four": partial(parallel, dp=4, zero=3, optimizer="AdamW"),
+    "kept in groups": partial(gathered, cg.FullyShard(("node", "own"), reshard_after_forward="own"), node=2, own=2),
+    "each parameter, kept": partial(gathered, cg.FullyShard("dp", reshard_after_forward=False, by_unit=False), dp=4),
+    "all at once": partial(parallel, dp=2, tp=2, sequence=True, zero=3, optimizer="AdamW"),
+    "decoding": decoding,
+    "traced": traced,
+}

@@ -1,0 +1,226 @@
+"""What is derived beside what torch's own DTensor, FSDP2 and ZeRO send: to the byte, and each difference by its reason.
+
+`sharded_oracles.json` has what torch sent (see `sharded_oracles.py`); of an all-to-all it is what a rank brings.
+"""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from fractions import Fraction
+from functools import cache
+from pathlib import Path
+
+import pytest
+from sharded_steps import experts, gathered, parallel, step
+
+import costgraph as cg
+
+HERE = Path(__file__).parent
+RECORD = json.loads((HERE / "sharded_oracles.json").read_text(encoding="utf-8"))
+SIZES, L = RECORD["sizes"], RECORD["sizes"]["L"]
+P = 4 * 229_952  # bytes of all parameters, of a layer, and of the rest
+LAYER, REST = 4 * 41_088, 4 * 65_600
+X, ROW = 4 * 2 * 32 * 64, 4 * 2 * 32  # an activation between layers (B, S, D), a number for each position (B, S)
+
+
+def torch_calls(name):
+    """How often torch calls a collective, by phase, kind, ranks and bytes."""
+    rows = RECORD["programs"][name]["collectives"]
+    return Counter({(r["phase"], r["collective"], r["ranks"], r["bytes"]): r["times"] for r in rows})
+
+
+def calls(case):
+    """The same of what is derived."""
+    found = Counter()
+    for m in cg.communication(case.sharded, **case.sizes):
+        found[m.phase, m.collective, m.ranks, m.bytes] += m.times
+    return found
+
+
+def ring(found, *key):
+    """Bytes that a rank sends in rings in all calls of a phase and kind, and over so many ranks."""
+    sent = Fraction()
+    for (phase, collective, ranks, size), times in found.items():
+        if (phase, collective, ranks)[: len(key)] == key:
+            sent += Fraction(ranks - 1, ranks) * (2 if collective == "all_reduce" else 1) * size * times
+    return sent
+
+
+def times(found, *key):
+    return sum(n for row, n in found.items() if row[: len(key)] == key)
+
+
+@cache
+def case(dp=1, **options):
+    """A llama on a mesh, with a batch of two on every rank."""
+    return parallel(sizes={**SIZES, "B": SIZES["B"] * dp}, dp=dp, dtype="fp32", **options)
+
+
+# -- tensor and sequence parallelism ---------------------------------------------------------------------------------
+
+
+def test_the_sizes_are_those_of_the_model():
+    graph = step(dtype="fp32")
+    assert cg.param_bytes(graph, **SIZES) == P == L * LAYER + REST
+
+
+def test_tensor_parallel_layers():
+    ours, torchs = calls(case(tp=4)), torch_calls("tensor, loss parallel")
+    # two of each layer, and the embedding
+    assert ours["forward", "all_reduce", 4, X] == torchs["forward", "all_reduce", 4, X] == 2 * L + 1
+    assert ours - torchs == {("forward", "all_reduce", 4, 4): 1}
+    assert torchs - ours == {
+        # a loss of sharded logits: a maximum, a sum, and the logit of the target at each position, where what is
+        # derived takes the mean over positions before it meets the others: a scalar
+        ("forward", "all_reduce", 4, ROW): 1,
+        # DTensor reduces the gradients of the inputs of q, k and v apart, those of gate and up as well; what is derived
+        # adds before it reduces, as Megatron does
+        ("backward", "all_reduce", 4, X): (3 - 1) * L + (2 - 1) * L,
+    }
+
+
+def test_sequence_parallel_layers():
+    ours, torchs = calls(case(tp=4, sequence=True)), torch_calls("tensor and sequence, loss parallel")
+    for key in (("forward", "all_gather"), ("forward", "reduce_scatter"), ("backward", "reduce_scatter")):
+        assert ring(ours, *key) == ring(torchs, *key) == 110_592  # (2L + 1) * 3/4 * 16,384
+    assert ours - torchs == {
+        # torch keeps what was gathered in the forward pass; what is derived gathers it again, as Megatron does
+        ("backward", "all_gather", 4, X): 2 * L + 1,
+        # gains of norms have a part of the sequence on each rank: reduced where the gradient is complete
+        ("backward", "all_reduce", 4, 4 * SIZES["D"]): 2 * L + 1,
+        ("forward", "all_reduce", 4, 4): 1,  # the loss, as above
+    }
+    assert torchs - ours == {
+        # DTensor leaves the gradients of gains pending, and each of three ops of foreach AdamW reduces them anew
+        ("optimizer", "all_reduce", 4, 4 * SIZES["D"]): 3 * (2 * L + 1),
+        ("forward", "all_reduce", 4, ROW): 1,
+    }
+
+
+@pytest.mark.parametrize("name", ["tensor", "tensor and sequence"])
+def test_without_a_parallel_loss_torch_gathers_the_logits(name):
+    """What is derived always has the loss of sharded logits: there is no way yet to state where logits lie."""
+    whole, split = torch_calls(name), torch_calls(f"{name}, loss parallel")
+    assert whole - split == {("forward", "all_gather", 4, ROW * SIZES["V"]): 1}
+    assert split - whole == {("forward", "all_reduce", 4, ROW): 3}
+
+
+# -- parameters that are gathered ------------------------------------------------------------------------------------
+
+GATHERED = ("forward", "all_gather")
+AGAIN = ("backward", "all_gather")
+REDUCED = ("backward", "reduce_scatter")
+#: torch computes the loss of each rank's own batch; what is derived is the mean over all.
+LOSS = ("forward", "all_reduce")
+
+
+@cache
+def fully(ranks=4, **policy):
+    return calls(gathered(cg.FullyShard("dp", **policy), {**SIZES, "B": ranks * SIZES["B"]}, "fp32", dp=ranks))
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "policy"),
+    [
+        ("fully sharded", 4, {}),
+        ("fully sharded, root too", 4, {"reshard_root": True}),
+        ("fully sharded, root too, on 2", 2, {"reshard_root": True}),
+        ("fully sharded, kept", 4, {"reshard_after_forward": False}),
+    ],
+)
+def test_fully_sharded_parameters_call_for_call(name, ranks, policy):
+    ours, torchs = fully(ranks, **policy), torch_calls(name)
+    assert ours - torchs == {(*LOSS, ranks, 4): 1}
+    assert not torchs - ours
+    assert ring(ours, *GATHERED) == ring(ours, *REDUCED) == Fraction(ranks - 1, ranks) * P
+
+
+def test_each_parameter_by_itself_sends_as_much_as_units():
+    """9 parameters of a layer and 3 others, where `fully_shard` has one bucket for each unit."""
+    ours, torchs = fully(by_unit=False), torch_calls("fully sharded")
+    assert [times(torchs, *key) for key in (GATHERED, AGAIN, REDUCED)] == [L + 1, L, L + 1]
+    assert [times(ours, *key) for key in (GATHERED, AGAIN, REDUCED)] == [9 * L + 3, 9 * L, 9 * L + 3]
+    for key in (GATHERED, AGAIN, REDUCED):
+        assert ring(ours, *key) == ring(torchs, *key)
+
+
+def test_parameters_that_a_smaller_group_keeps():
+    """`reshard_after_forward=2`: an axis of two, of a mesh whose other axis is whole between the passes."""
+    policy = cg.FullyShard(("node", "own"), reshard_after_forward="own", reshard_root=True)
+    ours = calls(gathered(policy, {**SIZES, "B": 4 * SIZES["B"]}, "fp32", node=2, own=2))
+    torchs = torch_calls("fully sharded, kept by 2")
+    # torch has one call over four ranks where there are two here, over an axis each; rings send the same
+    for key in (GATHERED, AGAIN, REDUCED):
+        assert ring(ours, *key) == ring(torchs, *key)
+    assert {row: n for row, n in ours.items() if row[:2] == AGAIN} == {(*AGAIN, 2, LAYER): L, (*AGAIN, 2, REST): 1}
+    assert ring(torchs, *AGAIN) == P / 2
+
+
+def test_fully_sharded_beside_tensor_and_sequence():
+    ours, torchs = calls(case(dp=2, tp=4, sequence=True, zero=3)), torch_calls("fully sharded and tensor")
+    assert ours - torchs == {
+        ("backward", "all_gather", 4, X): 2 * L + 1,  # gathered again, as without the other axis
+        (*LOSS, 4, 4): 1,
+        (*LOSS, 2, 4): 1,
+    }
+    assert torchs - ours == {("forward", "all_reduce", 4, ROW): 1}
+    gains = 4 * SIZES["D"]
+    whole = (P - (2 * L + 1) * gains) / 4 + (2 * L + 1) * gains  # gains are on every rank of tp
+    for key in (GATHERED, REDUCED):
+        assert ring(ours, *key, 2) == whole / 2 == 115_840
+    # before they are scattered over dp, gradients of gains meet over tp, for both
+    assert ours["backward", "all_reduce", 4, gains] == 2 * L + 1
+
+
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        {"rep": 2, "own": 4},
+        {"own": 4, "rep": 2},
+    ],
+    ids=lambda degrees: " ".join(degrees),
+)
+def test_fully_sharded_in_groups_that_replicate(degrees):
+    ours = calls(gathered(cg.FullyShard("own"), {**SIZES, "B": 8 * SIZES["B"]}, "fp32", **degrees))
+    torchs = torch_calls("hybrid")
+    assert ours - torchs == {(*LOSS, 4, 4): 1, (*LOSS, 2, 4): 1}
+    assert not torchs - ours
+    # what is left of gradients once they are scattered, a quarter, meets its like, there and back
+    assert ring(ours, "backward", "all_reduce", 2) == P / 4
+
+
+def test_states_that_are_split():
+    ours, torchs = calls(case(dp=4, zero=1, optimizer="AdamW")), torch_calls("states")
+    key = ("backward", "all_reduce")
+    assert ring(ours, *key) == ring(torchs, *key) == 1_379_712 == Fraction(2 * 3, 4) * P
+    # one bucket of 25 MB against a call for each of 39 parameters
+    assert (times(torchs, *key), times(ours, *key)) == (1, 39)
+    # ZeroRedundancyOptimizer has whole parameters on a rank, which hands them to all; what is derived splits each
+    sent = sum(n * row[3] for row, n in torchs.items() if row[1] == "broadcast")
+    assert sent == sum(n * row[3] for row, n in ours.items() if row[:2] == ("optimizer", "all_gather")) == P
+
+
+def test_experts_and_tokens_on_one_axis():
+    ours, torchs = calls(experts(RECORD["experts"], dtype="fp32")), torch_calls("experts")
+    assert ours - torchs == {("forward", "all_reduce", 4, 4): 1}  # the sum over all tokens, torch's is a rank's own
+    assert not torchs - ours
+
+
+def test_parts_of_the_sequence_that_become_heads():
+    sizes = {**SIZES, **RECORD["attention"], "L": 1}
+    ours = calls(parallel(sizes=sizes, cp=4, context="all_to_all", dtype="fp32"))
+    ours = Counter({row: n for row, n in ours.items() if row[1] == "all_to_all"})
+    # what attention has made is exchanged again for its gradient, where torch keeps it
+    assert ours - torch_calls("context, by heads") == {("backward", "all_to_all", 4, 8192): 1}
+    assert not torch_calls("context, by heads") - ours
+
+
+@pytest.mark.long
+def test_torch_still_sends_what_is_recorded(tmp_path):
+    torch = pytest.importorskip("torch")
+    if torch.__version__.partition("+")[0] != RECORD["torch"]:
+        pytest.skip(f"recorded with torch {RECORD['torch']}")
+    made = tmp_path / "record.json"
+    subprocess.run([sys.executable, str(HERE / "sharded_oracles.py"), str(made), RECORD["date"]], check=True)
+    assert json.loads(made.read_text(encoding="utf-8")) == RECORD

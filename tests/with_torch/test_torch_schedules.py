@@ -1,0 +1,74 @@
+"""Action lists of pipeline schedules beside those of torch.distributed.pipelining, which runs no model to make them."""
+
+from collections import Counter
+
+import pytest
+from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
+
+import costgraph as cg
+
+TORCHS = {
+    "gpipe": "GPipe",
+    "1f1b": "1F1B",
+    "interleaved": "Interleaved1F1B",
+    "interleaved-zb": "InterleavedZeroBubble",
+    "zbv": "ZBVZeroBubble",
+    "dualpipev": "DualPipeV",
+}
+CASES = [
+    pytest.param(name, p, v, k * p, marks=[pytest.mark.long] * (p == 8))  # 0.1 s each
+    for p in (2, 4, 8)
+    for name, chunks in (
+        ("gpipe", [1]), ("1f1b", [1]), ("interleaved", [2, 3, 4]), ("interleaved-zb", [2, 3, 4]), ("zbv", [2]),
+        ("dualpipev", [2]),
+    )
+    for v in chunks
+    for k in ((2, 3, 5) if name in ("zbv", "dualpipev") else (1, 2, 3, 5))
+]  # fmt: skip
+KINDS = {
+    "FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W", "SEND_F": "send F",
+    "RECV_F": "receive F", "SEND_B": "send B", "RECV_B": "receive B",
+}  # fmt: skip
+
+
+def of_torch(name, p, v, m, **options):
+    ranks = []
+    for actions in get_schedule_ops(TORCHS[name], p, m, None if v == 1 else v, **options):
+        made, count = [], 0
+        for action in actions:
+            for a in (action and action.sub_actions) or [action]:
+                kind = a and KINDS.get(a.computation_type.name)
+                if kind is None:
+                    continue  # a gap, or what is done with parameters
+                number = a.microbatch_index
+                if (name, kind) == ("1f1b", "F"):  # the dump counts those of the last rank from 1
+                    number, count = count, count + 1
+                made.append((kind, a.stage_index, number))
+        ranks.append(made)
+    return ranks
+
+
+def most_held(actions, ends):
+    held = most = 0
+    for kind, *_ in actions:
+        held += (kind == "F") - (kind in ends)
+        most = max(most, held + (kind in ends))
+    return most
+
+
+@pytest.mark.parametrize(("name", "p", "v", "m"), CASES)
+def test_the_lists_are_those_of_torch(name, p, v, m):
+    theirs = of_torch(name, p, v, m)
+    assert [[a[:3] for a in actions] for actions in cg.plan.schedule(name, p, m, v)] == theirs
+    for rank, actions in enumerate(theirs):
+        for until, ends in (("input", "BI"), ("weights", "BW")):
+            assert cg.plan.in_flight(name, p, m, v, rank, until) == most_held(actions, ends)
+
+
+@pytest.mark.parametrize("name", ["interleaved", "interleaved-zb", "zbv", "dualpipev"])
+def test_sends_and_receives_are_those_of_torch(name):
+    p, v, m = 4, 2, 12
+    ours = cg.plan.schedule(name, p, m, v, sends=True)
+    for rank, (mine, theirs) in enumerate(zip(ours, of_torch(name, p, v, m, with_comms=True), strict=True)):
+        assert Counter(a[:3] for a in mine) == Counter(theirs)
+        assert cg.plan.sends(name, p, m, v, rank) == sum(kind.startswith("send") for kind, *_ in theirs)
