@@ -5,30 +5,14 @@ if one likes, and becomes a number once sizes are bound.
 """
 
 from sys import modules as _modules
+from typing import TYPE_CHECKING
 
 from . import interruption  # noqa: F401  # before what takes its time
 
 # isort: split
 from .algebra.extremum import Max, Min
 from .algebra.symbols import dims
-from .analysis.communication import communication
-from .analysis.compare import compare
-from .analysis.costs import bytes_moved, costs, flops, intensity, matmul_flops
-from .analysis.crossover import crossover
-from .analysis.memory import peak_memory, timeline
-from .analysis.params import cache_bytes, param_bytes, param_count
-from .analysis.regimes import regimes
-from .analysis.roofline import roofline
-from .analysis.saved import saved_bytes
-from .analysis.seconds import seconds
-from .analysis.storages import lifetimes
-from .analysis.terms import in_terms_of
-from .analysis.tiling import tiling
-from .analysis.training import hardware_flops, hfu, mfu, model_flops, step_tokens
-from .analysis.training_memory import activation_memory, bytes_per_param, saved_state_bytes, state_bytes
-from .analysis.weights import compare_weights
 from .bind.evaluate import compile, evaluate
-from .bind.grid import sweep
 from .dtypes import DTYPES, DType, bits_per_element, dtype
 from .errors import (
     BindingError,
@@ -41,15 +25,11 @@ from .errors import (
     StandInWarning,
     UnsupportedError,
 )
-from .files.weights import read_weights
-from .files.write import load, save
 from .graph.changes import whole as _whole
 from .graph.domain import Domain
 from .graph.graph import Graph
 from .graph.scopes import scope
 from .graph.tensor import Tensor
-from .hardware.networks import Network, list_networks, load_network
-from .hardware.specs import Hardware, list_hardware, load_hardware
 from .nn import (
     attention,
     conv,
@@ -67,33 +47,58 @@ from .nn import (
     tanh,
 )
 from .notation.door import guard as _guard
+from .notation.later import later as _later
 from .ops.blocks import kernel, repeat, scan
 from .ops.einsum import einsum
 from .ops.layout import rearrange
 from .ops.reduce import reduce
 from .ops.stated import opaque
-from .optimizers import SGD, Adafactor, AdaGrad, Adam, AdamW, Lion, Muon, RMSProp
-from .plan.search import largest
 from .report import report
-from .transforms.backward.backward import backward
-from .transforms.checkpoint import Checkpoint, every, every_block, from_start, selective
-from .transforms.folding.fold import fold
-from .transforms.fuse import fuse
-from .transforms.inference.inference import decode, prefill
-from .transforms.precision.policy import Policy
-from .transforms.precision.precision import apply_precision
-from .transforms.quantize.quantize import quantize
-from .transforms.shard.fully import FullyShard
-from .transforms.shard.parallelize import parallelize
-from .transforms.shard.shard import mesh, shard
-from .transforms.training import training_step
-from .transforms.unroll import unroll
-from .transforms.vjp.table import vjp
 
 # isort: split
 # models are written with the public names above, and those of nn, ops and plan
-from . import models, nn, ops, plan
-from .report.explore import explore
+from . import models, nn, ops
+
+if TYPE_CHECKING:
+    from . import plan
+    from .analysis.communication import communication
+    from .analysis.compare import compare
+    from .analysis.costs import bytes_moved, costs, flops, intensity, matmul_flops
+    from .analysis.crossover import crossover
+    from .analysis.memory import peak_memory, timeline
+    from .analysis.params import cache_bytes, param_bytes, param_count
+    from .analysis.regimes import regimes
+    from .analysis.roofline import roofline
+    from .analysis.saved import saved_bytes
+    from .analysis.seconds import seconds
+    from .analysis.storages import lifetimes
+    from .analysis.terms import in_terms_of
+    from .analysis.tiling import tiling
+    from .analysis.training import hardware_flops, hfu, mfu, model_flops, step_tokens
+    from .analysis.training_memory import activation_memory, bytes_per_param, saved_state_bytes, state_bytes
+    from .analysis.weights import compare_weights
+    from .bind.grid import sweep
+    from .files.weights import read_weights
+    from .files.write import load, save
+    from .hardware.networks import Network, list_networks, load_network
+    from .hardware.specs import Hardware, list_hardware, load_hardware
+    from .optimizers import SGD, Adafactor, AdaGrad, Adam, AdamW, Lion, Muon, RMSProp
+    from .plan.search import largest
+    from .report.explore import explore
+    from .transforms.backward.backward import backward
+    from .transforms.checkpoint import Checkpoint, every, every_block, from_start, selective
+    from .transforms.folding.fold import fold
+    from .transforms.fuse import fuse
+    from .transforms.inference.inference import decode, prefill
+    from .transforms.precision.policy import Policy
+    from .transforms.precision.precision import apply_precision
+    from .transforms.quantize.quantize import quantize
+    from .transforms.shard.fully import FullyShard
+    from .transforms.shard.parallelize import parallelize
+    from .transforms.shard.shard import mesh, shard
+    from .transforms.training import training_step
+    from .transforms.unroll import unroll
+    from .transforms.vjp.table import vjp
 
 __version__ = "0.1.0"
 
@@ -218,30 +223,120 @@ __all__ = [
     "timeline",
 ]
 
-#: What the library itself makes and calls for every op, and `dims`, which the door stands on.
-_INSIDE = [
-    "dims", "CostRow", "Lifetime", "RooflineRow", "Tensor", "Graph.unique", "Graph.formal", "Graph.adopt",
-    "Graph.capture", "Graph.export", "Graph.add_result", "Graph.add_op", "Graph.add_node", "Graph.start_body",
-    "Graph.same", "Graph.told", "Graph.whole", "Graph.note",
-]  # fmt: skip
-
-#: What questions answer with, by module.
-_RECORDS = {
-    "analysis.compare": ("Compared", "Comparison"),
-    "analysis.memory": ("Timeline",),
-    "analysis.roofline": ("Roofline", "RooflineRow"),
-    "analysis.storages": ("Lifetime",),
-    "analysis.table": ("Cost", "CostRow", "Costs"),
-    "analysis.training_memory": ("StateBytes",),
-    "analysis.weights": ("WeightComparison", "WeightDifference"),
-    "files.weights": ("Weight", "Weights"),
-    "plan.amounts": ("LeadingTerm",),
-    "plan.cluster": ("Run",),
-    "plan.preflight": ("Preflight", "PreflightCheck"),
-    "plan.serving": ("Latency", "Throughput", "ThroughputRow"),
-    "report.collect": ("Report",),
-    "transforms.schedules": ("Action",),
-    "transforms.vjp.table": ("Pull",),
+#: Modules that are imported when one of their names is first asked for, as they stand above for those who read types.
+_LATER = {
+    "plan": ("plan",),
+    "analysis.communication": ("communication",),
+    "analysis.compare": ("compare",),
+    "analysis.costs": (
+        "bytes_moved",
+        "costs",
+        "flops",
+        "intensity",
+        "matmul_flops",
+    ),
+    "analysis.crossover": ("crossover",),
+    "analysis.memory": (
+        "peak_memory",
+        "timeline",
+    ),
+    "analysis.params": (
+        "cache_bytes",
+        "param_bytes",
+        "param_count",
+    ),
+    "analysis.regimes": ("regimes",),
+    "analysis.roofline": ("roofline",),
+    "analysis.saved": ("saved_bytes",),
+    "analysis.seconds": ("seconds",),
+    "analysis.storages": ("lifetimes",),
+    "analysis.terms": ("in_terms_of",),
+    "analysis.tiling": ("tiling",),
+    "analysis.training": (
+        "hardware_flops",
+        "hfu",
+        "mfu",
+        "model_flops",
+        "step_tokens",
+    ),
+    "analysis.training_memory": (
+        "activation_memory",
+        "bytes_per_param",
+        "saved_state_bytes",
+        "state_bytes",
+    ),
+    "analysis.weights": ("compare_weights",),
+    "bind.grid": ("sweep",),
+    "files.weights": ("read_weights",),
+    "files.write": (
+        "load",
+        "save",
+    ),
+    "hardware.networks": (
+        "Network",
+        "list_networks",
+        "load_network",
+    ),
+    "hardware.specs": (
+        "Hardware",
+        "list_hardware",
+        "load_hardware",
+    ),
+    "optimizers": (
+        "SGD",
+        "Adafactor",
+        "AdaGrad",
+        "Adam",
+        "AdamW",
+        "Lion",
+        "Muon",
+        "RMSProp",
+    ),
+    "plan.search": ("largest",),
+    "transforms.backward.backward": ("backward",),
+    "transforms.checkpoint": (
+        "Checkpoint",
+        "every",
+        "every_block",
+        "from_start",
+        "selective",
+    ),
+    "transforms.folding.fold": ("fold",),
+    "transforms.fuse": ("fuse",),
+    "transforms.inference.inference": (
+        "decode",
+        "prefill",
+    ),
+    "transforms.precision.policy": ("Policy",),
+    "transforms.precision.precision": ("apply_precision",),
+    "transforms.quantize.quantize": ("quantize",),
+    "transforms.shard.fully": ("FullyShard",),
+    "transforms.shard.parallelize": ("parallelize",),
+    "transforms.shard.shard": (
+        "mesh",
+        "shard",
+    ),
+    "transforms.training": ("training_step",),
+    "transforms.unroll": ("unroll",),
+    "transforms.vjp.table": ("vjp",),
+    "report.explore": ("explore",),
 }
 
-_guard([nn, ops, plan, _modules[__name__]], _RECORDS, inside=_INSIDE, around=_whole)
+#: What the door itself stands on.
+_INSIDE = ("dims",)
+
+
+def _entered(found: object) -> object:
+    return _guard(_modules[__name__], found, _INSIDE, _whole)
+
+
+for _module in (nn, ops, _modules[__name__]):
+    for _name in _module.__all__:
+        if _name in vars(_module):
+            setattr(_module, _name, _guard(_module, getattr(_module, _name), _INSIDE, _whole))
+
+if not TYPE_CHECKING:
+    __getattr__ = _later(__name__, _LATER, _entered)
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

@@ -1,6 +1,7 @@
 """Import order: declare -> transform -> derive -> bind -> show | compare, read from the imports themselves."""
 
 import ast
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -60,6 +61,12 @@ NOT_LOADED = (
     "distributed",
     "tomllib",
     "sympy.tensor.tensor",  # by the first sum that is made, and 80 ms of a second
+    "costgraph.analysis",  # questions, when they are asked
+    "costgraph.transforms",
+    "costgraph.hardware",
+    "costgraph.optimizers",
+    "costgraph.files",
+    "costgraph.plan",
     "costgraph.models.registry",
 )
 
@@ -135,6 +142,26 @@ def test_what_the_library_knows_of_a_kind_of_op_stands_in_ops():
     own = {name: place for name, place in places.items() if place.startswith("costgraph.")}
     assert {name: place for name, place in own.items() if not place.startswith("costgraph.ops.")} == {}
     assert {"einsum", "pool", "fused_update", "stacked"} <= set(own)
+
+
+def listed(source: str) -> dict[str, tuple[str, ...]]:
+    """Names by module that a package imports for those who read types."""
+    later = next(n for n in ast.parse(source).body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")
+    found: dict[str, tuple[str, ...]] = {}
+    for node in later.body:
+        assert isinstance(node, ast.ImportFrom)
+        names = tuple(a.name for a in node.names)
+        for module, name in [(node.module, n) if node.module else (n, n) for n in names]:
+            found[module] = (*found.get(module, ()), name)
+    return found
+
+
+@pytest.mark.parametrize("package", ["", "report"])
+def test_what_is_imported_later_is_what_readers_of_types_see(package):
+    made = importlib.import_module(f"costgraph.{package}".rstrip("."))
+    found = {m: {*names} & {*made.__all__} for m, names in listed(MODULES[package].read_text(encoding="utf-8")).items()}
+    later = {(m, n) for m, names in made._LATER.items() for n in names}
+    assert {(m, n) for m, names in found.items() for n in names} == later
 
 
 @pytest.mark.parametrize("module", [m for m in MODULES if m and not m.startswith("models")])

@@ -12,6 +12,7 @@ from ..graph.graph import Graph, need_graph
 from ..graph.op import Op
 from ..graph.sizes import bindings, known_names
 from ..hardware.tables import Column, Table
+from ..notation.door import guarded
 from ..transforms.precision.autocast import word
 from .costs import executions, traffic_of
 
@@ -40,6 +41,7 @@ _CLASSES: Mapping[str, tuple[str, ...]] = {
 _CLASS_OF = {name: of for of, names in _CLASSES.items() for name in names}
 
 
+@guarded()
 @dataclass(frozen=True)
 class Compared:
     """One class of ops in one phase, or the total."""
@@ -58,6 +60,7 @@ class Compared:
     """of the second graph less of the first"""
 
 
+@guarded()
 @dataclass(frozen=True, repr=False)
 class Comparison(Table):
     """Two graphs beside each other."""

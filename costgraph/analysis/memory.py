@@ -17,8 +17,9 @@ from ..graph.arguments import need_choice
 from ..graph.graph import Graph, need_graph
 from ..graph.sizes import Bindings, bindings
 from ..hardware.tables import Column, Fact, Table
+from ..notation.door import guarded
 from .caching import CachingAllocator
-from .hooks import PLOTTERS
+from .hooks import plotter
 from .lifetimes import Copies, Program, copies_for, play
 from .live import View, closed, holds_from, live_bytes, live_cases
 from .regimes import Range, Regime, narrowed, ranges, regime
@@ -167,6 +168,7 @@ class Moment:
     """bytes live while it runs"""
 
 
+@guarded()
 @dataclass(frozen=True, repr=False)
 class Timeline(Table):
     """Live memory over the program."""
@@ -238,7 +240,7 @@ class Timeline(Table):
             The figure.
         """
         need_bound([self.peak], "plot of a timeline")
-        return PLOTTERS["timeline"](self, path)
+        return plotter("timeline")(self, path)
 
 
 def _played_out(graph: Graph, values: Mapping[str, Poly]) -> int:

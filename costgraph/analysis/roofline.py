@@ -20,7 +20,8 @@ from ..hardware.networks import Network
 from ..hardware.rates import StandIn
 from ..hardware.specs import Hardware
 from ..hardware.tables import Column, Fact, Table
-from .hooks import PLOTTERS
+from ..notation.door import guarded
+from .hooks import plotter
 from .seconds import OVERLAPS, Bound, Spent, in_seconds, largest, lower_bound, spent, together, warn_of, which
 from .traffic import compulsory
 from .work import Asked, Fallback, Work, ask
@@ -78,6 +79,7 @@ class RooflineRow:
         return self.flops / self.seconds if self.seconds else 0.0
 
 
+@guarded()
 @dataclass(frozen=True, repr=False)
 class Roofline(Table):
     """A graph on the roof of a device."""
@@ -177,7 +179,7 @@ class Roofline(Table):
             If a size is open.
         """
         need_bound([self.estimate, self.ridge], f"plot of graph {self.graph!r}")
-        return PLOTTERS["roofline"](self, path)
+        return plotter("roofline")(self, path)
 
 
 def roofline(

@@ -13,6 +13,7 @@ from ..errors import BindingError, GraphError
 from ..graph.arguments import need_call, need_choice
 from ..graph.sizes import size_of
 from ..hardware.tables import Column, Fact, Table
+from ..notation.door import guarded
 
 __all__ = ["FLOP_KINDS", "Cost", "CostRow", "Costs", "Grouped"]
 
@@ -25,6 +26,7 @@ _VALUES = {
 }
 
 
+@guarded()
 @dataclass(frozen=True)
 class Cost:
     """A sum of costs: small, additive."""
@@ -85,6 +87,7 @@ def _held(validity: Validity | None) -> tuple[Validity, ...]:
     return () if validity is None else (validity,)
 
 
+@guarded()
 @dataclass(frozen=True, repr=False)
 class Costs(Table):
     """A table of costs that can be filtered, grouped, summed and bound."""

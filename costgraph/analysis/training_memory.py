@@ -16,6 +16,7 @@ from ..errors import GraphError
 from ..graph.graph import Graph, need_graph
 from ..graph.sizes import bindings
 from ..graph.tensor import Storage, Tensor
+from ..notation.door import guarded
 from .lifetimes import Program
 from .live import closed, live_cases
 from .traffic import repeated_bodies
@@ -23,6 +24,7 @@ from .traffic import repeated_bodies
 __all__ = ["StateBytes", "activation_memory", "bytes_per_param", "is_step", "saved_state_bytes", "state_bytes"]
 
 
+@guarded()
 @dataclass(frozen=True)
 class StateBytes:
     """Bytes that belong to the parameters of a model in training."""

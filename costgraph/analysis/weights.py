@@ -24,6 +24,7 @@ from ..files.weights import Weights, read_weights
 from ..graph.graph import Graph, need_graph
 from ..graph.sizes import bindings
 from ..hardware.tables import Column, Fact, Table
+from ..notation.door import guarded
 from .traffic import repeated_bodies
 
 __all__ = ["WeightComparison", "WeightDifference", "compare_weights"]
@@ -36,6 +37,7 @@ _MOST_AXES, _MOST_GROUPS = 8, 2**12
 _LIKE = 0.35
 
 
+@guarded()
 @dataclass(frozen=True)
 class WeightDifference:
     """Tensors in which a checkpoint and a graph differ."""
@@ -54,6 +56,7 @@ class WeightDifference:
     """shape and format in the checkpoint"""
 
 
+@guarded()
 @dataclass(frozen=True, repr=False)
 class WeightComparison(Table):
     """A checkpoint beside a graph: parameters, bytes, and a row for each difference."""

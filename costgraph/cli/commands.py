@@ -19,8 +19,7 @@ from ..errors import BindingError, FormatError
 from ..graph.graph import Graph
 from ..graph.sizes import bindings
 from ..hardware.specs import load_hardware
-from ..report import text
-from ..report.collect import report
+from ..report import report, text
 from ..report.files import to_csv, to_json
 from ..report.formula import formula_text, shared, write_formula
 from ..report.quantities import QUANTITIES, quantity_of

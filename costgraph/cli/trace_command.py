@@ -17,8 +17,7 @@ import typer
 
 from ..algebra.symbols import is_name, read_size, shorten
 from ..errors import CostGraphError, FormatError
-from ..report import text
-from ..report.collect import report
+from ..report import report, text
 from . import options as opt
 from .commands import command, read_sizes
 from .terminal import say, screen

@@ -11,8 +11,7 @@ from ..errors import FormatError
 from ..graph.graph import Graph
 from ..optimizers import OPTIMIZERS
 from ..plan import preflight
-from ..report import text
-from ..report.collect import report
+from ..report import report, text
 from ..report.files import to_csv, to_json
 from ..report.plan import plan_csv, plan_json, render_plan
 from ..transforms.checkpoint import read_checkpoint

@@ -11,6 +11,8 @@ from costgraph.algebra.symbols import shown
 from costgraph.errors import FormatError
 from costgraph.notation.door import REAL
 
+from ..notation.door import guarded
+
 __all__ = ["KINDS", "BlockScale", "DType"]
 
 #: From the narrowest to the one that wins over all others.
@@ -36,6 +38,7 @@ class BlockScale:
     """whether its elements follow each other in memory, wherever rows end"""
 
 
+@guarded()
 @dataclass(frozen=True)
 class DType:
     """A number format.

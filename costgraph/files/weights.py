@@ -19,6 +19,7 @@ from typing import Any, TypeGuard
 from ..algebra.symbols import shorten, shown
 from ..errors import FormatError
 from ..hardware.tables import Column, Fact, Table
+from ..notation.door import guarded
 from ..text_file import place_of, read_start, read_text, unique
 
 __all__ = ["Weight", "Weights", "read_weights"]
@@ -39,6 +40,7 @@ _FORMATS = {
 }  # fmt: skip
 
 
+@guarded()
 @dataclass(frozen=True)
 class Weight:
     """One tensor of a checkpoint."""
@@ -58,6 +60,7 @@ class Weight:
         return prod(self.shape)
 
 
+@guarded()
 @dataclass(frozen=True, repr=False)
 class Weights(Table):
     """What a checkpoint holds: a table of its tensors, with their number, elements and bytes below."""

@@ -13,7 +13,7 @@ from ..algebra.extremum import at_least_zero, smaller
 from ..algebra.polynomial import ONE, ZERO, Poly, poly
 from ..algebra.symbols import shown
 from ..errors import ShapeError
-from ..notation.door import READ
+from ..notation.door import READ, guarded
 from .arguments import need_flag, positive
 
 __all__ = ["Domain"]
@@ -24,6 +24,7 @@ def _triangle(n: Poly) -> Poly:
     return n * (n + 1) / 2
 
 
+@guarded()
 @dataclass(frozen=True)
 class Domain:
     """Restriction of two axes, query positions s < S and key positions t < T, aligned at their last positions.

@@ -18,7 +18,7 @@ from ..algebra.symbols import kind_of, shown
 from ..dtypes import DType
 from ..dtypes import dtype as find_dtype
 from ..errors import GraphError
-from ..notation.door import READ
+from ..notation.door import READ, guarded
 from ..notation.grammar import parse_relation
 from . import adding, around, showing, sizes
 from .adding import home, source
@@ -34,6 +34,11 @@ from .tensor import Storage, Tensor
 __all__ = ["Graph", "apply", "current_graph", "need_graph", "sizes_of"]
 
 
+# what the library itself calls for each op is not checked
+@guarded(
+    "unique", "formal", "adopt", "capture", "export", "add_result", "add_op", "add_node", "start_body", "same", "told",
+    "whole", "note",
+)  # fmt: skip
 class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
     """A model: tensors and ops in program order.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -29,4 +30,6 @@ def explore(self: Graph, path: object = None, /, *, views: object = None) -> Any
     costgraph.report.explore.Page
         `.html`, `.save(path)`.
     """
+    if "explore" not in SHOWN:  # imported when it is first asked for
+        import_module("costgraph.report.explore")
     return SHOWN["explore"](self, path, views=views)

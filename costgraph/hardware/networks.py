@@ -11,9 +11,12 @@ from costgraph.hardware.find import NETWORKS, known, path_of
 from costgraph.hardware.tables import SOURCE, Column, Fact, Table
 from costgraph.hardware.units import Quantity
 
+from ..notation.door import guarded
+
 __all__ = ["Network", "list_networks", "load_network"]
 
 
+@guarded()
 @dataclass(frozen=True, repr=False)
 class Network(Table):
     """The network between the domains of an interconnect, level above level.

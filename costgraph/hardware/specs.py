@@ -29,9 +29,12 @@ from costgraph.hardware.tables import SOURCE, Column, Fact, Table
 from costgraph.hardware.units import Quantity
 from costgraph.notation.door import READ
 
+from ..notation.door import guarded
+
 __all__ = ["Hardware", "list_hardware", "load_hardware"]
 
 
+@guarded()
 @dataclass(frozen=True, repr=False)
 class Hardware(Table):
     """A device. All rates are dense and for the whole device that the name says.

@@ -15,7 +15,8 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from functools import wraps
 from numbers import Integral, Real
 from operator import is_
@@ -27,9 +28,10 @@ from ..algebra.polynomial import Poly
 from ..algebra.symbols import shown
 from ..errors import CostGraphError, GraphError
 
-__all__ = ["READ", "REAL", "Rule", "checked", "guard", "hints_of", "rule"]
+__all__ = ["GUARDED", "READ", "REAL", "Rule", "checked", "guard", "guarded", "hints_of", "rule"]
 
 F = TypeVar("F", bound=Callable[..., Any])
+K = TypeVar("K")
 _PACKAGE = __name__.partition(".")[0]
 
 
@@ -198,7 +200,22 @@ def _asked(hint: Any) -> Rule:
 
 def hints_of(annotated: object) -> dict[str, Any]:
     """Return annotations as what they name; names that a module imports for them alone are found in the package."""
-    return typing.get_type_hints(annotated, localns=vars(sys.modules[_PACKAGE]), include_extras=True)
+    home = sys.modules.get(getattr(annotated, "__module__", None) or _PACKAGE)
+    return typing.get_type_hints(annotated, localns=_Names(home, sys.modules[_PACKAGE]), include_extras=True)
+
+
+class _Names(dict[str, Any]):
+    """Names of modules, those among them that are imported when they are asked for."""
+
+    def __init__(self, *modules: Any) -> None:
+        super().__init__()
+        self.modules = modules
+
+    def __missing__(self, name: str) -> Any:
+        for module in self.modules:
+            with suppress(AttributeError):
+                return getattr(module, name)
+        raise KeyError(name)
 
 
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:
@@ -251,45 +268,60 @@ def checked(function: F, *, reads: bool = True) -> F:
 
 
 def guard(
-    namespaces: Iterable[types.ModuleType],
-    records: Mapping[str, Collection[str]],
+    module: types.ModuleType,
+    function: Any,
     inside: Collection[str] = (),
     around: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function,
-) -> None:
-    """Check the arguments of all functions that public modules name, and of all methods of their classes.
+) -> Any:
+    """Return what a public module hands out: a function checks its arguments, all else is what it was.
 
     Parameters
     ----------
-    namespaces : iterable of module
-        Public modules, whose functions are replaced; methods are replaced in their classes.
-    records : mapping of str to collection of str
-        Classes that no public module names, by the module of the package that they are in.
+    module : module
+        Public module.
+    function : object
+        What it names.
     inside : collection of str
-        Functions, classes, and methods as `Class.method`, that are left as they are: checks of what the library itself
-        calls for each op would cost more than they are worth.
+        Functions that are not checked: for what the library itself calls for each op it would cost more than it is
+        worth.
     around : callable
         What each function becomes before its arguments are checked.
     """
-    doors: dict[Callable[..., Any], Callable[..., Any]] = {}
-    for module in namespaces:
-        for name in module.__all__:
-            found = getattr(module, name)
-            if isinstance(found, type) and found.__module__.startswith(f"{_PACKAGE}."):
-                _guard_methods(found, inside)
-            elif inspect.isfunction(found):
-                if found not in doors:
-                    doors[found] = around(found) if name in inside else checked(around(found))
-                    doors[found].__module__ = module.__name__  # where pickle finds this one
-                setattr(module, name, doors[found])
-    for place, names in records.items():
-        for name in names:
-            _guard_methods(getattr(sys.modules[f"{_PACKAGE}.{place}"], name), inside)
+    if not inspect.isfunction(function):
+        return function
+    if function not in _DOORS:
+        name = function.__name__
+        door = around(function) if name in inside else checked(around(function))
+        door.__module__ = module.__name__  # where pickle finds this one
+        _DOORS[function] = _DOORS[door] = door
+    return _DOORS[function]
 
 
-def _guard_methods(kind: type, inside: Collection[str]) -> None:
-    fields = getattr(kind, "__dataclass_fields__", {})
-    keeps = fields and not hasattr(kind, "__post_init__")
-    for key, member in list(vars(kind).items()):
-        public = key == "__init__" or (not key.startswith("_") and key not in fields)
-        if public and inspect.isfunction(member) and not {kind.__name__, f"{kind.__name__}.{key}"} & set(inside):
-            setattr(kind, key, checked(member, reads=key != "__init__" or not keeps))
+#: What functions have become; a door stays what it is.
+_DOORS: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+
+#: Classes whose methods check their arguments.
+GUARDED: list[type] = []
+
+
+def guarded(*inside: str) -> Callable[[type[K]], type[K]]:
+    """Let all public methods of a class check their arguments, but those named `inside`.
+
+    It stands above `@dataclass`, whose `__init__` is checked too.
+    """
+
+    def close(kind: type[K]) -> type[K]:
+        fields = getattr(kind, "__dataclass_fields__", {})
+        keeps = fields and not hasattr(kind, "__post_init__")
+        for key, member in list(vars(kind).items()):
+            public = key == "__init__" or (not key.startswith("_") and key not in fields)
+            if public and inspect.isfunction(member) and key not in inside:
+                setattr(kind, key, checked(member, reads=key != "__init__" or not keeps))
+        GUARDED.append(kind)
+        return kind
+
+    return close
+
+
+guarded()(CostGraphError)  # the errors stand below this module

@@ -7,6 +7,7 @@ from functools import partial
 from typing import ClassVar
 
 from ..graph.tensor import Tensor
+from ..notation.door import guarded
 from ..ops.operators import matmul
 from ..ops.pointwise import pointwise
 from ..ops.reduce import reduce
@@ -19,6 +20,7 @@ from .slots import Slot
 __all__ = ["Adafactor"]
 
 
+@guarded()
 @dataclass(frozen=True, kw_only=True)
 class Adafactor(Optimizer):
     """Adafactor, as torch.optim.Adafactor.

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..errors import GraphError
+from ..notation.door import guarded
 from .calls import Calls, Column
 from .optimizer import Optimizer, bounds
 from .slots import Slot
@@ -26,6 +27,7 @@ def _with_decay(calls: Calls, g: Column, p: Column, *, maximize: bool, weight_de
     return g, own
 
 
+@guarded()
 @dataclass(frozen=True, kw_only=True)
 class Adam(Optimizer):
     """Adam, op for op as torch.optim.Adam.
@@ -93,6 +95,7 @@ class Adam(Optimizer):
         return calls.keep(calls.addcdiv_(p, mean, bottom, -size), *([g] if own else [])), given
 
 
+@guarded()
 @dataclass(frozen=True, kw_only=True)
 class AdamW(Adam):
     """Adam with decoupled weight decay, op for op as torch.optim.AdamW.
@@ -122,6 +125,7 @@ class AdamW(Adam):
             raise GraphError("AdamW: decoupled_weight_decay is False, expected True: without it, this is Adam")
 
 
+@guarded()
 @dataclass(frozen=True, kw_only=True)
 class AdaGrad(Optimizer):
     """AdaGrad, op for op as torch.optim.Adagrad.
@@ -174,6 +178,7 @@ class AdaGrad(Optimizer):
         return calls.addcdiv_(p, top, root), given
 
 
+@guarded()
 @dataclass(frozen=True, kw_only=True)
 class RMSProp(Optimizer):
     """RMSProp, op for op as torch.optim.RMSprop, which has no fused kernel.

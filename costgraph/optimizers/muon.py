@@ -13,7 +13,7 @@ from ..errors import GraphError, ShapeError
 from ..graph.arguments import need_call, need_choice
 from ..graph.strides import Sizes, numel
 from ..graph.tensor import Tensor
-from ..notation.door import READ
+from ..notation.door import READ, guarded
 from ..ops.blocks import fused
 from ..ops.keep import keep
 from ..ops.layout import reshape
@@ -34,6 +34,7 @@ def _has_matrix(slot: Slot) -> bool:
     return len(slot.axes()) > 1 and slot.param.storage.name.rpartition("/")[2] != "bias"
 
 
+@guarded()
 @dataclass(frozen=True, kw_only=True)
 class Muon(Optimizer):
     """Muon, op for op as torch.optim.Muon, which is a loop over the parameters.

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..errors import GraphError
+from ..notation.door import guarded
 from .calls import Calls, Column
 from .optimizer import Optimizer, bounds
 from .slots import Slot
@@ -13,6 +14,7 @@ from .slots import Slot
 __all__ = ["SGD", "Lion"]
 
 
+@guarded()
 @dataclass(frozen=True, kw_only=True)
 class SGD(Optimizer):
     """Stochastic gradient descent, op for op as torch.optim.SGD.
@@ -74,6 +76,7 @@ class SGD(Optimizer):
         return p, step if self.nesterov and calls.listed and not own else given
 
 
+@guarded()
 @dataclass(frozen=True, kw_only=True)
 class Lion(Optimizer):
     """Lion (Chen et al. 2023, arXiv:2302.06675, algorithm 2): the sign of an interpolated momentum.

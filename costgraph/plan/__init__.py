@@ -1,5 +1,9 @@
 """Questions of planning: how large, how long, and whether it fits at all."""
 
+from sys import modules as _modules
+
+from ..graph.changes import whole as _whole
+from ..notation.door import guard as _guard
 from ..transforms.schedules import in_flight, schedule, sends
 from .amounts import (
     leading_term,
@@ -33,3 +37,7 @@ __all__ = [
     "training_seconds",
     "training_tokens",
 ]
+
+_here = _modules[__name__]
+for _name in __all__:
+    setattr(_here, _name, _guard(_here, getattr(_here, _name), around=_whole))

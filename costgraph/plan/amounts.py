@@ -16,6 +16,7 @@ from ..bind.evaluate import Formula, answer
 from ..errors import BindingError, GraphError
 from ..graph.graph import Graph
 from ..graph.sizes import bindings
+from ..notation.door import guarded
 
 __all__ = [
     "LeadingTerm",
@@ -88,6 +89,7 @@ def training_flops(model: Graph | Formula, /, tokens: Formula, *, count: str = "
     return answer(_expanded(per_token * given("training_flops: tokens", tokens)))
 
 
+@guarded()
 @dataclass(frozen=True)
 class LeadingTerm:
     """FLOPs of training, split into the rule of thumb and what it leaves out."""

@@ -16,12 +16,14 @@ from ..graph.graph import Graph, need_graph
 from ..graph.sizes import bindings
 from ..hardware.networks import Network
 from ..hardware.specs import Hardware
+from ..notation.door import guarded
 
 __all__ = ["Run", "run"]
 
 _HOUR = 3600
 
 
+@guarded()
 @dataclass(frozen=True)
 class Run:
     """What a run of training takes: formulas while something is open."""

@@ -23,6 +23,7 @@ from ..graph.graph import Graph
 from ..graph.sizes import bindings, known_names
 from ..hardware.specs import Hardware, load_hardware
 from ..hardware.units import format_bytes, format_quantity
+from ..notation.door import guarded
 from .amounts import leading_term, training_days, training_flops
 
 __all__ = ["PreflightCheck", "Preflight", "preflight"]
@@ -30,6 +31,7 @@ __all__ = ["PreflightCheck", "Preflight", "preflight"]
 Fallback = str | Mapping[str, str] | None
 
 
+@guarded()
 @dataclass(frozen=True)
 class PreflightCheck:
     """One line of the list."""
@@ -62,6 +64,7 @@ def _shown(value: Formula, unit: str) -> str:
     return f"{value:,}" if unit == "1" and isinstance(value, int) else format_quantity(value, unit)
 
 
+@guarded()
 @dataclass(frozen=True, repr=False)
 class Preflight:
     """The list of checks of a training run. Made by `preflight`."""

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from ..algebra.polynomial import Poly
 from ..algebra.symbols import shorten, shown
-from ..analysis.hooks import PLOTTERS
+from ..analysis.hooks import plotter
 from ..analysis.memory import peak_memory
 from ..analysis.roofline import bound_roofline
 from ..analysis.training import tokens_poly
@@ -20,7 +20,7 @@ from ..graph.graph import Graph, need_graph
 from ..graph.sizes import bindings, known_names, need_open, size_of
 from ..hardware.specs import Hardware, load_hardware
 from ..hardware.tables import Column, Table
-from ..notation.door import READ
+from ..notation.door import READ, guarded
 from .search import largest
 
 __all__ = ["Latency", "Throughput", "ThroughputRow", "latency", "throughput"]
@@ -32,6 +32,7 @@ _STRAIGHT = 1e-9
 _MOST_SIZES = 1000  # each is a roofline and a peak of its own
 
 
+@guarded()
 @dataclass(frozen=True)
 class ThroughputRow:
     """One step, at one size."""
@@ -62,6 +63,7 @@ class ThroughputRow:
         return self.tokens / self.lower_bound
 
 
+@guarded()
 @dataclass(frozen=True, repr=False)
 class Throughput(Table):
     """Throughput against latency. Made by `throughput`."""
@@ -96,7 +98,7 @@ class Throughput(Table):
         matplotlib.figure.Figure
             The figure.
         """
-        return PLOTTERS["throughput"](self, path)
+        return plotter("throughput")(self, path)
 
     def _about(self) -> str:
         return f"{shorten(self.graph)} on {self.hardware.id}, {len(self.rows)} sizes of {self.symbol}"
@@ -222,6 +224,7 @@ def _row(
 # -- a whole answer --------------------------------------------------------------------------------------------------
 
 
+@guarded()
 @dataclass(frozen=True)
 class Latency:
     """How long an answer takes: times of the roofline's estimate, or of its lower bound."""

@@ -21,15 +21,17 @@ from ..graph.graph import Graph
 from ..graph.sizes import Bindings, bindings, known_names
 from ..hardware.arch import DEFAULT
 from ..hardware.specs import Hardware, load_hardware
+from ..notation.door import guarded
 from ..text_file import write_file
 from .data import Facts, Part, Peak
 from .files import to_csv, to_json
 from .quantities import QUANTITIES, Figure, quantity_of, symbolic
 from .training import training_of
 
-__all__ = ["SORTS", "Report", "report"]
+__all__ = ["SORTS", "Report", "collect"]
 
 
+@guarded()
 @dataclass(frozen=True, repr=False)
 class Report(Facts):
     """The costs of a graph, on a device if there is one. Made by `report`."""
@@ -205,67 +207,23 @@ def _architecture(hardware: Hardware | None, device: str | None, arch: str | Non
 # -- the report --------------------------------------------------------------------------------------------------
 
 
-def report(
+def collect(
     graph: Graph,
-    hardware: str | os.PathLike[str] | Hardware | None = None,
-    /,
-    *,
-    count: str = "executed",
-    fallback: str | Mapping[str, str] | None = None,
-    depth: int = 2,
-    device: str | None = None,
-    arch: str | None = None,
-    **dims: int,
+    hardware: str | os.PathLike[str] | Hardware | None,
+    dims: Mapping[str, int],
+    count: str,
+    fallback: str | Mapping[str, str] | None,
+    depth: int,
+    on_cuda: tuple[str | None, str | None],
 ) -> Report:
-    """Collect what a graph costs, on a device if one is named.
-
-    Parameters
-    ----------
-    graph : Graph
-        What is asked.
-    hardware : str, path-like or Hardware, optional
-        The device; without one there are no times.
-    count : str
-        How matmul FLOPs of the tables by scope and phase are counted, executed or full; times are of what is executed.
-    fallback : str or mapping, optional
-        As `roofline`.
-    depth : int
-        Levels of module scope to tell apart.
-    device : str, optional
-        cuda: the peak is that with what torch's libraries and kernels allocate there, as `peak_memory` has it.
-    arch : str, optional
-        Compute capability, by default that of the hardware, or sm_90 without one.
-    **dims : int
-        Sizes; what is left open stays a formula.
-
-    Returns
-    -------
-    Report
-        `print` it, or `.to_json(path)`, `.to_csv(path)`, `.plot(path)`; every figure is an attribute.
-
-    Raises
-    ------
-    BindingError, GraphError, SpecError, UnsupportedError
-        As the questions of which it consists.
-
-    Examples
-    --------
-    >>> import costgraph as cg
-    >>> B, D, F = cg.dims("B D F")
-    >>> with cg.Graph("g", dtype="bf16") as g:
-    ...     g.output(cg.relu(cg.linear(g.input("x", (B, D)), "b d -> b f", f=F, name="up")))
-    >>> r = report(g, "h100-sxm", B=8192, D=4096, F=4096)
-    >>> r.figures["matmul-flops"].value, r.figures["matmul-flops"].formula
-    (274877906944, 2*B*D*F)
-    >>> [(part.name, part.bound) for part in r.scopes], r.fits
-    ([('up', 'compute'), ('', 'memory')], True)
-    """
+    """Return the report of a graph, as `report` has it; `on_cuda` is its device and arch."""
     if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
         raise GraphError(f"report: depth={depth!r:.60}, expected a whole number from 1")
     on = None if hardware is None else load_hardware(hardware)
     if on is not None and on.symbols:
         raise BindingError(f"report: rates of {on.id} are symbols, expected a device of numbers")
-    arch = _architecture(on, device, arch)
+    device = on_cuda[0]
+    arch = _architecture(on, *on_cuda)
     values = bindings(graph, dims)
     sizes = {k: int(v.constant) for k, v in sorted(values.items()) if v.constant is not None}
     unbound = tuple(sorted(known_names(graph) - sizes.keys()))

@@ -13,12 +13,13 @@ from ..errors import FormatError, GraphError
 from ..graph.arguments import positive
 from ..graph.graph import Graph
 from ..graph.op import Op
-from ..notation.door import READ
+from ..notation.door import READ, guarded
 from .rewrite import Rewriter
 
 __all__ = ["Checkpoint", "every", "every_block", "from_start", "nest", "read_checkpoint", "selective"]
 
 
+@guarded()
 @dataclass(frozen=True)
 class Checkpoint:
     """A policy of activation checkpointing.

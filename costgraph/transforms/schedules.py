@@ -275,7 +275,8 @@ def sends(schedule: str, pp: Formula, micro_batches: Formula, virtual: Formula |
     [16, 32, 32, 16]
     """
     values, held = asked(schedule, pp, micro_batches, virtual, rank)
-    before, behind = sympy.Min(1, _rank()), sympy.Min(1, _P - 1 - _rank())  # 1 where there is a rank on that side, else 0
+    # 1 where there is a rank on that side, else 0
+    before, behind = sympy.Min(1, _rank()), sympy.Min(1, _P - 1 - _rank())
     made = SCHEDULES[schedule]
     if made.both_ways:  # of each half, the same rank is the first for one and the last for the other
         found = _M * (before + behind)

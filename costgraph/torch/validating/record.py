@@ -116,9 +116,9 @@ class Validation(Table):
         list of Path
             What was written.
         """
-        from ...analysis.hooks import PLOTTERS
+        from ...analysis.hooks import plotter
 
-        drawn: list[Path] = PLOTTERS["validation"](self, directory)
+        drawn: list[Path] = plotter("validation")(self, directory)
         return drawn
 
     def save(self, path: str | os.PathLike[str]) -> None:

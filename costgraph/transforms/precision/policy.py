@@ -13,7 +13,7 @@ from ...dtypes import dtype as find_dtype
 from ...errors import CostGraphError, FormatError, GraphError
 from ...graph.arguments import need_choice, need_flag, need_name
 from ...graph.tensor import Tensor
-from ...notation.door import READ
+from ...notation.door import READ, guarded
 from .autocast import DEVICES, autocast_list
 
 __all__ = ["POLICIES", "ParamFormats", "Policy", "find_policy"]
@@ -34,6 +34,7 @@ class ParamFormats(NamedTuple):
     """optimizer state of its shape"""
 
 
+@guarded()
 @dataclass(frozen=True)
 class Policy:
     """Number formats of training. None stands for what the graph declares.

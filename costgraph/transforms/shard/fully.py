@@ -11,10 +11,12 @@ from ...algebra.symbols import shown
 from ...dtypes import dtype as find_dtype
 from ...errors import CostGraphError, FormatError, GraphError
 from ...graph.arguments import need_flag
+from ...notation.door import guarded
 
 __all__ = ["FullyShard", "unit_of"]
 
 
+@guarded()
 @dataclass(frozen=True)
 class FullyShard:
     """Parameters are put together in units where a pass reads them, as torch's `fully_shard` does; its defaults.

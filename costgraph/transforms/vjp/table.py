@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 from ...errors import UnsupportedError
 from ...graph.op import Op, OpKind
 from ...graph.tensor import Tensor
+from ...notation.door import guarded
 from ...ops.foreign import Foreign, refusal
 from ...ops.registry import adding
 
@@ -19,6 +20,7 @@ __all__ = ["RULES", "Pull", "Rule", "rule_of", "vjp"]
 K = TypeVar("K", bound=OpKind)
 
 
+@guarded()
 @dataclass(frozen=True)
 class Pull(Generic[K]):
     """What a vector-Jacobian rule is given: an op of the forward pass and the gradients of its results."""
