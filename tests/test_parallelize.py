@@ -103,6 +103,44 @@ def test_gradients_in_buffers_of_their_own_lie_as_what_they_are_of(stage):
     testing.check_sharded(whole, rank, B=2, S=4, D=8, H=4, G=2, K=2, F=8, L=2, V=8)
 
 
+@pytest.mark.parametrize("stage", [0, 3, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2))])
+def test_gradients_of_micro_batches_are_reduced_once(stage):
+    whole = step("llama-2-13b", cg.AdamW(), precision="bf16-master", accumulate=3)
+    each, once = (
+        cg.communication(cg.parallelize(whole, dp=DP, tp=2, zero=stage, reduce_each=each, strict=True))
+        for each in (True, False)
+    )
+    reduced = [rows.filter(axis="dp", phase="backward") for rows in (each, once)]
+    sums = [sum(m.ring_bytes for m in rows if m.collective != "all_gather") for rows in reduced]
+    assert sympy.cancel(sums[0] / sums[1]) == 3
+    # along tp, activations have to meet in each
+    assert sympy.expand(each.filter(axis="tp").total() - once.filter(axis="tp").total()) == 0
+    assert any(m.op == "layers/mlp/up/weight.grad." + m.collective for m in once)
+    rank = cg.parallelize(whole, dp=2, tp=2, zero=stage, sequence=True, reduce_each=False, strict=True)
+    testing.check_sharded(whole, rank, B=2, S=4, D=8, H=4, G=2, K=2, F=8, L=2, V=8)
+
+
+def test_what_a_step_keeps_of_gradients_is_no_part_of_a_sum():
+    whole = step("llama-2-13b", precision="megatron-bf16", accumulate=2)
+    with pytest.raises(cg.UnsupportedError, match=r"micro-batches add to '.*grad', which the step keeps"):
+        cg.parallelize(whole, dp=2, reduce_each=False)
+    whole = step("llama-2-13b", accumulate=2)
+    policy = cg.FullyShard("dp", reduce_dtype="fp32")
+    split = {t.name: "(b dp)" + " c" * (t.ndim - 1) for t in whole.tensors if t.name == "norm/weight"}
+    with pytest.raises(
+        cg.UnsupportedError, match="reduce_each=False beside reduce_dtype='fp32', expected"
+    ):
+        cg.shard(whole, cg.mesh(dp=2), split, gather=policy, reduce_each=False)
+
+
+def test_an_axis_that_ranks_divide_is_split_before_a_longer_one():
+    """GPT-2 has 50,257 tokens, a prime number of rows."""
+    whole = cg.training_step(models.load("gpt2"), optimizer=cg.SGD())
+    rank = cg.parallelize(whole, dp=4, zero=3)
+    assert rank.sharding.places["tokens/table"].dim("dp") == 1
+    assert cg.param_count(rank) * 4 == cg.param_count(whole)
+
+
 def test_states_that_are_summed_along_an_axis_are_split_along_another():
     whole = step("llama-2-13b", cg.Adafactor())
     rank = cg.parallelize(whole, dp=2, zero=3, strict=True)

@@ -44,20 +44,27 @@ Answer = dict[str, Any]
 
 
 def trained(
-    model: nn.Module, optimizer: torch.optim.Optimizer, seen: Seen, loss_in: Callable[[], Any] = nullcontext
-) -> Answer:
-    """Take three steps, and look at the third; the model gets tokens of its own rank."""
+    model: nn.Module, optimizer: torch.optim.Optimizer, seen: Seen, loss_in: Callable[[], Any] = nullcontext,
+    parts: int = 1, each: bool = True,
+) -> Answer:  # fmt: skip
+    """Take three steps, and look at the third; the model gets tokens of its own rank.
+
+    A step may be of several micro-batches, whose gradients are reduced with `each` or with the last one alone.
+    """
     tokens = torch.zeros(SIZES["B"], SIZES["S"], dtype=torch.long)
     targets = tokens.clone()
 
     def step() -> None:
-        with loss_in():
-            seen.phase = "forward"
-            made = model(tokens)
-            loss = functional.cross_entropy(made.flatten(0, 1), targets.flatten())
-            del made
-            seen.phase = "backward"
-            loss.backward()
+        for i in range(parts):
+            if not each:
+                model.set_requires_gradient_sync(i == parts - 1)  # type: ignore[operator]
+            with loss_in():
+                seen.phase = "forward"
+                made = model(tokens)
+                loss = functional.cross_entropy(made.flatten(0, 1), targets.flatten())
+                del made
+                seen.phase = "backward"
+                loss.backward()
         seen.phase = "optimizer"
         optimizer.step()
         optimizer.zero_grad()
@@ -108,13 +115,16 @@ def tensor(seen: Seen, sequence: bool = False, loss: bool = False) -> Answer:
     return trained(model, adamw(model, foreach=sequence), seen, loss_parallel if loss else nullcontext)
 
 
-def fully(seen: Seen, shape: tuple[int, ...] = (4,), names: tuple[str, ...] = ("dp",), **options: Any) -> Answer:
+def fully(
+    seen: Seen, shape: tuple[int, ...] = (4,), names: tuple[str, ...] = ("dp",), parts: int = 1, each: bool = True,
+    **options: Any,
+) -> Answer:  # fmt: skip
     """FSDP2, its units the blocks; on a mesh of two axes the outer one replicates."""
     mesh, model = init_device_mesh("cpu", shape, mesh_dim_names=names), Llama()
     for block in model.layers:
         fully_shard(block, mesh=mesh, **options)
     fully_shard(model, mesh=mesh, **options)
-    return trained(model, adamw(model), seen)
+    return trained(model, adamw(model), seen, parts=parts, each=each)
 
 
 def both(seen: Seen) -> Answer:
@@ -243,6 +253,8 @@ PROGRAMS = {
     "fully sharded, root too, on 2": (2, partial(fully, shape=(2,), reshard_after_forward=True)),
     "fully sharded, kept": (4, partial(fully, reshard_after_forward=False)),
     "fully sharded, kept by 2": (4, partial(fully, reshard_after_forward=2)),
+    "fully sharded, micro-batches": (4, partial(fully, parts=3)),
+    "fully sharded, micro-batches, reduced once": (4, partial(fully, parts=3, each=False)),
     "fully sharded and tensor": (8, both),
     "hybrid": (8, partial(fully, shape=(2, 4), names=("rep", "own"))),
     "states": (4, states),

@@ -12,9 +12,10 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from sharded_steps import experts, gathered, parallel, step
+from sharded_steps import Case, experts, gathered, parallel, step
 
 import costgraph as cg
+from costgraph import models
 
 HERE = Path(__file__).parent
 RECORD = json.loads((HERE / "sharded_oracles.json").read_text(encoding="utf-8"))
@@ -134,6 +135,20 @@ def test_fully_sharded_parameters_call_for_call(name, ranks, policy):
     assert ours - torchs == {(*LOSS, ranks, 4): 1}
     assert not torchs - ours
     assert ring(ours, *GATHERED) == ring(ours, *REDUCED) == Fraction(ranks - 1, ranks) * P
+
+
+@pytest.mark.parametrize("each", [True, False])
+def test_micro_batches_send_as_often_as_those_of_fully_shard(each):
+    graph = cg.training_step(models.load("llama-3-8b", symbolic=True, dtype="fp32"), accumulate=3)
+    rank = cg.parallelize(graph, dp=4, zero=3, reduce_each=each, strict=True)
+    ours = calls(Case(graph, rank, {"dp": 4}, {**SIZES, "B": 4 * SIZES["B"]}))
+    torchs = torch_calls("fully sharded, micro-batches" + (", reduced once" if not each else ""))
+    for key in (GATHERED, AGAIN, REDUCED):
+        assert ring(ours, *key) == ring(torchs, *key)
+    assert ring(ours, *REDUCED) == Fraction(3, 4) * P * (3 if each else 1)
+    if each:
+        assert ours - torchs == {(*LOSS, 4, 4): 3}
+    # the last micro-batch of torch reduces unit by unit, what is derived the sums behind it, parameter by parameter
 
 
 def test_each_parameter_by_itself_sends_as_much_as_units():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from math import inf
+from math import inf, prod
 from typing import Annotated
 
 from ...algebra.polynomial import ONE, Poly
@@ -79,6 +79,7 @@ def parallelize(
     sequence: bool = False,
     context: Context = "gather",
     placements: Placements | None = None,
+    reduce_each: bool = True,
     strict: bool = False,
 ) -> Graph:
     """Turn the graph of a whole model into that of one rank, with placements of the layers of `costgraph.nn`.
@@ -107,7 +108,7 @@ def parallelize(
         all_to_all: it has a part of the heads for the whole sequence, as `exchange` of `shard`.
     placements : mapping of str to str, optional
         Others, as `shard` takes them, on a mesh of the axes dp, ep, cp and tp: they win.
-    strict : bool
+    reduce_each, strict : bool
         As in `shard`.
 
     Returns
@@ -136,7 +137,7 @@ def parallelize(
     34
     """
     need_graph("parallelize", graph)
-    need_flag("parallelize", sequence=sequence)
+    need_flag("parallelize", sequence=sequence, reduce_each=reduce_each, strict=strict)
     given = {"dp": dp, "ep": ep, "cp": cp, "tp": tp}
     degrees = {axis: positive(f"parallelize: {axis}", n) for axis, n in given.items()}
     tensor = heads(graph, dict(_split(graph)) if degrees["tp"] != ONE else {}, degrees.pop("tp"))
@@ -150,7 +151,9 @@ def parallelize(
     split |= dict(_data(graph, split))
     named = {t.name: t for t in graph.tensors if t.producer is None}
     over = {
-        name: _with(("dp", "cp") if name in experts or zero >= 3 else ("dp", "ep", "cp"), t, split.get(name), graph)
+        name: _with(
+            ("dp", "cp") if name in experts or zero >= 3 else ("dp", "ep", "cp"), t, split.get(name), graph, mesh
+        )
         for name, t in named.items()
         if t.ndim > t.storage.pieces
     }
@@ -161,7 +164,7 @@ def parallelize(
     return shard(
         graph, mesh, {**split, **kept, **(placements or {})},
         gather=("dp", "cp") if zero >= 3 else (), gradients=gradients,
-        exchange="cp" if context == "all_to_all" else (), strict=strict,
+        exchange="cp" if context == "all_to_all" else (), reduce_each=reduce_each, strict=strict,
     )  # fmt: skip
 
 
@@ -229,14 +232,18 @@ def _data(graph: Graph, split: Mapping[str, str]) -> Iterator[tuple[str, str]]:
         yield t.name, " ".join(axes)
 
 
-def _with(axes: Sequence[str], t: Tensor, text: str | None, graph: Graph) -> str:
-    """Return a placement with an axis split over others as well: the longest that is whole, else within the first."""
+def _with(axes: Sequence[str], t: Tensor, text: str | None, graph: Graph, mesh: Mesh) -> str:
+    """Return a placement with an axis split over others as well: the longest that is whole, else within the first.
+
+    Where sizes have defaults, it is one that the ranks divide, if there is one.
+    """
     sizes = t.sizes[t.storage.pieces :]
     groups = _axes(text) if text else [f"a{i}" for i in range(len(sizes))]
     whole = [i for i, group in enumerate(groups) if "(" not in group and sizes[i] != ONE]
     if not whole and sizes[0] == ONE:
         return " ".join(groups)
-    at = max(whole, key=lambda i: (_length(sizes[i], graph), -i), default=0)
+    ranks = prod((mesh[axis] for axis in axes), start=ONE)
+    at = max(whole, key=lambda i: (_divides(ranks, sizes[i], graph), _length(sizes[i], graph), -i), default=0)
     groups[at] = f"({groups[at].strip('()')} {' '.join(axes)})"
     return " ".join(groups)
 
@@ -256,3 +263,10 @@ def _length(size: Poly, graph: Graph) -> float:
     """Return a size under the defaults of a graph, without end where one is open: known ones beside it are windows."""
     bound = size.bind({name: ONE * n for name, n in graph.root.defaults.items()})
     return float(bound.constant) if bound.constant is not None else inf
+
+
+def _divides(ranks: Poly, size: Poly, graph: Graph) -> bool:
+    """Whether ranks may divide a size: not where both are known, and they do not."""
+    known = {name: ONE * n for name, n in graph.root.defaults.items()}
+    part = (size / ranks).bind(known).constant
+    return part is None or part == int(part)

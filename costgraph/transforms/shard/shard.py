@@ -80,6 +80,7 @@ def shard(
     gather: str | Iterable[str] | FullyShard = (),
     gradients: Placements | None = None,
     exchange: str | Iterable[str] = (),
+    reduce_each: bool = True,
     strict: bool = False,
 ) -> Graph:
     """Turn the graph of a whole model into the graph of one rank of a mesh: local sizes, and collectives as ops.
@@ -114,6 +115,10 @@ def shard(
         Axes of the mesh that split heads inside a kernel of attention where they split the sequence outside of it, by
         all-to-alls: DeepSpeed-Ulysses (Jacobs et al. 2023, arXiv 2309.14509). By default queries stay as they are
         split, and keys and values are put together.
+    reduce_each : bool
+        Whether gradients of each micro-batch of a step are reduced. If not, a rank adds up its own parts, whole ones
+        where `gather` splits them, and reduces the sum behind the last micro-batch, as with `no_sync` of torch's
+        DistributedDataParallel and `set_requires_gradient_sync(False)` of `fully_shard`.
     strict : bool
         True where it is an error that an op cannot keep the placement of an operand, which is put together before it;
         by default `graph.sharding.resharded` tells of it.
@@ -149,9 +154,11 @@ def shard(
     (4*B*D*F/T, 2*D*F/T, ['all_reduce'])
     """
     need_of_all("shard", graph)
-    need_flag("shard", strict=strict)
+    need_flag("shard", reduce_each=reduce_each, strict=strict)
     used = _used(mesh)
     policy = gather if isinstance(gather, FullyShard) else FullyShard(gather)
+    if not reduce_each:
+        _need_parts(graph, policy)
     gathered, exchanged = _axes("gather", policy.axes, used, mesh), _axes("exchange", exchange, used, mesh)
     places = _found(graph, used, mesh, placements)
     asked = _found(graph, used, mesh, gradients or {})
@@ -164,6 +171,7 @@ def shard(
         gathered=gathered,
         policy=policy if gathered else None,
         exchanged=exchanged,
+        reduce_each=reduce_each,
     )
     sharder, made = _sharded(graph, stated)
     if strict and sharder.moved:
@@ -178,6 +186,21 @@ def shard(
         resharded=tuple(dict.fromkeys(sharder.moved)),
     )
     return made
+
+
+def _need_parts(graph: Graph, policy: FullyShard) -> None:
+    """Refuse to add up parts of gradients where they cannot be kept."""
+    kept = next((t for t in graph.tensors if t.role == "gradient" and t.producer is None), None)
+    if kept is not None:
+        raise UnsupportedError(
+            f"shard: reduce_each=False, and micro-batches add to {kept.name!r}, which the step keeps: expected "
+            f"gradients that begin as nothing"
+        )
+    if policy.reduce_dtype is not None:
+        raise UnsupportedError(
+            f"shard: reduce_each=False beside reduce_dtype={policy.reduce_dtype!r}, expected gradients that are "
+            f"reduced in the format in which they are added up"
+        )
 
 
 def _axes(what: str, given: str | Iterable[str], used: Mesh, mesh: Mesh) -> frozenset[str]:

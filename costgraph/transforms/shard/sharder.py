@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
 from ...algebra.polynomial import Poly
 from ...errors import UnsupportedError
@@ -19,11 +20,11 @@ from ...ops.moves import Rearrange, Slice
 from ...ops.pointwise import Pointwise
 from ...ops.stacks import Empty, Stacked
 from .choice import Choice, Given, choose
-from .exchange import before, common, heads, swapped, views
-from .experts import Routed
-from .kernels import Pieces, live, passes
+from .cutting import Cutting
+from .exchange import common
+from .frames import is_pass
 from .positions import of_keys, of_rank, queries, restricted
-from .sums import late, pending_of
+from .sums import added, late, pending_of
 from .targets import becomes, targets
 from .tensors import Later
 
@@ -41,7 +42,7 @@ class _WiderError(Exception):
         self.at, self.placement = at, placement
 
 
-class Sharder(Routed):
+class Sharder(Cutting):
     """Copies ops with the sizes of one rank, and moves operands to where their rule wants them."""
 
     # -- ops ---------------------------------------------------------------------------------------------------------
@@ -68,12 +69,16 @@ class Sharder(Routed):
             self.kernel(op, new)
         else:
             self.plain(op, new)
+        behind = op.loop is not None and is_pass(op.loop)  # what has been added up of micro-batches is reduced apart
+        phase = "backward" if behind else op.phase
+        if behind:
+            self.names |= {self.tensors[g]: f"{p.name}.grad" for p, g in op.graph.gradients.items() if g in op.results}
         for t in op.results:
             home = self.homes.get(self.tensors[t]) if self.piece is None else None
             if home is not None and not becomes(t, self.wanted, _SAME):
                 self.tensors[t] = self.moved_to(self.tensors[t], home, new, op.phase)
-            if t in self.wanted and not isinstance(self.tensors[t], Later) and not self.defer(t):
-                self.tensors[t] = self.moved_to(self.tensors[t], self.wanted[t], new, op.phase)
+            if t in self.wanted and not isinstance(self.tensors[t], Later) and (behind or not self.defer(t)):
+                self.tensors[t] = self.slices_moved_to(self.tensors[t], self.wanted[t], new, phase)
         if not inside:
             self.after(op, new)
 
@@ -188,95 +193,6 @@ class Sharder(Routed):
 
     # -- bodies ------------------------------------------------------------------------------------------------------
 
-    def kernel(self, op: Op, new: Graph) -> None:
-        """Copy a kernel, cut where ranks have to meet: it is then several, with collectives between them."""
-        kind = op.kind
-        assert isinstance(kind, Kernel)
-        body = kind.body
-        places = heads(body) if self.stated.exchanged else {}
-        for old in op.operands:
-            if old.sizes in places and old not in self.inside:
-                self.swap(old, *places[old.sizes], new, op.phase)
-        operands = [self.prepared(op, i, new, self.inside if places else {}) for i in range(len(op.operands))]
-        outer, self.piece = self.piece, Pieces(op, kind, operands, new, self.piece)
-        for f, t in zip(body.formals, operands, strict=True):
-            self.tensors[f] = t
-        needed = live(body)
-        for inner in body.ops:
-            self.emit(inner, new)
-            self.piece.useful |= inner in needed
-        made = [self.value(o, new) for o in body.outputs]
-        self.piece.outputs = made
-        self.piece.useful |= any(t.graph is self.piece.body for t in made)
-        self.piece.close(last=True)
-        self.piece = outer
-        for old, f, t in zip(op.operands, body.formals, operands, strict=True):
-            if self.tensors[f] is not t:  # rows that have been sent
-                self.tensors[old] = self.tensors[f]
-        for t, inner_t in zip(op.results, made, strict=True):
-            result = self.here(new).adopt(inner_t)
-            self.stands_for(result, inner_t)
-            if inner_t in self.homes:
-                self.homes[result] = self.homes[inner_t]
-            self.tensors[t] = result
-            if t.sizes in places:
-                self.swap_back(t, *places[t.sizes], new, op.phase)
-
-    def swap(self, old: Tensor, head: int, position: int, new: Graph, phase: str) -> None:
-        """Split an operand of attention by heads where its sequence is split: what it is a view of, which is saved."""
-        t = self.value(old, new)
-        at = self.at[t]
-        for axis in self.stated.exchanged:
-            if at.dim(axis) == position:
-                at = swapped(at, axis, head, old.sizes, self.mesh)
-        if at == self.at[t]:
-            return
-        base, chain = old, list[Op]()
-        for op in views(old) if phase == "forward" else ():
-            wanted = before(op.kind.placed(op), at, self.mesh)  # type: ignore[arg-type]  # it has a rule
-            if wanted is None:
-                break
-            at, base = wanted, op.operands[0]
-            chain.append(op)
-        known = {t: self.tensors[t] for t in (base, *(op.results[0] for op in chain))}
-        self.inside[base] = self.tensors[base] = self.moved_to(self.value(base, new), at, new, phase)
-        for op in reversed(chain):
-            self.plain(op, new)
-        self.inside[old] = self.tensors[old]
-        self.tensors |= known
-
-    def swap_back(self, old: Tensor, head: int, position: int, new: Graph, phase: str) -> None:
-        """Split a result of attention along the sequence, where its heads are split."""
-        t = self.tensors[old]
-        at = self.at[t]
-        for axis in self.stated.exchanged:
-            if at.dim(axis) == head:
-                at = swapped(at, axis, position, old.sizes, self.mesh)
-        if at != self.at[t]:
-            self.inside[old], self.tensors[old] = t, self.moved_to(t, at, new, phase)
-
-    def prepared(self, op: Op, i: int, new: Graph, inside: Mapping[Tensor, Tensor]) -> Tensor:
-        """Return an operand of a kernel: a part of a sum is reduced before it is read, to where its like lies."""
-        old = op.operands[i]
-        t = inside[old] if old in inside else self.value(old, new)
-        at = self.at[t]
-        if t in self.params and op.phase != "optimizer":
-            at = at.without(self.stated.gathered & at.axes, self.mesh)
-        shared = all(self.mesh.beside(axis) & at.axes for axis in at.pending)
-        assert isinstance(op.kind, Kernel)
-        if at.pending and not (shared and passes(op.kind.body, op.kind.body.formals[i])):
-            like = next(
-                (
-                    self.at[self.tensors[o]]
-                    for o in op.operands
-                    if o is not old and o.sizes == old.sizes and isinstance(self.tensors[o], Tensor)
-                    and not self.at[self.tensors[o]].pending
-                ),
-                at.without(at.pending, self.mesh),
-            )  # fmt: skip
-            at = like
-        return self.moved_to(t, at, new, op.phase)
-
     def loop(self, op: Op, new: Graph) -> None:
         """Copy a loop; carries lie as an iteration leaves them."""
         loop = op.loop
@@ -288,7 +204,9 @@ class Sharder(Routed):
             if place is None and isinstance(now, Later):
                 place = self.wanted.get(last)
             elif place is None:
-                place = self.at[now].without(() if late(loop, i) else self.at[now].pending, self.mesh)
+                place = self.at[now].without(
+                    () if late(loop, i, self.stated.reduce_each) else self.at[now].pending, self.mesh
+                )
             starts.append(place)
         host, around = self.here(new), self.piece
         known, copies, within = dict(self.tensors), dict(self.copies), dict(self.inside)
@@ -311,7 +229,8 @@ class Sharder(Routed):
         places = [Placement(((),) * t.ndim) if p is None else p for p, t in zip(starts, loop.starts, strict=True)]
         begun = [self.value(t, new, p, op.phase) for t, p in zip(loop.starts, places, strict=True)]
         begun = [self.dense(t, new, op.phase) for t in begun]
-        xs = [self.summed(t, new, op.phase, sliced=True) for t in loop.xs]
+        sums = {a.read: a for a in added(loop)}
+        xs = [self.summed(t, new, op.phase, sliced=True, parts=t in sums) for t in loop.xs]
         xs = self.as_kept(loop, xs)
         shared = [self.summed(t, new, op.phase) for t in loop.shared]
         body = new.start_body(loop.body.name, fused=False)
@@ -321,20 +240,21 @@ class Sharder(Routed):
         for i, t in enumerate(loop.nexts):
             self.hand_on(i, t, body, op, places[i])
         self.tensors |= {t: self.inside[t] for t in loop.saved if t in self.inside}
+        lasts = {a.last for a in sums.values() if self.at[self.tensors[a.slice]].pending}
         for t in (*loop.ys, *loop.saved):
-            self.tensors[t] = self.summed(t, body, op.phase)
+            self.tensors[t] = self.summed(t, body, op.phase, parts=t in lasts)
         outputs = [self.tensors[t] for t in loop.body.outputs]
         for r, inner, stacked in self.finished(op, body, [begun, xs, shared], outputs, new):
             self.stands_for(r, inner)
             if stacked:
                 self.at[r] = self.at[inner].with_dims([(), *self.at[inner].dims])
 
-    def summed(self, old: Tensor, graph: Graph, phase: str, *, sliced: bool = False) -> Tensor:
-        """Return what stands for an old tensor with nothing pending; what is read in slices has all of them."""
+    def summed(self, old: Tensor, graph: Graph, phase: str, *, sliced: bool = False, parts: bool = False) -> Tensor:
+        """Return what stands for an old tensor, parts of sums reduced if not kept; what is read in slices has all."""
         t = self.handed(old, self.value(old, graph))
         at = self.at[t]
         first = at.dims[0] if sliced else ()
-        gone = {*(() if t in self.rows.own else at.pending), *(f for f in first if isinstance(f, str))}
+        gone = {*(() if parts or t in self.rows.own else at.pending), *(f for f in first if isinstance(f, str))}
         return self.moved_to(t, at.without(gone, self.mesh), graph, phase)
 
     def enter(
@@ -354,8 +274,10 @@ class Sharder(Routed):
             if r in self.wanted:
                 self.aim(o, self.wanted[r].with_dims(self.wanted[r].dims[1:]), self.staying[r])
         for i, (r, o) in enumerate(zip(loop.lasts, loop.nexts, strict=True)):
-            if r in self.wanted and not late(loop, i):
+            if r in self.wanted and not late(loop, i, self.stated.reduce_each):
                 self.aim(o, self.wanted[r], self.staying[r])
+            elif r in self.wanted and is_pass(loop) and self.at[begun[i]].pending:
+                self.aim(o, self.at[begun[i]], self.staying[r])
 
     def aim(self, t: Tensor, place: Placement, staying: frozenset[str]) -> None:
         """Note where a gradient is kept that is made inside a body."""
@@ -370,10 +292,11 @@ class Sharder(Routed):
             return
         loop, zero = op.loop, self.tensors[op.operands[i]]
         assert loop is not None
-        if late(loop, i) and isinstance(zero, Later) and zero.zero and not place.pending:
+        if late(loop, i, self.stated.reduce_each) and not place.pending:
             natural = pending_of(loop, i, self.tensors, self.at)
-            if natural is not None:
-                raise _WiderError(i, natural)
+            if natural is not None and isinstance(zero, Later) and zero.zero:
+                want = self.wanted.get(loop.lasts[i], natural).without(natural.pending, self.mesh)
+                raise _WiderError(i, replace(want, partial=natural.partial) if want.axes >= natural.axes else natural)
         after = self.at[found].without(self.at[found].pending, self.mesh)
         more = after.axes - place.axes
         if more and t not in self.stated.places and loop.carries[i] not in self.stated.places:

@@ -1,9 +1,9 @@
-"""Carries of a loop that terms are added to: gradients of what all iterations read."""
+"""Carries of a loop that terms are added to: gradients of what all iterations read, and of what each has a slice of."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...graph.loop import Loop
 from ...graph.placement import Placement
@@ -11,26 +11,64 @@ from ...graph.tensor import Tensor
 from ...ops.pieces import Accumulate
 from .frames import is_pass
 
-__all__ = ["late", "pending_of"]
+__all__ = ["added", "late", "pending_of"]
+
+
+class Added(NamedTuple):
+    """What a loop reads in slices, adds terms to, and puts together again."""
+
+    result: Tensor
+    read: Tensor
+    slice: Tensor
+    last: Tensor
+    """What an iteration leaves of its slice."""
+    terms: list[Tensor]
+
+
+def added(loop: Loop) -> list[Added]:
+    """Return what a loop does nothing with but to add terms to its slices."""
+    of = dict(zip(loop.slices, loop.xs, strict=True))
+    out = []
+    for r, last in zip((*loop.stacks, *loop.pieces), (*loop.ys, *loop.saved), strict=True):
+        start, terms = _chain(last)
+        if terms and start in of:
+            out.append(Added(r, of[start], start, last, terms))
+    return out
+
+
+def _chain(t: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Return what terms are added to, here or slice by slice in a loop, and the terms."""
+    out: list[Tensor] = []
+    while t.producer is not None:
+        op = t.producer
+        if isinstance(op.kind, Accumulate):
+            t, term = op.operands
+            out.append(term)
+            continue
+        within = next((a for a in added(op.loop) if a.result is t), None) if op.loop is not None else None
+        if within is None:
+            break
+        t = within.read
+        out += within.terms
+    return t, out
 
 
 def _terms(loop: Loop, i: int) -> list[Tensor]:
     """Return what an iteration adds to a carry, nothing where it does anything else with it."""
-    t, out = loop.nexts[i], list[Tensor]()
-    while t.producer is not None and isinstance(t.producer.kind, Accumulate):
-        t, term = t.producer.operands
-        out.append(term)
-    return out if t is loop.carries[i] else []
+    start, terms = _chain(loop.nexts[i])
+    return terms if start is loop.carries[i] else []
 
 
-def late(loop: Loop, i: int) -> bool:
-    """Whether a carry is a sum that is reduced once, behind the loop: of micro-batches each one is reduced."""
-    return bool(_terms(loop, i)) and not is_pass(loop)
+def late(loop: Loop, i: int, each: bool) -> bool:
+    """Whether a carry is a sum that is reduced once, behind the loop: not of micro-batches, if `each` one is."""
+    return bool(_terms(loop, i)) and not (each and is_pass(loop))
 
 
 def pending_of(loop: Loop, i: int, tensors: Mapping[Tensor, Any], at: Mapping[Any, Placement]) -> Placement | None:
     """Return where terms lie that are all parts of the same sums, None where they are not."""
-    first, *others = {at.get(tensors[t]) for t in _terms(loop, i)}
+    carry = loop.carries[i]
+    found = {at.get(tensors[t]): t.ndim for t in _terms(loop, i)}
+    (first, ndim), *others = found.items()
     if others or first is None or not first.partial or any(how != "sum" for _, how in first.partial):
         return None
-    return first
+    return first.with_dims([*((),) * (carry.ndim - ndim), *first.dims])

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...graph.graph import Graph
+from ...graph.loop import Repeat
 from ...graph.op import Op, OpKind
 from ...graph.placement import Mesh, Placement
 from ...graph.tensor import Storage, Tensor
@@ -45,6 +46,8 @@ class Stated:
     """How."""
     exchanged: frozenset[str] = frozenset()
     """Axes of the mesh that split heads inside of attention where they split the sequence outside."""
+    reduce_each: bool = True
+    """Whether gradients of each micro-batch are reduced."""
 
 
 class Later:
@@ -67,6 +70,8 @@ class Placed(Rewriter):
         self.at: dict[Tensor, Placement] = {}
         self.stacks: dict[Tensor, Placement] = {}
         """Stacks of the old graph whose slices lie elsewhere than was said, and where."""
+        self.names: dict[Tensor, str] = {}
+        """New tensors that say less of what they are than these: what they are outside of a body, and gradients."""
         self.params: set[Tensor] = set()
         """New tensors that are parameters, or stand for them."""
         self.copies: dict[tuple[Tensor, Placement, Graph, str], Tensor] = {}
@@ -191,6 +196,22 @@ class Placed(Rewriter):
         self.copies[key] = made
         return made
 
+    def slices_moved_to(self, t: Tensor, want: Placement, new: Graph, phase: str) -> Tensor:
+        """Return a stack at another placement: of storages one for each position ranks meet for one after the other."""
+        if not t.storage.pieces or self.at[t] == want:
+            return self.moved_to(t, want, new, phase)
+        name = self.names.get(t, t.name)
+        body = new.start_body(f"{name}.slices", fused=False)
+        slice_ = body.formal(t, name, t.sizes[1:], t.strides[1:], t.storage.pieces - 1)
+        self.at[slice_] = self.at[t].with_dims(self.at[t].dims[1:])
+        made = self.slices_moved_to(slice_, want.with_dims(want.dims[1:]), body, phase)
+        body.outputs.append(made)
+        kind = Repeat(body=body, count=t.sizes[0], carries=0, xs=1, saved=1)
+        op = new.add_op(kind, [t], body.name, phase)
+        op.scope, body.owner = name.rpartition("/")[0], op
+        self.at[op.results[0]] = want
+        return op.results[0]
+
     def stands_for(self, made: Tensor, t: Tensor) -> None:
         """Note that a new tensor is another one elsewhere in the graph."""
         self.at[made] = self.at[t]
@@ -201,7 +222,7 @@ class Placed(Rewriter):
     def step(self, kind: OpKind, t: Tensor, name: str, new: Graph, phase: str, *others: Tensor) -> Tensor:
         """Add an op that moves a tensor; a kernel is cut where ranks have to meet."""
         graph = new if self.piece is None else self.piece.outside(t)
-        base = t.name.removesuffix(".in")
+        base = self.names.get(t, t.name).removesuffix(".in")
         op = graph.add_op(kind, [t, *others], f"{base}.{name}", phase)
         op.scope = base.rpartition("/")[0]
         return op.results[0]

@@ -34,8 +34,6 @@ class Units(Reducing):
         super().__init__(stated)
         self.apart = False
         """Whether parameters stay in parts although an op reads them: a view of a part is made."""
-        self.names: dict[Tensor, str] = {}
-        """New tensors in bodies that are parameters, or slices of them, and their names outside."""
 
     def plain(self, op: Op, new: Graph) -> None:
         """Add an op of a rank."""

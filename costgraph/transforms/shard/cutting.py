@@ -1,0 +1,112 @@
+"""Kernels of a rank: cut where ranks have to meet, with heads exchanged for the sequence where attention wants that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ...graph.graph import Graph
+from ...graph.op import Op
+from ...graph.tensor import Tensor
+from ...ops.blocks import Kernel
+from .exchange import before, heads, swapped, views
+from .experts import Routed
+from .kernels import Pieces, live, passes
+
+__all__ = ["Cutting"]
+
+
+class Cutting(Routed):
+    """Copies kernels."""
+
+    def plain(self, op: Op, new: Graph) -> None:
+        """Add an op of a rank."""
+        raise NotImplementedError
+
+    def kernel(self, op: Op, new: Graph) -> None:
+        """Copy a kernel, cut where ranks have to meet: it is then several, with collectives between them."""
+        kind = op.kind
+        assert isinstance(kind, Kernel)
+        body = kind.body
+        places = heads(body) if self.stated.exchanged else {}
+        for old in op.operands:
+            if old.sizes in places and old not in self.inside:
+                self.swap(old, *places[old.sizes], new, op.phase)
+        operands = [self.prepared(op, i, new, self.inside if places else {}) for i in range(len(op.operands))]
+        outer, self.piece = self.piece, Pieces(op, kind, operands, new, self.piece)
+        for f, t in zip(body.formals, operands, strict=True):
+            self.tensors[f] = t
+        needed = live(body)
+        for inner in body.ops:
+            self.emit(inner, new)
+            self.piece.useful |= inner in needed
+        made = [self.value(o, new) for o in body.outputs]
+        self.piece.outputs = made
+        self.piece.useful |= any(t.graph is self.piece.body for t in made)
+        self.piece.close(last=True)
+        self.piece = outer
+        for old, f, t in zip(op.operands, body.formals, operands, strict=True):
+            if self.tensors[f] is not t:  # rows that have been sent
+                self.tensors[old] = self.tensors[f]
+        for t, inner_t in zip(op.results, made, strict=True):
+            result = self.here(new).adopt(inner_t)
+            self.stands_for(result, inner_t)
+            if inner_t in self.homes:
+                self.homes[result] = self.homes[inner_t]
+            self.tensors[t] = result
+            if t.sizes in places:
+                self.swap_back(t, *places[t.sizes], new, op.phase)
+
+    def swap(self, old: Tensor, head: int, position: int, new: Graph, phase: str) -> None:
+        """Split an operand of attention by heads where its sequence is split: what it is a view of, which is saved."""
+        t = self.value(old, new)
+        at = self.at[t]
+        for axis in self.stated.exchanged:
+            if at.dim(axis) == position:
+                at = swapped(at, axis, head, old.sizes, self.mesh)
+        if at == self.at[t]:
+            return
+        base, chain = old, list[Op]()
+        for op in views(old) if phase == "forward" else ():
+            wanted = before(op.kind.placed(op), at, self.mesh)  # type: ignore[arg-type]  # it has a rule
+            if wanted is None:
+                break
+            at, base = wanted, op.operands[0]
+            chain.append(op)
+        known = {t: self.tensors[t] for t in (base, *(op.results[0] for op in chain))}
+        self.inside[base] = self.tensors[base] = self.moved_to(self.value(base, new), at, new, phase)
+        for op in reversed(chain):
+            self.plain(op, new)
+        self.inside[old] = self.tensors[old]
+        self.tensors |= known
+
+    def swap_back(self, old: Tensor, head: int, position: int, new: Graph, phase: str) -> None:
+        """Split a result of attention along the sequence, where its heads are split."""
+        t = self.tensors[old]
+        at = self.at[t]
+        for axis in self.stated.exchanged:
+            if at.dim(axis) == head:
+                at = swapped(at, axis, position, old.sizes, self.mesh)
+        if at != self.at[t]:
+            self.inside[old], self.tensors[old] = t, self.moved_to(t, at, new, phase)
+
+    def prepared(self, op: Op, i: int, new: Graph, inside: Mapping[Tensor, Tensor]) -> Tensor:
+        """Return an operand of a kernel: a part of a sum is reduced before it is read, to where its like lies."""
+        old = op.operands[i]
+        t = inside[old] if old in inside else self.value(old, new)
+        at = self.at[t]
+        if t in self.params and op.phase != "optimizer":
+            at = at.without(self.stated.gathered & at.axes, self.mesh)
+        shared = all(self.mesh.beside(axis) & at.axes for axis in at.pending)
+        assert isinstance(op.kind, Kernel)
+        if at.pending and not (shared and passes(op.kind.body, op.kind.body.formals[i])):
+            like = next(
+                (
+                    self.at[self.tensors[o]]
+                    for o in op.operands
+                    if o is not old and o.sizes == old.sizes and isinstance(self.tensors[o], Tensor)
+                    and not self.at[self.tensors[o]].pending
+                ),
+                at.without(at.pending, self.mesh),
+            )  # fmt: skip
+            at = like
+        return self.moved_to(t, at, new, op.phase)
