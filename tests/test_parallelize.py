@@ -127,9 +127,7 @@ def test_what_a_step_keeps_of_gradients_is_no_part_of_a_sum():
     whole = step("llama-2-13b", accumulate=2)
     policy = cg.FullyShard("dp", reduce_dtype="fp32")
     split = {t.name: "(b dp)" + " c" * (t.ndim - 1) for t in whole.tensors if t.name == "norm/weight"}
-    with pytest.raises(
-        cg.UnsupportedError, match="reduce_each=False beside reduce_dtype='fp32', expected"
-    ):
+    with pytest.raises(cg.UnsupportedError, match="reduce_each=False beside reduce_dtype='fp32', expected"):
         cg.shard(whole, cg.mesh(dp=2), split, gather=policy, reduce_each=False)
 
 
