@@ -139,6 +139,15 @@ def test_an_axis_that_ranks_divide_is_split_before_a_longer_one():
     assert cg.param_count(rank) * 4 == cg.param_count(whole)
 
 
+def test_gradients_of_experts_in_buffers_of_their_own_lie_as_they_do():
+    whole = step("mixtral-8x22b", cg.AdamW(), precision="megatron-bf16", accumulate=2)
+    rank = cg.parallelize(whole, ep=4, zero=1, strict=True)
+    sources = {t.name: t for t in rank.tensors if t.producer is None}
+    for name in ("layers/moe/experts/gate_up", "layers/moe/experts/down"):
+        assert {sources[name + end].sizes for end in ("", ".grad", ".exp_avg")} == {sources[name].sizes}
+        assert "ep" in rank.sharding.places[name + ".grad"].axes
+
+
 def test_states_that_are_summed_along_an_axis_are_split_along_another():
     whole = step("llama-2-13b", cg.Adafactor())
     rank = cg.parallelize(whole, dp=2, zero=3, strict=True)

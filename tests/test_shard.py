@@ -75,6 +75,14 @@ def test_tensor_parallel_layers_reduce_twice_each_way():
     assert {sympy.expand(m.ring_bytes - 8 * B * S * D * L * (T - 1) / T) for m in layer} == {0}
 
 
+def test_logits_and_their_gradients_are_in_parts():
+    sharded = cg.shard(step(), cg.mesh(tp=T), with_states(TENSOR), strict=True)
+    vocabulary = [t for g in sharded.bodies() for t in g.tensors if t.ndim == 3 and t.sizes[2].names() & {"V"}]
+    assert {str(t.sizes[2]) for t in vocabulary} == {"V/T"}
+    # the sum of what the loss puts into nothing, at the place of each target, is what it puts there
+    assert not [m for m in cg.communication(sharded).filter(phase="backward") if "cross_entropy" in m.op]
+
+
 def test_a_carry_that_is_split_is_sequence_parallelism():
     sharded = cg.shard(step(), cg.mesh(tp=T), {**with_states(TENSOR), **SEQUENCE}, strict=True)
     # torch 2.13.0 on four ranks of a fake group, fp32, L=4, B=2, S=32, D=64: 2L + 1 of each in the forward pass, and of

@@ -27,8 +27,7 @@ HEAD = """\
 
 What benchmarks of training report of one device among many, and the peak of the graph of one rank of the same program:
 `costgraph.parallelize` of a step, with degrees and sizes as the source states them. What is reserved by an allocator,
-made by a compiler or computed in float8 is not in the graph. Rows with pipelines, context or expert parallelism are
-left out.
+made by a compiler or computed in float8 is not in the graph. Rows with pipelines are left out.
 
 The rows with their sources are in `tests/published/devices.json`; `python tests/published/devices.py` makes this page
 of them and a test compares the two. GB is 10^9 bytes, GiB is 2^30.
@@ -61,7 +60,8 @@ def step(model, precision, accumulate, checkpoint):
 def rank(program):
     """Return the graph of one rank."""
     whole = step(program["model"], program["precision"], program.get("accumulate", 1), program.get("checkpoint"))
-    return cg.parallelize(whole, **{key: program[key] for key in ("dp", "tp", "zero", "sequence")}, strict=True)
+    asked = {key: program[key] for key in ("dp", "cp", "tp", "ep", "zero", "sequence") if key in program}
+    return cg.parallelize(whole, **asked, strict=True)
 
 
 def derived(row):

@@ -2,21 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from ...algebra.polynomial import ONE
 from ...graph.graph import Graph
 from ...graph.op import Op
 from ...graph.tensor import Tensor
 from ...ops.blocks import Kernel
+from ...ops.index import Scatter
+from ...ops.reduce import Reduce
 from .exchange import before, heads, swapped, views
 from .experts import Routed
 from .kernels import Pieces, live, passes
+from .tensors import Later, Stated
 
 __all__ = ["Cutting"]
 
 
 class Cutting(Routed):
     """Copies kernels."""
+
+    def __init__(self, stated: Stated) -> None:
+        super().__init__(stated)
+        self.scattered: dict[Tensor, tuple[int, Tensor]] = {}
+        """New tensors that are nothing but one value for each place of their other axes, put somewhere along one: that
+        axis, and the values."""
+
+    def note_scattered(self, op: Op, operands: Sequence[Tensor], made: Tensor) -> None:
+        """Note what is written into nothing, one value along an axis that ranks split."""
+        kind = op.kind
+        if not isinstance(kind, Scatter) or kind.mode != "add" or len(operands) != 3:
+            return
+        zero, values, axis = self.tensors[op.operands[0]], operands[2], kind.batch
+        one = values.sizes == (*made.sizes[:axis], ONE, *made.sizes[axis + 1 :])
+        if isinstance(zero, Later) and zero.zero and one and any(isinstance(f, str) for f in self.at[made].dims[axis]):
+            self.scattered[made] = axis, values
+
+    def is_summed(self, op: Op) -> bool:
+        """Whether an op sums what was scattered along an axis that ranks split: they all have the values."""
+        if not isinstance(op.kind, Reduce) or op.kind.operation != "sum":
+            return False
+        found = self.tensors[op.operands[0]]
+        if found not in self.scattered:
+            return False
+        axis, values = self.scattered[found]
+        x, (r,) = op.operands[0], op.results
+        if r.sizes != (*x.sizes[:axis], ONE, *x.sizes[axis + 1 :]) or r.dtype != values.dtype:
+            return False
+        self.tensors[r] = values
+        return True
 
     def plain(self, op: Op, new: Graph) -> None:
         """Add an op of a rank."""
@@ -52,6 +86,8 @@ class Cutting(Routed):
             self.stands_for(result, inner_t)
             if inner_t in self.homes:
                 self.homes[result] = self.homes[inner_t]
+            if inner_t in self.scattered:
+                self.scattered[result] = self.scattered[inner_t]
             self.tensors[t] = result
             if t.sizes in places:
                 self.swap_back(t, *places[t.sizes], new, op.phase)

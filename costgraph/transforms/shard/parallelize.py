@@ -196,8 +196,8 @@ def _experts(graph: Graph, split: Mapping[str, str]) -> Iterator[tuple[str, str]
     """Yield where parameters of experts lie, and what an optimizer keeps of them in their shape: one for each first."""
     sources = [t for g in graph.bodies() if not g.fused for t in g.tensors if t.producer is None]
     params = {t.name: t.sizes[t.storage.pieces :] for t in sources if t.role == "param"}
-    for t in (t for t in sources if t.role in ("param", "state")):
-        of = t.name.rpartition(".")[0] if t.role == "state" else t.name
+    for t in (t for t in sources if t.role in ("param", "state", "gradient")):
+        of = t.name if t.role == "param" else t.name.rpartition(".")[0]
         sizes = t.sizes[t.storage.pieces :]
         if of.split("/")[-2:-1] == ["experts"] and params.get(of) == sizes:
             _, *others = _axes(split.get(t.name, " ".join(f"a{i}" for i in range(len(sizes)))))

@@ -16,6 +16,7 @@ from ...graph.tensor import Tensor
 from ...ops.blocks import Kernel
 from ...ops.fresh import Fresh
 from ...ops.grouped import Grouped, GroupedOuter
+from ...ops.index import Scatter
 from ...ops.moves import Rearrange, Slice
 from ...ops.pointwise import Pointwise
 from ...ops.stacks import Empty, Stacked
@@ -84,6 +85,8 @@ class Sharder(Cutting):
 
     def plain(self, op: Op, new: Graph) -> None:
         """Add an op of a rank."""
+        if self.is_summed(op):
+            return
         axis = self.routed(op, new)
         before = [self.tensors[t] for t in op.operands]
         rule = op.kind.placed(op)
@@ -111,6 +114,7 @@ class Sharder(Cutting):
             home = of_keys(rule, choice, [t in self.params for t in operands])
             self.homes |= {} if home is None else {made.results[0]: home}
         self.rows.note(op, rule, choice, before, made.results, axis)
+        self.note_scattered(op, operands, made.results[0])
         if len(operands) == 1 and operands[0] in self.params and isinstance(op.kind, _SAME):
             self.params.update(made.results)
         for i, t in zip(op.kind.overwrites(), op.results, strict=False):
@@ -138,8 +142,12 @@ class Sharder(Cutting):
         place = self.wanted.get(made) or self.stated.places.get(made)
         axes = self.staying[made] if made in self.wanted else None
         given = [self.tensors[t] for t in op.operands]
-        if place is None and any(isinstance(t, Tensor) and self.at[t].pending for t in given):
+        lie = [self.at[t] for t in given if isinstance(t, Tensor)]
+        if place is None and any(at.pending for at in lie):
             place = self.met(made)
+        elif place is None and isinstance(op.kind, Scatter) and len(lie) < len(given):
+            # into nothing, which may lie anywhere, along what splits none of the values
+            place, axes = self.met(made), frozenset(self.mesh).difference(*(at.axes for at in lie))
         if place is None:
             return tokens
         axes = place.axes if axes is None else axes

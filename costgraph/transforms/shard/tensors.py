@@ -198,7 +198,7 @@ class Placed(Rewriter):
 
     def slices_moved_to(self, t: Tensor, want: Placement, new: Graph, phase: str) -> Tensor:
         """Return a stack at another placement: of storages one for each position ranks meet for one after the other."""
-        if not t.storage.pieces or self.at[t] == want:
+        if not t.storage.pieces or not self.at[t].pending:
             return self.moved_to(t, want, new, phase)
         name = self.names.get(t, t.name)
         body = new.start_body(f"{name}.slices", fused=False)
