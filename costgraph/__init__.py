@@ -83,7 +83,7 @@ if TYPE_CHECKING:
     from .hardware.networks import Network, list_networks, load_network
     from .hardware.specs import Hardware, list_hardware, load_hardware
     from .optimizers import SGD, Adafactor, AdaGrad, Adam, AdamW, Lion, Muon, RMSProp
-    from .plan.search import largest
+    from .plan.sizing import largest
     from .report.explore import explore
     from .transforms.backward.backward import backward
     from .transforms.checkpoint import Checkpoint, every, every_block, from_start, selective
@@ -292,7 +292,7 @@ _LATER = {
         "Muon",
         "RMSProp",
     ),
-    "plan.search": ("largest",),
+    "plan.sizing": ("largest",),
     "transforms.backward.backward": ("backward",),
     "transforms.checkpoint": (
         "Checkpoint",

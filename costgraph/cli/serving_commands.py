@@ -18,8 +18,8 @@ from ..analysis.params import cache_bytes, param_bytes
 from ..errors import FormatError, UnsupportedError
 from ..graph.graph import Graph
 from ..hardware.units import format_bytes
-from ..plan.search import largest
 from ..plan.serving import Throughput, throughput
+from ..plan.sizing import largest
 from ..report.formula import formula_text
 from ..transforms.inference.inference import decode
 from ..transforms.quantize.quantize import quantize

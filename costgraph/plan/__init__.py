@@ -16,6 +16,7 @@ from .checkpointing import best_interval, checkpoint_for
 from .cluster import run
 from .preflight import preflight
 from .room import dataset_bytes, dataset_tokens, largest_params
+from .searching import search
 from .serving import latency, throughput
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "preflight",
     "run",
     "schedule",
+    "search",
     "sends",
     "throughput",
     "training_days",

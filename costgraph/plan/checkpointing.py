@@ -22,7 +22,7 @@ from ..hardware.specs import Hardware
 from ..transforms.backward.backward import backward
 from ..transforms.checkpoint import Checkpoint, every, every_block, from_start, selective
 from ..transforms.training import training_step, with_loss
-from .search import Bytes, memory_limit
+from .sizing import Bytes, memory_limit
 
 __all__ = ["best_interval", "checkpoint_for"]
 

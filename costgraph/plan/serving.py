@@ -21,7 +21,7 @@ from ..graph.sizes import bindings, known_names, need_open, size_of
 from ..hardware.specs import Hardware, load_hardware
 from ..hardware.tables import Column, Table
 from ..notation.door import READ, guarded
-from .search import largest
+from .sizing import largest
 
 __all__ = ["Latency", "Throughput", "ThroughputRow", "latency", "throughput"]
 

@@ -1,0 +1,118 @@
+"""Plans of training on several devices, as a table: fastest first, each with what it takes and why it is slower."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ..algebra.symbols import shorten
+from ..hardware.specs import Hardware
+from ..hardware.tables import Column, Fact, Table
+from ..hardware.units import format_quantity
+from ..notation.door import guarded
+
+__all__ = ["Plan", "Search"]
+
+
+@guarded()
+@dataclass(frozen=True)
+class Plan:
+    """One way to train on several devices."""
+
+    dp: int
+    """ranks that have a part of the batch each"""
+    tp: int
+    """ranks that have a part of each layer each"""
+    zero: int
+    """stage of ZeRO, as in `parallelize`"""
+    sequence: bool
+    """whether what layers hand on is split along the sequence, over `tp`"""
+    micro_batch: int
+    """sequences that a rank works on at once"""
+    accumulate: int
+    """micro-batches of a step"""
+    checkpoint: str
+    """what is computed again, as on the command line: none, every-block and the like"""
+    seconds: float
+    """estimated seconds of a step"""
+    tokens_per_second: float
+    """of all devices"""
+    memory: int
+    """bytes of a device at the peak"""
+    parts: Mapping[str, float]
+    """seconds by what they go into, one after the other: compute, memory traffic beyond it, each collective"""
+    why: str = ""
+    """which part of the time is longer than that of the plan before it, and by how much"""
+
+    @property
+    def bound(self) -> str:
+        """What most of the time goes into: compute, memory traffic, or a collective over an axis."""
+        return max(self.parts, key=lambda name: self.parts[name])
+
+
+@guarded()
+@dataclass(frozen=True, repr=False)
+class Search(Table):
+    """Plans that fit, fastest first. Made by `search`."""
+
+    graph: str
+    """name of the model"""
+    hardware: Hardware
+    """the devices"""
+    devices: int
+    """how many there are"""
+    limit: float
+    """bytes that a plan may take on each"""
+    rows: tuple[Plan, ...]
+    """by time, then by memory"""
+    tried: int
+    """plans that divide the devices, the batch and the model, those that do not fit included"""
+    notes: tuple[str, ...] = ()
+    """structures whose formulas hold for single degrees alone, and why"""
+
+    @property
+    def best(self) -> Plan | None:
+        """The fastest plan, None where none fits."""
+        return self.rows[0] if self.rows else None
+
+    def pareto(self) -> Search:
+        """Return the plans beside which no other is both as fast and as small.
+
+        Returns
+        -------
+        Search
+            From the fastest to the smallest.
+        """
+        kept: list[Plan] = []
+        for plan in self.rows:
+            if not kept or plan.memory < kept[-1].memory:
+                kept.append(plan)
+        return replace(self, rows=explained(kept))
+
+    def _about(self) -> str:
+        return f"{shorten(self.graph)} on {self.devices:,} {self.hardware.id}, {len(self.rows):,} plans"
+
+    def _columns(self) -> Sequence[Column]:
+        return (
+            Column("dp", "1"), Column("tp", "1"), Column("zero", "1"),
+            Column("sequence", title="seq", text=lambda split: "yes" if split else ""),
+            Column("micro_batch", "1", title="micro"), Column("accumulate", "1", title="times"),
+            Column("checkpoint"), Column("seconds", "s", title="step"), Column("tokens_per_second", "1",
+            title="tokens/s"), Column("memory", "B", title="peak memory"), Column("bound", title="bound by"),
+            Column("why", title="slower by"),
+        )  # fmt: skip
+
+    def _facts(self) -> Iterable[Fact]:
+        yield Fact("fit", f"{len(self.rows):,} of {self.tried:,} plans")
+        yield from (Fact("note", text) for text in self.notes[:3])
+
+
+def explained(plans: Sequence[Plan]) -> tuple[Plan, ...]:
+    """Return plans, each with what makes it slower than the one before it."""
+    return tuple(replace(p, why=_longer(plans[i - 1], p) if i else "") for i, p in enumerate(plans))
+
+
+def _longer(before: Plan, plan: Plan) -> str:
+    grown = {name: seconds - before.parts.get(name, 0.0) for name, seconds in plan.parts.items()}
+    name = max(grown, key=lambda n: grown[n])
+    return f"{format_quantity(grown[name], 's')} {name}" if grown[name] > 0 and plan.seconds > before.seconds else ""

@@ -1,0 +1,298 @@
+"""The search for a plan of training on several devices: closed forms of structures over arrays of all degrees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice, product
+from math import isqrt
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+
+from ..algebra.symbols import shown
+from ..errors import BindingError, CostGraphError, SpecError
+from ..graph.arguments import need_choice
+from ..graph.graph import Graph, need_graph
+from ..graph.sizes import size_of
+from ..hardware.links import joined
+from ..hardware.networks import Network
+from ..hardware.specs import Hardware
+from ..notation.door import READ
+from ..optimizers import Optimizer
+from .plans import Plan, Search, explained
+from .sizing import Bytes, memory_limit
+from .structures import DEGREES, Fallback, Family, Forms, Structure, batch_of, evaluated
+
+__all__ = ["search"]
+
+#: Values of a limit: one, or several that are tried.
+Limit = Annotated[Any, READ]
+Progress = Callable[[int, int], None]
+#: Devices and sequences of a step that are looked through for divisors.
+_MOST = 2**32
+_MOST_VALUES = 10_000
+
+
+class Point(NamedTuple):
+    """What plans of one structure differ in."""
+
+    dp: int
+    tp: int
+    micro_batch: int
+    accumulate: int
+
+
+def search(
+    model: Graph, /, *, devices: int, hardware: str | Hardware, network: str | Network | None = None,
+    precision: object = None, optimizer: Optimizer | None = None, memory: Bytes | None = None, overlap: str = "none",
+    fallback: Fallback = None, dp: Limit = None, tp: Limit = None, zero: Limit = None, sequence: Limit = None,
+    micro_batch: Limit = None, accumulate: Limit = None, checkpoint: Limit = None, progress: Progress | None = None,
+    **dims: int,
+) -> Search:  # fmt: skip
+    """Return the plans of training on several devices that fit, fastest first.
+
+    Plans are all that divide the devices, the batch and the model: degrees of data and tensor parallelism, stages of
+    ZeRO, what is split along the sequence, sizes and numbers of micro-batches, and what is computed again.
+
+    Parameters
+    ----------
+    model : Graph
+        The forward pass, such as `models.load` returns.
+    devices : int
+        How many there are: `dp` times `tp` of each plan.
+    hardware : str, path-like or Hardware
+        The devices.
+    network : str, path-like or Network, optional
+        Between the domains of their interconnect, as in `roofline`.
+    precision : str, mapping or Policy, optional
+        As in `training_step`.
+    optimizer : Optimizer, optional
+        As in `training_step`.
+    memory : int or float, optional
+        Bytes that a plan may take on a device, by default its capacity as its vendor states it.
+    overlap : str
+        none, or ideal: of collectives with all else, as in `roofline`.
+    fallback : str or mapping, optional
+        As `Hardware.rate`.
+    dp, tp, micro_batch, accumulate : int or iterable of int, optional
+        Limits: values that a plan may have. All that divide by default.
+    zero : int or iterable of int, optional
+        Limit: stages of ZeRO, by default 0 to 3.
+    sequence : bool or iterable of bool, optional
+        Limit: whether what layers hand on is split along the sequence; both by default.
+    checkpoint : str or iterable of str, optional
+        Limit: what is computed again, by default none and every-block; also every:K, from-start or selective:NAME,NAME.
+    progress : callable, optional
+        Called with how many structures are done, and how many there are.
+    **dims : int
+        Sizes, that of the batch among them: of a step, all devices and micro-batches together.
+
+    Returns
+    -------
+    Search
+        `.rows`, `.best`, `.pareto()`; `print` it.
+
+    Raises
+    ------
+    BindingError, GraphError, SpecError
+        If an amount is no positive integer, a size is left open, a limit has nothing in it, or the graph cannot be
+        trained; as `training_step`, `peak_memory` and `seconds`.
+
+    Notes
+    -----
+    The time is the estimate of `seconds`, which is of vendors' peak rates, the peak that of `peak_memory`. Formulas are
+    derived once for all degrees of a structure (a stage of ZeRO, the sequence split or not, what is computed again),
+    and evaluated over arrays of these. Of one rank along an axis, all that splits along it is the same: one plan.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> model = cg.models.load("llama-3-8b")
+    >>> found = cg.plan.search(
+    ...     model, devices=64, hardware="h100-sxm", precision="bf16", B=64, S=8192, zero=(1, 3), checkpoint="none"
+    ... )
+    >>> found.best.dp, found.best.tp, found.best.zero, found.best.sequence
+    (32, 2, 3, True)
+    """
+    place = "search"
+    need_graph(place, model)
+    need_choice(f"{place}: overlap", overlap, ("none", "ideal"))
+    count = size_of(f"{place}: devices", devices)
+    device = joined(hardware, network)
+    limit = memory_limit(place, None, memory) if memory is not None else memory_limit(place, device, None)
+    options = {"precision": precision, "optimizer": optimizer}
+    named = batch_of(model)
+    if named not in dims:
+        raise BindingError(f"{place}: no size of {named}, expected the sequences of a step")
+    batch = size_of(f"{place}: {named}", dims[named])
+    if max(count, batch) > _MOST:
+        raise BindingError(f"{place}: {count} devices, {batch} sequences, expected at most {_MOST} of each")
+    others = {name: n for name, n in dims.items() if name != named}
+    family = Family(model, named, device, fallback, overlap, options, others)
+    tokens = family.tokens(batch)
+    numbers = {"dp": dp, "tp": tp, "micro_batch": micro_batch, "accumulate": accumulate}
+    allowed = {name: _numbers(f"{place}: {name}", given) for name, given in numbers.items()}
+    stages = _chosen(f"{place}: zero", zero, (0, 1, 2, 3))
+    splits = _chosen(f"{place}: sequence", sequence, (False, True))
+    kept = _policies(f"{place}: checkpoint", checkpoint)
+    points = [*_points(count, batch, allowed)]
+    work = _Work(family, limit, progress)
+    work.do(_grouped(family, points, stages, splits, kept))
+    rows = sorted((_plan(*found, tokens) for found in work.fitting), key=_order)
+    return Search(model.name, device, count, limit, explained(rows), work.tried, tuple(dict.fromkeys(work.notes)))
+
+
+# -- limits ----------------------------------------------------------------------------------------------------------
+
+
+def _several(place: str, given: object) -> list[Any]:
+    """Return what a limit lists; the one value that is no list."""
+    found: list[Any] = [given]
+    if isinstance(given, Iterable) and not isinstance(given, str | bytes | Mapping):
+        found = list(islice(given, _MOST_VALUES + 1))  # it may have no end
+    if not 0 < len(found) <= _MOST_VALUES:
+        raise BindingError(f"{place}: {'no' if not found else f'more than {_MOST_VALUES}'} values, expected some")
+    return found
+
+
+def _numbers(place: str, given: object) -> set[int] | None:
+    """Return the numbers that a limit allows, None for all."""
+    return None if given is None else {size_of(place, n) for n in _several(place, given)}
+
+
+def _chosen(place: str, given: object, choices: tuple[Any, ...]) -> list[Any]:
+    """Return those of some values that a limit allows, in their order."""
+    found = [*choices] if given is None else _several(place, given)
+    for value in found:
+        if not any(value == c and type(value) is type(c) for c in choices):
+            raise BindingError(f"{place}: {shown(value)}, expected one of {', '.join(map(str, choices))}, or several")
+    return [c for c in choices if c in found]
+
+
+def _policies(place: str, given: object) -> list[str]:
+    """Return policies of checkpointing by name."""
+    found = ["none", "every-block"] if given is None else _several(place, given)
+    for value in found:
+        if not isinstance(value, str):
+            raise BindingError(f"{place}: {shown(value)}, expected a text such as 'every-block'")
+    return list(dict.fromkeys(found))
+
+
+# -- what there is to try --------------------------------------------------------------------------------------------
+
+
+def _divisors(n: int) -> list[int]:
+    low = [d for d in range(1, isqrt(n) + 1) if n % d == 0]
+    return sorted({*low, *(n // d for d in low)})
+
+
+def _points(devices: int, batch: int, allowed: Mapping[str, set[int] | None]) -> Iterator[Point]:
+    """Yield the degrees that divide devices and batch, within their limits."""
+
+    def may(**given: int) -> bool:
+        return all((values := allowed[name]) is None or n in values for name, n in given.items())
+
+    for dp in _divisors(devices):
+        tp = devices // dp
+        own, left = divmod(batch, dp)
+        if left or not may(dp=dp, tp=tp):
+            continue
+        for micro in _divisors(own):
+            if may(micro_batch=micro, accumulate=own // micro):
+                yield Point(dp, tp, micro, own // micro)
+
+
+def _grouped(
+    family: Family, points: Iterable[Point], stages: Sequence[int], splits: Sequence[bool], kept: Sequence[str]
+) -> dict[Structure, list[Point]]:
+    """Return the points of each structure: the one place that says which structures there are.
+
+    Along an axis of one rank nothing is split: of what differs in that alone, the first is taken.
+    """
+    out: dict[Structure, list[Point]] = {}
+    tensor = {tp: family.tensor(tp) for tp in {p.tp for p in points}}
+    for p in points:
+        if tensor[p.tp] == 0:  # it does not divide the model
+            continue
+        one = {n: 1 if n == 1 else None for n in (p.dp, p.accumulate)}
+        for zero, split, how in product(stages[: None if p.dp > 1 else 1], splits[: None if p.tp > 1 else 1], kept):
+            structure = Structure(zero, split, how, one[p.dp], tensor[p.tp], one[p.accumulate])
+            out.setdefault(structure, []).append(p)
+    return out
+
+
+@dataclass
+class _Work:
+    """Derives structures and keeps what fits."""
+
+    family: Family
+    limit: float
+    progress: Progress | None
+    fitting: list[tuple[Structure, Point, float, float, dict[str, float]]] = field(default_factory=list)
+    """structures and points with bytes, seconds and their parts"""
+    tried: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    def do(self, groups: Mapping[Structure, list[Point]]) -> None:
+        """Try all points of all structures."""
+        error: CostGraphError | None = None
+        for i, (structure, points) in enumerate(groups.items()):
+            error = self.one(structure, points) or error
+            if self.progress is not None:
+                self.progress(i + 1, len(groups))
+        if error is not None and not self.tried:
+            raise error
+
+    def one(self, structure: Structure, points: Sequence[Point]) -> CostGraphError | None:
+        """Try the points of a structure; with degrees bound where its graph cannot be derived with them open."""
+        self.family.step(structure)  # what cannot be trained is an error
+        try:
+            forms = self.family.forms(structure)
+        except SpecError:
+            raise
+        except CostGraphError as error:
+            return self.bound(structure, points, error)
+        self.evaluate(structure, forms, points)
+        return None
+
+    def bound(self, structure: Structure, points: Sequence[Point], error: CostGraphError) -> CostGraphError | None:
+        """Try the points of a structure degree by degree, and say why."""
+        name = next((d for d in DEGREES if getattr(structure, d) is None), None)
+        if name is None:
+            return error
+        self.notes.append(f"by single {name}, ZeRO {structure.zero}: {error}")
+        last: CostGraphError | None = None
+        for n in sorted({getattr(p, name) for p in points}):
+            last = self.one(replace(structure, **{name: n}), [p for p in points if getattr(p, name) == n]) or last
+        return last
+
+    def evaluate(self, structure: Structure, forms: Forms, points: Sequence[Point]) -> None:
+        """Evaluate formulas at all points at once, and keep those that fit."""
+        table = np.array(points, dtype=np.int64)
+        sizes = self.family.sizes(*table.T)
+        peak, taken = evaluated(forms.peak, sizes), evaluated(forms.seconds, sizes)
+        allowed = np.isfinite(peak) & np.isfinite(taken)
+        self.tried += int(allowed.sum())
+        fits = np.flatnonzero(allowed & (peak <= self.limit))
+        if not fits.size:
+            return
+        sizes = {name: array[fits] for name, array in sizes.items()}
+        parts = {name: evaluated(form, sizes).tolist() for name, form in forms.parts.items()}
+        for j, i in enumerate(fits.tolist()):
+            here = {name: values[j] for name, values in parts.items() if values[j]}
+            self.fitting.append((structure, points[i], float(peak[i]), float(taken[i]), here))
+
+
+def _plan(
+    structure: Structure, p: Point, peak: float, taken: float, parts: Mapping[str, float], tokens: int
+) -> Plan:  # fmt: skip
+    return Plan(
+        dp=p.dp, tp=p.tp, zero=structure.zero, sequence=structure.sequence, micro_batch=p.micro_batch,
+        accumulate=p.accumulate, checkpoint=structure.checkpoint, seconds=taken, tokens_per_second=tokens / taken,
+        memory=round(peak), parts=parts,
+    )  # fmt: skip
+
+
+def _order(plan: Plan) -> tuple[Any, ...]:
+    return plan.seconds, plan.memory, plan.zero, plan.tp, plan.sequence, plan.micro_batch, plan.checkpoint
