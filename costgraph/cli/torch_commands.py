@@ -13,7 +13,7 @@ from ..errors import FormatError, UnsupportedError
 from ..report.drawing import new_figure
 from ..text_file import target_of
 from .commands import command
-from .serving_commands import app
+from .search_command import app
 from .terminal import say, screen
 
 __all__ = ["app", "need_torch"]

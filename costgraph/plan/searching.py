@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, product
 from math import isqrt
@@ -21,6 +21,7 @@ from ..hardware.specs import Hardware
 from ..notation.door import READ
 from ..optimizers import Optimizer
 from .plans import Plan, Search, explained
+from .progress import progressing
 from .sizing import Bytes, memory_limit
 from .structures import DEGREES, Fallback, Family, Forms, Structure, batch_of, evaluated
 
@@ -28,7 +29,6 @@ __all__ = ["search"]
 
 #: Values of a limit: one, or several that are tried.
 Limit = Annotated[Any, READ]
-Progress = Callable[[int, int], None]
 #: Devices and sequences of a step that are looked through for divisors.
 _MOST = 2**32
 _MOST_VALUES = 10_000
@@ -47,7 +47,7 @@ def search(
     model: Graph, /, *, devices: int, hardware: str | Hardware, network: str | Network | None = None,
     precision: object = None, optimizer: Optimizer | None = None, memory: Bytes | None = None, overlap: str = "none",
     fallback: Fallback = None, dp: Limit = None, tp: Limit = None, zero: Limit = None, sequence: Limit = None,
-    micro_batch: Limit = None, accumulate: Limit = None, checkpoint: Limit = None, progress: Progress | None = None,
+    micro_batch: Limit = None, accumulate: Limit = None, checkpoint: Limit = None, progress: bool | None = None,
     **dims: int,
 ) -> Search:  # fmt: skip
     """Return the plans of training on several devices that fit, fastest first.
@@ -83,8 +83,8 @@ def search(
         Limit: whether what layers hand on is split along the sequence; both by default.
     checkpoint : str or iterable of str, optional
         Limit: what is computed again, by default none and every-block; also every:K, from-start or selective:NAME,NAME.
-    progress : callable, optional
-        Called with how many structures are done, and how many there are.
+    progress : bool, optional
+        Whether a line says how far the search is; by default where the standard error is a terminal.
     **dims : int
         Sizes, that of the batch among them: of a step, all devices and micro-batches together.
 
@@ -137,8 +137,8 @@ def search(
     splits = _chosen(f"{place}: sequence", sequence, (False, True))
     kept = _policies(f"{place}: checkpoint", checkpoint)
     points = [*_points(count, batch, allowed)]
-    work = _Work(family, limit, progress)
-    work.do(_grouped(family, points, stages, splits, kept))
+    work = _Work(family, limit)
+    work.do(_grouped(family, points, stages, splits, kept), progress)
     rows = sorted((_plan(*found, tokens) for found in work.fitting), key=_order)
     return Search(model.name, device, count, limit, explained(rows), work.tried, tuple(dict.fromkeys(work.notes)))
 
@@ -228,19 +228,18 @@ class _Work:
 
     family: Family
     limit: float
-    progress: Progress | None
     fitting: list[tuple[Structure, Point, float, float, dict[str, float]]] = field(default_factory=list)
     """structures and points with bytes, seconds and their parts"""
     tried: int = 0
     notes: list[str] = field(default_factory=list)
 
-    def do(self, groups: Mapping[Structure, list[Point]]) -> None:
+    def do(self, groups: Mapping[Structure, list[Point]], progress: bool | None) -> None:
         """Try all points of all structures."""
         error: CostGraphError | None = None
-        for i, (structure, points) in enumerate(groups.items()):
-            error = self.one(structure, points) or error
-            if self.progress is not None:
-                self.progress(i + 1, len(groups))
+        with progressing("search", len(groups), progress) as step:
+            for structure, points in groups.items():
+                step(f"ZeRO {structure.zero}, {structure.checkpoint}")
+                error = self.one(structure, points) or error
         if error is not None and not self.tried:
             raise error
 

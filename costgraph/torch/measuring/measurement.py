@@ -14,10 +14,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ...errors import UnsupportedError
 from ...hardware.units import format_bytes, format_quantity
+from ...plan.progress import progressing
 from .allocations import peak_bytes
 from .clock import Times, timed
 from .environment import counted, environment, find_device
-from .progress import progressing
 
 __all__ = ["Measurement", "measure"]
 

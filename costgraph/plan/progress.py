@@ -1,4 +1,4 @@
-"""A line on the terminal that says how far a long measurement is: on the standard error, and gone afterwards."""
+"""A line on the terminal that says how far long work is: on the standard error, and gone afterwards."""
 
 from __future__ import annotations
 

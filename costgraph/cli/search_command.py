@@ -1,0 +1,122 @@
+"""The command of the command line that searches for a plan of training on several devices."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from inspect import signature
+from typing import Annotated, Any
+
+import typer
+
+from ..algebra.symbols import read_size, shorten
+from ..errors import FormatError
+from ..plan.plans import Plan, Search
+from ..plan.searching import search
+from . import options as opt
+from .commands import command, read_sizes
+from .loading import load_model
+from .serving_commands import app
+from .terminal import check_files, say, write_files
+
+__all__ = ["SEARCH_SCHEMA", "app"]
+
+SEARCH_SCHEMA = "costgraph/search/1"
+"""What the JSON of this version calls itself; another number means other keys."""
+
+_COLUMNS = (
+    "dp", "tp", "zero", "sequence", "micro_batch", "accumulate", "checkpoint", "seconds", "tokens_per_second", "memory",
+    "bound", "why",
+)  # fmt: skip
+
+_Devices = Annotated[str, typer.Option("--devices", metavar="N", help="How many devices there are.")]
+_Network = Annotated[str | None, typer.Option("--network", metavar="NAME", help="Between domains of devices.")]
+_Precision = Annotated[str | None, typer.Option("--precision", metavar="POLICY", help="As for train.")]
+_Memory = Annotated[str | None, typer.Option("--memory", metavar="N", help="Bytes that a plan may take on a device.")]
+_Overlap = Annotated[str, typer.Option("--overlap", metavar="HOW", help="Of collectives: none, or ideal.")]
+_Dp = Annotated[str | None, typer.Option("--dp", metavar="N,N", help="Degrees of data parallelism to try.")]
+_Tp = Annotated[str | None, typer.Option("--tp", metavar="N,N", help="Degrees of tensor parallelism to try.")]
+_Zero = Annotated[str | None, typer.Option("--zero", metavar="N,N", help="Stages of ZeRO to try, of 0 to 3.")]
+_Sequence = Annotated[str | None, typer.Option("--sequence", metavar="YES", help="Split the sequence: yes or no.")]
+_Micro = Annotated[str | None, typer.Option("--micro-batch", metavar="N,N", help="Sequences at once to try.")]
+_Times = Annotated[str | None, typer.Option("--accumulate", metavar="N,N", help="Numbers of micro-batches to try.")]
+_How = Annotated[
+    list[str] | None, typer.Option("--checkpoint", metavar="HOW", help="As for train, several times if wanted.")
+]
+_Pareto = Annotated[bool, typer.Option("--pareto", help="Only those beside which none is as fast and as small.")]
+
+
+def _listed(text: str | None, option: str) -> list[int] | None:
+    return None if text is None else [int(word) if word == "0" else read_size(word, option) for word in text.split(",")]
+
+
+def _split(text: str | None) -> bool | None:
+    if text not in (None, "yes", "no"):
+        raise FormatError(f"--sequence {shorten(text)}: expected yes or no")
+    return None if text is None else text == "yes"
+
+
+def search_records(found: Search) -> list[dict[str, Any]]:
+    """Return a row for each plan, by column."""
+    return [{c: getattr(p, c) for c in _COLUMNS} for p in found.rows]
+
+
+def _json(found: Search) -> str:
+    def record(row: dict[str, Any], plan: Plan) -> dict[str, Any]:
+        return {**row, "parts": dict(plan.parts)}
+
+    data = {
+        "schema": SEARCH_SCHEMA,
+        "graph": found.graph,
+        "hardware": {"id": found.hardware.id, "name": found.hardware.name},
+        "devices": found.devices,
+        "limit": found.limit,
+        "tried": found.tried,
+        "notes": list(found.notes),
+        "plans": [record(*pair) for pair in zip(search_records(found), found.rows, strict=True)],
+    }
+    return json.dumps(data, indent=2, allow_nan=False) + "\n"
+
+
+def _csv(found: Search) -> str:
+    file = io.StringIO()
+    writer = csv.DictWriter(file, _COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(search_records(found))
+    return file.getvalue()
+
+
+@command("search", short_help="Plans of training on several devices, fastest first.")
+def search_command(
+    model: opt.Model, hardware: opt.Device, devices: _Devices, sizes: opt.Sizes = None, network: _Network = None,
+    precision: _Precision = None, memory: _Memory = None, overlap: _Overlap = "none", dp: _Dp = None, tp: _Tp = None,
+    zero: _Zero = None, sequence: _Sequence = None, micro_batch: _Micro = None, accumulate: _Times = None,
+    checkpoint: _How = None, pareto: _Pareto = False, attention: opt.Attention = None, dtype: opt.Format = None,
+    fallback: opt.Fallback = None, json: opt.Json = None, csv: opt.Csv = None,
+) -> None:  # fmt: skip
+    """Print the plans that divide devices, batch and model and that fit, fastest first, and what makes each slower.
+
+    B is the sequences of a step, those of all devices and micro-batches.
+
+    Examples
+    --------
+      costgraph search llama-3-8b --devices 64 --hardware h100-sxm
+        --precision bf16 B=512 S=4096
+    """
+    check_files(json, csv)
+    dims: dict[str, Any] = dict(read_sizes(sizes))  # no keyword of search, which a type checker cannot know
+    taken = sorted(dims.keys() & signature(search).parameters.keys())
+    if taken:
+        raise FormatError(f"{taken[0]}={dims[taken[0]]}: search has an option of this name, expected --{taken[0]}")
+    graph = load_model(model, attention, dtype, None)
+    found = search(
+        graph, devices=read_size(devices, "--devices"), hardware=hardware, network=network, precision=precision,
+        memory=None if memory is None else read_size(memory, "--memory"), overlap=overlap, fallback=fallback,
+        dp=_listed(dp, "--dp"), tp=_listed(tp, "--tp"), zero=_listed(zero, "--zero"), sequence=_split(sequence),
+        micro_batch=_listed(micro_batch, "--micro-batch"), accumulate=_listed(accumulate, "--accumulate"),
+        checkpoint=checkpoint or None, **dims,
+    )  # fmt: skip
+    found = found.pareto() if pareto else found
+    if not write_files((json, lambda: _json(found)), (csv, lambda: _csv(found))):
+        say(str(found))
