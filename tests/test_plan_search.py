@@ -1,12 +1,18 @@
 """The search for a plan: formulas over arrays beside each plan on its own, limits, and what is refused."""
 
+import csv
+import json
+from itertools import pairwise
+
 import pytest
 
 import costgraph as cg
+from costgraph.cli import main
 
 B, S, D, F, V = cg.dims("B S D F V")
 SIZES = {"S": 52, "D": 104, "F": 208, "V": 182}
 MANY = {"devices": 26, "hardware": "h100-sxm", "B": 78, "precision": "bf16", **SIZES}
+FEW = {**MANY, "zero": (1, 3), "checkpoint": "every-block"}
 
 
 @pytest.fixture(scope="module")
@@ -31,13 +37,18 @@ def found(model):
     return cg.plan.search(model, **MANY)
 
 
-def alone(model, plan):
+@pytest.fixture(scope="module")
+def few(model):
+    return cg.plan.search(model, **FEW)
+
+
+def alone(model, plan, overlap="none"):
     """Return bytes and seconds of a plan that is derived with its own numbers."""
     how = {"none": None, "every-block": cg.every_block()}[plan.checkpoint]
     step = cg.training_step(model, precision="bf16", checkpoint=how, accumulate=plan.accumulate)
     rank = cg.parallelize(step, dp=plan.dp, tp=plan.tp, zero=plan.zero, sequence=plan.sequence)
     sizes = {**SIZES, "B": plan.micro_batch * plan.dp}
-    return cg.peak_memory(rank, **sizes), cg.seconds(rank, "h100-sxm", **sizes)
+    return cg.peak_memory(rank, **sizes), cg.seconds(rank, "h100-sxm", overlap=overlap, **sizes)
 
 
 def test_each_plan_takes_what_its_graph_takes_alone(model, found):
@@ -50,3 +61,140 @@ def test_each_plan_takes_what_its_graph_takes_alone(model, found):
         assert sum(plan.parts.values()) == pytest.approx(taken, rel=1e-9)
         assert plan.tokens_per_second == pytest.approx(78 * 52 / taken, rel=1e-9)
         assert plan.dp * plan.micro_batch * plan.accumulate == 78
+
+
+def test_plans_are_sorted_and_say_what_makes_them_slower(found):
+    times = [p.seconds for p in found.rows]
+    assert times == sorted(times)
+    assert found.best is found.rows[0]
+    assert found.best.why == ""
+    for before, plan in pairwise(found.rows):
+        grown = {name: t - before.parts.get(name, 0) for name, t in plan.parts.items()}
+        name = max(grown, key=grown.get)
+        # a tie in time is broken by memory
+        assert plan.why.endswith(name) or plan.seconds == pytest.approx(before.seconds, rel=1e-12)
+        assert plan.parts[plan.bound] == max(plan.parts.values())
+
+
+def test_nothing_is_as_fast_and_as_small_as_what_is_on_the_front(found):
+    front = found.pareto().rows
+    for plan in found.rows:
+        better = [p for p in front if p.seconds <= plan.seconds and p.memory <= plan.memory]
+        assert better
+        assert (plan.seconds, plan.memory) in {(p.seconds, p.memory) for p in front} or any(
+            p.seconds < plan.seconds or p.memory < plan.memory for p in better
+        )
+    assert all(b.memory < a.memory for a, b in pairwise(front))
+
+
+@pytest.mark.parametrize(
+    ("limit", "holds"),
+    [
+        ({"dp": 13}, lambda p: p.dp == 13),
+        ({"tp": (1, 2)}, lambda p: p.tp in (1, 2)),
+        ({"zero": [3]}, lambda p: p.zero == 3),
+        ({"sequence": True}, lambda p: p.sequence),
+        ({"sequence": False}, lambda p: not p.sequence),
+        ({"micro_batch": range(1, 3)}, lambda p: p.micro_batch in (1, 2)),
+        ({"accumulate": 3}, lambda p: p.accumulate == 3),
+        ({"micro_batch": 3, "tp": 2}, lambda p: p.micro_batch == 3),
+    ],
+)
+def test_a_limit_leaves_what_is_within_it_and_gives_no_faster_plan(model, few, limit, holds):
+    less = cg.plan.search(model, **{**FEW, **limit})
+    assert less.rows
+    assert all(map(holds, less.rows))
+    assert {(p.seconds, p.memory) for p in less.rows} <= {(p.seconds, p.memory) for p in few.rows}
+    assert less.best.seconds >= few.best.seconds
+
+
+def test_what_does_not_fit_is_left_out(model, few):
+    limit = sorted(p.memory for p in few.rows)[len(few.rows) // 2]
+    less = cg.plan.search(model, **FEW, memory=limit)
+    assert [(p.seconds, p.memory) for p in less.rows] == [(p.seconds, p.memory) for p in few.rows if p.memory <= limit]
+    assert less.tried == few.tried
+    assert cg.plan.search(model, **FEW, memory=1).best is None
+
+
+def test_collectives_beside_the_rest_take_no_longer(model, few):
+    beside = cg.plan.search(model, **FEW, overlap="ideal")
+    assert beside.best.seconds <= few.best.seconds
+    for plan in beside.rows[::7]:
+        assert plan.seconds == pytest.approx(alone(model, plan, "ideal")[1], rel=1e-9)
+
+
+def test_fewer_heads_of_keys_than_ranks_are_plans_as_well():
+    zoo = cg.models.load("llama-3-8b")
+    found = cg.plan.search(zoo, devices=16, hardware="h100-sxm", B=2, S=64, L=2, zero=0, checkpoint="none")
+    assert {p.tp for p in found.rows} == {8, 16}  # 8 heads of keys and values, two ranks with each
+    plan = next(p for p in found.rows if p.tp == 16 and p.sequence and p.accumulate == 1)
+    rank = cg.parallelize(cg.training_step(zoo), tp=16, sequence=True)
+    assert plan.memory == cg.peak_memory(rank, B=2, S=64, L=2)
+    assert plan.seconds == pytest.approx(cg.seconds(rank, "h100-sxm", B=2, S=64, L=2), rel=1e-9)
+
+
+def test_a_graph_without_tokens_is_refused():
+    with cg.Graph("g") as g:
+        g.output(cg.linear(g.input("x", (B, 5)), "b d -> b f", f=7))
+        g.loss = "mean_squared_error"
+    with pytest.raises(cg.GraphError, match="has as inputs of whole numbers none, expected tokens"):
+        cg.plan.search(g, devices=2, hardware="h100-sxm", B=2)
+
+
+def test_the_table_is_short_and_a_frame_has_all(found):
+    text = str(found)
+    assert len(text.split("\n")) <= 40
+    assert f"fit  {len(found.rows)} of {found.tried} plans" in text
+    assert "<table>" in found._repr_html_()
+    frame = found.to_pandas()
+    assert len(frame) == len(found.rows)
+    assert frame.seconds.tolist() == [p.seconds for p in found.rows]
+    assert repr(found) == f"Search('lm' on 26 h100-sxm, {len(found.rows)} plans)"
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"devices": 0}, "search: devices=0: expected a positive integer"),
+        ({"devices": 2**33}, "expected at most 4294967296 of each"),
+        ({"B": None}, "search: B=None: expected a positive integer"),
+        ({"pp": 2}, "pp"),
+        ({"tp": ()}, "search: tp: no values, expected some"),
+        ({"tp": "8"}, "search: tp='8': expected a positive integer"),
+        ({"zero": 4}, "search: zero: 4, expected one of 0, 1, 2, 3, or several"),
+        ({"zero": True}, "search: zero: True, expected one of 0, 1, 2, 3"),
+        ({"sequence": 1}, "search: sequence: 1, expected one of False, True"),
+        ({"checkpoint": cg.every_block()}, "search: checkpoint: .* expected a text such as 'every-block'"),
+        ({"checkpoint": "some"}, "--checkpoint"),
+        ({"overlap": "streams"}, "search: overlap 'streams', expected one of none, ideal"),
+        ({"memory": -1}, "memory"),
+    ],
+)
+def test_what_is_no_limit_is_an_error(model, given, says):
+    with pytest.raises(cg.CostGraphError, match=says):
+        cg.plan.search(model, **{**MANY, **given})
+
+
+def test_a_size_that_is_left_out_is_named(model):
+    with pytest.raises(cg.BindingError, match="search: no size of B, expected the sequences of a step"):
+        cg.plan.search(model, devices=2, hardware="h100-sxm", S=52)
+    with pytest.raises(cg.BindingError, match="search: graph 'lm' needs sizes for S, expected numbers"):
+        cg.plan.search(model, devices=2, hardware="h100-sxm", B=4, D=104)
+
+
+def test_the_command_prints_what_the_function_returns(model, capsys, tmp_path):
+    cg.save(model, tmp_path / "lm.json")
+    words = "--devices 26 --hardware h100-sxm --precision bf16 --tp 1,2 --zero 0,3 --checkpoint none"
+    sizes = [f"{name}={n}" for name, n in {"B": 78, **SIZES}.items()]
+    expected = cg.plan.search(model, **MANY, tp=(1, 2), zero=(0, 3), checkpoint="none")
+    for form, read in (("--json", json.loads), ("--csv", lambda text: list(csv.DictReader(text.splitlines())))):
+        assert main(["search", str(tmp_path / "lm.json"), *words.split(), *sizes, form, "-"]) == 0
+        rows = read(capsys.readouterr().out)
+        rows = rows["plans"] if form == "--json" else rows
+        assert [float(r["seconds"]) for r in rows] == [p.seconds for p in expected.rows]
+    assert main(["search", str(tmp_path / "lm.json"), *words.split(), *sizes, "--pareto"]) == 0
+    assert capsys.readouterr().out == f"{expected.pareto()}\n"
+    assert main(["search", str(tmp_path / "lm.json"), *words.split(), "--sequence", "maybe"]) == 2
+    assert "--sequence 'maybe': expected yes or no" in capsys.readouterr().err
+    assert main(["search", str(tmp_path / "lm.json"), *words.split(), "tp=2"]) == 2
+    assert "tp=2: search has an option of this name, expected --tp" in capsys.readouterr().err
