@@ -248,6 +248,9 @@ RESULTS = {
     "report": lambda g: cg.report(g, "h100-sxm", B=2, D=3, F=5),
     "comparison": lambda g: cg.compare(g, g),
     "throughput": lambda g: cg.plan.throughput(cg.decode(cg.models.load("llama-3-8b")), "h100-sxm", "B", [1, 2], S=128),
+    "search": lambda g: cg.plan.search(
+        cg.models.load("gpt2"), devices=2, hardware="h100-sxm", B=2, S=128, tp=1, zero=1, checkpoint="none"
+    ),
 }
 
 

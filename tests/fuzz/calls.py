@@ -48,6 +48,7 @@ def asked():
     e.roofline = cg.roofline(loss, e.hardware, B=2)
     e.report = cg.report(loss, e.hardware, B=2)
     e.throughput = cg.plan.throughput(cg.decode(lm), e.hardware, "B", [1, 2], S=8, L=2, V=11)
+    e.search = cg.plan.search(lm, devices=1, hardware=e.hardware, B=1, S=8, L=2, V=11, zero=0, checkpoint="none")
     e.preflight = cg.plan.preflight(step, e.hardware, B=1, S=8, L=2, V=11)
     e.comparison = cg.compare(loss, loss)
     e.weights = Weights((Weight("up.weight", (5, 6), "fp32", 120),), "file")
@@ -233,6 +234,7 @@ FUNCTIONS = {
     "throughput": lambda e: a(e.next, "h100-sxm", "B", [1, 2], S=8, L=2, V=11),
     "preflight": lambda e: a(e.step, "h100-sxm", devices=1, B=1, S=8, L=2, V=11),
     "run": lambda e: a(e.step, "h100-sxm", 1e9, B=1, S=8, L=2, V=11),
+    "search": lambda e: a(e.lm, devices=2, hardware="h100-sxm", B=2, S=8, L=2, V=12, zero=1, checkpoint="none"),
     "leading_term": lambda e: a(e.step, 10, S=8, L=2, V=11),
     "mfu": lambda e: a(e.step, 0.5, "h100-sxm", B=2, S=8, L=2, V=11),
     "hfu": lambda e: a(e.step, 0.5, "h100-sxm", B=2, S=8, L=2, V=11),
@@ -306,6 +308,8 @@ CLASSES = {
     "Latency": _record(lambda e: e.latency),
     "LeadingTerm": _record(lambda e: e.leading),
     "Run": _record(lambda e: cg.plan.run(e.step, "h100-sxm", 10, B=1, S=8, L=2, V=11)),
+    "Plan": _record(lambda e: e.search.rows[0]),
+    "Search": _record(lambda e: e.search),
     "Throughput": _record(lambda e: e.throughput),
     "ThroughputRow": _record(lambda e: e.throughput.rows[0]),
     "StateBytes": _record(lambda e: cg.state_bytes(e.step)),
@@ -327,6 +331,7 @@ METHODS = {
     ),
     "Weights": (lambda e: e.weights, {"by_format": lambda e: a()}),
     "Comparison": (lambda e: e.comparison, {"differing": lambda e: a(), "total": lambda e: a("matmul")}),
+    "Search": (lambda e: e.search, {"pareto": lambda e: a()}),
     "Throughput": (lambda e: e.throughput, {"plot": lambda e: a(e.folder / "t.svg")}),
     "Roofline": (lambda e: e.roofline, {"plot": lambda e: a(e.folder / "f.svg")}),
     "Timeline": (lambda e: e.timeline, {"plot": lambda e: a(e.folder / "m.svg")}),
