@@ -56,6 +56,29 @@ def test_what_is_open_stays_in_the_formulas(step):
         assert float(bound) == pytest.approx(getattr(numbers, name), rel=1e-9), name
 
 
+def test_a_schedule_says_how_long_ranks_of_a_pipeline_wait(step):
+    s = cg.parallelize(step, dp=3)
+    alone = cg.plan.run(s, "h100-sxm", 10**9, price=2, **SIZES)
+    piped = {"schedule": "interleaved", "pp": 5, "micro_batches": 35, "virtual": 2}
+    found = cg.plan.run(s, "h100-sxm", 10**9, price=2, **piped, **SIZES)
+    assert found.seconds == pytest.approx(alone.seconds * (1 + 4 / (35 * 2)))
+    assert (found.devices, found.step_tokens) == (15, 6 * 64)
+    assert found.cost == pytest.approx(5 * alone.cost * found.seconds / alone.seconds)
+    assert found == cg.plan.run(s, "h100-sxm", 10**9, price=2, **piped, **SIZES)
+    pp, m = cg.dims("pp m")
+    formula = cg.plan.run(s, "h100-sxm", 10**9, schedule="zb-h1", pp=pp, micro_batches=m, **SIZES).seconds
+    assert cg.evaluate(formula, pp=5, m=7) == pytest.approx(alone.seconds * (1 + 4 / (3 * 7)))
+    with pytest.raises(cg.BindingError, match="micro-batches above the fewest"):
+        cg.evaluate(formula, pp=7, m=5)
+    for named, says in (
+        ({"pp": 5}, "run: pp is 5, expected a schedule beside it"),
+        ({"schedule": "1f1b", "bubble": 0.1}, "run: bubble is 0.1 beside schedule '1f1b', expected one of both"),
+        ({"schedule": "1f1c"}, "schedule '1f1c', expected one of gpipe"),
+    ):
+        with pytest.raises(cg.CostGraphError, match=says):
+            cg.plan.run(step, "h100-sxm", 1, **named, **SIZES)
+
+
 def test_what_is_no_amount_is_an_error(step):
     for named, says in (
         ({"tokens": -1}, "run: tokens: -1, expected a positive number"),

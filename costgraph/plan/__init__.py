@@ -14,6 +14,7 @@ from .amounts import (
 )
 from .checkpointing import best_interval, checkpoint_for
 from .cluster import run
+from .pipeline import bubble, simulate
 from .preflight import preflight
 from .room import dataset_bytes, dataset_tokens, largest_params
 from .searching import search
@@ -21,6 +22,7 @@ from .serving import latency, throughput
 
 __all__ = [
     "best_interval",
+    "bubble",
     "checkpoint_for",
     "dataset_bytes",
     "dataset_tokens",
@@ -33,6 +35,7 @@ __all__ = [
     "schedule",
     "search",
     "sends",
+    "simulate",
     "throughput",
     "training_days",
     "training_flops",

@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
+import sympy
+
 from ..algebra.extremum import as_expr
 from ..algebra.polynomial import ONE, Poly
+from ..algebra.symbols import shown
 from ..analysis.seconds import seconds
 from ..analysis.training import Fallback, given, model_flops, rate_of, tokens_poly
 from ..analysis.training_memory import is_step
@@ -17,6 +20,7 @@ from ..graph.sizes import bindings
 from ..hardware.networks import Network
 from ..hardware.specs import Hardware
 from ..notation.door import guarded
+from .pipeline import bubble as idle_share
 
 __all__ = ["Run", "run"]
 
@@ -29,7 +33,7 @@ class Run:
     """What a run of training takes: formulas while something is open."""
 
     devices: Formula
-    """devices of the mesh"""
+    """devices of the mesh, on each rank of a pipeline"""
     seconds: Formula
     """of a step, idle time of a pipeline included"""
     step_tokens: Formula
@@ -50,7 +54,8 @@ class Run:
 
 def run(
     step: Graph, hardware: str | Hardware, /, tokens: Formula, *, network: str | Network | None = None,
-    price: Formula | None = None, overlap: str = "none", bubble: Formula = 0, dtype: str | None = None,
+    price: Formula | None = None, overlap: str = "none", bubble: Formula = 0, schedule: str | None = None,
+    pp: Formula = 1, micro_batches: Formula = 1, virtual: Formula | None = None, dtype: str | None = None,
     fallback: Fallback = None, **dims: int,
 ) -> Run:  # fmt: skip
     """Return what it takes to train on a number of tokens with one graph on each device of a mesh.
@@ -71,6 +76,11 @@ def run(
         Of collectives with all else, as in `roofline`.
     bubble : number or sympy.Expr
         Time that a device waits for others in a pipeline, as a share of the time that it is busy.
+    schedule : str, optional
+        Schedule of a pipeline, of which the step is one rank's: the share is then that of `bubble`, with equal times of
+        forward and of both gradients.
+    pp, micro_batches, virtual : int or sympy.Expr, optional
+        Ranks of the pipeline, micro-batches of a step and stages of a rank, as `bubble` takes them.
     dtype : str, optional
         Format whose peak rate counts, by default the one that most matmul FLOPs are done in.
     fallback : str or mapping, optional
@@ -86,7 +96,8 @@ def run(
     Raises
     ------
     BindingError, GraphError, SpecError, UnsupportedError
-        If an amount is not positive, the graph is no step of training; as `seconds` and `mfu`.
+        If an amount is not positive, the graph is no step of training, or a share is stated beside a schedule; as
+        `seconds`, `mfu` and `bubble`.
 
     Notes
     -----
@@ -106,9 +117,10 @@ def run(
         raise GraphError(f"run: graph {step.name!r} has no gradients, expected a step of training")
     values = bindings(step, dims)
     busy = seconds(step, hardware, fallback=fallback, hierarchical=False, overlap=overlap, network=network, **dims)
-    idle = 0 if isinstance(bubble, int | float) and bubble == 0 else given("run: bubble", bubble)
+    idle, ranks = _idle(bubble, schedule, pp, micro_batches, virtual)
     taken = given("run: seconds", busy) * (1 + idle)
     devices, whole = (as_expr(answer(p.bind(values), values.held)) for p in _spread(step))
+    devices *= ranks
     rate = rate_of("run", hardware, dtype, step, dims, fallback)
     steps = given("run: tokens", tokens) / whole
     hours = steps * taken * devices / _HOUR
@@ -123,6 +135,21 @@ def run(
         device_hours=answer(hours),
         cost=None if price is None else answer(hours * given("run: price", price)),
     )
+
+
+def _idle(
+    stated: Formula, schedule: str | None, pp: Formula, micro_batches: Formula, virtual: Formula | None
+) -> tuple[sympy.Expr, sympy.Expr]:
+    """Return the share of idle time, and the ranks of the pipeline."""
+    none = isinstance(stated, int | float) and stated == 0
+    if schedule is None:
+        for name, value in (("pp", pp), ("micro_batches", micro_batches), ("virtual", virtual)):
+            if value not in (1, None):
+                raise GraphError(f"run: {name} is {shown(value)}, expected a schedule beside it")
+        return sympy.Integer(0) if none else given("run: bubble", stated), sympy.Integer(1)
+    if not none:
+        raise GraphError(f"run: bubble is {shown(stated)} beside schedule {shown(schedule)}, expected one of both")
+    return as_expr(idle_share(schedule, pp, micro_batches, virtual)), as_expr(pp)
 
 
 def _spread(step: Graph) -> tuple[Poly, Poly]:

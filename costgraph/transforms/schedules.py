@@ -142,9 +142,12 @@ def _conditions(name: str, ranked: bool) -> Iterator[tuple[Any, str, int]]:
 
 
 def asked(
-    name: object, pp: object, micro_batches: object, virtual: object = None, rank: object = None
+    name: object, pp: object, micro_batches: object, virtual: object = None, rank: object = None, fewest: int = 1
 ) -> tuple[dict[str, Poly], tuple[Validity, ...]]:
-    """Return the sizes of a schedule by the names of its formulas, and what is asked of those that are open."""
+    """Return the sizes of a schedule by the names of its formulas, and what is asked of those that are open.
+
+    A formula that holds from some number of ranks on says so by `fewest`, which a number is not held to.
+    """
     need_choice("schedule", name, SCHEDULES)
     assert isinstance(name, str)
     virtual = (SCHEDULES[name].chunks or 2) if virtual is None else virtual
@@ -153,7 +156,8 @@ def asked(
     if rank is not None:
         values["place"] = amount(f"schedule {name!r}: rank", rank) + poly(1)
     open_ones = []
-    for formula, text, least in _conditions(name, rank is not None):
+    more = [(_P - fewest, "ranks above the fewest", 0)] if fewest > 1 and values["p"].names() else []
+    for formula, text, least in (*_conditions(name, rank is not None), *more):
         held = Condition(poly(formula), f"schedule {name!r}: {text}", least, True, frozenset(poly(formula).names()))
         bound = held.formula.bind(values)
         if bound.names():

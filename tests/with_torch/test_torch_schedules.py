@@ -72,3 +72,36 @@ def test_sends_and_receives_are_those_of_torch(name):
     for rank, (mine, theirs) in enumerate(zip(ours, of_torch(name, p, v, m, with_comms=True), strict=True)):
         assert Counter(a[:3] for a in mine) == Counter(theirs)
         assert cg.plan.sends(name, p, m, v, rank) == sum(kind.startswith("send") for kind, *_ in theirs)
+
+
+def makespan(ranks, times):
+    """When the last rank of lists is done, round by round; what is sent takes no time."""
+    last = max(stage for actions in ranks for _, stage, _ in actions)
+    done, at, now = {}, [0] * len(ranks), [0] * len(ranks)
+    while any(k < len(actions) for k, actions in zip(at, ranks, strict=True)):
+        before = list(at)
+        for r, actions in enumerate(ranks):
+            while at[r] < len(actions):
+                kind, stage, number = actions[at[r]]
+                needs = {"F": [("F", stage - 1)], "W": [("I", stage)]}.get(kind, [("F", stage), ("I", stage + 1)])
+                needs = [(what, s, number) for what, s in needs if 0 <= s <= last]
+                if not all(need in done for need in needs):
+                    break
+                now[r] = max([now[r], *(done[need] for need in needs)]) + sum(times[k] for k in kind.replace("B", "IW"))
+                done["I" if kind == "B" else kind, stage, number] = now[r]
+                at[r] += 1
+        assert at != before
+    return max(now)
+
+
+@pytest.mark.parametrize(("name", "p", "v", "m"), CASES)
+def test_idle_shares_are_those_of_the_lists_of_torch(name, p, v, m):
+    theirs = of_torch(name, p, v, m)
+    for times in ((1, 1, 1), (7, 5, 3), (3, 11, 5), (2, 3, 13)):
+        took, busy = makespan(theirs, dict(zip("FIW", times, strict=True))), m * v * sum(times)
+        named = dict(zip(("forward", "backward_input", "backward_weight"), times, strict=True))
+        assert cg.plan.simulate(cg.plan.schedule(name, p, m, v), **named).makespan == took
+        assert cg.plan.bubble(name, p, m, v, **named) == pytest.approx(took / busy - 1, rel=1e-12, abs=1e-12)
+        if times == (1, 1, 1):
+            parts = 3 if name in ("interleaved-zb", "zbv", "dualpipev") else 1
+            assert took * m * v * parts == busy * (m * v * parts + p - 1)
