@@ -274,8 +274,9 @@ def _short(bound: str | Bound) -> str:
 
 
 def bound_roofline(
-    question: str, graph: Graph, hardware: Hardware, fallback: Fallback, dims: Mapping[str, object]
-) -> Roofline:
+    question: str, graph: Graph, hardware: Hardware, fallback: Fallback, dims: Mapping[str, object],
+    network: str | Network | None = None,
+) -> Roofline:  # fmt: skip
     """Return a roofline of numbers alone, with a warning of rates that stand in: for answers made of it.
 
     Raises
@@ -283,7 +284,7 @@ def bound_roofline(
     BindingError
         If a symbol is left, naming all of them.
     """
-    asked = ask(graph, hardware, fallback, dims, question)
+    asked = ask(graph, hardware, fallback, dims, question, network=network)
     asked.need_numbers(question)
     found = _placed(asked)
     warn_of(hardware, found.stand_ins)

@@ -14,6 +14,7 @@ from .amounts import (
 )
 from .checkpointing import best_interval, checkpoint_for
 from .cluster import run
+from .disaggregation import disaggregated
 from .pipeline import bubble, simulate
 from .preflight import preflight
 from .room import dataset_bytes, dataset_tokens, largest_params
@@ -26,6 +27,7 @@ __all__ = [
     "checkpoint_for",
     "dataset_bytes",
     "dataset_tokens",
+    "disaggregated",
     "in_flight",
     "largest_params",
     "latency",

@@ -22,7 +22,7 @@ from ..hardware.specs import Hardware
 from ..notation.door import guarded
 from .pipeline import bubble as idle_share
 
-__all__ = ["Run", "run"]
+__all__ = ["Run", "run", "spread"]
 
 _HOUR = 3600
 
@@ -119,7 +119,8 @@ def run(
     busy = seconds(step, hardware, fallback=fallback, hierarchical=False, overlap=overlap, network=network, **dims)
     idle, ranks = _idle(bubble, schedule, pp, micro_batches, virtual)
     taken = given("run: seconds", busy) * (1 + idle)
-    devices, whole = (as_expr(answer(p.bind(values), values.held)) for p in _spread(step))
+    own, (mesh, parts) = tokens_poly(step), spread("run", step)
+    devices, whole = (as_expr(answer(p.bind(values), values.held)) for p in (mesh, own * parts))
     devices *= ranks
     rate = rate_of("run", hardware, dtype, step, dims, fallback)
     steps = given("run: tokens", tokens) / whole
@@ -152,16 +153,16 @@ def _idle(
     return as_expr(idle_share(schedule, pp, micro_batches, virtual)), as_expr(pp)
 
 
-def _spread(step: Graph) -> tuple[Poly, Poly]:
-    """Return how many devices a step runs on, and the tokens that all of them have."""
-    own, sharding = tokens_poly(step), step.sharding
+def spread(place: str, graph: Graph) -> tuple[Poly, Poly]:
+    """Return how many devices a graph runs on, and into how many parts these have all tokens split."""
+    sharding = graph.sharding
     if sharding is None:
-        return ONE, own
+        return ONE, ONE
     mesh = sharding.mesh
-    inputs = (t.name for t in step.tensors if t.producer is None and t.role == "input" and t.dtype.kind != "float")
+    inputs = (t.name for t in graph.tensors if t.producer is None and t.role == "input" and t.dtype.kind != "float")
     found = {name: prod((mesh[axis] for axis in sharding.places[name].axes), start=ONE) for name in inputs}
     parts = set(found.values())
     if len(parts) != 1:
         has = ", ".join(f"{name!r} into {n}" for name, n in found.items())
-        raise GraphError(f"run: graph {step.name!r} splits {has}, expected inputs of whole numbers split alike")
-    return mesh.devices, own * parts.pop()
+        raise GraphError(f"{place}: graph {graph.name!r} splits {has}, expected inputs of whole numbers split alike")
+    return mesh.devices, parts.pop()

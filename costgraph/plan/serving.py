@@ -18,12 +18,15 @@ from ..errors import BindingError, GraphError
 from ..graph.arguments import need_choice
 from ..graph.graph import Graph, need_graph
 from ..graph.sizes import bindings, known_names, need_open, size_of
-from ..hardware.specs import Hardware, load_hardware
+from ..hardware.links import joined
+from ..hardware.networks import Network
+from ..hardware.specs import Hardware
 from ..hardware.tables import Column, Table
 from ..notation.door import READ, guarded
-from .sizing import largest
+from .cluster import spread
+from .sizing import is_allowed, largest, smallest
 
-__all__ = ["Latency", "Throughput", "ThroughputRow", "latency", "throughput"]
+__all__ = ["Latency", "Throughput", "ThroughputRow", "all_steps", "bound_size", "latency", "numbers", "throughput"]
 
 Fallback = str | Mapping[str, str] | None
 
@@ -40,17 +43,19 @@ class ThroughputRow:
     size: int
     """of the dimension that is varied, such as the batch"""
     tokens: int
-    """new tokens of the step, of all sequences"""
+    """new tokens of the step, of all sequences on all devices"""
     seconds: float
     """estimated seconds of the step: what a user waits for the next token"""
     lower_bound: float
     """seconds below which no step is"""
     memory: int | float
-    """bytes at the peak"""
+    """bytes at the peak, of one device"""
     fits: bool
     """whether the vendor's capacity is enough"""
     bound: str
     """compute, memory or link: what bounds most of the estimated time"""
+    devices: int = 1
+    """of the mesh"""
 
     @property
     def tokens_per_second(self) -> float:
@@ -61,6 +66,11 @@ class ThroughputRow:
     def most_tokens_per_second(self) -> float:
         """Of all sequences, at the lower bound."""
         return self.tokens / self.lower_bound
+
+    @property
+    def tokens_per_device(self) -> float:
+        """In a second, at the estimate: what one device has its part in."""
+        return self.tokens_per_second / self.devices
 
 
 @guarded()
@@ -108,13 +118,14 @@ class Throughput(Table):
             Column("size", "1", title=self.symbol), Column("tokens", "1", shown=False),
             Column("seconds", "s", title="step"), Column("lower_bound", "s", title="at least"),
             Column("tokens_per_second", "1", title="tokens/s"), Column("most_tokens_per_second", "1", title="at most"),
+            *([Column("tokens_per_device", "1", title="a device")] if any(r.devices > 1 for r in self.rows) else []),
             Column("memory", "B", title="peak memory"),
             Column("fits", title="", text=lambda fits: "fits" if fits else "does not fit"),
             Column("bound", title="bound by"),
         )  # fmt: skip
 
 
-def _numbers(place: str, graph: Graph, dims: Mapping[str, Any], free: str) -> dict[str, int]:
+def numbers(place: str, graph: Graph, dims: Mapping[str, Any], free: str) -> dict[str, int]:
     """Return the sizes that a graph has by then, all but one."""
     values = bindings(graph, dims)
     values.pop(free, None)
@@ -124,7 +135,7 @@ def _numbers(place: str, graph: Graph, dims: Mapping[str, Any], free: str) -> di
     return {k: int(v.constant or 0) for k, v in sorted(values.items()) if v.constant is not None}
 
 
-def _bound(amount: Poly, values: Mapping[str, int]) -> int:
+def bound_size(amount: Poly, values: Mapping[str, int]) -> int:
     """Return a whole amount with sizes put in."""
     found = amount.bind({k: Poly({(): v}) for k, v in values.items()}).constant
     assert found is not None
@@ -133,24 +144,26 @@ def _bound(amount: Poly, values: Mapping[str, int]) -> int:
 
 def throughput(
     graph: Graph, hardware: str | Hardware, symbol: str, values: Annotated[Iterable[int] | None, READ] = None, /, *,
-    fallback: Fallback = None, **dims: int,
+    network: str | Network | None = None, fallback: Fallback = None, **dims: int,
 ) -> Throughput:  # fmt: skip
     """Return the time, tokens in a second and memory of a step of inference for several sizes of a dimension.
 
     Parameters
     ----------
     graph : Graph
-        What `decode` or `prefill` returned, `quantize` applied or not.
+        What `decode` or `prefill` returned, `quantize` and `parallelize` applied or not.
     hardware : str, path-like or Hardware
         The device; its vendor's capacity decides what fits.
     symbol : str
         Dimension that is varied, such as `"B"`.
     values : iterable of int, optional
         Its sizes; by default powers of two up to the largest that fits, and that one.
+    network : str, path-like or Network, optional
+        Between the domains of the devices' interconnect, as in `roofline`.
     fallback : str or mapping, optional
         As in `roofline`.
     **dims : int
-        All other sizes.
+        All other sizes, degrees of a mesh among them.
 
     Returns
     -------
@@ -168,8 +181,8 @@ def throughput(
 
     Notes
     -----
-    Tokens are the elements of the graph's inputs of whole numbers. Of several new tokens a sequence that are verified
-    (speculative decoding), those that are refused are counted too.
+    Tokens are the elements of the graph's inputs of whole numbers, on a mesh those of all devices. Of several new
+    tokens a sequence that are verified (speculative decoding), those that are refused are counted too.
 
     Examples
     --------
@@ -183,10 +196,11 @@ def throughput(
     place = "throughput"
     need_graph(place, graph)
     need_open(graph, symbol, dims, place)
-    device = load_hardware(hardware)
-    fixed = _numbers(place, graph, dims, symbol)
+    device = joined(hardware, network)
+    fixed = numbers(place, graph, dims, symbol)
     if values is None:
-        sizes = _doublings(largest(graph, symbol, hardware=device, **dims))
+        least = smallest(lambda n: is_allowed(graph, {**dims, symbol: n}))
+        sizes = _doublings(least, largest(graph, symbol, hardware=device, **dims))
     else:
         sizes = sorted({size_of(f"{place}: {symbol}", v) for v in _listed(values)})
     rows = tuple(_row(graph, device, {**dims, symbol: n}, {**fixed, symbol: n}, n, fallback) for n in sizes)
@@ -204,9 +218,9 @@ def _listed(values: object) -> list[Any]:
     return found
 
 
-def _doublings(most: int) -> list[int]:
-    """Return powers of two up to a size, and that size; 1 where nothing fits."""
-    out = [2**i for i in range(max(most, 1).bit_length())]
+def _doublings(least: int, most: int) -> list[int]:
+    """Return the least size doubled up to the most, and that; the least where nothing fits."""
+    out = [least << i for i in range(max(most // least, 1).bit_length())]
     return out if out[-1] >= most else [*out, most]
 
 
@@ -215,9 +229,11 @@ def _row(
 ) -> ThroughputRow:
     times = bound_roofline("throughput", graph, device, fallback, dims)
     peak = peak_memory(graph, **dims)
+    devices, parts = spread("throughput", graph)
     return ThroughputRow(
-        size=size, tokens=_bound(tokens_poly(graph), values), seconds=times.estimate, lower_bound=times.lower_bound,
-        memory=peak, fits=bool(peak <= device.capacity().value), bound=times.bound,
+        size=size, tokens=bound_size(tokens_poly(graph) * parts, values), seconds=times.estimate,
+        lower_bound=times.lower_bound, memory=peak, fits=bool(peak <= device.capacity().value), bound=times.bound,
+        devices=bound_size(devices, values),
     )  # fmt: skip
 
 
@@ -248,14 +264,14 @@ class Latency:
 
 def latency(
     prefill: Graph, decode: Graph, hardware: str | Hardware, /, *, prompt: int, steps: int, along: str = "S",
-    time: str = "estimate", fallback: Fallback = None, **dims: int,
+    time: str = "estimate", network: str | Network | None = None, fallback: Fallback = None, **dims: int,
 ) -> Latency:  # fmt: skip
     """Return the time to the first token, and that of each step after it as the context grows.
 
     Parameters
     ----------
     prefill, decode : Graph
-        What the two transforms made of one declaration.
+        What the two transforms made of one declaration, `parallelize` applied or not.
     hardware : str, path-like or Hardware
         The device.
     prompt : int
@@ -266,6 +282,8 @@ def latency(
         Dimension of positions.
     time : str
         estimate or lower_bound of the roofline.
+    network : str, path-like or Network, optional
+        Between the domains of the devices' interconnect, as in `roofline`.
     fallback : str or mapping, optional
         As in `roofline`.
     **dims : int
@@ -302,13 +320,12 @@ def latency(
     need_choice(f"{place}: time", time, ("estimate", "lower_bound"))
     size_of(f"{place}: prompt", prompt)
     steps = size_of(f"{place}: steps", steps)
-    device = load_hardware(hardware)
+    device = joined(hardware, network)
     for g in (prefill, decode):
         need_open(g, along, dims, place)
 
     def seconds(g: Graph, size: int) -> float:
-        sizes: dict[str, Any] = {k: v for k, v in dims.items() if k in known_names(g)}
-        times = bound_roofline("latency", g, device, fallback, {**sizes, along: size})
+        times = bound_roofline(place, g, device, fallback, {**_of(g, dims), along: size})
         return times.estimate if time == "estimate" else times.lower_bound
 
     unknown = sorted(set(dims) - known_names(prefill) - known_names(decode))
@@ -316,22 +333,18 @@ def latency(
         raise BindingError(f"{place}: {unknown[0]} is no dimension of either graph, expected one that is")
     new = _new_tokens(prefill, decode, dims, along, prompt)
     first = seconds(prefill, prompt)
-    cost = _remembered(lambda i: seconds(decode, prompt + new * (i + 1)))
-    total = first + _sum(cost, 0, steps - 1)
-    return Latency(first, cost(0), cost(steps - 1), total, steps)
+    following, last, rest = all_steps(lambda i: seconds(decode, prompt + new * (i + 1)), steps)
+    return Latency(first, following, last, first + rest, steps)
 
 
 def _new_tokens(prefill: Graph, decode: Graph, dims: Mapping[str, Any], along: str, prompt: int) -> int:
     """Return the new positions that a step has of each sequence, by the inputs that both graphs have of them."""
-    sizes = [
-        {**_numbers("latency", g, {k: v for k, v in dims.items() if k in known_names(g)}, along), along: prompt}
-        for g in (prefill, decode)
-    ]
+    sizes = [{**numbers("latency", g, _of(g, dims), along), along: prompt} for g in (prefill, decode)]
     inputs = [
         {t.name: t.numel for t in g.tensors if t.producer is None and t.role == "input"} for g in (prefill, decode)
     ]
     found = {
-        Fraction(_bound(inputs[1][name], sizes[1]) * prompt, _bound(amount, sizes[0]))
+        Fraction(bound_size(inputs[1][name], sizes[1]) * prompt, bound_size(amount, sizes[0]))
         for name, amount in inputs[0].items()
         if along in amount.names() and name in inputs[1]
     }
@@ -341,6 +354,16 @@ def _new_tokens(prefill: Graph, decode: Graph, dims: Mapping[str, Any], along: s
             f"as many sequences, expected what prefill and decode made of one declaration"
         )
     return int(found.pop())
+
+
+def _of(graph: Graph, dims: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in dims.items() if k in known_names(graph)}
+
+
+def all_steps(seconds: Callable[[int], float], steps: int) -> tuple[float, float, float]:
+    """Return the time of the first step, of the last one, and of all of them."""
+    cost = _remembered(seconds)
+    return cost(0), cost(steps - 1), _sum(cost, 0, steps - 1)
 
 
 def _remembered(function: Callable[[int], float]) -> Callable[[int], float]:

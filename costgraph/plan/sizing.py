@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any
 
 from ..analysis.memory import peak_memory
@@ -12,7 +13,7 @@ from ..graph.sizes import bindings, need_open, size_of
 from ..hardware.specs import Hardware, load_hardware
 from ..notation.door import Rule, rule
 
-__all__ = ["largest"]
+__all__ = ["is_allowed", "largest", "memory_limit", "smallest"]
 
 # Beyond this the answer is that the dimension takes no memory.
 _MOST = 2**62
@@ -27,6 +28,20 @@ def memory_limit(place: str, hardware: str | Hardware | None, memory: float | No
     if (hardware is None) == (memory is None):
         raise BindingError(f"{place}: expected a limit, either hardware= or memory=")
     return float(load_hardware(hardware).capacity().value if hardware is not None else memory or 0)
+
+
+def is_allowed(graph: Graph, dims: dict[str, Any]) -> bool:
+    """Whether nothing that is assumed of sizes is against these."""
+    try:
+        bindings(graph, dims)
+    except BindingError:
+        return False
+    return True
+
+
+def smallest(allowed: Callable[[int], bool]) -> int:
+    """Return the smallest size that is allowed, 1 where none of the first ones is."""
+    return next((n for n in range(1, _FEWEST) if allowed(n)), 1)
 
 
 def largest(
@@ -87,12 +102,7 @@ def largest(
     bindings(graph, dims)  # what is wrong with these is no matter of the size that is looked for
 
     def allowed(size: int) -> bool:
-        """Whether nothing that is assumed of sizes is against it."""
-        try:
-            bindings(graph, {**dims, symbol: size * multiple_of})
-        except BindingError:
-            return False
-        return True
+        return is_allowed(graph, {**dims, symbol: size * multiple_of})
 
     def fits(size: int) -> bool:
         if not allowed(size):
@@ -102,7 +112,7 @@ def largest(
         need_bound([peak], f"largest {symbol}")
         return bool(peak <= limit)
 
-    low = next((n for n in range(1, _FEWEST) if allowed(n)), 1)
+    low = smallest(allowed)
     if not fits(low):
         return 0
     high = 2 * low

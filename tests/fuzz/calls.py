@@ -244,6 +244,7 @@ FUNCTIONS = {
     "training_days": lambda e: a(1e20, "h100-sxm", mfu=0.4, dtype="bf16"),
     "schedule": lambda e: a("1f1b", 2, 3),
     **dict.fromkeys(("in_flight", "sends"), lambda e: a("1f1b", 4, 8, 1, 2)),
+    "disaggregated": lambda e: a(e.first, e.next, e.hardware, prompt=4, steps=2, sequences=(1, 2), L=2, V=11),
     "bubble": lambda e: a("1f1b", 4, 8, 1, forward=2),
     "simulate": lambda e: a(cg.plan.schedule("1f1b", 3, 5), forward=2),
     "largest_params": lambda e: a("h100-sxm", 16),
@@ -312,6 +313,9 @@ CLASSES = {
     "Run": _record(lambda e: cg.plan.run(e.step, "h100-sxm", 10, B=1, S=8, L=2, V=11)),
     "Plan": _record(lambda e: e.search.rows[0]),
     "Search": _record(lambda e: e.search),
+    "Disaggregated": _record(
+        lambda e: cg.plan.disaggregated(e.first, e.next, e.hardware, prompt=4, steps=2, sequences=(1, 2), L=2, V=11)
+    ),
     "Simulated": _record(lambda e: cg.plan.simulate(cg.plan.schedule("1f1b", 3, 5))),
     "Throughput": _record(lambda e: e.throughput),
     "ThroughputRow": _record(lambda e: e.throughput.rows[0]),
