@@ -123,6 +123,18 @@ def test_collectives_beside_the_rest_take_no_longer(model, few):
         assert plan.seconds == pytest.approx(alone(model, plan, "ideal")[1], rel=1e-9)
 
 
+def test_the_last_micro_batch_may_reduce_gradients_alone(model, few):
+    last = cg.plan.search(model, **{**FEW, "zero": (0, 1, 2), "tp": (1, 2)}, reduce="last")
+    assert {p.zero for p in last.rows if p.accumulate > 1} == {0, 1, 2}
+    for plan in last.rows[::3]:
+        step = cg.training_step(model, precision="bf16", checkpoint=cg.every_block(), accumulate=plan.accumulate)
+        rank = cg.parallelize(step, dp=plan.dp, tp=plan.tp, zero=plan.zero, sequence=plan.sequence)
+        sent = cg.communication(rank, hardware="h100-sxm", B=plan.micro_batch * plan.dp, **SIZES)
+        often = sum(m.seconds for m in sent.filter(axis="dp", phase="backward"))
+        spared = often * (1 - 1 / plan.accumulate) if plan.zero < 2 else 0
+        assert plan.seconds == pytest.approx(alone(model, plan)[1] - spared, rel=1e-9)
+
+
 def test_fewer_heads_of_keys_than_ranks_are_plans_as_well():
     zoo = cg.models.load("llama-3-8b")
     found = cg.plan.search(zoo, devices=16, hardware="h100-sxm", B=2, S=64, L=2, zero=0, checkpoint="none")
@@ -167,6 +179,7 @@ def test_the_table_is_short_and_a_frame_has_all(found):
         ({"checkpoint": cg.every_block()}, "search: checkpoint: .* expected a text such as 'every-block'"),
         ({"checkpoint": "some"}, "--checkpoint"),
         ({"overlap": "streams"}, "search: overlap 'streams', expected one of none, ideal"),
+        ({"reduce": "never"}, "search: reduce 'never', expected one of each, last"),
         ({"memory": -1}, "memory"),
     ],
 )

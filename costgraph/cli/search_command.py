@@ -35,6 +35,7 @@ _Network = Annotated[str | None, typer.Option("--network", metavar="NAME", help=
 _Precision = Annotated[str | None, typer.Option("--precision", metavar="POLICY", help="As for train.")]
 _Memory = Annotated[str | None, typer.Option("--memory", metavar="N", help="Bytes that a plan may take on a device.")]
 _Overlap = Annotated[str, typer.Option("--overlap", metavar="HOW", help="Of collectives: none, or ideal.")]
+_Reduce = Annotated[str, typer.Option("--reduce", metavar="WHEN", help="Gradients, by micro-batches: each, or last.")]
 _Dp = Annotated[str | None, typer.Option("--dp", metavar="N,N", help="Degrees of data parallelism to try.")]
 _Tp = Annotated[str | None, typer.Option("--tp", metavar="N,N", help="Degrees of tensor parallelism to try.")]
 _Zero = Annotated[str | None, typer.Option("--zero", metavar="N,N", help="Stages of ZeRO to try, of 0 to 3.")]
@@ -90,8 +91,9 @@ def _csv(found: Search) -> str:
 @command("search", short_help="Plans of training on several devices, fastest first.")
 def search_command(
     model: opt.Model, hardware: opt.Device, devices: _Devices, sizes: opt.Sizes = None, network: _Network = None,
-    precision: _Precision = None, memory: _Memory = None, overlap: _Overlap = "none", dp: _Dp = None, tp: _Tp = None,
-    zero: _Zero = None, sequence: _Sequence = None, micro_batch: _Micro = None, accumulate: _Times = None,
+    precision: _Precision = None, memory: _Memory = None, overlap: _Overlap = "none", reduce: _Reduce = "each",
+    dp: _Dp = None, tp: _Tp = None, zero: _Zero = None, sequence: _Sequence = None, micro_batch: _Micro = None,
+    accumulate: _Times = None,
     checkpoint: _How = None, pareto: _Pareto = False, attention: opt.Attention = None, dtype: opt.Format = None,
     fallback: opt.Fallback = None, json: opt.Json = None, csv: opt.Csv = None,
 ) -> None:  # fmt: skip
@@ -112,10 +114,10 @@ def search_command(
     graph = load_model(model, attention, dtype, None)
     found = search(
         graph, devices=read_size(devices, "--devices"), hardware=hardware, network=network, precision=precision,
-        memory=None if memory is None else read_size(memory, "--memory"), overlap=overlap, fallback=fallback,
+        memory=None if memory is None else read_size(memory, "--memory"), overlap=overlap, reduce=reduce,
         dp=_listed(dp, "--dp"), tp=_listed(tp, "--tp"), zero=_listed(zero, "--zero"), sequence=_split(sequence),
         micro_batch=_listed(micro_batch, "--micro-batch"), accumulate=_listed(accumulate, "--accumulate"),
-        checkpoint=checkpoint or None, **dims,
+        checkpoint=checkpoint or None, fallback=fallback, **dims,
     )  # fmt: skip
     found = found.pareto() if pareto else found
     if not write_files((json, lambda: _json(found)), (csv, lambda: _csv(found))):

@@ -46,6 +46,7 @@ class Point(NamedTuple):
 def search(
     model: Graph, /, *, devices: int, hardware: str | Hardware, network: str | Network | None = None,
     precision: object = None, optimizer: Optimizer | None = None, memory: Bytes | None = None, overlap: str = "none",
+    reduce: str = "each",
     fallback: Fallback = None, dp: Limit = None, tp: Limit = None, zero: Limit = None, sequence: Limit = None,
     micro_batch: Limit = None, accumulate: Limit = None, checkpoint: Limit = None, progress: bool | None = None,
     **dims: int,
@@ -73,6 +74,10 @@ def search(
         Bytes that a plan may take on a device, by default its capacity as its vendor states it.
     overlap : str
         none, or ideal: of collectives with all else, as in `roofline`.
+    reduce : str
+        each, or last: whether gradients that ranks have whole (stages 0 and 1) are reduced over `dp` by each
+        micro-batch, as in the graph of `parallelize`, or are added up and reduced by the last one alone, as under
+        torch's `no_sync` and by Megatron. The peak is that of the graph.
     fallback : str or mapping, optional
         As `Hardware.rate`.
     dp, tp, micro_batch, accumulate : int or iterable of int, optional
@@ -118,6 +123,7 @@ def search(
     place = "search"
     need_graph(place, model)
     need_choice(f"{place}: overlap", overlap, ("none", "ideal"))
+    need_choice(f"{place}: reduce", reduce, ("each", "last"))
     count = size_of(f"{place}: devices", devices)
     device = joined(hardware, network)
     limit = memory_limit(place, None, memory) if memory is not None else memory_limit(place, device, None)
@@ -129,7 +135,7 @@ def search(
     if max(count, batch) > _MOST:
         raise BindingError(f"{place}: {count} devices, {batch} sequences, expected at most {_MOST} of each")
     others = {name: n for name, n in dims.items() if name != named}
-    family = Family(model, named, device, fallback, overlap, options, others)
+    family = Family(model, named, device, fallback, overlap, reduce, options, others)
     tokens = family.tokens(batch)
     numbers = {"dp": dp, "tp": tp, "micro_batch": micro_batch, "accumulate": accumulate}
     allowed = {name: _numbers(f"{place}: {name}", given) for name, given in numbers.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -14,7 +14,7 @@ from ..algebra.symbols import symbol
 from ..analysis.memory import peak_memory
 from ..analysis.seconds import as_seconds, estimate, spent, together
 from ..analysis.training import tokens_poly
-from ..analysis.work import Asked, Fallback, ask
+from ..analysis.work import Asked, Fallback, Work, ask
 from ..bind.evaluate import Compiled, Formula, compile
 from ..errors import BindingError, CostGraphError, GraphError
 from ..graph.graph import Graph
@@ -28,6 +28,8 @@ __all__ = ["DEGREES", "Fallback", "Family", "Forms", "Structure", "batch_of", "e
 
 #: Parts of the time of a step beside collectives, which are parts of their own.
 COMPUTE, MEMORY = "compute", "memory traffic"
+#: The stage from which on gradients are split: those of each micro-batch are reduced.
+_SPLIT = 2
 DEGREES = ("dp", "tp", "accumulate")
 
 
@@ -67,6 +69,8 @@ class Family:
     hardware: Hardware
     fallback: Fallback
     overlap: str
+    reduce: str
+    """each, or last: micro-batches that reduce gradients which ranks have whole"""
     options: Mapping[str, Any]
     """of `training_step`"""
     dims: Mapping[str, Any]
@@ -104,6 +108,9 @@ class Family:
         """Derive the closed forms of a structure."""
         rank = self.split(self.step(structure), structure)
         asked = ask(rank, self.hardware, self.fallback, self.dims, "search")
+        if self.reduce == "last" and structure.zero < _SPLIT and structure.accumulate != 1:
+            count = symbol(self.names["accumulate"]) if structure.accumulate is None else structure.accumulate
+            asked = replace(asked, works=[_by_last(w, poly(count)) for w in asked.works])
         times = [spent(w, asked) for w in asked.works]
         made = {name: _compiled(as_seconds(p, asked.values)) for name, p in _parts(asked).items()}
         whole = as_seconds(together(times, asked, self.overlap), asked.values)
@@ -146,6 +153,14 @@ def batch_of(model: Graph) -> str:
             f"search: inputs of graph {model.name!r} begin with {found}, expected one dimension: the batch"
         )
     return names.pop()
+
+
+def _by_last(work: Work, count: Poly) -> Work:
+    """Return what reduces a gradient over ranks of data as the last of some micro-batches does it alone."""
+    if work.collective is None or work.collective.axis != "dp" or work.op.phase != "backward":
+        return work
+    flops = {key: amount / count for key, amount in work.flops.items()}
+    return replace(work, times=work.times / count, bytes=work.bytes / count, flops=flops)
 
 
 def _compiled(formula: Formula) -> Compiled:
