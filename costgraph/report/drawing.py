@@ -1,4 +1,4 @@
-"""What all pictures share. matplotlib is met inside functions alone, and only its objects."""
+"""What all pictures share: one style. matplotlib is met inside functions alone, and only its objects."""
 
 from __future__ import annotations
 
@@ -13,11 +13,23 @@ from ..errors import FormatError, UnsupportedError
 from ..hardware.units import format_quantity
 from ..text_file import place_of, write_file
 
-__all__ = ["COLORS", "FAINT", "ROOF", "check_path", "new_figure", "note", "saved", "short", "units_on"]
+__all__ = [
+    *("COLORS", "FAINT", "PALETTE", "PALE", "ROOF"),
+    *("check_path", "framed", "new_figure", "saved", "short", "units_on"),
+]
 
 _ENDINGS = (".png", ".svg", ".pdf")
-COLORS = {"matmul": "#1f5aa6", "pointwise": "#c2571a", "transcendental": "#2c8a57", "data": "#7a7a7a"}
-ROOF, FAINT = "#222222", "#888888"
+#: Colours that readers of any sight tell apart, of Okabe and Ito 2008.
+PALETTE = {
+    "blue": "#0072b2", "vermilion": "#d55e00", "green": "#009e73", "purple": "#cc79a7", "orange": "#e69f00",
+    "sky": "#56b4e9", "yellow": "#f0e442", "black": "#000000",
+}  # fmt: skip
+ROOF, FAINT, PALE = "#222222", "#7a7a7a", "#dddddd"
+#: By kind of FLOPs.
+COLORS = {
+    "matmul": PALETTE["blue"], "pointwise": PALETTE["vermilion"], "transcendental": PALETTE["green"],
+    "data": PALETTE["purple"],
+}  # fmt: skip
 
 
 def new_figure(width: float, height: float) -> Any:
@@ -70,6 +82,10 @@ def units_on(axis: Any, unit: str) -> None:
     axis.set_major_formatter(FuncFormatter(lambda value, _: format_quantity(float(value), unit)))
 
 
-def note(ax: Any, text: str, place: tuple[float, float], offset: tuple[float, float], side: str) -> None:
-    """Write a text near a point."""
-    ax.annotate(text, place, offset, textcoords="offset points", ha=side, fontsize=8.5)
+def framed(ax: Any, title: str, across: str, up: str) -> None:
+    """Give axes their title, the names of both directions, and the frame and the grid that all pictures have."""
+    ax.set(xlabel=across, ylabel=up)
+    ax.set_title(title, fontsize=11)
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.grid(which="major", color=PALE, linewidth=0.6)
+    ax.set_axisbelow(True)

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..plan.serving import Throughput, ThroughputRow
-from .drawing import COLORS, FAINT, ROOF, check_path, new_figure, note, saved, short, units_on
+from .drawing import FAINT, PALETTE, ROOF, check_path, framed, new_figure, saved, short, units_on
+from .labels import place_labels
 
 __all__ = ["plot_throughput"]
 
-_BOUNDS = {"memory": COLORS["matmul"], "compute": COLORS["pointwise"], "link": COLORS["transcendental"]}
+_BOUNDS = {"memory": PALETTE["blue"], "compute": PALETTE["vermilion"], "link": PALETTE["green"]}
 
 # More sizes than these are named at every second, third, ... point.
 _MOST_NAMED = 12
@@ -53,18 +54,15 @@ def plot_throughput(found: Throughput, path: str | os.PathLike[str] | None = Non
         own = [r for r in rows if r.bound == bound]
         _points(ax, [r for r in own if r.fits], f"bound by {bound}", face=color, edge=color)
         _points(ax, [r for r in own if not r.fits], f"bound by {bound}, does not fit", face="white", edge=color)
-    every = -(-len(rows) // _MOST_NAMED)
-    for i, r in enumerate(rows):
-        if i % every == 0 or i == len(rows) - 1:
-            note(ax, f"{found.symbol}={r.size}", (r.seconds, r.tokens_per_second), (6, -11), "left")
-    ax.set(xlabel="time of a step [s]", ylabel="new tokens of all sequences [1/s]")
-    _ticks(ax)
     sizes = " ".join(f"{k}={v}" for k, v in found.sizes.items() if k in ("S", "B"))
-    ax.set_title(f"{short(found.graph)} on {short(found.hardware.name)}{sizes and ', '}{sizes}", fontsize=11)
-    ax.grid(which="major", color="#dddddd", linewidth=0.6)
-    ax.set_axisbelow(True)
+    title = f"{short(found.graph)} on {short(found.hardware.name)}{sizes and ', '}{sizes}"
+    framed(ax, title, "time of a step [s]", "new tokens of all sequences [1/s]")
+    _ticks(ax)
     ax.margins(x=0.12, y=0.1)
     figure.legend(loc="outside right upper", fontsize=8, frameon=False)
+    every = -(-len(rows) // _MOST_NAMED)
+    named = [r for i, r in enumerate(rows) if i % every == 0 or i == len(rows) - 1]
+    place_labels(ax, [(f"{found.symbol}={r.size}", (r.seconds, r.tokens_per_second)) for r in named])
     return saved(figure, path)
 
 

@@ -9,19 +9,23 @@ from typing import Any
 from ..analysis.memory import Timeline
 from ..bind.evaluate import need_bound
 from ..hardware.units import format_bytes
-from .drawing import COLORS, FAINT, ROOF, check_path, new_figure, note, saved, short, units_on
+from .drawing import FAINT, PALETTE, ROOF, check_path, framed, new_figure, saved, short, units_on
+from .labels import Label, place_labels
 
 __all__ = ["plot_timeline"]
 
 #: What is there throughout below, what comes and goes above it.
 _ROLES = {
-    "param": "#1f5aa6", "buffer": "#5b7fb0", "cache": "#7b97bd", "input": "#9db3d1", "state": "#6a4c93",
-    "gradient": "#2c8a57", "output": "#8fb996", "activation": "#e0a030", "temporary": "#c2571a", "workspace": "#7a7a7a",
+    "param": PALETTE["blue"], "buffer": FAINT, "cache": PALETTE["sky"], "input": "#bbbbbb",
+    "state": PALETTE["purple"], "gradient": PALETTE["green"], "output": PALETTE["yellow"],
+    "activation": PALETTE["orange"], "temporary": PALETTE["vermilion"], "workspace": PALETTE["black"],
 }  # fmt: skip
 _PHASES = {"forward": "#ffffff", "recompute": "#f3e3c3", "backward": "#dfeee0", "optimizer": "#e7e0f1"}
 
-# More changes of phase than these would be a hatching of lines and names.
-_MOST_NAMED = 6
+# A capacity above so many peaks would press the rest flat.
+_MOST_PEAKS = 2.5
+# Phases that are so much of all steps are named.
+_NAMED = 0.12
 
 
 def plot_timeline(
@@ -36,7 +40,7 @@ def plot_timeline(
     path : str or path-like, optional
         File to write: .png, .svg or .pdf.
     capacity : float, optional
-        Bytes of a device, drawn as a line.
+        Bytes of a device, drawn as a line; where that is far above the peak, the axis is broken below it.
 
     Returns
     -------
@@ -62,22 +66,39 @@ def plot_timeline(
     at = max(range(len(live)), key=live.__getitem__)
     # the last step is as wide as the others
     ax.step(range(len(live) + 1), [*live, live[-1]], where="post", color=ROOF, linewidth=1)
-    ax.plot([at], [live[at]], "o", color=COLORS["pointwise"], zorder=4)
-    name = short(timeline.op) or "throughout"
-    late = at > len(live) / 2
-    text = f"peak, {name}\n{format_bytes(timeline.peak)}"
-    note(ax, text, (at, live[at]), (-8 if late else 8, 8), "right" if late else "left")
-    if capacity is not None:
-        ax.axhline(capacity, color=ROOF, linewidth=1, linestyle="--")
-        note(ax, f"capacity, {format_bytes(capacity)}", (0, capacity), (2, 4), "left")
+    ax.plot([at], [live[at]], "o", color=PALETTE["vermilion"], zorder=4)
+    labels = [(f"peak, {short(timeline.op) or 'throughout'}\n{format_bytes(timeline.peak)}", (float(at), live[at]))]
     _roles(ax, timeline, live)
     _phases(ax, timeline)
-    ax.set(xlabel="step [ops that take memory, in program order]", ylabel="live memory [B]")
+    title = f"memory of {short(timeline.graph)}, step by step" if timeline.graph else "memory, step by step"
+    framed(ax, title, "step [ops that take memory, in program order]", "live memory [B]")
+    if ax.texts:
+        ax.set_title(title, pad=18)  # above the names of phases
     ax.margins(x=0.02)
-    ax.set_ylim(0, 1.25 * max(live[at], capacity or 0) or 1)
+    ax.set_ylim(0, 1.45 * live[at] or 1)
+    if capacity is not None:
+        labels.insert(0, _capacity(ax, capacity, live[at]))
     units_on(ax.yaxis, "B")
     _key(ax)
+    place_labels(ax, labels)
     return saved(figure, path)
+
+
+def _capacity(ax: Any, capacity: float, peak: float) -> Label:
+    """Draw the line of a capacity, over a break of the axis where it is far above the peak; return its name."""
+    text = f"capacity, {format_bytes(capacity)}"
+    if far := capacity > _MOST_PEAKS * peak > 0:
+        scale, place = 1.3 * peak, 1.5 * peak
+        ax.spines["left"].set_bounds(0, scale)  # above it there is no scale
+        ax.set_yticks([y for y in ax.get_yticks() if y <= scale])
+        style = {"marker": (2, 0, 60), "markersize": 9, "color": ROOF, "linestyle": "none"}
+        ax.plot([0, 0], [scale, 1.36 * peak], transform=ax.get_yaxis_transform(), clip_on=False, **style)
+        text += f", {capacity / peak:.3g} times the peak"
+    else:
+        place = capacity
+    ax.set_ylim(0, 1.12 * place if far else 1.25 * max(place, peak) or 1)
+    ax.axhline(place, color=ROOF, linewidth=1, linestyle="--")
+    return text, (ax.get_xlim()[0], place)
 
 
 def _roles(ax: Any, timeline: Timeline, live: list[float]) -> None:
@@ -91,7 +112,7 @@ def _roles(ax: Any, timeline: Timeline, live: list[float]) -> None:
             ax.fill_between(steps, below, top, step="post", color=color, linewidth=0, label=role)
             below = top
     if not timeline.roles:
-        ax.fill_between(steps, [*live, live[-1]], step="post", color="#cfe0f3")
+        ax.fill_between(steps, [*live, live[-1]], step="post", color=PALETTE["sky"])
 
 
 def _spans(timeline: Timeline) -> Iterator[tuple[int, int, str]]:
@@ -105,7 +126,7 @@ def _spans(timeline: Timeline) -> Iterator[tuple[int, int, str]]:
 
 
 def _phases(ax: Any, timeline: Timeline) -> None:
-    """Color what is behind each phase, and name it where it begins if that does not happen often."""
+    """Color what is behind each phase, and name it above if it is long enough for that."""
     spans = list(_spans(timeline))
     if len({phase for *_, phase in spans}) < 2:
         return
@@ -116,12 +137,9 @@ def _phases(ax: Any, timeline: Timeline) -> None:
                 own, (0, 1), transform=ax.get_xaxis_transform(), facecolors=color, edgecolor=FAINT, linewidth=0,
                 zorder=0, label=f"phase {wanted}",
             )  # fmt: skip
-    for start, _, phase in spans if len(spans) <= _MOST_NAMED else ():
-        ax.axvline(start, color=FAINT, linewidth=0.8, linestyle=":")
-        ax.annotate(
-            phase, (start, 0.96), (3, 0), xycoords=("data", "axes fraction"), textcoords="offset points", fontsize=8,
-            color="#555555", va="top",
-        )  # fmt: skip
+    for start, end, phase in spans:
+        if end - start >= _NAMED * len(timeline.moments):
+            ax.text((start + end) / 2, 1.01, phase, transform=ax.get_xaxis_transform(), fontsize=8, ha="center")
 
 
 def _key(ax: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,19 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 from ..algebra.symbols import shorten, shown
 from ..errors import FormatError
-from ..hardware.units import format_quantity
-from .drawing import COLORS, FAINT, ROOF, new_figure, note, saved, short, units_on
+from .drawing import FAINT, PALETTE, ROOF, framed, new_figure, saved, short, units_on
+from .labels import place_labels
+from .roofs import draw_roofs, range_of
 
 if TYPE_CHECKING:
-    from ..hardware.specs import Hardware
     from ..torch.validating import Row, Validation
 
 __all__ = ["plot_peaks", "plot_roof", "plot_validation"]
 
-_MODES = {"kernel": COLORS["pointwise"], "forward": COLORS["transcendental"], "step": COLORS["matmul"]}
+_MODES = {"kernel": PALETTE["vermilion"], "forward": PALETTE["green"], "step": PALETTE["blue"]}
 _OUTCOMES = {
-    "memory": COLORS["matmul"], "compute": COLORS["pointwise"], "both": COLORS["transcendental"],
-    "overhead": COLORS["data"], "faster": "#b5a642",
+    "memory": PALETTE["blue"], "compute": PALETTE["vermilion"], "both": PALETTE["green"], "overhead": FAINT,
+    "faster": PALETTE["orange"],
 }  # fmt: skip
 
 
@@ -72,9 +71,11 @@ def plot_peaks(validation: Validation, path: str | os.PathLike[str] | None = Non
     measured = [row.measured.peak for row in validation.rows] or [1]
     ends = (min(measured) / 1.5, max(measured) * 1.5)
     left.plot(ends, ends, color=ROOF, linewidth=1)
-    left.set(xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel="measured peak", ylabel="predicted peak")
+    left.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
+    framed(left, "predicted and measured", "measured peak", "predicted peak")
     right.axhline(0, color=ROOF, linewidth=1)
-    right.set(xscale="log", xlim=ends, xlabel="measured peak", ylabel="predicted less measured [% of the peak]")
+    right.set(xscale="log", xlim=ends)
+    framed(right, "what is between them", "measured peak", "predicted less measured [% of the peak]")
     for mode, color in _MODES.items():
         for which, face in (("declared", color), ("traced", "none")):
             points = list(_points(validation.rows, mode, which))
@@ -85,9 +86,6 @@ def plot_peaks(validation: Validation, path: str | os.PathLike[str] | None = Non
                 right.scatter(x, [100 * (b - a) / a for a, b in points], 26, **style)
     for axis in (left.xaxis, left.yaxis, right.xaxis):
         units_on(axis, "B")
-    for ax in (left, right):
-        ax.grid(which="major", color="#dddddd", linewidth=0.6)
-        ax.set_axisbelow(True)
     left.legend(fontsize=8, frameon=False)
     figure.suptitle(f"bytes at the peak, {short(str(validation.environment['name']))}", fontsize=11)
     return saved(figure, path)
@@ -116,7 +114,8 @@ def plot_roof(validation: Validation, path: str | os.PathLike[str] | None = None
     Returns
     -------
     matplotlib.figure.Figure
-        Color by what the time follows; ops without FLOPs have no place on these axes.
+        Color by what the time follows; ops without FLOPs have no place on these axes. Ops are named as far as there
+        is room, those that take longest first.
     """
     hardware = validation.hardware
     device = hardware.attained() if "attained" in hardware.tables else hardware
@@ -124,35 +123,22 @@ def plot_roof(validation: Validation, path: str | os.PathLike[str] | None = None
     figure = new_figure(10, 5.2)
     ax = figure.subplots()
     points = [(r.modelled.flops / r.modelled.moved, r.modelled.flops / r.seconds.min, r) for r in rows]
-    _roofs(ax, device, points)
+    rates = {k: float(q.value) for k, q in device.peak.items() if k in {r.case.dtype for r in rows}}
+    rates = rates or {k: float(q.value) for k, q in list(device.peak.items())[:1]}
+    ends = range_of([(x, r.seconds.min) for x, _, r in points], max(rates.values()) / float(device.bandwidth.value))
+    labels = draw_roofs(ax, device.bandwidth, {f"matmul {name}": rate for name, rate in rates.items()}, ends)
+    ax.set_ylim(bottom=min([ax.get_ylim()[0], *(y / 2 for _, y, _ in points)]))
     for outcome, color in _OUTCOMES.items():
         own = [(x, y) for x, y, r in points if r.outcome == outcome]
         if own:
             ax.scatter(*zip(*own, strict=True), 34, label=outcome, color=color, alpha=0.8, edgecolors="white", zorder=3)
-    for x, y, r in points:
-        ax.annotate(short(r.case.subject, 22), (x, y), (4, -6), textcoords="offset points", fontsize=5, color=FAINT)
-    ax.set(xlabel="arithmetic intensity, as declared [FLOP/B]", ylabel="rate of the fastest run [FLOP/s]")
+    title = f"ops on the measured roof of {short(str(validation.environment['name']))}"
+    framed(ax, title, "arithmetic intensity, as declared [FLOP/B]", "rate of the fastest run [FLOP/s]")
     units_on(ax.yaxis, "FLOP/s")
-    ax.grid(which="major", color="#dddddd", linewidth=0.6)
-    ax.set_axisbelow(True)
     if points:
-        ax.legend(fontsize=8, frameon=False, title="the time follows", title_fontsize=8)
-    ax.set_title(f"ops on the measured roof of {short(str(validation.environment['name']))}", fontsize=11)
+        figure.legend(loc="outside right upper", fontsize=8, frameon=False, title="the time follows", title_fontsize=8)
+    place_labels(ax, labels, lead=False)
+    # those that take longest first: the last ones find no room
+    ranked = sorted(points, key=lambda point: -point[2].seconds.min)
+    place_labels(ax, [(short(r.case.subject, 22), (x, y)) for x, y, r in ranked], size=7)
     return saved(figure, path)
-
-
-def _roofs(ax: Any, device: Hardware, points: Sequence[tuple[float, float, Row]]) -> None:
-    """Draw the slope of the memory, and a roof for each format that a point has."""
-    bandwidth, formats = float(device.bandwidth.value), {r.case.dtype for _, _, r in points}
-    rates = {k: float(q.value) for k, q in device.peak.items() if k in formats}
-    rates = rates or {k: float(q.value) for k, q in list(device.peak.items())[:1]}
-    ridge = max(rates.values()) / bandwidth
-    low = min([x for x, _, _ in points] + [ridge]) / 2
-    high = max([x for x, _, _ in points] + [ridge]) * 3
-    ax.set(xscale="log", yscale="log", xlim=(low, high))
-    ax.plot([low, ridge], [low * bandwidth, ridge * bandwidth], color=ROOF, linewidth=1.6)
-    for name, rate in rates.items():
-        ax.plot([rate / bandwidth, high], [rate, rate], color=ROOF, linewidth=1.2)
-        note(ax, f"matmul {name}, {format_quantity(rate, 'FLOP/s')}", (high, rate), (-5, 4), "right")
-    middle = math.sqrt(low * ridge)
-    note(ax, f"memory, {device.bandwidth}", (middle, middle * bandwidth), (-9, 4), "right")

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from ...algebra.symbols import shorten, shown
 from ...errors import FormatError
-from ..drawing import ROOF, new_figure, saved, short
+from ..drawing import FAINT, PALETTE, ROOF, framed, new_figure, saved, short
 
 if TYPE_CHECKING:
     from .held import Held
 
 __all__ = ["plot_held", "plot_times"]
 
-#: Colours that stay apart, of Okabe and Ito 2008; families beyond them share those of the first with another mark.
-_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7a7a7a")
+#: Families beyond these colours share those of the first with another mark.
+_COLORS = (*(PALETTE[name] for name in ("blue", "vermilion", "green", "purple", "orange", "sky")), FAINT)
 _MARKS = ("o", "s", "^", "D")
 
 
@@ -69,7 +69,8 @@ def plot_times(held: Held, path: str | os.PathLike[str] | None = None) -> Any:
         color, mark = _COLORS[i % len(_COLORS)], _MARKS[i // len(_COLORS) % len(_MARKS)]
         axes.scatter(*zip(*found, strict=True), s=9, color=color, marker=mark, alpha=0.6, linewidths=0,
                      label=short(name))  # fmt: skip
-    axes.set(xscale="log", yscale="log", xlim=line, ylim=line, xlabel="estimate [s]", ylabel="measured [s]")
+    axes.set(xscale="log", yscale="log", xlim=line, ylim=line)
+    framed(axes, "published times and estimates", "estimate [s]", "measured [s]")
     if points:
         axes.legend(fontsize=7, loc="upper left")
     return saved(figure, path)
