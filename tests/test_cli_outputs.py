@@ -18,7 +18,7 @@ from costgraph.cli import app as cli
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
-from costgraph.cli.trace_command import app
+from costgraph.cli.frame import COMMANDS
 
 B, D = cg.dims("B D")
 COMMAND = [sys.executable, "-m", "costgraph"]
@@ -123,9 +123,6 @@ def test_no_refusal_has_any(capsys, files, words):
     assert (done.out, controls(done.err), done.err.count("\n")) == ("", [], 1)
 
 
-COMMANDS = [command.name for command in app.registered_commands]
-
-
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_is_plain_text_whose_examples_are_lines_of_their_own(capsys, command):
     out = good(capsys, command, "--help")
@@ -141,7 +138,7 @@ def test_the_list_of_models_declares_none(capsys, monkeypatch):
     enter = cg.Graph.__enter__
     monkeypatch.setattr(cg.Graph, "__enter__", lambda self: declared.append(self.name) or enter(self))
     assert "8,030,261,248" in good(capsys, "models")
-    assert set(declared) == {"mlp"}  # which is nobody's
+    assert declared == []
 
 
 # -- what a model is -----------------------------------------------------------------------------------------------
@@ -248,7 +245,7 @@ def interrupted(tmp_path, number, *words, run=COMMAND):
 
 
 @pipes
-@pytest.mark.parametrize("number", [1, 200, 1000, 3000][: examples(4)])
+@pytest.mark.parametrize("number", [1, 200, 1000, 2000][: examples(4)])
 def test_an_interruption_at_any_time_is_silent(tmp_path, number):
     done = interrupted(tmp_path, number, "report", "mlp", "B=1")
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")

@@ -22,6 +22,9 @@ _EXTRA = 'costgraph: the command line needs typer and rich: pip install "costgra
 #: What a shell reports for a filter whose reader went away: 128 + SIGPIPE.
 _BROKEN_PIPE = 141
 
+#: Where a shell says that it wants words completed.
+_COMPLETE = "_COSTGRAPH_COMPLETE"
+
 _LONGEST_LINE = 2000
 
 
@@ -70,19 +73,24 @@ def _run(arguments: Sequence[str] | None) -> int:
     try:
         import rich  # noqa: F401  # an extra, as is typer
         import typer
+        from typer.completion import shell_complete
         from typer.main import get_command
     except ImportError:
         sys.stderr.write(_EXTRA + "\n")
         return 2
-    from .weights_command import app
+    from .frame import app
 
     words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     command = get_command(app)
     try:
+        if asked := os.environ.get(_COMPLETE):
+            return shell_complete(command, {}, "costgraph", _COMPLETE, asked)
         # not command.main, which has an answer of its own to a broken pipe
         with command.make_context("costgraph", words) as context:
             command.invoke(context)
         return 0
+    except SystemExit as stop:  # how typer ends what completes, and what installs that
+        return int(stop.code or 0)
     except typer.Exit as stop:
         return int(stop.exit_code)
     except typer.Abort:

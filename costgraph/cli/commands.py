@@ -2,136 +2,34 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping
-from inspect import getdoc
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import sympy
 import typer
 from rich.markup import escape
 
-from .. import __version__
-from ..algebra.symbols import is_name, read_size, shorten
+from ..algebra.symbols import shorten
 from ..analysis.crossover import crossover
 from ..analysis.memory import peak_cases
 from ..errors import BindingError, FormatError
 from ..graph.graph import Graph
 from ..graph.sizes import bindings
-from ..hardware.specs import load_hardware
 from ..report import report, text
 from ..report.files import to_csv, to_json
 from ..report.formula import formula_text, shared, write_formula
 from ..report.quantities import QUANTITIES, quantity_of
-from . import lists
 from . import options as opt
+from .frame import command
 from .loading import load_model
 from .terminal import check_files, draw_report, say, screen, write_files
 
-__all__ = [
-    "app",
-    "command",
-    "read_sizes",
-]
-
-app = typer.Typer(
-    name="costgraph",
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    add_completion=False,
-    help="Symbolic costs of models: FLOPs, bytes moved, peak memory and roofline.\n\n"
-    "\b\nExamples:\n"
-    "  costgraph report llama-3-8b --hardware h100-sxm B=1 S=8192\n"
-    "  costgraph formula llama-3-8b peak-memory\n"
-    "  costgraph hardware h100-sxm",
-)
-
-
-def command(name: str, short_help: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator that makes a function a command; the lines of its examples stay lines."""
-
-    def declared(function: Callable[..., None]) -> Callable[..., None]:
-        text = re.sub(r"^Examples\n-+$", "\b\nExamples:", getdoc(function) or "", flags=re.MULTILINE)
-        return app.command(name, short_help=short_help, help=text)(function)
-
-    return declared
-
-
-# -- arguments ---------------------------------------------------------------------------------------------------
-
-#: Words that questions take beside sizes: a dimension of such a name cannot be bound from here.
-_RESERVED = (
-    "allocator",
-    "arch",
-    "count",
-    "depth",
-    "device",
-    "devices",
-    "dtype",
-    "fallback",
-    "fused",
-    "hardware",
-    "mfu",
-    "most_days",
-    "tokens",
-)
-
-
-def read_sizes(words: list[str] | None) -> dict[str, int]:
-    """Read sizes as they stand on a command line.
-
-    Parameters
-    ----------
-    words : list of str
-        Each `NAME=SIZE`.
-
-    Returns
-    -------
-    dict of str to int
-        Sizes by name.
-
-    Raises
-    ------
-    BindingError
-        If a word is no such pair, or a name stands there twice.
-
-    Examples
-    --------
-    >>> read_sizes(["B=1", "S=8Ki"])
-    {'B': 1, 'S': 8192}
-    """
-    out: dict[str, int] = {}
-    for word in words or ():
-        name, mark, size = word.partition("=")
-        if not mark or not is_name(name):
-            raise BindingError(f"{shorten(word)}: expected NAME=SIZE, such as B=1 or S=8Ki")
-        if name in out:
-            raise BindingError(f"{name}: given twice, expected one size")
-        if name in _RESERVED:
-            raise BindingError(f"{name}={shorten(size)}: a word of the library, expected a dimension of another name")
-        out[name] = read_size(size, name)
-    return out
-
-
-def _version(wanted: bool) -> None:
-    if wanted:
-        say(f"costgraph {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def root(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
-    ] = False,
-) -> None:
-    """Take what stands before a command."""
-
+__all__ = ["crossover_command", "formula_command", "report_command"]
 
 # -- report ------------------------------------------------------------------------------------------------------
 
 
-@command("report", short_help="Costs of a model, on a device if one is named.")
+@command("report")
 def report_command(
     model: opt.Model, sizes: opt.Sizes = None, hardware: opt.Hardware = None, attention: opt.Attention = None,
     dtype: opt.Format = None, dropout: opt.Dropout = None, composed: opt.Composed = False,
@@ -149,7 +47,7 @@ def report_command(
       costgraph report llama-3-8b --hardware h100-sxm B=1 S=8192
     """
     check_files(json, csv, plot, memory_plot)
-    dims = read_sizes(sizes)
+    dims = opt.read_sizes(sizes)
     graph = load_model(model, attention, dtype, dropout, composed, symbolic)
     found = report(
         graph, hardware, count=count, fallback=fallback, depth=depth, device=device, arch=arch, **dims
@@ -163,12 +61,14 @@ def report_command(
 # -- formula -----------------------------------------------------------------------------------------------------
 
 
-@command("formula", short_help="Closed form of one quantity of a model.")
+@command("formula")
 def formula_command(
     model: opt.Model,
-    quantity: Annotated[str, typer.Argument(metavar="QUANTITY", help=f"peak-memory, {', '.join(QUANTITIES)}.")],
+    quantity: Annotated[str, typer.Argument(metavar="QUANTITY", help=f"peak-memory, {', '.join(QUANTITIES)}.",
+        autocompletion=opt.one_of(lambda: ("peak-memory", *QUANTITIES)))],
     sizes: opt.Sizes = None,
-    format: Annotated[str, typer.Option("--format", help="text, latex or python.")] = "text",
+    format: Annotated[str, typer.Option("--format", help="text, latex or python.",
+        autocompletion=opt.one_of(lambda: ("text", "latex", "python")))] = "text",
     preset: Annotated[bool, typer.Option("--preset", help="Bind the preset's default sizes.")] = False,
     attention: opt.Attention = None, dtype: opt.Format = None, dropout: opt.Dropout = None,
     composed: opt.Composed = False,
@@ -180,7 +80,7 @@ def formula_command(
       costgraph formula llama-3-8b matmul-flops
       costgraph formula llama-3-8b peak-memory --preset --format python
     """
-    dims = read_sizes(sizes)
+    dims = opt.read_sizes(sizes)
     if quantity != "peak-memory" and quantity not in QUANTITIES:
         known = ", ".join(["peak-memory", *QUANTITIES])
         raise FormatError(f"quantity {shorten(quantity)}: expected one of {known}")
@@ -213,7 +113,7 @@ def _peak_formula(graph: Graph, dims: Mapping[str, Any], how: str) -> None:
 # -- crossover ---------------------------------------------------------------------------------------------------
 
 
-@command("crossover", short_help="Size at which a model becomes compute-bound.")
+@command("crossover")
 def crossover_command(
     model: opt.Model,
     symbol: Annotated[str, typer.Argument(metavar="SYMBOL", help="Dimension that is solved for.")],
@@ -230,7 +130,7 @@ def crossover_command(
     --------
       costgraph crossover llama-3-8b B --hardware h100-sxm S=1
     """
-    dims = read_sizes(sizes)
+    dims = opt.read_sizes(sizes)
     graph = load_model(model, attention, dtype, dropout, composed, symbolic)
     found = crossover(graph, hardware, symbol, fallback=fallback, **dims)
     if isinstance(found, sympy.Expr):
@@ -241,28 +141,3 @@ def crossover_command(
         say(f"memory-bound at every {symbol}")
     else:
         say(f"compute time equals memory time at {symbol} = {float(found):.6g}")
-
-
-# -- lists -------------------------------------------------------------------------------------------------------
-
-
-@command("models", short_help="List the presets.")
-def models_command() -> None:
-    """List the presets with their parameters and published sizes."""
-    width, color = screen()
-    say(text.draw([lists.models()], width, color=color), styled=color)
-
-
-@command("hardware", short_help="List the devices, or all that is known of one.")
-def hardware_command(
-    name: Annotated[str | None, typer.Argument(metavar="NAME", help="A device, or the .toml file of one.")] = None,
-) -> None:
-    """List the devices; of one, every quantity with its unit, sources and noted disagreements.
-
-    Examples
-    --------
-      costgraph hardware h100-sxm
-    """
-    width, color = screen()
-    found = [lists.devices()] if name is None else lists.device(load_hardware(name))
-    say(text.draw(found, width, color=color), styled=color)

@@ -8,11 +8,11 @@ import typer
 
 from ..report.explore import explore
 from . import options as opt
-from .commands import app, command
+from .frame import command
 from .loading import load_model
 from .terminal import say
 
-__all__ = ["app"]
+__all__ = ["explore_command"]
 
 _Out = Annotated[str, typer.Option("--out", metavar="FILE", help="HTML file to write.")]
 _Views = Annotated[
@@ -22,7 +22,7 @@ _Views = Annotated[
 ]  # fmt: skip
 
 
-@command("explore", short_help="Write a page with a slider for every size.")
+@command("explore")
 def explore_command(
     model: opt.Model, out: _Out, views: _Views = None, attention: opt.Attention = None, dtype: opt.Format = None,
     dropout: opt.Dropout = None, composed: opt.Composed = False, symbolic: opt.Symbolic = False,

@@ -1,29 +1,32 @@
-"""Lists of models and devices, and all that is known of one device; needs rich."""
+"""The commands that list models and devices, and tell all that is known of one device."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Annotated
 
+import typer
 from rich.console import RenderableType
 
-from ..analysis.params import param_count
 from ..errors import SpecError
 from ..hardware.specs import Hardware, list_hardware, load_hardware
 from ..hardware.units import Quantity, format_bytes
-from ..report.text import clean, grid, listing, show, texts
+from ..report.amounts import show
+from ..report.grids import clean, draw, grid, listing, texts
+from . import options as opt
+from .frame import command
+from .terminal import say, screen
 
-__all__ = ["device", "devices", "models"]
+__all__ = ["device", "devices", "hardware_command", "models", "models_command"]
 
 
 def models() -> RenderableType:
     """Return a table of the presets: name, parameters, published sizes."""
-    from ..models import load
     from ..models.published import published
 
     rows = []
     for name, parameters, sizes in published():
-        count = param_count(load(name)) if parameters is None else parameters
-        rows.append((name, show(count, "1"), " ".join(f"{k}={v}" for k, v in sizes.items())))
+        rows.append((name, show(parameters, "1"), " ".join(f"{k}={v}" for k, v in sizes.items())))
     columns = texts("model", "parameters", "published sizes", amounts=["parameters"])
     return listing("", columns, rows, whole=["model"])
 
@@ -61,3 +64,30 @@ def device(found: Hardware) -> Iterator[RenderableType]:
 
 def _value(q: Quantity) -> str:
     return format_bytes(q.value) if q.unit == "B" else str(q)
+
+
+@command("models")
+def models_command() -> None:
+    """List the presets with their parameters and published sizes."""
+    width, color = screen()
+    say(draw([models()], width, color=color), styled=color)
+
+
+@command("hardware")
+def hardware_command(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="NAME", help="A device, or the .toml file of one.", autocompletion=opt.one_of(opt.devices)
+        ),
+    ] = None,
+) -> None:
+    """List the devices; of one, every quantity with its unit, sources and noted disagreements.
+
+    Examples
+    --------
+      costgraph hardware h100-sxm
+    """
+    width, color = screen()
+    found = [devices()] if name is None else device(load_hardware(name))
+    say(draw(found, width, color=color), styled=color)

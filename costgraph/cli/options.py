@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Annotated
 
 import typer
+
+from ..algebra.symbols import is_name, read_size, shorten
+from ..dtypes import DTYPES
+from ..errors import BindingError
 
 __all__ = [
     "Arch",
@@ -27,30 +32,150 @@ __all__ = [
     "Sizes",
     "Sort",
     "Symbolic",
+    "devices",
+    "one_of",
+    "presets",
+    "read_sizes",
 ]
+
+
+def one_of(words: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
+    """Return what completes a word on the command line to one of these."""
+
+    def matching(incomplete: str) -> list[str]:
+        return [word for word in words() if word.startswith(incomplete)]
+
+    return matching
+
+
+def presets() -> list[str]:
+    """Return the names of models; files are completed by the shell."""
+    from .. import models
+
+    return models.names()
+
+
+def devices() -> list[str]:
+    """Return the names of devices."""
+    from ..hardware.specs import list_hardware
+
+    return list_hardware()
+
+
+_FLOATS = one_of(lambda: [name for name, kind in DTYPES.items() if kind.kind == "float"])
+_DEVICES = one_of(devices)
 
 _MODEL_HELP = "A preset (costgraph models), a config.json, or the file of a saved graph."
 _DEVICE_HELP = "Device (costgraph hardware), or the .toml file of one."
 _FALLBACK_HELP = "Format whose rate stands in for one that the device lacks."
 
-Model = Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL_HELP)]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL_HELP, autocompletion=one_of(presets))]
 Sizes = Annotated[list[str] | None, typer.Argument(metavar="NAME=SIZE", help="Sizes: 8192, 8Ki, 1.5M, 70B.")]
-Hardware = Annotated[str | None, typer.Option("--hardware", metavar="NAME", help=_DEVICE_HELP)]
-Device = Annotated[str, typer.Option("--hardware", metavar="NAME", help=_DEVICE_HELP)]
-On = Annotated[str | None, typer.Option("--device", metavar="NAME", help="cuda: memory with libraries' workspaces.")]
+Hardware = Annotated[str | None, typer.Option("--hardware", metavar="NAME", help=_DEVICE_HELP, autocompletion=_DEVICES)]
+Device = Annotated[str, typer.Option("--hardware", metavar="NAME", help=_DEVICE_HELP, autocompletion=_DEVICES)]
+On = Annotated[
+    str | None,
+    typer.Option(
+        "--device",
+        metavar="NAME",
+        help="cuda: memory with libraries' workspaces.",
+        autocompletion=one_of(lambda: ("cuda",)),
+    ),
+]
 Arch = Annotated[str | None, typer.Option("--arch", metavar="NAME", help="With --device cuda, where not that of the "
                  "hardware: sm_80, sm_90 and the like.")]  # fmt: skip
-Attention = Annotated[str | None, typer.Option("--attention", metavar="KERNEL", help="flash (the default) or eager.")]
-Format = Annotated[str | None, typer.Option("--dtype", metavar="FORMAT", help="Of the model; bf16 by default.")]
+Attention = Annotated[
+    str | None,
+    typer.Option(
+        "--attention",
+        metavar="KERNEL",
+        help="flash (the default) or eager.",
+        autocompletion=one_of(lambda: ("flash", "eager")),
+    ),
+]
+Format = Annotated[
+    str | None, typer.Option("--dtype", metavar="FORMAT", help="Of the model; bf16 by default.", autocompletion=_FLOATS)
+]
 Dropout = Annotated[float | None, typer.Option("--dropout", metavar="P", help="Probability; 0 by default.")]
 Composed = Annotated[bool, typer.Option("--composed", help="As eager code runs it, op for op.")]
 Symbolic = Annotated[bool, typer.Option("--symbolic", help="Drop the preset's default sizes.")]
-Count = Annotated[str, typer.Option("--count", metavar="HOW", help="Matmul FLOPs of the tables: executed, or full.")]
-Fallback = Annotated[str | None, typer.Option("--fallback", metavar="FORMAT", help=_FALLBACK_HELP)]
+Count = Annotated[
+    str,
+    typer.Option(
+        "--count",
+        metavar="HOW",
+        help="Matmul FLOPs of the tables: executed, or full.",
+        autocompletion=one_of(lambda: ("executed", "full")),
+    ),
+]
+Fallback = Annotated[
+    str | None, typer.Option("--fallback", metavar="FORMAT", help=_FALLBACK_HELP, autocompletion=_FLOATS)
+]
 Depth = Annotated[int, typer.Option("--depth", min=1, metavar="N", help="Levels of module scope in the table.")]
-Sort = Annotated[str, typer.Option("--sort", metavar="BY", help="Rows of the table: order, time, flops or bytes.")]
+Sort = Annotated[
+    str,
+    typer.Option(
+        "--sort",
+        metavar="BY",
+        help="Rows of the table: order, time, flops or bytes.",
+        autocompletion=one_of(lambda: ("order", "time", "flops", "bytes")),
+    ),
+]
 Formulas = Annotated[bool, typer.Option("--formulas", help="Add the closed forms.")]
 Json = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write JSON; - is the standard output.")]
 Csv = Annotated[str | None, typer.Option("--csv", metavar="FILE", help="Write CSV; - is the standard output.")]
 Plot = Annotated[str | None, typer.Option("--plot", metavar="FILE", help="Draw the roofline: .png, .svg or .pdf.")]
 Memory = Annotated[str | None, typer.Option("--memory-plot", metavar="FILE", help="Draw live memory over steps.")]
+
+#: Words that questions take beside sizes: a dimension of such a name cannot be bound from here.
+_RESERVED = (
+    "allocator",
+    "arch",
+    "count",
+    "depth",
+    "device",
+    "devices",
+    "dtype",
+    "fallback",
+    "fused",
+    "hardware",
+    "mfu",
+    "most_days",
+    "tokens",
+)
+
+
+def read_sizes(words: list[str] | None) -> dict[str, int]:
+    """Read sizes as they stand on a command line.
+
+    Parameters
+    ----------
+    words : list of str
+        Each `NAME=SIZE`.
+
+    Returns
+    -------
+    dict of str to int
+        Sizes by name.
+
+    Raises
+    ------
+    BindingError
+        If a word is no such pair, or a name stands there twice.
+
+    Examples
+    --------
+    >>> read_sizes(["B=1", "S=8Ki"])
+    {'B': 1, 'S': 8192}
+    """
+    out: dict[str, int] = {}
+    for word in words or ():
+        name, mark, size = word.partition("=")
+        if not mark or not is_name(name):
+            raise BindingError(f"{shorten(word)}: expected NAME=SIZE, such as B=1 or S=8Ki")
+        if name in out:
+            raise BindingError(f"{name}: given twice, expected one size")
+        if name in _RESERVED:
+            raise BindingError(f"{name}={shorten(size)}: a word of the library, expected a dimension of another name")
+        out[name] = read_size(size, name)
+    return out

@@ -15,12 +15,12 @@ from ..errors import FormatError
 from ..plan.plans import Plan, Search
 from ..plan.searching import search
 from . import options as opt
-from .commands import command, read_sizes
+from .commands import read_sizes
+from .frame import command
 from .loading import load_model
-from .serving_commands import app
 from .terminal import check_files, say, write_files
 
-__all__ = ["SEARCH_SCHEMA", "app"]
+__all__ = ["SEARCH_SCHEMA", "search_command"]
 
 SEARCH_SCHEMA = "costgraph/search/1"
 """What the JSON of this version calls itself; another number means other keys."""
@@ -88,7 +88,7 @@ def _csv(found: Search) -> str:
     return file.getvalue()
 
 
-@command("search", short_help="Plans of training on several devices, fastest first.")
+@command("search")
 def search_command(
     model: opt.Model, hardware: opt.Device, devices: _Devices, sizes: opt.Sizes = None, network: _Network = None,
     precision: _Precision = None, memory: _Memory = None, overlap: _Overlap = "none", reduce: _Reduce = "each",

@@ -24,12 +24,11 @@ from ..report.formula import formula_text
 from ..transforms.inference.inference import decode
 from ..transforms.quantize.quantize import quantize
 from . import options as opt
-from .commands import command, read_sizes
+from .frame import command
 from .loading import load_model
 from .terminal import check_files, say, write_files
-from .training_commands import app
 
-__all__ = ["THROUGHPUT_SCHEMA", "app"]
+__all__ = ["THROUGHPUT_SCHEMA", "decode_command"]
 
 THROUGHPUT_SCHEMA = "costgraph/throughput/1"
 """What the JSON of this version calls itself; another number means other keys."""
@@ -115,7 +114,7 @@ def _sides(step: Graph, found: Throughput, sizes: Mapping[str, Any], fallback: s
     return f"compute time equals memory time at {name} = {float(place):.6g}, all ops together"
 
 
-@command("decode", short_help="Throughput against latency of generation on a device.")
+@command("decode")
 def decode_command(
     model: opt.Model, hardware: opt.Device, sizes: opt.Sizes = None, tokens: _Tokens = "1", vary: _Vary = "B",
     values: _Values = None, weights: _Weights = None, activations: _Activations = None, cache: _Cache = None,
@@ -132,7 +131,7 @@ def decode_command(
         --cache fp8_e4m3 S=8192
     """
     check_files(json, csv, plot)
-    dims = read_sizes(sizes)
+    dims = opt.read_sizes(sizes)
     if vary in dims:
         raise FormatError(f"--vary {vary}: a size of it is given as well, expected one of the two")
     graph = load_model(model, attention, dtype, None, False, symbolic)

@@ -6,16 +6,17 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..algebra.symbols import printable
 from ..errors import FormatError
 from ..graph.graph import Graph
-from ..report import text
-from ..report.collect import Report
 from ..report.drawing import check_path
-from ..report.timeline_plot import plot_timeline
+from ..report.grids import WIDTH
 from ..text_file import write_file
+
+if TYPE_CHECKING:
+    from ..report.collect import Report
 
 __all__ = ["check_files", "draw_report", "say", "screen", "write_files"]
 
@@ -36,7 +37,7 @@ def screen() -> tuple[int, bool]:
     """Return the columns of the output, and whether it shows colors."""
     terminal = sys.stdout.isatty()
     # 80 where nobody says otherwise: a pipe has no width
-    width = shutil.get_terminal_size().columns if terminal or "COLUMNS" in os.environ else text.WIDTH
+    width = shutil.get_terminal_size().columns if terminal or "COLUMNS" in os.environ else WIDTH
     return max(width, 40), terminal and "NO_COLOR" not in os.environ
 
 
@@ -68,6 +69,7 @@ def draw_report(
         found.plot(plot)
     if memory_plot is not None:
         from ..analysis.memory import timeline
+        from ..report.timeline_plot import plot_timeline
 
         room = None if found.hardware is None else float(found.hardware.memory.value)
         arch = found.peak.arch

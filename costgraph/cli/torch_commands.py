@@ -12,11 +12,10 @@ from ..algebra.symbols import read_size, shorten
 from ..errors import FormatError, UnsupportedError
 from ..report.drawing import new_figure
 from ..text_file import target_of
-from .commands import command
-from .search_command import app
+from .frame import command
 from .terminal import say, screen
 
-__all__ = ["app", "need_torch"]
+__all__ = ["calibrate_command", "need_torch", "validate_command"]
 
 _THREADS_HELP = "Of the processor; what torch takes by default."
 _Threads = Annotated[str | None, typer.Option("--threads", metavar="N", help=_THREADS_HELP)]
@@ -44,7 +43,7 @@ def _count(threads: str | None) -> int | None:
     return count
 
 
-@command("calibrate", short_help="Measure what a device attains, or fit a model of time to records.")
+@command("calibrate")
 def calibrate_command(
     out: Annotated[
         str | None, typer.Option("--out", metavar="FILE", help="The specification: a .toml file. Of --records: .json.")
@@ -105,7 +104,7 @@ def _fit(records: str, out: str | None, *, validate: bool) -> None:
         say(f"written to {shorten(out, 200)}")
 
 
-@command("validate", short_help="Hold predictions to measurements, of a device here or published.")
+@command("validate")
 def validate_command(
     out: Annotated[
         str | None, typer.Option("--out", metavar="FILE", help="Where the record goes: a .json file.")

@@ -19,11 +19,11 @@ from ..algebra.symbols import is_name, read_size, shorten
 from ..errors import CostGraphError, FormatError
 from ..report import report, text
 from . import options as opt
-from .commands import command, read_sizes
+from .frame import command
 from .terminal import say, screen
-from .torch_commands import app, need_torch
+from .torch_commands import need_torch
 
-__all__ = ["app"]
+__all__ = ["trace_command"]
 
 _INPUT = re.compile(r"(?:([A-Za-z_]\w*)=)?([^:=]*)(?::(\w+))?\Z", re.ASCII)
 #: Files that stand in the traceback of every import.
@@ -33,7 +33,7 @@ _NOT_THEIRS = {__file__, importlib.__file__, importlib.util.__file__, *(
 _FIRST_SIZE = 17  # sizes that nobody bound are primes from here on, so that no two are alike
 
 
-@command("trace", short_help="Turn a torch module into a graph with symbolic sizes.")
+@command("trace")
 def trace_command(
     target: Annotated[str, typer.Argument(metavar="MODULE:FACTORY", help="A function without arguments that "
                       "returns a torch.nn.Module; MODULE is importable, or a file that ends in .py.")],
@@ -68,7 +68,7 @@ def trace_command(
     if out is not None and not out.lower().endswith(".json"):
         raise FormatError(f"--out {shorten(out)}: expected the name of a .json file")
     folds = [_pair(word) for word in fold or ()]
-    given, dims = [_parsed(word) for word in inputs or ()], read_sizes(sizes)
+    given, dims = [_parsed(word) for word in inputs or ()], opt.read_sizes(sizes)
     need_torch("trace")
     from ..torch import dispatched, trace
     from ..torch.words import on_meta

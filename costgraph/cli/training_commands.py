@@ -9,7 +9,7 @@ import typer
 from ..algebra.symbols import read_size, shorten
 from ..errors import FormatError
 from ..graph.graph import Graph
-from ..optimizers import OPTIMIZERS
+from ..optimizers import IMPLEMENTATIONS, OPTIMIZERS
 from ..plan import preflight
 from ..report import report, text
 from ..report.files import to_csv, to_json
@@ -18,23 +18,47 @@ from ..transforms.checkpoint import read_checkpoint
 from ..transforms.precision.policy import POLICIES
 from ..transforms.training import training_step
 from . import options as opt
-from .commands import command, read_sizes
-from .explore_command import app
+from .frame import command
 from .loading import load_model
 from .terminal import check_files, draw_report, say, screen, write_files
 
-__all__ = ["app"]
+__all__ = ["plan_command", "train_command"]
 
-_Optimizer = Annotated[str, typer.Option("--optimizer", metavar="NAME", help=f"{', '.join(OPTIMIZERS)}.")]
+#: Words of checkpointing; behind a colon stand a number, or names.
+_POLICIES = ("none", "every-block", "from-start", "every:", "selective:")
+
+_Optimizer = Annotated[
+    str,
+    typer.Option(
+        "--optimizer", metavar="NAME", help=f"{', '.join(OPTIMIZERS)}.", autocompletion=opt.one_of(lambda: OPTIMIZERS)
+    ),
+]
 _Implementation = Annotated[
-    str | None, typer.Option("--implementation", metavar="HOW", help="Of the optimizer: foreach, for-loop or fused.")
+    str | None,
+    typer.Option(
+        "--implementation",
+        metavar="HOW",
+        help="Of the optimizer: foreach, for-loop or fused.",
+        autocompletion=opt.one_of(lambda: IMPLEMENTATIONS),
+    ),
 ]
 _Precision = Annotated[
-    str | None, typer.Option("--precision", metavar="POLICY", help=f"{', '.join(POLICIES)}; as declared by default.")
+    str | None,
+    typer.Option(
+        "--precision",
+        metavar="POLICY",
+        help=f"{', '.join(POLICIES)}; as declared by default.",
+        autocompletion=opt.one_of(lambda: POLICIES),
+    ),
 ]
 _Checkpoint = Annotated[
     str,
-    typer.Option("--checkpoint", metavar="HOW", help="none, every-block, from-start, every:K or selective:NAME,NAME."),
+    typer.Option(
+        "--checkpoint",
+        metavar="HOW",
+        help="none, every-block, from-start, every:K or selective:NAME,NAME.",
+        autocompletion=opt.one_of(lambda: _POLICIES),
+    ),
 ]
 _Accumulate = Annotated[str, typer.Option("--accumulate", metavar="N", help="Micro-batches of an update.")]
 _Clip = Annotated[float | None, typer.Option("--clip", metavar="NORM", help="Largest norm of all gradients.")]
@@ -62,7 +86,7 @@ def _step(
     return training_step(graph, None, made, precision, policy, times, clip=clip)
 
 
-@command("train", short_help="Costs of a step of training.")
+@command("train")
 def train_command(
     model: opt.Model, sizes: opt.Sizes = None, hardware: opt.Hardware = None, optimizer: _Optimizer = "adamw",
     implementation: _Implementation = None, precision: _Precision = None, checkpoint: _Checkpoint = "none",
@@ -81,7 +105,7 @@ def train_command(
         --checkpoint every-block B=1 S=4096
     """
     check_files(json, csv, plot, memory_plot)
-    dims = read_sizes(sizes)
+    dims = opt.read_sizes(sizes)
     graph = load_model(model, attention, dtype, dropout, composed, symbolic)
     step = _step(graph, optimizer, implementation, precision, checkpoint, accumulate, clip)
     found = report(
@@ -93,7 +117,7 @@ def train_command(
         say(text.render(found, formulas=formulas, width=width, color=color), styled=color)
 
 
-@command("plan", short_help="What decides whether a training run is possible.")
+@command("plan")
 def plan_command(
     model: opt.Model, hardware: opt.Device, sizes: opt.Sizes = None, devices: _Devices = "1", tokens: _Tokens = None,
     mfu: _MFU = None, days: _Days = None, optimizer: _Optimizer = "adamw", implementation: _Implementation = None,
@@ -110,7 +134,7 @@ def plan_command(
         --mfu 0.5 --precision bf16 --checkpoint every-block B=1 S=8192
     """
     check_files(json, csv)
-    dims: dict[str, Any] = dict(read_sizes(sizes))  # no keyword of preflight, which a type checker cannot know
+    dims: dict[str, Any] = dict(opt.read_sizes(sizes))  # no keyword of preflight, which a type checker cannot know
     graph = load_model(model, attention, dtype, dropout, composed, symbolic)
     step = _step(graph, optimizer, implementation, precision, checkpoint, accumulate, clip)
     found = preflight(

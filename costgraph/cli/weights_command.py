@@ -9,18 +9,18 @@ import typer
 from ..analysis.weights import compare_weights
 from ..files.weights import read_weights
 from . import options as opt
-from .commands import command, read_sizes
+from .frame import command
 from .loading import load_model
 from .terminal import say
-from .trace_command import app
 
-__all__ = ["app"]
+__all__ = ["weights_command"]
 
 
-@command("weights", short_help="Tensors of a checkpoint, and how they differ from a model.")
+@command("weights")
 def weights_command(
     path: Annotated[str, typer.Argument(metavar="FILE", help="A safetensors file, an index, or a folder with one.")],
-    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="What it is held to, as of report.")] = None,
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="What it is held to, as of report.",
+        autocompletion=opt.one_of(opt.presets))] = None,
     sizes: opt.Sizes = None, dtype: opt.Format = None,
 ) -> None:  # fmt: skip
     """Print which tensors a checkpoint holds, from its headers alone; with a model, in what the two differ.
@@ -36,7 +36,7 @@ def weights_command(
     if model is None:
         say(str(found))
         return
-    compared = compare_weights(load_model(model, None, dtype, None), found, **read_sizes(sizes))
+    compared = compare_weights(load_model(model, None, dtype, None), found, **opt.read_sizes(sizes))
     say(str(compared))
     if not compared.agree:
         raise typer.Exit(1)

@@ -11,13 +11,13 @@ from .registry import FAMILIES
 __all__ = ["PARAMETERS", "published"]
 
 PARAMETERS = Path(__file__).with_name("parameters.json")
-"""Parameters that the public module of each model has. `tests/with_torch/zoo_page.py` counts them, and tests hold every
-declaration to them."""
+"""Parameters of the public module of each model, or, where none is public, of the declaration.
+`tests/with_torch/zoo_page.py` counts them, and tests hold every declaration to them."""
 
 
-def published() -> Iterator[tuple[str, int | None, Mapping[str, int]]]:
-    """Yield the name, the parameters of the public module where there is one, and the sizes of every model."""
+def published() -> Iterator[tuple[str, int, Mapping[str, int]]]:
+    """Yield the name, the parameters, and the sizes of every model."""
     parameters = json.loads(PARAMETERS.read_text(encoding="utf-8"))
     presets = {name: preset for family in FAMILIES for name, preset in family.presets.items()}
     for name, preset in sorted(presets.items()):
-        yield name, parameters.get(name), preset.sizes
+        yield name, parameters[name], preset.sizes

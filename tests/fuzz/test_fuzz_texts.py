@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import costgraph as cg
 from costgraph.algebra.polynomial import Poly
 from costgraph.algebra.symbols import read_size
-from costgraph.cli.commands import read_sizes
+from costgraph.cli.options import read_sizes
 from costgraph.hardware import units
 from costgraph.notation.grammar import parse_formula, parse_relation
 from costgraph.notation.pattern import parse_pattern

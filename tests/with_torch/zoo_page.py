@@ -50,12 +50,15 @@ def references():
 def counted():
     kept = json.loads(COUNTS.read_text(encoding="utf-8"))
     for name, parameters in json.loads(PARAMETERS.read_text(encoding="utf-8")).items():
-        kept["models"][name]["parameters"] = parameters
+        if name in kept["models"]:  # of a public module
+            kept["models"][name]["parameters"] = parameters
     return kept
 
 
 def keep(kept):
     parameters = {name: row["parameters"] for name, row in kept["models"].items()}
+    alone = [name for name in cg.models.names() if name not in parameters]
+    parameters |= {name: cg.param_count(cg.models.load(name)) for name in alone}
     rows = {name: {k: v for k, v in row.items() if k != "parameters"} for name, row in kept["models"].items()}
     for path, data in ((COUNTS, kept | {"models": rows}), (PARAMETERS, parameters)):
         path.write_text(json.dumps(data, indent=1, sort_keys=True) + "\n", encoding="utf-8")
