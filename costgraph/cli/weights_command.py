@@ -18,7 +18,8 @@ __all__ = ["weights_command"]
 
 @command("weights")
 def weights_command(
-    path: Annotated[str, typer.Argument(metavar="FILE", help="A safetensors file, an index, or a folder with one.")],
+    path: Annotated[str, typer.Argument(metavar="FILE",
+          help="A safetensors file, an index, a folder with one, or a GGUF file.")],
     model: Annotated[str | None, typer.Argument(metavar="MODEL", help="What it is held to, as of report.",
         autocompletion=opt.one_of(opt.presets))] = None,
     sizes: opt.Sizes = None, dtype: opt.Format = None,

@@ -3,6 +3,7 @@
 A safetensors file begins with the length of its header in 8 bytes, little-endian, and the header, a JSON object of
 `dtype`, `shape` and `data_offsets` for each tensor; the data follow without a gap
 (https://huggingface.co/docs/safetensors, "Format"). An index names the file of each tensor of a model in several files.
+GGUF is read beside.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from ..errors import FormatError
 from ..hardware.tables import Column, Fact, Table
 from ..notation.door import guarded
 from ..text_file import place_of, read_start, read_text, unique
+from .gguf import read_gguf
 
 __all__ = ["Weight", "Weights", "read_weights"]
 
@@ -113,7 +115,8 @@ def read_weights(path: str | os.PathLike[str]) -> Weights:
     Parameters
     ----------
     path : str or path-like
-        A safetensors file, the index of several (`model.safetensors.index.json`), or a folder with one of the two.
+        A safetensors file, the index of several (`model.safetensors.index.json`), a folder with one of the two, or a
+        GGUF file.
 
     Returns
     -------
@@ -123,7 +126,8 @@ def read_weights(path: str | os.PathLike[str]) -> Weights:
     Raises
     ------
     FormatError
-        If a file cannot be read, its header is not what the format says or longer than 16 MiB, tensors overlap, leave a
+        If a file cannot be read, its header is not what the format says or longer than 16 MiB (64 MiB of
+        GGUF), tensors overlap, leave a
         gap or do not fill the file, or files and index name different tensors: the text says which.
 
     Examples
@@ -142,7 +146,7 @@ def read_weights(path: str | os.PathLike[str]) -> Weights:
     if not isinstance(path, str | os.PathLike):
         raise FormatError(f"read_weights of {type(path).__name__}, expected a path")
     file = _in_folder(path, place) if os.path.isdir(path) else os.fspath(path)
-    read = _index if file.endswith(".json") else _safetensors
+    read = _index if file.endswith(".json") else _gguf if file.lower().endswith(".gguf") else _safetensors
     return Weights(tuple(read(file)), place)
 
 
@@ -152,6 +156,10 @@ def _in_folder(path: str | os.PathLike[str], place: str) -> str:
     if not found:
         raise FormatError(f"{place}: a folder without weights, expected one of {', '.join(names)} in it")
     return found[0]
+
+
+def _gguf(path: str) -> list[Weight]:
+    return [Weight(t.name, t.shape, t.format, t.bytes) for t in read_gguf(path).tensors]
 
 
 # -- one file ----------------------------------------------------------------------------------------------------

@@ -1,0 +1,123 @@
+"""GGUF files, written by the package of that name, and what is read of them."""
+
+import random
+from contextlib import suppress
+
+import pytest
+
+import costgraph as cg
+from costgraph.errors import FormatError
+from costgraph.files.gguf import FILE_TYPES, FORMATS, read_gguf
+
+gguf = pytest.importorskip("gguf")
+numpy = pytest.importorskip("numpy")
+
+NAMES = {"fp32": "F32", "fp16": "F16", "fp64": "F64"}
+
+
+def written(path, tensors, fields=(), arch="llama"):
+    """Write a file with gguf's own writer; of tensors (shape, type) by name, the data are zeros."""
+    writer = gguf.GGUFWriter(path, arch)
+    for name, value in dict(fields).items():
+        writer.add_key_value(name, value, gguf.GGUFValueType.get_type(value))
+    writer.add_array("tokenizer.ggml.tokens", ["a", "bc", "\u00e9"])
+    writer.add_array("tokenizer.ggml.scores", [0.5, 0.25])
+    for name, (shape, kind) in tensors.items():
+        elements, size = gguf.GGML_QUANT_SIZES[kind]
+        raw = numpy.zeros((*shape[:-1], shape[-1] // elements * size), numpy.uint8)
+        writer.add_tensor(name, raw, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_formats_and_file_types_are_those_of_the_package():
+    for number, (name, elements, size) in FORMATS.items():
+        kind = gguf.GGMLQuantizationType(number)
+        assert gguf.GGML_QUANT_SIZES[kind] == (elements, size)
+        assert NAMES.get(name, name.upper().replace("INT", "I")) == kind.name
+    for number, name in FILE_TYPES.items():
+        known = gguf.LlamaFileType(number).name.removeprefix("MOSTLY_").removeprefix("ALL_")
+        assert NAMES.get(name, name.upper()) == known
+
+
+@pytest.mark.parametrize(
+    "name", ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "mxfp4"]
+)
+def test_blocks_have_the_bytes_of_the_library(name):
+    elements, size = next((e, s) for n, e, s in FORMATS.values() if n == name)
+    assert cg.bits_per_element(name) * elements == 8 * size
+
+
+def test_a_file_says_what_the_package_reads(tmp_path):
+    rng = random.Random(7)
+    kinds = [gguf.GGMLQuantizationType(n) for n in FORMATS]
+    tensors = {}
+    for i, kind in enumerate(kinds):
+        last = gguf.GGML_QUANT_SIZES[kind][0] * rng.choice((1, 2, 3))
+        tensors[f"blk.{i}.x"] = ((*(rng.choice((1, 2, 3, 5)) for _ in range(rng.randint(0, 3))), last), kind)
+    path = written(tmp_path / "m.gguf", tensors, {"llama.block_count": 3, "general.name": "x"})
+    found = cg.read_weights(path)
+    package = gguf.GGUFReader(path)
+    assert {(w.name, w.shape[::-1], w.bytes) for w in found.rows} == {
+        (t.name, tuple(int(n) for n in t.shape), t.n_bytes) for t in package.tensors
+    }
+    fields = read_gguf(str(path)).fields
+    assert (fields["general.architecture"], fields["llama.block_count"]) == ("llama", 3)
+    assert (fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.scores"]) == (3, 2)
+
+
+def test_a_file_is_held_to_a_declaration(tmp_path):
+    with cg.Graph("net", dtype="bf16") as g:
+        x = cg.linear(g.input("x", (3, 64)), "b d -> b f", f=96, name="up")
+        g.output(cg.linear(x, "b f -> b d", d=64, name="down"))
+    kinds = gguf.GGMLQuantizationType
+    path = written(
+        tmp_path / "m.gguf", {"blk.0.up.weight": ((96, 64), kinds.BF16), "blk.0.down.weight": ((64, 96), kinds.BF16)}
+    )
+    assert cg.compare_weights(g, path).agree
+    path = written(
+        tmp_path / "q.gguf", {"blk.0.up.weight": ((96, 64), kinds.Q4_0), "blk.0.down.weight": ((64, 96), kinds.Q4_0)}
+    )
+    assert cg.compare_weights(cg.quantize(g, weights="q4_0"), path).agree
+    rows = cg.compare_weights(g, path).rows
+    assert {(r.kind, r.expected.split()[-1], r.found.split()[-1]) for r in rows} == {("format", "bf16", "q4_0")}
+
+
+def damaged(path, at, content):
+    raw = bytearray(path.read_bytes())
+    raw[at : at + len(content)] = content
+    path.with_name("d.gguf").write_bytes(raw)
+    return path.with_name("d.gguf")
+
+
+def test_what_is_damaged_is_refused_by_place(tmp_path):
+    path = written(tmp_path / "m.gguf", {"w": ((3, 32), gguf.GGMLQuantizationType.Q8_0)})
+    for at, content, text in (
+        (0, b"nope", "begins with b'nope', expected a GGUF file"),
+        (4, b"\x00\x00\x00\x03", "version 50331648, expected 2 or 3, little-endian"),
+        (8, b"\xff" * 8, "header ends"),
+        (24, b"\xff" * 8, "header ends"),
+    ):
+        with pytest.raises(FormatError, match=r"d\.gguf: ") as refused:
+            cg.read_weights(damaged(path, at, content))
+        assert text in str(refused.value)
+    short = tmp_path / "s.gguf"
+    short.write_bytes(path.read_bytes()[:-70])
+    with pytest.raises(FormatError, match=r"'w' has 102 bytes from 0 on, expected .* the end within the file"):
+        cg.read_weights(short)
+
+
+def test_no_damage_is_anything_but_refused(tmp_path):
+    raw = written(tmp_path / "m.gguf", {"w": ((3, 32), gguf.GGMLQuantizationType.Q8_0)}).read_bytes()
+    rng = random.Random(11)
+    path = tmp_path / "d.gguf"
+    for _ in range(300):
+        other = bytearray(raw[: rng.choice((len(raw), rng.randrange(len(raw))))])
+        for _ in range(rng.randint(0, 4)):
+            other[rng.randrange(len(other)) if len(other) else 0 : 1] = bytes([rng.randrange(256)])
+        path.write_bytes(bytes(other))
+        with suppress(FormatError):
+            cg.read_weights(path)
