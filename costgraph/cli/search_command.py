@@ -15,7 +15,6 @@ from ..errors import FormatError
 from ..plan.plans import Plan, Search
 from ..plan.searching import search
 from . import options as opt
-from .commands import read_sizes
 from .frame import command
 from .loading import load_model
 from .terminal import check_files, say, write_files
@@ -107,7 +106,7 @@ def search_command(
         --precision bf16 B=512 S=4096
     """
     check_files(json, csv)
-    dims: dict[str, Any] = dict(read_sizes(sizes))  # no keyword of search, which a type checker cannot know
+    dims: dict[str, Any] = dict(opt.read_sizes(sizes))  # no keyword of search, which a type checker cannot know
     taken = sorted(dims.keys() & signature(search).parameters.keys())
     if taken:
         raise FormatError(f"{taken[0]}={dims[taken[0]]}: search has an option of this name, expected --{taken[0]}")

@@ -131,7 +131,7 @@ def decode_command(
         --cache fp8_e4m3 S=8192
     """
     check_files(json, csv, plot)
-    dims = opt.read_sizes(sizes)
+    dims: dict[str, Any] = dict(opt.read_sizes(sizes))  # no keyword of throughput, which a type checker cannot know
     if vary in dims:
         raise FormatError(f"--vary {vary}: a size of it is given as well, expected one of the two")
     graph = load_model(model, attention, dtype, None, False, symbolic)
