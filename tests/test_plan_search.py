@@ -8,6 +8,7 @@ import pytest
 
 import costgraph as cg
 from costgraph.cli import main
+from costgraph.plan.structures import Family
 
 B, S, D, F, V = cg.dims("B S D F V")
 SIZES = {"S": 52, "D": 104, "F": 208, "V": 182}
@@ -211,3 +212,20 @@ def test_the_command_prints_what_the_function_returns(model, capsys, tmp_path):
     assert "--sequence 'maybe': expected yes or no" in capsys.readouterr().err
     assert main(["search", str(tmp_path / "lm.json"), *words.split(), "tp=2"]) == 2
     assert "tp=2: search has an option of this name, expected --tp" in capsys.readouterr().err
+
+
+def test_what_cannot_be_derived_with_open_degrees_is_derived_with_each_and_says_so(model, monkeypatch):
+    limits = {**FEW, "zero": 1, "accumulate": (1, 3), "tp": (1, 2)}
+    expected, derived = cg.plan.search(model, **limits), Family.forms
+
+    def only_bound(family, structure):
+        if structure.dp is None:
+            raise cg.ShapeError("dp is open")
+        return derived(family, structure)
+
+    monkeypatch.setattr(Family, "forms", only_bound)
+    found = cg.plan.search(model, **limits)
+    assert [p.memory for p in found.rows] == [p.memory for p in expected.rows]
+    assert [p.seconds for p in found.rows] == pytest.approx([p.seconds for p in expected.rows], rel=1e-12)
+    assert (found.notes, expected.notes) == (("by single dp, ZeRO 1: dp is open",), ())
+    assert "note  by single dp" in str(found)
