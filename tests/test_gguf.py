@@ -64,9 +64,9 @@ def test_a_file_says_what_the_package_reads(tmp_path):
     assert {(w.name, w.shape[::-1], w.bytes) for w in found.rows} == {
         (t.name, tuple(int(n) for n in t.shape), t.n_bytes) for t in package.tensors
     }
-    fields = read_gguf(str(path)).fields
-    assert (fields["general.architecture"], fields["llama.block_count"]) == ("llama", 3)
-    assert (fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.scores"]) == (3, 2)
+    read = read_gguf(str(path))
+    assert (read.fields["general.architecture"], read.fields["llama.block_count"]) == ("llama", 3)
+    assert read.lengths == {"tokenizer.ggml.tokens": 3, "tokenizer.ggml.scores": 2}
 
 
 def test_a_file_is_held_to_a_declaration(tmp_path):
@@ -121,3 +121,69 @@ def test_no_damage_is_anything_but_refused(tmp_path):
         path.write_bytes(bytes(other))
         with suppress(FormatError):
             cg.read_weights(path)
+
+
+# -- models ----------------------------------------------------------------------------------------------------------
+
+D, H, G, K, F, L, V = 512, 4, 2, 128, 768, 3, 307
+KINDS = gguf.GGMLQuantizationType
+
+
+def fields_of(arch, file_type, **more):
+    sizes = {"block_count": L, "embedding_length": D, "feed_forward_length": F, "attention.head_count": H,
+             "attention.head_count_kv": G, "context_length": 2048, "rope.freq_base": 1e4, **more}  # fmt: skip
+    return {f"{arch}.{k}": v for k, v in sizes.items()} | {"general.file_type": file_type}
+
+
+def tensors_of(kind, *, head=True, norm=False, bias=False):
+    """Tensors as llama.cpp stores them, named as it names them; norms and biases in fp32."""
+    matrices = {"attn_q": (H * K, D), "attn_k": (G * K, D), "attn_v": (G * K, D), "attn_output": (D, H * K),
+                "ffn_gate": (F, D), "ffn_up": (F, D), "ffn_down": (D, F)}  # fmt: skip
+    vectors = {"attn_norm.weight": (D,), "ffn_norm.weight": (D,)}
+    vectors |= {"attn_q_norm.weight": (K,), "attn_k_norm.weight": (K,)} if norm else {}
+    vectors |= {f"{n}.bias": matrices[n][:1] for n in ("attn_q", "attn_k", "attn_v")} if bias else {}
+    found = {"token_embd.weight": ((V, D), kind), "output_norm.weight": ((D,), KINDS.F32)}
+    found |= {"output.weight": ((V, D), kind)} if head else {}
+    for i in range(L):
+        found |= {f"blk.{i}.{n}.weight": (shape, kind) for n, shape in matrices.items()}
+        found |= {f"blk.{i}.{n}": (shape, KINDS.F32) for n, shape in vectors.items()}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("arch", "more"),
+    [("llama", {}), ("llama", {"head": False}), ("qwen2", {"bias": True}), ("qwen3", {"norm": True})],
+    ids=["llama", "tied", "qwen2", "qwen3"],
+)
+def test_a_file_alone_is_the_model_of_its_tensors(tmp_path, arch, more):
+    fields = fields_of(arch, gguf.LlamaFileType.ALL_F32.value, **{"attention.key_length": K})
+    path = written(tmp_path / "m.gguf", tensors_of(KINDS.F32, **more), fields, arch)
+    g = cg.models.from_config(path)
+    assert (cg.param_count(g), cg.param_bytes(g)) == (cg.read_weights(path).elements, cg.read_weights(path).bytes)
+    assert cg.compare_weights(g, path).agree
+
+
+def test_a_mixture_has_the_bytes_of_its_matrices(tmp_path):
+    fields = fields_of("llama", gguf.LlamaFileType.MOSTLY_Q8_0.value)
+    path = written(tmp_path / "m.gguf", tensors_of(KINDS.Q8_0), fields)
+    norms = sum(w.bytes for w in cg.read_weights(path).rows if w.format == "fp32")
+    g = cg.models.from_config(path)  # in bf16 but for its matrices
+    assert cg.param_bytes(g) == cg.read_weights(path).bytes - norms + norms // 2
+    assert cg.param_bytes(cg.models.from_config(path, dtype="bf16")) == 2 * cg.param_count(g)
+
+
+@pytest.mark.parametrize(
+    ("arch", "fields", "text"),
+    [
+        ("mamba", {}, "architecture 'mamba', expected one of llama, qwen2, qwen3"),
+        ("qwen2", {"qwen2.expert_count": 8}, "architecture 'qwen2' with experts, expected one of llama"),
+        ("llama", {"llama.attention.head_count_kv": [2, 1, 2]}, "llama.attention.head_count_kv is an array of 3"),
+        ("llama", {"llama.odd": 7}, "llama.odd is 7, expected one number, of block_count"),
+        ("llama", {"general.file_type": 99}, "general.file_type is 99, expected one of 0, 1, 2"),
+    ],
+)
+def test_a_file_that_is_no_known_model_is_refused_by_name(tmp_path, arch, fields, text):
+    path = written(tmp_path / "m.gguf", {}, fields_of("llama", 0) | fields, arch)
+    with pytest.raises(cg.CostGraphError) as refused:
+        cg.models.from_config(path)
+    assert text in str(refused.value)

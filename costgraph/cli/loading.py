@@ -1,14 +1,15 @@
-"""Which graph a word on the command line stands for: a preset, a saved graph, or a config.json."""
+"""Which graph a word on the command line stands for: a preset, a saved graph, a configuration, a model of the Hub."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 from typing import Any
 
 from .. import models
 from ..algebra.symbols import shorten
-from ..errors import CostGraphError, FormatError
+from ..errors import CostGraphError, FormatError, UnsupportedError
 from ..files.write import load
 from ..graph.graph import Graph
 from ..report.quantities import symbolic
@@ -33,7 +34,9 @@ def load_model(
     Parameters
     ----------
     model : str
-        Name, or path of a file or of a folder with a config.json; what a file is, its content says.
+        Name, or path of a file or of a folder with a config.json; what a file is, its content says. A safetensors
+        file, an index of several or a GGUF file stands for the config.json beside it, the last for itself where there
+        is none; OWNER/NAME, where there is no such path, for a model of the Hub.
     attention, dtype, dropout : optional
         As `costgraph.models.load`; a saved graph has them already.
     composed : bool
@@ -53,8 +56,10 @@ def load_model(
     """
     given = {"attention": attention, "dtype": dtype, "dropout": dropout, "composed": composed or None}
     options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    is_file = model not in models.names() and (os.path.exists(model) or model.lower().endswith(".json"))
-    is_config = is_file and (os.path.isdir(model) or _is_config(model))
+    if model not in models.names():
+        model = _config_of(model)
+    is_file = model not in models.names() and (os.path.exists(model) or model.lower().endswith((".json", ".gguf")))
+    is_config = is_file and (os.path.isdir(model) or model.lower().endswith(".gguf") or _is_config(model))
     for name in options if is_file else ():
         if not is_config or name == "composed":
             kind = "a config.json" if is_config else "a saved graph"
@@ -62,6 +67,37 @@ def load_model(
     read = models.from_config if is_config else load if is_file else models.load
     graph = read(model, **options)
     return symbolic(graph) if symbolic_ else graph
+
+
+def _config_of(model: str) -> str:
+    """Return the configuration that stands for weights, or for a model of the Hub; anything else as it is."""
+    if model.lower().endswith((".safetensors", ".safetensors.index.json", ".gguf")):
+        beside = os.path.join(os.path.dirname(model), "config.json")
+        if os.path.exists(beside) or model.lower().endswith(".gguf"):
+            return beside if os.path.exists(beside) else model
+        raise FormatError(f"{shorten(model)}: weights without their model, expected a config.json beside them")
+    is_id = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", model, re.ASCII) and not model.lower().endswith(".json")
+    return _from_hub(model) if is_id and not os.path.exists(model) else model
+
+
+def _from_hub(name: str) -> str:
+    """Return the path of the config.json of a model of the Hub, from the cache of its client or the network."""
+    try:
+        from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    except ImportError:
+        raise UnsupportedError(
+            f"{shorten(name)}: no such path, and huggingface_hub is not installed, expected it for a model of the Hub: "
+            f"pip install huggingface_hub"
+        ) from None
+    try:
+        kept = try_to_load_from_cache(name, "config.json")
+        return kept if isinstance(kept, str) else hf_hub_download(name, "config.json")
+    except (OSError, ValueError) as error:  # all that the client raises
+        said = str(error).strip().partition("\n")[0]
+        raise FormatError(
+            f"{shorten(name)}: no such path, and no config.json of it from the Hub: {type(error).__name__}: "
+            f"{shorten(said, 300)}, expected one in the cache or on the network"
+        ) from None
 
 
 def _is_config(path: str) -> bool:

@@ -60,9 +60,10 @@ class Stored:
 
 @dataclass(frozen=True)
 class Gguf:
-    """Fields and tensors; of a field that is an array, its length."""
+    """Fields, of those that are arrays their lengths alone, and tensors."""
 
     fields: Mapping[str, Any]
+    lengths: Mapping[str, int]
     tensors: tuple[Stored, ...]
 
 
@@ -93,22 +94,20 @@ class _Reader:
             raise FormatError(f"{self.place}: byte {start + wrong.start} is no UTF-8, expected a text") from None
 
     def value(self, kind: int, place: str) -> Any:
-        if kind in _SCALARS:
-            return self.number(_SCALARS[kind])
-        return self.text() if kind == _STRING else self.length(kind, place)
+        if kind not in _SCALARS and kind != _STRING:
+            raise FormatError(f"{place}: type {kind}, expected one of GGUF's")
+        return self.text() if kind == _STRING else self.number(_SCALARS[kind])
 
-    def length(self, kind: int, place: str) -> int:
+    def length(self, place: str) -> int:
         """Skip an array and return its length."""
-        of, count = (self.number("I"), self.number("Q")) if kind == _ARRAY else (None, 0)
+        of, count = self.number("I"), self.number("Q")
         if of in _SCALARS:
             self.skip(count * struct.calcsize(f"<{_SCALARS[of]}"))
         elif of == _STRING:
             for _ in range(count):  # each takes 8 bytes at least
                 self.skip(self.number("Q"))
         else:
-            raise FormatError(
-                f"{place}: type {kind if of is None else of}, expected one of GGUF's, and no nested array"
-            )
+            raise FormatError(f"{place}: an array of type {of}, expected numbers or texts")
         return int(count)
 
 
@@ -130,15 +129,18 @@ def read_gguf(path: str) -> Gguf:
     if version not in (2, 3):
         raise FormatError(f"{place}: version {version}, expected 2 or 3, little-endian")
     tensors, fields = reader.number("Q"), reader.number("Q")
-    found: dict[str, Any] = {}
+    found, lengths = dict[str, Any](), dict[str, int]()
     for _ in range(fields):  # each takes 12 bytes at least, as a tensor does
-        name = reader.text()
-        if name in found:
+        name, kind = reader.text(), reader.number("I")
+        if name in found or name in lengths:
             raise FormatError(f"{place}: {shorten(name)} twice, expected it once")
-        found[name] = reader.value(reader.number("I"), f"{place}: {shorten(name)}")
+        if kind == _ARRAY:
+            lengths[name] = reader.length(f"{place}: {shorten(name)}")
+        else:
+            found[name] = reader.value(kind, f"{place}: {shorten(name)}")
     placed = [_tensor(reader) for _ in range(tensors)]
     _check_places(placed, found, reader.at, size, place)
-    return Gguf(found, tuple(t for t, _ in placed))
+    return Gguf(found, lengths, tuple(t for t, _ in placed))
 
 
 def _tensor(reader: _Reader) -> tuple[Stored, int]:

@@ -1,4 +1,4 @@
-"""Reading a config.json of transformers from a file, a folder, or a mapping of its fields."""
+"""Reading a config.json of transformers from a file, a folder, or a mapping of its fields; GGUF says the same."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from ..algebra.symbols import shown
 from ..errors import FormatError
 from ..text_file import place_of, read_text
 from .config import Config, keyed
+from .gguf_config import gguf_config
 
 __all__ = ["read_config"]
 
@@ -17,7 +18,7 @@ _LARGEST = 2**20  # bytes: configurations are a few thousand
 
 
 def read_config(path: object) -> Config:
-    """Read a configuration from a file, a folder that holds a config.json, or a mapping of its fields."""
+    """Read a configuration from a file, a folder that holds a config.json, a GGUF file, or a mapping of its fields."""
     if isinstance(path, Mapping):
         return Config(keyed(path, "config"), "config")
     if not isinstance(path, str | os.PathLike):
@@ -25,6 +26,8 @@ def read_config(path: object) -> Config:
     # what there is no such path for is no folder
     file = os.path.join(path, "config.json") if os.path.isdir(path) else path
     place = place_of(file)
+    if os.fspath(file).lower().endswith(".gguf"):
+        return Config(keyed(gguf_config(file), place), place)
     text = read_text(file, place, _LARGEST, "a config.json")
     try:
         fields = json.loads(text, object_pairs_hook=_unique)

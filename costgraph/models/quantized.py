@@ -89,9 +89,15 @@ def _awq(c: Config, whole: Config) -> dict[str, Any]:
     return {"weights": "int4", "group": c.size("group_size"), "scale": "fp16", "zero": True}
 
 
+def _gguf(c: Config, whole: Config) -> dict[str, Any]:
+    """Read a mixture of GGUF, whose name is its own."""
+    return {"weights": c.word("mixture")}
+
+
 #: How each method is read, and the types of models in which it takes the weights that `quantize` takes.
 _METHODS: Mapping[str, tuple[Callable[[Config, Config], dict[str, Any]], frozenset[str]]] = {
     "awq": (_awq, _DENSE),
+    "gguf": (_gguf, frozenset({"llama", "mixtral", "qwen2", "qwen3"})),
     "fp8": (_fp8, _DENSE | {"deepseek_v3", "qwen3_moe"}),
     "mxfp4": (_mxfp4, frozenset({"gpt_oss"})),
 }

@@ -172,12 +172,13 @@ def from_config(
     Parameters
     ----------
     path : str, path-like or mapping
-        The file, a folder with a `config.json` in it, or the fields themselves.
+        The file, a folder with a `config.json` in it, a GGUF file, or the fields themselves.
     symbolic, attention, dropout : object
         As in `load`.
     dtype : str or DType, optional
         Floating format; by default the one that the file names, bf16 where it names none, and what is quantized as its
-        `quantization_config` says: fp8 of DeepSeek-V3, mxfp4 of GPT-OSS, AWQ. Given here, it is that of all parameters.
+        `quantization_config` says: fp8 of DeepSeek-V3, mxfp4 of GPT-OSS, AWQ, mixtures of GGUF. Given here, it is that
+        of all parameters.
     **structure : object
         As in `load`.
 

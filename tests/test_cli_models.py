@@ -1,0 +1,111 @@
+"""What a word on the command line stands for: weights beside a config.json, GGUF files, and models of the Hub."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from config_files import DECODER
+
+import costgraph as cg
+from costgraph.cli import app as cli
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **DECODER}
+ID = "owner/some-model"
+
+
+def counted(capsys, *words):
+    assert cli.main(["formula", *words, "params", "--preset"]) == 0
+    return int(capsys.readouterr().out)
+
+
+def refused(capsys, *words):
+    assert cli.main(["report", *words]) == 2
+    done = capsys.readouterr()
+    assert (done.out, done.err.count("\n")) == ("", 1)
+    return done.err
+
+
+@pytest.fixture
+def expected():
+    return cg.param_count(cg.models.from_config(CONFIG))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json", "m.GGUF"])
+def test_weights_stand_for_the_config_beside_them(capsys, tmp_path, expected, name):
+    path = tmp_path / name
+    path.write_bytes(b"never read")
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    assert counted(capsys, str(path)) == expected
+    (tmp_path / "config.json").unlink()
+    said = refused(capsys, str(path))
+    alone = "begins with b'neve', expected a GGUF file" if name == "m.GGUF" else "expected a config.json beside them"
+    assert alone in said
+
+
+def test_every_command_that_takes_a_model_takes_weights(capsys, tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"")
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    page = str(tmp_path / "page.html")
+    for words in (
+        ["report", str(path), "B=2", "S=3"],
+        ["train", str(path), "B=2", "S=3"],
+        ["decode", str(path), "--hardware", "h100-sxm", "S=5", "--values", "1,2"],
+        ["explore", str(path), "--out", page, "--views", "forward"],
+    ):
+        assert cli.main(words) == 0
+        assert capsys.readouterr().err == ""
+
+
+# -- the Hub -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def asked(tmp_path):
+    """Ask with a cache as the client of the Hub keeps it, and no network."""
+    pytest.importorskip("huggingface_hub")
+    folder = tmp_path / "hub" / f"models--{ID.replace('/', '--')}"
+    kept = folder / "snapshots" / ("0" * 40)
+    kept.mkdir(parents=True)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("0" * 40)
+    (kept / "config.json").write_text(json.dumps(CONFIG))
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGINGFACE_"))}
+    env |= {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(Path(cg.__file__).parent.parent)}
+
+    def ask(name):
+        words = [sys.executable, "-m", "costgraph", "formula", name, "params", "--preset"]
+        done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=tmp_path, env=env)
+        return done.returncode, done.stdout, done.stderr
+
+    return ask
+
+
+def test_a_model_of_the_hub_is_read_from_its_cache(asked, expected):
+    assert asked(ID) == (0, f"{expected}\n", "")
+
+
+def test_a_model_that_is_neither_kept_nor_reached_is_refused(asked):
+    code, out, said = asked("owner/other")
+    assert (code, out, said.count("\n")) == (2, "", 1)
+    assert said.startswith("costgraph: 'owner/other': no such path, and no config.json of it from the Hub: ")
+    assert said.endswith("expected one in the cache or on the network\n")
+
+
+def test_without_the_client_the_error_says_what_to_install(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    assert "pip install huggingface_hub" in refused(capsys, ID)
+
+
+def test_a_path_is_no_model_of_the_hub(capsys, tmp_path, monkeypatch, expected):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "owner" / "some-model").mkdir(parents=True)
+    (tmp_path / "owner" / "some-model" / "config.json").write_text(json.dumps(CONFIG))
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    assert counted(capsys, ID) == expected
