@@ -66,8 +66,8 @@ _FLOATS = one_of(lambda: [name for name, kind in DTYPES.items() if kind.kind == 
 _DEVICES = one_of(devices)
 
 _MODEL_HELP = (
-    "A preset (costgraph models), a config.json, weights beside one, a GGUF file, OWNER/NAME of the Hub, or the file of "
-    "a saved graph."
+    "A preset (costgraph models), a config.json, weights beside one, a GGUF file, OWNER/NAME of the Hub, or a saved "
+    "graph."
 )
 _DEVICE_HELP = "Device (costgraph hardware), or the .toml file of one."
 _FALLBACK_HELP = "Format whose rate stands in for one that the device lacks."

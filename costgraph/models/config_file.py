@@ -10,7 +10,6 @@ from ..algebra.symbols import shown
 from ..errors import FormatError
 from ..text_file import place_of, read_text
 from .config import Config, keyed
-from .gguf_config import gguf_config
 
 __all__ = ["read_config"]
 
@@ -27,6 +26,8 @@ def read_config(path: object) -> Config:
     file = os.path.join(path, "config.json") if os.path.isdir(path) else path
     place = place_of(file)
     if os.fspath(file).lower().endswith(".gguf"):
+        from .gguf_config import gguf_config  # its reader, which lists of models do without
+
         return Config(keyed(gguf_config(file), place), place)
     text = read_text(file, place, _LARGEST, "a config.json")
     try:

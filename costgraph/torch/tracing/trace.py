@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export import ExportedProgram
 
 from ...algebra.symbols import shown
 from ...errors import GraphError
@@ -32,7 +33,7 @@ __all__ = ["trace"]
 
 
 def trace(
-    module: nn.Module,
+    module: nn.Module | ExportedProgram,
     *inputs: object,
     dims: Sequence[Axes] | None = None,
     train: bool = False,
@@ -52,9 +53,9 @@ def trace(
 
     Parameters
     ----------
-    module : torch.nn.Module
-        What is called, in the mode (`train()`, `eval()`) that it is in; of a compiled one, the one inside it. Its
-        parameters may be on any device, `meta` included, or fake.
+    module : torch.nn.Module or torch.export.ExportedProgram
+        What is called, in the mode (`train()`, `eval()`) that it is in; of a compiled one, the one inside it, and of
+        an exported program its module. Its parameters may be on any device, `meta` included, or fake.
     *inputs : torch.Tensor or other
         Positional arguments; of tensors the shape, the layout and the number format matter alone.
     dims : sequence, optional
@@ -111,8 +112,10 @@ def trace(
     if arch is not None and device == "cpu":
         raise GraphError(f"trace: arch {shown(arch)} of a CPU, expected device='cuda' with it")
     target = arch_of(DEFAULT if arch is None else arch, "trace") if device == "cuda" else None
+    if isinstance(module, ExportedProgram):
+        module = module.module()
     if not isinstance(module, nn.Module):
-        raise GraphError(f"trace: got {type(module).__name__}, expected a torch.nn.Module")
+        raise GraphError(f"trace: got {type(module).__name__}, expected a torch.nn.Module, or an exported program")
     if optimizer is not None and not train:
         raise GraphError("trace: an optimizer without train=True, expected a backward pass before its step")
     module = module._orig_mod if isinstance(module, OptimizedModule) else module
