@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import lcm
 from types import MappingProxyType
 
@@ -15,10 +16,12 @@ from ..algebra.polynomial import ONE, Poly, as_poly
 from ..graph.graph import Graph
 from ..graph.loop import Loop, loops
 from ..graph.op import Op
+from ..graph.placement import Waiting
 from ..graph.strides import numel
 from ..graph.tensor import Storage, Tensor
 from ..ops.play import Env, Player, Turn
 from .families import Family, Held, Life, Rest, piece
+from .saved import leaves, left
 
 __all__ = ["Copies", "Life", "Program", "Step", "copies_for", "copies_needed", "period", "play"]
 
@@ -109,6 +112,8 @@ class _Player(Player[tuple[str, ...]]):
         self.copies = copies
         self.values = values
         self.program = Program()
+        self.passes: list[int] = []
+        """first steps of the micro-batches of a stage of a pipeline"""
         self.rests: list[Rest] = []
         """of the loops around, what their iterations leave behind that are not played"""
 
@@ -188,7 +193,21 @@ class _Player(Player[tuple[str, ...]]):
 
     def iteration(self, loop: Loop, env: Env, turn: Turn, stacks: Sequence[Held], place: tuple[str, ...]) -> None:
         env |= {t.storage: life for t, life in zip(loop.ys, stacks, strict=True)}
+        if not place and loop.op.phase == "forward":
+            self.passes.append(len(self.program.steps))
         self.play(loop.body.ops, env, (*place, f"[{_iteration(turn)}]"))
+
+    def hold(self, graph: Graph, waiting: Waiting) -> None:
+        """Add what other micro-batches hold while one runs: fewer of them once there are gradients."""
+        steps = self.program.steps
+        loop = next((op.loop for op in graph.ops if op.loop is not None and leaves(op.loop.body)), None)
+        if loop is None:
+            return
+        end = max(i for i, step in enumerate(steps) if step.op.phase != "optimizer")
+        spans = [(start, stop - 1) for start, stop in pairwise((*self.passes, end + 1))]
+        for i, (start, stop) in enumerate(spans):
+            many = waiting.later if i else waiting.first
+            self.program.lives.append(Life("waiting", "activation", left(loop.body) * many, start, stop))
 
     def collected(self, loop: Loop, rows: Sequence[Held]) -> Held:
         return self.rests[-1].family(rows, reverse=loop.reverse)
@@ -224,6 +243,8 @@ def play(graph: Graph, copies: Copies = copies_needed, values: Mapping[str, Poly
     env: dict[Storage, Held] = {}
     player.sources(graph, env)
     player.play(graph.ops, env, ())
+    if graph.waiting is not None:
+        player.hold(graph, graph.waiting)
     for role, kept in (("output", graph.outputs), ("gradient", graph.gradients.values())):
         for t in kept:
             held = env[t.storage]

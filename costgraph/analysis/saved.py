@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from ..algebra.polynomial import total
+from ..algebra.polynomial import Poly, total
 from ..bind.evaluate import Formula, bound_answer
 from ..errors import GraphError
 from ..graph.graph import Graph, need_graph
@@ -13,7 +13,7 @@ from ..graph.op import Op
 from ..graph.sizes import bindings
 from ..graph.tensor import Storage, Tensor
 
-__all__ = ["saved_bytes"]
+__all__ = ["leaves", "left", "saved_bytes"]
 
 
 def saved_bytes(graph: Graph, /, **dims: int) -> dict[str, Formula]:
@@ -67,6 +67,22 @@ def saved_bytes(graph: Graph, /, **dims: int) -> dict[str, Formula]:
         if op.loop is not None and op.phase == "forward":
             found[op.name] = list(dict.fromkeys((*_left(op.loop), *_outlive(op.loop.body))))
     return {name: bound_answer(total(s.bytes for s in storages), values) for name, storages in found.items()}
+
+
+def leaves(graph: Graph) -> bool:
+    """Whether a pass of a graph or body goes forward and back."""
+    return {"forward", "backward"} <= {op.phase for op in graph.ops}
+
+
+def left(graph: Graph) -> Poly:
+    """Return the bytes that the forward pass of a graph or body leaves, with those of all iterations inside."""
+    inside = [op.loop for op in graph.ops if op.loop is not None and op.phase == "forward"]
+    return total(
+        [
+            *(s.bytes for s in dict.fromkeys(_outlive(graph))),
+            *(loop.count * (total(s.bytes for s in dict.fromkeys(_left(loop))) + left(loop.body)) for loop in inside),
+        ]
+    )
 
 
 def _outlive(graph: Graph) -> Iterator[Storage]:

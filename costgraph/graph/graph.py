@@ -27,7 +27,7 @@ from .changes import Carried, Journal, Stated, append, changing, forget, modify
 from .checks import check
 from .copies import Attributes, filled, reduced
 from .op import Op, OpKind
-from .placement import Sharding
+from .placement import Sharding, Waiting
 from .scopes import Place, close, current_graph, enter
 from .tensor import Storage, Tensor
 
@@ -90,6 +90,9 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
     """Storages of carries that a loop hands on as they came, each with what it started from."""
     sharding = Carried[Sharding | None]()
     """Of the graph of one rank, where its tensors lie on the mesh."""
+    parts = Carried[tuple["Graph", ...]]()
+    waiting = Carried[Waiting | None]()
+    """Of a stage of a pipeline, the micro-batches that wait for their backward pass."""
     layers = Carried[frozenset[str]]()
     """Scopes that are one layer each, of stacks whose loops run through a period of several."""
 
@@ -124,7 +127,9 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
         self.graph.setdefault("name", name if isinstance(name, str) else "graph")
         facts = {"dtype": find_dtype(dtype), "outputs": [], "relations": NOTHING_KNOWN, "defaults": {}, "loss": None}
         self.graph.facts = (
-            facts | {"gradients": {}, "handed": {}, "layers": frozenset(), "sharding": None} | self.graph.facts
+            facts
+            | {"gradients": {}, "handed": {}, "layers": frozenset(), "sharding": None, "parts": (), "waiting": None}
+            | self.graph.facts
         )
 
     def copy(self, as_view: bool = False) -> Graph:
@@ -146,6 +151,11 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
     def tensors(self) -> list[Tensor]:
         """Tensors in program order."""
         return [n for n in self.nodes if isinstance(n, Tensor)]
+
+    @property
+    def stages(self) -> tuple[Graph, ...]:
+        """One graph a kind of stage of a pipeline, first, middle, last; this graph itself where there is none."""
+        return self.parts or (self,)
 
     @property
     def root(self) -> Graph:

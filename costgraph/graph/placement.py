@@ -14,7 +14,19 @@ from .strides import Sizes, is_integral, numel
 if TYPE_CHECKING:
     from .op import OpKind
 
-__all__ = ["Factor", "Factors", "Mesh", "Placement", "Sharding", "Split", "blocks", "distributed", "size_of", "tidy"]
+__all__ = [
+    "Factor",
+    "Factors",
+    "Mesh",
+    "Placement",
+    "Sharding",
+    "Split",
+    "Waiting",
+    "blocks",
+    "distributed",
+    "size_of",
+    "tidy",
+]
 
 #: A part of an axis of a tensor: a size, or the axis of a mesh whose ranks each have one of as many blocks.
 Factor = Poly | str
@@ -77,6 +89,16 @@ def tidy(factors: Iterable[Factor]) -> Factors:
         else:
             out[-1] = out[-1] * f
     return tuple(out) if any(isinstance(f, str) for f in out) else ()
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """Other micro-batches of which a stage of a pipeline holds what their backward passes read."""
+
+    first: Poly
+    """while the first one of all runs"""
+    later: Poly
+    """while one runs behind which gradients are there already"""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ point, `sample` how to draw one, and `hold` checks its record against both on dr
 """
 
 # the laws and the meanings in them
-from . import cached, formulas, gradients, grouped, identity, lookups, meetings, refusals, sums, times, updates
+from . import cached, formulas, gradients, grouped, hops, identity, lookups, meetings, refusals, sums, times, updates
 from .arithmetic import FUNCTIONS, Number, function, value
 from .bodies import graphs, ops
 from .hold import hold, missing, search
@@ -24,7 +24,7 @@ from .values import At
 __all__ = [
     "FUNCTIONS", "LAWS", "MEANINGS", "SAMPLES", "TRAINING", "At", "Case", "Counted", "DrawnPattern", "Lesson",
     "Number", "Run", "Sketch", "Spread", "Trial", "cached", "check", "check_sharded", "check_training", "dtypes",
-    "formulas", "function", "gradients", "graphs", "grouped", "hold", "identity", "law", "lookups", "losses", "meaning",
-    "meetings", "missing", "ops", "patterns", "points", "refusals", "run", "run_ranks", "sample", "search", "sizes",
-    "spreads", "sums", "times", "updates", "value",
+    "formulas", "function", "gradients", "graphs", "grouped", "hold", "hops", "identity", "law", "lookups", "losses",
+    "meaning", "meetings", "missing", "ops", "patterns", "points", "refusals", "run", "run_ranks", "sample", "search",
+    "sizes", "spreads", "sums", "times", "updates", "value",
 ]  # fmt: skip

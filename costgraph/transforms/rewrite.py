@@ -78,7 +78,9 @@ class Rewriter:
         """Return the new graph."""
         new = Graph(old.name if name is None else name, dtype=old.dtype)
         new.relations, new.defaults, new.loss = old.relations, dict(old.defaults), old.loss
-        new.layers = old.layers
+        new.layers, new.waiting = old.layers, old.waiting
+        if old.waiting is not None:
+            new.waiting = replace(old.waiting, **{k: bound(v, self.values) for k, v in vars(old.waiting).items()})
         with opened(levels=()):  # names are complete already
             self.fill(old, new)
             new.output(*(made for t in old.outputs for made in members(self.tensors[t])))

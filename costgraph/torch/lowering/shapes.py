@@ -6,6 +6,7 @@ import torch
 
 from ...ops.cached import InitialState
 from ...ops.fill import Assign, Fill, Pad
+from ...ops.hops import Receive, Send
 from ...ops.index import Arange
 from ...ops.moves import Concat, Expand, Rearrange, Slice
 from ...ops.stacks import Empty, Stacked
@@ -91,6 +92,18 @@ def _arange(site: Site[Arange]) -> None:
 def _empty(site: Site[Empty]) -> None:
     t = site.op.results[0]
     site.own(torch.empty, site.sizes(t), dtype=site.dtype(t), device=site.emitter.device)
+
+
+@lowering(Receive)
+def _receive(site: Site[Receive]) -> None:
+    """Get zeros: the other stages are not part of the run."""
+    t = site.op.results[0]
+    site.own(torch.zeros, site.sizes(t), dtype=site.dtype(t), device=site.emitter.device)
+
+
+@lowering(Send)
+def _send(site: Site[Send]) -> None:
+    site.alias(site.call(torch.Tensor.view_as, site.operands[0], site.operands[0]))
 
 
 @lowering(Stacked)

@@ -14,6 +14,9 @@ from ...graph.graph import Graph, need_graph
 from ...graph.placement import Mesh
 from ...graph.tensor import Tensor
 from ...notation.door import Rule
+from ...ops.hops import Receive
+from ..rewrite import Rewriter
+from ..stages import in_stages, together
 from .heads import heads
 from .shard import Placements, shard
 
@@ -79,6 +82,10 @@ def parallelize(
     sequence: bool = False,
     context: Context = "gather",
     placements: Placements | None = None,
+    pp: object = 1,
+    schedule: str = "1f1b",
+    micro_batches: object = 1,
+    virtual: object = 1,
     reduce_each: bool = True,
     strict: bool = False,
 ) -> Graph:
@@ -108,18 +115,31 @@ def parallelize(
         all_to_all: it has a part of the heads for the whole sequence, as `exchange` of `shard`.
     placements : mapping of str to str, optional
         Others, as `shard` takes them, on a mesh of the axes dp, ep, cp and tp: they win.
+    pp : sympy.Expr or int
+        Stages of a pipeline, each with as many of the layers; the first one has what comes before them as well, the
+        last one the head and the loss. A parameter that both ends read is on both, and its gradients are added up.
+    schedule : str
+        1f1b or gpipe: how many micro-batches a stage holds at a time, `costgraph.plan.in_flight`.
+    micro_batches : sympy.Expr or int
+        Micro-batches of a step with stages, as many as `training_step` accumulates.
+    virtual : int
+        1: chunks of a stage.
     reduce_each, strict : bool
         As in `shard`.
 
     Returns
     -------
     Graph
-        Of one rank.
+        Of one rank; of a pipeline, one of the first stage, and `stages` holds the graphs of the first, a middle and the
+        last one. `peak_memory` and `flops` are then those of the largest stage, other questions are asked of each.
 
     Raises
     ------
     GraphError, ShapeError
         If no parameter of the graph is one that `tp` or `ep` splits, or a degree is no positive integer.
+    UnsupportedError
+        If a graph is cut into stages that is no step with one loop over layers, or an op outside of them needs what two
+        stages have.
 
     Notes
     -----
@@ -139,6 +159,28 @@ def parallelize(
     need_graph("parallelize", graph)
     need_flag("parallelize", sequence=sequence, reduce_each=reduce_each, strict=strict)
     given = {"dp": dp, "ep": ep, "cp": cp, "tp": tp}
+    made = [
+        together(_of_rank(stage.graph, given, zero, sequence, context, placements, reduce_each, strict), stage)
+        for stage in in_stages(graph, pp, schedule, micro_batches, virtual)
+    ]
+    if len(made) == 1:
+        return made[0]
+    whole = Rewriter().run(made[0], graph.name)
+    whole.sharding, whole.parts = made[0].sharding, tuple(made)
+    return whole
+
+
+def _of_rank(
+    graph: Graph,
+    given: Mapping[str, object],
+    zero: int,
+    sequence: bool,
+    context: str,
+    placements: Mapping[str, str] | None,
+    reduce_each: bool,
+    strict: bool,
+) -> Graph:
+    """Return the graph of one rank of a graph, with placements by the names of its layers."""
     degrees = {axis: positive(f"parallelize: {axis}", n) for axis, n in given.items()}
     tensor = heads(graph, dict(_split(graph)) if degrees["tp"] != ONE else {}, degrees.pop("tp"))
     mesh, split = Mesh((*degrees.items(), *tensor.axes), tensor.joint), dict(tensor.split)
@@ -146,8 +188,9 @@ def parallelize(
     experts = dict(_experts(graph, split)) if mesh["ep"] != ONE else {}
     _need_some("ep", mesh, experts, graph)
     split |= experts
-    if sequence:
-        split |= dict(_carries(graph))
+    if sequence or any(isinstance(op.kind, Receive) for op in graph.walk()):
+        along = "cp tp" if sequence else "cp"
+        split |= dict.fromkeys(_carries(graph), f"(b dp ep) (s {along}) d")
     split |= dict(_data(graph, split))
     named = {t.name: t for t in graph.tensors if t.producer is None}
     over = {
@@ -204,14 +247,15 @@ def _experts(graph: Graph, split: Mapping[str, str]) -> Iterator[tuple[str, str]
             yield t.name, " ".join(["(e ep)", *others])
 
 
-def _carries(graph: Graph) -> Iterator[tuple[str, str]]:
+def _carries(graph: Graph) -> Iterator[str]:
     """Yield what layers hand on: carries of the forward pass of which the second axis is the sequence of an input."""
     inputs = {t.sizes[-2:] for t in graph.tensors if t.role == "input" and t.ndim >= 2}
+    inputs |= {op.results[0].sizes[:2] for op in graph.walk() if isinstance(op.kind, Receive)}
     for g in graph.bodies():
         for op in g.ops:
             for t in op.loop.carries if op.loop is not None and op.phase == "forward" else ():
                 if t.ndim == 3 and t.sizes[:2] in inputs:
-                    yield t.name, "(b dp ep) (s cp tp) d"
+                    yield t.name
 
 
 def _data(graph: Graph, split: Mapping[str, str]) -> Iterator[tuple[str, str]]:

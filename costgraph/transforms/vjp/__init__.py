@@ -8,6 +8,7 @@ from ...ops.cached import Append
 from ...ops.collectives import Part
 from ...ops.foreign import Foreign
 from ...ops.grouped import Dispatch
+from ...ops.hops import Receive, Send
 from ...ops.keep import StopGradient
 from ...ops.merge import Merge
 from ...ops.pack import Pack
@@ -27,6 +28,8 @@ NOT_DIFFERENTIABLE: Mapping[type[OpKind], str] = MappingProxyType(
         Foreign: "a call that was recorded: torch runs its backward pass, which a trace can record as well",
         FusedUpdate: "part of an optimizer step",
         Pack: "of the graph of one rank: a graph is differentiated before it is sharded",
+        Receive: "of one stage of a pipeline: a graph is differentiated before it is cut",
+        Send: "of one stage of a pipeline: a graph is differentiated before it is cut",
         Part: "of the graph of one rank: a graph is differentiated before it is sharded",
         Dispatch: "makes integers alone",
         Merge: "of the graph of one rank: a graph is differentiated before it is sharded",
