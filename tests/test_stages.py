@@ -113,3 +113,24 @@ def test_what_is_not_cut_is_refused():
         cg.parallelize(clipped, pp=2, micro_batches=4)
     with pytest.raises(cg.UnsupportedError, match="pp of 4 layers, expected a number of layers that is one symbol"):
         cg.parallelize(cg.training_step(llama(4)), pp=2)
+
+
+def test_stages_send_what_the_schedule_says():
+    _, s = cut(llama(), 4)
+    B, S, D = cg.dims("B S D")
+    for g, rank in zip(s.stages, (0, 1, 3), strict=True):
+        rows = [m for m in cg.communication(g) if m.collective == "send"]
+        assert sum(m.times for m in rows) == cg.plan.sends("1f1b", 4, M, 1, rank)
+        assert {(m.axis, m.bytes) for m in rows} == {("pp", 4 * B * S * D)}
+    assert 4 * SIZES["B"] * SIZES["S"] * SIZES["D"] == 32_768  # what gloo has sent
+
+
+def test_questions_of_the_whole_are_those_of_the_largest_stage():
+    _, s = cut(llama(), 4)
+    sizes = {**SIZES, "M": 8}
+    own = [{k: n for k, n in sizes.items() if k != "V" or g is not s.stages[1]} for g in s.stages]
+    for ask in (cg.flops, cg.peak_memory):
+        assert ask(s, **sizes) == max(ask(g, **kept) for g, kept in zip(s.stages, own, strict=True))
+        assert cg.evaluate(ask(s), **sizes) == ask(s, **sizes)
+    with pytest.raises(cg.BindingError, match=r"'Q' is no dimension of graph 'llama\.first'"):
+        cg.flops(s, Q=1)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from ..algebra.polynomial import Poly, total
+from ..algebra.polynomial import Poly, poly, total
 from ..bind.evaluate import Formula, bound_answer
+from ..errors import UnsupportedError
 from ..graph.graph import Graph, need_graph
 from ..graph.op import Op
 from ..graph.sizes import Bindings, bindings
@@ -15,6 +16,7 @@ from ..hardware.networks import Network
 from ..hardware.specs import Hardware
 from ..hardware.tables import Column, Fact, Table
 from ..ops.collectives import Collective
+from ..ops.hops import Send
 from .costs import executions
 from .exchange import exchange, whole
 from .seconds import as_seconds
@@ -147,29 +149,38 @@ def communication(
         need_other_names(graph, device, "communication")
     times: dict[Op, list[Poly]] = {}
     for op, runs, _ in executions(graph):
-        if isinstance(op.kind, Collective):
+        if isinstance(op.kind, Collective | Send):
             times.setdefault(op, []).append(runs)
-    rows = [_message(op, op.kind, total(runs), values) for op, runs in times.items() if isinstance(op.kind, Collective)]
+    rows = [
+        _message(op, op.kind, total(runs), values)
+        for op, runs in times.items()
+        if isinstance(op.kind, Collective | Send)
+    ]
     if device is not None:
         rows = [_timed(m, *found, graph, values, device) for m, found in zip(rows, times.items(), strict=True)]
     return Communication(tuple(rows), graph.name)
 
 
 def _timed(m: Message, op: Op, runs: list[Poly], graph: Graph, values: Bindings, device: Hardware) -> Message:
+    if isinstance(op.kind, Send):
+        raise UnsupportedError(
+            f"communication: {op.name!r} goes to another stage, expected no hardware: its time is open"
+        )
     once, link = exchange(op, graph, values, device)
     return replace(m, seconds=as_seconds(once * total(runs).bind(values), values), link=link)
 
 
-def _message(op: Op, kind: Collective, times: Poly, values: Bindings) -> Message:
+def _message(op: Op, kind: Collective | Send, times: Poly, values: Bindings) -> Message:
+    collective, ranks = (kind.collective, kind.ranks) if isinstance(kind, Collective) else ("send", poly(2))
     size = whole(op)
-    sent = size * (kind.ranks - 1) / kind.ranks * (2 if kind.collective == "all_reduce" else 1)
-    if kind.collective == "send":
+    sent = size * (ranks - 1) / ranks * (2 if collective == "all_reduce" else 1)
+    if collective == "send":
         sent = size
 
     def bound(p: Poly) -> Formula:
         return bound_answer(p, values)
 
     return Message(
-        op.name, kind.collective, kind.axis, bound(kind.ranks), op.phase, op.scope, bound(times), bound(size),
+        op.name, collective, kind.axis, bound(ranks), op.phase, op.scope, bound(times), bound(size),
         bound(sent * times),
     )  # fmt: skip

@@ -9,7 +9,7 @@ from functools import reduce as fold
 
 import sympy
 
-from ..algebra.extremum import as_expr
+from ..algebra.extremum import Owner, as_expr, extremum
 from ..algebra.polynomial import ONE, ZERO, Poly, total
 from ..bind.evaluate import Formula, answer, bound_answer
 from ..dtypes import promote
@@ -18,7 +18,7 @@ from ..graph.arguments import need_choice, need_flag
 from ..graph.graph import Graph, need_graph
 from ..graph.loop import Loop
 from ..graph.op import Op
-from ..graph.sizes import Bindings, bindings, known_names
+from ..graph.sizes import Bindings, bindings, known_names, of_stages
 from ..graph.tensor import Storage, Tensor
 from ..ops.contraction import Einsum
 from ..ops.grouped import Grouped
@@ -216,9 +216,14 @@ def _sum_of(graph: Graph, dims: Mapping[str, object], count: str, wanted: Callab
     need_graph("costs", graph)
     need_choice("count", count, _COUNTS)
     key = ("sum", count, wanted)
-    if key not in graph.cache:
-        graph.cache[key] = total(r.amount for r in _rows(graph, count) if wanted(r))
-    return bound_answer(graph.cache[key], bindings(graph, dims))
+    found = of_stages(graph, dims)
+    for g, _ in found:
+        if key not in g.cache:
+            g.cache[key] = total(r.amount for r in _rows(g, count) if wanted(r))
+    if len(found) == 1:
+        return bound_answer(graph.cache[key], found[0][1])
+    amounts = [(g.cache[key].bind(values), Owner(g.name)) for g, values in found]
+    return answer(extremum(amounts), tuple(v for _, values in found for v in values.held))
 
 
 def _is_compute(row: CostRow) -> bool:

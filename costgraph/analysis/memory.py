@@ -15,7 +15,7 @@ from ..algebra.symbols import shorten
 from ..bind.evaluate import Formula, answer, need_bound, number
 from ..graph.arguments import need_choice
 from ..graph.graph import Graph, need_graph
-from ..graph.sizes import Bindings, bindings
+from ..graph.sizes import Bindings, bindings, of_stages
 from ..hardware.tables import Column, Fact, Table
 from ..notation.door import guarded
 from .caching import CachingAllocator
@@ -103,10 +103,11 @@ def peak_memory(
     need_choice("peak_memory: allocator", allocator, ALLOCATORS)
     given = within if isinstance(within, Mapping) else {}
     view = on_device("peak_memory", device, arch)
-    values = bindings(graph, dims, left_open=[name for name in given if name not in dims])
+    stages = of_stages(graph, dims, [name for name in given if name not in dims])
     if allocator != "exact":
-        return _handed_out(_played(graph, copies_for(values), values, view), values)
-    peak = answer(extremum(_bound_regimes(graph, values, view)), closed(graph, values, view))
+        return max(_handed_out(_played(g, copies_for(values), values, view), values) for g, values in stages)
+    cases = [case for g, values in stages for case in _bound_regimes(g, values, view)]
+    peak = answer(extremum(cases), tuple(v for g, values in stages for v in closed(g, values, view)))
     return peak if within is None else answer(narrowed(as_expr(peak), ranges(within, peak, "peak_memory"))[0])
 
 

@@ -125,12 +125,10 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
         # networkx's own functions make graphs of this class with no argument, or with data to copy
         super().__init__(None if isinstance(name, str) else name, **attr)
         self.graph.setdefault("name", name if isinstance(name, str) else "graph")
-        facts = {"dtype": find_dtype(dtype), "outputs": [], "relations": NOTHING_KNOWN, "defaults": {}, "loss": None}
-        self.graph.facts = (
-            facts
-            | {"gradients": {}, "handed": {}, "layers": frozenset(), "sharding": None, "parts": (), "waiting": None}
-            | self.graph.facts
-        )
+        facts: dict[str, Any] = {"dtype": find_dtype(dtype), "outputs": [], "relations": NOTHING_KNOWN, "defaults": {}}
+        facts |= {"gradients": {}, "handed": {}, "layers": frozenset(), "loss": None}
+        facts |= {"sharding": None, "parts": (), "waiting": None}
+        self.graph.facts = facts | self.graph.facts
 
     def copy(self, as_view: bool = False) -> Graph:
         """Return a graph of the same nodes, in which nodes can be removed; ops of its tensors go to the original."""
@@ -151,11 +149,6 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
     def tensors(self) -> list[Tensor]:
         """Tensors in program order."""
         return [n for n in self.nodes if isinstance(n, Tensor)]
-
-    @property
-    def stages(self) -> tuple[Graph, ...]:
-        """One graph a kind of stage of a pipeline, first, middle, last; this graph itself where there is none."""
-        return self.parts or (self,)
 
     @property
     def root(self) -> Graph:
@@ -365,6 +358,7 @@ class Graph(nx.DiGraph):  # type: ignore[misc]  # networkx has no types
     explore = showing.explore
     same = sizes.same
     told = sizes.told
+    stages = property(sizes.stages)
 
     @property
     def captured(self) -> tuple[Tensor, ...]:

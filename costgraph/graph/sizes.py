@@ -18,7 +18,18 @@ from .tensor import Tensor
 if TYPE_CHECKING:
     from .graph import Graph
 
-__all__ = ["Bindings", "bindings", "conditions", "known_names", "need_open", "same", "size_of", "told"]
+__all__ = [
+    "Bindings",
+    "bindings",
+    "conditions",
+    "known_names",
+    "need_open",
+    "of_stages",
+    "same",
+    "size_of",
+    "stages",
+    "told",
+]
 
 # No size has so many, and what is multiplied out of them could not be printed.
 _MOST_BITS = 1024
@@ -176,6 +187,22 @@ def bindings(graph: Graph, dims: Mapping[str, object], left_open: Collection[str
     values = Bindings(graph, {name: as_poly(size_of(name, value)) for name, value in chosen.items()})
     values.validity.conditions.settle(values)
     return values
+
+
+def stages(graph: Graph) -> tuple[Graph, ...]:
+    """One graph a kind of stage of a pipeline, first, middle, last; the graph itself where there is no pipeline."""
+    return graph.parts or (graph,)
+
+
+def of_stages(
+    graph: Graph, dims: Mapping[str, object], left_open: Collection[str] = ()
+) -> list[tuple[Graph, Bindings]]:
+    """Return the stages of a graph with what to put in for the symbols that each has; errors as `bindings`."""
+    own = [(g, known_names(g)) for g in stages(graph)]
+    every = frozenset[str]().union(*(names for _, names in own))
+    return [
+        (g, bindings(g, {k: v for k, v in dims.items() if k in names or k not in every}, left_open)) for g, names in own
+    ]
 
 
 def size_of(name: str, value: object) -> int:
