@@ -80,12 +80,14 @@ def search(
         torch's `no_sync` and by Megatron. The peak is that of the graph.
     fallback : str or mapping, optional
         As `Hardware.rate`.
-    dp, tp, micro_batch, accumulate : int or iterable of int, optional
+    dp, tp : int or iterable of int, optional
         Limits: values that a plan may have. All that divide by default.
     zero : int or iterable of int, optional
         Limit: stages of ZeRO, by default 0 to 3.
     sequence : bool or iterable of bool, optional
         Limit: whether what layers hand on is split along the sequence; both by default.
+    micro_batch, accumulate : int or iterable of int, optional
+        Limits, as `dp`.
     checkpoint : str or iterable of str, optional
         Limit: what is computed again, by default none and every-block; also every:K, from-start or selective:NAME,NAME.
     progress : bool, optional
