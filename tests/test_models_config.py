@@ -157,7 +157,11 @@ def test_a_format_that_is_given_is_that_of_all_weights():
             UnsupportedError,
             "quantization_config has quant_method 'banana', expected one of",
         ),
-        ({"quant_method": "gptq"}, UnsupportedError, "'gptq', expected one of awq, fp8, mxfp4: how it stores which"),
+        (
+            {"quant_method": "gptq"},
+            UnsupportedError,
+            "'gptq', expected one of awq, gguf, fp8, mxfp4: how it stores which",
+        ),
         ({"quant_method": "mxfp4"}, UnsupportedError, "which weights of a llama model is not known; dtype= declares"),
         ({}, UnsupportedError, "quantization_config is {}, expected quant_method to be a word"),
         ({**AWQ, "bits": 8}, UnsupportedError, "quantization_config: bits is 8, expected 4"),
