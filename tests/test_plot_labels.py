@@ -12,12 +12,14 @@ from costgraph.report import plot_timeline
 from costgraph.report.drawing import COLORS, PALETTE
 from costgraph.report.labels import place_labels
 from costgraph.report.timeline_plot import _ROLES
-from costgraph.torch.validating.record import Validation
 
 pytest.importorskip("matplotlib")
+pytest.importorskip("torch")
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
+
+from costgraph.torch.validating.record import Validation
 
 MEASURED = Path(__file__).parent / "measured/validate-cpu.json"
 SIZES = {"B": 1, "S": 2039}
