@@ -16,7 +16,7 @@ project = "costgraph"
 version = release = costgraph.__version__
 extensions = [
     *("sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.intersphinx", "sphinx.ext.viewcode"),
-    *("numpydoc", "myst_parser", "sphinx_copybutton", "derived"),
+    *("numpydoc", "myst_parser", "sphinx_copybutton", "derived", "pictures"),
 ]
 exclude_patterns = ["_build"]
 # inventories are files: nothing is asked over the network

@@ -1,5 +1,6 @@
 """The documentation: formulas derived on the page, and a reference that leaves no public name out."""
 
+import base64
 import re
 import subprocess
 import sys
@@ -21,7 +22,7 @@ needs_sphinx = pytest.mark.skipif(
 CONF = f"""
 import sys
 sys.path.insert(0, {str(DOCS / "_ext")!r})
-extensions = ["myst_parser", "derived"]
+extensions = ["myst_parser", "derived", "pictures"]
 html_math_renderer = "mathml"
 """
 PAGE = """# Page
@@ -79,6 +80,48 @@ def test_a_formula_is_evaluated_where_it_stands(tmp_path):
     ids=["unknown name", "failing example", "text"],
 )
 def test_what_cannot_be_derived_fails_the_build(tmp_path, page, text):
+    code, said, _ = build(tmp_path, page)
+    assert code != 0
+    assert text in said
+
+
+DRAWN = """# Page
+
+```python
+>>> import costgraph as cg
+>>> B = cg.dims("B")
+>>> with cg.Graph("g") as g:
+...     g.output(cg.relu(g.input("x", (B,))))
+
+```
+
+```{picture} cg.timeline(g, B=7).plot()
+:alt: a <step>
+```
+"""
+
+
+@needs_sphinx
+def test_a_picture_is_drawn_into_the_page(tmp_path):
+    pytest.importorskip("matplotlib")
+    code, said, page = build(tmp_path, DRAWN)
+    assert code == 0, said
+    ((alt, drawn),) = re.findall(r'alt="(.*?)" src="data:image/png;base64,(.*?)"', page.read_text(encoding="utf-8"))
+    assert alt == "a &lt;step&gt;"
+    assert base64.b64decode(drawn).startswith(b"\x89PNG")
+
+
+@needs_sphinx
+@pytest.mark.parametrize(
+    ("page", "text"),
+    [
+        (DRAWN.replace(":alt: a <step>\n", ""), "expected the option alt"),
+        (DRAWN.replace("B=7", "B=-7"), "BindingError"),
+        (DRAWN.replace("cg.timeline(g, B=7).plot()", "g.name"), "AttributeError"),
+    ],
+    ids=["without words", "size", "no figure"],
+)
+def test_what_cannot_be_drawn_fails_the_build(tmp_path, page, text):
     code, said, _ = build(tmp_path, page)
     assert code != 0
     assert text in said

@@ -65,6 +65,19 @@ def _aligned(lines: list[str], end: str = "") -> str:
     return r"\begin{aligned} " + rf"{end} \\ ".join(lines) + r" \end{aligned}"
 
 
+def session_of(directive: SphinxDirective) -> Session:
+    """Return the examples of the page on which a directive stands, run as far as there."""
+    # a page is read again when the library has changed
+    for source in Path(cg.__file__).parent.rglob("*.py"):
+        directive.env.note_dependency(str(source))
+    data = directive.env.temp_data  # of the page that is read
+    if "derived" not in data:
+        data["derived"] = Session(Path(directive.env.doc2path(directive.env.docname)))
+    session: Session = data["derived"]
+    session.run(directive.lineno)
+    return session
+
+
 class Derived(SphinxDirective):
     """Show the LaTeX of a Python expression, evaluated with the names of the page's examples.
 
@@ -77,14 +90,7 @@ class Derived(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         """Return the formula as a block of mathematics."""
-        # a page is read again when the library has changed
-        for source in Path(cg.__file__).parent.rglob("*.py"):
-            self.env.note_dependency(str(source))
-        data = self.env.temp_data  # of the page that is read
-        if "derived" not in data:
-            data["derived"] = Session(Path(self.env.doc2path(self.env.docname)))
-        session: Session = data["derived"]
-        session.run(self.lineno)
+        session = session_of(self)
         try:
             text = latex(eval(self.arguments[0], session.names))
         except Exception as error:
