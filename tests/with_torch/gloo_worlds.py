@@ -129,7 +129,7 @@ def work(rank, folder, cases, expected):
 
 
 def derived(case):
-    """Collectives of the graph of one rank over axes of its mesh (it plays others alone): kind, axis, bytes, how often."""
+    """Collectives over axes of the mesh (a rank plays others alone): kind, axis, bytes, and how often."""
     rows = cg.communication(case.sharded, **case.sizes, **case.symbols)
     return [[m.collective, m.axis, m.bytes, m.times] for m in rows if m.axis in case.degrees]
 
