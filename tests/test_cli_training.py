@@ -89,6 +89,7 @@ def test_checkpoints_as_they_are_written():
     assert read_checkpoint("every-block") == cg.every_block()
     assert read_checkpoint("from-start") == cg.from_start()
     assert read_checkpoint("every:4") == cg.every(4)
+    assert read_checkpoint("keep:matmul,mlp/gelu") == cg.every_block(keep=["matmul", "mlp/gelu"])
     assert read_checkpoint("selective:attention,mlp/gelu") == cg.selective("attention", "mlp/gelu")
 
 

@@ -106,6 +106,11 @@ def stated(**facts):
         (lambda: cg.Checkpoint(interval=-3), "every: k: -3, expected a positive integer"),
         (lambda: cg.every(INF), "every: k: size inf: expected"),
         (lambda: cg.every_block(inside=5), "every_block: inside is 5, expected a checkpoint"),
+        (lambda: cg.every_block(keep=["a b"]), "keep: 'a b', expected identifiers separated by '/'"),
+        (
+            lambda: cg.every_block(keep=["a"], inside=cg.every_block()),
+            "keep: what is kept is not computed again, expected no policy for what is inside",
+        ),
         (lambda: cg.selective("a b"), "selective: 'a b', expected identifiers separated by '/'"),
         (lambda: cg.compile(sympy.zoo), "zoo"),
     ],

@@ -25,7 +25,7 @@ from .terminal import check_files, draw_report, say, screen, write_files
 __all__ = ["plan_command", "train_command"]
 
 #: Words of checkpointing; behind a colon stand a number, or names.
-_POLICIES = ("none", "every-block", "from-start", "every:", "selective:")
+_POLICIES = ("none", "every-block", "from-start", "every:", "selective:", "keep:")
 
 _Optimizer = Annotated[
     str,
@@ -56,7 +56,7 @@ _Checkpoint = Annotated[
     typer.Option(
         "--checkpoint",
         metavar="HOW",
-        help="none, every-block, from-start, every:K or selective:NAME,NAME.",
+        help="none, every-block, from-start, every:K, selective:NAME,NAME or keep:NAME,NAME.",
         autocompletion=opt.one_of(lambda: _POLICIES),
     ),
 ]

@@ -89,7 +89,8 @@ def search(
     micro_batch, accumulate : int or iterable of int, optional
         Limits, as `dp`.
     checkpoint : str or iterable of str, optional
-        Limit: what is computed again, by default none and every-block; also every:K, from-start or selective:NAME,NAME.
+        Limit: what is computed again, by default none and every-block; also every:K, from-start, selective:NAME,NAME or
+        keep:NAME,NAME.
     progress : bool, optional
         Whether a line says how far the search is; by default where the standard error is a terminal.
     **dims : int

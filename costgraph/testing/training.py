@@ -337,6 +337,8 @@ def _policies(lesson: Lesson) -> Iterator[Checkpoint]:
     ops = [op.name for op in lesson.graph.walk()]
     if loops:
         yield every_block()
+        single = [op for op in lesson.graph.walk() if len(op.results) == 1]
+        yield every_block(keep=[op.name.rpartition("/")[2].partition(".")[0] for op in single[-1:]])
         yield every_block(inside=selective(ops[-1]))
         if all(value(loop.count.expr, lesson.point) % 2 == 0 for loop in loops):
             yield every(2)
@@ -347,7 +349,7 @@ def _policies(lesson: Lesson) -> Iterator[Checkpoint]:
 
 @_law
 def checkpoints_change_no_gradient_and_save_no_flops(lesson: Lesson) -> None:
-    """The same numbers, at least as many FLOPs, and nothing is kept but what was before and what a run starts from."""
+    """The same numbers, at least as many FLOPs, and nothing is kept but what was before, what a run starts from, what is told."""
     before = lesson.trial.answers["flops"]
     for policy in _policies(lesson):
         again = Lesson(lesson.graph, lesson.point, policy)
@@ -393,6 +395,7 @@ def _started_from(lesson: Lesson) -> set[str]:
         for run_ in lesson.checkpoint.runs([op for op in graph.ops if op.phase == "forward"]):
             made = {t for op in run_ for t in op.results}
             found |= {t.storage.name for op in run_ for t in op.operands if t not in made}
+            found |= {t.storage.name for op in run_ if lesson.checkpoint.keeps(op) for t in op.results}
             if graph.owner is not None:
                 outer = graph.owner
                 found |= {t.storage.name for t in (*outer.operands, *outer.results, *graph.outputs)}

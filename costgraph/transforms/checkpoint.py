@@ -38,11 +38,16 @@ class Checkpoint:
     """what is done with ops that are computed again already"""
     start: bool = False
     """whether nothing is kept but what a loop starts from"""
+    keep: tuple[str, ...] = ()
+    """last levels of the names of ops whose results are kept where a run has them, and not computed again"""
 
     def __post_init__(self) -> None:
-        for name in self.names:
-            if not all(is_name(level) for level in name.split("/")):
-                raise GraphError(f"selective: {shorten(name)}, expected identifiers separated by '/'")
+        for word, names in (("selective", self.names), ("keep", self.keep)):
+            for name in names:
+                if not all(is_name(level) for level in name.split("/")):
+                    raise GraphError(f"{word}: {shorten(name)}, expected identifiers separated by '/'")
+        if self.keep and self.inside is not None:
+            raise GraphError("keep: what is kept is not computed again, expected no policy for what is inside")
         if self.interval is not None:
             object.__setattr__(self, "interval", positive("every: k", self.interval))
 
@@ -52,6 +57,10 @@ class Checkpoint:
             if not any(_is_part(name, op.name) for op in graph.walk()):
                 scopes = sorted({level for op in graph.walk() for level in op.name.split("/")[:-1]})
                 raise GraphError(f"selective: {name!r} is no scope or op, expected one such as {', '.join(scopes)}")
+        for name in self.keep:
+            if not any(_ends(name, op.name) for op in graph.walk()):
+                ops = sorted({op.name.rpartition("/")[2] for op in graph.walk()})
+                raise GraphError(f"keep: {name!r} is no op, expected one such as {', '.join(ops)}")
         interval = self.interval
         if self.inside is not None:
             graph = self.inside.prepared(graph)
@@ -71,6 +80,10 @@ class Checkpoint:
             return [list(ops)]
         return _neighbours(ops, _layer)
 
+    def keeps(self, op: Op) -> bool:
+        """Whether what an op makes is kept where the ops around it are computed again."""
+        return any(_ends(name, op.name) for name in self.keep)
+
 
 def _neighbours(ops: Sequence[Op], key: Callable[[Op], object]) -> Sequence[Sequence[Op]]:
     """Return the runs of neighbours for which a key says one thing; where it says nothing they are in none."""
@@ -84,18 +97,30 @@ def _layer(op: Op) -> str:
     return next((scope for scope in scopes if scope in op.graph.root.layers), "")
 
 
+def _levels(name: str) -> list[str]:
+    return [level.partition(".")[0] for level in name.split("/")]  # a copy of an op has a suffix behind a dot
+
+
 def _is_part(name: str, full: str) -> bool:
     """Whether levels of a name follow each other in a longer one."""
-    # a copy of an op has a suffix behind a dot
-    wanted, levels = name.split("/"), [level.partition(".")[0] for level in full.split("/")]
+    wanted, levels = name.split("/"), _levels(full)
     return any(levels[i : i + len(wanted)] == wanted for i in range(len(levels) - len(wanted) + 1))
 
 
-def every_block(*, inside: Checkpoint | None = None) -> Checkpoint:
+def _ends(name: str, full: str) -> bool:
+    """Whether levels of a name are the last ones of a longer one."""
+    wanted = name.split("/")
+    return _levels(full)[-len(wanted) :] == wanted
+
+
+def every_block(*, keep: Sequence[str] = (), inside: Checkpoint | None = None) -> Checkpoint:
     """Keep the input of each layer of a stack alone: memory for L inputs, and one more forward pass.
 
     Parameters
     ----------
+    keep : sequence of str
+        Ops by the last levels of their names, such as `"matmul"` or `"q/matmul"`: what they make is kept as well, as
+        torch's `create_selective_checkpoint_contexts` does with ops that must be saved.
     inside : Checkpoint, optional
         What is done with the ops of a layer when they are computed again.
 
@@ -103,6 +128,11 @@ def every_block(*, inside: Checkpoint | None = None) -> Checkpoint:
     -------
     Checkpoint
         For `training_step` and `backward`.
+
+    Raises
+    ------
+    GraphError
+        If a name of `keep` is none, or both are given.
 
     Examples
     --------
@@ -115,8 +145,11 @@ def every_block(*, inside: Checkpoint | None = None) -> Checkpoint:
     >>> step = cg.backward(g, checkpoint=cg.every_block())
     >>> cg.costs(step).filter(phase="recompute", kind="matmul").total().flops  # the last matmul is not needed
     2*B*D*F*L
+    >>> step = cg.backward(g, checkpoint=cg.every_block(keep=["matmul"]))
+    >>> cg.costs(step).filter(phase="recompute", kind="matmul").total().flops
+    0
     """
-    return Checkpoint(blocks=True, inside=inside)
+    return Checkpoint(blocks=True, keep=tuple(keep), inside=inside)
 
 
 def every(k: object, *, inside: Checkpoint | None = None) -> Checkpoint:
@@ -225,7 +258,8 @@ def read_checkpoint(given: str) -> Checkpoint | None:
     Parameters
     ----------
     given : str
-        none, every-block, every:K, from-start, or selective: and names separated by commas.
+        none, every-block, every:K, from-start, or names separated by commas behind selective: (computed again) or
+        keep: (kept in each block).
 
     Returns
     -------
@@ -247,8 +281,10 @@ def read_checkpoint(given: str) -> Checkpoint | None:
         return every(read_size(rest, "--checkpoint every"))
     if word == "selective" and colon:
         return selective(*rest.split(","))
+    if word == "keep" and colon:
+        return every_block(keep=rest.split(","))
     named = {"none": None, "every-block": every_block(), "from-start": from_start()}
     if given in named:
         return named[given]
-    expected = f"{', '.join(named)}, every:K or selective:NAME,NAME"
+    expected = f"{', '.join(named)}, every:K, selective:NAME,NAME or keep:NAME,NAME"
     raise FormatError(f"--checkpoint {shorten(given)}: expected {expected}")

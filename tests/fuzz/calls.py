@@ -260,7 +260,7 @@ FUNCTIONS = {
     "checkpoint_for": lambda e: a(e.lm, memory=1e9, B=2, S=8, L=2, V=11),
     "best_interval": lambda e: a(e.lm, B=2, S=8, L=4, V=11),
     "every": lambda e: a(2),
-    "every_block": lambda e: a(),
+    "every_block": lambda e: a(keep=("matmul",)),
     "from_start": lambda e: a(),
     "selective": lambda e: a("up"),
     "apply_precision": lambda e: a(e.loss, "bf16"),

@@ -4,13 +4,14 @@ Heads of keys and values are repeated, positions are rotated by halves, and the 
 mean square is taken in one op, as torch's kernel for CUDA does: on a CPU torch takes it apart.
 """
 
+from collections import Counter
 from contextlib import contextmanager
 from unittest import mock
 
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 
 def hidden_keys(x):
@@ -254,21 +255,40 @@ def flash():
         yield
 
 
-def _again(function):
-    return lambda *arguments: checkpoint(function, *arguments, use_reentrant=False)
+def _again(function, **more):
+    return lambda *arguments: checkpoint(function, *arguments, use_reentrant=False, **more)
+
+
+def _saving(every):
+    """Attention is saved, and of each layer's products the first of every so many, as torchtitan counts them."""
+    counts = Counter()
+
+    def policy(context, op, *arguments, **more):
+        if op == torch.ops.aten.mm.default:
+            counts[context.is_recompute] += 1
+            return wanted[counts[context.is_recompute] % every == 1 % every]
+        return wanted[op == torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default]
+
+    wanted = {True: CheckpointPolicy.MUST_SAVE, False: CheckpointPolicy.PREFER_RECOMPUTE}
+    return create_selective_checkpoint_contexts(policy)
 
 
 @contextmanager
 def checkpointed(again):
-    """Compute again in the backward pass: `layers`, the `core` of attention, or nothing."""
+    """Compute again in the backward pass: `layers`, the `core` of attention, or nothing.
+
+    Of layers, `products` saves attention and all products, `products 2` every other one.
+    """
     if again == "core":
         with mock.patch(f"{__name__}.attend", _again(attend)):
             yield
-    elif again == "layers":
+    elif again:
         call = nn.Module.__call__
+        word, _, every = again.partition(" ")
+        saved = {} if word == "layers" else {"context_fn": lambda: _saving(int(every or 1))}
 
         def layer(module, *arguments):
-            inner = _again(lambda *a: call(module, *a))
+            inner = _again(lambda *a: call(module, *a), **saved)
             return inner(*arguments) if isinstance(module, GPT2Block | LlamaBlock) else call(module, *arguments)
 
         with mock.patch.object(nn.Module, "__call__", layer):

@@ -17,14 +17,24 @@ from tracked import measured_peak, tracked_peak
 GPT2 = {"D": 56, "H": 7, "F": 211, "L": 5, "V": 307, "P": 61}
 LLAMA = {"D": 48, "H": 6, "G": 6, "K": 10, "F": 131, "L": 5, "V": 307}
 GROUPED = {**LLAMA, "G": 2}
+SAVING = {**LLAMA, "K": 8, "L": 11, "V": 13}
 MLP = {"D": 31, "F": 53, "L": 5, "C": 11}
 # Scalars that come and go: the seed of the backward pass, the weight of a loss, numbers that an optimizer makes.
 SCALARS = 16
+POLICIES = {
+    None: None,
+    "layers": cg.every_block(),
+    "products": cg.every_block(keep=("matmul", "layers/attention")),
+    # in the program's order: queries, keys, values, output, gate, up, down
+    "products 2": cg.every_block(
+        keep=("q/matmul", "v/matmul", "layers/attention", "gate/matmul", "down/matmul"),
+    ),
+}
 
 
 def declared(name, sizes, B, S, dtype="fp32", implementation="foreach", again=None, dropout=0, kernel="eager"):
     """Timeline of the declared step."""
-    policy = cg.every_block() if again else None
+    policy = POLICIES[again]
     model = models.load(name, attention=kernel, dtype=dtype, dropout=dropout, symbolic=True)
     step = cg.training_step(model, optimizer=cg.AdamW(implementation=implementation), checkpoint=policy)
     return cg.timeline(step, **sizes, B=B, **({} if name == "mlp" else {"S": S}))
@@ -119,6 +129,9 @@ CASES = [
         {"kernel": "flash", "again": "layers"},
         [counters, angles],
     ),
+    ("llama-2-7b", SAVING, 2, 127, {"kernel": "flash", "again": "products"}, [counters, angles]),
+    ("llama-2-7b", SAVING, 2, 127, {"kernel": "flash", "again": "products 2"}, [counters, angles]),
+    ("llama-2-7b", SAVING, 2, 127, {"kernel": "flash", "again": "products 2", "dtype": "bf16"}, [counters, angles]),
     ("llama-2-7b", LLAMA, 1, 7, {**LOOP, "dtype": "bf16"}, [counters, last_denominator]),
     ("mlp", MLP, 3, 0, {}, [counters]),
     ("mlp", MLP, 101, 0, LOOP, [counters]),

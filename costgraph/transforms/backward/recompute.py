@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
+from ...errors import GraphError
 from ...graph.graph import Graph, current_graph
 from ...graph.op import Op
 from ...graph.tensor import Tensor
+from ...ops.keep import Keep, keep
 from ..rewrite import Rewriter
+from ..vjp.table import Pull, Rule
 from .flow import active_in
-from .walk import Hooks, Walk
+from .walk import Walk
 
 __all__ = ["again"]
+
+Made = Mapping[Tensor, Tensor]
 
 
 def again(walk: Walk, run: Sequence[Op]) -> None:
     """Compute a run of ops again from its inputs, and walk back over what that makes.
 
     As torch's checkpoint without reentrance does, the ops run in their order and stop after the last one that the
-    backward pass reads anything of.
+    backward pass reads anything of. What is kept of them stays until the walk has left the run, read or not.
     """
     results = [t for op in run for t in op.results]
     if not any(t in walk.grads or t in walk.parts for t in results):
@@ -29,20 +36,40 @@ def again(walk: Walk, run: Sequence[Op]) -> None:
     for t in (t for op in run for t in op.operands if t not in made):
         if t not in inputs:
             inputs[t] = copier.tensors[t] = walk.saved(t)
-    copies = [copier.copy(op, graph) for op in run]
+    kept = {op: _kept(walk, op) for op in run if walk.hooks.keeps(op)}
+    copies = [_recall(copier, op, kept[op], graph) if op in kept else copier.copy(op, graph) for op in run]
     for op in _every(copies):
         op.phase = "recompute"
     active = active_in(copies, (m for t, m in inputs.items() if t in walk.active))
     leaves = {m: walk.leaves[t] for t, m in inputs.items() if t in walk.leaves}
-    hooks = walk.hooks.within or Hooks(walk.hooks.fused, walk.hooks.repeated, walk.hooks.again, lambda ops: ())
-    back = Walk(hooks, active, lambda t: t, leaves=leaves)
+    hooks = walk.hooks.within or replace(walk.hooks, runs=lambda ops: (), keeps=lambda op: False, start=False)
+    own, standins = set(copies), set(inputs.values())
+
+    def saved(t: Tensor) -> Tensor:
+        """Return what stands for a tensor of the forward pass: for one that is computed again it is itself."""
+        if t in standins or t.producer in own:
+            return t
+        return copier.tensors[t] if t in copier.tensors else walk.saved(t)
+
+    back = Walk(hooks, active, saved, leaves=leaves)
+    back.rules = {copier.tensors[op.results[0]].producer: _forward_rule(back, op) for op in kept}
+    back.active |= {t for op in kept for t in op.operands if copier.tensors[t] in active}
+    _walk_back(walk, back, run, copies, copier.tensors, inputs)
+    _stop_early(graph, copies)
+    _hold(walk, inputs, [t for op, t in kept.items() if copier.tensors[op.results[0]] not in graph])
+
+
+def _walk_back(
+    walk: Walk, back: Walk, run: Sequence[Op], copies: Sequence[Op], made: Made, inputs: Mapping[Tensor, Tensor]
+) -> None:
+    """Walk back over what is computed again, from the gradients of its results to those of what it starts from."""
     back.held, back.carried = walk.held, walk.carried
     # a gradient is complete in here if no op outside is still to contribute
     back.readers.update({m: walk.readers[t] - sum(t in op.operands for op in run) for t, m in inputs.items()})
-    for t in results:
+    for t in (t for op in run for t in op.results):
         grad = walk.take(t)
         if grad is not None:
-            back.keep(copier.tensors[t], grad)
+            back.keep(made[t], grad)
     for t, standin in inputs.items():
         before = walk.grads.pop(t, None)
         if before is not None:
@@ -55,7 +82,36 @@ def again(walk: Walk, run: Sequence[Op]) -> None:
         grad = back.take(standin)
         if grad is not None:
             walk.keep(t, grad)
-    _stop_early(graph, copies)
+
+
+def _hold(walk: Walk, inputs: Iterable[Tensor], left: Sequence[Tensor]) -> None:
+    """Let what is kept and not read live until a gradient leaves the run, as torch's frame of the run does."""
+    last = next((t for t in inputs if t in walk.grads and t not in walk.leaves), None)
+    if left and last is not None:
+        grad = walk.take(last)
+        assert grad is not None
+        walk.keep(last, keep(grad, *left))
+
+
+def _kept(walk: Walk, op: Op) -> Tensor:
+    """Return what an op of the forward pass has made, which is kept."""
+    if len(op.results) > 1:
+        raise GraphError(f"keep: {op.name!r} has {len(op.results)} results, expected an op with one")
+    return walk.saved(op.results[0])
+
+
+def _recall(copier: Rewriter, op: Op, kept: Tensor, graph: Graph) -> Op:
+    """Add what stands for an op whose result is kept: its operands are made again, it is not."""
+    return copier.add(op, Keep(), [kept, *(copier.tensors[t] for t in op.operands)], graph)
+
+
+def _forward_rule(back: Walk, op: Op) -> Rule[Any]:
+    """Return the rule of an op that stands for one whose result is kept: that of the op itself."""
+
+    def rule(pull: Pull[Any]) -> Sequence[Tensor | None]:
+        return [None, *back.gradients(op, pull.grads, pull.needs[1:])]
+
+    return rule
 
 
 def _every(ops: Iterable[Op]) -> Iterator[Op]:

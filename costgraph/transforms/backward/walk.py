@@ -63,6 +63,8 @@ class Hooks:
     """computes a run of ops again and walks back over it"""
     runs: Callable[[Sequence[Op]], Sequence[Sequence[Op]]]
     """of the ops of a graph or body, the runs that are computed again"""
+    keeps: Callable[[Op], bool]
+    """whether what an op of a run makes is kept, and not computed again"""
     start: bool = False
     """whether what an iteration of a loop starts from is computed again from the first one's start"""
     within: Hooks | None = None
@@ -252,24 +254,25 @@ class Walk:
         if not any(needs) or all(g is None for g in grads):
             return
         with scoped(op):
-            if op in self.rules:
-                made = self.rules[op](Pull(op, grads, needs, self.saved))
-            elif op.body is not None:
-                made = (self.hooks.fused if isinstance(op.kind, Kernel) else self.hooks.repeated)(
-                    self, op, grads, needs
-                )
-            elif isinstance(op.kind, Slice) and op.kind.split and grads[0] is not None:
+            if op not in self.rules and isinstance(op.kind, Slice) and op.kind.split and grads[0] is not None:
                 self.parts.setdefault(op.operands[0], {})[op] = grads[0]
                 return
-            else:
-                _keep_places(op)
-                made = self.asked(op, grads, needs)
+            made = self.gradients(op, grads, needs)
             # several may be one tensor: the sum that one becomes part of must not overwrite those still to come
             self.held.update(grad.storage for grad in made if grad is not None)
             for t, grad in zip(op.operands, made, strict=True):
                 if grad is not None:
                     self.held[grad.storage] -= 1
                 self.put(t, grad)
+
+    def gradients(self, op: Op, grads: Sequence[Tensor | None], needs: tuple[bool, ...]) -> Sequence[Tensor | None]:
+        """Return the gradients of the operands of an op, given those of its results."""
+        if op in self.rules:
+            return self.rules[op](Pull(op, tuple(grads), needs, self.saved))
+        if op.body is not None:
+            return (self.hooks.fused if isinstance(op.kind, Kernel) else self.hooks.repeated)(self, op, grads, needs)
+        _keep_places(op)
+        return self.asked(op, grads, needs)
 
     def asked(self, op: Op, grads: Sequence[Tensor | None], needs: tuple[bool, ...]) -> Sequence[Tensor | None]:
         """Ask the rule of an op's kind; what it has read stays until all of its gradients are made, as in torch."""
