@@ -46,17 +46,24 @@ the rates of data sheets, nothing overlapping. Tokens a second of one device are
 """
 
 
+def loss(logits):
+    """Cross-entropy of logits that are made fp32 first, as torchtitan does (train.py, loss_fn)."""
+    targets = logits.graph.input("targets", [n.expr for n in logits.sizes[:-1]], dtype="int64")
+    return cg.cross_entropy(cg.ops.cast(logits, "fp32"), targets)
+
+
 @cache
-def step(model, precision, accumulate, checkpoint):
+def step(model, precision, accumulate, checkpoint, wide):
     return cg.training_step(
-        cg.models.load(model), precision=precision, optimizer=cg.AdamW(implementation="fused"), accumulate=accumulate,
-        checkpoint=POLICIES[checkpoint],
+        cg.models.load(model), loss if wide else None, precision=precision, accumulate=accumulate,
+        optimizer=cg.AdamW(implementation="fused"), checkpoint=POLICIES[checkpoint],
     )  # fmt: skip
 
 
 def rank(program):
     """Return the graph of one rank."""
-    whole = step(program["model"], program["precision"], program.get("accumulate", 1), program.get("checkpoint"))
+    how = program["precision"], program.get("accumulate", 1), program.get("checkpoint"), "loss" in program
+    whole = step(program["model"], *how)
     asked = {key: program[key] for key in ("dp", "cp", "tp", "ep", "zero", "sequence") if key in program}
     return cg.parallelize(whole, **asked, strict=True)
 

@@ -28,4 +28,7 @@ def test_the_page_is_what_the_script_makes_of_the_rows():
     peaks = [row for row in derived if "MiB" in row["unit"] and "note" not in row]
     assert len(peaks) == 6
     assert all(abs(devices.deviation(row)) < 0.03 for row in peaks)
+    reserved = [row for row in derived if "reserved" in row.get("note", "")]
+    assert len(reserved) == 7
+    assert all(devices.deviation(row) < 0 for row in reserved)  # it has what is in tensors, and more
     assert all(row["source"] and ("why" in row) != ("program" in row) for row in ROWS.values())
