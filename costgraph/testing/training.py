@@ -349,7 +349,7 @@ def _policies(lesson: Lesson) -> Iterator[Checkpoint]:
 
 @_law
 def checkpoints_change_no_gradient_and_save_no_flops(lesson: Lesson) -> None:
-    """The same numbers, at least as many FLOPs, and kept is what was before, what a run starts from, and what is named."""
+    """The same numbers, at least as many FLOPs; kept is what was before, what a run starts from, and what is named."""
     before = lesson.trial.answers["flops"]
     for policy in _policies(lesson):
         again = Lesson(lesson.graph, lesson.point, policy)
