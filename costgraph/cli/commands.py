@@ -47,7 +47,7 @@ def report_command(
       costgraph report llama-3-8b --hardware h100-sxm B=1 S=8192
     """
     check_files(json, csv, plot, memory_plot)
-    dims = opt.read_sizes(sizes)
+    dims: dict[str, Any] = dict(opt.read_sizes(sizes))  # no keyword of report, which a type checker cannot know
     graph = load_model(model, attention, dtype, dropout, composed, symbolic)
     found = report(
         graph, hardware, count=count, fallback=fallback, depth=depth, device=device, arch=arch, **dims

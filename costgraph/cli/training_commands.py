@@ -18,6 +18,7 @@ from ..transforms.checkpoint import read_checkpoint
 from ..transforms.precision.policy import POLICIES
 from ..transforms.training import training_step
 from . import options as opt
+from . import ranks
 from .frame import command
 from .loading import load_model
 from .terminal import check_files, draw_report, say, screen, write_files
@@ -95,21 +96,29 @@ def train_command(
     count: opt.Count = "executed",
     fallback: opt.Fallback = None, depth: opt.Depth = 2, sort: opt.Sort = "order", formulas: opt.Formulas = False,
     json: opt.Json = None, csv: opt.Csv = None, plot: opt.Plot = None, memory_plot: opt.Memory = None,
-    device: opt.On = None, arch: opt.Arch = None,
+    device: opt.On = None, arch: opt.Arch = None, dp: ranks.Dp = "1", cp: ranks.Cp = "1", tp: ranks.Tp = "1",
+    ep: ranks.Ep = "1", zero: ranks.Zero = 0, sequence: ranks.Sequence = False, context: ranks.Context = "gather",
+    reduce: ranks.Reduce = "each", network: ranks.Network = None, overlap: ranks.Overlap = "none",
 ) -> None:  # fmt: skip
     """Print what a step of training costs: state and activations apart, FLOPs by phase, and times on a device.
+
+    With a degree of parallelism it is that of one rank; B is then the sequences of all of them.
 
     Examples
     --------
       costgraph train llama-3-8b --hardware h100-sxm --precision bf16-mixed
         --checkpoint every-block B=1 S=4096
+      costgraph train llama-3-70b --hardware h100-sxm --precision bf16-master
+        --dp 64 --tp 8 --zero 3 --sequence --overlap ideal B=64 S=8192
     """
     check_files(json, csv, plot, memory_plot)
-    dims = opt.read_sizes(sizes)
+    dims: dict[str, Any] = dict(opt.read_sizes(sizes))  # no keyword of report, which a type checker cannot know
     graph = load_model(model, attention, dtype, dropout, composed, symbolic)
     step = _step(graph, optimizer, implementation, precision, checkpoint, accumulate, clip)
+    step = ranks.rank_of(step, {"dp": dp, "cp": cp, "tp": tp, "ep": ep}, zero, sequence, context, reduce)
     found = report(
-        step, hardware, count=count, fallback=fallback, depth=depth, device=device, arch=arch, **dims
+        step, hardware, count=count, fallback=fallback, depth=depth, device=device, arch=arch, overlap=overlap,
+        network=network, **dims,
     ).sorted(sort)  # fmt: skip
     draw_report(step, found, dims, plot, memory_plot)
     if not write_files((json, lambda: to_json(found)), (csv, lambda: to_csv(found))):

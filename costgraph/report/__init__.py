@@ -10,6 +10,7 @@ from ..graph.graph import Graph
 from ..notation.later import later
 
 if TYPE_CHECKING:
+    from ..hardware.networks import Network
     from ..hardware.specs import Hardware
     from . import plots
     from .collect import Report
@@ -55,6 +56,8 @@ def report(
     depth: int = 2,
     device: str | None = None,
     arch: str | None = None,
+    overlap: str = "none",
+    network: str | Network | None = None,
     **dims: int,
 ) -> Report:
     """Collect what a graph costs, on a device if one is named.
@@ -75,6 +78,10 @@ def report(
         cuda: the peak is that with what torch's libraries and kernels allocate there, as `peak_memory` has it.
     arch : str, optional
         Compute capability, by default that of the hardware, or sm_90 without one.
+    overlap : str
+        Of collectives with the rest, of the graph of one rank: none or ideal, as in `roofline`.
+    network : str, path-like or Network, optional
+        Between the domains of the device's interconnect, as in `roofline`.
     **dims : int
         Sizes; what is left open stays a formula.
 
@@ -103,4 +110,4 @@ def report(
     # imported at once, as this package has the name of the function; what a report needs, when one is asked for
     from .collect import collect
 
-    return collect(graph, hardware, dims, count, fallback, depth, (device, arch))
+    return collect(graph, hardware, dims, count, fallback, depth, (device, arch), (overlap, network))

@@ -10,6 +10,7 @@ from typing import Any
 import sympy
 
 from ..algebra.symbols import shorten, shown
+from ..analysis.communication import Message, communication
 from ..analysis.costs import costs, executions, unused_names
 from ..analysis.memory import peak_cases, timeline
 from ..analysis.roofline import Roofline, RooflineRow, roofline
@@ -20,15 +21,20 @@ from ..errors import BindingError, GraphError, SpecError
 from ..graph.graph import Graph
 from ..graph.sizes import Bindings, bindings, known_names
 from ..hardware.arch import DEFAULT
+from ..hardware.networks import Network
 from ..hardware.specs import Hardware, load_hardware
 from ..notation.door import guarded
+from ..ops.hops import Send
 from ..text_file import write_file
-from .data import Facts, Part, Peak
+from .data import Facts, Part, Peak, Sent
 from .files import to_csv, to_json
 from .quantities import QUANTITIES, Figure, quantity_of, symbolic
 from .training import training_of
 
 __all__ = ["SORTS", "Report", "collect"]
+
+#: How collectives overlap with the rest, and the network between domains of devices.
+Between = tuple[str, "str | Network | None"]
 
 
 @guarded()
@@ -161,9 +167,10 @@ def _parts(
         by_bound = seconds.setdefault(key(row), {})
         by_bound[str(row.bound)] = by_bound.get(str(row.bound), 0.0) + row.seconds
     out = []
+    whole = sum((s for by_bound in seconds.values() for s in by_bound.values()), start=0.0)  # one op after the other
     for name in formulas:
         part = Part(name, values[name].total(), formulas[name].total())
-        out.append(part if times is None else _timed(part, seconds.get(name, {}), times.estimate))
+        out.append(part if times is None else _timed(part, seconds.get(name, {}), whole))
     return tuple(out)
 
 
@@ -182,12 +189,29 @@ def _grouped(table: Costs, key: Callable[[CostRow | RooflineRow], str]) -> dict[
     return {k: replace(table, rows=tuple(v)) for k, v in rows.items()}
 
 
+def _sent(graph: Graph, device: Hardware | None, between: str | Network | None, dims: Mapping[str, Any]) -> list[Sent]:
+    """Return what a rank sends, by axis and collective; what goes to another stage has no time of its own."""
+    staged = any(isinstance(op.kind, Send) for op in graph.walk())
+    rows = communication(graph, hardware=None if staged else device, network=None if staged else between, **dims).rows
+    groups: dict[tuple[str, str, str], list[Message]] = {}
+    for m in rows:
+        groups.setdefault((m.axis, m.collective, m.link), []).append(m)
+    return [
+        Sent(
+            axis, collective, sum((m.times for m in found), start=0), sum((m.ring_bytes for m in found), start=0),
+            sum((m.seconds for m in found if m.seconds is not None), start=0) if link else None, link,
+        )
+        for (axis, collective, link), found in groups.items()
+    ]  # fmt: skip
+
+
 def _times(
-    graph: Graph, device: Hardware, fallback: str | Mapping[str, str] | None, dims: Mapping[str, int]
+    graph: Graph, device: Hardware, fallback: str | Mapping[str, str] | None, between: Between, dims: Mapping[str, int]
 ) -> Roofline:
+    overlap, network = between
     try:
         return roofline(
-            graph, device, fallback=fallback, hierarchical=False, overlap="none", network=None, **dict(dims)
+            graph, device, fallback=fallback, hierarchical=False, overlap=overlap, network=network, **dict(dims)
         )
     except OverflowError:
         most = max(dims, key=lambda k: dims[k], default="a size")
@@ -215,8 +239,9 @@ def collect(
     fallback: str | Mapping[str, str] | None,
     depth: int,
     on_cuda: tuple[str | None, str | None],
+    between: Between,
 ) -> Report:
-    """Return the report of a graph, as `report` has it; `on_cuda` is its device and arch."""
+    """Return the report of a graph, as `report` has it; `on_cuda` is device and arch, `between` overlap and network."""
     if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
         raise GraphError(f"report: depth={depth!r:.60}, expected a whole number from 1")
     on = None if hardware is None else load_hardware(hardware)
@@ -227,7 +252,7 @@ def collect(
     values = bindings(graph, dims)
     sizes = {k: int(v.constant) for k, v in sorted(values.items()) if v.constant is not None}
     unbound = tuple(sorted(known_names(graph) - sizes.keys()))
-    found = None if on is None else _times(graph, on, fallback, dims)
+    found = None if on is None else _times(graph, on, fallback, between, dims)
     times = None if unbound else found
     figures, peak = _figures(graph, dims), _peak(graph, dims, device, arch)
     free = _outer_scopes(graph, costs(symbolic(graph), count=count))
@@ -249,4 +274,5 @@ def collect(
         defaults=dict(graph.root.defaults),
         open_roofline=found if unbound else None,
         training=training_of(graph, dims, times),
+        sent=tuple(_sent(graph, on, between[1], dims)),
     )

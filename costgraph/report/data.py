@@ -15,7 +15,25 @@ from ..hardware.specs import Hardware
 from .quantities import Figure
 from .training import Training
 
-__all__ = ["Facts", "Part", "Peak"]
+__all__ = ["Facts", "Part", "Peak", "Sent"]
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What a rank sends by collectives of one kind over one axis of its mesh."""
+
+    axis: str
+    """of the mesh"""
+    collective: str
+    """all_reduce, all_gather, reduce_scatter, all_to_all or send"""
+    times: Formula
+    """how often they run"""
+    ring_bytes: Formula
+    """bytes that a rank sends in rings, all times together"""
+    seconds: Formula | None
+    """that they take; None without a device"""
+    link: str
+    """what they go over; empty without a device"""
 
 
 @dataclass(frozen=True)
@@ -92,6 +110,8 @@ class Facts:
     """times as formulas; None without a device, or once all sizes are bound"""
     training: Training | None = None
     """what a step of training has beside; None for other graphs"""
+    sent: tuple[Sent, ...] = ()
+    """by axis and kind of collective, of the graph of one rank"""
 
     @property
     def fits(self) -> bool | None:

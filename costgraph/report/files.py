@@ -14,7 +14,7 @@ import sympy
 from ..analysis.regimes import Regime
 from ..analysis.roofline import Roofline
 from ..bind.evaluate import Formula
-from .data import Facts, Part
+from .data import Facts, Part, Sent
 from .formula import formula_text
 
 __all__ = ["SCHEMA", "rows", "to_csv", "to_json"]
@@ -122,6 +122,16 @@ _PART_UNITS = {
 }  # fmt: skip
 
 
+def _sent(sent: Sent) -> dict[str, Any]:
+    out = {
+        "axis": sent.axis,
+        "collective": sent.collective,
+        "times": _figure(sent.times, "1"),
+        "ring_bytes": _figure(sent.ring_bytes, "B"),
+    }
+    return out if sent.seconds is None else {**out, "time": _figure(sent.seconds, "s"), "link": sent.link}
+
+
 def to_json(r: Facts) -> str:
     """Return a report as JSON.
 
@@ -150,6 +160,7 @@ def to_json(r: Facts) -> str:
         "training": _training(r),
         "peak_memory": _peak(r),
         "roofline": _times(r.roofline or r.open_roofline),
+        "sent": [_sent(s) for s in r.sent],
         "scopes": [_part(p) for p in r.scopes],
         "phases": [_part(p) for p in r.phases],
     }
@@ -173,6 +184,13 @@ def rows(r: Facts) -> Iterator[tuple[str, str, str, object, str, str]]:
         yield ("graph", "", "ridge", _cell(times.ridge), "FLOP/B", "")
         yield ("graph", "", "lower-bound", _cell(times.lower_bound), "s", "")
         yield ("graph", "", "estimate", _cell(times.estimate), "s", "")
+    for sent in r.sent:
+        name = f"{sent.axis} {sent.collective}"
+        yield ("sent", name, "times", _cell(sent.times), "1", "")
+        yield ("sent", name, "ring-bytes", _cell(sent.ring_bytes), "B", "")
+        if sent.seconds is not None:
+            yield ("sent", name, "time", _cell(sent.seconds), "s", "")
+            yield ("sent", name, "link", sent.link, "", "")
     for kind, parts in (("scope", r.scopes), ("phase", r.phases)):
         for part in parts:
             for quantity, unit in _PART_UNITS.items():
@@ -199,7 +217,8 @@ def to_csv(r: Facts) -> str:
     Returns
     -------
     str
-        A head line, and part (graph, training, role at the peak, scope, phase), name, quantity, value, unit, formula.
+        A head line, and part (graph, training, role at the peak, sent, scope, phase), name, quantity, value, unit,
+        formula.
         The value of what is not bound is its formula in what is open.
     """
     file = io.StringIO()

@@ -18,7 +18,7 @@ from ..bind.evaluate import Formula
 from ..hardware.tables import Column
 from ..hardware.units import format_bytes, format_quantity
 from .amounts import amount, exact, percent, show
-from .data import Facts, Part
+from .data import Facts, Part, Sent
 from .formula import factored, formula_text, shared
 from .grids import WIDTH, clean, draw, grid, line, listing, texts
 from .quantities import QUANTITIES
@@ -120,14 +120,20 @@ def _time_rows(r: Facts) -> Iterator[tuple[str, str]]:
         yield from _open_time_rows(r)
     else:
         yield "time, lower bound", show(r.roofline.lower_bound, "s") + ", no run is faster"
-        whole = r.roofline.estimate
         by_bound: dict[str, float] = {}
         for row in r.roofline.rows:
             by_bound[str(row.bound)] = by_bound.get(str(row.bound), 0.0) + row.seconds
+        whole = sum(by_bound.values())
         parts = [f"{percent(s / whole)} of it {b}-bound" for b, s in by_bound.items() if whole]
-        yield "time, estimate", ", ".join([show(whole, "s"), *sorted(parts)])
+        said = [show(r.roofline.estimate, "s"), *_overlapped(r.roofline, whole), *sorted(parts)]
+        yield "time, estimate", ", ".join(said)
         for instead in r.roofline.stand_ins:
             yield "  note", escape(str(instead))
+
+
+def _overlapped(times: Roofline, whole: float) -> list[str]:
+    """Return what overlaps, of which tables have all parts one after the other."""
+    return [] if times.overlap == "none" else [f"{show(whole, 's')} if collectives waited"]
 
 
 def _open_time_rows(r: Facts) -> Iterator[tuple[str, str]]:
@@ -155,7 +161,18 @@ def _table(title: str, head: str, parts: Sequence[Part], r: Facts) -> Renderable
         Column("time", "s", lambda p: p.seconds), Column("of time", "%", lambda p: p.share, text=_share_of(1)),
         Column("bound", "%", lambda p: f"{p.bound} {100 * (p.bound_share or 0.0):.0f}%" if p.bound else ""),
     ]  # fmt: skip
-    return listing(title, columns, [*parts, Part("total", whole, whole, r.roofline.estimate)])
+    return listing(title, columns, [*parts, Part("total", whole, whole, sum(p.seconds or 0.0 for p in parts))])
+
+
+def _sent(rows: Sequence[Sent]) -> RenderableType:
+    """Show what a rank sends, by axis of the mesh and collective."""
+    if any(isinstance(v, sympy.Expr) for s in rows for v in (s.times, s.ring_bytes, s.seconds)):
+        found = [(s.axis, s.collective, formula_text(s.ring_bytes, grouped=True)) for s in rows]
+        columns = [*texts("axis", "collective"), Column("ring bytes [B]", read=itemgetter(2), text=str)]
+        return listing("sent by a rank", columns, found, whole=["axis", "collective"], wide={"ring bytes [B]": 1})
+    amounts = [Column("times", "1"), Column("ring_bytes", "B", title="ring bytes")]
+    over = [Column("seconds", "s", title="time"), Column("link", title="over")] if any(s.link for s in rows) else []
+    return listing("sent by a rank", [Column("axis"), Column("collective"), *amounts, *over], rows)
 
 
 def _share_of(whole: Formula) -> Callable[[Formula | None], str]:
@@ -215,6 +232,8 @@ def sections(r: Facts, *, formulas: bool = False) -> Iterator[RenderableType]:
     yield _table(f"by module scope{counted}", "scope", r.scopes, r)
     if len(r.phases) > 1:
         yield _table(f"by phase{counted}", "phase", r.phases, r)
+    if r.sent:
+        yield _sent(r.sent)
     if formulas:
         yield from _formulas(r)
 

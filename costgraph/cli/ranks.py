@@ -1,0 +1,89 @@
+"""Options of a step that ranks share: the axes of their mesh, what is split over these, and what they meet over."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from ..algebra.symbols import dims, is_name, read_size, shorten
+from ..errors import FormatError
+from ..graph.graph import Graph
+from ..transforms.shard.parallelize import parallelize
+from . import options as opt
+
+__all__ = ["Context", "Cp", "Dp", "Ep", "Network", "Overlap", "Reduce", "Sequence", "Tp", "Zero", "rank_of"]
+
+CONTEXTS = ("gather", "all_to_all")
+REDUCES = ("each", "last")
+
+
+def _degree(option: str, of: str) -> Any:
+    return typer.Option(option, metavar="N", help=f"Degree of {of} parallelism: a number, or a name that stays open.")
+
+
+Dp = Annotated[str, _degree("--dp", "data")]
+Cp = Annotated[str, _degree("--cp", "context")]
+Tp = Annotated[str, _degree("--tp", "tensor")]
+Ep = Annotated[str, _degree("--ep", "expert")]
+Zero = Annotated[int, typer.Option("--zero", metavar="N", min=0, max=3, help="Stage of ZeRO over dp and cp.")]
+Sequence = Annotated[bool, typer.Option("--sequence", help="Split the sequence between products over tp.")]
+Context = Annotated[
+    str,
+    typer.Option(
+        "--context",
+        metavar="HOW",
+        help="Attention over cp: gather, or all_to_all.",
+        autocompletion=opt.one_of(lambda: CONTEXTS),
+    ),
+]
+Reduce = Annotated[
+    str,
+    typer.Option(
+        "--reduce",
+        metavar="WHEN",
+        help="Gradients, by micro-batches: each, or last.",
+        autocompletion=opt.one_of(lambda: REDUCES),
+    ),
+]
+Network = Annotated[str | None, typer.Option("--network", metavar="NAME", help="Between domains of devices.")]
+Overlap = Annotated[str, typer.Option("--overlap", metavar="HOW", help="Of collectives: none, or ideal.")]
+
+
+def rank_of(step: Graph, degrees: dict[str, str], zero: int, sequence: bool, context: str, reduce: str) -> Graph:
+    """Return the graph of one of the ranks that share a step; the step itself where there is one rank.
+
+    Parameters
+    ----------
+    step : Graph
+        Of the whole model.
+    degrees : dict of str to str
+        As they stand on the command line, by axis.
+    zero : int
+        Stage of ZeRO.
+    sequence : bool
+        Whether the sequence is split over tp.
+    context : str
+        What attention does along cp.
+    reduce : str
+        each or last: the micro-batch behind which gradients are reduced.
+
+    Returns
+    -------
+    Graph
+        What `parallelize` makes.
+
+    Raises
+    ------
+    BindingError, FormatError, GraphError
+        If a degree is neither a size nor a name, a word is unknown, or nothing is split over an axis.
+    """
+    for option, word, known in (("--reduce", reduce, REDUCES), ("--context", context, CONTEXTS)):
+        if word not in known:
+            raise FormatError(f"{option} {shorten(word)}: expected {' or '.join(known)}")
+    if set(degrees.values()) == {"1"} and not (zero or sequence):
+        return step
+    given: dict[str, Any] = {axis: dims(n) if is_name(n) else read_size(n, f"--{axis}") for axis, n in degrees.items()}
+    return parallelize(
+        step, **given, zero=zero, sequence=sequence, context=context, reduce_each=reduce == "each"
+    )  # fmt: skip

@@ -1,0 +1,89 @@
+"""Reports of one rank: what it sends, on the command line and as files."""
+
+import json
+
+import pytest
+
+import costgraph as cg
+from costgraph.cli import app as cli
+from costgraph.report.files import to_csv, to_json
+from costgraph.report.formula import formula_text
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+SIZES = {"D": 24, "H": 6, "G": 2, "K": 4, "F": 44, "L": 4, "V": 52, "B": 4, "S": 7}
+WORDS = [f"{name}={size}" for name, size in SIZES.items()]
+SPLIT = {"dp": 4, "tp": 2, "zero": 3}
+
+
+def run(capsys, *words):
+    code = cli.main(["train", "llama-3-8b", *words])
+    done = capsys.readouterr()
+    return code, done.out, done.err
+
+
+def rank(**more):
+    return cg.parallelize(cg.training_step(cg.models.load("llama-3-8b")), **SPLIT, **more)
+
+
+def test_a_degree_makes_it_the_report_of_one_rank(capsys):
+    code, out, err = run(
+        capsys, *WORDS, "--dp", "4", "--tp", "2", "--zero", "3", "--hardware", "h100-sxm", "--json", "-"
+    )
+    assert (code, err) == (0, "")
+    data, sent = json.loads(out), cg.communication(rank(), hardware="h100-sxm", **SIZES)
+    assert data["peak_memory"]["value"] == cg.peak_memory(rank(), **SIZES)
+    assert data["roofline"]["estimate"]["value"] == cg.seconds(rank(), "h100-sxm", **SIZES)
+    assert sum(row["ring_bytes"]["value"] for row in data["sent"]) == sent.total()
+    for row in data["sent"]:
+        own = sent.filter(axis=row["axis"], collective=row["collective"], link=row["link"])
+        assert row["times"]["value"] == sum(m.times for m in own)
+        assert row["time"]["value"] == pytest.approx(sum(m.seconds for m in own))
+
+
+def test_a_degree_may_stay_open(capsys):
+    code, out, err = run(capsys, *WORDS, "--dp", "n", "--zero", "2")
+    assert (code, err) == (0, "")
+    step = cg.training_step(cg.models.load("llama-3-8b"))
+    graph = cg.parallelize(step, dp=cg.dims("n"), zero=2)
+    reduced = cg.communication(graph, **SIZES).filter(collective="reduce_scatter")
+    assert cg.dims("n") in reduced.total().free_symbols
+    assert f"dp     reduce_scatter   {formula_text(reduced.total(), grouped=True)}" in out
+
+
+def test_what_collectives_do_beside_the_rest(capsys):
+    words = [*WORDS, "--dp", "4", "--zero", "3", "--hardware", "h100-sxm", "--checkpoint", "every-block"]
+    waited, beside = (json.loads(run(capsys, *words, "--overlap", how, "--json", "-")[1]) for how in ("none", "ideal"))
+    assert waited["roofline"]["estimate"]["value"] > beside["roofline"]["estimate"]["value"]
+    assert waited["scopes"] == beside["scopes"]
+    assert sum(part["share"] for part in beside["scopes"]) == pytest.approx(1)
+    assert "if collectives waited" in run(capsys, *words, "--overlap", "ideal")[1]
+
+
+def test_files_and_text_say_what_is_sent():
+    found = cg.report(rank(), "h100-sxm", **SIZES)
+    (gathered,) = (s for s in found.sent if (s.axis, s.collective, s.link) == ("dp", "all_gather", "interconnect"))
+    lines = to_csv(found).splitlines()
+    assert f"sent,dp all_gather,ring-bytes,{gathered.ring_bytes},B," in lines
+    assert any(row["axis"] == "dp" for row in json.loads(to_json(found))["sent"])
+    assert "sent by a rank" in str(found)
+    assert cg.report(cg.models.load("mlp"), B=3).sent == ()
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--tp", "0"], "--tp: got '0', expected a positive whole number"),
+        (["--dp", "1.5x"], "--dp: got '1.5x', expected a size such as 8192, 8Ki, 1.5M or 70B"),
+        (["--cp", "2", "--context", "ring"], "--context 'ring': expected gather or all_to_all"),
+        (["--dp", "2", "--reduce", "never"], "--reduce 'never': expected each or last"),
+        (["--tp", "2", "--network", "moon", "--hardware", "h100-sxm"], "network 'moon' is unknown"),
+        (["--tp", "2", "--overlap", "all", "--hardware", "h100-sxm"], "overlap 'all', expected one of none, ideal"),
+        (["--tp", "7"], "expected a positive whole number"),
+    ],
+)
+def test_what_is_refused(capsys, words, text):
+    code, out, err = run(capsys, *WORDS, *words)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert text in err
