@@ -63,7 +63,12 @@ def bias_gradient(g, h):
     return gradient, gradient.sum(0)
 
 
-#: Functions, or a module, and the shapes of what they take: rows too few to be split.
+def gradient_of_logits(rows, targets):
+    spots = torch.zeros_like(rows).scatter(1, targets[:, None], -1 / 37)
+    return torch.ops.aten._log_softmax_backward_data(spots, rows, 1, torch.float32)
+
+
+#: Functions, or a module, and the shapes of what they take, of indices their number: rows too few to be split.
 PROGRAMS = {
     "conv, norm, relu, residual": (Residual, [(3, 11, 17, 17)]),
     "softmax": (lambda x: torch.softmax(torch.relu(x), -1) * 2, [(37, 61)]),
@@ -79,14 +84,20 @@ PROGRAMS = {
     "pooled": (lambda x: torch.relu(functional.max_pool2d(torch.relu(x), 3, 2, 1)), [(3, 5, 17, 17)]),
     "squeeze and excite": (squeeze, [(3, 7, 17, 17), (7, 7)]),
     "gradient of a bias": (bias_gradient, [(37, 53), (37, 53)]),
+    "gradient of a loss": (gradient_of_logits, [(37, 61), 37]),
 }
+
+
+def _operand(shape):
+    """Return numbers, or as many indices."""
+    return torch.randn(shape) if isinstance(shape, tuple) else torch.randint(0, shape, (shape,))
 
 
 def program(name):
     """Return a program as a module, and its operands."""
     function, shapes = PROGRAMS[name]
     module = function() if isinstance(function, type) else Program(function)
-    return module.eval(), [torch.randn(shape) for shape in shapes]
+    return module.eval(), [_operand(shape) for shape in shapes]
 
 
 def kernels(name):

@@ -12,6 +12,8 @@ from ...graph.tensor import Tensor
 from ...notation.pattern import Pattern
 from ...ops.blocks import Kernel
 from ...ops.contraction import Einsum
+from ...ops.fill import Fill
+from ...ops.index import Scatter
 from ...ops.moves import Expand, Rearrange, Slice
 from ...ops.pointwise import Pointwise
 from ...ops.pooling import Pool
@@ -39,6 +41,8 @@ class Space:
 def space_of(op: Op) -> Space | None:
     """Return the index points of an op that a compiler makes loops of, or of a product; None of anything else."""
     kind = op.kind
+    if _is_spot(op):
+        return Space(op.results[0].numel)
     if op.workspace or (kind.overwrites() and not isinstance(kind, Pointwise)):
         return None
     if isinstance(kind, Reduce):
@@ -48,6 +52,18 @@ def space_of(op: Op) -> Space | None:
     if isinstance(kind, Einsum):
         return Space(op.results[0].numel, product=kind.summed)
     return Space(op.results[0].numel) if isinstance(kind, Pointwise | Dropout | Pool | Rearrange) else None
+
+
+def _is_spot(op: Op) -> bool:
+    """Whether one element of each row of a constant is written, which a compiler does by comparing places.
+
+    torch 2.13's inductor: `scatter_upon_const_tensor` (torch/_inductor/fx_passes/joint_graph.py:1094).
+    """
+    if not isinstance(op.kind, Scatter) or op.workspace:
+        return False
+    target, ids, *_ = op.operands
+    filled = target.producer is not None and isinstance(target.producer.kind, Fill)
+    return filled and 0 < op.kind.batch == target.ndim - 1 and ids.sizes[op.kind.batch :] == (ONE,)
 
 
 def _space_of_reduction(x: Tensor, rows: Poly, pattern: Pattern) -> Space:
@@ -65,7 +81,7 @@ def _space_of_kernel(op: Op) -> Space | None:
     assert op.body is not None
     found: Space | None = None
     for inner in op.body.ops:
-        space = Space(ONE) if is_view(inner) else space_of(inner)
+        space = Space(ONE) if is_view(inner) or isinstance(inner.kind, Fill) else space_of(inner)
         if space is None or space.across is not None:
             return None
         if space.rows is not None or space.product:
