@@ -350,7 +350,14 @@ METHODS = {
         },
     ),
     "FullyShard": (lambda e: cg.FullyShard("dp"), {"between": lambda e: a("")}),
-    "Checkpoint": (lambda e: cg.every_block(), {"prepared": lambda e: a(e.lm), "runs": lambda e: a(e.loss.ops)}),
+    "Checkpoint": (
+        lambda e: cg.every_block(keep=("matmul",)),
+        {
+            "prepared": lambda e: a(e.lm),
+            "runs": lambda e: a(e.loss.ops),
+            "keeps": lambda e: a(next(iter(e.loss.ops))),
+        },
+    ),
     "Policy": (
         lambda e: cg.Policy("p"), {"scope_format": lambda e: a("up"), "formats_of": lambda e: a(e.w)},
     ),
