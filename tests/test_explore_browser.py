@@ -1,12 +1,15 @@
 """The page with sliders in a real browser: what it shows is what the library answers, and it asks nobody.
 
-It needs Chromium (Debian: `apt install chromium`) and `pip install playwright`, which drives it.
+It needs Chromium (Debian: `apt install chromium`) and `pip install "costgraph[browser]"`, which drives it. Pictures
+of the page at three widths are kept in the folder that COSTGRAPH_SCREENSHOTS names.
 """
 
 import csv
+import os
 import random
 import shutil
 from functools import cache
+from pathlib import Path
 from urllib.parse import urlencode
 
 import pytest
@@ -19,6 +22,12 @@ pytestmark = [
     pytest.mark.long,
     pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed: the page needs a browser"),
 ]
+#: A new address is a new state, also where it is the old one.
+GO = """hash => {
+  delete document.body.dataset.estimate;
+  history.replaceState(null, "", hash);
+  dispatchEvent(new Event("hashchange"));
+}"""
 #: Models of six families.
 MODELS = ["llama-3-8b", "gru-ptb-small", "alexnet", "mamba-130m", "dlrm-small", "mlp"]
 
@@ -49,14 +58,21 @@ class Shown:
         self.page.on("console", lambda message: self.told.append(message.text))
         self.page.on("pageerror", lambda error: self.told.append(str(error)))
         self.page.on("request", lambda request: self.told.append(request.url))
-        self.page.goto(path.as_uri())
-        self.page.wait_for_function("document.body.dataset.estimate")
+        self.open()
+
+    def open(self, address=""):
+        """Open the page anew with an address."""
+        self.page.goto("about:blank")
+        self.page.goto(self.path.as_uri() + address)
+        self.drawn()
+
+    def drawn(self):
+        self.page.wait_for_selector("body[data-estimate]", state="attached")
 
     def go(self, **state):
-        """Open the page anew with a state in its address."""
-        self.page.goto("about:blank")
-        self.page.goto(f"{self.path.as_uri()}#{urlencode(state)}")
-        self.page.wait_for_function("document.body.dataset.estimate")
+        """Put a state into the address of the open page."""
+        self.page.evaluate(GO, "#" + urlencode(state))
+        self.drawn()
 
     def number(self, key):
         """The digits of a card."""
@@ -82,39 +98,43 @@ def written(tmp_path_factory):
     return write
 
 
+def drawn_states(name, times):
+    """Views, devices and sizes, the depth among them."""
+    draw, views = random.Random(11), graphs(name)
+    choices = {"B": [1, 2, 8, 32], "L": [3, 4, 40, 127], "S": [128, 1024, 8192], "T": [128, 1024, 8192]}
+    for _ in range(times):
+        view = draw.choice(list(views))
+        names = {s.name for s in cg.flops(cg.models.load(name, symbolic=True)).free_symbols} & choices.keys()
+        sizes = {n: draw.choice([56, 224] if n == "S" and name == "alexnet" else choices[n]) for n in sorted(names)}
+        yield view, views[view], draw.choice(["h100-sxm", "a100-80-sxm", "mi300x"]), sizes
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_numbers_are_those_of_the_library(name, browser, written):
-    shown, draw = Shown(browser, written(name)), random.Random(11)
-    seen = 0
-    for view, graph in graphs(name).items():
-        open_ones = {"B", "S", "T"} & {s.name for s in cg.flops(graph).free_symbols}
-        for _ in range(9):
-            sizes = {n: draw.choice([1, 2, 8, 32] if n == "B" else [128, 1024, 8192]) for n in sorted(open_ones)}
-            device = draw.choice(["h100-sxm", "a100-80-sxm", "mi300x"])
-            shown.go(view=view, device=device, **sizes)
-            bound = {n: int(shown.page.input_value(f"#size-{n}")) for n in sizes}
-            assert bound == sizes
-            assert shown.number("peak") == cg.peak_memory(graph, **sizes)
-            assert shown.number("flops") == cg.flops(graph, **sizes)
-            assert shown.number("bytes") == cg.bytes_moved(graph, **sizes)
-            assert shown.number("params") == cg.param_count(graph)
-            estimate = float(shown.page.evaluate("document.body.dataset.estimate"))
-            assert estimate == pytest.approx(cg.seconds(graph, device, **sizes), rel=1e-9)
-            seen += 1
-    assert seen >= 9
+    shown = Shown(browser, written(name))
+    for view, graph, device, sizes in drawn_states(name, 50):
+        shown.go(view=view, device=device, **sizes)
+        assert {n: int(shown.page.input_value(f"#size-{n}")) for n in sizes} == sizes
+        assert shown.number("peak") == cg.peak_memory(graph, **sizes), (view, sizes)
+        assert shown.number("flops") == cg.flops(graph, **sizes)
+        assert shown.number("bytes") == cg.bytes_moved(graph, **sizes)
+        assert shown.number("params") == cg.param_count(graph, **sizes)
+        estimate = float(shown.page.evaluate("document.body.dataset.estimate"))
+        assert estimate == pytest.approx(cg.seconds(graph, device, **sizes), rel=1e-9)
+        room = cg.load_hardware(device).capacity().value
+        fits = shown.page.inner_text("[data-key=fits] b") == "fits"
+        assert fits == (cg.peak_memory(graph, **sizes) <= room)
     shown.close()
 
 
 def test_a_size_that_is_typed_is_in_the_address_and_comes_back(browser, written):
     shown = Shown(browser, written("llama-3-8b"))
     shown.page.fill("#size-S", "4099")
-    shown.page.wait_for_function("location.hash.includes('S=4099')")
     address = shown.page.evaluate("location.hash")
+    assert "S=4099" in address
     peak = cg.peak_memory(cg.models.load("llama-3-8b"), B=int(shown.page.input_value("#size-B")), S=4099)
-    shown.page.wait_for_function(f"document.querySelector('[data-key=peak] small').textContent.includes('{peak:,}')")
-    shown.page.goto("about:blank")
-    shown.page.goto(shown.path.as_uri() + address)
-    shown.page.wait_for_function("document.body.dataset.estimate")
+    playwright.expect(shown.page.locator("[data-key=peak] small")).to_have_text(f"{peak:,} B")
+    shown.open(address)
     assert (shown.number("peak"), shown.page.input_value("#size-S")) == (peak, "4099")
     shown.close()
 
@@ -125,16 +145,21 @@ def test_keys_move_a_slider(browser, written):
     shown.page.focus('[aria-label="B, slider"]')
     for _ in range(8):
         shown.page.keyboard.press("ArrowRight")
-    shown.page.wait_for_function(f"Number(document.querySelector('#size-B').value) > {before}")
     assert int(shown.page.input_value("#size-B")) == pytest.approx(before * 4, rel=0.3)  # two octaves in quarters
     shown.close()
 
 
 @pytest.mark.parametrize("width", [1280, 768, 375])
-def test_nothing_scrolls_sideways(width, browser, written):
+def test_nothing_scrolls_sideways(width, browser, written, tmp_path):
     shown = Shown(browser, written("llama-3-8b"), viewport={"width": width, "height": 900})
     assert shown.page.evaluate("document.documentElement.scrollWidth") <= width
     assert shown.page.evaluate("document.querySelector('h1').getBoundingClientRect().bottom") < 900
+    shown.page.wait_for_timeout(500)  # what is out of sight is drawn once the page rests
+    folder = Path(os.environ.get("COSTGRAPH_SCREENSHOTS", tmp_path))
+    for view in graphs("llama-3-8b"):
+        shown.go(view=view)
+        shown.page.wait_for_timeout(500)
+        shown.page.screenshot(path=folder / f"{view}-{width}.png", full_page=True)
     shown.close()
 
 
@@ -164,3 +189,61 @@ def test_the_table_is_downloaded(browser, written):
     assert sum(float(r["seconds"]) for r in rows) == pytest.approx(times.estimate, rel=1e-12)
     assert sum(float(r["FLOPs"]) for r in rows) == cg.flops(cg.models.load("llama-3-8b"), **sizes)
     shown.page.close()
+
+
+#: A slider that moves in each of 40 frames: how often something was drawn meanwhile.
+DRAG = """async () => {
+  const seen = { ops: 0, sent: 0, cards: 0 };
+  const watchers = Object.keys(seen).map(id => {
+    const watcher = new MutationObserver(() => { seen[id]++; });
+    watcher.observe(document.getElementById(id), { subtree: true, childList: true, characterData: true });
+    return watcher;
+  });
+  const slider = document.querySelector('[aria-label="S, slider"]');
+  for (let i = 0; i < 40; i++) {
+    slider.value = 4 + i / 4;
+    slider.dispatchEvent(new Event("input"));
+    await new Promise(requestAnimationFrame);
+  }
+  watchers.forEach(watcher => watcher.disconnect());
+  return seen;
+}"""
+
+
+def test_a_frame_draws_what_is_in_sight_and_the_rest_follows(browser, written):
+    shown = Shown(browser, written("llama-3-8b"), viewport={"width": 1280, "height": 700})
+    shown.page.wait_for_timeout(500)
+    seen = shown.page.evaluate(DRAG)
+    assert (seen["ops"], seen["sent"]) == (0, 0)
+    assert seen["cards"] >= 39  # every frame has its state
+    sizes = {n: int(shown.page.input_value(f"#size-{n}")) for n in "BS"}
+    longest = max(cg.roofline(cg.models.load("llama-3-8b"), "h100-sxm", **sizes).rows, key=lambda r: r.seconds)
+    playwright.expect(shown.page.locator("#ops tbody td").first).to_have_text(longest.op)
+    assert "peak memory" in shown.page.locator("#spoken").text_content()  # a screen reader hears of it once
+    shown.close()
+
+
+def test_every_control_has_a_name_and_keys_reach_it(browser, written):
+    shown = Shown(browser, written("llama-3-8b"))
+    nameless = """() => [...document.querySelectorAll("input, select, button, section:not([hidden], [role])")].filter(e =>
+      !(e.ariaLabel || e.labels?.length || e.textContent.trim() || e.getAttribute("aria-labelledby"))).length"""
+    assert shown.page.evaluate(nameless) == 0
+    controls = shown.page.evaluate("document.querySelectorAll('input, select, button').length")
+    reached = set()
+    for _ in range(controls):
+        shown.page.keyboard.press("Tab")
+        reached.add(shown.page.evaluate("[...document.querySelectorAll('*')].indexOf(document.activeElement)"))
+    assert len(reached) == controls
+    shown.close()
+
+
+def test_a_rank_shows_what_it_sends(browser, tmp_path):
+    rank = cg.parallelize(cg.models.load("llama-3-8b"), tp=cg.dims("T"))
+    cg.explore(rank, tmp_path / "rank.html")
+    shown = Shown(browser, tmp_path / "rank.html")
+    shown.go(device="h100-sxm", B=2, S=1024, T=4)
+    sent = cg.communication(rank, B=2, S=1024, T=4)
+    rows = [r.split("\t")[1:4] for r in shown.page.inner_text("#sent").splitlines()[1:]]
+    assert rows == [[r.collective, r.axis, r.phase] for r in sent.rows]
+    assert shown.number("peak") == cg.peak_memory(rank, B=2, S=1024, T=4)
+    shown.close()

@@ -68,8 +68,21 @@
   const table = (heads, rows) => make("table", {},
     make("thead", {}, make("tr", {}, ...heads.map(h => make("th", { scope: "col" }, h)))),
     make("tbody", {}, ...rows.map(r => make("tr", {}, ...r.map(c => make("td", {}, c))))));
-  const card = (title, value, detail, kind = "", key = "") =>
-    make("div", { class: "card", ...(key && { "data-key": key }) }, title, make("b", { class: kind }, value), make("small", {}, detail));
+  const say = (element, words) => { if (element.textContent !== words) element.textContent = words; };
+  const fill = (target, heads, rows) => { // cells stay where they are: a slider that moves changes their words alone
+    const body = target.querySelector("tbody");
+    if (body?.rows.length !== rows.length) return target.replaceChildren(table(heads, rows));
+    [...body.rows].forEach((row, i) => [...row.cells].forEach((cell, j) => say(cell, rows[i][j])));
+  };
+  const card = (title, value, detail, kind = "", key = "") => {
+    const old = at("cards").querySelector(`[data-key=${key}]`);
+    const [top, middle, low] = old?.children ?? [make("span"), make("b"), make("small")];
+    say(top, title);
+    say(middle, value);
+    say(low, detail);
+    if (middle.className !== kind) middle.className = kind;
+    if (!old) at("cards").append(make("div", { class: "card", "data-key": key }, top, middle, low));
+  };
 
   const cards = (view, device, peak, times, low) => {
     const room = device.capacity, bytes = engine.number(peak[0]), fits = bytes <= room;
@@ -78,37 +91,39 @@
     const estimate = times && times.reduce((s, t) => s + t.seconds, 0);
     const why = device.refused ?? view.ops.map(op => op.sent?.[state.device]).find(s => typeof s === "string");
     const time = times && Number.isFinite(estimate) ? clock(estimate) : "no time";
-    at("cards").replaceChildren(
-      card("peak memory", short(bytes, "B"), `${digits(engine, peak[0])} B`, "", "peak"),
-      card(`${device.id}, ${short(room, "B")}`, fits ? "fits" : "does not fit",
-        `${(100 * bytes / room).toFixed(1)}% of the memory`, fits ? "good" : "bad", "fits"),
-      card("FLOPs", short(flops, "FLOP"), `${flopDigits} FLOP`, "", "flops"),
-      card("time, estimate", time, why ?? `no run is faster than ${clock(low)}`, "", "estimate"),
-      card("bytes moved, as declared", short(moved, "B"), `${movedDigits} B`, "", "bytes"),
-      card("parameters", short(params, ""), paramDigits, "", "params"));
+    const fit = fits ? "fits" : "does not fit";
+    card("peak memory", short(bytes, "B"), `${digits(engine, peak[0])} B`, "", "peak");
+    card(`${device.id}, ${short(room, "B")}`, fit, `${(100 * bytes / room).toFixed(1)}% of the memory`, fits ? "good" : "bad", "fits");
+    card("FLOPs", short(flops, "FLOP"), `${flopDigits} FLOP`, "", "flops");
+    card("time, estimate", time, why ?? `no run is faster than ${clock(low)}`, "", "estimate");
+    card("bytes moved, as declared", short(moved, "B"), `${movedDigits} B`, "", "bytes");
+    card("parameters", short(params, ""), paramDigits, "", "params");
     Object.assign(document.body.dataset, { estimate: String(estimate), least: String(low) });
+    return `peak memory ${short(bytes, "B")}, ${fit} on ${device.name}; time ${time}`;
   };
 
+  let held = null;
   const holder = (view, peak, i) => {
-    at("holder").textContent = `${peak[1]} (${peak[2]}), case ${i + 1} of ${view.peak.length}` + (peak[3] ? `: ${peak[3]}` : "");
-    at("formula").replaceChildren(math("math", sum(peak[0])));
+    say(at("holder"), `${peak[1]} (${peak[2]}), case ${i + 1} of ${view.peak.length}` + (peak[3] ? `: ${peak[3]}` : ""));
+    if (held !== peak) at("formula").replaceChildren(math("math", sum(peak[0])));
+    held = peak;
     const bytes = engine.number(peak[0]);
-    at("roles").replaceChildren(table(["role", "bytes", "share"], peak[4].map(([role, row]) =>
-      [role, digits(engine, row), `${(100 * engine.number(row) / bytes).toFixed(1)}%`])));
+    fill(at("roles"), ["role", "bytes", "share"], peak[4].map(([role, row]) =>
+      [role, digits(engine, row), `${(100 * engine.number(row) / bytes).toFixed(1)}%`]));
   };
 
   const ops = times => {
     const whole = times.reduce((s, t) => s + t.seconds, 0);
     const rows = [...times].sort((x, y) => y.seconds - x.seconds).slice(0, 20);
-    at("ops").replaceChildren(table(["op", "phase", "FLOPs", "bytes", "time", "of time", "bound"], rows.map(t =>
-      [t.op.op, t.op.phase, short(t.flops, "FLOP"), short(t.bytes, "B"), clock(t.seconds), `${(100 * t.seconds / whole).toFixed(1)}%`, t.bound])));
+    fill(at("ops"), ["op", "phase", "FLOPs", "bytes", "time", "of time", "bound"], rows.map(t =>
+      [t.op.op, t.op.phase, short(t.flops, "FLOP"), short(t.bytes, "B"), clock(t.seconds), `${(100 * t.seconds / whole).toFixed(1)}%`, t.bound]));
   };
 
   const communication = (view, times) => {
     const sent = view.ops.flatMap((op, i) => op.sent ? [[op, times?.[i]]] : []);
     at("communication").hidden = !sent.length;
-    at("sent").replaceChildren(table(["op", "collective", "axis", "phase", "bytes in memory", "time"], sent.map(([op, t]) =>
-      [op.op, op.collective, op.axis, op.phase, short(engine.number(op.bytes), "B"), t ? clock(t.seconds) : ""])));
+    fill(at("sent"), ["op", "collective", "axis", "phase", "bytes in memory", "time"], sent.map(([op, t]) =>
+      [op.op, op.collective, op.axis, op.phase, short(engine.number(op.bytes), "B"), t ? clock(t.seconds) : ""]));
   };
 
   // -- pictures ----------------------------------------------------------------------------------------------------
@@ -123,8 +138,20 @@
     const [x0, x1] = range([...x, ridge * 2]), [y0, y1] = range([...y, roof * 1.2]);
     const px = v => box.left + (Math.log10(v) - x0) / (x1 - x0) * (box.w - box.left - box.right);
     const py = v => box.h - box.bottom - (Math.log10(v) - y0) / (y1 - y0) * (box.h - box.bottom - box.top);
+    const key = [state.view, device.id, x0, x1, y0, y1, shown.length].join();
+    if (framed?.key !== key || !framed.picture.isConnected) framed = { key, ...frame(device, shown.length, { box, x0, x1, y0, y1, px, py, roof, ridge }) };
+    const longest = Math.max(...shown.map(t => t.seconds));
+    shown.forEach((t, i) => {
+      const dot = framed.dots[i], r = 2.5 + 14 * Math.sqrt(t.seconds / longest);
+      const now = { class: t.bound, cx: px(Math.max(x[i], 10 ** x0)).toFixed(1), cy: py(Math.max(y[i], 10 ** y0)).toFixed(1), r: r.toFixed(1) };
+      for (const [name, value] of Object.entries(now)) if (dot[name] !== value) dot.element.setAttribute(name, dot[name] = value);
+      dot.words = () => `${t.op.op} (${t.op.phase}): ${short(t.flops / t.bytes, "FLOP/B")}, ${short(t.flops / t.seconds, "FLOP/s")}, ${clock(t.seconds)}, ${t.bound}-bound`;
+    });
+  };
+  let framed = null;
+  const frame = (device, count, { box, x0, x1, y0, y1, px, py, roof, ridge }) => {
     const picture = svg("svg", { viewBox: `0 0 ${box.w} ${box.h}`, role: "img",
-      "aria-label": `roofline of ${device.name}: ${shown.length} ops, ridge point at ${ridge.toFixed(0)} FLOP per byte` });
+      "aria-label": `roofline of ${device.name}: ${count} ops, ridge point at ${ridge.toFixed(0)} FLOP per byte` });
     const text = (words, left, top, more = {}) => picture.append(svg("text", { x: left, y: top, ...more }, words));
     for (let e = x0; e <= x1; e++) {
       picture.append(svg("line", { class: "grid", x1: px(10 ** e), x2: px(10 ** e), y1: box.top, y2: box.h - box.bottom }));
@@ -139,11 +166,15 @@
     const from = Math.max(10 ** x0, 10 ** y0 / device.bandwidth);
     picture.append(svg("polyline", { class: "roof", points:
       [[from, from * device.bandwidth], [ridge, roof], [10 ** x1, roof]].map(([a, b]) => `${px(a)},${py(b)}`).join(" ") }));
-    const longest = Math.max(...shown.map(t => t.seconds));
-    shown.forEach((t, i) => picture.append(svg("circle", { class: t.bound, cx: px(Math.max(x[i], 10 ** x0)), cy: py(Math.max(y[i], 10 ** y0)),
-      r: 2.5 + 14 * Math.sqrt(t.seconds / longest), "fill-opacity": .45 },
-      svg("title", {}, `${t.op.op} (${t.op.phase}): ${short(x[i], "FLOP/B")}, ${short(y[i], "FLOP/s")}, ${clock(t.seconds)}, ${t.bound}-bound`))));
-    at("roofline").replaceChildren(picture);
+    const told = make("p", { class: "dot" }, "a circle is an op, its area the time: point at one");
+    const dots = Array.from({ length: count }, () => {
+      const dot = { element: svg("circle", { "fill-opacity": .45 }) };
+      dot.element.addEventListener("pointerover", () => { told.textContent = dot.words(); });
+      return dot;
+    });
+    picture.append(...dots.map(dot => dot.element));
+    at("roofline").replaceChildren(picture, told);
+    return { picture, dots };
   };
 
   const COLOURS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#7f7f7f", "#a05fb4", "#5f8a3d"];
@@ -153,14 +184,14 @@
     const steps = view.memory.steps, below = steps.map(() => 0);
     const stacked = found.map(r => r.bytes.map((b, i) => below[i] += b));
     const most = Math.max(...below), colour = getComputedStyle(document.body).color;
-    const lines = [...stacked.reverse(), ...(device.capacity < 3 * most ? [steps.map(() => device.capacity)] : [])];
-    const key = `${state.view} ${found.map(r => r.role)} ${lines.length} ${colour}`;
+    const lines = [...stacked.reverse(), steps.map(() => device.capacity < 3 * most ? device.capacity : null)];
+    const key = `${state.view} ${found.map(r => r.role)} ${colour}`;
     const xs = steps.map((_, i) => i), values = [xs, ...lines];
     if (chart?.key === key) return chart.plot.setData(values);
     chart?.plot.destroy();
     const series = found.map(({ role }, i) => ({ label: role, fill: COLOURS[i % 10], stroke: COLOURS[i % 10], width: 1,
       points: { show: false }, value: (u, v, s, at) => at === null ? "" : short(timeline(engine, data.views[state.view].memory).find(r => r.role === role).bytes[at], "B") })).reverse();
-    if (lines.length > stacked.length) series.push({ label: "capacity", stroke: "#d00", dash: [6, 4], points: { show: false }, value: (u, v) => v === null ? "" : short(v, "B") });
+    series.push({ label: "capacity", stroke: "#d00", dash: [6, 4], points: { show: false }, value: (u, v) => v === null ? "" : short(v, "B") });
     const axis = { stroke: colour, grid: { stroke: "#8884" } };
     const where = (u, v, s, at) => at === null ? "" : `${data.views[state.view].memory.steps[at][1]} (${data.views[state.view].memory.steps[at][2]})`;
     const plot = new uPlot({ width: at("memory").clientWidth, height: 300, scales: { x: { time: false }, y: { range: (u, low, high) => [0, high * 1.05] } },
@@ -178,14 +209,33 @@
     at("warnings").replaceChildren(...(broken.length ? ["At these sizes this is not so: ", make("ul", {}, ...broken.map(b => make("li", {}, b)))] : []));
     const i = holding(engine, view.peak), times = spent(engine, view, device, state.device);
     if (i < 0) return at("warnings").append(" The formulas are undefined at these sizes.");
-    cards(view, device, view.peak[i], times, times && least(engine, view, device, state.device));
-    holder(view, view.peak[i], i);
-    memory(view, device);
-    if (times) roofline(device, times); else at("roofline").replaceChildren(device.refused);
-    if (times) ops(times); else at("ops").replaceChildren(device.refused);
-    communication(view, times);
-    if (device.notes?.length) at("ops").append(make("p", {}, device.notes.join("; ")));
+    const words = cards(view, device, view.peak[i], times, times && least(engine, view, device, state.device));
+    const parts = {
+      holder: () => holder(view, view.peak[i], i),
+      memory: () => memory(view, device),
+      roofline: () => times ? roofline(device, times) : at("roofline").replaceChildren(device.refused),
+      ops: () => times ? ops(times) : at("ops").replaceChildren(device.refused),
+      sent: () => communication(view, times),
+    };
+    stale = new Map(Object.entries(parts));
+    say(at("notes"), device.notes?.join("; ") ?? "");
+    catchUp(inSight);
+    clearTimeout(resting);
+    resting = setTimeout(() => { catchUp(null); say(at("spoken"), words); }, 150);
   };
+  // What is out of sight is drawn when it comes into sight or the slider rests: a frame has 16 ms for all of it.
+  let stale = new Map(), resting = 0;
+  const inSight = new Set(["holder", "memory", "roofline", "ops", "sent"]);
+  const catchUp = only => stale.forEach((part, name) => {
+    if (only && !only.has(name)) return;
+    stale.delete(name);
+    part();
+  });
+  const watcher = new IntersectionObserver(found => {
+    for (const { target, isIntersecting } of found) inSight[isIntersecting ? "add" : "delete"](target.dataset.part);
+    catchUp(inSight);
+  });
+  document.querySelectorAll("[data-part]").forEach(section => watcher.observe(section));
   let due = 0;
   const later = () => { due ||= requestAnimationFrame(() => { due = 0; draw(); }); };
   const hash = () => "#" + new URLSearchParams({ view: data.views[state.view].name, device: data.devices[state.device].id, ...state.sizes });
