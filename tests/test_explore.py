@@ -187,6 +187,34 @@ def test_a_function_that_the_engine_lacks_is_refused(monkeypatch):
         Tables().row(poly(sympy.log(B)))
 
 
+COUNTED = """
+const {Engine, holding, least, spent, timeline} = require(process.argv[1]);
+const data = JSON.parse(require("fs").readFileSync(0, "utf8"));
+const engine = new Engine(data.tables), monomial = engine.monomial;
+const at = data.devices.findIndex(d => d.id === "h100-sxm");
+let terms = 0;
+engine.monomial = function (...given) { terms++; return monomial.apply(this, given); };
+process.stdout.write(JSON.stringify(data.views.map(view => {
+  terms = 0;
+  engine.set(data.sizes);
+  for (const twice of [1, 2]) {
+    holding(engine, view.peak); spent(engine, view, data.devices[at], at); least(engine, view, data.devices[at], at);
+    timeline(engine, view.memory);
+  }
+  return terms;
+})));
+"""
+
+
+@needs_node
+def test_a_state_works_each_formula_out_once():
+    """The most is the terms of all rows, as doubles and once more where cases are told apart exactly."""
+    _, data = page_of("llama-3-8b")
+    terms = sum(len(row) // 2 for row in data["tables"]["rows"])
+    counted = in_node(COUNTED, data)
+    assert all(0 < count <= 2 * terms for count in counted)
+
+
 @needs_node
 def test_what_is_assumed_and_how_deep_formulas_hold_is_said():
     _, data = page_of("mlp")

@@ -225,7 +225,8 @@ def test_a_frame_draws_what_is_in_sight_and_the_rest_follows(browser, written):
 
 def test_every_control_has_a_name_and_keys_reach_it(browser, written):
     shown = Shown(browser, written("llama-3-8b"))
-    nameless = """() => [...document.querySelectorAll("input, select, button, section:not([hidden], [role])")].filter(e =>
+    nameless = """() =>
+      [...document.querySelectorAll("input, select, button, section:not([hidden], [role])")].filter(e =>
       !(e.ariaLabel || e.labels?.length || e.textContent.trim() || e.getAttribute("aria-labelledby"))).length"""
     assert shown.page.evaluate(nameless) == 0
     controls = shown.page.evaluate("document.querySelectorAll('input, select, button').length")

@@ -81,8 +81,8 @@ def explore(graph: str | Graph, path: str | os.PathLike[str] | None = None, /, *
         HTML file to write.
     views : sequence of str or mapping of str to Graph, optional
         What can be chosen: words such as `forward`, `decode`, `train optimizer=adamw precision=bf16 dp=8 tp=T`, or
-        graphs by name. By default the forward pass, steps of training with AdamW in bf16 and passes of inference, as
-        far as the graph has them.
+        graphs by name. By default the forward pass, steps of training in bf16 with AdamW and SGD, passes of inference
+        and the step of one rank of `dp * tp`, both open, as far as the graph has them.
 
     Returns
     -------

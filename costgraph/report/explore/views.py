@@ -18,7 +18,10 @@ __all__ = ["views_of"]
 
 _PASSES: Mapping[str, Callable[[Graph], Graph]] = {"forward": lambda g: g, "prefill": prefill, "decode": decode}
 _DEGREES = ("dp", "tp", "cp", "ep")
-_DEFAULT = ("forward", "train precision=bf16", "train precision=bf16 checkpoint=every-block", "prefill", "decode")
+_DEFAULT = (
+    "forward", "train precision=bf16", "train precision=bf16 checkpoint=every-block",
+    "train optimizer=sgd precision=bf16", "prefill", "decode", "train precision=bf16 dp=dp tp=tp",
+)  # fmt: skip
 
 
 def views_of(graph: Graph, wanted: object = None) -> dict[str, Graph]:

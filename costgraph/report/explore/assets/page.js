@@ -129,18 +129,18 @@
   // -- pictures ----------------------------------------------------------------------------------------------------
 
   const roofline = (device, times) => {
-    const box = { w: 760, h: 360, left: 60, bottom: 40, top: 12, right: 12 };
+    const box = { w: Math.max(300, Math.min(1000, at("roofline").clientWidth)), h: 360, left: 60, bottom: 40, top: 12, right: 12 };
     const shown = times.filter(t => t.flops > 0 && t.bytes > 0 && t.seconds > 0);
     const roof = Math.max(...data.keys.map((_, k) => device.rates[k])), ridge = roof / device.bandwidth;
     if (!shown.length) return at("roofline").replaceChildren("no op has both FLOPs and bytes");
     const x = shown.map(t => t.flops / t.bytes), y = shown.map(t => t.flops / t.seconds);
     const range = v => [Math.floor(Math.log10(Math.max(Math.min(...v), 1e-3))), Math.ceil(Math.log10(Math.max(...v)))];
-    const [x0, x1] = range([...x, ridge * 2]), [y0, y1] = range([...y, roof * 1.2]);
+    const longest = Math.max(...shown.map(t => t.seconds)), far = v => v.filter((_, i) => shown[i].seconds > longest / 100);
+    const [x0, x1] = range([...far(x), ridge * 2]), [y0, y1] = range([...far(y), roof * 1.2]); // others lie on the edge
     const px = v => box.left + (Math.log10(v) - x0) / (x1 - x0) * (box.w - box.left - box.right);
     const py = v => box.h - box.bottom - (Math.log10(v) - y0) / (y1 - y0) * (box.h - box.bottom - box.top);
-    const key = [state.view, device.id, x0, x1, y0, y1, shown.length].join();
+    const key = [state.view, device.id, x0, x1, y0, y1, shown.length, box.w].join();
     if (framed?.key !== key || !framed.picture.isConnected) framed = { key, ...frame(device, shown.length, { box, x0, x1, y0, y1, px, py, roof, ridge }) };
-    const longest = Math.max(...shown.map(t => t.seconds));
     shown.forEach((t, i) => {
       const dot = framed.dots[i], r = 2.5 + 14 * Math.sqrt(t.seconds / longest);
       const now = { class: t.bound, cx: px(Math.max(x[i], 10 ** x0)).toFixed(1), cy: py(Math.max(y[i], 10 ** y0)).toFixed(1), r: r.toFixed(1) };
@@ -150,7 +150,7 @@
   };
   let framed = null;
   const frame = (device, count, { box, x0, x1, y0, y1, px, py, roof, ridge }) => {
-    const picture = svg("svg", { viewBox: `0 0 ${box.w} ${box.h}`, role: "img",
+    const picture = svg("svg", { width: box.w, height: box.h, viewBox: `0 0 ${box.w} ${box.h}`, role: "img",
       "aria-label": `roofline of ${device.name}: ${count} ops, ridge point at ${ridge.toFixed(0)} FLOP per byte` });
     const text = (words, left, top, more = {}) => picture.append(svg("text", { x: left, y: top, ...more }, words));
     for (let e = x0; e <= x1; e++) {
@@ -178,6 +178,8 @@
   };
 
   const COLOURS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#7f7f7f", "#a05fb4", "#5f8a3d"];
+  const ROLES = [...new Set(data.views.flatMap(v => v.memory.lives.map(l => l[0]))), "workspace"]; // a role keeps its colour
+  const colourOf = role => COLOURS[ROLES.indexOf(role) % COLOURS.length];
   let chart = null;
   const memory = (view, device) => {
     const found = timeline(engine, view.memory).filter(r => r.bytes.some(b => b > 0));
@@ -189,9 +191,9 @@
     const xs = steps.map((_, i) => i), values = [xs, ...lines];
     if (chart?.key === key) return chart.plot.setData(values);
     chart?.plot.destroy();
-    const series = found.map(({ role }, i) => ({ label: role, fill: COLOURS[i % 10], stroke: COLOURS[i % 10], width: 1,
+    const series = found.map(({ role }) => ({ label: role, fill: colourOf(role), stroke: colourOf(role), width: 1,
       points: { show: false }, value: (u, v, s, at) => at === null ? "" : short(timeline(engine, data.views[state.view].memory).find(r => r.role === role).bytes[at], "B") })).reverse();
-    series.push({ label: "capacity", stroke: "#d00", dash: [6, 4], points: { show: false }, value: (u, v) => v === null ? "" : short(v, "B") });
+    series.push({ label: "capacity", stroke: colour, dash: [6, 4], points: { show: false }, value: (u, v) => v === null ? "" : short(v, "B") });
     const axis = { stroke: colour, grid: { stroke: "#8884" } };
     const where = (u, v, s, at) => at === null ? "" : `${data.views[state.view].memory.steps[at][1]} (${data.views[state.view].memory.steps[at][2]})`;
     const plot = new uPlot({ width: at("memory").clientWidth, height: 300, scales: { x: { time: false }, y: { range: (u, low, high) => [0, high * 1.05] } },
@@ -280,7 +282,10 @@
   select("device", data.devices.map(d => d.name));
   const restore = () => { read(); at("view").value = state.view; at("device").value = state.device; sliders(); later(); };
   addEventListener("hashchange", restore);
-  addEventListener("resize", () => chart?.plot.setSize({ width: at("memory").clientWidth, height: 300 }));
+  addEventListener("resize", () => {
+    chart?.plot.setSize({ width: at("memory").clientWidth, height: 300 });
+    later();
+  });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", later);
   const told = words => { at("told").textContent = words; };
   at("link").addEventListener("click", async () => {
