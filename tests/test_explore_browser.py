@@ -7,21 +7,16 @@ of the page at three widths are kept in the folder that COSTGRAPH_SCREENSHOTS na
 import csv
 import os
 import random
-import shutil
 from functools import cache
 from pathlib import Path
 from urllib.parse import urlencode
 
 import pytest
+from browsers import chromium, driver, needs_chromium
 
 import costgraph as cg
 
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: nothing drives a browser")
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed: the page needs a browser"),
-]
+pytestmark = [pytest.mark.long, needs_chromium]
 #: A new address is a new state, also where it is the old one.
 GO = """hash => {
   delete document.body.dataset.estimate;
@@ -44,10 +39,8 @@ def graphs(name):
 
 @pytest.fixture(scope="module")
 def browser():
-    with playwright.sync_playwright() as driver:
-        opened = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+    with chromium() as opened:
         yield opened
-        opened.close()
 
 
 class Shown:
@@ -133,7 +126,7 @@ def test_a_size_that_is_typed_is_in_the_address_and_comes_back(browser, written)
     address = shown.page.evaluate("location.hash")
     assert "S=4099" in address
     peak = cg.peak_memory(cg.models.load("llama-3-8b"), B=int(shown.page.input_value("#size-B")), S=4099)
-    playwright.expect(shown.page.locator("[data-key=peak] small")).to_have_text(f"{peak:,} B")
+    driver.expect(shown.page.locator("[data-key=peak] small")).to_have_text(f"{peak:,} B")
     shown.open(address)
     assert (shown.number("peak"), shown.page.input_value("#size-S")) == (peak, "4099")
     shown.close()
@@ -218,7 +211,7 @@ def test_a_frame_draws_what_is_in_sight_and_the_rest_follows(browser, written):
     assert seen["cards"] >= 39  # every frame has its state
     sizes = {n: int(shown.page.input_value(f"#size-{n}")) for n in "BS"}
     longest = max(cg.roofline(cg.models.load("llama-3-8b"), "h100-sxm", **sizes).rows, key=lambda r: r.seconds)
-    playwright.expect(shown.page.locator("#ops tbody td").first).to_have_text(longest.op)
+    driver.expect(shown.page.locator("#ops tbody td").first).to_have_text(longest.op)
     assert "peak memory" in shown.page.locator("#spoken").text_content()  # a screen reader hears of it once
     shown.close()
 

@@ -72,6 +72,10 @@ ABOUT = {
     " graph of 10^3 ops: how many times as long it takes as to read the same text, and as to declare the graph.",
     "test_a_model_of_the_zoo_is_declared_as_fast_as_torch_makes_its_modules": "`cg.models.load` of llama-2-7b, against"
     " the modules of the same model on the meta device.",
+    "test_frames_while_a_slider_is_dragged[llama-3-8b]": "The page with sliders of all default views: its export, and"
+    " in a headless Chromium the view of a step of training while a slider moves in every frame, by the browser's own"
+    " clock. A screen has 60 frames a second; what the page takes of one, formulas and drawing, may be 16.7 ms.",
+    "test_frames_while_a_slider_is_dragged[deepseek-v3]": "The same for deepseek-v3.",
 }
 
 

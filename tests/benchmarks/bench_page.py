@@ -1,0 +1,67 @@
+"""The page with sliders: how long its export takes, and its frames while a slider is dragged in a browser."""
+
+from statistics import median
+
+import pytest
+from browsers import chromium, needs_chromium
+from timing import once
+
+import costgraph as cg
+
+pytestmark = needs_chromium
+
+#: Frames of the browser and what the page does in each, by the browser's own clock.
+WATCH = """() => {
+  const own = window.requestAnimationFrame.bind(window);
+  window.drawn = [];
+  window.ownFrame = own;
+  window.requestAnimationFrame = f => own(now => {
+    const start = performance.now();
+    f(now);
+    window.drawn.push(performance.now() - start);
+  });
+}"""
+DRAG = """async () => {
+  const slider = document.querySelector('[aria-label="S, slider"]'), at = [];
+  window.drawn.length = 0;
+  for (let i = 0; i < 300; i++) {
+    slider.value = 10 + 5 * Math.sin(i / 20);
+    slider.dispatchEvent(new Event("input"));
+    at.push(await new Promise(window.ownFrame));
+  }
+  return { frames: at.slice(1).map((t, i) => t - at[i]), drawn: window.drawn };
+}"""
+WORK = """view => {
+  const data = JSON.parse(document.getElementById("data").textContent), engine = new Engine(data.tables);
+  const v = data.views[view], at = data.devices.findIndex(d => d.id === "h100-sxm"), start = performance.now();
+  for (let i = 1; i <= 200; i++) {
+    engine.set({ ...data.sizes, S: 64 * i });
+    violated(engine, v); holding(engine, v.peak); spent(engine, v, data.devices[at], at);
+    least(engine, v, data.devices[at], at); timeline(engine, v.memory);
+  }
+  return (performance.now() - start) / 200;
+}"""
+
+
+@pytest.mark.parametrize("name", ["llama-3-8b", "deepseek-v3"])
+def test_frames_while_a_slider_is_dragged(benchmark, name, tmp_path):
+    path = tmp_path / "page.html"
+    benchmark.extra_info["seconds of the export"] = once(lambda: cg.explore(name, path))
+    benchmark.extra_info["kilobytes"] = path.stat().st_size / 1e3
+    with chromium() as browser:
+        page = browser.new_page(viewport={"width": 1280, "height": 900})
+        page.add_init_script(f"({WATCH})()")
+        page.goto(path.as_uri())
+        views = page.locator("#view option").all_text_contents()
+        page.select_option("#view", label="train precision=bf16")
+        page.wait_for_timeout(500)
+        found = page.evaluate(DRAG)
+        benchmark.pedantic(page.evaluate, args=(DRAG,), rounds=1)
+        benchmark.extra_info["frames a second"] = 1e3 * len(found["frames"]) / sum(found["frames"])
+        benchmark.extra_info["milliseconds of a frame that the page takes, median"] = median(found["drawn"])
+        benchmark.extra_info["milliseconds of all formulas at one state"] = page.evaluate(
+            WORK, views.index("train precision=bf16")
+        )
+        benchmark.extra_info["major version of Chromium"] = int(browser.version.partition(".")[0])
+    assert len(found["drawn"]) >= len(found["frames"])  # every frame shows the sizes that it has
+    assert path.stat().st_size < 1_500_000
