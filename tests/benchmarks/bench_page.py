@@ -58,7 +58,7 @@ def test_frames_while_a_slider_is_dragged(benchmark, name, tmp_path):
         found = page.evaluate(DRAG)
         benchmark.pedantic(page.evaluate, args=(DRAG,), rounds=1)
         benchmark.extra_info["frames a second"] = 1e3 * len(found["frames"]) / sum(found["frames"])
-        benchmark.extra_info["milliseconds of a frame that the page takes, median"] = median(found["drawn"])
+        benchmark.extra_info["milliseconds of script in a frame, median"] = median(found["drawn"])
         benchmark.extra_info["milliseconds of all formulas at one state"] = page.evaluate(
             WORK, views.index("train precision=bf16")
         )

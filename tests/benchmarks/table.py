@@ -74,7 +74,7 @@ ABOUT = {
     " the modules of the same model on the meta device.",
     "test_frames_while_a_slider_is_dragged[llama-3-8b]": "The page with sliders of all default views: its export, and"
     " in a headless Chromium the view of a step of training while a slider moves in every frame, by the browser's own"
-    " clock. A screen has 60 frames a second; what the page takes of one, formulas and drawing, may be 16.7 ms.",
+    " clock. A screen has 60 frames a second, 16.7 ms each, for the script, layout and paint",
     "test_frames_while_a_slider_is_dragged[deepseek-v3]": "The same for deepseek-v3.",
 }
 
