@@ -65,12 +65,12 @@ if TYPE_CHECKING:
     from .analysis.compare import compare
     from .analysis.costs import bytes_moved, costs, flops, intensity, matmul_flops
     from .analysis.crossover import crossover
+    from .analysis.duration import seconds
     from .analysis.memory import peak_memory, timeline
     from .analysis.params import cache_bytes, param_bytes, param_count
     from .analysis.regimes import regimes
     from .analysis.roofline import roofline
     from .analysis.saved import saved_bytes
-    from .analysis.seconds import seconds
     from .analysis.storages import lifetimes
     from .analysis.terms import in_terms_of
     from .analysis.tiling import tiling
@@ -248,7 +248,7 @@ _LATER = {
     "analysis.regimes": ("regimes",),
     "analysis.roofline": ("roofline",),
     "analysis.saved": ("saved_bytes",),
-    "analysis.seconds": ("seconds",),
+    "analysis.duration": ("seconds",),
     "analysis.storages": ("lifetimes",),
     "analysis.terms": ("in_terms_of",),
     "analysis.tiling": ("tiling",),

@@ -115,7 +115,7 @@ def test_what_is_like_a_place_takes_what_was_seen_there(tmp_path):
 def test_the_bound_stays_a_bound(monkeypatch, tmp_path):
     graph = product_of(4093, 4099, 4111)
     fast = plain(tmp_path, compute={"matrix unit": -3.0}, memory={"all": -3.0})
-    monkeypatch.setattr("costgraph.analysis.seconds.shipped", lambda: fast)
+    monkeypatch.setattr("costgraph.analysis.duration.shipped", lambda: fast)
     assert cg.seconds(graph, "h100-sxm", "calibrated") == cg.seconds(graph, "h100-sxm", "lower")
 
 

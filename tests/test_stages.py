@@ -1,11 +1,19 @@
 """Stages of a pipeline: what they do together, what each holds, and what it sends."""
 
+from dataclasses import replace
+from fractions import Fraction
+
 import pytest
 import sympy
 
 import costgraph as cg
 from costgraph import models
+from costgraph.algebra.polynomial import poly
+from costgraph.analysis.duration import of_pipeline
+from costgraph.analysis.exchange import exchange
+from costgraph.analysis.work import ask as on_device
 from costgraph.graph.graph import current_graph
+from costgraph.graph.sizes import known_names
 
 P, M = cg.dims("P M")
 SIZES = {"B": 2, "S": 64, "D": 64, "F": 128, "H": 4, "K": 16, "V": 256, "L": 16}
@@ -134,3 +142,92 @@ def test_questions_of_the_whole_are_those_of_the_largest_stage():
         assert cg.evaluate(ask(s), **sizes) == ask(s, **sizes)
     with pytest.raises(cg.BindingError, match=r"'Q' is no dimension of graph 'llama\.first'"):
         cg.flops(s, Q=1)
+
+
+def played(s, schedule, m, sizes):
+    """Return how long the events of a pipeline take, with times of stages that are summed up from their rows."""
+    own = [{k: n for k, n in sizes.items() if k != "V" or "middle" not in g.name} for g in s.stages]
+    ranks = [0, 1, 1, 2]
+    times, sends, once = [], [], []
+    for g, kept in zip(s.stages, own, strict=True):
+        rows = cg.roofline(g, "h100-sxm", **kept).rows
+        passes = [sum(r.seconds for r in rows if (r.phase == "forward") == way and r.phase != "optimizer") / m
+                  for way in (True, False)]  # fmt: skip
+        times.append(passes)
+        once.append(sum(r.seconds for r in rows if r.phase == "optimizer"))
+        sends += [r.seconds / r.times for r in cg.communication(g, hardware="h100-sxm", **kept).rows]
+    forward, backward = ([times[r][way] for r in ranks] for way in (0, 1))
+    found = cg.plan.simulate(
+        cg.plan.schedule(schedule, 4, m), forward=forward, backward_input=backward, backward_weight=0, send=max(sends)
+    )
+    return found.makespan + max(once)
+
+
+@pytest.mark.parametrize("m", [1, 3, 4, 11])
+@pytest.mark.parametrize(("schedule", "most"), [("gpipe", 1), ("1f1b", 1.07)])
+def test_time_of_a_step_is_that_of_the_events(schedule, most, m):
+    _, s = cut(llama(), 4, schedule=schedule)
+    sizes = {**SIZES, "M": m, "S": 1021, "V": 32003}
+    events, found = played(s, schedule, m, sizes), cg.seconds(s, "h100-sxm", **sizes)
+    assert found == cg.roofline(s, "h100-sxm", **sizes).estimate
+    assert (1 - 1e-12) * events <= found <= (most + 1e-12) * events
+    left = {k: n for k, n in sizes.items() if k not in ("M", "B")}
+    formula = cg.seconds(s, "h100-sxm", **left)
+    assert float(cg.evaluate(formula, M=m, B=2)) == pytest.approx(found, rel=1e-12)
+    least = [cg.seconds(g, "h100-sxm", "lower", **{k: n for k, n in sizes.items() if k in known_names(g)})
+             for g in s.stages]  # fmt: skip
+    assert cg.seconds(s, "h100-sxm", "lower", **sizes) == max(least) < found
+
+
+@pytest.mark.parametrize("p", [2, 3, 5])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_stages_that_are_alike_take_exactly_what_the_events_do(p, schedule):
+    for m in (1, 2, p, p + 1, 3 * p + 2):
+        _, s = cut(llama(), 4, schedule=schedule)
+        g = s.stages[1]
+        g.waiting = replace(g.waiting, stages=poly(p), alike=poly(p))
+        asked = on_device(g, "h100-sxm", None, {**{k: SIZES[k] for k in "BSDFHKL"}, "M": m}, "seconds")
+        send = Fraction(exchange(next(op for op in g.walk() if op.kind.name == "send"), g, asked.values,
+                                 asked.hardware)[0].constant)  # fmt: skip
+        for forward, backward in ((2, 3), (send / 7, send / 5)):
+            cost = {"forward": forward * m, "backward": backward * m, "optimizer": 17}
+            found = of_pipeline([asked], lambda part, cost=cost: poly(cost[part.works[0].op.phase]))
+            events = cg.plan.simulate(
+                cg.plan.schedule(schedule, p, m), forward=forward, backward_input=backward, backward_weight=0, send=send
+            )
+            assert found.constant == events.makespan + 17
+
+
+def test_time_of_stages_is_refused_where_it_is_not_known():
+    _, s = cut(llama(), 4)
+    sizes = {**SIZES, "M": 8}
+    with pytest.raises(cg.UnsupportedError, match=r"a stage of a pipeline: overlap 'ideal', expected none"):
+        cg.seconds(s, "h100-sxm", overlap="ideal", **sizes)
+    with pytest.raises(cg.BindingError, match=r"still unbound: M"):
+        cg.seconds(s, "h100-sxm", "calibrated", **SIZES)
+
+
+def test_what_a_step_takes_with_one_stage_is_what_it_takes_whole():
+    whole = cg.training_step(llama(), optimizer=cg.SGD())
+    assert cg.seconds(cg.parallelize(whole, pp=1), "h100-sxm", **SIZES) == cg.seconds(whole, "h100-sxm", **SIZES)
+
+
+def test_tables_of_both_ends_are_added_up_over_the_links_between_them():
+    _, s = cut(models.load("gpt2"), 4, 8, dp=2)
+    rows = cg.communication(s.stages[0], hardware="h100-sxm", B=2, S=64).rows
+    (added,) = [r for r in rows if r.axis == "pp" and r.collective == "all_reduce"]
+    h100 = cg.load_hardware("h100-sxm")
+    assert added.link == "interconnect"
+    assert added.seconds >= added.bytes / float(h100.link("interconnect").value)
+
+
+def test_a_run_counts_all_devices_of_a_pipeline():
+    whole, s = cut(llama(), 4, dp=2)
+    sizes = {**SIZES, "B": 6, "M": 8}
+    found = cg.plan.run(s, "h100-sxm", 10**6, **sizes)
+    assert (found.devices, found.step_tokens) == (8, 8 * 6 * SIZES["S"])
+    assert found.seconds == cg.seconds(s, "h100-sxm", **sizes)
+    rate = float(cg.load_hardware("h100-sxm").rate("fp32").value)
+    assert found.mfu == pytest.approx(cg.model_flops(whole, **sizes) / 8 / found.seconds / rate)
+    with pytest.raises(cg.GraphError, match="run: graph 'llama' has stages itself, expected no bubble"):
+        cg.plan.run(s, "h100-sxm", 10**6, schedule="1f1b", pp=4, micro_batches=8, **sizes)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 
 from ..algebra.polynomial import Poly, poly, total
 from ..bind.evaluate import Formula, bound_answer
-from ..errors import UnsupportedError
 from ..graph.graph import Graph, need_graph
 from ..graph.op import Op
 from ..graph.sizes import Bindings, bindings
@@ -162,10 +161,6 @@ def communication(
 
 
 def _timed(m: Message, op: Op, runs: list[Poly], graph: Graph, values: Bindings, device: Hardware) -> Message:
-    if isinstance(op.kind, Send):
-        raise UnsupportedError(
-            f"communication: {op.name!r} goes to another stage, expected no hardware: its time is open"
-        )
     once, link = exchange(op, graph, values, device)
     return replace(m, seconds=as_seconds(once * total(runs).bind(values), values), link=link)
 

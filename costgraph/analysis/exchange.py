@@ -17,6 +17,7 @@ from ..graph.op import Op
 from ..hardware.links import Wire, extents, wire
 from ..hardware.specs import Hardware
 from ..ops.collectives import Collective
+from ..ops.hops import Send
 
 __all__ = ["Group", "exchange", "group_of", "least_busy", "taken", "whole"]
 
@@ -75,10 +76,8 @@ def group_of(op: Op, graph: Graph, values: Mapping[str, Poly], hardware: Hardwar
     SpecError
         If it is not said how many devices the interconnect joins, or the ranks are more than a network joins.
     """
-    kind = op.kind
-    assert isinstance(kind, Collective)
-    apart = _apart(op, kind.axis, graph).bind(values)
-    left = ranks = kind.ranks.bind(values)
+    left, apart = (p.bind(values) for p in _ranks(op, graph))
+    ranks = left
     levels = []
     for name, size in extents(hardware):
         if size is None:
@@ -95,6 +94,19 @@ def group_of(op: Op, graph: Graph, values: Mapping[str, Poly], hardware: Hardwar
             has = f"{ranks} ranks that are {apart} apart"
             raise SpecError(f"time of {op.name!r}: {has}, expected the {size:,} devices that the {name} joins at most")
     return Group(hardware, tuple(levels))
+
+
+def _ranks(op: Op, graph: Graph) -> tuple[Poly, Poly]:
+    """Return how many ranks there are, and how many devices from one to the next: stages have whole meshes each."""
+    assert isinstance(op.kind, Collective | Send)
+    of_mesh, stage = graph.root.sharding, graph.root.waiting
+    if op.kind.axis == "pp" and of_mesh is not None and stage is not None:
+        devices = of_mesh.mesh.devices
+        if isinstance(op.kind, Send):
+            return stage.stages, devices
+        return op.kind.ranks, devices * stage.stages / 2  # both ends, in one domain where all stages are
+    apart = _apart(op, op.kind.axis, graph)
+    return (poly(2) if isinstance(op.kind, Send) else op.kind.ranks), apart
 
 
 def _apart(op: Op, axis: str, graph: Graph) -> Poly:
@@ -131,13 +143,14 @@ def whole(op: Op) -> Poly:
 
 
 def exchange(op: Op, graph: Graph, values: Mapping[str, Poly], hardware: Hardware) -> tuple[Poly, str]:
-    """Return the seconds that a collective takes once, sizes put in, and its slowest link; errors as `group_of`."""
-    assert isinstance(op.kind, Collective)
+    """Return the seconds that a collective or send takes once, and its slowest link; errors as `group_of`."""
     group = group_of(op, graph, values, hardware)
     # tensors that have a storage for each iteration of a loop are sent one by one
     (x,) = op.operands
     apart = prod(x.sizes[: x.storage.pieces], start=ONE).bind(values)
-    return apart * taken(op.kind.collective, whole(op).bind(values) / apart, group), group.link
+    return apart * taken(
+        op.kind.collective if isinstance(op.kind, Collective) else "send", whole(op).bind(values) / apart, group
+    ), group.link
 
 
 def taken(collective: str, size: Poly, group: Group) -> Poly:

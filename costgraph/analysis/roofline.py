@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from ..algebra.dominance import Relations
@@ -21,10 +21,11 @@ from ..hardware.rates import StandIn
 from ..hardware.specs import Hardware
 from ..hardware.tables import Column, Fact, Table
 from ..notation.door import guarded
+from .duration import as_declared, in_total, least, stages_asked
 from .hooks import plotter
 from .seconds import OVERLAPS, Bound, Spent, in_seconds, largest, lower_bound, spent, together, warn_of, which
 from .traffic import compulsory
-from .work import Asked, Fallback, Work, ask
+from .work import Asked, Fallback, Work
 
 __all__ = ["Roofline", "RooflineRow", "bound_roofline", "roofline"]
 
@@ -198,7 +199,8 @@ def roofline(
     Parameters
     ----------
     graph : Graph
-        What is asked.
+        What is asked; of a pipeline the rows and sums are those of its slowest stage, of the last one where sizes are
+        open, and the estimate is that of the whole step, as in `seconds`.
     hardware : str, path-like or Hardware
         Name of a device, path of a TOML file, or what `load_hardware` returned.
     fallback : str or mapping, optional
@@ -255,9 +257,8 @@ def roofline(
     ['memory', 'compute']
     """
     need_choice("roofline: overlap", overlap, OVERLAPS)
-    return _placed(
-        ask(graph, hardware, fallback, dims, "roofline", hierarchical=hierarchical, network=network), overlap
-    )
+    stages = stages_asked(graph, hardware, fallback, dims, "roofline", hierarchical=hierarchical, network=network)
+    return _of_all(graph, stages, overlap)
 
 
 def _in_cache(name: str, row: RooflineRow) -> Formula | None:
@@ -284,11 +285,23 @@ def bound_roofline(
     BindingError
         If a symbol is left, naming all of them.
     """
-    asked = ask(graph, hardware, fallback, dims, question, network=network)
-    asked.need_numbers(question)
-    found = _placed(asked)
+    stages = stages_asked(graph, hardware, fallback, dims, question, network=network)
+    for asked in stages:
+        asked.need_numbers(question)
+    found = _of_all(graph, stages)
     warn_of(hardware, found.stand_ins)
     return found
+
+
+def _of_all(graph: Graph, stages: Sequence[Asked], overlap: str = "none") -> Roofline:
+    """Return the roofline of a graph; of a pipeline that of its slowest stage, or the last one."""
+    if not graph.parts:
+        return _placed(stages[0], overlap)
+    whole = in_total(as_declared(stages, overlap), stages)
+    found = [_placed(asked) for asked in stages]
+    known = all(isinstance(one.estimate, float) for one in found)
+    slowest = max(found, key=lambda one: one.estimate) if known else found[-1]
+    return replace(slowest, graph=graph.name, estimate=whole, lower_bound=in_total(least(stages), stages))
 
 
 def _placed(asked: Asked, overlap: str = "none") -> Roofline:

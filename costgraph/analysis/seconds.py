@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from math import gcd, lcm
 
@@ -16,23 +16,19 @@ from ..algebra.extremum import Owner, extremum
 from ..algebra.polynomial import Poly, poly, total
 from ..algebra.pruning import prune
 from ..bind.evaluate import Formula, answer, real
-from ..errors import StandInWarning, UnsupportedError
-from ..graph.arguments import need_choice
-from ..graph.graph import Graph, need_graph
+from ..errors import StandInWarning
 from ..graph.op import Op
 from ..graph.sizes import Bindings
-from ..hardware.networks import Network
 from ..hardware.rates import NAMED, StandIn
 from ..hardware.specs import Hardware
 from .bounds import unavoidable
-from .calibrated.model import loads_of, shipped
 from .exchange import exchange, group_of, least_busy, whole
 from .streams import finished
 from .traffic import compulsory
-from .work import Asked, Fallback, Work, ask, exact
+from .work import Asked, Work, exact
 
 __all__ = [
-    "OVERLAPS", "Bound", "Spent", "as_seconds", "estimate", "in_seconds", "largest", "lower_bound", "seconds", "spent",
+    "OVERLAPS", "Bound", "Spent", "as_seconds", "estimate", "in_seconds", "largest", "lower_bound", "spent",
     "together", "unit_times", "warn_of", "which",
 ]  # fmt: skip
 
@@ -286,113 +282,3 @@ def in_seconds(value: Poly, asked: Asked) -> Formula:
 def as_seconds(value: Poly, values: Bindings) -> Formula:
     """Return a time, in which sizes are put in, as it is handed out."""
     return answer(value, values.held) if value.constant is None else real(Fraction(value.constant))
-
-
-def seconds(
-    graph: Graph,
-    hardware: str | Hardware,
-    which: str = "estimate",
-    /,
-    *,
-    fallback: Fallback = None,
-    hierarchical: bool = False,
-    overlap: str = "none",
-    network: str | Network | None = None,
-    **dims: int,
-) -> Formula:
-    """Return the time of a graph on a device, as a formula while sizes are open.
-
-    Parameters
-    ----------
-    graph : Graph
-        What is asked.
-    hardware : str, path-like or Hardware
-        Name of a device, path of a TOML file, what `load_hardware` returned, or `symbolic()` of it.
-    which : str
-        estimate: the sum over ops, as declared, of the larger of compute and memory time. lower: what no run is below.
-        calibrated: what devices were seen to attain of their peaks, at all sizes bound, collectives as estimated, and
-        no less than the bound.
-    fallback : str or mapping, optional
-        Number format whose rate stands in for one that the device lacks, or a mapping from wanted to used format.
-    hierarchical : bool
-        Take each level of memory into account, as `roofline`.
-    overlap : str
-        Of collectives with all else, as `roofline`.
-    network : str, path-like or Network, optional
-        What is between the domains of its interconnect, as `roofline`.
-    **dims : int
-        Sizes to bind.
-
-    Returns
-    -------
-    float or sympy.Expr
-        Seconds: the `estimate` or `lower_bound` of `roofline`, or the calibrated time, which is a float.
-
-    Raises
-    ------
-    BindingError, GraphError
-        If a size cannot be bound, or is open for a calibrated time, or there is no such time.
-    SpecError
-        If the device is unknown, has no rate at all, or lacks what is said of a link that a collective goes over.
-    UnsupportedError
-        If a calibrated time is asked for with `hierarchical`, or of collectives that overlap; as `roofline`.
-
-    Warns
-    -----
-    StandInWarning
-        If a rate is missing: the text says which one stands in. `roofline` has them as `stand_ins`.
-
-    Notes
-    -----
-    Of Williams, Waterman and Patterson 2009, for each op. Ops with the same times are one term with their number, and
-    what is decided for all sizes, assumptions included, is no maximum.
-
-    Examples
-    --------
-    >>> import costgraph as cg
-    >>> N, M = cg.dims("N M")
-    >>> with cg.Graph("g", dtype="bf16") as g:
-    ...     x = g.input("x", (N, M))
-    ...     g.output(cg.relu(cg.linear(x, "n m -> n k", k=M)))
-    >>> device = cg.load_hardware("h100-sxm").symbolic()
-    >>> cg.seconds(g, device)
-    M*N*Max(4/bandwidth, 1/vector_fp32) + 2*M*Max(M*N/peak_bf16, M/bandwidth + 2*N/bandwidth)
-    >>> f"{cg.seconds(g, 'h100-sxm', N=8192, M=4096) * 1e6:.1f} us"
-    '317.9 us'
-    >>> sizes = {"N": 8192, "M": 4096}
-    >>> cg.seconds(g, "h100-sxm", "calibrated", **sizes) > cg.seconds(g, "h100-sxm", "lower", **sizes)
-    True
-    """
-    need_graph("seconds", graph)
-    need_choice("seconds: which", which, ("estimate", "lower", "calibrated"))
-    need_choice("seconds: overlap", overlap, OVERLAPS)
-    asked = ask(graph, hardware, fallback, dims, "seconds", hierarchical=hierarchical, network=network)
-    if which == "calibrated":
-        return _calibrated(asked, overlap)
-    if which == "estimate":
-        found = together([spent(w, asked) for w in asked.works], asked, overlap)
-    else:
-        found = lower_bound(asked)
-    warn_of(asked.hardware, asked.rates.stand_ins.values())
-    return in_seconds(found, asked)
-
-
-def _calibrated(asked: Asked, overlap: str) -> float:
-    """Return what devices were seen to take, all sizes put in; the bound where that is more.
-
-    Links are not calibrated: what is sent takes its estimated time after all else.
-    """
-    question = "seconds, calibrated,"
-    if asked.levels:
-        raise UnsupportedError(f"{question} of graph {asked.graph.name!r}: hierarchical=True, expected False: what a "
-                               "cache attains is in the terms")  # fmt: skip
-    alone = replace(asked, works=[work for work in asked.works if not work.collective])
-    if overlap != "none" and len(alone.works) < len(asked.works):
-        raise UnsupportedError(f"{question} of graph {asked.graph.name!r}: overlap {overlap!r}, expected none")
-    asked.need_numbers(question)
-    for work in asked.works:
-        work.seconds(asked.rates)  # refuses what has no time
-    sent = estimate([spent(work, asked) for work in asked.works if work.collective], asked.graph.root.relations)
-    found = shipped().seconds(loads_of(alone), asked.rates) + float(in_seconds(sent, asked))
-    warn_of(asked.hardware, asked.rates.stand_ins.values())
-    return max(found, float(in_seconds(lower_bound(asked), asked)))

@@ -93,12 +93,20 @@ def tidy(factors: Iterable[Factor]) -> Factors:
 
 @dataclass(frozen=True)
 class Waiting:
-    """Other micro-batches of which a stage of a pipeline holds what their backward passes read."""
+    """What a stage of a pipeline knows of the others, and the micro-batches that wait for their backward pass."""
 
     first: Poly
-    """while the first one of all runs"""
+    """others that it holds while the first one of all runs"""
     later: Poly
-    """while one runs behind which gradients are there already"""
+    """others while one runs behind which gradients are there already"""
+    schedule: str
+    """order of forward and backward passes"""
+    stages: Poly
+    """of the whole pipeline"""
+    micro_batches: Poly
+    """of a step"""
+    alike: Poly
+    """stages that do the same, this one included"""
 
 
 @dataclass(frozen=True)

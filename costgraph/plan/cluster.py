@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -10,13 +11,13 @@ import sympy
 from ..algebra.extremum import as_expr
 from ..algebra.polynomial import ONE, Poly
 from ..algebra.symbols import shown
-from ..analysis.seconds import seconds
+from ..analysis.duration import seconds
 from ..analysis.training import Fallback, given, model_flops, rate_of, tokens_poly
 from ..analysis.training_memory import is_step
 from ..bind.evaluate import Formula, answer
 from ..errors import GraphError
 from ..graph.graph import Graph, need_graph
-from ..graph.sizes import bindings
+from ..graph.sizes import Bindings, known_names, of_stages
 from ..hardware.networks import Network
 from ..hardware.specs import Hardware
 from ..notation.door import guarded
@@ -41,7 +42,8 @@ class Run:
     tokens_per_second: Formula
     """tokens in a second, those of all devices"""
     mfu: Formula
-    """model FLOPs of a rank over what its device could do in this time; what several ranks do alike counts for each"""
+    """model FLOPs of a rank, of several stages their mean, over what its device could do in this time; what several
+    ranks do alike counts for each"""
     steps: Formula
     """steps that the tokens take, not rounded"""
     days: Formula
@@ -63,7 +65,8 @@ def run(
     Parameters
     ----------
     step : Graph
-        A step of training, such as `parallelize` makes; one without a mesh is of one device.
+        A step of training, such as `parallelize` makes; one without a mesh is of one device, and one in stages has its
+        own pipeline, which `seconds` takes the time of.
     hardware : str, path-like or Hardware
         The devices.
     tokens : number or sympy.Expr
@@ -115,14 +118,19 @@ def run(
     need_graph("run", step)
     if not is_step(step):
         raise GraphError(f"run: graph {step.name!r} has no gradients, expected a step of training")
-    values = bindings(step, dims)
+    (_, values), *_ = stages = of_stages(step, dims)
     busy = seconds(step, hardware, fallback=fallback, hierarchical=False, overlap=overlap, network=network, **dims)
     idle, ranks = _idle(bubble, schedule, pp, micro_batches, virtual)
+    done = as_expr(model_flops(step, "executed", **_own(step, dims)))
+    if step.parts:
+        if ranks != 1 or idle != 0:
+            raise GraphError(f"run: graph {step.name!r} has stages itself, expected no bubble and no schedule")
+        done, ranks = _mean(stages, dims)
     taken = given("run: seconds", busy) * (1 + idle)
     own, (mesh, parts) = tokens_poly(step), spread("run", step)
     devices, whole = (as_expr(answer(p.bind(values), values.held)) for p in (mesh, own * parts))
     devices *= ranks
-    rate = rate_of("run", hardware, dtype, step, dims, fallback)
+    rate = rate_of("run", hardware, dtype, step, _own(step, dims), fallback)
     steps = given("run: tokens", tokens) / whole
     hours = steps * taken * devices / _HOUR
     return Run(
@@ -130,12 +138,26 @@ def run(
         seconds=answer(taken),
         step_tokens=answer(whole),
         tokens_per_second=answer(whole / taken),
-        mfu=answer(as_expr(model_flops(step, "executed", **dims)) / (taken * rate)),
+        mfu=answer(done / (taken * rate)),
         steps=answer(steps),
         days=answer(steps * taken / (24 * _HOUR)),
         device_hours=answer(hours),
         cost=None if price is None else answer(hours * given("run: price", price)),
     )
+
+
+def _mean(stages: Sequence[tuple[Graph, Bindings]], dims: Mapping[str, int]) -> tuple[sympy.Expr, sympy.Expr]:
+    """Return the model FLOPs of a stage of a pipeline, the mean of all, and how many stages there are."""
+    done, ranks = sympy.Integer(0), sympy.Integer(0)
+    for g, values in stages:
+        assert g.waiting is not None
+        alike = as_expr(answer(g.waiting.alike.bind(values), values.held))
+        done, ranks = done + alike * as_expr(model_flops(g, "executed", **_own(g, dims))), ranks + alike
+    return done / ranks, ranks
+
+
+def _own(graph: Graph, dims: Mapping[str, int]) -> dict[str, int]:
+    return {name: n for name, n in dims.items() if name in known_names(graph)} if graph.waiting else dict(dims)
 
 
 def _idle(

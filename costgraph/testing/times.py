@@ -5,8 +5,8 @@ from __future__ import annotations
 import warnings
 from dataclasses import replace
 
+from ..analysis.duration import seconds
 from ..analysis.roofline import roofline
-from ..analysis.seconds import seconds
 from ..bind.evaluate import evaluate
 from ..errors import StandInWarning, UnsupportedError
 from ..hardware.specs import Hardware, load_hardware

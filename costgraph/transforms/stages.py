@@ -312,17 +312,18 @@ def in_stages(graph: Graph, pp: object, schedule: str, micro_batches: object, vi
             f"training_step(accumulate={m})"
         )
     ranks = {"first": ZERO, "middle": ONE, "last": stages - 1}
+    alike = {"first": ONE, "middle": stages - 2, "last": ONE}
     made, shared = cut(graph, plan, stages)
     return [
-        Stage(g, _waiting(schedule, stages, m, ranks[name]), frozenset() if name == "middle" else shared)
+        Stage(g, _waiting(schedule, stages, m, ranks[name], alike[name]), frozenset() if name == "middle" else shared)
         for name, g in made.items()
     ]
 
 
-def _waiting(schedule: str, pp: Poly, m: Poly, rank: Poly) -> Waiting:
+def _waiting(schedule: str, pp: Poly, m: Poly, rank: Poly, alike: Poly) -> Waiting:
     """Return how many others wait: the last of the first forwards is behind them, and no gradient is there yet."""
     held = poly(in_flight(schedule, pp.expr, m.expr, 1, rank.expr))
-    return Waiting(held - 1, smaller(held, m - 1) - 1)
+    return Waiting(held - 1, smaller(held, m - 1) - 1, schedule, pp, m, alike)
 
 
 def cut(graph: Graph, plan: Plan, pp: Poly) -> tuple[dict[str, Graph], frozenset[str]]:

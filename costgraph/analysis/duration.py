@@ -1,0 +1,261 @@
+"""How long a step takes on devices: the door, and the time of one whose layers are stages of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from typing import TypeAlias
+
+import sympy
+
+from ..algebra.polynomial import ZERO, Poly, poly, total
+from ..bind.evaluate import Formula, answer, real
+from ..errors import UnsupportedError
+from ..graph.arguments import need_choice
+from ..graph.graph import Graph, need_graph
+from ..graph.op import Op
+from ..graph.placement import Waiting
+from ..graph.sizes import known_names, of_stages
+from ..hardware.networks import Network
+from ..hardware.specs import Hardware
+from ..ops.hops import Send
+from .calibrated.model import loads_of, shipped
+from .exchange import exchange
+from .seconds import OVERLAPS, estimate, largest, lower_bound, spent, together, warn_of
+from .work import Asked, Fallback, Work, ask, exact
+
+__all__ = ["as_declared", "in_total", "least", "of_pipeline", "seconds", "stages_asked"]
+
+#: Seconds of some of the ops of a graph.
+Timing: TypeAlias = Callable[[Asked], Poly]
+
+
+def seconds(
+    graph: Graph,
+    hardware: str | Hardware,
+    which: str = "estimate",
+    /,
+    *,
+    fallback: Fallback = None,
+    hierarchical: bool = False,
+    overlap: str = "none",
+    network: str | Network | None = None,
+    **dims: int,
+) -> Formula:
+    """Return the time of a graph on a device, as a formula while sizes are open.
+
+    Parameters
+    ----------
+    graph : Graph
+        What is asked; of a pipeline, as `parallelize` makes it, the whole step counts.
+    hardware : str, path-like or Hardware
+        Name of a device, path of a TOML file, what `load_hardware` returned, or `symbolic()` of it.
+    which : str
+        estimate: the sum over ops, as declared, of the larger of compute and memory time. lower: what no run is below.
+        calibrated: what devices were seen to attain of their peaks, at all sizes bound, collectives as estimated, and
+        no less than the bound.
+    fallback : str or mapping, optional
+        Number format whose rate stands in for one that the device lacks, or a mapping from wanted to used format.
+    hierarchical : bool
+        Take each level of memory into account, as `roofline`.
+    overlap : str
+        Of collectives with all else, as `roofline`.
+    network : str, path-like or Network, optional
+        What is between the domains of its interconnect, as `roofline`.
+    **dims : int
+        Sizes to bind.
+
+    Returns
+    -------
+    float or sympy.Expr
+        Seconds: the `estimate` or `lower_bound` of `roofline`, or the calibrated time, which is a float.
+
+    Raises
+    ------
+    BindingError, GraphError
+        If a size cannot be bound, or is open for a calibrated time, or there is no such time.
+    SpecError
+        If the device is unknown, has no rate at all, or lacks what is said of a link that a collective goes over.
+    UnsupportedError
+        If a calibrated time is asked for with `hierarchical`, or of collectives that overlap, or a pipeline with
+        collectives that overlap; as `roofline`.
+
+    Warns
+    -----
+    StandInWarning
+        If a rate is missing: the text says which one stands in. `roofline` has them as `stand_ins`.
+
+    Notes
+    -----
+    Of Williams, Waterman and Patterson 2009, for each op. Ops with the same times are one term with their number, and
+    what is decided for all sizes, assumptions included, is no maximum.
+
+    A pipeline takes the first micro-batch through all stages and back, each other one on the slowest stage, the sends
+    that a stage waits for, and once what follows the last micro-batch. Of m micro-batches and p stages of 1F1B these
+    are 2 (n - ceil(n/p)) sends, n = m + p - 1, and 2 (p - 1) of GPipe. It is what the events of
+    `costgraph.plan.simulate` take where stages take the same times, or without sends the last one takes longest;
+    of others they take less.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> N, M = cg.dims("N M")
+    >>> with cg.Graph("g", dtype="bf16") as g:
+    ...     x = g.input("x", (N, M))
+    ...     g.output(cg.relu(cg.linear(x, "n m -> n k", k=M)))
+    >>> device = cg.load_hardware("h100-sxm").symbolic()
+    >>> cg.seconds(g, device)
+    M*N*Max(4/bandwidth, 1/vector_fp32) + 2*M*Max(M*N/peak_bf16, M/bandwidth + 2*N/bandwidth)
+    >>> f"{cg.seconds(g, 'h100-sxm', N=8192, M=4096) * 1e6:.1f} us"
+    '317.9 us'
+    >>> sizes = {"N": 8192, "M": 4096}
+    >>> cg.seconds(g, "h100-sxm", "calibrated", **sizes) > cg.seconds(g, "h100-sxm", "lower", **sizes)
+    True
+    """
+    need_graph("seconds", graph)
+    need_choice("seconds: which", which, ("estimate", "lower", "calibrated"))
+    need_choice("seconds: overlap", overlap, OVERLAPS)
+    stages = stages_asked(graph, hardware, fallback, dims, "seconds", hierarchical=hierarchical, network=network)
+    if which == "calibrated":
+        for asked in stages:
+            _need_calibrated(asked, overlap)
+        timed = of_pipeline(stages, _calibrated) if graph.parts else _calibrated(stages[0])
+        found = poly(max(exact(timed), exact(least(stages))))
+    else:
+        found = least(stages) if which == "lower" else as_declared(stages, overlap)
+    for asked in stages:
+        warn_of(asked.hardware, asked.rates.stand_ins.values())
+    return in_total(found, stages)
+
+
+def in_total(found: Poly, stages: Sequence[Asked]) -> Formula:
+    """Return a time of all stages as it is handed out: a float, or a formula while something is open."""
+    held = tuple(v for asked in stages for v in asked.values.held)
+    return answer(found, held) if found.constant is None else real(Fraction(found.constant))
+
+
+def stages_asked(
+    graph: Graph, hardware: str | Hardware, fallback: Fallback, dims: Mapping[str, object], question: str, *,
+    hierarchical: bool = False, network: str | Network | None = None,
+) -> list[Asked]:  # fmt: skip
+    """Return each stage of a pipeline on its device, with the sizes that it has; other graphs as they are."""
+    if not graph.parts:
+        return [ask(graph, hardware, fallback, dims, question, hierarchical=hierarchical, network=network)]
+    parts = [(g, {k: n for k, n in dims.items() if k in known_names(g)}) for g, _ in of_stages(graph, dims)]
+    return [ask(g, hardware, fallback, own, question, hierarchical=hierarchical, network=network) for g, own in parts]
+
+
+def least(stages: Sequence[Asked]) -> Poly:
+    """Return the seconds that no run is below: of several stages those of the busiest one."""
+    return _most((lower_bound(asked) for asked in stages), stages)
+
+
+def _most(times: Iterable[Poly], stages: Sequence[Asked]) -> Poly:
+    return largest([(p, "") for p in times], stages[0].graph.root.relations)
+
+
+def as_declared(stages: Sequence[Asked], overlap: str) -> Poly:
+    """Return the estimate: a sum over ops as declared, of a pipeline with what its stages wait for."""
+    if len(stages) == 1:
+        return together([spent(w, stages[0]) for w in stages[0].works], stages[0], overlap)
+    if overlap != "none":
+        raise UnsupportedError(
+            f"time of graph {stages[0].graph.name!r}, a stage of a pipeline: overlap {overlap!r}, expected none"
+        )
+    return of_pipeline(stages, _declared)
+
+
+def _declared(asked: Asked) -> Poly:
+    return estimate([spent(w, asked) for w in asked.works], asked.graph.root.relations)
+
+
+def of_pipeline(stages: Sequence[Asked], timing: Timing) -> Poly:
+    """Return the seconds of a step of a pipeline.
+
+    Parameters
+    ----------
+    stages : sequence of Asked
+        One of each kind, with what it knows of the others.
+    timing : callable
+        Seconds of some of the ops of a stage.
+    """
+    facts = [_knows(asked) for asked in stages]
+    p, m = facts[0].stages, facts[0].micro_batches
+    shares = [_shares(asked, timing, m) for asked in stages]
+    passes = [forward + backward for forward, backward, _ in shares]
+    through = total(fact.alike * one for one, fact in zip(passes, facts, strict=True))
+    send = _most([time for asked in stages for time in _sends(asked)], stages)
+    if facts[0].schedule == "gpipe":
+        slowest = _most((f for f, _, _ in shares), stages) + _most((b for _, b, _ in shares), stages)
+        waits = 2 * (p - 1)
+    else:  # what the last stage sends back is waited for once every p micro-batches less
+        slowest = _most(passes, stages)
+        n = m + p - 1
+        waits = 2 * (n - poly(sympy.ceiling((n / p).expr)))
+    return through + (m - 1) * slowest + waits * send + _most((once for _, _, once in shares), stages)
+
+
+def _knows(asked: Asked) -> Waiting:
+    """Return what a stage knows of the others, sizes put in."""
+    known, values = asked.graph.waiting, asked.values
+    assert known is not None
+    return replace(
+        known, stages=known.stages.bind(values), micro_batches=known.micro_batches.bind(values),
+        alike=known.alike.bind(values),
+    )  # fmt: skip
+
+
+def _shares(asked: Asked, timing: Timing, m: Poly) -> tuple[Poly, Poly, Poly]:
+    """Return the seconds of the forward and of the backward pass of a micro-batch, and of what a step does once."""
+    parts: dict[str, list[Work]] = {"forward": [], "backward": [], "once": []}
+    for work in asked.works:
+        parts[_when(work.op)].append(work)
+    forward, backward, once = (timing(replace(asked, works=part)) if part else ZERO for part in parts.values())
+    return forward / m, backward / m, once
+
+
+def _when(op: Op) -> str:
+    """Say whether an op is of the forward or backward pass of a micro-batch, or is done once a step."""
+    while op.graph.owner is not None and not _is_pass(op.graph):
+        op = op.graph.owner
+    if op.phase == "optimizer" or (
+        not _is_pass(op.graph) and any(_is_pass(o.loop.body) for o in op.graph.ops if o.loop)
+    ):
+        return "once"
+    return "forward" if op.phase == "forward" else "backward"
+
+
+def _is_pass(body: Graph) -> bool:
+    """Whether a body is what each micro-batch does."""
+    return body.owner is not None and {"forward", "backward"} <= {op.phase for op in body.ops}
+
+
+def _sends(asked: Asked) -> Iterator[Poly]:
+    """Yield how long what a stage hands on is on its way."""
+    for op in asked.graph.walk():
+        if isinstance(op.kind, Send):
+            yield exchange(op, asked.graph, asked.values, asked.hardware)[0]
+
+
+def _need_calibrated(asked: Asked, overlap: str) -> None:
+    """Refuse what has no calibrated time."""
+    question = "seconds, calibrated,"
+    if asked.levels:
+        raise UnsupportedError(f"{question} of graph {asked.graph.name!r}: hierarchical=True, expected False: what a "
+                               "cache attains is in the terms")  # fmt: skip
+    if overlap != "none" and any(work.collective for work in asked.works):
+        raise UnsupportedError(f"{question} of graph {asked.graph.name!r}: overlap {overlap!r}, expected none")
+    asked.need_numbers(question)
+    for work in asked.works:
+        work.seconds(asked.rates)  # refuses what has no time
+
+
+def _calibrated(asked: Asked) -> Poly:
+    """Return what devices were seen to take, all sizes put in.
+
+    Links are not calibrated: what is sent takes its estimated time after all else.
+    """
+    alone, sent = ([work for work in asked.works if bool(work.collective) == how] for how in (False, True))
+    found = shipped().seconds(loads_of(replace(asked, works=alone)), asked.rates) if alone else 0.0
+    return poly(Fraction(found)) + _declared(replace(asked, works=sent))
