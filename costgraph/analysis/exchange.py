@@ -19,7 +19,7 @@ from ..hardware.specs import Hardware
 from ..ops.collectives import Collective
 from ..ops.hops import Send
 
-__all__ = ["Group", "exchange", "group_of", "least_busy", "taken", "whole"]
+__all__ = ["Group", "exchange", "group_of", "least_busy", "placed", "taken", "whole"]
 
 
 @dataclass(frozen=True)
@@ -76,23 +76,27 @@ def group_of(op: Op, graph: Graph, values: Mapping[str, Poly], hardware: Hardwar
     SpecError
         If it is not said how many devices the interconnect joins, or the ranks are more than a network joins.
     """
-    left, apart = (p.bind(values) for p in _ranks(op, graph))
-    ranks = left
-    levels = []
-    for name, size in extents(hardware):
+    ranks, apart = (p.bind(values) for p in _ranks(op, graph))
+    return placed(op.name, ranks, apart, hardware)
+
+
+def placed(name: str, ranks: Poly, apart: Poly, hardware: Hardware) -> Group:
+    """Return where ranks are that have so many devices from one to the next; errors as `group_of`, of what is named."""
+    left, levels = ranks, []
+    for link, size in extents(hardware):
         if size is None:
-            levels.append((name, left))
+            levels.append((link, left))
             break
         # what is left over in a domain has no whole place of the next axis
         one = size == 1 or (apart.constant is not None and apart.constant >= size)
         room = ONE if one else poly(Max(1, _rounded(sympy.floor, poly(size) / apart).expr))
         domains = ranks if one else _rounded(sympy.ceiling, ranks / room)
-        levels.append((name, left / domains))
+        levels.append((link, left / domains))
         left = domains
     else:
         if left.constant not in (None, 1):
             has = f"{ranks} ranks that are {apart} apart"
-            raise SpecError(f"time of {op.name!r}: {has}, expected the {size:,} devices that the {name} joins at most")
+            raise SpecError(f"time of {name!r}: {has}, expected the {size:,} devices that the {link} joins at most")
     return Group(hardware, tuple(levels))
 
 

@@ -23,6 +23,12 @@ class Plan:
     """ranks that have a part of the batch each"""
     tp: int
     """ranks that have a part of each layer each"""
+    pp: int
+    """stages of a pipeline, which runs 1F1B"""
+    cp: int
+    """ranks that have a part of the sequence each"""
+    ep: int
+    """ranks that have a part of the experts each, and of the batch"""
     zero: int
     """stage of ZeRO, as in `parallelize`"""
     sequence: bool
@@ -38,9 +44,12 @@ class Plan:
     tokens_per_second: float
     """of all devices"""
     memory: int
-    """bytes of a device at the peak"""
+    """bytes of a device at the peak, of the stage that needs the most"""
     parts: Mapping[str, float]
-    """seconds by what they go into, one after the other: compute, memory traffic beyond it, each collective"""
+    """seconds by what they go into, one after the other: compute, memory traffic beyond it, each collective; of the
+    slowest stage of a pipeline, with what it sends and the time that it is idle"""
+    stages: tuple[int, ...] = ()
+    """bytes of the first, a middle and the last stage; one where there is no pipeline, two where it has no middle"""
     why: str = ""
     """which part of the time is longer than that of the plan before it, and by how much"""
 
@@ -66,7 +75,7 @@ class Search(Table):
     rows: tuple[Plan, ...]
     """by time, then by memory"""
     tried: int
-    """plans that divide the devices, the batch and the model, those that do not fit included"""
+    """plans that divide the devices and the batch, those that the model refuses or that do not fit included"""
     notes: tuple[str, ...] = ()
     """structures whose formulas hold for single degrees alone, and why"""
 
@@ -94,13 +103,17 @@ class Search(Table):
 
     def _columns(self) -> Sequence[Column]:
         return (
-            Column("dp", "1"), Column("tp", "1"), Column("zero", "1"),
+            *(Column(d, "1") for d in ("dp", "tp", "pp", "cp", "ep") if d in ("dp", "tp") or self._varies(d)),
+            Column("zero", "1"),
             Column("sequence", title="seq", text=lambda split: "yes" if split else ""),
             Column("micro_batch", "1", title="micro"), Column("accumulate", "1", title="times"),
             Column("checkpoint"), Column("seconds", "s", title="step"), Column("tokens_per_second", "1",
             title="tokens/s"), Column("memory", "B", title="peak memory"), Column("bound", title="bound by"),
             Column("why", title="slower by"),
         )  # fmt: skip
+
+    def _varies(self, degree: str) -> bool:
+        return any(getattr(plan, degree) != 1 for plan in self.rows)
 
     def _facts(self) -> Iterable[Fact]:
         yield Fact("fit", f"{len(self.rows):,} of {self.tried:,} plans")

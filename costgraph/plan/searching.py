@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, product
-from math import isqrt
+from math import inf, isqrt
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
 from ..algebra.symbols import shown
-from ..errors import BindingError, CostGraphError, SpecError
+from ..errors import BindingError, CostGraphError, SpecError, UnsupportedError
 from ..graph.arguments import need_choice
 from ..graph.graph import Graph, need_graph
 from ..graph.sizes import size_of
@@ -23,7 +23,7 @@ from ..optimizers import Optimizer
 from .plans import Plan, Search, explained
 from .progress import progressing
 from .sizing import Bytes, memory_limit
-from .structures import DEGREES, Fallback, Family, Forms, Structure, batch_of, evaluated
+from .structures import DEGREES, IDLE, Fallback, Family, Forms, Structure, batch_of, evaluated, spent_in
 
 __all__ = ["search"]
 
@@ -39,6 +39,9 @@ class Point(NamedTuple):
 
     dp: int
     tp: int
+    pp: int
+    cp: int
+    ep: int
     micro_batch: int
     accumulate: int
 
@@ -47,8 +50,9 @@ def search(
     model: Graph, /, *, devices: int, hardware: str | Hardware, network: str | Network | None = None,
     precision: object = None, optimizer: Optimizer | None = None, memory: Bytes | None = None, overlap: str = "none",
     reduce: str = "each",
-    fallback: Fallback = None, dp: Limit = None, tp: Limit = None, zero: Limit = None, sequence: Limit = None,
-    micro_batch: Limit = None, accumulate: Limit = None, checkpoint: Limit = None, progress: bool | None = None,
+    fallback: Fallback = None, dp: Limit = None, tp: Limit = None, pp: Limit = None, cp: Limit = 1, ep: Limit = None,
+    zero: Limit = None, sequence: Limit = None, micro_batch: Limit = None, accumulate: Limit = None,
+    checkpoint: Limit = None, progress: bool | None = None,
     **dims: int,
 ) -> Search:  # fmt: skip
     """Return the plans of training on several devices that fit, fastest first.
@@ -140,14 +144,14 @@ def search(
     others = {name: n for name, n in dims.items() if name != named}
     family = Family(model, named, device, fallback, overlap, reduce, options, others)
     tokens = family.tokens(batch)
-    numbers = {"dp": dp, "tp": tp, "micro_batch": micro_batch, "accumulate": accumulate}
+    numbers = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "micro_batch": micro_batch, "accumulate": accumulate}
     allowed = {name: _numbers(f"{place}: {name}", given) for name, given in numbers.items()}
-    stages = _chosen(f"{place}: zero", zero, (0, 1, 2, 3))
-    splits = _chosen(f"{place}: sequence", sequence, (False, True))
-    kept = _policies(f"{place}: checkpoint", checkpoint)
-    points = [*_points(count, batch, allowed)]
+    choices = _Choices(
+        _chosen(f"{place}: zero", zero, (0, 1, 2, 3)), zero is not None,
+        _chosen(f"{place}: sequence", sequence, (False, True)), _policies(f"{place}: checkpoint", checkpoint),
+    )  # fmt: skip
     work = _Work(family, limit)
-    work.do(_grouped(family, points, stages, splits, kept), progress)
+    work.do(_grouped(family, _points(family, count, batch, allowed), choices), progress)
     rows = sorted((_plan(*found, tokens) for found in work.fitting), key=_order)
     return Search(model.name, device, count, limit, explained(rows), work.tried, tuple(dict.fromkeys(work.notes)))
 
@@ -196,38 +200,62 @@ def _divisors(n: int) -> list[int]:
     return sorted({*low, *(n // d for d in low)})
 
 
-def _points(devices: int, batch: int, allowed: Mapping[str, set[int] | None]) -> Iterator[Point]:
+def _degrees(devices: int, allowed: Sequence[set[int] | None]) -> Iterator[tuple[int, ...]]:
+    """Yield factors of a number of devices, each within its limits."""
+    if len(allowed) == 1:
+        yield from [(devices,)] if allowed[0] is None or devices in allowed[0] else []
+        return
+    for n in _divisors(devices):
+        if allowed[0] is None or n in allowed[0]:
+            yield from ((n, *rest) for rest in _degrees(devices // n, allowed[1:]))
+
+
+def _points(family: Family, devices: int, batch: int, allowed: dict[str, set[int] | None]) -> Iterator[Point]:
     """Yield the degrees that divide devices and batch, within their limits."""
+    depth = None if family.layers is None else family.size(family.layers)
+    if allowed["pp"] is None:
+        allowed["pp"] = {n for n in _divisors(devices) if n <= (depth or 1)}
+    if allowed["ep"] is None and not family.experts():
+        allowed["ep"] = {1}
+    for tp, pp, cp, ep, dp in _degrees(devices, [allowed[d] for d in ("tp", "pp", "cp", "ep", "dp")]):
+        own, left = divmod(batch, dp * ep)
+        for micro in _divisors(own) if not left else ():
+            times = own // micro
+            if pp > 1 and times == 1:  # one stage after the other, and nothing else to do
+                continue
+            if all(
+                (ns := allowed[key]) is None or n in ns for key, n in (("micro_batch", micro), ("accumulate", times))
+            ):
+                yield Point(dp, tp, pp, cp, ep, micro, times)
 
-    def may(**given: int) -> bool:
-        return all((values := allowed[name]) is None or n in values for name, n in given.items())
 
-    for dp in _divisors(devices):
-        tp = devices // dp
-        own, left = divmod(batch, dp)
-        if left or not may(dp=dp, tp=tp):
-            continue
-        for micro in _divisors(own):
-            if may(micro_batch=micro, accumulate=own // micro):
-                yield Point(dp, tp, micro, own // micro)
+class _Choices(NamedTuple):
+    """What structures differ in beside degrees."""
+
+    stages: Sequence[int]
+    asked: bool
+    """whether these were asked for: beside a pipeline, 2 and 3 are not tried by themselves"""
+    splits: Sequence[bool]
+    kept: Sequence[str]
 
 
-def _grouped(
-    family: Family, points: Iterable[Point], stages: Sequence[int], splits: Sequence[bool], kept: Sequence[str]
-) -> dict[Structure, list[Point]]:
+def _grouped(family: Family, points: Iterable[Point], choices: _Choices) -> dict[Structure, list[Point]]:
     """Return the points of each structure: the one place that says which structures there are.
 
     Along an axis of one rank nothing is split: of what differs in that alone, the first is taken.
     """
     out: dict[Structure, list[Point]] = {}
-    tensor = {tp: family.tensor(tp) for tp in {p.tp for p in points}}
+    tensor: dict[int, int | str | None] = {}
     for p in points:
+        if p.tp not in tensor:
+            tensor[p.tp] = family.tensor(p.tp)
         if tensor[p.tp] == 0:  # it does not divide the model
             continue
-        one = {n: 1 if n == 1 else None for n in (p.dp, p.accumulate)}
-        for zero, split, how in product(stages[: None if p.dp > 1 else 1], splits[: None if p.tp > 1 else 1], kept):
-            structure = Structure(zero, split, how, one[p.dp], tensor[p.tp], one[p.accumulate])
-            out.setdefault(structure, []).append(p)
+        one = {d: 1 if getattr(p, d) == 1 else None for d in DEGREES if d != "tp"}
+        few = [z for z in choices.stages if z < 2 or p.pp == 1 or choices.asked] or [*choices.stages]
+        stages, splits = few[: None if p.dp * p.cp > 1 else 1], choices.splits[: None if p.tp > 1 else 1]
+        for zero, split, how in product(stages, splits, choices.kept):
+            out.setdefault(Structure(zero, split, how, tp=tensor[p.tp], **one), []).append(p)
     return out
 
 
@@ -237,9 +265,10 @@ class _Work:
 
     family: Family
     limit: float
-    fitting: list[tuple[Structure, Point, float, float, dict[str, float]]] = field(default_factory=list)
-    """structures and points with bytes, seconds and their parts"""
+    fitting: list[tuple[Structure, Point, tuple[int, ...], float, dict[str, float]]] = field(default_factory=list)
+    """structures and points with bytes of each stage, seconds and their parts"""
     tried: int = 0
+    derived: int = 0
     notes: list[str] = field(default_factory=list)
 
     def do(self, groups: Mapping[Structure, list[Point]], progress: bool | None) -> None:
@@ -248,9 +277,18 @@ class _Work:
         with progressing("search", len(groups), progress) as step:
             for structure, points in groups.items():
                 step(f"ZeRO {structure.zero}, {structure.checkpoint}")
-                error = self.one(structure, points) or error
-        if error is not None and not self.tried:
+                self.tried += len(points)
+                if likely := self.likely(structure, points):
+                    error = self.one(structure, likely) or error
+        if error is not None and not self.derived:
             raise error
+
+    def likely(self, structure: Structure, points: Sequence[Point]) -> list[Point]:
+        """Return the points whose parameters, gradients and states alone would fit: others need no derivation."""
+        if self.limit == inf:
+            return [*points]
+        fits = self.family.least(structure, _columns(points)) <= self.limit
+        return [p for p, ok in zip(points, np.broadcast_to(fits, len(points)).tolist(), strict=True) if ok]
 
     def one(self, structure: Structure, points: Sequence[Point]) -> CostGraphError | None:
         """Try the points of a structure; with degrees bound where its graph cannot be derived with them open."""
@@ -259,6 +297,11 @@ class _Work:
             forms = self.family.forms(structure)
         except SpecError:
             raise
+        except UnsupportedError as error:
+            if structure.pp == 1:
+                return self.bound(structure, points, error)
+            self.notes.append(f"no stages: {error}")
+            return error
         except CostGraphError as error:
             return self.bound(structure, points, error)
         self.evaluate(structure, forms, points)
@@ -266,7 +309,7 @@ class _Work:
 
     def bound(self, structure: Structure, points: Sequence[Point], error: CostGraphError) -> CostGraphError | None:
         """Try the points of a structure degree by degree, and say why."""
-        name = next((d for d in DEGREES if getattr(structure, d) is None), None)
+        name = next((d for d in DEGREES if not isinstance(getattr(structure, d), int)), None)
         if name is None:
             return error
         self.notes.append(f"by single {name}, ZeRO {structure.zero}: {error}")
@@ -275,32 +318,45 @@ class _Work:
             last = self.one(replace(structure, **{name: n}), [p for p in points if getattr(p, name) == n]) or last
         return last
 
-    def evaluate(self, structure: Structure, forms: Forms, points: Sequence[Point]) -> None:
+    def evaluate(self, structure: Structure, forms: Sequence[Forms], points: Sequence[Point]) -> None:
         """Evaluate formulas at all points at once, and keep those that fit."""
-        table = np.array(points, dtype=np.int64)
-        sizes = self.family.sizes(*table.T)
-        peak, taken = evaluated(forms.peak, sizes), evaluated(forms.seconds, sizes)
-        allowed = np.isfinite(peak) & np.isfinite(taken)
-        self.tried += int(allowed.sum())
-        fits = np.flatnonzero(allowed & (peak <= self.limit))
-        if not fits.size:
-            return
-        sizes = {name: array[fits] for name, array in sizes.items()}
-        parts = {name: evaluated(form, sizes).tolist() for name, form in forms.parts.items()}
-        for j, i in enumerate(fits.tolist()):
-            here = {name: values[j] for name, values in parts.items() if values[j]}
-            self.fitting.append((structure, points[i], float(peak[i]), float(taken[i]), here))
+        self.derived += len(points)
+        degrees = _columns(points)
+        micro = degrees.pop("micro_batch")
+        ranks = [
+            (form, self.family.sizes(degrees, micro, structure) | more, there)
+            for form, (more, there) in zip(forms, self.family.cuts(structure, degrees["pp"]), strict=True)
+        ]
+        peaks = np.array([np.where(there, evaluated(f.peak, sizes), 0) for f, sizes, there in ranks])
+        times = np.array([np.where(there, spent_in(f, sizes), 0) for f, sizes, there in ranks])
+        peak, slowest, taken = peaks.max(0), times.argmax(0), times.max(0)
+        fits = np.isfinite(peak) & np.isfinite(taken) & (peak <= self.limit)
+        for r, (form, sizes, _) in enumerate(ranks):
+            at = np.flatnonzero(fits & (slowest == r))
+            if not at.size:
+                continue
+            here = {name: array[at] for name, array in sizes.items()}
+            whole = {**form.parts, **({} if form.idle is None else {IDLE: form.idle})}
+            parts = {name: evaluated(f, here).tolist() for name, f in whole.items()}
+            for j, i in enumerate(at.tolist()):
+                own = {name: values[j] for name, values in parts.items() if values[j]}
+                stages = tuple(round(float(p)) for p, (_, _, there) in zip(peaks[:, i], ranks, strict=True) if there[i])
+                self.fitting.append((structure, points[i], stages, float(taken[i]), own))
+
+
+def _columns(points: Sequence[Point]) -> dict[str, np.ndarray[Any, Any]]:
+    return dict(zip(Point._fields, np.array(points, dtype=np.int64).T, strict=True))
 
 
 def _plan(
-    structure: Structure, p: Point, peak: float, taken: float, parts: Mapping[str, float], tokens: int
+    structure: Structure, p: Point, stages: tuple[int, ...], taken: float, parts: Mapping[str, float], tokens: int
 ) -> Plan:  # fmt: skip
     return Plan(
-        dp=p.dp, tp=p.tp, zero=structure.zero, sequence=structure.sequence, micro_batch=p.micro_batch,
-        accumulate=p.accumulate, checkpoint=structure.checkpoint, seconds=taken, tokens_per_second=tokens / taken,
-        memory=round(peak), parts=parts,
+        **p._asdict(), zero=structure.zero, sequence=structure.sequence, checkpoint=structure.checkpoint, seconds=taken,
+        tokens_per_second=tokens / taken, memory=max(stages), parts=parts, stages=stages,
     )  # fmt: skip
 
 
 def _order(plan: Plan) -> tuple[Any, ...]:
-    return plan.seconds, plan.memory, plan.zero, plan.tp, plan.sequence, plan.micro_batch, plan.checkpoint
+    degrees = plan.pp, plan.tp, plan.cp, plan.ep
+    return plan.seconds, plan.memory, plan.zero, *degrees, plan.sequence, plan.micro_batch, plan.checkpoint
