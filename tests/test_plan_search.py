@@ -218,10 +218,10 @@ def test_what_cannot_be_derived_with_open_degrees_is_derived_with_each_and_says_
     limits = {**FEW, "zero": 1, "accumulate": (1, 3), "tp": (1, 2)}
     expected, derived = cg.plan.search(model, **limits), Family.forms
 
-    def only_bound(family, structure):
+    def only_bound(family, structure, stages):
         if structure.dp is None:
             raise cg.ShapeError("dp is open")
-        return derived(family, structure)
+        return derived(family, structure, stages)
 
     monkeypatch.setattr(Family, "forms", only_bound)
     found = cg.plan.search(model, **limits)

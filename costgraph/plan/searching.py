@@ -23,7 +23,7 @@ from ..optimizers import Optimizer
 from .plans import Plan, Search, explained
 from .progress import progressing
 from .sizing import Bytes, memory_limit
-from .structures import DEGREES, IDLE, Fallback, Family, Forms, Structure, batch_of, evaluated, spent_in
+from .structures import DEGREES, Fallback, Family, Forms, Structure, batch_of, evaluated, spent_in
 
 __all__ = ["search"]
 
@@ -57,15 +57,15 @@ def search(
 ) -> Search:  # fmt: skip
     """Return the plans of training on several devices that fit, fastest first.
 
-    Plans are all that divide the devices, the batch and the model: degrees of data and tensor parallelism, stages of
-    ZeRO, what is split along the sequence, sizes and numbers of micro-batches, and what is computed again.
+    Plans are all that divide the devices, the batch and the model: degrees of data, tensor, context and expert
+    parallelism, stages of a pipeline and of ZeRO, what is split along the sequence, sizes and numbers of micro-batches, and what is computed again.
 
     Parameters
     ----------
     model : Graph
         The forward pass, such as `models.load` returns.
     devices : int
-        How many there are: `dp` times `tp` of each plan.
+        How many there are: `dp * tp * pp * cp * ep` of each plan.
     hardware : str, path-like or Hardware
         The devices.
     network : str, path-like or Network, optional
@@ -86,8 +86,15 @@ def search(
         As `Hardware.rate`.
     dp, tp : int or iterable of int, optional
         Limits: values that a plan may have. All that divide by default.
+    pp : int or iterable of int, optional
+        Limit: stages of a pipeline of several micro-batches, by default all that divide the devices and are no more
+        than the layers.
+    cp : int or iterable of int, optional
+        Limit: ranks that have a part of the sequence each, by default 1; None for all that divide.
+    ep : int or iterable of int, optional
+        Limit: ranks that have a part of the experts each, by default all that divide where the model has experts.
     zero : int or iterable of int, optional
-        Limit: stages of ZeRO, by default 0 to 3.
+        Limit: stages of ZeRO, by default 0 to 3, beside a pipeline 0 and 1.
     sequence : bool or iterable of bool, optional
         Limit: whether what layers hand on is split along the sequence; both by default.
     micro_batch, accumulate : int or iterable of int, optional
@@ -115,7 +122,13 @@ def search(
     -----
     The time is the estimate of `seconds`, which is of vendors' peak rates, the peak that of `peak_memory`. Formulas are
     derived once for all degrees of a structure (a stage of ZeRO, the sequence split or not, what is computed again),
-    and evaluated over arrays of these. Of one rank along an axis, all that splits along it is the same: one plan.
+    and evaluated over arrays of these. Of one rank along an axis, all that splits along it is the same: one plan. What
+    cannot fit, since parameters, gradients and states alone are more, is not derived.
+
+    A pipeline runs 1F1B. Where layers are no multiple of its stages, the last one has one less, then the first one, then
+    middle ones. The time is that of the slowest stage, with what it sends over the links, and the share of it that
+    `bubble` says; updates, and gradients that the last micro-batch reduces, come behind it. The peak is that of the
+    stage that needs the most.
 
     Examples
     --------
@@ -294,7 +307,7 @@ class _Work:
         """Try the points of a structure; with degrees bound where its graph cannot be derived with them open."""
         self.family.step(structure)  # what cannot be trained is an error
         try:
-            forms = self.family.forms(structure)
+            forms = self.family.forms(structure, _columns(points)["pp"])
         except SpecError:
             raise
         except UnsupportedError as error:
@@ -323,24 +336,23 @@ class _Work:
         self.derived += len(points)
         degrees = _columns(points)
         micro = degrees.pop("micro_batch")
-        ranks = [
-            (form, self.family.sizes(degrees, micro, structure) | more, there)
-            for form, (more, there) in zip(forms, self.family.cuts(structure, degrees["pp"]), strict=True)
-        ]
-        peaks = np.array([np.where(there, evaluated(f.peak, sizes), 0) for f, sizes, there in ranks])
-        times = np.array([np.where(there, spent_in(f, sizes), 0) for f, sizes, there in ranks])
+        sizes = self.family.sizes(degrees, micro, structure)
+        there = np.array([there for _, there in self.family.cuts(structure, degrees["pp"])])
+        peaks, times = np.where(there, np.nan, 0), np.where(there, np.nan, 0)
+        for f in forms:
+            here = {name: array[f.there] for name, array in {**sizes, **f.layers}.items()}
+            peaks[f.stage, f.there], times[f.stage, f.there] = evaluated(f.peak, here), spent_in(f, here)
         peak, slowest, taken = peaks.max(0), times.argmax(0), times.max(0)
         fits = np.isfinite(peak) & np.isfinite(taken) & (peak <= self.limit)
-        for r, (form, sizes, _) in enumerate(ranks):
-            at = np.flatnonzero(fits & (slowest == r))
+        for f in forms:
+            at = np.flatnonzero(fits & f.there & (slowest == f.stage))
             if not at.size:
                 continue
-            here = {name: array[at] for name, array in sizes.items()}
-            whole = {**form.parts, **({} if form.idle is None else {IDLE: form.idle})}
-            parts = {name: evaluated(f, here).tolist() for name, f in whole.items()}
+            here = {name: array[at] for name, array in {**sizes, **f.layers}.items()}
+            parts = {name: evaluated(form, here).tolist() for name, form in f.in_parts().items()}
             for j, i in enumerate(at.tolist()):
                 own = {name: values[j] for name, values in parts.items() if values[j]}
-                stages = tuple(round(float(p)) for p, (_, _, there) in zip(peaks[:, i], ranks, strict=True) if there[i])
+                stages = tuple(round(float(p)) for p in peaks[there[:, i], i])
                 self.fitting.append((structure, points[i], stages, float(taken[i]), own))
 
 

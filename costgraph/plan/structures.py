@@ -27,6 +27,7 @@ from ..hardware.specs import Hardware
 from ..ops.collectives import Collective
 from ..ops.hops import Send
 from ..transforms.checkpoint import read_checkpoint
+from ..transforms.rewrite import Rewriter
 from ..transforms.shard.parallelize import parallelize
 from ..transforms.training import training_step
 from .pipeline import bubble
@@ -39,6 +40,8 @@ Array: TypeAlias = "np.ndarray[Any, Any]"
 COMPUTE, MEMORY, IDLE = "compute", "memory traffic", "idle"
 #: The stage from which on gradients are split: those of each micro-batch are reduced.
 _SPLIT = 2
+#: Layers of a stage from which on one closed form holds; of fewer, each number has its own.
+_SURE = 3
 DEGREES = ("dp", "tp", "pp", "cp", "ep", "accumulate")
 
 
@@ -72,6 +75,22 @@ class Forms:
     """by what the time goes into"""
     idle: Compiled | None = None
     """time of a stage of a pipeline that waits for others"""
+    stage: int = 0
+    """which of the kinds of stages it is"""
+    layers: Mapping[str, Array] = field(default_factory=dict)
+    """layers of the stage, by name"""
+    there: Array | None = None
+    """for which points it is one of the stages, and holds"""
+
+    def in_parts(self) -> Mapping[str, Compiled]:
+        """Return what the time of a step goes into, waiting included."""
+        return self.parts if self.idle is None else {**self.parts, IDLE: self.idle}
+
+
+class _Laid(Rewriter):
+    """Puts sizes into the graph of a rank."""
+
+    lies = True
 
 
 @dataclass
@@ -117,19 +136,18 @@ class Family:
             found[self.names["tp"]] = degrees["tp"] // self.size(structure.tp)
         return {**found, self.batch: micro_batch * degrees["dp"] * degrees["ep"]}
 
-    def cuts(self, structure: Structure, pp: Array) -> list[tuple[dict[str, Array], Array]]:
-        """Return the layers of each stage, as the formulas have them, and of which pipelines it is one.
+    def cuts(self, structure: Structure, pp: Array) -> list[tuple[Array, Array]]:
+        """Return the layers of the first, a middle and the last stage, and of which pipelines it is one.
 
         Where layers are no multiple of the stages, the last one has one less, then the first one, which have more to do
         beside layers, then middle ones, of which there are some as large as any.
         """
         if structure.pp == 1:
-            return [({}, np.ones(len(pp), dtype=bool))]
-        assert self.layers is not None
-        depth = self.size(self.layers) or 1
+            return [(np.full(len(pp), _SURE), np.ones(len(pp), dtype=bool))]
+        depth = self.size(self.layers or "") or 1
         most = -(-depth // pp)
         missing = most * pp - depth
-        found = [({self.layers: (most - (missing >= m)) * pp}, pp > few) for m, few in ((2, 1), (inf, 2), (1, 1))]
+        found = [(most - (missing >= m), pp > few) for m, few in ((2, 1), (inf, 2), (1, 1))]
         return found if structure.pp != 2 else [found[0], found[2]]
 
     def step(self, structure: Structure) -> Graph:
@@ -147,8 +165,15 @@ class Family:
         if structure.pp != 1:
             degrees["micro_batches"] = self.degree("accumulate", structure)
         made = parallelize(graph, **degrees, zero=structure.zero, sequence=structure.sequence)  # type: ignore[arg-type]
-        for stage in made.parts:
-            stage.defaults = {name: n for name, n in stage.defaults.items() if name != self.layers}
+        if made.parts:
+            made.parts = tuple(self.by_layers(stage, structure) for stage in made.parts)
+        return made
+
+    def by_layers(self, stage: Graph, structure: Structure) -> Graph:
+        """Return the graph of a stage in the number of its own layers."""
+        assert self.layers is not None
+        made = _Laid({self.layers: poly(symbol(self.layers)) * self.poly("pp", structure)}).run(stage)
+        made.defaults = {name: n for name, n in made.defaults.items() if name != self.layers}
         return made
 
     def degree(self, name: str, structure: Structure) -> object:
@@ -158,15 +183,24 @@ class Family:
             return symbol(found) * symbol(self.names[name])
         return symbol(self.names[name]) if found is None else found
 
-    def forms(self, structure: Structure) -> list[Forms]:
-        """Derive the closed forms of a structure: one, or of a pipeline those of its first, a middle and last stage."""
-        rank = self.split(self.step(structure), structure)
-        return [self.formed(stage, structure) for stage in stages(rank)]
+    def forms(self, structure: Structure, pp: Array) -> list[Forms]:
+        """Derive the closed forms of a structure for some numbers of stages: several of each stage of a pipeline."""
+        rank, out = self.split(self.step(structure), structure), []
+        for stage, (graph, (layers, there)) in enumerate(zip(stages(rank), self.cuts(structure, pp), strict=True)):
+            kinds = np.where(there, np.minimum(layers, _SURE), 0)
+            for n in sorted({*kinds.tolist()} - {0}):
+                found = self.formed(graph, structure, n if n < _SURE else None)
+                more = {self.layers: layers} if self.layers else {}
+                out.append(replace(found, stage=stage, layers=more, there=kinds == n))
+        return out
 
-    def formed(self, rank: Graph, structure: Structure) -> Forms:
-        """Derive the closed forms of a rank."""
-        known = known_names(rank) - ({self.layers} if structure.pp != 1 else set())
+    def formed(self, rank: Graph, structure: Structure, layers: int | None) -> Forms:
+        """Derive the closed forms of a rank, of a stage with so many layers or any number of them."""
+        known = known_names(rank)
         dims = {name: n for name, n in self.dims.items() if name in known}
+        if structure.pp != 1 and self.layers in known:
+            assert self.layers is not None
+            dims = {name: n for name, n in (dims | {self.layers: layers}).items() if n is not None}
         asked = ask(rank, self.hardware, self.fallback, dims, "search")
         once: list[Work] = []
         if self.reduce == "last" and structure.zero < _SPLIT and structure.accumulate != 1:
