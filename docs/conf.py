@@ -16,7 +16,7 @@ project = "costgraph"
 version = release = costgraph.__version__
 extensions = [
     *("sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.intersphinx", "sphinx.ext.viewcode"),
-    *("numpydoc", "myst_parser", "sphinx_copybutton", "derived", "pictures"),
+    *("numpydoc", "myst_nb", "sphinx_copybutton", "derived", "pictures"),
 ]
 exclude_patterns = ["_build"]
 # inventories are files: nothing is asked over the network
@@ -29,6 +29,10 @@ copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
 myst_heading_anchors = 3
+# notebooks are run whenever they are read, and one that fails fails the build
+nb_execution_mode, nb_execution_raise_on_error = "force", True
+nb_execution_timeout = 300
+nb_merge_streams = True
 highlight_language = "python"
 
 # every name has its place on a page of the reference: no pages are generated

@@ -14,9 +14,9 @@ from public import DOTTED
 import costgraph
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
-BUILDERS = ("sphinx", "myst_parser", "numpydoc")
+BUILDERS = ("sphinx", "myst_nb", "numpydoc")
 needs_sphinx = pytest.mark.skipif(
-    any(find_spec(name) is None for name in BUILDERS), reason="needs costgraph[docs]: sphinx, myst-parser and numpydoc"
+    any(find_spec(name) is None for name in BUILDERS), reason="needs costgraph[docs]: sphinx, myst-nb and numpydoc"
 )
 
 CONF = f"""
