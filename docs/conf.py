@@ -57,7 +57,7 @@ numpydoc_validation_checks = {
 html_theme = "furo"
 html_title = "costgraph"
 html_static_path = ["_static"]
-html_css_files = ["site.css"]
+html_css_files = ["site.css", "first.css"]
 html_math_renderer = "mathml"
 # the mark of a light page and of a dark one
 pygments_style, pygments_dark_style = "friendly", "github-dark"
