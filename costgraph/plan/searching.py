@@ -58,7 +58,8 @@ def search(
     """Return the plans of training on several devices that fit, fastest first.
 
     Plans are all that divide the devices, the batch and the model: degrees of data, tensor, context and expert
-    parallelism, stages of a pipeline and of ZeRO, what is split along the sequence, sizes and numbers of micro-batches, and what is computed again.
+    parallelism, stages of a pipeline and of ZeRO, what is split along the sequence, sizes and numbers
+    of micro-batches, and what is computed again.
 
     Parameters
     ----------
@@ -125,8 +126,8 @@ def search(
     and evaluated over arrays of these. Of one rank along an axis, all that splits along it is the same: one plan. What
     cannot fit, since parameters, gradients and states alone are more, is not derived.
 
-    A pipeline runs 1F1B. Where layers are no multiple of its stages, the last one has one less, then the first one, then
-    middle ones. The time is that of the slowest stage, with what it sends over the links, and the share of it that
+    A pipeline runs 1F1B. Where layers are no multiple of its stages, the last one has one less, then the first one,
+    then middle ones. The time is that of the slowest stage, with what it sends over the links, and the share of it that
     `bubble` says; updates, and gradients that the last micro-batch reduces, come behind it. The peak is that of the
     stage that needs the most.
 
