@@ -48,7 +48,7 @@ def test_what_is_picked_was_measured_to_be_fast(group):
     measured = ROWS[group]
     found = cg.plan.search(
         model(name), devices=8 * nodes, hardware="h100-sxm", precision="megatron-bf16", B=256, S=4096, memory=ROOM,
-        zero=(0, 1), checkpoint="none", sequence=True, reduce="last", tp={tp for _, tp, *_ in measured},
+        pp=1, zero=(0, 1), checkpoint="none", sequence=True, reduce="last", tp={tp for _, tp, *_ in measured},
     )  # fmt: skip
     plans = [(p.dp, p.tp, p.zero, p.micro_batch, p.accumulate) for p in found.rows]
     pick = next(plan for plan in plans if plan in measured)

@@ -25,8 +25,8 @@ SEARCH_SCHEMA = "costgraph/search/1"
 """What the JSON of this version calls itself; another number means other keys."""
 
 _COLUMNS = (
-    "dp", "tp", "zero", "sequence", "micro_batch", "accumulate", "checkpoint", "seconds", "tokens_per_second", "memory",
-    "bound", "why",
+    "dp", "tp", "pp", "cp", "ep", "zero", "sequence", "micro_batch", "accumulate", "checkpoint", "seconds",
+    "tokens_per_second", "memory", "bound", "why",
 )  # fmt: skip
 
 _Devices = Annotated[str, typer.Option("--devices", metavar="N", help="How many devices there are.")]

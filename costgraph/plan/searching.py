@@ -58,8 +58,8 @@ def search(
     """Return the plans of training on several devices that fit, fastest first.
 
     Plans are all that divide the devices, the batch and the model: degrees of data, tensor, context and expert
-    parallelism, stages of a pipeline and of ZeRO, what is split along the sequence, sizes and numbers
-    of micro-batches, and what is computed again.
+    parallelism, stages of a pipeline and of ZeRO, what is split along the sequence, sizes and numbers of micro-batches,
+    and what is computed again.
 
     Parameters
     ----------
