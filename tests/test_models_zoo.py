@@ -113,7 +113,7 @@ def test_a_report(name):
     assert f"{cg.param_count(g):,}" in text
 
 
-@pytest.mark.parametrize("name", SMALLEST[::5])
+@pytest.mark.parametrize("name", SMALLEST[::13])
 def test_plots(name, tmp_path):
     g = models.load(name)
     cg.roofline(g, "h100-sxm", **point(g)).plot(tmp_path / "roofline.svg")

@@ -42,7 +42,11 @@ def model(name):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("group", ROWS, ids=lambda g: f"{g[0]} on {g[1]}")
+#: Every other one is asked each time.
+GROUPS = [pytest.param(g, marks=pytest.mark.long if i % 2 else (), id=f"{g[0]} on {g[1]}") for i, g in enumerate(ROWS)]
+
+
+@pytest.mark.parametrize("group", GROUPS)
 def test_what_is_picked_was_measured_to_be_fast(group):
     name, nodes = group
     measured = ROWS[group]

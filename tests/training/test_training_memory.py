@@ -139,8 +139,13 @@ CASES = [
 ]
 
 
-#: The others are long: a middling length, and kernels, are asked each time.
-MARKED = [pytest.param(*c, marks=() if c[3] == 59 or "kernel" in c[4] else pytest.mark.long) for c in CASES]
+def is_long(case):
+    """A middling length, and kernels in one format, are asked each time."""
+    _, _, _, S, more, _ = case
+    return S != 59 and ("kernel" not in more or "dtype" in more or more.get("again") == "products")
+
+
+MARKED = [pytest.param(*c, marks=pytest.mark.long if is_long(c) else ()) for c in CASES]
 
 
 @pytest.mark.parametrize(("name", "sizes", "B", "S", "more", "differences"), MARKED)

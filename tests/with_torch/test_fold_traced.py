@@ -145,7 +145,7 @@ def test_a_vision_transformer_is_trained(name):
     held_to(lambda n: patches(n, OPTIMIZERS[name], train=True), "blocks", 5, (6,), POINTS["B"])
 
 
-@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("train", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_blocks_that_are_the_module_itself(train):
     class Mean(nn.Sequential):
         def forward(self, x):
