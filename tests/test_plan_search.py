@@ -229,3 +229,19 @@ def test_what_cannot_be_derived_with_open_degrees_is_derived_with_each_and_says_
     assert [p.seconds for p in found.rows] == pytest.approx([p.seconds for p in expected.rows], rel=1e-12)
     assert (found.notes, expected.notes) == (("by single dp, ZeRO 1: dp is open",), ())
     assert "note  by single dp" in str(found)
+
+
+@pytest.mark.parametrize("degrees", [{"cp": 2, "ep": 1}, {"cp": 1, "ep": 2}, {"cp": 2, "ep": 2}], ids=str)
+def test_context_and_experts_take_what_their_graph_takes_alone(degrees):
+    mixture = cg.models.load("mixtral-8x7b")
+    sizes = {"D": 16, "H": 4, "G": 2, "K": 4, "Fe": 12, "L": 2, "V": 52, "E": 4, "k": 2, "S": 24}
+    asked = {"devices": 8, "hardware": "h100-sxm", "B": 16, "precision": "bf16", "pp": 1, "zero": 1, "tp": (1, 2)}
+    found = cg.plan.search(mixture, checkpoint="none", **asked, **degrees, **sizes)
+    assert {(p.cp, p.ep) for p in found.rows} == {(degrees["cp"], degrees["ep"])}
+    assert all(p.dp * p.tp * p.cp * p.ep == 8 for p in found.rows)
+    for plan in found.rows[::5]:
+        step = cg.training_step(mixture, precision="bf16", accumulate=plan.accumulate)
+        split = {"dp": plan.dp, "tp": plan.tp, "zero": plan.zero, "sequence": plan.sequence}
+        rank, at = cg.parallelize(step, **split, **degrees), {**sizes, "B": plan.micro_batch * plan.dp * plan.ep}
+        assert plan.memory == cg.peak_memory(rank, **at), plan
+        assert plan.seconds == pytest.approx(cg.seconds(rank, "h100-sxm", **at), rel=1e-9), plan
