@@ -37,6 +37,9 @@ _Overlap = Annotated[str, typer.Option("--overlap", metavar="HOW", help="Of coll
 _Reduce = Annotated[str, typer.Option("--reduce", metavar="WHEN", help="Gradients, by micro-batches: each, or last.")]
 _Dp = Annotated[str | None, typer.Option("--dp", metavar="N,N", help="Degrees of data parallelism to try.")]
 _Tp = Annotated[str | None, typer.Option("--tp", metavar="N,N", help="Degrees of tensor parallelism to try.")]
+_Pp = Annotated[str | None, typer.Option("--pp", metavar="N,N", help="Stages of a pipeline to try.")]
+_Cp = Annotated[str, typer.Option("--cp", metavar="N,N", help="Degrees of context parallelism to try; 1 by default.")]
+_Ep = Annotated[str | None, typer.Option("--ep", metavar="N,N", help="Degrees of expert parallelism to try.")]
 _Zero = Annotated[str | None, typer.Option("--zero", metavar="N,N", help="Stages of ZeRO to try, of 0 to 3.")]
 _Sequence = Annotated[str | None, typer.Option("--sequence", metavar="YES", help="Split the sequence: yes or no.")]
 _Micro = Annotated[str | None, typer.Option("--micro-batch", metavar="N,N", help="Sequences at once to try.")]
@@ -92,7 +95,7 @@ def search_command(
     model: opt.Model, hardware: opt.Device, devices: _Devices, sizes: opt.Sizes = None, network: _Network = None,
     precision: _Precision = None, memory: _Memory = None, overlap: _Overlap = "none", reduce: _Reduce = "each",
     dp: _Dp = None, tp: _Tp = None, zero: _Zero = None, sequence: _Sequence = None, micro_batch: _Micro = None,
-    accumulate: _Times = None,
+    accumulate: _Times = None, pp: _Pp = None, cp: _Cp = "1", ep: _Ep = None,
     checkpoint: _How = None, pareto: _Pareto = False, attention: opt.Attention = None, dtype: opt.Format = None,
     fallback: opt.Fallback = None, json: opt.Json = None, csv: opt.Csv = None,
 ) -> None:  # fmt: skip
@@ -114,7 +117,8 @@ def search_command(
     found = search(
         graph, devices=read_size(devices, "--devices"), hardware=hardware, network=network, precision=precision,
         memory=None if memory is None else read_size(memory, "--memory"), overlap=overlap, reduce=reduce,
-        dp=_listed(dp, "--dp"), tp=_listed(tp, "--tp"), zero=_listed(zero, "--zero"), sequence=_split(sequence),
+        dp=_listed(dp, "--dp"), tp=_listed(tp, "--tp"), pp=_listed(pp, "--pp"),
+        cp=_listed(cp, "--cp"), ep=_listed(ep, "--ep"), zero=_listed(zero, "--zero"), sequence=_split(sequence),
         micro_batch=_listed(micro_batch, "--micro-batch"), accumulate=_listed(accumulate, "--accumulate"),
         checkpoint=checkpoint or None, fallback=fallback, **dims,
     )  # fmt: skip
