@@ -50,6 +50,16 @@ def llama(layers=None):
     return g
 
 
+def two_kinds():
+    B, D, L = cg.dims("B D L")
+    with cg.Graph("two kinds") as g:
+        x = g.input("x", (B, D), grad=True)
+        for count, what in ((2, cg.relu), (L, cg.tanh)):
+            x = cg.repeat(count, lambda x, what=what: what(cg.linear(x, "b d -> b e", e=D)), x)
+        g.output(cg.reduce(x, "b d -> ", "mean"))
+    return g
+
+
 def cut(graph, pp=P, m=M, optimizer=None, **degrees):
     whole = cg.training_step(graph, optimizer=optimizer or cg.SGD(), accumulate=m)
     return whole, cg.parallelize(whole, pp=pp, micro_batches=m, **degrees)
@@ -67,6 +77,20 @@ def test_stages_do_together_what_the_step_does(optimizer):
     for ask in (cg.flops, cg.param_count, cg.param_bytes):
         assert sympy.expand(together(s.stages, ask) - ask(whole)) == 0, ask
     assert [len(g.outputs) for g in s.stages] == [0, 0, 1]
+
+
+def test_layers_of_another_kind_before_them_are_of_the_first_stage():
+    """The first layers of DeepSeek are dense; of all it has as many as other stages have."""
+    whole, s = cut(models.load("deepseek-v2", symbolic=True))
+    for ask in (cg.matmul_flops, cg.param_count):
+        assert sympy.expand(together(s.stages, ask) - ask(whole)) == 0, ask
+    S, Kr = cg.dims("S Kr")  # angles of positions are made on each stage
+    assert sympy.expand(together(s.stages, cg.flops) - cg.flops(whole) - (P - 1) * M * 3 * S * Kr / 2) == 0
+    L, Ld = cg.dims("L Ld")
+    first, middle, _ = (cg.param_count(g) for g in s.stages)
+    assert Ld in first.free_symbols
+    assert middle.coeff(L) != 0
+    assert Ld not in middle.free_symbols
 
 
 def test_tables_of_both_ends_are_on_both_and_their_gradients_are_added_up():
@@ -119,6 +143,10 @@ def test_what_is_not_cut_is_refused():
     clipped = cg.training_step(llama(), accumulate=4, clip=1.0)
     with pytest.raises(cg.UnsupportedError, match="of different stages together, expected updates of each parameter"):
         cg.parallelize(clipped, pp=2, micro_batches=4)
+    with pytest.raises(
+        cg.UnsupportedError, match="pp of L \\+ 2 layers, expected a number of layers that is one symbol"
+    ):
+        cg.parallelize(cg.training_step(two_kinds()), pp=2)
     with pytest.raises(cg.UnsupportedError, match="pp of 4 layers, expected a number of layers that is one symbol"):
         cg.parallelize(cg.training_step(llama(4)), pp=2)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ..algebra.extremum import smaller
-from ..algebra.polynomial import ONE, ZERO, Poly, poly
+from ..algebra.polynomial import ONE, ZERO, Poly, poly, total
 from ..algebra.symbols import symbol
 from ..errors import GraphError, UnsupportedError
 from ..graph.arguments import need_choice, positive
@@ -45,6 +45,8 @@ class Plan:
     """Ops that add terms of both, of parameters that the first and the last stage have: a term of each."""
     added: frozenset[Op]
     """Ops that read these sums."""
+    before: Poly
+    """How many layers of another kind stand before those that are cut: all are of the first stage."""
 
 
 def _after(home: Graph, starts: Iterable[Tensor], stop: Op | None) -> frozenset[Op]:
@@ -66,12 +68,12 @@ def _planned(graph: Graph) -> Plan:
         (f, b) for f in loops for b in loops
         if f.op.phase == "forward" and b.op.phase in _BACK and not set(f.pieces).isdisjoint(b.xs)
     ]  # fmt: skip
-    if len(pairs) != 1 or len(loops) != 2:
+    if not pairs or len(loops) != 2 * len(pairs):
         raise UnsupportedError(
             f"parallelize: pp of graph {graph.name!r}, which has {len(loops)} loops with carries, expected a step of "
-            f"training with one loop over layers and its backward pass"
+            f"training with loops over layers, each with its backward pass"
         )
-    forward, backward = pairs[0]
+    forward, backward = pairs[-1]
     if len(backward.starts) > len(forward.starts):
         raise UnsupportedError(
             f"parallelize: pp of graph {graph.name!r}, whose layers share a parameter, expected layers with their own"
@@ -80,7 +82,8 @@ def _planned(graph: Graph) -> Plan:
     behind = _after(home, forward.lasts, backward.op) - ahead
     sums = dict(_sums(home, behind, ahead))
     added = _after(home, [t for op in sums for t in op.results], None)
-    return Plan(home, forward.op, backward.op, behind, ahead, sums, added)
+    before = total(f.count for f, _ in pairs[:-1])
+    return Plan(home, forward.op, backward.op, behind, ahead, sums, added, before)
 
 
 def _sums(home: Graph, behind: frozenset[Op], ahead: frozenset[Op]) -> Iterator[tuple[Op, tuple[Tensor, Tensor]]]:
@@ -329,14 +332,23 @@ def _waiting(schedule: str, pp: Poly, m: Poly, rank: Poly, alike: Poly) -> Waiti
 def cut(graph: Graph, plan: Plan, pp: Poly) -> tuple[dict[str, Graph], frozenset[str]]:
     """Return the graphs of the first, a middle and the last stage by name, and the parameters of both ends."""
     assert plan.forward.loop is not None
-    count = plan.forward.loop.count
+    count = plan.forward.loop.count + plan.before
     names = sorted(count.names())
-    if len(names) != 1:
+    if len(names) != 1 or (plan.before and count != poly(symbol(names[0]))):
         raise UnsupportedError(f"parallelize: pp of {count} layers, expected a number of layers that is one symbol")
-    values = {names[0]: poly(symbol(names[0])) / pp}
+    share = poly(symbol(names[0])) / pp
     _need_apart(plan, names[0])
     ends = {"first": (True, False), "middle": (False, False), "last": (False, True)}
-    made = {name: _Stage(graph, plan, values, first=a, last=b) for name, (a, b) in ends.items()}
+    made = {
+        name: _Stage(graph, plan, {names[0]: share if a else share + plan.before}, first=a, last=b)
+        for name, (a, b) in ends.items()
+    }
+    again = next((op for op in made["last"].kept if op.loop and op not in (plan.forward, plan.backward)), None)
+    if again is not None:
+        raise UnsupportedError(
+            f"parallelize: pp: {again.name!r} is read by layers of every stage, expected layers that hand on what "
+            f"they make to the next one alone"
+        )
     tied = (made["first"].used & made["last"].used) - made["middle"].used
     late = next((t for t in tied if t.role == "param" and t.requires_grad and t not in graph.gradients), None)
     if late is not None:

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 import costgraph as cg
+from costgraph.graph.sizes import known_names
 
 ROWS = json.loads(Path(__file__).with_name("devices.json").read_text())
 PAGE = Path(__file__).parents[2] / "docs" / "published_devices.md"
@@ -24,7 +25,7 @@ HEAD = """\
 
 What benchmarks of training report of one device among many, and the peak of the graph of one rank of the same program:
 `costgraph.parallelize` of a step, with degrees and sizes as the source states them. What is reserved by an allocator,
-made by a compiler or computed in float8 is not in the graph. Rows with pipelines are left out.
+made by a compiler or computed in float8 is not in the graph. Of a pipeline it is the largest stage, or the last one.
 
 The rows with their sources are in `tests/published/devices.json`; `python tests/published/devices.py` makes this page
 of them and a test compares the two. GB is 10^9 bytes, GiB is 2^30.
@@ -64,13 +65,17 @@ def rank(program):
     """Return the graph of one rank."""
     how = program["precision"], program.get("accumulate", 1), program.get("checkpoint"), "loss" in program
     whole = step(program["model"], *how)
-    asked = {key: program[key] for key in ("dp", "cp", "tp", "ep", "zero", "sequence") if key in program}
+    asked = {key: program[key] for key in ("dp", "cp", "tp", "ep", "zero", "sequence", "pp") if key in program}
+    asked |= {"micro_batches": program["accumulate"]} if "pp" in program else {}
     return cg.parallelize(whole, **asked, strict=True)
 
 
 def derived(row):
     """What the graph says, in the unit of what was measured: bytes at the peak, or the calibrated time of a step."""
     graph, sizes = rank(row["program"]), row["program"]["sizes"]
+    if "stage" in row:  # of this stage alone, which may have fewer sizes
+        graph = graph.stages[row["stage"]]
+        sizes = {name: n for name, n in sizes.items() if name in known_names(graph)}
     if "device" not in row:
         return cg.peak_memory(graph, **sizes) / UNITS[row["unit"]]
     seconds = cg.seconds(graph, row["device"], "calibrated", **sizes)
