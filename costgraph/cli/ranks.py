@@ -9,17 +9,21 @@ import typer
 from ..algebra.symbols import dims, is_name, read_size, shorten
 from ..errors import FormatError
 from ..graph.graph import Graph
-from ..transforms.shard.parallelize import parallelize
+from ..transforms.shard.parallelize import CONTEXTS, parallelize
 from . import options as opt
 
 __all__ = ["Context", "Cp", "Dp", "Ep", "Network", "Overlap", "Reduce", "Sequence", "Tp", "Zero", "rank_of"]
 
-CONTEXTS = ("gather", "all_to_all")
 REDUCES = ("each", "last")
 
 
 def _degree(option: str, of: str) -> Any:
     return typer.Option(option, metavar="N", help=f"Degree of {of} parallelism: a number, or a name that stays open.")
+
+
+def _choice(option: str, of: str, what: str, words: tuple[str, ...]) -> Any:
+    help_ = f"{what}: {', or '.join(words)}."
+    return typer.Option(option, metavar=of, help=help_, autocompletion=opt.one_of(lambda: words))
 
 
 Dp = Annotated[str, _degree("--dp", "data")]
@@ -28,24 +32,8 @@ Tp = Annotated[str, _degree("--tp", "tensor")]
 Ep = Annotated[str, _degree("--ep", "expert")]
 Zero = Annotated[int, typer.Option("--zero", metavar="N", min=0, max=3, help="Stage of ZeRO over dp and cp.")]
 Sequence = Annotated[bool, typer.Option("--sequence", help="Split the sequence between products over tp.")]
-Context = Annotated[
-    str,
-    typer.Option(
-        "--context",
-        metavar="HOW",
-        help="Attention over cp: gather, or all_to_all.",
-        autocompletion=opt.one_of(lambda: CONTEXTS),
-    ),
-]
-Reduce = Annotated[
-    str,
-    typer.Option(
-        "--reduce",
-        metavar="WHEN",
-        help="Gradients, by micro-batches: each, or last.",
-        autocompletion=opt.one_of(lambda: REDUCES),
-    ),
-]
+Context = Annotated[str, _choice("--context", "HOW", "Attention over cp", CONTEXTS)]
+Reduce = Annotated[str, _choice("--reduce", "WHEN", "Gradients, by micro-batches", REDUCES)]
 Network = Annotated[str | None, typer.Option("--network", metavar="NAME", help="Between domains of devices.")]
 Overlap = Annotated[str, typer.Option("--overlap", metavar="HOW", help="Of collectives: none, or ideal.")]
 

@@ -15,6 +15,7 @@ from ..errors import FormatError
 from ..plan.plans import Plan, Search
 from ..plan.searching import search
 from . import options as opt
+from . import ranks
 from .frame import command
 from .loading import load_model
 from .terminal import check_files, say, write_files
@@ -30,11 +31,8 @@ _COLUMNS = (
 )  # fmt: skip
 
 _Devices = Annotated[str, typer.Option("--devices", metavar="N", help="How many devices there are.")]
-_Network = Annotated[str | None, typer.Option("--network", metavar="NAME", help="Between domains of devices.")]
 _Precision = Annotated[str | None, typer.Option("--precision", metavar="POLICY", help="As for train.")]
 _Memory = Annotated[str | None, typer.Option("--memory", metavar="N", help="Bytes that a plan may take on a device.")]
-_Overlap = Annotated[str, typer.Option("--overlap", metavar="HOW", help="Of collectives: none, or ideal.")]
-_Reduce = Annotated[str, typer.Option("--reduce", metavar="WHEN", help="Gradients, by micro-batches: each, or last.")]
 _Dp = Annotated[str | None, typer.Option("--dp", metavar="N,N", help="Degrees of data parallelism to try.")]
 _Tp = Annotated[str | None, typer.Option("--tp", metavar="N,N", help="Degrees of tensor parallelism to try.")]
 _Pp = Annotated[str | None, typer.Option("--pp", metavar="N,N", help="Stages of a pipeline to try.")]
@@ -92,10 +90,10 @@ def _csv(found: Search) -> str:
 
 @command("search")
 def search_command(
-    model: opt.Model, hardware: opt.Device, devices: _Devices, sizes: opt.Sizes = None, network: _Network = None,
-    precision: _Precision = None, memory: _Memory = None, overlap: _Overlap = "none", reduce: _Reduce = "each",
-    dp: _Dp = None, tp: _Tp = None, zero: _Zero = None, sequence: _Sequence = None, micro_batch: _Micro = None,
-    accumulate: _Times = None, pp: _Pp = None, cp: _Cp = "1", ep: _Ep = None,
+    model: opt.Model, hardware: opt.Device, devices: _Devices, sizes: opt.Sizes = None, network: ranks.Network = None,
+    precision: _Precision = None, memory: _Memory = None, overlap: ranks.Overlap = "none",
+    reduce: ranks.Reduce = "each", dp: _Dp = None, tp: _Tp = None, zero: _Zero = None, sequence: _Sequence = None,
+    micro_batch: _Micro = None, accumulate: _Times = None, pp: _Pp = None, cp: _Cp = "1", ep: _Ep = None,
     checkpoint: _How = None, pareto: _Pareto = False, attention: opt.Attention = None, dtype: opt.Format = None,
     fallback: opt.Fallback = None, json: opt.Json = None, csv: opt.Csv = None,
 ) -> None:  # fmt: skip

@@ -24,7 +24,6 @@ from ..hardware.arch import DEFAULT
 from ..hardware.networks import Network
 from ..hardware.specs import Hardware, load_hardware
 from ..notation.door import guarded
-from ..ops.hops import Send
 from ..text_file import write_file
 from .data import Facts, Part, Peak, Sent
 from .files import to_csv, to_json
@@ -190,11 +189,9 @@ def _grouped(table: Costs, key: Callable[[CostRow | RooflineRow], str]) -> dict[
 
 
 def _sent(graph: Graph, device: Hardware | None, between: str | Network | None, dims: Mapping[str, Any]) -> list[Sent]:
-    """Return what a rank sends, by axis and collective; what goes to another stage has no time of its own."""
-    staged = any(isinstance(op.kind, Send) for op in graph.walk())
-    rows = communication(graph, hardware=None if staged else device, network=None if staged else between, **dims).rows
+    """Return what a rank sends, by axis, collective and link."""
     groups: dict[tuple[str, str, str], list[Message]] = {}
-    for m in rows:
+    for m in communication(graph, hardware=device, network=between, **dims):
         groups.setdefault((m.axis, m.collective, m.link), []).append(m)
     return [
         Sent(

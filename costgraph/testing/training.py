@@ -363,11 +363,9 @@ def checkpoints_change_no_gradient_and_save_no_flops(lesson: Lesson) -> None:
         # groups of layers have another first layer, whose parameters are apart: its numbers are others
         alike = {n: v.size for n, v in again.values.items()} == {n: v.size for n, v in lesson.values.items()}
         for name, gradient in lesson.run.gradients.items() if alike else ():
-            found = again.run.gradients[name]
-            shape = gradient.shape
-            assert np.allclose(found.reshape(shape), gradient, rtol=1e-9, atol=1e-12, equal_nan=True), (
-                f"{policy}: the gradient of {name!r} differs"
-            )
+            found = again.run.gradients[name].reshape(gradient.shape)
+            close = np.allclose(found, gradient, rtol=1e-9, atol=1e-12, equal_nan=True)
+            assert close, f"{policy}: the gradient of {name!r} differs"
         same(again.trial.answers["flops"], again.trial.run.flops, f"{policy}: FLOPs")
         same(again.trial.answers["peak_memory"], again.trial.run.peak, f"{policy}: peak memory")
         more = _kept(again) - _kept(lesson) - _started_from(again)

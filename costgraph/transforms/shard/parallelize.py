@@ -20,7 +20,7 @@ from ..stages import in_stages, together
 from .heads import heads
 from .shard import Placements, shard
 
-__all__ = ["TENSOR", "parallelize"]
+__all__ = ["CONTEXTS", "TENSOR", "parallelize"]
 
 #: Where tensor parallelism has parameters of the layers of `costgraph.nn`, by the ends of their names: Shoeybi et al.
 #: 2019 (arXiv 1909.08053), section 3. Heads, the inner width and the vocabulary are split; what goes back to the width
@@ -67,7 +67,9 @@ BESIDE: Mapping[str, tuple[str, ...]] = {
     "attention/qkv/weight": ("attention/proj/weight", "attention/[kv]_cache.kept"),
 }
 
-Context = Annotated[str, Rule("gather or all_to_all", lambda v: v in ("gather", "all_to_all"))]
+#: What attention may do along cp.
+CONTEXTS = ("gather", "all_to_all")
+Context = Annotated[str, Rule(" or ".join(CONTEXTS), lambda v: v in CONTEXTS)]
 Stage = Annotated[int, Rule("0, 1, 2 or 3", lambda v: v in (0, 1, 2, 3) and not isinstance(v, bool))]
 
 
