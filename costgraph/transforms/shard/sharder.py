@@ -22,11 +22,11 @@ from ...ops.pointwise import Pointwise
 from ...ops.stacks import Empty, Stacked
 from .choice import Choice, Given, choose
 from .cutting import Cutting
-from .exchange import common
+from .exchange import before, common
 from .frames import is_pass
 from .positions import of_keys, of_rank, queries, restricted
 from .sums import added, late, pending_of
-from .targets import becomes, targets
+from .targets import becoming, targets
 from .tensors import Later
 
 __all__ = ["Sharder"]
@@ -76,7 +76,7 @@ class Sharder(Cutting):
             self.names |= {self.tensors[g]: f"{p.name}.grad" for p, g in op.graph.gradients.items() if g in op.results}
         for t in op.results:
             home = self.homes.get(self.tensors[t]) if self.piece is None else None
-            if home is not None and not becomes(t, self.wanted, _SAME):
+            if home is not None and becoming(t, self.wanted, _SAME) is None:
                 self.tensors[t] = self.moved_to(self.tensors[t], home, new, op.phase)
             if t in self.wanted and not isinstance(self.tensors[t], Later) and (behind or not self.defer(t)):
                 self.tensors[t] = self.slices_moved_to(self.tensors[t], self.wanted[t], new, phase)
@@ -137,10 +137,13 @@ class Sharder(Cutting):
     def asked(self, op: Op, rule: Split) -> dict[str, str]:
         """Return which names of the rule are asked for, by axis of the mesh: of a gradient, or a stated placement."""
         made = op.results[0]
+        behind = becoming(made, self.wanted, _SAME)
         # a gradient of weights is summed over tokens: what has these whole is exchanged, and tokens are not gathered
-        tokens = common(rule, [g.at for g in self.given(op)]) if becomes(made, self.wanted, _SAME) else {}
-        place = self.wanted.get(made) or self.stated.places.get(made)
-        axes = self.staying[made] if made in self.wanted else None
+        tokens = {} if behind is None else common(rule, [g.at for g in self.given(op)])
+        place, axes = self.stated.places.get(made), None
+        if behind is not None:
+            kept = behind[-1].results[0] if behind else made
+            place, axes = self.kept_at(self.wanted[kept], behind), self.staying[kept]
         given = [self.tensors[t] for t in op.operands]
         lie = [self.at[t] for t in given if isinstance(t, Tensor)]
         if place is None and any(at.pending for at in lie):
@@ -157,6 +160,14 @@ class Sharder(Cutting):
             for axis in axes
             if axis in dim and names
         }
+
+    def kept_at(self, place: Placement, behind: Sequence[Op]) -> Placement | None:
+        """Return where a tensor lies, of which ops make a gradient that is kept at a placement."""
+        found: Placement | None = place
+        for op in reversed(behind):
+            rule = op.kind.placed(op)
+            found = None if rule is None or found is None else before(rule, found, self.mesh)
+        return found
 
     def met(self, t: Tensor) -> Placement | None:
         """Return where the tensor lies that an old one, or what elementwise ops make of it, is put together with."""

@@ -6,12 +6,12 @@ from collections.abc import Collection, Mapping
 from typing import TypeVar
 
 from ...graph.graph import Graph
-from ...graph.op import OpKind
+from ...graph.op import Op, OpKind
 from ...graph.tensor import Tensor
 from ...ops.keep import Keep
 from ...ops.pieces import Accumulate
 
-__all__ = ["becomes", "targets"]
+__all__ = ["becoming", "targets"]
 
 T = TypeVar("T")
 
@@ -32,11 +32,16 @@ def targets(graph: Graph, gradients: Mapping[Tensor, T]) -> dict[Tensor, T]:
     return found
 
 
-def becomes(t: Tensor, gradients: Collection[Tensor], same: tuple[type[OpKind], ...]) -> bool:
-    """Whether a tensor is a gradient, or kinds with one operand make one of it: another format, or other axes."""
+def becoming(t: Tensor, gradients: Collection[Tensor], same: tuple[type[OpKind], ...]) -> list[Op] | None:
+    """Return the ops of one operand that make a gradient of a tensor: another format, or other axes.
+
+    Of a gradient itself there are none; None where the tensor becomes no gradient.
+    """
+    ops: list[Op] = []
     while t not in gradients:
         readers = list(t.graph.successors(t))
         if len(readers) != 1 or not isinstance(readers[0].kind, same) or len(readers[0].operands) != 1:
-            return False
+            return None
+        ops += readers
         (t,) = readers[0].results
-    return True
+    return ops
