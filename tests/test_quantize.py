@@ -519,3 +519,26 @@ def test_a_product_whose_scales_have_no_place():
     assert cg.param_bytes(cg.quantize(g, "int8")) == D * F + 4 * F
     with pytest.raises(cg.UnsupportedError, match="sums a part of an axis of its activations"):
         cg.quantize(g, "int8", "int8")
+
+
+# -- graphs of one rank ----------------------------------------------------------------------------------------------
+
+
+def test_weights_of_a_rank_lie_as_they_did():
+    whole = cg.decode(cg.models.load("llama-3-8b"))
+    rank = cg.parallelize(whole, tp=4)
+    made = cg.quantize(rank, "int8")
+    # a byte a weight and 4 of a scale for each channel, of which a rank has a fourth, or all where it sums a fourth
+    assert cg.param_bytes(made, B=1, S=7) < 1.001 * cg.param_bytes(cg.quantize(whole, "int8"), B=1, S=7) / 4
+    sent = [(r.op, r.axis, r.bytes) for r in cg.communication(rank).rows]
+    assert [(r.op, r.axis, r.bytes) for r in cg.communication(made).rows] == sent
+    assert made.sharding.mesh == rank.sharding.mesh
+    places = {name: str(made.sharding.places[f"layers/attention/{name}/weight"]) for name in ("q", "proj")}
+    # (D, H, K) is stored as (H, K, D): what is summed is innermost, and what ranks share is still the heads
+    assert places == {"q": "(tp H/4) _ _", "proj": "_ (tp H*K/4)"}
+
+
+def test_layers_of_a_rank_that_are_cut_by_a_mixture_lie_as_they_did():
+    rank = cg.parallelize(cg.decode(cg.models.load("llama-3-8b")), tp=2)
+    made = cg.quantize(rank, "Q4_K_M")
+    assert cg.communication(made, B=1, S=7).total().bytes == cg.communication(rank, B=1, S=7).total().bytes

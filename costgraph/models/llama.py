@@ -61,8 +61,9 @@ def read(c: Config) -> Preset:
     return Preset(c.decoder(), structure | {"activation": c.activation("hidden_act")})
 
 
-def _sizes(D: int, H: int, G: int, F: int, L: int, V: int) -> Preset:
-    return Preset({"D": D, "H": H, "G": G, "K": D // H, "F": F, "L": L, "V": V}, {"shared": G < H})
+def _sizes(D: int, H: int, G: int, F: int, L: int, V: int, *, tied: bool = False) -> Preset:
+    structure = {"shared": G < H} | ({"tied": True} if tied else {})
+    return Preset({"D": D, "H": H, "G": G, "K": D // H, "F": F, "L": L, "V": V}, structure)
 
 
 FAMILIES = (
@@ -74,7 +75,12 @@ FAMILIES = (
             "llama-2-70b": _sizes(8192, 64, 8, 28672, 80, 32000),
             "llama-3-8b": _sizes(4096, 32, 8, 14336, 32, 128256),
             "llama-3-70b": _sizes(8192, 64, 8, 28672, 80, 128256),
+            "llama-3.1-8b": _sizes(4096, 32, 8, 14336, 32, 128256),
+            "llama-3.1-70b": _sizes(8192, 64, 8, 28672, 80, 128256),
             "llama-3.1-405b": _sizes(16384, 128, 8, 53248, 126, 128256),
+            "llama-3.2-1b": _sizes(2048, 32, 8, 8192, 16, 128256, tied=True),
+            "llama-3.2-3b": _sizes(3072, 24, 8, 8192, 28, 128256, tied=True),
+            "llama-3.3-70b": _sizes(8192, 64, 8, 28672, 80, 128256),
         },
         composed=True,
         architectures={"LlamaForCausalLM": "llama"},

@@ -96,15 +96,22 @@ class Rewriter:
         def place(t: Tensor, at: Placement) -> Placement:
             return at.with_dims([bound(dim, self.values) for dim in at.dims[len(at.dims) - t.ndim :]])
 
+        def source(made: Tensor, t: Tensor) -> Placement:
+            return place(made, self.placed(t, sharding.places[t.name]))
+
         gradients = [(made, sharding.gradients[t.name]) for t in old.gradients for made in members(self.tensors[t])]
         outputs = zip(old.outputs, sharding.outputs, strict=True)
         return replace(
             sharding,
             mesh=replace(sharding.mesh, axes=bound(sharding.mesh.axes, self.values)),
-            places={made.name: place(made, sharding.places[t.name]) for made, t in self.origins.items()},
+            places={made.name: source(made, t) for made, t in self.origins.items()},
             outputs=tuple(place(made, at) for t, at in outputs for made in members(self.tensors[t])),
             gradients={made.name: place(made, at) for made, at in gradients},
         )
+
+    def placed(self, old: Tensor, at: Placement) -> Placement:
+        """Return where the axes of a source lie in the order that the new graph has them in."""
+        return at
 
     def fill(self, old: Graph, new: Graph, suffix: str = "") -> None:
         """Copy sources and ops; inputs of a body have to be in `tensors` already."""

@@ -18,6 +18,8 @@ PAGE, FILE = ROOT / "docs" / "published_gpus.md", ROOT / "tests" / "measured" / 
 FACTOR = 3
 #: Seconds that a kernel takes to start and to end, of the order of: what is shorter measures little else.
 LAUNCH = 20e-6
+#: What torch's allocator counts to the byte.
+COUNTED = "max_memory_allocated"
 DEVICES = {name: load_hardware(name) for name in list_hardware()}
 
 HEAD = """\
@@ -45,13 +47,17 @@ each index point, those of streams the bytes read and written, those of attentio
 
 Passes of training on many devices are forward and backward pass of one of them: the optimizer's update is spread over
 all, and a network is not predicted. Vision models run under autocast, in eager mode or fused as `torch.compile` does. A
-step of generation is that in the middle of what was generated. Single calls of plain torch, with their backward passes,
+step of generation is that in the middle of what was generated, the first one where no prompt is stated; on several
+devices it is that of one rank (`costgraph.parallelize`), with what it sends. Requests that are served together are
+their prompts, and then step by step their answers, all begun at once; where their number is not stated, as many as
+memory holds with half of an answer each. Single calls of plain torch, with their backward passes,
 are traced, which needs torch.
 
 **Peaks of memory** are those that torch's allocator counted while a benchmark ran such a call again: with the gradients
 of the run before, those that the backward pass starts from, and the parameters of other forms of the program, where the
 benchmark of that date made them; with what libraries keep for the compute capability of the device, in blocks as they
-are handed out. What ran on a date is that of the benchmark's repository.
+are handed out. What ran on a date is that of the benchmark's repository. Other totals of memory, of what is reserved or
+of a whole process, are listed with what is derived for them; nothing is asked of these.
 
 **What looks odd** in the file, and is left as it is: `llamacpp-llama-3-8b-F16-pp4096-a100-80-sxm` has 866 tokens/s
 where the same source prints 5,122 for four-bit weights on the same device; streams of A100 boards come from files that
@@ -146,8 +152,19 @@ def peaks(found):
     yield line(["record", "device", "measured bytes", "predicted"])
     yield line(["---"] * 4)
     for row in found.records:
-        if row.peak is not None and abs(row.peak - row.bytes) > 4096:
+        if row.peak is not None and row.record.quantity == COUNTED and abs(row.peak - row.bytes) > 4096:
             yield line([f"`{row.record.id}`", row.record.device, f"{row.bytes:,}", f"{row.peak:,}"])
+
+
+def totals(found):
+    """Totals of memory that were not counted by an allocator, beside what is derived."""
+    yield line(["record", "device", "what", "measured GB", "derived GB", "deviation"])
+    yield line(["---"] * 6)
+    for row in found.records:
+        if row.peak is not None and row.record.quantity != COUNTED:
+            off = f"{row.peak / row.bytes - 1:+.1%}"
+            cells = (row.record.device, row.record.quantity, f"{row.bytes / 1e9:.2f}", f"{row.peak / 1e9:.2f}", off)
+            yield line([f"`{row.record.id}`", *cells])
 
 
 def page(found):
@@ -160,6 +177,7 @@ def page(found):
     parts += [line([f, n, why.replace("|", "/")[:200]]) for (f, why), n in sorted(found.reasons.items())]
     parts += [f"\n## Off by more than a factor of {FACTOR}\n", *outliers(found)]
     parts += ["\n## Peaks that are off by more than 4 KiB\n", *peaks(found)]
+    parts += ["\n## Other totals of memory\n", *totals(found)]
     parts += ["\n## Below the bound\n", line(["record", "device", "measured over bound"]), line(["---"] * 3)]
     parts += [line([f"`{r.record.id}`", r.record.device, f"{r.seconds / r.bound:.3f}"]) for r in below]
     return "\n".join(parts) + "\n"

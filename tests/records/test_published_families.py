@@ -161,6 +161,70 @@ def test_a_step_with_a_mixture_reads_what_its_file_has(measured):
     assert row.bound == pytest.approx(read / float(device.bandwidth), rel=0.01)
 
 
+# -- generation on several devices, and of several requests ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("weights", "least", "most"),
+    # bytes of a weight: one, and a scale in fp32 of its channel; half a one, and a scale in fp16 of 32
+    [("bf16", 2, 2), ("int8", 1, 1.002), ("int4-g32", 0.5625, 0.5626)],
+)
+def test_a_rank_reads_its_part_of_the_weights_and_waits_for_the_others(measured, weights, least, most):
+    record = one_of(measured, "decode", model="llama-3-70b", tensor_parallel=8)
+    row = predict(replace(record, inputs=record.inputs | {"weights": weights}), LAST)
+    L, D, F, V, ranks = 80, 8192, 28672, 128256, 8
+    layers = L * (2 * D * D + 2 * D * D // 8 + 3 * D * F)
+    a100 = cg.load_hardware("a100-80-sxm")
+    # the head stays as it is; norms, caches and activations are a few parts in a thousand
+    read = [(share * layers + 2 * D * V) / ranks / float(a100.bandwidth) for share in (least, most)]
+    assert read[0] <= row.bound <= 1.01 * read[1]
+    # two sums a layer and one of the looked up rows, of 16 KiB each, go up and down a tree of three levels
+    wait = (2 * L + 1) * 2 * 3 * float(a100.tables["interconnect"]["latency"])
+    assert row.estimate - row.bound == pytest.approx(wait, rel=0.15)
+
+
+def test_a_model_of_which_a_rank_has_more_than_its_part_is_not_predicted(measured):
+    row = predict(one_of(measured, "prefill", model="falcon-180b", tensor_parallel=8), LAST)
+    assert row.reason.startswith("inputs: tensor_parallel 8: a rank has 2.4 times its part of 'falcon-180b.prefill', ")
+
+
+def test_without_a_prompt_a_step_is_the_first_one(measured):
+    record = one_of(measured, "decode", model="llama-3-8b", weights="bf16", tensor_parallel=1)
+    first = {key: value for key, value in record.inputs.items() if key not in ("prompt", "new_tokens")}
+    rows = [predict(replace(record, inputs=given), LAST) for given in (first, first | {"prompt": 0, "new_tokens": 1})]
+    assert rows[0].estimate == rows[1].estimate < predict(replace(record, inputs=first | {"prompt": 99}), LAST).estimate
+
+
+def test_requests_that_are_served_together_are_prompts_and_steps(measured):
+    record = one_of(measured, "serving", model="llama-2-7b", B=384)
+    row = predict(record, LAST)
+    g = cg.models.load("llama-2-7b", dtype="fp16")
+    first = cg.seconds(cg.prefill(g, logits="last"), "a100-80-sxm", B=384, S=128)
+    each = cg.seconds(cg.decode(g), "a100-80-sxm", B=384, S=128 + 64)
+    assert row.estimate == pytest.approx(first + 128 * each)
+    assert row.seconds == pytest.approx(384 * 128 / float(record.value))
+
+
+def test_as_many_requests_are_in_flight_as_memory_holds(measured):
+    record = one_of(measured, "serving-max", model="llama-3.1-8b", prompt=1000, new_tokens=1000)
+    row = predict(record, LAST)
+    device = cg.load_hardware(record.device)
+    # fp8: one byte a weight of the layers, two of the head and of the table; 8 heads of keys and values of 128
+    weights = 8_030_261_248 + 2 * 128256 * 4096
+    kept = 2 * 32 * 8 * 128 * 1500  # with half of the answer, and a scale in fp16 for each 128
+    requests = row.seconds * float(record.value) / 1000
+    assert requests == pytest.approx(
+        (float(device.tables["memory"]["capacity"]) - weights) / (kept * 130 / 128), rel=0.03
+    )
+
+
+@pytest.mark.parametrize("quantity", ["model size", "peak memory"])
+def test_bytes_of_a_model_that_generates(measured, quantity):
+    row = predict(one_of([r for r in measured if r.quantity == quantity], "decode-memory", weights="bf16"), LAST)
+    assert row.peak == pytest.approx(2 * 8_030_261_248, rel=0.002 if quantity == "peak memory" else 0)
+    assert row.bytes == pytest.approx(row.peak, rel=0.03)
+
+
 def test_a_vision_model_has_the_multiply_adds_that_its_source_prints(measured):
     record = one_of(measured, "timm-infer", zoo="resnet18", image=224)
     row = predict(record, LAST)
@@ -207,7 +271,12 @@ HOSTILE = [None, True, -1, 0, 10**400, 1.5, "", "x" * 10**4, "int4", "bool", "mx
 
 
 @pytest.mark.parametrize(
-    "family", [name for name, found in FAMILIES.items() if found.subject not in ("", "vision", "prefill")]
+    "family",
+    [
+        name
+        for name, found in FAMILIES.items()
+        if found.subject not in ("", "vision", "prefill", "serving", "memory of generation")
+    ],
 )
 def test_hostile_inputs_are_listed(measured, family):
     record = next(r for r in measured if r.family == family and predict(r, LAST).reason == "")

@@ -53,7 +53,12 @@ CONFIGS: dict[str, dict[str, dict[str, Any]]] = {
         "llama-2-70b": llama(8192, 64, 8, 28672, 80, 32000),
         "llama-3-8b": llama(4096, 32, 8, 14336, 32, 128256),
         "llama-3-70b": llama(8192, 64, 8, 28672, 80, 128256),
+        "llama-3.1-8b": llama(4096, 32, 8, 14336, 32, 128256),
+        "llama-3.1-70b": llama(8192, 64, 8, 28672, 80, 128256),
         "llama-3.1-405b": llama(16384, 128, 8, 53248, 126, 128256),
+        "llama-3.2-1b": llama(2048, 32, 8, 8192, 16, 128256, **TIED),
+        "llama-3.2-3b": llama(3072, 24, 8, 8192, 28, 128256, **TIED),
+        "llama-3.3-70b": llama(8192, 64, 8, 28672, 80, 128256),
     },
     "MistralConfig MistralForCausalLM": {
         "mistral-7b": llama(4096, 32, 8, 14336, 32, 32000, sliding_window=4096),

@@ -6,7 +6,7 @@ import json
 import os
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
 from fractions import Fraction
 
@@ -19,8 +19,9 @@ from ...analysis.calibrated.terms import DEVICE, Rows, facts_of, rows_of
 from ...analysis.work import Asked, ask
 from ...errors import CostGraphError, FormatError, UnsupportedError
 from ...hardware.specs import Hardware
+from ...ops.collectives import Collective
 from ...text_file import place_of, target_of, write_file
-from . import kernels, models, recurrent, refused, traced  # noqa: F401  # families register themselves
+from . import generation, kernels, models, recurrent, refused, traced  # noqa: F401  # families register themselves
 from .case import FAMILIES, Case, Run, device_of, measured_rate
 from .fitting import WIDTH, Fitted, Measured, fit
 from .predicting import times_of
@@ -158,9 +159,13 @@ def _timed(record: Record) -> tuple[float, Asked, list[Load]]:
     run = _fastest(case, hardware)
     is_rate, unit = measured_rate(record)
     value = float(Fraction(record.value) * unit)
-    asked = ask(run.graph, hardware, None, run.sizes, "records")
-    asked.need_numbers("records")
-    loads = loads_of(asked, run.phases)
+    loads: list[Load] = []
+    for part in run.parts():
+        asked = ask(part.graph, hardware, None, part.sizes, "records")
+        asked.need_numbers("records")
+        if any(isinstance(op.kind, Collective) for op in part.graph.walk()):
+            raise UnsupportedError("ranks exchange what they have, expected the ops of one device")
+        loads += [replace(load, times=load.times * part.times) for load in loads_of(asked, part.phases)]
     if not loads:
         raise UnsupportedError("nothing is done, expected an op")
     return float(run.work) / value if is_rate else value, asked, loads

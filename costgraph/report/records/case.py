@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cache
@@ -18,7 +18,9 @@ __all__ = ["FAMILIES", "Case", "Family", "Printed", "Run", "device_of", "family"
 #: Of units of time, in seconds.
 _TIMES = {"s": Fraction(1), "ms": Fraction(1, 10**3), "us": Fraction(1, 10**6)}
 #: Of units of memory, in bytes.
-_BYTES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_BYTES = {
+    "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "MB": 10**6, "GB": 10**9, "GB (GiB by arithmetic)": 2**30,
+}  # fmt: skip
 #: Of units of rates, in FLOP, bytes, tokens or samples in a second.
 _RATES = {
     "TFLOP/s": Fraction(10**12), "GB/s": Fraction(10**9), "tok/s": Fraction(1), "samples/s": Fraction(1),
@@ -35,6 +37,17 @@ class Run:
     """FLOP, bytes, tokens or samples; 1 where a time was measured"""
     phases: tuple[str, ...] = ()
     """those that were measured; all of the graph where none is named"""
+    times: int = 1
+    """how often it ran"""
+    then: Run | None = None
+    """what ran behind it, in the same measurement"""
+
+    def parts(self) -> Iterator[Run]:
+        """Yield it and what ran behind it."""
+        part: Run | None = self
+        while part is not None:
+            yield part
+            part = part.then
 
 
 @dataclass(frozen=True)
@@ -63,6 +76,8 @@ class Case:
     """what limits are stated for, where it is not that of the family"""
     peak: Run | None = None
     """what ran while an allocator counted; nothing is timed then"""
+    params: bool = False
+    """whether the bytes are those of its parameters alone"""
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,8 @@ def _shares(rows: Sequence[Row]) -> Iterator[Limit]:
 
 
 def _peaks(rows: Sequence[Row]) -> Iterator[Limit]:
-    known = [(row.peak, row.bytes) for row in rows if row.peak is not None and row.bytes is not None]
+    counted = [row for row in rows if row.record.quantity == _COUNTED]
+    known = [(row.peak, row.bytes) for row in counted if row.peak is not None and row.bytes is not None]
     others = sum(row.record.quantity == _COUNTED and row.peak is None for row in rows)
     if not known and others:
         yield Limit("peaks that an allocator counted are predicted", f"0 of {others} are", holds=False)

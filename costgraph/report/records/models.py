@@ -1,4 +1,4 @@
-"""Families of whole models: vision models, passes of training, and generation of text, from the library's zoo."""
+"""Families of whole models of the library's zoo: vision models, and passes of training of a decoder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated
 import costgraph as cg
 
 from ...errors import UnsupportedError
-from ...notation.records import Count, Size, one_of
+from ...notation.records import Size, one_of
 from ...transforms.training import with_loss
 from .case import Case, Printed, Run, family
 from .record import Amount, Record, facts
@@ -114,62 +114,3 @@ def decoder(record: Record) -> Case:
         rate = "fp8" if given.precision == "amp_fp8" else "bf16"
         printed = Printed(Fraction(given.reported_mfu) / 100, flops, rate)
     return Case((Run(g, sizes, tokens),), printed=printed)
-
-
-# -- generation ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Generation:
-    """Of a model whose weights, activations and caches are in formats of their own."""
-
-    model: str
-    weights: str
-    B: Size
-    prompt: Count
-    new_tokens: Size = 1
-    tensor_parallel: Size = 1
-    activations: str = ""
-    cache: str = ""
-    logits: Annotated[str, one_of(("all", "last"))] = "last"
-
-    def graph(self, *, decoding: bool) -> cg.Graph:
-        """Return one step, or the pass over the prompt, on one device."""
-        if self.tensor_parallel > 1:
-            raise UnsupportedError(f"inputs: tensor_parallel {self.tensor_parallel}, expected a model on one device")
-        return _generation(self.model, self.weights, self.activations, self.cache, "" if decoding else self.logits)
-
-
-@cache
-def _generation(model: str, weights: str, activations: str, kept: str, logits: str) -> cg.Graph:
-    """Return a model as it generates; formats are named as `int4-g32` is: elements, then those that share a scale."""
-    wide = next((name for name in (weights, activations) if name in ("fp16", "bf16", "fp32")), "bf16")
-    g = cg.models.load(model, dtype=wide)
-    g = cg.prefill(g, logits=logits) if logits else cg.decode(g)
-    name, _, group = weights.partition("-g")
-    given = {"weights": name, "activations": activations, "cache": kept}
-    named = {word: {"fp8": "fp8_e4m3"}.get(text, text) for word, text in given.items()}
-    narrow = {word: text for word, text in named.items() if text not in ("", wide)}
-    if not narrow:
-        return g
-    share = int(group) if group.isdecimal() and len(group) < 10 else None
-    return cg.quantize(
-        g, narrow.get("weights"), narrow.get("activations") if "weights" in narrow else None, narrow.get("cache"),
-        group=share,
-    )  # fmt: skip
-
-
-@family("decode", subject="decode")
-def generated(record: Record) -> Case:
-    """Predict a step of generation, in the middle of what was generated: its cost is linear in the position."""
-    given = facts(record, _Generation)
-    middle = given.prompt + (given.new_tokens + 1) // 2
-    return Case((Run(given.graph(decoding=True), {"B": given.B, "S": middle}, Fraction(given.B)),))
-
-
-@family("prefill", subject="prefill")
-def prompted(record: Record) -> Case:
-    """Predict the pass over a prompt."""
-    given = facts(record, _Generation)
-    sizes = {"B": given.B, "S": given.prompt}
-    return Case((Run(given.graph(decoding=False), sizes, Fraction(given.B * given.prompt)),))

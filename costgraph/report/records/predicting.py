@@ -9,6 +9,7 @@ from typing import Any
 
 from ...algebra.polynomial import Poly
 from ...analysis.memory import peak_memory, timeline
+from ...analysis.params import param_bytes
 from ...analysis.seconds import estimate, in_seconds, spent, unit_times
 from ...analysis.work import Asked, ask
 from ...errors import CostGraphError, UnsupportedError
@@ -85,12 +86,14 @@ def predict(record: Record, last: Decimal) -> Row:
 def _row(record: Record, case: Case, subject: str, hardware: Hardware, last: Fraction) -> Row:
     if case.peak is not None:
         counted, _ = measured_bytes(record)
-        return Row(record, subject, bytes=round(counted), peak=_peak(case.peak, hardware))
+        own = case.peak
+        found = param_bytes(own.graph, **own.sizes) if case.params else _peak(own, hardware)
+        return Row(record, subject, bytes=round(counted), peak=int(found))
     is_rate, unit = measured_rate(record)
     value = Fraction(record.value)
     # what was printed may have been the slower by half of its last digit
     slowest = max(value - last / 2, value / 2) if is_rate else value + last / 2
-    times = [times_of(run, hardware, resident=case.repeated) for run in case.runs]
+    times = [_times(run, hardware, resident=case.repeated) for run in case.runs]
     works = [float(run.work) for run in case.runs]
     best = min(range(len(times)), key=lambda i: times[i][0] / works[i])
     bound = min(t[1] / w for t, w in zip(times, works, strict=True)) * works[best]
@@ -100,12 +103,19 @@ def _row(record: Record, case: Case, subject: str, hardware: Hardware, last: Fra
                notes=times[best][2])  # fmt: skip
 
 
+def _times(run: Run, hardware: Hardware, *, resident: bool) -> tuple[float, float, tuple[str, ...]]:
+    """Return estimate and lower bound of a run and of what ran behind it, and the rates that stand in."""
+    parts = [(part.times, times_of(part, hardware, resident=resident)) for part in run.parts()]
+    taken, bound = (sum(n * found[i] for n, found in parts) for i in (0, 1))
+    return taken, bound, tuple(dict.fromkeys(note for _, found in parts for note in found[2]))
+
+
 def _peak(run: Run, hardware: Hardware) -> int:
     """Return the bytes at the peak of a run, as torch's allocator counts them on a device."""
-    how: dict[str, Any] = {"device": "cuda", "arch": hardware.arch, **run.sizes}
-    if run.phases and (found := timeline(run.graph, **how).phase) not in run.phases:
+    where: dict[str, Any] = {"device": "cuda", "arch": hardware.arch} if hardware.arch else {}  # else tensors alone
+    if run.phases and (found := timeline(run.graph, **where, **run.sizes).phase) not in run.phases:
         raise UnsupportedError(f"peak memory: {found} before it has more than the {run.phases[0]} counted")
-    return int(peak_memory(run.graph, allocator="cuda", **how))
+    return int(peak_memory(run.graph, allocator="cuda", **where, **run.sizes))
 
 
 def _share(printed: Printed, rate: Fraction, hardware: Hardware) -> Fraction:

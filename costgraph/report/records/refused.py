@@ -7,10 +7,7 @@ from .case import Case, family
 from .record import Record
 
 _REASONS = {
-    "serving": "requests that come and go, and kernels of an engine that puts prompts and steps together",
-    "serving-max": "the number of requests in flight is not stated",
     "training-memory": "what a recipe shards, offloads and keeps, and what an allocator reserves, is not stated",
-    "decode-memory": "what an engine keeps beside weights and caches is not stated",
     "training-speed": "recipes with float8, shards or parts computed again that their words do not state in full",
     "stas-zero3": "an optimizer on the host has no time",
 }

@@ -188,6 +188,8 @@ class _Parter(Rewriter):
     Which iterations come first is no matter to any cost, so that those of one part need not follow each other.
     """
 
+    lies = True
+
     def __init__(self, plan: _Plan) -> None:
         self.plan = plan
         self.formats: dict[str, DType] = {}

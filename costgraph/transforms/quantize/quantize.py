@@ -13,12 +13,12 @@ from math import prod
 from typing import Any
 
 from ...algebra.polynomial import ONE
-from ...algebra.symbols import shown
 from ...dtypes import DTYPES, DType
 from ...errors import GraphError, ShapeError, UnsupportedError
-from ...graph.arguments import need_flag, need_list
+from ...graph.arguments import need_flag
 from ...graph.graph import Graph, current_graph, need_graph
 from ...graph.op import Bodied, Op
+from ...graph.placement import Placement, tidy
 from ...graph.scopes import building
 from ...graph.tensor import Storage, Tensor
 from ...notation.pattern import Axes, Pattern
@@ -37,7 +37,7 @@ from ..rewrite import Rewriter
 from .mixed import mixed
 from .narrow import Narrow, activations_format, cache_format, mixture_of, need_common, weights_format
 from .scales import added_up, divided, groups, rounded, row_scaled, unpacked, widened
-from .uses import Use, caches_of, is_in, summed_axes, weights_of
+from .uses import Use, caches_of, left_out, summed_axes, weights_of
 
 __all__ = ["quantize"]
 
@@ -136,7 +136,7 @@ def quantize(
     if formats.activations is not None:
         need_common(formats)
     stored: Mapping[str, DType] = {}
-    kept = _kept(graph, skip, KEPT if mixture is None else KEPT[1:])
+    kept = left_out(graph, skip, KEPT if mixture is None else KEPT[1:])
     if mixture is not None:
         graph, stored = mixed(graph, str(weights), mixture, kept)
     rewriter = _Quantizer(formats, stored)
@@ -152,21 +152,13 @@ def quantize(
     return rewriter.run(graph)
 
 
-def _kept(graph: Graph, skip: Sequence[str] | None, default: tuple[str, ...]) -> tuple[str, ...]:
-    if skip is None:
-        return default
-    for name in need_list("quantize: skip", skip):
-        if not isinstance(name, str) or not any(is_in(t.name, name) for t in graph.params):
-            known = ", ".join(sorted({t.name for t in graph.params})[:8])
-            raise GraphError(f"quantize: skip {shown(name)} is no parameter or scope of one, expected some of {known}")
-    return tuple(skip)
-
-
 # -- the rewriter ----------------------------------------------------------------------------------------------------
 
 
 class _Quantizer(Rewriter):
     """Copies a graph; what is stored narrower is widened where an op reads it."""
+
+    lies = True
 
     def __init__(self, formats: Narrow, stored: Mapping[str, DType]) -> None:
         super().__init__()
@@ -222,6 +214,14 @@ class _Quantizer(Rewriter):
         sizes_of: dict[str, Any] = {names[i]: old.sizes[i] for i in summed}
         with building(new):
             return rearrange(made, f"{left} -> {' '.join(names)}", name=f"{made.name}.order", **sizes_of)
+
+    def placed(self, old: Tensor, at: Placement) -> Placement:
+        """Return where a weight of a rank lies: its summed axes are one, of the parts of each."""
+        if old not in self.weights:
+            return at
+        summed = self.weights[old]
+        inner = (f for i in summed for f in at.dims[i] or (old.sizes[i],))
+        return at.with_dims([*(dim for i, dim in enumerate(at.dims) if i not in summed), tidy(inner)])
 
     # -- ops -------------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ...algebra.symbols import shown
 from ...errors import GraphError
+from ...graph.arguments import need_list
 from ...graph.graph import Graph, need_graph
 from ...graph.op import Op
 from ...graph.tensor import Tensor
@@ -20,7 +22,7 @@ from ...ops.moves import Concat, Expand, Rearrange, Slice
 from ..backward.walk import is_view_op
 from ..precision.autocast import word
 
-__all__ = ["Use", "caches_of", "is_in", "summed_axes", "uses_of", "weights_of"]
+__all__ = ["Use", "caches_of", "left_out", "summed_axes", "uses_of", "weights_of"]
 
 
 @dataclass(frozen=True)
@@ -240,3 +242,14 @@ def _states(op: Op, sources: _Sources) -> set[Tensor]:
         return {_held(held, sources)} if short else set()
     slides = isinstance(op.kind, Einsum) and any(isinstance(d, Affine) for o in op.kind.pattern.operands for d in o)
     return {_held(t, sources) for t in op.operands} if slides else set()
+
+
+def left_out(graph: Graph, skip: Sequence[str] | None, default: tuple[str, ...]) -> tuple[str, ...]:
+    """Return what stays as it is: names or scopes of parameters, some by default."""
+    if skip is None:
+        return default
+    for name in need_list("quantize: skip", skip):
+        if not isinstance(name, str) or not any(is_in(t.name, name) for t in graph.params):
+            known = ", ".join(sorted({t.name for t in graph.params})[:8])
+            raise GraphError(f"quantize: skip {shown(name)} is no parameter or scope of one, expected some of {known}")
+    return tuple(skip)
