@@ -106,16 +106,19 @@ def _row(record: Record, case: Case, subject: str, hardware: Hardware, last: Fra
 def _times(run: Run, hardware: Hardware, *, resident: bool) -> tuple[float, float, tuple[str, ...]]:
     """Return estimate and lower bound of a run and of what ran behind it, and the rates that stand in."""
     parts = [(part.times, times_of(part, hardware, resident=resident)) for part in run.parts()]
-    taken, bound = (sum(n * found[i] for n, found in parts) for i in (0, 1))
+    taken = sum(n * found[0] for n, found in parts)
+    bound = sum(n * found[1] for n, found in parts)
     return taken, bound, tuple(dict.fromkeys(note for _, found in parts for note in found[2]))
 
 
 def _peak(run: Run, hardware: Hardware) -> int:
     """Return the bytes at the peak of a run, as torch's allocator counts them on a device."""
-    where: dict[str, Any] = {"device": "cuda", "arch": hardware.arch} if hardware.arch else {}  # else tensors alone
-    if run.phases and (found := timeline(run.graph, **where, **run.sizes).phase) not in run.phases:
+    how: dict[str, Any] = dict(run.sizes)
+    if hardware.arch:  # else tensors alone
+        how |= {"device": "cuda", "arch": hardware.arch}
+    if run.phases and (found := timeline(run.graph, **how).phase) not in run.phases:
         raise UnsupportedError(f"peak memory: {found} before it has more than the {run.phases[0]} counted")
-    return int(peak_memory(run.graph, allocator="cuda", **where, **run.sizes))
+    return int(peak_memory(run.graph, allocator="cuda", **how))
 
 
 def _share(printed: Printed, rate: Fraction, hardware: Hardware) -> Fraction:
