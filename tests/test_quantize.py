@@ -541,4 +541,4 @@ def test_weights_of_a_rank_lie_as_they_did():
 def test_layers_of_a_rank_that_are_cut_by_a_mixture_lie_as_they_did():
     rank = cg.parallelize(cg.decode(cg.models.load("llama-3-8b")), tp=2)
     made = cg.quantize(rank, "Q4_K_M")
-    assert cg.communication(made, B=1, S=7).total().bytes == cg.communication(rank, B=1, S=7).total().bytes
+    assert cg.communication(made, B=1, S=7).total() == cg.communication(rank, B=1, S=7).total()
