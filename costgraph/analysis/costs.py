@@ -22,7 +22,7 @@ from ..graph.sizes import Bindings, bindings, known_names, of_stages
 from ..graph.tensor import Storage, Tensor
 from ..ops.contraction import Einsum
 from ..ops.grouped import Grouped
-from ..ops.pieces import Absent, Accumulate
+from ..ops.pieces import Absent, Accumulate, taken
 from ..ops.rules import Flops
 from .aliases import aliased, situations
 from .bounds import least_traffic
@@ -65,7 +65,10 @@ def _executions(graph: Graph, times: Poly, moves: bool, absent: dict[Tensor, Pol
             continue
         runs = times
         if isinstance(op.kind, Accumulate):  # the first term of a sum becomes it
-            runs = times - absent.get(op.operands[0], ZERO)
+            first, without = taken(op), absent.get(op.operands[0], ZERO)
+            if first is not None and without:
+                yield first, without, moves
+            runs = times - without
             if not runs:
                 continue
         yield op, runs, moves

@@ -8,21 +8,23 @@ from typing import TYPE_CHECKING
 
 from ..dtypes import DType
 from ..errors import ShapeError
-from ..graph.facts import Index, Shape
+from ..graph.facts import Flag, Index, Shape
 from ..graph.graph import Graph, apply
-from ..graph.op import OpKind, Result, itself
+from ..graph.op import Op, OpKind, Result, itself
 from ..graph.tensor import Tensor
 from . import rules, splits
 from .fresh import Fresh
+from .functions import FUNCTIONS
 from .layout import contiguous_copy
 from .moves import Places, need_places
+from .pointwise import Pointwise
 from .reach import alike
 from .registry import register
 
 if TYPE_CHECKING:
     from ..algebra.dominance import Relations
 
-__all__ = ["Absent", "Accumulate", "absent", "accumulate", "slice_of"]
+__all__ = ["Absent", "Accumulate", "absent", "accumulate", "slice_of", "taken"]
 
 
 @register
@@ -48,10 +50,14 @@ class Absent(Fresh):
 @register
 @dataclass(frozen=True, kw_only=True)
 class Accumulate(OpKind):
-    """A term added to a sum in place; where there is nothing yet to add to, the term is the sum, at no cost."""
+    """A term added to a sum in place; where there is nothing yet to add to, the term is the sum, at no cost.
+
+    One that is `lent`, as it is someone else's as well, is copied there.
+    """
 
     name = "accumulate"
     restricted = True
+    lent: Flag = False
     flops, reads, writes = rules.per_result, rules.whole, rules.all_results
     placed = splits.summed
 
@@ -74,9 +80,23 @@ def absent(sizes: Shape, dtype: DType, pieces: int = 0, *, name: str = "absent")
     return apply(Absent(sizes=sizes, dtype=dtype, pieces=pieces), [], name)[0]
 
 
-def accumulate(so_far: Tensor, term: Tensor, *, name: str = "accumulate") -> Tensor:
-    """Add a term in place: one FLOP an element. Where the sum is still absent the term becomes it, at no cost."""
-    return apply(Accumulate(), [so_far, contiguous_copy(term)], name)[0]
+def accumulate(so_far: Tensor, term: Tensor, *, lent: bool = False, name: str = "accumulate") -> Tensor:
+    """Add a term in place: one FLOP an element. Where the sum is still absent the term becomes it, at no cost.
+
+    One that is `lent`, as others hold it too, is copied there.
+    """
+    dense = contiguous_copy(term)
+    return apply(Accumulate(lent=lent and dense is term), [so_far, dense], name)[0]
+
+
+def taken(op: Op) -> Op | None:
+    """Return what an op that adds to a sum does where there is none yet: a copy, or nothing."""
+    assert isinstance(op.kind, Accumulate)
+    if not op.kind.lent:
+        return None
+    copy = Op(op.graph, Pointwise(function=FUNCTIONS["copy"]), op.name, op.operands[1:], op.scope, op.phase)
+    copy.results = op.results
+    return copy
 
 
 def slice_of(body: Graph, t: Tensor, name: str) -> Tensor:

@@ -10,7 +10,7 @@ from ..algebra.polynomial import ONE, Poly
 from ..graph.loop import Loop
 from ..graph.op import Op
 from ..graph.tensor import Tensor
-from .pieces import Absent, Accumulate
+from .pieces import Absent, Accumulate, taken
 
 __all__ = ["Env", "Player", "Turn"]
 
@@ -96,7 +96,12 @@ class Player(Generic[P]):
         elif isinstance(op.kind, Absent):
             env[self.key(op.results[0])] = None
         elif isinstance(op.kind, Accumulate) and env[self.key(op.operands[0])] is None:
-            env[self.key(op.results[0])] = env[self.key(op.operands[1])]
+            first = taken(op)
+            if first is None:
+                env[self.key(op.results[0])] = env[self.key(op.operands[1])]
+            else:
+                del env[self.key(op.operands[0])]
+                self.step(first, env, place)
         else:
             self.step(op, env, place)
 

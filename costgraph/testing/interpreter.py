@@ -22,7 +22,7 @@ from ..graph.op import Op, OpKind
 from ..graph.sizes import bindings, known_names
 from ..graph.tensor import Storage, Tensor
 from ..ops.blocks import Kernel
-from ..ops.pieces import Absent, Accumulate
+from ..ops.pieces import Absent, Accumulate, taken
 from ..ops.stacks import Empty
 from ..transforms.rewrite import members
 from .arithmetic import tally
@@ -236,9 +236,15 @@ class _Interpreter:
             if loop is not None:
                 self.loop(loop, env, where)
                 continue
-            if isinstance(op.kind, Absent) or (isinstance(op.kind, Accumulate) and env[op.operands[0]] is None):
-                env[op.results[0]] = None if isinstance(op.kind, Absent) else env[op.operands[1]]
+            if isinstance(op.kind, Absent):
+                env[op.results[0]] = None
                 continue
+            if isinstance(op.kind, Accumulate) and env[op.operands[0]] is None:
+                first = taken(op)
+                if first is None:
+                    env[op.results[0]] = env[op.operands[1]]
+                    continue
+                op = first
             there = placed | self.slices(op)
             if isinstance(op.kind, Kernel):
                 at = self.kernel(op, env, where, there, inside=inside)

@@ -215,8 +215,6 @@ def _start_sums(made: _Reverse, back: Walk, needs: Sequence[bool]) -> dict[int, 
         else:
             continue
         back.carried.add(start)
-        if not fits and loop.count == ONE:
-            back.first.add(start)
         back.keep(f, start)
         sums[i] = start, before if fits else None
     return sums
@@ -335,7 +333,7 @@ def _start(
     """Return what a carry starts from: nothing where the first iteration only adds to it, else zeros."""
     if start is None:
         readers = list(body.successors(f))
-        # what a loop only adds to; the first term becomes it, unless that is someone else's
+        # what a loop only adds to; the first term becomes it
         absent = len(readers) < 2 and all(_only_added_to(op, f) for op in readers) and f not in body.outputs
         absent = absent or _passed_on(body, f)
         if absent:
@@ -354,7 +352,7 @@ def _start(
 
 
 def _only_added_to(op: Op, f: Tensor) -> bool:
-    return isinstance(op.kind, Accumulate) and op.operands[0] is f and op.operands[1].role == "activation"
+    return isinstance(op.kind, Accumulate) and op.operands[0] is f
 
 
 def _passed_on(body: Graph, f: Tensor) -> bool:

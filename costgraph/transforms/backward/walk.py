@@ -138,8 +138,6 @@ class Walk:
         """What loops write the gradients of parts into, by the first of these."""
         self.held: Counter[Storage] = Counter()
         """How many gradients that are not complete yet lie in a storage."""
-        self.first: set[Tensor] = set()
-        """Sums whose first term becomes them, in the only iteration of a loop: no one else's may."""
 
     # -- gradients that add up --------------------------------------------------------------------------------------
 
@@ -180,8 +178,7 @@ class Walk:
         if self.fused or not self.writable(before):
             return pointwise("add", before, grad)
         if before in self.carried:
-            lent = before in self.first and grad.role == "formal"
-            return accumulate(before, pointwise("copy", grad, name="own") if lent else grad)
+            return accumulate(before, grad, lent=grad.role == "formal" or self.held[grad.storage] > 0)
         return pointwise("add", before, grad, inplace=True)
 
     def take(self, t: Tensor) -> Tensor | None:
