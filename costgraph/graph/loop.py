@@ -82,9 +82,11 @@ class Repeat(Bodied):
         for i, f in enumerate(self.body.formals[first : first + self.xs], first):
             if f.storage is t.storage and operands[i].storage.pieces > 0:
                 outer = operands[i]
-                if t.sizes != f.sizes or t.strides != f.strides:
-                    raise ShapeError(f"{t!r} is a part of what an iteration was given, expected all of it")
-                return Result(outer.sizes, t.dtype, outer.strides, of=i, offset=outer.offset, domain=outer.domain)
+                if t.ndim != f.ndim or t.domain is not None:
+                    raise ShapeError(f"{t!r} is a view of what an iteration was given, expected a part with its axes")
+                sizes, strides = (outer.sizes[0], *t.sizes), (outer.strides[0], *t.strides)
+                offset = outer.offset + t.offset - f.offset
+                return Result(sizes, t.dtype, strides, of=i, offset=offset, domain=outer.domain)
         domain = None if t.domain is None else (t.domain[0], t.domain[1] + 1, t.domain[2] + 1)
         return Result((self.count, *t.sizes), t.dtype, domain=domain, pieces=t.storage.pieces + 1)
 

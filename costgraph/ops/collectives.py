@@ -17,7 +17,7 @@ from . import rules
 from .reach import carried_parts
 from .registry import register
 
-__all__ = ["COLLECTIVES", "REDUCING", "Collective", "Meshed", "Part", "collective", "need_of_all"]
+__all__ = ["COLLECTIVES", "REDUCING", "Around", "Collective", "Meshed", "Part", "collective", "need_of_all"]
 
 #: Collectives and what each does to an axis: times the number of ranks, divided by it, or nothing.
 COLLECTIVES = {"all_reduce": 0, "all_gather": 1, "reduce_scatter": -1, "all_to_all": 0, "send": 0}
@@ -53,7 +53,8 @@ class Collective(Meshed):
     source_blocks: Size = ONE
     """Its blocks."""
     inplace: Flag = False
-    """Whether an all-gather writes into the storage of which its operand is a part."""
+    """Whether it writes where its operand is: an all-gather into the storage of which that is a part, a reduction into
+    the operand, of which a reduce-scatter's result is the rank's own part."""
     writes = rules.all_results
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
@@ -75,6 +76,8 @@ class Collective(Meshed):
         joined = self.dim if COLLECTIVES[self.collective] > 0 else self.source
         domain = carried_parts(x, split, joined, (self.axis, self.ranks))
         if self.inplace:
+            if self.collective == "all_to_all" or (self.collective == "reduce_scatter" and self.blocks != ONE):
+                raise ShapeError(f"{self.collective} of {x!r} in place, expected a result that lies in its operand")
             return [Result(tuple(sizes), x.dtype, x.strides, of=0, offset=x.offset, domain=domain)]
         return [Result(tuple(sizes), x.dtype, domain=domain)]
 
@@ -83,7 +86,7 @@ class Collective(Meshed):
         return rules.whole(self, op)
 
     def overwrites(self) -> tuple[int, ...]:
-        """Return the operand where the others' parts are written beside it."""
+        """Return the operand where what the others bring is written into it or beside it."""
         return (0,) if self.inplace else ()
 
     def flops(self, op: Op) -> Flops:
@@ -121,6 +124,25 @@ class Part(Meshed):
     def writes(self, op: Op) -> tuple[Poly, ...]:
         """Return the copy."""
         return rules.all_results(self, op) if self.blocks != ONE else rules.nothing(self, op)
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Around(Meshed):
+    """The tensor of which another one is a rank's own part, one piece: a view, beside the part whatever is there."""
+
+    name = "around"
+    flops, reads, writes = rules.free, rules.nothing, rules.nothing
+
+    def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
+        """Return what the part of the first rank begins."""
+        rules.need_operands(self, operands, 1)
+        (x,) = operands
+        if self.dim >= x.ndim or self.blocks != ONE:
+            raise ShapeError(f"around {x!r} along axis {self.dim}, expected a part in one piece along an axis of it")
+        sizes = (*x.sizes[: self.dim], x.sizes[self.dim] * self.ranks, *x.sizes[self.dim + 1 :])
+        domain = carried_parts(x, None, self.dim, (self.axis, self.ranks))
+        return [Result(sizes, x.dtype, x.strides, of=0, offset=x.offset, domain=domain)]
 
 
 def need_of_all(place: str, graph: Graph) -> None:

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from ..ops.collectives import REDUCING, Collective, Part
+from ..ops.collectives import REDUCING, Around, Collective, Part
 from ..ops.pack import Pack
 from .arithmetic import Number, tally
 from .meanings import meaning
-from .values import Array, At, Point
+from .values import Array, At, Point, Value
 
 __all__ = ["cut", "joined", "together"]
 
@@ -65,7 +65,8 @@ def _collective(at: At[Collective]) -> None:
             additions += 1
         totals[index] = total.value / ranks if kind.operation == "mean" and reducing else total.value
     if kind.inplace:
-        at.made[0] = at.operands[0]
+        own = at.operands[0].array.shape[kind.dim] // ranks if kind.collective == "reduce_scatter" else None
+        at.view(lambda array: array[((slice(None),) * kind.dim + (slice(0, own),))] if array.ndim else array)
     made = at.result()
     for index in list(made.index()):
         source = _from(at, index, made.array.shape)
@@ -81,6 +82,14 @@ def _pack(at: At[Pack]) -> None:
     for i in range(1, len(at.operands)):
         for index in list(at.operands[i].points()):
             at.write(at.read(i, *index), *next(places))
+
+
+@meaning(Around)
+def _around(at: At[Around]) -> None:
+    source, ranks, dim = at.operands[0], at.of(at.kind.ranks), at.kind.dim
+    whole = source.buffer.array.reshape(-1)[source.address((0,) * source.array.ndim) // source.array.itemsize :]
+    shape = [n * ranks if i == dim else n for i, n in enumerate(source.array.shape)]
+    at.made[0] = Value(np.lib.stride_tricks.as_strided(whole, shape, source.array.strides), source.buffer)
 
 
 @meaning(Part)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import product
 from math import prod
 from threading import Barrier, BrokenBarrierError, Thread
@@ -15,7 +15,7 @@ from ..graph.graph import Graph, need_graph
 from ..graph.op import OpKind
 from ..graph.placement import Factors, Mesh, Placement, Sharding
 from ..graph.sizes import known_names
-from ..ops.collectives import Collective, Part
+from ..ops.collectives import Around, Collective, Part
 from ..ops.index import Gather, Scatter
 from ..ops.merge import Merge
 from ..ops.stochastic import Dropout
@@ -56,10 +56,12 @@ class _Mesh:
         out = array
         for i, factors in enumerate(at.dims):
             out = np.take(out, self._positions(factors, array.shape[i], rank), axis=i)
-        return out
+        # of a sum the first rank has all, the others zeros
+        return np.zeros_like(out) if any(rank[axis] for axis in at.pending) else out
 
     def assembled(self, parts: Sequence[Array], at: Placement, shape: tuple[int, ...]) -> Array:
-        """Put the parts of all ranks together; those that several ranks have must be the same."""
+        """Put the parts of all ranks together; those that several ranks have must be the same, those of sums are added."""
+        parts = [sum(parts[i] for i in self._along(rank, at.pending)) for rank in self.ranks] if at.partial else parts
         out = np.full(shape, np.nan)
         seen = np.zeros(shape, dtype=bool)
         for rank, part in zip(self.ranks, parts, strict=True):
@@ -70,6 +72,10 @@ class _Mesh:
             out[place] = part
             seen[place] = True
         return out
+
+    def _along(self, rank: Rank, axes: Collection[str]) -> list[int]:
+        """Return the ranks that differ from one along some axes alone."""
+        return [i for i, r in enumerate(self.ranks) if all(r[a] == rank[a] for a in r if a not in axes)]
 
     def _positions(self, factors: Factors, size: int, rank: Rank) -> Array:
         """Return the positions along an axis that a rank has."""
@@ -129,6 +135,12 @@ def _around(part: Value, dim: int, ranks: int, rank: int) -> Value:
     return Value(found, part.buffer)
 
 
+def _own(array: Array, dim: int, ranks: int, rank: int) -> Array:
+    """Return a rank's part of an axis, a view."""
+    size = array.shape[dim] // ranks
+    return array[(slice(None),) * dim + (slice(rank * size, (rank + 1) * size),)]
+
+
 class _Rank:
     """What op kinds do on one rank."""
 
@@ -138,6 +150,7 @@ class _Rank:
             **_PLAIN,
             Collective: whole(self.collective),
             Part: self.part,
+            Around: self.around,
             Merge: lambda at: merged(at, self.meeting.place(self.me, at.kind.axis)),
             Gather: self.in_part(whole(self.looked_up), _PLAIN[Gather]),
             Scatter: self.in_part(whole(self.scattered), _PLAIN[Scatter]),
@@ -159,8 +172,11 @@ class _Rank:
             return alone(at)
         found = self.meeting.exchange(self.me, kind.axis, at.operands[0].array)
         assert len(found) == at.of(kind.ranks), f"{at.op.name!r}: {len(found)} ranks, expected {at.of(kind.ranks)}"
-        if kind.inplace:
+        if kind.inplace and kind.collective == "all_gather":
             at.made[0] = _around(at.operands[0], kind.dim, len(found), self.meeting.place(self.me, kind.axis))
+        elif kind.inplace:
+            own = self.meeting.place(self.me, kind.axis) if kind.collective == "reduce_scatter" else None
+            at.view(lambda array: array if own is None else _own(array, kind.dim, len(found), own))
         return together(at, found, self.meeting.place(self.me, kind.axis))
 
     def part(self, at: At[Part]) -> None:
@@ -168,10 +184,14 @@ class _Rank:
         kind, ranks, blocks = at.kind, at.of(at.kind.ranks), at.of(at.kind.blocks)
         me = self.meeting.place(self.me, kind.axis)
         if blocks == 1:
-            size = at.operands[0].array.shape[kind.dim] // ranks
-            at.view(lambda array: array[(slice(None),) * kind.dim + (slice(me * size, (me + 1) * size),)])
+            at.view(lambda array: _own(array, kind.dim, ranks, me))
         else:
             whole(lambda at: cut(at.operands[0].array, kind.dim, blocks, ranks, me))(at)
+
+    def around(self, at: At[Around]) -> None:
+        """Show what the rank's own part is a part of."""
+        kind = at.kind
+        at.made[0] = _around(at.operands[0], kind.dim, at.of(kind.ranks), self.meeting.place(self.me, kind.axis))
 
     def own(self, at: At[Any], rows: int) -> tuple[Array, Array]:
         """Return which of a rank's rows indices mean, and whether they do."""

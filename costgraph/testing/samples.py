@@ -12,7 +12,7 @@ from ..graph.graph import apply
 from ..graph.op import OpKind
 from ..graph.tensor import Tensor
 from ..nn.conv import pool
-from ..ops.collectives import COLLECTIVES, Collective, Part, collective
+from ..ops.collectives import COLLECTIVES, Around, Collective, Part, collective
 from ..ops.contraction import Einsum
 from ..ops.fill import fill
 from ..ops.foreign import Foreign
@@ -300,6 +300,15 @@ def _collective(s: Sketch) -> Sequence[Tensor]:
         operation=s.one_of(["sum", "mean", "max", "min"]), source=source,
     )  # fmt: skip
     return apply(made, [x], kind)
+
+
+@sample(Around)
+def _around(s: Sketch) -> Sequence[Tensor]:
+    ranks: Any = s.one_of([2, 3, dims("A")])
+    dim = s.number(0, 1)
+    along = {"ranks": poly(ranks), "axis": "x", "dim": dim}
+    own = apply(Part(**along), [_dim(s, ranks, 1, *[2] * dim)], "part")
+    return apply(Around(**along), own, "around")
 
 
 @sample(Pack)

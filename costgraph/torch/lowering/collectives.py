@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ...errors import UnsupportedError
-from ...ops.collectives import REDUCING, Collective, Part
+from ...ops.collectives import REDUCING, Around, Collective, Part
 from ...ops.pack import Pack
 from .site import Site, strided
 from .table import lowering
@@ -62,6 +62,16 @@ def gather_in_place(x: torch.Tensor, whole: torch.Tensor, dim: int, ranks: int, 
     return whole
 
 
+def reduce_in_place(
+    x: torch.Tensor, dim: int, collective: str, operation: str, rank: int, ranks: int, group: str
+) -> torch.Tensor:
+    """Put the values of all ranks together where they are: all of them, or a part on each rank, which is returned."""
+    if collective == "all_reduce":
+        return x.copy_(all_reduce(x, operation, ranks, group))
+    own: torch.Tensor = torch.ops.aten.tensor_split(x, ranks, dim)[rank]
+    return own.copy_(reduce_scatter(x, dim, 1, operation, ranks, group))
+
+
 def _apart(x: torch.Tensor, dim: int, blocks: int, ranks: int) -> torch.Tensor:
     """Return what is for each rank, one behind the other."""
     parts: torch.Tensor = torch.ops.aten.unflatten(x, dim, (blocks, ranks, -1))
@@ -83,8 +93,10 @@ def _collective(site: Site[Collective]) -> None:
     kind, x, sizes = site.kind, site.operands[0], site.sizes(site.op.results[0])
     dim, blocks, like = kind.dim, site.of(kind.blocks), torch.empty(sizes, dtype=site.shadow(x).dtype, device="meta")
     there: tuple[Any, ...] = (group.ranks, group.name)
-    if kind.inplace:
+    if kind.inplace and kind.collective == "all_gather":
         site.alias(_in_place(site))
+    elif kind.inplace:
+        site.alias(site.call(reduce_in_place, x, dim, kind.collective, kind.operation, group.rank, *there))
     elif kind.collective == "all_reduce" or (kind.collective == "reduce_scatter" and not sizes):
         site.settle(site.call(all_reduce, x, kind.operation, *there, like=like))
     elif kind.collective == "send":
@@ -100,12 +112,23 @@ def _collective(site: Site[Collective]) -> None:
         site.settle(site.call(all_to_all, x, dim, blocks, *source, *there, like=like))
 
 
+def _around(site: Site[Any]) -> Any:
+    """Return the tensor of which the operand is a rank's part: that of the first one, where there is no group."""
+    (x,), (t,), dim = site.operands, site.op.results, site.kind.dim
+    group, sizes, strides = site.shared.groups.get(site.kind.axis), site.sizes(t), site.numbers.of(t.strides)
+    before = 0 if group is None else group.rank * site.shadow(x).shape[dim] * strides[dim]
+    return site.call(strided, x, sizes, strides, -before)
+
+
+@lowering(Around)
+def _whole(site: Site[Around]) -> None:
+    site.settle(_around(site))
+
+
 def _in_place(site: Site[Collective]) -> Any:
     """Return the tensor of which the operand is a rank's part, once it has those of all ranks."""
-    (x,), (t,), dim = site.operands, site.op.results, site.kind.dim
-    group, sizes, strides = site.shared.groups[site.kind.axis], site.sizes(t), site.numbers.of(t.strides)
-    before = group.rank * site.shadow(x).shape[dim] * strides[dim]
-    whole = site.call(strided, x, sizes, strides, -before)
+    (x,), dim, group = site.operands, site.kind.dim, site.shared.groups[site.kind.axis]
+    whole = _around(site)
     return site.call(gather_in_place, x, whole, dim, group.ranks, group.name, like=site.shadow(whole))
 
 

@@ -12,7 +12,7 @@ from ...graph.op import Op, OpKind
 from ...graph.strides import numel
 from ...graph.tensor import Tensor
 from ...ops.cached import Append, Cache
-from ...ops.collectives import Collective, Part
+from ...ops.collectives import Around, Collective, Part
 from ...ops.fill import Assign, Fill
 from ...ops.grouped import Dispatch, TopK
 from ...ops.index import Arange, Gather, Indexed
@@ -40,6 +40,7 @@ _MOVES = (
     | Cache
     | Append
     | Transfer
+    | Around
     | Collective
     | Part
     | Pack

@@ -18,12 +18,13 @@ from ...ops.pieces import Absent
 from ...ops.stacks import Empty
 from .flat import added
 from .frames import Carried, Frame, window
-from .tensors import Placed, Stated
+from .kept import Kept
+from .tensors import Stated
 
 __all__ = ["Buffers"]
 
 
-class Buffers(Placed):
+class Buffers(Kept):
     """Lets buffers live as long as a system that works ahead lets them."""
 
     def __init__(self, stated: Stated) -> None:

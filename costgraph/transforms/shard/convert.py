@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ...algebra.polynomial import ONE
 from ...graph.op import OpKind
 from ...graph.placement import Factors, Mesh, Placement, blocks, tidy
 from ...ops.collectives import Collective, Meshed, Part
 
-__all__ = ["steps"]
+__all__ = ["reductions", "steps"]
 
 Step = tuple[OpKind, Placement, str]
 
@@ -20,8 +21,21 @@ def steps(have: Placement, want: Placement, mesh: Mesh) -> Iterator[Step]:
 
     What neighbouring ones do along axes of the mesh that have a name together is one op along that.
     """
+    yield from _joined(have, _apart(have, want, mesh), mesh)
+
+
+def reductions(have: Placement, want: Placement, mesh: Mesh) -> Iterator[Step]:
+    """Yield the ops that reduce what is pending where it lies, each rank's own part of it in one piece.
+
+    Where that is none, all of it is reduced; what else takes a tensor to where it is wanted is left to its readers.
+    """
+    yield from _joined(have, _reduced(have, want, mesh, one_piece=True), mesh)
+
+
+def _joined(have: Placement, apart: Iterable[Step], mesh: Mesh) -> Iterator[Step]:
+    """Yield steps, those that neighbouring axes of the mesh take together as one."""
     before, waiting = have, list[Step]()
-    for step in _apart(have, want, mesh):
+    for step in apart:
         if waiting:
             both = _as_one(before, waiting[-1], step, mesh)
             if both is not None:
@@ -83,14 +97,27 @@ def _apart(have: Placement, want: Placement, mesh: Mesh) -> Iterator[Step]:
             )
             at = free
             yield kind, at, "all_gather"
-    # what is scattered first leaves less to be reduced
-    for axis, how in sorted(have.partial, key=lambda part: want.dim(part[0]) is None):
+    for step in _reduced(at, want, mesh):
+        yield step
+        at = step[1]
+    for axis in mesh:
+        there = want.dim(axis)
+        if there is not None and axis not in at.axes:
+            at = _into(at, want, axis, there, mesh)
+            yield Part(ranks=mesh[axis], axis=axis, dim=there, blocks=blocks(at.dims[there], axis)), at, "part"
+
+
+def _reduced(at: Placement, want: Placement, mesh: Mesh, *, one_piece: bool = False) -> Iterator[Step]:
+    """Yield the reductions along each axis of the mesh: what is scattered first leaves less to be reduced."""
+    for axis, how in sorted(at.partial, key=lambda part: want.dim(part[0]) is None):
         if want.pending.get(axis) == how:
             continue
         there = want.dim(axis)
         free = at.without([axis], mesh)
-        if there is not None and _fits(free, want, axis, there, mesh):
-            at = _into(free, want, axis, there, mesh)
+        fits = there is not None and _fits(free, want, axis, there, mesh)
+        after = _into(free, want, axis, there, mesh) if fits else free
+        if fits and (not one_piece or blocks(after.dims[there], axis) == ONE):
+            at = after
             kind = Collective(
                 collective="reduce_scatter", ranks=mesh[axis], axis=axis, dim=there,
                 blocks=blocks(at.dims[there], axis), operation=how,
@@ -99,11 +126,6 @@ def _apart(have: Placement, want: Placement, mesh: Mesh) -> Iterator[Step]:
         else:
             at = free
             yield Collective(collective="all_reduce", ranks=mesh[axis], axis=axis, operation=how), at, "all_reduce"
-    for axis in mesh:
-        there = want.dim(axis)
-        if there is not None and axis not in at.axes:
-            at = _into(at, want, axis, there, mesh)
-            yield Part(ranks=mesh[axis], axis=axis, dim=there, blocks=blocks(at.dims[there], axis)), at, "part"
 
 
 def _seen(dim: Factors, axes: frozenset[str], mesh: Mesh) -> Factors:

@@ -8,7 +8,7 @@ from math import inf, prod
 from typing import Annotated
 
 from ...algebra.polynomial import ONE, Poly
-from ...errors import GraphError
+from ...errors import GraphError, UnsupportedError
 from ...graph.arguments import need_flag, positive
 from ...graph.graph import Graph, need_graph
 from ...graph.placement import Mesh
@@ -20,7 +20,7 @@ from ..stages import in_stages, together
 from .heads import heads
 from .shard import Placements, shard
 
-__all__ = ["CONTEXTS", "TENSOR", "parallelize"]
+__all__ = ["CONTEXTS", "SYSTEMS", "TENSOR", "parallelize"]
 
 #: Where tensor parallelism has parameters of the layers of `costgraph.nn`, by the ends of their names: Shoeybi et al.
 #: 2019 (arXiv 1909.08053), section 3. Heads, the inner width and the vocabulary are split; what goes back to the width
@@ -67,6 +67,9 @@ BESIDE: Mapping[str, tuple[str, ...]] = {
     "attention/qkv/weight": ("attention/proj/weight", "attention/[kv]_cache.kept"),
 }
 
+#: Whose policies a step has, where systems differ.
+SYSTEMS = ("torch", "megatron")
+System = Annotated[str, Rule(" or ".join(SYSTEMS), lambda v: v in SYSTEMS)]
 #: What attention may do along cp.
 CONTEXTS = ("gather", "all_to_all")
 Context = Annotated[str, Rule(" or ".join(CONTEXTS), lambda v: v in CONTEXTS)]
@@ -88,7 +91,8 @@ def parallelize(
     schedule: str = "1f1b",
     micro_batches: object = 1,
     virtual: object = 1,
-    reduce_each: bool = True,
+    system: System = "torch",
+    reduce_each: bool | None = None,
     strict: bool = False,
 ) -> Graph:
     """Turn the graph of a whole model into that of one rank, with placements of the layers of `costgraph.nn`.
@@ -126,7 +130,14 @@ def parallelize(
         Micro-batches of a step with stages, as many as `training_step` accumulates.
     virtual : int
         1: chunks of a stage.
-    reduce_each, strict : bool
+    system : str
+        Whose policies where systems differ. torch: those of DTensor, `fully_shard` and `ZeroRedundancyOptimizer`.
+        megatron: gradients of micro-batches are added up on each rank and reduced once, in place where a step keeps
+        them, those of norms over `tp` as well; with `zero=1`, its distributed optimizer, each rank is left its own part
+        of them by a reduce-scatter, and parameters are gathered once they are updated.
+    reduce_each : bool, optional
+        As in `shard`; by default True, False with `system="megatron"`.
+    strict : bool
         As in `shard`.
 
     Returns
@@ -140,14 +151,16 @@ def parallelize(
     GraphError, ShapeError
         If no parameter of the graph is one that `tp` or `ep` splits, or a degree is no positive integer.
     UnsupportedError
-        If a graph is cut into stages that is no step with one loop over layers, or an op outside of them needs what two
+        If `system="megatron"` is asked for more than stage 1 of ZeRO, a graph is cut into stages that is no step with one loop over layers, or an op outside of them needs what two
         stages have.
 
     Notes
     -----
     Of a parameter that ZeRO splits, it is an axis that tensor parallelism leaves whole, the longest where sizes have
     defaults. torch's FSDP2 splits the first axis and fills it up where it does not divide. Ranks of `cp` have the same
-    parameters, so that ZeRO splits these over both, as torchtitan does. Parameters that are not of experts are whole
+    parameters, so that ZeRO splits these over both, as torchtitan does. Of Megatron-LM (core 0.14) these are
+    `distributed/param_and_grad_buffer.py`, `start_grad_sync`, and `distributed/finalize_model_grads.py`; its buffers are
+    reduced in buckets of many parameters, here by one collective each, of the same bytes. Parameters that are not of experts are whole
     along `ep`: those that ZeRO-3 splits are gathered along the others alone, where torchtitan splits them over all.
 
     Examples
@@ -159,10 +172,16 @@ def parallelize(
     31
     """
     need_graph("parallelize", graph)
+    reduce_each = system == "torch" if reduce_each is None else reduce_each
     need_flag("parallelize", sequence=sequence, reduce_each=reduce_each, strict=strict)
+    if system == "megatron" and zero > 1:
+        raise UnsupportedError(
+            f"parallelize: zero={zero} beside system='megatron', whose distributed optimizer splits states: expected 0 "
+            f"or 1"
+        )
     given = {"dp": dp, "ep": ep, "cp": cp, "tp": tp}
     made = [
-        together(_of_rank(stage.graph, given, zero, sequence, context, placements, reduce_each, strict), stage)
+        together(_of_rank(stage.graph, given, zero, sequence, context, placements, system, reduce_each, strict), stage)
         for stage in in_stages(graph, pp, schedule, micro_batches, virtual)
     ]
     if len(made) == 1:
@@ -179,6 +198,7 @@ def _of_rank(
     sequence: bool,
     context: str,
     placements: Mapping[str, str] | None,
+    system: str,
     reduce_each: bool,
     strict: bool,
 ) -> Graph:
@@ -205,7 +225,8 @@ def _of_rank(
     kept = {name: text for name, text in over.items() if named[name].role == "state" and zero >= 1}
     kept |= {name: text for name, text in over.items() if named[name].role == "gradient" and zero >= 2}
     kept |= {name: text for name, text in over.items() if named[name].role == "param" and zero >= 3}
-    gradients = {t.name: over[t.name] for t in graph.gradients if t.name in over and t.role == "param" and zero == 2}
+    apart = zero == 2 or (zero == 1 and system == "megatron")
+    gradients = {t.name: over[t.name] for t in graph.gradients if t.name in over and t.role == "param" and apart}
     return shard(
         graph, mesh, {**split, **kept, **(placements or {})},
         gather=("dp", "cp") if zero >= 3 else (), gradients=gradients,

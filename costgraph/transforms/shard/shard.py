@@ -158,7 +158,7 @@ def shard(
     used = _used(mesh)
     policy = gather if isinstance(gather, FullyShard) else FullyShard(gather)
     if not reduce_each:
-        _need_parts(graph, policy)
+        _need_parts(policy)
     gathered, exchanged = _axes("gather", policy.axes, used, mesh), _axes("exchange", exchange, used, mesh)
     places = _found(graph, used, mesh, placements)
     asked = _found(graph, used, mesh, gradients or {})
@@ -188,14 +188,8 @@ def shard(
     return made
 
 
-def _need_parts(graph: Graph, policy: FullyShard) -> None:
-    """Refuse to add up parts of gradients where they cannot be kept."""
-    kept = next((t for t in graph.tensors if t.role == "gradient" and t.producer is None), None)
-    if kept is not None:
-        raise UnsupportedError(
-            f"shard: reduce_each=False, and micro-batches add to {kept.name!r}, which the step keeps: expected "
-            f"gradients that begin as nothing"
-        )
+def _need_parts(policy: FullyShard) -> None:
+    """Refuse to add up parts of gradients in a format in which they are not reduced."""
     if policy.reduce_dtype is not None:
         raise UnsupportedError(
             f"shard: reduce_each=False beside reduce_dtype={policy.reduce_dtype!r}, expected gradients that are "
@@ -220,13 +214,18 @@ def _used(mesh: Mesh) -> Mesh:
 
 
 def _sharded(graph: Graph, stated: Stated) -> tuple[Sharder, Graph]:
-    """Make the graph of one rank; once more where stacks turn out to lie as their slices do, which come later."""
+    """Make the graph of one rank; once more where stacks turn out to lie as their slices do, which come later.
+
+    So do buffers of gradients: along which axes what is added to them is a part of a sum is known then.
+    """
     while True:
         sharder = Sharder(stated)
         made = sharder.run(graph)
-        if not sharder.stacks:
+        terms = {} if stated.kept else sharder.terms
+        if not sharder.stacks and not terms:
             return sharder, made
-        stated = replace(stated, stacks={**stated.stacks, **sharder.stacks})
+        stacks, kept = {**stated.stacks, **sharder.stacks}, {**stated.kept, **terms}
+        stated = replace(stated, stacks=stacks, kept=kept, places={**stated.places, **kept})
 
 
 def _found(graph: Graph, used: Mesh, mesh: Mesh, stated: Placements) -> dict[Tensor, Placement]:

@@ -20,12 +20,13 @@ from ...ops.index import Scatter
 from ...ops.moves import Rearrange, Slice
 from ...ops.pointwise import Pointwise
 from ...ops.stacks import Empty, Stacked
+from ...ops.updates import ZeroGrad
 from .choice import Choice, Given, choose
 from .cutting import Cutting
 from .exchange import before, common
 from .frames import is_pass
 from .positions import of_keys, of_rank, queries, restricted
-from .sums import added, late, pending_of
+from .sums import added, adds, late, pending_of
 from .targets import becoming, targets
 from .tensors import Later
 
@@ -78,7 +79,11 @@ class Sharder(Cutting):
             home = self.homes.get(self.tensors[t]) if self.piece is None else None
             if home is not None and becoming(t, self.wanted, _SAME) is None:
                 self.tensors[t] = self.moved_to(self.tensors[t], home, new, op.phase)
-            if t in self.wanted and not isinstance(self.tensors[t], Later) and (behind or not self.defer(t)):
+            if t not in self.wanted or isinstance(self.tensors[t], Later):
+                continue
+            if self.goal(t) is not None:
+                self.tensors[t] = self.settled(t, new, phase) if t in self.finals else self.tensors[t]
+            elif behind or not self.defer(t):
                 self.tensors[t] = self.slices_moved_to(self.tensors[t], self.wanted[t], new, phase)
         if not inside:
             self.after(op, new)
@@ -87,6 +92,9 @@ class Sharder(Cutting):
         """Add an op of a rank."""
         if self.is_summed(op):
             return
+        self.note_term(op)
+        if isinstance(op.kind, ZeroGrad):
+            self.clear(op.operands[0], new, op.phase)
         axis = self.routed(op, new)
         before = [self.tensors[t] for t in op.operands]
         rule = op.kind.placed(op)
@@ -289,10 +297,17 @@ class Sharder(Cutting):
         for f, outer in zip(loop.captured, shared, strict=True):
             made = self.stand_for(f, outer, body, outer.sizes, outer.strides, self.at[outer])
             made.offset = outer.offset
+        kept = {o: r for r, o in zip(loop.op.results, loop.body.outputs, strict=True) if self.buffer(r) is not None}
+        for o, r in kept.items():
+            goal = self.goal(o)
+            if r in self.wanted and goal is not None:
+                self.aim(o, goal, self.staying[r])
         for r, o in zip((*loop.stacks, *loop.pieces), (*loop.ys, *loop.saved), strict=True):
-            if r in self.wanted:
+            if r in self.wanted and o not in kept:
                 self.aim(o, self.wanted[r].with_dims(self.wanted[r].dims[1:]), self.staying[r])
         for i, (r, o) in enumerate(zip(loop.lasts, loop.nexts, strict=True)):
+            if o in kept:
+                continue
             if r in self.wanted and not late(loop, i, self.stated.reduce_each):
                 self.aim(o, self.wanted[r], self.staying[r])
             elif r in self.wanted and is_pass(loop) and self.at[begun[i]].pending:
@@ -300,8 +315,9 @@ class Sharder(Cutting):
 
     def aim(self, t: Tensor, place: Placement, staying: frozenset[str]) -> None:
         """Note where a gradient is kept that is made inside a body."""
-        self.wanted |= targets(t.graph, {t: place})
-        self.staying |= targets(t.graph, {t: staying})
+        found = targets(t.graph, {t: place}) if self.buffer(t) is None else targets(t.graph, {t: place}, adds)
+        self.wanted |= found
+        self.staying |= dict.fromkeys(found, staying)
 
     def hand_on(self, i: int, t: Tensor, body: Graph, op: Op, place: Placement) -> None:
         """Take what an iteration hands on to where the next one wants it, or ask for another beginning."""

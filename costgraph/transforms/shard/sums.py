@@ -2,16 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from ...graph.loop import Loop
+from ...graph.op import Op
 from ...graph.placement import Placement
 from ...graph.tensor import Tensor
 from ...ops.pieces import Accumulate
+from ...ops.pointwise import Pointwise
 from .frames import is_pass
 
-__all__ = ["added", "late", "pending_of"]
+__all__ = ["added", "adds", "late", "origin", "pending_of"]
+
+
+def adds(op: Op) -> bool:
+    """Whether an op adds a term to a sum in place, whatever their formats."""
+    kind = op.kind
+    into = isinstance(kind, Pointwise) and kind.inplace and kind.function.name == "add" and len(op.operands) == 2
+    return isinstance(kind, Accumulate) or (into and op.operands[1].sizes == op.results[0].sizes)
+
+
+def origin(t: Tensor) -> Tensor:
+    """Return the source that a tensor lies in, through what ops leave in place and what loops hand on; else what made
+    it."""
+    while True:
+        op, owner = t.producer, t.graph.owner
+        if op is None:
+            if t.role != "formal" or owner is None:
+                return t
+            t = owner.operands[t.graph.formals.index(t)]
+            continue
+        before = next((o for o in op.operands if o.storage is t.storage), None)
+        if before is None and op.loop is not None:
+            left = op.loop.body.outputs[op.results.index(t)]
+            both = zip(op.loop.body.formals, op.operands, strict=True)
+            before = next((o for f, o in both if f.storage is left.storage), None)
+        if before is None:
+            return t
+        t = before
 
 
 class Added(NamedTuple):
@@ -36,12 +65,12 @@ def added(loop: Loop) -> list[Added]:
     return out
 
 
-def _chain(t: Tensor) -> tuple[Tensor, list[Tensor]]:
+def _chain(t: Tensor, adds: Callable[[Op], bool] = adds) -> tuple[Tensor, list[Tensor]]:
     """Return what terms are added to, here or slice by slice in a loop, and the terms."""
     out: list[Tensor] = []
     while t.producer is not None:
         op = t.producer
-        if isinstance(op.kind, Accumulate):
+        if adds(op):
             t, term = op.operands
             out.append(term)
             continue
@@ -53,15 +82,22 @@ def _chain(t: Tensor) -> tuple[Tensor, list[Tensor]]:
     return t, out
 
 
-def _terms(loop: Loop, i: int) -> list[Tensor]:
+def _accumulates(op: Op) -> bool:
+    return isinstance(op.kind, Accumulate)
+
+
+def _terms(loop: Loop, i: int, adds: Callable[[Op], bool] = adds) -> list[Tensor]:
     """Return what an iteration adds to a carry, nothing where it does anything else with it."""
-    start, terms = _chain(loop.nexts[i])
+    start, terms = _chain(loop.nexts[i], adds)
     return terms if start is loop.carries[i] else []
 
 
 def late(loop: Loop, i: int, each: bool) -> bool:
-    """Whether a carry is a sum that is reduced once, behind the loop: not of micro-batches, if `each` one is."""
-    return bool(_terms(loop, i)) and not (each and is_pass(loop))
+    """Whether a carry is a sum that is reduced once, behind the loop.
+
+    If that is done for `each` micro-batch, it is none of these, nor one in a buffer of another format.
+    """
+    return bool(_terms(loop, i, _accumulates if each else adds)) and not (each and is_pass(loop))
 
 
 def pending_of(loop: Loop, i: int, tensors: Mapping[Tensor, Any], at: Mapping[Any, Placement]) -> Placement | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TypeVar
 
 from ...graph.graph import Graph
@@ -16,14 +16,18 @@ __all__ = ["becoming", "targets"]
 T = TypeVar("T")
 
 
-def targets(graph: Graph, gradients: Mapping[Tensor, T]) -> dict[Tensor, T]:
-    """Return what is said of gradients, of sums on the way to them as well."""
+def _adds(op: Op) -> bool:
+    return isinstance(op.kind, Accumulate)
+
+
+def targets(graph: Graph, gradients: Mapping[Tensor, T], adds: Callable[[Op], bool] = _adds) -> dict[Tensor, T]:
+    """Return what is said of gradients, of sums on the way to them as well: what ops make that add to them."""
     found = dict(gradients)
     left = list(gradients)
     while left:
         t = left.pop()
         op = t.producer
-        if op is None or not isinstance(op.kind, Accumulate | Keep):
+        if op is None or not (isinstance(op.kind, Keep) or adds(op)):
             continue
         for o in op.operands[: 1 if isinstance(op.kind, Keep) else 2]:
             if o.sizes == t.sizes and o.producer is not None and o not in found:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from ...graph.graph import Graph
 from ...graph.loop import Repeat
@@ -25,6 +25,8 @@ from .rows import Rows
 from .targets import targets
 
 __all__ = ["Later", "Placed", "Stated"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,8 @@ class Stated:
     """Axes of the mesh that split heads inside of attention where they split the sequence outside."""
     reduce_each: bool = True
     """Whether gradients of each micro-batch are reduced."""
+    kept: Mapping[Tensor, Placement] = field(default_factory=dict)
+    """Of buffers of the old graph in which ranks add up their parts of gradients."""
 
 
 class Later:
@@ -99,9 +103,17 @@ class Placed(Rewriter):
 
     def run(self, old: Graph, name: str | None = None) -> Graph:
         """Return the graph of one rank."""
-        self.wanted = targets(old, self.stated.gradients)
-        self.staying = targets(old, self.stated.staying)
+        self.wanted = self.aims(old, self.stated.gradients)
+        self.staying = self.terms_of(old, self.stated.staying)
         return super().run(old, name)
+
+    def aims(self, old: Graph, gradients: Mapping[Tensor, Placement]) -> dict[Tensor, Placement]:
+        """Return where gradients are kept, and what they are made up of."""
+        return self.terms_of(old, gradients)
+
+    def terms_of(self, old: Graph, gradients: Mapping[Tensor, T]) -> dict[Tensor, T]:
+        """Return what is said of gradients, of what they are made up of as well."""
+        return targets(old, gradients)
 
     def fill(self, old: Graph, new: Graph, suffix: str = "") -> None:
         """Copy sources and ops, and put together what ranks have written in parts."""

@@ -5,7 +5,7 @@ from types import MappingProxyType
 
 from ...graph.op import OpKind
 from ...ops.cached import Append
-from ...ops.collectives import Part
+from ...ops.collectives import Around, Part
 from ...ops.foreign import Foreign
 from ...ops.grouped import Dispatch
 from ...ops.hops import Receive, Send
@@ -30,6 +30,7 @@ NOT_DIFFERENTIABLE: Mapping[type[OpKind], str] = MappingProxyType(
         Pack: "of the graph of one rank: a graph is differentiated before it is sharded",
         Receive: "of one stage of a pipeline: a graph is differentiated before it is cut",
         Send: "of one stage of a pipeline: a graph is differentiated before it is cut",
+        Around: "of the graph of one rank: a graph is differentiated before it is sharded",
         Part: "of the graph of one rank: a graph is differentiated before it is sharded",
         Dispatch: "makes integers alone",
         Merge: "of the graph of one rank: a graph is differentiated before it is sharded",

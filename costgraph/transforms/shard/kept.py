@@ -1,0 +1,124 @@
+"""Gradients in buffers that a step keeps: parts of sums until the last micro-batch, then reduced where they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TypeVar
+
+from ...graph.graph import Graph
+from ...graph.loop import Repeat
+from ...graph.op import Op
+from ...graph.placement import Placement
+from ...graph.tensor import Tensor
+from ...ops.collectives import Around, Collective
+from .convert import reductions
+from .sums import adds, origin
+from .targets import targets
+from .tensors import Placed, Stated
+
+__all__ = ["Kept"]
+
+T = TypeVar("T")
+
+
+class Kept(Placed):
+    """Lets a rank add its parts to a buffer; all ranks reduce it in place, and clear all of it behind the update."""
+
+    def __init__(self, stated: Stated) -> None:
+        super().__init__(stated)
+        self.terms: dict[Tensor, Placement] = {}
+        """Buffers of the old graph, and how ranks could have them for what is added."""
+        self.finals: dict[Tensor, Tensor] = {}
+        """Old tensors that are gradients, and what they are of."""
+        self.of: dict[Tensor, Tensor] = {}
+        """Buffers of the old graph, and old tensors that are what they hold in the end."""
+        self.scattered: dict[Tensor, list[tuple[Collective, int]]] = {}
+        """Buffers of the old graph, the reductions of which a rank has its own part, and along which axis from the
+        last."""
+
+    def run(self, old: Graph, name: str | None = None) -> Graph:
+        """Return the graph of one rank."""
+        self.finals = {g: t for t, g in old.gradients.items()}
+        if not self.stated.reduce_each:
+            self.of = {source: g for g in self.finals for source in [origin(g)] if source.role == "gradient"}
+        return super().run(old, name)
+
+    def aims(self, old: Graph, gradients: Mapping[Tensor, Placement]) -> dict[Tensor, Placement]:
+        """Return where gradients are kept, and where what they are made up of is reduced to."""
+        kept = {g: self.goal(g) for g in self.of.values()}
+        known = {g: at for g, at in kept.items() if at is not None}
+        found = self.terms_of(old, {g: at for g, at in gradients.items() if g not in kept} | known)
+        return found | {g: gradients[g] for g in kept}
+
+    def terms_of(self, old: Graph, gradients: Mapping[Tensor, T]) -> dict[Tensor, T]:
+        """Return what is said of gradients, of terms in another format than that of a buffer as well."""
+        kept = {*self.of.values()}
+        found = super().terms_of(old, {g: at for g, at in gradients.items() if g not in kept})
+        return found | targets(old, {g: at for g, at in gradients.items() if g in kept}, adds)
+
+    def buffer(self, t: Tensor) -> Tensor | None:
+        """Return the buffer of the old graph that an old tensor lies in, in which gradients are added up."""
+        source = origin(t) if self.of else None
+        return source if source in self.of else None
+
+    def goal(self, t: Tensor) -> Placement | None:
+        """Return where an old tensor that lies in such a buffer has its sum, None where that is not known."""
+        source = self.buffer(t)
+        at = None if source is None else self.stated.kept.get(source)
+        return None if at is None else at.with_dims(at.dims[len(at.dims) - t.ndim :])
+
+    def note_term(self, op: Op) -> None:
+        """Note along which axes of the mesh terms are parts of a sum, where they are added to a buffer."""
+        source = self.buffer(op.operands[0]) if adds(op) else None
+        term = self.tensors[op.operands[1]] if source is not None else None
+        if source is None or not isinstance(term, Tensor):
+            return
+        place = self.stated.places.get(source, Placement(((),) * source.ndim))
+        stays = self.stated.staying[self.of[source]]
+        known = self.terms[source].pending if source in self.terms else None
+        pending = {a for a, how in self.at[term].partial if how == "sum" and a not in stays}
+        pending &= {*(pending if known is None else known)}
+        whole = place.without(pending, self.mesh)
+        self.terms[source] = replace(whole, partial=tuple((a, "sum") for a in self.mesh if a in pending))
+
+    # -- behind the last term ----------------------------------------------------------------------------------------
+
+    def settled(self, t: Tensor, new: Graph, phase: str) -> Tensor:
+        """Reduce the sum that a buffer holds where it is, and return a view of what is a rank's own."""
+        made, want, source = self.tensors[t], self.wanted[t], self.buffer(t)
+        assert source is not None
+        self.names[made] = f"{self.finals[t].name}.grad"
+        found = (kind for kind, _, _ in reductions(self.at[made], want, self.mesh))
+        kinds = [kind for kind in found if isinstance(kind, Collective) and kind.collective == "reduce_scatter"]
+        self.scattered[source] = [(kind, kind.dim - made.ndim) for kind in kinds]
+        return self._reduced(made, want, new, phase)
+
+    def _reduced(self, t: Tensor, want: Placement, new: Graph, phase: str) -> Tensor:
+        """Reduce storages in place, of which each position has one, one after the other."""
+        name, way = self.names[t], list(reductions(self.at[t], want, self.mesh))
+        if not t.storage.pieces or not way:
+            for kind, after, step in way:
+                assert isinstance(kind, Collective)
+                t = self.step(replace(kind, inplace=True), t, step, new, phase)
+                self.at[t], self.names[t] = after, name
+            return t
+        body = new.start_body(f"{name}.slices", fused=False)
+        slice_ = body.formal(t, name, t.sizes[1:], t.strides[1:], t.storage.pieces - 1)
+        self.at[slice_], self.names[slice_] = self.at[t].with_dims(self.at[t].dims[1:]), name
+        body.outputs.append(self._reduced(slice_, want.with_dims(want.dims[1:]), body, phase))
+        op = new.add_op(Repeat(body=body, count=t.sizes[0], carries=0, xs=1, saved=1), [t], body.name, phase)
+        op.scope, body.owner = name.rpartition("/")[0], op
+        (made,) = op.results
+        self.at[made], self.names[made] = way[-1][1], name
+        return made
+
+    def clear(self, t: Tensor, new: Graph, phase: str) -> None:
+        """Let an op that sets a gradient to zero have the whole buffer, the parts of other ranks included."""
+        source, made = self.buffer(t), self.tensors[t]
+        for kind, dim in reversed(self.scattered.get(source, ()) if source is not None else ()):
+            around = Around(ranks=kind.ranks, axis=kind.axis, dim=made.ndim + dim)
+            whole = self.step(around, made, "around", new, phase)
+            self.at[whole] = self.at[made].without(self.mesh.parts(kind.axis), self.mesh)
+            made = whole
+        self.tensors[t] = made
