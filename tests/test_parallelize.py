@@ -120,10 +120,7 @@ def test_gradients_of_micro_batches_are_reduced_once(stage):
     testing.check_sharded(whole, rank, B=2, S=4, D=8, H=4, G=2, K=2, F=8, L=2, V=8)
 
 
-def test_what_a_step_keeps_of_gradients_is_no_part_of_a_sum():
-    whole = step("llama-2-13b", precision="megatron-bf16", accumulate=2)
-    with pytest.raises(cg.UnsupportedError, match=r"micro-batches add to '.*grad', which the step keeps"):
-        cg.parallelize(whole, dp=2, reduce_each=False)
+def test_parts_of_sums_are_reduced_in_the_format_that_they_are_added_up_in():
     whole = step("llama-2-13b", accumulate=2)
     policy = cg.FullyShard("dp", reduce_dtype="fp32")
     split = {t.name: "(b dp)" + " c" * (t.ndim - 1) for t in whole.tensors if t.name == "norm/weight"}

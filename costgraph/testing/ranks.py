@@ -60,8 +60,9 @@ class _Mesh:
         return np.zeros_like(out) if any(rank[axis] for axis in at.pending) else out
 
     def assembled(self, parts: Sequence[Array], at: Placement, shape: tuple[int, ...]) -> Array:
-        """Put the parts of all ranks together; those that several ranks have must be the same, those of sums are added."""
-        parts = [sum(parts[i] for i in self._along(rank, at.pending)) for rank in self.ranks] if at.partial else parts
+        """Put the parts of all ranks together; those that several ranks have must be the same, of sums their sums."""
+        if at.partial:
+            parts = [np.sum([parts[i] for i in self._along(rank, at.pending)], axis=0) for rank in self.ranks]
         out = np.full(shape, np.nan)
         seen = np.zeros(shape, dtype=bool)
         for rank, part in zip(self.ranks, parts, strict=True):

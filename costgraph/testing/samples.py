@@ -306,9 +306,8 @@ def _collective(s: Sketch) -> Sequence[Tensor]:
 def _around(s: Sketch) -> Sequence[Tensor]:
     ranks: Any = s.one_of([2, 3, dims("A")])
     dim = s.number(0, 1)
-    along = {"ranks": poly(ranks), "axis": "x", "dim": dim}
-    own = apply(Part(**along), [_dim(s, ranks, 1, *[2] * dim)], "part")
-    return apply(Around(**along), own, "around")
+    own = apply(Part(ranks=poly(ranks), axis="x", dim=dim), [_dim(s, ranks, 1, *[2] * dim)], "part")
+    return apply(Around(ranks=poly(ranks), axis="x", dim=dim), own, "around")
 
 
 @sample(Pack)

@@ -83,6 +83,14 @@ def states():
     return Case(graph, sharded, {"dp": 2}, {"B": 6, "D": 4, "F": 10})
 
 
+def buffers():
+    """Megatron's policies: micro-batches add to gradients that a step keeps, which are reduced in place once."""
+    model = models.load("llama-3-8b", symbolic=True, dtype="fp64")
+    graph = cg.training_step(model, optimizer=cg.AdamW(), accumulate=2, set_to_none=False)
+    sharded = cg.parallelize(graph, dp=2, tp=2, zero=1, sequence=True, system="megatron", strict=True)
+    return Case(graph, sharded, {"dp": 2, "tp": 2}, SIZES)
+
+
 def lookups():
     """Tables whose rows are split: what is looked up in them, along rows and along columns, and what is written."""
     V, D, N, B = cg.dims("V D N B")
@@ -129,6 +137,7 @@ MIXTRAL = {"B": 4, "S": 3, "D": 6, "H": 4, "G": 2, "K": 2, "Fe": 6, "E": 3, "k":
 GPT_OSS = {**MIXTRAL, "W": 2}
 CASES = {
     "states": states,
+    "buffers": buffers,
     "lookups": lookups,
     "experts": experts,
     "zero 3, tensor and sequence": partial(parallel, dp=2, tp=2, sequence=True, zero=3),

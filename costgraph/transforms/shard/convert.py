@@ -114,10 +114,11 @@ def _reduced(at: Placement, want: Placement, mesh: Mesh, *, one_piece: bool = Fa
             continue
         there = want.dim(axis)
         free = at.without([axis], mesh)
-        fits = there is not None and _fits(free, want, axis, there, mesh)
-        after = _into(free, want, axis, there, mesh) if fits else free
-        if fits and (not one_piece or blocks(after.dims[there], axis) == ONE):
-            at = after
+        into = None
+        if there is not None and _fits(free, want, axis, there, mesh):
+            into = _into(free, want, axis, there, mesh)
+        if there is not None and into is not None and (not one_piece or blocks(into.dims[there], axis) == ONE):
+            at = into
             kind = Collective(
                 collective="reduce_scatter", ranks=mesh[axis], axis=axis, dim=there,
                 blocks=blocks(at.dims[there], axis), operation=how,

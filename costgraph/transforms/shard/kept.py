@@ -33,7 +33,7 @@ class Kept(Placed):
         """Old tensors that are gradients, and what they are of."""
         self.of: dict[Tensor, Tensor] = {}
         """Buffers of the old graph, and old tensors that are what they hold in the end."""
-        self.scattered: dict[Tensor, list[tuple[Collective, int]]] = {}
+        self.own_parts: dict[Tensor, list[tuple[Collective, int]]] = {}
         """Buffers of the old graph, the reductions of which a rank has its own part, and along which axis from the
         last."""
 
@@ -91,7 +91,7 @@ class Kept(Placed):
         self.names[made] = f"{self.finals[t].name}.grad"
         found = (kind for kind, _, _ in reductions(self.at[made], want, self.mesh))
         kinds = [kind for kind in found if isinstance(kind, Collective) and kind.collective == "reduce_scatter"]
-        self.scattered[source] = [(kind, kind.dim - made.ndim) for kind in kinds]
+        self.own_parts[source] = [(kind, kind.dim - made.ndim) for kind in kinds]
         return self._reduced(made, want, new, phase)
 
     def _reduced(self, t: Tensor, want: Placement, new: Graph, phase: str) -> Tensor:
@@ -116,7 +116,7 @@ class Kept(Placed):
     def clear(self, t: Tensor, new: Graph, phase: str) -> None:
         """Let an op that sets a gradient to zero have the whole buffer, the parts of other ranks included."""
         source, made = self.buffer(t), self.tensors[t]
-        for kind, dim in reversed(self.scattered.get(source, ()) if source is not None else ()):
+        for kind, dim in reversed(self.own_parts.get(source, ()) if source is not None else ()):
             around = Around(ranks=kind.ranks, axis=kind.axis, dim=made.ndim + dim)
             whole = self.step(around, made, "around", new, phase)
             self.at[whole] = self.at[made].without(self.mesh.parts(kind.axis), self.mesh)

@@ -151,17 +151,20 @@ def parallelize(
     GraphError, ShapeError
         If no parameter of the graph is one that `tp` or `ep` splits, or a degree is no positive integer.
     UnsupportedError
-        If `system="megatron"` is asked for more than stage 1 of ZeRO, a graph is cut into stages that is no step with one loop over layers, or an op outside of them needs what two
-        stages have.
+        If `system="megatron"` is asked for more than stage 1 of ZeRO, a graph is cut into stages that is no step with
+        one loop over layers, or an op outside of them needs what two stages have.
 
     Notes
     -----
     Of a parameter that ZeRO splits, it is an axis that tensor parallelism leaves whole, the longest where sizes have
     defaults. torch's FSDP2 splits the first axis and fills it up where it does not divide. Ranks of `cp` have the same
-    parameters, so that ZeRO splits these over both, as torchtitan does. Of Megatron-LM (core 0.14) these are
-    `distributed/param_and_grad_buffer.py`, `start_grad_sync`, and `distributed/finalize_model_grads.py`; its buffers are
-    reduced in buckets of many parameters, here by one collective each, of the same bytes. Parameters that are not of experts are whole
+    parameters, so that ZeRO splits these over both, as torchtitan does. Parameters that are not of experts are whole
     along `ep`: those that ZeRO-3 splits are gathered along the others alone, where torchtitan splits them over all.
+
+    Megatron-LM (megatron/core at d98e8a6) reduces in `start_grad_sync` of distributed/param_and_grad_buffer.py, by
+    buckets of many parameters, here by one collective each, of the same bytes, and gradients of norms in
+    distributed/finalize_model_grads.py. Its table of tokens is given the gathered gradient of a split sequence, as
+    `_ReduceScatterToSequenceParallelRegion` of tensor_parallel/mappings.py does, and adds up its own rows.
 
     Examples
     --------

@@ -24,8 +24,10 @@ def adds(op: Op) -> bool:
 
 
 def origin(t: Tensor) -> Tensor:
-    """Return the source that a tensor lies in, through what ops leave in place and what loops hand on; else what made
-    it."""
+    """Return the source that a tensor lies in, through what ops leave in place and what loops hand on.
+
+    Of what lies in none it is the tensor that was made first.
+    """
     while True:
         op, owner = t.producer, t.graph.owner
         if op is None:

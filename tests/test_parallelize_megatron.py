@@ -1,0 +1,126 @@
+"""Megatron's policies: gradients of micro-batches in buffers that a step keeps, reduced once and in place."""
+
+import pytest
+import sympy
+
+import costgraph as cg
+from costgraph import models, testing
+
+B, S, DP, TP, M = cg.dims("B S DP TP M")
+SMALL = {"B": 2, "S": 4, "D": 8, "H": 4, "G": 2, "K": 2, "F": 8, "L": 2, "V": 8}
+
+
+def step(name="llama-2-13b", **options):
+    options = {"precision": "megatron-bf16", "accumulate": 2, **options}
+    return cg.training_step(models.load(name, symbolic=True), optimizer=cg.AdamW(implementation="fused"), **options)
+
+
+def megatron(whole, **degrees):
+    return cg.parallelize(whole, **degrees, system="megatron", strict=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "zero"),
+    [({}, 1), ({"accumulate": 1, "clip": 1.0}, 1),
+     *(pytest.param(options, zero, marks=pytest.mark.long) for options, zero in [
+         ({}, 0), ({"accumulate": 1}, 0), ({"clip": 1.0}, 1), ({"precision": "bf16", "set_to_none": False}, 1),
+         ({"precision": "fp16-mixed", "set_to_none": False}, 1), ({"checkpoint": cg.every_block()}, 1),
+     ])],
+)  # fmt: skip
+def test_numbers_are_those_of_one_device(options, zero):
+    whole = step(**options)
+    testing.check_sharded(whole, megatron(whole, dp=2, tp=2, zero=zero, sequence=True), **SMALL)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "degrees", "sizes"), [
+    ("mixtral-8x22b", {"dp": 2, "ep": 2}, {"Fe": 6, "E": 4, "k": 2, "B": 4}),
+    ("gemma-2-27b", {"dp": 2, "tp": 2, "sequence": True}, {"W": 2}),  # its table is its head
+    ("llama-2-13b", {"dp": 2, "cp": 2}, {}),
+])  # fmt: skip
+def test_so_are_those_of_other_models_and_axes(name, degrees, sizes):
+    whole = step(name)
+    testing.check_sharded(whole, megatron(whole, **degrees, zero=1), **{**SMALL, **sizes})
+
+
+def params(rank, name):
+    (found,) = (t for t in rank.tensors if t.name == name and t.producer is None)
+    return found.numel.expr
+
+
+def test_a_rank_sends_its_gradients_in_fp32_once_and_its_parameters_in_bf16():
+    # distrib_optimizer.md of Megatron-LM: reduce-scatter of the gradients' buffer, all-gather of that of parameters;
+    # the buffer is of 4 bytes for each parameter of a rank, whatever the number of micro-batches
+    rank = megatron(step(accumulate=M), dp=DP, tp=TP, zero=1, sequence=True)
+    sources = [t for t in rank.tensors if t.role == "param" and t.producer is None]
+    norms = sum(t.numel.expr for t in sources if "norm" in t.name)
+    others = sum(t.numel.expr for t in sources if t.requires_grad) - norms
+    rows = cg.communication(rank).filter(axis="dp")
+    assert not rows.filter(phase="backward", collective="all_gather").rows
+    ring = (DP - 1) / DP
+    scattered = rows.filter(phase="backward", collective="reduce_scatter").total()
+    assert sympy.expand(scattered - 4 * (others + norms) * ring) == 0
+    assert sympy.expand(rows.filter(phase="optimizer").total() - 2 * (others + norms) * ring) == 0
+    # _allreduce_non_tensor_model_parallel_grads: gains of norms over tp, of which each rank has its part over dp
+    along = cg.communication(rank).filter(axis="tp", phase="backward", collective="all_reduce")
+    assert sympy.expand(along.total() - 2 * 4 * norms / DP * (TP - 1) / TP) == 0
+
+
+def test_the_first_stage_of_zero_and_data_parallelism_alone():
+    # without the distributed optimizer: one all-reduce of the buffer
+    rank = megatron(step(accumulate=M), dp=DP)
+    reduced = cg.communication(rank).filter(phase="backward")
+    assert {m.collective for m in reduced} == {"all_reduce"}
+    total = 4 * cg.param_count(rank)
+    assert sympy.expand(reduced.total() - 2 * total * (DP - 1) / DP) == 0
+
+
+def test_what_is_reduced_in_place_takes_no_memory():
+    # states of a rank: 2 bytes of weights, 4 of gradients, 12 of master weights and moments over dp; of the same step
+    # on one device of an n-th of the model the peak differs by the states alone
+    whole = step(accumulate=M)
+    states = 12 * cg.param_count(whole)
+    sizes = {"B": 1, "S": 128, "D": 256, "H": 8, "G": 8, "K": 32, "F": 512, "L": 4, "V": 1024, "M": 4}
+    alone = cg.peak_memory(whole, **sizes)
+    rank = megatron(whole, dp=4, zero=1)
+    counters = 4 * 11  # of 9 parameters of a layer and others the counts of steps are scalars, fewer than these bytes
+    peak = cg.peak_memory(rank, **{**sizes, "B": 4})
+    spared = cg.evaluate(states, **{n: s for n, s in sizes.items() if n not in "BSM"}) * 3 / 4
+    assert abs(alone - peak - spared) <= counters * sizes["L"]
+
+
+def test_terms_are_whole_sums_where_a_buffer_is_split_as_what_it_is_of():
+    # the rows of a table lie on different ranks: each gathers the gradient of its positions and adds up its own rows,
+    # as _ReduceScatterToSequenceParallelRegion does
+    rank = megatron(step(), dp=2, tp=2, sequence=True)
+    assert str(rank.sharding.places["tokens/table.grad"]) == "(tp V/2) _ + sum over dp"
+    of_table = [m for m in cg.communication(rank).filter(axis="tp", phase="backward") if m.bytes.has(cg.dims("V"))]
+    assert not of_table
+
+
+def test_a_sum_that_is_no_piece_of_its_buffer_is_reduced_whole():
+    B, D, F = cg.dims("B D F")
+    with cg.Graph("two") as g:
+        x = cg.einsum(g.input("x", (B, D)), g.param("w", (D, 2 * F)), "b d, d f -> b f")
+        g.output(cg.reduce(x * x, "b f -> ", "mean"))
+    whole = cg.training_step(g, optimizer=cg.SGD(), accumulate=2, set_to_none=False)
+    halves = {"x": "m (b dp) d", "w": "d (2 f tp dp)", "w.grad": "d (2 f tp)"}  # a rank has a part of each half
+    rank = cg.shard(whole, cg.mesh(dp=2, tp=2), halves, gather="dp", reduce_each=False)
+    assert [m.collective for m in cg.communication(rank).filter(axis="dp", op="w.grad.all_reduce")] == ["all_reduce"]
+    testing.check_sharded(whole, rank, B=2, D=3, F=4)
+
+
+def test_policies_of_other_systems_are_refused():
+    whole = step()
+    with pytest.raises(cg.UnsupportedError) as refused:
+        megatron(whole, dp=2, zero=3)
+    assert str(refused.value) == (
+        "parallelize: zero=3 beside system='megatron', whose distributed optimizer splits states: expected 0 or 1"
+    )
+    with pytest.raises(cg.GraphError, match="parallelize: system is 'deepspeed', expected torch or megatron"):
+        cg.parallelize(whole, dp=2, system="deepspeed")
+
+
+def test_one_rank_is_one_device():
+    whole = step()
+    assert cg.peak_memory(megatron(whole, zero=1, sequence=True)) == cg.peak_memory(whole)
