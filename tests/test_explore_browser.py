@@ -241,3 +241,25 @@ def test_a_rank_shows_what_it_sends(browser, tmp_path):
     assert rows == [[r.collective, r.axis, r.phase] for r in sent.rows]
     assert shown.number("peak") == cg.peak_memory(rank, B=2, S=1024, T=4)
     shown.close()
+
+
+def test_a_stage_shows_its_memory_and_the_time_of_all(browser, tmp_path):
+    view = "train precision=bf16 accumulate=m pp=P"
+    cg.explore("llama-3-8b", tmp_path / "stages.html", views=["forward", view])
+    step = cg.training_step(cg.models.load("llama-3-8b"), precision="bf16", accumulate=cg.dims("m"))
+    whole = cg.parallelize(step, pp=cg.dims("P"), micro_batches=cg.dims("m"))
+    sizes = {"B": 2, "S": 1024, "L": 24, "P": 8, "m": 11}
+    shown = Shown(browser, tmp_path / "stages.html")
+    groups = shown.page.locator("#view optgroup").evaluate_all("found => found.map(g => g.label)")
+    assert groups == ["passes", "a stage of a pipeline"]
+    for name, stage in zip(("first", "middle", "last"), whole.stages, strict=True):
+        shown.go(view=f"{view}: {name} stage", device="h100-sxm", **sizes)
+        assert shown.number("peak") == cg.peak_memory(stage, **sizes)
+        estimate = float(shown.page.evaluate("document.body.dataset.estimate"))
+        assert estimate == pytest.approx(cg.seconds(whole, "h100-sxm", **sizes), rel=1e-9)
+        share = 100 * cg.peak_memory(whole, **sizes) / cg.load_hardware("h100-sxm").capacity().value
+        assert f"the largest stage {share:.1f}%" in shown.page.inner_text("[data-key=fits] small")
+        assert shown.page.inner_text("#warnings") == ""
+    shown.go(view=f"{view}: middle stage", **{**sizes, "P": 2})
+    assert "there are P - 2 stages as this one, 1 or more" in shown.page.inner_text("#warnings")
+    shown.close()

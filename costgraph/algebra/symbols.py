@@ -13,7 +13,7 @@ from ..errors import BindingError, PatternError, ShapeError
 
 __all__ = [
     "dims", "integer", "is_dimension", "is_level", "is_name", "kind_of", "printable", "read_size", "shorten", "shown",
-    "symbol",
+    "size_or_name", "symbol",
 ]  # fmt: skip
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
@@ -209,3 +209,14 @@ def read_size(text: str, place: str) -> int:
     if rest or value < 1:
         raise BindingError(f"{place}: got {shorten(text)}, expected a positive whole number")
     return value
+
+
+def size_or_name(text: str, place: str) -> sympy.Expr | int:
+    """Read a size as `read_size` does, or a name, which is a dimension that stays open.
+
+    Examples
+    --------
+    >>> size_or_name("8Ki", "dp"), size_or_name("T", "tp")
+    (8192, T)
+    """
+    return symbol(text) if is_name(text) else read_size(text, place)

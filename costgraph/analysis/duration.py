@@ -25,7 +25,7 @@ from .exchange import exchange
 from .seconds import OVERLAPS, estimate, largest, lower_bound, spent, together, warn_of
 from .work import Asked, Fallback, Work, ask, exact
 
-__all__ = ["as_declared", "in_total", "least", "of_pipeline", "seconds", "stages_asked"]
+__all__ = ["as_declared", "in_total", "least", "of_pipeline", "seconds", "stages_asked", "when"]
 
 #: Seconds of some of the ops of a graph.
 Timing: TypeAlias = Callable[[Asked], Poly]
@@ -210,12 +210,12 @@ def _shares(asked: Asked, timing: Timing, m: Poly) -> tuple[Poly, Poly, Poly]:
     """Return the seconds of the forward and of the backward pass of a micro-batch, and of what a step does once."""
     parts: dict[str, list[Work]] = {"forward": [], "backward": [], "once": []}
     for work in asked.works:
-        parts[_when(work.op)].append(work)
+        parts[when(work.op)].append(work)
     forward, backward, once = (timing(replace(asked, works=part)) if part else ZERO for part in parts.values())
     return forward / m, backward / m, once
 
 
-def _when(op: Op) -> str:
+def when(op: Op) -> str:
     """Say whether an op is of the forward or backward pass of a micro-batch, or is done once a step."""
     while op.graph.owner is not None and not _is_pass(op.graph):
         op = op.graph.owner

@@ -195,6 +195,9 @@ def _same(graph: Graph, values: Mapping[str, Poly], chosen: Mapping[str, int | N
     """Whether the formula, with counts put in, is what comes out with so many iterations."""
     bound = {**values, **{name: as_poly(k) for name, k in chosen.items() if k is not None}}
     known = Bindings(graph, bound).validity.known
-    formula = [p for p, _ in prune(((p.bind(bound), None) for p, _ in live_cases(graph, values, view)), known)]
-    played = [p for p, _ in prune(((p.bind(bound), None) for p, _ in live_cases(graph, bound, view)), known)]
-    return reached_by(formula, played, known) and reached_by(played, formula, known)
+    formula, played = (dict.fromkeys(p.bind(bound) for p, _ in live_cases(graph, at, view)) for at in (values, bound))
+    # most stand in both as a rule, and are reached
+    return all(
+        reached_by([p for p in ps if p not in others], others, known)
+        for ps, others in ((formula, played), (played, formula))
+    )

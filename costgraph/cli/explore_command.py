@@ -18,7 +18,8 @@ _Out = Annotated[str, typer.Option("--out", metavar="FILE", help="HTML file to w
 _Views = Annotated[
     list[str] | None,
     typer.Option("--views", metavar="VIEW", help="One view; may be given several times. forward, prefill, decode or "
-                 "train, then optimizer=, precision=, checkpoint=, and dp=, tp=, cp=, ep= of one rank."),
+                 "train, then optimizer=, precision=, checkpoint=, accumulate=, clip=, and of one rank dp=, tp=, cp=, "
+                 "ep=, pp=, zero=, sequence, context=, reduce=, schedule=."),
 ]  # fmt: skip
 
 
@@ -33,7 +34,8 @@ def explore_command(
     --------
       costgraph explore llama-3-8b --out page.html
       costgraph explore llama-3-8b --out page.html --views forward
-        --views "train precision=bf16 checkpoint=every-block dp=8 tp=T"
+        --views "train precision=bf16 checkpoint=every-block dp=8 tp=T zero=3"
+        --views "train precision=bf16 accumulate=8 pp=4"
     """
     page = explore(load_model(model, attention, dtype, dropout, composed, symbolic), out, views=views)
     say(f"{out}: {page.name}, {len(page.html):,} characters")

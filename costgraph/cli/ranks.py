@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..algebra.symbols import dims, is_name, read_size, shorten
+from ..algebra.symbols import shorten, size_or_name
 from ..errors import FormatError
 from ..graph.graph import Graph
 from ..transforms.shard.parallelize import CONTEXTS, parallelize
@@ -71,7 +71,5 @@ def rank_of(step: Graph, degrees: dict[str, str], zero: int, sequence: bool, con
             raise FormatError(f"{option} {shorten(word)}: expected {' or '.join(known)}")
     if set(degrees.values()) == {"1"} and not (zero or sequence):
         return step
-    given: dict[str, Any] = {axis: dims(n) if is_name(n) else read_size(n, f"--{axis}") for axis, n in degrees.items()}
-    return parallelize(
-        step, **given, zero=zero, sequence=sequence, context=context, reduce_each=reduce == "each"
-    )  # fmt: skip
+    given: dict[str, Any] = {axis: size_or_name(n, f"--{axis}") for axis, n in degrees.items()}
+    return parallelize(step, **given, zero=zero, sequence=sequence, context=context, reduce_each=reduce == "each")

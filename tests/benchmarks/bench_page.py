@@ -31,8 +31,8 @@ DRAG = """async () => {
   }
   return { frames: at.slice(1).map((t, i) => t - at[i]), drawn: window.drawn };
 }"""
-WORK = """view => {
-  const data = JSON.parse(document.getElementById("data").textContent), engine = new Engine(data.tables);
+WORK = """async view => {
+  const data = await unpacked(document.getElementById("data").textContent), engine = new Engine(data.tables);
   const v = data.views[view], at = data.devices.findIndex(d => d.id === "h100-sxm"), start = performance.now();
   for (let i = 1; i <= 200; i++) {
     engine.set({ ...data.sizes, S: 64 * i });

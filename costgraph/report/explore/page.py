@@ -7,6 +7,7 @@ import hashlib
 import html
 import json
 import os
+import zlib
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -39,10 +40,10 @@ class Page:
         style = _asset("uplot.css") + _asset("page.css")
         script = "".join(map(_asset, ("uplot.js", "engine.js", "page.js")))
         policy = f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'"
-        # no text of a model can end the element that it stands in
+        # packed, no text of a model can end the element that it stands in
         parts = {
             "policy": policy, "title": html.escape(self.name), "style": style, "script": script,
-            "data": self.data.replace("<", "\\u003c"), "licence": _asset("uplot-LICENSE"),
+            "data": base64.b64encode(zlib.compress(self.data.encode(), 9)).decode(), "licence": _asset("uplot-LICENSE"),
         }  # fmt: skip
         head, *rest = _asset("page.html").split("{{")
         return head + "".join(parts[name] + text for name, _, text in (piece.partition("}}") for piece in rest))
@@ -80,9 +81,11 @@ def explore(graph: str | Graph, path: str | os.PathLike[str] | None = None, /, *
     path : str or path-like, optional
         HTML file to write.
     views : sequence of str or mapping of str to Graph, optional
-        What can be chosen: words such as `forward`, `decode`, `train optimizer=adamw precision=bf16 dp=8 tp=T`, or
-        graphs by name. By default the forward pass, steps of training in bf16 with AdamW and SGD, passes of inference
-        and the step of one rank of `dp * tp`, both open, as far as the graph has them.
+        What can be chosen: words such as `forward`, `decode`, `train optimizer=adamw precision=bf16 dp=8 tp=T zero=3`
+        or `train accumulate=8 pp=4`, or graphs by name. By default the forward pass, steps of training in bf16 with
+        AdamW and SGD, passes of inference, the step of one rank of `dp * tp`, and of one of `dp` at each stage of
+        ZeRO, all open, and the stages of a pipeline of 4, as far as the graph has them. Of a pipeline each stage is a
+        view, with its own memory, and with the time of the whole pipeline.
 
     Returns
     -------

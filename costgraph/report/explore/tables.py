@@ -17,7 +17,10 @@ __all__ = ["Tables"]
 T = TypeVar("T", bound=Hashable)
 # Above it a number of JavaScript is not exact: such a coefficient is text.
 _LARGEST = 2**53
-_KINDS = {Max: "max", Min: "min", sympy.floor: "floor", sympy.ceiling: "ceil", sympy.Pow: "pow", sympy.log: "log"}
+_KINDS = {
+    Max: "max", Min: "min", sympy.Max: "max", sympy.Min: "min",
+    sympy.floor: "floor", sympy.ceiling: "ceil", sympy.Pow: "pow", sympy.log: "log",
+}  # fmt: skip
 
 
 class Tables:
@@ -69,7 +72,7 @@ class Tables:
         for kind, name in _KINDS.items():
             if isinstance(expr, kind):
                 return [name, *(self.row(poly(a)) for a in expr.args)]
-        known = ", ".join(_KINDS.values())
+        known = ", ".join(dict.fromkeys(_KINDS.values()))
         raise UnsupportedError(
             f"explore: {shorten(str(expr))}: no rule for {type(expr).__name__}, expected one of {known}"
         )

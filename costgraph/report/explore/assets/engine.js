@@ -144,6 +144,24 @@ const least = (engine, view, device, at) => {
   return Math.max(...Object.values(units));
 };
 
+/** Seconds of a step of a pipeline, of the views of its kinds of stage: the sum that `costgraph.seconds` states. */
+const pipelined = (engine, views, device, at) => {
+  const { schedule, stages, micro_batches: micro } = views[0], p = engine.number(stages), m = engine.number(micro);
+  const shares = views.map(view => {
+    const share = { forward: 0, backward: 0, once: 0 };
+    spent(engine, view, device, at).forEach((t, i) => { share[view.ops[i].when] += t.seconds; });
+    return [share.forward / m, share.backward / m, share.once];
+  });
+  const most = values => values.reduce((x, y) => y > x || Number.isNaN(y) ? y : x, 0);
+  const passes = shares.map(([forward, backward]) => forward + backward);
+  const through = passes.reduce((sum, one, i) => sum + engine.number(views[i].alike) * one, 0);
+  const send = most(views.flatMap(v => typeof v.sends[at] === "string" ? [NaN] : v.sends[at].map(row => engine.number(row))));
+  const all = schedule === "gpipe", n = m + p - 1;
+  const slowest = all ? most(shares.map(s => s[0])) + most(shares.map(s => s[1])) : most(passes);
+  const waits = all ? 2 * (p - 1) : 2 * (n - Math.ceil(near(n / p)));
+  return through + (m - 1) * slowest + (waits ? waits * send : 0) + most(shares.map(s => s[2]));
+};
+
 /** Live bytes at each step, by role. */
 const timeline = (engine, { lives, steps }) => {
   const roles = [...new Set([...lives.map(l => l[0]), ...(steps.some(s => s[3] !== null) ? ["workspace"] : [])])];
@@ -175,4 +193,10 @@ const violated = (engine, view) => [
     .map(([name, low]) => `the formulas of live memory hold from ${name} = ${low} on`),
 ];
 
-if (typeof module !== "undefined") module.exports = { Engine, holding, least, spent, timeline, violated };
+/** The object of a JSON text that was deflated and written in base 64. */
+const unpacked = async text => {
+  const bytes = Uint8Array.from(atob(text), c => c.charCodeAt(0));
+  return JSON.parse(await new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"))).text());
+};
+
+if (typeof module !== "undefined") module.exports = { Engine, holding, least, pipelined, spent, timeline, unpacked, violated };

@@ -1,5 +1,5 @@
 "use strict";
-(() => {
+(async () => {
   const at = id => document.getElementById(id);
   const make = (tag, attributes = {}, ...inside) => {
     const space = { svg: "http://www.w3.org/2000/svg", math: "http://www.w3.org/1998/Math/MathML" }[attributes.space];
@@ -22,10 +22,11 @@
   const grouped = text => text.replace(/\B(?=(\d{3})+$)/g, ",");
   const digits = (engine, row) => { // all of them where it is a whole number
     const found = engine.exact(row);
-    return found && found[1] === 1n ? grouped(found[0].toString()) : String(engine.number(row));
+    return found && found[1] === 1n ? grouped(found[0].toString())
+      : engine.number(row).toLocaleString("en", { maximumFractionDigits: 3 });
   };
 
-  const data = JSON.parse(at("data").textContent);
+  const data = await unpacked(at("data").textContent);
   const engine = new Engine(data.tables);
   const state = { view: 0, device: Math.max(0, data.devices.findIndex(d => d.id === "h100-sxm")), sizes: { ...data.sizes } };
   const LARGEST = 2 ** 53 - 1;
@@ -84,18 +85,24 @@
     if (!old) at("cards").append(make("div", { class: "card", "data-key": key }, top, middle, low));
   };
 
+  /** The views of the stages of the same pipeline; the view itself where there is none. */
+  const together = view => view.pipeline ? view.pipeline.map(i => data.views[i]) : [view];
+
   const cards = (view, device, peak, times, low) => {
     const room = device.capacity, bytes = engine.number(peak[0]), fits = bytes <= room;
     const total = name => [engine.number(view.totals[name]), digits(engine, view.totals[name])];
     const [flops, flopDigits] = total("flops"), [moved, movedDigits] = total("bytes"), [params, paramDigits] = total("params");
-    const estimate = times && times.reduce((s, t) => s + t.seconds, 0);
-    const why = device.refused ?? view.ops.map(op => op.sent?.[state.device]).find(s => typeof s === "string");
+    const parts = together(view), several = parts.length > 1;
+    const estimate = times && (several ? pipelined(engine, parts, device, state.device) : times.reduce((s, t) => s + t.seconds, 0));
+    const links = parts.flatMap(v => [...v.ops.map(op => op.sent?.[state.device]), v.sends?.[state.device]]);
+    const why = device.refused ?? links.find(s => typeof s === "string");
     const time = times && Number.isFinite(estimate) ? clock(estimate) : "no time";
     const fit = fits ? "fits" : "does not fit";
-    card("peak memory", short(bytes, "B"), `${digits(engine, peak[0])} B`, "", "peak");
-    card(`${device.id}, ${short(room, "B")}`, fit, `${(100 * bytes / room).toFixed(1)}% of the memory`, fits ? "good" : "bad", "fits");
+    const largest = Math.max(...parts.map(v => engine.number(v.peak[holding(engine, v.peak)][0])));
+    card(several ? "peak memory of this stage" : "peak memory", short(bytes, "B"), `${digits(engine, peak[0])} B`, "", "peak");
+    card(`${device.id}, ${short(room, "B")}`, fit, `${(100 * bytes / room).toFixed(1)}% of the memory` + (several ? `, the largest stage ${(100 * largest / room).toFixed(1)}%` : ""), fits ? "good" : "bad", "fits");
     card("FLOPs", short(flops, "FLOP"), `${flopDigits} FLOP`, "", "flops");
-    card("time, estimate", time, why ?? `no run is faster than ${clock(low)}`, "", "estimate");
+    card(several ? "time of the pipeline" : "time, estimate", time, why ?? `no run is faster than ${clock(low)}`, "", "estimate");
     card("bytes moved, as declared", short(moved, "B"), `${movedDigits} B`, "", "bytes");
     card("parameters", short(params, ""), paramDigits, "", "params");
     Object.assign(document.body.dataset, { estimate: String(estimate), least: String(low) });
@@ -134,9 +141,10 @@
     const roof = Math.max(...data.keys.map((_, k) => device.rates[k])), ridge = roof / device.bandwidth;
     if (!shown.length) return at("roofline").replaceChildren("no op has both FLOPs and bytes");
     const x = shown.map(t => t.flops / t.bytes), y = shown.map(t => t.flops / t.seconds);
-    const range = v => [Math.floor(Math.log10(Math.max(Math.min(...v), 1e-3))), Math.ceil(Math.log10(Math.max(...v)))];
-    const longest = Math.max(...shown.map(t => t.seconds)), far = v => v.filter((_, i) => shown[i].seconds > longest / 100);
-    const [x0, x1] = range([...far(x), ridge * 2]), [y0, y1] = range([...far(y), roof * 1.2]); // others lie on the edge
+    const range = v => [Math.floor(Math.log10(Math.min(...v))), Math.ceil(Math.log10(Math.max(...v)))];
+    const longest = Math.max(...shown.map(t => t.seconds)), left = Math.min(.1, ridge / 100); // others lie on the edge
+    const far = (v, low) => v.filter((_, i) => shown[i].seconds > longest / 100).map(n => Math.max(n, low));
+    const [x0, x1] = range([...far(x, left), ridge * 2]), [y0, y1] = range([...far(y, left * device.bandwidth / 10), roof * 1.2]);
     const px = v => box.left + (Math.log10(v) - x0) / (x1 - x0) * (box.w - box.left - box.right);
     const py = v => box.h - box.bottom - (Math.log10(v) - y0) / (y1 - y0) * (box.h - box.bottom - box.top);
     const key = [state.view, device.id, x0, x1, y0, y1, shown.length, box.w].join();
@@ -166,7 +174,8 @@
     const from = Math.max(10 ** x0, 10 ** y0 / device.bandwidth);
     picture.append(svg("polyline", { class: "roof", points:
       [[from, from * device.bandwidth], [ridge, roof], [10 ** x1, roof]].map(([a, b]) => `${px(a)},${py(b)}`).join(" ") }));
-    const told = make("p", { class: "dot" }, "a circle is an op, its area the time: point at one");
+    const told = make("p", { class: "dot" }, "A circle is an op, its area the time: point at one. Bound by ",
+      ...["compute", "memory", "link"].flatMap((bound, i) => [i ? ", " : "", make("span", { class: `key ${bound}` }), ` ${bound}`]));
     const dots = Array.from({ length: count }, () => {
       const dot = { element: svg("circle", { "fill-opacity": .45 }) };
       dot.element.addEventListener("pointerover", () => { told.textContent = dot.words(); });
@@ -181,6 +190,18 @@
   const ROLES = [...new Set(data.views.flatMap(v => v.memory.lives.map(l => l[0]))), "workspace"]; // a role keeps its colour
   const colourOf = role => COLOURS[ROLES.indexOf(role) % COLOURS.length];
   let chart = null;
+  /** Where phases begin, and iterations within them: the first, a middle and the last layer. */
+  const marks = steps => {
+    const named = steps.map(([, op, phase], at) => ({ at, phase, place: /(\[[^\]]*\])*$/.exec(op)[0] }));
+    return named.filter(({ at, phase, place }) => !at || phase !== named[at - 1].phase || place !== named[at - 1].place)
+      .map(({ at, phase, place }) => at && phase === named[at - 1].phase ? { at, words: place } : { at, words: phase, phase });
+  };
+  /** Marks that have room for their words, phases before iterations. */
+  const spread = (found, pixels) => {
+    const kept = [], room = m => kept.every(k => Math.abs(k.at - m.at) * pixels > 5 * (k.words.length + m.words.length));
+    for (const m of [...found.filter(m => m.phase), ...found.filter(m => !m.phase && m.words)]) if (room(m)) kept.push(m);
+    return kept.sort((a, b) => a.at - b.at);
+  };
   const memory = (view, device) => {
     const found = timeline(engine, view.memory).filter(r => r.bytes.some(b => b > 0));
     const steps = view.memory.steps, below = steps.map(() => 0);
@@ -194,11 +215,13 @@
     const series = found.map(({ role }) => ({ label: role, fill: colourOf(role), stroke: colourOf(role), width: 1,
       points: { show: false }, value: (u, v, s, at) => at === null ? "" : short(timeline(engine, data.views[state.view].memory).find(r => r.role === role).bytes[at], "B") })).reverse();
     series.push({ label: "capacity", stroke: colour, dash: [6, 4], points: { show: false }, value: (u, v) => v === null ? "" : short(v, "B") });
-    const axis = { stroke: colour, grid: { stroke: "#8884" } };
+    const axis = { stroke: colour, grid: { stroke: "#8884" } }, places = marks(steps);
+    const along = { ...axis, splits: u => spread(places, u.bbox.width / devicePixelRatio / steps.length).map(m => m.at),
+      values: (u, at) => at.map(i => places.find(m => m.at === i).words) };
     const where = (u, v, s, at) => at === null ? "" : `${data.views[state.view].memory.steps[at][1]} (${data.views[state.view].memory.steps[at][2]})`;
     const plot = new uPlot({ width: at("memory").clientWidth, height: 300, scales: { x: { time: false }, y: { range: (u, low, high) => [0, high * 1.05] } },
       series: [{ label: "step", value: where }, ...series],
-      axes: [axis, { ...axis, size: 80, values: (u, ticks) => ticks.map(v => short(v, "B")) }] }, values, at("memory"));
+      axes: [along, { ...axis, size: 80, values: (u, ticks) => ticks.map(v => short(v, "B")) }] }, values, at("memory"));
     chart = { key, plot };
   };
 
@@ -211,7 +234,7 @@
     at("warnings").replaceChildren(...(broken.length ? ["At these sizes this is not so: ", make("ul", {}, ...broken.map(b => make("li", {}, b)))] : []));
     const i = holding(engine, view.peak), times = spent(engine, view, device, state.device);
     if (i < 0) return at("warnings").append(" The formulas are undefined at these sizes.");
-    const words = cards(view, device, view.peak[i], times, times && least(engine, view, device, state.device));
+    const words = cards(view, device, view.peak[i], times, times && Math.max(...together(view).map(v => least(engine, v, device, state.device))));
     const parts = {
       holder: () => holder(view, view.peak[i], i),
       memory: () => memory(view, device),
@@ -274,11 +297,13 @@
     }));
   };
 
-  const select = (id, names) => {
-    at(id).replaceChildren(...names.map((n, i) => make("option", { value: i }, n)));
+  const select = (id, names, groups = []) => {
+    const options = names.map((n, i) => make("option", { value: i }, n)), kinds = [...new Set(groups)];
+    const grouped = kinds.map(kind => make("optgroup", { label: kind }, ...options.filter((_, i) => groups[i] === kind)));
+    at(id).replaceChildren(...(kinds.length > 1 ? grouped : options));
     at(id).addEventListener("change", () => { state[id] = Number(at(id).value); sliders(); remember(); later(); });
   };
-  select("view", data.views.map(v => v.name));
+  select("view", data.views.map(v => v.name), data.views.map(v => v.group));
   select("device", data.devices.map(d => d.name));
   const restore = () => { read(); at("view").value = state.view; at("device").value = state.device; sliders(); later(); };
   addEventListener("hashchange", restore);
