@@ -35,6 +35,21 @@ def trained(capsys, *words):
     return json.loads(good(capsys, "train", "gpt2", *TINY, "--json", "-", *words))
 
 
+def test_times_take_levels_of_memory_into_account(capsys):
+    words = ("--hardware", "a100-80-sxm", "--hierarchical")
+    found = trained(capsys, *words)["roofline"]
+    step = cg.training_step(cg.models.load("gpt2"))
+    asked = cg.roofline(step, "a100-80-sxm", hierarchical=True, **SIZES)
+    assert found["estimate"]["value"] == asked.estimate
+    assert [level["level"] for level in found["levels"]] == ["memory", "l2"]
+    assert [op["caches"]["l2"]["value"] for op in found["ops"]] == [row.caches_s["l2"] for row in asked.rows]
+    assert trained(capsys, *words[:2])["roofline"]["levels"] == []
+    out = good(capsys, "report", "gpt2", *TINY, "--hardware", "gb300", "--hierarchical")
+    assert "note                    gb300 has no bandwidth of a cache" in out
+    code, _, err = run(capsys, "report", "gpt2", *TINY, "hierarchical=2")
+    assert (code, "hierarchical" in err) == (2, True)
+
+
 # -- train -----------------------------------------------------------------------------------------------------------
 
 

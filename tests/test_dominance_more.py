@@ -3,11 +3,14 @@
 from fractions import Fraction
 
 import pytest
+import sympy
 
 from costgraph import BindingError, PatternError
 from costgraph.algebra.dominance import NOTHING_KNOWN, Relations, integral, lower, solve
-from costgraph.algebra.polynomial import as_poly, poly
+from costgraph.algebra.polynomial import as_poly, generator, poly
 from costgraph.algebra.pruning import prune
+from costgraph.algebra.roots import enclosed
+from costgraph.algebra.symbols import symbol
 from costgraph.notation.grammar import parse_formula, parse_relation
 
 
@@ -51,6 +54,37 @@ def test_a_sum_with_reciprocals_is_not_bounded_by_its_value_at_one(formula):
     p = parse_formula(formula)
     low = min(p.bind(numbers(A=a, B=b)).constant for a in (1, 1000) for b in (1, 1000))
     assert 0 <= lower(p) <= low
+
+
+ROOTS = ["sqrt(42)", "1/sqrt(698)", "1/(sqrt(14) + 84)", "2**(1/3)", "sqrt(10**30 + 1)", "sqrt(2)/10**12"]
+
+
+@pytest.mark.parametrize("text", ROOTS)
+def test_a_root_of_a_number_lies_between_fractions(text):
+    p = poly(sympy.sympify(text))
+    (key,) = p.generators()
+    low, high = enclosed(key)
+    value = sympy.N(generator(key), 60)
+    assert low < value < high
+    assert 0 < (high - low) / low < Fraction(1, 10**13)
+
+
+A, B = (symbol(name) for name in "AB")
+ROOT = sympy.sqrt(42)  # 6.48074069840786...
+BELOW, ABOVE = (sympy.Rational(n, 10**10) for n in (64807406984, 64807406985))
+
+
+@pytest.mark.parametrize(
+    ("formula", "proved"),
+    [
+        (ROOT * A - BELOW * A, True), (ROOT * A - ABOVE * A, False), (ABOVE * A - ROOT * A, True),
+        (BELOW * A - ROOT * A, False), ((ABOVE - ROOT) * A * B + B - 1, True), ((ABOVE - ROOT) * A * B - B, False),
+        (A / (ROOT + 1) - A / 8, True), (A / 8 - A / (ROOT + 1), False), (A * B / 7 - A * B / (ROOT + 1), True),
+    ],
+)  # fmt: skip
+def test_what_is_proved_of_roots(formula, proved):
+    assert NOTHING_KNOWN.nonnegative(poly(sympy.expand(formula))) is proved
+    assert len(prune([(poly(ROOT * A), ""), (poly(ABOVE * A), ""), (poly(6 * A + B), "")])) == 2
 
 
 # -- proofs ------------------------------------------------------------------------------------------------------------

@@ -150,6 +150,39 @@ def test_with_open_sizes_times_are_formulas_and_bounds_are_conditions():
     assert ", else memory where" in str(found.rows[0].bound)
 
 
+def test_conditions_are_as_short_as_numbers_of_a_device_let_them_be():
+    # (2304 S + 7340032)/bandwidth of memory against 117440512 S/peak, and nowhere less than through l2
+    llama = cg.models.load("llama-3-8b")
+    rows = {row.op: row for row in cg.roofline(llama, A100, hierarchical=True, B=1).rows}
+    gate = rows["layers/mlp/gate/matmul"].bound
+    assert str(gate) == "compute where S >= 160.7, else memory"
+    for size, bound in ((160, "memory"), (161, "compute")):
+        found = cg.roofline(llama, A100, hierarchical=True, B=1, S=size).rows
+        assert next(row for row in found if row.op == "layers/mlp/gate/matmul").bound == bound
+    # a unit that is fast enough for the cache to be the slowest: each of two conditions has its own sides
+    fast = device(**CACHES, peak=5000)
+    bound = cg.roofline(product(), fast, hierarchical=True, J=37, K=43).rows[0].bound
+    assert not bound.compute.has(cg.Max)
+    for size in (1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 10**3, 10**5):
+        condition = bound
+        while not isinstance(condition, str):
+            condition = condition.first if condition.compute.subs(I, size) else condition.otherwise
+        assert condition == cg.roofline(product(), fast, hierarchical=True, I=size, J=37, K=43).rows[0].bound
+
+
+def test_conditions_of_an_unknown_are_alternatives_without_a_maximum():
+    unknown = device(**CACHES).symbolic()
+    bound = cg.roofline(product(), unknown, hierarchical=True).rows[0].bound
+    relu = cg.roofline(chain(), unknown, hierarchical=True).rows[1].bound
+    assert str(relu) == (
+        "compute where bandwidth >= 8*vector_fp32 and l2_bandwidth >= 8*vector_fp32, else memory where "
+        "l2_bandwidth >= bandwidth, else l2"
+    )
+    while not isinstance(bound, str):
+        assert not bound.compute.has(cg.Max)
+        bound = bound.otherwise
+
+
 def test_sizes_and_rates_of_caches_are_symbols_of_an_unknown():
     small = device(**CACHES)
     unknown = small.symbolic()

@@ -17,6 +17,7 @@ import sympy
 from ..errors import BindingError, PatternError, ShapeError
 from .generators import SLACK
 from .polynomial import ONE, Monomial, Poly, Rational, as_poly, generator, poly, total
+from .roots import enclosed, is_root
 
 __all__ = ["BOUNDS", "NOTHING_KNOWN", "Relation", "Relations", "integral", "lower", "solve"]
 
@@ -79,8 +80,7 @@ def solve(p: Poly, prefer: Sequence[str] = ()) -> tuple[str, Poly] | None:
     """Solve `p == 0` for a symbol: one that stands alone with a number, or one factor of two monomials."""
     names = [*prefer, *sorted(_symbols(p) - set(prefer))]
     for key in names:
-        found = _alone(p, key)
-        if found is not None:
+        if (found := _alone(p, key)) is not None:
             return key, found[1] / -found[0]
     if len(p.terms) == 2:
         (m, c), (n, d) = sorted(p.terms.items())
@@ -190,7 +190,7 @@ class Relations:
             solved = solve(difference, subject)
             if solved is not None and not solved[1].names() and not solved[1].is_size:
                 raise self._contradiction(relation)
-            self._equal += [] if solved is None else [solved]
+            self._equal += [solved] if solved else []
             return
         for key in [*subject, *sorted(_symbols(difference) - set(subject))]:
             found_alone = _alone(difference, key)
@@ -256,8 +256,8 @@ class Relations:
         if key not in self._least:
             expr = generator(key)
             bound = BOUNDS.get(type(expr))
-            found = (self._stated.get(key), None if bound is None else bound(expr, self))
-            self._least[key] = max((b for b in found if b is not None), default=None)
+            own = enclosed(key)[0] if is_root(key) else None if bound is None else bound(expr, self)
+            self._least[key] = max((b for b in (self._stated.get(key), own) if b is not None), default=None)
         return self._least[key]
 
     def _divides(self, key: str) -> bool:
@@ -300,14 +300,14 @@ class Relations:
         return out
 
     def _bare(self, ps: Sequence[Poly]) -> list[Poly] | None:
-        plain = self.cleared(ps)
-        return None if plain is None else self.shifted(plain)
+        return None if (plain := self.cleared(ps)) is None else self.shifted(plain)
 
     def _expanded(self, ps: Sequence[Poly]) -> list[Poly] | None:
         out = self._expressed(ps)
         if out is None:
             return None
-        for key, most in self._most.items():
+        roots = {k: enclosed(k)[1] for p in out for k in p.generators() if is_root(k)}
+        for key, most in {**self._most, **roots}.items():
             degree = max((e for p in out for m in p.terms for k, e in m if k == key), default=0)
             # without the bounds that are left, less is known
             if degree and sum(len(p.terms) for p in out) * (degree + 1) <= _MOST_TERMS:
@@ -362,7 +362,7 @@ class Relations:
         """Write a polynomial in ways that keep its sign, what is fast first."""
         yield [p]
         yield self._bare([p])
-        if self.relations:
+        if self.relations or any(map(is_root, p.generators())):
             yield self._expanded([p])
 
     def positive(self, p: Poly) -> bool:

@@ -11,6 +11,7 @@ import numpy as np
 from .convex import Table, corners, skyline
 from .dominance import NOTHING_KNOWN, Relations
 from .polynomial import Monomial, Poly
+from .roots import is_root
 
 __all__ = ["prune", "reached_by"]
 
@@ -55,7 +56,8 @@ def prune(
     elif len(kept) > 1:
         # of generators that are at least 0 whatever is known of them, which is fast where candidates are many
         kept = _best(kept, relations, None, largest=largest)
-        for known in (False, True) if relations.relations else (False,):
+        more = relations.relations or any(is_root(k) for p in kept for k in p.generators())
+        for known in (False, True) if more else (False,):
             images = relations.spread(sorted({m for p in kept for m in p.terms}), known=known)
             if len(kept) > 1 and images is not None:
                 kept = _best(kept, relations, images, largest=largest)

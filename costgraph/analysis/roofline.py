@@ -129,8 +129,13 @@ class Roofline(Table):
         return (
             Fact("FLOPs", self.flops, "FLOP"), Fact("bytes moved", self.bytes, "B"),
             Fact("lower bound", self.lower_bound, "s"), Fact("estimate", self.estimate, "s"),
-            *(Fact("note", note) for note in (*map(str, self.stand_ins), *self._notes())),
+            *(Fact("note", note) for note in self.notes),
         )  # fmt: skip
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader has to know of the times: rates that stand in, overlap, missing levels of memory."""
+        return (*map(str, self.stand_ins), *self._notes())
 
     def _notes(self) -> Iterator[str]:
         if self.overlap != "none":

@@ -56,16 +56,24 @@ class Bound:
     True
     """
 
-    compute: sympy.Ge
-    """where compute, or what `first` names, takes as long as all else or longer, as a sympy relation"""
+    compute: sympy.Basic
+    """where compute, or what `first` names, takes as long as all else or longer: a sympy relation, or And and Or of
+    several"""
     otherwise: str | Bound
     """memory, link or a cache: what bounds it elsewhere"""
     first: str = "compute"
     """what bounds it where the relation holds"""
 
     def __str__(self) -> str:
-        sides = (side if _is_whole(side) else side.n(4) for side in (self.compute.lhs, self.compute.rhs))
-        return f"{self.first} where {' >= '.join(map(str, sides))}, else {self.otherwise}"
+        return f"{self.first} where {_text(self.compute)}, else {self.otherwise}"
+
+
+def _text(condition: sympy.Basic) -> str:
+    if isinstance(condition, sympy.And | sympy.Or):
+        parts = sorted(map(_text, condition.args), key=lambda text: (len(text), text))
+        return " and ".join(parts) if isinstance(condition, sympy.And) else f"({' or '.join(parts)})"
+    sides = (side if _is_whole(side) else side.n(4) for side in (condition.lhs, condition.rhs))
+    return " >= ".join(map(str, sides))
 
 
 def _is_whole(side: sympy.Expr) -> bool:
@@ -94,11 +102,18 @@ def which(times: Sequence[Spent], known: Relations) -> str | Bound:
     if not rest:
         return name
     own = [p for p, other in times if other == name]
-    excess = _most(own) - _most(rest)
-    if known.nonnegative(excess):
+    open_ = [p for p in rest if not known.nonnegative(_most(own) - p)]
+    if not open_:
         return name
     left = which([t for t in times if t[1] != name], known)
-    return left if known.nonnegative(-excess) else Bound(_relation(excess, known), left, name)
+    if known.nonnegative(_most(rest) - _most(own)):
+        return left
+    relations = ([_relation(p - other, known) for p in own] for other in open_)
+    return Bound(_all(sympy.And, [_all(sympy.Or, some) for some in relations]), left, name)
+
+
+def _all(join: type[sympy.And | sympy.Or], parts: Sequence[sympy.Basic]) -> sympy.Basic:
+    return parts[0] if len(parts) == 1 else join(*parts, evaluate=False)
 
 
 def _most(parts: Sequence[Poly]) -> Poly:

@@ -36,7 +36,7 @@ def report_command(
     symbolic: opt.Symbolic = False, count: opt.Count = "executed", fallback: opt.Fallback = None,
     depth: opt.Depth = 2, sort: opt.Sort = "order", formulas: opt.Formulas = False, json: opt.Json = None,
     csv: opt.Csv = None, plot: opt.Plot = None, memory_plot: opt.Memory = None,
-    device: opt.On = None, arch: opt.Arch = None,
+    device: opt.On = None, arch: opt.Arch = None, hierarchical: opt.Hierarchical = False,
 ) -> None:  # fmt: skip
     """Print what a model costs: parameters, FLOPs, bytes moved, peak memory, and times on a device.
 
@@ -50,7 +50,8 @@ def report_command(
     dims: dict[str, Any] = dict(opt.read_sizes(sizes))  # no keyword of report, which a type checker cannot know
     graph = load_model(model, attention, dtype, dropout, composed, symbolic)
     found = report(
-        graph, hardware, count=count, fallback=fallback, depth=depth, device=device, arch=arch, **dims
+        graph, hardware, count=count, fallback=fallback, depth=depth, device=device, arch=arch,
+        hierarchical=hierarchical, **dims,
     ).sorted(sort)  # fmt: skip
     draw_report(graph, found, dims, plot, memory_plot)
     if not write_files((json, lambda: to_json(found)), (csv, lambda: to_csv(found))):

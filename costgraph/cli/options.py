@@ -114,6 +114,9 @@ Count = Annotated[
 Fallback = Annotated[
     str | None, typer.Option("--fallback", metavar="FORMAT", help=_FALLBACK_HELP, autocompletion=_FLOATS)
 ]
+Hierarchical = Annotated[
+    bool, typer.Option("--hierarchical", help="Times take each level of memory into account, caches too.")
+]
 Depth = Annotated[int, typer.Option("--depth", min=1, metavar="N", help="Levels of module scope in the table.")]
 Sort = Annotated[
     str,
@@ -142,6 +145,7 @@ _RESERVED = (
     "fallback",
     "fused",
     "hardware",
+    "hierarchical",
     "mfu",
     "most_days",
     "tokens",

@@ -99,6 +99,7 @@ def train_command(
     device: opt.On = None, arch: opt.Arch = None, dp: ranks.Dp = "1", cp: ranks.Cp = "1", tp: ranks.Tp = "1",
     ep: ranks.Ep = "1", zero: ranks.Zero = 0, sequence: ranks.Sequence = False, context: ranks.Context = "gather",
     reduce: ranks.Reduce = "each", network: ranks.Network = None, overlap: ranks.Overlap = "none",
+    hierarchical: opt.Hierarchical = False,
 ) -> None:  # fmt: skip
     """Print what a step of training costs: state and activations apart, FLOPs by phase, and times on a device.
 
@@ -118,7 +119,7 @@ def train_command(
     step = ranks.rank_of(step, {"dp": dp, "cp": cp, "tp": tp, "ep": ep}, zero, sequence, context, reduce)
     found = report(
         step, hardware, count=count, fallback=fallback, depth=depth, device=device, arch=arch, overlap=overlap,
-        network=network, **dims,
+        network=network, hierarchical=hierarchical, **dims,
     ).sorted(sort)  # fmt: skip
     draw_report(step, found, dims, plot, memory_plot)
     if not write_files((json, lambda: to_json(found)), (csv, lambda: to_csv(found))):

@@ -58,6 +58,7 @@ def report(
     arch: str | None = None,
     overlap: str = "none",
     network: str | Network | None = None,
+    hierarchical: bool = False,
     **dims: int,
 ) -> Report:
     """Collect what a graph costs, on a device if one is named.
@@ -82,6 +83,8 @@ def report(
         Of collectives with the rest, of the graph of one rank: none or ideal, as in `roofline`.
     network : str, path-like or Network, optional
         Between the domains of the device's interconnect, as in `roofline`.
+    hierarchical : bool
+        Times take each level of memory into account, as in `roofline`.
     **dims : int
         Sizes; what is left open stays a formula.
 
@@ -110,4 +113,4 @@ def report(
     # imported at once, as this package has the name of the function; what a report needs, when one is asked for
     from .collect import collect
 
-    return collect(graph, hardware, dims, count, fallback, depth, (device, arch), (overlap, network))
+    return collect(graph, hardware, dims, count, fallback, depth, (device, arch), (overlap, network, hierarchical))

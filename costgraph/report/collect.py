@@ -32,8 +32,8 @@ from .training import training_of
 
 __all__ = ["SORTS", "Report", "collect"]
 
-#: How collectives overlap with the rest, and the network between domains of devices.
-Between = tuple[str, "str | Network | None"]
+#: How collectives overlap with the rest, the network between domains of devices, and whether caches take part.
+Between = tuple[str, "str | Network | None", bool]
 
 
 @guarded()
@@ -205,10 +205,10 @@ def _sent(graph: Graph, device: Hardware | None, between: str | Network | None, 
 def _times(
     graph: Graph, device: Hardware, fallback: str | Mapping[str, str] | None, between: Between, dims: Mapping[str, int]
 ) -> Roofline:
-    overlap, network = between
+    overlap, network, hierarchical = between
     try:
         return roofline(
-            graph, device, fallback=fallback, hierarchical=False, overlap=overlap, network=network, **dict(dims)
+            graph, device, fallback=fallback, hierarchical=hierarchical, overlap=overlap, network=network, **dict(dims)
         )
     except OverflowError:
         most = max(dims, key=lambda k: dims[k], default="a size")
@@ -238,7 +238,7 @@ def collect(
     on_cuda: tuple[str | None, str | None],
     between: Between,
 ) -> Report:
-    """Return the report of a graph, as `report` has it; `on_cuda` is device and arch, `between` overlap and network."""
+    """Return the report of a graph, as `report` has it; `on_cuda` is device and arch, `between` the rest."""
     if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
         raise GraphError(f"report: depth={depth!r:.60}, expected a whole number from 1")
     on = None if hardware is None else load_hardware(hardware)

@@ -11,9 +11,10 @@ from typing import Any
 
 import sympy
 
+from ..algebra.polynomial import poly
 from ..analysis.regimes import Regime
 from ..analysis.roofline import Roofline
-from ..bind.evaluate import Formula
+from ..bind.evaluate import Formula, answer
 from .data import Facts, Part, Sent
 from .formula import formula_text
 
@@ -84,6 +85,15 @@ def _times(times: Roofline | None) -> dict[str, Any] | None:
         "estimate": _figure(times.estimate, "s"),
         "bound": None if isinstance(times.estimate, sympy.Expr) else times.bound,
         "stand_ins": [instead._asdict() for instead in times.stand_ins],
+        "notes": list(times.notes),
+        "levels": [
+            {
+                "level": level.name,
+                "bandwidth": _figure(answer(poly(level.bandwidth.value)), "B/s"),
+                "nearer": _figure(answer(level.nearer), "B"),
+            }
+            for level in times.levels
+        ],
         "ops": [
             {
                 "op": row.op,
@@ -95,6 +105,7 @@ def _times(times: Roofline | None) -> dict[str, Any] | None:
                 "intensity": _figure(row.intensity, "FLOP/B"),
                 "compute": _figure(row.compute_s, "s"),
                 "memory": _figure(row.memory_s, "s"),
+                "caches": {name: _figure(seconds, "s") for name, seconds in row.caches_s.items()},
                 "bound": str(row.bound),
             }
             for row in times.rows

@@ -127,8 +127,7 @@ def _time_rows(r: Facts) -> Iterator[tuple[str, str]]:
         parts = [f"{percent(s / whole)} of it {b}-bound" for b, s in by_bound.items() if whole]
         said = [show(r.roofline.estimate, "s"), *_overlapped(r.roofline, whole), *sorted(parts)]
         yield "time, estimate", ", ".join(said)
-        for instead in r.roofline.stand_ins:
-            yield "  note", escape(str(instead))
+        yield from (("  note", escape(note)) for note in r.roofline.notes)
 
 
 def _overlapped(times: Roofline, whole: float) -> list[str]:
@@ -141,8 +140,7 @@ def _open_time_rows(r: Facts) -> Iterator[tuple[str, str]]:
     if times is not None:
         yield "time, lower bound", escape(show(times.lower_bound, "s"))
         yield "time, estimate", escape(show(times.estimate, "s"))
-        for instead in times.stand_ins:
-            yield "  note", escape(str(instead))
+        yield from (("  note", escape(note)) for note in times.notes)
     yield "  bound by", f"needs sizes, still unbound: {', '.join(r.unbound)}"
 
 
