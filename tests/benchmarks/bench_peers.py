@@ -1,9 +1,14 @@
 """The same questions asked of other tools, in the same process and with the same answers."""
 
+import json
+import os
 import random
+import subprocess
 from contextlib import suppress
+from pathlib import Path
 from time import process_time
 
+import numpy as np
 import opt_einsum
 import pytest
 import sympy
@@ -115,3 +120,45 @@ def test_maximum_against_that_of_sympy(benchmark):
     point = {B: 3, S: 5, D: 7, L: 2}
     assert ours.subs(point) == max(e.subs(point) for e in exprs)
     assert min(slower.values()) >= 5
+
+
+def _rates(formulas, points, at):
+    """Points a second of some formulas together: compiled, of a grid, and one by one."""
+    compiled = [cg.compile(f) for f in formulas]
+    exact = [cg.evaluate(f, **at) for f in formulas]
+    assert [float(call(**points)[0]) for call in compiled] == pytest.approx(exact, rel=1e-12)
+    swept, one = best(
+        3, lambda: [call(**points) for call in compiled], lambda: [cg.evaluate(f, **at) for f in formulas]
+    )
+    return 10**6 / swept, 1 / one
+
+
+def test_evaluations_a_second_beside_other_planners(benchmark):
+    python, calculon = os.environ.get("COSTGRAPH_PLANNERS", ":").split(":")
+    if not python:
+        pytest.skip("COSTGRAPH_PLANNERS=PYTHON:CALCULON names an interpreter with llm-analysis, and a checkout")
+    script = Path(__file__).with_name("other_planners.py")
+    run = subprocess.run([python, script, calculon], capture_output=True, text=True, check=True, env={})
+    theirs = json.loads(run.stdout)
+    assert theirs["version of llm-analysis"] == "0.2.2"  # of which the page speaks
+    model = models.load("llama-2-7b")
+    step = cg.training_step(model, precision="bf16-mixed", optimizer=cg.AdamW())
+    rank = cg.parallelize(step, tp=8, sequence=True)
+    draw = np.random.default_rng(0)
+    points = {"B": draw.integers(1, 65, 10**6), "S": 8 * draw.integers(16, 1025, 10**6)}
+    asked = {
+        "forward pass": [cg.seconds(model, "h100-sxm")],
+        "step of one rank of eight, time and peak": [cg.seconds(rank, "h100-sxm"), cg.peak_memory(rank)],
+    }
+    at = {name: int(sizes[0]) for name, sizes in points.items()}
+    rates = {name: _rates(formulas, points, at) for name, formulas in asked.items()}
+    for name, (swept, one) in rates.items():
+        benchmark.extra_info[f"million points a second, {name}"] = swept / 1e6
+        benchmark.extra_info[f"points one by one a second, {name}"] = round(one)
+    for tool in ("llm-analysis", "calculon"):
+        for question, found in theirs[tool].items():
+            benchmark.extra_info[f"evaluations a second, {tool}, {question}"] = round(found)
+    benchmark.pedantic(cg.compile(asked["forward pass"][0]), kwargs=points, rounds=3)
+    assert min(swept for swept, _ in rates.values()) > 10**6
+    steps = max(theirs["llm-analysis"]["training"], theirs["calculon"]["training"])
+    assert rates["step of one rank of eight, time and peak"][0] > 100 * steps

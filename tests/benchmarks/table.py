@@ -66,6 +66,12 @@ ABOUT = {
     " batch and length over a million points, against sympy.lambdify, and against as many rooflines one by one.",
     "test_a_peak_at_one_point_against_a_loop_over_its_cases": "A peak with several cases at one point, exactly,"
     " against a loop over its cases in plain Python.",
+    "test_evaluations_a_second_beside_other_planners": "Formulas of llama-2-7b on an H100 over a million points of"
+    " batch and length, and one by one with all digits; beside them one configuration after the other by llm-analysis"
+    " 0.2.2 of PyPI (Llama 7B, tensor and sequence parallel over eight) and calculon at commit caa4b11 of 2024-02-22"
+    " (GPT-3 175B on 512), each in an interpreter of its own: they are asked for other figures beside these, and know"
+    " other effects; what is compared is how many configurations a search can look at. It runs where"
+    " COSTGRAPH_PLANNERS names them.",
     "test_import_costs_little_more_than_what_it_imports": "`import costgraph` in a fresh interpreter, what it imports"
     " included, over that of what it imports alone.",
     "test_loading_a_file_grows_in_proportion_to_its_size": "`cg.load` of residual blocks. The ratios are those of a"
