@@ -281,3 +281,13 @@ def test_the_graph_of_one_rank_is_saved_and_loaded(tmp_path):
     assert cg.flops(loaded) == cg.flops(rank)
     assert cg.bytes_moved(loaded) == cg.bytes_moved(rank)
     assert cg.flops(cg.unroll(loaded), **SIZES, N=3) == cg.flops(rank, **SIZES, N=3)
+
+
+@pytest.mark.parametrize("pattern", ["b s t ->", "b s t -> b", "b s t -> b s"])
+def test_a_mean_over_queries_that_see_other_numbers_of_keys_is_none_of_means(pattern):
+    with cg.Graph("scores") as g:
+        q, k = g.input("q", (2, S, 3)), g.input("k", (2, S, 3))
+        seen = cg.einsum(q, k, "b s d, b t d -> b s t", domain=cg.Domain(causal=True), over=("s", "t"))
+        g.output(cg.reduce(seen, pattern, "mean"))
+    rank = cg.shard(g, cg.mesh(cp=N), {"q": "b (s cp) d", "k": "b (s cp) d"})
+    testing.check_sharded(g, rank, S=6, N=3)  # ranks have 3, 7 and 11 of the 21 points
