@@ -90,6 +90,7 @@ if TYPE_CHECKING:
     from .transforms.folding.fold import fold
     from .transforms.fuse import fuse
     from .transforms.inference.inference import decode, prefill
+    from .transforms.lora import lora
     from .transforms.precision.policy import Policy
     from .transforms.precision.precision import apply_precision
     from .transforms.quantize.quantize import quantize
@@ -131,6 +132,7 @@ __all__ = [
     "parallelize",
     "quantize",
     "shard",
+    "lora",
     "training_step",
     "SGD",
     "AdaGrad",
@@ -316,6 +318,7 @@ _LATER = {
         "mesh",
         "shard",
     ),
+    "transforms.lora": ("lora",),
     "transforms.training": ("training_step",),
     "transforms.unroll": ("unroll",),
     "transforms.vjp.table": ("vjp",),

@@ -11,7 +11,7 @@ from ..graph.graph import Graph
 from ..graph.tensor import Tensor
 from .rewrite import Rewriter
 
-__all__ = ["with_frozen"]
+__all__ = ["answers", "patterns_of", "with_frozen"]
 
 
 def with_frozen(graph: Graph, freeze: object, trainable: object) -> Graph:
@@ -39,15 +39,7 @@ def with_frozen(graph: Graph, freeze: object, trainable: object) -> Graph:
     if freeze is not None and trainable is not None:
         raise GraphError("training_step: freeze beside trainable, expected one of the two")
     what, given = ("freeze", freeze) if trainable is None else ("trainable", trainable)
-    patterns = [given] if isinstance(given, str) else given
-    if not isinstance(patterns, list | tuple) or not patterns or not all(isinstance(p, str) and p for p in patterns):
-        raise GraphError(f"training_step: {what} {shown(given)}, expected names or scopes, such as 'layers/*'")
-    names = [t.name for t in _parameters(graph)]
-    for pattern in patterns:
-        if not any(_answers(name, [pattern]) for name in names):
-            raise GraphError(
-                f"training_step: {what} {pattern!r} is no parameter or scope, expected some of {', '.join(names)}"
-            )
+    patterns = patterns_of(f"training_step: {what}", given, [t.name for t in _parameters(graph)])
     return _Freezer(patterns, named=trainable is None).run(graph)
 
 
@@ -55,7 +47,18 @@ def _parameters(graph: Graph) -> Iterator[Tensor]:
     return (t for g in graph.bodies() for t in g.tensors if t.role == "param" and t.producer is None)
 
 
-def _answers(name: str, patterns: Sequence[str]) -> bool:
+def patterns_of(place: str, given: object, names: Sequence[str]) -> Sequence[str]:
+    """Return patterns of names or scopes; GraphError where one is none, or no name answers to it."""
+    patterns = [given] if isinstance(given, str) else given
+    if not isinstance(patterns, list | tuple) or not patterns or not all(isinstance(p, str) and p for p in patterns):
+        raise GraphError(f"{place} {shown(given)}, expected names or scopes, such as 'layers/*'")
+    for pattern in patterns:
+        if not any(answers(name, [pattern]) for name in names):
+            raise GraphError(f"{place} {pattern!r} is no parameter or scope, expected some of {', '.join(names)}")
+    return patterns
+
+
+def answers(name: str, patterns: Sequence[str]) -> bool:
     """Whether a parameter, or a scope that it is in, has a name of such a pattern."""
     levels = name.split("/")
     scopes = ["/".join(levels[: n + 1]) for n in range(len(levels))]
@@ -69,6 +72,6 @@ class _Freezer(Rewriter):
 
     def source(self, old: Tensor, new: Graph, suffix: str) -> Tensor:
         made: Tensor = super().source(old, new, suffix)
-        if old.role == "param" and _answers(old.name, self.patterns) == self.named:
+        if old.role == "param" and answers(old.name, self.patterns) == self.named:
             made.requires_grad = False
         return made

@@ -252,6 +252,7 @@ FUNCTIONS = {
     "dataset_tokens": lambda e: a(1e9, 2),
     "backward": lambda e: a(e.loss),
     "training_step": lambda e: a(e.loss),
+    "lora": lambda e: a(e.loss),
     "mesh": lambda e: a(dp=2, tp=3),
     "shard": lambda e: a(e.loss, cg.mesh(tp=2), {}),
     "parallelize": lambda e: a(e.loss, dp=2),

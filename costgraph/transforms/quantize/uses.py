@@ -43,7 +43,7 @@ class Use:
 _Axes = tuple[frozenset[int], ...]
 
 
-class _Sources:
+class Sources:
     """Follows tensors back to where they were declared or made."""
 
     def __init__(self, graph: Graph) -> None:
@@ -102,7 +102,7 @@ def uses_of(graph: Graph) -> dict[Tensor, list[Use]]:
         Views read nothing; ops inside a body read what stands for its inputs.
     """
     need_graph("uses", graph)
-    sources = _Sources(graph)
+    sources = Sources(graph)
     found: dict[Tensor, list[Use]] = {t: [] for t in graph.params}
     for op in graph.walk():
         if is_view_op(op):
@@ -167,7 +167,7 @@ def summed_axes(t: Tensor, uses: Sequence[Use]) -> tuple[int, ...]:
     return next((u.summed for u in uses if u.kind == "product"), tuple(range(1, t.ndim)))
 
 
-def _use(op: Op, i: int, axes: _Axes | None, sources: _Sources) -> Use:
+def _use(op: Op, i: int, axes: _Axes | None, sources: Sources) -> Use:
     if isinstance(op.kind, Gather) and not op.kind.batch and i == 0 and len(op.operands) == 2:
         return Use(op, i, "lookup")
     if isinstance(op.kind, Grouped) and i == 1 and axes is not None and sources.of(op.operands[0])[0].role != "param":
@@ -205,7 +205,7 @@ def caches_of(graph: Graph) -> set[Tensor]:
         Buffers of role cache in a floating format; what a recurrence goes on from, and the last inputs of a
         convolution, are none.
     """
-    sources = _Sources(graph)
+    sources = Sources(graph)
     found = {t for g in graph.bodies() for t in g.tensors if t.producer is None and t.role == "cache"}
     left = {t for t in found if t.dtype.kind == "float"}
     for op in graph.walk():
@@ -216,7 +216,7 @@ def caches_of(graph: Graph) -> set[Tensor]:
     return left
 
 
-def _held(t: Tensor, sources: _Sources) -> Tensor:
+def _held(t: Tensor, sources: Sources) -> Tensor:
     """Return the cache that a tensor is a view of, or has been appended to."""
     while True:
         t, _ = sources.of(t)
@@ -225,7 +225,7 @@ def _held(t: Tensor, sources: _Sources) -> Tensor:
         t = t.producer.operands[0]
 
 
-def _states(op: Op, sources: _Sources) -> set[Tensor]:
+def _states(op: Op, sources: Sources) -> set[Tensor]:
     """Return the caches that an op reads or writes as the state of a recurrence, or as earlier inputs of some width."""
     if isinstance(op.kind, Assign):
         held = _held(op.operands[0], sources)

@@ -1,0 +1,193 @@
+"""Low-rank adapters beside the linear layers of a graph: what is trained where all else is frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Annotated, Any
+
+from ..algebra.polynomial import ONE, Poly
+from ..errors import GraphError, UnsupportedError
+from ..graph.arguments import positive
+from ..graph.graph import Graph, current_graph, need_graph
+from ..graph.op import Op
+from ..graph.scopes import building, opened
+from ..graph.tensor import Tensor
+from ..notation.door import Rule
+from ..notation.pattern import Affine, Axes, Pattern
+from ..ops import stochastic
+from ..ops.blocks import Kernel
+from ..ops.contraction import Einsum
+from ..ops.einsum import einsum
+from ..ops.foreign import need_declared
+from ..ops.pointwise import Pointwise, cast, pointwise
+from .frozen import answers, patterns_of
+from .quantize.uses import Sources, is_in, uses_of
+from .rewrite import Rewriter
+
+__all__ = ["lora"]
+
+#: What a kernel may do with a product besides it: it stays linear in what the layer reads, but for what is added.
+_LINEAR = ("add", "sub", "mul", "cast")
+
+
+def lora(
+    graph: Graph,
+    rank: object = 8,
+    on: str | Sequence[str] = "*",
+    *,
+    alpha: Annotated[float, Rule("a number above 0", lambda a: a > 0)] = 16,
+    dropout: Annotated[float, Rule("a number of at least 0 and below 1", lambda p: 0 <= p < 1)] = 0.0,
+    trainable: str | Sequence[str] = (),
+) -> Graph:
+    """Return a graph whose linear layers have low-rank adapters beside them, and whose other parameters are frozen.
+
+    A layer `x W` becomes `x W + alpha/rank * dropout(x) A B`; A takes the axes that W sums to `rank`, and B those to
+    the axes that W makes (Hu et al. 2021, arXiv 2106.09685, section 4.1). Four ops are added, as PEFT runs them.
+
+    Parameters
+    ----------
+    graph : Graph
+        A forward pass; it stays as it is. Its weights may be quantized afterwards, as QLoRA does (Dettmers et al. 2023,
+        arXiv 2305.14314): `quantize(..., skip=["head", "lora_a", "lora_b"])`.
+    rank : sympy.Expr or int
+        Size of what is between A and B.
+    on : str or sequence of str
+        Weights that get one, by names or scopes, in which `*` stands for anything: `["*/attention/[qv]"]`; by default
+        all linear layers but a head of the name `head` and what experts and tables have.
+    alpha : float
+        What products of adapters are multiplied by, times `rank`.
+    dropout : float
+        Probability that an element of what A reads is zeroed; nothing is done at 0.
+    trainable : str or sequence of str
+        Parameters that are trained beside the adapters, such as a new head.
+
+    Returns
+    -------
+    Graph
+        Parameters `lora_a` and `lora_b` in the scope of each layer, in the format of what it reads.
+
+    Raises
+    ------
+    GraphError
+        If a pattern is none, or no linear layer or parameter answers to it.
+    UnsupportedError
+        If an op is a recorded call of a trace, or a layer is in a kernel that does more than add to its product.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> g = cg.lora(cg.models.load("llama-3-8b"), 8, ["*/attention/[qv]"])
+    >>> cg.param_count(g) - cg.param_count(cg.models.load("llama-3-8b"))  # 32 * 8 * (2*4096 + 4096 + 1024)
+    3407872
+    >>> step = cg.training_step(g, optimizer=cg.AdamW(), checkpoint=cg.every_block())
+    >>> round(cg.peak_memory(step, B=1, S=1024) / 1e9, 1)
+    17.1
+    """
+    need_graph("lora", graph)
+    need_declared("lora", graph, "trace the module with its adapters", floats=True)
+    size = positive("lora: rank", rank)
+    names = [t.name for t in graph.params]
+    kept = patterns_of("lora: trainable", trainable, names) if trainable else []
+    layers = _layers(graph)
+    found = patterns_of("lora: on", on, [t.name for t in layers])
+    chosen = {op: (i, t) for t, ops in layers.items() if answers(t.name, found) for op, i in ops.items()}
+    return _Adapter(graph, chosen, kept, size, float(alpha), dropout).run(graph)
+
+
+def _layers(graph: Graph) -> dict[Tensor, dict[Op, int]]:
+    """Return the weights that products with activations alone read, with these, and which operand of each it is."""
+    found = {}
+    for t, uses in uses_of(graph).items():
+        ops = {u.op: u.operand for u in uses if u.kind == "product" and isinstance(u.op.kind, Einsum)}
+        if len(ops) == len(uses) and not is_in(t.name, "head"):
+            found[t] = ops
+    if not found:
+        raise GraphError(f"lora: graph {graph.name!r} has no linear layer, expected products of activations by weights")
+    return found
+
+
+class _Adapter(Rewriter):
+    """Copies a graph; beside chosen products stand others of low rank."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        chosen: dict[Op, tuple[int, Tensor]],
+        kept: Sequence[str],
+        rank: Poly,
+        alpha: float,
+        p: float,
+    ) -> None:
+        super().__init__()
+        self.outer = Sources(graph).outer
+        self.chosen = {self.layer(op): (op, *found) for op, found in chosen.items()}
+        self.kept, self.rank, self.alpha, self.p = kept, rank, alpha, p
+
+    def layer(self, op: Op) -> Op:
+        """Return the op that an adapter stands beside: the kernel that a product is in, or itself."""
+        graph = op.graph
+        if not graph.fused:
+            return op
+        owner = graph.owner
+        kinds = [inner.kind for inner in graph.walk() if inner is not op]
+        linear = all(isinstance(k, Pointwise) and k.function.name in _LINEAR for k in kinds)
+        if owner is None or not isinstance(owner.kind, Kernel) or not linear or len(owner.results) != 1:
+            raise UnsupportedError(
+                f"lora: {op.name!r} is in a kernel that does more than add to its product, expected a layer by itself"
+            )
+        return owner
+
+    def source(self, old: Tensor, new: Graph, suffix: str) -> Any:
+        made: Tensor = super().source(old, new, suffix)
+        if old.role == "param" and not answers(old.name, self.kept):
+            made.requires_grad = False
+        return made
+
+    def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
+        super().emit(op, new, suffix)
+        if op in self.chosen:
+            product, place, weight = self.chosen[op]
+            with opened(levels=tuple(weight.name.split("/")[:-1])), building(new):
+                self.tensors[op.results[0]] = self.adapted(op, product, place)
+
+    def adapted(self, layer: Op, op: Op, place: int) -> Tensor:
+        """Return the result of a layer with that of its adapter added."""
+        old, y = op.operands[1 - place], self.tensors[layer.results[0]]
+        while old.graph is not layer.graph:
+            old = self.outer[old]
+        x: Tensor = self.tensors[old]
+        down, up, sizes = _patterns(op, place, self.rank)
+        read = stochastic.dropout(x, self.p) if self.p else x
+        made = _multiplied(_multiplied(read, down, sizes, "lora_a"), up, sizes, "lora_b")
+        scaled = pointwise("mul", made, self.alpha, name="lora_scale")
+        return pointwise("add", y, cast(scaled, y.dtype), name="lora_add")
+
+
+def _patterns(op: Op, place: int, rank: Poly) -> tuple[Pattern, Pattern, dict[str, Poly]]:
+    """Return what A and B do, and sizes of their axes; one by which rows are told apart, as experts are, both have."""
+    assert isinstance(op.kind, Einsum)
+    pattern = op.kind.pattern
+    weight, x = pattern.operands[place], pattern.operands[1 - place]
+    if any(isinstance(dim, Affine) for dim in (*weight, *x, *pattern.result)):
+        raise UnsupportedError(f"lora: {op.name!r} has windows, expected a linear layer")
+    read, made, own = (
+        set(names) for names in (pattern.operand_names(1 - place), pattern.result_names, pattern.operand_names(place))
+    )
+    name = next(n for n in (f"r{i}" for i in range(len(op.kind.extents) + 1)) if n not in op.kind.extents)
+    between = Axes((name,))
+    kept = tuple(dim for dim in x if set(dim.names) & made or not set(dim.names) & own)
+    first = tuple(dim for dim in weight if set(dim.names) <= read)
+    second = tuple(dim for dim in weight if set(dim.names) <= made)
+    shared = tuple(dim for dim in second if dim in first)
+    down = Pattern((x, (*first, between)), (*kept, between))
+    up = Pattern(((*kept, between), (*shared, between, *(dim for dim in second if dim not in shared))), pattern.result)
+    return down, up, {**op.kind.extents, name: rank}
+
+
+def _multiplied(x: Tensor, pattern: Pattern, sizes: Mapping[str, Poly], name: str) -> Tensor:
+    """Multiply by a parameter that is new."""
+    dims = pattern.operands[1]
+    shape = [prod((sizes[n] for n in dim.names), start=ONE).expr for dim in dims]
+    merged = {n: sizes[n].expr for dim in (*dims, *pattern.operands[0]) if len(dim.names) > 1 for n in dim.names}
+    return einsum(x, current_graph().param(name, shape, x.dtype), str(pattern), name=name, **merged)
