@@ -36,8 +36,10 @@ def lora(
     rank: object = 8,
     on: str | Sequence[str] = "*",
     *,
-    alpha: Annotated[float, Rule("a number above 0", lambda a: a > 0)] = 16,
-    dropout: Annotated[float, Rule("a number of at least 0 and below 1", lambda p: 0 <= p < 1)] = 0.0,
+    alpha: Annotated[float, Rule("a number above 0", lambda a: isinstance(a, int | float) and a > 0)] = 16,
+    dropout: Annotated[
+        float, Rule("a number of at least 0 and below 1", lambda p: isinstance(p, int | float) and 0 <= p < 1)
+    ] = 0.0,
     trainable: str | Sequence[str] = (),
 ) -> Graph:
     """Return a graph whose linear layers have low-rank adapters beside them, and whose other parameters are frozen.
