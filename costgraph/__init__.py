@@ -91,6 +91,7 @@ if TYPE_CHECKING:
     from .transforms.fuse import fuse
     from .transforms.inference.inference import decode, prefill
     from .transforms.lora import lora
+    from .transforms.offload import offload
     from .transforms.precision.policy import Policy
     from .transforms.precision.precision import apply_precision
     from .transforms.quantize.quantize import quantize
@@ -129,6 +130,7 @@ __all__ = [
     "Policy",
     "apply_precision",
     "mesh",
+    "offload",
     "parallelize",
     "quantize",
     "shard",
@@ -309,6 +311,7 @@ _LATER = {
         "decode",
         "prefill",
     ),
+    "transforms.offload": ("offload",),
     "transforms.precision.policy": ("Policy",),
     "transforms.precision.precision": ("apply_precision",),
     "transforms.quantize.quantize": ("quantize",),

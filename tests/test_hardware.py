@@ -328,7 +328,7 @@ def test_a_pipe_is_no_file(tmp_path):
 RATES = "fp64, fp32, tf32, bf16, fp16, fp8, fp6, fp4, nvfp4, int8, int4, fp16_accum_fp16, fp8_accum_fp16"
 TABLES = (
     "name, vendor, arch, disagreements, sources, peak, vector, memory, cache, cores, clock, power, interconnect, "
-    "pcie, network, attained, measured"
+    "pcie, network, host, attained, measured"
 )
 BF16 = 'bf16 = { value = 100.5, unit = "TFLOP/s", source = ["SHEET"] }'
 VALUE, SOURCE, VENDOR = "value = 100.5", 'source = ["SHEET"]', 'vendor = "Example"'

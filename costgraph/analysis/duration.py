@@ -254,8 +254,9 @@ def _need_calibrated(asked: Asked, overlap: str) -> None:
 def _calibrated(asked: Asked) -> Poly:
     """Return what devices were seen to take, all sizes put in.
 
-    Links are not calibrated: what is sent takes its estimated time after all else.
+    Links between devices and hosts are not calibrated: what they do takes its estimated time after all else.
     """
-    alone, sent = ([work for work in asked.works if bool(work.collective) == how] for how in (False, True))
+    apart = {work.op for work in asked.works if work.collective or work.unit == "host"}
+    alone, sent = ([work for work in asked.works if (work.op in apart) == how] for how in (False, True))
     found = shipped().seconds(loads_of(replace(asked, works=alone)), asked.rates) if alone else 0.0
     return poly(Fraction(found)) + _declared(replace(asked, works=sent))

@@ -28,6 +28,8 @@ class Life:
     """how many storages of one size it stands for"""
     made: tuple[object, ...] = ()
     """what makes it: its storage in the body, and the iteration of each loop around"""
+    host: bool = False
+    """whether it is memory of the host"""
 
     def every(self) -> Iterator[Life]:
         """Yield itself: a family yields its members."""
@@ -101,5 +103,6 @@ class Rest:
             label = [*label[: self.depth], f"[{self.middle + 1}..{last}]", *label[self.depth + 1 :]]
             name = getattr(storage, "name", "") + "".join(map(str, label))
             bytes_, many = member.bytes * self.count, member.many * self.count
-            self.lives[key] = Life(name, member.role, bytes_, self.turn, self.turn, many, (storage, *label))
+            made = (storage, *label)
+            self.lives[key] = Life(name, member.role, bytes_, self.turn, self.turn, many, made, member.host)
         yield self.lives[key]

@@ -12,7 +12,7 @@ from itertools import pairwise
 from math import lcm
 from types import MappingProxyType
 
-from ..algebra.polynomial import ONE, Poly, as_poly
+from ..algebra.polynomial import ONE, ZERO, Poly, as_poly
 from ..graph.graph import Graph
 from ..graph.loop import Loop, loops
 from ..graph.op import Op
@@ -49,7 +49,9 @@ class Program:
     steps: list[Step] = field(default_factory=list)
     """Ops in order."""
     lives: list[Life] = field(default_factory=list)
-    """Storages, those that live throughout first."""
+    """Storages of the device, those that live throughout first."""
+    away: list[Life] = field(default_factory=list)
+    """Storages of the host."""
 
 
 def _handed_on(loop: Loop) -> dict[int, int]:
@@ -126,6 +128,7 @@ class _Player(Player[tuple[str, ...]]):
             if t.producer is None and t.role != "formal":
                 many = times * numel(t.sizes[: t.storage.pieces])
                 life = env[t.storage] = Life(t.name, t.role, t.storage.bytes * times, None, None, many)
+                life.host = t.storage.host
                 self.program.lives.append(life)
         for op in graph.ops:
             if op.body is not None:
@@ -139,12 +142,14 @@ class _Player(Player[tuple[str, ...]]):
             if t.storage not in env:
                 env[t.storage] = self.birth(t, place, op.phase)
             self.touch(env[t.storage], now)
-        self.program.steps.append(Step(op, op.name + "".join(place), op.workspace))
+        workspace = ZERO if op.on_host else op.workspace
+        self.program.steps.append(Step(op, op.name + "".join(place), workspace))
 
     def birth(self, t: Tensor, place: tuple[str, ...], phase: str) -> Life:
         role, now = "activation" if phase == "forward" else "temporary", len(self.program.steps)
         many = numel(t.sizes[: t.storage.pieces])
-        life = Life(t.name + "".join(place), role, t.storage.bytes, now, now, many, (t.storage, *place))
+        made = (t.storage, *place)
+        life = Life(t.name + "".join(place), role, t.storage.bytes, now, now, many, made, t.storage.host)
         self.program.lives.append(life)
         return life
 
@@ -251,7 +256,10 @@ def play(graph: Graph, copies: Copies = copies_needed, values: Mapping[str, Poly
             for life in held.every() if held is not None else ():
                 if life.born is not None:
                     life.role, life.dies = role, None
-    return player.program
+    program = player.program
+    program.away = [life for life in program.lives if life.host]
+    program.lives = [life for life in program.lives if not life.host]
+    return program
 
 
 def copies_for(values: Mapping[str, Poly], extra: int = 0) -> Copies:

@@ -43,6 +43,7 @@ def peak_memory(
     within: Mapping[str, Range] | None = None,
     device: str | None = None,
     arch: str | None = None,
+    side: str = "device",
     **dims: int,
 ) -> Formula:
     """Return the peak memory: the most bytes live at once.
@@ -61,6 +62,8 @@ def peak_memory(
         cuda: with what torch's libraries and kernels allocate there beside tensors (`Timeline.workspaces` names it).
     arch : str, optional
         Compute capability of the device as torch names it, by default sm_90.
+    side : str
+        device, or host: what lies in memory of the host, where a graph has something there (`offload`).
     **dims : int
         Sizes to bind.
 
@@ -102,7 +105,7 @@ def peak_memory(
         allocator = ALLOCATORS[allocator]
     need_choice("peak_memory: allocator", allocator, ALLOCATORS)
     given = within if isinstance(within, Mapping) else {}
-    view = on_device("peak_memory", device, arch)
+    view = on_device("peak_memory", device, arch, side)
     stages = of_stages(graph, dims, [name for name in given if name not in dims])
     if allocator != "exact":
         return max(_handed_out(_played(g, copies_for(values), values, view), values) for g, values in stages)
@@ -261,7 +264,9 @@ def _played_out(graph: Graph, values: Mapping[str, Poly]) -> int:
     return steps(graph)
 
 
-def timeline(graph: Graph, /, *, device: str | None = None, arch: str | None = None, **dims: int) -> Timeline:
+def timeline(
+    graph: Graph, /, *, device: str | None = None, arch: str | None = None, side: str = "device", **dims: int
+) -> Timeline:
     """Return the live memory over the program.
 
     Parameters
@@ -269,6 +274,8 @@ def timeline(graph: Graph, /, *, device: str | None = None, arch: str | None = N
     graph : Graph
         What is asked.
     device, arch : str, optional
+        As in `peak_memory`.
+    side : str
         As in `peak_memory`.
     **dims : int
         Sizes to bind; with all of them, loops are played out (up to 20,000 steps).
@@ -287,7 +294,7 @@ def timeline(graph: Graph, /, *, device: str | None = None, arch: str | None = N
         If there is no such device or architecture.
     """
     need_graph("timeline", graph)
-    view = on_device("timeline", device, arch)
+    view = on_device("timeline", device, arch, side)
     values = bindings(graph, dims)
     whole = _played_out(graph, values) <= _MOST_STEPS
     copies = (lambda loop: int(loop.count.bind(values).constant or 0)) if whole else copies_for(values)

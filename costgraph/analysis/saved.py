@@ -75,14 +75,19 @@ def leaves(graph: Graph) -> bool:
 
 
 def left(graph: Graph) -> Poly:
-    """Return the bytes that the forward pass of a graph or body leaves, with those of all iterations inside."""
+    """Return the bytes of the device that the forward pass of a graph or body leaves, with all iterations inside."""
     inside = [op.loop for op in graph.ops if op.loop is not None and op.phase == "forward"]
     return total(
         [
-            *(s.bytes for s in dict.fromkeys(_outlive(graph))),
-            *(loop.count * (total(s.bytes for s in dict.fromkeys(_left(loop))) + left(loop.body)) for loop in inside),
+            *(s.bytes for s in dict.fromkeys(_outlive(graph)) if not s.host),
+            *(loop.count * (_of_device(_left(loop)) + left(loop.body)) for loop in inside),
         ]
     )
+
+
+def _of_device(storages: Iterable[Storage]) -> Poly:
+    """Return the bytes of what does not lie on the host."""
+    return total(s.bytes for s in dict.fromkeys(storages) if not s.host)
 
 
 def _outlive(graph: Graph) -> Iterator[Storage]:

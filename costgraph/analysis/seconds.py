@@ -21,6 +21,7 @@ from ..graph.op import Op
 from ..graph.sizes import Bindings
 from ..hardware.rates import NAMED, StandIn
 from ..hardware.specs import Hardware
+from ..ops.stated import Transfer
 from .bounds import unavoidable
 from .exchange import exchange, group_of, least_busy, whole
 from .streams import finished
@@ -182,11 +183,11 @@ def spent(work: Work, asked: Asked) -> list[Spent]:
         Seconds, and compute, link, memory or the name of a cache; of a collective interconnect or network as well.
     """
     compute, memory = work.seconds(asked.rates)
-    out = [(compute, "compute"), (memory, "memory" if work.link is None else "link")]
+    out = [(compute, "compute"), (memory, work.unit)]
     if work.collective is not None:
         once, link = exchange(work.op, asked.graph, asked.values, asked.hardware)
         out.append((once * work.times, link))
-    if work.link is None:
+    if work.unit == "memory":
         out += [(p / poly(level.bandwidth.value), level.name) for p, level in work.through]
     return list(dict.fromkeys(out))
 
@@ -229,8 +230,8 @@ def together(times: Sequence[Sequence[Spent]], asked: Asked, overlap: str) -> Po
             taken[work.op] = taken.get(work.op, 0.0) + float(in_seconds(largest(found, known), asked))
         busy = (float(in_seconds(time, asked)) for time in unit_times(asked).values())
         return poly(Fraction(max(finished(asked.graph, taken, asked.values), *busy)))
-    sent = [t for w, t in zip(asked.works, times, strict=True) if w.collective]
-    alone = [t for w, t in zip(asked.works, times, strict=True) if not w.collective]
+    elsewhere = [bool(w.collective) or w.unit != "memory" for w in asked.works]
+    sent, alone = ([t for t, away in zip(times, elsewhere, strict=True) if away == how] for how in (True, False))
     # both read and write the one memory of a device
     parts = {"alone": estimate(alone, known), "sent": estimate(sent, known), "memory": unit_times(asked)["memory"]}
     return largest([(p, name) for name, p in parts.items()], known)
@@ -259,8 +260,10 @@ def unit_times(asked: Asked) -> dict[str, Poly]:
     """
     units: dict[str, list[Poly]] = {}
     for work in asked.works:
-        if work.link is not None:
-            units.setdefault("link", []).append(work.seconds(asked.rates)[1])
+        if work.unit != "memory":  # a link carries both directions at once
+            way = f" to the {work.op.kind.to}" if isinstance(work.op.kind, Transfer) else ""
+            units.setdefault(f"{work.unit}{way}", []).append(work.seconds(asked.rates)[1])
+            continue
         for unit, spent in _of_collective(work, asked) if work.collective else _by_unit(work, asked):
             units.setdefault(unit, []).append(spent)
     found = {unit: total(parts) for unit, parts in units.items()}

@@ -12,6 +12,7 @@ from ..graph.loop import Loop
 from ..graph.op import Op
 from ..graph.tensor import Storage, Tensor
 from ..ops.collectives import Collective
+from ..ops.stated import Transfer
 from .costs import executions
 
 __all__ = ["finished"]
@@ -22,6 +23,8 @@ _MOST = 10**6
 
 def finished(graph: Graph, seconds: Mapping[Op, float], values: Mapping[str, Poly]) -> float:
     """Return when a graph is done whose collectives over each axis of a mesh have a stream, and all else another one.
+
+    What goes over the link of a host has a stream in each direction, and what the host runs has one.
 
     Parameters
     ----------
@@ -60,6 +63,8 @@ def _stream(op: Op) -> str:
     """Return the stream of an op: of what does no arithmetic that of the collectives that alone read its results."""
     if isinstance(op.kind, Collective):
         return f"over {op.kind.axis}"
+    if isinstance(op.kind, Transfer) or op.on_host:
+        return f"to the {op.kind.to}" if isinstance(op.kind, Transfer) else "host"
     if any(op.kind.flops(op).by_kind().values()) or any(t in op.graph.outputs for t in op.results):
         return ""
     kinds = (reader.kind for t in op.results for reader in op.graph.successors(t))

@@ -58,7 +58,7 @@ def _outputs(graph: Graph) -> Iterator[Poly]:
     """Yield the bytes of each storage that outputs need written; of parts that may overlap the largest."""
     by_storage: dict[object, dict[tuple[object, ...], Tensor]] = {}
     for t in graph.outputs:
-        if t.storage.role == "activation" and (made := _made(t)):
+        if t.storage.role == "activation" and not t.storage.host and (made := _made(t)):
             by_storage.setdefault(t.storage, {}).setdefault(made, t)
     seen: set[tuple[object, ...]] = set()
     for found in by_storage.values():
@@ -100,7 +100,7 @@ def compulsory(graph: Graph) -> Poly:
         parts, known = [], _known(graph)
         for g, times in repeated_bodies(graph):
             for t in g.tensors:
-                if t.producer is None and t.role in SOURCES and t.role != "formal":
+                if t.producer is None and t.role in SOURCES and t.role != "formal" and not t.storage.host:
                     touched = _at_most(elements_read(g, t), t.storage.elements, known)
                     parts.append((touched + _kept(g, t)) * t.element_bytes() * times)
         parts += _outputs(graph)

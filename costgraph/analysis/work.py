@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from ..algebra.polynomial import ZERO, Poly, poly, total
-from ..errors import BindingError, UnsupportedError
+from ..errors import BindingError, SpecError, UnsupportedError
 from ..graph.arguments import need_flag
 from ..graph.graph import Graph
 from ..graph.op import Op
@@ -83,6 +83,14 @@ def _headroom(hardware: Hardware) -> Fraction:
     return max(Fraction(1), Fraction(clock["reached"].number) / Fraction(clock["boost"].number))
 
 
+def _of_host(hardware: Hardware) -> Poly:
+    """Return a device's share of the B/s of its host's memory."""
+    there = hardware.tables.get("host", {})
+    if "bandwidth" not in there:
+        raise SpecError(f"hardware {hardware.id}: host.bandwidth is missing; expected it beside a table [host]")
+    return poly(there["bandwidth"].value)
+
+
 @dataclass
 class Work:
     """What one op does, all its iterations together: a kernel with all that is fused into it."""
@@ -106,6 +114,11 @@ class Work:
         return self.op.kind.link if isinstance(self.op.kind, Transfer) else None
 
     @property
+    def unit(self) -> str:
+        """What its bytes are moved by: memory, link of a transfer, or host."""
+        return "link" if self.link is not None else "host" if self.op.on_host else "memory"
+
+    @property
     def collective(self) -> Collective | None:
         """The record of a collective; None for what a device does alone."""
         return self.op.kind if isinstance(self.op.kind, Collective) else None
@@ -119,7 +132,9 @@ class Work:
         return Work(self.op, self.times.bind(values), flops, self.bytes.bind(values), least, through)
 
     def seconds(self, rates: Rates) -> tuple[Poly, Poly]:
-        """Return the time in compute and in memory (or over the link of a transfer), as formulas in seconds."""
+        """Return the time in compute and in memory (over the link of a transfer, in that of the host), in seconds."""
+        if self.op.on_host:  # what optimizers do to states is bound by the memory of a host
+            return ZERO, self.bytes / _of_host(rates.hardware)
         parts = [amount / rates.of(kind, dtype) for (kind, dtype), amount in self.flops.items()]
         if self.link is not None:
             # what it reads and what it writes is one stream over the link

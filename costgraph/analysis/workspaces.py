@@ -38,8 +38,10 @@ _IN_AUTOGRAD = ("backward", "recompute")
 _FP32 = 4
 
 
-def on_device(place: str, device: str | None, arch: str | None) -> View:
+def on_device(place: str, device: str | None, arch: str | None, side: str = "device") -> View:
     """Return what a program has beside its tensors on a device: a view of it, None where nothing is added.
+
+    What it has on the host is a view of it, too.
 
     Parameters
     ----------
@@ -49,18 +51,31 @@ def on_device(place: str, device: str | None, arch: str | None) -> View:
         cuda, or None.
     arch : str, optional
         Compute capability as torch names it, by default sm_90.
+    side : str
+        device or host.
 
     Raises
     ------
     GraphError
-        If there is no such device or architecture, or an architecture of no device.
+        If there is no such device or architecture, an architecture of no device, or a device of the host's side.
     """
+    need_choice(f"{place}: side", side, ("device", "host"))
+    if side == "host":
+        if device is not None:
+            raise GraphError(f"{place}: device {shown(device)} beside side 'host', expected one of them")
+        return _of_host
     if device is None:
         if arch is not None:
             raise GraphError(f"{place}: arch {shown(arch)} of no device, expected device='cuda' with it")
         return None
     need_choice(f"{place}: device", device, ("cuda",))
     return _on_cuda(arch_of(DEFAULT if arch is None else arch, place))
+
+
+def _of_host(graph: Graph, program: Program) -> Program:
+    return Program(
+        [replace(s, workspace=s.op.workspace if s.op.on_host else ZERO) for s in program.steps], program.away
+    )
 
 
 @cache  # formulas are kept by their view
@@ -71,9 +86,9 @@ def _on_cuda(arch: Arch) -> View:
         multiplying = (step.op.phase in _IN_AUTOGRAD for step in program.steps if _multiplies(step.op))
         threads = {"cuBLAS (autograd)" if inside else "cuBLAS": None for inside in multiplying}
         libraries = [Life(name, "workspace", workspace, None, None) for name in threads]
-        extra = {op: temporary(op) for op in {step.op: None for step in program.steps}}
+        extra = {op: ZERO if op.on_host else temporary(op) for op in {step.op: None for step in program.steps}}
         steps = [replace(s, workspace=s.workspace + extra[s.op]) if extra[s.op] else s for s in program.steps]
-        return Program(steps, [*libraries, *program.lives])
+        return Program(steps, [*libraries, *program.lives], program.away)
 
     return view
 

@@ -9,10 +9,11 @@ import typer
 from ..algebra.symbols import shorten, size_or_name
 from ..errors import FormatError
 from ..graph.graph import Graph
+from ..transforms.offload import OFFLOADED
 from ..transforms.shard.parallelize import CONTEXTS, parallelize
 from . import options as opt
 
-__all__ = ["Context", "Cp", "Dp", "Ep", "Network", "Overlap", "Reduce", "Sequence", "Tp", "Zero", "rank_of"]
+__all__ = ["Context", "Cp", "Dp", "Ep", "Network", "Offload", "Overlap", "Reduce", "Sequence", "Tp", "Zero", "rank_of"]
 
 REDUCES = ("each", "last")
 
@@ -34,6 +35,9 @@ Zero = Annotated[int, typer.Option("--zero", metavar="N", min=0, max=3, help="St
 Sequence = Annotated[bool, typer.Option("--sequence", help="Split the sequence between products over tp.")]
 Context = Annotated[str, _choice("--context", "HOW", "Attention over cp", CONTEXTS)]
 Reduce = Annotated[str, _choice("--reduce", "WHEN", "Gradients, by micro-batches", REDUCES)]
+Offload = Annotated[
+    str, typer.Option("--offload", metavar="WHAT,WHAT", help=f"What lies on the host, of {', '.join(OFFLOADED)}.")
+]
 Network = Annotated[str | None, typer.Option("--network", metavar="NAME", help="Between domains of devices.")]
 Overlap = Annotated[str, typer.Option("--overlap", metavar="HOW", help="Of collectives: none, or ideal.")]
 

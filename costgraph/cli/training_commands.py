@@ -15,6 +15,7 @@ from ..report import report, text
 from ..report.files import to_csv, to_json
 from ..report.plan import plan_csv, plan_json, render_plan
 from ..transforms.checkpoint import read_checkpoint
+from ..transforms.offload import offload as on_host
 from ..transforms.precision.policy import POLICIES
 from ..transforms.training import training_step
 from . import options as opt
@@ -100,6 +101,7 @@ def train_command(
     ep: ranks.Ep = "1", zero: ranks.Zero = 0, sequence: ranks.Sequence = False, context: ranks.Context = "gather",
     reduce: ranks.Reduce = "each", network: ranks.Network = None, overlap: ranks.Overlap = "none",
     hierarchical: opt.Hierarchical = False,
+    offload: ranks.Offload = "",
 ) -> None:  # fmt: skip
     """Print what a step of training costs: state and activations apart, FLOPs by phase, and times on a device.
 
@@ -117,6 +119,7 @@ def train_command(
     graph = load_model(model, attention, dtype, dropout, composed, symbolic)
     step = _step(graph, optimizer, implementation, precision, checkpoint, accumulate, clip)
     step = ranks.rank_of(step, {"dp": dp, "cp": cp, "tp": tp, "ep": ep}, zero, sequence, context, reduce)
+    step = on_host(step, offload.split(",")) if offload else step
     found = report(
         step, hardware, count=count, fallback=fallback, depth=depth, device=device, arch=arch, overlap=overlap,
         network=network, hierarchical=hierarchical, **dims,

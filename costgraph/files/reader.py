@@ -191,7 +191,7 @@ class Reader:
         allowed = [r for r in SOURCES if r != ("formal" if graph.parent is None else "input")]
         if role not in allowed:
             raise self.error(f"{where}: role {shorten(role)}, expected one of {', '.join(allowed)}")
-        keys(self.place, node, _TENSOR | _BY_ROLE.get(role, {"pieces"}), where)
+        keys(self.place, node, _TENSOR | {"host"} | _BY_ROLE.get(role, {"pieces"}), where)
         need_name(role, name)
         self.claim(graph, name, where)
         shape = [self.size(s, where) for s in self.texts(node, "shape", where)]
@@ -205,6 +205,7 @@ class Reader:
         tensor = Tensor(
             graph, name, sizes_of(shape, f"{role} {name!r}"), find_dtype(self.need(node, "dtype", str, where)),
             role=role, strides=strides, requires_grad=grad, pieces=self.pieces(node, len(shape), where),
+            host=self.need(node, "host", bool, where) if "host" in node else False,
         )  # fmt: skip
         if role == "formal":
             tensor.offset = self.size(node.get("offset"), where)

@@ -79,6 +79,8 @@ def _node_data(node: Tensor | Op) -> dict[str, Any]:
             data["role"] = "result"
         elif node.storage.pieces:
             data["pieces"] = node.storage.pieces
+        if node.producer is None and node.storage.host:
+            data["host"] = True
         stated = data["role"] == "param" or (data["role"] == "input" and node.requires_grad)
         return data | ({"grad": node.requires_grad} if stated else {})
     seen = {} if node.call is None else vars(node.call)

@@ -103,6 +103,7 @@ def add_result(graph: Graph, op: Op, result: Result, name: str | None = None) ->
         offset=result.offset,
         storage=None if base is None else base.storage,
         pieces=result.pieces,
+        host=any(t.storage.host for t in op.operands) if result.host is None else result.host,
     )
     tensor.producer = op
     tensor.domain = result.domain
@@ -128,6 +129,7 @@ def _op(graph: Graph, kind: OpKind, operands: Iterable[Tensor], name: str, phase
     adopted = tuple(graph.adopt(t) for t in operands)
     full = unique(graph, "/".join((*here().levels, name)))
     try:
+        need_one_memory(kind, adopted)
         results = kind.results_of(adopted)
         for i, result in enumerate(results):
             sizes_of(result.sizes, f"result {i + 1}")
@@ -143,6 +145,16 @@ def _op(graph: Graph, kind: OpKind, operands: Iterable[Tensor], name: str, phase
     if any(t.dtype.kind == "complex" for t in (*adopted, *op.results)):
         _need_complex(op)
     return op
+
+
+def need_one_memory(kind: OpKind, operands: Sequence[Tensor]) -> None:
+    """Refuse operands of which some lie on the host and others on the device."""
+    away = [t for t in operands if t.storage.host]
+    here = next((t for t in operands if not t.storage.host), None)
+    if away and here is not None and not kind.crosses:
+        raise GraphError(
+            f"{kind.name} of {away[0]!r} on the host and {here!r} on the device, expected a transfer of one of them"
+        )
 
 
 def _need_complex(op: Op) -> None:

@@ -19,7 +19,8 @@ __all__ = ["adopt", "capture", "export", "formal"]
 def formal(graph: Graph, like: Tensor, name: str, sizes: Sizes, strides: Sizes, pieces: int | None = None) -> Tensor:
     """Add an input of a body, which stands for a tensor outside."""
     pieces = like.storage.pieces if pieces is None else pieces
-    tensor = Tensor(graph, graph.unique(name), sizes, like.dtype, role="formal", strides=strides, pieces=pieces)
+    tensor = Tensor(graph, graph.unique(name), sizes, like.dtype, role="formal", strides=strides, pieces=pieces,
+                    host=like.storage.host)  # fmt: skip
     tensor.domain = like.domain
     append(graph, graph.formals, tensor)
     graph.add_node(tensor)

@@ -30,7 +30,7 @@ class Repeat(Bodied):
     """Runs its body `count` times; operands and outputs stand in the order in which `Loop` names them."""
 
     name = "repeat"
-    restricted = True
+    restricted = crosses = True
     count: _Times
     """Iterations."""
     carries: Index
@@ -65,15 +65,17 @@ class Repeat(Bodied):
             if t.domain is not None and (i >= self.carries or operands[i].domain is None):
                 raise ShapeError(f"{t!r} leaves the body restricted to a domain, expected a tensor that is whole")
             if i >= self.carries:
-                out.append(Result((self.count, *t.sizes), t.dtype))
+                out.append(Result((self.count, *t.sizes), t.dtype, host=t.storage.host))
                 continue
             entry = operands[i]
             same = (t.dtype, t.domain) == (entry.dtype, entry.domain) and len(t.sizes) == entry.ndim
+            same = same and t.storage.host == entry.storage.host
             if not same or not all(map(entry.graph.same, t.sizes, entry.sizes)):
                 raise ShapeError(
                     f"carry {i + 1} enters the body as {entry!r} and leaves it as {t!r}, expected the same"
                 )
-            out.append(Result(entry.sizes, t.dtype, domain=t.domain, pieces=entry.storage.pieces))
+            made = Result(entry.sizes, t.dtype, domain=t.domain, pieces=entry.storage.pieces, host=t.storage.host)
+            out.append(made)
         return out
 
     def _left_behind(self, operands: Sequence[Tensor], t: Tensor) -> Result:
@@ -88,7 +90,8 @@ class Repeat(Bodied):
                 offset = outer.offset + t.offset - f.offset
                 return Result(sizes, t.dtype, strides, of=i, offset=offset, domain=outer.domain)
         domain = None if t.domain is None else (t.domain[0], t.domain[1] + 1, t.domain[2] + 1)
-        return Result((self.count, *t.sizes), t.dtype, domain=domain, pieces=t.storage.pieces + 1)
+        sizes, pieces = (self.count, *t.sizes), t.storage.pieces + 1
+        return Result(sizes, t.dtype, domain=domain, pieces=pieces, host=t.storage.host)
 
     def flops(self, op: Op) -> Flops:
         """Return none of its own: those of the body are counted where they stand."""
@@ -197,6 +200,7 @@ def loops(graph: Graph) -> Iterator[Loop]:
 def need_fit(outer: Tensor, inner: Tensor, drop: int = 0) -> None:
     """Compare a body's input with what it stands for; strides of axes of size 1 mean nothing."""
     fits = inner.dtype == outer.dtype and inner.sizes == outer.sizes[drop:]
+    fits = fits and inner.storage.host == outer.storage.host
     places = zip(inner.sizes, inner.strides, outer.strides[drop:], strict=fits)
     fits = fits and all(a == b for n, a, b in places if n != ONE) and (drop > 0 or outer.domain == inner.domain)
     need(fits, f"{inner!r} of the body, which stands for {outer!r}")

@@ -43,6 +43,8 @@ class Result:
     """Restriction of its index points, as in Tensor."""
     pieces: int = 0
     """Leading axes whose positions are storages of their own, as in Storage."""
+    host: bool | None = None
+    """Whether it lies in memory of the host; None where that is said by the operands, which lie there or not."""
 
 
 def itself(t: Tensor, of: int = 0) -> Result:
@@ -102,6 +104,8 @@ class OpKind:
     """Whether it takes operands that are restricted to a domain, `infer` says what is left of it; refused otherwise."""
     takes_complex: ClassVar[bool] = False
     """Whether its FLOPs are those of complex numbers as well; a kind with others refuses such operands."""
+    crosses: ClassVar[bool] = False
+    """Whether some of its operands may lie in memory of the host and others in that of the device."""
     passes_gradients: ClassVar[bool] = True
     """Whether a backward pass goes through it at all."""
     save: Flag = field(default=False, repr=False)
@@ -225,6 +229,11 @@ class Op(Node):
     def workspace(self) -> Poly:
         """Bytes that it needs while it runs, beside operands and results."""
         return self.kind.workspace if isinstance(self.kind, Working) else ZERO
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the host runs it: what it reads and makes lies there. A transfer is of neither side."""
+        return not self.kind.crosses and any(t.storage.host for t in (*self.operands, *self.results))
 
     def state(self, **facts: Any) -> None:
         """Take a record with other facts in place of the op's own."""

@@ -73,9 +73,11 @@ def _bytes_of(bits: int) -> Poly:
 class Storage:
     """A block of memory: what lives and dies. Views share the storage of the tensor that they were made from."""
 
-    __slots__ = ("bytes", "elements", "name", "pieces", "role")
+    __slots__ = ("bytes", "elements", "host", "name", "pieces", "role")
 
-    def __init__(self, name: str, sizes: Sizes, dtype: DType, role: str, pieces: int = 0) -> None:
+    def __init__(
+        self, name: str, sizes: Sizes, dtype: DType, role: str, pieces: int = 0, *, host: bool = False
+    ) -> None:
         self.name = name
         """Name of the tensor that it was made for."""
         self.elements = numel(sizes)
@@ -86,6 +88,8 @@ class Storage:
         """input, param, buffer, cache, state (of an optimizer), formal (a body's own input) or activation."""
         self.pieces = pieces
         """Leading axes whose positions are blocks of their own: one for each iteration of that many loops."""
+        self.host = host
+        """Whether it is memory of the host, not of the device."""
 
 
 class Tensor(Node):
@@ -121,6 +125,7 @@ class Tensor(Node):
         storage: Storage | None = None,
         requires_grad: bool = False,
         pieces: int = 0,
+        host: bool = False,
     ) -> None:
         self.graph = graph
         self.name = name
@@ -128,7 +133,7 @@ class Tensor(Node):
         self.dtype = dtype
         self.strides = contiguous(sizes) if strides is None else strides
         self.offset = offset
-        self.storage = Storage(name, sizes, dtype, role, pieces) if storage is None else storage
+        self.storage = Storage(name, sizes, dtype, role, pieces, host=host) if storage is None else storage
         self.requires_grad = requires_grad
         self.producer: Op | None = None
         self.domain: tuple[Domain, int, int] | None = None

@@ -28,6 +28,7 @@ TABLES: dict[str, dict[str, str]] = {
     | dict.fromkeys(_LINKS + _CHIP_LINKS, "B/s"),
     "pcie": {"generation": "1", "x16_per_direction": "B/s"},
     "network": {"type": _TEXT, "per_direction": "B/s", "latency": "s"},
+    "host": {"type": _TEXT, "bandwidth": "B/s"},
     "attained": dict.fromkeys([*PEAKS, "vector_fp64", "vector_fp32"], "FLOP/s") | {"bandwidth": "B/s", "launch": "s"},
     "measured": {},
 }

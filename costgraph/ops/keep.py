@@ -22,7 +22,7 @@ class Keep(OpKind):
     """A view of its first operand, before which the others cannot be given back."""
 
     name = "keep"
-    restricted = True
+    restricted = crosses = True
     flops, reads, writes = rules.free, rules.nothing, rules.nothing
     placed = splits.as_it_is
 

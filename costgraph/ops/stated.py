@@ -10,11 +10,12 @@ from ..algebra.polynomial import ZERO, Poly
 from ..algebra.symbols import shown
 from ..dtypes import DType
 from ..dtypes import dtype as find_dtype
-from ..errors import GraphError
+from ..errors import GraphError, ShapeError
 from ..graph.arguments import amount, need_choice, need_list
 from ..graph.facts import (
     Amount,
     Amounts,
+    Flag,
     Limit,
     Shape,
     all_of,
@@ -22,10 +23,12 @@ from ..graph.facts import (
     is_count,
     is_size,
     need,
+    one_of,
     optional,
 )
 from ..graph.graph import Graph, apply, current_graph, sizes_of
-from ..graph.op import Flops, Op, OpKind, Result, Working
+from ..graph.op import Flops, Op, OpKind, Result, Working, itself
+from ..graph.placement import Split
 from ..graph.tensor import Tensor
 from ..notation.door import Rule
 from . import rules, splits
@@ -38,6 +41,8 @@ __all__ = ["Opaque", "Stated", "Transfer", "opaque", "transfer"]
 
 MatmulFlops = Annotated[Amount, Limit(0, whole=False, words="matmul FLOPs of")]
 _KINDS = ("matmul", "pointwise", "transcendental")
+#: Where a tensor may lie.
+MEMORIES = ("device", "host")
 
 
 def _is_output(value: object) -> bool:
@@ -122,16 +127,36 @@ class Transfer(OpKind):
     """A copy over a link with a bandwidth of its own."""
 
     name = "transfer"
-    restricted = True
+    restricted = crosses = True
     link: str
-    flops, reads, writes = rules.free, rules.whole, rules.all_results
-    placed = splits.same_shape
+    to: Annotated[str, one_of(*MEMORIES)] = "device"
+    """The memory that the copy lies in."""
+    into: Flag = False
+    """Whether it is written into the first operand, which lies there, in place of a tensor of its own."""
+    flops, writes = rules.free, rules.all_results
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
         """Return the copy."""
-        rules.need_operands(self, operands, 1)
-        (x,) = operands
-        return [Result(x.sizes, x.dtype, domain=x.domain)]
+        rules.need_operands(self, operands, 1 + self.into)
+        x = operands[-1]
+        if not self.into:
+            return [Result(x.sizes, x.dtype, domain=x.domain, host=self.to == "host")]
+        there = operands[0]
+        if (there.sizes, there.dtype) != (x.sizes, x.dtype) or there.storage.host != (self.to == "host"):
+            raise ShapeError(f"transfer of {x!r} into {there!r}, expected one of its shape and format on the {self.to}")
+        return [itself(there)]
+
+    def reads(self, op: Op) -> tuple[Poly, ...]:
+        """Return what is copied."""
+        return (*(ZERO,) * self.into, rules.elements(op.operands[-1]))
+
+    def overwrites(self) -> tuple[int, ...]:
+        """Return the operand that it is written into."""
+        return (0,) if self.into else ()
+
+    def placed(self, op: Op) -> Split | None:
+        """Return that each rank copies its part."""
+        return None if self.into else splits.same_shape(self, op)
 
 
 def opaque(
@@ -264,7 +289,7 @@ def _stated(place: str, stated: object, expected: int) -> tuple[Poly, ...] | Non
     return tuple(amount(f"{place} {i + 1}", a) for i, a in enumerate(stated))
 
 
-def transfer(x: Tensor, link: str = "pcie", *, name: str = "transfer") -> Tensor:
+def transfer(x: Tensor, link: str = "pcie", *, to: str = "device", name: str = "transfer") -> Tensor:
     """Copy a tensor over a link with a bandwidth of its own: host to device, or back.
 
     Parameters
@@ -273,6 +298,9 @@ def transfer(x: Tensor, link: str = "pcie", *, name: str = "transfer") -> Tensor
         What is copied.
     link : str
         Name of the link in the hardware specification, `pcie` by default.
+    to : str
+        device or host: the memory that the copy lies in. What lies on the host takes none of the device's, and ops that
+        read it are run by the host.
     name : str
         Name of the op.
 
@@ -283,4 +311,5 @@ def transfer(x: Tensor, link: str = "pcie", *, name: str = "transfer") -> Tensor
     """
     if not isinstance(link, str):
         raise GraphError(f"transfer: link {link!r}, expected the name of a link such as 'pcie'")
-    return apply(Transfer(link=link), [x], name)[0]
+    need_choice("transfer: to", to, MEMORIES)
+    return apply(Transfer(link=link, to=to), [x], name)[0]

@@ -288,7 +288,7 @@ class _Interpreter:
         if pieces:
             return [self.stored(t, part, f"{where}[{i}]", pieces - 1) for i, part in enumerate(array)]
         array = np.ascontiguousarray(array).reshape(array.shape)
-        buffer = Buffer(t.name + where, storage_bytes(array.shape, t.dtype), array, True)
+        buffer = Buffer(t.name + where, storage_bytes(array.shape, t.dtype), array, True, host=t.storage.host)
         self.out.buffers.append(buffer)
         if t.role == "param":
             self.out.params += buffer.array.size
@@ -341,6 +341,7 @@ class _Interpreter:
             if stack is None:
                 shape = tuple(self.sizes(n) for n in t.sizes)
                 buffer = Buffer(t.name + where, storage_bytes(shape, t.dtype), np.full(shape, np.nan), held=set())
+                buffer.host = t.storage.host
                 self.new.append(buffer)
                 stack = Value(buffer.array, buffer)
             stacks.append(stack)
@@ -382,7 +383,7 @@ class _Interpreter:
         known = {v.buffer for v in at.operands if v is not None}  # what is absent is kept as well
         made = [v.buffer for v in at.made.values() if v.buffer not in known]
         touched = [*known, *(v.buffer for v in at.made.values())]
-        workspace = self.sizes(at.op.workspace)
+        workspace = 0 if at.op.on_host else self.sizes(at.op.workspace)
         self.out.events.append(Event(at.op.name + at.where, self.new + made, touched, workspace))
         self.new = []
 

@@ -380,8 +380,10 @@ def _concat(at: At[Concat]) -> None:
 
 @meaning(Transfer)
 def _transfer(at: At[Transfer]) -> None:
-    for index in at.operands[0].points():
-        at.write(at.read(0, *index), *index)
+    if at.kind.into:
+        at.made[0] = at.operands[0]
+    for index in at.operands[-1].points():
+        at.write(at.read(len(at.operands) - 1, *index), *index)
 
 
 @meaning(Arange)

@@ -258,7 +258,7 @@ REFERENCE: dict[type[OpKind], Meaning] = {
     Reduce: whole(_reduce),
     Rearrange: _rearrange,
     Concat: whole(_concat),
-    Transfer: whole(lambda at: at.operands[0].array),
+    Transfer: lambda at: (MEANINGS[Transfer] if at.kind.into else whole(lambda at: at.operands[0].array))(at),
     Arange: whole(_arange),
     Gather: whole(_gather),
     Scatter: whole(_scatter),

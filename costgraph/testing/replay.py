@@ -27,7 +27,7 @@ class Event:
 
 
 def peak_of(events: Sequence[Event], throughout: Iterable[Buffer], kept: Iterable[Buffer]) -> tuple[Any, str]:
-    """Return the most bytes live at once, and the op at which they are.
+    """Return the most bytes of the device live at once, and the op at which they are.
 
     Parameters
     ----------
@@ -46,6 +46,8 @@ def peak_of(events: Sequence[Event], throughout: Iterable[Buffer], kept: Iterabl
         Where it is first reached, empty if no op ran.
     """
     last: dict[Buffer, int] = {}
+    events = [_of_device(event) for event in events]
+    throughout = [b for b in throughout if not b.host]
     for i, event in enumerate(events):
         for buffer in (*event.made, *event.touched):
             last[buffer] = i
@@ -65,3 +67,8 @@ def peak_of(events: Sequence[Event], throughout: Iterable[Buffer], kept: Iterabl
         live -= gone
         taken -= sum(b.bytes for b in gone)
     return most, where
+
+
+def _of_device(event: Event) -> Event:
+    made, touched = ([b for b in found if not b.host] for found in (event.made, event.touched))
+    return Event(event.op, made, touched, event.workspace)

@@ -66,6 +66,8 @@ class Buffer:
     """whether it is there from the start and stays"""
     inside: bool = False
     """whether a fused kernel keeps it to itself, so that it is no memory"""
+    host: bool = False
+    """whether it is memory of the host"""
     held: set[int] | None = None
     """addresses that have been written, None where there was something everywhere from the start"""
 
@@ -249,6 +251,7 @@ class At(Generic[K_co]):
         # one format for all: it holds every number exactly, and what nobody has written shows as NaN
         array = np.full(shape, np.nan) if like is None else np.full_like(like, np.nan, dtype=float, order="K")
         buffer = Buffer(t.name + self.where, storage_bytes(shape, t.dtype), array, inside=self.inside, held=set())
+        buffer.host = t.storage.host
         return Value(array, buffer)
 
     def view(self, change: Callable[[Array], Array], *, copy: bool = False) -> Value:

@@ -130,7 +130,7 @@ class Rewriter:
         sizes = tuple(n.bind(self.values) for n in old.sizes)
         tensor = Tensor(
             new, new.unique(old.name + suffix), sizes, old.dtype,
-            role=old.role, requires_grad=old.requires_grad, pieces=old.storage.pieces,
+            role=old.role, requires_grad=old.requires_grad, pieces=old.storage.pieces, host=old.storage.host,
         )  # fmt: skip
         new.add_node(tensor)
         self.origins[tensor] = old

@@ -85,8 +85,9 @@ class _Unroller(Rewriter, Player[_Place]):
         if depth:
             return [self.part(old, new, f"{suffix}.i{i}", sizes[1:], depth - 1) for i in range(_count(old, sizes[0]))]
         tensor = Tensor(
-            new, new.unique(old.name + suffix), sizes, old.dtype, role=old.role, requires_grad=old.requires_grad
-        )
+            new, new.unique(old.name + suffix), sizes, old.dtype,
+            role=old.role, requires_grad=old.requires_grad, host=old.storage.host,
+        )  # fmt: skip
         new.add_node(tensor)
         self.origins[tensor] = old
         return tensor
@@ -122,7 +123,7 @@ class _Unroller(Rewriter, Player[_Place]):
     def stack(self, loop: Loop, t: Tensor, env: Env, place: _Place) -> Tensor | None:
         if _is_part(t):
             return None
-        empty = Empty(sizes=tuple(n.bind(self.values) for n in t.sizes), dtype=t.dtype)
+        empty = Empty(sizes=tuple(n.bind(self.values) for n in t.sizes), dtype=t.dtype, host=t.storage.host)
         (made,) = place[0].add_op(empty, [], t.name, loop.op.phase).results
         return made
 

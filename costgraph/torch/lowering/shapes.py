@@ -119,4 +119,7 @@ def _assign(site: Site[Assign]) -> None:
 @lowering(Transfer)
 def _transfer(site: Site[Transfer]) -> None:
     """Copy on the device: the other end of the link is not part of the run."""
+    if site.kind.into:
+        site.alias(site.call(torch.Tensor.copy_, site.operands[0], site.operands[1]))
+        return
     site.own(torch.clone, held(site, 0, 0.0) if site.op.operands[0].domain is not None else site.operands[0])

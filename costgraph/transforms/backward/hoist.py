@@ -69,6 +69,7 @@ class _Hoister(Rewriter):
                 made = Tensor(
                     new, new.unique(t.name), (*counts, *t.sizes), t.dtype,
                     role=t.role, requires_grad=t.requires_grad, pieces=len(counts) + t.storage.pieces,
+                    host=t.storage.host,
                 )  # fmt: skip
                 new.add_node(made)
                 self.outside[t] = made

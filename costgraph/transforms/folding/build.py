@@ -89,7 +89,7 @@ class Folder(Rewriter):
         """Add what the blocks have of their own."""
         made = Tensor(
             new, new.unique(self.match.labels.plain(old.name)), tuple(sizes), old.dtype,
-            role=old.role, requires_grad=old.requires_grad, pieces=pieces,
+            role=old.role, requires_grad=old.requires_grad, pieces=pieces, host=old.storage.host,
         )  # fmt: skip
         new.add_node(made)
         return made

@@ -158,7 +158,9 @@ class Replayer(Rewriter):
                 if t.role != "param" or t.producer is not None:
                     continue
                 sizes = tuple(n.bind(self.values) for n in (*times, *t.sizes))
-                made = Tensor(new, new.unique(t.name), sizes, t.dtype, role="param", pieces=len(times))
+                made = Tensor(
+                    new, new.unique(t.name), sizes, t.dtype, role="param", pieces=len(times), host=t.storage.host
+                )
                 made.requires_grad = t.requires_grad
                 new.add_node(made)
 

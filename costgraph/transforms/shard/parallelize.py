@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from math import inf, prod
 from typing import Annotated
@@ -15,6 +15,8 @@ from ...graph.placement import Mesh
 from ...graph.tensor import Tensor
 from ...notation.door import Rule
 from ...ops.hops import Receive
+from ..offload import need_offloaded
+from ..offload import offload as on_host
 from ..rewrite import Rewriter
 from ..stages import in_stages, together
 from .heads import heads
@@ -93,6 +95,7 @@ def parallelize(
     virtual: object = 1,
     system: System = "torch",
     reduce_each: bool | None = None,
+    offload: str | Iterable[str] = (),
     strict: bool = False,
 ) -> Graph:
     """Turn the graph of a whole model into that of one rank, with placements of the layers of `costgraph.nn`.
@@ -139,6 +142,9 @@ def parallelize(
         As in `shard`; by default True, False with `system="megatron"`.
     strict : bool
         As in `shard`.
+    offload : str or iterable of str
+        What lies on the host: optimizer, parameters, activations, as in `costgraph.offload`. Gradients that are reduced
+        go there as they are.
 
     Returns
     -------
@@ -183,10 +189,12 @@ def parallelize(
             f"or 1"
         )
     given = {"dp": dp, "ep": ep, "cp": cp, "tp": tp}
+    away = need_offloaded("parallelize: offload", offload)
     made = [
         together(_of_rank(stage.graph, given, zero, sequence, context, placements, system, reduce_each, strict), stage)
         for stage in in_stages(graph, pp, schedule, micro_batches, virtual)
     ]
+    made = [on_host(g, away) for g in made] if away else made
     if len(made) == 1:
         return made[0]
     whole = Rewriter().run(made[0], graph.name)

@@ -146,7 +146,7 @@ class Placed(Rewriter):
         place = self.stated.places.get(old, Placement(((),) * old.ndim))
         tensor = Tensor(
             new, new.unique(old.name + suffix), place.local(old.sizes), old.dtype,
-            role=old.role, requires_grad=old.requires_grad, pieces=old.storage.pieces,
+            role=old.role, requires_grad=old.requires_grad, pieces=old.storage.pieces, host=old.storage.host,
         )  # fmt: skip
         new.add_node(tensor)
         self.at[tensor] = place

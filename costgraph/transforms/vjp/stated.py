@@ -27,7 +27,8 @@ _BACK = {
 @vjp(Transfer)
 def _transfer(pull: Pull[Transfer]) -> Sequence[Tensor | None]:
     g = pull.grads[0]
-    return [None if g is None or not pull.needs[0] else transfer(g, pull.kind.link)]
+    to = "host" if pull.op.operands[0].storage.host else "device"
+    return [None if g is None or not pull.needs[0] else transfer(g, pull.kind.link, to=to)]
 
 
 @vjp(Collective)

@@ -1,0 +1,330 @@
+"""Offload: optimizer states, parameters or saved activations lie on the host, and are moved where they are needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from ..algebra.polynomial import ZERO
+from ..algebra.symbols import shown
+from ..errors import GraphError, UnsupportedError
+from ..graph.graph import Graph, need_graph
+from ..graph.loop import Loop, Repeat
+from ..graph.op import Op
+from ..graph.strides import contiguous
+from ..graph.tensor import SOURCES, Tensor
+from ..ops.blocks import Kernel
+from ..ops.collectives import Collective
+from ..ops.fresh import Fresh
+from ..ops.hops import Send
+from ..ops.keep import Keep
+from ..ops.stacks import Empty
+from ..ops.stated import Transfer
+from .rewrite import Rewriter, bound_record
+
+__all__ = ["OFFLOADED", "need_offloaded", "offload"]
+
+#: What can lie on the host.
+OFFLOADED = ("optimizer", "parameters", "activations")
+_BACK = ("backward", "recompute")
+
+
+def offload(graph: Graph, what: str | Iterable[str], *, link: str = "pcie") -> Graph:
+    """Let some of what a graph holds lie on the host; transfers over a link bring it where an op reads it.
+
+    Parameters
+    ----------
+    graph : Graph
+        A step, a pass of inference, or one rank of it as `shard` makes it.
+    what : str or iterable of str
+        Of these: optimizer, whose states lie on the host, which runs the updates; parameters, which are brought in
+        for each pass, in a loop for each iteration, and given back behind their last reader; activations, what the
+        forward pass leaves for the backward pass, which is sent out at birth and brought back where it is read.
+    link : str
+        Name of the link in the hardware specification.
+
+    Returns
+    -------
+    Graph
+        With transfers as ops. `peak_memory` is that of the device, of the host with `side="host"`.
+
+    Raises
+    ------
+    GraphError
+        If one of them is unknown, or no graph is given.
+    UnsupportedError
+        If something lies on a host already, or parameters on the host are gathered in place, as by ZeRO-1 and 2.
+
+    Notes
+    -----
+    A tensor lies in one memory, and an op reads what lies in its own: else a copy is made there, once in a pass, and
+    what is written into a copy goes back. Updates run on the host as with `CPUOffloadPolicy` of torch's `fully_shard`
+    (optimizer and parameters) and with ZeRO-Offload (Ren et al. 2021, arXiv 2101.06840; optimizer): gradients go there
+    as soon as they are complete. Where updates read parameters that lie on the device, these go there and back; with
+    master weights only what is new of them comes back, cast on the host. Activations are those of `saved_bytes`, as
+    with `torch.autograd.graph.save_on_cpu`, which also copies what was there anyway, parameters among it, and a tensor
+    once for each op that saves it. Nothing is brought in ahead of its first reader.
+
+    Examples
+    --------
+    >>> import costgraph as cg
+    >>> B, D, F, L = cg.dims("B D F L")
+    >>> with cg.Graph("g", dtype="bf16") as g:
+    ...     layer = lambda x: x + cg.nn.mlp(x, F)
+    ...     x = cg.repeat(L, layer, cg.linear(g.input("x", (B, D)), "b d -> b e", e=D), name="layers")
+    ...     g.output(cg.reduce(x, "b d -> ", "mean"))
+    >>> step = cg.training_step(g, precision="bf16-master")
+    >>> sizes = {"B": 4096, "D": 1024, "F": 4096, "L": 32}
+    >>> for what in ((), "optimizer", ("optimizer", "parameters"), "activations"):
+    ...     away = cg.offload(step, what)
+    ...     print([round(cg.peak_memory(away, side=side, **sizes) / 1e6) for side in ("device", "host")])
+    [6247, 0]
+    [3014, 4851]
+    [2483, 5390]
+    [5398, 2416]
+    """
+    need_graph("offload", graph)
+    chosen = need_offloaded("offload", what)
+    if any(t.storage.host for g in graph.bodies() for t in g.tensors):
+        raise UnsupportedError(f"offload of graph {graph.name!r}, of which something lies on the host already")
+    return _Offloader(chosen, link).run(graph)
+
+
+def need_offloaded(place: str, what: str | Iterable[str]) -> frozenset[str]:
+    """Return what is to lie on the host; GraphError where it is none of `OFFLOADED`."""
+    given = [what] if isinstance(what, str) else [*what]
+    odd = next((name for name in given if name not in OFFLOADED), None)
+    if odd is not None:
+        raise GraphError(f"{place}: {shown(odd)}, expected of {', '.join(OFFLOADED)}")
+    return frozenset(given)
+
+
+class _Offloader(Rewriter):
+    """Copies a graph with a memory for each tensor; a side is True for the host."""
+
+    lies = True
+
+    def __init__(self, what: frozenset[str], link: str) -> None:
+        super().__init__()
+        self.what, self.link = what, link
+        self.copies: dict[tuple[Tensor, str, Graph], Tensor] = {}
+        """Of new tensors the copy in the other memory that a pass has."""
+        self.away: dict[Tensor, Tensor] = {}
+        """Of old tensors the copy on the host that passes behind theirs read."""
+        self.leaving: set[Tensor] = set()
+        """Old tensors that iterations leave behind on the host."""
+        self.given: dict[Tensor, Tensor] = {}
+        """What inputs of the kernel stand for that is being copied."""
+        self.side = False
+        """Whether it runs on the host."""
+
+    # -- who reads what ----------------------------------------------------------------------------------------------
+
+    def on_host(self, op: Op) -> bool:
+        """Whether the host runs an op of the old graph."""
+        alone = not isinstance(op.kind, Collective | Send)
+        return "optimizer" in self.what and op.phase == "optimizer" and alone
+
+    def readers(self, t: Tensor, *, further: bool = True) -> Iterator[Op]:
+        """Yield the ops that read a tensor, those behind views too, and those of loops; one that hands it on is one.
+
+        With `further`, those around the body that it leaves as well.
+        """
+        for op in t.graph.successors(t):
+            if op.loop is not None:
+                if t in op.loop.starts:
+                    yield op
+                given = (*op.loop.slices, *op.loop.captured)
+                for f, outer in zip(given, op.operands[len(op.loop.carries) :], strict=True):
+                    if outer is t:
+                        yield from self.readers(f)
+            elif _is_view(op):
+                for made in op.results if op.operands[0] is t else ():
+                    yield from self.readers(made, further=False)
+            elif not isinstance(op.kind, Keep):
+                yield op
+        owner = t.graph.owner
+        if further and owner is not None and owner.loop is not None:
+            for i, made in enumerate(t.graph.outputs):
+                if made is t:
+                    yield from [owner] if i < len(owner.loop.carries) else self.readers(owner.results[i])
+
+    def leaves(self, t: Tensor) -> bool:
+        """Whether all that reads a tensor behind its own pass finds it on the host."""
+        made = t.producer
+        if made is None or t.role != "activation" or _is_view(made):
+            return False
+        found = list(self.readers(t))
+        if "activations" in self.what and made.phase == "forward":
+            behind = [op for op in found if op.phase in _BACK]
+            within = made.loop is not None and t not in made.loop.lasts and len(behind) < len(found)
+            return bool(behind) and not within
+        return made.phase in _BACK and bool(found) and all(map(self.on_host, found))
+
+    # -- where tensors are -------------------------------------------------------------------------------------------
+
+    def source(self, old: Tensor, new: Graph, suffix: str) -> Tensor:
+        made: Tensor = super().source(old, new, suffix)
+        kept = {"state": "optimizer", "param": "parameters"}
+        made.storage.host = kept.get(old.role) in self.what
+        return made
+
+    def found(self, t: Tensor, op: Op, new: Graph) -> Tensor:
+        """Return what stands for an operand of an op."""
+        if op.phase == "forward":
+            return self.there(t)
+        view = t.producer
+        made: Tensor | None = self.away.get(t)
+        if made is None and view is not None and view.phase == "forward" and view.graph is op.graph and _is_view(view):
+            of = self.found(view.operands[0], op, new)
+            if of.storage.host:  # a view of the copy: else it would keep what it is of on the device
+                made = self.away[t] = new.add_op(view.kind, [of], view.name, op.phase).results[0]
+        return self.there(t) if made is None else made
+
+    def there(self, t: Tensor) -> Tensor:
+        """Return what stands for a tensor where it was made."""
+        made: Tensor = self.tensors[t]
+        return made
+
+    def at(self, found: Tensor, op: Op, new: Graph, *, host: bool) -> Tensor:
+        """Return a new tensor as it lies in a memory: itself, or a copy for the pass that an op is of."""
+        if found.storage.host == host:
+            return found
+        key = (found, "backward" if op.phase in _BACK else op.phase, new)
+        if key not in self.copies:
+            self.copies[key] = self.moved([found], op, new, host=host)
+        return self.copies[key]
+
+    def moved(self, tensors: Sequence[Tensor], op: Op, new: Graph, *, host: bool) -> Tensor:
+        """Add a transfer of the last of some tensors: into the first of two."""
+        to = "host" if host else "device"
+        kind = Transfer(link=self.link, to=to, into=len(tensors) > 1)
+        made = new.add_op(kind, tensors, f"{tensors[-1].name}.to_{to}", op.phase)
+        made.scope = op.scope
+        return made.results[0]
+
+    # -- ops ---------------------------------------------------------------------------------------------------------
+
+    def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
+        if new.fused:
+            made = self.copy(op, new, suffix)
+            if self.side and isinstance(made.kind, Fresh):
+                made.state(host=True)
+            return
+        if op.loop is not None:
+            self.loop(op, op.loop, new)
+        elif _is_view(op) or isinstance(op.kind, Keep):
+            self.view(op, new)
+        else:
+            self.one(op, new)
+        for t in op.results:
+            self.send(t, op, new)
+
+    def send(self, t: Tensor, op: Op, new: Graph) -> None:
+        """Send a tensor out, if it leaves."""
+        owner = t.graph.owner
+        around = owner is not None and t in t.graph.outputs[len(owner.loop.carries) :]  # type: ignore[union-attr]
+        if self.tensors[t].storage.pieces or not (t in self.leaving if around else self.leaves(t)):
+            return
+        self.away[t] = self.at(self.tensors[t], op, new, host=True)
+        if op.phase != "forward":
+            self.tensors[t] = self.away[t]
+
+    def view(self, op: Op, new: Graph) -> None:
+        """Add a view of what is there, in whichever memory; what lives until here alone is not fetched for it."""
+        operands = [self.found(t, op, new) for t in op.operands]
+        phase = "backward" if op.phase in _BACK else op.phase
+        operands = [self.copies.get((t, phase, new), t) if t.storage.host else t for t in operands]
+        sides = {self.on_host(reader) for t in op.results for reader in self.readers(t)}
+        if len(sides) == 1 and not isinstance(op.kind, Keep) and op.results[0].numel == op.operands[0].numel:
+            operands = [self.at(operands[0], op, new, host=sides.pop()), *operands[1:]]  # all of it is read there
+        self.add(op, bound_record(op.kind, self.values), operands, new)
+
+    def one(self, op: Op, new: Graph) -> None:
+        """Add an op where it runs, its operands brought there, and what it writes into brought back."""
+        host, kind = self.on_host(op), op.kind
+        read, written = op.kind.reads(op), op.kind.overwrites()
+        places = [self.found(t, op, new) for t in op.operands]
+        operands = []
+        for i, t in enumerate(places):
+            if t.storage.host != host and i in written and read[i] == ZERO:
+                empty = Empty(sizes=t.sizes, dtype=t.dtype, host=host)
+                operands.append(new.add_op(empty, [], f"{t.name}.new", op.phase).results[0])
+            else:
+                operands.append(self.at(t, op, new, host=host))
+        if isinstance(kind, Collective) and kind.inplace and places[0].storage.host:
+            raise UnsupportedError(
+                f"offload: {op.name!r} puts a parameter on the host together of parts of all ranks, expected "
+                f"parameters of which each rank has a part (zero=3), or all"
+            )
+        if isinstance(kind, Fresh):
+            kind = replace(kind, host=host)
+        if isinstance(kind, Kernel):
+            kind = replace(kind, body=self.inside(kind.body, operands, new))
+        made = self.add(op, kind, operands, new)
+        for i in written:
+            if places[i].storage.host != host and places[i].role in SOURCES:
+                self.back(op, op.operands[i], places[i], made, new)
+
+    def back(self, op: Op, old: Tensor, place: Tensor, made: Op, new: Graph) -> None:
+        """Write what an op has made of a copy into what it is a copy of."""
+        for t, result in zip(op.results, made.results, strict=True):
+            if t.storage is old.storage:
+                self.tensors[t] = self.moved([place, result], op, new, host=place.storage.host)
+
+    def inside(self, old: Graph, operands: Sequence[Tensor], new: Graph) -> Graph:
+        """Copy the body of a kernel, all of which is in one memory."""
+        self.given = dict(zip(old.formals, operands, strict=True))
+        self.side = any(t.storage.host for t in operands)
+        return self.body(old, new, "")
+
+    def formal(self, old: Tensor, body: Graph, suffix: str = "") -> Tensor:
+        made = super().formal(old, body, suffix)
+        made.storage.host = self.side
+        if old in self.given:
+            made.strides, made.offset = self.given[old].strides, self.given[old].offset
+        return made
+
+    # -- loops -------------------------------------------------------------------------------------------------------
+
+    def loop(self, op: Op, loop: Loop, new: Graph) -> None:
+        """Add a loop; what it reads in slices is brought in by each iteration, what it reads whole before it."""
+        host, old = self.on_host(op), loop.body
+        self.leaving |= {t for t, r in zip(old.outputs, op.results, strict=True) if r.producer and self.leaves(r)}
+        starts = [self.at(self.found(t, op, new), op, new, host=host) for t in loop.starts]
+        xs = [self.found(t, op, new) for t in loop.xs]
+        shared = [
+            self.shared(self.found(t, op, new), f, op, new) for t, f in zip(loop.shared, loop.captured, strict=True)
+        ]
+        body = new.start_body(old.name, fused=False)
+        for f, outer in zip(old.formals, [*starts, *xs, *shared], strict=True):
+            strides = contiguous(f.sizes) if f in loop.carries else outer.strides[outer.ndim - f.ndim :]
+            made = body.formal(outer, f.name, f.sizes, strides, f.storage.pieces)
+            made.offset, made.domain = outer.offset if f in loop.captured else f.offset, f.domain
+            self.tensors[f] = made
+        for f in loop.carries:
+            if f in self.leaving:
+                self.away[f] = self.at(self.tensors[f], op, body, host=True)
+        self.fill(old, body)
+        outputs = [self.at(self.tensors[t], op, body, host=host) for t in loop.nexts]
+        outputs += [self.left(t, op) for t in (*loop.ys, *loop.saved)]
+        body.outputs += [body.adopt(t) for t in outputs]
+        assert isinstance(op.kind, Repeat)
+        self.add(op, replace(bound_record(op.kind, self.values), body=body), [*starts, *xs, *shared], new)
+
+    def left(self, t: Tensor, op: Op) -> Tensor:
+        """Return what an iteration leaves behind: on the host, if it leaves."""
+        return self.away[t] if t in self.leaving else self.there(t)
+
+    def shared(self, found: Tensor, f: Tensor, op: Op, new: Graph) -> Tensor:
+        """Return what all iterations read whole: a copy of it, if only ops of the other memory do."""
+        sides = {self.on_host(reader) for reader in self.readers(f)}
+        return self.at(found, op, new, host=sides.pop()) if len(sides) == 1 and not found.storage.pieces else found
+
+
+def _is_view(op: Op) -> bool:
+    """Whether an op does nothing but to say something of an operand."""
+    if op.body is not None or not op.operands or op.kind.overwrites() or isinstance(op.kind, Collective):
+        return False
+    shares = all(any(t.storage is x.storage for x in op.operands) for t in op.results)
+    return shares and not any((*op.kind.reads(op), *op.kind.writes(op)))

@@ -1,0 +1,251 @@
+"""States, parameters and activations on the host: what is computed, what goes over the link, and who has the bytes."""
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+import costgraph as cg
+from costgraph import testing
+from costgraph.analysis.costs import executions
+from costgraph.errors import GraphError, ShapeError, SpecError, UnsupportedError
+
+B, S, D, F, L = cg.dims("B S D F L")
+SIZES = {"B": 2, "S": 3, "D": 5, "F": 7, "L": 4}
+EVERY = ("optimizer", "parameters", "activations")
+SETS = [what for n in range(1, 4) for what in combinations(EVERY, n)]
+
+
+def model(dtype="fp32", count=L):
+    with cg.Graph("g", dtype=dtype) as g:
+
+        def layer(x):
+            return x + cg.linear(cg.gelu(cg.linear(x, "b s d -> b s f", f=F, name="up")), "b s f -> b s d", d=D,
+                                 name="down")  # fmt: skip
+
+        x = cg.linear(g.input("x", (B, S, D)), "b s d -> b s e", e=D, name="in")
+        g.assume("F >= D")
+        g.output(cg.reduce(cg.repeat(count, layer, x, name="layers"), "b s d -> ", "mean"))
+    return g
+
+
+STEPS = {
+    "fused": {"optimizer": cg.AdamW(implementation="fused"), "precision": "bf16-master"},
+    "foreach": {"optimizer": cg.AdamW()},
+    "clipped": {"optimizer": cg.SGD(momentum=0.9), "clip": 1.0},
+    "again": {"optimizer": cg.Adam(implementation="fused"), "checkpoint": cg.every_block()},
+    "accumulated": {"optimizer": cg.AdamW(implementation="fused"), "accumulate": 3},
+    "muon": {"optimizer": cg.Muon()},
+    "within": {"optimizer": cg.SGD(), "optimizer_in_backward": True},
+}
+
+
+def step(how="fused", **others):
+    return cg.training_step(model("bf16" if how == "fused" else "fp32", **others), **STEPS[how])
+
+
+def moved(graph):
+    """Bytes over the link, by phase and direction."""
+    out = {}
+    for op, times, _ in executions(graph):
+        if op.kind.name == "transfer":
+            x = op.operands[-1]
+            out[op.phase, op.kind.to] = out.get((op.phase, op.kind.to), 0) + (x.numel * x.element_bytes() * times).expr
+    return {key: n.expand() for key, n in out.items()}
+
+
+def _computes_the_same(how, what):
+    whole, sizes = step(how), SIZES
+    away = cg.offload(whole, what)
+    one, other = (testing.run(g, seed=3, **sizes) for g in (whole, away))
+    for a, b in zip(one.outputs, other.outputs, strict=True):
+        np.testing.assert_array_equal(a, b)
+    for name, a in one.gradients.items():
+        np.testing.assert_array_equal(a, other.gradients[name])
+    states = [{b.name: b.array for b in run.buffers} for run in (one, other)]
+    assert states[0].keys() == states[1].keys()
+    for name, a in states[0].items():
+        np.testing.assert_array_equal(a, states[1][name])
+    # the interpreter takes and gives back buffers, the formula is of any depth, and each layer by itself is a graph
+    peak = cg.peak_memory(away, **sizes)
+    unrolled = cg.unroll(away, L=sizes["L"])
+    assert peak == other.peak == cg.evaluate(cg.peak_memory(away), **sizes)
+    rest = {name: n for name, n in sizes.items() if name != "L"}
+    for side in ("device", "host"):
+        assert cg.peak_memory(away, side=side, **sizes) == cg.peak_memory(unrolled, side=side, **rest)
+
+
+@pytest.mark.parametrize("what", SETS)
+def test_what_lies_on_the_host_changes_no_number_of_a_step(what):
+    _computes_the_same("fused", what)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("what", SETS)
+@pytest.mark.parametrize("how", [how for how in STEPS if how != "fused"])
+def test_nor_of_any_other_step(how, what):
+    _computes_the_same(how, what)
+
+
+def test_nothing_on_the_host_is_the_graph_itself():
+    whole = step()
+    same = cg.offload(whole, ())
+    for ask in (cg.peak_memory, cg.flops, cg.bytes_moved, cg.param_bytes):
+        assert ask(same) == ask(whole)
+    assert cg.peak_memory(same, side="host") == 0
+    assert [op.name for op in same.walk()] == [op.name for op in whole.walk()]
+
+
+# weights of two bytes: one of D*D, and of each layer two of D*F
+P = 2 * D * D + 4 * D * F * L
+
+
+def test_gradients_go_out_and_what_is_new_of_parameters_comes_in():
+    # ZeRO-Offload (arXiv 2101.06840, section 4.1): 2M over the link each way for M parameters in 16 bits
+    assert moved(cg.offload(step(), "optimizer")) == {("backward", "host"): P, ("optimizer", "device"): P}
+
+
+def test_parameters_come_in_for_each_pass():
+    # a layer's are read by both passes; of the first layer, "in", the gradient of the input is wanted by nobody
+    found = moved(cg.offload(step(), ("optimizer", "parameters")))
+    assert found == {("forward", "device"): P, ("backward", "device"): 4 * D * F * L, ("backward", "host"): P}
+
+
+def test_activations_go_out_once_and_come_in_once():
+    whole = step()
+    layer = 2 * B * S * D + 2 * 2 * B * S * F  # the input of up, and input and result of gelu
+    assert cg.saved_bytes(whole)["layers"] == layer
+    # the first layer's input is the result of "in": it stands in two loops, as a layer of its own is cut off
+    assert moved(cg.offload(whole, "activations")) == {
+        ("forward", "host"): (L * layer).expand(), ("backward", "device"): (L * layer).expand()
+    }  # fmt: skip
+
+
+def test_layers_saved_whole_send_their_inputs_alone():
+    found = moved(cg.offload(step("again"), "activations"))
+    assert found["forward", "host"] == 4 * B * S * D * L
+    assert found["recompute", "device"] == 4 * B * S * D * L
+
+
+def test_bytes_of_the_host_by_role():
+    sizes = {"B": 2, "S": 3, "D": 5, "F": 7, "L": 4}
+    away = cg.offload(step(), ("optimizer", "parameters"))
+    n = 5 * 5 + 4 * 2 * 5 * 7
+    held = cg.timeline(away, side="host", **sizes).by_role
+    assert held["param"] == 2 * n
+    assert held["state"] == 12 * n + 4 * 9  # master, two moments; each of the nine weights counts its steps
+    assert held["gradient"] == 2 * n
+    assert {"param", "state"}.isdisjoint(cg.timeline(away, **sizes).by_role)
+
+
+def test_time_is_bytes_over_the_link():
+    with cg.Graph("g", dtype="fp32") as g:
+        there = cg.ops.transfer(g.input("x", (1 << 20,)), to="host")
+        g.output(cg.ops.transfer(there))
+    # 4 MiB each way, over 63 GB/s; both directions of the link are busy at once where no run is faster
+    assert cg.seconds(g, "h100-sxm") == pytest.approx(2 * (4 << 20) / 63e9)
+    assert cg.seconds(g, "h100-sxm", "lower") == pytest.approx((4 << 20) / 63e9)
+    rows = cg.roofline(g, "h100-sxm").rows
+    assert [(row.bound, row.seconds) for row in rows] == [("link", pytest.approx((4 << 20) / 63e9))] * 2
+
+
+def test_the_host_updates_at_the_bandwidth_of_its_memory():
+    sizes = {"B": 8, "S": 128, "D": 512, "F": 2048, "L": 6}
+    away = cg.offload(step(), "optimizer")
+    n = 512 * 512 + 6 * 2 * 512 * 2048
+    rows = [row for row in cg.roofline(away, "h100-sxm", **sizes).rows if row.bound == "host"]
+    # the gradient is read, three states are read and written; the cast that goes back reads 4 bytes and writes 2
+    # and each of 13 weights has a count that is read and written, and read by the update
+    moved = n * (2 + 2 * 12 + 4 + 2) + 13 * (4 + 4 + 4)
+    assert sum(row.bytes for row in rows) == moved
+    assert sum(row.seconds for row in rows) == pytest.approx(moved / 76.8e9)
+
+
+def test_a_device_whose_host_nobody_described_has_no_time():
+    away = cg.offload(step(), "optimizer")
+    with pytest.raises(SpecError, match=r"hardware a100-80-sxm: host.bandwidth is missing; expected it beside a table"):
+        cg.seconds(away, "a100-80-sxm", **SIZES)
+
+
+def test_transfers_overlap_with_compute():
+    sizes = {"B": 8, "S": 512, "D": 1024, "F": 4096, "L": 8}
+    away = cg.offload(step(), "activations")
+    none, streams, ideal = (cg.seconds(away, "h100-sxm", overlap=how, **sizes) for how in ("none", "streams", "ideal"))
+    assert ideal <= streams < none
+    assert cg.seconds(away, "h100-sxm", "lower", **sizes) <= ideal
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("what", SETS)
+def test_ranks_meet_as_they_did(what):
+    whole = cg.training_step(
+        cg.models.load("llama-2-7b", symbolic=True), optimizer=cg.AdamW(implementation="fused"), precision="bf16-master"
+    )
+    sizes = {"B": 4, "S": 4, "D": 8, "F": 8, "H": 4, "K": 2, "L": 3, "V": 16, "G": 4}
+    rank = cg.parallelize(whole, dp=2, zero=3, offload=what)
+    testing.check_sharded(whole, rank, **sizes)
+    plain = cg.parallelize(whole, dp=2, zero=3)
+    assert cg.communication(rank, **sizes).total() == cg.communication(plain, **sizes).total()
+    assert cg.peak_memory(rank, **sizes) < cg.peak_memory(plain, **sizes)
+
+
+def test_stages_hold_what_waits_on_the_host():
+    whole = cg.training_step(model(), optimizer=cg.SGD(), accumulate=5)
+    sizes = {"B": 64, "S": 64, "D": 8, "F": 16, "L": 8}
+    placed = {"pp": 4, "micro_batches": 5}
+    plain, away = (cg.parallelize(whole, **placed, offload=what).stages[0] for what in ((), "activations"))
+    # three micro-batches wait while one runs, with what two layers keep of each; of that one some is on the device
+    waits = 3 * 2 * cg.saved_bytes(plain, **sizes)["layers"]
+    assert cg.peak_memory(plain, **sizes) - cg.peak_memory(away, **sizes) >= waits
+
+
+def test_a_file_keeps_it(tmp_path):
+    away = cg.offload(step(), EVERY)
+    cg.save(away, tmp_path / "g.json")
+    again = cg.load(tmp_path / "g.json")
+    for side in ("device", "host"):
+        assert cg.peak_memory(again, side=side) == cg.peak_memory(away, side=side)
+    assert moved(again) == moved(away)
+
+
+def test_refusals():
+    whole = step()
+    with pytest.raises(GraphError, match=r"offload: 'states', expected of optimizer, parameters, activations"):
+        cg.offload(whole, "states")
+    with pytest.raises(GraphError, match=r"parallelize: offload: 'disk', expected of optimizer, parameters"):
+        cg.parallelize(whole, offload="disk")
+    away = cg.offload(whole, "optimizer")
+    with pytest.raises(UnsupportedError, match=r"offload of graph 'g', of which something lies on the host already"):
+        cg.offload(away, "activations")
+    llama = cg.training_step(cg.models.load("llama-2-7b"), precision="bf16-master")
+    with pytest.raises(UnsupportedError, match=r"puts a parameter on the host together of parts of all ranks"):
+        cg.parallelize(llama, dp=2, zero=1, offload="parameters")
+    with pytest.raises(GraphError, match=r"timeline: side 'disk', expected one of device, host"):
+        cg.timeline(away, side="disk")
+    with pytest.raises(GraphError, match=r"peak_memory: device 'cuda' beside side 'host', expected one of them"):
+        cg.peak_memory(away, device="cuda", side="host")
+
+
+def test_an_op_reads_one_memory():
+    with cg.Graph("g") as g:
+        x = g.input("x", (3, 5))
+        there = cg.ops.transfer(x, to="host")
+        with pytest.raises(GraphError, match=r"pointwise of transfer\(3, 5; fp32\) on the host and x\(3, 5; fp32\) on"):
+            cg.relu(there + x)
+        y = cg.relu(there)  # the host does that
+        g.output(cg.ops.transfer(y))
+    assert cg.peak_memory(g) == 2 * 60
+    assert cg.peak_memory(g, side="host") == 2 * 60
+    with pytest.raises(GraphError, match=r"transfer: to 'disk', expected one of device, host"), cg.Graph("h") as h:
+        cg.ops.transfer(h.input("x", (3, 5)), to="disk")
+
+
+def test_a_transfer_is_written_into_what_is_there():
+    from costgraph.graph.graph import apply
+    from costgraph.ops.stated import Transfer
+
+    with (
+        cg.Graph("g") as g,
+        pytest.raises(ShapeError, match=r"into y\(3; fp32\), expected one of its shape and format"),
+    ):
+        apply(Transfer(link="pcie", into=True), [g.input("y", (3,)), g.input("x", (5,))], "t")
