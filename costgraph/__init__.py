@@ -87,6 +87,7 @@ if TYPE_CHECKING:
     from .report.explore import explore
     from .transforms.backward.backward import backward
     from .transforms.checkpoint import Checkpoint, every, every_block, from_start, selective
+    from .transforms.chunked import chunked_cross_entropy
     from .transforms.folding.fold import fold
     from .transforms.fuse import fuse
     from .transforms.inference.inference import decode, prefill
@@ -134,6 +135,7 @@ __all__ = [
     "parallelize",
     "quantize",
     "shard",
+    "chunked_cross_entropy",
     "lora",
     "training_step",
     "SGD",
@@ -321,6 +323,7 @@ _LATER = {
         "mesh",
         "shard",
     ),
+    "transforms.chunked": ("chunked_cross_entropy",),
     "transforms.lora": ("lora",),
     "transforms.training": ("training_step",),
     "transforms.unroll": ("unroll",),

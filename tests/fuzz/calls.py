@@ -253,6 +253,7 @@ FUNCTIONS = {
     "backward": lambda e: a(e.loss),
     "training_step": lambda e: a(e.loss),
     "lora": lambda e: a(e.loss),
+    "chunked_cross_entropy": lambda e: a(2),
     "mesh": lambda e: a(dp=2, tp=3),
     "shard": lambda e: a(e.loss, cg.mesh(tp=2), {}),
     "parallelize": lambda e: a(e.loss, dp=2),
