@@ -2,6 +2,8 @@
 
 import csv
 import json
+import pickle
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from itertools import pairwise
 
 import pytest
@@ -229,6 +231,45 @@ def test_what_cannot_be_derived_with_open_degrees_is_derived_with_each_and_says_
     assert [p.seconds for p in found.rows] == pytest.approx([p.seconds for p in expected.rows], rel=1e-12)
     assert (found.notes, expected.notes) == (("by single dp, ZeRO 1: dp is open",), ())
     assert "note  by single dp" in str(found)
+
+
+class Elsewhere(Executor):
+    """Does nothing but what is pickled on its way there and back, as other processes do."""
+
+    def submit(self, function, /, *given, **named):
+        out = Future()
+        function, given, named = pickle.loads(pickle.dumps((function, given, named)))
+        try:
+            out.set_result(pickle.loads(pickle.dumps(function(*given, **named))))
+        except Exception as error:
+            out.set_exception(pickle.loads(pickle.dumps(error)))
+        return out
+
+
+@pytest.mark.parametrize("kind", ["pickled", pytest.param("processes", marks=pytest.mark.long)])
+def test_structures_side_by_side_give_the_same(model, few, kind):
+    with Elsewhere() if kind == "pickled" else ProcessPoolExecutor(2) as executor:
+        found = cg.plan.search(model, **FEW, executor=executor)
+    assert found.rows == few.rows
+    assert (found.tried, found.notes) == (few.tried, few.notes)
+
+
+@pytest.mark.long
+def test_structures_on_dask_give_the_same(model, few):
+    distributed = pytest.importorskip("distributed")
+    with distributed.Client(processes=False, n_workers=1, dashboard_address=None) as client:
+        found = cg.plan.search(model, **FEW, executor=client.get_executor())
+    assert found.rows == few.rows
+
+
+def test_what_cannot_be_derived_elsewhere_is_the_same_error(model):
+    limits = {**FEW, "fallback": {"tf32": "bf16"}, "checkpoint": "selective:nowhere"}
+    texts = []
+    for executor in (None, Elsewhere()):
+        with pytest.raises(cg.CostGraphError) as caught:
+            cg.plan.search(model, **limits, executor=executor)
+        texts.append(str(caught.value))
+    assert texts[0] == texts[1]
 
 
 @pytest.mark.parametrize("degrees", [{"cp": 2, "ep": 1}, {"cp": 1, "ep": 2}, {"cp": 2, "ep": 2}], ids=str)

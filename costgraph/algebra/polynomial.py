@@ -194,7 +194,7 @@ class Poly:
         if not inside and keys.isdisjoint(values):
             return self
         new = {k: v for k, v in values.items() if k in keys}
-        new |= {k: _bound_atom(generator(k), values) for k in inside}
+        new |= {k: _bound_atom(k, values) for k in inside}
         return self.substitute(new)
 
     def substitute(self, new: Mapping[str, Poly]) -> Poly:
@@ -359,15 +359,23 @@ def _split_power(expr: sympy.Pow) -> Poly:
     return out
 
 
-def _bound_atom(expr: sympy.Expr, values: Mapping[str, Poly]) -> Poly:
-    """Return an atom with symbols replaced, never through a power of numbers that sympy would write out."""
+def _bound_atom(key: str, values: Mapping[str, Poly]) -> Poly:
+    """Return an atom with symbols replaced."""
+    expr = generator(key)
+    if hasattr(expr, "bound"):  # a maximum, whose arguments are bound as sums are, with what they belong to
+        return _from_expr(expr.bound(values))
+    return _put_in(key, tuple((name, values[name]) for name in sorted(names_in(key)) if name in values))
+
+
+@cached(1 << 12)
+def _put_in(key: str, given: tuple[tuple[str, Poly], ...]) -> Poly:
+    """Replace symbols of an atom, never through a power of numbers that sympy would write out."""
+    expr, values = generator(key), dict(given)
     if expr.is_Pow:
         return power(_from_expr(expr.base).bind(values), _from_expr(expr.exp).bind(values))
     if isinstance(expr, sympy.floor | sympy.ceiling):
         inner, number = _from_expr(expr.args[0]).bind(values), floor if isinstance(expr, sympy.floor) else ceil
         return _from_expr(expr.func(inner.expr)) if inner.constant is None else as_poly(number(inner.constant))
-    if hasattr(expr, "bound"):  # a maximum, whose arguments are bound as sums are
-        return _from_expr(expr.bound(values))
     return _from_expr(expr.xreplace({symbol(k): v.expr for k, v in values.items()}))
 
 

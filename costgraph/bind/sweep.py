@@ -11,6 +11,7 @@ import sympy
 
 from ..algebra.conditions import Asked, Counts
 from ..algebra.extremum import Max, Min
+from ..algebra.generators import cached
 from ..algebra.polynomial import Poly, generator, poly
 from ..algebra.symbols import shown, symbol
 from ..errors import BindingError
@@ -85,7 +86,9 @@ def _factor(key: str, exponent: int) -> Plan:
     return product
 
 
+@cached(1 << 12)
 def _generator(key: str) -> Plan:
+    """Return a generator as a function; formulas of one graph have most of their atoms in common."""
     if key[0] != "~":
         return lambda env: env[key]
     expr = generator(key)

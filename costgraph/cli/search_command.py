@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import json
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from inspect import signature
 from typing import Annotated, Any
 
@@ -45,6 +47,7 @@ _Times = Annotated[str | None, typer.Option("--accumulate", metavar="N,N", help=
 _How = Annotated[
     list[str] | None, typer.Option("--checkpoint", metavar="HOW", help="As for train, several times if wanted.")
 ]
+_Workers = Annotated[str, typer.Option("--workers", metavar="N", help="Processes that derive side by side.")]
 _Pareto = Annotated[bool, typer.Option("--pareto", help="Only those beside which none is as fast and as small.")]
 
 
@@ -95,7 +98,7 @@ def search_command(
     reduce: ranks.Reduce = "each", dp: _Dp = None, tp: _Tp = None, zero: _Zero = None, sequence: _Sequence = None,
     micro_batch: _Micro = None, accumulate: _Times = None, pp: _Pp = None, cp: _Cp = "1", ep: _Ep = None,
     checkpoint: _How = None, pareto: _Pareto = False, attention: opt.Attention = None, dtype: opt.Format = None,
-    fallback: opt.Fallback = None, json: opt.Json = None, csv: opt.Csv = None,
+    fallback: opt.Fallback = None, workers: _Workers = "1", json: opt.Json = None, csv: opt.Csv = None,
 ) -> None:  # fmt: skip
     """Print the plans that divide devices, batch and model and that fit, fastest first, and what makes each slower.
 
@@ -112,14 +115,16 @@ def search_command(
     if taken:
         raise FormatError(f"{taken[0]}={dims[taken[0]]}: search has an option of this name, expected --{taken[0]}")
     graph = load_model(model, attention, dtype, None)
-    found = search(
-        graph, devices=read_size(devices, "--devices"), hardware=hardware, network=network, precision=precision,
-        memory=None if memory is None else read_size(memory, "--memory"), overlap=overlap, reduce=reduce,
-        dp=_listed(dp, "--dp"), tp=_listed(tp, "--tp"), pp=_listed(pp, "--pp"),
-        cp=_listed(cp, "--cp"), ep=_listed(ep, "--ep"), zero=_listed(zero, "--zero"), sequence=_split(sequence),
-        micro_batch=_listed(micro_batch, "--micro-batch"), accumulate=_listed(accumulate, "--accumulate"),
-        checkpoint=checkpoint or None, fallback=fallback, **dims,
-    )  # fmt: skip
+    many = read_size(workers, "--workers")
+    with ProcessPoolExecutor(many) if many > 1 else nullcontext() as executor:
+        found = search(
+            graph, devices=read_size(devices, "--devices"), hardware=hardware, network=network, precision=precision,
+            memory=None if memory is None else read_size(memory, "--memory"), overlap=overlap, reduce=reduce,
+            dp=_listed(dp, "--dp"), tp=_listed(tp, "--tp"), pp=_listed(pp, "--pp"),
+            cp=_listed(cp, "--cp"), ep=_listed(ep, "--ep"), zero=_listed(zero, "--zero"), sequence=_split(sequence),
+            micro_batch=_listed(micro_batch, "--micro-batch"), accumulate=_listed(accumulate, "--accumulate"),
+            checkpoint=checkpoint or None, fallback=fallback, executor=executor, **dims,
+        )  # fmt: skip
     found = found.pareto() if pareto else found
     if not write_files((json, lambda: _json(found)), (csv, lambda: _csv(found))):
         say(str(found))

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from concurrent.futures import Executor
 from itertools import islice, product
-from math import inf, isqrt
+from math import isqrt
 from typing import Annotated, Any, NamedTuple
 
-import numpy as np
-
 from ..algebra.symbols import shown
-from ..errors import BindingError, CostGraphError, SpecError, UnsupportedError
+from ..errors import BindingError
 from ..graph.arguments import need_choice
 from ..graph.graph import Graph, need_graph
 from ..graph.sizes import size_of
@@ -20,10 +18,10 @@ from ..hardware.networks import Network
 from ..hardware.specs import Hardware
 from ..notation.door import READ
 from ..optimizers import Optimizer
+from .fitting import Fit, Point, Work
 from .plans import Plan, Search, explained
-from .progress import progressing
 from .sizing import Bytes, memory_limit
-from .structures import DEGREES, Fallback, Family, Forms, Structure, batch_of, evaluated, spent_in
+from .structures import DEGREES, Fallback, Family, Structure, batch_of
 
 __all__ = ["search"]
 
@@ -34,25 +32,13 @@ _MOST = 2**32
 _MOST_VALUES = 10_000
 
 
-class Point(NamedTuple):
-    """What plans of one structure differ in."""
-
-    dp: int
-    tp: int
-    pp: int
-    cp: int
-    ep: int
-    micro_batch: int
-    accumulate: int
-
-
 def search(
     model: Graph, /, *, devices: int, hardware: str | Hardware, network: str | Network | None = None,
     precision: object = None, optimizer: Optimizer | None = None, memory: Bytes | None = None, overlap: str = "none",
     reduce: str = "each",
     fallback: Fallback = None, dp: Limit = None, tp: Limit = None, pp: Limit = None, cp: Limit = 1, ep: Limit = None,
     zero: Limit = None, sequence: Limit = None, micro_batch: Limit = None, accumulate: Limit = None,
-    checkpoint: Limit = None, progress: bool | None = None,
+    checkpoint: Limit = None, progress: bool | None = None, executor: Executor | None = None,
     **dims: int,
 ) -> Search:  # fmt: skip
     """Return the plans of training on several devices that fit, fastest first.
@@ -105,6 +91,9 @@ def search(
         keep:NAME,NAME.
     progress : bool, optional
         Whether a line says how far the search is; by default where the standard error is a terminal.
+    executor : concurrent.futures.Executor, optional
+        Where structures are derived side by side, such as a `ProcessPoolExecutor`, or `client.get_executor()` of a
+        client of dask.distributed; by default one after the other, here.
     **dims : int
         Sizes, that of the batch among them: of a step, all devices and micro-batches together.
 
@@ -164,9 +153,9 @@ def search(
         _chosen(f"{place}: zero", zero, (0, 1, 2, 3)), zero is not None,
         _chosen(f"{place}: sequence", sequence, (False, True)), _policies(f"{place}: checkpoint", checkpoint),
     )  # fmt: skip
-    work = _Work(family, limit)
-    work.do(_grouped(family, _points(family, count, batch, allowed), choices), progress)
-    rows = sorted((_plan(*found, tokens) for found in work.fitting), key=_order)
+    work = Work(family, limit)
+    work.do(_grouped(family, _points(family, count, batch, allowed), choices), progress, executor)
+    rows = sorted((_plan(fit, tokens) for fit in work.fitting), key=_order)
     return Search(model.name, device, count, limit, explained(rows), work.tried, tuple(dict.fromkeys(work.notes)))
 
 
@@ -273,100 +262,11 @@ def _grouped(family: Family, points: Iterable[Point], choices: _Choices) -> dict
     return out
 
 
-@dataclass
-class _Work:
-    """Derives structures and keeps what fits."""
-
-    family: Family
-    limit: float
-    fitting: list[tuple[Structure, Point, tuple[int, ...], float, dict[str, float]]] = field(default_factory=list)
-    """structures and points with bytes of each stage, seconds and their parts"""
-    tried: int = 0
-    derived: int = 0
-    notes: list[str] = field(default_factory=list)
-
-    def do(self, groups: Mapping[Structure, list[Point]], progress: bool | None) -> None:
-        """Try all points of all structures."""
-        error: CostGraphError | None = None
-        with progressing("search", len(groups), progress) as step:
-            for structure, points in groups.items():
-                step(f"ZeRO {structure.zero}, {structure.checkpoint}")
-                self.tried += len(points)
-                if likely := self.likely(structure, points):
-                    error = self.one(structure, likely) or error
-        if error is not None and not self.derived:
-            raise error
-
-    def likely(self, structure: Structure, points: Sequence[Point]) -> list[Point]:
-        """Return the points whose parameters, gradients and states alone would fit: others need no derivation."""
-        if self.limit == inf:
-            return [*points]
-        fits = self.family.least(structure, _columns(points)) <= self.limit
-        return [p for p, ok in zip(points, np.broadcast_to(fits, len(points)).tolist(), strict=True) if ok]
-
-    def one(self, structure: Structure, points: Sequence[Point]) -> CostGraphError | None:
-        """Try the points of a structure; with degrees bound where its graph cannot be derived with them open."""
-        self.family.step(structure)  # what cannot be trained is an error
-        try:
-            forms = self.family.forms(structure, _columns(points)["pp"])
-        except SpecError:
-            raise
-        except UnsupportedError as error:
-            if structure.pp == 1:
-                return self.bound(structure, points, error)
-            self.notes.append(f"no stages: {error}")
-            return error
-        except CostGraphError as error:
-            return self.bound(structure, points, error)
-        self.evaluate(structure, forms, points)
-        return None
-
-    def bound(self, structure: Structure, points: Sequence[Point], error: CostGraphError) -> CostGraphError | None:
-        """Try the points of a structure degree by degree, and say why."""
-        name = next((d for d in DEGREES if not isinstance(getattr(structure, d), int)), None)
-        if name is None:
-            return error
-        self.notes.append(f"by single {name}, ZeRO {structure.zero}: {error}")
-        last: CostGraphError | None = None
-        for n in sorted({getattr(p, name) for p in points}):
-            last = self.one(replace(structure, **{name: n}), [p for p in points if getattr(p, name) == n]) or last
-        return last
-
-    def evaluate(self, structure: Structure, forms: Sequence[Forms], points: Sequence[Point]) -> None:
-        """Evaluate formulas at all points at once, and keep those that fit."""
-        self.derived += len(points)
-        degrees = _columns(points)
-        micro = degrees.pop("micro_batch")
-        sizes = self.family.sizes(degrees, micro, structure)
-        there = np.array([there for _, there in self.family.cuts(structure, degrees["pp"])])
-        peaks, times = np.where(there, np.nan, 0), np.where(there, np.nan, 0)
-        for f in forms:
-            here = {name: array[f.there] for name, array in {**sizes, **f.layers}.items()}
-            peaks[f.stage, f.there], times[f.stage, f.there] = evaluated(f.peak, here), spent_in(f, here)
-        peak, slowest, taken = peaks.max(0), times.argmax(0), times.max(0)
-        fits = np.isfinite(peak) & np.isfinite(taken) & (peak <= self.limit)
-        for f in forms:
-            at = np.flatnonzero(fits & f.there & (slowest == f.stage))
-            if not at.size:
-                continue
-            here = {name: array[at] for name, array in {**sizes, **f.layers}.items()}
-            parts = {name: evaluated(form, here).tolist() for name, form in f.in_parts().items()}
-            for j, i in enumerate(at.tolist()):
-                own = {name: values[j] for name, values in parts.items() if values[j]}
-                stages = tuple(round(float(p)) for p in peaks[there[:, i], i])
-                self.fitting.append((structure, points[i], stages, float(taken[i]), own))
-
-
-def _columns(points: Sequence[Point]) -> dict[str, np.ndarray[Any, Any]]:
-    return dict(zip(Point._fields, np.array(points, dtype=np.int64).T, strict=True))
-
-
-def _plan(
-    structure: Structure, p: Point, stages: tuple[int, ...], taken: float, parts: Mapping[str, float], tokens: int
-) -> Plan:  # fmt: skip
+def _plan(fit: Fit, tokens: int) -> Plan:
+    how = {name: getattr(fit.structure, name) for name in ("zero", "sequence", "checkpoint")}
     return Plan(
-        **p._asdict(), zero=structure.zero, sequence=structure.sequence, checkpoint=structure.checkpoint, seconds=taken,
-        tokens_per_second=tokens / taken, memory=max(stages), parts=parts, stages=stages,
+        **fit.point._asdict(), **how, seconds=fit.seconds, tokens_per_second=tokens / fit.seconds,
+        memory=max(fit.stages), parts=fit.parts, stages=fit.stages,
     )  # fmt: skip
 
 

@@ -11,9 +11,9 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from ..algebra.extremum import as_expr
-from ..algebra.polynomial import ONE, Poly, poly, total
+from ..algebra.polynomial import Poly, poly, total
 from ..algebra.symbols import symbol
-from ..analysis.exchange import placed, taken, whole
+from ..analysis.exchange import exchange
 from ..analysis.memory import peak_memory
 from ..analysis.seconds import Spent, as_seconds, estimate, spent, together
 from ..analysis.training import tokens_poly
@@ -71,8 +71,8 @@ class Forms:
     peak: Compiled
     seconds: Compiled
     """all of a step that is not waited"""
-    parts: Mapping[str, Compiled]
-    """by what the time goes into"""
+    parts: Mapping[str, Formula]
+    """by what the time goes into; not compiled, since most structures have no plan that fits"""
     idle: Compiled | None = None
     """time of a stage of a pipeline that waits for others"""
     stage: int = 0
@@ -82,9 +82,10 @@ class Forms:
     there: Array | None = None
     """for which points it is one of the stages, and holds"""
 
-    def in_parts(self) -> Mapping[str, Compiled]:
+    def in_parts(self) -> dict[str, Compiled]:
         """Return what the time of a step goes into, waiting included."""
-        return self.parts if self.idle is None else {**self.parts, IDLE: self.idle}
+        parts = {name: _compiled(formula) for name, formula in self.parts.items()}
+        return parts if self.idle is None else {**parts, IDLE: self.idle}
 
 
 class _Laid(Rewriter):
@@ -207,9 +208,8 @@ class Family:
             count = self.poly("accumulate", structure)
             once = [_by_last(w, count) for w in asked.works if _reduces(w)]
             asked = replace(asked, works=[w for w in asked.works if not _reduces(w)] + once)
-        pp = self.poly("pp", structure)
-        times = [_spent(w, asked, pp) for w in asked.works]
-        parts = {name: _compiled(as_seconds(p, asked.values)) for name, p in _parts(asked, times).items()}
+        times = [_spent(w, asked) for w in asked.works]
+        parts = {name: as_seconds(p, asked.values) for name, p in _parts(asked, times).items()}
         busy, idle = self.together(times, asked), None
         if structure.pp != 1:
             each = [
@@ -217,7 +217,7 @@ class Family:
                 for w, t in zip(asked.works, times, strict=True)
                 if w.op.phase != "optimizer" and all(w is not o for o in once)
             ]
-            share = bubble("1f1b", pp.expr, self.poly("accumulate", structure).expr)
+            share = bubble("1f1b", self.poly("pp", structure).expr, self.poly("accumulate", structure).expr)
             # updates, and what the last micro-batch reduces, come behind all of them
             waited = self.together([t for _, t in each], replace(asked, works=[w for w, _ in each]))
             idle = _compiled(as_seconds(poly(as_expr(share)) * waited, asked.values))
@@ -324,17 +324,13 @@ def _between(work: Work) -> bool:
     return isinstance(work.op.kind, Send | Collective) and work.op.kind.axis == "pp"
 
 
-def _spent(work: Work, asked: Asked, pp: Poly) -> list[Spent]:
-    """Return the times of an op; stages are a mesh of ranks apart, the first and the last one by all of them."""
-    kind = work.op.kind
-    if not _between(work) or not isinstance(kind, Send | Collective):
-        return spent(work, asked)
-    mesh = asked.graph.sharding.mesh.devices if asked.graph.sharding is not None else ONE
-    apart, ranks, how = (mesh, pp, "send") if isinstance(kind, Send) else (mesh * (pp - 1), poly(2), kind.collective)
-    group = placed(work.op.name, ranks, apart.bind(asked.values), asked.hardware)
-    once = taken(how, whole(work.op).bind(asked.values), group)
-    compute, memory = work.seconds(asked.rates)
-    return [(compute, "compute"), (memory, "memory"), (once * work.times, group.link)]
+def _spent(work: Work, asked: Asked) -> list[Spent]:
+    """Return the times of an op, of a send to the next stage on its link as well."""
+    found = spent(work, asked)
+    if isinstance(work.op.kind, Send):
+        once, link = exchange(work.op, asked.graph, asked.values, asked.hardware)
+        found.append((once * work.times, link))
+    return found
 
 
 def _sent_as(work: Work) -> str | None:

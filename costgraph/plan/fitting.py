@@ -1,0 +1,178 @@
+"""Plans that fit: structures are derived, one after the other or side by side, and evaluated over arrays of degrees."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
+from math import inf
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..errors import CostGraphError, SpecError, UnsupportedError
+from .progress import progressing
+from .structures import DEGREES, Family, Forms, Structure, evaluated, spent_in
+
+__all__ = ["Fit", "Point", "Work"]
+
+
+class Point(NamedTuple):
+    """What plans of one structure differ in."""
+
+    dp: int
+    tp: int
+    pp: int
+    cp: int
+    ep: int
+    micro_batch: int
+    accumulate: int
+
+
+class Fit(NamedTuple):
+    """A plan that fits."""
+
+    structure: Structure
+    point: Point
+    stages: tuple[int, ...]
+    """bytes of each stage"""
+    seconds: float
+    parts: dict[str, float]
+    """of the time, in seconds"""
+
+
+class Done(NamedTuple):
+    """What another process hands back of a structure."""
+
+    fitting: list[Fit]
+    derived: int
+    notes: list[str]
+    error: CostGraphError | None
+
+
+@dataclass
+class Work:
+    """Derives structures and keeps what fits."""
+
+    family: Family
+    limit: float
+    fitting: list[Fit] = field(default_factory=list)
+    tried: int = 0
+    derived: int = 0
+    notes: list[str] = field(default_factory=list)
+    error: CostGraphError | None = None
+    """why a structure could not be derived"""
+
+    def do(self, groups: Mapping[Structure, list[Point]], progress: bool | None, executor: Executor | None) -> None:
+        """Try all points of all structures, structures side by side where there is what runs them."""
+        self.tried += sum(map(len, groups.values()))
+        likely = {structure: found for structure, points in groups.items() if (found := self.likely(structure, points))}
+        for structure in likely:
+            self.family.step(structure)  # what cannot be trained is an error, whatever else there is
+        with progressing("search", len(likely), progress) as step:
+            for structure, tried in zip(likely, self.tries(likely, executor), strict=True):
+                step(f"ZeRO {structure.zero}, {structure.checkpoint}")
+                self.error = tried() or self.error
+        if self.error is not None and not self.derived:
+            raise self.error
+
+    def tries(
+        self, likely: Mapping[Structure, list[Point]], executor: Executor | None
+    ) -> Iterator[Callable[[], CostGraphError | None]]:
+        """Yield for each structure what tries its points, and returns why it cannot be derived."""
+        if executor is None:
+            yield from (partial(self.one, structure, points) for structure, points in likely.items())
+            return
+        sent = pickle.dumps((replace(self.family, steps={}), self.limit))
+        futures = [executor.submit(_elsewhere, sent, structure, points) for structure, points in likely.items()]
+        try:
+            yield from (partial(self.gathered, future) for future in futures)
+        finally:
+            for future in futures:  # those that an error leaves behind
+                future.cancel()
+
+    def gathered(self, future: Future[Done]) -> CostGraphError | None:
+        """Wait for what another process tries."""
+        fitting, derived, notes, error = future.result()
+        self.fitting += fitting
+        self.derived += derived
+        self.notes += notes
+        return error
+
+    def likely(self, structure: Structure, points: Sequence[Point]) -> list[Point]:
+        """Return the points whose parameters, gradients and states alone would fit: others need no derivation."""
+        if self.limit == inf:
+            return [*points]
+        fits = self.family.least(structure, columns(points)) <= self.limit
+        return [p for p, ok in zip(points, np.broadcast_to(fits, len(points)).tolist(), strict=True) if ok]
+
+    def one(self, structure: Structure, points: Sequence[Point]) -> CostGraphError | None:
+        """Try the points of a structure; with degrees bound where its graph cannot be derived with them open."""
+        try:
+            forms = self.family.forms(structure, columns(points)["pp"])
+        except SpecError:
+            raise
+        except UnsupportedError as error:
+            if structure.pp == 1:
+                return self.bound(structure, points, error)
+            self.notes.append(f"no stages: {error}")
+            return error
+        except CostGraphError as error:
+            return self.bound(structure, points, error)
+        self.evaluate(structure, forms, points)
+        return None
+
+    def bound(self, structure: Structure, points: Sequence[Point], error: CostGraphError) -> CostGraphError | None:
+        """Try the points of a structure degree by degree, and say why."""
+        name = next((d for d in DEGREES if not isinstance(getattr(structure, d), int)), None)
+        if name is None:
+            return error
+        self.notes.append(f"by single {name}, ZeRO {structure.zero}: {error}")
+        last: CostGraphError | None = None
+        for n in sorted({getattr(p, name) for p in points}):
+            last = self.one(replace(structure, **{name: n}), [p for p in points if getattr(p, name) == n]) or last
+        return last
+
+    def evaluate(self, structure: Structure, forms: Sequence[Forms], points: Sequence[Point]) -> None:
+        """Evaluate formulas at all points at once, and keep those that fit."""
+        self.derived += len(points)
+        degrees = columns(points)
+        micro = degrees.pop("micro_batch")
+        sizes = self.family.sizes(degrees, micro, structure)
+        there = np.array([there for _, there in self.family.cuts(structure, degrees["pp"])])
+        peaks, times = np.where(there, np.nan, 0), np.where(there, np.nan, 0)
+        for f in forms:
+            here = {name: array[f.there] for name, array in {**sizes, **f.layers}.items()}
+            peaks[f.stage, f.there], times[f.stage, f.there] = evaluated(f.peak, here), spent_in(f, here)
+        peak, slowest, taken = peaks.max(0), times.argmax(0), times.max(0)
+        fits = np.isfinite(peak) & np.isfinite(taken) & (peak <= self.limit)
+        for f in forms:
+            at = np.flatnonzero(fits & f.there & (slowest == f.stage))
+            if not at.size:
+                continue
+            here = {name: array[at] for name, array in {**sizes, **f.layers}.items()}
+            parts = {name: evaluated(form, here).tolist() for name, form in f.in_parts().items()}
+            for j, i in enumerate(at.tolist()):
+                own = {name: values[j] for name, values in parts.items() if values[j]}
+                stages = tuple(round(float(p)) for p in peaks[there[:, i], i])
+                self.fitting.append(Fit(structure, points[i], stages, float(taken[i]), own))
+
+
+@lru_cache(maxsize=1)
+def _received(sent: bytes) -> tuple[Family, float]:
+    """Return a family and a limit in another process, once for all that is tried there."""
+    found: tuple[Family, float] = pickle.loads(sent)
+    return found
+
+
+def _elsewhere(sent: bytes, structure: Structure, points: Sequence[Point]) -> Done:
+    """Try the points of a structure in another process, which keeps the steps that it makes."""
+    work = Work(*_received(sent))
+    error = work.one(structure, points)
+    return Done(work.fitting, work.derived, work.notes, error)
+
+
+def columns(points: Sequence[Point]) -> dict[str, np.ndarray[Any, Any]]:
+    return dict(zip(Point._fields, np.array(points, dtype=np.int64).T, strict=True))
