@@ -135,6 +135,44 @@ def test_two_stacks_are_folded_one_after_the_other():
 
     folded = cg.fold(cg.fold(both(4, 3), "encoder", "N"), "decoder", "M")
     assert answers(folded, N=6, M=5, **SIZES) == answers(both(6, 5), **SIZES)
+    assert answers(cg.fold(both(4, 3)), L_encoder=6, L_decoder=5, **SIZES) == answers(both(6, 5), **SIZES)
+
+
+def stages(*depths, widths):
+    """Stages of blocks, as convolutional networks have them: `widths` parameters in each block of a stage."""
+    with cg.Graph("g") as g:
+        x = g.input("x", (B, D))
+        for i, (depth, width) in enumerate(zip(depths, widths, strict=True)):
+            for j in range(depth):
+                with cg.scope(f"net/stages/{i}/blocks/{j}"):
+                    for k in range(width):
+                        x = cg.relu(x @ g.param(f"w{k}", (D, D)))
+        g.output(x)
+    return g
+
+
+def test_without_a_path_every_stack_with_equal_blocks_is_folded():
+    """Of stages that are not alike the blocks; of stages that are, the stages; nothing has to be said of either."""
+    folded = cg.fold(stages(4, 3, 5, widths=(1, 2, 3)), None, "N")
+    counts = {f"N_{i}_blocks": n for i, n in enumerate((6, 4, 7))}
+    assert answers(folded, **counts, B=3, D=5) == answers(stages(6, 4, 7, widths=(1, 2, 3)), B=3, D=5)
+    alike = cg.fold(stages(*(3,) * 4, widths=(2,) * 4))
+    assert answers(alike, L=6, B=3, D=5) == answers(stages(*(3,) * 6, widths=(2,) * 6), B=3, D=5)
+    weights = sum(w * cg.dims(f"N_{i}_blocks") for i, w in enumerate((1, 2, 3)))
+    assert cg.param_count(folded) == (cg.dims("D") ** 2 * weights).expand()
+    assert cg.param_count(alike) == 3 * 2 * cg.dims("D") ** 2 * cg.dims("L")
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: stages(2, 2, widths=(1, 2)), "no scope has blocks 0, 1, ..., expected a graph with a stack of layers"),
+        (lambda: stages(2, 2, 2, widths=(1, 2, 3)), "blocks 0 and 1 differ: block 1 has"),
+    ],
+)
+def test_without_a_stack_of_equal_blocks_there_is_nothing_to_fold(make, text):
+    with pytest.raises(cg.GraphError, match=text):
+        cg.fold(make())
 
 
 def test_something_of_every_block_that_is_an_output_stays_one():

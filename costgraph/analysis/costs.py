@@ -65,9 +65,9 @@ def _executions(graph: Graph, times: Poly, moves: bool, absent: dict[Tensor, Pol
             continue
         runs = times
         if isinstance(op.kind, Accumulate):  # the first term of a sum becomes it
-            first, without = taken(op), absent.get(op.operands[0], ZERO)
-            if first is not None and without:
-                yield first, without, moves
+            without = absent.get(op.operands[0], ZERO)
+            if op.kind.lent and without:
+                yield taken(op), without, moves
             runs = times - without
             if not runs:
                 continue

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from ..algebra.polynomial import ZERO, Poly, poly, total
-from ..errors import BindingError, SpecError, UnsupportedError
+from ..errors import BindingError, SpecError
 from ..graph.arguments import need_flag
 from ..graph.graph import Graph
 from ..graph.op import Op
@@ -207,14 +207,6 @@ class Asked:
         """Names of what is open: sizes, and the symbols of hardware that is an unknown."""
         sizes = (n for n in known_names(self.graph) if n not in self.values or self.values[n].constant is None)
         return tuple(sorted({*sizes, *self.hardware.symbols}))
-
-    def need_alone(self, question: str, expected: str) -> None:
-        """Raise UnsupportedError if a device does something together with others."""
-        found = next((w for w in self.works if w.collective), None)
-        if found is not None:
-            raise UnsupportedError(
-                f"{question} of graph {self.graph.name!r}: {found.op.name!r} is a collective, expected {expected}"
-            )
 
     def need_numbers(self, question: str) -> None:
         """Raise BindingError if something is open, naming all of it."""

@@ -89,11 +89,8 @@ def accumulate(so_far: Tensor, term: Tensor, *, lent: bool = False, name: str = 
     return apply(Accumulate(lent=lent and dense is term), [so_far, dense], name)[0]
 
 
-def taken(op: Op) -> Op | None:
-    """Return what an op that adds to a sum does where there is none yet: a copy, or nothing."""
-    assert isinstance(op.kind, Accumulate)
-    if not op.kind.lent:
-        return None
+def taken(op: Op) -> Op:
+    """Return what an op that adds a term that is lent does where there is nothing yet to add to: a copy of it."""
     copy = Op(op.graph, Pointwise(function=FUNCTIONS["copy"]), op.name, op.operands[1:], op.scope, op.phase)
     copy.results = op.results
     return copy

@@ -96,12 +96,11 @@ class Player(Generic[P]):
         elif isinstance(op.kind, Absent):
             env[self.key(op.results[0])] = None
         elif isinstance(op.kind, Accumulate) and env[self.key(op.operands[0])] is None:
-            first = taken(op)
-            if first is None:
-                env[self.key(op.results[0])] = env[self.key(op.operands[1])]
-            else:
+            if op.kind.lent:
                 del env[self.key(op.operands[0])]
-                self.step(first, env, place)
+                self.step(taken(op), env, place)
+            else:
+                env[self.key(op.results[0])] = env[self.key(op.operands[1])]
         else:
             self.step(op, env, place)
 

@@ -232,29 +232,22 @@ class _Interpreter:
         reads = []
         for op in graph.ops:
             self.out.ops.setdefault(op.name, Counted())
-            loop = op.loop
-            if loop is not None:
+            if (loop := op.loop) is not None:
                 self.loop(loop, env, where)
                 continue
-            if isinstance(op.kind, Absent):
-                env[op.results[0]] = None
-                continue
-            if isinstance(op.kind, Accumulate) and env[op.operands[0]] is None:
-                first = taken(op)
-                if first is None:
-                    env[op.results[0]] = env[op.operands[1]]
+            if isinstance(op.kind, Absent) or (isinstance(op.kind, Accumulate) and env[op.operands[0]] is None):
+                env[op.results[0]] = None if isinstance(op.kind, Absent) else env[op.operands[1]]
+                if isinstance(op.kind, Absent) or not op.kind.lent:
                     continue
-                op = first
+                op = taken(op)
             there = placed | self.slices(op)
             if isinstance(op.kind, Kernel):
                 at = self.kernel(op, env, where, there, inside=inside)
             else:
                 at = At(op, self.sizes, [env[t] for t in op.operands], there, inside, where)
                 if type(op.kind) not in self.meanings:
-                    raise UnsupportedError(
-                        f"op kind {op.kind.name!r} of {op.name!r} has no meaning, expected one from "
-                        f"costgraph.testing.meaning"
-                    )
+                    what, expected = f"op kind {op.kind.name!r} of {op.name!r}", "one from costgraph.testing.meaning"
+                    raise UnsupportedError(f"{what} has no meaning, expected {expected}")
                 self.meanings[type(op.kind)](at)
             self.finish(at, env, inside=inside)
             if isinstance(op.kind, Empty):

@@ -224,7 +224,14 @@ IDS = torch.zeros(3, 17, dtype=torch.long)
 
 @pytest.mark.parametrize("name", SCOPES)
 def test_a_language_model(name):
-    held_to(lambda n: trace(Loss(built(name, n).eval()), IDS, dims=[("B", "S")]), SCOPES[name], 4, (3, 6), POINTS["BS"])
+    def forward(n):
+        return trace(Loss(built(name, n).eval()), IDS, dims=[("B", "S")])
+
+    folded = held_to(forward, SCOPES[name], 4, (3, 6), POINTS["BS"])
+    found = cg.fold(forward(4))  # by the paths that the trace gives
+    for question in (cg.flops, cg.bytes_moved, cg.param_count):
+        assert question(found) == question(folded)
+    assert cg.peak_memory(found, L=6, **POINTS["BS"][0]) == cg.peak_memory(folded, L=6, **POINTS["BS"][0])
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from ...algebra.polynomial import poly
@@ -14,23 +15,25 @@ from .around import Around
 from .build import Folder
 from .equal import Differs, difference
 from .match import Match
-from .runs import FEWEST, Labels, Run, find_runs
+from .runs import FEWEST, Labels, Run, find_runs, stacks_of
 
 __all__ = ["fold"]
 
 
-def fold(graph: Graph, scope: str, count: str, /) -> Graph:
+def fold(graph: Graph, scope: str | None = None, count: str = "L", /) -> Graph:
     """Turn the equal blocks of a stack into loops, so that their number is a symbol.
 
     Parameters
     ----------
     graph : Graph
         With one op for each call in each block, as a trace or `unroll` makes it; it stays as it is.
-    scope : str
+    scope : str, optional
         Path whose children `0`, `1`, ... are the blocks, such as `transformer/h`; of an unrolled graph, the name of the
-        loop.
+        loop. By default every stack that the paths of ops show, as a trace gives them, and that has equal blocks; of
+        stacks in each other the outer one, where its blocks are equal.
     count : str
-        Name of the symbol for the number of blocks. It has no default.
+        Name of the symbol for the number of blocks. Where several stacks are found, each has a symbol of this name
+        and its path without what all paths begin with, such as `L_encoder_layer`. It has no default size.
 
     Returns
     -------
@@ -64,13 +67,15 @@ def fold(graph: Graph, scope: str, count: str, /) -> Graph:
     ...         with cg.scope(f"h/{i}"):
     ...             x = x + cg.relu(x @ g.param("w", (D, D)))
     ...     g.output(x)
-    >>> f = cg.fold(g, "h", "L")
+    >>> f = cg.fold(g)
     >>> cg.matmul_flops(f), cg.param_count(f)
     (2*B*D**2*L, D**2*L)
     >>> cg.peak_memory(f, L=4, B=2, D=3) == cg.peak_memory(g, B=2, D=3)
     True
     """
     need_graph("fold", graph)
+    if scope is None:
+        return _fold_all(graph, count)
     if not isinstance(scope, str):
         raise GraphError(f"fold of graph {graph.name!r}: scope {shown(scope)}, expected a path such as 'transformer/h'")
     if not isinstance(count, str) or not is_name(count) or count in known_names(graph):
@@ -85,6 +90,37 @@ def fold(graph: Graph, scope: str, count: str, /) -> Graph:
         with new:
             new.assume(f"{count} >= {outside + 1}")
     return new
+
+
+def _fold_all(graph: Graph, count: str) -> Graph:
+    """Fold every stack that has equal blocks; the error is that of the first one where none has."""
+    found: list[str] = []
+    refused: GraphError | None = None
+    for scope in stacks_of(graph):
+        if any(not outer or scope.startswith(f"{outer}/") for outer in found):
+            continue
+        try:
+            fold(graph, scope, count)
+        except GraphError as error:
+            refused = refused or error
+        else:
+            found.append(scope)
+    if not found:
+        raise refused or GraphError(
+            f"fold of graph {graph.name!r}: no scope has blocks 0, 1, ..., expected a graph with a stack of layers"
+        )
+    for scope, name in zip(found, _names(count, found), strict=True):
+        graph = fold(graph, scope, name)
+    return graph
+
+
+def _names(count: str, scopes: Sequence[str]) -> list[str]:
+    """Return a name for the depth of each stack: those of several have its path behind them, from where these part."""
+    if len(scopes) == 1:
+        return [count]
+    paths = [scope.split("/") for scope in scopes]
+    alike = next(i for i, levels in enumerate(zip(*paths, strict=False)) if len(set(levels)) > 1)
+    return [re.sub(r"\W", "_", "_".join((count, *path[alike:]))) for path in paths]
 
 
 def _matched(graph: Graph, labels: Labels, runs: Sequence[Run]) -> Match:

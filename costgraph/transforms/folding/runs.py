@@ -13,7 +13,7 @@ from ...graph.graph import Graph
 from ...graph.op import Op
 from ...ops.keep import Keep
 
-__all__ = ["FEWEST", "Labels", "Run", "find_runs"]
+__all__ = ["FEWEST", "Labels", "Run", "find_runs", "stacks_of"]
 
 #: Equal blocks that there have to be: two of them could be alike by chance.
 FEWEST = 3
@@ -100,16 +100,20 @@ class Labels:
         return self._named.sub(self.scope, name).replace("//", "/").strip("/")
 
 
-def _choices(graph: Graph) -> str:
-    """Say which scopes have children 0, 1 and 2."""
+def stacks_of(graph: Graph) -> list[str]:
+    """Return the scopes that have children 0, 1 and 2, in program order; one stands before those inside of it."""
     children: dict[str, set[str]] = {}
     for op in graph.ops:
         levels = op.scope.split("/")
         for i, level in enumerate(levels):
             if level.isdigit():
                 children.setdefault("/".join(levels[:i]), set()).add(level)
-    found = [repr(scope) for scope, numbers in children.items() if {"0", "1", "2"} <= numbers]
-    return f"one of {', '.join(found)}" if found else "a graph with a stack of layers"
+    return [scope for scope, numbers in children.items() if {"0", "1", "2"} <= numbers]
+
+
+def _choices(graph: Graph) -> str:
+    found = stacks_of(graph)
+    return f"one of {', '.join(map(repr, found))}" if found else "a graph with a stack of layers"
 
 
 @dataclass(eq=False)
