@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import TypeAlias
@@ -19,9 +19,13 @@ from ..graph.placement import Waiting
 from ..graph.sizes import known_names, of_stages
 from ..hardware.networks import Network
 from ..hardware.specs import Hardware
+from ..ops.collectives import Collective
 from ..ops.hops import Send
+from ..transforms.events import TIMES, idle, idle_at, sizes
+from ..transforms.schedules import SCHEDULES
 from .calibrated.model import loads_of, shipped
 from .exchange import exchange
+from .saved import behind
 from .seconds import OVERLAPS, estimate, largest, lower_bound, spent, together, warn_of
 from .work import Asked, Fallback, Work, ask, exact
 
@@ -181,19 +185,36 @@ def of_pipeline(stages: Sequence[Asked], timing: Timing) -> Poly:
         Seconds of some of the ops of a stage.
     """
     facts = [_knows(asked) for asked in stages]
-    p, m = facts[0].stages, facts[0].micro_batches
+    p, m, v = facts[0].stages, facts[0].micro_batches, facts[0].groups
     shares = [_shares(asked, timing, m) for asked in stages]
-    passes = [forward + backward for forward, backward, _ in shares]
-    through = total(fact.alike * one for one, fact in zip(passes, facts, strict=True))
+    passes = [forward + back + weights for forward, back, weights, _ in shares]
     send = _most([time for asked in stages for time in _sends(asked)], stages)
+    once = _most((share[-1] for share in shares), stages)
+    if facts[0].schedule not in ("gpipe", "1f1b"):
+        turned = SCHEDULES[facts[0].schedule].folded  # within the last rank: nothing is sent there
+        waits = 2 * (p * v - (2 if turned else 1))
+        return m * _most(passes, stages) + _idle(facts[0], shares, stages) + waits * send + once
+    through = total(fact.alike * one for one, fact in zip(passes, facts, strict=True))
     if facts[0].schedule == "gpipe":
-        slowest = _most((f for f, _, _ in shares), stages) + _most((b for _, b, _ in shares), stages)
+        slowest = _most((f for f, *_ in shares), stages) + _most((b for _, b, *_ in shares), stages)
         waits = 2 * (p - 1)
     else:  # what the last stage sends back is waited for once every p micro-batches less
         slowest = _most(passes, stages)
         n = m + p - 1
         waits = 2 * (n - poly(sympy.ceiling((n / p).expr)))
-    return through + (m - 1) * slowest + waits * send + _most((once for _, _, once in shares), stages)
+    return through + (m - 1) * slowest + waits * send + once
+
+
+def _idle(facts: Waiting, shares: Sequence[Sequence[Poly]], stages: Sequence[Asked]) -> Poly:
+    """Return how long a rank waits for others of which each group of layers takes as long as the slowest one."""
+    each = (_most(times, stages) / facts.groups for times in list(zip(*shares, strict=True))[:3])
+    put = dict(zip(("p", "forward", "input", "weight"), (facts.stages, *each), strict=True))
+    forms, fewest = idle(facts.schedule)
+    ranks = facts.stages.constant
+    if ranks is not None and ranks < fewest:
+        many, groups = next(sizes(facts.schedule, int(ranks)))
+        forms = tuple(sympy.Matrix([row]).dot(TIMES) for row in idle_at(facts.schedule, int(ranks), many, groups))
+    return _most((poly(form).bind(put) for form in forms), stages)
 
 
 def _knows(asked: Asked) -> Waiting:
@@ -206,24 +227,44 @@ def _knows(asked: Asked) -> Waiting:
     )  # fmt: skip
 
 
-def _shares(asked: Asked, timing: Timing, m: Poly) -> tuple[Poly, Poly, Poly]:
-    """Return the seconds of the forward and of the backward pass of a micro-batch, and of what a step does once."""
-    parts: dict[str, list[Work]] = {"forward": [], "backward": [], "once": []}
+def _shares(asked: Asked, timing: Timing, m: Poly) -> tuple[Poly, Poly, Poly, Poly]:
+    """Return the seconds of a micro-batch: forward, back, for weights behind that; and of what a step does once."""
+    parts: dict[str, list[Work]] = {"forward": [], "backward": [], "weights": [], "once": []}
+    known = asked.graph.waiting
+    assert known is not None
+    apart = known.schedule not in ("gpipe", "1f1b", "interleaved")
+    late = {op for g in asked.graph.bodies() if _is_pass(g) or g is asked.graph for op in behind(g)} if apart else set()
     for work in asked.works:
-        parts[when(work.op)].append(work)
-    forward, backward, once = (timing(replace(asked, works=part)) if part else ZERO for part in parts.values())
-    return forward / m, backward / m, once
+        parts[when(work.op, late)].append(work)
+    forward, back, weights, once = (timing(replace(asked, works=part)) if part else ZERO for part in parts.values())
+    return forward / m, back / m, weights / m, once
 
 
-def when(op: Op) -> str:
-    """Say whether an op is of the forward or backward pass of a micro-batch, or is done once a step."""
-    while op.graph.owner is not None and not _is_pass(op.graph):
+def when(op: Op, late: Collection[Op] = ()) -> str:
+    """Say of which pass of a micro-batch an op is, or that it is done once a step."""
+    root, alone = op.graph.root, _reduces(op)
+    while op.graph is not root and not _is_pass(op.graph):
+        assert op.graph.owner is not None
         op = op.graph.owner
-    if op.phase == "optimizer" or (
-        not _is_pass(op.graph) and any(_is_pass(o.loop.body) for o in op.graph.ops if o.loop)
-    ):
+        alone = alone and not _is_pass(op.graph)
+    passes = _is_pass(op.graph)
+    several = any(_is_pass(o.loop.body) for o in root.ops if o.loop)
+    if op.phase == "optimizer" or (not passes and (several or alone)):
         return "once"
-    return "forward" if op.phase == "forward" else "backward"
+    return "forward" if op.phase == "forward" else "weights" if op in late else "backward"
+
+
+def _reduces(op: Op) -> bool:
+    """Whether an op puts gradients of ranks together that nothing before in the model waits for."""
+    if not isinstance(op.kind, Collective) or op.phase != "backward":
+        return False
+    graph, reached = op.graph, {*op.results}
+    for other in graph.ops[graph.ops.index(op) + 1 :]:
+        if other.phase != "optimizer" and not reached.isdisjoint(other.operands):
+            if isinstance(other.kind, Send) or (other.loop is not None and not reached.isdisjoint(other.loop.starts)):
+                return False
+            reached |= {*other.results}
+    return graph.owner is None or graph.owner.loop is None or reached.isdisjoint(graph.owner.loop.nexts)
 
 
 def _is_pass(body: Graph) -> bool:

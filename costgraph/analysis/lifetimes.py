@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import lcm
+from operator import mul
 from types import MappingProxyType
 
-from ..algebra.polynomial import ONE, ZERO, Poly, as_poly
+from ..algebra.extremum import Owner, extremum
+from ..algebra.polynomial import ONE, ZERO, Poly, as_poly, poly, total
 from ..graph.graph import Graph
 from ..graph.loop import Loop, loops
 from ..graph.op import Op
@@ -21,7 +23,7 @@ from ..graph.strides import numel
 from ..graph.tensor import Storage, Tensor
 from ..ops.play import Env, Player, Turn
 from .families import Family, Held, Life, Rest, piece
-from .saved import leaves, left
+from .saved import leaves, left, left_for_weights
 
 __all__ = ["Copies", "Life", "Program", "Step", "copies_for", "copies_needed", "period", "play"]
 
@@ -203,16 +205,27 @@ class _Player(Player[tuple[str, ...]]):
         self.play(loop.body.ops, env, (*place, f"[{_iteration(turn)}]"))
 
     def hold(self, graph: Graph, waiting: Waiting) -> None:
-        """Add what other micro-batches hold while one runs: fewer of them once there are gradients."""
-        steps = self.program.steps
+        """Add what other micro-batches hold while one runs: at first before there are gradients, then with all.
+
+        A pass goes through all groups of layers of a rank, where the others of them are held as long as one runs: those
+        that it has freed on its way are held again behind it.
+        """
         loop = next((op.loop for op in graph.ops if op.loop is not None and leaves(op.loop.body)), None)
         if loop is None:
             return
+        ready, of_weights = left(loop.body), left_for_weights(loop.body)
+        each = [p for pair in zip(ready, of_weights, strict=True) for p in pair]
+        each[:2] = (p / waiting.groups for p in each[:2])
+        steps, loops = self.program.steps, {*loop.body.ops}
         end = max(i for i, step in enumerate(steps) if step.op.phase != "optimizer")
-        spans = [(start, stop - 1) for start, stop in pairwise((*self.passes, end + 1))]
-        for i, (start, stop) in enumerate(spans):
-            many = waiting.later if i else waiting.first
-            self.program.lives.append(Life("waiting", "activation", left(loop.body) * many, start, stop))
+        for i, (start, stop) in enumerate(pairwise((*self.passes, end + 1))):
+            found = [total(map(mul, held, each)) for held in (waiting.later if i else waiting.first)]
+            many = found[0] if len(found) == 1 else poly(extremum([(p, Owner()) for p in found]))
+            self.program.lives.append(Life("waiting", "activation", many, start, stop - 1))
+            behind = max((k for k in range(start, stop) if steps[k].op.graph.owner in loops), default=stop)
+            if waiting.groups != ONE and behind + 1 < stop:
+                again = each[0] * (waiting.groups - 1)
+                self.program.lives.append(Life("other groups", "activation", again, behind + 1, stop - 1))
 
     def collected(self, loop: Loop, rows: Sequence[Held]) -> Held:
         return self.rests[-1].family(rows, reverse=loop.reverse)

@@ -12,8 +12,9 @@ from ..graph.loop import Loop
 from ..graph.op import Op
 from ..graph.sizes import bindings
 from ..graph.tensor import Storage, Tensor
+from ..ops.hops import Send
 
-__all__ = ["leaves", "left", "saved_bytes"]
+__all__ = ["behind", "leaves", "left", "left_for_weights", "saved_bytes"]
 
 
 def saved_bytes(graph: Graph, /, **dims: int) -> dict[str, Formula]:
@@ -74,15 +75,51 @@ def leaves(graph: Graph) -> bool:
     return {"forward", "backward"} <= {op.phase for op in graph.ops}
 
 
-def left(graph: Graph) -> Poly:
-    """Return the bytes of the device that the forward pass of a graph or body leaves, with all iterations inside."""
+def left(graph: Graph) -> tuple[Poly, Poly, Poly]:
+    """Return the bytes of the device that a forward pass leaves: in iterations of loops, before and behind these."""
     inside = [op.loop for op in graph.ops if op.loop is not None and op.phase == "forward"]
-    return total(
-        [
-            *(s.bytes for s in dict.fromkeys(_outlive(graph)) if not s.host),
-            *(loop.count * (_of_device(_left(loop)) + left(loop.body)) for loop in inside),
-        ]
-    )
+    layers = [loop.count * total([_of_device(_left(loop)), *left(loop.body)]) for loop in inside]
+    return total(layers), *_by_place(graph, _outlive(graph))
+
+
+def left_for_weights(graph: Graph) -> tuple[Poly, Poly, Poly]:
+    """Return the bytes that gradients of weights need once those that go to other ranks are made, as `left`.
+
+    What a gradient of a weight before the layers needs of them counts as before.
+    """
+    late = behind(graph)
+    own = _made(op for op in graph.ops if op not in late) - _there(graph)
+    read = dict.fromkeys(t for op in late for t in op.operands)
+    pieces: dict[Storage, Poly] = {}
+    for loop in (t.producer.loop for t in read if t.producer is not None and _is_left(t)):
+        assert loop is not None
+        kept = {inner.storage for t, inner in zip(loop.pieces, loop.saved, strict=True) if t in read}
+        pieces |= {s: loop.count * s.bytes for s in _left(loop) if s in kept and not s.host}
+    return total(pieces.values()), *_by_place(graph, (t.storage for t in read if t.storage in own))
+
+
+def behind(graph: Graph) -> list[Op]:
+    """List the ops of a pass behind the last one that hands a gradient on: they make gradients of weights alone."""
+    ops = graph.ops
+    last = max((i for i, op in enumerate(ops) if op.phase != "forward" and _hands_on(op)), default=len(ops))
+    return [op for op in ops[last + 1 :] if op.phase != "optimizer"]
+
+
+def _by_place(graph: Graph, storages: Iterable[Storage]) -> tuple[Poly, Poly]:
+    """Return the bytes of storages that are made before the layers, or of their last gradients, and of all others."""
+    before: set[Storage] = set()
+    for op in graph.ops:
+        if op.loop is not None and op.loop.pieces:
+            break
+        before |= {t.storage for t in op.results}
+    before |= {t.storage for op in graph.ops if op.phase != "forward" and _hands_on(op) for t in op.results}
+    found = dict.fromkeys(storages)
+    return _of_device(s for s in found if s in before), _of_device(s for s in found if s not in before)
+
+
+def _hands_on(op: Op) -> bool:
+    """Whether an op has a gradient that goes on to layers before, or to other ranks."""
+    return isinstance(op.kind, Send) or (op.loop is not None and bool(op.loop.starts))
 
 
 def _of_device(storages: Iterable[Storage]) -> Poly:

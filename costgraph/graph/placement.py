@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Factor",
     "Factors",
+    "Held",
     "Mesh",
     "Placement",
     "Sharding",
@@ -91,22 +92,31 @@ def tidy(factors: Iterable[Factor]) -> Factors:
     return tuple(out) if any(isinstance(f, str) for f in out) else ()
 
 
+#: How many wait beside the micro-batch that runs, for their backward pass and for gradients of weights alone: groups of
+#: layers, and the same of what there is before the layers of a model, and of what there is behind them.
+Held = tuple[Poly, Poly, Poly, Poly, Poly, Poly]
+
+
 @dataclass(frozen=True)
 class Waiting:
-    """What a stage of a pipeline knows of the others, and the micro-batches that wait for their backward pass."""
+    """What a rank of a pipeline knows of the others, and the micro-batches that wait for their backward pass."""
 
-    first: Poly
-    """others that it holds while the first one of all runs"""
-    later: Poly
-    """others while one runs behind which gradients are there already"""
+    first: tuple[Held, ...]
+    """what it holds while the first one of all runs, at different times"""
+    later: tuple[Held, ...]
+    """while one runs behind which gradients are there already"""
     schedule: str
     """order of forward and backward passes"""
     stages: Poly
-    """of the whole pipeline"""
+    """ranks of the whole pipeline"""
     micro_batches: Poly
     """of a step"""
     alike: Poly
-    """stages that do the same, this one included"""
+    """ranks that do the same, this one included"""
+    groups: Poly = ONE
+    """groups of layers of a rank"""
+    asked: tuple[tuple[Poly, str, int], ...] = ()
+    """what has to be a whole number, in words, and its least value"""
 
 
 @dataclass(frozen=True)

@@ -104,6 +104,8 @@ def _declared(graph: Graph) -> Iterator[tuple[Poly, str, int, bool]]:
                     yield from ((p, place, least, whole) for p in _polys(value))
     if graph.sharding is not None:
         yield from ((n, f"axis {name!r} of the mesh", 1, True) for name, n in graph.sharding.mesh.axes)
+    if graph.waiting is not None:
+        yield from ((n, place, least, True) for n, place, least in graph.waiting.asked)
 
 
 def _of_all_iterations(graph: Graph) -> Iterator[Tensor]:

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cache
 from numbers import Rational
 from typing import Annotated, Any, NamedTuple, TypeAlias
 
-import numpy as np
 import sympy
 
-from ..algebra.convex import Table, corners, skyline
 from ..algebra.extremum import Max
 from ..algebra.symbols import dims, shown
 from ..analysis.training import given
 from ..bind.evaluate import Formula, answer
-from ..errors import GraphError, UnsupportedError
+from ..errors import GraphError
 from ..notation.door import READ, guarded
-from ..transforms.schedules import SCHEDULES, Action, asked, schedule
+from ..transforms.events import COSTS, idle, idle_at, played, sizes
+from ..transforms.schedules import SCHEDULES, Action, asked
 
 __all__ = ["Event", "Simulated", "bubble", "simulate"]
 
@@ -27,10 +25,6 @@ __all__ = ["Event", "Simulated", "bubble", "simulate"]
 Time: TypeAlias = int | float | Fraction
 
 _M, _P, _V, _F, _I, _W = dims("m p v forward input weight")
-#: Rows of amounts of forward, input and weight in a time; the largest of them is meant.
-_COSTS = {"F": (1, 0, 0), "I": (0, 1, 0), "W": (0, 0, 1), "B": (0, 1, 1)}
-_SAMPLES = 6
-_MANY = 16
 
 
 # -- discrete events -------------------------------------------------------------------------------------------------
@@ -69,48 +63,6 @@ class Simulated:
     def idle(self) -> tuple[Time, ...]:
         """Time that each rank waits, until the last one is done."""
         return tuple(self.makespan - busy for busy in self.busy)
-
-
-def _needs(action: Action, last: int) -> Iterator[tuple[str, int, int]]:
-    """Yield forwards and gradients of inputs that are there before an action starts."""
-    kind, stage, number, _ = action
-    if kind == "F":
-        yield from [("F", stage - 1, number)] if stage else []
-    elif kind == "W":
-        yield "I", stage, number
-    else:
-        yield "F", stage, number
-        yield from [("I", stage + 1, number)] if stage < last else []
-
-
-def _played(
-    ranks: Sequence[Sequence[Action]], zero: Any, after: Callable[[Any, Action], Any],
-    latest: Callable[[list[Any]], Any], sent: Callable[[Any], Any] = lambda time: time,
-) -> list[list[tuple[Action, Any, Any]]]:  # fmt: skip
-    """Return when each action starts and ends, in any order of numbers that has a latest of several."""
-    last = max((a.stage for actions in ranks for a in actions), default=0)
-    done: dict[tuple[str, int, int], tuple[int, Any]] = {}
-    out: list[list[tuple[Action, Any, Any]]] = [[] for _ in ranks]
-    left = [list(reversed([a for a in actions if a.kind in _COSTS])) for actions in ranks]
-    waiting = True
-    while waiting:
-        waiting = False
-        for r, actions in enumerate(left):
-            while actions and all(need in done for need in _needs(actions[-1], last)):
-                a = actions.pop()
-                before = [done[need] for need in _needs(a, last)]
-                start = latest([out[r][-1][2] if out[r] else zero, *(t if at == r else sent(t) for at, t in before)])
-                out[r].append((a, start, after(start, a)))
-                done["I" if a.kind == "B" else a.kind, a.stage, a.micro_batch] = r, out[r][-1][2]
-                waiting = True
-    for r, actions in enumerate(left):
-        if actions:
-            kind, stage, number, _ = actions[-1]
-            raise GraphError(
-                f"simulate: rank {r} waits for ever to do {kind} of stage {stage} and micro-batch {number}, expected "
-                f"lists in which what it needs is done before"
-            )
-    return out
 
 
 def simulate(
@@ -158,23 +110,23 @@ def simulate(
     wait = _time("send", send)
 
     def after(start: Time, action: Action) -> Time:
-        took: Time = sum((t for n, t in zip(_COSTS[action.kind], costs[action.stage], strict=True) if n), 0)
+        took: Time = sum((t for n, t in zip(COSTS[action.kind], costs[action.stage], strict=True) if n), 0)
         return start + took
 
-    events = _played(actions, 0, after, max, lambda time: time + wait)
+    events = played(actions, 0, after, max, lambda time: time + wait)
     return Simulated(tuple(tuple(Event(*e) for e in row) for row in events))
 
 
 def _check(actions: Sequence[Sequence[Action]]) -> None:
     """Raise GraphError if lists have nothing to do, an action that is none, or one that is done twice."""
-    known = {*_COSTS, *(f"{what} {way}" for what in ("send", "receive") for way in "FB")}
+    known = {*COSTS, *(f"{what} {way}" for what in ("send", "receive") for way in "FB")}
     done = set()
     for r, row in enumerate(actions):
         for i, a in enumerate(row):
             where = f"simulate: actions[{r}][{i}]"
             if a.kind not in known or any(type(n) is not int or n < 0 for n in a[1:3]):
                 raise GraphError(f"{where} is {shown(tuple(a[:3]))}, expected one as schedule lists them")
-            for part in ("IW" if a.kind == "B" else a.kind) if a.kind in _COSTS else ():
+            for part in ("IW" if a.kind == "B" else a.kind) if a.kind in COSTS else ():
                 if (part, *a[1:3]) in done:
                     raise GraphError(f"{where} is {shown(tuple(a[:3]))} a second time, expected each action once")
                 done.add((part, *a[1:3]))
@@ -198,72 +150,6 @@ def _time(name: str, value: object) -> Time:
 
 
 # -- the idle share as a formula -------------------------------------------------------------------------------------
-
-
-def _hull(rows: Table) -> Table:
-    """Keep the rows of which one is the largest for some times of forward, input and weight."""
-    rows = rows[skyline(rows, range(len(rows)))]
-    return rows[corners(rows)]
-
-
-def _latest(times: Sequence[Table]) -> Table:
-    found = np.vstack(times)  # of few rows, corners are not worth their search
-    return (
-        found if len(times) == 1 else found[skyline(found, range(len(found)))] if len(found) < _MANY else _hull(found)
-    )
-
-
-@cache
-def _idle_at(name: str, p: int, m: int, v: int) -> tuple[tuple[int, ...], ...]:
-    """Return the idle time of a step: the largest of some sums of times, for any times, as amounts of each of three.
-
-    The events are those of `simulate`; a time is a set of sums, the largest of which it is.
-    """
-    ranks = schedule(name, p, m, v)
-    costs = {kind: np.array([cost]) for kind, cost in _COSTS.items()}
-    zero = np.zeros((1, 3), dtype=np.int64)
-    ends = [row[-1][2] for row in _played(ranks, zero, lambda start, a: start + costs[a.kind], _latest)]
-    busy = sum(costs[a.kind] for a in ranks[0])
-    return tuple(sorted(tuple(int(n) for n in row) for row in _hull(_latest(ends)) - busy))
-
-
-def _sizes(name: str, p: int) -> Iterator[tuple[int, int]]:
-    """Yield micro-batches and chunks that a schedule has lists for on some ranks: the fewest, and a few more."""
-    made = SCHEDULES[name]
-    step = p if made.whole else 2 if made.both_ways else 1
-    ranks = p // 2 if made.both_ways else p
-    fewest = max(1, -int(made.least(0, ranks)) * (p // ranks))
-    start = -(-fewest // step) * step
-    for v in (2, 3) if made.chunks is None else (made.chunks,):
-        for more in (0, 1, 2):
-            yield start + more * step, v
-
-
-@cache
-def _idle(name: str) -> tuple[tuple[sympy.Expr, ...], int]:
-    """Return the sums of which the idle time is the largest, in the number of ranks, and from how many ranks on.
-
-    A run on a few ranks has its idle time in closed form, for any times. What is asked of all runs: chunks and
-    micro-batches do not matter, and each sum grows by the same amounts with every rank.
-    """
-    step = 2 if SCHEDULES[name].both_ways else 1
-    counts = range(step, step * (_SAMPLES + 1), step)
-    runs = {p: {_idle_at(name, p, m, v) for m, v in _sizes(name, p)} for p in counts}
-    tables = [np.array(min(runs[p])) for p in counts[-2:]]
-    if tables[0].shape == tables[1].shape:
-        grown, first = tables[1] - tables[0], tables[1] - _SAMPLES * (tables[1] - tables[0])
-        holds = [runs[p] == {_as_rows(_hull(first + grown * (p // step)))} for p in counts]
-        if all(holds[2:]):
-            sums = [
-                sympy.Add(*((a + b * _P / step) * t for a, b, t in zip(*pair, (_F, _I, _W), strict=True)))
-                for pair in zip(first.tolist(), grown.tolist(), strict=True)
-            ]
-            return tuple(sums), next(p for i, p in enumerate(counts) if all(holds[i:]))
-    raise UnsupportedError(f"bubble: schedule {name!r} has no idle time that grows evenly with its ranks")
-
-
-def _as_rows(table: Table) -> tuple[tuple[int, ...], ...]:
-    return tuple(sorted(tuple(int(n) for n in row) for row in table))
 
 
 def _forwards(name: str) -> sympy.Expr:
@@ -320,14 +206,14 @@ def bubble(
     """
     times = {"forward": forward, "backward_input": backward_input, "backward_weight": backward_weight}
     exact = [given(f"bubble: {key}", value) for key, value in times.items()]
-    _, fewest = _idle(name) if isinstance(name, str) and name in SCHEDULES else ((), 1)
+    _, fewest = idle(name) if isinstance(name, str) and name in SCHEDULES else ((), 1)
     values, held = asked(name, pp, micro_batches, virtual, fewest=fewest)
     m, p, v = (values[key] for key in "mpv")
-    forms, _ = _idle(name)
+    forms, _ = idle(name)
     if p.constant is not None and int(p.constant) < fewest:  # a rank alone, which others would wait for
-        many, chunks = next(_sizes(name, int(p.constant)))
+        many, chunks = next(sizes(name, int(p.constant)))
         forms = tuple(
-            sympy.Add(*map(sympy.Mul, row, (_F, _I, _W))) for row in _idle_at(name, int(p.constant), many, chunks)
+            sympy.Add(*map(sympy.Mul, row, (_F, _I, _W))) for row in idle_at(name, int(p.constant), many, chunks)
         )
     put = dict(zip((_M, _P, _V, _F, _I, _W), (m.expr, p.expr, v.expr, *exact), strict=True))
     common = sympy.gcd_list(forms) or sympy.Integer(1)

@@ -55,6 +55,8 @@ class Schedule:
     """a rank has the stages r and 2 p - 1 - r instead of r, r + p, ..."""
     whole: bool = False
     """ranks take turns with p micro-batches of each chunk: their number is a multiple of p"""
+    drained: Callable[[Any, Any], tuple[Any, Any]] | None = None
+    """of ranks p and the rank r: most chunks that wait while the last ones go back, for all of that and for W alone"""
     both_ways: bool = False
     """micro-batches enter at both ends, half of them each: two half pipelines, folded and face to face"""
 
@@ -113,10 +115,10 @@ SCHEDULES: Mapping[str, Schedule] = {
     # Qi et al. 2023, arXiv 2401.10241, and 2024, arXiv 2405.15362
     "zb-h1": Schedule(_zero_bubble, lambda m, p: m - p),
     "interleaved-zb": Schedule(_zero_bubble, lambda m, p: m - p, None, whole=True),
-    "zbv": Schedule(_zbv, lambda m, p: m - 2 * p + 1, 2, folded=True),
+    "zbv": Schedule(_zbv, lambda m, p: m - 2 * p + 1, 2, folded=True, drained=lambda p, r: (p - 1 - r, 2 * r)),
     # DeepSeek-AI 2024, arXiv 2412.19437
     "dualpipe": Schedule(_dualpipe_v, lambda m, p: m - 2 * p, 2, folded=True, both_ways=True),
-    "dualpipev": Schedule(_dualpipe_v, lambda m, p: m - 2 * p, 2, folded=True),
+    "dualpipev": Schedule(_dualpipe_v, lambda m, p: m - 2 * p, 2, folded=True, drained=lambda p, r: (p - 1 - r, r)),
 }
 
 

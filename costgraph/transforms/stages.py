@@ -1,355 +1,183 @@
-"""Stages of a pipeline: the graph of a training step, cut between layers."""
+"""Stages of a pipeline: the graphs of its ranks, cut out of a training step between layers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ..algebra.extremum import smaller
-from ..algebra.polynomial import ONE, ZERO, Poly, poly, total
-from ..algebra.symbols import symbol
+from ..algebra.polynomial import ONE, ZERO, Poly, poly
+from ..algebra.symbols import shown, symbol
 from ..errors import GraphError, UnsupportedError
 from ..graph.arguments import need_choice, positive
 from ..graph.graph import Graph
-from ..graph.loop import Repeat
 from ..graph.op import Op
 from ..graph.placement import Waiting
-from ..graph.scopes import opened
-from ..graph.tensor import Tensor
 from ..ops.collectives import Collective, need_of_all
-from ..ops.hops import Receive, Send
-from ..ops.pieces import Accumulate
-from ..ops.pointwise import Pointwise
-from .rewrite import Rewriter, bound, bound_record
-from .schedules import in_flight
+from .rewrite import Rewriter
+from .schedules import SCHEDULES, asked
+from .stages_cut import Plan, Share, planned
+from .stages_halves import Halves
+from .stages_held import Order
 
 __all__ = ["Stage", "in_stages", "together"]
 
-_BACK = ("backward", "recompute")
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Where a step is cut."""
-
-    home: Graph
-    """Where the loops over layers stand: the step, or the body of its loop over micro-batches."""
-    forward: Op
-    backward: Op
-    behind: frozenset[Op]
-    """Ops that read what the last layer hands on, but for those that read gradients of what the first one was given."""
-    ahead: frozenset[Op]
-    """Ops that read these gradients."""
-    sums: Mapping[Op, tuple[Tensor, Tensor]]
-    """Ops that add terms of both, of parameters that the first and the last stage have: a term of each."""
-    added: frozenset[Op]
-    """Ops that read these sums."""
-    before: Poly
-    """How many layers of another kind stand before those that are cut: all are of the first stage."""
-
-
-def _after(home: Graph, starts: Iterable[Tensor], stop: Op | None) -> frozenset[Op]:
-    """Return the ops of a graph that depend on some tensors, not those behind a loop where these end."""
-    reached, found = set(starts), set()
-    for op in home.ops:
-        if op is not stop and op.phase != "optimizer" and not reached.isdisjoint(op.operands):
-            found.add(op)
-            reached |= {*op.results}
-    return frozenset(found)
-
-
-def _planned(graph: Graph) -> Plan:
-    """Find where a step is cut: around its only loop over layers, and the one that goes back through it."""
-    both = [op.loop.body for op in graph.ops if op.loop is not None and _goes_back(op.loop.body)]
-    home = both[0] if both else graph
-    loops = [op.loop for op in home.ops if op.loop is not None and op.loop.starts and op.phase != "optimizer"]
-    pairs = [
-        (f, b) for f in loops for b in loops
-        if f.op.phase == "forward" and b.op.phase in _BACK and not set(f.pieces).isdisjoint(b.xs)
-    ]  # fmt: skip
-    if not pairs or len(loops) != 2 * len(pairs):
-        raise UnsupportedError(
-            f"parallelize: pp of graph {graph.name!r}, which has {len(loops)} loops with carries, expected a step of "
-            f"training with loops over layers, each with its backward pass"
-        )
-    forward, backward = pairs[-1]
-    if len(backward.starts) > len(forward.starts):
-        raise UnsupportedError(
-            f"parallelize: pp of graph {graph.name!r}, whose layers share a parameter, expected layers with their own"
-        )
-    ahead = _after(home, backward.lasts, None)
-    behind = _after(home, forward.lasts, backward.op) - ahead
-    sums = dict(_sums(home, behind, ahead))
-    added = _after(home, [t for op in sums for t in op.results], None)
-    before = total(f.count for f, _ in pairs[:-1])
-    return Plan(home, forward.op, backward.op, behind, ahead, sums, added, before)
-
-
-def _sums(home: Graph, behind: frozenset[Op], ahead: frozenset[Op]) -> Iterator[tuple[Op, tuple[Tensor, Tensor]]]:
-    """Yield the ops that add what the last stage makes to what the first one makes."""
-    for op in home.ops:
-        late = [t for t in op.operands if t.producer in behind] if op in ahead else []
-        if not late:
-            continue
-        adds = isinstance(op.kind, Accumulate) or (isinstance(op.kind, Pointwise) and op.kind.function.name == "add")
-        early = [t for t in op.operands if t not in late]
-        if not adds or len(late) != 1 or len(early) != 1:
-            raise UnsupportedError(
-                f"parallelize: pp: {op.name!r} of the first stage reads {late[0]!r} of the last one, expected sums of "
-                f"gradients alone"
-            )
-        yield op, (late[0], early[0])
-
-
-def _goes_back(body: Graph) -> bool:
-    return {"forward", "backward"} <= {op.phase for op in body.ops}
-
-
-class _Stage(Rewriter):
-    """Copies of a step what one stage does; what is left out has nothing that stands for it."""
-
-    def __init__(self, graph: Graph, plan: Plan, values: Mapping[str, Poly], *, first: bool, last: bool) -> None:
-        super().__init__(values)
-        self.graph, self.plan, self.first, self.last = graph, plan, first, last
-        self.wanted: set[Tensor] = set()
-        self.kept = self.needed()
-        self.used = self.sources()
-        self.left = self.left_out()
-
-    # -- what is kept --------------------------------------------------------------------------------------------
-
-    def needed(self) -> set[Op]:
-        """Return the ops of the pass that this stage does, and note the tensors that they read."""
-        plan, kept = self.plan, {self.plan.forward, self.plan.backward}
-        if self.last:
-            kept |= plan.behind | plan.added | plan.sums.keys()
-        if self.first:
-            kept |= plan.ahead
-            kept |= {op for op in plan.home.ops if op not in plan.behind and self.unread(op)}
-        for op in reversed(plan.home.ops):
-            if op in kept or not self.wanted.isdisjoint(op.results):
-                if op in plan.behind and not self.last:
-                    raise UnsupportedError(f"parallelize: pp: the first stage needs {op.name!r} of the last one")
-                kept.add(op)
-                self.wanted |= {*self.read(op)}
-        if self.last:
-            self.wanted |= {*plan.home.outputs} & {t for op in kept for t in op.results}
-        return kept
-
-    def unread(self, op: Op) -> bool:
-        """Whether an op of the forward pass is there for what it writes into."""
-        return (
-            op.phase == "forward"
-            and bool(op.kind.overwrites())
-            and not any(list(self.plan.home.successors(t)) for t in op.results)
-        )
-
-    def read(self, op: Op) -> tuple[Tensor, ...]:
-        """Return the operands that this stage has."""
-        assert op.kind is not None
-        if self.arrives(op):
-            assert isinstance(op.kind, Repeat)
-            return op.operands[op.kind.carries :]
-        if op in self.plan.sums:
-            late, early = self.plan.sums[op]
-            so_far = self.begun(op)
-            return (late,) if self.last else (early,) if so_far is None else (so_far, early)
-        return op.operands
-
-    def begun(self, op: Op) -> Tensor | None:
-        """Return what a sum starts from without the terms of the last stage, None for a sum of two terms."""
-        t = op.operands[0]
-        while isinstance(op.kind, Accumulate) and t.producer in self.plan.behind:
-            if not isinstance(t.producer.kind, Accumulate):
-                return None
-            t = t.producer.operands[0]
-        return t if isinstance(op.kind, Accumulate) else None
-
-    def arrives(self, op: Op) -> bool:
-        """Whether the carries of a loop come from a neighbour."""
-        return (op is self.plan.forward and not self.first) or (op is self.plan.backward and not self.last)
-
-    def leaves(self, op: Op) -> bool:
-        """Whether what a loop hands on goes to a neighbour."""
-        return (op is self.plan.forward and not self.last) or (op is self.plan.backward and not self.first)
-
-    def sources(self) -> set[Tensor]:
-        """Return the tensors around the pass that this stage needs."""
-        used = set(self.wanted)
-        if self.plan.home is not self.graph:
-            owner = self.plan.home.owner
-            assert owner is not None
-            used = {t for f, t in zip(self.plan.home.formals, owner.operands, strict=True) if f in self.wanted}
-            for op in reversed(self.graph.ops):
-                if op is not owner and op.phase != "optimizer" and not used.isdisjoint(op.results):
-                    used |= {*op.operands}
-        return used
-
-    def left_out(self) -> set[Tensor]:
-        """Return the sources of the step that this stage does not have, with what optimizers keep of them."""
-        sources = [t for t in self.graph.tensors if t.producer is None]
-        out = {t for t in sources if t not in self.used and t.role in ("param", "input", "buffer")}
-        names = {t.name for t in out if t.role == "param"}
-        return out | {t for t in sources if t.name.rpartition(".")[0] in names and t.role in ("state", "gradient")}
-
-    # -- what is made --------------------------------------------------------------------------------------------
-
-    def run(self, old: Graph, name: str | None = None) -> Graph:
-        new = Graph(old.name if name is None else name, dtype=old.dtype)
-        new.relations, new.defaults, new.layers = old.relations, dict(old.defaults), old.layers
-        with opened(levels=()):  # names are complete already
-            self.fill(old, new)
-            new.output(*(made for t in old.outputs if (made := self.tensors[t]) is not None))
-            made = {self.tensors[t]: self.tensors[g] for t, g in old.gradients.items() if t not in self.left}
-            new.gradients |= {t: g for t, g in made.items() if t is not None and g is not None}
-        return new.freeze()
-
-    def source(self, old: Tensor, new: Graph, suffix: str) -> Tensor | None:
-        if old in self.left:
-            return None
-        made: Tensor = super().source(old, new, suffix)
-        return made
-
-    def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
-        if op.graph is self.plan.home and op.phase != "optimizer":
-            self.of_pass(op, new)
-        elif op.body is self.plan.home:
-            self.partly(op, new)
-        elif op.graph is self.graph:
-            self.around(op, new)
-        else:
-            self.copy(op, new, suffix)
-
-    def of_pass(self, op: Op, new: Graph) -> None:
-        """Add an op of the pass, with what comes before and goes behind it."""
-        if op not in self.kept:
-            self.tensors |= dict.fromkeys(op.results)
-            return
-        if op in self.plan.sums:
-            read = [self.tensors[t] for t in self.read(op)]
-            self.tensors[op.results[0]] = read[-1]
-            if len(read) > 1:
-                self.add(op, op.kind, read, new)
-            return
-        for t in op.loop.starts if op.loop is not None and self.arrives(op) else ():
-            kind = Receive(sizes=tuple(bound(n, self.values) for n in t.sizes), dtype=t.dtype)
-            self.tensors[t] = new.add_op(kind, [], f"{op.name}.receive", op.phase).results[0]
-        self.copy(op, new)
-        for t in op.loop.lasts if op.loop is not None and self.leaves(op) else ():
-            new.add_op(Send(), [self.tensors[t]], f"{op.name}.send", op.phase)
-
-    def partly(self, op: Op, new: Graph) -> None:
-        """Add the loop over micro-batches, with the carries and slices that this stage has."""
-        old, loop = self.plan.home, op.loop
-        assert loop is not None
-        assert isinstance(op.kind, Repeat)
-        formals = [f for f in old.formals if f in self.wanted]
-        body = new.start_body(old.name, fused=False)
-        for f in formals:
-            self.tensors[f] = self.formal(f, body)
-        self.fill(old, body)
-        ends = [
-            (t, r)
-            for i, (t, r) in enumerate(zip(old.outputs, op.results, strict=True))
-            if (old.formals[i] in self.wanted if i < op.kind.carries else self.tensors[t] is not None)
-        ]
-        body.outputs += [body.adopt(self.tensors[t]) for t, _ in ends]
-        kind = replace(
-            bound_record(op.kind, self.values), body=body,
-            carries=sum(f in self.wanted for f in loop.carries), xs=sum(f in self.wanted for f in loop.slices),
-        )  # fmt: skip
-        operands = [self.tensors[t] for f, t in zip(old.formals, op.operands, strict=True) if f in self.wanted]
-        made = new.add_op(kind, operands, op.name, op.phase)
-        made.scope, body.owner = op.scope, made
-        self.tensors |= dict.fromkeys(op.results)
-        self.tensors |= dict(zip((r for _, r in ends), made.results, strict=True))
-
-    def around(self, op: Op, new: Graph) -> None:
-        """Add an op outside of the pass, such as an update, unless it is of another stage."""
-        if op.phase != "optimizer":
-            if self.used.isdisjoint(op.results):
-                self.tensors |= dict.fromkeys(op.results)
-            else:
-                self.copy(op, new)
-            return
-        gone = [t for t in op.operands if self.tensors[t] is None]
-        rest = [t for t in op.operands if self.tensors[t] is not None and (t.ndim or t.producer)]
-        if gone and rest:
-            raise UnsupportedError(
-                f"parallelize: pp: {op.name!r} puts {gone[0].name!r} and {rest[0].name!r} of different stages "
-                f"together, expected updates of each parameter by itself"
-            )
-        if gone:
-            self.tensors |= dict.fromkeys(op.results)
-        else:
-            self.copy(op, new)
-
 
 class Stage(NamedTuple):
-    """A stage of a pipeline."""
+    """What a rank of a pipeline has."""
 
     graph: Graph
     waiting: Waiting | None = None
     shared: frozenset[str] = frozenset()
-    """parameters that the other end has as well"""
+    """parameters that the rank at the other end has as well"""
 
 
-def in_stages(graph: Graph, pp: object, schedule: str, micro_batches: object, virtual: object) -> list[Stage]:
-    """Return the graphs of the first, a middle and the last stage, each with the micro-batches that it holds."""
-    place = "parallelize: pp"
-    stages, m = positive(place, pp), positive("parallelize: micro_batches", micro_batches)
-    need_choice("parallelize: schedule", schedule, ("1f1b", "gpipe"))
-    if positive("parallelize: virtual", virtual) != ONE:
-        raise UnsupportedError(f"parallelize: virtual is {virtual}, expected 1: stages of one chunk")
+@dataclass(frozen=True)
+class _Kind:
+    """Ranks of a pipeline that do the same."""
+
+    name: str
+    ranks: tuple[Poly, ...]
+    """of which one holds the most"""
+    alike: Poly
+    """how many"""
+    layers: Poly
+    first: bool = False
+    last: bool = False
+    between: Poly = ZERO
+    """how often it hands on what it has made to another group of its layers, by way of other ranks"""
+
+
+def in_stages(
+    graph: Graph, pp: object, schedule: str, micro_batches: object, virtual: object, layers: object = None
+) -> list[Stage]:
+    """Return the graphs of the first rank, of those in the middle and of the last one, with what they hold."""
+    stages, m = positive("parallelize: pp", pp), positive("parallelize: micro_batches", micro_batches)
+    need_choice("parallelize: schedule", schedule, SCHEDULES)
+    every = _listed(layers, stages)
+    groups = positive("parallelize: virtual", virtual)
+    if every:
+        stages = poly(len(every))
     if stages == ONE:
-        if m != ONE:
-            raise UnsupportedError(f"parallelize: {m} micro_batches of one stage, expected training_step(accumulate=)")
+        for name, value in (("micro_batches", m), ("virtual", groups)):
+            if value != ONE:
+                raise UnsupportedError(f"parallelize: {name} is {value} of one stage, expected 1: a step accumulates")
         return [Stage(graph)]
     need_of_all("parallelize", graph)
-    plan = _planned(graph)
+    groups = _groups(schedule, groups, every)
+    _, open_ones = asked(schedule, stages.expr, m.expr, groups.expr)
+    order = Order(schedule, stages, m, groups)
+    if order.splits:
+        graph = Halves(planned(graph)).run(graph)
+    plan = planned(graph)
+    _need_micro_batches(graph, plan, m)
+    count = _count(plan)
+    kinds = _uneven(order, every) if every else _even(order, count)
+    conditions = [c for validity in open_ones for c in validity.conditions.declared]
+    wanted = [(c.formula, c.place, c.least) for c in conditions]
+    if groups != ONE:
+        wanted.append((count / (stages * groups), f"layers of each of {groups} groups of a rank", 1))
+    made, shared = cut(graph, plan, kinds)
+    held = [replace(_waiting(order, kind), asked=tuple(wanted)) for kind in kinds]
+    ends = [shared if kind.first or kind.last else frozenset() for kind in kinds]
+    return list(map(Stage, made, held, ends))
+
+
+def _listed(layers: object, stages: Poly) -> tuple[int, ...]:
+    """Return the layers of each stage, nothing where they are even."""
+    if layers is None:
+        return ()
+    known = isinstance(layers, Sequence) and not isinstance(layers, str) and len(layers) > 0
+    if not known or not all(type(n) is int and n > 0 for n in layers):  # type: ignore[attr-defined]
+        raise GraphError(f"parallelize: layers is {shown(layers)}, expected a whole number of layers for each stage")
+    every: tuple[int, ...] = tuple(layers)  # type: ignore[arg-type]
+    if stages != poly(len(every)):
+        raise GraphError(f"parallelize: layers of {len(every)} stages, expected as many as pp, which is {stages}")
+    return every
+
+
+def _groups(schedule: str, virtual: Poly, every: Sequence[int]) -> Poly:
+    """Return the groups of layers of a rank."""
+    made = SCHEDULES[schedule]
+    if made.both_ways:
+        raise UnsupportedError(
+            f"parallelize: schedule {schedule!r}, of which each rank has two stages of the model, expected another: "
+            f"dualpipev has them once"
+        )
+    groups = poly(made.chunks) if made.chunks is not None and virtual == ONE else virtual
+    if every and groups != ONE:
+        raise UnsupportedError(f"parallelize: layers of stages with {groups} groups each, expected stages of one group")
+    return groups
+
+
+def _need_micro_batches(graph: Graph, plan: Plan, m: Poly) -> None:
     count = ONE if plan.home.owner is None else plan.home.owner.loop.count  # type: ignore[union-attr]  # a loop
     if count != m:
         raise GraphError(
             f"parallelize: {m} micro_batches of graph {graph.name!r}, which has {count}, expected as many: "
             f"training_step(accumulate={m})"
         )
-    ranks = {"first": ZERO, "middle": ONE, "last": stages - 1}
-    alike = {"first": ONE, "middle": stages - 2, "last": ONE}
-    made, shared = cut(graph, plan, stages)
-    return [
-        Stage(g, _waiting(schedule, stages, m, ranks[name], alike[name]), frozenset() if name == "middle" else shared)
-        for name, g in made.items()
-    ]
 
 
-def _waiting(schedule: str, pp: Poly, m: Poly, rank: Poly, alike: Poly) -> Waiting:
-    """Return how many others wait: the last of the first forwards is behind them, and no gradient is there yet."""
-    held = poly(in_flight(schedule, pp.expr, m.expr, 1, rank.expr))
-    return Waiting(held - 1, smaller(held, m - 1) - 1, schedule, pp, m, alike)
-
-
-def cut(graph: Graph, plan: Plan, pp: Poly) -> tuple[dict[str, Graph], frozenset[str]]:
-    """Return the graphs of the first, a middle and the last stage by name, and the parameters of both ends."""
+def _count(plan: Plan) -> Poly:
+    """Return the layers of all stages, those of another kind before them included: one symbol."""
     assert plan.forward.loop is not None
     count = plan.forward.loop.count + plan.before
     names = sorted(count.names())
     if len(names) != 1 or (plan.before and count != poly(symbol(names[0]))):
         raise UnsupportedError(f"parallelize: pp of {count} layers, expected a number of layers that is one symbol")
-    share = poly(symbol(names[0])) / pp
-    _need_apart(plan, names[0])
-    ends = {"first": (True, False), "middle": (False, False), "last": (False, True)}
-    made = {
-        name: _Stage(graph, plan, {names[0]: share if a else share + plan.before}, first=a, last=b)
-        for name, (a, b) in ends.items()
-    }
-    again = next((op for op in made["last"].kept if op.loop and op not in (plan.forward, plan.backward)), None)
-    if again is not None:
-        raise UnsupportedError(
-            f"parallelize: pp: {again.name!r} is read by layers of every stage, expected layers that hand on what "
-            f"they make to the next one alone"
+    return count
+
+
+def _even(order: Order, count: Poly) -> list[_Kind]:
+    """Return the first rank, those in the middle, and the last one, with as many layers each."""
+    p, folded, between = order.p, order.made.folded, order.v - 1
+    share = poly(symbol(*count.names())) / p
+    # a folded pipeline turns around within its last rank, and ends where it has begun
+    last = _Kind("last", (p - 1,), ONE, share, last=not folded, between=ZERO if folded else between)
+    kinds = [_Kind("first", (ZERO,), ONE, share, first=True, last=folded, between=between)]
+    if p.constant != 2:
+        kinds.append(_Kind("middle", tuple(dict.fromkeys((ONE, p - 2))), p - 2, share, between=between))
+    return [*kinds, last]
+
+
+def _uneven(order: Order, every: Sequence[int]) -> list[_Kind]:
+    """Return the first rank, those in the middle that have as many layers as each other, and the last one."""
+    last = len(every) - 1
+    kinds = [_Kind("first", (ZERO,), ONE, poly(every[0]), first=True)]
+    for n in dict.fromkeys(every[1:last]):
+        ranks = [i for i in range(1, last) if every[i] == n]
+        ends = tuple(dict.fromkeys((poly(ranks[0]), poly(ranks[-1]))))
+        name = "middle" if len({*every[1:last]}) == 1 else f"middle of {n}"
+        kinds.append(_Kind(name, ends, poly(len(ranks)), poly(n)))
+    return [*kinds, _Kind("last", (order.p - 1,), ONE, poly(every[last]), last=True)]
+
+
+def _waiting(order: Order, kind: _Kind) -> Waiting:
+    """Return what a rank of some that do the same knows of the others."""
+    # of ranks in the middle, the first one has most that wait for their backward pass, the last one most for weights
+    ranks = kind.ranks if order.splits else kind.ranks[:1]
+    first, later = (
+        tuple(dict.fromkeys(h for r in ranks for h in order.held(r, first=kind.first, last=kind.last, later=later)))
+        for later in (False, True)
+    )
+    return Waiting(first, later, order.name, order.p, order.m, kind.alike, order.v)
+
+
+def cut(graph: Graph, plan: Plan, kinds: Sequence[_Kind]) -> tuple[list[Graph], frozenset[str]]:
+    """Return the graphs of ranks, and the parameters of both ends."""
+    (name,) = _count(plan).names()
+    _need_apart(plan, name)
+    made = [
+        Share(
+            graph, plan, {name: kind.layers + (ZERO if kind.first else plan.before)},
+            first=kind.first, last=kind.last, between=kind.between,
         )
-    tied = (made["first"].used & made["last"].used) - made["middle"].used
+        for kind in kinds
+    ]  # fmt: skip
+    _need_own(plan, Share(graph, plan, {}, first=False, last=True))
+    own = made[0].used if made[0].last else Share(graph, plan, {}, first=False, last=False).used
+    tied = (made[0].used & made[-1].used) - own
     late = next((t for t in tied if t.role == "param" and t.requires_grad and t not in graph.gradients), None)
     if late is not None:
         raise UnsupportedError(
@@ -357,9 +185,18 @@ def cut(graph: Graph, plan: Plan, pp: Poly) -> tuple[dict[str, Graph], frozenset
             f"before they meet, expected a step without optimizer_in_backward"
         )
     shared = frozenset(t.name for t in tied if t in graph.gradients)
-    if pp.constant == 2:
-        del made["middle"]
-    return {name: stage.run(graph, f"{graph.name}.{name}") for name, stage in made.items()}, shared
+    return [s.run(graph, f"{graph.name}.{k.name}".replace(" ", "_")) for s, k in zip(made, kinds, strict=True)], shared
+
+
+def _need_own(plan: Plan, last: Share) -> None:
+    """Refuse layers that read what the last stage alone makes."""
+    loops = {plan.forward, plan.backward, *plan.weights}
+    again = next((op for op in last.kept if op.loop and op not in loops), None)
+    if again is not None:
+        raise UnsupportedError(
+            f"parallelize: pp: {again.name!r} is read by layers of every stage, expected layers that hand on what "
+            f"they make to the next one alone"
+        )
 
 
 class _Together(Rewriter):

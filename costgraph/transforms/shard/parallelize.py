@@ -93,6 +93,7 @@ def parallelize(
     schedule: str = "1f1b",
     micro_batches: object = 1,
     virtual: object = 1,
+    layers: object = None,
     system: System = "torch",
     reduce_each: bool | None = None,
     offload: str | Iterable[str] = (),
@@ -128,11 +129,14 @@ def parallelize(
         Stages of a pipeline, each with as many of the layers; the first one has what comes before them as well, the
         last one the head and the loss. A parameter that both ends read is on both, and its gradients are added up.
     schedule : str
-        1f1b or gpipe: how many micro-batches a stage holds at a time, `costgraph.plan.in_flight`.
+        gpipe, 1f1b, interleaved, zb-h1, interleaved-zb, zbv or dualpipev: how many micro-batches a rank holds at a
+        time, `costgraph.plan.in_flight`. The last four make gradients of weights behind those that go to other ranks.
     micro_batches : sympy.Expr or int
         Micro-batches of a step with stages, as many as `training_step` accumulates.
-    virtual : int
-        1: chunks of a stage.
+    virtual : sympy.Expr or int
+        Groups of layers of a rank, of interleaved and interleaved-zb; zbv and dualpipev have two.
+    layers : sequence of int, optional
+        How many layers each stage has, in their order, where they are not as many.
     system : str
         Whose policies where systems differ. torch: those of DTensor, `fully_shard` and `ZeroRedundancyOptimizer`.
         megatron: gradients of micro-batches are added up on each rank and reduced once, in place where a step keeps
@@ -150,7 +154,8 @@ def parallelize(
     -------
     Graph
         Of one rank; of a pipeline, one of the first stage, and `stages` holds the graphs of the first, a middle and the
-        last one. `peak_memory` and `flops` are then those of the largest stage, other questions are asked of each.
+        last one, with `layers` those in the middle that differ. `peak_memory` and `flops` are then those of the largest
+        stage, `seconds` of the step, other questions are asked of each.
 
     Raises
     ------
@@ -158,7 +163,8 @@ def parallelize(
         If no parameter of the graph is one that `tp` or `ep` splits, or a degree is no positive integer.
     UnsupportedError
         If `system="megatron"` is asked for more than stage 1 of ZeRO, a graph is cut into stages that is no step with
-        one loop over layers, or an op outside of them needs what two stages have.
+        one loop over layers, an op outside of them needs what two stages have, or the schedule is dualpipe, of which
+        each rank has two whole stages.
 
     Notes
     -----
@@ -171,6 +177,10 @@ def parallelize(
     buckets of many parameters, here by one collective each, of the same bytes, and gradients of norms in
     distributed/finalize_model_grads.py. Its table of tokens is given the gathered gradient of a split sequence, as
     `_ReduceScatterToSequenceParallelRegion` of tensor_parallel/mappings.py does, and adds up its own rows.
+
+    The graph of a rank with several groups of layers goes through all of them and then hands on as often as it has to:
+    its costs are those of the rank. What it holds of other micro-batches is held against lists of actions; of as many
+    micro-batches as ranks, gradients that some groups have already while others wait for their first one are left out.
 
     Examples
     --------
@@ -192,7 +202,7 @@ def parallelize(
     away = need_offloaded("parallelize: offload", offload)
     made = [
         together(_of_rank(stage.graph, given, zero, sequence, context, placements, system, reduce_each, strict), stage)
-        for stage in in_stages(graph, pp, schedule, micro_batches, virtual)
+        for stage in in_stages(graph, pp, schedule, micro_batches, virtual, layers)
     ]
     made = [on_host(g, away) for g in made] if away else made
     if len(made) == 1:

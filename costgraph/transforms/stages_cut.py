@@ -1,0 +1,309 @@
+"""Where a training step is cut between layers, and the part of it that one rank of a pipeline does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from ..algebra.polynomial import ZERO, Poly, total
+from ..errors import UnsupportedError
+from ..graph.graph import Graph
+from ..graph.loop import Repeat
+from ..graph.op import Op
+from ..graph.scopes import opened
+from ..graph.tensor import Tensor
+from ..ops.hops import Receive, Send
+from ..ops.pieces import Accumulate
+from ..ops.pointwise import Pointwise
+from .rewrite import Rewriter, bound, bound_record
+
+__all__ = ["BACK", "Plan", "Share", "planned"]
+
+#: Phases of what goes back through the layers.
+BACK = ("backward", "recompute")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where a step is cut."""
+
+    home: Graph
+    """Where the loops over layers stand: the step, or the body of its loop over micro-batches."""
+    forward: Op
+    backward: Op
+    behind: frozenset[Op]
+    """Ops that read what the last layer hands on, but for those that read gradients of what the first one was given."""
+    ahead: frozenset[Op]
+    """Ops that read these gradients."""
+    sums: Mapping[Op, tuple[Tensor, Tensor]]
+    """Ops that add terms of both, of parameters that the first and the last stage have: a term of each."""
+    added: frozenset[Op]
+    """Ops that read these sums."""
+    before: Poly
+    """How many layers of another kind stand before those that are cut: all are of the first stage."""
+    weights: frozenset[Op]
+    """Loops over layers that are left to do for gradients of weights, where these come later."""
+
+
+def _after(home: Graph, starts: Iterable[Tensor], stop: Op | None) -> frozenset[Op]:
+    """Return the ops of a graph that depend on some tensors, not those behind a loop where these end."""
+    reached, found = set(starts), set()
+    for op in home.ops:
+        if op is not stop and op.phase != "optimizer" and not reached.isdisjoint(op.operands):
+            found.add(op)
+            reached |= {*op.results}
+    return frozenset(found)
+
+
+def planned(graph: Graph) -> Plan:
+    """Find where a step is cut: around its only loop over layers, and the one that goes back through it."""
+    both = [op.loop.body for op in graph.ops if op.loop is not None and _goes_back(op.loop.body)]
+    home = both[0] if both else graph
+    loops = [op.loop for op in home.ops if op.loop is not None and op.loop.starts and op.phase != "optimizer"]
+    pairs = [
+        (f, b) for f in loops for b in loops
+        if f.op.phase == "forward" and b.op.phase in BACK and not set(f.pieces).isdisjoint(b.xs)
+    ]  # fmt: skip
+    if not pairs or len(loops) != 2 * len(pairs):
+        raise UnsupportedError(
+            f"parallelize: pp of graph {graph.name!r}, which has {len(loops)} loops with carries, expected a step of "
+            f"training with loops over layers, each with its backward pass"
+        )
+    forward, backward = pairs[-1]
+    if len(backward.starts) > len(forward.starts):
+        raise UnsupportedError(
+            f"parallelize: pp of graph {graph.name!r}, whose layers share a parameter, expected layers with their own"
+        )
+    ahead = _after(home, backward.lasts, None)
+    behind = _after(home, forward.lasts, backward.op) - ahead
+    sums = dict(_sums(home, behind, ahead))
+    added = _after(home, [t for op in sums for t in op.results], None)
+    before = total(f.count for f, _ in pairs[:-1])
+    late = frozenset(o for o in home.ops if o.loop is not None and not set(backward.pieces).isdisjoint(o.loop.xs))
+    return Plan(home, forward.op, backward.op, behind, ahead, sums, added, before, late)
+
+
+def _sums(home: Graph, behind: frozenset[Op], ahead: frozenset[Op]) -> Iterator[tuple[Op, tuple[Tensor, Tensor]]]:
+    """Yield the ops that add what the last stage makes to what the first one makes."""
+    for op in home.ops:
+        late = [t for t in op.operands if t.producer in behind] if op in ahead else []
+        if not late:
+            continue
+        adds = isinstance(op.kind, Accumulate) or (isinstance(op.kind, Pointwise) and op.kind.function.name == "add")
+        early = [t for t in op.operands if t not in late]
+        if not adds or len(late) != 1 or len(early) != 1:
+            raise UnsupportedError(
+                f"parallelize: pp: {op.name!r} of the first stage reads {late[0]!r} of the last one, expected sums of "
+                f"gradients alone"
+            )
+        yield op, (late[0], early[0])
+
+
+def _goes_back(body: Graph) -> bool:
+    return {"forward", "backward"} <= {op.phase for op in body.ops}
+
+
+class Share(Rewriter):
+    """Copies of a step what one rank does; what is left out has nothing that stands for it.
+
+    Where a rank has several groups of layers it goes through all of them, and between two of them sends on what the
+    one has made and receives what the next one starts from.
+    """
+
+    def __init__(
+        self, graph: Graph, plan: Plan, values: Mapping[str, Poly], *, first: bool, last: bool, between: Poly = ZERO
+    ) -> None:
+        super().__init__(values)
+        self.graph, self.plan, self.first, self.last, self.between = graph, plan, first, last, between
+        self.wanted: set[Tensor] = set()
+        self.kept = self.needed()
+        self.used = self.sources()
+        self.left = self.left_out()
+
+    # -- what is kept --------------------------------------------------------------------------------------------
+
+    def needed(self) -> set[Op]:
+        """Return the ops of the pass that this stage does, and note the tensors that they read."""
+        plan, kept = self.plan, {self.plan.forward, self.plan.backward, *self.plan.weights}
+        if self.last:
+            kept |= plan.behind | plan.added | plan.sums.keys()
+        if self.first:
+            kept |= plan.ahead
+            kept |= {op for op in plan.home.ops if op not in plan.behind and self.unread(op)}
+        for op in reversed(plan.home.ops):
+            if op in kept or not self.wanted.isdisjoint(op.results):
+                if op in plan.behind and not self.last:
+                    raise UnsupportedError(f"parallelize: pp: the first stage needs {op.name!r} of the last one")
+                kept.add(op)
+                self.wanted |= {*self.read(op)}
+        if self.last:
+            self.wanted |= {*plan.home.outputs} & {t for op in kept for t in op.results}
+        return kept
+
+    def unread(self, op: Op) -> bool:
+        """Whether an op of the forward pass is there for what it writes into."""
+        return (
+            op.phase == "forward"
+            and bool(op.kind.overwrites())
+            and not any(list(self.plan.home.successors(t)) for t in op.results)
+        )
+
+    def read(self, op: Op) -> tuple[Tensor, ...]:
+        """Return the operands that this stage has."""
+        assert op.kind is not None
+        if self.arrives(op):
+            assert isinstance(op.kind, Repeat)
+            return op.operands[op.kind.carries :]
+        if op in self.plan.sums and not (self.first and self.last):
+            late, early = self.plan.sums[op]
+            so_far = self.begun(op)
+            return (late,) if self.last else (early,) if so_far is None else (so_far, early)
+        return op.operands
+
+    def begun(self, op: Op) -> Tensor | None:
+        """Return what a sum starts from without the terms of the last stage, None for a sum of two terms."""
+        t = op.operands[0]
+        while isinstance(op.kind, Accumulate) and t.producer in self.plan.behind:
+            if not isinstance(t.producer.kind, Accumulate):
+                return None
+            t = t.producer.operands[0]
+        return t if isinstance(op.kind, Accumulate) else None
+
+    def arrives(self, op: Op) -> bool:
+        """Whether the carries of a loop come from a neighbour."""
+        return (op is self.plan.forward and not self.first) or (op is self.plan.backward and not self.last)
+
+    def leaves(self, op: Op) -> bool:
+        """Whether what a loop hands on goes to a neighbour."""
+        return (op is self.plan.forward and not self.last) or (op is self.plan.backward and not self.first)
+
+    def sources(self) -> set[Tensor]:
+        """Return the tensors around the pass that this stage needs."""
+        used = set(self.wanted)
+        if self.plan.home is not self.graph:
+            owner = self.plan.home.owner
+            assert owner is not None
+            used = {t for f, t in zip(self.plan.home.formals, owner.operands, strict=True) if f in self.wanted}
+            for op in reversed(self.graph.ops):
+                if op is not owner and op.phase != "optimizer" and not used.isdisjoint(op.results):
+                    used |= {*op.operands}
+        return used
+
+    def left_out(self) -> set[Tensor]:
+        """Return the sources of the step that this stage does not have, with what optimizers keep of them."""
+        sources = [t for t in self.graph.tensors if t.producer is None]
+        out = {t for t in sources if t not in self.used and t.role in ("param", "input", "buffer")}
+        names = {t.name for t in out if t.role == "param"}
+        return out | {t for t in sources if t.name.rpartition(".")[0] in names and t.role in ("state", "gradient")}
+
+    # -- what is made --------------------------------------------------------------------------------------------
+
+    def run(self, old: Graph, name: str | None = None) -> Graph:
+        """Return the graph of the rank."""
+        new = Graph(old.name if name is None else name, dtype=old.dtype)
+        new.relations, new.defaults, new.layers = old.relations, dict(old.defaults), old.layers
+        with opened(levels=()):  # names are complete already
+            self.fill(old, new)
+            new.output(*(made for t in old.outputs if (made := self.tensors[t]) is not None))
+            made = {self.tensors[t]: self.tensors[g] for t, g in old.gradients.items() if t not in self.left}
+            new.gradients |= {t: g for t, g in made.items() if t is not None and g is not None}
+        return new.freeze()
+
+    def source(self, old: Tensor, new: Graph, suffix: str) -> Tensor | None:
+        """Copy a source, unless it is of another rank."""
+        if old in self.left:
+            return None
+        made: Tensor = super().source(old, new, suffix)
+        return made
+
+    def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
+        """Add what the rank does of an op."""
+        if op.graph is self.plan.home and op.phase != "optimizer":
+            self.of_pass(op, new)
+        elif op.body is self.plan.home:
+            self.partly(op, new)
+        elif op.graph is self.graph:
+            self.around(op, new)
+        else:
+            self.copy(op, new, suffix)
+
+    def of_pass(self, op: Op, new: Graph) -> None:
+        """Add an op of the pass, with what comes before and goes behind it."""
+        if op not in self.kept:
+            self.tensors |= dict.fromkeys(op.results)
+            return
+        if op in self.plan.sums and not (self.first and self.last):
+            read = [self.tensors[t] for t in self.read(op)]
+            self.tensors[op.results[0]] = read[-1]
+            if len(read) > 1:
+                self.add(op, op.kind, read, new)
+            return
+        for t in op.loop.starts if op.loop is not None and self.arrives(op) else ():
+            kind = Receive(sizes=tuple(bound(n, self.values) for n in t.sizes), dtype=t.dtype)
+            self.tensors[t] = new.add_op(kind, [], f"{op.name}.receive", op.phase).results[0]
+        self.copy(op, new)
+        if op in (self.plan.forward, self.plan.backward) and self.between != ZERO:
+            self.hand_over(op, new)
+        for t in op.loop.lasts if op.loop is not None and self.leaves(op) else ():
+            new.add_op(Send(), [self.tensors[t]], f"{op.name}.send", op.phase)
+
+    def hand_over(self, op: Op, new: Graph) -> None:
+        """Add what goes on between groups of layers: other ranks have those that are next."""
+        assert op.loop is not None
+        body = new.start_body(f"{op.name}.groups", fused=False)
+        starts = [self.tensors[t] for t in op.loop.lasts]
+        for i, t in enumerate(starts):
+            f = body.formal(t, f"{op.name}.group{i}", t.sizes, t.strides)
+            body.add_op(Send(), [f], f"{op.name}.between.send", op.phase)
+            there = Receive(sizes=t.sizes, dtype=t.dtype)
+            body.outputs += body.add_op(there, [], f"{op.name}.between.receive", op.phase).results
+        kind = Repeat(body=body, count=self.between, carries=len(starts), xs=0)
+        made = new.add_op(kind, starts, f"{op.name}.between", op.phase)
+        made.scope, body.owner = op.scope, made
+        self.tensors |= dict(zip(op.loop.lasts, made.results, strict=True))
+
+    def partly(self, op: Op, new: Graph) -> None:
+        """Add the loop over micro-batches, with the carries and slices that this stage has."""
+        old, loop = self.plan.home, op.loop
+        assert loop is not None
+        assert isinstance(op.kind, Repeat)
+        formals = [f for f in old.formals if f in self.wanted]
+        body = new.start_body(old.name, fused=False)
+        for f in formals:
+            self.tensors[f] = self.formal(f, body)
+        self.fill(old, body)
+        ends = [
+            (t, r)
+            for i, (t, r) in enumerate(zip(old.outputs, op.results, strict=True))
+            if (old.formals[i] in self.wanted if i < op.kind.carries else self.tensors[t] is not None)
+        ]
+        body.outputs += [body.adopt(self.tensors[t]) for t, _ in ends]
+        kind = replace(
+            bound_record(op.kind, self.values), body=body,
+            carries=sum(f in self.wanted for f in loop.carries), xs=sum(f in self.wanted for f in loop.slices),
+        )  # fmt: skip
+        operands = [self.tensors[t] for f, t in zip(old.formals, op.operands, strict=True) if f in self.wanted]
+        made = new.add_op(kind, operands, op.name, op.phase)
+        made.scope, body.owner = op.scope, made
+        self.tensors |= dict.fromkeys(op.results)
+        self.tensors |= dict(zip((r for _, r in ends), made.results, strict=True))
+
+    def around(self, op: Op, new: Graph) -> None:
+        """Add an op outside of the pass, such as an update, unless it is of another stage."""
+        if op.phase != "optimizer":
+            if self.used.isdisjoint(op.results):
+                self.tensors |= dict.fromkeys(op.results)
+            else:
+                self.copy(op, new)
+            return
+        gone = [t for t in op.operands if self.tensors[t] is None]
+        rest = [t for t in op.operands if self.tensors[t] is not None and (t.ndim or t.producer)]
+        if gone and rest:
+            raise UnsupportedError(
+                f"parallelize: pp: {op.name!r} puts {gone[0].name!r} and {rest[0].name!r} of different stages "
+                f"together, expected updates of each parameter by itself"
+            )
+        if gone:
+            self.tensors |= dict.fromkeys(op.results)
+        else:
+            self.copy(op, new)

@@ -1,0 +1,279 @@
+"""Stages of pipelines under all schedules: what ranks hold, send and take, and what they compute together."""
+
+from dataclasses import replace
+from fractions import Fraction
+from queue import Queue
+from threading import Thread
+
+import numpy as np
+import pytest
+import sympy
+from test_stages import SIZES, M, P, cut, llama
+
+import costgraph as cg
+from costgraph import testing
+from costgraph.algebra.polynomial import ONE, poly
+from costgraph.analysis import duration
+from costgraph.analysis.exchange import exchange
+from costgraph.analysis.saved import behind, left_for_weights
+from costgraph.analysis.work import ask as on_device
+from costgraph.graph.sizes import known_names
+from costgraph.ops.hops import Receive, Send
+from costgraph.testing.reference import whole
+from costgraph.transforms.stages_cut import planned
+from costgraph.transforms.stages_halves import Halves
+from costgraph.transforms.stages_held import Order
+
+GROUPS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "interleaved-zb": 2, "zbv": 2, "dualpipev": 2}
+SMALL = {"B": 2, "S": 3, "D": 4, "F": 5, "H": 2, "K": 2, "V": 7}
+#: Most bytes at once above what is there between steps, of ranks 0, 1 and 3: Interleaved1F1B with two groups on four
+#: gloo processes, 8 micro-batches, by layers of the model; torch 2.13.0+cpu, fp32, 2026-11-24.
+INTERLEAVED = {16: (14_422_016, 11_919_360, 7_602_980), 48: (41_824_256, 34_578_432, 20_775_716)}
+
+
+def step(m=M, **options):
+    return cg.training_step(llama(), optimizer=cg.SGD(), accumulate=m, **options)
+
+
+def own_sizes(g, **sizes):
+    return {name: n for name, n in {**SIZES, **sizes}.items() if name in known_names(g)}
+
+
+# -- what ranks hold -------------------------------------------------------------------------------------------------
+
+
+def states(name, p, m, v, rank):
+    """Yield what waits beside a chunk that runs, counted one by one: stages, for their backward pass or for weights."""
+    waits, weights = [], []
+    for kind, stage, k, _ in cg.plan.schedule(name, p, m, v)[rank]:
+        if kind == "F":
+            waits.append((stage, k))
+        here = [w for w in waits if w != (stage, k)], [w for w in weights if w != (stage, k)]
+        yield stage, [s for s, _ in here[0]], [s for s, _ in here[1]]
+        if kind in "IB":
+            waits.remove((stage, k))
+        if kind == "I":
+            weights.append((stage, k))
+        if kind == "W":
+            weights.remove((stage, k))
+
+
+@pytest.mark.parametrize(
+    ("name", "p", "m", "v"),
+    [
+        ("gpipe", 3, 5, 1), ("1f1b", 5, 7, 1), ("1f1b", 5, 3, 1), ("interleaved", 3, 3, 2), ("interleaved", 3, 9, 3),
+        ("interleaved", 5, 10, 2), ("zb-h1", 5, 7, 1), ("zb-h1", 3, 3, 1), ("interleaved-zb", 3, 6, 2),
+        ("interleaved-zb", 5, 15, 3), ("zbv", 5, 11, 2), ("zbv", 3, 7, 2), ("dualpipev", 5, 11, 2),
+        ("dualpipev", 3, 8, 2),
+    ],
+)  # fmt: skip
+def test_what_waits_is_what_is_counted(name, p, m, v):
+    order = Order(name, poly(p), poly(m), poly(v))
+    for rank in range(p):
+        folded = name in ("zbv", "dualpipev")
+        first, last = rank == 0, rank == (0 if folded else p - 1)
+        held = [[int(n.constant) for n in h] for h in order.held(poly(rank), first=first, last=last, later=False)]
+        seen = list(states(name, p, m, v, rank))
+        # a pass goes through all groups of a rank: of each but one of them it holds what waits here
+        for bytes_waiting, bytes_weights in ((5, 3), (4, 5), (1, 0), (0, 1)):
+            counted = max(len(a) * bytes_waiting + len(b) * bytes_weights for _, a, b in seen)
+            found = max((h[0] + v - 1) * bytes_waiting + h[1] * bytes_weights for h in held)
+            assert found == counted or (found == counted + (v - 1) * bytes_waiting and held[-1][0] == 0)
+        for at, stage, there in ((2, 0, first), (4, p * v - 1, last)):
+            if there:
+                counted = max(a.count(stage) + (s == stage) for s, a, _ in seen)
+                assert max(h[at] for h in held) + 1 == counted
+
+
+@pytest.mark.parametrize("depth", [16, pytest.param(48, marks=pytest.mark.long)])  # 11 s
+def test_peaks_of_groups_are_those_of_real_processes_but_for_what_was_sent(depth):
+    """torch keeps tensors that it has sent, of 32,768 B each, until the step ends: what differs are whole ones."""
+    s = cg.parallelize(step(), pp=4, micro_batches=M, schedule="interleaved", virtual=2)
+    for g, measured, kept in zip(s.stages, INTERLEAVED[depth], (15, 13, 14), strict=True):
+        line = cg.timeline(g, **own_sizes(g, L=depth, M=8))
+        found = line.peak - sum(n for role, n in line.by_role.items() if role in ("param", "input"))
+        assert 0 <= measured - found - kept * 32_768 <= 4
+    assert found / measured == pytest.approx({16: 0.94, 48: 0.978}[depth], abs=1e-3)
+
+
+def test_weights_need_both_sides_of_their_products():
+    """Of y = x w, its gradient needs x and the gradient of y: not what attention and activations keep."""
+    s = cg.parallelize(step(), pp=4, micro_batches=M, schedule="zb-h1")
+    B, S, D, F, H, K, L = cg.dims("B S D F H K L")
+    body = next(op.body for op in s.stages[1].ops if op.loop and op.loop.count == poly(M))
+    # operands: of q, k, v one, of o, of gate and up one, of down; gradients of results: q, k, v and those of o, gate,
+    # up and down; and of both norms what is scaled and the gradient of the result, which gate and up and q, k, v add up
+    kept = (D + H * K + D + F) + (3 * H * K + D + 2 * F + D) + (2 * D + 2 * D)
+    assert sympy.expand(left_for_weights(body)[0].expr - 4 * B * S * L / 4 * kept) == 0
+
+
+# -- what ranks do ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_ranks_do_together_what_the_step_does_and_send_what_the_schedule_says(name):
+    whole_step, s = cut(llama(), schedule=name, virtual=GROUPS[name])
+    first, middle, last = s.stages
+    for ask in (cg.matmul_flops, cg.param_count):
+        assert sympy.expand(ask(first) + (P - 2) * ask(middle) + ask(last) - ask(whole_step)) == 0
+    _, s = cut(llama(), 4, schedule=name, virtual=GROUPS[name])
+    for g, rank in zip(s.stages, (0, 1, 3), strict=True):
+        rows = [r for r in cg.communication(g) if r.collective == "send"]
+        assert sum(r.times for r in rows) == cg.plan.sends(name, 4, M, GROUPS[name], rank)
+
+
+@pytest.mark.parametrize("checkpoint", [None, cg.every_block()], ids=["kept", "checkpoint"])
+def test_halves_of_a_backward_pass_make_the_same_numbers(checkpoint):
+    before = step(checkpoint=checkpoint)
+    after = Halves(planned(before)).run(before)
+    assert len(behind(planned(after).home)) > len(behind(planned(before).home))
+    one, two = (testing.run(g, M=2, L=2, **SMALL) for g in (before, after))
+    assert [b.name for b in one.buffers] == [b.name for b in two.buffers]
+    for a, b in zip(one.buffers, two.buffers, strict=True):
+        assert np.allclose(a.array, b.array, rtol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_stages_compute_together_what_the_step_does(name):
+    p, m, depth = 3, 3, 3
+    point = {k: poly(n) for k, n in {**SMALL, "M": m, "L": depth}.items()}
+    whole_step = step()
+    s = cg.parallelize(whole_step, pp=p, micro_batches=M, schedule=name)
+    random = np.random.default_rng(0)
+    given = {
+        t.name: random.uniform(0.1, 0.5, [int(n.bind(point).constant) for n in t.sizes])
+        for t in whole_step.tensors
+        if t.role == "param" and t.producer is None
+    }
+    tokens = {n: random.integers(0, SMALL["V"], (m, SMALL["B"], SMALL["S"])) for n in ("tokens", "targets")}
+    expected = {b.name: b.array for b in testing.run(whole_step, {**given, **tokens}, M=m, L=depth, **SMALL).buffers}
+    links = {(r, way): Queue() for r in range(p) for way in ("forward", "backward")}
+    found, failed = {}, []
+
+    def rank(r):
+        g = s.stages[min(r, 1) + (r == p - 1)]
+
+        def send(at):
+            links[r, at.op.phase].put(np.array(at.operands[0].array))
+            return at.operands[0].array
+
+        def receive(at):
+            return links[r + (1 if at.op.phase == "backward" else -1), at.op.phase].get(timeout=60)
+
+        names = {t.name for t in g.tensors if t.producer is None}
+        mine = {n: a[r : r + 1] if n.startswith("layers/") else a for n, a in {**given, **tokens}.items() if n in names}
+        sizes = {n: k for n, k in {**SMALL, "M": m, "L": depth}.items() if n in known_names(g)}
+        try:
+            found[r] = testing.run(g, mine, meanings={**testing.MEANINGS, Send: whole(send), Receive: whole(receive)},
+                                   **sizes)  # fmt: skip
+        except BaseException as error:
+            failed.append(error)
+            raise
+
+    threads = [Thread(target=rank, args=(r,)) for r in range(p)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not failed
+    for r, run in found.items():
+        for buffer in run.buffers:
+            name, _, _ = buffer.name.partition("[")
+            if name in given:
+                there = [(n, a) for n, a in expected.items() if n.partition("[")[0] == name]
+                want = there[0][1] if not name.startswith("layers/") or len(there) == 1 else there[r][1]
+                want = want[r : r + 1] if want.shape != buffer.array.shape else want
+                assert np.allclose(buffer.array, want, rtol=1e-9), buffer.name
+
+
+# -- how long they take ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [n for n in GROUPS if n not in ("gpipe", "1f1b")])
+def test_time_is_that_of_the_events_but_for_a_few_sends(name):
+    v = GROUPS[name]
+    _, s = cut(llama(), 4, schedule=name, virtual=v)
+    g = s.stages[1]
+    late = {op for body in g.bodies() for op in behind(body)}
+    for p in (2, 3, 5):
+        m = 2 * p
+        g.waiting = replace(g.waiting, stages=poly(p), alike=poly(p), micro_batches=poly(m), asked=())
+        g.cache.clear()
+        asked = on_device(g, "h100-sxm", None, {**{k: SIZES[k] for k in "BSDFHKL"}, "M": m}, "seconds")
+        op = next(op for op in g.walk() if op.kind.name == "send")
+        send = Fraction(exchange(op, g, asked.values, asked.hardware)[0].constant)
+        for f, i, w in ((2, 3, 2), (1, 1, 1), (7, 5, 3), (3, 11, 5)):
+            cost = {"forward": f, "backward": i if name != "interleaved" else i + w, "weights": w, "once": 17}
+
+            def timing(part, cost=cost, m=m):
+                (which,) = {duration.when(work.op, late if name != "interleaved" else ()) for work in part.works}
+                return poly(cost[which] * (1 if which == "once" else m * v))
+
+            found = Fraction(duration.of_pipeline([asked], timing).constant) - 17
+            lists = cg.plan.schedule(name, p, m, v)
+            events = cg.plan.simulate(lists, forward=f, backward_input=i, backward_weight=w, send=send).makespan
+            assert abs(found - events) <= (0 if name == "interleaved" else 2 * p * send)
+
+
+def test_gradients_that_are_reduced_once_are_no_part_of_a_pass():
+    """Stages wait for each other's passes, not for what they do with gradients of their own."""
+    sizes = {**SIZES, "S": 1021, "V": 32003, "B": 2}
+    s = cg.parallelize(cg.training_step(llama(), optimizer=cg.SGD()), pp=4, dp=2)
+    seconds = cg.seconds(s, "h100-sxm", **sizes)
+    reduced = []
+    for g in s.stages:
+        rows = cg.communication(g, hardware="h100-sxm", **own_sizes(g, **sizes)).rows
+        reduced.append(sum(r.seconds for r in rows if r.axis == "dp" and r.phase == "backward"))
+    alone = cg.parallelize(cg.training_step(llama(), optimizer=cg.SGD()), pp=4)
+    least = cg.seconds(alone, "h100-sxm", **{**sizes, "B": 1})
+    # four times that, were it a part of the passes; the loss is reduced as well
+    assert least + max(reduced) <= seconds < least + 1.5 * max(reduced) < least + 2 * min(reduced)
+
+
+# -- uneven ----------------------------------------------------------------------------------------------------------
+
+
+def test_stages_may_have_layers_of_their_own():
+    whole_step = step()
+    s = cg.parallelize(whole_step, pp=5, layers=(2, 3, 5, 3, 1), micro_batches=M)
+    assert [g.name for g in s.stages] == ["llama.first", "llama.middle_of_3", "llama.middle_of_5", "llama.last"]
+    times = [1, 2, 1, 1]
+    for ask in (cg.matmul_flops, cg.param_count):
+        found = sum(n * ask(g) for n, g in zip(times, s.stages, strict=True))
+        assert sympy.expand(found - ask(whole_step).subs(cg.dims("L"), 14)) == 0
+    assert [g.waiting.alike.constant for g in s.stages] == times
+    # ranks 1 and 3 have 3 layers each: the first of them holds the most, 4 of 5 micro-batches at a time
+    assert s.stages[1].waiting.first[0][0].bind({"M": poly(9)}) == poly(3)
+    even = cg.parallelize(whole_step, pp=4, layers=(4, 4, 4, 4), micro_batches=M)
+    shared = cg.parallelize(whole_step, pp=4, micro_batches=M)
+    for a, b in zip(even.stages, shared.stages, strict=True):
+        assert cg.peak_memory(a, **own_sizes(a, M=8)) == cg.peak_memory(b, **own_sizes(b, M=8))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"schedule": "1f1b", "virtual": 2}, "virtual stages of a rank beyond 1"),
+        ({"schedule": "interleaved"}, "virtual stages of a rank beyond one"),
+        ({"schedule": "dualpipe"}, "schedule 'dualpipe', of which each rank has two stages of the model, expected"),
+        ({"schedule": "1f1c"}, "parallelize: schedule '1f1c', expected one of gpipe"),
+        ({"schedule": "zbv", "layers": (1, 2, 3, 4)}, "layers of stages with 2 groups each, expected stages of one"),
+        ({"layers": (1, 2, 3)}, "layers of 3 stages, expected as many as pp, which is 4"),
+        ({"layers": (1, 2, 0, 3)}, "layers is (1, 2, 0, 3), expected a whole number of layers for each stage"),
+        ({"layers": 7}, "layers is 7, expected a whole number of layers for each stage"),
+    ],
+)  # fmt: skip
+def test_what_no_schedule_has_is_refused(options, text):
+    with pytest.raises(cg.CostGraphError) as refused:
+        cg.parallelize(step(), pp=4, micro_batches=M, **options)
+    assert text in str(refused.value)
+
+
+def test_numbers_that_a_schedule_has_no_lists_for_are_refused_where_they_are_bound():
+    s = cg.parallelize(step(), pp=P, micro_batches=M, schedule="interleaved", virtual=2)
+    g = s.stages[1]
+    with pytest.raises(cg.BindingError, match="micro-batches for each rank has size M/P = 7/4"):
+        cg.peak_memory(g, **own_sizes(g, M=7, P=4))
+    with pytest.raises(cg.BindingError, match="layers of each of 2 groups of a rank has size L"):
+        cg.peak_memory(g, **own_sizes(g, M=8, P=4, L=12))
+    assert g.waiting.groups == 2 * ONE
