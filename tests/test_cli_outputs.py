@@ -1,5 +1,6 @@
 """What the command line puts out, whatever names files carry, wherever it goes and whenever it is interrupted."""
 
+import io
 import json
 import os
 import re
@@ -268,3 +269,33 @@ def test_another_program_keeps_its_own_answer(tmp_path):
         [sys.executable, program], env=env, capture_output=True, text=True, timeout=PROCESS, check=True
     )
     assert done.stdout == "True\n"
+
+
+class Terminal(io.StringIO):
+    """A standard error that somebody looks at."""
+
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(
+    "words", [["formula", "mlp", "params"], ["explore", "mlp", "--out", "p.html"], ["report", "x"]]
+)
+def test_a_terminal_says_how_long_work_takes_until_something_else_is_said(words, monkeypatch, tmp_path):
+    words = words.split()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("costgraph.notation.progress._AFTER", 0.0)
+    monkeypatch.setattr("costgraph.notation.progress._EVERY", 0.001)
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    assert cli.main(words) == (2 if words[0] == "report" else 0)
+    said = terminal.getvalue()
+    first, *_ = said.split("\r")[1:]
+    assert re.fullmatch(rf"{words[0]}: \d+ s", first)
+    # the line is empty again before the words of the command, or of a bar with its parts
+    wiped = said.index("\r" + " " * len(first) + "\r")
+    assert f"{words[0]}: 0 s" not in said[wiped:]
+    assert words[0] != "explore" or "stage" in said[wiped:]
+
+
+def test_nobody_is_told_where_nobody_looks(capsys):
+    assert good(capsys, "formula", "mlp", "params")

@@ -14,6 +14,7 @@ from contextlib import suppress
 
 from ..algebra.symbols import printable
 from ..errors import CostGraphError
+from ..notation.progress import waiting
 
 __all__ = ["main"]
 
@@ -86,7 +87,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         if asked := os.environ.get(_COMPLETE):
             return shell_complete(command, {}, "costgraph", _COMPLETE, asked)
         # not command.main, which has an answer of its own to a broken pipe
-        with command.make_context("costgraph", words) as context:
+        with command.make_context("costgraph", words) as context, waiting(printable(words[0])[:40]):
             command.invoke(context)
         return 0
     except SystemExit as stop:  # how typer ends what completes, and what installs that

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..algebra.symbols import printable
 from ..errors import FormatError
 from ..graph.graph import Graph
+from ..notation.progress import hush
 from ..report.drawing import check_path
 from ..report.grids import WIDTH
 from ..text_file import write_file
@@ -30,6 +31,7 @@ def say(lines: str, *, styled: bool = False) -> None:
     encoding = sys.stdout.encoding or "utf-8"
     if not encoding.lower().startswith("utf"):
         lines = lines.replace("\u2500", "-").encode(encoding, "replace").decode(encoding)
+    hush()
     sys.stdout.write(lines + "\n")
 
 

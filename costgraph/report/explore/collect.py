@@ -26,8 +26,8 @@ from ...graph.placement import Waiting
 from ...graph.sizes import bindings, conditions, known_names, stages
 from ...hardware.keys import LINK_KINDS
 from ...hardware.specs import Hardware
+from ...notation.progress import progressing
 from ...ops.hops import Send
-from ...plan.progress import progressing
 from ..quantities import symbolic
 from .tables import Tables
 

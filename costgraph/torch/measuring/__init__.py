@@ -1,6 +1,6 @@
 """Times, matmul FLOPs and peak bytes of a call, as they are on the machine that this runs on."""
 
-from ...plan.progress import progressing
+from ...notation.progress import progressing
 from .clock import Times, timed
 from .environment import environment
 from .measurement import Measurement, measure

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ...errors import UnsupportedError
 from ...hardware.units import format_bytes, format_quantity
-from ...plan.progress import progressing
+from ...notation.progress import progressing
 from .allocations import peak_bytes
 from .clock import Times, timed
 from .environment import counted, environment, find_device

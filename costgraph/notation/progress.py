@@ -6,11 +6,77 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import Event, Lock, Thread
+from time import monotonic
 
-__all__ = ["Step", "progressing"]
+__all__ = ["Step", "hush", "progressing", "waiting"]
 
 #: Called before each part, with its name.
 Step = Callable[[str], None]
+#: Seconds after which work that says nothing itself is said to go on, and between two such words.
+_AFTER, _EVERY = 1.0, 0.2
+
+
+class _Clock:
+    """A line with the seconds that something has taken, written by a thread until something else is said."""
+
+    def __init__(self, label: str) -> None:
+        self.label, self.width = label, 0
+        self.over, self.lock, self.start = Event(), Lock(), monotonic()
+
+    def run(self) -> None:
+        wait = _AFTER
+        while not self.over.wait(wait):
+            line, wait = f"{self.label}: {monotonic() - self.start:.0f} s", _EVERY
+            with self.lock:
+                if not self.over.is_set():
+                    self.width = max(self.width, len(line))
+                    sys.stderr.write("\r" + line)
+                    sys.stderr.flush()
+
+    def stop(self) -> None:
+        with self.lock:
+            if not self.over.is_set() and self.width:
+                sys.stderr.write("\r" + " " * self.width + "\r")
+                sys.stderr.flush()
+            self.over.set()
+
+
+_CLOCKS: list[_Clock] = []
+
+
+@contextmanager
+def waiting(label: str, show: bool | None = None) -> Iterator[None]:
+    """Say after a second how long work takes, until it ends or something else is said: `hush`, `progressing`.
+
+    Parameters
+    ----------
+    label : str
+        What the work is.
+    show : bool, optional
+        Whether anything is shown; by default where the standard error is a terminal.
+    """
+    if not (_on_terminal() if show is None else show):
+        yield
+        return
+    clock = _Clock(label)
+    _CLOCKS.append(clock)
+    Thread(target=clock.run, daemon=True).start()
+    try:
+        yield
+    finally:
+        clock.stop()
+        _CLOCKS.remove(clock)
+
+
+def hush() -> None:
+    """Take the words of `waiting` from the terminal: something else is said there."""
+    for clock in _CLOCKS:
+        clock.stop()
+
+
+def _on_terminal() -> bool:
+    return sys.stderr is not None and sys.stderr.isatty()
 
 
 @contextmanager
@@ -32,9 +98,11 @@ def progressing(label: str, parts: int, show: bool | None = None) -> Iterator[St
     ...     step("time")
     ...     step("peak")
     """
-    if not (sys.stderr.isatty() if show is None else show):
+    if not (_on_terminal() if show is None else show):
         yield lambda text: None
-    elif importlib.util.find_spec("rich") is None:
+        return
+    hush()
+    if importlib.util.find_spec("rich") is None:
         yield from _plain(label, parts)
     else:
         yield from _bar(label, parts)
