@@ -79,9 +79,9 @@ def asked(tmp_path):
     env = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGINGFACE_"))}
     env |= {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(Path(cg.__file__).parent.parent)}
 
-    def ask(name):
+    def ask(name, **more):
         words = [sys.executable, "-m", "costgraph", "formula", name, "params", "--preset"]
-        done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=tmp_path, env=env)
+        done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=tmp_path, env=env | more)
         return done.returncode, done.stdout, done.stderr
 
     return ask
@@ -96,6 +96,13 @@ def test_a_model_that_is_neither_kept_nor_reached_is_refused(asked):
     assert (code, out, said.count("\n")) == (2, "", 1)
     assert said.startswith("costgraph: 'owner/other': no such path, and no config.json of it from the Hub: ")
     assert said.endswith("expected one in the cache or on the network\n")
+
+
+def test_a_network_that_is_not_there_is_asked_once(asked):
+    """A name that no resolver knows (RFC 2606): one line, where a download tells of five tries in half a minute."""
+    code, out, said = asked("owner/other", HF_HUB_OFFLINE="0", HF_ENDPOINT="https://hub.invalid")
+    assert (code, out, said.count("\n")) == (2, "", 1)
+    assert said.startswith("costgraph: 'owner/other': no such path, and no config.json of it from the Hub: Connect")
 
 
 def test_without_the_client_the_error_says_what_to_install(capsys, monkeypatch):

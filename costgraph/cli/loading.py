@@ -19,6 +19,8 @@ __all__ = ["load_model"]
 
 #: Bytes up to which a file is looked at as a configuration: they have a few thousand.
 _LARGEST_CONFIG = 2**20
+#: Seconds in which the Hub has to answer.
+_PATIENCE = 10
 
 
 def load_model(
@@ -83,7 +85,7 @@ def _config_of(model: str) -> str:
 def _from_hub(name: str) -> str:
     """Return the path of the config.json of a model of the Hub, from the cache of its client or the network."""
     try:
-        from huggingface_hub import hf_hub_download, try_to_load_from_cache
+        from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
     except ImportError:
         raise UnsupportedError(
             f"{shorten(name)}: no such path, and huggingface_hub is not installed, expected it for a model of the Hub: "
@@ -91,8 +93,12 @@ def _from_hub(name: str) -> str:
         ) from None
     try:
         kept = try_to_load_from_cache(name, "config.json")
-        return kept if isinstance(kept, str) else hf_hub_download(name, "config.json")
-    except (OSError, ValueError) as error:  # all that the client raises
+        if not isinstance(kept, str):
+            # once: a download tries five times, and talks of each, where there is no network
+            get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=_PATIENCE)
+            kept = hf_hub_download(name, "config.json")
+        return kept
+    except Exception as error:  # the client hands on what its library of HTTP raises, which one depends on its version
         said = str(error).strip().partition("\n")[0]
         raise FormatError(
             f"{shorten(name)}: no such path, and no config.json of it from the Hub: {type(error).__name__}: "
