@@ -278,9 +278,7 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize(
-    "words", [["formula", "mlp", "params"], ["explore", "mlp", "--out", "p.html"], ["report", "x"]]
-)
+@pytest.mark.parametrize("words", ["formula mlp params", "explore mlp --out p.html", "report x"])
 def test_a_terminal_says_how_long_work_takes_until_something_else_is_said(words, monkeypatch, tmp_path):
     words = words.split()
     monkeypatch.chdir(tmp_path)
