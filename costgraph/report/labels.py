@@ -21,6 +21,7 @@ _SIZE = 8.5
 _SIDES = tuple((x, y) for x, y in product((-1, 1, 0), (1, -1, 0)) if x or y)
 _STEPS = (5, 9, 16, 26, 40, 58, 80, 106, 136)  # points of print between a text and what it names
 _LEADER = 16  # points from which on a line leads to a text
+_HALO = 2.5  # points of paper around letters, where they lie on a line
 _GAP = 3  # pixels between two texts
 # A text on a line or a point, and a line to it through another text, are worse than one so many steps further away.
 _ON_LINE, _ON_POINT, _THROUGH = 150, 25, 90
@@ -32,6 +33,8 @@ def place_labels(ax: Any, labels: Sequence[Label], *, size: float = _SIZE, lead:
     `lead` asks for a thin line to each text that is not beside its point. Returns the texts that have no place: one on
     another cannot be read, so they are left out.
     """
+    from matplotlib.patheffects import withStroke
+
     figure = ax.figure
     figure.draw_without_rendering()  # the layout, which says where points lie
     renderer = figure.canvas.get_renderer()
@@ -41,7 +44,7 @@ def place_labels(ax: Any, labels: Sequence[Label], *, size: float = _SIZE, lead:
     for text, place in labels:
         written = ax.annotate(
             text, place, (0, 0), textcoords="offset points", ha="center", va="center", fontsize=size, zorder=5,
-            annotation_clip=False, in_layout=False,
+            annotation_clip=False, in_layout=False, path_effects=[withStroke(linewidth=_HALO, foreground="white")],
         )  # fmt: skip
         x0, y0, x1, y1 = _box_of(written, renderer)
         half, at = np.array([x1 - x0, y1 - y0]) / 2, ax.transData.transform(place)

@@ -62,7 +62,7 @@ def plot_roofline(roofline: Roofline, path: str | os.PathLike[str] | None = None
         ax.axvline(roofline.ridge, color=FAINT, linewidth=1, linestyle=":", gid=FREE)
         # at the foot of its line, where there are neither roofs nor points
         labels.append((f"ridge point, {format_quantity(roofline.ridge, 'FLOP/B')}", (roofline.ridge, ax.get_ylim()[0])))
-    title = f"{short(roofline.graph)} on {short(roofline.hardware.name)}"
+    title = f"{short(roofline.graph)} on {short(roofline.hardware.name, 60)}"
     framed(ax, title, "arithmetic intensity, as declared [FLOP/B]", "attainable rate [FLOP/s]")
     units_on(ax.yaxis, "FLOP/s")
     _points(ax, drawn)

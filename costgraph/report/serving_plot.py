@@ -55,7 +55,7 @@ def plot_throughput(found: Throughput, path: str | os.PathLike[str] | None = Non
         _points(ax, [r for r in own if r.fits], f"bound by {bound}", face=color, edge=color)
         _points(ax, [r for r in own if not r.fits], f"bound by {bound}, does not fit", face="white", edge=color)
     sizes = " ".join(f"{k}={v}" for k, v in found.sizes.items() if k in ("S", "B"))
-    title = f"{short(found.graph)} on {short(found.hardware.name)}{sizes and ', '}{sizes}"
+    title = f"{short(found.graph)} on {short(found.hardware.name, 60)}{sizes and ', '}{sizes}"
     framed(ax, title, "time of a step [s]", "new tokens of all sequences [1/s]")
     _ticks(ax)
     ax.margins(x=0.12, y=0.1)

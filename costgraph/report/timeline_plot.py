@@ -93,7 +93,8 @@ def _capacity(ax: Any, capacity: float, peak: float) -> Label:
         ax.set_yticks([y for y in ax.get_yticks() if y <= scale])
         style = {"marker": (2, 0, 60), "markersize": 9, "color": ROOF, "linestyle": "none"}
         ax.plot([0, 0], [scale, 1.36 * peak], transform=ax.get_yaxis_transform(), clip_on=False, **style)
-        text += f", {capacity / peak:.3g} times the peak"
+        times = float(f"{capacity / peak:.3g}")
+        text += f", {times:,.{0 if times >= 100 else 1}f} times the peak"
     else:
         place = capacity
     ax.set_ylim(0, 1.12 * place if far else 1.25 * max(place, peak) or 1)
@@ -130,16 +131,17 @@ def _phases(ax: Any, timeline: Timeline) -> None:
     spans = list(_spans(timeline))
     if len({phase for *_, phase in spans}) < 2:
         return
+    wide = [span for span in spans if span[1] - span[0] >= _NAMED * len(timeline.moments)]
+    named = {phase for *_, phase in wide}
     for wanted, color in _PHASES.items():
         own = [(start, end - start) for start, end, phase in spans if phase == wanted]
         if own:
             ax.broken_barh(
                 own, (0, 1), transform=ax.get_xaxis_transform(), facecolors=color, edgecolor=FAINT, linewidth=0,
-                zorder=0, label=f"phase {wanted}",
+                zorder=0, label="_above" if wanted in named else f"phase {wanted}",
             )  # fmt: skip
-    for start, end, phase in spans:
-        if end - start >= _NAMED * len(timeline.moments):
-            ax.text((start + end) / 2, 1.01, phase, transform=ax.get_xaxis_transform(), fontsize=8, ha="center")
+    for start, end, phase in wide:
+        ax.text((start + end) / 2, 1.01, phase, transform=ax.get_xaxis_transform(), fontsize=8, ha="center")
 
 
 def _key(ax: Any) -> None:
