@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import CostGraphError, SpecError, UnsupportedError
-from .progress import progressing
+from ..notation.progress import progressing
 from .structures import DEGREES, Family, Forms, Structure, evaluated, spent_in
 
 __all__ = ["Fit", "Point", "Work"]

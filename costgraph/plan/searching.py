@@ -17,7 +17,6 @@ from ..hardware.links import joined
 from ..hardware.networks import Network
 from ..hardware.specs import Hardware
 from ..notation.door import READ
-from ..notation.progress import progressing
 from ..optimizers import Optimizer
 from .fitting import Fit, Point, Work
 from .plans import Plan, Search, explained
