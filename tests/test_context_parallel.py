@@ -291,3 +291,27 @@ def test_a_mean_over_queries_that_see_other_numbers_of_keys_is_none_of_means(pat
         g.output(cg.reduce(seen, pattern, "mean"))
     rank = cg.shard(g, cg.mesh(cp=N), {"q": "b (s cp) d", "k": "b (s cp) d"})
     testing.check_sharded(g, rank, S=6, N=3)  # ranks have 3, 7 and 11 of the 21 points
+
+
+@pytest.mark.parametrize(
+    ("placements", "collectives"),
+    [
+        # each query has a part of its keys on every rank: their largest score, the sum of the exponentials and that of
+        # the values are put together, as in decoding over a split cache
+        ({"k": "b h (t cp) k", "v": "b h (t cp) k"}, ["all_reduce"] * 3),
+        ({"k": "b h (t cp) k"}, ["all_reduce"] * 3),
+        ({"v": "b h (t cp) k"}, ["all_reduce"]),
+        # scores lie along one axis of the mesh, and values along the other
+        (
+            {"k": "b h (t cp) k", "v": "b h (t x) k"},
+            ["all_reduce", "all_reduce", "all_gather", "all_reduce", "all_reduce"],
+        ),
+    ],
+)
+def test_keys_may_be_split_beside_whole_queries(placements, collectives):
+    with cg.Graph("decode") as g:
+        q, k, v = (g.input(n, (B, H, t, K)) for n, t in (("q", S), ("k", W), ("v", W)))
+        g.output(cg.attention(q, k, v, causal=False))
+    rank = cg.shard(g, cg.mesh(cp=N, x=2), placements)
+    assert [m.collective for m in cg.communication(rank)] == collectives
+    testing.check_sharded(g, rank, {"x": 2}, B=3, S=1, W=6, H=2, K=5, N=3)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ...errors import UnsupportedError
@@ -42,6 +42,14 @@ def passes(body: Graph, formal: Tensor) -> bool:
     return True
 
 
+def _bodies(t: Tensor) -> Iterator[Graph]:
+    """Yield the graph of a tensor and those around it, the innermost first."""
+    graph: Graph | None = t.graph
+    while graph is not None:
+        yield graph
+        graph = graph.parent
+
+
 class Pieces:
     """A kernel that is written anew: one body until ranks have to meet, and another one behind it."""
 
@@ -66,7 +74,7 @@ class Pieces:
 
     def outside(self, t: Tensor) -> Graph:
         """Return where an op that moves a tensor goes: before the kernel, which ends there if it made the tensor."""
-        if t.graph is self.body:
+        if self.body is not None and self.body in _bodies(t):
             self.close()
         return self.new if self.around is None else self.around.outside(t)
 
