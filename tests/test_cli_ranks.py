@@ -52,6 +52,26 @@ def test_a_degree_may_stay_open(capsys):
     assert f"dp     reduce_scatter   {formula_text(reduced.total(), grouped=True)}" in out
 
 
+PIPELINE = ["--pp", "2", "--micro-batches", "4", "--hardware", "h100-sxm"]
+
+
+def test_stages_make_it_the_report_of_one_of_them(capsys):
+    step = cg.training_step(cg.models.load("llama-3-8b"), accumulate=4)
+    cut = cg.parallelize(step, pp=2, micro_batches=4, schedule="interleaved", virtual=2)
+    words = [*WORDS, *PIPELINE, "--schedule", "interleaved", "--virtual", "2"]
+    for name, stage in zip(("first", "last"), cut.stages, strict=True):
+        code, out, err = run(capsys, *words, "--stage", name, "--json", "-")
+        assert (code, err) == (0, "")
+        assert json.loads(out)["peak_memory"]["value"] == cg.peak_memory(stage, **SIZES)
+    seconds = cg.seconds(cut, "h100-sxm", **SIZES)
+    assert f"A step of the pipeline takes {seconds * 1e6:.4g}" in run(capsys, *words)[1]
+    words = [word for word in WORDS if word != "L=4"]
+    code, out, err = run(capsys, *words, *PIPELINE[:4], "--layers", "1,3", "--json", "-")
+    uneven = cg.parallelize(step, pp=2, micro_batches=4, layers=(1, 3))
+    own = {name: n for name, n in SIZES.items() if name != "L"}
+    assert json.loads(out)["peak_memory"]["value"] == cg.peak_memory(uneven.stages[0], **own)
+
+
 def test_what_collectives_do_beside_the_rest(capsys):
     words = [*WORDS, "--dp", "4", "--zero", "3", "--hardware", "h100-sxm", "--checkpoint", "every-block"]
     waited, beside = (json.loads(run(capsys, *words, "--overlap", how, "--json", "-")[1]) for how in ("none", "ideal"))
@@ -81,6 +101,11 @@ def test_files_and_text_say_what_is_sent():
         (["--tp", "2", "--network", "moon", "--hardware", "h100-sxm"], "network 'moon' is unknown"),
         (["--tp", "2", "--overlap", "all", "--hardware", "h100-sxm"], "overlap 'all', expected one of none, ideal"),
         (["--tp", "7"], "expected a positive whole number"),
+        (["--pp", "2", "--stage", "third"], "--stage 'third': expected one of first, last"),
+        (["--pp", "2", "--schedule", "zbw"], "schedule 'zbw', expected one of gpipe, 1f1b"),
+        (["--pp", "2", "--layers", "1,x"], "--layers: got 'x', expected a size"),
+        (["--pp", "2", "--layers", "1,2,1"], "layers of 3 stages, expected as many as pp, which is 2"),
+        (["--pp", "2", "--accumulate", "2", "--micro-batches", "4"], "--micro-batches '4': expected '2', as"),
     ],
 )
 def test_what_is_refused(capsys, words, text):

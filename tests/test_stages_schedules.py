@@ -122,6 +122,15 @@ def test_ranks_do_together_what_the_step_does_and_send_what_the_schedule_says(na
         assert sum(r.times for r in rows) == cg.plan.sends(name, 4, M, GROUPS[name], rank)
 
 
+@pytest.mark.parametrize("optimizer", [cg.AdamW(), cg.AdamW(implementation="for-loop")], ids=["foreach", "for-loop"])
+def test_a_step_of_one_micro_batch_is_cut_with_its_updates(optimizer):
+    whole_step = cg.training_step(llama(), optimizer=optimizer)
+    s = cg.parallelize(whole_step, pp=P)
+    first, middle, last = s.stages
+    for ask in (cg.flops, cg.param_count, cg.param_bytes):
+        assert sympy.expand(ask(first) + (P - 2) * ask(middle) + ask(last) - ask(whole_step)) == 0
+
+
 @pytest.mark.parametrize("checkpoint", [None, cg.every_block()], ids=["kept", "checkpoint"])
 def test_halves_of_a_backward_pass_make_the_same_numbers(checkpoint):
     before = step(checkpoint=checkpoint)

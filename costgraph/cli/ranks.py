@@ -6,14 +6,19 @@ from typing import Annotated, Any
 
 import typer
 
-from ..algebra.symbols import shorten, size_or_name
+from ..algebra.symbols import read_size, shorten, size_or_name
 from ..errors import FormatError
 from ..graph.graph import Graph
 from ..transforms.offload import OFFLOADED
+from ..transforms.schedules import SCHEDULES
 from ..transforms.shard.parallelize import CONTEXTS, parallelize
+from ..transforms.stages_cut import micro_batches
 from . import options as opt
 
-__all__ = ["Context", "Cp", "Dp", "Ep", "Network", "Offload", "Overlap", "Reduce", "Sequence", "Tp", "Zero", "rank_of"]
+__all__ = [
+    "Context", "Cp", "Dp", "Ep", "Layers", "MicroBatches", "Network", "Offload", "Overlap", "Pp", "Reduce", "Schedule",
+    "Sequence", "Stage", "Tp", "Virtual", "Zero", "micro_batches_of", "rank_of", "stage_of",
+]  # fmt: skip
 
 REDUCES = ("each", "last")
 
@@ -31,6 +36,16 @@ Dp = Annotated[str, _degree("--dp", "data")]
 Cp = Annotated[str, _degree("--cp", "context")]
 Tp = Annotated[str, _degree("--tp", "tensor")]
 Ep = Annotated[str, _degree("--ep", "expert")]
+Pp = Annotated[
+    str, typer.Option("--pp", metavar="N", help="Stages of a pipeline: a number, or a name that stays open.")
+]
+Schedule = Annotated[str, _choice("--schedule", "NAME", "Order of a pipeline", tuple(SCHEDULES))]
+MicroBatches = Annotated[
+    str | None, typer.Option("--micro-batches", metavar="N", help="Of a step, as --accumulate: a pipeline's.")
+]
+Virtual = Annotated[str, typer.Option("--virtual", metavar="N", help="Groups of layers of a rank of a pipeline.")]
+Layers = Annotated[str | None, typer.Option("--layers", metavar="N,N", help="Layers of each stage of a pipeline.")]
+Stage = Annotated[str, typer.Option("--stage", metavar="NAME", help="Stage that is reported, such as middle.")]
 Zero = Annotated[int, typer.Option("--zero", metavar="N", min=0, max=3, help="Stage of ZeRO over dp and cp.")]
 Sequence = Annotated[bool, typer.Option("--sequence", help="Split the sequence between products over tp.")]
 Context = Annotated[str, _choice("--context", "HOW", "Attention over cp", CONTEXTS)]
@@ -42,7 +57,39 @@ Network = Annotated[str | None, typer.Option("--network", metavar="NAME", help="
 Overlap = Annotated[str, typer.Option("--overlap", metavar="HOW", help="Of collectives: none, or ideal.")]
 
 
-def rank_of(step: Graph, degrees: dict[str, str], zero: int, sequence: bool, context: str, reduce: str) -> Graph:
+def micro_batches_of(accumulate: str, micro_batches: str | None) -> str:
+    """Return how many micro-batches a step has, which either option says.
+
+    Raises
+    ------
+    FormatError
+        If both do, and not the same.
+    """
+    if micro_batches is None or accumulate in ("1", micro_batches):
+        return accumulate if micro_batches is None else micro_batches
+    raise FormatError(f"--micro-batches {shorten(micro_batches)}: expected {shorten(accumulate)}, as --accumulate has")
+
+
+def stage_of(rank: Graph, name: str) -> Graph:
+    """Return the graph of a stage of a pipeline by the end of its name; of all others, the graph.
+
+    Raises
+    ------
+    FormatError
+        If there is no such stage.
+    """
+    names: dict[str, Graph] = {g.name.rpartition(".")[2]: g for g in rank.stages}
+    if not rank.parts:
+        return rank
+    if name not in names:
+        raise FormatError(f"--stage {shorten(name)}: expected one of {', '.join(names)}")
+    return names[name]
+
+
+def rank_of(
+    step: Graph, degrees: dict[str, str], zero: int, sequence: bool, context: str, reduce: str, pp: str = "1",
+    schedule: str = "1f1b", virtual: str = "1", layers: str | None = None,
+) -> Graph:  # fmt: skip
     """Return the graph of one of the ranks that share a step; the step itself where there is one rank.
 
     Parameters
@@ -59,6 +106,10 @@ def rank_of(step: Graph, degrees: dict[str, str], zero: int, sequence: bool, con
         What attention does along cp.
     reduce : str
         each or last: the micro-batch behind which gradients are reduced.
+    pp, schedule, virtual : str
+        Stages of a pipeline with the micro-batches of the step, their order, and groups of layers of each.
+    layers : str, optional
+        Layers of each stage.
 
     Returns
     -------
@@ -73,7 +124,13 @@ def rank_of(step: Graph, degrees: dict[str, str], zero: int, sequence: bool, con
     for option, word, known in (("--reduce", reduce, REDUCES), ("--context", context, CONTEXTS)):
         if word not in known:
             raise FormatError(f"{option} {shorten(word)}: expected {' or '.join(known)}")
-    if set(degrees.values()) == {"1"} and not (zero or sequence):
+    if {*degrees.values(), pp} == {"1"} and not (zero or sequence):
         return step
     given: dict[str, Any] = {axis: size_or_name(n, f"--{axis}") for axis, n in degrees.items()}
+    if pp != "1":
+        pieces = None if layers is None else tuple(read_size(n, "--layers") for n in layers.split(","))
+        given |= {
+            "pp": size_or_name(pp, "--pp"), "schedule": schedule, "virtual": size_or_name(virtual, "--virtual"),
+            "layers": pieces, "micro_batches": micro_batches(step),
+        }  # fmt: skip
     return parallelize(step, **given, zero=zero, sequence=sequence, context=context, reduce_each=reduce == "each")

@@ -7,11 +7,14 @@ from typing import Annotated, Any
 import typer
 
 from ..algebra.symbols import read_size, shorten
+from ..analysis.duration import seconds
 from ..errors import FormatError
 from ..graph.graph import Graph
+from ..graph.sizes import known_names, of_stages
 from ..optimizers import IMPLEMENTATIONS, OPTIMIZERS
 from ..plan import preflight
 from ..report import report, text
+from ..report.amounts import show
 from ..report.files import to_csv, to_json
 from ..report.plan import plan_csv, plan_json, render_plan
 from ..transforms.checkpoint import read_checkpoint
@@ -101,11 +104,14 @@ def train_command(
     ep: ranks.Ep = "1", zero: ranks.Zero = 0, sequence: ranks.Sequence = False, context: ranks.Context = "gather",
     reduce: ranks.Reduce = "each", network: ranks.Network = None, overlap: ranks.Overlap = "none",
     hierarchical: opt.Hierarchical = False,
-    offload: ranks.Offload = "",
+    offload: ranks.Offload = "", pp: ranks.Pp = "1", schedule: ranks.Schedule = "1f1b",
+    micro_batches: ranks.MicroBatches = None, virtual: ranks.Virtual = "1", layers: ranks.Layers = None,
+    stage: ranks.Stage = "first",
 ) -> None:  # fmt: skip
     """Print what a step of training costs: state and activations apart, FLOPs by phase, and times on a device.
 
-    With a degree of parallelism it is that of one rank; B is then the sequences of all of them.
+    With a degree of parallelism it is that of one rank; B is then the sequences of all of them. With --pp it is that of
+    a stage, below the time of the whole pipeline.
 
     Examples
     --------
@@ -113,12 +119,18 @@ def train_command(
         --checkpoint every-block B=1 S=4096
       costgraph train llama-3-70b --hardware h100-sxm --precision bf16-master
         --dp 64 --tp 8 --zero 3 --sequence --overlap ideal B=64 S=8192
+      costgraph train llama-3-70b --hardware h100-sxm --precision bf16-master
+        --tp 8 --pp 4 --micro-batches 16 --schedule interleaved --virtual 5
+        --stage last B=1 S=8192
     """
     check_files(json, csv, plot, memory_plot)
     dims: dict[str, Any] = dict(opt.read_sizes(sizes))  # no keyword of report, which a type checker cannot know
     graph = load_model(model, attention, dtype, dropout, composed, symbolic)
-    step = _step(graph, optimizer, implementation, precision, checkpoint, accumulate, clip)
-    step = ranks.rank_of(step, {"dp": dp, "cp": cp, "tp": tp, "ep": ep}, zero, sequence, context, reduce)
+    times = ranks.micro_batches_of(accumulate, micro_batches)
+    step = _step(graph, optimizer, implementation, precision, checkpoint, times, clip)
+    degrees = {"dp": dp, "cp": cp, "tp": tp, "ep": ep}
+    made = ranks.rank_of(step, degrees, zero, sequence, context, reduce, pp, schedule, virtual, layers)
+    step, dims, head = _stage(made, stage, hardware, fallback, network, dims)
     step = on_host(step, offload.split(",")) if offload else step
     found = report(
         step, hardware, count=count, fallback=fallback, depth=depth, device=device, arch=arch, overlap=overlap,
@@ -127,7 +139,24 @@ def train_command(
     draw_report(step, found, dims, plot, memory_plot)
     if not write_files((json, lambda: to_json(found)), (csv, lambda: to_csv(found))):
         width, color = screen()
-        say(text.render(found, formulas=formulas, width=width, color=color), styled=color)
+        say(head + text.render(found, formulas=formulas, width=width, color=color), styled=color)
+
+
+def _stage(
+    made: Graph, stage: str, hardware: str | None, fallback: Any, network: str | None, dims: dict[str, Any]
+) -> tuple[Graph, dict[str, Any], str]:
+    """Return the graph that is reported, its sizes, and of a pipeline a line with the time of all stages."""
+    step = ranks.stage_of(made, stage)
+    if not made.parts:
+        return step, dims, ""
+    of_stages(made, dims)  # refuses what no stage has
+    own = {name: n for name, n in dims.items() if name in known_names(step)}
+    if hardware is None:
+        return step, own, ""
+    taken = seconds(made, hardware, fallback=fallback, network=network, **dims)
+    if not isinstance(taken, float):  # a formula of many terms
+        return step, own, ""
+    return step, own, f"A step of the pipeline takes {show(taken, 's')}; below is what its {stage} stage does.\n\n"
 
 
 @command("plan")

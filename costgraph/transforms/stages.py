@@ -17,6 +17,7 @@ from ..ops.collectives import Collective, need_of_all
 from .rewrite import Rewriter
 from .schedules import SCHEDULES, asked
 from .stages_cut import Plan, Share, planned
+from .stages_cut import micro_batches as micro_batches_of
 from .stages_halves import Halves
 from .stages_held import Order
 
@@ -70,7 +71,11 @@ def in_stages(
     if order.splits:
         graph = Halves(planned(graph)).run(graph)
     plan = planned(graph)
-    _need_micro_batches(graph, plan, m)
+    if micro_batches_of(graph) != m:
+        raise GraphError(
+            f"parallelize: {m} micro_batches of graph {graph.name!r}, which has {micro_batches_of(graph)}, expected as "
+            f"many: training_step(accumulate={m})"
+        )
     count = _count(plan)
     kinds = _uneven(order, every) if every else _even(order, count)
     conditions = [c for validity in open_ones for c in validity.conditions.declared]
@@ -108,15 +113,6 @@ def _groups(schedule: str, virtual: Poly, every: Sequence[int]) -> Poly:
     if every and groups != ONE:
         raise UnsupportedError(f"parallelize: layers of stages with {groups} groups each, expected stages of one group")
     return groups
-
-
-def _need_micro_batches(graph: Graph, plan: Plan, m: Poly) -> None:
-    count = ONE if plan.home.owner is None else plan.home.owner.loop.count  # type: ignore[union-attr]  # a loop
-    if count != m:
-        raise GraphError(
-            f"parallelize: {m} micro_batches of graph {graph.name!r}, which has {count}, expected as many: "
-            f"training_step(accumulate={m})"
-        )
 
 
 def _count(plan: Plan) -> Poly:
@@ -191,7 +187,7 @@ def cut(graph: Graph, plan: Plan, kinds: Sequence[_Kind]) -> tuple[list[Graph], 
 def _need_own(plan: Plan, last: Share) -> None:
     """Refuse layers that read what the last stage alone makes."""
     loops = {plan.forward, plan.backward, *plan.weights}
-    again = next((op for op in last.kept if op.loop and op not in loops), None)
+    again = next((op for op in last.kept if op.loop and op not in loops and op.phase != "optimizer"), None)
     if again is not None:
         raise UnsupportedError(
             f"parallelize: pp: {again.name!r} is read by layers of every stage, expected layers that hand on what "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from ..algebra.polynomial import ZERO, Poly, total
+from ..algebra.polynomial import ONE, ZERO, Poly, total
 from ..errors import UnsupportedError
 from ..graph.graph import Graph
 from ..graph.loop import Repeat
@@ -17,7 +17,7 @@ from ..ops.pieces import Accumulate
 from ..ops.pointwise import Pointwise
 from .rewrite import Rewriter, bound, bound_record
 
-__all__ = ["BACK", "Plan", "Share", "planned"]
+__all__ = ["BACK", "Plan", "Share", "micro_batches", "planned"]
 
 #: Phases of what goes back through the layers.
 BACK = ("backward", "recompute")
@@ -101,6 +101,11 @@ def _sums(home: Graph, behind: frozenset[Op], ahead: frozenset[Op]) -> Iterator[
 
 def _goes_back(body: Graph) -> bool:
     return {"forward", "backward"} <= {op.phase for op in body.ops}
+
+
+def micro_batches(graph: Graph) -> Poly:
+    """Return how many micro-batches a step has."""
+    return next((op.loop.count for op in graph.ops if op.loop is not None and _goes_back(op.loop.body)), ONE)
 
 
 class Share(Rewriter):
