@@ -40,3 +40,15 @@ def test_a_weight_is_not_summed_over_tokens_of_other_ranks(precision, each, turn
     assert {m.bytes for m in sent} == {each * B * S * D}
     assert not any(sympify(m.bytes).has(F) for m in cg.communication(rank))
     testing.check_sharded(whole, cg.shard(whole, cg.mesh(tp=2), {"x": "b (s tp) d", **weights}), B=3, S=4, D=5, F=6)
+
+
+def test_the_part_of_a_gradient_that_every_rank_has_is_kept_without_the_rest():
+    with cg.Graph("scan") as g:
+        rows = g.param("rows", (S, D))
+        _, squares = cg.scan(S, lambda c, x: (cg.relu(c), x * x), g.input("x", (D,)), rows)
+        g.output(cg.reduce(squares, "s d ->", "sum"))
+    whole = cg.training_step(g, optimizer=cg.SGD())
+    rank = cg.shard(whole, cg.mesh(dp=T), {"rows": "s (d dp)"}, gather="dp")
+    # nothing is split but the parameter: ranks compute the same gradient, and each keeps its own part
+    assert {m.collective for m in cg.communication(rank)} == {"all_gather"}
+    testing.check_sharded(whole, rank, S=3, D=10, T=2)

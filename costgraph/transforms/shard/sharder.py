@@ -269,7 +269,10 @@ class Sharder(Cutting):
         self.tensors |= {t: self.inside[t] for t in loop.saved if t in self.inside}
         lasts = {a.last for a in sums.values() if self.at[self.tensors[a.slice]].pending}
         for t in (*loop.ys, *loop.saved):
-            self.tensors[t] = self.summed(t, body, op.phase, parts=t in lasts)
+            made = self.summed(t, body, op.phase, parts=t in lasts)
+            # a rank's part of what every rank has made lies within the whole of it, and only the part is kept
+            part = made.is_view and not t.is_view
+            self.tensors[t] = self.copied(made, body, f"{made.name}.contiguous", op.phase) if part else made
         outputs = [self.tensors[t] for t in loop.body.outputs]
         for r, inner, stacked in self.finished(op, body, [begun, xs, shared], outputs, new):
             self.stands_for(r, inner)
