@@ -327,7 +327,7 @@ def test_a_step_has_few_cases_and_the_peak_of_all_of_its_moments(name, box):
         sizes |= {"D": 64 * sizes["H"], "F": 256 * sizes["H"]}
     rounded = {k for p in live for k in p.generators() if k[0] == "~"}
     assert rounded <= {"~floor(R/16)"}
-    sizes |= {k: sizes["R"] // 16 for k in rounded}
+    sizes |= dict.fromkeys(rounded, sizes["R"] // 16)
     assert all(isinstance(c, int) for p in live for c in p.terms.values())
     most = {n: ranges[n][1] for n in names}
     assert max(sum(abs(value(Poly({m: c}).expr, most)) for m, c in p.terms.items()) for p in live) < 2**62  # of int64

@@ -1,5 +1,6 @@
 """Traffic through a fast memory, against caches that are simulated element by element, and published constants."""
 
+import random
 from fractions import Fraction
 from functools import cache
 from itertools import product
@@ -11,6 +12,8 @@ import sympy
 from caches import Nest, by_blocks, ideal, least_recently_used, loops_of
 
 import costgraph as cg
+from costgraph.algebra.polynomial import Poly, poly
+from costgraph.analysis.chains import chains, of_chain
 from costgraph.analysis.exponents import exponents, feasible
 
 # pattern, sizes (primes), shapes of operands and result
@@ -286,6 +289,69 @@ def test_no_simulated_schedule_of_attention_moves_less_than_the_bound():
             accesses += [[(0, (s, k)), (1, (t, k)), (3, (s, t))] for k in range(d) for s, t in pairs]
             accesses += [[(3, (s, t)), (2, (t, v)), (4, (s, v))] for s, t in pairs for v in range(d)]
         assert bound <= ideal(nest, accesses, 4 * elements)
+
+
+def fused(rows, columns, left, right, tall, wide, draw=None):
+    """Accesses of two products in a row, block by block of what is handed on: of `left` terms, then `right` sums."""
+    blocks = list(product(range(0, rows, tall), range(0, columns, wide)))
+    if draw is not None:
+        draw.shuffle(blocks)
+    for s0, t0 in blocks:
+        pairs = list(product(range(s0, min(s0 + tall, rows)), range(t0, min(t0 + wide, columns))))
+        for s, t in pairs:
+            yield from ([(0, (s, k)), (1, (t, k)), (3, (s, t))] for k in range(left))
+            yield from ([(3, (s, t)), (2, (t, v)), (4, (s, v))] for v in range(right))
+
+
+@pytest.mark.parametrize("kernel", ["attention", "mlp"])
+def test_what_is_handed_on_needs_its_rows_at_once(kernel):
+    nest = Nest("s k, t k, t v, s t -> s v", {}, [])
+    nest.begun, nest.held = {3, 4}, {3}
+    rows, columns, d = (41, 41, 3) if kernel == "attention" else (43, 37, 3)
+    op = attention() if kernel == "attention" else mlp()
+    sizes = {"N": rows, "d": d} if kernel == "attention" else {"B": rows, "D": d, "F": columns}
+    for elements in (16, 23, 36, 72, 97, 149, 1000):
+        bound = cg.tiling(op, cache=4 * elements, **sizes).bound
+        best = max(1, (elements - 2 * d - 1) // (2 * d))  # rows of two arrays, beside one of the two others
+        moved = []
+        for tall, wide, draw in ((best, 1, None), (best, 1, random.Random(7)), (3, 3, None)):
+            accesses = list(fused(rows, columns, d, d, tall, wide, draw))
+            moved.append(ideal(nest, accesses, 4 * elements))
+        assert bound <= min(moved)
+        if 8 * d * d <= elements:  # from where on rows decide
+            assert min(moved) < 2 * bound
+
+
+def test_a_bound_of_attention_is_what_the_flash_kernel_moves():
+    # 4*N**2*d**2/M elements, less the M of the last part
+    N, d, M = (sympy.Symbol(n) for n in "NdM")
+    op, far = attention(), {"N": 10**12 + 39, "d": 61, "M": 10**9 + 7}
+    found = cg.tiling(op, cache=4 * cg.dims("M"))
+    wanted = 4 * (4 * N**2 * d**2 / M - M)
+    assert cg.evaluate(found.bound, **far) == pytest.approx(float(wanted.subs({s: far[s.name] for s in (N, d, M)})))
+    assert cg.evaluate(found.ratio, **far) < 1.03
+    with cg.Graph("g") as g:  # of heads that share keys, each block of queries reads them
+        q, k, v = g.input("q", (1, 8, 4096, 64)), g.input("k", (1, 2, 4096, 64)), g.input("v", (1, 2, 4096, 64))
+        g.output(cg.attention(q, k, v, causal=False))
+    (shared,) = (op for op in g.ops if op.kind.name == "kernel")
+    assert 1 < cg.tiling(shared, cache="192 KiB").ratio < 1.2
+    masked = cg.tiling(attention(causal=True), cache=4 * cg.dims("M")).bound  # half of the scores, and the diagonal
+    assert cg.evaluate(masked, **far) == pytest.approx(cg.evaluate(found.bound, **far) / 2, rel=1e-3)
+
+
+def test_a_bound_of_the_backward_pass_counts_all_that_a_score_needs():
+    # for a query its row, its gradient's and that of the result, d each; for a key and its value four rows
+    with cg.Graph("g", dtype="fp32") as g:
+        q, k, v = (g.param(x, (1, 1, 9973, 61)) for x in "qkv")
+        y = cg.attention(q, k, v, causal=False)
+        g.output(cg.reduce(y * g.input("weight", (1, 1, 9973, 61)), "a b s d ->", "sum"))
+    op = next(op for op in cg.training_step(g).walk() if op.name.endswith("attention_backward"))
+    (chain,) = chains(op, stored=True)
+    assert sorted(chain.rows.values(), key=Poly.sort_key) == [3 * 4 * 61, 4 * 4 * 61]
+    assert chain.entries == 9973**2
+    # all three and all four rows fill half of 2*M bytes each: (M/732)*(M/976) scores with M bytes moved
+    found = max(p.constant for p in of_chain(chain, poly(10**6)))
+    assert found == pytest.approx(10**6 * (9973**2 * 732 * 976 / 10**12 - 1))
 
 
 def test_tiles_of_kernels_fit_and_move_what_they_say():

@@ -16,6 +16,7 @@ from ..graph.op import Op
 from ..graph.sizes import Bindings
 from ..ops.blocks import Kernel
 from ..ops.contraction import Einsum
+from .chains import chains, of_chain
 from .exponents import Exponents, exponents
 from .nests import Array, Nest, contraction_nest, moved_once, products_inside
 
@@ -33,6 +34,7 @@ def proved(op: Op, cache: Poly) -> list[Poly]:
         parts += _of_points(contraction_nest(op, op.kind), cache)
     if isinstance(op.kind, Kernel):
         parts += (p for nest in products_inside(op, op.kind) for p in _handed_on(nest, cache))
+        parts += (p for chain in chains(op, stored=True) for p in of_chain(chain, cache))
     return parts
 
 
@@ -63,6 +65,7 @@ def unavoidable(graph: Graph, cache: Poly) -> list[Poly]:
             continue
         if isinstance(op.kind, Kernel):
             out += [p for nest in products_inside(op, op.kind) for p in _handed_on(nest, cache)]
+            out += [p for chain in chains(op, stored=False) for p in of_chain(chain, cache)]
         elif isinstance(op.kind, Einsum) and len(op.operands) == 2:
             nest = contraction_nest(op, op.kind)
             if nest.is_plain:  # a convolution can be done with fewer products

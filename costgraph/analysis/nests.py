@@ -23,7 +23,7 @@ from ..ops.reduce import Reduce
 from ..ops.stochastic import Dropout
 from .exponents import Access, Row
 
-__all__ = ["Array", "Nest", "contraction_nest", "moved_once", "nest_of", "products_inside"]
+__all__ = ["Array", "Body", "Nest", "contraction_nest", "moved_once", "nest_of", "products_inside"]
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def nest_of(op: Op) -> Nest:
     kind = op.kind
     if isinstance(kind, Einsum):
         return contraction_nest(op, kind)
-    return _Body(op).nest()
+    return Body(op).nest()
 
 
 # -- contractions ------------------------------------------------------------------------------------------------
@@ -180,18 +180,22 @@ def _products(body: Graph, outside: Mapping[object, object]) -> Iterator[Nest]:
 _Use = tuple[Tensor, list[str]]
 
 
-class _Body:
-    """The ops of a kernel, nested kernels opened: an axis of what one op hands to another is one index of both."""
+class Body:
+    """The ops of a kernel, nested kernels opened: an axis of what one op hands to another is one index of both.
 
-    def __init__(self, op: Op) -> None:
+    With `all_known` an op of another kind than a tile can have is refused; else its axes are indices of their own.
+    """
+
+    def __init__(self, op: Op, *, all_known: bool = True) -> None:
         self.op = op
+        self.all_known = all_known
         self.source: dict[Tensor, Tensor] = {}
         self.uses: list[tuple[Op, list[_Use], list[_Use]]] = []
         self.names: dict[str, str] = {}
         self.parent: dict[str, str] = {}
         self.sizes: dict[str, Poly] = {}
         self._open(op)
-        self.outside, self.outputs = set(map(self._of, op.operands)), set(map(self._of, op.results))
+        self.outside, self.outputs = set(map(self.source_of, op.operands)), set(map(self.source_of, op.results))
 
     def _open(self, op: Op) -> None:
         if not isinstance(op.kind, Kernel):
@@ -203,7 +207,8 @@ class _Body:
             self._open(inner)
         self.source |= zip(op.results, body.outputs, strict=True)
 
-    def _of(self, t: Tensor) -> Tensor:
+    def source_of(self, t: Tensor) -> Tensor:
+        """Return what a tensor of a nested kernel is outside of that one."""
         while t in self.source:
             t = self.source[t]
         return t
@@ -211,7 +216,7 @@ class _Body:
     def _axes(self, op: Op) -> tuple[list[_Use], list[_Use]]:
         """Return operands and results with the name of the index along each axis, "" where it has one position."""
         kind, mark = op.kind, f"{len(self.uses)}."
-        if isinstance(kind, Einsum | Reduce):
+        if isinstance(kind, Einsum | Reduce) and (self.all_known or _is_known(op)):
             named = [[_single(self.op, d) for d in dims] for dims in (*kind.pattern.operands, kind.pattern.result)]
         elif isinstance(kind, Pointwise | Dropout):
             made = op.results[0]
@@ -219,6 +224,8 @@ class _Body:
                 [f"a{made.ndim - t.ndim + i}" if n != ONE else "" for i, n in enumerate(t.sizes)]
                 for t in (*op.operands, *op.results)
             ]
+        elif not self.all_known:
+            named = [[f"{i}_{j}" for j in range(t.ndim)] for i, t in enumerate((*op.operands, *op.results))]
         else:
             raise UnsupportedError(
                 f"tiling of {self.op.name!r}: {op.name!r} is {kind.name}, expected contractions, reductions and "
@@ -229,7 +236,7 @@ class _Body:
         for t, names in zip(tensors, named, strict=True):
             axes = [mark + name if name and n != ONE else "" for name, n in zip(names, t.sizes, strict=True)]
             self.sizes |= {a: n for a, n in zip(axes, t.sizes, strict=True) if a}
-            found.append((self._of(t), axes))
+            found.append((self.source_of(t), axes))
         return found[: len(op.operands)], found[len(op.operands) :]
 
     def _root(self, axis: str) -> str:
@@ -237,7 +244,7 @@ class _Body:
             axis = self.parent[axis]
         return axis
 
-    def _joined(self, *, operands: bool) -> Op | None:
+    def joined(self, *, operands: bool) -> Op | None:
         """Make one index of the axes that an op writes and others read; return an op where two of its axes meet.
 
         With `operands` the axes of what comes from outside are one wherever it is read, as those of a row that is
@@ -253,19 +260,19 @@ class _Body:
                         self.parent[self._root(a)] = self._root(b)
         for op, read, written in self.uses:
             local = {a for _, axes in (*read, *written) for a in axes if a}
-            if len({self._root(a) for a in local}) < len(local):
+            if len({self._root(a) for a in local}) < len(local) and _is_known(op):
                 return op
         return None
 
     def nest(self) -> Nest:
         """Return the nest of all ops."""
-        wrong = self._joined(operands=True) and self._joined(operands=False)
+        wrong = self.joined(operands=True) and self.joined(operands=False)
         if wrong:
             raise UnsupportedError(
                 f"tiling of {self.op.name!r}: {wrong.name!r} meets two axes that were one before, expected each index "
                 "of what ops hand on to be one"
             )
-        self._name()
+        self.name()
         arrays: dict[tuple[Tensor, Access], Array] = {}
         for _, read, written in self.uses:
             for t, axes in (*read, *written):
@@ -275,10 +282,10 @@ class _Body:
                     own = self._rows(a for a, n in zip(axes, t.strides, strict=True) if n or role == "made")
                     arrays.setdefault((t, own), Array(t.name, own, t.dtype.bits, role, t))
         held = (Array(t.name, self._rows(axes), t.dtype.bits, "held", t) for t, axes in self._slots())
-        extents = {self._index(a): n for a, n in self.sizes.items()}
+        extents = {self.index(a): n for a, n in self.sizes.items()}
         return Nest(self.op.name, extents, (*arrays.values(), *held), ZERO, frozenset(self._whole(frozenset(extents))))
 
-    def _name(self) -> None:
+    def name(self) -> None:
         """Name the indices as the first op that has one calls it."""
         for axis in self.sizes:
             root, plain = self._root(axis), axis.partition(".")[2]
@@ -287,14 +294,15 @@ class _Body:
                 free = (n for n in (plain, *(f"{plain}{i}" for i in range(1, len(self.sizes) + 1))) if n not in taken)
                 self.names[root] = next(free)
 
-    def _index(self, axis: str) -> str:
+    def index(self, axis: str) -> str:
+        """Return the name of the index that an axis is."""
         return self.names[self._root(axis)]
 
     def _rows(self, axes: Iterable[str]) -> Access:
-        return tuple(dict.fromkeys(((self._index(a), 1),) for a in axes if a))
+        return tuple(dict.fromkeys(((self.index(a), 1),) for a in axes if a))
 
     def _indices(self, uses: Iterable[_Use]) -> set[str]:
-        return {self._index(a) for _, axes in uses for a in axes if a}
+        return {self.index(a) for _, axes in uses for a in axes if a}
 
     def _slots(self) -> Iterator[_Use]:
         """Yield what takes room between ops: an elementwise result stands where an operand was that ends with it."""
@@ -324,6 +332,14 @@ class _Body:
                 yield from names - self._indices(written)
             if isinstance(op.kind, Reduce):
                 yield from (self._indices(read) - self._indices(written)) & made
+
+
+def _is_known(op: Op) -> bool:
+    """Whether each axis of an op is one index."""
+    if isinstance(op.kind, Einsum | Reduce):
+        dims = (d for dims in (*op.kind.pattern.operands, op.kind.pattern.result) for d in dims)
+        return all(isinstance(d, Axes) and len(d.names) < 2 for d in dims)
+    return isinstance(op.kind, Pointwise | Dropout)
 
 
 def _single(op: Op, dim: Axes | Affine) -> str:

@@ -167,8 +167,10 @@ def tiling(op: Op, /, *, cache: object, **dims: int) -> Tiling:
     and Tiskin 2004, and Christ et al. 2013; small dimensions as in Dinh and Demmel 2020). It holds for schedules that
     compute every index point, in any order, none twice: not for Strassen's, nor where a product of three tensors is
     made in pairs. Of a kernel the products whose operands it reads are bounded, those that it hands on inside too
-    (derived, in `costgraph.analysis.bounds`; for attention N**2*d**2/M elements where M is well above d**2: Saha and
-    Ye 2024).
+    (derived, in `costgraph.analysis.bounds`), and what follows elementwise from one product to the next, such as
+    scores: an element that is made and used up needs its rows of all that is outside (derived, in
+    `costgraph.analysis.chains`; for attention 4*N**2*d**2/M elements from M = 8*d**2 on, of the order of Saha and Ye
+    2024).
 
     A tile of a kernel takes its word that it is one: partial results of reductions are carried from block to block, as
     by an online softmax. Blocks that a mask hides are counted as if they were computed.
