@@ -298,7 +298,8 @@ BOXES = {
 SQUARE = ("vit-b-16", "bert-base")
 #: Steps with their published sizes, and with every size in a box around these.
 STEPS = [(name, None) for name in BOXES] + [
-    pytest.param(name, box, marks=() if name == "gpt2" else pytest.mark.long) for name, box in BOXES.items()
+    pytest.param(name, box, marks=pytest.mark.long if name in ("llama-3-8b", "mixtral-8x7b") else ())
+    for name, box in BOXES.items()
 ]
 
 
@@ -327,7 +328,8 @@ def test_a_step_has_few_cases_and_the_peak_of_all_of_its_moments(name, box):
         sizes |= {"D": 64 * sizes["H"], "F": 256 * sizes["H"]}
     rounded = {k for p in live for k in p.generators() if k[0] == "~"}
     assert rounded <= {"~floor(R/16)"}
-    sizes |= dict.fromkeys(rounded, sizes["R"] // 16)
+    if rounded:
+        sizes["~floor(R/16)"] = sizes["R"] // 16
     assert all(isinstance(c, int) for p in live for c in p.terms.values())
     most = {n: ranges[n][1] for n in names}
     assert max(sum(abs(value(Poly({m: c}).expr, most)) for m, c in p.terms.items()) for p in live) < 2**62  # of int64
