@@ -235,7 +235,7 @@ def test_a_step_of_a_model_leaves_the_same_numbers(name):
     testing.check_sharded(whole, rank, **MODELS[name], B=1, S=6)
 
 
-@pytest.mark.parametrize("context", ["gather", long("all_to_all")])
+@pytest.mark.parametrize("context", ["gather", long("all_to_all"), long("ring")])
 def test_all_axes_together_leave_the_same_numbers(context):
     whole = cg.training_step(models.load("llama-3-8b", symbolic=True, dtype="fp32"), optimizer=cg.SGD())
     rank = cg.parallelize(whole, dp=2, cp=2, tp=2, zero=3, sequence=True, context=context, strict=True)
@@ -254,6 +254,61 @@ def test_layers_exchange_heads_and_what_they_saved_of_them_once_more(precision):
     testing.check_sharded(whole, rank, {"cp": 2}, **{**MODELS["llama-3-8b"], "G": 2, "H": 4}, B=1, S=4, N=2)
 
 
+# -- keys and values that pass by ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", [name if name == "flash, rotated" else long(name) for name in FLASH])
+def test_ranks_that_pass_keys_and_values_around_compute_the_same(what):
+    whole, plain = sharded(what)
+    rank = cg.shard(whole, cg.mesh(cp=N), SPLIT, ring="cp", strict=True)
+    assert cg.flops(rank) == cg.flops(plain)
+    for n in (2, 3):
+        testing.check_sharded(whole, rank, **SIZES, N=n)
+
+
+def test_a_ring_sends_each_part_to_the_next_rank():
+    whole, _ = sharded("flash")
+    rank = cg.shard(whole, cg.mesh(cp=N), SPLIT, ring="cp", strict=True)
+    part = 4 * B * G * K * S / N
+    sent = [(m.phase, m.bytes, m.times) for m in cg.communication(rank).filter(collective="send")]
+    # keys and values go past all ranks in each pass, and a sum for each of them goes once around
+    assert sent == [("forward", part, N - 1)] * 2 + [("backward", part, N - 1)] * 2 + [("backward", part, N)] * 2
+    assert not cg.communication(rank).filter(collective="all_gather").rows
+
+
+def test_a_ring_has_two_parts_in_flight_of_what_goes_around():
+    sizes = {"B": 2, "S": 64 * 64, "D": 3, "H": 4, "G": 2, "K": 2}
+    whole, plain = sharded("flash")
+    rank = cg.shard(whole, cg.mesh(cp=N), SPLIT, ring="cp", strict=True)
+    part = 4 * 2 * 2 * 2 * 64  # of keys, or of values, on one of 64 ranks
+    spaces = cg.timeline(rank, **sizes, N=64).workspaces
+    assert spaces["attention"] == 2 * 2 * part
+    assert spaces["attention/attention_backward"] == 4 * 2 * part
+    # put together, keys and values of all ranks are there, and both of their gradients: 4 whole ones at the peak
+    saved = cg.peak_memory(plain, **sizes, N=64) - cg.peak_memory(rank, **sizes, N=64)
+    assert saved > 3 * 64 * part
+
+
+def test_kernels_work_while_a_ring_sends():
+    sizes = {"B": 1, "S": 65536, "D": 1024, "H": 16, "G": 16, "K": 64, "N": 8}
+    whole, plain = sharded("flash")
+    rank = cg.shard(whole, cg.mesh(cp=N), SPLIT, ring="cp", strict=True)
+    rows = {row.op: row for row in cg.roofline(rank, "h100-sxm", **sizes).rows}
+    link = rows["attention"].links_s["interconnect"]
+    part = 4 * 16 * 64 * 65536 // 8
+    assert link == pytest.approx(2 * 7 * (3.4e-6 + part / 450e9))
+    assert rows["attention"].bound == "compute"
+    assert rows["attention"].seconds == rows["attention"].compute_s > link
+    times = [cg.seconds(rank, "h100-sxm", which, **sizes) for which in ("lower", "estimate")]
+    assert times[0] <= times[1] < cg.seconds(plain, "h100-sxm", **sizes)
+
+
+def test_attention_of_several_ops_puts_keys_and_values_together():
+    whole, plain = sharded("eager")
+    rank = cg.shard(whole, cg.mesh(cp=N), SPLIT, ring="cp", strict=True)
+    assert cg.communication(rank).rows == cg.communication(plain).rows
+
+
 # -- what is refused -------------------------------------------------------------------------------------------------
 
 
@@ -270,8 +325,10 @@ def test_ranks_of_a_domain_are_pairs_and_there_is_a_key_for_each_query():
 def test_an_axis_that_the_mesh_does_not_have_is_refused():
     with pytest.raises(cg.GraphError, match=r"shard: exchange along 'dp', expected axes of mesh\(cp=2\)"):
         cg.shard(model(), cg.mesh(cp=2), SPLIT, exchange="dp")
-    with pytest.raises(cg.GraphError, match="parallelize: context is 'ring', expected gather or all_to_all"):
-        cg.parallelize(model(), cp=2, context="ring")
+    with pytest.raises(cg.GraphError, match=r"shard: ring along 'dp', expected axes of mesh\(cp=2\)"):
+        cg.shard(model(), cg.mesh(cp=2), SPLIT, ring="dp")
+    with pytest.raises(cg.GraphError, match="parallelize: context is 'round', expected gather or all_to_all or ring"):
+        cg.parallelize(model(), cp=2, context="round")
 
 
 def test_the_graph_of_one_rank_is_saved_and_loaded(tmp_path):

@@ -171,6 +171,9 @@ def _message(op: Op, kind: Collective | Send, times: Poly, values: Bindings) -> 
     sent = size * (ranks - 1) / ranks * (2 if collective == "all_reduce" else 1)
     if collective == "send":
         sent = size
+    if isinstance(kind, Collective) and kind.ring:
+        collective, times, size = "send", times * kind.sends, size / ranks
+        sent = size
 
     def bound(p: Poly) -> Formula:
         return bound_answer(p, values)

@@ -295,9 +295,20 @@ def _need_calibrated(asked: Asked, overlap: str) -> None:
 def _calibrated(asked: Asked) -> Poly:
     """Return what devices were seen to take, all sizes put in.
 
-    Links between devices and hosts are not calibrated: what they do takes its estimated time after all else.
+    Links between devices and hosts are not calibrated: what they do takes its estimated time after all else, the sends
+    of a ring what of it is longer than the kernel that they are inside of.
     """
-    apart = {work.op for work in asked.works if work.collective or work.unit == "host"}
+    rings = [work for work in asked.works if work.rings]
+    apart = {work.op for work in asked.works if work.collective or work.unit == "host" or work.rings}
     alone, sent = ([work for work in asked.works if (work.op in apart) == how] for how in (False, True))
-    found = shipped().seconds(loads_of(replace(asked, works=alone)), asked.rates) if alone else 0.0
-    return poly(Fraction(found)) + _declared(replace(asked, works=sent))
+    sent = [work for work in sent if not work.rings]
+    found = _seen(asked, alone) + sum(max(_seen(asked, [work]), exact(_of_links(asked, work))) for work in rings)
+    return poly(found) + _declared(replace(asked, works=sent))
+
+
+def _seen(asked: Asked, works: list[Work]) -> Fraction:
+    return Fraction(shipped().seconds(loads_of(replace(asked, works=works)), asked.rates)) if works else Fraction(0)
+
+
+def _of_links(asked: Asked, work: Work) -> Poly:
+    return total(exchange(op, asked.graph, asked.values, asked.hardware)[0] for op in work.rings) * work.times

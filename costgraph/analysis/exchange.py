@@ -152,6 +152,9 @@ def exchange(op: Op, graph: Graph, values: Mapping[str, Poly], hardware: Hardwar
     # tensors that have a storage for each iteration of a loop are sent one by one
     (x,) = op.operands
     apart = prod(x.sizes[: x.storage.pieces], start=ONE).bind(values)
+    if isinstance(op.kind, Collective) and op.kind.ring:
+        part = whole(op).bind(values) / op.kind.ranks.bind(values)
+        return op.kind.sends.bind(values) * taken("send", part, group), group.link
     return apart * taken(
         op.kind.collective if isinstance(op.kind, Collective) else "send", whole(op).bind(values) / apart, group
     ), group.link

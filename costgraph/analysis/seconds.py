@@ -17,10 +17,11 @@ from ..algebra.polynomial import Poly, poly, total
 from ..algebra.pruning import prune
 from ..bind.evaluate import Formula, answer, real
 from ..errors import StandInWarning
-from ..graph.op import Op
+from ..graph.op import Op, OpKind
 from ..graph.sizes import Bindings
 from ..hardware.rates import NAMED, StandIn
 from ..hardware.specs import Hardware
+from ..ops.collectives import Collective
 from ..ops.stated import Transfer
 from .bounds import unavoidable
 from .exchange import exchange, group_of, least_busy, whole
@@ -187,6 +188,9 @@ def spent(work: Work, asked: Asked) -> list[Spent]:
     if work.collective is not None:
         once, link = exchange(work.op, asked.graph, asked.values, asked.hardware)
         out.append((once * work.times, link))
+    sends = [exchange(op, asked.graph, asked.values, asked.hardware) for op in work.rings]
+    if sends:  # one after another, over the same link
+        out.append((total(once for once, _ in sends) * work.times, sends[0][1]))
     if work.unit == "memory":
         out += [(p / poly(level.bandwidth.value), level.name) for p, level in work.through]
     return list(dict.fromkeys(out))
@@ -264,7 +268,9 @@ def unit_times(asked: Asked) -> dict[str, Poly]:
             way = f" to the {work.op.kind.to}" if isinstance(work.op.kind, Transfer) else ""
             units.setdefault(f"{work.unit}{way}", []).append(work.seconds(asked.rates)[1])
             continue
-        for unit, spent in _of_collective(work, asked) if work.collective else _by_unit(work, asked):
+        sent = [work.op] if work.collective else work.rings
+        on_links = [(u, p * work.times) for op in sent for u, p in _of_collective(op, op.kind, asked)]
+        for unit, spent in [*on_links, *(() if work.collective else _by_unit(work, asked))]:
             units.setdefault(unit, []).append(spent)
     found = {unit: total(parts) for unit, parts in units.items()}
     found["memory"] = compulsory(asked.graph).bind(asked.values) / asked.rates.bandwidth
@@ -277,12 +283,11 @@ def _by_unit(work: Work, asked: Asked) -> Iterator[tuple[str, Poly]]:
         yield unit, amount / (asked.rates.of(kind, dtype, highest=True) * asked.rates.headroom)
 
 
-def _of_collective(work: Work, asked: Asked) -> Iterator[tuple[str, Poly]]:
-    """Yield the least times on links: a switch may do the sums."""
-    assert work.collective is not None
-    group = group_of(work.op, asked.graph, asked.values, asked.hardware)
-    least = least_busy(work.collective.collective, whole(work.op).bind(asked.values), group)
-    return ((link, time * work.times) for link, time in least.items())
+def _of_collective(op: Op, kind: OpKind, asked: Asked) -> Iterator[tuple[str, Poly]]:
+    """Yield the least times on links, of one time: a switch may do the sums."""
+    assert isinstance(kind, Collective)
+    group = group_of(op, asked.graph, asked.values, asked.hardware)
+    yield from least_busy(kind.collective, whole(op).bind(asked.values), group).items()
 
 
 def warn_of(hardware: Hardware, stand_ins: Iterable[StandIn]) -> None:

@@ -123,6 +123,12 @@ class Work:
         """The record of a collective; None for what a device does alone."""
         return self.op.kind if isinstance(self.op.kind, Collective) else None
 
+    @property
+    def rings(self) -> list[Op]:
+        """Collectives inside of a kernel, which works while they send."""
+        inner = () if self.op.body is None else self.op.body.walk()
+        return [op for op in inner if isinstance(op.kind, Collective)]
+
     def bound(self, values: Mapping[str, Poly]) -> Work:
         """Return the same with sizes put in."""
         flops, least = (

@@ -55,7 +55,14 @@ class Collective(Meshed):
     inplace: Flag = False
     """Whether it writes where its operand is: an all-gather into the storage of which that is a part, a reduction into
     the operand, of which a reduce-scatter's result is the rank's own part."""
+    ring: Flag = False
+    """Whether each rank uses a part as it passes by in a ring, or adds to it: sends to the next rank, one by one."""
     writes = rules.all_results
+
+    @property
+    def sends(self) -> Poly:
+        """How often a rank of a ring sends a part: all parts but its own pass by, a sum comes home as well."""
+        return self.ranks if self.collective in REDUCING else self.ranks - 1
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
         """Return what each rank gets."""
@@ -82,7 +89,9 @@ class Collective(Meshed):
         return [Result(tuple(sizes), x.dtype, domain=domain)]
 
     def reads(self, op: Op) -> tuple[Poly, ...]:
-        """Return what the rank brings."""
+        """Return what the rank brings, of a ring all that passes by."""
+        if self.ring and self.collective == "all_gather":
+            return (rules.elements(op.results[0]),)
         return rules.whole(self, op)
 
     def overwrites(self) -> tuple[int, ...]:

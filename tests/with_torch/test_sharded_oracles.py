@@ -232,6 +232,20 @@ def test_parts_of_the_sequence_that_become_heads():
 
 
 @pytest.mark.long
+def test_parts_of_the_sequence_that_pass_by():
+    sizes = {**SIZES, **RECORD["attention"], "L": 1}
+    case = parallel(sizes=sizes, cp=4, context="ring", dtype="fp32")
+    ours = Counter()
+    for m in cg.communication(case.sharded, **case.sizes).filter(collective="send"):
+        ours[m.phase, m.bytes] += m.times
+    # torch has keys beside values in one buffer, and lets each rank send it to one other within an all-to-all
+    both = 4 * 2 * 2 * 4 * 64 * 16 // 4
+    assert torch_calls("context, round") == {
+        ("forward", "all_to_all", 4, both): 3, ("backward", "all_to_all", 4, both): 7
+    }  # fmt: skip
+    assert ours == {("forward", both // 2): 2 * 3, ("backward", both // 2): 2 * 7}
+
+
 def test_torch_still_sends_what_is_recorded(tmp_path):
     torch = pytest.importorskip("torch")
     if torch.__version__.partition("+")[0] != RECORD["torch"]:

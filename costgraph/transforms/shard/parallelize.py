@@ -73,7 +73,7 @@ BESIDE: Mapping[str, tuple[str, ...]] = {
 SYSTEMS = ("torch", "megatron")
 System = Annotated[str, Rule(" or ".join(SYSTEMS), lambda v: v in SYSTEMS)]
 #: What attention may do along cp.
-CONTEXTS = ("gather", "all_to_all")
+CONTEXTS = ("gather", "all_to_all", "ring")
 Context = Annotated[str, Rule(" or ".join(CONTEXTS), lambda v: v in CONTEXTS)]
 Stage = Annotated[int, Rule("0, 1, 2 or 3", lambda v: v in (0, 1, 2, 3) and not isinstance(v, bool))]
 
@@ -122,7 +122,8 @@ def parallelize(
         Whether what layers hand on is split along the sequence, over `tp`.
     context : str
         What attention does along `cp`. gather: it puts keys and values of all ranks together for the queries of each.
-        all_to_all: it has a part of the heads for the whole sequence, as `exchange` of `shard`.
+        all_to_all: it has a part of the heads for the whole sequence, as `exchange` of `shard`. ring: keys and values
+        pass by each rank, as `ring` of it.
     placements : mapping of str to str, optional
         Others, as `shard` takes them, on a mesh of the axes dp, ep, cp and tp: they win.
     pp : sympy.Expr or int
@@ -251,7 +252,8 @@ def _of_rank(
     return shard(
         graph, mesh, {**split, **kept, **(placements or {})},
         gather=("dp", "cp") if zero >= 3 else (), gradients=gradients,
-        exchange="cp" if context == "all_to_all" else (), reduce_each=reduce_each, strict=strict,
+        exchange="cp" if context == "all_to_all" else (), ring="cp" if context == "ring" else (),
+        reduce_each=reduce_each, strict=strict,
     )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from ...graph.tensor import Tensor
 from ...notation.door import Rule
 from ...ops.collectives import need_of_all
 from .fully import FullyShard
+from .ring import in_rings
 from .sharder import Sharder
 from .tensors import Stated
 
@@ -80,6 +81,7 @@ def shard(
     gather: str | Iterable[str] | FullyShard = (),
     gradients: Placements | None = None,
     exchange: str | Iterable[str] = (),
+    ring: str | Iterable[str] = (),
     reduce_each: bool = True,
     strict: bool = False,
 ) -> Graph:
@@ -115,6 +117,9 @@ def shard(
         Axes of the mesh that split heads inside a kernel of attention where they split the sequence outside of it, by
         all-to-alls: DeepSpeed-Ulysses (Jacobs et al. 2023, arXiv 2309.14509). By default queries stay as they are
         split, and keys and values are put together.
+    ring : str or iterable of str
+        Axes of the mesh along which kernels of attention pass keys and values around in place of that, and the sums of
+        their gradients, each used as it passes by: ring attention (Liu et al. 2023, arXiv 2310.01889).
     reduce_each : bool
         Whether gradients of each micro-batch of a step are reduced. If not, a rank adds up its own parts, whole ones
         where `gather` splits them, and reduces the sum behind the last micro-batch, as with `no_sync` of torch's
@@ -160,6 +165,7 @@ def shard(
     if not reduce_each:
         _need_parts(policy)
     gathered, exchanged = _axes("gather", policy.axes, used, mesh), _axes("exchange", exchange, used, mesh)
+    around = _axes("ring", ring, used, mesh)
     places = _found(graph, used, mesh, placements)
     asked = _found(graph, used, mesh, gradients or {})
     whole = {t: Placement(((),) * t.ndim) for t in graph.gradients}
@@ -185,7 +191,7 @@ def shard(
         gradients={t.name: at[g] for t, g in made.gradients.items()},
         resharded=tuple(dict.fromkeys(sharder.moved)),
     )
-    return made
+    return in_rings(made, around) if around else made
 
 
 def _need_parts(policy: FullyShard) -> None:
