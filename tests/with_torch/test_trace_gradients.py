@@ -106,6 +106,11 @@ CASES = {
         Function(lambda x, y: torch.zeros(5, 5).index_add(0, y, x)), nn.Linear(5, 5), [ROWS, TARGETS],
     ),
     "parts": (Function(lambda x: torch.mul(*x.view(7, 2, 2).unbind(1))), nn.Linear(5, 4), [ROWS]),
+    "padded": (Function(lambda x: functional.pad(x, (1, 2, 0, 3), value=-0.5)), nn.Linear(5, 5), [ROWS]),
+    "padded by nothing": (Function(lambda x: functional.pad(x, (0, 0))), nn.Linear(5, 5), [ROWS]),
+    "cut and padded": (Function(lambda x: functional.pad(x, (-1, 2, -2, -1))), nn.Linear(5, 5), [ROWS]),
+    "repeated": (Function(lambda x: x.repeat(2, 1, 3)), nn.Linear(5, 5), [ROWS]),
+    "repeated once": (Function(lambda x: x.repeat(1, 1)), nn.Linear(5, 5), [ROWS]),
 }  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """Programs whose kernels or questions a trace has to know: peaks and FLOPs held to real runs, values to torch's."""
 
 import pytest
+import sympy
 import torch
 from checked_programs import checked_by_assert, checked_by_raise
 from torch import nn
@@ -40,6 +41,20 @@ def there_and_back(x):
     return torch.istft(
         torch.stft(x, 31, 7, window=window, return_complex=True), 31, 7, window=window, length=x.shape[1]
     )
+
+
+class Strided(nn.Module):
+    """A convolution over a sequence whose numbers for the padding are buffers, as those of EnCodec are."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("total", torch.tensor(5))
+        self.register_buffer("stride", torch.tensor(2, dtype=torch.int64))
+        self.weight = nn.Parameter(torch.rand(1, 7, 13))
+
+    def forward(self, x):
+        whole = functional.pad(x, (0, 0, int(self.total), 0))
+        return (whole * self.weight[:, :1])[:, :: self.stride.item()].exp()
 
 
 def relative(score, b, h, i, j):
@@ -96,6 +111,11 @@ PROGRAMS = {
         lambda x: torch.cond(x.shape[0] > 7, torch.exp, lambda x: x * 2 + 1, (x,)), "B 13", {"B": (101, 211)},
     ),
     "pinv": (torch.linalg.pinv, "11 7", {}),
+    "padded with a number": (
+        lambda x: functional.pad(x, (1, 2, 0, 3), value=-100.0), "B S 13", {"B": (3, 5), "S": (61, 47)},
+    ),
+    "cut": (lambda x: functional.pad(x, (-3, 1, -5, -1)), "B S 13", {"B": (3, 5), "S": (61, 47)}),
+    "repeated": (lambda x: x.repeat(1, x.shape[1], 3), "B S 13", {"B": (3, 5), "S": (61, 47)}),
 }  # fmt: skip
 
 
@@ -105,6 +125,73 @@ def given(axes, sizes):
     torch.manual_seed(0)
     tensors = [torch.rand([int(sizes.get(n, n)) for n in row]) for row in rows]
     return tensors, [[None if n.isdigit() else n for n in row] for row in rows]
+
+
+def test_numbers_in_buffers_are_known():
+    """What a program asks of them is answered, and no size depends on it."""
+    g = trace(Strided(), torch.rand(3, 61, 13), dims=[("B", "S", None)])
+    for B, S in ((3, 61), (5, 48)):
+        peak, flops = differences(g, Strided(), [torch.rand(B, S, 13)], B=B, S=S)
+        assert abs(peak) <= SLACK
+        assert flops == 0
+    B, S = cg.dims("B S")
+    half = sympy.floor((S + 6) / 2)  # S + 5 positions, of which every second one is taken
+    assert sympy.simplify(cg.flops(g) - 13 * B * (S + 5 + half)) == 0
+
+
+class Asked(nn.Module):
+    """A model of transformers that is given pictures beside its text."""
+
+    def __init__(self, model, result):
+        super().__init__()
+        self.model, self.result = model, result
+
+    def forward(self, ids, pixels):
+        made = self.model(input_ids=ids, pixel_values=pixels, return_dict=True)
+        return getattr(made, self.result)
+
+
+def small(**more):
+    return {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4} | more
+
+
+def pali_gemma(transformers):
+    text = small(num_key_value_heads=2, vocab_size=101, pad_token_id=1, head_dim=8, use_cache=False)
+    seen = small(image_size=32, patch_size=8, projection_dim=32)
+    config = transformers.PaliGemmaConfig(
+        vision_config=transformers.SiglipVisionConfig(**seen), text_config=transformers.GemmaConfig(**text),
+        image_token_index=99, image_token_id=99, projection_dim=32, hidden_size=32,
+    )  # fmt: skip
+    config._attn_implementation = "eager"
+    return Asked(transformers.PaliGemmaForConditionalGeneration(config), "logits")
+
+
+def group_vit(transformers):
+    text = small(vocab_size=101, max_position_embeddings=64, eos_token_id=2)
+    groups = {key: [8, 4, 0] for key in ("num_group_tokens", "num_output_groups")}
+    seen = small(image_size=32, patch_size=8) | {"num_hidden_layers": 4, "depths": [2, 1, 1]} | groups
+    config = transformers.GroupViTConfig(
+        text_config=text, vision_config=seen, projection_dim=16, projection_intermediate_dim=24
+    )
+    return Asked(transformers.GroupViTModel(config), "logits_per_image")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("make", [pali_gemma, group_vit])
+def test_models_that_put_pictures_into_text(make):
+    """`masked_scatter` of features into the places of their tokens, and the checks that its caller asks of data."""
+    module = make(pytest.importorskip("transformers")).eval()
+
+    def inputs(B, S):
+        ids = torch.randint(3, 90, (B, S))
+        ids[:, 2:18] = 99  # a token for each of 4 by 4 patches
+        return ids, torch.rand(B, 3, 32, 32)
+
+    g = trace(module, *inputs(2, 23), dims=[("B", "S"), ("B", None, None, None)])
+    for B, S in ((2, 23), (3, 29)):
+        peak, flops = differences(g, module, inputs(B, S), B=B, S=S)
+        assert abs(peak) <= SLACK
+        assert flops == 0
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

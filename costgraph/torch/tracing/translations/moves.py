@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ....algebra.polynomial import ONE, Poly, poly, total
+from ....algebra.polynomial import ONE, ZERO, Poly, poly, total
 from ....graph.graph import apply
 from ....graph.tensor import Tensor
 from ....ops.fill import assign, fill, pad
@@ -143,16 +143,38 @@ def stacked(call: Call) -> Tensor | None:
 
 @translation("constant_pad_nd")
 def padded(call: Call) -> Tensor | None:
-    """Zeros around a tensor, axis by axis from the last one."""
-    x, widths = call["self"], list(map(poly, call["pad"]))
-    if call["value"] != 0 or any(n.constant is not None and n.constant < 0 for n in widths):
-        return None
+    """A number around a tensor, axis by axis from the last one; what is cut off there, as gradients are, is a slice."""
+    x, widths, value = call["self"], list(map(poly, call["pad"])), call["value"]
     made: Tensor = x
     for i in range(0, len(widths), 2):
-        axis = x.ndim - 1 - i // 2
-        if total(widths[i : i + 2]):
-            made = pad(made, axis, widths[i], call.out.sizes[axis])
-    return None if made is x else made
+        axis, (before, behind) = x.ndim - 1 - i // 2, widths[i : i + 2]
+        cut = [-n if n.constant is not None and n.constant < 0 else ZERO for n in (before, behind)]
+        if any(cut):
+            made = slice_axis(made, axis, cut[0], made.sizes[axis] - total(cut))
+        before, behind = before + cut[0], behind + cut[1]
+        if before or behind:
+            made = _between(made, axis, before, behind, value)
+    return pointwise("copy", made) if made is x or made.is_view else made
+
+
+def _between(x: Tensor, axis: int, before: Poly, behind: Poly, value: float) -> Tensor:
+    """Return a tensor with a number in front of it along an axis, and behind it."""
+    if value == 0:
+        return pad(x, axis, before, x.sizes[axis] + before + behind)
+    sizes = [(*x.sizes[:axis], n, *x.sizes[axis + 1 :]) for n in (before, behind)]
+    first, last = ([fill(shape, float(value), x.dtype)] if shape[axis] else [] for shape in sizes)
+    return concat([*first, x, *last], axis)
+
+
+@translation("repeat")
+def repeated(call: Call) -> Tensor:
+    """A tensor several times along each axis."""
+    x, sizes = call["self"], call.out.sizes
+    own = (*(ONE for _ in sizes[x.ndim :]), *x.sizes)
+    times = [whole / n for whole, n in zip(sizes, own, strict=True)]
+    apart = reshape(x, [n for size in own for n in (ONE, size)])
+    made = reshape(broadcast(apart, [n for pair in zip(times, own, strict=True) for n in pair]), sizes)
+    return pointwise("copy", made) if made.is_view or made is x else made
 
 
 @translation("slice_backward")
