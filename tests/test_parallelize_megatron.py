@@ -76,17 +76,30 @@ def test_the_first_stage_of_zero_and_data_parallelism_alone():
 
 
 def test_what_is_reduced_in_place_takes_no_memory():
-    # states of a rank: 2 bytes of weights, 4 of gradients, 12 of master weights and moments over dp; of the same step
-    # on one device of an n-th of the model the peak differs by the states alone
+    # 12 bytes of a parameter are master weights and moments, which are split; of as many tokens a rank has all else
+    # that one device has
     whole = step(accumulate=M)
-    states = 12 * cg.param_count(whole)
     sizes = {"B": 1, "S": 128, "D": 256, "H": 8, "G": 8, "K": 32, "F": 512, "L": 4, "V": 1024, "M": 4}
     alone = cg.peak_memory(whole, **sizes)
-    rank = megatron(whole, dp=4, zero=1)
-    counters = 4 * 11  # of 9 parameters of a layer and others the counts of steps are scalars, fewer than these bytes
+    rank = cg.parallelize(whole, dp=4, zero=1, reduce_each=False, strict=True)
     peak = cg.peak_memory(rank, **{**sizes, "B": 4})
-    spared = cg.evaluate(states, **{n: s for n, s in sizes.items() if n not in "BSM"}) * 3 / 4
-    assert abs(alone - peak - spared) <= counters * sizes["L"]
+    spared = 12 * cg.param_count(whole, **{n: s for n, s in sizes.items() if n not in "BSM"}) * 3 / 4
+    counters = 4 * 12 * sizes["L"]  # counts of steps of at most 12 parameters of a layer, which are scalars
+    assert abs(alone - peak - spared) <= counters
+
+
+def test_products_of_layers_add_what_they_make_to_buffers_themselves():
+    # gradient_accumulation_fusion: what a product makes in bf16 is neither written nor read, 2 bytes each; what
+    # autograd is handed instead is one tensor for each shape of a weight (get_dummy_wgrad of TransformerEngine)
+    whole = step(accumulate=M)
+    fused, apart = megatron(whole, tp=TP), cg.parallelize(whole, tp=TP, reduce_each=False, strict=True)
+    D, F, H, G, K, L = cg.dims("D F H G K L")
+    layer = 2 * D * H * K + 2 * D * G * K + 3 * D * F
+    assert sympy.expand(cg.bytes_moved(apart) - cg.bytes_moved(fused) - 4 * M * L * layer / TP) == 0
+    assert sympy.expand(cg.matmul_flops(apart) - cg.matmul_flops(fused)) == 0
+    handed = [t for t in fused.tensors if t.name.startswith("gradients.handed")]
+    shapes = [D * F, F * D, D * H * K, D * G * K, H * K * D]  # those of k and v are one, and of gate and up
+    assert sympy.expand(sum(t.storage.bytes.expr for t in handed) - 2 * sum(shapes) / TP) == 0
 
 
 def test_terms_are_whole_sums_where_a_buffer_is_split_as_what_it_is_of():
@@ -123,4 +136,8 @@ def test_policies_of_other_systems_are_refused():
 
 def test_one_rank_is_one_device():
     whole = step()
-    assert cg.peak_memory(megatron(whole, zero=1, sequence=True)) == cg.peak_memory(whole)
+    rank = megatron(whole, zero=1, sequence=True)
+    assert len(cg.communication(rank)) == 0
+    assert (cg.matmul_flops(rank), cg.param_bytes(rank)) == (cg.matmul_flops(whole), cg.param_bytes(whole))
+    once = cg.parallelize(whole, zero=1, sequence=True, reduce_each=False, strict=True)
+    assert cg.peak_memory(once) == cg.peak_memory(whole)

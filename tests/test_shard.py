@@ -98,6 +98,13 @@ def test_a_carry_that_is_split_is_sequence_parallelism():
     assert kinds(sharded, "backward")["all_reduce"] == (2, 1)
 
 
+def test_a_gradient_of_the_logits_is_written_once():
+    # zeros that a kernel begins with are of the piece that writes into them, wherever ranks make the kernel be cut
+    sharded = cg.shard(step(), cg.mesh(dp=N, tp=T), {**with_states(TENSOR), **DATA}, strict=True)
+    made = [t for op in sharded.walk() if "nll" in op.name and not op.graph.fused for t in op.results]
+    assert len([t for t in made if t.ndim and t.sizes[-1].names() >= {"V"}]) == 1
+
+
 def test_a_split_batch_reduces_every_gradient():
     sharded = cg.shard(step(), cg.mesh(dp=N), DATA, strict=True)
     sent = cg.communication(sharded).filter(phase="backward")

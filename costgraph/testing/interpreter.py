@@ -312,9 +312,13 @@ class _Interpreter:
         inner = {**env, **dict(zip(body.formals, at.operands, strict=True))}
         memory = {v.buffer for v in at.operands}
         parts = self.graph(body, inner, where, {}, inside=True)
+        changed = {body.formals[i].storage: at.operands[i] for i in op.kind.overwrites()}
         for i, t in enumerate(body.outputs):
             v = inner[t]
-            parts.append({v.buffer: {v.address(index) for index in v.points()}})
+            if t.storage in changed:
+                at.made[i] = changed[t.storage]
+            else:
+                parts.append({v.buffer: {v.address(index) for index in v.points()}})
             for index in v.points():
                 at.write(v.array[index], *index, to=i)
         for part in parts:

@@ -6,11 +6,13 @@ writes it anew.
 """
 
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import costgraph as cg
 from costgraph.graph.sizes import known_names
+from costgraph.hardware.units import Quantity
 
 ROWS = json.loads(Path(__file__).with_name("devices.json").read_text())
 PAGE = Path(__file__).parents[2] / "docs" / "published_devices.md"
@@ -20,12 +22,20 @@ UNITS = {"GB": 10**9, "GiB": 2**30, "MiB": 2**20}
 KEPT = ("q/matmul", "v/matmul", "layers/attention", "gate/matmul", "down/matmul")
 POLICIES = {"products": cg.every_block(keep=KEPT), "blocks": cg.every_block(), None: None}
 
+#: Bytes a second and direction, and seconds of a step of a ring, of a reduce-scatter over the NVLink of the B200 that
+#: SimuMax's rows ran on: 67.31 % of 900 GB/s (an all-gather 67.35 %), 8.03 us (9.18 us).
+NCCL = (0.6731 * 900e9, 8.0325e-6)
+NCCL_SOURCE = "MooreThreads/SimuMax configs/system/b200_bf16_ceperm.json @4dcaae5"
+
 HEAD = """\
 # Memory and times that were measured on many devices
 
 What benchmarks of training report of one device among many, and the peak of the graph of one rank of the same program:
 `costgraph.parallelize` of a step, with degrees and sizes as the source states them. What is reserved by an allocator,
 made by a compiler or computed in float8 is not in the graph. Of a pipeline it is the largest stage, or the last one.
+Rows of Megatron-LM have its policies (`system="megatron"`): gradients reduced once and in place, which products add to
+themselves; what TransformerEngine hands to autograd instead is in the peak. Their loss, and what a layer does between
+products, are fused there, and here where there are no stages; context parallelism is by all-to-alls.
 
 The rows with their sources are in `tests/published/devices.json`; `python tests/published/devices.py` makes this page
 of them and a test compares the two. GB is 10^9 bytes, GiB is 2^30.
@@ -39,8 +49,10 @@ TIMES = """
 ## Time of a step
 
 The calibrated time of the same graphs: ops as devices were seen to run them ([calibration](calibration.md)), with no
-row from below among what was fitted, and no B200, which has the terms of devices like it; after them collectives at
-the rates of data sheets, nothing overlapping. Tokens a second of one device are the tokens of a rank over this time.
+row from below among what was fitted, and no B200, which has the terms of devices like it; after them collectives,
+nothing overlapping: at the rates of data sheets, over the NVLink of the B200 at what its runs of NCCL reached, 67 % of
+900 GB/s and 8 us for a step of a ring (SimuMax configs/system/b200_bf16_ceperm.json @4dcaae5). Tokens a second of one
+device are the tokens of a rank over this time.
 
 | id | what ran | measured | derived | deviation | why |
 |---|---|---|---|---|---|
@@ -65,9 +77,20 @@ def rank(program):
     """Return the graph of one rank."""
     how = program["precision"], program.get("accumulate", 1), program.get("checkpoint"), "loss" in program
     whole = step(program["model"], *how)
-    asked = {key: program[key] for key in ("dp", "cp", "tp", "ep", "zero", "sequence", "pp") if key in program}
+    options = ("dp", "cp", "tp", "ep", "zero", "sequence", "context", "pp", "system")
+    asked = {key: program[key] for key in options if key in program}
     asked |= {"micro_batches": program["accumulate"]} if "pp" in program else {}
-    return cg.parallelize(whole, **asked, strict=True)
+    made = cg.parallelize(whole, **asked, strict=True)
+    return cg.fuse(made) if "fused" in program else made
+
+
+def device(row):
+    """Return the devices of a row, with what their links were measured to reach where a row says so."""
+    spec = cg.load_hardware(row["device"])
+    if row.get("links") != "NCCL":
+        return spec
+    links = {"per_direction": Quantity(NCCL[0], "B/s", NCCL_SOURCE), "latency": Quantity(NCCL[1], "s", NCCL_SOURCE)}
+    return replace(spec, tables={**spec.tables, "interconnect": {**spec.tables["interconnect"], **links}})
 
 
 def derived(row):
@@ -78,7 +101,7 @@ def derived(row):
         sizes = {name: n for name, n in sizes.items() if name in known_names(graph)}
     if "device" not in row:
         return cg.peak_memory(graph, **sizes) / UNITS[row["unit"]]
-    seconds = cg.seconds(graph, row["device"], "calibrated", **sizes)
+    seconds = cg.seconds(graph, device(row), "calibrated", **sizes)
     return 1e3 * seconds if row["unit"] == "ms" else cg.step_tokens(graph, **sizes) / seconds
 
 

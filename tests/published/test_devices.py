@@ -23,14 +23,12 @@ def test_the_page_is_what_the_script_makes_of_the_rows():
     assert devices.PAGE.read_text() == devices.page()
     derived = [row for row in devices.ROWS if "program" in row]
     attention = ROWS["simumax-llama3_70b_l12_tp1_cp8_pp1_dp1_seq131072_mbc4_cef-time"]
-    stages = ROWS["simumax-deepseekv3_l4_tp1_ep4_pp2_dp4_mbc32_cef-time"]
-    timed = [row for row in derived if "device" in row and row not in (attention, stages)]
+    timed = [row for row in derived if "device" in row and row is not attention]
     assert all(abs(devices.deviation(row)) < 0.15 for row in timed)
-    assert 0 < devices.deviation(stages) < 0.2
     assert 0 < devices.deviation(attention) < 0.4
     peaks = [row for row in derived if "MiB" in row["unit"] and "note" not in row]
     assert len(peaks) == 8
-    assert all(abs(devices.deviation(row)) < 0.03 for row in peaks)
+    assert all(abs(devices.deviation(row)) < (0.02 if "llama" in row["id"] else 0.03) for row in peaks)
     reserved = [row for row in derived if "reserved" in row.get("note", "")]
     assert len(reserved) == 7
     assert all(devices.deviation(row) < 0 for row in reserved)  # it has what is in tensors, and more

@@ -28,7 +28,11 @@ def _kernel(site: Site[Kernel]) -> None:
             return
     nodes = site.shared.inside(body, site.operands)
     used = {_storage(site, v) for v in site.operands}
+    changed = {site.op.operands[i].storage for i in site.kind.changed}
     for i, v in enumerate(nodes):
+        if site.op.results[i].storage in changed:  # it was written where it is
+            site.alias(v, i)
+            continue
         shadow, storage = site.shadow(v), _storage(site, v)
         own = storage not in used and shadow.untyped_storage().nbytes() == shadow.numel() * shadow.itemsize
         used.add(storage)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
+from ...dtypes import DType
 from ...graph.graph import Graph
 from ...graph.loop import Repeat
-from ...graph.op import Op
+from ...graph.op import Op, OpKind
 from ...graph.placement import Placement
 from ...graph.tensor import Tensor
+from ...ops.blocks import Kernel
 from ...ops.collectives import Around, Collective
+from ...ops.contraction import Einsum
+from ...ops.keep import Keep
+from ...ops.stacks import Empty
 from .convert import reductions
+from .flat import added
 from .sums import adds, origin
 from .targets import targets
 from .tensors import Placed, Stated
@@ -29,6 +35,8 @@ class Kept(Placed):
         super().__init__(stated)
         self.terms: dict[Tensor, Placement] = {}
         """Buffers of the old graph, and how ranks could have them for what is added."""
+        self.products: dict[Tensor, DType] = {}
+        """Those that products of layers add to, and the format of what these make."""
         self.finals: dict[Tensor, Tensor] = {}
         """Old tensors that are gradients, and what they are of."""
         self.of: dict[Tensor, Tensor] = {}
@@ -68,6 +76,19 @@ class Kept(Placed):
         at = None if source is None else self.stated.kept.get(source)
         return None if at is None else at.with_dims(at.dims[len(at.dims) - t.ndim :])
 
+    def fill(self, old: Graph, new: Graph, suffix: str = "") -> None:
+        """Copy sources and ops, beside what is there throughout for terms that are not made."""
+        found = {**self.stated.kept} if old.parent is None else {}
+        sizes = [(at.local(t.sizes)[t.storage.pieces :], self.stated.products.get(t)) for t, at in found.items()]
+        apart = [
+            added(new, Empty(sizes=n, dtype=dtype), [], "gradients.handed", "forward")
+            for n, dtype in dict.fromkeys(sizes)
+            if dtype is not None
+        ]
+        super().fill(old, new, suffix)
+        if apart:
+            added(new, Keep(), apart, "gradients.kept", "backward")
+
     def note_term(self, op: Op) -> None:
         """Note along which axes of the mesh terms are parts of a sum, where they are added to a buffer."""
         source = self.buffer(op.operands[0]) if adds(op) else None
@@ -75,12 +96,31 @@ class Kept(Placed):
         if source is None or not isinstance(term, Tensor):
             return
         place = self.stated.places.get(source, Placement(((),) * source.ndim))
+        made = op.operands[1].producer
+        if self.stated.fused and source.storage.pieces and made is not None and isinstance(made.kind, Einsum):
+            self.products[source] = term.dtype
         stays = self.stated.staying[self.of[source]]
         known = self.terms[source].pending if source in self.terms else None
         pending = {a for a, how in self.at[term].partial if how == "sum" and a not in stays}
         pending &= {*(pending if known is None else known)}
         whole = place.without(pending, self.mesh)
         self.terms[source] = replace(whole, partial=tuple((a, "sum") for a in self.mesh if a in pending))
+
+    def in_product(self, op: Op, kind: OpKind, operands: Sequence[Tensor], new: Graph) -> Op | None:
+        """Let the product that makes a term add it to its buffer, one kernel; None where none does."""
+        source = self.buffer(op.operands[0]) if self.stated.products and adds(op) else None
+        if source not in self.stated.products:
+            return None
+        base, term = operands
+        made = term.producer
+        if made is None or made not in new or [*new.successors(term)] or term.is_view:
+            return None
+        body = new.start_body(op.name, fused=True)
+        inside = added(body, made.kind, [body.capture(t) for t in made.operands], made.name, made.phase)
+        body.outputs.append(added(body, kind, [body.capture(base), inside], op.name, op.phase))
+        into = body.captured.index(base)
+        new.remove_nodes_from([term, made])
+        return self.add(op, Kernel(body=body, changed=(into,), backward="ops"), body.captured, new, made.name)
 
     # -- behind the last term ----------------------------------------------------------------------------------------
 

@@ -142,7 +142,8 @@ def parallelize(
         Whose policies where systems differ. torch: those of DTensor, `fully_shard` and `ZeroRedundancyOptimizer`.
         megatron: gradients of micro-batches are added up on each rank and reduced once, in place where a step keeps
         them, those of norms over `tp` as well; with `zero=1`, its distributed optimizer, each rank is left its own part
-        of them by a reduce-scatter, and parameters are gathered once they are updated.
+        of them by a reduce-scatter, and parameters are gathered once they are updated. Products of layers add to what
+        is kept of gradients themselves (`accumulation_fusion` of `shard`).
     reduce_each : bool, optional
         As in `shard`; by default True, False with `system="megatron"`.
     strict : bool
@@ -253,7 +254,7 @@ def _of_rank(
         graph, mesh, {**split, **kept, **(placements or {})},
         gather=("dp", "cp") if zero >= 3 else (), gradients=gradients,
         exchange="cp" if context == "all_to_all" else (), ring="cp" if context == "ring" else (),
-        reduce_each=reduce_each, strict=strict,
+        reduce_each=reduce_each, accumulation_fusion=system == "megatron", strict=strict,
     )  # fmt: skip
 
 

@@ -83,6 +83,7 @@ def shard(
     exchange: str | Iterable[str] = (),
     ring: str | Iterable[str] = (),
     reduce_each: bool = True,
+    accumulation_fusion: bool = False,
     strict: bool = False,
 ) -> Graph:
     """Turn the graph of a whole model into the graph of one rank of a mesh: local sizes, and collectives as ops.
@@ -124,6 +125,11 @@ def shard(
         Whether gradients of each micro-batch of a step are reduced. If not, a rank adds up its own parts, whole ones
         where `gather` splits them, and reduces the sum behind the last micro-batch, as with `no_sync` of torch's
         DistributedDataParallel and `set_requires_gradient_sync(False)` of `fully_shard`.
+    accumulation_fusion : bool
+        Whether products of layers add gradients to buffers that a step keeps in one kernel, while parts are added up
+        there: `gradient_accumulation_fusion` of Megatron-LM. What autograd is handed in place of a gradient is one
+        tensor for each shape and format, there from one step to the next: `get_dummy_wgrad` of TransformerEngine
+        (pytorch/module/base.py).
     strict : bool
         True where it is an error that an op cannot keep the placement of an operand, which is put together before it;
         by default `graph.sharding.resharded` tells of it.
@@ -159,7 +165,7 @@ def shard(
     (4*B*D*F/T, 2*D*F/T, ['all_reduce'])
     """
     need_of_all("shard", graph)
-    need_flag("shard", reduce_each=reduce_each, strict=strict)
+    need_flag("shard", reduce_each=reduce_each, accumulation_fusion=accumulation_fusion, strict=strict)
     used = _used(mesh)
     policy = gather if isinstance(gather, FullyShard) else FullyShard(gather)
     if not reduce_each:
@@ -178,6 +184,7 @@ def shard(
         policy=policy if gathered else None,
         exchanged=exchanged,
         reduce_each=reduce_each,
+        fused=accumulation_fusion,
     )
     sharder, made = _sharded(graph, stated)
     if strict and sharder.moved:
@@ -231,7 +238,8 @@ def _sharded(graph: Graph, stated: Stated) -> tuple[Sharder, Graph]:
         if not sharder.stacks and not terms:
             return sharder, made
         stacks, kept = {**stated.stacks, **sharder.stacks}, {**stated.kept, **terms}
-        stated = replace(stated, stacks=stacks, kept=kept, places={**stated.places, **kept})
+        products = stated.products or sharder.products
+        stated = replace(stated, stacks=stacks, kept=kept, places={**stated.places, **kept}, products=products)
 
 
 def _found(graph: Graph, used: Mesh, mesh: Mesh, stated: Placements) -> dict[Tensor, Placement]:

@@ -107,7 +107,11 @@ class Sharder(Cutting):
             for i, axis, why in choice.moved
             if rule is None or axis not in queries(op, rule, choice)  # keys are put together for its queries
         ]
-        operands = [self.value(t, new, want, op.phase) for t, want in zip(op.operands, choice.operands, strict=True)]
+        wanted = [*zip(op.operands, choice.operands, strict=True)]
+        # what is made for this op is made last: moving others may cut the kernel around, before which it need not be
+        order = sorted(range(len(wanted)), key=lambda i: isinstance(self.tensors[op.operands[i]], Later))
+        found = {i: self.value(wanted[i][0], new, wanted[i][1], op.phase) for i in order}
+        operands = [found[i] for i in range(len(wanted))]
         for old, t in zip(op.operands, operands, strict=True):
             self.read.setdefault(old, []).append(t)
         if axis and isinstance(op.kind, Grouped | GroupedOuter):
@@ -115,7 +119,7 @@ class Sharder(Cutting):
         self.need_in_place(op, operands)
         kind = op.kind if rule is None else rule.local(choice.extents, choice.ranks)
         kind = kind if rule is None else of_rank(kind, rule, choice, self.mesh)
-        made = self.add(op, kind, operands, self.here(new))
+        made = self.in_product(op, kind, operands, new) or self.add(op, kind, operands, self.here(new))
         for t, place in zip(made.results, choice.results, strict=True):
             self.at[t] = place
         if rule is not None and op.phase == "backward":

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from ...dtypes import DType
 from ...graph.graph import Graph
 from ...graph.loop import Repeat
 from ...graph.op import Op, OpKind
@@ -52,6 +53,10 @@ class Stated:
     """Whether gradients of each micro-batch are reduced."""
     kept: Mapping[Tensor, Placement] = field(default_factory=dict)
     """Of buffers of the old graph in which ranks add up their parts of gradients."""
+    fused: bool = False
+    """Whether products of layers add what they make to these themselves."""
+    products: Mapping[Tensor, DType] = field(default_factory=dict)
+    """Those of such buffers that do, and the format of what they make."""
 
 
 class Later:
