@@ -3,7 +3,7 @@
 from dataclasses import replace
 from fractions import Fraction
 from queue import Queue
-from threading import Thread
+from threading import Barrier, Thread
 
 import numpy as np
 import pytest
@@ -18,6 +18,7 @@ from costgraph.analysis.exchange import exchange
 from costgraph.analysis.saved import behind, left_for_weights
 from costgraph.analysis.work import ask as on_device
 from costgraph.graph.sizes import known_names
+from costgraph.ops.collectives import Collective
 from costgraph.ops.hops import Receive, Send
 from costgraph.testing.reference import whole
 from costgraph.transforms.stages_cut import planned
@@ -142,11 +143,11 @@ def test_halves_of_a_backward_pass_make_the_same_numbers(checkpoint):
         assert np.allclose(a.array, b.array, rtol=1e-9)
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
-def test_stages_compute_together_what_the_step_does(name):
+@pytest.mark.parametrize(("name", "options"), [("1f1b", {}), ("zb-h1", {}), ("gpipe", {"clip": 1e-3})])
+def test_stages_compute_together_what_the_step_does(name, options):
     p, m, depth = 3, 3, 3
     point = {k: poly(n) for k, n in {**SMALL, "M": m, "L": depth}.items()}
-    whole_step = step()
+    whole_step = step(**options)
     s = cg.parallelize(whole_step, pp=p, micro_batches=M, schedule=name)
     random = np.random.default_rng(0)
     given = {
@@ -157,7 +158,7 @@ def test_stages_compute_together_what_the_step_does(name):
     tokens = {n: random.integers(0, SMALL["V"], (m, SMALL["B"], SMALL["S"])) for n in ("tokens", "targets")}
     expected = {b.name: b.array for b in testing.run(whole_step, {**given, **tokens}, M=m, L=depth, **SMALL).buffers}
     links = {(r, way): Queue() for r in range(p) for way in ("forward", "backward")}
-    found, failed = {}, []
+    found, failed, brought, barrier = {}, [], {}, Barrier(p)
 
     def rank(r):
         g = s.stages[min(r, 1) + (r == p - 1)]
@@ -169,12 +170,19 @@ def test_stages_compute_together_what_the_step_does(name):
         def receive(at):
             return links[r + (1 if at.op.phase == "backward" else -1), at.op.phase].get(timeout=60)
 
+        def all_reduce(at):
+            brought[r] = np.array(at.operands[0].array)
+            barrier.wait(60)
+            total = sum(brought.values())
+            barrier.wait(60)
+            return total
+
         names = {t.name for t in g.tensors if t.producer is None}
         mine = {n: a[r : r + 1] if n.startswith("layers/") else a for n, a in {**given, **tokens}.items() if n in names}
         sizes = {n: k for n, k in {**SMALL, "M": m, "L": depth}.items() if n in known_names(g)}
         try:
-            found[r] = testing.run(g, mine, meanings={**testing.MEANINGS, Send: whole(send), Receive: whole(receive)},
-                                   **sizes)  # fmt: skip
+            meanings = {Send: whole(send), Receive: whole(receive), Collective: whole(all_reduce)}
+            found[r] = testing.run(g, mine, meanings={**testing.MEANINGS, **meanings}, **sizes)
         except BaseException as error:
             failed.append(error)
             raise
@@ -193,6 +201,18 @@ def test_stages_compute_together_what_the_step_does(name):
                 want = there[0][1] if not name.startswith("layers/") or len(there) == 1 else there[r][1]
                 want = want[r : r + 1] if want.shape != buffer.array.shape else want
                 assert np.allclose(buffer.array, want, rtol=1e-9), buffer.name
+
+
+def test_norms_and_flags_of_all_gradients_are_put_together():
+    whole_step = cg.training_step(llama(), accumulate=M, precision="fp16-mixed", clip=1.0)
+    s = cg.parallelize(whole_step, pp=5, micro_batches=M, dp=2, zero=2)
+    for g in s.stages:
+        met = [op for op in g.ops if isinstance(op.kind, Collective) and op.kind.axis == "pp"]
+        assert [(op.kind.operation, op.kind.ranks) for op in met] == [("max", poly(5)), ("sum", poly(5))]
+        rows = [r for r in cg.communication(g, hardware="h100-sxm", **own_sizes(g, M=8, L=15)).rows if r.axis == "pp"]
+        assert [(r.bytes, r.times, r.link) for r in rows if r.collective == "all_reduce"] == [(4, 1, "network")] * 2
+    with pytest.raises(cg.UnsupportedError, match="'tokens/table' of both ends would count twice"):
+        cg.parallelize(cg.training_step(cg.models.load("gpt2"), accumulate=2, clip=1.0), pp=2, micro_batches=2)
 
 
 # -- how long they take ----------------------------------------------------------------------------------------------

@@ -106,7 +106,7 @@ def _ranks(op: Op, graph: Graph) -> tuple[Poly, Poly]:
     of_mesh, stage = graph.root.sharding, graph.root.waiting
     if op.kind.axis == "pp" and of_mesh is not None and stage is not None:
         devices = of_mesh.mesh.devices
-        if isinstance(op.kind, Send):
+        if isinstance(op.kind, Send) or op.kind.ranks == stage.stages:
             return stage.stages, devices
         return op.kind.ranks, devices * stage.stages / 2  # both ends, in one domain where all stages are
     apart = _apart(op, op.kind.axis, graph)

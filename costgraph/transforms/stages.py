@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 from ..algebra.polynomial import ONE, ZERO, Poly, poly
@@ -31,6 +32,8 @@ class Stage(NamedTuple):
     waiting: Waiting | None = None
     shared: frozenset[str] = frozenset()
     """parameters that the rank at the other end has as well"""
+    meets: Mapping[str, str] = MappingProxyType({})
+    """where scalars of all ranks are put together, and how"""
 
 
 @dataclass(frozen=True)
@@ -82,10 +85,11 @@ def in_stages(
     wanted = [(c.formula, c.place, c.least) for c in conditions]
     if groups != ONE:
         wanted.append((count / (stages * groups), f"layers of each of {groups} groups of a rank", 1))
-    made, shared = cut(graph, plan, kinds)
+    shares, shared = cut(graph, plan, kinds)
+    made = [s.run(graph, f"{graph.name}.{k.name}".replace(" ", "_")) for s, k in zip(shares, kinds, strict=True)]
     held = [replace(_waiting(order, kind), asked=tuple(wanted)) for kind in kinds]
     ends = [shared if kind.first or kind.last else frozenset() for kind in kinds]
-    return list(map(Stage, made, held, ends))
+    return list(map(Stage, made, held, ends, (share.meets for share in shares)))
 
 
 def _listed(layers: object, stages: Poly) -> tuple[int, ...]:
@@ -160,8 +164,8 @@ def _waiting(order: Order, kind: _Kind) -> Waiting:
     return Waiting(first, later, order.name, order.p, order.m, kind.alike, order.v)
 
 
-def cut(graph: Graph, plan: Plan, kinds: Sequence[_Kind]) -> tuple[list[Graph], frozenset[str]]:
-    """Return the graphs of ranks, and the parameters of both ends."""
+def cut(graph: Graph, plan: Plan, kinds: Sequence[_Kind]) -> tuple[list[Share], frozenset[str]]:
+    """Return what ranks do, and the parameters of both ends."""
     (name,) = _count(plan).names()
     _need_apart(plan, name)
     made = [
@@ -181,7 +185,12 @@ def cut(graph: Graph, plan: Plan, kinds: Sequence[_Kind]) -> tuple[list[Graph], 
             f"before they meet, expected a step without optimizer_in_backward"
         )
     shared = frozenset(t.name for t in tied if t in graph.gradients)
-    return [s.run(graph, f"{graph.name}.{k.name}".replace(" ", "_")) for s, k in zip(made, kinds, strict=True)], shared
+    if shared and any(share.clips for share in made):
+        raise UnsupportedError(
+            f"parallelize: pp: gradients are clipped by their norm, to which {min(shared)!r} of both ends would count "
+            f"twice, expected tables of one stage"
+        )
+    return made, shared
 
 
 def _need_own(plan: Plan, last: Share) -> None:
@@ -196,15 +205,25 @@ def _need_own(plan: Plan, last: Share) -> None:
 
 
 class _Together(Rewriter):
-    """Adds up the gradients of parameters that the first and the last stage have both, before they are updated."""
+    """Adds up the gradients of parameters that the first and the last stage have both, before they are updated.
+
+    Scalars of all stages, of norms and of what is not finite, are put together too.
+    """
 
     lies = True
 
-    def __init__(self, graph: Graph, names: frozenset[str]) -> None:
+    def __init__(self, graph: Graph, stage: Stage) -> None:
         super().__init__()
-        self.left = [g for t, g in graph.gradients.items() if t.name in names]
+        self.left = [g for t, g in graph.gradients.items() if t.name in stage.shared]
+        self.stage = stage
 
     def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
+        if new.parent is None and op.name in self.stage.meets:
+            assert self.stage.waiting is not None
+            ranks, operation = self.stage.waiting.stages, self.stage.meets[op.name]
+            kind = Collective(collective="all_reduce", ranks=ranks, axis="pp", operation=operation)
+            self.add(op, kind, [self.tensors[t] for t in op.operands], new)
+            return
         while self.left and op.phase == "optimizer" and new.parent is None:
             g = self.left.pop()
             kind = Collective(collective="all_reduce", ranks=poly(2), axis="pp")
@@ -215,7 +234,7 @@ class _Together(Rewriter):
 
 def together(graph: Graph, stage: Stage) -> Graph:
     """Return the graph of one rank of a stage, with what goes on between stages."""
-    made = _Together(graph, stage.shared).run(graph) if stage.shared else graph
+    made = _Together(graph, stage).run(graph) if stage.shared or stage.meets else graph
     made.waiting = stage.waiting
     return made
 

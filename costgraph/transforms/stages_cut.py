@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..algebra.polynomial import ONE, ZERO, Poly, total
 from ..errors import UnsupportedError
 from ..graph.graph import Graph
 from ..graph.loop import Repeat
-from ..graph.op import Op
+from ..graph.op import Op, OpKind
 from ..graph.scopes import opened
 from ..graph.tensor import Tensor
+from ..ops.blocks import Kernel
 from ..ops.hops import Receive, Send
+from ..ops.keep import Keep
+from ..ops.moves import Concat
 from ..ops.pieces import Accumulate
-from ..ops.pointwise import Pointwise
+from ..ops.pointwise import FUNCTIONS, Pointwise
+from ..ops.updates import Unscale
 from .rewrite import Rewriter, bound, bound_record
 
 __all__ = ["BACK", "Plan", "Share", "micro_batches", "planned"]
@@ -116,9 +120,19 @@ class Share(Rewriter):
     """
 
     def __init__(
-        self, graph: Graph, plan: Plan, values: Mapping[str, Poly], *, first: bool, last: bool, between: Poly = ZERO
+        self,
+        graph: Graph,
+        plan: Plan,
+        values: Mapping[str, Poly],
+        *,
+        first: bool,
+        last: bool,
+        between: Poly = ZERO,
     ) -> None:
         super().__init__(values)
+        self.flags, self.meets = dict[Tensor, None](), dict[str, str]()
+        self.alike, self.part = set[Tensor](), set[Tensor]()
+        """scalars of which all stages have the same, and stacks of scalars of which each one has some"""
         self.graph, self.plan, self.first, self.last, self.between = graph, plan, first, last, between
         self.wanted: set[Tensor] = set()
         self.kept = self.needed()
@@ -301,14 +315,75 @@ class Share(Rewriter):
             else:
                 self.copy(op, new)
             return
+        self.flags |= dict.fromkeys(found := [*_flags(op)])
+        if self.flags and not found:
+            self.meet(list(self.flags), "max", op, new)
+            self.flags = {}
         gone = [t for t in op.operands if self.tensors[t] is None]
-        rest = [t for t in op.operands if self.tensors[t] is not None and (t.ndim or t.producer)]
-        if gone and rest:
+        rest = [
+            t for t in op.operands if self.tensors[t] is not None and t not in self.alike and (t.ndim or t.producer)
+        ]
+        stack = _is_stack(op)
+        if gone and rest and not stack:
             raise UnsupportedError(
                 f"parallelize: pp: {op.name!r} puts {gone[0].name!r} and {rest[0].name!r} of different stages "
                 f"together, expected updates of each parameter by itself"
             )
-        if gone:
+        if stack:
+            self.add(op, op.kind, [self.tensors[t] for t in op.operands if self.tensors[t] is not None], new)
+            self.part |= {*op.results}
+        elif gone:
             self.tensors |= dict.fromkeys(op.results)
         else:
             self.copy(op, new)
+            self.alike |= {t for t in op.results if not t.ndim and all(map(self.is_alike, op.operands))}
+            if not self.part.isdisjoint(op.operands):
+                self.norm_of_all(op, new)
+
+    def is_alike(self, t: Tensor) -> bool:
+        """Whether all stages have the same: counts of steps and scales, and what is made of these alone."""
+        return t in self.alike or (not t.ndim and t.producer is None)
+
+    @property
+    def clips(self) -> bool:
+        """Whether gradients of all parameters have one norm."""
+        return any(map(_is_stack, self.graph.ops))
+
+    def norm_of_all(self, op: Op, new: Graph) -> None:
+        """Add what makes the norm of all gradients of one of those that a stage has: the root of a sum of squares."""
+        if op.results[0].ndim or not isinstance(op.kind, Kernel) or op.kind.body.ops[-1].kind != _ROOT:
+            raise UnsupportedError(f"parallelize: pp: {op.name!r} of what each stage has a part of, expected a 2-norm")
+        (t,) = op.results
+        self.tensors[t] = self.step(Pointwise(function=FUNCTIONS["square"]), t, f"{t.name}.square", op, new)
+        self.meet([t], "sum", op, new)
+        self.tensors[t] = self.step(_ROOT, t, f"{t.name}.root", op, new)
+
+    def meet(self, tensors: Sequence[Tensor], operation: str, op: Op, new: Graph) -> None:
+        """Note where scalars of all stages are put together: once it is known where all else lies."""
+        for t in tensors:
+            self.tensors[t] = self.step(Keep(), t, f"{t.name}.all_reduce", op, new)
+            self.meets[self.tensors[t].producer.name] = operation
+            self.alike.add(t)
+
+    def step(self, kind: OpKind, t: Tensor, name: str, op: Op, new: Graph) -> Tensor:
+        """Add an op on what stands for a tensor beside another op."""
+        made = new.add_op(kind, [self.tensors[t]], name, op.phase)
+        made.scope = op.scope
+        return made.results[0]
+
+
+def _is_stack(op: Op) -> bool:
+    """Whether an op puts scalars of several parameters in a row: norms, of which each stage has some."""
+    return op.phase == "optimizer" and isinstance(op.kind, Concat) and all(t.ndim == 1 for t in op.operands)
+
+
+def _flags(op: Op) -> Iterator[Tensor]:
+    """Yield the scalars that an op sets where a gradient is not finite."""
+    if isinstance(op.kind, Unscale):
+        yield op.operands[-1]
+    elif op.loop is not None:
+        outside = dict(zip(op.loop.captured, op.loop.shared, strict=True))
+        yield from (outside[t] for inner in op.loop.body.ops for t in _flags(inner) if t in outside)
+
+
+_ROOT = Pointwise(function=FUNCTIONS["sqrt"])
