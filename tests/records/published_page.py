@@ -45,13 +45,14 @@ busiest unit at its peak, or the bytes that no fusion avoids; what a kernel that
 memory. A time counts as below the bound where its last printed digit leaves no doubt. Rates of products count two for
 each index point, those of streams the bytes read and written, those of attention the pairs that are seen.
 
-Passes of training on many devices are forward and backward pass of one of them: the optimizer's update is spread over
-all, and a network is not predicted. Vision models run under autocast, in eager mode or fused as `torch.compile` does. A
-step of generation is that in the middle of what was generated, the first one where no prompt is stated; on several
-devices it is that of one rank (`costgraph.parallelize`), with what it sends. Requests that are served together are
-their prompts, and then step by step their answers, all begun at once; where their number is not stated, as many as
-memory holds with half of an answer each. Single calls of plain torch, with their backward passes,
-are traced, which needs torch.
+Passes of training by llm-foundry are forward and backward pass of one device among many: the optimizer's update is
+spread over all, and a network is not predicted. Vision models run under autocast, in eager mode or fused as
+`torch.compile` does. A step of generation is that in the middle of what was generated, the first one where no prompt
+is stated; on several devices it is that of one rank (`costgraph.parallelize`), with what it sends. Requests that are
+served together are their prompts, and then step by step their answers, all begun at once; where their number is not
+stated, as many as memory holds with half of an answer each. Whole steps of other libraries are those of one rank too,
+with all it sends, nothing of it at the same time as other work; an optimizer on the host takes the time of its
+transfers alone. Single calls of plain torch, with their backward passes, are traced, which needs torch.
 
 **Peaks of memory** are those that torch's allocator counted while a benchmark ran such a call again: with the gradients
 of the run before, those that the backward pass starts from, and the parameters of other forms of the program, where the

@@ -225,6 +225,58 @@ def test_bytes_of_a_model_that_generates(measured, quantity):
     assert row.bytes == pytest.approx(row.peak, rel=0.03)
 
 
+# -- steps of training by other libraries ----------------------------------------------------------------------------
+
+
+def test_a_step_of_one_rank_keeps_its_part_of_the_states(measured):
+    row = predict(one_of([r for r in measured if "compile-g8-mem" in r.id], "training-memory"), LAST)
+    # fp32 master weights and two moments of an eighth, and weights in bf16; the rest are activations
+    assert row.peak > (12 + 2) * 8_030_261_248 / 8
+    whole = predict(one_of([r for r in measured if "fsdp-g128-mem" in r.id], "training-memory"), LAST)
+    # with 128 ranks a part is 16 times smaller: gradients, masters, moments and weights
+    assert row.peak - whole.peak == pytest.approx((12 + 2 + 2) * 8_030_261_248 * (1 / 8 - 1 / 128), rel=0.15)
+
+
+def test_adapters_and_narrow_weights(measured):
+    rows = [
+        predict(one_of(measured, "training-memory", model="llama-2-13b", **more), LAST)
+        for more in ({}, {"weights": "nf4"})
+    ]
+    narrow = 13_015_864_320 - 2 * 32000 * 5120  # table and head stay as they are
+    # half a byte, and 4 for 64 of them, where there were two
+    assert rows[0].peak - rows[1].peak == pytest.approx(narrow * (2 - 0.5 - 4 / 64), rel=0.02)
+
+
+def test_an_optimizer_on_the_host_takes_no_memory(measured):
+    rows = [predict(r, LAST) for r in measured if r.family == "stas-zero3" and r.what == "peak memory"]
+    assert all(abs(row.peak / row.bytes - 1) < 0.06 for row in rows)
+    # weights of an eighth in bf16; the input of each of 32 layers is kept
+    assert rows[-1].peak > 2 * 8_030_261_248 / 8 + 2 * 32 * rows[-1].record.inputs["S"] * 4096
+
+
+def test_what_does_not_fit_is_not_what_ran(measured):
+    row = predict(one_of(measured, "training-memory", method="LoRA", seq=2048), LAST)
+    assert row.reason == "peak memory: 36.5 GB, more than rtx4090 has: something that saves memory is not stated"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"packed": False}, "inputs: packed False: sequences are as long as those of a set of data, not stated"),
+        (
+            {"activation_checkpointing": "every 2nd layer"},
+            "inputs: activation_checkpointing 'every 2nd layer', expected",
+        ),
+        ({"gpus": 8}, "inputs: sharding '' on 8 devices, expected FSDP"),
+        ({"weights": "int3"}, "inputs: weights 'int3', expected nf4, or formats that are not narrow"),
+        ({"precision": "fp1"}, "inputs: precision 'fp1', expected one of fp32, bf16"),
+    ],
+)
+def test_steps_that_are_not_stated_in_full_are_listed(measured, change, reason):
+    record = one_of(measured, "training-memory", model="llama-3.2-3b", packed=True)
+    assert predict(replace(record, inputs=record.inputs | change), LAST).reason.startswith(reason)
+
+
 def test_a_vision_model_has_the_multiply_adds_that_its_source_prints(measured):
     record = one_of(measured, "timm-infer", zoo="resnet18", image=224)
     row = predict(record, LAST)
@@ -243,6 +295,40 @@ def test_compiled_vision_models_do_not_beat_the_estimate_of_the_fused_ones(measu
     # in eager mode more is moved
     eager = [predict(replace(row.record, inputs=row.record.inputs | {"compiled": False}), LAST) for row in rows]
     assert all(a.estimate < b.estimate for a, b in zip(rows, eager, strict=True) if a.ratio is not None)
+
+
+# -- devices and shapes that no record is of ------------------------------------------------------------------------
+
+#: A record of each family, by what it has to have, and the sizes of it that are changed.
+OTHERS = {
+    "squares": ({}, {"M": 4093}), "deepbench-gemm": ({}, {"K": 4099}), "deepbench-conv": ({"stride_w": 1}, {"C": 67}),
+    "deepbench-rnn": ({}, {"hidden": 1021}), "bandwidth": ({}, {}), "attention": ({"B": 2}, {"S": 4099}),
+    "timm-infer": ({"zoo": "resnet50"}, {"batch": 251}), "foundry": ({"model": "mpt-1b"}, {"microbatch": 3}),
+    "decode": ({"tensor_parallel": 8}, {"prompt": 11}), "prefill": ({"weights": "Q4_K_M"}, {"prompt": 509}),
+    "serving": ({"model": "llama-2-7b"}, {"B": 61}), "serving-max": ({}, {"prompt": 127}),
+    "training-speed": ({"sharding": "FSDP"}, {"batch": 3}),
+    "fp8-gemm": ({}, {"N": 4091}),
+}  # fmt: skip
+BLACKWELL = [name for name in cg.list_hardware() if cg.load_hardware(name).arch in ("sm_100", "sm_103")]
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_another_generation_of_devices_is_predicted(measured, family):
+    wanted, changed = OTHERS[family]
+    like = next(r for r in measured if r.family == family and wanted.items() <= r.inputs.items()
+                and predict(r, LAST).ratio is not None and r.what != "peak memory")  # fmt: skip
+    before = predict(replace(like, inputs=like.inputs | changed), LAST)
+    assert BLACKWELL
+    for device in BLACKWELL:
+        row = predict(replace(like, device=device, inputs=like.inputs | changed), LAST)
+        # where a specification lacks a link, or what it joins, that is said
+        if row.reason:
+            assert row.reason.startswith(f"hardware {device}: "), row.reason
+            assert device not in ("b200", "gb200", "gb300")
+        else:
+            assert 0 <= row.bound <= row.estimate * (1 + 1e-12)
+            if family != "serving-max":  # of more requests
+                assert row.estimate < before.estimate * 1.35, device  # fp64 and fp32 of some are slower
 
 
 # -- what is not predicted -----------------------------------------------------------------------------------------
@@ -275,7 +361,7 @@ HOSTILE = [None, True, -1, 0, 10**400, 1.5, "", "x" * 10**4, "int4", "bool", "mx
     [
         name
         for name, found in FAMILIES.items()
-        if found.subject not in ("", "vision", "prefill", "serving", "memory of generation")
+        if found.subject not in ("", "vision", "prefill", "serving", "memory of generation", "memory of training")
     ],
 )
 def test_hostile_inputs_are_listed(measured, family):

@@ -21,7 +21,7 @@ from ...errors import CostGraphError, FormatError, UnsupportedError
 from ...hardware.specs import Hardware
 from ...ops.collectives import Collective
 from ...text_file import place_of, target_of, write_file
-from . import generation, kernels, models, recurrent, refused, traced  # noqa: F401  # families register themselves
+from . import generation, kernels, models, recurrent, traced, training  # noqa: F401  # families register themselves
 from .case import FAMILIES, Case, Run, device_of, measured_rate
 from .fitting import WIDTH, Fitted, Measured, fit
 from .predicting import times_of

@@ -12,7 +12,7 @@ from statistics import median, quantiles
 
 from ...hardware.tables import Column, Fact, Table
 from ...text_file import target_of, write_file
-from . import generation, kernels, models, recurrent, refused, traced  # noqa: F401  # families register themselves
+from . import generation, kernels, models, recurrent, traced, training  # noqa: F401  # families register themselves
 from .limits import LIMITS, Limit
 from .predicting import Row, predict
 from .record import column, last_digits, read_records

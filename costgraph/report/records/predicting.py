@@ -88,6 +88,12 @@ def _row(record: Record, case: Case, subject: str, hardware: Hardware, last: Fra
         counted, _ = measured_bytes(record)
         own = case.peak
         found = param_bytes(own.graph, **own.sizes) if case.params else _peak(own, hardware)
+        room = hardware.tables["memory"].get("measured", hardware.tables["memory"]["capacity"])
+        if found > room.number:
+            raise UnsupportedError(
+                f"peak memory: {found / 1e9:.1f} GB, more than {hardware.id} has: something that saves memory is not "
+                f"stated"
+            )
         return Row(record, subject, bytes=round(counted), peak=int(found))
     is_rate, unit = measured_rate(record)
     value = Fraction(record.value)
@@ -146,8 +152,10 @@ def times_of(run: Run, hardware: Hardware, *, resident: bool) -> tuple[float, fl
     busy = {unit: _number(time, asked) for unit, time in unit_times(asked).items()}
     if run.phases:  # what moves between phases is not known to reach memory
         del busy["memory"]
-    elif resident:
-        busy["memory"] = max(0.0, busy["memory"] - _cache(hardware) / float(hardware.bandwidth))
+    elif resident:  # where nothing is known of a cache, it may hold all
+        cache = _cache(hardware)
+        kept = 0.0 if cache is None else busy["memory"] - cache / float(hardware.bandwidth)
+        busy["memory"] = max(0.0, kept)
     notes = tuple(str(instead) for instead in asked.rates.stand_ins.values())
     return _number(taken, asked), max(busy.values(), default=0.0), notes
 
@@ -156,7 +164,7 @@ def _number(time: Poly, asked: Asked) -> float:
     return float(in_seconds(time, asked))
 
 
-def _cache(hardware: Hardware) -> float:
-    """Return the bytes of the last-level cache, 0 where nothing says."""
+def _cache(hardware: Hardware) -> float | None:
+    """Return the bytes of the last-level cache, None where nothing says."""
     known = hardware.tables.get("cache", {})
-    return max((float(known[key]) for key in ("l2", "last_level") if key in known), default=0.0)
+    return max((float(known[key]) for key in ("l2", "last_level") if key in known), default=None)
