@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
@@ -78,7 +79,7 @@ class _Trained:
             self.activation_checkpointing, self.chunked_ce, at_once=self.optimizer_in_backward,
         )  # fmt: skip
         if self.gpus > 1:
-            g = cg.parallelize(g, **{"cp" if cp else "dp": self.gpus}, zero=3)
+            g = cg.parallelize(g, dp=1 if cp else self.gpus, cp=self.gpus if cp else 1, zero=3)
         if self.activation_offloading:
             g = cg.offload(g, "activations")
         return cg.fuse(g) if self.compiled else g
@@ -111,7 +112,7 @@ def _step(
     )  # fmt: skip
 
 
-def _loss(g: cg.Graph, chunks: int) -> object:
+def _loss(g: cg.Graph, chunks: int) -> Callable[..., cg.Tensor]:
     """Return the loss of a model: that of logits in fp32, as torchtitan and torchtune convert them first."""
     if g.loss != "cross_entropy":
         return lambda *made: cg.reduce(made[-1], " ".join(f"a{i}" for i in range(made[-1].ndim)) + " -> ", "mean")
