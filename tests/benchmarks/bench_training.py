@@ -81,3 +81,17 @@ def test_peak_of_a_step_against_memtracker(benchmark, name):
     benchmark.pedantic(closed_form, rounds=3)
     # its time grows with the depth, that of a closed form does not
     assert theirs / ours >= (100 if sizes["L"] == 32 else 10)
+
+
+def test_peak_of_a_step_with_every_size_open(benchmark):
+    def build(name):
+        model = models.load(name, symbolic=True)
+        step = cg.training_step(model, precision="bf16-mixed", optimizer=cg.AdamW())
+        return len(cg.regimes(cg.peak_memory(step)))
+
+    for name in ("llama-3-8b", "deepseek-v3", "swin-t"):
+        (seconds,) = best(2, lambda name=name: build(name))
+        benchmark.extra_info[f"seconds, {name}"] = seconds
+        benchmark.extra_info[f"cases, {name}"] = build(name)
+    benchmark.pedantic(build, args=("llama-3-8b",), rounds=3)
+    assert benchmark.extra_info["seconds, llama-3-8b"] < 2

@@ -48,6 +48,8 @@ ABOUT = {
     " sizes, declared, derived and bound, against torch's MemTracker on fake tensors, which follows two steps at one"
     " size; both give the same peak to a thousandth.",
     "test_peak_of_a_step_against_memtracker[llama-2-7b]": "The same for Llama with the sizes of llama-2-7b.",
+    "test_peak_of_a_step_with_every_size_open": "The peak of a step in bf16-mixed with AdamW, no size bound: declared,"
+    " made, derived, and what is never the largest left out.",
     "test_trace_of_a_step_against_memtracker": "A step of transformers' GPT-2 with AdamW traced once with batch and"
     " length open, against MemTracker on fake tensors, which follows one step at one size. Both give the same peak to"
     " 4 KiB, ours from one trace for all sizes.",

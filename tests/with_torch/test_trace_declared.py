@@ -3,6 +3,7 @@
 from functools import cache
 
 import pytest
+import sympy
 import torch
 from torch import nn
 
@@ -148,6 +149,22 @@ def test_a_transposed_convolution_is_declared(groups, bias):
     low = lower(g, B=2)
     low.load_state_dict(module.state_dict())
     torch.testing.assert_close(low(x), module(x))
+
+
+def test_convolutions_with_strides_have_no_difference_from_declared_ones():
+    # traced, the second length is floor(floor((T - 1)/2 + 1)/2 - 5/2) + 1, declared ceiling(T/4) - 2
+    layers = [nn.Conv1d(8, 16, 3, stride=2, padding=1, bias=False), nn.ReLU(), nn.Conv1d(16, 32, 5, 2, bias=False)]
+    traced = trace(nn.Sequential(*layers).eval(), torch.zeros(2, 8, 101), dims=[("B", None, "T")])
+    B, T = cg.dims("B T")
+    with cg.Graph("declared", dtype="fp32") as declared:
+        y = cg.conv(declared.input("x", (B, 8, T)), "b c t -> b o t", window=(3,), stride=2, padding=1, o=16)
+        declared.output(cg.conv(cg.relu(y), "b c t -> b o t", window=(5,), stride=2, padding=0, o=32))
+    assert traced.outputs[0].sizes == declared.outputs[0].sizes
+    rows = cg.compare(traced, declared).rows
+    assert [row.difference for row in rows] == [0] * 6
+    assert any(row.first.has(sympy.ceiling) for row in rows)
+    peaks = [{r.formula for r in cg.regimes(cg.peak_memory(g))} for g in (traced, declared)]
+    assert peaks[0] == peaks[1]
 
 
 def test_one_tensor_that_is_joined_is_a_copy():
