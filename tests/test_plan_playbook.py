@@ -19,10 +19,17 @@ ENOUGH = 0.9
 LESS = {("1B", 32): 0.79, ("1B", 64): 0.61, ("3B", 32): 0.88}
 
 
+#: The same where pipelines are tried as well, and why that is so. 1B on 64 nodes: rows of equal work, which differ in
+#: the size of a micro-batch alone, were measured 2.8 times apart, the larger one slower (2,764 and 1,000 tokens/s).
+#: 8B on one node: what is picked was measured at 71.5 GB, 7.7 above its graph, as nanotron keeps gradients of all
+#: weights in bf16 until a backward pass is over (gradient_accumulator.py); its speed is a third of its neighbours'.
+LESS_IN_STAGES = {("1B", 32): 0.79, ("1B", 64): 0.37, ("3B", 32): 0.88, ("8B", 1): 0.36}
+
+
 def rows():
     out = {}
-    for model, nodes, dp, tp, zero, *rest in RECORD["rows"]:
-        out.setdefault((model, nodes), {})[(dp, tp, zero, *rest[:2])] = rest[2:]
+    for model, nodes, dp, tp, pp, zero, *rest in RECORD["rows"]:
+        out.setdefault((model, nodes), {})[(dp, tp, pp, zero, *rest[:2])] = rest[2:]
     return out
 
 
@@ -46,18 +53,41 @@ def model(name):
 GROUPS = [pytest.param(g, marks=pytest.mark.long if i % 2 else (), id=f"{g[0]} on {g[1]}") for i, g in enumerate(ROWS)]
 
 
-@pytest.mark.parametrize("group", GROUPS)
-def test_what_is_picked_was_measured_to_be_fast(group):
+def loss(logits):
+    """Cross-entropy of logits in fp32: cast_to_fp32 and Loss in nanotron's models/llama.py."""
+    targets = logits.graph.input("targets", [n.expr for n in logits.sizes[:-1]], dtype="int64")
+    return cg.cross_entropy(cg.ops.cast(logits, "fp32"), targets)
+
+
+def picked(group, measured, **limits):
+    """Return the measured tokens/s of the fastest plan that was measured; none of those that fit needed too much."""
     name, nodes = group
-    measured = ROWS[group]
     found = cg.plan.search(
         model(name), devices=8 * nodes, hardware="h100-sxm", precision="megatron-bf16", B=256, S=4096, memory=ROOM,
-        pp=1, zero=(0, 1), checkpoint="none", sequence=True, reduce="last", tp={tp for _, tp, *_ in measured},
+        zero=(0, 1), checkpoint="none", sequence=True, reduce="last", tp={tp for _, tp, *_ in measured}, **limits,
     )  # fmt: skip
-    plans = [(p.dp, p.tp, p.zero, p.micro_batch, p.accumulate) for p in found.rows]
-    pick = next(plan for plan in plans if plan in measured)
-    best = max(speed for speed, _ in measured.values() if speed)
-    assert measured[pick][0] is not None  # it came to an end
-    assert measured[pick][0] >= LESS.get(group, ENOUGH) * best
+    plans = [(p.dp, p.tp, p.pp, p.zero, p.micro_batch, p.accumulate) for p in found.rows]
     # what fits was not measured to need more than there is
     assert all((measured[plan][1] or 0) <= 80 for plan in plans if plan in measured)
+    return measured[next(plan for plan in plans if plan in measured)][0]
+
+
+def best(measured):
+    return max(speed for speed, _ in measured.values() if speed)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_what_is_picked_was_measured_to_be_fast(group):
+    measured = {plan: row for plan, row in ROWS[group].items() if plan[2] == 1}
+    speed = picked(group, measured, pp=1)
+    assert speed is not None  # it came to an end
+    assert speed >= LESS.get(group, ENOUGH) * best(measured)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("group", ROWS, ids=lambda g: f"{g[0]} on {g[1]}")
+def test_what_is_picked_with_pipelines_was_measured_to_be_fast(group):
+    measured = ROWS[group]
+    speed = picked(group, measured, pp={pp for _, _, pp, *_ in measured}, loss=loss)
+    assert speed is not None
+    assert speed >= LESS_IN_STAGES.get(group, ENOUGH) * best(measured)

@@ -4,6 +4,7 @@ import csv
 import json
 import pickle
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -286,3 +287,61 @@ def test_context_and_experts_take_what_their_graph_takes_alone(degrees):
         rank, at = cg.parallelize(step, **split, **degrees), {**sizes, "B": plan.micro_batch * plan.dp * plan.ep}
         assert plan.memory == cg.peak_memory(rank, **at), plan
         assert plan.seconds == pytest.approx(cg.seconds(rank, "h100-sxm", **at), rel=1e-9), plan
+
+
+def test_crossovers_are_where_real_searches_change_their_best_plan():
+    zoo = cg.models.load("llama-3-8b")
+    few = {"devices": 16, "hardware": "h100-sxm", "B": 16, "L": 3, "zero": (0, 3), "sequence": True, "memory": 1e12}
+    few |= {"checkpoint": "none", "accumulate": 1, "tp": (1, 4), "pp": 1, "precision": "bf16"}
+    found = cg.plan.search(zoo, S=1024, **few)
+    rows = cg.plan.crossovers(found, "S", (8, 1 << 17), multiple_of=8).rows
+    assert rows[0].size == 8
+    assert len(rows) > 1
+    for before, row in pairwise(rows):
+        at, ahead = (cg.plan.search(zoo, S=size, **few).best for size in (row.size, row.size - 8))
+        for plan, best in ((row.plan, at), (before.plan, ahead)):
+            assert (plan.dp, plan.tp, plan.zero, plan.micro_batch) == (best.dp, best.tp, best.zero, best.micro_batch)
+        assert (row.seconds, row.memory) == (pytest.approx(at.seconds, rel=1e-9), at.memory)
+
+
+def test_where_nothing_fits_no_plan_is_the_fastest(few):
+    tight = replace(few, limit=few.rows[0].memory)
+    rows = cg.plan.crossovers(tight, "S", (52, 52 * 64), multiple_of=52).rows
+    assert rows[0].plan is not None
+    assert rows[-1].plan is None
+    assert rows[-1].seconds == float("inf")
+    assert "from S" in str(cg.plan.crossovers(tight, "S", (52, 52 * 64), multiple_of=52))
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (("B", (1, 9)), "crossovers: 'B' had no size in the search, expected one of D, F, S, V"),
+        (("S", (5, 6)), "crossovers: no multiple of 4 from 5 to 6, expected some"),
+        (("S", 7), "crossovers: within 7, expected the least and the largest size"),
+        (("S", (0, 7)), "crossovers: within=0: expected a positive integer"),
+    ],
+)
+def test_what_no_size_can_be_is_an_error(few, given, says):
+    with pytest.raises(cg.BindingError, match=says):
+        cg.plan.crossovers(few, *given, multiple_of=4)
+
+
+@pytest.mark.parametrize("axis", ["cp", "ep"])
+def test_gradients_of_ranks_of_context_and_experts_are_reduced_by_the_last_one_too(axis):
+    mixture = cg.models.load("mixtral-8x7b")
+    sizes = {"D": 16, "H": 4, "G": 2, "K": 4, "Fe": 12, "L": 2, "V": 52, "E": 4, "k": 2, "S": 24}
+    asked = {"devices": 2, "hardware": "h100-sxm", "B": 8, "pp": 1, "tp": 1, "zero": 0, "checkpoint": "none", **sizes}
+    asked |= {"dp": 1, "cp": 1, "ep": 1, "micro_batch": 1, axis: 2}
+    each, last = (cg.plan.search(mixture, **asked, reduce=how).best for how in ("each", "last"))
+    step = cg.training_step(mixture, accumulate=each.accumulate)
+    rank = cg.parallelize(step, **{axis: 2})
+    sent = cg.communication(rank, hardware="h100-sxm", **{**sizes, "B": 2 if axis == "ep" else 1})
+    rows = sent.filter(axis=axis, phase="backward", collective="all_reduce")
+    experts = (
+        3 * sizes["E"] * sizes["D"] * sizes["Fe"] * sizes["L"]
+    )  # gate, up and down, which ranks of ep have parts of
+    whole = cg.param_count(mixture, **{k: n for k, n in sizes.items() if k != "S"}) - (experts if axis == "ep" else 0)
+    assert sum(row.times * row.bytes for row in rows) == 2 * whole * each.accumulate
+    spared = sum(row.seconds for row in rows) * (1 - 1 / each.accumulate)
+    assert last.seconds == pytest.approx(each.seconds - spared, rel=1e-9)

@@ -14,6 +14,7 @@ from .amounts import (
 )
 from .checkpointing import best_interval, checkpoint_for
 from .cluster import run
+from .crossing import crossovers
 from .disaggregation import disaggregated
 from .pipeline import bubble, simulate
 from .preflight import preflight
@@ -25,6 +26,7 @@ __all__ = [
     "best_interval",
     "bubble",
     "checkpoint_for",
+    "crossovers",
     "dataset_bytes",
     "dataset_tokens",
     "disaggregated",

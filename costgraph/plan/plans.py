@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ..algebra.symbols import shorten
 from ..hardware.specs import Hardware
 from ..hardware.tables import Column, Fact, Table
 from ..hardware.units import format_quantity
 from ..notation.door import guarded
+from .structures import Family
 
 __all__ = ["Plan", "Search"]
 
@@ -78,6 +79,8 @@ class Search(Table):
     """plans that divide the devices and the batch, those that the model refuses or that do not fit included"""
     notes: tuple[str, ...] = ()
     """structures whose formulas hold for single degrees alone, and why"""
+    family: Family | None = field(default=None, compare=False)
+    """what was searched, for further questions"""
 
     @property
     def best(self) -> Plan | None:

@@ -34,8 +34,8 @@ _MOST_VALUES = 10_000
 
 def search(
     model: Graph, /, *, devices: int, hardware: str | Hardware, network: str | Network | None = None,
-    precision: object = None, optimizer: Optimizer | None = None, memory: Bytes | None = None, overlap: str = "none",
-    reduce: str = "each",
+    loss: object = None, precision: object = None, optimizer: Optimizer | None = None, memory: Bytes | None = None,
+    overlap: str = "none", reduce: str = "each",
     fallback: Fallback = None, dp: Limit = None, tp: Limit = None, pp: Limit = None, cp: Limit = 1, ep: Limit = None,
     zero: Limit = None, sequence: Limit = None, micro_batch: Limit = None, accumulate: Limit = None,
     checkpoint: Limit = None, progress: bool | None = None, executor: Executor | None = None,
@@ -57,6 +57,8 @@ def search(
         The devices.
     network : str, path-like or Network, optional
         Between the domains of their interconnect, as in `roofline`.
+    loss : str or callable, optional
+        As in `training_step`: what is trained on where that is not the model's own loss, such as one in another format.
     precision : str, mapping or Policy, optional
         As in `training_step`.
     optimizer : Optimizer, optional
@@ -66,8 +68,8 @@ def search(
     overlap : str
         none, or ideal: of collectives with all else, as in `roofline`.
     reduce : str
-        each, or last: whether gradients that ranks have whole (stages 0 and 1) are reduced over `dp` by each
-        micro-batch, as in the graph of `parallelize`, or are added up and reduced by the last one alone, as under
+        each, or last: whether gradients that ranks have whole (stages 0 and 1) are reduced over `dp`, `cp` and `ep` by
+        each micro-batch, as in the graph of `parallelize`, or are added up and reduced by the last one alone, as under
         torch's `no_sync` and by Megatron. The peak is that of the graph.
     fallback : str or mapping, optional
         As `Hardware.rate`.
@@ -137,7 +139,7 @@ def search(
     count = size_of(f"{place}: devices", devices)
     device = joined(hardware, network)
     limit = memory_limit(place, None, memory) if memory is not None else memory_limit(place, device, None)
-    options = {"precision": precision, "optimizer": optimizer}
+    options = {"loss": loss, "precision": precision, "optimizer": optimizer}
     named = batch_of(model)
     if named not in dims:
         raise BindingError(f"{place}: no size of {named}, expected the sequences of a step")
@@ -156,7 +158,8 @@ def search(
     work = Work(family, limit)
     work.do(_grouped(family, _points(family, count, batch, allowed), choices), progress, executor)
     rows = sorted((_plan(fit, tokens) for fit in work.fitting), key=_order)
-    return Search(model.name, device, count, limit, explained(rows), work.tried, tuple(dict.fromkeys(work.notes)))
+    notes = tuple(dict.fromkeys(work.notes))
+    return Search(model.name, device, count, limit, explained(rows), work.tried, notes, family)
 
 
 # -- limits ----------------------------------------------------------------------------------------------------------

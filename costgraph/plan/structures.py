@@ -305,8 +305,11 @@ def batch_of(model: Graph) -> str:
 
 
 def _reduces(work: Work) -> bool:
-    """Whether an op reduces gradients over ranks of data."""
-    return work.collective is not None and work.collective.axis == "dp" and work.op.phase == "backward"
+    """Whether an op reduces gradients that ranks have whole over these; what else goes over `cp` and `ep` is parts."""
+    found = work.collective
+    if found is None or work.op.phase != "backward":
+        return False
+    return found.axis == "dp" or (found.axis in ("cp", "ep") and found.collective == "all_reduce")
 
 
 def _by_last(work: Work, count: Poly) -> Work:

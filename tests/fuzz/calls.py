@@ -46,6 +46,9 @@ def asked():
     e = SimpleNamespace(lm=lm, step=step, loss=loss, three=three, hardware=cg.load_hardware("h100-sxm"))
     e.op, e.costs, e.timeline = next(loss.walk()), cg.costs(loss), cg.timeline(loss, B=2)
     e.roofline = cg.roofline(loss, e.hardware, B=2)
+    e.found = cg.plan.search(
+        lm, devices=2, hardware="h100-sxm", B=2, S=8, L=2, V=12, zero=1, dp=2, pp=1, accumulate=1, checkpoint="none"
+    )
     e.report = cg.report(loss, e.hardware, B=2)
     e.throughput = cg.plan.throughput(cg.decode(lm), e.hardware, "B", [1, 2], S=8, L=2, V=11)
     e.search = cg.plan.search(lm, devices=1, hardware=e.hardware, B=1, S=8, L=2, V=11, zero=0, checkpoint="none")
@@ -235,6 +238,7 @@ FUNCTIONS = {
     "preflight": lambda e: a(e.step, "h100-sxm", devices=1, B=1, S=8, L=2, V=11),
     "run": lambda e: a(e.step, "h100-sxm", 1e9, B=1, S=8, L=2, V=11),
     "search": lambda e: a(e.lm, devices=2, hardware="h100-sxm", B=2, S=8, L=2, V=12, zero=1, checkpoint="none"),
+    "crossovers": lambda e: a(e.found, "S", (8, 16)),
     "leading_term": lambda e: a(e.step, 10, S=8, L=2, V=11),
     "mfu": lambda e: a(e.step, 0.5, "h100-sxm", B=2, S=8, L=2, V=11),
     "hfu": lambda e: a(e.step, 0.5, "h100-sxm", B=2, S=8, L=2, V=11),
