@@ -189,6 +189,17 @@ def test_ranks_meet_as_they_did(what):
     assert cg.peak_memory(rank, **sizes) < cg.peak_memory(plain, **sizes)
 
 
+def test_a_pass_of_inference_brings_in_a_layer_at_a_time():
+    llama = cg.decode(cg.models.load("llama-2-7b"))
+    away = cg.offload(llama, "parameters")
+    sizes = {"B": 1, "S": 128}
+    assert cg.peak_memory(away, side="host", **sizes) == cg.param_bytes(llama)
+    # a table of 32,000 rows of 4,096, which is read whole here, or the head, and what is made of a token
+    table = 2 * 32_000 * 4_096
+    assert table < cg.peak_memory(away, **sizes) - cg.cache_bytes(llama, **sizes) < 1.01 * table
+    assert cg.seconds(away, "h100-sxm", **sizes) > cg.param_bytes(llama) / 63e9
+
+
 def test_stages_hold_what_waits_on_the_host():
     whole = cg.training_step(model(), optimizer=cg.SGD(), accumulate=5)
     sizes = {"B": 64, "S": 64, "D": 8, "F": 16, "L": 8}

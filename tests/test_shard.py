@@ -530,3 +530,39 @@ def test_statistics_of_a_batch_are_reduced_before_they_are_repeated(mode):
     assert {m.collective for m in sent} == {"all_reduce"}
     assert all(m.bytes in (4, 4 * D, 8 * D, 4 * 18 * D) for m in sent), [m.bytes for m in sent]
     testing.check_sharded(whole, rank, B=2, D=2, N=2)
+
+
+#: Kinds without a rule that says how they are split, and why.
+WHOLE = {
+    "arange": "numbers of all positions on each rank, which is handed its part of them",
+    "foreign": "nobody knows what it does",
+    "opaque": "it says what it costs, not what it does",
+    "kernel": "those of the ops inside",
+    "repeat": "those of the ops inside",
+    "stacked": "a stack lies as the slices that are written into it",
+}
+#: Of graphs of one rank, which are split already.
+OF_RANKS = {"around", "collective", "merge", "pack", "part"}
+
+
+def test_every_other_kind_says_how_it_is_split():
+    from costgraph.graph.op import OpKind
+    from costgraph.ops.registry import KINDS
+
+    without = {name for name, kind in KINDS.items() if kind.placed is OpKind.placed}
+    assert without == WHOLE.keys() | OF_RANKS
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_what_no_rule_splits_is_put_together_and_named(strict):
+    with cg.Graph("g") as g:
+        x = cg.relu(g.input("x", (B, D)))
+        g.output(cg.relu(cg.opaque("fft", [x], (B, D), flops=5 * B * D)))
+    if strict:
+        with pytest.raises(cg.UnsupportedError, match=r"fft.* expected placements that every op can keep"):
+            cg.shard(g, cg.mesh(dp=N), {"x": "(b dp) d"}, strict=True)
+        return
+    rank = cg.shard(g, cg.mesh(dp=N), {"x": "(b dp) d"})
+    assert [m.collective for m in cg.communication(rank)] == ["all_gather"]
+    (text,) = rank.sharding.resharded
+    assert "fft" in text

@@ -141,6 +141,7 @@ CASES = {
     "lookups": lookups,
     "experts": experts,
     "zero 3, tensor and sequence": partial(parallel, dp=2, tp=2, sequence=True, zero=3),
+    "zero 3, on the host": partial(parallel, dp=2, zero=3, offload=("optimizer", "parameters", "activations")),
     "hybrid": partial(gathered, cg.FullyShard("own"), rep=2, own=2),
 }
 MORE = {
