@@ -186,9 +186,11 @@
     return { picture, dots };
   };
 
-  const COLOURS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#7f7f7f", "#a05fb4", "#5f8a3d"];
-  const ROLES = [...new Set(data.views.flatMap(v => v.memory.lives.map(l => l[0]))), "workspace"]; // a role keeps its colour
-  const colourOf = role => COLOURS[ROLES.indexOf(role) % COLOURS.length];
+  // as plots of the library have them, from below: what stays, then what comes and goes
+  const COLOURS = { param: "#0072b2", buffer: "#7a7a7a", cache: "#56b4e9", input: "#bbbbbb", state: "#cc79a7",
+    gradient: "#009e73", output: "#f0e442", activation: "#e69f00", temporary: "#d55e00", workspace: "#a05fb4" };
+  const ROLES = Object.keys(COLOURS), rank = role => ROLES.includes(role) ? ROLES.indexOf(role) : ROLES.length;
+  const colourOf = role => COLOURS[role] ?? "#5f8a3d";
   let chart = null;
   /** Where phases begin, and iterations within them: the first, a middle and the last layer. */
   const marks = steps => {
@@ -203,7 +205,7 @@
     return kept.sort((a, b) => a.at - b.at);
   };
   const memory = (view, device) => {
-    const found = timeline(engine, view.memory).filter(r => r.bytes.some(b => b > 0));
+    const found = timeline(engine, view.memory).filter(r => r.bytes.some(b => b > 0)).sort((x, y) => rank(x.role) - rank(y.role));
     const steps = view.memory.steps, below = steps.map(() => 0);
     const stacked = found.map(r => r.bytes.map((b, i) => below[i] += b));
     const most = Math.max(...below), colour = getComputedStyle(document.body).color;
