@@ -299,7 +299,7 @@ def test_what_is_assumed_and_how_deep_formulas_hold_is_said():
         (["train dp=2 zero"], "'zero', expected dp=, tp=, "),
         (["train dp=2 zero=one"], "explore: zero 'one', expected one of 0, 1, 2, 3"),
         (["train dp=2 zero=4"], "zero '4', expected one of 0, 1, 2, 3"),
-        (["train dp=2 context=ring"], "context 'ring', expected one of gather"),
+        (["train dp=2 context=spiral"], "context 'spiral', expected one of gather"),
         (["train dp=2 reduce=never"], "explore: reduce 'never', expected"),
         (["train clip=much"], "explore: clip='much', expected a number"),
         (["train optimizer=newton"], "optimizer='newton', expected one of sgd"),
