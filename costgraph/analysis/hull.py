@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from math import lcm
 from typing import Protocol, TypeVar
 
-from ..algebra.polynomial import Monomial, Poly
+from ..algebra.polynomial import Monomial, Poly, Rational
 
 __all__ = ["corners"]
 
@@ -47,7 +48,7 @@ def corners(candidates: Iterable[tuple[Poly, Label]]) -> list[tuple[Poly, Label]
 
 def _between(a: Poly, b: Poly, c: Poly) -> bool:
     """Whether `b <= share*a + (1 - share)*c` term by term for some share from 0 to 1."""
-    first, middle, last = a.terms, b.terms, c.terms
+    first, middle, last = _whole(a, b, c)
     m = next((m for m in {**first, **last} if first.get(m, 0) != last.get(m, 0)), None)
     if m is None:
         return middle == first
@@ -62,6 +63,13 @@ def _between(a: Poly, b: Poly, c: Poly) -> bool:
         if left < 0 or (left and _has_atom(k)):
             return False
     return True
+
+
+def _whole(*ps: Poly) -> Iterator[Mapping[Monomial, Rational]]:
+    """Yield the terms of some sums times one number that makes them whole: fractions take many times as long."""
+    scale = lcm(*(c.denominator for p in ps for c in p.terms.values()))
+    for p in ps:
+        yield p.terms if scale == 1 else {m: c.numerator * (scale // c.denominator) for m, c in p.terms.items()}
 
 
 def _has_atom(m: Monomial) -> bool:
