@@ -265,6 +265,27 @@ def test_a_view_of_what_is_stacked_stays_a_view_when_the_loop_is_unrolled():
     testing.check(g, A=2, D=5, L=3)
 
 
+def test_what_is_expanded_is_written_whole_into_a_cache():
+    """Of 3 rows each has one element, which is read once and written to 2 places."""
+    with cg.Graph("g") as g:
+        held = g.buffer("held", (3, D), role="cache")
+        g.output(cg.relu(append(held, cg.ops.expand(g.input("x", (3,)), "a -> a d", d=2), 1)))
+    (op,) = (op for op in g.ops if op.name == "append")
+    row = cg.costs(g).filter(op="append").bind(D=5).total()
+    assert (row.read, row.written) == (4 * 3, 4 * 3 * 2)
+    assert op.kind.reads(op)[1] == 3
+    testing.check(g, D=5)
+
+
+def test_a_stack_in_another_shape_is_that_of_its_iterations():
+    with cg.Graph("g") as g:
+        x = g.input("x", (A, D))
+        _, ys = cg.scan(L, lambda c, _: (c + 1, cg.relu(x + c)), g.input("c", ()))
+        g.output(cg.relu(cg.ops.reshape(ys, (L * A * D,))))
+    testing.check(g, A=2, D=5, L=3)
+    testing.check(cg.unroll(g, L=3), A=2, D=5)
+
+
 def test_an_expanded_gradient_of_masked_scores_is_one_element():
     with cg.Graph("g") as g:
         q, k = g.param("q", (A, 1)), g.param("k", (D, 1))

@@ -14,6 +14,7 @@ def test_a_class_is_traced_as_it_runs(name):
     row = run(name, SAMPLE[name])
     assert (row.problem, row.refused, row.parameters) == ("", "", True)
     assert row.found.keys() == set(SAMPLE[name])
+    assert 10 * row.stated <= row.calls
     for peak, flops in row.found.values():
         assert flops == 0
         assert abs(peak) <= SLACK

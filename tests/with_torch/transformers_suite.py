@@ -83,6 +83,9 @@ class Row:
     found: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
     """Of forward and step: bytes of the real peak less the predicted one, FLOPs of torch's counter less ours."""
     parameters: bool = True
+    calls: int = 0
+    stated: int = 0
+    """Of these calls, those that no declared kind says."""
     kernels: list[str] = dataclasses.field(default_factory=list)
     """Kernels with workspace among its calls: what a peak that is larger than predicted is named after."""
 
@@ -235,6 +238,8 @@ def _compared(row: Row, what: str, model: nn.Module, inputs: Inputs) -> bool:
         run()  # the optimizer's state exists afterwards
     flops = counter.get_total_flops() - cg.matmul_flops(graph, count="full", **sizes)
     row.found[what] = real_peak(run, *held_by(module, given, optimizer)) - cg.peak_memory(graph, **sizes), flops
+    kinds = [op.kind.name for op in graph.ops if op.kind.name != "keep"]
+    row.calls, row.stated = row.calls + len(kinds), row.stated + kinds.count("foreign")
     called = {op.call.name for op in graph.ops if op.call is not None}
     row.kernels = sorted({*row.kernels, *called} & WORKSPACE)
     return True
