@@ -259,6 +259,22 @@ def test_gradients_that_are_reduced_once_are_no_part_of_a_pass():
     assert least + max(reduced) <= seconds < least + 1.5 * max(reduced) < least + 2 * min(reduced)
 
 
+@pytest.mark.parametrize("open_ones", ["LP", "P"])
+def test_forms_say_from_how_many_layers_of_a_stage_they_hold(open_ones):
+    """Of one layer the first iteration is the last one: what is kept of others is not held beside it."""
+    g = cg.parallelize(step(), pp=P, micro_batches=M).stages[1]
+    for depth, stages in ((16, 16), (16, 8), (16, 4), (9, 3)):
+        sizes = own_sizes(g, M=16, L=depth, P=stages)
+        formula = cg.peak_memory(g, **{name: n for name, n in sizes.items() if name not in open_ones})
+        point = {name: sizes[name] for name in open_ones}
+        if depth > stages:
+            assert cg.evaluate(formula, **point) == cg.peak_memory(g, **sizes)
+        else:
+            with pytest.raises(cg.BindingError, match="a loop, which the formula holds for from 2 on, has size"):
+                cg.evaluate(formula, **point)
+            assert cg.peak_memory(g, **sizes) < cg.peak_memory(g, **{**sizes, "L": 2 * depth})
+
+
 # -- uneven ----------------------------------------------------------------------------------------------------------
 
 

@@ -9,10 +9,11 @@ from itertools import product
 from math import lcm
 from typing import NamedTuple
 
-from ..algebra.conditions import Counts, Validity
+from ..algebra.conditions import Condition, Conditions, Counts, Validity
 from ..algebra.extremum import Owner
-from ..algebra.polynomial import Monomial, Poly, Rational, as_poly, total
+from ..algebra.polynomial import Monomial, Poly, Rational, as_poly, poly, total
 from ..algebra.pruning import prune, reached_by
+from ..algebra.symbols import symbol
 from ..graph.graph import Graph
 from ..graph.loop import Loop, loops
 from ..graph.op import Op
@@ -141,8 +142,12 @@ def live_cases(graph: Graph, values: Mapping[str, Poly], view: View = None) -> l
 def closed(graph: Graph, values: Bindings, view: View = None) -> tuple[Validity, ...]:
     """Return what live bytes hold for as closed forms, where the count of a Repeat is open."""
     sure = {name: count for name, count in _sure(graph, values).items() if count > 1}
+    more = _of_several(graph, values, view)
+    asked = values.validity.conditions
+    if more:
+        asked = Conditions(asked.relations, (*asked.declared, *more))
     if not sure:
-        return values.held
+        return (replace(values.validity, conditions=asked),) if more else values.held
     key = ("closed", view, values.validity.values)
 
     def holds(chosen: dict[str, int]) -> bool:
@@ -150,7 +155,45 @@ def closed(graph: Graph, values: Bindings, view: View = None) -> tuple[Validity,
         return graph.cache.get(key) is counts and _same(graph, values, chosen, view)
 
     counts: Counts = graph.cache.setdefault(key, Counts(sure, holds))
-    return (replace(values.validity, counts=counts),)
+    return (replace(values.validity, conditions=asked, counts=counts),)
+
+
+def _of_several(graph: Graph, values: Mapping[str, Poly], view: View) -> tuple[Condition, ...]:
+    """Return from which counts on a form holds where these are no sum of one symbol, such as L/P layers of a stage."""
+    key = ("several", view, tuple(sorted((k, p) for k, p in values.items())))
+    if key not in graph.cache:
+        found: dict[Poly, int] = {}
+        for loop in loops(graph):
+            count = loop.count.bind(values)
+            names = sorted(count.names())
+            if len(names) > 1 or (names and not (count * poly(symbol(*names))).names()):
+                found[count] = max(found.get(count, 1), copies_needed(loop))
+        least = {count: _least_of(graph, values, view, count, most) for count, most in found.items()}
+        graph.cache[key] = tuple(
+            Condition(
+                count - (n - 1), f"iterations of a loop, which the formula holds for from {n} on,", 1, True,
+                frozenset(count.names()),
+            )
+            for count, n in least.items() if n > 1
+        )  # fmt: skip
+    out: tuple[Condition, ...] = graph.cache[key]
+    return out
+
+
+def _least_of(graph: Graph, values: Mapping[str, Poly], view: View, count: Poly, most: int) -> int:
+    """Return the least number of iterations that a form holds for, tried where a size makes them as many."""
+    for name in sorted(count.names()):
+        one = poly(symbol(name))
+        for rest, up in ((count / one, True), (count * one, False)):
+            if name in rest.names():
+                continue
+            for k in range(most - 1, 0, -1):
+                size = poly(k) / rest if up else rest / k
+                # what is no whole size is never met
+                if (size.names() or size.is_size) and not _same(graph, values, {name: size}, view):
+                    return k + 1
+            return 1
+    return 1
 
 
 def _open_counts(graph: Graph, values: Mapping[str, Poly]) -> dict[str, list[tuple[Poly, Loop]]]:
@@ -179,8 +222,8 @@ def holds_from(graph: Graph, values: Mapping[str, Poly], view: View = None) -> d
     """Find for each symbol in a count the least value from which on the formulas hold.
 
     With the symbol bound, a formula has to be what comes out where the loops have so many iterations. Symbols are
-    tried one by one, the others open or at the least value that was found for them; those of counts with several
-    symbols, such as L/k, hold wherever the counts are whole.
+    tried one by one, the others open or at the least value that was found for them; of counts with several symbols,
+    such as L/P, it is a condition of the formulas.
     """
     least: dict[str, int] = {}
     for name, value in _sure(graph, values).items():
@@ -191,9 +234,9 @@ def holds_from(graph: Graph, values: Mapping[str, Poly], view: View = None) -> d
     return least
 
 
-def _same(graph: Graph, values: Mapping[str, Poly], chosen: Mapping[str, int | None], view: View) -> bool:
+def _same(graph: Graph, values: Mapping[str, Poly], chosen: Mapping[str, int | Poly | None], view: View) -> bool:
     """Whether the formula, with counts put in, is what comes out with so many iterations."""
-    bound = {**values, **{name: as_poly(k) for name, k in chosen.items() if k is not None}}
+    bound = {**values, **{name: poly(k) for name, k in chosen.items() if k is not None}}
     known = Bindings(graph, bound).validity.known
     formula, played = (dict.fromkeys(p.bind(bound) for p, _ in live_cases(graph, at, view)) for at in (values, bound))
     # most stand in both as a rule, and are reached
