@@ -172,6 +172,18 @@ def test_a_mixture_has_the_bytes_of_its_matrices(tmp_path):
     assert cg.param_bytes(cg.models.from_config(path, dtype="bf16")) == 2 * cg.param_count(g)
 
 
+def test_a_file_need_not_say_its_type_where_matrices_have_one_float_format(tmp_path):
+    fields = {k: v for k, v in fields_of("llama", 0).items() if k != "general.file_type"}
+    path = written(tmp_path / "half.gguf", tensors_of(KINDS.F16), fields)
+    g = cg.models.from_config(path)
+    assert g.params[0].dtype.name == "fp16"
+    assert cg.param_count(g) == cg.read_weights(path).elements
+    for name, kind in (("block", KINDS.Q8_0), ("mixed", KINDS.F32)):
+        tensors = tensors_of(kind) | ({"output.weight": ((V, D), KINDS.F16)} if name == "mixed" else {})
+        with pytest.raises(FormatError, match="general.file_type is None, expected one of 0, 1"):
+            cg.models.from_config(written(tmp_path / f"{name}.gguf", tensors, fields))
+
+
 @pytest.mark.parametrize(
     ("arch", "fields", "text"),
     [

@@ -23,6 +23,8 @@ _FIELDS = {
     "attention.key_length": "head_dim", "vocab_size": "vocab_size", "expert_count": "num_local_experts",
     "expert_used_count": "num_experts_per_tok",
 }  # fmt: skip
+#: Float formats, in the words of transformers.
+_FLOATS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 #: Fields that cost nothing.
 _FREE = ("context_length", "rope.", "attention.layer_norm_rms_epsilon")
 
@@ -75,10 +77,13 @@ def _fields(file: Gguf, arch: str, place: str) -> dict[str, Any]:
 def _formats(file: Gguf, place: str) -> dict[str, Any]:
     number = file.fields.get("general.file_type")
     name = FILE_TYPES.get(number) if isinstance(number, int) else None
+    if number is None:  # a file need not say it: matrices of one float format do
+        stored = {t.format for t in file.tensors if len(t.shape) > 1}
+        name = stored.pop() if len(stored) == 1 and stored <= _FLOATS.keys() else None
     if name is None:
         raise FormatError(
             f"{place}: general.file_type is {shown(number)}, expected one of {', '.join(map(str, FILE_TYPES))}"
         )
     if name.startswith("Q"):
         return {"quantization_config": {"quant_method": "gguf", "mixture": name}}
-    return {"dtype": {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}[name]}
+    return {"dtype": _FLOATS[name]}
