@@ -180,7 +180,7 @@ def test_a_file_need_not_say_its_type_where_matrices_have_one_float_format(tmp_p
     assert cg.param_count(g) == cg.read_weights(path).elements
     for name, kind in (("block", KINDS.Q8_0), ("mixed", KINDS.F32)):
         tensors = tensors_of(kind) | ({"output.weight": ((V, D), KINDS.F16)} if name == "mixed" else {})
-        with pytest.raises(FormatError, match="general.file_type is None, expected one of 0, 1"):
+        with pytest.raises(FormatError, match=r"general\.file_type is None, expected one of 0"):
             cg.models.from_config(written(tmp_path / f"{name}.gguf", tensors, fields))
 
 
