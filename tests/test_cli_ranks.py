@@ -81,6 +81,14 @@ def test_what_collectives_do_beside_the_rest(capsys):
     assert "if collectives waited" in run(capsys, *words, "--overlap", "ideal")[1]
 
 
+def test_what_lies_on_the_host_is_not_in_the_peak(capsys):
+    words = ["--dp", "4", "--tp", "2", "--zero", "3", "--offload", "optimizer,activations"]
+    code, out, err = run(capsys, *WORDS, *words, "--json", "-")
+    assert (code, err) == (0, "")
+    away = rank(offload=("optimizer", "activations"))
+    assert json.loads(out)["peak_memory"]["value"] == cg.peak_memory(away, **SIZES) < cg.peak_memory(rank(), **SIZES)
+
+
 def test_files_and_text_say_what_is_sent():
     found = cg.report(rank(), "h100-sxm", **SIZES)
     (gathered,) = (s for s in found.sent if (s.axis, s.collective, s.link) == ("dp", "all_gather", "interconnect"))
@@ -100,6 +108,7 @@ def test_files_and_text_say_what_is_sent():
         (["--dp", "2", "--reduce", "never"], "--reduce 'never': expected each or last"),
         (["--tp", "2", "--network", "moon", "--hardware", "h100-sxm"], "network 'moon' is unknown"),
         (["--tp", "2", "--overlap", "all", "--hardware", "h100-sxm"], "overlap 'all', expected one of none, ideal"),
+        (["--offload", "disk"], "offload: 'disk', expected of optimizer, parameters, activations"),
         (["--tp", "7"], "expected a positive whole number"),
         (["--pp", "2", "--stage", "third"], "--stage 'third': expected one of first, last"),
         (["--pp", "2", "--schedule", "zbw"], "schedule 'zbw', expected one of gpipe, 1f1b"),

@@ -206,6 +206,8 @@ def test_stages_hold_what_waits_on_the_host():
     placed = {"pp": 4, "micro_batches": 5}
     plain, away = (cg.parallelize(whole, **placed, offload=what).stages[0] for what in ((), "activations"))
     # three micro-batches wait while one runs, with what two layers keep of each; of that one some is on the device
+    whole = cg.offload(cg.parallelize(whole, **placed), "activations")
+    assert cg.peak_memory(whole.stages[0], **sizes) == cg.peak_memory(away, **sizes)
     waits = 3 * 2 * cg.saved_bytes(plain, **sizes)["layers"]
     assert cg.peak_memory(plain, **sizes) - cg.peak_memory(away, **sizes) >= waits
 

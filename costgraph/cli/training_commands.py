@@ -130,8 +130,8 @@ def train_command(
     step = _step(graph, optimizer, implementation, precision, checkpoint, times, clip)
     degrees = {"dp": dp, "cp": cp, "tp": tp, "ep": ep}
     made = ranks.rank_of(step, degrees, zero, sequence, context, reduce, pp, schedule, virtual, layers)
+    made = on_host(made, offload.split(",")) if offload else made
     step, dims, head = _stage(made, stage, hardware, fallback, network, dims)
-    step = on_host(step, offload.split(",")) if offload else step
     found = report(
         step, hardware, count=count, fallback=fallback, depth=depth, device=device, arch=arch, overlap=overlap,
         network=network, hierarchical=hierarchical, **dims,
