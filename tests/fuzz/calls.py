@@ -261,6 +261,7 @@ FUNCTIONS = {
     "mesh": lambda e: a(dp=2, tp=3),
     "shard": lambda e: a(e.loss, cg.mesh(tp=2), {}),
     "parallelize": lambda e: a(e.loss, dp=2),
+    "offload": lambda e: a(e.loss, "parameters"),
     "communication": lambda e: a(e.loss),
     "explore": lambda e: a(e.loss, e.folder / "page.html", views=["forward"]),
     "checkpoint_for": lambda e: a(e.lm, memory=1e9, B=2, S=8, L=2, V=11),
@@ -319,6 +320,7 @@ CLASSES = {
     "Run": _record(lambda e: cg.plan.run(e.step, "h100-sxm", 10, B=1, S=8, L=2, V=11)),
     "Plan": _record(lambda e: e.search.rows[0]),
     "Search": _record(lambda e: e.search),
+    "Crossovers": _record(lambda e: cg.plan.crossovers(e.found, "S", (8, 16))),
     "Disaggregated": _record(
         lambda e: cg.plan.disaggregated(e.first, e.next, e.hardware, prompt=4, steps=2, sequences=(1, 2), L=2, V=11)
     ),
