@@ -28,7 +28,7 @@ from ..transforms.rewrite import members
 from .arithmetic import tally
 from .meanings import MEANINGS, Meaning
 from .replay import Event, peak_of
-from .values import Array, At, Buffer, Sizes, Value, storage_bytes
+from .values import Array, At, Buffer, Sizes, Value, array_of, position_of, storage_bytes
 
 __all__ = ["Counted", "Run", "run"]
 
@@ -186,25 +186,10 @@ def run(
     with np.errstate(all="ignore"):
         interpreter.graph(graph, env, "", {}, inside=False)
     out = interpreter.out
-    out.outputs = tuple(_array(env[t]) for t in graph.outputs)
-    out.gradients = {t.name: _array(env[g]) for t, g in graph.gradients.items()}
+    out.outputs = tuple(array_of(env[t]) for t in graph.outputs)
+    out.gradients = {t.name: array_of(env[g]) for t, g in graph.gradients.items()}
     out._kept = [v.buffer for t in (*graph.outputs, *graph.gradients.values()) for v in members(env[t])]
     return out
-
-
-def _array(made: Any) -> Array:
-    """Return the numbers of a tensor, those of one with a storage for each iteration stacked."""
-    if isinstance(made, list):
-        return np.stack([_array(v) for v in made]) if made else np.empty(0)
-    array: Array = made.array
-    return array
-
-
-def _slice(v: Any, i: int) -> Any:
-    """Return one position along the first axis."""
-    if v is None or isinstance(v, list):
-        return None if v is None else v[i]
-    return Value(v.array[i, ...], v.buffer, None if v.limit is None else v.limit[i, ...])
 
 
 class _Interpreter:
@@ -347,7 +332,7 @@ class _Interpreter:
         given = (*loop.carries, *loop.slices, *loop.captured)
         for turn in range(count):
             i = count - 1 - turn if loop.reverse else turn
-            inner = {**env, **dict(zip(given, [*state, *(_slice(v, i) for v in xs), *shared], strict=True))}
+            inner = {**env, **dict(zip(given, [*state, *(position_of(v, i) for v in xs), *shared], strict=True))}
             written = zip(loop.ys, stacks, strict=True)
             placed = {t.storage: Value(v.array[i, ...], v.buffer) for t, v in written}
             self.index.append(i)

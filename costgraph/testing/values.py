@@ -22,7 +22,7 @@ from ..graph.op import Op, OpKind
 from ..graph.tensor import Tensor
 from .arithmetic import Number, tally, value
 
-__all__ = ["RANK", "At", "Buffer", "Sizes", "Value", "storage_bytes"]
+__all__ = ["RANK", "At", "Buffer", "Sizes", "Value", "array_of", "position_of", "storage_bytes"]
 
 Array = np.ndarray[Any, Any]
 Point = tuple[int, ...]
@@ -117,6 +117,21 @@ class Value:
         """Whether there is anything at an index point: it has been written, and the view does not leave it out."""
         held, limit = self.buffer.held, self.limit
         return (held is None or self.address(index) in held) and (limit is None or bool(limit[index]))
+
+
+def array_of(made: Any) -> Array:
+    """Return the numbers of a tensor, those of one with a storage for each iteration stacked."""
+    if isinstance(made, list):
+        return np.stack([array_of(v) for v in made]) if made else np.empty(0)
+    array: Array = made.array
+    return array
+
+
+def position_of(v: Any, i: int) -> Any:
+    """Return one position along the first axis of a tensor, or the storage of an iteration."""
+    if v is None or isinstance(v, list):
+        return None if v is None else v[i]
+    return Value(v.array[i, ...], v.buffer, None if v.limit is None else v.limit[i, ...])
 
 
 class Sizes:
