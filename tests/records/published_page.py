@@ -100,7 +100,7 @@ def subjects(found):
 
 
 def tiles(given):
-    """How many tiles of 128 by 128 the result of a product has, or of the product that a convolution is; else None."""
+    """Tiles of 128 by 128 of the result of a product, or of one that a convolution is, and how full; else None."""
     if given.get("op") == "gemm" and "M" in given:
         rows, columns = given["M"], given["N"]
     elif given.get("op") == "conv":
@@ -112,17 +112,23 @@ def tiles(given):
         }[given["direction"]]  # fmt: skip
     else:
         return None
-    return -(-rows // 128) * -(-columns // 128)
+    found = -(-rows // 128) * -(-columns // 128)
+    return found, rows * columns / (found * 128**2)
 
 
 def cause(row):
     """Why a measured time is far from the estimate, where something that can be computed says so."""
     given, tables = row.record.inputs, DEVICES[row.record.device].tables
-    if row.estimate / given.get("timesteps", 1) < LAUNCH:
-        return f"a call, or a step, of less than {LAUNCH * 1e6:g} us by the estimate: launches, and what barely starts"
+    if row.ratio > 1 and row.estimate / row.ops < LAUNCH:
+        return f"ops of less than {LAUNCH * 1e6:g} us each by the estimate: launches, and what barely starts"
+    steps = given.get("stride_w", 1) * given.get("stride_h", 1)
+    if given.get("direction") == "backward-inputs" and steps > 1 and row.ratio <= 2 * steps:
+        return "a gradient by inputs with strides: a kernel that runs over all pixels multiplies by zeros as often"
     found, cores = tiles(given), tables.get("cores", {}).get("count")
-    if found is not None and cores is not None and found < float(cores):
+    if found is not None and cores is not None and found[0] < float(cores):
         return "fewer tiles of 128 by 128 than the device has cores: the others are idle, or share sums"
+    if found is not None and found[1] <= 0.5 and row.ratio * found[1] <= 2:
+        return "tiles of 128 by 128 are half full at most, and their work explains the time"
     if given.get("op") == "conv" and min(given["C"], given["K"]) < 64:
         return "fewer than 64 channels: tiles of a product are mostly empty"
     vector = DEVICES[row.record.device].vector.get("fp32")

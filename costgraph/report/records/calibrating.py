@@ -6,7 +6,7 @@ import json
 import os
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from fractions import Fraction
 
@@ -156,16 +156,16 @@ def _timed(record: Record) -> tuple[float, Asked, list[Load]]:
     hardware, case = device_of(record.device), family.case(record)
     if not case.runs:
         raise UnsupportedError("bytes were measured, expected a time")
+    if case.assumed:
+        raise UnsupportedError("some of what ran is not stated, expected a time that can be fitted")
     run = _fastest(case, hardware)
     is_rate, unit = measured_rate(record)
     value = float(Fraction(record.value) * unit)
-    loads: list[Load] = []
-    for part in run.parts():
-        asked = ask(part.graph, hardware, None, part.sizes, "records")
-        asked.need_numbers("records")
-        if any(isinstance(op.kind, Collective) for op in part.graph.walk()):
-            raise UnsupportedError("ranks exchange what they have, expected the ops of one device")
-        loads += [replace(load, times=load.times * part.times) for load in loads_of(asked, part.phases)]
+    asked = ask(run.graph, hardware, None, run.sizes, "records")
+    asked.need_numbers("records")
+    if any(isinstance(op.kind, Collective) for op in run.graph.walk()):
+        raise UnsupportedError("ranks exchange what they have, expected the ops of one device")
+    loads = loads_of(asked, run.phases)
     if not loads:
         raise UnsupportedError("nothing is done, expected an op")
     return float(run.work) / value if is_rate else value, asked, loads

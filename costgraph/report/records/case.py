@@ -76,6 +76,8 @@ class Case:
     """what limits are stated for, where it is not that of the family"""
     peak: Run | None = None
     """what ran while an allocator counted; nothing is timed then"""
+    assumed: bool = False
+    """whether some of what ran is not stated and was assumed, so that nothing is fitted to its time"""
     params: bool = False
     """whether the bytes are those of its parameters alone"""
 

@@ -89,7 +89,8 @@ def generated(record: Record) -> Case:
     """Predict a step of generation, in the middle of what was generated: its cost is linear in the position."""
     given = facts(record, _Steps)
     middle = given.prompt + (given.new_tokens + 1) // 2
-    return Case((Run(given.step(), {"B": given.B, "S": middle}, Fraction(given.B)),))
+    run = Run(given.step(), {"B": given.B, "S": middle}, Fraction(given.B))
+    return Case((run,), assumed=record.inputs.get("prompt") is None)
 
 
 @family("decode-memory", subject="memory of generation")
@@ -157,4 +158,4 @@ def _answered(record: Record, given: _Served, requests: int) -> Case:
     steps = Run(given.step(), {"B": requests, "S": middle}, times=given.new_tokens)
     share = given.tensor_parallel if record.quantity.endswith("/GPU") else 1
     work = Fraction(requests * given.new_tokens, share)
-    return Case((Run(given.prompts(), {"B": requests, "S": given.prompt}, work, then=steps),))
+    return Case((Run(given.prompts(), {"B": requests, "S": given.prompt}, work, then=steps),), assumed=True)

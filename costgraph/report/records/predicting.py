@@ -47,6 +47,8 @@ class Row:
     """bytes that are predicted there"""
     notes: tuple[str, ...] = ()
     """rates that stand in for missing ones"""
+    ops: int | None = None
+    """how many ops, iterations of loops counted, do something in what was timed"""
 
     @property
     def ratio(self) -> float | None:
@@ -106,15 +108,16 @@ def _row(record: Record, case: Case, subject: str, hardware: Hardware, last: Fra
     seconds, longest = (works[best] / float(v * unit) if is_rate else float(v * unit) for v in (value, slowest))
     printed = None if case.printed is None else float(case.printed.share / _share(case.printed, value * unit, hardware))
     return Row(record, subject, "", seconds, times[best][0], bound, longest < bound, printed,
-               notes=times[best][2])  # fmt: skip
+               notes=times[best][2], ops=times[best][3])  # fmt: skip
 
 
-def _times(run: Run, hardware: Hardware, *, resident: bool) -> tuple[float, float, tuple[str, ...]]:
-    """Return estimate and lower bound of a run and of what ran behind it, and the rates that stand in."""
+def _times(run: Run, hardware: Hardware, *, resident: bool) -> tuple[float, float, tuple[str, ...], int]:
+    """Return estimate and lower bound of a run and of what ran behind it, rates that stand in, and how many ops."""
     parts = [(part.times, times_of(part, hardware, resident=resident)) for part in run.parts()]
     taken = sum(n * found[0] for n, found in parts)
     bound = sum(n * found[1] for n, found in parts)
-    return taken, bound, tuple(dict.fromkeys(note for _, found in parts for note in found[2]))
+    ops = sum(n * found[3] for n, found in parts)
+    return taken, bound, tuple(dict.fromkeys(note for _, found in parts for note in found[2])), ops
 
 
 def _peak(run: Run, hardware: Hardware) -> int:
@@ -132,8 +135,8 @@ def _share(printed: Printed, rate: Fraction, hardware: Hardware) -> Fraction:
     return printed.flops * rate / Fraction(hardware.rate(printed.format).number)
 
 
-def times_of(run: Run, hardware: Hardware, *, resident: bool) -> tuple[float, float, tuple[str, ...]]:
-    """Return estimate and lower bound in seconds, and the rates that stand in.
+def times_of(run: Run, hardware: Hardware, *, resident: bool) -> tuple[float, float, tuple[str, ...], int]:
+    """Return estimate and lower bound in seconds, the rates that stand in, and the number of ops.
 
     Parameters
     ----------
@@ -157,7 +160,8 @@ def times_of(run: Run, hardware: Hardware, *, resident: bool) -> tuple[float, fl
         kept = 0.0 if cache is None else busy["memory"] - cache / float(hardware.bandwidth)
         busy["memory"] = max(0.0, kept)
     notes = tuple(str(instead) for instead in asked.rates.stand_ins.values())
-    return _number(taken, asked), max(busy.values(), default=0.0), notes
+    ops = sum(round(_number(work.times, asked)) for work in asked.works)
+    return _number(taken, asked), max(busy.values(), default=0.0), notes, ops
 
 
 def _number(time: Poly, asked: Asked) -> float:

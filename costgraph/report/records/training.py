@@ -133,8 +133,8 @@ def timed(record: Record) -> Case:
     given = facts(record, _Trained)
     work = given.batch * (1 if record.unit == "samples/s" else given.seq)
     if "CP" in given.sharding:
-        return Case((Run(given.graph(timed=True), given.sizes, Fraction(work, given.gpus)),))
-    return Case((Run(given.graph(timed=True), given.sizes, Fraction(work)),))
+        return Case((Run(given.graph(timed=True), given.sizes, Fraction(work, given.gpus)),), assumed=True)
+    return Case((Run(given.graph(timed=True), given.sizes, Fraction(work)),), assumed=True)
 
 
 @dataclass(frozen=True)
@@ -179,4 +179,4 @@ def on_host(record: Record) -> Case:
         return Case(subject="memory of training", peak=Run(given.graph(), sizes))
     one = cg.models.load(given.model)
     own = Fraction(3 * cg.matmul_flops(one, B=given.B, S=given.S))  # causal halves, without what is computed again
-    return Case((Run(given.graph(), sizes, own),))
+    return Case((Run(given.graph(), sizes, own),), assumed=True)
