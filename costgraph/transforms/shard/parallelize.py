@@ -146,11 +146,11 @@ def parallelize(
         is kept of gradients themselves (`accumulation_fusion` of `shard`).
     reduce_each : bool, optional
         As in `shard`; by default True, False with `system="megatron"`.
-    strict : bool
-        As in `shard`.
     offload : str or iterable of str
         What lies on the host: optimizer, parameters, activations, as in `costgraph.offload`. Gradients that are reduced
         go there as they are.
+    strict : bool
+        As in `shard`.
 
     Returns
     -------
