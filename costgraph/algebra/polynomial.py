@@ -6,6 +6,8 @@ exponent), kept as the sympy expression that it is. sympy is met only at the two
 its own sums are three orders of magnitude slower to build.
 """
 
+# A few lines above 400: sums are bound through sympy's atoms, and atoms are read into sums, so that none can go first.
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
