@@ -56,6 +56,7 @@ CALLS = {
     "cast": lambda d: cg.ops.cast(d.x, "bf16"),
     "causal_conv": lambda d: cg.nn.causal_conv(d.x, 3),
     "collective": lambda d: cg.ops.collective(d.x, "all_reduce", 4),
+    "chunked_cross_entropy": lambda d: cg.chunked_cross_entropy(2)(cg.linear(d.x, "b s d -> b s v", v=V)),
     "concat": lambda d: cg.ops.concat([d.turned, d.turned]),
     "contiguous_copy": lambda d: cg.ops.contiguous_copy(d.turned),
     "conv": lambda d: cg.conv(d.image, "b c h w -> b o h w", window=3, padding=1, o=4, bias=True),

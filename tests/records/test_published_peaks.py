@@ -109,7 +109,8 @@ def test_peaks_that_are_not_predicted(peaks, kernel, reason):
 def test_what_a_peak_needs_to_know(peaks):
     record = peaks("rms_norm").record
     for change, reason in (
-        ({"unit": "s"}, "unit: max_memory_allocated in s, expected one of B, KiB, MiB, GiB"),
+        ({"unit": "s"},
+         "unit: max_memory_allocated in s, expected one of B, KiB, MiB, GiB, MB, GB, GB (GiB by arithmetic)"),
         ({"device": "mi300x"}, "device 'mi300x' states no compute capability, expected a GPU of NVIDIA"),
         ({"inputs": record.inputs | {"measured": "soon"}},
          "inputs: measured 'soon', expected a date, such as 2026-05-15"),

@@ -34,6 +34,24 @@ def figures(g):
     return cg.flops(g), cg.matmul_flops(g, count="full"), cg.bytes_moved(g), cg.peak_memory(g, B=3, S=7)
 
 
+class Adapted(nn.Module):
+    """A frozen layer with an adapter of low rank beside it, as PEFT runs it."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+        self.a, self.b = nn.Linear(8, 3, bias=False), nn.Linear(3, 8, bias=False)
+
+    def forward(self, x):
+        return self.layer(x) + self.b(self.a(x)) * (16 / 3)
+
+
+def adapted():
+    net = Net()
+    net.layers = nn.Sequential(*map(Adapted, net.layers))
+    return trace(net, torch.zeros(2, 5, dtype=torch.int64), dims=[("B", "S")])
+
+
 class Foreign(Net):
     """Sums up along positions, which no declared kind says."""
 
@@ -47,6 +65,7 @@ REFUSED = [
     ("apply_precision", {"policy": "bf16-mixed"}, "trace the module in these formats"),
     ("backward", {}, "trace with train=True"),
     ("decode", {}, "trace the call with what it keeps"),
+    ("lora", {"rank": 3}, "trace the module with its adapters"),
     ("prefill", {}, "trace the call with what it keeps"),
     ("quantize", {"weights": "int8"}, "trace the quantized module"),
     ("training_step", {}, "trace the module in these formats"),
@@ -59,6 +78,7 @@ RIGHT = {
     "unroll": (cg.unroll, traced),
     "shard": (lambda g: cg.shard(g, cg.mesh(dp=1), {}), traced),
     "parallelize": (lambda g: cg.parallelize(g, zero=3), traced),
+    "offload": (lambda g: cg.offload(g, ()), traced),
     "fuse": (cg.fuse, traced),  # nothing here stands in a chain: products, and one elementwise op behind them
 }
 
@@ -95,6 +115,13 @@ def test_the_backward_pass_of_a_trace_is_the_one_that_torch_runs():
     assert cg.flops(made) == cg.flops(seen)
     assert {t.name for t in made.gradients} == {t.name for t in seen.gradients}
     assert abs(cg.peak_memory(made, B=3, S=7) - cg.peak_memory(seen, B=3, S=7)) <= 4
+
+
+def test_adapters_of_a_trace_are_those_of_the_module_with_them():
+    """FLOPs and bytes are equal; the module's frames hold what a layer reads while it runs, one (B, S, 8) in fp32."""
+    made, seen = cg.lora(traced(), 3, "layers/*"), adapted()
+    assert figures(made)[:3] == figures(seen)[:3]
+    assert figures(seen)[3] - figures(made)[3] == 3 * 7 * 8 * 4
 
 
 def test_mixed_precision_runs_products_in_the_narrow_format():
