@@ -113,7 +113,7 @@ def run(
     >>> s = cg.parallelize(step, dp=8, zero=3)
     >>> found = cg.plan.run(s, "h100-sxm", 15e12, price=2, B=8, S=8192)
     >>> f"{found.tokens_per_second:,.0f} tokens/s, MFU {found.mfu:.0%}, {found.days:,.0f} days, {found.cost / 1e6:.2f}M"
-    '101,037 tokens/s, MFU 66%, 1,718 days, 0.66M'
+    '101,070 tokens/s, MFU 66%, 1,718 days, 0.66M'
     """
     need_graph("run", step)
     if not is_step(step):
