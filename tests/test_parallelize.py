@@ -167,3 +167,18 @@ def test_a_graph_of_other_layers_is_refused():
         cg.parallelize(g, dp=2, zero=4)
     with pytest.raises(cg.ShapeError, match="parallelize: dp: 0, expected a positive integer"):
         cg.parallelize(g, dp=0)
+
+
+@pytest.mark.parametrize("options", [{}, {"checkpoint": cg.every_block()}], ids=["saved", "recomputed"])
+def test_what_a_split_sequence_gathers_may_be_held_for_the_backward_pass(options):
+    whole = cg.training_step(models.load("llama-3-8b", symbolic=True, dtype="fp32"), **options)
+    again = cg.parallelize(whole, tp=2, sequence=True, strict=True)
+    held = cg.parallelize(whole, tp=2, sequence=True, hold=True, strict=True)
+    sizes = {"B": 2, "S": 4, "D": 8, "H": 4, "G": 2, "K": 2, "F": 8, "L": 3, "V": 8}
+    testing.check_sharded(whole, held, **sizes)
+    x = 4 * 2 * 4 * 8  # B*S*D of 4 bytes
+    more = {scope: f - cg.saved_bytes(again)[scope] for scope, f in cg.saved_bytes(held).items()}
+    # the other half of what each of two products of a layer reads, and of what the head does
+    at = {cg.dims(name): n for name, n in sizes.items()}
+    root, layer = (sympy.sympify(more[scope]).subs(at) for scope in ("", "layers"))
+    assert (root, layer) == (x // 2, 0 if options else 2 * x // 2)  # a layer computed again saves neither

@@ -99,6 +99,15 @@ def test_sequence_parallel_layers():
     }
 
 
+def test_what_is_held_of_a_sequence_is_not_gathered_again():
+    key = ("backward", "all_gather")
+    ours, torchs = calls(case(tp=4, sequence=True, hold=True)), torch_calls("tensor and sequence, loss parallel")
+    assert {row: n for row, n in ours.items() if row[:2] == key} == {(*key, 4, X): 2 * L + 1}
+    assert times(ours, *key) == times(torchs, *key) == 2 * L + 1  # gradients of what was scattered, and nothing else
+    both = calls(case(dp=2, tp=4, sequence=True, zero=3, hold=True)) - torch_calls("fully sharded and tensor")
+    assert both == {(*LOSS, 4, 4): 1, (*LOSS, 2, 4): 1}
+
+
 @pytest.mark.parametrize("name", ["tensor", "tensor and sequence"])
 def test_without_a_parallel_loss_torch_gathers_the_logits(name):
     """What is derived always has the loss of sharded logits: there is no way yet to state where logits lie."""

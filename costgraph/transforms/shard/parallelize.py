@@ -88,6 +88,7 @@ def parallelize(
     zero: Stage = 0,
     sequence: bool = False,
     context: Context = "gather",
+    hold: bool = False,
     placements: Placements | None = None,
     pp: object = 1,
     schedule: str = "1f1b",
@@ -124,6 +125,9 @@ def parallelize(
         What attention does along `cp`. gather: it puts keys and values of all ranks together for the queries of each.
         all_to_all: it has a part of the heads for the whole sequence, as `exchange` of `shard`. ring: keys and values
         pass by each rank, as `ring` of it.
+    hold : bool
+        Whether the backward pass has what `sequence` gathers of activations over `tp`, as `hold` of `shard`: torch's
+        `parallelize_module` does, Megatron gathers again.
     placements : mapping of str to str, optional
         Others, as `shard` takes them, on a mesh of the axes dp, ep, cp and tp: they win.
     pp : sympy.Expr or int
@@ -194,7 +198,7 @@ def parallelize(
     """
     need_graph("parallelize", graph)
     reduce_each = system == "torch" if reduce_each is None else reduce_each
-    need_flag("parallelize", sequence=sequence, reduce_each=reduce_each, strict=strict)
+    need_flag("parallelize", sequence=sequence, hold=hold, reduce_each=reduce_each, strict=strict)
     if system == "megatron" and zero > 1:
         raise UnsupportedError(
             f"parallelize: zero={zero} beside system='megatron', whose distributed optimizer splits states: expected 0 "
@@ -203,7 +207,9 @@ def parallelize(
     given = {"dp": dp, "ep": ep, "cp": cp, "tp": tp}
     away = need_offloaded("parallelize: offload", offload)
     made = [
-        together(_of_rank(stage.graph, given, zero, sequence, context, placements, system, reduce_each, strict), stage)
+        together(
+            _of_rank(stage.graph, given, zero, sequence, context, hold, placements, system, reduce_each, strict), stage
+        )
         for stage in in_stages(graph, pp, schedule, micro_batches, virtual, layers)
     ]
     made = [on_host(g, away) for g in made] if away else made
@@ -220,6 +226,7 @@ def _of_rank(
     zero: int,
     sequence: bool,
     context: str,
+    hold: bool,
     placements: Mapping[str, str] | None,
     system: str,
     reduce_each: bool,
@@ -254,6 +261,7 @@ def _of_rank(
         graph, mesh, {**split, **kept, **(placements or {})},
         gather=("dp", "cp") if zero >= 3 else (), gradients=gradients,
         exchange="cp" if context == "all_to_all" else (), ring="cp" if context == "ring" else (),
+        hold=[axis for axis, _ in tensor.axes] if hold else (),
         reduce_each=reduce_each, accumulation_fusion=system == "megatron", strict=strict,
     )  # fmt: skip
 

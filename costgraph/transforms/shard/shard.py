@@ -82,6 +82,7 @@ def shard(
     gradients: Placements | None = None,
     exchange: str | Iterable[str] = (),
     ring: str | Iterable[str] = (),
+    hold: str | Iterable[str] = (),
     reduce_each: bool = True,
     accumulation_fusion: bool = False,
     strict: bool = False,
@@ -121,6 +122,11 @@ def shard(
     ring : str or iterable of str
         Axes of the mesh along which kernels of attention pass keys and values around in place of that, and the sums of
         their gradients, each used as it passes by: ring attention (Liu et al. 2023, arXiv 2310.01889).
+    hold : str or iterable of str
+        Axes of the mesh along which the backward pass has what the forward pass has gathered of activations, as
+        autograd saves what DTensor has redistributed. By default it is gathered again, as Megatron's
+        `LinearWithGradAccumulationAndAsyncCommunication` does, which saves the part of each rank
+        (megatron/core/tensor_parallel/layers.py).
     reduce_each : bool
         Whether gradients of each micro-batch of a step are reduced. If not, a rank adds up its own parts, whole ones
         where `gather` splits them, and reduces the sum behind the last micro-batch, as with `no_sync` of torch's
@@ -171,7 +177,7 @@ def shard(
     if not reduce_each:
         _need_parts(policy)
     gathered, exchanged = _axes("gather", policy.axes, used, mesh), _axes("exchange", exchange, used, mesh)
-    around = _axes("ring", ring, used, mesh)
+    around, held = _axes("ring", ring, used, mesh), _axes("hold", hold, used, mesh)
     places = _found(graph, used, mesh, placements)
     asked = _found(graph, used, mesh, gradients or {})
     whole = {t: Placement(((),) * t.ndim) for t in graph.gradients}
@@ -183,6 +189,7 @@ def shard(
         gathered=gathered,
         policy=policy if gathered else None,
         exchanged=exchanged,
+        held=held,
         reduce_each=reduce_each,
         fused=accumulation_fusion,
     )

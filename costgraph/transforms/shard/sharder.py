@@ -271,6 +271,8 @@ class Sharder(Cutting):
         for i, t in enumerate(loop.nexts):
             self.hand_on(i, t, body, op, places[i])
         self.tensors |= {t: self.inside[t] for t in loop.saved if t in self.inside}
+        # what is saved is what ops of the forward pass were given
+        self.tensors |= {t: self.held[made] for t in loop.saved if (made := self.value(t, body)) in self.held}
         lasts = {a.last for a in sums.values() if self.at[self.tensors[a.slice]].pending}
         for t in (*loop.ys, *loop.saved):
             made = self.summed(t, body, op.phase, parts=t in lasts)

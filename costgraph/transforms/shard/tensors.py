@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -49,6 +49,8 @@ class Stated:
     """How."""
     exchanged: frozenset[str] = frozenset()
     """Axes of the mesh that split heads inside of attention where they split the sequence outside."""
+    held: frozenset[str] = frozenset()
+    """Axes of the mesh along which the backward pass has what the forward pass has gathered."""
     reduce_each: bool = True
     """Whether gradients of each micro-batch are reduced."""
     kept: Mapping[Tensor, Placement] = field(default_factory=dict)
@@ -84,6 +86,8 @@ class Placed(Rewriter):
         self.params: set[Tensor] = set()
         """New tensors that are parameters, or stand for them."""
         self.copies: dict[tuple[Tensor, Placement, Graph, str], Tensor] = {}
+        self.held: dict[Tensor, Tensor] = {}
+        """Tensors that the forward pass has gathered for the backward pass as well, and what it has made."""
         self.elsewhere: dict[Tensor, Tensor] = {}
         """Tensors that ranks have exchanged, and what they are of."""
         self.moved: list[str] = []
@@ -201,6 +205,9 @@ class Placed(Rewriter):
             self.at[made] = after
         if have.pending:  # a sum is reduced once, for all passes
             key = always
+        elif not param and phase == "forward" and self.stated.held and self.is_held(way):
+            key = always
+            self.held[t] = made
         if {name for *_, name in way} == {"all_to_all"}:  # as large as what it is of: either may be kept
             key = always
             self.copies[made, have, new, ""] = t
@@ -212,6 +219,11 @@ class Placed(Rewriter):
             self.params.add(made)
         self.copies[key] = made
         return made
+
+    def is_held(self, way: Sequence[tuple[OpKind, Placement, str]]) -> bool:
+        """Whether what all of these ops gather is there in the backward pass as well, as autograd saves it."""
+        kinds = [kind for kind, _, _ in way if isinstance(kind, Collective) and kind.collective == "all_gather"]
+        return len(kinds) == len(way) and all(self.stated.held >= {*self.mesh.parts(kind.axis)} for kind in kinds)
 
     def slices_moved_to(self, t: Tensor, want: Placement, new: Graph, phase: str) -> Tensor:
         """Return a stack at another placement: of storages one for each position ranks meet for one after the other."""
