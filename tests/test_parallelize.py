@@ -176,6 +176,9 @@ def test_what_a_split_sequence_gathers_may_be_held_for_the_backward_pass(options
     held = cg.parallelize(whole, tp=2, sequence=True, hold=True, strict=True)
     sizes = {"B": 2, "S": 4, "D": 8, "H": 4, "G": 2, "K": 2, "F": 8, "L": 3, "V": 8}
     testing.check_sharded(whole, held, **sizes)
+    both = [cg.communication(g).filter(phase="backward", collective="all_gather").rows for g in (again, held)]
+    # of two products of a layer and the head, what they read; gradients of what was scattered remain
+    assert [len(rows) for rows in both] == [6, 3]
     x = 4 * 2 * 4 * 8  # B*S*D of 4 bytes
     more = {scope: f - cg.saved_bytes(again)[scope] for scope, f in cg.saved_bytes(held).items()}
     # the other half of what each of two products of a layer reads, and of what the head does

@@ -205,7 +205,7 @@ class Placed(Rewriter):
             self.at[made] = after
         if have.pending:  # a sum is reduced once, for all passes
             key = always
-        elif not param and phase == "forward" and self.stated.held and self.is_held(way):
+        elif not param and phase in ("forward", "recompute") and self.stated.held and self.is_held(way):
             key = always
             self.held[t] = made
         if {name for *_, name in way} == {"all_to_all"}:  # as large as what it is of: either may be kept
