@@ -2,7 +2,7 @@
 
     python tests/records/published_page.py
 
-writes it anew, which takes some minutes of the processor.
+writes it anew with its picture, which takes some minutes of the processor.
 """
 
 from collections import Counter
@@ -11,9 +11,11 @@ from pathlib import Path
 from costgraph.hardware.specs import list_hardware, load_hardware
 from costgraph.report.records import hold
 from costgraph.report.records.held import spread
+from costgraph.report.records.picture import plot_times
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE, FILE = ROOT / "docs" / "published_gpus.md", ROOT / "tests" / "measured" / "published" / "gpus.json"
+PICTURE = "_static/published_times.png"
 #: Measured over estimated times beyond which a record is listed, with its cause where one is known.
 FACTOR = 3
 #: Seconds that a kernel takes to start and to end, of the order of: what is shorter measures little else.
@@ -179,7 +181,9 @@ def page(found):
     below = [row for row in found.records if row.violated]
     parts = [HEAD.format(count=len(found.records)), "\n## What is asked\n"]
     parts += [f"- {'holds' if limit.holds else '**fails**'}: {limit}." for limit in found.limits]
-    parts += ["\n## By subject\n", *subjects(found), "\n## By family and device\n", *table(found)]
+    parts += ["\n## By subject\n", *subjects(found)]
+    parts += [f"\n![measured against estimated times, a colour a family, dashed a factor of two]({PICTURE})"]
+    parts += ["\n## By family and device\n", *table(found)]
     parts += ["\n## Not predicted\n", line(["family", "records", "reason"]), line(["---"] * 3)]
     parts += [line([f, n, why.replace("|", "/")[:200]]) for (f, why), n in sorted(found.reasons.items())]
     parts += [f"\n## Off by more than a factor of {FACTOR}\n", *outliers(found)]
@@ -191,4 +195,6 @@ def page(found):
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(hold(FILE)), encoding="utf-8")
+    HELD = hold(FILE)
+    PAGE.write_text(page(HELD), encoding="utf-8")
+    plot_times(HELD, PAGE.parent / PICTURE)
