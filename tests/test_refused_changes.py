@@ -56,7 +56,6 @@ CALLS = {
     "cast": lambda d: cg.ops.cast(d.x, "bf16"),
     "causal_conv": lambda d: cg.nn.causal_conv(d.x, 3),
     "collective": lambda d: cg.ops.collective(d.x, "all_reduce", 4),
-    "chunked_cross_entropy": lambda d: cg.chunked_cross_entropy(2)(cg.linear(d.x, "b s d -> b s v", v=V)),
     "concat": lambda d: cg.ops.concat([d.turned, d.turned]),
     "contiguous_copy": lambda d: cg.ops.contiguous_copy(d.turned),
     "conv": lambda d: cg.conv(d.image, "b c h w -> b o h w", window=3, padding=1, o=4, bias=True),
@@ -151,11 +150,9 @@ CALLS = {
 
 
 def test_the_calls_are_all_that_the_library_has():
-    declaring = {
-        name
-        for name, found in FUNCTIONS.items()
-        if any(word in str(inspect.signature(found).return_annotation) for word in ("Tensor", "Carry"))
-    }
+    answers = {name: str(inspect.signature(found).return_annotation) for name, found in FUNCTIONS.items()}
+    # what answers with a function, such as a loss for `training_step`, adds nothing itself
+    declaring = {n for n, text in answers.items() if "Callable" not in text and ("Tensor" in text or "Carry" in text)}
     assert declaring == set(CALLS)
 
 
