@@ -33,6 +33,8 @@ What others have measured on GPUs and published is predicted without running any
 $ costgraph validate --records tests/measured/published/gpus.json --out predictions.json --plot pictures
 ```
 
+![times that others measured against estimates, a colour a family, dashed a factor of two](_static/published_times.png)
+
 A model of time that is fitted to these, and how well it predicts what it was not fitted to, is in
 [calibrated times](calibration.md).
 
