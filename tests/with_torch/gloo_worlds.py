@@ -40,8 +40,9 @@ class Log(TorchDispatchMode):
         made = func(*args, **(kwargs or {}))
         space, name = func._schema.name.split("::")
         if space == "_c10d_functional" and name in KINDS:
-            group = args[-1]
-            self.rows.append((KINDS[name], self.axes[group], max(t.nbytes for t in (args[0], made))))
+            sent = name == "all_to_all_single" and 0 in args[2]  # all of it to one other: what passes on in a ring
+            size = max(t.nbytes for t in (args[0], made))
+            self.rows.append(("send" if sent else KINDS[name], self.axes[args[-1]], size))
         return made
 
 

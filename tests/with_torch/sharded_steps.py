@@ -133,6 +133,18 @@ def decoding():
     return Case(graph, cg.parallelize(graph, tp=2, placements=caches, strict=True), {"tp": 2}, SIZES)
 
 
+def attention(options, placement="b (s cp) d", forward=False, sizes=None, **shard):
+    """Attention of which each rank has a part of the sequence."""
+    B, S, D, H, G, K = cg.dims("B S D H G K")
+    with cg.Graph("attention", dtype="fp64") as g:
+        y = cg.nn.self_attention(g.input("x", (B, S, D)), H, K, groups=G, **options)
+        g.output(y if forward else cg.reduce(y * y, "b s d -> ", "sum"))
+    graph = g if forward else gradients_too(cg.training_step(g, optimizer=cg.SGD()))
+    degrees = {axis: 2 if "cp tp" in placement else 4 for axis in ("cp", "tp") if axis in placement}
+    sharded = cg.shard(graph, cg.mesh(**degrees), {"x": placement}, strict=True, **shard)
+    return Case(graph, sharded, degrees, sizes or {"B": 2, "S": 12, "D": 5, "H": 4, "G": 2, "K": 3})
+
+
 MIXTRAL = {"B": 4, "S": 3, "D": 6, "H": 4, "G": 2, "K": 2, "Fe": 6, "E": 3, "k": 2, "L": 2, "V": 8}
 GPT_OSS = {**MIXTRAL, "W": 2}
 CASES = {
@@ -143,6 +155,10 @@ CASES = {
     "zero 3, tensor and sequence": partial(parallel, dp=2, tp=2, sequence=True, zero=3),
     "zero 3, on the host": partial(parallel, dp=2, zero=3, offload=("optimizer", "parameters", "activations")),
     "hybrid": partial(gathered, cg.FullyShard("own"), rep=2, own=2),
+    "context": partial(parallel, cp=2, tp=2),
+    "context, in a ring": partial(parallel, cp=4, context="ring", sizes={**SIZES, "S": 8}),
+    "context, in a ring, forward": partial(attention, {}, forward=True, ring="cp"),
+    "windows of a context": partial(attention, {"window": 4}),
 }
 MORE = {
     "mixtral": partial(parallel, "mixtral-8x22b", MIXTRAL, dp=2, tp=2),
@@ -150,6 +166,16 @@ MORE = {
     "tensor": partial(parallel, tp=2),
     "context, by heads": partial(parallel, cp=2, tp=2, context="all_to_all"),
     "tensor and sequence": partial(parallel, tp=4, sequence=True),
+    "context of two": partial(parallel, cp=2, sizes={**SIZES, "S": 6}),
+    "context in a ring of two": partial(parallel, cp=2, tp=2, sequence=True, context="ring", zero=3),
+    "context, forward": partial(attention, {}, forward=True),
+    "context, all keys": partial(attention, {"causal": False}, ring="cp"),
+    "context, windows on both sides": partial(attention, {"window": 3, "causal": False}, ring="cp"),
+    "context, sinks": partial(attention, {"sinks": True, "softcap": 5.0, "window": 2}, ring="cp"),
+    "context, eager": partial(attention, {"kernel": "eager"}),
+    "context, eager windows": partial(attention, {"kernel": "eager", "window": 5}, forward=True),
+    "context over two axes": partial(attention, {}, "b (s cp tp) d", ring="tp"),
+    "context, gpt-oss": partial(parallel, "gpt-oss-120b", {**GPT_OSS, "S": 4}, cp=2, context="ring"),
     "zero 1": partial(parallel, dp=2, zero=1, optimizer="AdamW"),
     "zero 2": partial(parallel, dp=4, zero=2, optimizer="AdamW"),
     "zero 3": partial(parallel, dp=2, zero=3, optimizer="AdamW"),

@@ -20,23 +20,36 @@ _REDUCE = "b g r s t, b g t v -> b s g r v"
 
 
 def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, window: int | None, scale: float, p: float
-) -> torch.Tensor:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, window: int | None, first: int, scale: float,
+    p: float,
+) -> torch.Tensor:  # fmt: skip
     """Attend in one kernel: q (b, g, r, s, k), k (b, g, t, k), v (b, g, t, v) to (b, s, g, r, v)."""
     b, g, r, s, _ = q.shape
     t = k.shape[2]
     # one query at the end sees all keys; torch's flag aligns at the first positions, so that as many have to be there
-    plain = window is None and (not causal or s == 1)
+    plain = window is None and (not causal or (s == 1 and first == t - 1))
     flag = window is None and causal and s == t and s > 1
-    mask = None if plain or flag else mask_of(s, t, causal, window, q.device)
+    mask = None if plain or flag else mask_of(s, t, causal, window, first, q.device)
     made = torch.nn.functional.scaled_dot_product_attention(
         q.reshape(b, g * r, s, -1), k, v, mask, dropout_p=p, is_causal=flag, scale=scale, enable_gqa=r > 1
     )
     return made.transpose(1, 2).reshape(b, s, g, r, -1).contiguous()
 
 
+#: Which pairs are seen, where torch's `is_causal` does not say it: `mask_of` without its device.
+Pairs = tuple[int, int, bool, int | None, int]
+
+
+def _bias(x: torch.Tensor, pairs: Pairs | None) -> torch.Tensor | None:
+    """Return what torch's kernel for CPUs adds to scores."""
+    if pairs is None:
+        return None
+    seen = mask_of(*pairs, x.device)
+    return x.new_zeros(seen.shape).masked_fill_(seen.logical_not_(), float("-inf"))
+
+
 def attend_and_keep(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, pairs: Pairs | None = None
 ) -> list[torch.Tensor]:
     """Attend, and keep the logarithm of the sum of each row, (b, g, r, s, 1), from which the gradient starts."""
     b, g, r, s, _ = q.shape
@@ -49,7 +62,9 @@ def attend_and_keep(
             :2
         ]
     else:
-        made, sums = aten._scaled_dot_product_flash_attention_for_cpu(heads, k, v, 0.0, causal, scale=scale)
+        made, sums = aten._scaled_dot_product_flash_attention_for_cpu(
+            heads, k, v, 0.0, causal, attn_mask=_bias(q, pairs), scale=scale
+        )
     made = made.transpose(1, 2).reshape(b, s, g, r, -1).contiguous()
     return [made, sums[..., :s].reshape(b, g, r, s, 1).contiguous()]
 
@@ -61,7 +76,7 @@ def _each(x: torch.Tensor, count: int) -> torch.Tensor:
 
 def attend_backward(
     grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, made: torch.Tensor, sums: torch.Tensor,
-    causal: bool, scale: float,
+    causal: bool, scale: float, pairs: Pairs | None = None,
 ) -> list[torch.Tensor]:  # fmt: skip
     """Return the gradients of queries, keys and values."""
     b, g, r, s, _ = q.shape
@@ -79,7 +94,7 @@ def attend_backward(
         found = _efficient_backward(dy, heads, k, v, y, sums, causal, scale, r)
     else:
         found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dy, heads, k, v, y, sums, 0.0, causal, scale=scale
+            dy, heads, k, v, y, sums, 0.0, causal, attn_mask=_bias(q, pairs), scale=scale
         )
     return [found[0].reshape(q.shape).contiguous(), found[1].contiguous(), found[2].contiguous()]
 
@@ -118,19 +133,18 @@ def flash(site: Site[Kernel], found: Bound) -> bool:
         return False
     if len({site.shadow(n).dtype for n in (q, k, v)}) > 1:
         return False
-    causal, window = _seen(site, scores)
     factor, p = number_of(site, found, "c"), record_of(found, "d", Dropout).p if "d" in found else 0.0
     shape, rows = site.shadow(q).shape, site.shadow(q).shape[:-1]
     b, g, r, s, _ = shape
     like = torch.empty((b, s, g, r, site.shadow(v).shape[-1]), dtype=site.shadow(q).dtype, device="meta")
     if not keeps:
-        site.settle(site.call(attend, q, k, v, causal, window, factor, p, like=like))
+        site.settle(site.call(attend, q, k, v, *_seen(site, scores, s, site.shadow(k).shape[2]), factor, p, like=like))
         return True
-    flag = _flag(site, q, k, v, causal, window)
-    if flag is None or p:
+    pairs = _pairs(site, q, k, v, scores)
+    if pairs is None or p:
         return False
     sums = torch.empty((*rows, 1), dtype=_sums(like.dtype), device="meta")
-    both = site.call(attend_and_keep, q, k, v, flag, factor, like=[like, sums])
+    both = site.call(attend_and_keep, q, k, v, pairs[0], factor, *pairs[1:], like=[like, sums])
     for i, name in made.items():
         node = site.call(item, both, int(name != "y"))
         if name == "n":  # positions first
@@ -143,21 +157,24 @@ def _sums(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _seen(site: Site[Kernel], scores: Einsum) -> tuple[bool, int | None]:
-    """Return whether later keys are hidden, and the window."""
-    if scores.domain is None:
-        return False, None
-    domain, _, _ = scores.domain
-    return domain.causal, None if domain.window is None else site.numbers(domain.window)
+def _seen(site: Site[Kernel], scores: Einsum, queries: int, keys: int) -> tuple[bool, int | None, int]:
+    """Return whether later keys are hidden, the window, and where the first query stands."""
+    return (False, None, 0) if scores.domain is None else site.seen(scores.domain[0], queries, keys)
 
 
-def _flag(site: Site[Kernel], q: Any, k: Any, v: Any, causal: bool, window: int | None) -> bool | None:
-    """Return torch's `is_causal`, None where no flag says which pairs are seen or torch's kernels need padding."""
+def _pairs(site: Site[Kernel], q: Any, k: Any, v: Any, scores: Einsum) -> tuple[bool] | tuple[bool, Pairs] | None:
+    """Return torch's `is_causal`, of a rank's own queries a mask beside it; None where torch's kernels have neither."""
     queries, keys = site.shadow(q).shape[3], site.shadow(k).shape[2]
     size, other = site.shadow(q).shape[-1], site.shadow(v).shape[-1]
-    if window is not None or size != other or (site.emitter.device.type == "cuda" and size % 8):
+    causal, window, first = _seen(site, scores, queries, keys)
+    device = site.emitter.device.type
+    if size != other or (device == "cuda" and size % 8):
         return None
-    return False if not causal or queries == 1 else True if queries == keys else None
+    if scores.domain is not None and scores.domain[0].ranks:  # on CUDA its kernels take no mask
+        return None if device == "cuda" else (False, (queries, keys, causal, window, first))
+    if window is not None or (causal and queries not in (1, keys)):
+        return None
+    return (causal and queries > 1,)
 
 
 def flash_backward(site: Site[Kernel], found: Bound) -> bool:
@@ -169,11 +186,11 @@ def flash_backward(site: Site[Kernel], found: Bound) -> bool:
     if patterns != (_SCORES, "b s g r v, b g t v -> b g r s t") or made is None or any(n is None for n in given):
         return False
     q, k, v = given[1:4]
-    flag = _flag(site, q, k, v, *_seen(site, scores))
-    if flag is None or narrow(site, q) or len({site.shadow(n).dtype for n in given[:5]}) > 1:
+    pairs = _pairs(site, q, k, v, scores)
+    if pairs is None or narrow(site, q) or len({site.shadow(n).dtype for n in given[:5]}) > 1:
         return False
     like = [torch.empty(site.shadow(n).shape, dtype=site.shadow(q).dtype, device="meta") for n in (q, k, v)]
-    every = site.call(attend_backward, *given, flag, number_of(site, found, "c"), like=like)
+    every = site.call(attend_backward, *given, pairs[0], number_of(site, found, "c"), *pairs[1:], like=like)
     for i, name in made.items():
         site.settle(site.call(item, every, ("dq", "dk", "dv").index(name)), i)
     return True

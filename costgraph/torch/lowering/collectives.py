@@ -53,6 +53,34 @@ def all_to_all(
     return _beside(made.flatten(dim + 1, dim + 2), source, source_blocks)
 
 
+def pass_on(x: torch.Tensor, rank: int, ranks: int, group: str) -> torch.Tensor:
+    """Send a tensor to the next rank of a ring and return what the one before has sent, as torch's rings do."""
+    flat = x.contiguous().view(-1)
+    to, of = ([flat.numel() if i == (rank + step) % ranks else 0 for i in range(ranks)] for step in (1, -1))
+    return _run("all_to_all_single", flat, of, to, group).view(x.shape)
+
+
+def gather_in_ring(x: torch.Tensor, dim: int, blocks: int, rank: int, ranks: int, group: str) -> torch.Tensor:
+    """Put the parts of all ranks beside each other, each of which passes by all others."""
+    parts = [x] * ranks
+    for i in range(1, ranks):
+        x = parts[rank - i] = pass_on(x, rank, ranks, group)
+    return _beside(torch.stack(parts), dim, blocks)
+
+
+def reduce_in_ring(
+    x: torch.Tensor, dim: int, blocks: int, operation: str, rank: int, ranks: int, group: str
+) -> torch.Tensor:
+    """Let sums go once around, to which each rank adds what it has for a part, and home."""
+    own = _apart(x, dim, blocks, ranks)
+    made = own[rank]
+    for i in range(1, ranks + 1):
+        made = pass_on(made, rank, ranks, group)
+        made = made + own[rank - i] if i < ranks else made
+    made = made.flatten(dim, dim + 1)
+    return made / ranks if operation == "mean" else made
+
+
 def gather_in_place(x: torch.Tensor, whole: torch.Tensor, dim: int, ranks: int, group: str) -> torch.Tensor:
     """Write the parts of the other ranks beside one's own."""
     if dim or not whole.is_contiguous():
@@ -97,6 +125,10 @@ def _collective(site: Site[Collective]) -> None:
         site.alias(_in_place(site))
     elif kind.inplace:
         site.alias(site.call(reduce_in_place, x, dim, kind.collective, kind.operation, group.rank, *there))
+    elif kind.ring and kind.collective == "all_gather":
+        site.settle(site.call(gather_in_ring, x, dim, blocks, group.rank, *there, like=like))
+    elif kind.ring:
+        site.settle(site.call(reduce_in_ring, x, dim, blocks, kind.operation, group.rank, *there, like=like))
     elif kind.collective == "all_reduce" or (kind.collective == "reduce_scatter" and not sizes):
         site.settle(site.call(all_reduce, x, kind.operation, *there, like=like))
     elif kind.collective == "send":

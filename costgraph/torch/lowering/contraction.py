@@ -121,9 +121,9 @@ def folded(
     return out.index_add_(0, flat.flatten(), whole.flatten()).reshape(list(sizes))
 
 
-def mask_like(x: torch.Tensor, queries: int, keys: int, causal: bool, window: int | None) -> torch.Tensor:
+def mask_like(x: torch.Tensor, queries: int, keys: int, causal: bool, window: int | None, first: int) -> torch.Tensor:
     """Return ones where a query sees a key, in the format of another tensor."""
-    return mask_of(queries, keys, causal, window, x.device).to(x.dtype)
+    return mask_of(queries, keys, causal, window, first, x.device).to(x.dtype)
 
 
 def _masked(
@@ -135,9 +135,8 @@ def _masked(
     domain, query, key = site.kind.domain
     if query in kept and key in kept and site.kind.sizes is None:
         return operands  # nobody reads the others
-    window = None if domain.window is None else site.numbers(domain.window)
-    first = operands[0].node
-    node = site.call(mask_like, first, extents[query], extents[key], domain.causal, window)
+    sizes = extents[query], extents[key]
+    node = site.call(mask_like, operands[0].node, *sizes, *site.seen(domain, *sizes))
     return [*operands, Labelled(node, (query, key))]
 
 

@@ -24,8 +24,8 @@ def held(site: Site[OpKind], i: int, fill: float) -> Any:
     if t.domain is None:
         return x
     domain, query, key = t.domain
-    window = None if domain.window is None else site.numbers(domain.window)
-    return site.call(hidden, x, query, key, domain.causal, window, fill)
+    sizes = site.sizes(t)
+    return site.call(hidden, x, query, key, *site.seen(domain, sizes[query], sizes[key]), fill)
 
 
 @lowering(Pointwise)
@@ -70,9 +70,9 @@ def _masked(site: Site[Pointwise], fill: float) -> None:
     if domain is None:
         function, given = KERNELS["copy"], [x]
     else:
-        window = None if domain.window is None else site.numbers(domain.window)
         query, key = old.domain[1:] if old.domain is not None else (old.ndim - 2, old.ndim - 1)
-        function, given = hidden, [x, query, key, domain.causal, window, fill]
+        sizes = site.sizes(old)
+        function, given = hidden, [x, query, key, *site.seen(domain, sizes[query], sizes[key]), fill]
     _place(site, "causal_mask", function, given)
 
 

@@ -276,9 +276,9 @@ IN_PLACE: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
-def mask_of(queries: int, keys: int, causal: bool, window: int | None, device: torch.device) -> Tensor:
-    """Which key positions a query position sees, aligned at their last ones: True where it does."""
-    own = torch.arange(queries, device=device)[:, None] + (keys - queries)
+def mask_of(queries: int, keys: int, causal: bool, window: int | None, first: int, device: torch.device) -> Tensor:
+    """Which key positions a query position sees, the first query at the position `first`: True where it does."""
+    own = torch.arange(first, first + queries, device=device)[:, None]
     key = torch.arange(keys, device=device)[None, :]
     seen = key <= own if causal else torch.ones(queries, keys, dtype=torch.bool, device=device)
     if window is not None:
@@ -288,8 +288,8 @@ def mask_of(queries: int, keys: int, causal: bool, window: int | None, device: t
     return seen
 
 
-def hidden(x: Tensor, query: int, key: int, causal: bool, window: int | None, fill: Number) -> Tensor:
+def hidden(x: Tensor, query: int, key: int, causal: bool, window: int | None, first: int, fill: Number) -> Tensor:
     """X, with another number where the position along one axis does not see that along another."""
-    seen = mask_of(x.shape[query], x.shape[key], causal, window, x.device)
+    seen = mask_of(x.shape[query], x.shape[key], causal, window, first, x.device)
     shape = [n if i in (query, key) else 1 for i, n in enumerate(x.shape)]
     return torch.where((seen if query < key else seen.T).reshape(shape), x, fill)

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from ...errors import GraphError
+from ...graph.domain import Domain
 from ...graph.graph import Graph
+from ...graph.op import Op
 from ...ops.collectives import Meshed
 from ...ops.index import Indexed
 from ...ops.merge import Merge
@@ -63,6 +65,17 @@ def _degrees(graph: Graph, numbers: Numbers) -> Iterator[tuple[str, int | None]]
     for op in graph.walk():
         if isinstance(op.kind, Meshed | Merge) and op.kind.axis:
             yield op.kind.axis, numbers(op.kind.ranks)
+        for domain in domains(op):
+            yield from ((axis, numbers(n)) for axis, n in domain.ranks)
+
+
+def domains(op: Op) -> Iterator[Domain]:
+    """Yield which pairs of a query and a key an op has to do with: where queries are split, each rank has others."""
+    for name in ("domain", "masked"):
+        fact = getattr(op.kind, name, None)
+        if fact is not None:
+            yield fact[0] if isinstance(fact, tuple) else fact
+    yield from (t.domain[0] for t in (*op.operands, *op.results) if t.domain is not None)
 
 
 def _group(place: str, axis: str, mesh: Any) -> Group:

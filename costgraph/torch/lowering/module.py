@@ -15,7 +15,7 @@ from .formats import torch_dtype
 from .groups import groups_of
 from .indices import Indices
 from .sources import Leaf, numbers_for
-from .walk import Walk, need_all_queries
+from .walk import Walk
 
 __all__ = ["lower", "random_inputs"]
 
@@ -92,7 +92,9 @@ def lower(
     - an update in one kernel takes its steps over 65536 elements at a time;
     - indices that are computed are taken modulo the rows of their table: nothing says that they are within it;
     - a result that is written into a stack of slices is copied there, where the function cannot write to a place;
-    - a mask of positions is a tensor of bools while it is used;
+    - a mask of positions is a tensor of bools while it is used, for queries that are split a tensor of numbers; on CUDA
+      attention over such queries runs op by op;
+    - what passes by in a ring is put together, and its kernel runs op by op;
     - a collective along another axis than the first, or of several blocks of it, copies what it sends or what it gets.
 
     Examples
@@ -115,7 +117,6 @@ def lower(
         raise GraphError(f"lower of graph {graph.name!r}: no output, expected one at least")
     place = _device(device)
     numbers = Numbers(graph, dims)
-    need_all_queries(graph)
     walk = Walk(graph, numbers, place, dict(functions or {}), groups_of(graph, mesh, numbers))
     walk.run(graph)
     module = fx.GraphModule(walk.leaves.module(place, seed), walk.emitter.graph, class_name="Lowered")

@@ -46,14 +46,12 @@ def _reduce(site: Site[Reduce]) -> None:
         site.own(_LAST[operation], flat, -1, shape=shape)
     elif operation == "mean" and site.op.operands[0].domain is not None:
         domain, *axes = site.op.operands[0].domain
-        window = None if domain.window is None else site.numbers(domain.window)
         site.own(
             mean_of_held,
             x,
             gone,
             *(order.index(i) if order != sorted(order) else i for i in axes),
-            domain.causal,
-            window,
+            *site.seen(domain, *(sizes[i] for i in axes)),
             shape=shape,
         )
     elif gone:
@@ -63,8 +61,8 @@ def _reduce(site: Site[Reduce]) -> None:
 
 
 def mean_of_held(
-    x: torch.Tensor, axes: list[int], query: int, key: int, causal: bool, window: int | None
+    x: torch.Tensor, axes: list[int], query: int, key: int, causal: bool, window: int | None, first: int
 ) -> torch.Tensor:
     """Return the mean of what a domain holds of a tensor that is 0 elsewhere."""
-    count = hidden(torch.ones_like(x), query, key, causal, window, 0.0).sum(axes)
+    count = hidden(torch.ones_like(x), query, key, causal, window, first, 0.0).sum(axes)
     return torch.sum(x, axes).div_(count.clamp_(min=1))

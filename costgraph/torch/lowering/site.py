@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar, cast, overload
 import torch
 
 from ...algebra.polynomial import Poly
+from ...graph.domain import Domain
 from ...graph.graph import Graph
 from ...graph.op import Op, OpKind
 from ...graph.tensor import Tensor
@@ -103,6 +104,15 @@ class Site(Generic[K_co]):
     def dtype(self, t: Tensor) -> torch.dtype:
         """Return the format of a tensor of the graph."""
         return torch_dtype(repr(self.op.name), t.dtype)
+
+    def seen(self, domain: Domain, queries: int, keys: int) -> tuple[bool, int | None, int]:
+        """Return whether later keys are hidden, the window, and at which key's position the first query stands."""
+        place, parts = 0, 1
+        for axis, n in domain.ranks:
+            group, ranks = self.shared.groups.get(axis), self.numbers(n)
+            place, parts = place * ranks + (0 if group is None else group.rank), parts * ranks
+        window = None if domain.window is None else self.numbers(domain.window)
+        return domain.causal, window, keys - queries * (parts - place)
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Write a call down and return its node."""

@@ -25,7 +25,7 @@ from .site import Shared, Site, strided
 from .sources import Leaf, Leaves
 from .table import LOWERINGS
 
-__all__ = ["Walk", "kept", "need_all_queries", "taken"]
+__all__ = ["Walk", "kept", "taken"]
 
 
 def kept(first: Any, *others: Any) -> Any:
@@ -197,18 +197,6 @@ def _rule_of(op: Op, device: torch.device) -> Callable[[Site[Any]], None]:
             f"lower {op.name!r}: op kind {op.kind.name!r} has no lowering, expected one from costgraph.torch.lowering"
         )
     return rule
-
-
-def need_all_queries(graph: Graph) -> None:
-    """Refuse queries of a rank: which they are is another thing on each."""
-    for op in graph.walk():
-        facts = [getattr(op.kind, name, None) for name in ("domain", "masked")]
-        places = [f[0] if isinstance(f, tuple) else f for f in facts]
-        places += [t.domain[0] for t in (*op.operands, *op.results) if t.domain is not None]
-        if any(domain is not None and domain.ranks for domain in places):
-            raise UnsupportedError(
-                f"lower {op.name!r}: queries of attention are split over a mesh, expected the graph of all devices"
-            )
 
 
 def _nested(made: Any) -> Any:
