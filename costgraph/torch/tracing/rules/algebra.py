@@ -147,18 +147,6 @@ def pseudoinverse(call: Call) -> Counts:
     return Counts(matmul=2 * batch * rows * columns * n, pointwise=pointwise)
 
 
-@rule("linalg_cross")
-def cross(call: Call) -> Counts:
-    """Count two products and a difference for each element."""
-    return each(call.out.numel, "mul", "mul", "sub")
-
-
-@rule("_linalg_check_errors", "lu_unpack")
-def looked_at(call: Call) -> Counts:
-    """Count no FLOPs: a decomposition is checked, or taken apart."""
-    return Counts()
-
-
 # -- Fourier transforms ------------------------------------------------------------------------------------------
 
 

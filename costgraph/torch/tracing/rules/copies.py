@@ -12,47 +12,40 @@ __all__: list[str] = []  # its rules are found in RULES
 
 
 @rule(
-    "_chunk_cat", "_pin_memory", "_reshape_alias_copy", "_to_copy", "alias_copy", "block_diag", "cat",
-    "channel_shuffle", "clone", "complex", "diag_embed", "expand_copy", "flip", "lift", "lift_fresh",
-    "permute_copy", "pixel_shuffle", "pixel_unshuffle", "repeat", "repeat_interleave.self_int", "roll", "rot90",
-    "split_copy", "split_with_sizes_copy", "stack", "unbind_copy",
+    "_assert_async", "_assert_tensor_metadata", "_chunk_cat", "_linalg_check_errors", "_local_scalar_dense",
+    "_pin_memory", "_reshape_alias_copy", "_to_copy", "alias_copy", "as_strided_scatter", "block_diag", "cat",
+    "channel_shuffle", "clone", "complex", "constant_pad_nd", "diag_embed", "diagonal_backward", "diagonal_scatter",
+    "expand_copy", "flip", "is_same_size", "lift", "lift_fresh", "lu_unpack", "masked_scatter_backward", "max_unpool2d",
+    "max_unpool3d", "permute_copy", "pixel_shuffle", "pixel_unshuffle", "reflection_pad1d", "reflection_pad2d",
+    "reflection_pad3d", "repeat", "repeat_interleave.self_int", "replication_pad1d", "replication_pad2d",
+    "replication_pad3d", "roll", "rot90", "select_backward", "select_scatter", "slice_backward", "slice_scatter",
+    "split_copy", "split_with_sizes_copy", "stack", "tril", "triu", "unbind_copy", "unfold_copy",
 )  # fmt: skip
 def moved(call: Call) -> Counts:
-    """Count no FLOPs: operands are read and results written."""
+    """Count no FLOPs: operands are read and results written, or looked at and handed to the host."""
     return Counts()
 
 
-@rule("copy")
-def copy(call: Call) -> Counts:
-    """Count no FLOPs; what is written over is not read."""
-    return Counts(reads=operand_bytes(call, self=ZERO))
-
-
 @rule(
-    "arange", "bernoulli.p", "cauchy", "exponential", "eye", "fill", "full", "full_like", "geometric", "hann_window",
-    "hamming_window", "blackman_window", "bartlett_window", "kaiser_window", "linspace", "log_normal", "logspace",
-    "new_full", "new_ones", "new_zeros", "normal", "ones", "ones_like", "rand", "rand_like", "randint",
-    "randint_like", "randn", "randn_like", "randperm", "random", "scalar_tensor", "tril_indices", "triu_indices",
-    "uniform", "zero", "zeros", "zeros_like", "_efficientzerotensor",
+    "arange", "bernoulli.Tensor", "bernoulli.float", "bernoulli.p", "cauchy", "copy", "exponential", "eye", "fill",
+    "full", "full_like", "geometric", "hann_window", "hamming_window", "blackman_window", "bartlett_window",
+    "kaiser_window", "linspace", "log_normal", "logspace", "new_full", "new_ones", "new_zeros", "normal", "ones",
+    "ones_like", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "randperm", "random",
+    "scalar_tensor", "tril_indices", "triu_indices", "uniform", "zero", "zeros", "zeros_like", "_efficientzerotensor",
 )  # fmt: skip
 def made(call: Call) -> Counts:
-    """Count no FLOPs: numbers are made, random ones too; of tensors only shape and format are looked at."""
+    """Count no FLOPs: numbers are made, random ones too; what is written over, or gives its shape, is not read."""
     return Counts(reads=operand_bytes(call, self=ZERO))
 
 
-@rule("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize", "resize_as")
-def nothing(call: Call) -> Counts:
-    """Count nothing at all: memory is taken and not touched."""
-    return Counts(reads=(ZERO,) * len(call.operands), writes=(ZERO,) * len(call.results))
-
-
 @rule(
+    "empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize", "resize_as",
     "_reshape_alias", "_unsafe_view", "alias", "as_strided", "detach", "expand", "permute", "set", "squeeze", "t",
     "transpose", "unsafe_split", "unsafe_split_with_sizes", "unsqueeze", "view",
 )  # fmt: skip
-def seen_otherwise(call: Call) -> Counts:
-    """Count nothing at all: the same elements in another shape, of a new tensor or in place."""
-    return nothing(call)
+def nothing(call: Call) -> Counts:
+    """Count nothing at all: memory is taken and not touched, or the same elements are seen in another shape."""
+    return Counts(reads=(ZERO,) * len(call.operands), writes=(ZERO,) * len(call.results))
 
 
 @rule("bernoulli", "multinomial", "poisson", "binomial", "_standard_gamma", "_sample_dirichlet", "normal.Tensor_float",
@@ -62,30 +55,11 @@ def drawn(call: Call) -> Counts:
     return Counts(reads=operand_bytes(call, self=ZERO) if call.inplace else None)
 
 
-@rule("bernoulli.float", "bernoulli.Tensor")
-def masked(call: Call) -> Counts:
-    """Count no FLOPs; the mask is written over."""
-    return Counts(reads=operand_bytes(call, self=ZERO))
-
-
-@rule("constant_pad_nd", "reflection_pad1d", "reflection_pad2d", "reflection_pad3d", "replication_pad1d",
-      "replication_pad2d", "replication_pad3d")  # fmt: skip
-def pad(call: Call) -> Counts:
-    """Count no FLOPs: the operand is read once, the result written."""
-    return Counts()
-
-
 @rule("reflection_pad1d_backward", "reflection_pad2d_backward", "reflection_pad3d_backward",
       "replication_pad1d_backward", "replication_pad2d_backward", "replication_pad3d_backward")  # fmt: skip
 def pad_backward(call: Call) -> Counts:
     """Count an addition for each element of the padded gradient; the operand gives its shape alone."""
     return Counts(pointwise=call["grad_output"].numel, reads=operand_bytes(call, self=ZERO))
-
-
-@rule("select_backward", "slice_backward", "diagonal_backward")
-def placed(call: Call) -> Counts:
-    """Count no FLOPs: zeros are written, and the gradient into them."""
-    return Counts()
 
 
 @rule("unfold_backward")
@@ -100,24 +74,6 @@ def repeated(call: Call) -> Counts:
     """Count no FLOPs: each index is written as often as the operand says."""
     if call.get("output_size") is None:
         raise unsupported(call, "a result as long as the sum of the operand", "output_size")
-    return Counts()
-
-
-@rule("slice_scatter", "select_scatter", "diagonal_scatter", "as_strided_scatter")
-def replaced(call: Call) -> Counts:
-    """Count no FLOPs: a copy of the operand in which a part is replaced."""
-    return Counts()
-
-
-@rule("tril", "triu")
-def triangle(call: Call) -> Counts:
-    """Count no FLOPs: elements are kept or zeros are written."""
-    return Counts()
-
-
-@rule("unfold_copy")
-def unfolded(call: Call) -> Counts:
-    """Count no FLOPs: every window is written out."""
     return Counts()
 
 
@@ -144,9 +100,3 @@ def col2im(call: Call) -> Counts:
     else:
         extra = ZERO if columns.numel == call.out.numel else columns.bytes
     return Counts(pointwise=columns.numel, workspace=extra)
-
-
-@rule("_local_scalar_dense", "_assert_async", "_assert_tensor_metadata", "is_same_size")
-def on_host(call: Call) -> Counts:
-    """Count no FLOPs: a number is handed to the host, or a check is made."""
-    return Counts()

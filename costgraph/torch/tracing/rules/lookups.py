@@ -22,12 +22,6 @@ def _elements(operand: Spec, count: Poly) -> Poly:
 # -- reading -----------------------------------------------------------------------------------------------------
 
 
-@rule("embedding_dense_backward")
-def embedding_backward(call: Call) -> Counts:
-    """Count an addition for each element of each row that was looked up; the whole gradient is written."""
-    return each(call["grad_output"].numel, "add")
-
-
 @rule("index", "_unsafe_index", "index_select", "gather", "take")
 def picked(call: Call) -> Counts:
     """Count no FLOPs; of the operand one element is read for each of the result, and the indices."""
@@ -87,12 +81,6 @@ def index_put(call: Call) -> Counts:
     return _changed(call, count, reads=adds, flops=count if adds else ZERO)
 
 
-@rule("_unsafe_masked_index_put_accumulate")
-def index_put_where(call: Call) -> Counts:
-    """Count selection and addition for each value."""
-    return each(call["values"].numel, "where", "add")
-
-
 @rule("scatter", "scatter_add", "scatter_reduce")
 def scatter(call: Call) -> Counts:
     """Count 1 for each index where what is there stays part of the result, else nothing.
@@ -146,12 +134,6 @@ def masked_scatter(call: Call) -> Counts:
     return Counts(reads=operand_bytes(call, source=_elements(call["source"], call["self"].numel)))
 
 
-@rule("masked_scatter_backward")
-def masked_scatter_backward(call: Call) -> Counts:
-    """Count no FLOPs: elements that a mask names come first, zeros after them."""
-    return Counts()
-
-
 # -- bags of embeddings ------------------------------------------------------------------------------------------
 
 
@@ -185,12 +167,6 @@ def bag_weights_backward(call: Call) -> Counts:
 
 
 # -- searching ---------------------------------------------------------------------------------------------------
-
-
-@rule("bucketize", "searchsorted")
-def searched(call: Call) -> Counts:
-    """Count 1 for each element that is looked up: steps of the search are up to the data."""
-    return each(call.out.numel, "less")
 
 
 @rule("isin")

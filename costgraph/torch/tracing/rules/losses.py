@@ -102,12 +102,6 @@ def multi_margin(call: Call) -> Counts:
     return together(each(operand.numel, "sub", "add", "relu", REDUCE), each(call["target"].numel, "div"))
 
 
-@rule("multi_margin_loss_backward")
-def multi_margin_backward(call: Call) -> Counts:
-    """Count the margin again, its sign, and the share of each row's target."""
-    return each(call["self"].numel, "sub", "add", "less", "where", "add")
-
-
 @rule("multilabel_margin_loss_forward")
 def multilabel_margin(call: Call) -> Counts:
     """Count max(0, 1 - x[y] + x[i]) and its sum for each pair of a label and a class, of which there may be as many."""

@@ -59,6 +59,11 @@ _COMPOSED: dict[str, tuple[str | Function, ...]] = {
     "floor_divide": ("div", "floor"),
     "frac": ("floor", "sub"),
     "polar": ("cos", "mul", "sin", "mul"),
+    "_add_relu": ("add", "relu"),
+    "_prelu_kernel_backward": ("less", "mul", "where", "mul", "where"),  # before those of the weight are added up
+    "bucketize": ("less",),  # of each that is looked up: steps of the search are up to the data
+    "searchsorted": ("less",),
+    "linalg_cross": ("mul", "mul", "sub"),
 }
 
 #: Functions of one transcendental each, as exp is.
@@ -70,10 +75,26 @@ _TRANSCENDENTAL = (
 )  # fmt: skip
 
 
+#: What is done with each element of an argument that has another shape than the result, or where there is none.
+_OF_ARGUMENT: dict[str, tuple[str, tuple[str | Function, ...]]] = {
+    "_unsafe_masked_index_put_accumulate": ("values", ("where", "add")),
+    "embedding_dense_backward": ("grad_output", ("add",)),  # of each row that was looked up; all is written
+    "equal": ("self", ("eq",)),
+    "glu_backward": ("grad_output", ("sigmoid", "mul", "sub", "mul", "mul")),  # s, g * s and g * s * (1 - s) * a
+    "multi_margin_loss_backward": ("self", ("sub", "add", "less", "where", "add")),  # margin, its sign, the target's
+}
+
+
 def _of(*steps: str | Function) -> Rule:
     return lambda call: each(call.out.numel, *steps)
 
 
+def _of_argument(name: str, steps: tuple[str | Function, ...]) -> Rule:
+    return lambda call: each(call[name].numel, *steps)
+
+
+for _name, _argument in _OF_ARGUMENT.items():
+    rule(_name)(_of_argument(*_argument))
 for _name in _SAME:
     rule(_name)(_of(_name))
 for _name, _steps in _COMPOSED.items():
@@ -91,12 +112,6 @@ def steps_of(name: str) -> tuple[str | Function, ...]:
     return _COMPOSED.get(name, (Function(name.strip("_"), 1, 1),))
 
 
-@rule("_add_relu")
-def add_relu(call: Call) -> Counts:
-    """Count the sum and the maximum."""
-    return each(call.out.numel, "add", "relu")
-
-
 def gelu_steps(approximate: object) -> tuple[str]:
     """Return the function that GELU is with this approximation."""
     return ("gelu_tanh",) if approximate == "tanh" else ("gelu",)
@@ -112,18 +127,6 @@ _POWERS: dict[float, tuple[str, ...]] = {
 def power_steps(exponent: object) -> tuple[str, ...]:
     """Return the functions that a power with this exponent is."""
     return next((steps for number, steps in _POWERS.items() if is_number(exponent, number)), ("pow",))
-
-
-@rule("glu_backward")
-def glu_backward(call: Call) -> Counts:
-    """Count, for each pair: s = sigmoid(b), g * s and g * s * (1 - s) * a."""
-    return each(call["grad_output"].numel, "sigmoid", "mul", "sub", "mul", "mul")
-
-
-@rule("_prelu_kernel_backward")
-def prelu_backward(call: Call) -> Counts:
-    """Count the gradients of the operand, and of the weight before they are added up."""
-    return each(call.out.numel, "less", "mul", "where", "mul", "where")
 
 
 @rule("native_dropout", "_fused_dropout")

@@ -46,12 +46,6 @@ def largest_backward(call: Call) -> Counts:
     return Counts(pointwise=call["grad_output"].numel, reads=operand_bytes(call, self=ZERO))
 
 
-@rule("max_unpool2d", "max_unpool3d")
-def unpool(call: Call) -> Counts:
-    """Count no FLOPs: each element is written where its index says, and zeros elsewhere."""
-    return Counts()
-
-
 # -- windows that divide an axis into as many parts as are asked for ---------------------------------------------
 
 

@@ -81,9 +81,3 @@ def trace(call: Call) -> Counts:
     operand: Spec = call["self"]
     shorter = smaller(*operand.sizes)
     return Counts(pointwise=shorter, reads=(shorter * operand.dtype.bytes,))
-
-
-@rule("equal")
-def equal(call: Call) -> Counts:
-    """Count a comparison for each element."""
-    return each(call["self"].numel, "eq")
