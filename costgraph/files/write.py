@@ -26,6 +26,7 @@ from ..graph.scopes import opened
 from ..graph.tensor import Tensor
 from ..notation.pattern import Pattern
 from ..ops.pointwise import FUNCTIONS, Function
+from ..ops.stated import Backward
 from ..text_file import place_of, read_text, unique, write_file
 from .reader import MALFORMED, Reader, kept, need, node_id, texts
 
@@ -55,6 +56,8 @@ def _encode(value: Any) -> Any:
         return {"domain": [value.causal, _encode(value.window), *map(_encode, value.ranks)]}
     if isinstance(value, Graph):
         return {"graph": _graph_data(value)}
+    if isinstance(value, Backward):
+        return _encode(value._asdict())
     if isinstance(value, tuple | list):
         return {"tuple": [_encode(v) for v in value]}
     if isinstance(value, Mapping):

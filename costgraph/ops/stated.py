@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from ..algebra.polynomial import ZERO, Poly
 from ..algebra.symbols import shown
@@ -37,7 +37,7 @@ from .registry import register
 if TYPE_CHECKING:
     from ..algebra.dominance import Relations
 
-__all__ = ["Opaque", "Stated", "Transfer", "opaque", "transfer"]
+__all__ = ["Backward", "Opaque", "Stated", "Transfer", "opaque", "transfer"]
 
 MatmulFlops = Annotated[Amount, Limit(0, whole=False, words="matmul FLOPs of")]
 _KINDS = ("matmul", "pointwise", "transcendental")
@@ -49,14 +49,38 @@ def _is_output(value: object) -> bool:
     return isinstance(value, tuple) and len(value) == 2 and all_of(is_size)(value[0]) and isinstance(value[1], DType)
 
 
+class Backward(NamedTuple):
+    """What the gradients of an opaque op cost, in one op."""
+
+    matmul: Poly
+    """FLOPs of this kind"""
+    pointwise: Poly
+    transcendental: Poly
+    inputs: tuple[int, ...]
+    """places of the inputs that the backward pass reads"""
+    outputs: tuple[int, ...]
+    """places of the outputs that it reads"""
+    reads: tuple[Poly, ...] | None
+    """bytes, of the gradient of each output, then of each saved tensor; an amount for all of them stands alone"""
+    writes: tuple[Poly, ...] | None
+    """bytes, of the gradient of each input, as above"""
+    workspace: Poly
+    """bytes"""
+
+
 def _is_backward(value: object) -> bool:
-    """Whether it says what the gradients of an opaque op cost."""
-    amounts, places = optional("", all_of(is_amount)).holds, all_of(is_count)
-    rows = {
-        "matmul": is_amount, "pointwise": is_amount, "transcendental": is_amount, "workspace": is_amount,
-        "reads": amounts, "writes": amounts, "inputs": places, "outputs": places,
-    }  # fmt: skip
-    return isinstance(value, Mapping) and value.keys() == rows.keys() and all(rows[k](v) for k, v in value.items())
+    """Whether it is the costs of a backward pass, as a record or as a file has it."""
+    found = value if isinstance(value, Backward) else _read(value) if isinstance(value, Mapping) else None
+    return (
+        found is not None
+        and all(map(is_amount, (found.matmul, found.pointwise, found.transcendental, found.workspace)))
+        and all(amounts is None or all_of(is_amount)(amounts) for amounts in (found.reads, found.writes))
+        and all(map(all_of(is_count), (found.inputs, found.outputs)))
+    )
+
+
+def _read(value: Mapping[str, Any]) -> Backward | None:
+    return Backward(**value) if value.keys() == set(Backward._fields) else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,11 +126,19 @@ class Opaque(Stated):
     restricted = True
     outputs: Annotated[tuple[tuple[Shape, DType], ...], Rule("a tuple of shapes with formats", all_of(_is_output))]
     backward: Annotated[
-        Mapping[str, Any] | None,
+        Backward | None,
         optional("the costs of a backward pass", _is_backward),
         Limit(0, whole=False, words="backward pass of"),
     ] = None
     """What its gradients cost, None where a backward pass through it is an error."""
+
+    def __post_init__(self) -> None:
+        """Take the costs of a backward pass as files and rewriters hand them on: by name, or in order."""
+        stated: Any = self.backward
+        if isinstance(stated, Mapping):
+            object.__setattr__(self, "backward", Backward(**stated))
+        elif stated is not None:
+            object.__setattr__(self, "backward", Backward(*stated))
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
         """Return what is stated."""
@@ -116,8 +148,8 @@ class Opaque(Stated):
         """Hold amounts and places against the tensors."""
         self.need_amounts(len(operands), len(self.outputs))
         if self.backward is not None:
-            for name, count in (("inputs", len(operands)), ("outputs", len(self.outputs))):
-                places = self.backward[name]
+            stated = (self.backward.inputs, len(operands)), (self.backward.outputs, len(self.outputs))
+            for name, (places, count) in zip(("inputs", "outputs"), stated, strict=True):
                 need(all(i < count for i in places), f"backward: {name} {shown(places)} of {count}")
 
 
@@ -238,7 +270,7 @@ def _flops(place: str, flops: object) -> dict[str, Any]:
     return {kind: amount(f"{place}: {kind} FLOPs", kinds.get(kind, ZERO)) for kind in _KINDS}
 
 
-def _backward(place: str, stated: object, inputs: int, outputs: int) -> dict[str, Any]:
+def _backward(place: str, stated: object, inputs: int, outputs: int) -> Backward:
     """Return what is stated of a backward pass; amounts for all tensors stand alone."""
     known = ("flops", "saves", "reads", "writes", "workspace")
     if not isinstance(stated, Mapping) or not {"flops", "saves"} <= set(stated) <= set(known):
@@ -248,19 +280,19 @@ def _backward(place: str, stated: object, inputs: int, outputs: int) -> dict[str
     saves = stated["saves"]
     if not isinstance(saves, Mapping) or not set(saves) <= {"inputs", "outputs"}:
         raise GraphError(f"{place}: saves {saves!r}, expected places by 'inputs' and 'outputs'")
-    kept = {}
+    kept: dict[str, Any] = {}
     for what, count in (("inputs", inputs), ("outputs", outputs)):
         places = kept[what] = tuple(need_list(f"{place}: saves of {what}", saves.get(what, ())))
         if any(isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < count for i in places):
             raise GraphError(f"{place}: saves {what} {places!r}, expected places below {count}")
     read = outputs + sum(map(len, kept.values()))
-    return {
+    return Backward(
         **_flops(place, stated["flops"]),
         **kept,
-        "reads": _in_all_or_each(f"{place}: reads", stated.get("reads"), read),
-        "writes": _in_all_or_each(f"{place}: writes", stated.get("writes"), inputs),
-        "workspace": amount(f"{place}: workspace", stated.get("workspace", 0)),
-    }
+        reads=_in_all_or_each(f"{place}: reads", stated.get("reads"), read),
+        writes=_in_all_or_each(f"{place}: writes", stated.get("writes"), inputs),
+        workspace=amount(f"{place}: workspace", stated.get("workspace", 0)),
+    )
 
 
 def _in_all_or_each(place: str, stated: object, expected: int) -> tuple[Poly, ...] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from ..algebra.polynomial import Poly
 from ..algebra.symbols import shown
@@ -29,8 +29,17 @@ ADD_SCALED_PRODUCT = Function("add_scaled_product", 4, 3, formula="a + t * b * c
 ADD_SCALED_QUOTIENT = Function("add_scaled_quotient", 4, 3, formula="a + t * b / c")
 NON_FINITE = Function("non_finite", 1, 1, formula="1 where x is infinite or no number, else 0")
 
-#: An elementwise function, its numbers with None where a register is read, those registers, and the one it writes.
-Step = tuple[Function, tuple[int | float | Poly | None, ...], tuple[int, ...], int]
+
+class Step(NamedTuple):
+    """An elementwise function of registers and numbers."""
+
+    function: Function
+    scalars: tuple[int | float | Poly | None, ...]
+    """its operands that are numbers, None where a register is read"""
+    places: tuple[int, ...]
+    """those registers"""
+    target: int
+    """the register that it writes"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +96,11 @@ class FusedUpdate(OpKind):
     reads, writes = rules.whole, rules.all_results
     placed = splits.same_shape
 
+    def __post_init__(self) -> None:
+        """Take steps as files and rewriters hand them on; what is none is refused where operands are known."""
+        steps = (Step(*s) if isinstance(s, tuple) and len(s) == len(Step._fields) else s for s in self.steps)
+        object.__setattr__(self, "steps", tuple(steps))
+
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
         """Return the tensors that change."""
         self._need_description(operands)
@@ -98,7 +112,7 @@ class FusedUpdate(OpKind):
 
     def flops(self, op: Op) -> Flops:
         """Count what the functions of the steps do for each element."""
-        return rules.applied(rules.points(op.operands[0]), *(step[0] for step in self.steps))
+        return rules.applied(rules.points(op.operands[0]), *(step.function for step in self.steps))
 
     def overwrites(self) -> tuple[int, ...]:
         """Return the places that change."""
@@ -115,14 +129,14 @@ class FusedUpdate(OpKind):
         for step in self.steps:
             if not _is_step(step, registers):
                 raise GraphError(f"fused update: step {shown(step)}, expected a function of registers and numbers")
-            registers += step[3] == registers
-        written = {step[3] for step in self.steps if step[3] < self.updated}
+            registers += step.target == registers
+        written = {step.target for step in self.steps if step.target < self.updated}
         if list(self.changed) != sorted(written):
             raise GraphError(f"fused update: {shown(self.changed)} change in place, expected {sorted(written)}")
 
 
 def _is_step(step: object, registers: int) -> bool:
-    if not isinstance(step, tuple) or len(step) != 4 or not isinstance(step[0], Function):
+    if not isinstance(step, Step) or not isinstance(step.function, Function):
         return False
     record, scalars, places, target = step
     if not isinstance(scalars, tuple) or not isinstance(places, tuple):

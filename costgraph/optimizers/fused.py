@@ -60,6 +60,6 @@ def _steps(update: Update, group: Column) -> tuple[tuple[Step, ...], tuple[int, 
         target = places[0] if op.kind.overwrites() else free
         free += target == free
         registers[op.results[0]] = target
-        steps.append((op.kind.function, op.kind.scalars or (None,) * len(places), places, target))
-    written = {step[3] for step in steps}
+        steps.append(Step(op.kind.function, op.kind.scalars or (None,) * len(places), places, target))
+    written = {step.target for step in steps}
     return tuple(steps), tuple(i for i in range(len(given)) if i in written)

@@ -45,16 +45,19 @@ def _opaque(pull: Pull[Opaque]) -> Sequence[Tensor | None]:
     op, stated = pull.op, pull.kind.backward
     if stated is None:
         raise UnsupportedError(f"backward of {op.name!r}: nothing is stated of it, expected backward= of opaque")
-    kept = [op.operands[i] for i in stated["inputs"]] + [op.results[i] for i in stated["outputs"]]
+    kept = [op.operands[i] for i in stated.inputs] + [op.results[i] for i in stated.outputs]
     grads = [i for i, g in enumerate(pull.grads) if g is not None]
     operands = [g for g in pull.grads if g is not None] + [pull.saved(t) for t in kept]
     wanted = [i for i, needed in enumerate(pull.needs) if needed]
     count = len(pull.grads)
     kind = Opaque(
-        **{k: stated[k] for k in ("matmul", "pointwise", "transcendental", "workspace")},
+        matmul=stated.matmul,
+        pointwise=stated.pointwise,
+        transcendental=stated.transcendental,
+        workspace=stated.workspace,
         outputs=tuple((op.operands[i].sizes, op.operands[i].dtype) for i in wanted),
-        bytes_read=_chosen(stated["reads"], [*grads, *range(count, count + len(kept))], len(operands)),
-        bytes_written=_chosen(stated["writes"], wanted, len(wanted)),
+        bytes_read=_chosen(stated.reads, [*grads, *range(count, count + len(kept))], len(operands)),
+        bytes_written=_chosen(stated.writes, wanted, len(wanted)),
     )
     made = dict(zip(wanted, apply(kind, operands, f"{op.name.rpartition('/')[2]}_backward"), strict=True))
     return [made.get(i) for i in range(len(op.operands))]
