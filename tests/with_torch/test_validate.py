@@ -10,12 +10,12 @@ import pytest
 pytest.importorskip("torch.utils.flop_counter")
 
 import torch
+from validation_causes import CAUSES, causes
 
 import costgraph as cg
 from costgraph.cli import app as cli
 from costgraph.errors import FormatError, GraphError, SpecError, UnsupportedError
 from costgraph.torch.validating import SCHEMA, SUBJECTS, Case, Validation, suite, validate
-from costgraph.torch.validating.causes import CAUSES, causes
 from costgraph.torch.validating.judging import FOLLOWS, OUTCOMES, Attained, agrees, outcome
 from costgraph.torch.validating.run import declared, predicted, traced
 from costgraph.torch.validating.subjects import check

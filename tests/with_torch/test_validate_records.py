@@ -8,10 +8,10 @@ from budget import in_part
 pytest.importorskip("torch.utils.flop_counter")
 
 import torch
+from validation_causes import causes
 from validation_page import PAGE, page, records
 
 from costgraph.torch.validating import SUBJECTS
-from costgraph.torch.validating.causes import causes
 from costgraph.torch.validating.judging import outcome
 from costgraph.torch.validating.run import declared, modelled, predicted, traced
 

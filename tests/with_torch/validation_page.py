@@ -7,9 +7,10 @@ writes it anew.
 
 from pathlib import Path
 
+from validation_causes import CAUSES, causes
+
 from costgraph.torch.measuring.environment import counted
 from costgraph.torch.validating import SCHEMA, Validation
-from costgraph.torch.validating.causes import CAUSES, causes
 from costgraph.torch.validating.judging import FOLLOWS
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .case import Case
+from costgraph.torch.validating.case import Case
 
 __all__ = ["CAUSES", "causes"]
 
@@ -36,13 +36,6 @@ def causes(case: Case, device: str, which: str = "declared") -> list[str]:
         cpu or cuda.
     which : str
         declared or traced: of the latter, workspace alone is no part.
-
-    Examples
-    --------
-    >>> causes(Case("convolution 3x3", {"B": 1}), "cpu", "traced")
-    ['workspace']
-    >>> causes(Case("gpt", {"B": 1}, mode="forward", attention="eager"), "cuda")
-    ['variables', 'mask']
     """
     plain = case.program == "module"
     found = {
