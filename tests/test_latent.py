@@ -55,6 +55,18 @@ def test_latent_attention_keeps_the_laws(absorbed, kernel):
     testing.check(latent(kernel, absorbed=absorbed, query_latent=2), B=2, S=3, D=2, H=2)
 
 
+def test_copied_values_let_go_of_what_keys_were_copied_from():
+    def kept(**options):
+        g = latent(**options)
+        with g:
+            g.output(cg.reduce(g.outputs.pop(), "b s d -> ", "mean"))
+        return sum(cg.saved_bytes(cg.backward(g)).values())
+
+    # of nope + value elements of a head that one product makes, value are left, of 2 bytes
+    assert (kept() - kept(contiguous=True) - 2 * B * S * H * SIZES["nope"]).expand() == 0
+    testing.check(latent(contiguous=True), B=2, S=5, D=3, H=2)
+
+
 @pytest.mark.parametrize("absorbed", [False, True])
 def test_gradients_of_latent_attention(absorbed):
     g = latent("eager", absorbed=absorbed)

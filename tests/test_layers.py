@@ -1,8 +1,10 @@
 """Layers in a pattern, and what self-attention, rotary positions and gated layers can be made of."""
 
+import numpy as np
 import pytest
 
 import costgraph as cg
+from costgraph import testing
 
 B, S, D, F, H, G, K, L, R = cg.dims("B S D F H G K L R")
 
@@ -163,6 +165,27 @@ def test_rotary_tables_have_two_axes():
         x = g.input("x", (B, S, K))
         with pytest.raises(cg.ShapeError, match=r"expected two axes \(positions, half of what is rotated\)"):
             cg.nn.rotary(x, x, x)
+
+
+# -- gated layers ------------------------------------------------------------------------------------------------------
+
+
+def gated(**options):
+    with cg.Graph("g") as g:
+        x = g.input("x", (S, D), grad=True)
+        y = cg.repeat(2, lambda x: x + cg.nn.gated_mlp(x, F, **options), x, name="layers")
+        g.output(cg.reduce(y * y, "s d -> ", "mean"))
+    return cg.backward(g)
+
+
+def test_a_gate_in_one_kernel_keeps_what_goes_into_it_alone():
+    apart, fused, packed = gated(), gated(fused=True), gated(fused=True, packed=True)
+    one, other = (testing.run(g, S=3, D=5, F=7) for g in (apart, fused))
+    for name, found in one.gradients.items():
+        np.testing.assert_allclose(other.gradients[name], found, rtol=1e-12, err_msg=name)
+    # x; gate, up and their product, of F elements each; by default silu(gate) as well
+    assert cg.saved_bytes(apart)["layers"] == 4 * S * D + 16 * S * F
+    assert cg.saved_bytes(fused)["layers"] == cg.saved_bytes(packed)["layers"] == 4 * S * D + 12 * S * F
 
 
 # -- packed layers -----------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from fractions import Fraction
 from itertools import combinations, product
 from math import ceil
 
+import numpy as np
 import pytest
 
 import costgraph as cg
@@ -177,6 +178,29 @@ def test_gradients_of_experts_are_written_whole():
     assert sorted(written) == [8 * 5 * 7, 8 * 2 * 5 * 7]
 
 
+def stacked(**options):
+    """Two layers that add what a mixture makes, and their gradients."""
+    with cg.Graph("g") as g:
+        x = g.input("x", (T, D), grad=True)
+        y = cg.repeat(2, lambda x: x + cg.nn.moe(x, 4, k, F, **options), x, name="layers")
+        g.output(cg.reduce(y * y, "t d -> ", "mean"))
+    return cg.backward(g)
+
+
+@pytest.mark.parametrize("options", [{}, {"gated": False}, {"routing": "capacity", "capacity": 0.75}])
+def test_weights_inside_the_experts_leave_the_same_numbers_and_keep_less(options):
+    outside, inside = stacked(**options), stacked(weigh="inside", **options)
+    one, other = (testing.run(g, T=5, D=3, F=7, k=2) for g in (outside, inside))
+    assert other.gradients.keys() == one.gradients.keys()
+    for name, found in one.gradients.items():
+        np.testing.assert_allclose(other.gradients[name], found, rtol=1e-12, err_msg=name)
+    assert one.matmul == other.matmul
+    if not options:
+        # k rows of each token: what experts make, of D elements, and silu of the gate, of F, in fp32
+        spared = cg.saved_bytes(outside)["layers"] - cg.saved_bytes(inside)["layers"]
+        assert (spared - 4 * k * T * (D + F)).expand() == 0
+
+
 # -- inference -------------------------------------------------------------------------------------------------------
 
 
@@ -217,6 +241,7 @@ OPTIONS = {
     "groups": {"groups": 2, "kept_groups": 1},
     "corrected": {"score": "sigmoid", "correction": True, "groups": 2, "kept_groups": 1, "normalize": True},
     "fp32": {"fp32": True, "scale": 2.5},
+    "inside": {"weigh": "inside", "normalize": True},
 }
 
 
@@ -264,6 +289,8 @@ def test_gradients_of_experts_are_the_same_from_a_file(tmp_path):
         ({"groups": 8, "kept_groups": 1, "correction": True}, "expected as many of at least 2 in each"),
         ({"score": "chosen", "normalize": True}, "expected none of them"),
         ({"scale": "1"}, "scale '1', expected a number"),
+        ({"weigh": "rows"}, "weigh 'rows', expected one of results, inside"),
+        ({"weigh": "inside", "bias": True}, "weigh='inside' with bias=True, expected one of them"),
         ({"gated": 1}, "gated is 1, expected True or False"),
         ({"activation": "silu"}, "activation is 'silu', expected a function"),
     ],

@@ -5,6 +5,7 @@ import sympy
 
 import costgraph as cg
 from costgraph import models, testing
+from costgraph.graph.sizes import known_names
 
 B, S, DP, TP, M = cg.dims("B S DP TP M")
 SMALL = {"B": 2, "S": 4, "D": 8, "H": 4, "G": 2, "K": 2, "F": 8, "L": 2, "V": 8}
@@ -41,6 +42,25 @@ def test_numbers_are_those_of_one_device(options, zero):
 def test_so_are_those_of_other_models_and_axes(name, degrees, sizes):
     whole = step(name)
     testing.check_sharded(whole, megatron(whole, **degrees, zero=1), **{**SMALL, **sizes})
+
+
+@pytest.mark.parametrize(("name", "degrees", "sizes"), [
+    ("llama-2-13b", {"dp": 2, "tp": 2, "sequence": True}, {}),
+    pytest.param("mixtral-8x22b", {"dp": 2, "ep": 2}, {"Fe": 6, "E": 4, "k": 2, "B": 4}, marks=pytest.mark.long),
+    pytest.param(  # all experts are chosen, which is balanced
+        "deepseek-v3", {"ep": 2, "tp": 2},
+        {"Fe": 6, "E": 4, "k": 4, "Eg": 2, "kg": 2, "Es": 1, "Ld": 1, "C": 4, "Cq": 4, "Kn": 2, "Kr": 2, "Kv": 2},
+        marks=pytest.mark.long,
+    ),
+])  # fmt: skip
+def test_layers_as_megatron_runs_them_leave_the_same_numbers_on_ranks(name, degrees, sizes):
+    model = models.load(name, symbolic=True, system="megatron")
+    as_published = models.load(name, symbolic=True)
+    for ask in (cg.param_count, cg.matmul_flops):
+        assert sympy.expand(ask(model) - ask(as_published)) == 0
+    whole = cg.training_step(model, optimizer=cg.AdamW(implementation="fused"), precision="megatron-bf16", accumulate=2)
+    sizes = {n: size for n, size in {**SMALL, **sizes}.items() if n in known_names(whole)}
+    testing.check_sharded(whole, megatron(whole, **degrees, zero=1), **sizes)
 
 
 def params(rank, name):

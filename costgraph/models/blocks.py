@@ -10,13 +10,16 @@ import costgraph as cg
 
 from .composed import KERNELS, Kernels
 
-__all__ = ["Norm", "Part", "Tables", "added", "attending", "block", "dropped", "encoding", "gated", "mixed"]
+__all__ = ["Norm", "Part", "System", "Tables", "added", "attending", "block", "dropped", "encoding", "gated", "mixed"]
 
 #: What a layer is made of, from (b, s, d) to the same.
 Part = Callable[[cg.Tensor], cg.Tensor]
 
 #: Cosines and sines.
 Tables = tuple[cg.Tensor, cg.Tensor]
+
+#: Whose code runs a layer, where that makes a difference: a module's, or that of Megatron-LM (core_r0.14.0, 23e00ed).
+System = Literal["torch", "megatron"]
 
 
 class Norm(Protocol):
@@ -94,12 +97,21 @@ def encoding(kernel: str, p: float, heads: object, size: object, **facts: Any) -
     return partial(cg.nn.self_attention, heads=heads, size=size, kernel=kernel, p=p, **facts)
 
 
-def gated(activation: str, **facts: Any) -> Part:
-    """Return a feed-forward layer of F elements with a gate."""
-    return partial(cg.nn.gated_mlp, f=cg.dims("F"), activation=partial(cg.ops.pointwise, activation), **facts)
+def gated(activation: str, *, f: object = None, system: System = "torch", **facts: Any) -> Part:
+    """Return a feed-forward layer of F elements with a gate.
+
+    Megatron-LM has one parameter for gate and up, and one kernel behind it.
+    """
+    facts |= {"packed": True, "fused": True} if system == "megatron" else {}
+    width = cg.dims("F") if f is None else f
+    return partial(cg.nn.gated_mlp, f=width, activation=partial(cg.ops.pointwise, activation), **facts)
 
 
-def mixed(routing: str, capacity: float | None, **facts: Any) -> Part:
-    """Return E experts of Fe elements, of which a token meets k."""
+def mixed(routing: str, capacity: float | None, *, system: System = "torch", **facts: Any) -> Part:
+    """Return E experts of Fe elements, of which a token meets k.
+
+    Megatron-LM multiplies by weights inside the experts, and routes by a product in the format of the layer.
+    """
     E, k, Fe = cg.dims("E k Fe")
+    facts |= {"weigh": "inside", "fp32": False} if system == "megatron" else {}
     return partial(cg.nn.moe, experts=E, chosen=k, f=Fe, routing=routing, capacity=capacity, **facts)

@@ -13,7 +13,7 @@ from typing import Any
 
 import costgraph as cg
 
-from .blocks import Tables, block, gated, mixed
+from .blocks import System, Tables, block, gated, mixed
 from .config import Config
 from .decoder import decoder
 from .family import Family, Preset
@@ -36,27 +36,31 @@ def deepseek(
     scale: float = 1.0,
     bias: bool = False,
     tied: bool = False,
+    system: System = "torch",
 ) -> cg.Graph:
     """Declare DeepSeek: tokens (B, S) to logits (B, S, V).
 
     `absorbed` lets heads attend to the latent vectors themselves; `limited` lets tokens choose experts within kg of Eg
-    groups; `sigmoid` is the router of V3, with a buffer for balance.
+    groups; `sigmoid` is the router of V3, with a buffer for balance; `system` is whose code runs the layers.
     """
     H, L, C, Cq, Kn, Kr, Kv = cg.dims("H L C Cq Kn Kr Kv")
     Fe, Es, Eg, kg, Ld = cg.dims("Fe Es Eg kg Ld")
     options: dict[str, Any] = {"score": "sigmoid" if sigmoid else "softmax", "correction": sigmoid, "fp32": True}
     options |= {"groups": Eg, "kept_groups": kg} if limited else {}
-    experts = mixed(routing, capacity, normalize=normalize, scale=scale, **options)
+    experts = mixed(routing, capacity, normalize=normalize, scale=scale, system=system, **options)
+    for_all = gated("silu", f=Es * Fe, system=system, name="shared")
 
     def channels(y: cg.Tensor) -> cg.Tensor:
-        return experts(y) + cg.nn.gated_mlp(y, Es * Fe, name="shared")
+        return experts(y) + for_all(y)
 
     def stack(x: cg.Tensor, rope: Tables) -> cg.Tensor:
         mixer = partial(
             cg.nn.latent_attention, heads=H, latent=C, nope=Kn, rotated=Kr, value=Kv, rope=rope,
             query_latent=Cq if query_latent else None, absorbed=absorbed, kernel=attention, bias=bias, p=dropout,
+            contiguous=system == "megatron",
         )  # fmt: skip
-        x = cg.repeat(Ld, block(attention=mixer, mlp=gated("silu")), x, name="dense_layers") if dense else x
+        feed = gated("silu", system=system)
+        x = cg.repeat(Ld, block(attention=mixer, mlp=feed), x, name="dense_layers") if dense else x
         return cg.repeat(L - Ld if dense else L, block(attention=mixer, moe=channels), x, name="layers")
 
     return decoder(name, dtype, stack, rope=Kr, tied=tied, assume=())

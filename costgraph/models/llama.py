@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import costgraph as cg
 
-from .blocks import block, gated
+from .blocks import System, block, gated
 from .composed import KERNELS, Composed
 from .config import Config
 from .decoder import decoder
@@ -28,10 +28,12 @@ def llama(
     tied: bool = False,
     activation: str = "silu",
     shared: bool = True,
+    system: System = "torch",
 ) -> cg.Graph:
     """Declare Llama: tokens (B, S) to logits (B, S, V); dropout falls on attention probabilities alone.
 
-    `shared`: there are fewer heads of keys than of queries, so that eager code (`composed`) repeats them.
+    `shared`: there are fewer heads of keys than of queries, so that eager code (`composed`) repeats them; `system` is
+    whose code runs the layers.
     """
     S, H, G, K, L = cg.dims("S H G K L")
     run = Composed(dtype, softmax="fp32", renamed=False) if composed else KERNELS
@@ -47,7 +49,8 @@ def llama(
         def attend(x: cg.Tensor) -> cg.Tensor:
             return run.self_attention(x, H, K, groups=groups, rope=rope, kernel=attention, bias=bias, p=dropout)
 
-        layer = block(attention=attend, mlp=gated(activation, bias=mlp_bias), norm=run.rms_norm, run=run)
+        feed = gated(activation, bias=mlp_bias, system=system)
+        layer = block(attention=attend, mlp=feed, norm=run.rms_norm, run=run)
         return cg.repeat(L, layer, x, name="layers")
 
     return decoder(name, dtype, stack, norm=run.rms_norm, tied=tied, assume=(assume,) if fewer else (), run=run)

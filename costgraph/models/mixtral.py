@@ -10,7 +10,7 @@ from functools import partial
 
 import costgraph as cg
 
-from .blocks import Tables, attending, block, mixed
+from .blocks import System, Tables, attending, block, mixed
 from .config import Config
 from .decoder import decoder
 from .family import Family, Preset
@@ -27,13 +27,18 @@ def mixtral(
     window: bool = False,
     tied: bool = False,
     activation: str = "silu",
+    system: System = "torch",
 ) -> cg.Graph:
-    """Declare Mixtral: tokens (B, S) to logits (B, S, V); of E experts of width Fe a token meets k."""
+    """Declare Mixtral: tokens (B, S) to logits (B, S, V); of E experts of width Fe a token meets k.
+
+    `system` is whose code runs the layers.
+    """
     K, L, W = cg.dims("K L W")
 
     def stack(x: cg.Tensor, rope: Tables) -> cg.Tensor:
         mixer = attending(attention, dropout, rope, window=W if window else None)
-        channels = mixed(routing, capacity, activation=partial(cg.ops.pointwise, activation), normalize=True)
+        act = partial(cg.ops.pointwise, activation)
+        channels = mixed(routing, capacity, activation=act, normalize=True, system=system)
         return cg.repeat(L, block(attention=mixer, moe=channels), x, name="layers")
 
     return decoder(name, dtype, stack, rope=K, tied=tied)

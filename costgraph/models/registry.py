@@ -120,8 +120,9 @@ def load(
         and tensors that its Python variables name live as long. By default they are one kernel, and a tensor dies
         after the last op that reads it. Stated for GPT-2, Llama and the mlp.
     **structure : object
-        What else of the family can be chosen, such as `routing="expected"` of a mixture of experts or
-        `absorbed=True` of latent attention; by default as published.
+        What else of the family can be chosen, such as `routing="expected"` of a mixture of experts,
+        `absorbed=True` of latent attention or `system="megatron"`, layers as Megatron-LM runs them; by default as
+        published.
 
     Returns
     -------

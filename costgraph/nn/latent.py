@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from ..algebra.polynomial import Poly
 from ..errors import ShapeError
 from ..graph.arguments import need_flag, need_tensor, positive
@@ -10,7 +12,7 @@ from ..graph.scopes import module, scope
 from ..graph.tensor import Tensor
 from ..ops.cached import cache
 from ..ops.einsum import einsum
-from ..ops.layout import concat, expand, rearrange, split
+from ..ops.layout import concat, contiguous_copy, expand, rearrange, split
 from .attention import attention, merged
 from .linear import linear
 from .norms import rms_norm
@@ -35,6 +37,7 @@ def latent_attention(
     bias: bool = False,
     p: float = 0,
     cached: bool = True,
+    contiguous: bool = False,
     name: str = "attention",
 ) -> Tensor:
     """Attend within a sequence by keys and values that come from one latent vector a position (MLA).
@@ -69,6 +72,10 @@ def latent_attention(
         As in `self_attention`.
     cached : bool
         Mark what inference keeps (`cache`): two tensors, or with `absorbed` one that holds both side by side.
+    contiguous : bool
+        Copy values that are made, so that the product whose other part is in the keys is not kept whole, as
+        `MultiLatentAttention` of Megatron-LM (megatron/core/transformer/multi_latent_attention.py). By default they
+        are a view of it.
     name : str
         As in `self_attention`.
 
@@ -104,7 +111,7 @@ def latent_attention(
     """
     place = f"attention {name!r}"
     need_tensor(place, x)
-    need_flag(place, absorbed=absorbed, bias=bias, cached=cached)
+    need_flag(place, absorbed=absorbed, bias=bias, cached=cached, contiguous=contiguous)
     if x.ndim != 3:
         raise ShapeError(f"{place}: {x!r}, expected three axes (batch, positions, width)")
     own, turned, held, values = (
@@ -118,7 +125,7 @@ def latent_attention(
     with scope(name):
         q_turned = rotary(q_turned, *rope)
         shared = rotary(rearrange(shared, "b s k -> b 1 s k"), *rope)
-    attend = _absorbed if absorbed else _made
+    attend = _absorbed if absorbed else partial(_made, contiguous=contiguous)
     y = attend(q_own, q_turned, vector, shared, values, cached=cached, causal=causal, kernel=kernel, p=p, name=name)
     return merged(y, x.sizes[2], bias=bias, name=name)
 
@@ -135,7 +142,7 @@ def _queries(x: Tensor, heads: object, size: Poly, rank: object, *, bias: bool, 
 
 def _made(
     q_own: Tensor, q_turned: Tensor, vector: Tensor, shared: Tensor, values: Poly, *, cached: bool, causal: bool,
-    kernel: str, p: float, name: str,
+    kernel: str, p: float, name: str, contiguous: bool,
 ) -> Tensor:  # fmt: skip
     """Attend with keys and values of all heads, made from what is cached."""
     heads, own = q_own.sizes[1], q_own.sizes[3]
@@ -146,6 +153,7 @@ def _made(
     both = linear(vector, "b t l -> b t h e", h=heads, e=own + values, name=f"{name}/kv_b")
     with scope(name):
         k, v = split(rearrange(both, "b t h e -> b h t e"), (own, values), -1)
+        v = contiguous_copy(v, name="values") if contiguous else v
         k = concat([k, expand(shared, "b 1 t k -> b h t k", h=heads)], -1, name="keys")
         q = concat([q_own, q_turned], -1, name="queries")
     return attention(q, k, v, causal=causal, kernel=kernel, p=p, name=name)

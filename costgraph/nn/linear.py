@@ -149,6 +149,7 @@ def gated_mlp(
     activation: Callable[[Tensor], Tensor] = silu,
     bias: bool = False,
     packed: bool = False,
+    fused: bool = False,
     name: str = "mlp",
 ) -> Tensor:
     """Gated linear unit (Shazeer 2020): down(activation(gate(x)) * up(x)).
@@ -165,6 +166,10 @@ def gated_mlp(
         Biases of all layers.
     packed : bool
         One linear layer makes gate and up, of which both are views.
+    fused : bool
+        activation(gate) * up is one kernel, whose backward pass makes what is between anew: gate and up alone are kept
+        for it, as by `SwiGLUFunction` of Megatron-LM (megatron/core/fusions/fused_bias_swiglu.py). By default
+        activation(gate) is kept as well.
     name : str
         Scope of the layers.
 
@@ -189,14 +194,18 @@ def gated_mlp(
     """
     need_tensor("gated_mlp", x)
     need_call("gated_mlp: activation", activation)
-    need_flag("gated_mlp", packed=packed)
+    need_flag("gated_mlp", packed=packed, fused=fused)
     with module(current_graph(x.graph), name):
         if packed:
             size = positive("gated_mlp: f", f)
             both = linear(x, "... d -> ... f", f=2 * size, bias=bias, name="gate_up")
             gate, up = split(both, (size, size), -1)
-            gate = activation(gate)
         else:
-            gate = activation(linear(x, "... d -> ... f", f=f, bias=bias, name="gate"))
+            gate = linear(x, "... d -> ... f", f=f, bias=bias, name="gate")
+            gate = gate if fused else activation(gate)
             up = linear(x, "... d -> ... f", f=f, bias=bias, name="up")
-        return linear(gate * up, "... f -> ... d", d=x.sizes[-1], bias=bias, name="down")
+        if fused:
+            made = one_kernel("gated", lambda gate, up: activation(gate) * up, gate, up)
+        else:
+            made = (activation(gate) if packed else gate) * up
+        return linear(made, "... f -> ... d", d=x.sizes[-1], bias=bias, name="down")

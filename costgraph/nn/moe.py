@@ -16,8 +16,9 @@ from ..graph.arguments import need_call, need_choice, need_flag, need_tensor, po
 from ..graph.graph import current_graph
 from ..graph.scopes import module
 from ..graph.tensor import Tensor
+from ..ops.fill import fill
 from ..ops.grouped import ROUTINGS, dispatch, grouped, top_k
-from ..ops.index import gather, take_along
+from ..ops.index import gather, scatter, take_along
 from ..ops.layout import rearrange, reshape, split
 from ..ops.pointwise import cast, pointwise
 from ..ops.reduce import reduce
@@ -30,6 +31,8 @@ __all__ = ["experts", "moe", "router"]
 
 #: How the weights of the experts of a token come from its scores.
 SCORES = ("softmax", "sigmoid", "chosen")
+#: What is multiplied by them.
+WEIGHED = ("results", "inside")
 
 
 def router(
@@ -185,6 +188,7 @@ def experts(
     gate: Callable[[Tensor, Tensor], Tensor] | None = None,
     gated: bool = True,
     bias: bool = False,
+    weigh: str = "results",
     name: str = "experts",
 ) -> Tensor:
     """Send each token to the experts that it chose, and add up what they make of it.
@@ -216,6 +220,11 @@ def experts(
         Whether there is a gate; both projections up are one parameter (E, d, 2*f), "gate_up".
     bias : bool
         Add parameters (E, 2*f) and (E, d) to the products.
+    weigh : str
+        What is multiplied by the weights of a token. results: what experts make, which is kept for the gradient of the
+        weights. inside: what goes into the last product, in one kernel with the activation, which makes what it needs
+        anew in the backward pass: `weighted_bias_swiglu_impl` of Megatron-LM
+        (megatron/core/fusions/fused_bias_swiglu.py), where each weight goes with its row.
     name : str
         Scope.
 
@@ -234,6 +243,9 @@ def experts(
     _check(place, x, weights, ids, routing, capacity)
     need_call(f"{place}: activation", activation)
     need_flag(place, gated=gated, bias=bias)
+    need_choice(f"{place}: weigh", weigh, WEIGHED)
+    if bias and weigh == "inside":
+        raise GraphError(f"{place}: weigh='inside' with bias=True, expected one of them: a bias is weighed as well")
     graph = current_graph(x.graph)
     d, width, chosen = x.sizes[-1], positive(f"{place}: f", f), ids.sizes[-1]
     with module(graph, name):
@@ -249,11 +261,19 @@ def experts(
             return made + gather(graph.param(f"{what}_bias", (total, after)), sent.owners, name=f"{what}_bias_rows")
 
         h = project(rows, 2 * width, "gate_up") if gated else project(rows, width, "up")
-        h = _joined(h, width, activation, gate) if gated else activation(h)
-        y = project(h, d, "down")
         if sent.dropped is not None:
             weights = pointwise("masked_fill", weights, sent.dropped)
-        return _combined(y, sent.places, weights, x)
+        parts = split(h, (width, width), -1) if gated else (h,)
+        join = _join(activation, gate) if gated else activation
+        if weigh == "results":
+            return _combined(project(join(*parts), d, "down"), sent.places, weights, x)
+        of_rows = scatter(fill(sent.tokens.sizes, 0, weights.dtype), sent.places, weights, name="weights")
+
+        def weighed(of_rows: Tensor, *parts: Tensor) -> Tensor:
+            return cast(join(*parts) * rearrange(of_rows, "r -> r 1"), x.dtype)
+
+        y = project(one_kernel("weighed", weighed, of_rows, *parts), d, "down")
+        return _combined(y, sent.places, None, x, sent.dropped)
 
 
 def _check(place: str, x: Tensor, weights: Tensor, ids: Tensor, routing: str, capacity: object) -> None:
@@ -275,21 +295,23 @@ def _flat(x: Tensor) -> Tensor:
     return rearrange(x, f"{names} d -> ({names}) d", name="tokens") if names else reshape(x, (1, x.sizes[-1]))
 
 
-def _joined(
-    h: Tensor, width: Poly, activation: Callable[[Tensor], Tensor], gate: Callable[[Tensor, Tensor], Tensor] | None
-) -> Tensor:
-    first, up = split(h, (width, width), -1)
-    return activation(first) * up if gate is None else gate(first, up)
+def _join(
+    activation: Callable[[Tensor], Tensor], gate: Callable[[Tensor, Tensor], Tensor] | None
+) -> Callable[..., Tensor]:
+    return gate or (lambda first, up: activation(first) * up)
 
 
-def _combined(rows: Tensor, places: Tensor, weights: Tensor, x: Tensor) -> Tensor:
-    """Gather the rows of each token and add them up by their weights, in one kernel."""
+def _combined(rows: Tensor, places: Tensor, weights: Tensor | None, x: Tensor, dropped: Tensor | None = None) -> Tensor:
+    """Gather the rows of each token and add them up, by weights or but for those that are dropped, in one kernel."""
+    by = dropped if weights is None else weights
 
-    def body(rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
-        weighted = gather(rows, places) * rearrange(weights, "... k -> ... k 1")
-        return cast(reduce(weighted, "... k d -> ... d", "sum"), x.dtype)
+    def body(rows: Tensor, places: Tensor, *by: Tensor) -> Tensor:
+        found = gather(rows, places)
+        for each in (rearrange(t, "... k -> ... k 1") for t in by):
+            found = pointwise("masked_fill", found, each) if weights is None else found * each
+        return cast(reduce(found, "... k d -> ... d", "sum"), x.dtype)
 
-    return one_kernel("combine", body, rows, places, weights)
+    return one_kernel("combine", body, rows, places, *(() if by is None else (by,)))
 
 
 def moe(
@@ -304,6 +326,7 @@ def moe(
     gate: Callable[[Tensor, Tensor], Tensor] | None = None,
     gated: bool = True,
     bias: bool = False,
+    weigh: str = "results",
     name: str = "moe",
     **options: Any,
 ) -> Tensor:
@@ -315,7 +338,7 @@ def moe(
         Shape (..., d).
     experts, chosen, f : sympy.Expr or int
         How many experts there are, how many of them a token chooses, and how wide each is.
-    routing, capacity, activation, gate, gated, bias : object
+    routing, capacity, activation, gate, gated, bias, weigh : object
         As in `experts`; `bias` is that of the experts.
     name : str
         Scope.
@@ -354,7 +377,7 @@ def moe(
         weights, ids = router(x, experts, chosen, **options)
         return _experts(
             x, weights, ids, experts, f, routing=routing, capacity=capacity, activation=activation, gate=gate,
-            gated=gated, bias=bias,
+            gated=gated, bias=bias, weigh=weigh,
         )  # fmt: skip
 
 

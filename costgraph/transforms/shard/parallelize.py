@@ -52,6 +52,7 @@ TENSOR: Mapping[str, str] = {
     "mlp/ffw1/weight": "d (f tp)",
     "mlp/ffw1/bias": "(f tp)",
     "mlp/ffw2/weight": "(f tp) d",
+    "shared/gate_up/weight": "d (2 f tp)",
     "shared/gate/weight": "d (f tp)",
     "shared/up/weight": "d (f tp)",
     "shared/down/weight": "(f tp) d",
