@@ -35,11 +35,6 @@ def prune(
     largest : bool
         Keep what a maximum needs, or, if False, what a minimum needs.
 
-    Returns
-    -------
-    list of (Poly, label)
-        In the order of the candidates.
-
     Notes
     -----
     Generators are written as their lower bounds plus something that is not negative: a candidate goes if the

@@ -183,11 +183,6 @@ def read_size(text: str, place: str) -> int:
     place : str
         Where the text stood, for the error message.
 
-    Returns
-    -------
-    int
-        The size, a positive whole number.
-
     Raises
     ------
     BindingError

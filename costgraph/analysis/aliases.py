@@ -38,11 +38,6 @@ def aliased(aliases: Aliases) -> Iterator[None]:
 def situations(loop: Loop) -> list[tuple[Aliases, Poly]]:
     """Return which inputs of a Repeat's body are one tensor, and in how many iterations they are.
 
-    Parameters
-    ----------
-    loop : Loop
-        What is repeated.
-
     Returns
     -------
     list of (mapping, Poly)

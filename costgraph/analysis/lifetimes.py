@@ -251,11 +251,6 @@ def play(graph: Graph, copies: Copies = copies_needed, values: Mapping[str, Poly
         How many iterations to play of each loop.
     values : mapping of str to Poly
         Bound sizes: they name the iterations.
-
-    Returns
-    -------
-    Program
-        Steps and storages.
     """
     player = _Player(copies, values)
     env: dict[Storage, Held] = {}

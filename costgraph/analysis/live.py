@@ -112,11 +112,6 @@ def live_cases(graph: Graph, values: Mapping[str, Poly], view: View = None) -> l
         Bound sizes: only their counts of Repeats matter here.
     view : callable, optional
         What of a program is looked at.
-
-    Returns
-    -------
-    list of (Poly, Owner)
-        Not yet bound.
     """
     every = list(loops(graph))
     # where a body exchanges carries, an open count may leave them in any of their places

@@ -255,13 +255,7 @@ def lower_bound(asked: Asked) -> Poly:
 
 
 def unit_times(asked: Asked) -> dict[str, Poly]:
-    """Return the least seconds that each unit is busy: those of `vector`, `matmul` and links that are used, `memory`.
-
-    Parameters
-    ----------
-    asked : Asked
-        A graph on a device.
-    """
+    """Return the least seconds that each unit is busy: of `vector`, `matmul` and links that are used, and `memory`."""
     units: dict[str, list[Poly]] = {}
     for work in asked.works:
         if work.unit != "memory":  # a link carries both directions at once

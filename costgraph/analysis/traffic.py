@@ -85,11 +85,6 @@ def _kept(graph: Graph, t: Tensor) -> Poly:
 def compulsory(graph: Graph) -> Poly:
     """Return the bytes that no fusion avoids.
 
-    Parameters
-    ----------
-    graph : Graph
-        What is asked.
-
     Returns
     -------
     Poly

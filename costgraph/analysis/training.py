@@ -221,11 +221,6 @@ def main_format(graph: Graph, /, **dims: int) -> str:
     **dims : int
         Sizes; they have to be bound where there are several formats.
 
-    Returns
-    -------
-    str
-        Name of the format.
-
     Raises
     ------
     BindingError

@@ -46,11 +46,6 @@ def load_model(
     symbolic_ : bool
         Whether default sizes are dropped.
 
-    Returns
-    -------
-    Graph
-        The model.
-
     Raises
     ------
     CostGraphError

@@ -155,16 +155,6 @@ _RESERVED = (
 def read_sizes(words: list[str] | None) -> dict[str, int]:
     """Read sizes as they stand on a command line.
 
-    Parameters
-    ----------
-    words : list of str
-        Each `NAME=SIZE`.
-
-    Returns
-    -------
-    dict of str to int
-        Sizes by name.
-
     Raises
     ------
     BindingError

@@ -111,11 +111,6 @@ def rank_of(
     layers : str, optional
         Layers of each stage.
 
-    Returns
-    -------
-    Graph
-        What `parallelize` makes.
-
     Raises
     ------
     BindingError, FormatError, GraphError

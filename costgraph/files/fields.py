@@ -33,13 +33,6 @@ def _rules(kind: type[OpKind | Call]) -> dict[str, tuple[Rule, bool]]:
 def typed(kind: type[R], facts: Mapping[str, Any]) -> R:
     """Return a record, of fields that are of the right types, none missing.
 
-    Parameters
-    ----------
-    kind : subclass of OpKind, or Call
-        What the record is of.
-    facts : mapping of str to object
-        Fields as they stand in a file.
-
     Raises
     ------
     GraphError

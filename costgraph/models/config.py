@@ -24,13 +24,6 @@ class Config:
 
     A field that is not there is what transformers has for it (`DEFAULTS`), or missing where nothing is said there.
     Null is what the caller gives as `default`; where transformers has something else than null, it is missing too.
-
-    Parameters
-    ----------
-    fields : mapping
-        What the file holds.
-    place : str
-        What errors name.
     """
 
     def __init__(self, fields: Mapping[str, object], place: str) -> None:

@@ -204,11 +204,6 @@ def parse_formula(text: str, place: str = "formula") -> Poly:
     place : str
         Where the text stood, for the error message.
 
-    Returns
-    -------
-    Poly
-        The formula, exact.
-
     Raises
     ------
     PatternError

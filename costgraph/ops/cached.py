@@ -196,11 +196,6 @@ def append(held: Tensor, new: Tensor, axis: int, *, name: str = "append") -> Ten
     name : str
         Name of the op.
 
-    Returns
-    -------
-    Tensor
-        The whole cache.
-
     Raises
     ------
     GraphError, ShapeError

@@ -157,13 +157,6 @@ class Around(Meshed):
 def need_of_all(place: str, graph: Graph) -> None:
     """Refuse the graph of one rank of a mesh: what the others do to it is in there already.
 
-    Parameters
-    ----------
-    place : str
-        What is asked.
-    graph : Graph
-        What it is asked of.
-
     Raises
     ------
     GraphError

@@ -31,11 +31,6 @@ def extents_of(
     given : mapping of str to Poly, optional
         Sizes that the shapes alone do not tell.
 
-    Returns
-    -------
-    dict
-        Axis name to size.
-
     Raises
     ------
     ShapeError

@@ -38,22 +38,6 @@ def best_orders(
 ) -> Orders:
     """Find the orders by dynamic programming over subsets, keeping what dominance cannot decide.
 
-    Parameters
-    ----------
-    axes : sequence of frozenset of str
-        Axes of each operand.
-    result : frozenset of str
-        Axes of the result.
-    extents : mapping of str to Poly
-        Sizes of axes.
-    relations : Relations
-        What is known of sizes.
-
-    Returns
-    -------
-    Orders
-        One path where one dominates.
-
     Raises
     ------
     GraphError

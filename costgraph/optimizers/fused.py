@@ -29,11 +29,6 @@ def fused_update(update: Update, group: Column, beside: Column = (), *, name: st
         What the kernel reads as well: a step counter.
     name : str
         Name of the op.
-
-    Returns
-    -------
-    tuple of Tensor
-        The group as it is afterwards.
     """
     steps, changed = _steps(update, group)
     kind = FusedUpdate(steps=steps, changed=changed, updated=len(group))

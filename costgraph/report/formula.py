@@ -320,11 +320,6 @@ def write_formula(formula: Formula, how: str, name: str, summary: str) -> str:
     name, summary : str
         Of the Python function; other formats have none.
 
-    Returns
-    -------
-    str
-        One line, or several of Python.
-
     Raises
     ------
     FormatError

@@ -101,10 +101,5 @@ def render_plan(found: Preflight, *, width: int | None = None, color: bool = Fal
         Columns, 80 by default.
     color : bool
         Whether escape sequences of a terminal are wanted.
-
-    Returns
-    -------
-    str
-        Lines without spaces at their ends.
     """
     return draw(_sections(found), width, color=color)

@@ -21,13 +21,6 @@ _MOST_NAMED = 12
 def plot_throughput(found: Throughput, path: str | os.PathLike[str] | None = None) -> Any:
     """Draw tokens in a second against the time of a step, a point for each size.
 
-    Parameters
-    ----------
-    found : Throughput
-        What `costgraph.plan.throughput` returned.
-    path : str or path-like, optional
-        File to write: .png, .svg or .pdf.
-
     Returns
     -------
     matplotlib.figure.Figure

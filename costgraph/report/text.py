@@ -249,10 +249,5 @@ def render(r: Facts, *, formulas: bool = False, width: int | None = None, color:
         Columns, 80 by default.
     color : bool
         Whether escape sequences of a terminal are wanted.
-
-    Returns
-    -------
-    str
-        Lines without spaces at their ends.
     """
     return draw(sections(r, formulas=formulas), width, color=color)

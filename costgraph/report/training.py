@@ -49,15 +49,6 @@ class Training:
 def training_of(graph: Graph, dims: Mapping[str, Any], times: Roofline | None) -> Training | None:
     """Return what is said of a step of training.
 
-    Parameters
-    ----------
-    graph : Graph
-        What is reported.
-    dims : mapping of str to int
-        Sizes.
-    times : Roofline, optional
-        Its times on a device.
-
     Returns
     -------
     Training or None

@@ -54,13 +54,6 @@ def plot_validation(validation: Validation, directory: object) -> list[Path]:
 def plot_peaks(validation: Validation, path: str | os.PathLike[str] | None = None) -> Any:
     """Draw predicted against measured bytes at the peak, and by how much they differ.
 
-    Parameters
-    ----------
-    validation : Validation
-        What was measured.
-    path : str or path-like, optional
-        File to write: .png, .svg or .pdf.
-
     Returns
     -------
     matplotlib.figure.Figure
@@ -103,13 +96,6 @@ def _points(rows: Sequence[Row], mode: str, which: str) -> Iterator[tuple[int, i
 
 def plot_roof(validation: Validation, path: str | os.PathLike[str] | None = None) -> Any:
     """Draw the rate that each op reached over its intensity, under the roofs that were measured.
-
-    Parameters
-    ----------
-    validation : Validation
-        What was measured.
-    path : str or path-like, optional
-        File to write: .png, .svg or .pdf.
 
     Returns
     -------

@@ -261,11 +261,6 @@ def read_checkpoint(given: str) -> Checkpoint | None:
         none, every-block, every:K, from-start, or names separated by commas behind selective: (computed again) or
         keep: (kept in each block).
 
-    Returns
-    -------
-    Checkpoint or None
-        The policy.
-
     Raises
     ------
     FormatError, BindingError, GraphError

@@ -90,11 +90,6 @@ def with_loss(graph: Graph, loss: str | Loss | None = None) -> Graph:
         A name such as `cross_entropy`, or a function of the outputs that returns a scalar; by default the one that
         the graph names, and none is added to a graph with one scalar output.
 
-    Returns
-    -------
-    Graph
-        A graph with one output.
-
     Raises
     ------
     GraphError

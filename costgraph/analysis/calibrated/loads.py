@@ -75,15 +75,7 @@ def _number(value: Poly, sizes: Mapping[str, Poly]) -> float:
 
 
 def load_of(work: Work, sizes: Mapping[str, Poly]) -> Load:
-    """Return what an op asks of a device.
-
-    Parameters
-    ----------
-    work : Work
-        The op, with all sizes put in.
-    sizes : mapping of str to Poly
-        The sizes.
-    """
+    """Return what an op asks of a device."""
     op, times = work.op, _number(work.times, sizes)
     inside = [(op, ONE)] if op.body is None else [(o, t) for o, t, _ in executions(op.body, moves=False)]
     products = sorted(_products(inside, sizes), key=lambda p: -p.flops)

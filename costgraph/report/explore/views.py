@@ -43,11 +43,6 @@ def views_of(graph: Graph, wanted: object = None) -> dict[str, Graph]:
     wanted : mapping of str to Graph or sequence of str, optional
         Graphs, or words such as `train optimizer=adamw precision=bf16 checkpoint=every-block dp=8 tp=T zero=3`.
 
-    Returns
-    -------
-    dict of str to Graph
-        In order, one at least.
-
     Raises
     ------
     CostGraphError

@@ -50,17 +50,6 @@ class Plan:
 class Match:
     """Compares all blocks of a range.
 
-    Parameters
-    ----------
-    graph : Graph
-        Whose blocks they are.
-    labels : Labels
-        Says which op is in which block.
-    runs : sequence of Run
-        The passes over the blocks.
-    blocks : range
-        Those that have to be equal.
-
     Raises
     ------
     Differs

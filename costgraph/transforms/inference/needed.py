@@ -82,20 +82,6 @@ def _read(op: Op, needed: set[Op]) -> list[Tensor]:
 def head_of(place: str, graph: Graph, positions: str) -> Op:
     """Return the product that makes the logits: behind it, only ops of one operand that has positions.
 
-    Parameters
-    ----------
-    place : str
-        What errors name.
-    graph : Graph
-        With one output.
-    positions : str
-        Name of the number of positions.
-
-    Returns
-    -------
-    Op
-        A contraction of activations and a parameter.
-
     Raises
     ------
     UnsupportedError

@@ -67,11 +67,6 @@ def autocast_list(device: str, low: str) -> dict[str, str]:
         cuda or cpu: their lists differ, a CPU normalises and takes softmaxes in the format that comes in.
     low : str
         Lower precision, bf16 or fp16.
-
-    Returns
-    -------
-    dict of str to str
-        Format by word.
     """
     return dict.fromkeys(_LOWER, low) | dict.fromkeys(_FP32[device], "fp32")
 

@@ -91,11 +91,6 @@ def _before(op: Op, axes: _Axes | None) -> _Axes | None:
 def uses_of(graph: Graph) -> dict[Tensor, list[Use]]:
     """Return what reads each parameter.
 
-    Parameters
-    ----------
-    graph : Graph
-        What is asked.
-
     Returns
     -------
     dict of Tensor to list of Use
@@ -193,11 +188,6 @@ def _use(op: Op, i: int, axes: _Axes | None, sources: Sources) -> Use:
 
 def caches_of(graph: Graph) -> set[Tensor]:
     """Return the caches of positions: keys, values, latent vectors, and what was computed once.
-
-    Parameters
-    ----------
-    graph : Graph
-        What `prefill` or `decode` returned.
 
     Returns
     -------

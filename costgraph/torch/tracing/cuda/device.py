@@ -49,13 +49,7 @@ _TENSORS_WITHOUT_DATA = str(Path(torch.__file__).parent / "_subclasses")
 
 
 class OnCuda(TorchFunctionMode):
-    """Lets functions of torch do what they do on a GPU.
-
-    Parameters
-    ----------
-    here : Here
-        The device.
-    """
+    """Lets functions of torch do what they do on a GPU."""
 
     unseen = True
 
