@@ -1,12 +1,15 @@
-"""Views that say something: what lives until here, and what a backward pass does not go through."""
+"""Views that say something: what lives until here, in which format, and what a backward pass does not go through."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
+from ..dtypes import DType
 from ..errors import GraphError
 from ..graph.arguments import need_tensor
+from ..graph.facts import Flag, need, optional
 from ..graph.graph import apply
 from ..graph.op import OpKind, Result, itself
 from ..graph.tensor import Tensor
@@ -23,6 +26,10 @@ class Keep(OpKind):
 
     name = "keep"
     restricted = crosses = True
+    asked: Annotated[DType | None, optional("a number format", lambda v: isinstance(v, DType))] = None
+    """Number format that a program asks for here, which the first operand has: in another one it would be cast."""
+    fixed: Flag = False
+    """Whether it asks for that one whatever format its model is in."""
     flops, reads, writes = rules.free, rules.nothing, rules.nothing
     placed = splits.as_it_is
 
@@ -31,6 +38,8 @@ class Keep(OpKind):
         if not operands:
             raise GraphError("keep of nothing, expected one operand at least")
         x = operands[0]
+        need(self.asked in (None, x.dtype), f"{self.asked} asked for of {x!r} in {x.dtype}")
+        need(self.asked is not None or not self.fixed, "a fixed format, and none that is asked for")
         return [itself(x)]
 
 

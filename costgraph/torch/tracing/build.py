@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ...algebra.polynomial import ZERO, Poly
@@ -17,7 +18,7 @@ from ...ops.foreign import Foreign, Output
 from ...ops.keep import Keep
 from ...ops.reach import larger
 from .call import Call, Counts, Spec
-from .events import Death, Handle, Made, Source
+from .events import Asked, Death, Handle, Made, Source
 from .rules.counts import counts_of
 from .rules.workspaces import workspace_of
 from .template import Template, Wanted, template_of
@@ -50,6 +51,8 @@ class Builder:
         self._read: dict[int, int] = {}  # when each storage was read last
         self._alive: dict[int, None] = {}
         self._held: list[int] = []
+        self._one: dict[int, int] = {}
+        """What a cast to the same format has taken apart and is one, as one name is written to and the other read."""
         self._templates: dict[Any, Template | None] = {}
         for number, source in sources.items():
             self._declare(number, source)
@@ -69,11 +72,14 @@ class Builder:
         if whole:  # however its axes lie in memory: an order of elements that is no matter of costs
             self.tensors[number][h] = t
 
-    def run(self, events: Sequence[Made | Death]) -> None:
+    def run(self, events: Sequence[Made | Death | Asked]) -> None:
         """Add all events in order."""
+        self._one = _written_and_read(events)
         for event in events:
             if isinstance(event, Death):
                 self._died(event.storage)
+            elif isinstance(event, Asked):
+                self._asked(event)
             else:
                 self.add(event)
 
@@ -85,6 +91,7 @@ class Builder:
 
     def tensor(self, handle: Handle) -> Tensor:
         """Return the tensor for a view; one that nothing was seen to make is made from its storage."""
+        handle = self._named(handle)
         found = self.tensors[handle.storage].get(handle)
         if found is None:
             base = self.first[handle.storage]
@@ -92,6 +99,10 @@ class Builder:
             call = Made("as_strided.default", (), [], Counts(), False, arguments, {}, "", self.phase, None, None)
             (found,) = self._foreign(call, [base], [(handle, 0, 0, None)])[1]
         return found
+
+    def _named(self, handle: Handle) -> Handle:
+        """Return a view of the storage by which it goes here."""
+        return replace(handle, storage=self._one[handle.storage]) if handle.storage in self._one else handle
 
     def add(self, call: Made) -> None:
         """Add one call."""
@@ -107,6 +118,23 @@ class Builder:
         self._read |= {call.operands[i].storage: self._clock for i in read}
         self._read |= dict.fromkeys(made, self._clock)
 
+    def _asked(self, event: Asked) -> None:
+        """Add a view that says which format is asked for; a tensor apart from it is one name more for its storage."""
+        t, made, number = self.tensor(event.of), self._named(event.made), event.made.storage
+        apart = made.storage == number != event.of.storage
+        if event.fixed is not None and (apart or event.fixed):
+            self._keep()
+            with opened(levels=tuple(event.scope.split("/")) if event.scope else (), phase=event.phase):
+                (t,) = self.graph.add_op(Keep(asked=t.dtype, fixed=event.fixed), [t], "to").results
+        self.tensors[made.storage][made] = t
+        if apart or event.fixed:
+            self.first[made.storage] = t
+        if number != event.of.storage:
+            self._clock += 1
+            self._made = self._clock
+            self._read |= {event.of.storage: self._clock, number: self._clock}
+            self._alive[number] = None
+
     def _apply(self, call: Made, operands: list[Tensor]) -> Iterable[int]:
         """Add the declared ops of a call, or one whose costs are stated; return which operands they read."""
         template = self._template(call, operands)
@@ -116,7 +144,7 @@ class Builder:
                 return range(len(operands))
             op, results = template.add(self.graph, operands, call.name)
         for i in op.kind.overwrites():
-            self._overwritten(call.operands[operands.index(op.operands[i])].storage)
+            self._overwritten(self._named(call.operands[operands.index(op.operands[i])]).storage)
         self._stand(call.outputs, results)
         places = {operands[i]: i for i in reversed(range(len(operands)))}
         given = tuple(operands.index(t) if t in places else -1 for t in op.operands)
@@ -177,6 +205,7 @@ class Builder:
     def _stand(self, outputs: Sequence[tuple[Handle, int | None, int, Poly | None]], results: Sequence[Tensor]) -> None:
         """Note which tensors stand for what a call made."""
         for (handle, of, _, bytes_), t in zip(outputs, results, strict=True):
+            handle = self._named(handle)
             if bytes_ is None:
                 self.tensors[handle.storage][handle] = t
             if of is None or handle.storage not in self.first:
@@ -201,7 +230,29 @@ class Builder:
         """Let the storages that were given back since the last op that made something live up to here."""
         if self._held:
             held, self._held = self._held, []
-            self.graph.add_op(Keep(), [self.first[n] for n in held], "keep", self.phase)
+            self.graph.add_op(Keep(), [self.first[self._one.get(n, n)] for n in held], "keep", self.phase)
+
+
+def _written_and_read(events: Sequence[Made | Death | Asked]) -> dict[int, int]:
+    """Return the storages that a cast to the same format makes of one that is written to by one of its names.
+
+    Where another name is read after that they are one; a cast that does something would leave that as it was.
+    """
+    own: dict[int, int] = {}
+    for event in events:
+        if isinstance(event, Asked) and event.made.storage != event.of.storage:
+            own[event.made.storage] = own.setdefault(event.of.storage, event.of.storage)
+    written: dict[int, set[int]] = {}
+    found = set[int]()
+    for event in events if own else ():
+        if isinstance(event, Made):
+            for h in event.operands:
+                if h.storage in own and written.get(own[h.storage], set()) - {h.storage}:
+                    found.add(own[h.storage])
+            for h, of, _, _ in event.outputs:
+                if event.moves and of is not None and h.storage in own:
+                    written.setdefault(own[h.storage], set()).add(h.storage)
+    return {number: first for number, first in own.items() if first in found}
 
 
 def _dense(t: Tensor, number: int) -> Handle:

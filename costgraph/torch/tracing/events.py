@@ -11,7 +11,7 @@ from .call import Call, Counts, Spec
 from .choices import Choice
 from .translations.table import Translation
 
-__all__ = ["Death", "Handle", "Made", "Source"]
+__all__ = ["Asked", "Death", "Handle", "Made", "Source"]
 
 
 @dataclass(frozen=True)
@@ -75,3 +75,16 @@ class Death:
     """A storage is given back."""
 
     storage: int
+
+
+@dataclass
+class Asked:
+    """A program states the format of a tensor, which has it already."""
+
+    of: Handle
+    made: Handle
+    """what the program has from there on, in a storage of its own as a cast would make one, or the same"""
+    scope: str
+    phase: str
+    fixed: bool | None = None
+    """whether it is that format in whatever format the model is; None where it is not known"""

@@ -33,9 +33,18 @@ class SymbolicSizes(TorchFunctionMode):
 
     A program that asks whether its tensors are special ones, as layers with a fast path do, is told what it would be
     told without this mode. The state of random numbers that it saves, as checkpointing does, is memory as any other.
+
+    Parameters
+    ----------
+    formats : callable, optional
+        Calls all functions, and looks at the formats that they are asked for.
     """
 
     unseen = True
+
+    def __init__(self, formats: Callable[[Any, Any, Any], Any] | None = None) -> None:
+        super().__init__()
+        self._formats = formats
 
     def __enter__(self) -> SymbolicSizes:
         self._asked = overrides.has_torch_function
@@ -64,7 +73,9 @@ class SymbolicSizes(TorchFunctionMode):
             return RECURRENT[func](*args)
         instead = _INSTEAD.get(func)
         made = None if instead is None else instead(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {})) if made is None else made
+        if made is not None:
+            return made
+        return func(*args, **(kwargs or {})) if self._formats is None else self._formats(func, args, kwargs or {})
 
 
 def _own(modes: int) -> bool:

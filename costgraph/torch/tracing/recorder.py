@@ -21,7 +21,7 @@ from .call import Call, Counts, Spec
 from .choices import Choices
 from .composites import COMPOSITES
 from .data import Data
-from .events import Death, Handle, Made, Source
+from .events import Asked, Death, Handle, Made, Source
 from .higher_order import run_eagerly
 from .lists import Place, handles, one_by_one, places, tags_of
 from .rules.counts import counts_of, is_derived
@@ -83,7 +83,7 @@ class Recorder(TorchDispatchMode):
     choices: Choices = field(default_factory=Choices)
     phase: str = "forward"
     paused: bool = False
-    events: list[Made | Death] = field(default_factory=list)
+    events: list[Made | Death | Asked] = field(default_factory=list)
     sources: dict[int, Source] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -149,6 +149,12 @@ class Recorder(TorchDispatchMode):
 
     def _bytes(self, t: torch.Tensor) -> Poly:
         return self.values.translator.size(t.untyped_storage().nbytes())
+
+    def stated(self, t: torch.Tensor, made: torch.Tensor) -> Asked:
+        """Note that a program states the format of a tensor, and what it has from there on."""
+        event = Asked(self.known(t), self.handle(made, self._number(made)[0]), self.scopes.now()[0], self.phase)
+        self.events.append(event)
+        return event
 
     # -- calls ---------------------------------------------------------------------------------------------------
 

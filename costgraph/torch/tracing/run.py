@@ -20,6 +20,7 @@ from ...errors import CostGraphError, GraphError, UnsupportedError
 from ...graph.graph import Graph
 from .build import Builder
 from .events import Handle
+from .formats import Formats
 from .functions import SymbolicSizes
 from .higher_order import uncompiled
 from .recorder import Recorder
@@ -67,6 +68,7 @@ class Run:
         self.params: dict[str, torch.Tensor] = {}
         self.outputs: list[Handle] = []
         self.gradients: dict[Handle, Handle] = {}
+        self.formats = Formats(recorder)
 
     def declare(self, inputs: Mapping[str, object]) -> None:
         """Say what is there before the first op: parameters, buffers, gradients that were there before, and inputs."""
@@ -87,8 +89,8 @@ class Run:
         gc.disable()  # what only a cycle holds would be given back at any time
         try:
             with (
-                torch.set_grad_enabled(train), uncompiled(), SymbolicSizes(), self.device(), self.recorder,
-                _gradients(self.recorder),
+                torch.set_grad_enabled(train), uncompiled(), SymbolicSizes(None if train else self.formats),
+                self.device(), self.recorder, _gradients(self.recorder),
             ):  # fmt: skip
                 if train and any(p._post_accumulate_grad_hooks for p in self.params.values()):
                     with self.recorder.pausing():

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ...graph.graph import Graph
 
-__all__ = ["borrowed", "forgetting"]
+__all__ = ["borrowed", "forgetting", "swap"]
 
 _ATOMS = (int, float, str, bytes, bool, complex, type(None), torch.dtype, torch.device, torch.Size)
 _CONTAINERS = (dict, list, set, deque)
@@ -162,7 +162,7 @@ def borrowed(
         grads = [(t, t.grad) for t in reached.tensors if t.is_leaf and t.grad is not None]
         for t, fake in made:
             if fake is not None:
-                _swap(t, fake)
+                swap(t, fake)
                 swapped.append((t, fake))
                 real[id(t)] = fake  # what has the data now
         for t, _ in swapped:
@@ -176,11 +176,11 @@ def borrowed(
     finally:
         torch.clear_autocast_cache()  # it knows tensors of the run
         for t, fake in swapped:
-            _swap(t, fake)
+            swap(t, fake)
         reached.restore()
 
 
-def _swap(t: torch.Tensor, other: torch.Tensor) -> None:
+def swap(t: torch.Tensor, other: torch.Tensor) -> None:
     """Exchange what two tensors are; attributes that a program has set stay."""
     torch._C._swap_tensor_impl(t, other)  # which torch.utils.swap_tensors calls; refused, nothing has changed yet
     t.__class__, other.__class__ = other.__class__, t.__class__

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 
 import torch
@@ -13,13 +13,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 
 from ...algebra.symbols import shown
-from ...errors import GraphError
+from ...errors import CostGraphError, GraphError
 from ...graph.arguments import need_choice
 from ...graph.graph import Graph
-from ...hardware.arch import DEFAULT, arch_of
+from ...hardware.arch import DEFAULT, Arch, arch_of
 from .arguments import Axes, Given
 from .cuda import KERNELS, Here, on_cuda
 from .data import Data
+from .formats import narrowed
 from .guards import assumptions
 from .recorder import Recorder
 from .run import Factory, Run, plain_errors
@@ -120,9 +121,32 @@ def trace(
         raise GraphError("trace: an optimizer without train=True, expected a backward pass before its step")
     module = module._orig_mod if isinstance(module, OptimizedModule) else module
     given = Given(module, inputs, dims, dict(keywords or {}), dict(keyword_dims or {}))
+    shapes, run = _watched(module, given, optimizer, target, train=train, unknown=unknown, fixed=fixed)
+    if run.formats.asked:
+        with suppress(CostGraphError):  # a program that does not run in another format says nothing of it
+            _, other = _watched(module, given, None, target, unknown=unknown, fixed=fixed, narrow=True)
+            run.formats.settle(other.formats)
+    graph = Graph(name or type(module).__name__)
+    graph.assume(*assumptions(shapes, run.recorder.values.translator))
+    run.build(graph)
+    return graph
+
+
+def _watched(
+    module: nn.Module,
+    given: Given,
+    optimizer: Factory | None,
+    target: Arch | None,
+    *,
+    unknown: str,
+    fixed: str,
+    train: bool = False,
+    narrow: bool = False,
+) -> tuple[Shapes, Run]:
+    """Run a module while what it does is recorded, as it is or in another number format."""
     shapes = Shapes(given.sizes(), fixed=fixed == "given")
     translator = Translator(shapes.names, symbols=unknown == "symbol")
-    data = Data(shapes)
+    data, device = Data(shapes), "cpu" if target is None else "cuda"
     recorder = Recorder(Values(translator), Scopes(module), data, symbols=unknown == "symbol", device=device)
     place: Callable[[], AbstractContextManager[None]] = nullcontext
     if target is not None:
@@ -138,10 +162,9 @@ def trace(
     ):
         sizes = {n: shapes.named(n, size) for n, size in hints(given.sizes()).items()}
         fakes = given.fakes(sizes, data, host=target is not None)
+        if narrow:
+            fakes = narrowed(module, fakes)
         run.declare(fakes)
         with recorder.scopes.watching(), torch.compiler.set_stance("force_eager"):
             run(*given.arguments(fakes), train=train)
-    graph = Graph(name or type(module).__name__)
-    graph.assume(*assumptions(shapes, translator))
-    run.build(graph)
-    return graph
+    return shapes, run

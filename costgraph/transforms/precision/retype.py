@@ -15,6 +15,7 @@ from ...graph.tensor import Storage, Tensor
 from ...ops.blocks import Kernel
 from ...ops.foreign import exact
 from ...ops.index import Scatter
+from ...ops.keep import Keep
 from ...ops.layout import contiguous_copy
 from ...ops.moves import Concat
 from ...ops.pointwise import FUNCTIONS, Pointwise
@@ -45,8 +46,8 @@ class Retyper(Rewriter):
         """Casts of parameters, made once."""
         self.scoped: set[Tensor] = set()
         """What ops and parameters of a scope with a format of its own hand out."""
-        self.exact = exact(old)
-        """Ops that integers alone decide, which keep their formats."""
+        self.exact = exact(old) | _made_in_a_format(old)
+        """Ops that integers alone decide, and those whose format a program states, which keep their formats."""
         self.kernels: list[Op] = []
         """Kernels, those around first, whose body is copied with no look at the policy."""
 
@@ -160,6 +161,8 @@ class Retyper(Rewriter):
             self._loop(op, op.loop, new)
         elif isinstance(op.kind, Kernel):
             self._kernel(op, op.kind, new)
+        elif isinstance(op.kind, Keep) and op.kind.asked is not None:
+            self._asked(op, op.kind, op.kind.asked, new)
         else:
             self._plain(op, new)
         if self.policy.scope_format(op.name) is not None and not self.kernels:
@@ -181,6 +184,16 @@ class Retyper(Rewriter):
                 return
             operands = [self.converted(t, own, op, new) if is_float(t) and t.dtype != own else t for t in operands]
         self.add(op, self.records.of(op, operands), operands, new)
+
+    def _asked(self, op: Op, kind: Keep, asked: DType, new: Graph) -> None:
+        """Cast to the format that a program asks for: under autocast nobody knows which one follows from another."""
+        (t,) = (self.tensors[t] for t in op.operands)
+        follows = not kind.fixed and asked == self.default
+        wanted = asked if not follows else self.base if self.policy.autocast is None else t.dtype
+        if wanted == t.dtype:
+            self.add(op, replace(kind, asked=wanted), [t], new)
+        else:
+            self.add(op, Pointwise(function=FUNCTIONS["cast"], dtype=wanted), [t], new)
 
     def _inside(self, op: Op, new: Graph) -> DType | None:
         """Return the format that a kernel of torch converts to as it reads, None where it takes what it is given."""
@@ -232,14 +245,21 @@ class Retyper(Rewriter):
         if whole:
             self.kernels.pop()
         if known and inside is None:
-            self._like_the_first(kind.body, body)
+            self._like_the_first(op, kind.body, body)
         self.add(op, replace(kind, body=body), operands, new)
 
-    def _like_the_first(self, old: Graph, body: Graph) -> None:
-        """Hand out the format of the first operand where the old kernel did, as torch's kernels do."""
-        before, t, wanted = old.outputs[0], body.outputs[0], self.given[old.formals[0]]
-        if before.dtype == old.formals[0].dtype and t.dtype != wanted and is_float(t):  # what follows are statistics
-            body.outputs[0] = self.cast(t, wanted, body, f"{t.name}.cast")
+    def _like_the_first(self, op: Op, old: Graph, body: Graph) -> None:
+        """Hand out the format of the first operand where the old kernel did, as torch's kernels do.
+
+        What follows are statistics, which a GPU hands out as it has them; a CPU does where formats are mixed.
+        """
+        first, wanted = old.formals[0].dtype, self.given[old.formals[0]]
+        alike = all(self.given[f] == wanted for f in old.formals if f.dtype == first)
+        ran_on_a_cpu = op.call is not None and not op.call.rule
+        for i, before in enumerate(old.outputs[: None if alike and ran_on_a_cpu else 1]):
+            t = body.outputs[i]
+            if before.dtype == first and t.dtype != wanted and is_float(t):
+                body.outputs[i] = self.cast(t, wanted, body, f"{t.name}.cast")
 
     def _body(
         self, op: Op, new: Graph, operands: Sequence[Tensor], inside: DType | None = None
@@ -301,6 +321,13 @@ class Retyper(Rewriter):
             with building(body):
                 body.outputs[i] = contiguous_copy(after)
         self.add(op, replace(loop.kind, body=body), operands, new)
+
+
+def _made_in_a_format(graph: Graph) -> set[Op]:
+    """Return the ops that make numbers of nothing, or of integers, in a format that a program states."""
+    asking = (op for op in graph.walk() if isinstance(op.kind, Keep) and op.kind.fixed)
+    makers = (t.producer for op in asking for t in op.operands)
+    return {m for m in makers if m is not None and not any(map(is_float, m.operands))}
 
 
 def _statistics(op: Op, x: Tensor) -> DType | None:

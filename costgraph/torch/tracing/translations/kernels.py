@@ -91,7 +91,7 @@ def batch_norm(call: Call) -> tuple[Tensor | None, ...] | None:
         return None if None in running else (of_running(x, mean, variance, params, epsilon=call["eps"]), None, None)
     y, average, spread, scale = of_the_batch(x, params, epsilon=call["eps"])
     moved = [
-        pointwise("lerp", old, new, call["momentum"], inplace=True)
+        pointwise("lerp", old, new, call["momentum"], inplace=True, dtype=old.dtype)
         for old, new in zip(running, (average, spread), strict=True)
         if old is not None and "momentum" in call.arguments
     ]

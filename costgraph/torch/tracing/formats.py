@@ -1,0 +1,145 @@
+"""What a program asks for by number format, where it has it already or where nothing else says it.
+
+In fp32 a cast to fp32 makes nothing, and a table made in fp32 looks like one in the model's format. A run of the same
+program in another format tells them apart: what comes out in fp32 there too is in fp32 whatever the model is in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from .events import Asked
+from .state import swap
+
+if TYPE_CHECKING:
+    from .recorder import Recorder
+
+__all__ = ["Formats", "narrowed"]
+
+_CASTS = frozenset({
+    Tensor.to, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.type, Tensor.type_as,
+})  # fmt: skip
+#: Functions that cast their operand first where they are given a format.
+_CASTING = frozenset({
+    torch.softmax, torch.log_softmax, Tensor.softmax, Tensor.log_softmax, functional.softmax, functional.log_softmax,
+})  # fmt: skip
+#: What models are in that this is done for, and the format of the other run.
+_WIDE, _NARROW = torch.float32, torch.bfloat16
+
+
+@dataclass(eq=False)
+class Formats:
+    """Formats that a program states in one run, call by call.
+
+    Parameters
+    ----------
+    recorder : Recorder
+        Takes note of the places.
+    """
+
+    recorder: Recorder
+    calls: list[tuple[str, torch.dtype | None]] = field(default_factory=list)
+    """each call that states a format, and the format of what it returned"""
+    asked: list[tuple[int, Asked]] = field(default_factory=list)
+    """places that a format may matter at, and the numbers of their calls"""
+
+    def __call__(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call a function of torch."""
+        if func in _CASTS:
+            return self._cast(func, args, kwargs)
+        if func in _CASTING:
+            wanted = next((v for v in (*args[1:], *kwargs.values()) if isinstance(v, torch.dtype)), None)
+            if wanted is not None and args and args[0].is_floating_point():
+                args = (self._taken(func, args[0], wanted), *args[1:])
+            return func(*args, **kwargs)
+        made = func(*args, **kwargs)
+        if isinstance(made, Tensor) and made.is_floating_point() and not _reads_floats(args, kwargs):
+            self._made(func, made)
+        return made
+
+    def _cast(self, func: Any, args: Any, kwargs: Any) -> Any:
+        made = func(*args, **kwargs)
+        x = args[0]
+        if func in (Tensor.to, Tensor.type) and not _states(args[1:], kwargs):
+            return made
+        if not x.is_floating_point():
+            self._made(func, made)
+            return made
+        return self._taken(func, x, made.dtype) if made is x else self._noted(func, made)
+
+    def _noted(self, func: Any, made: Any) -> Any:
+        self.calls.append((func.__name__, made.dtype if isinstance(made, Tensor) else None))
+        return made
+
+    def _taken(self, func: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Note that a tensor is taken in a format; where it has that already, what is returned lies as it does."""
+        self.calls.append((func.__name__, dtype))
+        if x.dtype != dtype or dtype != _WIDE or not x.numel():
+            return x
+        made = self._apart(x)
+        self.asked.append((len(self.calls) - 1, self.recorder.stated(x, made)))
+        return made
+
+    def _apart(self, x: Tensor) -> Tensor:
+        """Return a tensor that lies as another one does, in a storage of its own."""
+        start = x.storage_offset()
+        least = start + sum(((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)), start=1)
+        with self.recorder.pausing():
+            made = torch.empty([least], dtype=x.dtype, device=x.device).as_strided(x.shape, x.stride(), start)
+        self.recorder.data.note(torch.ops.aten.clone.default, (x,), {}, made)
+        return made
+
+    def _made(self, func: Any, made: Tensor) -> None:
+        self._noted(func, made)
+        if made.dtype == _WIDE and made.numel():
+            self.asked.append((len(self.calls) - 1, self.recorder.stated(made, made)))
+
+    def settle(self, other: Formats) -> None:
+        """Say what each place asks for, by what the program asked for in another format.
+
+        Where it went another way there, nothing is known.
+        """
+        if [name for name, _ in self.calls] != [name for name, _ in other.calls]:
+            return
+        for number, event in self.asked:
+            event.fixed = other.calls[number][1] == _WIDE
+
+
+def narrowed(module: nn.Module, arguments: Mapping[str, object]) -> dict[str, object]:
+    """Let parameters and buffers of a module, without data, be in the other format; returns arguments in it."""
+
+    def narrow(value: Any) -> Any:
+        return value.to(_NARROW) if isinstance(value, Tensor) and value.dtype == _WIDE else value
+
+    for t in (*module.parameters(), *module.buffers()):
+        other = narrow(t)
+        if other is not t:
+            swap(t, nn.Parameter(other, requires_grad=t.requires_grad) if isinstance(t, nn.Parameter) else other)
+    return {name: narrow(value) for name, value in arguments.items()}
+
+
+def _states(args: Any, kwargs: Any) -> bool:
+    """Whether a format is among the arguments, or a tensor whose format is meant."""
+    return any(isinstance(v, torch.dtype | str | Tensor) for v in (*args, *kwargs.values()) if not _is_device(v))
+
+
+def _is_device(value: object) -> bool:
+    return isinstance(value, str) and not value.startswith("torch.")
+
+
+def _reads_floats(args: Any, kwargs: Any) -> bool:
+    return any(t.is_floating_point() or t.is_complex() for t in _tensors((*args, *kwargs.values())))
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, tuple | list):
+            yield from _tensors(value)
