@@ -21,9 +21,10 @@ from ..graph.op import Op
 from ..graph.placement import Waiting
 from ..graph.strides import numel
 from ..graph.tensor import Storage, Tensor
+from ..ops.keep import Keep
 from ..ops.play import Env, Player, Turn
 from .families import Family, Held, Life, Rest, piece
-from .saved import leaves, left, left_for_weights
+from .saved import handed_back, leaves, left, left_for_weights
 
 __all__ = ["Copies", "Life", "Program", "Step", "copies_for", "copies_needed", "period", "play"]
 
@@ -208,7 +209,8 @@ class _Player(Player[tuple[str, ...]]):
         """Add what other micro-batches hold while one runs: at first before there are gradients, then with all.
 
         A pass goes through all groups of layers of a rank, where the others of them are held as long as one runs: those
-        that it has freed on its way are held again behind it.
+        that it has freed on its way are held again behind it, and gradients that are left for those of weights are of
+        one group at a time.
         """
         loop = next((op.loop for op in graph.ops if op.loop is not None and leaves(op.loop.body)), None)
         if loop is None:
@@ -217,15 +219,24 @@ class _Player(Player[tuple[str, ...]]):
         each = [p for pair in zip(ready, of_weights, strict=True) for p in pair]
         each[:2] = (p / waiting.groups for p in each[:2])
         steps, loops = self.program.steps, {*loop.body.ops}
+        lasts = {op for op in loop.body.ops if isinstance(op.kind, Keep)}  # until which what is saved may live
+        twice = handed_back(loop.body) * (waiting.groups - 1) / waiting.groups
+        handing = {op for op in loop.body.ops if op.phase != "forward" and op.loop is not None and op.loop.pieces}
         end = max(i for i, step in enumerate(steps) if step.op.phase != "optimizer")
         for i, (start, stop) in enumerate(pairwise((*self.passes, end + 1))):
             found = [total(map(mul, held, each)) for held in (waiting.later if i else waiting.first)]
             many = found[0] if len(found) == 1 else poly(extremum([(p, Owner()) for p in found]))
             self.program.lives.append(Life("waiting", "activation", many, start, stop - 1))
-            behind = max((k for k in range(start, stop) if steps[k].op.graph.owner in loops), default=stop)
+            inside = (k for k in range(start, stop) if steps[k].op.graph.owner in loops or steps[k].op in lasts)
+            behind = max(inside, default=stop)
             if waiting.groups != ONE and behind + 1 < stop:
                 again = each[0] * (waiting.groups - 1)
                 self.program.lives.append(Life("other groups", "activation", again, behind + 1, stop - 1))
+            if waiting.groups != ONE and twice:
+                hands = [k for k in range(start, stop) if steps[k].op.graph.owner in handing]
+                first = steps[hands[0]].where.removeprefix(steps[hands[0]].op.name)
+                begin = next((k for k in hands if not steps[k].where.endswith(first)), hands[-1])
+                self.program.lives.append(Life("other groups", "temporary", -twice, begin, behind))
 
     def collected(self, loop: Loop, rows: Sequence[Held]) -> Held:
         return self.rests[-1].family(rows, reverse=loop.reverse)

@@ -14,7 +14,7 @@ from ..graph.sizes import bindings
 from ..graph.tensor import Storage, Tensor
 from ..ops.hops import Send
 
-__all__ = ["behind", "leaves", "left", "left_for_weights", "saved_bytes"]
+__all__ = ["behind", "handed_back", "leaves", "left", "left_for_weights", "saved_bytes"]
 
 
 def saved_bytes(graph: Graph, /, **dims: int) -> dict[str, Formula]:
@@ -90,12 +90,23 @@ def left_for_weights(graph: Graph) -> tuple[Poly, Poly, Poly]:
     late = behind(graph)
     own = _made(op for op in graph.ops if op not in late) - _there(graph)
     read = dict.fromkeys(t for op in late for t in op.operands)
-    pieces: dict[Storage, Poly] = {}
-    for loop in (t.producer.loop for t in read if t.producer is not None and _is_left(t)):
+    return _of_pieces(read), *_by_place(graph, (t.storage for t in read if t.storage in own))
+
+
+def handed_back(graph: Graph) -> Poly:
+    """Return the bytes of gradients that iterations of the backward pass leave for gradients of weights."""
+    read = dict.fromkeys(t for op in behind(graph) for t in op.operands)
+    return _of_pieces(t for t in read if t.producer is not None and t.producer.phase != "forward")
+
+
+def _of_pieces(read: Iterable[Tensor]) -> Poly:
+    """Return the bytes of the device of tensors that iterations of loops have left, each storage once."""
+    asked, pieces = dict.fromkeys(read), dict[Storage, Poly]()
+    for loop in (t.producer.loop for t in asked if t.producer is not None and _is_left(t)):
         assert loop is not None
-        kept = {inner.storage for t, inner in zip(loop.pieces, loop.saved, strict=True) if t in read}
+        kept = {inner.storage for t, inner in zip(loop.pieces, loop.saved, strict=True) if t in asked}
         pieces |= {s: loop.count * s.bytes for s in _left(loop) if s in kept and not s.host}
-    return total(pieces.values()), *_by_place(graph, (t.storage for t in read if t.storage in own))
+    return total(pieces.values())
 
 
 def behind(graph: Graph) -> list[Op]:

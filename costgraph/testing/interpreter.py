@@ -22,6 +22,7 @@ from ..graph.op import Op, OpKind
 from ..graph.sizes import bindings, known_names
 from ..graph.tensor import Storage, Tensor
 from ..ops.blocks import Kernel
+from ..ops.keep import Keep
 from ..ops.pieces import Absent, Accumulate, taken
 from ..ops.stacks import Empty
 from ..transforms.rewrite import members
@@ -225,6 +226,9 @@ class _Interpreter:
                 if isinstance(op.kind, Absent) or not op.kind.lent:
                     continue
                 op = taken(op)
+            if isinstance(op.kind, Keep) and isinstance(env[op.operands[0]], list):  # of what iterations have left
+                env[op.results[0]] = env[op.operands[0]]
+                continue
             there = placed | self.slices(op)
             if isinstance(op.kind, Kernel):
                 at = self.kernel(op, env, where, there, inside=inside)

@@ -53,9 +53,13 @@ class _Kind:
 
 
 def in_stages(
-    graph: Graph, pp: object, schedule: str, micro_batches: object, virtual: object, layers: object = None
-) -> list[Stage]:
-    """Return the graphs of the first rank, of those in the middle and of the last one, with what they hold."""
+    graph: Graph, pp: object, schedule: str, micro_batches: object, virtual: object, layers: object = None, *,
+    whole: bool = False,
+) -> list[Stage]:  # fmt: skip
+    """Return the graphs of the first rank, of those in the middle and of the last one, with what they hold.
+
+    What waits for gradients of weights holds what these need, or the whole of what the forward pass has saved.
+    """
     stages, m = positive("parallelize: pp", pp), positive("parallelize: micro_batches", micro_batches)
     need_choice("parallelize: schedule", schedule, SCHEDULES)
     every = _listed(layers, stages)
@@ -72,7 +76,7 @@ def in_stages(
     _, open_ones = asked(schedule, stages.expr, m.expr, groups.expr)
     order = Order(schedule, stages, m, groups)
     if order.splits:
-        graph = Halves(planned(graph)).run(graph)
+        graph = Halves(planned(graph), whole=whole).run(graph)
     plan = planned(graph)
     if micro_batches_of(graph) != m:
         raise GraphError(

@@ -46,7 +46,8 @@ class Plan:
     before: Poly
     """How many layers of another kind stand before those that are cut: all are of the first stage."""
     weights: frozenset[Op]
-    """Loops over layers that are left to do for gradients of weights, where these come later."""
+    """Loops over layers that are left to do for gradients of weights, where these come later, and what lives until
+    they are done."""
 
 
 def _after(home: Graph, starts: Iterable[Tensor], stop: Op | None) -> frozenset[Op]:
@@ -83,8 +84,9 @@ def planned(graph: Graph) -> Plan:
     sums = dict(_sums(home, behind, ahead))
     added = _after(home, [t for op in sums for t in op.results], None)
     before = total(f.count for f, _ in pairs[:-1])
-    late = frozenset(o for o in home.ops if o.loop is not None and not set(backward.pieces).isdisjoint(o.loop.xs))
-    return Plan(home, forward.op, backward.op, behind, ahead, sums, added, before, late)
+    late = {o for o in home.ops if o.loop is not None and not set(backward.pieces).isdisjoint(o.loop.xs)}
+    late |= {o for o in home.ops if isinstance(o.kind, Keep) and o.operands[0].producer in late}
+    return Plan(home, forward.op, backward.op, behind, ahead, sums, added, before, frozenset(late))
 
 
 def _sums(home: Graph, behind: frozenset[Op], ahead: frozenset[Op]) -> Iterator[tuple[Op, tuple[Tensor, Tensor]]]:

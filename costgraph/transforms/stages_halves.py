@@ -88,7 +88,7 @@ class Halves(Rewriter):
     What the second one needs of the first one is left behind, with a storage for each iteration.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, *, whole: bool = False) -> None:
         super().__init__()
         loop = plan.backward.loop
         assert loop is not None
@@ -97,7 +97,7 @@ class Halves(Rewriter):
                 f"parallelize: schedule: {loop.op.name!r} goes back through layers of several kinds, or through a part "
                 f"of them, expected one loop to take gradients of weights out of"
             )
-        self.plan, self.loop, self.held = plan, loop, list[Op]()
+        self.plan, self.loop, self.held, self.whole = plan, loop, list[Op](), whole
         before = [op for op in plan.home.ops if op.phase in BACK]
         self.around = _parts(before[: before.index(plan.backward)], plan.backward.operands)
         self.inside = _parts(loop.body.ops, loop.nexts)
@@ -144,6 +144,30 @@ class Halves(Rewriter):
             self.copy(op, new)
         given = dict(zip(self.crossing, made, strict=True)) | given
         self.half([op for op in loop.body.ops if op in late or op in self.again], given, (), new)
+        if self.whole:
+            self.keep_saved(new)
+
+    def keep_saved(self, new: Graph) -> None:
+        """Let what the forward pass has saved live until gradients of weights are there, as the graph of autograd does.
+
+        What is saved behind the last op with weights is not reached from any of these, and goes before.
+        """
+        late, home, loop = self.around.late, self.plan.home, self.loop
+        soon = [op for op in home.ops if op.phase in BACK and op not in late]
+        reached = {t for op in late for t in op.operands} & {t for op in soon for t in op.results}
+        read: list[Tensor] = []
+        for op in soon[: soon.index(self.plan.backward)]:
+            if not reached.isdisjoint(op.operands):
+                reached |= {*op.results}
+                read += op.operands
+        made = (t for i, t in enumerate(loop.op.results) if self.is_late(i, loop.body.outputs[i]))
+        outside = (t for op in self.held for t in op.results if t in home.outputs or {*home.successors(t)} - late)
+        for done, saved in ((next(made, None), loop.xs), (next(outside, None), read)):
+            kept = [t for t in dict.fromkeys(saved) if t.producer is not None and t.producer.phase == "forward"]
+            if done is not None and kept:
+                op = new.add_op(Keep(), [self.tensors[t] for t in (done, *kept)], f"{done.name}.kept", "backward")
+                op.scope = loop.op.scope
+                self.tensors[done] = op.results[0]
 
     def half(
         self, ops: Sequence[Op], given: Mapping[Tensor, Tensor], carries: Sequence[Tensor], new: Graph

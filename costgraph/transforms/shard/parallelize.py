@@ -148,7 +148,9 @@ def parallelize(
         megatron: gradients of micro-batches are added up on each rank and reduced once, in place where a step keeps
         them, those of norms over `tp` as well; with `zero=1`, its distributed optimizer, each rank is left its own part
         of them by a reduce-scatter, and parameters are gathered once they are updated. Products of layers add to what
-        is kept of gradients themselves (`accumulation_fusion` of `shard`).
+        is kept of gradients themselves (`accumulation_fusion` of `shard`). Where gradients of weights come behind those
+        that are handed back, torch keeps all that the forward pass has saved until they are there, as its autograd
+        graph lives as long; megatron what their products read, as the `WeightGradStore` of zero bubbles does.
     reduce_each : bool, optional
         As in `shard`; by default True, False with `system="megatron"`.
     offload : str or iterable of str
@@ -211,7 +213,7 @@ def parallelize(
         together(
             _of_rank(stage.graph, given, zero, sequence, context, hold, placements, system, reduce_each, strict), stage
         )
-        for stage in in_stages(graph, pp, schedule, micro_batches, virtual, layers)
+        for stage in in_stages(graph, pp, schedule, micro_batches, virtual, layers, whole=system == "torch")
     ]
     made = [on_host(g, away) for g in made] if away else made
     if len(made) == 1:
