@@ -23,8 +23,10 @@ __all__ = [
     "Sharding",
     "Split",
     "Waiting",
+    "agree",
     "blocks",
     "distributed",
+    "seen",
     "size_of",
     "tidy",
 ]
@@ -222,6 +224,17 @@ def size_of(factors: Factors, whole: Poly) -> Poly:
 def blocks(factors: Factors, axis: str) -> Poly:
     """Return how many blocks of every rank stand before a rank's own on its part of an axis."""
     return prod((f for f in factors[: factors.index(axis)] if not isinstance(f, str)), start=ONE)
+
+
+def seen(dim: Factors, axes: frozenset[str], mesh: Mesh) -> Factors:
+    """Return the parts of an axis if only some axes of the mesh split it."""
+    return tidy(mesh[f] if isinstance(f, str) and f not in axes else f for f in dim)
+
+
+def agree(a: Factors, b: Factors, mesh: Mesh) -> bool:
+    """Whether the axes of the mesh that split both do so in the same way."""
+    both = frozenset(f for f in a if isinstance(f, str) and f in b)
+    return seen(a, both, mesh) == seen(b, both, mesh)
 
 
 def distributed(factors: Factors, sizes: Sequence[Poly], mesh: Mesh) -> tuple[Factors, ...] | None:

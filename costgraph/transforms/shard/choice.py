@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
 from ...algebra.polynomial import ONE, Poly
-from ...graph.placement import Factors, Mesh, Placement, Split, distributed, size_of, tidy
+from ...graph.placement import Factors, Mesh, Placement, Split, agree, distributed, size_of, tidy
 
 __all__ = ["Choice", "Given", "choose"]
+
+
+#: An operand that is moved: its place, the axis of the mesh, and why.
+Moved = tuple[int, str, str]
 
 
 @dataclass
@@ -22,6 +26,12 @@ class Given:
     """Axes of the mesh along which it is put together for its readers: those of a parameter under ZeRO-3."""
     stays: bool = False
     """Whether it stays where it is, and what is computed with it comes to it: a parameter."""
+    name: str = ""
+    """What it is called."""
+    stated: bool = False
+    """Whether it lies where somebody has said: what meets it is moved."""
+    repeated: Collection[int] = ()
+    """Its axes along which it is the same again and again, without a copy."""
     zero: bool = False
     """Whether it is nothing but zeros, so that all ranks together hold it if each of them does."""
 
@@ -39,7 +49,7 @@ class Choice:
     """The axis of the mesh that splits a name that the results leave out."""
     spread: dict[str, Factors]
     """Parts of each name of the rule."""
-    moved: list[tuple[int, str, str]] = field(default_factory=list)
+    moved: list[Moved] = field(default_factory=list)
     """Operands that are put together although the op has no use for it: place, axis of the mesh, and why."""
 
 
@@ -49,7 +59,11 @@ class _Op:
     def __init__(self, rule: Split, given: Sequence[Given], mesh: Mesh) -> None:
         self.rule, self.given, self.mesh = rule, given, mesh
         self.parts: list[dict[str, Factors] | None] = [self._parts(i) for i in range(len(given))]
-        self.moved: list[tuple[int, str, str]] = []
+        self.moved: list[Moved] = []
+        self.stated: set[str] = set()
+        """Axes of the mesh along which a parameter stays, or a placement is asked for: what else there is moves."""
+        self.lying: set[str] = set()
+        """Those along which a tensor lies where somebody has said: what is only made moves."""
         kept = {n for result in rule.results for dim in result for n in dim}
         self.free = {n for n in rule.extents if n not in rule.whole and (n in kept or n in rule.reduced)}
         self.kept = kept
@@ -70,6 +84,7 @@ class _Op:
         """Return the names that an axis of the mesh splits, with the operands in which it does."""
         out: dict[str, list[int]] = {}
         if self.same_on(axis, wanted):
+            self.stated.add(axis)
             return out
         for i, (parts, given) in enumerate(zip(self.parts, self.given, strict=True)):
             if parts is None or given.at is None or axis in given.gathered or axis not in given.at.axes:
@@ -142,7 +157,41 @@ class _Op:
         stay = [n for n, at in names.items() if any(self.given[i].stays for i in at)]
         own = [n for n in names if wanted.get(axis) == n]
         kept = [n for n in names if n in self.kept]
-        return (stay or own or kept or list(names))[0]
+        name = (stay or own or kept or list(names))[0]
+        if stay or own:
+            self.stated.add(axis)
+        elif any(self.given[i].stated for i in names[name]):
+            self.lying.add(axis)
+        return name
+
+    def conflicts(self, operands: Sequence[Placement | None], chosen: Mapping[str, str]) -> Iterator[Moved]:
+        """Yield the operands that are moved although nothing that is stated asks for it: where, along what, and why.
+
+        What lacks the axis that the op is split along has to be whole for it, as keys have for queries. Rows that
+        ranks have ordered are where their experts want them, and what goes with them comes to them.
+        """
+        if self.rule.fixed:
+            return
+        known = {(i, axis) for i, axis, _ in self.moved}
+        for i, (given, want) in enumerate(zip(self.given, operands, strict=True)):
+            labels = self.rule.operands[i]
+            if given.at is None or want is None or labels is None:
+                continue
+            stated = self.stated | (set() if given.stated else self.lying)
+            for axis in sorted(given.at.axes - {*given.gathered} - stated):
+                here, name = given.at.dim(axis), chosen.get(axis)
+                assert here is not None
+                stays = want.dim(axis) == here and agree(given.at.dims[here], want.dims[here], self.mesh)
+                own = (names for d, names in enumerate(labels) if d not in given.repeated)
+                other = name is not None and not any(name in names for names in own)
+                if not (stays or other or (i, axis) in known):
+                    yield i, axis, self.against(i, axis)
+
+    def against(self, i: int, axis: str) -> str:
+        """Return what else an axis of the mesh splits than an operand wants, in words."""
+        others = (g for j, g in enumerate(self.given) if j != i and g.at is not None and axis in g.at.axes)
+        other = next(others, None)
+        return "its parts cannot stay" if other is None else f"{other.name!r} is split along it otherwise"
 
     def pending(self, axis: str) -> str | None:
         """Return how operands that are all parts of a sum are to be reduced, None where they are not.
@@ -188,6 +237,7 @@ def choose(rule: Split, given: Sequence[Given], mesh: Mesh, wanted: Mapping[str,
         how = op.pending(axis)
         if how is not None:
             pending[axis] = how
+            op.stated.add(axis)
             continue
         name = op.pick(axis, op.paired(axis, op.names(axis, wanted, chosen)), wanted)
         if name is not None:
@@ -210,6 +260,7 @@ def choose(rule: Split, given: Sequence[Given], mesh: Mesh, wanted: Mapping[str,
     order = list(mesh)
     after = tuple(sorted({**pending, **dict(left)}.items(), key=lambda p: order.index(p[0])))
     results = [Placement(tuple(_dim(names, spread, rule.extents) for names in r), after) for r in rule.results]
+    op.moved += op.conflicts(operands, chosen)
     extents = {n: size_of(spread[n], size) for n, size in rule.extents.items()}
     along = {n: [a for a, name in chosen.items() if name == n] for n in chosen.values()}
     ranks = {n: mesh.together(axes) or axes[-1] for n, axes in along.items() if n in rule.extents}

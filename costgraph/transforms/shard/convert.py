@@ -8,7 +8,7 @@ from typing import Any
 
 from ...algebra.polynomial import ONE
 from ...graph.op import OpKind
-from ...graph.placement import Factors, Mesh, Placement, blocks, tidy
+from ...graph.placement import Factors, Mesh, Placement, agree, blocks, seen
 from ...ops.collectives import Collective, Meshed, Part
 
 __all__ = ["reductions", "steps"]
@@ -85,7 +85,7 @@ def _apart(have: Placement, want: Placement, mesh: Mesh) -> Iterator[Step]:
         if axis in at.pending:
             continue
         here, there = at.dim(axis), want.dim(axis)
-        if here is None or (here == there and _agree(at.dims[here], want.dims[here], mesh)):
+        if here is None or (here == there and agree(at.dims[here], want.dims[here], mesh)):
             continue
         free = at.without([axis], mesh)
         if there is not None and there != here and axis not in want.pending and _fits(free, want, axis, there, mesh):
@@ -129,26 +129,15 @@ def _reduced(at: Placement, want: Placement, mesh: Mesh, *, one_piece: bool = Fa
             yield Collective(collective="all_reduce", ranks=mesh[axis], axis=axis, operation=how), at, "all_reduce"
 
 
-def _seen(dim: Factors, axes: frozenset[str], mesh: Mesh) -> Factors:
-    """Return the parts of an axis if only some axes of the mesh split it."""
-    return tidy(mesh[f] if isinstance(f, str) and f not in axes else f for f in dim)
-
-
-def _agree(a: Factors, b: Factors, mesh: Mesh) -> bool:
-    """Whether the axes of the mesh that split both do so in the same way."""
-    both = frozenset(f for f in a if isinstance(f, str) and f in b)
-    return _seen(a, both, mesh) == _seen(b, both, mesh)
-
-
 def _fits(at: Placement, want: Placement, axis: str, dim: int, mesh: Mesh) -> bool:
     """Whether an axis of the mesh can be put where it is wanted, beside those that split the same axis already."""
     stay = all(f in want.dims[dim] for f in at.dims[dim] if isinstance(f, str))
-    return stay and _agree(at.dims[dim], want.dims[dim], mesh)
+    return stay and agree(at.dims[dim], want.dims[dim], mesh)
 
 
 def _into(at: Placement, want: Placement, axis: str, dim: int, mesh: Mesh) -> Placement:
     there = frozenset(f for f in at.dims[dim] if isinstance(f, str)) | {axis}
-    return at.with_dims([_seen(want.dims[dim], there, mesh) if i == dim else d for i, d in enumerate(at.dims)])
+    return at.with_dims([seen(want.dims[dim], there, mesh) if i == dim else d for i, d in enumerate(at.dims)])
 
 
 def _exchange(

@@ -137,8 +137,9 @@ def shard(
         tensor for each shape and format, there from one step to the next: `get_dummy_wgrad` of TransformerEngine
         (pytorch/module/base.py).
     strict : bool
-        True where it is an error that an op cannot keep the placement of an operand, which is put together before it;
-        by default `graph.sharding.resharded` tells of it.
+        True where it is an error that an op cannot keep the placement of an operand, which is put together before it,
+        or that two operands are split otherwise, and one of them is moved; by default `graph.sharding.resharded` tells
+        of it. What comes to a parameter that stays, or lacks the axis that the op is split along, is not in there.
 
     Returns
     -------

@@ -28,7 +28,7 @@ from .frames import is_pass
 from .positions import of_keys, of_rank, queries, restricted
 from .sums import added, adds, late, pending_of
 from .targets import becoming, targets
-from .tensors import Later
+from .tensors import Later, repeated
 
 __all__ = ["Sharder"]
 
@@ -143,7 +143,11 @@ class Sharder(Cutting):
             param = found in self.params
             # an update is made of each rank's own part
             read = param and op.phase != "optimizer" and not self.apart
-            out.append(Given(self.at[found], self.stated.gathered if read else (), stays=param))
+            stated = found in self.fixed or t in self.stated.places
+            gathered = self.stated.gathered if read else ()
+            out.append(
+                Given(self.at[found], gathered, stays=param, name=t.name, stated=stated, repeated=repeated(found))
+            )
         return out
 
     def asked(self, op: Op, rule: Split) -> dict[str, str]:
@@ -291,6 +295,7 @@ class Sharder(Cutting):
         at = self.at[t]
         first = at.dims[0] if sliced else ()
         gone = {*(() if parts or t in self.rows.own else at.pending), *(f for f in first if isinstance(f, str))}
+        self.moved += [f"{old.name!r} put together along {f}: iterations read it in slices" for f in first if f in gone]
         return self.moved_to(t, at.without(gone, self.mesh), graph, phase)
 
     def enter(
@@ -348,6 +353,8 @@ class Sharder(Cutting):
             wider = Placement(tuple(dims))
             if wider != place and len(wider.axes) == sum(len([f for f in d if isinstance(f, str)]) for d in dims):
                 raise _WiderError(i, wider)
+        if t not in self.stated.places and loop.carries[i] not in self.stated.places and t not in self.wanted:
+            self.tell(op, t, after, place, "the next iteration has it otherwise")
         self.tensors[t] = self.dense(self.moved_to(found, place, body, op.phase), body, op.phase)
 
     def stand_for(

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any, TypeVar
 
+from ...algebra.polynomial import ONE
 from ...dtypes import DType
 from ...graph.graph import Graph
 from ...graph.loop import Repeat
 from ...graph.op import Op, OpKind
-from ...graph.placement import Mesh, Placement
+from ...graph.placement import Factors, Mesh, Placement
 from ...graph.tensor import Storage, Tensor
 from ...ops.collectives import Collective
 from ...ops.fill import Fill
 from ...ops.fresh import Fresh
-from ...ops.moves import Rearrange
+from ...ops.moves import Expand, Rearrange
 from ...ops.pieces import Absent
 from ..rewrite import Rewriter
 from .convert import steps
@@ -25,9 +27,18 @@ from .positions import at_places
 from .rows import Rows
 from .targets import targets
 
-__all__ = ["Later", "Placed", "Stated"]
+__all__ = ["Later", "Placed", "Stated", "repeated"]
 
 T = TypeVar("T")
+
+
+def repeated(t: Tensor) -> frozenset[int]:
+    """Return the axes along which a tensor is the same again and again, without a copy."""
+    kind = None if t.producer is None else t.producer.kind
+    if not isinstance(kind, Expand) or t.producer is None:
+        return frozenset()
+    (x,) = t.producer.operands
+    return frozenset(i for i, at in enumerate(kind.kept) if at is None or x.sizes[at] != t.sizes[i])
 
 
 @dataclass(frozen=True)
@@ -85,6 +96,8 @@ class Placed(Rewriter):
         """New tensors that say less of what they are than these: what they are outside of a body, and gradients."""
         self.params: set[Tensor] = set()
         """New tensors that are parameters, or stand for them."""
+        self.fixed: set[Tensor] = set()
+        """New tensors that are inputs whose placement is stated, or stand for them."""
         self.copies: dict[tuple[Tensor, Placement, Graph, str], Tensor] = {}
         self.held: dict[Tensor, Tensor] = {}
         """Tensors that the forward pass has gathered for the backward pass as well, and what it has made."""
@@ -161,6 +174,8 @@ class Placed(Rewriter):
         self.at[tensor] = place
         if old.role == "param":
             self.params.add(tensor)
+        elif old in self.stated.places:
+            self.fixed.add(tensor)
         return tensor
 
     def value(self, old: Tensor, new: Graph, want: Placement | None = None, phase: str = "forward") -> Tensor:
@@ -197,9 +212,13 @@ class Placed(Rewriter):
         key, always = (t, want, new, "" if t in self.params else phase), (t, want, new, "")
         if key in self.copies or always in self.copies:
             return self.copies.get(key) or self.copies[always]
-        made, param = t, t in self.params
+        way, param = list(steps(have, want, self.mesh)), t in self.params
+        made = self.again(t, want, new, phase) if repeated(t) and {name for *_, name in way} != {"part"} else None
+        if made is not None:
+            self.copies[key] = made
+            return made
+        made = t
         self.rows.need_kept(t, have.dims, want.dims)
-        way = list(steps(have, want, self.mesh))
         for kind, after, name in way:
             made = self.step(kind, made, name, new, phase)
             self.at[made] = after
@@ -219,6 +238,28 @@ class Placed(Rewriter):
             self.params.add(made)
         self.copies[key] = made
         return made
+
+    def again(self, t: Tensor, want: Placement, new: Graph, phase: str) -> Tensor | None:
+        """Move what a tensor repeats, and repeat it elsewhere; None where a rank does not have it any more."""
+        op = t.producer
+        assert op is not None
+        assert isinstance(op.kind, Expand)
+        (x,), have = op.operands, self.at[t]
+        if want.pending or self.piece is not None or x.graph is not new:
+            return None
+        dims: list[Factors] = [()] * x.ndim
+        for i, at in enumerate(op.kind.kept):
+            if at is not None and i not in repeated(t):
+                dims[at] = want.dims[i]
+        ranks = (prod((self.mesh[f] for f in d if isinstance(f, str)), start=ONE) for d in have.dims)
+        whole = tuple(n * m for n, m in zip(t.sizes, ranks, strict=True))
+        source = self.moved_to(x, Placement(tuple(dims)), new, phase)
+        again = new.add_op(
+            at_places(replace(op.kind, sizes=want.local(whole)), want, self.mesh), [source], op.name, phase
+        )
+        again.scope = op.scope
+        self.at[again.results[0]] = want
+        return again.results[0]
 
     def is_held(self, way: Sequence[tuple[OpKind, Placement, str]]) -> bool:
         """Whether what all of these ops gather is there in the backward pass as well, as autograd saves it."""
@@ -244,8 +285,9 @@ class Placed(Rewriter):
     def stands_for(self, made: Tensor, t: Tensor) -> None:
         """Note that a new tensor is another one elsewhere in the graph."""
         self.at[made] = self.at[t]
-        if t in self.params:
-            self.params.add(made)
+        for known in (self.params, self.fixed):
+            if t in known:
+                known.add(made)
         self.rows.stands_for(made, t)
 
     def step(self, kind: OpKind, t: Tensor, name: str, new: Graph, phase: str, *others: Tensor) -> Tensor:
@@ -285,9 +327,16 @@ class Placed(Rewriter):
         if found != place and stack not in self.stated.stacks:
             self.stacks[stack] = found
         wanted = [Placement((*((),) * (t.ndim - rest), *place.dims[1:])) for t in slices]
+        for t, at, want in zip(slices, now, wanted, strict=True):
+            self.tell(op, t, at, want, "other slices of its stack lie otherwise")
         moved = [self.value(t, new, want, op.phase) for t, want in zip(slices, wanted, strict=True)]
         (made,) = self.add(op, op.kind, [self.tensors[stack], *moved], self.here(new)).results
         self.at[made] = place
+
+    def tell(self, op: Op, t: Tensor, at: Placement, want: Placement, why: str) -> None:
+        """Note along which axes of the mesh a tensor is moved although nobody asked for it."""
+        axes = sorted(axis for axis in at.axes if want.dim(axis) != at.dim(axis))
+        self.moved += [f"{op.name!r}: {t.name!r} put together along {axis}: {why}" for axis in axes]
 
     def note_part(self, before: Tensor, written: Tensor, after: Tensor) -> None:
         """Note what is written in parts although every rank has it whole."""
