@@ -91,7 +91,7 @@ class Formats:
         start = x.storage_offset()
         least = start + sum(((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)), start=1)
         with self.recorder.pausing():
-            made = torch.empty([least], dtype=x.dtype, device=x.device).as_strided(x.shape, x.stride(), start)
+            made = x.new_empty([least]).as_strided(x.shape, x.stride(), start)
         self.recorder.data.note(torch.ops.aten.clone.default, (x,), {}, made)
         return made
 

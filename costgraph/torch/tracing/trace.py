@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout, suppress
 from functools import partial
+from io import StringIO
 
 import torch
 from torch import nn
@@ -123,7 +124,8 @@ def trace(
     given = Given(module, inputs, dims, dict(keywords or {}), dict(keyword_dims or {}))
     shapes, run = _watched(module, given, optimizer, target, train=train, unknown=unknown, fixed=fixed)
     if run.formats.asked:
-        with suppress(CostGraphError):  # a program that does not run in another format says nothing of it
+        # a program that does not run in another format says nothing of it, and what it prints has been said
+        with suppress(CostGraphError), redirect_stdout(StringIO()):
             _, other = _watched(module, given, None, target, unknown=unknown, fixed=fixed, narrow=True)
             run.formats.settle(other.formats)
     graph = Graph(name or type(module).__name__)
