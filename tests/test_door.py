@@ -5,12 +5,14 @@ import pickle
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Annotated, Any, TypeVar
 
 import numpy as np
 import pytest
 import sympy
-from public import FUNCTIONS, PUBLIC, RECORDS
+from public import FUNCTIONS, NAMESPACES, PUBLIC, RECORDS
 
 import costgraph as cg
 from costgraph.algebra.polynomial import poly
@@ -150,3 +152,23 @@ def test_what_may_be_read_once_is_not_used_up():
 def test_fields_of_a_record_that_stands_in_another_module_are_asked_for_as_well():
     with pytest.raises(cg.GraphError, match="Report: count is 5, expected text"):
         Report(count=5)
+
+
+#: Layers of the contract, which are flat and in `cg.nn`.
+LAYERS = {
+    "attention", "conv", "cross_entropy", "dropout", "embedding", "gelu", "layer_norm", "linear", "relu", "rms_norm",
+    "sigmoid", "silu", "softmax", "tanh",
+}  # fmt: skip
+
+
+def test_nothing_is_behind_two_doors_but_the_layers_of_the_contract():
+    rooms = ["models", "testing", *(["torch"] if find_spec("torch") else [])]
+    doors = NAMESPACES | {f"{room}.": import_module(f"costgraph.{room}") for room in rooms}
+    names: dict[int, list[str]] = {}
+    for door, module in doors.items():
+        for name in module.__all__:
+            found = getattr(module, name)
+            if callable(found) or inspect.ismodule(found):  # a constant is no one's
+                names.setdefault(id(inspect.unwrap(found) if callable(found) else found), []).append(door + name)
+    twice = [tuple(found) for found in names.values() if len(found) > 1]
+    assert sorted(twice) == [(name, f"nn.{name}") for name in sorted(LAYERS)]
