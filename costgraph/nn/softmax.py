@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from ..errors import ShapeError
 from ..graph.arguments import need_tensor
 from ..graph.tensor import Tensor
 from ..notation.door import READ
+from ..ops.layout import axis_of
 from ..ops.pointwise import pointwise
 from ..ops.reduce import reduce
 from .kernels import one_kernel
@@ -18,11 +18,9 @@ __all__ = ["along", "log_softmax", "softmax"]
 def along(x: Tensor, axis: int) -> tuple[str, str]:
     """Return the patterns that reduce one axis and keep it with size 1."""
     need_tensor("softmax or norm", x)
-    if isinstance(axis, bool) or not isinstance(axis, int) or not -x.ndim <= axis < x.ndim:
-        raise ShapeError(f"axis {axis!r} of {x!r}: expected an integer from {-x.ndim} to {x.ndim - 1}")
-    names = [f"a{i}" for i in range(x.ndim)]
+    at, names = axis_of(x, axis), [f"a{i}" for i in range(x.ndim)]
     kept = [*names]
-    kept[axis % x.ndim] = "1"
+    kept[at] = "1"
     return " ".join(names), " ".join(kept)
 
 

@@ -32,8 +32,10 @@ COLORS = {
 }  # fmt: skip
 
 
-def new_figure(width: float, height: float) -> Any:
-    """Return an empty matplotlib figure of so many inches; nothing global is touched."""
+def new_figure(width: float, height: float, path: object = None) -> Any:
+    """Return an empty matplotlib figure of so many inches, once its path is looked at; nothing global is touched."""
+    if path is not None:
+        check_path(path)
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

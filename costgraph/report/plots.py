@@ -49,9 +49,7 @@ def plot_roofline(roofline: Roofline, path: str | os.PathLike[str] | None = None
     FormatError
         If the file has another ending, or cannot be written.
     """
-    if path is not None:
-        check_path(path)
-    figure = new_figure(10, 5.2)
+    figure = new_figure(10, 5.2, path)
     ax = figure.subplots()
     drawn = [r for r in roofline.rows if r.flops and r.bytes and r.attainable]
     bandwidth = float(roofline.hardware.bandwidth.value)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..plan.serving import Throughput, ThroughputRow
-from .drawing import FAINT, PALETTE, ROOF, check_path, framed, new_figure, saved, short, units_on
+from .drawing import FAINT, PALETTE, ROOF, framed, new_figure, saved, short, units_on
 from .labels import place_labels
 
 __all__ = ["plot_throughput"]
@@ -34,9 +34,7 @@ def plot_throughput(found: Throughput, path: str | os.PathLike[str] | None = Non
     FormatError
         If the file has another ending, or cannot be written.
     """
-    if path is not None:
-        check_path(path)
-    figure = new_figure(9, 4.8)
+    figure = new_figure(9, 4.8, path)
     ax = figure.subplots()
     ax.set(xscale="log", yscale="log")
     rows = found.rows

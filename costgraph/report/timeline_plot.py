@@ -9,7 +9,7 @@ from typing import Any
 from ..analysis.memory import Timeline
 from ..bind.evaluate import need_bound
 from ..hardware.units import format_bytes
-from .drawing import FAINT, PALETTE, ROOF, check_path, framed, new_figure, saved, short, units_on
+from .drawing import FAINT, PALETTE, ROOF, framed, new_figure, saved, short, units_on
 from .labels import Label, place_labels
 
 __all__ = ["plot_timeline"]
@@ -58,9 +58,7 @@ def plot_timeline(
         If the file has another ending, or cannot be written.
     """
     need_bound([timeline.peak], "plot of a timeline")
-    if path is not None:
-        check_path(path)
-    figure = new_figure(10, 4.6)
+    figure = new_figure(10, 4.6, path)
     ax = figure.subplots()
     live = [float(m.bytes) for m in timeline.moments]
     at = max(range(len(live)), key=live.__getitem__)

@@ -69,20 +69,16 @@ def _softmax_backward(function: Callable[..., Any]) -> Rule:
     return rule
 
 
-def _linear(site: Site[Kernel], found: Bound) -> bool:
-    einsum, nodes = found["p"].producer, [given_node(site, found[n]) for n in "xwb"]
-    assert einsum is not None
-    if any(v is None for v in nodes) or not whole(found) or named_results(site, found, "y") is None:
-        return False
-    return linear(site, einsum, nodes[:2], nodes[2])
+def _biased(lowered: Callable[..., bool]) -> Rule:
+    """Return the rule of a contraction with a bias."""
 
+    def rule(site: Site[Kernel], found: Bound) -> bool:
+        einsum, nodes = found["p"].producer, [given_node(site, found[n]) for n in "xwb"]
+        if any(v is None for v in nodes) or not whole(found) or named_results(site, found, "y") is None:
+            return False
+        return lowered(site, einsum, nodes[:2], nodes[2])
 
-def _convolution(site: Site[Kernel], found: Bound) -> bool:
-    einsum, nodes = found["p"].producer, [given_node(site, found[n]) for n in "xwb"]
-    assert einsum is not None
-    if any(v is None for v in nodes) or not whole(found) or named_results(site, found, "y") is None:
-        return False
-    return convolution(site, einsum, nodes[:2], nodes[2])
+    return rule
 
 
 _LAYER = "m = mean x; c = sub x m; q = square c; v = mean q; a = add v; r = rsqrt a; "
@@ -98,8 +94,8 @@ _RULES: dict[str, Rule] = {
     _LAYER + "n = mul c r; o = mul n w; y = add o b": norm("mr"),
     _ROOT + "y = mul x r": norm("r"),
     _ROOT + "n = mul x r; y = mul n w": norm("r"),
-    "p = einsum x w; y = add p b": _linear,
-    "p = einsum x w; o = rearrange b; y = add p o": _convolution,
+    "p = einsum x w; y = add p b": _biased(linear),
+    "p = einsum x w; o = rearrange b; y = add p o": _biased(convolution),
     **dict.fromkeys((*LAYER_BACKWARD, ROOT_BACKWARD), norm_backward),
     "s = einsum q k; c = mul s; p = softmax c; y = einsum p v": flash,
     "s = einsum q k; c = mul s; p = softmax c; y = einsum p v; n = rearrange p'": flash,

@@ -14,7 +14,6 @@ from . import (  # noqa: F401  # they fill the table
     recurrent,
     reductions,
     resampling,
-    transformer,
 )
 from .counts import counts_of
 from .table import RULES, Rule, rule

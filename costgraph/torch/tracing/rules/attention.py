@@ -99,6 +99,13 @@ def _backward(call: Call, s: _Sizes) -> Counts:
     return together(_matmuls(s, 3, 2), pairs, rows)
 
 
+@rule("_transform_bias_rescale_qkv")
+def heads(call: Call) -> Counts:
+    """Count a bias for each element of queries, keys and values, and the scale of the queries."""
+    qkv: Spec = call["qkv"]
+    return together(each(qkv.numel, "add"), each(qkv.numel / 3, "mul"))
+
+
 # -- batch, heads, positions, size -------------------------------------------------------------------------------
 
 _HEADS_FIRST = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -12,7 +11,7 @@ from ....algebra.polynomial import ONE, Poly, poly, total
 from ..call import Call, Counts, Spec
 from ..onednn import PAGE, Lstm
 from .amounts import REDUCE, contiguous_copy, each, size, together, unsupported
-from .table import rule
+from .table import Rule, rule
 
 __all__: list[str] = []  # its rules are found in RULES
 
@@ -48,7 +47,7 @@ def _cells(mode: int, count: Poly, steps: dict[int, tuple[str, ...]], biases: in
     return each(count, *steps[mode], *("add",) * (biases * _GATES[mode]))
 
 
-def _layers(call: Call, points: Poly, states: Poly, mode: int, biases: bool) -> Counts:
+def _layers(points: Poly, states: Poly, mode: int, biases: bool) -> Counts:
     """Return the cost of products of so many index points, and of so many elements of states."""
     return together(Counts(matmul=2 * points), _cells(mode, states, _CELL, _BIASES if biases else 0))
 
@@ -63,7 +62,7 @@ def layer(call: Call) -> Counts:
     weights: Poly = call["weight0"].numel + call["weight1"].numel
     layer = _lstm(call, call["weight0"])
     workspace = _bias(call) + (layer.forward(_pages) if _saves(call) else layer.inference(_pages))
-    made = _layers(call, places * weights, states, int(call["mode"]), bool(call["has_biases"]))
+    made = _layers(places * weights, states, int(call["mode"]), bool(call["has_biases"]))
     return together(made, Counts(workspace=poly(workspace)))
 
 
@@ -112,77 +111,62 @@ def layer_backward(call: Call) -> Counts:
 # -- all layers --------------------------------------------------------------------------------------------------
 
 
+def _all_layers(call: Call) -> tuple[int, Poly, Poly, Poly, bool]:
+    """Return the mode, index points of all products, elements of a state and of all of them, whether it has biases."""
+    if call.get("batch_sizes"):
+        raise unsupported(call, "a packed sequence, whose lengths are data", "a padded batch")
+    weights, mode = call["weight"], int(call["mode"])
+    places = prod(call["input"].sizes[:-1], start=ONE)
+    matrices = [w for w in weights if len(w.sizes) == 2]
+    state = places * (weights[0].sizes[0] / _GATES[mode])
+    count = int(call["num_layers"]) * (2 if call["bidirectional"] else 1)
+    return mode, places * total(w.numel for w in matrices), state, state * count, len(matrices) < len(weights)
+
+
 @rule("_cudnn_rnn", "miopen_rnn")
 def layers(call: Call) -> Counts:
     """Count the same for all layers and directions, and dropout between layers: two for each element."""
-    if call.get("batch_sizes"):
-        raise unsupported(call, "a packed sequence, whose lengths are data", "a padded batch")
-    weights: Any = call["weight"]
-    operand: Spec = call["input"]
-    mode = int(call["mode"])
-    places = prod(operand.sizes[:-1], start=ONE)
-    matrices = [w for w in weights if len(w.sizes) == 2]
-    points = places * sum((w.numel for w in matrices), start=0 * ONE)
-    state = _state(mode, weights)
-    count = int(call["num_layers"]) * (2 if call["bidirectional"] else 1)
-    between = each(places * state * (count - count // int(call["num_layers"])), *_dropped(call))
-    made = _layers(call, points, places * state * count, mode, len(matrices) < len(weights))
-    return together(made, between)
-
-
-def _dropped(call: Call) -> Sequence[str]:
-    return ("mul", "mul") if call.get("dropout") and call.get("train") else ()
-
-
-def _state(mode: int, weights: Sequence[Spec]) -> Poly:
-    return weights[0].sizes[0] / _GATES[mode]
+    mode, points, state, states, biased = _all_layers(call)
+    sides = 2 if call["bidirectional"] else 1
+    steps = ("mul", "mul") if call.get("dropout") and call.get("train") else ()
+    between = each(state * (sides * (int(call["num_layers"]) - 1)), *steps)
+    return together(_layers(points, states, mode, biased), between)
 
 
 @rule("_cudnn_rnn_backward")
 def layers_backward(call: Call) -> Counts:
     """Count twice the products, and the gradients of the cells."""
-    weights: Any = call["weight"]
-    if call.get("batch_sizes"):
-        raise unsupported(call, "a packed sequence, whose lengths are data", "a padded batch")
-    mode = int(call["mode"])
-    places = prod(call["input"].sizes[:-1], start=ONE)
-    matrices = [w for w in weights if len(w.sizes) == 2]
-    points = places * sum((w.numel for w in matrices), start=0 * ONE)
-    states = places * _state(mode, weights) * (int(call["num_layers"]) * (2 if call["bidirectional"] else 1))
-    bias = each(states * _GATES[mode], REDUCE) if len(matrices) < len(weights) else Counts()
+    mode, points, _, states, biased = _all_layers(call)
+    bias = each(states * _GATES[mode], REDUCE) if biased else Counts()
     return together(Counts(matmul=4 * points), _cells(mode, states, _CELL_BACKWARD, 0), bias)
 
 
 # -- cells, their products made before ---------------------------------------------------------------------------
 
 
-def _biases(call: Call) -> int:
-    return sum(call.get(name) is not None for name in ("input_bias", "hidden_bias"))
+def _cell(mode: int, state: str) -> Rule:
+    """Return the rule of a cell, for each element of its state."""
+
+    def apply(call: Call) -> Counts:
+        return _cells(
+            mode, call[state].numel, _CELL, sum(call.get(f"{n}_bias") is not None for n in ("input", "hidden"))
+        )
+
+    return apply
 
 
-@rule("_thnn_fused_lstm_cell")
-def lstm_cell(call: Call) -> Counts:
-    """Count a cell for each element of the state."""
-    return _cells(_LSTM, call["cx"].numel, _CELL, _biases(call))
+def _cell_backward(mode: int, state: str, biases: int) -> Rule:
+    """Return the rule of the gradients of a cell, and of the sums for its biases."""
+
+    def apply(call: Call) -> Counts:
+        count = call[state].numel
+        bias = each(count * _GATES[mode] * biases, REDUCE) if call["has_bias"] else Counts()
+        return together(_cells(mode, count, _CELL_BACKWARD, 0), bias)
+
+    return apply
 
 
-@rule("_thnn_fused_lstm_cell_backward_impl")
-def lstm_cell_backward(call: Call) -> Counts:
-    """Count the gradients of a cell, and the sum for the bias."""
-    count = call["cx"].numel
-    bias = each(count * _GATES[_LSTM], REDUCE) if call["has_bias"] else Counts()
-    return together(_cells(_LSTM, count, _CELL_BACKWARD, 0), bias)
-
-
-@rule("_thnn_fused_gru_cell")
-def gru_cell(call: Call) -> Counts:
-    """Count a cell for each element of the state."""
-    return _cells(_GRU, call["hx"].numel, _CELL, _biases(call))
-
-
-@rule("_thnn_fused_gru_cell_backward")
-def gru_cell_backward(call: Call) -> Counts:
-    """Count the gradients of a cell, and the sum for the biases."""
-    count = call["grad_hy"].numel
-    bias = each(count * _GATES[_GRU] * _BIASES, REDUCE) if call["has_bias"] else Counts()
-    return together(_cells(_GRU, count, _CELL_BACKWARD, 0), bias)
+rule("_thnn_fused_lstm_cell")(_cell(_LSTM, "cx"))
+rule("_thnn_fused_gru_cell")(_cell(_GRU, "hx"))
+rule("_thnn_fused_lstm_cell_backward_impl")(_cell_backward(_LSTM, "cx", 1))
+rule("_thnn_fused_gru_cell_backward")(_cell_backward(_GRU, "grad_hy", _BIASES))

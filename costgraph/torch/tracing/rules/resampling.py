@@ -115,18 +115,19 @@ _COORDINATE = ("add", "mul", "sub", "div", "floor", "sub", "sub")
 _BILINEAR, _NEAREST_MODE = 0, 1
 
 
-def _places(call: Call) -> tuple[Poly, int]:
+def _places(call: Call) -> tuple[Poly, int, int]:
+    """Return the places that are looked at, their coordinates, and the mode."""
+    mode = call.get("interpolation_mode") or _BILINEAR
+    if mode not in (_BILINEAR, _NEAREST_MODE):
+        raise unsupported(call, f"interpolation mode {mode}", "bilinear or nearest")
     grid: Spec = call["grid"]
-    return prod(grid.sizes[:-1], start=ONE), 2 if "2d" in call.name else 3
+    return prod(grid.sizes[:-1], start=ONE), 2 if "2d" in call.name else 3, mode
 
 
 @rule("grid_sampler_2d", "grid_sampler_3d", "cudnn_grid_sampler")
 def sampled(call: Call) -> Counts:
     """Count coordinates and weights for each place, a product and a sum of each neighbour for each element."""
-    count, axes = _places(call)
-    mode = call.get("interpolation_mode") or _BILINEAR
-    if mode not in (_BILINEAR, _NEAREST_MODE):
-        raise unsupported(call, f"interpolation mode {mode}", "bilinear or nearest")
+    count, axes, mode = _places(call)
     if mode == _NEAREST_MODE:
         return each(count * axes, *_COORDINATE[:4], "round")
     corners = 2**axes
@@ -140,10 +141,7 @@ def sampled(call: Call) -> Counts:
 @rule("grid_sampler_2d_backward", "grid_sampler_3d_backward", "cudnn_grid_sampler_backward")
 def sampled_backward(call: Call) -> Counts:
     """Count coordinates and weights again, then for each neighbour its share, and what the place moves the value by."""
-    count, axes = _places(call)
-    mode = call.get("interpolation_mode") or _BILINEAR
-    if mode not in (_BILINEAR, _NEAREST_MODE):
-        raise unsupported(call, f"interpolation mode {mode}", "bilinear or nearest")
+    count, axes, mode = _places(call)
     elements = call["grad_output"].numel
     wanted = call.get("output_mask") or (True, True)
     if mode == _NEAREST_MODE:
