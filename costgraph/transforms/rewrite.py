@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from ..algebra.dominance import Relations
 from ..algebra.polynomial import Poly
 from ..graph.call import Call
 from ..graph.domain import Domain
@@ -77,7 +78,7 @@ class Rewriter:
     def run(self, old: Graph, name: str | None = None) -> Graph:
         """Return the new graph."""
         new = Graph(old.name if name is None else name, dtype=old.dtype)
-        new.relations, new.defaults, new.loss = old.relations, dict(old.defaults), old.loss
+        new.relations, new.defaults, new.loss = self.known(old), dict(old.defaults), old.loss
         new.layers, new.waiting = old.layers, old.waiting
         if old.waiting is not None:
             new.waiting = replace(old.waiting, **{k: bound(v, self.values) for k, v in vars(old.waiting).items()})
@@ -89,6 +90,10 @@ class Rewriter:
             if self.lies and old.sharding is not None:
                 new.sharding = self.laid(old, old.sharding)
         return new.freeze()
+
+    def known(self, old: Graph) -> Relations:
+        """Return what is assumed of sizes in the new graph: where symbols stay what they were, the same."""
+        return old.relations
 
     def laid(self, old: Graph, sharding: Sharding) -> Sharding:
         """Return where the tensors of the new graph lie: an axis of iterations, which is whole, may have gone."""

@@ -12,10 +12,13 @@ from torch import nn
 from ...algebra.symbols import is_name, shown
 from ...errors import GraphError, ShapeError
 from .data import Data
+from .state import swap
 
 __all__ = ["Axes", "Given"]
 
 Axes = Sequence[str | None] | None
+#: What no cache lies in.
+_NOTHING_IN = (type, nn.Module, str, bytes, int, float, type(None), torch.dtype, torch.device)
 
 
 class Given:
@@ -33,6 +36,8 @@ class Given:
         Keyword arguments.
     keyword_dims : dict of str to sequence
         Names of the axes of those that are tensors.
+    cached : sequence of str
+        Arguments that are kept between steps: tensors, or what holds tensors, of whose axes these are the names.
 
     Raises
     ------
@@ -47,6 +52,7 @@ class Given:
         dims: Sequence[Axes] | None,
         keywords: dict[str, object],
         keyword_dims: dict[str, Axes],
+        cached: Sequence[str] = (),
     ) -> None:
         if dims is not None and (isinstance(dims, str) or len(dims) != len(inputs)):
             raise ShapeError(
@@ -59,13 +65,26 @@ class Given:
         self.values = [*inputs, *keywords.values()]
         self.keywords = tuple(keywords)
         self.names = [*_positional(module, len(inputs)), *keywords]
+        if isinstance(cached, str) or not set(cached) <= set(self.names):
+            raise GraphError(f"trace: cached {shown(cached)}, expected names of arguments among {shown(self.names)}")
         axes = [*(dims or [None] * len(inputs)), *(keyword_dims.get(k) for k in keywords)]
-        self.axes = [_checked(n, v, a) for n, v, a in zip(self.names, self.values, axes, strict=True)]
+        self.cached = tuple(cached)
+        self.held: dict[str, tuple[torch.Tensor, tuple[str | None, ...]]] = {}
+        """Tensors that arguments hold which are kept between steps, by their place, and the names of their axes."""
+        for i, (name, value, own) in enumerate(zip(self.names, self.values, axes, strict=True)):
+            if name in cached and not isinstance(value, torch.Tensor):
+                self.held |= _held(name, value, own)
+                axes[i] = None
+        self.axes = [
+            () if n in cached and not isinstance(v, torch.Tensor) else _checked(n, v, a)
+            for n, v, a in zip(self.names, self.values, axes, strict=True)
+        ]
 
     def sizes(self) -> dict[str, int]:
         """Return the size that each name has in the tensors that were given."""
         out: dict[str, int] = {}
-        for label, value, axes in zip(self.names, self.values, self.axes, strict=True):
+        given = [*zip(self.names, self.values, self.axes, strict=True), *((n, *pair) for n, pair in self.held.items())]
+        for label, value, axes in given:
             shape: tuple[int, ...] = tuple(value.shape) if isinstance(value, torch.Tensor) else ()
             for name, size in zip(axes, shape, strict=True):
                 if name is not None and out.setdefault(name, int(size)) != size:
@@ -76,11 +95,18 @@ class Given:
 
     def fakes(self, sizes: Mapping[str, Any], data: Data, *, host: bool) -> dict[str, object]:
         """Return the arguments by name: tensors without data, on the host or not, with sizes for the named axes."""
+        for t, axes in self.held.values():
+            swap(t, _fake(t, axes, sizes, host))
         made = {n: _fake(v, a, sizes, host) for n, v, a in zip(self.names, self.values, self.axes, strict=True)}
         for value, fake in zip(self.values, made.values(), strict=True):
             if isinstance(value, torch.Tensor) and isinstance(fake, torch.Tensor):
                 data.declare(fake, value)
         return made
+
+    def kept(self, fakes: Mapping[str, object]) -> dict[str, torch.Tensor]:
+        """Return the tensors that are kept between steps, by name."""
+        own = {n: v for n in self.cached if isinstance(v := fakes[n], torch.Tensor)}
+        return own | {n: t for n, (t, _) in self.held.items()}
 
     def others(self) -> list[object]:
         """Return the arguments that are no tensors."""
@@ -122,7 +148,32 @@ def _checked(label: str, value: object, axes: Axes) -> tuple[str | None, ...]:
     return names
 
 
-def _fake(value: object, axes: Sequence[str | None], sizes: Mapping[str, Any], host: bool) -> object:
+def _held(label: str, value: object, axes: Axes) -> dict[str, tuple[torch.Tensor, tuple[str | None, ...]]]:
+    """Return the tensors that an argument holds; those of another number of axes have no names."""
+    found: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+
+    def look(path: str, inner: object) -> None:
+        if id(inner) in seen or isinstance(inner, _NOTHING_IN):
+            return
+        seen.add(id(inner))
+        if isinstance(inner, torch.Tensor):
+            found[path] = inner
+            return
+        parts = inner if isinstance(inner, dict) else getattr(inner, "__dict__", {})
+        parts = dict(enumerate(inner)) if isinstance(inner, tuple | list) else parts
+        for key, part in parts.items():
+            look(f"{path}/{key}", part)
+
+    look(label, value)
+    wanted = None if axes is None else len(axes)
+    if not any(t.ndim == wanted or (wanted is None and t.numel()) for t in found.values()):
+        expected = "tensors that are kept" if wanted is None else f"tensors of {wanted} axes"
+        raise ShapeError(f"trace: {label}, a {type(value).__name__}, holds none, expected {expected} between steps")
+    return {n: (t, _checked(n, t, axes if t.ndim == wanted else None)) for n, t in found.items() if t.numel()}
+
+
+def _fake(value: Any, axes: Sequence[str | None], sizes: Mapping[str, Any], host: bool) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     shape: list[Any] = [n if name is None else sizes[name] for n, name in zip(value.shape, axes, strict=True)]

@@ -6,7 +6,7 @@ program in another format tells them apart: what comes out in fp32 there too is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -111,13 +111,13 @@ class Formats:
             event.fixed = other.calls[number][1] == _WIDE
 
 
-def narrowed(module: nn.Module, arguments: Mapping[str, object]) -> dict[str, object]:
-    """Let parameters and buffers of a module, without data, be in the other format; returns arguments in it."""
+def narrowed(held: Iterable[Tensor], arguments: Mapping[str, object]) -> dict[str, object]:
+    """Let tensors that hold no data be in the other format; returns arguments in it."""
 
     def narrow(value: Any) -> Any:
         return value.to(_NARROW) if isinstance(value, Tensor) and value.dtype == _WIDE else value
 
-    for t in (*module.parameters(), *module.buffers()):
+    for t in held:
         other = narrow(t)
         if other is not t:
             swap(t, nn.Parameter(other, requires_grad=t.requires_grad) if isinstance(t, nn.Parameter) else other)

@@ -70,7 +70,7 @@ class Run:
         self.gradients: dict[Handle, Handle] = {}
         self.formats = Formats(recorder)
 
-    def declare(self, inputs: Mapping[str, object]) -> None:
+    def declare(self, inputs: Mapping[str, object], kept: Mapping[str, torch.Tensor]) -> None:
         """Say what is there before the first op: parameters, buffers, gradients that were there before, and inputs."""
         for name, t in (*self.module.named_parameters(), *self.module.named_buffers()):
             path = path_of(name)
@@ -79,8 +79,10 @@ class Run:
                 self.params[path] = t
                 if t.grad is not None:
                     self.recorder.source(t.grad, "buffer", f"{path}/grad")
+        for name, t in kept.items():
+            self.recorder.source(t, "cache", name)
         for name, value in inputs.items():
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor) and name not in kept:
                 self.recorder.source(value, "input", name)
 
     def __call__(self, args: list[object], kwargs: dict[str, object], *, train: bool) -> None:

@@ -42,6 +42,7 @@ def trace(
     optimizer: Factory | None = None,
     keywords: Mapping[str, object] | None = None,
     keyword_dims: Mapping[str, Axes] | None = None,
+    cached: Sequence[str] = (),
     unknown: str = "error",
     fixed: str = "error",
     name: str = "",
@@ -70,6 +71,9 @@ def trace(
         its first step has left behind; gradients are set to None after it.
     keywords, keyword_dims : mapping, optional
         Keyword arguments, and the names of the axes of those that are tensors.
+    cached : sequence of str
+        Names of arguments that are kept between steps of inference: tensors, or what holds tensors, as a cache of
+        transformers does, whose axes the names in `dims` are then. `decode` makes a step of such a trace.
     unknown : str
         What an op without a rule is: an `error`, or a `symbol`, the positive number `flops_NAME` of FLOPs; a size that
         depends on data is a symbol as well then.
@@ -121,7 +125,7 @@ def trace(
     if optimizer is not None and not train:
         raise GraphError("trace: an optimizer without train=True, expected a backward pass before its step")
     module = module._orig_mod if isinstance(module, OptimizedModule) else module
-    given = Given(module, inputs, dims, dict(keywords or {}), dict(keyword_dims or {}))
+    given = Given(module, inputs, dims, dict(keywords or {}), dict(keyword_dims or {}), cached)
     shapes, run = _watched(module, given, optimizer, target, train=train, unknown=unknown, fixed=fixed)
     if run.formats.asked:
         # a program that does not run in another format says nothing of it, and what it prints has been said
@@ -165,8 +169,9 @@ def _watched(
         sizes = {n: shapes.named(n, size) for n, size in hints(given.sizes()).items()}
         fakes = given.fakes(sizes, data, host=target is not None)
         if narrow:
-            fakes = narrowed(module, fakes)
-        run.declare(fakes)
+            own = [*module.parameters(), *module.buffers(), *(t for t, _ in given.held.values())]
+            fakes = narrowed(own, fakes)
+        run.declare(fakes, given.kept(fakes))
         with recorder.scopes.watching(), torch.compiler.set_stance("force_eager"):
             run(*given.arguments(fakes), train=train)
     return shapes, run

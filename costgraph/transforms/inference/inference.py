@@ -6,8 +6,8 @@ import sympy
 
 from ...algebra.polynomial import ONE, Poly, poly
 from ...algebra.symbols import symbol
-from ...errors import GraphError, ShapeError, UnsupportedError
-from ...graph.arguments import need_choice, positive
+from ...errors import GraphError, UnsupportedError
+from ...graph.arguments import need_choice
 from ...graph.graph import Graph
 from ...graph.sizes import known_names
 from ...ops.collectives import need_of_all
@@ -15,6 +15,7 @@ from ...ops.foreign import need_declared
 from .needed import head_of, needed_ops
 from .replay import Replayer, positions_of
 from .resize import Lengths
+from .steps import step_of, tokens_of
 
 __all__ = ["decode", "prefill"]
 
@@ -65,7 +66,8 @@ def decode(graph: Graph, tokens: object = 1, *, logits: str = "all") -> Graph:
     Parameters
     ----------
     graph : Graph
-        A forward pass, with what inference keeps marked by `cache` and `initial_state`; it stays as it is.
+        A forward pass, with what inference keeps marked by `cache` and `initial_state`, or a trace with caches that are
+        marked (`trace(..., cached=...)`); it stays as it is.
     tokens : sympy.Expr, int or str
         New positions of each sequence: 1 to generate, several to verify what was guessed (speculative decoding), a
         symbol or its name to leave it open.
@@ -77,14 +79,17 @@ def decode(graph: Graph, tokens: object = 1, *, logits: str = "all") -> Graph:
     Graph
         In it S, the number of positions of the declaration, is the context with the new positions included: the
         positions that the caches hold after the step. Caches are buffers of role cache; those with a window hold
-        Min(S, window + tokens - 1) positions.
+        Min(S, window + tokens - 1) positions. Of a trace, the size of the new positions is the context as well, and
+        that of the positions before follows from it; caches are what the step reads, and what it makes of them with the
+        new ones is made as the program does it.
 
     Raises
     ------
     GraphError
         If the graph has a backward pass, or nothing in it is marked.
     UnsupportedError
-        If an op states costs that do not tell new positions from cached ones, as a trace's do.
+        If an op states costs that do not tell new positions from cached ones, as those of a trace without caches do, or
+        a trace went another way than for so many new positions.
 
     Examples
     --------
@@ -100,13 +105,16 @@ def decode(graph: Graph, tokens: object = 1, *, logits: str = "all") -> Graph:
 
 def _replayed(place: str, graph: Graph, tokens: object, logits: str) -> Graph:
     need_of_all(place, graph)
-    need_declared(place, graph, "trace the call with what it keeps")
+    caches = [t for t in graph.tensors if t.role == "cache" and t.producer is None]
+    if caches and place == "decode":
+        return step_of(graph, caches, tokens, logits)
+    need_declared(place, graph, "trace a step with what it keeps, named in cached=")
     need_choice(f"{place}: logits", logits, ("all", "last"))
     if graph.gradients or any(op.phase != "forward" for op in graph.walk()):
         raise GraphError(f"{place}: graph {graph.name!r} has a backward pass, expected a forward pass alone")
     name = _positions(place, graph)
     context = poly(symbol(name))
-    own = context if tokens is None else _tokens(place, graph, tokens, name)
+    own = context if tokens is None else tokens_of(place, graph, tokens, name)
     writes = place == "prefill" and own == context
     kept = needed_ops(graph, static=not writes)
     head = head_of(place, graph, name) if logits == "last" else None
@@ -130,16 +138,6 @@ def _unused(graph: Graph) -> str:
     """Return a name that is no dimension of a graph."""
     names = known_names(graph)
     return next(n for i in range(len(names) + 1) if (n := f"new{i}") not in names)
-
-
-def _tokens(place: str, graph: Graph, tokens: object, name: str) -> Poly:
-    """Return the number of new positions; a symbol must not be one that the graph has already."""
-    given = positive(f"{place}: tokens", symbol(tokens) if isinstance(tokens, str) else tokens)
-    if given.constant is None and not isinstance(given.expr, sympy.Symbol):
-        raise ShapeError(f"{place}: tokens {given}, expected a whole number or one symbol")
-    if given.names() & known_names(graph) - {name}:
-        raise GraphError(f"{place}: tokens {given} is a dimension of graph {graph.name!r}, expected another name")
-    return given
 
 
 def _positions(place: str, graph: Graph) -> str:
