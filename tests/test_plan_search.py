@@ -139,6 +139,37 @@ def test_the_last_micro_batch_may_reduce_gradients_alone(model, few):
         assert plan.seconds == pytest.approx(alone(model, plan)[1] - spared, rel=1e-9)
 
 
+@pytest.mark.parametrize("away", ["optimizer", "parameters+optimizer", "activations"])
+def test_what_lies_on_the_host_takes_what_its_graph_takes_alone(model, few, away):
+    limits = {**FEW, "zero": 3, "tp": (1, 2), "memory": 1e12}
+    found = cg.plan.search(model, **limits, offload=("none", away))
+    names = tuple(sorted(away.split("+")))
+    assert {p.offload for p in found.rows} == {(), names}
+    for plan in [p for p in found.rows if p.offload][::5]:
+        step = cg.training_step(model, precision="bf16", checkpoint=cg.every_block(), accumulate=plan.accumulate)
+        split = {"dp": plan.dp, "tp": plan.tp, "zero": 3, "sequence": plan.sequence, "offload": names}
+        rank, sizes = cg.parallelize(step, **split), {**SIZES, "B": plan.micro_batch * plan.dp}
+        assert plan.memory == cg.peak_memory(rank, **sizes), plan
+        assert plan.seconds == pytest.approx(cg.seconds(rank, "h100-sxm", **sizes), rel=1e-9), plan
+        assert "memory traffic" in plan.parts
+
+
+def test_several_precisions_are_those_of_each(model):
+    several = ("bf16", "bf16-mixed", {"matmul": "bf16"}, {"matmul": "fp16"})
+    limits = {**FEW, "zero": 1, "tp": 1}
+    found = cg.plan.search(model, **{**limits, "precision": several})
+    rows = {
+        name: [p for p in found.rows if p.precision == name] for name in ("bf16", "bf16-mixed", "custom", "custom 2")
+    }
+    assert sum(map(len, rows.values())) == len(found.rows)
+    for (name, own), given in zip(rows.items(), several, strict=True):
+        alone = cg.plan.search(model, **{**limits, "precision": given}).rows
+        assert [replace(p, why="", precision="") for p in own] == [replace(p, why="", precision="") for p in alone], (
+            name
+        )
+    assert "precision" in str(found)
+
+
 def test_fewer_heads_of_keys_than_ranks_are_plans_as_well():
     zoo = cg.models.load("llama-3-8b")
     found = cg.plan.search(zoo, devices=16, hardware="h100-sxm", B=2, S=64, L=2, zero=0, checkpoint="none")
@@ -182,6 +213,12 @@ def test_the_table_is_short_and_a_frame_has_all(found):
         ({"sequence": 1}, "search: sequence: 1, expected one of False, True"),
         ({"checkpoint": cg.every_block()}, "search: checkpoint: .* expected a text such as 'every-block'"),
         ({"checkpoint": "some"}, "--checkpoint"),
+        ({"schedule": "2f2b"}, "search: schedule: '2f2b', expected one of gpipe, 1f1b, interleaved"),
+        ({"schedule": "dualpipe"}, "search: schedule: 'dualpipe', expected one of gpipe"),
+        ({"virtual": 0}, "search: virtual=0: expected a positive integer"),
+        ({"offload": "gradients"}, "search: offload: 'gradients', expected of optimizer, parameters, activations"),
+        ({"offload": 3}, "search: offload: 3, expected a text such as 'none' or 'optimizer\\+parameters'"),
+        ({"precision": ("bf16", "bf17")}, "bf17"),
         ({"overlap": "streams"}, "search: overlap 'streams', expected one of none, ideal"),
         ({"reduce": "never"}, "search: reduce 'never', expected one of each, last"),
         ({"memory": -1}, "memory"),
@@ -221,10 +258,10 @@ def test_what_cannot_be_derived_with_open_degrees_is_derived_with_each_and_says_
     limits = {**FEW, "zero": 1, "accumulate": (1, 3), "tp": (1, 2)}
     expected, derived = cg.plan.search(model, **limits), Family.forms
 
-    def only_bound(family, structure, stages):
+    def only_bound(family, structure):
         if structure.dp is None:
             raise cg.ShapeError("dp is open")
-        return derived(family, structure, stages)
+        return derived(family, structure)
 
     monkeypatch.setattr(Family, "forms", only_bound)
     found = cg.plan.search(model, **limits)

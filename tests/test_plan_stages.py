@@ -26,35 +26,40 @@ def model():
 
 
 def layers_of(depth, pp):
-    """Return the layers of the first, a middle and the last stage, from all of a pipeline, one taken away by one."""
+    """Return the layers of the stages of a pipeline: of as many each, one is taken away by one."""
     most = -(-depth // pp)
     every = [most] * pp
     for at in [pp - 1, 0, *range(pp - 2, 0, -1)][: most * pp - depth]:
         every[at] -= 1
     assert sum(every) == depth
-    return [every[0], max(every[1:-1], default=0), every[-1]] if pp > 2 else every
+    return every
 
 
-def alone(model, plan, stage, layers):
-    """Return bytes and seconds of a stage that is derived with its own numbers; what it sends goes over the network."""
-    m, mesh = plan.accumulate, plan.dp * plan.tp
-    step = cg.training_step(model, precision="bf16", accumulate=m)
-    split = {"dp": plan.dp, "tp": plan.tp, "zero": plan.zero, "sequence": plan.sequence}
-    rank = cg.parallelize(step, pp=plan.pp, micro_batches=m, **split).stages[stage]
-    sizes = {**SIZES, "B": plan.micro_batch * plan.dp, "L": layers * plan.pp}
-    sizes = {name: n for name, n in sizes.items() if name in "SDFBL" or stage != 1 or plan.pp == 2}
-    device = cg.load_hardware("h100-sxm")
-    link = device.tables["network" if plan.pp * mesh > 8 else "interconnect"]
-    sends = [row for row in cg.communication(rank, **sizes) if row.collective == "send"]
-    extra = sum(
-        row.ring_bytes / link["per_direction"].value
-        + row.times * link["latency"].value
-        - row.ring_bytes / device.bandwidth.value
-        for row in sends
-    )
-    updates = sum(row.seconds for row in cg.roofline(rank, device, **sizes).rows if row.phase == "optimizer")
-    busy = cg.seconds(rank, device, **sizes) + extra
-    return cg.peak_memory(rank, **sizes), busy + (plan.pp - 1) / m * (busy - updates)
+def alone(model, plan, depth):
+    """Return bytes of the first, a middle and the last stage, and seconds, of graphs with the plan's own numbers."""
+    m, every = plan.accumulate, layers_of(depth, plan.pp)
+    step = cg.training_step(model, precision=plan.precision, accumulate=m)
+    split = {"dp": plan.dp, "tp": plan.tp, "zero": plan.zero, "sequence": plan.sequence, "offload": plan.offload}
+    split |= {"pp": plan.pp, "micro_batches": m, "schedule": plan.schedule}
+    split |= {"virtual": plan.virtual} if len(set(every)) == 1 else {"layers": every}
+    rank = cg.parallelize(step, **split)
+    sizes = {**SIZES, "B": plan.micro_batch * plan.dp, "L": depth}
+    peaks = []
+    for stage in rank.stages:
+        own = {name: n for name, n in sizes.items() if name in {s.name for s in cg.peak_memory(stage).free_symbols}}
+        peaks.append(cg.peak_memory(stage, **own))
+    known = {n: k for n, k in sizes.items() if n != "L" or len(set(every)) == 1}
+    stages = (peaks[0], *([max(peaks[1:-1])] if plan.pp > 2 else []), peaks[-1])
+    return stages, cg.seconds(rank, "h100-sxm", **known)
+
+
+def same(model, plan, depth):
+    stages, seconds = alone(model, plan, depth)
+    assert plan.stages == stages, plan
+    assert plan.memory == max(plan.stages)
+    assert plan.seconds == pytest.approx(seconds, rel=1e-9), plan
+    assert sum(plan.parts.values()) == pytest.approx(plan.seconds, rel=1e-9)
+    assert {"idle", "send over pp"} <= plan.parts.keys()
 
 
 @pytest.mark.parametrize("depth", [7, 8, 13])
@@ -63,9 +68,32 @@ def test_stages_take_what_their_graphs_take_alone(model, depth):
     assert {p.pp for p in found.rows} == {2, 4}
     assert all(p.dp * p.tp * p.pp == 52 and p.dp * p.micro_batch * p.accumulate == 52 for p in found.rows)
     for plan in found.rows[:: len(found.rows) // 7]:
-        each = [alone(model, plan, i, n) for i, n in enumerate(layers_of(depth, plan.pp))]
-        assert plan.stages == tuple(peak for peak, _ in each), plan
-        assert plan.memory == max(plan.stages)
-        assert plan.seconds == pytest.approx(max(taken for _, taken in each), rel=1e-9), plan
-        assert sum(plan.parts.values()) == pytest.approx(plan.seconds, rel=1e-9)
-        assert {"idle", "send over pp"} <= plan.parts.keys()
+        same(model, plan, depth)
+
+
+#: Groups of a rank, ranks and layers of each; 0 of layers that are no multiple of stages.
+ORDERS = {
+    "gpipe": {(1, 2), (1, 4)}, "interleaved": {(2, 2), (3, 2), (6, 2), (3, 4)}, "zb-h1": {(1, 2), (1, 4)},
+    "interleaved-zb": {(2, 2), (3, 2), (6, 2), (3, 4)}, "zbv": {(2, 2)}, "dualpipev": {(2, 2)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in ("gpipe", "interleaved", "zbv") else pytest.mark.long) for n in ORDERS]
+)
+def test_schedules_take_what_their_graphs_take_alone(model, name):
+    few = {**FEW, "B": 208, "L": 12, "zero": 1, "tp": (1, 13), "pp": (2, 4), "sequence": True, "micro_batch": 1}
+    found = cg.plan.search(model, **few, schedule=name)
+    assert {(p.virtual, p.pp) for p in found.rows} == ORDERS[name]
+    assert {p.schedule for p in found.rows} == {name}
+    for plan in found.rows[:: max(1, len(found.rows) // 6)]:
+        same(model, plan, 12)
+
+
+@pytest.mark.parametrize("name", [pytest.param("gpipe", marks=pytest.mark.long), "zb-h1"])
+def test_stages_of_unlike_layers_under_other_schedules(model, name):
+    few = {**FEW, "L": 13, "zero": 0, "tp": 1, "sequence": True, "micro_batch": 1, "devices": 8, "B": 32}
+    found = cg.plan.search(model, **few, pp=8, schedule=name)
+    assert found.rows
+    for plan in found.rows:
+        same(model, plan, 13)

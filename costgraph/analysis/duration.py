@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import sympy
 
+from ..algebra.dominance import NOTHING_KNOWN, Relations
 from ..algebra.polynomial import ZERO, Poly, poly, total
 from ..bind.evaluate import Formula, answer, real
 from ..errors import UnsupportedError
@@ -29,10 +30,23 @@ from .saved import behind
 from .seconds import OVERLAPS, estimate, largest, lower_bound, spent, together, warn_of
 from .work import Asked, Fallback, Work, ask, exact
 
-__all__ = ["as_declared", "in_total", "least", "of_pipeline", "seconds", "stages_asked", "when"]
+__all__ = [
+    "Shares", "as_declared", "by_pass", "in_total", "least", "of_pipeline", "of_shares", "seconds", "shares_of",
+    "stages_asked", "when",
+]  # fmt: skip
 
 #: Seconds of some of the ops of a graph.
 Timing: TypeAlias = Callable[[Asked], Poly]
+
+
+class Shares(NamedTuple):
+    """Seconds of a stage of a pipeline: of one micro-batch in its passes, and of what a step does once."""
+
+    forward: Poly
+    backward: Poly
+    weights: Poly
+    """of gradients of weights that come behind those that go to other ranks"""
+    once: Poly
 
 
 def seconds(
@@ -157,11 +171,11 @@ def stages_asked(
 
 def least(stages: Sequence[Asked]) -> Poly:
     """Return the seconds that no run is below: of several stages those of the busiest one."""
-    return _most((lower_bound(asked) for asked in stages), stages)
+    return _most((lower_bound(asked) for asked in stages), stages[0].graph.root.relations)
 
 
-def _most(times: Iterable[Poly], stages: Sequence[Asked]) -> Poly:
-    return largest([(p, "") for p in times], stages[0].graph.root.relations)
+def _most(times: Iterable[Poly], known: Relations) -> Poly:
+    return largest([(p, "") for p in times], known)
 
 
 def as_declared(stages: Sequence[Asked], overlap: str) -> Poly:
@@ -190,36 +204,54 @@ def of_pipeline(stages: Sequence[Asked], timing: Timing) -> Poly:
         Seconds of some of the ops of a stage.
     """
     facts = [_knows(asked) for asked in stages]
+    shares = [shares_of(asked, timing, facts[0].micro_batches) for asked in stages]
+    known = stages[0].graph.root.relations
+    send = _most([time for asked in stages for time in _sends(asked)], known)
+    return of_shares(facts, shares, send, known)
+
+
+def of_shares(facts: Sequence[Waiting], shares: Sequence[Shares], send: Poly, known: Relations = NOTHING_KNOWN) -> Poly:
+    """Return the seconds of a step of a pipeline from those of its stages.
+
+    Parameters
+    ----------
+    facts : sequence of Waiting
+        What each kind of stage knows of the others.
+    shares : sequence of Shares
+        What each kind takes.
+    send : Poly
+        Time of what a stage hands on.
+    known : Relations
+        What is assumed of sizes.
+    """
     p, m, v = facts[0].stages, facts[0].micro_batches, facts[0].groups
-    shares = [_shares(asked, timing, m) for asked in stages]
     passes = [forward + back + weights for forward, back, weights, _ in shares]
-    send = _most([time for asked in stages for time in _sends(asked)], stages)
-    once = _most((share[-1] for share in shares), stages)
+    once = _most((share[-1] for share in shares), known)
     if facts[0].schedule not in ("gpipe", "1f1b"):
         turned = SCHEDULES[facts[0].schedule].folded  # within the last rank: nothing is sent there
         waits = 2 * (p * v - (2 if turned else 1))
-        return m * _most(passes, stages) + _idle(facts[0], shares, stages) + waits * send + once
+        return m * _most(passes, known) + _idle(facts[0], shares, known) + waits * send + once
     through = total(fact.alike * one for one, fact in zip(passes, facts, strict=True))
     if facts[0].schedule == "gpipe":
-        slowest = _most((f for f, *_ in shares), stages) + _most((b for _, b, *_ in shares), stages)
+        slowest = _most((f for f, *_ in shares), known) + _most((b for _, b, *_ in shares), known)
         waits = 2 * (p - 1)
     else:  # what the last stage sends back is waited for once every p micro-batches less
-        slowest = _most(passes, stages)
+        slowest = _most(passes, known)
         n = m + p - 1
         waits = 2 * (n - poly(sympy.ceiling((n / p).expr)))
     return through + (m - 1) * slowest + waits * send + once
 
 
-def _idle(facts: Waiting, shares: Sequence[Sequence[Poly]], stages: Sequence[Asked]) -> Poly:
+def _idle(facts: Waiting, shares: Sequence[Shares], known: Relations) -> Poly:
     """Return how long a rank waits for others of which each group of layers takes as long as the slowest one."""
-    each = (_most(times, stages) / facts.groups for times in list(zip(*shares, strict=True))[:3])
+    each = (_most(times, known) / facts.groups for times in list(zip(*shares, strict=True))[:3])
     put = dict(zip(("p", "forward", "input", "weight"), (facts.stages, *each), strict=True))
     forms, fewest = idle(facts.schedule)
     ranks = facts.stages.constant
     if ranks is not None and ranks < fewest:
         many, groups = next(sizes(facts.schedule, int(ranks)))
         forms = tuple(sympy.Matrix([row]).dot(TIMES) for row in idle_at(facts.schedule, int(ranks), many, groups))
-    return _most((poly(form).bind(put) for form in forms), stages)
+    return _most((poly(form).bind(put) for form in forms), known)
 
 
 def _knows(asked: Asked) -> Waiting:
@@ -232,17 +264,32 @@ def _knows(asked: Asked) -> Waiting:
     )  # fmt: skip
 
 
-def _shares(asked: Asked, timing: Timing, m: Poly) -> tuple[Poly, Poly, Poly, Poly]:
-    """Return the seconds of a micro-batch: forward, back, for weights behind that; and of what a step does once."""
-    parts: dict[str, list[Work]] = {"forward": [], "backward": [], "weights": [], "once": []}
-    known = asked.graph.waiting
-    assert known is not None
-    apart = known.schedule not in ("gpipe", "1f1b", "interleaved")
-    late = {op for g in asked.graph.bodies() if _is_pass(g) or g is asked.graph for op in behind(g)} if apart else set()
-    for work in asked.works:
-        parts[when(work.op, late)].append(work)
+def shares_of(asked: Asked, timing: Timing, m: Poly) -> Shares:
+    """Return what a stage of a pipeline takes of a step.
+
+    Parameters
+    ----------
+    asked : Asked
+        The stage.
+    timing : callable
+        Seconds of some of its ops.
+    m : Poly
+        Micro-batches of a step.
+    """
+    assert asked.graph.waiting is not None
+    parts: dict[str, list[Work]] = {name: [] for name in Shares._fields}
+    for work, part in zip(asked.works, by_pass(asked, asked.graph.waiting.schedule), strict=True):
+        parts[part].append(work)
     forward, back, weights, once = (timing(replace(asked, works=part)) if part else ZERO for part in parts.values())
-    return forward / m, back / m, weights / m, once
+    return Shares(forward / m, back / m, weights / m, once)
+
+
+def by_pass(asked: Asked, schedule: str) -> Iterator[str]:
+    """Yield of which pass of a micro-batch each work of a stage is, as `Shares` has them."""
+    apart = schedule not in ("gpipe", "1f1b", "interleaved")
+    graphs = asked.graph.bodies()
+    late = {op for g in graphs if _is_pass(g) or g is asked.graph for op in behind(g)} if apart else set()
+    return (when(work.op, late) for work in asked.works)
 
 
 def when(op: Op, late: Collection[Op] = ()) -> str:

@@ -251,7 +251,10 @@ def _iteration(turn: Turn) -> str:
     return "i" if middle else str(count - (times - i)).replace(" ", "")
 
 
-def play(graph: Graph, copies: Copies = copies_needed, values: Mapping[str, Poly] = MappingProxyType({})) -> Program:
+def play(
+    graph: Graph, copies: Copies = copies_needed, values: Mapping[str, Poly] = MappingProxyType({}),
+    waiting: Waiting | None = None,
+) -> Program:  # fmt: skip
     """Run a graph.
 
     Parameters
@@ -262,13 +265,16 @@ def play(graph: Graph, copies: Copies = copies_needed, values: Mapping[str, Poly
         How many iterations to play of each loop.
     values : mapping of str to Poly
         Bound sizes: they name the iterations.
+    waiting : Waiting, optional
+        What a stage of a pipeline knows of the others, by default the graph's own.
     """
     player = _Player(copies, values)
     env: dict[Storage, Held] = {}
     player.sources(graph, env)
     player.play(graph.ops, env, ())
-    if graph.waiting is not None:
-        player.hold(graph, graph.waiting)
+    waiting = waiting or graph.waiting
+    if waiting is not None:
+        player.hold(graph, waiting)
     for role, kept in (("output", graph.outputs), ("gradient", graph.gradients.values())):
         for t in kept:
             held = env[t.storage]

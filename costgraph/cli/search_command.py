@@ -28,12 +28,14 @@ SEARCH_SCHEMA = "costgraph/search/1"
 """What the JSON of this version calls itself; another number means other keys."""
 
 _COLUMNS = (
-    "dp", "tp", "pp", "cp", "ep", "zero", "sequence", "micro_batch", "accumulate", "checkpoint", "seconds",
-    "tokens_per_second", "memory", "bound", "why",
+    "dp", "tp", "pp", "cp", "ep", "zero", "sequence", "micro_batch", "accumulate", "checkpoint", "schedule", "virtual",
+    "precision", "offload", "seconds", "tokens_per_second", "memory", "bound", "why",
 )  # fmt: skip
 
 _Devices = Annotated[str, typer.Option("--devices", metavar="N", help="How many devices there are.")]
-_Precision = Annotated[str | None, typer.Option("--precision", metavar="POLICY", help="As for train.")]
+_Precision = Annotated[
+    list[str] | None, typer.Option("--precision", metavar="POLICY", help="As for train, several times if wanted.")
+]
 _Memory = Annotated[str | None, typer.Option("--memory", metavar="N", help="Bytes that a plan may take on a device.")]
 _Dp = Annotated[str | None, typer.Option("--dp", metavar="N,N", help="Degrees of data parallelism to try.")]
 _Tp = Annotated[str | None, typer.Option("--tp", metavar="N,N", help="Degrees of tensor parallelism to try.")]
@@ -46,6 +48,14 @@ _Micro = Annotated[str | None, typer.Option("--micro-batch", metavar="N,N", help
 _Times = Annotated[str | None, typer.Option("--accumulate", metavar="N,N", help="Numbers of micro-batches to try.")]
 _How = Annotated[
     list[str] | None, typer.Option("--checkpoint", metavar="HOW", help="As for train, several times if wanted.")
+]
+_Schedule = Annotated[
+    list[str] | None, typer.Option("--schedule", metavar="NAME", help="Order of a pipeline, several times if wanted.")
+]
+_Virtual = Annotated[str | None, typer.Option("--virtual", metavar="N,N", help="Groups of layers of a rank to try.")]
+_Offload = Annotated[
+    list[str] | None,
+    typer.Option("--offload", metavar="WHAT", help="On the host: none, optimizer+parameters..."),
 ]
 _Workers = Annotated[str, typer.Option("--workers", metavar="N", help="Processes that derive side by side.")]
 _Pareto = Annotated[bool, typer.Option("--pareto", help="Only those beside which none is as fast and as small.")]
@@ -63,7 +73,7 @@ def _split(text: str | None) -> bool | None:
 
 def search_records(found: Search) -> list[dict[str, Any]]:
     """Return a row for each plan, by column."""
-    return [{c: getattr(p, c) for c in _COLUMNS} for p in found.rows]
+    return [{c: getattr(p, c) for c in _COLUMNS} | {"offload": "+".join(p.offload) or "none"} for p in found.rows]
 
 
 def _json(found: Search) -> str:
@@ -97,8 +107,9 @@ def search_command(
     precision: _Precision = None, memory: _Memory = None, overlap: ranks.Overlap = "none",
     reduce: ranks.Reduce = "each", dp: _Dp = None, tp: _Tp = None, zero: _Zero = None, sequence: _Sequence = None,
     micro_batch: _Micro = None, accumulate: _Times = None, pp: _Pp = None, cp: _Cp = "1", ep: _Ep = None,
-    checkpoint: _How = None, pareto: _Pareto = False, attention: opt.Attention = None, dtype: opt.Format = None,
-    fallback: opt.Fallback = None, workers: _Workers = "1", json: opt.Json = None, csv: opt.Csv = None,
+    checkpoint: _How = None, schedule: _Schedule = None, virtual: _Virtual = None, offload: _Offload = None,
+    pareto: _Pareto = False, attention: opt.Attention = None, dtype: opt.Format = None, fallback: opt.Fallback = None,
+    workers: _Workers = "1", json: opt.Json = None, csv: opt.Csv = None,
 ) -> None:  # fmt: skip
     """Print the plans that divide devices, batch and model and that fit, fastest first, and what makes each slower.
 
@@ -118,7 +129,9 @@ def search_command(
     many = read_size(workers, "--workers")
     with ProcessPoolExecutor(many) if many > 1 else nullcontext() as executor:
         found = search(
-            graph, devices=read_size(devices, "--devices"), hardware=hardware, network=network, precision=precision,
+            graph, devices=read_size(devices, "--devices"), hardware=hardware, network=network,
+            precision=precision or None, schedule=schedule or "1f1b", virtual=_listed(virtual, "--virtual"),
+            offload=offload or "none",
             memory=None if memory is None else read_size(memory, "--memory"), overlap=overlap, reduce=reduce,
             dp=_listed(dp, "--dp"), tp=_listed(tp, "--tp"), pp=_listed(pp, "--pp"),
             cp=_listed(cp, "--cp"), ep=_listed(ep, "--ep"), zero=_listed(zero, "--zero"), sequence=_split(sequence),

@@ -16,8 +16,9 @@ from ..graph.sizes import size_of
 from ..hardware.tables import Column, Table
 from ..notation.door import READ, guarded
 from .fitting import Point, columns
+from .forms import Forms
 from .plans import Plan, Search
-from .structures import DEGREES, Family, Forms, Structure, evaluated, spent_in
+from .structures import Family, Structure, structure_of
 
 __all__ = ["Crossing", "Crossovers", "crossovers"]
 
@@ -84,23 +85,16 @@ class _Curves:
 
     def __post_init__(self) -> None:
         self.points = [Point(*(getattr(p, name) for name in Point._fields)) for p in self.plans]
-        self.forms: list[Forms] = self.family.forms(self.structure, columns(self.points)["pp"])
+        self.forms: Forms = self.family.forms(self.structure)
 
     def at(self, sizes: Sequence[int]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """Return bytes and seconds of each plan at each size, NaN where the model refuses it."""
-        many = len(sizes)
-        degrees = {name: np.repeat(array, many) for name, array in columns(self.points).items()}
-        micro = degrees.pop("micro_batch")
-        known = self.family.sizes(degrees, micro, self.structure)
+        degrees = {name: np.repeat(array, len(sizes)) for name, array in columns(self.points).items()}
+        known = self.family.sizes(degrees, self.structure)
         known[self.symbol] = np.tile(np.array(sizes, dtype=np.int64), len(self.points))
-        peak, taken = (np.zeros(len(micro)) for _ in range(2))
-        for f in self.forms:
-            there = np.repeat(f.there, many) if f.there is not None else np.ones(len(micro), dtype=bool)
-            layers = {name: np.repeat(array, many) for name, array in f.layers.items()}
-            here = {name: array[there] for name, array in {**known, **layers}.items()}
-            for out, found in ((peak, evaluated(f.peak, here)), (taken, spent_in(f, here))):
-                out[there] = np.maximum(out[there], found)  # of the stage that needs the most; NaN stays
-        return peak.reshape(-1, many), taken.reshape(-1, many)
+        found = self.forms.at(known, self.family.cuts(self.structure, degrees["pp"]))
+        peak = np.max([*found.peaks.values()], axis=0)  # NaN stays
+        return peak.reshape(-1, len(sizes)), found.seconds.reshape(-1, len(sizes))
 
 
 def crossovers(
@@ -160,7 +154,7 @@ def crossovers(
     first, last = -(-low // step), high // step
     if last < first:
         raise BindingError(f"{place}: no multiple of {step} from {low} to {high}, expected some")
-    opened = replace(family, dims={k: v for k, v in family.dims.items() if k != symbol}, steps={})
+    opened = replace(family, dims={k: v for k, v in family.dims.items() if k != symbol}, steps={}, made=(None, []))
     curves = [_Curves(opened, symbol, *group) for group in _grouped(opened, found.rows).items()]
     best: dict[int, Crossing] = {}
 
@@ -186,8 +180,7 @@ def _grouped(family: Family, plans: Sequence[Plan]) -> Mapping[Structure, list[P
     out: dict[Structure, list[Plan]] = {}
     tensor = {tp: family.tensor(tp) for tp in {p.tp for p in plans}}
     for p in plans:
-        one = {d: 1 if getattr(p, d) == 1 else None for d in DEGREES if d != "tp"}
-        out.setdefault(Structure(p.zero, p.sequence, p.checkpoint, tp=tensor[p.tp], **one), []).append(p)
+        out.setdefault(structure_of(p, tensor[p.tp]), []).append(p)
     return out
 
 

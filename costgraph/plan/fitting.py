@@ -14,7 +14,8 @@ import numpy as np
 
 from ..errors import CostGraphError, SpecError, UnsupportedError
 from ..notation.progress import progressing
-from .structures import DEGREES, Family, Forms, Structure, evaluated, spent_in
+from .forms import Forms
+from .structures import DEGREES, Family, Structure
 
 __all__ = ["Fit", "Point", "Work"]
 
@@ -29,6 +30,7 @@ class Point(NamedTuple):
     ep: int
     micro_batch: int
     accumulate: int
+    virtual: int = 1
 
 
 class Fit(NamedTuple):
@@ -85,7 +87,7 @@ class Work:
         if executor is None:
             yield from (partial(self.one, structure, points) for structure, points in likely.items())
             return
-        sent = pickle.dumps((replace(self.family, steps={}), self.limit))
+        sent = pickle.dumps((replace(self.family, steps={}, made=(None, [])), self.limit))
         futures = [executor.submit(_elsewhere, sent, structure, points) for structure, points in likely.items()]
         try:
             yield from (partial(self.gathered, future) for future in futures)
@@ -111,7 +113,7 @@ class Work:
     def one(self, structure: Structure, points: Sequence[Point]) -> CostGraphError | None:
         """Try the points of a structure; with degrees bound where its graph cannot be derived with them open."""
         try:
-            forms = self.family.forms(structure, columns(points)["pp"])
+            forms = self.family.forms(structure)
         except SpecError:
             raise
         except UnsupportedError as error:
@@ -135,29 +137,18 @@ class Work:
             last = self.one(replace(structure, **{name: n}), [p for p in points if getattr(p, name) == n]) or last
         return last
 
-    def evaluate(self, structure: Structure, forms: Sequence[Forms], points: Sequence[Point]) -> None:
+    def evaluate(self, structure: Structure, forms: Forms, points: Sequence[Point]) -> None:
         """Evaluate formulas at all points at once, and keep those that fit."""
         self.derived += len(points)
         degrees = columns(points)
-        micro = degrees.pop("micro_batch")
-        sizes = self.family.sizes(degrees, micro, structure)
-        there = np.array([there for _, there in self.family.cuts(structure, degrees["pp"])])
-        peaks, times = np.where(there, np.nan, 0), np.where(there, np.nan, 0)
-        for f in forms:
-            here = {name: array[f.there] for name, array in {**sizes, **f.layers}.items()}
-            peaks[f.stage, f.there], times[f.stage, f.there] = evaluated(f.peak, here), spent_in(f, here)
-        peak, slowest, taken = peaks.max(0), times.argmax(0), times.max(0)
-        fits = np.isfinite(peak) & np.isfinite(taken) & (peak <= self.limit)
-        for f in forms:
-            at = np.flatnonzero(fits & f.there & (slowest == f.stage))
-            if not at.size:
-                continue
-            here = {name: array[at] for name, array in {**sizes, **f.layers}.items()}
-            parts = {name: evaluated(form, here).tolist() for name, form in f.in_parts().items()}
-            for j, i in enumerate(at.tolist()):
-                own = {name: values[j] for name, values in parts.items() if values[j]}
-                stages = tuple(round(float(p)) for p in peaks[there[:, i], i])
-                self.fitting.append(Fit(structure, points[i], stages, float(taken[i]), own))
+        found = forms.at(self.family.sizes(degrees, structure), self.family.cuts(structure, degrees["pp"]))
+        stages = np.array([*found.peaks.values()])
+        peak = stages.max(0)
+        fits = np.isfinite(peak) & np.isfinite(found.seconds) & (peak <= self.limit)
+        for i in np.flatnonzero(fits).tolist():
+            own = {name: float(values[i]) for name, values in found.parts.items() if values[i]}
+            each = tuple(round(float(p)) for p in stages[:, i] if p)
+            self.fitting.append(Fit(structure, points[i], each, float(found.seconds[i]), own))
 
 
 @lru_cache(maxsize=1)

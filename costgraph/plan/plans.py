@@ -15,6 +15,10 @@ from .structures import Family
 __all__ = ["Plan", "Search"]
 
 
+#: What has a column where plans differ in it.
+_CHOICES = ("schedule", "virtual", "precision", "offload")
+
+
 @guarded()
 @dataclass(frozen=True)
 class Plan:
@@ -25,7 +29,7 @@ class Plan:
     tp: int
     """ranks that have a part of each layer each"""
     pp: int
-    """stages of a pipeline, which runs 1F1B"""
+    """stages of a pipeline"""
     cp: int
     """ranks that have a part of the sequence each"""
     ep: int
@@ -40,6 +44,14 @@ class Plan:
     """micro-batches of a step"""
     checkpoint: str
     """what is computed again, as on the command line: none, every-block and the like"""
+    schedule: str
+    """of the pipeline, nothing where there is none"""
+    virtual: int
+    """groups of layers of a rank"""
+    precision: str
+    """name of the policy"""
+    offload: tuple[str, ...]
+    """what lies on the host"""
     seconds: float
     """estimated seconds of a step"""
     tokens_per_second: float
@@ -110,7 +122,9 @@ class Search(Table):
             Column("zero", "1"),
             Column("sequence", title="seq", text=lambda split: "yes" if split else ""),
             Column("micro_batch", "1", title="micro"), Column("accumulate", "1", title="times"),
-            Column("checkpoint"), Column("seconds", "s", title="step"), Column("tokens_per_second", "1",
+            Column("checkpoint"),
+            *(Column(name, text=_joined) for name in _CHOICES if self._several(name)),
+            Column("seconds", "s", title="step"), Column("tokens_per_second", "1",
             title="tokens/s"), Column("memory", "B", title="peak memory"), Column("bound", title="bound by"),
             Column("why", title="slower by"),
         )  # fmt: skip
@@ -118,9 +132,17 @@ class Search(Table):
     def _varies(self, degree: str) -> bool:
         return any(getattr(plan, degree) != 1 for plan in self.rows)
 
+    def _several(self, name: str) -> bool:
+        values = {getattr(plan, name) for plan in self.rows if name != "schedule" or plan.pp > 1}
+        return len(values) > 1 or (name == "offload" and any(values))
+
     def _facts(self) -> Iterable[Fact]:
         yield Fact("fit", f"{len(self.rows):,} of {self.tried:,} plans")
         yield from (Fact("note", text) for text in self.notes[:3])
+
+
+def _joined(value: object) -> str:
+    return " ".join(value) if isinstance(value, tuple) else str(value)
 
 
 def explained(plans: Sequence[Plan]) -> tuple[Plan, ...]:

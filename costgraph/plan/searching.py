@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
+from functools import lru_cache
 from itertools import islice, product
 from math import isqrt
 from typing import Annotated, Any, NamedTuple
 
 from ..algebra.symbols import shown
-from ..errors import BindingError
+from ..errors import BindingError, CostGraphError
 from ..graph.arguments import need_choice
 from ..graph.graph import Graph, need_graph
 from ..graph.sizes import size_of
@@ -18,10 +19,13 @@ from ..hardware.networks import Network
 from ..hardware.specs import Hardware
 from ..notation.door import READ
 from ..optimizers import Optimizer
+from ..transforms.offload import OFFLOADED, need_offloaded
+from ..transforms.precision.policy import find_policy
+from ..transforms.schedules import SCHEDULES, asked
 from .fitting import Fit, Point, Work
 from .plans import Plan, Search, explained
 from .sizing import Bytes, memory_limit
-from .structures import DEGREES, Fallback, Family, Structure, batch_of
+from .structures import CHOICES, DEGREES, Fallback, Family, Structure, batch_of
 
 __all__ = ["search"]
 
@@ -29,23 +33,26 @@ __all__ = ["search"]
 Limit = Annotated[Any, READ]
 #: Devices and sequences of a step that are looked through for divisors.
 _MOST = 2**32
+#: Schedules of which each rank has its own stages of the model.
+_IN_STAGES = tuple(name for name, made in SCHEDULES.items() if not made.both_ways)
 _MOST_VALUES = 10_000
 
 
 def search(
     model: Graph, /, *, devices: int, hardware: str | Hardware, network: str | Network | None = None,
-    loss: object = None, precision: object = None, optimizer: Optimizer | None = None, memory: Bytes | None = None,
+    loss: object = None, precision: Limit = None, optimizer: Optimizer | None = None, memory: Bytes | None = None,
     overlap: str = "none", reduce: str = "each",
     fallback: Fallback = None, dp: Limit = None, tp: Limit = None, pp: Limit = None, cp: Limit = 1, ep: Limit = None,
     zero: Limit = None, sequence: Limit = None, micro_batch: Limit = None, accumulate: Limit = None,
-    checkpoint: Limit = None, progress: bool | None = None, executor: Executor | None = None,
+    checkpoint: Limit = None, schedule: Limit = "1f1b", virtual: Limit = None, offload: Limit = "none",
+    progress: bool | None = None, executor: Executor | None = None,
     **dims: int,
 ) -> Search:  # fmt: skip
     """Return the plans of training on several devices that fit, fastest first.
 
     Plans are all that divide the devices, the batch and the model: degrees of data, tensor, context and expert
-    parallelism, stages of a pipeline and of ZeRO, what is split along the sequence, sizes and numbers of micro-batches,
-    and what is computed again.
+    parallelism, stages of a pipeline, its schedules and groups of layers, stages of ZeRO, what is split along the
+    sequence, sizes and numbers of micro-batches, what is computed again, what lies on the host, and number formats.
 
     Parameters
     ----------
@@ -59,8 +66,8 @@ def search(
         Between the domains of their interconnect, as in `roofline`.
     loss : str or callable, optional
         As in `training_step`: what is trained on where that is not the model's own loss, such as one in another format.
-    precision : str, mapping or Policy, optional
-        As in `training_step`.
+    precision : str, mapping or Policy, or iterable of these, optional
+        As in `training_step`; several are tried.
     optimizer : Optimizer, optional
         As in `training_step`.
     memory : int or float, optional
@@ -91,6 +98,15 @@ def search(
     checkpoint : str or iterable of str, optional
         Limit: what is computed again, by default none and every-block; also every:K, from-start, selective:NAME,NAME or
         keep:NAME,NAME.
+    schedule : str or iterable of str
+        Limit: orders of a pipeline, of those that `parallelize` takes: gpipe, 1f1b, interleaved, zb-h1, interleaved-zb,
+        zbv and dualpipev.
+    virtual : int or iterable of int, optional
+        Limit: groups of layers of a rank under interleaved and interleaved-zb, by default all that divide its layers;
+        zbv and dualpipev have two, other schedules one.
+    offload : str or iterable of str
+        Limit: what lies on the host: none, optimizer, parameters or activations, several of them joined by a plus sign
+        such as optimizer+parameters.
     progress : bool, optional
         Whether a line says how far the search is; by default where the standard error is a terminal.
     executor : concurrent.futures.Executor, optional
@@ -117,10 +133,11 @@ def search(
     and evaluated over arrays of these. Of one rank along an axis, all that splits along it is the same: one plan. What
     cannot fit, since parameters, gradients and states alone are more, is not derived.
 
-    A pipeline runs 1F1B. Where layers are no multiple of its stages, the last one has one less, then the first one,
-    then middle ones. The time is that of the slowest stage, with what it sends over the links, and the share of it that
-    `bubble` says; updates, and gradients that the last micro-batch reduces, come behind it. The peak is that of the
-    stage that needs the most.
+    Where layers are no multiple of the stages of a pipeline, the last one has one less, then the first one, then middle
+    ones; several groups of a rank are tried where layers are a multiple of all groups. The time is that of `seconds`
+    where nothing overlaps; with overlap each pass of a stage is shorter by the same factor, and what it hands on is
+    waited for. What the last micro-batch alone reduces comes behind. The peak is that of the stage that needs the most.
+    Schedules of one kind (gpipe and 1f1b, zbv and dualpipev) differ in what waits alone: their graphs are derived once.
 
     Examples
     --------
@@ -139,7 +156,8 @@ def search(
     count = size_of(f"{place}: devices", devices)
     device = joined(hardware, network)
     limit = memory_limit(place, None, memory) if memory is not None else memory_limit(place, device, None)
-    options = {"loss": loss, "precision": precision, "optimizer": optimizer}
+    options = {"loss": loss, "optimizer": optimizer}
+    precisions = _precisions(f"{place}: precision", precision)
     named = batch_of(model)
     if named not in dims:
         raise BindingError(f"{place}: no size of {named}, expected the sequences of a step")
@@ -147,13 +165,15 @@ def search(
     if max(count, batch) > _MOST:
         raise BindingError(f"{place}: {count} devices, {batch} sequences, expected at most {_MOST} of each")
     others = {name: n for name, n in dims.items() if name != named}
-    family = Family(model, named, device, fallback, overlap, reduce, options, others)
+    family = Family(model, named, device, fallback, overlap, reduce, options, precisions, others)
     tokens = family.tokens(batch)
     numbers = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "micro_batch": micro_batch, "accumulate": accumulate}
     allowed = {name: _numbers(f"{place}: {name}", given) for name, given in numbers.items()}
     choices = _Choices(
         _chosen(f"{place}: zero", zero, (0, 1, 2, 3)), zero is not None,
         _chosen(f"{place}: sequence", sequence, (False, True)), _policies(f"{place}: checkpoint", checkpoint),
+        _chosen(f"{place}: schedule", schedule, _IN_STAGES), _numbers(f"{place}: virtual", virtual),
+        _offloads(f"{place}: offload", offload),
     )  # fmt: skip
     work = Work(family, limit)
     work.do(_grouped(family, _points(family, count, batch, allowed), choices), progress, executor)
@@ -187,6 +207,28 @@ def _chosen(place: str, given: object, choices: tuple[Any, ...]) -> list[Any]:
         if not any(value == c and type(value) is type(c) for c in choices):
             raise BindingError(f"{place}: {shown(value)}, expected one of {', '.join(map(str, choices))}, or several")
     return [c for c in choices if c in found]
+
+
+def _precisions(place: str, given: object) -> dict[str, object]:
+    """Return policies of number formats by name."""
+    found: dict[str, object] = {}
+    for value in [None] if given is None else _several(place, given):
+        name = find_policy(value).name
+        same = [n for n in found if n.split(" ")[0] == name]
+        if value not in found.values():
+            found[f"{name} {len(same) + 1}" if same else name] = value
+    return found
+
+
+def _offloads(place: str, given: object) -> list[tuple[str, ...]]:
+    """Return what may lie on the host."""
+    found = []
+    for value in _several(place, given):
+        if not isinstance(value, str):
+            raise BindingError(f"{place}: {shown(value)}, expected a text such as 'none' or 'optimizer+parameters'")
+        named = need_offloaded(place, () if value == "none" else value.split("+"))
+        found.append(tuple(name for name in OFFLOADED if name in named))
+    return list(dict.fromkeys(found))
 
 
 def _policies(place: str, given: object) -> list[str]:
@@ -243,12 +285,42 @@ class _Choices(NamedTuple):
     """whether these were asked for: beside a pipeline, 2 and 3 are not tried by themselves"""
     splits: Sequence[bool]
     kept: Sequence[str]
+    schedules: Sequence[str]
+    groups: set[int] | None
+    """groups of layers of a rank, None for all that divide"""
+    away: Sequence[tuple[str, ...]]
+
+    def orders(self, family: Family, point: Point) -> Iterator[tuple[str, Point]]:
+        """Yield the schedules of a pipeline, and groups of layers, that have action lists for its numbers."""
+        if point.pp == 1:
+            yield "", point
+            return
+        share, left = divmod(family.depth, point.pp)
+        for name in self.schedules:
+            fixed = SCHEDULES[name].chunks
+            every = [fixed] if fixed is not None else _divisors(share)[1:]
+            for n in every:
+                wanted = fixed is not None or self.groups is None or n in self.groups
+                # groups are even, and so are the stages of a pipeline that turns around in its last rank
+                if wanted and (n == 1 or (not left and not share % n)) and _runs(name, point.pp, point.accumulate, n):
+                    yield name, point._replace(virtual=n)
+
+
+@lru_cache(maxsize=1 << 16)
+def _runs(schedule: str, pp: int, micro_batches: int, virtual: int) -> bool:
+    """Whether a schedule has action lists for these numbers."""
+    try:
+        asked(schedule, pp, micro_batches, virtual)
+    except CostGraphError:
+        return False
+    return True
 
 
 def _grouped(family: Family, points: Iterable[Point], choices: _Choices) -> dict[Structure, list[Point]]:
     """Return the points of each structure: the one place that says which structures there are.
 
-    Along an axis of one rank nothing is split: of what differs in that alone, the first is taken.
+    Along an axis of one rank nothing is split: of what differs in that alone, the first is taken. Structures of which
+    the graphs are the same stand beside each other.
     """
     out: dict[Structure, list[Point]] = {}
     tensor: dict[int, int | str | None] = {}
@@ -260,13 +332,20 @@ def _grouped(family: Family, points: Iterable[Point], choices: _Choices) -> dict
         one = {d: 1 if getattr(p, d) == 1 else None for d in DEGREES if d != "tp"}
         few = [z for z in choices.stages if z < 2 or p.pp == 1 or choices.asked] or [*choices.stages]
         stages, splits = few[: None if p.dp * p.cp > 1 else 1], choices.splits[: None if p.tp > 1 else 1]
-        for zero, split, how in product(stages, splits, choices.kept):
-            out.setdefault(Structure(zero, split, how, tp=tensor[p.tp], **one), []).append(p)
-    return out
+        ways = product(stages, splits, choices.kept, family.precisions, choices.away)
+        for (zero, split, how, precision, away), (order, at) in product(ways, [*choices.orders(family, p)]):
+            found = Structure(
+                zero, split, how, tp=tensor[p.tp], schedule=order, precision=precision, offload=away, **one
+            )
+            out.setdefault(found, []).append(at)
+    alike: dict[Structure, list[Structure]] = {}
+    for structure in out:
+        alike.setdefault(structure.like(), []).append(structure)
+    return {structure: out[structure] for found in alike.values() for structure in found}
 
 
 def _plan(fit: Fit, tokens: int) -> Plan:
-    how = {name: getattr(fit.structure, name) for name in ("zero", "sequence", "checkpoint")}
+    how = {name: getattr(fit.structure, name) for name in CHOICES}
     return Plan(
         **fit.point._asdict(), **how, seconds=fit.seconds, tokens_per_second=tokens / fit.seconds,
         memory=max(fit.stages), parts=fit.parts, stages=fit.stages,
@@ -275,4 +354,5 @@ def _plan(fit: Fit, tokens: int) -> Plan:
 
 def _order(plan: Plan) -> tuple[Any, ...]:
     degrees = plan.pp, plan.tp, plan.cp, plan.ep
-    return plan.seconds, plan.memory, plan.zero, *degrees, plan.sequence, plan.micro_batch, plan.checkpoint
+    names = plan.schedule, plan.virtual, plan.precision, plan.offload
+    return plan.seconds, plan.memory, plan.zero, *degrees, plan.sequence, plan.micro_batch, plan.checkpoint, *names

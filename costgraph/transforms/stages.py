@@ -22,7 +22,7 @@ from .stages_cut import micro_batches as micro_batches_of
 from .stages_halves import Halves
 from .stages_held import Order
 
-__all__ = ["Stage", "in_stages", "together"]
+__all__ = ["Kind", "Stage", "in_stages", "together", "waiting_of"]
 
 
 class Stage(NamedTuple):
@@ -37,7 +37,7 @@ class Stage(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Kind:
+class Kind:
     """Ranks of a pipeline that do the same."""
 
     name: str
@@ -91,7 +91,7 @@ def in_stages(
         wanted.append((count / (stages * groups), f"layers of each of {groups} groups of a rank", 1))
     shares, shared = cut(graph, plan, kinds)
     made = [s.run(graph, f"{graph.name}.{k.name}".replace(" ", "_")) for s, k in zip(shares, kinds, strict=True)]
-    held = [replace(_waiting(order, kind), asked=tuple(wanted)) for kind in kinds]
+    held = [replace(waiting_of(order, kind), asked=tuple(wanted)) for kind in kinds]
     ends = [shared if kind.first or kind.last else frozenset() for kind in kinds]
     return list(map(Stage, made, held, ends, (share.meets for share in shares)))
 
@@ -133,31 +133,31 @@ def _count(plan: Plan) -> Poly:
     return count
 
 
-def _even(order: Order, count: Poly) -> list[_Kind]:
+def _even(order: Order, count: Poly) -> list[Kind]:
     """Return the first rank, those in the middle, and the last one, with as many layers each."""
     p, folded, between = order.p, order.made.folded, order.v - 1
     share = poly(symbol(*count.names())) / p
     # a folded pipeline turns around within its last rank, and ends where it has begun
-    last = _Kind("last", (p - 1,), ONE, share, last=not folded, between=ZERO if folded else between)
-    kinds = [_Kind("first", (ZERO,), ONE, share, first=True, last=folded, between=between)]
+    last = Kind("last", (p - 1,), ONE, share, last=not folded, between=ZERO if folded else between)
+    kinds = [Kind("first", (ZERO,), ONE, share, first=True, last=folded, between=between)]
     if p.constant != 2:
-        kinds.append(_Kind("middle", tuple(dict.fromkeys((ONE, p - 2))), p - 2, share, between=between))
+        kinds.append(Kind("middle", tuple(dict.fromkeys((ONE, p - 2))), p - 2, share, between=between))
     return [*kinds, last]
 
 
-def _uneven(order: Order, every: Sequence[int]) -> list[_Kind]:
+def _uneven(order: Order, every: Sequence[int]) -> list[Kind]:
     """Return the first rank, those in the middle that have as many layers as each other, and the last one."""
     last = len(every) - 1
-    kinds = [_Kind("first", (ZERO,), ONE, poly(every[0]), first=True)]
+    kinds = [Kind("first", (ZERO,), ONE, poly(every[0]), first=True)]
     for n in dict.fromkeys(every[1:last]):
         ranks = [i for i in range(1, last) if every[i] == n]
         ends = tuple(dict.fromkeys((poly(ranks[0]), poly(ranks[-1]))))
         name = "middle" if len({*every[1:last]}) == 1 else f"middle of {n}"
-        kinds.append(_Kind(name, ends, poly(len(ranks)), poly(n)))
-    return [*kinds, _Kind("last", (order.p - 1,), ONE, poly(every[last]), last=True)]
+        kinds.append(Kind(name, ends, poly(len(ranks)), poly(n)))
+    return [*kinds, Kind("last", (order.p - 1,), ONE, poly(every[last]), last=True)]
 
 
-def _waiting(order: Order, kind: _Kind) -> Waiting:
+def waiting_of(order: Order, kind: Kind) -> Waiting:
     """Return what a rank of some that do the same knows of the others."""
     # of ranks in the middle, the first one has most that wait for their backward pass, the last one most for weights
     ranks = kind.ranks if order.splits else kind.ranks[:1]
@@ -168,7 +168,7 @@ def _waiting(order: Order, kind: _Kind) -> Waiting:
     return Waiting(first, later, order.name, order.p, order.m, kind.alike, order.v)
 
 
-def cut(graph: Graph, plan: Plan, kinds: Sequence[_Kind]) -> tuple[list[Share], frozenset[str]]:
+def cut(graph: Graph, plan: Plan, kinds: Sequence[Kind]) -> tuple[list[Share], frozenset[str]]:
     """Return what ranks do, and the parameters of both ends."""
     (name,) = _count(plan).names()
     _need_apart(plan, name)

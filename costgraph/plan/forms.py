@@ -1,0 +1,224 @@
+"""What ranks of a structure take, over arrays of its degrees: bytes at the peak, and seconds by what they go into."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..algebra.polynomial import Poly, poly
+from ..algebra.symbols import symbol
+from ..analysis.arrays import Array, Values, peaks, refused
+from ..analysis.duration import Shares, by_pass, of_shares
+from ..analysis.exchange import exchange
+from ..analysis.seconds import Spent, spent, unit_times
+from ..analysis.work import Asked, Work
+from ..bind.sweep import Plan as Evaluated
+from ..bind.sweep import plan
+from ..graph.placement import Waiting
+from ..ops.collectives import Collective
+from ..ops.hops import Send
+
+__all__ = ["IDLE", "Cut", "Forms", "Found", "Kind"]
+
+#: Parts of the time of a step beside collectives, which are parts of their own; idle is a stage of a pipeline while
+#: others work.
+COMPUTE, MEMORY, IDLE, SENT = "compute", "memory traffic", "idle", "send over pp"
+
+
+class Cut(NamedTuple):
+    """Stages of one kind of some pipelines."""
+
+    layers: Array
+    """how many each of them has"""
+    alike: Array
+    """how many stages: none where a pipeline has no such stage"""
+
+
+@dataclass
+class Kind:
+    """What a rank takes, or each of some that do the same."""
+
+    asked: Asked
+    overlap: str
+    last: Poly | None
+    """micro-batches of which the last one alone reduces gradients that ranks have whole; None where each does"""
+    waiting: Waiting | None = None
+    """what a stage of a pipeline knows of the others"""
+    times: list[list[Spent]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.times = [spent(w, self.asked) for w in self.asked.works]
+        self.passes = list(by_pass(self.asked, self.waiting.schedule)) if self.waiting is not None else []
+        graph, device = self.asked.graph, self.asked.hardware
+        sends = [op for op in graph.walk() if isinstance(op.kind, Send)] if self.waiting is not None else []
+        self.sends = [exchange(op, graph, self.asked.values, device)[0] for op in sends]
+        self.memory = unit_times(self.asked)["memory"] if self.overlap == "ideal" else None
+
+    def at(self, sizes: Mapping[str, Any]) -> _Taken:
+        """Return what it takes at points; NaN where its graph refuses the sizes."""
+        value, shape = Values(sizes), _shape(sizes)
+        asked = {**{name: value(p) for name, p in self.asked.values.items()}, **sizes}
+        whole = {name: np.asarray(n, dtype=np.int64) for name, n in asked.items()}
+        wrong = refused(self.asked.values.held, {name: np.asarray(n) for name, n in sizes.items()})
+        passes, parts, kinds = self.added(value, shape)
+        apart = busy = np.broadcast_to(sum(kinds.values()), shape)
+        if self.memory is not None:
+            beside = np.maximum(np.maximum(kinds["alone"], kinds["sent"]), value(self.memory))
+            busy = np.broadcast_to(beside + kinds["waited"], shape)
+        send = np.max([np.broadcast_to(value(p), shape) for p in self.sends], axis=0) if self.sends else 0.0
+        peak = np.where(wrong, np.nan, peaks(self.asked.graph, whole, self.waiting))
+        return _Taken(peak, np.where(wrong, np.nan, busy), apart, passes, send, parts)
+
+    def added(self, value: Values, shape: tuple[int, ...]) -> tuple[dict[str, Any], ...]:
+        """Return seconds of all works by pass, by what they go into, and by what else may be done at that time."""
+        passes: dict[str, Any] = dict.fromkeys(Shares._fields, np.float64(0))
+        parts: dict[str, Any] = dict.fromkeys((COMPUTE, MEMORY), np.float64(0))
+        kinds: dict[str, Any] = dict.fromkeys(("alone", "sent", "waited"), np.float64(0))
+        for i, (work, found) in enumerate(zip(self.asked.works, self.times, strict=True)):
+            taken = np.max([np.broadcast_to(value(p), shape) for p, _ in found], axis=0)
+            own, part = self.passes[i] if self.passes else "once", _sent_as(work)
+            if self.last is not None and _reduces(work):
+                own, taken = "once", taken / value(self.last)
+            if part is None:
+                compute = value(work.seconds(self.asked.rates)[0])
+                parts[COMPUTE], parts[MEMORY] = parts[COMPUTE] + compute, parts[MEMORY] + taken - compute
+            else:
+                parts[part] = parts.get(part, 0) + taken
+            passes[own] = passes[own] + taken
+            sent = work.collective is not None or work.unit != "memory"
+            # what goes to other stages is waited for, whatever else overlaps
+            kind = "waited" if _between(work) else "sent" if sent else "alone"
+            kinds[kind] = kinds[kind] + taken
+        return passes, parts, kinds
+
+
+class _Taken(NamedTuple):
+    """What ranks of a kind take at points."""
+
+    peak: Array
+    busy: Array
+    """seconds of all that they do"""
+    apart: Array
+    """the same, one after the other"""
+    shares: dict[str, Any]
+    """of `apart` by pass, of all micro-batches"""
+    send: Any
+    """seconds of one thing that they hand on"""
+    parts: dict[str, Any]
+    """of `apart`, by what they go into"""
+
+
+class Found(NamedTuple):
+    """What plans take."""
+
+    peaks: Mapping[str, Array]
+    """bytes of the first, a middle and the last stage: NaN where its graph refuses the sizes, 0 where there is none"""
+    seconds: Array
+    parts: dict[str, Array]
+    """of the seconds: of the slowest stage, with what it sends and the time that it is idle"""
+
+
+@dataclass
+class Forms:
+    """What ranks of a structure take: several kinds where it is a pipeline."""
+
+    kinds: Mapping[str, Kind]
+    """by name, as cuts have them"""
+    names: Mapping[str, str]
+    """names of the degrees as dimensions"""
+    layers: str | None = None
+    """name of the number of layers"""
+
+    def at(self, sizes: Mapping[str, Array], cuts: Mapping[str, Cut]) -> Found:
+        """Evaluate at points, of which all degrees are given."""
+        if "all" in cuts:
+            one = self.kinds["all"].at(sizes)
+            parts = {name: np.broadcast_to(v, one.peak.shape) for name, v in one.parts.items()}
+            return Found({"all": one.peak}, one.busy, parts)
+        return self.of_pipeline(sizes, cuts)
+
+    def of_pipeline(self, sizes: Mapping[str, Array], cuts: Mapping[str, Cut]) -> Found:
+        """Evaluate stages, and what they take together."""
+        there = np.array([cut.alike > 0 for cut in cuts.values()])
+        taken = [self.kinds[name].at(self.of_stage(sizes, cut)) for name, cut in cuts.items()]
+        m, p = (np.asarray(sizes[self.names[d]], dtype=np.float64) for d in ("accumulate", "pp"))
+        env: dict[str, Any] = {"p": p, "m": m, "v": np.asarray(sizes[self.names["virtual"]], dtype=np.float64)}
+        for i, (t, cut) in enumerate(zip(taken, cuts.values(), strict=True)):
+            squeezed = np.where(there[i], t.busy / t.apart, 0)  # with overlap, each pass by the same factor
+            env |= {f"{name}{i}": share * squeezed for name, share in t.shares.items()} | {f"n{i}": cut.alike}
+            env |= {f"{name}{i}": env[f"{name}{i}"] / m for name in Shares._fields[:3]}
+        env["send"] = np.max([np.where(there[i], t.send, 0) for i, t in enumerate(taken)], axis=0)
+        waiting = self.kinds["first"].waiting
+        assert waiting is not None
+        schedule = waiting.schedule
+        seconds = np.broadcast_to(_whole_step(schedule, len(cuts))(env), m.shape)
+        busy = np.where(there, [t.busy for t in taken], 0)
+        slowest = busy.argmax(0)
+        parts = {}
+        for name in dict.fromkeys(name for t in taken for name in t.parts):
+            each = np.array([np.broadcast_to(t.parts.get(name, 0.0), m.shape) for t in taken])
+            parts[name] = np.take_along_axis(each, slowest[None], 0)[0]
+        waited = _waits(schedule)(env) * env["send"]
+        parts[SENT] = parts.get(SENT, 0) + waited
+        parts[IDLE] = np.maximum(seconds - np.take_along_axis(busy, slowest[None], 0)[0] - waited, 0)
+        peaks_ = {name: np.where(at, t.peak, 0) for name, at, t in zip(cuts, there, taken, strict=True)}
+        return Found(_by_place(peaks_), seconds, parts)
+
+    def of_stage(self, sizes: Mapping[str, Array], cut: Cut) -> dict[str, Array]:
+        """Return the sizes of a stage: as many layers in all as if each had its own."""
+        assert self.layers is not None
+        return {**sizes, self.layers: np.maximum(cut.layers, 1) * sizes[self.names["pp"]]}
+
+
+def _by_place(peaks_: Mapping[str, Array]) -> dict[str, Array]:
+    """Return the bytes of stages, those in the middle as one."""
+    found = {"first": peaks_["first"]}
+    between = [peaks_[name] for name in ("middle", "less") if name in peaks_]
+    if between:
+        found["middle"] = np.max(between, axis=0)
+    return {**found, "last": peaks_["last"]}
+
+
+def _shape(sizes: Mapping[str, Any]) -> tuple[int, ...]:
+    return np.broadcast_shapes(*(np.shape(n) for n in sizes.values()))
+
+
+@lru_cache(maxsize=64)
+def _whole_step(schedule: str, kinds: int) -> Evaluated:
+    """Return the seconds of a step of a pipeline, in those of its stages."""
+    p, m, v = (poly(symbol(n)) for n in "pmv")
+    facts = [Waiting((), (), schedule, p, m, poly(symbol(f"n{i}")), v) for i in range(kinds)]
+    shares = [Shares(*(poly(symbol(f"{name}{i}")) for name in Shares._fields)) for i in range(kinds)]
+    return plan(of_shares(facts, shares, poly(symbol("send"))))
+
+
+@lru_cache(maxsize=64)
+def _waits(schedule: str) -> Evaluated:
+    """Return how many sends are waited for: what a step takes whose stages do nothing."""
+    p, m, v = (poly(symbol(n)) for n in "pmv")
+    facts = Waiting((), (), schedule, p, m, p, v)
+    return plan(of_shares([facts], [Shares(*(poly(0) for _ in Shares._fields))], poly(1)))
+
+
+def _reduces(work: Work) -> bool:
+    """Whether an op reduces gradients that ranks have whole over these; what else goes over `cp` and `ep` is parts."""
+    found = work.collective
+    if found is None or work.op.phase != "backward":
+        return False
+    return found.axis == "dp" or (found.axis in ("cp", "ep") and found.collective == "all_reduce")
+
+
+def _between(work: Work) -> bool:
+    """Whether an op is between stages of a pipeline."""
+    return isinstance(work.op.kind, Send | Collective) and work.op.kind.axis == "pp"
+
+
+def _sent_as(work: Work) -> str | None:
+    """Return what a collective or a send is called among the parts of the time, None for what a device does alone."""
+    if isinstance(work.op.kind, Send):
+        return f"send over {work.op.kind.axis}"
+    return None if work.collective is None else f"{work.collective.collective} over {work.collective.axis}"
