@@ -55,7 +55,7 @@ def test_a_function_charges_the_operations_of_its_formula_for_each_element(name)
 
 def test_a_function_takes_as_many_operands_as_its_formula_names():
     arity = {"where": 3, "fma": 3, "lerp": 3, "masked_fill": 2, "masked_scale": 3}
-    two = {"add", "sub", "mul", "div", "maximum", "minimum", "pow", "eq", "less", "less_equal", "logical_and"}
+    two = {"add", "sub", "mul", "div", "maximum", "minimum", "pow", "eq", "ne", "less", "less_equal", "logical_and"}
     two |= set(BACKWARD)  # the gradient, and the operand or the result
     for name, function in FUNCTIONS.items():
         assert function.arity == arity.get(name, 2 if name in two else 1), name
@@ -86,7 +86,7 @@ FLOAT = [
     "elu",
     "softcap",
 ]
-BOOL = ["eq", "less", "less_equal", "logical_and", "logical_not"]
+BOOL = ["eq", "ne", "less", "less_equal", "logical_and", "logical_not"]
 # gradients have the format of what flows through them
 BACKWARD = [
     "threshold_backward", "relu6_backward", "relu2_backward", "leaky_relu_backward", "tanh_backward",

@@ -77,6 +77,7 @@ def _arithmetic() -> list[Function]:
                           ("mul", "y", ("log", "a")))),
         )),
         f("eq", 2, 1, 0, "bool", "a == b", (None, None)),
+        f("ne", 2, 1, 0, "bool", "a != b", (None, None)),
         f("less", 2, 1, 0, "bool", "a < b", (None, None)),
         f("less_equal", 2, 1, 0, "bool", "a <= b", (None, None)),
         f("logical_and", 2, 1, 0, "bool", "a and b", (None, None)),
@@ -192,6 +193,7 @@ COMPLEX: dict[str, tuple[int, int]] = {
     "masked_fill": (2, 0),
     "masked_scale": (4, 0),  # mask and scale are real
     "eq": (3, 0),  # both parts
+    "ne": (3, 0),
     "mul": (6, 0),  # a*c - b*d, a*d + b*c
     "square": (6, 0),
     "fma": (8, 0),

@@ -137,6 +137,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "minimum": _smaller,
     "pow": lambda a, b: (b * Number(_plain(a), _number(a, b).tally).through("log")).through("exp"),
     "eq": lambda a, b: _number(a, b).once(_plain(a) == _plain(b)),
+    "ne": lambda a, b: _number(a, b).once(_plain(a) != _plain(b)),
     "less": lambda a, b: _number(a, b).once(_plain(a) < _plain(b)),
     "logical_and": lambda a, b: _number(a, b).once(bool(_plain(a)) and bool(_plain(b))),
     "where": _select,

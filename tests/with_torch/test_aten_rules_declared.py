@@ -163,7 +163,9 @@ FUNCTION_CALLS = {
     },
     **{
         name: (lambda op: lambda x: op(x, x))(getattr(torch, name))
-        for name in ("add", "sub", "mul", "div", "maximum", "minimum", "pow", "eq", "less", "less_equal", "logical_and")
+        for name in (
+            "add", "sub", "mul", "div", "maximum", "minimum", "pow", "eq", "ne", "less", "less_equal", "logical_and",
+        )
     },
     **{
         name: (lambda op: lambda x: op(x))(getattr(functional, name))

@@ -229,8 +229,9 @@ def softcap_backward(g: Tensor, y: Tensor) -> Tensor:
 #: torch's function of each elementwise function of tensors, for those with fewer kinds of operands below.
 KERNELS: dict[str, Callable[..., Any]] = {
     "copy": torch.clone, "cast": torch.clone, "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div,
-    "maximum": torch.maximum, "minimum": torch.minimum, "pow": torch.pow, "eq": torch.eq, "less": torch.lt,
-    "less_equal": torch.le, "logical_and": torch.logical_and, "where": where, "masked_fill": masked_fill, "fma": fma,
+    "maximum": torch.maximum, "minimum": torch.minimum, "pow": torch.pow, "eq": torch.eq, "ne": torch.ne,
+    "less": torch.lt, "less_equal": torch.le, "logical_and": torch.logical_and, "where": where,
+    "masked_fill": masked_fill, "fma": fma,
     "lerp": lerp, "masked_scale": masked_scale, "neg": torch.neg, "abs": torch.abs, "sign": torch.sign,
     "square": torch.square, "reciprocal": torch.reciprocal, "clamp": clamp, "round": torch.round,
     "floor": torch.floor, "logical_not": torch.logical_not, "exp": torch.exp, "expm1": torch.expm1, "log": torch.log,
@@ -252,13 +253,15 @@ KERNELS: dict[str, Callable[..., Any]] = {
 
 #: Functions of a tensor and then a number, where torch.add and the like do not take one.
 WITH_NUMBER: dict[str, Callable[..., Any]] = {
-    "maximum": torch.clamp_min, "minimum": torch.clamp_max, "logical_and": both,
+    "maximum": torch.clamp_min, "minimum": torch.clamp_max,
+    "logical_and": both,
 }  # fmt: skip
 
 #: The same functions with the number first: they are called with the tensor first.
 SWAPPED: dict[str, Callable[..., Any]] = {
-    "add": torch.add, "mul": torch.mul, "eq": torch.eq, "sub": torch.rsub, "div": over, "less": torch.gt,
-    "less_equal": torch.ge, "maximum": torch.clamp_min, "minimum": torch.clamp_max, "logical_and": both,
+    "add": torch.add, "mul": torch.mul, "eq": torch.eq, "ne": torch.ne, "sub": torch.rsub, "div": over,
+    "less": torch.gt, "less_equal": torch.ge, "maximum": torch.clamp_min, "minimum": torch.clamp_max,
+    "logical_and": both,
 }  # fmt: skip
 
 #: What takes numbers in any place, broadcasts, and takes integers: torch's own kernels of gradients do not.

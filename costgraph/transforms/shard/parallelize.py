@@ -20,55 +20,10 @@ from ..offload import offload as on_host
 from ..rewrite import Rewriter
 from ..stages import in_stages, together
 from .heads import heads
+from .names import BESIDE, TENSOR
 from .shard import Placements, shard
 
-__all__ = ["CONTEXTS", "SYSTEMS", "TENSOR", "parallelize"]
-
-#: Where tensor parallelism has parameters of the layers of `costgraph.nn`, by the ends of their names: Shoeybi et al.
-#: 2019 (arXiv 1909.08053), section 3. Heads, the inner width and the vocabulary are split; what goes back to the width
-#: of the model is split along what it sums. kv is tp where ranks have a head of keys and values or more each; of fewer,
-#: several ranks have the same one.
-TENSOR: Mapping[str, str] = {
-    "tokens/table": "(v tp) d",
-    "head/weight": "d (v tp)",
-    "head/bias": "(v tp)",
-    "attention/q/weight": "d (h tp) k",
-    "attention/q/bias": "(h tp) k",
-    "attention/[kv]/weight": "d (g kv) k",
-    "attention/[kv]/bias": "(g kv) k",
-    "attention/kqv/weight": "d n (h tp) k",
-    "attention/kqv/bias": "n (h tp) k",
-    "attention/q_b/weight": "c (h tp) k",
-    "attention/kv_b/weight": "c (h tp) k",
-    "attention/proj/weight": "(e tp) d",
-    "cross/[qkv]/weight": "d (h tp) k",
-    "cross/[qkv]/bias": "(h tp) k",
-    "cross/proj/weight": "(e tp) d",
-    "mlp/gate_up/weight": "d (2 f tp)",
-    "mlp/gate/weight": "d (f tp)",
-    "mlp/up/weight": "d (f tp)",
-    "mlp/up/bias": "(f tp)",
-    "mlp/down/weight": "(f tp) d",
-    "mlp/ffw1/weight": "d (f tp)",
-    "mlp/ffw1/bias": "(f tp)",
-    "mlp/ffw2/weight": "(f tp) d",
-    "shared/gate_up/weight": "d (2 f tp)",
-    "shared/gate/weight": "d (f tp)",
-    "shared/up/weight": "d (f tp)",
-    "shared/down/weight": "(f tp) d",
-    "experts/gate_up": "e d (2 f tp)",
-    "experts/gate_up_bias": "e (2 f tp)",
-    "experts/down": "e (f tp) d",
-    "attention/[kv]_cache.kept": "b (g kv) s k",
-    "attention/norm_state.kept": "b (h tp) k",
-    "attention/state.kept": "b (h tp) k v",
-    "cross/[kv]_cache.kept": "b (h tp) s k",
-}
-#: Parameters beside which other tensors of the same layer stay whole: queries that share keys stand with these in one
-#: tensor, no equal parts of which are heads with their keys.
-BESIDE: Mapping[str, tuple[str, ...]] = {
-    "attention/qkv/weight": ("attention/proj/weight", "attention/[kv]_cache.kept"),
-}
+__all__ = ["CONTEXTS", "SYSTEMS", "parallelize"]
 
 #: Whose policies a step has, where systems differ.
 SYSTEMS = ("torch", "megatron")
@@ -101,7 +56,7 @@ def parallelize(
     offload: str | Iterable[str] = (),
     strict: bool = False,
 ) -> Graph:
-    """Turn the graph of a whole model into that of one rank, with placements of the layers of `costgraph.nn`.
+    """Turn the graph of a whole model into that of one rank, with placements of the layers that it is made of.
 
     Parameters
     ----------
@@ -113,7 +68,8 @@ def parallelize(
     cp : sympy.Expr or int
         Ranks that have a part of the sequence each: the second axis of inputs that are indices, tokens and targets.
     tp : sympy.Expr or int
-        Ranks that have a part of each layer: heads and the inner width, as `TENSOR` says by name.
+        Ranks that have a part of each layer: heads and the inner width, by the names of parameters of `costgraph.nn`
+        and, in a trace, of the models of transformers.
     ep : sympy.Expr or int
         Ranks that have a part of the experts each: of `dp * ep` parts of the batch, each `ep` ranks beside each other
         send their rows to one another.
@@ -245,7 +201,13 @@ def _of_rank(
     split |= experts
     if sequence or any(isinstance(op.kind, Receive) for op in graph.walk()):
         along = "cp tp" if sequence else "cp"
-        split |= dict.fromkeys(_carries(graph), f"(b dp ep) (s {along}) d")
+        carries = list(_carries(graph))
+        if sequence and mesh["tp"] != ONE and not carries:
+            raise GraphError(
+                f"parallelize: no loop of graph {graph.name!r} hands on what sequence=True splits, expected layers "
+                f"in a loop, such as costgraph.fold makes of a trace"
+            )
+        split |= dict.fromkeys(carries, f"(b dp ep) (s {along}) d")
     split |= dict(_data(graph, split))
     named = {t.name: t for t in graph.tensors if t.producer is None}
     over = {
@@ -289,7 +251,7 @@ def _need_some(axis: str, mesh: Mesh, found: Mapping[str, str], graph: Graph) ->
     if mesh[axis] != ONE and not found:
         raise GraphError(
             f"parallelize: no parameter of graph {graph.name!r} has a name that {axis} splits, expected layers of "
-            f"costgraph.nn, or placements for shard"
+            f"costgraph.nn or of transformers, or placements for shard"
         )
 
 

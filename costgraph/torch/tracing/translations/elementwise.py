@@ -20,7 +20,8 @@ from .table import translation
 __all__: list[str] = []  # its translations are found in TRANSLATIONS
 
 #: Comparisons that are the library's with operands exchanged, and those that it has under another name.
-_COMPARED = {"lt": ("less", False), "le": ("less_equal", False), "gt": ("less", True), "ge": ("less_equal", True)}
+_COMPARED = {"lt": ("less", False), "le": ("less_equal", False), "gt": ("less", True), "ge": ("less_equal", True),
+             "ne": ("ne", False)}  # fmt: skip
 #: Sums, and what they are where a factor stands before the second operand, or the product.
 _SCALED: dict[str, tuple[str | Function, Function, str]] = {
     "add": ("add", ADD_SCALED, "alpha"),

@@ -1,0 +1,83 @@
+"""Where tensor parallelism has the parameters of known layers, by the ends of their names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+__all__ = ["BESIDE", "TENSOR"]
+
+#: Where tensor parallelism has parameters of the layers of `costgraph.nn`, by the ends of their names: Shoeybi et al.
+#: 2019 (arXiv 1909.08053), section 3. Heads, the inner width and the vocabulary are split; what goes back to the width
+#: of the model is split along what it sums. kv is tp where ranks have a head of keys and values or more each; of fewer,
+#: several ranks have the same one.
+TENSOR: Mapping[str, str] = {
+    "tokens/table": "(v tp) d",
+    "head/weight": "d (v tp)",
+    "head/bias": "(v tp)",
+    "attention/q/weight": "d (h tp) k",
+    "attention/q/bias": "(h tp) k",
+    "attention/[kv]/weight": "d (g kv) k",
+    "attention/[kv]/bias": "(g kv) k",
+    "attention/kqv/weight": "d n (h tp) k",
+    "attention/kqv/bias": "n (h tp) k",
+    "attention/q_b/weight": "c (h tp) k",
+    "attention/kv_b/weight": "c (h tp) k",
+    "attention/proj/weight": "(e tp) d",
+    "cross/[qkv]/weight": "d (h tp) k",
+    "cross/[qkv]/bias": "(h tp) k",
+    "cross/proj/weight": "(e tp) d",
+    "mlp/gate_up/weight": "d (2 f tp)",
+    "mlp/gate/weight": "d (f tp)",
+    "mlp/up/weight": "d (f tp)",
+    "mlp/up/bias": "(f tp)",
+    "mlp/down/weight": "(f tp) d",
+    "mlp/ffw1/weight": "d (f tp)",
+    "mlp/ffw1/bias": "(f tp)",
+    "mlp/ffw2/weight": "(f tp) d",
+    "shared/gate_up/weight": "d (2 f tp)",
+    "shared/gate/weight": "d (f tp)",
+    "shared/up/weight": "d (f tp)",
+    "shared/down/weight": "(f tp) d",
+    "experts/gate_up": "e d (2 f tp)",
+    "experts/gate_up_bias": "e (2 f tp)",
+    "experts/down": "e (f tp) d",
+    "attention/[kv]_cache.kept": "b (g kv) s k",
+    "attention/norm_state.kept": "b (h tp) k",
+    "attention/state.kept": "b (h tp) k v",
+    "cross/[kv]_cache.kept": "b (h tp) s k",
+}
+#: The same of what `costgraph.torch.trace` finds in models of transformers. torch has the axis first that a layer
+#: makes; heads and what they hold are one axis of it. What makes them is split along that, and so is what sums it.
+_MADE = (
+    "[qkv]_proj", "gate_proj", "up_proj", "fc1", "intermediate/dense", "self/query", "self/key", "self/value",
+    "Attention/[qkv]", "DenseReluDense/wi*", "self_attention/query_key_value", "mlp/dense_h_to_4h",
+)  # fmt: skip
+_SUMMED = (
+    "o_proj", "out_proj", "down_proj", "fc2", "output/dense", "Attention/o", "DenseReluDense/wo",
+    "self_attention/dense", "mlp/dense_4h_to_h",
+)  # fmt: skip
+_TABLES = ("embed_tokens", "word_embeddings", "wte", "shared", "lm_head", "embed_out")
+TENSOR = {
+    **TENSOR,
+    **{f"{name}/weight": "(v tp) d" for name in _TABLES},
+    **{f"{name}/weight": "(f tp) d" for name in _MADE},
+    **{f"{name}/bias": "(f tp)" for name in _MADE},
+    **{f"{name}/weight": "d (f tp)" for name in _SUMMED},
+    "gate_up_proj/weight": "(2 f tp) d",
+    "experts/gate_up_proj": "e (2 f tp) d",
+    "experts/down_proj": "e d (f tp)",
+    "relative_attention_bias/weight": "n (h tp)",
+    "attn/c_attn/weight": "d (3 f tp)",
+    "attn/c_attn/bias": "(3 f tp)",
+    "mlp/c_fc/weight": "d (f tp)",
+    "mlp/c_fc/bias": "(f tp)",
+    "c_proj/weight": "(f tp) d",
+}
+#: Parameters beside which other tensors of the same layer stay whole: queries that share keys stand with these in one
+#: tensor, no equal parts of which are heads with their keys.
+BESIDE: Mapping[str, tuple[str, ...]] = {
+    "attention/qkv/weight": ("attention/proj/weight", "attention/[kv]_cache.kept"),
+    "qkv_proj/weight": ("o_proj/weight",),
+    # what chooses experts is whole
+    "mlp/experts/gate_up_proj": ("mlp/gate/weight",),
+}

@@ -1,0 +1,74 @@
+"""Traced models of transformers on a mesh: the same numbers on all ranks, and work that is divided."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+import costgraph as cg  # noqa: E402  # after torch is known to be there
+from costgraph import testing  # noqa: E402
+from costgraph.torch import trace  # noqa: E402
+
+SIZES = dict(vocab_size=32, hidden_size=16, intermediate_size=24, num_attention_heads=4)  # noqa: C408  # keywords
+MODELS = {
+    "Llama": {"num_key_value_heads": 2, "max_position_embeddings": 16},
+    "Qwen3": {"num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": 16},
+    "Gemma": {"num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": 16},
+    "GPT2": {"vocab_size": 32, "n_embd": 16, "n_head": 4, "n_positions": 16, "resid_pdrop": 0, "embd_pdrop": 0,
+             "attn_pdrop": 0},
+    "Mixtral": {"num_key_value_heads": 2, "num_local_experts": 4, "max_position_embeddings": 16},
+    "Falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
+    "Phi3": {"num_key_value_heads": 2, "pad_token_id": 0, "max_position_embeddings": 16},
+    "Bert": {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0},
+}  # fmt: skip
+HEADS = {"GPT2": "GPT2LMHeadModel", "Bert": "BertForMaskedLM"}
+
+
+def traced(name, layers):
+    """A tiny model of a class of transformers, in fp64, as torch runs it."""
+    own = {} if name == "GPT2" else SIZES
+    count = {"n_layer" if name == "GPT2" else "num_hidden_layers": layers}
+    config = getattr(transformers, f"{name}Config")(**{**own, **MODELS[name]}, **count, use_cache=False)
+    model = getattr(transformers, HEADS.get(name, f"{name}ForCausalLM"))(config).double().eval()
+    return trace(model, torch.zeros(2, 4, dtype=torch.long), dims=[("B", "S")])
+
+
+def long(name):
+    return pytest.param(name, marks=pytest.mark.long)
+
+
+#: What every rank does whole: the router, attention whose weight is no equal parts, the layer before the head.
+WHOLE = {"Mixtral", "Phi3", "Bert"}
+
+
+@pytest.mark.parametrize("name", ["Llama", *(long(n) for n in MODELS if n != "Llama")])
+def test_a_step_of_a_trace_leaves_the_same_numbers_on_data_and_tensor_parallel_ranks(name):
+    step = cg.training_step(traced(name, 2), loss="cross_entropy", optimizer=cg.SGD())
+    for zero in (0, 3):
+        rank = cg.parallelize(step, dp=2, tp=2, zero=zero, strict=name != "Mixtral")  # which sorts rows of all ranks
+        testing.check_sharded(step, rank, B=2, S=4)
+        each, whole = (cg.matmul_flops(g, B=2, S=4) for g in (rank, step))
+        assert whole <= 4 * each < (2 * whole if name in WHOLE else whole + 1)
+        assert cg.param_count(rank) * (2 if zero else 1) < 0.7 * cg.param_count(step)
+
+
+@pytest.mark.parametrize("name", ["Llama", *map(long, ("GPT2", "Falcon", "Phi3"))])
+def test_layers_of_a_trace_that_are_folded_split_the_sequence_as_well(name):
+    step = cg.training_step(cg.fold(traced(name, 4)), loss="cross_entropy", optimizer=cg.SGD())
+    for options in ({"dp": 2, "zero": 3, "sequence": True}, {"cp": 2}):
+        rank = cg.parallelize(step, tp=2, strict=True, **options)
+        testing.check_sharded(step, rank, B=2, S=4, L=4)
+
+
+def test_a_split_sequence_needs_layers_in_a_loop():
+    with pytest.raises(
+        cg.GraphError, match="no loop of graph 'LlamaForCausalLM' hands on what sequence=True splits, exp"
+    ):
+        cg.parallelize(traced("Llama", 2), tp=2, sequence=True)
+
+
+def test_a_router_that_is_called_as_a_gate_of_width_is_whole():
+    rank = cg.parallelize(traced("Mixtral", 2), tp=2)
+    places = rank.sharding.places
+    assert not places["model/layers/0/mlp/gate/weight"].axes
+    assert places["model/layers/0/mlp/experts/gate_up_proj"].dim("tp") == 1
