@@ -138,8 +138,12 @@ def test_what_is_not_cut_is_refused():
         cg.parallelize(whole, pp=2, micro_batches=4, virtual=2)
     with pytest.raises(cg.UnsupportedError, match="micro_batches is 4 of one stage, expected 1: a step accumulates"):
         cg.parallelize(whole, micro_batches=4)
-    with pytest.raises(cg.UnsupportedError, match="which has 1 loops with carries, expected a step of training"):
-        cg.parallelize(llama(), pp=2)
+    with cg.Graph("flat") as flat:
+        flat.output(cg.linear(flat.input("x", cg.dims("B D")), "b d -> b e", e=3))
+    with pytest.raises(
+        cg.UnsupportedError, match="which has 0 loops with carries, expected loops over layers, in a step"
+    ):
+        cg.parallelize(flat, pp=2)
     with pytest.raises(
         cg.UnsupportedError, match="pp of L \\+ 2 layers, expected a number of layers that is one symbol"
     ):

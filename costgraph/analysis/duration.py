@@ -10,13 +10,13 @@ from typing import NamedTuple, TypeAlias
 import sympy
 
 from ..algebra.dominance import NOTHING_KNOWN, Relations
-from ..algebra.polynomial import ZERO, Poly, poly, total
+from ..algebra.polynomial import ONE, ZERO, Poly, poly, total
 from ..bind.evaluate import Formula, answer, real
 from ..errors import UnsupportedError
 from ..graph.arguments import need_choice
 from ..graph.graph import Graph, need_graph
 from ..graph.op import Op
-from ..graph.placement import Waiting
+from ..graph.placement import FORWARD, Waiting
 from ..graph.sizes import known_names, of_stages
 from ..hardware.networks import Network
 from ..hardware.specs import Hardware
@@ -120,6 +120,9 @@ def seconds(
     of zero bubbles, of which more or fewer sends are waited for, they differ by some 2 p sends. What ranks reduce of
     gradients alone, behind the last micro-batch or of a single one, counts once.
 
+    Stages of a pass without gradients, as of inference, have m batches on their way, one pass after the other: the time
+    is that of one pass of them all, the larger of once through all stages with p - 1 sends and m times the slowest one.
+
     Examples
     --------
     >>> import costgraph as cg
@@ -171,7 +174,9 @@ def stages_asked(
 
 def least(stages: Sequence[Asked]) -> Poly:
     """Return the seconds that no run is below: of several stages those of the busiest one."""
-    return _most((lower_bound(asked) for asked in stages), stages[0].graph.root.relations)
+    first = _knows(stages[0]) if stages[0].graph.waiting is not None else None
+    many = first.micro_batches if first is not None and first.schedule == FORWARD else ONE
+    return many * _most((lower_bound(asked) for asked in stages), stages[0].graph.root.relations)
 
 
 def _most(times: Iterable[Poly], known: Relations) -> Poly:
@@ -204,9 +209,11 @@ def of_pipeline(stages: Sequence[Asked], timing: Timing) -> Poly:
         Seconds of some of the ops of a stage.
     """
     facts = [_knows(asked) for asked in stages]
-    shares = [shares_of(asked, timing, facts[0].micro_batches) for asked in stages]
     known = stages[0].graph.root.relations
     send = _most([time for asked in stages for time in _sends(asked)], known)
+    if facts[0].schedule == FORWARD:
+        return _of_passes(facts, [timing(asked) for asked in stages], send, known)
+    shares = [shares_of(asked, timing, facts[0].micro_batches) for asked in stages]
     return of_shares(facts, shares, send, known)
 
 
@@ -240,6 +247,12 @@ def of_shares(facts: Sequence[Waiting], shares: Sequence[Shares], send: Poly, kn
         n = m + p - 1
         waits = 2 * (n - poly(sympy.ceiling((n / p).expr)))
     return through + (m - 1) * slowest + waits * send + once
+
+
+def _of_passes(facts: Sequence[Waiting], times: Sequence[Poly], send: Poly, known: Relations) -> Poly:
+    """Return how long each batch of a pipeline without passes back waits until it is at the same stage again."""
+    through = total(f.alike * one for f, one in zip(facts, times, strict=True)) + (facts[0].stages - 1) * send
+    return _most([through, facts[0].micro_batches * _most(times, known)], known)
 
 
 def _idle(facts: Waiting, shares: Sequence[Shares], known: Relations) -> Poly:

@@ -18,12 +18,13 @@ from ..algebra.polynomial import ONE, ZERO, Poly, as_poly, poly, total
 from ..graph.graph import Graph
 from ..graph.loop import Loop, loops
 from ..graph.op import Op
-from ..graph.placement import Waiting
+from ..graph.placement import FORWARD, Waiting
 from ..graph.strides import numel
 from ..graph.tensor import Storage, Tensor
 from ..ops.keep import Keep
 from ..ops.play import Env, Player, Turn
 from .families import Family, Held, Life, Rest, piece
+from .params import cached
 from .saved import handed_back, leaves, left, left_for_weights
 
 __all__ = ["Copies", "Life", "Program", "Step", "copies_for", "copies_needed", "period", "play"]
@@ -212,6 +213,10 @@ class _Player(Player[tuple[str, ...]]):
         that it has freed on its way are held again behind it, and gradients that are left for those of weights are of
         one group at a time.
         """
+        if waiting.schedule == FORWARD:  # each batch has caches of its own
+            many = cached(graph) * (waiting.micro_batches - 1)
+            self.program.lives.append(Life("other batches", "cache", many, 0, len(self.program.steps) - 1))
+            return
         loop = next((op.loop for op in graph.ops if op.loop is not None and leaves(op.loop.body)), None)
         if loop is None:
             return

@@ -17,7 +17,7 @@ from ..ops.pointwise import Pointwise
 from ..ops.stated import Opaque
 from .traffic import repeated_bodies
 
-__all__ = ["cache_bytes", "param_bytes", "param_count"]
+__all__ = ["cache_bytes", "cached", "param_bytes", "param_count"]
 
 
 def _sum(graph: Graph, *, of_bytes: bool, active: bool = False) -> Poly:
@@ -136,10 +136,14 @@ def cache_bytes(graph: Graph, /, **dims: int) -> Formula:
     524288*B*S
     """
     need_graph("cache_bytes", graph)
-    held = (
+    return bound_answer(cached(graph), bindings(graph, dims))
+
+
+def cached(graph: Graph) -> Poly:
+    """Return the bytes of all caches as an amount."""
+    return total(
         t.storage.bytes * times
         for g, times in repeated_bodies(graph)
         for t in g.tensors
         if t.role == "cache" and t.producer is None
     )
-    return bound_answer(total(held), bindings(graph, dims))

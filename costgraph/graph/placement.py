@@ -99,6 +99,10 @@ def tidy(factors: Iterable[Factor]) -> Factors:
 Held = tuple[Poly, Poly, Poly, Poly, Poly, Poly]
 
 
+#: Order of the passes of a pipeline that does not go back, as in inference.
+FORWARD = "forward"
+
+
 @dataclass(frozen=True)
 class Waiting:
     """What a rank of a pipeline knows of the others, and the micro-batches that wait for their backward pass."""
@@ -108,7 +112,7 @@ class Waiting:
     later: tuple[Held, ...]
     """while one runs behind which gradients are there already"""
     schedule: str
-    """order of forward and backward passes"""
+    """order of forward and backward passes, `FORWARD` where there are none that go back"""
     stages: Poly
     """ranks of the whole pipeline"""
     micro_batches: Poly

@@ -23,7 +23,7 @@ from ..hardware.specs import Hardware
 from ..notation.door import guarded
 from .pipeline import bubble as idle_share
 
-__all__ = ["Run", "run", "spread"]
+__all__ = ["Run", "run", "served", "spread"]
 
 _HOUR = 3600
 
@@ -188,3 +188,10 @@ def spread(place: str, graph: Graph) -> tuple[Poly, Poly]:
         has = ", ".join(f"{name!r} into {n}" for name, n in found.items())
         raise GraphError(f"{place}: graph {graph.name!r} splits {has}, expected inputs of whole numbers split alike")
     return mesh.devices, parts.pop()
+
+
+def served(place: str, graph: Graph) -> tuple[Poly, Poly]:
+    """Return on how many devices a pass runs, and how many times the tokens of the graph go through all of them."""
+    devices, parts = spread(place, graph)
+    of_stage = graph.waiting
+    return (devices, parts) if of_stage is None else (devices * of_stage.stages, parts * of_stage.micro_batches)

@@ -7,21 +7,21 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from ..algebra.polynomial import poly
+from ..algebra.polynomial import ONE, poly
 from ..analysis.memory import peak_memory
-from ..analysis.params import cache_bytes
+from ..analysis.params import cached
 from ..analysis.roofline import bound_roofline
 from ..analysis.training import tokens_poly
 from ..bind.evaluate import number
 from ..errors import BindingError, GraphError, SpecError
 from ..graph.arguments import need_choice
 from ..graph.graph import Graph, need_graph
-from ..graph.sizes import known_names, need_open, size_of
+from ..graph.sizes import known_names, need_open, of_stages, size_of
 from ..hardware.links import Wire, extents, joined, wire
 from ..hardware.networks import Network
 from ..hardware.specs import Hardware
 from ..notation.door import guarded
-from .cluster import spread
+from .cluster import served
 from .serving import Fallback, all_steps, bound_size, numbers
 
 __all__ = ["Disaggregated", "disaggregated"]
@@ -97,7 +97,7 @@ def disaggregated(
     steps : int
         Steps of `decode` after the prefill.
     sequences : (int, int)
-        How many a prefill has, and how many a step has, on all devices of the mesh.
+        How many a prefill has, and how many a step has, on all devices of the mesh; of a pipeline in all micro-batches.
     batch : str
         Dimension of sequences.
     along : str
@@ -162,8 +162,8 @@ def disaggregated(
     prefilling = first.seconds(prompt, time, fallback)
     following, last, all_of = all_steps(lambda i: after.seconds(prompt + new * (i + 1), time, fallback), steps)
     # a rank has a share of each sequence of its part of the batch
-    received = Fraction(after.kept(prompt) * after.parts, held) * -(-many // after.parts)
-    sent = max(Fraction(first.kept(prompt)), received)
+    received = Fraction(after.kept(prompt) * after.parts * after.batches, held) * -(-many // after.parts)
+    sent = max(Fraction(first.kept(prompt) * first.batches), received)
     link = _between(device, first.devices + after.devices)
     taken = float((link.latency + poly(sent) / link.pair).constant or 0)
     memory = (first.memory(prompt), after.memory(prompt + new * steps))
@@ -187,13 +187,19 @@ class _Side:
         for name in free:
             need_open(graph, name, own, place)
         self.graph, self.device = graph, device
-        self.dims, self.along = {**own, free[0]: sequences}, free[1]
+        self.batches = _batches(place, graph)
+        each, rest = divmod(sequences, self.batches)
+        if rest:
+            has = f"graph {graph.name!r} has {self.batches} micro-batches"
+            raise GraphError(f"{place}: {has}, expected as many sequences in each of {sequences}")
+        self.dims, self.along = {**own, free[0]: each}, free[1]
         self.fixed = numbers(place, graph, self.dims, self.along)
-        self.devices, self.parts = (bound_size(p, self.fixed) for p in spread(place, graph))
+        self.devices, parts = (bound_size(p, self.fixed) for p in served(place, graph))
+        self.parts = parts // self.batches
 
     def tokens(self, positions: int) -> int:
         """Return the tokens of a pass on all devices."""
-        return self.parts * bound_size(tokens_poly(self.graph), {**self.fixed, self.along: positions})
+        return self.parts * self.batches * bound_size(tokens_poly(self.graph), {**self.fixed, self.along: positions})
 
     def seconds(self, positions: int, time: str, fallback: Fallback) -> float:
         """Return the time of a pass."""
@@ -202,8 +208,12 @@ class _Side:
         return times.estimate if time == "estimate" else times.lower_bound
 
     def kept(self, positions: int) -> int:
-        """Return the bytes that a rank keeps."""
-        return int(cache_bytes(self.graph, **self.dims, **{self.along: positions}))
+        """Return the bytes that a rank keeps of one batch, of stages the one that keeps the most."""
+        sizes = {**self.dims, self.along: positions}
+        return max(
+            bound_size(cached(g), {k: int(v.constant or 0) for k, v in values.items()})
+            for g, values in of_stages(self.graph, sizes)
+        )
 
     def memory(self, positions: int) -> int | float:
         """Return the bytes of a rank at the peak."""
@@ -211,6 +221,14 @@ class _Side:
         found = peak_memory(self.graph, **sizes)
         assert isinstance(found, int | float)
         return found
+
+
+def _batches(place: str, graph: Graph) -> int:
+    """Return how many batches of a graph are on their way in a pipeline."""
+    many = ONE if graph.waiting is None else graph.waiting.micro_batches
+    if many.constant is None:
+        raise GraphError(f"{place}: graph {graph.name!r} has {many} micro-batches, expected a number")
+    return int(many.constant)
 
 
 def _between(device: Hardware, devices: int) -> Wire:

@@ -17,13 +17,13 @@ from ..analysis.training import tokens_poly
 from ..errors import BindingError, GraphError
 from ..graph.arguments import need_choice
 from ..graph.graph import Graph, need_graph
-from ..graph.sizes import bindings, known_names, need_open, size_of
+from ..graph.sizes import known_names, need_open, of_stages, size_of
 from ..hardware.links import joined
 from ..hardware.networks import Network
 from ..hardware.specs import Hardware
 from ..hardware.tables import Column, Table
 from ..notation.door import READ, guarded
-from .cluster import spread
+from .cluster import served
 from .sizing import is_allowed, largest, smallest
 
 __all__ = ["Latency", "Throughput", "ThroughputRow", "all_steps", "bound_size", "latency", "numbers", "throughput"]
@@ -127,12 +127,14 @@ class Throughput(Table):
 
 def numbers(place: str, graph: Graph, dims: Mapping[str, Any], free: str) -> dict[str, int]:
     """Return the sizes that a graph has by then, all but one."""
-    values = bindings(graph, dims)
-    values.pop(free, None)
-    left = sorted(n for n in known_names(graph) - {free} if n not in values or values[n].constant is None)
-    if left:
-        raise BindingError(f"{place} of graph {graph.name!r}: expected numbers, still unbound: {', '.join(left)}")
-    return {k: int(v.constant or 0) for k, v in sorted(values.items()) if v.constant is not None}
+    found: dict[str, int] = {}
+    for g, values in of_stages(graph, dims):
+        values.pop(free, None)
+        left = sorted(n for n in known_names(g) - {free} if n not in values or values[n].constant is None)
+        if left:
+            raise BindingError(f"{place} of graph {graph.name!r}: expected numbers, still unbound: {', '.join(left)}")
+        found |= {k: int(v.constant or 0) for k, v in values.items() if v.constant is not None}
+    return dict(sorted(found.items()))
 
 
 def bound_size(amount: Poly, values: Mapping[str, int]) -> int:
@@ -151,7 +153,8 @@ def throughput(
     Parameters
     ----------
     graph : Graph
-        What `decode` or `prefill` returned, `quantize` and `parallelize` applied or not.
+        What `decode` or `prefill` returned, `quantize` and `parallelize` applied or not. Of a pipeline, with as many
+        batches on their way as it has micro-batches: each is of the size of the graph, and has a cache of its own.
     hardware : str, path-like or Hardware
         The device; its vendor's capacity decides what fits.
     symbol : str
@@ -229,7 +232,7 @@ def _row(
 ) -> ThroughputRow:
     times = bound_roofline("throughput", graph, device, fallback, dims)
     peak = peak_memory(graph, **dims)
-    devices, parts = spread("throughput", graph)
+    devices, parts = served("throughput", graph)
     return ThroughputRow(
         size=size, tokens=bound_size(tokens_poly(graph) * parts, values), seconds=times.estimate,
         lower_bound=times.lower_bound, memory=peak, fits=bool(peak <= device.capacity().value), bound=times.bound,

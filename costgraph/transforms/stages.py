@@ -13,7 +13,7 @@ from ..errors import GraphError, UnsupportedError
 from ..graph.arguments import need_choice, positive
 from ..graph.graph import Graph
 from ..graph.op import Op
-from ..graph.placement import Waiting
+from ..graph.placement import FORWARD, Waiting
 from ..ops.collectives import Collective, need_of_all
 from .rewrite import Rewriter
 from .schedules import SCHEDULES, asked
@@ -75,9 +75,12 @@ def in_stages(
     groups = _groups(schedule, groups, every)
     _, open_ones = asked(schedule, stages.expr, m.expr, groups.expr)
     order = Order(schedule, stages, m, groups)
-    if order.splits:
-        graph = Halves(planned(graph), whole=whole).run(graph)
     plan = planned(graph)
+    if plan.backward is None:
+        return _passes(graph, plan, order, every)
+    if order.splits:
+        graph = Halves(plan, whole=whole).run(graph)
+        plan = planned(graph)
     if micro_batches_of(graph) != m:
         raise GraphError(
             f"parallelize: {m} micro_batches of graph {graph.name!r}, which has {micro_batches_of(graph)}, expected as "
@@ -94,6 +97,19 @@ def in_stages(
     held = [replace(waiting_of(order, kind), asked=tuple(wanted)) for kind in kinds]
     ends = [shared if kind.first or kind.last else frozenset() for kind in kinds]
     return list(map(Stage, made, held, ends, (share.meets for share in shares)))
+
+
+def _passes(graph: Graph, plan: Plan, order: Order, every: Sequence[int]) -> list[Stage]:
+    """Return the graphs of the ranks of a forward pass: as many batches are on their way as there are micro-batches."""
+    if order.name != "1f1b" or order.v != ONE:
+        raise UnsupportedError(
+            f"parallelize: schedule {order.name!r} with {order.v} groups of layers of a rank, of graph {graph.name!r} "
+            f"that has no backward pass, expected neither to be stated: batches go through one after the other"
+        )
+    kinds = _uneven(order, every) if every else _even(order, _count(plan))
+    shares, _ = cut(graph, plan, kinds)
+    made = [s.run(graph, f"{graph.name}.{k.name}".replace(" ", "_")) for s, k in zip(shares, kinds, strict=True)]
+    return [Stage(g, Waiting((), (), FORWARD, order.p, order.m, k.alike)) for g, k in zip(made, kinds, strict=True)]
 
 
 def _listed(layers: object, stages: Poly) -> tuple[int, ...]:
@@ -180,6 +196,8 @@ def cut(graph: Graph, plan: Plan, kinds: Sequence[Kind]) -> tuple[list[Share], f
         for kind in kinds
     ]  # fmt: skip
     _need_own(plan, Share(graph, plan, {}, first=False, last=True))
+    if plan.backward is None:  # both ends have what they read
+        return made, frozenset()
     own = made[0].used if made[0].last else Share(graph, plan, {}, first=False, last=False).used
     tied = (made[0].used & made[-1].used) - own
     late = next((t for t in tied if t.role == "param" and t.requires_grad and t not in graph.gradients), None)
@@ -199,8 +217,7 @@ def cut(graph: Graph, plan: Plan, kinds: Sequence[Kind]) -> tuple[list[Share], f
 
 def _need_own(plan: Plan, last: Share) -> None:
     """Refuse layers that read what the last stage alone makes."""
-    loops = {plan.forward, plan.backward, *plan.weights}
-    again = next((op for op in last.kept if op.loop and op not in loops and op.phase != "optimizer"), None)
+    again = next((op for op in last.kept if op.loop and op not in plan.loops and op.phase != "optimizer"), None)
     if again is not None:
         raise UnsupportedError(
             f"parallelize: pp: {again.name!r} is read by layers of every stage, expected layers that hand on what "

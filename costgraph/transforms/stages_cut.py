@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ..algebra.polynomial import ONE, ZERO, Poly, total
 from ..errors import UnsupportedError
@@ -34,20 +34,25 @@ class Plan:
     home: Graph
     """Where the loops over layers stand: the step, or the body of its loop over micro-batches."""
     forward: Op
-    backward: Op
+    backward: Op | None
+    """None of a pass that has no gradients."""
     behind: frozenset[Op]
     """Ops that read what the last layer hands on, but for those that read gradients of what the first one was given."""
-    ahead: frozenset[Op]
-    """Ops that read these gradients."""
-    sums: Mapping[Op, tuple[Tensor, Tensor]]
-    """Ops that add terms of both, of parameters that the first and the last stage have: a term of each."""
-    added: frozenset[Op]
-    """Ops that read these sums."""
     before: Poly
     """How many layers of another kind stand before those that are cut: all are of the first stage."""
-    weights: frozenset[Op]
-    """Loops over layers that are left to do for gradients of weights, where these come later, and what lives until
-    they are done."""
+    ahead: frozenset[Op] = frozenset()
+    """Ops that read these gradients."""
+    sums: Mapping[Op, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """Ops that add terms of both, of parameters that the first and the last stage have: a term of each."""
+    added: frozenset[Op] = frozenset()
+    """Ops that read these sums."""
+    weights: frozenset[Op] = frozenset()
+    """Loops over layers left to do for gradients of weights, where these come later, and what lives until then."""
+
+    @property
+    def loops(self) -> frozenset[Op]:
+        """Loops over layers, of which every stage has its part."""
+        return self.weights | ({self.forward} if self.backward is None else {self.forward, self.backward})
 
 
 def _after(home: Graph, starts: Iterable[Tensor], stop: Op | None) -> frozenset[Op]:
@@ -61,7 +66,7 @@ def _after(home: Graph, starts: Iterable[Tensor], stop: Op | None) -> frozenset[
 
 
 def planned(graph: Graph) -> Plan:
-    """Find where a step is cut: around its only loop over layers, and the one that goes back through it."""
+    """Find where a graph is cut: around its last loop over layers, and the one that goes back through it if any."""
     both = [op.loop.body for op in graph.ops if op.loop is not None and _goes_back(op.loop.body)]
     home = both[0] if both else graph
     loops = [op.loop for op in home.ops if op.loop is not None and op.loop.starts and op.phase != "optimizer"]
@@ -69,10 +74,13 @@ def planned(graph: Graph) -> Plan:
         (f, b) for f in loops for b in loops
         if f.op.phase == "forward" and b.op.phase in BACK and not set(f.pieces).isdisjoint(b.xs)
     ]  # fmt: skip
+    if loops and all(op.phase == "forward" for op in graph.walk()):
+        *others, last = loops
+        return Plan(home, last.op, None, _after(home, last.lasts, None), total(f.count for f in others))
     if not pairs or len(loops) != 2 * len(pairs):
         raise UnsupportedError(
-            f"parallelize: pp of graph {graph.name!r}, which has {len(loops)} loops with carries, expected a step of "
-            f"training with loops over layers, each with its backward pass"
+            f"parallelize: pp of graph {graph.name!r}, which has {len(loops)} loops with carries, expected loops over "
+            f"layers, in a step of training each with its backward pass"
         )
     forward, backward = pairs[-1]
     if len(backward.starts) > len(forward.starts):
@@ -86,7 +94,7 @@ def planned(graph: Graph) -> Plan:
     before = total(f.count for f, _ in pairs[:-1])
     late = {o for o in home.ops if o.loop is not None and not set(backward.pieces).isdisjoint(o.loop.xs)}
     late |= {o for o in home.ops if isinstance(o.kind, Keep) and o.operands[0].producer in late}
-    return Plan(home, forward.op, backward.op, behind, ahead, sums, added, before, frozenset(late))
+    return Plan(home, forward.op, backward.op, behind, before, ahead, sums, added, frozenset(late))
 
 
 def _sums(home: Graph, behind: frozenset[Op], ahead: frozenset[Op]) -> Iterator[tuple[Op, tuple[Tensor, Tensor]]]:
@@ -145,7 +153,7 @@ class Share(Rewriter):
 
     def needed(self) -> set[Op]:
         """Return the ops of the pass that this stage does, and note the tensors that they read."""
-        plan, kept = self.plan, {self.plan.forward, self.plan.backward, *self.plan.weights}
+        plan, kept = self.plan, {*self.plan.loops}
         if self.last:
             kept |= plan.behind | plan.added | plan.sums.keys()
         if self.first:
@@ -213,7 +221,7 @@ class Share(Rewriter):
     def left_out(self) -> set[Tensor]:
         """Return the sources of the step that this stage does not have, with what optimizers keep of them."""
         sources = [t for t in self.graph.tensors if t.producer is None]
-        out = {t for t in sources if t not in self.used and t.role in ("param", "input", "buffer")}
+        out = {t for t in sources if t not in self.used and t.role in ("param", "input", "buffer", "cache")}
         names = {t.name for t in out if t.role == "param"}
         return out | {t for t in sources if t.name.rpartition(".")[0] in names and t.role in ("state", "gradient")}
 

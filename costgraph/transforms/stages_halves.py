@@ -90,7 +90,8 @@ class Halves(Rewriter):
 
     def __init__(self, plan: Plan, *, whole: bool = False) -> None:
         super().__init__()
-        loop = plan.backward.loop
+        assert plan.backward is not None
+        self.back, loop = plan.backward, plan.backward.loop
         assert loop is not None
         if loop.until or plan.before or any(t.producer is None and t.role != "formal" for t in loop.body.tensors):
             raise UnsupportedError(
@@ -99,7 +100,7 @@ class Halves(Rewriter):
             )
         self.plan, self.loop, self.held, self.whole = plan, loop, list[Op](), whole
         before = [op for op in plan.home.ops if op.phase in BACK]
-        self.around = _parts(before[: before.index(plan.backward)], plan.backward.operands)
+        self.around = _parts(before[: before.index(self.back)], self.back.operands)
         self.inside = _parts(loop.body.ops, loop.nexts)
         self.again = set[Op]()
         self.crossing = list(dict.fromkeys(self.needed()))
@@ -126,7 +127,7 @@ class Halves(Rewriter):
             kind = _fresh(op.kind)
             assert kind is not None
             self.add(op, kind, [self.tensors[t] for t in op.operands], new)
-        elif op is self.plan.backward:
+        elif op is self.back:
             self.both(new)
         else:
             super().emit(op, new, suffix)
@@ -156,7 +157,7 @@ class Halves(Rewriter):
         soon = [op for op in home.ops if op.phase in BACK and op not in late]
         reached = {t for op in late for t in op.operands} & {t for op in soon for t in op.results}
         read: list[Tensor] = []
-        for op in soon[: soon.index(self.plan.backward)]:
+        for op in soon[: soon.index(self.back)]:
             if not reached.isdisjoint(op.operands):
                 reached |= {*op.results}
                 read += op.operands

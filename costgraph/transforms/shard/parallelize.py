@@ -89,12 +89,14 @@ def parallelize(
         Others, as `shard` takes them, on a mesh of the axes dp, ep, cp and tp: they win.
     pp : sympy.Expr or int
         Stages of a pipeline, each with as many of the layers; the first one has what comes before them as well, the
-        last one the head and the loss. A parameter that both ends read is on both, and its gradients are added up.
+        last one the head and the loss. A parameter that both ends read is on both, and its gradients are added up. Of a
+        pass without gradients, as of inference, stages have the caches of their layers.
     schedule : str
         gpipe, 1f1b, interleaved, zb-h1, interleaved-zb, zbv or dualpipev: how many micro-batches a rank holds at a
         time, `costgraph.plan.in_flight`. The last four make gradients of weights behind those that go to other ranks.
     micro_batches : sympy.Expr or int
-        Micro-batches of a step with stages, as many as `training_step` accumulates.
+        Micro-batches of a step with stages, as many as `training_step` accumulates. Of a pass without gradients, how
+        many batches of its size are on their way at a time, each with caches of its own.
     virtual : sympy.Expr or int
         Groups of layers of a rank, of interleaved and interleaved-zb; zbv and dualpipev have two.
     layers : sequence of int, optional
@@ -267,10 +269,15 @@ def _experts(graph: Graph, split: Mapping[str, str]) -> Iterator[tuple[str, str]
             yield t.name, " ".join(["(e ep)", *others])
 
 
+def _received(graph: Graph) -> list[Tensor]:
+    """Return what a stage of a pipeline gets from its neighbours."""
+    return [op.results[0] for op in graph.walk() if isinstance(op.kind, Receive)]
+
+
 def _carries(graph: Graph) -> Iterator[str]:
     """Yield what layers hand on: carries of the forward pass of which the second axis is the sequence of an input."""
     inputs = {t.sizes[-2:] for t in graph.tensors if t.role == "input" and t.ndim >= 2}
-    inputs |= {op.results[0].sizes[:2] for op in graph.walk() if isinstance(op.kind, Receive)}
+    inputs |= {t.sizes[:2] for t in _received(graph)}
     for g in graph.bodies():
         for op in g.ops:
             for t in op.loop.carries if op.loop is not None and op.phase == "forward" else ():
@@ -285,7 +292,7 @@ def _data(graph: Graph, split: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """
     sliced = {t for op in graph.ops if op.loop is not None for t in op.loop.xs}
     inputs = [t for t in graph.tensors if t.producer is None and t.role == "input" and t.ndim > (t in sliced)]
-    batches = {t.sizes[t in sliced] for t in inputs}
+    batches = {t.sizes[t in sliced] for t in inputs} | {t.sizes[0] for t in _received(graph) if t.ndim}
     caches = [t for g in graph.bodies() for t in g.tensors if t.role == "cache" and t.producer is None and t.ndim]
     for t in (*inputs, *(t for t in caches if t.sizes[0] in batches)):
         first = int(t in sliced)
