@@ -96,6 +96,7 @@ if TYPE_CHECKING:
     from .transforms.precision.policy import Policy
     from .transforms.precision.precision import apply_precision
     from .transforms.quantize.quantize import quantize
+    from .transforms.shard.buckets import Buckets
     from .transforms.shard.fully import FullyShard
     from .transforms.shard.parallelize import parallelize
     from .transforms.shard.shard import mesh, shard
@@ -157,6 +158,7 @@ __all__ = [
     "unroll",
     "vjp",
     "BindingError",
+    "Buckets",
     "CostGraphError",
     "DTYPES",
     "DType",
@@ -317,6 +319,7 @@ _LATER = {
     "transforms.precision.policy": ("Policy",),
     "transforms.precision.precision": ("apply_precision",),
     "transforms.quantize.quantize": ("quantize",),
+    "transforms.shard.buckets": ("Buckets",),
     "transforms.shard.fully": ("FullyShard",),
     "transforms.shard.parallelize": ("parallelize",),
     "transforms.shard.shard": (

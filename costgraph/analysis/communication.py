@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from ..algebra.polynomial import Poly, poly, total
 from ..bind.evaluate import Formula, bound_answer
+from ..errors import BindingError
 from ..graph.graph import Graph, need_graph
 from ..graph.op import Op
 from ..graph.sizes import Bindings, bindings
@@ -18,6 +19,7 @@ from ..ops.collectives import Collective
 from ..ops.hops import Send
 from .costs import executions
 from .exchange import exchange, whole
+from .messages import bucketed
 from .seconds import as_seconds
 from .work import need_other_names
 
@@ -50,6 +52,9 @@ class Message:
     """that it takes on a device, of all times, where one is given"""
     link: str = ""
     """interconnect, network or a level of it where ranks are in several domains, link while what decides is open"""
+    messages: Formula | None = None
+    """how many messages it takes, of all times: in buckets those that it is the last one of, None while one of their
+    sizes is open"""
 
 
 @dataclass(frozen=True, repr=False)
@@ -84,6 +89,7 @@ class Communication(Table):
             Column("op"), Column("collective"), Column("axis"), Column("ranks", unit="1"), Column("phase"),
             Column("scope", shown=False), Column("times", unit="1"), Column("bytes", unit="B"),
             Column("ring_bytes", unit="B", title="ring bytes"),
+            *([Column("messages", unit="1")] if any(m.messages != m.times for m in self.rows) else []),
             *([Column("link"), Column("seconds", unit="s", title="time")] if any(m.link for m in self.rows) else []),
         )  # fmt: skip
 
@@ -155,6 +161,7 @@ def communication(
         for op, runs in times.items()
         if isinstance(op.kind, Collective | Send)
     ]
+    rows = [_in_messages(m, *found, graph, values) for m, found in zip(rows, times.items(), strict=True)]
     if device is not None:
         rows = [_timed(m, *found, graph, values, device) for m, found in zip(rows, times.items(), strict=True)]
     return Communication(tuple(rows), graph.name)
@@ -163,6 +170,17 @@ def communication(
 def _timed(m: Message, op: Op, runs: list[Poly], graph: Graph, values: Bindings, device: Hardware) -> Message:
     once, link = exchange(op, graph, values, device)
     return replace(m, seconds=as_seconds(once * total(runs).bind(values), values), link=link)
+
+
+def _in_messages(m: Message, op: Op, runs: list[Poly], graph: Graph, values: Bindings) -> Message:
+    """Say how many messages a collective takes, of what goes in buckets where all of their sizes are known."""
+    if not isinstance(op.kind, Collective) or not op.kind.bucket:
+        return replace(m, messages=m.times)
+    try:
+        found = bucketed(graph, values)[op]
+    except BindingError:
+        return m
+    return replace(m, messages=bound_answer(total(runs) * found.completes / found.runs, values))
 
 
 def _message(op: Op, kind: Collective | Send, times: Poly, values: Bindings) -> Message:

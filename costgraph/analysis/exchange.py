@@ -10,7 +10,7 @@ from math import prod
 import sympy
 
 from ..algebra.extremum import Max, smaller
-from ..algebra.polynomial import ONE, ZERO, Poly, poly
+from ..algebra.polynomial import ONE, ZERO, Poly, poly, total
 from ..errors import SpecError, UnsupportedError
 from ..graph.graph import Graph
 from ..graph.op import Op
@@ -18,6 +18,7 @@ from ..hardware.links import Wire, extents, wire
 from ..hardware.specs import Hardware
 from ..ops.collectives import Collective
 from ..ops.hops import Send
+from .messages import bucketed
 
 __all__ = ["Group", "exchange", "group_of", "least_busy", "placed", "taken", "whole"]
 
@@ -155,6 +156,10 @@ def exchange(op: Op, graph: Graph, values: Mapping[str, Poly], hardware: Hardwar
     if isinstance(op.kind, Collective) and op.kind.ring:
         part = whole(op).bind(values) / op.kind.ranks.bind(values)
         return op.kind.sends.bind(values) * taken("send", part, group), group.link
+    if isinstance(op.kind, Collective) and op.kind.bucket:
+        found = bucketed(graph, values)[op]  # its part of the time of each message
+        times = (taken(op.kind.collective, poly(size), group) * mine / size for size, mine in found.parts.items())
+        return total(times) / found.runs, group.link
     return apart * taken(
         op.kind.collective if isinstance(op.kind, Collective) else "send", whole(op).bind(values) / apart, group
     ), group.link

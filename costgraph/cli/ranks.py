@@ -11,16 +11,19 @@ from ..errors import FormatError
 from ..graph.graph import Graph
 from ..transforms.offload import OFFLOADED
 from ..transforms.schedules import SCHEDULES
+from ..transforms.shard.buckets import Buckets as Policy
 from ..transforms.shard.parallelize import CONTEXTS, parallelize
 from ..transforms.stages_cut import micro_batches
 from . import options as opt
 
 __all__ = [
-    "Context", "Cp", "Dp", "Ep", "Layers", "MicroBatches", "Network", "Offload", "Overlap", "Pp", "Reduce", "Schedule",
-    "Sequence", "Stage", "Tp", "Virtual", "Zero", "micro_batches_of", "rank_of", "stage_of",
+    "Buckets", "Context", "Cp", "Dp", "Ep", "Layers", "MicroBatches", "Network", "Offload", "Overlap", "Pp", "Reduce",
+    "Schedule", "Sequence", "Stage", "Tp", "Virtual", "Zero", "micro_batches_of", "rank_of", "stage_of",
 ]  # fmt: skip
 
 REDUCES = ("each", "last")
+#: How they may be reduced: each by itself, or as torch's DistributedDataParallel does.
+BUCKETS = {"none": None, "copy": Policy(("dp", "ep", "cp")), "view": Policy(("dp", "ep", "cp"), view=True)}
 
 
 def _degree(option: str, of: str) -> Any:
@@ -50,6 +53,7 @@ Zero = Annotated[int, typer.Option("--zero", metavar="N", min=0, max=3, help="St
 Sequence = Annotated[bool, typer.Option("--sequence", help="Split the sequence between products over tp.")]
 Context = Annotated[str, _choice("--context", "HOW", "Attention over cp", CONTEXTS)]
 Reduce = Annotated[str, _choice("--reduce", "WHEN", "Gradients, by micro-batches", REDUCES)]
+Buckets = Annotated[str, _choice("--buckets", "HOW", "Gradients in buckets", tuple(BUCKETS))]
 Offload = Annotated[
     str, typer.Option("--offload", metavar="WHAT,WHAT", help=f"What lies on the host, of {', '.join(OFFLOADED)}.")
 ]
@@ -88,7 +92,7 @@ def stage_of(rank: Graph, name: str) -> Graph:
 
 def rank_of(
     step: Graph, degrees: dict[str, str], zero: int, sequence: bool, context: str, reduce: str, pp: str = "1",
-    schedule: str = "1f1b", virtual: str = "1", layers: str | None = None,
+    schedule: str = "1f1b", virtual: str = "1", layers: str | None = None, buckets: str = "none",
 ) -> Graph:  # fmt: skip
     """Return the graph of one of the ranks that share a step; the step itself where there is one rank.
 
@@ -110,13 +114,16 @@ def rank_of(
         Stages of a pipeline with the micro-batches of the step, their order, and groups of layers of each.
     layers : str, optional
         Layers of each stage.
+    buckets : str
+        none, copy or view: how gradients are reduced that ranks have whole.
 
     Raises
     ------
     BindingError, FormatError, GraphError
         If a degree is neither a size nor a name, a word is unknown, or nothing is split over an axis.
     """
-    for option, word, known in (("--reduce", reduce, REDUCES), ("--context", context, CONTEXTS)):
+    words = {"--reduce": (reduce, REDUCES), "--context": (context, CONTEXTS), "--buckets": (buckets, tuple(BUCKETS))}
+    for option, (word, known) in words.items():
         if word not in known:
             raise FormatError(f"{option} {shorten(word)}: expected {' or '.join(known)}")
     if {*degrees.values(), pp} == {"1"} and not (zero or sequence):
@@ -128,4 +135,7 @@ def rank_of(
             "pp": size_or_name(pp, "--pp"), "schedule": schedule, "virtual": size_or_name(virtual, "--virtual"),
             "layers": pieces, "micro_batches": micro_batches(step),
         }  # fmt: skip
-    return parallelize(step, **given, zero=zero, sequence=sequence, context=context, reduce_each=reduce == "each")
+    return parallelize(
+        step, **given, zero=zero, sequence=sequence, context=context, reduce_each=reduce == "each",
+        buckets=BUCKETS[buckets],
+    )  # fmt: skip

@@ -218,6 +218,8 @@ class Sharding:
     """Where gradients lie, by name of what they are of."""
     resharded: tuple[str, ...] = ()
     """What was put together although nobody asked for it, in words."""
+    own: tuple[str, ...] = ()
+    """Sources that the graph of all devices does not have."""
 
 
 def size_of(factors: Factors, whole: Poly) -> Poly:

@@ -13,6 +13,7 @@ from ..graph.facts import Flag, Index, Size, is_count, one_of, optional
 from ..graph.graph import Graph, apply, need_graph
 from ..graph.op import Flops, Op, OpKind, Result
 from ..graph.tensor import Tensor
+from ..notation.door import Rule
 from . import rules
 from .reach import carried_parts
 from .registry import register
@@ -39,6 +40,10 @@ class Meshed(OpKind):
     """Blocks of that axis, of each of which every rank has a part: 1 where its part is one piece."""
 
 
+def _are_limits(value: object) -> bool:
+    return isinstance(value, tuple) and len(value) in (0, 2) and all(is_count(n, 1) for n in value)
+
+
 @register
 @dataclass(frozen=True, kw_only=True)
 class Collective(Meshed):
@@ -55,6 +60,9 @@ class Collective(Meshed):
     inplace: Flag = False
     """Whether it writes where its operand is: an all-gather into the storage of which that is a part, a reduction into
     the operand, of which a reduce-scatter's result is the rank's own part."""
+    bucket: Annotated[tuple[int, ...], Rule("two numbers of bytes, or nothing", _are_limits)] = ()
+    """Bytes from which on a message of several reductions is full, the first one and all others: what is reduced goes
+    with others of its format; nothing where each is a message."""
     ring: Flag = False
     """Whether each rank uses a part as it passes by in a ring, or adds to it: sends to the next rank, one by one."""
     writes = rules.all_results

@@ -268,6 +268,7 @@ def run_ranks(
     meeting = _Meeting(mesh.ranks, graph.sharding.mesh)  # type: ignore[union-attr]  # `_mesh` has looked
     asked = {name: n for name, n in dims.items() if name in known_names(graph)}
     places = graph.sharding.places  # type: ignore[union-attr]
+    made = [t for t in graph.tensors if t.name in graph.sharding.own]  # type: ignore[union-attr]
     out: list[Any] = [None] * len(mesh.ranks)
 
     def one(me: int) -> None:
@@ -275,6 +276,7 @@ def run_ranks(
             given = {n: np.asarray(a, dtype=float) for n, a in inputs.items()}
             RANK.set(mesh.ranks[me])  # a thread has its own
             own = {n: mesh.part(a, places[n], mesh.ranks[me]) for n, a in given.items()}
+            own |= {t.name: np.full(tuple(map(mesh.sizes, t.sizes)), np.nan) for t in made if t.name not in own}
             out[me] = run(graph, own, meanings=_Rank(me, meeting).meanings, **asked)
         except BaseException as error:  # raised again where it is looked for
             out[me] = error
@@ -357,7 +359,9 @@ def check_sharded(
     for name, array in expected.gradients.items():
         place = sharding.gradients[name]
         same(f"gradient of {name!r}", array, place, lambda counted, name=name: counted.gradients[name])  # type: ignore[misc]
-    kept = [{buffer.name: buffer.array for buffer in counted.buffers} for counted in ranks]
+    kept = [
+        {b.name: b.array for b in counted.buffers if b.name.partition("[")[0] not in sharding.own} for counted in ranks
+    ]
     by_run = dict(zip(map(id, ranks), kept, strict=True))
     assert all(len(names) == len(expected.buffers) for names in kept), "a rank has other sources"
     for buffer in expected.buffers:

@@ -300,6 +300,7 @@ CLASSES = {
     "Policy": lambda e: a("lean", params="fp32", grads="bf16"),
     "Checkpoint": lambda e: a(blocks=True),
     "FullyShard": lambda e: a("dp", units="layers/*"),
+    "Buckets": lambda e: a("dp", cap=1000),
     "Hardware": _record(lambda e: e.hardware),
     "Network": _record(lambda e: cg.load_network("meta-24k")),
     "Max": lambda e: a(B, S),

@@ -91,6 +91,15 @@ def buffers():
     return Case(graph, sharded, {"dp": 2, "tp": 2}, SIZES)
 
 
+def buckets(**policy):
+    """Gradients of micro-batches that are reduced in buckets: of each and copied back, or once, and left there."""
+    model = models.load("llama-3-8b", symbolic=True, dtype="fp64")
+    graph = cg.training_step(model, optimizer=cg.AdamW(), accumulate=2)
+    options = {"reduce_each": not policy, "buckets": cg.Buckets(**policy), "strict": True}
+    sharded = cg.parallelize(graph, dp=2, tp=2, zero=1, sequence=True, **options)
+    return Case(graph, sharded, {"dp": 2, "tp": 2}, SIZES)
+
+
 def lookups():
     """Tables whose rows are split: what is looked up in them, along rows and along columns, and what is written."""
     V, D, N, B = cg.dims("V D N B")
@@ -150,6 +159,8 @@ GPT_OSS = {**MIXTRAL, "W": 2}
 CASES = {
     "states": states,
     "buffers": buffers,
+    "buckets": buckets,
+    "buckets that gradients stay in": lambda: buckets(view=True),
     "lookups": lookups,
     "experts": experts,
     "zero 3, tensor and sequence": partial(parallel, dp=2, tp=2, sequence=True, zero=3),

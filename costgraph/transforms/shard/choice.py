@@ -199,6 +199,8 @@ class _Op:
         In a product it is one of them, of which ranks with the same part of it have a part of the sum each: what heads
         of queries add to the gradient of the one that they share is reduced where that of a parameter is.
         """
+        if self.rule.into is not None:
+            return self.added(axis, self.rule.into)
         if not self.rule.linear:
             having = [g.at for g in self.given if g.at is not None and axis in g.at.pending]
             alone = self.rule.product and len(having) == 1 and bool(self.mesh.beside(axis) & having[0].axes)
@@ -214,6 +216,13 @@ class _Op:
             found.add(given.at.pending.get(axis) if given.at is not None else None)
         how = found.pop() if len(found) == 1 else None
         return how if how in ("sum", "mean") else None  # the largest of a difference is none of the largest
+
+    def added(self, axis: str, into: int) -> str | None:
+        """Return how terms are to be reduced that are added to nothing, or to a part of the same sum."""
+        base, term = self.given[into], self.given[-1].at
+        how = None if term is None else term.pending.get(axis)
+        fits = base.zero or (base.at is not None and base.at.pending.get(axis) == how)
+        return how if how == "sum" and fits and "sum" in self.rule.reduced.values() else None
 
 
 def choose(rule: Split, given: Sequence[Given], mesh: Mesh, wanted: Mapping[str, str]) -> Choice:
@@ -253,10 +262,10 @@ def choose(rule: Split, given: Sequence[Given], mesh: Mesh, wanted: Mapping[str,
         passing = tuple((a, how) for a, how in pending.items() if a in own)
         operands.append(Placement(tuple(_dim(names, spread, rule.extents) for names in labels), passing))
     left = [(a, rule.reduced[n]) for a, n in chosen.items() if n not in op.kept and rule.reduced[n] != "own"]
-    if rule.into is not None and left:
+    if rule.into is not None and (left or pending):
         base = operands[rule.into]
         assert base is not None
-        operands[rule.into] = Placement(base.dims, (*base.partial, *left))
+        operands[rule.into] = Placement(base.dims, tuple({**dict(base.partial), **pending, **dict(left)}.items()))
     order = list(mesh)
     after = tuple(sorted({**pending, **dict(left)}.items(), key=lambda p: order.index(p[0])))
     results = [Placement(tuple(_dim(names, spread, rule.extents) for names in r), after) for r in rule.results]

@@ -19,6 +19,7 @@ from ..offload import need_offloaded
 from ..offload import offload as on_host
 from ..rewrite import Rewriter
 from ..stages import in_stages, together
+from .buckets import Buckets
 from .heads import heads
 from .names import BESIDE, TENSOR
 from .shard import Placements, shard
@@ -53,6 +54,7 @@ def parallelize(
     layers: object = None,
     system: System = "torch",
     reduce_each: bool | None = None,
+    buckets: Buckets | None = None,
     offload: str | Iterable[str] = (),
     strict: bool = False,
 ) -> Graph:
@@ -111,6 +113,8 @@ def parallelize(
         graph lives as long; megatron what their products read, as the `WeightGradStore` of zero bubbles does.
     reduce_each : bool, optional
         As in `shard`; by default True, False with `system="megatron"`.
+    buckets : Buckets, optional
+        As in `shard`.
     offload : str or iterable of str
         What lies on the host: optimizer, parameters, activations, as in `costgraph.offload`. Gradients that are reduced
         go there as they are.
@@ -169,7 +173,10 @@ def parallelize(
     away = need_offloaded("parallelize: offload", offload)
     made = [
         together(
-            _of_rank(stage.graph, given, zero, sequence, context, hold, placements, system, reduce_each, strict), stage
+            _of_rank(
+                stage.graph, given, zero, sequence, context, hold, placements, system, reduce_each, buckets, strict
+            ),
+            stage,
         )
         for stage in in_stages(graph, pp, schedule, micro_batches, virtual, layers, whole=system == "torch")
     ]
@@ -191,6 +198,7 @@ def _of_rank(
     placements: Mapping[str, str] | None,
     system: str,
     reduce_each: bool,
+    buckets: Buckets | None,
     strict: bool,
 ) -> Graph:
     """Return the graph of one rank of a graph, with placements by the names of its layers."""
@@ -229,7 +237,7 @@ def _of_rank(
         gather=("dp", "cp") if zero >= 3 else (), gradients=gradients,
         exchange="cp" if context == "all_to_all" else (), ring="cp" if context == "ring" else (),
         hold=[axis for axis, _ in tensor.axes] if hold else (),
-        reduce_each=reduce_each, accumulation_fusion=system == "megatron", strict=strict,
+        reduce_each=reduce_each, accumulation_fusion=system == "megatron", buckets=buckets, strict=strict,
     )  # fmt: skip
 
 

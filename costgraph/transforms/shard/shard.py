@@ -18,6 +18,7 @@ from ...graph.placement import Factors, Mesh, Placement, Sharding, tidy
 from ...graph.tensor import Tensor
 from ...notation.door import Rule
 from ...ops.collectives import need_of_all
+from .buckets import Buckets, in_buckets
 from .fully import FullyShard
 from .ring import in_rings
 from .sharder import Sharder
@@ -85,6 +86,7 @@ def shard(
     hold: str | Iterable[str] = (),
     reduce_each: bool = True,
     accumulation_fusion: bool = False,
+    buckets: Buckets | None = None,
     strict: bool = False,
 ) -> Graph:
     """Turn the graph of a whole model into the graph of one rank of a mesh: local sizes, and collectives as ops.
@@ -136,6 +138,9 @@ def shard(
         there: `gradient_accumulation_fusion` of Megatron-LM. What autograd is handed in place of a gradient is one
         tensor for each shape and format, there from one step to the next: `get_dummy_wgrad` of TransformerEngine
         (pytorch/module/base.py).
+    buckets : Buckets, optional
+        How gradients are reduced that every rank has whole, in buffers of several; by default each by itself, as soon
+        as it is complete.
     strict : bool
         True where it is an error that an op cannot keep the placement of an operand, which is put together before it,
         or that two operands are split otherwise, and one of them is moved; by default `graph.sharding.resharded` tells
@@ -152,7 +157,8 @@ def shard(
     GraphError, PatternError, ShapeError
         If a name is no tensor of the graph, a text is no placement, or an axis cannot be split into equal parts.
     UnsupportedError
-        If ranks would have to meet where they cannot, or a placement cannot be kept while `strict` is set.
+        If ranks would have to meet where they cannot, a placement cannot be kept while `strict` is set, or gradients
+        cannot be reduced in buckets.
 
     Notes
     -----
@@ -179,6 +185,7 @@ def shard(
         _need_parts(policy)
     gathered, exchanged = _axes("gather", policy.axes, used, mesh), _axes("exchange", exchange, used, mesh)
     around, held = _axes("ring", ring, used, mesh), _axes("hold", hold, used, mesh)
+    reduced = _axes("buckets", buckets.axes, used, mesh) if buckets is not None else frozenset[str]()
     places = _found(graph, used, mesh, placements)
     asked = _found(graph, used, mesh, gradients or {})
     whole = {t: Placement(((),) * t.ndim) for t in graph.gradients}
@@ -206,7 +213,8 @@ def shard(
         gradients={t.name: at[g] for t, g in made.gradients.items()},
         resharded=tuple(dict.fromkeys(sharder.moved)),
     )
-    return in_rings(made, around) if around else made
+    made = in_rings(made, around) if around else made
+    return made if buckets is None or not reduced else in_buckets(made, buckets, reduced)
 
 
 def _need_parts(policy: FullyShard) -> None:

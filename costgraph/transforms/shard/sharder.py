@@ -27,7 +27,7 @@ from .exchange import before, common
 from .frames import is_pass
 from .positions import of_keys, of_rank, queries, restricted
 from .sums import added, adds, late, pending_of
-from .targets import becoming, targets
+from .targets import becoming, made_of, targets
 from .tensors import Later, repeated
 
 __all__ = ["Sharder"]
@@ -46,6 +46,11 @@ class _WiderError(Exception):
 
 class Sharder(Cutting):
     """Copies ops with the sizes of one rank, and moves operands to where their rule wants them."""
+
+    def run(self, old: Graph, name: str | None = None) -> Graph:
+        """Return the graph of one rank."""
+        self.own = made_of(old, adds, _SAME)  # sums over tokens, however many these are beside what a weight has
+        return super().run(old, name)
 
     # -- ops ---------------------------------------------------------------------------------------------------------
 
@@ -77,7 +82,7 @@ class Sharder(Cutting):
             self.names |= {self.tensors[g]: f"{p.name}.grad" for p, g in op.graph.gradients.items() if g in op.results}
         for t in op.results:
             home = self.homes.get(self.tensors[t]) if self.piece is None else None
-            if home is not None and becoming(t, self.wanted, _SAME) is None:
+            if home is not None and t not in self.own:
                 self.tensors[t] = self.moved_to(self.tensors[t], home, new, op.phase)
             if t not in self.wanted or isinstance(self.tensors[t], Later):
                 continue
@@ -85,6 +90,8 @@ class Sharder(Cutting):
                 self.tensors[t] = self.settled(t, new, phase) if t in self.finals else self.tensors[t]
             elif behind or not self.defer(t):
                 self.tensors[t] = self.slices_moved_to(self.tensors[t], self.wanted[t], new, phase)
+                if t in self.finals and t.storage.bytes == t.numel * t.element_bytes():
+                    self.reduced[t.storage] = self.tensors[t]
         if not inside:
             self.after(op, new)
 

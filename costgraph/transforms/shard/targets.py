@@ -11,7 +11,7 @@ from ...graph.tensor import Tensor
 from ...ops.keep import Keep
 from ...ops.pieces import Accumulate
 
-__all__ = ["becoming", "targets"]
+__all__ = ["becoming", "made_of", "targets"]
 
 T = TypeVar("T")
 
@@ -43,9 +43,31 @@ def becoming(t: Tensor, gradients: Collection[Tensor], same: tuple[type[OpKind],
     """
     ops: list[Op] = []
     while t not in gradients:
-        readers = list(t.graph.successors(t))
+        # what lives as long as a program names it is read by nobody for that
+        readers = [op for op in t.graph.successors(t) if not isinstance(op.kind, Keep) or op.operands[0] is t]
         if len(readers) != 1 or not isinstance(readers[0].kind, same) or len(readers[0].operands) != 1:
             return None
         ops += readers
         (t,) = readers[0].results
     return ops
+
+
+def made_of(graph: Graph, adds: Callable[[Op], bool], same: tuple[type[OpKind], ...]) -> set[Tensor]:
+    """Return tensors that are gradients of parameters, or added to one: inside of loops, in other formats and axes."""
+    left = [g for t, g in graph.gradients.items() if t.role == "param"]
+    found = {*left}
+    while left:
+        t = left.pop()
+        op = t.producer
+        if op is None:
+            continue
+        if op.loop is not None:
+            before = [op.loop.body.outputs[op.results.index(t)]]
+        elif adds(op):
+            before = [*op.operands[:2]]
+        else:
+            alone = isinstance(op.kind, Keep) or (isinstance(op.kind, same) and len(op.operands) == 1)
+            before = [*op.operands[:1]] if alone else []
+        left += [o for o in before if o not in found]
+        found |= {*before}
+    return found

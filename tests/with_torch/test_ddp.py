@@ -1,0 +1,104 @@
+"""Buckets beside torch's DistributedDataParallel on two processes: which there are, and the peak, to the byte.
+
+`RECORDED` is what `ddp_worlds.py` wrote with torch 2.13.0+cpu (2026-11-24); a long test runs it again.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from ddp_worlds import CASES, SIZES, Train  # noqa: E402  # after torch is known to be there
+
+import costgraph as cg  # noqa: E402  # after torch is known to be there
+from costgraph.analysis.messages import bucketed  # noqa: E402
+from costgraph.graph.sizes import bindings  # noqa: E402  # after torch is known to be there
+from costgraph.torch import trace  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+#: By case the peak, and how many buckets of which size there were in a step.
+RECORDED = {
+    "copied": (5_308_836, {919_808: 1}),
+    "viewed": (5_308_836, {919_808: 1}),
+    "copied, short": (4_861_724, {919_808: 1}),
+    "viewed, short": (3_983_428, {919_808: 1}),
+    "small buckets": (5_308_836, {262_656: 1, 328_448: 1, 328_704: 1}),
+    "each": (6_228_644, {919_808: 3}),
+    "last": (6_228_644, {919_808: 1}),
+    "last, viewed": (6_228_644, {919_808: 1}),
+    "tied": (4_784_544, {131_328: 1, 328_704: 2}),
+    "frozen": (4_898_976, {131_584: 1, 328_448: 1, 328_704: 1}),
+    "bf16": (2_805_664, {106_880: 2, 114_816: 1, 131_328: 1}),
+    "lora": (2_245_960, {16_384: 1}),
+}
+#: What is derived has more. Short: the loss is the mean of both ranks' own, another scalar. Of three micro-batches
+#: tokens and targets of all are given, 2 * 2 * 512 B more, and three losses, 8 B more; a declared AdamW has no
+#: counters of 4 B for each of 39 parameters.
+MORE = {"copied, short": 4} | dict.fromkeys(["each", "last", "last, viewed"], 2048 + 8 - 39 * 4)
+SHORT = ("small buckets", "viewed, short")
+
+
+def rank_of(kind, length, parts, each, options):
+    """The graph of one rank of a traced step."""
+    tokens = torch.zeros(2 * SIZES["B"], length, dtype=torch.long)
+    if parts == 1:
+        optimizer = {"optimizer": lambda params: torch.optim.AdamW(params, lr=1e-3)}
+        step = trace(Train(kind), tokens, tokens.clone(), train=True, **optimizer)
+    else:
+        step = cg.training_step(trace(Train(kind), tokens, tokens.clone()), optimizer=cg.AdamW(), accumulate=parts)
+    inputs = [t.name for t in step.tensors if t.producer is None and t.role == "input"]
+    places = dict.fromkeys(inputs, ("m " if parts > 1 else "") + "(b dp) s")
+    cap = int(options["bucket_cap_mb"] * 2**20) if "bucket_cap_mb" in options else None
+    buckets = cg.Buckets(view=options.get("gradient_as_bucket_view", False), cap=cap)
+    return cg.shard(step, cg.mesh(dp=2), places, buckets=buckets, reduce_each=each, strict=True)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in SHORT else pytest.mark.long) for n in CASES])
+def test_buckets_and_peak_are_those_of_torch(name):
+    kind, length, parts, each, options = CASES[name]
+    rank = rank_of(kind, length, parts, each, options)
+    peak, sizes = RECORDED[name]
+    assert cg.peak_memory(rank) == peak + MORE.get(name, 0)
+    held = Counter()
+    for found in bucketed(rank, {}).values():
+        held.update(found.parts)
+    assert {size: held[size] // size for size in held} == {n: k // (parts if each else 1) for n, k in sizes.items()}
+    sent = cg.communication(rank).filter(phase="backward")
+    assert sum(m.messages for m in sent) == sum(sizes.values())
+    # on two ranks each sends as many bytes as there are in the end
+    assert sent.total() == sum(size * times for size, times in sizes.items())
+
+
+def test_parameters_fill_buckets_as_torch_assigns_them():
+    """In the order in which gradients are complete, by torch's own function: the first of 1 MiB, all others of 25."""
+    step = cg.training_step(cg.models.load("gpt2"), optimizer=cg.SGD())
+    rank = cg.parallelize(step, dp=2, buckets=cg.Buckets())
+    rows = list(cg.communication(rank, B=2, S=64).filter(phase="backward"))
+    head, layer, tables = rows[:2], [m for m in rows if m.scope.startswith("layers")], rows[-2:]
+    order = [*head, *(m for _ in range(12) for m in layer), *tables]
+    sizes = [torch.empty(m.bytes, dtype=torch.uint8) for m in order]
+    assigned, _ = torch.distributed._compute_bucket_assignment_by_size(sizes, [2**20, 25 * 2**20])
+    assert sum(m.messages for m in rows) == len(assigned)
+    held = Counter()
+    for found in bucketed(rank, bindings(rank, {"B": 2, "S": 64})).values():
+        held.update(found.parts)
+    expected = Counter(sum(order[i].bytes for i in members) for members in assigned)
+    assert {size: held[size] // size for size in held} == expected
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_torch_has_them_still(tmp_path):
+    program = Path(__file__).parent / "ddp_worlds.py"
+    made = subprocess.run(
+        [sys.executable, "-W", "ignore", str(program), str(tmp_path / "found.json")], capture_output=True, text=True
+    )
+    assert made.returncode == 0, made.stderr
+    found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
+    assert {name: (row["peak"], dict(row["buckets"])) for name, row in found.items()} == RECORDED
