@@ -115,17 +115,53 @@ def test_gradients_of_micro_batches_are_reduced_once(stage):
     assert sympy.cancel(sums[0] / sums[1]) == 3
     # along tp, activations have to meet in each
     assert sympy.expand(each.filter(axis="tp").total() - once.filter(axis="tp").total()) == 0
-    assert any(m.op == "layers/mlp/up/weight.grad." + m.collective for m in once)
+    if stage < 3:  # the others by unit, as the last micro-batch has them
+        assert any(m.op == "layers/mlp/up/weight.grad." + m.collective for m in once)
     rank = cg.parallelize(whole, dp=2, tp=2, zero=stage, sequence=True, reduce_each=False, strict=True)
     testing.check_sharded(whole, rank, B=2, S=4, D=8, H=4, G=2, K=2, F=8, L=2, V=8)
 
 
 def test_parts_of_sums_are_reduced_in_the_format_that_they_are_added_up_in():
-    whole = step("llama-2-13b", accumulate=2)
+    whole = step("llama-2-13b", accumulate=2, precision="bf16")
     policy = cg.FullyShard("dp", reduce_dtype="fp32")
     split = {t.name: "(b dp)" + " c" * (t.ndim - 1) for t in whole.tensors if t.name == "norm/weight"}
-    with pytest.raises(cg.UnsupportedError, match="reduce_each=False beside reduce_dtype='fp32', expected"):
+    with pytest.raises(cg.UnsupportedError, match="reduce_dtype='fp32', expected gradients that are reduced in the"):
         cg.shard(whole, cg.mesh(dp=2), split, gather=policy, reduce_each=False)
+
+
+@pytest.mark.parametrize("count", [2, "N"])
+def test_the_last_micro_batch_reduces_by_unit_what_all_have_added_up(count):
+    """HSDP in mixed precision: gathered in bf16, added up and reduced in fp32, a scatter and an all-reduce a unit."""
+    times, n = (count, {}) if count == 2 else (cg.dims(count), {count: 3})
+    mixed = cg.Policy("mixed", params="fp32", compute="bf16")
+    whole = cg.training_step(
+        models.load("llama-3-8b", symbolic=True), optimizer=cg.AdamW(), precision=mixed, accumulate=times
+    )
+    split = {t.name: "n (b rep own) s" for t in whole.tensors if t.role == "input"}
+    for t in whole.tensors:
+        if t.producer is None and t.role in ("param", "state") and t.ndim > t.storage.pieces:
+            split[t.name] = " ".join(["(a own)", *(f"b{i}" for i in range(t.ndim - t.storage.pieces - 1))])
+    policy = cg.FullyShard("own", param_dtype="bf16", reduce_dtype="fp32")
+    rank = cg.shard(whole, cg.mesh(rep=2, own=2), split, gather=policy, reduce_each=False, strict=True)
+    sizes = {"B": 4, "S": 2, "D": 4, "F": 6, "H": 2, "G": 2, "K": 2, "L": 3, "V": 8, **n}
+    testing.check_sharded(whole, rank, **sizes)
+    layer = 2 * 4 + 4 * (4 * 4) + 3 * (4 * 6)  # norms, q, k, v and proj, gate, up and down
+    root = 8 * 4 + 4 + 4 * 8
+    rows = [m for m in cg.communication(rank, **sizes).filter(phase="backward") if m.collective != "all_gather"]
+    assert [(m.collective, m.bytes, m.times) for m in rows] == [
+        ("reduce_scatter", 4 * layer, 3), ("all_reduce", 4 * layer / 2, 3),
+        ("reduce_scatter", 4 * root, 1), ("all_reduce", 4 * root / 2, 1),
+    ]  # fmt: skip
+
+
+def test_the_first_of_the_layers_is_asked_for_before_the_backward_pass_of_the_root():
+    """As `_pre_backward` of torch's FSDPParamGroup does, whether the root is still there or not."""
+    rank = cg.parallelize(cg.training_step(models.load("llama-3-8b")), dp=2, zero=3, strict=True)
+    names = [op.name for op in rank.ops]
+    (buffer,) = (op for op in rank.ops if op.kind.name == "empty" and op.name.startswith("layers.backward"))
+    first = next(i for i, op in enumerate(rank.ops) if op.phase == "backward" and op.name.startswith("head"))
+    assert names.index(buffer.name) < first < names.index("layers.backward")
+    assert [op.name for op in rank.successors(buffer.results[0])] == ["layers.backward"]
 
 
 def test_an_axis_that_ranks_divide_is_split_before_a_longer_one():

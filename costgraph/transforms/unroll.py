@@ -19,7 +19,7 @@ from ..ops.play import Env, Player, Turn
 from ..ops.stacks import Empty, Stacked
 from .rewrite import Rewriter, members
 
-__all__ = ["unroll"]
+__all__ = ["position", "unroll"]
 
 _MOST_OPS = 1 << 17  # each of them takes about half a millisecond: a minute
 
@@ -179,11 +179,14 @@ def _filled(stack: Tensor, order: Sequence[Tensor], new: Graph, op: Op, *, read:
 
 
 def _slice(t: Any, i: int, new: Graph, phase: str) -> Any:
-    """View of one position of the first axis."""
+    """View of one position of the first axis; of what has a storage for each, that one."""
     if t is None or isinstance(t, list):
         return None if t is None else t[i]
-    sliced = new.add_op(
-        Slice(axis=0, start=as_poly(i), size=ONE, step=1, split=True), [t], f"{t.name}.slice", phase
-    ).results[0]
+    return position(t, as_poly(i), new, phase)
+
+
+def position(t: Tensor, at: Poly, new: Graph, phase: str) -> Tensor:
+    """Return a view of one position of the first axis."""
+    sliced = new.add_op(Slice(axis=0, start=at, size=ONE, step=1, split=True), [t], f"{t.name}.slice", phase).results[0]
     whole = Rearrange(split=sliced.sizes, order=tuple(range(sliced.ndim)), merged=t.sizes[1:])
     return new.add_op(whole, [sliced], f"{t.name}.at", phase).results[0]

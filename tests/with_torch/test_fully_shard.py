@@ -94,6 +94,12 @@ class Cast(nn.Module):
 
 
 @cache
+def forward(ranks):
+    tokens = torch.zeros(2 * ranks, S, dtype=torch.long)
+    return trace(Train(), tokens, tokens.clone())
+
+
+@cache
 def step(ranks, mixed=False):
     tokens, module = torch.zeros(2 * ranks, S, dtype=torch.long), Train()
     for inner in [m for m in module.modules() if mixed and "weight" in dict(m.named_parameters(recurse=False))]:
@@ -101,17 +107,17 @@ def step(ranks, mixed=False):
     return trace(module, tokens, tokens.clone(), train=True, optimizer=lambda ps: torch.optim.AdamW(ps, lr=1e-3))
 
 
-def sharded(mesh, **policy):
+def sharded(mesh, graph=None, reduce_each=True, **policy):
     axes = [name for name, _ in mesh.axes]
-    graph = step(int(mesh.devices.expr), "param_dtype" in policy)
+    graph = step(int(mesh.devices.expr), "param_dtype" in policy) if graph is None else graph
     placements = {}
     for t in graph.tensors:
         if t.producer is None and t.role == "input":
-            placements[t.name] = f"(b {' '.join(axes)}) s"
+            placements[t.name] = f"{'n ' * (t.ndim - 2)}(b {' '.join(axes)}) s"
         if t.producer is None and t.role in ("param", "state", "buffer") and t.ndim:
             placements[t.name] = f"(a {' '.join(axes)})" + " b" * (t.ndim - 1)
     gather = cg.FullyShard(axes, units=["m/layers/*"], **policy)
-    return cg.shard(graph, mesh, placements, gather=gather, strict=True)
+    return cg.shard(graph, mesh, placements, gather=gather, reduce_each=reduce_each, strict=True)
 
 
 def sent(graph):
@@ -134,6 +140,19 @@ def test_the_peak_of_a_rank_is_that_of_fully_shard_to_the_byte():
 @pytest.mark.long
 def test_the_peak_of_two_ranks_is_that_of_two_processes_to_the_byte():
     assert cg.peak_memory(sharded(cg.mesh(dp=2), reshard_root=True)) == 3_403_812
+
+
+@pytest.mark.parametrize("count", [3, pytest.param("N", marks=pytest.mark.long)])
+@pytest.mark.parametrize(("each", "peak"), [(True, 2_943_908), (False, 3_551_332)])
+def test_the_peak_of_three_micro_batches_is_that_of_fully_shard_to_the_byte(count, each, peak):
+    """`sharded_oracles.py`: each is reduced, or the last one alone (`set_requires_gradient_sync`)."""
+    times, at = (count, {}) if count == 3 else (cg.dims(count), {count: 3})
+    rank = sharded(cg.mesh(dp=4), cg.training_step(forward(4), optimizer=cg.AdamW(), accumulate=times), each)
+    # torch has the same tokens and targets (2 rows, int64) in each, drops losses, and has 39 step counters on the CPU
+    assert cg.peak_memory(rank, **at) == peak + 2 * 2 * (2 * S * 8) + 2 * 4 - 39 * 4
+    reduced = cg.communication(rank, **at).filter(phase="backward", collective="reduce_scatter")
+    assert {m.bytes for m in reduced} == {164_352, 262_400}
+    assert sum(m.times for m in reduced) == 5 * (3 if each else 1)
 
 
 @pytest.mark.long

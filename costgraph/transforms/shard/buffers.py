@@ -35,6 +35,8 @@ class Buffers(Kept):
         """That of the body that was copied last."""
         self.kept: dict[Tensor, Tensor] = {}
         """New stacks of parameters, and what the forward pass has kept of them for the backward pass."""
+        self.early: dict[tuple[Op, Empty | Absent], Tensor] = {}
+        """Buffers that are there before a loop whose first layer is put together in them."""
 
     def hold(self, tensors: Sequence[Tensor], new: Graph, phase: str) -> None:
         """Let tensors live until here."""
@@ -72,7 +74,8 @@ class Buffers(Kept):
         host, frame = body.parent, self.frame
         assert host is not None
         assert frame.around is not None
-        start = added(host, kind, [], f"{frame.around.name}.{what}", frame.around.phase)
+        start = self.early.get((frame.around, kind))
+        start = start or added(host, kind, [], f"{frame.around.name}.{what}", frame.around.phase)
         made = body.formal(start, f"{start.name}.in", start.sizes, contiguous(start.sizes))
         body.formals.remove(made)  # carries stand before all else
         body.formals.insert(len(frame.around.loop.carries) + len(frame.carried), made)  # type: ignore[union-attr]

@@ -156,11 +156,11 @@ class Frame:
         units = sorted(self.units, key=lambda u: not u.key)
         yield from ((u, w) for u in units for w, last in u.last.items() if last is op)
 
-    def following(self, unit: Unit, old: Graph) -> Unit | None:
-        """Return the unit that the backward pass reads next, None where a loop comes before it."""
-        order: list[Unit | None] = []
+    def following(self, unit: Unit, old: Graph) -> Unit | Op | None:
+        """Return the unit that the backward pass reads next, or the loop that comes before it."""
+        order: list[Unit | Op] = []
         for op in old.ops:
             order += [u for u, w in self.beginning(op) if w == "backward"]
-            order += [None] if op.loop is not None else []
+            order += [op] if op.loop is not None else []
         at = order.index(unit) + 1
         return order[at] if at < len(order) else None

@@ -14,6 +14,7 @@ from ...ops.collectives import Collective
 from .buffers import Buffers
 from .flat import added, cast_to, from_rows, in_rows, joined, pieces
 from .frames import is_cast
+from .sums import adds
 from .tensors import Stated
 
 __all__ = ["Reducing"]
@@ -43,6 +44,20 @@ class Reducing(Buffers):
         frame.waiting |= dict.fromkeys(op.results, op)
         return True
 
+    def unfinished(self, t: Tensor) -> bool:
+        """Whether an old tensor is a part of a sum that ranks add up before they reduce it."""
+        if self.stated.reduce_each or self.policy is None or not self.policy.by_unit:
+            return False
+        return any(self._adds_to_parts(op) for op in t.graph.successors(t))
+
+    def _adds_to_parts(self, op: Op) -> bool:
+        """Whether an op adds to what is a part of a sum on each rank already."""
+        t = op.operands[0] if adds(op) else None
+        while t is not None and t not in self.tensors:
+            t = t.producer.operands[0] if t.producer is not None and adds(t.producer) else None
+        base = None if t is None else self.tensors[t]
+        return isinstance(base, Tensor) and bool(self.at[base].pending)
+
     def defer(self, t: Tensor) -> bool:
         """Let a gradient be reduced with the others of its unit; False where it is none that can be."""
         made = self.tensors[t]
@@ -59,7 +74,7 @@ class Reducing(Buffers):
         if policy is None or policy.param_dtype is None or self.piece is not None or not isinstance(found, Tensor):
             return False
         made = is_cast(op) and t in self.wanted and found.dtype.name == policy.param_dtype
-        if not made or not self.reducible(found, self.wanted[t]):
+        if not made or self.unfinished(t) or not self.reducible(found, self.wanted[t]):
             return False
         self.tensors[t] = found
         return True

@@ -20,6 +20,7 @@ from ...notation.door import Rule
 from ...ops.collectives import need_of_all
 from .buckets import Buckets, in_buckets
 from .fully import FullyShard
+from .last import LastApart
 from .ring import in_rings
 from .sharder import Sharder
 from .tensors import Stated
@@ -132,7 +133,8 @@ def shard(
     reduce_each : bool
         Whether gradients of each micro-batch of a step are reduced. If not, a rank adds up its own parts, whole ones
         where `gather` splits them, and reduces the sum behind the last micro-batch, as with `no_sync` of torch's
-        DistributedDataParallel and `set_requires_gradient_sync(False)` of `fully_shard`.
+        DistributedDataParallel. Units of a `FullyShard` reduce theirs within it, as with
+        `set_requires_gradient_sync(False)` of `fully_shard`; in a pipeline, or in buffers that a step keeps, behind it.
     accumulation_fusion : bool
         Whether products of layers add gradients to buffers that a step keeps in one kernel, while parts are added up
         there: `gradient_accumulation_fusion` of Megatron-LM. What autograd is handed in place of a gradient is one
@@ -182,12 +184,17 @@ def shard(
     used = _used(mesh)
     policy = gather if isinstance(gather, FullyShard) else FullyShard(gather)
     if not reduce_each:
-        _need_parts(policy)
+        _need_parts(policy, graph)
     gathered, exchanged = _axes("gather", policy.axes, used, mesh), _axes("exchange", exchange, used, mesh)
     around, held = _axes("ring", ring, used, mesh), _axes("hold", hold, used, mesh)
     reduced = _axes("buckets", buckets.axes, used, mesh) if buckets is not None else frozenset[str]()
     places = _found(graph, used, mesh, placements)
     asked = _found(graph, used, mesh, gradients or {})
+    # passes of a pipeline are those of other ranks as well, each in its turn
+    if gathered and policy.by_unit and not reduce_each and graph.waiting is None:
+        apart = LastApart()
+        graph = apart.run(graph)
+        places, asked = apart.said(places), apart.said(asked)
     whole = {t: Placement(((),) * t.ndim) for t in graph.gradients}
     stated = Stated(
         mesh=used,
@@ -217,12 +224,13 @@ def shard(
     return made if buckets is None or not reduced else in_buckets(made, buckets, reduced)
 
 
-def _need_parts(policy: FullyShard) -> None:
+def _need_parts(policy: FullyShard, graph: Graph) -> None:
     """Refuse to add up parts of gradients in a format in which they are not reduced."""
-    if policy.reduce_dtype is not None:
+    odd = next((g for g in graph.gradients.values() if policy.reduce_dtype not in (None, g.dtype.name)), None)
+    if odd is not None:
         raise UnsupportedError(
             f"shard: reduce_each=False beside reduce_dtype={policy.reduce_dtype!r}, expected gradients that are "
-            f"reduced in the format in which they are added up"
+            f"reduced in the format in which they are added up, {odd.dtype.name}"
         )
 
 

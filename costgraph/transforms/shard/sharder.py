@@ -84,7 +84,7 @@ class Sharder(Cutting):
             home = self.homes.get(self.tensors[t]) if self.piece is None else None
             if home is not None and t not in self.own:
                 self.tensors[t] = self.moved_to(self.tensors[t], home, new, op.phase)
-            if t not in self.wanted or isinstance(self.tensors[t], Later):
+            if t not in self.wanted or isinstance(self.tensors[t], Later) or self.unfinished(t):
                 continue
             if self.goal(t) is not None:
                 self.tensors[t] = self.settled(t, new, phase) if t in self.finals else self.tensors[t]

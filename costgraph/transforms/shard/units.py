@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ...algebra.polynomial import total
 from ...dtypes import DType
@@ -10,6 +10,7 @@ from ...errors import FormatError
 from ...graph.graph import Graph
 from ...graph.op import Op
 from ...graph.placement import Placement
+from ...graph.strides import numel
 from ...graph.tensor import Tensor
 from ...ops.collectives import Collective, Part
 from ...ops.keep import Keep
@@ -19,6 +20,7 @@ from .flat import added, from_rows, in_rows, joined, pieces
 from .frames import Frame, Unit, is_pass, reads, window
 from .fully import unit_of
 from .reducing import Reducing
+from .targets import targets
 from .tensors import Stated
 
 __all__ = ["Units"]
@@ -83,8 +85,17 @@ class Units(Reducing):
         frame.note(old, members, self.policy.param_dtype)
         frame.shards = {t: self.tensors[t] for unit in frame.units for t in unit.members}
         self._need_casts(frame)
-        frame.owners = {g: members[t] for t, g in old.root.gradients.items() if t in members}
+        frame.owners = self._owners(old, members)
         return frame
+
+    @staticmethod
+    def _owners(old: Graph, members: Mapping[Tensor, str]) -> dict[Tensor, str]:
+        """Return the units of gradients that a graph, or the iteration of a pass, makes, and of terms of these."""
+        loop = old.owner.loop if old.owner is not None else None
+        inner = {} if loop is None else dict(zip(loop.shared, loop.captured, strict=True))
+        left = {} if loop is None else dict(zip(loop.lasts, loop.nexts, strict=True))
+        of = {left.get(g, g): members.get(inner.get(t, t)) for t, g in old.root.gradients.items()}
+        return targets(old, {g: unit for g, unit in of.items() if unit is not None})
 
     def _need_casts(self, frame: Frame) -> None:
         """Refuse a format that a pass does not read a parameter in."""
@@ -178,8 +189,19 @@ class Units(Reducing):
     def _open(self, unit: Unit, phase: str, old: Graph, new: Graph) -> None:
         frame, policy = self.frame, self.policy
         assert policy is not None
-        if unit.key in frame.open:
-            return
+        if unit.key not in frame.open:
+            self._put_together(unit, phase, new)
+        if policy.prefetch and phase == "backward" and not frame.layer:
+            ahead = frame.following(unit, old)
+            if isinstance(ahead, Op):
+                self._before_layers(ahead, new)
+            elif ahead is not None and ahead.key not in {*frame.open, *frame.ahead}:
+                frame.ahead[ahead.key] = self._buffers(ahead, phase, new)
+
+    def _put_together(self, unit: Unit, phase: str, new: Graph) -> None:
+        """Put a unit together, from buffers that may be there already."""
+        frame, policy = self.frame, self.policy
+        assert policy is not None
         flats = frame.ahead.pop(unit.key, None) or self._buffers(unit, phase, new)
         if policy.prefetch and phase == "forward":
             flats = self.after_last(flats, new, phase)
@@ -187,10 +209,31 @@ class Units(Reducing):
         for (axes, members), flat in zip(self._groups(unit, phase), flats, strict=True):
             made |= self._copied_out(members, axes, flat, new, phase)
         frame.open[unit.key] = made
-        if policy.prefetch and phase == "backward" and not frame.layer:
-            ahead = frame.following(unit, old)
-            if ahead is not None and ahead.key not in {*frame.open, *frame.ahead}:
-                frame.ahead[ahead.key] = self._buffers(ahead, phase, new)
+
+    def _before_layers(self, op: Op, new: Graph) -> None:
+        """Ask for the buffers of the first of the layers of a loop before it, as it is the unit that is read next."""
+        loop, policy = op.loop, self.policy
+        assert loop is not None
+        assert policy is not None
+        outer = {f: t for f, x in zip(loop.body.formals, op.operands, strict=True) if (t := self._shard_of(x))}
+        slices = {*loop.slices}
+        if is_pass(loop) or not slices & outer.keys():
+            return
+        frame = Frame(around=op, layer=True, shards=outer)
+        frame.note(loop.body, dict.fromkeys(outer, "layer"), policy.param_dtype)
+        around, self.frame = self.frame, frame
+        for unit in frame.units:
+            for axes, members in self._groups(unit, "backward"):
+                whole = total(numel(outer[t].sizes[t in slices :]) for t in members)
+                kind = Empty(sizes=(*(self.mesh[a] for a in axes), whole), dtype=self._format(members[0]))
+                self.early[op, kind] = added(new, kind, [], f"{op.name}.flat", op.phase)
+        self.frame = around
+
+    def _shard_of(self, t: Tensor) -> Tensor | None:
+        """Return what a rank has of what is put together where a loop reads it, None where that is nothing."""
+        made = self.tensors.get(t)
+        made = self.kept.get(made, made) if isinstance(made, Tensor) and made in self.params else None
+        return made if made is not None and self._split(self.at[made]) else None
 
     def _buffers(self, unit: Unit, phase: str, new: Graph) -> list[Tensor]:
         """Put members together in buffers, a row for each rank."""
