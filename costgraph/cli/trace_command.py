@@ -33,6 +33,7 @@ _NOT_THEIRS = {__file__, importlib.__file__, importlib.util.__file__, *(
 _FIRST_SIZE = 17  # sizes that nobody bound are primes from here on, so that no two are alike
 
 
+# over 40 lines, as options are parameters
 @command("trace")
 def trace_command(
     target: Annotated[str, typer.Argument(metavar="MODULE:FACTORY", help="A function without arguments that "

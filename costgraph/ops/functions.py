@@ -59,7 +59,7 @@ def _is_gradient(value: object) -> bool:
 Elementwise = Annotated[Function, Rule("an elementwise function", _is_function)]
 
 
-def _arithmetic() -> list[Function]:
+def _arithmetic() -> list[Function]:  # a table, which may be longer than other functions
     f = Function
     return [
         f("copy", 1, 0, formula="x", grad=("g",)),

@@ -115,6 +115,7 @@ def refined(
             right[at].append(name)
         return name
 
+    # over 40 lines: one case for each way in which the boundaries of both shapes may follow one another
     p = [(i, n) for i, n in enumerate(a) if n != ONE]
     q = [(j, n) for j, n in enumerate(b) if n != ONE]
     while p and q:

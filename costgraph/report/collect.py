@@ -239,6 +239,7 @@ def collect(
     between: Between,
 ) -> Report:
     """Return the report of a graph, as `report` has it; `on_cuda` is device and arch, `between` the rest."""
+    # over 40 lines: a line for each field of the report
     if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
         raise GraphError(f"report: depth={depth!r:.60}, expected a whole number from 1")
     on = None if hardware is None else load_hardware(hardware)

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
-__all__ = ["RESULTS"]
+__all__ = ["RESULTS", "hint"]
 
 aten = torch.ops.aten
 
 
-def _hint(n: Any) -> int:
+def hint(n: Any) -> int:
     """Return the number that decides an order: of strides, which any sizes have alike."""
     return n if isinstance(n, int) else int(n.node.hint)
 
@@ -34,14 +34,14 @@ def _transformed(x: torch.Tensor, sizes: Sequence[Any], axes: Sequence[int], dty
     `_exec_fft` in aten/src/ATen/native/mkl/SpectralOps.cpp.
     """
     axes = [a % x.ndim for a in axes]
-    outer = sorted((a for a in range(x.ndim) if a not in axes), key=lambda a: -_hint(x.stride()[a]))
+    outer = sorted((a for a in range(x.ndim) if a not in axes), key=lambda a: -hint(x.stride()[a]))
     order = [*outer, *axes]
     dense = torch.empty([sizes[a] for a in order], dtype=dtype, device=x.device)
     return dense.permute([order.index(a) for a in range(x.ndim)])
 
 
 def _sorted(x: torch.Tensor, axes: Sequence[int]) -> list[int]:
-    return sorted(axes, key=lambda a: -_hint(x.stride()[a]))
+    return sorted(axes, key=lambda a: -hint(x.stride()[a]))
 
 
 def _complex_transform(x: torch.Tensor, dim: Sequence[int], normalization: int, forward: bool) -> torch.Tensor:

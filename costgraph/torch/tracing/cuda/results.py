@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from ..results import hint
+
 __all__ = ["CUDA_RESULTS"]
 
 aten = torch.ops.aten
@@ -52,14 +54,10 @@ def _cudnn(
 ) -> Any:
     """Make the result in the layout of the queries, and sums if a gradient follows (cudnn/MHA.cpp)."""
     shape = (*q.shape[:3], v.shape[-1])
-    order = sorted(range(4), key=lambda i: (-_hint(q.stride()[i]), i))
+    order = sorted(range(4), key=lambda i: (-hint(q.stride()[i]), i))
     out = torch.empty_permuted(shape, order, dtype=q.dtype, device=q.device)
     rows = (*q.shape[:3], 1) if keeps else (0,)
     return out, _sums(q, *rows), None, None, q.shape[2], k.shape[2], _seed(q), _seed(q), None
-
-
-def _hint(n: Any) -> int:
-    return n if isinstance(n, int) else int(n.node.hint)
 
 
 # -- recurrent layers --------------------------------------------------------------------------------------------

@@ -55,13 +55,6 @@ def drawn(call: Call) -> Counts:
     return Counts(reads=operand_bytes(call, self=ZERO) if call.inplace else None)
 
 
-@rule("reflection_pad1d_backward", "reflection_pad2d_backward", "reflection_pad3d_backward",
-      "replication_pad1d_backward", "replication_pad2d_backward", "replication_pad3d_backward")  # fmt: skip
-def pad_backward(call: Call) -> Counts:
-    """Count an addition for each element of the padded gradient; the operand gives its shape alone."""
-    return Counts(pointwise=call["grad_output"].numel, reads=operand_bytes(call, self=ZERO))
-
-
 @rule("unfold_backward")
 def unfold_backward(call: Call) -> Counts:
     """Count an addition for each element of each window; the kernel makes a list of all places of the axis."""

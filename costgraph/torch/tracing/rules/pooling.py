@@ -40,9 +40,11 @@ def mean_backward(call: Call) -> Counts:
 
 
 @rule("max_pool2d_with_indices_backward", "max_pool3d_with_indices_backward", "fractional_max_pool2d_backward",
-      "fractional_max_pool3d_backward", "adaptive_max_pool2d_backward", "adaptive_max_pool3d_backward")  # fmt: skip
-def largest_backward(call: Call) -> Counts:
-    """Count an addition for each window, to the element that was the largest."""
+      "fractional_max_pool3d_backward", "adaptive_max_pool2d_backward", "adaptive_max_pool3d_backward",
+      "reflection_pad1d_backward", "reflection_pad2d_backward", "reflection_pad3d_backward",
+      "replication_pad1d_backward", "replication_pad2d_backward", "replication_pad3d_backward")  # fmt: skip
+def picked_backward(call: Call) -> Counts:
+    """Count an addition for each element of the gradient, to the one that it was taken from."""
     return Counts(pointwise=call["grad_output"].numel, reads=operand_bytes(call, self=ZERO))
 
 
