@@ -163,16 +163,11 @@ def _joined(operand: Spec, axes: Sequence[int]) -> Poly:
     return ZERO if whole else operand.bytes
 
 
-@rule("_fft_c2c")
+@rule("_fft_c2c", "_fft_r2c")
 def transformed(call: Call) -> Counts:
-    """Count 5*n*ceil(log2(n)) for each complex transform."""
-    return _along(call, call["self"], 1, _joined(call["self"], _axes(call)))
-
-
-@rule("_fft_r2c")
-def to_complex(call: Call) -> Counts:
-    """Count half of it: of real numbers the other half of the spectrum is known."""
-    return _along(call, call["self"], Fraction(1, 2), _joined(call["self"], _axes(call)))
+    """Count 5*n*ceil(log2(n)) for each complex transform; of real numbers half, as half of the spectrum is known."""
+    factor = 1 if call.name == "_fft_c2c" else Fraction(1, 2)
+    return _along(call, call["self"], factor, _joined(call["self"], _axes(call)))
 
 
 @rule("_fft_c2r")
@@ -196,11 +191,16 @@ def _along(call: Call, operand: Spec, factor: Fraction | int, workspace: Poly) -
 # -- distances ---------------------------------------------------------------------------------------------------
 
 
-@rule("_cdist_forward")
+def _rows(call: Call) -> Spec:
+    """Return the rows between which distances are: of two matrices, or of one."""
+    found: Spec = call["x1" if "x1" in call.arguments else "self"]
+    return found
+
+
+@rule("_cdist_forward", "_pdist_forward")
 def distances(call: Call) -> Counts:
     """Count difference and norm for each pair of rows."""
-    x: Spec = call["x1"]
-    pairs = call.out.numel
+    x, pairs = _rows(call), call.out.numel
     seen = Spec((pairs, x.sizes[-1]), (x.sizes[-1], ONE), x.dtype)
     return together(each(seen.numel, "sub"), norm_of(seen, call["p"], pairs))
 
@@ -215,33 +215,13 @@ def euclidean(call: Call) -> Counts:
     )
 
 
-@rule("_cdist_backward")
+@rule("_cdist_backward", "_pdist_backward")
 def distances_backward(call: Call) -> Counts:
-    """Count the difference again for each pair of rows, its share and its sum; a quotient for each pair."""
-    length = call["x1"].sizes[-1]
+    """Count the difference again for each pair of rows, its share and its sum, or both; a quotient for each pair."""
     pairs = call["grad"].numel
     shares = ("sub", "mul", "add") if is_number(call["p"], 2) else ("sub", "abs", "pow", "sign", "mul", "mul", "add")
-    return together(each(pairs * length, *shares), each(pairs, "div"))
-
-
-@rule("_pdist_forward")
-def pair_distances(call: Call) -> Counts:
-    """Count difference and norm for each pair of rows of one matrix."""
-    x: Spec = call["self"]
-    seen = Spec((call.out.numel, x.sizes[-1]), (x.sizes[-1], ONE), x.dtype)
-    return together(each(seen.numel, "sub"), norm_of(seen, call["p"], call.out.numel))
-
-
-@rule("_pdist_backward")
-def pair_distances_backward(call: Call) -> Counts:
-    """Count the difference again for each pair, its share, and both sums."""
-    pairs, length = call["grad"].numel, call["self"].sizes[-1]
-    shares = (
-        ("sub", "mul", "add", "sub")
-        if is_number(call["p"], 2)
-        else ("sub", "abs", "pow", "sign", "mul", "mul", "add", "sub")
-    )
-    return together(each(pairs * length, *shares), each(pairs, "div"))
+    sums = ("sub",) if call.name == "_pdist_backward" else ()
+    return together(each(pairs * _rows(call).sizes[-1], *shares, *sums), each(pairs, "div"))
 
 
 @rule("renorm")

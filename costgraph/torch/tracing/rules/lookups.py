@@ -73,41 +73,30 @@ def _broadcast(shapes: Sequence[Sequence[Poly]]) -> Poly:
     return out
 
 
-@rule("index_put", "_unsafe_index_put", "_index_put_impl")
+@rule("index_put", "_unsafe_index_put", "_index_put_impl", "put")
 def index_put(call: Call) -> Counts:
     """Count an addition for each element where values are added up, else nothing."""
-    count = _region(call["self"], call["indices"])
+    count = call["index"].numel if call.name == "put" else _region(call["self"], call["indices"])
     adds = bool(call["accumulate"])
     return _changed(call, count, reads=adds, flops=count if adds else ZERO)
 
 
-@rule("scatter", "scatter_add", "scatter_reduce")
+@rule("scatter", "scatter_add", "scatter_reduce", "index_add", "index_reduce", "index_copy")
 def scatter(call: Call) -> Counts:
-    """Count 1 for each index where what is there stays part of the result, else nothing.
+    """Count 1 for each index, or element of rows, where what is there stays part of the result, else nothing.
 
-    A mean counts how many there are as well, and divides each element of the result.
+    What is scaled counts 2; a mean counts how many there are as well, and divides each element of the result.
     """
-    index: Spec = call["index"]
-    joins = call.name != "scatter" or call.get("reduce") is not None
-    flops = index.numel if joins else ZERO
-    if call.get("reduce") == "mean":
-        flops = 2 * index.numel + call["self"].numel
-    source = call.get("src")
-    read = {"src": _elements(source, index.numel)} if isinstance(source, Spec) else {}
-    return _changed(call, index.numel, reads=joins, flops=flops, **read)
-
-
-@rule("index_add", "index_reduce", "index_copy")
-def index_rows(call: Call) -> Counts:
-    """Count 1 for each element of the source that is added, 2 where it is scaled, and nothing for a copy."""
-    source: Spec = call["source"]
-    joins = call.name != "index_copy"
-    flops = source.numel if joins else ZERO
+    count = (call["source"] if "source" in call.arguments else call["index"]).numel
+    joins = call.name not in ("scatter", "index_copy") or call.get("reduce") is not None
+    flops = count if joins else ZERO
     if call.get("alpha") is not None and not is_number(call["alpha"], 1):
         flops = 2 * flops
     if call.get("reduce") == "mean":
-        flops = 2 * source.numel + call["self"].numel
-    return _changed(call, source.numel, reads=joins, flops=flops)
+        flops = 2 * count + call["self"].numel
+    source = call.get("src")
+    read = {"src": _elements(source, count)} if isinstance(source, Spec) else {}
+    return _changed(call, count, reads=joins, flops=flops, **read)
 
 
 @rule("index_fill")
@@ -118,14 +107,6 @@ def index_fill(call: Call) -> Counts:
         return _changed(call, ONE, reads=False)
     rows = operand.numel / operand.sizes[call["dim"]] * call["index"].numel
     return _changed(call, rows, reads=False)
-
-
-@rule("put")
-def put(call: Call) -> Counts:
-    """Count an addition for each element where values are added up, else nothing."""
-    count = call["index"].numel
-    adds = bool(call["accumulate"])
-    return _changed(call, count, reads=adds, flops=count if adds else ZERO)
 
 
 @rule("masked_scatter")
