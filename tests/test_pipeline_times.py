@@ -2,10 +2,14 @@
 
 from fractions import Fraction
 from functools import cache
+from random import Random
 
 import pytest
 
 import costgraph as cg
+from costgraph.algebra.dominance import NOTHING_KNOWN
+from costgraph.algebra.polynomial import poly
+from costgraph.analysis.passes import Alike, one_by_one
 
 m, p, v, f, i, w = cg.dims("m p v f i w")
 # names, chunks of a rank, ranks and micro-batches: beyond the sizes that a formula comes from
@@ -83,6 +87,46 @@ def test_the_idle_share_is_that_of_the_events(name, chunks, ranks, many):
                 asked = {s.name for s in open_times.free_symbols}
                 every = {**sizes, "f": forward, "i": inputs, "w": weights}
                 assert cg.evaluate(open_times, **{k: n for k, n in every.items() if k in asked}) == float(idle)
+
+
+def drawn(random):
+    """Draw runs of ranks that are alike, first and last, with two times each; and two micro-batches a rank or more."""
+    ranks, most, at, runs = random.randint(2, 9), random.randint(1, 30), 0, []
+    while at < ranks:
+        behind = at + random.randint(1, ranks - at)
+        runs.append((at, behind - 1, random.randint(1, most), random.randint(1, most)))
+        at = behind
+    return runs, random.randint(2 * ranks, 4 * ranks)
+
+
+@pytest.mark.parametrize("many", [200, pytest.param(4000, marks=pytest.mark.long)])
+def test_one_by_one_of_stages_that_differ_takes_what_its_events_do(many):
+    random = Random(0)
+    for _ in range(many):
+        runs, m = drawn(random)
+        each = [run for run in runs for _ in range(run[0], run[1] + 1)]
+        events = cg.plan.simulate(
+            cg.plan.schedule("1f1b", len(each), m), forward=[r[2] for r in each],
+            backward_input=[r[3] for r in each], backward_weight=0,
+        )  # fmt: skip
+        found = one_by_one([Alike(*map(poly, run)) for run in runs], poly(m), NOTHING_KNOWN)
+        assert found.constant == events.makespan, (runs, m)
+
+
+def test_one_by_one_with_open_ranks_and_micro_batches_is_one_formula():
+    random, (last, many) = Random(1), map(poly, (p - 1, m))
+    for _ in range(40):
+        times = [tuple(poly(random.randint(1, 20)) for _ in range(2)) for _ in range(3)]
+        ends = ((poly(0), poly(0)), (poly(1), last - 1), (last, last))
+        formula = one_by_one([Alike(*e, *t) for e, t in zip(ends, times, strict=True)], many, NOTHING_KNOWN)
+        for ranks in (3, 4, 7):
+            each = [times[0], *[times[1]] * (ranks - 2), times[2]]
+            for count in (2 * ranks, 3 * ranks + 1):
+                found = formula.bind({"p": poly(ranks), "m": poly(count)}).constant
+                assert found == cg.plan.simulate(
+                    cg.plan.schedule("1f1b", ranks, count), forward=[t.constant for t, _ in each],
+                    backward_input=[t.constant for _, t in each], backward_weight=0,
+                ).makespan  # fmt: skip
 
 
 def test_idle_shares_as_published():

@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeAlias
 
 import sympy
 
+from ..algebra.conditions import Condition, Conditions, Validity
 from ..algebra.dominance import NOTHING_KNOWN, Relations
 from ..algebra.polynomial import ONE, ZERO, Poly, poly, total
 from ..bind.evaluate import Formula, answer, real
@@ -26,13 +27,14 @@ from ..transforms.events import TIMES, idle, idle_at, sizes
 from ..transforms.schedules import SCHEDULES
 from .calibrated.model import loads_of, shipped
 from .exchange import exchange
+from .passes import Alike, one_by_one
 from .saved import behind
 from .seconds import OVERLAPS, estimate, largest, lower_bound, spent, together, warn_of
 from .work import Asked, Fallback, Work, ask, exact
 
 __all__ = [
-    "Shares", "as_declared", "by_pass", "in_total", "least", "of_pipeline", "of_shares", "seconds", "shares_of",
-    "stages_asked", "when",
+    "Shares", "as_declared", "by_pass", "holds_for", "in_total", "least", "of_pipeline", "of_shares", "seconds",
+    "shares_of", "stages_asked", "when",
 ]  # fmt: skip
 
 #: Seconds of some of the ops of a graph.
@@ -109,11 +111,14 @@ def seconds(
     Of Williams, Waterman and Patterson 2009, for each op. Ops with the same times are one term with their number, and
     what is decided for all sizes, assumptions included, is no maximum.
 
-    A pipeline takes the first micro-batch through all stages and back, each other one on the slowest stage, the sends
-    that a stage waits for, and once what follows the last micro-batch. Of m micro-batches and p stages of 1F1B these
-    are 2 (n - ceil(n/p)) sends, n = m + p - 1, and 2 (p - 1) of GPipe. It is what the events of
-    `costgraph.plan.simulate` take where stages take the same times, or without sends the last one takes longest;
-    of others it is rather more than these take: of 4,000 drawn pipelines up to 1.3 times, and once 2 % less.
+    A pipeline of GPipe takes the first micro-batch through all stages and back, each other one on the slowest stage
+    each way; one of 1F1B, of two micro-batches for each stage or more, the longest path through forwards and backwards
+    of its stages; of fewer the first one through all stages, each other one on the slowest. Then the sends that a stage
+    waits for, 2 (p - 1) of GPipe, and of m micro-batches and p stages of 1F1B 2 (n - ceil(n/p)), n = m + p - 1; and
+    once what follows the last micro-batch. It is what the events of `costgraph.plan.simulate` take where stages take
+    the same times, and without sends of any stages; with sends rather more, as who waits for a slower stage does not
+    wait for its sends. Of fewer micro-batches than two for each stage it is up to 1.4 times the events of stages that
+    differ, and once 2 % less. A formula of 1F1B with open micro-batches or stages holds from two on.
 
     Under other schedules it is m times the slowest rank, what that one waits as `costgraph.plan.bubble` has it, and the
     sends of one micro-batch there and back. Where ranks take the same times, these are the events of interleaved ones;
@@ -152,12 +157,12 @@ def seconds(
         found = least(stages) if which == "lower" else as_declared(stages, overlap)
     for asked in stages:
         warn_of(asked.hardware, asked.rates.stand_ins.values())
-    return in_total(found, stages)
+    return in_total(found, stages, () if which == "lower" else holds_for(stages))
 
 
-def in_total(found: Poly, stages: Sequence[Asked]) -> Formula:
+def in_total(found: Poly, stages: Sequence[Asked], more: Sequence[Validity] = ()) -> Formula:
     """Return a time of all stages as it is handed out: a float, or a formula while something is open."""
-    held = tuple(v for asked in stages for v in asked.values.held)
+    held = (*(v for asked in stages for v in asked.values.held), *more)
     return answer(found, held) if found.constant is None else real(Fraction(found.constant))
 
 
@@ -223,7 +228,7 @@ def of_shares(facts: Sequence[Waiting], shares: Sequence[Shares], send: Poly, kn
     Parameters
     ----------
     facts : sequence of Waiting
-        What each kind of stage knows of the others.
+        What each kind of stage knows of the others; without ranks 1F1B takes what few micro-batches do.
     shares : sequence of Shares
         What each kind takes.
     send : Poly
@@ -241,12 +246,32 @@ def of_shares(facts: Sequence[Waiting], shares: Sequence[Shares], send: Poly, kn
     through = total(fact.alike * one for one, fact in zip(passes, facts, strict=True))
     if facts[0].schedule == "gpipe":
         slowest = _most((f for f, *_ in shares), known) + _most((b for _, b, *_ in shares), known)
-        waits = 2 * (p - 1)
-    else:  # what the last stage sends back is waited for once every p micro-batches less
-        slowest = _most(passes, known)
-        n = m + p - 1
-        waits = 2 * (n - poly(sympy.ceiling((n / p).expr)))
-    return through + (m - 1) * slowest + waits * send + once
+        return through + (m - 1) * slowest + 2 * (p - 1) * send + once
+    # what the last stage sends back is waited for once every p micro-batches less
+    n = m + p - 1
+    waits = 2 * (n - poly(sympy.ceiling((n / p).expr)))
+    runs = [
+        Alike(*run, forward, back)
+        for fact, (forward, back, *_) in zip(facts, shares, strict=True)
+        for run in fact.ranks
+    ]
+    beyond = (m - 2 * p).constant
+    if not runs or (beyond is not None and beyond < 0):
+        return through + (m - 1) * _most(passes, known) + waits * send + once
+    if all(run.first.constant is not None for run in runs):
+        runs.sort(key=lambda run: run.first.constant or 0)
+    return one_by_one(runs, m, known) + waits * send + once
+
+
+def holds_for(stages: Sequence[Asked]) -> tuple[Validity, ...]:
+    """Return what the time of a pipeline holds for: where stages differ, 1F1B of which sizes are open."""
+    facts = _knows(stages[0]) if len(stages) > 1 else None
+    if facts is None or facts.schedule != "1f1b":
+        return ()
+    over = facts.micro_batches - 2 * facts.stages
+    place = "micro-batches beyond two for each stage, from which on the time of stages that differ has this form,"
+    asked = Condition(over, place, 0, True, frozenset(over.names()))
+    return (Validity(Conditions((), (asked,))),) if over.names() else ()
 
 
 def _of_passes(facts: Sequence[Waiting], times: Sequence[Poly], send: Poly, known: Relations) -> Poly:
@@ -273,7 +298,7 @@ def _knows(asked: Asked) -> Waiting:
     assert known is not None
     return replace(
         known, stages=known.stages.bind(values), micro_batches=known.micro_batches.bind(values),
-        alike=known.alike.bind(values),
+        alike=known.alike.bind(values), ranks=tuple((a.bind(values), b.bind(values)) for a, b in known.ranks),
     )  # fmt: skip
 
 

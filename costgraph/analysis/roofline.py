@@ -21,7 +21,7 @@ from ..hardware.rates import StandIn
 from ..hardware.specs import Hardware
 from ..hardware.tables import Column, Fact, Table
 from ..notation.door import guarded
-from .duration import as_declared, in_total, least, stages_asked
+from .duration import as_declared, holds_for, in_total, least, stages_asked
 from .hooks import plotter
 from .seconds import OVERLAPS, Bound, Spent, in_seconds, largest, lower_bound, spent, together, warn_of, which
 from .traffic import compulsory
@@ -302,7 +302,7 @@ def _of_all(graph: Graph, stages: Sequence[Asked], overlap: str = "none") -> Roo
     """Return the roofline of a graph; of a pipeline that of its slowest stage, or the last one."""
     if not graph.parts:
         return _placed(stages[0], overlap)
-    whole = in_total(as_declared(stages, overlap), stages)
+    whole = in_total(as_declared(stages, overlap), stages, holds_for(stages))
     found = [_placed(asked) for asked in stages]
     known = all(isinstance(one.estimate, float) for one in found)
     slowest = max(found, key=lambda one: one.estimate) if known else found[-1]

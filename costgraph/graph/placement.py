@@ -123,6 +123,8 @@ class Waiting:
     """groups of layers of a rank"""
     asked: tuple[tuple[Poly, str, int], ...] = ()
     """what has to be a whole number, in words, and its least value"""
+    ranks: tuple[tuple[Poly, Poly], ...] = ()
+    """the first and the last of those neighbours that do the same"""
 
 
 @dataclass(frozen=True)

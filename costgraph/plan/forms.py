@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -156,6 +157,8 @@ class Forms:
         assert waiting is not None
         schedule = waiting.schedule
         seconds = np.broadcast_to(_whole_step(schedule, len(cuts))(env), m.shape)
+        if schedule == "1f1b":  # of two micro-batches for each stage or more where these differ
+            seconds = np.where(m >= 2 * p, _whole_step(schedule, len(cuts), True)(env), seconds)
         busy = np.where(there, [t.busy for t in taken], 0)
         slowest = busy.argmax(0)
         parts = {}
@@ -188,10 +191,13 @@ def _shape(sizes: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=64)
-def _whole_step(schedule: str, kinds: int) -> Evaluated:
-    """Return the seconds of a step of a pipeline, in those of its stages."""
+def _whole_step(schedule: str, kinds: int, placed: bool = False) -> Evaluated:
+    """Return the seconds of a step of a pipeline, in those of its stages, whose ranks may be in their places."""
     p, m, v = (poly(symbol(n)) for n in "pmv")
     facts = [Waiting((), (), schedule, p, m, poly(symbol(f"n{i}")), v) for i in range(kinds)]
+    if placed:
+        starts = [*accumulate((fact.alike for fact in facts[:-1]), initial=poly(0))]
+        facts = [replace(f, ranks=((at, at + f.alike - 1),)) for f, at in zip(facts, starts, strict=True)]
     shares = [Shares(*(poly(symbol(f"{name}{i}")) for name in Shares._fields)) for i in range(kinds)]
     return plan(of_shares(facts, shares, poly(symbol("send"))))
 

@@ -50,6 +50,8 @@ class Kind:
     last: bool = False
     between: Poly = ZERO
     """how often it hands on what it has made to another group of its layers, by way of other ranks"""
+    runs: tuple[tuple[Poly, Poly], ...] = ()
+    """the first and the last of those that are neighbours"""
 
 
 def in_stages(
@@ -92,9 +94,12 @@ def in_stages(
     wanted = [(c.formula, c.place, c.least) for c in conditions]
     if groups != ONE:
         wanted.append((count / (stages * groups), f"layers of each of {groups} groups of a rank", 1))
+    if stages.constant is None:
+        wanted += [(stages, "stages of a pipeline", 2)]
     shares, shared = cut(graph, plan, kinds)
     made = [s.run(graph, f"{graph.name}.{k.name}".replace(" ", "_")) for s, k in zip(shares, kinds, strict=True)]
-    held = [replace(waiting_of(order, kind), asked=tuple(wanted)) for kind in kinds]
+    more = [[(kind.alike, "stages between the first and the last one", 1)] * bool(kind.alike.names()) for kind in kinds]
+    held = [replace(waiting_of(order, k), asked=(*wanted, *own)) for k, own in zip(kinds, more, strict=True)]
     ends = [shared if kind.first or kind.last else frozenset() for kind in kinds]
     return list(map(Stage, made, held, ends, (share.meets for share in shares)))
 
@@ -155,22 +160,26 @@ def _even(order: Order, count: Poly) -> list[Kind]:
     share = poly(symbol(*count.names())) / p
     # a folded pipeline turns around within its last rank, and ends where it has begun
     last = Kind("last", (p - 1,), ONE, share, last=not folded, between=ZERO if folded else between)
-    kinds = [Kind("first", (ZERO,), ONE, share, first=True, last=folded, between=between)]
+    last = replace(last, runs=((p - 1, p - 1),))
+    kinds = [Kind("first", (ZERO,), ONE, share, first=True, last=folded, between=between, runs=((ZERO, ZERO),))]
     if p.constant != 2:
-        kinds.append(Kind("middle", tuple(dict.fromkeys((ONE, p - 2))), p - 2, share, between=between))
+        ends = tuple(dict.fromkeys((ONE, p - 2)))
+        kinds.append(Kind("middle", ends, p - 2, share, between=between, runs=((ONE, p - 2),)))
     return [*kinds, last]
 
 
 def _uneven(order: Order, every: Sequence[int]) -> list[Kind]:
     """Return the first rank, those in the middle that have as many layers as each other, and the last one."""
     last = len(every) - 1
-    kinds = [Kind("first", (ZERO,), ONE, poly(every[0]), first=True)]
+    kinds = [Kind("first", (ZERO,), ONE, poly(every[0]), first=True, runs=((ZERO, ZERO),))]
     for n in dict.fromkeys(every[1:last]):
         ranks = [i for i in range(1, last) if every[i] == n]
         ends = tuple(dict.fromkeys((poly(ranks[0]), poly(ranks[-1]))))
         name = "middle" if len({*every[1:last]}) == 1 else f"middle of {n}"
-        kinds.append(Kind(name, ends, poly(len(ranks)), poly(n)))
-    return [*kinds, Kind("last", (order.p - 1,), ONE, poly(every[last]), last=True)]
+        runs = tuple((poly(i), poly(i)) for i in ranks)
+        kinds.append(Kind(name, ends, poly(len(ranks)), poly(n), runs=runs))
+    end = poly(last)
+    return [*kinds, Kind("last", (end,), ONE, poly(every[last]), last=True, runs=((end, end),))]
 
 
 def waiting_of(order: Order, kind: Kind) -> Waiting:
@@ -181,7 +190,7 @@ def waiting_of(order: Order, kind: Kind) -> Waiting:
         tuple(dict.fromkeys(h for r in ranks for h in order.held(r, first=kind.first, last=kind.last, later=later)))
         for later in (False, True)
     )
-    return Waiting(first, later, order.name, order.p, order.m, kind.alike, order.v)
+    return Waiting(first, later, order.name, order.p, order.m, kind.alike, order.v, ranks=kind.runs)
 
 
 def cut(graph: Graph, plan: Plan, kinds: Sequence[Kind]) -> tuple[list[Share], frozenset[str]]:

@@ -131,7 +131,8 @@ def _pipeline(
 
     return {
         "pipeline": list(places), "schedule": known.schedule, "stages": row(known.stages),
-        "micro_batches": row(known.micro_batches), "alike": row(known.alike), "sends": [times(d) for d in devices],
+        "micro_batches": row(known.micro_batches), "alike": row(known.alike),
+        "ranks": [[row(n) for n in run] for run in known.ranks], "sends": [times(d) for d in devices],
     }  # fmt: skip
 
 

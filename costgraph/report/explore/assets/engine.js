@@ -144,6 +144,20 @@ const least = (engine, view, device, at) => {
   return Math.max(...Object.values(units));
 };
 
+/** Seconds of one forward, one backward of runs of ranks [first, last, forward, backward]: `costgraph.analysis.passes`. */
+const oneByOne = (runs, p, m, most) => {
+  const times = [0, 1].map(back => Array.from({ length: p }, (_, r) => (runs.find(run => run[0] <= r && r <= run[1]) ?? runs[0])[2 + back]));
+  const sums = times.map(row => row.reduce((all, t) => [...all, all[all.length - 1] + t], [0]));
+  const over = (back, a, b) => sums[back][b + 1] - sums[back][a];
+  const both = r => times[0][r] + times[1][r];
+  const way = (a, s, back) => {
+    const alone = over(back, 0, a) + (p - 1 - a) * most(times[back].slice(0, a + 1));
+    return a < s ? alone + times[1 - back][a] + over(back, a, s) - (s - a + 1) * both(s) : alone + over(1 - back, s, a) - times[1 - back][s];
+  };
+  const ends = [...new Set(runs.flatMap(run => run.slice(0, 2)))];
+  return most(ends.map(s => most(ends.map(a => way(a, s, 0))) + most(ends.map(a => way(a, s, 1))) + (m - p + s) * both(s)));
+};
+
 /** Seconds of a step of a pipeline, of the views of its kinds of stage: the sum that `costgraph.seconds` states. */
 const pipelined = (engine, views, device, at) => {
   const { schedule, stages, micro_batches: micro } = views[0], p = engine.number(stages), m = engine.number(micro);
@@ -158,8 +172,10 @@ const pipelined = (engine, views, device, at) => {
   const send = most(views.flatMap(v => typeof v.sends[at] === "string" ? [NaN] : v.sends[at].map(row => engine.number(row))));
   const all = schedule === "gpipe", n = m + p - 1;
   const slowest = all ? most(shares.map(s => s[0])) + most(shares.map(s => s[1])) : most(passes);
+  const runs = views.flatMap((v, i) => v.ranks.map(run => [...run.map(row => Math.round(engine.number(row))), ...shares[i]]));
   const waits = all ? 2 * (p - 1) : 2 * (n - Math.ceil(near(n / p)));
-  return through + (m - 1) * slowest + (waits ? waits * send : 0) + most(shares.map(s => s[2]));
+  const busy = all || m < 2 * p ? through + (m - 1) * slowest : oneByOne(runs, p, m, most);
+  return busy + (waits ? waits * send : 0) + most(shares.map(s => s[2]));
 };
 
 /** Live bytes at each step, by role. */
