@@ -53,8 +53,10 @@ _FP32: Mapping[str, tuple[str, ...]] = MappingProxyType(
 _VIEWS = {"cast", "copy", "rearrange", "slice", "expand"}
 _SOFTMAX = {"max", "sub", "exp", "sum"}
 _NORM = {"mean", "sub", "square", "add", "rsqrt", "sqrt", "div", "mul", "fma"}
+_SUMS = {"log", "fill"}  # of each row, which a trace's kernels hand out, and what a generator would start from
 _SCORES = {
     *_SOFTMAX, "matmul", "mul", "div", "add", "softcap", "dropout", "causal_mask", "masked_fill", "where", "maximum",
+    *_SUMS,
 }  # fmt: skip
 
 

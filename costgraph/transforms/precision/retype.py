@@ -26,6 +26,9 @@ from .policy import Policy
 
 __all__ = ["Retyper"]
 
+#: Families of kernels that take means and variances.
+_NORMS = ("norm", "batch_norm")
+
 
 class Retyper(Rewriter):
     """Copies a graph op by op, each in the formats that its operands have by then."""
@@ -251,15 +254,17 @@ class Retyper(Rewriter):
     def _like_the_first(self, op: Op, old: Graph, body: Graph) -> None:
         """Hand out the format of the first operand where the old kernel did, as torch's kernels do.
 
-        What follows are statistics, which a GPU hands out as it has them; a CPU does where formats are mixed.
+        What follows are sums and statistics as the kernel has them, those of attention in fp32 at least. Norms on a CPU
+        hand them out in the format of all that they are given, where that is one.
         """
-        first, wanted = old.formals[0].dtype, self.given[old.formals[0]]
+        first, wanted, name = old.formals[0].dtype, self.given[old.formals[0]], family(old)
         alike = all(self.given[f] == wanted for f in old.formals if f.dtype == first)
-        ran_on_a_cpu = op.call is not None and not op.call.rule
-        for i, before in enumerate(old.outputs[: None if alike and ran_on_a_cpu else 1]):
+        on_a_cpu = alike and op.call is not None and not op.call.rule and name in _NORMS
+        for i, before in enumerate(old.outputs):
             t = body.outputs[i]
-            if before.dtype == first and t.dtype != wanted and is_float(t):
-                body.outputs[i] = self.cast(t, wanted, body, f"{t.name}.cast")
+            asked = wanted if not i or on_a_cpu else promote(t.dtype, DTYPES["fp32"]) if name == "attention" else None
+            if asked is not None and before.dtype == first and t.dtype != asked and is_float(t):
+                body.outputs[i] = self.cast(t, asked, body, f"{t.name}.cast")
 
     def _body(
         self, op: Op, new: Graph, operands: Sequence[Tensor], inside: DType | None = None
@@ -333,7 +338,7 @@ def _made_in_a_format(graph: Graph) -> set[Op]:
 def _statistics(op: Op, x: Tensor) -> DType | None:
     """Return the format that a kernel takes means and variances in, None for that of its operand: fp32 at least."""
     assert op.body is not None
-    if not is_float(x) or family(op.body) not in ("norm", "batch_norm"):
+    if not is_float(x) or family(op.body) not in _NORMS:
         return None
     return promote(x.dtype, DTYPES["fp32"])
 
