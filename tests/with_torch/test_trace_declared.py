@@ -235,3 +235,51 @@ def test_one_tensor_that_is_joined_is_a_copy():
     assert all(op.kind.name != "foreign" for op in g.ops)
     assert cg.bytes_moved(g) == 2 * 2 * 4 * 5 * cg.dims("B")
     assert [t.shape[1:] for t in g.outputs] == [(1, 5), (5,)]
+
+
+#: Functions of reductions, and FLOPs of one row of 7: of each element, and of each result behind its sums.
+REDUCING = {
+    "vector norm": (lambda x: torch.linalg.vector_norm(x, dim=-1), 2 * 7 + 1),
+    "norm of absolute values": (lambda x: x.norm(p=1, dim=-1, keepdim=True), 2 * 7),
+    "largest": (lambda x: torch.linalg.vector_norm(x, float("inf"), dim=-1), 2 * 7),
+    "variance": (lambda x: x.var(-1), 4 * 7 + 1),
+    "deviation": (lambda x: x.std(-1, unbiased=False), 4 * 7 + 1),
+    "both": (lambda x: torch.var_mean(x, -1, keepdim=True)[0], 4 * 7 + 1),
+    "logarithm of sums": (lambda x: torch.logsumexp(x, -1), 4 * 7 + 2),
+    "running sums": (lambda x: x.cumsum(-1), 7),
+    "running counts": (lambda x: (x > 0).cumsum(1) * x, 3 * 7),
+}
+
+
+class Reduces(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function, self.scale = function, nn.Parameter(torch.randn(7, dtype=torch.float64))
+
+    def forward(self, x):
+        return self.function(x * self.scale)
+
+
+class Summed(Reduces):
+    def forward(self, x):
+        return super().forward(x).square().sum()
+
+
+@pytest.mark.parametrize("name", REDUCING)
+def test_reductions_and_running_sums_are_declared(name):
+    """Numbers are those of the run where ops are made of what is declared, gradients too."""
+    (function, each), x = REDUCING[name], torch.randn(3, 5, 7, dtype=torch.float64)
+    g = trace(Reduces(function), x, dims=[("B", "S", None)])
+    assert all(op.kind.name != "foreign" for op in g.ops)
+    B, S = cg.dims("B S")
+    assert cg.flops(g) == B * S * (7 + each)  # and the product with the scale
+    module = Summed(function)
+    step = cg.backward(trace(module, x, dims=[("B", "S", None)]))
+    with step:
+        step.outputs.extend(step.gradients.values())
+    low = lower(step, B=3, S=5)
+    low.load_state_dict(module.state_dict())
+    made, gradient = low(x)
+    module(x).backward()
+    torch.testing.assert_close(made, module(x))
+    torch.testing.assert_close(gradient, module.scale.grad)

@@ -1,11 +1,18 @@
-"""Sums, means and extrema of axes."""
+"""Sums, means and extrema of axes, what is made of them, and sums along an axis."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import prod
+
+from ....algebra.polynomial import ONE, Poly, poly
 from ....graph.tensor import Tensor
-from ....ops.pointwise import cast
+from ....nn.recurrent import cumulative_sum
+from ....ops.layout import reshape
+from ....ops.pointwise import cast, pointwise
 from ....ops.reduce import reduce
 from ..call import Call
+from ..rules.amounts import is_number
 from .table import translation
 
 __all__: list[str] = []  # its translations are found in TRANSLATIONS
@@ -16,18 +23,81 @@ _OPERATIONS = {
 }  # fmt: skip
 
 
+def _axes(x: Tensor, dims: int | Sequence[int] | None) -> set[int]:
+    """Return the axes that are meant: all where none is named."""
+    given = [dims] if isinstance(dims, int) else list(dims or ())
+    return {d % x.ndim for d in given} or set(range(x.ndim))
+
+
+def _pattern(x: Tensor, axes: set[int], *, kept: bool) -> str:
+    before = " ".join(f"a{i}" for i in range(x.ndim))
+    after = " ".join("1" if i in axes else f"a{i}" for i in range(x.ndim) if kept or i not in axes)
+    return f"{before} -> {after}"
+
+
 @translation(*(n for n in _OPERATIONS if n not in ("max", "min")), "max.default", "min.default")
 def reduced(call: Call) -> Tensor | None:
     """Elements of some axes, or of all, taken together."""
-    x, dims = call["self"], call.get("dim")
-    if not x.ndim:
-        return None
-    given = [dims] if isinstance(dims, int) else list(dims or ())
-    axes = {d % x.ndim for d in given} or set(range(x.ndim))
-    kept = bool(call.get("keepdim"))
-    before = " ".join(f"a{i}" for i in range(x.ndim))
-    after = " ".join("1" if i in axes else f"a{i}" for i in range(x.ndim) if kept or i not in axes)
+    x: Tensor = call["self"]
+    x = x if x.ndim else reshape(x, (ONE,))
     wide = x
     if call.name in ("sum", "mean", "prod") and call.out.dtype != x.dtype:
         wide = cast(x, call.out.dtype)
-    return reduce(wide, f"{before} -> {after}", _OPERATIONS[call.name])
+    pattern = _pattern(x, _axes(x, call.get("dim")), kept=bool(call.get("keepdim") and call.out.sizes))
+    return reduce(wide, pattern, _OPERATIONS[call.name])
+
+
+@translation("linalg_vector_norm")
+def vector_norm(call: Call) -> Tensor | None:
+    """The root of a sum of squares, a sum of absolute values, or the largest or least of these."""
+    x, order = call["self"], call["ord"]
+    if not x.ndim or x.dtype.kind != "float":
+        return None
+    x = cast(x, call.out.dtype)
+    pattern = _pattern(x, _axes(x, call.get("dim")), kept=bool(call.get("keepdim")))
+    if order is None or is_number(order, 2):
+        return pointwise("sqrt", reduce(pointwise("square", x), pattern, "sum"))
+    operations = ((1, "sum"), (float("inf"), "max"), (float("-inf"), "min"))
+    operation = next((name for n, name in operations if is_number(order, n)), None)
+    return None if operation is None else reduce(pointwise("abs", x), pattern, operation)
+
+
+@translation("var", "std", "var_mean", "std_mean")
+def variance(call: Call) -> Tensor | tuple[Tensor, Tensor] | None:
+    """The mean square of what is left of each element without the mean, its root, and the mean."""
+    x, correction = call["self"], call.get("correction")
+    if not x.ndim or x.dtype.kind != "float" or call.overload not in ("correction", "correction_out"):
+        return None
+    axes, kept = _axes(x, call.get("dim")), bool(call.get("keepdim"))
+    rows, shown = _pattern(x, axes, kept=True), _pattern(x, axes, kept=kept)
+    mean = reduce(x, rows, "mean")
+    squares = pointwise("square", x - mean)
+    less = 1 if correction is None else correction
+    if is_number(less, 0):
+        made = reduce(squares, shown, "mean")
+    else:
+        count: Poly = prod((x.sizes[i] for i in axes), start=ONE) - poly(less)
+        made = pointwise("div", reduce(squares, shown, "sum"), count)
+    made = pointwise("sqrt", made) if call.name.startswith("std") else made
+    if not call.name.endswith("_mean"):
+        return made
+    return made, mean if kept else reduce(x, shown, "mean")
+
+
+@translation("logsumexp")
+def log_of_sums(call: Call) -> Tensor | None:
+    """The logarithm of a sum of exponentials, from which the largest is taken out."""
+    x: Tensor = call["self"]
+    if not x.ndim or x.dtype.kind != "float":
+        return None
+    axes, kept = _axes(x, call["dim"]), bool(call.get("keepdim"))
+    largest = reduce(x, _pattern(x, axes, kept=True), "max")
+    sums = reduce(pointwise("exp", x - largest), _pattern(x, axes, kept=kept), "sum")
+    return pointwise("log", sums) + (largest if kept else reshape(largest, sums.sizes))
+
+
+@translation("cumsum")
+def sums(call: Call) -> Tensor | None:
+    """Each position of an axis with all before it."""
+    x: Tensor = call["self"]
+    return cumulative_sum(cast(x, call.out.dtype), call["dim"]) if x.ndim else None
