@@ -221,3 +221,37 @@ def test_what_a_split_sequence_gathers_may_be_held_for_the_backward_pass(options
     at = {cg.dims(name): n for name, n in sizes.items()}
     root, layer = (sympy.sympify(more[scope]).subs(at) for scope in ("", "layers"))
     assert (root, layer) == (x // 2, 0 if options else 2 * x // 2)  # a layer computed again saves neither
+
+
+# -- layers that are computed again ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_what_is_reduced_is_reduced_again_or_kept(sequence):
+    """Llama in fp32: a layer keeps its input, 4*B*D*S, or two results of its products beside it, and no third sum.
+
+    A rank of sequence parallelism has its part of it. What the backward pass needs whole is gathered again.
+    """
+    B, S, D = cg.dims("B S D")
+    model = models.load("llama-3-8b", symbolic=True, dtype="fp32")
+    sums = "reduce_scatter" if sequence else "all_reduce"
+    for communication, kept, again in ((True, 1, 1), (False, 3, 0)):
+        checkpoint = cg.every_block(communication=communication)
+        whole = cg.training_step(model, optimizer=cg.SGD(), checkpoint=checkpoint)
+        rank = cg.parallelize(whole, tp=2, sequence=sequence, strict=True)
+        sent = [(m.phase, m.collective) for m in cg.communication(rank) if m.scope.startswith("layers")]
+        assert [row for row in sent if row[0] == "forward" and "reduce" in row[1]] == [("forward", sums)] * 2
+        assert [row for row in sent if row[0] == "recompute" and "reduce" in row[1]] == [("recompute", sums)] * again
+        assert cg.saved_bytes(rank)["layers"] == kept * 4 * B * D * S / (2 if sequence else 1)
+        testing.check_sharded(whole, rank, B=2, S=4, D=4, H=2, G=2, K=2, L=3, V=8, F=4)
+
+
+def test_what_is_reduced_has_to_be_known_by_its_name():
+    B, D, L = cg.dims("B D L")
+    with cg.Graph("plain") as g:
+        y = cg.repeat(L, lambda x: x + cg.relu(cg.linear(x, "b d -> b e", e=D)), g.input("x", (B, D)), name="layers")
+        g.output(cg.reduce(y, "b d -> ", "sum"))
+    with pytest.raises(
+        cg.GraphError, match="communication=False of graph 'plain': no product that tensor parallelism su"
+    ):
+        cg.training_step(g, checkpoint=cg.every_block(communication=False))

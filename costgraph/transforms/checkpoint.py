@@ -10,11 +10,13 @@ from typing import Annotated
 from ..algebra.polynomial import ONE, Poly
 from ..algebra.symbols import is_name, read_size, shorten
 from ..errors import FormatError, GraphError
-from ..graph.arguments import positive
+from ..graph.arguments import need_flag, positive
 from ..graph.graph import Graph
 from ..graph.op import Op
 from ..notation.door import READ, guarded
+from ..ops.contraction import Einsum
 from .rewrite import Rewriter
+from .shard.names import SUMMED
 
 __all__ = ["Checkpoint", "every", "every_block", "from_start", "nest", "read_checkpoint", "selective"]
 
@@ -40,13 +42,15 @@ class Checkpoint:
     """whether nothing is kept but what a loop starts from"""
     keep: tuple[str, ...] = ()
     """last levels of the names of ops whose results are kept where a run has them, and not computed again"""
+    communication: bool = True
+    """whether what tensor parallelism sums over its ranks is summed again; if not, it is kept"""
 
     def __post_init__(self) -> None:
         for word, names in (("selective", self.names), ("keep", self.keep)):
             for name in names:
                 if not all(is_name(level) for level in name.split("/")):
                     raise GraphError(f"{word}: {shorten(name)}, expected identifiers separated by '/'")
-        if self.keep and self.inside is not None:
+        if (self.keep or not self.communication) and self.inside is not None:
             raise GraphError("keep: what is kept is not computed again, expected no policy for what is inside")
         if self.interval is not None:
             object.__setattr__(self, "interval", positive("every: k", self.interval))
@@ -61,6 +65,11 @@ class Checkpoint:
             if not any(_ends(name, op.name) for op in graph.walk()):
                 ops = sorted({op.name.rpartition("/")[2] for op in graph.walk()})
                 raise GraphError(f"keep: {name!r} is no op, expected one such as {', '.join(ops)}")
+        if not self.communication and not any(map(_sums, graph.walk())):
+            raise GraphError(
+                f"communication=False of graph {graph.name!r}: no product that tensor parallelism sums is known by its "
+                f"name, expected layers of costgraph.nn or of transformers, or keep= with names"
+            )
         interval = self.interval
         if self.inside is not None:
             graph = self.inside.prepared(graph)
@@ -82,7 +91,7 @@ class Checkpoint:
 
     def keeps(self, op: Op) -> bool:
         """Whether what an op makes is kept where the ops around it are computed again."""
-        return any(_ends(name, op.name) for name in self.keep)
+        return any(_ends(name, op.name) for name in self.keep) or (not self.communication and _sums(op))
 
 
 def _neighbours(ops: Sequence[Op], key: Callable[[Op], object]) -> Sequence[Sequence[Op]]:
@@ -95,6 +104,11 @@ def _layer(op: Op) -> str:
     levels = op.scope.split("/")
     scopes = ("/".join(levels[:n]) for n in range(len(levels), 0, -1))
     return next((scope for scope in scopes if scope in op.graph.root.layers), "")
+
+
+def _sums(op: Op) -> bool:
+    """Whether tensor parallelism sums what an op makes over its ranks, by the name of its layer."""
+    return isinstance(op.kind, Einsum) and any(_ends(name, op.name.rpartition("/")[0]) for name in SUMMED)
 
 
 def _levels(name: str) -> list[str]:
@@ -113,7 +127,9 @@ def _ends(name: str, full: str) -> bool:
     return _levels(full)[-len(wanted) :] == wanted
 
 
-def every_block(*, keep: Sequence[str] = (), inside: Checkpoint | None = None) -> Checkpoint:
+def every_block(
+    *, keep: Sequence[str] = (), inside: Checkpoint | None = None, communication: bool = True
+) -> Checkpoint:
     """Keep the input of each layer of a stack alone: memory for L inputs, and one more forward pass.
 
     Parameters
@@ -123,6 +139,12 @@ def every_block(*, keep: Sequence[str] = (), inside: Checkpoint | None = None) -
         torch's `create_selective_checkpoint_contexts` does with ops that must be saved.
     inside : Checkpoint, optional
         What is done with the ops of a layer when they are computed again.
+    communication : bool
+        Whether ranks of tensor parallelism reduce again what they have reduced in the forward pass, as Megatron-LM's
+        full recomputation does (`CheckpointFunction` of megatron/core/tensor_parallel/random.py runs the whole layer
+        again). False: what they have reduced is kept, and its products are not computed again, as a policy of torch's
+        selective checkpoint that saves `_c10d_functional.reduce_scatter_tensor`, which torchtitan's list of ops has.
+        Of a split sequence, what the backward pass needs whole is gathered again.
 
     Returns
     -------
@@ -132,7 +154,8 @@ def every_block(*, keep: Sequence[str] = (), inside: Checkpoint | None = None) -
     Raises
     ------
     GraphError
-        If a name of `keep` is none, or both are given.
+        If a name of `keep` is none, or something is kept and there is a policy for what is inside; where the step is
+        made, if no layer is known whose result is reduced.
 
     Examples
     --------
@@ -149,7 +172,8 @@ def every_block(*, keep: Sequence[str] = (), inside: Checkpoint | None = None) -
     >>> cg.costs(step).filter(phase="recompute", kind="matmul").total().flops
     0
     """
-    return Checkpoint(blocks=True, keep=tuple(keep), inside=inside)
+    need_flag("every_block", communication=communication)
+    return Checkpoint(blocks=True, keep=tuple(keep), inside=inside, communication=communication)
 
 
 def every(k: object, *, inside: Checkpoint | None = None) -> Checkpoint:

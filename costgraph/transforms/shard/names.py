@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["BESIDE", "TENSOR"]
+__all__ = ["BESIDE", "SUMMED", "TENSOR"]
 
 #: Where tensor parallelism has parameters of the layers of `costgraph.nn`, by the ends of their names: Shoeybi et al.
 #: 2019 (arXiv 1909.08053), section 3. Heads, the inner width and the vocabulary are split; what goes back to the width
@@ -81,3 +81,5 @@ BESIDE: Mapping[str, tuple[str, ...]] = {
     # what chooses experts is whole
     "mlp/experts/gate_up_proj": ("mlp/gate/weight",),
 }
+#: Layers whose results tensor parallelism sums over its ranks, by the ends of their names.
+SUMMED = ("proj", "down", "ffw2", "o_proj", "out_proj", "down_proj", "fc2", "c_proj", "wo", "dense_4h_to_h")

@@ -300,6 +300,12 @@ class Sharder(Cutting):
         """Return what stands for an old tensor, parts of sums reduced if not kept; what is read in slices has all."""
         t = self.handed(old, self.value(old, graph))
         at = self.at[t]
+        if at.pending and not parts and not sliced:  # where it has been reduced to, if it has
+            known = (
+                made for (of, want, g, _), made in self.copies.items() if of is t and g is graph and not want.pending
+            )
+            t = next(known, t)
+            at = self.at[t]
         first = at.dims[0] if sliced else ()
         gone = {*(() if parts or t in self.rows.own else at.pending), *(f for f in first if isinstance(f, str))}
         self.moved += [f"{old.name!r} put together along {f}: iterations read it in slices" for f in first if f in gone]
