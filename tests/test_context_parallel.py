@@ -372,3 +372,24 @@ def test_keys_may_be_split_beside_whole_queries(placements, collectives):
     rank = cg.shard(g, cg.mesh(cp=N, x=2), placements)
     assert [m.collective for m in cg.communication(rank)] == collectives
     testing.check_sharded(g, rank, {"x": 2}, B=3, S=1, W=6, H=2, K=5, N=3)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize(
+    ("q", "k", "v"),
+    [
+        ("b h (s x y) k", "b h (s x y) k", "b h (s y) k"),
+        ("b h (s x y) k", "b h (s y) k", "b (h x) (s y) k"),
+        ("b h (s y x) k", "b (h x) (s y) k", "b h s (k y)"),
+        ("b h (s x y) k", "(b x) h (s y) k", "b h (s y x) k"),
+    ],
+)
+def test_queries_of_a_domain_that_two_axes_of_a_mesh_split(q, k, v, window):
+    """The innermost axis is put together first: what is left on a rank is one block of queries at every step."""
+    B, H, S, K = cg.dims("B H S K")
+    with cg.Graph("g", dtype="fp64") as g:
+        y = cg.attention(*(g.param(name, (B, H, S, K)) for name in "qkv"), causal=True, window=window)
+        g.output(cg.reduce(y * y, "b h s k ->", "mean"))
+    whole = cg.backward(g)
+    rank = cg.shard(whole, cg.mesh(x=2, y=2), {"q": q, "k": k, "v": v})
+    testing.check_sharded(whole, rank, B=2, H=2, S=8, K=2)

@@ -153,6 +153,8 @@ class Split:
     """Names that are split along the axes of those, index by index."""
     once: frozenset[str] = frozenset()
     """Names that one axis of a mesh at most can split."""
+    consecutive: frozenset[str] = frozenset()
+    """Names of which every rank has elements that follow each other."""
     linear: bool = False
     """Whether sums that are pending in all of its operands may be so in its results."""
     product: bool = False

@@ -286,6 +286,9 @@ def _spread(name: str, axes: Sequence[str], op: _Op) -> Factors:
     best = max(found, key=lambda dim: sum(a in dim for a in axes), default=())
     parts = tidy(op.mesh[f] if isinstance(f, str) and f not in axes else f for f in best)
     missing = [a for a in axes if a not in parts]
+    if name in op.rule.consecutive:
+        order = [*(f for f in parts if isinstance(f, str)), *missing]
+        return tidy((*order, op.rule.extents[name] / prod((op.mesh[a] for a in order), start=ONE)))
     if not missing:
         return parts
     *before, last = parts or (op.rule.extents[name],)

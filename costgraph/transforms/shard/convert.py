@@ -16,12 +16,14 @@ __all__ = ["reductions", "steps"]
 Step = tuple[OpKind, Placement, str]
 
 
-def steps(have: Placement, want: Placement, mesh: Mesh) -> Iterator[Step]:
+def steps(have: Placement, want: Placement, mesh: Mesh, query: int | None = None) -> Iterator[Step]:
     """Yield the ops that take a tensor from one placement to another, where it lies after each, and a name.
 
-    What neighbouring ones do along axes of the mesh that have a name together is one op along that.
+    What neighbouring ones do along axes of the mesh that have a name together is one op along that. Of a tensor that is
+    restricted to a domain, ranks have consecutive blocks of its queries after each of them: of axes of the mesh that
+    split these the innermost one goes first, and comes last, as in DTensor.
     """
-    yield from _joined(have, _apart(have, want, mesh), mesh)
+    yield from _joined(have, _apart(have, want, mesh, query), mesh)
 
 
 def reductions(have: Placement, want: Placement, mesh: Mesh) -> Iterator[Step]:
@@ -73,22 +75,24 @@ def _beside(dim: Factors, axes: Sequence[str]) -> bool:
     return dim[at : at + len(axes)] == tuple(axes)
 
 
-def _apart(have: Placement, want: Placement, mesh: Mesh) -> Iterator[Step]:
+def _apart(have: Placement, want: Placement, mesh: Mesh, query: int | None) -> Iterator[Step]:
     """Yield the ops along each axis of the mesh.
 
     A sum that is pending is reduced to where the tensor is wanted; an axis of the mesh that goes from one axis of the
     tensor to another is an all-to-all, one that goes away an all-gather; what is split anew is a part, which is free.
     """
-    at = have
+    at, inner = have, _inner(have, want, query)
     # what goes away makes room for what comes
-    for axis in sorted(mesh, key=lambda axis: want.dim(axis) is not None):
+    for axis in (*inner, *sorted((a for a in mesh if a not in inner), key=lambda axis: want.dim(axis) is not None)):
         if axis in at.pending:
             continue
         here, there = at.dim(axis), want.dim(axis)
-        if here is None or (here == there and agree(at.dims[here], want.dims[here], mesh)):
+        stays = axis not in inner if here == query else here == there and here is not None
+        if here is None or (stays and agree(at.dims[here], want.dims[here], mesh)):
             continue
         free = at.without([axis], mesh)
-        if there is not None and there != here and axis not in want.pending and _fits(free, want, axis, there, mesh):
+        room = there is not None and axis not in want.pending and _fits(free, want, axis, there, mesh, query)
+        if there is not None and there != here and room:
             at, kind = _exchange(at, want, axis, here, there, mesh)
             yield kind, at, "all_to_all"
         else:
@@ -97,17 +101,33 @@ def _apart(have: Placement, want: Placement, mesh: Mesh) -> Iterator[Step]:
             )
             at = free
             yield kind, at, "all_gather"
-    for step in _reduced(at, want, mesh):
+    for step in _reduced(at, want, mesh, query):
         yield step
         at = step[1]
-    for axis in mesh:
+    outer = () if query is None else _axes(want.dims[query])
+    for axis in (*outer, *(a for a in mesh if a not in outer)):
         there = want.dim(axis)
         if there is not None and axis not in at.axes:
             at = _into(at, want, axis, there, mesh)
             yield Part(ranks=mesh[axis], axis=axis, dim=there, blocks=blocks(at.dims[there], axis)), at, "part"
 
 
-def _reduced(at: Placement, want: Placement, mesh: Mesh, *, one_piece: bool = False) -> Iterator[Step]:
+def _axes(dim: Factors) -> list[str]:
+    return [f for f in dim if isinstance(f, str)]
+
+
+def _inner(have: Placement, want: Placement, query: int | None) -> list[str]:
+    """Return the axes of the mesh that have to leave an axis of queries, the innermost first: some come again."""
+    if query is None:
+        return []
+    now, then = _axes(have.dims[query]), _axes(want.dims[query])
+    alike = next((i for i, (a, b) in enumerate(zip(now, then, strict=False)) if a != b), min(len(now), len(then)))
+    return now[alike:][::-1]
+
+
+def _reduced(
+    at: Placement, want: Placement, mesh: Mesh, query: int | None = None, *, one_piece: bool = False
+) -> Iterator[Step]:
     """Yield the reductions along each axis of the mesh: what is scattered first leaves less to be reduced."""
     for axis, how in sorted(at.partial, key=lambda part: want.dim(part[0]) is None):
         if want.pending.get(axis) == how:
@@ -115,7 +135,7 @@ def _reduced(at: Placement, want: Placement, mesh: Mesh, *, one_piece: bool = Fa
         there = want.dim(axis)
         free = at.without([axis], mesh)
         into = None
-        if there is not None and _fits(free, want, axis, there, mesh):
+        if there is not None and _fits(free, want, axis, there, mesh, query):
             into = _into(free, want, axis, there, mesh)
         if there is not None and into is not None and (not one_piece or blocks(into.dims[there], axis) == ONE):
             at = into
@@ -129,9 +149,12 @@ def _reduced(at: Placement, want: Placement, mesh: Mesh, *, one_piece: bool = Fa
             yield Collective(collective="all_reduce", ranks=mesh[axis], axis=axis, operation=how), at, "all_reduce"
 
 
-def _fits(at: Placement, want: Placement, axis: str, dim: int, mesh: Mesh) -> bool:
+def _fits(at: Placement, want: Placement, axis: str, dim: int, mesh: Mesh, query: int | None) -> bool:
     """Whether an axis of the mesh can be put where it is wanted, beside those that split the same axis already."""
     stay = all(f in want.dims[dim] for f in at.dims[dim] if isinstance(f, str))
+    if dim == query:
+        beside = [*_axes(at.dims[dim]), axis]
+        stay = _axes(want.dims[dim])[: len(beside)] == beside
     return stay and agree(at.dims[dim], want.dims[dim], mesh)
 
 

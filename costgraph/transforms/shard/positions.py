@@ -24,10 +24,11 @@ Names = tuple[str, ...]
 
 
 def restricted(rule: Split, op: Op, given: Sequence[Placement | None]) -> Split:
-    """Return the rule with the keys of a domain whole, and queries that a rank could not have a block of."""
-    found = set(rule.whole)
+    """Return the rule with the keys of a domain whole, and queries in blocks, whole if a rank could not have one."""
+    found, blocks = set(rule.whole), set(rule.consecutive)
     for own, seen in _positions(op, rule):
         found |= {*seen}
+        blocks |= {*own}
         lying = [
             at.dims[i]
             for labels, at in zip(rule.operands, given, strict=True)
@@ -37,7 +38,7 @@ def restricted(rule: Split, op: Op, given: Sequence[Placement | None]) -> Split:
         ]
         if not (len(own) == 1 and _as_many(rule, own[0], seen) and all(_in_blocks(dim) for dim in lying)):
             found |= {*own}
-    return replace(rule, whole=frozenset(found)) if found != rule.whole else rule
+    return replace(rule, whole=frozenset(found), consecutive=frozenset(blocks)) if blocks else rule
 
 
 def queries(op: Op, rule: Split, choice: Choice) -> frozenset[str]:

@@ -212,7 +212,7 @@ class Placed(Rewriter):
         key, always = (t, want, new, "" if t in self.params else phase), (t, want, new, "")
         if key in self.copies or always in self.copies:
             return self.copies.get(key) or self.copies[always]
-        way, param = list(steps(have, want, self.mesh)), t in self.params
+        way, param = list(steps(have, want, self.mesh, None if t.domain is None else t.domain[1])), t in self.params
         made = self.again(t, want, new, phase) if repeated(t) and {name for *_, name in way} != {"part"} else None
         if made is not None:
             self.copies[key] = made
