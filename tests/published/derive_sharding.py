@@ -57,6 +57,15 @@ def activations_of_a_device(row):
     return of_rank(row, "core") * row["inputs"]["L"] / 2**30
 
 
+@derives("kor-fig1-act-tp-175B", "kor-fig1-act-seqsel-175B")
+def activations_of_the_first_stage(row):
+    # a rank has m groups of layers, and micro-batches of as many groups as the schedule lets wait
+    n, sequence = row["inputs"], "seqsel" in row["id"]
+    waiting = cg.plan.in_flight("interleaved", n["p"], n["B"] // n["b"], n["m"], 0)
+    each = of_rank(row, "core" if sequence else "none", sequence=sequence) * n["L"] / (n["p"] * n["m"])
+    return each * waiting / 2**30
+
+
 @derives("kor-fig7-seq-22B", "kor-fig7-seqsel-22B", "kor-fig7-seq-175B", "kor-fig7-seqsel-175B")
 def percent_of_tensor_parallelism(row):
     again = "core" if "seqsel" in row["id"] else "none"

@@ -53,8 +53,9 @@ of them and a test compares the two. GB is 10^9 bytes, GiB is 2^30.
 TIMES = """
 ## Time of a step
 
-The calibrated time of the same graphs: ops as devices were seen to run them ([calibration](calibration.md)), with no
-row from below among what was fitted, and no B200, which has the terms of devices like it; after them collectives,
+The calibrated time of the same graphs: ops as devices were seen to run them ([calibration](calibration.md)), one set of
+terms for each device, with no row from below among what was fitted but for llm-foundry's passes of one device, and no
+B200, which has the terms of devices like it; after them collectives,
 nothing overlapping: at the rates of data sheets, over the NVLink of the B200 at what its runs of NCCL reached, 67 % of
 900 GB/s and 8 us for a step of a ring (SimuMax configs/system/b200_bf16_ceperm.json @4dcaae5). Tokens a second of one
 device are the tokens of a rank over this time.
@@ -84,7 +85,7 @@ def rank(program):
     how = program["precision"], program.get("accumulate", 1), program.get("checkpoint"), "loss" in program
     how = *how, program.get("system", "torch")
     whole = step(program["model"], *how)
-    options = ("dp", "cp", "tp", "ep", "zero", "sequence", "context", "pp", "system")
+    options = ("dp", "cp", "tp", "ep", "zero", "sequence", "context", "pp", "system", "reduce_each", "placements")
     asked = {key: program[key] for key in options if key in program}
     asked |= {"micro_batches": program["accumulate"]} if "pp" in program else {}
     made = cg.parallelize(whole, **asked, strict=True)
@@ -109,7 +110,9 @@ def derived(row):
     if "device" not in row:
         return cg.peak_memory(graph, **sizes) / UNITS[row["unit"]]
     seconds = cg.seconds(graph, device(row), "calibrated", **sizes)
-    return 1e3 * seconds if row["unit"] == "ms" else cg.step_tokens(graph, **sizes) / seconds
+    # ranks of tp have the same tokens
+    tokens = cg.step_tokens(graph, **sizes) / row["program"].get("tp", 1)
+    return 1e3 * seconds if row["unit"] == "ms" else tokens / seconds
 
 
 def deviation(row):

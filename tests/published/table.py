@@ -25,7 +25,7 @@ HEAD = """\
 {all} numbers that papers, books and tools print. {derived} of them are derived here from declared graphs and compared
 at the digits that are printed, {disagrees} of these with another result than the source: it rounds on the way, errs or
 measured.
-The other {later} say what will answer them: {counts}.
+The other {later} say why they are not: {counts}.
 
 The declarations are in `tests/published/`, the numbers with their sources in `tests/published/forward.json`;
 `python tests/published/table.py` makes this page of them and a test compares the two. GB is 10^9 bytes, GiB is 2^30.
@@ -90,7 +90,7 @@ def page():
         derived=len(ROWS),
         disagrees=sum("disagrees" in r for r in ROWS.values()),
         later=len(LATER),
-        counts=f"{', '.join(counts)}; {groups[NOTHING]} are no questions of this library",
+        counts=", ".join([*counts, f"{groups[NOTHING]} are no questions of this library"]),
     )
     return head + "\n".join(lines()) + "\n"
 

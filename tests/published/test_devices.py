@@ -24,13 +24,16 @@ def test_the_page_is_what_the_script_makes_of_the_rows():
     derived = [row for row in devices.ROWS if "program" in row]
     attention = ROWS["simumax-llama3_70b_l12_tp1_cp8_pp1_dp1_seq131072_mbc4_cef-time"]
     timed = [row for row in derived if "device" in row and row is not attention]
-    assert all(abs(devices.deviation(row)) < 0.15 for row in timed)
+    float8 = [row for row in timed if "products in float8" in row.get("note", "")]
+    assert (len(timed) - len(float8), len(float8)) == (15, 3)
+    assert all(abs(devices.deviation(row)) < 0.15 for row in timed if row not in float8)
+    assert all(-0.35 < devices.deviation(row) < -0.1 for row in float8)  # slower than what is compiled
     assert 0 < devices.deviation(attention) < 0.4
     peaks = [row for row in derived if "MiB" in row["unit"]]
     assert len(peaks) == 11
     assert all(abs(devices.deviation(row)) < 0.02 for row in peaks)
     assert sum(abs(devices.deviation(row)) < 0.0105 for row in peaks) == 9
     reserved = [row for row in derived if "reserved" in row.get("note", "")]
-    assert len(reserved) == 7
+    assert len(reserved) == 8
     assert all(devices.deviation(row) < 0 for row in reserved)  # it has what is in tensors, and more
     assert all(row["source"] and ("why" in row) != ("program" in row) for row in ROWS.values())
