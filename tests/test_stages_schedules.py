@@ -69,22 +69,23 @@ def states(name, p, m, v, rank):
         ("gpipe", 3, 5, 1), ("1f1b", 5, 7, 1), ("1f1b", 5, 3, 1), ("interleaved", 3, 3, 2), ("interleaved", 3, 9, 3),
         ("interleaved", 5, 10, 2), ("zb-h1", 5, 7, 1), ("zb-h1", 3, 3, 1), ("interleaved-zb", 3, 6, 2),
         ("interleaved-zb", 5, 15, 3), ("zbv", 5, 11, 2), ("zbv", 3, 7, 2), ("dualpipev", 5, 11, 2),
-        ("dualpipev", 3, 8, 2),
+        ("dualpipev", 3, 8, 2), ("dualpipe", 2, 6, 2), ("dualpipe", 6, 16, 2), ("dualpipe", 10, 22, 2),
     ],
 )  # fmt: skip
 def test_what_waits_is_what_is_counted(name, p, m, v):
     order = Order(name, poly(p), poly(m), poly(v))
     for rank in range(p):
-        folded = name in ("zbv", "dualpipev")
-        first, last = rank == 0, rank == (0 if folded else p - 1)
-        held = [[int(n.constant) for n in h] for h in order.held(poly(rank), first=first, last=last, later=False)]
+        folded = name in ("zbv", "dualpipev", "dualpipe")
+        at = min(rank, p - 1 - rank) if name == "dualpipe" else rank  # both halves do the same, the one mirrored
+        first, last = at == 0, at == (0 if folded else p - 1)
+        held = [[int(n.constant) for n in h] for h in order.held(poly(at), first=first, last=last, later=False)]
         seen = list(states(name, p, m, v, rank))
         # a pass goes through all groups of a rank: of each but one of them it holds what waits here
         for bytes_waiting, bytes_weights in ((5, 3), (4, 5), (1, 0), (0, 1)):
             counted = max(len(a) * bytes_waiting + len(b) * bytes_weights for _, a, b in seen)
             found = max((h[0] + v - 1) * bytes_waiting + h[1] * bytes_weights for h in held)
             assert found == counted or (found == counted + (v - 1) * bytes_waiting and held[-1][0] == 0)
-        for at, stage, there in ((2, 0, first), (4, p * v - 1, last)):
+        for at, stage, there in ((2, 0, first), (4, (p if name == "dualpipe" else p * v) - 1, last)):
             if there:
                 counted = max(a.count(stage) + (s == stage) for s, a, _ in seen)
                 assert max(h[at] for h in held) + 1 == counted
@@ -233,13 +234,47 @@ def test_norms_and_flags_of_all_gradients_are_put_together():
 # -- how long they take ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [n for n in GROUPS if n not in ("gpipe", "1f1b")])
+def test_both_directions_have_two_whole_stages_on_each_rank_and_half_of_the_micro_batches_through_each():
+    """A rank does what one does of a half pipeline that is folded; its parameters are those of the mirrored one too."""
+    whole_step, s = cut(llama(), 6, 16, schedule="dualpipe")
+    halved, half = cut(llama(), 3, 8, schedule="dualpipev")
+    assert [g.name for g in s.stages] == ["llama.first", "llama.middle", "llama.last"]
+    assert [g.waiting.alike.constant for g in s.stages] == [1, 4, 1]
+    for mine, other in zip(s.stages, (half.stages[0], half.stages[1], half.stages[0]), strict=True):
+        assert cg.peak_memory(mine, **own_sizes(mine, L=12)) == cg.peak_memory(other, **own_sizes(other, L=12))
+    first, middle, last = ([ask(g) for ask in (cg.param_count, cg.matmul_flops)] for g in s.stages)
+    params, flops = (a + 4 * b + c for a, b, c in zip(first, middle, last, strict=True))
+    assert sympy.expand(params - 2 * cg.param_count(whole_step)) == 0
+    assert sympy.expand(flops - cg.matmul_flops(whole_step)) == sympy.expand(flops - 2 * cg.matmul_flops(halved)) == 0
+    for g, rank in zip(s.stages, (0, 2, 5), strict=True):
+        rows = cg.communication(g).rows
+        assert sum(r.times for r in rows if r.collective == "send") == cg.plan.sends("dualpipe", 6, 16, 2, rank)
+        met = [r for r in rows if r.collective == "all_reduce"]
+        assert sympy.expand(sum(r.bytes for r in met) - 4 * cg.param_count(g)) == 0
+        assert {(r.axis, r.ranks, r.times) for r in met} == {("pp", 2, 1)}
+    found = cg.plan.run(s, "h100-sxm", 10**6, **{**SIZES, "L": 12})
+    assert (found.devices, found.step_tokens) == (6, 16 * SIZES["B"] * SIZES["S"])
+    with pytest.raises(cg.BindingError, match="half of the ranks"):
+        cut(llama(), 5, 16, schedule="dualpipe")
+
+
+@pytest.mark.parametrize("name", [*GROUPS, "dualpipe"])
+def test_runs_of_all_schedules_count_tokens_and_devices_of_the_whole_pipeline(name):
+    whole_step, s = cut(llama(), 4, 8, schedule=name, virtual=GROUPS.get(name, 1))
+    found = cg.plan.run(s, "h100-sxm", 10**6, **SIZES)
+    assert (found.devices, found.step_tokens) == (4, 8 * SIZES["B"] * SIZES["S"])
+    assert found.seconds == cg.seconds(s, "h100-sxm", **SIZES)
+    rate = float(cg.load_hardware("h100-sxm").rate("fp32").value)
+    assert found.mfu == pytest.approx(cg.model_flops(whole_step, **SIZES) / 4 / found.seconds / rate)
+
+
+@pytest.mark.parametrize("name", [*(n for n in GROUPS if n not in ("gpipe", "1f1b")), "dualpipe"])
 def test_time_is_that_of_the_events_but_for_a_few_sends(name):
-    v = GROUPS[name]
+    v = GROUPS.get(name, 1)  # of both directions, a micro-batch goes through one stage of a rank
     _, s = cut(llama(), 4, schedule=name, virtual=v)
     g = s.stages[1]
     late = {op for body in g.bodies() for op in behind(body)}
-    for p in (2, 3, 5):
+    for p in (2, 3, 5) if name != "dualpipe" else (2, 4, 6):
         m = 2 * p
         g.waiting = replace(g.waiting, stages=poly(p), alike=poly(p), micro_batches=poly(m), asked=())
         g.cache.clear()
@@ -254,7 +289,7 @@ def test_time_is_that_of_the_events_but_for_a_few_sends(name):
                 return poly(cost[which] * (1 if which == "once" else m * v))
 
             found = Fraction(duration.of_pipeline([asked], timing).constant) - 17
-            lists = cg.plan.schedule(name, p, m, v)
+            lists = cg.plan.schedule(name, p, m, GROUPS.get(name))
             events = cg.plan.simulate(lists, forward=f, backward_input=i, backward_weight=w, send=send).makespan
             assert abs(found - events) <= (0 if name == "interleaved" else 2 * p * send)
 
@@ -315,7 +350,7 @@ def test_stages_may_have_layers_of_their_own():
     [
         ({"schedule": "1f1b", "virtual": 2}, "virtual stages of a rank beyond 1"),
         ({"schedule": "interleaved"}, "virtual stages of a rank beyond one"),
-        ({"schedule": "dualpipe"}, "schedule 'dualpipe', of which each rank has two stages of the model, expected"),
+        ({"schedule": "dualpipe", "virtual": 3}, "schedule 'dualpipe': virtual stages of a rank beyond 2"),
         ({"schedule": "1f1c"}, "parallelize: schedule '1f1c', expected one of gpipe"),
         ({"schedule": "zbv", "layers": (1, 2, 3, 4)}, "layers of stages with 2 groups each, expected stages of one"),
         ({"layers": (1, 2, 3)}, "layers of 3 stages, expected as many as pp, which is 4"),

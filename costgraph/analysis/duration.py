@@ -240,8 +240,9 @@ def of_shares(facts: Sequence[Waiting], shares: Sequence[Shares], send: Poly, kn
     passes = [forward + back + weights for forward, back, weights, _ in shares]
     once = _most((share[-1] for share in shares), known)
     if facts[0].schedule not in ("gpipe", "1f1b"):
-        turned = SCHEDULES[facts[0].schedule].folded  # within the last rank: nothing is sent there
-        waits = 2 * (p * v - (2 if turned else 1))
+        made = SCHEDULES[facts[0].schedule]
+        of_model = p if made.both_ways else p * v
+        waits = 2 * (of_model - (2 if made.folded and not made.both_ways else 1))  # none where it turns, within a rank
         return m * _most(passes, known) + _idle(facts[0], shares, known) + waits * send + once
     through = total(fact.alike * one for one, fact in zip(passes, facts, strict=True))
     if facts[0].schedule == "gpipe":
@@ -282,14 +283,18 @@ def _of_passes(facts: Sequence[Waiting], times: Sequence[Poly], send: Poly, know
 
 def _idle(facts: Waiting, shares: Sequence[Shares], known: Relations) -> Poly:
     """Return how long a rank waits for others of which each group of layers takes as long as the slowest one."""
-    each = (_most(times, known) / facts.groups for times in list(zip(*shares, strict=True))[:3])
+    # of both directions a rank has half of the micro-batches each, which go through one of its stages
+    groups = ONE if SCHEDULES[facts.schedule].both_ways else facts.groups
+    each = (_most(times, known) / groups for times in list(zip(*shares, strict=True))[:3])
     put = dict(zip(("p", "forward", "input", "weight"), (facts.stages, *each), strict=True))
     forms, fewest = idle(facts.schedule)
     ranks = facts.stages.constant
     if ranks is not None and ranks < fewest:
-        many, groups = next(sizes(facts.schedule, int(ranks)))
-        forms = tuple(sympy.Matrix([row]).dot(TIMES) for row in idle_at(facts.schedule, int(ranks), many, groups))
-    return _most((poly(form).bind(put) for form in forms), known)
+        many, chunks = next(sizes(facts.schedule, int(ranks)))
+        forms = tuple(sympy.Matrix([row]).dot(TIMES) for row in idle_at(facts.schedule, int(ranks), many, chunks))
+    # none of the sums is more than nothing of a rank that waits for nobody
+    found = [p for p in (poly(form).bind(put) for form in forms) if not known.nonnegative(-p)]
+    return _most(found, known) if found else ZERO
 
 
 def _knows(asked: Asked) -> Waiting:

@@ -21,6 +21,7 @@ from ..graph.sizes import Bindings, known_names, of_stages
 from ..hardware.networks import Network
 from ..hardware.specs import Hardware
 from ..notation.door import guarded
+from ..transforms.schedules import SCHEDULES
 from .pipeline import bubble as idle_share
 
 __all__ = ["Run", "run", "served", "spread"]
@@ -128,6 +129,8 @@ def run(
         done, ranks = _mean(stages, dims)
     taken = given("run: seconds", busy) * (1 + idle)
     own, (mesh, parts) = tokens_poly(step), spread("run", step)
+    if step.waiting is not None and SCHEDULES[step.waiting.schedule].both_ways:
+        parts *= 2  # half of the micro-batches enter at each end
     devices, whole = (as_expr(answer(p.bind(values), values.held)) for p in (mesh, own * parts))
     devices *= ranks
     rate = rate_of("run", hardware, dtype, step, _own(step, dims), fallback)

@@ -117,8 +117,12 @@ SCHEDULES: Mapping[str, Schedule] = {
     "interleaved-zb": Schedule(_zero_bubble, lambda m, p: m - p, None, whole=True),
     "zbv": Schedule(_zbv, lambda m, p: m - 2 * p + 1, 2, folded=True, drained=lambda p, r: (p - 1 - r, 2 * r)),
     # DeepSeek-AI 2024, arXiv 2412.19437
-    "dualpipe": Schedule(_dualpipe_v, lambda m, p: m - 2 * p, 2, folded=True, both_ways=True),
-    "dualpipev": Schedule(_dualpipe_v, lambda m, p: m - 2 * p, 2, folded=True, drained=lambda p, r: (p - 1 - r, r)),
+    **{
+        name: Schedule(
+            _dualpipe_v, lambda m, p: m - 2 * p, 2, folded=True, drained=lambda p, r: (p - 1 - r, r), both_ways=both
+        )
+        for name, both in (("dualpipe", True), ("dualpipev", False))
+    },
 }
 
 

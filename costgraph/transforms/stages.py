@@ -89,18 +89,21 @@ def in_stages(
             f"many: training_step(accumulate={m})"
         )
     count = _count(plan)
-    kinds = _uneven(order, every) if every else _even(order, count)
+    kinds = (
+        _uneven(order, every) if every else _both_ways(order, count) if order.made.both_ways else _even(order, count)
+    )
     conditions = [c for validity in open_ones for c in validity.conditions.declared]
     wanted = [(c.formula, c.place, c.least) for c in conditions]
     if groups != ONE:
-        wanted.append((count / (stages * groups), f"layers of each of {groups} groups of a rank", 1))
+        wanted.append((count / (order.p * groups), f"layers of each of {groups} groups of a rank", 1))
     if stages.constant is None:
         wanted += [(stages, "stages of a pipeline", 2)]
-    shares, shared = cut(graph, plan, kinds)
+    shares, shared = cut(graph, plan, kinds, both_ways=order.made.both_ways)
     made = [s.run(graph, f"{graph.name}.{k.name}".replace(" ", "_")) for s, k in zip(shares, kinds, strict=True)]
     more = [[(kind.alike, "stages between the first and the last one", 1)] * bool(kind.alike.names()) for kind in kinds]
     held = [replace(waiting_of(order, k), asked=(*wanted, *own)) for k, own in zip(kinds, more, strict=True)]
-    ends = [shared if kind.first or kind.last else frozenset() for kind in kinds]
+    twice = order.made.both_ways
+    ends = [shared if kind.first or kind.last or twice else frozenset() for kind in kinds]
     return list(map(Stage, made, held, ends, (share.meets for share in shares)))
 
 
@@ -133,11 +136,6 @@ def _listed(layers: object, stages: Poly) -> tuple[int, ...]:
 def _groups(schedule: str, virtual: Poly, every: Sequence[int]) -> Poly:
     """Return the groups of layers of a rank."""
     made = SCHEDULES[schedule]
-    if made.both_ways:
-        raise UnsupportedError(
-            f"parallelize: schedule {schedule!r}, of which each rank has two stages of the model, expected another: "
-            f"dualpipev has them once"
-        )
     groups = poly(made.chunks) if made.chunks is not None and virtual == ONE else virtual
     if every and groups != ONE:
         raise UnsupportedError(f"parallelize: layers of stages with {groups} groups each, expected stages of one group")
@@ -168,6 +166,14 @@ def _even(order: Order, count: Poly) -> list[Kind]:
     return [*kinds, last]
 
 
+def _both_ways(order: Order, count: Poly) -> list[Kind]:
+    """Return the ranks at both ends, which have both ends of the model, and those between them, alike by twos."""
+    p, share = order.p, poly(symbol(*count.names())) / order.p
+    first, last = (Kind(n, (ZERO,), ONE, share, first=True, last=True, between=ONE) for n in ("first", "last"))
+    between = [Kind("middle", tuple(dict.fromkeys((ONE, p - 1))), 2 * p - 2, share, between=ONE)]
+    return [first, *between * (p != ONE), last]
+
+
 def _uneven(order: Order, every: Sequence[int]) -> list[Kind]:
     """Return the first rank, those in the middle that have as many layers as each other, and the last one."""
     last = len(every) - 1
@@ -190,17 +196,19 @@ def waiting_of(order: Order, kind: Kind) -> Waiting:
         tuple(dict.fromkeys(h for r in ranks for h in order.held(r, first=kind.first, last=kind.last, later=later)))
         for later in (False, True)
     )
-    return Waiting(first, later, order.name, order.p, order.m, kind.alike, order.v, ranks=kind.runs)
+    return Waiting(first, later, order.name, *order.whole, kind.alike, order.v, ranks=kind.runs)
 
 
-def cut(graph: Graph, plan: Plan, kinds: Sequence[Kind]) -> tuple[list[Share], frozenset[str]]:
-    """Return what ranks do, and the parameters of both ends."""
+def cut(
+    graph: Graph, plan: Plan, kinds: Sequence[Kind], *, both_ways: bool = False
+) -> tuple[list[Share], frozenset[str]]:
+    """Return what ranks do, and the parameters that another one has as well: those of both ends, or all of them."""
     (name,) = _count(plan).names()
     _need_apart(plan, name)
     made = [
         Share(
             graph, plan, {name: kind.layers + (ZERO if kind.first else plan.before)},
-            first=kind.first, last=kind.last, between=kind.between,
+            first=kind.first, last=kind.last, between=kind.between, half=both_ways,
         )
         for kind in kinds
     ]  # fmt: skip
@@ -209,6 +217,8 @@ def cut(graph: Graph, plan: Plan, kinds: Sequence[Kind]) -> tuple[list[Share], f
         return made, frozenset()
     own = made[0].used if made[0].last else Share(graph, plan, {}, first=False, last=False).used
     tied = (made[0].used & made[-1].used) - own
+    if both_ways:
+        tied = {t for t in graph.tensors if t.role == "param"}
     late = next((t for t in tied if t.role == "param" and t.requires_grad and t not in graph.gradients), None)
     if late is not None:
         raise UnsupportedError(

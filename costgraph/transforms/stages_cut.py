@@ -138,12 +138,15 @@ class Share(Rewriter):
         first: bool,
         last: bool,
         between: Poly = ZERO,
+        half: bool = False,
     ) -> None:
         super().__init__(values)
         self.flags, self.meets = dict[Tensor, None](), dict[str, str]()
         self.alike, self.part = set[Tensor](), set[Tensor]()
         """scalars of which all stages have the same, and stacks of scalars of which each one has some"""
         self.graph, self.plan, self.first, self.last, self.between = graph, plan, first, last, between
+        self.half = half
+        """Whether half of the micro-batches enter at each end: a pass is of one of each, of other groups of layers."""
         self.wanted: set[Tensor] = set()
         self.kept = self.needed()
         self.used = self.sources()
@@ -243,6 +246,15 @@ class Share(Rewriter):
         if old in self.left:
             return None
         made: Tensor = super().source(old, new, suffix)
+        passes = self.plan.home.owner
+        if (
+            self.half
+            and passes is not None
+            and passes.loop is not None
+            and old in passes.loop.xs
+            and old.role == "input"
+        ):
+            made.sizes = (made.sizes[0] / 2, *made.sizes[1:])
         return made
 
     def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
@@ -309,6 +321,7 @@ class Share(Rewriter):
         body.outputs += [body.adopt(self.tensors[t]) for t, _ in ends]
         kind = replace(
             bound_record(op.kind, self.values), body=body,
+            count=bound(loop.count, self.values) / (2 if self.half else 1),
             carries=sum(f in self.wanted for f in loop.carries), xs=sum(f in self.wanted for f in loop.slices),
         )  # fmt: skip
         operands = [self.tensors[t] for f, t in zip(old.formals, op.operands, strict=True) if f in self.wanted]

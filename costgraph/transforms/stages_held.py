@@ -13,7 +13,7 @@ __all__ = ["Order"]
 
 
 class Order:
-    """The order in which ranks of a pipeline work.
+    """The order in which ranks of a pipeline work: of one whose micro-batches enter at both ends, of one half of it.
 
     Parameters
     ----------
@@ -24,8 +24,10 @@ class Order:
     """
 
     def __init__(self, name: str, pp: Poly, micro_batches: Poly, groups: Poly) -> None:
-        self.name, self.p, self.m, self.v = name, pp, micro_batches, groups
-        self.made = SCHEDULES[name]
+        self.name, self.v, self.made = name, groups, SCHEDULES[name]
+        self.whole = pp, micro_batches
+        half = 2 if self.made.both_ways else 1
+        self.p, self.m = pp / half, micro_batches / half
         self.splits = any("W" in words for words, _ in self.made.phases(*_SOME))
         """Whether gradients of weights come later than those that are handed back."""
 
@@ -41,7 +43,8 @@ class Order:
         later : bool
             Whether gradients of all its weights are there.
         """
-        until = [poly(in_flight(self.name, self.p.expr, self.m.expr, self.v.expr, rank.expr, u)) for u in _UNTIL]
+        p, m = self.whole
+        until = [poly(in_flight(self.name, p.expr, m.expr, self.v.expr, rank.expr, u)) for u in _UNTIL]
         most = [(until[0] - 1, until[1] - until[0])]
         if self.made.drained is not None:
             forward, weights = self.made.drained(self.p.expr, rank.expr)

@@ -94,13 +94,15 @@ def parallelize(
         last one the head and the loss. A parameter that both ends read is on both, and its gradients are added up. Of a
         pass without gradients, as of inference, stages have the caches of their layers.
     schedule : str
-        gpipe, 1f1b, interleaved, zb-h1, interleaved-zb, zbv or dualpipev: how many micro-batches a rank holds at a
-        time, `costgraph.plan.in_flight`. The last four make gradients of weights behind those that go to other ranks.
+        gpipe, 1f1b, interleaved, zb-h1, interleaved-zb, zbv, dualpipe or dualpipev: how many micro-batches a rank holds
+        at a time, `costgraph.plan.in_flight`. The last five make gradients of weights behind what goes to other ranks.
     micro_batches : sympy.Expr or int
         Micro-batches of a step with stages, as many as `training_step` accumulates. Of a pass without gradients, how
         many batches of its size are on their way at a time, each with caches of its own.
     virtual : sympy.Expr or int
-        Groups of layers of a rank, of interleaved and interleaved-zb; zbv and dualpipev have two.
+        Groups of layers of a rank, of interleaved and interleaved-zb; zbv and dualpipev have two. dualpipe has two
+        whole stages on each rank, r and pp - 1 - r, and half of the micro-batches through each: every parameter is on
+        two ranks, and its gradients are added up.
     layers : sequence of int, optional
         How many layers each stage has, in their order, where they are not as many.
     system : str
@@ -134,8 +136,7 @@ def parallelize(
         If no parameter of the graph is one that `tp` or `ep` splits, or a degree is no positive integer.
     UnsupportedError
         If `system="megatron"` is asked for more than stage 1 of ZeRO, a graph is cut into stages that is no step with
-        one loop over layers, an op outside of them needs what two stages have, or the schedule is dualpipe, of which
-        each rank has two whole stages.
+        one loop over layers, or an op outside of them needs what two stages have.
 
     Notes
     -----
