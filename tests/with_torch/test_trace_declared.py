@@ -251,6 +251,18 @@ REDUCING = {
 }
 
 
+#: Lookups and what else was a recorded call, and FLOPs of one row of 7; indices are of constants.
+LOOKING = {
+    "largest of an axis": (lambda x: x.max(-1)[0], 7),
+    "largest of a middle axis": (lambda x: x.max(1, keepdim=True)[0] * x, 2 * 7),
+    "its place": (lambda x: x.argmax(-1, keepdim=True) * x, 2 * 7),
+    "a number at places": (lambda x: torch.zeros_like(x).scatter_(-1, x.topk(2, -1)[1], 1.0) * x, 2 * 7),
+    "a number of the program": (lambda x: x * torch.tensor(3.0, dtype=x.dtype), 7),
+    # a softmax has 5 for each element, and rows of minus infinity are found and replaced
+    "a softmax of hidden rows": (lambda x: torch._safe_softmax(x, -1), 5 * 7 + 3 * 7),
+}
+
+
 class Reduces(nn.Module):
     def __init__(self, function):
         super().__init__()
@@ -265,10 +277,10 @@ class Summed(Reduces):
         return super().forward(x).square().sum()
 
 
-@pytest.mark.parametrize("name", REDUCING)
-def test_reductions_and_running_sums_are_declared(name):
+@pytest.mark.parametrize("name", [*REDUCING, *LOOKING])
+def test_reductions_running_sums_and_lookups_are_declared(name):
     """Numbers are those of the run where ops are made of what is declared, gradients too."""
-    (function, each), x = REDUCING[name], torch.randn(3, 5, 7, dtype=torch.float64)
+    (function, each), x = (REDUCING | LOOKING)[name], torch.randn(3, 5, 7, dtype=torch.float64)
     g = trace(Reduces(function), x, dims=[("B", "S", None)])
     assert all(op.kind.name != "foreign" for op in g.ops)
     B, S = cg.dims("B S")

@@ -194,7 +194,8 @@ class Recorder(TorchDispatchMode):
             self.data.note(func, args, kwargs, out)
             with _disable_current_modes():
                 numbers = args[0].tolist()
-            self._record(func, (self.values.seen(numbers, self.known),), {"dtype": format_of(args[0].dtype)}, {}, out)
+            made = func if isinstance(numbers, list) else aten.scalar_tensor.default
+            self._record(made, (self.values.seen(numbers, self.known),), {"dtype": format_of(args[0].dtype)}, {}, out)
             return out
         if func is aten.add.Tensor and not kwargs and self._joins(*args):
             func = aten.add_.Tensor

@@ -37,6 +37,18 @@ def soft(call: Call) -> Tensor | None:
     return made if x.ndim else reshape(made, ())
 
 
+@translation("_safe_softmax")
+def safe_softmax(call: Call) -> Tensor | None:
+    """A softmax, and zeros in rows that are all minus infinity."""
+    x, dim = call["self"], call["dim"]
+    if not x.ndim or call.out.dtype != x.dtype:
+        return None
+    names = [f"a{i}" for i in range(x.ndim)]
+    rows = " ".join("1" if i == dim % x.ndim else n for i, n in enumerate(names))
+    hidden = reduce(pointwise("eq", x, float("-inf")), f"{' '.join(names)} -> {rows}", "all")
+    return pointwise("masked_fill", softmax(x, dim), hidden)
+
+
 def _rows(x: Tensor, count: int) -> tuple[str, str]:
     """Return patterns that reduce the last axes and keep them with size 1."""
     names = [f"a{i}" for i in range(x.ndim)]

@@ -10,7 +10,7 @@ from ....graph.tensor import Tensor
 from ....ops.fill import fill
 from ....ops.grouped import TopK
 from ....ops.index import Gather, Scatter, gather, scatter, take_along
-from ....ops.layout import broadcast, permute
+from ....ops.layout import broadcast, permute, reshape
 from ....ops.ordering import Sort
 from ..call import Call
 from ..rules.amounts import is_number
@@ -109,6 +109,17 @@ def largest(call: Call) -> Sequence[Tensor] | None:
     return apply(TopK(k=k, room=x.sizes[-1] - k), [x], "top_k")
 
 
+@translation("max.dim", "argmax")
+def largest_one(call: Call) -> Sequence[Tensor] | Tensor | None:
+    """The largest element along an axis, and where it is."""
+    x, dim = call["self"], call.get("dim")
+    if not x.ndim or dim is None or x.dtype.kind == "bool":
+        return None
+    values, places = apply(TopK(k=ONE, room=x.sizes[dim] - 1), [_to_the_end(x, dim)], "top_k")
+    made = [reshape(t, call.out.sizes) for t in (values, places)]
+    return made[1] if call.name == "argmax" else made
+
+
 @translation("sort")
 def ordered(call: Call) -> Sequence[Tensor] | None:
     """All elements along the last axis in order, and where they were."""
@@ -143,12 +154,15 @@ def added(call: Call) -> Tensor | None:
     return scatter(target, rows, source, "add" if call.name == "index_add" else "set", inplace=call.inplace)
 
 
-@translation("scatter_add", "scatter.src")
+@translation("scatter_add", "scatter.src", "scatter.value")
 def along(call: Call) -> Tensor | None:
-    """Elements along an axis that others are added to, or that others take the place of."""
-    target, dim = call["self"], call["dim"]
-    if not target.ndim or call["src"].sizes != call["index"].sizes:
+    """Elements along an axis that others, or a number, are added to or take the place of."""
+    target, dim, index = call["self"], call["dim"], call["index"]
+    given = call.get("src")
+    if given is None and isinstance(call.get("value"), bool | int | float):
+        given = fill(index.sizes, float(call["value"]), target.dtype)
+    if not target.ndim or given is None or given.sizes != index.sizes:
         return None
-    target, ids, source = (_to_the_end(call[n], dim) for n in ("self", "index", "src"))
+    target, ids, source = (_to_the_end(t, dim) for t in (target, index, given))
     mode = "add" if call.name == "scatter_add" else "set"
     return _behind(scatter(target, ids, source, mode, inplace=call.inplace, along=True), dim)
