@@ -48,3 +48,32 @@ def test_what_ranks_do_together_is_derived_of_all_of_them(place, transform):
     wrong = f"{place}: graph 'gpt2' is that of one rank already, expected one of all devices"
     with pytest.raises(cg.GraphError, match=wrong):
         transform(rank)
+
+
+def towers(place="d (f tp)"):
+    """Four equal blocks in no loop, and the graph of one of two ranks; the last weight may lie elsewhere."""
+    B, D, F = cg.dims("B D F")
+    with cg.Graph("towers", dtype="fp32") as g:
+        x = g.input("x", (B, D), grad=True)
+        for i in range(4):
+            with cg.scope(f"h/{i}"):
+                up = cg.relu(cg.einsum(x, g.param("up", (D, F)), "b d, d f -> b f"))
+                x = x + cg.einsum(up, g.param("down", (F, D)), "b f, f d -> b d")
+        g.output(cg.reduce(x * x, "b d -> ", "sum"))
+    whole = cg.training_step(g, optimizer=cg.SGD())
+    places = {"*/up": "d (f tp)", "*/down": "(f tp) d", "h/3/up": place}
+    return whole, cg.shard(whole, cg.mesh(tp=2), places)
+
+
+def test_blocks_of_a_rank_are_folded_with_where_they_lie():
+    whole, rank = towers()
+    folded = cg.fold(rank)
+    assert str(folded.sharding.places["h/up"].local((TP, D, F))) == "(TP, D, F/2)"
+    assert cg.peak_memory(folded, L=4, B=3, D=5, F=6) == cg.peak_memory(rank, B=3, D=5, F=6)
+    testing.check_sharded(cg.fold(whole), folded, L=4, B=3, D=5, F=6)
+
+
+def test_blocks_that_lie_otherwise_are_no_stack():
+    _, rank = towers("(d tp) f")
+    with pytest.raises(cg.GraphError, match="fold of graph 'towers': "):
+        cg.fold(rank)

@@ -10,6 +10,7 @@ from ...algebra.polynomial import Poly
 from ...errors import GraphError
 from ...graph.graph import Graph
 from ...graph.op import Bodied, Op
+from ...graph.placement import Placement, Sharding
 from ...graph.scopes import opened
 from ...graph.tensor import Tensor
 from ...ops.blocks import Repeat
@@ -70,7 +71,30 @@ class Folder(Rewriter):
             self.fill(old, new)
             new.output(*(self.outer(v) for v in self.around.outputs))
             new.gradients = {self.outer(t): self.outer(g) for t, g in self.around.gradients.items()}
+        if old.sharding is not None:
+            new.sharding = self.laid(old, old.sharding)
         return new.freeze()
+
+    def laid(self, old: Graph, sharding: Sharding) -> Sharding:
+        """Return where the tensors of the new graph lie: as those of each block, whose number is an axis of its own."""
+        for family in dict.fromkeys(self.match.owners.values()):
+            first, *others = family.members
+            other = next((t for t in others if sharding.places[t.name] != sharding.places[first.name]), None)
+            if other is not None:
+                raise GraphError(
+                    f"fold of graph {old.name!r}: {first.name!r} lies as {sharding.places[first.name]}, {other.name!r} "
+                    f"as {sharding.places[other.name]}: expected blocks that lie alike on the mesh"
+                )
+
+        def place(t: Tensor, at: Placement) -> Placement:
+            return at.with_dims([*[()] * (t.ndim - len(at.dims)), *at.dims])
+
+        return replace(
+            sharding,
+            places={made.name: place(made, sharding.places[t.name]) for made, t in self.origins.items()},
+            outputs=tuple(place(t, at) for t, at in zip(self.new.outputs, sharding.outputs, strict=True)),
+            gradients={t.name: place(t, sharding.gradients[self.origins[t].name]) for t in self.new.gradients},
+        )
 
     # -- outside of loops ----------------------------------------------------------------------------------------
 
@@ -81,9 +105,16 @@ class Folder(Rewriter):
             return self.declare(old, new, old.sizes, old.storage.pieces)
         if family is None:
             return super().source(old, new, suffix)
-        if family not in self.families and family not in self.inside:
-            self.families[family] = self.declare(old, new, (self.count, *old.sizes), old.storage.pieces + 1)
+        if family not in self.inside:
+            self.owned(family, new)
         return None
+
+    def owned(self, family: Family, new: Graph) -> Tensor:
+        """Return what stands for what each block has, declared where the first of them or a loop needs it."""
+        if isinstance(family, Owned) and family not in self.families:
+            old = family.members[0]
+            self.families[family] = self.declare(old, new, (self.count, *old.sizes), old.storage.pieces + 1)
+        return self.families[family]
 
     def declare(self, old: Tensor, new: Graph, sizes: Sequence[Poly], pieces: int) -> Tensor:
         """Add what the blocks have of their own."""
@@ -92,6 +123,7 @@ class Folder(Rewriter):
             role=old.role, requires_grad=old.requires_grad, pieces=pieces, host=old.storage.host,
         )  # fmt: skip
         new.add_node(made)
+        self.origins[made] = old
         return made
 
     def copy(self, op: Op, new: Graph, suffix: str = "") -> Op:
@@ -157,7 +189,7 @@ class Folder(Rewriter):
         body = new.start_body(scope.rpartition("/")[2], fused=False)
         inner = _Inner(self, plan, body)
         inner.fill_body()
-        operands = [self.start(plan, c, new) for c in inner.carries] + [self.families[f] for f in inner.slices]
+        operands = [self.start(plan, c, new) for c in inner.carries] + [self.owned(f, new) for f in inner.slices]
         kind = Repeat(
             body=body, count=self.count, carries=len(inner.carries), xs=len(inner.slices), saved=len(plan.saved),
             reverse=plan.run.step < 0,
