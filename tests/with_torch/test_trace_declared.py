@@ -295,3 +295,36 @@ def test_reductions_running_sums_and_lookups_are_declared(name):
     module(x).backward()
     torch.testing.assert_close(made, module(x))
     torch.testing.assert_close(gradient, module.scale.grad)
+
+
+class Dense(nn.Module):
+    """Queries whose heads stand before their positions in memory, as those are that a program has joined."""
+
+    def __init__(self):
+        super().__init__()
+        self.packed = nn.Linear(8, 24)
+
+    def forward(self, x):
+        q, k, v = self.packed(x).view(*x.shape[:2], 3, 2, 4).permute(2, 0, 3, 1, 4)
+        return nn.functional.scaled_dot_product_attention(q.contiguous() * 2, k, v).square().mean()
+
+
+def test_attention_of_dense_queries_keeps_the_sums_of_rows():
+    """Two products forward and five backward: with the logarithms of the sums no result is made again."""
+    module, x = Dense(), torch.randn(3, 5, 8)
+    made, seen = (
+        cg.backward(trace(module, x, dims=[("B", "S", None)])),
+        trace(module, x, dims=[("B", "S", None)], train=True),
+    )
+    B, S = cg.dims("B S")
+    linear = 2 * B * S * 8 * 24
+    assert cg.matmul_flops(made) == (2 * linear + 7 * 2 * B * 2 * S**2 * 4).expand() == cg.matmul_flops(seen)
+    with made:
+        made.outputs.extend(made.gradients.values())
+    low = lower(made, B=3, S=5)
+    low.load_state_dict(module.state_dict())
+    loss, *gradients = low(x)
+    module(x).backward()
+    torch.testing.assert_close(loss, module(x))
+    for gradient, p in zip(gradients, module.parameters(), strict=True):
+        torch.testing.assert_close(gradient, p.grad)
