@@ -206,10 +206,10 @@ def test_a_graph_of_other_layers_is_refused():
 
 
 @pytest.mark.parametrize("options", [{}, {"checkpoint": cg.every_block()}], ids=["saved", "recomputed"])
-def test_what_a_split_sequence_gathers_may_be_held_for_the_backward_pass(options):
+def test_what_a_split_sequence_gathers_is_held_for_the_backward_pass_or_gathered_again(options):
     whole = cg.training_step(models.load("llama-3-8b", symbolic=True, dtype="fp32"), **options)
-    again = cg.parallelize(whole, tp=2, sequence=True, strict=True)
-    held = cg.parallelize(whole, tp=2, sequence=True, hold=True, strict=True)
+    again = cg.parallelize(whole, tp=2, sequence=True, hold=False, strict=True)
+    held = cg.parallelize(whole, tp=2, sequence=True, strict=True)
     sizes = {"B": 2, "S": 4, "D": 8, "H": 4, "G": 2, "K": 2, "F": 8, "L": 3, "V": 8}
     testing.check_sharded(whole, held, **sizes)
     both = [cg.communication(g).filter(phase="backward", collective="all_gather").rows for g in (again, held)]

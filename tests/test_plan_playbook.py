@@ -64,7 +64,8 @@ def picked(group, measured, **limits):
     name, nodes = group
     found = cg.plan.search(
         model(name), devices=8 * nodes, hardware="h100-sxm", precision="megatron-bf16", B=256, S=4096, memory=ROOM,
-        zero=(0, 1), checkpoint="none", sequence=True, reduce="last", tp={tp for _, tp, *_ in measured}, **limits,
+        zero=(0, 1), checkpoint="none", sequence=True, reduce="last", hold=False, tp={tp for _, tp, *_ in measured},
+        **limits,
     )  # fmt: skip
     plans = [(p.dp, p.tp, p.pp, p.zero, p.micro_batch, p.accumulate) for p in found.rows]
     # what fits was not measured to need more than there is

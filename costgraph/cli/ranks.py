@@ -12,13 +12,14 @@ from ..graph.graph import Graph
 from ..transforms.offload import OFFLOADED
 from ..transforms.schedules import SCHEDULES
 from ..transforms.shard.buckets import Buckets as Policy
-from ..transforms.shard.parallelize import CONTEXTS, parallelize
+from ..transforms.shard.parallelize import CONTEXTS, SYSTEMS, parallelize
 from ..transforms.stages_cut import micro_batches
 from . import options as opt
 
 __all__ = [
-    "Buckets", "Context", "Cp", "Dp", "Ep", "Layers", "MicroBatches", "Network", "Offload", "Overlap", "Pp", "Reduce",
-    "Schedule", "Sequence", "Stage", "Tp", "Virtual", "Zero", "micro_batches_of", "rank_of", "stage_of",
+    "Buckets", "Context", "Cp", "Dp", "Ep", "Hold", "Layers", "MicroBatches", "Network", "Offload", "Overlap", "Pp",
+    "Reduce", "Schedule", "Sequence", "Stage", "System", "Tp", "Virtual", "Zero", "micro_batches_of", "rank_of",
+    "stage_of",
 ]  # fmt: skip
 
 REDUCES = ("each", "last")
@@ -52,7 +53,9 @@ Stage = Annotated[str, typer.Option("--stage", metavar="NAME", help="Stage that 
 Zero = Annotated[int, typer.Option("--zero", metavar="N", min=0, max=3, help="Stage of ZeRO over dp and cp.")]
 Sequence = Annotated[bool, typer.Option("--sequence", help="Split the sequence between products over tp.")]
 Context = Annotated[str, _choice("--context", "HOW", "Attention over cp", CONTEXTS)]
-Reduce = Annotated[str, _choice("--reduce", "WHEN", "Gradients, by micro-batches", REDUCES)]
+Reduce = Annotated[str | None, _choice("--reduce", "WHEN", "Gradients, by micro-batches", REDUCES)]
+System = Annotated[str, _choice("--system", "NAME", "Whose policies where systems differ", SYSTEMS)]
+Hold = Annotated[bool, typer.Option("--hold/--no-hold", help="Keep what a split sequence has gathered.")]
 Buckets = Annotated[str, _choice("--buckets", "HOW", "Gradients in buckets", tuple(BUCKETS))]
 Offload = Annotated[
     str, typer.Option("--offload", metavar="WHAT,WHAT", help=f"What lies on the host, of {', '.join(OFFLOADED)}.")
@@ -91,8 +94,9 @@ def stage_of(rank: Graph, name: str) -> Graph:
 
 
 def rank_of(
-    step: Graph, degrees: dict[str, str], zero: int, sequence: bool, context: str, reduce: str, pp: str = "1",
+    step: Graph, degrees: dict[str, str], zero: int, sequence: bool, context: str, reduce: str | None, pp: str = "1",
     schedule: str = "1f1b", virtual: str = "1", layers: str | None = None, buckets: str = "none",
+    system: str = "torch",
 ) -> Graph:  # fmt: skip
     """Return the graph of one of the ranks that share a step; the step itself where there is one rank.
 
@@ -108,21 +112,24 @@ def rank_of(
         Whether the sequence is split over tp.
     context : str
         What attention does along cp.
-    reduce : str
-        each or last: the micro-batch behind which gradients are reduced.
+    reduce : str, optional
+        each or last: the micro-batch behind which gradients are reduced; by default as the system does.
     pp, schedule, virtual : str
         Stages of a pipeline with the micro-batches of the step, their order, and groups of layers of each.
     layers : str, optional
         Layers of each stage.
     buckets : str
         none, copy or view: how gradients are reduced that ranks have whole.
+    system : str
+        torch or megatron.
 
     Raises
     ------
     BindingError, FormatError, GraphError
         If a degree is neither a size nor a name, a word is unknown, or nothing is split over an axis.
     """
-    words = {"--reduce": (reduce, REDUCES), "--context": (context, CONTEXTS), "--buckets": (buckets, tuple(BUCKETS))}
+    words = {"--context": (context, CONTEXTS), "--buckets": (buckets, tuple(BUCKETS)), "--system": (system, SYSTEMS)}
+    words |= {} if reduce is None else {"--reduce": (reduce, REDUCES)}
     for option, (word, known) in words.items():
         if word not in known:
             raise FormatError(f"{option} {shorten(word)}: expected {' or '.join(known)}")
@@ -136,6 +143,6 @@ def rank_of(
             "layers": pieces, "micro_batches": micro_batches(step),
         }  # fmt: skip
     return parallelize(
-        step, **given, zero=zero, sequence=sequence, context=context, reduce_each=reduce == "each",
-        buckets=BUCKETS[buckets],
+        step, **given, zero=zero, sequence=sequence, context=context, buckets=BUCKETS[buckets], system=system,
+        reduce_each=None if reduce is None else reduce == "each",
     )  # fmt: skip

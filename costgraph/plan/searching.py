@@ -11,7 +11,7 @@ from typing import Annotated, Any, NamedTuple
 
 from ..algebra.symbols import shown
 from ..errors import BindingError, CostGraphError
-from ..graph.arguments import need_choice
+from ..graph.arguments import need_choice, need_flag
 from ..graph.graph import Graph, need_graph
 from ..graph.sizes import size_of
 from ..hardware.links import joined
@@ -41,7 +41,7 @@ _MOST_VALUES = 10_000
 def search(
     model: Graph, /, *, devices: int, hardware: str | Hardware, network: str | Network | None = None,
     loss: object = None, precision: Limit = None, optimizer: Optimizer | None = None, memory: Bytes | None = None,
-    overlap: str = "none", reduce: str = "each",
+    overlap: str = "none", reduce: str = "each", hold: bool = True,
     fallback: Fallback = None, dp: Limit = None, tp: Limit = None, pp: Limit = None, cp: Limit = 1, ep: Limit = None,
     zero: Limit = None, sequence: Limit = None, micro_batch: Limit = None, accumulate: Limit = None,
     checkpoint: Limit = None, schedule: Limit = "1f1b", virtual: Limit = None, offload: Limit = "none",
@@ -78,6 +78,9 @@ def search(
         each, or last: whether gradients that ranks have whole (stages 0 and 1) are reduced over `dp`, `cp` and `ep` by
         each micro-batch, as in the graph of `parallelize`, or are added up and reduced by the last one alone, as under
         torch's `no_sync` and by Megatron. The peak is that of the graph.
+    hold : bool
+        Whether the backward pass has what a split sequence has gathered, as `hold` of `parallelize`; False for
+        Megatron.
     fallback : str or mapping, optional
         As `Hardware.rate`.
     dp, tp : int or iterable of int, optional
@@ -153,6 +156,7 @@ def search(
     need_graph(place, model)
     need_choice(f"{place}: overlap", overlap, ("none", "ideal"))
     need_choice(f"{place}: reduce", reduce, ("each", "last"))
+    need_flag(place, hold=hold)
     count = size_of(f"{place}: devices", devices)
     device = joined(hardware, network)
     limit = memory_limit(place, None, memory) if memory is not None else memory_limit(place, device, None)
@@ -165,7 +169,7 @@ def search(
     if max(count, batch) > _MOST:
         raise BindingError(f"{place}: {count} devices, {batch} sequences, expected at most {_MOST} of each")
     others = {name: n for name, n in dims.items() if name != named}
-    family = Family(model, named, device, fallback, overlap, reduce, options, precisions, others)
+    family = Family(model, named, device, fallback, overlap, reduce, hold, options, precisions, others)
     tokens = family.tokens(batch)
     numbers = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "micro_batch": micro_batch, "accumulate": accumulate}
     allowed = {name: _numbers(f"{place}: {name}", given) for name, given in numbers.items()}

@@ -97,6 +97,8 @@ class Family:
     overlap: str
     reduce: str
     """each, or last: micro-batches that reduce gradients which ranks have whole"""
+    hold: bool
+    """whether the backward pass has what a split sequence has gathered"""
     options: Mapping[str, Any]
     """of `training_step`"""
     precisions: Mapping[str, Any]
@@ -182,7 +184,7 @@ class Family:
             if SCHEDULES[structure.schedule].chunks is None:
                 degrees["virtual"] = symbol(self.names["virtual"])
         options = {"zero": structure.zero, "sequence": structure.sequence, "offload": structure.offload}
-        return parallelize(graph, **degrees, **options)  # type: ignore[arg-type]
+        return parallelize(graph, **degrees, **options, hold=self.hold)  # type: ignore[arg-type]
 
     def degree(self, name: str, structure: Structure) -> object:
         """Return a degree of a structure, as parallelize takes it."""

@@ -45,7 +45,7 @@ def parallelize(
     zero: Stage = 0,
     sequence: bool = False,
     context: Context = "gather",
-    hold: bool = False,
+    hold: bool | None = None,
     placements: Placements | None = None,
     pp: object = 1,
     schedule: str = "1f1b",
@@ -84,9 +84,9 @@ def parallelize(
         What attention does along `cp`. gather: it puts keys and values of all ranks together for the queries of each.
         all_to_all: it has a part of the heads for the whole sequence, as `exchange` of `shard`. ring: keys and values
         pass by each rank, as `ring` of it.
-    hold : bool
-        Whether the backward pass has what `sequence` gathers of activations over `tp`, as `hold` of `shard`: torch's
-        `parallelize_module` does, Megatron gathers again.
+    hold : bool, optional
+        Whether the backward pass has what `sequence` gathers of activations over `tp`, as `hold` of `shard`; by default
+        True, as with torch's `parallelize_module`, False with `system="megatron"`, which gathers again.
     placements : mapping of str to str, optional
         Others, as `shard` takes them, on a mesh of the axes dp, ep, cp and tp: they win.
     pp : sympy.Expr or int
@@ -160,10 +160,11 @@ def parallelize(
     >>> step = cg.training_step(cg.models.load("llama-3-70b"), precision="bf16-master")
     >>> rank = cg.parallelize(step, dp=64, tp=8, zero=3, sequence=True)
     >>> round(cg.peak_memory(rank, B=64, S=8192) / 1e9)
-    31
+    49
     """
     need_graph("parallelize", graph)
     reduce_each = system == "torch" if reduce_each is None else reduce_each
+    hold = system == "torch" if hold is None else hold
     need_flag("parallelize", sequence=sequence, hold=hold, reduce_each=reduce_each, strict=strict)
     if system == "megatron" and zero > 1:
         raise UnsupportedError(
