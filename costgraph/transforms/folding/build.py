@@ -145,7 +145,7 @@ class Folder(Rewriter):
         if isinstance(value, After):
             return self.ends[value]
         if isinstance(value, Member):
-            return self.families[value.family]
+            return self.owned(value.family, self.new)
         if isinstance(value, Shared):
             found: Tensor = self.tensors[value.tensor]
             return found

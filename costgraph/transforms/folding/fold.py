@@ -8,19 +8,19 @@ from collections.abc import Sequence
 from ...algebra.polynomial import poly
 from ...algebra.symbols import dims, is_name, shown
 from ...errors import GraphError
+from ...graph.arguments import need_flag
 from ...graph.graph import Graph, need_graph
-from ...graph.op import Op
 from ...graph.sizes import known_names
 from .around import Around
 from .build import Folder
-from .equal import Differs, difference
+from .equal import Differs
 from .match import Match
-from .runs import FEWEST, Labels, Run, find_runs, stacks_of
+from .runs import FEWEST, Labels, find_runs, stacks_of
 
 __all__ = ["fold"]
 
 
-def fold(graph: Graph, scope: str | None = None, count: str = "L", /) -> Graph:
+def fold(graph: Graph, scope: str | None = None, count: str = "L", /, *, default: bool = False) -> Graph:
     """Turn the equal blocks of a stack into loops, so that their number is a symbol.
 
     Parameters
@@ -33,7 +33,9 @@ def fold(graph: Graph, scope: str | None = None, count: str = "L", /) -> Graph:
         stacks in each other the outer one, where its blocks are equal.
     count : str
         Name of the symbol for the number of blocks. Where several stacks are found, each has a symbol of this name
-        and its path without what all paths begin with, such as `L_encoder_layer`. It has no default size.
+        and its path without what all paths begin with, such as `L_encoder_layer`.
+    default : bool
+        Whether the number of blocks that were there is the symbol's default size, as presets have them.
 
     Returns
     -------
@@ -42,7 +44,7 @@ def fold(graph: Graph, scope: str | None = None, count: str = "L", /) -> Graph:
         behind, one storage a block) and the updates of an optimizer. Bound to the
         number of blocks that were there, equal to the given graph in every cost; bound to another one, to the graph of
         a model with so many blocks. Blocks at either end that are not like the others stay outside of the loops and
-        count as well.
+        count as well. Layers that take turns, as of two kinds, are a block together: the loop runs L/2 times.
 
     Raises
     ------
@@ -74,25 +76,28 @@ def fold(graph: Graph, scope: str | None = None, count: str = "L", /) -> Graph:
     True
     """
     need_graph("fold", graph)
+    need_flag(f"fold of graph {graph.name!r}", default=default)
     if scope is None:
-        return _fold_all(graph, count)
+        return _fold_all(graph, count, default)
     if not isinstance(scope, str):
         raise GraphError(f"fold of graph {graph.name!r}: scope {shown(scope)}, expected a path such as 'transformer/h'")
     if not isinstance(count, str) or not is_name(count) or count in known_names(graph):
         raise GraphError(
             f"fold of graph {graph.name!r}: count {shown(count)}, expected the name of a symbol that is not in use"
         )
-    labels = Labels(graph, scope)
-    match = _matched(graph, labels, find_runs(graph.ops, labels))
-    outside = labels.count - len(match.blocks)
-    new = Folder(match, Around(match), poly(dims(count)) - outside).run(graph)
-    if outside:
-        with new:
-            new.assume(f"{count} >= {outside + 1}")
+    labels, match = _matched(graph, scope)
+    outside, rest = labels.count - len(match.blocks), labels.layers % labels.period
+    around = labels.period * outside - (labels.period - rest if rest else 0)  # the last layers are less than a block
+    new = Folder(match, Around(match), (poly(dims(count)) - around) / labels.period).run(graph)
+    with new:
+        if around:
+            new.assume(f"{count} >= {around + labels.period}")
+        if default:
+            new.defaults = new.defaults | {count: labels.layers}
     return new
 
 
-def _fold_all(graph: Graph, count: str) -> Graph:
+def _fold_all(graph: Graph, count: str, default: bool) -> Graph:
     """Fold every stack that has equal blocks; the error is that of the first one where none has."""
     found: list[str] = []
     refused: GraphError | None = None
@@ -110,7 +115,7 @@ def _fold_all(graph: Graph, count: str) -> Graph:
             f"fold of graph {graph.name!r}: no scope has blocks 0, 1, ..., expected a graph with a stack of layers"
         )
     for scope, name in zip(found, _names(count, found), strict=True):
-        graph = fold(graph, scope, name)
+        graph = fold(graph, scope, name, default=default)
     return graph
 
 
@@ -123,9 +128,17 @@ def _names(count: str, scopes: Sequence[str]) -> list[str]:
     return [re.sub(r"\W", "_", "_".join((count, *path[alike:]))) for path in paths]
 
 
-def _matched(graph: Graph, labels: Labels, runs: Sequence[Run]) -> Match:
+def _matched(graph: Graph, scope: str) -> tuple[Labels, Match]:
+    """Compare the blocks of a stack: single layers, or as few as take turns."""
+    labels = Labels(graph, scope)
+    if (period := labels.taking_turns()) > 1:
+        labels = Labels(graph, scope, period)
+    return labels, _equal_blocks(graph, labels)
+
+
+def _equal_blocks(graph: Graph, labels: Labels) -> Match:
     """Compare the blocks; those at the edges that are not like the others are left out."""
-    blocks = range(labels.count)
+    runs, blocks = find_runs(graph.ops, labels), range(labels.count)
     while True:
         try:
             return Match(graph, labels, runs, blocks)
@@ -134,22 +147,7 @@ def _matched(graph: Graph, labels: Labels, runs: Sequence[Run]) -> Match:
             front = after - blocks.start <= blocks.stop - after
             blocks = range(after, blocks.stop) if front else range(blocks.start, after)
             if len(blocks) < FEWEST:
-                hint = "; these alternate" if _alternate(graph.ops, labels, runs) else ""
                 raise GraphError(
                     f"fold of graph {graph.name!r}: {error}, expected {FEWEST} equal blocks in a row at least, apart "
-                    f"from those at the edges{hint}"
+                    f"from those at the edges"
                 ) from None
-
-
-def _alternate(ops: Sequence[Op], labels: Labels, runs: Sequence[Run]) -> bool:
-    """Whether every block is equal to the next but one, and none to the next."""
-    run = runs[0]
-    turns = [ops[a:b] for a, b in zip(run.starts, run.starts[1:], strict=False)]
-
-    def equal(i: int, j: int) -> bool:
-        names = [lambda name, block=run.blocks[k]: labels.relative(name, block) for k in (i, j)]
-        pairs = zip(turns[i], turns[j], strict=False)
-        return len(turns[i]) == len(turns[j]) and all(difference(a, b, (names[0], names[1])) is None for a, b in pairs)
-
-    alike = [equal(i, i + 2) for i in range(len(turns) - 2)]
-    return bool(alike) and all(alike) and not any(equal(i, i + 1) for i in range(len(turns) - 1))

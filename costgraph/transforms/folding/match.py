@@ -99,6 +99,8 @@ class Match:
         for found in named.values():
             for a, b in zip(self.blocks, self.blocks[1:], strict=False):
                 mine, other = found.get(a), found.get(b)
+                if mine is None and other is None:  # a block further on has it alone
+                    continue
                 if mine is None or other is None:
                     has, lacks = (b, a) if mine is None else (a, b)
                     text = (

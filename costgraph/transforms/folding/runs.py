@@ -17,6 +17,8 @@ __all__ = ["FEWEST", "Labels", "Run", "find_runs", "stacks_of"]
 
 #: Equal blocks that there have to be: two of them could be alike by chance.
 FEWEST = 3
+#: Layers that take turns, at the most: of published models no more than 8 do.
+_LONGEST = 16
 
 
 class Labels:
@@ -27,7 +29,9 @@ class Labels:
     graph : Graph
         Whose blocks they are.
     scope : str
-        Path whose children `0`, `1`, ... are the blocks; of a graph that was unrolled, the scope of the loop.
+        Path whose children `0`, `1`, ... are the layers; of a graph that was unrolled, the scope of the loop.
+    period : int
+        Layers that make up a block, as those that take turns do.
 
     Raises
     ------
@@ -35,7 +39,8 @@ class Labels:
         If there are no such blocks, or too few.
     """
 
-    def __init__(self, graph: Graph, scope: str) -> None:
+    def __init__(self, graph: Graph, scope: str, period: int = 1) -> None:
+        self.period = period
         path = f"{re.escape(scope)}/" if scope else ""
         self.scope = scope
         self._prefix = f"{scope}/" if scope else ""
@@ -51,17 +56,20 @@ class Labels:
         self.ops = self._labelled(graph)
         """the block that each op belongs to"""
         numbers = {*self.ops.values()}
-        self.count = len(numbers)
-        if not numbers or numbers != set(range(self.count)):
+        self.layers = 1 + max(numbers, default=-1)
+        if not numbers or numbers != set(range(self.layers)):
             raise GraphError(
                 f"fold of graph {graph.name!r}: no blocks 0, 1, ... in scope {shorten(scope)}, "
                 f"expected {_choices(graph)}"
             )
-        if self.count < FEWEST:
+        if self.layers < FEWEST:
             raise GraphError(
-                f"fold of graph {graph.name!r}: {self.count} blocks in scope {scope!r}, expected {FEWEST} equal ones "
+                f"fold of graph {graph.name!r}: {self.layers} blocks in scope {scope!r}, expected {FEWEST} equal ones "
                 f"at least"
             )
+        self.ops = {op: layer // period for op, layer in self.ops.items()}
+        self.sources = {t: layer // period for t, layer in self.sources.items()}
+        self.count = -(-self.layers // period)
 
     def _number(self, name: str) -> int | None:
         found = (self._played if self.unrolled else self._named).search(name)
@@ -87,16 +95,28 @@ class Labels:
                     stored |= {t.storage: out[op] for t in op.results}
         return out
 
+    def taking_turns(self) -> int:
+        """Return how many layers take turns: the fewest that the longest stretch of layers has over and over."""
+        found: list[list[object]] = [[] for _ in range(self.layers)]
+        for op, layer in {} if self.unrolled else self.ops.items():
+            sizes = tuple(t.sizes for t in op.results)
+            found[layer].append((op.kind.name, op.phase, self.relative(op.scope, layer), sizes))
+        periods = range(1, min(_LONGEST, self.layers // FEWEST) + 1)
+        stretches = {p: p + max(_stretches([a == b for a, b in zip(found, found[p:], strict=False)])) for p in periods}
+        return max(periods, key=lambda p: (stretches[p] // p >= FEWEST, stretches[p], -p))
+
     def relative(self, name: str, block: int) -> str:
-        """Return a name or scope with the number of a block told from where it is seen: equal for equal blocks."""
+        """Return a name or scope with the number of a layer told from where it is seen: equal for equal blocks."""
         if self.unrolled:
             return name
-        return self._named.sub(lambda m: f"{self._prefix}{int(m.group(1)) - block:+d}", name)
+        return self._named.sub(lambda m: f"{self._prefix}{int(m.group(1)) - block * self.period:+d}", name)
 
     def plain(self, name: str) -> str:
         """Return a name or scope without the number of the block."""
         if self.unrolled:
             return re.sub(r"\.i\d+(?=_\d+$|$)", "", name)
+        if self.period > 1:  # the layers of a block keep their places in it
+            return self._named.sub(lambda m: f"{self._prefix}{int(m.group(1)) % self.period}", name)
         return self._named.sub(self.scope, name).replace("//", "/").strip("/")
 
 
@@ -109,6 +129,12 @@ def stacks_of(graph: Graph) -> list[str]:
             if level.isdigit():
                 children.setdefault("/".join(levels[:i]), set()).add(level)
     return [scope for scope, numbers in children.items() if {"0", "1", "2"} <= numbers]
+
+
+def _stretches(equal: Sequence[bool]) -> Iterator[int]:
+    """Yield how long it holds at a time."""
+    yield 0
+    yield from (len(list(group)) for holds, group in groupby(equal) if holds)
 
 
 def _choices(graph: Graph) -> str:
