@@ -11,9 +11,10 @@ from ...graph.op import Op
 from ...graph.scopes import building
 from ...graph.tensor import Tensor
 from ...ops.blocks import Kernel, kernel
+from ...ops.moves import Rearrange
 from ..rewrite import Rewriter
 from ..vjp.kernels import INSIDE, KERNELS, Inside
-from ..vjp.table import Pull
+from ..vjp.table import Pull, rule_of
 from .flow import active_inside
 from .loops import left_behind
 from .walk import Walk
@@ -54,6 +55,9 @@ class _Inside:
         if maker.loop is not None:
             self.seen[t] = self.repeated(maker, t)
             return self.seen[t]
+        if isinstance(maker.kind, Kernel) and maker.kind.backward in INSIDE:  # what it writes when it is alone
+            found = self.handed_out(t)
+            return self.walk.saved(body.export(t)) if found is None else found
         again = Rewriter()
         again.tensors |= {o: self.saved(o) for o in maker.operands}
         with building(self.graph):
@@ -61,6 +65,24 @@ class _Inside:
         _mark((made, *(made.body.walk() if made.body is not None else ())))
         self.seen |= dict(zip(maker.results, made.results, strict=True))
         return self.seen[t]
+
+    def handed_out(self, t: Tensor) -> Tensor | None:
+        """Return what the kernel hands out of a tensor of the body, with its axes put back; None for nothing."""
+        body = self.op.body
+        assert body is not None
+        for out, result in zip(body.outputs, self.op.results, strict=False):
+            moves: list[Op] = []
+            while out is not t and out.producer is not None and isinstance(out.producer.kind, Rearrange):
+                moves.append(out.producer)
+                (out,) = out.producer.operands
+            if out is t:
+                value = self.walk.saved(result)
+                for op in moves:  # the gradient of a rearrangement is the one back
+                    (moved,) = rule_of(op)(Pull(op, (value,), (True,), self.saved))
+                    assert moved is not None
+                    value = moved
+                return value
+        return None
 
     def repeated(self, op: Op, result: Tensor) -> Tensor:
         """Return a result of a loop: what its iterations carry on, or a part of the rest, which is asked for."""
