@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Callable
+from importlib.util import find_spec
+from inspect import signature
 from typing import Any
 
 from .. import models
@@ -12,6 +15,7 @@ from ..algebra.symbols import shorten
 from ..errors import CostGraphError, FormatError, UnsupportedError
 from ..files.write import load
 from ..graph.graph import Graph
+from ..models.registry import is_known
 from ..report.quantities import symbolic
 from ..text_file import read_text
 
@@ -57,13 +61,22 @@ def load_model(
         model = _config_of(model)
     is_file = model not in models.names() and (os.path.exists(model) or model.lower().endswith((".json", ".gguf")))
     is_config = is_file and (os.path.isdir(model) or model.lower().endswith(".gguf") or _is_config(model))
+    read = (_configured(model) if is_config else load) if is_file else models.load
     for name in options if is_file else ():
-        if not is_config or name == "composed":
+        if name not in signature(read).parameters or name == "composed":
             kind = "a config.json" if is_config else "a saved graph"
             raise FormatError(f"--{name}: {shorten(model)} is {kind}, expected a preset for that")
-    read = models.from_config if is_config else load if is_file else models.load
     graph = read(model, **options)
     return symbolic(graph) if symbolic_ else graph
+
+
+def _configured(path: str) -> Callable[..., Graph]:
+    """Return what makes a graph of a configuration: a declaration, or where there is none a trace of transformers."""
+    if is_known(path) or any(find_spec(name) is None for name in ("torch", "transformers")):
+        return models.from_config  # what it does not know, its error names
+    from ..torch import from_config
+
+    return from_config
 
 
 def _config_of(model: str) -> str:

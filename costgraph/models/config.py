@@ -51,6 +51,11 @@ class Config:
                     f"two names of one field"
                 )
 
+    @property
+    def fields(self) -> dict[str, object]:
+        """All that the file says."""
+        return dict(self._fields)
+
     # -- asking for a field ------------------------------------------------------------------------------------------
 
     def has(self, name: str) -> bool:

@@ -56,7 +56,7 @@ from .config_file import read_config
 from .family import Family, Preset
 from .quantized import formats_of
 
-__all__ = ["FAMILIES", "from_config", "load", "names"]
+__all__ = ["FAMILIES", "from_config", "is_known", "load", "names"]
 
 _MODULES = (
     alexnet, bert, clip, convnext, deepseek, densenet, dit, dlrm, efficientnet, falcon, gemma, gpt2, gpt_oss,
@@ -213,7 +213,8 @@ def from_config(
     if family is None or family.read is None:
         near = get_close_matches(name, _ARCHITECTURES, n=4, cutoff=0.5) or sorted(_ARCHITECTURES)
         raise UnsupportedError(
-            f"{config.place}: architecture {shown(name)} is not known, expected one of {', '.join(near)}"
+            f"{config.place}: architecture {shown(name)} is not known, expected one of {', '.join(near)}; or one that "
+            f"transformers builds: costgraph.torch.from_config traces it"
         )
     need_flag(f"model {name!r}", symbolic=symbolic)
     config.settle(family.architectures[name])
@@ -224,6 +225,12 @@ def from_config(
     given = config.dtype or "bf16" if dtype is None else dtype
     graph = _declared(family, preset, structure, name, attention, dropout, given, composed=False, symbolic=symbolic)
     return graph if stored is None else stored(graph)
+
+
+def is_known(path: object) -> bool:
+    """Whether `from_config` declares the architecture that a configuration names."""
+    family = _ARCHITECTURES.get(read_config(path).architecture)
+    return family is not None and family.read is not None
 
 
 def _declared(

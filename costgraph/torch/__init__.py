@@ -10,6 +10,7 @@ except ImportError as error:
     ) from None
 
 from .calibrating import Calibration, calibrate
+from .configured import from_config
 from .lowering import lower, random_inputs
 from .measuring import Measurement, environment, measure
 from .tracing import Dispatched, dispatched, trace
@@ -23,6 +24,7 @@ __all__ = [
     "calibrate",
     "dispatched",
     "environment",
+    "from_config",
     "lower",
     "measure",
     "random_inputs",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout, suppress
 from functools import partial
@@ -14,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 
 from ...algebra.symbols import shown
+from ...dtypes import DType
 from ...errors import CostGraphError, GraphError
 from ...graph.arguments import need_choice
 from ...graph.graph import Graph
@@ -29,7 +31,7 @@ from .scopes import Scopes
 from .shapes import Shapes, hints
 from .sizes import Translator
 from .state import borrowed, forgetting
-from .values import Values
+from .values import Values, format_of
 
 __all__ = ["trace"]
 
@@ -132,7 +134,7 @@ def trace(
         with suppress(CostGraphError), redirect_stdout(StringIO()):
             _, other = _watched(module, given, None, target, unknown=unknown, fixed=fixed, narrow=True)
             run.formats.settle(other.formats)
-    graph = Graph(name or type(module).__name__)
+    graph = Graph(name or type(module).__name__, dtype=_usual_format(module))
     graph.assume(*assumptions(shapes, run.recorder.values.translator))
     run.build(graph)
     return graph
@@ -175,3 +177,12 @@ def _watched(
         with recorder.scopes.watching(), torch.compiler.set_stance("force_eager"):
             run(*given.arguments(fakes), train=train)
     return shapes, run
+
+
+def _usual_format(module: nn.Module) -> DType:
+    """Return the floating format of most parameters: what a policy of precision changes; another is meant as it is."""
+    counts: Counter[torch.dtype] = Counter()
+    for parameter in module.parameters():
+        counts[parameter.dtype] += parameter.numel() if parameter.is_floating_point() else 0
+    [(usual, count)] = counts.most_common(1) or [(torch.float32, 0)]
+    return format_of(usual if count else torch.float32)

@@ -1,0 +1,179 @@
+"""Models of transformers that a config.json names and the zoo does not declare: traced from their classes."""
+
+import json
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import costgraph as cg
+from costgraph.cli import app as cli
+from costgraph.errors import BindingError, CostGraphError, FormatError, GraphError, UnsupportedError
+from costgraph.torch import from_config, trace
+
+transformers = pytest.importorskip("transformers")
+
+DECODER = {
+    "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 80,
+    "num_hidden_layers": 5, "vocab_size": 101, "max_position_embeddings": 131, "pad_token_id": 1, "bos_token_id": 1,
+    "eos_token_id": 1,
+}  # fmt: skip
+# decoders that no family of the zoo declares; an encoder; both; images
+CLASSES = {
+    "StableLmForCausalLM": DECODER,
+    "GraniteForCausalLM": DECODER,
+    "Cohere2ForCausalLM": DECODER | {"head_dim": 16, "num_hidden_layers": 21},  # three of four have a window
+    "GPTNeoXForCausalLM": DECODER,
+    "OPTForCausalLM": DECODER | {"ffn_dim": 80, "word_embed_proj_dim": 64},
+    "BertLMHeadModel": DECODER | {"is_decoder": True},
+    "Dinov2Model": {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 5, "image_size": 42},
+}
+
+
+def config(name, **fields):
+    own = getattr(transformers, name).config_class
+    return {"architectures": [name], "model_type": own.model_type, "dtype": "float32", **CLASSES[name], **fields}
+
+
+def built(name, **fields):
+    """The class of transformers itself, with data; torch's counter knows no fused attention of a CPU."""
+    made = getattr(transformers, name)
+    return made(made.config_class.from_dict(config(name, **fields, attn_implementation="eager"))).eval()
+
+
+SHORT = ("StableLmForCausalLM", "Cohere2ForCausalLM", "Dinov2Model")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in SHORT else pytest.param(name, marks=pytest.mark.long) for name in CLASSES]
+)
+def test_the_graph_of_a_configuration_is_that_of_the_class(name):
+    layers = CLASSES[name]["num_hidden_layers"]
+    graph, depth = from_config(config(name), device="cpu"), layers + 4
+    assert graph.defaults == {"L": layers}
+    assert cg.param_count(graph) == sum(p.numel() for p in built(name).parameters())
+    deeper = built(name, num_hidden_layers=depth)  # bound to another depth, it is the class of that depth
+    assert cg.param_count(graph, L=depth) == sum(p.numel() for p in deeper.parameters())
+    images = deeper.main_input_name == "pixel_values"
+    inputs = torch.zeros((2, 3, 42, 42) if images else (2, 23), dtype=torch.float32 if images else torch.int64)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        deeper(inputs, **({} if images else {"use_cache": False}))
+    sizes = {"B": 2, "L": depth, **({} if images else {"S": 23})}
+    assert cg.matmul_flops(graph, count="full", **sizes) == counter.get_total_flops()
+    assert graph.loss == ("cross_entropy" if name.endswith(("ForCausalLM", "LMHeadModel")) else None)
+
+
+def test_a_decoder_beside_an_encoder_has_two_depths():
+    own = {"d_model": 48, "encoder_layers": 5, "decoder_layers": 7, "encoder_ffn_dim": 80, "decoder_ffn_dim": 112,
+           "encoder_attention_heads": 4, "decoder_attention_heads": 2, "vocab_size": 101,
+           "max_position_embeddings": 131, "pad_token_id": 1, "bos_token_id": 1, "eos_token_id": 1,
+           "decoder_start_token_id": 1, "attn_implementation": "eager"}  # fmt: skip
+    fields = {"architectures": ["BartForConditionalGeneration"], "model_type": "bart", "dtype": "float32", **own}
+    graph = from_config(fields, device="cpu")
+    module = transformers.BartForConditionalGeneration(transformers.BartConfig(**own)).eval()
+    assert (sorted(graph.defaults.values()), graph.loss) == ([5, 7], "cross_entropy")
+    assert cg.param_count(graph) == sum(p.numel() for p in module.parameters())
+    tokens, decoded = torch.zeros(2, 23, dtype=torch.int64), torch.zeros(2, 19, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        module(input_ids=tokens, decoder_input_ids=decoded, use_cache=False)
+    assert cg.matmul_flops(graph, count="full", B=2, S=23, T=19) == counter.get_total_flops()
+
+
+class WithLoss(torch.nn.Module):
+    """What a program trains."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens, targets):
+        logits = self.model(tokens, use_cache=False).logits
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_step_of_training_is_that_of_the_class(device):
+    graph = from_config(config("StableLmForCausalLM", dtype="bfloat16"), device=device)
+    step = cg.training_step(graph, optimizer=cg.AdamW())
+    module = transformers.StableLmForCausalLM(
+        transformers.StableLmConfig.from_dict(config("StableLmForCausalLM", attn_implementation="sdpa"))
+    ).to(torch.bfloat16)
+    tokens = torch.zeros(3, 127, dtype=torch.int64)
+    traced = trace(WithLoss(module), tokens, tokens, dims=[("B", "S")] * 2, train=True, device=device)
+    for count in ("full", "executed"):
+        flops = cg.matmul_flops(step, count=count, B=2, S=29)
+        assert flops == cg.matmul_flops(traced, count=count, B=2, S=29)
+    rank = cg.parallelize(step, dp=2, zero=3)
+    assert 2 * cg.matmul_flops(rank, B=4, S=29) == cg.matmul_flops(step, B=4, S=29)
+
+
+def test_formats():
+    half = config("StableLmForCausalLM", dtype="bfloat16")
+    count = cg.param_count(from_config(half))
+    assert cg.param_bytes(from_config(half)) == 2 * count
+    assert cg.param_bytes(from_config(half, dtype="fp32")) == 4 * count
+
+
+@pytest.mark.parametrize(("policy", "each"), [("bf16", 2), ("fp32", 4), ("bf16-mixed", 4)])
+def test_a_policy_changes_the_format_that_a_traced_module_has(policy, each):
+    half = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3)).to(torch.bfloat16)
+    graph = trace(half, torch.zeros(2, 5, dtype=torch.bfloat16), dims=[("B", None)])
+    assert cg.param_bytes(cg.apply_precision(graph, policy)) == each * (5 * 7 + 7 + 7 * 3 + 3)
+
+
+def test_a_program_that_asks_for_its_length_is_held_to_the_answer():
+    windows = config("Cohere2ForCausalLM", sliding_window=64, max_position_embeddings=4096)
+    with pytest.raises(BindingError, match="against the assumption"):
+        cg.flops(from_config(windows), B=1, S=17)  # the run was longer than the window
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "text"),
+    [
+        ({"architectures": ["NobodyForCausalLM"]}, UnsupportedError, "'NobodyForCausalLM', expected one of transf"),
+        ({"architectures": ["pipeline"]}, UnsupportedError, "'pipeline', expected one of transformers"),
+        ({"architectures": ["os.system"]}, UnsupportedError, "'os.system', expected one of transformers"),
+        ({"num_hidden_layers": 10**9}, UnsupportedError, "num_hidden_layers is 1000000000, expected 1024 at the most"),
+        ({"quantization_config": {"quant_method": "awq"}}, UnsupportedError, "expected a model that is not quantized"),
+        ({"num_attention_heads": 5}, FormatError, "builds no StableLmForCausalLM of it: "),
+        ({"hidden_size": "many"}, FormatError, "builds no StableLmForCausalLM of it: "),
+        ({"hidden_size": -64}, FormatError, "builds no StableLmForCausalLM of it: "),
+        ({"vocab_size": None}, FormatError, "builds no StableLmForCausalLM of it: "),
+        ({"dtype": "int4"}, UnsupportedError, "dtype is 'int4', expected one of"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(fields, error, text):
+    with pytest.raises(error, match=text):
+        from_config(config("StableLmForCausalLM", **fields))
+
+
+def test_what_takes_other_inputs_is_refused():
+    fields = {"architectures": ["Wav2Vec2Model"], "model_type": "wav2vec2"}
+    with pytest.raises(UnsupportedError, match="Wav2Vec2Model takes input_values, expected tokens, or images"):
+        from_config(fields)
+
+
+def test_options():
+    with pytest.raises(GraphError, match="attention 'ring', expected 'flash' or 'eager'"):
+        from_config(config("StableLmForCausalLM"), attention="ring")
+    both = (
+        from_config(config("StableLmForCausalLM"), "flash", "bf16"),
+        from_config(config("StableLmForCausalLM"), "eager"),
+    )
+    flash, eager = (cg.matmul_flops(g, B=2, S=29) for g in both)
+    assert eager - flash == 5 * 4 * 2 * 4 * 16 * (
+        29 * 28 // 2
+    )  # layers, 2 products of 2 FLOPs, B, H, K; above the diagonal
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_the_shell_takes_it_where_the_zoo_declares_nothing(tmp_path, capsys):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config("StableLmForCausalLM")), encoding="utf-8")
+    expected = sum(p.numel() for p in built("StableLmForCausalLM").parameters())
+    with pytest.raises(CostGraphError, match=r"transformers builds: costgraph\.torch\.from_config traces it"):
+        cg.models.from_config(file)
+    assert cli.main(["formula", str(file), "params", "--preset"]) == 0
+    assert int(capsys.readouterr().out) == expected
+    assert cli.main(["report", str(file), "--dropout", "0.1", "B=1", "S=17"]) == 2
+    assert "is a config.json, expected a preset for that" in capsys.readouterr().err
