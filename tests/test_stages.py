@@ -8,9 +8,11 @@ import sympy
 
 import costgraph as cg
 from costgraph import models
+from costgraph.algebra.dominance import NOTHING_KNOWN
 from costgraph.algebra.polynomial import poly
-from costgraph.analysis.duration import of_pipeline
+from costgraph.analysis.duration import of_pipeline, shares_of
 from costgraph.analysis.exchange import exchange
+from costgraph.analysis.seconds import estimate, spent
 from costgraph.analysis.work import ask as on_device
 from costgraph.graph.graph import current_graph
 from costgraph.graph.sizes import known_names
@@ -231,11 +233,41 @@ def test_stages_that_are_alike_take_exactly_what_the_events_do(p, schedule):
             assert found.constant == events.makespan + 17
 
 
+@pytest.mark.parametrize("overlap", ["ideal", "streams"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_stages_whose_collectives_overlap_take_what_the_events_of_shorter_passes_do(schedule, overlap):
+    """Each device has its own streams: what it takes with them by itself is shared out over its passes."""
+    _, s = cut(llama(), 4, schedule=schedule, dp=2)
+    sizes = {**SIZES, "M": 8, "S": 1021, "V": 32003}
+    found, whole = cg.seconds(s, "h100-sxm", overlap=overlap, **sizes), cg.seconds(s, "h100-sxm", **sizes)
+    assert found == cg.roofline(s, "h100-sxm", overlap=overlap, **sizes).estimate < whole
+    forward, backward, once, factors = [], [], [], []
+    for g in s.stages:
+        own = {name: n for name, n in sizes.items() if name in known_names(g)}
+        asked = on_device(g, "h100-sxm", None, own, "seconds")
+        shares = shares_of(asked, lambda part: estimate([spent(w, part) for w in part.works], NOTHING_KNOWN), poly(8))
+        alone = cg.seconds(g, "h100-sxm", **own)
+        assert sum(float(n.constant) * k for n, k in zip(shares, (8, 8, 8, 1), strict=True)) == pytest.approx(alone)
+        factor = cg.seconds(g, "h100-sxm", overlap=overlap, **own) / alone
+        for times, share in ((forward, shares[0]), (backward, shares[1] + shares[2]), (once, shares[3])):
+            times.append(float(share.constant) * factor)
+        factors.append(factor)
+    assert min(factors) < 0.999
+    ranks, lists = [0, 1, 1, 2], cg.plan.schedule(schedule, 4, 8)
+    times = {"forward": [forward[r] for r in ranks], "backward_input": [backward[r] for r in ranks]}
+    events = cg.plan.simulate(lists, **times, backward_weight=0).makespan + max(once)
+    sends = [r.seconds / r.times for g in s.stages for r in cg.communication(
+        g, hardware="h100-sxm", **{name: n for name, n in sizes.items() if name in known_names(g)}
+    ).rows if r.collective == "send"]  # fmt: skip
+    waits = 2 * 3 if schedule == "gpipe" else 2 * (11 - 3)
+    # a stage by itself has what it sends overlap as well, which a pipeline waits for
+    assert events + waits * max(sends) <= found == pytest.approx(events + waits * max(sends), rel=1e-3)
+
+
 def test_time_of_stages_is_refused_where_it_is_not_known():
     _, s = cut(llama(), 4)
-    sizes = {**SIZES, "M": 8}
-    with pytest.raises(cg.UnsupportedError, match=r"a stage of a pipeline: overlap 'ideal', expected none"):
-        cg.seconds(s, "h100-sxm", overlap="ideal", **sizes)
+    with pytest.raises(cg.BindingError, match=r"overlap 'ideal' in a pipeline of graph 'llama\.first': .* unbound: M"):
+        cg.seconds(s, "h100-sxm", overlap="ideal", **SIZES)
     with pytest.raises(cg.BindingError, match=r"still unbound: M"):
         cg.seconds(s, "h100-sxm", "calibrated", **SIZES)
 

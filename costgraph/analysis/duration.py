@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from typing import NamedTuple, TypeAlias
-
-import sympy
+from typing import TypeAlias
 
 from ..algebra.conditions import Condition, Conditions, Validity
-from ..algebra.dominance import NOTHING_KNOWN, Relations
 from ..algebra.polynomial import ONE, ZERO, Poly, poly, total
 from ..bind.evaluate import Formula, answer, real
 from ..errors import UnsupportedError
@@ -23,32 +20,20 @@ from ..hardware.networks import Network
 from ..hardware.specs import Hardware
 from ..ops.collectives import Collective
 from ..ops.hops import Send
-from ..transforms.events import TIMES, idle, idle_at, sizes
-from ..transforms.schedules import SCHEDULES
 from .calibrated.model import loads_of, shipped
 from .exchange import exchange
-from .passes import Alike, one_by_one
+from .passes import Shares, most, of_batches, of_shares
 from .saved import behind
-from .seconds import OVERLAPS, estimate, largest, lower_bound, spent, together, warn_of
+from .seconds import OVERLAPS, estimate, lower_bound, spent, together, warn_of
 from .work import Asked, Fallback, Work, ask, exact
 
 __all__ = [
-    "Shares", "as_declared", "by_pass", "holds_for", "in_total", "least", "of_pipeline", "of_shares", "seconds",
+    "as_declared", "by_pass", "holds_for", "in_total", "least", "of_pipeline", "seconds",
     "shares_of", "stages_asked", "when",
 ]  # fmt: skip
 
 #: Seconds of some of the ops of a graph.
 Timing: TypeAlias = Callable[[Asked], Poly]
-
-
-class Shares(NamedTuple):
-    """Seconds of a stage of a pipeline: of one micro-batch in its passes, and of what a step does once."""
-
-    forward: Poly
-    backward: Poly
-    weights: Poly
-    """of gradients of weights that come behind those that go to other ranks"""
-    once: Poly
 
 
 def seconds(
@@ -98,8 +83,7 @@ def seconds(
     SpecError
         If the device is unknown, has no rate at all, or lacks what is said of a link that a collective goes over.
     UnsupportedError
-        If a calibrated time is asked for with `hierarchical`, or of collectives that overlap, or a pipeline with
-        collectives that overlap; as `roofline`.
+        If a calibrated time is asked for with `hierarchical`, or of collectives that overlap; as `roofline`.
 
     Warns
     -----
@@ -119,6 +103,9 @@ def seconds(
     the same times, and without sends of any stages; with sends rather more, as who waits for a slower stage does not
     wait for its sends. Of fewer micro-batches than two for each stage it is up to 1.4 times the events of stages that
     differ, and once 2 % less. A formula of 1F1B with open micro-batches or stages holds from two on.
+
+    Where collectives overlap, each stage takes as long in all as it does by itself, its passes shorter by the same
+    factor; all sizes are bound then.
 
     Under other schedules it is m times the slowest rank, what that one waits as `costgraph.plan.bubble` has it, and the
     sends of one micro-batch there and back. Where ranks take the same times, these are the events of interleaved ones;
@@ -181,22 +168,28 @@ def least(stages: Sequence[Asked]) -> Poly:
     """Return the seconds that no run is below: of several stages those of the busiest one."""
     first = _knows(stages[0]) if stages[0].graph.waiting is not None else None
     many = first.micro_batches if first is not None and first.schedule == FORWARD else ONE
-    return many * _most((lower_bound(asked) for asked in stages), stages[0].graph.root.relations)
-
-
-def _most(times: Iterable[Poly], known: Relations) -> Poly:
-    return largest([(p, "") for p in times], known)
+    return many * most((lower_bound(asked) for asked in stages), stages[0].graph.root.relations)
 
 
 def as_declared(stages: Sequence[Asked], overlap: str) -> Poly:
     """Return the estimate: a sum over ops as declared, of a pipeline with what its stages wait for."""
     if len(stages) == 1:
         return together([spent(w, stages[0]) for w in stages[0].works], stages[0], overlap)
-    if overlap != "none":
-        raise UnsupportedError(
-            f"time of graph {stages[0].graph.name!r}, a stage of a pipeline: overlap {overlap!r}, expected none"
-        )
-    return of_pipeline(stages, _declared)
+    if overlap == "none":
+        return of_pipeline(stages, _declared)
+    taken = dict[Graph, Poly]()
+    for asked in stages:
+        asked.need_numbers(f"overlap {overlap!r} in a pipeline")
+        rest = replace(asked, works=[w for w in asked.works if not _between(w)])
+        handed = _declared(replace(asked, works=[w for w in asked.works if _between(w)]))  # waited for in any case
+        alone, beside = _declared(rest), together([spent(w, rest) for w in rest.works], rest, overlap)
+        taken[asked.graph] = (beside + handed) / (alone + handed) if alone else ONE
+    return of_pipeline(stages, lambda part: _declared(part) * taken[part.graph])
+
+
+def _between(work: Work) -> bool:
+    """Whether it is what stages do with each other."""
+    return isinstance(work.op.kind, Collective | Send) and work.op.kind.axis == "pp"
 
 
 def _declared(asked: Asked) -> Poly:
@@ -215,53 +208,11 @@ def of_pipeline(stages: Sequence[Asked], timing: Timing) -> Poly:
     """
     facts = [_knows(asked) for asked in stages]
     known = stages[0].graph.root.relations
-    send = _most([time for asked in stages for time in _sends(asked)], known)
+    send = most([time for asked in stages for time in _sends(asked)], known)
     if facts[0].schedule == FORWARD:
-        return _of_passes(facts, [timing(asked) for asked in stages], send, known)
+        return of_batches(facts, [timing(asked) for asked in stages], send, known)
     shares = [shares_of(asked, timing, facts[0].micro_batches) for asked in stages]
     return of_shares(facts, shares, send, known)
-
-
-def of_shares(facts: Sequence[Waiting], shares: Sequence[Shares], send: Poly, known: Relations = NOTHING_KNOWN) -> Poly:
-    """Return the seconds of a step of a pipeline from those of its stages.
-
-    Parameters
-    ----------
-    facts : sequence of Waiting
-        What each kind of stage knows of the others; without ranks 1F1B takes what few micro-batches do.
-    shares : sequence of Shares
-        What each kind takes.
-    send : Poly
-        Time of what a stage hands on.
-    known : Relations
-        What is assumed of sizes.
-    """
-    p, m, v = facts[0].stages, facts[0].micro_batches, facts[0].groups
-    passes = [forward + back + weights for forward, back, weights, _ in shares]
-    once = _most((share[-1] for share in shares), known)
-    if facts[0].schedule not in ("gpipe", "1f1b"):
-        made = SCHEDULES[facts[0].schedule]
-        of_model = p if made.both_ways else p * v
-        waits = 2 * (of_model - (2 if made.folded and not made.both_ways else 1))  # none where it turns, within a rank
-        return m * _most(passes, known) + _idle(facts[0], shares, known) + waits * send + once
-    through = total(fact.alike * one for one, fact in zip(passes, facts, strict=True))
-    if facts[0].schedule == "gpipe":
-        slowest = _most((f for f, *_ in shares), known) + _most((b for _, b, *_ in shares), known)
-        return through + (m - 1) * slowest + 2 * (p - 1) * send + once
-    # what the last stage sends back is waited for once every p micro-batches less
-    n = m + p - 1
-    waits = 2 * (n - poly(sympy.ceiling((n / p).expr)))
-    runs = [
-        Alike(*run, forward, back)
-        for fact, (forward, back, *_) in zip(facts, shares, strict=True)
-        for run in fact.ranks
-    ]
-    beyond = (m - 2 * p).constant
-    if not runs or (beyond is not None and beyond < 0):
-        return through + (m - 1) * _most(passes, known) + waits * send + once
-    if all(run.first.constant is not None for run in runs):
-        runs.sort(key=lambda run: run.first.constant or 0)
-    return one_by_one(runs, m, known) + waits * send + once
 
 
 def holds_for(stages: Sequence[Asked]) -> tuple[Validity, ...]:
@@ -273,28 +224,6 @@ def holds_for(stages: Sequence[Asked]) -> tuple[Validity, ...]:
     place = "micro-batches beyond two for each stage, from which on the time of stages that differ has this form,"
     asked = Condition(over, place, 0, True, frozenset(over.names()))
     return (Validity(Conditions((), (asked,))),) if over.names() else ()
-
-
-def _of_passes(facts: Sequence[Waiting], times: Sequence[Poly], send: Poly, known: Relations) -> Poly:
-    """Return how long each batch of a pipeline without passes back waits until it is at the same stage again."""
-    through = total(f.alike * one for f, one in zip(facts, times, strict=True)) + (facts[0].stages - 1) * send
-    return _most([through, facts[0].micro_batches * _most(times, known)], known)
-
-
-def _idle(facts: Waiting, shares: Sequence[Shares], known: Relations) -> Poly:
-    """Return how long a rank waits for others of which each group of layers takes as long as the slowest one."""
-    # of both directions a rank has half of the micro-batches each, which go through one of its stages
-    groups = ONE if SCHEDULES[facts.schedule].both_ways else facts.groups
-    each = (_most(times, known) / groups for times in list(zip(*shares, strict=True))[:3])
-    put = dict(zip(("p", "forward", "input", "weight"), (facts.stages, *each), strict=True))
-    forms, fewest = idle(facts.schedule)
-    ranks = facts.stages.constant
-    if ranks is not None and ranks < fewest:
-        many, chunks = next(sizes(facts.schedule, int(ranks)))
-        forms = tuple(sympy.Matrix([row]).dot(TIMES) for row in idle_at(facts.schedule, int(ranks), many, chunks))
-    # none of the sums is more than nothing of a rank that waits for nobody
-    found = [p for p in (poly(form).bind(put) for form in forms) if not known.nonnegative(-p)]
-    return _most(found, known) if found else ZERO
 
 
 def _knows(asked: Asked) -> Waiting:

@@ -1,15 +1,20 @@
-"""Time of one forward, one backward of stages that differ: the longest path through their passes, in closed form."""
+"""Time of a pipeline from that of the passes of its stages: of 1F1B the longest path through them, in closed form."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from ..algebra.dominance import Relations
-from ..algebra.polynomial import ONE, ZERO, Poly, total
+import sympy
+
+from ..algebra.dominance import NOTHING_KNOWN, Relations
+from ..algebra.polynomial import ONE, ZERO, Poly, poly, total
+from ..graph.placement import Waiting
+from ..transforms.events import TIMES, idle, idle_at, sizes
+from ..transforms.schedules import SCHEDULES
 from .seconds import largest
 
-__all__ = ["Alike", "one_by_one"]
+__all__ = ["Alike", "Shares", "most", "of_batches", "of_shares", "one_by_one"]
 
 
 class Alike(NamedTuple):
@@ -100,3 +105,85 @@ def _ahead(a: _Rank, s: _Rank) -> bool:
         return a.run < s.run
     between = (s.at - a.at).constant
     return between is None or between > 0
+
+
+# -- all schedules -----------------------------------------------------------------------------------------------------
+
+
+class Shares(NamedTuple):
+    """Seconds of a stage of a pipeline: of one micro-batch in its passes, and of what a step does once."""
+
+    forward: Poly
+    backward: Poly
+    weights: Poly
+    """of gradients of weights that come behind those that go to other ranks"""
+    once: Poly
+
+
+def of_shares(facts: Sequence[Waiting], shares: Sequence[Shares], send: Poly, known: Relations = NOTHING_KNOWN) -> Poly:
+    """Return the seconds of a step of a pipeline from those of its stages.
+
+    Parameters
+    ----------
+    facts : sequence of Waiting
+        What each kind of stage knows of the others; without ranks 1F1B takes what few micro-batches do.
+    shares : sequence of Shares
+        What each kind takes.
+    send : Poly
+        Time of what a stage hands on.
+    known : Relations
+        What is assumed of sizes.
+    """
+    p, m, v = facts[0].stages, facts[0].micro_batches, facts[0].groups
+    passes = [forward + back + weights for forward, back, weights, _ in shares]
+    once = most((share[-1] for share in shares), known)
+    if facts[0].schedule not in ("gpipe", "1f1b"):
+        made = SCHEDULES[facts[0].schedule]
+        of_model = p if made.both_ways else p * v
+        waits = 2 * (of_model - (2 if made.folded and not made.both_ways else 1))  # none where it turns, within a rank
+        return m * most(passes, known) + _idle(facts[0], shares, known) + waits * send + once
+    through = total(fact.alike * one for one, fact in zip(passes, facts, strict=True))
+    if facts[0].schedule == "gpipe":
+        slowest = most((f for f, *_ in shares), known) + most((b for _, b, *_ in shares), known)
+        return through + (m - 1) * slowest + 2 * (p - 1) * send + once
+    # what the last stage sends back is waited for once every p micro-batches less
+    n = m + p - 1
+    waits = 2 * (n - poly(sympy.ceiling((n / p).expr)))
+    runs = [
+        Alike(*run, forward, back)
+        for fact, (forward, back, *_) in zip(facts, shares, strict=True)
+        for run in fact.ranks
+    ]
+    beyond = (m - 2 * p).constant
+    if not runs or (beyond is not None and beyond < 0):
+        return through + (m - 1) * most(passes, known) + waits * send + once
+    if all(run.first.constant is not None for run in runs):
+        runs.sort(key=lambda run: run.first.constant or 0)
+    return one_by_one(runs, m, known) + waits * send + once
+
+
+def of_batches(facts: Sequence[Waiting], times: Sequence[Poly], send: Poly, known: Relations) -> Poly:
+    """Return how long each batch of a pipeline without passes back waits until it is at the same stage again."""
+    through = total(f.alike * one for f, one in zip(facts, times, strict=True)) + (facts[0].stages - 1) * send
+    return most([through, facts[0].micro_batches * most(times, known)], known)
+
+
+def _idle(facts: Waiting, shares: Sequence[Shares], known: Relations) -> Poly:
+    """Return how long a rank waits for others of which each group of layers takes as long as the slowest one."""
+    # of both directions a rank has half of the micro-batches each, which go through one of its stages
+    groups = ONE if SCHEDULES[facts.schedule].both_ways else facts.groups
+    each = (most(times, known) / groups for times in list(zip(*shares, strict=True))[:3])
+    put = dict(zip(("p", "forward", "input", "weight"), (facts.stages, *each), strict=True))
+    forms, fewest = idle(facts.schedule)
+    ranks = facts.stages.constant
+    if ranks is not None and ranks < fewest:
+        many, chunks = next(sizes(facts.schedule, int(ranks)))
+        forms = tuple(sympy.Matrix([row]).dot(TIMES) for row in idle_at(facts.schedule, int(ranks), many, chunks))
+    # none of the sums is more than nothing of a rank that waits for nobody
+    found = [p for p in (poly(form).bind(put) for form in forms) if not known.nonnegative(-p)]
+    return most(found, known) if found else ZERO
+
+
+def most(times: Iterable[Poly], known: Relations) -> Poly:
+    """Return the largest of some times."""
+    return largest([(p, "") for p in times], known)

@@ -13,8 +13,9 @@ import numpy as np
 from ..algebra.polynomial import Poly, poly
 from ..algebra.symbols import symbol
 from ..analysis.arrays import Array, Values, peaks, refused
-from ..analysis.duration import Shares, by_pass, of_shares
+from ..analysis.duration import by_pass
 from ..analysis.exchange import exchange
+from ..analysis.passes import Shares, of_shares
 from ..analysis.seconds import Spent, spent, unit_times
 from ..analysis.work import Asked, Work
 from ..bind.sweep import Plan as Evaluated
