@@ -52,3 +52,13 @@ def test_the_part_of_a_gradient_that_every_rank_has_is_kept_without_the_rest():
     # nothing is split but the parameter: ranks compute the same gradient, and each keeps its own part
     assert {m.collective for m in cg.communication(rank)} == {"all_gather"}
     testing.check_sharded(whole, rank, S=3, D=10, T=2)
+
+
+def test_gradients_are_of_what_a_rank_has_where_no_backward_pass_reads_it():
+    """The root stays put together behind the forward pass, and nothing of it is read again."""
+    with cg.Graph("g", dtype="fp64") as g:
+        g.output(cg.reduce(g.param("w", (6,)), "a -> ", "sum"))
+    whole = cg.backward(g)
+    rank = cg.shard(whole, cg.mesh(dp=2), {"w": "(a dp)"}, gather="dp")
+    assert [t.sizes for t in rank.gradients] == [(3,)]
+    testing.check_sharded(whole, rank)

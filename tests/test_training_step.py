@@ -272,3 +272,20 @@ def test_a_step_goes_into_a_file(policy, tmp_path):
     again = cg.load(tmp_path / "step.json")
     for ask in (cg.flops, cg.bytes_moved, cg.peak_memory):
         assert ask(again, **SIZES) == ask(step, **SIZES)
+
+
+def test_layers_behind_a_first_one_of_its_own_may_be_none():
+    """The first of them has no gradient of its input: the others are a loop of L - 1, and so are their updates."""
+    B, D, L = cg.dims("B D L")
+
+    def layer(x):
+        return cg.gelu(cg.linear(x, "b d -> b e", e=D, name="own"))
+
+    with cg.Graph("g") as g:
+        y = cg.repeat(L, layer, g.input("x", (B, D)), name="layers")
+        g.output(cg.reduce(y, "b d ->", "mean"))
+    step = cg.training_step(g, optimizer=cg.SGD(momentum=0.9))
+    assert {str(op.loop.count) for op in step.ops if op.phase == "optimizer"} == {"1", "L - 1"}
+    one = cg.unroll(step, L=1)
+    assert cg.peak_memory(step, B=2, D=3, L=1) == cg.peak_memory(one, B=2, D=3)
+    assert cg.flops(step, B=2, D=3, L=1) == cg.flops(one, B=2, D=3)

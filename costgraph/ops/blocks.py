@@ -357,7 +357,10 @@ def each(
     with module(graph, name) as own, building(body):
         inner = [slice_of(body, t, f"{name}.x{i}") for i, t in enumerate(xs)]
         body.outputs += map(body.adopt, step(*inner))
-    kind = Repeat(body=body, count=count, carries=0, xs=len(xs), saved=len(body.outputs), reverse=reverse)
+    # of what a loop has that may run no iteration there is nothing then
+    found = (op.loop.kind for op in graph.ops if op.loop is not None and op.loop.count == count)
+    least = 0 if count.constant is None and any(k.least == 0 for k in found) else 1
+    kind = Repeat(body=body, count=count, carries=0, xs=len(xs), saved=len(body.outputs), reverse=reverse, least=least)
     op = body.owner = graph.add_op(kind, (*xs, *body.captured), own)
     return op.results
 

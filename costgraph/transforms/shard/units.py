@@ -58,6 +58,8 @@ class Units(Reducing):
             self._shut(unit, self._phase(old), new)
         for key in dict.fromkeys(self.frame.late.values()):
             self.reduce([t for t, k in self.frame.late.items() if k == key], new)
+        if old.parent is None:  # gradients are of what a rank has
+            self.tensors |= {t: self.frame.shards[t] for unit in self.frame.units for t in unit.members}
 
     @staticmethod
     def _phase(old: Graph) -> str:
