@@ -295,7 +295,9 @@ def test_structures_side_by_side_give_the_same(model, few, kind):
 @pytest.mark.long
 def test_structures_on_dask_give_the_same(model, few):
     distributed = pytest.importorskip("distributed")
-    with distributed.Client(processes=False, n_workers=1, dashboard_address=None) as client:
+    options = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": None}
+    # workers are processes of their own, and find tests nowhere: the model is no module's
+    with distributed.LocalCluster(processes=True, **options) as cluster, distributed.Client(cluster) as client:
         found = cg.plan.search(model, **FEW, executor=client.get_executor())
     assert found.rows == few.rows
 
