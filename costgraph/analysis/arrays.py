@@ -16,9 +16,11 @@ from ..graph.placement import Waiting
 from .collecting import collection_paused
 from .lifetimes import Life, Program, copies_for, play
 
-__all__ = ["Array", "Values", "peaks", "refused"]
+__all__ = ["Array", "Programs", "Values", "peaks", "refused"]
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
+#: By the iterations that are played of each loop.
+Programs: TypeAlias = dict[tuple[object, ...], Program]
 
 
 class Values:
@@ -41,7 +43,8 @@ class Values:
         found = self._found.get(p)
         if found is None:
             with np.errstate(all="ignore"):
-                found = self._found[p] = sum((float(c) * self._monomial(m) for m, c in p.terms.items()), np.float64(0))
+                each = [self._monomial(m) if c == 1 else float(c) * self._monomial(m) for m, c in p.terms.items()]
+                found = self._found[p] = sum(each[1:], each[0]) if each else np.float64(0)
         return found
 
     def _monomial(self, m: Monomial) -> Any:
@@ -67,7 +70,9 @@ def refused(held: Iterable[Validity], sizes: Mapping[str, Array]) -> Any:
 
 
 @collection_paused()
-def peaks(graph: Graph, sizes: Mapping[str, Array], waiting: Waiting | None = None) -> Array:
+def peaks(
+    graph: Graph, sizes: Mapping[str, Array], waiting: Waiting | None = None, programs: Programs | None = None
+) -> Array:
     """Return the peak memory at points, of which all sizes are given.
 
     The program is played once for all points at which its loops have the same iterations that can differ.
@@ -80,6 +85,8 @@ def peaks(graph: Graph, sizes: Mapping[str, Array], waiting: Waiting | None = No
         By name, of one length.
     waiting : Waiting, optional
         What a stage of a pipeline knows of the others, where that is not the graph's own.
+    programs : dict, optional
+        Programs of the graph that were played before, and those that are now.
 
     Returns
     -------
@@ -87,13 +94,13 @@ def peaks(graph: Graph, sizes: Mapping[str, Array], waiting: Waiting | None = No
         Bytes of the device, as float64: what `peak_memory` says at each point.
     """
     out = np.zeros(np.broadcast_shapes(*(np.shape(n) for n in sizes.values())))
-    for at, program in _programs(graph, sizes, out.size, waiting):
+    for at, program in _programs(graph, sizes, out.size, waiting, {} if programs is None else programs):
         out[at] = _most(program, Values({name: n if np.ndim(n) == 0 else n[at] for name, n in sizes.items()}))
     return out
 
 
 def _programs(
-    graph: Graph, sizes: Mapping[str, Array], many: int, waiting: Waiting | None
+    graph: Graph, sizes: Mapping[str, Array], many: int, waiting: Waiting | None, programs: Programs
 ) -> Iterator[tuple[Array, Program]]:
     """Yield programs, and the points that each is the one of."""
     every = list(loops(graph))
@@ -105,9 +112,11 @@ def _programs(
     for i, found in enumerate(counts.T.tolist()):
         copies = copies_for({name: as_poly(n) for name, n in zip(names, found, strict=True)})
         same.setdefault((*map(copies, every), *(found if until else ())), []).append(i)
-    for like in same.values():
-        known = {name: as_poly(int(n)) for name, n in zip(names, counts[:, like[0]], strict=True)}
-        yield np.isin(place.reshape(-1), like), play(graph, copies_for(known), known if until else {}, waiting)
+    for key, like in same.items():
+        if key not in programs:
+            known = {name: as_poly(int(n)) for name, n in zip(names, counts[:, like[0]], strict=True)}
+            programs[key] = play(graph, copies_for(known), known if until else {}, waiting)
+        yield np.isin(place.reshape(-1), like), programs[key]
 
 
 def _most(program: Program, value: Values) -> Any:

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..algebra.polynomial import Poly, poly
 from ..algebra.symbols import symbol
-from ..analysis.arrays import Array, Values, peaks, refused
+from ..analysis.arrays import Array, Programs, Values, peaks, refused
 from ..analysis.duration import by_pass
 from ..analysis.exchange import exchange
 from ..analysis.passes import Shares, of_shares
@@ -26,6 +26,8 @@ from ..ops.hops import Send
 
 __all__ = ["IDLE", "Cut", "Forms", "Found", "Kind"]
 
+#: Points that are worked out at a time.
+_CHUNK = 1 << 14
 #: Parts of the time of a step beside collectives, which are parts of their own; idle is a stage of a pipeline while
 #: others work.
 COMPUTE, MEMORY, IDLE, SENT = "compute", "memory traffic", "idle", "send over pp"
@@ -51,9 +53,11 @@ class Kind:
     waiting: Waiting | None = None
     """what a stage of a pipeline knows of the others"""
     times: list[list[Spent]] = field(default_factory=list)
+    programs: Programs = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.times = [spent(w, self.asked) for w in self.asked.works]
+        self.compute = [w.seconds(self.asked.rates)[0] for w in self.asked.works]
         self.passes = list(by_pass(self.asked, self.waiting.schedule)) if self.waiting is not None else []
         graph, device = self.asked.graph, self.asked.hardware
         sends = [op for op in graph.walk() if isinstance(op.kind, Send)] if self.waiting is not None else []
@@ -72,7 +76,7 @@ class Kind:
             beside = np.maximum(np.maximum(kinds["alone"], kinds["sent"]), value(self.memory))
             busy = np.broadcast_to(beside + kinds["waited"], shape)
         send = np.max([np.broadcast_to(value(p), shape) for p in self.sends], axis=0) if self.sends else 0.0
-        peak = np.where(wrong, np.nan, peaks(self.asked.graph, whole, self.waiting))
+        peak = np.where(wrong, np.nan, peaks(self.asked.graph, whole, self.waiting, self.programs))
         return _Taken(peak, np.where(wrong, np.nan, busy), apart, passes, send, parts)
 
     def added(self, value: Values, shape: tuple[int, ...]) -> tuple[dict[str, Any], ...]:
@@ -86,7 +90,7 @@ class Kind:
             if self.last is not None and _reduces(work):
                 own, taken = "once", taken / value(self.last)
             if part is None:
-                compute = value(work.seconds(self.asked.rates)[0])
+                compute = value(self.compute[i])
                 parts[COMPUTE], parts[MEMORY] = parts[COMPUTE] + compute, parts[MEMORY] + taken - compute
             else:
                 parts[part] = parts.get(part, 0) + taken
@@ -136,7 +140,18 @@ class Forms:
     """name of the number of layers"""
 
     def at(self, sizes: Mapping[str, Array], cuts: Mapping[str, Cut]) -> Found:
-        """Evaluate at points, of which all degrees are given."""
+        """Evaluate at points, of which all degrees are given: some at a time, which stay in a cache."""
+        (many,) = _shape(sizes)
+        if many > _CHUNK:
+            places = [slice(i, i + _CHUNK) for i in range(0, many, _CHUNK)]
+            each = [
+                self.at(_some(sizes, p), {k: Cut(c.layers[p], c.alike[p]) for k, c in cuts.items()}) for p in places
+            ]
+            return Found(
+                {name: np.concatenate([f.peaks[name] for f in each]) for name in each[0].peaks},
+                np.concatenate([f.seconds for f in each]),
+                {name: np.concatenate([f.parts[name] for f in each]) for name in each[0].parts},
+            )
         if "all" in cuts:
             one = self.kinds["all"].at(sizes)
             parts = {name: np.broadcast_to(v, one.peak.shape) for name, v in one.parts.items()}
@@ -185,6 +200,10 @@ def _by_place(peaks_: Mapping[str, Array]) -> dict[str, Array]:
     if between:
         found["middle"] = np.max(between, axis=0)
     return {**found, "last": peaks_["last"]}
+
+
+def _some(sizes: Mapping[str, Array], at: slice) -> dict[str, Array]:
+    return {name: n[at] for name, n in sizes.items()}
 
 
 def _shape(sizes: Mapping[str, Any]) -> tuple[int, ...]:
