@@ -414,3 +414,14 @@ def test_gradients_that_a_program_asks_for_are_a_backward_pass():
     found = cg.costs(g, B=7)
     # each of the two products has 7 x 3 x 5 points
     assert [found.filter(phase=p).total().matmul for p in ("forward", "backward")] == [2 * 7 * 3 * 5] * 2
+
+
+def test_whole_numbers_are_counted_on_a_gpu():
+    class Counts(nn.Module):
+        """How many rows go to each expert, as transformers asks on a GPU; on a CPU histc takes no whole numbers."""
+
+        def forward(self, x):
+            return torch.histc(x.argmax(-1).int(), bins=5, min=0, max=4)
+
+    g = trace(Counts(), torch.zeros(7, 5), dims=[("N", None)], device="cuda")
+    assert (g.outputs[0].sizes[0], g.outputs[0].dtype.name) == (5, "int32")

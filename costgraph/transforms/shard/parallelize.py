@@ -287,6 +287,7 @@ def _received(graph: Graph) -> list[Tensor]:
 def _carries(graph: Graph) -> Iterator[str]:
     """Yield what layers hand on: carries of the forward pass of which the second axis is the sequence of an input."""
     inputs = {t.sizes[-2:] for t in graph.tensors if t.role == "input" and t.ndim >= 2}
+    inputs |= {t.sizes[-3:-1] for t in graph.tensors if t.role == "input" and t.ndim >= 3}  # of vectors, not of indices
     inputs |= {t.sizes[:2] for t in _received(graph)}
     for g in graph.bodies():
         for op in g.ops:

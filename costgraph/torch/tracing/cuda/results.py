@@ -117,6 +117,14 @@ def _rms_norm_backward(
     return made, weight.new_empty(weight.shape) if mask[1] and weight is not None else None
 
 
+# -- counts ------------------------------------------------------------------------------------------------------
+
+
+def _histogram(x: torch.Tensor, bins: int = 100, *limits: Any, **more: Any) -> torch.Tensor:
+    """Make a number for each bin, of whole numbers as well, which a CPU does not count (SummaryOps.cu)."""
+    return x.new_empty((bins,))
+
+
 #: By op.
 CUDA_RESULTS: dict[Any, Callable[..., Any]] = {
     aten._scaled_dot_product_flash_attention.default: _flash,
@@ -128,4 +136,5 @@ CUDA_RESULTS: dict[Any, Callable[..., Any]] = {
     aten._thnn_fused_gru_cell_backward.default: _gru_cell_backward,
     aten._fused_rms_norm.default: _rms_norm,
     aten._fused_rms_norm_backward.default: _rms_norm_backward,
+    aten.histc.default: _histogram,
 }
