@@ -193,6 +193,27 @@ def test_batch_norm_is_cudnns_where_it_takes_the_format(dtype, cudnn, train):
     assert cg.flops(graphs[1]) == cg.flops(graphs[0])
 
 
+@pytest.mark.parametrize(
+    ("norm", "dtype"), [(n, d) for n in ("layer", "group") for d in (fp16, bf16, fp32, fp64)] + [("batch", bf16)]
+)  # other formats' batch norms are cuDNN's
+def test_statistics_of_norms_have_the_format_that_their_kernels_add_up_in(norm, dtype):
+    # torch's registrations for devices that are no CPU say so
+    module = {"layer": nn.LayerNorm(5), "batch": nn.BatchNorm1d(6), "group": nn.GroupNorm(3, 6)}[norm].to(dtype)
+    x, dims = torch.zeros(3, 6, 5, dtype=dtype), [("B", None, None)]
+    p = torch.zeros(6, dtype=dtype, device="meta")
+    own = {
+        "layer": lambda t: aten.native_layer_norm(t, [5], p[:5], p[:5], 1e-5),
+        "batch": lambda t: aten.native_batch_norm(t, p, p, p, p, True, 0.1, 1e-5),
+        "group": lambda t: aten.native_group_norm(t, p, p, 3, 6, 5, 3, 1e-5),
+    }[norm](x.to("meta"))
+    graphs = [trace(Loss(module), x, dims=dims, train=True, device=d) for d in ("cpu", "cuda")]
+    (op,) = (op for op in graphs[1].ops if f"{norm}_norm" in op.name and op.phase == "forward")
+    made = [int(t.dtype.bytes) for t in op.results if t.storage not in {x.storage for x in op.operands}]
+    assert made == [t.element_size() for t in own]
+    assert cg.flops(graphs[1]) == cg.flops(graphs[0])
+    assert not [op for op in graphs[1].walk() if op.kind.name == "foreign"]
+
+
 @pytest.mark.filterwarnings("ignore:Mismatch dtype")
 def test_an_rms_norm_is_one_kernel_each_way():
     graph = step(nn.RMSNorm(7), torch.zeros(3, 7, dtype=fp32), dims=[("B", None)])

@@ -6,9 +6,13 @@ import pytest
 import sympy
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import costgraph as cg
 from costgraph.torch import lower, trace
+from costgraph.torch.tracing.call import Counts
+from costgraph.torch.tracing.rules import RULES
+from costgraph.torch.tracing.translations import TRANSLATIONS
 
 transformers = pytest.importorskip("transformers")
 SMALL = {"num_hidden_layers": 2, "hidden_size": 40, "intermediate_size": 52, "num_attention_heads": 4}
@@ -328,3 +332,69 @@ def test_attention_of_dense_queries_keeps_the_sums_of_rows():
     torch.testing.assert_close(loss, module(x))
     for gradient, p in zip(gradients, module.parameters(), strict=True):
         torch.testing.assert_close(gradient, p.grad)
+
+
+class Function(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+def test_a_translation_that_fails_leaves_the_call_to_its_rule(monkeypatch):
+    def failing(call):
+        return call["no such argument"]
+
+    x = torch.zeros(3, 5)
+    monkeypatch.setitem(TRANSLATIONS, "tril", failing)
+    monkeypatch.setitem(RULES, "tril", lambda call: Counts(pointwise=call.out.numel))
+    g = trace(Function(torch.tril), x)
+    assert [op.kind.name for op in g.ops] == ["foreign"]
+    assert cg.flops(g) == 3 * 5
+
+
+def test_a_translation_or_a_rule_that_fails_is_named(monkeypatch):
+    x = torch.zeros(3, 5)
+    monkeypatch.delitem(RULES, "tril")
+    monkeypatch.setitem(TRANSLATIONS, "tril", lambda call: call["no such argument"])
+    text = r"aten::tril.default: its translation failed with KeyError: .*no such argument"
+    with pytest.raises(cg.UnsupportedError, match=text):
+        trace(Function(torch.tril), x)
+    monkeypatch.setitem(RULES, "tril", lambda call: Counts(pointwise=call.out.sizes[2]))
+    with pytest.raises(cg.UnsupportedError, match=r"aten::tril.default: its rule failed with IndexError"):
+        trace(Function(torch.tril), x)
+
+
+#: Functions of something without elements that make something with elements.
+EMPTY = {
+    "padded": lambda x, e: nn.functional.pad(e, (1, 4)) + x,
+    "summed": lambda x, e: e.sum(1, keepdim=True) + x,
+    "multiplied": lambda x, e: e @ e.T + x.sum(),
+    "added at no row": lambda x, e: x.index_add(0, torch.zeros(0, dtype=torch.int64), x[:0]),
+    "picked from nowhere": lambda x, e: x[torch.zeros(0, dtype=torch.int64)].sum() + x,
+    "scattered": lambda x, e: x.scatter_add(0, torch.zeros(0, 5, dtype=torch.int64), x[:0]),
+    "written": lambda x, e: x.slice_scatter(e, 1, 5, 5),
+    "any": lambda x, e: (e > 0).any(1, keepdim=True) * x,
+    "attended": lambda x, e: nn.functional.scaled_dot_product_attention(x[None], x[None, :0], x[None, :0]) + x,
+}
+
+
+@pytest.mark.parametrize("name", EMPTY)
+def test_what_has_no_elements_is_counted_and_runs(name):
+    torch.manual_seed(5)
+    layer = nn.Linear(5, 5)
+    module = nn.Sequential(layer, Function(lambda x: EMPTY[name](x, x[:, 5:]).sin().sum()))
+    x = torch.randn(3, 5)
+    g = trace(module, x, train=True)
+    with FlopCounterMode(display=False) as counter:
+        expected = module(x)
+        expected.backward()
+    assert cg.matmul_flops(g, count="full") == counter.get_total_flops()
+    low = lower(g)
+    low.load_state_dict(module.state_dict(), strict=False)
+    with torch.no_grad():
+        torch.testing.assert_close(low(x), expected.detach())
+    found = trace(module, x, train=True, dims=[("B", None)])
+    assert cg.matmul_flops(found, B=3) == cg.matmul_flops(g)

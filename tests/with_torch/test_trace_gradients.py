@@ -110,6 +110,9 @@ CASES = {
     "padded by nothing": (Function(lambda x: functional.pad(x, (0, 0))), nn.Linear(5, 5), [ROWS]),
     "cut and padded": (Function(lambda x: functional.pad(x, (-1, 2, -2, -1))), nn.Linear(5, 5), [ROWS]),
     "repeated": (Function(lambda x: x.repeat(2, 1, 3)), nn.Linear(5, 5), [ROWS]),
+    "cut into all and nothing": (
+        Function(lambda x: torch.cat([x[:, :5].sin(), x[:, 5:].cos()], 1)), nn.Linear(5, 5), [ROWS],
+    ),
     "repeated once": (Function(lambda x: x.repeat(1, 1)), nn.Linear(5, 5), [ROWS]),
 }  # fmt: skip
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -70,6 +70,8 @@ class Recorder(TorchDispatchMode):
         What kernels run on.
     kernels : collection
         Ops that a CPU is without and that are composed there, of which the device has a kernel.
+    stand_ins : mapping
+        What runs instead of an op.
     choices : Choices
         Says by which rule a call is what the device runs.
     """
@@ -80,6 +82,7 @@ class Recorder(TorchDispatchMode):
     symbols: bool = False
     device: str = "cpu"
     kernels: Collection[Any] = ()
+    stand_ins: Mapping[Any, Callable[..., Any]] = field(default_factory=lambda: STAND_INS)
     choices: Choices = field(default_factory=Choices)
     phase: str = "forward"
     paused: bool = False
@@ -174,7 +177,7 @@ class Recorder(TorchDispatchMode):
             return t.fake_device if isinstance(t, FakeTensor) and not t.fake_mode.in_kernel_invocation else func(t)
         kwargs = kwargs or {}
         if self.paused:
-            return STAND_INS.get(func, func)(*args, **kwargs)
+            return self.stand_ins.get(func, func)(*args, **kwargs)
         if isinstance(func, HigherOrderOperator):
             with self:
                 return run_eagerly(func, args, kwargs)
@@ -212,7 +215,7 @@ class Recorder(TorchDispatchMode):
         try:
             positional = tuple(self.values.seen(a, operand) for a in args)
             keywords = {k: self.values.seen(v, operand) for k, v in kwargs.items()}
-            out = STAND_INS.get(func, func)(*args, **kwargs)
+            out = self.stand_ins.get(func, func)(*args, **kwargs)
             self.data.note(func, args, kwargs, out)
             self._record(func, positional, keywords, operands, out)
         except UnsupportedError as error:

@@ -8,7 +8,8 @@ from typing import Any
 
 from ...algebra.dominance import Relations
 from ...algebra.polynomial import ONE, ZERO, Poly
-from ...errors import CostGraphError
+from ...algebra.symbols import shown
+from ...errors import CostGraphError, UnsupportedError
 from ...graph.graph import Graph
 from ...graph.op import Bodied, Op, OpKind
 from ...graph.scopes import here, opened, scope
@@ -121,7 +122,10 @@ def template_of(
     if any(d.kind not in ("float", "int", "bool") for d in (*made, *(t.dtype for t in tensors))):
         return None  # declared kinds count real numbers
     relations = tensors[0].graph.root.relations if tensors else None
-    found = declared(translation, call, operands, tensors, relations)
+    try:
+        found = declared(translation, call, operands, tensors, relations)
+    except UnsupportedError:
+        return None  # its rule says what it costs; where it has none, `counts_of` says why
     if found is None:
         return None
     body, inputs, returned = found
@@ -138,7 +142,13 @@ def declared(
     tensors: Sequence[Tensor | Spec],
     relations: Relations | None = None,
 ) -> tuple[Graph, list[Tensor], Tensor | Sequence[Tensor | None]] | None:
-    """Return the declared ops of a call in a body, its inputs outside, and what it returns; None where it has none."""
+    """Return the declared ops of a call in a body, its inputs outside, and what it returns; None where it has none.
+
+    Raises
+    ------
+    UnsupportedError
+        If the translation fails with an error that is not the library's: it did not foresee these arguments.
+    """
     scratch = Graph("call")
     scratch.relations = scratch.relations if relations is None else relations
     inputs = [
@@ -153,6 +163,11 @@ def declared(
             returned = translation(asked)
     except CostGraphError:
         return None  # shapes that only data, or the strides of the run, explain
+    except Exception as error:
+        raise UnsupportedError(
+            f"aten::{call.name}.{call.overload}: its translation failed with {type(error).__name__}: "
+            f"{shown(str(error), 300)}; expected one that takes such a call, or returns None"
+        ) from error
     return None if returned is None else (body, inputs, returned)
 
 

@@ -21,7 +21,7 @@ from ...graph.arguments import need_choice
 from ...graph.graph import Graph
 from ...hardware.arch import DEFAULT, Arch, arch_of
 from .arguments import Axes, Given
-from .cuda import KERNELS, Here, on_cuda
+from .cuda import CUDA_STATISTICS, KERNELS, Here, on_cuda
 from .data import Data
 from .formats import narrowed
 from .guards import assumptions
@@ -158,7 +158,7 @@ def _watched(
     recorder = Recorder(Values(translator), Scopes(module), data, symbols=unknown == "symbol", device=device)
     place: Callable[[], AbstractContextManager[None]] = nullcontext
     if target is not None:
-        recorder.kernels = KERNELS
+        recorder.kernels, recorder.stand_ins = KERNELS, {**recorder.stand_ins, **CUDA_STATISTICS}
         place = partial(on_cuda, Here(target, recorder.choices))
     run = Run(module, recorder, optimizer, place)
     with (

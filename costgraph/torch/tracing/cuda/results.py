@@ -12,7 +12,7 @@ import torch
 
 from ..results import hint
 
-__all__ = ["CUDA_RESULTS"]
+__all__ = ["CUDA_RESULTS", "CUDA_STATISTICS"]
 
 aten = torch.ops.aten
 _ROWS = 32  # of a block, to which row sums are padded (kAlignLSE of mem_eff_attention/kernel_forward.h)
@@ -105,9 +105,26 @@ def _gru_cell_backward(grad: torch.Tensor, kept: torch.Tensor, biased: bool) -> 
 
 def _rms_norm(x: torch.Tensor, shape: Sequence[Any], weight: Any, eps: Any) -> Any:
     """Make a dense result, and the reciprocal root of each row."""
-    wide = torch.float32 if x.dtype.itemsize == 2 else x.dtype
     lead = x.shape[: x.ndim - len(shape)]
-    return x.new_empty(x.shape), x.new_empty((*lead, *(1 for _ in shape)), dtype=wide)
+    return x.new_empty(x.shape), x.new_empty((*lead, *(1 for _ in shape)), dtype=_wide(x))
+
+
+def _wide(x: torch.Tensor) -> torch.dtype:
+    """Return the format that kernels of CUDA add up in (toAccumulateType of AccumulateType.h)."""
+    return torch.float32 if x.dtype.itemsize == 2 else x.dtype
+
+
+def _with_wide_statistics(norm: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a norm hand out mean and reciprocal deviation as they were added up; a CPU rounds them to its input's format.
+
+    `layer_norm_cuda` in layer_norm_kernel.cu, `batch_norm_cuda` in Normalization.cu; `GroupNormKernelImpl` rounds too.
+    """
+
+    def run(x: torch.Tensor, *rest: Any) -> Any:
+        made, *statistics = norm(x, *rest)
+        return made, *(torch.empty_like(t, dtype=_wide(x)) for t in statistics)
+
+    return run
 
 
 def _rms_norm_backward(
@@ -137,4 +154,9 @@ CUDA_RESULTS: dict[Any, Callable[..., Any]] = {
     aten._fused_rms_norm.default: _rms_norm,
     aten._fused_rms_norm_backward.default: _rms_norm_backward,
     aten.histc.default: _histogram,
+}
+
+#: By op that a CPU runs as well, with other results.
+CUDA_STATISTICS: dict[Any, Callable[..., Any]] = {
+    norm: _with_wide_statistics(norm) for norm in (aten.native_layer_norm.default, aten.native_batch_norm.default)
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
@@ -10,8 +10,9 @@ import torch
 
 from ....algebra.dominance import Relations
 from ....algebra.polynomial import ZERO, Poly
+from ....algebra.symbols import shown as quoted
 from ....dtypes import DTYPES
-from ....errors import UnsupportedError
+from ....errors import CostGraphError, UnsupportedError
 from ....graph.op import Flops
 from ....ops.readers import elements_read
 from ..call import Call, Counts, Spec
@@ -55,7 +56,7 @@ def counts_of(call: Call, tags: Collection[Any] = (), relations: Relations | Non
     """
     shown = f"aten::{call.name}.{call.overload}"
     found = RULES.get(f"{call.name}.{call.overload}") or RULES.get(call.name)
-    counts = found(call) if found is not None else _derived(call, relations)
+    counts = _by_rule(found, call, shown) if found is not None else _derived(call, relations)
     if counts is None:
         if call.name in DATA_DEPENDENT:
             raise UnsupportedError(
@@ -72,6 +73,17 @@ def counts_of(call: Call, tags: Collection[Any] = (), relations: Relations | Non
         counts = complex_counts(call, counts)
     counts, more = _without_outs(call, counts), workspace_of(call)
     return replace(counts, workspace=counts.workspace + more) if more else counts
+
+
+def _by_rule(found: Callable[[Call], Counts | None], call: Call, shown: str) -> Counts | None:
+    """Return what a rule says; an error that is not the library's becomes one that names the op."""
+    try:
+        return found(call)
+    except CostGraphError:
+        raise
+    except Exception as error:
+        why = f"{type(error).__name__}: {quoted(str(error), 300)}"
+        raise UnsupportedError(f"{shown}: its rule failed with {why}, expected one that takes such a call") from error
 
 
 def is_derived(call: Call) -> bool:

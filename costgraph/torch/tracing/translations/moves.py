@@ -179,8 +179,10 @@ def repeated(call: Call) -> Tensor:
 
 @translation("slice_backward")
 def put_back(call: Call) -> Tensor:
-    """A gradient at some positions of an axis of zeros."""
-    grad: Tensor = call["grad_output"]
+    """A gradient at some positions of an axis of zeros; one of no positions leaves the zeros."""
+    grad: Tensor | None = call["grad_output"]
+    if grad is None:
+        return fill(call.out.sizes, 0, call.out.dtype)
     axis = call["dim"] % grad.ndim
     return pad(grad, axis, _start(call, call.out.sizes[axis]), call.out.sizes[axis], call["step"])
 
