@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from itertools import product
 
+from numpy.lib.stride_tricks import as_strided
+
 from ..ops.foreign import Foreign
 from ..ops.index import Gather, Scatter
 from ..ops.stated import Opaque, Stated
 from .arithmetic import tally
 from .meanings import meaning
-from .values import At, Point
+from .values import At, Point, Value
 
 __all__: list[str] = []  # its functions are found in MEANINGS
 
@@ -77,8 +79,10 @@ def _stated(at: At[Stated]) -> None:
     kind = at.kind
     full = kind.full if isinstance(kind, Foreign) else kind.matmul
     at.tally = tally(*map(at.of, (kind.matmul, full, kind.pointwise, kind.transcendental)))
-    shared = {t.storage for t in at.op.operands}
-    for i in (i for i, t in enumerate(at.op.results) if t.storage not in shared):
+    for i, t in enumerate(at.op.results):
+        if any(t.storage is x.storage for x in at.op.operands):
+            _view(at, i)
+            continue
         for index in product(*map(range, at.result(i).array.shape)):
             at.write(0.0, *index, to=i)
     for i, v in enumerate(at.operands):
@@ -87,3 +91,19 @@ def _stated(at: At[Stated]) -> None:
     for direction, amounts in (("reads", kind.bytes_read), ("writes", kind.bytes_written)):
         if amounts is not None:
             at.stated[direction] = sum(at.of(amounts))
+
+
+def _view(at: At[Stated], i: int) -> None:
+    """Make a result of the storage of an operand, which it may reach into beyond what the operand is of it."""
+    t = at.op.results[i]
+    of = next(n for n, x in enumerate(at.op.operands) if x.storage is t.storage)
+    x, source = at.op.operands[of], at.operands[of]
+    if not isinstance(source, Value) or x.dtype.bits != t.dtype.bits:
+        return  # lists, and numbers that are seen as parts of them
+    shape, strides = at.of(t.sizes), at.of(t.strides)
+    whole = source.buffer.array
+    first = source.address((0,) * source.array.ndim) // whole.itemsize + at.of(t.offset - x.offset)
+    last = first + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    assert 0 <= first <= last < whole.size, f"{at.op.name!r} reads beyond the storage of operand {of + 1}"
+    flat = as_strided(whole, (whole.size,), (whole.itemsize,))  # as it lies in memory
+    at.made[i] = Value(as_strided(flat[first:], shape, [s * whole.itemsize for s in strides]), source.buffer)

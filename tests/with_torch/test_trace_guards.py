@@ -95,6 +95,13 @@ def test_a_loop_over_a_size_is_unrolled_where_that_is_asked_for(part):
         cg.matmul_flops(g, B=2, S=8)
 
 
+def test_a_loop_that_was_unrolled_is_not_folded():
+    g = trace(Steps(1), torch.zeros(3, 7, 5), dims=[("B", "S", None)], fixed="given")
+    for where in ((), ("cell",)):
+        with pytest.raises(cg.GraphError, match="expected a graph with a stack of layers"):
+            cg.fold(g, *where)
+
+
 def test_a_size_that_is_no_other_ones_is_given():
     with pytest.raises(
         cg.UnsupportedError, match="needs the size S as a number, which is given as 3, expected one abov"

@@ -7,9 +7,11 @@ from checked_programs import checked_by_assert, checked_by_raise
 from torch import nn
 from torch.nn import functional
 from torch.nn.attention import flex_attention
+from torch.utils.flop_counter import FlopCounterMode
 from traced import differences, real_peak
 
 import costgraph as cg
+from costgraph import testing
 from costgraph.errors import UnsupportedError
 from costgraph.torch import lower, trace
 
@@ -331,3 +333,38 @@ def test_a_transform_is_five_for_each_point_and_stage(n):
     for x, share in ((torch.rand(3, n, dtype=torch.complex64), 1), (torch.rand(3, n), 0.5)):
         g = trace(Program(lambda x: torch.fft.fft(x)), x, dims=[("B", "N") if n > 1 else ("B", None)])
         assert cg.flops(g, **({"B": 3, "N": n} if n > 1 else {"B": 3})) == 3 * 5 * n * stages * share
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x[:2].as_strided((4, 5), (5, 1), 3).exp(),
+        lambda x: (x * 2)[:2].as_strided((4, 5), (5, 1), 3).exp(),
+        lambda x: (x * 2)[4:].as_strided((4, 5), (5, 1), 0).exp(),
+    ],
+)
+def test_what_is_read_beyond_a_slice_is_what_the_laws_count(function):
+    class Beyond(nn.Module):
+        def forward(self, x):
+            return function(x)
+
+    x = torch.randn(7, 5)
+    g = trace(Beyond(), x)
+    torch.testing.assert_close(lower(g)(x), function(x))
+    testing.check(g)
+
+
+def test_the_encoder_of_encodec_is_traced_with_its_length_as_a_number():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.EncodecConfig(
+        num_filters=4, hidden_size=8, codebook_size=16, codebook_dim=8, upsampling_ratios=[4, 2], num_lstm_layers=1
+    )
+    encoder, x = transformers.EncodecModel(config).encoder.eval(), torch.zeros(2, 1, 96)
+    g = trace(encoder, x, dims=[("B", None, None)])
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        encoder(x)
+    # torch's counter passes over an LSTM: 12 steps of 2 rows, four gates of 16 of an input and a state of 16
+    assert cg.matmul_flops(g, count="full", B=2) == counter.get_total_flops() + 2 * 2 * 12 * 4 * 16 * (16 + 16)
+    # what is padded is a tensor of its length, compared with that
+    with pytest.raises(UnsupportedError, match=r"in _pad1d, 'if length <= max_pad:': turns the size T into the number"):
+        trace(encoder, x, dims=[("B", None, "T")])
