@@ -70,7 +70,10 @@ def answer(value: Poly | sympy.Expr, held: Iterable[Validity] = ()) -> Formula:
         return conditioned(value, dict.fromkeys((*held_by(value), *held)))
     if value.is_finite is not True or value.is_real is not True:
         raise BindingError(f"{shorten(str(value))}: expected a finite number")
-    return float(value)
+    try:  # the largest of numbers, as of the stages of a pipeline
+        return number(Fraction(exactly(poly(value))({})))
+    except (NoRuleError, ShapeError, ZeroDivisionError):
+        return float(value)
 
 
 def bound_answer(value: Poly, values: Bindings) -> Formula:
