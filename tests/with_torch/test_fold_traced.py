@@ -176,10 +176,13 @@ class Alternating(nn.Module):
         return x
 
 
-def test_blocks_of_two_kinds_are_refused():
-    g = trace(Alternating(8), torch.zeros(2, 5), dims=[("B", None)])
-    with pytest.raises(cg.GraphError, match="expected 3 equal blocks in a row at least"):
-        cg.fold(g, "layers", "L")
+def test_blocks_of_two_kinds_in_turn_are_folded_by_turns():
+    def traced(count):
+        return trace(Alternating(count), torch.zeros(2, 5), dims=[("B", None)])
+
+    folded = cg.fold(traced(8), "layers", "L")
+    for count in (8, 12):
+        assert answers(folded, L=count, B=3) == answers(traced(count), B=3)
 
 
 def test_a_folded_trace_is_saved_and_loaded(tmp_path):

@@ -78,9 +78,12 @@ class Formats:
         return made
 
     def _taken(self, func: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Note that a tensor is taken in a format; where it has that already, what is returned lies as it does."""
+        """Note that a tensor is taken in a format; where it has that already, what is returned lies as it does.
+
+        What a program has a gradient of, though no step is traced, is left as it is: another tensor would have none.
+        """
         self.calls.append((func.__name__, dtype))
-        if x.dtype != dtype or dtype != _WIDE or not x.numel():
+        if x.dtype != dtype or dtype != _WIDE or not x.numel() or (x.requires_grad and torch.is_grad_enabled()):
             return x
         made = self._apart(x)
         self.asked.append((len(self.calls) - 1, self.recorder.stated(x, made)))
