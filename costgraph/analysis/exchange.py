@@ -19,6 +19,7 @@ from ..hardware.specs import Hardware
 from ..ops.collectives import Collective
 from ..ops.hops import Send
 from .messages import bucketed
+from .torus import around, covered, least_around
 
 __all__ = ["Group", "exchange", "group_of", "least_busy", "placed", "taken", "whole"]
 
@@ -37,9 +38,16 @@ class Group:
         return prod((count for _, count in self.levels), start=ONE)
 
     @property
+    def torus(self) -> bool:
+        """Whether they are in a torus, whose dimensions are the links."""
+        return self.hardware.cluster is not None and self.hardware.cluster.torus
+
+    @property
     def link(self) -> str:
         """What its messages go over at their slowest: link where that depends on a degree that is open."""
         reached = [level for level in self.levels if level[1] != ONE] or [*self.levels[:1]]
+        if self.torus:
+            return "+".join(name for name, _ in reached)
         name, count = reached[-1]
         return name if count.constant is not None or len(reached) == 1 else "link"
 
@@ -83,6 +91,8 @@ def group_of(op: Op, graph: Graph, values: Mapping[str, Poly], hardware: Hardwar
 
 def placed(name: str, ranks: Poly, apart: Poly, hardware: Hardware) -> Group:
     """Return where ranks are that have so many devices from one to the next; errors as `group_of`, of what is named."""
+    if hardware.cluster is not None and hardware.cluster.torus:
+        return Group(hardware, covered(name, ranks, apart, hardware))
     left, levels = ranks, []
     for link, size in extents(hardware):
         if size is None:
@@ -185,6 +195,8 @@ def taken(collective: str, size: Poly, group: Group) -> Poly:
     once that halve the bytes between them, where each rank receives and hands on all bytes twice: the smaller of both
     (Patarasuk and Yuan 2009; Sanders, Speck and Traeff 2009). In an all-to-all each rank sends one n-th to each other.
     """
+    if group.torus:
+        return around(collective, size, group.levels, group.hardware)
     if collective == "all_reduce":
         return smaller(2 * _ring(size, group), _tree(size, group))
     if collective == "all_to_all":
@@ -256,6 +268,8 @@ def least_busy(collective: str, size: Poly, group: Group) -> dict[str, Poly]:
     the cards of the domain. Of what is all-reduced it has to receive each sum once, since its own values are not
     enough: half of what a ring takes, for many ranks.
     """
+    if group.torus:
+        return least_around(collective, size, group.levels, group.hardware)
     out, n, nearer = {}, group.ranks, ONE
     further = [prod((ONE - _several(k) for k, _ in group.joined[i + 1 :]), start=ONE) for i in range(len(group.levels))]
     for (name, count), (inside, reached), beyond in zip(group.levels, group.below(), further, strict=True):

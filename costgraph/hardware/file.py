@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from costgraph.algebra.symbols import shown
 from costgraph.errors import SpecError
-from costgraph.hardware.keys import LEVEL, TABLES
+from costgraph.hardware.keys import LEVEL, PER_LINK, TABLES
 from costgraph.hardware.units import UNITS, Quantity, quantity
 from costgraph.notation.door import Rule
 from costgraph.notation.records import Text, one_of, read_fields
@@ -112,7 +112,7 @@ def read_network(path: Path) -> dict[str, Any]:
     Raises
     ------
     SpecError
-        As `read_file`; or if a level joins fewer devices than the one before it.
+        As `read_file`; or if a level joins fewer devices than the one before it, or levels are no torus in part.
     """
     place, data = str(path), _parsed(path, "network")
     top = read_fields(place, data, _NETWORK, (), SpecError)
@@ -132,7 +132,28 @@ def read_network(path: Path) -> dict[str, Any]:
         if less is not None and less.number < 1:
             raise SpecError(f"{place}: {name}: oversubscription is {less.number}, expected 1 or more")
         least = joined
+    _check_torus(place, levels)
     return top | {"levels": levels}
+
+
+def _check_torus(place: str, levels: Mapping[str, Mapping[str, Quantity]]) -> None:
+    """Refuse a torus of which a level is no dimension: each has rings of whole numbers of devices, and no switches."""
+    inside = 1
+    for name, level in levels.items():
+        if (PER_LINK in level) != any(PER_LINK in other for other in levels.values()):
+            raise SpecError(f"{place}: {name}: {PER_LINK} is missing; expected it in all levels of a torus")
+        if PER_LINK in level:
+            found = int(level["devices"].number)
+            if found % inside:
+                raise SpecError(f"{place}: {name}: devices is {found}, expected a multiple of {inside} in a torus")
+            if wrong := [key for key in ("per_direction", "oversubscription") if key in level]:
+                raise SpecError(f"{place}: {name}: {wrong[0]} beside {PER_LINK}; expected no switches in a torus")
+            ring, least = level["ring"].number if "ring" in level else found, found // inside
+            if not isinstance(ring, int) or ring < least:
+                raise SpecError(f"{place}: {name}: ring is {ring}, expected a whole number from {least} up")
+            inside = found
+        elif "ring" in level:
+            raise SpecError(f"{place}: {name}: ring, expected it in a torus, beside {PER_LINK}")
 
 
 def _parsed(path: Path, what: str) -> dict[str, Any]:

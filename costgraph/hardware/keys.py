@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["CACHE_SYMBOLS", "LEVEL", "LINK_KINDS", "PEAKS", "RATE_KEYS", "SYMBOLS", "TABLES", "symbols_of"]
+__all__ = ["CACHE_SYMBOLS", "LEVEL", "LINK_KINDS", "PEAKS", "PER_LINK", "RATE_KEYS", "SYMBOLS", "TABLES", "symbols_of"]
 
 _TEXT = "text"
 PEAKS = ["fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp6", "fp4", "nvfp4", "int8", "int4"]
@@ -34,8 +34,9 @@ TABLES: dict[str, dict[str, str]] = {
 }
 """Tables of a specification, their keys and the base unit of each; [measured] takes any name and unit."""
 
-LEVEL = {"devices": "1", "per_direction": "B/s", "latency": "s", "oversubscription": "1"}
-"""Keys of a level of a network, and the base unit of each."""
+PER_LINK = "per_link_per_direction"
+LEVEL = {"devices": "1", "per_direction": "B/s", PER_LINK: "B/s", "ring": "1", "latency": "s", "oversubscription": "1"}
+"""Keys of a level of a network, and the base unit of each; one with PER_LINK is a dimension of a torus."""
 
 LINK_KINDS = {
     "interconnect": ("interconnect", "per_direction"), "c2c": ("interconnect", "c2c_per_direction"),

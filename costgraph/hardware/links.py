@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from costgraph.algebra.polynomial import Poly, poly
 from costgraph.errors import SpecError
+from costgraph.hardware.keys import PER_LINK
 from costgraph.hardware.networks import Network, load_network
 from costgraph.hardware.specs import Hardware, load_hardware
 
@@ -68,8 +69,11 @@ def extents(hardware: Hardware) -> Iterator[tuple[str, int | None]]:
     SpecError
         As `domain_of`, or if a level of its network joins fewer devices than what is below it.
     """
-    least = domain_of(hardware)
-    yield "interconnect", least
+    if hardware.cluster is not None and hardware.cluster.torus:  # its links are the interconnect
+        least = 1
+    else:
+        least = domain_of(hardware)
+        yield "interconnect", least
     if hardware.cluster is None:
         yield "network", None
         return
@@ -90,7 +94,8 @@ def wire(hardware: Hardware, name: str) -> Wire:
     hardware : Hardware
         The device, of numbers or of symbols.
     name : str
-        interconnect, network, or the name of a level, which has the rates of [network] where it states none.
+        interconnect, network, or the name of a level, which has the rates of [network] where it states none;
+        of a dimension of a torus the rate of one link.
 
     Raises
     ------
@@ -110,14 +115,15 @@ def wire(hardware: Hardware, name: str) -> Wire:
     '448.0 GB/s, 64.0 GB/s to one other'
     """
     level = hardware.cluster.levels.get(name) if hardware.cluster is not None else None
-    table = {**hardware.tables.get("network" if level is not None else name, {}), **(level or {})}
-    rate = table["per_direction"] if level and "per_direction" in level else hardware.link("network" if level else name)
-    bandwidth = poly(rate.value)
+    of = name if level is None else "interconnect" if PER_LINK in level else "network"
+    table = {**hardware.tables.get(of, {}), **(level or {})}
+    stated = [level[key] for key in ("per_direction", PER_LINK) if level and key in level]
+    bandwidth = poly((stated or [hardware.link(of)])[0].value)
     if "oversubscription" in table:
         bandwidth = bandwidth / poly(table["oversubscription"].value)
     if "latency" not in table:
         raise SpecError(
-            f"hardware {hardware.id}: {'network' if level else name}.latency is missing; expected the seconds that a "
+            f"hardware {hardware.id}: {of}.latency is missing; expected the seconds that a "
             f"message over it takes beside its bytes"
         )
     links = table["links"].number if name == "interconnect" and "links" in table else None

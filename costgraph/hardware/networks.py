@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from costgraph.hardware.file import read_network
 from costgraph.hardware.find import NETWORKS, known, path_of
+from costgraph.hardware.keys import PER_LINK
 from costgraph.hardware.tables import SOURCE, Column, Fact, Table
 from costgraph.hardware.units import Quantity
 
@@ -36,12 +37,18 @@ class Network(Table):
     levels: Mapping[str, Mapping[str, Quantity]]
     """numbers of each level, the nearest first: `devices` that it joins; and, where they are not those of the network
     card of a device, `per_direction` in B/s, `latency` in s; `oversubscription`, by which devices get less than that
-    where all of them send through this level"""
+    where all of them send through this level; of the dimensions of a torus `per_link_per_direction` in B/s,
+    and `ring`, the devices that are a ring, where a slice has a line of fewer"""
     sources: Mapping[str, str]
     """key of a source -> reference"""
 
     def __hash__(self) -> int:
         return hash((self.id, self.name))
+
+    @property
+    def torus(self) -> bool:
+        """Whether its levels are the dimensions of a torus, whose links are the interconnect of its devices."""
+        return any(PER_LINK in level for level in self.levels.values())
 
     @property
     def rows(self) -> list[tuple[str, Quantity]]:
@@ -67,7 +74,7 @@ def list_networks() -> list[str]:
     Examples
     --------
     >>> list_networks()
-    ['dgx-superpod', 'meta-24k']
+    ['dgx-superpod', 'meta-24k', 'tpu-v4', 'tpu-v5e', 'tpu-v5p']
     """
     return known(NETWORKS)
 

@@ -233,6 +233,8 @@ def _batches(place: str, graph: Graph) -> int:
 
 def _between(device: Hardware, devices: int) -> Wire:
     """Return the nearest link that joins so many devices."""
+    if device.cluster is not None and device.cluster.torus:
+        raise SpecError(f"disaggregated: network {device.cluster.id} is a torus, expected levels of switches")
     for name, size in extents(device):
         if size is None or size >= devices:
             return wire(device, name)
