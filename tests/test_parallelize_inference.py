@@ -6,12 +6,14 @@ from test_parallelize import DP, OTHERS, SIZES, TP
 
 import costgraph as cg
 from costgraph import models, testing
+from costgraph.ops.cached import append
 
 #: Models that keep no heads: latent vectors, which all heads share, and states of recurrences without heads that tp
 #: splits; and those of which one weight makes queries and fewer keys.
 WHOLE = ("deepseek", "falcon", "mamba", "phi-3", "rwkv", "xlstm")
 
 
+CP = sympy.Symbol("CP", positive=True, integer=True)
 LONG = pytest.mark.long
 FEW = ("deepseek-v2-lite", "falcon-7b", "gemma-2-27b", "mamba-1.4b", "t5-11b")
 
@@ -49,3 +51,63 @@ def test_memory_of_a_rank_that_generates():
     sent = cg.communication(rank, **sizes)
     assert {(m.collective, m.axis) for m in sent} == {("all_reduce", "tp")}
     assert sum(m.times * m.bytes for m in sent) == (2 * 80 + 1) * 16 * 8192 * 2
+
+
+@pytest.mark.parametrize("name", [n if n in FEW else pytest.param(n, marks=LONG) for n in SIZES if n != "mamba-1.4b"])
+@pytest.mark.parametrize("transform", [cg.decode, cg.prefill])
+def test_a_context_is_kept_in_parts(name, transform):
+    whole = transform(models.load(name, symbolic=True, dtype="fp32"))
+    rank = cg.parallelize(whole, cp=CP)
+    assert sympy.cancel(cg.cache_bytes(rank) * CP / cg.cache_bytes(whole)) == 1
+    # W = 2: windows, that whole tokens are put together for, and the last positions of which are on ranks of their own
+    testing.check_sharded(whole, rank, **{**SIZES[name], "P": 7} if name == "gpt2" else SIZES[name], B=2, S=6, CP=2)
+
+
+@pytest.mark.parametrize("context", ["gather", "all_to_all", "ring"])
+@pytest.mark.parametrize("new", [1, 2, 5])
+def test_new_positions_are_kept_by_the_ranks_that_have_the_last_ones(context, new):
+    whole = cg.decode(models.load("llama-2-13b", symbolic=True, dtype="fp32"), new)
+    rank = cg.parallelize(whole, cp=3, tp=2, context=context, strict=new == 1)
+    testing.check_sharded(whole, rank, B=2, S=6, D=4, H=2, G=2, K=2, L=2, V=8, F=4)
+    # several positions see other keys each: those of all ranks are put together, and no cache of any other layer
+    assert {m.collective for m in cg.communication(rank) if m.axis == "cp"} == (
+        {"all_reduce"} if new == 1 else {"send" if context == "ring" else "all_gather"}
+    )
+
+
+@pytest.mark.parametrize("new", [1, 2, 5, 7])
+def test_each_rank_appends_what_it_has(new):
+    with cg.Graph("g") as g:
+        g.output(append(g.buffer("held", (6, 3)), g.input("x", (new, 3)), 0))
+    rank = cg.shard(g, cg.mesh(cp=3), {"held": "(t cp) d"}, strict=True)
+    testing.check_sharded(g, rank)
+    # the last rank has the last two positions
+    assert cg.bytes_moved(rank) == 2 * min(new, 2) * 3 * 4
+    assert not cg.communication(rank)
+
+
+def test_memory_and_traffic_of_a_rank_with_a_part_of_the_context():
+    step = cg.decode(models.load("llama-3-70b"))
+    rank = cg.parallelize(step, cp=4, tp=8, strict=True)
+    sizes = {"B": 5, "S": 131072}
+    # keys and values of 80 layers, one head of 8, of 128 elements of 2 bytes: 32,768 positions
+    assert cg.cache_bytes(rank, **sizes) == 2 * 80 * 128 * 2 * 5 * 32768
+    sent = [m for m in cg.communication(rank, **sizes) if m.axis == "cp"]
+    # of 8 heads of 64 the largest score, the sum of exponentials and 128 sums of values, in bf16 as the scores
+    assert sorted(m.bytes for m in sent) == [5 * 8 * 2, 5 * 8 * 2, 5 * 8 * 128 * 2]
+    assert {(m.collective, m.times) for m in sent} == {("all_reduce", 80)}
+    alone = cg.parallelize(step, tp=8)
+    best = [cg.plan.throughput(g, "h200-sxm", "B", S=131072).best.size for g in (alone, rank)]
+    # what is left beside the weights is room for four times as many sequences, whose activations take some of it
+    assert 4 * best[0] <= best[1] < 4 * (best[0] + 1)
+
+
+def test_stages_have_parts_of_the_context():
+    whole = cg.decode(models.load("llama-3-8b"))
+    rank = cg.parallelize(whole, cp=2, pp=4)
+    assert {sympy.cancel(cg.cache_bytes(g) * 8 / cg.cache_bytes(whole)) for g in rank.stages} == {1}
+
+
+def test_a_state_has_no_positions_to_split():
+    with pytest.raises(cg.GraphError, match=r"tokens\(B, 1; int64\) of graph 'mamba-1.4b.decode' has one position"):
+        cg.parallelize(cg.decode(models.load("mamba-1.4b")), cp=2)

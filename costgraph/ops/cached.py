@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 from ..algebra.extremum import smaller
@@ -60,6 +60,8 @@ class Append(OpKind):
     name = "append"
     axis: Index
     """The axis of positions."""
+    part: str = ""
+    """The axis of a mesh that splits the positions of the cache, "" for none; the new ones are behind all of them."""
     flops = rules.free
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
@@ -75,16 +77,27 @@ class Append(OpKind):
         return [itself(held)]
 
     def reads(self, op: Op) -> tuple[Poly, ...]:
-        """Return the positions that it takes."""
+        """Return the positions that it takes; of ranks, those of the one that has the last ones."""
         return ZERO, distinct(self._latest(op), op.operands[1].strides)
 
     def writes(self, op: Op) -> tuple[Poly, ...]:
-        """Return the positions that it takes."""
+        """Return the positions that it takes; of ranks, those of the one that has the last ones."""
         return (numel(self._latest(op)),)
 
     def placed(self, op: Op) -> Split:
-        """Split the other axes."""
-        return splits.alike(op, whole=[self.axis])
+        """Split all axes; of other positions than those that are new, each rank takes those that it has of these."""
+        rule, (held, new), axis = splits.alike(op), op.operands, self.axis
+        if held.graph.same(held.sizes[axis], new.sizes[axis]):
+            return rule
+        (names,), every = rule.results, "new"
+        return replace(
+            rule,
+            operands=(names, (*names[:axis], (every,), *names[axis + 1 :])),
+            extents={**rule.extents, every: new.sizes[axis]},
+            local=lambda extents, ranks: replace(self, part=ranks.get(names[axis][0], "")),
+            whole=frozenset([every]),
+            once=frozenset(names[axis]),
+        )
 
     def overwrites(self) -> tuple[int, ...]:
         """Return the cache."""

@@ -14,7 +14,7 @@ from .samples import sample
 from .sketch import Sketch
 from .values import At
 
-__all__: list[str] = []  # its functions are found in MEANINGS and SAMPLES
+__all__ = ["appended"]
 
 
 @meaning(Cache)
@@ -41,18 +41,20 @@ def _drawn_state(s: Sketch) -> Sequence[Tensor]:
     return [initial_state(s.shape(), s.one_of(["fp32", "bf16"]))]
 
 
-@meaning(Append)
-def _append(at: At[Append]) -> None:
-    """Write the last positions of what is new into the last ones of the cache."""
+def appended(at: At[Append], behind: int = 0) -> None:
+    """Write the last positions of what is new into the last ones of the cache, behind which other ranks have some."""
     at.made[0] = at.operands[0]
     axis = at.kind.axis
-    held, new = at.operands[0].array.shape[axis], at.operands[1].array.shape[axis]
+    held, new = at.operands[0].array.shape[axis], max(at.operands[1].array.shape[axis] - behind, 0)
     taken = min(held, new)
     for index in at.operands[1].points():
         place = index[axis] - (new - taken)
-        if place >= 0:
+        if 0 <= place < taken:
             target = (*index[:axis], held - taken + place, *index[axis + 1 :])
             at.write(at.read(1, *index), *target)
+
+
+meaning(Append)(appended)
 
 
 @sample(Append)

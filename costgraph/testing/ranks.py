@@ -15,10 +15,12 @@ from ..graph.graph import Graph, need_graph
 from ..graph.op import OpKind
 from ..graph.placement import Factors, Mesh, Placement, Sharding
 from ..graph.sizes import known_names
+from ..ops.cached import Append
 from ..ops.collectives import Around, Collective, Part
 from ..ops.index import Gather, Scatter
 from ..ops.merge import Merge
 from ..ops.stochastic import Dropout
+from .cached import appended
 from .grouped import merged
 from .interpreter import Run, run
 from .meanings import MEANINGS, Meaning
@@ -155,6 +157,7 @@ class _Rank:
             Merge: lambda at: merged(at, self.meeting.place(self.me, at.kind.axis)),
             Gather: self.in_part(whole(self.looked_up), _PLAIN[Gather]),
             Scatter: self.in_part(whole(self.scattered), _PLAIN[Scatter]),
+            Append: self.in_part(self.appended, _PLAIN[Append]),
         }
 
     @staticmethod
@@ -221,6 +224,12 @@ class _Rank:
         else:
             (np.add if kind.mode == "add" else np.maximum).at(out, place, updates[inside])
         return out
+
+    def appended(self, at: At[Append]) -> None:
+        """Write the new positions that the rank has: those behind its own part of the cache are of later ranks."""
+        axis = at.kind.part
+        later = len(self.meeting.group(self.me, axis)) - 1 - self.meeting.place(self.me, axis)
+        appended(at, later * at.operands[0].array.shape[at.kind.axis])
 
 
 # -- all of them -----------------------------------------------------------------------------------------------------

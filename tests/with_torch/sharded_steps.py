@@ -135,11 +135,10 @@ def traced():
     return Case(graph, sharded, {"dp": 2, "tp": 2}, {"B": 4})
 
 
-def decoding():
-    """One more token on two ranks with a part of the heads and of the caches each."""
+def decoding(**degrees):
+    """One more token, on ranks with a part of the heads and of the positions of caches each."""
     graph = cg.decode(models.load("llama-3-8b", symbolic=True, dtype="fp64"))
-    caches = {t.name: "b (g tp) t k" for g in graph.bodies() for t in g.tensors if t.role == "cache"}
-    return Case(graph, cg.parallelize(graph, tp=2, placements=caches, strict=True), {"tp": 2}, SIZES)
+    return Case(graph, cg.parallelize(graph, **degrees, strict=True), degrees, {**SIZES, "S": 6})
 
 
 def attention(options, placement="b (s cp) d", forward=False, sizes=None, **shard):
@@ -194,6 +193,7 @@ MORE = {
     "kept in groups": partial(gathered, cg.FullyShard(("node", "own"), reshard_after_forward="own"), node=2, own=2),
     "each parameter, kept": partial(gathered, cg.FullyShard("dp", reshard_after_forward=False, by_unit=False), dp=4),
     "all at once": partial(parallel, dp=2, tp=2, sequence=True, zero=3, optimizer="AdamW"),
-    "decoding": decoding,
+    "decoding": partial(decoding, tp=2),
+    "decoding over split caches": partial(decoding, cp=2, tp=2),
     "traced": traced,
 }

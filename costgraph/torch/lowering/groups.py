@@ -12,6 +12,7 @@ from ...errors import GraphError
 from ...graph.domain import Domain
 from ...graph.graph import Graph
 from ...graph.op import Op
+from ...ops.cached import Append
 from ...ops.collectives import Meshed
 from ...ops.index import Indexed
 from ...ops.merge import Merge
@@ -60,7 +61,7 @@ def groups_of(graph: Graph, mesh: object, numbers: Numbers) -> Groups:
 def _degrees(graph: Graph, numbers: Numbers) -> Iterator[tuple[str, int | None]]:
     """Yield the axes along which ranks of a graph meet, with how many there are."""
     for op in graph.walk():
-        if isinstance(op.kind, Indexed) and op.kind.part:
+        if isinstance(op.kind, Indexed | Append) and op.kind.part:
             yield op.kind.part, None if graph.sharding is None else numbers(graph.sharding.mesh[op.kind.part])
     for op in graph.walk():
         if isinstance(op.kind, Meshed | Merge) and op.kind.axis:

@@ -44,16 +44,19 @@ def _cache(site: Site[Cache]) -> None:
     site.alias(site.call(torch.Tensor.view_as, site.operands[0], site.operands[0]))
 
 
-def appended(held: torch.Tensor, new: torch.Tensor, axis: int) -> torch.Tensor:
-    """Write the last positions of what is new into the last ones of a cache."""
-    taken = min(held.shape[axis], new.shape[axis])
-    held.narrow(axis, held.shape[axis] - taken, taken).copy_(new.narrow(axis, new.shape[axis] - taken, taken))
+def appended(held: torch.Tensor, new: torch.Tensor, axis: int, later: int = 0) -> torch.Tensor:
+    """Write the last positions of what is new into the last ones of a cache, but for those of later ranks' parts."""
+    room, count = held.shape[axis], max(new.shape[axis] - later * held.shape[axis], 0)
+    taken = min(room, count)
+    held.narrow(axis, room - taken, taken).copy_(new.narrow(axis, count - taken, taken))
     return held
 
 
 @lowering(Append)
 def _append(site: Site[Append]) -> None:
-    site.alias(site.call(appended, *site.operands, site.kind.axis))
+    group = site.shared.groups.get(site.kind.part)
+    later = 0 if group is None else group.ranks - 1 - group.rank
+    site.alias(site.call(appended, *site.operands, site.kind.axis, later))
 
 
 @lowering(ZeroGrad)

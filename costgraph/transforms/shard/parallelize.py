@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 from math import inf, prod
 from typing import Annotated
 
+from ...algebra.extremum import smaller
 from ...algebra.polynomial import ONE, Poly
 from ...errors import GraphError, UnsupportedError
 from ...graph.arguments import need_flag, positive
@@ -14,6 +15,7 @@ from ...graph.graph import Graph, need_graph
 from ...graph.placement import Mesh
 from ...graph.tensor import Tensor
 from ...notation.door import Rule
+from ...ops.cached import Append
 from ...ops.hops import Receive
 from ..offload import need_offloaded
 from ..offload import offload as on_host
@@ -68,7 +70,8 @@ def parallelize(
         Ranks that have a part of the batch each: the first axis of every input, behind that of micro-batches, and of
         what inference keeps of it.
     cp : sympy.Expr or int
-        Ranks that have a part of the sequence each: the second axis of inputs that are indices, tokens and targets.
+        Ranks that have a part of the sequence each: the second axis of inputs that are indices, tokens and targets, and
+        positions of caches. A pass that goes on from earlier positions, as `decode`, has the new ones on all ranks.
     tp : sympy.Expr or int
         Ranks that have a part of each layer: heads and the inner width, by the names of parameters of `costgraph.nn`
         and, in a trace, of the models of transformers.
@@ -211,8 +214,11 @@ def _of_rank(
     experts = dict(_experts(graph, split)) if mesh["ep"] != ONE else {}
     _need_some("ep", mesh, experts, graph)
     split |= experts
+    lengths, continued = _caches(graph) if mesh["cp"] != ONE else ({}, False)
+    if mesh["cp"] != ONE and not lengths:
+        _need_positions(graph)
     if sequence or any(isinstance(op.kind, Receive) for op in graph.walk()):
-        along = "cp tp" if sequence else "cp"
+        along = " ".join(["cp"] * (not continued) + ["tp"] * sequence)
         carries = list(_carries(graph))
         if sequence and mesh["tp"] != ONE and not carries:
             raise GraphError(
@@ -220,7 +226,7 @@ def _of_rank(
                 f"in a loop, such as costgraph.fold makes of a trace"
             )
         split |= dict.fromkeys(carries, f"(b dp ep) (s {along}) d")
-    split |= dict(_data(graph, split))
+    split |= dict(_data(graph, split, lengths, "" if continued else "cp"))
     named = {t.name: t for t in graph.tensors if t.producer is None}
     over = {
         name: _with(
@@ -296,21 +302,54 @@ def _carries(graph: Graph) -> Iterator[str]:
                     yield t.name
 
 
-def _data(graph: Graph, split: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+def _caches(graph: Graph) -> tuple[dict[str, int], bool]:
+    """Return the axes of positions of caches as long as a sequence, and whether a pass goes on from earlier ones.
+
+    Of other caches, what a convolution has seen, the length is a number or a size of parameters.
+    """
+    params = (t for g in graph.bodies() for t in g.tensors if t.role == "param")
+    known = {name for t in params for size in t.sizes for name in size.names()}
+    found, continued = dict[str, int](), False
+    for op in graph.walk():
+        if not isinstance(op.kind, Append) or op.operands[0].role != "cache":
+            continue
+        held, new = (t.sizes[op.kind.axis] for t in op.operands)
+        more = smaller(new, held) != held
+        if held.names() - known - (new.names() if more else set()):
+            found[op.operands[0].name] = op.kind.axis
+            continued |= more
+    return found, continued
+
+
+def _need_positions(graph: Graph) -> None:
+    """Refuse to split a step of one position of a graph without a cache of others."""
+    one = next((t for t in graph.tensors if t.role == "input" and t.ndim == 2 and t.sizes[1] == ONE), None)
+    if one is not None and any(t.role == "cache" for g in graph.bodies() for t in g.tensors):
+        raise GraphError(
+            f"parallelize: {one!r} of graph {graph.name!r} has one position, and no cache of it holds others, expected "
+            f"positions that cp splits"
+        )
+
+
+def _data(graph: Graph, split: Mapping[str, str], lengths: Mapping[str, int], along: str) -> Iterator[tuple[str, str]]:
     """Yield inputs with their batch split, and the sequence of indices; the first axis may be that of micro-batches.
 
-    What inference keeps is split with the batch as well.
+    What inference keeps is split with the batch as well, and positions of it as a sequence is.
     """
     sliced = {t for op in graph.ops if op.loop is not None for t in op.loop.xs}
     inputs = [t for t in graph.tensors if t.producer is None and t.role == "input" and t.ndim > (t in sliced)]
     batches = {t.sizes[t in sliced] for t in inputs} | {t.sizes[0] for t in _received(graph) if t.ndim}
     caches = [t for g in graph.bodies() for t in g.tensors if t.role == "cache" and t.producer is None and t.ndim]
-    for t in (*inputs, *(t for t in caches if t.sizes[0] in batches)):
+    for t in (*inputs, *(t for t in caches if t.name in lengths or t.sizes[0] in batches)):
         first = int(t in sliced)
         axes = _axes(split[t.name]) if t.name in split else [f"a{i}" for i in range(t.ndim)]
-        axes[first] = f"({axes[first].strip('()')} dp ep)"
+        if t.role == "input" or t.sizes[0] in batches:
+            axes[first] = f"({axes[first].strip('()')} dp ep)"
         if t.role == "input" and t.dtype.kind == "int" and t.ndim == first + 2:
-            axes[first + 1] = f"(a{first + 1} cp)"
+            axes[first + 1] = f"(a{first + 1} {along})"
+        if t.name in lengths:
+            at = lengths[t.name]
+            axes[at] = f"({axes[at].strip('()')} cp)"
         yield t.name, " ".join(axes)
 
 
