@@ -19,7 +19,7 @@ MODELS = {
     "Mixtral": {"num_key_value_heads": 2, "num_local_experts": 4, "max_position_embeddings": 16},
     "Falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
     "Phi3": {"num_key_value_heads": 2, "pad_token_id": 0, "max_position_embeddings": 16},
-    "Bert": {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0},
+    "Bert": {"max_position_embeddings": 16, "hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0},
 }  # fmt: skip
 HEADS = {"GPT2": "GPT2LMHeadModel", "Bert": "BertForMaskedLM"}
 
