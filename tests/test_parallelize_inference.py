@@ -111,3 +111,17 @@ def test_stages_have_parts_of_the_context():
 def test_a_state_has_no_positions_to_split():
     with pytest.raises(cg.GraphError, match=r"tokens\(B, 1; int64\) of graph 'mamba-1.4b.decode' has one position"):
         cg.parallelize(cg.decode(models.load("mamba-1.4b")), cp=2)
+
+
+@pytest.mark.parametrize("new", [1, 3])
+def test_an_answer_takes_the_steps_of_the_rank_with_the_most_positions(new):
+    model, at = models.load("llama-3-8b"), {"B": 5}
+    first, step = cg.parallelize(cg.prefill(model), cp=2), cg.parallelize(cg.decode(model, new), cp=4)
+    found = cg.plan.latency(first, step, "h200-sxm", prompt=1024, steps=7, **at)
+    # behind 1,024 positions, each cache has room for what 4 ranks have as much of
+    rooms = [-(-(1024 + new * (i + 1)) // 4) * 4 for i in range(7)]
+    each = [cg.roofline(step, "h200-sxm", S=n, **at).estimate for n in rooms]
+    assert found.next_token == each[0]
+    assert found.total - found.first_token == pytest.approx(sum(each), rel=1e-9)
+    apart = cg.plan.disaggregated(first, step, "h200-sxm", prompt=1024, steps=7, sequences=(1, 5))
+    assert apart.next_token == each[0]

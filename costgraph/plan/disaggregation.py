@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache
 from typing import Any
 
 from ..algebra.polynomial import ONE, poly
@@ -23,6 +24,7 @@ from ..hardware.specs import Hardware
 from ..notation.door import guarded
 from .cluster import served
 from .serving import Fallback, all_steps, bound_size, numbers
+from .sizing import rooms
 
 __all__ = ["Disaggregated", "disaggregated"]
 
@@ -160,13 +162,15 @@ def disaggregated(
         has = f"graph {decode.name!r} has {after.tokens(prompt)} tokens"
         raise GraphError(f"{place}: {has}, expected as many of each of {held} sequences")
     prefilling = first.seconds(prompt, time, fallback)
-    following, last, all_of = all_steps(lambda i: after.seconds(prompt + new * (i + 1), time, fallback), steps)
+    room = rooms(decode, {**after.fixed, along: prompt}, along)
+    step = cache(lambda size: after.seconds(size, time, fallback))
+    following, last, all_of = all_steps(lambda i: step(room(prompt + new * (i + 1))), steps)
     # a rank has a share of each sequence of its part of the batch
-    received = Fraction(after.kept(prompt) * after.parts * after.batches, held) * -(-many // after.parts)
+    received = Fraction(after.kept(room(prompt)) * after.parts * after.batches, held) * -(-many // after.parts)
     sent = max(Fraction(first.kept(prompt) * first.batches), received)
     link = _between(device, first.devices + after.devices)
     taken = float((link.latency + poly(sent) / link.pair).constant or 0)
-    memory = (first.memory(prompt), after.memory(prompt + new * steps))
+    memory = (first.memory(prompt), after.memory(room(prompt + new * steps)))
     return Disaggregated(
         first_token=prefilling, transfer=taken, next_token=following, last_token=last,
         total=prefilling + taken + all_of, sent=number(sent), link=link.name, prefill_devices=first.devices,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache
 from itertools import islice
 from typing import Annotated, Any
 
@@ -24,7 +25,7 @@ from ..hardware.specs import Hardware
 from ..hardware.tables import Column, Table
 from ..notation.door import READ, guarded
 from .cluster import served
-from .sizing import is_allowed, largest, smallest
+from .sizing import is_allowed, largest, parts_of, rooms, smallest
 
 __all__ = ["Latency", "Throughput", "ThroughputRow", "all_steps", "bound_size", "latency", "numbers", "throughput"]
 
@@ -336,7 +337,9 @@ def latency(
         raise BindingError(f"{place}: {unknown[0]} is no dimension of either graph, expected one that is")
     new = _new_tokens(prefill, decode, dims, along, prompt)
     first = seconds(prefill, prompt)
-    following, last, rest = all_steps(lambda i: seconds(decode, prompt + new * (i + 1)), steps)
+    room = rooms(decode, {**_of(decode, dims), along: prompt}, along)
+    at = cache(lambda size: seconds(decode, size))
+    following, last, rest = all_steps(lambda i: at(room(prompt + new * (i + 1))), steps)
     return Latency(first, following, last, first + rest, steps)
 
 
@@ -344,7 +347,8 @@ def _new_tokens(prefill: Graph, decode: Graph, dims: Mapping[str, Any], along: s
     """Return the new positions that a step has of each sequence, by the inputs that both graphs have of them."""
     sizes = [{**numbers("latency", g, _of(g, dims), along), along: prompt} for g in (prefill, decode)]
     inputs = [
-        {t.name: t.numel for t in g.tensors if t.producer is None and t.role == "input"} for g in (prefill, decode)
+        {t.name: t.numel * parts_of(g, t, along) for t in g.tensors if t.producer is None and t.role == "input"}
+        for g in (prefill, decode)
     ]
     found = {
         Fraction(bound_size(inputs[1][name], sizes[1]) * prompt, bound_size(amount, sizes[0]))

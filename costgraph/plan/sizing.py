@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from math import lcm, prod
 from typing import Annotated, Any
 
+from ..algebra.polynomial import ONE, Poly, poly
 from ..analysis.memory import peak_memory
 from ..bind.evaluate import need_bound
 from ..errors import BindingError
 from ..graph.graph import Graph
 from ..graph.sizes import bindings, need_open, size_of
+from ..graph.tensor import Tensor
 from ..hardware.specs import Hardware, load_hardware
 from ..notation.door import Rule, rule
 
-__all__ = ["is_allowed", "largest", "memory_limit", "smallest"]
+__all__ = ["is_allowed", "largest", "memory_limit", "parts_of", "rooms", "smallest"]
 
 # Beyond this the answer is that the dimension takes no memory.
 _MOST = 2**62
@@ -124,3 +127,21 @@ def largest(
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low * multiple_of
+
+
+def parts_of(graph: Graph, t: Tensor, along: str) -> Poly:
+    """Return over how many ranks a source is split along a size."""
+    place = None if graph.sharding is None else graph.sharding.places.get(t.name)
+    if graph.sharding is None or place is None:
+        return ONE
+    split = (dim for dim, size in zip(place.dims, t.sizes, strict=True) if along in size.names())
+    return prod((graph.sharding.mesh[f] for dim in split for f in dim if isinstance(f, str)), start=ONE)
+
+
+def rooms(graph: Graph, sizes: Mapping[str, int], along: str) -> Callable[[int], int]:
+    """Return how many positions caches of all ranks have room for, by how many there are: each rank has as many."""
+    values = {name: poly(n) for name, n in sizes.items()}
+    caches = (t for g in graph.bodies() for t in g.tensors if t.role == "cache")
+    found = {parts_of(graph, t, along).bind(values).constant for t in caches}
+    ranks = lcm(*(int(n) for n in found if n is not None))
+    return lambda size: -(-size // ranks) * ranks
