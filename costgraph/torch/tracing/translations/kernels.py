@@ -8,7 +8,6 @@ from typing import Any
 import sympy
 
 from ....algebra.polynomial import ONE, Poly, poly
-from ....graph.graph import apply
 from ....graph.op import Op
 from ....graph.scopes import building
 from ....graph.tensor import Tensor
@@ -147,30 +146,12 @@ def attended(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -
     op = y.producer.operands[0].producer if y.producer is not None else None
     assert op is not None
     assert op.body is not None
-    y = _lying(y, op, call.results[0].strides if call.results else y.strides)
     factor: Any = poly(sympy.sqrt(1 / q.shape[-1])) if scale is None else scale
     number = factor if isinstance(factor, Poly) and factor.names() else float(getattr(factor, "expr", factor))
     for inner in op.body.ops:
         if inner.name.endswith("/scale"):
             inner.state(scalars=(None, number))
     return y, op
-
-
-def _lying(y: Tensor, op: Op, strides: Sequence[Poly]) -> Tensor:
-    """Return the result of attention with the heads in front of the positions in memory, where the run has it so.
-
-    A kernel around it would hide from its gradient what the kernel of attention keeps.
-    """
-    (made, *_), view = op.results, y.producer
-    if view is None or tuple(strides) == y.strides or len(strides) != 4:
-        return y
-    batch, head, position, element = strides
-    own = (batch, position, head * made.sizes[3], head, element)
-    op.state(strides=(own,))
-    made.strides = own
-    for node in (y, view):
-        op.graph.remove_node(node)
-    return apply(view.kind, [made], "heads")[0]
 
 
 @translation("nll_loss_forward")
