@@ -24,10 +24,10 @@ __all__ = ["from_config"]
 
 #: What transformers calls it; None is what a class takes by default, torch's attention where it supports that.
 _ATTENTION = {"flash": None, "eager": "eager"}
-#: Sizes of the run that decide which way a program goes where it asks: odd, and longer than usual windows are not.
+#: Sizes of the run, which decide which way a program goes where it asks: primes, so that no other size is like them.
 _BATCH, _LENGTH = 3, 2053
-#: Blocks that are made one by one; the largest models have some 130.
-_DEEPEST = 1024
+#: Layers, and experts, which some classes make one by one; the largest models have some 130, and 512.
+_MOST = 1024
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_sequence_length")
 
 
@@ -126,8 +126,8 @@ def _built(config: Config, attention: str | None, format_: DType) -> nn.Module:
         )
     fields = config.fields
     for field, value in _numbers(fields):
-        if ("layer" in field or field == "depth") and value > _DEEPEST:
-            raise UnsupportedError(f"{config.place}: {field} is {value}, expected {_DEEPEST} at the most")
+        if ("layer" in field or "experts" in field or field == "depth") and value > _MOST:
+            raise UnsupportedError(f"{config.place}: {field} is {value}, expected {_MOST} at the most")
     chosen, before = torch_dtype(config.place, format_), torch.get_default_dtype()
     try:
         with torch.device("meta"):
@@ -169,7 +169,7 @@ def _inputs(config: Config, model: Any) -> tuple[dict[str, object], dict[str, Se
     if name == "pixel_values" and side is not None:
         height, width = side if isinstance(side, list | tuple) else (side, side)
         shape = _BATCH, getattr(own, "num_channels", 3), height, width
-        return {name: torch.empty(shape, device="meta")}, {name: ("B", None, None, None)}
+        return {name: torch.empty(shape, dtype=model.dtype, device="meta")}, {name: ("B", None, None, None)}
     raise UnsupportedError(
         f"{config.place}: {config.architecture} takes {name}, expected tokens, or images of a stated side: "
         f"trace it with inputs of your own, costgraph.torch.trace"

@@ -114,6 +114,22 @@ def test_formats():
     assert cg.param_bytes(from_config(half, dtype="fp32")) == 4 * count
 
 
+def test_images_are_in_the_format_of_the_model():
+    fields = {"architectures": ["ConvNextModel"], "model_type": "convnext", "hidden_sizes": [8, 16, 24, 32],
+              "depths": [3, 3, 3, 3], "image_size": 64, "dtype": "bfloat16"}  # fmt: skip
+    graph = from_config(fields)
+    module = transformers.ConvNextModel(transformers.ConvNextConfig.from_dict(fields)).float()
+    assert cg.param_bytes(graph) == 2 * sum(p.numel() for p in module.parameters())
+    assert {t.dtype.name for t in graph.tensors if t.role == "input" and t.producer is None} == {"bf16"}
+    counted = []
+    for layer in module.modules():
+        if isinstance(layer, torch.nn.Conv2d | torch.nn.Linear):  # 2 for each element of a result and what it sums
+            layer.register_forward_hook(lambda m, _, y: counted.append(2 * y.numel() * m.weight[0].numel()))
+    with torch.no_grad():
+        module(torch.zeros(2, 3, 64, 64))
+    assert cg.matmul_flops(graph, B=2) == sum(counted)
+
+
 @pytest.mark.parametrize(("policy", "each"), [("bf16", 2), ("fp32", 4), ("bf16-mixed", 4)])
 def test_a_policy_changes_the_format_that_a_traced_module_has(policy, each):
     half = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3)).to(torch.bfloat16)
@@ -134,6 +150,7 @@ def test_a_program_that_asks_for_its_length_is_held_to_the_answer():
         ({"architectures": ["pipeline"]}, UnsupportedError, "'pipeline', expected one of transformers"),
         ({"architectures": ["os.system"]}, UnsupportedError, "'os.system', expected one of transformers"),
         ({"num_hidden_layers": 10**9}, UnsupportedError, "num_hidden_layers is 1000000000, expected 1024 at the most"),
+        ({"num_experts": 10**9}, UnsupportedError, "num_experts is 1000000000, expected 1024 at the most"),
         ({"quantization_config": {"quant_method": "awq"}}, UnsupportedError, "expected a model that is not quantized"),
         ({"num_attention_heads": 5}, FormatError, "builds no StableLmForCausalLM of it: "),
         ({"hidden_size": "many"}, FormatError, "builds no StableLmForCausalLM of it: "),
