@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from .events import Asked
+from .recorder import Recorder
 from .state import swap
-
-if TYPE_CHECKING:
-    from .recorder import Recorder
 
 __all__ = ["Formats", "narrowed"]
 

@@ -153,10 +153,10 @@ CUDA_RESULTS: dict[Any, Callable[..., Any]] = {
     aten._thnn_fused_gru_cell_backward.default: _gru_cell_backward,
     aten._fused_rms_norm.default: _rms_norm,
     aten._fused_rms_norm_backward.default: _rms_norm_backward,
-    aten.histc.default: _histogram,
 }
 
 #: By op that a CPU runs as well, with other results.
 CUDA_STATISTICS: dict[Any, Callable[..., Any]] = {
-    norm: _with_wide_statistics(norm) for norm in (aten.native_layer_norm.default, aten.native_batch_norm.default)
+    aten.histc.default: _histogram,
+    **{norm: _with_wide_statistics(norm) for norm in (aten.native_layer_norm.default, aten.native_batch_norm.default)},
 }
