@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from itertools import groupby
 from typing import Annotated
 
@@ -108,7 +109,8 @@ def _layer(op: Op) -> str:
 
 def _sums(op: Op) -> bool:
     """Whether tensor parallelism sums what an op makes over its ranks, by the name of its layer."""
-    return isinstance(op.kind, Einsum) and any(_ends(name, op.name.rpartition("/")[0]) for name in SUMMED)
+    layer = "/".join(_levels(op.name)[:-1])
+    return isinstance(op.kind, Einsum) and any(fnmatchcase(f"/{layer}", f"*/{name}") for name in SUMMED)
 
 
 def _levels(name: str) -> list[str]:

@@ -7,7 +7,7 @@ transformers = pytest.importorskip("transformers")
 
 import costgraph as cg  # noqa: E402  # after torch is known to be there
 from costgraph import testing  # noqa: E402
-from costgraph.torch import trace  # noqa: E402
+from costgraph.torch import from_config, trace  # noqa: E402
 
 SIZES = dict(vocab_size=32, hidden_size=16, intermediate_size=24, num_attention_heads=4)  # noqa: C408  # keywords
 MODELS = {
@@ -50,6 +50,19 @@ def test_a_step_of_a_trace_leaves_the_same_numbers_on_data_and_tensor_parallel_r
         each, whole = (cg.matmul_flops(g, B=2, S=4) for g in (rank, step))
         assert whole <= 4 * each < (2 * whole if name in WHOLE else whole + 1)
         assert cg.param_count(rank) * (2 if zero else 1) < 0.7 * cg.param_count(step)
+
+
+def test_attention_of_a_decoder_beside_an_encoder_is_split():
+    """T5's own and cross attention lie in modules of other names, and its biases of positions are one for each head."""
+    fields = {"architectures": ["T5ForConditionalGeneration"], "model_type": "t5", "d_model": 16, "d_kv": 4,
+              "num_heads": 4, "d_ff": 24, "num_layers": 2, "num_decoder_layers": 2, "vocab_size": 32,
+              "dropout_rate": 0.0, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False,
+              "is_encoder_decoder": True, "decoder_start_token_id": 0, "pad_token_id": 0, "dtype": "float64"}  # fmt: skip
+    step = cg.training_step(from_config(fields, device="cpu"), optimizer=cg.SGD())
+    rank = cg.parallelize(step, dp=2, tp=2)
+    testing.check_sharded(step, rank, B=2, S=4, T=4)
+    whole = {p.name.rpartition("/")[0].rpartition("/")[2] for p in rank.params if not rank.sharding.places[p.name].axes}
+    assert whole == {"layer_norm", "final_layer_norm"}
 
 
 @pytest.mark.parametrize("name", ["Llama", *map(long, ("GPT2", "Falcon", "Phi3"))])

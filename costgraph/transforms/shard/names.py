@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
 
-__all__ = ["BESIDE", "SUMMED", "TENSOR"]
+from ...graph.graph import Graph
+
+__all__ = ["SUMMED", "TENSOR", "axes_of", "placed_by_name"]
 
 #: Where tensor parallelism has parameters of the layers of `costgraph.nn`, by the ends of their names: Shoeybi et al.
 #: 2019 (arXiv 1909.08053), section 3. Heads, the inner width and the vocabulary are split; what goes back to the width
 #: of the model is split along what it sums. kv is tp where ranks have a head of keys and values or more each; of fewer,
 #: several ranks have the same one.
-TENSOR: Mapping[str, str] = {
+_OURS: Mapping[str, str] = {
     "tokens/table": "(v tp) d",
     "head/weight": "d (v tp)",
     "head/bias": "(v tp)",
@@ -50,15 +53,17 @@ TENSOR: Mapping[str, str] = {
 #: makes; heads and what they hold are one axis of it. What makes them is split along that, and so is what sums it.
 _MADE = (
     "[qkv]_proj", "gate_proj", "up_proj", "fc1", "intermediate/dense", "self/query", "self/key", "self/value",
-    "Attention/[qkv]", "DenseReluDense/wi*", "self_attention/query_key_value", "mlp/dense_h_to_4h",
+    "*Attention/[qkv]", "DenseReluDense/wi*", "self_attention/query_key_value", "mlp/dense_h_to_4h",
 )  # fmt: skip
 _SUMMED = (
-    "o_proj", "out_proj", "down_proj", "fc2", "output/dense", "Attention/o", "DenseReluDense/wo",
+    "o_proj", "out_proj", "down_proj", "fc2", "output/dense", "*Attention/o", "DenseReluDense/wo",
     "self_attention/dense", "mlp/dense_4h_to_h",
 )  # fmt: skip
 _TABLES = ("embed_tokens", "word_embeddings", "wte", "shared", "lm_head", "embed_out")
-TENSOR = {
-    **TENSOR,
+#: Where tensor parallelism has parameters, by the ends of their names: of the layers of `costgraph.nn`, and of traced
+#: models of transformers. An axis stands with those of the mesh that split it, as in `shard`.
+TENSOR: Mapping[str, str] = {
+    **_OURS,
     **{f"{name}/weight": "(v tp) d" for name in _TABLES},
     **{f"{name}/weight": "(f tp) d" for name in _MADE},
     **{f"{name}/bias": "(f tp)" for name in _MADE},
@@ -75,11 +80,41 @@ TENSOR = {
 }
 #: Parameters beside which other tensors of the same layer stay whole: queries that share keys stand with these in one
 #: tensor, no equal parts of which are heads with their keys.
-BESIDE: Mapping[str, tuple[str, ...]] = {
+_BESIDE: Mapping[str, tuple[str, ...]] = {
     "attention/qkv/weight": ("attention/proj/weight", "attention/[kv]_cache.kept"),
     "qkv_proj/weight": ("o_proj/weight",),
     # what chooses experts is whole
     "mlp/experts/gate_up_proj": ("mlp/gate/weight",),
 }
-#: Layers whose results tensor parallelism sums over its ranks, by the ends of their names.
-SUMMED = ("proj", "down", "ffw2", "o_proj", "out_proj", "down_proj", "fc2", "c_proj", "wo", "dense_4h_to_h")
+#: Layers whose results tensor parallelism sums over its ranks, by the ends of their names: what they sum is split.
+SUMMED = (
+    *(name.removesuffix("/weight") for name, text in _OURS.items() if name.endswith("/weight") and text[0] == "("),
+    *_SUMMED, "c_proj",
+)  # fmt: skip
+
+
+def placed_by_name(graph: Graph) -> Iterator[tuple[str, str]]:
+    """Yield where tensor parallelism has parameters, and what a step keeps of them in their shape."""
+    sources = [t for g in graph.bodies() if not g.fused for t in g.tensors if t.producer is None]
+    names = {t.name for t in sources}
+    for t in (t for t in sources if t.role in ("param", "state", "gradient", "cache")):
+        of, _, _ = t.name.rpartition(".") if t.role in ("state", "gradient") else (t.name, "", "")
+        found = next((end for end in TENSOR if fnmatchcase(of, end) or fnmatchcase(of, f"*/{end}")), None)
+        if found is None:
+            continue
+        layer = "/".join([*of.split("/")[: -1 - found.count("/")], ""])
+        if any(found in ends and layer + fused in names for fused, ends in _BESIDE.items()):
+            continue
+        if len(axes_of(TENSOR[found])) == t.ndim - t.storage.pieces:
+            yield t.name, TENSOR[found]
+
+
+def axes_of(text: str) -> list[str]:
+    """Return the axes of a placement."""
+    out: list[str] = []
+    for word in text.split():
+        if out and out[-1].startswith("(") and not out[-1].endswith(")"):
+            out[-1] += f" {word}"
+        else:
+            out.append(word)
+    return out

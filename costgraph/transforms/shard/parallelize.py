@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from math import inf, prod
 from typing import Annotated
 
@@ -23,7 +22,7 @@ from ..rewrite import Rewriter
 from ..stages import in_stages, together
 from .buckets import Buckets
 from .heads import heads
-from .names import BESIDE, TENSOR
+from .names import axes_of, placed_by_name
 from .shard import Placements, shard
 
 __all__ = ["CONTEXTS", "SYSTEMS", "parallelize"]
@@ -37,6 +36,7 @@ Context = Annotated[str, Rule(" or ".join(CONTEXTS), lambda v: v in CONTEXTS)]
 Stage = Annotated[int, Rule("0, 1, 2 or 3", lambda v: v in (0, 1, 2, 3) and not isinstance(v, bool))]
 
 
+# over 40 lines, as each option is a parameter
 def parallelize(
     graph: Graph,
     *,
@@ -208,7 +208,7 @@ def _of_rank(
 ) -> Graph:
     """Return the graph of one rank of a graph, with placements by the names of its layers."""
     degrees = {axis: positive(f"parallelize: {axis}", n) for axis, n in given.items()}
-    tensor = heads(graph, dict(_split(graph)) if degrees["tp"] != ONE else {}, degrees.pop("tp"))
+    tensor = heads(graph, dict(placed_by_name(graph)) if degrees["tp"] != ONE else {}, degrees.pop("tp"))
     mesh, split = Mesh((*degrees.items(), *tensor.axes), tensor.joint), dict(tensor.split)
     _need_some("tp", mesh, split, graph)
     experts = dict(_experts(graph, split)) if mesh["ep"] != ONE else {}
@@ -227,19 +227,7 @@ def _of_rank(
             )
         split |= dict.fromkeys(carries, f"(b dp ep) (s {along}) d")
     split |= dict(_data(graph, split, lengths, "" if continued else "cp"))
-    named = {t.name: t for t in graph.tensors if t.producer is None}
-    over = {
-        name: _with(
-            ("dp", "cp") if name in experts or zero >= 3 else ("dp", "ep", "cp"), t, split.get(name), graph, mesh
-        )
-        for name, t in named.items()
-        if t.ndim > t.storage.pieces
-    }
-    kept = {name: text for name, text in over.items() if named[name].role == "state" and zero >= 1}
-    kept |= {name: text for name, text in over.items() if named[name].role == "gradient" and zero >= 2}
-    kept |= {name: text for name, text in over.items() if named[name].role == "param" and zero >= 3}
-    apart = zero == 2 or (zero == 1 and system == "megatron")
-    gradients = {t.name: over[t.name] for t in graph.gradients if t.name in over and t.role == "param" and apart}
+    kept, gradients = _by_stage(graph, split, mesh, experts, zero, reduced=system == "megatron")
     return shard(
         graph, mesh, {**split, **kept, **(placements or {})},
         gather=("dp", "cp") if zero >= 3 else (), gradients=gradients,
@@ -249,20 +237,22 @@ def _of_rank(
     )  # fmt: skip
 
 
-def _split(graph: Graph) -> Iterator[tuple[str, str]]:
-    """Yield where tensor parallelism has parameters, and what a step keeps of them in their shape."""
-    sources = [t for g in graph.bodies() if not g.fused for t in g.tensors if t.producer is None]
-    names = {t.name for t in sources}
-    for t in (t for t in sources if t.role in ("param", "state", "gradient", "cache")):
-        of, _, _ = t.name.rpartition(".") if t.role in ("state", "gradient") else (t.name, "", "")
-        found = next((end for end in TENSOR if fnmatchcase(of, end) or fnmatchcase(of, f"*/{end}")), None)
-        if found is None:
-            continue
-        layer = "/".join([*of.split("/")[: -1 - found.count("/")], ""])
-        if any(found in ends and layer + fused in names for fused, ends in BESIDE.items()):
-            continue
-        if len(_axes(TENSOR[found])) == t.ndim - t.storage.pieces:
-            yield t.name, TENSOR[found]
+def _by_stage(
+    graph: Graph, split: Mapping[str, str], mesh: Mesh, experts: Collection[str], zero: int, *, reduced: bool
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Return where a stage of ZeRO has sources, and gradients; `reduced`: in the first one, their own part of these."""
+    named = {t.name: t for t in graph.tensors if t.producer is None}
+    over = {
+        name: _with(
+            ("dp", "cp") if name in experts or zero >= 3 else ("dp", "ep", "cp"), t, split.get(name), graph, mesh
+        )
+        for name, t in named.items()
+        if t.ndim > t.storage.pieces
+    }
+    from_on = {"state": 1, "gradient": 2, "param": 3}
+    kept = {name: text for name, text in over.items() if zero >= from_on.get(named[name].role, inf)}
+    apart = zero == 2 or (zero == 1 and reduced)
+    return kept, {t.name: over[t.name] for t in graph.gradients if t.name in over and t.role == "param" and apart}
 
 
 def _need_some(axis: str, mesh: Mesh, found: Mapping[str, str], graph: Graph) -> None:
@@ -281,7 +271,7 @@ def _experts(graph: Graph, split: Mapping[str, str]) -> Iterator[tuple[str, str]
         of = t.name if t.role == "param" else t.name.rpartition(".")[0]
         sizes = t.sizes[t.storage.pieces :]
         if of.split("/")[-2:-1] == ["experts"] and params.get(of) == sizes:
-            _, *others = _axes(split.get(t.name, " ".join(f"a{i}" for i in range(len(sizes)))))
+            _, *others = axes_of(split.get(t.name, " ".join(f"a{i}" for i in range(len(sizes)))))
             yield t.name, " ".join(["(e ep)", *others])
 
 
@@ -342,7 +332,7 @@ def _data(graph: Graph, split: Mapping[str, str], lengths: Mapping[str, int], al
     caches = [t for g in graph.bodies() for t in g.tensors if t.role == "cache" and t.producer is None and t.ndim]
     for t in (*inputs, *(t for t in caches if t.name in lengths or t.sizes[0] in batches)):
         first = int(t in sliced)
-        axes = _axes(split[t.name]) if t.name in split else [f"a{i}" for i in range(t.ndim)]
+        axes = axes_of(split[t.name]) if t.name in split else [f"a{i}" for i in range(t.ndim)]
         if t.role == "input" or t.sizes[0] in batches:
             axes[first] = f"({axes[first].strip('()')} dp ep)"
         if t.role == "input" and t.dtype.kind == "int" and t.ndim == first + 2:
@@ -359,7 +349,7 @@ def _with(axes: Sequence[str], t: Tensor, text: str | None, graph: Graph, mesh: 
     Where sizes have defaults, it is one that the ranks divide, if there is one.
     """
     sizes = t.sizes[t.storage.pieces :]
-    groups = _axes(text) if text else [f"a{i}" for i in range(len(sizes))]
+    groups = axes_of(text) if text else [f"a{i}" for i in range(len(sizes))]
     whole = [i for i, group in enumerate(groups) if "(" not in group and sizes[i] != ONE]
     if not whole and sizes[0] == ONE:
         return " ".join(groups)
@@ -367,17 +357,6 @@ def _with(axes: Sequence[str], t: Tensor, text: str | None, graph: Graph, mesh: 
     at = max(whole, key=lambda i: (_divides(ranks, sizes[i], graph), _length(sizes[i], graph), -i), default=0)
     groups[at] = f"({groups[at].strip('()')} {' '.join(axes)})"
     return " ".join(groups)
-
-
-def _axes(text: str) -> list[str]:
-    """Return the axes of a placement."""
-    out: list[str] = []
-    for word in text.split():
-        if out and out[-1].startswith("(") and not out[-1].endswith(")"):
-            out[-1] += f" {word}"
-        else:
-            out.append(word)
-    return out
 
 
 def _length(size: Poly, graph: Graph) -> float:
