@@ -6,7 +6,7 @@ follows from the name follows the tokens of the pass: B*S of them in training, B
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..algebra.polynomial import Poly
@@ -268,11 +268,7 @@ def experts(
         if weigh == "results":
             return _combined(project(join(*parts), d, "down"), sent.places, weights, x)
         of_rows = scatter(fill(sent.tokens.sizes, 0, weights.dtype), sent.places, weights, name="weights")
-
-        def weighed(of_rows: Tensor, *parts: Tensor) -> Tensor:
-            return cast(join(*parts) * rearrange(of_rows, "r -> r 1"), x.dtype)
-
-        y = project(one_kernel("weighed", weighed, of_rows, *parts), d, "down")
+        y = project(_weighed(join, parts, of_rows, x), d, "down")
         return _combined(y, sent.places, None, x, sent.dropped)
 
 
@@ -299,6 +295,15 @@ def _join(
     activation: Callable[[Tensor], Tensor], gate: Callable[[Tensor, Tensor], Tensor] | None
 ) -> Callable[..., Tensor]:
     return gate or (lambda first, up: activation(first) * up)
+
+
+def _weighed(join: Callable[..., Tensor], parts: Sequence[Tensor], of_rows: Tensor, x: Tensor) -> Tensor:
+    """Join what was projected up and multiply each row by its weight, in one kernel."""
+
+    def body(of_rows: Tensor, *parts: Tensor) -> Tensor:
+        return cast(join(*parts) * rearrange(of_rows, "r -> r 1"), x.dtype)
+
+    return one_kernel("weighed", body, of_rows, *parts)
 
 
 def _combined(rows: Tensor, places: Tensor, weights: Tensor | None, x: Tensor, dropped: Tensor | None = None) -> Tensor:

@@ -192,14 +192,8 @@ class Recorder(TorchDispatchMode):
         if parts is not None:
             with self:  # without autograd, and inside of an op, nothing has taken it apart yet
                 return parts(*args, **kwargs)
-        if func is aten.lift_fresh.default:  # numbers of Python become a tensor
-            out = func(*args)
-            self.data.note(func, args, kwargs, out)
-            with _disable_current_modes():
-                numbers = args[0].tolist()
-            made = func if isinstance(numbers, list) else aten.scalar_tensor.default
-            self._record(made, (self.values.seen(numbers, self.known),), {"dtype": format_of(args[0].dtype)}, {}, out)
-            return out
+        if func is aten.lift_fresh.default:
+            return self._lifted(args)
         if func is aten.add.Tensor and not kwargs and self._joins(*args):
             func = aten.add_.Tensor
         elif func in _INTO_NEW and self._is_new(args[0]):
@@ -221,6 +215,17 @@ class Recorder(TorchDispatchMode):
         except UnsupportedError as error:
             where = f"{caller()}: "
             raise UnsupportedError(f"{where}{str(error).removeprefix(where)}") from None
+        return out
+
+    def _lifted(self, args: Any) -> Any:
+        """Record that numbers of Python become a tensor."""
+        func = aten.lift_fresh.default
+        out = func(*args)
+        self.data.note(func, args, {}, out)
+        with _disable_current_modes():
+            numbers = args[0].tolist()
+        made = func if isinstance(numbers, list) else aten.scalar_tensor.default
+        self._record(made, (self.values.seen(numbers, self.known),), {"dtype": format_of(args[0].dtype)}, {}, out)
         return out
 
     def _joins(self, x: Any, y: Any) -> bool:

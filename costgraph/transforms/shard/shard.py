@@ -75,6 +75,7 @@ def mesh(**axes: object) -> Mesh:
     return Mesh(tuple(sizes.items()), tuple(joint.items()))
 
 
+# over 40 lines, as each option is a parameter
 def shard(
     graph: Graph,
     mesh: Mesh,
@@ -208,18 +209,7 @@ def shard(
         reduce_each=reduce_each,
         fused=accumulation_fusion,
     )
-    sharder, made = _sharded(graph, stated)
-    if strict and sharder.moved:
-        raise UnsupportedError(f"shard: {sharder.moved[0]}, expected placements that every op can keep")
-    at = sharder.at
-    sources = [t for g in made.bodies() for t in g.tensors if t.producer is None and t.role != "formal"]
-    made.sharding = Sharding(
-        mesh=used,
-        places={t.name: at[t] for t in sources},
-        outputs=tuple(at[t] for t in made.outputs),
-        gradients={t.name: at[g] for t, g in made.gradients.items()},
-        resharded=tuple(dict.fromkeys(sharder.moved)),
-    )
+    made = _placed(graph, stated, strict=strict)
     made = in_rings(made, around) if around else made
     return made if buckets is None or not reduced else in_buckets(made, buckets, reduced)
 
@@ -248,6 +238,23 @@ def _used(mesh: Mesh) -> Mesh:
     joint = tuple((name, parts) for name, parts in mesh.joint if mesh[name] != ONE)
     kept = {a for _, parts in joint for a in parts}
     return Mesh(tuple((name, n) for name, n in mesh.axes if n != ONE or name in kept), joint)
+
+
+def _placed(graph: Graph, stated: Stated, *, strict: bool) -> Graph:
+    """Return the graph of one rank, which says where its tensors lie and what was moved unasked."""
+    sharder, made = _sharded(graph, stated)
+    if strict and sharder.moved:
+        raise UnsupportedError(f"shard: {sharder.moved[0]}, expected placements that every op can keep")
+    at = sharder.at
+    sources = [t for g in made.bodies() for t in g.tensors if t.producer is None and t.role != "formal"]
+    made.sharding = Sharding(
+        mesh=stated.mesh,
+        places={t.name: at[t] for t in sources},
+        outputs=tuple(at[t] for t in made.outputs),
+        gradients={t.name: at[g] for t, g in made.gradients.items()},
+        resharded=tuple(dict.fromkeys(sharder.moved)),
+    )
+    return made
 
 
 def _sharded(graph: Graph, stated: Stated) -> tuple[Sharder, Graph]:
