@@ -22,9 +22,9 @@ from costgraph.graph.sizes import known_names
 from costgraph.ops.collectives import Collective
 from costgraph.ops.hops import Receive, Send
 from costgraph.testing.reference import whole
-from costgraph.transforms.stages_cut import planned
 from costgraph.transforms.stages_halves import Halves
 from costgraph.transforms.stages_held import Order
+from costgraph.transforms.stages_plan import planned
 
 GROUPS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "interleaved-zb": 2, "zbv": 2, "dualpipev": 2}
 SMALL = {"B": 2, "S": 3, "D": 4, "F": 5, "H": 2, "K": 2, "V": 7}

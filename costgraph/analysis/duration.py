@@ -13,6 +13,7 @@ from ..bind.evaluate import Formula, answer, real
 from ..errors import UnsupportedError
 from ..graph.arguments import need_choice
 from ..graph.graph import Graph, need_graph
+from ..graph.loop import is_pass
 from ..graph.op import Op
 from ..graph.placement import FORWARD, Waiting
 from ..graph.sizes import known_names, of_stages
@@ -28,7 +29,7 @@ from .seconds import OVERLAPS, estimate, lower_bound, spent, together, warn_of
 from .work import Asked, Fallback, Work, ask, exact
 
 __all__ = [
-    "as_declared", "by_pass", "holds_for", "in_total", "least", "of_pipeline", "seconds",
+    "as_declared", "between", "by_pass", "holds_for", "in_total", "least", "of_pipeline", "seconds",
     "shares_of", "stages_asked", "when",
 ]  # fmt: skip
 
@@ -180,14 +181,14 @@ def as_declared(stages: Sequence[Asked], overlap: str) -> Poly:
     taken = dict[Graph, Poly]()
     for asked in stages:
         asked.need_numbers(f"overlap {overlap!r} in a pipeline")
-        rest = replace(asked, works=[w for w in asked.works if not _between(w)])
-        handed = _declared(replace(asked, works=[w for w in asked.works if _between(w)]))  # waited for in any case
+        rest = replace(asked, works=[w for w in asked.works if not between(w)])
+        handed = _declared(replace(asked, works=[w for w in asked.works if between(w)]))  # waited for in any case
         alone, beside = _declared(rest), together([spent(w, rest) for w in rest.works], rest, overlap)
         taken[asked.graph] = (beside + handed) / (alone + handed) if alone else ONE
     return of_pipeline(stages, lambda part: _declared(part) * taken[part.graph])
 
 
-def _between(work: Work) -> bool:
+def between(work: Work) -> bool:
     """Whether it is what stages do with each other."""
     return isinstance(work.op.kind, Collective | Send) and work.op.kind.axis == "pp"
 
@@ -260,19 +261,19 @@ def by_pass(asked: Asked, schedule: str) -> Iterator[str]:
     """Yield of which pass of a micro-batch each work of a stage is, as `Shares` has them."""
     apart = schedule not in ("gpipe", "1f1b", "interleaved")
     graphs = asked.graph.bodies()
-    late = {op for g in graphs if _is_pass(g) or g is asked.graph for op in behind(g)} if apart else set()
+    late = {op for g in graphs if is_pass(g) or g is asked.graph for op in behind(g)} if apart else set()
     return (when(work.op, late) for work in asked.works)
 
 
 def when(op: Op, late: Collection[Op] = ()) -> str:
     """Say of which pass of a micro-batch an op is, or that it is done once a step."""
     root, alone = op.graph.root, _reduces(op)
-    while op.graph is not root and not _is_pass(op.graph):
+    while op.graph is not root and not is_pass(op.graph):
         assert op.graph.owner is not None
         op = op.graph.owner
-        alone = alone and not _is_pass(op.graph)
-    passes = _is_pass(op.graph)
-    several = any(_is_pass(o.loop.body) for o in root.ops if o.loop)
+        alone = alone and (op.graph is root or not is_pass(op.graph))
+    passes = op.graph is not root and is_pass(op.graph)
+    several = any(is_pass(o.loop.body) for o in root.ops if o.loop)
     if op.phase == "optimizer" or (not passes and (several or alone)):
         return "once"
     return "forward" if op.phase == "forward" else "weights" if op in late else "backward"
@@ -289,11 +290,6 @@ def _reduces(op: Op) -> bool:
                 return False
             reached |= {*other.results}
     return graph.owner is None or graph.owner.loop is None or reached.isdisjoint(graph.owner.loop.nexts)
-
-
-def _is_pass(body: Graph) -> bool:
-    """Whether a body is what each micro-batch does."""
-    return body.owner is not None and {"forward", "backward"} <= {op.phase for op in body.ops}
 
 
 def _sends(asked: Asked) -> Iterator[Poly]:

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from ..algebra.extremum import Owner, extremum
 from ..algebra.polynomial import ONE, ZERO, Poly, as_poly, poly, total
 from ..graph.graph import Graph
-from ..graph.loop import Loop, loops
+from ..graph.loop import Loop, is_pass, loops
 from ..graph.op import Op
 from ..graph.placement import FORWARD, Waiting
 from ..graph.strides import numel
@@ -25,7 +25,7 @@ from ..ops.keep import Keep
 from ..ops.play import Env, Player, Turn
 from .families import Family, Held, Life, Rest, piece
 from .params import cached
-from .saved import handed_back, leaves, left, left_for_weights
+from .saved import handed_back, left, left_for_weights
 
 __all__ = ["Copies", "Life", "Program", "Step", "copies_for", "copies_needed", "period", "play"]
 
@@ -217,7 +217,7 @@ class _Player(Player[tuple[str, ...]]):
             many = cached(graph) * (waiting.micro_batches - 1)
             self.program.lives.append(Life("other batches", "cache", many, 0, len(self.program.steps) - 1))
             return
-        loop = next((op.loop for op in graph.ops if op.loop is not None and leaves(op.loop.body)), None)
+        loop = next((op.loop for op in graph.ops if op.loop is not None and is_pass(op.loop.body)), None)
         if loop is None:
             return
         ready, of_weights = left(loop.body), left_for_weights(loop.body)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from ..algebra.polynomial import Poly
 from ..errors import BindingError
 from ..graph.graph import Graph
+from ..graph.loop import is_pass
 from ..graph.op import Op
 from ..ops.collectives import Collective
 
@@ -99,7 +100,7 @@ def _in_order(graph: Graph, values: Mapping[str, Poly]) -> Iterator[tuple[Op, Co
         if isinstance(op.kind, Collective) and op.kind.bucket:
             yield op, op.kind
         elif op.loop is not None and any(isinstance(o.kind, Collective) and o.kind.bucket for o in op.loop.body.walk()):
-            once = {"forward", "backward"} <= {o.phase for o in op.loop.body.walk()}
+            once = is_pass(op.loop.body)
             for _ in range(1 if once else _number(op, "iterations", op.loop.count, values)):
                 yield from _in_order(op.loop.body, values)
 

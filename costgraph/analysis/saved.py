@@ -14,7 +14,7 @@ from ..graph.sizes import bindings
 from ..graph.tensor import Storage, Tensor
 from ..ops.hops import Send
 
-__all__ = ["behind", "handed_back", "leaves", "left", "left_for_weights", "saved_bytes"]
+__all__ = ["behind", "handed_back", "left", "left_for_weights", "saved_bytes"]
 
 
 def saved_bytes(graph: Graph, /, **dims: int) -> dict[str, Formula]:
@@ -68,11 +68,6 @@ def saved_bytes(graph: Graph, /, **dims: int) -> dict[str, Formula]:
         if op.loop is not None and op.phase == "forward":
             found[op.name] = list(dict.fromkeys((*_left(op.loop), *_outlive(op.loop.body))))
     return {name: bound_answer(total(s.bytes for s in storages), values) for name, storages in found.items()}
-
-
-def leaves(graph: Graph) -> bool:
-    """Whether a pass of a graph or body goes forward and back."""
-    return {"forward", "backward"} <= {op.phase for op in graph.ops}
 
 
 def left(graph: Graph) -> tuple[Poly, Poly, Poly]:

@@ -13,7 +13,7 @@ from ..transforms.offload import OFFLOADED
 from ..transforms.schedules import SCHEDULES
 from ..transforms.shard.buckets import Buckets as Policy
 from ..transforms.shard.parallelize import CONTEXTS, SYSTEMS, parallelize
-from ..transforms.stages_cut import micro_batches
+from ..transforms.stages_plan import micro_batches
 from . import options as opt
 
 __all__ = [

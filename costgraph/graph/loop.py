@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..algebra.dominance import Relations
     from .graph import Graph
 
-__all__ = ["Loop", "Repeat", "loops", "need_fit", "need_formals"]
+__all__ = ["Loop", "Repeat", "is_pass", "loops", "need_fit", "need_formals"]
 
 # 0 only where 'least' says so
 _Times = Annotated[Poly, Rule("a positive size", lambda v: is_size(v) or (is_amount(v) and is_size(v + 1)))]
@@ -192,6 +192,11 @@ def loops(graph: Graph) -> Iterator[Loop]:
     for op in graph.walk():
         if op.loop is not None:
             yield op.loop
+
+
+def is_pass(body: Graph) -> bool:
+    """Whether a graph or body is a whole pass, forward and back, as each micro-batch does one."""
+    return {"forward", "backward"} <= {op.phase for op in body.ops}
 
 
 # -- agreement with the operands ---------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import numpy as np
 from ..algebra.polynomial import Poly, poly
 from ..algebra.symbols import symbol
 from ..analysis.arrays import Array, Programs, Values, peaks, refused
-from ..analysis.duration import by_pass
+from ..analysis.duration import between, by_pass
 from ..analysis.exchange import exchange
 from ..analysis.passes import Shares, of_shares
 from ..analysis.seconds import Spent, spent, unit_times
@@ -21,7 +21,6 @@ from ..analysis.work import Asked, Work
 from ..bind.sweep import Plan as Evaluated
 from ..bind.sweep import plan
 from ..graph.placement import Waiting
-from ..ops.collectives import Collective
 from ..ops.hops import Send
 
 __all__ = ["IDLE", "Cut", "Forms", "Found", "Kind"]
@@ -97,7 +96,7 @@ class Kind:
             passes[own] = passes[own] + taken
             sent = work.collective is not None or work.unit != "memory"
             # what goes to other stages is waited for, whatever else overlaps
-            kind = "waited" if _between(work) else "sent" if sent else "alone"
+            kind = "waited" if between(work) else "sent" if sent else "alone"
             kinds[kind] = kinds[kind] + taken
         return passes, parts, kinds
 
@@ -236,11 +235,6 @@ def _reduces(work: Work) -> bool:
     if found is None or work.op.phase != "backward":
         return False
     return found.axis == "dp" or (found.axis in ("cp", "ep") and found.collective == "all_reduce")
-
-
-def _between(work: Work) -> bool:
-    """Whether an op is between stages of a pipeline."""
-    return isinstance(work.op.kind, Send | Collective) and work.op.kind.axis == "pp"
 
 
 def _sent_as(work: Work) -> str | None:

@@ -17,10 +17,11 @@ from ..graph.placement import FORWARD, Waiting
 from ..ops.collectives import Collective, need_of_all
 from .rewrite import Rewriter
 from .schedules import SCHEDULES, asked
-from .stages_cut import Plan, Share, planned
-from .stages_cut import micro_batches as micro_batches_of
+from .stages_cut import Share
 from .stages_halves import Halves
 from .stages_held import Order
+from .stages_plan import Plan, planned
+from .stages_plan import micro_batches as micro_batches_of
 
 __all__ = ["Kind", "Stage", "in_stages", "together", "waiting_of"]
 

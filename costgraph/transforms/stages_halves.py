@@ -13,7 +13,7 @@ from ..ops.keep import Keep
 from ..ops.pieces import Accumulate
 from ..ops.pointwise import FUNCTIONS, Pointwise
 from .rewrite import Rewriter, bound_record
-from .stages_cut import BACK, Plan
+from .stages_plan import BACK, Plan
 
 __all__ = ["Halves"]
 

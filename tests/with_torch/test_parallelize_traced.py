@@ -57,7 +57,8 @@ def test_attention_of_a_decoder_beside_an_encoder_is_split():
     fields = {"architectures": ["T5ForConditionalGeneration"], "model_type": "t5", "d_model": 16, "d_kv": 4,
               "num_heads": 4, "d_ff": 24, "num_layers": 2, "num_decoder_layers": 2, "vocab_size": 32,
               "dropout_rate": 0.0, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False,
-              "is_encoder_decoder": True, "decoder_start_token_id": 0, "pad_token_id": 0, "dtype": "float64"}  # fmt: skip
+              "is_encoder_decoder": True, "decoder_start_token_id": 0, "pad_token_id": 0,
+              "dtype": "float64"}  # fmt: skip
     step = cg.training_step(from_config(fields, device="cpu"), optimizer=cg.SGD())
     rank = cg.parallelize(step, dp=2, tp=2)
     testing.check_sharded(step, rank, B=2, S=4, T=4)

@@ -11,7 +11,7 @@ from ...errors import GraphError, UnsupportedError
 from ...graph.arguments import need_flag
 from ...graph.facts import is_count, optional
 from ...graph.graph import Graph
-from ...graph.loop import Loop, Repeat
+from ...graph.loop import Loop, Repeat, is_pass
 from ...graph.op import Op
 from ...graph.placement import Sharding
 from ...graph.tensor import Storage, Tensor
@@ -22,7 +22,7 @@ from ...ops.moves import Rearrange
 from ...ops.pack import Pack
 from ..rewrite import Rewriter
 from .flat import added
-from .frames import is_cast, is_pass
+from .frames import is_cast
 from .sums import adds, origin
 
 __all__ = ["Buckets", "in_buckets"]
@@ -178,7 +178,7 @@ class _InBuckets(Rewriter):
         while (op := chain[0].operands[0].producer) is not None and self.reduces(op):
             chain.insert(0, op)
         (made,) = last.results
-        within = any(is_pass(op.loop) for op in way if op.loop is not None)
+        within = any(is_pass(op.loop.body) for op in way if op.loop is not None)
         alone = not way or (made in made.graph.outputs and not [*made.graph.successors(made)])
         if within and self.policy.view and not kept:
             raise UnsupportedError(
@@ -206,7 +206,7 @@ class _InBuckets(Rewriter):
     def declared(self, r: _Reduction, new: Graph) -> Tensor:
         """Declare the bucket of a gradient: as many storages as that has."""
         (x,) = r.chain[0].operands
-        counts = [op.loop.count for op in r.way if op.loop is not None and not is_pass(op.loop)]
+        counts = [op.loop.count for op in r.way if op.loop is not None and not is_pass(op.loop.body)]
         tensor = Tensor(
             new, new.unique(f"{r.of.name}.bucket"), (*counts, *x.sizes), x.dtype, role="gradient", pieces=len(counts)
         )
@@ -279,7 +279,7 @@ class _InBuckets(Rewriter):
         self.enter(loop, inside, body)
         self.fill(loop.body, body, suffix)
         outputs = [body.adopt(self.tensors[t]) for t in loop.body.outputs]
-        sliced = not is_pass(loop)
+        sliced = not is_pass(loop.body)
         left = [body.adopt(r.bucket) for r in inside if sliced and r.bucket not in outputs]
         body.outputs += [*outputs, *left]
         ends = [self.tensors[t] for t in op.operands]
@@ -293,7 +293,7 @@ class _InBuckets(Rewriter):
 
     def enter(self, loop: Loop, inside: Sequence[_Reduction], body: Graph) -> None:
         """Add what stands for buckets in a loop: slices, of micro-batches the whole of each."""
-        drop = 0 if is_pass(loop) else 1
+        drop = 0 if is_pass(loop.body) else 1
         for i, r in enumerate(inside):
             t = r.bucket
             r.bucket = body.formal(t, t.name, t.sizes[drop:], t.strides[drop:], t.storage.pieces - drop)

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...graph.graph import Graph
-from ...graph.loop import Loop
+from ...graph.loop import is_pass
 from ...graph.op import Op
 from ...graph.tensor import Storage, Tensor
 from ...ops.keep import Keep
 from ...ops.pointwise import Pointwise
 
-__all__ = ["Frame", "Unit", "is_cast", "is_pass", "reads", "window"]
+__all__ = ["Frame", "Unit", "is_cast", "reads", "window"]
 
 #: The pass of a phase: what is computed again belongs to the backward pass.
 _WINDOWS = {"forward": "forward", "recompute": "backward", "backward": "backward"}
@@ -22,12 +22,6 @@ _WINDOWS = {"forward": "forward", "recompute": "backward", "backward": "backward
 def window(op: Op) -> str | None:
     """Return the pass that an op belongs to, None of an update."""
     return _WINDOWS.get(op.phase)
-
-
-def is_pass(loop: Loop) -> bool:
-    """Whether iterations are whole passes, forward and backward: those of micro-batches."""
-    found = {window(op) for op in loop.body.walk()}
-    return {"forward", "backward"} <= found
 
 
 def is_cast(op: Op) -> bool:
@@ -39,7 +33,7 @@ def reads(op: Op) -> Sequence[Tensor]:
     """Return what an op reads as a whole: of a loop not what its iterations read in slices, or put together."""
     if op.loop is None:
         return () if isinstance(op.kind, Keep) else op.operands
-    return (*op.loop.starts, *(() if is_pass(op.loop) else op.loop.shared))
+    return (*op.loop.starts, *(() if is_pass(op.loop.body) else op.loop.shared))
 
 
 @dataclass

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from ...algebra.polynomial import ZERO
 from ...graph.graph import Graph
-from ...graph.loop import Loop
+from ...graph.loop import Loop, is_pass
 from ...graph.op import Op
 from ...graph.tensor import Tensor
 from ...ops.moves import Slice
@@ -16,7 +16,6 @@ from ...ops.stacks import Empty, Stacked
 from ..rewrite import Rewriter
 from ..unroll import position
 from .flat import added
-from .frames import is_pass
 
 __all__ = ["LastApart"]
 
@@ -41,7 +40,7 @@ class LastApart(Rewriter):
         Gradients in buffers that a step keeps are reduced behind it where they are.
         """
         loop = op.loop if new.parent is None else None
-        if loop is not None and is_pass(loop) and all(t.storage.role == "activation" for t in loop.starts):
+        if loop is not None and is_pass(loop.body) and all(t.storage.role == "activation" for t in loop.starts):
             self.apart(loop, new)
         else:
             super().emit(op, new, suffix)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from ...algebra.polynomial import Poly
 from ...errors import UnsupportedError
 from ...graph.graph import Graph
-from ...graph.loop import Loop
+from ...graph.loop import Loop, is_pass
 from ...graph.op import Op
 from ...graph.placement import Placement, Split
 from ...graph.strides import contiguous
@@ -24,7 +24,6 @@ from ...ops.updates import ZeroGrad
 from .choice import Choice, Given, choose
 from .cutting import Cutting
 from .exchange import before, common
-from .frames import is_pass
 from .positions import of_keys, of_rank, queries, restricted
 from .sums import added, adds, late, pending_of
 from .targets import becoming, made_of, targets
@@ -76,7 +75,8 @@ class Sharder(Cutting):
             self.kernel(op, new)
         else:
             self.plain(op, new)
-        behind = op.loop is not None and is_pass(op.loop)  # what has been added up of micro-batches is reduced apart
+        # what has been added up of micro-batches is reduced apart
+        behind = op.loop is not None and is_pass(op.loop.body)
         phase = "backward" if behind else op.phase
         if behind:
             self.names |= {self.tensors[g]: f"{p.name}.grad" for p, g in op.graph.gradients.items() if g in op.results}
@@ -337,7 +337,7 @@ class Sharder(Cutting):
                 continue
             if r in self.wanted and not late(loop, i, self.stated.reduce_each):
                 self.aim(o, self.wanted[r], self.staying[r])
-            elif r in self.wanted and is_pass(loop) and self.at[begun[i]].pending:
+            elif r in self.wanted and is_pass(loop.body) and self.at[begun[i]].pending:
                 self.aim(o, self.at[begun[i]], self.staying[r])
 
     def aim(self, t: Tensor, place: Placement, staying: frozenset[str]) -> None:

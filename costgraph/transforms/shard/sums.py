@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from ...graph.loop import Loop
+from ...graph.loop import Loop, is_pass
 from ...graph.op import Op
 from ...graph.placement import Placement
 from ...graph.tensor import Tensor
 from ...ops.pieces import Accumulate
 from ...ops.pointwise import Pointwise
-from .frames import is_pass
 
 __all__ = ["added", "adds", "late", "origin", "pending_of"]
 
@@ -99,7 +98,7 @@ def late(loop: Loop, i: int, each: bool) -> bool:
 
     If that is done for `each` micro-batch, it is none of these, nor one in a buffer of another format.
     """
-    return bool(_terms(loop, i, _accumulates if each else adds)) and not (each and is_pass(loop))
+    return bool(_terms(loop, i, _accumulates if each else adds)) and not (each and is_pass(loop.body))
 
 
 def pending_of(loop: Loop, i: int, tensors: Mapping[Tensor, Any], at: Mapping[Any, Placement]) -> Placement | None:

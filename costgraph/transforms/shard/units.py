@@ -8,6 +8,7 @@ from ...algebra.polynomial import total
 from ...dtypes import DType
 from ...errors import FormatError
 from ...graph.graph import Graph
+from ...graph.loop import is_pass
 from ...graph.op import Op
 from ...graph.placement import Placement
 from ...graph.strides import numel
@@ -17,7 +18,7 @@ from ...ops.keep import Keep
 from ...ops.pack import Pack
 from ...ops.stacks import Empty
 from .flat import added, from_rows, in_rows, joined, pieces
-from .frames import Frame, Unit, is_pass, reads, window
+from .frames import Frame, Unit, reads, window
 from .fully import unit_of
 from .reducing import Reducing
 from .targets import targets
@@ -79,9 +80,9 @@ class Units(Reducing):
             loop = old.owner.loop if old.owner is not None else None
             formals = [f for f in old.formals if isinstance(self.tensors.get(f), Tensor)]
             found = [f for f in formals if self.tensors[f] in self.params and self._split(self.at[self.tensors[f]])]
-            if loop is None or (loop.op.phase == "optimizer" and not is_pass(loop)):
+            if loop is None or (loop.op.phase == "optimizer" and not is_pass(loop.body)):
                 return frame
-            frame.layer = not is_pass(loop) and any(self.tensors.get(f) in self.params for f in loop.slices)
+            frame.layer = not is_pass(loop.body) and any(self.tensors.get(f) in self.params for f in loop.slices)
             names = {f: self.names[self.tensors[f]] for f in found if not self.tensors[f].storage.pieces}
             members = {f: "layer" if frame.layer else unit_of(name, self.policy.units) for f, name in names.items()}
         frame.note(old, members, self.policy.param_dtype)
@@ -219,7 +220,7 @@ class Units(Reducing):
         assert policy is not None
         outer = {f: t for f, x in zip(loop.body.formals, op.operands, strict=True) if (t := self._shard_of(x))}
         slices = {*loop.slices}
-        if is_pass(loop) or not slices & outer.keys():
+        if is_pass(loop.body) or not slices & outer.keys():
             return
         frame = Frame(around=op, layer=True, shards=outer)
         frame.note(loop.body, dict.fromkeys(outer, "layer"), policy.param_dtype)
