@@ -158,7 +158,7 @@ def _forwards(name: str) -> sympy.Expr:
     half = 2 if made.both_ways else 1
     phases = made.phases(_M / half, _P / half, _V, sympy.Integer(0))
     count = sympy.Add(*(sum(word[0] == "F" for word in words.split()) * times for words, times in phases))
-    return sympy.expand(sympy.sympify(count))
+    return sympy.expand(count)
 
 
 def bubble(
