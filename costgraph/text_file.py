@@ -30,25 +30,10 @@ def read_text(
     expected: str = "a text file",
     error: type[CostGraphError] = FormatError,
 ) -> str:
-    """Return what a file of UTF-8 holds.
+    """Return what a regular file of UTF-8, of `most` bytes at the most, or a link to one holds.
 
-    Parameters
-    ----------
-    path : str or path-like
-        A regular file, or a link to one.
-    place : str
-        What the error text calls it.
-    most : int
-        Bytes that it may have.
-    expected : str
-        What the error text expects in its place.
-    error : type of CostGraphError
-        Kind of error.
-
-    Raises
-    ------
-    CostGraphError
-        Of the kind named, if the file cannot be read, is no regular file, larger, or no UTF-8.
+    An error of the kind given if it cannot be read, is no such file, larger, or no UTF-8: its text says `place`, and
+    what was `expected` in its place.
     """
     raw, size = read_start(path, place, most + 1, expected, error)
     if size > most:
@@ -103,21 +88,8 @@ def write_file(path: str | os.PathLike[str], content: str | bytes, place: str | 
     """Write a file so that whoever looks sees the one before or this one, whole, whenever the program ends.
 
     It is written beside its place and put there at once. An existing one keeps its permissions, and a link is followed.
-    A pipe, a device, and the file that the standard output goes to, are written to as they are.
-
-    Parameters
-    ----------
-    path : str or path-like
-        Where to; an existing file is replaced.
-    content : str or bytes
-        What is written, text as UTF-8.
-    place : str, optional
-        What the error text calls it, the path by default.
-
-    Raises
-    ------
-    FormatError
-        If the file cannot be written: the one before is still there then.
+    A pipe, a device, and the file that the standard output goes to, are written to as they are. FormatError, which
+    calls it by `place`, if it cannot be written: the one before is still there then.
     """
     try:
         if not isinstance(path, str | os.PathLike):

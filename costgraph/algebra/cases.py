@@ -30,12 +30,7 @@ class AtOnce(sympy.Expr):  # type: ignore[misc]  # sympy has no types
 class Chosen(AtOnce):
     """The value that belongs to the extreme one of some keys, the first of equals: the derivative of an extremum.
 
-    Parameters
-    ----------
-    sign : int
-        1 where the largest key decides, -1 where the smallest does.
-    keys, values : sympy.Tuple
-        Formulas, one value for each key.
+    `sign` is 1 where the largest key decides, -1 where the smallest does; there is one value for each key.
     """
 
     is_commutative = True

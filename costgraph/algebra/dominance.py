@@ -103,16 +103,10 @@ def integral(p: Poly) -> Poly | None:
 
 
 class Relation:
-    """One assumption on sizes, with its text.
+    """One assumption on sizes, with its text as it was stated.
 
-    Parameters
-    ----------
-    text : str
-        As it was stated.
-    difference : Poly
-        What is at least 0; exactly 0 if `equal`, more than 0 if `strict`.
-    subject : sequence of str
-        Symbols on the left, preferred when it is solved.
+    `difference` is at least 0, exactly 0 if `equal`, more than 0 if `strict`; symbols of `subject`, on the left, are
+    preferred when it is solved.
     """
 
     def __init__(
@@ -147,15 +141,7 @@ class Relation:
 class Relations:
     """What is assumed of sizes, as substitutions that a comparison applies first.
 
-    Parameters
-    ----------
-    relations : iterable of Relation
-        In the order in which they were stated.
-
-    Raises
-    ------
-    PatternError
-        If they contradict each other, or a positive integer.
+    PatternError if assumptions contradict each other, or a positive integer.
     """
 
     def __init__(self, relations: Iterable[Relation] = ()) -> None:
@@ -324,18 +310,9 @@ class Relations:
     def spread(self, monomials: Sequence[Monomial], *, known: bool = True) -> dict[Monomial, Poly] | None:
         """Write monomials, all of them times one positive factor, in generators that are at least 0.
 
-        Parameters
-        ----------
-        monomials : sequence of Monomial
-            What is written; one with a divisor whose sign is not known stays as it is.
-        known : bool
-            Whether what is assumed of sizes is put in.
-
-        Returns
-        -------
-        dict of Monomial to Poly or None
-            A sum of the monomials is then at least 0 if no coefficient of what it becomes is negative, nor any other
-            than 0 where a monomial `has_sign` says no; None where it would be too long.
+        A sum of the monomials is then at least 0 if no coefficient of what it becomes is negative, nor any other than 0
+        where a monomial `has_sign` says no; None where it would be too long. One with a divisor whose sign is not known
+        stays as it is. `known` says whether what is assumed of sizes is put in.
         """
         plain = [m for m in monomials if all(e > 0 or self._divides(k) for k, e in m)]
         ps = [Poly({m: 1}) for m in plain]

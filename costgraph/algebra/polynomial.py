@@ -384,15 +384,8 @@ def _put_in(key: str, given: tuple[tuple[str, Poly], ...]) -> Poly:
 def poly(value: object) -> Poly:
     """Return a size or formula as a polynomial.
 
-    Parameters
-    ----------
-    value : Poly, int, Fraction or sympy.Expr
-        A size. bool, float and text are refused.
-
-    Raises
-    ------
-    ShapeError
-        If the value is none of these, or holds a float or a symbol that `dims` did not make.
+    ShapeError if it is no int, Fraction or expression (bool, float and text are none), or holds a float or a symbol
+    that `dims` did not make.
     """
     if isinstance(value, Poly):
         return value

@@ -26,17 +26,8 @@ def prune(
 ) -> list[tuple[Poly, Label]]:
     """Drop every candidate that another one, or a mean of several others, reaches for all sizes.
 
-    Parameters
-    ----------
-    candidates : iterable of (Poly, label)
-        Of equal polynomials the first label is kept.
-    relations : Relations
-        What is known of the sizes.
-    largest : bool
-        Keep what a maximum needs, or, if False, what a minimum needs.
+    `largest` keeps what a maximum needs, otherwise what a minimum does; of equal polynomials the first label is kept.
 
-    Notes
-    -----
     Generators are written as their lower bounds plus something that is not negative: a candidate goes if the
     coefficients of a convex combination of others are nowhere below its own then. That is sufficient, not necessary.
     """

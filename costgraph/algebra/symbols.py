@@ -174,19 +174,7 @@ def dims(names: str) -> sympy.Symbol | tuple[sympy.Symbol, ...]:
 
 
 def read_size(text: str, place: str) -> int:
-    """Read a size as people write it: `8192`, `8Ki` (8192), `70B` (70e9), `1.5M`, `1e6`.
-
-    Parameters
-    ----------
-    text : str
-        Digits with an optional fraction, power of ten and scale; Ki is 2**10, K is 10**3.
-    place : str
-        Where the text stood, for the error message.
-
-    Raises
-    ------
-    BindingError
-        If the text is no such number, or the number is not whole and positive.
+    """Read a size as people write it: `8192`, `8Ki` (8192), `70B` (70e9), `1.5M`, `1e6`; BindingError if it is none.
 
     Examples
     --------

@@ -73,25 +73,11 @@ def refused(held: Iterable[Validity], sizes: Mapping[str, Array]) -> Any:
 def peaks(
     graph: Graph, sizes: Mapping[str, Array], waiting: Waiting | None = None, programs: Programs | None = None
 ) -> Array:
-    """Return the peak memory at points, of which all sizes are given.
+    """Return the peak memory at points, of which all sizes are given, as `peak_memory` says it of each.
 
-    The program is played once for all points at which its loops have the same iterations that can differ.
-
-    Parameters
-    ----------
-    graph : Graph
-        What is asked.
-    sizes : mapping of str to array of int
-        By name, of one length.
-    waiting : Waiting, optional
-        What a stage of a pipeline knows of the others, where that is not the graph's own.
-    programs : dict, optional
-        Programs of the graph that were played before, and those that are now.
-
-    Returns
-    -------
-    numpy.ndarray
-        Bytes of the device, as float64: what `peak_memory` says at each point.
+    The program is played once for all points at which its loops have the same iterations that can differ. `waiting` is
+    what a stage of a pipeline knows of the others, where that is not the graph's own; `programs` keeps those that were
+    played.
     """
     out = np.zeros(np.broadcast_shapes(*(np.shape(n) for n in sizes.values())))
     for at, program in _programs(graph, sizes, out.size, waiting, {} if programs is None else programs):

@@ -198,15 +198,7 @@ def _declared(asked: Asked) -> Poly:
 
 
 def of_pipeline(stages: Sequence[Asked], timing: Timing) -> Poly:
-    """Return the seconds of a step of a pipeline.
-
-    Parameters
-    ----------
-    stages : sequence of Asked
-        One of each kind, with what it knows of the others.
-    timing : callable
-        Seconds of some of the ops of a stage.
-    """
+    """Return the seconds of a step of a pipeline, of which there is one stage of each kind."""
     facts = [_knows(asked) for asked in stages]
     known = stages[0].graph.root.relations
     send = most([time for asked in stages for time in _sends(asked)], known)
@@ -238,17 +230,7 @@ def _knows(asked: Asked) -> Waiting:
 
 
 def shares_of(asked: Asked, timing: Timing, m: Poly) -> Shares:
-    """Return what a stage of a pipeline takes of a step.
-
-    Parameters
-    ----------
-    asked : Asked
-        The stage.
-    timing : callable
-        Seconds of some of its ops.
-    m : Poly
-        Micro-batches of a step.
-    """
+    """Return what a stage of a pipeline takes of a step of `m` micro-batches."""
     assert asked.graph.waiting is not None
     parts: dict[str, list[Work]] = {name: [] for name in Shares._fields}
     for work, part in zip(asked.works, by_pass(asked, asked.graph.waiting.schedule), strict=True):

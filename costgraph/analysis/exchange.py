@@ -67,23 +67,9 @@ class Group:
 def group_of(op: Op, graph: Graph, values: Mapping[str, Poly], hardware: Hardware) -> Group:
     """Return where the ranks of a collective are: ranks along the last axis of the mesh are next to each other.
 
-    Parameters
-    ----------
-    op : Op
-        The collective; one without an axis has its ranks next to each other.
-    graph : Graph
-        Of one rank, which knows the mesh.
-    values : mapping of str to Poly
-        Sizes to put in.
-    hardware : Hardware
-        The devices, which the mesh fills domain by domain.
-
-    Raises
-    ------
-    UnsupportedError
-        If the graph has no mesh, or none with the axis that the op names.
-    SpecError
-        If it is not said how many devices the interconnect joins, or the ranks are more than a network joins.
+    So are those of a collective without an axis. Devices fill the mesh domain by domain. UnsupportedError if the graph
+    has no mesh, or none with the axis that the op names; SpecError if it is not said how many devices the interconnect
+    joins, or the ranks are more than a network joins.
     """
     ranks, apart = (p.bind(values) for p in _ranks(op, graph))
     return placed(op.name, ranks, apart, hardware)
@@ -178,17 +164,8 @@ def exchange(op: Op, graph: Graph, values: Mapping[str, Poly], hardware: Hardwar
 def taken(collective: str, size: Poly, group: Group) -> Poly:
     """Return the seconds that a collective takes once: domains and the network between them one after the other.
 
-    Parameters
-    ----------
-    collective : str
-        One of `COLLECTIVES`.
-    size : Poly
-        Bytes, as `whole` returns them.
-    group : Group
-        Its ranks.
+    `size` is in bytes, as `whole` returns them.
 
-    Notes
-    -----
     A message takes latency + bytes/bandwidth. n = m*k ranks, m in each of k domains, pass n-th parts around: m - 1
     steps within the domain and k - 1 between domains, there with a m-th of the bytes for each, as each has a network
     card of its own. An all-reduce is a reduce-scatter and an all-gather in such rings, or goes up and down two trees at
@@ -256,13 +233,6 @@ def _send(size: Poly, group: Group) -> Poly:
 def least_busy(collective: str, size: Poly, group: Group) -> dict[str, Poly]:
     """Return the least seconds that a collective keeps each link busy, whatever its algorithm.
 
-    Parameters
-    ----------
-    collective, size, group
-        As in `taken`.
-
-    Notes
-    -----
     Latencies count nothing, and switches may reduce and copy. A rank receives what others have of a gathered whole, and
     sends what others need of a scattered sum: (n - 1)/n of it, over the network what is not in its domain, shared by
     the cards of the domain. Of what is all-reduced it has to receive each sum once, since its own values are not

@@ -156,18 +156,8 @@ def feasible(names: Sequence[str], accesses: Sequence[Access], found: Exponents)
 def exponents(names: tuple[str, ...], accesses: tuple[Access, ...]) -> tuple[tuple[Exponents, ...], ...]:
     """Return the exponents that bound traffic, those of equal sum and equal t together.
 
-    Parameters
-    ----------
-    names : tuple of str
-        The indices.
-    accesses : tuple of Access
-        The axes of every array.
-
-    Returns
-    -------
-    tuple of tuple of Exponents
-        Vertices with a sum of s above 1 that no other pair betters, each set with its mean at the end. Sums up to 1 say
-        no more than that every array is moved once.
+    They are vertices with a sum of s above 1 that no other pair betters, each set with its mean at the end. Sums up to
+    1 say no more than that every array is moved once.
     """
     if not 0 < len(accesses) <= _MOST_ARRAYS:
         return ()

@@ -23,19 +23,11 @@ Label = TypeVar("Label", bound=_Named)
 
 
 def corners(candidates: Iterable[tuple[Poly, Label]]) -> list[tuple[Poly, Label]]:
-    """Drop candidates for a maximum that are at most a mean of two others, for all sizes.
+    """Drop candidates for a maximum, in program order, that are at most a mean of two others, for all sizes.
 
-    Parameters
-    ----------
-    candidates : iterable of (Poly, label)
-        In program order. Ops that have the same name but for numbers are looked at together, layer by layer: whatever
-        is dropped is so because of what is kept, the names only say where to look.
-
-    Returns
-    -------
-    list of (Poly, label)
-        In program order, with the same maximum. Layers that are declared one by one add residuals or gradients of
-        equal size, so that only the first and the last of them are left.
+    Layers that are declared one by one add residuals or gradients of equal size, so that only the first and the last of
+    them are left. Ops that have the same name but for numbers are looked at together, layer by layer: whatever is
+    dropped is so because of what is kept, the names only say where to look.
     """
     rows: dict[str, list[tuple[int, tuple[Poly, Label]]]] = {}
     for i, (p, owner) in enumerate(candidates):

@@ -260,18 +260,9 @@ def play(
     graph: Graph, copies: Copies = copies_needed, values: Mapping[str, Poly] = MappingProxyType({}),
     waiting: Waiting | None = None,
 ) -> Program:  # fmt: skip
-    """Run a graph.
+    """Run a graph: `copies` says how many iterations to play of each loop, and bound sizes name them.
 
-    Parameters
-    ----------
-    graph : Graph
-        What runs.
-    copies : callable
-        How many iterations to play of each loop.
-    values : mapping of str to Poly
-        Bound sizes: they name the iterations.
-    waiting : Waiting, optional
-        What a stage of a pipeline knows of the others, by default the graph's own.
+    `waiting` is what a stage of a pipeline knows of the others, by default the graph's own.
     """
     player = _Player(copies, values)
     env: dict[Storage, Held] = {}

@@ -104,14 +104,7 @@ def _accumulate(live: dict[Monomial, Rational], p: Poly, sign: int) -> None:
 def live_cases(graph: Graph, values: Mapping[str, Poly], view: View = None) -> list[tuple[Poly, Owner]]:
     """Return the live bytes at every op that may hold the peak, dominated ones left out.
 
-    Parameters
-    ----------
-    graph : Graph
-        What is asked.
-    values : mapping of str to Poly
-        Bound sizes: only their counts of Repeats matter here.
-    view : callable, optional
-        What of a program is looked at.
+    Of bound sizes only counts of Repeats matter here; `view` says what of a program is looked at.
     """
     every = list(loops(graph))
     # where a body exchanges carries, an open count may leave them in any of their places

@@ -29,25 +29,12 @@ class Bucketed:
 
 
 def bucketed(graph: Graph, values: Mapping[str, Poly]) -> Mapping[Op, Bucketed]:
-    """Return what reductions in buckets take part in.
+    """Return what reductions in buckets take part in, for sizes of all parameters.
 
-    Parameters
-    ----------
-    graph : Graph
-        Of one rank.
-    values : mapping of str to Poly
-        Sizes to put in, of all parameters.
-
-    Raises
-    ------
-    BindingError
-        If the size of a gradient or the number of layers is open.
-
-    Notes
-    -----
     Each format has a bucket that is open. What is reduced is added to it in the order of the program; once it has as
     many bytes as its limit it is a message, and what is left at the end of a backward pass is the last one:
-    `compute_bucket_assignment_by_size` of torch/csrc/distributed/c10d/reducer.cpp.
+    `compute_bucket_assignment_by_size` of torch/csrc/distributed/c10d/reducer.cpp. BindingError if the size of a
+    gradient or the number of layers is open.
     """
     wanted = dict(values)
     if graph.cache.get("bucketed", (None,))[0] != wanted:

@@ -34,23 +34,12 @@ class _Rank(NamedTuple):
 
 
 def one_by_one(runs: Sequence[Alike], m: Poly, known: Relations) -> Poly:
-    """Return the seconds of a step of 1F1B, without sends.
+    """Return the seconds of a step of 1F1B of `m` micro-batches, two for each rank or more, without sends.
 
-    Parameters
-    ----------
-    runs : sequence of Alike
-        All ranks, in their order.
-    m : Poly
-        Micro-batches, two for each rank or more.
-    known : Relations
-        What is assumed of sizes.
-
-    Notes
-    -----
-    Derived. The longest path from the first forward to the last backward goes through forwards alone to some rank a,
-    p - 1 - a times on the slowest rank on its way; then forwards down the ranks and backwards up in turn, as often as
-    it can on one rank s; and through backwards alone from some rank c on. Where s is fixed, a and c are chosen apart.
-    It takes 2 p micro-batches: of fewer some of these paths are none, and the sum is too large.
+    Derived. The longest path from the first forward to the last backward goes through forwards alone to some rank a, p
+    - 1 - a times on the slowest rank on its way; then forwards down the ranks and backwards up in turn, as often as it
+    can on one rank s; and through backwards alone from some rank c on. Where s is fixed, a and c are chosen apart. It
+    takes 2 p micro-batches: of fewer some of these paths are none, and the sum is too large.
     """
     p = runs[-1].last + 1
     paths = _Paths(runs, known)
@@ -121,18 +110,9 @@ class Shares(NamedTuple):
 
 
 def of_shares(facts: Sequence[Waiting], shares: Sequence[Shares], send: Poly, known: Relations = NOTHING_KNOWN) -> Poly:
-    """Return the seconds of a step of a pipeline from those of its stages.
+    """Return the seconds of a step of a pipeline from those of its stages; `send` is the time of what one hands on.
 
-    Parameters
-    ----------
-    facts : sequence of Waiting
-        What each kind of stage knows of the others; without ranks 1F1B takes what few micro-batches do.
-    shares : sequence of Shares
-        What each kind takes.
-    send : Poly
-        Time of what a stage hands on.
-    known : Relations
-        What is assumed of sizes.
+    `facts` are what each kind of stage knows of the others; without ranks 1F1B takes what few micro-batches do.
     """
     p, m, v = facts[0].stages, facts[0].micro_batches, facts[0].groups
     passes = [forward + back + weights for forward, back, weights, _ in shares]

@@ -170,18 +170,9 @@ def _common(parts: Sequence[Poly]) -> Poly:
 def spent(work: Work, asked: Asked) -> list[Spent]:
     """Return the times of an op, the largest of which is its own: in compute, in memory or over a link, in caches.
 
-    Parameters
-    ----------
-    work : Work
-        The op, sizes put in.
-    asked : Asked
-        The device; with levels, what moves out of each of them is the least through all that is nearer, several
-        formulas of which the largest holds.
-
-    Returns
-    -------
-    list of (Poly, str)
-        Seconds, and compute, link, memory or the name of a cache; of a collective interconnect or network as well.
+    Each has its name: compute, link, memory or that of a cache; of a collective interconnect or network as well. With
+    levels, what moves out of each of them is the least through all that is nearer, several formulas of which the
+    largest holds.
     """
     compute, memory = work.seconds(asked.rates)
     out = [(compute, "compute"), (memory, work.unit)]
@@ -197,15 +188,7 @@ def spent(work: Work, asked: Asked) -> list[Spent]:
 
 
 def estimate(times: Iterable[Sequence[Spent]], known: Relations) -> Poly:
-    """Return the sum over ops of the largest time, equal ops together.
-
-    Parameters
-    ----------
-    times : iterable of sequences of (Poly, str)
-        What `spent` returns for each op.
-    known : Relations
-        What is assumed of sizes.
-    """
+    """Return the sum over ops of the largest time that `spent` returns, equal ops together."""
     alike: dict[tuple[Spent, ...], int] = {}
     for found in times:
         alike[tuple(found)] = alike.get(tuple(found), 0) + 1

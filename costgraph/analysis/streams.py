@@ -24,24 +24,10 @@ _MOST = 10**6
 def finished(graph: Graph, seconds: Mapping[Op, float], values: Mapping[str, Poly]) -> float:
     """Return when a graph is done whose collectives over each axis of a mesh have a stream, and all else another one.
 
-    What goes over the link of a host has a stream in each direction, and what the host runs has one.
+    What goes over the link of a host has a stream in each direction, and what the host runs has one. `seconds` are of
+    all iterations of an op together; views take none. UnsupportedError if more than a million ops are to be played one
+    by one.
 
-    Parameters
-    ----------
-    graph : Graph
-        Of one rank.
-    seconds : mapping of Op to float
-        What each op takes, all of its iterations together; views take none.
-    values : mapping of str to Poly
-        All sizes.
-
-    Raises
-    ------
-    UnsupportedError
-        If more than a million ops are to be played one by one.
-
-    Notes
-    -----
     A list schedule (Graham 1969): a stream runs its ops in the order of the program, each once its operands are there,
     and once all that reads what it overwrites is done. What puts the operands of a collective next to each other goes
     with it. A stack of slices is there when its last one is. Nothing limits how far ahead a stream is of the others:

@@ -46,22 +46,9 @@ class _Dimension(NamedTuple):
 def covered(name: str, ranks: Poly, apart: Poly, hardware: Hardware) -> tuple[tuple[str, Poly], ...]:
     """Return the dimensions that ranks lie along, and how many of each: the first dimension is filled first.
 
-    Parameters
-    ----------
-    name : str
-        Of what is sent, for errors.
-    ranks, apart : Poly
-        How many there are, and how many devices from one to the next.
-    hardware : Hardware
-        In a torus.
-
-    Raises
-    ------
-    UnsupportedError
-        If a degree is open, since which rings there are depends on it.
-    SpecError
-        If ranks fill whole dimensions and devices in a line of one more in no way: they start in the middle of a
-        dimension, where several groups would share its links, or end there in the middle of a row.
+    From one rank to the next are `apart` devices. UnsupportedError if a degree is open, since which rings there are
+    depends on it; SpecError if ranks fill whole dimensions and devices in a line of one more in no way: they start in
+    the middle of a dimension, where several groups would share its links, or end there in the middle of a row.
     """
     place, has = f"time of {name!r}", f"{ranks} ranks that are {apart} apart"
     if ranks.constant is None or apart.constant is None:
@@ -121,21 +108,10 @@ def _gathered(found: dict[str, _Dimension]) -> tuple[tuple[str, ...], int, Fract
 
 
 def around(collective: str, size: Poly, levels: Sequence[tuple[str, Poly]], hardware: Hardware) -> Poly:
-    """Return the seconds that a collective takes once in a torus.
+    """Return the seconds that a collective, or a send, takes once in a torus, over levels as `covered` returns them.
 
-    Parameters
-    ----------
-    collective : str
-        One of `COLLECTIVES`, or send.
-    size : Poly
-        Bytes: of the whole that is gathered or reduced, and of what a rank sends otherwise.
-    levels : sequence of tuple
-        As `covered` returns them.
-    hardware : Hardware
-        The devices.
+    The bytes are of the whole that is gathered or reduced, and of what a rank sends otherwise.
 
-    Notes
-    -----
     Parts go around a ring both ways at once, dimension after dimension. With d dimensions, the orders of these run at
     the same time with a share of the bytes each, chosen so that all links are busy to the end: (n - 1)/n of the bytes
     over all links of a device. Shares that do so exist if and only if no set of dimensions needs longer (orders give

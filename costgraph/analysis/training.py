@@ -214,19 +214,7 @@ def _exact(value: object) -> Fraction:
 def main_format(graph: Graph, /, **dims: int) -> str:
     """Return the number format that most matmul FLOPs of a graph are done in.
 
-    Parameters
-    ----------
-    graph : Graph
-        What is asked.
-    **dims : int
-        Sizes; they have to be bound where there are several formats.
-
-    Raises
-    ------
-    BindingError
-        If that depends on an open size.
-    GraphError
-        If there is no matmul.
+    BindingError if that depends on an open size, GraphError if there is no matmul.
     """
     table = costs(graph, count="executed", **dims).filter(kind="matmul", direction="compute").group("dtype")
     if not table:
@@ -242,28 +230,7 @@ def main_format(graph: Graph, /, **dims: int) -> str:
 def rate_of(
     place: str, hardware: object, dtype: str | None, graph: Graph | None, dims: Mapping[str, int], fallback: Fallback
 ) -> sympy.Expr:
-    """Return a peak rate in FLOP/s: of a device and a format, or as it was given.
-
-    Parameters
-    ----------
-    place : str
-        For errors.
-    hardware : str, path-like, Hardware, number or sympy.Expr
-        A device, or its FLOP/s.
-    dtype : str, optional
-        Number format, by default the main one of the graph's matmuls.
-    graph : Graph, optional
-        What runs.
-    dims : mapping
-        Sizes.
-    fallback : str or mapping, optional
-        As `Hardware.rate`.
-
-    Returns
-    -------
-    sympy.Expr
-        FLOP/s, dense.
-    """
+    """Return a peak rate in dense FLOP/s: of a device, by default in the format of most matmuls, or as it was given."""
     if isinstance(hardware, int | float | Rational | sympy.Expr):
         return given(f"{place}: rate", hardware)
     device: Hardware = load_hardware(hardware)  # type: ignore[arg-type]  # refused there

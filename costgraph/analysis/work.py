@@ -32,12 +32,7 @@ Fallback = str | Mapping[str, str] | None
 class Rates:
     """What a device does in a second, as the algebra has it; what stands in for a missing rate is noted.
 
-    Parameters
-    ----------
-    hardware : Hardware
-        The device, of numbers or of symbols.
-    fallback : str or mapping, optional
-        As in `roofline`.
+    Rates are numbers, or symbols where the device has them.
     """
 
     def __init__(self, hardware: Hardware, fallback: Fallback = None) -> None:
@@ -149,19 +144,9 @@ class Work:
 
 
 def works(graph: Graph, through: tuple[Level, ...] = ()) -> list[Work]:
-    """Return what each op does, those that do nothing (views) left out.
+    """Return what each op does, in program order, those that do nothing (views) left out.
 
-    Parameters
-    ----------
-    graph : Graph
-        What is asked.
-    through : tuple of Level
-        Levels of memory whose traffic is asked for as well.
-
-    Returns
-    -------
-    list of Work
-        In program order.
+    `through` are levels of memory whose traffic is asked for as well.
     """
     if through:
         return _works(graph, through)

@@ -41,23 +41,8 @@ _FP32 = 4
 def on_device(place: str, device: str | None, arch: str | None, side: str = "device") -> View:
     """Return what a program has beside its tensors on a device: a view of it, None where nothing is added.
 
-    What it has on the host is a view of it, too.
-
-    Parameters
-    ----------
-    place : str
-        What asks, for the text of an error.
-    device : str, optional
-        cuda, or None.
-    arch : str, optional
-        Compute capability as torch names it, by default sm_90.
-    side : str
-        device or host.
-
-    Raises
-    ------
-    GraphError
-        If there is no such device or architecture, an architecture of no device, or a device of the host's side.
+    What it has on the host is a view of it, too. `arch` is the compute capability as torch names it, by default sm_90.
+    GraphError if there is no such device or architecture, an architecture of no device, or a device of the host's side.
     """
     need_choice(f"{place}: side", side, ("device", "host"))
     if side == "host":

@@ -45,19 +45,9 @@ def real(value: Rational) -> float:
 
 
 def answer(value: Poly | sympy.Expr, held: Iterable[Validity] = ()) -> Formula:
-    """Return a formula as it is handed out: a Python number once no symbol is left.
+    """Return a formula as it is handed out: a Python number once no symbol is left, int where it is whole.
 
-    Parameters
-    ----------
-    value : Poly or sympy.Expr
-        What was derived.
-    held : iterable of Validity
-        What it holds for, beside what an expression carries already.
-
-    Returns
-    -------
-    int, float or sympy.Expr
-        int where the number is whole.
+    `held` is what it holds for, beside what an expression carries already.
     """
     if isinstance(value, Poly):
         constant = value.constant

@@ -107,24 +107,9 @@ def scope(name: str) -> Iterator[None]:
 
 @contextmanager
 def module(graph: Graph, name: str) -> Iterator[str]:
-    """Open a scope that no other layer of the graph has: numbered, if one has this name already.
+    """Open a scope that no other layer of the graph has, and yield its name: numbered, if one has this name already.
 
-    Parameters
-    ----------
-    graph : Graph
-        Whose layer it is.
-    name : str
-        One or several levels, separated by `/`.
-
-    Yields
-    ------
-    str
-        The name with its number.
-
-    Raises
-    ------
-    GraphError
-        If a level is no identifier.
+    A name may have several levels, separated by `/`; GraphError if one is no identifier.
     """
     used, number, own = graph.root.modules, 0, name
     while "/".join((*here().levels, str(own))) in used:

@@ -157,25 +157,10 @@ class Bindings(dict[str, Poly]):
 def bindings(graph: Graph, dims: Mapping[str, object], left_open: Collection[str] = ()) -> Bindings:
     """Return what to put in for each bound symbol: the graph's defaults, overridden by the given sizes.
 
-    Parameters
-    ----------
-    graph : Graph
-        Its dimensions are the names that can be bound.
-    dims : mapping of str to int
-        Sizes.
-    left_open : collection of str
-        Names whose default is not taken.
-
-    Returns
-    -------
-    Bindings of str to Poly
-        Numbers, and where an assumed equality ties an open symbol to others, a formula in those.
-
-    Raises
-    ------
-    BindingError
-        If a name is not in the graph, a size is not a positive integer or against an assumption, or what the graph
-        is declared with is then no size, or no amount: one of `conditions`.
+    Those are numbers, and where an assumed equality ties an open symbol to others, a formula in those; of names that
+    are `left_open` the default is not taken. BindingError if a name is not in the graph, a size is not a positive
+    integer or against an assumption, or what the graph is declared with is then no size, or no amount: one of
+    `conditions`.
     """
     names = known_names(graph)
     for name in dims:

@@ -38,17 +38,8 @@ SOURCES = ("input", "param", "buffer", "cache", "state", "gradient", "formal")
 def nbytes(sizes: Sequence[Poly], dtype: DType) -> Poly:
     """Return the bytes that a dense tensor takes, the scales of block formats included.
 
-    Parameters
-    ----------
-    sizes : sequence of Poly
-        Shape, the innermost axis last: blocks that share a scale run along it.
-    dtype : DType
-        Number format.
-
-    Returns
-    -------
-    Poly
-        Bytes; elements below a byte are packed without gaps.
+    Blocks that share a scale run along the innermost axis, which is the last; elements below a byte are packed without
+    gaps.
     """
     along, across = dtype.padded
     if dtype.padded != (1, 1) and sizes:

@@ -31,17 +31,7 @@ class Arch:
 def arch_of(name: object, place: str) -> Arch:
     """Return the architecture of a name as `torch.cuda.get_arch_list` has it, such as `sm_90`.
 
-    Parameters
-    ----------
-    name : object
-        What may be one.
-    place : str
-        What asks, for the text of an error.
-
-    Raises
-    ------
-    GraphError
-        If it is no name of one, or of one that torch has no kernels for.
+    GraphError if it is no name of one, or of one that torch has no kernels for.
     """
     found = _NAME.match(name) if isinstance(name, str) else None
     number = (0, 0) if found is None else (int(found[1]), int(found[2]))

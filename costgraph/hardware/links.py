@@ -89,23 +89,10 @@ def extents(hardware: Hardware) -> Iterator[tuple[str, int | None]]:
 def wire(hardware: Hardware, name: str) -> Wire:
     """Return the interconnect of a device, its network, or a level of the network that it is in.
 
-    Parameters
-    ----------
-    hardware : Hardware
-        The device, of numbers or of symbols.
-    name : str
-        interconnect, network, or the name of a level, which has the rates of [network] where it states none;
-        of a dimension of a torus the rate of one link.
-
-    Raises
-    ------
-    SpecError
-        If it has no such link, or bandwidth or latency of it are not stated.
-
-    Notes
-    -----
-    Where a device has one link less than there are devices in its domain, each of these has a link of its own, with
-    its part of the bandwidth; else a switch hands all of the bandwidth to any.
+    A level has the rates of [network] where it states none; a dimension of a torus has the rate of one link. Where a
+    device has one link less than there are devices in its domain, each of these has a link of its own, with its part of
+    the bandwidth; else a switch hands all of the bandwidth to any. SpecError if it has no such link, or bandwidth or
+    latency of it are not stated.
 
     Examples
     --------

@@ -37,24 +37,10 @@ class StandIn(NamedTuple):
 
 
 def nearest(wanted: DType, unit: str, peak: Rates, vector: Rates) -> tuple[str, str] | None:
-    """Return the place of the rate that stands in for a missing one, and why; None where there is no rate at all.
+    """Return the place of the rate that stands in for a missing one, as `peak.fp32`, and why.
 
-    A format that holds all values of another one is no faster than that; the matrix unit is no slower than the vector
-    unit.
-
-    Parameters
-    ----------
-    wanted : DType
-        Format of the work; that of the vector unit is fp32 or fp64.
-    unit : str
-        matmul or vector.
-    peak, vector : mapping of str to Quantity
-        Rates of both units by format.
-
-    Returns
-    -------
-    tuple of str, or None
-        As `("peak.fp32", "next wider format")`.
+    None where there is no rate at all. A format that holds all values of another one is no faster than that; the matrix
+    unit is no slower than the vector unit, whose work is in fp32 or fp64.
     """
     own, other = (("peak", peak), ("vector", vector))[:: 1 if unit == "matmul" else -1]
     another = "vector unit" if unit == "matmul" else "matrix unit"

@@ -165,15 +165,8 @@ def _known_quotients() -> str:
 def exact(value: object) -> Number:
     """Return the number that ``value`` is printed as, without binary error: an int where it is whole.
 
-    Parameters
-    ----------
-    value : int, Fraction, Decimal or float
-        A float counts as its shortest decimal text: 989.4 is 4947/5.
-
-    Raises
-    ------
-    SpecError
-        If it is not a finite number; a truth value is none.
+    A float counts as its shortest decimal text: 989.4 is 4947/5. SpecError if it is not a finite number; a truth value
+    is none.
 
     Examples
     --------
@@ -201,20 +194,9 @@ def exact(value: object) -> Number:
 def quantity(value: object, unit: str, source: str = "", note: str = "") -> Quantity:
     """Return a number in a scaled unit as an exact Quantity in its base unit.
 
-    Parameters
-    ----------
-    value : int, Fraction, Decimal or float
-        In ``unit``.
-    unit : str
-        One of UNITS: FLOP/s, B/s, B, Hz, W and FLOP with k M G T P E, B and B/s also with Ki Mi Gi Ti Pi,
-        bit/s with k M G T P E, s with m u n, and 1 for a count. ``KB`` is ``kB``, 1000 bytes.
-    source, note : str
-        As in Quantity.
-
-    Raises
-    ------
-    SpecError
-        If the unit is unknown, or the value is negative or not a finite number.
+    UNITS are FLOP/s, B/s, B, Hz, W and FLOP with k M G T P E, B and B/s also with Ki Mi Gi Ti Pi, bit/s with k M G T P
+    E, s with m u n, and 1 for a count. ``KB`` is ``kB``, 1000 bytes. SpecError if the unit is unknown, or the value is
+    negative or not a finite number.
 
     Examples
     --------
@@ -239,19 +221,7 @@ def _scaled(value: object, unit: str, source: str = "", note: str = "") -> Quant
 
 
 def format_quantity(value: object, unit: str) -> str:
-    """Return a text for people: four significant digits and a unit with a decimal prefix.
-
-    Parameters
-    ----------
-    value : int, Fraction, Decimal or float
-        In ``unit``.
-    unit : str
-        One of UNITS.
-
-    Raises
-    ------
-    SpecError
-        As ``quantity``.
+    """Return a text for people: four significant digits and a unit, one of UNITS, with a decimal prefix.
 
     Examples
     --------
@@ -274,17 +244,7 @@ def format_quantity(value: object, unit: str) -> str:
 
 
 def format_bytes(n: object) -> str:
-    """Return bytes as a text for people, decimal first and binary in brackets.
-
-    Parameters
-    ----------
-    n : int, Fraction, Decimal or float
-        Bytes.
-
-    Raises
-    ------
-    SpecError
-        If it is not a finite number.
+    """Return bytes as a text for people, decimal first and binary in brackets; SpecError if they are no finite number.
 
     Examples
     --------

@@ -38,22 +38,9 @@ def added(
     norms: Literal["before", "after", "both", "behind"] = "before",
     run: Kernels = KERNELS,
 ) -> cg.Tensor:
-    """Add what a part makes of a tensor to it.
+    """Add what a part (attention, a feed-forward layer and the like) makes of a tensor to it.
 
-    Parameters
-    ----------
-    x : Tensor
-        What the part reads, and what its result is added to.
-    part : callable
-        Attention, a feed-forward layer and the like.
-    name : str
-        Scope of the norms.
-    norm : callable
-        Which norm.
-    norms : str
-        before: of what the part reads. after: of what it makes. both. behind: of the sum.
-    run : Kernels
-        How functions of the module run.
+    `norms` says where a norm stands: before, of what the part reads; after, of what it makes; both; behind, of the sum.
     """
     y = norm(x, name=f"{name}/norm") if norms in ("before", "both") else x
     made = part(y)

@@ -84,15 +84,8 @@ KERNELS = Kernels()
 class Composed(Kernels):
     """Functions as eager code runs them: an op for each call, and what variables still name.
 
-    Parameters
-    ----------
-    dtype : str
-        Format of activations.
-    softmax : str
-        Format of the softmax, that of the scores by default.
-    renamed : bool
-        Whether what a part of a layer makes gets a name of its own, so that both what it was given and what it made
-        are named longer than the part runs.
+    The softmax has the format of the scores by default. `renamed` says whether what a part of a layer makes gets a name
+    of its own, so that both what it was given and what it made are named longer than the part runs.
     """
 
     def __init__(self, dtype: str, softmax: str = "", *, renamed: bool) -> None:

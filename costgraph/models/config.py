@@ -174,14 +174,8 @@ class Config:
     def layer_types(self, of: Mapping[str, str], depth: int, rule: Sequence[str]) -> tuple[tuple[str, ...], int]:
         """Return the kinds of layers in one period, and how many end a further one.
 
-        Parameters
-        ----------
-        of : mapping
-            Kinds of layers by the words of the file.
-        depth : int
-            Number of layers.
-        rule : sequence of str
-            Words that the layers have over and over where the file does not list them.
+        `of` has the kinds by the words of the file, `rule` the words that the layers have over and over where it does
+        not list them.
         """
         words = self._get("layer_types", list(rule[:depth]))
         if not isinstance(words, list) or not words or not all(isinstance(n, str) and n in of for n in words):

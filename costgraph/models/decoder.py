@@ -27,24 +27,9 @@ def decoder(
 ) -> cg.Graph:
     """Declare a decoder: tokens (B, S) to logits (B, S, V).
 
-    Parameters
-    ----------
-    name, dtype : str
-        As a family's declaration gets them.
-    stack : callable
-        All layers, `stack(x) -> x` of embeddings (B, S, D), or `stack(x, tables) -> x`.
-    rope : sympy.Expr, optional
-        How many elements of a head rotary positions turn, by tables that are made before anything else.
-    norm : callable
-        The last one, if there is one.
-    tied, head_bias : bool
-        As `logits` takes them.
-    end : callable, optional
-        What logits go through.
-    assume : sequence of str
-        What holds of the sizes.
-    run : Kernels
-        How functions of the module run.
+    All layers are `stack(x) -> x` of embeddings (B, S, D), or `stack(x, tables) -> x`: `rope` is how many elements of a
+    head rotary positions turn, by tables that are made before anything else. `norm` is the last one, `end` what logits
+    go through, and `assume` what holds of the sizes.
     """
     B, S, D, V = cg.dims("B S D V")
     with cg.Graph(name, dtype=dtype) as g:

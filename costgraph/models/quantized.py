@@ -26,17 +26,8 @@ _KEPT = re.compile(
 def formats_of(c: Config, kind: str) -> Callable[[cg.Graph], cg.Graph] | None:
     """Return what stores the weights of a model as a file says, or None where it says nothing.
 
-    Parameters
-    ----------
-    c : Config
-        The whole file.
-    kind : str
-        Type of the model, as transformers names it.
-
-    Raises
-    ------
-    UnsupportedError
-        If the method is not known, or takes other weights of this model than `quantize` does: the text names it.
+    UnsupportedError if the method is not known, or takes other weights of this model than `quantize` does: the text
+    names it.
     """
     if not c.has("quantization_config"):
         return None

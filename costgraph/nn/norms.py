@@ -185,24 +185,10 @@ def batch_norm(x: Tensor, *, affine: bool = True, statistics: str = "auto", name
 
 
 def over_the_batch(x: Tensor, mean: Tensor, variance: Tensor, *params: Tensor, name: str = "batch_norm") -> Tensor:
-    """Normalise with the statistics of a batch, in a kernel that writes what running ones are then as well.
+    """Normalise (b, c, ...) with the statistics of a batch, in a kernel that writes what running ones are then as well.
 
-    Parameters
-    ----------
-    x : Tensor
-        Shape (b, c, ...).
-    mean, variance : Tensor
-        Running statistics, of shape (c,).
-    *params : Tensor
-        Scale and shift of shape (c,), or neither.
-    name : str
-        Name of the kernel.
-
-    Returns
-    -------
-    Tensor
-        Shape of `x`. Running statistics are written beside the buffers, not into them: a pass that is computed again
-        reads them once more.
+    Running statistics, and scale and shift where there are any, are of shape (c,). The new ones are written beside the
+    buffers, not into them: a pass that is computed again reads them once more.
     """
 
     def body(x: Tensor, mean: Tensor, variance: Tensor, *params: Tensor) -> tuple[Tensor, ...]:

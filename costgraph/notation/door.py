@@ -241,17 +241,8 @@ def _all_own(value: Any) -> Any:
 def checked(function: F, *, reads: bool = True) -> F:
     """Let a function refuse arguments that are not what its annotations say.
 
-    Parameters
-    ----------
-    function : callable
-        Annotated.
-    reads : bool
-        Whether it looks at formulas, and names of things, by itself; a record that only keeps them does not.
-
-    Raises
-    ------
-    GraphError
-        When it is called: the text names function, argument, value, and what was expected.
+    GraphError when it is called: the text names function, argument, value, and what was expected. `reads` says whether
+    it looks at formulas, and names of things, by itself; a record that only keeps them does not.
     """
     plan: _Plan | None = None
 
@@ -275,17 +266,8 @@ def guard(
 ) -> Any:
     """Return what a public module hands out: a function checks its arguments, all else is what it was.
 
-    Parameters
-    ----------
-    module : module
-        Public module.
-    function : object
-        What it names.
-    inside : collection of str
-        Functions that are not checked: for what the library itself calls for each op it would cost more than it is
-        worth.
-    around : callable
-        What each function becomes before its arguments are checked.
+    Functions of `inside` are not checked: for what the library itself calls for each op it would cost more than it is
+    worth. `around` says what each function becomes before its arguments are checked.
     """
     if not inspect.isfunction(function):
         return function

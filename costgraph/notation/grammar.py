@@ -195,19 +195,9 @@ class _Reader:
 
 
 def parse_formula(text: str, place: str = "formula") -> Poly:
-    """Read a formula.
+    """Read a formula of numbers, names, `+ - * / **`, brackets, `Max`, `Min`, `floor`, `ceiling`, `sqrt` and `log`.
 
-    Parameters
-    ----------
-    text : str
-        Integers, decimals, names, `+ - * / **`, brackets, `Max`, `Min`, `floor`, `ceiling`, `sqrt` and `log`.
-    place : str
-        Where the text stood, for the error message.
-
-    Raises
-    ------
-    PatternError
-        If the text is anything else.
+    PatternError, which names the place, if the text is anything else.
 
     Examples
     --------
@@ -226,24 +216,10 @@ def parse_formula(text: str, place: str = "formula") -> Poly:
 
 
 def parse_relation(text: str, place: str = "assumption") -> Relation:
-    """Read an assumption such as `F >= D`, `D == H*K` or `S <= 1024`.
+    """Read an assumption such as `F >= D`, `D == H*K` or `S <= 1024`: two formulas with `==`, `>=`, `<=`, `>` or `<`.
 
-    Parameters
-    ----------
-    text : str
-        Two formulas with `==`, `>=`, `<=`, `>` or `<` between them.
-    place : str
-        Where the text stood, for the error message.
-
-    Returns
-    -------
-    Relation
-        For sizes, which are integers: `a > b` is kept as `a - b - 1 >= 0`.
-
-    Raises
-    ------
-    PatternError
-        If the text is anything else.
+    Sizes are integers: `a > b` is kept as `a - b - 1 >= 0`. PatternError, which names the place, if the text is
+    anything else.
     """
     reader = _Reader(text, place)
     try:

@@ -18,14 +18,8 @@ def later(
 ) -> Callable[[str], Any]:
     """Return a package's `__getattr__`.
 
-    Parameters
-    ----------
-    package : str
-        Its name.
-    names : mapping of str to iterable of str
-        What each module has, by its name within the package; a module of the package that is handed out has itself.
-    entered : callable
-        What each name becomes before it is handed out.
+    `names` are what each module has, by its name within the package; a module of the package that is handed out has
+    itself. `entered` says what each name becomes before it is handed out.
     """
     homes = {name: module for module, found in names.items() for name in found}
 

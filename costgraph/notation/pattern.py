@@ -156,27 +156,11 @@ def _without_ellipsis(axes: list[Axes | Affine], text: str, rank: int | None) ->
 
 
 def parse_pattern(text: str, ranks: tuple[int, ...] | None = None, *, scattered: bool = False) -> Pattern:
-    """Read a pattern.
+    """Read a pattern such as `"b s d, d f -> b s f"`.
 
-    Parameters
-    ----------
-    text : str
-        Such as `"b s d, d f -> b s f"`.
-    ranks : tuple of int, optional
-        Number of axes of each operand: what `...` stands for follows from them.
-    scattered : bool
-        Allow indices and diagonals on the right side, which gradients of contractions have.
-
-    Returns
-    -------
-    Pattern
-        The dimensions of every operand and of the result.
-
-    Raises
-    ------
-    PatternError
-        If the text is no pattern, the number of operands differs from that of `ranks`, or an operand has fewer axes
-        than its part of the pattern.
+    What `...` stands for follows from `ranks`, the number of axes of each operand. `scattered` allows indices and
+    diagonals on the right side, which gradients of contractions have. PatternError if the text is no pattern, the
+    number of operands differs from that of `ranks`, or an operand has fewer axes than its part of the pattern.
 
     Examples
     --------

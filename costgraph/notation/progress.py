@@ -49,12 +49,7 @@ _CLOCKS: list[_Clock] = []
 def waiting(label: str, show: bool | None = None) -> Iterator[None]:
     """Say after a second how long work takes, until it ends or something else is said: `hush`, `progressing`.
 
-    Parameters
-    ----------
-    label : str
-        What the work is.
-    show : bool, optional
-        Whether anything is shown; by default where the standard error is a terminal.
+    By default anything is shown where the standard error is a terminal.
     """
     if not (_on_terminal() if show is None else show):
         yield

@@ -48,23 +48,9 @@ def near(name: str, known: Iterable[str]) -> str:
 
 
 def read_record(place: str, given: object, kind: type[T], error: type[CostGraphError] = FormatError) -> T:
-    """Read a dataclass.
+    """Read a dataclass from what a file holds.
 
-    Parameters
-    ----------
-    place : str
-        Where the value stands, for the error message.
-    given : object
-        As it was read from a file.
-    kind : type
-        The dataclass.
-    error : type of CostGraphError
-        Kind of error.
-
-    Raises
-    ------
-    CostGraphError
-        Of the kind named, if it is no such record; the text names the place, the key, the value, and what was expected.
+    An error is of the kind given: its text names the place, the key, the value, and what was expected.
     """
     return kind(**read_fields(place, given, *_fields(cast(Any, kind)), error))
 

@@ -198,21 +198,7 @@ def initial_state(shape: Sequence[object], dtype: object = None, *, name: str = 
 def append(held: Tensor, new: Tensor, axis: int, *, name: str = "append") -> Tensor:
     """Write new positions behind those that a cache holds: one read and one write of them, in the cache's storage.
 
-    Parameters
-    ----------
-    held : Tensor
-        The cache.
-    new : Tensor
-        Of the same sizes on all other axes; its numbers are converted to the cache's format.
-    axis : int
-        Axis of positions. Of more than the cache has room for, the last ones are written.
-    name : str
-        Name of the op.
-
-    Raises
-    ------
-    GraphError, ShapeError
-        If one is no tensor, or sizes differ.
+    The numbers are converted to the cache's format; of more positions than it has room for, the last ones are written.
     """
     need_tensor("append", held, new)
     return apply(Append(axis=axis), [held, new], name)[0]

@@ -139,20 +139,7 @@ def einsum(
 def contract(tensors: Sequence[Tensor], kind: Einsum, *, name: str = "einsum") -> Tensor:
     """Contract tensors by a pattern that may have indices, diagonals and axes of its own on the right side.
 
-    Parameters
-    ----------
-    tensors : sequence of Tensor
-        Operands.
-    kind : Einsum
-        Pattern of the operands and the result with the size of every axis, `domain`, `dtype`, and where they are needed
-        `sizes` of the result and `rooms`.
-    name : str
-        Name of the op.
-
-    Returns
-    -------
-    Tensor
-        As `einsum`; with `sizes`, zero where no index point lands, and the sum of those that land on one place.
+    With `sizes` of the result it is zero where no index point lands, and the sum of those that land on one place.
     """
     pattern, extents = kind.pattern, kind.extents
     if len(tensors) <= 2:

@@ -18,23 +18,10 @@ __all__ = ["extents_of"]
 def extents_of(
     graph: Graph, pattern: Pattern, operands: Sequence[Tensor], given: Mapping[str, Poly] | None = None
 ) -> dict[str, Poly]:
-    """Return the size of every axis of a pattern.
+    """Return the size of every axis of a pattern; the graph's assumptions say which sizes are equal.
 
-    Parameters
-    ----------
-    graph : Graph
-        Whose assumptions say which sizes are equal.
-    pattern : Pattern
-        Names of the axes.
-    operands : sequence of Tensor
-        One for each operand of the pattern.
-    given : mapping of str to Poly, optional
-        Sizes that the shapes alone do not tell.
-
-    Raises
-    ------
-    ShapeError
-        If a name has two sizes, the number of axes differs, or a size cannot be told.
+    `given` are sizes that the shapes alone do not tell. ShapeError if a name has two sizes, the number of axes differs,
+    or a size cannot be told.
     """
     extents: dict[str, Poly] = dict(given or {})
     origin: dict[str, int | None] = dict.fromkeys(extents)

@@ -106,22 +106,8 @@ def exact(graph: Graph) -> set[Op]:
 def need_declared(place: str, graph: Graph, instead: str, *, floats: bool = False) -> None:
     """Refuse recorded calls: what they state holds for the call as it was, so a transform that looks inside cannot.
 
-    Parameters
-    ----------
-    place : str
-        What is asked.
-    graph : Graph
-        What it is asked of, bodies included.
-    instead : str
-        What to do with a traced module.
-    floats : bool
-        Whether calls that integers alone decide, and those that read nothing, may stay: formats and weights are asked
-        for.
-
-    Raises
-    ------
-    UnsupportedError
-        If there is a recorded call: the text names it.
+    UnsupportedError names the call and says what to do `instead`. `floats` says whether calls that integers alone
+    decide, and those that read nothing, may stay: formats and weights are asked for.
     """
     kept = exact(graph) if floats else set()
     for op in graph.walk():

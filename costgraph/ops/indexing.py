@@ -24,23 +24,8 @@ def need_indexed(
 ) -> None:
     """Hold the pattern of a contraction or a pooling against the shapes, and the extents against both.
 
-    Parameters
-    ----------
-    operands : sequence of Tensor
-        One for each operand of the pattern.
-    pattern : Pattern
-        What is read where.
-    extents : mapping of str to Poly
-        Size of every axis of the pattern.
-    sizes : tuple of Poly, optional
-        Sizes of the result, where they are stated.
-    rooms : sequence of Poly
-        What stated outputs leave over of an axis.
-
-    Raises
-    ------
-    ShapeError
-        If something does not agree.
+    `sizes` are those of the result where they are stated, `rooms` what stated outputs leave over of an axis. ShapeError
+    if something does not agree.
     """
     need(
         [len(o) for o in pattern.operands] == [t.ndim for t in operands], f"pattern {shown(str(pattern))}: its operands"

@@ -46,16 +46,8 @@ def points(t: Tensor, *, stored: bool = False) -> Poly:
 def reached(t: Tensor, sizes: Sizes, restriction: Restriction | None, runs: Sequence[bool]) -> Poly:
     """Return how many positions of a tensor's own axes the index points of a shape reach, broadcast from the right.
 
-    Parameters
-    ----------
-    t : Tensor
-        What is reached.
-    sizes : sequence of Poly
-        The shape, of as many axes as the tensor at least.
-    restriction : (Domain, int, int), optional
-        Which points of the shape there are.
-    runs : sequence of bool
-        Of each axis of the tensor whether its positions count, or are one.
+    The shape has as many axes as the tensor at least; `restriction` says which points of it there are, and `runs` of
+    each axis of the tensor whether its positions count, or are one.
     """
     # of an axis of size 1, all positions of a longer one are the same
     moving = {i + len(sizes) - t.ndim: n for i, n in enumerate(t.sizes) if runs[i] and n != ONE}

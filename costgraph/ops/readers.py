@@ -20,19 +20,9 @@ __all__ = ["elements_read", "together"]
 
 
 def elements_read(graph: Graph, tensor: Tensor) -> Poly:
-    """Return the different elements of a tensor that the ops of a graph read.
+    """Return the different elements of a tensor that the ops of a graph, and of bodies, read directly or through views.
 
-    Parameters
-    ----------
-    graph : Graph
-        The tensor is one of its nodes; bodies are followed.
-    tensor : Tensor
-        What is read, directly or through views.
-
-    Returns
-    -------
-    Poly
-        Elements. Of readers whose parts may overlap the widest one counts, so that it is never too much.
+    Of readers whose parts may overlap the widest one counts, so that it is never too much.
     """
     most = ZERO
     slices: dict[int, list[tuple[Poly, Poly, Poly]]] = {}

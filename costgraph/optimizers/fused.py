@@ -17,18 +17,9 @@ __all__ = ["fused_update"]
 
 
 def fused_update(update: Update, group: Column, beside: Column = (), *, name: str) -> Column:
-    """Run a whole update of one parameter in one kernel.
+    """Run a whole update of one parameter, elementwise ops on columns of one tensor each, in one kernel.
 
-    Parameters
-    ----------
-    update : callable
-        Elementwise ops on columns of one tensor each.
-    group : tuple of Tensor
-        What is updated, its gradient and its state.
-    beside : tuple of Tensor
-        What the kernel reads as well: a step counter.
-    name : str
-        Name of the op.
+    `group` is what is updated, its gradient and its state; `beside` what the kernel reads as well: a step counter.
     """
     steps, changed = _steps(update, group)
     kind = FusedUpdate(steps=steps, changed=changed, updated=len(group))

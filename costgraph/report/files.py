@@ -146,16 +146,8 @@ def _sent(sent: Sent) -> dict[str, Any]:
 def to_json(r: Facts) -> str:
     """Return a report as JSON.
 
-    Parameters
-    ----------
-    r : Facts
-        What is written.
-
-    Returns
-    -------
-    str
-        An object with a `schema`; every amount is an object of value, unit and, where there is one, formula. The value
-        of what is not bound is null, and `bound` is then the formula in what is open. Infinity is null.
+    An object with a `schema`; every amount is an object of value, unit and, where there is one, formula. The value of
+    what is not bound is null, and `bound` is then the formula in what is open. Infinity is null.
     """
     device = None if r.hardware is None else {"id": r.hardware.id, "name": r.hardware.name}
     data = {
@@ -220,17 +212,8 @@ def _cell(value: Formula) -> object:
 def to_csv(r: Facts) -> str:
     """Return a report as CSV: one value a line, with its unit.
 
-    Parameters
-    ----------
-    r : Facts
-        What is written.
-
-    Returns
-    -------
-    str
-        A head line, and part (graph, training, role at the peak, sent, scope, phase), name, quantity, value, unit,
-        formula.
-        The value of what is not bound is its formula in what is open.
+    A head line, and part (graph, training, role at the peak, sent, scope, phase), name, quantity, value, unit, formula.
+    The value of what is not bound is its formula in what is open.
     """
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")

@@ -309,22 +309,7 @@ FORMATS: dict[str, Callable[..., Any]] = {
 
 
 def write_formula(formula: Formula, how: str, name: str, summary: str) -> str:
-    """Write a formula in one of the formats.
-
-    Parameters
-    ----------
-    formula : sympy.Expr or number
-        What is written.
-    how : str
-        One of `FORMATS`.
-    name, summary : str
-        Of the Python function; other formats have none.
-
-    Raises
-    ------
-    FormatError
-        If the format is unknown.
-    """
+    """Write a formula in one of `FORMATS`, or FormatError; name and summary are of the Python function."""
     if how not in FORMATS:
         raise FormatError(f"format {shorten(how)}: expected one of {', '.join(FORMATS)}")
     return str(formula_python(formula, name, summary) if how == "python" else FORMATS[how](formula))

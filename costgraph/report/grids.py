@@ -39,21 +39,9 @@ def clean(text: str, most: int = _LONGEST_NAME) -> str:
 
 
 def draw(parts: Iterable[RenderableType], width: int | None = None, *, color: bool = False) -> str:
-    """Return what rich makes of some renderables, with no control characters but its own.
+    """Return what rich makes of some renderables, one below the other, with no control characters but its own.
 
-    Parameters
-    ----------
-    parts : iterable of rich renderables
-        One below the other.
-    width : int, optional
-        Columns, 80 by default.
-    color : bool
-        Whether escape sequences of a terminal are wanted.
-
-    Returns
-    -------
-    str
-        Lines without spaces at their ends.
+    The width is 80 by default; `color` asks for the escape sequences of a terminal. No line ends with spaces.
     """
     file = io.StringIO()
     console = Console(
@@ -89,20 +77,10 @@ def listing(
     whole: Collection[str] = (),
     wide: Mapping[str, int] = MappingProxyType({}),
 ) -> Table:
-    """Return a table for a terminal.
+    """Return a table for a terminal: a row for each record, a last one whose name is `total` apart.
 
-    Parameters
-    ----------
-    title : str
-        Above it.
-    columns : sequence of Column
-        What it shows of each record; amounts stand on the right and never wrap.
-    records : sequence
-        One a row; a last one whose name is `total` stands apart.
-    whole : collection of str
-        Heads of further columns that never wrap.
-    wide : mapping of str to int
-        Heads of columns that share the room that is left, with their parts of it.
+    Amounts stand on the right and never wrap, nor do columns with the heads of `whole`; those of `wide` share the room
+    that is left, with their parts of it.
     """
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for c in columns:

@@ -91,15 +91,5 @@ def _sections(found: Preflight) -> Iterator[RenderableType]:
 
 
 def render_plan(found: Preflight, *, width: int | None = None, color: bool = False) -> str:
-    """Return the list as text.
-
-    Parameters
-    ----------
-    found : Preflight
-        What is shown.
-    width : int, optional
-        Columns, 80 by default.
-    color : bool
-        Whether escape sequences of a terminal are wanted.
-    """
+    """Return the list as text: `width` and `color` as `draw`."""
     return draw(_sections(found), width, color=color)

@@ -46,18 +46,7 @@ QUANTITIES: dict[str, tuple[str, str, _Ask]] = {
 
 
 def symbolic(graph: Graph) -> Graph:
-    """Return the same graph without its default sizes; ops, tensors and what was derived are shared.
-
-    Parameters
-    ----------
-    graph : Graph
-        What is asked.
-
-    Returns
-    -------
-    Graph
-        For questions whose answers are formulas.
-    """
+    """Return the same graph without its default sizes, for answers that are formulas; ops and tensors are shared."""
     twin = Graph.__new__(Graph)
     twin.__dict__.update(vars(graph.root))
     twin.frozen = False

@@ -237,17 +237,5 @@ def sections(r: Facts, *, formulas: bool = False) -> Iterator[RenderableType]:
 
 
 def render(r: Facts, *, formulas: bool = False, width: int | None = None, color: bool = False) -> str:
-    """Return a report as text.
-
-    Parameters
-    ----------
-    r : Facts
-        What is shown.
-    formulas : bool
-        Add the closed forms.
-    width : int, optional
-        Columns, 80 by default.
-    color : bool
-        Whether escape sequences of a terminal are wanted.
-    """
+    """Return a report as text, with the closed forms if `formulas`: `width` and `color` as `draw`."""
     return draw(sections(r, formulas=formulas), width, color=color)

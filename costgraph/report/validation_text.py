@@ -13,17 +13,7 @@ __all__ = ["render_validation"]
 
 
 def render_validation(validation: Validation, width: int | None = None, *, color: bool = False) -> str:
-    """Return the table of a validation and what it comes to, as text for a terminal.
-
-    Parameters
-    ----------
-    validation : Validation
-        What is shown.
-    width : int, optional
-        Columns, 80 by default.
-    color : bool
-        Whether escape sequences of a terminal are wanted.
-    """
+    """Return the table of a validation and what it comes to, as text: `width` and `color` as `draw`."""
     of, found = validation.environment, validation.tables()
     place = f"{clean(str(of['name']))}, torch {clean(str(of['torch']))}, {clean(str(of['date']))}"
     parts = [

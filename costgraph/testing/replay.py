@@ -27,23 +27,10 @@ class Event:
 
 
 def peak_of(events: Sequence[Event], throughout: Iterable[Buffer], kept: Iterable[Buffer]) -> tuple[Any, str]:
-    """Return the most bytes of the device live at once, and the op at which they are.
+    """Return the most bytes of the device live at once, and the op at which they first are, empty if no op ran.
 
-    Parameters
-    ----------
-    events : sequence of Event
-        The ops that ran, in order.
-    throughout : iterable of Buffer
-        What is there before the first op and after the last one.
-    kept : iterable of Buffer
-        Outputs: from birth to the end.
-
-    Returns
-    -------
-    bytes : int or Fraction
-        The peak.
-    op : str
-        Where it is first reached, empty if no op ran.
+    Buffers of `throughout` are there before the first op and after the last one; outputs are `kept` from birth to the
+    end.
     """
     last: dict[Buffer, int] = {}
     events = [_of_device(event) for event in events]

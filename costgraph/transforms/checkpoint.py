@@ -281,16 +281,8 @@ class _Nester(Rewriter):
 def read_checkpoint(given: str) -> Checkpoint | None:
     """Read which ops are computed again, as it stands on a command line.
 
-    Parameters
-    ----------
-    given : str
-        none, every-block, every:K, from-start, or names separated by commas behind selective: (computed again) or
-        keep: (kept in each block).
-
-    Raises
-    ------
-    FormatError, BindingError, GraphError
-        If the text is none of these, K is no size, or a name is none.
+    none, every-block, every:K, from-start, or names separated by commas behind selective: (computed again) or keep:
+    (kept in each block). An error if the text is none of these, K is no size, or a name is none.
 
     Examples
     --------

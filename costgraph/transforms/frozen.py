@@ -15,24 +15,10 @@ __all__ = ["answers", "patterns_of", "with_frozen"]
 
 
 def with_frozen(graph: Graph, freeze: object, trainable: object) -> Graph:
-    """Return the graph with some of its parameters frozen.
+    """Return the graph with some of its parameters frozen, or the graph where nothing is asked for.
 
-    Parameters
-    ----------
-    graph : Graph
-        It stays as it is.
-    freeze, trainable : str, sequence of str or None
-        Patterns of names or scopes: of what is frozen, or of what alone is not.
-
-    Returns
-    -------
-    Graph
-        The same where nothing is asked for.
-
-    Raises
-    ------
-    GraphError
-        If a pattern is none, or no parameter answers to it, or there are patterns of both kinds.
+    Patterns are of names or scopes: of what is frozen, or of what alone is not. GraphError if a pattern is none, or no
+    parameter answers to it, or there are patterns of both kinds.
     """
     if freeze is None and trainable is None:
         return graph

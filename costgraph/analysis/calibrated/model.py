@@ -59,16 +59,8 @@ class Attained(NamedTuple):
 def attained(rows: Rows, compute: Array, traffic: Array, launch: Array, unit: Sequence[float], near: Array) -> Attained:
     """Return the times of ops from the sums of their terms, which are logarithms.
 
-    Parameters
-    ----------
-    rows : Rows
-        The ops.
-    compute, traffic, launch : array
-        Logarithms of what products and bytes take over the peaks, and of launches over a usual one.
-    unit : sequence of float
-        The same of pointwise and of transcendental FLOPs.
-    near : array
-        What ops that are alike took over all this.
+    `compute` and `traffic` are of what products and bytes take over the peaks, `launch` of launches over a usual one,
+    `unit` of pointwise and of transcendental FLOPs, `near` of what ops that are alike took over all this.
     """
     matrix = rows.matrix * np.exp(np.clip(compute, -_MOST, _MOST))
     vector, special = rows.vector * np.exp(unit[0]), rows.special * np.exp(unit[1])

@@ -126,17 +126,7 @@ PLACE = 31
 
 
 def rows_of(loads: Sequence[Load], rates: Rates, typical: Mapping[str, float]) -> Rows:
-    """Return the terms of ops on a device.
-
-    Parameters
-    ----------
-    loads : sequence of Load
-        The ops.
-    rates : Rates
-        Of the device.
-    typical : mapping of str to float
-        Facts of a device in the middle, which those of this one are compared with.
-    """
+    """Return the terms of ops on a device, whose facts are compared with those of a `typical` one in the middle."""
     own = facts_of(rates.hardware)
     device = {name: own.get(name, typical[name]) - typical[name] for name in DEVICE}
     cores = exp(own.get("cores", typical["cores"]))

@@ -41,21 +41,9 @@ _STAGES = ("first", "middle", "last")
 
 
 def collected(name: str, views: Mapping[str, Graph], devices: Sequence[Hardware]) -> dict[str, Any]:
-    """Return all that a page shows.
+    """Return all that a page shows: `tables`, `views`, `devices` and the sizes at which the page starts.
 
-    Parameters
-    ----------
-    name : str
-        What it is of.
-    views : mapping of str to Graph
-        Graphs by the name of the view.
-    devices : sequence of Hardware
-        Devices to choose from; one without any rate is shown with its memory alone.
-
-    Returns
-    -------
-    dict of str
-        `tables`, `views`, `devices` and the sizes at which the page starts.
+    A device without any rate is shown with its memory alone.
     """
     tables = Tables()
     twins = {view: [symbolic(part) for part in stages(graph)] for view, graph in views.items()}

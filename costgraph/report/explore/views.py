@@ -36,17 +36,8 @@ _DEFAULT = (
 def views_of(graph: Graph, wanted: object = None) -> dict[str, Graph]:
     """Return graphs by the name of the view; of the default ones those that the graph has.
 
-    Parameters
-    ----------
-    graph : Graph
-        A forward pass, or anything whose default view is itself.
-    wanted : mapping of str to Graph or sequence of str, optional
-        Graphs, or words such as `train optimizer=adamw precision=bf16 checkpoint=every-block dp=8 tp=T zero=3`.
-
-    Raises
-    ------
-    CostGraphError
-        If a word is none of these, or a transform refuses the graph.
+    Those that are wanted are graphs, or words such as `train optimizer=adamw precision=bf16 checkpoint=every-block dp=8
+    tp=T zero=3`; an error if a word is none of these, or a transform refuses the graph.
     """
     if isinstance(wanted, Mapping):
         found = dict(wanted)

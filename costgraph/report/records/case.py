@@ -96,14 +96,9 @@ FAMILIES: dict[str, Family] = {}
 
 
 def family(*names: str, subject: str) -> Callable[[Callable[[Record], Case]], Callable[[Record], Case]]:
-    """Return a decorator that makes a function the one of families.
+    """Return a decorator that makes a function the one of families, whose records have the same inputs.
 
-    Parameters
-    ----------
-    *names : str
-        Families whose records have the same inputs.
-    subject : str
-        What they are measurements of: limits are stated for all families of a subject together.
+    `subject` is what they are measurements of: limits are stated for all families of a subject together.
     """
 
     def registered(case: Callable[[Record], Case]) -> Callable[[Record], Case]:

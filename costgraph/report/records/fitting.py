@@ -179,20 +179,7 @@ def _spread(places: Array, count: int) -> Array:
 
 
 def fit(found: Measured, train: Mask) -> Fitted:
-    """Fit the terms to some measurements, and predict all.
-
-    Parameters
-    ----------
-    found : Measured
-        All measurements.
-    train : array of bool
-        Those that are looked at.
-
-    Returns
-    -------
-    Fitted
-        The terms, and predictions; what is not in `train` leaves no trace in them.
-    """
+    """Fit the terms to the measurements of `train`, and predict all: what is not in it leaves no trace in them."""
     names, counts = np.unique(found.devices[train], return_counts=True)
     known = [str(name) for name, count in zip(names, counts, strict=True) if count >= _FEWEST]
     terms, seen = _Terms(found, known), train[found.of]

@@ -43,17 +43,7 @@ def plot_held(held: Held, directory: str | os.PathLike[str]) -> list[Path]:
 def plot_times(held: Held, path: str | os.PathLike[str] | None = None) -> Any:
     """Draw measured against estimated times, both logarithmic, one colour a family.
 
-    Parameters
-    ----------
-    held : Held
-        Records and predictions.
-    path : str or path-like, optional
-        File to write: .png, .svg or .pdf.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
-        Points on the line are exact; the dashed lines are a factor of 2 away from it.
+    Points on the line are exact; the dashed lines are a factor of 2 away from it. The file is a .png, .svg or .pdf.
     """
     figure = new_figure(7.5, 6.5)
     axes = figure.subplots()

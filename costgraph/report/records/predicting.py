@@ -57,19 +57,9 @@ class Row:
 
 
 def predict(record: Record, last: Decimal) -> Row:
-    """Predict what a record measured.
+    """Predict what a record measured; the row has a reason where there is no prediction.
 
-    Parameters
-    ----------
-    record : Record
-        The measurement.
-    last : Decimal
-        One in the last digit that its source prints.
-
-    Returns
-    -------
-    Row
-        With a reason where there is no prediction.
+    `last` is one in the last digit that its source prints.
     """
     found = FAMILIES.get(record.family)
     subject = "" if found is None else found.subject
@@ -138,14 +128,7 @@ def _share(printed: Printed, rate: Fraction, hardware: Hardware) -> Fraction:
 def times_of(run: Run, hardware: Hardware, *, resident: bool) -> tuple[float, float, tuple[str, ...], int]:
     """Return estimate and lower bound in seconds, the rates that stand in, and the number of ops.
 
-    Parameters
-    ----------
-    run : Run
-        A graph with its sizes.
-    hardware : Hardware
-        The device.
-    resident : bool
-        Whether the last-level cache may hold what a run before left in it: those bytes need no memory.
+    `resident` says whether the last-level cache may hold what a run before left in it: those bytes need no memory.
     """
     asked = ask(run.graph, hardware, None, run.sizes, "records")
     asked.need_numbers("records")

@@ -110,17 +110,7 @@ def _parsed(path: str | os.PathLike[str], place: str) -> object:
 def facts(record: Record, kind: type[T]) -> T:
     """Read those inputs of a record that a prediction depends on; one that is null was not stated.
 
-    Parameters
-    ----------
-    record : Record
-        The measurement.
-    kind : type
-        Dataclass of what is read, by name.
-
-    Raises
-    ------
-    UnsupportedError
-        If one of them is missing, not stated, or none that can be predicted.
+    UnsupportedError if one of them is missing, not stated, or none that can be predicted.
     """
     own: Any = kind
     names = [field.name for field in fields(own)]

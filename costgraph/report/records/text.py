@@ -12,17 +12,7 @@ _LONGEST_REASON = 200
 
 
 def render_held(held: Held, width: int | None = None, *, color: bool = False) -> str:
-    """Return the families by device, what is not predicted and why, and the limits, as text for a terminal.
-
-    Parameters
-    ----------
-    held : Held
-        What is shown.
-    width : int, optional
-        Columns, 80 by default.
-    color : bool
-        Whether escape sequences of a terminal are wanted.
-    """
+    """Return the families by device, what is not predicted and why, and the limits, as text; the rest as in `draw`."""
     title = f"{clean(held.name)}: {len(held.records):,} records, measured over estimated times"
     parts = [listing(title, held._columns(), held.rows, whole=("family", "device"))]
     if held.reasons:
@@ -33,17 +23,7 @@ def render_held(held: Held, width: int | None = None, *, color: bool = False) ->
 
 
 def render_calibrated(found: Calibrated, width: int | None = None, *, color: bool = False) -> str:
-    """Return how well a calibrated model predicts, by family, as text for a terminal.
-
-    Parameters
-    ----------
-    found : Calibrated
-        What is shown.
-    width : int, optional
-        Columns, 80 by default.
-    color : bool
-        Whether escape sequences of a terminal are wanted.
-    """
+    """Return how well a calibrated model predicts, by family, as text: `width` and `color` as `draw`."""
     figures = found.model.figures
     left = sum(found.unpredicted.values())
     if figures is None:

@@ -21,12 +21,7 @@ _MOST = 2**32  # a container may have far less memory than its machine
 def last_level_cache(device: torch.device, cpus: Path = _CPUS) -> int | None:
     """Return the bytes of the last-level cache of a device, all its parts together; None where nothing says.
 
-    Parameters
-    ----------
-    device : torch.device
-        Which device.
-    cpus : Path
-        Folder in which Linux describes processors.
+    `cpus` is the folder in which Linux describes processors.
     """
     if device.type == "cuda":
         return int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)) or None

@@ -36,17 +36,11 @@ class Probe:
 
 
 def streams(pool: torch.Tensor, sizes: list[int]) -> Iterator[Probe]:
-    """Yield streams through working sets that are the first bytes of a pool.
+    """Yield streams through working sets, of sizes in bytes, that are the first bytes of a pool.
 
-    Bytes are those that the cost model counts, each operand read once and each result written once. What a
-    processor moves besides (a line that is read before it is overwritten) is part of how fast it appears.
-
-    Parameters
-    ----------
-    pool : Tensor
-        fp32, of rank one, as large as the largest set; written to before, as memory that never was is no memory.
-    sizes : list of int
-        Bytes of the working sets.
+    Bytes are those that the cost model counts, each operand read once and each result written once. What a processor
+    moves besides (a line that is read before it is overwritten) is part of how fast it appears. The pool is fp32, of
+    rank one, as large as the largest set; written to before, as memory that never was is no memory.
     """
     for size in sizes:
         x = pool[: size // 4]

@@ -36,20 +36,10 @@ def _key(name: str) -> str:
 
 
 def entry(value: float, unit: str, source: str, note: str = "") -> str:
-    """Return a measured number as it stands in a file, in a unit that people read.
+    """Return a measured number above zero, in a base unit, as it stands in a file, in a unit that people read.
 
-    A rate is rounded up to five digits and a time down, so that no bound made of it is above what was measured.
-
-    Parameters
-    ----------
-    value : float
-        In ``unit``, above zero.
-    unit : str
-        A base unit: FLOP/s, B/s, B or s.
-    source : str
-        Key of the source.
-    note : str
-        What a reader has to know.
+    A rate is rounded up to five digits and a time down, so that no bound made of it is above what was measured. `note`
+    is what a reader has to know.
 
     Examples
     --------
@@ -91,18 +81,9 @@ def specification(
     tables: Mapping[str, Table],
     like: Hardware | None = None,
 ) -> str:
-    """Return the text of a specification.
+    """Return the text of a specification with references by key and entries by table; an empty table is left out.
 
-    Parameters
-    ----------
-    name, vendor : str
-        Of the device.
-    sources : mapping
-        References by key.
-    tables : mapping
-        Entries by table; one that is empty is left out.
-    like : Hardware, optional
-        A specification whose numbers, types and notes are taken over where `tables` has no such entry.
+    Numbers, types and notes of `like` are taken over where `tables` has no such entry.
     """
     known = {} if like is None else {t: {k: taken_over(q) for k, q in rows.items()} for t, rows in like.tables.items()}
     types = {} if like is None else like.types

@@ -64,15 +64,7 @@ class _Origin:
 
 
 class Indices:
-    """What is known of the integers of a graph before it runs.
-
-    Parameters
-    ----------
-    graph : Graph
-        Followed through views, copies, fused bodies and loops.
-    numbers : Numbers
-        Of its formulas.
-    """
+    """What is known of a graph's integers before it runs: followed through views, copies, fused bodies and loops."""
 
     def __init__(self, graph: Graph, numbers: Numbers) -> None:
         self._numbers = numbers

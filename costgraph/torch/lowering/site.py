@@ -153,16 +153,8 @@ class Site(Generic[K_co]):
     def own(self, function: Callable[..., Any], *args: Any, i: int = 0, shape: Any = None, **kwargs: Any) -> None:
         """Place a result with a storage of its own: what a call makes, written where and as the graph has it.
 
-        Parameters
-        ----------
-        function : callable
-            One of torch's; it is given `out=` where its own choice of layout or format is another one.
-        *args, **kwargs
-            Its arguments.
-        i : int
-            Place of the result.
-        shape : tuple of int, optional
-            Shape that the function returns, with as many elements in the same order.
+        The function, one of torch's, is given `out=` where its own choice of layout or format is another one. `i` is
+        the place of the result; `shape` that which the function returns, with as many elements in the same order.
         """
         made = self.emitter.tried(function, *args, **kwargs)
         if self._fits(made, i):

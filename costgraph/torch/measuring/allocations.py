@@ -23,26 +23,13 @@ _MARK = "costgraph: the measured call"
 def peak_bytes(call: Callable[[], Any], device: torch.device) -> tuple[int, int]:
     """Return the bytes above the baseline at the peak of a call, and those that are left after it.
 
-    The baseline is what lives before the call, which has to be in its steady state: one that was run before, and
-    frees as much from its last run as it leaves to its next. What it returns is still held when the rest is counted.
+    The baseline is what lives before the call, which has to be in its steady state: one that was run before, and frees
+    as much from its last run as it leaves to its next. What it returns is still held when the rest is counted; that is
+    negative where a call frees more than it allocates.
 
-    Parameters
-    ----------
-    call : callable
-        Takes nothing; can be repeated.
-    device : torch.device
-        Where its ops run.
-
-    Returns
-    -------
-    tuple of int
-        Peak and rest, in bytes; the rest is negative where a call frees more than it allocates.
-
-    Notes
-    -----
-    On the CPU each storage counts with its own bytes; workspace of libraries that torch's allocator does not
-    hand out is not seen, nor are allocations of threads that the call starts itself. On CUDA storages count in
-    blocks of 512 B, and workspace of libraries that was there before is part of the baseline.
+    On the CPU each storage counts with its own bytes; workspace of libraries that torch's allocator does not hand out
+    is not seen, nor are allocations of threads that the call starts itself. On CUDA storages count in blocks of 512 B,
+    and workspace of libraries that was there before is part of the baseline.
 
     Examples
     --------

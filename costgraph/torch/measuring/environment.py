@@ -22,10 +22,7 @@ _KINDS = ("cpu", "cuda")
 def find_device(device: str | torch.device) -> torch.device:
     """Return a device that can be measured.
 
-    Raises
-    ------
-    UnsupportedError
-        If torch knows no such device, or this machine has none, or there is no way to measure it.
+    UnsupportedError if torch knows no such device, or this machine has none, or there is no way to measure it.
 
     Examples
     --------

@@ -22,24 +22,12 @@ OUTCOMES = ("memory", "compute", "both", "overhead", "faster")
 
 
 def outcome(seconds: float, memory: float, compute: float) -> str:
-    """Say what a time follows.
+    """Say what a time, the fastest run, follows: its bytes at the measured bandwidth, or its FLOPs at the rate.
 
-    Parameters
-    ----------
-    seconds : float
-        Measured, the fastest run.
-    memory : float
-        Bytes moved / measured bandwidth, in seconds.
-    compute : float
-        FLOPs / measured peak rate, in seconds.
-
-    Returns
-    -------
-    str
-        memory or compute where the time is within a factor `FOLLOWS` of that one alone, both where it is of both;
-        overhead where it is longer than either by more than that: launches, memory that has to be fetched from the
-        system, a rate that this op does not reach; faster where it is shorter than the longer of them, as where
-        operands come from a cache.
+    memory or compute where the time is within a factor `FOLLOWS` of that one alone, both where it is of both; overhead
+    where it is longer than either by more than that: launches, memory that has to be fetched from the system, a rate
+    that this op does not reach; faster where it is shorter than the longer of them, as where operands come from a
+    cache.
 
     Examples
     --------
@@ -80,21 +68,10 @@ class Attained:
 
     @classmethod
     def of(cls, graph: Graph, hardware: Hardware, fallback: Mapping[str, str], sizes: Mapping[str, int]) -> Attained:
-        """Return the times on a device.
+        """Return the times on a device, with the rates that it attains where they were measured.
 
         Transcendentals run at the rate of the fastest of them that was measured, where one was: the vector unit's peak
-        is one of fused multiply-adds.
-
-        Parameters
-        ----------
-        graph : Graph
-            What runs.
-        hardware : Hardware
-            The device, with the rates that it attains where they were measured.
-        fallback : mapping
-            Rates that stand in for those of formats that are missing.
-        sizes : mapping
-            Of every dimension.
+        is one of fused multiply-adds. `fallback` has rates that stand in for those of formats that are missing.
         """
         values, memory, compute = bindings(graph, dict(sizes)), Fraction(0), Fraction(0)
         for work in works(graph):

@@ -139,19 +139,10 @@ def _graph(module: nn.Module, texts: list[str], format: torch.dtype, **how: Any)
 
 @cache
 def traced(program: Program, format: str) -> Graph:
-    """Return forward and backward pass of a program, its sizes symbols.
+    """Return forward and backward pass of a program, as it was run on a date, its sizes symbols.
 
-    Parameters
-    ----------
-    program : Program
-        One of PROGRAMS, as it was run on a date.
-    format : str
-        Number format as torch names it, such as bfloat16; that of the program where it is empty.
-
-    Raises
-    ------
-    UnsupportedError
-        If there is no such format, or the call is not what is timed.
+    The format is one that torch names, such as bfloat16, or that of the program where it is empty. UnsupportedError if
+    there is no such format, or the call is not what is timed.
     """
     if program.untimed:
         raise UnsupportedError(f"time: {program.untimed}")
@@ -163,19 +154,8 @@ def traced(program: Program, format: str) -> Graph:
 def benchmarked(program: Program, format: str, mode: str, arch: str) -> Graph:
     """Return what a benchmark of the memory of a program runs and keeps, its sizes symbols.
 
-    Parameters
-    ----------
-    program, format
-        As in `traced`.
-    mode : {"forward", "backward", "full"}
-        What is run; before a backward pass the forward pass was.
-    arch : str
-        Compute capability of the GPU, such as sm_90.
-
-    Raises
-    ------
-    UnsupportedError
-        If there is no such format, or no peak is one of this program.
+    `mode` is forward, backward (before which the forward pass was run) or full; `arch` the compute capability of the
+    GPU, such as sm_90. UnsupportedError if there is no such format, or no peak is one of this program.
     """
     if program.refused:
         raise UnsupportedError(f"peak memory: {program.refused}")

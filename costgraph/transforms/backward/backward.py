@@ -83,23 +83,8 @@ def differentiate(
 ) -> Walk:
     """Add the backward pass of some ops to the graph, or body, that they are in.
 
-    Parameters
-    ----------
-    home : Graph
-        Where the ops are.
-    ops : sequence of Op
-        The forward pass.
-    loss : Tensor
-        A scalar.
-    leaves : mapping of Tensor to Leaf
-        Whose gradients are wanted, and what becomes of each.
-    policy : Checkpoint
-        What is computed again.
-
-    Returns
-    -------
-    Walk
-        With the gradients in `final`.
+    `leaves` are tensors whose gradients are wanted, which `final` of the result has, and what becomes of each; `policy`
+    says what is computed again.
     """
     with opened(graph=home, levels=(), phase="backward"):
         walk = Walk(_hooks(policy), active_in(ops, leaves), lambda t: t, leaves=leaves)
@@ -113,21 +98,8 @@ def pull_back(
 ) -> list[Tensor | None]:
     """Add what makes the gradients of some tensors to the graph that is open, from that of one that is made of them.
 
-    Parameters
-    ----------
-    made : Tensor
-        Of a graph of its own.
-    grad : Tensor
-        Its gradient, of the graph that is open.
-    wanted : sequence of Tensor
-        Of the graph of `made`.
-    saved : callable
-        What stands for a tensor of that graph in the one that is open.
-
-    Returns
-    -------
-    list of Tensor or None
-        A gradient for each that is wanted, None where it is zero.
+    Those that are wanted are of the graph of `made`, a graph of its own; `saved` says what stands for a tensor of it in
+    the one that is open. A gradient is None where it is zero.
     """
     ops = list(made.graph.ops)
     walk = Walk(_hooks(Checkpoint()), active_in(ops, wanted), saved, fused=current_graph().fused)

@@ -21,16 +21,8 @@ __all__ = ["hoist"]
 def hoist(graph: Graph) -> Graph:
     """Declare parameters, buffers and caches of all bodies at the top, one storage for each iteration.
 
-    Parameters
-    ----------
-    graph : Graph
-        It stays as it is.
-
-    Returns
-    -------
-    Graph
-        Equal in every cost. A parameter of shape (D, F) inside a Repeat with count L is one of shape (L, D, F) whose
-        storage has `pieces` 1.
+    Every cost stays. A parameter of shape (D, F) inside a Repeat with count L is one of shape (L, D, F) whose storage
+    has `pieces` 1.
     """
     if not any(_owned(op) for op in graph.ops):
         return graph

@@ -29,18 +29,9 @@ def peel(graph: Graph) -> Graph:
     """Split loops of which some iterations at either end have other gradients than those in the middle.
 
     Which of its carries want a gradient, and to which one comes, follows from those of the iteration before it, or
-    behind it: the iterations up to where that repeats itself are taken out.
-
-    Parameters
-    ----------
-    graph : Graph
-        It stays as it is.
-
-    Returns
-    -------
-    Graph
-        With loops of one iteration each, and one of the rest, which may be none, in place of such a loop. The loops
-        read parts of its slices, and write into one stack. Loops inside of kernels stay as they are.
+    behind it: the iterations up to where that repeats itself are taken out. In place of such a loop there are loops of
+    one iteration each, and one of the rest, which may be none, that read parts of its slices, and write into one stack.
+    Loops inside of kernels stay as they are.
     """
     if not any(op.loop is not None for op in graph.walk()):
         return graph

@@ -22,16 +22,8 @@ Cut = Callable[[Tensor, str], Tensor]
 class Update:
     """What is done with the gradient of one parameter.
 
-    Parameters
-    ----------
-    optimizer : Optimizer
-        Whose update.
-    declare : callable
-        Declares the state of the parameter.
-    master, moments : DType or None
-        Formats of a copy that is updated in its place, and of its state.
-    outer : Update, optional
-        Of the whole, where the parameter is a part of one: it is done when this one is.
+    `declare` declares its state; `master` and `moments` are formats of a copy that is updated in its place, and of its
+    state. Where the parameter is a part of a whole, `outer` is of that, and done when this one is.
     """
 
     def __init__(

@@ -91,22 +91,10 @@ def is_view_op(op: Op) -> bool:
 class Walk:
     """Gradients of the tensors of one graph, or of one body.
 
-    Parameters
-    ----------
-    hooks : Hooks
-        What is done with ops that have a body.
-    active : set of Tensor
-        Whose gradients are wanted.
-    saved : callable
-        What stands for a tensor of the forward pass in the graph that is being built.
-    carried : set of Tensor
-        Inputs of the body that is being built that may be written into.
-    leaves : mapping of Tensor to Leaf
-        Tensors whose gradients stay, and what becomes of each.
-    fused : bool
-        Whether ops go into a kernel: sums then need no storage.
-    rules : mapping of Op to Rule
-        Rules of single ops, in place of those of their kinds.
+    `hooks` say what is done with ops that have a body, `active` whose gradients are wanted, and `saved` what stands for
+    a tensor of the forward pass in the graph that is being built. `carried` are inputs of the body that is being built
+    that may be written into; `leaves` tensors whose gradients stay, and what becomes of each. Ops that are `fused` go
+    into a kernel: sums then need no storage. `rules` are of single ops, in place of those of their kinds.
     """
 
     def __init__(

@@ -17,17 +17,9 @@ Outer = Shared | View | Member | After
 
 
 class Around:
-    """Tells what everything outside of the turns reads.
+    """Tells what everything outside of the turns reads; what is read of the blocks is noted in their plans.
 
-    Parameters
-    ----------
-    match : Match
-        The blocks; what is read of them is noted in its plans.
-
-    Raises
-    ------
-    GraphError
-        If something is read of one block that is not the last.
+    GraphError if something is read of one block that is not the last.
     """
 
     def __init__(self, match: Match) -> None:

@@ -25,17 +25,7 @@ __all__ = ["Folder"]
 
 
 class Folder(Rewriter):
-    """Copies a graph, with loops in place of runs.
-
-    Parameters
-    ----------
-    match : Match
-        What the blocks are.
-    around : Around
-        What the rest of the graph reads of them.
-    count : Poly
-        How many of them there are.
-    """
+    """Copies a graph, with loops of so many blocks in place of runs, and what the rest of the graph reads of them."""
 
     def __init__(self, match: Match, around: Around, count: Poly) -> None:
         super().__init__()

@@ -38,12 +38,7 @@ def _shared(op: Op) -> list[int | None]:
 def difference(a: Op, b: Op, names: tuple[Names, Names]) -> str | None:
     """Say in what two ops differ, apart from which tensors they read; None where they are equal.
 
-    Parameters
-    ----------
-    a, b : Op
-        Ops at one place of two blocks.
-    names : pair of callable
-        Return a scope as it is seen from the block of each.
+    They are at one place of two blocks; `names` return a scope as it is seen from the block of each.
     """
     facts: dict[str, tuple[Any, Any]] = {
         "kind": (a.kind.name, b.kind.name),

@@ -50,12 +50,8 @@ class Plan:
 class Match:
     """Compares all blocks of a range.
 
-    Raises
-    ------
-    Differs
-        If two neighbours are not equal.
-    GraphError
-        If blocks that are equal read something that has no place in a loop.
+    Differs if two neighbours are not equal; GraphError if blocks that are equal read something that has no place in a
+    loop.
     """
 
     def __init__(self, graph: Graph, labels: Labels, runs: Sequence[Run], blocks: range) -> None:

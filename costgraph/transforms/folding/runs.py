@@ -22,21 +22,10 @@ _LONGEST = 16
 
 
 class Labels:
-    """The blocks of a stack.
+    """The blocks of a stack, of `period` layers each, as those that take turns do.
 
-    Parameters
-    ----------
-    graph : Graph
-        Whose blocks they are.
-    scope : str
-        Path whose children `0`, `1`, ... are the layers; of a graph that was unrolled, the scope of the loop.
-    period : int
-        Layers that make up a block, as those that take turns do.
-
-    Raises
-    ------
-    GraphError
-        If there are no such blocks, or too few.
+    The scope is the path whose children `0`, `1`, ... are the layers; of a graph that was unrolled, that of the loop.
+    GraphError if there are no such blocks, or too few.
     """
 
     def __init__(self, graph: Graph, scope: str, period: int = 1) -> None:

@@ -19,17 +19,9 @@ __all__ = ["head_of", "needed_ops", "needed_formals"]
 def needed_ops(graph: Graph, *, static: bool = False) -> set[Op]:
     """Return the ops that the outputs depend on, those inside bodies included.
 
-    Parameters
-    ----------
-    graph : Graph
-        What is asked.
-    static : bool
-        Whether what is cached once, by a `cache` without an axis, is there already: its operands are then not needed.
-
-    Returns
-    -------
-    set of Op
-        Of a loop that is needed, all carries and slices are; what it reads from outside is if an op in it needs it.
+    Of a loop that is needed, all carries and slices are; what it reads from outside is if an op in it needs it.
+    `static` says whether what is cached once, by a `cache` without an axis, is there already: its operands are then not
+    needed.
     """
     found: set[Op] = set()
     _walk(graph, found, static=static)

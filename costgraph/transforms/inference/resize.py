@@ -73,26 +73,10 @@ class Lengths:
 
 
 def resized(op: Op, operands: Sequence[Any], lengths: Lengths) -> OpKind:
-    """Return the record of an op for other operands; a body is still the old one.
+    """Return the record of an op for other operands, None for what is not made any more; a body is still the old one.
 
-    Parameters
-    ----------
-    op : Op
-        As declared.
-    operands : sequence of Tensor
-        What stands for its operands: None for what is not made any more.
-    lengths : Lengths
-        What the number of positions has become.
-
-    Returns
-    -------
-    OpKind
-        With which the op can be made.
-
-    Raises
-    ------
-    UnsupportedError
-        If the op states a formula in a number of positions that it does not tell apart.
+    `lengths` say what the number of positions has become. UnsupportedError if the op states a formula in a number of
+    positions that it does not tell apart.
     """
     rule: _Rule = _RULES.get(type(op.kind), _bound)
     return rule(op, op.kind, operands, lengths)

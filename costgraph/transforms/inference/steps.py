@@ -38,12 +38,8 @@ class _Step(Rewriter):
 def step_of(graph: Graph, caches: Sequence[Tensor], tokens: object, logits: str) -> Graph:
     """Return the step that a trace with marked caches is, for so many new positions.
 
-    Raises
-    ------
-    GraphError
-        If it is a step already, of which nothing is open.
-    UnsupportedError
-        If it is not plain which sizes are new positions, and which are those before.
+    GraphError if it is a step already, of which nothing is open; UnsupportedError if it is not plain which sizes are
+    new positions, and which are those before.
     """
     inputs = [t for t in graph.tensors if t.role == "input" and t.producer is None]
     read, held = _names(inputs), _names(caches)

@@ -61,14 +61,9 @@ _SCORES = {
 
 
 def autocast_list(device: str, low: str) -> dict[str, str]:
-    """Return the format of each op that torch.autocast casts for.
+    """Return the format of each op that torch.autocast casts for, where the lower precision is bf16 or fp16.
 
-    Parameters
-    ----------
-    device : str
-        cuda or cpu: their lists differ, a CPU normalises and takes softmaxes in the format that comes in.
-    low : str
-        Lower precision, bf16 or fp16.
+    Lists of cuda and cpu differ: a CPU normalises and takes softmaxes in the format that comes in.
     """
     return dict.fromkeys(_LOWER, low) | dict.fromkeys(_FP32[device], "fp32")
 

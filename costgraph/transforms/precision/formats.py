@@ -58,16 +58,10 @@ class Carries:
 
 
 class Records:
-    """Formats in records of ops, as the rewritten operands have them.
+    """Formats in records of ops, as the rewritten operands have them; scopes of the policy have formats of their own.
 
-    Parameters
-    ----------
-    policy : Policy
-        Its scopes have formats of their own.
-    default, base : DType
-        Default format of the old graph, and what stands for it.
-    given : mapping of Tensor to DType
-        Format that an input of a body, of the old graph, is taken in.
+    `default` is the default format of the old graph, `base` what stands for it, and `given` the format that an input of
+    a body, of the old graph, is taken in.
     """
 
     def __init__(self, policy: Policy, default: DType, base: DType, given: Mapping[Tensor, DType]) -> None:

@@ -32,32 +32,11 @@ _Path = tuple[int, ...]
 
 
 def mixed(graph: Graph, name: str, mixture: Mixture, kept: Sequence[str]) -> tuple[Graph, dict[str, DType]]:
-    """Give each matrix its format.
+    """Give each matrix of a forward pass the format that a mixture says; return the formats by parameters as well.
 
-    Parameters
-    ----------
-    graph : Graph
-        A forward pass.
-    name : str
-        That of the mixture, for errors.
-    mixture : Mixture
-        Which matrix has which format.
-    kept : sequence of str
-        Scopes and names of parameters that stay.
-
-    Returns
-    -------
-    tuple of Graph and dict of str to DType
-        The graph with a loop for all iterations of the same formats, and the formats by the names of parameters.
-
-    Raises
-    ------
-    BindingError
-        If formats depend on sizes that are no numbers.
-    GraphError
-        If there is nothing to give a format to, or nothing that the mixture has rules for.
-    UnsupportedError
-        If a loop that has to be parted reads or writes slices, or a matrix is of no decoder.
+    The graph has a loop for all iterations of the same formats. BindingError if formats depend on sizes that are no
+    numbers; GraphError if there is nothing to give a format to, or nothing that the mixture has rules for;
+    UnsupportedError if a loop that has to be parted reads or writes slices, or a matrix is of no decoder.
     """
     parter = _Parter(_Plan(graph, name, mixture, kept))
     return parter.run(graph), parter.formats

@@ -125,21 +125,10 @@ def is_in(name: str, scope: str) -> bool:
 
 
 def weights_of(graph: Graph, kept: Sequence[str], *, embeddings: bool) -> dict[Tensor, list[Use]]:
-    """Return the parameters that can be quantized, and what reads them.
+    """Return the parameters that can be quantized, and what reads them; GraphError if there are none.
 
-    Parameters
-    ----------
-    graph : Graph
-        What is asked.
-    kept : sequence of str
-        Scopes and names of those that stay.
-    embeddings : bool
-        Whether tables that rows are looked up in are among them.
-
-    Raises
-    ------
-    GraphError
-        If there are none.
+    `kept` are scopes and names of those that stay; `embeddings` says whether tables that rows are looked up in are
+    among the rest.
     """
     found = {}
     for t, uses in uses_of(graph).items():
