@@ -47,13 +47,7 @@ def read_text(
 def read_start(
     path: str | os.PathLike[str], place: str, most: int, expected: str, error: type[CostGraphError] = FormatError
 ) -> tuple[bytes, int]:
-    """Return the first bytes of a regular file, `most` of them, and how many it has.
-
-    Raises
-    ------
-    CostGraphError
-        Of the kind named, if the file cannot be read, or is no regular file.
-    """
+    """Return the first bytes of a regular file, `most` of them, and how many it has; an error if it is none."""
     try:
         if not isinstance(path, str | os.PathLike):  # a number would be a descriptor that is open
             raise TypeError(f"a path of type {type(path).__name__}")
@@ -71,10 +65,7 @@ def read_start(
 def target_of(path: str | os.PathLike[str], ending: str) -> Path:
     """Return the path of a file that is to be written.
 
-    Raises
-    ------
-    FormatError
-        If it has another ending, or its folder does not exist.
+    FormatError if it has another ending, or its folder does not exist.
     """
     target = Path(path)
     if target.suffix != ending:

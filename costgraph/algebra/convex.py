@@ -104,11 +104,8 @@ def _mean(gains: Table) -> bool:
 def _game(payoff: _Floats) -> tuple[list[int], list[int], _Floats] | None:
     """Solve max sum(y), payoff @ y <= 1, y >= 0 by the simplex method, all payoffs from 1 to 3.
 
-    Returns
-    -------
-    tuple of list of int, list of int and array, or None
-        Rows that the shares of the best mean are solved from, as many columns, in which it is the least, and the shares
-        of all rows; None where the sum passes 1/2: each mean of rows is then below 2 in some column.
+    Answers with the rows that the shares of the best mean are solved from, as many columns, in which it is the least,
+    and the shares of all rows; None where the sum passes 1/2: each mean of rows is then below 2 in some column.
     """
     n, m = payoff.shape
     table = np.hstack([payoff, np.eye(n), np.ones((n, 1))])

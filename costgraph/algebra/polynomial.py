@@ -45,13 +45,7 @@ _MOST_TERMS = 100_000
 
 
 class Poly:
-    """An immutable sum of monomials with rational coefficients.
-
-    Parameters
-    ----------
-    terms : mapping of Monomial to int or Fraction
-        Coefficients; zeros must have been left out.
-    """
+    """An immutable sum of monomials with rational coefficients, of which zeros must have been left out."""
 
     __slots__ = ("_expr", "_hash", "terms")
 

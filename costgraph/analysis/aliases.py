@@ -38,11 +38,8 @@ def aliased(aliases: Aliases) -> Iterator[None]:
 def situations(loop: Loop) -> list[tuple[Aliases, Poly]]:
     """Return which inputs of a Repeat's body are one tensor, and in how many iterations they are.
 
-    Returns
-    -------
-    list of (mapping, Poly)
-        For each situation what the storages of the body's inputs stand for, and the number of iterations in it; one
-        entry in the ordinary case that nothing is read under two names.
+    For each situation it says what the storages of the body's inputs stand for; there is one in the ordinary case that
+    nothing is read under two names.
     """
     count = loop.count
     seen, first = _followed(loop)

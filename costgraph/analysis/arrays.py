@@ -24,13 +24,7 @@ Programs: TypeAlias = dict[tuple[object, ...], Program]
 
 
 class Values:
-    """Values of formulas at points; each formula, monomial and generator is worked out once.
-
-    Parameters
-    ----------
-    sizes : mapping of str to array or number
-        By name, of one length.
-    """
+    """Values of formulas at points, of sizes of one length; each formula, monomial and generator is worked out once."""
 
     def __init__(self, sizes: Mapping[str, Any]) -> None:
         self.sizes = {name: np.asarray(n, dtype=np.float64) for name, n in sizes.items()}

@@ -87,10 +87,8 @@ def moved_once(op: Op) -> Poly:
 def nest_of(op: Op) -> Nest:
     """Return the loop nest of an op.
 
-    Raises
-    ------
-    UnsupportedError
-        If it is something else than contractions, reductions and elementwise functions, or a kernel of these.
+    UnsupportedError if it is something else than contractions, reductions and elementwise functions, or a kernel of
+    these.
     """
     kind = op.kind
     if isinstance(kind, Einsum):

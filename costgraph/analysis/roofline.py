@@ -285,10 +285,7 @@ def bound_roofline(
 ) -> Roofline:  # fmt: skip
     """Return a roofline of numbers alone, with a warning of rates that stand in: for answers made of it.
 
-    Raises
-    ------
-    BindingError
-        If a symbol is left, naming all of them.
+    BindingError if a symbol is left, naming all of them.
     """
     stages = stages_asked(graph, hardware, fallback, dims, question, network=network)
     for asked in stages:

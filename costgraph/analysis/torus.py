@@ -137,8 +137,6 @@ def least_around(
 ) -> dict[str, Poly]:
     """Return the least seconds that a collective keeps links along dimensions busy; parameters as `around`.
 
-    Notes
-    -----
     Of a sum that devices share each number has to come from outside once. Of an all-to-all in a line, the device at its
     end counts, and not the middle, so that times of several collectives are those of the same links.
     """

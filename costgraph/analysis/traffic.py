@@ -85,11 +85,8 @@ def _kept(graph: Graph, t: Tensor) -> Poly:
 def compulsory(graph: Graph) -> Poly:
     """Return the bytes that no fusion avoids.
 
-    Returns
-    -------
-    Poly
-        Bytes: of each input, parameter and buffer the part that its widest reader touches, never more than the
-        whole, and of each output every element; of a cache also what is written to it. What nobody reads is not moved.
+    Those are of each input, parameter and buffer the part that its widest reader touches, never more than the whole,
+    and of each output every element; of a cache also what is written to it. What nobody reads is not moved.
     """
     if "compulsory" not in graph.cache:
         parts, known = [], _known(graph)

@@ -37,23 +37,10 @@ def load_model(
 ) -> Graph:
     """Return a preset, the graph of a file that `costgraph.save` wrote, or the model that a config.json describes.
 
-    Parameters
-    ----------
-    model : str
-        Name, or path of a file or of a folder with a config.json; what a file is, its content says. A safetensors
-        file, an index of several or a GGUF file stands for the config.json beside it, the last for itself where there
-        is none; OWNER/NAME, where there is no such path, for a model of the Hub.
-    attention, dtype, dropout : optional
-        As `costgraph.models.load`; a saved graph has them already.
-    composed : bool
-        The same, of a preset alone.
-    symbolic_ : bool
-        Whether default sizes are dropped.
-
-    Raises
-    ------
-    CostGraphError
-        If there is no such file or model, a file is neither, or an option does not fit.
+    What a file is, its content says. A safetensors file, an index of several or a GGUF file stands for the config.json
+    beside it, the last for itself where there is none; OWNER/NAME, where there is no such path, for a model of the Hub.
+    The options are those of `costgraph.models.load`, `composed` of a preset alone; a saved graph has them already. An
+    error if there is no such file or model, a file is neither, or an option does not fit.
     """
     given = {"attention": attention, "dtype": dtype, "dropout": dropout, "composed": composed or None}
     options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}

@@ -155,10 +155,7 @@ _RESERVED = (
 def read_sizes(words: list[str] | None) -> dict[str, int]:
     """Read sizes as they stand on a command line.
 
-    Raises
-    ------
-    BindingError
-        If a word is no such pair, or a name stands there twice.
+    BindingError if a word is no such pair, or a name stands there twice.
 
     Examples
     --------

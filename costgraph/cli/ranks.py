@@ -67,10 +67,7 @@ Overlap = Annotated[str, typer.Option("--overlap", metavar="HOW", help="Of colle
 def micro_batches_of(accumulate: str, micro_batches: str | None) -> str:
     """Return how many micro-batches a step has, which either option says.
 
-    Raises
-    ------
-    FormatError
-        If both do, and not the same.
+    FormatError if both do, and not the same.
     """
     if micro_batches is None or accumulate in ("1", micro_batches):
         return accumulate if micro_batches is None else micro_batches
@@ -80,10 +77,7 @@ def micro_batches_of(accumulate: str, micro_batches: str | None) -> str:
 def stage_of(rank: Graph, name: str) -> Graph:
     """Return the graph of a stage of a pipeline by the end of its name; of all others, the graph.
 
-    Raises
-    ------
-    FormatError
-        If there is no such stage.
+    FormatError if there is no such stage.
     """
     names: dict[str, Graph] = {g.name.rpartition(".")[2]: g for g in rank.stages}
     if not rank.parts:
@@ -98,35 +92,13 @@ def rank_of(
     schedule: str = "1f1b", virtual: str = "1", layers: str | None = None, buckets: str = "none",
     system: str = "torch",
 ) -> Graph:  # fmt: skip
-    """Return the graph of one of the ranks that share a step; the step itself where there is one rank.
+    """Return the graph of one of the ranks that share a step of the whole model; the step itself where one is all.
 
-    Parameters
-    ----------
-    step : Graph
-        Of the whole model.
-    degrees : dict of str to str
-        As they stand on the command line, by axis.
-    zero : int
-        Stage of ZeRO.
-    sequence : bool
-        Whether the sequence is split over tp.
-    context : str
-        What attention does along cp.
-    reduce : str, optional
-        each or last: the micro-batch behind which gradients are reduced; by default as the system does.
-    pp, schedule, virtual : str
-        Stages of a pipeline with the micro-batches of the step, their order, and groups of layers of each.
-    layers : str, optional
-        Layers of each stage.
-    buckets : str
-        none, copy or view: how gradients are reduced that ranks have whole.
-    system : str
-        torch or megatron.
-
-    Raises
-    ------
-    BindingError, FormatError, GraphError
-        If a degree is neither a size nor a name, a word is unknown, or nothing is split over an axis.
+    Options are words, degrees by axis, as they stand on the command line: the stage of ZeRO; whether the sequence is
+    split over tp; what attention does along cp; each or last, the micro-batch behind which gradients are reduced, by
+    default as the system does; the stages of a pipeline, their order, groups of layers of each rank, and layers of each
+    stage; none, copy or view: how gradients are reduced that ranks have whole; torch or megatron. An error if a degree
+    is neither a size nor a name, a word is unknown, or nothing is split over an axis.
     """
     words = {"--context": (context, CONTEXTS), "--buckets": (buckets, tuple(BUCKETS)), "--system": (system, SYSTEMS)}
     words |= {} if reduce is None else {"--reduce": (reduce, REDUCES)}

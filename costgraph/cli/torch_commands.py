@@ -24,10 +24,7 @@ _Threads = Annotated[str | None, typer.Option("--threads", metavar="N", help=_TH
 def need_torch(command: str) -> None:
     """Refuse a command that runs torch where there is none.
 
-    Raises
-    ------
-    UnsupportedError
-        If torch is not installed.
+    UnsupportedError if torch is not installed.
     """
     if find_spec("torch") is None:  # an optional part of the machine, whose build the user chooses
         where = "pip install torch, or the build for this machine from https://pytorch.org/get-started"

@@ -33,10 +33,7 @@ def _rules(kind: type[OpKind | Call]) -> dict[str, tuple[Rule, bool]]:
 def typed(kind: type[R], facts: Mapping[str, Any]) -> R:
     """Return a record, of fields that are of the right types, none missing.
 
-    Raises
-    ------
-    GraphError
-        If a field is unknown, missing or of another type.
+    GraphError if a field is unknown, missing or of another type.
     """
     known, word = _rules(kind), "call" if kind is Call else kind.name
     odd = next((name for name in facts if name not in known), None)

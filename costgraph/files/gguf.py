@@ -114,10 +114,7 @@ class _Reader:
 def read_gguf(path: str) -> Gguf:
     """Read what stands before the data of a file.
 
-    Raises
-    ------
-    FormatError
-        If it cannot be read, or is not as the format says: the text says where.
+    FormatError if it cannot be read, or is not as the format says: the text says where.
     """
     place = place_of(path)
     raw, size = read_start(path, place, _LARGEST, _EXPECTED)

@@ -33,10 +33,7 @@ _known: dict[type, dict[str, Limit]] = {}
 def hints(record: type) -> dict[str, Any]:
     """Return the annotations of a record as what they name.
 
-    Raises
-    ------
-    GraphError
-        If one names what its module has for type checkers alone.
+    GraphError if one names what its module has for type checkers alone.
     """
     try:
         return hints_of(record)

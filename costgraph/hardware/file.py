@@ -77,10 +77,7 @@ _NEEDED = {"memory": ("bandwidth", "capacity")}
 def read_file(path: Path) -> dict[str, Any]:
     """Return what a file says of a device, by field of `Hardware`.
 
-    Raises
-    ------
-    SpecError
-        If it cannot be read, or is no specification: the text names place, key, value, and what was expected.
+    SpecError if it cannot be read, or is no specification: the text names place, key, value, and what was expected.
     """
     place, data = str(path), _parsed(path, "device")
     _refuse_sparsity(place, data)
@@ -109,10 +106,7 @@ def read_file(path: Path) -> dict[str, Any]:
 def read_network(path: Path) -> dict[str, Any]:
     """Return what a file says of a network, by field of `Network`.
 
-    Raises
-    ------
-    SpecError
-        As `read_file`; or if a level joins fewer devices than the one before it, or levels are no torus in part.
+    SpecError as `read_file`; or if a level joins fewer devices than the one before it, or levels are no torus in part.
     """
     place, data = str(path), _parsed(path, "network")
     top = read_fields(place, data, _NETWORK, (), SpecError)

@@ -31,10 +31,7 @@ class Wire(NamedTuple):
 def joined(hardware: str | Hardware, network: str | Network | None) -> Hardware:
     """Return a device in a network, as both are named; None: its cards reach any other one at the same rate.
 
-    Raises
-    ------
-    SpecError
-        If there is no such device or network.
+    SpecError if there is no such device or network.
     """
     device = load_hardware(hardware)
     return device if network is None else replace(device, cluster=load_network(network))
@@ -43,10 +40,7 @@ def joined(hardware: str | Hardware, network: str | Network | None) -> Hardware:
 def domain_of(hardware: Hardware) -> int:
     """Return how many devices an interconnect joins: 1 where the specification has no interconnect.
 
-    Raises
-    ------
-    SpecError
-        If there is an interconnect, and it is not said how many devices it joins, or that is no whole number.
+    SpecError if there is an interconnect, and it is not said how many devices it joins, or that is no whole number.
     """
     table = hardware.tables.get("interconnect", {})
     if not table:
@@ -64,10 +58,7 @@ def domain_of(hardware: Hardware) -> int:
 def extents(hardware: Hardware) -> Iterator[tuple[str, int | None]]:
     """Yield the links of a device, the nearest first, and how many devices each joins: None where there is no end.
 
-    Raises
-    ------
-    SpecError
-        As `domain_of`, or if a level of its network joins fewer devices than what is below it.
+    SpecError as `domain_of`, or if a level of its network joins fewer devices than what is below it.
     """
     if hardware.cluster is not None and hardware.cluster.torus:  # its links are the interconnect
         least = 1

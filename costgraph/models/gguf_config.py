@@ -32,10 +32,7 @@ _FREE = ("context_length", "rope.", "attention.layer_norm_rms_epsilon")
 def gguf_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the fields of a config.json that say what a GGUF file does.
 
-    Raises
-    ------
-    UnsupportedError
-        If the architecture, a field of it or the type of the file is not known: the text names it.
+    UnsupportedError if the architecture, a field of it or the type of the file is not known: the text names it.
     """
     file, place = read_gguf(os.fspath(path)), place_of(path)
     arch = file.fields.get("general.architecture")

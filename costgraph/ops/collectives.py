@@ -165,10 +165,7 @@ class Around(Meshed):
 def need_of_all(place: str, graph: Graph) -> None:
     """Refuse the graph of one rank of a mesh: what the others do to it is in there already.
 
-    Raises
-    ------
-    GraphError
-        If it is that of one rank, or no graph.
+    GraphError if it is that of one rank, or no graph.
     """
     need_graph(place, graph)
     if graph.sharding is not None or any(isinstance(op.kind, Meshed) and op.kind.axis for op in graph.walk()):

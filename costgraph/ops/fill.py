@@ -106,28 +106,7 @@ class Pad(OpKind):
 
 
 def fill(shape: Sequence[object], value: float | Poly = 0, dtype: object = "fp32", *, name: str = "zeros") -> Tensor:
-    """Make a tensor of one number: no FLOPs, one write. The graph is the one that is open.
-
-    Parameters
-    ----------
-    shape : sequence of sympy.Expr or int
-        Sizes.
-    value : float or Poly
-        What every element is: a number, or a formula of sizes.
-    dtype : str or DType
-        Number format.
-    name : str
-        Name of the op.
-
-    Returns
-    -------
-    Tensor
-        Dense.
-
-    Raises
-    ------
-    GraphError, ShapeError, FormatError
-        If the value is no number, a size is none, or the format is unknown.
+    """Make a tensor of one number, or a formula of sizes, in the graph that is open: no FLOPs, one write.
 
     Examples
     --------
@@ -146,26 +125,9 @@ def fill(shape: Sequence[object], value: float | Poly = 0, dtype: object = "fp32
 
 
 def assign(target: Tensor, value: Tensor, *, name: str = "assign") -> Tensor:
-    """Write a tensor into the elements of another one, as torch's `copy_`: one read of it, one write, no FLOPs.
+    """Write a tensor into the elements of another one, or of a view, as torch's `copy_`: one read, one write, no FLOPs.
 
-    Parameters
-    ----------
-    target : Tensor
-        What is overwritten, a view if one likes.
-    value : Tensor
-        Of the same shape; its numbers are converted to the target's format.
-    name : str
-        Name of the op.
-
-    Returns
-    -------
-    Tensor
-        The target with the new elements, in the same storage.
-
-    Raises
-    ------
-    GraphError, ShapeError
-        If one is no tensor, or shapes differ.
+    The shapes are the same; numbers are converted to the target's format.
 
     Examples
     --------
@@ -186,32 +148,8 @@ def pad(
 ) -> Tensor:
     """Put a tensor into zeros: at `start`, `start + step`, ... of an axis of size `full`. The reverse of `slice_axis`.
 
-    Parameters
-    ----------
-    x : Tensor
-        What is put there.
-    axis : int
-        Axis that grows.
-    start : sympy.Expr or int
-        Position of its first element.
-    full : sympy.Expr or int
-        Size of the axis of the result.
-    step : int
-        Positions between neighbours.
-    causal : bool
-        Whether the axis is that of positions and the zeros at its start stand for earlier ones, which `decode` keeps.
-    name : str
-        Name of the op.
-
-    Returns
-    -------
-    Tensor
-        Dense. No FLOPs: one read of `x`, one write of the result.
-
-    Raises
-    ------
-    GraphError, ShapeError
-        If it is no tensor, or is known not to fit.
+    The result is dense: no FLOPs, one read of `x`, one write of the result. `causal` says whether the axis is that of
+    positions and the zeros at its start stand for earlier ones, which `decode` keeps.
 
     Examples
     --------

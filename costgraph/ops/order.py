@@ -38,10 +38,7 @@ def best_orders(
 ) -> Orders:
     """Find the orders by dynamic programming over subsets, keeping what dominance cannot decide.
 
-    Raises
-    ------
-    GraphError
-        If there are more operands than are searched: the caller has to give the order.
+    GraphError if there are more operands than are searched: the caller has to give the order.
     """
     n = len(axes)
     if n > _MOST_OPERANDS:

@@ -65,10 +65,7 @@ def reached(t: Tensor, sizes: Sizes, restriction: Restriction | None, runs: Sequ
 def shared(operands: Sequence[Tensor], sizes: Sizes) -> Restriction | None:
     """Return the restriction of an elementwise result: that of its operands, at whose points alone it is computed.
 
-    Raises
-    ------
-    ShapeError
-        If operands are restricted to different domains, or one is repeated along an axis of its own.
+    ShapeError if operands are restricted to different domains, or one is repeated along an axis of its own.
     """
     found = None
     for t in operands:
@@ -87,10 +84,7 @@ def shared(operands: Sequence[Tensor], sizes: Sizes) -> Restriction | None:
 def alike(operands: Sequence[Tensor]) -> Restriction | None:
     """Return the restriction that operands which are written to one place have: one for all of them.
 
-    Raises
-    ------
-    ShapeError
-        If they are restricted to different domains, or some of them to none.
+    ShapeError if they are restricted to different domains, or some of them to none.
     """
     first = operands[0]
     for t in operands[1:]:
@@ -102,10 +96,7 @@ def alike(operands: Sequence[Tensor]) -> Restriction | None:
 def carried(x: Tensor, places: Sequence[int | None]) -> Restriction | None:
     """Follow a restriction to where its two axes have gone; `places` are the old axes of the new ones.
 
-    Raises
-    ------
-    ShapeError
-        If one of them is not there as it was.
+    ShapeError if one of them is not there as it was.
     """
     if x.domain is None:
         return None
@@ -120,10 +111,7 @@ def carried_parts(
 ) -> tuple[Domain, int, int] | None:
     """Follow a restriction to the parts of ranks: one axis is split over an axis of a mesh, and one put together.
 
-    Raises
-    ------
-    ShapeError
-        If a restricted axis has no blocks that follow each other then.
+    ShapeError if a restricted axis has no blocks that follow each other then.
     """
     if x.domain is None:
         return None

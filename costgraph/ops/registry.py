@@ -49,10 +49,7 @@ def register(kind: K) -> K:
 def adding(table: dict[Key, F], has: str, *keys: Key, what: str = "op kind") -> Callable[[F], F]:
     """Return a decorator that puts what it decorates into a table, under names or kinds that are new there.
 
-    Raises
-    ------
-    GraphError
-        If one is taken: the decorator raises it.
+    If one is taken, the decorator raises GraphError.
     """
 
     def decorate(found: F) -> F:

@@ -31,13 +31,7 @@ def _directly(groups: Sequence[Column], function: Callable[..., Made], name: str
 
 
 class Calls:
-    """Adds ops to columns of tensors.
-
-    Parameters
-    ----------
-    listed : bool
-        Whether each call is one for a whole list, as torch's `_foreach` functions.
-    """
+    """Adds ops to columns of tensors, if `listed` one for a whole list, as torch's `_foreach` functions."""
 
     def __init__(self, *, listed: bool) -> None:
         self.listed = listed

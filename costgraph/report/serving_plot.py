@@ -21,18 +21,8 @@ _MOST_NAMED = 12
 def plot_throughput(found: Throughput, path: str | os.PathLike[str] | None = None) -> Any:
     """Draw tokens in a second against the time of a step, a point for each size.
 
-    Returns
-    -------
-    matplotlib.figure.Figure
-        The estimate with points, colored by what bounds most of a step, rings where memory is not enough; beside it
-        the curve of the lower bound.
-
-    Raises
-    ------
-    UnsupportedError
-        If matplotlib is missing.
-    FormatError
-        If the file has another ending, or cannot be written.
+    The estimate has points, colored by what bounds most of a step, rings where memory is not enough; beside it is the
+    curve of the lower bound.
     """
     figure = new_figure(9, 4.8, path)
     ax = figure.subplots()

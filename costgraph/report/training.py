@@ -47,13 +47,7 @@ class Training:
 
 
 def training_of(graph: Graph, dims: Mapping[str, Any], times: Roofline | None) -> Training | None:
-    """Return what is said of a step of training.
-
-    Returns
-    -------
-    Training or None
-        None where the graph has no gradients of parameters.
-    """
+    """Return what is said of a step of training; None where the graph has no gradients of parameters."""
     if not is_step(graph) or (graph.gradients and not any(t.role == "param" for t in graph.gradients)):
         return None
     twin = symbolic(graph)

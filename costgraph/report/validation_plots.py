@@ -28,12 +28,7 @@ _OUTCOMES = {
 def plot_validation(validation: Validation, directory: object) -> list[Path]:
     """Draw `peaks.png` and `roof.png` in a directory, which is made if it is not there.
 
-    Raises
-    ------
-    UnsupportedError
-        If matplotlib is missing.
-    FormatError
-        If the files cannot be written.
+    UnsupportedError if matplotlib is missing; FormatError if the files cannot be written.
     """
     if not isinstance(directory, str | os.PathLike):
         raise FormatError(f"plot: directory {shown(directory, 80)}, expected a path")
@@ -54,10 +49,7 @@ def plot_validation(validation: Validation, directory: object) -> list[Path]:
 def plot_peaks(validation: Validation, path: str | os.PathLike[str] | None = None) -> Any:
     """Draw predicted against measured bytes at the peak, and by how much they differ.
 
-    Returns
-    -------
-    matplotlib.figure.Figure
-        Filled points are of declared graphs, rings of traced ones.
+    Filled points are of declared graphs, rings of traced ones.
     """
     figure = new_figure(10, 4.6)
     left, right = figure.subplots(1, 2)
@@ -97,11 +89,8 @@ def _points(rows: Sequence[Row], mode: str, which: str) -> Iterator[tuple[int, i
 def plot_roof(validation: Validation, path: str | os.PathLike[str] | None = None) -> Any:
     """Draw the rate that each op reached over its intensity, under the roofs that were measured.
 
-    Returns
-    -------
-    matplotlib.figure.Figure
-        Color by what the time follows; ops without FLOPs have no place on these axes. Ops are named as far as there
-        is room, those that take longest first.
+    Color is by what the time follows; ops without FLOPs have no place on these axes. Ops are named as far as there is
+    room, those that take longest first.
     """
     hardware = validation.hardware
     device = hardware.attained() if "attained" in hardware.tables else hardware

@@ -14,10 +14,7 @@ Named = type[OpKind] | str
 def kind_of(place: str, kind: Named) -> type[OpKind]:
     """Return a registered kind.
 
-    Raises
-    ------
-    UnsupportedError
-        If it is not registered.
+    UnsupportedError if it is not registered.
     """
     name = kind if isinstance(kind, str) else kind.name
     found = KINDS.get(name)

@@ -28,10 +28,7 @@ def threads(count: int | None) -> Iterator[None]:
 def on_meta(sizes: Sequence[int], dtype: str) -> torch.Tensor:
     """Return a tensor without data, of a format by its name in torch.
 
-    Raises
-    ------
-    FormatError
-        If torch has no such format.
+    FormatError if torch has no such format.
     """
     format_ = getattr(torch, dtype, None)
     if not isinstance(format_, torch.dtype):
@@ -42,10 +39,7 @@ def on_meta(sizes: Sequence[int], dtype: str) -> torch.Tensor:
 def optimizer(words: str) -> Callable[[Any], Any]:
     """Return a factory for one of torch's optimizers, such as `AdamW:foreach`.
 
-    Raises
-    ------
-    FormatError
-        If torch has no such optimizer, or it is no implementation that stands behind the colon.
+    FormatError if torch has no such optimizer, or it is no implementation that stands behind the colon.
     """
     name, _, implementation = words.partition(":")
     made = getattr(torch.optim, name, None)

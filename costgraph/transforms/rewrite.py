@@ -57,10 +57,7 @@ def bound_record(kind: K, values: Mapping[str, Poly]) -> K:
 class Rewriter:
     """Builds a new graph from an old one in program order: a copy, but for what a subclass does otherwise.
 
-    Parameters
-    ----------
-    values : mapping of str to Poly
-        Sizes that are put in for symbols on the way.
+    `values` are sizes that are put in for symbols on the way.
     """
 
     lies = False

@@ -15,12 +15,7 @@ __all__ = ["Order"]
 class Order:
     """The order in which ranks of a pipeline work: of one whose micro-batches enter at both ends, of one half of it.
 
-    Parameters
-    ----------
-    name : str
-        A schedule.
-    pp, micro_batches, groups : Poly
-        Ranks, micro-batches of a step, groups of layers of a rank.
+    A rank has some groups of layers, a step some micro-batches.
     """
 
     def __init__(self, name: str, pp: Poly, micro_batches: Poly, groups: Poly) -> None:
@@ -34,14 +29,8 @@ class Order:
     def held(self, rank: Poly, *, first: bool, last: bool, later: bool) -> Iterator[Held]:
         """Yield what a rank holds beside a pass through all of its groups, at times at which that may be the most.
 
-        Parameters
-        ----------
-        rank : Poly
-            From 0.
-        first, last : bool
-            Whether it has that end of the model.
-        later : bool
-            Whether gradients of all its weights are there.
+        Ranks are counted from 0; `first` and `last` say whether it has that end of the model, `later` whether gradients
+        of all its weights are there.
         """
         p, m = self.whole
         until = [poly(in_flight(self.name, p.expr, m.expr, self.v.expr, rank.expr, u)) for u in _UNTIL]

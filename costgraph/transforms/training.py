@@ -82,18 +82,9 @@ LOSSES: Mapping[str, Loss] = {
 def with_loss(graph: Graph, loss: str | Loss | None = None) -> Graph:
     """Return the graph with its loss as its only output.
 
-    Parameters
-    ----------
-    graph : Graph
-        It stays as it is.
-    loss : str or callable, optional
-        A name such as `cross_entropy`, or a function of the outputs that returns a scalar; by default the one that
-        the graph names, and none is added to a graph with one scalar output.
-
-    Raises
-    ------
-    GraphError
-        If the graph has neither a scalar output nor a loss.
+    The loss is a name such as `cross_entropy`, or a function of the outputs that returns a scalar; by default the one
+    that the graph names, and none is added to a graph with one scalar output. GraphError if it has neither a scalar
+    output nor a loss.
     """
     need_of_all("training_step", graph)
     named = graph.loss if loss is None else loss

@@ -113,10 +113,7 @@ def family(*names: str, subject: str) -> Callable[[Callable[[Record], Case]], Ca
 def measured_bytes(record: Record) -> tuple[Fraction, Fraction]:
     """Return the bytes of a record, and its unit in bytes.
 
-    Raises
-    ------
-    UnsupportedError
-        If the number is none of bytes.
+    UnsupportedError if the number is none of bytes.
     """
     if record.unit not in _BYTES:
         raise UnsupportedError(f"unit: {record.quantity} in {record.unit}, expected one of {', '.join(_BYTES)}")
@@ -126,10 +123,7 @@ def measured_bytes(record: Record) -> tuple[Fraction, Fraction]:
 def measured_rate(record: Record) -> tuple[bool, Fraction]:
     """Return whether the number of a record is a rate, and its unit in seconds, or in what is done in a second.
 
-    Raises
-    ------
-    UnsupportedError
-        If the number is neither a time nor a rate.
+    UnsupportedError if the number is neither a time nor a rate.
     """
     for is_rate, units in ((False, _TIMES), (True, _RATES)):
         if record.unit in units:

@@ -23,12 +23,7 @@ _MARKS = ("o", "s", "^", "D")
 def plot_held(held: Held, directory: str | os.PathLike[str]) -> list[Path]:
     """Draw `times.png` in a directory, which is made if it is not there.
 
-    Raises
-    ------
-    UnsupportedError
-        If matplotlib is missing.
-    FormatError
-        If the file cannot be written.
+    UnsupportedError if matplotlib is missing; FormatError if the file cannot be written.
     """
     folder = Path(directory)
     try:

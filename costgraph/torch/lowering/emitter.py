@@ -21,10 +21,7 @@ __all__ = ["Emitter", "Numbers"]
 class Numbers:
     """Numbers for the formulas of a graph.
 
-    Raises
-    ------
-    BindingError
-        If a size is left open, or is none.
+    BindingError if a size is left open, or is none.
     """
 
     def __init__(self, graph: Graph, dims: Mapping[str, object]) -> None:
@@ -65,10 +62,7 @@ def _plain(value: Any) -> Any:
 class Emitter:
     """Writes calls into an fx graph and knows the shape, format and strides of what they return.
 
-    Parameters
-    ----------
-    device : torch.device
-        Where tensors are made that no other tensor tells the device of.
+    On `device` tensors are made that no other tensor tells the device of.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -39,10 +39,7 @@ Groups = Mapping[str, Group]
 def groups_of(graph: Graph, mesh: object, numbers: Numbers) -> Groups:
     """Return the groups that a graph needs.
 
-    Raises
-    ------
-    GraphError
-        If the graph is that of one rank of a mesh and no groups are given, or not those that it needs.
+    GraphError if the graph is that of one rank of a mesh and no groups are given, or not those that it needs.
     """
     place = f"lower of graph {graph.name!r}"
     sharding = graph.sharding

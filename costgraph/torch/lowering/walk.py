@@ -36,10 +36,7 @@ def kept(first: Any, *others: Any) -> Any:
 def taken(x: torch.Tensor, name: str, sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Return an input after a look at it.
 
-    Raises
-    ------
-    BindingError
-        If it has another shape or format than the graph, or is not dense.
+    BindingError if it has another shape or format than the graph, or is not dense.
     """
     if not isinstance(x, torch.Tensor) or tuple(x.shape) != tuple(sizes) or x.dtype != dtype:
         found = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__

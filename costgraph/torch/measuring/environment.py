@@ -69,10 +69,7 @@ def device_name(device: torch.device) -> str:
 def memory_bytes(device: torch.device) -> int:
     """Return the bytes of memory that a device shows; of the machine for its processor.
 
-    Raises
-    ------
-    UnsupportedError
-        If the system does not say.
+    UnsupportedError if the system does not say.
     """
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)

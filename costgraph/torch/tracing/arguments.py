@@ -22,27 +22,10 @@ _NOTHING_IN = (type, nn.Module, str, bytes, int, float, type(None), torch.dtype,
 
 
 class Given:
-    """Arguments of a module, and the names of their axes.
+    """Arguments of a module, and the names of the axes of those that are tensors.
 
-    Parameters
-    ----------
-    module : torch.nn.Module
-        What is called.
-    inputs : sequence
-        Positional arguments.
-    dims : sequence or None
-        Names of the axes of each of them.
-    keywords : dict of str to object
-        Keyword arguments.
-    keyword_dims : dict of str to sequence
-        Names of the axes of those that are tensors.
-    cached : sequence of str
-        Arguments that are kept between steps: tensors, or what holds tensors, of whose axes these are the names.
-
-    Raises
-    ------
-    GraphError, ShapeError
-        If names do not fit.
+    Those of `cached` are kept between steps: tensors, or what holds tensors, of whose axes these are the names.
+    GraphError or ShapeError if names do not fit.
     """
 
     def __init__(

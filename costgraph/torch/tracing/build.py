@@ -27,15 +27,7 @@ __all__ = ["Builder"]
 
 
 class Builder:
-    """Adds recorded calls to a graph.
-
-    Parameters
-    ----------
-    graph : Graph
-        Empty.
-    sources : mapping of int to Source
-        Storages that are there before the first op, by number.
-    """
+    """Adds recorded calls to an empty graph; `sources` are storages that are there before the first op, by number."""
 
     def __init__(self, graph: Graph, sources: Mapping[int, Source]) -> None:
         self.graph = graph

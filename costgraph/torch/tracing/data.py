@@ -57,13 +57,7 @@ class _Value:
 
 
 class Data:
-    """What is known of the data of tensors.
-
-    Parameters
-    ----------
-    shapes : Shapes
-        Of the run.
-    """
+    """What is known of the data of tensors of a run."""
 
     def __init__(self, shapes: Shapes) -> None:
         self.shapes = shapes

@@ -33,13 +33,7 @@ _WIDE, _NARROW = torch.float32, torch.bfloat16
 
 @dataclass(eq=False)
 class Formats:
-    """Formats that a program states in one run, call by call.
-
-    Parameters
-    ----------
-    recorder : Recorder
-        Takes note of the places.
-    """
+    """Formats that a program states in one run, call by call; the recorder takes note of the places."""
 
     recorder: Recorder
     calls: list[tuple[str, torch.dtype | None]] = field(default_factory=list)

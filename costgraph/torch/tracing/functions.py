@@ -33,11 +33,7 @@ class SymbolicSizes(TorchFunctionMode):
 
     A program that asks whether its tensors are special ones, as layers with a fast path do, is told what it would be
     told without this mode. The state of random numbers that it saves, as checkpointing does, is memory as any other.
-
-    Parameters
-    ----------
-    formats : callable, optional
-        Calls all functions, and looks at the formats that they are asked for.
+    `formats`, if given, calls all functions, and looks at the formats that they are asked for.
     """
 
     unseen = True

@@ -22,28 +22,12 @@ _REMAINDERS = (functions.Mod, functions.PythonMod, sympy.Mod)
 
 
 def assumptions(shapes: Shapes, translator: Translator) -> list[str]:
-    """Return what sizes must keep so that the program goes the way that was recorded.
+    """Return what sizes must keep so that the program goes the way that was recorded, as `Graph.assume` reads it.
 
     Sizes are in general position, as everywhere in the library: larger than 1, and equal only where they must be. What
     follows from the former is left out, and from the latter where torch itself asked, which is how tensors lie in
-    memory; a program that compares two sizes goes another way where they are equal.
-
-    Parameters
-    ----------
-    shapes : Shapes
-        After the run.
-    translator : Translator
-        For its formulas.
-
-    Returns
-    -------
-    list of str
-        Relations as `Graph.assume` reads them.
-
-    Raises
-    ------
-    UnsupportedError
-        If something that was asked has no such form.
+    memory; a program that compares two sizes goes another way where they are equal. UnsupportedError if something that
+    was asked has no such form.
     """
     found = [f"{name} == {translator.formula(expr)}" for name, expr in shapes.equal]
     by_torch = {guard.expr: "" for guard in shapes.guards}

@@ -43,10 +43,7 @@ def run_eagerly(func: HigherOrderOperator, args: Sequence[Any], kwargs: dict[str
 
     A branch or a loop that the values of a tensor decide is refused where they are asked for.
 
-    Raises
-    ------
-    UnsupportedError
-        If torch has no such kernel.
+    UnsupportedError if torch has no such kernel.
     """
     kernel = _KERNELS.get(str(func)) or func.py_kernels.get(torch._C.DispatchKey.CompositeExplicitAutograd)
     if kernel is None:

@@ -56,24 +56,10 @@ _SILENT = ("prim", "profiler")
 class Recorder(TorchDispatchMode):
     """Records every aten op below autograd.
 
-    Parameters
-    ----------
-    values : Values
-        Converts sizes and formats.
-    scopes : Scopes
-        Says which module an op belongs to.
-    data : Data
-        Says what is known of the data of tensors.
-    symbols : bool
-        Whether an op without a rule counts as a symbol named after it; it is an error else.
-    device : str
-        What kernels run on.
-    kernels : collection
-        Ops that a CPU is without and that are composed there, of which the device has a kernel.
-    stand_ins : mapping
-        What runs instead of an op.
-    choices : Choices
-        Says by which rule a call is what the device runs.
+    `scopes` say which module an op belongs to, `data` what is known of the data of tensors, `choices` by which rule a
+    call is what the device runs, which kernels run on. `kernels` are ops that a CPU is without and that are composed
+    there, of which the device has a kernel; `stand_ins` run instead of an op. `symbols` says whether an op without a
+    rule counts as a symbol named after it; it is an error else.
     """
 
     values: Values

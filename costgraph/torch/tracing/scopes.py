@@ -20,13 +20,7 @@ def path_of(name: str) -> str:
 
 
 class Scopes:
-    """The path of the module that runs.
-
-    Parameters
-    ----------
-    module : torch.nn.Module
-        Whose submodules give the levels.
-    """
+    """The path of the module that runs: its submodules give the levels."""
 
     def __init__(self, module: nn.Module) -> None:
         self.paths = {id(m): path_of(name) for name, m in module.named_modules()}

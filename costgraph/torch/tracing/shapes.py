@@ -36,12 +36,7 @@ _OTHERS = ((1, -1), (1, 1), (1, 2), (2, 0), (3, 0), (12, 0))
 class Shapes(ShapeEnv):
     """torch's symbolic shapes, in which a dimension that has a name becomes a number only where that is wanted.
 
-    Parameters
-    ----------
-    given : mapping of str to int
-        Sizes, by name.
-    fixed : bool
-        Whether a program may turn one of them into a number, which is an assumption then; it is an error else.
+    `fixed` says whether a program may turn one of them into a number, which is an assumption then; it is an error else.
     """
 
     def __init__(self, given: Mapping[str, int] = MappingProxyType({}), *, fixed: bool = False) -> None:

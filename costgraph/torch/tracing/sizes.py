@@ -21,12 +21,8 @@ __all__ = ["Translator"]
 class Translator:
     """Turns torch's integers into sizes; each expression is looked at once.
 
-    Parameters
-    ----------
-    names : dict of sympy.Symbol to str
-        Names of the dimensions that torch's symbols stand for.
-    symbols : bool
-        Whether a size that depends on data is a dimension of torch's name for it, such as `u0`; it is an error else.
+    `names` are those of the dimensions that torch's symbols stand for. `symbols` says whether a size that depends on
+    data is a dimension of torch's name for it, such as `u0`; it is an error else.
     """
 
     def __init__(self, names: dict[sympy.Symbol, str], symbols: bool = False) -> None:
@@ -49,10 +45,7 @@ class Translator:
     def formula(self, expr: sympy.Expr) -> Poly:
         """Return a formula in the library's symbols.
 
-        Raises
-        ------
-        UnsupportedError
-            If there is something in it that a size cannot be.
+        UnsupportedError if there is something in it that a size cannot be.
         """
         if expr.is_Integer:
             return poly(int(expr))

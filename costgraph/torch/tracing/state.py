@@ -139,16 +139,9 @@ def borrowed(
     """Let all tensors that a program holds have no data for a while, and let nothing be changed after that.
 
     A tensor stays the object that it is, so whoever has it, an optimizer or a hook, has the one without data. Tensors
-    of one storage have one. Yields what gives the data of a tensor.
-
-    Parameters
-    ----------
-    module : torch.nn.Module
-        Whose attributes are looked through, those of what they hold, and what the files of its classes hold.
-    *others : object
-        Arguments, which it may change.
-    host : bool
-        Whether the ones without data are all of a CPU, wherever the program has them.
+    of one storage have one. Yields what gives the data of a tensor. Looked through are the module's attributes, those
+    of what they hold, and what the files of its classes hold; `others` are arguments, which it may change. With `host`
+    the ones without data are all of a CPU, wherever the program has them.
     """
     reached = _Reached([module, *others])
     swapped: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -219,10 +212,7 @@ def _fake(t: torch.Tensor, bases: dict[int, torch.Tensor], host: bool) -> torch.
 def forgetting(left: Callable[[], bool]) -> Iterator[None]:
     """Let sizes be keys of caches, and let no cache of a function know of this run after it.
 
-    Parameters
-    ----------
-    left : callable
-        Whether anything that the run made is still there.
+    `left` says whether anything that the run made is still there.
     """
     plain, asked = torch.SymInt.__hash__, False
 

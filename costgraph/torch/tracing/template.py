@@ -99,24 +99,11 @@ def template_of(
     *,
     whole: bool = False,
 ) -> Template | None:
-    """Return the declared ops of a call; None where it is not what they say.
+    """Return the declared ops of a call, as the run had it; None where it is not what they say.
 
-    Parameters
-    ----------
-    translation : callable
-        Of the op.
-    call : Call
-        The call, as the run had it.
-    operands : mapping of Handle to int
-        Number of each operand.
-    tensors : sequence of Tensor
-        What stands for the operands in the graph.
-    wanted : sequence of Wanted
-        What the run made.
-    workspace : Poly
-        Bytes that torch's kernel takes beside operands and results.
-    whole : bool
-        Whether they are one op, which keeps the call, even where each could be one of its own.
+    `operands` has the number of each operand, `tensors` what stands for them in the graph, and `wanted` what the run
+    made. `workspace` is what torch's kernel takes beside operands and results, in bytes. `whole` says whether the ops
+    are one, which keeps the call, even where each could be one of its own.
     """
     made = (w.spec.dtype for w in wanted)
     if any(d.kind not in ("float", "int", "bool") for d in (*made, *(t.dtype for t in tensors))):
@@ -144,10 +131,8 @@ def declared(
 ) -> tuple[Graph, list[Tensor], Tensor | Sequence[Tensor | None]] | None:
     """Return the declared ops of a call in a body, its inputs outside, and what it returns; None where it has none.
 
-    Raises
-    ------
-    UnsupportedError
-        If the translation fails with an error that is not the library's: it did not foresee these arguments.
+    UnsupportedError if the translation fails with an error that is not the library's: it did not foresee these
+    arguments.
     """
     scratch = Graph("call")
     scratch.relations = scratch.relations if relations is None else relations

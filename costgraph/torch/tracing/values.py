@@ -30,13 +30,7 @@ def format_of(dtype: torch.dtype) -> DType:
 
 
 class Values:
-    """Converts arguments of calls.
-
-    Parameters
-    ----------
-    translator : Translator
-        For sizes.
-    """
+    """Converts arguments of calls."""
 
     def __init__(self, translator: Translator) -> None:
         self.translator = translator

@@ -78,10 +78,7 @@ class Program:
     def bound(self, facts: Mapping[str, object]) -> dict[str, int]:
         """Return the size of each axis from facts of a record.
 
-        Raises
-        ------
-        UnsupportedError
-            If one is missing or no positive whole number, or a fact is that of another program.
+        UnsupportedError if one is missing or no positive whole number, or a fact is that of another program.
         """
         for name, value in self.given.items():
             if facts.get(name) not in (None, value):

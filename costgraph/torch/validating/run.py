@@ -189,10 +189,7 @@ def predicted(graph: Graph, sizes: Mapping[str, int], device: str) -> Predicted:
 def traced(case: Case, program: Program, device: str) -> Predicted:
     """Return what the graph says that is traced from the module of a program, the optimizer's step included.
 
-    Raises
-    ------
-    UnsupportedError
-        If it cannot be traced.
+    UnsupportedError if it cannot be traced.
     """
     train = program.make is not None
     graph = trace(program.module, *program.inputs, dims=program.dims, train=train, optimizer=program.make)

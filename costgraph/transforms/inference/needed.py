@@ -74,10 +74,7 @@ def _read(op: Op, needed: set[Op]) -> list[Tensor]:
 def head_of(place: str, graph: Graph, positions: str) -> Op:
     """Return the product that makes the logits: behind it, only ops of one operand that has positions.
 
-    Raises
-    ------
-    UnsupportedError
-        If the output is made in another way.
+    UnsupportedError if the output is made in another way.
     """
     op = graph.outputs[0].producer if len(graph.outputs) == 1 else None
     while op is not None:

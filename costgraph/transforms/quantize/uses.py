@@ -89,13 +89,7 @@ def _before(op: Op, axes: _Axes | None) -> _Axes | None:
 
 
 def uses_of(graph: Graph) -> dict[Tensor, list[Use]]:
-    """Return what reads each parameter.
-
-    Returns
-    -------
-    dict of Tensor to list of Use
-        Views read nothing; ops inside a body read what stands for its inputs.
-    """
+    """Return what reads each parameter: views read nothing; ops inside a body read what stands for its inputs."""
     need_graph("uses", graph)
     sources = Sources(graph)
     found: dict[Tensor, list[Use]] = {t: [] for t in graph.params}
@@ -178,11 +172,8 @@ def _use(op: Op, i: int, axes: _Axes | None, sources: Sources) -> Use:
 def caches_of(graph: Graph) -> set[Tensor]:
     """Return the caches of positions: keys, values, latent vectors, and what was computed once.
 
-    Returns
-    -------
-    set of Tensor
-        Buffers of role cache in a floating format; what a recurrence goes on from, and the last inputs of a
-        convolution, are none.
+    They are buffers of role cache in a floating format; what a recurrence goes on from, and the last inputs of a
+    convolution, are none.
     """
     sources = Sources(graph)
     found = {t for g in graph.bodies() for t in g.tensors if t.producer is None and t.role == "cache"}

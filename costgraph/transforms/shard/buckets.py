@@ -87,26 +87,10 @@ class Buckets:
 
 
 def in_buckets(graph: Graph, policy: Buckets, axes: frozenset[str]) -> Graph:
-    """Let the all-reduces of gradients along some axes work in buckets.
+    """Let the all-reduces of gradients along axes of the mesh that have several ranks work in buckets.
 
-    Parameters
-    ----------
-    graph : Graph
-        Of one rank.
-    policy : Buckets
-        How.
-    axes : frozenset of str
-        Axes of the mesh, of more than one rank.
-
-    Returns
-    -------
-    Graph
-        The same, with a buffer beside each gradient that is reduced.
-
-    Raises
-    ------
-    UnsupportedError
-        If a gradient is scattered, or gradients of micro-batches are reduced each and are to stay in a bucket.
+    The graph of one rank has a buffer beside each gradient that is reduced then. UnsupportedError if a gradient is
+    scattered, or gradients of micro-batches are reduced each and are to stay in a bucket.
     """
     return _InBuckets(policy, axes, graph).run(graph)
 

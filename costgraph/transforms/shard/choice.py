@@ -226,18 +226,9 @@ class _Op:
 
 
 def choose(rule: Split, given: Sequence[Given], mesh: Mesh, wanted: Mapping[str, str]) -> Choice:
-    """Decide for each axis of a mesh which name of an op's rule it splits.
+    """Decide for each axis of a mesh which name of an op's rule, by which its axes belong together, it splits.
 
-    Parameters
-    ----------
-    rule : Split
-        How the op's axes belong together.
-    given : sequence of Given
-        Its operands.
-    mesh : Mesh
-        The devices.
-    wanted : mapping of str to str
-        Names that are preferred, by axis of the mesh: where the result is asked to lie.
+    `wanted` are names that are preferred, by axis of the mesh: where the result is asked to lie.
     """
     op = _Op(rule, given, mesh)
     chosen: dict[str, str] = {}

@@ -20,21 +20,10 @@ __all__ = ["in_rings"]
 def in_rings(graph: Graph, axes: frozenset[str]) -> Graph:
     """Let kernels pass around what is put together for them alone along some axes, and sums that they alone make.
 
-    A ring of n ranks: each works on the part that it has while it hands that on to the next one and receives another,
-    n - 1 times; a sum goes once around, n times, and each rank adds to it. Of each tensor the part that leaves and the
-    one that arrives are in flight (Liu et al. 2023, arXiv 2310.01889). What is computed stays the same.
-
-    Parameters
-    ----------
-    graph : Graph
-        Of one rank.
-    axes : frozenset of str
-        Of its mesh.
-
-    Returns
-    -------
-    Graph
-        The same, with these collectives inside of the kernels.
+    A ring of n ranks: each works on the part that it has while it hands that on to the next one and receives another, n
+    - 1 times; a sum goes once around, n times, and each rank adds to it. Of each tensor the part that leaves and the
+    one that arrives are in flight (Liu et al. 2023, arXiv 2310.01889). What is computed stays the same; these
+    collectives are then inside of the kernels.
     """
     return _Rings(axes).run(graph)
 

@@ -73,10 +73,7 @@ def vjp(*kinds: type[K]) -> Callable[[Rule[K]], Rule[K]]:
 def rule_of(op: Op) -> Rule[Any]:
     """Return the rule of an op's kind.
 
-    Raises
-    ------
-    UnsupportedError
-        If it has none.
+    UnsupportedError if it has none.
     """
     if isinstance(op.kind, Foreign):
         raise refusal("backward", op, "trace with train=True")

@@ -36,24 +36,10 @@ _SCALES = ("alpha", "beta", "value")
 
 
 def complex_counts(call: Call, counts: Counts) -> Counts:
-    """Return the cost of a call that has complex operands or results.
+    """Return the cost of a call that has complex operands or results, from what its rule says of real numbers.
 
-    Parameters
-    ----------
-    call : Call
-        The op and its arguments.
-    counts : Counts
-        What its rule says of real numbers.
-
-    Returns
-    -------
-    Counts
-        The same bytes; FLOPs of the parts.
-
-    Raises
-    ------
-    UnsupportedError
-        If it calculates and nothing says what that costs.
+    The bytes are the same, the FLOPs those of the parts; UnsupportedError if it calculates and nothing says what that
+    costs.
     """
     flops = {k: v for k, v in counts.by_kind().items() if v}
     bytes_ = {"reads": counts.reads, "writes": counts.writes}

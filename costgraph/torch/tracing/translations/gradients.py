@@ -65,22 +65,11 @@ def _gradients(
     *,
     kernel: bool = False,
 ) -> list[Tensor | None]:
-    """Return a gradient for each operand of the forward kernel.
+    """Return a gradient for each operand of the forward kernel, whose facts the call of the gradient has as well.
 
-    Parameters
-    ----------
-    call : Call
-        Of the gradient, whose facts the forward kernel has as well.
-    forward : callable
-        Translation of the forward kernel.
-    operands : mapping of str to Tensor, Spec or None
-        Its operands: what is saved of them, or how they look.
-    grad : Tensor
-        Gradient of its first result.
-    saved : mapping of int to str
-        Results that are saved, and the arguments that they are in the call of the gradient.
-    kernel : bool
-        Whether its ops are one kernel, which says itself what is saved of its inside.
+    `operands` are what is saved of the forward kernel's, or how they look; `grad` is the gradient of its first result;
+    `saved` are results that are saved, and the arguments that they are in this call. `kernel` says whether its ops are
+    one kernel, which says itself what is saved of its inside.
     """
     given = {name: t for name, t in operands.items() if t is not None}
     inputs = dict(zip(given, _inputs(list(given.values())), strict=True))
