@@ -35,6 +35,14 @@ INTERLEAVED = {16: (14_422_016, 11_919_360, 7_602_980), 48: (41_824_256, 34_578_
 #: The same of InterleavedZeroBubble, of ranks 0, 2 and 3.
 ZERO_BUBBLE = {16: (11_323_392, 12_437_504, 14_274_856), 48: (33_052_672, 37_050_368, 40_329_512)}
 
+#: Schedules with ranks, micro-batches and groups of a rank.
+LISTS = [
+    ("gpipe", 3, 5, 1), ("1f1b", 5, 7, 1), ("1f1b", 5, 3, 1), ("interleaved", 3, 3, 2), ("interleaved", 3, 9, 3),
+    ("interleaved", 5, 10, 2), ("zb-h1", 5, 7, 1), ("zb-h1", 3, 3, 1), ("interleaved-zb", 3, 6, 2),
+    ("interleaved-zb", 5, 15, 3), ("zbv", 5, 11, 2), ("zbv", 3, 7, 2), ("dualpipev", 5, 11, 2),
+    ("dualpipev", 3, 8, 2), ("dualpipe", 2, 6, 2), ("dualpipe", 6, 16, 2), ("dualpipe", 10, 22, 2),
+]  # fmt: skip
+
 
 def step(m=M, **options):
     return cg.training_step(llama(), optimizer=cg.SGD(), accumulate=m, **options)
@@ -63,15 +71,7 @@ def states(name, p, m, v, rank):
             weights.remove((stage, k))
 
 
-@pytest.mark.parametrize(
-    ("name", "p", "m", "v"),
-    [
-        ("gpipe", 3, 5, 1), ("1f1b", 5, 7, 1), ("1f1b", 5, 3, 1), ("interleaved", 3, 3, 2), ("interleaved", 3, 9, 3),
-        ("interleaved", 5, 10, 2), ("zb-h1", 5, 7, 1), ("zb-h1", 3, 3, 1), ("interleaved-zb", 3, 6, 2),
-        ("interleaved-zb", 5, 15, 3), ("zbv", 5, 11, 2), ("zbv", 3, 7, 2), ("dualpipev", 5, 11, 2),
-        ("dualpipev", 3, 8, 2), ("dualpipe", 2, 6, 2), ("dualpipe", 6, 16, 2), ("dualpipe", 10, 22, 2),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "p", "m", "v"), LISTS)
 def test_what_waits_is_what_is_counted(name, p, m, v):
     order = Order(name, poly(p), poly(m), poly(v))
     for rank in range(p):
@@ -89,6 +89,28 @@ def test_what_waits_is_what_is_counted(name, p, m, v):
             if there:
                 counted = max(a.count(stage) + (s == stage) for s, a, _ in seen)
                 assert max(h[at] for h in held) + 1 == counted
+
+
+def after(name, p, m, v, rank):
+    """Yield how many chunks wait beside one that runs once each chunk of a rank has a gradient of its weights."""
+    made, left = set(), set()
+    for kind, stage, k, _ in cg.plan.schedule(name, p, m, v)[rank]:
+        left |= {(stage, k)} if kind == "F" else set()
+        if len(made) == v:
+            yield len(left) - 1
+        if kind in "BW":
+            left.remove((stage, k))
+            made.add(stage)
+
+
+@pytest.mark.parametrize(("name", "p", "m", "v"), LISTS)
+def test_what_waits_once_there_are_gradients_is_what_is_counted(name, p, m, v):
+    order = Order(name, poly(p), poly(m), poly(v))
+    for rank in range(p):
+        at = min(rank, p - 1 - rank) if name == "dualpipe" else rank
+        held = [h[0] + h[1] for h in order.held(poly(at), first=False, last=False, later=True)]
+        counted = max(after(name, p, m, v, rank), default=0)
+        assert max(n.constant for n in held) + v - 1 == max(counted, v - 1)
 
 
 @pytest.mark.parametrize("depth", [16, pytest.param(48, marks=pytest.mark.long)])  # 11 s

@@ -4,7 +4,8 @@ from sys import modules as _modules
 
 from ..graph.changes import whole as _whole
 from ..notation.door import guard as _guard
-from ..transforms.schedules import in_flight, schedule, sends
+from ..transforms.in_flight import in_flight, sends
+from ..transforms.schedules import schedule
 from .amounts import (
     leading_term,
     training_days,

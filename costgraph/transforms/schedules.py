@@ -1,4 +1,4 @@
-"""Schedules of a pipeline: one description each, from which action lists, micro-batches in flight and sends follow."""
+"""Schedules of a pipeline: one description each, from which action lists and all that is counted in them follow."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ import sympy
 from ..algebra.conditions import Condition, Conditions, Validity
 from ..algebra.polynomial import Poly, poly
 from ..algebra.symbols import dims
-from ..bind.evaluate import Formula, answer
 from ..errors import UnsupportedError
 from ..graph.arguments import amount, need_choice, need_flag, positive
 
-__all__ = ["SCHEDULES", "Action", "asked", "in_flight", "schedule", "sends"]
+__all__ = ["SCHEDULES", "Action", "Schedule", "asked", "done_by", "here", "schedule"]
 
 _MOST_ACTIONS = 5_000_000
 _M, _P, _V, _PLACE = dims("m p v place")
@@ -55,8 +54,6 @@ class Schedule:
     """a rank has the stages r and 2 p - 1 - r instead of r, r + p, ..."""
     whole: bool = False
     """ranks take turns with p micro-batches of each chunk: their number is a multiple of p"""
-    drained: Callable[[Any, Any], tuple[Any, Any]] | None = None
-    """of ranks p and the rank r: most chunks that wait while the last ones go back, for all of that and for W alone"""
     both_ways: bool = False
     """micro-batches enter at both ends, half of them each: two half pipelines, folded and face to face"""
 
@@ -69,7 +66,8 @@ def _one_by_one(ahead: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Any, An
     """Return phases of as many forwards as are ahead of the first backward, then one each in turn."""
 
     def phases(m: Any, p: Any, v: Any, r: Any) -> list[tuple[str, Any]]:
-        w = sympy.Min(m * v, ahead(p, v, r))
+        every = (m * v, ahead(p, v, r))
+        w = min(every) if isinstance(m, int) else sympy.Min(*every)
         return [("F", w), ("B F", m * v - w), ("B", w)]
 
     return phases
@@ -97,7 +95,8 @@ def _dualpipe_v(m: Any, p: Any, v: Any, r: Any) -> list[tuple[str, Any]]:
 
 
 @cache
-def _rank() -> sympy.Expr:
+def here() -> sympy.Expr:
+    """Return the rank in formulas of a schedule."""
     # a symbol is positive, and ranks count from 0; no formula is made while the package is imported: sympy's first sum
     # imports its tensors
     return _PLACE - 1
@@ -115,12 +114,10 @@ SCHEDULES: Mapping[str, Schedule] = {
     # Qi et al. 2023, arXiv 2401.10241, and 2024, arXiv 2405.15362
     "zb-h1": Schedule(_zero_bubble, lambda m, p: m - p),
     "interleaved-zb": Schedule(_zero_bubble, lambda m, p: m - p, None, whole=True),
-    "zbv": Schedule(_zbv, lambda m, p: m - 2 * p + 1, 2, folded=True, drained=lambda p, r: (p - 1 - r, 2 * r)),
+    "zbv": Schedule(_zbv, lambda m, p: m - 2 * p + 1, 2, folded=True),
     # DeepSeek-AI 2024, arXiv 2412.19437
     **{
-        name: Schedule(
-            _dualpipe_v, lambda m, p: m - 2 * p, 2, folded=True, drained=lambda p, r: (p - 1 - r, r), both_ways=both
-        )
+        name: Schedule(_dualpipe_v, lambda m, p: m - 2 * p, 2, folded=True, both_ways=both)
         for name, both in (("dualpipe", True), ("dualpipev", False))
     },
 }
@@ -144,7 +141,7 @@ def _conditions(name: str, ranked: bool) -> Iterator[tuple[Any, str, int]]:
         yield _M / 2, "half of the micro-batches", 1
         yield _P / 2, "half of the ranks", 1
     if ranked:
-        yield _P - 1 - _rank(), "ranks behind this one", 0
+        yield _P - 1 - here(), "ranks behind this one", 0
 
 
 def asked(
@@ -173,134 +170,10 @@ def asked(
     return values, (Validity(Conditions((), tuple(open_ones))),) if open_ones else ()
 
 
-# -- in flight and sent ----------------------------------------------------------------------------------------------
-
-
-def _never_below(a: sympy.Expr, b: sympy.Expr, least: sympy.Expr) -> bool:
-    """Whether a is at least b: no term of the difference is negative, written in what is left over beyond the least."""
-    over, behind, more = sympy.symbols("over behind more", nonnegative=True)
-    difference = (a - b).subs(_M, over + _M - least).subs({_P: behind + _PLACE, _V: more + 1})
-    difference = sympy.expand(difference.subs(_PLACE, sympy.Symbol("rank", nonnegative=True) + 1))
-    return all(c >= 0 for c in difference.as_coefficients_dict().values())
-
-
-@cache
-def _most_held(name: str, ends: str) -> Poly:
-    """Return the largest number of chunks that wait for an action of some kinds, from the phases and their counts.
-
-    From one repetition to the next, what is held changes by the same number, so that it is largest in the first or in
-    the last of them.
-    """
-    made = SCHEDULES[name]
-    held: sympy.Expr = sympy.Integer(0)
-    found = []
-    for words, count in made.phases(_M, _P, _V, _rank()):
-        steps = [(w[0] == "F") - (w[0] in ends) for w in words.split()]
-        start = held + max(sum(steps), 0) * (count - 1)
-        found += [sympy.expand(start + sum(steps[: i + 1])) for i in range(len(steps))]
-        held += sum(steps) * count
-    kept: list[sympy.Expr] = []
-    for e in dict.fromkeys(found):
-        if not any(_never_below(k, e, made.least(_M, _P)) for k in kept):
-            kept = [k for k in kept if not _never_below(e, k, made.least(_M, _P))] + [e]
-    return poly(sympy.Max(*kept)).bind({"p": poly(_P / 2), "m": poly(_M / 2)} if made.both_ways else {})
-
-
-def in_flight(
-    schedule: str, pp: Formula, micro_batches: Formula, virtual: Formula | None, rank: Formula, until: str = "input"
-) -> Formula:
-    """Return how many micro-batches a rank holds at the most, those of its chunks counted apart.
-
-    Parameters
-    ----------
-    schedule : str
-        gpipe, 1f1b, interleaved, zb-h1, interleaved-zb, zbv, dualpipe or dualpipev.
-    pp : int or sympy.Expr
-        Ranks of the pipeline.
-    micro_batches : int or sympy.Expr
-        Micro-batches of a step.
-    virtual : int or sympy.Expr, optional
-        Chunks of a rank: by default what the schedule has, 2 where it has any number.
-    rank : int or sympy.Expr
-        The rank, from 0; a formula such as `r - 1` counts from there too.
-    until : str
-        input: from a forward until the gradient of its input; weights: until the gradient of its weights.
-
-    Returns
-    -------
-    int or sympy.Expr
-        Chunks of one micro-batch, each a virtual-th of what a rank has; the largest sum over the phases of the
-        schedule. A formula holds under the conditions of the schedule, which are looked at when it is bound.
-
-    Raises
-    ------
-    BindingError, GraphError, ShapeError
-        If the schedule is unknown, or has no action lists for these numbers.
-
-    Examples
-    --------
-    >>> import costgraph as cg
-    >>> m, p, v, r = cg.dims("m p v r")
-    >>> cg.plan.in_flight("1f1b", 4, 16, 1, rank=1), cg.plan.in_flight("1f1b", p, m, 1, r)
-    (3, Min(m, p - r))
-    >>> [cg.plan.in_flight("interleaved-zb", p, m, v, r, until=until) for until in ("input", "weights")]
-    [p*v - r, p*v]
-    """
-    need_choice("in_flight: until", until, ("input", "weights"))
-    values, held = asked(schedule, pp, micro_batches, virtual, rank)
-    return answer(_most_held(schedule, "BI" if until == "input" else "BW").bind(values), held)
-
-
-def sends(schedule: str, pp: Formula, micro_batches: Formula, virtual: Formula | None, rank: Formula) -> Formula:
-    """Return how many tensors a rank sends in a step, results of stages and gradients of their inputs together.
-
-    Parameters
-    ----------
-    schedule : str
-        As of `in_flight`.
-    pp : int or sympy.Expr
-        Ranks of the pipeline.
-    micro_batches : int or sympy.Expr
-        Micro-batches of a step.
-    virtual : int or sympy.Expr, optional
-        Chunks of a rank.
-    rank : int or sympy.Expr
-        The rank, from 0.
-
-    Returns
-    -------
-    int or sympy.Expr
-        Sends. Each of v stages sends on m results and back m gradients, but for the last and the first stage of the
-        model, and from stage to stage of one rank nothing is sent.
-
-    Raises
-    ------
-    BindingError, GraphError, ShapeError
-        As `in_flight`.
-
-    Examples
-    --------
-    >>> import costgraph as cg
-    >>> [cg.plan.sends("1f1b", 4, 16, 1, rank) for rank in range(4)]
-    [16, 32, 32, 16]
-    """
-    values, held = asked(schedule, pp, micro_batches, virtual, rank)
-    # 1 where there is a rank on that side, else 0
-    before, behind = sympy.Min(1, _rank()), sympy.Min(1, _P - 1 - _rank())
-    made = SCHEDULES[schedule]
-    if made.both_ways:  # of each half, the same rank is the first for one and the last for the other
-        found = _M * (before + behind)
-    elif made.folded:  # to both neighbours, on the way there and on the way back
-        found = 2 * _M * (before + behind)
-    else:  # ranks are a ring for all but the ends of the model
-        found = _M * (2 * (_V - 1) * sympy.Min(1, _P - 1) + before + behind)
-    return answer(poly(found).bind(values), held)
-
-
 # -- action lists ----------------------------------------------------------------------------------------------------
 
 
-def _played(made: Schedule, m: int, p: int, v: int, r: int) -> Iterator[tuple[str, int, int]]:
+def done_by(made: Schedule, m: int, p: int, v: int, r: int) -> Iterator[tuple[str, int, int]]:
     """Yield action, chunk and number of micro-batch of a rank."""
     turns: Counter[str] = Counter()
     done: Counter[tuple[str, int]] = Counter()
@@ -328,11 +201,11 @@ def _played(made: Schedule, m: int, p: int, v: int, r: int) -> Iterator[tuple[st
 def _actions(name: str, m: int, p: int, v: int, r: int) -> Iterator[Action]:
     made = SCHEDULES[name]
     if not made.both_ways:
-        for kind, chunk, k in _played(made, m, p, v, r):
+        for kind, chunk, k in done_by(made, m, p, v, r):
             yield Action(kind, 2 * p - 1 - r if made.folded and chunk else r + chunk * p, k)
         return
     mirrored = min(r, p - 1 - r)
-    for kind, chunk, k in _played(made, m // 2, p // 2, v, mirrored):
+    for kind, chunk, k in done_by(made, m // 2, p // 2, v, mirrored):
         # the second chunk is of micro-batches that entered at the other end
         other = chunk != (r != mirrored)
         yield Action(kind, p - 1 - mirrored if chunk else mirrored, k + other * m // 2)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from ..algebra.extremum import at_least_zero, smaller
-from ..algebra.polynomial import ONE, ZERO, Poly, poly
+from ..algebra.polynomial import ONE, ZERO, Poly
 from ..graph.placement import Held
-from .schedules import SCHEDULES, in_flight
+from .in_flight import beside, of_end, reached
+from .schedules import SCHEDULES
 
 __all__ = ["Order"]
 
@@ -32,33 +33,27 @@ class Order:
         Ranks are counted from 0; `first` and `last` say whether it has that end of the model, `later` whether gradients
         of all its weights are there.
         """
-        p, m = self.whole
-        until = [poly(in_flight(self.name, p.expr, m.expr, self.v.expr, rank.expr, u)) for u in _UNTIL]
-        most = [(until[0] - 1, until[1] - until[0])]
-        if self.made.drained is not None:
-            forward, weights = self.made.drained(self.p.expr, rank.expr)
-            most.append((poly(forward), poly(weights)))
-        for waits, weights in most:
-            if later and not self.made.folded:
-                # gradients are there once each group has gone back: one by one, in blocks of p micro-batches
-                left = self.m * self.v - (self.v - 1) * self.p - 2
-                every = smaller(waits + weights, left)
+        sizes = {**dict(zip("pm", self.whole, strict=True)), "v": self.v, "place": rank + 1}
+        for pair in beside(self.name):
+            waits, weights = (n.bind(sizes) for n in pair)
+            if later:  # all that are left but the one that runs
+                every = smaller(waits + weights, self.m * self.v - reached(self.name).bind(sizes) - 1)
                 weights = smaller(weights, every) if weights else ZERO
                 waits = every - weights
             # what waits for its backward pass beyond the groups that the pass itself goes through
             beyond = waits - (self.v - 1)
             beyond = at_least_zero(beyond) if self.v != ONE else beyond
-            yield (beyond, weights, *self.before(beyond, weights, first), *self.behind(beyond, weights, last))
+            before, behind = (
+                self.of_end(at_end, sizes) if there and self.v != ONE else (beyond, weights)
+                for there, at_end in ((first, False), (last, True))
+            )
+            yield (beyond, weights, *before, *behind)
 
-    def before(self, waits: Poly, weights: Poly, first: bool) -> tuple[Poly, Poly]:
-        """Return how many of the groups that wait have what is before the layers."""
-        return (smaller(self.m, 2 * self.p) - 1 if first and self.v != ONE else waits), weights
-
-    def behind(self, waits: Poly, weights: Poly, last: bool) -> tuple[Poly, Poly]:
-        """Return how many have what is behind them: of several groups, the last one of the model goes back at once."""
-        return (ZERO if last and self.v != ONE else waits), weights
+    def of_end(self, last: bool, sizes: Mapping[str, Poly]) -> tuple[Poly, Poly]:
+        """Return how many micro-batches of an end of the model wait, one that runs left out."""
+        waits, weights = (n.bind(sizes) for n in of_end(self.name, last))
+        return waits - 1, weights
 
 
-_UNTIL = ("input", "weights")
 #: Micro-batches, ranks, groups and a rank for which each schedule has all of its phases.
 _SOME = (12, 4, 2, 1)
