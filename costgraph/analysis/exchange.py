@@ -21,7 +21,7 @@ from ..ops.hops import Send
 from .messages import bucketed
 from .torus import around, covered, least_around
 
-__all__ = ["Group", "exchange", "group_of", "least_busy", "placed", "taken", "whole"]
+__all__ = ["Group", "exchange", "group_of", "least_busy", "message", "placed", "ranks_apart", "taken", "whole"]
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def group_of(op: Op, graph: Graph, values: Mapping[str, Poly], hardware: Hardwar
     has no mesh, or none with the axis that the op names; SpecError if it is not said how many devices the interconnect
     joins, or the ranks are more than a network joins.
     """
-    ranks, apart = (p.bind(values) for p in _ranks(op, graph))
+    ranks, apart = (p.bind(values) for p in ranks_apart(op, graph))
     return placed(op.name, ranks, apart, hardware)
 
 
@@ -97,7 +97,7 @@ def placed(name: str, ranks: Poly, apart: Poly, hardware: Hardware) -> Group:
     return Group(hardware, tuple(levels))
 
 
-def _ranks(op: Op, graph: Graph) -> tuple[Poly, Poly]:
+def ranks_apart(op: Op, graph: Graph) -> tuple[Poly, Poly]:
     """Return how many ranks there are, and how many devices from one to the next: stages have whole meshes each."""
     assert isinstance(op.kind, Collective | Send)
     of_mesh, stage = graph.root.sharding, graph.root.waiting
@@ -143,22 +143,26 @@ def whole(op: Op) -> Poly:
     return (made if gathered else x).numel * x.element_bytes()
 
 
+def message(op: Op, values: Mapping[str, Poly]) -> tuple[Poly, str, Poly]:
+    """Return how many messages a collective or send is, what each is for `taken`, and the bytes of each."""
+    (x,) = op.operands
+    size = whole(op).bind(values)
+    if isinstance(op.kind, Collective) and op.kind.ring:
+        return op.kind.sends.bind(values), "send", size / op.kind.ranks.bind(values)
+    # tensors that have a storage for each iteration of a loop are sent one by one
+    apart = prod(x.sizes[: x.storage.pieces], start=ONE).bind(values)
+    return apart, op.kind.collective if isinstance(op.kind, Collective) else "send", size / apart
+
+
 def exchange(op: Op, graph: Graph, values: Mapping[str, Poly], hardware: Hardware) -> tuple[Poly, str]:
     """Return the seconds that a collective or send takes once, and its slowest link; errors as `group_of`."""
     group = group_of(op, graph, values, hardware)
-    # tensors that have a storage for each iteration of a loop are sent one by one
-    (x,) = op.operands
-    apart = prod(x.sizes[: x.storage.pieces], start=ONE).bind(values)
-    if isinstance(op.kind, Collective) and op.kind.ring:
-        part = whole(op).bind(values) / op.kind.ranks.bind(values)
-        return op.kind.sends.bind(values) * taken("send", part, group), group.link
     if isinstance(op.kind, Collective) and op.kind.bucket:
         found = bucketed(graph, values)[op]  # its part of the time of each message
         times = (taken(op.kind.collective, poly(size), group) * mine / size for size, mine in found.parts.items())
         return total(times) / found.runs, group.link
-    return apart * taken(
-        op.kind.collective if isinstance(op.kind, Collective) else "send", whole(op).bind(values) / apart, group
-    ), group.link
+    many, what, size = message(op, values)
+    return many * taken(what, size, group), group.link
 
 
 def taken(collective: str, size: Poly, group: Group) -> Poly:

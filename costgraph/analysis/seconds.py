@@ -30,8 +30,8 @@ from .traffic import compulsory
 from .work import Asked, Work, exact
 
 __all__ = [
-    "OVERLAPS", "Bound", "Spent", "as_seconds", "estimate", "in_seconds", "largest", "lower_bound", "spent",
-    "together", "unit_times", "warn_of", "which",
+    "OVERLAPS", "Bound", "Spent", "as_seconds", "estimate", "in_place", "in_seconds", "largest", "lower_bound",
+    "memory_time", "spent", "together", "unit_times", "warn_of", "which",
 ]  # fmt: skip
 
 Spent = tuple[Poly, str]
@@ -174,17 +174,23 @@ def spent(work: Work, asked: Asked) -> list[Spent]:
     levels, what moves out of each of them is the least through all that is nearer, several formulas of which the
     largest holds.
     """
-    compute, memory = work.seconds(asked.rates)
-    out = [(compute, "compute"), (memory, work.unit)]
+    out = in_place(work, asked)
     if work.collective is not None:
         once, link = exchange(work.op, asked.graph, asked.values, asked.hardware)
         out.append((once * work.times, link))
     sends = [exchange(op, asked.graph, asked.values, asked.hardware) for op in work.rings]
     if sends:  # one after another, over the same link
         out.append((total(once for once, _ in sends) * work.times, sends[0][1]))
+    return list(dict.fromkeys(out))
+
+
+def in_place(work: Work, asked: Asked) -> list[Spent]:
+    """Return the times of an op that are none of a link between ranks; parameters as `spent`."""
+    compute, memory = work.seconds(asked.rates)
+    out = [(compute, "compute"), (memory, work.unit)]
     if work.unit == "memory":
         out += [(p / poly(level.bandwidth.value), level.name) for p, level in work.through]
-    return list(dict.fromkeys(out))
+    return out
 
 
 def estimate(times: Iterable[Sequence[Spent]], known: Relations) -> Poly:
@@ -220,7 +226,7 @@ def together(times: Sequence[Sequence[Spent]], asked: Asked, overlap: str) -> Po
     elsewhere = [bool(w.collective) or w.unit != "memory" for w in asked.works]
     sent, alone = ([t for t, away in zip(times, elsewhere, strict=True) if away == how] for how in (True, False))
     # both read and write the one memory of a device
-    parts = {"alone": estimate(alone, known), "sent": estimate(sent, known), "memory": unit_times(asked)["memory"]}
+    parts = {"alone": estimate(alone, known), "sent": estimate(sent, known), "memory": memory_time(asked)}
     return largest([(p, name) for name, p in parts.items()], known)
 
 
@@ -250,8 +256,13 @@ def unit_times(asked: Asked) -> dict[str, Poly]:
         for unit, spent in [*on_links, *(() if work.collective else _by_unit(work, asked))]:
             units.setdefault(unit, []).append(spent)
     found = {unit: total(parts) for unit, parts in units.items()}
-    found["memory"] = compulsory(asked.graph).bind(asked.values) / asked.rates.bandwidth
+    found["memory"] = memory_time(asked)
     return found
+
+
+def memory_time(asked: Asked) -> Poly:
+    """Return the least seconds that the memory is busy."""
+    return compulsory(asked.graph).bind(asked.values) / asked.rates.bandwidth
 
 
 def _by_unit(work: Work, asked: Asked) -> Iterator[tuple[str, Poly]]:

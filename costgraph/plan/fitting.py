@@ -142,6 +142,8 @@ class Work:
         self.derived += len(points)
         degrees = columns(points)
         found = forms.at(self.family.sizes(degrees, structure), self.family.cuts(structure, degrees["pp"]))
+        if self.family.rings is not None and self.family.rings.why:
+            self.notes.append(f"no rings: {self.family.rings.why}")
         stages = np.array([*found.peaks.values()])
         peak = stages.max(0)
         fits = np.isfinite(peak) & np.isfinite(found.seconds) & (peak <= self.limit)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate
@@ -16,12 +16,14 @@ from ..analysis.arrays import Array, Programs, Values, peaks, refused
 from ..analysis.duration import between, by_pass
 from ..analysis.exchange import exchange
 from ..analysis.passes import Shares, of_shares
-from ..analysis.seconds import Spent, spent, unit_times
+from ..analysis.seconds import Spent, in_place, memory_time, spent
 from ..analysis.work import Asked, Work
 from ..bind.sweep import Plan as Evaluated
 from ..bind.sweep import plan
+from ..graph.op import Op
 from ..graph.placement import Waiting
 from ..ops.hops import Send
+from .rings import Rings
 
 __all__ = ["IDLE", "Cut", "Forms", "Found", "Kind"]
 
@@ -51,17 +53,20 @@ class Kind:
     """micro-batches of which the last one alone reduces gradients that ranks have whole; None where each does"""
     waiting: Waiting | None = None
     """what a stage of a pipeline knows of the others"""
+    rings: Rings | None = None
+    """of what is sent in a torus"""
     times: list[list[Spent]] = field(default_factory=list)
     programs: Programs = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.times = [spent(w, self.asked) for w in self.asked.works]
+        self.times = [(spent if self.rings is None else in_place)(w, self.asked) for w in self.asked.works]
         self.compute = [w.seconds(self.asked.rates)[0] for w in self.asked.works]
         self.passes = list(by_pass(self.asked, self.waiting.schedule)) if self.waiting is not None else []
         graph, device = self.asked.graph, self.asked.hardware
-        sends = [op for op in graph.walk() if isinstance(op.kind, Send)] if self.waiting is not None else []
-        self.sends = [exchange(op, graph, self.asked.values, device)[0] for op in sends]
-        self.memory = unit_times(self.asked)["memory"] if self.overlap == "ideal" else None
+        self.handed = [op for op in graph.walk() if isinstance(op.kind, Send)] if self.waiting is not None else []
+        ops = self.handed if self.rings is None else ()
+        self.sends = [exchange(op, graph, self.asked.values, device)[0] for op in ops]
+        self.memory = memory_time(self.asked) if self.overlap == "ideal" else None
 
     def at(self, sizes: Mapping[str, Any]) -> _Taken:
         """Return what it takes at points; NaN where its graph refuses the sizes."""
@@ -74,7 +79,8 @@ class Kind:
         if self.memory is not None:
             beside = np.maximum(np.maximum(kinds["alone"], kinds["sent"]), value(self.memory))
             busy = np.broadcast_to(beside + kinds["waited"], shape)
-        send = np.max([np.broadcast_to(value(p), shape) for p in self.sends], axis=0) if self.sends else 0.0
+        sends = [np.broadcast_to(value(p), shape) for p in self.sends] or self.around(self.handed, value, shape)
+        send = np.max(sends, axis=0) if sends else 0.0
         peak = np.where(wrong, np.nan, peaks(self.asked.graph, whole, self.waiting, self.programs))
         return _Taken(peak, np.where(wrong, np.nan, busy), apart, passes, send, parts)
 
@@ -84,7 +90,10 @@ class Kind:
         parts: dict[str, Any] = dict.fromkeys((COMPUTE, MEMORY), np.float64(0))
         kinds: dict[str, Any] = dict.fromkeys(("alone", "sent", "waited"), np.float64(0))
         for i, (work, found) in enumerate(zip(self.asked.works, self.times, strict=True)):
-            taken = np.max([np.broadcast_to(value(p), shape) for p, _ in found], axis=0)
+            times = [np.broadcast_to(value(p), shape) for p, _ in found]
+            if links := self.around([work.op] if work.collective else work.rings, value, shape):
+                times.append(sum(links) * value(work.times))
+            taken = np.max(times, axis=0)
             own, part = self.passes[i] if self.passes else "once", _sent_as(work)
             if self.last is not None and _reduces(work):
                 own, taken = "once", taken / value(self.last)
@@ -99,6 +108,10 @@ class Kind:
             kind = "waited" if between(work) else "sent" if sent else "alone"
             kinds[kind] = kinds[kind] + taken
         return passes, parts, kinds
+
+    def around(self, ops: Sequence[Op], value: Values, shape: tuple[int, ...]) -> list[Array]:
+        """Return the seconds that each of what is sent takes in a torus; nothing elsewhere."""
+        return [] if self.rings is None else [self.rings.seconds(op, self.asked, value, shape) for op in ops]
 
 
 class _Taken(NamedTuple):

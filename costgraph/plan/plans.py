@@ -90,7 +90,7 @@ class Search(Table):
     tried: int
     """plans that divide the devices and the batch, those that the model refuses or that do not fit included"""
     notes: tuple[str, ...] = ()
-    """structures whose formulas hold for single degrees alone, and why"""
+    """what the network has no links for, and structures whose formulas hold for single degrees alone, each with why"""
     family: Family | None = field(default=None, compare=False)
     """what was searched, for further questions"""
 

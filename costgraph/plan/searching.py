@@ -9,8 +9,10 @@ from itertools import islice, product
 from math import isqrt
 from typing import Annotated, Any, NamedTuple
 
+from ..algebra.polynomial import poly
 from ..algebra.symbols import shown
-from ..errors import BindingError, CostGraphError
+from ..analysis.exchange import placed
+from ..errors import BindingError, CostGraphError, SpecError
 from ..graph.arguments import need_choice, need_flag
 from ..graph.graph import Graph, need_graph
 from ..graph.sizes import size_of
@@ -140,6 +142,7 @@ def search(
     ones; several groups of a rank are tried where layers are a multiple of all groups. The time is that of `seconds`
     where nothing overlaps; with overlap each pass of a stage is shorter by the same factor, and what it hands on is
     waited for. What the last micro-batch alone reduces comes behind. The peak is that of the stage that needs the most.
+    In a torus, degrees that are no whole dimensions of it, and a line of one more, are left out, as notes say.
     Schedules of one kind (gpipe and 1f1b, zbv and dualpipev) differ in what waits alone: their graphs are derived once.
 
     Examples
@@ -180,9 +183,11 @@ def search(
         _offloads(f"{place}: offload", offload),
     )  # fmt: skip
     work = Work(family, limit)
-    work.do(_grouped(family, _points(family, count, batch, allowed), choices), progress, executor)
+    apart: list[str] = []
+    work.do(_grouped(family, _points(family, count, batch, allowed, apart), choices), progress, executor)
     rows = sorted((_plan(fit, tokens) for fit in work.fitting), key=_order)
-    notes = tuple(dict.fromkeys(work.notes))
+    left = [f"meshes left out: {len(apart)}, such as: {apart[0]}"] if apart else []
+    notes = (*left, *dict.fromkeys(work.notes))
     return Search(model.name, device, count, limit, explained(rows), work.tried, notes, family)
 
 
@@ -262,14 +267,19 @@ def _degrees(devices: int, allowed: Sequence[set[int] | None]) -> Iterator[tuple
             yield from ((n, *rest) for rest in _degrees(devices // n, allowed[1:]))
 
 
-def _points(family: Family, devices: int, batch: int, allowed: dict[str, set[int] | None]) -> Iterator[Point]:
-    """Yield the degrees that divide devices and batch, within their limits."""
+def _points(
+    family: Family, devices: int, batch: int, allowed: dict[str, set[int] | None], notes: list[str]
+) -> Iterator[Point]:
+    """Yield the degrees that divide devices and batch, within their limits; note why the network has not some."""
     depth = None if family.layers is None else family.size(family.layers)
     if allowed["pp"] is None:
         allowed["pp"] = {n for n in _divisors(devices) if n <= (depth or 1)}
     if allowed["ep"] is None and not family.experts():
         allowed["ep"] = {1}
     for tp, pp, cp, ep, dp in _degrees(devices, [allowed[d] for d in ("tp", "pp", "cp", "ep", "dp")]):
+        if refused := _apart(family.hardware, {"tp": tp, "cp": cp, "ep": ep, "dp": dp, "pp": pp}):
+            notes.append(refused)
+            continue
         own, left = divmod(batch, dp * ep)
         for micro in _divisors(own) if not left else ():
             times = own // micro
@@ -279,6 +289,19 @@ def _points(family: Family, devices: int, batch: int, allowed: dict[str, set[int
                 (ns := allowed[key]) is None or n in ns for key, n in (("micro_batch", micro), ("accumulate", times))
             ):
                 yield Point(dp, tp, pp, cp, ep, micro, times)
+
+
+def _apart(device: Hardware, degrees: Mapping[str, int]) -> str:
+    """Return why a network has no links for degrees, of which those before have the ranks beside each other."""
+    apart = 1
+    for axis, ranks in degrees.items():
+        try:
+            if ranks > 1:
+                placed(axis, poly(ranks), poly(apart), device)
+        except SpecError as error:
+            return str(error)
+        apart *= ranks
+    return ""
 
 
 class _Choices(NamedTuple):

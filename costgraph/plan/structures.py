@@ -30,6 +30,7 @@ from ..transforms.stages import waiting_of
 from ..transforms.stages_held import Order
 from ..transforms.training import training_step
 from .forms import Cut, Forms, Kind
+from .rings import Rings
 
 __all__ = ["CHOICES", "DEGREES", "Fallback", "Family", "Structure", "batch_of", "structure_of"]
 
@@ -235,7 +236,14 @@ class Family:
         dims = {name: n for name, n in self.dims.items() if name in known and name not in left}
         last = self.reduce == "last" and structure.zero < _SPLIT and structure.accumulate != 1
         count = self.poly("accumulate", structure) if last else None
-        return Kind(ask(rank, self.hardware, self.fallback, dims, "search"), self.overlap, count, waiting)
+        asked = ask(rank, self.hardware, self.fallback, dims, "search")
+        return Kind(asked, self.overlap, count, waiting, self.rings)
+
+    @cached_property
+    def rings(self) -> Rings | None:
+        """Times over rings of the network, where it is a torus."""
+        torus = self.hardware.cluster is not None and self.hardware.cluster.torus
+        return Rings(self.hardware) if torus else None
 
     def poly(self, name: str, structure: Structure) -> Poly:
         """Return a degree of a structure."""
