@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ...algebra.polynomial import Poly
@@ -39,8 +39,8 @@ _SAME = (Rearrange, Slice, Pointwise)
 class _WiderError(Exception):
     """Raised where an iteration hands on what is split along more axes than what it was handed."""
 
-    def __init__(self, at: int, placement: Placement) -> None:
-        self.at, self.placement = at, placement
+    def __init__(self, starts: Mapping[int, Placement]) -> None:
+        self.starts = starts
 
 
 class Sharder(Cutting):
@@ -259,7 +259,7 @@ class Sharder(Cutting):
                     self.iterations(op, host, starts)
                 break
             except _WiderError as wider:
-                starts[wider.at] = wider.placement
+                starts = [wider.starts.get(i, place) for i, place in enumerate(starts)]
                 # what was added is taken back
                 self.tensors, self.copies, self.inside = dict(known), dict(copies), dict(within)
         self.piece = around
@@ -279,6 +279,9 @@ class Sharder(Cutting):
         self.enter(loop, begun, xs, shared, body)
         self.met_by |= {t: place for t, place in zip(loop.nexts, starts, strict=True) if place is not None}
         self.fill(loop.body, body)
+        # none of these depends on another: all begin anew together
+        if parts := {i: at for i, place in enumerate(places) if (at := self.parts_of_sums(i, op, place)) is not None}:
+            raise _WiderError(parts)
         for i, t in enumerate(loop.nexts):
             self.hand_on(i, t, body, op, places[i])
         self.tensors |= {t: self.inside[t] for t in loop.saved if t in self.inside}
@@ -346,26 +349,34 @@ class Sharder(Cutting):
         self.wanted |= found
         self.staying |= dict.fromkeys(found, staying)
 
+    def parts_of_sums(self, i: int, op: Op, place: Placement) -> Placement | None:
+        """Return where a sum that is reduced once, behind the loop, has to begin; None where it has."""
+        loop, zero = op.loop, self.tensors[op.operands[i]]
+        assert loop is not None
+        made = isinstance(self.tensors[loop.nexts[i]], Tensor) and isinstance(zero, Later) and zero.zero
+        if place.pending or not made or not late(loop, i, self.stated.reduce_each):
+            return None
+        natural = pending_of(loop, i, self.tensors, self.at)
+        if natural is None:
+            return None
+        want = self.wanted.get(loop.lasts[i], natural).without(natural.pending, self.mesh)
+        return replace(want, partial=natural.partial) if want.axes >= natural.axes else natural
+
     def hand_on(self, i: int, t: Tensor, body: Graph, op: Op, place: Placement) -> None:
         """Take what an iteration hands on to where the next one wants it, or ask for another beginning."""
         found = self.tensors[t]
         if isinstance(found, Later):
             self.tensors[t] = self.value(t, body, place, op.phase)
             return
-        loop, zero = op.loop, self.tensors[op.operands[i]]
+        loop = op.loop
         assert loop is not None
-        if late(loop, i, self.stated.reduce_each) and not place.pending:
-            natural = pending_of(loop, i, self.tensors, self.at)
-            if natural is not None and isinstance(zero, Later) and zero.zero:
-                want = self.wanted.get(loop.lasts[i], natural).without(natural.pending, self.mesh)
-                raise _WiderError(i, replace(want, partial=natural.partial) if want.axes >= natural.axes else natural)
         after = self.at[found].without(self.at[found].pending, self.mesh)
         more = after.axes - place.axes
         if more and t not in self.stated.places and loop.carries[i] not in self.stated.places:
             dims = [d if not place.dims[j] else place.dims[j] for j, d in enumerate(after.dims)]
             wider = Placement(tuple(dims))
             if wider != place and len(wider.axes) == sum(len([f for f in d if isinstance(f, str)]) for d in dims):
-                raise _WiderError(i, wider)
+                raise _WiderError({i: wider})
         if t not in self.stated.places and loop.carries[i] not in self.stated.places and t not in self.wanted:
             self.tell(op, t, after, place, "the next iteration has it otherwise")
         self.tensors[t] = self.dense(self.moved_to(found, place, body, op.phase), body, op.phase)
