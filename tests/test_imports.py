@@ -160,7 +160,7 @@ def listed(source: str) -> dict[str, tuple[str, ...]]:
 def test_what_is_imported_later_is_what_readers_of_types_see(package):
     made = importlib.import_module(f"costgraph.{package}".rstrip("."))
     found = {m: {*names} & {*made.__all__} for m, names in listed(MODULES[package].read_text(encoding="utf-8")).items()}
-    later = {(m, n) for m, names in made._LATER.items() for n in names}
+    later = {(m, n) for m, names in made._LATER.items() for n in names.split()}
     assert {(m, n) for m, names in found.items() for n in names} == later
 
 

@@ -6,7 +6,7 @@ An import of the whole library takes as long as that of sympy; most programs ask
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
@@ -14,14 +14,14 @@ __all__ = ["later"]
 
 
 def later(
-    package: str, names: Mapping[str, Iterable[str]], entered: Callable[[Any], Any] = lambda found: found
+    package: str, names: Mapping[str, str], entered: Callable[[Any], Any] = lambda found: found
 ) -> Callable[[str], Any]:
     """Return a package's `__getattr__`.
 
-    `names` are what each module has, by its name within the package; a module of the package that is handed out has
-    itself. `entered` says what each name becomes before it is handed out.
+    `names` are what each module has, separated by spaces, by its name within the package; a module of the package that
+    is handed out has itself. `entered` says what each name becomes before it is handed out.
     """
-    homes = {name: module for module, found in names.items() for name in found}
+    homes = {name: module for module, found in names.items() for name in found.split()}
 
     def find(name: str) -> Any:
         if name not in homes:

@@ -35,11 +35,11 @@ __all__ = [
 ]
 
 _LATER = {
-    "collect": ("Report",),
-    "data": ("Part", "Peak"),
-    "formula": ("common_part", "formula_latex", "formula_python", "formula_text"),
-    "plots": ("plot_roofline", "plot_timeline", "plots"),
-    "quantities": ("Figure",),
+    "collect": "Report",
+    "data": "Part Peak",
+    "formula": "common_part formula_latex formula_python formula_text",
+    "plots": "plot_roofline plot_timeline plots",
+    "quantities": "Figure",
 }
 
 if not TYPE_CHECKING:
