@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -32,6 +32,7 @@ __all__ = [
     "Sizes",
     "Sort",
     "Symbolic",
+    "choice",
     "devices",
     "one_of",
     "presets",
@@ -46,6 +47,11 @@ def one_of(words: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
         return [word for word in words() if word.startswith(incomplete)]
 
     return matching
+
+
+def choice(option: str, metavar: str, help: str, words: Iterable[str]) -> Any:
+    """Return an option that the shell completes to one of some words."""
+    return typer.Option(option, metavar=metavar, help=help, autocompletion=one_of(lambda: words))
 
 
 def presets() -> list[str]:
@@ -76,41 +82,17 @@ Model = Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL_HELP, autocom
 Sizes = Annotated[list[str] | None, typer.Argument(metavar="NAME=SIZE", help="Sizes: 8192, 8Ki, 1.5M, 70B.")]
 Hardware = Annotated[str | None, typer.Option("--hardware", metavar="NAME", help=_DEVICE_HELP, autocompletion=_DEVICES)]
 Device = Annotated[str, typer.Option("--hardware", metavar="NAME", help=_DEVICE_HELP, autocompletion=_DEVICES)]
-On = Annotated[
-    str | None,
-    typer.Option(
-        "--device",
-        metavar="NAME",
-        help="cuda: memory with libraries' workspaces.",
-        autocompletion=one_of(lambda: ("cuda",)),
-    ),
-]
+On = Annotated[str | None, choice("--device", "NAME", "cuda: memory with libraries' workspaces.", ("cuda",))]
 Arch = Annotated[str | None, typer.Option("--arch", metavar="NAME", help="With --device cuda, where not that of the "
                  "hardware: sm_80, sm_90 and the like.")]  # fmt: skip
-Attention = Annotated[
-    str | None,
-    typer.Option(
-        "--attention",
-        metavar="KERNEL",
-        help="flash (the default) or eager.",
-        autocompletion=one_of(lambda: ("flash", "eager")),
-    ),
-]
+Attention = Annotated[str | None, choice("--attention", "KERNEL", "flash (the default) or eager.", ("flash", "eager"))]
 Format = Annotated[
     str | None, typer.Option("--dtype", metavar="FORMAT", help="Of the model; bf16 by default.", autocompletion=_FLOATS)
 ]
 Dropout = Annotated[float | None, typer.Option("--dropout", metavar="P", help="Probability; 0 by default.")]
 Composed = Annotated[bool, typer.Option("--composed", help="As eager code runs it, op for op.")]
 Symbolic = Annotated[bool, typer.Option("--symbolic", help="Drop the preset's default sizes.")]
-Count = Annotated[
-    str,
-    typer.Option(
-        "--count",
-        metavar="HOW",
-        help="Matmul FLOPs of the tables: executed, or full.",
-        autocompletion=one_of(lambda: ("executed", "full")),
-    ),
-]
+Count = Annotated[str, choice("--count", "HOW", "Matmul FLOPs of the tables: executed, or full.", ("executed", "full"))]
 Fallback = Annotated[
     str | None, typer.Option("--fallback", metavar="FORMAT", help=_FALLBACK_HELP, autocompletion=_FLOATS)
 ]
@@ -119,13 +101,7 @@ Hierarchical = Annotated[
 ]
 Depth = Annotated[int, typer.Option("--depth", min=1, metavar="N", help="Levels of module scope in the table.")]
 Sort = Annotated[
-    str,
-    typer.Option(
-        "--sort",
-        metavar="BY",
-        help="Rows of the table: order, time, flops or bytes.",
-        autocompletion=one_of(lambda: ("order", "time", "flops", "bytes")),
-    ),
+    str, choice("--sort", "BY", "Rows of the table: order, time, flops or bytes.", ("order", "time", "flops", "bytes"))
 ]
 Formulas = Annotated[bool, typer.Option("--formulas", help="Add the closed forms.")]
 Json = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write JSON; - is the standard output.")]

@@ -32,8 +32,7 @@ def _degree(option: str, of: str) -> Any:
 
 
 def _choice(option: str, of: str, what: str, words: tuple[str, ...]) -> Any:
-    help_ = f"{what}: {', or '.join(words)}."
-    return typer.Option(option, metavar=of, help=help_, autocompletion=opt.one_of(lambda: words))
+    return opt.choice(option, of, f"{what}: {', or '.join(words)}.", words)
 
 
 Dp = Annotated[str, _degree("--dp", "data")]

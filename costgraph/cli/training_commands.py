@@ -32,39 +32,16 @@ __all__ = ["plan_command", "train_command"]
 #: Words of checkpointing; behind a colon stand a number, or names.
 _POLICIES = ("none", "every-block", "from-start", "every:", "selective:", "keep:")
 
-_Optimizer = Annotated[
-    str,
-    typer.Option(
-        "--optimizer", metavar="NAME", help=f"{', '.join(OPTIMIZERS)}.", autocompletion=opt.one_of(lambda: OPTIMIZERS)
-    ),
-]
+_Optimizer = Annotated[str, opt.choice("--optimizer", "NAME", f"{', '.join(OPTIMIZERS)}.", OPTIMIZERS)]
 _Implementation = Annotated[
     str | None,
-    typer.Option(
-        "--implementation",
-        metavar="HOW",
-        help="Of the optimizer: foreach, for-loop or fused.",
-        autocompletion=opt.one_of(lambda: IMPLEMENTATIONS),
-    ),
+    opt.choice("--implementation", "HOW", "Of the optimizer: foreach, for-loop or fused.", IMPLEMENTATIONS),
 ]
 _Precision = Annotated[
-    str | None,
-    typer.Option(
-        "--precision",
-        metavar="POLICY",
-        help=f"{', '.join(POLICIES)}; as declared by default.",
-        autocompletion=opt.one_of(lambda: POLICIES),
-    ),
+    str | None, opt.choice("--precision", "POLICY", f"{', '.join(POLICIES)}; as declared by default.", POLICIES)
 ]
-_Checkpoint = Annotated[
-    str,
-    typer.Option(
-        "--checkpoint",
-        metavar="HOW",
-        help="none, every-block, from-start, every:K, selective:NAME,NAME or keep:NAME,NAME.",
-        autocompletion=opt.one_of(lambda: _POLICIES),
-    ),
-]
+_Checkpoint = Annotated[str, opt.choice("--checkpoint", "HOW",
+    "none, every-block, from-start, every:K, selective:NAME,NAME or keep:NAME,NAME.", _POLICIES)]  # fmt: skip
 _Accumulate = Annotated[str, typer.Option("--accumulate", metavar="N", help="Micro-batches of an update.")]
 _Clip = Annotated[float | None, typer.Option("--clip", metavar="NORM", help="Largest norm of all gradients.")]
 _Devices = Annotated[str, typer.Option("--devices", metavar="N", help="How many devices there are.")]
