@@ -5,9 +5,13 @@ A path from outside may be anything: a pipe that nobody writes to, a device with
 
 from __future__ import annotations
 
+import csv
+import io
+import json
 import os
 import stat
 from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,7 +19,7 @@ from typing import Any
 from .algebra.symbols import shorten, shown
 from .errors import CostGraphError, FormatError
 
-__all__ = ["place_of", "read_start", "read_text", "target_of", "unique", "write_file"]
+__all__ = ["as_csv", "as_json", "place_of", "read_start", "read_text", "target_of", "unique", "write_file"]
 
 
 def place_of(path: object) -> str:
@@ -149,3 +153,15 @@ def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(k for k, n in Counter(k for k, _ in pairs).items() if n > 1)
         raise ValueError(f"key {shorten(twice)} twice in one object, expected it once")
     return data
+
+
+def as_json(schema: str, data: Mapping[str, object]) -> str:
+    """Return an object as JSON for people and programs, its schema first; infinity and NaN are none."""
+    return json.dumps({"schema": schema, **data}, indent=2, allow_nan=False) + "\n"
+
+
+def as_csv(columns: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
+    """Return rows as CSV below the names of their columns."""
+    file = io.StringIO()
+    csv.writer(file, lineterminator="\n").writerows([columns, *rows])
+    return file.getvalue()

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from inspect import signature
@@ -16,6 +13,7 @@ from ..algebra.symbols import read_size, shorten
 from ..errors import FormatError
 from ..plan.plans import Plan, Search
 from ..plan.searching import search
+from ..text_file import as_csv, as_json
 from . import options as opt
 from . import ranks
 from .frame import command
@@ -81,7 +79,6 @@ def _json(found: Search) -> str:
         return {**row, "parts": dict(plan.parts)}
 
     data = {
-        "schema": SEARCH_SCHEMA,
         "graph": found.graph,
         "hardware": {"id": found.hardware.id, "name": found.hardware.name},
         "devices": found.devices,
@@ -90,15 +87,7 @@ def _json(found: Search) -> str:
         "notes": list(found.notes),
         "plans": [record(*pair) for pair in zip(search_records(found), found.rows, strict=True)],
     }
-    return json.dumps(data, indent=2, allow_nan=False) + "\n"
-
-
-def _csv(found: Search) -> str:
-    file = io.StringIO()
-    writer = csv.DictWriter(file, _COLUMNS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(search_records(found))
-    return file.getvalue()
+    return as_json(SEARCH_SCHEMA, data)
 
 
 @command("search")
@@ -141,5 +130,7 @@ def search_command(
             checkpoint=checkpoint or None, fallback=fallback, executor=executor, **dims,
         )  # fmt: skip
     found = found.pareto() if pareto else found
-    if not write_files((json, lambda: _json(found)), (csv, lambda: _csv(found))):
+    if not write_files(
+        (json, lambda: _json(found)), (csv, lambda: as_csv(_COLUMNS, (row.values() for row in search_records(found))))
+    ):
         say(str(found))

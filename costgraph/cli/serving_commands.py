@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 import math
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
@@ -21,6 +18,7 @@ from ..hardware.units import format_bytes
 from ..plan.serving import Throughput, throughput
 from ..plan.sizing import largest
 from ..report.formula import formula_text
+from ..text_file import as_csv, as_json
 from ..transforms.inference.inference import decode
 from ..transforms.quantize.quantize import quantize
 from . import options as opt
@@ -67,22 +65,13 @@ def throughput_records(found: Throughput) -> list[dict[str, Any]]:
 
 def _json(found: Throughput) -> str:
     data = {
-        "schema": THROUGHPUT_SCHEMA,
         "graph": found.graph,
         "hardware": {"id": found.hardware.id, "name": found.hardware.name},
         "varied": found.symbol,
         "sizes": dict(found.sizes),
         "rows": throughput_records(found),
     }
-    return json.dumps(data, indent=2, allow_nan=False) + "\n"
-
-
-def _csv(found: Throughput) -> str:
-    file = io.StringIO()
-    writer = csv.DictWriter(file, _COLUMNS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(throughput_records(found))
-    return file.getvalue()
+    return as_json(THROUGHPUT_SCHEMA, data)
 
 
 def _lines(step: Graph, found: Throughput, dims: Mapping[str, int], fallback: str | None) -> Iterator[str]:
@@ -140,5 +129,8 @@ def decode_command(
     found = throughput(step, hardware, vary, _values(values), fallback=fallback, **dims)
     if plot is not None:
         found.plot(plot)
-    if not write_files((json, lambda: _json(found)), (csv, lambda: _csv(found))):
+    if not write_files(
+        (json, lambda: _json(found)),
+        (csv, lambda: as_csv(_COLUMNS, (row.values() for row in throughput_records(found)))),
+    ):
         say("\n".join(_lines(step, found, dims, fallback)))

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +12,7 @@ from ..algebra.polynomial import poly
 from ..analysis.regimes import Regime
 from ..analysis.roofline import Roofline
 from ..bind.evaluate import Formula, answer
+from ..text_file import as_csv, as_json
 from .data import Facts, Part, Sent
 from .formula import formula_text
 
@@ -151,7 +149,6 @@ def to_json(r: Facts) -> str:
     """
     device = None if r.hardware is None else {"id": r.hardware.id, "name": r.hardware.name}
     data = {
-        "schema": SCHEMA,
         "graph": r.graph,
         "hardware": device,
         "sizes": dict(r.sizes),
@@ -167,7 +164,7 @@ def to_json(r: Facts) -> str:
         "scopes": [_part(p) for p in r.scopes],
         "phases": [_part(p) for p in r.phases],
     }
-    return json.dumps(data, indent=2, allow_nan=False) + "\n"
+    return as_json(SCHEMA, data)
 
 
 def rows(r: Facts) -> Iterator[tuple[str, str, str, object, str, str]]:
@@ -215,8 +212,4 @@ def to_csv(r: Facts) -> str:
     A head line, and part (graph, training, role at the peak, sent, scope, phase), name, quantity, value, unit, formula.
     The value of what is not bound is its formula in what is open.
     """
-    file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(_COLUMNS)
-    writer.writerows(rows(r))
-    return file.getvalue()
+    return as_csv(_COLUMNS, rows(r))

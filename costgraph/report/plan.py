@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +13,7 @@ from rich.text import Text
 from ..bind.evaluate import Formula
 from ..hardware.units import format_quantity
 from ..plan.preflight import Preflight, PreflightCheck
+from ..text_file import as_csv, as_json
 from .amounts import show
 from .formula import formula_text
 from .text import clean, draw, grid, listing, texts
@@ -40,7 +38,6 @@ def _record(row: PreflightCheck) -> dict[str, Any]:
 def plan_json(found: Preflight) -> str:
     """Return the list as JSON: an object with a `schema`; a figure that is not bound is its formula, a text."""
     data = {
-        "schema": PLAN_SCHEMA,
         "graph": found.graph,
         "hardware": {"id": found.hardware.id, "name": found.hardware.name},
         "devices": _value(found.devices),
@@ -48,16 +45,12 @@ def plan_json(found: Preflight) -> str:
         "ok": found.ok,
         "checks": [_record(row) for row in found.rows],
     }
-    return json.dumps(data, indent=2, allow_nan=False) + "\n"
+    return as_json(PLAN_SCHEMA, data)
 
 
 def plan_csv(found: Preflight) -> str:
     """Return the list as CSV, one check a line."""
-    file = io.StringIO()
-    writer = csv.DictWriter(file, _COLUMNS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(_record(row) for row in found.rows)
-    return file.getvalue()
+    return as_csv(_COLUMNS, (_record(row).values() for row in found.rows))
 
 
 def _amount(value: Formula, unit: str) -> str:
