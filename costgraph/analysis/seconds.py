@@ -85,17 +85,7 @@ def _is_whole(side: sympy.Expr) -> bool:
 def which(times: Sequence[Spent], known: Relations) -> str | Bound:
     """Say which of several times is the largest: by name where that is one for all sizes, else where it is which.
 
-    Parameters
-    ----------
-    times : sequence of (Poly, str)
-        Seconds, and what they are spent in, as `spent` returns them.
-    known : Relations
-        What is assumed of sizes.
-
-    Returns
-    -------
-    str or Bound
-        The first where several are equal.
+    Times are as `spent` returns them; of several that are equal the first counts.
     """
     if len(times) > 2 or all(not p.names() for p, _ in times):
         times = _kept(times, known)
@@ -204,14 +194,7 @@ def estimate(times: Iterable[Sequence[Spent]], known: Relations) -> Poly:
 def together(times: Sequence[Sequence[Spent]], asked: Asked, overlap: str) -> Poly:
     """Return the estimate of a graph with communication: a sum, the larger of its part and of the rest, or a schedule.
 
-    Parameters
-    ----------
-    times : sequence of sequences of (Poly, str)
-        What `spent` returns for each op.
-    asked : Asked
-        A graph on a device.
-    overlap : str
-        One of `OVERLAPS`.
+    Times of each op are as `spent` returns them; `overlap` is one of `OVERLAPS`.
     """
     known = asked.graph.root.relations
     if overlap == "none":

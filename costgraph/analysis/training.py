@@ -171,24 +171,8 @@ def tokens_poly(graph: Graph) -> Poly:
 def given(place: str, value: object, *, most: int | None = None) -> sympy.Expr:
     """Return an amount that a caller gave as an exact number or formula.
 
-    Parameters
-    ----------
-    place : str
-        For the error.
-    value : int, float, Fraction or sympy.Expr
-        Positive; a float stands for the decimal number that it is printed as.
-    most : int, optional
-        Largest value.
-
-    Returns
-    -------
-    sympy.Expr
-        Without floats where a number was given.
-
-    Raises
-    ------
-    BindingError
-        If it is no positive number and no formula, or too large.
+    A float stands for the decimal number that it is printed as. BindingError, which names the place, if it is no
+    positive number and no formula, or larger than `most`.
     """
     if isinstance(value, sympy.Expr) and value.free_symbols:
         return value
@@ -298,20 +282,8 @@ def hfu(
     ----------
     step : Graph, number or sympy.Expr
         A step of training, or hardware FLOPs.
-    seconds : number or sympy.Expr
-        Time of the step.
-    hardware : str, path-like, Hardware, number or sympy.Expr
-        The device, or its peak rate in FLOP/s.
-    dtype : str, optional
-        Format whose peak rate counts, by default the one that most matmul FLOPs are done in.
-    count : str
-        executed, or full.
-    devices : number or sympy.Expr
-        How many of them work on the step.
-    fallback : str or mapping, optional
-        As `Hardware.rate`.
-    **dims : int
-        Sizes to bind.
+    seconds, hardware, dtype, count, devices, fallback, **dims : object
+        As in `mfu`.
 
     Returns
     -------

@@ -44,19 +44,11 @@ def conv_transpose(
         Batch and channels first, the axes that the window slides over last.
     pattern : str
         Axes before and after, as in `conv`: `"b c h w -> b o h w"`.
-    window : int or sequence of int
-        Size of the window along each sliding axis; an integer is for all of them.
     stride, padding, output_padding, dilation : int or sequence of int
         As in torch.nn.ConvTranspose2d: an axis of n becomes `(n - 1)*stride - 2*padding + dilation*(window - 1) +
         output_padding + 1`.
-    groups : sympy.Expr or int
-        Groups of channels that do not mix.
-    bias : bool
-        Add a parameter of the output channels, in the same kernel.
-    name : str
-        Scope of the parameters and of the op.
-    **sizes : sympy.Expr or int
-        Size of the output channel.
+    window, groups, bias, name, **sizes : object
+        As in `conv`.
 
     Returns
     -------

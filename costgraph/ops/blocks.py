@@ -333,23 +333,8 @@ def each(
 ) -> tuple[Tensor, ...]:
     """Run a body once for each slice of some tensors, and keep what it returns one storage an iteration.
 
-    Parameters
-    ----------
-    count : Poly
-        Number of iterations, the size of the first axis of every `xs`.
-    step : callable
-        `step(*slices) -> tensors`; a slice that was written into in place comes back as the whole of its operand.
-    xs : sequence of Tensor
-        Read slice by slice.
-    reverse : bool
-        From the last slice to the first.
-    name : str
-        Name of the op, also the scope of what is inside.
-
-    Returns
-    -------
-    tuple of Tensor
-        With a first axis of size `count`.
+    The first axis of every `xs`, and of what is returned, has size `count`; `reverse` is from the last slice to the
+    first. In `step(*slices) -> tensors` a slice that was written into in place comes back as the whole of its operand.
     """
     graph = current_graph(xs[0].graph)
     xs = [graph.adopt(t) for t in xs]

@@ -210,18 +210,8 @@ def training_days(
 
     Parameters
     ----------
-    flops : number or sympy.Expr
-        Model FLOPs, such as `training_flops`.
-    hardware : str, path-like, Hardware, number or sympy.Expr
-        The device, or its peak rate in FLOP/s.
-    devices : number or sympy.Expr
-        How many there are.
-    mfu : number or sympy.Expr
-        Model FLOPs utilization, above 0 and up to 1.
-    dtype : str, optional
-        Format whose peak rate counts; needed with a device.
-    fallback : str or mapping, optional
-        As `Hardware.rate`.
+    flops, hardware, devices, mfu, dtype, fallback : object
+        As in `training_seconds`.
 
     Returns
     -------
@@ -258,18 +248,12 @@ def training_tokens(
         A step of training, or the number of parameters N, for 6*N FLOPs a token.
     seconds : number or sympy.Expr
         The time.
-    hardware : str, path-like, Hardware, number or sympy.Expr
-        The device, or its peak rate in FLOP/s.
-    devices : number or sympy.Expr
-        How many there are.
-    mfu : number or sympy.Expr
-        Model FLOPs utilization, above 0 and up to 1.
+    hardware, devices, mfu, fallback : object
+        As in `training_seconds`.
     dtype : str, optional
         Format whose peak rate counts, by default the one that most matmul FLOPs of a step are done in.
     count : str
         executed, or full.
-    fallback : str or mapping, optional
-        As `Hardware.rate`.
     **dims : int
         Sizes of the step.
 

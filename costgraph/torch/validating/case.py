@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 import torch
 from torch import nn
 
-from ...graph.graph import Graph
 from ...notation.door import Rule
 from ...notation.records import Size, one_of
 
-__all__ = ["Case", "Function", "Program", "Subject"]
+__all__ = ["Case", "Function", "Program"]
 
 Make = Callable[[Any], torch.optim.Optimizer]
 
@@ -122,17 +121,3 @@ class Program:
         }
         block = 512 if device.type == "cuda" else 1
         return sum(-(-n // block) * block for n in storages.values())
-
-
-class Subject(Protocol):
-    """What cases are made of: a declared graph, and a program that does the same without it."""
-
-    @property
-    def sizes(self) -> tuple[str, ...]:
-        """Names of its dimensions."""
-
-    def declare(self, case: Case, device: str) -> Graph:
-        """Return the declared graph; `device` is cpu or cuda, whose ways differ under autocast."""
-
-    def program(self, case: Case, device: torch.device) -> Program:
-        """Return the program, with random numbers in its tensors."""

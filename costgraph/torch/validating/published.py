@@ -18,7 +18,6 @@ from .programs import LAYERS
 
 __all__ = ["UNTRACED", "PROGRAMS", "Program", "benchmarked", "traced"]
 
-Tensors = Any
 #: By the name of the kernel that they are the plain form of.
 PROGRAMS: Mapping[str, Program] = {**LAYERS, **LOSSES}
 #: Kernels that are not traced, and why.

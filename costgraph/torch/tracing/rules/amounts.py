@@ -31,19 +31,9 @@ REDUCE = Function("reduce", 1, 1, formula="an element joins a sum, a product or 
 
 
 def each(count: Poly, *steps: str | Function) -> Counts:
-    """Return the cost of functions that are applied one after another at each of some index points.
+    """Return the cost of functions, or names of them, that are applied one after another at each of some index points.
 
-    Parameters
-    ----------
-    count : Poly
-        Index points.
-    *steps : str or Function
-        Names in `costgraph.ops.functions.FUNCTIONS`, or functions.
-
-    Returns
-    -------
-    Counts
-        FLOPs; bytes as they are: operands and results whole.
+    Bytes are as they are: operands and results whole.
     """
     return together(applied(count, *(FUNCTIONS[s] if isinstance(s, str) else s for s in steps)))
 
