@@ -1,4 +1,4 @@
-"""What one rank of many keeps and sends: sequence parallelism of Korthikanti et al. 2022, volumes of ZeRO."""
+"""What one rank of many keeps and sends: sequence parallelism of Korthikanti et al. 2022, ZeRO's volumes and states."""
 
 from fractions import Fraction
 from functools import cache
@@ -109,3 +109,76 @@ def gradients_and_parameters(row):
 @derives("zero-comm-3")
 def parameters_twice(row):
     return sent(3) * P, 3 * P
+
+
+# -- DeepSpeed's estimates of what a rank holds --------------------------------------------------------------------
+
+
+@cache
+def stack():
+    """89 layers of 32e6 parameters, and one of 3e6: a model of the size and of the largest layer that are stated."""
+    with cg.Graph("stack", dtype="bf16") as g:
+        x = g.input("x", (B, D))
+        first = cg.reduce(cg.linear(x, "b d -> b e", e=375, name="first"), "b e -> b", "mean")
+
+        def layer(y):
+            return y + cg.reduce(cg.linear(x, "b d -> b e", e=4000), "b e -> b", "mean")
+
+        g.output(cg.reduce(cg.repeat(L, layer, first, name="layers"), "b -> ", "mean"))
+    return g
+
+
+@cache
+def held(zero, precision="bf16-master"):
+    """What a rank of 8 holds of weights, gradients and states, in bytes."""
+    rank = cg.parallelize(cg.training_step(stack(), precision=precision), dp=8, zero=zero, strict=True)
+    return cg.state_bytes(rank, B=8, D=8000, L=89)
+
+
+def largest_layer():
+    """Bytes of the largest layer that is gathered, and of its gradient, both in bf16."""
+    one, two = (cg.param_bytes(stack(), D=8000, L=n) for n in (1, 2))
+    return 2 * (two - one)
+
+
+@derives("deepspeed-z2")
+def states_of_zero_2(row):
+    # the update's part of the gradients in fp32 is that of a rank that keeps them so
+    return Fraction(held(1).total + held(2, "megatron-bf16").gradients, 2**30)
+
+
+@derives("deepspeed-z2-offload")
+def weights_alone(row):
+    return Fraction(held(2).params, 2**30)
+
+
+@derives("deepspeed-z3")
+def states_of_zero_3(row):
+    # gradients of its part are in fp32
+    return Fraction(held(3, "megatron-bf16").total + largest_layer(), 2**30)
+
+
+@derives("deepspeed-z3-opt")
+def weights_of_zero_3(row):
+    return Fraction(held(3).params + largest_layer(), 2**30)
+
+
+@derives("deepspeed-z3-all")
+def one_layer(row):
+    return Fraction(largest_layer(), 2**30)
+
+
+#: What the source adds to memory of the host, "to be conservative" (additional_buffer_factor).
+CAREFUL = Fraction(3, 2)
+
+
+@derives("deepspeed-z2-cpu")
+def a_model_in_each_process(row):
+    # 4 bytes in each of 8 processes are more than the 16 that all have of states
+    whole, later = 2 * cg.param_bytes(stack(), D=8000, L=89), held(2, "megatron-bf16")
+    return 8 * max(Fraction(whole), Fraction(later.state + later.gradients)) * CAREFUL / 2**30
+
+
+@derives("deepspeed-z3-cpu")
+def all_on_the_host(row):
+    return 8 * Fraction(held(3, "megatron-bf16").total) * CAREFUL / 2**30
