@@ -21,11 +21,12 @@ from ..hardware.networks import Network
 from ..hardware.specs import Hardware
 from ..ops.collectives import Collective
 from ..ops.hops import Send
-from .calibrated.model import loads_of, shipped
+from .calibrated.loads import load_of
+from .calibrated.model import shipped
 from .exchange import exchange
 from .passes import Shares, most, of_batches, of_shares
 from .saved import behind
-from .seconds import OVERLAPS, estimate, lower_bound, spent, together, warn_of
+from .seconds import OVERLAPS, estimate, largest, lower_bound, spent, together, warn_of
 from .work import Asked, Fallback, Work, ask, exact
 
 __all__ = [
@@ -84,7 +85,7 @@ def seconds(
     SpecError
         If the device is unknown, has no rate at all, or lacks what is said of a link that a collective goes over.
     UnsupportedError
-        If a calibrated time is asked for with `hierarchical`, or of collectives that overlap; as `roofline`.
+        If a calibrated time is asked for with `hierarchical`; as `roofline`.
 
     Warns
     -----
@@ -138,8 +139,8 @@ def seconds(
     stages = stages_asked(graph, hardware, fallback, dims, "seconds", hierarchical=hierarchical, network=network)
     if which == "calibrated":
         for asked in stages:
-            _need_calibrated(asked, overlap)
-        timed = of_pipeline(stages, _calibrated) if graph.parts else _calibrated(stages[0])
+            _need_calibrated(asked)
+        timed = _overlapping(stages, overlap, _calibrated, _calibrated_beside)
         found = poly(max(exact(timed), exact(least(stages))))
     else:
         found = least(stages) if which == "lower" else as_declared(stages, overlap)
@@ -174,18 +175,25 @@ def least(stages: Sequence[Asked]) -> Poly:
 
 def as_declared(stages: Sequence[Asked], overlap: str) -> Poly:
     """Return the estimate: a sum over ops as declared, of a pipeline with what its stages wait for."""
+    return _overlapping(stages, overlap, _declared, _declared_beside)
+
+
+def _overlapping(
+    stages: Sequence[Asked], overlap: str, alone_timing: Timing, beside_timing: Callable[[Asked, str], Poly]
+) -> Poly:
+    """Return the time of all stages, from that of ops one after the other and of those that overlap as is said."""
     if len(stages) == 1:
-        return together([spent(w, stages[0]) for w in stages[0].works], stages[0], overlap)
+        return beside_timing(stages[0], overlap)
     if overlap == "none":
-        return of_pipeline(stages, _declared)
+        return of_pipeline(stages, alone_timing)
     taken = dict[Graph, Poly]()
     for asked in stages:
         asked.need_numbers(f"overlap {overlap!r} in a pipeline")
         rest = replace(asked, works=[w for w in asked.works if not between(w)])
-        handed = _declared(replace(asked, works=[w for w in asked.works if between(w)]))  # waited for in any case
-        alone, beside = _declared(rest), together([spent(w, rest) for w in rest.works], rest, overlap)
-        taken[asked.graph] = (beside + handed) / (alone + handed) if alone else ONE
-    return of_pipeline(stages, lambda part: _declared(part) * taken[part.graph])
+        sent = alone_timing(replace(asked, works=[w for w in asked.works if between(w)]))  # waited for in any case
+        alone, beside = alone_timing(rest), beside_timing(rest, overlap)
+        taken[asked.graph] = (beside + sent) / (alone + sent) if alone else ONE
+    return of_pipeline(stages, lambda part: alone_timing(part) * taken[part.graph])
 
 
 def between(work: Work) -> bool:
@@ -195,6 +203,10 @@ def between(work: Work) -> bool:
 
 def _declared(asked: Asked) -> Poly:
     return estimate([spent(w, asked) for w in asked.works], asked.graph.root.relations)
+
+
+def _declared_beside(asked: Asked, overlap: str) -> Poly:
+    return together([spent(w, asked) for w in asked.works], asked, overlap)
 
 
 def of_pipeline(stages: Sequence[Asked], timing: Timing) -> Poly:
@@ -281,35 +293,49 @@ def _sends(asked: Asked) -> Iterator[Poly]:
             yield exchange(op, asked.graph, asked.values, asked.hardware)[0]
 
 
-def _need_calibrated(asked: Asked, overlap: str) -> None:
+def _need_calibrated(asked: Asked) -> None:
     """Refuse what has no calibrated time."""
     question = "seconds, calibrated,"
     if asked.levels:
         raise UnsupportedError(f"{question} of graph {asked.graph.name!r}: hierarchical=True, expected False: what a "
                                "cache attains is in the terms")  # fmt: skip
-    if overlap != "none" and any(work.collective for work in asked.works):
-        raise UnsupportedError(f"{question} of graph {asked.graph.name!r}: overlap {overlap!r}, expected none")
     asked.need_numbers(question)
     for work in asked.works:
         work.seconds(asked.rates)  # refuses what has no time
 
 
 def _calibrated(asked: Asked) -> Poly:
-    """Return what devices were seen to take, all sizes put in.
+    """Return what devices were seen to take, all sizes put in, one op after the other."""
+    return poly(sum(_seen(asked), Fraction(0)))
 
-    Links between devices and hosts are not calibrated: what they do takes its estimated time after all else, the sends
-    of a ring what of it is longer than the kernel that they are inside of.
+
+def _calibrated_beside(asked: Asked, overlap: str) -> Poly:
+    """Return the same where collectives overlap."""
+    if overlap == "none":
+        return _calibrated(asked)
+    times = [[(poly(found), "calibrated")] for found in _seen(asked)]
+    return together(times, asked, overlap)
+
+
+def _seen(asked: Asked) -> list[Fraction]:
+    """Return what devices were seen to take for each op.
+
+    Links between devices and hosts are not calibrated: what they do takes its estimated time, the sends of a ring what
+    of it is longer than the kernel that they are inside of.
     """
-    rings = [work for work in asked.works if work.rings]
-    apart = {work.op for work in asked.works if work.collective or work.unit == "host" or work.rings}
-    alone, sent = ([work for work in asked.works if (work.op in apart) == how] for how in (False, True))
-    sent = [work for work in sent if not work.rings]
-    found = _seen(asked, alone) + sum(max(_seen(asked, [work]), exact(_of_links(asked, work))) for work in rings)
-    return poly(found) + _declared(replace(asked, works=sent))
-
-
-def _seen(asked: Asked, works: list[Work]) -> Fraction:
-    return Fraction(shipped().seconds(loads_of(replace(asked, works=works)), asked.rates)) if works else Fraction(0)
+    apart = [bool(work.collective) or work.unit == "host" for work in asked.works]
+    loads = [load_of(w, asked.values) for w, away in zip(asked.works, apart, strict=True) if not away and w.times]
+    measured = iter(shipped().times(loads, asked.rates))
+    known, found = asked.graph.root.relations, list[Fraction]()
+    for work, away in zip(asked.works, apart, strict=True):
+        if not work.times:
+            found.append(Fraction(0))
+        elif away:
+            found.append(Fraction(exact(largest(spent(work, asked), known))))
+        else:
+            taken = Fraction(next(measured))
+            found.append(max(taken, Fraction(exact(_of_links(asked, work)))) if work.rings else taken)
+    return found
 
 
 def _of_links(asked: Asked, work: Work) -> Poly:

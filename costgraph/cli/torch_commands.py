@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Annotated
 
@@ -52,7 +53,8 @@ def calibrate_command(
         str | None, typer.Option("--like", metavar="NAME", help="Device whose data sheet is meant; by default by name.")
     ] = None,
     records: Annotated[
-        str | None, typer.Option("--records", metavar="FILE", help="Published measurements, in the place of runs here.")
+        list[str] | None,
+        typer.Option("--records", metavar="FILE", help="Published measurements in the place of runs; repeatable."),
     ] = None,
 ) -> None:
     """Measure bandwidth, matrix rates by format and size, elementwise work and launches; write a device file.
@@ -66,7 +68,7 @@ def calibrate_command(
       costgraph report llama-3-8b --hardware my-cpu.toml B=1 S=512
       costgraph calibrate --records published.json --out model.json
     """
-    if records is not None:
+    if records:
         for name, value in {"--device": device, "--threads": threads, "--like": like}.items():
             if value:
                 raise FormatError(f"{name}: nothing runs with --records, expected --out and --quick alone beside it")
@@ -86,14 +88,14 @@ def calibrate_command(
     say(f"{found}\nwritten to {shorten(out, 200)}")
 
 
-def _fit(records: str, out: str | None, *, validate: bool) -> None:
+def _fit(records: Sequence[str], out: str | None, *, validate: bool) -> None:
     """Fit a model of time to published measurements, and print how good it is."""
     from ..report.records import calibrate
     from ..report.records.text import render_calibrated
 
     if out is not None:
         target_of(out, ".json")
-    found = calibrate(records, validate=validate, say=lambda text: typer.echo(text, err=True))
+    found = calibrate(*records, validate=validate, say=lambda text: typer.echo(text, err=True))
     width, color = screen()
     say(render_calibrated(found, width, color=color), styled=color)
     if out is not None:

@@ -21,6 +21,13 @@ UNITS = {"GB": 10**9, "GiB": 2**30, "MiB": 2**20}
 #: program (q, k, v, back, gate, up, down), keeps the odd ones, and attention.
 KEPT = ("q/matmul", "v/matmul", "layers/attention", "gate/matmul", "down/matmul")
 POLICIES = {"products": cg.every_block(keep=KEPT), "blocks": cg.every_block(), None: None}
+#: torchtitan's products in float8 are those of all layers but the head (torchtitan/float8.py @9dec370), over parameters
+#: in fp32 of which each rank has a part; in a pipeline ranks add up gradients of micro-batches in fp32.
+FLOAT8 = cg.Policy(
+    "float8", params="bf16", compute="bf16", master="fp32", moments="fp32", matmul="fp8_e4m3", grad_matmul="fp8_e5m2",
+    scopes={"head": "bf16"},
+)  # fmt: skip
+PRECISIONS = {"float8": FLOAT8, "float8-fp32-gradients": replace(FLOAT8, grads="fp32")}
 
 #: Bytes a second and direction, and seconds of a step of a ring, of a reduce-scatter over the NVLink of the B200 that
 #: SimuMax's rows ran on: 67.31 % of 900 GB/s (an all-gather 67.35 %), 8.03 us (9.18 us).
@@ -54,10 +61,11 @@ TIMES = """
 ## Time of a step
 
 The calibrated time of the same graphs: ops as devices were seen to run them ([calibration](calibration.md)), one set of
-terms for each device, with no row from below among what was fitted but for llm-foundry's passes of one device, and no
-B200, which has the terms of devices like it; after them collectives,
-nothing overlapping: at the rates of data sheets, over the NVLink of the B200 at what its runs of NCCL reached, 67 % of
-900 GB/s and 8 us for a step of a ring (SimuMax configs/system/b200_bf16_ceperm.json @4dcaae5). Tokens a second of one
+terms for each device, with no row from below among what was fitted but for llm-foundry's passes of one device; of the
+B200 these are products and attention that SimuMax timed one by one, and none of its steps. Collectives follow all else,
+but with FSDP, whose parameters are gathered and gradients reduced on streams of their own (`overlap="streams"`): at the
+rates of data sheets, over the NVLink of the B200 at what its runs of NCCL reached, 67 % of 900 GB/s and 8 us for a step
+of a ring (SimuMax configs/system/b200_bf16_ceperm.json @4dcaae5). Tokens a second of one
 device are the tokens of a rank over this time.
 
 | id | what ran | measured | derived | deviation | why |
@@ -75,7 +83,8 @@ def loss(logits):
 def step(model, precision, accumulate, checkpoint, wide, system):
     structure = {} if system == "torch" else {"system": system}
     return cg.training_step(
-        cg.models.load(model, **structure), loss if wide else None, precision=precision, accumulate=accumulate,
+        cg.models.load(model, **structure), loss if wide else None, accumulate=accumulate,
+        precision=PRECISIONS.get(precision, precision),
         optimizer=cg.AdamW(implementation="fused"), checkpoint=POLICIES[checkpoint],
     )  # fmt: skip
 
@@ -85,7 +94,10 @@ def rank(program):
     how = program["precision"], program.get("accumulate", 1), program.get("checkpoint"), "loss" in program
     how = *how, program.get("system", "torch")
     whole = step(program["model"], *how)
-    options = ("dp", "cp", "tp", "ep", "zero", "sequence", "context", "pp", "system", "reduce_each", "placements")
+    options = (
+        "dp", "cp", "tp", "ep", "zero", "sequence", "context", "pp", "layers", "system", "reduce_each", "placements",
+        "offload",
+    )  # fmt: skip
     asked = {key: program[key] for key in options if key in program}
     asked |= {"micro_batches": program["accumulate"]} if "pp" in program else {}
     made = cg.parallelize(whole, **asked, strict=True)
@@ -109,7 +121,7 @@ def derived(row):
         sizes = {name: n for name, n in sizes.items() if name in known_names(graph)}
     if "device" not in row:
         return cg.peak_memory(graph, **sizes) / UNITS[row["unit"]]
-    seconds = cg.seconds(graph, device(row), "calibrated", **sizes)
+    seconds = cg.seconds(graph, device(row), "calibrated", overlap=row.get("overlap", "none"), **sizes)
     # ranks of tp have the same tokens
     tokens = cg.step_tokens(graph, **sizes) / row["program"].get("tp", 1)
     return 1e3 * seconds if row["unit"] == "ms" else tokens / seconds

@@ -19,6 +19,7 @@ from costgraph.report.records import calibrate
 from costgraph.report.records.fitting import Measured, fit
 
 PEAKS = {"h100-sxm": 989.4, "a100-80-sxm": 312.0}
+OTHER = {"b200": 2250.0}
 SIZES = [(4093, 4099, 4111), (8191, 2039, 4093), (2039, 8191, 8191), (6143, 6151, 2053), (8191, 8209, 8219)]
 
 
@@ -26,7 +27,7 @@ def record(device, M, N, K, share):
     return {
         "id": f"{device}-{M}-{N}-{K}", "source": "made up", "device": device, "family": "squares", "what": "kernel",
         "inputs": {"op": "gemm", "M": M, "N": N, "K": K, "dtype": "fp16"}, "quantity": "rate", "unit": "TFLOP/s",
-        "value": round(PEAKS[device] * share, 3),
+        "value": round((PEAKS | OTHER)[device] * share, 3),
     }  # fmt: skip
 
 
@@ -88,6 +89,17 @@ def test_the_command_prints_and_writes(records, capsys):
     assert len(model.places) == len(model.weights)
 
 
+def test_several_files_are_one(records):
+    other = records.with_name("other.json")
+    other.write_text(json.dumps([record("b200", *sizes, 0.5) for sizes in SIZES]))
+    found = calibrate(records, other, validate=False).model
+    assert found.records == "records.json, other.json"
+    for device, rate in (("h100-sxm", 0.6 * 989.4), ("b200", 0.5 * 2250)):
+        asked = ask(product(5119, 5113, 5107), device, None, {}, "test")
+        taken = found.seconds(loads_of(asked), asked.rates)
+        assert taken == pytest.approx(2 * 5119 * 5113 * 5107 / (rate * 1e12), rel=0.08)
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [
@@ -113,7 +125,8 @@ def test_without_times_there_is_no_model(records, capsys):
 
 @pytest.mark.long
 def test_the_shipped_model_is_that_of_the_records():
-    found = calibrate(Path(__file__).parents[1] / "measured" / "published" / "gpus.json", validate=False).model
+    folder = Path(__file__).parents[1] / "measured" / "published"
+    found = calibrate(folder / "gpus.json", folder / "b200.json", validate=False).model
     given = json.loads(SHIPPED.read_text())
     assert found.records == given["records"]
     graph = cg.models.load("llama-3-8b")

@@ -158,12 +158,19 @@ class Calibration:
         return attained(rows, compute, traffic + own.get("memory", 0.0), launch + own.get("launch", 0.0),
                         (self.vector, self.special), np.asarray(near))  # fmt: skip
 
+    def times(self, loads: Sequence[Load], rates: Rates) -> list[float]:
+        """Return the time of each op, all its runs together."""
+        alike = list(dict.fromkeys(loads))
+        if not alike:
+            return []
+        rows = rows_of(alike, rates, self.typical)
+        found = (self.of(rows, rates.hardware.id).seconds * rows.times).tolist()
+        known = dict(zip(alike, found, strict=True))
+        return [known[load] for load in loads]
+
     def seconds(self, loads: Sequence[Load], rates: Rates) -> float:
         """Return the time of ops on a device, one after the other."""
-        if not loads:
-            return 0.0
-        rows = rows_of(loads, rates, self.typical)
-        return float(self.of(rows, rates.hardware.id).seconds @ rows.times)
+        return sum(self.times(loads, rates))
 
 
 def alike(places: Array, others: Array, width: float) -> Array:

@@ -77,13 +77,13 @@ class Calibrated:
         write_file(target_of(path, ".json"), text + "\n")
 
 
-def calibrate(path: str | os.PathLike[str], *, validate: bool = True, say: Said | None = None) -> Calibrated:
-    """Fit a calibrated model of time to a file of records.
+def calibrate(*paths: str | os.PathLike[str], validate: bool = True, say: Said | None = None) -> Calibrated:
+    """Fit a calibrated model of time to files of records.
 
     Parameters
     ----------
-    path : str or path-like
-        JSON, as `read_records` reads it.
+    *paths : str or path-like
+        JSON, as `read_records` reads it: one or several.
     validate : bool
         Also fit with a tenth of the records left out, with a tenth of shapes, and without each device, and say how well
         what was left out is predicted.
@@ -98,13 +98,13 @@ def calibrate(path: str | os.PathLike[str], *, validate: bool = True, say: Said 
     Raises
     ------
     FormatError
-        If the file cannot be read, is no list of records, or has fewer than two times that can be predicted.
+        If a file cannot be read or is no list of records, or they have fewer than two times that can be predicted.
     """
     said = say or (lambda text: None)
     reasons: dict[str, int] = {}
     typical: dict[str, float] = {}
-    found = list(_known(read_records(path), reasons, typical, said))
-    place = place_of(path)
+    found = list(_known([record for path in paths for record in read_records(path)], reasons, typical, said))
+    place = ", ".join(map(place_of, paths)) or "calibrate"
     if len(found) < 2:
         raise FormatError(f"{place}: {len(found)} records with a time that is predicted, expected two at least")
     measured = Measured(
@@ -115,7 +115,8 @@ def calibrate(path: str | os.PathLike[str], *, validate: bool = True, say: Said 
     said(f"fitting {len(found)} records")
     fitted = fit(measured, np.ones(len(found), dtype=bool))
     figures = _figures(found, measured, fitted, said) if validate else None
-    return Calibrated(_model(os.path.basename(os.fspath(path)), fitted, typical, figures), reasons)
+    names = ", ".join(os.path.basename(os.fspath(path)) for path in paths)
+    return Calibrated(_model(names, fitted, typical, figures), reasons)
 
 
 def _short(value: object) -> str:

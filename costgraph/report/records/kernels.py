@@ -66,7 +66,7 @@ def _multiplied(name: str, M: int, N: int, K: int) -> Run:
     return Run(_product(format_of(name)), {"M": M, "N": N, "K": K}, Fraction(2 * M * N * K))
 
 
-@family("squares", "mamf", "azure-gemm", "fp8-gemm", "deepbench-gemm", subject="products")
+@family("squares", "mamf", "azure-gemm", "fp8-gemm", "deepbench-gemm", "simumax-gemm", subject="products")
 def product(record: Record) -> Case:
     """Predict a product of two matrices, whose layouts change neither FLOPs nor bytes."""
     given = facts(record, _Product)
@@ -195,13 +195,16 @@ class _Attention:
     causal: bool
     direction: Annotated[str, one_of(("forward", "backward", "forward+backward"))]
     dtype: str = "fp16"
+    kv_heads: Size | None = None
+    value_dim: Size | None = None
 
 
 @cache
-def _attention(elements: cg.DType, direction: str, *, causal: bool) -> cg.Graph:
-    B, H, S, K = cg.dims("B H S K")
+def _attention(elements: cg.DType, direction: str, *, causal: bool, shared: bool) -> cg.Graph:
+    B, H, S, K, V = cg.dims("B H S K V")
+    G = cg.dims("G") if shared else H
     with cg.Graph("attention", dtype=elements.name) as g:
-        q, k, v = (g.param(name, (B, H, S, K)) for name in "qkv")
+        q, k, v = (g.param(*of) for of in (("q", (B, H, S, K)), ("k", (B, G, S, K)), ("v", (B, G, S, V))))
         y = cg.attention(q, k, v, causal=causal)
         g.output(y if direction == "forward" else cg.reduce(y, "b h s k -> ", "sum"))
     return g if direction == "forward" else cg.backward(g)
@@ -211,12 +214,14 @@ def _attention(elements: cg.DType, direction: str, *, causal: bool) -> cg.Graph:
 def fused_attention(record: Record) -> Case:
     """Predict attention in one kernel; its rate counts the pairs that are seen, half of the square if causal."""
     given = facts(record, _Attention)
-    g = _attention(format_of(given.dtype), given.direction, causal=given.causal)
-    sizes = {"B": given.B, "H": given.heads, "S": given.S, "K": given.head_dim}
+    shared, of_values = given.kv_heads not in (None, given.heads), given.value_dim or given.head_dim
+    g = _attention(format_of(given.dtype), given.direction, causal=given.causal, shared=shared)
+    sizes = {"B": given.B, "H": given.heads, "S": given.S, "K": given.head_dim, "V": of_values}
+    sizes |= {"G": given.kv_heads} if shared and given.kv_heads else {}
     # Dao 2023 (arXiv 2307.08691), section 4.1: 4*S^2*K a head, 2.5 times that backward
     passes = {"forward": Fraction(1), "backward": Fraction(5, 2), "forward+backward": Fraction(7, 2)}[given.direction]
     pairs = Fraction(given.S**2, 2 if given.causal else 1)
-    work = 4 * given.B * given.heads * given.head_dim * pairs * passes
+    work = 2 * given.B * given.heads * (given.head_dim + of_values) * pairs * passes
     return Case((Run(g, sizes, work, ("backward",) if given.direction == "backward" else ()),), repeated=True)
 
 
