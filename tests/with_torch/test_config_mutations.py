@@ -117,7 +117,7 @@ def test_every_type_of_models_has_its_defaults():
 # -- small files -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("whole", [False, True], ids=["lean", "whole"])
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.long)], ids=["lean", "whole"])
 @pytest.mark.parametrize("name", sorted(FILES))
 def test_a_file_as_it_is(name, whole):
     assert compared(name, file_of(name, whole=whole)) in ("equal", "equal parameters")

@@ -146,7 +146,14 @@ FAMILIES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "options", "sizes"), FAMILIES)
+#: What they cache, and what reads it, is what others do: keys and values in groups of heads, of a window or of all.
+ALIKE = ("mistral-7b", "qwen2.5-0.5b", "qwen3-8b", "gemma-2-2b", "phi-3-mini", "olmo-2-7b")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "sizes"),
+    [pytest.param(*f, marks=pytest.mark.long) if f[0] in ALIKE else f for f in FAMILIES],
+)
 def test_models_generate_what_one_pass_computes(name, options, sizes):
     g = cg.models.load(name, **options)
     sizes = {k: v for k, v in {"V": 17, **sizes}.items() if k in g.defaults or k == "M"}

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from fractions import Fraction
+from functools import cache
 
 import pytest
 import torch
@@ -227,6 +228,7 @@ IDS = torch.zeros(3, 17, dtype=torch.long)
 
 @pytest.mark.parametrize("name", SCOPES)
 def test_a_language_model(name):
+    @cache
     def forward(n):
         return trace(Loss(built(name, n).eval()), IDS, dims=[("B", "S")])
 
@@ -243,7 +245,7 @@ def test_a_language_model(name):
         ("gpt2", "foreach"),
         pytest.param("gpt2", "for-loop", marks=pytest.mark.long),
         pytest.param("llama", "foreach", marks=pytest.mark.long),
-        ("llama", "for-loop"),
+        pytest.param("llama", "for-loop", marks=pytest.mark.long),
     ],
 )
 def test_a_language_model_is_trained(name, optimizer):

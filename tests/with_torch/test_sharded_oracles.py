@@ -255,6 +255,7 @@ def test_parts_of_the_sequence_that_pass_by():
     assert ours == {("forward", both // 2): 2 * 3, ("backward", both // 2): 2 * 7}
 
 
+@pytest.mark.long  # of torch alone
 def test_torch_still_sends_what_is_recorded(tmp_path):
     torch = pytest.importorskip("torch")
     if torch.__version__.partition("+")[0] != RECORD["torch"]:
