@@ -293,3 +293,17 @@ def test_of_many_candidates_those_remain_that_are_the_largest_somewhere():
     bent = [f"{a}*A + {64 - a * a}*B" for a in range(1, 8)]  # above the means of their neighbours
     assert {label for _, label in prune([(parse_formula(t), t) for t in bent])} == set(bent)
     assert prune([(poly(3), "a"), (poly(2), "b")]) == [(poly(3), "a")]
+
+
+@pytest.mark.parametrize("text", ["S == 4*floor(S/4)", "32*B*S == 128*B*floor(S/4)", "S - 4*ceiling(S/4) == 0"])
+def test_a_whole_part_that_is_all_is_put_in_everywhere(text):
+    """Held against all sizes that the assumption leaves: multiples of 4."""
+    part = "ceiling(S/4)" if "ceiling" in text else "floor(S/4)"
+    for formula in (part, f"floor(S/{part})", f"{part}**2*Max(S, {part})", "floor(S/8)"):
+        p = parse_formula(formula)
+        found = known(text).reduce(p)
+        assert "floor(S/4)" not in str(found)
+        assert "ceiling(S/4)" not in str(found)
+        for size in (4, 8, 12, 44):
+            assert found.bind(numbers(S=size)) == p.bind(numbers(S=size))
+    assert known(text).reduce(parse_formula(f"floor(S/{part})")).constant == 4

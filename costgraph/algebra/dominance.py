@@ -94,6 +94,25 @@ def solve(p: Poly, prefer: Sequence[str] = ()) -> tuple[str, Poly] | None:
     return None
 
 
+def _exact(p: Poly) -> tuple[str, Poly] | None:
+    """Return a whole part that `p == 0` says is no less than the whole: floor(S/4) where S == 4*floor(S/4)."""
+    for key in sorted(p.generators()):
+        if key[0] == "~" and isinstance(expr := generator(key), sympy.floor | sympy.ceiling):
+            factor = Poly({tuple(f for f in m if f[0] != key): c for m, c in p.terms.items() if (key, 1) in m})
+            inner = poly(expr.args[0])
+            if factor.terms and p == factor * (Poly({((key, 1),): 1}) - inner):
+                return key, inner
+    return None
+
+
+def _put(p: Poly, atom: str, value: Poly) -> Poly:
+    """Replace an atom, inside other atoms too."""
+    old = generator(atom)
+    inside = {k: generator(k) for k in p.generators() if k[0] == "~" and k != atom}
+    new = {k: poly(expr.xreplace({old: value.expr})) for k, expr in inside.items() if expr.has(old)}
+    return p.substitute({**new, atom: value})
+
+
 def integral(p: Poly) -> Poly | None:
     """Return a positive multiple that is an integer for all sizes, or None where an atom need not be one."""
     found = NOTHING_KNOWN.cleared([p])
@@ -146,6 +165,7 @@ class Relations:
 
     def __init__(self, relations: Iterable[Relation] = ()) -> None:
         self.relations: tuple[Relation, ...] = tuple(relations)
+        self._whole: list[tuple[str, Poly]] = []  # atoms, and what they are
         self._equal: list[tuple[str, Poly]] = []
         self._steps: list[tuple[str, Poly]] = []
         self._most: dict[str, Rational] = {}
@@ -173,6 +193,8 @@ class Relations:
         self._state(difference)
         subject = [s for s in relation.subject if s in difference.generators()]
         if relation.equal:
+            if (exact := _exact(difference)) is not None:
+                self._whole.append(exact)
             solved = solve(difference, subject)
             if solved is not None and not solved[1].names() and not solved[1].is_size:
                 raise self._contradiction(relation)
@@ -273,6 +295,8 @@ class Relations:
 
     def reduce(self, p: Poly) -> Poly:
         """Eliminate what an equality gives, so that equal sizes become the same polynomial."""
+        for atom, value in self._whole:
+            p = _put(p, atom, value)
         for key, value in self._equal:
             p = p.bind({key: value})
         return p

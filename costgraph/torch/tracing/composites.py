@@ -125,10 +125,24 @@ def encoder_layer(
     return x if norm_first else norm(x, norm_weight_2, norm_bias_2)
 
 
+def _distances(x1: torch.Tensor, x2: torch.Tensor) -> torch.Tensor:
+    """Distances of rows by one product (`native/Distance.cpp`): |x|^2 - 2*x*y + |y|^2, with norms beside the rows."""
+    norm_1 = x1.pow(2).sum(-1, keepdim=True)
+    ones_1 = torch.ones_like(norm_1)
+    norm_2 = x2.pow(2).sum(-1, keepdim=True)
+    ones_2 = torch.ones_like(norm_2)
+    left = torch.cat([x1.mul(-2), norm_1, ones_1], -1)
+    del norm_1, ones_1
+    right = torch.cat([x2, ones_2, norm_2], -1)
+    del norm_2, ones_2
+    return torch.matmul(left, right.mT).clamp_min_(0).sqrt_()
+
+
 #: By op; each takes and returns what the op does.
 COMPOSITES: dict[Any, Callable[..., Any]] = {
     aten._native_multi_head_attention.default: _attention,
     aten._transformer_encoder_layer_fwd.default: encoder_layer,
+    aten._euclidean_dist.default: _distances,
     # whether a padding mask leaves sequences that can be packed is data: the way of one that does not is taken
     aten._nested_tensor_from_mask_left_aligned.default: lambda tensor, mask: False,
 }

@@ -12,7 +12,7 @@ from torch import _prims_common, overrides
 from torch.nn.functional import interpolate, linear
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 
-from .layers import RECURRENT
+from .layers import RECURRENT, gru_cell, lstm_cell
 from .spectra import einsum, istft, stft
 
 __all__ = ["SymbolicSizes"]
@@ -134,6 +134,11 @@ def _scaled(size: Any, factor: float) -> Any:
     return torch.sym_int(size * factor)  # type: ignore[no-untyped-call]  # torch has no types for it
 
 
+def _of_open_sizes(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Leave a step of a batch whose size is a number to torch."""
+    return lambda input, *args: step(input, *args) if _open(input) else None
+
+
 #: By function of torch: what is called for it, which gives None where the function itself has to run.
 _INSTEAD: dict[Any, Callable[..., Any]] = {
     interpolate: _resampled,
@@ -141,4 +146,6 @@ _INSTEAD: dict[Any, Callable[..., Any]] = {
     torch.stft: stft,
     torch.istft: istft,
     torch.einsum: einsum,
+    torch.gru_cell: _of_open_sizes(gru_cell),
+    torch.lstm_cell: _of_open_sizes(lstm_cell),
 }

@@ -7,13 +7,13 @@ from typing import Any
 import sympy
 from torch.utils._sympy import functions
 
-from ...algebra.dominance import integral, lower
+from ...algebra.dominance import integral
 from ...algebra.extremum import Max, Min
 from ...algebra.polynomial import Poly, poly
-from ...algebra.symbols import shown, symbol
+from ...algebra.symbols import shown
 from ...errors import CostGraphError, UnsupportedError
 from .shapes import Shapes
-from .sizes import Translator
+from .sizes import Translator, holds
 
 __all__ = ["assumptions"]
 
@@ -53,9 +53,9 @@ def _texts(expr: Any, translator: Translator) -> list[str]:
     left, right = (translator.formula(side) for side in expr.args)
     if not isinstance(expr, sympy.Ne):
         return [f"{left} {_SIGNS[type(expr)]} {right}"]
-    if _holds(left - right) or (not right and isinstance(expr.args[0], _REMAINDERS)):
+    if holds(left - right) or (not right and isinstance(expr.args[0], _REMAINDERS)):
         return [f"{left} > {right}"]
-    return [f"{left} < {right}" if _holds(right - left) else f"{_margin(expr, translator)} >= 0"]
+    return [f"{left} < {right}" if holds(right - left) else f"{_margin(expr, translator)} >= 0"]
 
 
 def _margin(expr: Any, translator: Translator) -> Poly:
@@ -95,16 +95,7 @@ def _follows(expr: Any, translator: Translator, *, apart: bool) -> bool:
     left, right = (translator.formula(side) for side in expr.args)
     ahead = left - right
     if isinstance(expr, sympy.Eq | sympy.Ne):
-        unequal = _holds(ahead, strict=True) or _holds(-ahead, strict=True)
+        unequal = holds(ahead, strict=True) or holds(-ahead, strict=True)
         return unequal if isinstance(expr, sympy.Ne) else not ahead
     strict = isinstance(expr, sympy.Gt | sympy.Lt)
-    return _holds(ahead if isinstance(expr, sympy.Ge | sympy.Gt) else -ahead, strict=strict)
-
-
-def _holds(p: Poly, *, strict: bool = False) -> bool:
-    """Whether something is at least 0, or above it, for all sizes above 1."""
-    try:
-        low = lower(p.substitute({n: poly(symbol(n) + 1) for n in p.names()}))
-    except CostGraphError:
-        return False
-    return low is not None and (low > 0 if strict else low >= 0)
+    return holds(ahead if isinstance(expr, sympy.Ge | sympy.Gt) else -ahead, strict=strict)

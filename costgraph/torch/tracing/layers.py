@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-__all__ = ["RECURRENT"]
+__all__ = ["RECURRENT", "gru_cell", "lstm_cell"]
 
 aten = torch.ops.aten
 # torch's number of the mode
@@ -131,14 +131,29 @@ def _gru_cell(x: torch.Tensor, h: torch.Tensor, weight: torch.Tensor, bias: Any,
     return made
 
 
+def gru_cell(
+    x: torch.Tensor, h: torch.Tensor, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None
+) -> torch.Tensor:
+    """Run one step of a GRU."""
+    return _gru_cell(functional.linear(x, w_ih, b_ih), h, w_hh, b_hh, None)
+
+
+def lstm_cell(x: torch.Tensor, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> State:
+    """Run one step of an LSTM."""
+    h, c = hx
+    return _gated(functional.linear(h, w_hh, b_hh).add_(functional.linear(x, w_ih, b_ih)), c)
+
+
 def _lstm_cell(x: torch.Tensor, state: State, weight: torch.Tensor, bias: Any, project: Any) -> State:
-    h, c = state
-    gates = functional.linear(h, weight, bias).add_(x)
+    h, c = _gated(functional.linear(state[0], weight, bias).add_(x), state[1])
+    return h if project is None else h @ project.T, c
+
+
+def _gated(gates: torch.Tensor, c: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     i, f, g, o = aten.unsafe_split(gates, c.shape[1], 1)
     i, f, g, o = i.sigmoid_(), f.sigmoid_(), g.tanh_(), o.sigmoid_()
     c = (f * c).add_(i * g)
-    h = o * c.tanh()
-    return h if project is None else h @ project.T, c
+    return o * c.tanh(), c
 
 
 #: By function of torch, called with tensors of a batch; what is packed has lengths that are data.

@@ -10,12 +10,13 @@ import sympy
 import torch
 from torch.utils._sympy import functions
 
+from ...algebra.dominance import lower
 from ...algebra.extremum import Max, Min
 from ...algebra.polynomial import Poly, poly
 from ...algebra.symbols import shown, symbol
-from ...errors import UnsupportedError
+from ...errors import CostGraphError, UnsupportedError
 
-__all__ = ["Translator"]
+__all__ = ["Translator", "holds"]
 
 
 class Translator:
@@ -66,6 +67,15 @@ class Translator:
         return out
 
 
+def holds(p: Poly, *, strict: bool = False) -> bool:
+    """Whether something is at least 0, or above it, for all sizes above 1."""
+    try:
+        low = lower(p.bind({n: poly(symbol(n) + 1) for n in p.names()}))
+    except CostGraphError:
+        return False
+    return low is not None and (low > 0 if strict else low >= 0)
+
+
 def _power(base: Poly, exponent: Poly) -> Poly:
     whole = exponent.constant
     if not isinstance(whole, int):
@@ -96,7 +106,10 @@ def _modulo(a: Poly, b: Poly) -> Poly:
 
 
 def _largest(*args: Poly) -> Poly:
-    return poly(Max(*(a.expr for a in args)))
+    """Return a maximum of sizes above 1: of 1 and a size, which strides are made with, it is the size."""
+    args = tuple(dict.fromkeys(args))
+    left = [a for a in args if not any(b is not a and holds(b - a) for b in args)]
+    return left[0] if len(left) == 1 else poly(Max(*(a.expr for a in args)))
 
 
 def _least(*args: Poly) -> Poly:

@@ -54,6 +54,8 @@ def _product_and_sum(
     x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: Any = 1, alpha: Any = 1
 ) -> torch.Tensor:
     """Make the result of products of matrices; fake tensors would broadcast the first operand by numbers."""
+    if a.shape[0] != b.shape[0] or a.shape[2] != b.shape[1]:
+        aten.baddbmm.default(x, a, b, beta=beta, alpha=alpha)  # says what is wrong
     return a.new_empty([a.shape[0], a.shape[1], b.shape[2]])
 
 

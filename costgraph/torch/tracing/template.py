@@ -201,7 +201,7 @@ def _settled(
 ) -> Template | None:
     """Say whether the ops stand for themselves, or are one kernel."""
     ops = body.ops
-    as_run = all(_lies(t, w) for t, w in zip(results, wanted, strict=True))
+    as_run = all(_lies(body, t, w) for t, w in zip(results, wanted, strict=True))
     if not ops:
         return None
     work = [op for op in ops if op.kind.overwrites() or any(not t.is_view for t in op.results)]
@@ -232,10 +232,10 @@ def _settled(
     return Template(body, used, results, kind)
 
 
-def _lies(t: Tensor, w: Wanted) -> bool:
+def _lies(body: Graph, t: Tensor, w: Wanted) -> bool:
     """Whether a result lies in memory as in the run; where an axis of size 1 leads makes no difference."""
-    same = all(n == ONE or a == b for n, a, b in zip(t.sizes, t.strides, w.spec.strides, strict=True))
-    return same and (w.of is None or t.offset == w.offset)
+    same = all(n == ONE or body.same(a, b) for n, a, b in zip(t.sizes, t.strides, w.spec.strides, strict=True))
+    return same and (w.of is None or body.same(t.offset, w.offset))
 
 
 def _strides(wanted: Sequence[Wanted]) -> tuple[Sizes | None, ...]:

@@ -40,6 +40,8 @@ def viewed(x: torch.Tensor, sizes: Sequence[Any]) -> Any:
     for n in reversed(sizes):
         strides.append(step)
         step = step * n
+    if step != x.numel():  # asked even where it holds at the sizes of the run: S need not be 4*(S//4)
+        return torch.ops.aten.view.default(x, sizes)
     return _view(x, torch.ops.aten.as_strided.default, list(sizes), strides[::-1], x.storage_offset())
 
 
@@ -54,6 +56,8 @@ def expanded(x: torch.Tensor, sizes: Sequence[Any], **kwargs: Any) -> Any:
         size, stride = (x.shape[i - new], x.stride()[i - new]) if i >= new else (1, after * step)
         wanted = size if isinstance(sizes[i], int) and sizes[i] == -1 else sizes[i]
         repeated = isinstance(size, int) and size == 1 and not (isinstance(wanted, int) and wanted == 1)
+        if not repeated and wanted != size:
+            return torch.ops.aten.expand.default(x, sizes, **kwargs)
         out.append((wanted, 0 if repeated else stride))
     shape, strides = zip(*reversed(out), strict=True) if out else ((), ())
     return _view(x, torch.ops.aten.as_strided.default, list(shape), list(strides), x.storage_offset())

@@ -17,7 +17,7 @@ import sympy
 from ....algebra.extremum import smaller
 from ....algebra.polynomial import ONE, ZERO, Poly, poly
 from ..call import Call, Counts, Spec
-from .amounts import REDUCE, each, is_number, together
+from .amounts import each, is_number, together
 from .reductions import norm_of
 from .table import rule
 
@@ -203,16 +203,6 @@ def distances(call: Call) -> Counts:
     x, pairs = _rows(call), call.out.numel
     seen = Spec((pairs, x.sizes[-1]), (x.sizes[-1], ONE), x.dtype)
     return together(each(seen.numel, "sub"), norm_of(seen, call["p"], pairs))
-
-
-@rule("_euclidean_dist")
-def euclidean(call: Call) -> Counts:
-    """Count norms of rows, one matrix product, and a root for each pair."""
-    x, y = call["x1"], call["x2"]
-    rows = together(each(x.numel, "square", REDUCE), each(y.numel, "square", REDUCE))
-    return together(
-        rows, Counts(matmul=2 * call.out.numel * x.sizes[-1]), each(call.out.numel, "add", "add", "maximum", "sqrt")
-    )
 
 
 @rule("_cdist_backward", "_pdist_backward")

@@ -24,6 +24,8 @@ _DENSE: dict[str, tuple[str, ...]] = {
     "embedding_dense_backward": ("grad_output",),
     "im2col": ("self",),
     "pixel_shuffle": ("self",),
+    "_cdist_forward": ("x1", "x2"),
+    "_cdist_backward": ("grad", "x1", "x2"),
 }
 #: The same where channels may be the last axis in memory as well.
 _DENSE_OR_CHANNELS_LAST: dict[str, tuple[str, ...]] = {

@@ -1,0 +1,138 @@
+"""Programs whose sizes are named, held to real runs at other sizes: parts of sizes, steps of recurrence, distances."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+from traced import adamw, differences
+
+import costgraph as cg
+from costgraph.torch import trace
+
+
+class Cell(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.cell = kind(13, 17)
+
+    def forward(self, x, h, *c):
+        made = self.cell(x, (h, *c) if c else h)
+        return (made[0] * made[1] if c else made).square().mean()
+
+
+class Blocks(nn.Module):
+    """Attends to what a layer makes of each block of four keys, and to the keys of two chosen blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.of_block = nn.Linear(4 * 7, 7)
+
+    def forward(self, x):
+        batch, length, width = x.shape
+        blocks = x.reshape(batch, length // 4, 4, width)
+        weights = (x @ self.of_block(blocks.flatten(2)).mT).softmax(-1)
+        chosen = weights.topk(2, -1).indices[..., None, None].expand(-1, -1, -1, 4, width)
+        keys = blocks[:, None].expand(-1, length, -1, -1, -1).gather(2, chosen).flatten(2, 3)
+        return torch.einsum("bstd,bsd->bst", keys, x).softmax(-1).square().mean() + weights.square().mean()
+
+
+class Half(nn.Module):
+    """Runs a layer on the half of the tokens that a router chooses."""
+
+    def __init__(self):
+        super().__init__()
+        self.router, self.layer = nn.Linear(7, 1), nn.Linear(7, 7)
+
+    def forward(self, x):
+        weight, index = self.router(x)[..., 0].topk(x.shape[1] // 2, 1)
+        index = index[..., None].expand(-1, -1, 7)
+        return x.scatter_add(1, index, self.layer(x.gather(1, index)) * weight[..., None]).square().mean()
+
+
+class Distances(nn.Module):
+    def __init__(self, mode):
+        super().__init__()
+        self.codes, self.mode = nn.Embedding(29, 11), mode
+
+    def forward(self, x):
+        return torch.cdist(x, self.codes.weight.expand(x.shape[0], -1, -1), compute_mode=self.mode).sum()
+
+
+class LongConvolution(nn.Module):
+    """Convolves by a transform of twice the length, whose gradient is cut back to it."""
+
+    def __init__(self):
+        super().__init__()
+        self.filter = nn.Linear(3, 5)
+
+    def forward(self, x, positions):
+        length = x.shape[1]
+        spectra = (torch.fft.rfft(t, n=2 * length) for t in (x.mT, self.filter(positions).mT))
+        return torch.fft.irfft(next(spectra) * next(spectra), n=2 * length)[..., :length].square().mean()
+
+
+PROGRAMS = {
+    "gru cell": (lambda: Cell(nn.GRUCell), [("N", 13), ("N", 17)], {"N": 11}, {"N": 37}),
+    "lstm cell": (lambda: Cell(nn.LSTMCell), [("N", 13), ("N", 17), ("N", 17)], {"N": 11}, {"N": 37}),
+    "blocks": (Blocks, [("B", "S", 7)], {"B": 3, "S": 12}, {"B": 5, "S": 20}),
+    "half of the tokens": (Half, [("B", "S", 7)], {"B": 3, "S": 11}, {"B": 5, "S": 23}),
+    "long convolution": (LongConvolution, [("B", "L", 5), ("L", 3)], {"B": 3, "L": 11}, {"B": 2, "L": 17}),
+    "distances": (lambda: Distances("donot_use_mm_for_euclid_dist"), [("B", 8, 11)], {"B": 3}, {"B": 5}),
+    "distances by a product": (lambda: Distances("use_mm_for_euclid_dist"), [("B", 8, 11)], {"B": 3}, {"B": 5}),
+}
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_peak_and_products_at_other_sizes_are_those_of_a_run(name, train):
+    make, shapes, small, large = PROGRAMS[name]
+    torch.manual_seed(0)
+    module = make()
+    dims = [tuple(n if isinstance(n, str) else None for n in shape) for shape in shapes]
+    few, many = ([torch.rand([sizes.get(n, n) for n in shape]) for shape in shapes] for sizes in (small, large))
+    more = {"train": True, "optimizer": adamw} if train else {}
+    graph = trace(module, *few, dims=dims, **more)
+    peak, flops = differences(graph, module, many, adamw(module.parameters()) if train else None, **large)
+    # a product inside of one op, which torch's counter does not see, of rows with their norms beside them
+    unseen = 2 * large["B"] * 8 * 29 * (11 + 2) if "product" in name else 0
+    assert abs(peak) <= 12
+    assert flops == -unseen
+
+
+def test_no_part_of_a_size_that_has_to_divide_is_foreign():
+    kinds = {type(op.kind).__name__ for op in trace(Half(), torch.rand(3, 11, 7), dims=[("B", "S", None)]).ops}
+    assert "Foreign" not in kinds
+
+
+# each needs a length that four divides: S is S//4*4
+DIVIDED = {
+    "view": lambda x: x.view(x.shape[0], x.shape[1] // 4, 4, 7) * 2,
+    "rows": lambda x: x.view(x.shape[0] * (x.shape[1] // 4), 28) * 2,
+    "unflatten": lambda x: x.unflatten(1, (-1, 4)) * 2,
+    "dense again": lambda x: x.transpose(0, 1).contiguous().view(x.shape[1] // 4, 4, x.shape[0], 7) * 2,
+    "unsafe view": lambda x: torch.ops.aten._unsafe_view(x, [x.shape[0], x.shape[1] // 4, 28]) * 2,
+    "expand": lambda x: x.expand(x.shape[0], x.shape[1] // 4 * 4, 7) * 2,
+    "baddbmm": lambda x: torch.baddbmm(torch.zeros(7, 7), x.mT[:, :, : x.shape[1] // 4 * 4], x),
+}
+
+
+class Program(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+def test_a_length_that_a_program_cannot_take_is_refused(name):
+    program = Program(DIVIDED[name])
+    graph = trace(program, torch.rand(3, 12, 7), dims=[("B", "S", None)])
+    with FlopCounterMode(display=False) as counter:
+        program(torch.rand(5, 20, 7))
+    assert cg.matmul_flops(graph, B=5, S=20) == counter.get_total_flops()
+    with pytest.raises(RuntimeError):
+        program(torch.rand(5, 13, 7))
+    with pytest.raises(cg.BindingError, match=r"S=13: against the assumption"):
+        cg.flops(graph, B=5, S=13)
