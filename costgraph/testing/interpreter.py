@@ -366,7 +366,8 @@ class _Interpreter:
         counted.widest += at.stated.get("widest", widest if "reads" not in at.stated else read)
         counted.most += max(read, most) if "reads" not in at.stated else read
         counted.written += at.stated.get("writes", _bytes(at.written_at))
-        known = {v.buffer for v in at.operands if v is not None}  # what is absent is kept as well
+        # what is absent is kept as well, and what iterations have left
+        known = {v.buffer for given in at.operands if given is not None for v in members(given)}
         made = [v.buffer for v in at.made.values() if v.buffer not in known]
         touched = [*known, *(v.buffer for v in at.made.values())]
         workspace = 0 if at.op.on_host else self.sizes(at.op.workspace)

@@ -361,9 +361,17 @@ def _started_from(lesson: Lesson) -> set[str]:
     for graph in lesson.trained.bodies():
         for run_ in lesson.checkpoint.runs([op for op in graph.ops if op.phase == "forward"]):
             made = {t for op in run_ for t in op.results}
-            found |= {t.storage.name for op in run_ for t in op.operands if t not in made}
-            found |= {t.storage.name for op in run_ if lesson.checkpoint.keeps(op) for t in op.results}
+            found |= {name for op in run_ for t in op.operands if t not in made for name in _names(t)}
+            found |= {name for op in run_ if lesson.checkpoint.keeps(op) for t in op.results for name in _names(t)}
             if graph.owner is not None:
                 outer = graph.owner
                 found |= {t.storage.name for t in (*outer.operands, *outer.results, *graph.outputs)}
     return found
+
+
+def _names(t: Tensor) -> Iterator[str]:
+    """Yield the name of a tensor's storage, and in bodies of loops of what the last iteration has made."""
+    yield t.storage.name
+    op = t.producer
+    if op is not None and op.loop is not None:
+        yield from _names(op.loop.body.outputs[op.results.index(t)])

@@ -441,3 +441,11 @@ def test_an_axis_of_one_more_than_a_size_is_longer_than_one():
         g.output(cg.relu(x))
     assert g.outputs[0].strides == x.strides  # 1/(D + 1) is no size: the order of the axes is kept
     testing.check(g, A=2, B=3, D=5)
+
+
+def test_a_run_that_is_not_called_again_holds_nothing_that_a_loop_has_left():
+    with cg.Graph("g") as g:
+        x = cg.repeat(2, cg.ops.keep, g.param("x", (D,)), name="scan")
+        x = cg.repeat(2, lambda h: -h, x, name="negated")
+        g.output(cg.reduce(x, "d -> ", "mean"))
+    testing.check_training(g, ["checkpoints_change_no_gradient_and_save_no_flops"], D=5)

@@ -121,3 +121,20 @@ def test_sizes_are_bound():
         cg.saved_bytes(step, X=3)
     with pytest.raises(cg.GraphError, match="saved_bytes"):
         cg.saved_bytes("gpt2")
+
+
+@pytest.mark.parametrize(("act", "held"), [(cg.tanh, True), (lambda x: -x, False)])
+def test_what_a_block_captures_is_held_to_its_end_where_anything_calls_it_again(act, held):
+    # a weak reference says the same of torch's checkpoint: the mask dies behind the forward pass where no op of the
+    # block saves a tensor, so that no hook names the block's frame, else where the gradient leaves the block
+    B, D = cg.dims("B D")
+    with cg.Graph("g") as g:
+        with cg.scope("mask"):
+            mask = cg.relu(g.input("m", (B, D)))
+        x = cg.linear(g.input("x", (B, D)), "b d -> b e", e=D)
+        with cg.scope("block"):
+            x = act(x + mask)
+        g.output(cg.reduce(x, "b d -> ", "mean"))
+    step = cg.backward(g, checkpoint=cg.selective("block"))
+    row = next(row for row in cg.lifetimes(step, B=3, D=5) if row.tensor == "mask/relu")
+    assert next(op.phase for op in step.ops if op.name == row.dies) == ("backward" if held else "forward")

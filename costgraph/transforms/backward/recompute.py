@@ -12,6 +12,7 @@ from ...graph.op import Op
 from ...graph.tensor import Tensor
 from ...ops.keep import Keep, keep
 from ..rewrite import Rewriter
+from ..shard.sums import origin
 from ..vjp.table import Pull, Rule
 from .flow import active_in
 from .walk import Walk
@@ -25,7 +26,8 @@ def again(walk: Walk, run: Sequence[Op]) -> None:
     """Compute a run of ops again from its inputs, and walk back over what that makes.
 
     As torch's checkpoint without reentrance does, the ops run in their order and stop after the last one that the
-    backward pass reads anything of. What is kept of them stays until the walk has left the run, read or not.
+    backward pass reads anything of. What they start from, and what is kept of them, stays until the walk has left the
+    run, read or not.
     """
     results = [t for op in run for t in op.results]
     if not any(t in walk.grads or t in walk.parts for t in results):
@@ -43,10 +45,11 @@ def again(walk: Walk, run: Sequence[Op]) -> None:
     active = active_in(copies, (m for t, m in inputs.items() if t in walk.active))
     leaves = {m: walk.leaves[t] for t, m in inputs.items() if t in walk.leaves}
     hooks = walk.hooks.within or replace(walk.hooks, runs=lambda ops: (), keeps=lambda op: False, start=False)
-    own, standins = set(copies), set(inputs.values())
+    own, standins, read = set(copies), set(inputs.values()), set[Tensor]()
 
     def saved(t: Tensor) -> Tensor:
         """Return what stands for a tensor of the forward pass: for one that is computed again it is itself."""
+        read.add(t)
         if t in standins or t.producer in own:
             return t
         return copier.tensors[t] if t in copier.tensors else walk.saved(t)
@@ -56,7 +59,10 @@ def again(walk: Walk, run: Sequence[Op]) -> None:
     back.active |= {t for op in kept for t in op.operands if copier.tensors[t] in active}
     _walk_back(walk, back, run, copies, copier.tensors, inputs)
     _stop_early(graph, copies)
-    _hold(walk, inputs, [t for op, t in kept.items() if copier.tensors[op.results[0]] not in graph])
+    left = [t for op, t in kept.items() if copier.tensors[op.results[0]] not in graph]
+    if read:  # else there is nothing that would call the run again, which is what names its arguments
+        left += (now for t, now in inputs.items() if origin(t).role in ("activation", "input"))
+    _hold(walk, inputs, left)
 
 
 def _walk_back(
@@ -85,7 +91,7 @@ def _walk_back(
 
 
 def _hold(walk: Walk, inputs: Iterable[Tensor], left: Sequence[Tensor]) -> None:
-    """Let what is kept and not read live until a gradient leaves the run, as torch's frame of the run does."""
+    """Let what a run starts from, and keeps, live until a gradient leaves it, as torch's frame of the run does."""
     last = next((t for t in inputs if t in walk.grads and t not in walk.leaves), None)
     if left and last is not None:
         grad = walk.take(last)
