@@ -262,9 +262,11 @@ def pool(
     return apply(kind, [x], named(name, f"{operation}_pool"))[0]
 
 
-def pooling(x: Tensor, operation: str, spans: tuple[int, ...], stride: Extents, padding: Extents) -> Pool:
+def pooling(
+    x: Tensor, operation: str, spans: tuple[int, ...], stride: Extents, padding: Extents, *, inside: bool = False
+) -> Pool:
     """Return the record of a pooling of windows of the last axes."""
     indices, out = _slid(x, spans, stride, padding, 1)
     kept = tuple(Axes((f"n{i}",)) for i in range(x.ndim - len(spans)))
     pattern = Pattern(((*kept, *indices),), (*kept, *(Axes((f"o{i}",)) for i in range(len(spans)))))
-    return Pool(pattern=pattern, extents=_extents(x.sizes[: len(kept)], out, spans), operation=operation)
+    return Pool(pattern=pattern, extents=_extents(x.sizes[: len(kept)], out, spans), operation=operation, inside=inside)

@@ -30,8 +30,8 @@ class Function:
     formula: str = ""
     """What is computed."""
     grad: tuple[Any, ...] | None = None
-    """Gradient of each operand, None where it is zero: "g" is the gradient of the result, "y" the result, "a", "b" and
-    "c" are the operands, numbers stand for themselves, and `("mul", "g", "b")` applies a function of the table, with
+    """Gradient of each operand, None where it is zero: "g" is the gradient of the result, "y" the result, "a" to "d"
+    are the operands, numbers stand for themselves, and `("mul", "g", "b")` applies a function of the table, with
     an underscore behind its name in place. None for a function whose gradient is not stated."""
 
 
@@ -52,7 +52,7 @@ def _is_gradient(value: object) -> bool:
     """Whether it is an expression of the gradient of a function."""
     if isinstance(value, tuple):
         return len(value) > 1 and isinstance(value[0], str) and all(map(_is_gradient, value[1:]))
-    return value in ("g", "y", "a", "b", "c") if isinstance(value, str) else isinstance(value, int | float)
+    return value in ("g", "y", "a", "b", "c", "d") if isinstance(value, str) else isinstance(value, int | float)
 
 
 #: A function as a field of an op has it.

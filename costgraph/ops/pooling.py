@@ -38,6 +38,8 @@ class Windowed(OpKind):
     extents: Extents
     """Size of every axis of the pattern."""
     operation: Annotated[str, _POOLING]
+    inside: Flag = False
+    """Whether a mean is of what lies inside alone, padding not counted."""
 
     @property
     def made(self) -> tuple[Poly, ...]:

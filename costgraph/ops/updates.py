@@ -22,11 +22,24 @@ __all__ = [
     "FusedUpdate", "Step", "Unscale", "ZeroGrad",
 ]  # fmt: skip
 
-ADD_SCALED = Function("add_scaled", 3, 2, formula="a + t * b")
-ADD_PRODUCT = Function("add_product", 3, 2, formula="a + b * c")
-ADD_QUOTIENT = Function("add_quotient", 3, 2, formula="a + b / c")
-ADD_SCALED_PRODUCT = Function("add_scaled_product", 4, 3, formula="a + t * b * c")
-ADD_SCALED_QUOTIENT = Function("add_scaled_quotient", 4, 3, formula="a + t * b / c")
+
+def _scaled(*grads: tuple[object, ...]) -> tuple[object, ...]:
+    """Gradients of a sum whose second term has a number before it, which has none."""
+    return ("g", None, *(("mul", grad, "b") for grad in grads))
+
+
+def _quotient(a: str, b: str) -> tuple[tuple[object, ...], tuple[object, ...]]:
+    """Gradients of both parts of a quotient."""
+    return ("div", "g", b), ("mul", ("neg", "g"), ("div", a, ("mul", b, b)))
+
+
+ADD_SCALED = Function("add_scaled", 3, 2, formula="a + t * b", grad=("g", None, ("mul", "g", "b")))
+ADD_PRODUCT = Function("add_product", 3, 2, formula="a + b * c", grad=("g", ("mul", "g", "c"), ("mul", "g", "b")))
+ADD_QUOTIENT = Function("add_quotient", 3, 2, formula="a + b / c", grad=("g", *_quotient("b", "c")))
+ADD_SCALED_PRODUCT = Function(
+    "add_scaled_product", 4, 3, formula="a + t * b * c", grad=_scaled(("mul", "g", "d"), ("mul", "g", "c"))
+)
+ADD_SCALED_QUOTIENT = Function("add_scaled_quotient", 4, 3, formula="a + t * b / c", grad=_scaled(*_quotient("c", "d")))
 NON_FINITE = Function("non_finite", 1, 1, formula="1 where x is infinite or no number, else 0")
 
 

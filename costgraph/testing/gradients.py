@@ -77,6 +77,6 @@ def _drawn_unpool(s: Sketch) -> Sequence[Tensor]:
     assert made.producer is not None
     kind = made.producer.kind
     assert isinstance(kind, Pool)
-    back = Unpool(pattern=kind.pattern, extents=kind.extents, operation=kind.operation)
+    back = Unpool(pattern=kind.pattern, extents=kind.extents, operation=kind.operation, inside=kind.inside)
     places = [s.fresh(made.shape, "int64", "input")] if operation == "max" else []
     return apply(back, [s.fresh(made.shape, x.dtype.name), x, *places], "unpool")

@@ -154,20 +154,27 @@ def _flat(pattern: Pattern, index: Point, shape: Point) -> int:
     return out
 
 
-def _window(kind: Windowed, extents: Mapping[str, int]) -> int:
-    return prod(n for name, n in extents.items() if name not in kind.pattern.result_names)
+def _shares(kind: Windowed, extents: Mapping[str, int], shape: Point) -> dict[Point, int]:
+    """Return of how many elements the mean of each window is."""
+    found: dict[Point, int] = {}
+    for point in _index_points(extents):
+        index = tuple(_place(d, point, extents) for d in kind.pattern.operands[0])
+        to = tuple(_place(d, point, extents) for d in kind.pattern.result)
+        found[to] = found.get(to, 0) + (not kind.inside or _inside(index, shape))
+    return found
 
 
 @meaning(Unpool)
 def _unpool(at: At[Unpool]) -> None:
     """Give the gradient of each window to the place of its maximum, or a share of it to every element."""
     pattern, extents, largest = at.kind.pattern, at.of(at.kind.extents), at.kind.operation == "max"
-    out, window = at.result().array, _window(at.kind, extents)
+    out, window = at.result().array, prod(n for name, n in extents.items() if name not in pattern.result_names)
     out[...] = 0
+    shares = _shares(at.kind, extents, out.shape)
     slid = {n: extents.pop(n) for n in pattern.result_names}
     for start in _index_points(slid):
         to = tuple(_place(d, start, slid) for d in pattern.result)
-        share = at.read(0, *to) / (1 if largest else window)
+        share = at.read(0, *to) / (1 if largest else shares[to])
         place = at.read(2, *to) if largest else None
         at.tally.pointwise += 1 if largest else window
         for point in _index_points(extents):
@@ -181,7 +188,7 @@ def _unpool(at: At[Unpool]) -> None:
 def _pool(at: At[Pool]) -> None:
     pattern, extents = at.kind.pattern, at.of(at.kind.extents)
     out, shape = at.result().array, at.operands[0].array.shape
-    largest, window = at.kind.operation == "max", _window(at.kind, extents)
+    largest, shares = at.kind.operation == "max", _shares(at.kind, extents, shape)
     for point in _index_points(extents):
         index = tuple(_place(d, point, extents) for d in pattern.operands[0])
         to = tuple(_place(d, point, extents) for d in pattern.result)
@@ -189,7 +196,7 @@ def _pool(at: At[Pool]) -> None:
         old = out[to]
         if at.kind.indices and (np.isnan(old) or x > old):
             at.write(_flat(pattern, index, shape), *to, to=1)
-        new = (x if np.isnan(old) else max(old, x)) if largest else x / window + (0 if np.isnan(old) else old)
+        new = (x if np.isnan(old) else max(old, x)) if largest else x / shares[to] + (0 if np.isnan(old) else old)
         at.write(new, *to)
         at.tally.pointwise += 1
 

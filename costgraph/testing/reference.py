@@ -108,10 +108,11 @@ def _einsum(at: At[Einsum]) -> Array:
 def _pool(at: At[Pool]) -> Array:
     pattern, extents = at.kind.pattern, at.of(at.kind.extents)
     largest = at.kind.operation == "max"
-    windows, _ = _windows(at, 0, dict(zip(extents, ascii_letters, strict=False)), -np.inf if largest else 0.0)
+    fill = -np.inf if largest else np.nan if at.kind.inside else 0.0
+    windows, _ = _windows(at, 0, dict(zip(extents, ascii_letters, strict=False)), fill)
     names = list(dict.fromkeys(n for d in pattern.operands[0] for n in d.names))
     axes = tuple(i for i, n in enumerate(names) if n not in pattern.result_names)
-    return np.asarray(windows.max(axes) if largest else windows.mean(axes))
+    return np.asarray(windows.max(axes) if largest else (np.nanmean if at.kind.inside else np.mean)(windows, axes))
 
 
 # -- element by element ------------------------------------------------------------------------------------------

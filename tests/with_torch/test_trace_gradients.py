@@ -113,6 +113,13 @@ CASES = {
     "cut into all and nothing": (
         Function(lambda x: torch.cat([x[:, :5].sin(), x[:, 5:].cos()], 1)), nn.Linear(5, 5), [ROWS],
     ),
+    "rolled": (Function(lambda x: x.roll((-3, 2), (2, 3))), images(), [X]),
+    "blocks of pixels": (nn.PixelShuffle(2), nn.Conv2d(3, 8, 1), [X]),
+    "pixels of blocks": (nn.PixelUnshuffle(2), images(), [X]),
+    "below a diagonal": (Function(lambda x: x.tril(-1) + x.triu(2)), nn.Linear(5, 5), [ROWS]),
+    "mean of windows without padding": (nn.AvgPool2d(3, 2, 1, count_include_pad=False), images(), [X]),
+    "grown": (nn.UpsamplingNearest2d(scale_factor=2), images(), [X]),
+    "squares": (Function(lambda x: functional.mse_loss(x, torch.ones_like(x))), nn.Linear(5, 5), [ROWS]),
     "repeated once": (Function(lambda x: x.repeat(1, 1)), nn.Linear(5, 5), [ROWS]),
 }  # fmt: skip
 

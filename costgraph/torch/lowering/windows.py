@@ -141,7 +141,7 @@ def _pool(site: Site[Pool]) -> None:
             site.settle(site.call(item, made, i), i)
     else:
         like = torch.empty(sizes, dtype=site.shadow(x).dtype, device="meta")
-        site.settle(site.call(mean_pool, x, window, stride, padding, like=like))
+        site.settle(site.call(mean_pool, x, window, stride, padding, site.kind.inside, like=like))
 
 
 def _pooled(site: Site[OpKind], sizes: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -162,11 +162,13 @@ def max_pool(
     return made[0].to(x.dtype), made[1]
 
 
-def mean_pool(x: torch.Tensor, window: Sequence[int], stride: Sequence[int], padding: Sequence[int]) -> torch.Tensor:
-    """Return the means of windows, padding counted."""
+def mean_pool(
+    x: torch.Tensor, window: Sequence[int], stride: Sequence[int], padding: Sequence[int], inside: bool
+) -> torch.Tensor:
+    """Return the means of windows, of what lies inside alone or padding counted."""
     functions = torch.nn.functional
     function = {1: functions.avg_pool1d, 2: functions.avg_pool2d, 3: functions.avg_pool3d}[len(window)]
-    made: torch.Tensor = function(_wide(x), list(window), list(stride), list(padding))
+    made: torch.Tensor = function(_wide(x), list(window), list(stride), list(padding), count_include_pad=not inside)
     return made.to(x.dtype)
 
 
@@ -184,7 +186,7 @@ def _unpool(site: Site[Unpool]) -> None:
     if site.kind.operation == "max":
         site.settle(site.call(max_unpool, *nodes, x, like=like))
     else:
-        site.settle(site.call(mean_unpool, *nodes, x, window, stride, padding, like=like))
+        site.settle(site.call(mean_unpool, *nodes, x, window, stride, padding, site.kind.inside, like=like))
 
 
 def max_unpool(grad: torch.Tensor, indices: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -195,14 +197,19 @@ def max_unpool(grad: torch.Tensor, indices: torch.Tensor, x: torch.Tensor) -> to
 
 
 def mean_unpool(
-    grad: torch.Tensor, x: torch.Tensor, window: Sequence[int], stride: Sequence[int], padding: Sequence[int]
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    window: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    inside: bool,
 ) -> torch.Tensor:
     """Give each element of a window its share of the gradient."""
     rank, aten = len(window), torch.ops.aten
-    more: tuple[Any, ...] = (list(window), list(stride), list(padding), False, True, None)
+    more: tuple[Any, ...] = (list(window), list(stride), list(padding), False, not inside, None)
     made: torch.Tensor
     if rank == 1:  # torch has it for two axes and three
-        more = ([1, *window], [1, *stride], [0, *padding], False, True, None)
+        more = ([1, *window], [1, *stride], [0, *padding], False, not inside, None)
         made = aten.avg_pool2d_backward(grad.unsqueeze(2), x.unsqueeze(2), *more).squeeze(2)
     else:
         made = {2: aten.avg_pool2d_backward, 3: aten.avg_pool3d_backward}[rank](grad, x, *more)

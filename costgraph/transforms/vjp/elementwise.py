@@ -71,7 +71,7 @@ class _Given:
         op = self.pull.op
         if expression == "y":
             return self.pull.saved(op.results[0])
-        place = "abc".index(expression)
+        place = "abcd".index(expression)
         if place not in self.places:
             return self.pull.kind.scalars[place]
         return self.pull.saved(op.operands[self.places.index(place)])

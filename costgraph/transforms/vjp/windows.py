@@ -27,5 +27,5 @@ def _pool(pull: Pull[Pool]) -> Sequence[Tensor | None]:
                 f"'indices'"
             )
         operands.append(pull.saved(op.results[1]))
-    back = Unpool(pattern=kind.pattern, extents=kind.extents, operation=kind.operation)
+    back = Unpool(pattern=kind.pattern, extents=kind.extents, operation=kind.operation, inside=kind.inside)
     return apply(back, operands, "unpool")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from ....algebra.polynomial import ONE, ZERO
+from ....algebra.polynomial import ZERO
 from ....ops.reach import larger
 from ..call import Call, Counts, Spec
-from .amounts import operand_bytes, size, unsupported
+from .amounts import operand_bytes, unsupported
 from .table import rule
+from .workspaces import overlapping
 
 __all__: list[str] = []  # its rules are found in RULES
 
@@ -15,11 +16,11 @@ __all__: list[str] = []  # its rules are found in RULES
     "_assert_async", "_assert_tensor_metadata", "_chunk_cat", "_linalg_check_errors", "_local_scalar_dense",
     "_pin_memory", "_reshape_alias_copy", "_to_copy", "alias_copy", "as_strided_scatter", "block_diag", "cat",
     "channel_shuffle", "clone", "complex", "constant_pad_nd", "diag_embed", "diagonal_backward", "diagonal_scatter",
-    "expand_copy", "flip", "is_same_size", "lift", "lift_fresh", "lu_unpack", "masked_scatter_backward", "max_unpool2d",
-    "max_unpool3d", "permute_copy", "pixel_shuffle", "pixel_unshuffle", "reflection_pad1d", "reflection_pad2d",
-    "reflection_pad3d", "repeat", "repeat_interleave.self_int", "replication_pad1d", "replication_pad2d",
-    "replication_pad3d", "roll", "rot90", "select_backward", "select_scatter", "slice_backward", "slice_scatter",
-    "split_copy", "split_with_sizes_copy", "stack", "tril", "triu", "unbind_copy", "unfold_copy",
+    "expand_copy", "flip", "is_same_size", "lift", "lift_fresh", "lu_unpack", "masked_scatter_backward",
+    "max_unpool2d", "max_unpool3d", "permute_copy", "reflection_pad1d", "reflection_pad2d", "reflection_pad3d",
+    "repeat", "repeat_interleave.self_int", "replication_pad1d", "replication_pad2d", "replication_pad3d", "roll",
+    "rot90", "select_backward", "select_scatter", "slice_backward", "slice_scatter", "split_copy",
+    "split_with_sizes_copy", "stack", "unbind_copy", "unfold_copy",
 )  # fmt: skip
 def moved(call: Call) -> Counts:
     """Count no FLOPs: operands are read and results written, or looked at and handed to the host."""
@@ -74,21 +75,11 @@ def repeated(call: Call) -> Counts:
 # that overlap are more than what they are taken from.
 
 
-def _overlapping(call: Call) -> bool:
-    return any(size(k) != s and size(k) != ONE for k, s in zip(call["kernel_size"], call["stride"], strict=True))
-
-
-@rule("im2col")
-def im2col(call: Call) -> Counts:
-    """Count no FLOPs: every window is written out."""
-    return Counts(workspace=call["self"].bytes if _overlapping(call) else ZERO)
-
-
 @rule("col2im")
 def col2im(call: Call) -> Counts:
     """Count an addition for each element of each window."""
     columns: Spec = call["self"]
-    if _overlapping(call):
+    if overlapping(call):
         extra = larger(columns.bytes, call.out.bytes) - call.out.bytes
     else:
         extra = ZERO if columns.numel == call.out.numel else columns.bytes

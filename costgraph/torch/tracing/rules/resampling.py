@@ -10,10 +10,11 @@ from math import prod
 
 import sympy
 
-from ....algebra.polynomial import ONE, ZERO, Poly, poly, total
+from ....algebra.polynomial import ONE, ZERO, Poly, poly
 from ..call import Call, Counts, Spec
 from .amounts import each, operand_bytes, together, unsupported
 from .table import Rule, rule
+from .workspaces import neighbours
 
 __all__: list[str] = []  # its rules are found in RULES
 
@@ -31,18 +32,7 @@ _NEAREST = ("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "_
 def _forward(taps: int, axes: int) -> Rule:
     """One axis after the other: of n neighbours n products and n - 1 sums, for each of those of the axes before."""
     flops = sum((2 * taps - 1) * taps**i for i in range(axes))
-    return lambda call: Counts(pointwise=call.out.numel * flops, workspace=_table(call, taps))
-
-
-def _table(call: Call, taps: int) -> Poly:
-    """Return the bytes of place and weight of each neighbour, made for each row and each column of a CPU's kernel.
-
-    Where channels come last in memory only the cubic one makes such a table.
-    """
-    made = call.out
-    if taps < 4 and made.strides[1] == ONE and made.sizes[1] != ONE:
-        return ZERO
-    return total(made.sizes[2:]) * (taps * (8 + made.dtype.bytes))
+    return lambda call: Counts(pointwise=call.out.numel * flops, workspace=neighbours(call, taps))
 
 
 def _backward(taps: int, axes: int) -> Rule:
@@ -63,7 +53,7 @@ def nearest(call: Call) -> Counts:
         (n / k).constant is None or (n / k).constant >= 1 for n, k in zip(call.out.sizes, operand.sizes, strict=True)
     )
     reads = None if larger else operand_bytes(call, self=call.out.numel * operand.dtype.bytes)
-    return Counts(reads=reads, workspace=_table(call, 1))
+    return Counts(reads=reads)
 
 
 @rule(*(f"{name}_backward" for name in _NEAREST))

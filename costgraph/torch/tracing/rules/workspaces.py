@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from ....algebra.polynomial import ONE, ZERO, Poly, total
 from ..call import Call, Spec
-from .amounts import contiguous_copy
+from .amounts import contiguous_copy, size
 
-__all__ = ["workspace_of"]
+__all__ = ["neighbours", "overlapping", "workspace_of"]
 
 #: Arguments that a kernel makes dense, by op.
 _DENSE: dict[str, tuple[str, ...]] = {
@@ -59,9 +59,29 @@ def workspace_of(call: Call) -> Poly:
         copies.append(_whole(call, call[_WHOLE[name]]))
     if name == "native_layer_norm_backward" and call.get("weight") is not None:
         copies.append(2 * call["weight"].bytes)  # sums for both gradients, of each thread
+    if name.startswith(("upsample_nearest", "_upsample_nearest")) and not name.endswith("_backward"):
+        copies.append(neighbours(call, 1))
+    if name == "im2col" and overlapping(call):
+        copies.append(call["self"].bytes)  # of what windows that overlap are taken from
     if name == "mse_loss" and call["reduction"]:
         copies.append(call["self"].numel * call["self"].dtype.bytes)  # squares before they are added up
     return total(copies)
+
+
+def neighbours(call: Call, taps: int) -> Poly:
+    """Return the bytes of place and weight of each neighbour, made for each row and each column of a CPU's kernel.
+
+    Where channels come last in memory only the cubic one makes such a table.
+    """
+    made = call.out
+    if taps < 4 and made.strides[1] == ONE and made.sizes[1] != ONE:
+        return ZERO
+    return total(made.sizes[2:]) * (taps * (8 + made.dtype.bytes))
+
+
+def overlapping(call: Call) -> bool:
+    """Whether windows have anything in common: a CPU's kernels make a result as large as the operand first."""
+    return any(size(k) != s and size(k) != ONE for k, s in zip(call["kernel_size"], call["stride"], strict=True))
 
 
 def _whole(call: Call, operand: Spec) -> Poly:

@@ -5,6 +5,7 @@ from . import (  # noqa: F401  # they fill the table
     gradients,
     kernels,
     lookups,
+    losses,
     moves,
     products,
     reductions,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from math import log, pi
 from typing import Any
 
 from ....algebra.polynomial import Poly
@@ -37,6 +38,36 @@ _NUMBERS: dict[str, dict[str, float]] = {
 }  # fmt: skip
 
 
+_G: Any = "g"
+_UNDER_ROOT: Any = ("rsqrt", ("add", ("mul", ("neg", "a"), "a"), 1))
+_BOTH_SQUARED: Any = ("reciprocal", ("add", ("mul", "a", "a"), ("mul", "b", "b")))
+#: Gradients of functions that the library's table has not, as torch's autograd works them out.
+_GRADIENTS: dict[str, tuple[Any, ...]] = {
+    "acos": (("mul", ("neg", _G), _UNDER_ROOT),),
+    "asin": (("mul", _G, _UNDER_ROOT),),
+    "atan": (("div", _G, ("add", ("mul", "a", "a"), 1)),),
+    "atan2": (("mul", ("mul", _G, "b"), _BOTH_SQUARED), ("mul", ("mul", _G, ("neg", "a")), _BOTH_SQUARED)),
+    "erfc": (("mul", ("mul", ("exp", ("neg", ("square", "a"))), -2 / pi**0.5), _G),),
+    "exp2": (("mul", ("mul", _G, "y"), log(2)),),
+    "log10": (("div", _G, ("mul", "a", log(10))),),
+    "log2": (("div", _G, ("mul", "a", log(2))),),
+    "logit": (("div", _G, ("mul", "a", ("sub", 1, "a"))),),
+    "prelu_kernel": (
+        ("where", ("less", 0, "a"), _G, ("mul", "b", _G)), ("where", ("less", 0, "a"), 0, ("mul", "a", _G)),
+    ),
+    "remainder": (_G,),
+    "fmod": (_G,),
+    "tan": (("mul", _G, ("add", ("square", "y"), 1)),),
+    **dict.fromkeys(("ceil", "trunc", "floor_divide"), (None,)),
+}  # fmt: skip
+
+
+def _gradient(name: str, arity: int) -> tuple[Any, ...] | None:
+    """Return the gradient of each operand that is a tensor, None where it is not known of so many."""
+    found = _GRADIENTS.get(name, ())
+    return found if len(found) == arity else None
+
+
 def _is_operand(value: Any) -> bool:
     return isinstance(value, Tensor | Poly | int | float) and not isinstance(value, bool)
 
@@ -66,10 +97,11 @@ def _named(call: Call, steps: Sequence[str | Function]) -> Function | str:
         return steps[0]
     records = [FUNCTIONS[s] if isinstance(s, str) else s for s in steps]
     flops, hard = sum(f.flops for f in records), sum(f.transcendentals for f in records)
-    return Function(call.name.strip("_"), len(tensors), flops, hard)
+    name, arity = call.name.strip("_"), len(tensors)
+    return Function(name, arity, flops, hard, grad=_gradient(name, arity))
 
 
-@translation("pointwise")
+@translation("pointwise", "_prelu_kernel")
 def elementwise(call: Call) -> Tensor | None:
     """What the table of functions says, or the steps that the kernel consists of."""
     if len(call.results) != 1 or any(isinstance(v, tuple) for v in call.arguments.values()):
@@ -134,7 +166,7 @@ def divided(call: Call) -> Tensor | None:
     if call.get("rounding_mode") is None:
         return _applied(call, "div", operands)
     tensors = [v for v in operands if isinstance(v, Tensor)]
-    return _applied(call, Function("rounded_quotient", len(tensors), 2), tensors)
+    return _applied(call, Function("rounded_quotient", len(tensors), 2, grad=(None,) * len(tensors)), tensors)
 
 
 @translation("max.other", "min.other")
@@ -162,7 +194,9 @@ def power(call: Call) -> Tensor | None:
     if len(steps) == 1:
         return _applied(call, steps[0], [call["self"]])
     records = [FUNCTIONS[s] for s in steps]
-    made = Function("power", 1, sum(f.flops for f in records), sum(f.transcendentals for f in records))
+    number = call["exponent"]
+    slope = (("mul", "g", ("mul", ("pow", "a", number - 1), number)),)
+    made = Function("power", 1, sum(f.flops for f in records), sum(f.transcendentals for f in records), grad=slope)
     return _applied(call, replace(made, result="float") if call.out.dtype.kind == "float" else made, [call["self"]])
 
 
@@ -175,4 +209,6 @@ def clamped(call: Call) -> Tensor | None:
     if low is None and _is_operand(high):
         return _applied(call, "minimum", [call["self"], high])
     tensors = [v for v in (call["self"], low, high) if isinstance(v, Tensor)]
-    return _applied(call, Function("clamp_between", len(tensors), 2), tensors)
+    inside = ("logical_and_", ("less_equal", low, "a"), ("less_equal", "a", high))
+    slope = (("where", inside, "g", 0),) if len(tensors) == 1 else None
+    return _applied(call, Function("clamp_between", len(tensors), 2, grad=slope), tensors)

@@ -18,8 +18,9 @@ from ....transforms.rewrite import Rewriter
 from ....transforms.vjp.kernels import row_sums
 from ..call import Call, Spec
 from .kernels import attended, batch_norm, group_norm, layer_norm, nll, root_norm, soft
+from .losses import squared
 from .table import Translation, translation
-from .windows import adaptive_mean, convolution, max_pool, mean_pool
+from .windows import adaptive_mean, convolution, max_pool, mean_pool, repeated
 
 __all__: list[str] = []  # its translations are found in TRANSLATIONS
 
@@ -64,29 +65,36 @@ def _gradients(
     saved: Mapping[int, str],
     *,
     kernel: bool = False,
+    results: tuple[Spec, ...] = (),
 ) -> list[Tensor | None]:
     """Return a gradient for each operand of the forward kernel, whose facts the call of the gradient has as well.
 
     `operands` are what is saved of the forward kernel's, or how they look; `grad` is the gradient of its first result;
     `saved` are results that are saved, and the arguments that they are in this call. `kernel` says whether its ops are
-    one kernel, which says itself what is saved of its inside.
+    one kernel, which says itself what is saved of its inside; `results` are what the forward kernel made, where it
+    looks at that.
     """
     given = {name: t for name, t in operands.items() if t is not None}
     inputs = dict(zip(given, _inputs(list(given.values())), strict=True))
 
     def made(*tensors: Tensor) -> tuple[Tensor, ...]:
         arguments = {**call.arguments, **dict.fromkeys(operands), **dict(zip(given, tensors, strict=True))}
-        return _results(forward, replace(call, arguments=arguments, results=()))
+        return _results(forward, replace(call, arguments=arguments, results=results))
 
     with building(next(iter(inputs.values())).graph):
-        results: Any = fused("forward", made, *inputs.values()) if kernel else made(*inputs.values())
+        returned: Any = fused("forward", made, *inputs.values()) if kernel else made(*inputs.values())
     known = {inputs[n]: t for n, t in given.items() if isinstance(t, Tensor)}
     for place, name in saved.items():
-        known[results[place]] = cast(call[name], results[place].dtype)
+        known[returned[place]] = cast(call[name], returned[place].dtype)
     mask = call.get("output_mask") or (True,) * len(operands)
     asked = [n for n, wanted in zip(operands, mask, strict=False) if wanted and n in inputs and _is_float(inputs[n])]
-    gradients = dict(zip(asked, _pulled(results[0], grad, [inputs[n] for n in asked], known), strict=True))
+    gradients = dict(zip(asked, _pulled(returned[0], grad, [inputs[n] for n in asked], known), strict=True))
     return [gradients.get(n) for n in operands]
+
+
+def _like(t: Tensor) -> Spec:
+    """Return how a tensor looks."""
+    return Spec(t.sizes, t.strides, t.dtype)
 
 
 def _results(forward: Translation, call: Call) -> tuple[Tensor, ...]:
@@ -142,7 +150,7 @@ def soft_backward(call: Call) -> Sequence[Tensor | None] | None:
     """From the result alone."""
     y: Tensor = call["output"]
     plain = replace(call, name=call.name.removesuffix("_backward_data"))
-    (made,) = _gradients(plain, soft, {"self": Spec(y.sizes, y.strides, y.dtype)}, call["grad_output"], {0: "output"})
+    (made,) = _gradients(plain, soft, {"self": _like(y)}, call["grad_output"], {0: "output"})
     return None if made is None else [cast(made, call.out.dtype)]
 
 
@@ -163,6 +171,20 @@ def pool_backward(call: Call) -> Sequence[Tensor | None]:
     if "indices" in call.arguments:
         return _gradients(call, max_pool, {"self": call["self"]}, call["grad_output"], {1: "indices"})
     return _gradients(call, forward, {"self": call["self"]}, call["grad_output"], {})
+
+
+@translation(*(f"upsample_nearest{rank}d_backward" for rank in (1, 2, 3)))
+def repeated_backward(call: Call) -> Sequence[Tensor | None]:
+    """The sum of what an element has become."""
+    grad: Tensor = call["grad_output"]
+    return _gradients(call, repeated, {"self": call.out}, grad, {}, results=(_like(grad),))
+
+
+@translation("mse_loss_backward")
+def squared_backward(call: Call) -> Sequence[Tensor | None]:
+    """Twice the difference, or its share of the mean."""
+    one = replace(call, arguments={**call.arguments, "output_mask": (True, False)})
+    return _gradients(one, squared, {n: call[n] for n in ("self", "target")}, call["grad_output"], {})[:1]
 
 
 @translation("_scaled_dot_product_flash_attention_for_cpu_backward")

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 from ....algebra.dominance import lower
 from ....algebra.polynomial import ONE, ZERO, Poly, poly, total
+from ....dtypes import dtype as find_dtype
 from ....graph.graph import apply
 from ....graph.tensor import Tensor
 from ....ops.fill import assign, fill, pad
 from ....ops.index import Arange
-from ....ops.layout import broadcast, concat, permute, reshape, slice_axis, split
+from ....ops.layout import broadcast, concat, permute, reshape, roll, slice_axis, split
 from ....ops.moves import Rearrange
 from ....ops.pointwise import cast, pointwise
 from ..call import Call
@@ -176,6 +177,72 @@ def repeated(call: Call) -> Tensor:
     apart = reshape(x, [n for size in own for n in (ONE, size)])
     made = reshape(broadcast(apart, [n for pair in zip(times, own, strict=True) for n in pair]), sizes)
     return pointwise("copy", made) if made.is_view or made is x else made
+
+
+@translation("roll")
+def rolled(call: Call) -> Tensor | None:
+    """What leaves an axis at one end comes in at the other."""
+    x, shifts, dims = call["self"], call["shifts"], call["dims"]
+    if len(shifts) != len(dims):
+        return None  # of all elements in a row
+    made: Tensor = x
+    for shift, dim in zip(shifts, dims, strict=True):
+        by, size = poly(shift), x.sizes[dim].constant
+        if by.constant is not None and isinstance(size, int):
+            by = poly(by.constant % size)
+        made = roll(made, by.expr, dim)
+    return pointwise("copy", made) if made is x else made
+
+
+@translation("pixel_shuffle", "pixel_unshuffle")
+def shuffled(call: Call) -> Tensor:
+    """Channels become places of blocks of an image, or the other way round."""
+    x, made = call["self"], call.out.sizes
+    lead, last = list(range(x.ndim - 3)), x.ndim - 3
+    if call.name == "pixel_shuffle":
+        r = poly(call["upscale_factor"])
+        apart, order = (made[last], r, r, *x.sizes[-2:]), (0, 3, 1, 4, 2)
+    else:
+        r = poly(call["downscale_factor"])
+        apart, order = (x.sizes[last], made[-2], r, made[-1], r), (0, 2, 4, 1, 3)
+    return reshape(permute(reshape(x, (*x.sizes[:-3], *apart)), [*lead, *(last + i for i in order)]), made)
+
+
+@translation(*(f"{kind}_pad{rank}d" for kind in ("reflection", "replication") for rank in (1, 2, 3)))
+def mirrored(call: Call) -> Tensor | None:
+    """What is near the ends of an axis, or the last element, in front of it and behind it."""
+    x, widths, mirror = call["self"], call["padding"], call.name.startswith("reflection")
+    if not all(isinstance(n, int) and 0 <= n <= _PIECES for n in widths):
+        return None
+    made: Tensor = x
+    for i in range(0, len(widths), 2):
+        axis = x.ndim - 1 - i // 2
+        last = made.sizes[axis] - 1
+        before = [poly(k if mirror else 0) for k in range(widths[i], 0, -1)]
+        behind = [last - k if mirror else last for k in range(1, widths[i + 1] + 1)]
+        ends = [[slice_axis(made, axis, at.expr, 1) for at in places] for places in (before, behind)]
+        made = concat([*ends[0], made, *ends[1]], axis) if any(ends) else made
+    return pointwise("copy", made) if made is x else made
+
+
+#: So many positions at each end are written one by one.
+_PIECES = 64
+
+
+@translation("tril", "triu")
+def triangle(call: Call) -> Tensor:
+    """A matrix with zeros above a diagonal, or below it: a comparison of each place, and a selection."""
+    x, shift = call["self"], call["diagonal"]
+    rows, columns = (
+        apply(Arange(size=n, dtype=find_dtype("int64"), start=ZERO), [], "arange")[0] for n in x.sizes[-2:]
+    )
+    rows = reshape(pointwise("add", rows, shift) if shift else rows, (x.sizes[-2], ONE))
+    seen = pointwise("less_equal", *((columns, rows) if call.name == "tril" else (rows, columns)))
+    if x.dtype.kind == "bool":
+        return pointwise("logical_and", x, seen, inplace=call.inplace)
+    if call.inplace:
+        return pointwise("masked_fill", x, pointwise("logical_not", seen), inplace=True)
+    return pointwise("where", seen, x, 0, dtype=x.dtype)
 
 
 @translation("slice_backward")

@@ -6,16 +6,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ....algebra.polynomial import poly
+from ....algebra.polynomial import ONE, poly
 from ....graph.graph import apply
+from ....graph.strides import windows_along
 from ....graph.tensor import Tensor
 from ....nn.conv import convolved, pooling
 from ....nn.transposed import spread
+from ....ops.fill import pad
+from ....ops.layout import broadcast, concat, reshape, slice_axis
+from ....ops.pointwise import pointwise
 from ....ops.pooling import Pool
 from ..call import Call
 from .table import translation
 
-__all__ = ["adaptive_mean", "convolution", "max_pool", "mean_pool"]
+__all__ = ["adaptive_mean", "convolution", "max_pool", "mean_pool", "repeated"]
 
 
 def _numbers(values: Sequence[Any], rank: int) -> tuple[int, ...] | None:
@@ -43,20 +47,22 @@ def max_pool(call: Call) -> Sequence[Tensor] | None:
     return None if kind is None else apply(replace(kind, indices=True), [call["self"]], "max_pool")
 
 
-def _pooled(call: Call, operation: str) -> Pool | None:
+def _pooled(call: Call, operation: str, *, inside: bool = False) -> Pool | None:
     """Return the record of a pooling, None where windows are no numbers or reach beyond the padding."""
     window = _numbers(call["kernel_size"], call["self"].ndim - 2)
     if window is None or call["ceil_mode"]:
         return None
     stride, padding = _numbers(call["stride"] or window, len(window)), _numbers(call["padding"], len(window))
-    return None if stride is None or padding is None else pooling(call["self"], operation, window, stride, padding)
+    if stride is None or padding is None:
+        return None
+    return pooling(call["self"], operation, window, stride, padding, inside=inside)
 
 
 @translation("avg_pool2d", "avg_pool3d")
 def mean_pool(call: Call) -> Tensor | None:
     """The mean of each window."""
-    outside = not call["count_include_pad"] and any(n != 0 for n in call["padding"])
-    kind = _pooled(call, "mean") if call["divisor_override"] is None and not outside else None
+    inside = not call["count_include_pad"] and any(n != 0 for n in call["padding"])
+    kind = _pooled(call, "mean", inside=inside) if call["divisor_override"] is None else None
     return None if kind is None else apply(kind, [call["self"]], "avg_pool")[0]
 
 
@@ -69,3 +75,39 @@ def adaptive_mean(call: Call) -> Tensor | None:
     shares = [(n / poly(k)).constant for n, k in zip(x.sizes[-rank:], sizes, strict=True)]
     window = tuple(n for n in shares if isinstance(n, int))
     return apply(pooling(x, "mean", window, window, 0), [x], "avg_pool")[0] if len(window) == rank else None
+
+
+@translation("im2col")
+def unfolded(call: Call) -> Tensor | None:
+    """Every window written out: of each of its places the positions that it takes one after another."""
+    x: Tensor = call["self"]
+    window, *facts = (_numbers(call[n], 2) for n in ("kernel_size", "dilation", "padding", "stride"))
+    if window is None or None in facts or x.ndim != 4:
+        return None
+    gaps, around, steps = (tuple(fact or ()) for fact in facts)
+    counts = [
+        windows_along(n + 2 * p, d * (k - 1), s)
+        for n, k, d, p, s in zip(x.sizes[2:], window, gaps, around, steps, strict=True)
+    ]
+    for axis, n in enumerate(around, 2):
+        x = pad(x, axis, n, x.sizes[axis] + 2 * n) if n else x
+    parts = []
+    for i in range(window[0]):
+        row = slice_axis(x, 2, i * gaps[0], counts[0], steps[0])
+        parts += [slice_axis(row, 3, j * gaps[1], counts[1], steps[1]) for j in range(window[1])]
+    apart = [reshape(t, (*t.sizes[:2], ONE, *t.sizes[2:])) for t in parts]
+    return reshape(concat(apart, 2) if len(apart) > 1 else pointwise("copy", apart[0]), call.out.sizes)
+
+
+@translation("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d")
+def repeated(call: Call) -> Tensor | None:
+    """Each element as often as an axis grows; None where that is no whole number."""
+    x, made = call["self"], call.out.sizes
+    times = [n / k for n, k in zip(made[2:], x.sizes[2:], strict=True)]
+    if not all(isinstance(n.constant, int) for n in times):
+        return None
+    apart = [(n, ONE) for n in x.sizes[2:]]
+    wide = [(n, k) for n, k in zip(x.sizes[2:], times, strict=True)]
+    flat = [[*x.sizes[:2], *(n for pair in pairs for n in pair)] for pairs in (apart, wide)]
+    grown = reshape(broadcast(reshape(x, flat[0]), flat[1]), made)
+    return pointwise("copy", grown) if grown.is_view or grown is x else grown

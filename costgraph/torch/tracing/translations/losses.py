@@ -1,0 +1,97 @@
+"""Losses that compare element by element, and what they are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ....graph.tensor import Tensor
+from ....ops.functions import FUNCTIONS, Function
+from ....ops.layout import split
+from ....ops.pointwise import pointwise
+from ....ops.reduce import reduce
+from ..call import Call
+from .table import translation
+
+__all__ = ["squared"]
+
+#: Reductions of torch.nn by number, and none.
+_REDUCTIONS = (None, "mean", "sum")
+
+
+def _reduced(call: Call, each: Tensor) -> Tensor:
+    """Return what a loss makes of those of elements."""
+    operation = _REDUCTIONS[call["reduction"]]
+    return each if operation is None else reduce(each, f"{' '.join(f'a{i}' for i in range(each.ndim))} -> ", operation)
+
+
+def _difference(call: Call) -> Tensor | None:
+    x, target = call["self"], call["target"]
+    return pointwise("sub", x, target) if x.dtype == target.dtype and x.sizes == target.sizes else None
+
+
+@translation("mse_loss")
+def squared(call: Call) -> Tensor | None:
+    """Squares of differences."""
+    apart = _difference(call)
+    return None if apart is None else _reduced(call, pointwise("square", apart))
+
+
+@translation("smooth_l1_loss", "huber_loss")
+def bent(call: Call) -> Tensor | None:
+    """Squares of small differences, and large ones as they are: beyond a bound the gradient is as large as there."""
+    apart, huber = _difference(call), call.name == "huber_loss"
+    bound = float(call["delta"] if huber else call["beta"])
+    if apart is None or not bound:
+        return None
+    slope: Any = ("minimum", ("maximum", "a", -bound), bound)
+    made = Function(
+        f"{call.name}_{bound:g}".translate(str.maketrans(".-", "__")), 1, 7 if huber else 6,
+        formula="x*x / 2 where x is small, else |x|",
+        grad=(("mul", "g", slope if huber else ("div", slope, bound)),),
+    )  # fmt: skip
+    return _reduced(call, pointwise(made, apart))
+
+
+#: Steps of a loss of a probability, or of its logit, and the gradient of the first operand, as torch has it.
+_ENTROPIES: dict[str, tuple[Sequence[str], Any]] = {
+    "binary_cross_entropy": (
+        ("log", "maximum", "mul", "sub", "sub", "log", "maximum", "mul", "add", "neg"),
+        ("mul", "g", ("div", ("sub", "a", "b"), ("maximum", ("mul", ("sub", 1, "a"), "a"), 1e-12))),
+    ),
+    "binary_cross_entropy_with_logits": (
+        ("sub", "mul", "minimum", "abs", "neg", "exp", "log1p", "sub", "sub"),
+        ("mul", ("sub", ("sigmoid", "a"), "b"), "g"),
+    ),
+}
+
+
+@translation(*_ENTROPIES)
+def entropy(call: Call) -> Tensor | None:
+    """Cross entropies of two classes."""
+    x, target = call["self"], call["target"]
+    if call.get("weight") is not None or call.get("pos_weight") is not None or x.sizes != target.sizes:
+        return None
+    steps, slope = _ENTROPIES[call.name]
+    records = [FUNCTIONS[s] for s in steps]
+    flops, hard = sum(f.flops for f in records), sum(f.transcendentals for f in records)
+    # the target of a model is data: what stands for its gradient is not needed
+    made = Function(call.name, 2, flops, hard, "float", "-(t * log(p) + (1 - t) * log(1 - p))", (slope, None))
+    return _reduced(call, pointwise(made, x, target))
+
+
+@translation("log_sigmoid_forward")
+def log_sigmoid(call: Call) -> Sequence[Tensor]:
+    """The logarithm of a sigmoid, and the exponential that its gradient reads."""
+    x: Tensor = call["self"]
+    small = pointwise("exp", pointwise("neg", pointwise("abs", x)))
+    return pointwise("sub", pointwise("minimum", x, 0), pointwise("log1p", small)), small
+
+
+@translation("glu")
+def gated(call: Call) -> Tensor:
+    """One half of an axis by the sigmoid of the other."""
+    x: Tensor = call["self"]
+    half = call.out.sizes[call["dim"] % x.ndim]
+    a, b = split(x, [half, half], call["dim"])
+    return pointwise("mul", a, pointwise("sigmoid", b))

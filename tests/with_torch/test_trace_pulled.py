@@ -1,0 +1,97 @@
+"""The library's own backward pass of a traced forward one, run: its numbers are autograd's, whatever was called."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import costgraph as cg
+from costgraph.torch import lower, trace
+
+
+class Net(nn.Module):
+    """Functions of what a layer makes, their results added up."""
+
+    def __init__(self, before, functions):
+        super().__init__()
+        self.before, self.functions = before, nn.ModuleList(map(Called, functions))
+
+    def forward(self, x):
+        x = self.before(x)
+        return sum((y * y.sin()).mean() for y in (f(x) for f in self.functions))
+
+
+class Called(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+ROWS, IMAGES = (7, 6), (2, 3, 8, 10)
+INSIDE = {"padding": 1, "count_include_pad": False}
+#: A layer, what it is given, and what is done with what it makes.
+CASES = {
+    "angles": (nn.Linear(6, 6), ROWS, [
+        torch.tan, torch.atan, lambda x: (0.9 * x.tanh()).acos(), lambda x: (0.9 * x.tanh()).asin(),
+        lambda x: torch.atan2(x, x * x + 1),
+    ]),
+    "powers and logarithms": (nn.Linear(6, 6), ROWS, [
+        torch.exp2, torch.erfc, lambda x: (x * x + 1).log2(), lambda x: (x * x + 1).log10(),
+        lambda x: x.sigmoid().logit(), lambda x: (x * x + 1) ** -2,
+    ]),
+    "bounds": (nn.Linear(6, 6), ROWS, [
+        lambda x: x.clamp(-0.3, 0.5), lambda x: x + x.ceil() * x.trunc(), lambda x: torch.remainder(x, 0.7),
+        lambda x: torch.fmod(x, 0.7) + torch.div(x, 0.3, rounding_mode="floor"), nn.PReLU(),
+    ]),
+    "scaled sums": (nn.Linear(6, 6), ROWS, [
+        lambda x: torch.add(x, x.sin(), alpha=0.3), lambda x: torch.sub(x, x.cos(), alpha=2),
+        lambda x: torch.addcmul(x, x.sin(), x.cos()), lambda x: torch.addcmul(x, x.sin(), x.cos(), value=0.3),
+        lambda x: torch.addcdiv(x, x, x * x + 1), lambda x: torch.addcdiv(x, x, x * x + 1, value=0.3),
+    ]),
+    "losses": (nn.Linear(6, 6), ROWS, [
+        lambda x: functional.mse_loss(x, torch.ones_like(x)),
+        lambda x: functional.mse_loss(x, torch.ones_like(x), reduction="none"),
+        lambda x: functional.smooth_l1_loss(x, torch.ones_like(x), beta=0.4),
+        lambda x: functional.huber_loss(x, torch.ones_like(x), delta=0.4, reduction="sum"),
+        lambda x: functional.binary_cross_entropy(x.sigmoid(), torch.full_like(x, 0.3)),
+        lambda x: functional.binary_cross_entropy_with_logits(x, torch.full_like(x, 0.3)),
+        functional.logsigmoid, functional.glu,
+    ]),
+    "triangles": (nn.Linear(6, 6), ROWS, [lambda x: x.tril(-1), lambda x: x.triu(2), lambda x: (x + 1).tril_()]),
+    "places": (nn.Conv2d(3, 8, 1), IMAGES, [
+        lambda x: x.roll((-3, 2), (2, 3)), nn.PixelShuffle(2), nn.PixelUnshuffle(2),
+        nn.ReflectionPad2d((1, 2, 3, 0)), nn.ReplicationPad2d((1, 2, 3, 0)), nn.UpsamplingNearest2d(scale_factor=2),
+    ]),
+    "windows": (nn.Conv2d(3, 3, 1), IMAGES, [
+        nn.Unfold((3, 2), padding=(1, 0), stride=(1, 2), dilation=(2, 1)), nn.Unfold(2, stride=2),
+        nn.AvgPool2d(3, 1, **INSIDE), nn.AvgPool2d(3, 2, **INSIDE),
+    ]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_of_a_traced_forward_pass_are_those_of_autograd(name):
+    before, sizes, functions = CASES[name]
+    torch.manual_seed(3)
+    net, x = Net(before, functions), torch.randn(sizes)
+    g = trace(net, x)
+    assert not [op.name for op in g.walk() if op.kind.name == "foreign"]
+    made = cg.backward(g)
+    with made:
+        made.outputs.extend(made.gradients.values())
+    low = lower(made)
+    low.load_state_dict(net.state_dict(), strict=False)
+    with torch.no_grad():
+        loss, *gradients = low(x)
+    expected = net(x)
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach())
+    wanted = {n.replace(".", "/"): p.grad for n, p in net.named_parameters()}
+    assert {t.name for t in made.gradients} == wanted.keys()
+    for t, gradient in zip(made.gradients, gradients, strict=True):
+        torch.testing.assert_close(gradient, wanted[t.name], rtol=1e-4, atol=1e-5)
+    seen = trace(net, x, train=True)
+    assert cg.matmul_flops(made, count="full") == cg.matmul_flops(seen, count="full")
