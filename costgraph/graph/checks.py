@@ -85,7 +85,7 @@ def _check_overwritten(graph: Graph) -> None:
     first: dict[Storage, Tensor] = {}
     by_storage: dict[Storage, list[Tensor]] = {}
     for op in graph.ops:
-        lost = next((t for t in op.operands if t in gone), None)
+        lost = None if op.kind.renames else next((t for t in op.operands if t in gone), None)
         if lost is not None:
             raise GraphError(f"op {op.name!r}: reads {lost.name!r}, which {gone[lost].name!r} has overwritten in place")
         for t in op.operands:

@@ -106,6 +106,8 @@ class OpKind:
     """Whether its FLOPs are those of complex numbers as well; a kind with others refuses such operands."""
     crosses: ClassVar[bool] = False
     """Whether some of its operands may lie in memory of the host and others in that of the device."""
+    renames: ClassVar[bool] = False
+    """Whether it is another name for an operand that has been written to, and reads nothing of it itself."""
     passes_gradients: ClassVar[bool] = True
     """Whether a backward pass goes through it at all."""
     save: Flag = field(default=False, repr=False)

@@ -28,7 +28,7 @@ from .registry import register
 if TYPE_CHECKING:
     from ..algebra.dominance import Relations
 
-__all__ = ["Assign", "Fill", "Pad", "assign", "fill", "pad"]
+__all__ = ["Assign", "Fill", "Pad", "Revised", "assign", "fill", "pad"]
 
 
 @register
@@ -66,6 +66,35 @@ class Assign(OpKind):
     def overwrites(self) -> tuple[int, ...]:
         """Return the target."""
         return (0,)
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Revised(OpKind):
+    """A tensor after some positions of an axis have been written: a name that says on what it depends."""
+
+    name = "revised"
+    renames = True
+    axis: Index
+    start: Start
+    step: Count
+    flops, reads, writes = rules.free, rules.nothing, rules.nothing
+
+    def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
+        """Return the first operand, of which the second is a part that has been written."""
+        rules.need_operands(self, operands, 2)
+        (x, part), axis = operands, self.axis
+        need(axis < x.ndim, f"axis {axis} of {x!r}")
+        fits = part.ndim == x.ndim and all(
+            i == axis or x.graph.same(a, b) for i, (a, b) in enumerate(zip(x.sizes, part.sizes, strict=True))
+        )
+        if not fits or part.storage is not x.storage:
+            raise ShapeError(f"{part!r} as a part of {x!r}: expected positions of axis {axis} in the same storage")
+        return [itself(x)]
+
+    def placed(self, op: Op) -> Split:
+        """Split the other axes."""
+        return splits.alike(op, whole=[self.axis], linear=True)
 
 
 @register

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from ..algebra.polynomial import poly
 from ..dtypes import DTYPES
 from ..graph.graph import apply
 from ..graph.tensor import Tensor
-from ..ops.fill import fill
+from ..ops.fill import Revised, assign, fill
+from ..ops.layout import slice_axis
 from ..ops.pieces import Absent, Accumulate, absent, accumulate
+from ..ops.pointwise import pointwise
 from ..ops.stacks import Empty, Stacked
 from .meanings import meaning
 from .samples import sample
@@ -34,8 +37,8 @@ def _drawn(s: Sketch) -> Sequence[Tensor]:
     return [accumulate(so_far, term)]
 
 
-@meaning(Stacked)
-def _stacked(at: At[Stacked]) -> None:
+@meaning(Stacked, Revised)
+def _stacked(at: At[Any]) -> None:
     at.made[0] = at.operands[0]  # the slices lie in it
 
 
@@ -45,6 +48,15 @@ def _drawn_stack(s: Sketch) -> Sequence[Tensor]:
     sizes = (poly(2), *y.sizes)
     stack = apply(Empty(sizes=sizes, dtype=y.dtype), [], "empty")[0]
     return list(apply(Stacked(), [stack, y + 1, y * y], "stacked"))
+
+
+@sample(Revised)
+def _drawn_part(s: Sketch) -> Sequence[Tensor]:
+    x = fill((poly(3), *s.fresh(s.shape(1)).sizes), 1.0)
+    start, size = s.one_of([(0, 1), (1, 1), (1, 2)])
+    part = slice_axis(x, 0, start, size)
+    written = assign(part, pointwise("copy", part))
+    return list(apply(Revised(axis=0, start=poly(start), step=1), [x, written], "revised"))
 
 
 @meaning(Absent)

@@ -22,7 +22,7 @@ from ..graph.op import Op, OpKind
 from ..graph.sizes import bindings, known_names
 from ..graph.tensor import Tensor
 from ..ops.contraction import Einsum
-from ..ops.fill import Assign, Fill, Pad
+from ..ops.fill import Assign, Fill, Pad, Revised
 from ..ops.index import Gather
 from ..ops.moves import Concat, Expand, Rearrange, Slice
 from ..ops.pieces import Accumulate
@@ -230,7 +230,7 @@ def _is_linear(kind: OpKind, *, together: bool) -> bool:
         case Pool():
             return kind.operation == "mean" and not together
         case _:
-            return isinstance(kind, Concat | Stacked) or (type(kind) in _LINEAR and not together)
+            return isinstance(kind, Concat | Revised | Stacked) or (type(kind) in _LINEAR and not together)
 
 
 # -- costs -------------------------------------------------------------------------------------------------------

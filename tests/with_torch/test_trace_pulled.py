@@ -72,13 +72,8 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_gradients_of_a_traced_forward_pass_are_those_of_autograd(name):
-    before, sizes, functions = CASES[name]
-    torch.manual_seed(3)
-    net, x = Net(before, functions), torch.randn(sizes)
-    g = trace(net, x)
-    assert not [op.name for op in g.walk() if op.kind.name == "foreign"]
+def pulled(g, net, x):
+    """Return the graph with its backward pass, whose numbers have been held against autograd's."""
     made = cg.backward(g)
     with made:
         made.outputs.extend(made.gradients.values())
@@ -93,5 +88,76 @@ def test_gradients_of_a_traced_forward_pass_are_those_of_autograd(name):
     assert {t.name for t in made.gradients} == wanted.keys()
     for t, gradient in zip(made.gradients, gradients, strict=True):
         torch.testing.assert_close(gradient, wanted[t.name], rtol=1e-4, atol=1e-5)
+    return made
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_of_a_traced_forward_pass_are_those_of_autograd(name):
+    before, sizes, functions = CASES[name]
+    torch.manual_seed(3)
+    net, x = Net(before, functions), torch.randn(sizes)
+    g = trace(net, x)
+    assert not [op.name for op in g.walk() if op.kind.name == "foreign"]
+    made = pulled(g, net, x)
     seen = trace(net, x, train=True)
     assert cg.matmul_flops(made, count="full") == cg.matmul_flops(seen, count="full")
+
+
+class Parts(nn.Module):
+    """Writes parts of tensors, as DeepSeek's heads are put together, and reads them whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.plain, self.turned = nn.Linear(6, 4), nn.Linear(6, 3)
+
+    def forward(self, x):
+        a, b = self.plain(x), self.turned(x)
+        heads = a.new_empty(*x.shape[:-1], 7)
+        heads[..., :4] = a
+        heads[..., 4:] = b
+        rows = torch.zeros_like(heads)
+        rows[:, 1] = heads[:, 0]
+        rows[:, 2:4] = heads[:, 1:3] * 2
+        rows[:, 2:4] = rows[:, 2:4] * 0.5
+        every = heads * 1.5
+        every[..., ::2].mul_(2.0)
+        return (heads.sin() * heads + rows.cos() + every.sin()).mean()
+
+
+def test_a_tensor_is_read_whole_after_parts_of_it_were_written(tmp_path):
+    torch.manual_seed(3)
+    net, x = Parts(), torch.randn(5, 4, 6)
+    g = trace(net, x)
+    assert [op.call.name for op in g.walk() if op.kind.name == "foreign"] == ["new_empty"]
+    cg.save(g, tmp_path / "parts.json")
+    assert cg.peak_memory(cg.load(tmp_path / "parts.json")) == cg.peak_memory(g)
+    made = pulled(g, net, x)
+    assert cg.matmul_flops(made) == cg.matmul_flops(trace(net, x, train=True))
+    named = trace(net, x, dims=[("B", None, None)])
+    assert cg.bytes_moved(cg.apply_precision(named, "bf16")) == cg.bytes_moved(
+        trace(net.bfloat16(), x.bfloat16(), dims=[("B", None, None)])
+    )
+
+
+class Beside(nn.Module):
+    """Two halves that are named before either is written: neither is a part of the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x):
+        y = self.layer(x) * 2
+        low, high = y[:, :3], y[:, 3:]
+        low.mul_(3.0)
+        high.sin_()
+        return (low * high).mean() + y.cos().mean()
+
+
+def test_what_lies_beside_a_written_part_is_no_part_of_it():
+    torch.manual_seed(3)
+    net, x = Beside(), torch.randn(5, 6)
+    g = trace(net, x, dims=[("B", None)])
+    low = lower(g, B=5)
+    low.load_state_dict(net.state_dict())
+    torch.testing.assert_close(low(x), net(x))

@@ -13,7 +13,7 @@ from ...graph.strides import numel
 from ...graph.tensor import Tensor
 from ...ops.cached import Append, Cache
 from ...ops.collectives import Around, Collective, Part
-from ...ops.fill import Assign, Fill
+from ...ops.fill import Assign, Fill, Revised
 from ...ops.grouped import Dispatch, TopK
 from ...ops.index import Arange, Gather, Indexed
 from ...ops.keep import Keep, StopGradient
@@ -46,6 +46,7 @@ _MOVES = (
     | Pack
     | Gather
     | Stacked
+    | Revised
     | Assign
 )
 

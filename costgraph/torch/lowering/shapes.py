@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...ops.cached import InitialState
-from ...ops.fill import Assign, Fill, Pad
+from ...ops.fill import Assign, Fill, Pad, Revised
 from ...ops.hops import Receive, Send
 from ...ops.index import Arange
 from ...ops.moves import Concat, Expand, Rearrange, Slice
@@ -109,6 +109,11 @@ def _send(site: Site[Send]) -> None:
 @lowering(Stacked)
 def _stacked(site: Site[Stacked]) -> None:
     site.alias(site.operands[0])  # the slices lie in it
+
+
+@lowering(Revised)
+def _revised(site: Site[Revised]) -> None:
+    site.alias(site.operands[0])  # the part lies in it
 
 
 @lowering(Assign)

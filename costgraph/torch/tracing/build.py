@@ -9,16 +9,19 @@ from typing import Any
 
 from ...algebra.polynomial import ZERO, Poly
 from ...graph.call import Call as Seen
-from ...graph.graph import Graph
+from ...graph.graph import Graph, apply
 from ...graph.op import Op
 from ...graph.scopes import opened
 from ...graph.strides import contiguous
 from ...graph.tensor import Tensor
+from ...ops.fill import Revised
 from ...ops.foreign import Foreign, Output
 from ...ops.keep import Keep
+from ...ops.layout import reshape
 from ...ops.reach import larger
 from .call import Call, Counts, Spec
 from .events import Asked, Death, Handle, Made, Source
+from .parts import Written, place_of
 from .rules.counts import counts_of
 from .rules.workspaces import workspace_of
 from .template import Template, Wanted, template_of
@@ -38,6 +41,8 @@ class Builder:
         self.sources: dict[int, Tensor] = {}
         """The tensor that each storage is from the start on."""
         self.phase = "forward"
+        self.before: dict[int, Written] = {}
+        """What was written to each storage last."""
         self._clock = 0
         self._made = 0  # when something was made last
         self._read: dict[int, int] = {}  # when each storage was read last
@@ -86,10 +91,28 @@ class Builder:
         handle = self._named(handle)
         found = self.tensors[handle.storage].get(handle)
         if found is None:
+            found = self._revised(handle)
+        if found is None:
             base = self.first[handle.storage]
             arguments = ({"operand": 0}, handle.sizes, handle.strides, handle.offset)
             call = Made("as_strided.default", (), [], Counts(), False, arguments, {}, "", self.phase, None, None)
             (found,) = self._foreign(call, [base], [(handle, 0, 0, None)])[1]
+        return found
+
+    def _revised(self, handle: Handle) -> Tensor | None:
+        """Return the name that a tensor has after a part of it was written; None of what is no such tensor."""
+        before = self.before.get(handle.storage)
+        whole = None if before is None else before.names.get(handle)
+        if before is None or whole is None:
+            return None
+        place = place_of(before.part, whole)
+        if place is None:
+            return None
+        axis, start, step, sizes = place
+        with opened(graph=self.graph, levels=(), phase=self.phase):
+            part = before.part if before.part.sizes == sizes else reshape(before.part, sizes)
+            (found,) = apply(Revised(axis=axis, start=start, step=step), [whole, part], "revised")
+        self.tensors[handle.storage][handle] = self.first[handle.storage] = found
         return found
 
     def _named(self, handle: Handle) -> Handle:
@@ -135,8 +158,8 @@ class Builder:
                 self._foreign(call, operands, call.outputs)
                 return range(len(operands))
             op, results = template.add(self.graph, operands, call.name)
-        for i in op.kind.overwrites():
-            self._overwritten(self._named(call.operands[operands.index(op.operands[i])]).storage)
+        for i, t in zip(op.kind.overwrites(), op.results, strict=False):
+            self._overwritten(self._named(call.operands[operands.index(op.operands[i])]).storage, t)
         self._stand(call.outputs, results)
         places = {operands[i]: i for i in reversed(range(len(operands)))}
         given = tuple(operands.index(t) if t in places else -1 for t in op.operands)
@@ -204,10 +227,13 @@ class Builder:
                 self.first[handle.storage] = t
                 self.tensors[handle.storage][_dense(t, handle.storage)] = t
 
-    def _overwritten(self, storage: int) -> None:
-        """Forget the tensors of a storage: what is read of it from now on is made of what was written last."""
+    def _overwritten(self, storage: int, part: Tensor) -> None:
+        """Give up the tensors of a storage: what is read of it from now on is made of what was written last."""
         self.first.pop(storage, None)
-        self.tensors.pop(storage, None)
+        names, before = self.tensors.pop(storage, {}), self.before.get(storage)
+        if before is not None and before.part.region() == part.region():
+            names = {**before.names, **names}
+        self.before[storage] = Written(names, part)
 
     # -- lifetimes -----------------------------------------------------------------------------------------------
 

@@ -9,10 +9,10 @@ from ...algebra.polynomial import ONE, total
 from ...graph.graph import apply
 from ...graph.tensor import Tensor
 from ...ops.cached import Cache, InitialState
-from ...ops.fill import Assign, Fill, Pad, pad
+from ...ops.fill import Assign, Fill, Pad, Revised, fill, pad
 from ...ops.index import Arange
 from ...ops.keep import Keep
-from ...ops.layout import slice_axis
+from ...ops.layout import concat, slice_axis
 from ...ops.moves import Concat, Expand, Rearrange, Slice
 from ...ops.pointwise import cast
 from ...ops.stacks import Empty
@@ -98,6 +98,26 @@ def _assign(pull: Pull[Assign]) -> Sequence[Tensor | None]:
     (g,), (_, value) = pull.grads, pull.op.operands
     assert g is not None
     return [None, cast(g, value.dtype) if pull.needs[1] else None]
+
+
+@vjp(Revised)
+def _revised(pull: Pull[Revised]) -> Sequence[Tensor | None]:
+    """What has been written gets its part, and what was there before the rest, with zeros in its place."""
+    (g,), (x, part), kind = pull.grads, pull.op.operands, pull.kind
+    assert g is not None
+    size, whole = part.sizes[kind.axis], x.sizes[kind.axis]
+    own = slice_axis(g, kind.axis, kind.start, size, kind.step)
+    if not pull.needs[0]:
+        return [None, own]
+    if kind.step != 1:
+        return [g - pad(own, kind.axis, kind.start, whole, kind.step), own if pull.needs[1] else None]
+    behind = kind.start + size
+    pieces = [fill(part.sizes, 0, g.dtype)]
+    if kind.start:
+        pieces.insert(0, slice_axis(g, kind.axis, 0, kind.start))
+    if whole - behind:
+        pieces.append(slice_axis(g, kind.axis, behind, whole - behind))
+    return [concat(pieces, kind.axis), own if pull.needs[1] else None]
 
 
 @vjp(Fill, Arange, Empty, InitialState)

@@ -1,0 +1,47 @@
+"""Parts of tensors that are written: where in a tensor they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from ...algebra.dominance import lower
+from ...algebra.polynomial import ONE, Poly
+from ...graph.strides import Sizes, is_integral
+from ...graph.tensor import Tensor
+from .events import Handle
+
+__all__ = ["Written", "place_of"]
+
+
+class Written(NamedTuple):
+    """What was written to a storage last."""
+
+    names: Mapping[Handle, Tensor]
+    """tensors of the storage as they were before"""
+    part: Tensor
+
+
+def place_of(part: Tensor, whole: Tensor) -> tuple[int, Poly, int, Sizes] | None:
+    """Return of which axis a tensor is some positions: axis, first position, step, shape with that axis.
+
+    None where it is none, or where it differs along several axes.
+    """
+    known = whole.graph.root.relations
+    for axis in range(whole.ndim) if part.dtype == whole.dtype else ():
+        sizes, strides = list(part.sizes), list(part.strides)
+        if part.ndim == whole.ndim - 1:
+            sizes.insert(axis, ONE)
+            strides.insert(axis, whole.strides[axis])
+        if len(sizes) != whole.ndim or not whole.strides[axis]:
+            continue
+        others = [i for i in range(whole.ndim) if i != axis]
+        alike = all(sizes[i] == whole.sizes[i] and (sizes[i] == ONE or strides[i] == whole.strides[i]) for i in others)
+        step = 1 if sizes[axis] == ONE else (strides[axis] / whole.strides[axis]).constant
+        start = (part.offset - whole.offset) / whole.strides[axis]
+        if not alike or not isinstance(step, int) or not is_integral(start):
+            continue
+        bounds = [lower(n, known) for n in (start, whole.sizes[axis] - start - (sizes[axis] - 1) * step - 1)]
+        if all(n is not None and n >= 0 for n in bounds):
+            return axis, start, step, tuple(sizes)
+    return None
