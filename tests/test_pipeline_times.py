@@ -90,13 +90,13 @@ def test_the_idle_share_is_that_of_the_events(name, chunks, ranks, many):
 
 
 def drawn(random):
-    """Draw runs of ranks that are alike, first and last, with two times each; and two micro-batches a rank or more."""
+    """Draw runs of ranks that are alike, first and last, with two times each; and micro-batches, few or many."""
     ranks, most, at, runs = random.randint(2, 9), random.randint(1, 30), 0, []
     while at < ranks:
         behind = at + random.randint(1, ranks - at)
         runs.append((at, behind - 1, random.randint(1, most), random.randint(1, most)))
         at = behind
-    return runs, random.randint(2 * ranks, 4 * ranks)
+    return runs, random.randint(1, 2 * ranks) if random.random() < 0.5 else random.randint(2 * ranks, 4 * ranks)
 
 
 @pytest.mark.parametrize("many", [200, pytest.param(4000, marks=pytest.mark.long)])

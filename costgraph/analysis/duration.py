@@ -98,13 +98,11 @@ def seconds(
     what is decided for all sizes, assumptions included, is no maximum.
 
     A pipeline of GPipe takes the first micro-batch through all stages and back, each other one on the slowest stage
-    each way; one of 1F1B, of two micro-batches for each stage or more, the longest path through forwards and backwards
-    of its stages; of fewer the first one through all stages, each other one on the slowest. Then the sends that a stage
+    each way; one of 1F1B the longest path through forwards and backwards of its stages. Then the sends that a stage
     waits for, 2 (p - 1) of GPipe, and of m micro-batches and p stages of 1F1B 2 (n - ceil(n/p)), n = m + p - 1; and
     once what follows the last micro-batch. It is what the events of `costgraph.plan.simulate` take where stages take
     the same times, and without sends of any stages; with sends rather more, as who waits for a slower stage does not
-    wait for its sends. Of fewer micro-batches than two for each stage it is up to 1.4 times the events of stages that
-    differ, and once 2 % less. A formula of 1F1B with open micro-batches or stages holds from two on.
+    wait for its sends. A formula of 1F1B with open micro-batches or stages holds from two micro-batches a stage on.
 
     Where collectives overlap, each stage takes as long in all as it does by itself, its passes shorter by the same
     factor; all sizes are bound then.

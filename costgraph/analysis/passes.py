@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import sympy
 
@@ -14,7 +15,10 @@ from ..transforms.events import TIMES, idle, idle_at, sizes
 from ..transforms.schedules import SCHEDULES
 from .seconds import largest
 
-__all__ = ["Alike", "Shares", "most", "of_batches", "of_shares", "one_by_one"]
+__all__ = ["Alike", "Shares", "most", "of_batches", "of_few", "of_shares", "one_by_one"]
+
+#: Times, or arrays of them.
+T = TypeVar("T", bound=Any)
 
 
 class Alike(NamedTuple):
@@ -34,14 +38,21 @@ class _Rank(NamedTuple):
 
 
 def one_by_one(runs: Sequence[Alike], m: Poly, known: Relations) -> Poly:
-    """Return the seconds of a step of 1F1B of `m` micro-batches, two for each rank or more, without sends.
+    """Return the seconds of a step of 1F1B of `m` micro-batches, without sends.
+
+    Where the number of these or of ranks is open, it is of two micro-batches for each rank or more.
 
     Derived. The longest path from the first forward to the last backward goes through forwards alone to some rank a, p
     - 1 - a times on the slowest rank on its way; then forwards down the ranks and backwards up in turn, as often as it
-    can on one rank s; and through backwards alone from some rank c on. Where s is fixed, a and c are chosen apart. It
-    takes 2 p micro-batches: of fewer some of these paths are none, and the sum is too large.
+    can on one rank s; and through backwards alone from some rank c on. Where s is fixed, a and c are chosen apart. Of
+    fewer than 2 p micro-batches some of these paths are none.
     """
     p = runs[-1].last + 1
+    beyond = (m - 2 * p).constant
+    if beyond is not None and beyond < 0:
+        each = [run for run in runs for _ in range(int((run.last - run.first + 1).constant or 0))]
+        many = int(m.constant or 0)
+        return of_few([r.forward for r in each], [r.backward for r in each], many, lambda found: most(found, known))
     paths = _Paths(runs, known)
     ends = paths.ends()
     found = []
@@ -49,6 +60,44 @@ def one_by_one(runs: Sequence[Alike], m: Poly, known: Relations) -> Poly:
         into, out = (largest([(paths.way(a, s, back=back), "") for a in ends], known) for back in (False, True))
         found.append((into + out + (m - p + s.at) * paths.both(s), ""))
     return largest(found, known)
+
+
+def of_few(forward: Sequence[T], backward: Sequence[T], m: int, largest_of: Callable[[list[T]], T]) -> T:
+    """Return the time of 1F1B of any number of micro-batches, as `one_by_one`, of times that have a largest of several.
+
+    A path alone up to rank a is on the slowest rank on its way no more often than there are other micro-batches. Where
+    it comes to rank s from before, each rank on the way takes a turn of those there, of which there are m - p + s.
+    """
+    p, found = len(forward), list[T]()
+    ahead, back = (_Way(there, m, largest_of) for there in (forward, backward))
+    for s in range(max(0, p - m), p):
+        left, both = m - p + s, forward[s] + backward[s]
+        # of a way that takes some turns, the longest of those that take no more
+        into, out = ([n - both * k for k, n in way.to(s, other)] for way, other in ((ahead, back), (back, ahead)))
+        most_out = list(accumulate(out, lambda one, other: largest_of([one, other])))
+        for k, one in enumerate(into):
+            rest = left - (k + 1 if k else 0)
+            if rest >= 0:
+                found.append(one + both * left + most_out[min(max(rest - 1, 0), s)])
+    return largest_of(found)
+
+
+class _Way(Generic[T]):
+    """Paths through forwards alone, or back through backwards."""
+
+    def __init__(self, times: Sequence[T], m: int, largest_of: Callable[[list[T]], T]) -> None:
+        self.times, self.largest_of = times, largest_of
+        self.sums: list[T] = list(accumulate(times))
+        slowest = accumulate(times, lambda one, other: largest_of([one, other]))
+        waits = (min(len(times) - 1 - a, m - 1) for a in range(len(times)))
+        self.alone = [n + most * k for n, most, k in zip(self.sums, slowest, waits, strict=True)]
+
+    def to(self, s: int, other: _Way[T]) -> Iterator[tuple[int, T]]:
+        """Yield how many turns on rank s it takes to come there from each rank before, and how long it takes."""
+        alone, back = self.alone, other.sums
+        yield 0, self.largest_of([alone[a] + back[a] - back[s] for a in range(s, len(alone))])
+        for a in range(s - 1, -1, -1):
+            yield s - a + 1, alone[a] + other.times[a] + self.sums[s] - self.sums[a] + self.times[a]
 
 
 class _Paths:
@@ -112,7 +161,7 @@ class Shares(NamedTuple):
 def of_shares(facts: Sequence[Waiting], shares: Sequence[Shares], send: Poly, known: Relations = NOTHING_KNOWN) -> Poly:
     """Return the seconds of a step of a pipeline from those of its stages; `send` is the time of what one hands on.
 
-    `facts` are what each kind of stage knows of the others; without ranks 1F1B takes what few micro-batches do.
+    `facts` are what each kind of stage knows of the others.
     """
     p, m, v = facts[0].stages, facts[0].micro_batches, facts[0].groups
     passes = [forward + back + weights for forward, back, weights, _ in shares]
@@ -122,8 +171,8 @@ def of_shares(facts: Sequence[Waiting], shares: Sequence[Shares], send: Poly, kn
         of_model = p if made.both_ways else p * v
         waits = 2 * (of_model - (2 if made.folded and not made.both_ways else 1))  # none where it turns, within a rank
         return m * most(passes, known) + _idle(facts[0], shares, known) + waits * send + once
-    through = total(fact.alike * one for one, fact in zip(passes, facts, strict=True))
     if facts[0].schedule == "gpipe":
+        through = total(fact.alike * one for one, fact in zip(passes, facts, strict=True))
         slowest = most((f for f, *_ in shares), known) + most((b for _, b, *_ in shares), known)
         return through + (m - 1) * slowest + 2 * (p - 1) * send + once
     # what the last stage sends back is waited for once every p micro-batches less
@@ -134,9 +183,6 @@ def of_shares(facts: Sequence[Waiting], shares: Sequence[Shares], send: Poly, kn
         for fact, (forward, back, *_) in zip(facts, shares, strict=True)
         for run in fact.ranks
     ]
-    beyond = (m - 2 * p).constant
-    if not runs or (beyond is not None and beyond < 0):
-        return through + (m - 1) * most(passes, known) + waits * send + once
     if all(run.first.constant is not None for run in runs):
         runs.sort(key=lambda run: run.first.constant or 0)
     return one_by_one(runs, m, known) + waits * send + once

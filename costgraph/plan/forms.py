@@ -15,7 +15,7 @@ from ..algebra.symbols import symbol
 from ..analysis.arrays import Array, Programs, Values, peaks, refused
 from ..analysis.duration import between, by_pass
 from ..analysis.exchange import exchange
-from ..analysis.passes import Shares, of_shares
+from ..analysis.passes import Shares, of_few, of_shares
 from ..analysis.seconds import Spent, in_place, memory_time, spent
 from ..analysis.work import Asked, Work
 from ..bind.sweep import Plan as Evaluated
@@ -184,9 +184,11 @@ class Forms:
         waiting = self.kinds["first"].waiting
         assert waiting is not None
         schedule = waiting.schedule
-        seconds = np.broadcast_to(_whole_step(schedule, len(cuts))(env), m.shape)
-        if schedule == "1f1b":  # of two micro-batches for each stage or more where these differ
-            seconds = np.where(m >= 2 * p, _whole_step(schedule, len(cuts), True)(env), seconds)
+        seconds = np.array(np.broadcast_to(_whole_step(schedule, len(cuts))(env), m.shape))
+        if schedule == "1f1b":  # its formula is of two micro-batches for each stage or more
+            for few in {*zip(m[m < 2 * p].tolist(), p[m < 2 * p].tolist(), strict=True)}:
+                at = (m == few[0]) & (p == few[1])
+                seconds[at] = _of_few({name: np.broadcast_to(n, m.shape)[at] for name, n in env.items()}, len(cuts))
         busy = np.where(there, [t.busy for t in taken], 0)
         slowest = busy.argmax(0)
         parts = {}
@@ -223,22 +225,32 @@ def _shape(sizes: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=64)
-def _whole_step(schedule: str, kinds: int, placed: bool = False) -> Evaluated:
-    """Return the seconds of a step of a pipeline, in those of its stages, whose ranks may be in their places."""
+def _whole_step(schedule: str, kinds: int) -> Evaluated:
+    """Return the seconds of a step of a pipeline, in those of its stages."""
     p, m, v = (poly(symbol(n)) for n in "pmv")
     facts = [Waiting((), (), schedule, p, m, poly(symbol(f"n{i}")), v) for i in range(kinds)]
-    if placed:
-        starts = [*accumulate((fact.alike for fact in facts[:-1]), initial=poly(0))]
-        facts = [replace(f, ranks=((at, at + f.alike - 1),)) for f, at in zip(facts, starts, strict=True)]
+    starts = [*accumulate((fact.alike for fact in facts[:-1]), initial=poly(0))]
+    facts = [replace(f, ranks=((at, at + f.alike - 1),)) for f, at in zip(facts, starts, strict=True)]
     shares = [Shares(*(poly(symbol(f"{name}{i}")) for name in Shares._fields)) for i in range(kinds)]
     return plan(of_shares(facts, shares, poly(symbol("send"))))
+
+
+def _of_few(env: dict[str, Any], kinds: int) -> Array:
+    """Return the seconds of steps of 1F1B of as many ranks and as few micro-batches as each other."""
+    ranks = [i for i in range(kinds) for _ in range(int(env[f"n{i}"][0]))]
+    forward, backward = ([env[f"{way}{i}"] for i in ranks] for way in ("forward", "backward"))
+    passes: Array = of_few(forward, backward, int(env["m"][0]), lambda times: np.maximum.reduce(times))
+    once: Array = np.maximum.reduce([env[f"once{i}"] for i in ranks])
+    sends: Array = np.asarray(_waits("1f1b")(env) * env["send"])
+    found: Array = passes + once + sends
+    return found
 
 
 @lru_cache(maxsize=64)
 def _waits(schedule: str) -> Evaluated:
     """Return how many sends are waited for: what a step takes whose stages do nothing."""
     p, m, v = (poly(symbol(n)) for n in "pmv")
-    facts = Waiting((), (), schedule, p, m, p, v)
+    facts = Waiting((), (), schedule, p, m, p, v, ranks=((poly(0), p - 1),))
     return plan(of_shares([facts], [Shares(*(poly(0) for _ in Shares._fields))], poly(1)))
 
 
