@@ -21,7 +21,8 @@ from ..graph.sizes import bindings, known_names
 from ..hardware.specs import Hardware
 from ..transforms.backward.backward import backward
 from ..transforms.checkpoint import Checkpoint, every, every_block, from_start, selective
-from ..transforms.training import training_step, with_loss
+from ..transforms.losses import with_loss
+from ..transforms.training import training_step
 from .sizing import Bytes, memory_limit
 
 __all__ = ["best_interval", "checkpoint_for"]

@@ -2,115 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from ..algebra.polynomial import ONE, Poly
 from ..algebra.symbols import shown
-from ..errors import GraphError, ShapeError
+from ..errors import GraphError
 from ..graph.arguments import need_flag, positive
 from ..graph.graph import Graph
 from ..graph.scopes import building, opened
 from ..graph.strides import contiguous
 from ..graph.tensor import Tensor
-from ..nn.losses import binary_cross_entropy, cross_entropy
-from ..ops.blocks import Repeat, fused, written_slices
+from ..ops.blocks import Repeat, written_slices
 from ..ops.collectives import need_of_all
-from ..ops.index import arange
-from ..ops.operators import transpose
 from ..ops.pieces import absent, slice_of
 from ..ops.pointwise import pointwise
-from ..ops.reduce import reduce
-from ..optimizers import AdamW, Optimizer, Slot, clip_grad_norm, source_like, unscale, zero_grad
+from ..optimizers import AdamW, Optimizer, Slot, clip_grad_norm, over, source_like, unscale, zero_grad
 from .backward.backward import differentiate, loss_of, prepared
 from .backward.updating import Update
 from .backward.walk import Leaf
 from .checkpoint import Checkpoint
 from .frozen import with_frozen
+from .losses import Loss, with_loss
 from .precision.policy import Policy, find_policy
 from .precision.precision import apply_precision
 from .rewrite import Rewriter
-from .statistics import Trained
 
-__all__ = ["training_step", "with_loss"]
-
-Loss = Callable[..., Tensor]
-
-
-def _cross_entropy(logits: Tensor) -> Tensor:
-    """Return the cross-entropy against targets, which become an input."""
-    targets = logits.graph.input("targets", [n.expr for n in logits.sizes[:-1]], dtype="int64")
-    return cross_entropy(logits, targets)
-
-
-def _contrastive(logits: Tensor) -> Tensor:
-    """Return the mean of the cross-entropies of rows and of columns: the n-th row belongs to the n-th column.
-
-    Radford et al. 2021 (arXiv 2103.00020), figure 3.
-    """
-    if logits.ndim != 2 or not logits.graph.same(*logits.sizes):
-        raise ShapeError(f"loss 'contrastive' of {logits!r}: expected as many rows as columns")
-    own = arange(logits.sizes[0], name="targets")
-    return (cross_entropy(logits, own) + cross_entropy(transpose(logits), own)) / 2
-
-
-def _binary_cross_entropy(p: Tensor) -> Tensor:
-    """Return the cross-entropy of probabilities against targets of 0 or 1, which become an input."""
-    return binary_cross_entropy(p, p.graph.input("targets", [n.expr for n in p.sizes], dtype=p.dtype))
-
-
-def _mean_squared_error(made: Tensor) -> Tensor:
-    """Return the mean of squared differences from targets, which become an input."""
-    targets = made.graph.input("targets", [n.expr for n in made.sizes], dtype=made.dtype)
-    squares = fused("mse", lambda made, targets: pointwise("square", made - targets), made, targets)
-    assert isinstance(squares, Tensor)
-    names = " ".join(f"a{i}" for i in range(made.ndim))
-    return reduce(squares, f"{names} -> ", "mean") if made.ndim else squares
-
-
-#: Losses that a model names.
-LOSSES: Mapping[str, Loss] = {
-    "cross_entropy": _cross_entropy,
-    "contrastive": _contrastive,
-    "binary_cross_entropy": _binary_cross_entropy,
-    "mean_squared_error": _mean_squared_error,
-}
-
-
-def with_loss(graph: Graph, loss: str | Loss | None = None) -> Graph:
-    """Return the graph with its loss as its only output.
-
-    The loss is a name such as `cross_entropy`, or a function of the outputs that returns a scalar; by default the one
-    that the graph names, and none is added to a graph with one scalar output. GraphError if it has neither a scalar
-    output nor a loss.
-    """
-    need_of_all("training_step", graph)
-    named = graph.loss if loss is None else loss
-    scalars = [t for t in graph.outputs if not t.sizes]
-    new = Trained().run(graph)
-    with new:
-        new.loss = None
-        if loss is not None or len(scalars) != 1 or len(graph.outputs) != 1:
-            new.outputs = [_closed(new, named)]
-    return new
-
-
-def _closed(new: Graph, named: object) -> Tensor:
-    """Add a loss, of a name or a function, to a graph that is open."""
-    if named is None:
-        raise GraphError(
-            f"training_step: graph {new.name!r} has {len(new.outputs)} outputs and names no loss, expected one "
-            f"scalar output, or loss='cross_entropy' or a function of the outputs"
-        )
-    function = LOSSES.get(named) if isinstance(named, str) else named
-    if not callable(function):
-        raise GraphError(f"training_step: loss {shown(named)}, expected one of {', '.join(LOSSES)} or a function")
-    made = function(*new.outputs)
-    if not isinstance(made, Tensor) or made.sizes:
-        raise GraphError(f"training_step: the loss is {made!r}, expected a scalar")
-    return made
+__all__ = ["training_step"]
 
 
 @dataclass(frozen=True)
@@ -137,6 +57,7 @@ def training_step(
     set_to_none: bool = True,
     autocast_device: str | None = None,
     optimizer_in_backward: bool = False,
+    defer_accumulation: bool = False,
     freeze: str | Sequence[str] | None = None,
     trainable: str | Sequence[str] | None = None,
 ) -> Graph:
@@ -167,6 +88,10 @@ def training_step(
     optimizer_in_backward : bool
         Whether each parameter is updated as soon as its gradient is complete, which dies then, as hooks do that torch
         calls after a gradient was accumulated (`register_post_accumulate_grad_hook`; Lv et al. 2023, arXiv 2306.09782).
+    defer_accumulation : bool
+        Whether gradients that are kept in a wider format than they are made in wait for the end of a backward pass, all
+        of them beside what they are then added to, as in nanotron (`FP32GradientAccumulator.backward` of
+        optim/gradient_accumulator.py at e24d248). By default each is added as it is made, as by hooks of Megatron-LM.
     freeze, trainable : str or sequence of str, optional
         Parameters without gradient and state, or those that alone have them: names or scopes, in which `*` stands for
         anything, as in `layers/*/bias`.
@@ -197,7 +122,7 @@ def training_step(
     if checkpoint is not None and not isinstance(checkpoint, Checkpoint):
         raise GraphError(f"training_step: checkpoint {shown(checkpoint)}, expected a policy such as every_block()")
     times = positive("training_step: accumulate", accumulate)
-    need_flag("training_step", optimizer_in_backward=optimizer_in_backward)
+    need_flag("training_step", optimizer_in_backward=optimizer_in_backward, defer_accumulation=defer_accumulation)
     need_of_all("training_step", graph)
     if graph.gradients or any(op.phase != "forward" for op in graph.walk()):
         raise GraphError(
@@ -208,13 +133,16 @@ def training_step(
     if optimizer_in_backward:
         _need_one_at_a_time(formats, accumulate=times != ONE, clip=clip is not None, set_to_none=set_to_none)
     forward = prepared(apply_precision(with_loss(with_frozen(graph, freeze, trainable), loss), formats), policy)
+    if defer_accumulation:
+        _need_wider(forward, formats)
     always = not set_to_none
     new = Rewriter().run(forward) if times == ONE else Graph(forward.name, dtype=forward.dtype)
     with new:
         if times == ONE:
-            made = _once(new, policy, formats, optimizer if optimizer_in_backward else None, always=always)
+            at_once = optimizer if optimizer_in_backward else None
+            made = _once(new, policy, formats, at_once, always=always, defer=defer_accumulation)
         else:
-            made = _accumulated(forward, new, policy, formats, times, always=always)
+            made = _accumulated(forward, new, policy, formats, times, always=always, defer=defer_accumulation)
         _update(made, optimizer, formats, clip)
     return new
 
@@ -232,6 +160,15 @@ def _need_one_at_a_time(formats: Policy, *, accumulate: bool, clip: bool, set_to
             raise GraphError(f"training_step: optimizer_in_backward beside {text}; expected one of the two")
 
 
+def _need_wider(forward: Graph, formats: Policy) -> None:
+    """Raise GraphError where no gradient is kept in a wider format than it is made in."""
+    if not any(_is_wider(t, formats) for t in _wanted(forward)):
+        raise GraphError(
+            f"training_step: defer_accumulation beside precision {formats.name!r}, which keeps gradients as they are "
+            f"made; expected one that keeps wider ones, such as megatron-bf16"
+        )
+
+
 # -- forward and backward ----------------------------------------------------------------------------------------
 
 
@@ -242,14 +179,18 @@ def _wanted(graph: Graph) -> list[Tensor]:
     return wanted
 
 
+def _is_wider(t: Tensor, formats: Policy) -> bool:
+    """Whether the gradient of a tensor is kept in a wider format than it is made in."""
+    return t.role == "param" and formats.formats_of(t).grad.bits > t.dtype.bits
+
+
 def _buffer(t: Tensor, formats: Policy, *, always: bool) -> Tensor | None:
     """Declare what the gradient of a parameter is added to, if it stays from one step to the next."""
     if t.role != "param":
         return None
-    wanted = formats.formats_of(t).grad
-    if not (always or wanted.bits > t.dtype.bits):
+    if not (always or _is_wider(t, formats)):
         return None
-    return source_like(t, "grad", t.sizes, wanted, role="gradient")
+    return source_like(t, "grad", t.sizes, formats.formats_of(t).grad, role="gradient")
 
 
 def _leaf(t: Tensor, formats: Policy, total: Tensor | None, optimizer: Optimizer | None = None) -> Leaf:
@@ -267,16 +208,28 @@ def _leaf(t: Tensor, formats: Policy, total: Tensor | None, optimizer: Optimizer
     return Leaf(total, None if kept.grad == t.dtype else kept.grad, update)
 
 
-def _once(new: Graph, policy: Checkpoint, formats: Policy, at_once: Optimizer | None, *, always: bool) -> _Pass:
+def _added(made: Mapping[Tensor, Tensor], totals: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+    """Add gradients that have waited for the end of a pass to what is there already, one after the other."""
+    late = [t for t in totals if t in made]
+    with opened(phase="backward"):
+        groups = [(totals[t], made[t]) for t in late]
+        sums = over(groups, lambda total, grad: pointwise("add", total, grad, inplace=True), "accumulate")
+    return {**made, **{t: total for t, (total,) in zip(late, sums, strict=True)}}
+
+
+def _once(
+    new: Graph, policy: Checkpoint, formats: Policy, at_once: Optimizer | None, *, always: bool, defer: bool
+) -> _Pass:
     """Run forward and backward pass."""
     wanted = _wanted(new)
     buffers = {t: None if at_once else _buffer(t, formats, always=always) for t in wanted}
     loss = loss_of(new)
     scaled = _scaled(loss, formats, ONE)
-    leaves = {t: _leaf(t, formats, buffers[t], at_once) for t in wanted}
-    walk = differentiate(new, new.ops, scaled, leaves, policy)
-    params = [t for t in wanted if t in walk.final and leaves[t].update is None]
-    return _Pass(new, {t: walk.final[t] for t in params}, {t for t in params if buffers[t] is not None})
+    late = {t: b for t, b in buffers.items() if b is not None and defer and _is_wider(t, formats)}
+    leaves = {t: Leaf() if t in late else _leaf(t, formats, buffers[t], at_once) for t in wanted}
+    final = _added(differentiate(new, new.ops, scaled, leaves, policy).final, late)
+    params = [t for t in wanted if t in final and leaves[t].update is None]
+    return _Pass(new, {t: final[t] for t in params}, {t for t in params if buffers[t] is not None})
 
 
 def _scaled(loss: Tensor, formats: Policy, times: Poly) -> Tensor:
@@ -297,7 +250,7 @@ class _IntoLoop(Rewriter):
 
 
 def _accumulated(
-    forward: Graph, new: Graph, policy: Checkpoint, formats: Policy, times: Poly, *, always: bool
+    forward: Graph, new: Graph, policy: Checkpoint, formats: Policy, times: Poly, *, always: bool, defer: bool
 ) -> _Pass:
     """Run forward and backward pass for each micro-batch, and add up the gradients."""
     new.relations, new.defaults = forward.relations, dict(forward.defaults)
@@ -316,16 +269,19 @@ def _accumulated(
     loss = into.tensors[loss_of(forward)]
     with building(body):
         scaled = _scaled(loss, formats, times)
-    leaves = {given[t]: _leaf(sources[t], formats, totals.get(t)) for t in every}
-    walk = differentiate(body, body.ops, scaled, leaves, policy)
-    params = [t for t in wanted if given[t] in walk.final]
+    late = {given[t]: totals[t] for t in wanted if defer and _is_wider(sources[t], formats)}
+    leaves = {given[t]: Leaf() if given[t] in late else _leaf(sources[t], formats, totals.get(t)) for t in every}
+    walked = differentiate(body, body.ops, scaled, leaves, policy).final
+    with building(body):
+        final = _added(walked, late)
+    params = [t for t in wanted if given[t] in final]
     for t in wanted:
         if t not in params:  # nothing contributes to its gradient
             body.remove_node(totals[t])
     with building(body):
-        after = [walk.final[given[t]] for t in params]
-        slices = [t for t in every if t.role == "input" and given[t] in walk.final]
-        parts = [walk.final[given[t]] for t in slices]
+        after = [final[given[t]] for t in params]
+        slices = [t for t in every if t.role == "input" and given[t] in final]
+        parts = [final[given[t]] for t in slices]
         body.outputs += [*after, *written_slices(body, after, [loss, *parts])]
     inputs = [t for t in sources if t.role == "input"]
     body.formals[:] = [

@@ -188,7 +188,7 @@ def test_functions_that_are_missing_or_return_something_else_are_refused():
 def test_gradients_are_those_of_autograd(name, attention, checkpoint):
     """A step of plain descent with rate 1 takes the gradient away, which autograd finds through the forward pass."""
     graph = cg.models.load(name, dtype="fp64", attention=attention)
-    loss = cg.transforms.training.with_loss(graph)
+    loss = cg.transforms.losses.with_loss(graph)
     step = cg.training_step(graph, optimizer=cg.SGD(lr=1.0), checkpoint=checkpoint)
     dims = sizes_of(step)
     forward, update, inputs = lower(loss, **dims), lower(step, **dims), random_inputs(loss, **dims)
@@ -203,7 +203,7 @@ def test_gradients_are_those_of_autograd(name, attention, checkpoint):
 
 def test_adamw_does_what_torch_does():
     graph = cg.models.load("mlp", dtype="fp32")
-    loss = cg.transforms.training.with_loss(graph)
+    loss = cg.transforms.losses.with_loss(graph)
     dims = sizes_of(loss)
     forward, inputs = lower(loss, **dims).requires_grad_(), random_inputs(loss, **dims)
     optimizer = torch.optim.AdamW(forward.parameters(), lr=0.1)

@@ -11,7 +11,7 @@ from zoo_reference import declared, traced
 
 import costgraph as cg
 from costgraph.torch import trace
-from costgraph.transforms.training import with_loss
+from costgraph.transforms.losses import with_loss
 
 torch.set_num_threads(1)
 

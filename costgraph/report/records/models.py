@@ -11,7 +11,7 @@ import costgraph as cg
 
 from ...errors import UnsupportedError
 from ...notation.records import Size, one_of
-from ...transforms.training import with_loss
+from ...transforms.losses import with_loss
 from .case import Case, Printed, Run, family
 from .record import Amount, Record, facts
 

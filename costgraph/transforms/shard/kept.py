@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -28,6 +28,18 @@ __all__ = ["Kept"]
 T = TypeVar("T")
 
 
+def _left(op: Op) -> Iterator[Tensor]:
+    """Yield what stands for a term that is added, in the loop that adds its slices and in those that left them."""
+    t, owner = op.operands[1], op.graph.owner
+    while owner is not None and owner.loop is not None and t in owner.loop.slices:
+        yield t
+        t, owner = owner.operands[owner.loop.body.formals.index(t)], owner.graph.owner
+    while t.producer is not None and t.producer.loop is not None:
+        yield t
+        t = t.producer.loop.body.outputs[t.producer.results.index(t)]
+        yield t
+
+
 class Kept(Placed):
     """Lets a rank add its parts to a buffer; all ranks reduce it in place, and clear all of it behind the update."""
 
@@ -41,6 +53,8 @@ class Kept(Placed):
         """Old tensors that are gradients, and what they are of."""
         self.of: dict[Tensor, Tensor] = {}
         """Buffers of the old graph, and old tensors that are what they hold in the end."""
+        self.whole_pass: set[Tensor] = set()
+        """Old tensors that loops leave, one storage an iteration, to be added to such buffers behind them."""
         self.own_parts: dict[Tensor, list[tuple[Collective, int]]] = {}
         """Buffers of the old graph, the reductions of which a rank has its own part, and along which axis from the
         last."""
@@ -50,6 +64,7 @@ class Kept(Placed):
         self.finals = {g: t for t, g in old.gradients.items()}
         if not self.stated.reduce_each:
             self.of = {source: g for g in self.finals for source in [origin(g)] if source.role == "gradient"}
+            self.whole_pass = {t for op in old.walk() if adds(op) and self.buffer(op.operands[0]) for t in _left(op)}
         return super().run(old, name)
 
     def aims(self, old: Graph, gradients: Mapping[Tensor, Placement]) -> dict[Tensor, Placement]:

@@ -272,7 +272,7 @@ class Sharder(Cutting):
         begun = [self.value(t, new, p, op.phase) for t, p in zip(loop.starts, places, strict=True)]
         begun = [self.dense(t, new, op.phase) for t in begun]
         sums = {a.read: a for a in added(loop)}
-        xs = [self.summed(t, new, op.phase, sliced=True, parts=t in sums) for t in loop.xs]
+        xs = [self.summed(t, new, op.phase, sliced=True, parts=t in sums or t in self.whole_pass) for t in loop.xs]
         xs = self.as_kept(loop, xs)
         shared = [self.summed(t, new, op.phase) for t in loop.shared]
         body = new.start_body(loop.body.name, fused=False)
@@ -287,7 +287,7 @@ class Sharder(Cutting):
         self.tensors |= {t: self.inside[t] for t in loop.saved if t in self.inside}
         # what is saved is what ops of the forward pass were given
         self.tensors |= {t: self.held[made] for t in loop.saved if (made := self.value(t, body)) in self.held}
-        lasts = {a.last for a in sums.values() if self.at[self.tensors[a.slice]].pending}
+        lasts = {a.last for a in sums.values() if self.at[self.tensors[a.slice]].pending} | self.whole_pass
         for t in (*loop.ys, *loop.saved):
             made = self.summed(t, body, op.phase, parts=t in lasts)
             # a rank's part of what every rank has made lies within the whole of it, and only the part is kept

@@ -1,0 +1,185 @@
+"""Gradients of a micro-batch that wait until its backward pass is over, beside a program of torch that lets them."""
+
+import warnings
+from collections import Counter
+
+import numpy as np
+import pytest
+
+import costgraph as cg
+from costgraph import GraphError, models
+from costgraph.testing import run
+
+pytest.importorskip("torch")
+
+import plain_models
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+from tracked import setting
+
+MLP = {"D": 31, "F": 53, "L": 5, "C": 11}
+WIDE = {"D": 131, "F": 1031, "L": 7, "C": 13}
+
+
+class Accumulator:
+    """Sums in fp32 of gradients in bf16, and copies in fp32 that are updated: `FP32GradientAccumulator` of nanotron.
+
+    It adds all gradients behind the backward pass; with `at_once`, each by a hook of its parameter as it is made.
+    """
+
+    def __init__(self, module, at_once):
+        self.halves = [*module.parameters()]
+        many = sum(p.numel() for p in self.halves)
+        self.sums, copies = torch.zeros(many), torch.zeros(many)
+        sizes = [p.numel() for p in self.halves]
+        self.parts = [s.view_as(p) for s, p in zip(self.sums.split(sizes), self.halves, strict=True)]
+        self.wide = [s.view_as(p) for s, p in zip(copies.split(sizes), self.halves, strict=True)]
+        for w, part in zip(self.wide, self.parts, strict=True):
+            w.requires_grad = True
+            w.grad = part
+        self.at_once = at_once
+        for half, part in zip(self.halves, self.parts, strict=True) if at_once else ():
+            half.register_post_accumulate_grad_hook(lambda p, part=part: self.add(p, part))
+
+    def add(self, half, part):
+        part.add_(half.grad)
+        half.grad = None
+
+    def backward(self, loss):
+        loss.backward()
+        if not self.at_once:
+            for half, part in zip(self.halves, self.parts, strict=True):
+                self.add(half, part)
+
+    def step(self, optimizer):
+        optimizer.step()
+        with torch.inference_mode():
+            for half, w in zip(self.halves, self.wide, strict=True):
+                half.copy_(w)
+        self.sums.zero_()
+
+
+def tracked_peak(sizes, B, times, at_once):
+    """Bytes at the peak of the second step, as MemTracker has them: nothing is computed."""
+    with FakeTensorMode():
+        module, _, ids, targets = setting("mlp", sizes, B * times, 0, "bf16", "foreach")
+        sums = Accumulator(module, at_once)
+        optimizer = torch.optim.AdamW(sums.wide, fused=True)
+
+        def step():
+            for x, y in zip(ids.split(B), targets.split(B), strict=True):
+                tracker.reset_mod_stats()  # a module runs several times
+                loss = plain_models.loss_of(module, x, y)
+                sums.backward(loss if times == 1 else loss / times)
+                del loss
+            sums.step(optimizer)
+
+        tracker = MemTracker()
+        tracker.track_external(module, ids, targets, sums.sums, *sums.wide, optimizer)
+        with tracker, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Expected a tensor or a traceable wrapper-subclass", UserWarning)
+            step()
+            step()
+        (found,) = tracker.get_tracker_snapshot("peak").values()
+    return found["Total"]
+
+
+def declared(times, defer, implementation="fused", **options):
+    return cg.training_step(
+        models.load("mlp", symbolic=True), optimizer=cg.AdamW(implementation=implementation),
+        precision="megatron-bf16", accumulate=times, defer_accumulation=defer, **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.parametrize("defer", [True, False], ids=["behind", "at once"])
+@pytest.mark.parametrize(
+    ("sizes", "B"),
+    [pytest.param(MLP, 3, marks=pytest.mark.long), (WIDE, 2), pytest.param(MLP, 997, marks=pytest.mark.long)],
+)
+def test_peak_is_that_of_a_program_with_such_an_accumulator(sizes, B, defer, times):
+    peak = cg.peak_memory(declared(times, defer), **sizes, B=B)
+    assert tracked_peak(sizes, B, times, at_once=not defer) == peak + (2 if times == 1 else 0)  # its loss
+
+
+def test_all_gradients_are_there_beside_what_they_are_added_to():
+    late, soon = (cg.peak_memory(declared(3, defer), **WIDE, B=2) for defer in (True, False))
+    layers, inner = WIDE["L"], WIDE["F"]
+    # at its most, where gradients are added as they are made, there is that of one layer, and what is made on the way
+    assert late - soon > 2 * (layers - 1) * inner * inner
+
+
+B, D, F, K, L = cg.dims("B D F K L")
+
+
+@pytest.fixture(scope="module")
+def stack():
+    """Layers, a parameter that they share, one that is used twice, and one outside."""
+    with cg.Graph("stack", dtype="bf16") as g:
+        x = g.input("x", (B, D))
+        shared, twice = g.param("shared", (D,)), g.param("twice", (D, D))
+
+        def layer(h):
+            return cg.relu(cg.linear(h, "b d -> b e", e=D, bias=True, name="up")) * shared
+
+        h = cg.repeat(L, layer, x @ twice, name="layers")
+        g.output(cg.reduce(cg.linear(h @ twice, "b d -> b k", k=K, name="head"), "b k -> ", "mean"))
+    return g
+
+
+SIZES = {"B": 2, "D": 3, "K": 5, "L": 4}
+
+
+@pytest.mark.parametrize("checkpoint", [None, cg.every_block()], ids=["kept", "block"])
+@pytest.mark.parametrize("times", [1, 3])
+def test_parameters_and_costs_are_those_of_sums_as_gradients_are_made(stack, times, checkpoint):
+    soon, late = (
+        cg.training_step(
+            stack, precision="megatron-bf16", accumulate=times, checkpoint=checkpoint, defer_accumulation=flag
+        )
+        for flag in (False, True)
+    )
+    for ask in (cg.flops, cg.bytes_moved, cg.param_bytes):
+        assert ask(late) == ask(soon)
+    sources = [t for t in soon.tensors if t.producer is None and t.role in ("param", "state", "input")]
+    at = {symbol: SIZES[symbol.name] for symbol in (B, D, K, L)}
+    drawn = np.random.default_rng(1)
+    numbers = {t.name: drawn.uniform(0.1, 1, [int(n.subs(at)) for n in t.shape]) for t in sources}
+    first, second = (run(step, numbers, **SIZES) for step in (soon, late))
+    left, right = ({b.name: b.array for b in made.buffers} for made in (first, second))
+    changed = [name for name in left if name.partition("[")[0] in numbers and name != "x"]
+    assert len(changed) >= 9
+    for name in changed:
+        np.testing.assert_allclose(right[name], left[name], rtol=1e-12)
+    assert second.peak == cg.peak_memory(late, **SIZES)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("times", [1, 3])
+def test_ranks_reduce_what_is_kept_once(times, zero):
+    """Messages of a rank are the same: sums in fp32, one for each parameter of each layer, behind the last pass."""
+    sums = []
+    for defer in (False, True):
+        step = declared(times, defer)
+        rank = cg.parallelize(step, dp=2, zero=zero, reduce_each=False)
+        sums.append(Counter((m.collective, m.axis, m.times, m.bytes) for m in cg.communication(rank)))
+    assert sums[0] == sums[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"defer_accumulation": 1}, "defer_accumulation is 1, expected True or False"),
+        (
+            {"defer_accumulation": True, "precision": "bf16"},
+            (
+                "training_step: defer_accumulation beside precision 'bf16', which keeps gradients as they are made; "
+                "expected one that keeps wider ones, such as megatron-bf16"
+            ),
+        ),
+    ],
+)
+def test_what_it_cannot_be_asked_for(stack, options, text):
+    with pytest.raises(GraphError, match=text):
+        cg.training_step(stack, **options)
