@@ -52,7 +52,7 @@ def _between(a: Poly, b: Poly, c: Poly) -> bool:
     for k in {**first, **middle, **last}:
         left = above * first.get(k, 0) + (below - above) * last.get(k, 0) - below * middle.get(k, 0)
         # an atom, such as a ceiling, may be anything: terms with one have to be equal
-        if left < 0 or (left and _has_atom(k)):
+        if left < 0 or (left and any(name[0] == "~" for name, _ in k)):
             return False
     return True
 
@@ -62,7 +62,3 @@ def _whole(*ps: Poly) -> Iterator[Mapping[Monomial, Rational]]:
     scale = lcm(*(c.denominator for p in ps for c in p.terms.values()))
     for p in ps:
         yield p.terms if scale == 1 else {m: c.numerator * (scale // c.denominator) for m, c in p.terms.items()}
-
-
-def _has_atom(m: Monomial) -> bool:
-    return any(name[0] == "~" for name, _ in m)

@@ -276,7 +276,7 @@ def distributed(factors: Factors, sizes: Sequence[Poly], mesh: Mesh) -> tuple[Fa
                 left = ONE if first == left else left
                 continue
             more, less = _divided(first, left), _divided(left, first)
-            behind = numel(sizes[at + 1 :]) / prod((_ranks(f, mesh) for f in rest), start=ONE)
+            behind = numel(sizes[at + 1 :]) / prod((mesh[f] if isinstance(f, str) else f for f in rest), start=ONE)
             if more is not None and (is_integral(more) or more == behind):
                 mine.append(left)
                 rest.insert(0, more)
@@ -288,10 +288,6 @@ def distributed(factors: Factors, sizes: Sequence[Poly], mesh: Mesh) -> tuple[Fa
                 return None
         out.append(tidy(mine))
     return None if any(isinstance(f, str) for f in rest) else tuple(out)
-
-
-def _ranks(f: Factor, mesh: Mesh) -> Poly:
-    return mesh[f] if isinstance(f, str) else f
 
 
 def _divided(a: Poly, b: Poly) -> Poly | None:

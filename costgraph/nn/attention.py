@@ -100,7 +100,7 @@ def attention(
     """
     place = f"attention {name!r}"
     need_choice(f"{place}: kernel", kernel, ("flash", "eager"))
-    if softcap is not None and not (_is_number(softcap) and softcap > 0):
+    if softcap is not None and not (isinstance(softcap, Real) and not isinstance(softcap, bool) and softcap > 0):
         raise GraphError(f"{place}: softcap {softcap!r}, expected a positive number")
     need_flag(place, causal=causal)
     q, k, v = _checked(place, q, k, v)
@@ -338,10 +338,6 @@ def _eager(
     if domain is not None:  # which keys are hidden changes no cost of an op on the whole square
         (y,) = apply(Pointwise(function=FUNCTIONS["causal_mask"], masked=domain), [y], "mask")
     return _reduced(dropout(_softmax(y, sinks), p), v, _REDUCE)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _scaled(scores: Tensor, softcap: float | None, bias: Tensor | None) -> Tensor:

@@ -264,7 +264,7 @@ def experts(
         if sent.dropped is not None:
             weights = pointwise("masked_fill", weights, sent.dropped)
         parts = split(h, (width, width), -1) if gated else (h,)
-        join = _join(activation, gate) if gated else activation
+        join = (gate or (lambda first, up: activation(first) * up)) if gated else activation
         if weigh == "results":
             return _combined(project(join(*parts), d, "down"), sent.places, weights, x)
         of_rows = scatter(fill(sent.tokens.sizes, 0, weights.dtype), sent.places, weights, name="weights")
@@ -289,12 +289,6 @@ def _flat(x: Tensor) -> Tensor:
         return x
     names = " ".join(f"a{i}" for i in range(x.ndim - 1))
     return rearrange(x, f"{names} d -> ({names}) d", name="tokens") if names else reshape(x, (1, x.sizes[-1]))
-
-
-def _join(
-    activation: Callable[[Tensor], Tensor], gate: Callable[[Tensor, Tensor], Tensor] | None
-) -> Callable[..., Tensor]:
-    return gate or (lambda first, up: activation(first) * up)
 
 
 def _weighed(join: Callable[..., Tensor], parts: Sequence[Tensor], of_rows: Tensor, x: Tensor) -> Tensor:

@@ -153,10 +153,6 @@ def _outer_scopes(graph: Graph, table: Costs) -> Costs:
     return replace(table, rows=tuple(replace(r, scope=outer[r.op]) for r in table.rows))
 
 
-def _levels(scope: str, depth: int) -> str:
-    return "/".join(scope.split("/")[:depth])
-
-
 def _parts(
     bound: Costs, free: Costs, times: Roofline | None, key: Callable[[CostRow | RooflineRow], str]
 ) -> tuple[Part, ...]:
@@ -266,7 +262,7 @@ def collect(
         figures=figures,
         peak=peak,
         roofline=times,
-        scopes=_parts(bound, free, times, lambda row: _levels(row.scope, depth)),
+        scopes=_parts(bound, free, times, lambda row: "/".join(row.scope.split("/")[:depth])),
         phases=_parts(bound, free, times, lambda row: row.phase),
         count=count,
         defaults=dict(graph.root.defaults),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
@@ -23,10 +23,6 @@ from .laws import QUESTIONS, Trial, law, same
 __all__ = ["played"]
 
 
-def _bound(trial: Trial, names: Iterable[str]) -> dict[str, int]:
-    return {n: trial.point[n] for n in names}
-
-
 @law
 def a_formula_at_a_point_is_the_answer_there(trial: Trial) -> None:
     """By Python's fractions and by `evaluate`, in one step and in two; the peak from the least count that it states."""
@@ -45,7 +41,7 @@ def a_formula_at_a_point_is_the_answer_there(trial: Trial) -> None:
         for some in (names[: len(names) // 2], names[1::2]):
             if question == "peak_memory" and not all(trial.point[n] >= k for n, k in least.items() if n not in some):
                 continue
-            partly = ask(trial.graph, **_bound(trial, some))
+            partly = ask(trial.graph, **{n: trial.point[n] for n in some})
             same(expected, value(partly, trial.point), f"{question}: bound in two steps, {some} first")
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from ..analysis.costs import bytes_moved, flops
-from ..analysis.lifetimes import Life
 from ..analysis.memory import peak_memory
 from ..errors import BindingError, GraphError, UnsupportedError
 from ..graph.graph import Graph
@@ -346,12 +345,10 @@ def _kept(lesson: Lesson) -> set[str]:
     program = played(lesson.trained, lesson.point)
     first = next(i for i, step in enumerate(program.steps) if step.op.phase != "forward")
     return {
-        _plain(life) for life in program.lives if life.born is not None and life.born < first <= (life.dies or first)
+        life.name.split("[")[0]
+        for life in program.lives
+        if life.born is not None and life.born < first <= (life.dies or first)
     }
-
-
-def _plain(life: Life) -> str:
-    return life.name.split("[")[0]
 
 
 def _started_from(lesson: Lesson) -> set[str]:

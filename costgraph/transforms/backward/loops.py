@@ -309,7 +309,9 @@ def _close(walk: Walk, out: _Out, grads: Grads, sums: dict[int, tuple[Tensor, Te
     for i, t in out.stacks:
         stack_of(walk, op.operands[i], t.dtype)
     # a name is made complete by the scope that is open
-    loop = graph.add_op(kind, (*starts, *(t for _, t in made.xs), *body.captured), f"{_leaf(op)}.backward")
+    loop = graph.add_op(
+        kind, (*starts, *(t for _, t in made.xs), *body.captured), f"{op.name.rpartition('/')[2]}.backward"
+    )
     body.owner = loop
     sliced = [i for i, _ in (*out.stacks, *out.kept)]
     listed = [*out.carried, *(i for i in sums if i in made.shared), *sliced]
@@ -321,10 +323,6 @@ def _close(walk: Walk, out: _Out, grads: Grads, sums: dict[int, tuple[Tensor, Te
         else:
             results[i] = t
     return results
-
-
-def _leaf(op: Op) -> str:
-    return op.name.rpartition("/")[2]
 
 
 def _start(
