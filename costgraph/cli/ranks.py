@@ -54,7 +54,7 @@ Sequence = Annotated[bool, typer.Option("--sequence", help="Split the sequence b
 Context = Annotated[str, _choice("--context", "HOW", "Attention over cp", CONTEXTS)]
 Reduce = Annotated[str | None, _choice("--reduce", "WHEN", "Gradients, by micro-batches", REDUCES)]
 System = Annotated[str, _choice("--system", "NAME", "Whose policies where systems differ", SYSTEMS)]
-Hold = Annotated[bool, typer.Option("--hold/--no-hold", help="Keep what a split sequence has gathered.")]
+Hold = Annotated[bool | None, typer.Option("--hold/--no-hold", help="Keep what a split sequence has gathered.")]
 Buckets = Annotated[str, _choice("--buckets", "HOW", "Gradients in buckets", tuple(BUCKETS))]
 Offload = Annotated[
     str, typer.Option("--offload", metavar="WHAT,WHAT", help=f"What lies on the host, of {', '.join(OFFLOADED)}.")

@@ -24,6 +24,7 @@ from ..optimizers import Optimizer
 from ..transforms.offload import OFFLOADED, need_offloaded
 from ..transforms.precision.policy import find_policy
 from ..transforms.schedules import SCHEDULES, asked
+from ..transforms.shard.parallelize import SYSTEMS, System
 from .fitting import Fit, Point, Work
 from .plans import Plan, Search, explained
 from .sizing import Bytes, memory_limit
@@ -35,15 +36,13 @@ __all__ = ["search"]
 Limit = Annotated[Any, READ]
 #: Devices and sequences of a step that are looked through for divisors.
 _MOST = 2**32
-#: Schedules of which each rank has its own stages of the model.
-_IN_STAGES = tuple(name for name, made in SCHEDULES.items() if not made.both_ways)
 _MOST_VALUES = 10_000
 
 
 def search(
     model: Graph, /, *, devices: int, hardware: str | Hardware, network: str | Network | None = None,
     loss: object = None, precision: Limit = None, optimizer: Optimizer | None = None, memory: Bytes | None = None,
-    overlap: str = "none", reduce: str = "each", hold: bool = True,
+    overlap: str = "none", system: System = "torch", reduce: str | None = None, hold: bool | None = None,
     fallback: Fallback = None, dp: Limit = None, tp: Limit = None, pp: Limit = None, cp: Limit = 1, ep: Limit = None,
     zero: Limit = None, sequence: Limit = None, micro_batch: Limit = None, accumulate: Limit = None,
     checkpoint: Limit = None, schedule: Limit = "1f1b", virtual: Limit = None, offload: Limit = "none",
@@ -76,13 +75,15 @@ def search(
         Bytes that a plan may take on a device, by default its capacity as its vendor states it.
     overlap : str
         none, or ideal: of collectives with all else, as in `roofline`.
-    reduce : str
+    system : str
+        torch or megatron: whose policies, as `system` of `parallelize`; Megatron has stages 0 and 1 of ZeRO.
+    reduce : str, optional
         each, or last: whether gradients that ranks have whole (stages 0 and 1) are reduced over `dp`, `cp` and `ep` by
-        each micro-batch, as in the graph of `parallelize`, or are added up and reduced by the last one alone, as under
-        torch's `no_sync` and by Megatron. The peak is that of the graph.
-    hold : bool
-        Whether the backward pass has what a split sequence has gathered, as `hold` of `parallelize`; False for
-        Megatron.
+        each micro-batch, the default of torch, or are added up and reduced by the last one alone, that of Megatron. Of
+        torch's `no_sync` the peak is that of the graph of `parallelize`.
+    hold : bool, optional
+        Whether the backward pass has what a split sequence has gathered, as `hold` of `parallelize`, which has the
+        default as well.
     fallback : str or mapping, optional
         As `Hardware.rate`.
     dp, tp : int or iterable of int, optional
@@ -105,10 +106,10 @@ def search(
         keep:NAME,NAME.
     schedule : str or iterable of str
         Limit: orders of a pipeline, of those that `parallelize` takes: gpipe, 1f1b, interleaved, zb-h1, interleaved-zb,
-        zbv and dualpipev.
+        zbv, dualpipe and dualpipev.
     virtual : int or iterable of int, optional
         Limit: groups of layers of a rank under interleaved and interleaved-zb, by default all that divide its layers;
-        zbv and dualpipev have two, other schedules one.
+        zbv, dualpipe and dualpipev have two, other schedules one.
     offload : str or iterable of str
         Limit: what lies on the host: none, optimizer, parameters or activations, several of them joined by a plus sign
         such as optimizer+parameters.
@@ -158,7 +159,10 @@ def search(
     place = "search"
     need_graph(place, model)
     need_choice(f"{place}: overlap", overlap, ("none", "ideal"))
+    need_choice(f"{place}: system", system, SYSTEMS)
+    reduce = reduce or ("each" if system == "torch" else "last")
     need_choice(f"{place}: reduce", reduce, ("each", "last"))
+    hold = system == "torch" if hold is None else hold
     need_flag(place, hold=hold)
     count = size_of(f"{place}: devices", devices)
     device = joined(hardware, network)
@@ -172,14 +176,14 @@ def search(
     if max(count, batch) > _MOST:
         raise BindingError(f"{place}: {count} devices, {batch} sequences, expected at most {_MOST} of each")
     others = {name: n for name, n in dims.items() if name != named}
-    family = Family(model, named, device, fallback, overlap, reduce, hold, options, precisions, others)
+    family = Family(model, named, device, fallback, overlap, system, reduce, hold, options, precisions, others)
     tokens = family.tokens(batch)
     numbers = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "micro_batch": micro_batch, "accumulate": accumulate}
     allowed = {name: _numbers(f"{place}: {name}", given) for name, given in numbers.items()}
     choices = _Choices(
-        _chosen(f"{place}: zero", zero, (0, 1, 2, 3)), zero is not None,
+        _chosen(f"{place}: zero", zero, (0, 1, 2, 3) if system == "torch" else (0, 1)), zero is not None,
         _chosen(f"{place}: sequence", sequence, (False, True)), _policies(f"{place}: checkpoint", checkpoint),
-        _chosen(f"{place}: schedule", schedule, _IN_STAGES), _numbers(f"{place}: virtual", virtual),
+        _chosen(f"{place}: schedule", schedule, tuple(SCHEDULES)), _numbers(f"{place}: virtual", virtual),
         _offloads(f"{place}: offload", offload),
     )  # fmt: skip
     work = Work(family, limit)
@@ -328,8 +332,14 @@ class _Choices(NamedTuple):
             every = [fixed] if fixed is not None else _divisors(share)[1:]
             for n in every:
                 wanted = fixed is not None or self.groups is None or n in self.groups
-                # groups are even, and so are the stages of a pipeline that turns around in its last rank
-                if wanted and (n == 1 or (not left and not share % n)) and _runs(name, point.pp, point.accumulate, n):
+                # groups are even, and so are the stages of a pipeline that turns around in its last rank, or goes both
+                # ways, of which a rank has two whole ones
+                groups = 1 if SCHEDULES[name].both_ways else n
+                if (
+                    wanted
+                    and (n == 1 or (not left and not share % groups))
+                    and _runs(name, point.pp, point.accumulate, n)
+                ):
                     yield name, point._replace(virtual=n)
 
 

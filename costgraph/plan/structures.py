@@ -96,6 +96,8 @@ class Family:
     hardware: Hardware
     fallback: Fallback
     overlap: str
+    system: str
+    """torch or megatron, as `parallelize` has it"""
     reduce: str
     """each, or last: micro-batches that reduce gradients which ranks have whole"""
     hold: bool
@@ -185,6 +187,8 @@ class Family:
             if SCHEDULES[structure.schedule].chunks is None:
                 degrees["virtual"] = symbol(self.names["virtual"])
         options = {"zero": structure.zero, "sequence": structure.sequence, "offload": structure.offload}
+        # torch's no_sync leaves the graph as it is
+        options |= {"system": self.system, "reduce_each": self.system == "torch" or self.reduce == "each"}
         return parallelize(graph, **degrees, **options, hold=self.hold)  # type: ignore[arg-type]
 
     def degree(self, name: str, structure: Structure) -> object:
@@ -211,12 +215,13 @@ class Family:
         p, m = (self.poly(d, structure) for d in ("pp", "accumulate"))
         turn, groups = (poly(symbol(self.names[d])) for d in ("rank", "virtual"))
         order = Order(structure.schedule, p, m, groups if made.chunks is None else poly(made.chunks))
-        # a folded pipeline ends where it has begun
+        # a folded pipeline ends where it has begun, one that goes both ways at both ends
+        both = made.both_ways
         ranks = {
             "first": Stage("first", (ZERO,), ONE, ONE, first=True, last=made.folded),
-            "middle": Stage("middle", (ONE, turn), ONE, ONE),
+            "middle": Stage("middle", (ONE, p / 2 - 1 if both else turn), ONE, ONE),
             "less": Stage("less", (turn + 1, p - 2), ONE, ONE),
-            "last": Stage("last", (p - 1,), ONE, ONE, last=not made.folded),
+            "last": Stage("last", (ZERO if both else p - 1,), ONE, ONE, first=both, last=both or not made.folded),
         }
         first, *between, last = self.made[1]
         graphs = {"first": first, "last": last} | {name: kind for name in ("middle", "less") for kind in between}
@@ -234,7 +239,8 @@ class Family:
             rank.waiting = replace(waiting, first=(), later=(), asked=())  # schedules have their own
             rank.defaults = {name: n for name, n in rank.defaults.items() if name not in left}
         dims = {name: n for name, n in self.dims.items() if name in known and name not in left}
-        last = self.reduce == "last" and structure.zero < _SPLIT and structure.accumulate != 1
+        last = (self.system, self.reduce) == ("torch", "last") and structure.zero < _SPLIT
+        last = last and structure.accumulate != 1
         count = self.poly("accumulate", structure) if last else None
         asked = ask(rank, self.hardware, self.fallback, dims, "search")
         return Kind(asked, self.overlap, count, waiting, self.rings)

@@ -25,7 +25,7 @@ from .heads import heads
 from .names import axes_of, placed_by_name
 from .shard import Placements, shard
 
-__all__ = ["CONTEXTS", "SYSTEMS", "parallelize"]
+__all__ = ["CONTEXTS", "SYSTEMS", "System", "parallelize"]
 
 #: Whose policies a step has, where systems differ.
 SYSTEMS = ("torch", "megatron")
