@@ -255,3 +255,20 @@ def test_what_is_reduced_has_to_be_known_by_its_name():
         cg.GraphError, match="communication=False of graph 'plain': no product that tensor parallelism su"
     ):
         cg.training_step(g, checkpoint=cg.every_block(communication=False))
+
+
+def test_quantized_weights_stay_where_they_are():
+    # activations come to the columns and rows that each rank has of them, in the format of the product
+    found, sizes = [], {"B": 3, "S": 26, "L": 2}
+    for precision in ("bf16", "fp8"):
+        step = cg.training_step(cg.models.load("llama-3-8b"), precision=precision)
+        rank = cg.parallelize(step, dp=3, tp=2, sequence=True, strict=True)
+        assert 6 * cg.matmul_flops(rank, **sizes) == cg.matmul_flops(step, **sizes)
+        sent = dict.fromkeys([("dp", "all_reduce"), ("tp", "reduce_scatter"), ("tp", "all_gather")], 0)
+        for m in cg.communication(rank, **sizes):
+            if m.bytes > 4:  # the largest magnitude of a tensor
+                sent[m.axis, m.collective] = sent.get((m.axis, m.collective), 0) + m.bytes
+        found.append(sent)
+    plain, narrow = found
+    assert {key for key in plain if plain[key] != narrow[key]} == {("tp", "all_gather")}
+    assert narrow["tp", "all_gather"] < plain["tp", "all_gather"]

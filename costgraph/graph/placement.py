@@ -159,6 +159,8 @@ class Split:
     """Whether sums that are pending in all of its operands may be so in its results."""
     product: bool = False
     """Whether it is linear in each operand while the others stay as they are."""
+    scaled: bool = False
+    """Whether a sum that is pending in one operand may be so in the results: a kernel multiplies it by a number."""
     into: int | None = None
     """The operand that what is reduced is added to: it has to hold nothing, or a part of a sum itself."""
 

@@ -192,7 +192,10 @@ class Pointwise(OpKind):
         real = op.results[0].dtype.kind in ("float", "complex")  # what is rounded, or compared, is no sum
         plain = self.function.name in _LINEAR and not any(s is not None for s in self.scalars)
         product = real and self.function.name == "mul" and len(op.operands) == 2
-        return replace(splits.alike(op, whole=last, linear=real and (scaled or plain)), product=product)
+        numbers = op.graph.fused and bool(op.operands[0].ndim) and not any(t.ndim for t in op.operands[1:])
+        by_number = real and numbers and len(op.operands) == 2 and self.function.name in ("mul", "div")
+        made = splits.alike(op, whole=last, linear=real and (scaled or plain))
+        return replace(made, product=product, scaled=by_number)
 
 
 def pointwise(

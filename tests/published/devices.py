@@ -122,8 +122,8 @@ def derived(row):
     if "device" not in row:
         return cg.peak_memory(graph, **sizes) / UNITS[row["unit"]]
     seconds = cg.seconds(graph, device(row), "calibrated", overlap=row.get("overlap", "none"), **sizes)
-    # ranks of tp have the same tokens
-    tokens = cg.step_tokens(graph, **sizes) / row["program"].get("tp", 1)
+    # ranks of tp, and stages, have the same tokens
+    tokens = cg.step_tokens(graph, **sizes) / row["program"].get("tp", 1) / row["program"].get("pp", 1)
     return 1e3 * seconds if row["unit"] == "ms" else tokens / seconds
 
 

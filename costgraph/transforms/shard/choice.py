@@ -203,7 +203,8 @@ class _Op:
             return self.added(axis, self.rule.into)
         if not self.rule.linear:
             having = [g.at for g in self.given if g.at is not None and axis in g.at.pending]
-            alone = self.rule.product and len(having) == 1 and bool(self.mesh.beside(axis) & having[0].axes)
+            joint = self.rule.product and len(having) == 1 and bool(self.mesh.beside(axis) & having[0].axes)
+            alone = joint or (self.rule.scaled and len(having) == 1)
             return having[0].pending[axis] if alone and having[0].pending[axis] == "sum" else None
         found = set()
         read = {n for labels in self.rule.operands if labels for names in labels for n in names}

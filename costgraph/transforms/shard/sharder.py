@@ -134,7 +134,8 @@ class Sharder(Cutting):
             self.homes |= {} if home is None else {made.results[0]: home}
         self.rows.note(op, rule, choice, before, made.results, axis)
         self.note_scattered(op, operands, made.results[0])
-        if len(operands) == 1 and operands[0] in self.params and isinstance(op.kind, _SAME):
+        scaled = not any(t.ndim for t in operands[1:]) and op.phase != "optimizer"  # as where weights are quantized
+        if isinstance(op.kind, _SAME) and operands[0] in self.params and (len(operands) == 1 or scaled):
             self.params.update(made.results)
         for i, t in zip(op.kind.overwrites(), op.results, strict=False):
             self.note_part(op.operands[i], operands[i], t)
