@@ -20,6 +20,7 @@ from ..nn.softmax import log_softmax, softmax
 from ..ops.blocks import Kernel, kernel, repeat, scan
 from ..ops.contraction import Einsum
 from ..ops.einsum import einsum
+from ..ops.fill import Revised
 from ..ops.index import Gather
 from ..ops.moves import Concat, Expand, Rearrange, Slice
 from ..ops.pointwise import Pointwise, cast, pointwise
@@ -97,8 +98,13 @@ def _count(s: Sketch) -> Any:
     return s.one_of([dims("L"), dims("T"), 1, 2, 3])
 
 
+def _usual() -> tuple[type[OpKind], ...]:
+    """Return all kinds that have a sample, but what traces alone make of a write: it is drawn where it is asked for."""
+    return tuple(k for k in SAMPLES if k is not Revised)
+
+
 def _kinds(s: Sketch) -> Sequence[type[OpKind]]:
-    return [k for k in s.kinds or SAMPLES if s.depth < _DEEPEST or not issubclass(k, Bodied)]
+    return [k for k in s.kinds or _usual() if s.depth < _DEEPEST or not issubclass(k, Bodied)]
 
 
 def _like(s: Sketch, x: Tensor, made: Sequence[Tensor]) -> Tensor:
@@ -206,11 +212,11 @@ def graphs(most: int = 6, kinds: Sequence[Named] = ()) -> st.SearchStrategy[Case
     most : int
         Most ops at the outermost level.
     kinds : sequence of subclasses of OpKind or str
-        Kinds of ops or their names, all that have a sample by default.
+        Kinds of ops or their names, all that have a sample by default, but `revised`.
 
     Returns
     -------
     strategy of Case
         (graph, point): every dimension of the graph has a size in `point`.
     """
-    return _drawn([kind_of("graphs", k) for k in kinds] or tuple(SAMPLES), None, most)
+    return _drawn([kind_of("graphs", k) for k in kinds] or _usual(), None, most)

@@ -74,11 +74,12 @@ def _pool(s: Sketch) -> Sequence[Tensor]:
     padding = s.number(0, width // 2)
     made = pool(x, operation, window=(width,), stride=s.number(1, 3), padding=padding)
     maker = made.producer
-    if maker is None or (operation == "mean" and not padding) or s.chance(1):
+    if maker is not None and operation == "mean" and padding and width % 2:
+        assert isinstance(maker.kind, Pool)
+        return apply(replace(maker.kind, inside=True), maker.operands, "mean_pool")
+    if operation == "mean" or maker is None or s.chance(1):
         return [made]
     assert isinstance(maker.kind, Pool)
-    if operation == "mean":
-        return apply(replace(maker.kind, inside=True), maker.operands, "mean_pool")
     return apply(replace(maker.kind, indices=True), maker.operands, "max_pool")[:1]
 
 
