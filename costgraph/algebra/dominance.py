@@ -18,6 +18,7 @@ from ..errors import BindingError, PatternError, ShapeError
 from .generators import SLACK
 from .polynomial import ONE, Monomial, Poly, Rational, as_poly, generator, poly, total
 from .roots import enclosed, is_root
+from .whole_parts import exact, put
 
 __all__ = ["BOUNDS", "NOTHING_KNOWN", "Relation", "Relations", "integral", "lower", "solve"]
 
@@ -92,25 +93,6 @@ def solve(p: Poly, prefer: Sequence[str] = ()) -> tuple[str, Poly] | None:
                 if key not in rest.names():
                     return key, rest if power == -1 else ONE / rest
     return None
-
-
-def _exact(p: Poly) -> tuple[str, Poly] | None:
-    """Return a whole part that `p == 0` says is no less than the whole: floor(S/4) where S == 4*floor(S/4)."""
-    for key in sorted(p.generators()):
-        if key[0] == "~" and isinstance(expr := generator(key), sympy.floor | sympy.ceiling):
-            factor = Poly({tuple(f for f in m if f[0] != key): c for m, c in p.terms.items() if (key, 1) in m})
-            inner = poly(expr.args[0])
-            if factor.terms and p == factor * (Poly({((key, 1),): 1}) - inner):
-                return key, inner
-    return None
-
-
-def _put(p: Poly, atom: str, value: Poly) -> Poly:
-    """Replace an atom, inside other atoms too."""
-    old = generator(atom)
-    inside = {k: generator(k) for k in p.generators() if k[0] == "~" and k != atom}
-    new = {k: poly(expr.xreplace({old: value.expr})) for k, expr in inside.items() if expr.has(old)}
-    return p.substitute({**new, atom: value})
 
 
 def integral(p: Poly) -> Poly | None:
@@ -193,8 +175,8 @@ class Relations:
         self._state(difference)
         subject = [s for s in relation.subject if s in difference.generators()]
         if relation.equal:
-            if (exact := _exact(difference)) is not None:
-                self._whole.append(exact)
+            if (part := exact(difference)) is not None:
+                self._whole.append(part)
             solved = solve(difference, subject)
             if solved is not None and not solved[1].names() and not solved[1].is_size:
                 raise self._contradiction(relation)
@@ -296,7 +278,7 @@ class Relations:
     def reduce(self, p: Poly) -> Poly:
         """Eliminate what an equality gives, so that equal sizes become the same polynomial."""
         for atom, value in self._whole:
-            p = _put(p, atom, value)
+            p = put(p, atom, value)
         for key, value in self._equal:
             p = p.bind({key: value})
         return p

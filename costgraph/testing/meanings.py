@@ -19,7 +19,6 @@ from ..ops.pointwise import Pointwise
 from ..ops.pooling import Pool, Unpool, Windowed
 from ..ops.reduce import Reduce
 from ..ops.registry import adding
-from ..ops.stacks import Empty
 from ..ops.stated import Transfer
 from ..ops.stochastic import Dropout
 from .arithmetic import FUNCTIONS, Number, tally
@@ -397,8 +396,3 @@ def _transfer(at: At[Transfer]) -> None:
 def _arange(at: At[Arange]) -> None:
     for i in range(at.of(at.kind.size)):
         at.write(at.of(at.kind.start) + i, i)
-
-
-@meaning(Empty)
-def _empty(at: At[Empty]) -> None:
-    at.result()

@@ -37,6 +37,11 @@ def _drawn(s: Sketch) -> Sequence[Tensor]:
     return [accumulate(so_far, term)]
 
 
+@meaning(Empty)
+def _empty(at: At[Empty]) -> None:
+    at.result()
+
+
 @meaning(Stacked, Revised)
 def _stacked(at: At[Any]) -> None:
     at.made[0] = at.operands[0]  # the slices lie in it
