@@ -21,8 +21,8 @@ LESS = {("1B", 32): 0.79, ("1B", 64): 0.61, ("3B", 32): 0.88}
 
 #: The same where pipelines are tried as well, and why that is so. 1B on 64 nodes: rows of equal work, which differ in
 #: the size of a micro-batch alone, were measured 2.8 times apart, the larger one slower (2,764 and 1,000 tokens/s).
-#: 8B on one node: what is picked was measured at 71.5 GB, 7.7 above its graph, as nanotron keeps gradients of all
-#: weights in bf16 until a backward pass is over (gradient_accumulator.py); its speed is a third of its neighbours'.
+#: 8B on one node: what is picked was measured at 71.5 GB, 7.7 above its graph, at a third of its neighbours' speed;
+#: bf16 gradients that wait for the end of a backward pass are not why: the peak is at the logits, where there are few.
 #: 8B on 16 nodes: two plans are 0.03 % apart; the one with two stages was measured at 83 %, the other at 90 %.
 LESS_IN_STAGES = {("1B", 32): 0.79, ("1B", 64): 0.37, ("3B", 32): 0.88, ("8B", 1): 0.36, ("8B", 16): 0.83}
 

@@ -58,6 +58,8 @@ CASES = {
         lambda x: functional.huber_loss(x, torch.ones_like(x), delta=0.4, reduction="sum"),
         lambda x: functional.binary_cross_entropy(x.sigmoid(), torch.full_like(x, 0.3)),
         lambda x: functional.binary_cross_entropy_with_logits(x, torch.full_like(x, 0.3)),
+        lambda x: functional.binary_cross_entropy(x.sigmoid(), x.cos().square()),
+        lambda x: functional.binary_cross_entropy_with_logits(x, x.cos().square()),
         functional.logsigmoid, functional.glu,
     ]),
     "triangles": (nn.Linear(6, 6), ROWS, [lambda x: x.tril(-1), lambda x: x.triu(2), lambda x: (x + 1).tril_()]),

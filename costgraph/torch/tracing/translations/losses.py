@@ -53,15 +53,18 @@ def bent(call: Call) -> Tensor | None:
     return _reduced(call, pointwise(made, apart))
 
 
-#: Steps of a loss of a probability, or of its logit, and the gradient of the first operand, as torch has it.
-_ENTROPIES: dict[str, tuple[Sequence[str], Any]] = {
+#: Steps of a loss of a probability, or of its logit, and torch's gradients of it and of what it is compared with.
+_ENTROPIES: dict[str, tuple[Sequence[str], tuple[Any, Any]]] = {
     "binary_cross_entropy": (
         ("log", "maximum", "mul", "sub", "sub", "log", "maximum", "mul", "add", "neg"),
-        ("mul", "g", ("div", ("sub", "a", "b"), ("maximum", ("mul", ("sub", 1, "a"), "a"), 1e-12))),
+        (
+            ("mul", "g", ("div", ("sub", "a", "b"), ("maximum", ("mul", ("sub", 1, "a"), "a"), 1e-12))),
+            ("mul", "g", ("sub", ("log", ("sub", 1, "a")), ("log", "a"))),
+        ),
     ),
     "binary_cross_entropy_with_logits": (
         ("sub", "mul", "minimum", "abs", "neg", "exp", "log1p", "sub", "sub"),
-        ("mul", ("sub", ("sigmoid", "a"), "b"), "g"),
+        (("mul", ("sub", ("sigmoid", "a"), "b"), "g"), ("mul", ("neg", "a"), "g")),
     ),
 }
 
@@ -72,11 +75,10 @@ def entropy(call: Call) -> Tensor | None:
     x, target = call["self"], call["target"]
     if call.get("weight") is not None or call.get("pos_weight") is not None or x.sizes != target.sizes:
         return None
-    steps, slope = _ENTROPIES[call.name]
+    steps, slopes = _ENTROPIES[call.name]
     records = [FUNCTIONS[s] for s in steps]
     flops, hard = sum(f.flops for f in records), sum(f.transcendentals for f in records)
-    # the target of a model is data: what stands for its gradient is not needed
-    made = Function(call.name, 2, flops, hard, "float", "-(t * log(p) + (1 - t) * log(1 - p))", (slope, None))
+    made = Function(call.name, 2, flops, hard, "float", "-(t * log(p) + (1 - t) * log(1 - p))", slopes)
     return _reduced(call, pointwise(made, x, target))
 
 
