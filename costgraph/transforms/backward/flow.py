@@ -19,7 +19,7 @@ def active_in(ops: Iterable[Op], start: Iterable[Tensor]) -> set[Tensor]:
         if op.body is not None and op.loop is not None:
             _active_carries(op, active)
         elif _passes(op) and any(t in active for t in op.operands):
-            active.update(t for t in op.results if t.dtype.kind == "float")
+            active.update(t for t in op.results if t.dtype.kind in ("float", "complex"))
     return active
 
 
