@@ -134,14 +134,16 @@ def test_a_file_says_the_same(name, tmp_path):
 # -- inference -------------------------------------------------------------------------------------------------
 
 
-#: What takes tokens and returns logits; BERT fills in and CLIP compares.
-GENERATING = [n for n in SMALLEST if "S" in known_names(models.load(n)) and not n.startswith(("bert", "clip"))]
+#: What may take tokens and return logits; BERT fills in and CLIP compares.
+GENERATING = [n for n in SMALLEST if not n.startswith(("bert", "clip"))]
 
 
 @pytest.mark.parametrize("name", sorted({*GENERATING, "deepseek-v3", "gemma-3-27b", "xlstm-125m-7-1", "t5-11b"}))
 def test_steps_of_one_token_add_up_to_the_prompt(name):
     # not absorbed, keys and values of all positions are made again at each step
     g = models.load(name, **({"absorbed": True} if name.startswith("deepseek") else {}))
+    if "S" not in known_names(g):
+        pytest.skip("takes no tokens")
     step, at = cg.decode(g), point(g)
     assert cg.param_count(step) == cg.param_count(g)
     assert cg.cache_bytes(step, **_of(step, at)) == cg.cache_bytes(cg.prefill(g), **at)
