@@ -105,7 +105,6 @@ def test_files_and_text_say_what_is_sent():
         (["--tp", "0"], "--tp: got '0', expected a positive whole number"),
         (["--dp", "1.5x"], "--dp: got '1.5x', expected a size such as 8192, 8Ki, 1.5M or 70B"),
         (["--cp", "2", "--context", "round"], "--context 'round': expected gather or all_to_all or ring"),
-        (["--dp", "2", "--reduce", "never"], "--reduce 'never': expected each or last"),
         (["--dp", "2", "--buckets", "many"], "--buckets 'many': expected none or copy or view"),
         (["--tp", "2", "--network", "moon", "--hardware", "h100-sxm"], "network 'moon' is unknown"),
         (["--tp", "2", "--overlap", "all", "--hardware", "h100-sxm"], "overlap 'all', expected one of none, ideal"),

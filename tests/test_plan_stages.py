@@ -35,14 +35,14 @@ def layers_of(depth, pp):
     return every
 
 
-def alone(model, plan, depth):
+def alone(model, plan, depth, **options):
     """Return bytes of the first, a middle and the last stage, and seconds, of graphs with the plan's own numbers."""
     m, every = plan.accumulate, layers_of(depth, plan.pp)
     step = cg.training_step(model, precision=plan.precision, accumulate=m)
     split = {"dp": plan.dp, "tp": plan.tp, "zero": plan.zero, "sequence": plan.sequence, "offload": plan.offload}
     split |= {"pp": plan.pp, "micro_batches": m, "schedule": plan.schedule}
     split |= {"virtual": plan.virtual} if len(set(every)) == 1 else {"layers": every}
-    rank = cg.parallelize(step, **split)
+    rank = cg.parallelize(step, **split, **options)
     sizes = {**SIZES, "B": plan.micro_batch * plan.dp, "L": depth}
     peaks = []
     for stage in rank.stages:
@@ -53,8 +53,8 @@ def alone(model, plan, depth):
     return stages, cg.seconds(rank, "h100-sxm", **known)
 
 
-def same(model, plan, depth):
-    stages, seconds = alone(model, plan, depth)
+def same(model, plan, depth, **options):
+    stages, seconds = alone(model, plan, depth, **options)
     assert plan.stages == stages, plan
     assert plan.memory == max(plan.stages)
     assert plan.seconds == pytest.approx(seconds, rel=1e-9), plan
@@ -71,6 +71,17 @@ def test_stages_take_what_their_graphs_take_alone(model, depth):
     assert all(p.dp * p.tp * p.pp == 52 and p.dp * p.micro_batch * p.accumulate == 52 for p in found.rows)
     for plan in found.rows[:: len(found.rows) // 7]:
         same(model, plan, depth)
+
+
+@pytest.mark.parametrize(
+    "zero", [0, 1, pytest.param(2, marks=pytest.mark.long), pytest.param(3, marks=pytest.mark.long)]
+)
+def test_gradients_of_stages_that_are_reduced_once_take_what_their_graphs_take_alone(model, zero):
+    few = {**FEW, "L": 7, "pp": 2, "zero": zero, "tp": (1, 13), "sequence": True, "precision": "bf16-mixed"}
+    found = cg.plan.search(model, **few, reduce_each=False)
+    assert {p.dp for p in found.rows} == {2, 26}
+    for plan in found.rows[:: len(found.rows) // 3]:
+        same(model, plan, 7, reduce_each=False)
 
 
 #: Groups of a rank, ranks and layers of each; 0 of layers that are no multiple of stages.

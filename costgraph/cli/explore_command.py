@@ -19,7 +19,7 @@ _Views = Annotated[
     list[str] | None,
     typer.Option("--views", metavar="VIEW", help="One view; may be given several times. forward, prefill, decode or "
                  "train, then optimizer=, precision=, checkpoint=, accumulate=, clip=, and of one rank dp=, tp=, cp=, "
-                 "ep=, pp=, zero=, sequence, context=, reduce=, schedule=."),
+                 "ep=, pp=, zero=, sequence, context=, reduce_each=, schedule=."),
 ]  # fmt: skip
 
 

@@ -18,12 +18,11 @@ from . import options as opt
 
 __all__ = [
     "Buckets", "Context", "Cp", "Dp", "Ep", "Hold", "Layers", "MicroBatches", "Network", "Offload", "Overlap", "Pp",
-    "Reduce", "Schedule", "Sequence", "Stage", "System", "Tp", "Virtual", "Zero", "micro_batches_of", "rank_of",
+    "ReduceEach", "Schedule", "Sequence", "Stage", "System", "Tp", "Virtual", "Zero", "micro_batches_of", "rank_of",
     "stage_of",
 ]  # fmt: skip
 
-REDUCES = ("each", "last")
-#: How they may be reduced: each by itself, or as torch's DistributedDataParallel does.
+#: How gradients may be reduced: each by itself, or as torch's DistributedDataParallel does.
 BUCKETS = {"none": None, "copy": Policy(("dp", "ep", "cp")), "view": Policy(("dp", "ep", "cp"), view=True)}
 
 
@@ -52,7 +51,9 @@ Stage = Annotated[str, typer.Option("--stage", metavar="NAME", help="Stage that 
 Zero = Annotated[int, typer.Option("--zero", metavar="N", min=0, max=3, help="Stage of ZeRO over dp and cp.")]
 Sequence = Annotated[bool, typer.Option("--sequence", help="Split the sequence between products over tp.")]
 Context = Annotated[str, _choice("--context", "HOW", "Attention over cp", CONTEXTS)]
-Reduce = Annotated[str | None, _choice("--reduce", "WHEN", "Gradients, by micro-batches", REDUCES)]
+ReduceEach = Annotated[
+    bool | None, typer.Option("--reduce-each/--no-reduce-each", help="Reduce gradients of each micro-batch.")
+]
 System = Annotated[str, _choice("--system", "NAME", "Whose policies where systems differ", SYSTEMS)]
 Hold = Annotated[bool | None, typer.Option("--hold/--no-hold", help="Keep what a split sequence has gathered.")]
 Buckets = Annotated[str, _choice("--buckets", "HOW", "Gradients in buckets", tuple(BUCKETS))]
@@ -87,20 +88,19 @@ def stage_of(rank: Graph, name: str) -> Graph:
 
 
 def rank_of(
-    step: Graph, degrees: dict[str, str], zero: int, sequence: bool, context: str, reduce: str | None, pp: str = "1",
-    schedule: str = "1f1b", virtual: str = "1", layers: str | None = None, buckets: str = "none",
+    step: Graph, degrees: dict[str, str], zero: int, sequence: bool, context: str, reduce_each: bool | None,
+    pp: str = "1", schedule: str = "1f1b", virtual: str = "1", layers: str | None = None, buckets: str = "none",
     system: str = "torch",
 ) -> Graph:  # fmt: skip
     """Return the graph of one of the ranks that share a step of the whole model; the step itself where one is all.
 
     Options are words, degrees by axis, as they stand on the command line: the stage of ZeRO; whether the sequence is
-    split over tp; what attention does along cp; each or last, the micro-batch behind which gradients are reduced, by
-    default as the system does; the stages of a pipeline, their order, groups of layers of each rank, and layers of each
+    split over tp; what attention does along cp; whether gradients of each micro-batch are reduced, by default as the
+    system does; the stages of a pipeline, their order, groups of layers of each rank, and layers of each
     stage; none, copy or view: how gradients are reduced that ranks have whole; torch or megatron. An error if a degree
     is neither a size nor a name, a word is unknown, or nothing is split over an axis.
     """
     words = {"--context": (context, CONTEXTS), "--buckets": (buckets, tuple(BUCKETS)), "--system": (system, SYSTEMS)}
-    words |= {} if reduce is None else {"--reduce": (reduce, REDUCES)}
     for option, (word, known) in words.items():
         if word not in known:
             raise FormatError(f"{option} {shorten(word)}: expected {' or '.join(known)}")
@@ -115,5 +115,5 @@ def rank_of(
         }  # fmt: skip
     return parallelize(
         step, **given, zero=zero, sequence=sequence, context=context, buckets=BUCKETS[buckets], system=system,
-        reduce_each=None if reduce is None else reduce == "each",
+        reduce_each=reduce_each,
     )  # fmt: skip

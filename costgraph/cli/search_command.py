@@ -94,7 +94,7 @@ def _json(found: Search) -> str:
 def search_command(
     model: opt.Model, hardware: opt.Device, devices: _Devices, sizes: opt.Sizes = None, network: ranks.Network = None,
     precision: _Precision = None, memory: _Memory = None, overlap: ranks.Overlap = "none",
-    system: ranks.System = "torch", reduce: ranks.Reduce = None, hold: ranks.Hold = None,
+    system: ranks.System = "torch", reduce_each: ranks.ReduceEach = None, hold: ranks.Hold = None,
     dp: _Dp = None, tp: _Tp = None, zero: _Zero = None, sequence: _Sequence = None,
     micro_batch: _Micro = None, accumulate: _Times = None, pp: _Pp = None, cp: _Cp = "1", ep: _Ep = None,
     checkpoint: _How = None, schedule: _Schedule = None, virtual: _Virtual = None, offload: _Offload = None,
@@ -123,7 +123,7 @@ def search_command(
             precision=precision or None, schedule=schedule or "1f1b", virtual=_listed(virtual, "--virtual"),
             offload=offload or "none",
             memory=None if memory is None else read_size(memory, "--memory"), overlap=overlap,
-            system=system, reduce=reduce, hold=hold,
+            system=system, reduce_each=reduce_each, hold=hold,
             dp=_listed(dp, "--dp"), tp=_listed(tp, "--tp"), pp=_listed(pp, "--pp"),
             cp=_listed(cp, "--cp"), ep=_listed(ep, "--ep"), zero=_listed(zero, "--zero"), sequence=_split(sequence),
             micro_batch=_listed(micro_batch, "--micro-batch"), accumulate=_listed(accumulate, "--accumulate"),

@@ -79,7 +79,7 @@ def train_command(
     json: opt.Json = None, csv: opt.Csv = None, plot: opt.Plot = None, memory_plot: opt.Memory = None,
     device: opt.On = None, arch: opt.Arch = None, dp: ranks.Dp = "1", cp: ranks.Cp = "1", tp: ranks.Tp = "1",
     ep: ranks.Ep = "1", zero: ranks.Zero = 0, sequence: ranks.Sequence = False, context: ranks.Context = "gather",
-    reduce: ranks.Reduce = None, buckets: ranks.Buckets = "none", system: ranks.System = "torch",
+    reduce_each: ranks.ReduceEach = None, buckets: ranks.Buckets = "none", system: ranks.System = "torch",
     network: ranks.Network = None, overlap: ranks.Overlap = "none", hierarchical: opt.Hierarchical = False,
     offload: ranks.Offload = "", pp: ranks.Pp = "1", schedule: ranks.Schedule = "1f1b",
     micro_batches: ranks.MicroBatches = None, virtual: ranks.Virtual = "1", layers: ranks.Layers = None,
@@ -106,7 +106,9 @@ def train_command(
     times = ranks.micro_batches_of(accumulate, micro_batches)
     step = _step(graph, optimizer, implementation, precision, checkpoint, times, clip)
     degrees = {"dp": dp, "cp": cp, "tp": tp, "ep": ep}
-    made = ranks.rank_of(step, degrees, zero, sequence, context, reduce, pp, schedule, virtual, layers, buckets, system)
+    made = ranks.rank_of(
+        step, degrees, zero, sequence, context, reduce_each, pp, schedule, virtual, layers, buckets, system
+    )
     made = on_host(made, offload.split(",")) if offload else made
     step, dims, head = _stage(made, stage, hardware, fallback, network, dims)
     found = report(

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..algebra.polynomial import Poly, poly
+from ..algebra.polynomial import poly
 from ..algebra.symbols import symbol
 from ..analysis.arrays import Array, Programs, Values, peaks, refused
 from ..analysis.duration import between, by_pass
@@ -49,8 +49,6 @@ class Kind:
 
     asked: Asked
     overlap: str
-    last: Poly | None
-    """micro-batches of which the last one alone reduces gradients that ranks have whole; None where each does"""
     waiting: Waiting | None = None
     """what a stage of a pipeline knows of the others"""
     rings: Rings | None = None
@@ -95,8 +93,6 @@ class Kind:
                 times.append(sum(links) * value(work.times))
             taken = np.max(times, axis=0)
             own, part = self.passes[i] if self.passes else "once", _sent_as(work)
-            if self.last is not None and _reduces(work):
-                own, taken = "once", taken / value(self.last)
             if part is None:
                 compute = value(self.compute[i])
                 parts[COMPUTE], parts[MEMORY] = parts[COMPUTE] + compute, parts[MEMORY] + taken - compute
@@ -252,14 +248,6 @@ def _waits(schedule: str) -> Evaluated:
     p, m, v = (poly(symbol(n)) for n in "pmv")
     facts = Waiting((), (), schedule, p, m, p, v, ranks=((poly(0), p - 1),))
     return plan(of_shares([facts], [Shares(*(poly(0) for _ in Shares._fields))], poly(1)))
-
-
-def _reduces(work: Work) -> bool:
-    """Whether an op reduces gradients that ranks have whole over these; what else goes over `cp` and `ep` is parts."""
-    found = work.collective
-    if found is None or work.op.phase != "backward":
-        return False
-    return found.axis == "dp" or (found.axis in ("cp", "ep") and found.collective == "all_reduce")
 
 
 def _sent_as(work: Work) -> str | None:

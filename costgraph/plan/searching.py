@@ -42,7 +42,7 @@ _MOST_VALUES = 10_000
 def search(
     model: Graph, /, *, devices: int, hardware: str | Hardware, network: str | Network | None = None,
     loss: object = None, precision: Limit = None, optimizer: Optimizer | None = None, memory: Bytes | None = None,
-    overlap: str = "none", system: System = "torch", reduce: str | None = None, hold: bool | None = None,
+    overlap: str = "none", system: System = "torch", reduce_each: bool | None = None, hold: bool | None = None,
     fallback: Fallback = None, dp: Limit = None, tp: Limit = None, pp: Limit = None, cp: Limit = 1, ep: Limit = None,
     zero: Limit = None, sequence: Limit = None, micro_batch: Limit = None, accumulate: Limit = None,
     checkpoint: Limit = None, schedule: Limit = "1f1b", virtual: Limit = None, offload: Limit = "none",
@@ -77,10 +77,9 @@ def search(
         none, or ideal: of collectives with all else, as in `roofline`.
     system : str
         torch or megatron: whose policies, as `system` of `parallelize`; Megatron has stages 0 and 1 of ZeRO.
-    reduce : str, optional
-        each, or last: whether gradients that ranks have whole (stages 0 and 1) are reduced over `dp`, `cp` and `ep` by
-        each micro-batch, the default of torch, or are added up and reduced by the last one alone, that of Megatron. Of
-        torch's `no_sync` the peak is that of the graph of `parallelize`.
+    reduce_each : bool, optional
+        Whether gradients of each micro-batch are reduced, or are added up and reduced once, as `reduce_each` of
+        `parallelize`, which has the default as well.
     hold : bool, optional
         Whether the backward pass has what a split sequence has gathered, as `hold` of `parallelize`, which has the
         default as well.
@@ -160,10 +159,8 @@ def search(
     need_graph(place, model)
     need_choice(f"{place}: overlap", overlap, ("none", "ideal"))
     need_choice(f"{place}: system", system, SYSTEMS)
-    reduce = reduce or ("each" if system == "torch" else "last")
-    need_choice(f"{place}: reduce", reduce, ("each", "last"))
-    hold = system == "torch" if hold is None else hold
-    need_flag(place, hold=hold)
+    reduce_each, hold = (system == "torch" if given is None else given for given in (reduce_each, hold))
+    need_flag(place, reduce_each=reduce_each, hold=hold)
     count = size_of(f"{place}: devices", devices)
     device = joined(hardware, network)
     limit = memory_limit(place, None, memory) if memory is not None else memory_limit(place, device, None)
@@ -176,7 +173,7 @@ def search(
     if max(count, batch) > _MOST:
         raise BindingError(f"{place}: {count} devices, {batch} sequences, expected at most {_MOST} of each")
     others = {name: n for name, n in dims.items() if name != named}
-    family = Family(model, named, device, fallback, overlap, system, reduce, hold, options, precisions, others)
+    family = Family(model, named, device, fallback, overlap, system, reduce_each, hold, options, precisions, others)
     tokens = family.tokens(batch)
     numbers = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "micro_batch": micro_batch, "accumulate": accumulate}
     allowed = {name: _numbers(f"{place}: {name}", given) for name, given in numbers.items()}

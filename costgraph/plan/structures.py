@@ -34,8 +34,6 @@ from .rings import Rings
 
 __all__ = ["CHOICES", "DEGREES", "Fallback", "Family", "Structure", "batch_of", "structure_of"]
 
-#: The stage from which on gradients are split: those of each micro-batch are reduced.
-_SPLIT = 2
 DEGREES = ("dp", "tp", "pp", "cp", "ep", "accumulate")
 #: What structures differ in beside degrees.
 CHOICES = ("zero", "sequence", "checkpoint", "schedule", "precision", "offload")
@@ -98,8 +96,8 @@ class Family:
     overlap: str
     system: str
     """torch or megatron, as `parallelize` has it"""
-    reduce: str
-    """each, or last: micro-batches that reduce gradients which ranks have whole"""
+    reduce_each: bool
+    """whether each micro-batch reduces gradients, as `parallelize` has it"""
     hold: bool
     """whether the backward pass has what a split sequence has gathered"""
     options: Mapping[str, Any]
@@ -187,8 +185,7 @@ class Family:
             if SCHEDULES[structure.schedule].chunks is None:
                 degrees["virtual"] = symbol(self.names["virtual"])
         options = {"zero": structure.zero, "sequence": structure.sequence, "offload": structure.offload}
-        # torch's no_sync leaves the graph as it is
-        options |= {"system": self.system, "reduce_each": self.system == "torch" or self.reduce == "each"}
+        options |= {"system": self.system, "reduce_each": self.reduce_each}
         return parallelize(graph, **degrees, **options, hold=self.hold)  # type: ignore[arg-type]
 
     def degree(self, name: str, structure: Structure) -> object:
@@ -239,11 +236,8 @@ class Family:
             rank.waiting = replace(waiting, first=(), later=(), asked=())  # schedules have their own
             rank.defaults = {name: n for name, n in rank.defaults.items() if name not in left}
         dims = {name: n for name, n in self.dims.items() if name in known and name not in left}
-        last = (self.system, self.reduce) == ("torch", "last") and structure.zero < _SPLIT
-        last = last and structure.accumulate != 1
-        count = self.poly("accumulate", structure) if last else None
         asked = ask(rank, self.hardware, self.fallback, dims, "search")
-        return Kind(asked, self.overlap, count, waiting, self.rings)
+        return Kind(asked, self.overlap, waiting, self.rings)
 
     @cached_property
     def rings(self) -> Rings | None:

@@ -20,8 +20,8 @@ __all__ = ["views_of"]
 _PASSES: Mapping[str, Callable[[Graph], Graph]] = {"forward": lambda g: g, "prefill": prefill, "decode": decode}
 _DEGREES = ("dp", "tp", "cp", "ep", "pp")
 #: What `parallelize` takes beside degrees; without a value it is a flag.
-_RANKS = ("zero", "sequence", "context", "reduce", "schedule")
-_WORDS = {"zero": ("0", "1", "2", "3"), "reduce": ("each", "last"), "context": CONTEXTS}
+_RANKS = ("zero", "sequence", "context", "reduce_each", "schedule")
+_WORDS = {"zero": ("0", "1", "2", "3"), "reduce_each": ("yes", "no"), "context": CONTEXTS}
 _STEP = ("optimizer", "precision", "checkpoint", "accumulate", "clip")
 #: Steps of the whole model by their options: views of ranks share one.
 _Steps = dict[frozenset[tuple[str, str]], Graph]
@@ -105,7 +105,7 @@ def _rank(found: Graph, options: Mapping[str, str]) -> Graph:
             need_choice(f"explore: {name}", options[name], words)
     if "zero" in options:
         given["zero"] = int(options["zero"])
-    if "reduce" in options:
-        given["reduce_each"] = options["reduce"] == "each"
+    if "reduce_each" in options:
+        given["reduce_each"] = options["reduce_each"] == "yes"
     micro_batches = size_or_name(options.get("accumulate", "1"), "accumulate")
     return parallelize(found, sequence="sequence" in options, micro_batches=micro_batches, **given)
