@@ -1,7 +1,7 @@
 """Op kinds, one file a family. The functions here are those that models need beside the ones of `costgraph` itself."""
 
 # every kind is registered once this package is there; these have no function that models call
-from . import foreign, hops, merge, pack, stacks, updates  # noqa: F401  # isort: skip
+from . import foreign, hops, merge, pack, spectra, stacks, updates  # noqa: F401  # isort: skip
 from .cached import cache, initial_state
 from .collectives import collective
 from .elementwise import (

@@ -43,7 +43,7 @@ class Einsum(Working):
     """A contraction over named axes."""
 
     name = "einsum"
-    restricted = True
+    restricted = takes_complex = True
     pattern: Pattern
     extents: Extents
     """Size of every axis of the pattern."""
@@ -86,7 +86,15 @@ class Einsum(Working):
         return [Result(sizes, self.dtype, domain=domain)]
 
     def flops(self, op: Op) -> Flops:
-        """Count 2 for every index point where a sum is made, 1 where none is (a product alone)."""
+        """Count 2 for every index point where a sum is made, 1 where none is: a product alone.
+
+        Of complex numbers 8 and 6.
+        """
+        if any(t.dtype.kind == "complex" for t in op.operands):
+            return self._of_numbers(op) * (4 if self.summed else 6)
+        return self._of_numbers(op)
+
+    def _of_numbers(self, op: Op) -> Flops:
         if self.orders is not None:
             return Flops(matmul=self.orders) if self.summed else Flops(pointwise=self.orders)
         full = executed = prod(self.extents.values(), start=ONE)

@@ -56,7 +56,7 @@ class Accumulate(OpKind):
     """
 
     name = "accumulate"
-    restricted = True
+    restricted = takes_complex = True
     lent: Flag = False
     flops, reads, writes = rules.per_result, rules.whole, rules.all_results
     placed = splits.summed

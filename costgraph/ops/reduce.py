@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from ..algebra.polynomial import ONE
 from ..algebra.symbols import shown
 from ..dtypes import dtype as find_dtype
-from ..errors import PatternError, ShapeError
+from ..errors import PatternError, ShapeError, UnsupportedError
 from ..graph.arguments import named, need_choice, need_tensor
 from ..graph.arguments import sizes as sizes_by_name
 from ..graph.facts import need, one_of
@@ -40,7 +40,7 @@ class Reduce(OpKind):
     """A sum, a maximum and the like over the axes that the right side of a pattern leaves out."""
 
     name = "reduce"
-    restricted = True
+    restricted = takes_complex = True
     pattern: Pattern
     operation: Annotated[str, one_of(*REDUCTIONS)]
     flops, reads, writes = rules.per_element_reduced, rules.whole, rules.all_results
@@ -49,15 +49,19 @@ class Reduce(OpKind):
         """One result, dense in the order of its axes, whatever that of the operand."""
         rules.need_operands(self, operands, 1)
         x, operation = operands[0], self.operation
+        if x.dtype.kind == "complex" and operation not in ("sum", "mean"):
+            raise UnsupportedError(
+                f"{operation} of complex numbers: no rule says what it costs, expected a sum or a mean"
+            )
         names = [a.names[0] if a.names else None for a in self.pattern.operands[0]]
         kept = [a.names[0] if a.names else None for a in self.pattern.result]
         places = [names.index(n) if n is not None else None for n in kept]
         sizes = tuple(ONE if p is None else x.sizes[p] for p in places)
         dtype = {"any": "bool", "all": "bool", "argmax": "int64", "argmin": "int64"}.get(operation)
-        if operation in ("sum", "prod") and x.dtype.kind != "float":
+        if operation in ("sum", "prod") and x.dtype.kind in ("int", "bool"):
             dtype = "int64"  # torch's rule: sums of integers and of bools are 64-bit
         result = x.dtype if dtype is None else find_dtype(dtype)
-        if operation == "mean" and result.kind != "float":
+        if operation == "mean" and result.kind in ("int", "bool"):
             raise ShapeError(f"mean of {x!r}: expected a floating format")
         return [Result(sizes, result, domain=left_over(x, places))]
 

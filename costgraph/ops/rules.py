@@ -75,13 +75,17 @@ def in_the_body(kind: OpKind, op: Op) -> Flops:
 
 
 def per_element_reduced(kind: OpKind, op: Op) -> Flops:
-    """Count one for each element that is reduced."""
-    return Flops(pointwise=points(op.operands[0]))
+    """Count one for each element that is reduced, two of complex numbers."""
+    return Flops(pointwise=points(op.operands[0]) * _parts(op.operands[0]))
 
 
 def per_result(kind: OpKind, op: Op) -> Flops:
-    """Count one for each element of the result."""
-    return Flops(pointwise=points(op.results[0]))
+    """Count one for each element of the result, two of complex numbers."""
+    return Flops(pointwise=points(op.results[0]) * _parts(op.results[0]))
+
+
+def _parts(t: Tensor) -> int:
+    return 2 if t.dtype.kind == "complex" else 1
 
 
 def applied(count: Poly, *functions: Function) -> Flops:

@@ -1,25 +1,127 @@
-"""Gradients through complex numbers of traced forward passes: the library's own, beside autograd's."""
+"""Gradients through complex numbers and Fourier transforms of traces: the library's own, beside autograd's."""
 
 import pytest
 import torch
-from torch import nn
+from test_trace_gradients import Declared
+from test_trace_pulled import Called, pulled
+from torch import fft, nn
 
 import costgraph as cg
-from costgraph.torch import trace
+from costgraph.algebra.polynomial import poly
+from costgraph.graph.graph import apply as graph_apply
+from costgraph.ops.spectra import Fourier, ViewAs
+from costgraph.torch import lower, trace
 
 
 class Program(nn.Module):
-    """A function of what is given times a weight."""
+    """A function of what is given and of weights."""
 
-    def __init__(self, function, *sizes):
+    def __init__(self, function, *weights):
         super().__init__()
-        self.function, self.weight = function, nn.Parameter(torch.rand(*sizes))
+        torch.manual_seed(7)
+        self.function = function
+        self.weights = nn.ParameterList([nn.Parameter(torch.rand(w) + 0.5) for w in weights])
 
     def forward(self, x):
-        return self.function(x * self.weight)
+        return self.function(x, *self.weights)
+
+
+def turned(x, w):
+    """As `apply_rotary_emb` of DeepSeek-V2: pairs are one complex number each."""
+    turns = torch.polar(torch.ones(3, 2), torch.arange(6.0).view(3, 2))
+    z = torch.view_as_complex((x * w).float().reshape(5, 3, 2, 2))
+    return torch.view_as_real(z * turns).flatten(2) ** 3
+
+
+def filtered(x, w):
+    """As FNO: low frequencies by matrices, the others dropped."""
+    low = fft.rfft(x)[..., :4]
+    return fft.irfft(torch.einsum("bix,iox->box", low, torch.view_as_complex(w)), n=x.shape[-1]) ** 3
+
+
+#: What is given, the shapes of weights, and functions of both.
+CASES = {
+    "pairs": ((5, 3, 4), [(4,)], [turned]),
+    "spectra": ((5, 7, 8), [(8,)], [
+        lambda x, w: fft.fft(x * w).real ** 3,
+        lambda x, w: fft.fft(x * w, dim=1, norm="ortho").imag ** 3,
+        lambda x, w: fft.fftn(x * w, dim=(1, 2)).real.sin(),
+        lambda x, w: fft.fft2(x * w).abs(),
+        lambda x, w: fft.ifft(fft.fft(x) * fft.fft(w)).real ** 3,
+    ]),
+    "halves": ((5, 4, 11), [(11,)], [
+        lambda x, w: fft.rfft(x * w, norm="ortho").abs().square(),
+        lambda x, w: fft.rfft2(x * w).abs(),
+        lambda x, w: fft.irfft(fft.rfft(x, n=22) * fft.rfft(w, n=22), n=22)[..., :11] ** 3,
+        lambda x, w: fft.irfft2(fft.rfft2(x * w) * 1.5, s=(4, 11), norm="forward") ** 3,
+    ]),
+    "filters": ((2, 3, 11), [(3, 5, 4, 2)], [filtered]),
+    "arithmetic": ((5, 7), [(5, 7)], [
+        lambda x, w: (fft.rfft(x * w).conj() * fft.rfft(x).exp()).real,
+        lambda x, w: (fft.rfft(x * w) / (fft.rfft(x + w) + 9)).abs(),
+        lambda x, w: (fft.rfft(w) - 2 * fft.rfft(x * w)).reciprocal().real,
+        lambda x, w: ((fft.rfft(x * w) ** 2).sqrt() + (fft.rfft(w) + 9).log()).imag.sin(),
+        lambda x, w: (w[:, :4] * fft.rfft(x)).abs(),
+    ]),
+    "sums": ((5, 7), [(7,)], [
+        lambda x, w: (fft.fft(x * w) @ fft.fft(x).mH).abs(),
+        lambda x, w: fft.fft(x * w).sum(0).abs(),
+        lambda x, w: fft.fft(x * w).mean().abs(),
+    ]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_those_of_autograd_and_cost_what_its_step_does(name):
+    sizes, weights, functions = CASES[name]
+    net = Program(lambda x, *w: sum(f(x, *w).mean() for f in functions), *weights)
+    x = torch.rand(sizes, generator=torch.Generator().manual_seed(3))
+    g, step = trace(net, x), trace(net, x, train=True)
+    made = pulled(g, net, x)
+    assert cg.flops(made) == cg.flops(step)
+    assert cg.matmul_flops(made) == cg.matmul_flops(step)
+    stated = {op.call.name for op in g.walk() if op.kind.name == "foreign"}
+    assert stated <= {"arange"}
+    if not stated:  # what kinds say is run, in place of the calls that were seen
+        with torch.no_grad():
+            low = lower(Declared().run(g))
+            low.load_state_dict(net.state_dict(), strict=False)
+            torch.testing.assert_close(low(x), net(x))
 
 
 def test_a_recorded_call_of_complex_numbers_is_refused_and_not_passed_by():
-    net = Program(lambda x: torch.polar(x, x).abs().sum(), 5, 7)
-    with pytest.raises(cg.UnsupportedError, match=r"backward: .* is a recorded call of .*, expected declared ops"):
+    net = Program(lambda x, w: fft.rfft(x * w).flip(0).abs().sum(), (7,))
+    with pytest.raises(cg.UnsupportedError, match=r"backward: 'flip' .* is a recorded call of flip.default, expected"):
         cg.backward(trace(net, torch.rand(5, 7)))
+
+
+def test_the_sign_of_complex_numbers_has_no_rule():
+    net = Program(lambda x, w: fft.rfft(x * w).sgn().real.sum(), (7,))
+    with pytest.raises(cg.UnsupportedError, match="backward of 'sgn': sign of complex numbers, expected real ones"):
+        cg.backward(trace(net, torch.rand(5, 7)))
+
+
+def test_modulus_and_angle_have_gradients():
+    """The library's own are of the two parts, in real numbers; torch's are calculated with complex ones."""
+    x = torch.rand(5, 7)
+    net = Program(
+        lambda x, a, b: (torch.polar(a, x * b) * torch.complex(x, b)).cumsum(0).real.sin().mean(), (5, 7), (5, 7)
+    )
+    pulled(trace(net, x), net, x)
+    assert cg.flops(trace(Called(lambda x: torch.polar(x, x)), x)) == 35 * 4  # two products, a cosine and a sine
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (ViewAs(what="complex"), "as complex numbers, of a last axis of two"),
+        (ViewAs(what="real"), "real view of .*, of complex numbers"),
+        (Fourier(axes=(2,)), r"axes \(2,\) of"),
+        (Fourier(axes=(1, 1)), r"axes \(1, 1\) of a transform"),
+        (Fourier(axes=(1,), inverse=True), "inverse=True of .*, which is so to real numbers"),
+        (Fourier(axes=(1,), last=poly(5)), "half 5 of 7 points"),
+    ],
+)
+def test_what_does_not_fit_is_refused(kind, text):
+    with cg.Graph("g") as g, pytest.raises(cg.ShapeError, match=text):
+        graph_apply(kind, [g.input("x", (3, 7))], "made")

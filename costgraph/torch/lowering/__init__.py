@@ -10,6 +10,7 @@ from . import (  # noqa: F401
     lookups,
     reductions,
     shapes,
+    spectra,
     stated,
     updates,
     windows,

@@ -135,7 +135,7 @@ def _format_for(name: str, formats: list[torch.dtype], result: torch.dtype) -> t
         return torch.uint8
     if any(f.is_floating_point and f.itemsize == 1 for f in (*formats, result)):
         return torch.float32  # torch stores these, and computes with none
-    if name not in FLEXIBLE and not any(f.is_floating_point for f in formats):
+    if name not in FLEXIBLE and not any(f.is_floating_point or f.is_complex for f in formats):
         return result if result.is_floating_point else torch.float64
     return None
 

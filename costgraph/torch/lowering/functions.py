@@ -232,7 +232,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "maximum": torch.maximum, "minimum": torch.minimum, "pow": torch.pow, "eq": torch.eq, "ne": torch.ne,
     "less": torch.lt, "less_equal": torch.le, "logical_and": torch.logical_and, "where": where,
     "masked_fill": masked_fill, "fma": fma,
-    "lerp": lerp, "masked_scale": masked_scale, "neg": torch.neg, "abs": torch.abs, "sign": torch.sign,
+    "lerp": lerp, "masked_scale": masked_scale, "neg": torch.neg, "abs": torch.abs, "sign": torch.sgn,
     "square": torch.square, "reciprocal": torch.reciprocal, "clamp": clamp, "round": torch.round,
     "floor": torch.floor, "logical_not": torch.logical_not, "exp": torch.exp, "expm1": torch.expm1, "log": torch.log,
     "log1p": torch.log1p, "sqrt": torch.sqrt, "rsqrt": torch.rsqrt, "sin": torch.sin, "cos": torch.cos,

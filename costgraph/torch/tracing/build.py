@@ -171,9 +171,13 @@ class Builder:
     def _template(self, call: Made, operands: list[Tensor]) -> Template | None:
         if call.translation is None or call.call is None or any(b is not None for *_, b in call.outputs):
             return None
-        offsets = [t.offset for t in operands]
         wanted = [
-            Wanted(Spec(h.sizes, h.strides, h.dtype), of, h.offset if of is None else h.offset - offsets[of], place)
+            Wanted(
+                Spec(h.sizes, h.strides, h.dtype),
+                of,
+                h.offset - (ZERO if of is None else _start(operands[of], h)),
+                place,
+            )
             for h, of, place, _ in call.outputs
         ]
         key = (
@@ -271,6 +275,11 @@ def _written_and_read(events: Sequence[Made | Death | Asked]) -> dict[int, int]:
                 if event.moves and of is not None and h.storage in own:
                     written.setdefault(own[h.storage], set()).add(h.storage)
     return {number: first for number, first in own.items() if first in found}
+
+
+def _start(t: Tensor, handle: Handle) -> Poly:
+    """Return where a tensor starts in its storage, in elements of another view of it."""
+    return t.offset if t.dtype == handle.dtype else t.offset * t.dtype.bytes / handle.dtype.bytes
 
 
 def _dense(t: Tensor, number: int) -> Handle:

@@ -17,6 +17,7 @@ from ...graph.strides import Sizes, contiguous
 from ...graph.tensor import Tensor
 from ...ops.blocks import Kernel
 from ...ops.contraction import Einsum
+from ...ops.spectra import Fourier
 from ...transforms.rewrite import Rewriter
 from .call import Call, Spec
 from .translations.table import Translation
@@ -105,9 +106,6 @@ def template_of(
     made. `workspace` is what torch's kernel takes beside operands and results, in bytes. `whole` says whether the ops
     are one, which keeps the call, even where each could be one of its own.
     """
-    made = (w.spec.dtype for w in wanted)
-    if any(d.kind not in ("float", "int", "bool") for d in (*made, *(t.dtype for t in tensors))):
-        return None  # declared kinds count real numbers
     relations = tensors[0].graph.root.relations if tensors else None
     try:
         found = declared(translation, call, operands, tensors, relations)
@@ -221,7 +219,7 @@ def _settled(
         return None
     body.outputs = list(results)
     # torch has a kernel for the gradients of one that contracts nothing, and products of their own for the others
-    contracts = any(isinstance(op.kind, Einsum) for op in ops)
+    contracts = any(isinstance(op.kind, Einsum | Fourier) for op in ops)
     kind = Kernel(
         body=body,
         changed=tuple(sorted(changed)),

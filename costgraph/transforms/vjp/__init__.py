@@ -14,11 +14,11 @@ from ...ops.merge import Merge
 from ...ops.pack import Pack
 from ...ops.pooling import Unpool
 from ...ops.updates import FusedUpdate, Unscale, ZeroGrad
-from . import contraction, elementwise, grouped, lookups, reductions, shapes, stated, windows
+from . import contraction, elementwise, grouped, lookups, reductions, shapes, spectra, stated, windows
 
 __all__ = [
-    "NOT_DIFFERENTIABLE", "contraction", "elementwise", "grouped", "lookups", "reductions", "shapes", "stated",
-    "windows",
+    "NOT_DIFFERENTIABLE", "contraction", "elementwise", "grouped", "lookups", "reductions", "shapes", "spectra",
+    "stated", "windows",
 ]  # fmt: skip
 
 #: Op kinds without a body that have no rule, and why.

@@ -12,6 +12,7 @@ from ...ops.layout import rearrange
 from ...ops.moves import Expand
 from ...ops.pointwise import FUNCTIONS, Pointwise, cast
 from ...ops.reduce import reduce
+from ...ops.spectra import real_part
 
 __all__ = ["expanded", "order_of_parameter", "restricted", "sum_to", "summed", "whole"]
 
@@ -75,7 +76,12 @@ def whole(g: Tensor) -> Tensor:
 
 
 def sum_to(g: Tensor, x: Tensor) -> Tensor:
-    """Return a gradient in the shape and format of an operand that was broadcast: torch's `sum_to`, then a cast."""
+    """Return a gradient in the shape and format of an operand that was broadcast: torch's `sum_to`, then a cast.
+
+    Of a real operand that met complex numbers it is the real part.
+    """
+    if g.dtype.kind == "complex" and x.dtype.kind != "complex":
+        g = real_part(g)
     names = [f"n{i}" for i in range(g.ndim)]
     last = names[g.ndim - x.ndim :]
     first = g.sizes[g.ndim - x.ndim :]

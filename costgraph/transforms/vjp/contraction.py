@@ -11,6 +11,7 @@ from ...notation.pattern import Affine, Axes, Pattern
 from ...ops.contraction import Einsum
 from ...ops.einsum import contract
 from ...ops.layout import permute, rearrange
+from ...ops.spectra import view_as
 from .common import expanded, order_of_parameter
 from .table import Pull, vjp
 
@@ -48,10 +49,14 @@ def _of_operand(pull: Pull[Einsum], g: Tensor, i: int) -> Tensor:
         sizes=None if _plain(result, inside) else sizes,
         rooms=kind.rooms,
     )
-    made = contract([g, *(pull.saved(op.operands[j]) for j in others)], back)
+    made = contract([g, *(_conjugate(pull.saved(op.operands[j])) for j in others)], back)
     if order is not None:
         return permute(made, [order.index(i) for i in range(x.ndim)])
     return _with(made, result, target, lone, extents) if lone else made
+
+
+def _conjugate(t: Tensor) -> Tensor:
+    return view_as(t, "conjugate") if t.dtype.kind == "complex" else t
 
 
 def _lone(target: _Dims, inside: set[str], restriction: tuple[object, str, str] | None) -> set[str]:

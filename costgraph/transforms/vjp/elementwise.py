@@ -14,6 +14,7 @@ from ...graph.graph import apply
 from ...graph.tensor import Tensor
 from ...ops.functions import FUNCTIONS
 from ...ops.pointwise import Pointwise, pointwise
+from ...ops.spectra import view_as
 from ...ops.stochastic import Dropout
 from .common import restricted, sum_to
 from .table import Pull, vjp
@@ -37,6 +38,8 @@ def _pointwise(pull: Pull[Pointwise]) -> Sequence[Tensor | None]:
     op, (g,) = pull.op, pull.grads
     assert g is not None
     function = pull.kind.function
+    if function.name == "sign" and op.results[0].dtype.kind == "complex":
+        raise UnsupportedError(f"backward of {op.name!r}: sign of complex numbers, expected real ones")
     if function.grad is None or len(function.grad) != function.arity:
         raise UnsupportedError(
             f"backward of {op.name!r}: gradient of function {function.name!r} is not stated, expected "
@@ -59,6 +62,7 @@ class _Given:
         self.pull = pull
         self.g = g
         self.places = places
+        self.conjugates: dict[Tensor, Tensor] = {}
 
     def value(self, expression: Any) -> Any:
         """Return the tensor or number that an expression makes, its ops one by one."""
@@ -70,11 +74,24 @@ class _Given:
             return self.g
         op = self.pull.op
         if expression == "y":
-            return self.pull.saved(op.results[0])
+            return self.factor(op.results[0])
         place = "abcd".index(expression)
         if place not in self.places:
             return self.pull.kind.scalars[place]
-        return self.pull.saved(op.operands[self.places.index(place)])
+        return self.factor(op.operands[self.places.index(place)])
+
+    def factor(self, t: Tensor) -> Tensor:
+        """Return what the gradient is multiplied with: the conjugate of complex numbers, which torch makes first.
+
+        The gradient of a real loss by z is that by the conjugate of z (Wirtinger): of f it is multiplied with f' of the
+        conjugate. A modulus has no derivative, and its gradient the sign of the number itself.
+        """
+        found = self.pull.saved(t)
+        if t.dtype.kind != "complex" or self.pull.kind.function.name == "abs":
+            return found
+        if t not in self.conjugates:
+            self.conjugates[t] = pointwise("copy", view_as(found, "conjugate"), name="resolve_conj")
+        return self.conjugates[t]
 
     def applied(self, name: str, *arguments: Any) -> Any:
         """Apply a function; what numbers alone decide takes no op."""

@@ -12,10 +12,9 @@ from fractions import Fraction
 from itertools import pairwise, permutations
 from math import prod
 
-import sympy
-
 from ....algebra.extremum import smaller
-from ....algebra.polynomial import ONE, ZERO, Poly, poly
+from ....algebra.polynomial import ONE, ZERO, Poly
+from ....ops.spectra import transform_flops
 from ..call import Call, Counts, Spec
 from .amounts import each, is_number, together
 from .reductions import norm_of
@@ -150,11 +149,6 @@ def pseudoinverse(call: Call) -> Counts:
 # -- Fourier transforms ------------------------------------------------------------------------------------------
 
 
-def _transform(points: Poly, length: Poly) -> Poly:
-    """Return 5 for each point and stage, log2(n) stages rounded up (Cooley and Tukey 1965; FFTW's benchmarks)."""
-    return 5 * points * poly(sympy.ceiling(sympy.log(length.expr, 2)))
-
-
 def _joined(operand: Spec, axes: Sequence[int]) -> Poly:
     """Return the bytes of a copy: the axes that are not transformed have to be one, in the order in memory."""
     outer = [i for i, n in enumerate(operand.sizes) if i not in axes and n != ONE]
@@ -185,7 +179,7 @@ def _axes(call: Call) -> list[int]:
 
 def _along(call: Call, operand: Spec, factor: Fraction | int, workspace: Poly) -> Counts:
     length = prod((operand.sizes[d] for d in call["dim"]), start=ONE)
-    return Counts(pointwise=_transform(operand.numel, length) * factor, workspace=workspace)
+    return Counts(pointwise=transform_flops(operand.numel, length) * factor, workspace=workspace)
 
 
 # -- distances ---------------------------------------------------------------------------------------------------

@@ -60,6 +60,7 @@ _COMPOSED: dict[str, tuple[str | Function, ...]] = {
     "frac": ("floor", "sub"),
     "polar": ("cos", "mul", "sin", "mul"),
     "_add_relu": ("add", "relu"),
+    "sgn": ("sign",),
     "_prelu_kernel_backward": ("less", "mul", "where", "mul", "where"),  # before those of the weight are added up
     "bucketize": ("less",),  # of each that is looked up: steps of the search are up to the data
     "searchsorted": ("less",),

@@ -9,6 +9,7 @@ from . import (  # noqa: F401  # they fill the table
     moves,
     products,
     reductions,
+    spectra,
     updates,
     windows,
 )
