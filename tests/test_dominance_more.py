@@ -4,13 +4,15 @@ from fractions import Fraction
 
 import pytest
 import sympy
+from algebra import A, B
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from costgraph import BindingError, PatternError
 from costgraph.algebra.dominance import NOTHING_KNOWN, Relations, integral, lower, solve
 from costgraph.algebra.polynomial import as_poly, generator, poly
 from costgraph.algebra.pruning import prune
 from costgraph.algebra.roots import enclosed
-from costgraph.algebra.symbols import symbol
 from costgraph.notation.grammar import parse_formula, parse_relation
 
 
@@ -43,10 +45,36 @@ def numbers(**sizes):
         ("floor(A/2)", 0),
         ("floor(A/2 + 3)", 3),
         ("ceiling(A/2 + 3)", 4),
+        ("8*ceiling(A/8) - A", 0),
+        ("A - 8*ceiling(A/8)", -7),
+        ("8*floor(A/8) - A", -7),
+        ("9*ceiling(A/8) - A", 1),
+        ("A - 4*ceiling(A/8)", -3),
+        ("B*(8*ceiling(A/8) - A) + 2", 2),
+        ("2*floor((A - 1)/2) - A", -2),
+        ("2*ceiling(A/8) - ceiling(A/4)", 0),
+        ("6*ceiling(ceiling(A/2)/3) - A", 0),
+        ("A - ceiling(A/2)**2", None),
+        ("B - ceiling(A/8)", None),
     ],
 )
 def test_lower_bounds_are_reached(formula, least):
     assert lower(parse_formula(formula)) == least
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 9), st.integers(-9, 9), st.integers(1, 5), st.booleans(), *[st.integers(-9, 9)] * 4)
+def test_a_whole_part_lies_less_than_one_from_what_it_rounds(q, shift, r, up, a, b, c, d):
+    rounded = (sympy.ceiling if up else sympy.floor)(sympy.Rational(1, q) * (A + shift))
+    p = poly(a * A + b * rounded + c * sympy.ceiling(rounded * B / r) + d * B * rounded)
+    seen = min(p.bind(numbers(A=i, B=j)).constant for i in range(1, 3 * q * r + 1) for j in (1, 2, 3, 97))
+    least = lower(p)
+    assert least is None or least <= seen
+    assert not NOTHING_KNOWN.nonnegative(p) or seen >= 0
+    # S = q*c - r takes the place of a size: of a sum in one size and what rounds it nothing is lost
+    alone = poly(a * A + b * sympy.ceiling(A / q))
+    lowest = min(alone.bind(numbers(A=i)).constant for i in range(1, 2 * q + 1))
+    assert lower(alone) == (None if a * q + b < 0 else lowest)
 
 
 @pytest.mark.parametrize("formula", ["A + 1/B", "A/B", "A**2/B + 1/A", "2 + A/B"])
@@ -69,7 +97,6 @@ def test_a_root_of_a_number_lies_between_fractions(text):
     assert 0 < (high - low) / low < Fraction(1, 10**13)
 
 
-A, B = (symbol(name) for name in "AB")
 ROOT = sympy.sqrt(42)  # 6.48074069840786...
 BELOW, ABOVE = (sympy.Rational(n, 10**10) for n in (64807406984, 64807406985))
 

@@ -18,7 +18,8 @@ from ..errors import BindingError, PatternError, ShapeError
 from .generators import SLACK
 from .polynomial import ONE, Monomial, Poly, Rational, as_poly, generator, poly, total
 from .roots import enclosed, is_root
-from .whole_parts import exact, put
+from .rounding import denominator
+from .whole_parts import alone, exact, opened, put
 
 __all__ = ["BOUNDS", "NOTHING_KNOWN", "Relation", "Relations", "integral", "lower", "solve"]
 
@@ -54,6 +55,14 @@ def lower(p: Poly, known: Relations | None = None) -> Rational | None:
     (3, None)
     """
     known = known or NOTHING_KNOWN
+    found = _at_least(p, known)
+    if found is None:
+        found = max((n for q in opened(p, known.has_sign) if (n := _at_least(q, known)) is not None), default=None)
+        found = found if found is None or integral(p) != p else ceil(found)
+    return found
+
+
+def _at_least(p: Poly, known: Relations) -> Rational | None:
     least = {k: known.least(k) for k in p.generators()}
     if None in least.values():
         return None
@@ -70,18 +79,11 @@ def lower(p: Poly, known: Relations | None = None) -> Rational | None:
     return shifted[0].terms.get((), 0)
 
 
-def _alone(p: Poly, key: str) -> tuple[Rational, Poly] | None:
-    """Return the coefficient of a generator and the rest, if it occurs on its own and nowhere else."""
-    coefficient = p.terms.get(((key, 1),))
-    rest = p - Poly({((key, 1),): coefficient or 0})
-    return None if coefficient is None or key in rest.names() else (coefficient, rest)
-
-
 def solve(p: Poly, prefer: Sequence[str] = ()) -> tuple[str, Poly] | None:
     """Solve `p == 0` for a symbol: one that stands alone with a number, or one factor of two monomials."""
     names = [*prefer, *sorted(_symbols(p) - set(prefer))]
     for key in names:
-        if (found := _alone(p, key)) is not None:
+        if (found := alone(p, key)) is not None:
             return key, found[1] / -found[0]
     if len(p.terms) == 2:
         (m, c), (n, d) = sorted(p.terms.items())
@@ -183,10 +185,10 @@ class Relations:
             self._equal += [solved] if solved else []
             return
         for key in [*subject, *sorted(_symbols(difference) - set(subject))]:
-            found_alone = _alone(difference, key)
-            if found_alone is None or found_alone[0] < 0:
+            own = alone(difference, key)
+            if own is None or own[0] < 0:
                 continue
-            bound = found_alone[1] / -found_alone[0]
+            bound = own[1] / -own[0]
             if bound.constant is not None:
                 bound = as_poly(ceil(bound.constant))
             # a bound below 1 says nothing new
@@ -209,8 +211,8 @@ class Relations:
         if found is None:
             return
         for key in sorted(k for k in found[0].generators() if k[0] != "~"):
-            alone = _alone(found[0], key)
-            room = None if alone is None or alone[0] > 0 else lower(alone[1] / alone[0], self)
+            own = alone(found[0], key)
+            room = None if own is None or own[0] > 0 else lower(own[1] / own[0], self)
             if room is None:  # the generator is at most -room
                 continue
             most = -room if key[0] == SLACK else floor(-room)
@@ -335,11 +337,20 @@ class Relations:
 
     def nonnegative(self, p: Poly) -> bool:
         """Whether the polynomial is known to be at least 0 for all admissible sizes."""
-        return any(self._no_negative(ps) for ps in self._forms(p))
+        if any(map(self._no_negative, self._forms(p))):
+            return True
+        whole = integral(p)  # not below 0 where it is above -1
+        for plain in self.cleared([p]) or () if whole is None else [whole]:
+            for q in opened(plain, self.has_sign):
+                room = 0 if whole is None else 1 - Fraction(1, denominator(q.terms))
+                if any(map(self._no_negative, self._forms(q + room))):
+                    return True
+        return False
 
     def sign(self, p: Poly) -> int:
         """Return 1 for a polynomial known to be at least 0, -1 for one known to be at most 0, else 0."""
-        return next((sign for ps in self._forms(p) for sign in (1, -1) if self._no_negative(ps, sign)), 0)
+        found = next((sign for ps in self._forms(p) for sign in (1, -1) if self._no_negative(ps, sign)), 0)
+        return found or next((sign for sign in (1, -1) if self.nonnegative(p * sign)), 0)
 
     def _forms(self, p: Poly) -> Iterator[Sequence[Poly] | None]:
         """Write a polynomial in ways that keep its sign, what is fast first."""

@@ -11,7 +11,7 @@ import sympy
 from .division import Terms
 from .generators import Monomial, Rational, generator, tidy
 
-__all__ = ["split"]
+__all__ = ["denominator", "is_whole", "split"]
 
 
 def split(terms: Terms, *, up: bool, inside: Callable[[str], Terms]) -> tuple[Terms, Terms, bool]:
@@ -46,25 +46,27 @@ def split(terms: Terms, *, up: bool, inside: Callable[[str], Terms]) -> tuple[Te
         return {}, terms, up
     whole = {m: floor(c) for m, c in found.items() if floor(c)}
     rest = {m: tidy(c - floor(c)) for m, c in found.items() if c != floor(c)}
-    number, divisor = rest.get((), 0), _divisor(rest)
+    number, divisor = rest.get((), 0), denominator(rest)
     if divisor > 1 and number == Fraction(divisor - 1, divisor) and len(rest) > 1:
         return whole, {m: c for m, c in rest.items() if m}, True
     return whole, rest, False
 
 
-def _divisor(terms: Terms) -> int:
+def denominator(terms: Terms) -> int:
+    """Return the least number that makes all coefficients whole."""
     return lcm(*(c.denominator for c in terms.values()))
 
 
-def _is_whole(m: Monomial) -> bool:
+def is_whole(m: Monomial) -> bool:
+    """Whether a monomial is a whole number for all sizes."""
     return all(e > 0 and (k[0] != "~" or generator(k).is_integer) for k, e in m)
 
 
 def _floored(terms: Terms, *, up: bool) -> Terms | None:
     """Return what has the floor that a sum, rounded up or down, is; None where it is no quotient of whole numbers."""
-    if not all(map(_is_whole, terms)):
+    if not all(map(is_whole, terms)):
         return None
-    divisor = _divisor(terms)
+    divisor = denominator(terms)
     return _plus(terms, {(): Fraction(divisor - 1, divisor)}) if up else terms
 
 

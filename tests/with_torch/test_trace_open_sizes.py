@@ -71,10 +71,24 @@ class LongConvolution(nn.Module):
         return torch.fft.irfft(next(spectra) * next(spectra), n=2 * length)[..., :length].square().mean()
 
 
+class Padded(nn.Module):
+    """Mixes the tokens of each block of eight, the last one filled up, as chunked recurrences do."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.mix = nn.Linear(7, 7), nn.Linear(8, 8)
+
+    def forward(self, x):
+        batch, length, width = x.shape
+        full = nn.functional.pad(self.up(x), (0, 0, 0, -length % 8)).unflatten(1, (-1, 8))
+        return self.mix(full.mT).mT.reshape(batch, -1, width)[:, :length].square().mean()
+
+
 PROGRAMS = {
     "gru cell": (lambda: Cell(nn.GRUCell), [("N", 13), ("N", 17)], {"N": 11}, {"N": 37}),
     "lstm cell": (lambda: Cell(nn.LSTMCell), [("N", 13), ("N", 17), ("N", 17)], {"N": 11}, {"N": 37}),
     "blocks": (Blocks, [("B", "S", 7)], {"B": 3, "S": 12}, {"B": 5, "S": 20}),
+    "padded": (Padded, [("B", "S", 7)], {"B": 3, "S": 13}, {"B": 5, "S": 17}),
     "half of the tokens": (Half, [("B", "S", 7)], {"B": 3, "S": 11}, {"B": 5, "S": 23}),
     "long convolution": (LongConvolution, [("B", "L", 5), ("L", 3)], {"B": 3, "L": 11}, {"B": 2, "L": 17}),
     "distances": (lambda: Distances("donot_use_mm_for_euclid_dist"), [("B", 8, 11)], {"B": 3}, {"B": 5}),

@@ -150,7 +150,7 @@ def padded(call: Call) -> Tensor | None:
     made: Tensor = x
     for i in range(0, len(widths), 2):
         axis, (before, behind) = x.ndim - 1 - i // 2, widths[i : i + 2]
-        cut = [-n if (least := lower(-n)) is not None and least > 0 else ZERO for n in (before, behind)]
+        cut = [-n if (least := lower(-n)) is not None and least >= 0 else ZERO for n in (before, behind)]
         if any(cut):
             made = slice_axis(made, axis, cut[0], made.sizes[axis] - total(cut))
         before, behind = before + cut[0], behind + cut[1]
