@@ -44,10 +44,12 @@ def conv_transpose(
         Batch and channels first, the axes that the window slides over last.
     pattern : str
         Axes before and after, as in `conv`: `"b c h w -> b o h w"`.
+    window : int or sequence of int
+        As in `conv`.
     stride, padding, output_padding, dilation : int or sequence of int
         As in torch.nn.ConvTranspose2d: an axis of n becomes `(n - 1)*stride - 2*padding + dilation*(window - 1) +
         output_padding + 1`.
-    window, groups, bias, name, **sizes : object
+    groups, bias, name, **sizes : object
         As in `conv`.
 
     Returns

@@ -248,12 +248,14 @@ def training_tokens(
         A step of training, or the number of parameters N, for 6*N FLOPs a token.
     seconds : number or sympy.Expr
         The time.
-    hardware, devices, mfu, fallback : object
+    hardware, devices, mfu : object
         As in `training_seconds`.
     dtype : str, optional
         Format whose peak rate counts, by default the one that most matmul FLOPs of a step are done in.
     count : str
         executed, or full.
+    fallback : object
+        As in `training_seconds`.
     **dims : int
         Sizes of the step.
 
