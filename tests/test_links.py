@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import costgraph as cg
+from costgraph.analysis.streams import finished
 from costgraph.hardware.units import Quantity, quantity
 from costgraph.ops.fill import assign
 
@@ -396,16 +397,42 @@ def test_a_loop_takes_as_long_as_its_iterations_one_by_one(axes):
     assert found < cg.seconds(s, slow_memory(), L=5, **sizes)
 
 
-def test_streams_are_of_numbers_and_of_no_endless_loops():
+@pytest.mark.parametrize("every", [False, True])
+def test_what_is_gathered_ahead_is_used_up_by_faster_layers(monkeypatch, every):
+    """Layers begin behind a long op and are faster than what each gathers, which some of them then wait for."""
+    L, count, size = cg.dims("L"), 1009, 10007
+    with cg.Graph("g") as g:
+
+        def block(x):
+            return cg.relu(x + cg.ops.collective(g.param("w", (size,)), "all_gather", 3))
+
+        long = cg.reduce(g.input("y", (3 * size, 8009)), "d n -> d", "sum", name="long")
+        g.output(cg.repeat(L, block, long, name="layers"))
+    t = each_second(g, L=count)
+    gathered, rest = t["layers/all_gather"] / count, (t["layers/add"] + t["layers/relu"]) / count
+    before = t["long"]
+    assert rest < gathered
+    if every:  # none is left out
+        monkeypatch.setattr(finished.__module__ + "._step", lambda *_: None)
+    until = before / (gathered - rest)
+    assert count / 3 < until < count / 2
+    assert streams(g, L=count) == pytest.approx(count * gathered + rest, rel=1e-9)
+    few = int(until) - 1  # all of them are there in time
+    assert streams(g, L=few) == pytest.approx(before + few * rest, rel=1e-9)
+
+
+def test_streams_are_of_numbers_and_of_no_endless_loops(monkeypatch):
     L = cg.dims("L")
     with cg.Graph("g") as g:
         g.output(cg.repeat(L, lambda x: cg.ops.collective(x, "all_reduce", 5), g.input("x", (7,)), name="layers"))
     with pytest.raises(cg.BindingError, match="overlap 'streams' of graph 'g': expected numbers, still unbound: L"):
         streams(g)
+    assert streams(g, L=10**9) == pytest.approx(10**9 * streams(g, L=1), rel=1e-9)
+    monkeypatch.setattr(finished.__module__ + "._MOST", 3)
     with pytest.raises(
-        cg.UnsupportedError, match="overlap 'streams' of graph 'g': 1000000000000 ops one by one, expected"
+        cg.UnsupportedError, match="overlap 'streams' of graph 'g': more than 3 ops one by one, expected no more"
     ):
-        streams(g, L=10**12)
+        streams(g, L=7)
 
 
 def test_a_report_names_the_link():

@@ -35,7 +35,7 @@ def layers_of(depth, pp):
     return every
 
 
-def alone(model, plan, depth, **options):
+def alone(model, plan, depth, overlap="none", **options):
     """Return bytes of the first, a middle and the last stage, and seconds, of graphs with the plan's own numbers."""
     m, every = plan.accumulate, layers_of(depth, plan.pp)
     step = cg.training_step(model, precision=plan.precision, accumulate=m)
@@ -50,7 +50,7 @@ def alone(model, plan, depth, **options):
         peaks.append(cg.peak_memory(stage, **own))
     known = {n: k for n, k in sizes.items() if n != "L" or len(set(every)) == 1}
     stages = (peaks[0], *([max(peaks[1:-1])] if plan.pp > 2 else []), peaks[-1])
-    return stages, cg.seconds(rank, "h100-sxm", **known)
+    return stages, cg.seconds(rank, "h100-sxm", overlap=overlap, **known)
 
 
 def same(model, plan, depth, **options):
@@ -58,7 +58,8 @@ def same(model, plan, depth, **options):
     assert plan.stages == stages, plan
     assert plan.memory == max(plan.stages)
     assert plan.seconds == pytest.approx(seconds, rel=1e-9), plan
-    assert sum(plan.parts.values()) == pytest.approx(plan.seconds, rel=1e-9)
+    if "overlap" not in options:
+        assert sum(plan.parts.values()) == pytest.approx(plan.seconds, rel=1e-9)
     assert "send over pp" in plan.parts
     # of dualpipe on two ranks, each has both stages, and neither waits for the other
     assert "idle" in plan.parts or (plan.schedule, plan.pp) == ("dualpipe", 2)
@@ -82,6 +83,14 @@ def test_gradients_of_stages_that_are_reduced_once_take_what_their_graphs_take_a
     assert {p.dp for p in found.rows} == {2, 26}
     for plan in found.rows[:: len(found.rows) // 3]:
         same(model, plan, 7, reduce_each=False)
+
+
+@pytest.mark.parametrize("pp", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_stages_with_streams_of_their_own_take_what_their_graphs_take_alone(model, pp):
+    few = {**FEW, "L": 7, "pp": pp, "zero": 1, "tp": 13, "devices": 26 * pp, "sequence": True, "overlap": "streams"}
+    found = cg.plan.search(model, **few)
+    for plan in found.rows[:: len(found.rows) // 3]:
+        same(model, plan, 7, overlap="streams")
 
 
 #: Groups of a rank, ranks and layers of each; 0 of layers that are no multiple of stages.

@@ -66,3 +66,8 @@ def test_a_network_that_joins_fewer_devices_has_no_plans(model):
     )
     assert found.best is None
     assert "expected the 24,576 devices that the aggregation joins at most" in found.notes[0]
+
+
+def test_streams_in_a_torus_are_refused(model):
+    with pytest.raises(cg.UnsupportedError, match="search: overlap 'streams' in a torus, expected none or ideal"):
+        cg.plan.search(model, hardware=torus(4, 3), **FEW, overlap="streams")

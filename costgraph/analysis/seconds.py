@@ -17,6 +17,7 @@ from ..algebra.polynomial import Poly, poly, total
 from ..algebra.pruning import prune
 from ..bind.evaluate import Formula, answer, real
 from ..errors import StandInWarning
+from ..graph.loop import loops
 from ..graph.op import Op, OpKind
 from ..graph.sizes import Bindings
 from ..hardware.rates import NAMED, StandIn
@@ -205,7 +206,9 @@ def together(times: Sequence[Sequence[Spent]], asked: Asked, overlap: str) -> Po
         for work, found in zip(asked.works, times, strict=True):
             taken[work.op] = taken.get(work.op, 0.0) + float(in_seconds(largest(found, known), asked))
         busy = (float(in_seconds(time, asked)) for time in unit_times(asked).values())
-        return poly(Fraction(max(finished(asked.graph, taken, asked.values), *busy)))
+        iterations = {o.op: int(o.count.bind(asked.values).constant or 0) for o in loops(asked.graph)}
+        done = finished(asked.graph, taken, iterations)
+        return poly(Fraction(max(float(done), *busy)))
     elsewhere = [bool(w.collective) or w.unit != "memory" for w in asked.works]
     sent, alone = ([t for t, away in zip(times, elsewhere, strict=True) if away == how] for how in (True, False))
     # both read and write the one memory of a device

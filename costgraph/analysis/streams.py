@@ -2,47 +2,56 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from copy import copy
+from functools import reduce
+from typing import Any, NamedTuple
 
-from ..algebra.polynomial import Poly, total
+import numpy as np
+
 from ..errors import UnsupportedError
 from ..graph.graph import Graph
-from ..graph.loop import Loop
+from ..graph.loop import Loop, loops
 from ..graph.op import Op
 from ..graph.tensor import Storage, Tensor
 from ..ops.collectives import Collective
 from ..ops.stated import Transfer
-from .costs import executions
 
 __all__ = ["finished"]
 
 #: Ops that are played at most.
 _MOST = 10**6
+#: By what part of it the times of an iteration may be off where floats are rounded.
+_EXACT = 1e-12
 
 
-def finished(graph: Graph, seconds: Mapping[Op, float], values: Mapping[str, Poly]) -> float:
+def finished(graph: Graph, seconds: Mapping[Op, Any], iterations: Mapping[Op, int]) -> Any:
     """Return when a graph is done whose collectives over each axis of a mesh have a stream, and all else another one.
 
     What goes over the link of a host has a stream in each direction, and what the host runs has one. `seconds` are of
-    all iterations of an op together; views take none. UnsupportedError if more than a million ops are to be played one
-    by one.
+    all iterations of an op together, numbers or arrays of them at several points; views take none. `iterations` are
+    those of each loop. UnsupportedError if more than a million ops are to be played one by one.
 
     A list schedule (Graham 1969): a stream runs its ops in the order of the program, each once its operands are there,
     and once all that reads what it overwrites is done. What puts the operands of a collective next to each other goes
     with it. A stack of slices is there when its last one is. Nothing limits how far ahead a stream is of the others:
     what is gathered early takes memory that `peak_memory` does not count.
+
+    Of a loop a few iterations are played: where two of them have moved each time by the same amount, and the last one
+    does too when all between are left out, these do. Each time is the largest of sums, so that over iterations that
+    begin on a line it is a convex function of their number; of which three points are on a line, it is that line.
     """
-    ops = total(runs for _, runs, _ in executions(graph)).bind(values)
-    if (ops.constant or 0) > _MOST:
-        raise UnsupportedError(
-            f"overlap 'streams' of graph {graph.name!r}: {ops} ops one by one, expected {_MOST:,} at most"
-        )
-    counted = _Play({}, values)
+    counted = _Play(graph, {}, iterations)
     counted.run(graph, {})
-    played = _Play({op: s / counted.runs[op] for op, s in seconds.items() if counted.runs[op]}, values)
+    played = _Play(graph, {op: s / counted.runs[op] for op, s in seconds.items() if counted.runs[op]}, iterations)
     played.run(graph, {})
-    return max(played.free.values(), default=0.0)
+    return _last(0.0, *played.free.values())
+
+
+def _last(*times: Any) -> Any:
+    """Return the largest of some times, at each point."""
+    return max(times) if all(type(t) is float for t in times) else reduce(np.maximum, times)
 
 
 def _stream(op: Op) -> str:
@@ -61,72 +70,169 @@ def _stream(op: Op) -> str:
 class _Play:
     """Ops one after the other, and when each of their results is there."""
 
-    def __init__(self, seconds: Mapping[Op, float], values: Mapping[str, Poly]) -> None:
-        self.seconds, self.values = seconds, values
+    def __init__(self, graph: Graph, seconds: Mapping[Op, Any], iterations: Mapping[Op, int]) -> None:
+        self.graph, self.seconds, self.iterations = graph, seconds, iterations
         self.runs: Counter[Op] = Counter()
-        self.free: dict[str, float] = defaultdict(float)
+        self.played = 0
+        self.free: dict[str, Any] = {}
         """When each stream is free."""
         self.memory: dict[Storage, object] = {}
         """What a storage is at the moment: each iteration has others for those that its ops make."""
-        self.touched: dict[object, float] = defaultdict(float)
+        self.touched: dict[object, Any] = {}
         """When the last op is done that reads or writes such a memory."""
 
-    def run(self, graph: Graph, ready: dict[Tensor, float], nth: int = 0) -> None:
+    def run(self, graph: Graph, ready: dict[Tensor, Any], nth: int = 0) -> None:
         """Play the ops of a graph; `ready` is when its inputs are there, and then all of its tensors."""
+        self.played += len(graph.ops)
+        if self.played > _MOST:
+            raise UnsupportedError(
+                f"overlap 'streams' of graph {self.graph.name!r}: more than {_MOST:,} ops one by one, expected no more"
+            )
         for op in graph.ops:
             if op.loop is not None:
-                self._repeat(op.loop, ready, nth)
+                self.repeat(op.loop, ready, nth)
                 continue
             self.runs[op] += 1
-            done = self._done(op, ready)
-            self._make(op)
+            done = self.done(op, ready)
+            self.make(op)
             for t in (*op.operands, *op.results):
-                self._touch(t, done)
+                self.touch(t, done)
             ready.update(dict.fromkeys(op.results, done))
 
-    def _done(self, op: Op, ready: Mapping[Tensor, float]) -> float:
+    def done(self, op: Op, ready: Mapping[Tensor, Any]) -> Any:
         """Return when an op is done, which keeps its stream until then."""
-        begin = max((ready.get(t, 0.0) for t in op.operands), default=0.0)
+        begin = _last(0.0, *(ready.get(t, 0.0) for t in op.operands))
         if op not in self.seconds:
             return begin
-        overwritten = (self.touched[self._at(op.operands[i])] for i in op.kind.overwrites())
+        overwritten = (self.touched.get(self.at(op.operands[i]), 0.0) for i in op.kind.overwrites())
         stream = _stream(op)
-        self.free[stream] = max(begin, self.free[stream], *overwritten) + self.seconds[op]
+        self.free[stream] = _last(begin, self.free.get(stream, 0.0), *overwritten) + self.seconds[op]
         return self.free[stream]
 
-    def _touch(self, t: Tensor, done: float) -> None:
-        memory = self._at(t)
-        self.touched[memory] = max(self.touched[memory], done)
+    def touch(self, t: Tensor, done: Any) -> None:
+        """Note when an op is done that reads or writes a tensor."""
+        memory = self.at(t)
+        self.touched[memory] = _last(self.touched.get(memory, 0.0), done)
 
-    def _at(self, t: Tensor) -> object:
+    def at(self, t: Tensor) -> object:
+        """Return the memory that a tensor is in."""
         return self.memory.get(t.storage, t.storage)
 
-    def _make(self, op: Op) -> None:
+    def make(self, op: Op) -> None:
         """Give what an op makes a memory of its own, but for what lies in that of an operand."""
         given = {t.storage for t in op.operands}
         self.memory.update({t.storage: object() for t in op.results if t.storage not in given})
 
-    def _repeat(self, loop: Loop, ready: dict[Tensor, float], around: int) -> None:
-        count = around if loop.until else int(loop.count.bind(self.values).constant or 0)
-        given = (*zip(loop.slices, loop.xs, strict=True), *zip(loop.captured, loop.shared, strict=True))
-        handed = dict(zip(loop.starts, (ready.get(t, 0.0) for t in loop.starts), strict=True))
-        left = dict.fromkeys((*loop.stacks, *loop.pieces), 0.0)
-        self._make(loop.op)
-        carried = list(zip(loop.carries, loop.starts, strict=True))
-        for nth in range(count):
-            self._enter([*given, *carried])
-            inner = {f: ready.get(t, 0.0) for f, t in given} | {f: handed[t] for f, t in carried}
-            self.run(loop.body, inner, nth)
-            handed = {t: inner.get(t, 0.0) for t in loop.nexts}
-            carried = list(zip(loop.carries, loop.nexts, strict=True))
-            for t, made in zip(left, (*loop.ys, *loop.saved), strict=True):
-                left[t] = max(left[t], inner.get(made, 0.0))
-                self._touch(t, self.touched[self._at(made)])
-        for t, (_, made) in zip(loop.lasts, carried, strict=True):
-            left[t] = handed[made]
-            self._touch(t, self.touched[self._at(made)])
-        ready.update(left)
-
-    def _enter(self, formals: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def enter(self, formals: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Note which memory a body's inputs are in, of all at once: an iteration may exchange them."""
-        self.memory.update([(f.storage, self._at(t)) for f, t in formals])
+        self.memory.update([(f.storage, self.at(t)) for f, t in formals])
+
+    def repeat(self, loop: Loop, ready: dict[Tensor, Any], around: int) -> None:
+        """Play the iterations of a loop; `around` is how many the loop around it has had before."""
+        count = around if loop.until else self.iterations[loop.op]
+        turns = _Iterations(self, loop, ready)
+        same = not any(inner.until for inner in loops(loop.body))  # what an iteration does is what each does
+        nth, seen = 0, list[_Boundary]()
+        while nth < count:
+            turns.play(nth)
+            nth, seen = nth + 1, [*seen[-2:], turns.boundary()]
+            by = _step(*seen) if same and len(seen) == 3 and nth + 1 < count else None
+            if by is not None and (ahead := turns.ahead(by, count - nth)):
+                nth, seen = nth + ahead, []
+        turns.leave(ready)
+
+
+class _Boundary(NamedTuple):
+    """What there is between two iterations."""
+
+    shared: tuple[object, ...]
+    """which tensors lie in one memory, and which streams there are"""
+    times: np.ndarray[Any, Any]
+    """when all of it is there, by points"""
+
+
+def _alike(found: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any], longest: np.ndarray[Any, Any]) -> bool:
+    return bool((np.abs(found - wanted) <= _EXACT * longest.max(0, initial=0)).all())
+
+
+def _step(first: _Boundary, second: _Boundary, third: _Boundary) -> np.ndarray[Any, Any] | None:
+    """Return by how much an iteration moves each time, None where two of them differ."""
+    if not first.shared == second.shared == third.shared:
+        return None
+    by = third.times - second.times
+    return by if _alike(by, second.times - first.times, third.times) else None
+
+
+class _Iterations:
+    """The iterations of a loop, and what one hands on to the next."""
+
+    def __init__(self, play: _Play, loop: Loop, ready: Mapping[Tensor, Any]) -> None:
+        self.of, self.loop, self.ready = play, loop, ready
+        self.given = (*zip(loop.slices, loop.xs, strict=True), *zip(loop.captured, loop.shared, strict=True))
+        self.handed = [ready.get(t, 0.0) for t in loop.starts]
+        self.lying: Sequence[Tensor] = loop.starts
+        """in what memory that is"""
+        self.left: dict[Tensor, Any] = dict.fromkeys((*loop.stacks, *loop.pieces), 0.0)
+        play.make(loop.op)
+
+    def play(self, nth: int) -> None:
+        """Play one iteration."""
+        loop, play = self.loop, self.of
+        play.enter([*self.given, *zip(loop.carries, self.lying, strict=True)])
+        inner = {f: self.ready.get(t, 0.0) for f, t in self.given} | dict(zip(loop.carries, self.handed, strict=True))
+        play.run(loop.body, inner, nth)
+        self.handed, self.lying = [inner.get(t, 0.0) for t in loop.nexts], loop.nexts
+        for t, made in zip(self.left, (*loop.ys, *loop.saved), strict=True):
+            self.left[t] = _last(self.left[t], inner.get(made, 0.0))
+            play.touch(t, play.touched.get(play.at(made), 0.0))
+
+    def leave(self, ready: dict[Tensor, Any]) -> None:
+        """Say when the results of the loop are there."""
+        for t, time, made in zip(self.loop.lasts, self.handed, self.lying, strict=True):
+            ready[t] = time
+            self.of.touch(t, self.of.touched.get(self.of.at(made), 0.0))
+        ready.update(self.left)
+
+    def memories(self) -> list[object]:
+        """Return the memories that iterations share."""
+        return [self.of.at(t) for t in (*(t for _, t in self.given), *self.left, *self.lying)]
+
+    def boundary(self) -> _Boundary:
+        """Return what there is after the iterations that were played."""
+        memories, streams = self.memories(), sorted(self.of.free)
+        touched = [self.of.touched.get(m, 0.0) for m in memories]
+        times = [*self.handed, *self.left.values(), *touched, *(self.of.free[name] for name in streams)]
+        return _Boundary((*map(memories.index, memories), *streams), np.array(np.broadcast_arrays(*times)))
+
+    def ahead(self, by: np.ndarray[Any, Any], left: int) -> int:
+        """Leave out as many iterations as are on a line, and play one behind them; return how many that is."""
+        play, before = self.of, self.boundary()
+        kept: tuple[Any, ...] = (
+            self.handed,
+            dict(self.left),
+            dict(play.free),
+            dict(play.touched),
+            dict(play.memory),
+            play.runs.copy(),
+        )
+        out = left - 1
+        while out:
+            self.put(before.times + out * by)
+            self.play(0)
+            after = self.boundary()
+            wanted = before.times + (out + 1) * by
+            if after.shared == before.shared and _alike(after.times, wanted, wanted):
+                ran = play.runs - kept[-1]
+                play.runs.update({op: out * n for op, n in ran.items()})
+                return out + 1
+            self.handed, self.left, play.free, play.touched, play.memory, play.runs = (copy(part) for part in kept)
+            out //= 2
+        return 0
+
+    def put(self, times: np.ndarray[Any, Any]) -> None:
+        """Put other times in the place of those of the boundary."""
+        found = iter(times.tolist() if times.ndim == 1 else times)
+        self.handed = [next(found) for _ in self.handed]
+        self.left = {t: next(found) for t in self.left}
+        self.of.touched.update([(memory, next(found)) for memory in self.memories()])
+        self.of.free = {name: next(found) for name in sorted(self.of.free)}

@@ -61,7 +61,7 @@ Offload = Annotated[
     str, typer.Option("--offload", metavar="WHAT,WHAT", help=f"What lies on the host, of {', '.join(OFFLOADED)}.")
 ]
 Network = Annotated[str | None, typer.Option("--network", metavar="NAME", help="Between domains of devices.")]
-Overlap = Annotated[str, typer.Option("--overlap", metavar="HOW", help="Of collectives: none, or ideal.")]
+Overlap = Annotated[str, typer.Option("--overlap", metavar="HOW", help="Of collectives: none, ideal or streams.")]
 
 
 def micro_batches_of(accumulate: str, micro_batches: str | None) -> str:

@@ -16,10 +16,12 @@ from ..analysis.arrays import Array, Programs, Values, peaks, refused
 from ..analysis.duration import between, by_pass
 from ..analysis.exchange import exchange
 from ..analysis.passes import Shares, of_few, of_shares
-from ..analysis.seconds import Spent, in_place, memory_time, spent
+from ..analysis.seconds import Spent, in_place, memory_time, spent, unit_times
+from ..analysis.streams import finished
 from ..analysis.work import Asked, Work
 from ..bind.sweep import Plan as Evaluated
 from ..bind.sweep import plan
+from ..graph.loop import loops
 from ..graph.op import Op
 from ..graph.placement import Waiting
 from ..ops.hops import Send
@@ -64,7 +66,10 @@ class Kind:
         self.handed = [op for op in graph.walk() if isinstance(op.kind, Send)] if self.waiting is not None else []
         ops = self.handed if self.rings is None else ()
         self.sends = [exchange(op, graph, self.asked.values, device)[0] for op in ops]
-        self.memory = memory_time(self.asked) if self.overlap == "ideal" else None
+        self.least = [memory_time(self.asked)] if self.overlap == "ideal" else []
+        if self.overlap == "streams":
+            rest = [w for w in self.asked.works if not between(w)]
+            self.least = [*unit_times(replace(self.asked, works=rest)).values()]
 
     def at(self, sizes: Mapping[str, Any]) -> _Taken:
         """Return what it takes at points; NaN where its graph refuses the sizes."""
@@ -72,21 +77,23 @@ class Kind:
         asked = {**{name: value(p) for name, p in self.asked.values.items()}, **sizes}
         whole = {name: np.asarray(n, dtype=np.int64) for name, n in asked.items()}
         wrong = refused(self.asked.values.held, {name: np.asarray(n) for name, n in sizes.items()})
-        passes, parts, kinds = self.added(value, shape)
+        passes, parts, kinds, ops = self.added(value, shape)
         apart = busy = np.broadcast_to(sum(kinds.values()), shape)
-        if self.memory is not None:
-            beside = np.maximum(np.maximum(kinds["alone"], kinds["sent"]), value(self.memory))
-            busy = np.broadcast_to(beside + kinds["waited"], shape)
+        if self.least:
+            least = [np.broadcast_to(value(p), shape) for p in self.least]
+            beside = (kinds["alone"], kinds["sent"]) if self.overlap == "ideal" else [self.played(ops, value, shape)]
+            busy = np.max([*(np.broadcast_to(t, shape) for t in beside), *least], axis=0) + kinds["waited"]
         sends = [np.broadcast_to(value(p), shape) for p in self.sends] or self.around(self.handed, value, shape)
         send = np.max(sends, axis=0) if sends else 0.0
         peak = np.where(wrong, np.nan, peaks(self.asked.graph, whole, self.waiting, self.programs))
         return _Taken(peak, np.where(wrong, np.nan, busy), apart, passes, send, parts)
 
-    def added(self, value: Values, shape: tuple[int, ...]) -> tuple[dict[str, Any], ...]:
-        """Return seconds of all works by pass, by what they go into, and by what else may be done at that time."""
+    def added(self, value: Values, shape: tuple[int, ...]) -> tuple[dict[Any, Any], ...]:
+        """Return seconds by pass, by what they go into, by what else may be done at that time, and by op."""
         passes: dict[str, Any] = dict.fromkeys(Shares._fields, np.float64(0))
         parts: dict[str, Any] = dict.fromkeys((COMPUTE, MEMORY), np.float64(0))
         kinds: dict[str, Any] = dict.fromkeys(("alone", "sent", "waited"), np.float64(0))
+        ops: dict[Any, Any] = {}
         for i, (work, found) in enumerate(zip(self.asked.works, self.times, strict=True)):
             times = [np.broadcast_to(value(p), shape) for p, _ in found]
             if links := self.around([work.op] if work.collective else work.rings, value, shape):
@@ -103,7 +110,23 @@ class Kind:
             # what goes to other stages is waited for, whatever else overlaps
             kind = "waited" if between(work) else "sent" if sent else "alone"
             kinds[kind] = kinds[kind] + taken
-        return passes, parts, kinds
+            if kind != "waited":
+                ops[work.op] = ops.get(work.op, 0) + taken
+        return passes, parts, kinds, ops
+
+    def played(self, ops: Mapping[Op, Array], value: Values, shape: tuple[int, ...]) -> Array:
+        """Return when all streams are done: those of points at which loops have as many iterations together."""
+        graph, (many,) = self.asked.graph, shape
+        every = [loop for loop in loops(graph) if not loop.until]
+        counts = [np.broadcast_to(value(loop.count.bind(self.asked.values)), shape) for loop in every]
+        same, place = np.unique(np.rint(counts).reshape(len(every), many), axis=1, return_inverse=True)
+        there = np.isfinite(np.sum([*ops.values()], axis=0))
+        out = np.full(shape, np.nan)
+        for i, found in enumerate(same.T):
+            at = np.flatnonzero(there & (place.reshape(-1) == i))
+            known = dict(zip((loop.op for loop in every), found.astype(int).tolist(), strict=True))
+            out[at] = finished(graph, {op: t[at] for op, t in ops.items()}, known)
+        return out
 
     def around(self, ops: Sequence[Op], value: Values, shape: tuple[int, ...]) -> list[Array]:
         """Return the seconds that each of what is sent takes in a torus; nothing elsewhere."""

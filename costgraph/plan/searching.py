@@ -12,7 +12,8 @@ from typing import Annotated, Any, NamedTuple
 from ..algebra.polynomial import poly
 from ..algebra.symbols import shown
 from ..analysis.exchange import placed
-from ..errors import BindingError, CostGraphError, SpecError
+from ..analysis.seconds import OVERLAPS
+from ..errors import BindingError, CostGraphError, SpecError, UnsupportedError
 from ..graph.arguments import need_choice, need_flag
 from ..graph.graph import Graph, need_graph
 from ..graph.sizes import size_of
@@ -74,7 +75,7 @@ def search(
     memory : int or float, optional
         Bytes that a plan may take on a device, by default its capacity as its vendor states it.
     overlap : str
-        none, or ideal: of collectives with all else, as in `roofline`.
+        none, ideal or streams: of collectives with all else, as in `roofline`.
     system : str
         torch or megatron: whose policies, as `system` of `parallelize`; Megatron has stages 0 and 1 of ZeRO.
     reduce_each : bool, optional
@@ -130,6 +131,8 @@ def search(
     BindingError, GraphError, SpecError
         If an amount is no positive integer, a size is left open, a limit has nothing in it, or the graph cannot be
         trained; as `training_step`, `peak_memory` and `seconds`.
+    UnsupportedError
+        If streams are asked for in a torus, or are to run more than a million ops one by one.
 
     Notes
     -----
@@ -157,7 +160,7 @@ def search(
     """
     place = "search"
     need_graph(place, model)
-    need_choice(f"{place}: overlap", overlap, ("none", "ideal"))
+    need_choice(f"{place}: overlap", overlap, OVERLAPS)
     need_choice(f"{place}: system", system, SYSTEMS)
     reduce_each, hold = (system == "torch" if given is None else given for given in (reduce_each, hold))
     need_flag(place, reduce_each=reduce_each, hold=hold)
@@ -173,6 +176,8 @@ def search(
     if max(count, batch) > _MOST:
         raise BindingError(f"{place}: {count} devices, {batch} sequences, expected at most {_MOST} of each")
     others = {name: n for name, n in dims.items() if name != named}
+    if overlap == "streams" and device.cluster is not None and device.cluster.torus:
+        raise UnsupportedError(f"{place}: overlap 'streams' in a torus, expected none or ideal")
     family = Family(model, named, device, fallback, overlap, system, reduce_each, hold, options, precisions, others)
     tokens = family.tokens(batch)
     numbers = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "micro_batch": micro_batch, "accumulate": accumulate}
