@@ -16,7 +16,7 @@ from ..ops.pointwise import cast, pointwise
 from .calls import Calls, Column, one_by_one
 from .fused import fused_update
 from .over import over
-from .slots import Slot, need_slots, pieces
+from .slots import Slot, in_parts, need_slots, pieces
 from .states import STATES, BlockStates
 
 __all__ = ["COUNTERS", "IMPLEMENTATIONS", "Optimizer", "bounds"]
@@ -133,6 +133,7 @@ class Optimizer:
         place = type(self).__name__
         found = need_slots(place, slots)
         with building(current_graph(found[0].param.graph)), phase("optimizer"), scope(place.lower()):
+            found = [in_parts(s) for s in found]
             if self._blocks is not None:
                 found = [replace(s, moments=self._blocks.format_of(s)) for s in found]
             out = dict(enumerate(found))

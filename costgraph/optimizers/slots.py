@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from ..algebra.polynomial import ONE
@@ -13,8 +13,9 @@ from ..graph.graph import Graph
 from ..graph.scopes import opened
 from ..graph.strides import Sizes
 from ..graph.tensor import Storage, Tensor
+from ..ops.spectra import view_as
 
-__all__ = ["Slot", "declare_state", "need_slots", "pieces", "source_like"]
+__all__ = ["Slot", "declare_state", "in_parts", "need_slots", "pieces", "source_like"]
 
 
 def pieces(t: Tensor) -> int:
@@ -117,6 +118,14 @@ class Slot:
         sizes = list(self.param.sizes)
         sizes[axis] = ONE
         return tuple(sizes)
+
+
+def in_parts(slot: Slot) -> Slot:
+    """Return a slot whose complex numbers are seen as twice as many real ones, as torch's optimizers do it."""
+    if slot.param.dtype.kind != "complex":
+        return slot
+    param, grad = (view_as(t, "real") for t in (slot.param, slot.grad))
+    return replace(slot, param=param, grad=grad, moments=None if slot.moments == slot.param.dtype else slot.moments)
 
 
 def need_slots(place: str, slots: object) -> list[Slot]:

@@ -18,7 +18,7 @@ from ..ops.updates import Unscale, ZeroGrad
 from .norms import norm
 from .optimizer import bounds
 from .over import over
-from .slots import Slot, declare_state, need_slots
+from .slots import Slot, declare_state, in_parts, need_slots
 
 __all__ = ["clip_grad_norm", "unscale", "zero_grad"]
 
@@ -27,7 +27,7 @@ __all__ = ["clip_grad_norm", "unscale", "zero_grad"]
 def _step(name: str, slots: object) -> Iterator[list[Slot]]:
     found = need_slots(name, slots)
     with building(current_graph(found[0].param.graph)), phase("optimizer"), scope(name):
-        yield found
+        yield [in_parts(s) for s in found]
 
 
 def _with_grads(slots: Sequence[Slot], made: Sequence[tuple[Tensor, ...]]) -> list[Slot]:

@@ -125,3 +125,33 @@ def test_modulus_and_angle_have_gradients():
 def test_what_does_not_fit_is_refused(kind, text):
     with cg.Graph("g") as g, pytest.raises(cg.ShapeError, match=text):
         graph_apply(kind, [g.input("x", (3, 7))], "made")
+
+
+class Modes(nn.Module):
+    """FNO's layer in two dimensions: low frequencies of both ends by complex weights, written into zeros."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(7)
+        self.low, self.high = (nn.Parameter(torch.randn(3, 4, 2, 3, dtype=torch.complex64)) for _ in range(2))
+
+    def forward(self, x):
+        spectrum, out = fft.rfft2(x), torch.zeros(x.shape[0], 4, 8, 6, dtype=torch.complex64)
+        out[:, :, :2, :3] = torch.einsum("bixy,ioxy->boxy", spectrum[:, :, :2, :3], self.low)
+        out[:, :, -2:, :3] = torch.einsum("bixy,ioxy->boxy", spectrum[:, :, -2:, :3], self.high)
+        return (fft.irfft2(out, s=(8, 11)) ** 3).mean()
+
+
+def test_complex_weights_are_trained_and_parts_of_two_axes_written():
+    net, x = Modes(), torch.rand(5, 3, 8, 11)
+    g, step = trace(net, x), trace(net, x, train=True)
+    seen = trace(net, x, train=True, optimizer=lambda p: torch.optim.Adam(p, foreach=True))
+    made = pulled(g, net, x)
+    assert cg.matmul_flops(made) == cg.matmul_flops(step) == 2 * 2 * 8 * (5 * 3 * 4 * 6)  # of weights alone, x is data
+    # what was written over has no part in a gradient that is added to one with zeros there, in place of zeros written
+    assert cg.flops(made) - cg.flops(step) == 2 * 5 * 4 * 8 * 6
+    trained = cg.training_step(g, optimizer=cg.Adam())
+    assert cg.state_bytes(trained).state == 2 * 8 * 2 * 72
+    update = [cg.costs(s).filter(phase="optimizer").total() for s in (trained, seen)]
+    assert 0 <= update[1].pointwise - update[0].pointwise <= 2  # the number of the step
+    assert update[0].transcendental == update[1].transcendental

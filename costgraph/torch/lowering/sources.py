@@ -71,7 +71,7 @@ class Leaves:
                     home.add_module(level, nn.Module())
                 home = home.get_submodule(level)
             values = numbers_for(leaf, device, generator)
-            if leaf.tensor.role == "param" and leaf.dtype.is_floating_point:
+            if leaf.tensor.role == "param" and (leaf.dtype.is_floating_point or leaf.dtype.is_complex):
                 home.register_parameter(last, nn.Parameter(values, requires_grad=False))
             else:
                 home.register_buffer(last, values)
@@ -113,9 +113,9 @@ def numbers_for(leaf: Leaf, device: torch.device, generator: torch.Generator) ->
         return torch.empty(sizes, dtype=leaf.dtype, device=device)
     if role in ("gradient", "cache"):
         return torch.zeros(sizes, dtype=leaf.dtype, device=device)
-    if not leaf.dtype.is_floating_point:
+    if not (leaf.dtype.is_floating_point or leaf.dtype.is_complex):
         return torch.randint(0, leaf.limit or 2, sizes, generator=generator).to(device, leaf.dtype)
-    wide = torch.float64 if leaf.dtype == torch.float64 else torch.float32
+    wide = leaf.dtype if leaf.dtype.itemsize >= 8 else torch.float32
     if role == "input":
         made = torch.randn(sizes, generator=generator, dtype=wide)
     elif role == "param" and len(sizes) > 1 and prod(sizes) > 1:

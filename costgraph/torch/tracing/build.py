@@ -21,7 +21,7 @@ from ...ops.layout import reshape
 from ...ops.reach import larger
 from .call import Call, Counts, Spec
 from .events import Asked, Death, Handle, Made, Source
-from .parts import Written, place_of
+from .parts import Written, chain_of
 from .rules.counts import counts_of
 from .rules.workspaces import workspace_of
 from .template import Template, Wanted, template_of
@@ -105,15 +105,15 @@ class Builder:
         whole = None if before is None else before.names.get(handle)
         if before is None or whole is None:
             return None
-        place = place_of(before.part, whole)
-        if place is None:
+        part = before.part
+        for outer, (axis, start, step, sizes) in chain_of(part, whole, before.names.values()):
+            with opened(graph=self.graph, levels=(), phase=self.phase):
+                inner = part if part.sizes == sizes else reshape(part, sizes)
+                (part,) = apply(Revised(axis=axis, start=start, step=step), [outer, inner], "revised")
+        if part is before.part:
             return None
-        axis, start, step, sizes = place
-        with opened(graph=self.graph, levels=(), phase=self.phase):
-            part = before.part if before.part.sizes == sizes else reshape(before.part, sizes)
-            (found,) = apply(Revised(axis=axis, start=start, step=step), [whole, part], "revised")
-        self.tensors[handle.storage][handle] = self.first[handle.storage] = found
-        return found
+        self.tensors[handle.storage][handle] = self.first[handle.storage] = part
+        return part
 
     def _named(self, handle: Handle) -> Handle:
         """Return a view of the storage by which it goes here."""

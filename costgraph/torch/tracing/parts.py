@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from ...algebra.dominance import lower
@@ -11,7 +11,10 @@ from ...graph.strides import Sizes, is_integral
 from ...graph.tensor import Tensor
 from .events import Handle
 
-__all__ = ["Written", "place_of"]
+__all__ = ["Written", "chain_of"]
+
+#: Axis, first position, step, and the shape of the part with that axis.
+Place = tuple[int, Poly, int, Sizes]
 
 
 class Written(NamedTuple):
@@ -22,7 +25,24 @@ class Written(NamedTuple):
     part: Tensor
 
 
-def place_of(part: Tensor, whole: Tensor) -> tuple[int, Poly, int, Sizes] | None:
+def chain_of(part: Tensor, whole: Tensor, names: Iterable[Tensor]) -> list[tuple[Tensor, Place]]:
+    """Return the tensors from a part to the whole, each some positions of one axis of the next, and where these are.
+
+    A part of several axes is one of tensors between, which a program that cuts one axis after the other has named.
+    Nothing if there are none such.
+    """
+    place = _place_of(part, whole)
+    if place is not None:
+        return [(whole, place)]
+    for name in names:
+        place = _place_of(part, name) if name.ndim == whole.ndim and name.sizes != part.sizes else None
+        rest = [] if place is None else chain_of(name, whole, names)
+        if place is not None and rest:
+            return [(name, place), *rest]
+    return []
+
+
+def _place_of(part: Tensor, whole: Tensor) -> Place | None:
     """Return of which axis a tensor is some positions: axis, first position, step, shape with that axis.
 
     None where it is none, or where it differs along several axes.
