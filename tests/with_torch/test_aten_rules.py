@@ -1,7 +1,9 @@
 """FLOPs of aten ops against torch's own counter where it counts, else against a count of index points."""
 
+import re
 from functools import partial
 from itertools import product
+from unittest import mock
 
 import pytest
 
@@ -15,8 +17,10 @@ from torch.utils.flop_counter import FlopCounterMode
 import costgraph as cg
 from costgraph.algebra.polynomial import poly
 from costgraph.errors import GraphError, UnsupportedError
+from costgraph.torch import trace
 from costgraph.torch.tracing.call import Call, Counts
 from costgraph.torch.tracing.rules import RULES, counts_of, rule
+from costgraph.torch.tracing.translations import TRANSLATIONS
 
 
 def rand(*sizes, dtype=torch.float32):
@@ -202,6 +206,24 @@ def test_an_op_without_a_rule_is_an_error_that_names_it():
         f"aten::frobnicate.default: no rule says what it costs, expected one of {len(RULES)} ops that have one; "
         f"register a rule under 'frobnicate' with costgraph.torch.tracing.rules.rule"
     )
+
+
+def test_what_no_declared_kinds_take_is_an_error_with_its_cause_and_line():
+    with pytest.raises(UnsupportedError) as error:
+        counts_of(Call("mm", "default", False, {"self": spec(3, 5), "mat2": spec(7, 2)}, (spec(3, 2),)))
+    text = (
+        r"aten::mm.default: no declared kinds say what it does, axis 'k' .* 5 .* 7 .*; and no rule says what it costs"
+    )
+    assert re.match(text, str(error.value))
+    net = torch.nn.Linear(5, 7, bias=False)
+    net.forward = lambda x: x @ net.weight.T  # the line that is named
+    with (
+        mock.patch.dict(TRANSLATIONS, {"mm": lambda call: cg.ops.arange(-3)}),
+        pytest.raises(
+            UnsupportedError, match=r"test_aten_rules.py:\d+, in <lambda>, 'net.forward = .*: aten::mm.default: "
+        ),
+    ):
+        trace(net, torch.rand(3, 5))
 
 
 def test_a_result_whose_shape_is_in_the_data_is_an_error():

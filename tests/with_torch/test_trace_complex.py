@@ -5,6 +5,8 @@ import torch
 from test_trace_gradients import Declared
 from test_trace_pulled import Called, pulled
 from torch import fft, nn
+from transformers_classes import MORE
+from transformers_suite import tiny
 
 import costgraph as cg
 from costgraph.algebra.polynomial import poly
@@ -155,3 +157,39 @@ def test_complex_weights_are_trained_and_parts_of_two_axes_written():
     update = [cg.costs(s).filter(phase="optimizer").total() for s in (trained, seen)]
     assert 0 <= update[1].pointwise - update[0].pointwise <= 2  # the number of the step
     assert update[0].transcendental == update[1].transcendental
+
+
+class Loss(nn.Module):
+    """A model of transformers that predicts its own tokens."""
+
+    def __init__(self, name):
+        super().__init__()
+        import transformers
+
+        torch.manual_seed(7)
+        cls = getattr(transformers, name)
+        self.model = cls(tiny(cls.config_class, {**MORE.get(name, {}), "attn_implementation": "eager"})).eval()
+        for module in self.modules():
+            module._non_persistent_buffers_set.clear()  # angles of positions are numbers of a run as well
+
+    def forward(self, x):
+        made = self.model(input_ids=x, return_dict=True).logits
+        return nn.functional.cross_entropy(made.flatten(0, 1), x.flatten())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["FNetForMaskedLM", "DeepseekV2ForCausalLM", "Llama4ForCausalLM"])
+def test_models_with_complex_numbers_are_trained_as_autograd_does(name):
+    """Real peaks of their traced steps are held in test_transformers_suite.py; here both ways to a step are beside."""
+    net, x = Loss(name), torch.randint(3, 101, (2, 13))
+    g, step = (trace(net, x, dims=[("B", "S")], train=train) for train in (False, True))
+    made = cg.backward(g)
+    assert cg.flops(made) == cg.flops(step)
+    assert cg.matmul_flops(made) == cg.matmul_flops(step)
+    assert abs(cg.peak_memory(made, B=3, S=17) - cg.peak_memory(step, B=3, S=17)) <= 8
+    state = cg.state_bytes(cg.training_step(g, optimizer=cg.AdamW()))
+    assert state.state == 2 * state.gradients
+    if name.startswith(
+        "Llama"
+    ):  # of the others torch has no gradients of some weights, or no kernel for tensors of fp32
+        pulled(trace(net, x), net, x)

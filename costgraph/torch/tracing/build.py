@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...algebra.polynomial import ZERO, Poly
+from ...errors import UnsupportedError
 from ...graph.call import Call as Seen
 from ...graph.graph import Graph, apply
 from ...graph.op import Op
@@ -201,7 +202,10 @@ class Builder:
         """Add an op whose shapes, layouts and costs are stated."""
         c, reads, writes = call.counts, None, None
         if call.call is not None:
-            c = counts_of(call.call, call.tags, self.graph.relations) if c is None else c
+            try:
+                c = counts_of(call.call, call.tags, self.graph.relations) if c is None else c
+            except UnsupportedError as error:
+                raise UnsupportedError(f"{call.line}: {error}") from error
             reads, writes = _matched(call.call, c, call.operands, [h for h, *_ in outputs])
         assert c is not None
         nothing = (ZERO,) * len(operands) if not call.moves else None

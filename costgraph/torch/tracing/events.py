@@ -63,6 +63,8 @@ class Made:
     """what torch says of its op"""
     choice: Choice | None = None
     """why a device runs it, None where torch's own way leads to it on any device"""
+    line: str = ""
+    """line of the program, of a call whose costs are not known yet"""
 
     @property
     def name(self) -> str:

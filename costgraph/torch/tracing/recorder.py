@@ -285,7 +285,8 @@ class Recorder(TorchDispatchMode):
             translation_of(call.name, call.overload, tags),
             tags,
         )
-        self.events.append(Made(*what, self.choices.now()))
+        # what its translation says is found when the graph is built: what it refuses is said of this line
+        self.events.append(Made(*what, self.choices.now(), caller() if counts is None else ""))
 
     def _outputs(
         self, out: Any, operands: dict[Handle, int]

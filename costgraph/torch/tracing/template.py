@@ -109,7 +109,7 @@ def template_of(
     relations = tensors[0].graph.root.relations if tensors else None
     try:
         found = declared(translation, call, operands, tensors, relations)
-    except UnsupportedError:
+    except CostGraphError:
         return None  # its rule says what it costs; where it has none, `counts_of` says why
     if found is None:
         return None
@@ -129,8 +129,8 @@ def declared(
 ) -> tuple[Graph, list[Tensor], Tensor | Sequence[Tensor | None]] | None:
     """Return the declared ops of a call in a body, its inputs outside, and what it returns; None where it has none.
 
-    UnsupportedError if the translation fails with an error that is not the library's: it did not foresee these
-    arguments.
+    CostGraphError if no kind takes such operands, as where only data explains shapes; UnsupportedError if the
+    translation fails with an error that is not the library's: it did not foresee these arguments.
     """
     scratch = Graph("call")
     scratch.relations = scratch.relations if relations is None else relations
@@ -145,7 +145,7 @@ def declared(
         with opened(graph=body, levels=(), phase="forward"):
             returned = translation(asked)
     except CostGraphError:
-        return None  # shapes that only data, or the strides of the run, explain
+        raise
     except Exception as error:
         raise UnsupportedError(
             f"aten::{call.name}.{call.overload}: its translation failed with {type(error).__name__}: "

@@ -56,7 +56,14 @@ def counts_of(call: Call, tags: Collection[Any] = (), relations: Relations | Non
     """
     shown = f"aten::{call.name}.{call.overload}"
     found = RULES.get(f"{call.name}.{call.overload}") or RULES.get(call.name)
-    counts = _by_rule(found, call, shown) if found is not None else _derived(call, relations)
+    why, counts = "no rule says what it costs", None
+    try:
+        counts = _by_rule(found, call, shown) if found is not None else _derived(call, relations)
+    except CostGraphError as error:
+        why = str(error)
+        if found is not None or why.startswith(shown):
+            raise
+        why = f"no declared kinds say what it does, {why}; and no rule says what it costs"
     if counts is None:
         if call.name in DATA_DEPENDENT:
             raise UnsupportedError(
@@ -65,7 +72,7 @@ def counts_of(call: Call, tags: Collection[Any] = (), relations: Relations | Non
             )
         if torch.Tag.pointwise not in tags or not call.results:
             raise UnsupportedError(
-                f"{shown}: no rule says what it costs, expected one of {len(RULES)} ops that have one; register a rule "
+                f"{shown}: {why}, expected one of {len(RULES)} ops that have one; register a rule "
                 f"under {call.name!r} with costgraph.torch.tracing.rules.rule"
             )
         counts = Counts(pointwise=call.out.numel)
@@ -93,7 +100,10 @@ def is_derived(call: Call) -> bool:
 
 
 def _derived(call: Call, relations: Relations | None) -> Counts | None:
-    """Return what the declared ops of a call cost, whatever its formats: None where it has no translation."""
+    """Return what the declared ops of a call cost, whatever its formats: None where it has no translation.
+
+    CostGraphError if no kind takes such operands.
+    """
     translation = translation_of(call.name, call.overload, ())
     if translation is None:
         return None
