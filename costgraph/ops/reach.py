@@ -131,10 +131,19 @@ def left_over(x: Tensor, places: Sequence[int | None]) -> Restriction | None:
 
 
 def regrouped(sizes: Sizes, axes: Sequence[int], new: Sizes) -> list[int | None]:
-    """Return where axes of a shape are in another one of as many elements, None where they are not."""
+    """Return where axes of a shape are in another one of as many elements, None where they are not.
+
+    Which of several axes of size 1 it is cannot be told by elements: there are as many of them behind it.
+    """
+
+    def alike(shape: Sizes, size: Poly, behind: Poly) -> list[int]:
+        return [i for i in reversed(range(len(shape))) if shape[i] == size and numel(shape[i + 1 :]) == behind]
+
     found: list[int | None] = []
     for axis in axes:
-        behind = numel(sizes[axis + 1 :])
-        same = (i for i, n in enumerate(new) if n == sizes[axis] and numel(new[i + 1 :]) == behind and i not in found)
-        found.append(next(same, None))
+        size, behind = sizes[axis], numel(sizes[axis + 1 :])
+        before, after = (alike(shape, size, behind) for shape in (sizes, new))
+        left = [i for i in after if i not in found]
+        nth = before.index(axis)
+        found.append(after[nth] if after[nth:] and after[nth] in left else left[-1] if left else None)
     return found

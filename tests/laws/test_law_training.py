@@ -116,6 +116,25 @@ def test_gradients_are_restricted_as_what_they_belong_to(looped, tmp_path):
     assert cg.flops(cg.load(tmp_path / "step.json")) == cg.flops(step)
 
 
+ONES = {
+    "nothing": lambda a: cg.rearrange(a, "b s t -> b s t"),
+    "an order": lambda a: cg.rearrange(a, "b s t -> s b t"),
+    "an axis less": lambda a: cg.ops.reshape(cg.rearrange(a, "b s t -> s b t"), (1, S)),
+    "an axis more": lambda a: cg.ops.reshape(a, (1, 1, 1, S)),
+}
+
+
+@pytest.mark.parametrize("change", ONES)
+def test_a_restriction_over_an_axis_of_size_one_is_where_its_gradient_looks_for_it(change):
+    with cg.Graph("ones") as g:
+        q, k = g.param("q", (1, 1, D)), g.param("k", (S, D))
+        a = cg.einsum(q, k, "b s d, t d -> b s t", domain=cg.Domain(causal=True), over=("s", "t"))
+        x = ONES[change](a)
+        x = x + a if change == "nothing" else x
+        g.output(cg.reduce(cg.tanh(x) * x, " ".join("abcd"[: x.ndim]) + " -> ", "sum"))
+    testing.check_training(g, D=2, S=3)
+
+
 POINT = {"B": 2, "D": 3, "F": 5, "L": 4, "S": 3}
 
 

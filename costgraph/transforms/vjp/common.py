@@ -8,7 +8,7 @@ from ...algebra.polynomial import ONE
 from ...graph.graph import apply
 from ...graph.strides import Sizes
 from ...graph.tensor import Tensor
-from ...ops.layout import rearrange
+from ...ops.layout import permute, rearrange
 from ...ops.moves import Expand
 from ...ops.pointwise import FUNCTIONS, Pointwise, cast
 from ...ops.reduce import reduce
@@ -19,8 +19,11 @@ __all__ = ["expanded", "order_of_parameter", "restricted", "sum_to", "summed", "
 
 def restricted(g: Tensor, like: Tensor) -> Tensor:
     """Return a view of a gradient that holds nothing where the tensor that it belongs to does not."""
-    if like.domain is None or g.domain is not None:
+    if like.domain in (None, g.domain):
         return g
+    if g.domain is not None:  # over another axis of size 1 than that which was left out, or merged, on the way here
+        moved, rest = dict(zip(like.domain[1:], g.domain[1:], strict=True)), iter({*range(g.ndim)} - {*g.domain[1:]})
+        return permute(g, [moved[i] if i in moved else next(rest) for i in range(g.ndim)])
     return apply(Expand(sizes=g.sizes, kept=tuple(range(g.ndim)), domain=like.domain), [g], "restrict")[0]
 
 
