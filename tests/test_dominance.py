@@ -3,6 +3,7 @@
 import itertools
 import random
 from fractions import Fraction
+from unittest.mock import patch
 
 import pytest
 import sympy
@@ -11,9 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from costgraph import BindingError, PatternError, dims
-from costgraph.algebra.dominance import NOTHING_KNOWN, Relations, lower, solve
+from costgraph.algebra import dominance
+from costgraph.algebra.dominance import NOTHING_KNOWN, Relations, lower
 from costgraph.algebra.polynomial import as_poly, poly
 from costgraph.algebra.pruning import prune
+from costgraph.algebra.solving import solve
 from costgraph.notation.grammar import parse_formula, parse_relation
 from costgraph.testing import value
 
@@ -61,6 +64,18 @@ def test_nothing_known_proves_nothing_wrong(x, point):
     assert not NOTHING_KNOWN.positive(p) or exact > 0
     least = lower(p)
     assert least is None or exact >= least
+
+
+@settings(max_examples=100)
+@given(mixed())
+def test_signs_that_are_met_spare_proofs_that_would_fail_and_no_others(x):
+    def found(p):
+        return NOTHING_KNOWN.sign(p), NOTHING_KNOWN.nonnegative(p), NOTHING_KNOWN.nonnegative(-p)
+
+    p = poly(x)
+    with patch.object(dominance, "signs_met", return_value=frozenset()):
+        proved = found(p)
+    assert found(p) == proved
 
 
 @settings(max_examples=150, deadline=None)

@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from costgraph import BindingError, PatternError
-from costgraph.algebra.dominance import NOTHING_KNOWN, Relations, integral, lower, solve
+from costgraph.algebra.dominance import NOTHING_KNOWN, Relations, integral, lower
 from costgraph.algebra.polynomial import as_poly, generator, poly
 from costgraph.algebra.pruning import prune
 from costgraph.algebra.roots import enclosed
+from costgraph.algebra.solving import solve
 from costgraph.notation.grammar import parse_formula, parse_relation
 
 

@@ -16,8 +16,9 @@ import numpy as np
 import sympy
 
 from ..errors import BindingError, PatternError, ShapeError
-from .dominance import NOTHING_KNOWN, Relation, Relations, lower, solve
+from .dominance import NOTHING_KNOWN, Relation, Relations, lower
 from .polynomial import Poly, Rational, as_poly, generator, poly
+from .solving import solve
 from .symbols import shown, symbol
 
 # Counts of loops that are looked at before a formula goes to another process, where its graph is not.

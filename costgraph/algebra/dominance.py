@@ -16,12 +16,14 @@ import sympy
 
 from ..errors import BindingError, PatternError, ShapeError
 from .generators import SLACK
-from .polynomial import ONE, Monomial, Poly, Rational, as_poly, generator, poly, total
+from .points import signs_met
+from .polynomial import Monomial, Poly, Rational, as_poly, generator, poly, total
 from .roots import enclosed, is_root
 from .rounding import denominator
-from .whole_parts import alone, exact, opened, put
+from .solving import alone, solve, symbols_in
+from .whole_parts import exact, opened, put
 
-__all__ = ["BOUNDS", "NOTHING_KNOWN", "Relation", "Relations", "integral", "lower", "solve"]
+__all__ = ["BOUNDS", "NOTHING_KNOWN", "Relation", "Relations", "integral", "lower"]
 
 # Terms that bounds from above may make of what is compared.
 _MOST_TERMS = 1 << 17
@@ -77,24 +79,6 @@ def _at_least(p: Poly, known: Relations) -> Rational | None:
     if shifted is None or any(c < 0 for m, c in shifted[0].terms.items() if m):
         return None
     return shifted[0].terms.get((), 0)
-
-
-def solve(p: Poly, prefer: Sequence[str] = ()) -> tuple[str, Poly] | None:
-    """Solve `p == 0` for a symbol: one that stands alone with a number, or one factor of two monomials."""
-    names = [*prefer, *sorted(_symbols(p) - set(prefer))]
-    for key in names:
-        if (found := alone(p, key)) is not None:
-            return key, found[1] / -found[0]
-    if len(p.terms) == 2:
-        (m, c), (n, d) = sorted(p.terms.items())
-        ratio = Poly({m: -c}) / Poly({n: d})  # == 1
-        for key in names:
-            power = next((e for m in ratio.terms for k, e in m if k == key), 0)
-            if abs(power) == 1:
-                rest = ratio / Poly({((key, power),): 1})
-                if key not in rest.names():
-                    return key, rest if power == -1 else ONE / rest
-    return None
 
 
 def integral(p: Poly) -> Poly | None:
@@ -184,7 +168,7 @@ class Relations:
                 raise self._contradiction(relation)
             self._equal += [solved] if solved else []
             return
-        for key in [*subject, *sorted(_symbols(difference) - set(subject))]:
+        for key in [*subject, *sorted(symbols_in(difference) - set(subject))]:
             own = alone(difference, key)
             if own is None or own[0] < 0:
                 continue
@@ -337,6 +321,10 @@ class Relations:
 
     def nonnegative(self, p: Poly) -> bool:
         """Whether the polynomial is known to be at least 0 for all admissible sizes."""
+        if self._no_negative([p]):
+            return True
+        if self._refuted(p):
+            return False
         if any(map(self._no_negative, self._forms(p))):
             return True
         whole = integral(p)  # not below 0 where it is above -1
@@ -349,8 +337,14 @@ class Relations:
 
     def sign(self, p: Poly) -> int:
         """Return 1 for a polynomial known to be at least 0, -1 for one known to be at most 0, else 0."""
+        if self._refuted(p) and self._refuted(-p):
+            return 0
         found = next((sign for ps in self._forms(p) for sign in (1, -1) if self._no_negative(ps, sign)), 0)
         return found or next((sign for sign in (1, -1) if self.nonnegative(p * sign)), 0)
+
+    def _refuted(self, p: Poly) -> bool:
+        """Whether it is seen to be below 0 at sizes that are admissible: of a proof, most of the time goes in vain."""
+        return not self.relations and -1 in signs_met(p)
 
     def _forms(self, p: Poly) -> Iterator[Sequence[Poly] | None]:
         """Write a polynomial in ways that keep its sign, what is fast first."""
@@ -371,10 +365,6 @@ class Relations:
 
     def _no_negative(self, ps: Sequence[Poly] | None, sign: int = 1) -> bool:
         return ps is not None and all(c * sign >= 0 and self.has_sign(m) for p in ps for m, c in p.terms.items())
-
-
-def _symbols(p: Poly) -> set[str]:
-    return {k for k in p.generators() if k[0] not in "~" + SLACK}
 
 
 def _collected(p: Poly, key: str, powers: Sequence[Poly]) -> Poly:

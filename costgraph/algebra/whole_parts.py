@@ -11,15 +11,9 @@ import sympy
 from .generators import SLACK
 from .polynomial import Monomial, Poly, Rational, generator, poly, total
 from .rounding import denominator, is_whole
+from .solving import alone
 
-__all__ = ["alone", "exact", "opened", "put"]
-
-
-def alone(p: Poly, key: str) -> tuple[Rational, Poly] | None:
-    """Return the coefficient of a generator and the rest, if it occurs on its own and nowhere else."""
-    coefficient = p.terms.get(((key, 1),))
-    rest = p - Poly({((key, 1),): coefficient or 0})
-    return None if coefficient is None or key in rest.names() else (coefficient, rest)
+__all__ = ["exact", "opened", "put"]
 
 
 def _is_rounded(key: str) -> bool:

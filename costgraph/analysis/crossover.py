@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import sympy
 
 from ..algebra.conditions import Asked
-from ..algebra.dominance import NOTHING_KNOWN, solve
+from ..algebra.dominance import NOTHING_KNOWN
 from ..algebra.polynomial import ONE, Poly, total
+from ..algebra.solving import solve
 from ..bind.evaluate import Formula, answer
 from ..errors import GraphError, UnsupportedError
 from ..graph.graph import Graph

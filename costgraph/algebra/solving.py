@@ -1,0 +1,40 @@
+"""Equations that have one solution whatever the sizes are: of a symbol that stands alone, or is one factor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .generators import SLACK
+from .polynomial import ONE, Poly, Rational
+
+__all__ = ["alone", "solve", "symbols_in"]
+
+
+def symbols_in(p: Poly) -> set[str]:
+    """Return the names of symbols that are generators themselves."""
+    return {k for k in p.generators() if k[0] not in "~" + SLACK}
+
+
+def alone(p: Poly, key: str) -> tuple[Rational, Poly] | None:
+    """Return the coefficient of a generator and the rest, if it occurs on its own and nowhere else."""
+    coefficient = p.terms.get(((key, 1),))
+    rest = p - Poly({((key, 1),): coefficient or 0})
+    return None if coefficient is None or key in rest.names() else (coefficient, rest)
+
+
+def solve(p: Poly, prefer: Sequence[str] = ()) -> tuple[str, Poly] | None:
+    """Solve `p == 0` for a symbol: one that stands alone with a number, or one factor of two monomials."""
+    names = [*prefer, *sorted(symbols_in(p) - set(prefer))]
+    for key in names:
+        if (found := alone(p, key)) is not None:
+            return key, found[1] / -found[0]
+    if len(p.terms) == 2:
+        (m, c), (n, d) = sorted(p.terms.items())
+        ratio = Poly({m: -c}) / Poly({n: d})  # == 1
+        for key in names:
+            power = next((e for m in ratio.terms for k, e in m if k == key), 0)
+            if abs(power) == 1:
+                rest = ratio / Poly({((key, power),): 1})
+                if key not in rest.names():
+                    return key, rest if power == -1 else ONE / rest
+    return None
