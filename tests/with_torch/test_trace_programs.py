@@ -108,6 +108,10 @@ PROGRAMS = {
     "istft": (there_and_back, "B T", {"B": (3, 2), "T": (401, 701)}),
     "polar": (rotated, "B S 3 16", {"B": (3, 2), "S": (61, 127)}),
     "conj": (lambda x: (torch.fft.rfft(x).conj() * torch.fft.rfft(x)).real, "B 63", {"B": (31, 61)}),
+    "real by complex": (lambda x: (x * torch.fft.fft(x)).abs(), "B 63", {"B": (31, 61)}),
+    "spectrum of rows that are one": (
+        lambda x: torch.fft.fft(x[:1].to(torch.complex64).expand(x.shape)).real, "B 63", {"B": (31, 61)},
+    ),
     "complex product": (lambda x: (torch.fft.fft(x) @ torch.fft.fft(x).mH).abs(), "B 63", {"B": (31, 61)}),
     "branch by a size": (
         lambda x: torch.cond(x.shape[0] > 7, torch.exp, lambda x: x * 2 + 1, (x,)), "B 13", {"B": (101, 211)},

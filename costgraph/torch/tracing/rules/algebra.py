@@ -150,7 +150,12 @@ def pseudoinverse(call: Call) -> Counts:
 
 
 def _joined(operand: Spec, axes: Sequence[int]) -> Poly:
-    """Return the bytes of a copy: the axes that are not transformed have to be one, in the order in memory."""
+    """Return the bytes of a copy: the axes that are not transformed have to be one, in the order in memory.
+
+    Of what is expanded there is one too.
+    """
+    if any(n != ONE and not step for n, step in zip(operand.sizes, operand.strides, strict=True)):
+        return operand.numel * operand.dtype.bytes
     outer = [i for i, n in enumerate(operand.sizes) if i not in axes and n != ONE]
     steps, sizes = operand.strides, operand.sizes
     whole = any(all(steps[i] == steps[j] * sizes[j] for i, j in pairwise(order)) for order in permutations(outer))

@@ -37,6 +37,8 @@ _DENSE_OR_CHANNELS_LAST: dict[str, tuple[str, ...]] = {
 }
 #: Factors of products: those that a library cannot take as they lie, in whole or a matrix at a time.
 _FACTORS = {"mm": ("self", "mat2"), "addmm": ("mat1", "mat2"), "bmm": ("self", "mat2"), "baddbmm": ("batch1", "batch2")}
+#: Arithmetic before which a CPU's kernels cast real operands to the complex numbers that they meet.
+_CAST = frozenset({"add", "div", "mul", "rsub", "sub"})
 #: Temporaries of the size of an operand.
 _WHOLE = {"logsumexp": "self", "native_batch_norm_backward": "input"}
 
@@ -53,6 +55,8 @@ def workspace_of(call: Call) -> Poly:
         ZERO if _channels_last(call[a]) else contiguous_copy(call[a]) for a in _DENSE_OR_CHANNELS_LAST.get(name, ())
     ]
     copies += [_factor(call[a]) for a in _FACTORS.get(name, ())]
+    if name in _CAST and call.device == "cpu" and call.out.dtype.kind == "complex":
+        copies += [t.numel * call.out.dtype.bytes for t in call.operands if t.sizes and t.dtype.kind != "complex"]
     if call.device != "cpu" and name in _OF_A_CPU:
         return total(copies)
     if name in _WHOLE:
