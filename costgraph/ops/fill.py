@@ -12,7 +12,7 @@ from ..algebra.symbols import shown
 from ..dtypes import dtype as find_dtype
 from ..errors import GraphError, ShapeError
 from ..graph.arguments import need_tensor, positive, sizes_of
-from ..graph.facts import Count, Flag, Index, Length, Room, Start, need
+from ..graph.facts import Count, Flag, Index, Length, Limit, Room, Start, all_of, is_amount, is_count, need
 from ..graph.graph import apply
 from ..graph.op import Op, OpKind, Result, itself
 from ..graph.placement import Split
@@ -71,30 +71,38 @@ class Assign(OpKind):
 @register
 @dataclass(frozen=True, kw_only=True)
 class Revised(OpKind):
-    """A tensor after some positions of an axis have been written: a name that says on what it depends."""
+    """A tensor after some positions of one or several axes have been written: a name that says on what it depends."""
 
     name = "revised"
     renames = True
-    axis: Index
-    start: Start
-    step: Count
+    axes: Annotated[tuple[int, ...], Rule("a tuple of axes", all_of(is_count))]
+    starts: Annotated[tuple[Poly, ...], Rule("a tuple of amounts", all_of(is_amount)), Limit(0)]
+    """First position of each of these axes."""
+    steps: Annotated[tuple[int, ...], Rule("a tuple of integers of at least 1", all_of(lambda v: is_count(v, 1)))]
     flops, reads, writes = rules.free, rules.nothing, rules.nothing
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
         """Return the first operand, of which the second is a part that has been written."""
         rules.need_operands(self, operands, 2)
-        (x, part), axis = operands, self.axis
-        need(axis < x.ndim, f"axis {axis} of {x!r}")
+        (x, part), axes = operands, self.axes
+        need(len(axes) == len(self.starts) == len(self.steps), f"{len(axes)} axes, starts and steps")
+        need(max(axes, default=0) < x.ndim, f"axes {axes} of {x!r}")
         fits = part.ndim == x.ndim and all(
-            i == axis or x.graph.same(a, b) for i, (a, b) in enumerate(zip(x.sizes, part.sizes, strict=True))
+            i in axes or x.graph.same(a, b) for i, (a, b) in enumerate(zip(x.sizes, part.sizes, strict=True))
         )
         if not fits or part.storage is not x.storage:
-            raise ShapeError(f"{part!r} as a part of {x!r}: expected positions of axis {axis} in the same storage")
+            where = f"axis {axes[0]}" if len(axes) == 1 else f"axes {axes}"
+            raise ShapeError(f"{part!r} as a part of {x!r}: expected positions of {where} in the same storage")
         return [itself(x)]
+
+    @property
+    def places(self) -> list[tuple[int, Poly, int]]:
+        """Axis, first position and step of each axis along which the part is not whole."""
+        return list(zip(self.axes, self.starts, self.steps, strict=True))
 
     def placed(self, op: Op) -> Split:
         """Split the other axes."""
-        return splits.alike(op, whole=[self.axis], linear=True)
+        return splits.alike(op, whole=self.axes, linear=True)
 
 
 @register

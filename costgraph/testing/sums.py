@@ -61,7 +61,7 @@ def _drawn_part(s: Sketch) -> Sequence[Tensor]:
     start, size = s.one_of([(0, 1), (1, 1), (1, 2)])
     part = slice_axis(x, 0, start, size)
     written = assign(part, pointwise("copy", part))
-    return list(apply(Revised(axis=0, start=poly(start), step=1), [x, written], "revised"))
+    return list(apply(Revised(axes=(0,), starts=(poly(start),), steps=(1,)), [x, written], "revised"))
 
 
 @meaning(Absent)

@@ -150,8 +150,7 @@ def test_complex_weights_are_trained_and_parts_of_two_axes_written():
     seen = trace(net, x, train=True, optimizer=lambda p: torch.optim.Adam(p, foreach=True))
     made = pulled(g, net, x)
     assert cg.matmul_flops(made) == cg.matmul_flops(step) == 2 * 2 * 8 * (5 * 3 * 4 * 6)  # of weights alone, x is data
-    # what was written over has no part in a gradient that is added to one with zeros there, in place of zeros written
-    assert cg.flops(made) - cg.flops(step) == 2 * 5 * 4 * 8 * 6
+    assert cg.flops(made) == cg.flops(step)
     trained = cg.training_step(g, optimizer=cg.Adam())
     assert cg.state_bytes(trained).state == 2 * 8 * 2 * 72
     update = [cg.costs(s).filter(phase="optimizer").total() for s in (trained, seen)]

@@ -22,7 +22,7 @@ from ...ops.layout import reshape
 from ...ops.reach import larger
 from .call import Call, Counts, Spec
 from .events import Asked, Death, Handle, Made, Source
-from .parts import Written, chain_of
+from .parts import Written, part_of
 from .rules.counts import counts_of
 from .rules.workspaces import workspace_of
 from .template import Template, Wanted, template_of
@@ -106,15 +106,15 @@ class Builder:
         whole = None if before is None else before.names.get(handle)
         if before is None or whole is None:
             return None
-        part = before.part
-        for outer, (axis, start, step, sizes) in chain_of(part, whole, before.names.values()):
-            with opened(graph=self.graph, levels=(), phase=self.phase):
-                inner = part if part.sizes == sizes else reshape(part, sizes)
-                (part,) = apply(Revised(axis=axis, start=start, step=step), [outer, inner], "revised")
-        if part is before.part:
+        part = part_of(before.part, whole, before.names.values())
+        if part is None:
             return None
-        self.tensors[handle.storage][handle] = self.first[handle.storage] = part
-        return part
+        with opened(graph=self.graph, levels=(), phase=self.phase):
+            inner = before.part if before.part.sizes == part.sizes else reshape(before.part, part.sizes)
+            axes, starts, steps = zip(*part.places, strict=True)
+            (found,) = apply(Revised(axes=axes, starts=starts, steps=steps), [whole, inner], "revised")
+        self.tensors[handle.storage][handle] = self.first[handle.storage] = found
+        return found
 
     def _named(self, handle: Handle) -> Handle:
         """Return a view of the storage by which it goes here."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from ...algebra.dominance import lower
@@ -11,10 +11,10 @@ from ...graph.strides import Sizes, is_integral
 from ...graph.tensor import Tensor
 from .events import Handle
 
-__all__ = ["Written", "chain_of"]
+__all__ = ["Part", "Written", "part_of"]
 
-#: Axis, first position, step, and the shape of the part with that axis.
-Place = tuple[int, Poly, int, Sizes]
+#: Axis, first position, step.
+Place = tuple[int, Poly, int]
 
 
 class Written(NamedTuple):
@@ -25,25 +25,34 @@ class Written(NamedTuple):
     part: Tensor
 
 
-def chain_of(part: Tensor, whole: Tensor, names: Iterable[Tensor]) -> list[tuple[Tensor, Place]]:
-    """Return the tensors from a part to the whole, each some positions of one axis of the next, and where these are.
+class Part(NamedTuple):
+    """Where a part of a tensor lies."""
 
-    A part of several axes is one of tensors between, which a program that cuts one axis after the other has named.
-    Nothing if there are none such.
+    places: Sequence[Place]
+    """of each axis along which it is not whole"""
+    sizes: Sizes
+    """its shape, with all axes of the tensor"""
+
+
+def part_of(part: Tensor, whole: Tensor, names: Iterable[Tensor]) -> Part | None:
+    """Return of which positions of a tensor another one is.
+
+    A part of several axes is one of tensors between, which a program that cuts one axis after the other has named. None
+    if there are none such.
     """
-    place = _place_of(part, whole)
-    if place is not None:
-        return [(whole, place)]
+    found = _place_of(part, whole)
+    if found is not None:
+        return Part([found[0]], found[1])
     for name in names:
-        place = _place_of(part, name) if name.ndim == whole.ndim and name.sizes != part.sizes else None
-        rest = [] if place is None else chain_of(name, whole, names)
-        if place is not None and rest:
-            return [(name, place), *rest]
-    return []
+        own = _place_of(part, name) if name.ndim == whole.ndim and name.sizes != part.sizes else None
+        rest = None if own is None else part_of(name, whole, names)
+        if own is not None and rest is not None and own[0][0] not in [axis for axis, *_ in rest.places]:
+            return Part([*rest.places, own[0]], own[1])
+    return None
 
 
-def _place_of(part: Tensor, whole: Tensor) -> Place | None:
-    """Return of which axis a tensor is some positions: axis, first position, step, shape with that axis.
+def _place_of(part: Tensor, whole: Tensor) -> tuple[Place, Sizes] | None:
+    """Return of which axis a tensor is some positions, and its shape with that axis.
 
     None where it is none, or where it differs along several axes.
     """
@@ -63,5 +72,5 @@ def _place_of(part: Tensor, whole: Tensor) -> Place | None:
             continue
         bounds = [lower(n, known) for n in (start, whole.sizes[axis] - start - (sizes[axis] - 1) * step - 1)]
         if all(n is not None and n >= 0 for n in bounds):
-            return axis, start, step, tuple(sizes)
+            return (axis, start, step), tuple(sizes)
     return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ...algebra.polynomial import ONE, total
+from ...algebra.polynomial import ONE, Poly, total
 from ...graph.graph import apply
 from ...graph.tensor import Tensor
 from ...ops.cached import Cache, InitialState
@@ -103,21 +103,34 @@ def _assign(pull: Pull[Assign]) -> Sequence[Tensor | None]:
 @vjp(Revised)
 def _revised(pull: Pull[Revised]) -> Sequence[Tensor | None]:
     """What has been written gets its part, and what was there before the rest, with zeros in its place."""
-    (g,), (x, part), kind = pull.grads, pull.op.operands, pull.kind
+    (g,), (x, part), places = pull.grads, pull.op.operands, pull.kind.places
     assert g is not None
-    size, whole = part.sizes[kind.axis], x.sizes[kind.axis]
-    own = slice_axis(g, kind.axis, kind.start, size, kind.step)
+    own = g
+    for axis, start, step in places:
+        own = slice_axis(own, axis, start, part.sizes[axis], step)
     if not pull.needs[0]:
         return [None, own]
-    if kind.step != 1:
-        return [g - pad(own, kind.axis, kind.start, whole, kind.step), own if pull.needs[1] else None]
-    behind = kind.start + size
-    pieces = [fill(part.sizes, 0, g.dtype)]
-    if kind.start:
-        pieces.insert(0, slice_axis(g, kind.axis, 0, kind.start))
+    if all(step == 1 for *_, step in places):
+        return [_without(g, part, places), own if pull.needs[1] else None]
+    alone = own
+    for axis, start, step in places:
+        alone = pad(alone, axis, start, x.sizes[axis], step)
+    return [g - alone, own if pull.needs[1] else None]
+
+
+def _without(g: Tensor, part: Tensor, places: Sequence[tuple[int, Poly, int]]) -> Tensor:
+    """Return a gradient with zeros where a part is, at places that follow each other."""
+    if not places:
+        return fill(part.sizes, 0, g.dtype)
+    (axis, start, _), *others = places
+    size, whole = part.sizes[axis], g.sizes[axis]
+    behind = start + size
+    pieces = [_without(slice_axis(g, axis, start, size) if others else g, part, others)]
+    if start:
+        pieces.insert(0, slice_axis(g, axis, 0, start))
     if whole - behind:
-        pieces.append(slice_axis(g, kind.axis, behind, whole - behind))
-    return [concat(pieces, kind.axis), own if pull.needs[1] else None]
+        pieces.append(slice_axis(g, axis, behind, whole - behind))
+    return concat(pieces, axis)
 
 
 @vjp(Fill, Arange, Empty, InitialState)

@@ -45,4 +45,4 @@ def _fourier(pull: Pull[Fourier]) -> Sequence[Tensor | None]:
     if not twice:
         return [made]
     part = pointwise("mul", slice_axis(made, axis, 1, twice), 2, inplace=True)
-    return apply(Revised(axis=axis, start=ONE, step=1), [made, part], "revised")
+    return apply(Revised(axes=(axis,), starts=(ONE,), steps=(1,)), [made, part], "revised")
