@@ -138,6 +138,19 @@ def test_gradients_that_are_reduced_once_take_what_their_graph_takes_alone(model
         assert plan.seconds == pytest.approx(taken, rel=1e-9), plan
 
 
+def test_gradients_that_wait_take_what_their_graph_takes_alone(model):
+    limits = {**MANY, "precision": "megatron-bf16", "zero": 1, "tp": 1, "sequence": False, "checkpoint": "none"}
+    at_once, found = (
+        cg.plan.search(model, **limits, reduce_each=False, defer_accumulation=wait).rows for wait in (False, True)
+    )
+    for plan in found[::2]:
+        step = cg.training_step(model, precision="megatron-bf16", accumulate=plan.accumulate, defer_accumulation=True)
+        rank, sizes = cg.parallelize(step, dp=plan.dp, zero=1, reduce_each=False), {**SIZES, "B": plan.micro_batch * 26}
+        assert plan.memory == cg.peak_memory(rank, **sizes), plan
+        assert plan.seconds == pytest.approx(cg.seconds(rank, "h100-sxm", **sizes), rel=1e-9), plan
+    assert max(p.memory for p in found) > max(p.memory for p in at_once)
+
+
 @pytest.mark.parametrize("away", ["optimizer", "parameters+optimizer", "activations"])
 def test_what_lies_on_the_host_takes_what_its_graph_takes_alone(model, few, away):
     limits = {**FEW, "zero": 3, "tp": (1, 2), "memory": 1e12}
@@ -220,6 +233,8 @@ def test_the_table_is_short_and_a_frame_has_all(found):
         ({"precision": ("bf16", "bf17")}, "bf17"),
         ({"overlap": "some"}, "search: overlap 'some', expected one of none, ideal, streams"),
         ({"system": "deepspeed"}, "search: system is 'deepspeed', expected torch or megatron"),
+        ({"defer_accumulation": 1}, "search: defer_accumulation is 1, expected True or False"),
+        ({"defer_accumulation": True}, "defer_accumulation beside precision 'bf16', which keeps gradients as they are"),
         ({"reduce_each": "never"}, "search: reduce_each is 'never', expected True or False"),
         ({"memory": -1}, "memory"),
     ],

@@ -47,7 +47,7 @@ def search(
     fallback: Fallback = None, dp: Limit = None, tp: Limit = None, pp: Limit = None, cp: Limit = 1, ep: Limit = None,
     zero: Limit = None, sequence: Limit = None, micro_batch: Limit = None, accumulate: Limit = None,
     checkpoint: Limit = None, schedule: Limit = "1f1b", virtual: Limit = None, offload: Limit = "none",
-    progress: bool | None = None, executor: Executor | None = None,
+    defer_accumulation: bool = False, progress: bool | None = None, executor: Executor | None = None,
     **dims: int,
 ) -> Search:  # fmt: skip
     """Return the plans of training on several devices that fit, fastest first.
@@ -113,6 +113,8 @@ def search(
     offload : str or iterable of str
         Limit: what lies on the host: none, optimizer, parameters or activations, several of them joined by a plus sign
         such as optimizer+parameters.
+    defer_accumulation : bool
+        As in `training_step`.
     progress : bool, optional
         Whether a line says how far the search is; by default where the standard error is a terminal.
     executor : concurrent.futures.Executor, optional
@@ -163,11 +165,11 @@ def search(
     need_choice(f"{place}: overlap", overlap, OVERLAPS)
     need_choice(f"{place}: system", system, SYSTEMS)
     reduce_each, hold = (system == "torch" if given is None else given for given in (reduce_each, hold))
-    need_flag(place, reduce_each=reduce_each, hold=hold)
+    need_flag(place, reduce_each=reduce_each, hold=hold, defer_accumulation=defer_accumulation)
     count = size_of(f"{place}: devices", devices)
     device = joined(hardware, network)
     limit = memory_limit(place, None, memory) if memory is not None else memory_limit(place, device, None)
-    options = {"loss": loss, "optimizer": optimizer}
+    options = {"loss": loss, "optimizer": optimizer, "defer_accumulation": defer_accumulation}
     precisions = _precisions(f"{place}: precision", precision)
     named = batch_of(model)
     if named not in dims:
