@@ -200,14 +200,14 @@ def power(call: Call) -> Tensor | None:
     return _applied(call, replace(made, result="float") if call.out.dtype.kind == "float" else made, [call["self"]])
 
 
-@translation("clamp")
+@translation("clamp", "clamp_min", "clamp_max")
 def clamped(call: Call) -> Tensor | None:
-    """Bounded on one side, or on both."""
+    """Bounded on one side, or on both: at a bound the element has the gradient, where `maximum` halves it."""
     low, high = call.get("min"), call.get("max")
-    if high is None and _is_operand(low):
-        return _applied(call, "maximum", [call["self"], low])
-    if low is None and _is_operand(high):
-        return _applied(call, "minimum", [call["self"], high])
+    if (low is None) != (high is None):
+        name, (less, more) = ("maximum", ("b", "a")) if high is None else ("minimum", ("a", "b"))
+        slopes = ("where", ("less_equal", less, more), "g", 0), ("where", ("less", more, less), "g", 0)
+        return _applied(call, replace(FUNCTIONS[name], grad=slopes), [call["self"], low if high is None else high])
     tensors = [v for v in (call["self"], low, high) if isinstance(v, Tensor)]
     inside = ("logical_and_", ("less_equal", low, "a"), ("less_equal", "a", high))
     slope = (("where", inside, "g", 0),) if len(tensors) == 1 else None
