@@ -12,6 +12,7 @@ from ....graph.op import Op
 from ....graph.scopes import building
 from ....graph.tensor import Tensor
 from ....nn.attention import attention as attend
+from ....nn.kernels import one_kernel
 from ....nn.norms import normalised, of_groups, of_root, of_running, of_the_batch
 from ....nn.softmax import log_softmax, softmax
 from ....ops.fill import fill
@@ -39,14 +40,18 @@ def soft(call: Call) -> Tensor | None:
 
 @translation("_safe_softmax")
 def safe_softmax(call: Call) -> Tensor | None:
-    """A softmax, and zeros in rows that are all minus infinity."""
+    """A softmax, and zeros in rows that are all minus infinity, which no gradient passes: it is that of a softmax."""
     x, dim = call["self"], call["dim"]
     if not x.ndim or call.out.dtype != x.dtype:
         return None
     names = [f"a{i}" for i in range(x.ndim)]
     rows = " ".join("1" if i == dim % x.ndim else n for i, n in enumerate(names))
-    hidden = reduce(pointwise("eq", x, float("-inf")), f"{' '.join(names)} -> {rows}", "all")
-    return pointwise("masked_fill", softmax(x, dim), hidden)
+
+    def body(x: Tensor) -> Tensor:
+        hidden = reduce(pointwise("eq", x, float("-inf")), f"{' '.join(names)} -> {rows}", "all")
+        return pointwise("masked_fill", softmax(x, dim), hidden)
+
+    return one_kernel("safe_softmax", body, x, backward="softmax")
 
 
 def _rows(x: Tensor, count: int) -> tuple[str, str]:
