@@ -84,6 +84,33 @@ class Padded(nn.Module):
         return self.mix(full.mT).mT.reshape(batch, -1, width)[:, :length].square().mean()
 
 
+class Blended(nn.Module):
+    """Mixes each token with the one before by weights that lie along one axis, as token shifts do."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.Parameter(torch.rand(3, 7))
+
+    def forward(self, x):
+        before, (one, two, three) = x.roll(1, 1), self.weights
+        x = torch.lerp(x, before, one).addcmul_(two, three).addcdiv(before, 1 + two)
+        return torch.lerp(three, x, 0.3).square().mean()
+
+
+class Steps(nn.Module):
+    """Takes a step of descent for each half of a sequence, and reads what was learned."""
+
+    def __init__(self):
+        super().__init__()
+        self.keys, self.start = nn.Linear(7, 7), nn.Parameter(torch.rand(7, 7))
+
+    def forward(self, x):
+        weight = self.start.expand(x.shape[0], 7, 7)
+        for part in self.keys(x).chunk(2, 1):
+            weight = weight - part.mT @ (part @ weight - part)
+        return (x @ weight).square().mean()
+
+
 PROGRAMS = {
     "gru cell": (lambda: Cell(nn.GRUCell), [("N", 13), ("N", 17)], {"N": 11}, {"N": 37}),
     "lstm cell": (lambda: Cell(nn.LSTMCell), [("N", 13), ("N", 17), ("N", 17)], {"N": 11}, {"N": 37}),
@@ -91,6 +118,8 @@ PROGRAMS = {
     "padded": (Padded, [("B", "S", 7)], {"B": 3, "S": 13}, {"B": 5, "S": 17}),
     "half of the tokens": (Half, [("B", "S", 7)], {"B": 3, "S": 11}, {"B": 5, "S": 23}),
     "long convolution": (LongConvolution, [("B", "L", 5), ("L", 3)], {"B": 3, "L": 11}, {"B": 2, "L": 17}),
+    "blended": (Blended, [("B", "S", 7)], {"B": 3, "S": 12}, {"B": 5, "S": 17}),
+    "steps": (Steps, [("B", "S", 7)], {"B": 3, "S": 12}, {"B": 5, "S": 20}),
     "distances": (lambda: Distances("donot_use_mm_for_euclid_dist"), [("B", 8, 11)], {"B": 3}, {"B": 5}),
     "distances by a product": (lambda: Distances("use_mm_for_euclid_dist"), [("B", 8, 11)], {"B": 3}, {"B": 5}),
 }
@@ -111,6 +140,21 @@ def test_peak_and_products_at_other_sizes_are_those_of_a_run(name, train):
     unseen = 2 * large["B"] * 8 * 29 * (11 + 2) if "product" in name else 0
     assert abs(peak) <= 12
     assert flops == -unseen
+
+
+def test_windows_along_an_open_axis_are_those_of_a_run():
+    class Pooled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = nn.Linear(7, 11)
+
+        def forward(self, x):
+            return nn.functional.max_pool1d(self.up(x).mT.contiguous(), 3, 2, 1).square().mean()
+
+    module = Pooled()
+    graph = trace(module, torch.rand(3, 12, 7), dims=[("B", "S", None)], train=True, optimizer=adamw)
+    run = [torch.rand(5, 17, 7)], adamw(module.parameters())
+    assert differences(graph, module, *run, B=5, S=17) == (0, 0)
 
 
 def test_no_part_of_a_size_that_has_to_divide_is_foreign():

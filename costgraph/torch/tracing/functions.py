@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import torch
 from torch import _prims_common, overrides
-from torch.nn.functional import interpolate, linear
+from torch.nn.functional import interpolate, linear, max_pool1d
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 
 from .layers import RECURRENT, gru_cell, lstm_cell
@@ -134,6 +134,25 @@ def _scaled(size: Any, factor: float) -> Any:
     return torch.sym_int(size * factor)  # type: ignore[no-untyped-call]  # torch has no types for it
 
 
+def _largest_in_windows(
+    input: torch.Tensor,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> torch.Tensor | None:
+    """Return the maximum of each window along one axis, as of an image one element high: torch does so itself."""
+    if not _open(input) or return_indices:
+        return None
+    given = (1, kernel_size), (1, stride or kernel_size), (0, padding), (1, dilation)
+    facts = [(high, *n) if isinstance(n, tuple | list) else (high, n) for high, n in given]
+    made = torch.ops.aten.max_pool2d_with_indices.default(input.unsqueeze(-2), *facts, ceil_mode)
+    largest: torch.Tensor = made[0].squeeze(-2)
+    return largest
+
+
 def _of_open_sizes(step: Callable[..., Any]) -> Callable[..., Any]:
     """Leave a step of a batch whose size is a number to torch."""
     return lambda input, *args: step(input, *args) if _open(input) else None
@@ -146,6 +165,8 @@ _INSTEAD: dict[Any, Callable[..., Any]] = {
     torch.stft: stft,
     torch.istft: istft,
     torch.einsum: einsum,
+    torch.max_pool1d: _largest_in_windows,
+    max_pool1d: _largest_in_windows,
     torch.gru_cell: _of_open_sizes(gru_cell),
     torch.lstm_cell: _of_open_sizes(lstm_cell),
 }

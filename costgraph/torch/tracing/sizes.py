@@ -13,6 +13,7 @@ from torch.utils._sympy import functions
 from ...algebra.dominance import lower
 from ...algebra.extremum import Max, Min
 from ...algebra.polynomial import Poly, poly
+from ...algebra.rounding import is_whole
 from ...algebra.symbols import shown, symbol
 from ...errors import CostGraphError, UnsupportedError
 
@@ -86,8 +87,7 @@ def _power(base: Poly, exponent: Poly) -> Poly:
 def _floor(a: Poly, b: Poly) -> Poly:
     """Return the whole part of a quotient: exact where every coefficient can be divided."""
     quotient = a / b
-    whole = all(isinstance(c, int) for c in quotient.terms.values())
-    if whole and all(power > 0 for monomial in quotient.terms for _, power in monomial):
+    if all(isinstance(c, int) and is_whole(m) for m, c in quotient.terms.items()):
         return quotient
     return poly(sympy.floor(quotient.expr).replace(sympy.floor, _upright))
 

@@ -75,6 +75,18 @@ def _recurrent_backward(*args: Any) -> Any:
     return tuple(made)
 
 
+def _aligned(func: Any) -> Callable[..., Any]:
+    """Give operands one shape first, as views: fake tensors would broadcast them by numbers."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        shapes = (a.shape for a in args if isinstance(a, torch.Tensor))
+        shape = torch._refs._broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]  # torch has no types for it
+        same = (expanded(a, shape) if isinstance(a, torch.Tensor) and a.shape != shape else a for a in args)
+        return func(*same, **kwargs)
+
+    return run
+
+
 def _unasked(func: Any) -> Callable[..., Any]:
     """Let an op look at sizes without an assumption: which of torch's kernels it takes changes no shape."""
 
@@ -98,6 +110,8 @@ STAND_INS: dict[Any, Callable[..., Any]] = {
     aten._grouped_mm.default: _grouped_mm,
     aten.constant_pad_nd.default: _constant_pad,
     aten.baddbmm.default: _product_and_sum,
+    **{op: _aligned(op) for op in (aten.addcmul.default, aten.addcdiv.default, aten.lerp.Scalar, aten.lerp.Tensor)},
+    **{op: _aligned(op) for op in (aten.addcmul_.default, aten.addcdiv_.default, aten.lerp_.Scalar, aten.lerp_.Tensor)},
     aten.mkldnn_rnn_layer.default: _recurrent,
     aten.mkldnn_rnn_layer_backward.default: _recurrent_backward,
     aten.upsample_linear1d.default: _resampled,
