@@ -108,6 +108,9 @@ PROGRAMS = {
     "istft": (there_and_back, "B T", {"B": (3, 2), "T": (401, 701)}),
     "polar": (rotated, "B S 3 16", {"B": (3, 2), "S": (61, 127)}),
     "conj": (lambda x: (torch.fft.rfft(x).conj() * torch.fft.rfft(x)).real, "B 63", {"B": (31, 61)}),
+    "half a spectrum of an axis between others": (
+        lambda x: torch.fft.rfft(x, dim=1).abs(), "B S 7", {"B": (3, 2), "S": (61, 127)},
+    ),
     "real by complex": (lambda x: (x * torch.fft.fft(x)).abs(), "B 63", {"B": (31, 61)}),
     "spectrum of rows that are one": (
         lambda x: torch.fft.fft(x[:1].to(torch.complex64).expand(x.shape)).real, "B 63", {"B": (31, 61)},

@@ -102,7 +102,7 @@ def _ceiling(a: Poly, b: Poly) -> Poly:
 
 
 def _modulo(a: Poly, b: Poly) -> Poly:
-    return a - b * _floor(a, b)
+    return a if holds(a) and holds(b - a, strict=True) else a - b * _floor(a, b)
 
 
 def _largest(*args: Poly) -> Poly:
