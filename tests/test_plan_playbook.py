@@ -29,6 +29,9 @@ LESS = {("1B", 64): 0.61}
 #: why: the peak is at the logits, where there are few. 8B on 16 nodes: two stages of two ranks each are 7 % ahead of
 #: what was measured at 90 %.
 LESS_IN_STAGES = {("1B", 64): 0.37, ("3B", 32): 0.3, ("8B", 1): 0.36, ("8B", 16): 0.83}
+#: The same with collectives on streams of their own. 8B on one node: two ranks of tensor parallelism are ahead of two
+#: stages. 3B on 32 nodes: two stages of four ranks each (1,657 tokens/s) are 0.3 % ahead of the best plan.
+LESS_WITH_STREAMS = {("1B", 64): 0.37, ("3B", 32): 0.16, ("8B", 16): 0.83}
 
 
 def rows():
@@ -91,9 +94,11 @@ def test_what_is_picked_was_measured_to_be_fast(group):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("overlap", ["none", "streams"])
 @pytest.mark.parametrize("group", ROWS, ids=lambda g: f"{g[0]} on {g[1]}")
-def test_what_is_picked_with_pipelines_was_measured_to_be_fast(group):
+def test_what_is_picked_with_pipelines_was_measured_to_be_fast(group, overlap):
     measured = ROWS[group]
-    speed = picked(group, measured, pp={pp for _, _, pp, *_ in measured}, loss=loss)
+    speed = picked(group, measured, pp={pp for _, _, pp, *_ in measured}, loss=loss, overlap=overlap)
     assert speed is not None
-    assert speed >= LESS_IN_STAGES.get(group, ENOUGH) * best(measured)
+    less = LESS_WITH_STREAMS if overlap == "streams" else LESS_IN_STAGES
+    assert speed >= less.get(group, ENOUGH) * best(measured)
