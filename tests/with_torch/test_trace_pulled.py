@@ -61,6 +61,9 @@ CASES = {
     "softmax of hidden rows": (nn.Linear(6, 6), ROWS, [
         lambda x: torch._safe_softmax(torch.where(torch.arange(7)[:, None] % 3 == 0, -torch.inf, x), -1),
     ]),
+    "powers": (nn.Linear(6, 6), ROWS, [
+        lambda x: x**2, lambda x: x**3, *(lambda x, n=n: (x * x + 1) ** n for n in (-2, -1, -0.5, 0.5, 4)),
+    ]),
     "scaled sums": (nn.Linear(6, 6), ROWS, [
         lambda x: torch.add(x, x.sin(), alpha=0.3), lambda x: torch.sub(x, x.cos(), alpha=2),
         lambda x: torch.addcmul(x, x.sin(), x.cos()), lambda x: torch.addcmul(x, x.sin(), x.cos(), value=0.3),
@@ -119,7 +122,7 @@ def test_gradients_of_a_traced_forward_pass_are_those_of_autograd(name):
     net.zero_grad()
     seen = trace(net, x, train=True)
     assert cg.matmul_flops(made, count="full") == cg.matmul_flops(seen, count="full")
-    if name in ("bounds that are met", "softmax of hidden rows"):
+    if name in ("bounds that are met", "powers", "softmax of hidden rows"):
         assert cg.flops(made) == cg.flops(seen)
 
 

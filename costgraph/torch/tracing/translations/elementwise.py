@@ -188,14 +188,19 @@ def gelu(call: Call) -> Tensor | None:
 @translation("pow")
 def power(call: Call) -> Tensor | None:
     """What is done for this exponent: a square is one product."""
-    steps = power_steps(call["exponent"])
-    if steps == ("pow",):
-        return _applied(call, "pow", [call["self"], call["exponent"]])
-    if len(steps) == 1:
-        return _applied(call, steps[0], [call["self"]])
-    records = [FUNCTIONS[s] for s in steps]
     number = call["exponent"]
-    slope = (("mul", "g", ("mul", ("pow", "a", number - 1), number)),)
+    steps = power_steps(number)
+    if not isinstance(number, int | float) or number == 1:
+        return _applied(call, steps[0], [call["self"], number] if steps == ("pow",) else [call["self"]])
+    less: Any = "a"  # to one power less, in the steps that it is
+    for step in power_steps(number - 1):
+        less = (step, less, number - 1) if step == "pow" else (step, less)
+    slope = (("mul", _G, ("mul", number, less)),)
+    if steps == ("pow",):
+        return _applied(call, replace(FUNCTIONS["pow"], grad=(*slope, None)), [call["self"], number])
+    if len(steps) == 1:
+        return _applied(call, replace(FUNCTIONS[steps[0]], grad=slope), [call["self"]])
+    records = [FUNCTIONS[s] for s in steps]
     made = Function("power", 1, sum(f.flops for f in records), sum(f.transcendentals for f in records), grad=slope)
     return _applied(call, replace(made, result="float") if call.out.dtype.kind == "float" else made, [call["self"]])
 
