@@ -162,6 +162,24 @@ def test_no_part_of_a_size_that_has_to_divide_is_foreign():
     assert "Foreign" not in kinds
 
 
+@pytest.mark.parametrize("part", [lambda x: x[:, 3:], lambda x: x[:, : x.shape[1] // 4]])
+def test_a_part_that_a_small_size_leaves_empty_is_declared_and_refused_where_it_is_empty(part):
+    class Part(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = nn.Linear(7, 7)
+
+        def forward(self, x):
+            return self.up(self.up(part(x))).square().mean()
+
+    module = Part()
+    graph = trace(module, torch.rand(3, 17, 7), dims=[("B", "S", None)], train=True, optimizer=adamw)
+    assert "Foreign" not in {type(op.kind).__name__ for op in graph.walk() if op.phase != "optimizer"}
+    assert differences(graph, module, [torch.rand(5, 9, 7)], adamw(module.parameters()), B=5, S=9) == (0, 0)
+    with pytest.raises(cg.BindingError, match="S=3"):
+        cg.flops(graph, B=5, S=3)
+
+
 # each needs a length that four divides: S is S//4*4
 DIVIDED = {
     "view": lambda x: x.view(x.shape[0], x.shape[1] // 4, 4, 7) * 2,

@@ -12,7 +12,7 @@ from torch.utils._sympy import functions
 
 from ...algebra.dominance import lower
 from ...algebra.extremum import Max, Min
-from ...algebra.polynomial import Poly, poly
+from ...algebra.polynomial import ONE, Poly, poly
 from ...algebra.rounding import is_whole
 from ...algebra.symbols import shown, symbol
 from ...errors import CostGraphError, UnsupportedError
@@ -31,6 +31,7 @@ class Translator:
         self.names = names
         self.symbols = symbols
         self._known: dict[Any, Poly] = {}
+        self._axes = {ONE}
 
     def size(self, n: int | torch.SymInt) -> Poly:
         """Return a size, an offset or a stride."""
@@ -40,9 +41,11 @@ class Translator:
             found = self._known[key] = poly(key) if isinstance(key, int) else self.formula(key)
         return found
 
-    def sizes(self, numbers: Any) -> tuple[Poly, ...]:
-        """Return a shape or strides."""
-        return tuple(map(self.size, numbers))
+    def layout(self, t: torch.Tensor) -> tuple[tuple[Poly, ...], tuple[Poly, ...]]:
+        """Return the shape and the strides of a tensor."""
+        shape = tuple(map(self.size, t.shape))
+        self._axes.update(shape)
+        return shape, tuple(map(self.size, t.stride()))
 
     def formula(self, expr: sympy.Expr) -> Poly:
         """Return a formula in the library's symbols.
@@ -61,11 +64,25 @@ class Translator:
                     f"size {expr}: it depends on the values of tensors, expected one that follows from the sizes"
                 )
             return poly(symbol(self.names[expr]))
+        if isinstance(expr, sympy.Max | functions.Max):
+            return self._largest(*map(self.formula, expr.args))
         rule = _RULES.get(type(expr))
         if rule is None:
             raise UnsupportedError(f"size {shown(str(expr))}: no rule for {type(expr).__name__}, expected a formula")
         out: Poly = rule(*map(self.formula, expr.args))
         return out
+
+    def _largest(self, *args: Poly) -> Poly:
+        """Return a maximum: of 1 and a size of a tensor, which strides are made with, it is the size.
+
+        A graph is bound to no sizes at which a tensor of it has no elements.
+        """
+        args = tuple(dict.fromkeys(args))
+        left = [a for a in args if not any(b is not a and self._reaches(b, a) for b in args)]
+        return left[0] if len(left) == 1 else poly(Max(*(a.expr for a in left)))
+
+    def _reaches(self, b: Poly, a: Poly) -> bool:
+        return (a == ONE and b in self._axes) or holds(b - a)
 
 
 def holds(p: Poly, *, strict: bool = False) -> bool:
@@ -105,13 +122,6 @@ def _modulo(a: Poly, b: Poly) -> Poly:
     return a if holds(a) and holds(b - a, strict=True) else a - b * _floor(a, b)
 
 
-def _largest(*args: Poly) -> Poly:
-    """Return a maximum of sizes above 1: of 1 and a size, which strides are made with, it is the size."""
-    args = tuple(dict.fromkeys(args))
-    left = [a for a in args if not any(b is not a and holds(b - a) for b in args)]
-    return left[0] if len(left) == 1 else poly(Max(*(a.expr for a in args)))
-
-
 def _least(*args: Poly) -> Poly:
     return poly(Min(*(a.expr for a in args)))
 
@@ -120,12 +130,10 @@ _RULES: dict[type, Any] = {
     sympy.Add: lambda *args: reduce(Poly.__add__, args),
     sympy.Mul: lambda *args: reduce(Poly.__mul__, args),
     sympy.Pow: _power,
-    sympy.Max: _largest,
     sympy.Min: _least,
     sympy.floor: lambda a: _floor(a, poly(1)),
     sympy.ceiling: lambda a: _ceiling(a, poly(1)),
     sympy.Mod: _modulo,
-    functions.Max: _largest,
     functions.Min: _least,
     functions.FloorDiv: _floor,
     functions.CleanDiv: _floor,

@@ -37,8 +37,7 @@ class Values:
 
     def spec(self, t: torch.Tensor) -> Spec:
         """Return what a rule sees of a tensor."""
-        sizes = self.translator.sizes
-        return Spec(sizes(t.shape), sizes(t.stride()), format_of(t.dtype))
+        return Spec(*self.translator.layout(t), format_of(t.dtype))
 
     def seen(self, value: Any, tensor: Callable[[torch.Tensor], Any]) -> Any:
         """Return an argument with sizes as formulas, number formats as the library's, and tensors as they are told."""
