@@ -58,6 +58,13 @@ CASES = {
         lambda x: x.clamp(0, 1) + 4, lambda x: x.clamp_max(0) + 5, lambda x: x.clamp(min=2 * x) + 6,
         lambda x: torch.maximum(x, 2 * x) + 7,
     ]),
+    "norms": (nn.Linear(6, 6), ROWS, [
+        lambda x: x.norm(dim=-1), lambda x: x.norm(dim=0, keepdim=True), lambda x: torch.norm(x) * x,
+        lambda x: functional.normalize(x, dim=0), lambda x: functional.pairwise_distance(x, x.roll(1, 0)),
+    ]),
+    "norms of nothing": (zero(nn.Linear(6, 6)), ROWS, [
+        lambda x: x.norm(dim=-1) + 1, lambda x: torch.linalg.vector_norm(x, dim=(0, 1)) + 2,
+    ]),
     "softmax of hidden rows": (nn.Linear(6, 6), ROWS, [
         lambda x: torch._safe_softmax(torch.where(torch.arange(7)[:, None] % 3 == 0, -torch.inf, x), -1),
     ]),
@@ -122,7 +129,7 @@ def test_gradients_of_a_traced_forward_pass_are_those_of_autograd(name):
     net.zero_grad()
     seen = trace(net, x, train=True)
     assert cg.matmul_flops(made, count="full") == cg.matmul_flops(seen, count="full")
-    if name in ("bounds that are met", "powers", "softmax of hidden rows"):
+    if name in ("bounds that are met", "powers", "norms", "norms of nothing", "softmax of hidden rows"):
         assert cg.flops(made) == cg.flops(seen)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...algebra.polynomial import ONE
 from ...graph.graph import Graph
 from ...graph.op import Op
 from ...graph.scopes import building, phase
@@ -74,6 +75,18 @@ def log_softmax(pull: Pull[Kernel]) -> tuple[Tensor | None]:
     return (body.export(made),)
 
 
+def norm(pull: Pull[Kernel]) -> tuple[Tensor | None]:
+    """Return g * x / norm, nothing where the norm is 0, at which it has no derivative: torch's `norm_backward`."""
+    (g,), x, body = pull.grads, pull.saved(pull.op.operands[0]), pull.op.body
+    assert g is not None
+    assert body is not None
+    pattern = next(o.kind.pattern for o in body.ops if isinstance(o.kind, Reduce))
+    left = pattern.result_names
+    kept = [n if a.names[0] in left else ONE for a, n in zip(pattern.operands[0], x.sizes, strict=True)]
+    y, g = (reshape(t, kept) for t in (pull.saved(pull.op.results[0]), g))
+    return (g * pointwise("masked_fill", x / y, pointwise("eq", y, 0.0)),)
+
+
 def _flash(op: Op, grads: Sequence[Tensor | None], saved: Saved) -> Inside:
     """Let the forward kernel write the logarithm of each row's sum, from which the probabilities come back.
 
@@ -133,6 +146,6 @@ def _along_rows(op: Op, product: Tensor) -> Tensor:
 
 
 #: Rules of kernels by the name that their `backward` says.
-KERNELS: dict[str, Rule[Kernel]] = {"softmax": softmax, "log_softmax": log_softmax}
+KERNELS: dict[str, Rule[Kernel]] = {"softmax": softmax, "log_softmax": log_softmax, "norm": norm}
 #: What a kernel does otherwise than ask the rules of the ops inside and compute again what they read.
 INSIDE: dict[str, Prepare] = {"flash": _flash}

@@ -7,6 +7,7 @@ from math import prod
 
 from ....algebra.polynomial import ONE, Poly, poly
 from ....graph.tensor import Tensor
+from ....nn.kernels import one_kernel
 from ....nn.recurrent import cumulative_sum
 from ....ops.layout import reshape
 from ....ops.pointwise import cast, pointwise
@@ -47,16 +48,20 @@ def reduced(call: Call) -> Tensor | None:
     return reduce(wide, pattern, _OPERATIONS[call.name])
 
 
-@translation("linalg_vector_norm")
+@translation("linalg_vector_norm", "norm")
 def vector_norm(call: Call) -> Tensor | None:
     """The root of a sum of squares, a sum of absolute values, or the largest or least of these."""
-    x, order = call["self"], call["ord"]
+    x, order = call["self"], call.get("p" if call.name == "norm" else "ord")
     if not x.ndim or x.dtype.kind != "float":
         return None
     x = cast(x, call.out.dtype)
     pattern = _pattern(x, _axes(x, call.get("dim")), kept=bool(call.get("keepdim")))
     if order is None or is_number(order, 2):
-        return pointwise("sqrt", reduce(pointwise("square", x), pattern, "sum"))
+
+        def body(x: Tensor) -> Tensor:
+            return pointwise("sqrt", reduce(pointwise("square", x), pattern, "sum"))
+
+        return one_kernel("norm", body, x, backward="norm")
     operations = ((1, "sum"), (float("inf"), "max"), (float("-inf"), "min"))
     operation = next((name for n, name in operations if is_number(order, n)), None)
     return None if operation is None else reduce(pointwise("abs", x), pattern, operation)
