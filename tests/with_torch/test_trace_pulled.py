@@ -37,6 +37,13 @@ def zero(layer):
     return layer
 
 
+def scaled(x):
+    """Return rows in a scale that is no matter of the gradient."""
+    with torch.no_grad():
+        scale = (x * x).sum(-1, keepdim=True)
+    return x / (1 + scale)
+
+
 ROWS, IMAGES = (7, 6), (2, 3, 8, 10)
 INSIDE = {"padding": 1, "count_include_pad": False}
 #: A layer, what it is given, and what is done with what it makes.
@@ -57,6 +64,11 @@ CASES = {
         lambda x: x.clamp(min=0) + 1, lambda x: x.clamp(max=0) + 2, lambda x: x.clamp_min(0) + 3,
         lambda x: x.clamp(0, 1) + 4, lambda x: x.clamp_max(0) + 5, lambda x: x.clamp(min=2 * x) + 6,
         lambda x: torch.maximum(x, 2 * x) + 7,
+    ]),
+    "what is let go": (nn.Linear(6, 6), ROWS, [
+        lambda x: x + (x.round() - x).detach(), lambda x: (x.sin() - x.roll(1, 0).detach()).square(),
+        lambda x: x * x.detach()[:, :1], lambda x: x.data * x, scaled,
+        lambda x: x.detach().clone().add_(1) * x + x.detach().mul(2),
     ]),
     "norms": (nn.Linear(6, 6), ROWS, [
         lambda x: x.norm(dim=-1), lambda x: x.norm(dim=0, keepdim=True), lambda x: torch.norm(x) * x,
@@ -129,7 +141,14 @@ def test_gradients_of_a_traced_forward_pass_are_those_of_autograd(name):
     net.zero_grad()
     seen = trace(net, x, train=True)
     assert cg.matmul_flops(made, count="full") == cg.matmul_flops(seen, count="full")
-    if name in ("bounds that are met", "powers", "norms", "norms of nothing", "softmax of hidden rows"):
+    if name in (
+        "what is let go",
+        "bounds that are met",
+        "powers",
+        "norms",
+        "norms of nothing",
+        "softmax of hidden rows",
+    ):
         assert cg.flops(made) == cg.flops(seen)
 
 

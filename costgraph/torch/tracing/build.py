@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import networkx as nx
+
 from ...algebra.polynomial import ZERO, Poly
 from ...errors import UnsupportedError
 from ...graph.call import Call as Seen
@@ -17,7 +19,7 @@ from ...graph.strides import contiguous
 from ...graph.tensor import Tensor
 from ...ops.fill import Revised
 from ...ops.foreign import Foreign, Output
-from ...ops.keep import Keep
+from ...ops.keep import Keep, StopGradient
 from ...ops.layout import reshape
 from ...ops.reach import larger
 from .call import Call, Counts, Spec
@@ -91,6 +93,8 @@ class Builder:
         """Return the tensor for a view; one that nothing was seen to make is made from its storage."""
         handle = self._named(handle)
         found = self.tensors[handle.storage].get(handle)
+        if found is None and handle.constant:
+            return self._constant(handle)
         if found is None:
             found = self._revised(handle)
         if found is None:
@@ -98,6 +102,16 @@ class Builder:
             arguments = ({"operand": 0}, handle.sizes, handle.strides, handle.offset)
             call = Made("as_strided.default", (), [], Counts(), False, arguments, {}, "", self.phase, None, None)
             (found,) = self._foreign(call, [base], [(handle, 0, 0, None)])[1]
+        return found
+
+    def _constant(self, handle: Handle) -> Tensor:
+        """Return a view that no gradient passes, where one could: a parameter, or an input, is behind it."""
+        found = self.tensor(replace(handle, constant=False))
+        behind = {found, *nx.ancestors(self.graph, found)}
+        if any(isinstance(t, Tensor) and t.dtype.kind == "float" and t.role in ("param", "input") for t in behind):
+            with opened(graph=self.graph, levels=(), phase=self.phase):
+                (found,) = apply(StopGradient(), [found], "detach")
+        self.tensors[handle.storage][handle] = found
         return found
 
     def _revised(self, handle: Handle) -> Tensor | None:

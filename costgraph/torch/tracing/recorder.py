@@ -48,6 +48,9 @@ _INTO_NEW = {
     aten.scatter_add.default: aten.scatter_add_.default,
 }
 
+# attribute of tensors that the program lets no gradient pass to: a weak reference would be in the way of `swap_tensors`
+_CONSTANT = "_costgraph_constant"
+
 # they ask for facts of tensors, or mark a region of a profile
 _SILENT = ("prim", "profiler")
 
@@ -72,6 +75,8 @@ class Recorder(TorchDispatchMode):
     choices: Choices = field(default_factory=Choices)
     phase: str = "forward"
     paused: bool = False
+    stopped: int | None = None
+    """how many blocks without gradients the program is in, of a run that has none anywhere; None of a step"""
     events: list[Made | Death | Asked] = field(default_factory=list)
     sources: dict[int, Source] = field(default_factory=dict)
 
@@ -121,7 +126,8 @@ class Recorder(TorchDispatchMode):
         """Return what a tensor is."""
         spec, size = self.values.spec(t), self.values.translator.size
         signs = t.is_conj(), t.is_neg()
-        return Handle(spec.sizes, spec.strides, spec.dtype, storage, size(t.storage_offset()), signs)
+        constant = self.stopped == 0 and _CONSTANT in t.__dict__
+        return Handle(spec.sizes, spec.strides, spec.dtype, storage, size(t.storage_offset()), signs, constant)
 
     def known(self, t: torch.Tensor) -> Handle:
         """Return what a tensor is; a storage that nothing made while it was looked at has always been there."""
@@ -197,11 +203,20 @@ class Recorder(TorchDispatchMode):
             keywords = {k: self.values.seen(v, operand) for k, v in kwargs.items()}
             out = self.stand_ins.get(func, func)(*args, **kwargs)
             self.data.note(func, args, kwargs, out)
-            self._record(func, positional, keywords, operands, out)
+            if self.stopped or self._detaches(func):
+                for t in _leaves(out):
+                    if isinstance(t, torch.Tensor) and not any(t is a for a in args):
+                        t.__dict__[_CONSTANT] = True
+            if not self._detaches(func):
+                self._record(func, positional, keywords, operands, out)
         except UnsupportedError as error:
             where = f"{caller()}: "
             raise UnsupportedError(f"{where}{str(error).removeprefix(where)}") from None
         return out
+
+    def _detaches(self, func: Any) -> bool:
+        """Whether an op of a run without gradients says that none is to pass: the tensor itself is the same one."""
+        return func is aten.detach.default and self.stopped is not None and not torch.is_grad_enabled()
 
     def _lifted(self, args: Any) -> Any:
         """Record that numbers of Python become a tensor."""
@@ -308,6 +323,9 @@ class Recorder(TorchDispatchMode):
                 if any(h.storage == number for h, *_ in outputs):
                     continue  # another part of a storage that the call has made: a view of that result
                 of = operands[handle] = len(operands)  # a view of something that is no argument
+            if of is not None and not handle.constant and any(h.constant for h, i in operands.items() if i == of):
+                t.__dict__[_CONSTANT] = True
+                handle = self.handle(t, number)
             bytes_ = self._bytes(t) if new else None
             if new and node is not None:
                 self._makers[number] = node._sequence_nr()

@@ -6,7 +6,7 @@ import gc
 import logging
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -93,6 +93,7 @@ class Run:
             with (
                 torch.set_grad_enabled(train), uncompiled(), SymbolicSizes(None if train else self.formats),
                 self.device(), self.recorder, _gradients(self.recorder),
+                nullcontext() if train else _stops(self.recorder),
             ):  # fmt: skip
                 if train and any(p._post_accumulate_grad_hooks for p in self.params.values()):
                     with self.recorder.pausing():
@@ -170,6 +171,29 @@ def _gradients(recorder: Recorder) -> Iterator[None]:
 
     with patch.object(torch.autograd, _ENGINE.__name__, run), patch.object(torch.autograd.graph, _ENGINE.__name__, run):
         yield
+
+
+@contextmanager
+def _stops(recorder: Recorder) -> Iterator[None]:
+    """Count the blocks without gradients that a run is in, which has none outside of them either."""
+    enter, leave = torch.no_grad.__enter__, torch.no_grad.__exit__
+    recorder.stopped = 0
+
+    def count(by: int) -> None:
+        assert recorder.stopped is not None
+        recorder.stopped += by
+
+    def entered(block: torch.no_grad) -> None:
+        count(1)
+        enter(block)
+
+    def left(block: torch.no_grad, *error: Any) -> None:
+        count(-1)
+        leave(block, *error)
+
+    with patch.object(torch.no_grad, "__enter__", entered), patch.object(torch.no_grad, "__exit__", left):
+        yield
+    recorder.stopped = None
 
 
 def _tensors(value: object) -> Iterator[torch.Tensor]:
