@@ -101,7 +101,10 @@ def _named(call: Call, steps: Sequence[str | Function]) -> Function | str:
     return Function(name, arity, flops, hard, grad=_gradient(name, arity))
 
 
-@translation("pointwise", "_prelu_kernel")
+# torch calls the others pointwise
+@translation(
+    "pointwise", "_prelu_kernel", "hardswish", "hardswish_backward", "hardsigmoid_backward", "mish_backward"
+)  # fmt: skip
 def elementwise(call: Call) -> Tensor | None:
     """What the table of functions says, or the steps that the kernel consists of."""
     if len(call.results) != 1 or any(isinstance(v, tuple) for v in call.arguments.values()):
