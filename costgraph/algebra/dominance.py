@@ -323,7 +323,7 @@ class Relations:
         """Whether the polynomial is known to be at least 0 for all admissible sizes."""
         if self._no_negative([p]):
             return True
-        if self._refuted(p):
+        if -1 in self._met(p):
             return False
         if any(map(self._no_negative, self._forms(p))):
             return True
@@ -337,14 +337,14 @@ class Relations:
 
     def sign(self, p: Poly) -> int:
         """Return 1 for a polynomial known to be at least 0, -1 for one known to be at most 0, else 0."""
-        if self._refuted(p) and self._refuted(-p):
+        if len(self._met(p)) == 2:
             return 0
         found = next((sign for ps in self._forms(p) for sign in (1, -1) if self._no_negative(ps, sign)), 0)
         return found or next((sign for sign in (1, -1) if self.nonnegative(p * sign)), 0)
 
-    def _refuted(self, p: Poly) -> bool:
-        """Whether it is seen to be below 0 at sizes that are admissible: of a proof, most of the time goes in vain."""
-        return not self.relations and -1 in signs_met(p)
+    def _met(self, p: Poly) -> frozenset[int]:
+        """Return signs that it is seen to have at admissible sizes: of a proof, most of the time goes in vain."""
+        return frozenset() if self.relations else signs_met(p)
 
     def _forms(self, p: Poly) -> Iterator[Sequence[Poly] | None]:
         """Write a polynomial in ways that keep its sign, what is fast first."""

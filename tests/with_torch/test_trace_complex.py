@@ -192,3 +192,16 @@ def test_models_with_complex_numbers_are_trained_as_autograd_does(name):
         "Llama"
     ):  # of the others torch has no gradients of some weights, or no kernel for tensors of fp32
         pulled(trace(net, x), net, x)
+
+
+def test_a_complex_parameter_has_no_gradient_where_it_is_let_go():
+    class Turned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.rand(7, dtype=torch.complex64))
+
+        def forward(self, x):
+            return torch.view_as_real(x * self.weight * self.weight.detach()).square().sum()
+
+    net, x = Turned(), torch.rand(5, 7, dtype=torch.complex64)
+    assert cg.flops(cg.backward(trace(net, x))) == cg.flops(trace(net, x, train=True))

@@ -108,7 +108,8 @@ class Builder:
         """Return a view that no gradient passes, where one could: a parameter, or an input, is behind it."""
         found = self.tensor(replace(handle, constant=False))
         behind = {found, *nx.ancestors(self.graph, found)}
-        if any(isinstance(t, Tensor) and t.dtype.kind == "float" and t.role in ("param", "input") for t in behind):
+        sources = (t for t in behind if isinstance(t, Tensor) and t.role in ("param", "input"))
+        if any(t.dtype.kind in ("float", "complex") for t in sources):
             with opened(graph=self.graph, levels=(), phase=self.phase):
                 (found,) = apply(StopGradient(), [found], "detach")
         self.tensors[handle.storage][handle] = found

@@ -203,20 +203,17 @@ class Recorder(TorchDispatchMode):
             keywords = {k: self.values.seen(v, operand) for k, v in kwargs.items()}
             out = self.stand_ins.get(func, func)(*args, **kwargs)
             self.data.note(func, args, kwargs, out)
-            if self.stopped or self._detaches(func):
+            detaches = func is aten.detach.default and self.stopped is not None and not torch.is_grad_enabled()
+            if self.stopped or detaches:
                 for t in _leaves(out):
                     if isinstance(t, torch.Tensor) and not any(t is a for a in args):
                         t.__dict__[_CONSTANT] = True
-            if not self._detaches(func):
+            if not detaches:  # of which the tensor itself is the same one
                 self._record(func, positional, keywords, operands, out)
         except UnsupportedError as error:
             where = f"{caller()}: "
             raise UnsupportedError(f"{where}{str(error).removeprefix(where)}") from None
         return out
-
-    def _detaches(self, func: Any) -> bool:
-        """Whether an op of a run without gradients says that none is to pass: the tensor itself is the same one."""
-        return func is aten.detach.default and self.stopped is not None and not torch.is_grad_enabled()
 
     def _lifted(self, args: Any) -> Any:
         """Record that numbers of Python become a tensor."""

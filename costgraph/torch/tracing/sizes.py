@@ -31,7 +31,7 @@ class Translator:
         self.names = names
         self.symbols = symbols
         self._known: dict[Any, Poly] = {}
-        self._axes = {ONE}
+        self._axes = set[Poly]()
 
     def size(self, n: int | torch.SymInt) -> Poly:
         """Return a size, an offset or a stride."""
