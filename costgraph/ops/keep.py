@@ -30,6 +30,8 @@ class Keep(OpKind):
     """Number format that a program asks for here, which the first operand has: in another one it would be cast."""
     fixed: Flag = False
     """Whether it asks for that one whatever format its model is in."""
+    pulled_by: Annotated[str, optional("the name of a function", lambda v: isinstance(v, str))] = ""
+    """Function of a program that states the gradient of the first operand itself, which nobody knows here."""
     flops, reads, writes = rules.free, rules.nothing, rules.nothing
     placed = splits.as_it_is
 

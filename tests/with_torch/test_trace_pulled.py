@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import costgraph as cg
 from costgraph.torch import lower, trace
@@ -44,6 +45,46 @@ def scaled(x):
     return x / (1 + scale)
 
 
+def switched(x):
+    """Return rows in a scale that is no matter of the gradient, as code with switches does that are no blocks."""
+    torch.set_grad_enabled(False)
+    scale = (x * x).sum(-1, keepdim=True)
+    torch.set_grad_enabled(True)
+    return x / (1 + scale)
+
+
+@torch.set_grad_enabled(False)
+def shifted(x):
+    """Return a part that is no matter of the gradient, and one inside of it that is."""
+    with torch.enable_grad():
+        part = x.sin()
+    return part * (x * x).exp()
+
+
+def inferred(x):
+    """Return a product with what is inferred."""
+    with torch.inference_mode():
+        seen = x.cos()
+    return x * seen.clone()
+
+
+def recomputed(x):
+    """Return what is computed again, by torch's older way, which has a block without gradients in it."""
+    return checkpoint(lambda y: y.sin() * y.cos().detach(), x, use_reentrant=True, preserve_rng_state=False)
+
+
+class Doubled(torch.autograd.Function):
+    """States a gradient that is twice as large as it is."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, g):
+        return 2 * g
+
+
 ROWS, IMAGES = (7, 6), (2, 3, 8, 10)
 INSIDE = {"padding": 1, "count_include_pad": False}
 #: A layer, what it is given, and what is done with what it makes.
@@ -69,7 +110,9 @@ CASES = {
         lambda x: x + (x.round() - x).detach(), lambda x: (x.sin() - x.roll(1, 0).detach()).square(),
         lambda x: x * x.detach()[:, :1], lambda x: x.data * x, scaled,
         lambda x: x.detach().clone().add_(1) * x + x.detach().mul(2),
+        switched, lambda x: x + shifted(x), inferred,
     ]),
+    "what is computed again": (nn.Linear(6, 6), ROWS, [recomputed]),
     "gates": (nn.Linear(6, 6), ROWS, [
         functional.hardswish, functional.hardsigmoid, functional.mish,
         lambda x: functional.hardswish(x + 1, inplace=True),
@@ -140,6 +183,7 @@ def pulled(g, net, x):
     return made
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # which a checkpoint is right to say
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_of_a_traced_forward_pass_are_those_of_autograd(name):
     before, sizes, functions = CASES[name]
@@ -213,3 +257,23 @@ def test_what_lies_beside_a_written_part_is_no_part_of_it():
     low = lower(g, B=5)
     low.load_state_dict(net.state_dict())
     torch.testing.assert_close(low(x), net(x))
+
+
+def test_a_gradient_that_the_program_states_is_not_made_up():
+    """What it is nobody sees in a forward pass; where none comes, or none passes, nothing is asked of it."""
+    refused = (
+        "backward: 'Doubled' of graph 'Net' has the gradient that Doubled of the program states, expected declared"
+    )
+    g = trace(Net(nn.Linear(6, 6), [Doubled.apply]), torch.zeros(ROWS))
+    with pytest.raises(cg.UnsupportedError, match=refused):
+        cg.backward(g)
+    assert cg.param_bytes(cg.apply_precision(g, "bf16")) == cg.param_bytes(g) / 2
+    torch.manual_seed(3)
+    net, x = (
+        Net(nn.Linear(6, 6), [lambda x: x * Doubled.apply(x).detach(), lambda x: x * scaled(Doubled.apply(x))]),
+        ROWS,
+    )
+    with pytest.raises(cg.UnsupportedError, match=refused):
+        cg.backward(trace(net, torch.zeros(x)))
+    net, x = Net(nn.Linear(6, 6), [lambda x: x * Doubled.apply(x).detach()]), torch.randn(ROWS)
+    pulled(trace(net, x), net, x)

@@ -93,8 +93,8 @@ class Builder:
         """Return the tensor for a view; one that nothing was seen to make is made from its storage."""
         handle = self._named(handle)
         found = self.tensors[handle.storage].get(handle)
-        if found is None and handle.constant:
-            return self._constant(handle)
+        if found is None and handle.barrier is not None:
+            return self._barrier(handle, handle.barrier)
         if found is None:
             found = self._revised(handle)
         if found is None:
@@ -104,14 +104,15 @@ class Builder:
             (found,) = self._foreign(call, [base], [(handle, 0, 0, None)])[1]
         return found
 
-    def _constant(self, handle: Handle) -> Tensor:
+    def _barrier(self, handle: Handle, function: str) -> Tensor:
         """Return a view that no gradient passes, where one could: a parameter, or an input, is behind it."""
-        found = self.tensor(replace(handle, constant=False))
+        found = self.tensor(replace(handle, barrier=None))
         behind = {found, *nx.ancestors(self.graph, found)}
         sources = (t for t in behind if isinstance(t, Tensor) and t.role in ("param", "input"))
         if any(t.dtype.kind in ("float", "complex") for t in sources):
             with opened(graph=self.graph, levels=(), phase=self.phase):
-                (found,) = apply(StopGradient(), [found], "detach")
+                kind = Keep(pulled_by=function) if function else StopGradient()
+                (found,) = apply(kind, [found], function or "detach")
         self.tensors[handle.storage][handle] = found
         return found
 

@@ -24,8 +24,8 @@ class Handle(Spec):
     """first element within the storage"""
     signs: tuple[bool, bool] = (False, False)
     """whether it stands for the conjugate of what is stored, and for its negative"""
-    constant: bool = False
-    """whether the program lets no gradient pass to what made it"""
+    barrier: str | None = None
+    """the function of the program that states the gradient of what made it, "" where none passes at all"""
 
 
 @dataclass

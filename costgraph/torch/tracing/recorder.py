@@ -48,8 +48,8 @@ _INTO_NEW = {
     aten.scatter_add.default: aten.scatter_add_.default,
 }
 
-# attribute of tensors that the program lets no gradient pass to: a weak reference would be in the way of `swap_tensors`
-_CONSTANT = "_costgraph_constant"
+# of tensors whose gradient stops, or is stated: a weak reference would be in the way of `swap_tensors`
+_BARRIER = "_costgraph_barrier"
 
 # they ask for facts of tensors, or mark a region of a profile
 _SILENT = ("prim", "profiler")
@@ -75,8 +75,8 @@ class Recorder(TorchDispatchMode):
     choices: Choices = field(default_factory=Choices)
     phase: str = "forward"
     paused: bool = False
-    stopped: int | None = None
-    """how many blocks without gradients the program is in, of a run that has none anywhere; None of a step"""
+    stopped: bool | None = None
+    """whether the program has gradients off, of a run that has none anywhere; None of a step"""
     events: list[Made | Death | Asked] = field(default_factory=list)
     sources: dict[int, Source] = field(default_factory=dict)
 
@@ -120,14 +120,19 @@ class Recorder(TorchDispatchMode):
 
     def left(self) -> bool:
         """Whether a storage that the run made is still there."""
-        return any(number not in self.sources for number in self._alive)
+        return not self._alive.keys() <= self.sources.keys()
 
     def handle(self, t: torch.Tensor, storage: int) -> Handle:
         """Return what a tensor is."""
         spec, size = self.values.spec(t), self.values.translator.size
         signs = t.is_conj(), t.is_neg()
-        constant = self.stopped == 0 and _CONSTANT in t.__dict__
-        return Handle(spec.sizes, spec.strides, spec.dtype, storage, size(t.storage_offset()), signs, constant)
+        barrier = t.__dict__.get(_BARRIER) if self.stopped is False else None
+        return Handle(spec.sizes, spec.strides, spec.dtype, storage, size(t.storage_offset()), signs, barrier)
+
+    @staticmethod
+    def barrier(t: torch.Tensor, function: str = "") -> None:
+        """Note that no gradient passes to what made a tensor, or which function of the program states it."""
+        t.__dict__[_BARRIER] = function
 
     def known(self, t: torch.Tensor) -> Handle:
         """Return what a tensor is; a storage that nothing made while it was looked at has always been there."""
@@ -207,7 +212,7 @@ class Recorder(TorchDispatchMode):
             if self.stopped or detaches:
                 for t in _leaves(out):
                     if isinstance(t, torch.Tensor) and not any(t is a for a in args):
-                        t.__dict__[_CONSTANT] = True
+                        self.barrier(t)
             if not detaches:  # of which the tensor itself is the same one
                 self._record(func, positional, keywords, operands, out)
         except UnsupportedError as error:
@@ -320,8 +325,9 @@ class Recorder(TorchDispatchMode):
                 if any(h.storage == number for h, *_ in outputs):
                     continue  # another part of a storage that the call has made: a view of that result
                 of = operands[handle] = len(operands)  # a view of something that is no argument
-            if of is not None and not handle.constant and any(h.constant for h, i in operands.items() if i == of):
-                t.__dict__[_CONSTANT] = True
+            base = None if of is None else next(h for h, i in operands.items() if i == of)
+            if base is not None and base.barrier is not None and handle.barrier is None:
+                self.barrier(t, base.barrier)
                 handle = self.handle(t, number)
             bytes_ = self._bytes(t) if new else None
             if new and node is not None:
@@ -336,7 +342,7 @@ class Recorder(TorchDispatchMode):
         except UnsupportedError:
             if not self.symbols:
                 raise
-            return Counts(pointwise=_symbol(call.name))
+            return Counts(pointwise=poly(symbol("flops_" + call.name.strip("_").replace(".", "_"))))
 
 
 def _call(
@@ -367,10 +373,6 @@ def _is_composed(func: OpOverload) -> bool:
         return False
     found = torch._C._dispatch_has_kernel_for_dispatch_key
     return found(name, key) and not found(name, "CPU")  # as an op that is composed for other devices alone has
-
-
-def _symbol(name: str) -> Poly:
-    return poly(symbol("flops_" + name.strip("_").replace(".", "_")))
 
 
 def _leaves(out: Any) -> Iterator[Any]:

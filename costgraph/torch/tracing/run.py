@@ -8,7 +8,6 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -22,6 +21,7 @@ from .build import Builder
 from .events import Handle
 from .formats import Formats
 from .functions import SymbolicSizes
+from .gradients import backward_passes, barriers
 from .higher_order import uncompiled
 from .recorder import Recorder
 from .scopes import path_of
@@ -33,10 +33,6 @@ Factory = Callable[[Any], torch.optim.Optimizer]
 
 # they write out what the error says
 _LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
-
-
-#: Through it each backward pass goes.
-_ENGINE = torch.autograd.graph._engine_run_backward
 
 
 class Run:
@@ -92,8 +88,8 @@ class Run:
         try:
             with (
                 torch.set_grad_enabled(train), uncompiled(), SymbolicSizes(None if train else self.formats),
-                self.device(), self.recorder, _gradients(self.recorder),
-                nullcontext() if train else _stops(self.recorder),
+                self.device(), self.recorder, backward_passes(self.recorder),
+                nullcontext() if train else barriers(self.recorder),
             ):  # fmt: skip
                 if train and any(p._post_accumulate_grad_hooks for p in self.params.values()):
                     with self.recorder.pausing():
@@ -155,45 +151,6 @@ class Run:
         graph.gradients.update({builder.sources[p.storage]: builder.tensor(g) for p, g in self.gradients.items()})
         builder.finish()
         graph.freeze()
-
-
-@contextmanager
-def _gradients(recorder: Recorder) -> Iterator[None]:
-    """Let what autograd runs be the backward pass, also where the program itself asks for it."""
-
-    def run(*args: Any, **options: Any) -> Any:
-        before = recorder.phase
-        recorder.phase = "backward"
-        try:
-            return _ENGINE(*args, **options)
-        finally:
-            recorder.phase = before
-
-    with patch.object(torch.autograd, _ENGINE.__name__, run), patch.object(torch.autograd.graph, _ENGINE.__name__, run):
-        yield
-
-
-@contextmanager
-def _stops(recorder: Recorder) -> Iterator[None]:
-    """Count the blocks without gradients that a run is in, which has none outside of them either."""
-    enter, leave = torch.no_grad.__enter__, torch.no_grad.__exit__
-    recorder.stopped = 0
-
-    def count(by: int) -> None:
-        assert recorder.stopped is not None
-        recorder.stopped += by
-
-    def entered(block: torch.no_grad) -> None:
-        count(1)
-        enter(block)
-
-    def left(block: torch.no_grad, *error: Any) -> None:
-        count(-1)
-        leave(block, *error)
-
-    with patch.object(torch.no_grad, "__enter__", entered), patch.object(torch.no_grad, "__exit__", left):
-        yield
-    recorder.stopped = None
 
 
 def _tensors(value: object) -> Iterator[torch.Tensor]:

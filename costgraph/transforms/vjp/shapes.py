@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...algebra.polynomial import ONE, Poly, total
+from ...errors import UnsupportedError
 from ...graph.graph import apply
 from ...graph.tensor import Tensor
 from ...ops.cached import Cache, InitialState
@@ -83,6 +84,12 @@ def _concat(pull: Pull[Concat]) -> Sequence[Tensor | None]:
 @vjp(Keep)
 def _keep(pull: Pull[Keep]) -> Sequence[Tensor | None]:
     """What is only held has no part in the result."""
+    if pull.kind.pulled_by:
+        by, graph = pull.kind.pulled_by, pull.op.graph.root
+        raise UnsupportedError(
+            f"backward: {pull.op.name!r} of graph {graph.name!r} has the gradient that {by} of the program states, "
+            f"expected declared ops; trace with train=True"
+        )
     return [_only(pull), *(None for _ in pull.op.operands[1:])]
 
 
