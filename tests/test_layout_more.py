@@ -1,5 +1,9 @@
 """Layout with symbols as sizes, against torch at numbers."""
 
+from itertools import product
+from random import Random
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,6 +11,8 @@ from hypothesis import strategies as st
 from oracles import graph_of
 
 import costgraph as cg
+from costgraph.algebra.polynomial import ONE, ZERO, poly
+from costgraph.graph.strides import apart
 
 SIZES = {"A": 2, "B": 3, "C": 5, "D": 7}
 SYMBOLS = dict(zip(SIZES, cg.dims("A B C D"), strict=True))
@@ -93,3 +99,37 @@ def test_a_scalar_becomes_axes_of_size_one_and_back(rank):
     assert (wide.shape, at_sizes(wide)) == (tuple(theirs.shape), theirs.stride())
     assert (back.shape, back.strides) == ((), ())
     assert back.is_view
+
+
+def elements(view):
+    sizes, strides, offset = view
+    return {offset + sum(i * s for i, s in zip(at, strides, strict=True)) for at in product(*map(range, sizes))}
+
+
+def views():
+    """Parts of a dense tensor of (3, 5, 7): some positions of two axes, one after another or every second one."""
+    cuts = [(start, stop, step) for start, stop in ((0, 2), (1, 3), (0, 1), (2, 3)) for step in (1, 2)]
+    whole = np.arange(105).reshape(3, 5, 7)
+    for axes in (0, 1), (1, 2), (2, 0):
+        for pair in product(cuts, cuts):
+            key = [slice(None)] * 3
+            for axis, cut in zip(axes, pair, strict=True):
+                key[axis] = slice(*cut)
+            part = whole[tuple(key)]
+            yield part.shape, tuple(s // 8 for s in part.strides), int(part.flat[0])
+
+
+def test_views_that_are_known_to_lie_apart_share_no_element_and_parts_of_one_axis_are_known_to():
+    every, random = list(dict.fromkeys(views())), Random(7)
+    for one, other in (random.sample(every, 2) for _ in range(2000)):
+        known = apart(*((tuple(map(poly, n)), tuple(map(poly, s)), poly(at)) for n, s, at in (one, other)))
+        assert not known or not elements(one) & elements(other)
+    S = poly(cg.dims("S"))
+    whole = (S, poly(12)), (poly(12), ONE)
+    for first, second in ((0, 5), (5, 0)):
+        assert apart(((S, poly(5)), whole[1], poly(first)), ((S, poly(5)), whole[1], poly(second)))
+    assert not apart(((S, poly(5)), whole[1], ZERO), ((S, poly(5)), whole[1], poly(4)))
+    assert apart(((S, poly(6)), (poly(12), poly(2)), ZERO), ((S, poly(6)), (poly(12), poly(2)), ONE))
+    windows = (S, poly(3)), (ONE, ONE)
+    assert not apart((*windows, ZERO), (*windows, S))
+    assert apart((*windows, ZERO), (*windows, S + 2))

@@ -79,8 +79,14 @@ def overwritten_by(op: Op, first: Mapping[Storage, Tensor] = MappingProxyType({}
     return [outside[s] for inner in op.body.ops for s in overwritten_by(inner) if s in outside]
 
 
+def _is_left(t: Tensor, op: Op) -> bool:
+    """Whether what an op writes into is another part of a tensor's storage."""
+    parts = [op.operands[i] for i in op.kind.overwrites()]
+    return bool(parts) and all(t.apart(part) for part in parts)
+
+
 def _check_overwritten(graph: Graph) -> None:
-    """An op in place leaves nothing of the old values: whoever reads them afterwards is wrong."""
+    """An op in place leaves nothing of the old values that it writes over: whoever reads them afterwards is wrong."""
     gone: dict[Tensor, Op] = {}
     first: dict[Storage, Tensor] = {}
     by_storage: dict[Storage, list[Tensor]] = {}
@@ -92,7 +98,9 @@ def _check_overwritten(graph: Graph) -> None:
             first.setdefault(t.storage, t)
             by_storage.setdefault(t.storage, []).append(t)
         for storage in overwritten_by(op, first):
-            gone |= dict.fromkeys(by_storage.pop(storage, ()), op)
+            before = by_storage.pop(storage, [])
+            by_storage[storage] = [t for t in before if _is_left(t, op)]
+            gone |= {t: op for t in before if t not in by_storage[storage]}
         for t in op.results:
             first.setdefault(t.storage, t)
             by_storage.setdefault(t.storage, []).append(t)

@@ -11,13 +11,13 @@ from math import ceil, floor, prod
 
 import sympy
 
-from ..algebra.dominance import lower
+from ..algebra.dominance import Relations, lower
 from ..algebra.generators import cached, generator, is_reciprocal
 from ..algebra.polynomial import ONE, ZERO, Monomial, Poly, Rational, poly
 
 __all__ = [
-    "Sizes", "contiguous", "distinct", "elementwise", "in_the_order_of", "is_integral", "numel", "settled", "view",
-    "windows_along",
+    "Sizes", "apart", "contiguous", "distinct", "elementwise", "in_the_order_of", "is_integral", "numel", "settled",
+    "view", "windows_along",
 ]  # fmt: skip
 
 Sizes = tuple[Poly, ...]
@@ -107,6 +107,28 @@ def in_the_order_of(sizes: Sizes, strides: Sizes, new: Sizes) -> Sizes | None:
 def distinct(sizes: Sequence[Poly], strides: Sequence[Poly]) -> Poly:
     """Return the number of different elements behind a view: an expanded axis repeats the same ones."""
     return numel([n for n, s in zip(sizes, strides, strict=True) if s])
+
+
+def apart(one: tuple[Sizes, Sizes, Poly], other: tuple[Sizes, Sizes, Poly], known: Relations | None = None) -> bool:
+    """Whether two views of one storage, each its sizes, strides and offset, are known to have no element in common.
+
+    They have none where, of all that is taken in steps of some number of elements, one lies wholly before the other.
+    """
+    axes = [
+        [(n, s) for n, s in zip(sizes, strides, strict=True) if n != ONE and s] for sizes, strides, _ in (one, other)
+    ]
+    steps = {s for own in axes for _, s in own}
+    for step in (None, *steps):
+        inner = [[(n, s) for n, s in own if step is None or not is_integral(s / step)] for own in axes]
+        reach = [sum(((n - 1) * s for n, s in own), start=ZERO) for own in inner]
+        for first, second in ((0, 1), (1, 0)):
+            behind = (one, other)[second][2] - (one, other)[first][2]
+            rooms = [behind - reach[first] - 1]
+            if step is not None:
+                rooms.append(step - behind - reach[second] - 1)
+            if all((least := lower(n, known)) is not None and least >= 0 for n in rooms):
+                return True
+    return False
 
 
 def view(sizes: Sizes, strides: Sizes, new: Sizes) -> Sizes | None:

@@ -14,7 +14,7 @@ import sympy
 from ..algebra.polynomial import ZERO, Poly, poly
 from ..dtypes import DType
 from .copies import Node
-from .strides import Sizes, contiguous, distinct, numel, windows_along
+from .strides import Sizes, apart, contiguous, distinct, numel, windows_along
 
 if TYPE_CHECKING:
     from .domain import Domain
@@ -178,6 +178,13 @@ class Tensor(Node):
         told = self.graph.told
         pieces = frozenset((n, s) for n, s in zip(told(self.sizes), told(self.strides), strict=True) if s and n != 1)
         return (storage, *told((offset,)), pieces)
+
+    def apart(self, other: Tensor) -> bool:
+        """Whether it is a view of the storage of another tensor that is known to share no element with it."""
+        if self.storage is not other.storage or self.dtype != other.dtype:
+            return False
+        one, two = ((t.sizes, t.strides, t.offset) for t in (self, other))
+        return apart(one, two, self.graph.root.relations)
 
     def element_bytes(self) -> Poly:
         """Return the bytes moved for each element, scales included."""

@@ -96,7 +96,7 @@ class Builder:
         if found is None and handle.barrier is not None:
             return self._barrier(handle, handle.barrier)
         if found is None:
-            found = self._revised(handle)
+            found = self._revised(handle, self.before.get(handle.storage))
         if found is None:
             base = self.first[handle.storage]
             arguments = ({"operand": 0}, handle.sizes, handle.strides, handle.offset)
@@ -116,17 +116,16 @@ class Builder:
         self.tensors[handle.storage][handle] = found
         return found
 
-    def _revised(self, handle: Handle) -> Tensor | None:
+    def _revised(self, handle: Handle, written: Written | None) -> Tensor | None:
         """Return the name that a tensor has after a part of it was written; None of what is no such tensor."""
-        before = self.before.get(handle.storage)
-        whole = None if before is None else before.names.get(handle)
-        if before is None or whole is None:
-            return None
-        part = part_of(before.part, whole, before.names.values())
+        whole = None if written is None else written.names.get(handle) or self._revised(handle, written.earlier)
+        if written is None or whole is None or whole.apart(written.part):
+            return whole
+        part = part_of(written.part, whole, written.names.values())
         if part is None:
             return None
         with opened(graph=self.graph, levels=(), phase=self.phase):
-            inner = before.part if before.part.sizes == part.sizes else reshape(before.part, part.sizes)
+            inner = written.part if written.part.sizes == part.sizes else reshape(written.part, part.sizes)
             axes, starts, steps = zip(*part.places, strict=True)
             (found,) = apply(Revised(axes=axes, starts=starts, steps=steps), [whole, inner], "revised")
         self.tensors[handle.storage][handle] = self.first[handle.storage] = found
@@ -174,9 +173,10 @@ class Builder:
             if template is None:
                 self._foreign(call, operands, call.outputs)
                 return range(len(operands))
-            op, results = template.add(self.graph, operands, call.name)
-        for i, t in zip(op.kind.overwrites(), op.results, strict=False):
-            self._overwritten(self._named(call.operands[operands.index(op.operands[i])]).storage, t)
+            ops, results = template.add(self.graph, operands, call.name)
+        op, numbers = ops[-1], {t.storage: self._named(h).storage for t, h in zip(operands, call.operands, strict=True)}
+        for storage in (each.operands[i].storage for each in ops for i in each.kind.overwrites()):
+            self._overwritten(numbers[storage], next(t for t in results if t.storage is storage))
         self._stand(call.outputs, results)
         places = {operands[i]: i for i in reversed(range(len(operands)))}
         given = tuple(operands.index(t) if t in places else -1 for t in op.operands)
@@ -255,9 +255,10 @@ class Builder:
         """Give up the tensors of a storage: what is read of it from now on is made of what was written last."""
         self.first.pop(storage, None)
         names, before = self.tensors.pop(storage, {}), self.before.get(storage)
+        self.tensors[storage] = {h: t for h, t in names.items() if t.apart(part)}
         if before is not None and before.part.region() == part.region():
-            names = {**before.names, **names}
-        self.before[storage] = Written(names, part)
+            names, before = {**before.names, **names}, before.earlier
+        self.before[storage] = Written(names, part, before)
 
     # -- lifetimes -----------------------------------------------------------------------------------------------
 

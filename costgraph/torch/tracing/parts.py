@@ -23,6 +23,8 @@ class Written(NamedTuple):
     names: Mapping[Handle, Tensor]
     """tensors of the storage as they were before"""
     part: Tensor
+    earlier: Written | None
+    """what was written before that"""
 
 
 class Part(NamedTuple):
@@ -71,6 +73,7 @@ def _place_of(part: Tensor, whole: Tensor) -> tuple[Place, Sizes] | None:
         if not alike or not isinstance(step, int) or not is_integral(start):
             continue
         bounds = [lower(n, known) for n in (start, whole.sizes[axis] - start - (sizes[axis] - 1) * step - 1)]
-        if all(n is not None and n >= 0 for n in bounds):
+        # what lies in the storage is a part of all that is in it, whether that can be proved of its places or not
+        if whole.region() == (whole.storage,) or all(n is not None and n >= 0 for n in bounds):
             return (axis, start, step), tuple(sizes)
     return None

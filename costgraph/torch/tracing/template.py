@@ -51,21 +51,23 @@ class Template:
     kernel: Kernel | None
     """record of the kernel that they are, None where each op is one of its own"""
 
-    def add(self, graph: Graph, operands: Sequence[Tensor], name: str) -> tuple[Op, tuple[Tensor, ...]]:
-        """Add the ops to a graph; returns the last one, and the results."""
+    def add(self, graph: Graph, operands: Sequence[Tensor], name: str) -> tuple[list[Op], tuple[Tensor, ...]]:
+        """Add the ops to a graph; returns them, and the results."""
         again = _Copier()
         given = [operands[i] for i in self.operands]
         again.tensors |= zip(self.body.formals, given, strict=True)
         if self.kernel is not None:
             op = _added(graph, replace(self.kernel, body=again.inside(self.body, graph, name)), given, name)
-            return op, op.results
+            return [op], op.results
+        ops = []
         for inner in self.body.ops:
             kind = inner.kind
             if isinstance(kind, Bodied):
                 kind = replace(kind, body=again.inside(kind.body, graph, name))
             op = _added(graph, kind, [again.tensors[t] for t in inner.operands], name)
             again.tensors |= zip(inner.results, op.results, strict=True)
-        return op, tuple(again.tensors[t] for t in self.results)
+            ops.append(op)
+        return ops, tuple(again.tensors[t] for t in self.results)
 
 
 class _Copier(Rewriter):

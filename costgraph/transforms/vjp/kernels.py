@@ -13,7 +13,10 @@ from ...graph.scopes import building, phase
 from ...graph.tensor import Tensor
 from ...ops.blocks import Kernel, kernel
 from ...ops.contraction import Einsum
-from ...ops.layout import reshape
+from ...ops.fill import fill
+from ...ops.index import scatter
+from ...ops.layout import permute, reshape
+from ...ops.moves import Rearrange
 from ...ops.pointwise import Pointwise, cast, pointwise
 from ...ops.reduce import Reduce, reduce
 from .common import sum_to
@@ -87,6 +90,18 @@ def norm(pull: Pull[Kernel]) -> tuple[Tensor | None]:
     return (g * pointwise("masked_fill", x / y, pointwise("eq", y, 0.0)),)
 
 
+def order(pull: Pull[Kernel]) -> tuple[Tensor | None]:
+    """Put the gradients of the values where they were found, along an axis that is not the last."""
+    (x,), g, body = pull.op.operands, pull.grads[0], pull.op.body
+    if g is None or not pull.needs[0]:
+        return (None,)
+    assert body is not None
+    turn = next(o.kind.order for o in body.ops if isinstance(o.kind, Rearrange))  # the axis goes to the end
+    places, values = (permute(t, turn) for t in (pull.saved(pull.op.results[1]), g))
+    zeros = fill([x.sizes[i] for i in turn], 0, x.dtype)
+    return (permute(scatter(zeros, places, values, "set", along=True), [turn.index(i) for i in range(x.ndim)]),)
+
+
 def _flash(op: Op, grads: Sequence[Tensor | None], saved: Saved) -> Inside:
     """Let the forward kernel write the logarithm of each row's sum, from which the probabilities come back.
 
@@ -146,6 +161,8 @@ def _along_rows(op: Op, product: Tensor) -> Tensor:
 
 
 #: Rules of kernels by the name that their `backward` says.
-KERNELS: dict[str, Rule[Kernel]] = {"softmax": softmax, "log_softmax": log_softmax, "norm": norm}
+KERNELS: dict[str, Rule[Kernel]] = {
+    "softmax": softmax, "log_softmax": log_softmax, "norm": norm, "order": order,
+}  # fmt: skip
 #: What a kernel does otherwise than ask the rules of the ops inside and compute again what they read.
 INSIDE: dict[str, Prepare] = {"flash": _flash}

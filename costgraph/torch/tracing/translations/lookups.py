@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from ....algebra.polynomial import ONE, poly
 from ....graph.graph import apply
 from ....graph.tensor import Tensor
+from ....ops.blocks import fused
 from ....ops.fill import fill
 from ....ops.grouped import TopK
 from ....ops.index import Gather, Scatter, gather, scatter, take_along
@@ -102,11 +103,23 @@ def _is_last(x: Tensor, dim: int) -> bool:
 
 @translation("topk")
 def largest(call: Call) -> Sequence[Tensor] | None:
-    """The largest elements along the last axis, and where they are."""
-    x, k = call["self"], poly(call["k"])
-    if not call["largest"] or not _is_last(x, call["dim"]):
+    """The largest elements along an axis, and where they are."""
+    x, dim, k = call["self"], call["dim"], poly(call["k"])
+    if not call["largest"] or not x.ndim:
         return None
-    return apply(TopK(k=k, room=x.sizes[-1] - k), [x], "top_k")
+    return _along(TopK(k=k, room=x.sizes[dim] - k), x, dim)
+
+
+def _along(kind: TopK | Sort, x: Tensor, dim: int) -> Sequence[Tensor]:
+    """Order the elements along an axis, in one kernel where it is not the last."""
+    if _is_last(x, dim):
+        return apply(kind, [x], kind.name)
+
+    def body(x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(_behind(t, dim) for t in apply(kind, [_to_the_end(x, dim)], kind.name))
+
+    made = fused(kind.name, body, x, backward="order")
+    return (made,) if isinstance(made, Tensor) else made
 
 
 @translation("max.dim", "argmax")
@@ -122,9 +135,9 @@ def largest_one(call: Call) -> Sequence[Tensor] | Tensor | None:
 
 @translation("sort")
 def ordered(call: Call) -> Sequence[Tensor] | None:
-    """All elements along the last axis in order, and where they were."""
-    x: Tensor = call["self"]
-    return apply(Sort(descending=bool(call["descending"])), [x], "sort") if _is_last(x, call["dim"]) else None
+    """All elements along an axis in order, and where they were."""
+    x, dim = call["self"], call["dim"]
+    return _along(Sort(descending=bool(call["descending"])), x, dim) if x.ndim else None
 
 
 @translation("index_put", "_index_put_impl")
@@ -144,14 +157,23 @@ def put(call: Call) -> Tensor | None:
     return _turned(made, n, first)
 
 
-@translation("index_add", "index_copy")
+@translation("index_add", "index_copy", "index_fill")
 def added(call: Call) -> Tensor | None:
-    """Rows of the first axis that others are added to, or that others take the place of."""
-    target, rows, source = call["self"], call["index"], call["source"]
-    plain = call.get("alpha") is None or is_number(call["alpha"], 1)
-    if call["dim"] or not plain or rows.ndim != 1 or not target.ndim:
+    """Rows of an axis that others are added to, or that others, or a number, take the place of."""
+    target, dim, rows, source = call["self"], call["dim"], call["index"], call.get("source")
+    if rows.ndim != 1 or not target.ndim:
         return None
-    return scatter(target, rows, source, "add" if call.name == "index_add" else "set", inplace=call.inplace)
+    axis = dim % target.ndim
+    if call.name == "index_fill":
+        sizes = (*target.sizes[:axis], rows.sizes[0], *target.sizes[axis + 1 :])
+        if not isinstance(call["value"], bool | int | float):
+            return None
+        source = broadcast(fill((), float(call["value"]), target.dtype), sizes)
+    elif call.get("alpha") is not None and not is_number(call["alpha"], 1):
+        source = source * call["alpha"]
+    mode = "add" if call.name == "index_add" else "set"
+    made = scatter(_turned(target, axis, 1), rows, _turned(source, axis, 1), mode, inplace=call.inplace)
+    return _turned(made, 1, axis)
 
 
 @translation("scatter_add", "scatter.src", "scatter.value")

@@ -8,13 +8,15 @@ from ....algebra.dominance import lower
 from ....algebra.polynomial import ONE, ZERO, Poly, poly, total
 from ....dtypes import dtype as find_dtype
 from ....graph.graph import apply
+from ....graph.strides import contiguous
 from ....graph.tensor import Tensor
 from ....ops.fill import assign, fill, pad
 from ....ops.index import Arange
 from ....ops.layout import broadcast, concat, permute, reshape, roll, slice_axis, split
 from ....ops.moves import Rearrange
 from ....ops.pointwise import cast, pointwise
-from ..call import Call
+from ....ops.stacks import Empty
+from ..call import Call, Spec
 from .table import translation
 
 __all__: list[str] = []  # its translations are found in TRANSLATIONS
@@ -85,7 +87,7 @@ def selected(call: Call) -> Tensor:
     return reshape(slice_axis(x, axis, _position(call, x.sizes[axis]), ONE), call.out.sizes)
 
 
-@translation("split", "split_with_sizes")
+@translation("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes")
 def parts(call: Call) -> Sequence[Tensor]:
     """Consecutive parts of an axis."""
     axis = call["dim"] % call["self"].ndim
@@ -265,6 +267,26 @@ def put_back_at(call: Call) -> Tensor:
 
 
 # -- what is made of nothing -------------------------------------------------------------------------------------
+
+
+@translation("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted")
+def taken(call: Call) -> Tensor | None:
+    """Memory that is taken, and nothing in it; None where its axes lie in another order."""
+    return apply(Empty(sizes=call.out.sizes, dtype=call.out.dtype), [], "empty")[0] if _is_dense(call.out) else None
+
+
+def _is_dense(t: Spec) -> bool:
+    return all(n == ONE or a == b for n, a, b in zip(t.sizes, t.strides, contiguous(t.sizes), strict=True))
+
+
+@translation("fill")
+def overwritten(call: Call) -> Tensor | None:
+    """A number in place of what a tensor held."""
+    x, value = call["self"], call["value"]
+    if not call.inplace or not isinstance(value, bool | int | float):
+        return None
+    return assign(x, broadcast(fill((), float(value), x.dtype), x.sizes))
+
 
 _VALUES = {"zeros": 0, "new_zeros": 0, "zeros_like": 0, "ones": 1, "new_ones": 1, "ones_like": 1}
 
