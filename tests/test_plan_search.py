@@ -19,8 +19,7 @@ MANY = {"devices": 26, "hardware": "h100-sxm", "B": 78, "precision": "bf16", **S
 FEW = {**MANY, "zero": (1, 3), "checkpoint": "every-block"}
 
 
-@pytest.fixture(scope="module")
-def model():
+def lm(**defaults):
     with cg.Graph("lm", dtype="bf16") as g:
         table = g.param("tokens/table", (V, D))
         x = cg.embedding(g.input("tokens", (B, S), dtype="int64"), table)
@@ -32,8 +31,13 @@ def model():
 
         x = cg.repeat(3, block, x, name="layers")
         g.output(cg.einsum(x, table, "b s d, v d -> b s v"))
-        g.loss = "cross_entropy"
+        g.loss, g.defaults = "cross_entropy", defaults
     return g
+
+
+@pytest.fixture(scope="module")
+def model():
+    return lm()
 
 
 @pytest.fixture(scope="module")
@@ -46,12 +50,12 @@ def few(model):
     return cg.plan.search(model, **FEW)
 
 
-def alone(model, plan, overlap="none", precision="bf16", **options):
+def alone(model, plan, overlap="none", precision="bf16", sizes=SIZES, **options):
     """Return bytes and seconds of a plan that is derived with its own numbers."""
     how = {"none": None, "every-block": cg.every_block()}[plan.checkpoint]
     step = cg.training_step(model, precision=precision, checkpoint=how, accumulate=plan.accumulate)
     rank = cg.parallelize(step, dp=plan.dp, tp=plan.tp, zero=plan.zero, sequence=plan.sequence, **options)
-    sizes = {**SIZES, "B": plan.micro_batch * plan.dp}
+    sizes = {**sizes, "B": plan.micro_batch * plan.dp}
     return cg.peak_memory(rank, **sizes), cg.seconds(rank, "h100-sxm", overlap=overlap, **sizes)
 
 
@@ -117,7 +121,11 @@ def test_what_does_not_fit_is_left_out(model, few):
     less = cg.plan.search(model, **FEW, memory=limit)
     assert [(p.seconds, p.memory) for p in less.rows] == [(p.seconds, p.memory) for p in few.rows if p.memory <= limit]
     assert less.tried == few.tried
-    assert cg.plan.search(model, **FEW, memory=1).best is None
+    nothing = cg.plan.search(model, **{**FEW, "checkpoint": ("none", "every-block", "from-start")}, memory=1)
+    assert (nothing.best, nothing.tried) == (None, 3 * few.tried)
+    assert len(nothing.family.steps) == 1  # of all that is computed again or not, states are the same
+    with pytest.raises(cg.FormatError, match="--checkpoint 'some': expected none, every-block"):
+        cg.plan.search(model, **{**FEW, "checkpoint": "some"}, memory=1)
 
 
 @pytest.mark.parametrize(("overlap", "limits"), [("ideal", {}), ("streams", {"tp": (1, 2), "accumulate": (1, 3, 39)})])
@@ -126,6 +134,24 @@ def test_collectives_beside_the_rest_take_no_longer(model, few, overlap, limits)
     assert beside.best.seconds <= few.best.seconds
     for plan in beside.rows[:: 7 if overlap == "ideal" else 3]:
         assert plan.seconds == pytest.approx(alone(model, plan, overlap)[1], rel=1e-9)
+
+
+def test_another_axis_is_split_where_ranks_do_not_divide_the_longest_one():
+    odd = {"V": 181, "D": 104}  # of the table 26 ranks divide the width alone, and 3 nothing
+    model, few = lm(**odd), {**MANY, **odd, "tp": 1, "checkpoint": "none", "zero": (0, 3), "micro_batch": 3}
+    found = cg.plan.search(model, **few)
+    assert {p.zero for p in cg.plan.search(model, **{**few, "devices": 3, "micro_batch": 1}).rows} == {0}
+    assert [p.zero for p in found.rows] == [0, 3]
+    assert cg.plan.search(model, **few, executor=Elsewhere()).rows == found.rows
+    with pytest.raises(cg.BindingError, match="'tokens/table' has size V/26"):
+        alone(lm(), found.rows[1], sizes={**SIZES, **odd})
+    for plan in found.rows:
+        peak, taken = alone(model, plan, sizes={**SIZES, **odd})
+        assert plan.memory == peak, plan
+        assert plan.seconds == pytest.approx(taken, rel=1e-9), plan
+    later = cg.plan.crossovers(found, "S", (52, 53))
+    assert later.rows[0].plan == found.best
+    assert later.rows[0].seconds == pytest.approx(found.best.seconds, rel=1e-9)
 
 
 def test_gradients_that_are_reduced_once_take_what_their_graph_takes_alone(model):

@@ -165,6 +165,11 @@ def test_what_is_no_step_is_refused():
         cg.training_step(g)
     with pytest.raises(GraphError, match="loss 'mse', expected one of cross_entropy, "):
         cg.training_step(g, loss="mse")
+    with cg.Graph("two") as two:
+        x = two.input("x", (B, D)) @ two.param("w", (D, F))
+        two.output(x, cg.relu(x))
+    with pytest.raises(GraphError, match="loss 'cross_entropy' of graph 'two', which has 2 outputs, expected one, or"):
+        cg.training_step(two, loss="cross_entropy")
     with pytest.raises(GraphError, match=r"the loss is relu.*, expected a scalar"):
         cg.training_step(g, loss=lambda y: y)
     with pytest.raises(GraphError, match=r"training_step: optimizer is 'adamw', expected an optimizer"):

@@ -18,7 +18,7 @@ from ..notation.door import READ, guarded
 from .fitting import Point, columns
 from .forms import Forms
 from .plans import Plan, Search
-from .structures import Family, Structure, structure_of
+from .structures import CHOICES, Family, Structure
 
 __all__ = ["Crossing", "Crossovers", "crossovers"]
 
@@ -179,7 +179,8 @@ def _grouped(family: Family, plans: Sequence[Plan]) -> Mapping[Structure, list[P
     out: dict[Structure, list[Plan]] = {}
     tensor = {tp: family.tensor(tp) for tp in {p.tp for p in plans}}
     for p in plans:
-        out.setdefault(structure_of(p, tensor[p.tp]), []).append(p)
+        choices = {name: getattr(p, name) for name in CHOICES}
+        out.setdefault(family.structure(p, tensor[p.tp], **choices), []).append(p)
     return out
 
 

@@ -22,6 +22,7 @@ from ..hardware.networks import Network
 from ..hardware.specs import Hardware
 from ..notation.door import READ
 from ..optimizers import Optimizer
+from ..transforms.checkpoint import read_checkpoint
 from ..transforms.offload import OFFLOADED, need_offloaded
 from ..transforms.precision.policy import find_policy
 from ..transforms.schedules import SCHEDULES, asked
@@ -29,7 +30,7 @@ from ..transforms.shard.parallelize import SYSTEMS, System
 from .fitting import Fit, Point, Work
 from .plans import Plan, Search, explained
 from .sizing import Bytes, memory_limit
-from .structures import CHOICES, DEGREES, Fallback, Family, Structure, batch_of
+from .structures import CHOICES, Fallback, Family, Structure, batch_of
 
 __all__ = ["search"]
 
@@ -254,6 +255,7 @@ def _policies(place: str, given: object) -> list[str]:
     for value in found:
         if not isinstance(value, str):
             raise BindingError(f"{place}: {shown(value)}, expected a text such as 'every-block'")
+        read_checkpoint(value)
     return list(dict.fromkeys(found))
 
 
@@ -370,19 +372,15 @@ def _grouped(family: Family, points: Iterable[Point], choices: _Choices) -> dict
             tensor[p.tp] = family.tensor(p.tp)
         if tensor[p.tp] == 0:  # it does not divide the model
             continue
-        one = {d: 1 if getattr(p, d) == 1 else None for d in DEGREES if d != "tp"}
         few = [z for z in choices.stages if z < 2 or p.pp == 1 or choices.asked] or [*choices.stages]
         stages, splits = few[: None if p.dp * p.cp > 1 else 1], choices.splits[: None if p.tp > 1 else 1]
         ways = product(stages, splits, choices.kept, family.precisions, choices.away)
         for (zero, split, how, precision, away), (order, at) in product(ways, [*choices.orders(family, p)]):
-            found = Structure(
-                zero, split, how, tp=tensor[p.tp], schedule=order, precision=precision, offload=away, **one
-            )
+            options = {"checkpoint": how, "schedule": order, "precision": precision, "offload": away}
+            found = family.structure(p, tensor[p.tp], zero=zero, sequence=split, **options)
             out.setdefault(found, []).append(at)
-    alike: dict[Structure, list[Structure]] = {}
-    for structure in out:
-        alike.setdefault(structure.like(), []).append(structure)
-    return {structure: out[structure] for found in alike.values() for structure in found}
+    alike = [*dict.fromkeys(structure.like() for structure in out)]
+    return dict(sorted(out.items(), key=lambda pair: alike.index(pair[0].like())))
 
 
 def _plan(fit: Fit, tokens: int) -> Plan:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import inf, prod
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from ..algebra.symbols import symbol
 from ..analysis.arrays import Array
 from ..analysis.collecting import collection_paused
 from ..analysis.training import tokens_poly
-from ..analysis.training_memory import state_bytes
+from ..analysis.training_memory import StateBytes, state_bytes
 from ..analysis.work import Fallback, ask
 from ..errors import BindingError, CostGraphError, GraphError
 from ..graph.graph import Graph
@@ -32,7 +33,7 @@ from ..transforms.training import training_step
 from .forms import Cut, Forms, Kind
 from .rings import Rings
 
-__all__ = ["CHOICES", "DEGREES", "Fallback", "Family", "Structure", "batch_of", "structure_of"]
+__all__ = ["CHOICES", "DEGREES", "Fallback", "Family", "Structure", "batch_of"]
 
 DEGREES = ("dp", "tp", "pp", "cp", "ep", "accumulate")
 #: What structures differ in beside degrees.
@@ -62,6 +63,8 @@ class Structure:
     """of a pipeline, else nothing"""
     precision: str = ""
     offload: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
+    """of dp, cp and ep, some with which ZeRO splits the axes that it does; none where these are the longest"""
 
     def like(self) -> Structure:
         """Return that of which the graphs are the same: schedules may differ only in what waits."""
@@ -75,13 +78,6 @@ def _differs(schedule: str) -> tuple[bool, ...]:
     """Return what of a schedule changes graphs: gradients of weights apart, groups of layers, where these turn."""
     made = SCHEDULES[schedule]
     return Order(schedule, ONE, ONE, ONE).splits, made.chunks is None, made.folded, made.both_ways
-
-
-def structure_of(plan: Any, tensor: int | str | None) -> Structure:
-    """Return the structure of what has all degrees, as a plan does."""
-    found: dict[str, Any] = {d: 1 if getattr(plan, d) == 1 else None for d in DEGREES if d != "tp"}
-    found |= {name: getattr(plan, name) for name in CHOICES}
-    return Structure(tp=tensor, **found)
 
 
 @dataclass
@@ -107,6 +103,12 @@ class Family:
     dims: Mapping[str, Any]
     """sizes, all but that of the batch"""
     steps: dict[tuple[str, str, int | None], Graph] = field(default_factory=dict)
+    states: dict[str, StateBytes] = field(default_factory=dict)
+    """bytes by precision"""
+    placed: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
+    """by degrees, those of which the axes that ZeRO splits are taken"""
+    first: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
+    """by axes, the first degrees with which ZeRO splits these"""
     made: tuple[Structure | None, list[Kind]] = (None, [])
     """what was derived last"""
 
@@ -166,6 +168,29 @@ class Family:
         }
         return {name: cut for name, cut in found.items() if cut.alike.any()}
 
+    def structure(self, point: Any, tensor: int | str | None, **choices: Any) -> Structure:
+        """Return the structure of what has all degrees, as a plan does."""
+        found: dict[str, Any] = {d: 1 if getattr(point, d) == 1 else None for d in DEGREES if d != "tp"}
+        return Structure(tp=tensor, ranks=self.ranks(point) if choices["zero"] else (), **found, **choices)
+
+    def ranks(self, point: Any) -> tuple[int, ...]:
+        """Return degrees with which ZeRO splits the axes that it does with those of a point; none if the longest."""
+        every = point.dp, point.cp, point.ep
+        if every not in self.placed:
+            each = [(n, sizes) for n in (every[0] * every[1], prod(every)) for sizes in self.uneven]
+            axes = tuple(_split(sizes, n) for n, sizes in each)
+            longest = all(at == sizes.index(max(sizes)) for at, (_, sizes) in zip(axes, each, strict=True))
+            self.placed[every] = () if longest else self.first.setdefault(axes, every)
+        return self.placed[every]
+
+    @cached_property
+    def uneven(self) -> list[tuple[float, ...]]:
+        """Sizes of parameters of several axes, without end where one is open."""
+        params = (t for t in self.model.tensors if t.role == "param" and t.producer is None)
+        known = {name: poly(n) for name, n in self.model.defaults.items()}
+        sizes = ([n.bind(known).constant for n in t.sizes[t.storage.pieces :]] for t in params)
+        return sorted({tuple(inf if n is None else float(n) for n in ns) for ns in sizes if len(ns) > 1})
+
     def step(self, structure: Structure) -> Graph:
         """Return the step of all devices together."""
         times = structure.accumulate
@@ -185,8 +210,13 @@ class Family:
             if SCHEDULES[structure.schedule].chunks is None:
                 degrees["virtual"] = symbol(self.names["virtual"])
         options = {"zero": structure.zero, "sequence": structure.sequence, "offload": structure.offload}
-        options |= {"system": self.system, "reduce_each": self.reduce_each}
-        return parallelize(graph, **degrees, **options, hold=self.hold)  # type: ignore[arg-type]
+        options |= {"system": self.system, "reduce_each": self.reduce_each, "hold": self.hold}
+        ranks = dict(zip(("dp", "cp", "ep"), structure.ranks, strict=False))  # what these divide is what is split
+        given, graph.defaults = graph.defaults, {**graph.defaults, **{self.names[d]: n for d, n in ranks.items()}}
+        try:
+            return parallelize(graph, **degrees, **options)  # type: ignore[arg-type]
+        finally:
+            graph.defaults = given
 
     def degree(self, name: str, structure: Structure) -> object:
         """Return a degree of a structure, as parallelize takes it."""
@@ -234,7 +264,8 @@ class Family:
         if left:
             assert waiting is not None
             rank.waiting = replace(waiting, first=(), later=(), asked=())  # schedules have their own
-            rank.defaults = {name: n for name, n in rank.defaults.items() if name not in left}
+        own = {*left, *self.names.values()}
+        rank.defaults = {name: n for name, n in rank.defaults.items() if name not in own}
         dims = {name: n for name, n in self.dims.items() if name in known and name not in left}
         asked = ask(rank, self.hardware, self.fallback, dims, "search")
         return Kind(asked, self.overlap, waiting, self.rings)
@@ -249,11 +280,18 @@ class Family:
         """Return a degree of a structure."""
         return poly(self.degree(name, structure))
 
+    def state(self, structure: Structure) -> StateBytes:
+        """Return the bytes of parameters, gradients and states: those of any step of the same number formats."""
+        name = structure.precision
+        if name not in self.states:
+            step = next((g for (made, _, _), g in self.steps.items() if made == name), None) or self.step(structure)
+            sizes = {**self.dims, **dict.fromkeys((self.batch, self.names["accumulate"]), 1)}  # parameters have neither
+            self.states[name] = state_bytes(step, **{n: size for n, size in sizes.items() if n in known_names(step)})
+        return self.states[name]
+
     def least(self, structure: Structure, degrees: Mapping[str, Any]) -> Any:
         """Return bytes that no rank of a structure is below: parameters, gradients and states in equal parts."""
-        step = self.step(structure)
-        sizes = {**self.dims, **dict.fromkeys((self.batch, self.names["accumulate"]), 1)}  # parameters have neither
-        found = state_bytes(step, **{name: n for name, n in sizes.items() if name in known_names(step)})
+        found = self.state(structure)
         ranks = degrees["tp"] * degrees["pp"] * degrees["ep"]
         split = ranks * degrees["dp"] * degrees["cp"]
         # gradients go to where their updates are as they are made
@@ -302,6 +340,11 @@ class Family:
         except CostGraphError:
             return False
         return True
+
+
+def _split(sizes: tuple[float, ...], ranks: int) -> int:
+    """Return which axis some ranks split: the longest that they divide, or the longest."""
+    return max(range(len(sizes)), key=lambda i: (sizes[i] == inf or not sizes[i] % ranks, sizes[i], -i))
 
 
 def batch_of(model: Graph) -> str:

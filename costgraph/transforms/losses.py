@@ -90,6 +90,11 @@ def _closed(new: Graph, named: object) -> Tensor:
     function = LOSSES.get(named) if isinstance(named, str) else named
     if not callable(function):
         raise GraphError(f"training_step: loss {shown(named)}, expected one of {', '.join(LOSSES)} or a function")
+    if isinstance(named, str) and len(new.outputs) != 1:
+        raise GraphError(
+            f"training_step: loss {named!r} of graph {new.name!r}, which has {len(new.outputs)} outputs, expected one, "
+            f"or a function of the outputs"
+        )
     made = function(*new.outputs)
     if not isinstance(made, Tensor) or made.sizes:
         raise GraphError(f"training_step: the loss is {made!r}, expected a scalar")
