@@ -159,6 +159,18 @@ CASES = {
         lambda x: functional.binary_cross_entropy_with_logits(x, x.cos().square()),
         functional.logsigmoid, functional.glu,
     ]),
+    "classes": (nn.Linear(6, 6), ROWS, [
+        lambda x: functional.cross_entropy(x, torch.arange(7) % 6, reduction="none"),
+        lambda x: functional.cross_entropy(x, torch.arange(7) % 6, reduction="sum"),
+        lambda x: functional.cross_entropy(x[None, :, :5], torch.arange(5)[None] + 1),
+        lambda x: functional.cross_entropy(x, torch.arange(7) % 6, weight=torch.arange(6) + 0.5),
+        lambda x: functional.cross_entropy(x, torch.arange(7) % 6, ignore_index=2),
+    ]),
+    "odds": (nn.Linear(6, 6), ROWS, [
+        lambda x: functional.soft_margin_loss(x, x.detach().sign()), nn.PReLU(6),
+        lambda x: functional.binary_cross_entropy(x.sigmoid(), torch.full_like(x, 0.3), weight=torch.full_like(x, 2)),
+        lambda x: functional.binary_cross_entropy_with_logits(x, torch.full_like(x, 0.3), pos_weight=x.new_ones(6) * 3),
+    ]),
     "triangles": (nn.Linear(6, 6), ROWS, [lambda x: x.tril(-1), lambda x: x.triu(2), lambda x: (x + 1).tril_()]),
     "orders": (nn.Linear(6, 6), ROWS, [
         lambda x: x.max(0).values, lambda x: x.sort(0).values, lambda x: x.topk(3, 0).values,

@@ -18,6 +18,7 @@ from ...graph.tensor import Tensor
 from ...ops.blocks import Kernel
 from ...ops.contraction import Einsum
 from ...ops.spectra import Fourier
+from ...ops.stated import Opaque
 from ...transforms.rewrite import Rewriter
 from .call import Call, Spec
 from .translations.table import Translation
@@ -205,6 +206,9 @@ def _settled(
     if not ops:
         return None
     work = [op for op in ops if op.kind.overwrites() or any(not t.is_view for t in op.results)]
+    if len(work) == 1 and isinstance(work[0].kind, Opaque):
+        work[0].state(workspace=work[0].kind.workspace + workspace)
+        workspace = ZERO
     if not work:
         return Template(body, used, results, None) if as_run else None
     if len(work) == 1 and as_run and not workspace and not (whole and len(ops) > 1):

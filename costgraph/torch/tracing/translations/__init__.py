@@ -10,6 +10,7 @@ from . import (  # noqa: F401  # they fill the table
     products,
     reductions,
     spectra,
+    stated,
     updates,
     windows,
 )

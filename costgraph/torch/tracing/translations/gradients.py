@@ -9,16 +9,19 @@ from typing import Any
 from ....errors import UnsupportedError
 from ....graph.graph import Graph, current_graph
 from ....graph.scopes import building
+from ....graph.strides import Sizes
 from ....graph.tensor import Tensor
 from ....ops.blocks import fused
-from ....ops.layout import rearrange
+from ....ops.layout import broadcast, rearrange
 from ....ops.pointwise import cast
 from ....transforms.backward.backward import pull_back
 from ....transforms.rewrite import Rewriter
 from ....transforms.vjp.kernels import row_sums
 from ..call import Call, Spec
+from .elementwise import elementwise
 from .kernels import attended, batch_norm, group_norm, layer_norm, nll, root_norm, soft
-from .losses import squared
+from .losses import bent, entropy, log_sigmoid, margin, squared
+from .stated import like, stated
 from .table import Translation, translation
 from .windows import adaptive_mean, convolution, max_pool, mean_pool, repeated
 
@@ -92,11 +95,6 @@ def _gradients(
     return [gradients.get(n) for n in operands]
 
 
-def _like(t: Tensor) -> Spec:
-    """Return how a tensor looks."""
-    return Spec(t.sizes, t.strides, t.dtype)
-
-
 def _results(forward: Translation, call: Call) -> tuple[Tensor, ...]:
     """Return what a forward kernel makes."""
     found = forward(call)
@@ -150,15 +148,28 @@ def soft_backward(call: Call) -> Sequence[Tensor | None] | None:
     """From the result alone."""
     y: Tensor = call["output"]
     plain = replace(call, name=call.name.removesuffix("_backward_data"))
-    (made,) = _gradients(plain, soft, {"self": _like(y)}, call["grad_output"], {0: "output"})
+    (made,) = _gradients(plain, soft, {"self": like(y)}, call["grad_output"], {0: "output"})
     return None if made is None else [cast(made, call.out.dtype)]
 
 
-@translation("nll_loss_backward")
+@translation("nll_loss_backward", "nll_loss2d_backward")
 def nll_backward(call: Call) -> Sequence[Tensor | None]:
     """Shares of the mean, added to zeros where the targets are."""
-    operands = {"self": call["self"], "target": call["target"]}
-    return _gradients(call, nll, operands, call["grad_output"], {1: "total_weight"})[:1]
+    operands = {n: call[n] for n in ("self", "target", "weight")}
+    return _of_first(call, nll, operands, {1: "total_weight"})
+
+
+def _of_first(
+    call: Call,
+    forward: Translation,
+    operands: Mapping[str, Tensor | Spec | None],
+    saved: Mapping[int, str] | None = None,
+    results: tuple[Spec, ...] = (),
+) -> list[Tensor | None]:
+    """Return the gradient of the first operand of a forward kernel alone."""
+    mask = (True, *(False for _ in range(len(operands) - 1)))
+    one = replace(call, name=call.name.removesuffix("_backward"), arguments={**call.arguments, "output_mask": mask})
+    return _gradients(one, forward, operands, call["grad_output"], saved or {}, results=results)[:1]
 
 
 @translation(
@@ -170,21 +181,55 @@ def pool_backward(call: Call) -> Sequence[Tensor | None]:
     forward = adaptive_mean if "adaptive" in call.name else mean_pool
     if "indices" in call.arguments:
         return _gradients(call, max_pool, {"self": call["self"]}, call["grad_output"], {1: "indices"})
+    if forward is adaptive_mean and not _are_whole(call["self"].sizes, call["grad_output"].sizes):
+        return stated(call)
     return _gradients(call, forward, {"self": call["self"]}, call["grad_output"], {})
+
+
+def _are_whole(large: Sizes, small: Sizes) -> bool:
+    """Whether axes are so many times as large as others."""
+    return all(isinstance((n / k).constant, int) for n, k in zip(large, small, strict=True))
 
 
 @translation(*(f"upsample_nearest{rank}d_backward" for rank in (1, 2, 3)))
 def repeated_backward(call: Call) -> Sequence[Tensor | None]:
     """The sum of what an element has become."""
     grad: Tensor = call["grad_output"]
-    return _gradients(call, repeated, {"self": call.out}, grad, {}, results=(_like(grad),))
+    if not _are_whole(grad.sizes, call.out.sizes):
+        return stated(call)
+    return _gradients(call, repeated, {"self": call.out}, grad, {}, results=(like(grad),))
 
 
-@translation("mse_loss_backward")
-def squared_backward(call: Call) -> Sequence[Tensor | None]:
-    """Twice the difference, or its share of the mean."""
-    one = replace(call, arguments={**call.arguments, "output_mask": (True, False)})
-    return _gradients(one, squared, {n: call[n] for n in ("self", "target")}, call["grad_output"], {})[:1]
+#: Forward kernels of losses by the name of that of their gradients.
+_LOSSES: dict[str, Translation] = {
+    "mse_loss_backward": squared,
+    "smooth_l1_loss_backward": bent,
+    "huber_loss_backward": bent,
+    "soft_margin_loss_backward": margin,
+    "binary_cross_entropy_backward": entropy,
+}
+
+
+@translation(*_LOSSES)
+def loss_backward(call: Call) -> Sequence[Tensor | None]:
+    """What a difference has to do with it, or its share of the mean."""
+    operands = {n: call.get(n) for n in ("self", "target", "weight")}
+    return _of_first(call, _LOSSES[call.name], operands)
+
+
+@translation("log_sigmoid_backward")
+def log_sigmoid_backward(call: Call) -> Sequence[Tensor | None]:
+    """By the exponential that is saved."""
+    return _of_first(call, log_sigmoid, {"self": call["self"]}, {1: "buffer"})
+
+
+@translation("_prelu_kernel_backward")
+def slopes_backward(call: Call) -> Sequence[Tensor | None]:
+    """Of what is on either side of zero, and of the slope there, before that is added up."""
+    grad, slope = call["grad_output"], call["weight"]
+    operands = {"self": call["self"], "weight": slope if slope.sizes == grad.sizes else broadcast(slope, grad.sizes)}
+    plain = replace(call, name="_prelu_kernel", arguments=operands)
+    return _gradients(plain, elementwise, operands, grad, {}, results=(like(grad),))
 
 
 @translation("_scaled_dot_product_flash_attention_for_cpu_backward")

@@ -16,8 +16,8 @@ from ....nn.kernels import one_kernel
 from ....nn.norms import normalised, of_groups, of_root, of_running, of_the_batch
 from ....nn.softmax import log_softmax, softmax
 from ....ops.fill import fill
-from ....ops.index import take_along
-from ....ops.layout import rearrange, reshape
+from ....ops.index import gather, take_along
+from ....ops.layout import permute, rearrange, reshape
 from ....ops.pointwise import cast, pointwise
 from ....ops.reduce import reduce
 from ....transforms.vjp.kernels import row_sums
@@ -159,17 +159,26 @@ def attended(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -
     return y, op
 
 
-@translation("nll_loss_forward")
+@translation("nll_loss_forward", "nll_loss2d_forward")
 def nll(call: Call) -> tuple[Tensor, Tensor] | None:
-    """The mean, or the sum, of what each target picks, with its sign turned, and how many they are."""
-    x, targets, ignored = call["self"], call["target"], call["ignore_index"]
-    if call.get("weight") is not None or call["reduction"] == 0 or x.ndim != 2:
+    """What each target picks, weighted perhaps, with its sign turned: each, their mean or their sum, and how many."""
+    x, targets, weight, ignored = call["self"], call["target"], call.get("weight"), call["ignore_index"]
+    if x.ndim < 2 or (ignored >= 0 and (weight is not None or call["reduction"] == 0)):
         return None
-    picked, count = take_along(x, reshape(targets, (*targets.sizes, ONE))), targets.sizes[0]
+    x = permute(x, [0, *range(2, x.ndim), 1]) if x.ndim > 2 else x
+    picked = reshape(take_along(x, reshape(targets, (*targets.sizes, ONE))), targets.sizes)
+    every = " ".join(f"n{i}" for i in range(targets.ndim))
+    if weight is not None:
+        each = gather(weight, targets)
+        total, made = reduce(each, f"{every} -> ", "sum"), picked * each
+        if call["reduction"]:
+            made = reduce(made, f"{every} -> ", "sum")
+        return -(made / total if call["reduction"] == 1 else made), total
     if ignored < 0:  # of no class: what a program fills up with, and nothing here is known to be
-        made = reduce(picked, "n i -> ", "mean" if call["reduction"] == 1 else "sum")
-        return -made, fill((), count, x.dtype)
+        if call["reduction"]:
+            picked = reduce(picked, f"{every} -> ", "mean" if call["reduction"] == 1 else "sum")
+        return -picked, fill((), targets.numel, x.dtype)
     hidden = pointwise("eq", targets, ignored)
-    total = reduce(pointwise("masked_fill", picked, reshape(hidden, picked.sizes)), "n i -> ", "sum")
-    left = pointwise("sub", count, reduce(cast(hidden, x.dtype), "n -> ", "sum"))
+    total = reduce(pointwise("masked_fill", picked, hidden), f"{every} -> ", "sum")
+    left = pointwise("sub", targets.numel, reduce(cast(hidden, x.dtype), f"{every} -> ", "sum"))
     return -(total / left if call["reduction"] == 1 else total), left

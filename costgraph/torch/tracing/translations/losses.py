@@ -13,7 +13,7 @@ from ....ops.reduce import reduce
 from ..call import Call
 from .table import translation
 
-__all__ = ["squared"]
+__all__ = ["bent", "entropy", "log_sigmoid", "margin", "squared"]
 
 #: Reductions of torch.nn by number, and none.
 _REDUCTIONS = (None, "mean", "sum")
@@ -54,7 +54,7 @@ def bent(call: Call) -> Tensor | None:
 
 
 #: Steps of a loss of a probability, or of its logit, and torch's gradients of it and of what it is compared with.
-_ENTROPIES: dict[str, tuple[Sequence[str], tuple[Any, Any]]] = {
+_ENTROPIES: dict[str, tuple[Sequence[str], tuple[Any, ...]]] = {
     "binary_cross_entropy": (
         ("log", "maximum", "mul", "sub", "sub", "log", "maximum", "mul", "add", "neg"),
         (
@@ -71,14 +71,33 @@ _ENTROPIES: dict[str, tuple[Sequence[str], tuple[Any, Any]]] = {
 
 @translation(*_ENTROPIES)
 def entropy(call: Call) -> Tensor | None:
-    """Cross entropies of two classes."""
-    x, target = call["self"], call["target"]
-    if call.get("weight") is not None or call.get("pos_weight") is not None or x.sizes != target.sizes:
+    """Cross entropies of two classes, those of one of them weighted perhaps, and those of elements."""
+    x, target, share, weight = call["self"], call["target"], call.get("pos_weight"), call.get("weight")
+    if x.sizes != target.sizes:
         return None
     steps, slopes = _ENTROPIES[call.name]
+    operands, formula = [x, target], "-(t * log(p) + (1 - t) * log(1 - p))"
+    if share is not None:  # 1 + (w - 1) * t in place of 1
+        once: Any = ("mul", "c", "b")
+        slope = ("mul", ("sub", ("mul", ("sub", ("add", once, 1), "b"), ("sigmoid", "a")), once), "g")
+        steps, slopes, operands = (*steps, "sub", "mul", "add", "mul"), (slope, None, None), [x, target, share]
+        formula = "-(w * t * log(p) + (1 - t) * log(1 - p))"
     records = [FUNCTIONS[s] for s in steps]
     flops, hard = sum(f.flops for f in records), sum(f.transcendentals for f in records)
-    made = Function(call.name, 2, flops, hard, "float", "-(t * log(p) + (1 - t) * log(1 - p))", slopes)
+    made = Function(call.name, len(operands), flops, hard, "float", formula, slopes)
+    each = pointwise(made, *operands)
+    return _reduced(call, each if weight is None else pointwise("mul", each, weight))
+
+
+@translation("soft_margin_loss")
+def margin(call: Call) -> Tensor | None:
+    """Logarithms of the odds that a sign is another one."""
+    x, target = call["self"], call["target"]
+    if x.sizes != target.sizes:
+        return None
+    odds: Any = ("exp", ("mul", ("neg", "b"), "a"))
+    slope: Any = ("mul", ("div", ("mul", ("neg", "b"), odds), ("add", odds, 1)), "g")
+    made = Function("soft_margin_loss", 2, 2, 2, "float", "log(1 + exp(-t * x))", (slope, None))
     return _reduced(call, pointwise(made, x, target))
 
 

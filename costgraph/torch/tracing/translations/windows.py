@@ -17,6 +17,7 @@ from ....ops.layout import broadcast, concat, reshape, slice_axis
 from ....ops.pointwise import pointwise
 from ....ops.pooling import Pool
 from ..call import Call
+from .stated import pulled
 from .table import translation
 
 __all__ = ["adaptive_mean", "convolution", "max_pool", "mean_pool", "repeated"]
@@ -67,14 +68,14 @@ def mean_pool(call: Call) -> Tensor | None:
 
 
 @translation("_adaptive_avg_pool2d", "_adaptive_avg_pool3d")
-def adaptive_mean(call: Call) -> Tensor | None:
-    """The mean of each part that an axis is divided into; None where parts differ."""
+def adaptive_mean(call: Call) -> Tensor | Sequence[Tensor | None] | None:
+    """The mean of each part that an axis is divided into."""
     x: Tensor = call["self"]
     rank = 3 if "3d" in call.name else 2
     sizes = call.get("output_size") or call["grad_output"].sizes[-rank:]
     shares = [(n / poly(k)).constant for n, k in zip(x.sizes[-rank:], sizes, strict=True)]
     window = tuple(n for n in shares if isinstance(n, int))
-    return apply(pooling(x, "mean", window, window, 0), [x], "avg_pool")[0] if len(window) == rank else None
+    return apply(pooling(x, "mean", window, window, 0), [x], "avg_pool")[0] if len(window) == rank else pulled(call)
 
 
 @translation("im2col")
@@ -100,12 +101,12 @@ def unfolded(call: Call) -> Tensor | None:
 
 
 @translation("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d")
-def repeated(call: Call) -> Tensor | None:
-    """Each element as often as an axis grows; None where that is no whole number."""
+def repeated(call: Call) -> Tensor | Sequence[Tensor | None] | None:
+    """Each element as often as an axis grows."""
     x, made = call["self"], call.out.sizes
     times = [n / k for n, k in zip(made[2:], x.sizes[2:], strict=True)]
     if not all(isinstance(n.constant, int) for n in times):
-        return None
+        return pulled(call)
     apart = [(n, ONE) for n in x.sizes[2:]]
     wide = [(n, k) for n, k in zip(x.sizes[2:], times, strict=True)]
     flat = [[*x.sizes[:2], *(n for pair in pairs for n in pair)] for pairs in (apart, wide)]
