@@ -1,7 +1,9 @@
 """Where torch is not installed, tests that it is the oracle of are left out; all others run."""
 
 import gc
+import os
 import re
+import sys
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -15,6 +17,13 @@ settings.register_profile(
     "costgraph", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=multiplier() == 1
 )
 settings.load_profile("costgraph")
+
+# some machines forbid compiled files: every process would compile the whole library and the tests again
+os.environ["PYTHONDONTWRITEBYTECODE"] = ""
+sys.dont_write_bytecode = False
+
+# graphs are cycles of many small objects that live: to look for dead ones at each 700 takes a tenth of a run
+gc.set_threshold(50_000, 20, 100)
 
 TESTS = Path(__file__).resolve().parent
 IMPORT = re.compile(r"^(?:from|import) (\w+)", re.MULTILINE)

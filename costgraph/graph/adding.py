@@ -16,7 +16,7 @@ from .arguments import need_name, sizes_of
 from .changes import modify
 from .op import Op, OpKind, Result
 from .scopes import current_graph, here
-from .strides import is_integral
+from .strides import is_integral, united
 from .tensor import Storage, Tensor
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def add_node(graph: Graph, /, node: Tensor | Op, **attr: object) -> None:
         modify(graph, f"add_node {node!r}")
     root, new = graph.root, [n for n in (node.sizes if isinstance(node, Tensor) else ()) if not is_integral(n)]
     if not root.quotients.issuperset(new):
-        before, root.quotients = root.quotients, root.quotients.union(new)
+        before, root.quotients = root.quotients, united(root.quotients, frozenset(new))
         graph.note(lambda: setattr(root, "quotients", before))
     nx.DiGraph.add_node(graph, node, **attr)
     graph.note(lambda: node in graph and nx.DiGraph.remove_node(graph, node))

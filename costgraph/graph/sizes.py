@@ -12,7 +12,7 @@ from ..algebra.dominance import Relations
 from ..algebra.polynomial import Poly, as_poly
 from ..algebra.symbols import integer, shorten, shown
 from ..errors import BindingError
-from .strides import Sizes, is_integral, settled
+from .strides import Sizes, is_integral, is_polynomial, settled
 from .tensor import Tensor
 
 if TYPE_CHECKING:
@@ -63,9 +63,11 @@ def told(graph: Graph, sizes: Sizes) -> Sizes:
     Known are assumed equalities, and that sizes such as D/H are whole: ceiling(D/H) is then D/H.
     """
     known, whole = graph.root.relations, graph.root.quotients
-    if known.relations:
-        sizes, whole = tuple(map(known.reduce, sizes)), frozenset(map(known.reduce, whole))
-    return tuple(settled(n, whole) for n in sizes) if whole else sizes
+    sizes = tuple(map(known.reduce, sizes)) if known.relations else sizes
+    if not whole or all(map(is_polynomial, sizes)):  # nearly always: a graph of many quotients is long to look up
+        return sizes
+    whole = frozenset(map(known.reduce, whole)) if known.relations else whole
+    return tuple(settled(n, whole) for n in sizes)
 
 
 def known_names(graph: Graph) -> frozenset[str]:

@@ -16,8 +16,8 @@ from ..algebra.generators import cached, generator, is_reciprocal
 from ..algebra.polynomial import ONE, ZERO, Monomial, Poly, Rational, poly
 
 __all__ = [
-    "Sizes", "apart", "contiguous", "distinct", "elementwise", "in_the_order_of", "is_integral", "numel", "settled",
-    "view", "windows_along",
+    "Sizes", "apart", "contiguous", "distinct", "elementwise", "in_the_order_of", "is_integral", "is_polynomial",
+    "numel", "settled", "united", "view", "windows_along",
 ]  # fmt: skip
 
 Sizes = tuple[Poly, ...]
@@ -45,6 +45,11 @@ def windows_along(size: Poly, spare: Poly | int, stride: Poly | int) -> Poly:
     return poly(sympy.ceiling(((inner - spare) / stride).expr))
 
 
+def is_polynomial(p: Poly) -> bool:
+    """Whether a formula has symbols alone, no floor and no other atom."""
+    return all(key[0] != "~" for m in p.terms for key, _ in m)
+
+
 @cached(1 << 14)
 def settled(p: Poly, sizes: frozenset[Poly]) -> Poly:
     """Return a formula without the floors and ceilings of what is whole where all of some sizes are."""
@@ -64,6 +69,12 @@ def settled(p: Poly, sizes: frozenset[Poly]) -> Poly:
 def _fractional(p: Poly) -> Poly:
     """Return the terms that need not be whole numbers."""
     return Poly({m: c for m, c in p.terms.items() if not _is_integral(m, c)})
+
+
+@cached(1 << 12)
+def united(a: frozenset[Poly], b: frozenset[Poly]) -> frozenset[Poly]:
+    """Return a union, the same object for equal ones: graphs of one model then share what was derived of it."""
+    return a | b
 
 
 @cached(1 << 14)

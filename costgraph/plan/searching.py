@@ -156,7 +156,8 @@ def search(
     >>> import costgraph as cg
     >>> model = cg.models.load("llama-3-8b")
     >>> found = cg.plan.search(
-    ...     model, devices=64, hardware="h100-sxm", precision="bf16", B=64, S=8192, zero=(1, 3), checkpoint="none"
+    ...     model, devices=64, hardware="h100-sxm", precision="bf16", B=64, S=8192, tp=(1, 2), pp=1, zero=(1, 3),
+    ...     checkpoint="none",
     ... )
     >>> found.best.dp, found.best.tp, found.best.zero, found.best.sequence
     (32, 2, 3, True)

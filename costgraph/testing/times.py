@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
+from functools import cache
 
 from ..analysis.duration import seconds
 from ..analysis.roofline import roofline
@@ -16,6 +17,7 @@ from .laws import Trial, law
 __all__ = ["through"]
 
 
+@cache
 def through(size: int) -> Hardware:
     """Return a device with two levels of caches of so many bytes."""
     device = load_hardware("a100-80-sxm")
