@@ -1,6 +1,7 @@
 """Reports of one rank: what it sends, on the command line and as files."""
 
 import json
+import math
 
 import pytest
 
@@ -121,3 +122,78 @@ def test_what_is_refused(capsys, words, text):
     code, out, err = run(capsys, *WORDS, *words)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert text in err
+
+
+# -- inference -----------------------------------------------------------------------------------------------------
+
+OWN = {name: n for name, n in SIZES.items() if name not in ("B", "S")}
+SERVED = [f"{name}={n}" for name, n in OWN.items()]
+MESHES = [{"dp": 3}, {"tp": 2, "cp": 7}, {"pp": 2, "tp": 2, "micro_batches": 3}]
+
+
+def said(capsys, *words):
+    assert cli.main([*words, "--json", "-"]) == 0
+    done = capsys.readouterr()
+    assert done.err == ""
+    return json.loads(done.out)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_steps_of_generation_on_several_devices_are_those_of_python(capsys, mesh):
+    rank = cg.parallelize(cg.decode(cg.models.load("llama-3-8b")), **mesh)
+    expected = cg.plan.throughput(rank, "h100-sxm", "B", [3, 9], network="dgx-superpod", S=77, **OWN)
+    options = [word for axis, n in mesh.items() for word in (f"--{axis.replace('_', '-')}", str(n))]
+    words = ["decode", "llama-3-8b", "--hardware", "h100-sxm", "--network", "dgx-superpod", *options, *SERVED, "S=77"]
+    data = said(capsys, *words, "--values", "3,9")
+    columns = ("tokens", "seconds", "memory", "devices", "tokens_per_device", "tokens_per_second")
+    for row, own in zip(data["rows"], expected.rows, strict=True):
+        assert [row[c] for c in columns] == [getattr(own, c) for c in columns]
+    many = math.prod(n for axis, n in mesh.items() if axis != "micro_batches")
+    assert {row["devices"] for row in data["rows"]} == {many}
+    assert cli.main([*words, "--values", "3,9"]) == 0
+    out = capsys.readouterr().out
+    assert f"of each of {many} devices\n\n{expected}\n" in out
+
+
+def test_steps_of_experts_and_in_other_formats_are_those_of_python(capsys):
+    step = cg.quantize(cg.decode(cg.models.load("mixtral-8x7b")), cache="fp8_e4m3")
+    rank = cg.parallelize(step, ep=4, tp=2)
+    expected = cg.plan.throughput(rank, "h200-sxm", "B", [8], S=101, L=3)
+    words = "decode mixtral-8x7b --hardware h200-sxm --ep 4 --tp 2 --cache fp8_e4m3 S=101 L=3"
+    (row,) = said(capsys, *words.split(), "--values", "8")["rows"]
+    assert (row["seconds"], row["memory"]) == (expected.rows[0].seconds, expected.rows[0].memory)
+
+
+@pytest.mark.parametrize("mesh", [{}, {"tp": 2, "dp": 2}], ids=str)
+def test_the_time_of_an_answer_is_that_of_python(capsys, tmp_path, mesh):
+    model = cg.models.load("llama-3-8b")
+    passes = cg.prefill(model, logits="last"), cg.decode(model)
+    first, step = (cg.parallelize(g, **mesh) if mesh else g for g in passes)
+    expected = cg.plan.latency(first, step, "h100-sxm", prompt=77, steps=13, B=6, **OWN)
+    options = [word for axis, n in mesh.items() for word in (f"--{axis}", str(n))]
+    words = ["latency", "llama-3-8b", "--hardware", "h100-sxm", "--prompt", "77", "--steps", "13", *options, *SERVED]
+    data = said(capsys, *words, "B=6", "--csv", str(tmp_path / "answer.csv"))
+    times = {
+        name: getattr(expected, name) for name in ("first_token", "next_token", "last_token", "per_token", "total")
+    }
+    assert {name: data[name] for name in times} == times
+    assert (data["schema"], data["prompt"], data["steps"]) == ("costgraph/latency/1", 77, 13)
+    names, row = (tmp_path / "answer.csv").read_text().splitlines()
+    assert dict(zip(names.split(","), map(float, row.split(",")), strict=True)) == times
+    assert cli.main([*words, "B=6"]) == 0
+    assert f"total        {expected.total * 1e6:.4g} us\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("decode llama-3-8b --hardware h100-sxm --tp x S=7", "--tp: got 'x', expected a size"),
+        ("decode llama-3-8b --hardware h100-sxm --micro-batches 2 S=7", "micro_batches is 2 of one stage, expected 1"),
+        ("decode llama-3-8b --hardware h100-sxm --ep 2 S=7", "'llama-3-8b.decode' has a name that ep splits"),
+        ("latency llama-3-8b --hardware h100-sxm --prompt 0 --steps 3 B=1", "--prompt: got '0', expected"),
+        ("latency llama-3-8b --hardware h100-sxm --prompt 7 --steps 3 B=1 Q=2", "Q is no dimension of either graph"),
+    ],
+)
+def test_what_is_refused_of_inference(capsys, words, text):
+    assert cli.main(words.split()) == 2
+    assert text in capsys.readouterr().err

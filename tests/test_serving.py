@@ -275,10 +275,11 @@ def test_its_files(capsys, tmp_path):
     line = "decode llama-3-8b --hardware h100-sxm --values 1,2 S=100 --json - --csv"
     assert main([*line.split(), str(tmp_path / "rows.csv")]) == 0
     data = json.loads(capsys.readouterr().out)
-    assert data["schema"] == "costgraph/throughput/1"
+    assert data["schema"] == "costgraph/throughput/2"
     assert [row["size"] for row in data["rows"]] == [1, 2]
     lines = (tmp_path / "rows.csv").read_text().splitlines()
-    assert lines[0] == "size,tokens,seconds,lower_bound,tokens_per_second,memory,fits,bound"
+    columns = "size,tokens,seconds,lower_bound,tokens_per_second,devices,tokens_per_device,memory,fits,bound"
+    assert lines[0] == columns
     assert len(lines) == 3
 
 

@@ -31,6 +31,7 @@ COMMANDS = {
     "plan": ("training_commands", "What decides whether a training run is possible."),
     "search": ("search_command", "Plans of training on several devices, fastest first."),
     "decode": ("serving_commands", "Throughput against latency of generation on a device."),
+    "latency": ("serving_commands", "Time to the first token of an answer, and of those after it."),
     "calibrate": ("torch_commands", "Measure what a device attains, or fit a model of time to records."),
     "validate": ("torch_commands", "Hold predictions to measurements, of a device here or published."),
     "trace": ("trace_command", "Turn a torch module into a graph with symbolic sizes."),

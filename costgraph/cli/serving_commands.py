@@ -1,4 +1,4 @@
-"""The command of the command line on inference: a step of decoding, for several sizes of the batch."""
+"""The commands of the command line on inference: steps of decoding for several batches, and the time of an answer."""
 
 from __future__ import annotations
 
@@ -14,24 +14,33 @@ from ..analysis.crossover import crossover
 from ..analysis.params import cache_bytes, param_bytes
 from ..errors import FormatError, UnsupportedError
 from ..graph.graph import Graph
-from ..hardware.units import format_bytes
-from ..plan.serving import Throughput, throughput
+from ..hardware.specs import load_hardware
+from ..hardware.units import format_bytes, format_quantity
+from ..plan.serving import Latency, Throughput, latency, throughput
 from ..plan.sizing import largest
 from ..report.formula import formula_text
 from ..text_file import as_csv, as_json
-from ..transforms.inference.inference import decode
+from ..transforms.inference.inference import decode, prefill
 from ..transforms.quantize.quantize import quantize
+from ..transforms.shard.parallelize import parallelize
 from . import options as opt
+from . import ranks
 from .frame import command
 from .loading import load_model
 from .terminal import check_files, say, write_files
 
-__all__ = ["THROUGHPUT_SCHEMA", "decode_command"]
+__all__ = ["LATENCY_SCHEMA", "THROUGHPUT_SCHEMA", "decode_command", "latency_command"]
 
-THROUGHPUT_SCHEMA = "costgraph/throughput/1"
+THROUGHPUT_SCHEMA = "costgraph/throughput/2"
 """What the JSON of this version calls itself; another number means other keys."""
+LATENCY_SCHEMA = "costgraph/latency/1"
+"""The same of an answer."""
 
-_COLUMNS = ("size", "tokens", "seconds", "lower_bound", "tokens_per_second", "memory", "fits", "bound")
+_COLUMNS = (
+    "size", "tokens", "seconds", "lower_bound", "tokens_per_second", "devices", "tokens_per_device", "memory", "fits",
+    "bound",
+)  # fmt: skip
+_TIMES = ("first_token", "next_token", "last_token", "per_token", "total")
 
 _Tokens = Annotated[str, typer.Option("--tokens", metavar="N", help="New tokens of each sequence in a step.")]
 _Vary = Annotated[str, typer.Option("--vary", metavar="NAME", help="Dimension that is varied.")]
@@ -42,16 +51,24 @@ _Weights = Annotated[str | None, typer.Option("--weights", metavar="FORMAT", hel
 _Activations = Annotated[str | None, typer.Option("--activations", metavar="FORMAT", help="Of what they multiply.")]
 _Cache = Annotated[str | None, typer.Option("--cache", metavar="FORMAT", help="Of the cache, such as fp8_e4m3.")]
 _Group = Annotated[str | None, typer.Option("--group", metavar="N", help="Weights that share a scale.")]
+_Batches = Annotated[str, typer.Option("--micro-batches", metavar="N", help="Batches on their way through a pipeline.")]
+_Prompt = Annotated[str, typer.Option("--prompt", metavar="N", help="Positions of the prompt.")]
+_Steps = Annotated[str, typer.Option("--steps", metavar="N", help="Steps after the first token.")]
 _Curve = Annotated[str | None, typer.Option("--plot", metavar="FILE", help="Draw the curve: .png, .svg or .pdf.")]
 
 
-def _step(graph: Graph, tokens: str, formats: Mapping[str, str | None], group: str | None) -> Graph:
-    """Return a step of decoding, in other formats where some are asked for."""
-    step = decode(graph, tokens if is_name(tokens) else read_size(tokens, "--tokens"))
+def _given(graph: Graph, formats: Mapping[str, str | None], group: str | None, degrees: Mapping[str, str]) -> Graph:
+    """Return a graph of inference in other formats where some are asked for, of one rank where there are several."""
     given: dict[str, Any] = {k: v for k, v in formats.items() if v is not None}
     if group is not None:
         given["group"] = read_size(group, "--group")
-    return quantize(step, **given) if given else step
+    made = quantize(graph, **given) if given else graph
+    mesh: dict[str, Any] = {axis: read_size(n, f"--{axis.replace('_', '-')}") for axis, n in degrees.items()}
+    return parallelize(made, **mesh) if any(n != 1 for n in mesh.values()) else made
+
+
+def _tokens(text: str) -> Any:
+    return text if is_name(text) else read_size(text, "--tokens")
 
 
 def _values(text: str | None) -> list[int] | None:
@@ -84,7 +101,8 @@ def _lines(step: Graph, found: Throughput, dims: Mapping[str, int], fallback: st
     text = formula_text(kept, grouped=True) + "  [B]" if isinstance(kept, sympy.Expr) else format_bytes(kept)
     yield f"cache    {text}"
     yield f"largest {name} that fits: {largest(step, name, hardware=found.hardware, **sizes)}"
-    yield _sides(step, found, sizes, fallback)
+    devices = found.rows[0].devices
+    yield _sides(step, found, sizes, fallback) if devices == 1 else f"of each of {devices} devices"
     yield ""
     yield str(found)
 
@@ -106,18 +124,21 @@ def _sides(step: Graph, found: Throughput, sizes: Mapping[str, Any], fallback: s
 @command("decode")
 def decode_command(
     model: opt.Model, hardware: opt.Device, sizes: opt.Sizes = None, tokens: _Tokens = "1", vary: _Vary = "B",
-    values: _Values = None, weights: _Weights = None, activations: _Activations = None, cache: _Cache = None,
-    group: _Group = None, attention: opt.Attention = None, dtype: opt.Format = None, symbolic: opt.Symbolic = False,
-    fallback: opt.Fallback = None, json: opt.Json = None, csv: opt.Csv = None, plot: _Curve = None,
+    values: _Values = None, dp: ranks.Dp = "1", tp: ranks.Tp = "1", pp: ranks.Pp = "1", cp: ranks.Cp = "1",
+    ep: ranks.Ep = "1", micro_batches: _Batches = "1", network: ranks.Network = None, weights: _Weights = None,
+    activations: _Activations = None, cache: _Cache = None, group: _Group = None, attention: opt.Attention = None,
+    dtype: opt.Format = None, symbolic: opt.Symbolic = False, fallback: opt.Fallback = None, json: opt.Json = None,
+    csv: opt.Csv = None, plot: _Curve = None,
 ) -> None:  # fmt: skip
     """Print the time, tokens in a second and memory of a step of generation for several batches.
 
-    S is the context, the new tokens included.
+    S is the context, the new tokens included; B the sequences of all devices.
 
     Examples
     --------
       costgraph decode llama-3-70b --hardware b200 --weights int4 --group 128
         --cache fp8_e4m3 S=8192
+      costgraph decode llama-3-70b --hardware h200-sxm --tp 8 S=4096
     """
     check_files(json, csv, plot)
     dims: dict[str, Any] = dict(opt.read_sizes(sizes))  # no keyword of throughput, which a type checker cannot know
@@ -125,8 +146,9 @@ def decode_command(
         raise FormatError(f"--vary {vary}: a size of it is given as well, expected one of the two")
     graph = load_model(model, attention, dtype, None, False, symbolic)
     formats = {"weights": weights, "activations": activations, "cache": cache}
-    step = _step(graph, tokens, formats, group)
-    found = throughput(step, hardware, vary, _values(values), fallback=fallback, **dims)
+    mesh = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "micro_batches": micro_batches}
+    step = _given(decode(graph, _tokens(tokens)), formats, group, mesh)
+    found = throughput(step, hardware, vary, _values(values), network=network, fallback=fallback, **dims)
     if plot is not None:
         found.plot(plot)
     if not write_files(
@@ -134,3 +156,41 @@ def decode_command(
         (csv, lambda: as_csv(_COLUMNS, (row.values() for row in throughput_records(found)))),
     ):
         say("\n".join(_lines(step, found, dims, fallback)))
+
+
+def _answer(found: Latency) -> dict[str, float]:
+    return {name: getattr(found, name) for name in _TIMES}
+
+
+@command("latency")
+def latency_command(
+    model: opt.Model, hardware: opt.Device, prompt: _Prompt, steps: _Steps, sizes: opt.Sizes = None,
+    tokens: _Tokens = "1", dp: ranks.Dp = "1", tp: ranks.Tp = "1", pp: ranks.Pp = "1", cp: ranks.Cp = "1",
+    ep: ranks.Ep = "1", micro_batches: _Batches = "1", network: ranks.Network = None, weights: _Weights = None,
+    activations: _Activations = None, cache: _Cache = None, group: _Group = None, attention: opt.Attention = None,
+    dtype: opt.Format = None, fallback: opt.Fallback = None, json: opt.Json = None, csv: opt.Csv = None,
+) -> None:  # fmt: skip
+    """Print the time to the first token of an answer, of the whole prompt, and that of the steps after it.
+
+    Examples
+    --------
+      costgraph latency llama-3-70b --hardware h200-sxm --tp 8
+        --prompt 2048 --steps 255 B=8
+    """
+    check_files(json, csv)
+    dims: dict[str, Any] = dict(opt.read_sizes(sizes))  # no keyword of latency, which a type checker cannot know
+    graph = load_model(model, attention, dtype, None)
+    formats = {"weights": weights, "activations": activations, "cache": cache}
+    mesh = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "micro_batches": micro_batches}
+    passes = (prefill(graph, logits="last"), decode(graph, _tokens(tokens)))
+    first, step = (_given(g, formats, group, mesh) for g in passes)
+    asked: dict[str, Any] = {"prompt": read_size(prompt, "--prompt"), "steps": read_size(steps, "--steps")}
+    found = latency(first, step, hardware, network=network, fallback=fallback, **asked, **dims)
+    device = load_hardware(hardware)
+    head = {"graph": graph.name, "hardware": {"id": device.id, "name": device.name}, **asked, "sizes": dims}
+    if not write_files(
+        (json, lambda: as_json(LATENCY_SCHEMA, {**head, **_answer(found)})),
+        (csv, lambda: as_csv(_TIMES, [_answer(found).values()])),
+    ):
+        times = (f"{name.replace('_', ' '):12} {format_quantity(t, 's')}" for name, t in _answer(found).items())
+        say("\n".join((f"{graph.name} on {device.name}", *times)))
