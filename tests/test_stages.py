@@ -52,6 +52,18 @@ def llama(layers=None):
     return g
 
 
+def tied():
+    """A table that both ends read."""
+    B, S, D, V, L = cg.dims("B S D V L")
+    with cg.Graph("tied") as g:
+        table = g.param("table", (V, D))
+        x = cg.embedding(g.input("tokens", (B, S), dtype="int64"), table)
+        x = cg.repeat(L, lambda x: x + cg.linear(cg.relu(x), "b s d -> b s e", e=D), x, name="layers")
+        g.output(cg.einsum(x, table, "b s d, v d -> b s v"))
+        g.loss = "cross_entropy"
+    return g
+
+
 def two_kinds():
     B, D, L = cg.dims("B D L")
     with cg.Graph("two kinds") as g:
@@ -103,6 +115,22 @@ def test_tables_of_both_ends_are_on_both_and_their_gradients_are_added_up():
     added = ("all_reduce", 4 * D * V, 2)
     assert [rows.count(added) for rows in found] == [1, 0, 1]
     assert sympy.expand(together(s.stages, cg.matmul_flops) - cg.matmul_flops(whole)) == 0
+
+
+@pytest.mark.parametrize(
+    "split", [{"zero": 1, "system": "megatron"}, {"zero": 2, "reduce_each": False}], ids=["megatron", "torch"]
+)
+def test_gradients_of_which_each_rank_has_a_part_are_added_up_by_parts(split):
+    """In the buffers of Megatron they stay from step to step, and are set to zero behind the updates that read them."""
+    D, V = cg.dims("D V")
+    step = cg.training_step(tied(), optimizer=cg.SGD(), precision="megatron-bf16", accumulate=3)
+    for g in cg.parallelize(step, pp=2, micro_batches=3, dp=7, **split).stages:
+        sent = [(m.collective, m.bytes, m.ranks) for m in cg.communication(g) if m.axis == "pp"]
+        assert sent.count(("all_reduce", 4 * D * V / 7, 2)) == 1
+        (op,) = (op for op in g.ops if op.name.endswith(".all_reduce") and op.kind.axis == "pp")
+        (part,) = op.operands
+        assert part.producer.name == "table.grad.reduce_scatter"
+        assert [o.phase for o in g.successors(op.results[0])] == ["optimizer"] * 2  # the update, and what zeroes it
 
 
 @pytest.mark.parametrize("m", MEASURED)

@@ -14,6 +14,7 @@ from ..graph.arguments import need_choice, positive
 from ..graph.graph import Graph
 from ..graph.op import Op
 from ..graph.placement import FORWARD, Waiting
+from ..graph.tensor import Tensor
 from ..ops.collectives import Collective, need_of_all
 from .rewrite import Rewriter
 from .schedules import SCHEDULES, asked
@@ -255,7 +256,7 @@ class _Together(Rewriter):
 
     def __init__(self, graph: Graph, stage: Stage) -> None:
         super().__init__()
-        self.left = [g for t, g in graph.gradients.items() if t.name in stage.shared]
+        self.left = [_before_updates(g) for t, g in graph.gradients.items() if t.name in stage.shared]
         self.stage = stage
 
     def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
@@ -271,6 +272,13 @@ class _Together(Rewriter):
             made = new.add_op(kind, [self.tensors[g]], f"{g.name}.all_reduce", "backward")
             self.tensors[g] = made.results[0]
         super().emit(op, new, suffix)
+
+
+def _before_updates(gradient: Tensor) -> Tensor:
+    """Return what updates read of a gradient that stays: the buffer that it is a part of is seen once they are done."""
+    while gradient.producer is not None and gradient.producer.phase == "optimizer":
+        gradient = gradient.producer.operands[0]
+    return gradient
 
 
 def together(graph: Graph, stage: Stage) -> Graph:
