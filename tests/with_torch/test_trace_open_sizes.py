@@ -49,6 +49,23 @@ class Half(nn.Module):
         return x.scatter_add(1, index, self.layer(x.gather(1, index)) * weight[..., None]).square().mean()
 
 
+class Windows(nn.Module):
+    """Attends within windows of four times four points of a plane, shifted by two."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(6, 18)
+
+    def forward(self, x):
+        batch, height, width, channels = x.shape
+        x = x.roll((-2, -2), (1, 2))
+        x = x.view(batch, height // 4, 4, width // 4, 4, channels).transpose(2, 3).reshape(-1, 16, channels)
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 3)).permute(2, 0, 3, 1, 4)
+        x = ((q @ k.mT).softmax(-1) @ v).transpose(1, 2)
+        x = x.reshape(batch, height // 4, width // 4, 4, 4, channels).transpose(2, 3)
+        return x.reshape(batch, height, width, channels).roll((2, 2), (1, 2)).square().mean()
+
+
 class Distances(nn.Module):
     def __init__(self, mode):
         super().__init__()
@@ -119,6 +136,7 @@ PROGRAMS = {
     "half of the tokens": (Half, [("B", "S", 7)], {"B": 3, "S": 11}, {"B": 5, "S": 23}),
     "long convolution": (LongConvolution, [("B", "L", 5), ("L", 3)], {"B": 3, "L": 11}, {"B": 2, "L": 17}),
     "blended": (Blended, [("B", "S", 7)], {"B": 3, "S": 12}, {"B": 5, "S": 17}),
+    "windows": (Windows, [("B", "H", "W", 6)], {"B": 3, "H": 12, "W": 16}, {"B": 5, "H": 20, "W": 8}),
     "steps": (Steps, [("B", "S", 7)], {"B": 3, "S": 12}, {"B": 5, "S": 20}),
     "distances": (lambda: Distances("donot_use_mm_for_euclid_dist"), [("B", 8, 11)], {"B": 3}, {"B": 5}),
     "distances by a product": (lambda: Distances("use_mm_for_euclid_dist"), [("B", 8, 11)], {"B": 3}, {"B": 5}),
@@ -160,6 +178,17 @@ def test_windows_along_an_open_axis_are_those_of_a_run():
 def test_no_part_of_a_size_that_has_to_divide_is_foreign():
     kinds = {type(op.kind).__name__ for op in trace(Half(), torch.rand(3, 11, 7), dims=[("B", "S", None)]).ops}
     assert "Foreign" not in kinds
+
+
+def test_a_whole_part_that_leaves_nothing_is_the_quotient():
+    """Both sizes have to be multiples of four, of which the product of the whole parts alone is asked."""
+    graph = trace(Windows(), torch.rand(3, 12, 16, 6), dims=[("B", "H", "W", None)])
+    assert "Foreign" not in {type(op.kind).__name__ for op in graph.walk()}
+    b, h, w = cg.dims("B H W")
+    assert cg.matmul_flops(graph) == 2 * b * h * w * 6 * 18 + 2 * (b * h * w / 16) * 2 * 2 * 16 * 16 * 3
+    for sizes, size in ({"H": 18, "W": 16}, "H=18"), ({"H": 12, "W": 18}, "W=18"):
+        with pytest.raises(cg.BindingError, match=f"{size}: against the assumption"):
+            cg.flops(graph, B=5, **sizes)
 
 
 @pytest.mark.parametrize("part", [lambda x: x[:, 3:], lambda x: x[:, : x.shape[1] // 4]])

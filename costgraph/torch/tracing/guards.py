@@ -5,20 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import sympy
-from torch.utils._sympy import functions
 
 from ...algebra.dominance import integral
 from ...algebra.extremum import Max, Min
 from ...algebra.polynomial import Poly, poly
 from ...algebra.symbols import shown
 from ...errors import CostGraphError, UnsupportedError
-from .shapes import Shapes
-from .sizes import Translator, holds
+from .shapes import REMAINDERS, Shapes
+from .sizes import Translator, holds, remainder
 
 __all__ = ["assumptions"]
 
 _SIGNS = {sympy.Ge: ">=", sympy.Gt: ">", sympy.Le: "<=", sympy.Lt: "<", sympy.Eq: "=="}
-_REMAINDERS = (functions.Mod, functions.PythonMod, sympy.Mod)
 
 
 def assumptions(shapes: Shapes, translator: Translator) -> list[str]:
@@ -30,6 +28,7 @@ def assumptions(shapes: Shapes, translator: Translator) -> list[str]:
     was asked has no such form.
     """
     found = [f"{name} == {translator.formula(expr)}" for name, expr in shapes.equal]
+    found += [f"{remainder(expr, translator)} == 0" for expr in sorted(translator.exact, key=str)]
     by_torch = {guard.expr: "" for guard in shapes.guards}
     for asked, place in (by_torch | shapes.asked).items():
         expr = sympy.to_nnf(asked, simplify=False)
@@ -53,7 +52,7 @@ def _texts(expr: Any, translator: Translator) -> list[str]:
     left, right = (translator.formula(side) for side in expr.args)
     if not isinstance(expr, sympy.Ne):
         return [f"{left} {_SIGNS[type(expr)]} {right}"]
-    if holds(left - right) or (not right and isinstance(expr.args[0], _REMAINDERS)):
+    if holds(left - right) or (not right and isinstance(expr.args[0], REMAINDERS)):
         return [f"{left} > {right}"]
     return [f"{left} < {right}" if holds(right - left) else f"{_margin(expr, translator)} >= 0"]
 
@@ -90,7 +89,7 @@ def _follows(expr: Any, translator: Translator, *, apart: bool) -> bool:
     if isinstance(expr, sympy.And | sympy.Or):
         each = (_follows(part, translator, apart=apart) for part in expr.args)
         return all(each) if isinstance(expr, sympy.And) else any(each)
-    if isinstance(expr, sympy.Ne) and apart and not any(isinstance(side, _REMAINDERS) for side in expr.args):
+    if isinstance(expr, sympy.Ne) and apart and not any(isinstance(side, REMAINDERS) for side in expr.args):
         return True
     left, right = (translator.formula(side) for side in expr.args)
     ahead = left - right

@@ -13,13 +13,14 @@ import sympy
 import torch
 from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv
+from torch.utils._sympy import functions
 
 from ...algebra.symbols import shown
 from ...errors import UnsupportedError
 from .checks import answer
 from .nodes import remembering
 
-__all__ = ["HERE", "TORCH", "Shapes", "caller", "hints", "is_program", "place"]
+__all__ = ["HERE", "REMAINDERS", "TORCH", "Shapes", "caller", "hints", "is_program", "place"]
 
 TORCH = str(Path(torch.__file__).parent)
 HERE = str(Path(__file__).parent)
@@ -28,6 +29,8 @@ _NOT_THEIRS = (TORCH, HERE, str(Path(sympy.__file__).parent))
 _DOOR = str(Path(TORCH, "__init__.py"))  # of bool(size) and the like
 _ALGEBRA = (_DOOR, str(Path(TORCH, "fx", "experimental")), __file__, str(Path(HERE, "nodes.py")))
 
+
+REMAINDERS = (functions.Mod, functions.PythonMod, sympy.Mod)
 
 #: Other sizes than the one that was given, times and more: neighbours of it, and multiples.
 _OTHERS = ((1, -1), (1, 1), (1, 2), (2, 0), (3, 0), (12, 0))
@@ -48,6 +51,8 @@ class Shapes(ShapeEnv):
         """Dimensions that the program needs to be equal to something else."""
         self.asked: dict[sympy.Basic, str] = {}
         """What holds of the sizes where the program asked, and its line; what torch asked itself is in `guards`."""
+        self.exact: set[sympy.Expr] = set()
+        """Whole parts of quotients without a remainder, as what the program asked needs none."""
         self.known_nodes: dict[Any, Any] = {}
         """What operations on sizes made, by the operation and its operands."""
         self._answers: dict[Any, sympy.Basic] = {}
@@ -86,6 +91,8 @@ class Shapes(ShapeEnv):
                 self._answers[key] = super().evaluate_expr(orig_expr, *args, **kwargs)
             except GuardOnDataDependentSymNode:
                 return self._passed(orig_expr)
+            if not number:
+                self.exact |= _without_remainder(known if self._answers[key] else sympy.Not(known))
         answer = self._answers[key]
         if answer in (sympy.true, sympy.false) and not silent and _asked_by_program():
             known = self.replace(orig_expr)
@@ -137,6 +144,25 @@ class Shapes(ShapeEnv):
             if self.replacements.get(a) != tgt:
                 self.equal.append((self.names[a], tgt))
         super()._set_replacement(a, tgt, msg)
+
+
+def _without_remainder(known: sympy.Basic) -> set[sympy.Expr]:
+    """Return the whole parts that have to be the quotients for something to hold.
+
+    A remainder that is 0 says so, and a product of whole parts that is as large as that of the quotients: it would be
+    smaller if one of them were.
+    """
+    if not isinstance(known, sympy.Eq):
+        return set()
+    for product, other in (known.args, known.args[::-1]):
+        if not other and isinstance(product, REMAINDERS):
+            return {functions.FloorDiv(*product.args)}
+        factors = {f.as_base_exp()[0] for f in sympy.Mul.make_args(product)}
+        parts = {f for f in factors if isinstance(f, functions.FloorDiv)}
+        quotients = product.xreplace({part: part.args[0] / part.args[1] for part in parts})
+        if parts and all(f.is_positive for f in factors - parts) and not sympy.expand(quotients - other):
+            return parts
+    return set()
 
 
 def _asked_by_program() -> bool:

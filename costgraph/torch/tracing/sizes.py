@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from fractions import Fraction
 from functools import reduce
 from typing import Any
@@ -17,18 +18,22 @@ from ...algebra.rounding import is_whole
 from ...algebra.symbols import shown, symbol
 from ...errors import CostGraphError, UnsupportedError
 
-__all__ = ["Translator", "holds"]
+__all__ = ["Translator", "holds", "remainder"]
 
 
 class Translator:
     """Turns torch's integers into sizes; each expression is looked at once.
 
-    `names` are those of the dimensions that torch's symbols stand for. `symbols` says whether a size that depends on
+    `names` are those of the dimensions that torch's symbols stand for, `exact` whole parts of quotients that have no
+    remainder, which are known to be assumed. `symbols` says whether a size that depends on
     data is a dimension of torch's name for it, such as `u0`; it is an error else.
     """
 
-    def __init__(self, names: dict[sympy.Symbol, str], symbols: bool = False) -> None:
+    def __init__(
+        self, names: dict[sympy.Symbol, str], exact: Collection[sympy.Expr] = (), *, symbols: bool = False
+    ) -> None:
         self.names = names
+        self.exact = exact
         self.symbols = symbols
         self._known: dict[Any, Poly] = {}
         self._axes = set[Poly]()
@@ -64,6 +69,9 @@ class Translator:
                     f"size {expr}: it depends on the values of tensors, expected one that follows from the sizes"
                 )
             return poly(symbol(self.names[expr]))
+        if expr in self.exact:
+            over, under = map(self.formula, expr.args)
+            return over / under
         if isinstance(expr, sympy.Max | functions.Max):
             return self._largest(*map(self.formula, expr.args))
         rule = _RULES.get(type(expr))
@@ -99,6 +107,12 @@ def _power(base: Poly, exponent: Poly) -> Poly:
     if not isinstance(whole, int):
         raise UnsupportedError(f"size ({base})**({exponent}): expected a whole number as exponent")
     return base**whole if whole >= 0 else poly(1) / base**-whole
+
+
+def remainder(expr: sympy.Expr, translator: Translator) -> Poly:
+    """Return what a whole part leaves of what is divided, whether or not that is known to be nothing."""
+    a, b = map(translator.formula, expr.args)
+    return a - b * _floor(a, b)
 
 
 def _floor(a: Poly, b: Poly) -> Poly:

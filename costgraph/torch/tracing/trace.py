@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout, suppress
 from functools import partial
 from io import StringIO
 
+import sympy
 import torch
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
@@ -128,11 +129,17 @@ def trace(
         raise GraphError("trace: an optimizer without train=True, expected a backward pass before its step")
     module = module._orig_mod if isinstance(module, OptimizedModule) else module
     given = Given(module, inputs, dims, dict(keywords or {}), dict(keyword_dims or {}), cached)
-    shapes, run = _watched(module, given, optimizer, target, train=train, unknown=unknown, fixed=fixed)
+    watched = partial(_watched, module, given, optimizer, target, train=train, unknown=unknown, fixed=fixed)
+    shapes, run = watched()
+    if shapes.exact:  # which is known from the start on now
+        with redirect_stdout(StringIO()):
+            shapes, run = watched(exact=shapes.exact)
     if run.formats.asked:
         # a program that does not run in another format says nothing of it, and what it prints has been said
         with suppress(CostGraphError), redirect_stdout(StringIO()):
-            _, other = _watched(module, given, None, target, unknown=unknown, fixed=fixed, narrow=True)
+            _, other = _watched(
+                module, given, None, target, unknown=unknown, fixed=fixed, narrow=True, exact=shapes.exact
+            )
             run.formats.settle(other.formats)
     graph = Graph(name or type(module).__name__, dtype=_usual_format(module))
     graph.assume(*assumptions(shapes, run.recorder.values.translator))
@@ -150,10 +157,11 @@ def _watched(
     fixed: str,
     train: bool = False,
     narrow: bool = False,
+    exact: Collection[sympy.Expr] = (),
 ) -> tuple[Shapes, Run]:
     """Run a module while what it does is recorded, as it is or in another number format."""
     shapes = Shapes(given.sizes(), fixed=fixed == "given")
-    translator = Translator(shapes.names, symbols=unknown == "symbol")
+    translator = Translator(shapes.names, exact, symbols=unknown == "symbol")
     data, device = Data(shapes), "cpu" if target is None else "cuda"
     recorder = Recorder(Values(translator), Scopes(module), data, symbols=unknown == "symbol", device=device)
     place: Callable[[], AbstractContextManager[None]] = nullcontext
