@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
-from traced import adamw, differences
+from traced import adamw, differences, real_peak
 
 import costgraph as cg
-from costgraph.torch import trace
+from costgraph.torch import lower, trace
 
 
 class Cell(nn.Module):
@@ -241,3 +241,22 @@ def test_a_length_that_a_program_cannot_take_is_refused(name):
         program(torch.rand(5, 13, 7))
     with pytest.raises(cg.BindingError, match=r"S=13: against the assumption"):
         cg.flops(graph, B=5, S=13)
+
+
+@pytest.mark.parametrize("points", [
+    lambda n: torch.linspace(0.5, 3, n), lambda n: torch.linspace(2, -1, n, dtype=torch.float32), torch.hann_window,
+    lambda n: torch.hann_window(n, periodic=False),
+])  # fmt: skip
+def test_points_at_equal_distances_are_as_many_as_an_open_size(points):
+    program = Program(lambda x: x * points(x.shape[1])[:, None])
+    graph = trace(program, torch.rand(3, 12, 7), dims=[("B", "S", None)])
+    x = torch.rand(5, 17, 7)
+    torch.testing.assert_close(lower(graph, B=5, S=17)(x), program(x))
+    assert abs(cg.peak_memory(graph, B=5, S=17) - real_peak(lambda: program(x), x)) <= 16
+
+
+def test_a_factor_that_is_made_of_sizes_is_one_at_other_sizes_too():
+    program = Program(lambda x: (x * x.shape[1] ** -0.5).add(x, alpha=2.5 / (x.shape[1] - 1)) / x.shape[0])
+    graph = trace(program, torch.rand(3, 12, 7), dims=[("B", "S", None)])
+    x = torch.rand(5, 17, 7)
+    torch.testing.assert_close(lower(graph, B=5, S=17)(x), program(x))

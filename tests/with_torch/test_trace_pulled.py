@@ -130,6 +130,24 @@ CASES = {
         functional.hardswish, functional.hardsigmoid, functional.mish,
         lambda x: functional.hardswish(x + 1, inplace=True),
     ]),
+    "bends with numbers of their own": (nn.Linear(6, 6), ROWS, [
+        lambda x: functional.leaky_relu(x, 0.2), lambda x: functional.elu(x, 0.5), lambda x: functional.celu(x, 0.5),
+        functional.selu, lambda x: functional.softplus(x, 2.0, 10.0), lambda x: functional.hardtanh(x, -0.2, 0.3),
+        lambda x: functional.hardshrink(x, 0.1), lambda x: functional.softshrink(x, 0.2),
+        lambda x: functional.threshold(x, 0.1, 0.2), functional.glu, functional.elu, functional.leaky_relu,
+    ]),
+    "shares of sums": (nn.Linear(6, 6), ROWS, [
+        lambda x: x.logsumexp(-1), lambda x: x.logsumexp((0, 1), keepdim=True) * x, lambda x: x.logsumexp(0) + 1,
+        lambda x: torch._weight_norm(x, x[:, :1].exp(), 0), lambda x: torch._weight_norm(x, x[:1], 1),
+    ]),
+    "other functions": (nn.Linear(6, 6), ROWS, [
+        torch.asinh, lambda x: (x.exp() + 1).acosh(), lambda x: (0.9 * x.tanh()).atanh(), lambda x: x.frac(),
+        lambda x: torch.hypot(x, x + 1), lambda x: torch.logaddexp(x, x * x), lambda x: torch.xlogy(x, x * x + 1),
+        torch.nan_to_num, lambda x: torch.special.entr(x.exp()),
+    ]),
+    "functions in other steps": (nn.Linear(6, 6), ROWS, [
+        torch.sinc, torch.sinh, torch.cosh, lambda x: (0.9 * x.tanh()).erfinv(), lambda x: torch.copysign(x, x.cos()),
+    ]),
     "norms": (nn.Linear(6, 6), ROWS, [
         lambda x: x.norm(dim=-1), lambda x: x.norm(dim=0, keepdim=True), lambda x: torch.norm(x) * x,
         lambda x: functional.normalize(x, dim=0), lambda x: functional.pairwise_distance(x, x.roll(1, 0)),
@@ -195,8 +213,8 @@ CASES = {
 
 #: Those of which a step that torch runs counts as many FLOPs.
 AS_MANY = {
-    "bounds that are met", "gates", "norms", "norms of nothing", "orders", "powers", "rows", "softmax of hidden rows",
-    "what is let go",
+    "bends with numbers of their own", "shares of sums", "other functions", "bounds that are met", "gates", "norms",
+    "norms of nothing", "orders", "powers", "rows", "softmax of hidden rows", "what is let go",
 }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -153,6 +154,33 @@ def _largest_in_windows(
     return largest
 
 
+def _count(n: Any, dtype: torch.dtype | None, device: Any) -> torch.Tensor:
+    """Return the numbers from 0 on, of which there are as many as a size."""
+    place = device or torch.get_default_device()
+    made: torch.Tensor = torch.ops.aten.arange.default(n, dtype=dtype or torch.get_default_dtype(), device=place)
+    return made
+
+
+def _evenly(
+    start: Any, end: Any, steps: Any, *, dtype: torch.dtype | None = None, device: Any = None, **options: Any
+) -> torch.Tensor | None:
+    """Return numbers at equal distances, of which there are as many as a size: those from 0 on, scaled and shifted."""
+    if not isinstance(steps, torch.SymInt) or options.get("out") is not None:
+        return None
+    return _count(steps, dtype, device).mul_((end - start) / (steps - 1)).add_(start)
+
+
+def _hann_window(
+    window_length: Any, periodic: bool = True, *, dtype: torch.dtype | None = None, device: Any = None, **options: Any
+) -> torch.Tensor | None:
+    """Return a raised cosine as torch makes it: where it is periodic, of one point more without that point."""
+    if not isinstance(window_length, torch.SymInt):
+        return None
+    points = window_length + 1 if periodic else window_length
+    made = _count(points, dtype, device).mul_(2 * math.pi / (points - 1)).cos_().mul_(-0.5).add_(0.5)
+    return made.narrow(0, 0, window_length) if periodic else made
+
+
 def _of_open_sizes(step: Callable[..., Any]) -> Callable[..., Any]:
     """Leave a step of a batch whose size is a number to torch."""
     return lambda input, *args: step(input, *args) if _open(input) else None
@@ -162,6 +190,8 @@ def _of_open_sizes(step: Callable[..., Any]) -> Callable[..., Any]:
 _INSTEAD: dict[Any, Callable[..., Any]] = {
     interpolate: _resampled,
     linear: _linear,
+    torch.linspace: _evenly,
+    torch.hann_window: _hann_window,
     torch.stft: stft,
     torch.istft: istft,
     torch.einsum: einsum,

@@ -102,10 +102,15 @@ def holds(p: Poly, *, strict: bool = False) -> bool:
     return low is not None and (low > 0 if strict else low >= 0)
 
 
+_ROOT = 2  # denominator of the exponents of roots
+
+
 def _power(base: Poly, exponent: Poly) -> Poly:
     whole = exponent.constant
+    if isinstance(whole, Fraction) and whole.denominator == _ROOT:
+        return poly(base.expr ** sympy.Rational(whole))
     if not isinstance(whole, int):
-        raise UnsupportedError(f"size ({base})**({exponent}): expected a whole number as exponent")
+        raise UnsupportedError(f"size ({base})**({exponent}): expected a whole number or a half as exponent")
     return base**whole if whole >= 0 else poly(1) / base**-whole
 
 
@@ -158,6 +163,7 @@ _RULES: dict[type, Any] = {
     functions.ModularIndexing: lambda a, b, c: _modulo(_floor(a, b), c),
     functions.PowByNatural: _power,
     functions.FloatPow: _power,
+    functions.OpaqueUnaryFn_sqrt: lambda a: _power(a, poly(Fraction(1, 2))),
     functions.FloatTrueDiv: lambda a, b: a / b,
     functions.ToFloat: lambda a: a,
     functions.Identity: lambda a: a,

@@ -87,6 +87,11 @@ def _aligned(func: Any) -> Callable[..., Any]:
     return run
 
 
+def _as_large(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """Make the result of a kernel of single elements, which fake tensors iterate over by numbers."""
+    return torch.empty_like(x)
+
+
 def _unasked(func: Any) -> Callable[..., Any]:
     """Let an op look at sizes without an assumption: which of torch's kernels it takes changes no shape."""
 
@@ -112,6 +117,8 @@ STAND_INS: dict[Any, Callable[..., Any]] = {
     aten.baddbmm.default: _product_and_sum,
     **{op: _aligned(op) for op in (aten.addcmul.default, aten.addcdiv.default, aten.lerp.Scalar, aten.lerp.Tensor)},
     **{op: _aligned(op) for op in (aten.addcmul_.default, aten.addcdiv_.default, aten.lerp_.Scalar, aten.lerp_.Tensor)},
+    **dict.fromkeys((aten.hardshrink.default, aten.hardshrink_backward.default), _as_large),
+    **dict.fromkeys((aten.softshrink.default, aten.softshrink_backward.default), _as_large),
     aten.mkldnn_rnn_layer.default: _recurrent,
     aten.mkldnn_rnn_layer_backward.default: _recurrent_backward,
     aten.upsample_linear1d.default: _resampled,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 from ...dtypes import DType
 from ...dtypes import dtype as find_dtype
-from ...errors import FormatError, UnsupportedError
+from ...errors import CostGraphError, FormatError, UnsupportedError
 from .call import Spec
 from .sizes import Translator
 
@@ -50,8 +51,7 @@ class Values:
         if isinstance(value, torch.dtype):
             return format_of(value)
         if isinstance(value, torch.SymFloat | torch.SymBool):
-            # a factor or a flag: nothing that costs depends on its value, which is not known where it is data
-            return value.node.hint if value.node.has_hint() else {"torch": "data"}
+            return self._number(value)
         if isinstance(value, torch.device):
             return {"torch": "device"}
         if isinstance(value, torch.memory_format | torch.layout):
@@ -63,3 +63,12 @@ class Values:
         if isinstance(value, torch.Generator):
             return None
         raise UnsupportedError(f"argument {value!r} of type {type(value).__name__}: expected a tensor or a number")
+
+    def _number(self, value: torch.SymFloat | torch.SymBool) -> Any:
+        """Return a factor as a formula of sizes, else as it was in the run: nothing that costs depends on its value."""
+        if not value.node.has_hint():
+            return {"torch": "data"}
+        if isinstance(value, torch.SymFloat):
+            with suppress(CostGraphError):
+                return self.translator.formula(value.node.expr)
+        return value.node.hint

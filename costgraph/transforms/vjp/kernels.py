@@ -80,14 +80,40 @@ def log_softmax(pull: Pull[Kernel]) -> tuple[Tensor | None]:
 
 def norm(pull: Pull[Kernel]) -> tuple[Tensor | None]:
     """Return g * x / norm, nothing where the norm is 0, at which it has no derivative: torch's `norm_backward`."""
+    x, y, g = _rows_beside(pull)
+    return (g * pointwise("masked_fill", x / y, pointwise("eq", y, 0.0)),)
+
+
+def logsumexp(pull: Pull[Kernel]) -> tuple[Tensor | None]:
+    """Return g * exp(x - y), the share of each element."""
+    x, y, g = _rows_beside(pull)
+    return (g * pointwise("exp", x - y),)
+
+
+def weight_norm(pull: Pull[Kernel]) -> tuple[Tensor | None, ...]:
+    """Return s/n * (g - v * d/n**2) and d/n, d being the sum of g * v along a row of length n, the second result.
+
+    Salimans and Kingma 2016, arXiv 1602.07868, eq. 3.
+    """
+    g, (names, kept) = pull.grads[0], _rows(pull.op)
+    assert g is not None
+    v, scale, length = map(pull.saved, (*pull.op.operands, pull.op.results[1]))
+    with kernel("weight_norm_backward") as body:
+        along = reduce(g * v, f"{names} -> {kept}", "sum")
+        made = [scale / length * (g - v * (along / pointwise("square", length))), along / length]
+    return tuple(body.export(t) if wanted else None for t, wanted in zip(made, pull.needs, strict=True))
+
+
+def _rows_beside(pull: Pull[Kernel]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what a kernel was given, and what it made of each row and its gradient, as they stand beside a row."""
     (g,), x, body = pull.grads, pull.saved(pull.op.operands[0]), pull.op.body
     assert g is not None
     assert body is not None
-    pattern = next(o.kind.pattern for o in body.ops if isinstance(o.kind, Reduce))
+    pattern = next(o.kind.pattern for o in reversed(body.ops) if isinstance(o.kind, Reduce))
     left = pattern.result_names
     kept = [n if a.names[0] in left else ONE for a, n in zip(pattern.operands[0], x.sizes, strict=True)]
     y, g = (reshape(t, kept) for t in (pull.saved(pull.op.results[0]), g))
-    return (g * pointwise("masked_fill", x / y, pointwise("eq", y, 0.0)),)
+    return x, y, g
 
 
 def order(pull: Pull[Kernel]) -> tuple[Tensor | None]:
@@ -162,7 +188,12 @@ def _along_rows(op: Op, product: Tensor) -> Tensor:
 
 #: Rules of kernels by the name that their `backward` says.
 KERNELS: dict[str, Rule[Kernel]] = {
-    "softmax": softmax, "log_softmax": log_softmax, "norm": norm, "order": order,
-}  # fmt: skip
+    "softmax": softmax,
+    "log_softmax": log_softmax,
+    "norm": norm,
+    "order": order,
+    "logsumexp": logsumexp,
+    "weight_norm": weight_norm,
+}
 #: What a kernel does otherwise than ask the rules of the ops inside and compute again what they read.
 INSIDE: dict[str, Prepare] = {"flash": _flash}

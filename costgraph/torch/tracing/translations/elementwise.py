@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import log, pi
 from typing import Any
@@ -18,7 +18,7 @@ from ..rules.amounts import is_number
 from ..rules.pointwise import gelu_steps, power_steps, steps_of
 from .table import translation
 
-__all__: list[str] = []  # its translations are found in TRANSLATIONS
+__all__ = ["elementwise", "own_numbers"]
 
 #: Comparisons that are the library's with operands exchanged, and those that it has under another name.
 _COMPARED = {"lt": ("less", False), "le": ("less_equal", False), "gt": ("less", True), "ge": ("less_equal", True),
@@ -41,9 +41,34 @@ _NUMBERS: dict[str, dict[str, float]] = {
 _G: Any = "g"
 _UNDER_ROOT: Any = ("rsqrt", ("add", ("mul", ("neg", "a"), "a"), 1))
 _BOTH_SQUARED: Any = ("reciprocal", ("add", ("mul", "a", "a"), ("mul", "b", "b")))
+_PI_A: Any = ("mul", "a", pi)
+_OF_SINC: Any = (
+    "masked_fill",
+    ("mul", _G, ("div", ("sub", ("mul", _PI_A, ("cos", _PI_A)), ("sin", _PI_A)), ("mul", ("mul", "a", "a"), pi))),
+    ("eq", ("mul", ("mul", "a", "a"), pi), 0),
+)
 #: Gradients of functions that the library's table has not, as torch's autograd works them out.
 _GRADIENTS: dict[str, tuple[Any, ...]] = {
     "acos": (("mul", ("neg", _G), _UNDER_ROOT),),
+    "acosh": (("mul", _G, ("rsqrt", ("sub", ("square", "a"), 1))),),
+    "asinh": (("mul", _G, ("rsqrt", ("add", ("square", "a"), 1))),),
+    "atanh": (("div", ("mul", _G, 1), ("sub", 1, ("square", "a"))),),
+    "copysign": (("mul", _G, ("masked_fill_", ("div", "y", "a"), ("eq", "a", 0))), None),
+    "cosh": (("mul", _G, ("mul", 0.5, ("sub", ("exp", "a"), ("exp", ("neg", "a"))))),),
+    "erfinv": (("mul", ("mul", pi**0.5 / 2, ("exp", ("square", "y"))), _G),),
+    "frac": (_G,),
+    "hypot": (("mul", _G, ("div", "a", "y")), ("mul", _G, ("div", "b", "y"))),
+    "logaddexp": (
+        ("div", _G, ("add", ("exp", ("sub", "b", "a")), 1)), ("div", _G, ("add", ("exp", ("sub", "a", "b")), 1)),
+    ),
+    "nan_to_num": (("mul", _G, ("mul", ("eq", "a", "a"), ("ne", ("abs", "a"), float("inf")))),),
+    "sinc": (_OF_SINC,),
+    "sinh": (("mul", _G, ("sqrt", ("add", ("square", "y"), 1))),),
+    "special_entr": (("mul", _G, ("neg", ("add", ("log", "a"), 1))),),
+    "xlogy": (
+        ("masked_fill", ("mul", _G, ("log", "b")), ("logical_and_", ("eq", "a", 0), ("less_equal", "b", 0))),
+        ("div", ("mul", _G, "a"), "b"),
+    ),
     "asin": (("mul", _G, _UNDER_ROOT),),
     "atan": (("div", _G, ("add", ("mul", "a", "a"), 1)),),
     "atan2": (("mul", ("mul", _G, "b"), _BOTH_SQUARED), ("mul", ("mul", _G, ("neg", "a")), _BOTH_SQUARED)),
@@ -62,8 +87,41 @@ _GRADIENTS: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-def _gradient(name: str, arity: int) -> tuple[Any, ...] | None:
+def _beyond(bound: float, where: Any = "a") -> tuple[Any]:
+    """Return the gradient of what has none up to a bound."""
+    return (("where", ("less_equal", where, bound), 0, _G),)
+
+
+def _of_elu(alpha: float, scale: float = 1, input_scale: float = 1) -> tuple[Any]:
+    def times(x: Any, number: float) -> Any:
+        return x if number == 1 else ("mul", x, number)
+
+    below = ("mul", _G, ("mul", alpha * scale * input_scale, ("exp", times("a", input_scale))))
+    return (("where", ("less", 0, "a"), times(_G, scale), below),)
+
+
+#: Gradients of functions with numbers of a call.
+_SLOPES: dict[str, Callable[[Call], tuple[Any]]] = {
+    "celu": lambda call: _of_elu(call["alpha"], input_scale=1 / call["alpha"]),
+    "elu": lambda call: _of_elu(call["alpha"], call["scale"], call["input_scale"]),
+    "hardshrink": lambda call: _beyond(call["lambd"], ("abs", "a")),
+    "hardtanh": lambda call: (
+        ("where", ("logical_and", ("less", call["min_val"], "a"), ("less", "a", call["max_val"])), _G, 0),
+    ),
+    "leaky_relu": lambda call: (("where", ("less", 0, "a"), _G, ("mul", call["negative_slope"], _G)),),
+    "softplus": lambda call: (("mul", _G, ("sigmoid", ("mul", "a", call["beta"]))),),
+    "softshrink": lambda call: _beyond(call["lambd"], ("abs", "a")),
+    "threshold": lambda call: _beyond(call["threshold"]),
+}
+
+
+def _gradient(call: Call, arity: int) -> tuple[Any, ...] | None:
     """Return the gradient of each operand that is a tensor, None where it is not known of so many."""
+    name = call.name.strip("_")
+    if name in _SLOPES:
+        return (
+            _SLOPES[name](call) if all(isinstance(v, int | float) for v in list(call.arguments.values())[1:]) else None
+        )
     found = _GRADIENTS.get(name, ())
     return found if len(found) == arity else None
 
@@ -98,12 +156,12 @@ def _named(call: Call, steps: Sequence[str | Function]) -> Function | str:
     records = [FUNCTIONS[s] if isinstance(s, str) else s for s in steps]
     flops, hard = sum(f.flops for f in records), sum(f.transcendentals for f in records)
     name, arity = call.name.strip("_"), len(tensors)
-    return Function(name, arity, flops, hard, grad=_gradient(name, arity))
+    return Function(name, arity, flops, hard, grad=_gradient(call, arity))
 
 
 # torch calls the others pointwise
 @translation(
-    "pointwise", "_prelu_kernel", "hardswish", "hardswish_backward", "hardsigmoid_backward", "mish_backward"
+    "pointwise", "_prelu_kernel", "hardswish", "hardswish_backward", "hardsigmoid_backward", "mish_backward",
 )  # fmt: skip
 def elementwise(call: Call) -> Tensor | None:
     """What the table of functions says, or the steps that the kernel consists of."""
@@ -115,13 +173,18 @@ def elementwise(call: Call) -> Tensor | None:
     operands = tensors if arity == len(tensors) else _operands(call)
     if not tensors or len(operands) != arity:
         return None
-    stated = _NUMBERS.get(call.name) or _NUMBERS.get(call.name.removesuffix("_backward"), {})
-    given = {k: v for k, v in call.arguments.items() if isinstance(v, int | float) and v is not False}
-    own = {k: v for k, v in given.items() if not any(v is o for o in operands) and not is_number(v, stated.get(k, 0))}
+    own = own_numbers(call, operands)
     if own and isinstance(function, str):
         numbers = re.sub(r"\W", "_", "_".join(f"{k}_{v}" for k, v in own.items()))
-        function = replace(FUNCTIONS[function], name=f"{function}_{numbers}")
+        function = replace(FUNCTIONS[function], name=f"{function}_{numbers}", grad=_gradient(call, arity))
     return _applied(call, function, operands)
+
+
+def own_numbers(call: Call, operands: Sequence[Any]) -> dict[str, int | float]:
+    """Return the numbers of a call that are neither operands nor those that stand in the library's function."""
+    stated = _NUMBERS.get(call.name) or _NUMBERS.get(call.name.removesuffix("_backward"), {})
+    given = {k: v for k, v in call.arguments.items() if isinstance(v, int | float) and v is not False}
+    return {k: v for k, v in given.items() if not any(v is o for o in operands) and not is_number(v, stated.get(k, 0))}
 
 
 @translation("masked_fill")

@@ -18,9 +18,10 @@ from ....transforms.backward.backward import pull_back
 from ....transforms.rewrite import Rewriter
 from ....transforms.vjp.kernels import row_sums
 from ..call import Call, Spec
-from .elementwise import elementwise
+from .elementwise import elementwise, own_numbers
 from .kernels import attended, batch_norm, group_norm, layer_norm, nll, root_norm, soft
-from .losses import bent, entropy, log_sigmoid, margin, squared
+from .losses import bent, entropy, gated, log_sigmoid, margin, squared
+from .reductions import weight_norm
 from .stated import like, stated
 from .table import Translation, translation
 from .windows import adaptive_mean, convolution, max_pool, mean_pool, repeated
@@ -230,6 +231,32 @@ def slopes_backward(call: Call) -> Sequence[Tensor | None]:
     operands = {"self": call["self"], "weight": slope if slope.sizes == grad.sizes else broadcast(slope, grad.sizes)}
     plain = replace(call, name="_prelu_kernel", arguments=operands)
     return _gradients(plain, elementwise, operands, grad, {}, results=(like(grad),))
+
+
+@translation(*(f"{n}_backward" for n in ("elu", "hardshrink", "hardtanh", "leaky_relu", "softplus", "softshrink")))
+def bent_backward(call: Call) -> Tensor | Sequence[Tensor | None] | None:
+    """One function; with numbers that the library's has not, what becomes of that of the forward pass."""
+    x = call["self_or_result" if call.name == "elu_backward" else "self"]
+    if not own_numbers(call, []) or call.get("is_result"):
+        return elementwise(call)
+    arguments = {k: v for k, v in call.arguments.items() if not isinstance(v, Tensor | bool)}
+    plain = replace(call, name=call.name.removesuffix("_backward"), arguments={"self": x, **arguments})
+    grad = call["grad_out" if call.name == "hardshrink_backward" else "grad_output"]
+    return _gradients(plain, elementwise, {"self": x}, grad, {}, results=(like(x),))
+
+
+@translation("_weight_norm_interface_backward")
+def weight_norm_backward(call: Call) -> Sequence[Tensor | None]:
+    """By the lengths that are saved."""
+    operands = {n: call[f"saved_{n}"] for n in ("v", "g")}
+    return _gradients(call, weight_norm, operands, call["grad_w"], {1: "saved_norms"})
+
+
+@translation("glu_backward")
+def gated_backward(call: Call) -> Sequence[Tensor | None]:
+    """Of both halves, by what is saved of neither: the sigmoid is made again."""
+    results = (like(call["grad_output"]),)
+    return _gradients(call, gated, {"self": call["self"]}, call["grad_output"], {}, results=results)
 
 
 @translation("_scaled_dot_product_flash_attention_for_cpu_backward")

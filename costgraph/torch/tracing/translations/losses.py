@@ -13,7 +13,7 @@ from ....ops.reduce import reduce
 from ..call import Call
 from .table import translation
 
-__all__ = ["bent", "entropy", "log_sigmoid", "margin", "squared"]
+__all__ = ["bent", "entropy", "gated", "log_sigmoid", "margin", "squared"]
 
 #: Reductions of torch.nn by number, and none.
 _REDUCTIONS = (None, "mean", "sum")

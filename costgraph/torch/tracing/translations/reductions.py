@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from typing import Any
 
 from ....algebra.polynomial import ONE, Poly, poly
 from ....graph.tensor import Tensor
 from ....nn.kernels import one_kernel
 from ....nn.recurrent import cumulative_sum
+from ....ops.blocks import fused
 from ....ops.layout import reshape
 from ....ops.pointwise import cast, pointwise
 from ....ops.reduce import reduce
@@ -16,7 +18,7 @@ from ..call import Call
 from ..rules.amounts import is_number
 from .table import translation
 
-__all__: list[str] = []  # its translations are found in TRANSLATIONS
+__all__ = ["weight_norm"]
 
 _OPERATIONS = {
     "sum": "sum", "mean": "mean", "amax": "max", "amin": "min", "prod": "prod", "any": "any", "all": "all",
@@ -67,6 +69,20 @@ def vector_norm(call: Call) -> Tensor | None:
     return None if operation is None else reduce(pointwise("abs", x), pattern, operation)
 
 
+@translation("_weight_norm_interface")
+def weight_norm(call: Call) -> tuple[Tensor, ...]:
+    """Rows with another length, and the length that they had."""
+    v, axis = call["v"], call["dim"] % call["v"].ndim
+    rows = _pattern(v, set(range(v.ndim)) - {axis}, kept=True)
+
+    def body(v: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        length = pointwise("sqrt", reduce(pointwise("square", v), rows, "sum"))
+        return v * (scale / length), length
+
+    made: Any = fused("weight_norm", body, v, call["g"], backward="weight_norm")
+    return tuple(made)
+
+
 @translation("var", "std", "var_mean", "std_mean")
 def variance(call: Call) -> Tensor | tuple[Tensor, Tensor] | None:
     """The mean square of what is left of each element without the mean, its root, and the mean."""
@@ -96,9 +112,13 @@ def log_of_sums(call: Call) -> Tensor | None:
     if not x.ndim or x.dtype.kind != "float":
         return None
     axes, kept = _axes(x, call["dim"]), bool(call.get("keepdim"))
-    largest = reduce(x, _pattern(x, axes, kept=True), "max")
-    sums = reduce(pointwise("exp", x - largest), _pattern(x, axes, kept=kept), "sum")
-    return pointwise("log", sums) + (largest if kept else reshape(largest, sums.sizes))
+
+    def body(x: Tensor) -> Tensor:
+        largest = reduce(x, _pattern(x, axes, kept=True), "max")
+        sums = reduce(pointwise("exp", x - largest), _pattern(x, axes, kept=kept), "sum")
+        return pointwise("log", sums) + (largest if kept else reshape(largest, sums.sizes))
+
+    return one_kernel("logsumexp", body, x, backward="logsumexp")
 
 
 @translation("cumsum")
