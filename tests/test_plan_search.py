@@ -3,6 +3,7 @@
 import csv
 import json
 import pickle
+import re
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
@@ -11,6 +12,7 @@ import pytest
 
 import costgraph as cg
 from costgraph.cli import main
+from costgraph.hardware.units import format_bytes
 from costgraph.plan.structures import Family
 
 B, S, D, F, V = cg.dims("B S D F V")
@@ -123,9 +125,34 @@ def test_what_does_not_fit_is_left_out(model, few):
     assert less.tried == few.tried
     nothing = cg.plan.search(model, **{**FEW, "checkpoint": ("none", "every-block", "from-start")}, memory=1)
     assert (nothing.best, nothing.tried) == (None, 3 * few.tried)
+    least = (2 + 2 + 8) * cg.param_count(model, **SIZES) / 26  # weights, gradients and two moments, of 26 ranks
+    (note,) = nothing.notes
+    assert note == f"no plan fits: {format_bytes(least)} or more of 1 B"
+    assert f"note  {note}" in str(nothing)
     assert len(nothing.family.steps) == 1  # of all that is computed again or not, states are the same
     with pytest.raises(cg.FormatError, match="--checkpoint 'some': expected none, every-block"):
         cg.plan.search(model, **{**FEW, "checkpoint": "some"}, memory=1)
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"tp": 3, "devices": 3}, "refused: V=182: axis 0 of 'tokens/table' has size V/3 = 182/3, expected a positive"),
+        (
+            {"dp": 3, "devices": 3, "zero": 3},
+            "refused: D=104, dp=3: axis 1 of 'layers/mlp/up/weight' has size D/dp = 104/3",
+        ),
+        ({"tp": 3, "devices": 26}, "no plan: no degrees within the limits divide the devices and the batch"),
+        ({"dp": 5, "devices": 5}, "no plan: no degrees within the limits divide the devices and the batch"),
+    ],
+)
+def test_where_there_is_no_plan_notes_say_why(given, why):
+    asked = {**FEW, "checkpoint": "none", "micro_batch": 1, **given}
+    for executor in (None, Elsewhere()):
+        found = cg.plan.search(lm(V=182), **asked, executor=executor)
+        (note,) = found.notes
+        assert found.rows == ()
+        assert re.match(why, note)
 
 
 @pytest.mark.parametrize(("overlap", "limits"), [("ideal", {}), ("streams", {"tp": (1, 2), "accumulate": (1, 3, 39)})])

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import CostGraphError, SpecError, UnsupportedError
+from ..hardware.units import format_bytes
 from ..notation.progress import progressing
 from .forms import Forms
 from .structures import DEGREES, Family, Structure
@@ -52,6 +53,8 @@ class Done(NamedTuple):
     derived: int
     notes: list[str]
     error: CostGraphError | None
+    over: float
+    refused: str
 
 
 @dataclass
@@ -66,6 +69,10 @@ class Work:
     notes: list[str] = field(default_factory=list)
     error: CostGraphError | None = None
     """why a structure could not be derived"""
+    over: float = inf
+    """the fewest bytes that a plan takes, or takes at least, which are more than there are"""
+    refused: str = ""
+    """why the graph of a plan, the first such one, is against its sizes"""
 
     def do(self, groups: Mapping[Structure, list[Point]], progress: bool | None, executor: Executor | None) -> None:
         """Try all points of all structures, structures side by side where there is what runs them."""
@@ -97,18 +104,30 @@ class Work:
 
     def gathered(self, future: Future[Done]) -> CostGraphError | None:
         """Wait for what another process tries."""
-        fitting, derived, notes, error = future.result()
+        fitting, derived, notes, error, over, refused = future.result()
         self.fitting += fitting
         self.derived += derived
         self.notes += notes
+        self.over, self.refused = min(self.over, over), self.refused or refused
         return error
 
     def likely(self, structure: Structure, points: Sequence[Point]) -> list[Point]:
         """Return the points whose parameters, gradients and states alone would fit: others need no derivation."""
         if self.limit == inf:
             return [*points]
-        fits = self.family.least(structure, columns(points)) <= self.limit
-        return [p for p, ok in zip(points, np.broadcast_to(fits, len(points)).tolist(), strict=True) if ok]
+        least = np.broadcast_to(self.family.least(structure, columns(points)), len(points))
+        self.over = least.min(where=least > self.limit, initial=self.over)
+        return [p for p, ok in zip(points, (least <= self.limit).tolist(), strict=True) if ok]
+
+    def reasons(self, apart: object) -> Iterator[str]:
+        """Yield why there is no plan, where there is none; `apart`: what the network has no links for."""
+        if self.fitting:
+            return
+        if self.over < inf:
+            yield f"no plan fits: {format_bytes(self.over)} or more of {format_bytes(self.limit)}"
+        yield from (f"refused: {why}" for why in (self.refused, *self.family.whole.values()) if why)
+        if not (self.tried or self.family.whole or apart):
+            yield "no plan: no degrees within the limits divide the devices and the batch"
 
     def one(self, structure: Structure, points: Sequence[Point]) -> CostGraphError | None:
         """Try the points of a structure; with degrees bound where its graph cannot be derived with them open."""
@@ -141,11 +160,15 @@ class Work:
         """Evaluate formulas at all points at once, and keep those that fit."""
         self.derived += len(points)
         degrees = columns(points)
-        found = forms.at(self.family.sizes(degrees, structure), self.family.cuts(structure, degrees["pp"]))
+        sizes, cuts = self.family.sizes(degrees, structure), self.family.cuts(structure, degrees["pp"])
+        found = forms.at(sizes, cuts)
         if self.family.rings is not None and self.family.rings.why:
             self.notes.append(f"no rings: {self.family.rings.why}")
         stages = np.array([*found.peaks.values()])
         peak = stages.max(0)
+        self.over = peak.min(where=peak > self.limit, initial=self.over)
+        if np.isnan(peak).any() and not self.refused:
+            self.refused = forms.refusal(sizes, cuts, int(np.isnan(peak).argmax()))
         fits = np.isfinite(peak) & np.isfinite(found.seconds) & (peak <= self.limit)
         for i in np.flatnonzero(fits).tolist():
             own = {name: float(values[i]) for name, values in found.parts.items() if values[i]}
@@ -164,7 +187,7 @@ def _elsewhere(sent: bytes, structure: Structure, points: Sequence[Point]) -> Do
     """Try the points of a structure in another process, which keeps the steps that it makes."""
     work = Work(*_received(sent))
     error = work.one(structure, points)
-    return Done(work.fitting, work.derived, work.notes, error)
+    return Done(work.fitting, work.derived, work.notes, error, work.over, work.refused)
 
 
 def columns(points: Sequence[Point]) -> dict[str, np.ndarray[Any, Any]]:

@@ -21,9 +21,11 @@ from ..analysis.streams import finished
 from ..analysis.work import Asked, Work
 from ..bind.sweep import Plan as Evaluated
 from ..bind.sweep import plan
+from ..errors import BindingError
 from ..graph.loop import loops
 from ..graph.op import Op
 from ..graph.placement import Waiting
+from ..graph.sizes import bindings, known_names
 from ..ops.hops import Send
 from .rings import Rings
 
@@ -188,6 +190,18 @@ class Forms:
             parts = {name: np.broadcast_to(v, one.peak.shape) for name, v in one.parts.items()}
             return Found({"all": one.peak}, one.busy, parts)
         return self.of_pipeline(sizes, cuts)
+
+    def refusal(self, sizes: Mapping[str, Array], cuts: Mapping[str, Cut], at: int) -> str:
+        """Return why a graph is against the sizes of a point, nothing if none is."""
+        for name, cut in cuts.items():
+            asked, own = self.kinds[name].asked, sizes if "all" in cuts else self.of_stage(sizes, cut)
+            known = {n: int(found) for n, p in asked.values.items() if (found := p.constant) is not None}
+            given = {n: int(np.broadcast_to(array, _shape(own))[at]) for n, array in own.items()}
+            try:
+                bindings(asked.graph, {n: k for n, k in {**known, **given}.items() if n in known_names(asked.graph)})
+            except BindingError as error:
+                return str(error)
+        return ""
 
     def of_pipeline(self, sizes: Mapping[str, Array], cuts: Mapping[str, Cut]) -> Found:
         """Evaluate stages, and what they take together."""

@@ -148,7 +148,8 @@ def search(
     ones; several groups of a rank are tried where layers are a multiple of all groups. The time is that of `seconds`
     where nothing overlaps; with overlap each pass of a stage is shorter by the same factor, and what it hands on is
     waited for. What the last micro-batch alone reduces comes behind. The peak is that of the stage that needs the most.
-    In a torus, degrees that are no whole dimensions of it, and a line of one more, are left out, as notes say.
+    In a torus, degrees that are no whole dimensions of it, and a line of one more, are left out, as notes say. Where
+    there is no plan, notes say how much the smallest would take, and which sizes are against it.
     Schedules of one kind (gpipe and 1f1b, zbv and dualpipev) differ in what waits alone: their graphs are derived once.
 
     Examples
@@ -197,7 +198,7 @@ def search(
     work.do(_grouped(family, _points(family, count, batch, allowed, apart), choices), progress, executor)
     rows = sorted((_plan(fit, tokens) for fit in work.fitting), key=_order)
     left = [f"meshes left out: {len(apart)}, such as: {apart[0]}"] if apart else []
-    notes = (*left, *dict.fromkeys(work.notes))
+    notes = (*left, *work.reasons(apart), *dict.fromkeys(work.notes))
     return Search(model.name, device, count, limit, explained(rows), work.tried, notes, family)
 
 

@@ -109,6 +109,8 @@ class Family:
     """by degrees, those of which the axes that ZeRO splits are taken"""
     first: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
     """by axes, the first degrees with which ZeRO splits these"""
+    whole: dict[int, str] = field(default_factory=dict)
+    """why the model is not split over ranks of `tp`, by their number"""
     made: tuple[Structure | None, list[Kind]] = (None, [])
     """what was derived last"""
 
@@ -327,9 +329,11 @@ class Family:
                 own = self.names["tp"]
                 given = self.sizes({**dict.fromkeys((*DEGREES, "micro_batch"), 1), "tp": tp}, structure)
                 bindings(made, {**self.dims, **({own: given[own]} if way != tp else {})})
-            except CostGraphError:
+            except CostGraphError as error:
+                self.whole[tp] = str(error)
                 continue
             if not isinstance(way, str) or (made.sharding is not None and made.sharding.mesh.joint):
+                self.whole.pop(tp, None)
                 return way
         return 0
 
