@@ -22,8 +22,8 @@ def examples(n: int) -> int:
     return n * multiplier()
 
 
-#: For tests that draw much: a plain run holds a fourth of the examples, a long test all of them.
-SHARES = [pytest.param(4, id="some"), pytest.param(1, id="all", marks=pytest.mark.long)]
+#: For tests that draw much: a plain run holds an eighth of the examples, a long test all of them.
+SHARES = [pytest.param(8, id="some"), pytest.param(1, id="all", marks=pytest.mark.long)]
 
 
 def in_part(cases, nth: int, of: int = 2) -> list:

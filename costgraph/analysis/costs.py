@@ -9,6 +9,7 @@ from functools import reduce as fold
 
 import sympy
 
+from ..algebra.carried import conditioned, held_by, plain
 from ..algebra.extremum import Owner, as_expr, extremum
 from ..algebra.polynomial import ONE, ZERO, Poly, total
 from ..bind.evaluate import Formula, answer, bound_answer
@@ -383,7 +384,14 @@ def intensity(graph: Graph, /, fused: bool = False, **dims: int) -> Formula:
     if moved == 0:
         raise GraphError(f"intensity of graph {graph.name!r}: it moves no bytes, expected an op that does")
     ratio = as_expr(work) / as_expr(moved)
-    return answer(ratio.cancel() if not ratio.atoms(sympy.floor, sympy.ceiling) and _small(ratio) else ratio)
+    if ratio.atoms(sympy.floor, sympy.ceiling) or not _small(ratio):
+        return answer(ratio)
+    return answer(conditioned(_cancelled(plain(ratio)), held_by(ratio)))
+
+
+@lru_cache(maxsize=1 << 7)  # sympy takes long, and a report asks with sizes open and bound
+def _cancelled(ratio: sympy.Expr) -> sympy.Expr:
+    return ratio.cancel()
 
 
 def _small(ratio: sympy.Expr) -> bool:

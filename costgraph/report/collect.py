@@ -113,11 +113,11 @@ SORTS: dict[str, Callable[[Part], Formula | None] | None] = {
 
 def _figures(graph: Graph, dims: Mapping[str, int]) -> dict[str, Figure]:
     out = {}
-    twin = symbolic(graph)
+    twin, is_open = symbolic(graph), not dims and not graph.root.defaults
     for name, (title, unit, _) in QUANTITIES.items():
         value = quantity_of(graph, name, dims)
         if value is not None:
-            formula = quantity_of(twin, name, {})
+            formula = value if is_open else quantity_of(twin, name, {})
             assert formula is not None
             out[name] = Figure(title, unit, value, formula)
     return out
