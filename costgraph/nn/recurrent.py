@@ -26,6 +26,7 @@ __all__ = [
     "cumulative_sum",
     "head_norm",
     "recurrence",
+    "running",
     "scan_kernel",
     "token_shift",
 ]
@@ -245,15 +246,20 @@ def cumulative_sum(x: Tensor, axis: int = -1, *, name: str = "cumulative_sum") -
     """
     need_tensor("cumulative_sum", x)
 
+    return running(x, axis, "add", 0, name)
+
+
+def running(x: Tensor, axis: int, function: str, first: float, name: str) -> Tensor:
+    """Join each position of an axis with what all before it have made, in one kernel; `first` stands before them."""
+
     def body(x: Tensor) -> Tensor:
-        at = _moved("cumulative_sum", x, axis, first=True)
-        start = fill(at.shape[1:], dtype=x.dtype)
+        start = fill(_moved(name, x, axis, first=True).shape[1:], first, dtype=x.dtype)
 
         def step(so_far: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-            total = so_far + x
-            return total, total
+            made = pointwise(function, so_far, x)
+            return made, made
 
-        return recurrence(step, start, x, axis=axis, name="sum")
+        return recurrence(step, start, x, axis=axis, name="sum" if function == "add" else function)
 
     return one_kernel(name, body, x)
 

@@ -20,9 +20,10 @@ from ..graph.placement import Split
 from ..graph.strides import distinct
 from ..graph.tensor import Tensor
 from . import rules, splits
+from .layout import permute
 from .registry import register
 
-__all__ = ["Arange", "Gather", "Scatter", "arange", "gather", "scatter", "take_along"]
+__all__ = ["Arange", "Gather", "Scatter", "arange", "gather", "reverse", "scatter", "take_along"]
 
 
 def _need_integers(ids: Tensor) -> None:
@@ -207,6 +208,8 @@ class Arange(OpKind):
     context: Flag = False
     """Whether these are positions of keys: in `decode` then all that are cached, otherwise the new ones alone."""
     start: Start = ZERO
+    back: Flag = False
+    """Whether they go down from the start, one by one."""
     flops, reads, writes = rules.free, rules.no_operands, rules.all_results
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
@@ -263,6 +266,15 @@ def take_along(x: Tensor, ids: Tensor, *, name: str = "take_along") -> Tensor:
     """Pick elements along the last axis: `numpy.take_along_axis(x, ids, -1)`, as a loss picks its targets."""
     need_tensor("take_along", x, ids)
     return apply(Gather(batch=_last(x, ids)), [x, ids], name)[0]
+
+
+def reverse(x: Tensor, axes: Sequence[int]) -> Tensor:
+    """Return some axes from their ends to their starts."""
+    for axis in axes:
+        n, order = x.sizes[axis], [axis, *(i for i in range(x.ndim) if i != axis)]
+        (places,) = apply(Arange(size=n, dtype=find_dtype("int64"), start=n - 1, back=True), [], "arange")
+        x = permute(gather(permute(x, order), places), [order.index(i) for i in range(x.ndim)])
+    return x
 
 
 def _last(x: Tensor, ids: Tensor) -> int:

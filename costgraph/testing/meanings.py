@@ -395,4 +395,4 @@ def _transfer(at: At[Transfer]) -> None:
 @meaning(Arange)
 def _arange(at: At[Arange]) -> None:
     for i in range(at.of(at.kind.size)):
-        at.write(at.of(at.kind.start) + i, i)
+        at.write(at.of(at.kind.start) + (-i if at.kind.back else i), i)

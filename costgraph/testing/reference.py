@@ -244,7 +244,7 @@ def collective(at: At[Collective]) -> Array:
 
 
 def _arange(at: At[Arange]) -> Array:
-    return np.asarray(at.of(at.kind.start) + np.arange(at.of(at.kind.size), dtype=float))
+    return np.asarray(at.of(at.kind.start) + (-1) ** at.kind.back * np.arange(at.of(at.kind.size), dtype=float))
 
 
 def _concat(at: At[Concat]) -> Array:

@@ -184,6 +184,14 @@ CASES = {
         lambda x: functional.cross_entropy(x, torch.arange(7) % 6, weight=torch.arange(6) + 0.5),
         lambda x: functional.cross_entropy(x, torch.arange(7) % 6, ignore_index=2),
     ]),
+    "turned": (nn.Linear(6, 6), ROWS, [
+        lambda x: x.flip(0) * x, lambda x: x.flip(0, 1) * x, lambda x: x.rot90(1, (0, 1)).T * x.rot90(2, (0, 1)),
+        lambda x: x.rot90(3, (0, 1)), lambda x: x.diag_embed() * 2,
+        lambda x: functional.channel_shuffle(x[..., None, None], 2),
+    ]),
+    "running products": (nn.Linear(6, 6), ROWS, [lambda x: x.cumprod(0), lambda x: torch.cumprod(x, 1),
+        lambda x: torch.addr(x, x[:, 0], x[1], alpha=2),
+    ]),
     "odds": (nn.Linear(6, 6), ROWS, [
         lambda x: functional.soft_margin_loss(x, x.detach().sign()), nn.PReLU(6),
         lambda x: functional.binary_cross_entropy(x.sigmoid(), torch.full_like(x, 0.3), weight=torch.full_like(x, 2)),
@@ -214,7 +222,7 @@ CASES = {
 #: Those of which a step that torch runs counts as many FLOPs.
 AS_MANY = {
     "bends with numbers of their own", "shares of sums", "other functions", "bounds that are met", "gates", "norms",
-    "norms of nothing", "orders", "powers", "rows", "softmax of hidden rows", "what is let go",
+    "norms of nothing", "orders", "powers", "rows", "softmax of hidden rows", "turned", "what is let go",
 }  # fmt: skip
 
 
@@ -376,5 +384,27 @@ def test_a_step_writes_gradients_into_places_of_an_axis_that_is_not_the_last():
     step = trace(net, torch.zeros(3, 11, 5), dims=[("B", "S", None)], train=True, optimizer=adamw)
     x = torch.randn(2, 13, 5)
     peak, flops = differences(step, net, [x], adamw(net.parameters()), B=2, S=13)
+    assert flops == 0
+    assert abs(peak) < 100
+
+
+class Rendered(nn.Module):
+    """Weights of points along rays by the light that comes through, both ways, as NeRF renders them."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(5, 1)
+
+    def forward(self, x):
+        seen = self.layer(x).sigmoid().squeeze(-1)
+        through = torch.cumprod(1 - seen + 1e-6, 1)
+        return ((seen * through).flip(1) * through).sum(1).square().mean()
+
+
+def test_products_along_an_open_axis_go_back_as_torch_does_where_nothing_is_zero():
+    net = Rendered()
+    step = trace(net, torch.zeros(3, 11, 5), dims=[("B", "S", None)], train=True, optimizer=adamw)
+    x = torch.randn(2, 113, 5)
+    peak, flops = differences(step, net, [x], adamw(net.parameters()), B=2, S=113)
     assert flops == 0
     assert abs(peak) < 100

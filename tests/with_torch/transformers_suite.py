@@ -240,7 +240,7 @@ def _compared(row: Row, what: str, model: nn.Module, inputs: Inputs) -> bool:
     row.found[what] = real_peak(run, *held_by(module, given, optimizer)) - cg.peak_memory(graph, **sizes), flops
     kinds = [op.kind.name for op in graph.ops if op.kind.name != "keep"]
     row.calls, row.stated = row.calls + len(kinds), row.stated + kinds.count("foreign")
-    called = {op.call.name for op in graph.ops if op.call is not None}
+    called = {re.sub(r"_\d+\Z", "", op.name.rpartition("/")[2]) for op in graph.ops}
     row.kernels = sorted({*row.kernels, *called} & WORKSPACE)
     return True
 

@@ -146,7 +146,7 @@ class Indices:
                 rows = self._numbers(kind.rows)
                 below = (rows + 1, rows, rows, self._numbers(op.results[0].sizes[0]))[i]
             case Arange() as kind:
-                below = self._numbers(kind.size + kind.start)
+                below = self._numbers(kind.start + 1 if kind.back else kind.size + kind.start)
             case Reduce() as kind if kind.operation.startswith("arg"):
                 axes = zip(kind.pattern.operands[0], op.operands[0].sizes, strict=True)
                 kept = kind.pattern.result_names

@@ -83,9 +83,9 @@ def _initial_state(site: Site[InitialState]) -> None:
 
 @lowering(Arange)
 def _arange(site: Site[Arange]) -> None:
-    start = site.of(site.kind.start)
+    start, step = site.of(site.kind.start), -1 if site.kind.back else 1
     dtype = site.dtype(site.op.results[0])
-    site.own(torch.arange, start, start + site.of(site.kind.size), dtype=dtype, device=site.emitter.device)
+    site.own(torch.arange, start, start + step * site.of(site.kind.size), step, dtype=dtype, device=site.emitter.device)
 
 
 @lowering(Empty)

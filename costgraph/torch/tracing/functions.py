@@ -14,6 +14,7 @@ from torch.nn.functional import interpolate, linear, max_pool1d
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 
 from .layers import RECURRENT, gru_cell, lstm_cell
+from .products import cumprod
 from .spectra import einsum, istft, stft
 
 __all__ = ["SymbolicSizes"]
@@ -195,6 +196,8 @@ _INSTEAD: dict[Any, Callable[..., Any]] = {
     torch.stft: stft,
     torch.istft: istft,
     torch.einsum: einsum,
+    torch.cumprod: cumprod,
+    torch.Tensor.cumprod: cumprod,
     torch.max_pool1d: _largest_in_windows,
     max_pool1d: _largest_in_windows,
     torch.gru_cell: _of_open_sizes(gru_cell),

@@ -202,7 +202,8 @@ def _expanded(op: Op, kind: Expand, operands: Sequence[Any], lengths: Lengths) -
 def _positions(op: Op, kind: Arange, operands: Sequence[Any], lengths: Lengths) -> Arange:
     if kind.context:
         return kind
-    return replace(_bound(op, kind, operands, lengths), start=kind.start + lengths.earlier)
+    made = _bound(op, kind, operands, lengths)
+    return made if kind.back else replace(made, start=kind.start + lengths.earlier)
 
 
 def _as_it_is(op: Op, kind: OpKind, operands: Sequence[Any], lengths: Lengths) -> OpKind:

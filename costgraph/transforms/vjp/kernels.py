@@ -11,10 +11,10 @@ from ...graph.graph import Graph
 from ...graph.op import Op
 from ...graph.scopes import building, phase
 from ...graph.tensor import Tensor
-from ...ops.blocks import Kernel, kernel
+from ...ops.blocks import Kernel, fused, kernel
 from ...ops.contraction import Einsum
 from ...ops.fill import fill
-from ...ops.index import scatter
+from ...ops.index import Gather, reverse, scatter
 from ...ops.layout import permute, reshape
 from ...ops.moves import Rearrange
 from ...ops.pointwise import Pointwise, cast, pointwise
@@ -128,6 +128,17 @@ def order(pull: Pull[Kernel]) -> tuple[Tensor | None]:
     return (permute(scatter(zeros, places, values, "set", along=True), [turn.index(i) for i in range(x.ndim)]),)
 
 
+def flip(pull: Pull[Kernel]) -> tuple[Tensor | None]:
+    """Return the gradient in the order that the operand has."""
+    (g,), body = pull.grads, pull.op.body
+    assert g is not None
+    assert body is not None
+    turns = (o.operands[0].producer for o in body.ops if isinstance(o.kind, Gather))
+    axes = [t.kind.order[0] if t is not None and isinstance(t.kind, Rearrange) else 0 for t in turns]
+    made = fused("flip_backward", reverse, g, axes=axes)
+    return (made if isinstance(made, Tensor) else made[0],)
+
+
 def _flash(op: Op, grads: Sequence[Tensor | None], saved: Saved) -> Inside:
     """Let the forward kernel write the logarithm of each row's sum, from which the probabilities come back.
 
@@ -192,6 +203,7 @@ KERNELS: dict[str, Rule[Kernel]] = {
     "log_softmax": log_softmax,
     "norm": norm,
     "order": order,
+    "flip": flip,
     "logsumexp": logsumexp,
     "weight_norm": weight_norm,
 }

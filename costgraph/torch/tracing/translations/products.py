@@ -79,3 +79,13 @@ def grouped(call: Call) -> Tensor | None:
         return apply(every, [x, y, ends], "grouped")[0]
     rows = apply(every, [permute(y, (1, 0)), permute(x, (0, 2, 1)), ends], "grouped")[0]
     return permute(rows, (1, 0))
+
+
+@translation("addr")
+def add_outer(call: Call) -> Tensor:
+    """The products of all pairs of two vectors, scaled perhaps, and what is added to them."""
+    made = einsum(call["vec1"], call["vec2"], "m, n -> m n")
+    made = made if is_number(call["alpha"], 1) else made * call["alpha"]
+    if is_number(call["beta"], 0):
+        return made
+    return pointwise("add", made, call["self"] if is_number(call["beta"], 1) else call["self"] * call["beta"])

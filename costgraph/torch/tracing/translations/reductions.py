@@ -9,7 +9,7 @@ from typing import Any
 from ....algebra.polynomial import ONE, Poly, poly
 from ....graph.tensor import Tensor
 from ....nn.kernels import one_kernel
-from ....nn.recurrent import cumulative_sum
+from ....nn.recurrent import cumulative_sum, running
 from ....ops.blocks import fused
 from ....ops.layout import reshape
 from ....ops.pointwise import cast, pointwise
@@ -126,3 +126,10 @@ def sums(call: Call) -> Tensor | None:
     """Each position of an axis with all before it."""
     x: Tensor = call["self"]
     return cumulative_sum(cast(x, call.out.dtype), call["dim"]) if x.ndim else None
+
+
+@translation("cumprod")
+def products(call: Call) -> Tensor | None:
+    """Each position of an axis by all before it."""
+    x: Tensor = call["self"]
+    return running(cast(x, call.out.dtype), call["dim"], "mul", 1, "cumulative_product") if x.ndim else None

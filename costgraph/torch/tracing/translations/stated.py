@@ -19,6 +19,7 @@ __all__ = ["like", "pulled", "stated"]
 #: Forward kernels: arguments, and places of results, that the kernel of their gradients reads.
 _READ: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
     "adaptive_max_pool2d": ((), (1,)), "adaptive_max_pool3d": ((), (1,)),
+    "col2im": ((), ()),  # its gradient is a copy of windows
     "grid_sampler_2d": (("input", "grid"), ()), "grid_sampler_3d": (("input", "grid"), ()),
     **dict.fromkeys(("_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d",
                      "upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d",
@@ -38,7 +39,8 @@ def _seen(call: Call, **more: Any) -> Call:
 
 
 def _counted(call: Call) -> Counts:
-    counts = RULES[call.name](call) or Counts()
+    found = RULES.get(call.name)
+    counts = (None if found is None else found(call)) or Counts()
     return replace(counts, workspace=counts.workspace + workspace_of(call))
 
 
