@@ -189,6 +189,11 @@ CASES = {
         lambda x: x.rot90(3, (0, 1)), lambda x: x.diag_embed() * 2,
         lambda x: functional.channel_shuffle(x[..., None, None], 2),
     ]),
+    "variances": (nn.Linear(6, 6), ROWS, [
+        lambda x: x.var(-1), lambda x: x.std(0, keepdim=True), lambda x: torch.var(x, dim=(0, 1), correction=0),
+        lambda x: torch.std(x, dim=1, correction=2), lambda x: torch.stack(torch.var_mean(x, dim=0)),
+        lambda x: torch.var_mean(x, dim=1)[1], lambda x: torch.std_mean(x, dim=1, keepdim=True)[0],
+    ]),
     "running products": (nn.Linear(6, 6), ROWS, [lambda x: x.cumprod(0), lambda x: torch.cumprod(x, 1),
         lambda x: torch.addr(x, x[:, 0], x[1], alpha=2),
     ]),
@@ -222,7 +227,8 @@ CASES = {
 #: Those of which a step that torch runs counts as many FLOPs.
 AS_MANY = {
     "bends with numbers of their own", "shares of sums", "other functions", "bounds that are met", "gates", "norms",
-    "norms of nothing", "orders", "powers", "rows", "softmax of hidden rows", "turned", "what is let go",
+    "norms of nothing", "orders", "powers", "rows", "softmax of hidden rows", "turned", "variances",
+    "what is let go",
 }  # fmt: skip
 
 
@@ -406,5 +412,27 @@ def test_products_along_an_open_axis_go_back_as_torch_does_where_nothing_is_zero
     step = trace(net, torch.zeros(3, 11, 5), dims=[("B", "S", None)], train=True, optimizer=adamw)
     x = torch.randn(2, 113, 5)
     peak, flops = differences(step, net, [x], adamw(net.parameters()), B=2, S=113)
+    assert flops == 0
+    assert abs(peak) < 100
+
+
+class Shifted(nn.Module):
+    """As many positions from the end as there were, behind some that stand before them."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(5, 5)
+
+    def forward(self, x):
+        y = self.layer(x)
+        before = torch.cat([y.new_zeros(x.shape[0], 2, 5), y], 1)
+        return (before[:, -x.shape[1] :].sin() * before[:, : x.shape[1]]).mean()
+
+
+def test_places_from_the_end_by_a_size_that_is_open_are_those_of_a_step():
+    net = Shifted()
+    step = trace(net, torch.zeros(3, 11, 5), dims=[("B", "S", None)], train=True, optimizer=adamw)
+    x = torch.randn(2, 13, 5)
+    peak, flops = differences(step, net, [x], adamw(net.parameters()), B=2, S=13)
     assert flops == 0
     assert abs(peak) < 100

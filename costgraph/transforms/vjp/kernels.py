@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
-from ...algebra.polynomial import ONE
+from ...algebra.polynomial import ONE, poly
 from ...graph.graph import Graph
 from ...graph.op import Op
 from ...graph.scopes import building, phase
@@ -15,7 +16,7 @@ from ...ops.blocks import Kernel, fused, kernel
 from ...ops.contraction import Einsum
 from ...ops.fill import fill
 from ...ops.index import Gather, reverse, scatter
-from ...ops.layout import permute, reshape
+from ...ops.layout import broadcast, permute, reshape
 from ...ops.moves import Rearrange
 from ...ops.pointwise import Pointwise, cast, pointwise
 from ...ops.reduce import Reduce, reduce
@@ -116,6 +117,30 @@ def _rows_beside(pull: Pull[Kernel]) -> tuple[Tensor, Tensor, Tensor]:
     return x, y, g
 
 
+def variance(pull: Pull[Kernel]) -> tuple[Tensor | None]:
+    """Return 2 * g * (x - mean) / n, and the share of the mean: torch's `var_backward` and `std_backward`."""
+    (g, *means), x, body = pull.grads, pull.saved(pull.op.operands[0]), pull.op.body
+    assert body is not None
+    pattern = next(o.kind.pattern for o in body.ops if isinstance(o.kind, Reduce))
+    kept = [ONE if str(a) == "1" else n for a, n in zip(pattern.result, x.sizes, strict=True)]
+    whole = x.numel / prod(kept, start=ONE)
+    divided: Any = (
+        o.kind.scalars[1] for o in body.ops if isinstance(o.kind, Pointwise) and o.kind.function.name == "div"
+    )
+    made = None
+    if g is not None:
+        g = reshape(g, kept)
+        if any(isinstance(o.kind, Pointwise) and o.kind.function.name == "sqrt" for o in body.ops):
+            y = reshape(pull.saved(pull.op.results[0]), kept)
+            g = pointwise("masked_fill", g / (y * 2.0), pointwise("eq", y, 0.0))
+        share = pointwise("mul", g, poly(2) / next(divided, whole))
+        made = share * (x - reduce(x, str(pattern), "mean"))
+    if means and means[0] is not None:
+        share = broadcast(reshape(means[0], kept), x.sizes) / whole
+        made = share if made is None else made + share
+    return (made,)
+
+
 def order(pull: Pull[Kernel]) -> tuple[Tensor | None]:
     """Put the gradients of the values where they were found, along an axis that is not the last."""
     (x,), g, body = pull.op.operands, pull.grads[0], pull.op.body
@@ -204,6 +229,7 @@ KERNELS: dict[str, Rule[Kernel]] = {
     "norm": norm,
     "order": order,
     "flip": flip,
+    "variance": variance,
     "logsumexp": logsumexp,
     "weight_norm": weight_norm,
 }

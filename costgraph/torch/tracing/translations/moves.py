@@ -62,8 +62,13 @@ def expand(call: Call) -> Tensor:
 
 
 def _start(call: Call, size: Poly) -> Poly:
-    start = poly(call.get("start") or 0)
-    return start + size if start.constant is not None and start.constant < 0 else start
+    return _from_the_start(poly(call.get("start") or 0), size)
+
+
+def _from_the_start(place: Poly, size: Poly) -> Poly:
+    """Return a position of an axis, which one that is negative counts from the end."""
+    least = lower(-place)
+    return place + size if least is not None and least > 0 else place
 
 
 @translation("slice")
@@ -75,8 +80,7 @@ def sliced(call: Call) -> Tensor:
 
 
 def _position(call: Call, size: Poly) -> Poly:
-    index = poly(call["index"])
-    return index + size if index.constant is not None and index.constant < 0 else index
+    return _from_the_start(poly(call["index"]), size)
 
 
 @translation("select")

@@ -84,25 +84,30 @@ def weight_norm(call: Call) -> tuple[Tensor, ...]:
 
 
 @translation("var", "std", "var_mean", "std_mean")
-def variance(call: Call) -> Tensor | tuple[Tensor, Tensor] | None:
+def variance(call: Call) -> tuple[Tensor, ...] | None:
     """The mean square of what is left of each element without the mean, its root, and the mean."""
     x, correction = call["self"], call.get("correction")
     if not x.ndim or x.dtype.kind != "float" or call.overload not in ("correction", "correction_out"):
         return None
     axes, kept = _axes(x, call.get("dim")), bool(call.get("keepdim"))
     rows, shown = _pattern(x, axes, kept=True), _pattern(x, axes, kept=kept)
-    mean = reduce(x, rows, "mean")
-    squares = pointwise("square", x - mean)
     less = 1 if correction is None else correction
-    if is_number(less, 0):
-        made = reduce(squares, shown, "mean")
-    else:
-        count: Poly = prod((x.sizes[i] for i in axes), start=ONE) - poly(less)
-        made = pointwise("div", reduce(squares, shown, "sum"), count)
-    made = pointwise("sqrt", made) if call.name.startswith("std") else made
-    if not call.name.endswith("_mean"):
-        return made
-    return made, mean if kept else reduce(x, shown, "mean")
+    count: Poly = prod((x.sizes[i] for i in axes), start=ONE) - poly(less)
+
+    def body(x: Tensor) -> tuple[Tensor, ...]:
+        mean = reduce(x, rows, "mean")
+        squares = pointwise("square", x - mean)
+        if is_number(less, 0):
+            made = reduce(squares, shown, "mean")
+        else:
+            made = pointwise("div", reduce(squares, shown, "sum"), count)
+        made = pointwise("sqrt", made) if call.name.startswith("std") else made
+        if not call.name.endswith("_mean"):
+            return (made,)
+        return made, mean if kept else reduce(x, shown, "mean")
+
+    made = fused(call.name, body, x, backward="variance")
+    return (made,) if isinstance(made, Tensor) else made
 
 
 @translation("logsumexp")
