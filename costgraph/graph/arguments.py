@@ -120,7 +120,7 @@ def amount(place: str, value: object) -> Poly:
 
 def sizes_of(shape: Sequence[object], place: str) -> Sizes:
     """Return a shape as polynomials, each known to be positive where it is a number."""
-    unordered = isinstance(shape, str | bytes | set | frozenset | Mapping | Tensor)
+    unordered = type(shape) is not tuple and isinstance(shape, str | bytes | set | frozenset | Mapping | Tensor)
     try:
         given = None if unordered else [size for size, _ in zip(shape, range(_MOST_AXES + 1), strict=False)]
     except TypeError:  # NumPy's scalars look like lists too

@@ -39,11 +39,13 @@ def _polys(value: object) -> Iterable[Poly]:
     """Yield the formulas among the attributes of an op."""
     if isinstance(value, Poly):
         yield value
-    elif isinstance(value, Mapping):
-        for v in value.values():
-            yield from _polys(v)
     elif isinstance(value, tuple | list):
         for v in value:
+            yield from _polys(v)
+    elif value is None or isinstance(value, str | int):
+        return  # nearly always, and what is no mapping takes long to find out
+    elif isinstance(value, Mapping):
+        for v in value.values():
             yield from _polys(v)
     elif hasattr(value, "window"):
         yield from _polys(value.window)

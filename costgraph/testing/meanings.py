@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import combinations, product
-from math import prod
+from math import isnan, prod
+from operator import lt
 from typing import Any, TypeVar
 
 import numpy as np
@@ -75,7 +76,7 @@ def _index_points(extents: Mapping[str, int]) -> Iterator[dict[str, int]]:
 
 def _inside(index: Point, shape: Point) -> bool:
     """Whether an element is there: a window may stand over the padding."""
-    return all(0 <= i < n for i, n in zip(index, shape, strict=True))
+    return all(map(lt, index, shape)) and (not index or min(index) >= 0)
 
 
 @meaning(Einsum)
@@ -100,7 +101,8 @@ def _einsum(at: At[Einsum]) -> None:
             term = term * at.read(i, *index) if _inside(index, at.operands[i].array.shape) else 0.0
         _charge(at, summed)
         if _inside(out, array.shape):
-            at.write(term + (0 if np.isnan(array[out]) else array[out]), *out)
+            before = array.item(out)
+            at.write(term + (0 if isnan(before) else before), *out)
     own = {d.names for d in pattern.result if isinstance(d, Axes)}
     if restriction is None or not {(n,) for n in restriction[1:]} <= own:
         _fill_unreached(at)

@@ -113,10 +113,12 @@ class Value:
         """Yield the index points that hold anything."""
         return self.index() if self.whole else filter(self.holds, list(self.index()))
 
-    def holds(self, index: Point) -> bool:
+    def holds(self, index: Point, address: int | None = None) -> bool:
         """Whether there is anything at an index point: it has been written, and the view does not leave it out."""
         held, limit = self.buffer.held, self.limit
-        return (held is None or self.address(index) in held) and (limit is None or bool(limit[index]))
+        if held is not None and (self.address(index) if address is None else address) not in held:
+            return False
+        return limit is None or bool(limit[index])
 
 
 def array_of(made: Any) -> Array:
@@ -243,7 +245,7 @@ class At(Generic[K_co]):
             self.read_by[i] = set()
         self.read_at[v.buffer].add(address)
         self.read_by[i].add(address)
-        assert v.holds(index), f"{self.op.name!r} reads operand {i + 1} at {index}, where it holds nothing"
+        assert v.holds(index, address), f"{self.op.name!r} reads operand {i + 1} at {index}, where it holds nothing"
         return v.array.item(index)
 
     def number(self, i: int, *index: int) -> Number:
