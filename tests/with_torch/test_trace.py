@@ -327,3 +327,21 @@ def test_an_op_without_a_rule_is_an_error_or_a_symbol():
     g = trace(Odd(), X, dims=[("B", None)], unknown="symbol")
     assert cg.flops(g) == cg.dims("flops_costgraph_tests_mystery")
     assert cg.peak_memory(g) == 2 * 4 * 5 * cg.dims("B")
+
+
+def test_a_format_is_asked_of_rows_that_data_choose():
+    class Chosen(nn.Module):
+        def __init__(self, cast):
+            super().__init__()
+            self.cast = cast
+
+        def forward(self, x):
+            return self.cast(x[x[:, 0] > 0]).square().sum()
+
+    asked, plain = (
+        trace(Chosen(cast), X, dims=[("B", None)], unknown="symbol") for cast in (torch.Tensor.float, torch.Tensor.sin)
+    )
+    (rows,) = {s for s in cg.flops(asked).free_symbols if str(s) != "B"}
+    B = cg.dims("B")
+    assert cg.flops(asked) == B + 2 * X.shape[1] * rows
+    assert cg.flops(plain) == B + 3 * X.shape[1] * rows

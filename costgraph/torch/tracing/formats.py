@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.nn import functional
 
 from .events import Asked
@@ -75,7 +76,7 @@ class Formats:
         What a program has a gradient of, though no step is traced, is left as it is: another tensor would have none.
         """
         self.calls.append((func.__name__, dtype))
-        if x.dtype != dtype or dtype != _WIDE or not x.numel() or (x.requires_grad and torch.is_grad_enabled()):
+        if x.dtype != dtype or dtype != _WIDE or _is_empty(x) or (x.requires_grad and torch.is_grad_enabled()):
             return x
         made = self._apart(x)
         self.asked.append((len(self.calls) - 1, self.recorder.stated(x, made)))
@@ -92,7 +93,7 @@ class Formats:
 
     def _made(self, func: Any, made: Tensor) -> None:
         self._noted(func, made)
-        if made.dtype == _WIDE and made.numel():
+        if made.dtype == _WIDE and not _is_empty(made):
             self.asked.append((len(self.calls) - 1, self.recorder.stated(made, made)))
 
     def settle(self, other: Formats) -> None:
@@ -117,6 +118,11 @@ def narrowed(held: Iterable[Tensor], arguments: Mapping[str, object]) -> dict[st
         if other is not t:
             swap(t, nn.Parameter(other, requires_grad=t.requires_grad) if isinstance(t, nn.Parameter) else other)
     return {name: narrow(value) for name, value in arguments.items()}
+
+
+def _is_empty(x: Tensor) -> bool:
+    """Whether a tensor is known to have no elements: of one that data choose nothing is known."""
+    return bool(guard_or_false(x.numel() == 0))
 
 
 def _states(args: Any, kwargs: Any) -> bool:
