@@ -95,6 +95,28 @@ def test_parameters_need_no_memory():
     assert cg.matmul_flops(g, B=3) == 2 * 3 * 2**40
 
 
+def test_keys_of_modules_and_parameters_may_be_any_text(tmp_path):
+    class Keyed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleDict({"0_first": nn.Linear(5, 5), "one-more": nn.Linear(5, 5)})
+            self.factors = nn.ParameterDict({key: nn.Parameter(torch.ones(5)) for key in ("a-b", "a_b", "a b", "1e5")})
+
+        def forward(self, x):
+            for layer in self.layers.values():
+                x = layer(x)
+            for factor in self.factors.values():
+                x = x * factor
+            return x.sum()
+
+    g = trace(Keyed(), torch.zeros(3, 5), dims=[("B", None)], train=True, optimizer=torch.optim.SGD)
+    weights = ["layers/_0_first/weight", "layers/_0_first/bias", "layers/one_more/weight", "layers/one_more/bias"]
+    factors = [f"factors/{key}" for key in ("_1e5", "a_b", "a_b_", "a_b__")]
+    assert [t.name for t in g.params] == [*weights, *factors]
+    cg.save(g, tmp_path / "keyed.json")
+    assert cg.flops(cg.load(tmp_path / "keyed.json")) == cg.flops(g)
+
+
 def test_tied_parameters_are_one():
     class Tied(nn.Module):
         def __init__(self):

@@ -138,6 +138,7 @@ CASES = {
     ]),
     "shares of sums": (nn.Linear(6, 6), ROWS, [
         lambda x: x.logsumexp(-1), lambda x: x.logsumexp((0, 1), keepdim=True) * x, lambda x: x.logsumexp(0) + 1,
+        lambda x: torch.vdot(x[0], x[1]) * x,
         lambda x: torch._weight_norm(x, x[:, :1].exp(), 0), lambda x: torch._weight_norm(x, x[:1], 1),
     ]),
     "other functions": (nn.Linear(6, 6), ROWS, [

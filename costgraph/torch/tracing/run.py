@@ -68,8 +68,12 @@ class Run:
 
     def declare(self, inputs: Mapping[str, object], kept: Mapping[str, torch.Tensor]) -> None:
         """Say what is there before the first op: parameters, buffers, gradients that were there before, and inputs."""
+        taken = set[str]()
         for name, t in (*self.module.named_parameters(), *self.module.named_buffers()):
             path = path_of(name)
+            while path in taken:  # by a key that differs in other characters
+                path += "_"
+            taken.add(path)
             self.recorder.source(t, "param" if isinstance(t, nn.Parameter) else "buffer", path)
             if isinstance(t, nn.Parameter) and t.requires_grad:
                 self.params[path] = t

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,12 +12,18 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from ...algebra.symbols import is_level
+
 __all__ = ["Scopes", "path_of"]
 
 
 def path_of(name: str) -> str:
-    """Return the path of a parameter or a module; a compiled module has that of the one inside it."""
-    return "/".join(part for part in name.split(".") if part != "_orig_mod")
+    """Return the path of a parameter or a module; a compiled module has that of the one inside it.
+
+    A key may be any text: what a name has not is an underscore, as in front of a digit that begins a word.
+    """
+    parts = (re.sub(r"\W", "_", part, flags=re.ASCII) for part in name.split(".") if part not in ("", "_orig_mod"))
+    return "/".join(part if is_level(part) else f"_{part}" for part in parts)
 
 
 class Scopes:

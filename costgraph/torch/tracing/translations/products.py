@@ -24,13 +24,16 @@ _PATTERNS = {
     "mv": "m k, k -> m",
     "addmv": "m k, k -> m",
     "dot": "k, k -> ",
+    "vdot": "k, k -> ",
 }
 
 
-@translation("mm", "bmm", "mv", "dot", "_int_mm")
-def multiply(call: Call) -> Tensor:
-    """A product of two matrices, of a batch of them, or of vectors."""
-    second = {"mv": "vec", "dot": "tensor"}.get(call.name, "mat2")
+@translation("mm", "bmm", "mv", "dot", "vdot", "_int_mm")
+def multiply(call: Call) -> Tensor | None:
+    """A product of two matrices, of a batch of them, or of vectors, of which the first would be conjugate."""
+    second = {"mv": "vec", "dot": "tensor", "vdot": "other"}.get(call.name, "mat2")
+    if call.name == "vdot" and call["self"].dtype.kind == "complex":
+        return None
     return einsum(call["self"], call[second], _PATTERNS[call.name])
 
 
