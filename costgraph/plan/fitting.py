@@ -115,7 +115,7 @@ class Work:
         """Return the points whose parameters, gradients and states alone would fit: others need no derivation."""
         if self.limit == inf:
             return [*points]
-        least = np.broadcast_to(self.family.least(structure, columns(points)), len(points))
+        least = np.broadcast_to(np.asarray(self.family.least(structure, columns(points)), float), len(points))
         self.over = least.min(where=least > self.limit, initial=self.over)
         return [p for p, ok in zip(points, (least <= self.limit).tolist(), strict=True) if ok]
 
@@ -164,7 +164,7 @@ class Work:
         found = forms.at(sizes, cuts)
         if self.family.rings is not None and self.family.rings.why:
             self.notes.append(f"no rings: {self.family.rings.why}")
-        stages = np.array([*found.peaks.values()])
+        stages = np.array([*found.peaks.values()], float)
         peak = stages.max(0)
         self.over = peak.min(where=peak > self.limit, initial=self.over)
         if np.isnan(peak).any() and not self.refused:
