@@ -33,15 +33,8 @@ from .tiling import cache_bytes
 from .traffic import compulsory
 
 __all__ = [
-    "bytes_moved",
-    "costs",
-    "executions",
-    "flops",
-    "flops_of_kind",
-    "intensity",
-    "matmul_flops",
-    "traffic_of",
-]
+    "bytes_moved", "costs", "executions", "flops", "flops_of_kind", "intensity", "matmul_flops", "traffic_of",
+]  # fmt: skip
 
 _COUNTS = ("executed", "full")
 
@@ -384,14 +377,11 @@ def intensity(graph: Graph, /, fused: bool = False, **dims: int) -> Formula:
     if moved == 0:
         raise GraphError(f"intensity of graph {graph.name!r}: it moves no bytes, expected an op that does")
     ratio = as_expr(work) / as_expr(moved)
-    if ratio.atoms(sympy.floor, sympy.ceiling) or not _small(ratio):
-        return answer(ratio)
-    return answer(conditioned(_cancelled(plain(ratio)), held_by(ratio)))
+    short = not ratio.atoms(sympy.floor, sympy.ceiling) and _small(ratio)
+    return answer(conditioned(_cancelled(plain(ratio)), held_by(ratio)) if short else ratio)
 
 
-@lru_cache(maxsize=1 << 7)  # sympy takes long, and a report asks with sizes open and bound
-def _cancelled(ratio: sympy.Expr) -> sympy.Expr:
-    return ratio.cancel()
+_cancelled = lru_cache(maxsize=1 << 7)(sympy.Expr.cancel)  # which takes long, and a report asks open and bound
 
 
 def _small(ratio: sympy.Expr) -> bool:
