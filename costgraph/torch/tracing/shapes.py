@@ -157,10 +157,12 @@ def _without_remainder(known: sympy.Basic) -> set[sympy.Expr]:
     for product, other in (known.args, known.args[::-1]):
         if not other and isinstance(product, REMAINDERS):
             return {functions.FloorDiv(*product.args)}
-        factors = {f.as_base_exp()[0] for f in sympy.Mul.make_args(product)}
-        parts = {f for f in factors if isinstance(f, functions.FloorDiv)}
-        quotients = product.xreplace({part: part.args[0] / part.args[1] for part in parts})
-        if parts and all(f.is_positive for f in factors - parts) and not sympy.expand(quotients - other):
+        factors = [f.as_base_exp() for f in sympy.Mul.make_args(product)]
+        parts = {f for f, _ in factors if isinstance(f, functions.FloorDiv)}
+        if not parts or not all(f in parts or f.is_positive for f, _ in factors):
+            continue
+        quotients = sympy.Mul(*((f.args[0] / f.args[1] if f in parts else f) ** n for f, n in factors))
+        if quotients == other or ((quotients - other).is_polynomial() and not sympy.expand(quotients - other)):
             return parts
     return set()
 
