@@ -133,6 +133,7 @@ CASES = {
     "bends with numbers of their own": (nn.Linear(6, 6), ROWS, [
         lambda x: functional.leaky_relu(x, 0.2), lambda x: functional.elu(x, 0.5), lambda x: functional.celu(x, 0.5),
         functional.selu, lambda x: functional.softplus(x, 2.0, 10.0), lambda x: functional.hardtanh(x, -0.2, 0.3),
+        lambda x: functional.softplus(x, 3.0, 0.2),
         lambda x: functional.hardshrink(x, 0.1), lambda x: functional.softshrink(x, 0.2),
         lambda x: functional.threshold(x, 0.1, 0.2), functional.glu, functional.elu, functional.leaky_relu,
     ]),
@@ -428,3 +429,25 @@ def test_places_from_the_end_by_a_size_that_is_open_are_those_of_a_step():
     peak, flops = differences(step, net, [x], adamw(net.parameters()), B=2, S=13)
     assert flops == 0
     assert abs(peak) < 100
+
+
+def test_a_bend_by_a_size_has_no_gradient_that_is_made_up():
+    """Its slope is another one at each size, and stands in no function of the library."""
+    net = Net(nn.Linear(6, 6), [lambda x: functional.leaky_relu(x, 1 / x.shape[0])])
+    g = trace(net, torch.zeros(ROWS), dims=[("N", None)])
+    low, x = lower(g, N=5), torch.randn(5, 6)
+    low.load_state_dict(net.state_dict(), strict=False)
+    torch.testing.assert_close(low(x), net(x))
+    with pytest.raises(cg.UnsupportedError, match=r"gradient of function 'leaky_relu_negative_slope_.*' is not stated"):
+        cg.backward(g)
+
+
+def test_running_products_of_a_block_with_gradients_have_that_of_torch():
+    """What stands for torch's own function is no function of the program."""
+
+    def inside(x):
+        with torch.enable_grad():
+            return x.requires_grad_().cumprod(1) * x
+
+    net, x = Net(nn.Linear(6, 6), [inside]), torch.randn(ROWS)
+    pulled(trace(net, x), net, x)

@@ -158,7 +158,7 @@ def _without_remainder(known: sympy.Basic) -> set[sympy.Expr]:
         if not other and isinstance(product, REMAINDERS):
             return {functions.FloorDiv(*product.args)}
         factors = [f.as_base_exp() for f in sympy.Mul.make_args(product)]
-        parts = {f for f, _ in factors if isinstance(f, functions.FloorDiv)}
+        parts = {f for f, n in factors if isinstance(f, functions.FloorDiv) and n.is_positive}
         if not parts or not all(f in parts or f.is_positive for f, _ in factors):
             continue
         quotients = sympy.Mul(*((f.args[0] / f.args[1] if f in parts else f) ** n for f, n in factors))

@@ -25,8 +25,8 @@ class Translator:
     """Turns torch's integers into sizes; each expression is looked at once.
 
     `names` are those of the dimensions that torch's symbols stand for, `exact` whole parts of quotients that have no
-    remainder, which are known to be assumed. `symbols` says whether a size that depends on
-    data is a dimension of torch's name for it, such as `u0`; it is an error else.
+    remainder, which are known to be assumed. `symbols` says whether a size that depends on data is a dimension of
+    torch's name for it, such as `u0`; it is an error else.
     """
 
     def __init__(

@@ -109,7 +109,14 @@ _SLOPES: dict[str, Callable[[Call], tuple[Any]]] = {
         ("where", ("logical_and", ("less", call["min_val"], "a"), ("less", "a", call["max_val"])), _G, 0),
     ),
     "leaky_relu": lambda call: (("where", ("less", 0, "a"), _G, ("mul", call["negative_slope"], _G)),),
-    "softplus": lambda call: (("mul", _G, ("sigmoid", ("mul", "a", call["beta"]))),),
+    "softplus": lambda call: (
+        (
+            "where",
+            ("less", call["threshold"], ("mul", "a", call["beta"])),
+            _G,
+            ("mul", _G, ("sigmoid", ("mul", "a", call["beta"]))),
+        ),
+    ),
     "softshrink": lambda call: _beyond(call["lambd"], ("abs", "a")),
     "threshold": lambda call: _beyond(call["threshold"]),
 }
@@ -180,10 +187,10 @@ def elementwise(call: Call) -> Tensor | None:
     return _applied(call, function, operands)
 
 
-def own_numbers(call: Call, operands: Sequence[Any]) -> dict[str, int | float]:
+def own_numbers(call: Call, operands: Sequence[Any]) -> dict[str, int | float | Poly]:
     """Return the numbers of a call that are neither operands nor those that stand in the library's function."""
     stated = _NUMBERS.get(call.name) or _NUMBERS.get(call.name.removesuffix("_backward"), {})
-    given = {k: v for k, v in call.arguments.items() if isinstance(v, int | float) and v is not False}
+    given = {k: v for k, v in call.arguments.items() if isinstance(v, int | float | Poly) and v is not False}
     return {k: v for k, v in given.items() if not any(v is o for o in operands) and not is_number(v, stated.get(k, 0))}
 
 

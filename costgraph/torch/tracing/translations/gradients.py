@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ....algebra.polynomial import Poly
 from ....errors import UnsupportedError
 from ....graph.graph import Graph, current_graph
 from ....graph.scopes import building
@@ -237,7 +238,8 @@ def slopes_backward(call: Call) -> Sequence[Tensor | None]:
 def bent_backward(call: Call) -> Tensor | Sequence[Tensor | None] | None:
     """One function; with numbers that the library's has not, what becomes of that of the forward pass."""
     x = call["self_or_result" if call.name == "elu_backward" else "self"]
-    if not own_numbers(call, []) or call.get("is_result"):
+    own = own_numbers(call, [])
+    if not own or call.get("is_result") or any(isinstance(v, Poly) for v in own.values()):
         return elementwise(call)
     arguments = {k: v for k, v in call.arguments.items() if not isinstance(v, Tensor | bool)}
     plain = replace(call, name=call.name.removesuffix("_backward"), arguments={"self": x, **arguments})

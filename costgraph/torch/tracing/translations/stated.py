@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from ....errors import UnsupportedError
 from ....graph.graph import apply
 from ....graph.tensor import Tensor
 from ....ops.stated import Backward, Opaque
@@ -19,12 +20,14 @@ __all__ = ["like", "pulled", "stated"]
 #: Forward kernels: arguments, and places of results, that the kernel of their gradients reads.
 _READ: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
     "adaptive_max_pool2d": ((), (1,)), "adaptive_max_pool3d": ((), (1,)),
-    "col2im": ((), ()),  # its gradient is a copy of windows
+    "col2im": ((), ()),
     "grid_sampler_2d": (("input", "grid"), ()), "grid_sampler_3d": (("input", "grid"), ()),
     **dict.fromkeys(("_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d",
                      "upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d",
                      "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"), ((), ())),
 }  # fmt: skip
+#: Kernels of gradients that torch has under another name, and that move elements alone: of `col2im` the windows.
+_COPIES = frozenset({"col2im_backward"})
 
 
 def like(t: Tensor) -> Spec:
@@ -39,8 +42,9 @@ def _seen(call: Call, **more: Any) -> Call:
 
 
 def _counted(call: Call) -> Counts:
-    found = RULES.get(call.name)
-    counts = (None if found is None else found(call)) or Counts()
+    counts = Counts() if call.name in _COPIES else RULES[call.name](call)
+    if counts is None:
+        raise UnsupportedError(f"{call.name}: no rule says what it costs, expected other arguments")
     return replace(counts, workspace=counts.workspace + workspace_of(call))
 
 
