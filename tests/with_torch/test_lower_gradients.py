@@ -9,6 +9,7 @@ from lowered import exact  # noqa: E402  # it imports torch
 import costgraph as cg  # noqa: E402
 from costgraph import testing  # noqa: E402
 from costgraph.errors import CostGraphError  # noqa: E402
+from costgraph.torch import trace  # noqa: E402
 from costgraph.torch.lowering import lower, random_inputs  # noqa: E402
 
 torch.set_num_threads(1)
@@ -67,3 +68,32 @@ def test_gradients_of_drawn_losses(case):
         for p, gradient in zip(sources, layers, strict=True):
             expected = torch.zeros_like(p) if p.grad is None else p.grad
             torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=1e-9, equal_nan=True)
+
+
+@pytest.mark.parametrize("none", [-100, -1, 2])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_targets_of_no_class(reduction, none):
+    class Classes(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.last = torch.nn.Linear(5, 7)
+
+        def forward(self, x, targets):
+            options = {"reduction": reduction, "ignore_index": none}
+            each = torch.nn.functional.cross_entropy(self.last(x), targets, **options)
+            return each.square().sum() if reduction == "none" else each
+
+    if reduction == "none" and none >= 0:  # a recorded call, which has no gradient here
+        return
+    net, x, targets = Classes(), torch.randn(11, 5), torch.arange(11) % 7
+    targets[::3] = none
+    traced = trace(net, x, targets, dims=[("N", None), ("N",)])
+    for forward in traced, cg.apply_precision(traced, "fp32"):  # with torch's calls, and by declared ops alone
+        back = cg.backward(forward)
+        with back:
+            back.outputs.extend(back.gradients.values())
+        module = lower(back, N=11)
+        module.load_state_dict(net.state_dict())
+        loss = net(x, targets)
+        wanted = [loss, *torch.autograd.grad(loss, list(net.parameters()))]
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(module(x, targets), wanted, strict=True))

@@ -11,6 +11,7 @@ from ...ops.blocks import Kernel
 from .attention import flash, flash_backward
 from .bodies import Bound, Rule, given_node, match, named_results, narrow, reduced_axis, whole
 from .contraction import linear
+from .losses import NLL, NLL_BACKWARD, nll, nll_backward
 from .norms import LAYER_BACKWARD, ROOT_BACKWARD, norm, norm_backward
 from .site import Site
 from .table import lowering
@@ -97,6 +98,7 @@ _RULES: dict[str, Rule] = {
     "p = einsum x w; y = add p b": _biased(linear),
     "p = einsum x w; o = rearrange b; y = add p o": _biased(convolution),
     **dict.fromkeys((*LAYER_BACKWARD, ROOT_BACKWARD), norm_backward),
+    **dict.fromkeys(NLL, nll) | dict.fromkeys(NLL_BACKWARD, nll_backward),
     "s = einsum q k; c = mul s; p = softmax c; y = einsum p v": flash,
     "s = einsum q k; c = mul s; p = softmax c; y = einsum p v; n = rearrange p'": flash,
     "s = einsum q k; c = mul s; p = softmax c; d = dropout p; y = einsum d v": flash,
