@@ -86,3 +86,26 @@ def test_a_router_that_is_called_as_a_gate_of_width_is_whole():
     places = rank.sharding.places
     assert not places["model/layers/0/mlp/gate/weight"].axes
     assert places["model/layers/0/mlp/experts/gate_up_proj"].dim("tp") == 1
+
+
+@pytest.mark.parametrize("made", ["empty", "ones", "view"])
+def test_what_is_made_to_be_written_into_lies_as_what_is_written(made):
+    """Each rank has its own sequences of a tensor that is written part by part, as the keys of DeepSeek-V2 are."""
+
+    class Joined(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.left, self.right = torch.nn.Linear(5, 7), torch.nn.Linear(5, 3)
+
+        def forward(self, x):
+            shape = (x.shape[0], x.shape[1], 10)
+            flat, make = (shape[0] * shape[1], 10), getattr(torch, made, None)
+            y = make(shape, dtype=x.dtype) if make else x.new_empty(flat).view(shape)
+            y[..., :7], y[..., 7:] = self.left(x), self.right(x)
+            return y.square().sum()
+
+    step = cg.training_step(trace(Joined().double(), torch.zeros(3, 11, 5).double(), dims=[("B", "S", None)]))
+    rank = cg.parallelize(step, dp=2, strict=True)
+    testing.check_sharded(step, rank, B=2, S=3)
+    assert cg.matmul_flops(rank) * 2 == cg.matmul_flops(step)
+    assert all(cg.peak_memory(rank, B=2 * b, S=11) == cg.peak_memory(step, B=b, S=11) for b in (2, 64))

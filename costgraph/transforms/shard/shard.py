@@ -11,7 +11,7 @@ from typing import Annotated
 
 from ...algebra.polynomial import ONE, poly
 from ...algebra.symbols import is_name, shown
-from ...errors import GraphError, PatternError, ShapeError, UnsupportedError
+from ...errors import CostGraphError, GraphError, PatternError, ShapeError, UnsupportedError
 from ...graph.arguments import need_flag, positive
 from ...graph.graph import Graph
 from ...graph.placement import Factors, Mesh, Placement, Sharding, tidy
@@ -264,7 +264,11 @@ def _sharded(graph: Graph, stated: Stated) -> tuple[Sharder, Graph]:
     """
     while True:
         sharder = Sharder(stated)
-        made = sharder.run(graph)
+        try:
+            made = sharder.run(graph)
+        except CostGraphError:
+            if not sharder.stacks:  # else what is to be made otherwise was written to in a copy
+                raise
         terms = {} if stated.kept else sharder.terms
         if not sharder.stacks and not terms:
             return sharder, made

@@ -61,12 +61,13 @@ class Sharder(Cutting):
                 self.after(op, new)
                 return
             self.before(op, new)
-        if isinstance(op.kind, Fresh) and not isinstance(op.kind, Empty):  # a stack is there before its slices are
+        # a stack is there before its slices are
+        if isinstance(op.kind, Empty) or (op.results[:1] and op.results[0] in self.stated.stacks):
+            self.stack(op, new)
+        elif isinstance(op.kind, Fresh):
             self.tensors[op.results[0]] = Later(op)
         elif self.narrow(op):
             pass
-        elif isinstance(op.kind, Empty):
-            self.stack(op, self.here(new))
         elif isinstance(op.kind, Stacked):
             self.stacked(op, new)
         elif op.loop is not None:
@@ -123,7 +124,7 @@ class Sharder(Cutting):
             self.read.setdefault(old, []).append(t)
         if axis and isinstance(op.kind, Grouped | GroupedOuter):
             operands[2] = self.merge(self.rows.own[before[2]].routing, axis, new, op.phase).results[0]
-        self.need_in_place(op, operands)
+        self.need_in_place(op, operands, choice.operands)
         kind = op.kind if rule is None else rule.local(choice.extents, choice.ranks)
         kind = kind if rule is None else of_rank(kind, rule, choice, self.mesh)
         made = self.in_product(op, kind, operands, new) or self.add(op, kind, operands, self.here(new))
@@ -223,11 +224,13 @@ class Sharder(Cutting):
         operands = [Placement(((),) * t.ndim) for t in op.operands]
         return Choice(list(operands), [Placement(((),) * t.ndim) for t in op.results], {}, {}, {})
 
-    def need_in_place(self, op: Op, operands: Sequence[Tensor]) -> None:
+    def need_in_place(self, op: Op, operands: Sequence[Tensor], places: Sequence[Placement | None]) -> None:
         """Refuse to write into a copy in place of what it is a copy of."""
         for i in op.kind.overwrites():
             old = self.tensors[op.operands[i]]
             kept = op.operands[i].storage.role != "activation"  # by more than this op
+            if not kept and isinstance(old, Tensor) and self.at[operands[i]] != self.at[old]:
+                self.note_made(op.operands[i], places[i])
             if kept and isinstance(old, Tensor) and operands[i].storage is not old.storage:
                 raise UnsupportedError(
                     f"shard: {op.name!r} writes into {old.name!r}, which lies as {self.at[old]} and is wanted as "

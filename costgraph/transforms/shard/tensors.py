@@ -21,6 +21,7 @@ from ...ops.moves import Expand, Rearrange
 from ...ops.pieces import Absent
 from ..rewrite import Rewriter
 from .convert import steps
+from .exchange import before
 from .fully import FullyShard
 from .kernels import Pieces
 from .positions import at_places
@@ -311,11 +312,20 @@ class Placed(Rewriter):
 
     def stack(self, op: Op, new: Graph) -> None:
         """Add a stack where its slices will lie, which is known once they do: the graph is made once more then."""
-        (stack,), kind = op.results, op.kind
+        (stack,) = op.results
         place = self.stated.stacks.get(stack, Placement(((),) * stack.ndim))
-        assert isinstance(kind, Fresh)
-        (made,) = self.add(op, replace(kind, sizes=place.local(stack.sizes)), [], new).results
-        self.at[made] = place
+        self.tensors[stack] = self.made(Later(op), stack, new, place)
+
+    def note_made(self, t: Tensor, place: Placement | None) -> None:
+        """Note that what was made to be written into lies as what is written: the graph is made once more then."""
+        while place is not None and t.producer is not None and not isinstance(t.producer.kind, Fresh):
+            op = t.producer
+            rule = op.kind.placed(op)
+            if rule is None or not op.operands or op.operands[0].storage is not t.storage:
+                return
+            t, place = op.operands[0], before(rule, place, self.mesh)
+        if place is not None and t.producer is not None and t not in self.stated.stacks:
+            self.stacks[t] = place
 
     def stacked(self, op: Op, new: Graph) -> None:
         """Add the stack that is full, and note where its slices lie."""
