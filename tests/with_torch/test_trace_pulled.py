@@ -93,6 +93,14 @@ def written(x, places, values):
     return y
 
 
+def gated(x):
+    """Return a copy, one half of which has been multiplied by the other one, and by itself."""
+    y = x * 1
+    y[:, :3].mul_(x[:, 3:])
+    y[:, :3].square_()
+    return y
+
+
 def picked():
     """Return two places, the second of them first."""
     return 3 - torch.arange(2)
@@ -215,6 +223,7 @@ CASES = {
         lambda x: written(x, (slice(None), picked()), x[:, 2:4] * 2), lambda x: written(x, picked(), x[2:4].sin()),
         lambda x: written(x, slice(2, 5), x[:3].sin()),
     ]),
+    "what is written over": (nn.Linear(6, 6), ROWS, [gated]),
     "places": (nn.Conv2d(3, 8, 1), IMAGES, [
         lambda x: x.roll((-3, 2), (2, 3)), nn.PixelShuffle(2), nn.PixelUnshuffle(2),
         nn.ReflectionPad2d((1, 2, 3, 0)), nn.ReplicationPad2d((1, 2, 3, 0)), nn.UpsamplingNearest2d(scale_factor=2),
@@ -350,22 +359,24 @@ def test_a_gradient_that_the_program_states_is_not_made_up():
 
 
 class Cell(nn.Module):
-    """Three steps of an LSTM, whose gates are written in place beside each other."""
+    """Three steps of a cell, whose gates are written in place beside each other."""
 
-    def __init__(self):
+    def __init__(self, kind):
         super().__init__()
-        self.cell = nn.LSTMCell(5, 7)
+        self.cell = kind(5, 7)
 
     def forward(self, x):
-        h, c = self.cell(x)
-        for _ in range(2):
-            h, c = self.cell(x, (h, c))
+        state = None
+        for _ in range(3):
+            state = self.cell(x, state)
+        h, c = state if isinstance(state, tuple) else (state, state)
         return (h * c.sin()).mean()
 
 
-def test_gates_that_are_written_beside_each_other_have_the_gradients_and_flops_of_a_step():
+@pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell])
+def test_gates_that_are_written_beside_each_other_have_the_gradients_and_flops_of_a_step(kind):
     torch.manual_seed(3)
-    net, x = Cell(), torch.randn(3, 5)
+    net, x = Cell(kind), torch.randn(3, 5)
     made = pulled(trace(net, x), net, x)
     net.zero_grad()
     assert cg.flops(made) == cg.flops(trace(net, x, train=True))

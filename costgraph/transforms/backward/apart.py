@@ -1,4 +1,7 @@
-"""Ops in place whose own gradient reads what they write over: they write beside it, as torch keeps a copy for them."""
+"""Ops in place whose own gradient reads what they write over: they write beside it, as torch keeps a copy for them.
+
+One that writes into a part of a tensor cannot, as the rest would have to be written as well: it gets that copy.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,13 @@ from typing import Any
 
 from ...graph.graph import Graph
 from ...graph.op import Op
+from ...graph.tensor import Tensor
+from ...ops.functions import FUNCTIONS
 from ...ops.pointwise import Pointwise
 from ..rewrite import Rewriter
 from .flow import active_in
 
-__all__ = ["apart"]
+__all__ = ["apart", "overwritten"]
 
 
 def apart(graph: Graph) -> Graph:
@@ -24,10 +29,9 @@ def apart(graph: Graph) -> Graph:
             x, stated = op.operands[0], op.kind.function.grad or ()
             places = [i for i, s in enumerate(op.kind.scalars or (None,) * len(op.operands)) if s is None]
             wanted = [i for i, t in zip(places, op.operands, strict=True) if t in active]
-            # of a part the rest would have to be written as well
-            whole = x.is_contiguous and x.numel == x.storage.elements
-            if whole and any("a" in _names(expression) for i in wanted for expression in stated[i : i + 1]):
-                rewriter.ops.add(op)
+            if any("a" in _names(expression) for i in wanted for expression in stated[i : i + 1]):
+                whole = x.is_contiguous and x.numel == x.storage.elements
+                (rewriter.ops if whole else rewriter.parts).add(op)
     return rewriter.run(graph)
 
 
@@ -41,15 +45,27 @@ def _names(expression: Any) -> Iterator[str]:
 
 
 class _Beside(Rewriter):
-    """Copies a graph, some of whose ops in place get a result of their own."""
+    """Copies a graph, some of whose ops in place get a result, or a copy of what they write over, of their own."""
 
     def __init__(self) -> None:
         super().__init__()
         self.ops: set[Op] = set()
+        self.parts: set[Op] = set()
 
     def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
         """Add what stands for an op."""
         if op in self.ops and isinstance(op.kind, Pointwise):
             self.add(op, replace(op.kind, inplace=False), [self.tensors[t] for t in op.operands], new)
-        else:
-            super().emit(op, new, suffix)
+            return
+        if op in self.parts:
+            kind = Pointwise(function=FUNCTIONS["copy"])
+            new.add_op(kind, [self.tensors[op.operands[0]]], "clone", op.phase).scope = op.scope
+        super().emit(op, new, suffix)
+
+
+def overwritten(op: Op, t: Tensor) -> Tensor:
+    """Return what stands for an operand behind an op: of what the op writes over, a copy that was made before it."""
+    if not isinstance(op.kind, Pointwise) or not op.kind.inplace or t is not op.operands[0]:
+        return t
+    copies = [o for o in t.graph.successors(t) if isinstance(o.kind, Pointwise) and o.kind.function.name == "copy"]
+    return copies[-1].results[0] if copies else t

@@ -29,6 +29,7 @@ from ...ops.reduce import Reduce
 from ...ops.stacks import Empty, Stacked
 from ..vjp.common import restricted, whole
 from ..vjp.table import Pull, Rule, rule_of
+from .apart import overwritten
 from .updating import Update
 
 __all__ = ["Hooks", "Leaf", "Walk", "is_view_op", "scoped", "stack_of"]
@@ -266,7 +267,7 @@ class Walk:
         before = len(graph)
 
         def saved(t: Tensor) -> Tensor:
-            found = self.saved(t)
+            found = self.saved(overwritten(op, t))
             read[found] = None
             return found
 
