@@ -46,6 +46,7 @@ ROWS = rows()
 
 @cache
 def model(name):
+    """A model of logits."""
     depth, width, heads, inner, tied = RECORD["models"][name]
     return cg.models.from_config(
         {
@@ -61,17 +62,21 @@ def model(name):
 GROUPS = [pytest.param(g, marks=pytest.mark.long if i % 2 else (), id=f"{g[0]} on {g[1]}") for i, g in enumerate(ROWS)]
 
 
-def loss(logits):
-    """Cross-entropy of logits in fp32: cast_to_fp32 and Loss in nanotron's models/llama.py."""
-    targets = logits.graph.input("targets", [n.expr for n in logits.sizes[:-1]], dtype="int64")
-    return cg.cross_entropy(cg.ops.cast(logits, "fp32"), targets)
+@cache
+def trained(name):
+    """One with its loss, cross-entropy of logits in fp32: cast_to_fp32 and Loss in nanotron's models/llama.py."""
+    graph = model.__wrapped__(name)
+    with graph:
+        logits = graph.outputs[0]
+        targets = graph.input("targets", [n.expr for n in logits.sizes[:-1]], dtype="int64")
+        graph.outputs[0] = cg.cross_entropy(cg.ops.cast(logits, "fp32"), targets)
+    return graph
 
 
-def picked(group, measured, **limits):
+def picked(graph, nodes, measured, **limits):
     """Return the measured tokens/s of the fastest plan that was measured; none of those that fit needed too much."""
-    name, nodes = group
     found = cg.plan.search(
-        model(name), devices=8 * nodes, hardware="h100-sxm", precision="megatron-bf16", B=256, S=4096, memory=ROOM,
+        graph, devices=8 * nodes, hardware="h100-sxm", precision="megatron-bf16", B=256, S=4096, memory=ROOM,
         zero=(0, 1), checkpoint="none", sequence=True, reduce_each=False, hold=False, tp={tp for _, tp, *_ in measured},
         **limits,
     )  # fmt: skip
@@ -88,7 +93,7 @@ def best(measured):
 @pytest.mark.parametrize("group", GROUPS)
 def test_what_is_picked_was_measured_to_be_fast(group):
     measured = {plan: row for plan, row in ROWS[group].items() if plan[2] == 1}
-    speed = picked(group, measured, pp=1)
+    speed = picked(model(group[0]), group[1], measured, pp=1)
     assert speed is not None  # it came to an end
     assert speed >= LESS.get(group, ENOUGH) * best(measured)
 
@@ -98,7 +103,8 @@ def test_what_is_picked_was_measured_to_be_fast(group):
 @pytest.mark.parametrize("group", ROWS, ids=lambda g: f"{g[0]} on {g[1]}")
 def test_what_is_picked_with_pipelines_was_measured_to_be_fast(group, overlap):
     measured = ROWS[group]
-    speed = picked(group, measured, pp={pp for _, _, pp, *_ in measured}, loss=loss, overlap=overlap)
+    pp = {pp for _, _, pp, *_ in measured}
+    speed = picked(trained(group[0]), group[1], measured, pp=pp, overlap=overlap)
     assert speed is not None
     less = LESS_WITH_STREAMS if overlap == "streams" else LESS_IN_STAGES
     assert speed >= less.get(group, ENOUGH) * best(measured)

@@ -13,6 +13,7 @@ import pytest
 import costgraph as cg
 from costgraph.cli import main
 from costgraph.hardware.units import format_bytes
+from costgraph.plan import structures
 from costgraph.plan.structures import Family
 
 B, S, D, F, V = cg.dims("B S D F V")
@@ -50,6 +51,34 @@ def found(model):
 @pytest.fixture(scope="module")
 def few(model):
     return cg.plan.search(model, **FEW)
+
+
+def mean(logits):
+    return cg.reduce(logits, "b s v -> ", "mean")
+
+
+OTHERS = [
+    {"devices": 3, "B": 6}, {"overlap": "ideal"}, {"S": 26}, {"precision": "fp32"}, {"loss": mean},
+    {"optimizer": cg.SGD()}, {"hardware": "a100-80-sxm"}, {"reduce_each": False, "accumulate": 2, "B": 8},
+]  # fmt: skip
+
+
+def test_what_a_search_leaves_with_a_model_is_of_the_same_question_alone(monkeypatch):
+    steps = []
+    monkeypatch.setattr(structures, "training_step", lambda *a, **k: steps.append(a) or cg.training_step(*a, **k))
+    model, one = lm(), {**FEW, "devices": 2, "B": 4, "zero": 1, "tp": 1, "accumulate": 1}
+    first, made = cg.plan.search(model, **one), len(steps)
+    assert cg.plan.search(model, **one).rows == first.rows
+    assert len(steps) == made > 0
+    for other in OTHERS:
+        assert cg.plan.search(model, **{**one, **other}).rows == cg.plan.search(lm(), **{**one, **other}).rows, other
+    assert cg.plan.search(model, **one).rows == first.rows
+    with model:
+        model.outputs[0] = cg.relu(model.outputs[0])
+    changed = lm()
+    with changed:
+        changed.outputs[0] = cg.relu(changed.outputs[0])
+    assert cg.plan.search(model, **one).rows == cg.plan.search(changed, **one).rows
 
 
 def alone(model, plan, overlap="none", precision="bf16", sizes=SIZES, **options):
@@ -123,13 +152,13 @@ def test_what_does_not_fit_is_left_out(model, few):
     less = cg.plan.search(model, **FEW, memory=limit)
     assert [(p.seconds, p.memory) for p in less.rows] == [(p.seconds, p.memory) for p in few.rows if p.memory <= limit]
     assert less.tried == few.tried
-    nothing = cg.plan.search(model, **{**FEW, "checkpoint": ("none", "every-block", "from-start")}, memory=1)
+    nothing = cg.plan.search(lm(), **{**FEW, "checkpoint": ("none", "every-block", "from-start")}, memory=1)
     assert (nothing.best, nothing.tried) == (None, 3 * few.tried)
     least = (2 + 2 + 8) * cg.param_count(model, **SIZES) / 26  # weights, gradients and two moments, of 26 ranks
     (note,) = nothing.notes
     assert note == f"no plan fits: {format_bytes(least)} or more of 1 B"
     assert f"note  {note}" in str(nothing)
-    assert len(nothing.family.steps) == 1  # of all that is computed again or not, states are the same
+    assert len(nothing.family.derived.steps) == 1  # of all that is computed again or not, states are the same
     with pytest.raises(cg.FormatError, match="--checkpoint 'some': expected none, every-block"):
         cg.plan.search(model, **{**FEW, "checkpoint": "some"}, memory=1)
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
-from functools import reduce
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,16 +42,37 @@ def finished(graph: Graph, seconds: Mapping[Op, Any], iterations: Mapping[Op, in
     does too when all between are left out, these do. Each time is the largest of sums, so that over iterations that
     begin on a line it is a convex function of their number; of which three points are on a line, it is that line.
     """
-    counted = _Play(graph, {}, iterations)
-    counted.run(graph, {})
-    played = _Play(graph, {op: s / counted.runs[op] for op, s in seconds.items() if counted.runs[op]}, iterations)
+    runs = Counter[Op]()
+    _count(graph, {0: 1}, iterations, runs)
+    played = _Play(graph, {op: s / runs[op] for op, s in seconds.items() if runs[op]}, iterations)
     played.run(graph, {})
     return _last(0.0, *played.free.values())
 
 
-def _last(*times: Any) -> Any:
+def _count(graph: Graph, turns: Mapping[int, int], iterations: Mapping[Op, int], runs: Counter[Op]) -> None:
+    """Count how often ops run; `turns`: how often the graph does after so many iterations of the loop that it is of."""
+    often = sum(turns.values())
+    for op in graph.ops:
+        if op.loop is None:
+            runs[op] += often
+            continue
+        body, count = op.loop.body, iterations[op.loop.op]
+        if op.loop.until:
+            inner = dict(enumerate(accumulate(turns.get(n, 0) for n in range(max(turns, default=0), 0, -1))))
+            inner = {len(inner) - 1 - i: times for i, times in inner.items()}
+        elif any(loop.until for loop in loops(body)):
+            inner = dict.fromkeys(range(min(count, _MOST + 1)), often)  # of more it is an error to play them
+        else:
+            inner = {0: often * count}
+        _count(body, inner, iterations, runs)
+
+
+def _last(time: Any, *times: Any) -> Any:
     """Return the largest of some times, at each point."""
-    return max(times) if all(type(t) is float for t in times) else reduce(np.maximum, times)
+    for t in times:
+        numbers = type(t) is float and type(time) is float
+        time = max(time, t) if numbers else np.maximum(time, t)
+    return time
 
 
 def _stream(op: Op) -> str:
@@ -67,12 +88,34 @@ def _stream(op: Op) -> str:
     return f"over {axis}" if len(axes) == 1 and (axis := axes.pop()) is not None else ""
 
 
+class _Step(NamedTuple):
+    """What is asked of an op each time that it runs."""
+
+    op: Op
+    loop: Loop | None
+    stream: str
+    overwritten: tuple[Storage, ...]
+    made: tuple[Storage, ...]
+    touched: tuple[Storage, ...]
+    same: bool
+    """whether all iterations of a loop do what the first one does"""
+
+    @classmethod
+    def of(cls, op: Op) -> _Step:
+        given = {t.storage for t in op.operands}
+        made = tuple(t.storage for t in op.results if t.storage not in given)
+        overwritten = tuple(op.operands[i].storage for i in op.kind.overwrites())
+        touched = tuple(dict.fromkeys(t.storage for t in (*op.operands, *op.results)))
+        loop = op.loop
+        same = loop is None or not any(inner.until for inner in loops(loop.body))
+        return cls(op, loop, _stream(op), overwritten, made, touched, same)
+
+
 class _Play:
     """Ops one after the other, and when each of their results is there."""
 
     def __init__(self, graph: Graph, seconds: Mapping[Op, Any], iterations: Mapping[Op, int]) -> None:
         self.graph, self.seconds, self.iterations = graph, seconds, iterations
-        self.runs: Counter[Op] = Counter()
         self.played = 0
         self.free: dict[str, Any] = {}
         """When each stream is free."""
@@ -83,60 +126,62 @@ class _Play:
 
     def run(self, graph: Graph, ready: dict[Tensor, Any], nth: int = 0) -> None:
         """Play the ops of a graph; `ready` is when its inputs are there, and then all of its tensors."""
-        self.played += len(graph.ops)
+        steps: list[_Step] | None = graph.cache.get("streams")
+        if steps is None:
+            steps = graph.cache["streams"] = [_Step.of(op) for op in graph.ops]
+        self.played += len(steps)
         if self.played > _MOST:
             raise UnsupportedError(
                 f"overlap 'streams' of graph {self.graph.name!r}: more than {_MOST:,} ops one by one, expected no more"
             )
-        for op in graph.ops:
-            if op.loop is not None:
-                self.repeat(op.loop, ready, nth)
+        for step in steps:
+            if step.loop is not None:
+                self.repeat(step, step.loop, ready, nth)
                 continue
-            self.runs[op] += 1
-            done = self.done(op, ready)
-            self.make(op)
-            for t in (*op.operands, *op.results):
-                self.touch(t, done)
-            ready.update(dict.fromkeys(op.results, done))
+            done = self.done(step, ready)
+            self.make(step.made)
+            for storage in step.touched:
+                self.touch(storage, done)
+            ready.update(dict.fromkeys(step.op.results, done))
 
-    def done(self, op: Op, ready: Mapping[Tensor, Any]) -> Any:
+    def done(self, step: _Step, ready: Mapping[Tensor, Any]) -> Any:
         """Return when an op is done, which keeps its stream until then."""
-        begin = _last(0.0, *(ready.get(t, 0.0) for t in op.operands))
-        if op not in self.seconds:
+        begin = _last(0.0, *[ready.get(t, 0.0) for t in step.op.operands])
+        if step.op not in self.seconds:
             return begin
-        overwritten = (self.touched.get(self.at(op.operands[i]), 0.0) for i in op.kind.overwrites())
-        stream = _stream(op)
-        self.free[stream] = _last(begin, self.free.get(stream, 0.0), *overwritten) + self.seconds[op]
-        return self.free[stream]
+        overwritten = [self.touched.get(self.at(storage), 0.0) for storage in step.overwritten]
+        free = _last(begin, self.free.get(step.stream, 0.0), *overwritten) + self.seconds[step.op]
+        self.free[step.stream] = free
+        return free
 
-    def touch(self, t: Tensor, done: Any) -> None:
-        """Note when an op is done that reads or writes a tensor."""
-        memory = self.at(t)
+    def touch(self, storage: Storage, done: Any) -> None:
+        """Note when an op is done that reads or writes a storage."""
+        memory = self.at(storage)
         self.touched[memory] = _last(self.touched.get(memory, 0.0), done)
 
-    def at(self, t: Tensor) -> object:
-        """Return the memory that a tensor is in."""
-        return self.memory.get(t.storage, t.storage)
+    def at(self, storage: Storage) -> object:
+        """Return the memory that a storage is at the moment."""
+        return self.memory.get(storage, storage)
 
-    def make(self, op: Op) -> None:
-        """Give what an op makes a memory of its own, but for what lies in that of an operand."""
-        given = {t.storage for t in op.operands}
-        self.memory.update({t.storage: object() for t in op.results if t.storage not in given})
+    def make(self, storages: Iterable[Storage]) -> None:
+        """Give what an op makes a memory of its own."""
+        for storage in storages:
+            self.memory[storage] = object()
 
     def enter(self, formals: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Note which memory a body's inputs are in, of all at once: an iteration may exchange them."""
-        self.memory.update([(f.storage, self.at(t)) for f, t in formals])
+        self.memory.update([(f.storage, self.at(t.storage)) for f, t in formals])
 
-    def repeat(self, loop: Loop, ready: dict[Tensor, Any], around: int) -> None:
+    def repeat(self, step: _Step, loop: Loop, ready: dict[Tensor, Any], around: int) -> None:
         """Play the iterations of a loop; `around` is how many the loop around it has had before."""
         count = around if loop.until else self.iterations[loop.op]
+        self.make(step.made)
         turns = _Iterations(self, loop, ready)
-        same = not any(inner.until for inner in loops(loop.body))  # what an iteration does is what each does
         nth, seen = 0, list[_Boundary]()
         while nth < count:
             turns.play(nth)
             nth, seen = nth + 1, [*seen[-2:], turns.boundary()]
-            by = _step(*seen) if same and len(seen) == 3 and nth + 1 < count else None
+            by = _moved(*seen) if step.same and len(seen) == 3 and nth + 1 < count else None
             if by is not None and (ahead := turns.ahead(by, count - nth)):
                 nth, seen = nth + ahead, []
         turns.leave(ready)
@@ -155,7 +200,7 @@ def _alike(found: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any], longest: n
     return bool((np.abs(found - wanted) <= _EXACT * longest.max(0, initial=0)).all())
 
 
-def _step(first: _Boundary, second: _Boundary, third: _Boundary) -> np.ndarray[Any, Any] | None:
+def _moved(first: _Boundary, second: _Boundary, third: _Boundary) -> np.ndarray[Any, Any] | None:
     """Return by how much an iteration moves each time, None where two of them differ."""
     if not first.shared == second.shared == third.shared:
         return None
@@ -173,7 +218,6 @@ class _Iterations:
         self.lying: Sequence[Tensor] = loop.starts
         """in what memory that is"""
         self.left: dict[Tensor, Any] = dict.fromkeys((*loop.stacks, *loop.pieces), 0.0)
-        play.make(loop.op)
 
     def play(self, nth: int) -> None:
         """Play one iteration."""
@@ -184,18 +228,18 @@ class _Iterations:
         self.handed, self.lying = [inner.get(t, 0.0) for t in loop.nexts], loop.nexts
         for t, made in zip(self.left, (*loop.ys, *loop.saved), strict=True):
             self.left[t] = _last(self.left[t], inner.get(made, 0.0))
-            play.touch(t, play.touched.get(play.at(made), 0.0))
+            play.touch(t.storage, play.touched.get(play.at(made.storage), 0.0))
 
     def leave(self, ready: dict[Tensor, Any]) -> None:
         """Say when the results of the loop are there."""
         for t, time, made in zip(self.loop.lasts, self.handed, self.lying, strict=True):
             ready[t] = time
-            self.of.touch(t, self.of.touched.get(self.of.at(made), 0.0))
+            self.of.touch(t.storage, self.of.touched.get(self.of.at(made.storage), 0.0))
         ready.update(self.left)
 
     def memories(self) -> list[object]:
         """Return the memories that iterations share."""
-        return [self.of.at(t) for t in (*(t for _, t in self.given), *self.left, *self.lying)]
+        return [self.of.at(t.storage) for t in (*(t for _, t in self.given), *self.left, *self.lying)]
 
     def boundary(self) -> _Boundary:
         """Return what there is after the iterations that were played."""
@@ -213,7 +257,6 @@ class _Iterations:
             dict(play.free),
             dict(play.touched),
             dict(play.memory),
-            play.runs.copy(),
         )
         out = left - 1
         while out:
@@ -222,10 +265,8 @@ class _Iterations:
             after = self.boundary()
             wanted = before.times + (out + 1) * by
             if after.shared == before.shared and _alike(after.times, wanted, wanted):
-                ran = play.runs - kept[-1]
-                play.runs.update({op: out * n for op, n in ran.items()})
                 return out + 1
-            self.handed, self.left, play.free, play.touched, play.memory, play.runs = (copy(part) for part in kept)
+            self.handed, self.left, play.free, play.touched, play.memory = (copy(part) for part in kept)
             out //= 2
         return 0
 

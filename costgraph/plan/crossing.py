@@ -153,7 +153,7 @@ def crossovers(
     first, last = -(-low // step), high // step
     if last < first:
         raise BindingError(f"{place}: no multiple of {step} from {low} to {high}, expected some")
-    opened = replace(family, dims={k: v for k, v in family.dims.items() if k != symbol}, steps={}, made=(None, []))
+    opened = replace(family, dims={k: v for k, v in family.dims.items() if k != symbol})
     curves = [_Curves(opened, symbol, *group) for group in _grouped(opened, found.rows).items()]
     best: dict[int, Crossing] = {}
 

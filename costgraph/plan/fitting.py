@@ -94,7 +94,7 @@ class Work:
         if executor is None:
             yield from (partial(self.one, structure, points) for structure, points in likely.items())
             return
-        sent = pickle.dumps((replace(self.family, steps={}, made=(None, [])), self.limit))
+        sent = pickle.dumps((self.family, self.limit))
         futures = [executor.submit(_elsewhere, sent, structure, points) for structure, points in likely.items()]
         try:
             yield from (partial(self.gathered, future) for future in futures)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..algebra.polynomial import poly
+from ..algebra.polynomial import Poly, poly
 from ..algebra.symbols import symbol
 from ..analysis.arrays import Array, Programs, Values, peaks, refused
 from ..analysis.duration import between, by_pass
@@ -52,11 +53,11 @@ class Kind:
     """What a rank takes, or each of some that do the same."""
 
     asked: Asked
-    overlap: str
     waiting: Waiting | None = None
     """what a stage of a pipeline knows of the others"""
     rings: Rings | None = None
     """of what is sent in a torus"""
+    overlap: str = "none"
     times: list[list[Spent]] = field(default_factory=list)
     programs: Programs = field(default_factory=dict)
 
@@ -68,10 +69,17 @@ class Kind:
         self.handed = [op for op in graph.walk() if isinstance(op.kind, Send)] if self.waiting is not None else []
         ops = self.handed if self.rings is None else ()
         self.sends = [exchange(op, graph, self.asked.values, device)[0] for op in ops]
-        self.least = [memory_time(self.asked)] if self.overlap == "ideal" else []
-        if self.overlap == "streams":
+        self.least: list[Poly] = []
+
+    def beside(self, overlap: str, rings: Rings | None) -> Kind:
+        """Return the same where collectives overlap with all else as it says, with what one search notes of rings."""
+        out = copy(self)
+        out.overlap, out.rings = overlap, rings
+        out.least = [memory_time(self.asked)] if overlap == "ideal" else []
+        if overlap == "streams":
             rest = [w for w in self.asked.works if not between(w)]
-            self.least = [*unit_times(replace(self.asked, works=rest)).values()]
+            out.least = [*unit_times(replace(self.asked, works=rest)).values()]
+        return out
 
     def at(self, sizes: Mapping[str, Any]) -> _Taken:
         """Return what it takes at points; NaN where its graph refuses the sizes."""

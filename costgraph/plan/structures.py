@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from copy import copy
+from collections.abc import Mapping, Sequence
+from copy import copy, deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf, prod
@@ -40,6 +40,7 @@ DEGREES = ("dp", "tp", "pp", "cp", "ep", "accumulate")
 CHOICES = ("zero", "sequence", "checkpoint", "schedule", "precision", "offload")
 #: Further symbols: groups of layers of a rank, and the last of the ranks that have the most layers.
 _MORE = ("virtual", "rank")
+_MOST_KEPT = 32  # structures
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,26 @@ def _differs(schedule: str) -> tuple[bool, ...]:
     return Order(schedule, ONE, ONE, ONE).splits, made.chunks is None, made.folded, made.both_ways
 
 
+class _Last(dict[Structure, list[Kind]]):
+    """Keeps what was put in last: graphs are large."""
+
+    def __setitem__(self, key: Structure, value: list[Kind]) -> None:
+        super().__setitem__(key, value)
+        if len(self) > _MOST_KEPT:
+            del self[next(iter(self))]
+
+
+@dataclass
+class Derived:
+    """What is derived for a family: it stays with the model until that is changed, or asked for another family."""
+
+    steps: dict[tuple[str, str, int | None], Graph] = field(default_factory=dict)
+    states: dict[str, StateBytes] = field(default_factory=dict)
+    """bytes by precision"""
+    kinds: dict[Structure, list[Kind]] = field(default_factory=_Last)
+    """of structures with different graphs, what their ranks take"""
+
+
 @dataclass
 class Family:
     """Steps of training of one model on one device, and the formulas of its structures."""
@@ -102,17 +123,28 @@ class Family:
     """policies by their names"""
     dims: Mapping[str, Any]
     """sizes, all but that of the batch"""
-    steps: dict[tuple[str, str, int | None], Graph] = field(default_factory=dict)
-    states: dict[str, StateBytes] = field(default_factory=dict)
-    """bytes by precision"""
     placed: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
     """by degrees, those of which the axes that ZeRO splits are taken"""
     first: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
     """by axes, the first degrees with which ZeRO splits these"""
     whole: dict[int, str] = field(default_factory=dict)
     """why the model is not split over ranks of `tp`, by their number"""
-    made: tuple[Structure | None, list[Kind]] = (None, [])
-    """what was derived last"""
+
+    @cached_property
+    def derived(self) -> Derived:
+        """What is derived already, by an earlier search as well; a function that makes the loss may make another."""
+        if callable(self.options["loss"]):
+            return Derived()
+        asked = self.batch, self.hardware, self.fallback, self.system, self.reduce_each, self.hold
+        stated = self.model.defaults, self.options, self.precisions, self.dims
+        key = (*self.model.outputs,), deepcopy((asked, stated))
+        kept: tuple[object, Derived] = self.model.cache.get("search", (None, Derived()))
+        if kept[0] != key:
+            kept = self.model.cache["search"] = key, Derived()
+        return kept[1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "derived"}
 
     @cached_property
     def names(self) -> dict[str, str]:
@@ -197,12 +229,13 @@ class Family:
         """Return the step of all devices together."""
         times = structure.accumulate
         key = structure.precision, structure.checkpoint, times
-        if key not in self.steps:
+        steps = self.derived.steps
+        if key not in steps:
             times = symbol(self.names["accumulate"]) if times is None else times
             policy, precision = read_checkpoint(structure.checkpoint), self.precisions[structure.precision]
             options = {**self.options, "precision": precision, "checkpoint": policy, "accumulate": times}
-            self.steps[key] = training_step(self.model, **options)
-        return self.steps[key]
+            steps[key] = training_step(self.model, **options)
+        return steps[key]
 
     def split(self, graph: Graph, structure: Structure) -> Graph:
         """Return the graph of a rank."""
@@ -214,6 +247,8 @@ class Family:
         options = {"zero": structure.zero, "sequence": structure.sequence, "offload": structure.offload}
         options |= {"system": self.system, "reduce_each": self.reduce_each, "hold": self.hold}
         ranks = dict(zip(("dp", "cp", "ep"), structure.ranks, strict=False))  # what these divide is what is split
+        if not ranks:
+            return parallelize(graph, **degrees, **options)  # type: ignore[arg-type]
         given, graph.defaults = graph.defaults, {**graph.defaults, **{self.names[d]: n for d, n in ranks.items()}}
         try:
             return parallelize(graph, **degrees, **options)  # type: ignore[arg-type]
@@ -229,16 +264,17 @@ class Family:
 
     @collection_paused()
     def forms(self, structure: Structure) -> Forms:
-        """Derive what ranks of a structure take, of the graphs of the structure before it if these are the same."""
-        like = structure.like()
-        if self.made[0] != like:
+        """Derive what ranks of a structure take, of graphs that are derived already if these are the same."""
+        like, kinds = structure.like(), self.derived.kinds
+        if like not in kinds:
             rank = self.split(self.step(structure), like)
-            self.made = like, [self.formed(graph, like) for graph in stages_of(rank)]
+            kinds[like] = [self.formed(graph, like) for graph in stages_of(rank)]
+        own = [kind.beside(self.overlap, self.rings) for kind in kinds[like]]
         if structure.pp == 1:
-            return Forms({"all": self.made[1][0]}, self.names)
-        return Forms(dict(self.waiting(structure)), self.names, self.layers)
+            return Forms({"all": own[0]}, self.names)
+        return Forms(dict(self.waiting(structure, own)), self.names, self.layers)
 
-    def waiting(self, structure: Structure) -> Any:
+    def waiting(self, structure: Structure, kinds: Sequence[Kind]) -> Any:
         """Yield the kinds of stages by name, each with what waits there under a schedule."""
         made = SCHEDULES[structure.schedule]
         p, m = (self.poly(d, structure) for d in ("pp", "accumulate"))
@@ -252,7 +288,7 @@ class Family:
             "less": Stage("less", (turn + 1, p - 2), ONE, ONE),
             "last": Stage("last", (ZERO if both else p - 1,), ONE, ONE, first=both, last=both or not made.folded),
         }
-        first, *between, last = self.made[1]
+        first, *between, last = kinds
         graphs = {"first": first, "last": last} | {name: kind for name in ("middle", "less") for kind in between}
         for name in ranks.keys() & graphs.keys():
             found = copy(graphs[name])
@@ -270,7 +306,7 @@ class Family:
         rank.defaults = {name: n for name, n in rank.defaults.items() if name not in own}
         dims = {name: n for name, n in self.dims.items() if name in known and name not in left}
         asked = ask(rank, self.hardware, self.fallback, dims, "search")
-        return Kind(asked, self.overlap, waiting, self.rings)
+        return Kind(asked, waiting, self.rings)
 
     @cached_property
     def rings(self) -> Rings | None:
@@ -285,11 +321,12 @@ class Family:
     def state(self, structure: Structure) -> StateBytes:
         """Return the bytes of parameters, gradients and states: those of any step of the same number formats."""
         name = structure.precision
-        if name not in self.states:
-            step = next((g for (made, _, _), g in self.steps.items() if made == name), None) or self.step(structure)
+        states, steps = self.derived.states, self.derived.steps
+        if name not in states:
+            step = next((g for (made, _, _), g in steps.items() if made == name), None) or self.step(structure)
             sizes = {**self.dims, **dict.fromkeys((self.batch, self.names["accumulate"]), 1)}  # parameters have neither
-            self.states[name] = state_bytes(step, **{n: size for n, size in sizes.items() if n in known_names(step)})
-        return self.states[name]
+            states[name] = state_bytes(step, **{n: size for n, size in sizes.items() if n in known_names(step)})
+        return states[name]
 
     def least(self, structure: Structure, degrees: Mapping[str, Any]) -> Any:
         """Return bytes that no rank of a structure is below: parameters, gradients and states in equal parts."""

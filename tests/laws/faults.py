@@ -31,7 +31,7 @@ class Fault:
     """rule of an op kind, or attribute of a module or class"""
     broken: object
     kinds: tuple[str, ...]
-    """op kinds on whose graphs a law has to notice"""
+    """op kinds on whose graphs a law has to notice, or what else is drawn"""
 
 
 def fault(family, what, where, kinds):
@@ -364,7 +364,7 @@ def _(right, op):
     return 2
 
 
-@fault(LOOPS, "a tensor under two names is read twice in the first iteration", (costs, "situations"), ("repeat",))
+@fault(LOOPS, "a tensor under two names is read twice in the first iteration", (costs, "situations"), ("nested",))
 def _(right, loop):
     return [(MappingProxyType({}), loop.count)]
 

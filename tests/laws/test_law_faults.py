@@ -27,10 +27,13 @@ def test_a_law_notices(fault):
     assert caught(fault, [law]), f"law {law!r} did not notice: {fault.what}"
 
 
+NESTED = {"most": 3, "kinds": ("repeat", "repeat", "einsum", "pointwise")}
+#: What graphs are drawn where a fault names no op kind.
+DRAWN = {"training": testing.losses(**NESTED), "nested": testing.graphs(**NESTED)}
+
+
 def drawn_around(kind):
-    if kind == "training":
-        return testing.losses(most=3, kinds=("repeat", "repeat", "einsum", "pointwise"))
-    return testing.ops(kind)
+    return DRAWN[kind] if kind in DRAWN else testing.ops(kind)
 
 
 def caught(fault, laws):
