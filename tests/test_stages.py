@@ -19,9 +19,6 @@ from costgraph.graph.sizes import known_names
 
 P, M = cg.dims("P M")
 SIZES = {"B": 2, "S": 64, "D": 64, "F": 128, "H": 4, "K": 16, "V": 256, "L": 16}
-#: Most bytes at once above what is there between steps, of ranks 0, 1 and 3: 1F1B of four gloo processes, torch 2.13.0
-#: on a CPU, fp32, by micro-batches. torch keeps what the first rank has sent: B*S*D*4 bytes of each one that waits.
-MEASURED = {4: (9_781_248, 7_936_000, 3_586_836), 8: (10_504_192, 7_968_768, 3_586_852)}
 
 
 def norm(x, name):
@@ -131,17 +128,6 @@ def test_gradients_of_which_each_rank_has_a_part_are_added_up_by_parts(split):
         (part,) = op.operands
         assert part.producer.name == "table.grad.reduce_scatter"
         assert [o.phase for o in g.successors(op.results[0])] == ["optimizer"] * 2  # the update, and what zeroes it
-
-
-@pytest.mark.parametrize("m", MEASURED)
-def test_peaks_are_those_of_real_processes(m):
-    _, s = cut(llama(), 4)
-    for g, measured, least in zip(s.stages, MEASURED[m], (0.987, 0.995, 0.99999), strict=True):
-        sizes = {name: n for name, n in {**SIZES, "M": m}.items() if name != "V" or g is not s.stages[1]}
-        line = cg.timeline(g, **sizes)
-        there = sum(n for role, n in line.by_role.items() if role in ("param", "input"))
-        assert line.peak == cg.peak_memory(g, **sizes)
-        assert least <= (line.peak - there) / measured <= 1
 
 
 def test_degrees_go_with_stages():

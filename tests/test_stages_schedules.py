@@ -1,5 +1,6 @@
 """Stages of pipelines under all schedules: what ranks hold, send and take, and what they compute together."""
 
+from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
 from queue import Queue
@@ -28,12 +29,37 @@ from costgraph.transforms.stages_plan import planned
 
 GROUPS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "interleaved-zb": 2, "zbv": 2, "dualpipev": 2}
 SMALL = {"B": 2, "S": 3, "D": 4, "F": 5, "H": 2, "K": 2, "V": 7}
-#: Most bytes at once above what is there between steps, of ranks 0, 1 and 3: Interleaved1F1B with two groups on four
-#: gloo processes, 8 micro-batches, by layers of the model; torch 2.13.0+cpu, fp32, 2026-11-24.
-INTERLEAVED = {16: (14_422_016, 11_919_360, 7_602_980), 48: (41_824_256, 34_578_432, 20_775_716)}
-
-#: The same of InterleavedZeroBubble, of ranks 0, 2 and 3.
-ZERO_BUBBLE = {16: (11_323_392, 12_437_504, 14_274_856), 48: (33_052_672, 37_050_368, 40_329_512)}
+HANDED = 4 * SIZES["B"] * SIZES["S"] * SIZES["D"]
+#: Schedules on gloo processes with ranks, micro-batches, groups and layers: of rank 0, of 1 or 2, whichever has more,
+#: and of the last one the most bytes at once, those between steps, and how many gradients torch leaves where they were
+#: made until the next step, as it does of those that are made apart from those of weights. torch 2.13.0+cpu, fp32.
+#: Outputs are returned (`return_outputs`), those of the last step until the next one.
+MEASURED = {
+    ("1f1b", 4, 8, 1, 16): ((11_505_664, 1_001_472, 0), (9_166_848, 1_198_080, 0), (5_637_156, 2_050_304, 0)),
+    ("gpipe", 4, 8, 1, 16): ((20_400_128, 1_001_472, 0), (20_334_592, 1_198_080, 0), (22_862_144, 2_050_304, 0)),
+    ("interleaved", 4, 8, 2, 16): (
+        (15_947_776, 1_525_760, 0), (13_641_728, 1_722_368, 0), (10_177_572, 2_574_592, 0)
+    ),
+    ("interleaved", 3, 6, 3, 18): (
+        (16_863_232, 2_046_976, 0), (14_557_184, 2_178_048, 0), (13_202_460, 2_833_664, 0)
+    ),
+    ("interleaved-zb", 4, 8, 2, 16): (
+        (13_111_296, 1_787_904, 8), (14_684_160, 2_246_656, 16), (17_373_736, 3_098_880, 16)
+    ),
+    ("interleaved-zb", 3, 6, 3, 18): (
+        (15_212_544, 2_440_192, 12), (15_998_976, 2_767_872, 18), (18_262_048, 3_423_488, 18)
+    ),
+    ("zbv", 4, 16, 2, 16): (
+        (16_012_348, 4_491_520, 16), (15_998_976, 3_835_904, 32), (17_512_448, 3_311_616, 16)
+    ),
+    ("dualpipev", 4, 16, 2, 16): (
+        (16_280_632, 4_065_536, 3), (15_689_728, 2_951_168, 5), (14_837_760, 2_852_864, 2)
+    ),
+}  # fmt: skip
+#: How far off, beside 1 %: where a folded pipeline turns, and where the first and the last stage are on one rank.
+FURTHER = {("zbv", 2): 0.014, ("dualpipev", 0): 0.021}
+#: Most bytes above those between steps, of 48 layers.
+DEEP = {"interleaved": (41_824_256, 34_578_432, 20_775_716), "interleaved-zb": (33_052_672, 37_050_368, 40_329_512)}
 
 #: Schedules with ranks, micro-batches and groups of a rank.
 LISTS = [
@@ -84,7 +110,7 @@ def test_what_waits_is_what_is_counted(name, p, m, v):
         for bytes_waiting, bytes_weights in ((5, 3), (4, 5), (1, 0), (0, 1)):
             counted = max(len(a) * bytes_waiting + len(b) * bytes_weights for _, a, b in seen)
             found = max((h[0] + v - 1) * bytes_waiting + h[1] * bytes_weights for h in held)
-            assert found == counted or (found == counted + (v - 1) * bytes_waiting and held[-1][0] == 0)
+            assert found == counted
         for at, stage, there in ((2, 0, first), (4, (p if name == "dualpipe" else p * v) - 1, last)):
             if there:
                 counted = max(a.count(stage) + (s == stage) for s, a, _ in seen)
@@ -113,26 +139,57 @@ def test_what_waits_once_there_are_gradients_is_what_is_counted(name, p, m, v):
         assert max(n.constant for n in held) + v - 1 == max(counted, v - 1)
 
 
-@pytest.mark.parametrize("depth", [16, pytest.param(48, marks=pytest.mark.long)])  # 11 s
-def test_peaks_of_groups_are_those_of_real_processes_but_for_what_was_sent(depth):
-    """torch keeps tensors that it has sent, of 32,768 B each, until the step ends: what differs are whole ones."""
-    s = cg.parallelize(step(), pp=4, micro_batches=M, schedule="interleaved", virtual=2)
-    for g, measured, kept in zip(s.stages, INTERLEAVED[depth], (15, 13, 14), strict=True):
-        line = cg.timeline(g, **own_sizes(g, L=depth, M=8))
-        found = line.peak - sum(n for role, n in line.by_role.items() if role in ("param", "input"))
-        assert 0 <= measured - found - kept * 32_768 <= 4
-    assert found / measured == pytest.approx({16: 0.94, 48: 0.978}[depth], abs=1e-3)
+@pytest.mark.parametrize(("name", "p", "m", "v"), [case for case in LISTS if case[3] > 1])
+def test_what_waits_at_the_last_forward_is_what_is_counted(name, p, m, v):
+    order, both = Order(name, poly(p), poly(m), poly(v)), name == "dualpipe"
+    folded, half = both or name in ("zbv", "dualpipev"), p // 2 if both else p
+    for rank in {0, half - 1}:
+        first, last = rank == 0, rank == (0 if folded else half - 1)
+        actions = cg.plan.schedule(name, p, m, v)[rank]
+        done = actions[: max(i for i, a in enumerate(actions) if a.kind == "F") + 1]
+        if both:  # what entered at this end
+            done = [a for a in done if (a.micro_batch < m // 2) == (a.stage < half)]
+        waits = Counter(a.stage for a in done if a.kind == "F")
+        waits.subtract(a.stage for a in done if a.kind in "BI")
+        own, found = sorted(waits), [int(n.constant) for n in order.ends(first=first, last=last, turns=rank > 0)]
+        if folded and not first:
+            assert found == [waits[own[1]], waits[own[0]]]
+        else:
+            assert not first or found[0] == waits[own[0]]
+            assert not last or found[1] == waits[own[-1]]
 
 
-@pytest.mark.parametrize("depth", ZERO_BUBBLE)
-def test_what_is_saved_lives_until_gradients_of_weights_are_there_as_in_real_processes(depth):
-    """To the scalar; of a rank with the table torch keeps 8 tensors of 32,768 B more, what it has sent of each pass."""
-    s = cg.parallelize(step(), pp=4, micro_batches=M, schedule="interleaved-zb", virtual=2)
-    for g, measured, kept in zip(s.stages, ZERO_BUBBLE[depth], (8, 0, 0), strict=True):
-        line = cg.timeline(g, **own_sizes(g, L=depth, M=8))
-        found = line.peak - sum(n for role, n in line.by_role.items() if role in ("param", "input"))
-        assert 0 <= measured - found - kept * 32_768 <= 8
-        assert found / measured > {16: 0.97, 48: 0.99}[depth]
+def stages(name, p=4, v=None):
+    return cg.parallelize(step(), pp=p, micro_batches=M, schedule=name, virtual=v or GROUPS[name]).stages
+
+
+@pytest.mark.parametrize(("name", "p", "m", "v", "depth"), MEASURED)
+def test_peaks_are_those_of_real_processes(name, p, m, v, depth):
+    """Buffers of all micro-batches, results until their backward pass, and what was sent until it is waited for."""
+    tokens, returned = (m * n * SIZES["B"] * SIZES["S"] for n in (2 * 8, 4 * SIZES["V"]))
+    rows = MEASURED[name, p, m, v, depth]
+    for i, (g, (peak, between, left)) in enumerate(zip(stages(name, p, v), rows, strict=True)):
+        line = cg.timeline(g, **own_sizes(g, M=m, L=depth))
+        beside = tokens + returned * (i == (0 if name in ("zbv", "dualpipev") else 2))
+        assert line.by_role["param"] + line.by_role["buffer"] + beside + left * HANDED == between
+        assert line.peak == cg.peak_memory(g, **own_sizes(g, M=m, L=depth))
+        found = line.peak - line.by_role.get("input", 0) + beside
+        assert found == pytest.approx(peak, rel=FURTHER.get((name, i), 0.01))
+
+
+@pytest.mark.long  # 11 s
+@pytest.mark.parametrize("name", DEEP)
+def test_peaks_of_deep_models_are_those_of_real_processes(name):
+    lefts = [left for _, _, left in MEASURED[name, 4, 8, 2, 16]]
+    for g, measured, left in zip(stages(name), DEEP[name], lefts, strict=True):
+        line = cg.timeline(g, **own_sizes(g, L=48, M=8))
+        found = line.peak - sum(n for role, n in line.by_role.items() if role in ("param", "input", "buffer"))
+        assert found == pytest.approx(measured + left * HANDED, rel=0.008)
+
+
+def test_megatron_has_no_buffers_and_keeps_nothing_that_it_has_sent():
+    for g in cg.parallelize(step(), pp=4, micro_batches=M, system="megatron").stages:
+        assert "buffer" not in cg.timeline(g, **own_sizes(g, M=8)).by_role
 
 
 def test_weights_need_both_sides_of_their_products():

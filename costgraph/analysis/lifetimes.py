@@ -24,6 +24,7 @@ from ..graph.tensor import Storage, Tensor
 from ..ops.keep import Keep
 from ..ops.play import Env, Player, Turn
 from .families import Family, Held, Life, Rest, piece
+from .handed import Handed
 from .params import cached
 from .saved import handed_back, left, left_for_weights
 
@@ -225,13 +226,24 @@ class _Player(Player[tuple[str, ...]]):
         each[:2] = (p / waiting.groups for p in each[:2])
         steps, loops = self.program.steps, {*loop.body.ops}
         lasts = {op for op in loop.body.ops if isinstance(op.kind, Keep)}  # until which what is saved may live
-        twice = handed_back(loop.body) * (waiting.groups - 1) / waiting.groups
+        once = handed_back(loop.body) / waiting.groups
+        twice = once * (waiting.groups - 1)
         handing = {op for op in loop.body.ops if op.phase != "forward" and op.loop is not None and op.loop.pieces}
         end = max(i for i, step in enumerate(steps) if step.op.phase != "optimizer")
+        handed = Handed(loop, waiting) if waiting.handed else None
+        if handed is not None:
+            self.program.lives.append(Life("received", "buffer", handed.buffers, None, None))
         for i, (start, stop) in enumerate(pairwise((*self.passes, end + 1))):
-            found = [total(map(mul, held, each)) for held in (waiting.later if i else waiting.first)]
-            many = found[0] if len(found) == 1 else poly(extremum([(p, Owner()) for p in found]))
-            self.program.lives.append(Life("waiting", "activation", many, start, stop - 1))
+            times = waiting.later if i else waiting.first
+            turn = next((k for k in range(start, stop) if steps[k].op.phase != "forward"), stop)
+            # what makes all gradients at once leaves none of those that a pass in halves does
+            at_once = any(held[6] for held in times)
+            for begin, last, less in ((start, turn, ZERO), (turn, stop, once)) if at_once else ((start, stop, ZERO),):
+                found = [total(map(mul, held, each)) - held[6] * less for held in times]
+                if handed is not None:
+                    found = [n + handed.beside(held, later=bool(i)) for n, held in zip(found, times, strict=True)]
+                many = found[0] if len(found) == 1 else poly(extremum([(p, Owner()) for p in found]))
+                self.program.lives.append(Life("waiting", "activation", many, begin, last - 1))
             inside = (k for k in range(start, stop) if steps[k].op.graph.owner in loops or steps[k].op in lasts)
             behind = max(inside, default=stop)
             if waiting.groups != ONE and behind + 1 < stop:

@@ -299,6 +299,8 @@ def timeline(
     whole = _played_out(graph, values) <= _MOST_STEPS
     copies = (lambda loop: int(loop.count.bind(values).constant or 0)) if whole else copies_for(values)
     program = _played(graph, copies, values, view)
+    for life in program.lives:  # once, not at each step of those through which it lives
+        life.bytes = life.bytes.bind(values)
     live = [(at, p.bind(values)) for at, p in live_bytes(program)]
     held = values.held if whole else closed(graph, values, view)
     spaces = _workspaces(program, values, held)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING
 
-from ..algebra.polynomial import ONE, Poly
+from ..algebra.polynomial import ONE, ZERO, Poly
 from ..errors import ShapeError
 from .strides import Sizes, is_integral, numel
 
@@ -95,8 +95,9 @@ def tidy(factors: Iterable[Factor]) -> Factors:
 
 
 #: How many wait beside the micro-batch that runs, for their backward pass and for gradients of weights alone: groups of
-#: layers, and the same of what there is before the layers of a model, and of what there is behind them.
-Held = tuple[Poly, Poly, Poly, Poly, Poly, Poly]
+#: layers, and the same of what there is before the layers of a model, and of what there is behind them. The last one is
+#: 1 where all gradients of the one that runs are made at once, though a pass makes those of weights apart.
+Held = tuple[Poly, Poly, Poly, Poly, Poly, Poly, Poly]
 
 
 #: Order of the passes of a pipeline that does not go back, as in inference.
@@ -125,6 +126,10 @@ class Waiting:
     """what has to be a whole number, in words, and its least value"""
     ranks: tuple[tuple[Poly, Poly], ...] = ()
     """the first and the last of those neighbours that do the same"""
+    handed: bool = False
+    """whether what is handed on lies in buffers of all micro-batches, and stays where it was sent, as under torch"""
+    ends: tuple[Poly, Poly] = (ZERO, ZERO)
+    """micro-batches that wait at the last forward in a group that receives nothing, and in one that sends nothing"""
 
 
 @dataclass(frozen=True)

@@ -292,7 +292,7 @@ class Family:
         graphs = {"first": first, "last": last} | {name: kind for name in ("middle", "less") for kind in between}
         for name in ranks.keys() & graphs.keys():
             found = copy(graphs[name])
-            found.waiting, found.programs = waiting_of(order, ranks[name]), {}
+            found.waiting, found.programs = waiting_of(order, ranks[name], torch=self.system == "torch"), {}
             yield name, found
 
     def formed(self, rank: Graph, structure: Structure) -> Kind:

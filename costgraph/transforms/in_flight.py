@@ -16,7 +16,7 @@ from ..errors import UnsupportedError
 from ..graph.arguments import need_choice
 from .schedules import SCHEDULES, Schedule, asked, done_by, here
 
-__all__ = ["beside", "in_flight", "of_end", "reached", "sends"]
+__all__ = ["at_last", "beside", "in_flight", "of_end", "reached", "sends"]
 
 _M, _P, _V, _PLACE = dims("m p v place")
 
@@ -87,23 +87,27 @@ def _minus(a: _Pair, b: _Pair) -> _Pair:
     return a[0] - b[0], a[1] - b[1]
 
 
-def _most(name: str, asked_for: _Asked) -> list[_Pair]:
+def _most(name: str, asked_for: _Asked, within: _Asked | None = None) -> list[_Pair]:
     """Return formulas of what waits, the largest of which is what waits at the most: few, chosen by lists.
 
     Where a phase is not done on some rank, what would be held in it says nothing, and most times hold less than others.
+    With `within` it may be more, but no more than what is asked for by that.
     """
     rows = [[found for at in _of_phases(name, *sizes) if (found := asked_for(*at))] for sizes, _ in _lists(name)]
-    counted = [[found for at in {*_of_list(actions)} if (found := asked_for(*at))] for _, actions in _lists(name)]
     might = np.array(rows, dtype=np.int64) @ _BYTES
-    is_so = np.array([(np.array(row) @ _BYTES).max(axis=0) for row in counted])
+    is_so, most = (
+        np.array([(np.array([found for at in {*_of_list(actions)} if (found := ask(*at))]) @ _BYTES).max(axis=0)
+                  for _, actions in _lists(name)])
+        for ask in (asked_for, within or asked_for)
+    )  # fmt: skip
     forms = [found for at in _of_phases(name, _M, _P, _V, here()) if (found := asked_for(*at))]
     forms = [(sympy.expand(a), sympy.expand(b)) for a, b in forms]
-    kept = [k for k in range(len(forms)) if (might[:, k] <= is_so).all() and forms.index(forms[k]) == k]
+    kept = [k for k in range(len(forms)) if (might[:, k] <= most).all() and forms.index(forms[k]) == k]
     for k in sorted(kept, key=lambda k: (-len(str(forms[k])), k)):
         others = [j for j in kept if j != k]
-        if others and (might[:, others].max(axis=1) == is_so).all():
+        if others and (might[:, others].max(axis=1) >= is_so).all():
             kept = others
-    if not kept or not (might[:, kept].max(axis=1) == is_so).all():
+    if not kept or not (might[:, kept].max(axis=1) >= is_so).all():
         raise UnsupportedError(f"schedule {name!r}: what waits in its lists is not what its phases say")
     return [(_of_whole(name, forms[k][0]), _of_whole(name, forms[k][1])) for k in kept]
 
@@ -115,12 +119,21 @@ def _of_whole(name: str, formula: Any) -> Poly:
 
 
 @cache
-def beside(name: str) -> tuple[tuple[Poly, Poly], ...]:
+def beside(name: str) -> tuple[tuple[Poly, Poly, bool], ...]:
     """Return how many chunks wait beside one that runs, for their backward pass and for gradients of weights alone.
 
-    At all times at which one of both, or a sum of both, may be largest.
+    At all times at which one of both, or a sum of both, may be largest, and whether the one that runs makes all of its
+    gradients at once where others make those of weights later. Beside a forward wait those that wait beside what
+    follows it.
     """
-    return tuple(_most(name, lambda kind, waits, weights: (waits, weights)))
+
+    def beside_of(kinds: str) -> _Asked:
+        return lambda kind, waits, weights: (waits, weights) if kind in kinds else None
+
+    every = beside_of("FBIW")
+    if not {"B", "I"} <= {kind for _, actions in _lists(name) for kind, *_ in actions}:
+        return tuple((*pair, False) for pair in _most(name, every))
+    return tuple((*pair, kinds == "B") for kinds in ("IW", "B") for pair in _most(name, beside_of(kinds), every))
 
 
 @cache
@@ -190,6 +203,18 @@ def of_end(name: str, last: bool) -> tuple[Poly, Poly]:
 
     at = "last" if last and not folded else "first"
     return _fitted(name, waits, at, enough=True), _fitted(name, weights, at, enough=False)
+
+
+@cache
+def at_last(name: str, chunk: int, at: str) -> Poly:
+    """Return how many micro-batches of a chunk, 0 or -1, wait for their backward pass at the last forward of a rank."""
+
+    def count(actions: _Played, v: int) -> int:
+        last = max(i for i, (kind, *_) in enumerate(actions) if kind == "F")
+        done = [kind for kind, of, _ in actions[: last + 1] if of == chunk % v]
+        return sum(_LEAVES[kind][0] for kind in done)
+
+    return _fitted(name, count, at, enough=True)
 
 
 # -- what is asked ---------------------------------------------------------------------------------------------------

@@ -58,11 +58,11 @@ class Kind:
 
 def in_stages(
     graph: Graph, pp: object, schedule: str, micro_batches: object, virtual: object, layers: object = None, *,
-    whole: bool = False,
+    torch: bool = False,
 ) -> list[Stage]:  # fmt: skip
     """Return the graphs of the first rank, of those in the middle and of the last one, with what they hold.
 
-    What waits for gradients of weights holds what these need, or the whole of what the forward pass has saved.
+    What waits for gradients of weights holds what these need, or under torch all that the forward pass has saved.
     """
     stages, m = positive("parallelize: pp", pp), positive("parallelize: micro_batches", micro_batches)
     need_choice("parallelize: schedule", schedule, SCHEDULES)
@@ -83,7 +83,7 @@ def in_stages(
     if plan.backward is None:
         return _passes(graph, plan, order, every)
     if order.splits:
-        graph = Halves(plan, whole=whole).run(graph)
+        graph = Halves(plan, whole=torch).run(graph)
         plan = planned(graph)
     if micro_batches_of(graph) != m:
         raise GraphError(
@@ -103,7 +103,9 @@ def in_stages(
     shares, shared = cut(graph, plan, kinds, both_ways=order.made.both_ways)
     made = [s.run(graph, f"{graph.name}.{k.name}".replace(" ", "_")) for s, k in zip(shares, kinds, strict=True)]
     more = [[(kind.alike, "stages between the first and the last one", 1)] * bool(kind.alike.names()) for kind in kinds]
-    held = [replace(waiting_of(order, k), asked=(*wanted, *own)) for k, own in zip(kinds, more, strict=True)]
+    held = [
+        replace(waiting_of(order, k, torch=torch), asked=(*wanted, *own)) for k, own in zip(kinds, more, strict=True)
+    ]
     twice = order.made.both_ways
     ends = [shared if kind.first or kind.last or twice else frozenset() for kind in kinds]
     return list(map(Stage, made, held, ends, (share.meets for share in shares)))
@@ -190,7 +192,7 @@ def _uneven(order: Order, every: Sequence[int]) -> list[Kind]:
     return [*kinds, Kind("last", (end,), ONE, poly(every[last]), last=True, runs=((end, end),))]
 
 
-def waiting_of(order: Order, kind: Kind) -> Waiting:
+def waiting_of(order: Order, kind: Kind, *, torch: bool) -> Waiting:
     """Return what a rank of some that do the same knows of the others."""
     # of ranks in the middle, the first one has most that wait for their backward pass, the last one most for weights
     ranks = kind.ranks if order.splits else kind.ranks[:1]
@@ -198,7 +200,10 @@ def waiting_of(order: Order, kind: Kind) -> Waiting:
         tuple(dict.fromkeys(h for r in ranks for h in order.held(r, first=kind.first, last=kind.last, later=later)))
         for later in (False, True)
     )
-    return Waiting(first, later, order.name, *order.whole, kind.alike, order.v, ranks=kind.runs)
+    ends = order.ends(first=kind.first, last=kind.last, turns=kind.name == "last") if torch else (ZERO, ZERO)
+    return Waiting(
+        first, later, order.name, *order.whole, kind.alike, order.v, ranks=kind.runs, handed=torch, ends=ends
+    )
 
 
 def cut(

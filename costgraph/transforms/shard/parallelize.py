@@ -183,7 +183,7 @@ def parallelize(
             ),
             stage,
         )
-        for stage in in_stages(graph, pp, schedule, micro_batches, virtual, layers, whole=system == "torch")
+        for stage in in_stages(graph, pp, schedule, micro_batches, virtual, layers, torch=system == "torch")
     ]
     made = [on_host(g, away) for g in made] if away else made
     if len(made) == 1:
