@@ -59,6 +59,8 @@ class TopK(OpKind):
     k: Size
     room: Room | None = None
     """Elements beside them, looked at when sizes are bound."""
+    smallest: Flag = False
+    """Whether they are the smallest ones, the smallest of them first."""
     flops, reads, writes = rules.per_element_reduced, rules.whole, rules.all_results
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:

@@ -41,7 +41,8 @@ def _top_k(at: At[TopK]) -> None:
     *lead, last = at.operands[0].array.shape
     for index in product(*map(range, lead)):
         values = [at.read(0, *index, i) for i in range(last)]
-        found = sorted(range(last), key=values.__getitem__, reverse=True)  # of equal ones the first comes first
+        # of equal ones the first comes first
+        found = sorted(range(last), key=values.__getitem__, reverse=not at.kind.smallest)
         at.tally.pointwise += last
         for j in range(at.of(at.kind.k)):
             at.write(values[found[j]], *index, j)

@@ -215,7 +215,8 @@ CASES = {
     "triangles": (nn.Linear(6, 6), ROWS, [lambda x: x.tril(-1), lambda x: x.triu(2), lambda x: (x + 1).tril_()]),
     "orders": (nn.Linear(6, 6), ROWS, [
         lambda x: x.max(0).values, lambda x: x.sort(0).values, lambda x: x.topk(3, 0).values,
-        lambda x: x.sort(1, descending=True).values,
+        lambda x: x.sort(1, descending=True).values, lambda x: x.min(0).values + x.min(1, keepdim=True).values,
+        lambda x: x.topk(3, 0, largest=False).values + x.gather(0, x.argmin(0, keepdim=True)),
     ]),
     "rows": (nn.Linear(6, 6), ROWS, [
         lambda x: x.index_add(1, picked(), x[:, 2:4] * 2), lambda x: x.index_add(0, picked(), x[2:4], alpha=3),
@@ -462,3 +463,35 @@ def test_running_products_of_a_block_with_gradients_have_that_of_torch():
 
     net, x = Net(nn.Linear(6, 6), [inside]), torch.randn(ROWS)
     pulled(trace(net, x), net, x)
+
+
+@pytest.mark.parametrize("function", [torch.square, torch.cos, torch.erf, lambda x: (x * x + 1) ** -2])
+def test_what_a_formula_makes_on_the_way_lives_to_its_end_as_in_cpp(function):
+    net, x = Net(nn.Linear(6, 67), [lambda x: function(x).mean()]), torch.zeros(5, 6)
+    made = cg.backward(trace(net, x, dims=[("B", None)]))
+    seen = trace(net, x, dims=[("B", None)], train=True)
+    assert abs(cg.peak_memory(made, B=71) - cg.peak_memory(seen, B=71)) < 100
+
+
+def test_numbers_of_the_program_are_in_a_lowered_graph():
+    net = Net(nn.Linear(6, 6), [lambda x: x * torch.tensor([2.0, 3, 5, 7, 11, 13])])
+    x = torch.randn(ROWS)
+    pulled(trace(net, x), net, x)
+
+
+class Coded(nn.Module):
+    """An image and what is made of its halves: of as many pixels where both sizes are even."""
+
+    def __init__(self):
+        super().__init__()
+        self.down, self.up = nn.Conv2d(3, 5, 4, 2, 1), nn.ConvTranspose2d(5, 3, 4, 2, 1)
+
+    def forward(self, x):
+        y = self.down(x).unflatten(-1, (x.shape[-1] // 4, 2)).flatten(-2)
+        return functional.mse_loss(self.up(y), x.unflatten(-2, (x.shape[-2] // 2, 2)).flatten(-3, -2))
+
+
+def test_a_loss_of_sizes_that_are_one_where_they_are_even_is_declared():
+    net, x = Coded(), torch.randn(2, 3, 8, 12)
+    g = trace(net, x, dims=[(None, None, "H", "W")])
+    assert not [op.name for op in g.walk() if op.kind.name == "foreign"]

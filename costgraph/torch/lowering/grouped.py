@@ -20,7 +20,7 @@ __all__: list[str] = []  # its lowerings are found in LOWERINGS
 
 @lowering(TopK)
 def _top_k(site: Site[TopK]) -> None:
-    made = site.call(torch.topk, site.operands[0], site.of(site.kind.k), -1)
+    made = site.call(torch.topk, site.operands[0], site.of(site.kind.k), -1, not site.kind.smallest)
     for i in (0, 1):
         site.settle(site.call(item, made, i), i)
 

@@ -28,7 +28,10 @@ def replay(site: Site[OpKind], call: Call) -> None:
     """Make the call that a trace saw where an op stands."""
     arguments = [_argument(site, v) for v in call.arguments]
     keywords = {k: _argument(site, v) for k, v in call.keywords.items()}
-    made = site.call(_overload(site, call.target), *arguments, **keywords)
+    function = _overload(site, call.target)
+    if function is torch.ops.aten.lift_fresh.default:  # a trace has the numbers that became a tensor there
+        function, keywords["device"] = torch.tensor, site.emitter.device
+    made = site.call(function, *arguments, **keywords)
     single = isinstance(site.shadow(made), torch.Tensor)
     stored = [t.storage for t in site.op.operands]
     for i, (place, t) in enumerate(zip(call.places, site.op.results, strict=True)):

@@ -13,6 +13,7 @@ from ...errors import UnsupportedError
 from ...graph.graph import apply
 from ...graph.tensor import Tensor
 from ...ops.functions import FUNCTIONS
+from ...ops.keep import keep
 from ...ops.pointwise import Pointwise, pointwise
 from ...ops.spectra import view_as
 from ...ops.stochastic import Dropout
@@ -50,7 +51,7 @@ def _pointwise(pull: Pull[Pointwise]) -> Sequence[Tensor | None]:
     out: list[Tensor | None] = []
     for operand, place, wanted in zip(op.operands, places, pull.needs, strict=True):
         expression = function.grad[place]
-        found = given.value(expression) if wanted and expression is not None else None
+        found = given.gradient(expression) if wanted and expression is not None else None
         out.append(sum_to(found, operand) if isinstance(found, Tensor) else None)
     return out
 
@@ -63,6 +64,17 @@ class _Given:
         self.g = g
         self.places = places
         self.conjugates: dict[Tensor, Tensor] = {}
+        self.made: list[Tensor] = []
+        """What an expression has made so far."""
+
+    def gradient(self, expression: Any) -> Any:
+        """Return what an expression makes; all that it makes on the way lives to its end, as in C++."""
+        self.made = []
+        found = self.value(expression)
+        if not isinstance(found, Tensor) or found.producer is None or found.graph.fused:
+            return found
+        early = [t for t in self.made if t.storage not in {o.storage for o in (found, *found.producer.operands)}]
+        return keep(found, *early) if early else found
 
     def value(self, expression: Any) -> Any:
         """Return the tensor or number that an expression makes, its ops one by one."""
@@ -109,7 +121,8 @@ class _Given:
             return first
         if not any(isinstance(v, Tensor) for v in values):
             return _NUMBERS[plain](*values)
-        return pointwise(plain, *values, inplace=name != plain)
+        self.made.append(pointwise(plain, *values, inplace=name != plain))
+        return self.made[-1]
 
 
 @vjp(Dropout)

@@ -103,11 +103,9 @@ def _is_last(x: Tensor, dim: int) -> bool:
 
 @translation("topk")
 def largest(call: Call) -> Sequence[Tensor] | None:
-    """The largest elements along an axis, and where they are."""
+    """The largest or smallest elements along an axis, and where they are."""
     x, dim, k = call["self"], call["dim"], poly(call["k"])
-    if not call["largest"] or not x.ndim:
-        return None
-    return _along(TopK(k=k, room=x.sizes[dim] - k), x, dim)
+    return _along(TopK(k=k, room=x.sizes[dim] - k, smallest=not call["largest"]), x, dim) if x.ndim else None
 
 
 def _along(kind: TopK | Sort, x: Tensor, dim: int) -> Sequence[Tensor]:
@@ -122,15 +120,16 @@ def _along(kind: TopK | Sort, x: Tensor, dim: int) -> Sequence[Tensor]:
     return (made,) if isinstance(made, Tensor) else made
 
 
-@translation("max.dim", "argmax")
+@translation("max.dim", "argmax", "min.dim", "argmin")
 def largest_one(call: Call) -> Sequence[Tensor] | Tensor | None:
-    """The largest element along an axis, and where it is."""
+    """The largest or smallest element along an axis, and where it is."""
     x, dim = call["self"], call.get("dim")
     if not x.ndim or dim is None or x.dtype.kind == "bool":
         return None
-    values, places = apply(TopK(k=ONE, room=x.sizes[dim] - 1), [_to_the_end(x, dim)], "top_k")
+    kind = TopK(k=ONE, room=x.sizes[dim] - 1, smallest="min" in call.name)
+    values, places = apply(kind, [_to_the_end(x, dim)], "top_k")
     made = [reshape(t, call.out.sizes) for t in (values, places)]
-    return made[1] if call.name == "argmax" else made
+    return made[1] if call.name.startswith("arg") else made
 
 
 @translation("sort")

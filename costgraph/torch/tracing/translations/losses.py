@@ -25,9 +25,14 @@ def _reduced(call: Call, each: Tensor) -> Tensor:
     return each if operation is None else reduce(each, f"{' '.join(f'a{i}' for i in range(each.ndim))} -> ", operation)
 
 
+def _is_alike(x: Tensor, target: Tensor) -> bool:
+    """Whether a loss compares each element with one of its own."""
+    return x.ndim == target.ndim and all(map(x.graph.same, x.sizes, target.sizes))
+
+
 def _difference(call: Call) -> Tensor | None:
     x, target = call["self"], call["target"]
-    return pointwise("sub", x, target) if x.dtype == target.dtype and x.sizes == target.sizes else None
+    return pointwise("sub", x, target) if x.dtype == target.dtype and _is_alike(x, target) else None
 
 
 @translation("mse_loss")
@@ -73,7 +78,7 @@ _ENTROPIES: dict[str, tuple[Sequence[str], tuple[Any, ...]]] = {
 def entropy(call: Call) -> Tensor | None:
     """Cross entropies of two classes, those of one of them weighted perhaps, and those of elements."""
     x, target, share, weight = call["self"], call["target"], call.get("pos_weight"), call.get("weight")
-    if x.sizes != target.sizes:
+    if not _is_alike(x, target):
         return None
     steps, slopes = _ENTROPIES[call.name]
     operands, formula = [x, target], "-(t * log(p) + (1 - t) * log(1 - p))"
@@ -93,7 +98,7 @@ def entropy(call: Call) -> Tensor | None:
 def margin(call: Call) -> Tensor | None:
     """Logarithms of the odds that a sign is another one."""
     x, target = call["self"], call["target"]
-    if x.sizes != target.sizes:
+    if not _is_alike(x, target):
         return None
     odds: Any = ("exp", ("mul", ("neg", "b"), "a"))
     slope: Any = ("mul", ("div", ("mul", ("neg", "b"), odds), ("add", odds, 1)), "g")
