@@ -13,7 +13,7 @@ from ..dtypes import DType
 from ..dtypes import dtype as find_dtype
 from ..errors import GraphError, ShapeError
 from ..graph.arguments import need_choice, need_flag, need_tensor, positive
-from ..graph.facts import Flag, Index, Length, Start, one_of
+from ..graph.facts import Flag, Index, Length, Start, is_count, one_of, optional
 from ..graph.graph import apply
 from ..graph.op import Flops, Op, OpKind, Result, itself
 from ..graph.placement import Split
@@ -61,6 +61,8 @@ class Indexed(OpKind):
     after: ClassVar[int] = 0
     """Operands behind the indices."""
     batch: Index = 0
+    passed: Annotated[int | None, optional("the number of a row", is_count)] = None
+    """A row that gradients pass by, as that of torch's `padding_idx`: nothing is added to it."""
     part: str = ""
     """The axis of a mesh that splits the rows: those of other ranks are zeros here, and nothing is written to them."""
 

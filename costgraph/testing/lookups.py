@@ -63,7 +63,8 @@ def _scatter(at: At[Scatter]) -> None:
             if at.kind.overwrites():
                 at.read(0, *to)
             if at.kind.mode == "add":
-                at.write(x + result[to], *to)
+                made = x + result[to]
+                at.write(result[to] if row[at.kind.batch] == at.kind.passed else made, *to)
             else:
                 at.tally.pointwise += 1
                 at.write(max(x.value, result[to]), *to)

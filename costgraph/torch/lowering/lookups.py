@@ -37,10 +37,13 @@ def zero_others(found: torch.Tensor, ids: torch.Tensor, rows: int) -> torch.Tens
     return found.masked_fill_(~_inside(ids, rows, found.shape), 0)
 
 
-def scatter_own(target: torch.Tensor, ids: torch.Tensor, updates: torch.Tensor, batch: int, mode: str) -> torch.Tensor:
-    """Write the updates of own rows, in place."""
+def scatter_own(
+    target: torch.Tensor, ids: torch.Tensor, updates: torch.Tensor, batch: int, mode: str, passed: int | None = None
+) -> torch.Tensor:
+    """Write the updates of own rows, in place, but for one that is passed by."""
     rows, ids = target.shape[batch], ids.long()
     inside = _inside(ids, rows, ids.shape)
+    inside = inside if passed is None else inside & (ids != passed)
     if mode == "max":
         least = -torch.inf if target.is_floating_point() else torch.iinfo(target.dtype).min
         updates = updates.masked_fill(~_inside(ids, rows, updates.shape), least)
@@ -50,6 +53,17 @@ def scatter_own(target: torch.Tensor, ids: torch.Tensor, updates: torch.Tensor, 
         return target.scatter_reduce_(batch, places.expand(shape), updates.reshape(shape), "amax")
     at = inside.nonzero(as_tuple=True)
     return target.index_put_((*at[:batch], ids[at]), updates[at], mode == "add")
+
+
+def add_others(
+    target: torch.Tensor, batch: int, places: torch.Tensor, updates: torch.Tensor, passed: int
+) -> torch.Tensor:
+    """Add rows in place, but for one that is passed by."""
+    row = target.select(batch, passed)
+    before = row.clone()
+    (target.scatter_add_ if batch else target.index_add_)(batch, places, updates)
+    row.copy_(before)
+    return target
 
 
 def _each(site: Site[Gather | Scatter], sizes: tuple[int, ...]) -> list[Any]:
@@ -126,12 +140,18 @@ def _scatter(site: Site[Scatter]) -> None:
         return
     if site.kind.part in site.shared.groups:
         like = site.shadow(target)
-        site.alias(site.call(scatter_own, target, _ids(site, sizes[batch]), updates, batch, mode, like=like))
+        group = site.shared.groups[site.kind.part]
+        passed = None if site.kind.passed is None else site.kind.passed - sizes[batch] * group.rank
+        site.alias(site.call(scatter_own, target, _ids(site, sizes[batch]), updates, batch, mode, passed, like=like))
         return
     by_row = not batch and mode in _ROWS
     places, count = _flat(site, site.cast(_ids(site, sizes[batch]), torch.int64), sizes, by_row=by_row)
     shape = (*sizes[:batch], count, *sizes[batch + 1 :])
     if not by_row:
         places = site.call(torch.Tensor.expand, places, shape)
+    if site.kind.passed is not None:
+        given = target, batch, places, site.shaped(updates, shape), site.kind.passed
+        site.alias(site.call(add_others, *given, like=site.shadow(target)))
+        return
     function, how = (_ROWS if by_row else _ALONG)[mode], ("amax",) if mode == "max" else ()
     site.alias(site.call(function, target, batch, places, site.shaped(updates, shape), *how))

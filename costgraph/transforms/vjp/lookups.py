@@ -23,7 +23,7 @@ def _gather(pull: Pull[Gather]) -> Sequence[Tensor | None]:
     (g,), (table, *ids) = pull.grads, pull.op.operands
     if g is None or not pull.needs[0]:
         return [None, *(None for _ in ids)]
-    kind = Scatter(mode="add", inplace=True, batch=pull.kind.batch)
+    kind = Scatter(mode="add", inplace=True, batch=pull.kind.batch, passed=pull.kind.passed)
     added = apply(kind, [fill(table.sizes, 0, table.dtype), *map(pull.saved, ids), g], "scatter")
     return [*added, *(None for _ in ids)]
 
@@ -33,6 +33,8 @@ def _scatter(pull: Pull[Scatter]) -> Sequence[Tensor | None]:
     """Look up what the updates got; of rows that were overwritten the target has no gradient."""
     (g,), (_, *ids, updates) = pull.grads, pull.op.operands
     assert g is not None
+    if pull.kind.passed is not None:
+        raise UnsupportedError(f"backward of {pull.op.name!r}: it passes row {pull.kind.passed} by, expected all rows")
     if pull.kind.mode == "max":
         return _largest(pull, g)
     target, rows = g if pull.needs[0] else None, list(map(pull.saved, ids))

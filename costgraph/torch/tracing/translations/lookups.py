@@ -10,7 +10,7 @@ from ....graph.tensor import Tensor
 from ....ops.blocks import fused
 from ....ops.fill import fill
 from ....ops.grouped import TopK
-from ....ops.index import Gather, Scatter, gather, scatter, take_along
+from ....ops.index import Gather, Scatter, scatter, take_along
 from ....ops.layout import broadcast, permute, reshape
 from ....ops.ordering import Sort
 from ..call import Call
@@ -23,7 +23,13 @@ __all__: list[str] = []  # its translations are found in TRANSLATIONS
 @translation("embedding")
 def embedding(call: Call) -> Tensor:
     """Rows of a table."""
-    return gather(call["weight"], call["indices"])
+    return apply(Gather(passed=_padding(call)), [call["weight"], call["indices"]], "gather")[0]
+
+
+def _padding(call: Call) -> int | None:
+    """Return the row that no gradient comes to."""
+    row = call["padding_idx"]
+    return int(row) if isinstance(row, int) and row >= 0 else None
 
 
 @translation("embedding_dense_backward")
@@ -32,7 +38,8 @@ def embedding_backward(call: Call) -> Tensor | None:
     if call["scale_grad_by_freq"]:
         return None
     grad: Tensor = call["grad_output"]
-    return scatter(fill(call.out.sizes, 0, grad.dtype), call["indices"], grad)
+    zeros, kind = fill(call.out.sizes, 0, grad.dtype), Scatter(mode="add", inplace=True, passed=_padding(call))
+    return apply(kind, [zeros, call["indices"], grad], "scatter")[0]
 
 
 @translation("index_select")
