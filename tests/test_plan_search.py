@@ -11,6 +11,8 @@ from itertools import pairwise
 import pytest
 
 import costgraph as cg
+from costgraph.algebra.polynomial import poly
+from costgraph.analysis.training import goes_over
 from costgraph.cli import main
 from costgraph.hardware.units import format_bytes
 from costgraph.plan import structures
@@ -98,8 +100,41 @@ def test_each_plan_takes_what_its_graph_takes_alone(model, found):
         assert plan.memory == peak, plan
         assert plan.seconds == pytest.approx(taken, rel=1e-9), plan
         assert sum(plan.parts.values()) == pytest.approx(taken, rel=1e-9)
-        assert plan.tokens_per_second == pytest.approx(78 * 52 / taken, rel=1e-9)
+        assert plan.throughput == pytest.approx(78 * 52 / taken, rel=1e-9)
         assert plan.dp * plan.micro_batch * plan.accumulate == 78
+
+
+def test_what_is_given_other_than_tokens_is_searched_by_samples():
+    C, R = cg.dims("C R")
+    with cg.Graph("convnet", dtype="bf16") as g:
+        x = cg.relu(cg.nn.conv(g.input("images", (B, C, R, R)), "b c h w -> b d h w", window=3, padding=1, d=D))
+        g.output(cg.linear(cg.reduce(x, "b d h w -> b d", "mean"), "b d -> b v", v=V, name="head"))
+        g.loss = "cross_entropy"
+    sizes = {"C": 3, "R": 17, "D": 26, "V": 13}
+    made = cg.plan.search(g, devices=2, hardware="h100-sxm", precision="bf16", tp=1, zero=0, B=38, **sizes)
+    assert made.unit == "samples"
+    assert "  samples/s  " in str(made)
+    assert {(p.dp, p.accumulate) for p in made.rows} == {(2, 1), (2, 19)}
+    for plan in made.rows:
+        peak, taken = alone(g, plan, sizes=sizes)
+        assert (plan.memory, plan.seconds) == (peak, pytest.approx(taken, rel=1e-9))
+        assert plan.throughput == pytest.approx(38 / taken, rel=1e-9)
+
+
+def test_tokens_are_counted_where_all_inputs_are_sequences_of_one_length():
+    inputs = {
+        "tokens": [("tokens", (B, S), "int64"), ("types", (B, S), "int64")],
+        "samples": [("source", (B, F), "int64"), ("tokens", (B, S), "int64")],
+        "samples of images": [("images", (B, F, D, D), "bf16"), ("tokens", (B, S), "int64")],
+        "samples of labels": [("ids", (B,), "int64")],
+    }
+    for name, given in inputs.items():
+        with cg.Graph("g") as g:
+            for t in given:
+                g.input(t[0], t[1], dtype=t[2])
+        amount, unit = goes_over(g, poly(B))
+        assert unit == name.split()[0]
+        assert amount == poly(B * S if unit == "tokens" else B)
 
 
 def test_plans_are_sorted_and_say_what_makes_them_slower(found):
@@ -327,7 +362,7 @@ def test_what_is_no_limit_is_an_error(model, given, says):
 
 
 def test_a_size_that_is_left_out_is_named(model):
-    with pytest.raises(cg.BindingError, match="search: no size of B, expected the sequences of a step"):
+    with pytest.raises(cg.BindingError, match="search: no size of B, expected the samples of a step"):
         cg.plan.search(model, devices=2, hardware="h100-sxm", S=52)
     with pytest.raises(cg.BindingError, match="search: graph 'lm' needs sizes for S, expected numbers"):
         cg.plan.search(model, devices=2, hardware="h100-sxm", B=4, D=104)

@@ -21,7 +21,10 @@ from ..graph.sizes import bindings
 from ..hardware.specs import Hardware, load_hardware
 from .costs import costs, executions, matmul_flops
 
-__all__ = ["given", "hardware_flops", "hfu", "main_format", "mfu", "model_flops", "rate_of", "step_tokens"]
+__all__ = [
+    "given", "goes_over", "hardware_flops", "hfu", "main_format", "mfu", "model_flops", "rate_of", "step_tokens",
+    "tokens_poly",
+]  # fmt: skip
 
 Fallback = str | Mapping[str, str] | None
 
@@ -163,6 +166,18 @@ def tokens_poly(graph: Graph) -> Poly:
             f"with one number of elements"
         )
     return found.pop()
+
+
+def goes_over(graph: Graph, batch: Poly) -> tuple[Poly, str]:
+    """Return what a model goes over in a batch of so many samples, and whether that is tokens or samples.
+
+    Tokens are counted where all that it is given is in sequences of one length. Images, sounds, indices beside dense
+    features and pairs of sequences have no one number of tokens.
+    """
+    given = [t for t in graph.tensors if t.producer is None and t.role == "input"]
+    whole = all(t.dtype.kind != "float" and t.ndim > 1 for t in given)
+    tokens = given and whole and len({t.storage.elements for t in given}) == 1
+    return (tokens_poly(graph), "tokens") if tokens else (batch, "samples")
 
 
 # -- utilization ---------------------------------------------------------------------------------------------------

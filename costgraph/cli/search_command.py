@@ -22,12 +22,12 @@ from .terminal import check_files, say, write_files
 
 __all__ = ["SEARCH_SCHEMA", "search_command"]
 
-SEARCH_SCHEMA = "costgraph/search/1"
+SEARCH_SCHEMA = "costgraph/search/2"
 """What the JSON of this version calls itself; another number means other keys."""
 
 _COLUMNS = (
     "dp", "tp", "pp", "cp", "ep", "zero", "sequence", "micro_batch", "accumulate", "checkpoint", "schedule", "virtual",
-    "precision", "offload", "seconds", "tokens_per_second", "memory", "bound", "why",
+    "precision", "offload", "seconds", "throughput", "memory", "bound", "why",
 )  # fmt: skip
 
 _Devices = Annotated[str, typer.Option("--devices", metavar="N", help="How many devices there are.")]
@@ -42,7 +42,7 @@ _Cp = Annotated[str, typer.Option("--cp", metavar="N,N", help="Degrees of contex
 _Ep = Annotated[str | None, typer.Option("--ep", metavar="N,N", help="Degrees of expert parallelism to try.")]
 _Zero = Annotated[str | None, typer.Option("--zero", metavar="N,N", help="Stages of ZeRO to try, of 0 to 3.")]
 _Sequence = Annotated[str | None, typer.Option("--sequence", metavar="YES", help="Split the sequence: yes or no.")]
-_Micro = Annotated[str | None, typer.Option("--micro-batch", metavar="N,N", help="Sequences at once to try.")]
+_Micro = Annotated[str | None, typer.Option("--micro-batch", metavar="N,N", help="Samples at once to try.")]
 _Times = Annotated[str | None, typer.Option("--accumulate", metavar="N,N", help="Numbers of micro-batches to try.")]
 _How = Annotated[
     list[str] | None, typer.Option("--checkpoint", metavar="HOW", help="As for train, several times if wanted.")
@@ -84,6 +84,7 @@ def _json(found: Search) -> str:
         "devices": found.devices,
         "limit": found.limit,
         "tried": found.tried,
+        "unit": found.unit,
         "notes": list(found.notes),
         "plans": [record(*pair) for pair in zip(search_records(found), found.rows, strict=True)],
     }
@@ -103,7 +104,7 @@ def search_command(
 ) -> None:  # fmt: skip
     """Print the plans that divide devices, batch and model and that fit, fastest first, and what makes each slower.
 
-    B is the sequences of a step, those of all devices and micro-batches.
+    B is the samples of a step, such as sequences or images, those of all devices and micro-batches.
 
     Examples
     --------

@@ -39,7 +39,7 @@ class Plan:
     sequence: bool
     """whether what layers hand on is split along the sequence, over `tp`"""
     micro_batch: int
-    """sequences that a rank works on at once"""
+    """samples that a rank works on at once"""
     accumulate: int
     """micro-batches of a step"""
     checkpoint: str
@@ -54,8 +54,8 @@ class Plan:
     """what lies on the host"""
     seconds: float
     """estimated seconds of a step"""
-    tokens_per_second: float
-    """of all devices"""
+    throughput: float
+    """tokens or samples in a second, of all devices: `unit` of the search says which"""
     memory: int
     """bytes of a device at the peak, of the stage that needs the most"""
     parts: Mapping[str, float]
@@ -91,6 +91,8 @@ class Search(Table):
     """plans that divide the devices and the batch, those that the model refuses or that do not fit included"""
     notes: tuple[str, ...] = ()
     """what the network has no links for, and structures whose formulas hold for single degrees alone, each with why"""
+    unit: str = "tokens"
+    """what a step goes over, and its throughput is of: tokens or samples"""
     family: Family | None = field(default=None, compare=False)
     """what was searched, for further questions"""
 
@@ -124,8 +126,8 @@ class Search(Table):
             Column("micro_batch", "1", title="micro"), Column("accumulate", "1", title="times"),
             Column("checkpoint"),
             *(Column(name, text=_joined) for name in _CHOICES if self._several(name)),
-            Column("seconds", "s", title="step"), Column("tokens_per_second", "1",
-            title="tokens/s"), Column("memory", "B", title="peak memory"), Column("bound", title="bound by"),
+            Column("seconds", "s", title="step"), Column("throughput", "1",
+            title=f"{self.unit}/s"), Column("memory", "B", title="peak memory"), Column("bound", title="bound by"),
             Column("why", title="slower by"),
         )  # fmt: skip
 

@@ -36,7 +36,7 @@ __all__ = ["search"]
 
 #: Values of a limit: one, or several that are tried.
 Limit = Annotated[Any, READ]
-#: Devices and sequences of a step that are looked through for divisors.
+#: Devices and samples of a step that are looked through for divisors.
 _MOST = 2**32
 _MOST_VALUES = 10_000
 
@@ -127,7 +127,7 @@ def search(
     Returns
     -------
     Search
-        `.rows`, `.best`, `.pareto()`; `print` it.
+        `.rows`, `.best`, `.unit`, `.pareto()`; `print` it.
 
     Raises
     ------
@@ -139,10 +139,11 @@ def search(
 
     Notes
     -----
-    The time is the estimate of `seconds`, which is of vendors' peak rates, the peak that of `peak_memory`. Formulas are
-    derived once for all degrees of a structure (a stage of ZeRO, the sequence split or not, what is computed again),
-    and evaluated over arrays of these. Of one rank along an axis, all that splits along it is the same: one plan. What
-    cannot fit, since parameters, gradients and states alone are more, is not derived.
+    The time is the estimate of `seconds`, which is of vendors' peak rates, the peak that of `peak_memory`; throughput
+    is of tokens where all inputs are sequences of one length, else of samples. Formulas are derived once for all
+    degrees of a structure (a stage of ZeRO, the sequence split or not, what is computed again), and evaluated over
+    arrays of these. Of one rank along an axis, all that splits along it is the same: one plan. What cannot fit, since
+    parameters, gradients and states alone are more, is not derived.
 
     Where layers are no multiple of the stages of a pipeline, the last one has one less, then the first one, then middle
     ones; several groups of a rank are tried where layers are a multiple of all groups. The time is that of `seconds`
@@ -176,15 +177,15 @@ def search(
     precisions = _precisions(f"{place}: precision", precision)
     named = batch_of(model)
     if named not in dims:
-        raise BindingError(f"{place}: no size of {named}, expected the sequences of a step")
+        raise BindingError(f"{place}: no size of {named}, expected the samples of a step")
     batch = size_of(f"{place}: {named}", dims[named])
     if max(count, batch) > _MOST:
-        raise BindingError(f"{place}: {count} devices, {batch} sequences, expected at most {_MOST} of each")
+        raise BindingError(f"{place}: {count} devices, {batch} samples, expected at most {_MOST} of each")
     others = {name: n for name, n in dims.items() if name != named}
     if overlap == "streams" and device.cluster is not None and device.cluster.torus:
         raise UnsupportedError(f"{place}: overlap 'streams' in a torus, expected none or ideal")
     family = Family(model, named, device, fallback, overlap, system, reduce_each, hold, options, precisions, others)
-    tokens = family.tokens(batch)
+    amount, unit = family.goes_over(batch)
     numbers = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "micro_batch": micro_batch, "accumulate": accumulate}
     allowed = {name: _numbers(f"{place}: {name}", given) for name, given in numbers.items()}
     choices = _Choices(
@@ -196,10 +197,10 @@ def search(
     work = Work(family, limit)
     apart: list[str] = []
     work.do(_grouped(family, _points(family, count, batch, allowed, apart), choices), progress, executor)
-    rows = sorted((_plan(fit, tokens) for fit in work.fitting), key=_order)
+    rows = sorted((_plan(fit, amount) for fit in work.fitting), key=_order)
     left = [f"meshes left out: {len(apart)}, such as: {apart[0]}"] if apart else []
     notes = (*left, *work.reasons(apart), *dict.fromkeys(work.notes))
-    return Search(model.name, device, count, limit, explained(rows), work.tried, notes, family)
+    return Search(model.name, device, count, limit, explained(rows), work.tried, notes, unit, family)
 
 
 # -- limits ----------------------------------------------------------------------------------------------------------
@@ -385,10 +386,10 @@ def _grouped(family: Family, points: Iterable[Point], choices: _Choices) -> dict
     return dict(sorted(out.items(), key=lambda pair: alike.index(pair[0].like())))
 
 
-def _plan(fit: Fit, tokens: int) -> Plan:
+def _plan(fit: Fit, amount: int) -> Plan:
     how = {name: getattr(fit.structure, name) for name in CHOICES}
     return Plan(
-        **fit.point._asdict(), **how, seconds=fit.seconds, tokens_per_second=tokens / fit.seconds,
+        **fit.point._asdict(), **how, seconds=fit.seconds, throughput=amount / fit.seconds,
         memory=max(fit.stages), parts=fit.parts, stages=fit.stages,
     )  # fmt: skip
 

@@ -15,7 +15,7 @@ from ..algebra.polynomial import ONE, ZERO, Poly, poly
 from ..algebra.symbols import symbol
 from ..analysis.arrays import Array
 from ..analysis.collecting import collection_paused
-from ..analysis.training import tokens_poly
+from ..analysis.training import goes_over
 from ..analysis.training_memory import StateBytes, state_bytes
 from ..analysis.work import Fallback, ask
 from ..errors import BindingError, CostGraphError, GraphError
@@ -340,14 +340,14 @@ class Family:
         kept = [(stage, float(amount)) for stage, amount in by_stage if stage not in away]
         return sum((amount / (split if structure.zero >= stage else ranks) for stage, amount in kept), 0 * ranks)
 
-    def tokens(self, batch: int) -> int:
-        """Return the tokens of a step."""
-        values = bindings(self.model, {**self.dims, self.batch: batch})
-        found = tokens_poly(self.model).bind(values)
+    def goes_over(self, batch: int) -> tuple[int, str]:
+        """Return the tokens of a step, or its samples, and which of both."""
+        amount, unit = goes_over(self.model, poly(symbol(self.batch)))
+        found = amount.bind(bindings(self.model, {**self.dims, self.batch: batch}))
         if found.constant is None:
             left = ", ".join(sorted(found.names()))
             raise BindingError(f"search: graph {self.model.name!r} needs sizes for {left}, expected numbers")
-        return int(found.constant)
+        return int(found.constant), unit
 
     def tensor(self, tp: int) -> int | str | None:
         """Return how a degree of tensor parallelism can be asked for: None where open, itself, or 0 where not at all.
