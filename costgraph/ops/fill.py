@@ -79,6 +79,8 @@ class Revised(OpKind):
     starts: Annotated[tuple[Poly, ...], Rule("a tuple of amounts", all_of(is_amount)), Limit(0)]
     """First position of each of these axes."""
     steps: Annotated[tuple[int, ...], Rule("a tuple of integers of at least 1", all_of(lambda v: is_count(v, 1)))]
+    unseen: Flag = False
+    """Whether a backward pass knows nothing of it: its gradient is that of the tensor as it was."""
     flops, reads, writes = rules.free, rules.nothing, rules.nothing
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:

@@ -484,6 +484,42 @@ def test_numbers_of_the_program_are_in_a_lowered_graph():
     pulled(trace(net, x), net, x)
 
 
+class Bounded(nn.Module):
+    """Weights and states that are written where no gradient is told of it: theirs are as if nothing had been."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.weight = nn.Linear(6, 6), nn.Parameter(torch.randn(6, 6))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.weight.clamp_(-0.5, 0.5)
+            self.weight[0].mul_(0.9)
+        self.weight.data.mul_(0.9)
+        y = self.layer(x) * 1
+        y.data.clamp_(min=0.1)
+        z = y @ self.weight
+        z.detach()[:, :2].zero_()
+        with torch.no_grad():
+            z[:, 2:4] = 3 - z[:, 4:].tanh()
+        return z.sin().mean()
+
+
+def test_what_is_written_where_no_gradient_is_told_of_it_passes_gradients_as_they_are():
+    torch.manual_seed(3)
+    net, x = Bounded(), torch.randn(5, 6)
+    before = {k: v.clone() for k, v in net.state_dict().items()}
+    g = trace(net, x, dims=[("B", None)])
+    assert cg.flops(cg.backward(g)) == cg.flops(trace(net, x, dims=[("B", None)], train=True))
+    low = lower(with_gradients := cg.backward(trace(net, x)))
+    assert len(with_gradients.gradients) == 3
+    pulled(trace(net, x), net, x)
+    net.load_state_dict(before)
+    low.load_state_dict(before)
+    torch.testing.assert_close(low(x), net(x))
+    torch.testing.assert_close(low.state_dict()["weight"], net.weight.detach())
+
+
 class Coded(nn.Module):
     """An image, and what is made again of the nearest of a few codes for each place of it."""
 

@@ -126,8 +126,9 @@ class Builder:
             return None
         with opened(graph=self.graph, levels=(), phase=self.phase):
             inner = written.part if written.part.sizes == part.sizes else reshape(written.part, part.sizes)
-            axes, starts, steps = zip(*part.places, strict=True)
-            (found,) = apply(Revised(axes=axes, starts=starts, steps=steps), [whole, inner], "revised")
+            axes, starts, steps = zip(*part.places, strict=True) if part.places else ((), (), ())
+            kind = Revised(axes=axes, starts=starts, steps=steps, unseen=written.unseen)
+            (found,) = apply(kind, [whole, inner], "revised")
         self.tensors[handle.storage][handle] = self.first[handle.storage] = found
         return found
 
@@ -176,8 +177,8 @@ class Builder:
             ops, results = template.add(self.graph, operands, call.name)
         op, numbers = ops[-1], {t.storage: self._named(h).storage for t, h in zip(operands, call.operands, strict=True)}
         for storage in (each.operands[i].storage for each in ops for i in each.kind.overwrites()):
-            self._overwritten(numbers[storage], next(t for t in results if t.storage is storage))
-        self._stand(call.outputs, results)
+            self._overwritten(numbers[storage], next(t for t in results if t.storage is storage), call.unseen)
+        self._stand(call.outputs, results, call.unseen)
         places = {operands[i]: i for i in reversed(range(len(operands)))}
         given = tuple(operands.index(t) if t in places else -1 for t in op.operands)
         made = [(row, t) for row, t in zip(call.outputs, results, strict=True) if t not in places]
@@ -241,24 +242,30 @@ class Builder:
         self._stand(outputs, op.results)
         return op, op.results
 
-    def _stand(self, outputs: Sequence[tuple[Handle, int | None, int, Poly | None]], results: Sequence[Tensor]) -> None:
+    def _stand(
+        self, outputs: Sequence[tuple[Handle, int | None, int, Poly | None]], results: Sequence[Tensor],
+        unseen: bool = False,
+    ) -> None:  # fmt: skip
         """Note which tensors stand for what a call made."""
         for (handle, of, _, bytes_), t in zip(outputs, results, strict=True):
             handle = self._named(handle)
+            if unseen and handle.storage not in self.first and handle.storage in self.before:
+                self.first[handle.storage] = t  # whoever reads it has it by the names that it had
+                continue
             if bytes_ is None:
                 self.tensors[handle.storage][handle] = t
             if of is None or handle.storage not in self.first:
                 self.first[handle.storage] = t
                 self.tensors[handle.storage][_dense(t, handle.storage)] = t
 
-    def _overwritten(self, storage: int, part: Tensor) -> None:
+    def _overwritten(self, storage: int, part: Tensor, unseen: bool = False) -> None:
         """Give up the tensors of a storage: what is read of it from now on is made of what was written last."""
         self.first.pop(storage, None)
         names, before = self.tensors.pop(storage, {}), self.before.get(storage)
         self.tensors[storage] = {h: t for h, t in names.items() if t.apart(part)}
-        if before is not None and before.part.region() == part.region():
+        if before is not None and before.part.region() == part.region() and before.unseen == unseen:
             names, before = {**before.names, **names}, before.earlier
-        self.before[storage] = Written(names, part, before)
+        self.before[storage] = Written(names, part, before, unseen)
 
     # -- lifetimes -----------------------------------------------------------------------------------------------
 

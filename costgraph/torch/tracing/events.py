@@ -67,6 +67,8 @@ class Made:
     """why a device runs it, None where torch's own way leads to it on any device"""
     line: str = ""
     """line of the program, of a call whose costs are not known yet"""
+    unseen: bool = False
+    """whether it writes in place where the program lets a backward pass know nothing of it"""
 
     @property
     def name(self) -> str:

@@ -25,6 +25,8 @@ class Written(NamedTuple):
     part: Tensor
     earlier: Written | None
     """what was written before that"""
+    unseen: bool = False
+    """whether a backward pass knows nothing of it"""
 
 
 class Part(NamedTuple):
@@ -42,6 +44,8 @@ def part_of(part: Tensor, whole: Tensor, names: Iterable[Tensor]) -> Part | None
     A part of several axes is one of tensors between, which a program that cuts one axis after the other has named. None
     if there are none such.
     """
+    if not whole.ndim and not part.ndim:
+        return Part([], ())
     found = _place_of(part, whole)
     if found is not None:
         return Part([found[0]], found[1])

@@ -24,6 +24,7 @@ from .data import Data
 from .events import Asked, Death, Handle, Made, Source
 from .higher_order import run_eagerly
 from .lists import Place, handles, one_by_one, places, tags_of
+from .marks import BARRIER, is_unseen
 from .rules.counts import counts_of, is_derived
 from .scopes import Scopes
 from .shapes import caller
@@ -47,9 +48,6 @@ _INTO_NEW = {
     aten.scatter.src: aten.scatter_.src,
     aten.scatter_add.default: aten.scatter_add_.default,
 }
-
-# of tensors whose gradient stops, or is stated: a weak reference would be in the way of `swap_tensors`
-_BARRIER = "_costgraph_barrier"
 
 # they ask for facts of tensors, or mark a region of a profile
 _SILENT = ("prim", "profiler")
@@ -126,13 +124,13 @@ class Recorder(TorchDispatchMode):
         """Return what a tensor is."""
         spec, size = self.values.spec(t), self.values.translator.size
         signs = t.is_conj(), t.is_neg()
-        barrier = t.__dict__.get(_BARRIER) if self.stopped is False else None
+        barrier = t.__dict__.get(BARRIER) if self.stopped is False else None
         return Handle(spec.sizes, spec.strides, spec.dtype, storage, size(t.storage_offset()), signs, barrier)
 
     @staticmethod
     def barrier(t: torch.Tensor, function: str = "") -> None:
         """Note that no gradient passes to what made a tensor, or which function of the program states it."""
-        t.__dict__[_BARRIER] = function
+        t.__dict__[BARRIER] = function
 
     def known(self, t: torch.Tensor) -> Handle:
         """Return what a tensor is; a storage that nothing made while it was looked at has always been there."""
@@ -275,14 +273,18 @@ class Recorder(TorchDispatchMode):
         returned = {h for h, *_ in outputs}
         outputs += [(h, operands[h], -1, None) for h in changed if h not in returned]
         moves = bool(changed) or any(of is None for _, of, _, _ in outputs)
+        unseen = bool(changed) and is_unseen(_leaves(out), self.stopped)
         if not outputs or (not moves and all(h in operands for h, *_ in outputs)):
             return  # it reads a number, or returns a tensor as it was
         call = _call(func, args, kwargs, results, self.device)
         for one, place in zip(one_by_one(call), places(call, Place(args, kwargs, operands, outputs)), strict=True):
             if place.outputs:
-                self._add(func, one, place, func.tags if one is call else tags_of(one.name), moves=moves)
+                tags = func.tags if one is call else tags_of(one.name)
+                self._add(func, one, place, tags, moves=moves, unseen=unseen)
 
-    def _add(self, func: OpOverload, call: Call, place: Place, tags: Collection[Any], *, moves: bool) -> None:
+    def _add(
+        self, func: OpOverload, call: Call, place: Place, tags: Collection[Any], *, moves: bool, unseen: bool
+    ) -> None:
         """Note a call of single tensors."""
         counts: Counts | None = Counts()
         if moves and func is not aten.lift_fresh.default:
@@ -303,7 +305,7 @@ class Recorder(TorchDispatchMode):
             tags,
         )
         # what its translation says is found when the graph is built: what it refuses is said of this line
-        self.events.append(Made(*what, self.choices.now(), caller() if counts is None else ""))
+        self.events.append(Made(*what, self.choices.now(), caller() if counts is None else "", unseen))
 
     def _outputs(
         self, out: Any, operands: dict[Handle, int]

@@ -12,6 +12,7 @@ from typing import Any
 from ...graph.graph import Graph
 from ...graph.op import Op
 from ...graph.tensor import Tensor
+from ...ops.fill import Revised
 from ...ops.functions import FUNCTIONS
 from ...ops.pointwise import Pointwise
 from ..rewrite import Rewriter
@@ -25,7 +26,7 @@ def apart(graph: Graph) -> Graph:
     active = active_in(graph.ops, (t for t in graph.tensors if t.producer is None and t.requires_grad))
     rewriter = _Beside()
     for op in graph.ops:
-        if isinstance(op.kind, Pointwise) and op.kind.inplace:
+        if isinstance(op.kind, Pointwise) and op.kind.inplace and not _is_unseen(op):
             x, stated = op.operands[0], op.kind.function.grad or ()
             places = [i for i, s in enumerate(op.kind.scalars or (None,) * len(op.operands)) if s is None]
             wanted = [i for i, t in zip(places, op.operands, strict=True) if t in active]
@@ -33,6 +34,12 @@ def apart(graph: Graph) -> Graph:
                 whole = x.is_contiguous and x.numel == x.storage.elements
                 (rewriter.ops if whole else rewriter.parts).add(op)
     return rewriter.run(graph)
+
+
+def _is_unseen(op: Op) -> bool:
+    """Whether a backward pass knows nothing of an op in place: all who read the tensor have it as it was."""
+    readers = [o.kind for o in op.graph.successors(op.results[0])]
+    return bool(readers) and all(isinstance(kind, Revised) and kind.unseen for kind in readers)
 
 
 def _names(expression: Any) -> Iterator[str]:

@@ -112,6 +112,8 @@ def _revised(pull: Pull[Revised]) -> Sequence[Tensor | None]:
     """What has been written gets its part, and what was there before the rest, with zeros in its place."""
     (g,), (x, part), places = pull.grads, pull.op.operands, pull.kind.places
     assert g is not None
+    if pull.kind.unseen:
+        return [g, None]
     own = g
     for axis, start, step in places:
         own = slice_axis(own, axis, start, part.sizes[axis], step)
