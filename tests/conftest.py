@@ -58,6 +58,14 @@ def pytest_ignore_collect(collection_path):
     return True if left_out else None
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Give two workers a half each, then half of what the other has left: most files, and their caches, are of one."""
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log) if config.getoption("dist") == "load" else None
+
+
 def set_aside():
     """Keep what lives from being looked through by each later collection: measurements and traces ask for many."""
     gc.collect()
