@@ -112,6 +112,15 @@ class Relation:
         difference = self.difference.bind(values)
         return Relation(self.text, difference, equal=self.equal, strict=self.strict, subject=self.subject)
 
+    @property
+    def bound(self) -> Rational | None:
+        """The least that a symbol is, where it says nothing else: of several such ones, the largest says most."""
+        names = self.difference.generators()
+        own = alone(self.difference, *names) if len(names) == 1 else None
+        if own is None or own[0] <= 0 or own[1].constant is None:
+            return None
+        return Fraction(-own[1].constant) / own[0]
+
     def check(self, values: Mapping[str, Poly]) -> None:
         """Raise BindingError if bound sizes break the assumption."""
         try:
@@ -140,7 +149,7 @@ class Relations:
         self._stated: dict[str, Rational] = {}  # lower bounds of atoms
         self._least: WeakKeyDictionary[str, Rational | None] = WeakKeyDictionary()  # of atoms, which may go
         # what eliminates symbols comes first, so that bounds are about those that are left
-        for relation in sorted(self.relations, key=lambda r: not r.equal):
+        for relation in sorted(self.relations, key=lambda r: (not r.equal, -(r.bound or 0))):
             self._admit(relation)
         for step in (self._limit, self._refute):
             for relation in self.relations:

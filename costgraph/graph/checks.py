@@ -82,6 +82,12 @@ def overwritten_by(op: Op, first: Mapping[Storage, Tensor] = MappingProxyType({}
 def _is_left(t: Tensor, op: Op) -> bool:
     """Whether what an op writes into is another part of a tensor's storage."""
     parts = [op.operands[i] for i in op.kind.overwrites()]
+    if op.loop is not None:  # each iteration its slice of something
+        written = {s for inner in op.loop.body.ops for s in overwritten_by(inner)}
+        around = zip(op.loop.body.formals, op.operands, strict=True)
+        parts = [o for f, o in around if f.storage in written]
+        if not set(parts) <= set(op.loop.xs):
+            return False
     return bool(parts) and all(t.apart(part) for part in parts)
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..algebra.dominance import Relations
     from .graph import Graph
 
-__all__ = ["Loop", "Repeat", "is_pass", "loops", "need_fit", "need_formals"]
+__all__ = ["Loop", "Repeat", "is_pass", "loops", "need_fit", "need_formals", "same_place"]
 
 # 0 only where 'least' says so
 _Times = Annotated[Poly, Rule("a positive size", lambda v: is_size(v) or (is_amount(v) and is_size(v + 1)))]
@@ -38,7 +38,7 @@ class Repeat(Bodied):
     xs: Index
     """How many tensors are read slice by slice."""
     saved: Index = 0
-    """How many results have a storage for each iteration."""
+    """How many results have a storage for each iteration, or are an operand whose slices it has written."""
     reverse: Flag = False
     """Whether the last slice comes first."""
     until: Flag = False
@@ -82,8 +82,8 @@ class Repeat(Bodied):
         """Return what an iteration leaves in a storage of its own, or has written into one of an operand's."""
         first = self.carries
         for i, f in enumerate(self.body.formals[first : first + self.xs], first):
-            if f.storage is t.storage and operands[i].storage.pieces > 0:
-                outer = operands[i]
+            outer = operands[i]
+            if f.storage is t.storage and (outer.storage.pieces or same_place(f, t)):
                 if t.ndim != f.ndim or t.domain is not None:
                     raise ShapeError(f"{t!r} is a view of what an iteration was given, expected a part with its axes")
                 sizes, strides = (outer.sizes[0], *t.sizes), (outer.strides[0], *t.strides)
@@ -176,6 +176,12 @@ class Loop:
         """What it leaves behind in a storage of its own."""
         return tuple(self.body.outputs[len(self.body.outputs) - self.kind.saved :])
 
+    def revised(self, i: int) -> Tensor | None:
+        """Return the operand that one of `pieces` is, once each iteration has written its slice; None of others."""
+        left, made = self.saved[i], self.pieces[i]
+        around = zip(self.slices, self.xs, strict=True)
+        return None if made.storage.pieces else next((x for f, x in around if f.storage is left.storage), None)
+
     def handed_on(self) -> dict[Storage, tuple[Storage, Poly]]:
         """Return which results are what the loop was given: a carry as it came, or something from outside of it."""
         found = {}
@@ -197,6 +203,12 @@ def loops(graph: Graph) -> Iterator[Loop]:
 def is_pass(body: Graph) -> bool:
     """Whether a graph or body is a whole pass, forward and back, as each micro-batch does one."""
     return {"forward", "backward"} <= {op.phase for op in body.ops}
+
+
+def same_place(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are the same elements of a storage, in the same order and of one shape."""
+    alike = a.storage is b.storage and (a.sizes, a.offset) == (b.sizes, b.offset)
+    return alike and all(n == ONE or s == t for n, s, t in zip(a.sizes, a.strides, b.strides, strict=True))
 
 
 # -- agreement with the operands ---------------------------------------------------------------------------------

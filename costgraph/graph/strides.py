@@ -139,9 +139,17 @@ def apart(one: tuple[Sizes, Sizes, Poly], other: tuple[Sizes, Sizes, Poly], know
             rooms = [behind - reach[first] - 1]
             if step is not None:
                 rooms.append(step - behind - reach[second] - 1)
-            if all((least := lower(n, known)) is not None and least >= 0 for n in rooms):
+            if all(_is_room(n, known) for n in rooms):
                 return True
     return False
+
+
+def _is_room(n: Poly, known: Relations | None) -> bool:
+    """Whether there are no fewer than no elements."""
+    least = lower(n, known)
+    if least is None or least >= 0 or known is None or not known.relations:
+        return least is not None and least >= 0
+    return known.nonnegative(n)
 
 
 def view(sizes: Sizes, strides: Sizes, new: Sizes) -> Sizes | None:

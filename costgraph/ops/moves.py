@@ -283,33 +283,49 @@ class Expand(OpKind):
 @register
 @dataclass(frozen=True, kw_only=True)
 class Concat(OpKind):
-    """Tensors joined along an axis."""
+    """Tensors joined along an axis; of what a loop has left in a storage an iteration, all of them in their order."""
 
     name = "concat"
     restricted = True
     axis: Index
+    stacked: Flag = False
+    """Whether it is an axis that they do not have, where each is one position."""
+    reverse: Flag = False
+    """Whether of what a loop has left the last iteration's comes first."""
     flops, reads, writes = rules.free, rules.whole, rules.all_results
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
         """One dense result."""
-        need(bool(operands) and self.axis < operands[0].ndim, f"axis {self.axis}")
-        axis, first = self.axis, operands[0]
-        for t in operands[1:]:
+        need(all(t.storage.pieces <= 1 for t in operands), "pieces of pieces")
+        axis, new = self.axis, int(self.stacked)
+        shapes = [t.sizes[t.storage.pieces :] for t in operands]
+        need(bool(operands) and axis < len(shapes[0]) + new, f"axis {axis}")
+        first, shape = operands[0], shapes[0]
+        for t, sizes in zip(operands[1:], shapes[1:], strict=True):
             if t.dtype != first.dtype:
                 raise ShapeError(f"concat of {first!r} and {t!r}: expected one number format")
-            fits = t.ndim == first.ndim and all(
-                i == axis or t.graph.same(a, b) for i, (a, b) in enumerate(zip(t.sizes, first.sizes, strict=True))
+            fits = len(sizes) == len(shape) and all(
+                (i == axis and not new) or t.graph.same(a, b) for i, (a, b) in enumerate(zip(sizes, shape, strict=True))
             )
             if not fits:
                 raise ShapeError(f"concat of {first!r} and {t!r}: expected equal sizes on all axes but {axis}")
-        sizes = (*first.sizes[:axis], total(t.sizes[axis] for t in operands), *first.sizes[axis + 1 :])
         alike(operands)
+        listed = any(t.storage.pieces for t in operands)
+        need(first.domain is None or not (new or listed), f"{first!r} restricted to a domain")
+        sizes = (*shape[:axis], total(self.extents(operands)), *shape[axis + 1 - new :])
         domain = carried(first, [None if i == axis else i for i in range(first.ndim)])
         return [Result(sizes, first.dtype, domain=domain)]
 
-    def placed(self, op: Op) -> Split:
+    def extents(self, operands: Sequence[Tensor]) -> list[Poly]:
+        """Return how much of the axis each operand takes."""
+        each = [ONE if self.stacked else t.sizes[t.storage.pieces :][self.axis] for t in operands]
+        return [n * t.sizes[0] if t.storage.pieces else n for n, t in zip(each, operands, strict=True)]
+
+    def placed(self, op: Op) -> Split | None:
         """Split the other axes, and the own one where what is joined is equally long."""
         first = op.operands[0]
+        if self.stacked or any(t.storage.pieces for t in op.operands):
+            return None
         if any(t.sizes[self.axis] != first.sizes[self.axis] for t in op.operands):
             return splits.alike(op, whole=[self.axis], linear=True)
         rule = splits.alike(op, linear=True)

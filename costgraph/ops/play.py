@@ -82,6 +82,10 @@ class Player(Generic[P]):
         """Return what stands for a storage of each iteration; they are in the order of the iterations."""
         return list(rows)
 
+    def revised(self, whole: Tensor, env: Env, rows: Sequence[Any], place: P) -> Any:
+        """Return an operand once each iteration has written its slice; they are in the order of the iterations."""
+        return env[self.key(whole)]
+
     # -- what a loop does --------------------------------------------------------------------------------------------
 
     def play(self, ops: Iterable[Op], env: Env, place: P) -> None:
@@ -124,9 +128,13 @@ class Player(Generic[P]):
         if loop.reverse:
             ys, left = ys[::-1], left[::-1]
         self._put(env, loop.lasts, state)
-        made = [self.filled(loop, i, s, [row[i] for row in ys], place) for i, s in enumerate(stacks)]
-        self._put(env, loop.stacks, made)
-        self._put(env, loop.pieces, [self.collected(loop, [row[i] for row in left]) for i in range(len(loop.pieces))])
+        filled = [self.filled(loop, i, s, [row[i] for row in ys], place) for i, s in enumerate(stacks)]
+        self._put(env, loop.stacks, filled)
+        for i, t in enumerate(loop.pieces):
+            rows, whole = [row[i] for row in left], loop.revised(i)
+            self._put(
+                env, [t], [self.collected(loop, rows) if whole is None else self.revised(whole, env, rows, place)]
+            )
 
     def _values(self, tensors: Iterable[Tensor], env: Env) -> list[Any]:
         return [env[self.key(t)] for t in tensors]

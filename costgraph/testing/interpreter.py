@@ -233,7 +233,9 @@ class _Interpreter:
             if isinstance(op.kind, Kernel):
                 at = self.kernel(op, env, where, there, inside=inside)
             else:
-                at = At(op, self.sizes, [env[t] for t in op.operands], there, inside, where)
+                each = (list(members(env[t])) for t in op.operands)
+                given = [v for part in each for v in part[:: -1 if getattr(op.kind, "reverse", False) else 1]]
+                at = At(op, self.sizes, given, there, inside, where)
                 if type(op.kind) not in self.meanings:
                     what, expected = f"op kind {op.kind.name!r} of {op.name!r}", "one from costgraph.testing.meaning"
                     raise UnsupportedError(f"{what} has no meaning, expected {expected}")
@@ -345,7 +347,9 @@ class _Interpreter:
             state = [inner[t] for t in loop.nexts]
             for pieces, t in zip(left, loop.saved, strict=True):
                 pieces[i] = inner[t]
-        env |= dict(zip((*loop.lasts, *loop.stacks, *loop.pieces), [*state, *stacks, *left], strict=True))
+        whole = (loop.revised(i) for i in range(len(left)))
+        kept = [pieces if x is None else env[x] for pieces, x in zip(left, whole, strict=True)]
+        env |= dict(zip((*loop.lasts, *loop.stacks, *loop.pieces), [*state, *stacks, *kept], strict=True))
 
     def finish(self, at: At[OpKind], env: dict[Tensor, Any], *, inside: bool) -> None:
         """Add up what an op did, and note which buffers it needed."""

@@ -379,11 +379,12 @@ def _expand(at: At[Expand]) -> None:
 
 @meaning(Concat)
 def _concat(at: At[Concat]) -> None:
-    axis, done = at.kind.axis, 0
+    axis, new, done = at.kind.axis, at.kind.stacked, 0
     for i, v in enumerate(at.operands):
         for index in v.points():
-            at.write(at.read(i, *index), *index[:axis], index[axis] + done, *index[axis + 1 :])
-        done += v.array.shape[axis]
+            after = (done, *index[axis:]) if new else (index[axis] + done, *index[axis + 1 :])
+            at.write(at.read(i, *index), *index[:axis], *after)
+        done += 1 if new else v.array.shape[axis]
 
 
 @meaning(Transfer)

@@ -248,7 +248,7 @@ def _arange(at: At[Arange]) -> Array:
 
 
 def _concat(at: At[Concat]) -> Array:
-    return np.concatenate([v.array for v in at.operands], at.kind.axis)
+    return (np.stack if at.kind.stacked else np.concatenate)([v.array for v in at.operands], at.kind.axis)
 
 
 #: What op kinds do, by NumPy's whole-array functions; of others the interpreter's own meaning stands.

@@ -13,8 +13,9 @@ from ..graph.op import Op
 from ..graph.sizes import bindings
 from ..graph.strides import Sizes
 from ..graph.tensor import Tensor
+from ..ops.fill import Revised
 from ..ops.keep import Keep
-from ..ops.moves import Rearrange, Slice
+from ..ops.moves import Concat, Rearrange, Slice
 from ..ops.play import Env, Player, Turn
 from ..ops.stacks import Empty, Stacked
 from .rewrite import Rewriter, members
@@ -73,6 +74,8 @@ class _Unroller(Rewriter, Player[_Place]):
     def __init__(self, values: Mapping[str, Poly]) -> None:
         Rewriter.__init__(self, values)
         Player.__init__(self)
+        self._whole: dict[Tensor, Any] = {}
+        """what tensors stand for of which a loop has slices that it writes into"""
 
     def source(self, old: Tensor, new: Graph, suffix: str) -> Any:
         if not old.storage.pieces:
@@ -104,11 +107,12 @@ class _Unroller(Rewriter, Player[_Place]):
 
     def take_whole(self, op: Op, new: Graph) -> None:
         """Let an op outside of loops read what has a storage for each iteration."""
-        if not isinstance(op.kind, Keep | Stacked):
+        if not isinstance(op.kind, Keep | Stacked | Concat):
             raise UnsupportedError(
                 f"unroll: {op.name!r} reads something of every iteration, expected an op inside a loop"
             )
-        operands = [t for o in op.operands for t in members(self.tensors[o]) if t is not None]
+        order = -1 if isinstance(op.kind, Concat) and op.kind.reverse else 1
+        operands = [t for o in op.operands for t in [*members(self.tensors[o])][::order] if t is not None]
         made = new.add_op(op.kind, operands, op.name, op.phase)
         made.scope = op.scope
         self.tensors[op.results[0]] = made.results[0]
@@ -135,6 +139,25 @@ class _Unroller(Rewriter, Player[_Place]):
 
     def iteration(self, loop: Loop, env: Env, turn: Turn, stacks: Sequence[Any], place: _Place) -> None:
         self.fill(loop.body, place[0], f".i{turn.at}")
+
+    def loop(self, loop: Loop, env: Env, place: _Place) -> None:
+        """Run a loop; slices that its iterations write into are there before the first one writes."""
+        count = self.around[-1].at if loop.until else _count(loop.op, loop.count.bind(self.values))
+        whole = {x: env[x] for i in range(len(loop.pieces)) if (x := loop.revised(i)) is not None}
+        for x, t in whole.items():
+            env[x] = [position(t, as_poly(i), place[0], loop.op.phase) for i in range(count)]
+        self._whole |= whole
+        super().loop(loop, env, place)
+        env |= whole
+
+    def revised(self, whole: Tensor, env: Env, rows: Sequence[Any], place: _Place) -> Any:
+        made = self._whole[whole]
+        for at, row in enumerate(rows):
+            of = Rearrange(split=row.sizes, order=tuple(range(row.ndim)), merged=(ONE, *row.sizes))
+            (part,) = place[0].add_op(of, [row], f"{row.name}.part", row.producer.phase).results
+            kind = Revised(axes=(0,), starts=(as_poly(at),), steps=(1,))
+            (made,) = place[0].add_op(kind, [made, part], f"{row.name}.written", row.producer.phase).results
+        return made
 
     def filled(self, loop: Loop, i: int, stack: Any, rows: Sequence[Any], place: _Place) -> Any:
         if stack is None:

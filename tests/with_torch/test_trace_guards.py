@@ -83,7 +83,7 @@ class Steps(nn.Module):
 def test_a_loop_over_a_size_is_unrolled_where_that_is_asked_for(part):
     net, x = Steps(part), torch.zeros(3, 7, 5)
     with pytest.raises(
-        cg.UnsupportedError, match=r"in forward, 'for t in range.*turns the size S into the number 7, .*'g"
+        cg.UnsupportedError, match=r"in forward, 'for t in range.*counts to a size, and .* differ: .*fixed='given'"
     ):
         trace(net, x, dims=[("B", "S", None)])
     g = trace(net, x, dims=[("B", "S", None)], fixed="given")

@@ -48,7 +48,9 @@ def _expand(site: Site[Expand]) -> None:
 
 @lowering(Concat)
 def _concat(site: Site[Concat]) -> None:
-    site.own(torch.cat, list(site.operands), site.kind.axis)
+    lists = [t if isinstance(t, list) else [t] for t in site.operands]
+    each = [t for part in lists for t in part[:: -1 if site.kind.reverse else 1]]
+    site.own(torch.stack if site.kind.stacked else torch.cat, each, site.kind.axis)
 
 
 def padded(x: torch.Tensor, sizes: tuple[int, ...], axis: int, start: int, stop: int, step: int) -> torch.Tensor:

@@ -23,7 +23,8 @@ from ...ops.keep import Keep, StopGradient
 from ...ops.layout import reshape
 from ...ops.reach import larger
 from .call import Call, Counts, Spec
-from .events import Asked, Death, Handle, Made, Source
+from .events import Asked, Death, Event, Handle, Joined, Made, Source, Turn
+from .looped import Looped
 from .parts import Written, part_of
 from .rules.counts import counts_of
 from .rules.workspaces import workspace_of
@@ -54,6 +55,7 @@ class Builder:
         self._one: dict[int, int] = {}
         """What a cast to the same format has taken apart and is one, as one name is written to and the other read."""
         self._templates: dict[Any, Template | None] = {}
+        self.turns = Looped(graph, self.tensors, self.settle)
         for number, source in sources.items():
             self._declare(number, source)
 
@@ -72,16 +74,22 @@ class Builder:
         if whole:  # however its axes lie in memory: an order of elements that is no matter of costs
             self.tensors[number][h] = t
 
-    def run(self, events: Sequence[Made | Death | Asked]) -> None:
+    def run(self, events: Sequence[Event]) -> None:
         """Add all events in order."""
         self._one = _written_and_read(events)
         for event in events:
+            before = len(self.graph)
             if isinstance(event, Death):
                 self._died(event.storage)
+            elif isinstance(event, Turn):
+                self.turns.begin(event.path)
+            elif isinstance(event, Joined):
+                self._joined(event)
             elif isinstance(event, Asked):
                 self._asked(event)
             else:
                 self.add(event)
+            self.turns.label(before)
 
     def finish(self) -> None:
         """Let what was never given back live to the end."""
@@ -131,6 +139,11 @@ class Builder:
             (found,) = apply(kind, [whole, inner], "revised")
         self.tensors[handle.storage][handle] = self.first[handle.storage] = found
         return found
+
+    def settle(self, handle: Handle) -> None:
+        """Give a tensor a name of which a part was written, if it is one."""
+        if handle not in self.tensors[handle.storage]:
+            self._revised(handle, self.before.get(handle.storage))
 
     def _named(self, handle: Handle) -> Handle:
         """Return a view of the storage by which it goes here."""
@@ -213,6 +226,18 @@ class Builder:
             )
         return self._templates[key]
 
+    def _joined(self, event: Joined) -> None:
+        """Hold what turns have made by something of the size that all of them have together."""
+        operands = [self.tensor(h) for h in event.parts]
+        self._clock += 1
+        self._keep()
+        self._made = self._clock
+        self._alive[event.made.storage] = None
+        with opened(levels=tuple(event.scope.split("/")) if event.scope else (), phase=event.phase):
+            made = self.turns.join(event, operands)
+        self._read |= {h.storage: self._clock for h in (*event.parts, event.made)}
+        self._stand([(event.made, None, 0, None)], [made])
+
     def _foreign(
         self, call: Made, operands: list[Tensor], outputs: list[tuple[Handle, int | None, int, Poly | None]]
     ) -> tuple[Op, tuple[Tensor, ...]]:
@@ -266,6 +291,7 @@ class Builder:
         if before is not None and before.part.region() == part.region() and before.unseen == unseen:
             names, before = {**before.names, **names}, before.earlier
         self.before[storage] = Written(names, part, before, unseen)
+        self.turns.written.add(storage)
 
     # -- lifetimes -----------------------------------------------------------------------------------------------
 
@@ -283,7 +309,7 @@ class Builder:
             self.graph.add_op(Keep(), [self.first[self._one.get(n, n)] for n in held], "keep", self.phase)
 
 
-def _written_and_read(events: Sequence[Made | Death | Asked]) -> dict[int, int]:
+def _written_and_read(events: Sequence[Event]) -> dict[int, int]:
     """Return the storages that a cast to the same format makes of one that is written to by one of its names.
 
     Where another name is read after that they are one; a cast that does something would leave that as it was.

@@ -7,12 +7,14 @@ which variables decide how long a storage lives.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.nn import functional
 
-__all__ = ["COMPOSITES", "encoder_layer"]
+__all__ = ["COMPOSITES", "encoder_layer", "is_composed"]
 
 aten = torch.ops.aten
 
@@ -146,3 +148,16 @@ COMPOSITES: dict[Any, Callable[..., Any]] = {
     # whether a padding mask leaves sequences that can be packed is data: the way of one that does not is taken
     aten._nested_tensor_from_mask_left_aligned.default: lambda tensor, mask: False,
 }
+
+
+@cache
+def is_composed(func: OpOverload) -> bool:
+    """Whether torch itself takes an op apart wherever it runs."""
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    schema = func._schema
+    name = f"{schema.name}.{schema.overload_name}".rstrip(".")
+    # what asks for a fact alone, as for a size, is known to torch's parser and not to its dispatcher
+    if not torch._C._dispatch_has_kernel(name):
+        return False
+    found = torch._C._dispatch_has_kernel_for_dispatch_key
+    return found(name, key) and not found(name, "CPU")  # as an op that is composed for other devices alone has

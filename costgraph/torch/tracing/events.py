@@ -11,7 +11,7 @@ from .call import Call, Counts, Spec
 from .choices import Choice
 from .translations.table import Translation
 
-__all__ = ["Asked", "Death", "Handle", "Made", "Source"]
+__all__ = ["Asked", "Death", "Event", "Handle", "Joined", "Made", "Source", "Turn"]
 
 
 @dataclass(frozen=True)
@@ -94,3 +94,30 @@ class Asked:
     phase: str
     fixed: bool | None = None
     """whether it is that format in whatever format the model is; None where it is not known"""
+
+
+@dataclass
+class Turn:
+    """A turn of a loop over a size begins or ends."""
+
+    path: tuple[tuple[int, int], ...]
+    """numbers of the loops around what follows, and the turn of each"""
+
+
+@dataclass
+class Joined:
+    """A tensor of what all turns of a loop have made, and of others beside it: its size follows from their number."""
+
+    parts: tuple[Handle, ...]
+    made: Handle
+    loop: int
+    axis: int
+    stacked: bool
+    """whether each of them is one position of a new axis"""
+    back: bool
+    """whether what the last turn has made comes first"""
+    scope: str
+    phase: str
+
+
+Event = Made | Death | Asked | Turn | Joined

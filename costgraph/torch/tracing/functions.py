@@ -13,6 +13,7 @@ from torch import _prims_common, overrides
 from torch.nn.functional import interpolate, linear, max_pool1d
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 
+from .counted import Counts, Parts
 from .layers import RECURRENT, gru_cell, lstm_cell
 from .products import cumprod
 from .spectra import einsum, istft, stft
@@ -40,9 +41,9 @@ class SymbolicSizes(TorchFunctionMode):
 
     unseen = True
 
-    def __init__(self, formats: Callable[[Any, Any, Any], Any] | None = None) -> None:
+    def __init__(self, turns: Counts, formats: Callable[[Any, Any, Any], Any] | None = None) -> None:
         super().__init__()
-        self._formats = formats
+        self._turns, self._formats = turns, formats
 
     def __enter__(self) -> SymbolicSizes:
         self._asked = overrides.has_torch_function
@@ -71,6 +72,8 @@ class SymbolicSizes(TorchFunctionMode):
             return RECURRENT[func](*args)
         instead = _INSTEAD.get(func)
         made = None if instead is None else instead(*args, **(kwargs or {}))
+        if func in _PARTED and self._formats is not None:  # gradients are of all parts at once
+            made = _PARTED[func](self._turns, *args, **(kwargs or {}))
         if made is not None:
             return made
         return func(*args, **(kwargs or {})) if self._formats is None else self._formats(func, args, kwargs or {})
@@ -187,10 +190,51 @@ def _of_open_sizes(step: Callable[..., Any]) -> Callable[..., Any]:
     return lambda input, *args: step(input, *args) if _open(input) else None
 
 
+def _unbound(turns: Counts, input: torch.Tensor, dim: int = 0) -> Parts | None:
+    return turns.parts(input, dim) if input.ndim else None
+
+
+def _split(turns: Counts, tensor: torch.Tensor, split_size: Any, dim: int = 0) -> Parts | None:
+    return turns.parts(tensor, dim, split_size) if isinstance(split_size, int) and tensor.ndim else None
+
+
+#: Functions that take a tensor apart: as many parts as a size are there for loops over them.
+_PARTED: dict[Any, Callable[..., Any]] = {
+    torch.unbind: _unbound,
+    torch.Tensor.unbind: _unbound,
+    torch.split: _split,
+    torch.Tensor.split: _split,
+}
+
+
+def _chosen(x: torch.Tensor, index: Any) -> torch.Tensor | None:
+    """Return the positions of a tensor that sizes say, which torch takes as bounds alone; None of other indices."""
+    given = list(index) if isinstance(index, tuple) else [index]
+    at = next((i for i, k in enumerate(given) if isinstance(k, torch.SymInt)), None)
+    if at is None or any(isinstance(k, torch.Tensor | list | bool) for k in given):
+        return None
+    k, given[at] = given[at], slice(None)
+    left = given[:at]
+    axes = x.ndim - sum(i is not None and i is not Ellipsis for i in given)  # that an ellipsis stands for
+    axis = sum(axes if i is Ellipsis else not isinstance(i, int) for i in left)
+    return x[tuple(given)].select(axis, k)
+
+
+def _written(x: torch.Tensor, index: Any, value: Any) -> bool | None:
+    """Write into positions that sizes say."""
+    part = _chosen(x, index)
+    if part is None:
+        return None
+    part.copy_(value) if isinstance(value, torch.Tensor) else part.fill_(value)
+    return True
+
+
 #: By function of torch: what is called for it, which gives None where the function itself has to run.
 _INSTEAD: dict[Any, Callable[..., Any]] = {
     interpolate: _resampled,
     linear: _linear,
+    torch.Tensor.__getitem__: _chosen,
+    torch.Tensor.__setitem__: _written,
     torch.linspace: _evenly,
     torch.hann_window: _hann_window,
     torch.stft: stft,

@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import torch
@@ -17,12 +16,15 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from ...algebra.polynomial import Poly, poly
 from ...algebra.symbols import symbol
 from ...errors import UnsupportedError
-from .call import Call, Counts, Spec
+from .call import Call, Spec
+from .call import Counts as Costs
 from .choices import Choices
-from .composites import COMPOSITES
+from .composites import COMPOSITES, is_composed
+from .counted import TURN, Counts
 from .data import Data
-from .events import Asked, Death, Handle, Made, Source
+from .events import Asked, Death, Event, Handle, Made, Source, Turn
 from .higher_order import run_eagerly
+from .joins import JOINS, joined
 from .lists import Place, handles, one_by_one, places, tags_of
 from .marks import BARRIER, is_unseen
 from .rules.counts import counts_of, is_derived
@@ -66,6 +68,7 @@ class Recorder(TorchDispatchMode):
     values: Values
     scopes: Scopes
     data: Data
+    turns: Counts
     symbols: bool = False
     device: str = "cpu"
     kernels: Collection[Any] = ()
@@ -75,7 +78,7 @@ class Recorder(TorchDispatchMode):
     paused: bool = False
     stopped: bool | None = None
     """whether the program has gradients off, of a run that has none anywhere; None of a step"""
-    events: list[Made | Death | Asked] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
     sources: dict[int, Source] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -84,6 +87,7 @@ class Recorder(TorchDispatchMode):
         self._alive: dict[int, weakref.ref[Any]] = {}
         self._makers: dict[int, int] = {}  # node of the backward pass that made each storage
         self._count = 0
+        self.turns.note = lambda path: self.events.append(Turn(path))
 
     @contextmanager
     def pausing(self) -> Iterator[None]:
@@ -115,6 +119,10 @@ class Recorder(TorchDispatchMode):
 
         self._alive[number] = weakref.ref(storage, gone)
         return number, True
+
+    def number(self, t: torch.Tensor) -> int:
+        """Return the number of the storage behind a tensor."""
+        return self._number(t)[0]
 
     def left(self) -> bool:
         """Whether a storage that the run made is still there."""
@@ -183,7 +191,7 @@ class Recorder(TorchDispatchMode):
         answer = self.data.answer(func, args)
         if answer is not None:
             return answer
-        parts = COMPOSITES.get(func) or (func.decompose if _is_composed(func) and func not in self.kernels else None)
+        parts = COMPOSITES.get(func) or (func.decompose if is_composed(func) and func not in self.kernels else None)
         if parts is not None:
             with self:  # without autograd, and inside of an op, nothing has taken it apart yet
                 return parts(*args, **kwargs)
@@ -193,6 +201,9 @@ class Recorder(TorchDispatchMode):
             func = aten.add_.Tensor
         elif func in _INTO_NEW and self._is_new(args[0]):
             func = _INTO_NEW[func]
+        if func in JOINS and self.turns.loops and (made := joined(self, func, *args, **kwargs)) is not None:
+            made.__dict__[TURN] = self.turns.path
+            return made
         operands: dict[Handle, int] = {}
 
         def operand(t: torch.Tensor) -> Handle:
@@ -216,6 +227,10 @@ class Recorder(TorchDispatchMode):
         except UnsupportedError as error:
             where = f"{caller()}: "
             raise UnsupportedError(f"{where}{str(error).removeprefix(where)}") from None
+        if self.turns.stack:
+            for t in _leaves(out):
+                if isinstance(t, torch.Tensor):
+                    t.__dict__[TURN] = self.turns.path
         return out
 
     def _lifted(self, args: Any) -> Any:
@@ -286,7 +301,7 @@ class Recorder(TorchDispatchMode):
         self, func: OpOverload, call: Call, place: Place, tags: Collection[Any], *, moves: bool, unseen: bool
     ) -> None:
         """Note a call of single tensors."""
-        counts: Counts | None = Counts()
+        counts: Costs | None = Costs()
         if moves and func is not aten.lift_fresh.default:
             counts = None if is_derived(call) else self._counts(call, tags)
         scope, again = self.scopes.now()
@@ -338,13 +353,13 @@ class Recorder(TorchDispatchMode):
             outputs.append((handle, of, place, None if same else bytes_))
         return outputs, tuple(results)
 
-    def _counts(self, call: Call, tags: Collection[Any]) -> Counts:
+    def _counts(self, call: Call, tags: Collection[Any]) -> Costs:
         try:
             return counts_of(call, tags)
         except UnsupportedError:
             if not self.symbols:
                 raise
-            return Counts(pointwise=poly(symbol("flops_" + call.name.strip("_").replace(".", "_"))))
+            return Costs(pointwise=poly(symbol("flops_" + call.name.strip("_").replace(".", "_"))))
 
 
 def _call(
@@ -363,18 +378,6 @@ def _call(
 
 def _name(func: OpOverload) -> str:
     return func._schema.name.removeprefix("aten::").replace("::", ".")
-
-
-@cache
-def _is_composed(func: OpOverload) -> bool:
-    key = torch._C.DispatchKey.CompositeImplicitAutograd
-    schema = func._schema
-    name = f"{schema.name}.{schema.overload_name}".rstrip(".")
-    # what asks for a fact alone, as for a size, is known to torch's parser and not to its dispatcher
-    if not torch._C._dispatch_has_kernel(name):
-        return False
-    found = torch._C._dispatch_has_kernel_for_dispatch_key
-    return found(name, key) and not found(name, "CPU")  # as an op that is composed for other devices alone has
 
 
 def _leaves(out: Any) -> Iterator[Any]:

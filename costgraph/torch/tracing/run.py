@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from ...algebra.symbols import shown
 from ...errors import CostGraphError, GraphError, UnsupportedError
 from ...graph.graph import Graph
+from ...transforms.folding.turns import fold_turns
 from .build import Builder
 from .events import Handle
 from .formats import Formats
@@ -91,8 +92,10 @@ class Run:
         gc.disable()  # what only a cycle holds would be given back at any time
         try:
             with (
-                torch.set_grad_enabled(train), uncompiled(), SymbolicSizes(None if train else self.formats),
+                torch.set_grad_enabled(train), uncompiled(),
+                SymbolicSizes(self.recorder.turns, None if train else self.formats),
                 self.device(), self.recorder, backward_passes(self.recorder),
+                nullcontext() if train else self.recorder.turns.watching(),
                 nullcontext() if train else barriers(self.recorder),
             ):  # fmt: skip
                 if train and any(p._post_accumulate_grad_hooks for p in self.params.values()):
@@ -147,14 +150,24 @@ class Run:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    def build(self, graph: Graph) -> None:
-        """Add what was recorded to a graph."""
+    def build(self, graph: Graph, known: Sequence[str]) -> Graph:
+        """Add what was recorded to a graph; turns of loops over sizes are loops of the graph that is returned."""
+        graph.assume(*known)
         builder = Builder(graph, self.recorder.sources)
         builder.run(self.recorder.events)
         graph.output(*(builder.tensor(h) for h in self.outputs if h.numel))
         graph.gradients.update({builder.sources[p.storage]: builder.tensor(g) for p, g in self.gradients.items()})
         builder.finish()
         graph.freeze()
+        counts = self.recorder.turns
+        if not counts.loops:
+            return graph
+        if counts.broken:
+            raise counts.refused("is left before the last of its turns")
+        try:
+            return fold_turns(graph, builder.turns.counted(counts, self.recorder.values.translator))
+        except GraphError as error:
+            raise counts.refused(str(error)) from error
 
 
 def _tensors(value: object) -> Iterator[torch.Tensor]:

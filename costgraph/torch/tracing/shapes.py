@@ -53,6 +53,8 @@ class Shapes(ShapeEnv):
         """What holds of the sizes where the program asked, and its line; what torch asked itself is in `guards`."""
         self.exact: set[sympy.Expr] = set()
         """Whole parts of quotients without a remainder, as what the program asked needs none."""
+        self.later = False
+        """Whether a loop is past its first turn: what is asked of sizes for the first time is of the turn's number."""
         self.known_nodes: dict[Any, Any] = {}
         """What operations on sizes made, by the operation and its operands."""
         self._answers: dict[Any, sympy.Basic] = {}
@@ -87,14 +89,17 @@ class Shapes(ShapeEnv):
             named = known.free_symbols and known.free_symbols <= self.names.keys()
             if number and not silent and named and (_asked_by_program() or not self._is_shared(known)):
                 self.fix(known)
+            guards = len(self.guards)
             try:
                 self._answers[key] = super().evaluate_expr(orig_expr, *args, **kwargs)
             except GuardOnDataDependentSymNode:
                 return self._passed(orig_expr)
-            if not number:
+            if self.later and not number:
+                del self.guards[guards:]
+            elif not number:
                 self.exact |= _without_remainder(known if self._answers[key] else sympy.Not(known))
         answer = self._answers[key]
-        if answer in (sympy.true, sympy.false) and not silent and _asked_by_program():
+        if answer in (sympy.true, sympy.false) and not silent and not self.later and _asked_by_program():
             known = self.replace(orig_expr)
             if known.free_symbols and known.free_symbols <= self.names.keys():
                 self.asked.setdefault(known if answer else sympy.Not(known), caller())

@@ -21,7 +21,9 @@ from ...errors import CostGraphError, GraphError
 from ...graph.arguments import need_choice
 from ...graph.graph import Graph
 from ...hardware.arch import DEFAULT, Arch, arch_of
+from ...transforms.folding.equal import unlike
 from .arguments import Axes, Given
+from .counted import Counts, ResizeError
 from .cuda import CUDA_STATISTICS, KERNELS, Here, on_cuda
 from .data import Data
 from .formats import narrowed
@@ -130,21 +132,46 @@ def trace(
     module = module._orig_mod if isinstance(module, OptimizedModule) else module
     given = Given(module, inputs, dims, dict(keywords or {}), dict(keyword_dims or {}), cached)
     watched = partial(_watched, module, given, optimizer, target, train=train, unknown=unknown, fixed=fixed)
-    shapes, run = watched()
+    sizes, exact = hints(given.sizes()), frozenset[sympy.Expr]()
+    shapes, run = _resized(watched, sizes)
     if shapes.exact:  # which is known from the start on now
+        exact = frozenset(shapes.exact)
         with redirect_stdout(StringIO()):
-            shapes, run = watched(exact=shapes.exact)
+            shapes, run = watched(sizes, exact=exact)
+    narrow = partial(_watched, module, given, None, target, unknown=unknown, fixed=fixed, narrow=True, exact=exact)
+    _settle(run, narrow, sizes)
+    name, known = name or type(module).__name__, assumptions(shapes, run.recorder.values.translator)
+    if not run.recorder.turns.loops:
+        return run.build(Graph(name, dtype=_usual_format(module)), known)
+    sizes |= run.recorder.turns.elsewhere()
+    with redirect_stdout(StringIO()):
+        shapes, other = watched(sizes, exact=exact)
+    _settle(other, narrow, sizes)
+    found = assumptions(shapes, other.recorder.values.translator)
+    known = [text for text in known if text in found]
+    made, again = (each.build(Graph(name, dtype=_usual_format(module)), known) for each in (run, other))
+    why = unlike(made, again)
+    if why is not None:
+        raise run.recorder.turns.refused(f"what it does is not the same at other sizes: {why}")
+    return made
+
+
+def _settle(run: Run, narrow: Callable[..., tuple[Shapes, Run]], sizes: Mapping[str, int]) -> None:
+    """Find which formats a program asks for because its model is in them: not where it is run in another one."""
     if run.formats.asked:
         # a program that does not run in another format says nothing of it, and what it prints has been said
         with suppress(CostGraphError), redirect_stdout(StringIO()):
-            _, other = _watched(
-                module, given, None, target, unknown=unknown, fixed=fixed, narrow=True, exact=shapes.exact
-            )
-            run.formats.settle(other.formats)
-    graph = Graph(name or type(module).__name__, dtype=_usual_format(module))
-    graph.assume(*assumptions(shapes, run.recorder.values.translator))
-    run.build(graph)
-    return graph
+            run.formats.settle(narrow(sizes)[1].formats)
+
+
+def _resized(watched: Callable[..., tuple[Shapes, Run]], sizes: dict[str, int]) -> tuple[Shapes, Run]:
+    """Run at sizes at which loops over them have a few turns; sizes are changed to those."""
+    for _ in sizes:
+        try:
+            return watched(sizes)
+        except ResizeError as error:
+            sizes[error.name] = error.size
+    return watched(sizes, resized=False)
 
 
 def _watched(
@@ -152,18 +179,21 @@ def _watched(
     given: Given,
     optimizer: Factory | None,
     target: Arch | None,
+    sizes: Mapping[str, int],
     *,
     unknown: str,
     fixed: str,
     train: bool = False,
     narrow: bool = False,
     exact: Collection[sympy.Expr] = (),
+    resized: bool = True,
 ) -> tuple[Shapes, Run]:
     """Run a module while what it does is recorded, as it is or in another number format."""
     shapes = Shapes(given.sizes(), fixed=fixed == "given")
     translator = Translator(shapes.names, exact, symbols=unknown == "symbol")
     data, device = Data(shapes), "cpu" if target is None else "cuda"
-    recorder = Recorder(Values(translator), Scopes(module), data, symbols=unknown == "symbol", device=device)
+    turns = Counts(shapes, resized=resized)
+    recorder = Recorder(Values(translator), Scopes(module), data, turns, symbols=unknown == "symbol", device=device)
     place: Callable[[], AbstractContextManager[None]] = nullcontext
     if target is not None:
         recorder.kernels, recorder.stand_ins = KERNELS, {**recorder.stand_ins, **CUDA_STATISTICS}
@@ -176,8 +206,7 @@ def _watched(
         borrowed(module, *given.others(), host=target is not None) as data.held,
         data.unseen(),
     ):
-        sizes = {n: shapes.named(n, size) for n, size in hints(given.sizes()).items()}
-        fakes = given.fakes(sizes, data, host=target is not None)
+        fakes = given.fakes({n: shapes.named(n, size) for n, size in sizes.items()}, data, host=target is not None)
         if narrow:
             own = [*module.parameters(), *module.buffers(), *(t for t, _ in given.held.values())]
             fakes = narrowed(own, fakes)

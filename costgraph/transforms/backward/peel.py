@@ -8,16 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from ...algebra.polynomial import ONE, Poly
+from ...algebra.polynomial import ONE, ZERO, Poly
 from ...graph.graph import Graph
 from ...graph.loop import Loop
 from ...graph.op import Op
 from ...graph.scopes import building
 from ...graph.tensor import Tensor
+from ...ops.fill import Revised
+from ...ops.keep import Keep
 from ...ops.layout import split
+from ...ops.moves import Concat
 from ...ops.stacks import Empty, Stacked
-from ..rewrite import Rewriter
+from ..rewrite import Rewriter, members
 from .flow import active_in, active_inside, graded_in
 
 __all__ = ["peel"]
@@ -140,7 +144,11 @@ class _Loop:
 
     def _can_be_split(self) -> bool:
         loop = self.parts
-        if loop.count == ONE or loop.reverse or loop.until or loop.pieces:
+        if loop.count == ONE or loop.reverse or loop.until:
+            return False
+        # what iterations have left is there in several parts then, which a list takes
+        readers = (op for t in loop.pieces if t.storage.pieces for op in t.graph.successors(t))
+        if not all(isinstance(op.kind, Concat | Keep) for op in readers):
             return False
         # what has a storage for each iteration has no parts
         pieces = any(t.storage.pieces for t in loop.xs)
@@ -169,6 +177,8 @@ class _Peeler(Rewriter):
     def split(self, loop: _Loop, turns: Sequence[_Turn], new: Graph) -> None:
         """Copy a loop as several, which read parts of its slices and write parts of its stacks."""
         op, old = loop.op, loop.parts
+        if any(not t.storage.pieces for t in old.pieces):  # of what is written in place, parts are apart only so
+            new.root.assume(*(f"{turn.count} >= 0" for turn in turns if turn.count.constant is None))
         state, dense, shared = ([self.tensors[t] for t in ts] for ts in (old.starts, old.xs, old.shared))
         counts = [turn.count.expr for turn in turns]
         with building(new):
@@ -182,7 +192,28 @@ class _Peeler(Rewriter):
             new.add_op(Stacked(), [t, *(part.stacks[k] for part in made)], f"{t.name}.filled", op.phase).results[0]
             for k, t in enumerate(stacks)
         ]
-        self.tensors |= dict(zip(op.results, [*state, *whole], strict=True))
+        left = [self._left(old, k, made, new) for k in range(len(old.pieces))]
+        self.tensors |= dict(zip(op.results, [*state, *whole, *left], strict=True))
+
+    def _left(self, old: Loop, k: int, made: Sequence[Loop], new: Graph) -> Any:
+        """Return what all parts of a loop have left behind, or the operand that they have written."""
+        x = old.revised(k)
+        if x is None:
+            return [part.pieces[k] for part in made]
+        whole, at = self.tensors[x], ZERO
+        for part in made:
+            kind = Revised(axes=(0,), starts=(at,), steps=(1,))
+            (whole,) = new.add_op(kind, [whole, part.pieces[k]], f"{old.pieces[k].name}.part", old.op.phase).results
+            at = at + part.count
+        return whole
+
+    def copy(self, op: Op, new: Graph, suffix: str = "") -> Op:
+        """Copy an op; a list may have more in it."""
+        if any(isinstance(self.tensors[t], list) for t in op.operands):
+            each = ([*members(self.tensors[t])] for t in op.operands)
+            back = isinstance(op.kind, Concat) and op.kind.reverse
+            return self.add(op, op.kind, [t for part in each for t in part[:: -1 if back else 1]], new, op.name)
+        return super().copy(op, new, suffix)
 
     def emit(self, op: Op, new: Graph, suffix: str = "") -> None:
         """Add what stands for an op."""

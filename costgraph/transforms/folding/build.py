@@ -14,6 +14,7 @@ from ...graph.placement import Placement, Sharding
 from ...graph.scopes import opened
 from ...graph.tensor import Tensor
 from ...ops.blocks import Repeat
+from ...ops.keep import Keep
 from ...ops.pieces import Absent
 from ..rewrite import Rewriter
 from .around import Around, Outer, once
@@ -165,17 +166,26 @@ class Folder(Rewriter):
         made.scope = self.match.labels.plain(op.scope)
         made.call = op.call if len(operands) == len(op.operands) else None
         for t, copy in zip(op.results, made.results, strict=True):
-            if layout(t) != layout(copy):
+            held = isinstance(kind, Keep) and not op.graph.out_degree(t)  # something of all turns, maybe
+            if not held and self.laid_out(t) != self.laid_out(copy):
                 raise GraphError(
                     f"fold: {copy!r} of {made.name!r} lies otherwise in memory than {t!r}, expected the same"
                 )
         return made
 
+    def laid_out(self, t: Tensor) -> tuple[object, ...]:
+        """Return how a tensor lies in memory, as a copy has to."""
+        return layout(t)
+
     # -- loops ---------------------------------------------------------------------------------------------------
+
+    def name_of(self, plan: Plan) -> str:
+        """Return a name for the loop of a run."""
+        return self.match.labels.scope or "blocks"  # those of a module that is itself a list
 
     def loop(self, plan: Plan, new: Graph) -> None:
         """Add the loop for a run."""
-        scope = self.match.labels.scope or "blocks"  # those of a module that is itself a list
+        scope = self.name_of(plan)
         body = new.start_body(scope.rpartition("/")[2], fused=False)
         inner = _Inner(self, plan, body)
         inner.fill_body()

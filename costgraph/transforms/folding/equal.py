@@ -11,7 +11,7 @@ from ...graph.graph import Graph
 from ...graph.op import Op
 from ...graph.tensor import Tensor
 
-__all__ = ["Differs", "difference", "layout"]
+__all__ = ["Differs", "difference", "layout", "unlike"]
 
 Names = Callable[[str], str]
 
@@ -88,6 +88,14 @@ def _bodies(a: Graph, b: Graph, names: tuple[Names, Names]) -> str | None:
             return text
     same = [mine[t] for t in a.outputs] == [other[t] for t in b.outputs]
     return None if same else f"body {b.name!r} has other outputs than {a.name!r}"
+
+
+def unlike(a: Graph, b: Graph) -> str | None:
+    """Say in what two graphs differ, whatever the names of their tensors; None where they are equal."""
+    roles = [[(t.role, *layout(t)) for t in g.tensors if t.producer is None] for g in (a, b)]
+    if roles[0] != roles[1]:
+        return "other parameters, inputs or buffers"
+    return _bodies(a, b, (str, str))
 
 
 def _numbered(graph: Graph) -> dict[Tensor, int]:

@@ -15,9 +15,9 @@ from .around import Around
 from .build import Folder
 from .equal import Differs
 from .match import Match
-from .runs import FEWEST, Labels, find_runs, stacks_of
+from .runs import FEWEST, Labels, Numbered, Run, find_runs, stacks_of
 
-__all__ = ["fold"]
+__all__ = ["equal_blocks", "fold"]
 
 
 def fold(graph: Graph, scope: str | None = None, count: str = "L", /, *, default: bool = False) -> Graph:
@@ -133,12 +133,12 @@ def _matched(graph: Graph, scope: str) -> tuple[Labels, Match]:
     labels = Labels(graph, scope)
     if (period := labels.taking_turns()) > 1:
         labels = Labels(graph, scope, period)
-    return labels, _equal_blocks(graph, labels)
+    return labels, equal_blocks(graph, labels, find_runs(graph.ops, labels))
 
 
-def _equal_blocks(graph: Graph, labels: Labels) -> Match:
+def equal_blocks(graph: Graph, labels: Numbered, runs: Sequence[Run]) -> Match:
     """Compare the blocks; those at the edges that are not like the others are left out."""
-    runs, blocks = find_runs(graph.ops, labels), range(labels.count)
+    blocks = range(labels.count)
     while True:
         try:
             return Match(graph, labels, runs, blocks)

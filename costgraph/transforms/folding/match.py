@@ -10,7 +10,7 @@ from ...graph.graph import Graph
 from ...graph.op import Op
 from ...graph.tensor import Tensor
 from .equal import Differs, difference, layout
-from .runs import Labels, Run
+from .runs import Numbered, Run
 from .values import Before, Family, Left, Made, Member, Owned, Shared, Value, View
 
 __all__ = ["Match", "Plan", "as_stored", "is_free_view"]
@@ -54,7 +54,7 @@ class Match:
     loop.
     """
 
-    def __init__(self, graph: Graph, labels: Labels, runs: Sequence[Run], blocks: range) -> None:
+    def __init__(self, graph: Graph, labels: Numbered, runs: Sequence[Run], blocks: range) -> None:
         self.graph, self.labels, self.blocks = graph, labels, blocks
         self.ops = graph.ops
         self.owners: dict[Tensor, Owned] = {}

@@ -6,19 +6,36 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import Protocol
 
 from ...algebra.symbols import shorten
 from ...errors import GraphError
 from ...graph.graph import Graph
 from ...graph.op import Op
+from ...graph.tensor import Tensor
 from ...ops.keep import Keep
 
-__all__ = ["FEWEST", "Labels", "Run", "find_runs", "stacks_of"]
+__all__ = ["FEWEST", "Labels", "Numbered", "Run", "find_runs", "stacks_of"]
 
 #: Equal blocks that there have to be: two of them could be alike by chance.
 FEWEST = 3
 #: Layers that take turns, at the most: of published models no more than 8 do.
 _LONGEST = 16
+
+
+class Numbered(Protocol):
+    """Which block ops and sources belong to."""
+
+    scope: str
+    ops: dict[Op, int]
+    sources: dict[Tensor, int]
+    count: int
+
+    def relative(self, name: str, block: int) -> str:
+        """Return a name or scope as it is seen from a block: equal for equal blocks."""
+
+    def plain(self, name: str) -> str:
+        """Return a name or scope without the number of the block."""
 
 
 class Labels:

@@ -13,7 +13,7 @@ from ...ops.cached import Cache, InitialState
 from ...ops.fill import Assign, Fill, Pad, Revised, fill, pad
 from ...ops.index import Arange
 from ...ops.keep import Keep
-from ...ops.layout import concat, slice_axis
+from ...ops.layout import concat, permute, reshape, slice_axis
 from ...ops.moves import Concat, Expand, Rearrange, Slice
 from ...ops.pointwise import cast
 from ...ops.stacks import Empty
@@ -71,14 +71,29 @@ def _expand(pull: Pull[Expand]) -> Sequence[Tensor | None]:
 
 @vjp(Concat)
 def _concat(pull: Pull[Concat]) -> Sequence[Tensor | None]:
-    """Cut the gradient into views."""
-    (g,), axis, parts = pull.grads, pull.kind.axis, pull.op.operands
+    """Cut the gradient into views: of what a loop has left, one whose first axis is that of the iterations."""
+    (g,), kind, parts = pull.grads, pull.kind, pull.op.operands
     assert g is not None
-    sizes = [t.sizes[axis] for t in parts]
-    return [
-        slice_axis(g, axis, total(sizes[:i]), size) if wanted else None
+    sizes = kind.extents(parts)
+    made = [
+        slice_axis(g, kind.axis, total(sizes[:i]), size) if wanted else None
         for i, (size, wanted) in enumerate(zip(sizes, pull.needs, strict=True))
     ]
+    return [None if part is None else _part(part, t, kind) for part, t in zip(made, parts, strict=True)]
+
+
+def _part(g: Tensor, t: Tensor, kind: Concat) -> Tensor:
+    """Return the gradient of an operand as it is: with an axis of iterations, or without that along which it is one."""
+    axis = kind.axis
+    if t.storage.pieces and kind.reverse:
+        raise UnsupportedError(
+            f"backward: a concat of {t.name!r}, the last iteration's first, expected the first one's"
+        )
+    if not t.storage.pieces:
+        return reshape(g, t.sizes) if kind.stacked else g
+    own = () if kind.stacked else (t.sizes[1:][axis],)
+    g = reshape(g, (*g.sizes[:axis], t.sizes[0], *own, *g.sizes[axis + 1 :]))
+    return permute(g, (axis, *(i for i in range(g.ndim) if i != axis)))
 
 
 @vjp(Keep)

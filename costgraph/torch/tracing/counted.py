@@ -1,0 +1,287 @@
+"""Loops of a program that has as many turns as a size: each turn is run, and known by its number."""
+
+from __future__ import annotations
+
+import builtins
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import sympy
+import torch
+
+from ...errors import CostGraphError, UnsupportedError
+from ...transforms.folding.runs import FEWEST
+from .shapes import Shapes, caller
+
+__all__ = ["TURN", "Counted", "Counts", "Parts", "ResizeError"]
+
+#: Attribute of tensors that a turn has made: the loops around, and the turn of each.
+TURN = "_costgraph_turn"
+
+#: Turns that a loop is looked at with: fewer could be alike by chance, and more take their time.
+_FEWEST, _MOST, _USUAL = 6, 8, 6
+
+_numbers = range
+
+
+class ResizeError(CostGraphError):
+    """A loop has too few turns at a size, or too many: it is to be run at another one."""
+
+    def __init__(self, name: str, size: int) -> None:
+        super().__init__(f"{name} = {size}")
+        self.name, self.size = name, size
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A loop."""
+
+    count: torch.SymInt
+    """how many turns it has"""
+    played: int
+    """how many are run"""
+    line: str
+    """where it begins"""
+    at: tuple[int, int]
+    """frame and instruction that ask for the next turn"""
+
+
+@dataclass(frozen=True)
+class Made:
+    """What turns of a loop have put into a list."""
+
+    loop: int
+    first: int
+    last: int
+    """where it begins in the list, and ends"""
+    count: Any
+    """how many they are, of all turns"""
+    back: bool
+    """whether what the last turn has made comes first"""
+
+
+class Counts:
+    """The loops over sizes that a program runs, and the turns that it is in."""
+
+    def __init__(self, shapes: Shapes, *, resized: bool = True) -> None:
+        self.shapes, self.resized = shapes, resized
+        self.loops: list[Counted] = []
+        self.stack: list[tuple[int, int]] = []
+        self.broken = False
+        """whether one was left before its last turn"""
+        self.note: Callable[[tuple[tuple[int, int], ...]], None] = lambda path: None
+        """Called when a turn begins or ends, with the turns around what follows."""
+
+    @property
+    def path(self) -> tuple[tuple[int, int], ...]:
+        """The loops around, and the turn of each."""
+        return tuple(self.stack)
+
+    def is_open(self, count: Any) -> bool:
+        """Whether a number of turns is that of named sizes, which are no numbers here."""
+        if not isinstance(count, torch.SymInt) or self.shapes.fixed:
+            return False
+        free = self.shapes.replace(count.node.expr).free_symbols
+        return bool(free) and free <= self.shapes.names.keys()
+
+    def turns(self, count: torch.SymInt) -> Iterator[int]:
+        """Yield the number of each turn."""
+        frame = sys._getframe(2)
+        number, done = self._begin(count, (id(frame), frame.f_lasti)), 0
+        played = self.loops[number].played
+        try:
+            for k in _numbers(played):
+                self._turn(number, k)
+                done += 1
+                yield k
+        finally:
+            if done < played:
+                self.broken = True
+            self._end(number)
+
+    def _begin(self, count: torch.SymInt, at: tuple[int, int]) -> int:
+        if self.stack and self.loops[self.stack[-1][0]].at == at:
+            return self.stack[-1][0]  # side by side with the one that the same line has asked just now, as of `zip`
+        played = self._played(count)
+        self.loops.append(Counted(count, played, caller(), at))
+        return len(self.loops) - 1
+
+    def _played(self, count: torch.SymInt, wanted: int | None = None) -> int:
+        """Return how many turns are run; ResizeError with the size where other ones are wanted."""
+        now = self.shapes.backed_var_to_val
+        expr = self.shapes.replace(count.node.expr)
+
+        def at(symbol: sympy.Symbol, size: int) -> int:
+            return int(expr.xreplace({**now, symbol: sympy.Integer(size)}))
+
+        played = int(expr.xreplace(now))
+        if wanted or (self.resized and not _FEWEST <= played <= _MOST):
+            for symbol in sorted(expr.free_symbols, key=str):
+                size = int(now[symbol])
+                period = _period(lambda n, symbol=symbol: at(symbol, n), size)  # type: ignore[misc]
+                other = None if period is None else size + period * ((wanted or _USUAL) - played)
+                if other is not None and other > 1:
+                    raise ResizeError(self.shapes.names[symbol], other)
+        return played
+
+    def elsewhere(self) -> dict[str, int]:
+        """Return other sizes, at which the loops have one turn more."""
+        out: dict[str, int] = {}
+        for loop in self.loops:
+            try:
+                self._played(loop.count, wanted=loop.played + 1)
+            except ResizeError as error:
+                out[error.name] = max(error.size, out.get(error.name, 0))
+        return out
+
+    def _turn(self, number: int, k: int) -> None:
+        if (number, k) in self.stack:
+            return
+        while self.stack and self.stack[-1][0] >= number:
+            self.stack.pop()
+        self.stack.append((number, k))
+        self._told()
+
+    def _end(self, number: int) -> None:
+        if any(n == number for n, _ in self.stack):
+            while self.stack and self.stack[-1][0] >= number:
+                self.stack.pop()
+            self._told()
+
+    def _told(self) -> None:
+        self.shapes.later = any(k for _, k in self.stack)
+        self.note(self.path)
+
+    def refused(self, why: str) -> UnsupportedError:
+        """Return the error for loops that cannot be put into one of the size that they count to."""
+        lines = ", ".join(dict.fromkeys(loop.line for loop in self.loops))
+        return UnsupportedError(
+            f"{lines}: counts to a size, and {why}; name no dimension for this axis (None) to keep it a number, or "
+            f"trace with fixed='given'"
+        )
+
+    def joined(self, parts: Sequence[torch.Tensor]) -> Made | None:
+        """Return the longest stretch of a list that turns of a loop have made, one each; None where there is none."""
+        around = self.path
+        tags = [t.__dict__.get(TURN, ()) for t in parts]
+        own = [tag[-1] if tag[:-1] == around and len(tag) > len(around) else (-1, -1) for tag in tags]
+        found: Made | None = None
+        for i, (number, turn) in enumerate(own):
+            for step in (1, -1):
+                j = i
+                while own[j + 1 : j + 2] == [(number, turn + step * (j + 1 - i))] and _alike(parts[i], parts[j + 1]):
+                    j += 1
+                if number >= 0 and j + 1 - i >= max(FEWEST, 0 if found is None else found.last - found.first + 1):
+                    loop = self.loops[number]
+                    found = Made(number, i, j + 1, loop.count - (loop.played - (j + 1 - i)), step < 0)
+        return found
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Let `range` of an open size count."""
+        counts = self
+
+        class Kind(type):
+            def __instancecheck__(cls, value: object) -> bool:
+                return isinstance(value, _numbers) or type.__instancecheck__(cls, value)
+
+        class Range(metaclass=Kind):
+            def __new__(cls, *args: Any) -> Any:
+                return counts.range(*args) if any(isinstance(a, torch.SymInt) for a in args) else _numbers(*args)
+
+        with patch.object(builtins, "range", Range):
+            yield
+
+    def parts(self, x: torch.Tensor, axis: int = 0, size: int | None = None) -> Parts | None:
+        """Return the parts of a tensor along an axis, or its positions; None where that is not open."""
+        axis %= max(x.ndim, 1)
+        if not self.is_open(x.shape[axis]) or (size is not None and x.shape[axis] % size != 0):
+            return None
+        made = Parts()
+        made.counts, made.x, made.axis, made.size = self, x, axis, size
+        return made
+
+    def range(self, *args: Any) -> Any:
+        """Return what counts as `range` does, from symbols."""
+        start, stop, step = (0, *args, 1) if len(args) == 1 else (*args, 1)[:3]
+        if isinstance(step, int) and step:
+            length, by = (stop - start, step) if step > 0 else (start - stop, -step)
+            if by != 1 and self.is_open(length):
+                length = length // by if length % by == 0 else (length + by - 1) // by
+            if self.is_open(length):
+                return _Range(self, start, step, length)
+        for n in args:
+            expr = self.shapes.replace(n.node.expr) if isinstance(n, torch.SymInt) else sympy.Integer(0)
+            if expr.free_symbols and expr.free_symbols <= self.shapes.names.keys():
+                self.shapes.fix(expr)  # the program is the one that asks
+        return _numbers(*args)
+
+
+class _Range:
+    """Numbers at equal distances, of which there are as many as a size."""
+
+    def __init__(self, counts: Counts, start: Any, step: int, count: torch.SymInt) -> None:
+        self.counts, self.start, self.step, self.count = counts, start, step, count
+
+    def __iter__(self) -> Iterator[Any]:
+        for k in self.counts.turns(self.count):
+            yield self.start + k * self.step
+
+    def __reversed__(self) -> Iterator[Any]:
+        last = self.start + (self.count - 1) * self.step
+        return iter(_Range(self.counts, last, -self.step, self.count))
+
+    def __len__(self) -> int:
+        return int(self.count)
+
+
+class Parts(tuple[torch.Tensor, ...]):
+    """Views of a tensor that lie behind each other along an axis, one for each turn of a loop over them."""
+
+    counts: Counts
+    x: torch.Tensor
+    axis: int
+    size: int | None
+    """positions of each; None of one without that axis"""
+
+    def part(self, k: Any) -> torch.Tensor:
+        """Return one of them."""
+        if self.size is None:
+            return self.x.select(self.axis, k)
+        return self.x.narrow(self.axis, k * self.size, self.size)
+
+    @property
+    def count(self) -> Any:
+        """How many they are."""
+        return self.x.shape[self.axis] // (self.size or 1)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for k in self.counts.turns(self.count):
+            yield self.part(k)
+
+    def __reversed__(self) -> Iterator[torch.Tensor]:
+        for k in self.counts.turns(self.count):
+            yield self.part(self.count - 1 - k)
+
+    def __getitem__(self, k: Any) -> Any:
+        if not isinstance(k, slice):
+            return self.part(k if k >= 0 else self.count + k)
+        first, last = (n if n is None or self.size is None else n * self.size for n in (k.start, k.stop))
+        cut = self.x[(*[slice(None)] * self.axis, slice(first, last))]
+        return self.counts.parts(cut, self.axis, self.size) if k.step in (None, 1) else tuple(self)[k]
+
+
+def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype
+
+
+def _period(count: Callable[[int], int], size: int) -> int | None:
+    """Return by how much a size grows for one turn more, wherever it is; None where that is not always the same."""
+    for step in _numbers(1, 1 << 13):
+        if all(count(size + k * step) == count(size) + k for k in (1, 2, 3, 5, 8, 64)):
+            return step
+    return None

@@ -1,0 +1,55 @@
+"""Lists of what turns of a loop have made, joined: as many parts as the loop has turns, whose number is a size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from .counted import Counts
+from .events import Event, Handle, Joined
+from .scopes import Scopes
+
+__all__ = ["JOINS", "joined"]
+
+aten = torch.ops.aten
+
+#: What joins tensors of a list.
+JOINS = (aten.cat.default, aten.stack.default)
+
+
+class Recording(Protocol):
+    """What notes the calls of a program."""
+
+    turns: Counts
+    scopes: Scopes
+    phase: str
+    events: list[Event]
+
+    def known(self, t: torch.Tensor) -> Handle:
+        """Return what a tensor is."""
+
+    def number(self, t: torch.Tensor) -> int:
+        """Return the number of the storage behind a tensor."""
+
+    def handle(self, t: torch.Tensor, storage: int) -> Handle:
+        """Return what a tensor of a storage is."""
+
+
+def joined(recorder: Recording, func: Any, parts: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor | None:
+    """Record a join of what a loop has made, and return what it makes; None where the list is any other."""
+    found = recorder.turns.joined(parts)
+    if found is None:
+        return None
+    first, stacked = parts[found.first], func is aten.stack.default
+    shape, axis = list(first.shape), dim % (first.ndim + stacked)
+    each = [1 if stacked else t.shape[axis] for t in parts]
+    many = sum(each[: found.first]) + sum(each[found.last :]) + found.count * each[found.first]
+    shape[axis : axis + 1 - stacked] = [many]
+    made: torch.Tensor = aten.new_empty.default(first, shape)
+    known = tuple(map(recorder.known, parts))
+    scope, _ = recorder.scopes.now()
+    handle = recorder.handle(made, recorder.number(made))
+    recorder.events.append(Joined(known, handle, found.loop, axis, stacked, found.back, scope, recorder.phase))
+    return made

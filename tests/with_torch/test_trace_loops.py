@@ -1,0 +1,316 @@
+"""Loops over a size that stays open: one trace, held against runs of the program at other sizes."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812  # its usual name
+from torch.utils.flop_counter import FlopCounterMode
+
+import costgraph as cg
+from costgraph.torch import lower, trace
+from tests.with_torch.traced import real_peak
+
+B = 3
+
+
+class Recurrent(nn.Module):
+    """What it makes goes into a list, and into its place of a tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Linear(5, 5)
+
+    def forward(self, x):
+        h, outs, y = torch.zeros_like(x[:, 0]), [], torch.zeros_like(x)
+        for i in range(x.shape[1]):
+            h = torch.tanh(self.w(h) + x[:, i])
+            outs.append(h)
+            y[:, i] = h * 2
+        return torch.stack(outs, dim=1) + y
+
+
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Recurrent() for _ in range(3)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class BothWays(nn.Module):
+    """The second loop goes back, and its list is turned round."""
+
+    def __init__(self):
+        super().__init__()
+        self.ahead, self.back = nn.RNNCell(5, 5), nn.RNNCell(5, 5)
+
+    def forward(self, x):
+        h = g = torch.zeros_like(x[:, 0])
+        ahead, back = [], []
+        for i in range(x.shape[1]):
+            h = self.ahead(x[:, i], h)
+            ahead.append(h)
+        for i in range(x.shape[1] - 1, -1, -1):
+            g = self.back(x[:, i], g)
+            back.append(g)
+        return torch.cat([torch.stack(ahead, 1), torch.stack(back[::-1], 1), torch.stack(back, 1)], -1)
+
+
+class Chunks(nn.Module):
+    """Linear attention in chunks of four positions, whose state is handed on."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(5, 15)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        out, state = torch.zeros_like(v), x.new_zeros(x.shape[0], 5, 5)
+        for i in range(0, x.shape[1], 4):
+            a, b, c = q[:, i : i + 4], k[:, i : i + 4], v[:, i : i + 4]
+            out[:, i : i + 4] = (a @ b.mT).tril() @ c + a @ state
+            state = state + b.mT @ c
+        return out
+
+
+class Nested(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Linear(5, 5)
+
+    def forward(self, x):
+        rows = []
+        for i in range(x.shape[1]):
+            h, row = torch.zeros_like(x[:, 0, 0]), []
+            for j in range(x.shape[2]):
+                h = torch.tanh(self.w(h) + x[:, i, j])
+                row.append(h)
+            rows.append(torch.stack(row, 1))
+        return torch.stack(rows, 1)
+
+
+class SideBySide(nn.Module):
+    """Positions are asked for by `unbind`, of two tensors at once, and counted."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Linear(5, 5)
+
+    def forward(self, x):
+        h, outs = torch.zeros_like(x[:, 0]), []
+        for a, (_, b) in zip(x.unbind(1), enumerate(torch.relu(x).unbind(1)), strict=False):
+            h = torch.tanh(self.w(h) + a * b)
+            outs.append(h.unsqueeze(1))
+        return torch.cat(outs, 1)
+
+
+class Rows(nn.Module):
+    """A tensor is gone through itself, from what is no tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Linear(5, 5)
+
+    def forward(self, x):
+        h, outs = 0, []
+        for t in x.transpose(0, 1):
+            h = torch.tanh(self.w(t) + h)
+            outs.append(h)
+        return torch.stack(outs).transpose(0, 1)
+
+
+class Selective(nn.Module):
+    """The scan of a state space model."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.dt, self.bc = nn.Parameter(torch.randn(5, 3)), nn.Linear(5, 5), nn.Linear(5, 6)
+
+    def forward(self, x):
+        dt, (b, c) = F.softplus(self.dt(x)), self.bc(x).chunk(2, -1)
+        decay, given = torch.exp(dt.unsqueeze(-1) * self.a), (dt * x).unsqueeze(-1) * b.unsqueeze(2)
+        h, ys = x.new_zeros(x.shape[0], 5, 3), []
+        for i in range(x.shape[1]):
+            h = decay[:, i] * h + given[:, i]
+            ys.append((h @ c[:, i, :, None]).squeeze(-1))
+        return torch.stack(ys, 1)
+
+
+class Neighbours(nn.Module):
+    """The first position stands apart, the others read the one before them as well."""
+
+    def forward(self, x):
+        outs = [x[:, 0]]
+        for i in range(1, x.shape[1]):
+            outs.append(x[:, i] * 0.9 + x[:, i - 1] * 0.1)
+        return torch.stack(outs, 1)
+
+
+class Pieces(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Linear(5, 5)
+
+    def forward(self, x):
+        return torch.cat([F.softmax(self.w(t), 1) for t in x.split(4, 1)], 1)
+
+
+class Decoder(nn.Module):
+    """Each step attends to all positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell, self.head = nn.LSTMCell(10, 5), nn.Linear(5, 11)
+
+    def forward(self, x):
+        h, logits = x.mean(1), []
+        c = torch.zeros_like(h)
+        for t in range(x.shape[1]):
+            weights = torch.softmax((x @ h.unsqueeze(-1)).squeeze(-1), -1)
+            h, c = self.cell(torch.cat([x[:, t], (weights.unsqueeze(1) @ x).squeeze(1)], -1), (h, c))
+            logits.append(self.head(h))
+        return torch.stack(logits, 1)
+
+
+class Strided(nn.Module):
+    def forward(self, x):
+        return torch.stack([torch.relu(x[:, i]) for i in range(0, x.shape[1], 2)], 1)
+
+
+class Summed(nn.Module):
+    """A sum in place, and nothing for each position."""
+
+    def forward(self, x):
+        total = torch.zeros_like(x[:, 0])
+        for i in range(x.shape[1]):
+            total += x[:, i]
+        return total
+
+
+SOON = [Recurrent, Chunks, Neighbours, BothWays]
+LATER = [Layers, Nested, SideBySide, Rows, Selective, Pieces, Decoder, Strided, Summed]
+PROGRAMS = [*SOON, *(pytest.param(make, marks=pytest.mark.long) for make in LATER)]
+
+
+def shaped(make, S):  # the size's own name
+    return (B, S, S + 1, 5) if make is Nested else (B, S, 5)
+
+
+def sizes(make, S):
+    return dict(zip("BST", shaped(make, S)[:-1], strict=False))
+
+
+def traced(make, module, S=12):
+    return trace(module, torch.zeros(shaped(make, S)), dims=[(*"BST"[: len(shaped(make, S)) - 1], None)])
+
+
+@pytest.mark.parametrize("make", PROGRAMS)
+def test_one_trace_has_the_costs_and_the_values_of_runs_at_other_sizes(make):
+    torch.manual_seed(1)
+    module = make().eval()
+    g = traced(make, module)
+    assert not any(op.kind.name == "foreign" for op in g.walk())
+    assert [op.loop.count.names() for op in g.ops if op.loop is not None]
+    for S in (8, 20):
+        x, own = torch.randn(shaped(make, S)), sizes(make, S)
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            wanted = module(x)
+        assert cg.matmul_flops(g, **own) == counter.get_total_flops()
+        held = x.nbytes + sum(p.nbytes for p in module.parameters())
+        with torch.no_grad():
+            assert cg.peak_memory(g, **own) == held + real_peak(lambda x=x: module(x))
+        again = lower(g, **own)
+        named = {n.replace(".", "/"): p for n, p in module.named_parameters()}
+        with torch.no_grad():
+            for n, p in again.named_parameters():
+                p.copy_(named[n.replace(".", "/")])
+            assert torch.equal(again(x), wanted)
+
+
+@pytest.mark.parametrize(
+    "make", [Recurrent, *(pytest.param(make, marks=pytest.mark.long) for make in SOON[1:] + LATER)]
+)
+def test_loops_and_the_turns_that_they_stand_for_cost_the_same(make):
+    module = make().eval()
+    g = traced(make, module)
+    own = sizes(make, 8)
+    apart = cg.unroll(g, **{n: size for n, size in own.items() if n != "B"})
+    for cost in (cg.flops, cg.bytes_moved, cg.peak_memory):
+        assert cost(apart, B=B) == cost(g, **own)
+
+
+class Loss(nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, x):
+        return self.module(x).pow(2).mean()
+
+
+@pytest.mark.parametrize("make", [Recurrent, *(pytest.param(m, marks=pytest.mark.long) for m in (
+    Chunks, Layers, Nested, SideBySide, Rows, Selective, Pieces, Decoder))])  # fmt: skip
+def test_the_step_that_is_derived_has_the_products_of_torchs_own(make):
+    loss = Loss(make())
+    step = cg.training_step(traced(make, loss))
+    for S in (12, 20):
+        x = torch.randn(shaped(make, S))
+        with FlopCounterMode(display=False) as counter:
+            loss(x).backward()
+        assert cg.matmul_flops(step, **sizes(make, S)) == counter.get_total_flops()
+
+
+class Turns(nn.Module):
+    def __init__(self, run):
+        super().__init__()
+        self.run = run
+
+    def forward(self, x):
+        return self.run(x)
+
+
+def left(x):
+    total = torch.zeros_like(x[:, 0])
+    for i in range(x.shape[1]):
+        total = total + x[:, i]
+        if i == 3:
+            break
+    return total
+
+
+def numbered(x):
+    return torch.stack([x[:, i] * (i + 1) for i in range(x.shape[1])], 1)
+
+
+def counted(x):
+    outs = [x[:, i] * 2 for i in range(x.shape[1])]
+    return torch.stack(outs, 1) / len(outs)
+
+
+def growing(x):
+    return torch.stack([x[:, : i + 1].sum(1) for i in range(x.shape[1])], 1)
+
+
+def handed(x):
+    y = torch.zeros_like(x)
+    for i in range(1, x.shape[1]):
+        y[:, i] = y[:, i - 1] * 0.5 + x[:, i]
+    return y
+
+
+@pytest.mark.parametrize(
+    ("run", "why"),
+    [
+        (left, "counts to a size, and is left before the last of its turns; name no dimension"),
+        (numbered, r"'mul.i\d' has scalars \(None, \d\), 'mul.i\d' has"),
+        (counted, "what it does is not the same at other sizes: 'div' has scalars"),
+        (growing, "expected 3 equal blocks in a row at least"),
+        (handed, "'select.*' reads 'zeros_like', parts of which other turns have written"),
+    ],
+)
+def test_turns_that_are_not_alike_are_refused(run, why):
+    with pytest.raises(cg.UnsupportedError, match=rf"test_trace_loops\.py:\d+, in .*for i in range.*{why}"):
+        traced(Turns, Turns(run), 7)
