@@ -413,7 +413,7 @@ def test_what_is_gathered_ahead_is_used_up_by_faster_layers(monkeypatch, every):
     before = t["long"]
     assert rest < gathered
     if every:  # none is left out
-        monkeypatch.setattr(finished.__module__ + "._step", lambda *_: None)
+        monkeypatch.setattr(finished.__module__ + "._moved", lambda *_: None)
     until = before / (gathered - rest)
     assert count / 3 < until < count / 2
     assert streams(g, L=count) == pytest.approx(count * gathered + rest, rel=1e-9)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from math import prod
 
 import sympy
@@ -179,12 +179,18 @@ def taken(collective: str, size: Poly, group: Group) -> Poly:
     if group.torus:
         return around(collective, size, group.levels, group.hardware)
     if collective == "all_reduce":
-        return smaller(2 * _ring(size, group), _tree(size, group))
+        return _smaller(2 * _ring(size, group), _tree(size, group))
     if collective == "all_to_all":
         return _all_to_all(size / group.ranks, group)
     if collective == "send":
         return _send(size, group)
     return _ring(size, group)
+
+
+@lru_cache(maxsize=1 << 10)
+def _smaller(a: Poly, b: Poly) -> Poly:
+    """Return the smaller one of two times: a search asks of the same messages for structure after structure."""
+    return smaller(a, b)
 
 
 def _steps(n: Poly, share: Poly, link: Callable[[], Wire]) -> Poly:
