@@ -187,6 +187,25 @@ def test_states_that_are_summed_along_an_axis_are_split_along_another():
     testing.check_sharded(whole, rank, B=2, S=2, D=4, H=4, G=2, K=2, F=4, L=2, V=8)
 
 
+@pytest.mark.parametrize("system", ["torch", "megatron"])
+def test_the_gradient_of_a_stream_that_a_split_head_reads_is_whole_before_layers_read_it(system):
+    B, S, D, F, V, L = cg.dims("B S D F V L")
+    with cg.Graph("plain") as g:
+
+        def block(x):
+            h = cg.relu(cg.linear(x, "b s d -> b s f", f=F, name="up"))
+            return x + cg.linear(h, "b s f -> b s d", d=D, name="down")
+
+        x = cg.embedding(g.input("tokens", (B, S), dtype="int64"), g.param("table", (V, D)))
+        g.output(cg.linear(cg.repeat(L, block, x, name="layers"), "b s d -> b s v", v=V, name="head"))
+        g.loss = "cross_entropy"
+    whole = cg.training_step(g)
+    rank = cg.parallelize(whole, tp=2, system=system)
+    rows = [(r.collective, str(r.bytes), r.times) for r in cg.communication(rank) if r.phase == "backward"]
+    assert rows == [("all_reduce", "4*B*D*S", 1)]
+    testing.check_sharded(whole, rank, B=3, S=5, D=2, F=7, V=6, L=3)
+
+
 def test_placements_of_ones_own_win():
     whole = step("gpt2")
     rank = cg.parallelize(whole, tp=TP, placements={"tokens/table": "v d"}, strict=True)

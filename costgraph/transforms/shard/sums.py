@@ -90,7 +90,8 @@ def _accumulates(op: Op) -> bool:
 def _terms(loop: Loop, i: int, adds: Callable[[Op], bool] = adds) -> list[Tensor]:
     """Return what an iteration adds to a carry, nothing where it does anything else with it."""
     start, terms = _chain(loop.nexts[i], adds)
-    return terms if start is loop.carries[i] else []
+    alone = start is loop.carries[i] and len({*loop.body.successors(start)}) == 1
+    return terms if alone else []
 
 
 def late(loop: Loop, i: int, each: bool) -> bool:
