@@ -33,6 +33,16 @@ def window():
     return g
 
 
+def test_a_report_derives_nothing_again():
+    graph = model()
+    report(graph, None, **SIZES)
+    derived = {key: of for key, of in graph.cache.items() if "bound" not in str(key)}
+    report(graph)
+    report(graph, None, **{**SIZES, "B": 11})
+    assert derived
+    assert all(graph.cache[key] is of for key, of in derived.items())
+
+
 # -- formulas ----------------------------------------------------------------------------------------------------
 
 

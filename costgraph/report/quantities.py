@@ -50,8 +50,8 @@ def symbolic(graph: Graph) -> Graph:
     twin = Graph.__new__(Graph)
     twin.__dict__.update(vars(graph.root))
     twin.frozen = False
-    twin.graph = twin.graph.copy()  # its own facts, all else shared
-    twin.defaults = {}
+    twin.graph = twin.graph.copy()  # its own facts, all else shared: what is derived of it, which has no sizes put in
+    twin.graph.facts["defaults"] = {}
     return twin
 
 
