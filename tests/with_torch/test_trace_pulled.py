@@ -101,6 +101,21 @@ def gated(x):
     return y
 
 
+def numbered(x):
+    """Return a copy, some of whose columns are numbers."""
+    y = x * 1
+    y[:, 1], y[:, 2:4] = 2.0, 3
+    y[:, 5].zero_()
+    return y.cos() + y
+
+
+def drawn(x):
+    """Return a copy, one of whose columns is drawn."""
+    y = x * 1
+    y[:, 1].uniform_(0.5, 0.5)
+    return y
+
+
 def padded(x):
     """Return rows of a table that is made, one of which has no gradient."""
     return functional.embedding(3 - torch.arange(4).view(2, 2), x, padding_idx=2)
@@ -229,7 +244,7 @@ CASES = {
         lambda x: written(x, (slice(None), picked()), x[:, 2:4] * 2), lambda x: written(x, picked(), x[2:4].sin()),
         lambda x: written(x, slice(2, 5), x[:3].sin()), padded,
     ]),
-    "what is written over": (nn.Linear(6, 6), ROWS, [gated]),
+    "what is written over": (nn.Linear(6, 6), ROWS, [gated, numbered]),
     "places": (nn.Conv2d(3, 8, 1), IMAGES, [
         lambda x: x.roll((-3, 2), (2, 3)), nn.PixelShuffle(2), nn.PixelUnshuffle(2),
         nn.ReflectionPad2d((1, 2, 3, 0)), nn.ReplicationPad2d((1, 2, 3, 0)), nn.UpsamplingNearest2d(scale_factor=2),
@@ -484,12 +499,18 @@ def test_numbers_of_the_program_are_in_a_lowered_graph():
     pulled(trace(net, x), net, x)
 
 
+def test_a_part_that_is_drawn_has_no_gradient():
+    net, x = Net(nn.Linear(6, 6), [drawn]), torch.randn(ROWS)
+    pulled(trace(net, x), net, x)
+
+
 class Bounded(nn.Module):
     """Weights and states that are written where no gradient is told of it: theirs are as if nothing had been."""
 
     def __init__(self):
         super().__init__()
         self.layer, self.weight = nn.Linear(6, 6), nn.Parameter(torch.randn(6, 6))
+        self.register_buffer("mean", torch.zeros(6))
 
     def forward(self, x):
         with torch.no_grad():
@@ -502,7 +523,8 @@ class Bounded(nn.Module):
         z.detach()[:, :2].zero_()
         with torch.no_grad():
             z[:, 2:4] = 3 - z[:, 4:].tanh()
-        return z.sin().mean()
+            self.mean.lerp_(y.mean(0), 0.1)
+        return z.sin().mean() + (self.layer(x) * self.mean).mean()
 
 
 def test_what_is_written_where_no_gradient_is_told_of_it_passes_gradients_as_they_are():

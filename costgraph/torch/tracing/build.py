@@ -264,7 +264,10 @@ class Builder:
         op = self.graph.add_op(kind, operands, call.name, self.phase)
         places = tuple(place for _, _, place, _ in outputs)
         op.call = Seen(call.target, call.arguments, call.keywords, places, *_chosen(call))
-        self._stand(outputs, op.results)
+        for (handle, of, *_), t in zip(outputs, op.results, strict=True):
+            if of is not None and call.moves and t.numel != t.storage.elements:  # a part, of which others are read
+                self._overwritten(self._named(handle).storage, t, call.unseen)
+        self._stand(outputs, op.results, call.unseen)
         return op, op.results
 
     def _stand(

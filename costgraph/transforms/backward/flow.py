@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from ...algebra.polynomial import ONE
 from ...graph.op import Op
 from ...graph.tensor import Tensor
+from ...ops.fill import Revised
 from ...ops.foreign import Foreign
+from ...ops.keep import Keep
 
 __all__ = ["active_in", "active_inside", "graded_in", "graded_inside"]
 
@@ -18,9 +20,15 @@ def active_in(ops: Iterable[Op], start: Iterable[Tensor]) -> set[Tensor]:
     for op in ops:
         if op.body is not None and op.loop is not None:
             _active_carries(op, active)
-        elif _passes(op) and any(t in active for t in op.operands):
+        elif _passes(op) and any(t in active for t in _before(op)):
             active.update(t for t in op.results if t.dtype.kind in ("float", "complex"))
     return active
+
+
+def _before(op: Op) -> Sequence[Tensor]:
+    """Return the operands that a gradient may go to: what is held until an op, or written unseen, has none of it."""
+    alone = isinstance(op.kind, Keep) or (isinstance(op.kind, Revised) and op.kind.unseen)
+    return op.operands[:1] if alone else op.operands
 
 
 def _passes(op: Op) -> bool:

@@ -13,7 +13,7 @@ from ...ops.keep import StopGradient
 from ...ops.merge import Merge
 from ...ops.pack import Pack
 from ...ops.pooling import Unpool
-from ...ops.updates import FusedUpdate, Unscale, ZeroGrad
+from ...ops.updates import FusedUpdate, Unscale
 from . import contraction, elementwise, grouped, lookups, reductions, shapes, spectra, stated, windows
 
 __all__ = [
@@ -36,7 +36,6 @@ NOT_DIFFERENTIABLE: Mapping[type[OpKind], str] = MappingProxyType(
         Merge: "of the graph of one rank: a graph is differentiated before it is sharded",
         StopGradient: "lets no gradient pass: nothing asks for its rule",
         Append: "part of a step of inference",
-        ZeroGrad: "part of an optimizer step",
         Unscale: "part of an optimizer step",
     }
 )

@@ -17,6 +17,7 @@ from ...ops.layout import concat, permute, reshape, slice_axis
 from ...ops.moves import Concat, Expand, Rearrange, Slice
 from ...ops.pointwise import cast
 from ...ops.stacks import Empty
+from ...ops.updates import ZeroGrad
 from .common import summed
 from .table import Pull, vjp
 
@@ -120,6 +121,12 @@ def _assign(pull: Pull[Assign]) -> Sequence[Tensor | None]:
     (g,), (_, value) = pull.grads, pull.op.operands
     assert g is not None
     return [None, cast(g, value.dtype) if pull.needs[1] else None]
+
+
+@vjp(ZeroGrad)
+def _zeros(pull: Pull[ZeroGrad]) -> Sequence[Tensor | None]:
+    """Nothing of what was there is left."""
+    return [None]
 
 
 @vjp(Revised)

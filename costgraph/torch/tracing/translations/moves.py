@@ -287,9 +287,10 @@ def _is_dense(t: Spec) -> bool:
 def overwritten(call: Call) -> Tensor | None:
     """A number in place of what a tensor held."""
     x, value = call["self"], call["value"]
-    if not call.inplace or not isinstance(value, bool | int | float):
+    if not call.inplace or not isinstance(value, bool | int | float | Tensor):
         return None
-    return assign(x, broadcast(fill((), float(value), x.dtype), x.sizes))
+    number = value if isinstance(value, Tensor) else fill((), float(value), x.dtype)
+    return assign(x, broadcast(number, x.sizes))
 
 
 _VALUES = {"zeros": 0, "new_zeros": 0, "zeros_like": 0, "ones": 1, "new_ones": 1, "ones_like": 1}
