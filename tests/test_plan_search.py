@@ -309,12 +309,14 @@ def test_fewer_heads_of_keys_than_ranks_are_plans_as_well():
     assert plan.seconds == pytest.approx(cg.seconds(rank, "h100-sxm", B=2, S=64, L=2), rel=1e-9)
 
 
-def test_a_graph_without_tokens_is_refused():
+def test_a_graph_without_tokens_has_samples():
     with cg.Graph("g") as g:
         g.output(cg.linear(g.input("x", (B, 5)), "b d -> b f", f=7))
         g.loss = "mean_squared_error"
-    with pytest.raises(cg.GraphError, match="has as inputs of whole numbers none, expected tokens"):
-        cg.plan.search(g, devices=2, hardware="h100-sxm", B=2)
+    found = cg.plan.search(g, devices=2, hardware="h100-sxm", B=2)
+    assert found.unit == "samples"
+    assert [p.throughput * p.seconds for p in found.rows] == pytest.approx([2] * len(found.rows))
+    assert found.rows
 
 
 def test_the_table_is_short_and_a_frame_has_all(found):
