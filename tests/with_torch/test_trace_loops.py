@@ -5,10 +5,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812  # its usual name
 from torch.utils.flop_counter import FlopCounterMode
+from traced import real_peak
 
 import costgraph as cg
 from costgraph.torch import lower, trace
-from tests.with_torch.traced import real_peak
 
 B = 3
 
@@ -219,9 +219,8 @@ def test_one_trace_has_the_costs_and_the_values_of_runs_at_other_sizes(make):
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             wanted = module(x)
         assert cg.matmul_flops(g, **own) == counter.get_total_flops()
-        held = x.nbytes + sum(p.nbytes for p in module.parameters())
         with torch.no_grad():
-            assert cg.peak_memory(g, **own) == held + real_peak(lambda x=x: module(x))
+            assert cg.peak_memory(g, **own) == real_peak(lambda x=x: module(x), x, *module.parameters())
         again = lower(g, **own)
         named = {n.replace(".", "/"): p for n, p in module.named_parameters()}
         with torch.no_grad():
@@ -240,6 +239,69 @@ def test_loops_and_the_turns_that_they_stand_for_cost_the_same(make):
     apart = cg.unroll(g, **{n: size for n, size in own.items() if n != "B"})
     for cost in (cg.flops, cg.bytes_moved, cg.peak_memory):
         assert cost(apart, B=B) == cost(g, **own)
+
+
+@pytest.mark.parametrize("make", [
+    lambda: nn.GRU(5, 7, batch_first=True),
+    *(pytest.param(make, marks=pytest.mark.long) for make in (
+        lambda: nn.GRU(5, 7, 2, bidirectional=True), lambda: nn.RNN(5, 7, batch_first=True),
+        lambda: nn.RNN(5, 7, nonlinearity="relu", bidirectional=True), lambda: nn.LSTM(5, 7, proj_size=3))),
+])  # fmt: skip
+def test_recurrent_layers_that_torch_runs_step_by_step_have_an_open_length(make):
+    layer = make().eval()
+    g = trace(layer, torch.zeros(B, 6, 5), dims=[("B", "S", None)])
+    for S in (8, 20):
+        x = torch.randn(B, S, 5)
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            layer(x)
+        assert cg.matmul_flops(g, B=B, S=S) == counter.get_total_flops()
+        with torch.no_grad():
+            peak = real_peak(lambda x=x: layer(x), x, *layer.parameters())
+        assert cg.peak_memory(g, B=B, S=S) == peak
+
+
+def rows(layer, x):
+    """Write twice into each row."""
+    y = x.clone()
+    for i in range(x.shape[0]):
+        y[i] += layer(x[i])
+    return y
+
+
+def without_gradients(layer, x):
+    outs = []
+    for i in range(x.shape[1]):
+        with torch.no_grad():
+            outs.append(layer(x[:, i]))
+    return torch.stack(outs, 1)
+
+
+def last(layer, x):
+    outs = [layer(x[:, i]) for i in range(x.shape[1])]
+    return outs[-1]
+
+
+class Lists(nn.Module):
+    def __init__(self, run):
+        super().__init__()
+        self.run, self.layer = run, nn.Linear(5, 5)
+
+    def forward(self, x):
+        return self.run(self.layer, x)
+
+
+@pytest.mark.parametrize("run", [rows, without_gradients, last])
+def test_what_is_written_twice_goes_back_nowhere_or_is_the_last_one(run):
+    module = Lists(run).eval()
+    g = traced(Lists, module, 7)
+    for b, S in ((3, 8), (5, 11)):
+        x = torch.randn(b, S, 5)
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            module(x)
+        assert cg.matmul_flops(g, B=b, S=S) == counter.get_total_flops()
+        with torch.no_grad():
+            peak = real_peak(lambda x=x: module(x), x, *module.parameters())
+        assert cg.peak_memory(g, B=b, S=S) == peak
 
 
 class Loss(nn.Module):

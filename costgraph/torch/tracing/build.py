@@ -228,7 +228,7 @@ class Builder:
 
     def _joined(self, event: Joined) -> None:
         """Hold what turns have made by something of the size that all of them have together."""
-        operands = [self.tensor(h) for h in event.parts]
+        operands = [self.tensor(replace(h, barrier=None)) for h in event.parts]
         self._clock += 1
         self._keep()
         self._made = self._clock
@@ -236,7 +236,7 @@ class Builder:
         with opened(levels=tuple(event.scope.split("/")) if event.scope else (), phase=event.phase):
             made = self.turns.join(event, operands)
         self._read |= {h.storage: self._clock for h in (*event.parts, event.made)}
-        self._stand([(event.made, None, 0, None)], [made])
+        self._stand([(replace(event.made, barrier=None), None, 0, None)], [made])
 
     def _foreign(
         self, call: Made, operands: list[Tensor], outputs: list[tuple[Handle, int | None, int, Poly | None]]

@@ -71,6 +71,8 @@ class Counts:
         self.shapes, self.resized = shapes, resized
         self.loops: list[Counted] = []
         self.stack: list[tuple[int, int]] = []
+        self.on = False
+        """whether loops are looked at: not where gradients are made"""
         self.broken = False
         """whether one was left before its last turn"""
         self.note: Callable[[tuple[tuple[int, int], ...]], None] = lambda path: None
@@ -83,7 +85,7 @@ class Counts:
 
     def is_open(self, count: Any) -> bool:
         """Whether a number of turns is that of named sizes, which are no numbers here."""
-        if not isinstance(count, torch.SymInt) or self.shapes.fixed:
+        if not self.on or not isinstance(count, torch.SymInt) or self.shapes.fixed:
             return False
         free = self.shapes.replace(count.node.expr).free_symbols
         return bool(free) and free <= self.shapes.names.keys()
@@ -194,6 +196,7 @@ class Counts:
                 return counts.range(*args) if any(isinstance(a, torch.SymInt) for a in args) else _numbers(*args)
 
         with patch.object(builtins, "range", Range):
+            self.on = True
             yield
 
     def parts(self, x: torch.Tensor, axis: int = 0, size: int | None = None) -> Parts | None:
@@ -258,6 +261,12 @@ class Parts(tuple[torch.Tensor, ...]):
     def count(self) -> Any:
         """How many they are."""
         return self.x.shape[self.axis] // (self.size or 1)
+
+    def __len__(self) -> int:
+        return int(self.count)
+
+    def __bool__(self) -> bool:
+        return True
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         for k in self.counts.turns(self.count):

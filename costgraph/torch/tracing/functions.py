@@ -9,13 +9,13 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import _prims_common, overrides
+from torch import overrides
 from torch.nn.functional import interpolate, linear, max_pool1d
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 
 from .counted import Counts, Parts
 from .layers import RECURRENT, gru_cell, lstm_cell
-from .products import cumprod
+from .products import cumprod, in_place
 from .spectra import einsum, istft, stft
 
 __all__ = ["SymbolicSizes"]
@@ -69,10 +69,10 @@ class SymbolicSizes(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in RECURRENT and isinstance(args[3], bool) and _open(args[0]):  # else a packed sequence
-            return RECURRENT[func](*args)
+            return RECURRENT[func](self._turns, *args)
         instead = _INSTEAD.get(func)
         made = None if instead is None else instead(*args, **(kwargs or {}))
-        if func in _PARTED and self._formats is not None:  # gradients are of all parts at once
+        if func in _PARTED:
             made = _PARTED[func](self._turns, *args, **(kwargs or {}))
         if made is not None:
             return made
@@ -91,17 +91,6 @@ def _saved_state() -> torch.Tensor:
 
 def _open(x: torch.Tensor) -> bool:
     return any(isinstance(n, torch.SymInt) for n in x.shape)
-
-
-def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
-    """Add a bias to a product in place, as torch does where rows do not lie one behind another; None where they do.
-
-    Of tensors without data it would make another one.
-    """
-    flat = input.ndim < 3 or weight.ndim != 2 or _prims_common.is_contiguous_or_false(input)
-    if bias is None or flat or torch.is_autocast_enabled(input.device.type):  # whose casts come before all
-        return None
-    return torch.matmul(input, weight.T).add_(bias)
 
 
 def _resampled(
@@ -232,7 +221,7 @@ def _written(x: torch.Tensor, index: Any, value: Any) -> bool | None:
 #: By function of torch: what is called for it, which gives None where the function itself has to run.
 _INSTEAD: dict[Any, Callable[..., Any]] = {
     interpolate: _resampled,
-    linear: _linear,
+    linear: in_place,
     torch.Tensor.__getitem__: _chosen,
     torch.Tensor.__setitem__: _written,
     torch.linspace: _evenly,

@@ -27,6 +27,10 @@ class Recording(Protocol):
     phase: str
     events: list[Event]
 
+    @staticmethod
+    def barrier(t: torch.Tensor, function: str = "") -> None:
+        """Note that no gradient passes to what made a tensor."""
+
     def known(self, t: torch.Tensor) -> Handle:
         """Return what a tensor is."""
 
@@ -49,6 +53,9 @@ def joined(recorder: Recording, func: Any, parts: Sequence[torch.Tensor], dim: i
     shape[axis : axis + 1 - stacked] = [many]
     made: torch.Tensor = aten.new_empty.default(first, shape)
     known = tuple(map(recorder.known, parts))
+    barrier = next((h.barrier for h in known if h.barrier is not None), None)
+    if barrier is not None:
+        recorder.barrier(made, barrier)
     scope, _ = recorder.scopes.now()
     handle = recorder.handle(made, recorder.number(made))
     recorder.events.append(Joined(known, handle, found.loop, axis, stacked, found.back, scope, recorder.phase))

@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from .counted import Counts
+from .products import in_place
+
 __all__ = ["RECURRENT", "gru_cell", "lstm_cell"]
 
 aten = torch.ops.aten
@@ -28,6 +31,7 @@ Layer = Callable[[torch.Tensor, State, Weights, bool, bool, dict[Any, Any]], tup
 
 # the names are torch's: what is given by name has them
 def _lstm(
+    turns: Counts,
     input: torch.Tensor,
     hx: Sequence[torch.Tensor],
     params: Sequence[torch.Tensor],
@@ -46,28 +50,38 @@ def _lstm(
     sizes = (num_layers, sides, dropout if train else 0.0)
     x = input.transpose(0, 1) if batch_first else input
     x, last = _stacked(
-        _fused if fused else _steps(_lstm_cell), x.contiguous() if fused else x, states, params, has_biases, sizes
+        _fused if fused else _steps(_lstm_cell, turns),
+        x.contiguous() if fused else x,
+        states,
+        params,
+        has_biases,
+        sizes,
     )
     made, kept = (torch.stack(each) for each in zip(*last, strict=True))
     return x.transpose(0, 1) if batch_first else x, made, kept
 
 
-def _gru(
-    input: torch.Tensor,
-    hx: torch.Tensor,
-    params: Sequence[torch.Tensor],
-    has_biases: bool,
-    num_layers: int,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-    batch_first: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run a GRU, step by step."""
-    sizes = (num_layers, 1 + bidirectional, dropout if train else 0.0)
-    x = input.transpose(0, 1) if batch_first else input
-    x, last = _stacked(_steps(_gru_cell), x, hx.unbind(0), params, has_biases, sizes)
-    return x.transpose(0, 1) if batch_first else x, torch.stack(last)
+def _one_state(cell: Callable[..., torch.Tensor]) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """Return torch's function of a layer whose state is one tensor, run step by step."""
+
+    def layers(
+        turns: Counts,
+        input: torch.Tensor,
+        hx: torch.Tensor,
+        params: Sequence[torch.Tensor],
+        has_biases: bool,
+        num_layers: int,
+        dropout: float,
+        train: bool,
+        bidirectional: bool,
+        batch_first: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        sizes = (num_layers, 1 + bidirectional, dropout if train else 0.0)
+        x = input.transpose(0, 1) if batch_first else input
+        x, last = _stacked(_steps(cell, turns), x, hx.unbind(0), params, has_biases, sizes)
+        return x.transpose(0, 1) if batch_first else x, torch.stack(last)
+
+    return layers
 
 
 def _stacked(
@@ -103,7 +117,7 @@ def _fused(
     return out, (made, kept)
 
 
-def _steps(cell: Callable[..., State]) -> Layer:
+def _steps(cell: Callable[..., State], turns: Counts) -> Layer:
     def layer(
         x: torch.Tensor, state: State, weights: Weights, biased: bool, back: bool, held: dict[Any, Any]
     ) -> tuple[torch.Tensor, State]:
@@ -111,8 +125,11 @@ def _steps(cell: Callable[..., State]) -> Layer:
         project = weights[-1] if len(weights) % 2 else None
         outs = held[back] = []
         # those of the other direction live until these are there
-        inputs = held["inputs"] = functional.linear(x, weights[0], bias[0]).unbind(0)
-        for step in reversed(inputs) if back else inputs:
+        inputs = in_place(x, weights[0], bias[0])
+        inputs = held["inputs"] = functional.linear(x, weights[0], bias[0]) if inputs is None else inputs
+        parts = turns.parts(inputs)
+        steps = inputs.unbind(0) if parts is None else parts
+        for step in reversed(steps) if back else steps:
             state = cell(step, state, weights[1], bias[1], project)
             outs.append(state[0] if isinstance(state, tuple) else state)
         return torch.stack(outs[::-1] if back else outs), state
@@ -138,6 +155,13 @@ def gru_cell(
     return _gru_cell(functional.linear(x, w_ih, b_ih), h, w_hh, b_hh, None)
 
 
+def _simple(nonlinearity: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def cell(x: torch.Tensor, h: torch.Tensor, weight: torch.Tensor, bias: Any, _: None) -> torch.Tensor:
+        return nonlinearity(functional.linear(h, weight, bias).add_(x))
+
+    return cell
+
+
 def lstm_cell(x: torch.Tensor, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> State:
     """Run one step of an LSTM."""
     h, c = hx
@@ -156,5 +180,10 @@ def _gated(gates: torch.Tensor, c: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     return o * c.tanh(), c
 
 
-#: By function of torch, called with tensors of a batch; what is packed has lengths that are data.
-RECURRENT: dict[Any, Callable[..., Any]] = {torch.lstm: _lstm, torch.gru: _gru}
+#: By function of torch, called with what counts steps and with tensors of a batch; what is packed has lengths of data.
+RECURRENT: dict[Any, Callable[..., Any]] = {
+    torch.lstm: _lstm,
+    torch.gru: _one_state(_gru_cell),
+    torch.rnn_tanh: _one_state(_simple(torch.tanh)),
+    torch.rnn_relu: _one_state(_simple(torch.relu)),
+}

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import _prims_common
 
-__all__ = ["cumprod"]
+__all__ = ["cumprod", "in_place"]
 
 
 class _Products(torch.autograd.Function):
@@ -42,3 +43,14 @@ def cumprod(input: torch.Tensor, dim: int, *, dtype: Any = None) -> torch.Tensor
     x = input if dtype is None else input.to(dtype)
     made: torch.Tensor = _Products.apply(x, dim)  # type: ignore[no-untyped-call]  # torch has no types for it
     return made
+
+
+def in_place(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
+    """Add a bias to a product in place, as torch does where rows do not lie one behind another; None where they do.
+
+    Of tensors without data it would make another one.
+    """
+    flat = input.ndim < 3 or weight.ndim != 2 or _prims_common.is_contiguous_or_false(input)
+    if bias is None or flat or torch.is_autocast_enabled(input.device.type):  # whose casts come before all
+        return None
+    return torch.matmul(input, weight.T).add_(bias)

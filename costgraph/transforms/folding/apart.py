@@ -50,6 +50,8 @@ class Apart(Rewriter):
             self.tensors[op.results[0]] = self.tensors[self.cuts.same[op].results[0]]
         elif op.graph.parent is not None:
             super().emit(op, new, suffix)
+        elif op in self.cuts.of and op.operands[0].producer in self.cuts.written and self._again(op):
+            self.tensors[op.results[0]] = self.tensors[op.operands[0].producer.operands[1]]
         elif op in self.cuts.of:
             cut, turn = self.cuts.of[op]
             t, number = op.results[0], self._numbers.setdefault(cut, len(self._numbers))
@@ -103,11 +105,18 @@ class Apart(Rewriter):
             self.labels[made] = at
         return made
 
+    def _again(self, op: Op) -> bool:
+        """Whether a slice is what the same turn has written there before."""
+        before = op.operands[0].producer
+        return before is not None and self.cuts.turn(before) == self.cuts.turn(op)
+
     def _written(self, op: Op, cut: Cut, turn: int, new: Graph) -> None:
         """Note a part; once all are written, a name for the whole."""
         parts = self.parts.setdefault(cut.base, [])
+        if parts and parts[-1][1] == turn:
+            parts.pop()  # it has written there before
         parts.append((cut, turn, self.tensors[op.operands[1]]))
-        if turn + 1 < self.cuts.played:
+        if turn + 1 < self.cuts.played or self.cuts.goes_on(op):
             return
         if len(parts) < self.cuts.played:
             raise GraphError(f"{len(parts)} of {self.cuts.played} turns write into {cut.base.name!r}, expected all")

@@ -29,6 +29,7 @@ class Around:
         self.starts: dict[tuple[int, Tensor], Outer] = {}
         """what runs start from, by run and tensor"""
         self.gradients: dict[Outer, Outer] = {}
+        self._at = {op: i for i, op in enumerate(match.graph.ops)}
         starts = {plan.run.starts[0]: plan for plan in match.plans}
         for i, op in enumerate(match.ops):
             if i in starts:
@@ -76,16 +77,22 @@ class Around:
         turns = range(len(plan.run.blocks))[:: plan.run.step]
         return tuple(self.match.at(plan, family.value, turn) for turn in turns)
 
-    def _complete(self, tensors: Sequence[Tensor]) -> set[Family]:
-        """Return the families of which all members are among some tensors."""
+    def _complete(self, tensors: Sequence[Tensor], i: int) -> set[Family]:
+        """Return the families of which all members are among some tensors, or needed after place `i` anyway."""
         families = {f for t in tensors if (f := self.family(t)) is not None}
         among = {as_stored(t) for t in tensors}
-        return {f for f in families if among.issuperset(self.members(f))}
+        return {f for f in families if all(t in among or self._needed(t, i) for t in self.members(f))}
+
+    def _needed(self, t: Tensor, i: int) -> bool:
+        """Whether a tensor is an output, or read after a place of the program."""
+        graph = self.match.graph
+        later = any(self._at[op] > i for op in graph.successors(t))
+        return i < len(self._at) and (t in graph.outputs or later)
 
     def _several(self, tensors: Sequence[Tensor], i: int, reader: str) -> list[Outer]:
         """Return what a list of tensors is, where all members of a family may be in it."""
         out: list[Outer] = []
-        complete = self._complete(tensors)
+        complete = self._complete(tensors, i)
         for t in tensors:
             family = self.family(t)
             whole = family is not None and family in complete

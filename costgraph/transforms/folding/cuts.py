@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -58,6 +59,8 @@ class Cut:
     """where those of turn 0 would begin"""
     step: Poly
     size: Poly
+    unseen: bool = False
+    """whether no gradient is told of what is written there"""
     members: dict[int, Op] = field(default_factory=dict)
     """the op that takes them in each turn"""
 
@@ -112,6 +115,11 @@ class Cuts:
         """Return the first of equal views."""
         return t if t.producer not in self.same else self.same[t.producer].results[0]
 
+    def goes_on(self, op: Op) -> bool:
+        """Whether the turn that has written a part writes there once more."""
+        after = (r for t in op.results for s in t.graph.successors(t) for r in s.results if s in self.written)
+        return any(self.turns.paths.get(t.producer) == self.turns.paths[op] for t in after if t.producer is not None)
+
     def start(self, cut: Cut, turn: int) -> Poly:
         """Return where the slice of one turn begins: of one in the second half, as seen from the last."""
         late = turn >= self.played // 2
@@ -123,13 +131,17 @@ class Cuts:
         written = {op.operands[i].storage for op in own for i in op.kind.overwrites()}
         alike: dict[tuple[object, ...], list[Op]] = {}
         first: dict[Tensor, Tensor] = {}
-        for op in (op for ops in found.values() for op in ops if is_free_view(op) and op.results[0].ndim):
-            t = first.get(op.operands[0], op.operands[0])
-            if t.storage in written or (t.producer in own and t not in first.values()):
-                continue
-            ops = alike.setdefault((t, op.kind, *layout(op.results[0])), [])
-            ops.append(op)
-            first[op.results[0]] = ops[0].results[0]
+        for ops in found.values():
+            seen = Counter[tuple[object, ...]]()
+            for op in (op for op in ops if is_free_view(op) and op.results[0].ndim):
+                t = first.get(op.operands[0], op.operands[0])
+                if t.storage in written or (t.producer in own and t not in first.values()):
+                    continue
+                key = (t, op.kind, *layout(op.results[0]))
+                same = alike.setdefault((*key, seen[key]), [])
+                seen[key] += 1
+                same.append(op)
+                first[op.results[0]] = same[0].results[0]
         for ops in alike.values():
             if len(ops) >= max(FEWEST, self.played - 2):
                 self.same |= dict.fromkeys(ops, ops[0])
@@ -199,11 +211,13 @@ class Cuts:
             turn = self.turns.paths[op][-1][1]
             mine = ((s.results[0], c) for s, (c, k) in self.of.items() if k == turn and c.base is base)
             cut = next((c for t, c in mine if same_place(t, op.operands[1])), None)
-            if cut is None or turn in written.get(base, {}):
+            before = written.get(base, {}).get(turn, (op, cut))[1]
+            if cut is None or before is None or before.span() != cut.span():
                 raise GraphError(
                     f"{op.operands[1].name!r} is written into {base.name!r}, expected one part in each turn, "
-                    f"{'which' if cut is None else 'and one that'} goes on with the turns"
+                    f"which goes on with the turns"
                 )
+            cut.unseen |= isinstance(op.kind, Revised) and op.kind.unseen
             written.setdefault(base, {})[turn] = op, cut
             self.written[op] = cut, turn
         for op in own if written else ():

@@ -181,7 +181,7 @@ class _Folder(Folder):
             start, step = (self.cuts.start(cut, turn), cut.size) if family is None else self._span(cut)
             part = made if family is None else self._merged(made, cut.axis)
             by = 1 if step == cut.size else int(step.constant or 1)
-            kind = Revised(axes=(cut.axis,), starts=(start,), steps=(by,))
+            kind = Revised(axes=(cut.axis,), starts=(start,), steps=(by,), unseen=cut.unseen)
             whole = self.new.add_op(kind, [whole, part], "revised", "forward").results[0]
             del left[: 1 if family is None else len(self.match.blocks)]
         self.wholes[base] = whole
