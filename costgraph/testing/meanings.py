@@ -382,8 +382,7 @@ def _concat(at: At[Concat]) -> None:
     axis, new, done = at.kind.axis, at.kind.stacked, 0
     for i, v in enumerate(at.operands):
         for index in v.points():
-            after = (done, *index[axis:]) if new else (index[axis] + done, *index[axis + 1 :])
-            at.write(at.read(i, *index), *index[:axis], *after)
+            at.write(at.read(i, *index), *index[:axis], done + (0 if new else index[axis]), *index[axis + 1 - new :])
         done += 1 if new else v.array.shape[axis]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import builtins
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,10 +17,10 @@ from ...errors import CostGraphError, UnsupportedError
 from ...transforms.folding.runs import FEWEST
 from .shapes import Shapes, caller
 
-__all__ = ["TURN", "Counted", "Counts", "Parts", "ResizeError"]
+__all__ = ["Counted", "Loops", "Parts", "ResizeError"]
 
 #: Attribute of tensors that a turn has made: the loops around, and the turn of each.
-TURN = "_costgraph_turn"
+_TURN = "_costgraph_turn"
 
 #: Turns that a loop is looked at with: fewer could be alike by chance, and more take their time.
 _FEWEST, _MOST, _USUAL = 6, 8, 6
@@ -64,7 +64,7 @@ class Made:
     """whether what the last turn has made comes first"""
 
 
-class Counts:
+class Loops:
     """The loops over sizes that a program runs, and the turns that it is in."""
 
     def __init__(self, shapes: Shapes, *, resized: bool = True) -> None:
@@ -82,6 +82,13 @@ class Counts:
     def path(self) -> tuple[tuple[int, int], ...]:
         """The loops around, and the turn of each."""
         return tuple(self.stack)
+
+    def mark(self, made: Iterable[Any]) -> None:
+        """Note the turn that has made some tensors."""
+        if self.stack:
+            for t in made:
+                if isinstance(t, torch.Tensor):
+                    t.__dict__[_TURN] = self.path
 
     def is_open(self, count: Any) -> bool:
         """Whether a number of turns is that of named sizes, which are no numbers here."""
@@ -169,7 +176,7 @@ class Counts:
     def joined(self, parts: Sequence[torch.Tensor]) -> Made | None:
         """Return the longest stretch of a list that turns of a loop have made, one each; None where there is none."""
         around = self.path
-        tags = [t.__dict__.get(TURN, ()) for t in parts]
+        tags = [t.__dict__.get(_TURN, ()) for t in parts]
         own = [tag[-1] if tag[:-1] == around and len(tag) > len(around) else (-1, -1) for tag in tags]
         found: Made | None = None
         for i, (number, turn) in enumerate(own):
@@ -227,7 +234,7 @@ class Counts:
 class _Range:
     """Numbers at equal distances, of which there are as many as a size."""
 
-    def __init__(self, counts: Counts, start: Any, step: int, count: torch.SymInt) -> None:
+    def __init__(self, counts: Loops, start: Any, step: int, count: torch.SymInt) -> None:
         self.counts, self.start, self.step, self.count = counts, start, step, count
 
     def __iter__(self) -> Iterator[Any]:
@@ -245,7 +252,7 @@ class _Range:
 class Parts(tuple[torch.Tensor, ...]):
     """Views of a tensor that lie behind each other along an axis, one for each turn of a loop over them."""
 
-    counts: Counts
+    counts: Loops
     x: torch.Tensor
     axis: int
     size: int | None

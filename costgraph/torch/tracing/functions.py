@@ -13,7 +13,7 @@ from torch import overrides
 from torch.nn.functional import interpolate, linear, max_pool1d
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 
-from .counted import Counts, Parts
+from .counted import Loops, Parts
 from .layers import RECURRENT, gru_cell, lstm_cell
 from .products import cumprod, in_place
 from .spectra import einsum, istft, stft
@@ -41,7 +41,7 @@ class SymbolicSizes(TorchFunctionMode):
 
     unseen = True
 
-    def __init__(self, turns: Counts, formats: Callable[[Any, Any, Any], Any] | None = None) -> None:
+    def __init__(self, turns: Loops, formats: Callable[[Any, Any, Any], Any] | None = None) -> None:
         super().__init__()
         self._turns, self._formats = turns, formats
 
@@ -179,11 +179,11 @@ def _of_open_sizes(step: Callable[..., Any]) -> Callable[..., Any]:
     return lambda input, *args: step(input, *args) if _open(input) else None
 
 
-def _unbound(turns: Counts, input: torch.Tensor, dim: int = 0) -> Parts | None:
+def _unbound(turns: Loops, input: torch.Tensor, dim: int = 0) -> Parts | None:
     return turns.parts(input, dim) if input.ndim else None
 
 
-def _split(turns: Counts, tensor: torch.Tensor, split_size: Any, dim: int = 0) -> Parts | None:
+def _split(turns: Loops, tensor: torch.Tensor, split_size: Any, dim: int = 0) -> Parts | None:
     return turns.parts(tensor, dim, split_size) if isinstance(split_size, int) and tensor.ndim else None
 
 

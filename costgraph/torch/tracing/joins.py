@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from .counted import Counts
+from .counted import Loops
 from .events import Event, Handle, Joined
 from .scopes import Scopes
 
@@ -22,7 +22,7 @@ JOINS = (aten.cat.default, aten.stack.default)
 class Recording(Protocol):
     """What notes the calls of a program."""
 
-    turns: Counts
+    turns: Loops
     scopes: Scopes
     phase: str
     events: list[Event]
@@ -34,11 +34,8 @@ class Recording(Protocol):
     def known(self, t: torch.Tensor) -> Handle:
         """Return what a tensor is."""
 
-    def number(self, t: torch.Tensor) -> int:
-        """Return the number of the storage behind a tensor."""
-
-    def handle(self, t: torch.Tensor, storage: int) -> Handle:
-        """Return what a tensor of a storage is."""
+    def made(self, t: torch.Tensor) -> Handle:
+        """Return what a tensor is that the program has made just now."""
 
 
 def joined(recorder: Recording, func: Any, parts: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor | None:
@@ -57,6 +54,7 @@ def joined(recorder: Recording, func: Any, parts: Sequence[torch.Tensor], dim: i
     if barrier is not None:
         recorder.barrier(made, barrier)
     scope, _ = recorder.scopes.now()
-    handle = recorder.handle(made, recorder.number(made))
-    recorder.events.append(Joined(known, handle, found.loop, axis, stacked, found.back, scope, recorder.phase))
+    recorder.events.append(
+        Joined(known, recorder.made(made), found.loop, axis, stacked, found.back, scope, recorder.phase)
+    )
     return made

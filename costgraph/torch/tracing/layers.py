@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from .counted import Counts
+from .counted import Loops
 from .products import in_place
 
 __all__ = ["RECURRENT", "gru_cell", "lstm_cell"]
@@ -31,7 +31,7 @@ Layer = Callable[[torch.Tensor, State, Weights, bool, bool, dict[Any, Any]], tup
 
 # the names are torch's: what is given by name has them
 def _lstm(
-    turns: Counts,
+    turns: Loops,
     input: torch.Tensor,
     hx: Sequence[torch.Tensor],
     params: Sequence[torch.Tensor],
@@ -65,7 +65,7 @@ def _one_state(cell: Callable[..., torch.Tensor]) -> Callable[..., tuple[torch.T
     """Return torch's function of a layer whose state is one tensor, run step by step."""
 
     def layers(
-        turns: Counts,
+        turns: Loops,
         input: torch.Tensor,
         hx: torch.Tensor,
         params: Sequence[torch.Tensor],
@@ -117,7 +117,7 @@ def _fused(
     return out, (made, kept)
 
 
-def _steps(cell: Callable[..., State], turns: Counts) -> Layer:
+def _steps(cell: Callable[..., State], turns: Loops) -> Layer:
     def layer(
         x: torch.Tensor, state: State, weights: Weights, biased: bool, back: bool, held: dict[Any, Any]
     ) -> tuple[torch.Tensor, State]:

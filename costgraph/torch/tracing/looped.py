@@ -11,7 +11,7 @@ from ...graph.tensor import Tensor
 from ...ops.keep import Keep
 from ...ops.moves import Concat
 from ...transforms.folding.cuts import Join, Turns
-from .counted import Counts
+from .counted import Loops
 from .events import Handle, Joined
 from .sizes import Translator
 
@@ -64,7 +64,7 @@ class Looped:
         self.turns.joins[name] = Join(event.loop, Concat(axis=event.axis, stacked=event.stacked), event.back)
         return graph.add_op(Keep(), [whole, *parts], "stack" if event.stacked else "cat", event.phase).results[0]
 
-    def counted(self, counts: Counts, translator: Translator) -> Turns:
+    def counted(self, counts: Loops, translator: Translator) -> Turns:
         """Return what is known of the loops."""
         for number, loop in enumerate(counts.loops):
             self.turns.counts[number], self.turns.played[number] = translator.size(loop.count), loop.played

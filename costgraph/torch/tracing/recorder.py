@@ -16,11 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from ...algebra.polynomial import Poly, poly
 from ...algebra.symbols import symbol
 from ...errors import UnsupportedError
-from .call import Call, Spec
-from .call import Counts as Costs
+from .call import Call, Counts, Spec
 from .choices import Choices
 from .composites import COMPOSITES, is_composed
-from .counted import TURN, Counts
+from .counted import Loops
 from .data import Data
 from .events import Asked, Death, Event, Handle, Made, Source, Turn
 from .higher_order import run_eagerly
@@ -68,7 +67,7 @@ class Recorder(TorchDispatchMode):
     values: Values
     scopes: Scopes
     data: Data
-    turns: Counts
+    turns: Loops
     symbols: bool = False
     device: str = "cpu"
     kernels: Collection[Any] = ()
@@ -120,9 +119,9 @@ class Recorder(TorchDispatchMode):
         self._alive[number] = weakref.ref(storage, gone)
         return number, True
 
-    def number(self, t: torch.Tensor) -> int:
-        """Return the number of the storage behind a tensor."""
-        return self._number(t)[0]
+    def made(self, t: torch.Tensor) -> Handle:
+        """Return what a tensor is that the program has made just now."""
+        return self.handle(t, self._number(t)[0])
 
     def left(self) -> bool:
         """Whether a storage that the run made is still there."""
@@ -158,7 +157,7 @@ class Recorder(TorchDispatchMode):
 
     def stated(self, t: torch.Tensor, made: torch.Tensor) -> Asked:
         """Note that a program states the format of a tensor, and what it has from there on."""
-        event = Asked(self.known(t), self.handle(made, self._number(made)[0]), self.scopes.now()[0], self.phase)
+        event = Asked(self.known(t), self.made(made), self.scopes.now()[0], self.phase)
         self.events.append(event)
         return event
 
@@ -202,7 +201,7 @@ class Recorder(TorchDispatchMode):
         elif func in _INTO_NEW and self._is_new(args[0]):
             func = _INTO_NEW[func]
         if func in JOINS and self.turns.loops and (made := joined(self, func, *args, **kwargs)) is not None:
-            made.__dict__[TURN] = self.turns.path
+            self.turns.mark([made])
             return made
         operands: dict[Handle, int] = {}
 
@@ -227,10 +226,7 @@ class Recorder(TorchDispatchMode):
         except UnsupportedError as error:
             where = f"{caller()}: "
             raise UnsupportedError(f"{where}{str(error).removeprefix(where)}") from None
-        if self.turns.stack:
-            for t in _leaves(out):
-                if isinstance(t, torch.Tensor):
-                    t.__dict__[TURN] = self.turns.path
+        self.turns.mark(_leaves(out))
         return out
 
     def _lifted(self, args: Any) -> Any:
@@ -301,7 +297,7 @@ class Recorder(TorchDispatchMode):
         self, func: OpOverload, call: Call, place: Place, tags: Collection[Any], *, moves: bool, unseen: bool
     ) -> None:
         """Note a call of single tensors."""
-        counts: Costs | None = Costs()
+        counts: Counts | None = Counts()
         if moves and func is not aten.lift_fresh.default:
             counts = None if is_derived(call) else self._counts(call, tags)
         scope, again = self.scopes.now()
@@ -353,13 +349,13 @@ class Recorder(TorchDispatchMode):
             outputs.append((handle, of, place, None if same else bytes_))
         return outputs, tuple(results)
 
-    def _counts(self, call: Call, tags: Collection[Any]) -> Costs:
+    def _counts(self, call: Call, tags: Collection[Any]) -> Counts:
         try:
             return counts_of(call, tags)
         except UnsupportedError:
             if not self.symbols:
                 raise
-            return Costs(pointwise=poly(symbol("flops_" + call.name.strip("_").replace(".", "_"))))
+            return Counts(pointwise=poly(symbol("flops_" + call.name.strip("_").replace(".", "_"))))
 
 
 def _call(

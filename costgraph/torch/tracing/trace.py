@@ -23,7 +23,7 @@ from ...graph.graph import Graph
 from ...hardware.arch import DEFAULT, Arch, arch_of
 from ...transforms.folding.equal import unlike
 from .arguments import Axes, Given
-from .counted import Counts, ResizeError
+from .counted import Loops, ResizeError
 from .cuda import CUDA_STATISTICS, KERNELS, Here, on_cuda
 from .data import Data
 from .formats import narrowed
@@ -192,7 +192,7 @@ def _watched(
     shapes = Shapes(given.sizes(), fixed=fixed == "given")
     translator = Translator(shapes.names, exact, symbols=unknown == "symbol")
     data, device = Data(shapes), "cpu" if target is None else "cuda"
-    turns = Counts(shapes, resized=resized)
+    turns = Loops(shapes, resized=resized)
     recorder = Recorder(Values(translator), Scopes(module), data, turns, symbols=unknown == "symbol", device=device)
     place: Callable[[], AbstractContextManager[None]] = nullcontext
     if target is not None:
