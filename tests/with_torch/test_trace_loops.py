@@ -363,6 +363,22 @@ def handed(x):
     return y
 
 
+def by_length(layer, x):
+    """Go another way where there are few positions, as at the sizes at which loops are looked at."""
+    h = torch.zeros_like(x[:, 0])
+    for i in range(x.shape[1]):
+        h = torch.tanh(x[:, i] + h)
+    return layer(h) if x.shape[1] > 9 else h
+
+
+def test_the_way_is_that_of_the_sizes_that_were_given():
+    long, short = (traced(Lists, Lists(by_length).eval(), S) for S in (11, 7))
+    assert (cg.matmul_flops(long, B=B, S=13), cg.matmul_flops(short, B=B, S=7)) == (B * 2 * 5 * 5, 0)
+    for g, S in ((long, 7), (short, 13)):
+        with pytest.raises(cg.BindingError, match="against the assumption 'S"):
+            cg.flops(g, B=B, S=S)
+
+
 @pytest.mark.parametrize(
     ("run", "why"),
     [

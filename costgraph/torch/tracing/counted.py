@@ -138,13 +138,15 @@ class Loops:
         return played
 
     def elsewhere(self) -> dict[str, int]:
-        """Return other sizes, at which the loops have one turn more."""
+        """Return other sizes, at which the loops have one turn more; UnsupportedError where there are none."""
         out: dict[str, int] = {}
         for loop in self.loops:
             try:
                 self._played(loop.count, wanted=loop.played + 1)
             except ResizeError as error:
                 out[error.name] = max(error.size, out.get(error.name, 0))
+            else:
+                raise self.refused("has no number of turns that grows evenly with it")
         return out
 
     def _turn(self, number: int, k: int) -> None:
@@ -204,7 +206,10 @@ class Loops:
 
         with patch.object(builtins, "range", Range):
             self.on = True
-            yield
+            try:
+                yield
+            finally:
+                self.on = False
 
     def parts(self, x: torch.Tensor, axis: int = 0, size: int | None = None) -> Parts | None:
         """Return the parts of a tensor along an axis, or its positions; None where that is not open."""

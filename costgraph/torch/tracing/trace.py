@@ -15,12 +15,14 @@ from torch._dynamo.eval_frame import OptimizedModule
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 
+from ...algebra.polynomial import poly
 from ...algebra.symbols import shown
 from ...dtypes import DType
-from ...errors import CostGraphError, GraphError
+from ...errors import BindingError, CostGraphError, GraphError
 from ...graph.arguments import need_choice
 from ...graph.graph import Graph
 from ...hardware.arch import DEFAULT, Arch, arch_of
+from ...notation.grammar import parse_relation
 from ...transforms.folding.equal import unlike
 from .arguments import Axes, Given
 from .counted import Loops, ResizeError
@@ -134,23 +136,27 @@ def trace(
     watched = partial(_watched, module, given, optimizer, target, train=train, unknown=unknown, fixed=fixed)
     sizes, exact = hints(given.sizes()), frozenset[sympy.Expr]()
     shapes, run = _resized(watched, sizes)
+    watched = partial(watched, resized=False)  # sizes are as they have to be from here on
     if shapes.exact:  # which is known from the start on now
         exact = frozenset(shapes.exact)
         with redirect_stdout(StringIO()):
             shapes, run = watched(sizes, exact=exact)
-    narrow = partial(_watched, module, given, None, target, unknown=unknown, fixed=fixed, narrow=True, exact=exact)
+    narrow = partial(
+        _watched, module, given, None, target, unknown=unknown, fixed=fixed, narrow=True, exact=exact, resized=False
+    )
     _settle(run, narrow, sizes)
-    name, known = name or type(module).__name__, assumptions(shapes, run.recorder.values.translator)
+    known = assumptions(shapes, run.recorder.values.translator)
+    graph = partial(Graph, name or type(module).__name__, dtype=_usual_format(module))
     if not run.recorder.turns.loops:
-        return run.build(Graph(name, dtype=_usual_format(module)), known)
+        return run.build(graph(), known)
     sizes |= run.recorder.turns.elsewhere()
     with redirect_stdout(StringIO()):
         shapes, other = watched(sizes, exact=exact)
     _settle(other, narrow, sizes)
     found = assumptions(shapes, other.recorder.values.translator)
     known = [text for text in known if text in found]
-    made, again = (each.build(Graph(name, dtype=_usual_format(module)), known) for each in (run, other))
-    why = unlike(made, again)
+    made = run.build(graph(), known)
+    why = unlike(made, other.build(graph(), known))
     if why is not None:
         raise run.recorder.turns.refused(f"what it does is not the same at other sizes: {why}")
     return made
@@ -166,11 +172,21 @@ def _settle(run: Run, narrow: Callable[..., tuple[Shapes, Run]], sizes: Mapping[
 
 def _resized(watched: Callable[..., tuple[Shapes, Run]], sizes: dict[str, int]) -> tuple[Shapes, Run]:
     """Run at sizes at which loops over them have a few turns; sizes are changed to those."""
+    given = dict(sizes)
     for _ in sizes:
         try:
-            return watched(sizes)
+            shapes, run = watched(sizes)
         except ResizeError as error:
             sizes[error.name] = error.size
+            continue
+        known = {n: poly(size) for n, size in given.items()}
+        try:
+            for text in assumptions(shapes, run.recorder.values.translator):
+                parse_relation(text).check(known)
+        except BindingError:  # it goes another way there
+            break
+        return shapes, run
+    sizes.update(given)
     return watched(sizes, resized=False)
 
 

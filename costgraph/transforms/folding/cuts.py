@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from ...algebra.polynomial import ONE, Poly, poly
@@ -148,7 +148,7 @@ class Cuts:
                 self.ahead.setdefault(number, []).append(ops[0])
 
     def _look(self, number: int, found: dict[int, list[Op]]) -> None:
-        own = {op for ops in found.values() for op in ops if op not in self.same}
+        own = dict.fromkeys(op for ops in found.values() for op in ops if op not in self.same)
         slices: dict[tuple[object, ...], dict[int, Op]] = {}
         for turn, ops in found.items():
             seen: dict[tuple[object, ...], int] = {}
@@ -172,7 +172,7 @@ class Cuts:
         self.back |= {number} if any(back) else set()
         self._writes(own)
 
-    def _base(self, t: Tensor, own: set[Op]) -> Tensor | None:
+    def _base(self, t: Tensor, own: Collection[Op | None]) -> Tensor | None:
         """Return what a tensor from outside was before turns wrote parts of it; None of what a turn has made."""
         while t.producer is not None and t.producer in own and isinstance(t.producer.kind, Revised):
             t = t.producer.operands[0]
@@ -201,7 +201,7 @@ class Cuts:
             cut.members[turn] = ops[turn]
             self.of[ops[turn]] = cut, turn
 
-    def _writes(self, own: set[Op]) -> None:
+    def _writes(self, own: Collection[Op]) -> None:
         """Find what turns write into parts of something outside, and see that nothing else of it is read meanwhile."""
         written: dict[Tensor, dict[int, tuple[Op, Cut]]] = {}
         for op in own:
