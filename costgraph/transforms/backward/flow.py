@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from ...algebra.polynomial import ONE
 from ...graph.op import Op
@@ -14,13 +14,16 @@ from ...ops.keep import Keep
 __all__ = ["active_in", "active_inside", "graded_in", "graded_inside"]
 
 
-def active_in(ops: Iterable[Op], start: Iterable[Tensor]) -> set[Tensor]:
-    """Return the tensors whose gradient may be wanted: those given, and what is computed from them."""
+def active_in(ops: Iterable[Op], start: Iterable[Tensor], standing: Container[Op] = ()) -> set[Tensor]:
+    """Return the tensors whose gradient may be wanted: those given, and what is computed from them.
+
+    Some of the ops that hold tensors may be `standing` for what has computed something of these.
+    """
     active = set(start)
     for op in ops:
         if op.body is not None and op.loop is not None:
             _active_carries(op, active)
-        elif _passes(op) and any(t in active for t in _before(op)):
+        elif _passes(op) and any(t in active for t in (op.operands if op in standing else _before(op))):
             active.update(t for t in op.results if t.dtype.kind in ("float", "complex"))
     return active
 

@@ -42,7 +42,8 @@ def again(walk: Walk, run: Sequence[Op]) -> None:
     copies = [_recall(copier, op, kept[op], graph) if op in kept else copier.copy(op, graph) for op in run]
     for op in _every(copies):
         op.phase = "recompute"
-    active = active_in(copies, (m for t, m in inputs.items() if t in walk.active))
+    recalled = {copier.tensors[op.results[0]].producer for op in kept}
+    active = active_in(copies, (m for t, m in inputs.items() if t in walk.active), recalled)
     leaves = {m: walk.leaves[t] for t, m in inputs.items() if t in walk.leaves}
     hooks = walk.hooks.within or replace(walk.hooks, runs=lambda ops: (), keeps=lambda op: False, start=False)
     own, standins, read = set(copies), set(inputs.values()), set[Tensor]()
