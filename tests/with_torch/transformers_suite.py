@@ -94,6 +94,11 @@ class Row:
         """What is wrong with it, "" if nothing is."""
         if self.problem or self.refused:
             return self.problem or self.refused
+        return self.off
+
+    @property
+    def off(self) -> str:
+        """What is wrong with what was traced, "" if nothing is."""
         wrong = [f"{k}: FLOPs {n:+d}" for k, (_, n) in self.found.items() if n]
         wrong += [f"{k}: peak {n:+d} B" for k, (n, _) in self.found.items() if abs(n) > SLACK]
         return "; ".join([*wrong, *(() if self.parameters else ("parameters",))])
@@ -290,7 +295,8 @@ Parameters are equal in all. FLOPs are held against `FlopCounterMode`, to which 
 One that is more than 4 KiB above has the kernel beside it that takes [workspace](workspaces.md); one that is below was
 predicted with a mask that transformers makes in a trace, and in a run only where it is needed.
 
-{traced} classes are traced, {equal} of them with equal FLOPs and peaks within 4 KiB; {refused} are refused.
+{traced} classes are traced, {equal} of them with equal FLOPs and peaks within 4 KiB; {refused} are refused. Of {half}
+of them the step is, which can be derived from the trace of the forward pass ([loops](tracing.md#loops-over-a-size)).
 
 | class | FLOPs | peak, forward | peak, step | named |
 |---|---|---:|---:|---|
@@ -302,13 +308,14 @@ def page(rows: list[Row]) -> str:
     import transformers
 
     rows = sorted((r for r in rows if not r.problem), key=lambda r: r.name)
-    traced = [r for r in rows if not r.refused]
+    traced = [r for r in rows if r.found]
     head = HEAD.format(
         torch=torch.__version__.partition("+")[0],
         transformers=transformers.__version__,
         traced=len(traced),
-        equal=sum(not r.says for r in traced),
+        equal=sum(not r.off for r in traced),
         refused=len(rows) - len(traced),
+        half=sum(bool(r.refused) for r in traced),
     )
     refused = "".join(f"| {r.name} | {_short(r.refused)} |\n" for r in rows if r.refused)
     return head + "".join(map(_line, traced)) + "\n## Refused\n\n| class | why |\n|---|---|\n" + refused
@@ -317,6 +324,7 @@ def page(rows: list[Row]) -> str:
 def _line(row: Row) -> str:
     peaks = [f"{row.found[k][0]:,}" if k in row.found else "" for k in ("forward", "step")]
     off = any(n > SLACK for n, _ in row.found.values())
+    peaks = [peak or "refused" * bool(row.refused) for peak in peaks]
     flops = ", ".join(f"{n:+,}" for _, n in row.found.values() if n) or "equal"
     named = ", ".join(f"`{k}`" for k in row.kernels) if off else ""
     return f"| {row.name} | {flops} | {' | '.join(peaks)} | {named} |\n"
