@@ -241,6 +241,7 @@ def test_loops_and_the_turns_that_they_stand_for_cost_the_same(make):
         assert cost(apart, B=B) == cost(g, **own)
 
 
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 @pytest.mark.parametrize("make", [
     lambda: nn.GRU(5, 7, batch_first=True),
     *(pytest.param(make, marks=pytest.mark.long) for make in (

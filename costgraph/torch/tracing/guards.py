@@ -28,7 +28,8 @@ def assumptions(shapes: Shapes, translator: Translator) -> list[str]:
     was asked has no such form.
     """
     found = [f"{name} == {translator.formula(expr)}" for name, expr in shapes.equal]
-    found += [f"{remainder(expr, translator)} == 0" for expr in sorted(translator.exact, key=str)]
+    left = (remainder(expr, translator) for expr in sorted(translator.exact, key=str))
+    found += [f"{n} == 0" for n in left if n]
     by_torch = {guard.expr: "" for guard in shapes.guards}
     for asked, place in (by_torch | shapes.asked).items():
         expr = sympy.to_nnf(asked, simplify=False)

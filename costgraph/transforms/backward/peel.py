@@ -147,8 +147,9 @@ class _Loop:
         if loop.count == ONE or loop.reverse or loop.until:
             return False
         # what iterations have left is there in several parts then, which a list takes
-        readers = (op for t in loop.pieces if t.storage.pieces for op in t.graph.successors(t))
-        if not all(isinstance(op.kind, Concat | Keep) for op in readers):
+        left = [t for t in loop.pieces if t.storage.pieces]
+        readers = (op for t in left for op in t.graph.successors(t))
+        if any(t in t.graph.outputs for t in left) or not all(isinstance(op.kind, Concat | Keep) for op in readers):
             return False
         # what has a storage for each iteration has no parts
         pieces = any(t.storage.pieces for t in loop.xs)
