@@ -380,6 +380,21 @@ def test_the_way_is_that_of_the_sizes_that_were_given():
             cg.flops(g, B=B, S=S)
 
 
+def by_chunks(layer, x):
+    """Go over chunks where there are few of them."""
+    total = layer(x[:, 0])
+    for i in range(0, x.shape[1] if x.shape[1] < 9 else 0, 4):
+        total = total + x[:, i]
+    return total
+
+
+def test_sizes_with_too_few_turns_are_refused():
+    with pytest.raises(
+        cg.UnsupportedError, match="counts to a size, and has 2 turns at the sizes that were given, exp"
+    ):
+        traced(Lists, Lists(by_chunks).eval(), 8)
+
+
 @pytest.mark.parametrize(
     ("run", "why"),
     [

@@ -32,7 +32,7 @@ from costgraph.torch import trace
 
 #: Beyond that a difference of peaks is no matter of Python's numbers.
 SLACK = 4096
-LIMIT = 150  # seconds for one class
+LIMIT = 400  # seconds for one class
 PARTS = ("forward", "step")
 VOCABULARY, WIDTH, HEADS, PIXELS = 101, 32, 4, 32
 

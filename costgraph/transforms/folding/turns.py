@@ -9,6 +9,7 @@ from itertools import islice
 from typing import Any
 
 from ...algebra.polynomial import Poly
+from ...errors import GraphError
 from ...graph.graph import Graph
 from ...graph.op import Op
 from ...graph.tensor import Tensor
@@ -22,7 +23,7 @@ from .cuts import Cut, Cuts, Turns
 from .equal import layout
 from .fold import equal_blocks
 from .match import Match, Plan
-from .runs import Run
+from .runs import FEWEST, Run
 from .values import Family, Owned, Shared
 
 __all__ = ["fold_turns"]
@@ -46,6 +47,11 @@ def fold_turns(graph: Graph, turns: Turns) -> Graph:
 
 def _folded(graph: Graph, turns: Turns, group: set[int], depth: int) -> tuple[Graph, Turns]:
     """Fold loops of one count that are equally deep in others."""
+    played = turns.played[min(group)]
+    if played < FEWEST:
+        raise GraphError(
+            f"has {played} turns at the sizes that were given, expected {FEWEST} at least: give larger ones"
+        )
     cuts = Cuts(graph, turns, group, depth)
     apart = Apart(cuts)
     plain = apart.run(graph)
