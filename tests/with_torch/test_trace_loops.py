@@ -390,7 +390,7 @@ def by_chunks(layer, x):
 
 def test_sizes_with_too_few_turns_are_refused():
     with pytest.raises(
-        cg.UnsupportedError, match="counts to a size, and has 2 turns at the sizes that were given, exp"
+        cg.UnsupportedError, match=r"and has too few turns at the sizes that were given .2., expected 3"
     ):
         traced(Lists, Lists(by_chunks).eval(), 8)
 

@@ -50,7 +50,7 @@ def _folded(graph: Graph, turns: Turns, group: set[int], depth: int) -> tuple[Gr
     played = turns.played[min(group)]
     if played < FEWEST:
         raise GraphError(
-            f"has {played} turns at the sizes that were given, expected {FEWEST} at least: give larger ones"
+            f"has too few turns at the sizes that were given ({played}), expected {FEWEST} at least: give larger ones"
         )
     cuts = Cuts(graph, turns, group, depth)
     apart = Apart(cuts)
