@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import networkx as nx
@@ -22,7 +23,7 @@ from .tensor import Storage, Tensor
 if TYPE_CHECKING:
     from .graph import Graph
 
-__all__ = ["add_node", "add_op", "add_result", "home", "source", "unique"]
+__all__ = ["add_node", "add_op", "add_result", "added_since", "home", "source", "unique"]
 
 
 def unique(graph: Graph, base: str) -> str:
@@ -171,3 +172,9 @@ def _hand(graph: Graph, storages: dict[Storage, tuple[Storage, Poly]]) -> None:
     handed = graph.root.handed
     handed.update(storages)
     graph.note(lambda: [handed.pop(s, None) for s in storages])
+
+
+def added_since(graph: Graph, nodes: int) -> list[Op]:
+    """Return the ops that were added since a graph had so many nodes, in program order."""
+    added = [*islice(reversed(graph._node), len(graph) - nodes)]  # what networkx keeps nodes in
+    return [node for node in reversed(added) if isinstance(node, Op)]

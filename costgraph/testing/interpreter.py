@@ -25,7 +25,7 @@ from ..ops.blocks import Kernel
 from ..ops.keep import Keep
 from ..ops.pieces import Absent, Accumulate, taken
 from ..ops.stacks import Empty
-from ..transforms.rewrite import members
+from ..transforms.rewrite import flat, members
 from .arithmetic import tally
 from .meanings import MEANINGS, Meaning
 from .replay import Event, peak_of
@@ -228,14 +228,14 @@ class _Interpreter:
                 op = taken(op)
             if isinstance(op.kind, Keep) and isinstance(env[op.operands[0]], list):  # of what iterations have left
                 env[op.results[0]] = env[op.operands[0]]
+                self.out.events.append(Event(op.name + where, self.new, [v.buffer for v in flat(op, env) if v]))
+                self.new = []
                 continue
             there = placed | self.slices(op)
             if isinstance(op.kind, Kernel):
                 at = self.kernel(op, env, where, there, inside=inside)
             else:
-                each = (list(members(env[t])) for t in op.operands)
-                given = [v for part in each for v in part[:: -1 if getattr(op.kind, "reverse", False) else 1]]
-                at = At(op, self.sizes, given, there, inside, where)
+                at = At(op, self.sizes, flat(op, env), there, inside, where)
                 if type(op.kind) not in self.meanings:
                     what, expected = f"op kind {op.kind.name!r} of {op.name!r}", "one from costgraph.testing.meaning"
                     raise UnsupportedError(f"{what} has no meaning, expected {expected}")

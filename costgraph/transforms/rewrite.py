@@ -15,8 +15,9 @@ from ..graph.op import Bodied, Op, OpKind
 from ..graph.placement import Placement, Sharding
 from ..graph.scopes import opened
 from ..graph.tensor import Tensor
+from ..ops.moves import Concat
 
-__all__ = ["Rewriter", "bound", "bound_record", "members"]
+__all__ = ["Rewriter", "bound", "bound_record", "flat", "members"]
 
 K = TypeVar("K", bound=OpKind)
 
@@ -28,6 +29,13 @@ def members(made: Any) -> Iterator[Any]:
             yield from members(part)
     else:
         yield made
+
+
+def flat(op: Op, tensors: Mapping[Tensor, Any]) -> list[Any]:
+    """Return what stands for the operands of an op one by one, in the order in which it takes those of lists."""
+    back = isinstance(op.kind, Concat) and op.kind.reverse
+    each = ([*members(tensors[t])] for t in op.operands)
+    return [made for part in each for made in part[:: -1 if back else 1]]
 
 
 def bound(value: Any, values: Mapping[str, Poly]) -> Any:

@@ -18,7 +18,7 @@ from ..ops.keep import Keep
 from ..ops.moves import Concat, Rearrange, Slice
 from ..ops.play import Env, Player, Turn
 from ..ops.stacks import Empty, Stacked
-from .rewrite import Rewriter, members
+from .rewrite import Rewriter, flat
 
 __all__ = ["position", "unroll"]
 
@@ -111,8 +111,7 @@ class _Unroller(Rewriter, Player[_Place]):
             raise UnsupportedError(
                 f"unroll: {op.name!r} reads something of every iteration, expected an op inside a loop"
             )
-        order = -1 if isinstance(op.kind, Concat) and op.kind.reverse else 1
-        operands = [t for o in op.operands for t in [*members(self.tensors[o])][::order] if t is not None]
+        operands = [t for t in flat(op, self.tensors) if t is not None]
         made = new.add_op(op.kind, operands, op.name, op.phase)
         made.scope = op.scope
         self.tensors[op.results[0]] = made.results[0]

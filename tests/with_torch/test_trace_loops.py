@@ -380,6 +380,29 @@ def test_the_way_is_that_of_the_sizes_that_were_given():
             cg.flops(g, B=B, S=S)
 
 
+def halfway(layer, x):
+    """Ask for the length in all turns but the first."""
+    h = layer(x[:, 0])
+    for i in range(x.shape[1]):
+        h = h + x[:, i]
+        if i:
+            h = h * 2 if x.shape[1] > 5 else h
+    return h
+
+
+def test_what_later_turns_ask_of_a_size_is_assumed_and_what_is_of_a_turn_is_not():
+    g = traced(Lists, Lists(halfway).eval(), 12)
+    assert [r.text for r in g.relations.relations] == ["S > 5"]
+    with pytest.raises(cg.BindingError, match="against the assumption 'S > 5'"):
+        cg.flops(g, B=B, S=4)
+
+
+def test_sizes_at_which_turns_are_run_are_unlike_all_others():
+    for b in (8, 9, 16):
+        g = trace(Recurrent().eval(), torch.zeros(b, 12, 5), dims=[("B", "S", None)])
+        assert not g.relations.relations
+
+
 def by_chunks(layer, x):
     """Go over chunks where there are few of them."""
     total = layer(x[:, 0])

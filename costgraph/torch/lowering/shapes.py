@@ -11,6 +11,7 @@ from ...ops.index import Arange
 from ...ops.moves import Concat, Expand, Rearrange, Slice
 from ...ops.stacks import Empty, Stacked
 from ...ops.stated import Transfer
+from ...transforms.rewrite import flat
 from .elementwise import held
 from .site import Site, strided
 from .table import lowering
@@ -48,8 +49,7 @@ def _expand(site: Site[Expand]) -> None:
 
 @lowering(Concat)
 def _concat(site: Site[Concat]) -> None:
-    lists = [t if isinstance(t, list) else [t] for t in site.operands]
-    each = [t for part in lists for t in part[:: -1 if site.kind.reverse else 1]]
+    each = flat(site.op, dict(zip(site.op.operands, site.operands, strict=True)))
     site.own(torch.stack if site.kind.stacked else torch.cat, each, site.kind.axis)
 
 

@@ -23,7 +23,7 @@ __all__ = ["Counted", "Loops", "Parts", "ResizeError"]
 _TURN = "_costgraph_turn"
 
 #: Turns that a loop is looked at with: fewer could be alike by chance, and more take their time.
-_FEWEST, _MOST, _USUAL = 6, 8, 6
+_FEWEST, _MOST, _USUAL = 8, 10, 8
 
 _numbers = range
 
@@ -132,9 +132,12 @@ class Loops:
             for symbol in sorted(expr.free_symbols, key=str):
                 size = int(now[symbol])
                 period = _period(lambda n, symbol=symbol: at(symbol, n), size)  # type: ignore[misc]
-                other = None if period is None else size + period * ((wanted or _USUAL) - played)
-                if other is not None and other > 1:
-                    raise ResizeError(self.shapes.names[symbol], other)
+                if period is None:
+                    continue
+                other, taken = size + period * ((wanted or _USUAL) - played), {n for s, n in now.items() if s != symbol}
+                while other < 2 or other in taken:  # sizes are in general position
+                    other += period
+                raise ResizeError(self.shapes.names[symbol], other)
         return played
 
     def elsewhere(self) -> dict[str, int]:
@@ -164,7 +167,7 @@ class Loops:
             self._told()
 
     def _told(self) -> None:
-        self.shapes.later = any(k for _, k in self.stack)
+        self.shapes.turn = self.path if any(k for _, k in self.stack) else ()
         self.note(self.path)
 
     def refused(self, why: str) -> UnsupportedError:
@@ -211,13 +214,13 @@ class Loops:
             finally:
                 self.on = False
 
-    def parts(self, x: torch.Tensor, axis: int = 0, size: int | None = None) -> Parts | None:
+    def parts(self, x: torch.Tensor, axis: int = 0, size: int | None = None, *, back: bool = False) -> Parts | None:
         """Return the parts of a tensor along an axis, or its positions; None where that is not open."""
         axis %= max(x.ndim, 1)
         if not self.is_open(x.shape[axis]) or (size is not None and x.shape[axis] % size != 0):
             return None
         made = Parts()
-        made.counts, made.x, made.axis, made.size = self, x, axis, size
+        made.counts, made.x, made.axis, made.size, made.back = self, x, axis, size, back
         return made
 
     def range(self, *args: Any) -> Any:
@@ -262,9 +265,12 @@ class Parts(tuple[torch.Tensor, ...]):
     axis: int
     size: int | None
     """positions of each; None of one without that axis"""
+    back: bool
+    """whether the last one comes first"""
 
     def part(self, k: Any) -> torch.Tensor:
         """Return one of them."""
+        k = self.count - 1 - k if self.back else k
         if self.size is None:
             return self.x.select(self.axis, k)
         return self.x.narrow(self.axis, k * self.size, self.size)
@@ -285,15 +291,18 @@ class Parts(tuple[torch.Tensor, ...]):
             yield self.part(k)
 
     def __reversed__(self) -> Iterator[torch.Tensor]:
-        for k in self.counts.turns(self.count):
-            yield self.part(self.count - 1 - k)
+        return iter(self[::-1])
 
     def __getitem__(self, k: Any) -> Any:
         if not isinstance(k, slice):
             return self.part(k if k >= 0 else self.count + k)
+        if k == slice(None, None, -1):
+            return self.counts.parts(self.x, self.axis, self.size, back=not self.back)
+        if self.back or k.step not in (None, 1):
+            return tuple.__getitem__(tuple(self.part(i) for i in _numbers(len(self))), k)
         first, last = (n if n is None or self.size is None else n * self.size for n in (k.start, k.stop))
         cut = self.x[(*[slice(None)] * self.axis, slice(first, last))]
-        return self.counts.parts(cut, self.axis, self.size) if k.step in (None, 1) else tuple(self)[k]
+        return self.counts.parts(cut, self.axis, self.size)
 
 
 def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:

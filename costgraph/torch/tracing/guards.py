@@ -16,6 +16,9 @@ from .sizes import Translator, holds, remainder
 
 __all__ = ["assumptions"]
 
+#: Turns in which a number of a turn may be asked of.
+_FEW = 3
+
 _SIGNS = {sympy.Ge: ">=", sympy.Gt: ">", sympy.Le: "<=", sympy.Lt: "<", sympy.Eq: "=="}
 
 
@@ -31,7 +34,8 @@ def assumptions(shapes: Shapes, translator: Translator) -> list[str]:
     left = (remainder(expr, translator) for expr in sorted(translator.exact, key=str))
     found += [f"{n} == 0" for n in left if n]
     by_torch = {guard.expr: "" for guard in shapes.guards}
-    for asked, place in (by_torch | shapes.asked).items():
+    late = {asked: line for asked, (line, turns) in shapes.late.items() if _always(turns)}
+    for asked, place in (by_torch | late | shapes.asked).items():
         expr = sympy.to_nnf(asked, simplify=False)
         try:
             # what follows from general position is left out before it is written down
@@ -42,6 +46,14 @@ def assumptions(shapes: Shapes, translator: Translator) -> list[str]:
                 f"expected one of sums, products and whole parts; name no dimension for its axes (None)"
             ) from error
     return list(dict.fromkeys(found))
+
+
+def _always(turns: set[tuple[tuple[int, int], ...]]) -> bool:
+    """Whether something is asked in so many turns of each loop around that it is not of the number of one of them.
+
+    What reads some positions before its own, or behind it, asks of these in as many turns.
+    """
+    return all(len(set(turn)) > _FEW for turn in zip(*([k for _, k in path] for path in turns), strict=False))
 
 
 def _texts(expr: Any, translator: Translator) -> list[str]:

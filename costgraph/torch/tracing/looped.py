@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import islice
 
+from ...graph.adding import added_since
 from ...graph.graph import Graph
-from ...graph.op import Op
 from ...graph.tensor import Tensor
 from ...ops.keep import Keep
 from ...ops.moves import Concat
@@ -49,11 +48,8 @@ class Looped:
 
     def label(self, before: int) -> None:
         """Note which turn the ops are of that were added since a graph had so many nodes."""
-        graph = self.graph
         if self._path:
-            for node in [*islice(reversed(graph._node), len(graph) - before)][::-1]:
-                if isinstance(node, Op):
-                    self.turns.paths[node] = self._path
+            self.turns.paths |= dict.fromkeys(added_since(self.graph, before), self._path)
         self._path = self._next
 
     def join(self, event: Joined, parts: Sequence[Tensor]) -> Tensor:

@@ -53,8 +53,10 @@ class Shapes(ShapeEnv):
         """What holds of the sizes where the program asked, and its line; what torch asked itself is in `guards`."""
         self.exact: set[sympy.Expr] = set()
         """Whole parts of quotients without a remainder, as what the program asked needs none."""
-        self.later = False
-        """Whether a loop is past its first turn: what is asked of sizes for the first time is of the turn's number."""
+        self.turn: tuple[tuple[int, int], ...] = ()
+        """The turns that the program is in, of loops over sizes of which one is past its first turn."""
+        self.late: dict[sympy.Basic, tuple[str, set[tuple[tuple[int, int], ...]]]] = {}
+        """What holds of the sizes where a later turn asked: its line, or that of torch, and the turns that did."""
         self.known_nodes: dict[Any, Any] = {}
         """What operations on sizes made, by the operation and its operands."""
         self._answers: dict[Any, sympy.Basic] = {}
@@ -89,21 +91,31 @@ class Shapes(ShapeEnv):
             named = known.free_symbols and known.free_symbols <= self.names.keys()
             if number and not silent and named and (_asked_by_program() or not self._is_shared(known)):
                 self.fix(known)
-            guards = len(self.guards)
+            guards, ranges = len(self.guards), dict(self.var_to_range) if self.turn else {}
             try:
                 self._answers[key] = super().evaluate_expr(orig_expr, *args, **kwargs)
             except GuardOnDataDependentSymNode:
                 return self._passed(orig_expr)
-            if self.later and not number:
+            if self.turn and not number:  # nothing follows from it here: a turn's number is no fact of the size
                 del self.guards[guards:]
+                self.var_to_range.update(ranges)
+                self._update_version_counter()
             elif not number:
                 self.exact |= _without_remainder(known if self._answers[key] else sympy.Not(known))
         answer = self._answers[key]
-        if answer in (sympy.true, sympy.false) and not silent and not self.later and _asked_by_program():
+        if answer in (sympy.true, sympy.false) and not silent and (self.turn or _asked_by_program()):
             known = self.replace(orig_expr)
             if known.free_symbols and known.free_symbols <= self.names.keys():
-                self.asked.setdefault(known if answer else sympy.Not(known), caller())
+                self._note(known if answer else sympy.Not(known))
         return answer
+
+    def _note(self, asked: sympy.Basic) -> None:
+        """Note what a program asked; in a later turn of a loop it may be of the turn's number."""
+        if not self.turn:
+            self.asked.setdefault(asked, caller())
+        elif asked not in self.asked:
+            line = caller() if _asked_by_program(3) else ""
+            self.late.setdefault(asked, (line, set()))[1].add(self.turn)
 
     def _is_shared(self, number: sympy.Expr) -> bool:
         """Whether other sizes make the same number, as S parts of S//3 each: that it is this one is an assumption."""
@@ -172,12 +184,12 @@ def _without_remainder(known: sympy.Basic) -> set[sympy.Expr]:
     return set()
 
 
-def _asked_by_program() -> bool:
+def _asked_by_program(depth: int = 2) -> bool:
     """Whether the innermost line outside of torch's algebra of sizes is one of the program, which asks in Python.
 
     What torch's kernels ask, layouts above all, comes from C++ straight to that algebra.
     """
-    frame, asked = sys._getframe(2), False
+    frame, asked = sys._getframe(depth), False
     while frame is not None and frame.f_code.co_filename.startswith(_ALGEBRA):
         asked = asked or frame.f_code.co_filename == _DOOR
         frame = frame.f_back  # type: ignore[assignment]

@@ -21,7 +21,7 @@ from ...ops.keep import Keep
 from ...ops.layout import split
 from ...ops.moves import Concat
 from ...ops.stacks import Empty, Stacked
-from ..rewrite import Rewriter, members
+from ..rewrite import Rewriter, flat
 from .flow import active_in, active_inside, graded_in
 
 __all__ = ["peel"]
@@ -211,9 +211,7 @@ class _Peeler(Rewriter):
     def copy(self, op: Op, new: Graph, suffix: str = "") -> Op:
         """Copy an op; a list may have more in it."""
         if any(isinstance(self.tensors[t], list) for t in op.operands):
-            each = ([*members(self.tensors[t])] for t in op.operands)
-            back = isinstance(op.kind, Concat) and op.kind.reverse
-            return self.add(op, op.kind, [t for part in each for t in part[:: -1 if back else 1]], new, op.name)
+            return self.add(op, op.kind, flat(op, self.tensors), new, op.name)
         return super().copy(op, new, suffix)
 
     def emit(self, op: Op, new: Graph, suffix: str = "") -> None:

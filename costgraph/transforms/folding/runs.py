@@ -15,12 +15,17 @@ from ...graph.op import Op
 from ...graph.tensor import Tensor
 from ...ops.keep import Keep
 
-__all__ = ["FEWEST", "Labels", "Numbered", "Run", "find_runs", "stacks_of"]
+__all__ = ["FEWEST", "Labels", "Numbered", "Run", "find_runs", "stacks_of", "unnumbered"]
 
 #: Equal blocks that there have to be: two of them could be alike by chance.
 FEWEST = 3
 #: Layers that take turns, at the most: of published models no more than 8 do.
 _LONGEST = 16
+
+
+def unnumbered(name: str) -> str:
+    """Return a name without the number of the iteration that it ends with."""
+    return re.sub(r"\.i\d+(?=_\d+$|$)", "", name)
 
 
 class Numbered(Protocol):
@@ -120,7 +125,7 @@ class Labels:
     def plain(self, name: str) -> str:
         """Return a name or scope without the number of the block."""
         if self.unrolled:
-            return re.sub(r"\.i\d+(?=_\d+$|$)", "", name)
+            return unnumbered(name)
         if self.period > 1:  # the layers of a block keep their places in it
             return self._named.sub(lambda m: f"{self._prefix}{int(m.group(1)) % self.period}", name)
         return self._named.sub(self.scope, name).replace("//", "/").strip("/")

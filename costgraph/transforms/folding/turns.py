@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
 from typing import Any
 
 from ...algebra.polynomial import Poly
 from ...errors import GraphError
+from ...graph.adding import added_since
 from ...graph.graph import Graph
 from ...graph.op import Op
 from ...graph.tensor import Tensor
@@ -23,7 +22,7 @@ from .cuts import Cut, Cuts, Turns
 from .equal import layout
 from .fold import equal_blocks
 from .match import Match, Plan
-from .runs import FEWEST, Run
+from .runs import FEWEST, Run, unnumbered
 from .values import Family, Owned, Shared
 
 __all__ = ["fold_turns"]
@@ -96,7 +95,7 @@ class _Labels:
     @staticmethod
     def plain(name: str) -> str:
         """Return a name without the number of a turn."""
-        return re.sub(r"\.i\d+(?=_\d+$|$)", "", name)
+        return unnumbered(name)
 
 
 class _Folder(Folder):
@@ -205,8 +204,7 @@ class _Folder(Folder):
         before = len(new)
         super().emit(op, new, suffix)
         if op.graph.parent is None:
-            made = [*islice(reversed(new._node), len(new) - before)][::-1]
-            self.made_of |= {node: op for node in made if isinstance(node, Op)}
+            self.made_of |= dict.fromkeys(added_since(new, before), op)
 
     def laid_out(self, t: Tensor) -> tuple[object, ...]:
         """Return how a tensor lies in memory, wherever it begins."""
