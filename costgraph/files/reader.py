@@ -25,7 +25,6 @@ from ..graph.op import Op, OpKind
 from ..graph.tensor import SOURCES, Tensor
 from ..notation.grammar import parse_formula, parse_relation
 from ..notation.pattern import parse_pattern
-from ..ops.keep import Keep
 from ..ops.pointwise import FUNCTIONS, Function
 from ..ops.registry import KINDS
 from .fields import of_version_1, of_version_2, typed
@@ -273,7 +272,7 @@ class Reader:
             facts = {k: self.decode(v, graph, where) for k, v in self.need(node, "attrs", dict, where).items()}
             whole = next((t for t in operands if t.storage.pieces and kind is not Repeat), None)
             # a list may have an element for each layer of a stack, and what is kept is not read
-            if whole is not None and kind is not Keep and "pieces" not in facts:
+            if whole is not None and not kind.takes_lists and "pieces" not in facts:
                 raise GraphError(f"{kind.name} of {whole!r}, expected a loop: it has a storage for each iteration")
             op = self.added(graph, kind, facts, operands, name, phase)
             if op.body is not None:

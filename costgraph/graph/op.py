@@ -108,6 +108,8 @@ class OpKind:
     """Whether some of its operands may lie in memory of the host and others in that of the device."""
     renames: ClassVar[bool] = False
     """Whether it is another name for an operand that has been written to, and reads nothing of it itself."""
+    takes_lists: ClassVar[bool] = False
+    """Whether it takes what has a storage for each iteration, outside of any loop."""
     passes_gradients: ClassVar[bool] = True
     """Whether a backward pass goes through it at all."""
     save: Flag = field(default=False, repr=False)

@@ -25,7 +25,7 @@ class Keep(OpKind):
     """A view of its first operand, before which the others cannot be given back."""
 
     name = "keep"
-    restricted = crosses = True
+    restricted = crosses = takes_lists = True
     asked: Annotated[DType | None, optional("a number format", lambda v: isinstance(v, DType))] = None
     """Number format that a program asks for here, which the first operand has: in another one it would be cast."""
     fixed: Flag = False

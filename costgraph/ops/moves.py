@@ -286,7 +286,7 @@ class Concat(OpKind):
     """Tensors joined along an axis; of what a loop has left in a storage an iteration, all of them in their order."""
 
     name = "concat"
-    restricted = True
+    restricted = takes_lists = True
     axis: Index
     stacked: Flag = False
     """Whether it is an axis that they do not have, where each is one position."""

@@ -14,8 +14,7 @@ from ..graph.sizes import bindings
 from ..graph.strides import Sizes
 from ..graph.tensor import Tensor
 from ..ops.fill import Revised
-from ..ops.keep import Keep
-from ..ops.moves import Concat, Rearrange, Slice
+from ..ops.moves import Rearrange, Slice
 from ..ops.play import Env, Player, Turn
 from ..ops.stacks import Empty, Stacked
 from .rewrite import Rewriter, flat
@@ -107,7 +106,7 @@ class _Unroller(Rewriter, Player[_Place]):
 
     def take_whole(self, op: Op, new: Graph) -> None:
         """Let an op outside of loops read what has a storage for each iteration."""
-        if not isinstance(op.kind, Keep | Stacked | Concat):
+        if not op.kind.takes_lists and not isinstance(op.kind, Stacked):
             raise UnsupportedError(
                 f"unroll: {op.name!r} reads something of every iteration, expected an op inside a loop"
             )

@@ -17,9 +17,7 @@ from ...graph.op import Op
 from ...graph.scopes import building
 from ...graph.tensor import Tensor
 from ...ops.fill import Revised
-from ...ops.keep import Keep
 from ...ops.layout import split
-from ...ops.moves import Concat
 from ...ops.stacks import Empty, Stacked
 from ..rewrite import Rewriter, flat
 from .flow import active_in, active_inside, graded_in
@@ -149,7 +147,7 @@ class _Loop:
         # what iterations have left is there in several parts then, which a list takes
         left = [t for t in loop.pieces if t.storage.pieces]
         readers = (op for t in left for op in t.graph.successors(t))
-        if any(t in t.graph.outputs for t in left) or not all(isinstance(op.kind, Concat | Keep) for op in readers):
+        if any(t in t.graph.outputs for t in left) or not all(op.kind.takes_lists for op in readers):
             return False
         # what has a storage for each iteration has no parts
         pieces = any(t.storage.pieces for t in loop.xs)

@@ -104,6 +104,8 @@ class _Folder(Folder):
     def __init__(self, match: Match, around: Around, cuts: Cuts, apart: Apart) -> None:
         super().__init__(match, around, cuts.count - (cuts.played - len(match.blocks)))
         self.cuts, self.apart = cuts, apart
+        self.begins: dict[Tensor, Poly] = {}
+        """where inputs of kernels begin"""
         self.made_of: dict[Op, Op] = {}
         """which op of the old graph each one stands for"""
         self.left = {base: list(parts) for base, parts in apart.parts.items()}
@@ -205,6 +207,18 @@ class _Folder(Folder):
         super().emit(op, new, suffix)
         if op.graph.parent is None:
             self.made_of |= dict.fromkeys(added_since(new, before), op)
+
+    def again(self, op: Op, operands: Sequence[Tensor], new: Graph, name: str) -> Op:
+        """Copy an op with other operands; what a kernel is given begins where these do."""
+        if op.body is not None and op.body.fused:
+            self.begins |= {f: t.offset for f, t in zip(op.body.formals, operands, strict=True)}
+        return super().again(op, operands, new, name)
+
+    def formal(self, old: Tensor, body: Graph, suffix: str = "") -> Tensor:
+        """Copy an input of a body."""
+        made = super().formal(old, body, suffix)
+        made.offset = self.begins.get(old, made.offset)
+        return made
 
     def laid_out(self, t: Tensor) -> tuple[object, ...]:
         """Return how a tensor lies in memory, wherever it begins."""
