@@ -321,11 +321,20 @@ class Concat(OpKind):
         each = [ONE if self.stacked else t.sizes[t.storage.pieces :][self.axis] for t in operands]
         return [n * t.sizes[0] if t.storage.pieces else n for n, t in zip(each, operands, strict=True)]
 
-    def placed(self, op: Op) -> Split | None:
+    def _of_lists(self, op: Op) -> Split:
+        """Split the other axes: those of operands without the own one, and behind one of iterations."""
+        made, axis, own, operands = [(f"a{i}",) for i in range(op.results[0].ndim)], self.axis, {f"a{self.axis}"}, []
+        for k, t in enumerate(op.operands):
+            lead, middle = [(f"l{k}",)] * t.storage.pieces, [] if self.stacked else [(f"o{k}",)]
+            own |= {name for (name,) in (*lead, *middle)}
+            operands.append((*lead, *made[:axis], *middle, *made[axis + 1 :]))
+        return splits.across(op, operands, tuple(made), lambda extents, ranks: self, whole=frozenset(own), linear=True)
+
+    def placed(self, op: Op) -> Split:
         """Split the other axes, and the own one where what is joined is equally long."""
         first = op.operands[0]
         if self.stacked or any(t.storage.pieces for t in op.operands):
-            return None
+            return self._of_lists(op)
         if any(t.sizes[self.axis] != first.sizes[self.axis] for t in op.operands):
             return splits.alike(op, whole=[self.axis], linear=True)
         rule = splits.alike(op, linear=True)

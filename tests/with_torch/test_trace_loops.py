@@ -8,6 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from traced import real_peak
 
 import costgraph as cg
+from costgraph import testing
 from costgraph.torch import lower, trace
 
 B = 3
@@ -303,6 +304,21 @@ def test_what_is_written_twice_goes_back_nowhere_or_is_the_last_one(run):
         with torch.no_grad():
             peak = real_peak(lambda x=x: module(x), x, *module.parameters())
         assert cg.peak_memory(g, B=b, S=S) == peak
+
+
+@pytest.mark.parametrize("make", [
+    Neighbours, *(pytest.param(m, marks=pytest.mark.long) for m in (Recurrent, BothWays, Chunks, Nested, Selective)),
+])  # fmt: skip
+def test_graphs_with_such_loops_keep_the_laws(make):
+    testing.check(traced(make, make().eval()), **sizes(make, 8))
+
+
+@pytest.mark.parametrize("make", [Selective, pytest.param(Recurrent, marks=pytest.mark.long)])
+def test_lists_that_are_joined_lie_on_ranks_as_what_is_in_them(make):
+    graph = traced(make, make().eval())
+    local = cg.parallelize(graph, dp=3)
+    testing.check_sharded(graph, local, B=3, S=8)
+    assert not any("all_gather" in op.name for op in local.walk())
 
 
 class Loss(nn.Module):

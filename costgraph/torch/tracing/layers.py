@@ -6,7 +6,7 @@ They follow torch's functions for a CPU call by call (`native/RNN.cpp`, `native/
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -29,57 +29,54 @@ Weights = Sequence[torch.Tensor]
 Layer = Callable[[torch.Tensor, State, Weights, bool, bool, dict[Any, Any]], tuple[torch.Tensor, State]]
 
 
-# the names are torch's: what is given by name has them
-def _lstm(
-    turns: Loops,
-    input: torch.Tensor,
-    hx: Sequence[torch.Tensor],
-    params: Sequence[torch.Tensor],
-    has_biases: bool,
-    num_layers: int,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-    batch_first: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+class _Given(NamedTuple):
+    """What torch's functions of recurrent layers are given, in their order."""
+
+    input: torch.Tensor
+    hx: Any
+    params: Sequence[torch.Tensor]
+    has_biases: bool
+    num_layers: int
+    dropout: float
+    train: bool
+    bidirectional: bool
+    batch_first: bool
+
+    @property
+    def steps(self) -> torch.Tensor:
+        """What the layers are given, step by step."""
+        return self.input.transpose(0, 1) if self.batch_first else self.input
+
+    @property
+    def sizes(self) -> tuple[int, int, float]:
+        """Layers, directions and dropout."""
+        return self.num_layers, 1 + self.bidirectional, self.dropout if self.train else 0.0
+
+    def laid(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what the layers make as it is handed out."""
+        return x.transpose(0, 1) if self.batch_first else x
+
+
+def _lstm(turns: Loops, *args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Run an LSTM, each layer as one op of oneDNN unless its state is projected."""
-    projected = hx[0].shape[2] != hx[1].shape[2]
-    fused = torch._C._get_mkldnn_enabled() and not projected and input.dtype == torch.float32
-    sides = 1 + bidirectional
-    states = list(zip(*(t.contiguous() if fused else t for t in hx), strict=True))
-    sizes = (num_layers, sides, dropout if train else 0.0)
-    x = input.transpose(0, 1) if batch_first else input
-    x, last = _stacked(
-        _fused if fused else _steps(_lstm_cell, turns),
-        x.contiguous() if fused else x,
-        states,
-        params,
-        has_biases,
-        sizes,
-    )
+    given = _Given(*args)
+    projected = given.hx[0].shape[2] != given.hx[1].shape[2]
+    fused = torch._C._get_mkldnn_enabled() and not projected and given.input.dtype == torch.float32
+    states = list(zip(*(t.contiguous() if fused else t for t in given.hx), strict=True))
+    layer, x = _fused if fused else _steps(_lstm_cell, turns), given.steps
+    x, last = _stacked(layer, x.contiguous() if fused else x, states, given.params, given.has_biases, given.sizes)
     made, kept = (torch.stack(each) for each in zip(*last, strict=True))
-    return x.transpose(0, 1) if batch_first else x, made, kept
+    return given.laid(x), made, kept
 
 
 def _one_state(cell: Callable[..., torch.Tensor]) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     """Return torch's function of a layer whose state is one tensor, run step by step."""
 
-    def layers(
-        turns: Loops,
-        input: torch.Tensor,
-        hx: torch.Tensor,
-        params: Sequence[torch.Tensor],
-        has_biases: bool,
-        num_layers: int,
-        dropout: float,
-        train: bool,
-        bidirectional: bool,
-        batch_first: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        sizes = (num_layers, 1 + bidirectional, dropout if train else 0.0)
-        x = input.transpose(0, 1) if batch_first else input
-        x, last = _stacked(_steps(cell, turns), x, hx.unbind(0), params, has_biases, sizes)
-        return x.transpose(0, 1) if batch_first else x, torch.stack(last)
+    def layers(turns: Loops, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        given = _Given(*args)
+        states = given.hx.unbind(0)
+        x, last = _stacked(_steps(cell, turns), given.steps, states, given.params, given.has_biases, given.sizes)
+        return given.laid(x), torch.stack(last)
 
     return layers
 

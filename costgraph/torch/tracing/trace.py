@@ -85,8 +85,9 @@ def trace(
         What an op without a rule is: an `error`, or a `symbol`, the positive number `flops_NAME` of FLOPs; a size that
         depends on data is a symbol as well then.
     fixed : str
-        What a named size is that the program turns into a number, as a loop over it does: an `error`, or the size that
-        is `given`, with the assumption that says so: the loop is unrolled.
+        What a named size is that the program turns into a number: an `error`, or the size that is `given`, with the
+        assumption that says so, where loops over it are unrolled. Else a loop that has as many turns as a size is one
+        of the graph, where its turns are alike; of a step of training (`train=True`) it is an error.
     name : str
         Name of the graph, by default the class of the module.
     device : str
@@ -107,7 +108,8 @@ def trace(
     GraphError, ShapeError
         If names do not fit the inputs, with `train=True` the module returns no scalar, or there is no such device.
     UnsupportedError
-        If an op has no rule, or the program turns a named size into a number: the text names the line.
+        If an op has no rule, the program turns a named size into a number, or turns of a loop over one are not alike:
+        the text names the line.
 
     Examples
     --------
