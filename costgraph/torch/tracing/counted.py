@@ -197,7 +197,7 @@ class Loops:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Let `range` of an open size count."""
-        counts = self
+        loops = self
 
         class Kind(type):
             def __instancecheck__(cls, value: object) -> bool:
@@ -205,7 +205,7 @@ class Loops:
 
         class Range(metaclass=Kind):
             def __new__(cls, *args: Any) -> Any:
-                return counts.range(*args) if any(isinstance(a, torch.SymInt) for a in args) else _numbers(*args)
+                return loops.range(*args) if any(isinstance(a, torch.SymInt) for a in args) else _numbers(*args)
 
         with patch.object(builtins, "range", Range):
             self.on = True
@@ -220,7 +220,7 @@ class Loops:
         if not self.is_open(x.shape[axis]) or (size is not None and x.shape[axis] % size != 0):
             return None
         made = Parts()
-        made.counts, made.x, made.axis, made.size, made.back = self, x, axis, size, back
+        made.loops, made.x, made.axis, made.size, made.back = self, x, axis, size, back
         return made
 
     def range(self, *args: Any) -> Any:
@@ -242,16 +242,16 @@ class Loops:
 class _Range:
     """Numbers at equal distances, of which there are as many as a size."""
 
-    def __init__(self, counts: Loops, start: Any, step: int, count: torch.SymInt) -> None:
-        self.counts, self.start, self.step, self.count = counts, start, step, count
+    def __init__(self, loops: Loops, start: Any, step: int, count: torch.SymInt) -> None:
+        self.loops, self.start, self.step, self.count = loops, start, step, count
 
     def __iter__(self) -> Iterator[Any]:
-        for k in self.counts.turns(self.count):
+        for k in self.loops.turns(self.count):
             yield self.start + k * self.step
 
     def __reversed__(self) -> Iterator[Any]:
         last = self.start + (self.count - 1) * self.step
-        return iter(_Range(self.counts, last, -self.step, self.count))
+        return iter(_Range(self.loops, last, -self.step, self.count))
 
     def __len__(self) -> int:
         return int(self.count)
@@ -260,7 +260,7 @@ class _Range:
 class Parts(tuple[torch.Tensor, ...]):
     """Views of a tensor that lie behind each other along an axis, one for each turn of a loop over them."""
 
-    counts: Loops
+    loops: Loops
     x: torch.Tensor
     axis: int
     size: int | None
@@ -287,7 +287,7 @@ class Parts(tuple[torch.Tensor, ...]):
         return True
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        for k in self.counts.turns(self.count):
+        for k in self.loops.turns(self.count):
             yield self.part(k)
 
     def __reversed__(self) -> Iterator[torch.Tensor]:
@@ -297,12 +297,12 @@ class Parts(tuple[torch.Tensor, ...]):
         if not isinstance(k, slice):
             return self.part(k if k >= 0 else self.count + k)
         if k == slice(None, None, -1):
-            return self.counts.parts(self.x, self.axis, self.size, back=not self.back)
+            return self.loops.parts(self.x, self.axis, self.size, back=not self.back)
         if self.back or k.step not in (None, 1):
             return tuple.__getitem__(tuple(self.part(i) for i in _numbers(len(self))), k)
         first, last = (n if n is None or self.size is None else n * self.size for n in (k.start, k.stop))
         cut = self.x[(*[slice(None)] * self.axis, slice(first, last))]
-        return self.counts.parts(cut, self.axis, self.size)
+        return self.loops.parts(cut, self.axis, self.size)
 
 
 def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -135,6 +135,22 @@ def trace(
         raise GraphError("trace: an optimizer without train=True, expected a backward pass before its step")
     module = module._orig_mod if isinstance(module, OptimizedModule) else module
     given = Given(module, inputs, dims, dict(keywords or {}), dict(keyword_dims or {}), cached)
+    graph = partial(Graph, name or type(module).__name__, dtype=_usual_format(module))
+    return _traced(module, given, optimizer, target, graph, train=train, unknown=unknown, fixed=fixed)
+
+
+def _traced(
+    module: nn.Module,
+    given: Given,
+    optimizer: Factory | None,
+    target: Arch | None,
+    graph: Callable[[], Graph],
+    *,
+    train: bool,
+    unknown: str,
+    fixed: str,
+) -> Graph:
+    """Run a module as often as it takes: what needs no remainder, formats and loops are known by a second run."""
     watched = partial(_watched, module, given, optimizer, target, train=train, unknown=unknown, fixed=fixed)
     sizes, exact = hints(given.sizes()), frozenset[sympy.Expr]()
     shapes, run = _resized(watched, sizes)
@@ -148,7 +164,6 @@ def trace(
     )
     _settle(run, narrow, sizes)
     known = assumptions(shapes, run.recorder.values.translator)
-    graph = partial(Graph, name or type(module).__name__, dtype=_usual_format(module))
     if not run.recorder.turns.loops:
         return run.build(graph(), known)
     sizes |= run.recorder.turns.elsewhere()
