@@ -434,12 +434,21 @@ def test_sizes_with_too_few_turns_are_refused():
         traced(Lists, Lists(by_chunks).eval(), 8)
 
 
+def one_before(x):
+    h, outs = torch.zeros_like(x[:, 0]), []
+    for i in range(x.shape[1]):
+        outs.append(h)
+        h = torch.tanh(x[:, i] + h)
+    return torch.stack(outs, 1) + h.unsqueeze(1)
+
+
 @pytest.mark.parametrize(
     ("run", "why"),
     [
         (left, "counts to a size, and is left before the last of its turns; name no dimension"),
         (numbered, r"'mul.i\d' has scalars \(None, \d\), 'mul.i\d' has"),
         (counted, "what it does is not the same at other sizes: 'div' has scalars"),
+        (one_before, "'stack' reads .* of one block"),
         (growing, "expected 3 equal blocks in a row at least"),
         (handed, "'select.*' reads 'zeros_like', parts of which other turns have written"),
     ],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from ...errors import GraphError
 from ...graph.op import Op
@@ -19,11 +19,12 @@ Outer = Shared | View | Member | After
 class Around:
     """Tells what everything outside of the turns reads; what is read of the blocks is noted in their plans.
 
-    GraphError if something is read of one block that is not the last.
+    GraphError if something is read of one block that is not the last. What an op holds may be held of other blocks as
+    well that need it anyway, but for ops that are `exact`: they stand for what reads it.
     """
 
-    def __init__(self, match: Match) -> None:
-        self.match = match
+    def __init__(self, match: Match, exact: Collection[Op] = ()) -> None:
+        self.match, self.exact = match, exact
         self.reads: dict[Op, tuple[Outer, ...]] = {}
         """operands of ops outside: a family in place of each of its members"""
         self.starts: dict[tuple[int, Tensor], Outer] = {}
@@ -50,7 +51,8 @@ class Around:
     def _add(self, op: Op, i: int) -> None:
         """Note what an op outside reads."""
         if isinstance(op.kind, Keep):
-            self.reads[op] = tuple(self._several(op.operands, i, repr(op.name)))
+            at = len(self.match.ops) if op in self.exact else i
+            self.reads[op] = tuple(self._several(op.operands, at, repr(op.name)))
         else:
             self.reads[op] = tuple(self.one(t, i, repr(op.name)) for t in op.operands)
 
@@ -87,7 +89,7 @@ class Around:
         """Whether a tensor is an output, or read after a place of the program."""
         graph = self.match.graph
         later = any(self._at[op] > i for op in graph.successors(t))
-        return i < len(self._at) and (t in graph.outputs or later)
+        return i < len(self.match.ops) and (t in graph.outputs or later)
 
     def _several(self, tensors: Sequence[Tensor], i: int, reader: str) -> list[Outer]:
         """Return what a list of tensors is, where all members of a family may be in it."""

@@ -56,7 +56,10 @@ def _folded(graph: Graph, turns: Turns, group: set[int], depth: int) -> tuple[Gr
     plain = apart.run(graph)
     labels = _Labels(apart, cuts)
     match = equal_blocks(plain, labels, labels.runs(plain))
-    folder = _Folder(match, Around(match), cuts, apart)
+    standing = {
+        op for op in plain.ops if isinstance(op.kind, Keep) and op.operands[0].name in (apart.after | turns.joins)
+    }
+    folder = _Folder(match, Around(match, standing), cuts, apart)
     made = folder.run(plain)
     paths = {new: path for new, old in folder.made_of.items() if (path := apart.paths.get(old, ())[: depth - 1])}
     return made, replace(turns, paths=paths)
@@ -171,7 +174,10 @@ class _Folder(Folder):
         elif name and self._joins(op.operands[0]):
             operands = [self.outer(v) for v in once(self.around.reads[op])[1:]]
             join = self.cuts.turns.joins[name]
-            self.add(op, replace(join.kind, reverse=join.back != (join.loop in self.cuts.back)), operands, new, op.name)
+            kind = replace(join.kind, reverse=join.back != (join.loop in self.cuts.back))
+            made = self.add(op, kind, operands, new, op.name).results[0]
+            if self.laid_out(made) != self.laid_out(op.results[0]):
+                raise GraphError(f"{made!r} joins what turns have made, expected {op.results[0]!r}")
         else:
             super().outside(op, new)
 
