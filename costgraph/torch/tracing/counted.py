@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import builtins
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -65,10 +65,13 @@ class Made:
 
 
 class Loops:
-    """The loops over sizes that a program runs, and the turns that it is in."""
+    """The loops over sizes that a program runs, and the turns that it is in.
 
-    def __init__(self, shapes: Shapes, *, resized: bool = True) -> None:
-        self.shapes, self.resized = shapes, resized
+    `raised` are names whose sizes a loop has been given turns by, and are not to be smaller; None for sizes that stay.
+    """
+
+    def __init__(self, shapes: Shapes, raised: Collection[str] | None = None) -> None:
+        self.shapes, self.raised = shapes, raised
         self.loops: list[Counted] = []
         self.stack: list[tuple[int, int]] = []
         self.on = False
@@ -128,9 +131,11 @@ class Loops:
             return int(expr.xreplace({**now, symbol: sympy.Integer(size)}))
 
         played = int(expr.xreplace(now))
-        if wanted or (self.resized and not _FEWEST <= played <= _MOST):
+        if wanted or (self.raised is not None and not _FEWEST <= played <= _MOST):
             for symbol in sorted(expr.free_symbols, key=str):
                 size = int(now[symbol])
+                if not wanted and self.raised and played > _MOST and self.shapes.names[symbol] in self.raised:
+                    continue  # another loop has too few turns otherwise
                 period = _period(lambda n, symbol=symbol: at(symbol, n), size)  # type: ignore[misc]
                 if period is None:
                     continue
@@ -167,7 +172,8 @@ class Loops:
             self._told()
 
     def _told(self) -> None:
-        self.shapes.turn = self.path if any(k for _, k in self.stack) else ()
+        late = any(k for _, k in self.stack)
+        self.shapes.turn = tuple((self.loops[number].line, k) for number, k in self.stack) if late else ()
         self.note(self.path)
 
     def refused(self, why: str) -> UnsupportedError:
@@ -181,13 +187,17 @@ class Loops:
     def joined(self, parts: Sequence[torch.Tensor]) -> Made | None:
         """Return the longest stretch of a list that turns of a loop have made, one each; None where there is none."""
         around = self.path
+        deep = len(around)
         tags = [t.__dict__.get(_TURN, ()) for t in parts]
-        own = [tag[-1] if tag[:-1] == around and len(tag) > len(around) else (-1, -1) for tag in tags]
+        own = [tag[deep] if tag[:deep] == around and len(tag) > deep else (-1, -1) for tag in tags]
+        within = [[turn for _, turn in tag[deep + 1 :]] for tag in tags]  # loops inside, which each turn has of its own
         found: Made | None = None
         for i, (number, turn) in enumerate(own):
             for step in (1, -1):
                 j = i
-                while own[j + 1 : j + 2] == [(number, turn + step * (j + 1 - i))] and _alike(parts[i], parts[j + 1]):
+                while own[j + 1 : j + 2] == [(number, turn + step * (j + 1 - i))] and within[j + 1] == within[i]:
+                    if not _alike(parts[i], parts[j + 1]):
+                        break
                     j += 1
                 if number >= 0 and j + 1 - i >= max(FEWEST, 0 if found is None else found.last - found.first + 1):
                     loop = self.loops[number]

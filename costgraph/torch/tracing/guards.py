@@ -48,12 +48,15 @@ def assumptions(shapes: Shapes, translator: Translator) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _always(turns: set[tuple[tuple[int, int], ...]]) -> bool:
+def _always(turns: set[tuple[tuple[str, int], ...]]) -> bool:
     """Whether something is asked in so many turns of each loop around that it is not of the number of one of them.
 
     What reads some positions before its own, or behind it, asks of these in as many turns.
     """
-    return all(len(set(turn)) > _FEW for turn in zip(*([k for _, k in path] for path in turns), strict=False))
+    loops: dict[tuple[str, ...], list[list[int]]] = {}
+    for path in turns:
+        loops.setdefault(tuple(line for line, _ in path), []).append([k for _, k in path])
+    return any(all(len(set(turn)) > _FEW for turn in zip(*found, strict=True)) for found in loops.values())
 
 
 def _texts(expr: Any, translator: Translator) -> list[str]:

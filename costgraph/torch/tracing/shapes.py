@@ -53,9 +53,9 @@ class Shapes(ShapeEnv):
         """What holds of the sizes where the program asked, and its line; what torch asked itself is in `guards`."""
         self.exact: set[sympy.Expr] = set()
         """Whole parts of quotients without a remainder, as what the program asked needs none."""
-        self.turn: tuple[tuple[int, int], ...] = ()
-        """The turns that the program is in, of loops over sizes of which one is past its first turn."""
-        self.late: dict[sympy.Basic, tuple[str, set[tuple[tuple[int, int], ...]]]] = {}
+        self.turn: tuple[tuple[str, int], ...] = ()
+        """Where a program is: the lines of loops over sizes, one of them past its first turn, and the turn of each."""
+        self.late: dict[sympy.Basic, tuple[str, set[tuple[tuple[str, int], ...]]]] = {}
         """What holds of the sizes where a later turn asked: its line, or that of torch, and the turns that did."""
         self.known_nodes: dict[Any, Any] = {}
         """What operations on sizes made, by the operation and its operands."""

@@ -40,6 +40,9 @@ from .values import Values, format_of
 
 __all__ = ["trace"]
 
+#: How often a size is given another hint: loops of several counts may each ask for one.
+_RESIZED = 6
+
 
 def trace(
     module: nn.Module | ExportedProgram,
@@ -154,14 +157,11 @@ def _traced(
     watched = partial(_watched, module, given, optimizer, target, train=train, unknown=unknown, fixed=fixed)
     sizes, exact = hints(given.sizes()), frozenset[sympy.Expr]()
     shapes, run = _resized(watched, sizes)
-    watched = partial(watched, resized=False)  # sizes are as they have to be from here on
     if shapes.exact:  # which is known from the start on now
         exact = frozenset(shapes.exact)
         with redirect_stdout(StringIO()):
             shapes, run = watched(sizes, exact=exact)
-    narrow = partial(
-        _watched, module, given, None, target, unknown=unknown, fixed=fixed, narrow=True, exact=exact, resized=False
-    )
+    narrow = partial(_watched, module, given, None, target, unknown=unknown, fixed=fixed, narrow=True, exact=exact)
     _settle(run, narrow, sizes)
     known = assumptions(shapes, run.recorder.values.translator)
     if not run.recorder.turns.loops:
@@ -189,11 +189,13 @@ def _settle(run: Run, narrow: Callable[..., tuple[Shapes, Run]], sizes: Mapping[
 
 def _resized(watched: Callable[..., tuple[Shapes, Run]], sizes: dict[str, int]) -> tuple[Shapes, Run]:
     """Run at sizes at which loops over them have a few turns; sizes are changed to those."""
-    given = dict(sizes)
-    for _ in sizes:
+    given, raised = dict(sizes), set[str]()
+    for _ in range(_RESIZED * len(sizes)):
         try:
-            shapes, run = watched(sizes)
+            shapes, run = watched(sizes, raised=raised)
         except ResizeError as error:
+            if error.size > sizes[error.name]:
+                raised.add(error.name)
             sizes[error.name] = error.size
             continue
         known = {n: poly(size) for n, size in given.items()}
@@ -204,7 +206,7 @@ def _resized(watched: Callable[..., tuple[Shapes, Run]], sizes: dict[str, int]) 
             break
         return shapes, run
     sizes.update(given)
-    return watched(sizes, resized=False)
+    return watched(sizes)
 
 
 def _watched(
@@ -219,13 +221,13 @@ def _watched(
     train: bool = False,
     narrow: bool = False,
     exact: Collection[sympy.Expr] = (),
-    resized: bool = True,
+    raised: Collection[str] | None = None,
 ) -> tuple[Shapes, Run]:
     """Run a module while what it does is recorded, as it is or in another number format."""
     shapes = Shapes(given.sizes(), fixed=fixed == "given")
     translator = Translator(shapes.names, exact, symbols=unknown == "symbol")
     data, device = Data(shapes), "cpu" if target is None else "cuda"
-    turns = Loops(shapes, resized=resized)
+    turns = Loops(shapes, raised)
     recorder = Recorder(Values(translator), Scopes(module), data, turns, symbols=unknown == "symbol", device=device)
     place: Callable[[], AbstractContextManager[None]] = nullcontext
     if target is not None:

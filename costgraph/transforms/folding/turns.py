@@ -18,7 +18,7 @@ from ...ops.layout import permute, reshape, slice_axis
 from .apart import Apart
 from .around import Around, once
 from .build import Folder
-from .cuts import Cut, Cuts, Turns
+from .cuts import Cut, Cuts, Path, Turns
 from .equal import layout
 from .fold import equal_blocks
 from .match import Match, Plan
@@ -61,19 +61,24 @@ def _folded(graph: Graph, turns: Turns, group: set[int], depth: int) -> tuple[Gr
     }
     folder = _Folder(match, Around(match, standing), cuts, apart)
     made = folder.run(plain)
-    paths = {new: path for new, old in folder.made_of.items() if (path := apart.paths.get(old, ())[: depth - 1])}
+
+    def left(path: Path) -> Path:
+        """Return the turns that an op is still of."""
+        return path[:-1] if len(path) == depth and path[-1][0] in group else path
+
+    paths = {new: path for new, old in folder.made_of.items() if (path := left(apart.paths.get(old, ())))}
     return made, replace(turns, paths=paths)
 
 
 class _Labels:
     """Which turn an op and a slice belong to, as `Match` asks for it."""
 
-    scope, period = "", 1
+    scope = ""
 
     def __init__(self, apart: Apart, cuts: Cuts) -> None:
         self.cuts, self.apart = cuts, apart
         self.ops = apart.labels
-        self.count = self.layers = cuts.played
+        self.count = cuts.played
         self.sources: dict[Tensor, int] = {}
 
     def runs(self, graph: Graph) -> list[Run]:
