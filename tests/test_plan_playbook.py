@@ -21,17 +21,11 @@ ENOUGH = 0.9
 LESS = {("1B", 64): 0.61}
 
 
-#: The same where pipelines are tried as well, and why that is so, 1B on 64 nodes apart. 3B on 32 nodes: two stages of
-#: two ranks each (3,122 tokens/s) are 0.2 % ahead of the best plan (10,323). A micro-batch of equal work of such stages
-#: was measured to take 77 ms on one node, 690 with ZeRO 0 and 147 with ZeRO 1 on 8, 200 and 715 on 16, 328 and 794 on
-#: these: nothing that a micro-batch does explains that. 8B on one node: what is picked was measured at 71.5 GB, 7.7
-#: above its graph, at a third of its neighbours' speed; bf16 gradients that wait for the end of a backward pass are not
-#: why: the peak is at the logits, where there are few. 8B on 16 nodes: two stages of two ranks each are 7 % ahead of
-#: what was measured at 90 %.
-LESS_IN_STAGES = {("1B", 64): 0.37, ("3B", 32): 0.3, ("8B", 1): 0.36, ("8B", 16): 0.83}
-#: The same with collectives on streams of their own. 8B on one node: two ranks of tensor parallelism are ahead of two
-#: stages. 3B on 32 nodes: two stages of four ranks each (1,657 tokens/s) are 0.3 % ahead of the best plan.
-LESS_WITH_STREAMS = {("1B", 64): 0.37, ("3B", 32): 0.16, ("8B", 16): 0.83}
+#: The same where pipelines are tried as well, with collectives on streams of their own or not. 8B on 16 nodes: two
+#: stages of two ranks each are 7 % ahead of what was measured at 90 %, which is more than a tie. No term is off for all
+#: rows of a kind: of those near the best one, measured times are 1.4 to 1.8 times the predicted ones with and without
+#: stages wherever a micro-batch is of one or two sequences, and 1.2 times where it is of eight.
+LESS_IN_STAGES = {("1B", 64): 0.37, ("8B", 16): 0.83}
 
 
 def rows():
@@ -74,7 +68,7 @@ def trained(name):
 
 
 def picked(graph, nodes, measured, **limits):
-    """Return the measured tokens/s of the fastest plan that was measured; none of those that fit needed too much."""
+    """Return the measured tokens/s of the first plan that was measured; none of those that fit needed too much."""
     found = cg.plan.search(
         graph, devices=8 * nodes, hardware="h100-sxm", precision="megatron-bf16", B=256, S=4096, memory=ROOM,
         zero=(0, 1), checkpoint="none", sequence=True, reduce_each=False, hold=False, tp={tp for _, tp, *_ in measured},
@@ -106,5 +100,4 @@ def test_what_is_picked_with_pipelines_was_measured_to_be_fast(group, overlap):
     pp = {pp for _, _, pp, *_ in measured}
     speed = picked(trained(group[0]), group[1], measured, pp=pp, overlap=overlap)
     assert speed is not None
-    less = LESS_WITH_STREAMS if overlap == "streams" else LESS_IN_STAGES
-    assert speed >= less.get(group, ENOUGH) * best(measured)
+    assert speed >= LESS_IN_STAGES.get(group, ENOUGH) * best(measured)

@@ -144,3 +144,36 @@ def test_plans_of_megatron_take_what_its_graphs_take_alone(model, pp):
         sizes = {**SIZES, "B": plan.micro_batch * plan.dp, "L": 12}
         assert plan.memory == cg.peak_memory(rank, **sizes), plan
         assert plan.seconds == pytest.approx(cg.seconds(rank, "h100-sxm", **sizes), rel=1e-9), plan
+
+
+#: One stage overtakes four of a long sequence.
+TIED = {**FEW, "L": 8, "zero": 0, "pp": (1, 2, 4), "tp": 1, "B": 104}
+
+
+def test_a_tie_has_the_fewest_stages_first_and_then_the_fastest(model):
+    found = cg.plan.search(model, **{**TIED, "S": 2652})
+    left, turned = [*found.rows], 0
+    while (
+        left
+    ):  # what stands first is the fastest of the fewest stages, among all within 1 % of the fastest that is left
+        fastest = min(p.seconds for p in left)
+        tie = [p for p in left if p.seconds <= 1.01 * fastest]
+        assert left[: len(tie)] == sorted(tie, key=lambda p: (p.pp, p.seconds, p.memory))
+        turned += left[0].seconds > fastest
+        left = left[len(tie) :]
+    assert turned
+    assert found.best is found.rows[0]
+    front = found.pareto().rows
+    assert front[0] == found.best
+    for plan in found.rows:
+        assert any(p.seconds <= 1.01 * plan.seconds and p.memory <= plan.memory for p in front)
+
+
+def test_crossovers_break_a_tie_as_a_search_does(model):
+    found = cg.plan.search(model, **TIED)
+    before, row = cg.plan.crossovers(found, "S", (52 * 40, 52 * 60), multiple_of=52).rows
+    assert (before.plan.pp, row.plan.pp) == (4, 1)
+    ahead, at = (cg.plan.search(model, **{**TIED, "S": size}) for size in (row.size - 52, row.size))
+    assert (ahead.best.pp, at.best.pp) == (4, 1)
+    assert row.seconds == pytest.approx(at.best.seconds, rel=1e-9)
+    assert at.best.seconds > min(p.seconds for p in at.rows)

@@ -104,6 +104,8 @@ def search_command(
 ) -> None:  # fmt: skip
     """Print the plans that divide devices, batch and model and that fit, fastest first, and what makes each slower.
 
+    Of plans up to 1 % behind the fastest that is left, those of fewer stages of a pipeline come first.
+
     B is the samples of a step, such as sequences or images, those of all devices and micro-batches.
 
     Examples

@@ -17,7 +17,7 @@ from ..hardware.tables import Column, Table
 from ..notation.door import READ, guarded
 from .fitting import Point, columns
 from .forms import Forms
-from .plans import Plan, Search
+from .plans import TIE, Plan, Search
 from .structures import CHOICES, Family, Structure
 
 __all__ = ["Crossing", "Crossovers", "crossovers"]
@@ -30,7 +30,7 @@ _CLOSE = 1e-12
 
 @dataclass(frozen=True)
 class Crossing:
-    """From which size on a plan is the fastest."""
+    """From which size on a plan is the first of a search."""
 
     size: int
     """the first size"""
@@ -45,7 +45,7 @@ class Crossing:
 @guarded()
 @dataclass(frozen=True, repr=False)
 class Crossovers(Table):
-    """Sizes from which on other plans are the fastest. Made by `crossovers`."""
+    """Sizes from which on other plans are the fastest, but for a tie. Made by `crossovers`."""
 
     graph: str
     """name of the model"""
@@ -100,7 +100,7 @@ class _Curves:
 def crossovers(
     found: Search, symbol: str, within: Annotated[Any, READ], /, *, multiple_of: int = 1
 ) -> Crossovers:  # fmt: skip
-    """Return from which sizes of a dimension on which plan of a search is the fastest that fits.
+    """Return from which sizes of a dimension on which plan of a search is the fastest that fits, but for a tie.
 
     Parameters
     ----------
@@ -116,7 +116,8 @@ def crossovers(
     Returns
     -------
     Crossovers
-        `.rows`: a size, and the plan that is the fastest from it to the next one; `print` it.
+        `.rows`: a size, and the plan that a search has first from it to the next one, which is the fastest, or one of
+        fewer stages up to 1 % behind; `print` it.
 
     Raises
     ------
@@ -185,19 +186,21 @@ def _grouped(family: Family, plans: Sequence[Plan]) -> Mapping[Structure, list[P
 
 
 def _fastest(curves: Sequence[_Curves], sizes: Sequence[int], found: Search) -> Iterator[Crossing]:
-    """Yield the fastest plan at each size; of equal ones that which comes first in the search."""
+    """Yield the plan at each size that a search has first: of a tie the fastest of the fewest stages."""
     plans = [plan for curve in curves for plan in curve.plans]
     both = [curve.at(sizes) for curve in curves]
     peaks, times = (np.vstack([pair[i] for pair in both]) for i in (0, 1))
     fits = np.isfinite(peaks) & np.isfinite(times) & (peaks <= found.limit)
     times = np.where(fits, times, inf)
     places = {id(plan): i for i, plan in enumerate(found.rows)}
-    rank = np.array([places[id(plan)] for plan in plans])
+    rank, stages = np.array([(places[id(plan)], plan.pp) for plan in plans]).T
     for j, size in enumerate(sizes):
         least = times[:, j].min()
         if least == inf:
             yield Crossing(size, None, inf, inf)
             continue
-        close = np.flatnonzero(times[:, j] <= least * (1 + _CLOSE))
+        tie = np.flatnonzero(times[:, j] <= least * (1 + TIE))
+        few = tie[stages[tie] == stages[tie].min()]
+        close = few[times[few, j] <= times[few, j].min() * (1 + _CLOSE)]
         at = int(close[rank[close].argmin()])
         yield Crossing(size, plans[at], float(times[at, j]), float(peaks[at, j]))

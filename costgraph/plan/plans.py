@@ -1,9 +1,10 @@
-"""Plans of training on several devices, as a table: fastest first, each with what it takes and why it is slower."""
+"""Plans of training on several devices, as a table: the fastest first, each with what it takes and why it is slower."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ..algebra.symbols import shorten
 from ..hardware.specs import Hardware
@@ -12,8 +13,10 @@ from ..hardware.units import format_quantity
 from ..notation.door import guarded
 from .structures import Family
 
-__all__ = ["Plan", "Search"]
+__all__ = ["TIE", "Plan", "Search"]
 
+#: Times of steps that differ by less are a tie: no prediction is as exact.
+TIE = 0.01
 
 #: What has a column where plans differ in it.
 _CHOICES = ("schedule", "virtual", "precision", "offload")
@@ -64,7 +67,8 @@ class Plan:
     stages: tuple[int, ...] = ()
     """bytes of the first, a middle and the last stage; one where there is no pipeline, two where it has no middle"""
     why: str = ""
-    """which part of the time is longer than that of the plan before it, and by how much"""
+    """which part of the time is longer than that of the plan before it, and by how much; nothing where it is faster, as
+    of a tie"""
 
     @property
     def bound(self) -> str:
@@ -75,7 +79,7 @@ class Plan:
 @guarded()
 @dataclass(frozen=True, repr=False)
 class Search(Table):
-    """Plans that fit, fastest first. Made by `search`."""
+    """Plans that fit, the fastest first; of a tie, fewer stages of a pipeline. Made by `search`."""
 
     graph: str
     """name of the model"""
@@ -86,7 +90,7 @@ class Search(Table):
     limit: float
     """bytes that a plan may take on each"""
     rows: tuple[Plan, ...]
-    """by time, then by memory"""
+    """by time, then by memory; of those up to 1 % behind the fastest that is left, fewer stages of a pipeline first"""
     tried: int
     """plans that divide the devices and the batch, those that the model refuses or that do not fit included"""
     notes: tuple[str, ...] = ()
@@ -98,16 +102,16 @@ class Search(Table):
 
     @property
     def best(self) -> Plan | None:
-        """The fastest plan, None where none fits."""
+        """The first plan: the fastest, or one of fewer stages that is up to 1 % behind it. None where none fits."""
         return self.rows[0] if self.rows else None
 
     def pareto(self) -> Search:
-        """Return the plans beside which no other is both as fast and as small.
+        """Return the plans beside which no other is both as fast and as small, where a tie is as fast.
 
         Returns
         -------
         Search
-            From the fastest to the smallest.
+            From the best to the smallest: each takes less memory than all before it.
         """
         kept: list[Plan] = []
         for plan in self.rows:
@@ -145,6 +149,26 @@ class Search(Table):
 
 def _joined(value: object) -> str:
     return " ".join(value) if isinstance(value, tuple) else str(value)
+
+
+def ordered(plans: Iterable[Plan]) -> list[Plan]:
+    """Return plans as a search has them: by time, and of a tie those first whose time rests on less, as of one stage.
+
+    A tie is of all that are no more than 1 % behind the fastest that is left.
+    """
+    out, tie = list[Plan](), list[Plan]()
+    for plan in sorted(plans, key=_order):
+        if tie and plan.seconds > tie[0].seconds * (1 + TIE):
+            out += sorted(tie, key=lambda p: p.pp)
+            tie = []
+        tie.append(plan)
+    return out + sorted(tie, key=lambda p: p.pp)
+
+
+def _order(plan: Plan) -> tuple[Any, ...]:
+    degrees = plan.pp, plan.tp, plan.cp, plan.ep
+    names = plan.schedule, plan.virtual, plan.precision, plan.offload
+    return plan.seconds, plan.memory, plan.zero, *degrees, plan.sequence, plan.micro_batch, plan.checkpoint, *names
 
 
 def explained(plans: Sequence[Plan]) -> tuple[Plan, ...]:

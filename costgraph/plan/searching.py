@@ -28,7 +28,7 @@ from ..transforms.precision.policy import find_policy
 from ..transforms.schedules import SCHEDULES, asked
 from ..transforms.shard.parallelize import SYSTEMS, System
 from .fitting import Fit, Point, Work
-from .plans import Plan, Search, explained
+from .plans import Plan, Search, explained, ordered
 from .sizing import Bytes, memory_limit
 from .structures import CHOICES, Fallback, Family, Structure, batch_of
 
@@ -51,7 +51,7 @@ def search(
     defer_accumulation: bool = False, progress: bool | None = None, executor: Executor | None = None,
     **dims: int,
 ) -> Search:  # fmt: skip
-    """Return the plans of training on several devices that fit, fastest first.
+    """Return the plans of training on several devices that fit, the fastest first; of a tie, fewer stages.
 
     Plans are all that divide the devices, the batch and the model: degrees of data, tensor, context and expert
     parallelism, stages of a pipeline, its schedules and groups of layers, stages of ZeRO, what is split along the
@@ -145,6 +145,9 @@ def search(
     arrays of these. Of one rank along an axis, all that splits along it is the same: one plan. What cannot fit, since
     parameters, gradients and states alone are more, is not derived.
 
+    Plans up to 1 % behind the fastest that is left are a tie, as no prediction is more exact: first come those of fewer
+    stages of a pipeline, whose time rests on less, then faster ones.
+
     Where layers are no multiple of the stages of a pipeline, the last one has one less, then the first one, then middle
     ones; several groups of a rank are tried where layers are a multiple of all groups. The time is that of `seconds`
     where nothing overlaps; with overlap each pass of a stage is shorter by the same factor, and what it hands on is
@@ -197,7 +200,7 @@ def search(
     work = Work(family, limit)
     apart: list[str] = []
     work.do(_grouped(family, _points(family, count, batch, allowed, apart), choices), progress, executor)
-    rows = sorted((_plan(fit, amount) for fit in work.fitting), key=_order)
+    rows = ordered(_plan(fit, amount) for fit in work.fitting)
     left = [f"meshes left out: {len(apart)}, such as: {apart[0]}"] if apart else []
     notes = (*left, *work.reasons(apart), *dict.fromkeys(work.notes))
     return Search(model.name, device, count, limit, explained(rows), work.tried, notes, unit, family)
@@ -392,9 +395,3 @@ def _plan(fit: Fit, amount: int) -> Plan:
         **fit.point._asdict(), **how, seconds=fit.seconds, throughput=amount / fit.seconds,
         memory=max(fit.stages), parts=fit.parts, stages=fit.stages,
     )  # fmt: skip
-
-
-def _order(plan: Plan) -> tuple[Any, ...]:
-    degrees = plan.pp, plan.tp, plan.cp, plan.ep
-    names = plan.schedule, plan.virtual, plan.precision, plan.offload
-    return plan.seconds, plan.memory, plan.zero, *degrees, plan.sequence, plan.micro_batch, plan.checkpoint, *names
