@@ -246,10 +246,10 @@ def cumulative_sum(x: Tensor, axis: int = -1, *, name: str = "cumulative_sum") -
     """
     need_tensor("cumulative_sum", x)
 
-    return running(x, axis, "add", 0, name)
+    return running(x, axis, "add", 0, name, backward="cumulative_sum")
 
 
-def running(x: Tensor, axis: int, function: str, first: float, name: str) -> Tensor:
+def running(x: Tensor, axis: int, function: str, first: float, name: str, backward: str = "") -> Tensor:
     """Join each position of an axis with what all before it have made, in one kernel; `first` stands before them."""
 
     def body(x: Tensor) -> Tensor:
@@ -261,7 +261,7 @@ def running(x: Tensor, axis: int, function: str, first: float, name: str) -> Ten
 
         return recurrence(step, start, x, axis=axis, name="sum" if function == "add" else function)
 
-    return one_kernel(name, body, x)
+    return one_kernel(name, body, x, backward=backward)
 
 
 def head_norm(x: Tensor, *, bias: bool = False, name: str = "head_norm") -> Tensor:

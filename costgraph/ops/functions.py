@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import pi
 from typing import Annotated, Any
@@ -10,7 +11,7 @@ from ..errors import UnsupportedError
 from ..graph.facts import all_of, is_count
 from ..notation.door import Rule
 
-__all__ = ["COMPLEX", "FUNCTIONS", "Elementwise", "Function", "of_complex"]
+__all__ = ["COMPLEX", "FUNCTIONS", "Elementwise", "Function", "names_in", "of_complex"]
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,15 @@ def _is_gradient(value: object) -> bool:
     if isinstance(value, tuple):
         return len(value) > 1 and isinstance(value[0], str) and all(map(_is_gradient, value[1:]))
     return value in ("g", "y", "a", "b", "c", "d") if isinstance(value, str) else isinstance(value, int | float)
+
+
+def names_in(expression: Any) -> Iterator[str]:
+    """Yield the names in the gradient of a function."""
+    if isinstance(expression, tuple):
+        for part in expression[1:]:
+            yield from names_in(part)
+    elif isinstance(expression, str):
+        yield expression
 
 
 #: A function as a field of an op has it.

@@ -5,15 +5,13 @@ One that writes into a part of a tensor cannot, as the rest would have to be wri
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from ...graph.graph import Graph
 from ...graph.op import Op
 from ...graph.tensor import Tensor
 from ...ops.fill import Revised
-from ...ops.functions import FUNCTIONS
+from ...ops.functions import FUNCTIONS, names_in
 from ...ops.pointwise import Pointwise
 from ..rewrite import Rewriter
 from .flow import active_in
@@ -30,7 +28,7 @@ def apart(graph: Graph) -> Graph:
             x, stated = op.operands[0], op.kind.function.grad or ()
             places = [i for i, s in enumerate(op.kind.scalars or (None,) * len(op.operands)) if s is None]
             wanted = [i for i, t in zip(places, op.operands, strict=True) if t in active]
-            if any("a" in _names(expression) for i in wanted for expression in stated[i : i + 1]):
+            if any("a" in names_in(expression) for i in wanted for expression in stated[i : i + 1]):
                 whole = x.is_contiguous and x.numel == x.storage.elements
                 (rewriter.ops if whole else rewriter.parts).add(op)
     return rewriter.run(graph)
@@ -40,15 +38,6 @@ def _is_unseen(op: Op) -> bool:
     """Whether a backward pass knows nothing of an op in place: all who read the tensor have it as it was."""
     readers = [o.kind for o in op.graph.successors(op.results[0])]
     return bool(readers) and all(isinstance(kind, Revised) and kind.unseen for kind in readers)
-
-
-def _names(expression: Any) -> Iterator[str]:
-    """Yield the names in the gradient of a function."""
-    if isinstance(expression, tuple):
-        for part in expression[1:]:
-            yield from _names(part)
-    elif isinstance(expression, str):
-        yield expression
 
 
 class _Beside(Rewriter):

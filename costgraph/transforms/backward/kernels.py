@@ -159,7 +159,7 @@ def pull_kernel(walk: Walk, op: Op, grads: Grads, needs: Sequence[bool]) -> Grad
     assert isinstance(op.kind, Kernel)
     how = op.kind.backward
     if how in KERNELS:
-        return KERNELS[how](Pull(op, tuple(grads), tuple(needs), walk.saved))
+        return walk.asked(KERNELS[how], op, grads, needs)
     own = INSIDE[how](op, grads, walk.saved) if how in INSIDE else Inside()
     if how == "ops" or walk.fused:
         return _pulled(walk, _Inside(op, walk, own), grads, needs, fused=walk.fused)

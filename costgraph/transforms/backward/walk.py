@@ -19,13 +19,12 @@ from ...graph.scopes import opened
 from ...graph.tensor import Storage, Tensor
 from ...ops.blocks import Kernel
 from ...ops.fill import fill
-from ...ops.keep import keep
+from ...ops.keep import Keep, keep
 from ...ops.layout import concat, contiguous_copy
 from ...ops.moves import Expand, Rearrange, Slice
 from ...ops.pieces import accumulate
 from ...ops.pointwise import cast, pointwise
 from ...ops.pooling import Pool
-from ...ops.reduce import Reduce
 from ...ops.stacks import Empty, Stacked
 from ..vjp.common import restricted, whole
 from ..vjp.table import Pull, Rule, rule_of
@@ -158,7 +157,12 @@ class Walk:
         return contiguous_copy(grad) if mine else pointwise("copy", grad, name="own")
 
     def writable(self, grad: Tensor) -> bool:
-        """Whether nothing else holds a gradient, so that it may be written into."""
+        """Whether nothing else holds a gradient, so that it may be written into: a view holds what it is of."""
+        origin = grad.producer
+        while origin is not None and isinstance(origin.kind, Keep):
+            origin = origin.operands[0].producer
+        if origin is not None and is_view_op(origin) and grad not in self.carried:
+            return False
         whole = grad.touched == grad.numel and grad.numel == grad.storage.elements
         return whole and not self.held[grad.storage] and (grad.role == "activation" or grad in self.carried)
 
@@ -258,11 +262,13 @@ class Walk:
         if op.body is not None:
             return (self.hooks.fused if isinstance(op.kind, Kernel) else self.hooks.repeated)(self, op, grads, needs)
         _keep_places(op)
-        return self.asked(op, grads, needs)
+        return self.asked(rule_of(op), op, grads, needs)
 
-    def asked(self, op: Op, grads: Sequence[Tensor | None], needs: tuple[bool, ...]) -> Sequence[Tensor | None]:
-        """Ask the rule of an op's kind; what it has read stays until all of its gradients are made, as in torch."""
-        read: dict[Tensor, None] = {}
+    def asked(
+        self, rule: Rule[Any], op: Op, grads: Sequence[Tensor | None], needs: Sequence[bool]
+    ) -> Sequence[Tensor | None]:
+        """Ask the rule of an op; what it was given and has read stays until all it makes is there, as in torch."""
+        read: dict[Tensor, None] = dict.fromkeys(g for g in grads if g is not None)
         graph = current_graph()
         before = len(graph)
 
@@ -271,14 +277,12 @@ class Walk:
             read[found] = None
             return found
 
-        made = list(rule_of(op)(Pull(op, tuple(grads), needs, saved)))
-        if self.fused or not read:
+        made = list(rule(Pull(op, tuple(grads), tuple(needs), saved)))
+        if self.fused:
             return made
         added = [n for n in islice(graph, before, None) if isinstance(n, Op) and not is_view_op(n)]
-        # sums over axes that were repeated come after the op itself
-        main = [o for o in added if not isinstance(o.kind, Reduce)]
-        last = main[-1] if main else None
-        early = [t for t in read if last is not None and t not in last.operands and t.role in ("activation", "formal")]
+        last = {t.storage for t in added[-1].operands} if added else set()
+        early = [t for t in read if last and t.storage not in last and t.role in ("activation", "formal")]
         i = next((i for i, g in enumerate(made) if g is not None and g.role == "activation"), None)
         if early and i is not None:
             made[i] = keep(made[i], *early)  # type: ignore[arg-type]  # it is there

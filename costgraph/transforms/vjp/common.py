@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from ...algebra.polynomial import ONE
-from ...graph.graph import apply
+from ...graph.graph import apply, current_graph
 from ...graph.strides import Sizes
 from ...graph.tensor import Tensor
 from ...ops.layout import permute, rearrange
@@ -13,8 +14,16 @@ from ...ops.moves import Expand
 from ...ops.pointwise import FUNCTIONS, Pointwise, cast
 from ...ops.reduce import reduce
 from ...ops.spectra import real_part
+from .table import Pull
 
-__all__ = ["expanded", "order_of_parameter", "restricted", "sum_to", "summed", "whole"]
+__all__ = ["also_saved", "expanded", "order_of_parameter", "restricted", "sum_to", "summed", "whole"]
+
+
+def also_saved(pull: Pull[Any], *tensors: Tensor) -> None:
+    """Keep what torch keeps although the formula does not read it; an op inside of a kernel keeps nothing itself."""
+    if not current_graph().fused:
+        for t in tensors:
+            pull.saved(t)
 
 
 def restricted(g: Tensor, like: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from ...ops.contraction import Einsum
 from ...ops.einsum import contract
 from ...ops.layout import permute, rearrange
 from ...ops.spectra import view_as
-from .common import expanded, order_of_parameter
+from .common import also_saved, expanded, order_of_parameter
 from .table import Pull, vjp
 
 __all__: list[str] = []  # its rules are found in RULES
@@ -24,6 +24,8 @@ _Dims = tuple[Axes | Affine, ...]
 def _einsum(pull: Pull[Einsum]) -> Sequence[Tensor | None]:
     (g,) = pull.grads
     assert g is not None
+    if any(isinstance(a, Affine) for dims in pull.kind.pattern.operands for a in dims):
+        also_saved(pull, *pull.op.operands)  # of a convolution, whichever gradient is wanted
     return [_of_operand(pull, g, i) if wanted else None for i, wanted in enumerate(pull.needs)]
 
 

@@ -12,12 +12,12 @@ from ...algebra.polynomial import Poly, poly
 from ...errors import UnsupportedError
 from ...graph.graph import apply
 from ...graph.tensor import Tensor
-from ...ops.functions import FUNCTIONS
+from ...ops.functions import FUNCTIONS, names_in
 from ...ops.keep import keep
 from ...ops.pointwise import Pointwise, pointwise
 from ...ops.spectra import view_as
 from ...ops.stochastic import Dropout
-from .common import restricted, sum_to
+from .common import also_saved, restricted, sum_to
 from .table import Pull, vjp
 
 __all__: list[str] = []  # its rules are found in RULES
@@ -47,13 +47,17 @@ def _pointwise(pull: Pull[Pointwise]) -> Sequence[Tensor | None]:
             f"{function.arity} expressions in its record"
         )
     places = [i for i, s in enumerate(pull.kind.scalars or (None,) * len(op.operands)) if s is None]
+    if any("y" in names_in(function.grad[place]) for place in places):
+        also_saved(pull, op.results[0])  # whichever gradient is wanted
     given = _Given(pull, restricted(g, op.results[0]), places)
-    out: list[Tensor | None] = []
-    for operand, place, wanted in zip(op.operands, places, pull.needs, strict=True):
-        expression = function.grad[place]
-        found = given.gradient(expression) if wanted and expression is not None else None
-        out.append(sum_to(found, operand) if isinstance(found, Tensor) else None)
-    return out
+    found = [
+        given.gradient(function.grad[place]) if wanted and function.grad[place] is not None else None
+        for place, wanted in reversed(
+            list(zip(places, pull.needs, strict=True))
+        )  # the last operand's first, as in torch
+    ]
+    pairs = zip(reversed(found), op.operands, strict=True)  # summed once all of them are there
+    return [sum_to(g, operand) if isinstance(g, Tensor) else None for g, operand in pairs]
 
 
 class _Given:

@@ -7,15 +7,18 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from ...algebra.polynomial import ONE, poly
-from ...graph.graph import Graph
+from ...algebra.polynomial import ONE, ZERO, Poly, poly, total
+from ...graph.graph import Graph, current_graph
 from ...graph.op import Op
 from ...graph.scopes import building, phase
 from ...graph.tensor import Tensor
+from ...nn.kernels import one_kernel
+from ...nn.recurrent import running
 from ...ops.blocks import Kernel, fused, kernel
 from ...ops.contraction import Einsum
 from ...ops.fill import fill
 from ...ops.index import Gather, reverse, scatter
+from ...ops.keep import keep
 from ...ops.layout import broadcast, permute, reshape
 from ...ops.moves import Rearrange
 from ...ops.pointwise import Pointwise, cast, pointwise
@@ -60,7 +63,7 @@ def softmax(pull: Pull[Kernel]) -> Sequence[Tensor | None]:
     y = pull.saved(pull.op.results[0])
     assert g is not None
     beside = pull.op.operands[1:]
-    with kernel("softmax_backward") as body:
+    with kernel("softmax_backward", workspace=_dense_copies(g, y)) as body:
         along = reduce(g * y, f"{names} -> {kept}", "sum")
         made = [y * (g - along)]
         if beside and pull.needs[1]:
@@ -69,12 +72,17 @@ def softmax(pull: Pull[Kernel]) -> Sequence[Tensor | None]:
     return [*map(body.export, made), *(None for _ in beside[len(made) - 1 :])]
 
 
+def _dense_copies(*tensors: Tensor) -> Poly:
+    """Return the bytes of the copies that torch's kernel makes of what does not lie dense."""
+    return ZERO if current_graph().fused else total(t.numel * t.dtype.bytes for t in tensors if not t.is_contiguous)
+
+
 def log_softmax(pull: Pull[Kernel]) -> tuple[Tensor | None]:
     """Return g - exp(y) * sum(g): reads the result alone."""
     g, (names, kept) = pull.grads[0], _rows(pull.op)
     y = pull.saved(pull.op.results[0])
     assert g is not None
-    with kernel("log_softmax_backward") as body:
+    with kernel("log_softmax_backward", workspace=_dense_copies(g, y)) as body:
         made = g - pointwise("exp", y) * reduce(g, f"{names} -> {kept}", "sum")
     return (body.export(made),)
 
@@ -164,6 +172,33 @@ def flip(pull: Pull[Kernel]) -> tuple[Tensor | None]:
     return (made if isinstance(made, Tensor) else made[0],)
 
 
+def cumulative_sum(pull: Pull[Kernel]) -> tuple[Tensor | None]:
+    """Add up the gradient from the end, as torch's `cumsum_backward` does."""
+    (g,) = pull.grads
+    assert g is not None
+    return (_from_the_end(g, pull.op),)
+
+
+def cumulative_product(pull: Pull[Kernel]) -> tuple[Tensor | None]:
+    """Add up g * y from the end and divide by x: torch's `cumprod_backward` where nothing is zero, which it asks."""
+    (g,), (x, y) = pull.grads, map(pull.saved, (*pull.op.operands, *pull.op.results))
+    assert g is not None
+    shares, zeros = y * g, pointwise("eq", x, 0)
+    names = " ".join(f"n{i}" for i in range(x.ndim))
+    found = reduce(zeros, f"{names} -> ", "any")
+    return (keep(_from_the_end(shares, pull.op) / x, shares, zeros, found),)
+
+
+def _from_the_end(x: Tensor, op: Op) -> Tensor:
+    """Turn an axis round, add it up and turn it back; what is in between lives until that is done, as in C++."""
+    assert op.body is not None
+    moves = (o.kind.order[0] for o in op.body.ops if isinstance(o.kind, Rearrange))
+    axis = next(moves, 0)  # to the front, if it is another one
+    turned = one_kernel("flip", reverse, x, backward="flip", axes=[axis])
+    added = running(turned, axis, "add", 0, "cumulative_sum", backward="cumulative_sum")
+    return keep(one_kernel("flip", reverse, added, backward="flip", axes=[axis]), turned)
+
+
 def _flash(op: Op, grads: Sequence[Tensor | None], saved: Saved) -> Inside:
     """Let the forward kernel write the logarithm of each row's sum, from which the probabilities come back.
 
@@ -227,6 +262,8 @@ KERNELS: dict[str, Rule[Kernel]] = {
     "softmax": softmax,
     "log_softmax": log_softmax,
     "norm": norm,
+    "cumulative_sum": cumulative_sum,
+    "cumulative_product": cumulative_product,
     "order": order,
     "flip": flip,
     "variance": variance,

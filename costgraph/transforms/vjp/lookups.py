@@ -11,7 +11,7 @@ from ...graph.tensor import Tensor
 from ...ops.fill import fill
 from ...ops.index import Gather, Scatter, gather, scatter
 from ...ops.pointwise import cast, pointwise
-from .common import expanded
+from .common import also_saved, expanded
 from .table import Pull, vjp
 
 __all__: list[str] = []  # its rules are found in RULES
@@ -23,6 +23,8 @@ def _gather(pull: Pull[Gather]) -> Sequence[Tensor | None]:
     (g,), (table, *ids) = pull.grads, pull.op.operands
     if g is None or not pull.needs[0]:
         return [None, *(None for _ in ids)]
+    if pull.kind.batch:  # `take_along`
+        also_saved(pull, table)
     kind = Scatter(mode="add", inplace=True, batch=pull.kind.batch, passed=pull.kind.passed)
     added = apply(kind, [fill(table.sizes, 0, table.dtype), *map(pull.saved, ids), g], "scatter")
     return [*added, *(None for _ in ids)]

@@ -136,5 +136,5 @@ def sums(call: Call) -> Tensor | None:
 @translation("cumprod")
 def products(call: Call) -> Tensor | None:
     """Each position of an axis by all before it."""
-    x: Tensor = call["self"]
-    return running(cast(x, call.out.dtype), call["dim"], "mul", 1, "cumulative_product") if x.ndim else None
+    x, name = cast(call["self"], call.out.dtype), "cumulative_product"
+    return running(x, call["dim"], "mul", 1, name, backward=name) if x.ndim else None

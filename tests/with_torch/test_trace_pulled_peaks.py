@@ -1,0 +1,72 @@
+"""Peaks of the library's own backward pass of a traced forward one: those of a real run of torch's."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from traced import real_peak
+
+import costgraph as cg
+from costgraph.torch import trace
+
+
+class Beside(nn.Module):
+    """Rows, and a parameter that lies in no layer."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.layer, self.function, self.w = nn.Linear(6, 67), function, nn.Parameter(torch.rand(67))
+
+    def forward(self, x):
+        return self.function(self.layer(x), self.w).mean()
+
+
+def windows(x, w):
+    """Return rows in windows whose weights get no gradient."""
+    weights = torch.ones(1, 1, 3)
+    x = functional.conv1d((x * w)[:, None].sin() + 1, weights, padding=1)
+    return functional.conv1d(x.sin() * w + 2, weights, padding=1)
+
+
+#: What torch keeps, or makes on the way, that a formula does not ask for.
+BESIDE = {
+    "sums along an axis are turned round twice": lambda x, w: (x * w).cumsum(1),
+    "products along an axis as well": lambda x, w: x.sin().cumprod(0) * w,
+    "sums over what was repeated wait for all gradients": lambda x, w: x[:, None] / (w[:, None] * w),
+    "the gradient of the last operand comes first": lambda x, w: torch.maximum(x.sin(), w).neg(),
+    "a power keeps its result": lambda x, w: (x.exp() ** x.detach().abs()).tril() * w,
+    "a softmax makes what lies strided dense": lambda x, w: (x[:, :, None] * w).mT.softmax(-1).mT * w,
+    "a window keeps its rows": windows,
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_what_torch_keeps_or_makes_beside_a_formula_is_in_the_peak(name):
+    net, x = Beside(BESIDE[name]), torch.randn(71, 6)
+    made = cg.backward(trace(net, torch.zeros(5, 6), dims=[("B", None)]))
+    if BESIDE[name] is windows:  # a run of it has workspaces of a library
+        real = cg.peak_memory(trace(net, x, train=True))
+    else:
+        real = real_peak(lambda: (net(x).backward(), net.zero_grad()), *net.parameters(), x)
+    assert abs(cg.peak_memory(made, B=71) - real) < 100
+
+
+@pytest.mark.parametrize("uses", [2, 3])
+def test_a_gradient_that_is_a_view_is_not_added_to_in_place(uses):
+    """Torch makes another one, which it adds to from then on."""
+
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(67, 67)
+
+        def forward(self, x):
+            for _ in range(uses):
+                x = self.layer(x)
+            return x.mean()
+
+    net, x = Shared(), torch.randn(5, 67)
+    made = cg.backward(trace(net, x))
+    assert (
+        abs(cg.peak_memory(made) - real_peak(lambda: (net(x).backward(), net.zero_grad()), *net.parameters(), x)) < 100
+    )
