@@ -15,7 +15,7 @@ from costgraph.algebra.polynomial import poly
 from costgraph.analysis.training import goes_over
 from costgraph.cli import main
 from costgraph.hardware.units import format_bytes
-from costgraph.plan import structures
+from costgraph.plan import fitting, structures
 from costgraph.plan.structures import Family
 
 B, S, D, F, V = cg.dims("B S D F V")
@@ -460,6 +460,17 @@ def test_context_and_experts_take_what_their_graph_takes_alone(degrees):
         rank, at = cg.parallelize(step, **split, **degrees), {**sizes, "B": plan.micro_batch * plan.dp * plan.ep}
         assert plan.memory == cg.peak_memory(rank, **at), plan
         assert plan.seconds == pytest.approx(cg.seconds(rank, "h100-sxm", **at), rel=1e-9), plan
+
+
+def test_what_degrees_do_not_divide_is_left_out_before_it_is_derived(monkeypatch):
+    asked, derived, forms = {**MANY, "devices": 12, "B": 24, "cp": None, "pp": 1, "zero": (0, 3)}, [], Family.forms
+    monkeypatch.setattr(Family, "forms", lambda family, s: derived.append(s) or forms(family, s))
+    found, few = cg.plan.search(lm(), **asked, checkpoint="none"), len(derived)
+    monkeypatch.setattr(fitting, "whole", lambda *_: True)
+    every = cg.plan.search(lm(), **asked, checkpoint="none")
+    assert (found.rows, found.tried, found.notes) == (every.rows, every.tried, every.notes)
+    assert {p.cp for p in found.rows} == {1, 2, 4}  # of 52 positions
+    assert few < 0.6 * (len(derived) - few)
 
 
 def test_crossovers_are_where_real_searches_change_their_best_plan():

@@ -15,6 +15,7 @@ import numpy as np
 from ..errors import CostGraphError, SpecError, UnsupportedError
 from ..hardware.units import format_bytes
 from ..notation.progress import progressing
+from .dividing import whole
 from .forms import Forms
 from .structures import DEGREES, Family, Structure
 
@@ -73,6 +74,8 @@ class Work:
     """the fewest bytes that a plan takes, or takes at least, which are more than there are"""
     refused: str = ""
     """why the graph of a plan, the first such one, is against its sizes"""
+    apart: tuple[Structure, list[Point]] | None = None
+    """plans, the first such ones, that do not divide what is split: not derived unless it is to be said why"""
 
     def do(self, groups: Mapping[Structure, list[Point]], progress: bool | None, executor: Executor | None) -> None:
         """Try all points of all structures, structures side by side where there is what runs them."""
@@ -80,10 +83,13 @@ class Work:
         likely = {structure: found for structure, points in groups.items() if (found := self.likely(structure, points))}
         for structure in likely:
             self.family.step(structure)  # what cannot be trained is an error, whatever else there is
+        likely = {structure: found for structure, points in likely.items() if (found := self.whole(structure, points))}
         with progressing("search", len(likely), progress) as step:
             for structure, tried in zip(likely, self.tries(likely, executor), strict=True):
                 step(f"ZeRO {structure.zero}, {structure.checkpoint}")
                 self.error = tried() or self.error
+        if self.apart is not None and not (self.fitting or self.refused):
+            self.error = self.one(*self.apart) or self.error  # it says why
         if self.error is not None and not self.derived:
             raise self.error
 
@@ -119,14 +125,21 @@ class Work:
         self.over = least.min(where=least > self.limit, initial=self.over)
         return [p for p, ok in zip(points, (least <= self.limit).tolist(), strict=True) if ok]
 
+    def whole(self, structure: Structure, points: Sequence[Point]) -> list[Point]:
+        """Return the points whose ranks have whole parts of what is split: others need no derivation."""
+        ok = np.broadcast_to(whole(self.family, structure, columns(points)), len(points)).tolist()
+        if self.apart is None and not all(ok):
+            self.apart = structure, [p for p, fits in zip(points, ok, strict=True) if not fits]
+        return [p for p, fits in zip(points, ok, strict=True) if fits]
+
     def reasons(self, apart: object) -> Iterator[str]:
         """Yield why there is no plan, where there is none; `apart`: what the network has no links for."""
         if self.fitting:
             return
         if self.over < inf:
             yield f"no plan fits: {format_bytes(self.over)} or more of {format_bytes(self.limit)}"
-        yield from (f"refused: {why}" for why in (self.refused, *self.family.whole.values()) if why)
-        if not (self.tried or self.family.whole or apart):
+        yield from (f"refused: {why}" for why in (self.refused, *self.family.unsplit.values()) if why)
+        if not (self.tried or self.family.unsplit or apart):
             yield "no plan: no degrees within the limits divide the devices and the batch"
 
     def one(self, structure: Structure, points: Sequence[Point]) -> CostGraphError | None:

@@ -27,10 +27,11 @@ from ..transforms.offload import OFFLOADED, need_offloaded
 from ..transforms.precision.policy import find_policy
 from ..transforms.schedules import SCHEDULES, asked
 from ..transforms.shard.parallelize import SYSTEMS, System
+from .dividing import batch_of
 from .fitting import Fit, Point, Work
 from .plans import Plan, Search, explained, ordered
 from .sizing import Bytes, memory_limit
-from .structures import CHOICES, Fallback, Family, Structure, batch_of
+from .structures import CHOICES, Fallback, Family, Structure
 
 __all__ = ["search"]
 
@@ -143,7 +144,7 @@ def search(
     is of tokens where all inputs are sequences of one length, else of samples. Formulas are derived once for all
     degrees of a structure (a stage of ZeRO, the sequence split or not, what is computed again), and evaluated over
     arrays of these. Of one rank along an axis, all that splits along it is the same: one plan. What cannot fit, since
-    parameters, gradients and states alone are more, is not derived.
+    parameters, gradients and states alone are more, is not derived, nor is what degrees do not divide.
 
     Plans up to 1 % behind the fastest that is left are a tie, as no prediction is more exact: first come those of fewer
     stages of a pipeline, whose time rests on less, then faster ones.

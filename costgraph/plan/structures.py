@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy, deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -18,7 +19,7 @@ from ..analysis.collecting import collection_paused
 from ..analysis.training import goes_over
 from ..analysis.training_memory import StateBytes, state_bytes
 from ..analysis.work import Fallback, ask
-from ..errors import BindingError, CostGraphError, GraphError
+from ..errors import BindingError, CostGraphError
 from ..graph.graph import Graph
 from ..graph.sizes import bindings, known_names, size_of
 from ..graph.sizes import stages as stages_of
@@ -33,7 +34,7 @@ from ..transforms.training import training_step
 from .forms import Cut, Forms, Kind
 from .rings import Rings
 
-__all__ = ["CHOICES", "DEGREES", "Fallback", "Family", "Structure", "batch_of"]
+__all__ = ["CHOICES", "DEGREES", "Fallback", "Family", "Structure"]
 
 DEGREES = ("dp", "tp", "pp", "cp", "ep", "accumulate")
 #: What structures differ in beside degrees.
@@ -127,7 +128,7 @@ class Family:
     """by degrees, those of which the axes that ZeRO splits are taken"""
     first: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
     """by axes, the first degrees with which ZeRO splits these"""
-    whole: dict[int, str] = field(default_factory=dict)
+    unsplit: dict[int, str] = field(default_factory=dict)
     """why the model is not split over ranks of `tp`, by their number"""
 
     @cached_property
@@ -246,14 +247,20 @@ class Family:
                 degrees["virtual"] = symbol(self.names["virtual"])
         options = {"zero": structure.zero, "sequence": structure.sequence, "offload": structure.offload}
         options |= {"system": self.system, "reduce_each": self.reduce_each, "hold": self.hold}
-        ranks = dict(zip(("dp", "cp", "ep"), structure.ranks, strict=False))  # what these divide is what is split
-        if not ranks:
+        with self.at_ranks(graph, structure):
             return parallelize(graph, **degrees, **options)  # type: ignore[arg-type]
-        given, graph.defaults = graph.defaults, {**graph.defaults, **{self.names[d]: n for d, n in ranks.items()}}
+
+    @contextmanager
+    def at_ranks(self, graph: Graph, structure: Structure) -> Iterator[None]:
+        """Have the axes of a graph split that the ranks of a structure divide."""
+        given, ranks = graph.defaults, zip(("dp", "cp", "ep"), structure.ranks, strict=False)
+        if structure.ranks:  # what is stated anew has what was derived of a graph forgotten
+            graph.defaults = {**given, **{self.names[d]: n for d, n in ranks}}
         try:
-            return parallelize(graph, **degrees, **options)  # type: ignore[arg-type]
+            yield
         finally:
-            graph.defaults = given
+            if structure.ranks:
+                graph.defaults = given
 
     def degree(self, name: str, structure: Structure) -> object:
         """Return a degree of a structure, as parallelize takes it."""
@@ -367,10 +374,10 @@ class Family:
                 given = self.sizes({**dict.fromkeys((*DEGREES, "micro_batch"), 1), "tp": tp}, structure)
                 bindings(made, {**self.dims, **({own: given[own]} if way != tp else {})})
             except CostGraphError as error:
-                self.whole[tp] = str(error)
+                self.unsplit[tp] = str(error)
                 continue
             if not isinstance(way, str) or (made.sharding is not None and made.sharding.mesh.joint):
-                self.whole.pop(tp, None)
+                self.unsplit.pop(tp, None)
                 return way
         return 0
 
@@ -386,15 +393,3 @@ class Family:
 def _split(sizes: tuple[float, ...], ranks: int) -> int:
     """Return which axis some ranks split: the longest that they divide, or the longest."""
     return max(range(len(sizes)), key=lambda i: (sizes[i] == inf or not sizes[i] % ranks, sizes[i], -i))
-
-
-def batch_of(model: Graph) -> str:
-    """Return the name of the dimension of the batch: the first axis of all inputs."""
-    firsts = {t.sizes[0] for t in model.tensors if t.producer is None and t.role == "input" and t.ndim}
-    names = {name for n in firsts for name in n.names()}
-    if len(names) != 1 or firsts != {poly(symbol(*names))}:
-        found = ", ".join(sorted(map(str, firsts))) or "no axis"
-        raise GraphError(
-            f"search: inputs of graph {model.name!r} begin with {found}, expected one dimension: the batch"
-        )
-    return names.pop()

@@ -21,7 +21,7 @@ from ..offload import offload as on_host
 from ..rewrite import Rewriter
 from ..stages import in_stages, together
 from .buckets import Buckets
-from .heads import heads
+from .heads import Heads, heads
 from .names import axes_of, placed_by_name
 from .shard import Placements, shard
 
@@ -207,6 +207,31 @@ def _of_rank(
     strict: bool,
 ) -> Graph:
     """Return the graph of one rank of a graph, with placements by the names of its layers."""
+    tensor, mesh, places, gradients = _places(graph, given, zero, sequence, system)
+    return shard(
+        graph, mesh, {**places, **(placements or {})},
+        gather=("dp", "cp") if zero >= 3 else (), gradients=gradients,
+        exchange="cp" if context == "all_to_all" else (), ring="cp" if context == "ring" else (),
+        hold=[axis for axis, _ in tensor.axes] if hold else (),
+        reduce_each=reduce_each, accumulation_fusion=system == "megatron", buckets=buckets, strict=strict,
+    )  # fmt: skip
+
+
+def shares(graph: Graph, given: Mapping[str, object], zero: int, sequence: bool, system: str) -> Iterator[Poly]:
+    """Yield how long an axis is on a rank of each that a graph of a rank would have split: elsewhere it is refused."""
+    _, mesh, places, _ = _places(graph, given, zero, sequence, system)
+    named = ((t, axes_of(places[t.name])) for g in graph.bodies() for t in g.tensors if t.name in places)
+    for t, axes in named:
+        for size, words in zip(t.sizes[t.storage.pieces :], axes, strict=False):
+            ranks = prod((mesh[word] for word in words.strip("()").split() if word in mesh), start=ONE)
+            if ranks != ONE:
+                yield size / ranks
+
+
+def _places(
+    graph: Graph, given: Mapping[str, object], zero: int, sequence: bool, system: str
+) -> tuple[Heads, Mesh, dict[str, str], dict[str, str]]:
+    """Return axes of tensor parallelism, the mesh, where tensors of a graph lie by name, and where gradients do."""
     degrees = {axis: positive(f"parallelize: {axis}", n) for axis, n in given.items()}
     tensor = heads(graph, dict(placed_by_name(graph)) if degrees["tp"] != ONE else {}, degrees.pop("tp"))
     mesh, split = Mesh((*degrees.items(), *tensor.axes), tensor.joint), dict(tensor.split)
@@ -228,13 +253,7 @@ def _of_rank(
         split |= dict.fromkeys(carries, f"(b dp ep) (s {along}) d")
     split |= dict(_data(graph, split, lengths, "" if continued else "cp"))
     kept, gradients = _by_stage(graph, split, mesh, experts, zero, reduced=system == "megatron")
-    return shard(
-        graph, mesh, {**split, **kept, **(placements or {})},
-        gather=("dp", "cp") if zero >= 3 else (), gradients=gradients,
-        exchange="cp" if context == "all_to_all" else (), ring="cp" if context == "ring" else (),
-        hold=[axis for axis, _ in tensor.axes] if hold else (),
-        reduce_each=reduce_each, accumulation_fusion=system == "megatron", buckets=buckets, strict=strict,
-    )  # fmt: skip
+    return tensor, mesh, {**split, **kept}, gradients
 
 
 def _by_stage(
