@@ -11,9 +11,11 @@ from hypothesis import given, settings  # noqa: E402  # torch is looked for firs
 from hypothesis import strategies as st  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch.utils._sympy.functions import CeilDiv, CleanDiv, FloorDiv, Max, Min, Mod, PythonMod  # noqa: E402
+from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 import costgraph as cg  # noqa: E402
 from costgraph.algebra.polynomial import poly  # noqa: E402
+from costgraph.torch import trace  # noqa: E402
 from costgraph.torch.tracing.shapes import Shapes, hints  # noqa: E402
 from costgraph.torch.tracing.sizes import Translator  # noqa: E402
 from costgraph.torch.tracing.stand_ins import STAND_INS  # noqa: E402
@@ -46,6 +48,55 @@ def test_a_size_that_depends_on_data():
     with pytest.raises(cg.UnsupportedError, match="size u0: it depends on the values of tensors, expected one that"):
         Translator({s: "S"}).formula(2 * u)
     assert Translator({s: "S"}, symbols=True).formula(2 * u).expr == 2 * cg.dims("u0")
+
+
+@pytest.mark.parametrize("pad", [lambda n: (8 - n % 8) % 8, lambda n: -n % 8], ids=["twice", "negative"])
+def test_what_fills_up_whole_blocks_is_made_of_a_symbol_for_their_number(pad):
+    shapes = Shapes()
+    S = shapes.named("S", 21)
+    at = Translator(shapes.names, wholes=shapes.wholes)
+    blocks = (S + pad(S)) // 8
+    assert blocks.node.expr in shapes.wholes
+    assert at.size(blocks) == at.formula(CeilDiv(S.node.expr, 8))
+    for n in (1, 7, 8, 9, 16, 40, 41):
+        assert at.size(pad(S)).bind({"S": poly(n)}).constant == pad(n)
+    # of one block, and as many as another size, nothing general can be asked
+    few = Shapes()
+    assert all(pad(few.named(n, size)).node.expr.has(Mod, PythonMod) for n, size in (("S", 5), ("T", 37)))
+
+
+class Blocks(torch.nn.Module):
+    """Positions that are filled up to blocks of 4, and mixed in each; more where there are any left."""
+
+    def __init__(self, asks):
+        super().__init__()
+        self.mix, self.asks = torch.nn.Linear(4, 4), asks
+
+    def forward(self, x):
+        pad = -x.shape[1] % 4
+        filled = torch.nn.functional.pad(x, (0, 0, 0, pad))
+        blocks = filled.reshape(x.shape[0], filled.shape[1] // 4, 4, x.shape[2]).transpose(2, 3)
+        mixed = self.mix(blocks).transpose(2, 3).reshape(x.shape[0], -1, x.shape[2])
+        return mixed[:, : x.shape[1]].tanh() if self.asks and pad > 0 else mixed[:, : x.shape[1]]
+
+
+@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize("size", [3, 5, 13, 29])
+def test_programs_that_fill_up_cost_what_runs_at_other_sizes_cost(size, asks):
+    module = Blocks(asks)
+    g = trace(module, torch.zeros(2, size, 5), dims=[("B", "S", None)])
+    taken = 0
+    for n in (3, 5, 7, 12, 13, 31, 32):
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            module(torch.zeros(3, n, 5))
+        try:
+            found = cg.matmul_flops(g, B=3, S=n)
+        except cg.BindingError:
+            assert (n % 4 == 0 and asks) or (n <= 4) != (size <= 4)  # it goes another way there
+            continue
+        assert found == counter.get_total_flops()
+        taken += 1
+    assert taken >= (1 if size == 3 else 4)
 
 
 def test_hints_are_larger_than_one_and_all_different():

@@ -97,7 +97,7 @@ class Loops:
         """Whether a number of turns is that of named sizes, which are no numbers here."""
         if not self.on or not isinstance(count, torch.SymInt) or self.shapes.fixed:
             return False
-        free = self.shapes.replace(count.node.expr).free_symbols
+        free = self.shapes.plain(count.node.expr).free_symbols
         return bool(free) and free <= self.shapes.names.keys()
 
     def turns(self, count: torch.SymInt) -> Iterator[int]:
@@ -125,7 +125,7 @@ class Loops:
     def _played(self, count: torch.SymInt, wanted: int | None = None) -> int:
         """Return how many turns are run; ResizeError with the size where other ones are wanted."""
         now = self.shapes.backed_var_to_val
-        expr = self.shapes.replace(count.node.expr)
+        expr = self.shapes.plain(count.node.expr)
 
         def at(symbol: sympy.Symbol, size: int) -> int:
             return int(expr.xreplace({**now, symbol: sympy.Integer(size)}))
@@ -243,7 +243,7 @@ class Loops:
             if self.is_open(length):
                 return _Range(self, start, step, length)
         for n in args:
-            expr = self.shapes.replace(n.node.expr) if isinstance(n, torch.SymInt) else sympy.Integer(0)
+            expr = self.shapes.plain(n.node.expr) if isinstance(n, torch.SymInt) else sympy.Integer(0)
             if expr.free_symbols and expr.free_symbols <= self.shapes.names.keys():
                 self.shapes.fix(expr)  # the program is the one that asks
         return _numbers(*args)

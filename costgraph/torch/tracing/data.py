@@ -133,7 +133,7 @@ class Data:
         known: dict[int, Any] = {}
 
         def number(size: Any) -> Any:
-            free = self.shapes.replace(size).xreplace(dict(sizes))
+            free = self.shapes.plain(size).xreplace(dict(sizes))
             return int(free) if free.is_integer else bool(free) if free.is_Boolean else float(free)
 
         def made(v: _Value) -> Any:
@@ -226,7 +226,7 @@ def _sizes(value: _Value, shapes: Shapes) -> set[sympy.Symbol]:
         elif isinstance(v, dict):
             left += v.values()
         elif isinstance(v, sympy.Basic):
-            out |= shapes.replace(v).free_symbols
+            out |= shapes.plain(v).free_symbols
     return out & shapes.names.keys()
 
 

@@ -27,6 +27,10 @@ class Node(SymNode):
             known[num] = remembering(super().wrap_int(num))
         return known[num]
 
+    def neg(self) -> SymNode:
+        """Return a size with the other sign."""
+        return remembering(super().neg())
+
     def statically_known_true(self, file: str, line: int) -> bool:
         """Whether it holds of all sizes: none is above the end of a slice `:`, which is no call then, as in any run."""
         if isinstance(self.expr, sympy.Le) and self.expr.rhs == sys.maxsize:
@@ -51,13 +55,15 @@ def _remembered(name: str) -> Callable[[Node, Any], Any]:
     plain = getattr(SymNode, name)
 
     def operation(self: Node, other: Any) -> Any:
-        if not isinstance(other, SymNode) or self.shape_env is None:
+        shapes: Any = self.shape_env  # the tracer's own
+        if not isinstance(other, SymNode) or shapes is None:
             return plain(self, other)
         # an expression of numbers alone does not say of which type they are
         key = (name, self._expr, self.pytype, other._expr, other.pytype)
         known = _known(self)
         if key not in known:
-            known[key] = remembering(plain(self, other))
+            made = remembering(plain(self, other))
+            known[key] = shapes.padding(made) if name == "mod" else made
         return known[key]
 
     return operation

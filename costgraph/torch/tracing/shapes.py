@@ -47,7 +47,7 @@ class Shapes(ShapeEnv):
         self.given, self.fixed = given, fixed
         self.names: dict[sympy.Symbol, str] = {}
         """Names of torch's symbols."""
-        self.equal: list[tuple[str, sympy.Expr]] = []
+        self.equal: list[tuple[sympy.Symbol, sympy.Expr]] = []
         """Dimensions that the program needs to be equal to something else."""
         self.asked: dict[sympy.Basic, str] = {}
         """What holds of the sizes where the program asked, and its line; what torch asked itself is in `guards`."""
@@ -57,6 +57,8 @@ class Shapes(ShapeEnv):
         """Where a program is: the lines of loops over sizes, one of them past its first turn, and the turn of each."""
         self.late: dict[sympy.Basic, tuple[str, set[tuple[tuple[str, int], ...]]]] = {}
         """What holds of the sizes where a later turn asked: its line, or that of torch, and the turns that did."""
+        self.wholes: dict[sympy.Symbol, sympy.Expr] = {}
+        """Symbols for numbers of whole blocks, and what they are of sizes."""
         self.known_nodes: dict[Any, Any] = {}
         """What operations on sizes made, by the operation and its operands."""
         self._answers: dict[Any, sympy.Basic] = {}
@@ -81,12 +83,39 @@ class Shapes(ShapeEnv):
     def _create_fx_call_function(self, op: Callable[..., Any], args: tuple[Any, ...]) -> tuple[None, bool]:
         return None, False  # what torch's own returns unless it is debugged; each operation on a size asks for it
 
+    def padding(self, node: Any) -> Any:
+        """Return what fills a size up to whole blocks with a symbol for their number.
+
+        What is made of a size that was filled up, `(c - S % c) % c` or `-S % c`, would be remainders of remainders in
+        all that follows, which torch's algebra takes apart for each question anew.
+        """
+        filled = _filled(node.expr)
+        if filled is None or not filled[0].free_symbols <= self.backed_var_to_val.keys():
+            return node
+        size, block = filled
+        count = -functions.FloorDiv(-size, block)
+        known = next((s for s, other in self.wholes.items() if other == count), None)
+        if known is None:
+            number = int(self.plain(count).xreplace(self.backed_var_to_val))
+            if number < 2 or number in self.backed_var_to_val.values():  # as `hints` has it
+                return node
+            known = self.create_symbol(
+                number, ConstantSource(f"blocks of {size}"), DimDynamic.DYNAMIC, do_not_specialize_zero_one=True
+            )
+            self.wholes[known] = count
+        return self.create_symintnode(block * known - size, hint=node.hint).node
+
+    def plain(self, expr: sympy.Basic) -> sympy.Basic:
+        """Return something in symbols of named sizes."""
+        known = self.replace(expr)
+        return self.plain(known.xreplace(self.wholes)) if known.free_symbols & self.wholes.keys() else known
+
     def evaluate_expr(self, orig_expr: sympy.Basic, *args: Any, **kwargs: Any) -> sympy.Basic:
         """Answer a question about sizes; what was asked before has its guard already."""
         silent = self._suppress_guards_tls()
         key = (orig_expr, args[2:], tuple(kwargs.items()), silent)
         if key not in self._answers:
-            known = self.replace(orig_expr)
+            known = self.plain(orig_expr)
             number = not isinstance(known, sympy.logic.boolalg.Boolean)
             named = known.free_symbols and known.free_symbols <= self.names.keys()
             if number and not silent and named and (_asked_by_program() or not self._is_shared(known)):
@@ -104,7 +133,7 @@ class Shapes(ShapeEnv):
                 self.exact |= _without_remainder(known if self._answers[key] else sympy.Not(known))
         answer = self._answers[key]
         if answer in (sympy.true, sympy.false) and not silent and (self.turn or _asked_by_program()):
-            known = self.replace(orig_expr)
+            known = self.plain(orig_expr)
             if known.free_symbols and known.free_symbols <= self.names.keys():
                 self._note(known if answer else sympy.Not(known))
         return answer
@@ -154,13 +183,23 @@ class Shapes(ShapeEnv):
         return sympy.true if found else sympy.false
 
     def _set_replacement(self, a: sympy.Symbol, tgt: sympy.Expr, msg: str) -> None:
-        if a in self.names:
-            if tgt.is_number and msg != "given":
-                self.fix(a)
-                return
-            if self.replacements.get(a) != tgt:
-                self.equal.append((self.names[a], tgt))
+        if a in self.names and tgt.is_number and msg != "given":
+            self.fix(a)
+            return
+        if a in (self.names.keys() | self.wholes.keys()) and self.replacements.get(a) != tgt:
+            self.equal.append((a, tgt))
         super()._set_replacement(a, tgt, msg)
+
+
+def _filled(expr: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr] | None:
+    """Return size and block where something is what fills one up to whole ones of the other."""
+    if not isinstance(expr, REMAINDERS) or not expr.args[1].is_Integer:
+        return None
+    over, block = expr.args
+    left = block - over
+    if isinstance(left, REMAINDERS) and left.args[1] == block:
+        return left.args[0], block
+    return (-over, block) if over.could_extract_minus_sign() else None
 
 
 def _without_remainder(known: sympy.Basic) -> set[sympy.Expr]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from fractions import Fraction
 from functools import reduce
+from types import MappingProxyType
 from typing import Any
 
 import sympy
@@ -24,15 +25,20 @@ __all__ = ["Translator", "holds", "remainder"]
 class Translator:
     """Turns torch's integers into sizes; each expression is looked at once.
 
-    `names` are those of the dimensions that torch's symbols stand for, `exact` whole parts of quotients that have no
-    remainder, which are known to be assumed. `symbols` says whether a size that depends on data is a dimension of
-    torch's name for it, such as `u0`; it is an error else.
+    `names` are those of the dimensions that torch's symbols stand for, `wholes` what its others are made of, `exact`
+    whole parts of quotients that have no remainder, which are known to be assumed. `symbols` says whether a size that
+    depends on data is a dimension of torch's name for it, such as `u0`; it is an error else.
     """
 
     def __init__(
-        self, names: dict[sympy.Symbol, str], exact: Collection[sympy.Expr] = (), *, symbols: bool = False
+        self,
+        names: dict[sympy.Symbol, str],
+        exact: Collection[sympy.Expr] = (),
+        *,
+        wholes: Mapping[sympy.Symbol, sympy.Expr] = MappingProxyType({}),
+        symbols: bool = False,
     ) -> None:
-        self.names = names
+        self.names, self.wholes = names, wholes
         self.exact = exact
         self.symbols = symbols
         self._known: dict[Any, Poly] = {}
@@ -61,6 +67,8 @@ class Translator:
             return poly(int(expr))
         if expr.is_Rational or expr.is_Float:
             return poly(Fraction(float(expr)) if expr.is_Float else Fraction(int(expr.p), int(expr.q)))
+        if expr in self.wholes:
+            return self.formula(self.wholes[expr])
         if expr.is_Symbol:
             if expr not in self.names and self.symbols:
                 self.names[expr] = expr.name

@@ -225,7 +225,7 @@ def _watched(
 ) -> tuple[Shapes, Run]:
     """Run a module while what it does is recorded, as it is or in another number format."""
     shapes = Shapes(given.sizes(), fixed=fixed == "given")
-    translator = Translator(shapes.names, exact, symbols=unknown == "symbol")
+    translator = Translator(shapes.names, exact, wholes=shapes.wholes, symbols=unknown == "symbol")
     data, device = Data(shapes), "cpu" if target is None else "cuda"
     turns = Loops(shapes, raised)
     recorder = Recorder(Values(translator), Scopes(module), data, turns, symbols=unknown == "symbol", device=device)
