@@ -268,3 +268,30 @@ def test_what_layers_exchange_is_kept_for_the_backward_pass():
     sent = cg.communication(rank).filter(collective="all_to_all")
     assert [(m.phase, m.times) for m in sent] == [("forward", L)] * 2 + [("backward", L)] * 2
     testing.check_sharded(step, rank, D=3, F=5, P=2, L=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "degrees"),
+    [("llama-3-8b", {"tp": 2}), *(("mixtral-8x7b", d) for d in ({"tp": 2}, {"ep": 2}, {"dp": 2, "ep": 2, "tp": 2}))],
+    ids=str,
+)
+def test_weights_that_are_quantized_first_lie_as_those_that_are_split_first(name, degrees):
+    graph, sizes = cg.decode(models.load(name)), {"B": 12, "S": 26, "L": 3}
+    for how in ({"weights": "int4", "group": 128, "zero": True}, {"weights": "int8"}):
+        rank = cg.parallelize(cg.quantize(graph, **how), **degrees, strict=True)
+        other = cg.quantize(cg.parallelize(graph, **degrees), **how)
+        assert cg.flops(rank, **sizes) == cg.flops(other, **sizes)
+        assert cg.param_bytes(rank) == cg.param_bytes(other)
+        sent = ([(m.collective, m.axis, m.bytes, m.times) for m in cg.communication(r, **sizes)] for r in (rank, other))
+        assert next(sent) == next(sent)
+        # where the rows of 8 experts end lies in int32 once more: each rank's own, and what it has from others
+        assert cg.peak_memory(rank, **sizes) - cg.peak_memory(other, **sizes) in (0, 8 * 4)
+
+
+def test_experts_with_scales_of_groups_leave_the_same_numbers():
+    narrow = cg.quantize(models.load("mixtral-8x7b"), "int4", group=2, zero=True)
+    sizes = {"D": 4, "H": 2, "G": 2, "K": 2, "Fe": 4, "E": 4, "k": 2, "V": 6, "B": 4, "S": 3, "L": 2}
+    testing.check_sharded(narrow, cg.parallelize(narrow, dp=2, ep=2, tp=2, strict=True), **sizes)
+    with cg.Graph("one", dtype="bf16") as g:
+        g.output(cg.nn.moe(g.input("x", (B, D)), 3, 2, F))
+    testing.check(cg.quantize(g, "int4", group=2, zero=True), B=3, D=4, F=2)

@@ -16,7 +16,7 @@ from ..dtypes import DType, promote
 from ..dtypes import dtype as find_dtype
 from ..errors import GraphError, ShapeError
 from ..graph.arguments import need_choice, need_flag, need_tensor, positive
-from ..graph.facts import Flag, Limit, Room, Size, is_amount, one_of, optional
+from ..graph.facts import Flag, Index, Limit, Room, Size, is_amount, one_of, optional
 from ..graph.graph import apply
 from ..graph.op import Flops, Op, OpKind, Result
 from ..graph.placement import Split
@@ -139,7 +139,13 @@ class Grouped(OpKind):
     """Experts that a token chooses; of those of one rank in the mean."""
     dtype: Annotated[DType | None, optional("a number format", lambda v: isinstance(v, DType))] = None
     """Number format of the result, None for the common one."""
-    flops, writes = _products, rules.all_results
+    unpacked: Index = 0
+    """Operations on each element of the weights that it reads, such as a product with the scale of a group."""
+    writes = rules.all_results
+
+    def flops(self, op: Op) -> Flops:
+        """Count 2 for each row and element of its expert's matrix, and what weights take that are stored packed."""
+        return _products(self, op) + Flops(pointwise=self.unpacked * self.reads(op)[1])
 
     def infer(self, operands: Sequence[Tensor]) -> Sequence[Result]:
         """One row for each row."""

@@ -140,6 +140,7 @@ def _grouped(at: At[Grouped]) -> None:
                 at.tally.full += 2
             at.write(total, row, f)
     routing, seen = at.kind.routing, len(set(owners) - {None})
+    read: Fraction | int = experts if routing == "capacity" else seen
     if routing == "capacity":
         for index in product(range(experts), range(inner), range(outer)):
             at.read(1, *index)
@@ -147,10 +148,11 @@ def _grouped(at: At[Grouped]) -> None:
         at.repeats = at.repeats or seen != min(experts, rows)
     else:
         chosen = at.of(at.kind.chosen)
-        mean = _mean_touched(experts, chosen, Fraction(rows, chosen))
+        read = _mean_touched(experts, chosen, Fraction(rows, chosen))
         sizes = [b.element * b.array.size for b in (at.operands[0].buffer, at.operands[2].buffer)]
-        at.stated["reads"] = sum(sizes) + mean * inner * outer * at.operands[1].buffer.element
+        at.stated["reads"] = sum(sizes) + read * inner * outer * at.operands[1].buffer.element
         at.repeats = True  # how many experts are read is a mean, whatever came
+    at.tally.pointwise += at.kind.unpacked * inner * outer * read
 
 
 def _mean_touched(experts: int, chosen: int, tokens: Fraction) -> Fraction:

@@ -36,7 +36,7 @@ from ..backward.walk import is_view_op, scoped
 from ..rewrite import Rewriter
 from .mixed import mixed
 from .narrow import Narrow, activations_format, cache_format, mixture_of, need_common, weights_format
-from .scales import added_up, divided, groups, rounded, row_scaled, unpacked, widened
+from .scales import added_up, divided, groups, packing, rounded, row_scaled, unpacked, widened
 from .uses import Use, caches_of, left_out, summed_axes, weights_of
 
 __all__ = ["quantize"]
@@ -371,7 +371,10 @@ class _Quantizer(Rewriter):
         place, wide, own = self.uses[op].operand, op.results[0].dtype, self.formats.product
         packed: Tensor = self.tensors[op.operands[place]]
         weights, activations = packed.dtype, self.formats.activations
-        w = unpacked(op, packed, wide if own is None else self.formats.operand(weights), scaled=own is None)
+        if isinstance(kind, Grouped):  # unpacks the weights of those experts alone that rows go to
+            kind, w = replace(kind, unpacked=sum(packing(weights, scaled=own is None))), packed
+        else:
+            w = unpacked(packed, wide if own is None else self.formats.operand(weights), scaled=own is None)
         x = x if own is None else cast(x, self.formats.operand(x.dtype))
         operands = [self.tensors[t] for t in op.operands]
         operands[place], operands[1 - place] = w, x

@@ -14,13 +14,11 @@ from ...graph.tensor import Tensor
 from ...notation.pattern import Pattern
 from ...ops.blocks import kernel
 from ...ops.contraction import Einsum
-from ...ops.grouped import Grouped
 from ...ops.layout import expand, rearrange
 from ...ops.pointwise import cast, pointwise
 from ...ops.reduce import reduce
-from ...ops.stated import opaque
 
-__all__ = ["added_up", "divided", "groups", "rounded", "row_scaled", "unpacked", "widened"]
+__all__ = ["added_up", "divided", "groups", "packing", "rounded", "row_scaled", "unpacked", "widened"]
 
 
 def divided(op: Op, pattern: Pattern, place: int) -> tuple[list[int], tuple[int, ...]]:
@@ -37,19 +35,14 @@ def divided(op: Op, pattern: Pattern, place: int) -> tuple[list[int], tuple[int,
     return outer, summed
 
 
-def unpacked(op: Op, w: Tensor, wanted: DType, *, scaled: bool) -> Tensor:
+def packing(stored: DType, *, scaled: bool) -> tuple[bool, bool]:
+    """Return whether a weight has zero points and scales of groups; those of a block format are part of conversion."""
+    return bool(stored.element) and len(stored.scale) > 1, scaled and bool(stored.element and stored.block)
+
+
+def unpacked(w: Tensor, wanted: DType, *, scaled: bool) -> Tensor:
     """Widen a weight inside a kernel and apply what is stored beside it: zero points, and the scales of groups."""
-    stored = w.dtype
-    # the scales of a block format are part of its conversion
-    zero, scaled = bool(stored.element) and len(stored.scale) > 1, scaled and bool(stored.element and stored.block)
-    if isinstance(op.kind, Grouped):  # of those experts alone that rows go to
-        if not zero and not scaled:
-            return w
-        count = op.kind.reads(op)[1]
-        made: Tensor = opaque(
-            "widen", [w], (w.sizes, wanted), flops=count * (zero + scaled), reads=[count * w.element_bytes()]
-        )
-        return made
+    zero, scaled = packing(w.dtype, scaled=scaled)
     w = cast(w, wanted, name="widen")
     if zero:
         w = pointwise("sub", w, 0, dtype=wanted, name="zero_point")

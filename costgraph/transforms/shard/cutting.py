@@ -134,7 +134,9 @@ class Cutting(Routed):
             at = at.without(self.stated.gathered & at.axes, self.mesh)
         shared = all(self.mesh.beside(axis) & at.axes for axis in at.pending)
         assert isinstance(op.kind, Kernel)
-        if at.pending and not (shared and passes(op.kind.body, op.kind.body.formals[i])):
+        # ops inside know what integers of one rank are: where its rows end is a part of a sum, and no sum is asked for
+        reduced = at.pending and t not in self.rows.own
+        if reduced and not (shared and passes(op.kind.body, op.kind.body.formals[i])):
             like = next(
                 (
                     self.at[self.tensors[o]]

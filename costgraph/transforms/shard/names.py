@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 
 from ...graph.graph import Graph
+from ...graph.tensor import Tensor
+from ...ops.moves import Rearrange
 
 __all__ = ["SUMMED", "TENSOR", "axes_of", "placed_by_name"]
 
@@ -106,7 +108,17 @@ def placed_by_name(graph: Graph) -> Iterator[tuple[str, str]]:
         if any(found in ends and layer + fused in names for fused, ends in _BESIDE.items()):
             continue
         if len(axes_of(TENSOR[found])) == t.ndim - t.storage.pieces:
-            yield t.name, TENSOR[found]
+            yield t.name, _as_stored(t, TENSOR[found])
+
+
+def _as_stored(t: Tensor, text: str) -> str:
+    """Return a placement in the order of axes in which `quantize` stores a weight, which readers have as it was."""
+    readers = list(t.graph.successors(t))
+    kind = readers[0].kind if [op.name for op in readers] == [f"{t.name}.order"] else None
+    if not isinstance(kind, Rearrange):
+        return text
+    words = dict(zip(kind.order, axes_of(text), strict=True))
+    return " ".join(words[i] for i in range(len(words)))
 
 
 def axes_of(text: str) -> list[str]:
