@@ -15,7 +15,7 @@ from ..graph.tensor import Tensor
 from ..ops.blocks import Kernel
 from ..ops.pointwise import Pointwise
 from .fusion.groups import base_of, grouped
-from .fusion.spaces import is_view
+from .fusion.spaces import casts_alone, is_view
 from .rewrite import Rewriter
 
 __all__ = ["fuse"]
@@ -102,7 +102,8 @@ class _Joiner(Rewriter):
                 self.member(op, group, body)
         body.outputs += [self.tensors[t] for t in read]
         strides = () if self.dense else tuple(None if t.is_contiguous else t.strides for t in read)
-        kind = Kernel(body=body, workspace=total(op.workspace for op in group), strides=strides if any(strides) else ())
+        space = total(op.workspace for op in group if not casts_alone(op))
+        kind = Kernel(body=body, workspace=space, strides=strides if any(strides) else ())
         made = new.add_op(kind, body.captured, name, group[0].phase)
         made.scope, body.owner = scope, made
         self.tensors |= zip(read, made.results, strict=True)

@@ -241,13 +241,15 @@ def rows() -> list[tuple[str, str, int]]:
 _PAGE = """# Workspace of torch's kernels on a CPU
 
 Bytes that a kernel takes while it runs, beside its operands and results: no tensor shows them. A traced graph has
-[some](aten_ops.md) of them: copies of strided operands, and those of an LSTM. Measured,
+[some](aten_ops.md) of them: copies of strided operands, what is cast before an elementwise op or a sum, and those of an
+LSTM. Measured,
 each op by itself, by `python tests/with_torch/workspaces.py` on {date}:
 torch {torch} on {machine} with {capability}, one thread (some kernels take as much for each thread). What libraries
 allocate without torch's allocator is not seen.
 
-An elementwise op of two number formats converts an operand into a temporary one on a CPU (`add` below), and a copy of
-a transposed matrix goes through a block of 60 x 60 elements (`clone`); on a GPU neither is there.
+An elementwise op of two number formats converts an operand into a temporary one on a CPU (`add` below), as a mean of
+bf16 does, which a trace does not have; a copy of a transposed matrix goes through a block of 60 x 60 elements
+(`clone`); on a GPU none of them is there.
 
 | op | operands | bytes |
 |---|---|---|

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+from ...algebra.polynomial import Poly, total
 from ...graph.changes import modify
 from ...graph.graph import Graph, current_graph
 from ...graph.op import Op
@@ -12,6 +13,7 @@ from ...graph.scopes import building
 from ...graph.tensor import Tensor
 from ...ops.blocks import Kernel, kernel
 from ...ops.moves import Rearrange
+from ...ops.pointwise import Pointwise
 from ..rewrite import Rewriter
 from ..vjp.kernels import INSIDE, KERNELS, Inside
 from ..vjp.table import Pull, rule_of
@@ -169,9 +171,23 @@ def pull_kernel(walk: Walk, op: Op, grads: Grads, needs: Sequence[bool]) -> Grad
     owner = body.owner
     assert owner is not None
     owner.scope = op.scope
+    if op.kind.workspace:
+        owner.state(workspace=_casts(body))
     if not owner.results:  # every gradient is one that came in
         owner.graph.remove_node(owner)
     return out
+
+
+def _casts(body: Graph) -> Poly:
+    """Return the bytes of what a kernel that casts its operands first casts again on the way back."""
+    formats = [
+        (t, op.results[0].dtype)
+        for op in body.ops
+        if isinstance(op.kind, Pointwise) and op.kind.function.name not in ("cast", "where", "masked_fill")
+        for t in op.operands
+        if t in body.formals and t.sizes
+    ]
+    return total(t.numel * made.bytes for t, made in formats if made.kind != "bool" and t.dtype != made)
 
 
 def _handed_out(body: Graph, grad: Tensor) -> Tensor:

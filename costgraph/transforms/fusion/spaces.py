@@ -20,7 +20,7 @@ from ...ops.pooling import Pool
 from ...ops.reduce import Reduce
 from ...ops.stochastic import Dropout
 
-__all__ = ["Space", "in_order", "is_view", "joined", "leading", "space_of"]
+__all__ = ["Space", "casts_alone", "in_order", "is_view", "joined", "leading", "space_of"]
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def space_of(op: Op) -> Space | None:
     kind = op.kind
     if _is_spot(op):
         return Space(op.results[0].numel)
-    if op.workspace or (kind.overwrites() and not isinstance(kind, Pointwise)):
+    if (op.workspace and not casts_alone(op)) or (kind.overwrites() and not isinstance(kind, Pointwise)):
         return None
     if isinstance(kind, Reduce):
         return _space_of_reduction(op.operands[0], op.results[0].numel, kind.pattern)
@@ -52,6 +52,11 @@ def space_of(op: Op) -> Space | None:
     if isinstance(kind, Einsum):
         return Space(op.results[0].numel, product=kind.summed)
     return Space(op.results[0].numel) if isinstance(kind, Pointwise | Dropout | Pool | Rearrange) else None
+
+
+def casts_alone(op: Op) -> bool:
+    """Whether the workspace of an op is what it casts first, which a kernel of a compiler does on the way."""
+    return op.body is not None and len(op.body.ops) == 1 and isinstance(op.body.ops[0].kind, Pointwise | Reduce)
 
 
 def _is_spot(op: Op) -> bool:

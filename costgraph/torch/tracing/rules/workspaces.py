@@ -1,4 +1,4 @@
-"""Memory that torch's kernels take on a CPU beside operands and results: dense copies of operands that lie otherwise.
+"""Memory that torch's kernels take on a CPU beside operands and results: copies, dense ones or in another format.
 
 Each entry was held against the allocator, with operands that are dense, transposed, expanded and sliced. What libraries
 take for products and convolutions is measured in docs/workspaces.md, and not here.
@@ -6,7 +6,12 @@ take for products and convolutions is measured in docs/workspaces.md, and not he
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import reduce
+
 from ....algebra.polynomial import ONE, ZERO, Poly, total
+from ....dtypes import DType, promote
+from ....dtypes import dtype as find_dtype
 from ..call import Call, Spec
 from .amounts import contiguous_copy, size
 
@@ -37,8 +42,18 @@ _DENSE_OR_CHANNELS_LAST: dict[str, tuple[str, ...]] = {
 }
 #: Factors of products: those that a library cannot take as they lie, in whole or a matrix at a time.
 _FACTORS = {"mm": ("self", "mat2"), "addmm": ("mat1", "mat2"), "bmm": ("self", "mat2"), "baddbmm": ("batch1", "batch2")}
-#: Arithmetic before which a CPU's kernels cast real operands to the complex numbers that they meet.
-_CAST = frozenset({"add", "div", "mul", "rsub", "sub"})
+#: Elementwise ops of operands in several formats, or of whole numbers with other results: a CPU casts them first.
+_PROMOTED = frozenset((
+    "acos", "acosh", "add", "asin", "asinh", "atan", "atan2", "atanh", "clamp", "clamp_max", "clamp_min",
+    "copysign", "cos", "cosh", "div", "eq", "erf", "erfc", "exp", "exp2", "expm1", "floor_divide", "fmax", "fmin",
+    "fmod", "ge", "gt", "hypot", "le", "lgamma", "log", "log10", "log1p", "log2", "logaddexp", "logical_and",
+    "logical_or", "logical_xor", "lt", "maximum", "minimum", "mul", "ne", "pow", "reciprocal", "remainder", "rsqrt",
+    "rsub", "sigmoid", "sin", "sinc", "sinh", "sqrt", "sub", "tan", "tanh", "where", "xlogy",
+))  # fmt: skip
+#: Arguments of elementwise ops that no kernel casts: they say where.
+_WHERE = frozenset({"condition", "mask"})
+#: Reductions whose operand a CPU casts to the format of the result first.
+_SUMS = frozenset({"sum", "cumsum", "cumprod", "prod", "mean"})
 #: Temporaries of the size of an operand.
 _WHOLE = {"logsumexp": "self", "native_batch_norm_backward": "input"}
 
@@ -55,8 +70,8 @@ def workspace_of(call: Call) -> Poly:
         ZERO if _channels_last(call[a]) else contiguous_copy(call[a]) for a in _DENSE_OR_CHANNELS_LAST.get(name, ())
     ]
     copies += [_factor(call[a]) for a in _FACTORS.get(name, ())]
-    if name in _CAST and call.device == "cpu" and call.out.dtype.kind == "complex":
-        copies += [t.numel * call.out.dtype.bytes for t in call.operands if t.sizes and t.dtype.kind != "complex"]
+    if call.device == "cpu":
+        copies.append(_casts(call))
     if call.device != "cpu" and name in _OF_A_CPU:
         return total(copies)
     if name in _WHOLE:
@@ -86,6 +101,27 @@ def neighbours(call: Call, taps: int) -> Poly:
 def overlapping(call: Call) -> bool:
     """Whether windows have anything in common: a CPU's kernels make a result as large as the operand first."""
     return any(size(k) != s and size(k) != ONE for k, s in zip(call["kernel_size"], call["stride"], strict=True))
+
+
+def _casts(call: Call) -> Poly:
+    """Return the bytes of operands of several formats in the one that a CPU's kernel computes in."""
+    if call.name in _SUMS:
+        dtype, operands = call.out.dtype, [call["self"]]
+    elif call.name in _PROMOTED:
+        operands = [t for k, t in call.arguments.items() if isinstance(t, Spec) and k not in _WHERE and t.sizes]
+        dtype = _common(call, operands)
+    else:
+        return ZERO
+    return total(t.numel * dtype.bytes for t in operands if t.dtype != dtype)
+
+
+def _common(call: Call, operands: Sequence[Spec]) -> DType:
+    """Return the format that an elementwise op computes in."""
+    if not operands or (call.out.dtype.kind != "bool" and not call.inplace):
+        return call.out.dtype
+    found = reduce(promote, (t.dtype for t in operands))
+    floats = any(isinstance(v, float) for v in call.arguments.values())
+    return found if found.kind in ("float", "complex") or not floats else find_dtype("fp32")
 
 
 def _whole(call: Call, operand: Spec) -> Poly:

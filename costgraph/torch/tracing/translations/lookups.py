@@ -8,11 +8,12 @@ from ....algebra.polynomial import ONE, poly
 from ....graph.graph import apply
 from ....graph.tensor import Tensor
 from ....ops.blocks import fused
-from ....ops.fill import fill
+from ....ops.fill import assign, fill
 from ....ops.grouped import TopK
 from ....ops.index import Gather, Scatter, scatter, take_along
 from ....ops.layout import broadcast, permute, reshape
 from ....ops.ordering import Sort
+from ....ops.pointwise import pointwise
 from ..call import Call
 from ..rules.amounts import is_number
 from .table import translation
@@ -148,8 +149,12 @@ def ordered(call: Call) -> Sequence[Tensor] | None:
 
 @translation("index_put", "_index_put_impl")
 def put(call: Call) -> Tensor | None:
-    """What tensors of integers name added to, or written over."""
-    target, values = call["self"], call["values"]
+    """What tensors of integers name added to, or written over; what a mask names has one value, as `masked_fill`."""
+    target, values, (first, *others) = call["self"], call["values"], call["indices"]
+    if not call["accumulate"] and first is not None and first.dtype.kind == "bool" and not (values.ndim or any(others)):
+        mask = reshape(first, (*first.sizes, *(ONE for _ in target.sizes[first.ndim :])))
+        made = pointwise("where", mask, values, target)
+        return assign(target, made) if call.inplace else made
     found = _places(target, call["indices"])
     if found is None or values.dtype != target.dtype:
         return None
