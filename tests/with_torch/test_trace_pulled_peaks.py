@@ -70,3 +70,11 @@ def test_a_gradient_that_is_a_view_is_not_added_to_in_place(uses):
     assert (
         abs(cg.peak_memory(made) - real_peak(lambda: (net(x).backward(), net.zero_grad()), *net.parameters(), x)) < 100
     )
+
+
+@pytest.mark.parametrize("function", [lambda x, w: (x * w).amax(1), lambda x, w: (x * w).amin(0, keepdim=True)])
+def test_a_maximum_shares_its_gradient_among_what_is_as_large_before_it_is_spread(function):
+    made, seen = (
+        trace(Beside(function), torch.zeros(5, 6), dims=[("B", None)], train=train) for train in (False, True)
+    )
+    assert cg.flops(cg.backward(made)) == cg.flops(seen)

@@ -22,11 +22,10 @@ def _reduce(pull: Pull[Reduce]) -> Sequence[Tensor | None]:
     (x,), operation = op.operands, pull.kind.operation
     if g is None or not pull.needs[0] or operation in ("any", "all", "argmax", "argmin"):
         return [None]
-    spread = _spread(pull, g)
     if operation == "sum":
-        return [spread]
+        return [_spread(pull, g)]
     if operation == "mean":
-        return [pointwise("div", spread, _count(pull))]
+        return [pointwise("div", _spread(pull, g), _count(pull))]
     if operation == "prod":
         product = _spread(pull, pointwise("mul", g, pull.saved(op.results[0])))
         return [pointwise("div", product, pull.saved(x))]
@@ -34,7 +33,8 @@ def _reduce(pull: Pull[Reduce]) -> Sequence[Tensor | None]:
     ties = pointwise("eq", pull.saved(x), _spread(pull, pull.saved(op.results[0])))
     gone = _reduced(pull)
     many = reduce(ties, f"{' '.join(names)} -> {' '.join('1' if i in gone else n for i, n in enumerate(names))}", "sum")
-    return [pointwise("div", pointwise("mul", spread, ties), many, dtype=x.dtype)]
+    share = pointwise("div", expanded(g, many.sizes, _places(pull)), many)  # torch's `scale_grad_by_count`
+    return [pointwise("mul", share, ties, dtype=x.dtype)]
 
 
 def _reduced(pull: Pull[Reduce]) -> list[int]:
@@ -45,10 +45,15 @@ def _reduced(pull: Pull[Reduce]) -> list[int]:
 
 def _spread(pull: Pull[Reduce], t: Tensor) -> Tensor:
     """Return something of the shape of the result as a view of the shape of the operand."""
-    (x,), pattern = pull.op.operands, pull.kind.pattern
+    (x,) = pull.op.operands
+    return expanded(t, x.sizes, _places(pull), x)
+
+
+def _places(pull: Pull[Reduce]) -> list[int | None]:
+    """Return which axis of the result each one of the operand is, None of those that are reduced."""
+    pattern = pull.kind.pattern
     places = [a.names for a in pattern.result]
-    kept = [places.index(a.names) if a.names in places else None for a in pattern.operands[0]]
-    return expanded(t, x.sizes, kept, x)
+    return [places.index(a.names) if a.names in places else None for a in pattern.operands[0]]
 
 
 def _count(pull: Pull[Reduce]) -> Poly | int:
