@@ -127,15 +127,19 @@ def apart(one: tuple[Sizes, Sizes, Poly], other: tuple[Sizes, Sizes, Poly], know
     """
     if one[2] == other[2]:  # the first element of both: nearly always, and that nothing is proved takes long
         return False
-    axes = [
-        [(n, s) for n, s in zip(sizes, strides, strict=True) if n != ONE and s] for sizes, strides, _ in (one, other)
-    ]
+    return _apart(one[:2], other[:2], other[2] - one[2], known)
+
+
+# rows of a tensor that are written one by one are held against each other, and most lie as others do
+@cached(1 << 14)
+def _apart(one: tuple[Sizes, Sizes], other: tuple[Sizes, Sizes], ahead: Poly, known: Relations | None) -> bool:
+    """Whether two views have no element in common, of which the other's begins so many elements behind the one's."""
+    axes = [[(n, s) for n, s in zip(*view, strict=True) if n != ONE and s] for view in (one, other)]
     steps = {s for own in axes for _, s in own}
     for step in (None, *steps):
         inner = [[(n, s) for n, s in own if step is None or not is_integral(s / step)] for own in axes]
         reach = [sum(((n - 1) * s for n, s in own), start=ZERO) for own in inner]
-        for first, second in ((0, 1), (1, 0)):
-            behind = (one, other)[second][2] - (one, other)[first][2]
+        for first, second, behind in ((0, 1, ahead), (1, 0, -ahead)):
             rooms = [behind - reach[first] - 1]
             if step is not None:
                 rooms.append(step - behind - reach[second] - 1)
