@@ -41,9 +41,9 @@ def seed() -> int | None:
 
 
 def drawing(n: int) -> settings:
-    """Settings for drawn graphs: a plain run draws the same ones each time, a larger budget new ones."""
+    """Settings for drawn graphs: a plain run draws half of `n`, the same ones each time, a larger budget new ones."""
     return settings(
-        max_examples=examples(n),
+        max_examples=examples(n) if multiplier() > 1 else -(-n // 2),
         deadline=None,  # an interpreter is slow, and a machine may be busy
         derandomize=multiplier() == 1,
         database=None,

@@ -2,6 +2,7 @@
 
 import pytest
 import sympy
+from budget import in_part
 
 import costgraph as cg
 from costgraph import models, testing
@@ -103,7 +104,7 @@ def test_gradients_in_buffers_of_their_own_lie_as_what_they_are_of(stage):
     testing.check_sharded(whole, rank, B=2, S=4, D=8, H=4, G=2, K=2, F=8, L=2, V=8)
 
 
-@pytest.mark.parametrize("stage", [0, 3, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2))])
+@pytest.mark.parametrize("stage", in_part([3, 0, 1, 2], 0, 4))
 def test_gradients_of_micro_batches_are_reduced_once(stage):
     whole = step("llama-2-13b", cg.AdamW(), precision="bf16-master", accumulate=3)
     each, once = (
@@ -129,7 +130,7 @@ def test_parts_of_sums_are_reduced_in_the_format_that_they_are_added_up_in():
         cg.shard(whole, cg.mesh(dp=2), split, gather=policy, reduce_each=False)
 
 
-@pytest.mark.parametrize("count", [2, "N"])
+@pytest.mark.parametrize("count", in_part([2, "N"], 0))
 def test_the_last_micro_batch_reduces_by_unit_what_all_have_added_up(count):
     """HSDP in mixed precision: gathered in bf16, added up and reduced in fp32, a scatter and an all-reduce a unit."""
     times, n = (count, {}) if count == 2 else (cg.dims(count), {count: 3})

@@ -52,8 +52,8 @@ def model(name):
     )  # fmt: skip
 
 
-#: Every other one is asked each time.
-GROUPS = [pytest.param(g, marks=pytest.mark.long if i % 2 else (), id=f"{g[0]} on {g[1]}") for i, g in enumerate(ROWS)]
+#: Every fourth one is asked each time.
+GROUPS = [pytest.param(g, marks=pytest.mark.long if i % 4 else (), id=f"{g[0]} on {g[1]}") for i, g in enumerate(ROWS)]
 
 
 @cache

@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from budget import in_part
 
 import costgraph as cg
 from costgraph.algebra.polynomial import poly
@@ -299,6 +300,7 @@ def test_several_precisions_are_those_of_each(model):
     assert "precision" in str(found)
 
 
+@pytest.mark.long
 def test_fewer_heads_of_keys_than_ranks_are_plans_as_well():
     zoo = cg.models.load("llama-3-8b")
     found = cg.plan.search(zoo, devices=16, hardware="h100-sxm", B=2, S=64, L=2, zero=0, checkpoint="none")
@@ -446,7 +448,9 @@ def test_what_cannot_be_derived_elsewhere_is_the_same_error(model):
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize("degrees", [{"cp": 2, "ep": 1}, {"cp": 1, "ep": 2}, {"cp": 2, "ep": 2}], ids=str)
+@pytest.mark.parametrize(
+    "degrees", in_part([{"cp": 2, "ep": 2}, {"cp": 1, "ep": 2}, {"cp": 2, "ep": 1}], 0, 3), ids=str
+)
 def test_context_and_experts_take_what_their_graph_takes_alone(degrees):
     mixture = cg.models.load("mixtral-8x7b")
     sizes = {"D": 16, "H": 4, "G": 2, "K": 4, "Fe": 12, "L": 2, "V": 52, "E": 4, "k": 2, "S": 24}
@@ -473,6 +477,7 @@ def test_what_degrees_do_not_divide_is_left_out_before_it_is_derived(monkeypatch
     assert few < 0.6 * (len(derived) - few)
 
 
+@pytest.mark.long
 def test_crossovers_are_where_real_searches_change_their_best_plan():
     zoo = cg.models.load("llama-3-8b")
     few = {"devices": 16, "hardware": "h100-sxm", "B": 16, "L": 3, "zero": (0, 3), "sequence": True, "memory": 1e12}

@@ -1,6 +1,7 @@
 """Pipelines in a search: each stage beside a graph of its own, with as many layers as it has."""
 
 import pytest
+from budget import in_part
 
 import costgraph as cg
 
@@ -65,7 +66,7 @@ def same(model, plan, depth, **options):
     assert "idle" in plan.parts or (plan.schedule, plan.pp) == ("dualpipe", 2)
 
 
-@pytest.mark.parametrize("depth", [7, 8, 13])
+@pytest.mark.parametrize("depth", in_part([7, 8, 13], 0, 3))
 def test_stages_take_what_their_graphs_take_alone(model, depth):
     found = cg.plan.search(model, **FEW, L=depth, pp=(2, 4), zero=(0, 1))
     assert {p.pp for p in found.rows} == {2, 4}
@@ -74,9 +75,7 @@ def test_stages_take_what_their_graphs_take_alone(model, depth):
         same(model, plan, depth)
 
 
-@pytest.mark.parametrize(
-    "zero", [0, 1, pytest.param(2, marks=pytest.mark.long), pytest.param(3, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("zero", in_part([1, 0, 2, 3], 0, 4))
 def test_gradients_of_stages_that_are_reduced_once_take_what_their_graphs_take_alone(model, zero):
     few = {**FEW, "L": 7, "pp": 2, "zero": zero, "tp": (1, 13), "sequence": True, "precision": "bf16-mixed"}
     found = cg.plan.search(model, **few, reduce_each=False)
@@ -102,7 +101,7 @@ ORDERS = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in ("gpipe", "interleaved", "zbv") else pytest.mark.long) for n in ORDERS]
+    "name", [pytest.param(n, marks=() if n in ("interleaved", "zbv") else pytest.mark.long) for n in ORDERS]
 )
 def test_schedules_take_what_their_graphs_take_alone(model, name):
     few = {**FEW, "B": 208, "L": 12, "zero": 1, "tp": (1, 13), "pp": (2, 4), "sequence": True, "micro_batch": 1}

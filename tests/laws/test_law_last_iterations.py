@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from budget import drawing, examples
-from hypothesis import given, settings
+from budget import drawing
+from hypothesis import given
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -16,7 +16,7 @@ B, C, D, K, L, T = cg.dims("B C D K L T")
 SIZES = {"B": 2, "C": 5, "K": 3}
 
 
-@settings(drawing(25), max_examples=examples(25))
+@drawing(25)
 @given(case=testing.losses(most=2, kinds=("einsum", "pointwise", "einsum", "repeat"), around="repeat"))
 def test_loops_go_back_as_their_iterations_do(case):
     try:

@@ -50,7 +50,7 @@ def test_backward_passes_of_nested_loops_and_kernels_keep_all_laws(case):
     held(case)
 
 
-@settings(drawn, max_examples=examples(40))
+@drawn
 @given(case=testing.losses(most=3, kinds=("einsum", "rearrange", "slice", "expand", "concat", "gather", "pad", "pool")))
 def test_the_gradients_of_linear_ops_are_their_transposes(case):
     held(case, ["the_gradient_of_a_linear_loss_is_its_transpose", "gradients_are_finite_differences"])
@@ -145,8 +145,9 @@ def test_backward_passes_of_loops_keep(make, law):
     testing.check_training(graph, [law], **{n: POINT[n] for n in known_names(graph)})
 
 
-@pytest.mark.parametrize("attention", [pytest.param("eager", marks=pytest.mark.long), "flash"])
-@pytest.mark.parametrize("name", ["gpt2", pytest.param("llama-2-7b", marks=pytest.mark.long)])
+@pytest.mark.long  # loops are held above, and what models have in them by drawn graphs
+@pytest.mark.parametrize("attention", ["eager", "flash"])
+@pytest.mark.parametrize("name", ["gpt2", "llama-2-7b"])
 def test_backward_passes_of_models_keep_the_laws(name, attention):
     graph = cg.models.load(name, symbolic=True, attention=attention, dtype="fp32")
     with graph:

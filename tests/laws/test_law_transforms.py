@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from budget import drawing, examples, without_calls
-from hypothesis import given, settings
+from budget import drawing, without_calls
+from hypothesis import given
 
 import costgraph as cg
 from costgraph import testing
@@ -71,7 +71,7 @@ def test_any_graph_fused_computes_the_same_and_moves_no_more(case):
     holds_fused(case.graph, cg.fuse(case.graph), case.point)
 
 
-@settings(drawn, max_examples=examples(25))
+@drawing(25)
 @given(case=without_calls(testing.graphs(most=7, kinds=CHAINS)))
 def test_a_fused_graph_keeps_all_laws(case):
     testing.check(cg.fuse(case.graph), **case.point)
