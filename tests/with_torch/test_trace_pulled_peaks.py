@@ -78,3 +78,31 @@ def test_a_maximum_shares_its_gradient_among_what_is_as_large_before_it_is_sprea
         trace(Beside(function), torch.zeros(5, 6), dims=[("B", None)], train=train) for train in (False, True)
     )
     assert cg.flops(cg.backward(made)) == cg.flops(seen)
+
+
+LOSSES = ["mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits", "soft_margin_loss", "l1_loss"]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_what_losses_make_of_each_element_is_in_the_peak(name):
+    """Some of them even have a result of as many elements before it is one."""
+
+    class Loss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(6, 67)
+
+        def forward(self, x):
+            y = self.layer(x)
+            return getattr(functional, name)(y, y.detach() * 2)
+
+    net, x = Loss(), torch.randn(71, 6)
+    forward, step = (trace(net, torch.zeros(5, 6), dims=[("B", None)], train=train) for train in (False, True))
+    trained = real_peak(lambda: (net(x).backward(), net.zero_grad()), *net.parameters(), x)
+    with torch.no_grad():
+        ran = real_peak(lambda: net(x), *net.parameters(), x)
+    seen = [(forward, ran), (step, trained)]
+    if name != "soft_margin_loss":  # whose gradient torch makes in steps
+        seen.append((cg.backward(forward), trained))
+    for graph, real in seen:
+        assert abs(cg.peak_memory(graph, B=71) - real) < 100

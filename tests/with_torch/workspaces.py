@@ -249,7 +249,8 @@ allocate without torch's allocator is not seen.
 
 An elementwise op of two number formats converts an operand into a temporary one on a CPU (`add` below), as a mean of
 bf16 does, which a trace does not have; a copy of a transposed matrix goes through a block of 60 x 60 elements
-(`clone`); on a GPU none of them is there.
+(`clone`); on a GPU none of them is there. The result of `mse_loss` and `smooth_l1_loss` keeps the storage that it had
+for all elements until it is freed: in a trace it is one number behind the op.
 
 | op | operands | bytes |
 |---|---|---|

@@ -58,6 +58,14 @@ _SUMS = frozenset({"sum", "cumsum", "cumprod", "prod", "mean"})
 _WHOLE = {"logsumexp": "self", "native_batch_norm_backward": "input"}
 
 
+#: Losses that are made of each element before they are added up, and how many tensors they take for it: some let the
+#: result have as many elements first; and a gradient that is made in steps.
+_LOSSES = {
+    "mse_loss": 2, "smooth_l1_loss": 2, "binary_cross_entropy_with_logits": 2, "huber_loss": 1, "soft_margin_loss": 1,
+    "binary_cross_entropy": 1, "soft_margin_loss_backward": 3,
+}  # fmt: skip
+
+
 #: Of those, what kernels for CUDA are without: they add up in place, or in shared memory.
 _OF_A_CPU = frozenset({"native_batch_norm_backward", "native_layer_norm_backward"})
 
@@ -82,8 +90,8 @@ def workspace_of(call: Call) -> Poly:
         copies.append(neighbours(call, 1))
     if name == "im2col" and overlapping(call):
         copies.append(call["self"].bytes)  # of what windows that overlap are taken from
-    if name == "mse_loss" and call["reduction"]:
-        copies.append(call["self"].numel * call["self"].dtype.bytes)  # squares before they are added up
+    if name in _LOSSES and call["reduction"]:
+        copies.append(_LOSSES[name] * call["self"].numel * call["self"].dtype.bytes)
     return total(copies)
 
 
