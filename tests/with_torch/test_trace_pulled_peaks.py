@@ -36,6 +36,7 @@ BESIDE = {
     "the gradient of the last operand comes first": lambda x, w: torch.maximum(x.sin(), w).neg(),
     "a power keeps its result": lambda x, w: (x.exp() ** x.detach().abs()).tril() * w,
     "a softmax makes what lies strided dense": lambda x, w: (x[:, :, None] * w).mT.softmax(-1).mT * w,
+    "a logarithm of sums makes two tensors": lambda x, w: (x[:, :, None] * w).logsumexp(1),
     "a window keeps its rows": windows,
 }
 

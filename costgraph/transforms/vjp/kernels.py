@@ -94,9 +94,11 @@ def norm(pull: Pull[Kernel]) -> tuple[Tensor | None]:
 
 
 def logsumexp(pull: Pull[Kernel]) -> tuple[Tensor | None]:
-    """Return g * exp(x - y), the share of each element."""
+    """Return g * exp(x - y), the share of each element; the difference lives until that is done, as in C++."""
     x, y, g = _rows_beside(pull)
-    return (g * pointwise("exp", x - y),)
+    less = x - y
+    made = g * pointwise("exp", less)
+    return (made if current_graph().fused else keep(made, less),)
 
 
 def weight_norm(pull: Pull[Kernel]) -> tuple[Tensor | None, ...]:
