@@ -29,7 +29,11 @@ def test_the_page_is_what_the_script_makes_of_the_rows():
     assert (len(timed) - len(float8), len(float8)) == (16, 5)
     assert all(abs(devices.deviation(row)) < 0.15 for row in timed if row not in float8)
     assert all(abs(devices.deviation(row)) < 0.1 for row in timed if row["device"] == "b200")
-    assert all(abs(devices.deviation(row)) < 0.2 for row in float8)
+    # of 405B over two ranks of positions the deviation is named: copies of keys and values that pass by in its rings
+    named = ROWS["titan-t6-cp2-tps"]
+    assert "with copies 46.9" in named["note"]
+    assert 0.2 < devices.deviation(named) < 0.201
+    assert all(abs(devices.deviation(row)) < 0.16 for row in float8 if row is not named)
     peaks = [row for row in derived if "MiB" in row["unit"]]
     assert len(peaks) == 11
     assert all(abs(devices.deviation(row)) < 0.02 for row in peaks)
