@@ -368,8 +368,10 @@ def test_what_is_no_limit_is_an_error(model, given, says):
 def test_a_size_that_is_left_out_is_named(model):
     with pytest.raises(cg.BindingError, match="search: no size of B, expected the samples of a step"):
         cg.plan.search(model, devices=2, hardware="h100-sxm", S=52)
-    with pytest.raises(cg.BindingError, match="search: graph 'lm' needs sizes for S, expected numbers"):
+    with pytest.raises(cg.BindingError, match="search: graph 'lm' needs sizes for F, S, V, expected numbers"):
         cg.plan.search(model, devices=2, hardware="h100-sxm", B=4, D=104)
+    with pytest.raises(cg.BindingError, match="search: graph 't5-small' needs sizes for M, expected numbers"):
+        cg.plan.search(cg.models.load("t5-small"), devices=2, hardware="h100-sxm", B=4, S=52)
 
 
 def test_the_command_prints_what_the_function_returns(model, capsys, tmp_path):

@@ -350,11 +350,13 @@ class Family:
     def goes_over(self, batch: int) -> tuple[int, str]:
         """Return the tokens of a step, or its samples, and which of both."""
         amount, unit = goes_over(self.model, poly(symbol(self.batch)))
-        found = amount.bind(bindings(self.model, {**self.dims, self.batch: batch}))
-        if found.constant is None:
-            left = ", ".join(sorted(found.names()))
-            raise BindingError(f"search: graph {self.model.name!r} needs sizes for {left}, expected numbers")
-        return int(found.constant), unit
+        known = bindings(self.model, {**self.dims, self.batch: batch})
+        left = [name for name in sorted(known_names(self.model)) if name not in known or known[name].constant is None]
+        if left:
+            raise BindingError(f"search: graph {self.model.name!r} needs sizes for {', '.join(left)}, expected numbers")
+        count = amount.bind(known).constant
+        assert count is not None  # all sizes are known
+        return int(count), unit
 
     def tensor(self, tp: int) -> int | str | None:
         """Return how a degree of tensor parallelism can be asked for: None where open, itself, or 0 where not at all.

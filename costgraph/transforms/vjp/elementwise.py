@@ -50,12 +50,10 @@ def _pointwise(pull: Pull[Pointwise]) -> Sequence[Tensor | None]:
     if any("y" in names_in(function.grad[place]) for place in places):
         also_saved(pull, op.results[0])  # whichever gradient is wanted
     given = _Given(pull, restricted(g, op.results[0]), places)
-    found = [
-        given.gradient(function.grad[place]) if wanted and function.grad[place] is not None else None
-        for place, wanted in reversed(
-            list(zip(places, pull.needs, strict=True))
-        )  # the last operand's first, as in torch
-    ]
+    found: list[Any] = []
+    for place, wanted in reversed([*zip(places, pull.needs, strict=True)]):  # the last operand's first, as in torch
+        expression = function.grad[place]
+        found.append(given.gradient(expression) if wanted and expression is not None else None)
     pairs = zip(reversed(found), op.operands, strict=True)  # summed once all of them are there
     return [sum_to(g, operand) if isinstance(g, Tensor) else None for g, operand in pairs]
 
