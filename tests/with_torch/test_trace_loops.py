@@ -194,6 +194,21 @@ class Two(nn.Module):
         return total + torch.stack(rows)
 
 
+class Earlier(nn.Module):
+    """Chunks are given the state before their own, and the last state is what is left."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Linear(5, 5)
+
+    def forward(self, x):
+        state, states = torch.zeros_like(x[:, 0]), []
+        for t in range(x.shape[1]):
+            states.append(state)
+            state = torch.tanh(self.w(x[:, t]) + state)
+        return torch.stack(states, 1) * x + state[:, None]
+
+
 class Strided(nn.Module):
     def forward(self, x):
         return torch.stack([torch.relu(x[:, i]) for i in range(0, x.shape[1], 2)], 1)
@@ -210,7 +225,7 @@ class Summed(nn.Module):
 
 
 SOON = [Recurrent, Chunks, Neighbours, BothWays]
-LATER = [Layers, Two, Nested, SideBySide, Rows, Selective, Pieces, Decoder, Strided, Summed]
+LATER = [Layers, Two, Earlier, Nested, SideBySide, Rows, Selective, Pieces, Decoder, Strided, Summed]
 PROGRAMS = [*SOON, *(pytest.param(make, marks=pytest.mark.long) for make in LATER)]
 
 

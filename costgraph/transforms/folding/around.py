@@ -8,6 +8,7 @@ from ...errors import GraphError
 from ...graph.op import Op
 from ...graph.tensor import Tensor
 from ...ops.keep import Keep
+from .equal import Differs
 from .match import Match, Plan, as_stored
 from .values import After, Family, Left, Made, Member, Shared, View
 
@@ -52,9 +53,23 @@ class Around:
         """Note what an op outside reads."""
         if isinstance(op.kind, Keep):
             at = len(self.match.ops) if op in self.exact else i
+            if op in self.exact:
+                self._has_edges(op)
             self.reads[op] = tuple(self._several(op.operands, at, repr(op.name)))
         else:
             self.reads[op] = tuple(self.one(t, i, repr(op.name)) for t in op.operands)
+
+    def _has_edges(self, op: Op) -> None:
+        """Check that what stands for a list has something of all blocks; Differs where some at an edge have nothing."""
+        among, blocks = {as_stored(t) for t in op.operands}, self.match.blocks
+        for family in {f for t in op.operands if (f := self.family(t)) is not None}:
+            here = [b for b, t in zip(blocks, self.members(family), strict=True) if t in among]
+            if here != [*range(here[0], here[-1] + 1)]:
+                continue
+            for low in (here[0] - 1, here[-1]):
+                if blocks.start <= low < blocks.stop - 1:
+                    pair = low, low + 1
+                    raise Differs(pair, f"{op.name!r} has something of one of blocks {low} and {low + 1} alone")
 
     def _of(self, t: Tensor) -> bool:
         """Whether the blocks make a tensor or have it for themselves."""

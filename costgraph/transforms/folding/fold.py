@@ -17,7 +17,7 @@ from .equal import Differs
 from .match import Match
 from .runs import FEWEST, Labels, Numbered, Run, find_runs, stacks_of
 
-__all__ = ["equal_blocks", "fold"]
+__all__ = ["equal_blocks", "fold", "without_an_edge"]
 
 
 def fold(graph: Graph, scope: str | None = None, count: str = "L", /, *, default: bool = False) -> Graph:
@@ -136,18 +136,24 @@ def _matched(graph: Graph, scope: str) -> tuple[Labels, Match]:
     return labels, equal_blocks(graph, labels, find_runs(graph.ops, labels))
 
 
-def equal_blocks(graph: Graph, labels: Numbered, runs: Sequence[Run]) -> Match:
-    """Compare the blocks; those at the edges that are not like the others are left out."""
-    blocks = range(labels.count)
+def equal_blocks(graph: Graph, labels: Numbered, runs: Sequence[Run], blocks: range | None = None) -> Match:
+    """Compare some blocks, or all; those at the edges that are not like the others are left out."""
+    blocks = range(labels.count) if blocks is None else blocks
     while True:
         try:
             return Match(graph, labels, runs, blocks)
         except Differs as error:
-            after = error.low + 1
-            front = after - blocks.start <= blocks.stop - after
-            blocks = range(after, blocks.stop) if front else range(blocks.start, after)
-            if len(blocks) < FEWEST:
-                raise GraphError(
-                    f"fold of graph {graph.name!r}: {error}, expected {FEWEST} equal blocks in a row at least, apart "
-                    f"from those at the edges"
-                ) from None
+            blocks = without_an_edge(graph, blocks, error)
+
+
+def without_an_edge(graph: Graph, blocks: range, error: Differs) -> range:
+    """Return the larger part of blocks of which two neighbours differ; GraphError if it is small."""
+    after = error.low + 1
+    front = after - blocks.start <= blocks.stop - after
+    blocks = range(after, blocks.stop) if front else range(blocks.start, after)
+    if len(blocks) < FEWEST:
+        raise GraphError(
+            f"fold of graph {graph.name!r}: {error}, expected {FEWEST} equal blocks in a row at least, apart "
+            f"from those at the edges"
+        ) from None
+    return blocks

@@ -19,8 +19,8 @@ from .apart import Apart
 from .around import Around, once
 from .build import Folder
 from .cuts import Cut, Cuts, Path, Turns
-from .equal import layout
-from .fold import equal_blocks
+from .equal import Differs, layout
+from .fold import equal_blocks, without_an_edge
 from .match import Match, Plan
 from .runs import FEWEST, Run, unnumbered
 from .values import Family, Owned, Shared
@@ -55,11 +55,18 @@ def _folded(graph: Graph, turns: Turns, group: set[int], depth: int) -> tuple[Gr
     apart = Apart(cuts)
     plain = apart.run(graph)
     labels = _Labels(apart, cuts)
-    match = equal_blocks(plain, labels, labels.runs(plain))
+    runs, blocks = labels.runs(plain), range(labels.count)
     standing = {
         op for op in plain.ops if isinstance(op.kind, Keep) and op.operands[0].name in (apart.after | turns.joins)
     }
-    folder = _Folder(match, Around(match, standing), cuts, apart)
+    while True:
+        match = equal_blocks(plain, labels, runs, blocks)
+        try:
+            around = Around(match, standing)
+            break
+        except Differs as error:  # a list has nothing of the first turns, or of the last ones: these stand outside
+            blocks = without_an_edge(plain, match.blocks, error)
+    folder = _Folder(match, around, cuts, apart)
     made = folder.run(plain)
 
     def left(path: Path) -> Path:
