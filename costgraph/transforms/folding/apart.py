@@ -18,10 +18,30 @@ from ..rewrite import Rewriter
 from .cuts import Cut, Cuts, Path
 from .match import is_free_view
 
-__all__ = ["Apart"]
+__all__ = ["Apart", "Beginning"]
 
 
-class Apart(Rewriter):
+class Beginning(Rewriter):
+    """Copies kernels whose inputs begin where what they are given does."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.begins: dict[Tensor, Poly] = {}
+        """where inputs of kernels begin"""
+
+    def begin(self, op: Op, operands: Sequence[Tensor]) -> None:
+        """Note where the operands of an op begin that is copied next."""
+        if op.body is not None and op.body.fused:
+            self.begins |= {f: t.offset for f, t in zip(op.body.formals, operands, strict=True)}
+
+    def formal(self, old: Tensor, body: Graph, suffix: str = "") -> Tensor:
+        """Copy an input of a body."""
+        made = super().formal(old, body, suffix)
+        made.offset = self.begins.get(old, made.offset)
+        return made
+
+
+class Apart(Beginning):
     """Copies a graph in which each turn has its slices for itself, as nobody has made them."""
 
     def __init__(self, cuts: Cuts) -> None:
@@ -69,9 +89,12 @@ class Apart(Rewriter):
             seen = {t: self._apart(t, new) for t in op.operands if self._is_cut(t)}
             before = {t: self.tensors[t] for t in seen}
             self.tensors |= seen
+            self.begin(op, [self.tensors[t] for t in op.operands])
             made = super().copy(op, new, suffix)
             self.tensors |= before
             return made
+        if op.graph.parent is None:
+            self.begin(op, [self.tensors[t] for t in op.operands])
         return super().copy(op, new, suffix)
 
     def _is_cut(self, t: Tensor) -> bool:

@@ -101,10 +101,13 @@ class Around:
         return {f for f in families if all(t in among or self._needed(t, i) for t in self.members(f))}
 
     def _needed(self, t: Tensor, i: int) -> bool:
-        """Whether a tensor is an output, or read after a place of the program."""
-        graph = self.match.graph
-        later = any(self._at[op] > i for op in graph.successors(t))
-        return i < len(self.match.ops) and (t in graph.outputs or later)
+        """Whether a tensor is an output, or read after a place of the program, or last before it."""
+        graph, ops = self.match.graph, self.match.ops
+        if i == len(ops):
+            return False
+        while i and isinstance(ops[i].kind, Keep):
+            i -= 1
+        return t in graph.outputs or any(self._at[op] >= i for op in graph.successors(t))
 
     def _several(self, tensors: Sequence[Tensor], i: int, reader: str) -> list[Outer]:
         """Return what a list of tensors is, where all members of a family may be in it."""

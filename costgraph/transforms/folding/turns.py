@@ -15,12 +15,13 @@ from ...graph.tensor import Tensor
 from ...ops.fill import Revised
 from ...ops.keep import Keep
 from ...ops.layout import permute, reshape, slice_axis
-from .apart import Apart
+from .apart import Apart, Beginning
 from .around import Around, once
 from .build import Folder
 from .cuts import Cut, Cuts, Path, Turns
 from .equal import Differs, layout
 from .fold import equal_blocks, without_an_edge
+from .listed import with_lists
 from .match import Match, Plan
 from .runs import FEWEST, Run, unnumbered
 from .values import Family, Owned, Shared
@@ -33,6 +34,7 @@ def fold_turns(graph: Graph, turns: Turns) -> Graph:
 
     GraphError if turns are not alike, or one reads or writes what is no part of its own of something outside.
     """
+    turns = with_lists(graph, turns)
     while True:
         depth = max(map(len, turns.paths.values()), default=0)
         if not depth:
@@ -113,14 +115,12 @@ class _Labels:
         return unnumbered(name)
 
 
-class _Folder(Folder):
+class _Folder(Beginning, Folder):
     """Copies a graph with loops in place of turns, which are given views of what their slices were cut from."""
 
     def __init__(self, match: Match, around: Around, cuts: Cuts, apart: Apart) -> None:
         super().__init__(match, around, cuts.count - (cuts.played - len(match.blocks)))
         self.cuts, self.apart = cuts, apart
-        self.begins: dict[Tensor, Poly] = {}
-        """where inputs of kernels begin"""
         self.made_of: dict[Op, Op] = {}
         """which op of the old graph each one stands for"""
         self.left = {base: list(parts) for base, parts in apart.parts.items()}
@@ -227,16 +227,9 @@ class _Folder(Folder):
             self.made_of |= dict.fromkeys(added_since(new, before), op)
 
     def again(self, op: Op, operands: Sequence[Tensor], new: Graph, name: str) -> Op:
-        """Copy an op with other operands; what a kernel is given begins where these do."""
-        if op.body is not None and op.body.fused:
-            self.begins |= {f: t.offset for f, t in zip(op.body.formals, operands, strict=True)}
+        """Copy an op with other operands."""
+        self.begin(op, operands)
         return super().again(op, operands, new, name)
-
-    def formal(self, old: Tensor, body: Graph, suffix: str = "") -> Tensor:
-        """Copy an input of a body."""
-        made = super().formal(old, body, suffix)
-        made.offset = self.begins.get(old, made.offset)
-        return made
 
     def laid_out(self, t: Tensor) -> tuple[object, ...]:
         """Return how a tensor lies in memory, wherever it begins."""
