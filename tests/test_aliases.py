@@ -6,7 +6,7 @@ import sympy
 import costgraph as cg
 from costgraph.graph.tensor import ALIASES
 
-D, L, N = cg.dims("D L N")
+B, D, L, N = cg.dims("B D L N")
 
 
 def rolled(body, start, count=L):
@@ -215,3 +215,25 @@ def test_slices_of_one_tensor_in_step_are_one_and_shifted_ones_are_two(pair, cou
         assert cg.bytes_moved(g, L=count) - cg.bytes_moved(plain) in (0, 4 * 7)
     else:
         assert cg.bytes_moved(g, L=count) == cg.bytes_moved(plain)
+
+
+def rows_before(state, x):
+    before, earlier, out = state
+    return (x, before, out + (x - before) * (before - earlier)), ()
+
+
+def of_rows(state, rows):
+    return cg.scan(L, rows_before, state, rows)[0], ()
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_a_slice_that_is_handed_on_is_not_the_next_one(count, nested):
+    with cg.Graph("differences") as g:
+        x = g.input("x", (N, L, B) if nested else (L, B))
+        state = tuple(g.input(name, (B,)) for name in ("before", "earlier", "out"))
+        g.output(cg.scan(N, of_rows, state, x)[0][2] if nested else cg.scan(L, rows_before, state, x)[0][2])
+    sizes = {"L": count, **({"N": 5} if nested else {})}
+    flat = cg.unroll(g, **sizes)
+    for cost in (cg.bytes_moved, cg.flops, cg.peak_memory):
+        assert cost(g, B=11, **sizes) == cost(flat, B=11)

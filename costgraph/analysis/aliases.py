@@ -14,7 +14,7 @@ import sympy
 
 from ..algebra.extremum import at_least_zero, smaller
 from ..algebra.polynomial import ONE, ZERO, Poly, poly
-from ..algebra.symbols import dims
+from ..algebra.symbols import symbol
 from ..graph.graph import Graph
 from ..graph.loop import Loop
 from ..graph.tensor import ALIASES, Storage
@@ -58,7 +58,9 @@ def situations(loop: Loop) -> list[tuple[Aliases, Poly]]:
 
 def _followed(loop: Loop) -> tuple[list[Aliases], int]:
     """Follow the carries until a situation comes back; returns the situations and which one it is."""
-    fixed = dict(_entries(loop))
+    iteration = _iteration(loop.body)
+    before = {name: poly(symbol(name)) - 1 for name in iteration.names()}
+    fixed = dict(_entries(loop, iteration))
     state = [_resolved(t.storage, t.offset) for t in loop.starts]
     made: dict[tuple[Storage, int], Storage] = {}
     places = {f.storage: i for i, f in enumerate(loop.carries)}
@@ -69,10 +71,10 @@ def _followed(loop: Loop) -> tuple[list[Aliases], int]:
         for t in loop.nexts:
             if t.storage in places:
                 base, delta = state[places[t.storage]]
-                after.append((_older(made, base), delta + t.offset))
-            elif t.storage in fixed:
+                after.append((_older(made, base), delta.bind(before) + t.offset))
+            elif t.storage in fixed:  # a slice is that of the iteration before, for the next one
                 base, delta = fixed[t.storage]
-                after.append((base, delta + t.offset))
+                after.append((base, delta.bind(before) + t.offset))
             else:
                 after.append((made.setdefault((t.storage, 0), _copy(t.storage)), t.offset))
         state = after
@@ -115,10 +117,18 @@ def _resolved(storage: Storage, offset: Poly) -> Place:
     return storage, offset
 
 
-def _entries(loop: Loop) -> Iterator[tuple[Storage, Place]]:
+def _iteration(body: Graph) -> Poly:
+    """Return the number of an iteration, of which a loop around has another one."""
+    depth = 0
+    while body.parent is not None:
+        body, depth = body.parent, depth + 1
+    return poly(symbol(f"iteration_{depth}"))
+
+
+def _entries(loop: Loop, iteration: Poly) -> Iterator[tuple[Storage, Place]]:
     """Yield what the inputs of a body stand for that are the same in all iterations, slices apart."""
     for f, t in zip(loop.slices, loop.xs, strict=True):
-        yield f.storage, _resolved(t.storage, t.offset + t.strides[0] * poly(dims("iteration")))
+        yield f.storage, _resolved(t.storage, t.offset + t.strides[0] * iteration)
     for f, t in zip(loop.captured, loop.shared, strict=True):
         yield f.storage, _resolved(t.storage, ZERO)  # its own offset is that of the outer one
 

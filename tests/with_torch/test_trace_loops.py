@@ -1,5 +1,7 @@
 """Loops over a size that stays open: one trace, held against runs of the program at other sizes."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import nn
@@ -210,7 +212,7 @@ class Earlier(nn.Module):
 
 
 class Listed(nn.Module):
-    """What loops have left in lists is read part by part: both at once, backwards, by `sum`, and once more."""
+    """What loops have left in lists is read part by part: both at once, backwards, each with the next, and by `sum`."""
 
     def __init__(self):
         super().__init__()
@@ -225,6 +227,8 @@ class Listed(nn.Module):
         h = torch.zeros_like(x[:, 0])
         for q in reversed(b):
             h = torch.tanh(self.w(q) + h)
+        for p, q in pairwise(a):
+            h = h + (q - p).abs()
         return h * total + sum(a) + torch.stack(b, 1).sum(1)
 
 

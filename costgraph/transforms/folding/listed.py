@@ -22,11 +22,15 @@ def with_lists(graph: Graph, turns: Turns) -> Turns:
     """Label the ops that go over what a loop has made, part by part, by turns of a loop of their own."""
     ops = graph.ops
     counts, played, paths = dict(turns.counts), dict(turns.played), dict(turns.paths)
-    rows = [(found, *key) for key, reads in _reads(ops, turns).items() for found in _in_order(reads)]
+    rows = [
+        (found, around, loop)
+        for (around, loop), reads in _reads(ops, turns).items()
+        for found in _in_order(reads)
+        if len(found) >= max(FEWEST, turns.played[loop] - _EDGES)
+    ]
+    starts = [found[0][0] for found, *_ in rows]
     for found, around, loop in sorted(rows, key=lambda row: row[0][0]):
-        if len(found) < max(FEWEST, turns.played[loop] - _EDGES):
-            continue
-        own = {op: turn for turn, part in _parts(ops, found) for op in part}
+        own = {op: turn for turn, part in _parts(ops, found, starts) for op in part}
         if any(len(paths.get(op, ())) != len(turns.paths.get(op, ())) or not _within(op, around, turns) for op in own):
             continue  # of such a loop already, or of turns of another one
         number = max(counts) + 1
@@ -49,8 +53,9 @@ def _reads(ops: Sequence[Op], turns: Turns) -> dict[tuple[Path, int], list[tuple
             path = () if t.producer is None else turns.paths.get(t.producer, ())
             if len(path) > len(around) and path[: len(around)] == around:
                 found.add(path[len(around)])
-        for loop, turn in found:
-            if [n for n, _ in found].count(loop) == 1:
+        for loop in {n for n, _ in found}:
+            turn, *more = sorted((k for n, k in found if n == loop), reverse=True)
+            if len(more) <= 1:  # no more than one beside the one before it
                 out.setdefault((around, loop), []).append((i, turn))
     return out
 
@@ -69,9 +74,14 @@ def _in_order(reads: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]
     yield found
 
 
-def _parts(ops: Sequence[Op], found: Sequence[tuple[int, int]]) -> Iterator[tuple[int, Sequence[Op]]]:
-    """Yield the ops of each turn, which begins where it reads its part; the last is as long as the one before it."""
+def _parts(
+    ops: Sequence[Op], found: Sequence[tuple[int, int]], others: Sequence[int]
+) -> Iterator[tuple[int, Sequence[Op]]]:
+    """Yield the ops of each turn, which begins where it reads its part.
+
+    The last is as long as the one before it, unless another loop begins there.
+    """
     starts = [at for at, _ in found]
-    ends = [*starts[1:], 2 * starts[-1] - starts[-2]]
+    ends = [*starts[1:], min(2 * starts[-1] - starts[-2], *(n for n in others if n > starts[-1]), len(ops))]
     for (at, turn), end in zip(found, ends, strict=True):
         yield turn, ops[at:end]
