@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
 
-from ...algebra.polynomial import ONE, ZERO, Poly
+from ...algebra.polynomial import ONE, ZERO, Poly, total
+from ...dtypes import promote
 from ...graph.graph import Graph
 from ...graph.op import Op
 from ...graph.strides import Sizes, contiguous, numel
@@ -56,7 +58,12 @@ def space_of(op: Op) -> Space | None:
 
 def casts_alone(op: Op) -> bool:
     """Whether the workspace of an op is what it casts first, which a kernel of a compiler does on the way."""
-    return op.body is not None and len(op.body.ops) == 1 and isinstance(op.body.ops[0].kind, Pointwise | Reduce)
+    if op.body is None or len(op.body.ops) != 1 or not isinstance(op.body.ops[0].kind, Pointwise | Reduce):
+        return False
+    operands = [t for t in op.operands if t.ndim]
+    wanted = {op.results[0].dtype, reduce(promote, (t.dtype for t in op.operands))}
+    casts = [total(t.numel * dtype.bytes for t in operands if t.dtype != dtype) for dtype in wanted]
+    return op.workspace in casts
 
 
 def _is_spot(op: Op) -> bool:
