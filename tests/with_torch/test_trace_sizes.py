@@ -99,6 +99,35 @@ def test_programs_that_fill_up_cost_what_runs_at_other_sizes_cost(size, asks):
     assert taken >= (1 if size == 3 else 4)
 
 
+def filled(x):
+    return torch.nn.functional.pad(x, (0, 0, 0, -x.shape[1] % 4))
+
+
+def added(x):
+    return filled(x) + x
+
+
+def compared(x):
+    y = filled(x)
+    return y.reshape(y.shape[0], -1, 4, 5).sum(2) if y.shape[1] == x.shape[1] else y
+
+
+class Whole(torch.nn.Module):
+    def __init__(self, run):
+        super().__init__()
+        self.forward = run
+
+
+@pytest.mark.parametrize("run", [added, compared])
+@pytest.mark.parametrize("size", [12, 24])
+def test_where_nothing_is_filled_up_sizes_are_in_whole_blocks(run, size):
+    B, S = cg.dims("B S")
+    g = trace(Whole(run), torch.zeros(2, size, 5), dims=[("B", "S", None)])
+    assert cg.flops(g) == 5 * B * S
+    with pytest.raises(cg.BindingError, match=r"S=17: against the assumption 'S - 4\*floor\(S/4\) == 0'"):
+        cg.flops(g, B=2, S=17)
+
+
 def test_hints_are_larger_than_one_and_all_different():
     assert hints({"B": 8, "S": 128}) == {"B": 8, "S": 128}
     found = hints({"B": 1, "S": 4, "T": 4, "U": 0})

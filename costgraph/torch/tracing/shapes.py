@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import linecache
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from types import FrameType, MappingProxyType
 from typing import Any
@@ -40,11 +40,18 @@ class Shapes(ShapeEnv):
     """torch's symbolic shapes, in which a dimension that has a name becomes a number only where that is wanted.
 
     `fixed` says whether a program may turn one of them into a number, which is an assumption then; it is an error else.
+    `divided` are whole parts of quotients that are known to be the quotients.
     """
 
-    def __init__(self, given: Mapping[str, int] = MappingProxyType({}), *, fixed: bool = False) -> None:
+    def __init__(
+        self,
+        given: Mapping[str, int] = MappingProxyType({}),
+        divided: Collection[sympy.Expr] = (),
+        *,
+        fixed: bool = False,
+    ) -> None:
         super().__init__()
-        self.given, self.fixed = given, fixed
+        self.given, self.divided, self.fixed = given, divided, fixed
         self.names: dict[sympy.Symbol, str] = {}
         """Names of torch's symbols."""
         self.equal: list[tuple[sympy.Symbol, sympy.Expr]] = []
@@ -59,6 +66,8 @@ class Shapes(ShapeEnv):
         """What holds of the sizes where a later turn asked: its line, or that of torch, and the turns that did."""
         self.wholes: dict[sympy.Symbol, sympy.Expr] = {}
         """Symbols for numbers of whole blocks, and what they are of sizes."""
+        self._lacking: dict[sympy.Symbol, tuple[sympy.Expr, sympy.Expr]] = {}
+        """The blocks of each of them, and what they lack of one that is filled up to them."""
         self.known_nodes: dict[Any, Any] = {}
         """What operations on sizes made, by the operation and its operands."""
         self._answers: dict[Any, sympy.Basic] = {}
@@ -93,6 +102,8 @@ class Shapes(ShapeEnv):
         if filled is None or not filled[0].free_symbols <= self.backed_var_to_val.keys():
             return node
         size, block = filled
+        if functions.FloorDiv(size, block) in self.divided:
+            return self.create_symintnode(block * functions.FloorDiv(size, block) - size, hint=node.hint).node
         count = -functions.FloorDiv(-size, block)
         known = next((s for s, other in self.wholes.items() if other == count), None)
         if known is None:
@@ -102,7 +113,7 @@ class Shapes(ShapeEnv):
             known = self.create_symbol(
                 number, ConstantSource(f"blocks of {size}"), DimDynamic.DYNAMIC, do_not_specialize_zero_one=True
             )
-            self.wholes[known] = count
+            self.wholes[known], self._lacking[known] = count, (block * known - size, block)
         return self.create_symintnode(block * known - size, hint=node.hint).node
 
     def plain(self, expr: sympy.Basic) -> sympy.Basic:
@@ -186,9 +197,17 @@ class Shapes(ShapeEnv):
         if a in self.names and tgt.is_number and msg != "given":
             self.fix(a)
             return
+        for whole in tgt.free_symbols & self.wholes.keys():
+            lacking, block = self._lacking[whole]
+            if not sympy.expand(lacking + a - tgt) or not sympy.expand(lacking - a + tgt):  # nothing is filled up
+                a, tgt = whole, functions.FloorDiv(block * whole - lacking, block)
+                self.exact.add(tgt)
+                super()._set_replacement(a, tgt, msg)
+                return
         if a in (self.names.keys() | self.wholes.keys()) and self.replacements.get(a) != tgt:
             self.equal.append((a, tgt))
-        super()._set_replacement(a, tgt, msg)
+        if not any(a in self.wholes[whole].free_symbols for whole in tgt.free_symbols & self.wholes.keys()):
+            super()._set_replacement(a, tgt, msg)  # what is made of itself is no replacement
 
 
 def _filled(expr: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr] | None:

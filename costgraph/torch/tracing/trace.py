@@ -224,7 +224,7 @@ def _watched(
     raised: Collection[str] | None = None,
 ) -> tuple[Shapes, Run]:
     """Run a module while what it does is recorded, as it is or in another number format."""
-    shapes = Shapes(given.sizes(), fixed=fixed == "given")
+    shapes = Shapes(given.sizes(), exact, fixed=fixed == "given")
     translator = Translator(shapes.names, exact, wholes=shapes.wholes, symbols=unknown == "symbol")
     data, device = Data(shapes), "cpu" if target is None else "cuda"
     turns = Loops(shapes, raised)
