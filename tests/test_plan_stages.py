@@ -152,9 +152,8 @@ TIED = {**FEW, "L": 8, "zero": 0, "pp": (1, 2, 4), "tp": 1, "B": 104}
 def test_a_tie_has_the_fewest_stages_first_and_then_the_fastest(model):
     found = cg.plan.search(model, **{**TIED, "S": 2652})
     left, turned = [*found.rows], 0
-    while (
-        left
-    ):  # what stands first is the fastest of the fewest stages, among all within 1 % of the fastest that is left
+    # what stands first is the fastest of the fewest stages, among all within 1 % of the fastest that is left
+    while left:
         fastest = min(p.seconds for p in left)
         tie = [p for p in left if p.seconds <= 1.01 * fastest]
         assert left[: len(tie)] == sorted(tie, key=lambda p: (p.pp, p.seconds, p.memory))

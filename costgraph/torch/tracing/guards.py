@@ -30,7 +30,7 @@ def assumptions(shapes: Shapes, translator: Translator) -> list[str]:
     memory; a program that compares two sizes goes another way where they are equal. UnsupportedError if something that
     was asked has no such form.
     """
-    found = [f"{translator.formula(name)} == {translator.formula(expr)}" for name, expr in shapes.equal]
+    found = [f"{translator.formula(size)} == {translator.formula(expr)}" for size, expr in shapes.equal]
     left = (remainder(expr, translator) for expr in sorted(translator.exact, key=str))
     found += [f"{n} == 0" for n in left if n]
     by_torch = {guard.expr: "" for guard in shapes.guards}

@@ -31,7 +31,7 @@ def with_lists(graph: Graph, turns: Turns) -> Turns:
     starts = [found[0][0] for found, *_ in rows]
     for found, around, loop in sorted(rows, key=lambda row: row[0][0]):
         own = {op: turn for turn, part in _parts(ops, found, starts) for op in part}
-        if any(len(paths.get(op, ())) != len(turns.paths.get(op, ())) or not _within(op, around, turns) for op in own):
+        if any(paths.get(op) != turns.paths.get(op) or not _within(op, around, turns) for op in own):
             continue  # of such a loop already, or of turns of another one
         number = max(counts) + 1
         counts[number], played[number] = turns.counts[loop], turns.played[loop]

@@ -58,7 +58,9 @@ def space_of(op: Op) -> Space | None:
 
 def casts_alone(op: Op) -> bool:
     """Whether the workspace of an op is what it casts first, which a kernel of a compiler does on the way."""
-    if op.body is None or len(op.body.ops) != 1 or not isinstance(op.body.ops[0].kind, Pointwise | Reduce):
+    if not op.workspace or op.body is None or len(op.body.ops) != 1:
+        return False
+    if not isinstance(op.body.ops[0].kind, Pointwise | Reduce):
         return False
     operands = [t for t in op.operands if t.ndim]
     wanted = {op.results[0].dtype, reduce(promote, (t.dtype for t in op.operands))}
