@@ -14,7 +14,7 @@ BLOCK = 512
 #: more than this (`CUDACachingAllocator`: kMinLargeAlloc, kRoundLarge and kSmallSize).
 UNSPLIT, LARGE = 2**20, 10 * 2**20
 #: The device file of each device whose name torch gives; any other one needs a file beside the record.
-SPECIFICATIONS = {"NVIDIA H200": "h200-sxm"}
+SPECIFICATIONS = {"NVIDIA H200": "h200-sxm", "NVIDIA H100 80GB HBM3": "h100-sxm"}
 #: Sizes of the model by the facts of a row.
 SIZES = {"b": "B", "s": "S", "v": "V", "d": "D", "h": "H", "f": "F", "layers": "L"}
 
@@ -77,9 +77,14 @@ def baseline(row, device, block=BLOCK):
     Of what is declared in a block of the model there is a storage for each layer.
     """
     graph, sizes = graph_of(row, device)
-    found = [life for life in cg.lifetimes(graph, **sizes) if life.born is None]
+    found = [life for life in cg.lifetimes(graph, device=_on(device), **sizes) if life.born is None]
     pieces = [sizes.get("L", 1) if life.tensor.startswith("blocks/") else 1 for life in found]
     return sum(-(-life.bytes // (n * block)) * n * block for life, n in zip(found, pieces, strict=True))
+
+
+def _on(device):
+    """Return the `device` whose kernels have temporaries of their own, None for a CPU."""
+    return "cuda" if device == "cuda" else None
 
 
 @cache
@@ -89,24 +94,19 @@ def peak_above(row, device, allocator="cuda"):
     if row.name == "copy":  # what it writes into is there before
         return 0
     block = BLOCK if allocator == "cuda" else 1
-    peak = cg.peak_memory(graph, allocator=allocator, **sizes) - baseline(row, device, block)
+    peak = cg.peak_memory(graph, allocator=allocator, device=_on(device), **sizes) - baseline(row, device, block)
     return peak + more_bytes(row)
 
 
 def more_bytes(row):
-    """Bytes that a kernel's forward pass writes for a backward pass that does not come, 4 for each of these numbers.
+    """Return the bytes that a norm's forward kernel writes for a backward pass that does not come.
 
-    Mean and deviation of a row for layer norm, the deviation for RMS norm, the log-sum-exp of a query and head for a
-    flash kernel: `Statistics of kernels` of the deviations page.
+    Mean and reciprocal deviation of a row for layer norm, the latter for RMS norm, in fp32. Fused attention writes no
+    log-sum-exp without gradients: an H100 allocates the result alone (torch 2.11).
     """
-    facts = row.facts
-    if row.name in ("layer_norm", "rms_norm"):
-        each, count = facts["rows"], 2 if row.name == "layer_norm" else 1
-    elif row.name in ("sdpa", "sdpa_decode"):
-        each, count = facts["b"] * facts["h"] * facts["s"], 1
-    else:
+    if row.name not in ("layer_norm", "rms_norm"):
         return 0
-    return count * _in_blocks(4 * each)
+    return (2 if row.name == "layer_norm" else 1) * _in_blocks(4 * row.facts["rows"])
 
 
 def _in_blocks(amount):
