@@ -73,7 +73,7 @@ def draw_report(
         from ..analysis.memory import timeline
         from ..report.timeline_plot import plot_timeline
 
-        room = None if found.hardware is None else float(found.hardware.memory.value)
+        room = None if found.hardware is None else float(found.hardware.capacity().value)
         arch = found.peak.arch
         line = timeline(graph, device=None if arch is None else "cuda", arch=arch, **dims)
         plot_timeline(line, memory_plot, capacity=room)

@@ -61,7 +61,7 @@ class Hardware(Table):
     memory: Quantity
     """capacity as the vendor prints it, B"""
     measured_memory: Quantity | None
-    """capacity that a device showed, B"""
+    """capacity that CUDA reports to a program, B"""
     tables: Mapping[str, Mapping[str, Quantity]]
     """every number of the file by table and key, those above included"""
     types: Mapping[str, str]
@@ -221,20 +221,32 @@ class Hardware(Table):
         found = poly(self.rate(dtype_name, fallback=fallback).value) / poly(self.bandwidth.value)
         return found.expr if found.constant is None else Fraction(found.constant)
 
-    def capacity(self, measured: bool = False) -> Quantity:
-        """Return the memory in bytes: the vendor's figure, or what a device showed.
+    def capacity(self, measured: bool | None = None) -> Quantity:
+        """Return the memory that a program can use, in bytes.
+
+        Parameters
+        ----------
+        measured : bool, optional
+            None takes the capacity that CUDA reports to a program (``total_memory``) where the specification has
+            it, else the vendor's figure. True asks for the reported capacity, False for the vendor's figure.
 
         Raises
         ------
         SpecError
-            If the measured one is asked for and the specification has none.
+            If the reported capacity is asked for and the specification has none.
+
+        Notes
+        -----
+        An "80 GB" board of NVIDIA holds 79.1 to 79.3 GiB, which is 85e9 bytes.
 
         Examples
         --------
-        >>> h200 = load_hardware("h200-sxm")
-        >>> h200.capacity().value, h200.capacity(measured=True).value
-        (141000000000, 150754820096)
+        >>> h100 = load_hardware("h100-sxm")
+        >>> h100.capacity().value, h100.capacity(measured=False).value
+        (85017493504, 80000000000)
         """
+        if measured is None:
+            return self.measured_memory or self.memory
         if not measured:
             return self.memory
         if self.measured_memory is None:

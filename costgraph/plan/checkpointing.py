@@ -129,7 +129,7 @@ def checkpoint_for(
     memory : int or float, optional
         Limit in bytes.
     hardware : str or Hardware, optional
-        Device whose capacity is the limit, as its vendor states it; one of the two has to be given.
+        Device whose usable memory is the limit; one of the two has to be given.
     options : dict, optional
         Arguments of `training_step` beside `checkpoint`: the optimizer, the precision, ...
     **dims : int

@@ -57,7 +57,7 @@ class Disaggregated:
     decode_memory: int | float
     """bytes at the peak of the last step, of one device"""
     fits: bool
-    """whether the vendor's capacity is enough for both"""
+    """whether the usable memory is enough for both"""
     prefilled: float
     """sequences in a second of the mesh for prompts: as fast as it computes, or sends"""
     decoded: float

@@ -188,7 +188,7 @@ def preflight(
     step : Graph
         What `training_step` returned; sizes such as `B` are those of one device.
     hardware : str, path-like or Hardware
-        The device; the vendor's capacity counts.
+        The device; its usable memory (`Hardware.capacity`) counts.
     devices : number or sympy.Expr
         How many there are; the state is compared with the memory of all of them, and with an even share each.
     tokens : number or sympy.Expr, optional

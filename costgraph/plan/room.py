@@ -19,7 +19,7 @@ def largest_params(memory: object, bytes_per_param: Formula, *, devices: Formula
     Parameters
     ----------
     memory : str, path-like, Hardware, number or sympy.Expr
-        A device, of which the vendor's capacity counts, or bytes.
+        A device, whose usable memory (`Hardware.capacity`) counts, or bytes.
     bytes_per_param : number or sympy.Expr
         Bytes that a parameter takes, such as `costgraph.bytes_per_param(step)`.
     devices : number or sympy.Expr

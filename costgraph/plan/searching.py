@@ -75,7 +75,7 @@ def search(
     optimizer : Optimizer, optional
         As in `training_step`.
     memory : int or float, optional
-        Bytes that a plan may take on a device, by default its capacity as its vendor states it.
+        Bytes that a plan may take on a device, by default its usable memory (`Hardware.capacity`).
     overlap : str
         none, ideal or streams: of collectives with all else, as in `roofline`.
     system : str

@@ -52,7 +52,7 @@ class ThroughputRow:
     memory: int | float
     """bytes at the peak, of one device"""
     fits: bool
-    """whether the vendor's capacity is enough"""
+    """whether the usable memory is enough"""
     bound: str
     """compute, memory or link: what bounds most of the estimated time"""
     devices: int = 1
@@ -157,7 +157,7 @@ def throughput(
         What `decode` or `prefill` returned, `quantize` and `parallelize` applied or not. Of a pipeline, with as many
         batches on their way as it has micro-batches: each is of the size of the graph, and has a cache of its own.
     hardware : str, path-like or Hardware
-        The device; its vendor's capacity decides what fits.
+        The device; its usable memory (`Hardware.capacity`) decides what fits.
     symbol : str
         Dimension that is varied, such as `"B"`.
     values : iterable of int, optional

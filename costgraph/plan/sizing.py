@@ -66,7 +66,7 @@ def largest(
     symbol : str
         Dimension that is searched, such as `"B"`; peak memory never falls as it grows.
     hardware : str or Hardware, optional
-        Device whose capacity is the limit, as its vendor states it.
+        Device whose usable memory (`Hardware.capacity`) is the limit.
     memory : int or float, optional
         Limit in bytes; one of the two has to be given.
     multiple_of : int

@@ -115,7 +115,7 @@ class Facts:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the peak fits into the vendor's capacity; None without a device, or while a size is open."""
+        """Whether the peak fits into the usable memory; None without a device, or while a size is open."""
         if self.hardware is None or isinstance(self.peak.value, sympy.Expr):
             return None
-        return bool(self.peak.value <= self.hardware.memory.value)
+        return bool(self.peak.value <= self.hardware.capacity().value)

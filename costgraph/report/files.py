@@ -45,7 +45,7 @@ def _cases(cases: tuple[Regime, ...]) -> list[dict[str, Any]]:
 
 
 def _peak(r: Facts) -> dict[str, Any]:
-    capacity = None if r.hardware is None else {"value": _number(_plain(r.hardware.memory.value)), "unit": "B"}
+    capacity = None if r.hardware is None else {"value": _number(_plain(r.hardware.capacity().value)), "unit": "B"}
     return {
         **_figure(r.peak.value, "B"),
         "op": r.peak.op,

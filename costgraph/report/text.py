@@ -105,8 +105,9 @@ def _part_of(amount: Formula, whole: Formula) -> str:
 
 def _capacity(r: Facts) -> str:
     assert r.hardware is not None
-    room = r.hardware.memory
-    text = f"{format_bytes(room.value)} by the vendor"
+    room, stated = r.hardware.capacity(), r.hardware.memory
+    text = format_bytes(room.value)
+    text += " by the vendor" if room == stated else f" usable of the vendor's {stated}"
     if r.fits is None:
         return escape(f"{text}: whether it fits depends on {', '.join(r.unbound)}")
     used = percent(float(r.peak.value) / float(room.value))

@@ -28,9 +28,10 @@ Tests hold today's predictions against every record there:
 - FLOPs with `count="full"` equal the counter's to the last digit. Of
   [scaled_dot_product_attention on a CPU](deviations.md) the counter knows nothing: those of the kernel, and no others,
   are taken off there.
-- Peaks, with `allocator="cuda"` and, on a GPU, `device="cuda"`, less the bytes that were allocated before: within 2 % at the median of the steps and of the forward
-  passes, no row beyond 5 % but for kernels whose workspace is listed below. On a CPU the script reads no peaks; there
-  the same declarations are held to torch's storages, byte by byte, in `tests/records/test_records_oracle.py`.
+- Peaks, with `allocator="cuda"` and, on a GPU, `device="cuda"`, less the bytes that were allocated before: within 2 %
+  at the median of the steps and of the forward passes, no row beyond 5 % but for kernels whose workspace is listed
+  below. On a CPU the script reads no peaks; there the same declarations are held to torch's storages, byte by byte, in
+  `tests/records/test_records_oracle.py`.
 - Time: with a last-level cache that holds at most a quarter of what has to move, no run is below the roofline's
   `lower_bound`. Between that and the cache's size, runs on the same operands find part of them there: the bound is then
   taken with so many bytes less. What fits the cache is listed alone. The device is a file beside the record, or the
