@@ -1,5 +1,6 @@
 import copy
 import doctest
+import json
 import os
 import pickle
 import re
@@ -14,6 +15,8 @@ from costgraph.errors import FormatError, SpecError
 from costgraph.hardware import find
 from costgraph.hardware.specs import Hardware, list_hardware, load_hardware
 from costgraph.hardware.units import UNITS
+
+ROOT = Path(__file__).parents[1]
 
 OWN = """
 name = "Workstation card"
@@ -132,16 +135,31 @@ def test_rates_are_dense_by_arithmetic(name, flops_per_core_and_cycle, cores, cl
     assert float(rate) == pytest.approx(flops_per_core_and_cycle * cores * clock, rel=0.005)
 
 
-def test_capacity_is_the_vendors_and_the_measured_one_on_request():
+def test_capacity_is_what_a_program_can_use():
     h200 = load_hardware("h200-sxm")
-    assert h200.capacity().value == 141 * 10**9
-    assert h200.capacity(measured=True).value == 143_771 * 2**20  # nvidia-smi prints MiB
-    assert load_hardware("h100-sxm").capacity().value == 80 * 10**9
-    assert load_hardware("mi300x").capacity().value == 192 * 2**30
-    assert load_hardware("a100-40-pcie").capacity(measured=True).value == 42_298_834_944
-    assert error_of(load_hardware("h100-sxm").capacity, measured=True) == (
-        "hardware h100-sxm: memory.measured is missing; expected it there, or measured=False for the vendor's 80 GB"
+    assert h200.capacity() == h200.capacity(measured=True) == h200.measured_memory
+    assert h200.capacity(measured=False).value == 141 * 10**9
+    mi300x = load_hardware("mi300x")
+    assert mi300x.capacity().value == mi300x.capacity(measured=False).value == 192 * 2**30
+    assert error_of(mi300x.capacity, measured=True) == (
+        "hardware mi300x: memory.measured is missing; expected it there, or measured=False for the vendor's 206.2 GB"
     )
+
+
+@pytest.mark.parametrize("record", ["h100-sxm", "h200-sxm"])
+def test_capacity_equals_the_total_memory_of_the_record(record):
+    environment = json.loads((ROOT / f"tests/measured/{record}.json").read_text())["environment"]
+    assert load_hardware(record).capacity().value == environment["total_memory"]
+
+
+def test_boards_of_nvidia_hold_a_gibibyte_for_each_printed_gigabyte():
+    """An 80 GB board holds 79.1 to 79.35 GiB; ECC takes a sixteenth of GDDR6."""
+    for name in list_hardware():
+        device = load_hardware(name)
+        if device.vendor == "NVIDIA" and device.measured_memory is not None:
+            ecc = 15 / 16 if device.types["memory"] == "GDDR6" else 1
+            share = float(device.capacity().value) / 2**30 / (float(device.memory.value) / 1e9) / ecc
+            assert 0.97 <= share <= 1, (name, share)
 
 
 def test_links():

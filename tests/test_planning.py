@@ -18,8 +18,9 @@ def test_the_largest_size_is_found_by_hand_count():
     assert cg.largest(relu(), "B", memory=80e9 - 1, D=1000) == 9_999_999
 
 
-def test_a_device_limits_by_its_vendors_capacity():
-    assert cg.largest(relu(), "B", hardware="h100-sxm", D=1000) == 10_000_000  # 80 GB is 80e9
+def test_the_usable_memory_of_a_device_is_the_limit():
+    assert cg.largest(relu(), "B", hardware="h100-sxm", D=1000) == 85_017_493_504 // 8000
+    assert cg.largest(relu(), "B", hardware="b300", D=1000) == 288 * 10**9 // 8000  # no reading, the vendor's 288 GB
 
 
 def test_nothing_fits():
@@ -104,7 +105,7 @@ def test_the_largest_step_fits_and_one_more_does_not(symbol, options):
 def test_the_largest_batch_of_a_step_on_a_device():
     step = gpt(checkpoint=cg.every_block())
     best = cg.largest(step, "B", hardware="h100-sxm", S=1024)
-    assert cg.peak_memory(step, B=best, S=1024) <= 80e9 < cg.peak_memory(step, B=best + 1, S=1024)
+    assert cg.peak_memory(step, B=best, S=1024) <= 85_017_493_504 < cg.peak_memory(step, B=best + 1, S=1024)
     assert best > cg.largest(gpt(), "B", hardware="h100-sxm", S=1024)
 
 

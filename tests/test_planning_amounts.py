@@ -97,9 +97,9 @@ def test_tokens_are_time_backwards():
 def test_parameters_on_eight_devices_of_80_gb():
     # 8 * 80e9 / 16 = 40e9, / 12 = 53.3e9
     assert cg.plan.largest_params(8 * 80e9, 16) == 40_000_000_000
-    assert cg.plan.largest_params("h100-sxm", 16, devices=8) == 40_000_000_000
+    assert cg.plan.largest_params("h100-sxm", 16, devices=8) == 85_017_493_504 // 2
     assert cg.plan.largest_params(80e9, 12, devices=8) == 53_333_333_333
-    for precision, expected in (("fp32", 40_000_000_000), ("bf16", 53_333_333_333), ("megatron-bf16", 35_555_555_555)):
+    for precision, expected in (("fp32", 42_508_746_752), ("bf16", 56_678_329_002), ("megatron-bf16", 37_785_552_668)):
         each = cg.bytes_per_param(llama(precision=precision))
         assert cg.plan.largest_params("h100-sxm", each, devices=8) == expected
     assert cg.plan.largest_params(M, 16, devices=n) == sympy.floor(M * n / 16)

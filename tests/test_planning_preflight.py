@@ -6,7 +6,7 @@ import sympy
 import costgraph as cg
 from costgraph.plan.preflight import PreflightCheck
 
-CAPACITY = 80 * 10**9
+CAPACITY = 85_017_493_504  # of an H100
 SIZES = {"B": 1, "S": 4096}
 
 
@@ -125,7 +125,7 @@ def test_open_sizes_leave_formulas(step):
 def test_text(found):
     lines = str(found).split("\n")
     assert lines[0] == "parameters: 8,030,261,248"
-    assert "state memory: 96.36 GB (89.75 GiB), all devices have 81.92 TB (74.51 TiB): ok" in lines
+    assert "state memory: 96.36 GB (89.75 GiB), all devices have 87.06 TB (79.18 TiB): ok" in lines
     assert repr(found) == "Preflight('llama-3-8b' on 1024 h100-sxm)"
     assert str(PreflightCheck("x", cg.dims("B"), "B")) == "x: B [B]"
     with pytest.raises(KeyError, match="speed"):

@@ -81,6 +81,8 @@ def _peak_rows(r: Facts) -> Iterator[tuple[str, str]]:
         yield "  with workspaces", f"of CUDA's libraries and kernels on {clean(r.peak.arch)}"
     if r.hardware is not None:
         yield f"capacity of {clean(r.hardware.id, 20)}", _capacity(r)
+        if r.hardware.capacity() != r.hardware.memory:
+            yield "  vendor's figure", str(r.hardware.memory)
 
 
 def _open_peak(cases: Sequence[Regime]) -> Iterator[tuple[str, str]]:
@@ -105,9 +107,8 @@ def _part_of(amount: Formula, whole: Formula) -> str:
 
 def _capacity(r: Facts) -> str:
     assert r.hardware is not None
-    room, stated = r.hardware.capacity(), r.hardware.memory
+    room = r.hardware.capacity()
     text = format_bytes(room.value)
-    text += " by the vendor" if room == stated else f" usable of the vendor's {stated}"
     if r.fits is None:
         return escape(f"{text}: whether it fits depends on {', '.join(r.unbound)}")
     used = percent(float(r.peak.value) / float(room.value))

@@ -219,7 +219,7 @@ def test_as_many_requests_are_in_flight_as_memory_holds(measured):
     kept = 2 * 32 * 8 * 128 * 1500  # with half of the answer, and a scale in fp16 for each 128
     requests = row.seconds * float(record.value) / 1000
     assert requests == pytest.approx(
-        (float(device.tables["memory"]["capacity"]) - weights) / (kept * 130 / 128), rel=0.03
+        (float(device.capacity().value) - weights) / (kept * 130 / 128), rel=0.03
     )
 
 
