@@ -3,6 +3,7 @@
 import gc
 import os
 import re
+import signal
 import sys
 from functools import cache
 from importlib import import_module
@@ -17,6 +18,10 @@ settings.register_profile(
     "costgraph", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=multiplier() == 1
 )
 settings.load_profile("costgraph")
+
+# `nohup` and background jobs of a script ignore Ctrl-C, and children would inherit that: those here are interrupted
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # some machines forbid compiled files: every process would compile the whole library and the tests again
 os.environ["PYTHONDONTWRITEBYTECODE"] = ""

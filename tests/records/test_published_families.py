@@ -218,9 +218,7 @@ def test_as_many_requests_are_in_flight_as_memory_holds(measured):
     weights = 8_030_261_248 + 2 * 128256 * 4096
     kept = 2 * 32 * 8 * 128 * 1500  # with half of the answer, and a scale in fp16 for each 128
     requests = row.seconds * float(record.value) / 1000
-    assert requests == pytest.approx(
-        (float(device.capacity().value) - weights) / (kept * 130 / 128), rel=0.03
-    )
+    assert requests == pytest.approx((float(device.capacity().value) - weights) / (kept * 130 / 128), rel=0.03)
 
 
 @pytest.mark.parametrize("quantity", ["model size", "peak memory"])

@@ -16,7 +16,7 @@ from .record import Record, facts
 
 #: Formats by the words of sources, with how many elements share a scale, and its format.
 _FORMATS: dict[str, tuple[str, int | None, str | None]] = {
-    "fp8": ("fp8_e4m3", None, None), "nf4": ("nf4", 64, "fp32"), "nf4-dq": ("nf4_double", None, None),
+    "fp8": ("fp8_e4m3", None, None), "nf4": ("nf4", None, None), "nf4-dq": ("nf4_double", None, None),
 }  # fmt: skip
 #: Of what a rank would hold if all were split evenly, what it may hold: norms, and what is uneven by little.
 _UNEVEN = 1.1

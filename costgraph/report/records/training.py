@@ -101,7 +101,7 @@ def _step(
     if method == "QLoRA":
         g = cg.quantize(g, "nf4_double", skip=_WIDE)
     elif weights == "nf4":
-        g = cg.quantize(g, "nf4", group=64, scale="fp32", skip=_WIDE)
+        g = cg.quantize(g, "nf4", skip=_WIDE)
     elif weights:
         raise UnsupportedError(f"inputs: weights {weights!r}, expected nf4, or formats that are not narrow")
     states = next((found for words, found in _STATES.items() if words in optimizer), None)

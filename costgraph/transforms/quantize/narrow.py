@@ -13,6 +13,11 @@ from .mixtures import MIXTURES, Mixture
 __all__ = ["Narrow", "activations_format", "cache_format", "mixture_of", "need_common", "weights_format"]
 
 
+#: Elements that share a scale, and its format, where the library that coined a name has them: bitsandbytes, whose
+#: `Params4bit` has `blocksize=64` and keeps `absmax` in fp32 (bitsandbytes/functional.py, `quantize_4bit`).
+_COINED = {"nf4": (64, "fp32")}
+
+
 @dataclass(frozen=True)
 class Narrow:
     """What is stored in which format; None for what stays."""
@@ -67,6 +72,9 @@ def weights_format(value: object, group: object, scale: object, *, zero: bool) -
         return found if mixture is None else None
     if group is not None and (isinstance(group, bool) or not isinstance(group, int) or group < 1):
         raise FormatError(f"quantize: group={shown(group)}, expected a positive integer")
+    if found.name in _COINED:
+        block, coined = _COINED[found.name]
+        group, scale = block if group is None else group, coined if scale is None else scale
     wanted = ("fp32" if group is None else "fp16") if scale is None else scale
     shared = "row" if group is None else f"g{group}"
     try:

@@ -74,9 +74,9 @@ def quantize(
         of convolutions stay. What fuses attention widens inside; for eager attention a kernel writes a wide copy.
     group : int, optional
         Elements along the summed axes that share a scale of the weights; by default all of them, one scale for each
-        output channel.
+        output channel. `nf4` has 64, as in bitsandbytes.
     scale : str, optional
-        Format of the scales of weights: by default fp16 with `group`, fp32 without.
+        Format of the scales of weights: by default fp16 with `group`, fp32 without, and fp32 for `nf4`.
     zero : bool
         Whether each scale of the weights has a zero point beside it, in their own format.
     skip : sequence of str, optional
